@@ -1,0 +1,35 @@
+# Two commands from a fresh machine: `make demo` and `make test`. Both set up .venv first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: help setup demo test slow lint clean
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
+
+setup: $(STAMP)  ## the virtual environment .venv, with everything in it
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "softfocus needs Python 3.11 or newer, this is %d.%d: run make PYTHON=python3.12 (say)" % sys.version_info[:2])'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'torch>=2.11,<2.14'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $@
+
+demo: setup  ## train Softmax, LSSA, LSSAR and LASER side by side and show who keeps the loss flat (under 15 minutes)
+	$(BIN)/softfocus demo
+
+test: setup  ## every test but the slow ones (under 10 minutes on two cores)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
+
+slow: setup  ## the slow tests
+	$(BIN)/python -m pytest -m slow
+
+lint: setup  ## ruff and mypy
+	$(BIN)/ruff check src tests
+	$(BIN)/ruff format --check src tests
+	$(BIN)/mypy
+
+clean:  ## remove .venv and caches; runs/ stays
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
