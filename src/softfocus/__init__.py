@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from softfocus._version import __version__
 
 if TYPE_CHECKING:
-    from softfocus.catalog import mechanism, mechanisms
+    from softfocus.catalog import mechanisms, named
     from softfocus.dispatch import explain
     from softfocus.functional import RowStatistics, attention
     from softfocus.mechanism import Mechanism, laser, sharpened
@@ -21,13 +21,21 @@ __all__ = [
     "attention",
     "explain",
     "laser",
-    "mechanism",
     "mechanisms",
+    "named",
     "sharpened",
 ]
 
+# No submodule may bear one of these names: importing it would put the module in the function's place.
 _HOME = {
-    "Mechanism": "softfocus.algebra",
+    "Mechanism": "softfocus.mechanism",
+    "laser": "softfocus.mechanism",
+    "sharpened": "softfocus.mechanism",
+    "mechanisms": "softfocus.catalog",
+    "named": "softfocus.catalog",
+    "attention": "softfocus.functional",
+    "RowStatistics": "softfocus.functional",
+    "explain": "softfocus.dispatch",
 }
 
 
@@ -35,3 +43,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'softfocus' has no attribute {name!r}")
     return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,248 @@
+"""Every named mechanism, its equation and the row of the paper where it stands. The one place to add one."""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from softfocus.mechanism import Mechanism, laser, sharpened
+
+SOFTPLUS_PAPER = "arXiv 2501.13428"
+LASER_PAPER = "arXiv 2411.03493"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A named mechanism.
+
+    Attributes:
+        name: what ``attention(mechanism=)``, recipes and config.json call it.
+        mechanism: the algebra.
+        source: paper, and equation or table row.
+        note: what a user should know; says so where the source was not at hand.
+        learned: parameters with gradient that the mechanism is defined with, as (argument of ``attention()``, initial
+            value) pairs, one value a head. ``attention()`` without them computes with 1; ``softfocus.hf.use()`` adds them
+            to a model.
+    """
+
+    name: str
+    mechanism: Mechanism
+    source: str
+    note: str = ""
+    learned: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def equation(self) -> str:
+        """The mechanism written out."""
+        return str(self.mechanism)
+
+
+class Catalog(Mapping[str, Entry]):
+    """The named mechanisms, in the papers' order. Prints as a table."""
+
+    def __init__(self, entries: tuple[Entry, ...]):
+        self._entries = {entry.name: entry for entry in entries}
+        assert len(self._entries) == len(entries), "a name stands twice in the catalogue"
+
+    def __getitem__(self, name: str) -> Entry:
+        return self._entries[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __repr__(self) -> str:
+        return "\n".join(f"{e.name:24} {e.source:44} {e.equation}" for e in self._entries.values())
+
+
+def _phi_l1(phi: str) -> Mechanism:
+    return Mechanism(phi=phi)
+
+
+_SOFTMAX = Mechanism()
+_SIGMOID_LOG_N_L1 = Mechanism(phi="sigmoid", score_bias="-log(N)")
+_LSSA = Mechanism(similarity="cosine", scale="log(d)", length_scale="log(N)", phi="softplus")
+_LSSAR = sharpened(_LSSA, 15)
+
+_CATALOG = Catalog(
+    (
+        # Table 1: what the finished softmax weights tolerate
+        Entry("softmax", _SOFTMAX, f"{SOFTPLUS_PAPER} eq. 1, tables 1-4"),
+        Entry("softmax_negated", _SOFTMAX.replace(post="negate"), f"{SOFTPLUS_PAPER} table 1, Inverse"),
+        Entry(
+            "softmax_recentred",
+            _SOFTMAX.replace(post="recentre"),
+            f"{SOFTPLUS_PAPER} table 1, Re-centered",
+            "Rows with N <= 3 keep their weights (the paper's footnote 1).",
+        ),
+        Entry(
+            "softmax_recentred_l1",
+            _SOFTMAX.replace(post="recentre+l1"),
+            f"{SOFTPLUS_PAPER} table 1, Re-centered & l1-norm",
+            "Rows with N <= 3 keep their weights (the paper's footnote 1).",
+        ),
+        # Table 2: softmax taken apart. The check marks of the table were not legible at hand; read from the text.
+        Entry(
+            "scenario_i",
+            Mechanism(phi="identity", normaliser="none"),
+            f"{SOFTPLUS_PAPER} table 2, scenario I",
+            "Neither exp nor l1: read from the text, the table's marks were not legible at hand.",
+        ),
+        Entry(
+            "scenario_ii",
+            Mechanism(phi="exp", normaliser="none"),
+            f"{SOFTPLUS_PAPER} table 2, scenario II",
+            "exp without l1: scores above 88 overflow float32. Read from the text, as scenario I.",
+        ),
+        Entry(
+            "scenario_iii",
+            Mechanism(phi="identity"),
+            f"{SOFTPLUS_PAPER} table 2, scenario III",
+            "l1 without exp: rows divided by the sum of absolute scores. Read from the text, as scenario I.",
+        ),
+        Entry("scenario_iv", _SOFTMAX, f"{SOFTPLUS_PAPER} table 2, scenario IV", "Both: softmax."),
+        # Table 3: phi with l1 (eq. 3)
+        Entry("relu_l1", _phi_l1("relu"), f"{SOFTPLUS_PAPER} eq. 3, table 3, ReLU"),
+        Entry("relu2_l1", _phi_l1("relu2"), f"{SOFTPLUS_PAPER} eq. 3, table 3, ReLU^2"),
+        Entry("relu6_l1", _phi_l1("relu6"), f"{SOFTPLUS_PAPER} eq. 3, table 3, ReLU6"),
+        Entry("gelu_l1", _phi_l1("gelu"), f"{SOFTPLUS_PAPER} eq. 3, table 3, GeLU", "The exact (erf) GELU."),
+        Entry(
+            "sigmoid_l1",
+            _phi_l1("sigmoid"),
+            f"{SOFTPLUS_PAPER} eq. 3, table 3, Sigmoid; table 4, Sigmoid (Proposed)",
+        ),
+        Entry("softplus_l1", _phi_l1("softplus"), f"{SOFTPLUS_PAPER} eq. 3, table 3, Softplus"),
+        Entry("mish_l1", _phi_l1("mish"), f"{SOFTPLUS_PAPER} eq. 3, table 3, Mish"),
+        Entry("exp_l1", _phi_l1("exp"), f"{SOFTPLUS_PAPER} eq. 3, table 3, e^x", "Softmax by another name."),
+        # Table 4: the rivals without softmax, LSSA, and the re-weighted three
+        Entry(
+            "sigmoid_log_l",
+            Mechanism(phi="sigmoid", score_bias="-log(L)", normaliser="none"),
+            f"{SOFTPLUS_PAPER} table 4, Sigmoid (Ramapuram et al. 2024)",
+            "L is the number of key positions given, so a growing KV cache changes the bias, as the definition says.",
+        ),
+        Entry(
+            "sigmoid_log_n",
+            Mechanism(phi="sigmoid", score_bias="-log(N)", normaliser="none"),
+            f"{SOFTPLUS_PAPER} table 4, Sigmoid (b = -log N)",
+        ),
+        Entry("sigmoid_log_n_l1", _SIGMOID_LOG_N_L1, f"{SOFTPLUS_PAPER} table 4, Sigmoid (b = -log N, l1-norm)"),
+        Entry(
+            "relu_wortsman",
+            Mechanism(phi="relu", normaliser="1/L"),
+            f"{SOFTPLUS_PAPER} table 4, ReLU (Wortsman et al. 2023)",
+            "relu(s) / L; L is the number of key positions given.",
+        ),
+        Entry("relu_li", _phi_l1("relu"), f"{SOFTPLUS_PAPER} table 4, ReLU (Li et al. 2022)", "The same as relu_l1."),
+        Entry(
+            "relu_shen",
+            Mechanism(phi="relu", normaliser="1/sqrt(N/2)"),
+            f"{SOFTPLUS_PAPER} table 4, ReLU (Shen et al. 2023)",
+            "relu(s) / (gamma sqrt(n/2)), n taken as N. The paper was not at hand: gamma is learnable by one account. "
+            "As relu(s)/gamma = relu(s/gamma), gamma is the inverse of head_scale.",
+            learned=(("head_scale", 1.0),),
+        ),
+        Entry("lssa", _LSSA, f"{SOFTPLUS_PAPER} eq. 4, table 4, LSSA"),
+        Entry("softmax_p3", sharpened(_SOFTMAX, 3), f"{SOFTPLUS_PAPER} eq. 5, table 4, Softmax p = 3"),
+        Entry(
+            "softmax_p15",
+            sharpened(_SOFTMAX, 15),
+            f"{SOFTPLUS_PAPER} eq. 5, table 4, Softmax p = 15",
+            "The paper reports gradient explosion.",
+        ),
+        Entry(
+            "sigmoid_log_n_l1_p3",
+            sharpened(_SIGMOID_LOG_N_L1, 3),
+            f"{SOFTPLUS_PAPER} eq. 5, table 4, Sigmoid (b = -log N, l1) p = 3",
+        ),
+        Entry(
+            "sigmoid_log_n_l1_p15",
+            sharpened(_SIGMOID_LOG_N_L1, 15),
+            f"{SOFTPLUS_PAPER} eq. 5, table 4, Sigmoid (b = -log N, l1) p = 15",
+        ),
+        Entry("lssar_p3", sharpened(_LSSA, 3), f"{SOFTPLUS_PAPER} eq. 5, table 4, LSSAR p = 3"),
+        Entry("lssar", _LSSAR, f"{SOFTPLUS_PAPER} eq. 5, table 4, LSSAR p = 15"),
+        # LASER
+        Entry("laser", laser(_SOFTMAX), f"{LASER_PAPER}", "Over softmax. Only a summary of the paper was at hand."),
+        Entry("laser_lssa", laser(_LSSA), f"{LASER_PAPER} over {SOFTPLUS_PAPER} eq. 4", "A combination of our own."),
+        Entry("laser_lssar", laser(_LSSAR), f"{LASER_PAPER} over {SOFTPLUS_PAPER} eq. 5", "A combination of our own."),
+        # Rivals that scale the score with the length, or normalise q and k
+        Entry(
+            "ssmax",
+            Mechanism(length_scale="log(N)"),
+            "arXiv 2501.19399 (SSMax)",
+            "head_scale is the paper's s, one a head. The initial value is the s of the paper's figure 1; how the paper "
+            "initialises training could not be verified.",
+            learned=(("head_scale", 0.43),),
+        ),
+        Entry(
+            "log512_softmax",
+            Mechanism(length_scale="log512(N)"),
+            "Su 2021 (kexue.fm/archives/8823)",
+            "log_512 n in place of 1: the same as softmax at n = 512.",
+        ),
+        Entry(
+            "qknorm",
+            Mechanism(similarity="cosine", scale="1"),
+            "arXiv 2010.04245 (QK-norm)",
+            "head_scale is the paper's g. The initial value is log2(L^2 - L) at L = 1024, as the paper is remembered; "
+            "its text was not at hand.",
+            learned=(("head_scale", 20.0),),
+        ),
+        Entry(
+            "cosine_log_n",
+            Mechanism(similarity="cosine", scale="log(d)", length_scale="log(N)"),
+            "softfocus",
+            "LSSA's scores with a plain softmax: the rival that every claim about softplus has to beat.",
+        ),
+    )
+)
+
+
+def mechanisms() -> Catalog:
+    """The catalogue: a mapping from name to :class:`Entry`, which prints as a table."""
+    return _CATALOG
+
+
+def named(text: str) -> Mechanism:
+    """The mechanism that a name or a combination of names stands for.
+
+    Args:
+        text: a name of the catalogue (``"lssar"``), or combinators around one: ``"sharpened(softmax, 3)"``,
+            ``"laser(lssa)"``, ``"laser(sharpened(lssa, 7.5))"``.
+
+    Raises:
+        ValueError: an unknown name, with the nearest one, or words that do not parse.
+    """
+    text = text.strip()
+    if match := re.fullmatch(r"laser\s*\((.+)\)", text):
+        return laser(named(match[1]))
+    if match := re.fullmatch(r"sharpened\s*\((.+),\s*(?:p\s*=\s*)?([^,()]+)\)", text):
+        try:
+            power = float(match[2])
+        except ValueError:
+            raise ValueError(f"mechanism {text!r}: the power {match[2].strip()!r} is not a number") from None
+        return sharpened(named(match[1]), power)
+    if text in _CATALOG:
+        return _CATALOG[text].mechanism
+    near = get_close_matches(text, _CATALOG, n=1)
+    guess = f"did you mean {near[0]!r}" if near else f"the names are {', '.join(_CATALOG)}"
+    raise ValueError(
+        f"mechanism {text!r} is not known; {guess}. Combinations: 'sharpened(NAME, POWER)', 'laser(NAME)'."
+    )
+
+
+def learned_parameters(mechanism: str | Mechanism) -> dict[str, float]:
+    """The parameters that a mechanism is defined with, and their initial values: ``{"head_scale": 0.43}`` for SSMax.
+
+    A combination (``"laser(ssmax)"``) needs what its base needs; so does an equal ``Mechanism``.
+    """
+    if isinstance(mechanism, str):
+        mechanism = named(mechanism)
+    base = mechanism.replace(power=None, laser=False)
+    for entry in _CATALOG.values():
+        if entry.mechanism == base:
+            return dict(entry.learned)
+    return {}

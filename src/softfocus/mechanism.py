@@ -1,0 +1,150 @@
+"""The algebra of attention mechanisms: a frozen record of names and numbers, and two combinators."""
+
+import json
+from dataclasses import asdict, dataclass, fields, replace
+from difflib import get_close_matches
+from typing import Any
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "similarity": ("dot", "cosine"),
+    "scale": ("1/sqrt(d)", "log(d)", "1"),
+    "length_scale": ("1", "log(N)", "log512(N)"),
+    "score_bias": ("0", "-log(N)", "-log(L)"),
+    "phi": ("exp", "softplus", "relu", "relu2", "relu6", "gelu", "sigmoid", "mish", "identity"),
+    "normaliser": ("l1", "none", "1/N", "1/L", "1/sqrt(N/2)"),
+    "post": ("none", "negate", "recentre", "recentre+l1"),
+}
+SIGNED_PHI = ("gelu", "mish", "identity")
+"""phi whose values may be negative: their l1 norm sums absolute values."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mechanism:
+    """One attention mechanism, as names and numbers.
+
+    For row i with N visible keys out of L, head dimension d and head h::
+
+        s_ij = scale(d) * length_scale(N) * head_scale[h] * similarity(q_i, k_j) + score_bias + bias_ij
+        f_ij = phi(s_ij)                                   on the visible keys, 0 elsewhere
+        A_ij = f_ij / sum_j |f_ij|                         normaliser "l1"; or f_ij times "1/N", "1/L", "1/sqrt(N/2)"
+        A_ij = relu(A_ij * N - o)^p, divided by its row sum     when power = p is given; o = 1, or 0 where N <= 3
+        A_ij = -A_ij, or A_ij - mean_j A_ij (and l1 again)      post
+        out  = A V, or log(A exp(V)) column by column when laser
+
+    Attributes:
+        similarity: "dot" (q.k) or "cosine" (q.k / |q||k|).
+        scale: the factor that depends on the head dimension d. ``attention(scale=)`` takes its place when given.
+        length_scale: the factor that depends on the number N of keys that the row may see; log is natural.
+        score_bias: "-log(N)" or "-log(L)", added to every score of the row (sigmoid attention).
+        phi: the non-linearity.
+        normaliser: what divides (or multiplies) a row of phi(s).
+        power: the exponent p >= 1 of the re-weighting (eq. 5 of arXiv 2501.13428), None for no re-weighting.
+        post: what table 1 of arXiv 2501.13428 does to the finished weights.
+        laser: weighted log-mean-exp of the values in place of their weighted mean (arXiv 2411.03493).
+
+    Raises:
+        ValueError: an unknown name, a power outside [1, 100], or parts that do not go together.
+    """
+
+    similarity: str = "dot"
+    scale: str = "1/sqrt(d)"
+    length_scale: str = "1"
+    score_bias: str = "0"
+    phi: str = "exp"
+    normaliser: str = "l1"
+    power: float | None = None
+    post: str = "none"
+    laser: bool = False
+
+    def __post_init__(self) -> None:
+        for name, choices in CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices:
+                hint = get_close_matches(str(value), choices, n=1, cutoff=0.4)
+                guess = f"; did you mean {hint[0]!r}?" if hint else ""
+                raise ValueError(f"Mechanism: {name}={value!r} is not one of {', '.join(map(repr, choices))}{guess}")
+        if self.power is not None:
+            if isinstance(self.power, bool) or not isinstance(self.power, int | float):
+                raise ValueError(f"Mechanism: power={self.power!r} is not a number; expected 1 <= power <= 100, or None")
+            object.__setattr__(self, "power", float(self.power))
+            if not 1.0 <= self.power <= 100.0:
+                raise ValueError(f"Mechanism: power={self.power!r} is outside [1, 100]; None leaves re-weighting out")
+            if self.normaliser != "l1" or self.phi in SIGNED_PHI:
+                raise ValueError(
+                    f"Mechanism: power={self.power:g} re-weights rows that sum to one, which needs normaliser='l1' and a "
+                    f"non-negative phi; got normaliser={self.normaliser!r}, phi={self.phi!r}"
+                )
+        if not isinstance(self.laser, bool):
+            raise ValueError(f"Mechanism: laser={self.laser!r} is not True or False")
+        if self.laser and (self.normaliser != "l1" or self.phi in SIGNED_PHI or self.post != "none"):
+            raise ValueError(
+                "Mechanism: laser takes the log of a weighted mean, which needs non-negative rows that sum to one: "
+                f"normaliser='l1', a non-negative phi and post='none'; got normaliser={self.normaliser!r}, "
+                f"phi={self.phi!r}, post={self.post!r}"
+            )
+
+    def replace(self, **changes: Any) -> "Mechanism":
+        """A copy with some fields changed: ``lssar.replace(power=3)``. Unknown fields are a ValueError."""
+        _refuse_unknown(changes)
+        return replace(self, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field by name, as JSON types."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "Mechanism":
+        """The inverse of :meth:`to_dict`; missing fields take their defaults, unknown ones are a ValueError."""
+        _refuse_unknown(values)
+        return cls(**values)
+
+    def to_json(self) -> str:
+        """One line of JSON that :meth:`from_json` reads back to an equal mechanism."""
+        return json.dumps(self.to_dict(), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Mechanism":
+        """The inverse of :meth:`to_json`."""
+        return cls.from_dict(json.loads(text))
+
+    def __str__(self) -> str:
+        return f"A = {self._weights()};  out = {'log(A exp(V))' if self.laser else 'A V'}"
+
+    def _weights(self) -> str:
+        factors = [factor for factor in (self.scale, self.length_scale) if factor != "1"]
+        score = " * ".join([*factors, "q.k" if self.similarity == "dot" else "cos(q,k)"])
+        if self.score_bias != "0":
+            score += f" - {self.score_bias[1:]}"
+        weights = score if self.phi == "identity" else f"{self.phi}({score})"
+        weights = {"l1": f"l1({weights})", "none": weights}.get(self.normaliser, f"{weights} * {self.normaliser}")
+        if self.power is not None:
+            weights = f"l1(relu({weights} * N - 1)^{self.power:g})"
+        if self.post == "negate":
+            return f"-{weights}"
+        if self.post != "none":
+            weights = f"({weights} - mean)"
+            return f"l1{weights}" if self.post == "recentre+l1" else weights
+        return weights
+
+
+def sharpened(mechanism: Mechanism, power: float) -> Mechanism:
+    """The re-weighting of arXiv 2501.13428, eq. 5, on top of any mechanism whose rows sum to one.
+
+    Example: ``sharpened(named("softmax"), 3)``. The power belongs to training: a model trained with one power and run
+    with another is a different model.
+    """
+    return mechanism.replace(power=power)
+
+
+def laser(mechanism: Mechanism) -> Mechanism:
+    """LASER (arXiv 2411.03493) over any mechanism whose rows are non-negative and sum to one: log(A exp(V))."""
+    return mechanism.replace(laser=True)
+
+
+def _refuse_unknown(values: dict[str, Any]) -> None:
+    known = [field.name for field in fields(Mechanism)]
+    for name in values:
+        if name not in known:
+            hint = get_close_matches(name, known, n=1)
+            guess = f"did you mean {hint[0]!r}?" if hint else f"its fields are {', '.join(known)}"
+            raise ValueError(f"Mechanism has no field {name!r}; {guess}")
