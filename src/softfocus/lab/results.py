@@ -1,0 +1,197 @@
+"""What a run folder holds, and reading it back. The one schema: train and evaluate write it, reports read it."""
+
+import os
+import tempfile
+from datetime import datetime
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from softfocus.lab.errors import LabError
+
+RUN = "run.json"
+RECIPE = "recipe.toml"
+MODEL = "model"
+CHECKPOINTS = "checkpoints"
+TENSORBOARD = "tensorboard"
+EVALUATION = "evaluation.json"
+PARTIAL_EVALUATION = "evaluation.partial.json"
+
+Status = Literal["running", "complete", "failed"]
+
+
+class _Record(BaseModel):
+    # A diverged model has a loss of NaN; as a string it is valid JSON and reads back as NaN.
+    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="strings")
+
+
+class Machine(_Record):
+    """What computed a result, without names of hosts, users or folders."""
+
+    cpu: str
+    cores: int
+    device: str = Field(description="where the model ran: 'cpu', or the GPU's product name")
+
+
+class RunInfo(_Record):
+    """What trained a model: enough to tell two runs apart and to do one again. Losses are in nats per token."""
+
+    name: str = Field(description="the run's name: the folder's")
+    recipe: str = Field(description="the recipe's name; the resolved recipe is recipe.toml beside this")
+    mechanism: str = Field(description="as in the recipe: 'lssar', 'sharpened(softmax, 3)'")
+    status: Status
+    parameters: int
+    seed: int
+    commit: str = Field(description="of the source tree, '+dirty' when it was changed; or the package's version")
+    versions: dict[str, str]
+    machine: Machine
+    started: datetime
+    finished: datetime | None = None
+    train_length: int = Field(description="tokens a training window")
+    vocabulary: int = Field(description="size of the tokenizer's vocabulary")
+    steps: int = Field(description="optimiser steps that the recipe asks for")
+    steps_done: int = 0
+    tokens_per_step: int
+    train_loss: list[tuple[int, float]] = Field(default=[], description="(step, mean loss since the entry before)")
+    tokens_per_second: float | None = Field(default=None, description="without the first steps, which warm up caches")
+    error: str | None = Field(default=None, description="what stopped a failed run")
+
+    @property
+    def final_loss(self) -> float | None:
+        """The last training loss, or None before the first."""
+        return self.train_loss[-1][1] if self.train_loss else None
+
+
+class Bucket(_Record):
+    """Mean loss over the positions start <= i < end of every window; position 0 is a window's first prediction."""
+
+    start: int
+    end: int
+    loss: float
+    standard_error: float
+    tokens: int
+
+
+class Row(_Record):
+    """Loss at one length, in nats per token, over all positions of all windows."""
+
+    length: int
+    ntk: bool = Field(description="dynamic NTK scaling of RoPE; False is RoPE as trained")
+    loss: float
+    standard_error: float = Field(description="over windows, clustered; NaN where there is only one")
+    tokens: int = Field(description="predictions that the mean is over")
+    windows: int
+    buckets: list[Bucket] = []
+
+
+class Evaluation(_Record):
+    """Loss over length of one run, on the same validation tokens at every length."""
+
+    run: str = Field(description="the run's name")
+    mechanism: str
+    train_length: int
+    vocabulary: int
+    tokens: int = Field(description="validation tokens that each length reads")
+    seed: int = Field(description="the training seed")
+    rows: list[Row]
+
+    def row(self, length: int, ntk: bool = False) -> Row | None:
+        """The row at a length, or None if it was not evaluated."""
+        return next((row for row in self.rows if (row.length, row.ntk) == (length, ntk)), None)
+
+
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+def save_run(folder: Path, info: RunInfo) -> None:
+    """Write run.json, whole or not at all."""
+    write_atomically(folder / RUN, info.model_dump_json(indent=2) + "\n")
+
+
+def load_run(folder: Path, *, complete: bool = True) -> RunInfo:
+    """Read run.json.
+
+    Args:
+        folder: the run folder.
+        complete: refuse a run that has not finished.
+
+    Raises:
+        LabError: no such folder, no run in it, a run that did not finish, or a file that cannot be read.
+    """
+    train = "train one with `softfocus train RECIPE --out FOLDER`"
+    if not folder.is_dir():
+        raise LabError(f"there is no run at {folder}", train)
+    info = _load(folder / RUN, RunInfo, f"{folder} is not a run folder: it has no {RUN}", train)
+    if complete and info.status != "complete":
+        why = f" ({info.error})" if info.error else ""
+        raise LabError(
+            f"the run {folder} is not finished: its status is {info.status}{why}",
+            f"finish it with `softfocus train {folder / RECIPE} --out {folder} --resume`",
+        )
+    return info
+
+
+def save_evaluation(folder: Path, evaluation: Evaluation, *, partial: bool = False) -> None:
+    """Write evaluation.json, or while rows are still missing evaluation.partial.json, whole or not at all."""
+    write_atomically(
+        folder / (PARTIAL_EVALUATION if partial else EVALUATION), evaluation.model_dump_json(indent=2) + "\n"
+    )
+    if not partial:
+        (folder / PARTIAL_EVALUATION).unlink(missing_ok=True)
+
+
+def load_evaluation(folder: Path) -> Evaluation:
+    """Read evaluation.json.
+
+    Raises:
+        LabError: no such folder, no finished evaluation in it, or a file that cannot be read.
+    """
+    evaluate = f"evaluate it with `softfocus evaluate {folder}`"
+    if not folder.is_dir():
+        raise LabError(f"there is no run at {folder}", "train one with `softfocus train RECIPE --out FOLDER`")
+    return _load(folder / EVALUATION, Evaluation, f"the run {folder} has no {EVALUATION}", evaluate)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a text file under a temporary name and rename it, so that a crash leaves the old file or none.
+
+    Raises:
+        LabError: the folder cannot be written to, or the disk is full.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+            temporary = Path(file.name)
+            try:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+                temporary.chmod(0o666 & ~_umask())  # a temporary file is private to its owner; a result is not
+                os.replace(temporary, path)
+            except BaseException:
+                temporary.unlink(missing_ok=True)
+                raise
+    except OSError as error:
+        raise LabError(
+            f"cannot write {path}: {error.strerror or error}", "choose a folder with --out that can be written to"
+        ) from error
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _load(path: Path, model: type[_Model], missing: str, remedy: str) -> _Model:
+    try:
+        return model.model_validate_json(path.read_text())
+    except FileNotFoundError:
+        raise LabError(missing, remedy) from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"])) or "the file"
+        raise LabError(f"{path} cannot be read: {place}: {first['msg']}", f"delete it; then {remedy}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise LabError(f"{path} cannot be read: {error}", remedy) from error
