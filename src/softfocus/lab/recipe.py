@@ -1,0 +1,236 @@
+"""Recipes: a small TOML file, resolved and checked into a Recipe. Loads without torch."""
+
+import json
+import tomllib
+from difflib import get_close_matches
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from softfocus.lab.errors import LabError
+
+Count = Annotated[int, Field(ge=1)]
+
+
+class _Table(BaseModel):
+    # strict: `steps = "600"` and `steps = true` are mistakes, not numbers
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class ModelTable(_Table):
+    """What is trained: any causal language model of Transformers, with a mechanism in place of its attention."""
+
+    architecture: str = Field(description="a Transformers model_type: gpt_neox, llama, qwen3 ...")
+    mechanism: str = Field(description="a name of `softfocus mechanisms`, or a combination of them")
+    parameters: dict[str, float] = Field(default={}, description="initial values of what the mechanism learns")
+    config: dict[str, Any] = Field(default={}, description="what the architecture's configuration takes")
+
+    @field_validator("mechanism")
+    @classmethod
+    def _known(cls, text: str) -> str:
+        from softfocus.catalog import named  # imports no torch, but is not needed to show --help
+
+        named(text)
+        return text
+
+
+class DataTable(_Table):
+    """What it is trained on."""
+
+    source: str = Field(description="'stdlib', a file or folder, FineWeb .bin shards, or 'hub:NAME' of a datasets hub")
+    text_field: str = Field(default="text", description="the field of JSONL, parquet and hub records")
+    tokenizer: str = Field(default="bytes", description="'bytes', 'bpe' (trained on the source), or a tokenizer folder")
+    vocabulary: Annotated[int, Field(ge=257, le=1_000_000)] | None = Field(default=None, description="size, for 'bpe'")
+    validation: float = Field(default=0.05, gt=0, lt=1, description="share of the documents held out of training")
+    max_documents: Count | None = Field(default=None, description="read no more than so many documents")
+
+
+class TrainTable(_Table):
+    """How it is trained."""
+
+    length: int = Field(ge=2, le=1_048_576, description="tokens a window")
+    batch: Count = Field(description="windows an optimiser step, over all devices and accumulated micro-batches")
+    accumulate: Count = Field(default=1, description="micro-batches a step: less memory, the same result")
+    steps: Count = Field(description="optimiser steps")
+    learning_rate: float = Field(gt=0, le=1)
+    decay: Literal["linear", "cosine"] = Field(default="cosine", description="the shape of the warm-down")
+    warmup: int = Field(default=0, ge=0, description="steps of linear warm-up")
+    warmdown: int | None = Field(default=None, ge=0, description="last steps that decay; all after warm-up if left out")
+    final_learning_rate: float = Field(default=0.0, ge=0, le=1, description="at the end, as a share of learning_rate")
+    betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(default=[0.9, 0.95], min_length=2, max_length=2)
+    weight_decay: float = Field(default=0.1, ge=0, le=10, description="on matrices; not on biases and norms")
+    clip: float = Field(default=1.0, ge=0, description="largest gradient norm; 0 for no clipping")
+    precision: Literal["float32", "bf16"] = "float32"
+    seed: int = Field(default=0, ge=0, lt=2**32, description="of the initial weights and of the order of the data")
+    log_every: Count = Field(default=10, description="steps")
+    checkpoint_every: Count = Field(default=1000, description="steps")
+
+    @model_validator(mode="after")
+    def _fit(self) -> "TrainTable":
+        if self.batch % self.accumulate:
+            raise ValueError(f"batch={self.batch} is not a multiple of accumulate={self.accumulate}")
+        if self.warmup + (self.warmdown or 0) > self.steps:
+            raise ValueError(f"warmup={self.warmup} + warmdown={self.warmdown or 0} is more than steps={self.steps}")
+        return self
+
+
+class EvaluateTable(_Table):
+    """What `softfocus evaluate` does when it is not told otherwise."""
+
+    lengths: str = Field(default="1x,2x,4x,8x,16x", description="'1k,2k,16k', or multiples of the training length")
+    tokens: Count = Field(default=65_536, description="validation tokens a length")
+
+
+class Recipe(_Table):
+    """A model, its data and its training, resolved: no defaults left to look up elsewhere."""
+
+    name: str = Field(pattern=r"^[\w.+-]+$", description="the file's name, unless it says otherwise")
+    description: str = ""
+    model: ModelTable
+    data: DataTable
+    train: TrainTable
+    evaluate: EvaluateTable = EvaluateTable()
+
+    def to_toml(self) -> str:
+        """TOML that :func:`load` reads back to an equal recipe."""
+        tables = self.model_dump(exclude_none=True)
+        lines = [f"{key} = {_toml(value)}" for key, value in tables.items() if not isinstance(value, dict)]
+        for name, table in tables.items():
+            if isinstance(table, dict):
+                lines += ["", f"[{name}]", *(f"{_toml_key(key)} = {_toml(value)}" for key, value in table.items())]
+        return "\n".join(lines) + "\n"
+
+
+def shipped() -> list[str]:
+    """The names of the recipes that come with softfocus."""
+    return sorted(file.name.removesuffix(".toml") for file in _shipped().iterdir() if file.name.endswith(".toml"))
+
+
+def load(name_or_path: str | Path, overrides: list[str] | None = None) -> Recipe:
+    """Read a recipe, with what it inherits (`base = "demo"`) and what the command line changes.
+
+    Args:
+        name_or_path: a shipped name, or a TOML file.
+        overrides: `"train.steps=100"`: a key and a TOML value; what is not TOML is taken as a string.
+
+    Raises:
+        LabError: a missing file, a key that does not exist (with the nearest one), a value out of range.
+    """
+    values = _read(str(name_or_path), ())
+    for override in overrides or []:
+        _override(values, override)
+    try:
+        return Recipe.model_validate(values)
+    except ValidationError as error:
+        raise _explain(error, f"recipe {name_or_path}") from None
+
+
+def _shipped() -> Any:
+    return resources.files("softfocus.lab") / "recipes"
+
+
+def _read(name_or_path: str, seen: tuple[str, ...], near: Path | None = None) -> dict[str, Any]:
+    path = Path(name_or_path)
+    if near is not None and (near / path).suffix == ".toml":
+        path = near / path
+    if str(path) in seen:
+        raise LabError(f"recipe {seen[0]} inherits from itself: {' -> '.join([*seen, str(path)])}", "change its base")
+    file = path if path.suffix == ".toml" else _shipped() / f"{name_or_path}.toml"
+    try:
+        values = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+        if path.suffix == ".toml":
+            raise LabError(f"there is no recipe file {path}", _recipes(path.stem)) from None
+        raise LabError(f"there is no recipe {name_or_path!r}", _recipes(name_or_path)) from None
+    except tomllib.TOMLDecodeError as error:
+        raise LabError(f"recipe {file} is not TOML: {error}", "correct that line") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise LabError(f"recipe {file} cannot be read: {error}", "it must be a text file in UTF-8") from None
+    values.setdefault("name", path.stem if path.suffix == ".toml" else name_or_path)
+    base = values.pop("base", None)
+    if base is None:
+        return values
+    if not isinstance(base, str):
+        raise LabError(f"recipe {file}: base = {base!r} is not a string", "name one recipe or one .toml file")
+    return _merged(_read(base, (*seen, str(path)), file.parent if isinstance(file, Path) else None), values)
+
+
+def _recipes(name: str) -> str:
+    near = get_close_matches(name, shipped(), n=1)
+    guess = f"did you mean {near[0]!r}? " if near else ""
+    return f"{guess}The shipped recipes are {', '.join(shipped())}; any other is the path of a .toml file"
+
+
+def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in changes.items():
+        both = isinstance(value, dict) and isinstance(base.get(key), dict)
+        merged[key] = _merged(base[key], value) if both else value
+    return merged
+
+
+def _override(values: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key.strip():
+        raise LabError(f"--set {override!r} is not KEY=VALUE", "write it like --set train.steps=100")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()  # so that --set model.mechanism=lssar needs no quotes inside quotes
+    *tables, last = key.strip().split(".")
+    for table in tables:
+        values = values.setdefault(table, {})
+        if not isinstance(values, dict):
+            raise LabError(
+                f"--set {override!r}: {table!r} is a value, not a table", "write it like --set train.steps=100"
+            )
+    values[last] = value
+
+
+def _explain(error: ValidationError, where: str) -> LabError:
+    """The first of pydantic's errors in one line: the key, the value that came, and what is allowed."""
+    first = error.errors()[0]
+    path = [str(part) for part in first["loc"]]
+    key, fields = ".".join(path), _fields(path[:-1])
+    if first["type"] == "extra_forbidden":
+        near = get_close_matches(path[-1], fields, n=1)
+        guess = (
+            f"did you mean {'.'.join([*path[:-1], near[0]])!r}?" if near else f"the keys here are {', '.join(fields)}"
+        )
+        return LabError(f"{where} has no key {key!r}", guess)
+    if first["type"] == "missing":
+        about = fields[path[-1]].description if path[-1] in fields else None
+        return LabError(f"{where} lacks {key!r}", f"set it{f': {about}' if about else ''}")
+    message = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    if first["type"] == "value_error":
+        return LabError(f"{where}: {key or 'the recipe'}: {message}", "correct it in the recipe or with --set")
+    return LabError(f"{where}: {key} = {first['input']!r} {message}", f"set it like --set {key}=VALUE")
+
+
+def _fields(path: list[str]) -> dict[str, Any]:
+    model: Any = Recipe
+    for part in path:
+        field = getattr(model, "model_fields", {}).get(part)
+        if field is None:
+            return {}
+        model = field.annotation
+    return dict(getattr(model, "model_fields", {}))
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{_toml_key(key)} = {_toml(item)}" for key, item in value.items()) + " }"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return repr(value)
+
+
+def _toml_key(key: str) -> str:
+    bare = key.isascii() and key.replace("_", "").replace("-", "").isalnum()
+    return key if bare else _toml(key)
