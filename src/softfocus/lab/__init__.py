@@ -1,1 +1,1 @@
-"""The lab: recipes, corpora, training, evaluation and reports. Imports all of softfocus and is imported by none of it."""
+"""The lab: recipes, corpora, training, evaluation and reports. Imports all of softfocus, is imported by none of it."""
