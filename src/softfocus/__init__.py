@@ -10,8 +10,7 @@ from softfocus._version import __version__
 
 if TYPE_CHECKING:
     from softfocus.catalog import mechanisms, named
-    from softfocus.dispatch import explain
-    from softfocus.functional import RowStatistics, attention
+    from softfocus.functional import RowStatistics, attention, explain
     from softfocus.mechanism import Mechanism, laser, sharpened
 
 __all__ = [
@@ -35,7 +34,7 @@ _HOME = {
     "named": "softfocus.catalog",
     "attention": "softfocus.functional",
     "RowStatistics": "softfocus.functional",
-    "explain": "softfocus.dispatch",
+    "explain": "softfocus.functional",
 }
 
 

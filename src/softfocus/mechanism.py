@@ -65,7 +65,9 @@ class Mechanism:
                 raise ValueError(f"Mechanism: {name}={value!r} is not one of {', '.join(map(repr, choices))}{guess}")
         if self.power is not None:
             if isinstance(self.power, bool) or not isinstance(self.power, int | float):
-                raise ValueError(f"Mechanism: power={self.power!r} is not a number; expected 1 <= power <= 100, or None")
+                raise ValueError(
+                    f"Mechanism: power={self.power!r} is not a number; expected 1 <= power <= 100, or None"
+                )
             object.__setattr__(self, "power", float(self.power))
             if not 1.0 <= self.power <= 100.0:
                 raise ValueError(f"Mechanism: power={self.power!r} is outside [1, 100]; None leaves re-weighting out")

@@ -1,0 +1,92 @@
+"""LASER's log(A exp(V)) for a block of rows: a matrix product, exact where a product cannot be, and exactly causal."""
+
+import torch
+from torch import Tensor
+
+CLAMP = 80.0  # e^80 is finite in float32, and so is its product with a weight of 0
+HIGH = 60.0  # above shift + 60, a value that a row sees is summed exactly
+LOW = 1e-30  # so is a sum below this: the row's weights lie on values far below the shift
+REACH = 30.0  # the shift is moved when the maximum has moved this far
+ENTRY_ELEMENTS = 1 << 20  # keys times entries summed exactly at once
+
+
+class ShiftedExponential:
+    """exp(V - M) for the values of some heads, with a column shift M that no unseen value can touch.
+
+    M is the column maximum over the keys that *every* row of a block sees, so that a change in a row's future leaves the
+    row bit-equal; it moves only when that maximum has moved by more than REACH, so that exp(V - M) is seldom recomputed.
+    The exponent is clamped at CLAMP: an unseen value weighs exactly 0, whatever it is.
+    Entries (row, column) that see a value above M + HIGH, or whose sum comes out below LOW, are recomputed by a
+    log-sum-exp over the row's keys. Ordinary values never take that path.
+    """
+
+    def __init__(self, value: Tensor):
+        self.value = value  # [b, h, Lk, Dv], finite
+        self.shift = value.new_zeros(*value.shape[:2], 1, value.size(-1))
+        self.exponential: Tensor | None = None
+        self.high = False
+
+    def mix(self, weights: Tensor, low: int, high: int, common: Tensor | slice | None) -> Tensor:
+        """log(A exp(V)) for A [b, h, R, K] over keys [low, high): [b, h, R, Dv]. Rows without weight give -inf or NaN."""
+        total, exact = self._sum(weights, low, high, common)
+        out = total.log().add_(self.shift)
+        for index, log_terms in self._exact(weights, exact, low, high):
+            out[index] = torch.logsumexp(log_terms, -1)
+        return out
+
+    def mix_backward(
+        self, weights: Tensor, grad: Tensor, low: int, high: int, common: Tensor | slice | None
+    ) -> tuple[Tensor, Tensor]:
+        """dL/dA [b, h, R, K] and the part of dL/dV [b, h, K, Dv] that these rows give."""
+        total, exact = self._sum(weights, low, high, common)
+        share = (grad / total).masked_fill_(exact | (grad == 0), 0.0)  # dL/d(A exp(V - M))
+        assert self.exponential is not None
+        exponential = self.exponential[..., low:high, :]
+        weight_grad = share @ exponential.mT
+        value_grad = (weights.mT @ share).mul_(exponential)
+        for (b, h, row, column), log_terms in self._exact(weights, exact, low, high):
+            above = grad[b, h, row, column, None]
+            softmax = log_terms.softmax(-1)
+            value_grad.mT.index_put_((b, h, column), softmax * above, accumulate=True)
+            weight = weights[b, h, row]
+            part = softmax / weight.masked_fill(weight == 0, 1.0) * above
+            weight_grad.index_put_((b, h, row), part, accumulate=True)
+        # A weight of 0 has no slope behind it in any mechanism, and exp(V - out) there may be anything.
+        return weight_grad.masked_fill_(weights == 0, 0.0), value_grad
+
+    def _sum(self, weights: Tensor, low: int, high: int, common: Tensor | slice | None) -> tuple[Tensor, Tensor]:
+        """A exp(V - M), and which of its entries must be summed exactly."""
+        self._move(low, high, common)
+        assert self.exponential is not None
+        total = weights @ self.exponential[..., low:high, :]
+        exact = total < LOW
+        if self.high:
+            above = (self.value[..., low:high, :] > self.shift + HIGH).to(weights.dtype)
+            exact |= (weights != 0).to(weights.dtype) @ above > 0
+        return total, exact & (weights != 0).any(-1, keepdim=True) if bool(exact.any()) else exact
+
+    def _move(self, low: int, high: int, common: Tensor | slice | None) -> None:
+        seen = self.value[..., low:high, :]
+        if isinstance(common, slice):
+            seen = seen[..., common, :]
+        elif common is not None:
+            seen = seen.masked_fill(~common.mT, -torch.inf)
+        far = None
+        if common is not None and seen.size(-2):
+            maximum = seen.amax(-2, keepdim=True)
+            far = (maximum - self.shift).abs().gt(REACH) & maximum.isfinite()
+        if far is not None and bool(far.any()):
+            self.shift = torch.where(far, maximum, self.shift)
+            self.exponential = None
+        if self.exponential is None:
+            self.exponential = (self.value - self.shift).clamp_(max=CLAMP).exp_()
+            self.high = bool((self.value > self.shift + HIGH).any())
+
+    def _exact(self, weights: Tensor, exact: Tensor, low: int, high: int):  # type: ignore[no-untyped-def]
+        """For entries to be summed exactly, in pieces: their index (b, h, row, column) and log A + V, [n, K]."""
+        if not bool(exact.any()):
+            return
+        log_weights = weights.log()
+        for piece in exact.nonzero().split(max(1, ENTRY_ELEMENTS // max(1, high - low))):
+            b, h, row, column = piece.unbind(-1)
+            yield (b, h, row, column), log_weights[b, h, row] + self.value[b, h, low:high].mT[b, h, column]

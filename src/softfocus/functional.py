@@ -1,0 +1,213 @@
+"""``attention()``: one call shaped like ``torch.nn.functional.scaled_dot_product_attention``, for every mechanism."""
+
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from softfocus import dispatch, ops, reference, validation
+from softfocus.dispatch import Call, Explanation
+from softfocus.mechanism import Mechanism
+from softfocus.reference import Problem, RowStatistics, default_scale
+from softfocus.visibility import Visibility
+
+__all__ = ["RowStatistics", "attention", "explain"]
+
+
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    mechanism: str | Mechanism = "lssar",
+    window_size: tuple[int, int] | None = None,
+    key_mask: Tensor | None = None,
+    document_ids: Tensor | None = None,
+    bias: Tensor | None = None,
+    head_scale: Tensor | None = None,
+    power: Tensor | None = None,
+    return_statistics: Literal[False] = False,
+    backend: str = "auto",
+) -> Tensor: ...
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    mechanism: str | Mechanism = "lssar",
+    window_size: tuple[int, int] | None = None,
+    key_mask: Tensor | None = None,
+    document_ids: Tensor | None = None,
+    bias: Tensor | None = None,
+    head_scale: Tensor | None = None,
+    power: Tensor | None = None,
+    return_statistics: Literal[True],
+    backend: str = "auto",
+) -> tuple[Tensor, RowStatistics]: ...
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    mechanism: str | Mechanism = "lssar",
+    window_size: tuple[int, int] | None = None,
+    key_mask: Tensor | None = None,
+    document_ids: Tensor | None = None,
+    bias: Tensor | None = None,
+    head_scale: Tensor | None = None,
+    power: Tensor | None = None,
+    return_statistics: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, RowStatistics]:
+    """Attention by any mechanism of the algebra.
+
+    A query sees the keys that *all* of the masking arguments allow; N_i, the number of keys that row i sees, is counted
+    from them. A row that sees nothing is zero and passes no gradient. NaN and infinities that a row cannot see never
+    reach it; those that it sees make it NaN. Scores, weights and statistics are held in float32 (float64 for float64).
+
+    Args:
+        query: [B, H, Lq, D], float64, float32, bfloat16 or float16.
+        key: [B, Hk, Lk, D], same dtype and device. Hk = H, or a divisor of it with ``enable_gqa``.
+        value: [B, Hk, Lk, Dv]. Dv need not be D.
+        attn_mask: bool, True where the key may be seen, or floating: added to the scores, and hiding keys where it is -inf
+            or the lowest number of its dtype. Broadcastable to [B, H, Lq, Lk].
+        dropout_p: probability with which a weight is dropped (the others grow by 1 / (1 - p)); 0 when not training. Not for
+            LASER.
+        is_causal: a query sees no later key. Aligned **bottom-right**: the last query is at the last key, as a KV cache
+            needs. SDPA's own ``is_causal`` is aligned top-left; the two agree where Lq = Lk.
+        scale: takes the place of the mechanism's d-dependent factor 1/sqrt(d), log(d) or 1; the length factor stays.
+        enable_gqa: grouped-query attention: head h of the query uses key head h // (H / Hk).
+        mechanism: a name of :func:`softfocus.mechanisms`, a combination (``"laser(lssar)"``, ``"sharpened(lssa, 3)"``), or
+            a :class:`softfocus.Mechanism`.
+        window_size: (left, right), how many keys on each side of its own position a query sees, -1 for all.
+        key_mask: bool [B, Lk], True where the key is real, False for padding: as ``attn_mask``, the opposite of
+            ``torch.nn.MultiheadAttention``'s key_padding_mask.
+        document_ids: integer [B, Lk]; a query sees the keys of its own document only (packed sequences). The queries are
+            the last Lq of the keys.
+        bias: floating, added to the scores after scaling, with gradient. Broadcastable to [B, H, Lq, Lk].
+        head_scale: [H], multiplies the scores, with gradient: the learned factor of SSMax, QK-norm and Shen's ReLU.
+        power: [H], takes the place of the mechanism's power, with gradient. Values below 1 have unbounded slopes.
+        return_statistics: also return :class:`RowStatistics`, without gradient.
+        backend: "auto", or one by name, which then never falls back; :func:`softfocus.explain` says what "auto" takes.
+            "reference" is differentiable twice.
+
+    Returns:
+        out [B, H, Lq, Dv] in the query's dtype; with ``return_statistics`` the pair (out, RowStatistics).
+
+    Raises:
+        ValueError, TypeError: an argument that does not fit; the message names it.
+
+    Source: arXiv 2501.13428 (softplus attention and the whole catalogue of its tables), arXiv 2411.03493 (LASER).
+    """
+    algebra = validation.mechanism_of(mechanism)
+    query, key, value = _autocast(query, key, value)
+    validation.check_tensors(query, key, value, enable_gqa)
+    validation.check_dropout(dropout_p, algebra)
+    left, right = validation.window_of(window_size, is_causal)
+    mask, bias = _mask_and_bias(attn_mask, bias, query, key)
+    if key_mask is not None:
+        validation.check_key_mask(key_mask, key)
+    if document_ids is not None:
+        validation.check_document_ids(document_ids, query, key)
+    if head_scale is not None:
+        validation.check_per_head("head_scale", head_scale, query)
+    if power is not None:
+        validation.check_per_head("power", power, query)
+        if algebra.power is None:
+            raise ValueError(
+                "power: given, but the mechanism does not re-weight; wrap it in softfocus.sharpened() first"
+            )
+    scale = default_scale(algebra, query.size(-1)) if scale is None else float(scale)
+    chosen = dispatch.choose(_call(query, key, value, algebra), backend)
+
+    if chosen == "reference":
+        shape = (query.size(0), query.size(1), query.size(2), key.size(2))
+        visibility = Visibility(query.size(2), key.size(2), left, right, mask, key_mask, document_ids)
+        visible = visibility.block(0, query.size(2), 0, key.size(2), query.device)
+        visible = torch.ones((), dtype=torch.bool, device=query.device) if visible is None else visible
+        problem = Problem(query, key, value, bias, head_scale, power, scale, dropout_p)
+        out, statistics = reference.attention(problem, visible.expand(shape), algebra)
+    else:
+        seed = torch.randint(2**62, (), device="cpu") if dropout_p else None
+        out, rows = ops.attend(
+            query, key, value, bias, head_scale, power, mask, key_mask, document_ids, seed,
+            left, right, scale, dropout_p, algebra.to_json(), chosen,
+        )  # fmt: skip
+        statistics = RowStatistics(*rows.unbind(0))
+    return (out, statistics) if return_statistics else out
+
+
+def explain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mechanism: str | Mechanism = "lssar",
+    enable_gqa: bool = False,
+    backend: str = "auto",
+) -> Explanation:
+    """Which backend ``attention()`` with these tensors runs on, and why each other one does not. Print it.
+
+    Raises:
+        ValueError, TypeError: as ``attention()``.
+    """
+    algebra = validation.mechanism_of(mechanism)
+    query, key, value = _autocast(query, key, value)
+    validation.check_tensors(query, key, value, enable_gqa)
+    return dispatch.account(_call(query, key, value, algebra), backend)
+
+
+def _call(query: Tensor, key: Tensor, value: Tensor, mechanism: Mechanism) -> Call:
+    return Call(
+        mechanism, query.device.type, query.dtype, *query.shape[:2], key.size(1), query.size(2), key.size(2),
+        query.size(3), value.size(3),
+    )  # fmt: skip
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Inside autocast, what SDPA does: floating inputs other than float64 take autocast's dtype."""
+    kind = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
+
+
+def _mask_and_bias(
+    attn_mask: Tensor | None, bias: Tensor | None, query: Tensor, key: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """SDPA's two kinds of mask apart: who is seen (bool), and what is added (floating, finite)."""
+    mask = None
+    if bias is not None:
+        bias = validation.check_broadcast("bias", bias, query, key)
+        if not bias.is_floating_point():
+            raise TypeError(f"bias: got dtype {bias.dtype}, expected floating point; a bool mask is attn_mask")
+    if attn_mask is not None:
+        attn_mask = validation.check_broadcast("attn_mask", attn_mask, query, key)
+        if attn_mask.dtype == torch.bool:
+            mask = attn_mask
+        elif attn_mask.is_floating_point():
+            # -inf and the lowest number are the two ways to write "hidden" in an additive mask; N_i must not count them
+            mask = attn_mask > torch.finfo(attn_mask.dtype).min
+            added = torch.where(mask, attn_mask, 0.0)
+            bias = added if bias is None else bias + added
+        else:
+            raise TypeError(f"attn_mask: got dtype {attn_mask.dtype}, expected torch.bool or floating point")
+    return mask, bias

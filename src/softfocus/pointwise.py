@@ -1,0 +1,65 @@
+"""phi, its derivative and its logarithm, for every phi of the algebra (eq. 3 and table 3 of arXiv 2501.13428)."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Pointwise:
+    """One non-linearity, applied element by element in the dtype of its argument.
+
+    Attributes:
+        value: phi(s); differentiable twice by autograd.
+        derivative: phi'(s), where phi has a kink its left derivative, as in torch.
+        log: log phi(s) without underflow, for the phi that are strictly positive; None for the others. Far below zero
+            all of them run along e^s, so log phi(s) is s there.
+    """
+
+    value: Callable[[Tensor], Tensor]
+    derivative: Callable[[Tensor], Tensor]
+    log: Callable[[Tensor], Tensor] | None = None
+
+
+def softplus(s: Tensor) -> Tensor:
+    """log(1 + e^s), to the last digit of its dtype (torch's own default is linear above 20: 2e-9 off in float64)."""
+    return F.softplus(s, threshold=700.0 if s.dtype == torch.float64 else 20.0)
+
+
+def _log_softplus(s: Tensor) -> Tensor:
+    # Below -20: log(log1p(x)) with x = e^s is s - x/2, up to x^2 < 2e-17. Both branches see harmless arguments, so that
+    # autograd's 0 * inf never arises.
+    far = s < -20.0
+    return torch.where(far, s - 0.5 * s.clamp(max=0.0).exp(), softplus(torch.where(far, 0.0, s)).log())
+
+
+def _gelu_derivative(s: Tensor) -> Tensor:
+    density = torch.exp(-0.5 * s * s) / math.sqrt(2.0 * math.pi)
+    return 0.5 * (1.0 + torch.erf(s / math.sqrt(2.0))) + s * density
+
+
+def _mish_derivative(s: Tensor) -> Tensor:
+    t = torch.tanh(softplus(s))
+    return t + s * (1.0 - t * t) * torch.sigmoid(s)
+
+
+def _sigmoid_derivative(s: Tensor) -> Tensor:
+    y = torch.sigmoid(s)
+    return y * (1.0 - y)
+
+
+POINTWISE: dict[str, Pointwise] = {
+    "exp": Pointwise(torch.exp, torch.exp, lambda s: s),
+    "softplus": Pointwise(softplus, torch.sigmoid, _log_softplus),
+    "sigmoid": Pointwise(torch.sigmoid, _sigmoid_derivative, F.logsigmoid),
+    "relu": Pointwise(torch.relu, lambda s: (s > 0).to(s.dtype)),
+    "relu2": Pointwise(lambda s: torch.relu(s).square(), lambda s: 2.0 * torch.relu(s)),
+    "relu6": Pointwise(lambda s: s.clamp(0.0, 6.0), lambda s: ((s > 0) & (s < 6)).to(s.dtype)),
+    "gelu": Pointwise(F.gelu, _gelu_derivative),
+    "mish": Pointwise(lambda s: s * torch.tanh(softplus(s)), _mish_derivative),
+    "identity": Pointwise(torch.clone, torch.ones_like),
+}

@@ -1,0 +1,233 @@
+"""The maths, once: dense, readable, exact in float64, differentiable twice. Every backend is held against this page.
+
+Memory is O(Lq * Lk), and O(Lq * Lk * Dv) for LASER. Everything is computed in float64 for float64 inputs, in float32
+otherwise. A visible NaN or infinity makes a row NaN; one that a row cannot see never reaches it, in value or gradient.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from softfocus.mechanism import Mechanism
+from softfocus.pointwise import POINTWISE
+
+FREE_ROWS = 3
+"""Rows that see at most this many keys are not thresholded or re-centred: the papers' "first three rows"."""
+
+
+class Problem(NamedTuple):
+    """Arguments of one attention call, checked and broadcast: what the reference and every backend are handed.
+
+    Attributes:
+        query: [B, H, Lq, D].
+        key: [B, Hk, Lk, D]; Hk divides H.
+        value: [B, Hk, Lk, Dv].
+        bias: float, broadcastable to [B, H, Lq, Lk], or None.
+        head_scale: [H], multiplies the scores, or None.
+        power: [H], replaces the mechanism's power, or None.
+        scale: the d-dependent factor of the scores.
+        dropout_p: probability with which a weight is dropped.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    bias: Tensor | None
+    head_scale: Tensor | None
+    power: Tensor | None
+    scale: float
+    dropout_p: float
+
+
+class RowStatistics(NamedTuple):
+    """What a row of attention went through; no gradient. Each [B, H, Lq], float32 or float64.
+
+    Attributes:
+        count: N_i, the number of visible keys.
+        maximum: the largest visible score s_ij; -inf where a row sees nothing.
+        log_norm: log sum_j |phi(s_ij)|, softmax's log-sum-exp; -inf where the sum is 0.
+        peak: max_j A_ij N_i - o, the highest weight over the row's mean before the power (o = 1, or 0 where N <= 3);
+            0 without re-weighting.
+    """
+
+    count: Tensor
+    maximum: Tensor
+    log_norm: Tensor
+    peak: Tensor
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which scores, weights and statistics are held for inputs of a dtype."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def default_scale(mechanism: Mechanism, head_dim: int) -> float:
+    """The d-dependent factor of the scores."""
+    return {"1/sqrt(d)": 1.0 / math.sqrt(head_dim), "log(d)": math.log(head_dim), "1": 1.0}[mechanism.scale]
+
+
+def row_scale(mechanism: Mechanism, scale: float, count: Tensor) -> Tensor:
+    """c_i without the head's own factor: scale(d) * length_scale(N_i). Shaped like ``count``, which is floating."""
+    log_n = count.clamp(min=1.0).log()
+    return (
+        scale
+        * {"1": torch.ones_like(log_n), "log(N)": log_n, "log512(N)": log_n / math.log(512)}[mechanism.length_scale]
+    )
+
+
+def score_bias(mechanism: Mechanism, count: Tensor, key_length: int) -> Tensor | float:
+    """The term that sigmoid attention adds to a whole row of scores."""
+    if mechanism.score_bias == "-log(N)":
+        return -count.clamp(min=1.0).log()
+    return -math.log(max(key_length, 1)) if mechanism.score_bias == "-log(L)" else 0.0
+
+
+def row_factor(mechanism: Mechanism, count: Tensor, key_length: int) -> Tensor | float:
+    """What multiplies phi(s) where the normaliser does not depend on phi(s)."""
+    if mechanism.normaliser == "1/N":
+        return 1.0 / count.clamp(min=1.0)
+    if mechanism.normaliser == "1/sqrt(N/2)":
+        return (count.clamp(min=1.0) / 2.0).rsqrt()
+    return 1.0 / max(key_length, 1) if mechanism.normaliser == "1/L" else 1.0
+
+
+def tie_tolerance(dtype: torch.dtype) -> float:
+    """A row whose weights exceed their mean by no more than this, relative to it, counts as all equal."""
+    return 128.0 * torch.finfo(dtype).eps
+
+
+def unit(x: Tensor) -> Tensor:
+    """x / |x| along the last dimension for any norm that the dtype can hold; zero vectors stay zero, with gradient zero."""
+    largest = x.detach().abs().amax(-1, keepdim=True)
+    zero = largest < torch.finfo(x.dtype).tiny
+    y = x / torch.where(zero, 1.0, largest)  # squares of y neither overflow nor vanish; |x| cancels exactly
+    norm = torch.where(zero, 1.0, y.square().sum(-1, keepdim=True)).sqrt()
+    return torch.where(zero, 0.0, y / norm)
+
+
+def attention(problem: Problem, visible: Tensor, mechanism: Mechanism) -> tuple[Tensor, RowStatistics]:
+    """Attention by the definition of :class:`Mechanism`.
+
+    Args:
+        problem: the tensors and numbers of the call.
+        visible: bool [B, H, Lq, Lk], True where the query may see the key.
+        mechanism: the algebra.
+
+    Returns:
+        out [B, H, Lq, Dv] in the dtype of the query, and the row statistics.
+    """
+    dtype = compute_dtype(problem.query.dtype)
+    groups = problem.query.size(1) // problem.key.size(1)
+    query = problem.query.to(dtype)
+    key = problem.key.to(dtype).repeat_interleave(groups, dim=1)
+    value = problem.value.to(dtype).repeat_interleave(groups, dim=1)
+    count = visible.sum(-1, keepdim=True).to(dtype)  # [B, H, Lq, 1], N_i
+
+    scores = _scores(problem, query, key, count, mechanism)  # [B, H, Lq, Lk]
+    weights, log_norm = _normalised(torch.where(visible, scores, 0.0), visible, count, mechanism)
+    peak = torch.zeros_like(count)
+    power = mechanism.power if problem.power is None else problem.power.to(dtype)[:, None, None]
+    if power is not None:
+        weights, peak = sharpen(weights, count, power)
+    weights = _post(weights, visible, count, mechanism)
+    weights = F.dropout(weights, problem.dropout_p)
+    out = _mix(weights, value, visible, mechanism)
+
+    maximum = scores.masked_fill(~visible, -math.inf)
+    maximum = maximum.amax(-1) if scores.size(-1) else maximum.new_full(maximum.shape[:-1], -math.inf)
+    statistics = RowStatistics(
+        *(x.detach().expand(maximum.shape) for x in (count[..., 0], maximum, log_norm[..., 0], peak[..., 0]))
+    )
+    return out.to(problem.query.dtype), statistics
+
+
+def _scores(problem: Problem, query: Tensor, key: Tensor, count: Tensor, mechanism: Mechanism) -> Tensor:
+    """s = c_i * sim(q_i, k_j) + row bias + b_ij, NaN where q_i or k_j is not finite."""
+    # A product of a masked NaN with the zero that autograd hands back would be NaN again: compute on finite stand-ins.
+    broken = ~(query.isfinite().all(-1)[..., :, None] & key.isfinite().all(-1)[..., None, :])
+    query, key = (torch.where(x.isfinite(), x, 0.0) for x in (query, key))
+    if mechanism.similarity == "cosine":
+        query, key = unit(query), unit(key)
+    factor = row_scale(mechanism, problem.scale, count)
+    if problem.head_scale is not None:
+        factor = factor * problem.head_scale.to(query.dtype)[:, None, None]
+    scores = factor * (query @ key.mT) + score_bias(mechanism, count, key.size(-2))
+    if problem.bias is not None:
+        scores = scores + problem.bias.to(query.dtype)
+    return torch.where(broken, math.nan, scores)
+
+
+def _normalised(scores: Tensor, visible: Tensor, count: Tensor, mechanism: Mechanism) -> tuple[Tensor, Tensor]:
+    """A = phi(s) over the normaliser, 0 on invisible keys; and log ||phi(s)||_1, [..., 1]."""
+    phi = POINTWISE[mechanism.phi]
+    if phi.log is not None:
+        log_f = torch.where(visible, phi.log(scores), -math.inf)
+        log_norm = torch.logsumexp(torch.where(count > 0, log_f, 0.0), -1, keepdim=True)
+        log_norm = torch.where(count > 0, log_norm, -math.inf)
+        if mechanism.normaliser == "l1":
+            # phi(s) / ||phi(s)||_1 = exp(log phi(s) - log ||phi(s)||_1), which no row of tiny phi(s) can upset
+            weights = (log_f - torch.where(count > 0, log_norm, 0.0)).exp()
+            return torch.where(visible, weights, 0.0), log_norm
+    f = torch.where(visible, phi.value(scores), 0.0)
+    norm = f.abs().sum(-1, keepdim=True)
+    if phi.log is None:
+        log_norm = norm.log()
+    if mechanism.normaliser == "l1":
+        return torch.where(norm == 0, 0.0, f / torch.where(norm == 0, 1.0, norm)), log_norm
+    return f * row_factor(mechanism, count, scores.size(-1)), log_norm
+
+
+def sharpen(weights: Tensor, count: Tensor, power: Tensor | float) -> tuple[Tensor, Tensor]:
+    """Eq. 5 of arXiv 2501.13428: relu(A N - o)^p over its row sum, and the row's peak max_j A N - o, [..., 1].
+
+    The power is taken of u / max(u), which cancels in the row sum and keeps u^p from overflowing. A row without spread
+    keeps its weights (the equation would divide 0 by 0).
+    """
+    threshold = (count > FREE_ROWS).to(weights.dtype)
+    u = torch.relu(weights * count - threshold)
+    peak = u.detach().amax(-1, keepdim=True) if u.size(-1) else u.new_zeros(count.shape)
+    tied = peak <= tie_tolerance(weights.dtype)
+    u = u / torch.where(tied, 1.0, peak)
+    live = u > 0
+    r = torch.where(
+        live, torch.where(live, u, 1.0) ** power, 0.0
+    )  # 0^p has no usable derivative in p, nor in u at p = 1
+    norm = r.sum(-1, keepdim=True)
+    return torch.where(tied, weights, r / torch.where(tied, 1.0, norm)), peak
+
+
+def _post(weights: Tensor, visible: Tensor, count: Tensor, mechanism: Mechanism) -> Tensor:
+    """Table 1 of arXiv 2501.13428."""
+    if mechanism.post == "negate":
+        return -weights
+    if mechanism.post == "none":
+        return weights
+    free = count <= FREE_ROWS
+    mean = weights.sum(-1, keepdim=True) / count.clamp(min=1.0)
+    centred = torch.where(visible, weights - mean, 0.0)
+    if mechanism.post == "recentre+l1":
+        norm = centred.abs().sum(-1, keepdim=True)
+        flat = norm <= tie_tolerance(
+            weights.dtype
+        )  # equal weights: nothing but rounding is left, and l1 would blow it up
+        centred = torch.where(flat, 0.0, centred / torch.where(flat, 1.0, norm))
+    return torch.where(free, weights, centred)
+
+
+def _mix(weights: Tensor, value: Tensor, visible: Tensor, mechanism: Mechanism) -> Tensor:
+    """A V, or LASER's log(A exp(V)); 0 for rows whose weights are all 0."""
+    broken = visible.to(value.dtype) @ (~value.isfinite()).to(value.dtype) > 0  # [B, H, Lq, Dv]
+    value = torch.where(value.isfinite(), value, 0.0)
+    if mechanism.laser:
+        live = weights > 0
+        log_weights = torch.where(live, torch.where(live, weights, 1.0).log(), -math.inf)
+        empty = ~live.any(-1, keepdim=True)  # [B, H, Lq, 1]
+        log_weights = torch.where(empty, 0.0, log_weights)
+        out = torch.logsumexp(log_weights[..., :, :, None] + value[..., None, :, :], dim=-2)
+        out = torch.where(empty, 0.0, out)
+    else:
+        out = weights @ value
+    return torch.where(broken, math.nan, out)

@@ -1,0 +1,255 @@
+"""The algebra on blocks of whole rows of scores, with hand-written derivatives: the core of a row-block backend.
+
+Scores come as [..., R, K] with every key that the rows may see inside the block, so that no reduction needs a second
+sweep. Row vectors are [..., R, 1]. Derivations: FACTS of the two papers, re-derived in the comments where they are used.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from softfocus.mechanism import Mechanism
+from softfocus.pointwise import POINTWISE
+from softfocus.reference import FREE_ROWS, row_factor, tie_tolerance
+
+_TAIL = -20.0
+"""Where softplus and sigmoid are e^s to the last digit of float32 (relative error 1e-9) and nearly of float64."""
+_TAIL_DOUBLE = -36.0
+
+
+@dataclass
+class Rows:
+    """A block of rows after the forward maths, with what the backward needs.
+
+    Attributes:
+        weights: A before ``post``, [..., R, K]; 0 on invisible keys.
+        final: A, after ``post``; the same tensor where there is none.
+        scores: s, [..., R, K]; -inf on invisible keys.
+        f: phi(s) times a constant of the row that cancels in A (1 unless the phi is exp or a row lies in the tail).
+        norm: l1 norm of f, 1 where it is 0.
+        tail: bool [..., R, 1], rows computed along e^s; None if there are none.
+        u: relu(f - o mean(f)) over its row maximum, or None without re-weighting.
+        spread: what u was divided by. sharp_norm: sum u^p. tied: rows that keep their l1 weights; None if there are none.
+        maximum, log_norm, peak: as in RowStatistics.
+    """
+
+    weights: Tensor
+    final: Tensor
+    scores: Tensor
+    f: Tensor
+    norm: Tensor
+    tail: Tensor | None
+    maximum: Tensor
+    log_norm: Tensor
+    peak: Tensor
+    u: Tensor | None = None
+    spread: Tensor | None = None
+    sharp_norm: Tensor | None = None
+    tied: Tensor | None = None
+
+
+def forward(
+    scores: Tensor,
+    visible: Tensor | None,
+    count: Tensor,
+    mechanism: Mechanism,
+    power: Tensor | float | None,
+    length: int,
+) -> Rows:
+    """Scores to weights.
+
+    Args:
+        scores: [..., R, K]; overwritten on invisible keys.
+        visible: bool, broadcastable to the scores; None if all is visible.
+        count: floating N_i, broadcastable to [..., R, 1]; counts keys outside the block too (there are none visible).
+        mechanism: the algebra.
+        power: number, or tensor broadcastable to [..., 1, 1]; None for no re-weighting.
+        length: L, the number of key positions of the whole problem.
+    """
+    if visible is not None:
+        scores.masked_fill_(~visible, -math.inf)
+    maximum = scores.amax(-1, keepdim=True)
+    f, tail, shift = _phi(scores, maximum, mechanism)
+    if visible is not None and POINTWISE[mechanism.phi].log is None:
+        f.masked_fill_(~visible, 0.0)
+    signed = mechanism.phi in ("gelu", "mish", "identity")
+    norm = (f.abs() if signed else f).sum(-1, keepdim=True)
+    log_norm = norm.log() + shift
+    empty = norm == 0
+    norm = norm.masked_fill(empty, 1.0)
+    rows = Rows(f, f, scores, f, norm, tail, maximum, log_norm, torch.zeros_like(norm))
+    if power is not None:
+        _sharpen(rows, count, power)
+    elif mechanism.normaliser == "l1":
+        rows.weights = f / norm
+    else:
+        rows.weights = f * row_factor(mechanism, count, length) if mechanism.normaliser != "none" else f
+    rows.final = rows.weights
+    if mechanism.post == "negate":
+        rows.final = -rows.weights
+    elif mechanism.post != "none":
+        rows.final = _recentre(rows.weights, visible, count, mechanism)
+    return rows
+
+
+def backward(
+    rows: Rows,
+    grad: Tensor,
+    visible: Tensor | None,
+    count: Tensor,
+    mechanism: Mechanism,
+    power: Tensor | float | None,
+    length: int,
+) -> tuple[Tensor, Tensor | None]:
+    """dL/dA to dL/ds, and dL/dp row by row where ``power`` is a tensor.
+
+    Args:
+        rows: what :func:`forward` returned.
+        grad: dL/dA, [..., R, K]; overwritten.
+        visible, count, mechanism, power, length: as in :func:`forward`.
+
+    Returns:
+        dL/ds [..., R, K], 0 on invisible keys; and [..., R, 1] or None.
+    """
+    if mechanism.post == "negate":
+        grad.neg_()
+    elif mechanism.post != "none":
+        grad = _recentre_backward(rows, grad, visible, count, mechanism)
+    grad_power = None
+    if power is not None:
+        grad, grad_power = _sharpen_backward(rows, grad, count, power)
+    elif mechanism.normaliser == "l1":
+        grad = _l1_backward(rows.f, rows.norm, grad)
+    elif mechanism.normaliser != "none":
+        grad.mul_(row_factor(mechanism, count, length))
+    grad.mul_(_phi_derivative(rows, mechanism))
+    if visible is not None:
+        grad.masked_fill_(~visible, 0.0)
+    return grad, grad_power
+
+
+def _phi(scores: Tensor, maximum: Tensor, mechanism: Mechanism) -> tuple[Tensor, Tensor | None, Tensor | float]:
+    """phi(s) times e^-shift, the rows where that is e^(s - shift), and the shift."""
+    if mechanism.normaliser == "l1" and POINTWISE[mechanism.phi].log is not None:
+        shift = maximum.masked_fill(maximum == -math.inf, 0.0)
+        if mechanism.phi == "exp":
+            return (scores - shift).exp_(), None, shift
+        # softplus and sigmoid run along e^s far below zero: a row that lies there altogether would underflow, and
+        # e^(s - max) has the same ratios
+        tail = maximum < (_TAIL if scores.dtype == torch.float32 else _TAIL_DOUBLE)
+        if tail.any():
+            f = torch.where(tail, (scores - shift).exp_(), POINTWISE[mechanism.phi].value(scores))
+            return f, tail, torch.where(tail, shift, 0.0)
+    return POINTWISE[mechanism.phi].value(scores), None, 0.0
+
+
+def _phi_derivative(rows: Rows, mechanism: Mechanism) -> Tensor:
+    if mechanism.phi == "exp":
+        return rows.f
+    derivative = POINTWISE[mechanism.phi].derivative(rows.scores)
+    return derivative if rows.tail is None else torch.where(rows.tail, rows.f, derivative)
+
+
+def _l1_backward(f: Tensor, norm: Tensor, grad: Tensor) -> Tensor:
+    """A = f / sum|f|: df = (dA - sign(f) sum_j dA_j A_j) / sum|f|. Overwrites grad."""
+    inner = (grad * f).sum(-1, keepdim=True).div_(norm)
+    if bool((f < 0).any()):
+        return grad.sub_(f.sign().mul_(inner)).div_(norm)
+    # where f >= 0, an f of 0 has phi' = 0, or is invisible: its sign does not matter
+    return grad.sub_(inner).div_(norm)
+
+
+def _power(u: Tensor, power: Tensor | float) -> Tensor:
+    """u^p for u in [0, 1]; small integers by repeated squaring, which costs a tenth of a general power."""
+    if isinstance(power, Tensor) or power != int(power):
+        return u**power
+    exponent, square, result = int(power), u, None
+    while True:
+        if exponent & 1:
+            result = square.clone() if result is None else result.mul_(square)
+        exponent >>= 1
+        if not exponent:
+            assert result is not None
+            return result
+        square = square * square
+
+
+def _sharpen(rows: Rows, count: Tensor, power: Tensor | float) -> None:
+    """u = relu(f - o mean(f)) / max, A = u^p / sum u^p: eq. 5, where any row factor of u cancels."""
+    f, norm = rows.f, rows.norm
+    threshold = (count > FREE_ROWS).to(f.dtype)
+    floor = threshold * norm / count.clamp(min=1.0)  # o mean(f)
+    highest = f.amax(-1, keepdim=True)
+    rows.peak = (highest * count / norm - threshold).clamp_(min=0.0)
+    tied = rows.peak <= tie_tolerance(f.dtype)
+    rows.spread = (highest - floor).masked_fill_(tied, 1.0)
+    rows.u = (f - floor).clamp_(min=0.0).div_(rows.spread)
+    weights = _power(rows.u, power)
+    rows.sharp_norm = weights.sum(-1, keepdim=True).masked_fill_(tied, 1.0)
+    rows.weights = weights.div_(rows.sharp_norm)
+    if bool(tied.any()):
+        rows.tied = tied
+        rows.weights = torch.where(tied, f / norm, rows.weights)
+
+
+def _sharpen_backward(rows: Rows, grad: Tensor, count: Tensor, power: Tensor | float) -> tuple[Tensor, Tensor | None]:
+    """dL/df and dL/dp: with g = dL/du = p u^(p-1) (dA - D) / sum u^p and D = sum_j A dA,
+
+    df = (g - o mean(g)) / spread on every visible key, since the floor of u is o times the row's mean.
+    """
+    assert rows.u is not None
+    assert rows.spread is not None
+    assert rows.sharp_norm is not None
+    inner = (grad * rows.weights).sum(-1, keepdim=True)
+    if rows.tied is not None:
+        tied_grad = (grad - inner) / rows.norm
+    grad.sub_(inner)
+    grad_power = None
+    if isinstance(power, Tensor):
+        log_u = torch.where(rows.u > 0, rows.u, 1.0).log_()
+        grad_power = log_u.mul_(rows.weights).mul_(grad).sum(-1, keepdim=True)
+        if rows.tied is not None:
+            grad_power = grad_power.masked_fill_(rows.tied, 0.0)
+        slope = torch.where(rows.u > 0, rows.u ** (power - 1.0), 0.0).mul_(power)
+    elif power == 1.0:
+        slope = (rows.u > 0).to(grad.dtype)
+    else:
+        slope = _power(rows.u, power - 1.0).mul_(power)
+    grad.mul_(slope).div_(rows.sharp_norm)
+    threshold = (count > FREE_ROWS).to(grad.dtype)
+    grad.sub_(threshold * grad.sum(-1, keepdim=True) / count.clamp(min=1.0)).div_(rows.spread)
+    if rows.tied is not None:
+        grad = torch.where(rows.tied, tied_grad, grad)
+    return grad, grad_power
+
+
+def _recentre(weights: Tensor, visible: Tensor | None, count: Tensor, mechanism: Mechanism) -> Tensor:
+    centred, norm, free = _centred(weights, visible, count)
+    if mechanism.post == "recentre+l1":
+        flat = norm <= tie_tolerance(weights.dtype)
+        centred = torch.where(flat, 0.0, centred / norm.masked_fill(flat, 1.0))
+    return torch.where(free, weights, centred)
+
+
+def _centred(weights: Tensor, visible: Tensor | None, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    mean = weights.sum(-1, keepdim=True) / count.clamp(min=1.0)
+    centred = weights - mean
+    if visible is not None:
+        centred.masked_fill_(~visible, 0.0)
+    return centred, centred.abs().sum(-1, keepdim=True), count <= FREE_ROWS
+
+
+def _recentre_backward(rows: Rows, grad: Tensor, visible: Tensor | None, count: Tensor, mechanism: Mechanism) -> Tensor:
+    if visible is not None:
+        grad.masked_fill_(~visible, 0.0)
+    centred, norm, free = _centred(rows.weights, visible, count)
+    inner = grad
+    if mechanism.post == "recentre+l1":
+        flat = norm <= tie_tolerance(grad.dtype)
+        norm = norm.masked_fill(flat, 1.0)
+        inner = _l1_backward(centred, norm, grad.clone())
+        inner = torch.where(flat, 0.0, inner)
+    mean = (inner if visible is None else inner.masked_fill(~visible, 0.0)).sum(-1, keepdim=True) / count.clamp(min=1.0)
+    return torch.where(free, grad, inner - mean)

@@ -1,0 +1,138 @@
+"""Every argument error of ``attention()``, in the caller's words: the argument, what came, what was expected, what to do."""
+
+import torch
+from torch import Tensor
+
+from softfocus.catalog import named
+from softfocus.mechanism import Mechanism
+
+FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def _shape(x: Tensor) -> str:
+    return f"[{', '.join(str(n) for n in x.shape)}]"
+
+
+def mechanism_of(mechanism: str | Mechanism) -> Mechanism:
+    """A name or combination looked up, a Mechanism as it is."""
+    if isinstance(mechanism, Mechanism):
+        return mechanism
+    if isinstance(mechanism, str):
+        return named(mechanism)
+    raise TypeError(
+        f"mechanism: got {type(mechanism).__name__}, expected a name such as 'lssar' or a softfocus.Mechanism"
+    )
+
+
+def check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
+    """Shapes, dtypes and devices of query [B, H, Lq, D], key [B, Hk, Lk, D] and value [B, Hk, Lk, Dv]."""
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name}: got {type(x).__name__}, expected a torch.Tensor")
+        if x.dim() != 4:
+            raise ValueError(
+                f"{name}: got shape {_shape(x)}, expected four dimensions [batch, heads, length, head_dim]; "
+                "unsqueeze what is missing"
+            )
+        if x.dtype not in FLOATING:
+            raise TypeError(f"{name}: got dtype {x.dtype}, expected one of {', '.join(map(str, FLOATING))}")
+    for name, x in (("key", key), ("value", value)):
+        if x.dtype != query.dtype:
+            raise TypeError(f"{name}: got dtype {x.dtype}, expected the query's {query.dtype}")
+        if x.device != query.device:
+            raise ValueError(f"{name}: is on {x.device}, expected the query's device {query.device}")
+        if x.size(0) != query.size(0):
+            raise ValueError(f"{name}: got batch {x.size(0)} in {_shape(x)}, expected the query's {query.size(0)}")
+    if key.size(-1) != query.size(-1) or query.size(-1) == 0:
+        raise ValueError(f"key: got head_dim {key.size(-1)}, expected the query's {query.size(-1)}, at least 1")
+    if value.shape[1:3] != key.shape[1:3]:
+        raise ValueError(f"value: got {_shape(value)}, expected the heads and length of key {_shape(key)}")
+    heads, key_heads = query.size(1), key.size(1)
+    if heads != key_heads and not enable_gqa:
+        raise ValueError(
+            f"key: got {key_heads} heads where query has {heads}; pass enable_gqa=True for grouped-query attention"
+        )
+    if key_heads == 0 or heads % key_heads:
+        raise ValueError(f"query: got {heads} heads, expected a multiple of the key's {key_heads}")
+
+
+def check_broadcast(name: str, x: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """A mask or bias as a 4-D tensor that broadcasts to [B, H, Lq, Lk]."""
+    target = (query.size(0), query.size(1), query.size(2), key.size(2))
+    if x.device != query.device:
+        raise ValueError(f"{name}: is on {x.device}, expected the query's device {query.device}")
+    if 2 <= x.dim() <= 4:
+        full = x[(None,) * (4 - x.dim())]
+        if all(have in (1, want) for have, want in zip(full.shape, target, strict=True)):
+            return full
+    raise ValueError(
+        f"{name}: got shape {_shape(x)}, expected one that broadcasts to [batch, heads, query length, key length] = "
+        f"{list(target)}"
+    )
+
+
+def check_keys(name: str, x: Tensor, key: Tensor) -> None:
+    """A tensor with one entry a key: [B, Lk]."""
+    if x.shape != (key.size(0), key.size(2)):
+        raise ValueError(
+            f"{name}: got shape {_shape(x)}, expected [batch, key length] = [{key.size(0)}, {key.size(2)}]"
+        )
+    if x.device != key.device:
+        raise ValueError(f"{name}: is on {x.device}, expected the key's device {key.device}")
+
+
+def check_key_mask(key_mask: Tensor, key: Tensor) -> None:
+    """bool [B, Lk], True where the key is real."""
+    check_keys("key_mask", key_mask, key)
+    if key_mask.dtype != torch.bool:
+        raise TypeError(f"key_mask: got dtype {key_mask.dtype}, expected torch.bool, True where the key is real")
+
+
+def check_document_ids(document_ids: Tensor, query: Tensor, key: Tensor) -> None:
+    """integer [B, Lk], with no more queries than keys."""
+    check_keys("document_ids", document_ids, key)
+    if document_ids.is_floating_point() or document_ids.dtype == torch.bool:
+        raise TypeError(f"document_ids: got dtype {document_ids.dtype}, expected integers")
+    if query.size(2) > key.size(2):
+        raise ValueError(
+            f"document_ids: got {query.size(2)} queries for {key.size(2)} keys; the queries are taken to be the last "
+            "keys, of which there must be enough"
+        )
+
+
+def check_per_head(name: str, x: Tensor, query: Tensor) -> None:
+    """Floating [H]."""
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        raise TypeError(f"{name}: expected a floating-point tensor [heads]; a constant belongs into the mechanism")
+    if x.shape != (query.size(1),):
+        raise ValueError(f"{name}: got shape {_shape(x)}, expected [heads] = [{query.size(1)}]")
+    if x.device != query.device:
+        raise ValueError(f"{name}: is on {x.device}, expected the query's device {query.device}")
+
+
+def window_of(window_size: tuple[int, int] | None, is_causal: bool) -> tuple[int, int]:
+    """(left, right), -1 for no bound, with causality folded in."""
+    left, right = -1, -1
+    if window_size is not None:
+        if not (
+            isinstance(window_size, tuple | list)
+            and len(window_size) == 2
+            and all(isinstance(n, int) and n >= -1 for n in window_size)
+        ):
+            raise ValueError(
+                f"window_size: got {window_size!r}, expected (left, right): how many keys on each side of its own "
+                "position a query sees, -1 for all; Transformers' sliding_window=W is (W - 1, 0)"
+            )
+        left, right = window_size
+    return left, 0 if is_causal else right
+
+
+def check_dropout(dropout_p: float, mechanism: Mechanism) -> None:
+    """A probability; none for LASER."""
+    if not 0.0 <= dropout_p <= 1.0:
+        raise ValueError(f"dropout_p: got {dropout_p}, expected a probability in [0, 1]")
+    if dropout_p and mechanism.laser:
+        raise ValueError(
+            f"dropout_p: got {dropout_p} with a LASER mechanism, expected 0: a row whose weights are all dropped would "
+            "be log 0; drop out the output instead"
+        )

@@ -1,0 +1,123 @@
+"""What each query row may see, in one place: the number N_i of visible keys is counted here and nowhere else."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+UNLIMITED = -1
+"""In a window: no bound on that side (FlashAttention's convention)."""
+
+_COUNT_ELEMENTS = 1 << 22
+"""Most booleans held at once while counting: 4 MiB."""
+
+
+@dataclass(frozen=True, eq=False)
+class Visibility:
+    """The keys that each query may see: the intersection of all that is given.
+
+    Queries stand at the end of the keys: query i is at key position ``i + key_length - query_length`` (bottom-right
+    aligned, as a KV cache needs; for square problems the same as top-left).
+
+    Attributes:
+        query_length, key_length: Lq and Lk.
+        left: how many keys to the left of its own position a query sees; -1 for all.
+        right: the same to the right; 0 is causal.
+        mask: bool, broadcastable to [B, H, Lq, Lk]; True where the key may be seen.
+        key_mask: bool [B, Lk]; True where the key is real, False where it is padding.
+        document_ids: integer [B, Lk]; a query sees the keys of its own document only. The queries' documents are those
+            of the last Lq keys.
+    """
+
+    query_length: int
+    key_length: int
+    left: int = UNLIMITED
+    right: int = UNLIMITED
+    mask: Tensor | None = None
+    key_mask: Tensor | None = None
+    document_ids: Tensor | None = None
+
+    @property
+    def offset(self) -> int:
+        """The key position of query 0; negative where there are more queries than keys."""
+        return self.key_length - self.query_length
+
+    def span(self, start: int, stop: int) -> tuple[int, int]:
+        """The half-open range of keys outside of which no query in [start, stop) sees anything, by the window alone."""
+        low = 0 if self.left == UNLIMITED else max(0, start + self.offset - self.left)
+        high = self.key_length if self.right == UNLIMITED else min(self.key_length, stop + self.offset + self.right)
+        high = max(high, 0)
+        return min(low, high), high
+
+    def block(self, start: int, stop: int, low: int, high: int, device: torch.device) -> Tensor | None:
+        """Who sees whom among queries [start, stop) and keys [low, high).
+
+        Returns:
+            bool, broadcastable to [B, H, stop - start, high - low]; None where every query sees every key.
+        """
+        parts = []
+        rows = torch.arange(start + self.offset, stop + self.offset, device=device)[:, None]
+        columns = torch.arange(low, high, device=device)
+        if self.left != UNLIMITED and low < stop - 1 + self.offset - self.left:
+            parts.append((columns >= rows - self.left)[None, None])
+        if self.right != UNLIMITED and high > start + self.offset + self.right + 1:
+            parts.append((columns <= rows + self.right)[None, None])
+        if self.key_mask is not None:
+            parts.append(self.key_mask[:, None, None, low:high])
+        if self.document_ids is not None:
+            mine = self.document_ids[:, self.offset + start : self.offset + stop]
+            parts.append((mine[:, :, None] == self.document_ids[:, None, low:high])[:, None])
+        if self.mask is not None:
+            mask = self.mask if self.mask.size(-2) == 1 else self.mask[..., start:stop, :]
+            parts.append(mask if mask.size(-1) == 1 else mask[..., low:high])
+        if not parts:
+            return None
+        visible = parts[0]
+        for part in parts[1:]:
+            visible = visible & part
+        return visible
+
+    def count(self, device: torch.device) -> Tensor:
+        """N_i, the number of keys that each query may see: int64, broadcastable to [B, H, Lq]."""
+        if self.mask is not None or self.document_ids is not None:
+            return self._count_by_blocks(device)
+        rows = torch.arange(self.query_length, device=device) + self.offset
+        zero, end = torch.zeros_like(rows), torch.full_like(rows, self.key_length)
+        low = zero if self.left == UNLIMITED else (rows - self.left).clamp(0, self.key_length)
+        high = end if self.right == UNLIMITED else (rows + self.right + 1).clamp(0, self.key_length)
+        if self.key_mask is None:
+            return (high - low).clamp(min=0)[None, None]
+        before = torch.nn.functional.pad(self.key_mask.long().cumsum(-1), (1, 0))  # [B, Lk + 1]
+        return (before[:, high] - before[:, low]).clamp(min=0)[:, None]
+
+    def _count_by_blocks(self, device: torch.device) -> Tensor:
+        counts = []
+        sheets = 1
+        for part in (self.mask, self.document_ids):
+            sheets = max(sheets, part.shape[:-2].numel() if part is not None else 1)
+        if self.document_ids is not None:
+            sheets = max(sheets, self.document_ids.size(0))
+        step = max(1, _COUNT_ELEMENTS // max(1, sheets * self.key_length))
+        for start in range(0, self.query_length, step):
+            stop = min(start + step, self.query_length)
+            low, high = self.span(start, stop)
+            visible = self.block(start, stop, low, high, device)
+            assert visible is not None
+            # A mask may be given as [.., 1] over the keys or over the queries: count what it stands for.
+            visible = visible.expand(*visible.shape[:2], stop - start, high - low)
+            counts.append(visible.sum(-1))
+        if not counts:
+            return torch.zeros(1, 1, 0, dtype=torch.int64, device=device)
+        return torch.cat(counts, dim=-1)
+
+
+def document_ids_from_lengths(lengths: Tensor) -> Tensor:
+    """Document numbers for documents packed one after another.
+
+    Args:
+        lengths: integer [n], how many tokens each document has. For FlashAttention's ``cu_seqlens`` pass ``cu_seqlens.diff()``.
+
+    Returns:
+        int64 [1, sum of lengths]: ``attention(document_ids=)`` for a batch of one.
+    """
+    return torch.repeat_interleave(torch.arange(lengths.numel(), device=lengths.device), lengths)[None]
