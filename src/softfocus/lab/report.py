@@ -1,0 +1,179 @@
+"""A report on finished runs: results.json, figure1.png and report.html, all computed from what the run folders hold."""
+
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from softfocus.lab.errors import LabError
+from softfocus.lab.finding import Finding, finding
+from softfocus.lab.points import Axis
+from softfocus.lab.results import RECIPE, Evaluation, RunInfo, load_evaluation, load_run, write_atomically
+
+RESULTS = "results.json"
+FIGURE = "figure1.png"
+PAGE = "report.html"
+SCHEMA_VERSION = 1
+
+
+class Entry(BaseModel):
+    """One run in a report."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    info: RunInfo
+    evaluation: Evaluation
+    recipe: str = Field(default="", description="the resolved recipe, as TOML")
+
+
+class Report(BaseModel):
+    """Everything that a report shows. results.json is this, and reads back equal."""
+
+    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="strings")
+
+    schema_version: int = SCHEMA_VERSION
+    title: str
+    created: datetime
+    axis: Axis = "multiple"
+    finding: Finding
+    notes: list[str] = Field(description="what to keep in mind when the runs are held against each other")
+    runs: list[Entry]
+
+    @property
+    def evaluations(self) -> list[Evaluation]:
+        """The evaluations, in the report's order."""
+        return [entry.evaluation for entry in self.runs]
+
+
+def load_entry(folder: Path) -> Entry:
+    """Read what a run folder holds.
+
+    Raises:
+        LabError: not a run folder, a run that did not finish, or one without an evaluation.
+    """
+    info = load_run(folder)
+    evaluation = load_evaluation(folder)
+    recipe = folder / RECIPE
+    return Entry(info=info, evaluation=evaluation, recipe=recipe.read_text() if recipe.is_file() else "")
+
+
+def build(entries: Sequence[Entry], *, title: str = "Loss over length", axis: Axis = "multiple") -> Report:
+    """Compute a report from finished runs.
+
+    Args:
+        entries: the runs, in the order in which they are to stand.
+        title: the page's heading.
+        axis: what lengths are counted in, in the figure and the table.
+    """
+    return Report(
+        title=title,
+        created=datetime.now(UTC).replace(microsecond=0),
+        axis=axis,
+        finding=finding([entry.evaluation for entry in entries]),
+        notes=notes(entries),
+        runs=list(entries),
+    )
+
+
+def write(report: Report, folder: Path) -> list[Path]:
+    """Write results.json, figure1.png and report.html into a folder, each whole or not at all.
+
+    Returns:
+        The three paths, in that order.
+
+    Raises:
+        LabError: the folder cannot be written to.
+    """
+    from softfocus.lab.figure import save_figure1  # matplotlib takes a second to load, and a table needs none of it
+    from softfocus.lab.page import render
+
+    paths = [folder / name for name in (RESULTS, FIGURE, PAGE)]
+    write_atomically(paths[0], report.model_dump_json(indent=2) + "\n")
+    try:
+        save_figure1(report.evaluations, paths[1], title=f"{report.title}\n{provenance(report)}", axis=report.axis)
+    except OSError as error:
+        raise LabError(
+            f"cannot write {paths[1]}: {error.strerror or error}", "free some space or use another folder"
+        ) from error
+    write_atomically(paths[2], render(report))
+    return paths
+
+
+def read(path: Path) -> Report:
+    """Read a results.json.
+
+    Raises:
+        LabError: no such file, or not one that this version wrote.
+    """
+    remedy = "write it again with `softfocus compare RUN... --out FOLDER`"
+    try:
+        return Report.model_validate_json(path.read_text())
+    except OSError as error:
+        raise LabError(f"cannot read {path}: {error.strerror or error}", remedy) from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise LabError(f"{path} is not a report: {'.'.join(map(str, first['loc']))}: {first['msg']}", remedy) from None
+
+
+def provenance(report: Report) -> str:
+    """Recipes, commits and seeds in one line: what a figure that is passed around must say about itself."""
+    infos = [entry.info for entry in report.runs]
+    return " · ".join(
+        _several(one, many, [str(read_out(info)) for info in infos])
+        for one, many, read_out in (
+            ("recipe", "recipes", lambda info: info.recipe),
+            ("commit", "commits", lambda info: short_commit(info.commit)),
+            ("seed", "seeds", lambda info: info.seed),
+        )
+    )
+
+
+def short_commit(commit: str) -> str:
+    """A commit's first 10 digits, with its "+dirty"; anything else as it is."""
+    digits, plus, dirty = commit.partition("+")
+    return (digits[:10] if len(digits) == 40 else digits) + plus + dirty
+
+
+def notes(entries: Sequence[Entry]) -> list[str]:
+    """In what the runs differ although a comparison takes it to be equal, and what else limits what they show."""
+    found = []
+    for what, read_out, consequence in _COMMON:
+        values = list(dict.fromkeys(read_out(entry) for entry in entries))
+        if len(values) > 1:
+            found.append(f"The runs differ in {what} ({', '.join(values)}): {consequence}")
+    for entry in entries:
+        if entry.info.commit.endswith("+dirty"):
+            found.append(
+                f"{entry.info.name} was trained from a source tree with changes that its commit does not hold."
+            )
+        if entry.evaluation.seed != entry.info.seed or entry.evaluation.mechanism != entry.info.mechanism:
+            found.append(f"{entry.info.name}: its evaluation belongs to another training; evaluate it again.")
+    return found
+
+
+_COMMON: tuple[tuple[str, Callable[[Entry], str], str], ...] = (
+    (
+        "vocabulary",
+        lambda e: f"{e.evaluation.vocabulary:,}",
+        "nats per token are not comparable, ratios to 1x only with care.",
+    ),
+    (
+        "training length",
+        lambda e: f"{e.evaluation.train_length:,}",
+        "the same multiple is not the same number of tokens.",
+    ),
+    (
+        "training tokens",
+        lambda e: f"{e.info.steps_done * e.info.tokens_per_step:,}",
+        "a lower loss may come from more training.",
+    ),
+    ("size", lambda e: f"{e.info.parameters / 1e6:.2f} M parameters", "a lower loss may come from a larger model."),
+    ("validation tokens", lambda e: f"{e.evaluation.tokens:,}", "their losses are means over different texts."),
+)
+
+
+def _several(one: str, many: str, values: Sequence[str]) -> str:
+    values = list(dict.fromkeys(values))
+    shown = ", ".join(values[:4]) + (f" and {len(values) - 4} more" if len(values) > 4 else "")
+    return f"{one if len(values) == 1 else many} {shown}"
