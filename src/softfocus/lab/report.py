@@ -5,11 +5,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from rich.console import Console
 
 from softfocus.lab.errors import LabError
 from softfocus.lab.finding import Finding, finding
-from softfocus.lab.points import Axis
+from softfocus.lab.points import Axis, labels
 from softfocus.lab.results import RECIPE, Evaluation, RunInfo, load_evaluation, load_run, write_atomically
+from softfocus.lab.table import loss_table
 
 RESULTS = "results.json"
 FIGURE = "figure1.png"
@@ -58,20 +60,23 @@ def load_entry(folder: Path) -> Entry:
     return Entry(info=info, evaluation=evaluation, recipe=recipe.read_text() if recipe.is_file() else "")
 
 
-def build(entries: Sequence[Entry], *, title: str = "Loss over length", axis: Axis = "multiple") -> Report:
+def build(
+    entries: Sequence[Entry], *, title: str = "Loss over length", axis: Axis = "multiple", remarks: Sequence[str] = ()
+) -> Report:
     """Compute a report from finished runs.
 
     Args:
         entries: the runs, in the order in which they are to stand.
         title: the page's heading.
         axis: what lengths are counted in, in the figure and the table.
+        remarks: what the reader should know beyond what the runs themselves tell; stands first among the notes.
     """
     return Report(
         title=title,
         created=datetime.now(UTC).replace(microsecond=0),
         axis=axis,
         finding=finding([entry.evaluation for entry in entries]),
-        notes=notes(entries),
+        notes=[*remarks, *notes(entries)],
         runs=list(entries),
     )
 
@@ -98,6 +103,17 @@ def write(report: Report, folder: Path) -> list[Path]:
         ) from error
     write_atomically(paths[2], render(report))
     return paths
+
+
+def show(report: Report, paths: Sequence[Path], console: Console) -> None:
+    """Print the table, what to keep in mind, the finding, and where the files lie."""
+    evaluations = report.evaluations
+    console.print(loss_table(list(zip(labels(evaluations), evaluations, strict=True)), axis=report.axis))
+    for note in report.notes:
+        console.print(f"Note: {note}", markup=False, highlight=False)
+    console.print(report.finding.sentence, style="bold", markup=False, highlight=False)
+    for path in paths:
+        console.print(f"  {path}", markup=False, highlight=False, soft_wrap=True)
 
 
 def read(path: Path) -> Report:
@@ -163,6 +179,7 @@ _COMMON: tuple[tuple[str, Callable[[Entry], str], str], ...] = (
         lambda e: f"{e.evaluation.train_length:,}",
         "the same multiple is not the same number of tokens.",
     ),
+    ("commit", lambda e: short_commit(e.info.commit), "it was not the same code that trained them."),
     (
         "training tokens",
         lambda e: f"{e.info.steps_done * e.info.tokens_per_step:,}",

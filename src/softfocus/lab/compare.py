@@ -1,0 +1,46 @@
+"""Any finished runs, held against each other: one table, one figure, one report."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from softfocus.lab.errors import LabError
+from softfocus.lab.points import Axis
+from softfocus.lab.report import Report, build, load_entry, show, write
+
+
+def compare(
+    folders: Sequence[Path],
+    out: Path,
+    *,
+    axis: Axis = "multiple",
+    title: str = "Loss over length",
+    console: Console | None = None,
+) -> Report:
+    """Compare runs: print the table and the finding, write results.json, figure1.png and report.html.
+
+    Runs need not share a training length, the lengths at which they were evaluated, a recipe or a tokenizer; in what
+    they differ is written into the report's notes.
+
+    Args:
+        folders: run folders, each trained and evaluated, in the order in which they are to stand.
+        out: where to write; made if need be.
+        axis: count lengths in multiples of each run's own training length, or in tokens.
+        title: the report's heading.
+        console: where to print; stdout if not given.
+
+    Raises:
+        LabError: no folder, the same one twice, one that is not a finished and evaluated run, or `out` cannot be
+            written to.
+    """
+    if not folders:
+        raise LabError("there is nothing to compare", "name at least one run folder")
+    resolved = [folder.resolve() for folder in folders]
+    for index, folder in enumerate(resolved):
+        if folder in resolved[:index]:
+            raise LabError(f"{folders[index]} is named twice", "name each run once")
+    # All are read before anything is written, so that a broken one leaves an older report as it was
+    report = build([load_entry(folder) for folder in folders], title=title, axis=axis)
+    show(report, write(report, out), console or Console())
+    return report
