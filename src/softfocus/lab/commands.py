@@ -1,0 +1,270 @@
+"""What each command takes, and the room that it calls. A room is imported when its command runs: --help stays fast."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from softfocus._version import __version__
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+app = typer.Typer(
+    name="softfocus",
+    help="Softplus attention that stays in focus: train small language models with any attention mechanism, "
+    "and see whose loss stays flat beyond the training length.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+
+Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON; - for stdout.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")]
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, as `softfocus train` makes it.")]
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"softfocus {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Where runs and report go.")] = Path("runs/demo"),
+    models: Annotated[
+        str | None, typer.Option(metavar="NAMES", help="Recipes to train instead, comma-separated.")
+    ] = None,
+    fast: Annotated[
+        bool, typer.Option("--fast", help="A minute, to see that everything works; shows no effect.")
+    ] = False,
+) -> None:
+    """Train Softmax, LSSA, LSSAR and LASER side by side and show whose loss stays flat at 16x the training length.
+
+    At most 15 minutes on two CPU cores. Writes results.json, figure1.png and report.html.
+
+    Example: `softfocus demo --out runs/demo`
+    """
+    from softfocus.lab.demo import run_demo
+
+    run_demo(out, models=[name.strip() for name in models.split(",")] if models else None, fast=fast)
+
+
+@app.command()
+def train(
+    recipe: Annotated[str, typer.Argument(help="A shipped recipe's name, or a .toml file.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="FOLDER", help="The run folder.", show_default="runs/RECIPE")
+    ] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", "-s", metavar="KEY=VALUE", help="Change a key; may be repeated.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete the run that is there.")] = False,
+    quiet: Quiet = False,
+    json: Json = None,
+) -> None:
+    """Train a recipe into a run folder.
+
+    Shipped recipes: demo-softmax, demo-lssa, demo-lssar, demo-laser, small, gpt2-124m and gpt2-124m-{softmax, lssa,
+    lssar, laser}. Ctrl-C keeps a checkpoint; --resume goes on exactly there.
+
+    Example: `softfocus train demo-lssar --out runs/p7 --set "model.mechanism=sharpened(lssa, 7)"`
+
+    On several devices: `torchrun --nproc-per-node 8 -m softfocus.lab train gpt2-124m-lssar`
+    """
+    if resume and overwrite:
+        raise typer.BadParameter("choose one of --resume and --overwrite")
+    from softfocus.lab.progress import Display
+    from softfocus.lab.recipe import load
+
+    chosen = load(recipe, set_)  # before Transformers is imported: a typo is answered at once
+    from softfocus.lab.train import train
+
+    folder = out or Path("runs") / chosen.name
+    with Display("steps", quiet=quiet) as display:
+        info = train(chosen, folder, resume=resume, overwrite=overwrite, progress=display)
+    if _is_main_process():
+        pace = f", {info.tokens_per_second:,.0f} tokens/s" if info.tokens_per_second else ""
+        display.console.print(
+            f"{folder}: {info.mechanism}, {info.parameters / 1e6:.2f} M parameters, {info.steps_done} steps, "
+            f"training loss {info.final_loss:.3f}{pace}\nNow: softfocus evaluate {folder}",
+            highlight=False,
+        )
+        _write_json(json, info)
+
+
+@app.command()
+def evaluate(
+    run: Run,
+    lengths: Annotated[
+        str | None,
+        typer.Option(metavar="LIST", help="1k,2k,16k, or 1x,2x,16x the training length; the recipe's if left out."),
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Validation tokens a length; the recipe's if left out.")
+    ] = None,
+    ntk: Annotated[bool, typer.Option("--ntk/--no-ntk", help="Also with dynamic NTK scaling of RoPE.")] = True,
+    buckets: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LIST", help="Edges of position buckets, in tokens or as 1x.", show_default="powers of two"
+        ),
+    ] = None,
+    batch_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens a forward pass: lower it if memory is short.")
+    ] = 4096,
+    quiet: Quiet = False,
+    json: Json = None,
+) -> None:
+    """Loss of a run over length, as trained and with dynamic NTK scaling, with standard errors.
+
+    Every length reads the same validation tokens. The result is kept in the run folder as evaluation.json.
+
+    Example: `softfocus evaluate runs/demo-lssar --lengths 1x,2x,4x,8x,16x`
+    """
+    from softfocus.lab.lengths import parse
+    from softfocus.lab.progress import Display
+    from softfocus.lab.recipe import load
+    from softfocus.lab.results import RECIPE, load_run
+
+    info = load_run(run)
+    wanted = parse(lengths or load(run / RECIPE).evaluate.lengths, info.train_length)
+    edges = parse(buckets, info.train_length) if buckets else None
+    from softfocus.lab.evaluate import evaluate
+    from softfocus.lab.points import labels
+    from softfocus.lab.table import loss_table
+
+    with Display("tokens", quiet=quiet) as display:
+        found = evaluate(
+            run,
+            wanted,
+            ntk=(False, True) if ntk else (False,),
+            tokens=tokens,
+            buckets=edges,
+            batch_tokens=batch_tokens,
+            progress=display,
+        )
+    if not _write_json(json, found):
+        _print(loss_table([(labels([found])[0], found)]))
+
+
+@app.command()
+def compare(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Evaluated run folders.")],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FOLDER", help="Where the report goes.")] = Path(
+        "runs/compare"
+    ),
+) -> None:
+    """One table, one figure and one self-contained report from any runs.
+
+    Example: `softfocus compare runs/demo-softmax runs/demo-lssar --out runs/two`
+    """
+    from softfocus.lab.compare import compare
+
+    compare(runs, out)
+
+
+@app.command()
+def generate(
+    run: Run,
+    prompt: Annotated[str, typer.Option("--prompt", "-p", help="What the text begins with.")] = "def ",
+    tokens: Annotated[int, typer.Option("--tokens", "-n", min=1, help="At most so many new tokens.")] = 256,
+    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token each time.")] = 0.8,
+    top_p: Annotated[float, typer.Option(min=0.0001, max=1, help="Sample from this much of the probability.")] = 0.95,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same text.")] = 0,
+) -> None:
+    """Text from a run, token by token with a KV cache.
+
+    Example: `softfocus generate runs/demo-lssar --prompt "class " --tokens 400`
+    """
+    from softfocus.lab.results import load_run
+
+    load_run(run)  # before torch is imported: a wrong folder is answered at once
+    from softfocus.lab.generate import generate
+
+    typer.echo(prompt, nl=False)
+    generate(
+        run,
+        prompt,
+        tokens=tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        write=lambda text: typer.echo(text, nl=False),
+    )
+    typer.echo()
+
+
+@app.command()
+def mechanisms(
+    name: Annotated[
+        str | None, typer.Argument(help="A name, or a combination such as 'laser(sharpened(lssa, 3))'.")
+    ] = None,
+    json: Json = None,
+) -> None:
+    """The catalogue: every mechanism's name, equation and source; with a NAME, all there is to know about it.
+
+    Example: `softfocus mechanisms lssar`
+    """
+    from softfocus.lab.catalogue import details, everything, table
+
+    found = everything() if name is None else [details(name)]
+    if not _write_json(json, found if name is None else found[0]):
+        _print(table(found, detailed=name is not None))
+
+
+@app.command()
+def doctor(json: Json = None) -> None:
+    """What is installed, which backends run here and why others do not, and what to do about it.
+
+    Example: `softfocus doctor`
+    """
+    from softfocus.lab.doctor import examine, table
+
+    found = examine()
+    if not _write_json(json, found):
+        _print(table(found))
+    if any(check.status == "fail" for check in found.checks):
+        raise typer.Exit(1)
+
+
+def _is_main_process() -> bool:
+    from accelerate import PartialState
+
+    return bool(PartialState().is_main_process)
+
+
+def _print(renderable: Any) -> None:
+    from rich.console import Console
+
+    console = Console()
+    # Into a file or a pipe nothing is cut off to fit a terminal that is not there
+    (console if console.is_terminal else Console(width=200)).print(renderable)
+
+
+def _write_json(path: Path | None, result: "BaseModel | list[BaseModel]") -> bool:
+    """Write where --json says. Whether it did so to stdout, where a table would be in the way."""
+    if path is None:
+        return False
+    from pydantic import TypeAdapter
+
+    from softfocus.lab.results import write_atomically
+
+    text = TypeAdapter(Any).dump_json(result, indent=2, inf_nan_mode="strings").decode() + "\n"
+    if str(path) == "-":
+        typer.echo(text, nl=False)
+        return True
+    write_atomically(path, text)
+    return False

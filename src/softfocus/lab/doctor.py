@@ -1,0 +1,188 @@
+"""What is installed, which backends run here and why others do not, and what to do about it."""
+
+import importlib.util
+import os
+import shutil
+import sysconfig
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+from packaging.requirements import Requirement
+from pydantic import BaseModel
+from rich.table import Table
+from rich.text import Text
+
+from softfocus._version import __version__
+from softfocus.lab import provenance
+from softfocus.lab.results import Machine
+
+Status = Literal["ok", "note", "fail"]
+
+
+class Check(BaseModel):
+    """One thing that was looked at."""
+
+    topic: str
+    name: str
+    status: Status
+    finding: str
+    remedy: str = ""
+
+
+class Findings(BaseModel):
+    """All of them."""
+
+    softfocus: str
+    machine: Machine
+    checks: list[Check]
+
+
+def examine() -> Findings:
+    """Look at everything. Needs the lab extra; a missing or unsuitable package is a finding, not an error."""
+    checks = [*_packages()]
+    device = "cpu"
+    if importlib.util.find_spec("torch"):
+        found, device = _device()
+        checks += [*found, *_backends(device)]
+    checks += [*_compilers(), *_disk(), *_corpus()]
+    return Findings(softfocus=__version__, machine=provenance.machine(device), checks=checks)
+
+
+def table(findings: Findings) -> Table:
+    """A line a check, with what to do where something is to be done."""
+    lines = Table(box=None, pad_edge=False, show_header=False)
+    for _ in range(4):
+        lines.add_column(overflow="fold")
+    colours = {"ok": "green", "note": "yellow", "fail": "red"}
+    topic = None
+    for check in findings.checks:
+        said = check.finding + (f"\n-> {check.remedy}" if check.remedy else "")
+        heading = check.topic if check.topic != topic else ""
+        lines.add_row(
+            Text(heading, style="bold"), Text(check.status, style=colours[check.status]), Text(check.name), Text(said)
+        )
+        topic = check.topic
+    return lines
+
+
+def _packages() -> list[Check]:
+    """Every package that softfocus asks for, against the versions that it asks for."""
+    found = [Check(topic="packages", name="softfocus", status="ok", finding=f"{__version__} ({provenance.commit()})")]
+    for line in metadata.requires("softfocus") or []:
+        wanted = Requirement(line)
+        extras = [
+            extra for extra in ("", "hf", "lab") if wanted.marker is None or wanted.marker.evaluate({"extra": extra})
+        ]
+        if not extras or wanted.name == "softfocus":
+            continue
+        install = f"pip install 'softfocus[{extras[0]}]'" if extras[0] else "pip install softfocus"
+        try:
+            version = metadata.version(wanted.name)
+        except metadata.PackageNotFoundError:
+            check = Check(topic="packages", name=wanted.name, status="fail", finding="not installed", remedy=install)
+        else:
+            fits = wanted.specifier.contains(version, prereleases=True)
+            check = Check(
+                topic="packages",
+                name=wanted.name,
+                status="ok" if fits else "fail",
+                finding=version if fits else f"{version}, and softfocus is written for {wanted.specifier}",
+                remedy="" if fits else install,
+            )
+        found.append(check)
+    return found
+
+
+def _device() -> tuple[list[Check], str]:
+    import torch
+
+    if torch.cuda.is_available():
+        memory = torch.cuda.get_device_properties(0).total_memory / 2**30
+        many = f" x {torch.cuda.device_count()}" if torch.cuda.device_count() > 1 else ""
+        said = f"{torch.cuda.get_device_name(0)}{many}, {memory:.0f} GiB"
+        return [Check(topic="device", name="cuda", status="ok", finding=said)], "cuda"
+    threads = (
+        f"{torch.get_num_threads()} threads on {len(os.sched_getaffinity(0))} cores"
+        if hasattr(os, "sched_getaffinity")
+        else f"{torch.get_num_threads()} threads"
+    )
+    checks = [Check(topic="device", name="cpu", status="ok", finding=threads)]
+    if torch.version.cuda is None:
+        why, remedy = (
+            "this build of torch is without CUDA",
+            "for a GPU, install torch from https://pytorch.org/get-started",
+        )
+    else:
+        why, remedy = "torch sees no CUDA device", "if there is one, see what nvidia-smi says"
+    return [*checks, Check(topic="device", name="cuda", status="note", finding=why, remedy=remedy)], "cpu"
+
+
+def _backends(device: str) -> list[Check]:
+    import torch
+
+    from softfocus import explain
+
+    found = []
+    for mechanism in ("softmax", "lssar", "laser"):
+        tensors = [torch.randn(1, 2, 64, 64, device=device) for _ in range(3)]
+        explanation = explain(tensors[0], tensors[1], tensors[2], mechanism=mechanism)
+        for name, why in explanation.reasons.items():
+            runs = name == explanation.backend
+            said = f"{'runs' if runs else 'not taken'}: {why}"
+            found.append(
+                Check(topic=f"backends, {mechanism}", name=name, status="ok" if runs else "note", finding=said)
+            )
+    return found
+
+
+def _compilers() -> list[Check]:
+    found = []
+    compiler = os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++", "cl")), None)
+    headers = Path(sysconfig.get_path("include"), "Python.h").is_file()
+    if compiler and headers:
+        found.append(Check(topic="compilers", name="C++", status="ok", finding=compiler))
+    else:
+        missing = "no C++ compiler" if not compiler else "no Python.h"
+        found.append(
+            Check(
+                topic="compilers",
+                name="C++",
+                status="note",
+                finding=f"{missing}: torch.compile cannot compile for the CPU; everything else runs without",
+                remedy="for it, install a C++ compiler and Python's headers (Debian: apt install g++ python3-dev)",
+            )
+        )
+    triton = importlib.util.find_spec("triton") is not None
+    said = metadata.version("triton") if triton else "not installed; only torch.compile on a GPU needs it"
+    return [*found, Check(topic="compilers", name="triton", status="ok" if triton else "note", finding=said)]
+
+
+def _disk() -> list[Check]:
+    from softfocus.lab.tokens import cache_folder
+
+    found = []
+    for name, folder in (("token cache", cache_folder()), ("runs", Path("runs").resolve())):
+        there = next(parent for parent in (folder, *folder.parents) if parent.is_dir())
+        free = shutil.disk_usage(there).free / 1e9
+        writable = os.access(there, os.W_OK)
+        said = f"{folder}: {free:.1f} GB free" if writable else f"{folder} cannot be written to"
+        ok = writable and free > 1
+        remedy = (
+            "" if ok else "choose another folder (--out for runs, SOFTFOCUS_CACHE for the cache) or free some space"
+        )
+        status: Status = "ok" if ok else "fail"
+        found.append(Check(topic="disk", name=name, status=status, finding=said, remedy=remedy))
+    return found
+
+
+def _corpus() -> list[Check]:
+    from softfocus.lab.corpus import STDLIB, Corpus
+    from softfocus.lab.errors import LabError
+
+    try:
+        files = Corpus(STDLIB).files
+    except LabError as error:
+        return [Check(topic="corpus", name=STDLIB, status="note", finding=error.what, remedy=error.remedy)]
+    size = sum(path.stat().st_size for path in files) / 1e6
+    return [Check(topic="corpus", name=STDLIB, status="ok", finding=f"{len(files)} sources, {size:.1f} MB")]

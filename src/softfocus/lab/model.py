@@ -1,0 +1,129 @@
+"""From a recipe to a Transformers model with a mechanism, and from a run folder back to it."""
+
+import logging
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import softfocus.hf
+from softfocus.lab.errors import LabError
+from softfocus.lab.recipe import Recipe
+from softfocus.lab.results import MODEL, RECIPE
+
+
+def build(recipe: Recipe, vocabulary: int) -> Any:
+    """A freshly initialised causal language model.
+
+    Weights come from torch's global generator: seed it first.
+
+    Args:
+        recipe: what to build.
+        vocabulary: size of the tokenizer's vocabulary.
+
+    Raises:
+        LabError: an architecture or a configuration key that Transformers does not know, a vocabulary that is too small.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = build_config(recipe, vocabulary)
+    try:
+        model = AutoModelForCausalLM.from_config(config)
+    except ValueError as error:
+        raise LabError(
+            f"architecture {recipe.model.architecture!r} does not make a causal language model: {_first_line(error)}",
+            "choose another model.architecture, such as gpt_neox or llama, or correct [model.config]",
+        ) from error
+    return _use(model, recipe)
+
+
+def build_config(recipe: Recipe, vocabulary: int) -> Any:
+    """The Transformers configuration of a recipe, without a mechanism yet."""
+    from transformers import CONFIG_MAPPING
+
+    architecture = recipe.model.architecture
+    if architecture not in CONFIG_MAPPING:
+        near = get_close_matches(architecture, list(CONFIG_MAPPING.keys()), n=1)
+        guess = f"did you mean {near[0]!r}?" if near else "it is a model_type such as gpt_neox or llama"
+        raise LabError(f"model.architecture {architecture!r} is not one of Transformers'", guess)
+    cls = CONFIG_MAPPING[architecture]
+    known = cls().to_dict()
+    for key in recipe.model.config:
+        # Transformers keeps keys that it does not know in silence: a typo would train another model
+        if key not in known:
+            near = get_close_matches(key, known, n=1)
+            guess = f"did you mean 'model.config.{near[0]}'?" if near else f"see {cls.__name__} of Transformers"
+            raise LabError(f"architecture {architecture!r} has no key 'model.config.{key}'", guess)
+    values = {"vocab_size": vocabulary, **recipe.model.config}
+    if values["vocab_size"] < vocabulary:
+        raise LabError(
+            f"model.config.vocab_size={values['vocab_size']} is less than the tokenizer's {vocabulary}",
+            "raise it, or leave it out",
+        )
+    if "max_position_embeddings" in known:
+        # Dynamic NTK scales by the ratio to this length, so it has to be the length that was trained
+        values.setdefault("max_position_embeddings", recipe.train.length)
+    try:
+        return cls(**values)
+    except Exception as error:  # each configuration checks itself with errors of its own kind
+        raise LabError(f"[model.config] is refused by {cls.__name__}: {_first_line(error)}", "correct it") from error
+
+
+def load(folder: Path, config: Any = None) -> Any:
+    """The trained model of a run folder, in evaluation mode, on the best device.
+
+    Args:
+        folder: a finished run.
+        config: a changed configuration to load it with; by default its own.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder / MODEL, config=config or load_config(folder))
+    except (OSError, ValueError) as error:
+        raise LabError(
+            f"the model in {folder / MODEL} cannot be loaded: {_first_line(error)}", _again(folder)
+        ) from error
+    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+
+
+def load_config(folder: Path) -> Any:
+    """The configuration of a run's model, with its mechanism."""
+    from transformers import AutoConfig
+
+    if not (folder / MODEL / "config.json").is_file():
+        raise LabError(f"the run {folder} has no model", _again(folder))
+    try:
+        return AutoConfig.from_pretrained(folder / MODEL)
+    except (OSError, ValueError) as error:
+        raise LabError(
+            f"the model in {folder / MODEL} cannot be loaded: {_first_line(error)}", _again(folder)
+        ) from error
+
+
+def quiet() -> None:
+    """Keep Transformers' own progress bars and notices off the terminal: the lab says what matters in its own words."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    logging.getLogger("accelerate").setLevel(logging.ERROR)
+
+
+def _use(model: Any, recipe: Recipe) -> Any:
+    try:
+        softfocus.hf.use(model, recipe.model.mechanism, **recipe.model.parameters)
+    except (TypeError, ValueError) as error:
+        raise LabError(
+            f"mechanism {recipe.model.mechanism!r} does not fit {recipe.model.architecture!r}: {_first_line(error)}",
+            "choose another model.architecture, or correct model.mechanism and model.parameters",
+        ) from error
+    return model
+
+
+def _again(folder: Path) -> str:
+    return f"train it again with `softfocus train {folder / RECIPE} --out {folder} --overwrite`"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

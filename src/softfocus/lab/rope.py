@@ -1,0 +1,43 @@
+"""Dynamic NTK scaling of rotary embeddings, through Transformers' own implementation, one length at a time."""
+
+from typing import Any
+
+from softfocus.lab.errors import LabError
+
+
+def with_dynamic_ntk(config: Any, train_length: int) -> Any:
+    """A configuration's rotary embedding made dynamic, with factor 1.
+
+    For a sequence of L tokens and a rotary dimension d, the base becomes base * (L / train_length)^(d / (d - 2)) where L
+    exceeds the training length, and stays where it does not.
+
+    Args:
+        config: of a model with rotary embeddings; changed in place.
+        train_length: tokens of a training window.
+
+    Raises:
+        LabError: no rotary embedding, or one that is scaled in another way already.
+    """
+    parameters = getattr(config, "rope_parameters", None)
+    if not parameters:
+        raise LabError(f"a {config.model_type} model has no rotary embedding that NTK could scale", "add --no-ntk")
+    # Some architectures hold one table for each kind of layer
+    tables = [parameters] if "rope_type" in parameters else [table for table in parameters.values() if table]
+    for table in tables:
+        if table["rope_type"] not in ("default", "dynamic"):
+            raise LabError(f"the rotary embedding is already scaled, by {table['rope_type']!r}", "add --no-ntk")
+        table.update(rope_type="dynamic", factor=1.0)
+    config.max_position_embeddings = train_length
+    return config
+
+
+def forget_lengths(model: Any) -> None:
+    """Make the next forward compute its frequencies for its own length.
+
+    Transformers keeps the frequencies of the longest sequence seen, and goes back only for one shorter than the training
+    length. An evaluation that takes 16x before 2x would measure 2x with the frequencies of 16x.
+    """
+    for module in model.modules():
+        if hasattr(module, "original_inv_freq") and hasattr(module, "max_seq_len_cached"):
+            module.inv_freq = module.original_inv_freq.clone()
+            module.max_seq_len_cached = module.original_max_seq_len

@@ -1,0 +1,234 @@
+"""Train a recipe into a run folder."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from accelerate import PartialState
+from transformers import set_seed
+
+from softfocus.lab import model as models
+from softfocus.lab import provenance
+from softfocus.lab.errors import LabError
+from softfocus.lab.progress import Event, Listener, silent
+from softfocus.lab.recipe import Recipe, load
+from softfocus.lab.results import (
+    CHECKPOINTS,
+    EVALUATION,
+    MODEL,
+    PARTIAL_EVALUATION,
+    RECIPE,
+    RUN,
+    TENSORBOARD,
+    RunInfo,
+    load_run,
+    save_run,
+    write_atomically,
+)
+from softfocus.lab.trainer import Interruptible, Watch, WindowTrainer, make_trainer
+
+
+def train(
+    recipe: Recipe,
+    folder: Path,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    progress: Listener = silent,
+) -> RunInfo:
+    """Train a recipe.
+
+    Runs as it is in one process, and under ``torchrun`` or ``accelerate launch`` in many: the result is that of one
+    process with the whole batch, and only the main process writes.
+
+    Args:
+        recipe: what to train.
+        folder: the run folder, made if need be.
+        resume: go on from the newest checkpoint, exactly: weights, optimiser, schedule and order of the data. Without a
+            checkpoint it starts again; a run that is complete is returned as it is.
+        overwrite: delete a run that is already there.
+        progress: called with every :class:`~softfocus.lab.progress.Event`.
+
+    Returns:
+        What run.json holds.
+
+    Raises:
+        LabError: a run is already there, the recipe is not the one to resume, the data or the model cannot be made, the
+            loss is not finite, the disk is full, or the run was interrupted (its checkpoint is kept).
+    """
+    models.quiet()
+    state = PartialState()
+    done = _check(recipe, folder, resume, overwrite)
+    state.wait_for_everyone()  # all have looked at the folder before one of them changes it
+    if done is not None:
+        return done
+    main = state.is_main_process
+    if main and overwrite:
+        _clear(folder)
+    listener = progress if main else silent
+    listener(Event(kind="note", run=recipe.name, message="preparing the corpus"))
+    with state.main_process_first():
+        tokens = models.tokens(recipe)
+    set_seed(recipe.train.seed)
+    model = models.build(recipe, tokens.vocabulary)
+    info = _describe(recipe, folder, model, tokens.vocabulary, str(state.device))
+    if main:
+        _check_disk(folder, info.parameters)
+        write_atomically(folder / RECIPE, recipe.to_toml())
+        save_run(folder, info)
+    watch = Watch(recipe, listener)
+    with _recording(folder, info, main):
+        trainer = make_trainer(recipe, folder, model, tokens.training_windows(recipe), watch)
+        try:
+            _run(trainer, watch, folder, resume, alone=state.num_processes == 1)
+        finally:
+            _take_stock(info, trainer, watch)
+        if main:
+            _save_model(folder, trainer, tokens.tokenizer)
+            info.status, info.finished = "complete", _now()
+            save_run(folder, info)
+            listener(Event(kind="done", run=recipe.name, done=info.steps_done, total=info.steps, loss=info.final_loss))
+    state.wait_for_everyone()
+    return info
+
+
+def _check(recipe: Recipe, folder: Path, resume: bool, overwrite: bool) -> RunInfo | None:
+    """Refuse what would destroy or mix runs. Returns the run where there is nothing left to do."""
+    if folder.exists() and not folder.is_dir():
+        raise LabError(f"{folder} is a file, not a folder", "choose another folder with --out")
+    if not (folder / RUN).exists():
+        if folder.is_dir() and any(folder.iterdir()) and not (folder / RECIPE).exists():
+            raise LabError(f"{folder} is not empty and holds no run", "choose a new folder with --out")
+        return None
+    if overwrite:
+        return None
+    there = load_run(folder, complete=False)
+    if not resume:
+        then = (
+            "--overwrite to train it again"
+            if there.status == "complete"
+            else "--resume to go on, --overwrite to start again"
+        )
+        raise LabError(
+            f"there is already a run in {folder} (status: {there.status})", f"add {then}, or choose another --out"
+        )
+    before = load(folder / RECIPE)
+    for table in ("model", "data", "train"):
+        was, now = getattr(before, table).model_dump(), getattr(recipe, table).model_dump()
+        for key in was:
+            if was[key] != now[key]:
+                raise LabError(
+                    f"the run in {folder} was started with {table}.{key} = {was[key]!r}, not {now[key]!r}",
+                    f"resume it with `softfocus train {folder / RECIPE} --out {folder} --resume`",
+                )
+    return there if there.status == "complete" else None
+
+
+def _clear(folder: Path) -> None:
+    (folder / RUN).unlink(missing_ok=True)  # first: without it nothing that is left looks like a run
+    for name in (RECIPE, EVALUATION, PARTIAL_EVALUATION):
+        (folder / name).unlink(missing_ok=True)
+    for name in (MODEL, CHECKPOINTS, TENSORBOARD):
+        shutil.rmtree(folder / name, ignore_errors=True)
+
+
+def _describe(recipe: Recipe, folder: Path, model: Any, vocabulary: int, device: str) -> RunInfo:
+    return RunInfo(
+        name=folder.resolve().name,
+        recipe=recipe.name,
+        mechanism=recipe.model.mechanism,
+        status="running",
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        seed=recipe.train.seed,
+        commit=provenance.commit(),
+        versions=provenance.versions(),
+        machine=provenance.machine(device),
+        started=_now(),
+        train_length=recipe.train.length,
+        vocabulary=vocabulary,
+        steps=recipe.train.steps,
+        tokens_per_step=recipe.train.batch * recipe.train.length,
+    )
+
+
+def _check_disk(folder: Path, parameters: int) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        raise LabError(f"cannot make the folder {folder}: {error.strerror}", "choose another one with --out") from error
+    # Three checkpoints (two are kept, one is being written) of float32 weights and two moments, and the model
+    need = parameters * 4 * (3 * 3 + 1)
+    if free < need:
+        raise LabError(
+            f"{folder} has {free / 1e9:.1f} GB free, and training needs {need / 1e9:.1f} GB for its checkpoints",
+            "free some space, or choose another disk with --out",
+        )
+
+
+@contextmanager
+def _recording(folder: Path, info: RunInfo, main: bool) -> Iterator[None]:
+    """Whatever ends the training early is written into run.json, so that the run never looks complete."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, OSError):
+            error = LabError(f"cannot write to {folder}: {error.strerror or error}", "free some space; then --resume")
+        info.status, info.finished, info.error = "failed", _now(), str(error) or type(error).__name__
+        if main:
+            with suppress(LabError):  # on a full disk this fails too; what is there still says "running"
+                save_run(folder, info)
+        raise error
+
+
+def _run(trainer: WindowTrainer, watch: Watch, folder: Path, resume: bool, alone: bool) -> None:
+    checkpoint = _newest_checkpoint(folder) if resume else None
+    again = f"go on with `softfocus train {folder / RECIPE} --out {folder} --resume`"
+    try:
+        with Interruptible(watch, enabled=alone):
+            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    except KeyboardInterrupt:
+        kept = _newest_checkpoint(folder)
+        what = f"its newest checkpoint, {kept.name}, is kept" if kept else "it had no checkpoint yet"
+        raise LabError(f"training was interrupted; {what}", again) from None
+    if watch.interrupted and trainer.state.global_step < trainer.state.max_steps:
+        step = trainer.state.global_step
+        raise LabError(f"training was interrupted at step {step}; its checkpoint is kept", again)
+
+
+def _newest_checkpoint(folder: Path) -> Path | None:
+    """The newest checkpoint that is whole. Trainer writes trainer_state.json last: one that parses is whole."""
+    found = {}
+    for path in (folder / CHECKPOINTS).glob("checkpoint-*/trainer_state.json"):
+        try:
+            found[int(json.loads(path.read_text())["global_step"])] = path.parent
+        except (ValueError, KeyError, OSError):
+            continue
+    return found[max(found)] if found else None
+
+
+def _take_stock(info: RunInfo, trainer: WindowTrainer, watch: Watch) -> None:
+    info.steps_done = trainer.state.global_step
+    info.train_loss = [(entry["step"], entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
+    info.tokens_per_second = watch.tokens_per_second
+
+
+def _save_model(folder: Path, trainer: WindowTrainer, tokenizer: Any) -> None:
+    temporary = folder / f".{MODEL}.{os.getpid()}"
+    try:
+        # safetensors is the only format that save_pretrained writes
+        trainer.accelerator.unwrap_model(trainer.model).save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+        shutil.rmtree(folder / MODEL, ignore_errors=True)
+        temporary.rename(folder / MODEL)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _now() -> datetime:
+    return datetime.now(UTC).replace(microsecond=0)

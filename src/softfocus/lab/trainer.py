@@ -1,0 +1,204 @@
+"""Transformers' Trainer, told to train on windows of tokens, to measure, and to stop cleanly."""
+
+import math
+import signal
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from torch.utils.data import Dataset, SequentialSampler
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers.integrations import TensorBoardCallback
+
+from softfocus.lab.errors import LabError
+from softfocus.lab.progress import Event, Listener
+from softfocus.lab.recipe import Recipe
+from softfocus.lab.results import CHECKPOINTS, TENSORBOARD
+
+WARM_UP_STEPS = 5
+"""Steps left out of tokens per second: allocators, caches and compilers settle in them."""
+
+
+class WindowTrainer(Trainer):
+    """Next-token training on windows of L + 1 tokens, in the order in which the dataset gives them.
+
+    A window of L + 1 tokens makes L predictions, so that every position of the model's length is trained.
+    """
+
+    def __init__(self, **arguments: Any):
+        super().__init__(**arguments)
+        # All windows are equally long, so a step's loss is the plain mean of its micro-batches' means, over devices too.
+        # Trainer divides by the number of micro-batches only where it believes that the model does not.
+        self.model_accepts_loss_kwargs = False
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> SequentialSampler:
+        # The dataset's own seed decides the order; Trainer skips as many windows as a checkpoint has seen
+        return SequentialSampler(train_dataset if train_dataset is not None else self.train_dataset)
+
+    def compute_loss(self, model: Any, inputs: dict[str, torch.Tensor], return_outputs: bool = False, **_: Any) -> Any:
+        """Mean cross-entropy in nats, in float32 whatever the model computes in."""
+        outputs = model(input_ids=inputs["input_ids"], use_cache=False)
+        loss = F.cross_entropy(outputs.logits.flatten(0, 1).float(), inputs["labels"].flatten())
+        return (loss, outputs) if return_outputs else loss
+
+
+class Watch(TrainerCallback):
+    """Reports progress, measures speed, stops on a loss that is not finite and on Ctrl-C.
+
+    Attributes:
+        tokens_per_second: of this call, without the first steps; None until it is known.
+        interrupted: whether a signal ended the training early, after a checkpoint.
+    """
+
+    def __init__(self, recipe: Recipe, listener: Listener):
+        self.recipe = recipe
+        self.listener = listener
+        self.tokens_per_second: float | None = None
+        self.interrupted = False
+        self._loss: float | None = None
+        self._from: tuple[int, float] = (0, 0.0)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Start the clock."""
+        self._from = (state.global_step, time.perf_counter())
+        self._first_step = state.global_step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Measure and tell; ask for a checkpoint when a signal came."""
+        step, now = state.global_step, time.perf_counter()
+        warm_up = min(WARM_UP_STEPS, max(1, (state.max_steps - self._first_step) // 2))
+        left = None
+        if step == self._first_step + warm_up:
+            self._from = (step, now)
+        elif step > self._first_step + warm_up:
+            a_step = (now - self._from[1]) / (step - self._from[0])
+            self.tokens_per_second = self.recipe.train.batch * self.recipe.train.length / a_step
+            left = a_step * (state.max_steps - step)
+        if self.interrupted:
+            control.should_save = control.should_training_stop = True
+        # A checkpoint starts a fresh mean of the loss, so that a resumed run logs the same numbers; and it lets
+        # on_log see the loss before a model that has diverged is kept
+        control.should_log = control.should_log or control.should_save
+        self._tell(
+            "step",
+            done=step,
+            total=state.max_steps,
+            loss=self._loss,
+            tokens_per_second=self.tokens_per_second,
+            seconds_left=left,
+        )
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
+        """Remember the loss, and stop if it is not finite."""
+        if logs is None or "loss" not in logs:
+            return
+        self._loss = logs["loss"]
+        if not math.isfinite(self._loss):
+            raise LabError(
+                f"the loss of {self.recipe.name} became {self._loss} by step {state.global_step}",
+                f"lower train.learning_rate ({self.recipe.train.learning_rate}), raise train.warmup "
+                f"({self.recipe.train.warmup}), or choose a smaller power",
+            )
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Tell where the checkpoint is."""
+        if state.is_world_process_zero:
+            self._tell("checkpoint", message=f"checkpoint at step {state.global_step}", done=state.global_step)
+
+    def _tell(self, kind: Any, **facts: Any) -> None:
+        self.listener(Event(kind=kind, run=self.recipe.name, **facts))
+
+
+class Interruptible:
+    """While this is entered, the first Ctrl-C or SIGTERM asks for a checkpoint and a clean end; the second one ends at once."""
+
+    def __init__(self, watch: Watch, enabled: bool):
+        # Signals belong to the main thread; and processes of a group would stop at different steps and wait for one another
+        self._enabled = enabled and threading.current_thread() is threading.main_thread()
+        self._watch = watch
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> None:
+        if self._enabled:
+            self._before = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def __exit__(self, *_: object) -> None:
+        self._restore()
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        self._watch.interrupted = True
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+
+def make_trainer(recipe: Recipe, folder: Path, model: Any, windows: Dataset[Any], watch: Watch) -> WindowTrainer:
+    """A trainer for a recipe.
+
+    Raises:
+        LabError: the batch does not divide over devices, or this machine cannot compute in the precision asked for.
+    """
+    train = recipe.train
+    try:
+        arguments = TrainingArguments(
+            output_dir=str(folder / CHECKPOINTS),
+            max_steps=train.steps,
+            gradient_accumulation_steps=train.accumulate,
+            optim="adamw_torch",
+            learning_rate=train.learning_rate,
+            adam_beta1=train.betas[0],
+            adam_beta2=train.betas[1],
+            weight_decay=train.weight_decay,
+            max_grad_norm=train.clip,
+            warmup_steps=train.warmup,
+            # Warm-up, constant, warm-down covers them all: plain cosine or linear is a warm-down that starts at once
+            lr_scheduler_type="warmup_stable_decay",
+            lr_scheduler_kwargs={
+                "num_decay_steps": train.steps - train.warmup if train.warmdown is None else train.warmdown,
+                "decay_type": train.decay,
+                "min_lr_ratio": train.final_learning_rate,
+            },
+            bf16=train.precision == "bf16",
+            seed=train.seed,
+            data_seed=train.seed,
+            logging_steps=train.log_every,
+            logging_nan_inf_filter=False,  # a loss of NaN must be seen, not smoothed over
+            save_steps=train.checkpoint_every,
+            save_total_limit=2,  # the newest, and one more should the machine stop while it is written
+            report_to="none",
+            disable_tqdm=True,
+            remove_unused_columns=False,
+            dataloader_pin_memory=torch.cuda.is_available(),
+            ddp_find_unused_parameters=False,
+        )
+    except ValueError as error:
+        raise LabError(
+            f"this machine cannot train {recipe.name}: {error}", "try --set train.precision=float32"
+        ) from error
+    if arguments.parallel_mode.value == "not_distributed":
+        arguments._n_gpu = 1  # several devices are for torchrun; Trainer's DataParallel would change the batch
+    arguments.per_device_train_batch_size = _share(train.batch, train.accumulate, arguments.world_size)
+    trainer = WindowTrainer(model=model, args=arguments, train_dataset=windows, callbacks=[watch])
+    trainer.remove_callback(PrinterCallback)
+    if arguments.should_log:
+        from torch.utils.tensorboard import SummaryWriter
+
+        trainer.add_callback(TensorBoardCallback(SummaryWriter(str(folder / TENSORBOARD))))
+    return trainer
+
+
+def _share(batch: int, accumulate: int, devices: int) -> int:
+    share, rest = divmod(batch, accumulate * devices)
+    if rest or not share:
+        raise LabError(
+            f"train.batch={batch} does not divide over {devices} processes with train.accumulate={accumulate}",
+            "change train.batch, train.accumulate or the number of processes",
+        )
+    return share
