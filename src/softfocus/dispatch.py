@@ -1,30 +1,17 @@
 """Which backend runs a call, and why each other one does not."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
 
-import torch
-
-from softfocus.mechanism import Mechanism
-
-BACKENDS: tuple[str, ...] = ("tiled", "reference")
-"""Fastest first: ``backend="auto"`` takes the first that supports the call."""
+from softfocus.backends import Call, tiled
 
 
-@dataclass(frozen=True)
-class Call:
-    """What a backend is told of a call before it says whether it supports it."""
+def _reference_supports(call: Call) -> str | None:
+    return None
 
-    mechanism: Mechanism
-    device: str
-    dtype: torch.dtype
-    batch: int
-    heads: int
-    key_heads: int
-    query_length: int
-    key_length: int
-    head_dim: int
-    value_dim: int
+
+BACKENDS: dict[str, Callable[[Call], str | None]] = {"tiled": tiled.supports, "reference": _reference_supports}
+"""Fastest first: ``backend="auto"`` takes the first that supports the call. None, or the sentence that says why not."""
 
 
 @dataclass(frozen=True)
@@ -45,13 +32,6 @@ class Explanation:
         )
 
 
-def _supports(backend: str, call: Call) -> str | None:
-    if backend == "reference":
-        return None
-    answer: str | None = import_module(f"softfocus.backends.{backend}").supports(call)
-    return answer
-
-
 def choose(call: Call, backend: str) -> str:
     """The backend for a call.
 
@@ -59,11 +39,13 @@ def choose(call: Call, backend: str) -> str:
         ValueError: a backend asked for by name is unknown, or does not support the call: it never falls back.
     """
     if backend == "auto":
-        # The reference, last of all, would be the dense formula: never chosen in silence, as tiled takes every call.
-        return next(name for name in BACKENDS if _supports(name, call) is None)
+        for name, supports in BACKENDS.items():
+            if supports(call) is None:
+                return name
+        raise AssertionError("the reference supports every call")
     if backend not in BACKENDS:
         raise ValueError(f"backend: got {backend!r}, expected 'auto' or one of {', '.join(map(repr, BACKENDS))}")
-    if why := _supports(backend, call):
+    if why := BACKENDS[backend](call):
         raise ValueError(f"backend: {backend!r} was asked for and does not support this call: {why}")
     return backend
 
@@ -72,10 +54,10 @@ def account(call: Call, backend: str) -> Explanation:
     """Choose a backend and say why."""
     chosen = choose(call, backend)
     reasons = {}
-    for name in BACKENDS:
+    for name, supports in BACKENDS.items():
         if name == chosen:
             reasons[name] = "asked for by name" if backend != "auto" else _DESCRIPTION[name]
-        elif why := _supports(name, call):
+        elif why := supports(call):
             reasons[name] = why
         elif backend != "auto":
             reasons[name] = f"{chosen!r} was asked for by name"

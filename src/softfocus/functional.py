@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from softfocus import dispatch, ops, reference, validation
-from softfocus.dispatch import Call, Explanation
+from softfocus.backends import Call
+from softfocus.dispatch import Explanation
 from softfocus.mechanism import Mechanism
 from softfocus.reference import Problem, RowStatistics, default_scale
 from softfocus.visibility import Visibility
@@ -148,7 +149,7 @@ def attention(
         seed = torch.randint(2**62, (), device="cpu") if dropout_p else None
         out, rows = ops.attend(
             query, key, value, bias, head_scale, power, mask, key_mask, document_ids, seed,
-            left, right, scale, dropout_p, algebra.to_json(), chosen,
+            left, right, scale, dropout_p, ops.encoded(algebra), chosen,
         )  # fmt: skip
         statistics = RowStatistics(*rows.unbind(0))
     return (out, statistics) if return_statistics else out
@@ -176,9 +177,17 @@ def explain(
 
 def _call(query: Tensor, key: Tensor, value: Tensor, mechanism: Mechanism) -> Call:
     return Call(
-        mechanism, query.device.type, query.dtype, *query.shape[:2], key.size(1), query.size(2), key.size(2),
-        query.size(3), value.size(3),
-    )  # fmt: skip
+        mechanism=mechanism,
+        device=query.device.type,
+        dtype=query.dtype,
+        batch=query.size(0),
+        heads=query.size(1),
+        key_heads=key.size(1),
+        query_length=query.size(2),
+        key_length=key.size(2),
+        head_dim=query.size(3),
+        value_dim=value.size(3),
+    )
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -4,6 +4,8 @@ Imports no backend: the implementation is looked up by name when the operator ru
 inside ``torch.compile(fullgraph=True)``.
 """
 
+from dataclasses import fields
+from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
@@ -13,6 +15,23 @@ from torch import Tensor
 from softfocus.mechanism import Mechanism
 from softfocus.reference import Problem, compute_dtype
 from softfocus.visibility import Visibility
+
+
+_FIELDS = tuple(field.name for field in fields(Mechanism))
+
+
+def encoded(mechanism: Mechanism) -> str:
+    """A mechanism as an operator's string argument. Not JSON, whose encoder torch.compile cannot trace."""
+    return "|".join([str(getattr(mechanism, name)) for name in _FIELDS])
+
+
+@lru_cache(maxsize=256)
+def decoded(code: str) -> Mechanism:
+    """The inverse of :func:`encoded`."""
+    values: dict[str, Any] = dict(zip(_FIELDS, code.split("|"), strict=True))
+    values["power"] = None if values["power"] == "None" else float(values["power"])
+    values["laser"] = values["laser"] == "True"
+    return Mechanism(**values)
 
 
 @torch.library.custom_op("softfocus::attend", mutates_args=())
@@ -36,12 +55,12 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Attention by a named backend: out [B, H, Lq, Dv] and the row statistics [4, B, H, Lq].
 
-    ``mechanism`` is JSON; ``left`` and ``right`` are the window, -1 for no bound; ``seed`` is an int64 scalar when
+    ``mechanism`` is :func:`encoded`; ``left`` and ``right`` are the window, -1 for no bound; ``seed`` is an int64 scalar when
     ``dropout_p`` is not 0. Arguments are taken as checked: call ``softfocus.attention``.
     """
     problem = Problem(query, key, value, bias, head_scale, power, scale, dropout_p)
     visibility = Visibility(query.size(2), key.size(2), left, right, mask, key_mask, document_ids)
-    out, statistics = _load(backend).forward(problem, visibility, Mechanism.from_json(mechanism), _item(seed))
+    out, statistics = _load(backend).forward(problem, visibility, decoded(mechanism), _item(seed))
     return out, statistics
 
 
@@ -72,7 +91,7 @@ def attend_backward(
     problem = Problem(query, key, value, bias, head_scale, power, scale, dropout_p)
     visibility = Visibility(query.size(2), key.size(2), left, right, mask, key_mask, document_ids)
     grads = _load(backend).backward(
-        grad, problem, out, statistics, visibility, Mechanism.from_json(mechanism), _item(seed), bias_grad
+        grad, problem, out, statistics, visibility, decoded(mechanism), _item(seed), bias_grad
     )
     # an operator may neither return None nor one of its own arguments
     return tuple(query.new_empty(0) if g is None else g for g in grads)  # type: ignore[return-value]

@@ -53,7 +53,7 @@ class RowStatistics(NamedTuple):
             0 without re-weighting.
     """
 
-    count: Tensor
+    count: Tensor  # type: ignore[assignment]  # tuple has a method of that name
     maximum: Tensor
     log_norm: Tensor
     peak: Tensor

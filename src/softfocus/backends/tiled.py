@@ -7,24 +7,25 @@ sums run in a fixed order for a given shape and thread count.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from softfocus import rows as rowwise
+from softfocus.backends import Call
 from softfocus.backends.laser import ShiftedExponential
 from softfocus.mechanism import Mechanism
 from softfocus.reference import Problem, compute_dtype, row_scale, score_bias
 from softfocus.rows import Rows
 from softfocus.visibility import Visibility
 
-TILE_ROWS = 128
-TILE_ELEMENTS = 1 << 20
-"""Scores held at once: 4 MiB of float32, a few of which live at a time."""
+TILE_ROWS = 64
+TILE_ELEMENTS = 1 << 18
+"""Scores held at once: 1 MiB of float32, a few of which live at a time in the second-level cache."""
 
 
-def supports(call: Any) -> str | None:
+def supports(call: Call) -> str | None:
     """Every call."""
     return None
 
@@ -33,8 +34,10 @@ def forward(problem: Problem, visibility: Visibility, mechanism: Mechanism, seed
     """out [B, H, Lq, Dv] and the row statistics [4, B, H, Lq]."""
     query, value = problem.query, problem.value
     dtype = compute_dtype(query.dtype)
-    out = query.new_empty(*query.shape[:3], value.size(-1))
-    statistics = query.new_empty(4, *query.shape[:3], dtype=dtype)
+    out = query.new_zeros(*query.shape[:3], value.size(-1))
+    statistics = query.new_zeros(4, *query.shape[:3], dtype=dtype)
+    if visibility.key_length == 0:
+        statistics[1:3] = -torch.inf
     for chunk in _chunks(problem, visibility, mechanism):
         exponential = ShiftedExponential(chunk.value) if mechanism.laser else None
         for tile in chunk.tiles():
@@ -63,12 +66,7 @@ def backward(
     bias_grad: bool,
 ) -> tuple[Tensor | None, ...]:
     """Gradients of query, key, value, bias, head_scale and power; None where there is nothing to differentiate."""
-    grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in problem[:3]]
-    dtype = compute_dtype(problem.query.dtype)
-    small = [
-        None if x is None or not wanted else torch.zeros(x.shape, dtype=dtype, device=x.device)
-        for x, wanted in ((problem.bias, bias_grad), (problem.head_scale, True), (problem.power, True))
-    ]
+    grads = _Gradients.zeros(problem, bias_grad)
     for chunk in _chunks(problem, visibility, mechanism):
         key_grad, value_grad = torch.zeros_like(chunk.key), torch.zeros_like(chunk.value)
         exponential = ShiftedExponential(chunk.value) if mechanism.laser else None
@@ -93,12 +91,33 @@ def backward(
             score_grad, power_grad = rowwise.backward(
                 rows, weight_grad, tile.visible, tile.count, mechanism, chunk.power, visibility.key_length
             )
-            chunk.score_backward(tile, score_grad, grads[0], key_grad, small)
-            if power_grad is not None and small[2] is not None:
-                small[2][chunk.heads] += power_grad.sum((0, 3, 4)).flatten()
-        chunk.finish(grads[1], key_grad, chunk.key, chunk.key_norm)
-        grads[2][chunk.batches, chunk.key_heads] = value_grad.to(grads[2].dtype)
-    return *grads, *(None if g is None else g.to(x.dtype) for g, x in zip(small, problem[3:6], strict=True))
+            chunk.score_backward(tile, score_grad, key_grad, grads)
+            if power_grad is not None and grads.power is not None:
+                grads.power[chunk.heads] += power_grad.sum((0, 3, 4)).flatten()
+        chunk.finish(key_grad, value_grad, grads)
+    return tuple(None if g is None or x is None else g.to(x.dtype) for g, x in zip(grads, problem[:6], strict=True))
+
+
+class _Gradients(NamedTuple):
+    """Of a problem's tensors, in its order; what is summed over tiles is held in the compute dtype."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    bias: Tensor | None
+    head_scale: Tensor | None
+    power: Tensor | None
+
+    @classmethod
+    def zeros(cls, problem: Problem, bias_grad: bool) -> "_Gradients":
+        dtype = compute_dtype(problem.query.dtype)
+
+        def zeros(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+            return None if x is None else torch.zeros(x.shape, dtype=dtype, device=x.device)
+
+        query, key, value = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in problem[:3])
+        bias = zeros(problem.bias, dtype) if bias_grad else None
+        return cls(query, key, value, bias, zeros(problem.head_scale, dtype), zeros(problem.power, dtype))
 
 
 @dataclass
@@ -119,6 +138,8 @@ class _Tile:
 
 def _chunks(problem: Problem, visibility: Visibility, mechanism: Mechanism) -> Iterator["_Chunk"]:
     """Batches and heads in groups that keep a tile near TILE_ELEMENTS."""
+    if problem.query.numel() == 0 or problem.key.size(2) == 0:
+        return
     batch, heads = problem.query.shape[:2]
     key_heads = problem.key.size(1)
     groups = heads // key_heads
@@ -175,6 +196,8 @@ class _Chunk:
         for start in range(0, visibility.query_length, TILE_ROWS):
             stop = min(start + TILE_ROWS, visibility.query_length)
             low, high = visibility.span(start, stop)
+            if low == high:  # rows that see nothing: one hidden key keeps the reductions defined
+                low, high = min(low, visibility.key_length - 1), min(low, visibility.key_length - 1) + 1
             visible = visibility.block(start, stop, low, high, self.key.device)
             visible = None if visible is None else self._five(visible)
             count = self.count[..., start:stop, :]
@@ -205,32 +228,31 @@ class _Chunk:
             scores.masked_fill_(self.broken_key[..., tile.low : tile.high, :].mT.unsqueeze(2), torch.nan)
         return rowwise.forward(scores, tile.visible, tile.count, self.mechanism, self.power, self.visibility.key_length)
 
-    def score_backward(
-        self, tile: _Tile, score_grad: Tensor, query_out: Tensor, key_grad: Tensor, small: list[Tensor | None]
-    ) -> None:
+    def score_backward(self, tile: _Tile, score_grad: Tensor, key_grad: Tensor, grads: _Gradients) -> None:
         """dL/ds of a tile into the gradients of query, key, bias and head_scale."""
         broken = _broken_rows(tile.query)
         query = _mended(tile.query, broken)
-        bias_grad, head_scale_grad = small[0], small[1]
-        if bias_grad is not None:
-            target = self._bias(bias_grad, tile, keep_shape=True)
+        if grads.bias is not None:
+            target = self._bias(grads.bias, tile, keep_shape=True)
             target += _sum_to(score_grad.flatten(1, 2), target.shape)
         flat = self.flat(score_grad)
         key_grad[..., tile.low : tile.high, :] += flat.mT @ self.flat(self.unflat(query) * self._full_factor(tile))
         plain = self.unflat(flat @ self.key[..., tile.low : tile.high, :]) * tile.factor  # without the head's factor
-        if head_scale_grad is not None:
-            head_scale_grad[self.heads] += (plain * self.unflat(query)).sum((0, 3, 4)).flatten()
+        if grads.head_scale is not None:
+            grads.head_scale[self.heads] += (plain * self.unflat(query)).sum((0, 3, 4)).flatten()
         if self.head_scale is not None:
             plain = plain * self.head_scale
         if tile.query_norm is not None:
             plain = _direction_backward(self.flat(plain), query, tile.query_norm)
             plain = self.unflat(plain)
-        self.view(query_out, tile.start, tile.stop).copy_(plain)
+        self.view(grads.query, tile.start, tile.stop).copy_(plain)
 
-    def finish(self, out: Tensor, grad: Tensor, direction: Tensor, norm: Tensor | None) -> None:
-        """Write the gradient of the keys."""
-        grad = grad if norm is None else _direction_backward(grad, direction, norm)
-        out[self.batches, self.key_heads] = grad.to(out.dtype)
+    def finish(self, key_grad: Tensor, value_grad: Tensor, grads: _Gradients) -> None:
+        """Write the gradients of this chunk's keys and values."""
+        if self.key_norm is not None:
+            key_grad = _direction_backward(key_grad, self.key, self.key_norm)
+        grads.key[self.batches, self.key_heads] = key_grad.to(grads.key.dtype)
+        grads.value[self.batches, self.key_heads] = value_grad.to(grads.value.dtype)
 
     def kept(self, tile: _Tile, seed: int) -> Tensor | None:
         """What dropout multiplies the weights with: 0 or 1 / (1 - p), the same whenever it is asked for."""
