@@ -1,5 +1,6 @@
 """Loss over length: how well a model trained on short windows predicts in long ones."""
 
+import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -10,12 +11,14 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional as F
 
+from softfocus.lab import data
 from softfocus.lab import model as models
 from softfocus.lab.means import ClusteredMeans, default_edges
 from softfocus.lab.progress import Event, Listener, silent
 from softfocus.lab.recipe import Recipe, load
 from softfocus.lab.results import RECIPE, Bucket, Evaluation, Row, load_run, save_evaluation
 from softfocus.lab.rope import forget_lengths, with_dynamic_ntk
+from softfocus.lab.windows import EvaluationWindows
 
 LOGITS = 2**24
 """Logits held at once: 64 MB in float32, whatever the vocabulary and the length."""
@@ -59,7 +62,7 @@ def evaluate(
     recipe = load(folder / RECIPE)
     lengths = sorted(set(lengths))
     wanted = tokens or recipe.evaluate.tokens
-    windows = models.validation(recipe, folder, lengths, wanted)
+    windows = EvaluationWindows(data.tokens(recipe, progress), lengths, wanted)
     evaluation = Evaluation(
         run=info.name,
         mechanism=info.mechanism,
@@ -125,7 +128,7 @@ def _row(
         add(losses.numel())
     loss, error, tokens = means.bucket()
     found = []
-    for index, (start, end) in enumerate(zip(edges, edges[1:], strict=False)):
+    for index, (start, end) in enumerate(itertools.pairwise(edges)):
         mean, deviation, count = means.bucket(index)
         found.append(Bucket(start=start, end=end, loss=mean, standard_error=deviation, tokens=count))
     return Row(

@@ -16,8 +16,8 @@ class Event:
     """One thing that happened in a run. Plain data: it pickles, so it can cross to another process.
 
     Attributes:
-        kind: "note" (a message), "step" (so far `done` of `total`), "row" (a finished row of an evaluation),
-            "checkpoint" (`message` is its folder), "done".
+        kind: "prepare" (the corpus: `message` says what, `done` of `total` how far), "step" (of training or evaluation:
+            so far `done` of `total`), "row" (a finished row of an evaluation), "checkpoint", "done".
         run: the run's name.
         message: for people.
         done: optimiser steps, or evaluated tokens.
@@ -28,7 +28,7 @@ class Event:
         row: of an evaluation.
     """
 
-    kind: Literal["note", "step", "row", "checkpoint", "done"]
+    kind: Literal["prepare", "step", "row", "checkpoint", "done"]
     run: str
     message: str = ""
     done: int = 0
@@ -56,14 +56,14 @@ class Display:
         self.console = Console(stderr=True, quiet=quiet)
         self._unit = unit
         self._bar: Progress | None = None
-        self._task: TaskID | None = None
+        self._tasks: dict[str, TaskID] = {}
 
     def __enter__(self) -> "Display":
         self._bar = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}"),
             BarColumn(),
-            TextColumn("{task.completed:,.0f}/{task.total:,.0f} " + self._unit),
+            TextColumn("{task.completed:,.0f} {task.fields[unit]}"),
             TextColumn("{task.fields[facts]}"),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
@@ -81,19 +81,23 @@ class Display:
     def __call__(self, event: Event) -> None:
         """Show an event."""
         assert self._bar is not None, "use Display as a context manager"
-        if event.kind in ("note", "checkpoint") and event.message:
-            self.console.print(f"[dim]{event.run}: {event.message}", highlight=False)
         if event.row is not None:
             row = event.row
             how = "NTK" if row.ntk else "as trained"
             self._bar.print(
-                f"{event.run}: length {row.length:>7,} {how:10} loss {row.loss:.3f} ± {row.standard_error:.3f}"
+                f"{event.run}: length {row.length:>7,} {how:10} loss {row.loss:.3f} ± {row.standard_error:.3f}",
+                highlight=False,
             )
-        if event.kind != "step" or not event.total:
-            return
-        facts = f"loss {event.loss:.3f} " if event.loss is not None else ""
-        if event.tokens_per_second:
-            facts += f"{event.tokens_per_second:,.0f} tokens/s"
-        if self._task is None:
-            self._task = self._bar.add_task(event.run, total=event.total, facts=facts)
-        self._bar.update(self._task, completed=event.done, total=event.total, facts=facts)
+        if event.kind == "prepare":
+            self._show(event.message, event.done, event.total or None, "", "%")
+        elif event.kind == "step":
+            facts = f"loss {event.loss:.3f} " if event.loss is not None else ""
+            if event.tokens_per_second:
+                facts += f"{event.tokens_per_second:,.0f} tokens/s"
+            self._show(event.run, event.done, event.total, facts, self._unit)
+
+    def _show(self, name: str, done: int, total: int | None, facts: str, unit: str) -> None:
+        assert self._bar is not None
+        if name not in self._tasks:
+            self._tasks[name] = self._bar.add_task(name, total=total, facts=facts, unit=unit)
+        self._bar.update(self._tasks[name], completed=done, total=total, facts=facts)

@@ -42,7 +42,8 @@ class DataTable(_Table):
     source: str = Field(description="'stdlib', a file or folder, FineWeb .bin shards, or 'hub:NAME' of a datasets hub")
     text_field: str = Field(default="text", description="the field of JSONL, parquet and hub records")
     tokenizer: str = Field(default="bytes", description="'bytes', 'bpe:VOCABULARY', a tokenizer folder, or 'hub:NAME'")
-    validation: float = Field(default=0.05, gt=0, lt=1, description="share of the documents held out of training")
+    validation_source: str | None = Field(default=None, description="what to evaluate on, like source")
+    validation_fraction: float = Field(default=0.05, gt=0, lt=1, description="of the documents, held out for that")
     max_documents: Count | None = Field(default=None, description="read no more than so many documents")
 
 

@@ -12,8 +12,8 @@ from typing import Any
 from accelerate import PartialState
 from transformers import set_seed
 
+from softfocus.lab import data, provenance
 from softfocus.lab import model as models
-from softfocus.lab import provenance
 from softfocus.lab.errors import LabError
 from softfocus.lab.progress import Event, Listener, silent
 from softfocus.lab.recipe import Recipe, load
@@ -71,19 +71,18 @@ def train(
     if main and overwrite:
         _clear(folder)
     listener = progress if main else silent
-    listener(Event(kind="note", run=recipe.name, message="preparing the corpus"))
     with state.main_process_first():
-        tokens = models.tokens(recipe)
+        tokens = data.tokens(recipe, listener)
     set_seed(recipe.train.seed)
-    model = models.build(recipe, tokens.vocabulary)
-    info = _describe(recipe, folder, model, tokens.vocabulary, str(state.device))
+    model = models.build(recipe, tokens.vocab_size)
+    info = _describe(recipe, folder, model, tokens.vocab_size, str(state.device))
     if main:
         _check_disk(folder, info.parameters)
         write_atomically(folder / RECIPE, recipe.to_toml())
         save_run(folder, info)
     watch = Watch(recipe, listener)
     with _recording(folder, info, main):
-        trainer = make_trainer(recipe, folder, model, tokens.training_windows(recipe), watch)
+        trainer = make_trainer(recipe, folder, model, data.training_windows(recipe, tokens), watch)
         try:
             _run(trainer, watch, folder, resume, alone=state.num_processes == 1)
         finally:
@@ -218,12 +217,12 @@ def _take_stock(info: RunInfo, trainer: WindowTrainer, watch: Watch) -> None:
     info.tokens_per_second = watch.tokens_per_second
 
 
-def _save_model(folder: Path, trainer: WindowTrainer, tokenizer: Any) -> None:
+def _save_model(folder: Path, trainer: WindowTrainer, tokenizer: Path) -> None:
     temporary = folder / f".{MODEL}.{os.getpid()}"
     try:
         # safetensors is the only format that save_pretrained writes
         trainer.accelerator.unwrap_model(trainer.model).save_pretrained(temporary)
-        tokenizer.save_pretrained(temporary)
+        shutil.copytree(tokenizer, temporary, dirs_exist_ok=True)
         shutil.rmtree(folder / MODEL, ignore_errors=True)
         temporary.rename(folder / MODEL)
     finally:
