@@ -1,0 +1,276 @@
+"""A source, in one string, to its documents: the standard library, files and folders, or a dataset of the hub.
+
+stdlib                                  the sources of this Python's standard library: every machine has them
+path/to/file, path/to/folder, "*.txt"   text, JSONL and parquet, mixed; .gz, .xz and .zst are unpacked on the way
+hub:NAME[:CONFIG][#SPLIT]               streamed with `datasets`: hub:HuggingFaceFW/fineweb:sample-10BT#train
+"""
+
+from __future__ import annotations
+
+import codecs
+import glob
+import gzip
+import io
+import json
+import logging
+import lzma
+import os
+import random
+import sysconfig
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+from softfocus.lab.errors import LabError
+
+STDLIB = "stdlib"
+HUB = "hub:"
+JSON_LINES = (".jsonl", ".ndjson")
+COMPRESSED = (".gz", ".xz", ".zst")
+
+_STDLIB_BYTES = 16 * 1024  # a shorter source holds no window that is long enough to evaluate on
+_STDLIB_LEAST = 1_000_000  # characters; below it, Python came without its sources
+_NO_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+_PIECE = 1 << 20  # characters of a text file that make one document at most: what is held in memory at once
+_SNIFF = 1 << 16  # bytes that tell text from anything else
+
+_log = logging.getLogger(__name__)
+
+
+class Corpus:
+    """The documents of a source, in an order that is the same every time. Iterate as often as needed.
+
+    A text file is one document; one of more than 1 Mi characters is cut at line ends into documents of about that
+    length, so that memory stays bounded. A line of JSONL, or a row of parquet, is a document; one without text is left
+    out. In a folder, hidden files are left out, and so are files that are not UTF-8 text, with a warning; a file that
+    is named outright has to be text.
+
+    Args:
+        source: "stdlib", a path or glob, or "hub:NAME[:CONFIG][#SPLIT]" (see the module).
+        text_field: the field of JSONL, or the column of parquet and of hub datasets, that holds the text.
+        max_documents: stop after so many.
+        seed: shuffles the files of "stdlib", whose folders would otherwise follow one another; files and folders that
+            are named come sorted by path.
+
+    Raises:
+        LabError: from the constructor where there is nothing at a path; while iterating, for a file that cannot be read
+            (naming file and line), a field that is not there, or a hub dataset that cannot be loaded.
+    """
+
+    def __init__(
+        self, source: str, *, text_field: str = "text", max_documents: int | None = None, seed: int = 0
+    ) -> None:
+        if max_documents is not None and max_documents < 1:
+            raise LabError(f"max_documents is {max_documents}", "ask for at least one document, or leave it out")
+        self.source, self.text_field, self.max_documents = source, text_field, max_documents
+        if source.startswith(HUB):
+            self.files: list[Path] = []
+        elif source == STDLIB:
+            self.files = _standard_library(seed)
+        else:
+            self.files = files(source)
+        # Only what changes the documents: a changed identity makes everything that is cached from them stale.
+        self.identity: dict[str, Any] = {"source": source, "text_field": text_field, "max_documents": max_documents}
+        if self.files:
+            stats = [(path, path.stat()) for path in self.files]
+            self.identity["source"] = [[str(path.resolve()), s.st_size, s.st_mtime_ns] for path, s in stats]
+            self._sizes = [s.st_size for _, s in stats]
+        self._named = len(self.files) == 1 and Path(source).expanduser() == self.files[0]
+        self._before = self._count = 0  # bytes in the files before this one; documents so far
+        self._open: io.BufferedReader | None = None
+
+    @property
+    def share(self) -> float | None:
+        """How much of the corpus the iteration under way has read, 0 to 1; None where the source has no known end."""
+        shares = []
+        if self.files:
+            shares.append((self._before + (self._open.tell() if self._open else 0)) / max(1, sum(self._sizes)))
+        if self.max_documents:
+            shares.append(self._count / self.max_documents)
+        return min(1.0, max(shares)) if shares else None
+
+    def __iter__(self) -> Iterator[str]:
+        self._before = self._count = 0
+        documents = self._from_files() if self.files else _hub(self.source, self.text_field)
+        for text in documents:
+            if not text:
+                continue
+            self._count += 1
+            yield text
+            if self._count == self.max_documents:
+                return
+
+    def _from_files(self) -> Iterator[str]:
+        skipped: list[Path] = []
+        for path, size in zip(self.files, self._sizes, strict=True):
+            try:
+                with path.open("rb") as raw:
+                    self._open = raw
+                    documents = self._read(path, raw)
+                    if documents is None:
+                        skipped.append(path)
+                    else:
+                        yield from documents
+            except (OSError, EOFError, lzma.LZMAError) as error:  # what unpacking raises is among these
+                why = getattr(error, "strerror", None) or error
+                raise LabError(f"cannot read {path}: {why}", "get the file anew, or leave it out") from error
+            finally:
+                self._open = None
+            self._before += size
+        if skipped:
+            _log.warning("left out %d files that are not UTF-8 text, the first of them %s", len(skipped), skipped[0])
+
+    def _read(self, path: Path, raw: io.BufferedReader) -> Iterator[str] | None:
+        """The documents of a file, or None where it is not text and nobody asked for it by name."""
+        stream = _unpacked(path, raw)
+        inner = path.with_suffix("") if path.suffix.lower() in COMPRESSED else path
+        if inner.suffix.lower() in JSON_LINES:
+            return _json_lines(path, stream, self.text_field)
+        if path.suffix.lower() == ".parquet":
+            return _parquet(path, raw, self.text_field)
+        if _is_text(stream.peek(_SNIFF)):
+            return _pieces(path, stream)
+        if self._named:
+            known = ", ".join((".txt", ".md", ".py", *JSON_LINES, ".parquet"))
+            raise LabError(
+                f"{path} is not UTF-8 text, and no other format with the extension '{path.suffix}' is known",
+                f"give text in UTF-8, or one of {known} ({', '.join(COMPRESSED)} may follow)",
+            )
+        return None
+
+
+def files(source: str) -> list[Path]:
+    """The files at a path or glob, folders searched to the bottom, hidden ones left out, sorted.
+
+    Raises:
+        LabError: there are none.
+    """
+    path = Path(source).expanduser()
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        found = _walk(path)
+        what, remedy = f"the folder {source} holds no file", "put text, .jsonl or .parquet files there"
+    else:
+        found = [Path(file) for file in glob.glob(str(path), recursive=True)]
+        what, remedy = f"there is no file or folder {source}", f"check the path, or use '{STDLIB}' or '{HUB}NAME'"
+    found = sorted(file for file in found if file.is_file())
+    if not found:
+        raise LabError(what, remedy)
+    return found
+
+
+def _walk(folder: Path, without: Collection[str] = ()) -> list[Path]:
+    """The files below a folder, without what is hidden or has one of the names."""
+    found = []
+    for parent, folders, names in os.walk(folder, followlinks=True):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in without]
+        found += [Path(parent, name) for name in names if not name.startswith(".")]
+    return found
+
+
+def _standard_library(seed: int) -> list[Path]:
+    folder = Path(sysconfig.get_path("stdlib"))
+    sources = sorted(path for path in _walk(folder, _NO_LIBRARY) if path.suffix == ".py")
+    found = [path for path in sources if path.stat().st_size > _STDLIB_BYTES]
+    if sum(path.stat().st_size for path in found) < _STDLIB_LEAST:
+        raise LabError(
+            f"this Python has next to no sources of its standard library: {len(found)} files over 16 KB in {folder}",
+            "name a file or folder of text as the corpus, or use a Python that was installed with its sources",
+        )
+    random.Random(seed).shuffle(found)
+    return found
+
+
+def _unpacked(path: Path, raw: io.BufferedReader) -> io.BufferedReader:
+    suffix = path.suffix.lower()
+    stream: Any = raw
+    if suffix == ".gz":
+        stream = gzip.GzipFile(fileobj=raw)
+    elif suffix == ".xz":
+        stream = lzma.LZMAFile(raw)  # noqa: SIM115 - the caller closes what it is read from
+    elif suffix == ".zst":
+        import pyarrow
+
+        # Not the reader of `zstandard`: at the end of a truncated file that one stops without a word.
+        stream = pyarrow.CompressedInputStream(raw, "zstd")
+    else:
+        return raw
+    return io.BufferedReader(stream, _SNIFF)
+
+
+def _is_text(head: bytes) -> bool:
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(head)  # incremental: the last character may be cut in two
+    except UnicodeDecodeError:
+        return False
+    return b"\0" not in head
+
+
+def _pieces(path: Path, stream: io.BufferedReader) -> Iterator[str]:
+    text = io.TextIOWrapper(stream, encoding="utf-8", newline="")
+    try:
+        while piece := text.read(_PIECE):
+            yield piece + text.readline(_PIECE) if len(piece) == _PIECE else piece
+    except UnicodeDecodeError as error:
+        raise LabError(
+            f"{path} is not UTF-8 text: {error.reason}", "convert the file to UTF-8, or leave it out"
+        ) from error
+
+
+def _json_lines(path: Path, stream: io.BufferedReader, field: str) -> Iterator[str]:
+    for number, line in enumerate(stream, 1):
+        if line.isspace():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise LabError(f"{path}, line {number} is not JSON: {error}", "put one JSON object on each line") from None
+        if not isinstance(row, dict):
+            raise LabError(f"{path}, line {number} is not a JSON object", 'put one object {"text": ...} on each line')
+        if field not in row:
+            raise LabError(f"{path}, line {number} has no field '{field}'", _fields("text_field", row))
+        text = row[field]
+        if text is not None and not isinstance(text, str):
+            raise LabError(f"{path}, line {number}: the field '{field}' holds no text", _fields("text_field", row))
+        # JSON can spell half a surrogate pair, which no encoding of Unicode holds
+        yield text.encode("utf-8", "replace").decode() if text and b"\\ud" in line.lower() else text or ""
+
+
+def _parquet(path: Path, raw: io.BufferedReader, field: str) -> Iterator[str]:
+    from pyarrow import ArrowException, parquet, types
+
+    try:
+        table = parquet.ParquetFile(raw)
+        schema = table.schema_arrow
+        if field not in schema.names:
+            raise LabError(f"{path} has no column '{field}'", _fields("text_field", schema.names))
+        if not (types.is_string(schema.field(field).type) or types.is_large_string(schema.field(field).type)):
+            raise LabError(f"the column '{field}' of {path} holds no text", _fields("text_field", schema.names))
+        for batch in table.iter_batches(batch_size=256, columns=[field]):
+            for text in batch.column(0).to_pylist():
+                yield text or ""
+    except ArrowException as error:
+        raise LabError(f"cannot read {path}: {error}", "get the parquet file anew, or leave it out") from error
+
+
+def _hub(source: str, field: str) -> Iterator[str]:
+    from datasets import load_dataset
+
+    address, _, split = source.removeprefix(HUB).partition("#")
+    name, _, config = address.partition(":")
+    try:
+        for row in load_dataset(name, config or None, split=split or "train", streaming=True):
+            if not isinstance(row.get(field), str | None) or field not in row:
+                raise LabError(f"{source} has no text column '{field}'", _fields("text_field", row))
+            yield row[field] or ""
+    except LabError:
+        raise
+    except Exception as error:  # the hub's client, the network and the dataset's own files each raise their own
+        why = str(error).strip().split("\n")[0] or type(error).__name__
+        remedy = "check the name, the network and, for a private dataset, `hf auth login`"
+        raise LabError(f"cannot load the dataset {source}: {why}", remedy) from error
+
+
+def _fields(option: str, names: Any) -> str:
+    return f"name the right one with {option}; there are {', '.join(map(repr, names)) or 'none'}"
