@@ -236,6 +236,7 @@ def _svg(figure: Figure) -> str:
     text = re.sub(
         r'(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1), count=1
     )
+    text = re.sub(r'<g id="[^"]*"', "<g", text)  # nothing refers to them, and every drawing has the same ones
     for index, (shade, _) in enumerate(PALETTE):
         text = text.replace(shade, f"var(--line-{index})")
     return text.replace(_TEXT, "currentColor").replace(_RULE, "var(--rule)")

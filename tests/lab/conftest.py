@@ -1,0 +1,90 @@
+"""Runs made up for the tests of reports: no number here was ever measured."""
+
+import math
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from softfocus.lab.report import Entry
+from softfocus.lab.results import Bucket, Evaluation, Machine, Row, RunInfo
+
+START = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+
+
+def make_entry(
+    mechanism: str,
+    plain: Sequence[float],
+    ntk: Sequence[float] = (),
+    *,
+    train_length: int = 128,
+    seed: int = 1,
+    name: str | None = None,
+    standard_error: float = 0.01,
+    commit: str = "0123456789abcdef0123456789abcdef01234567",
+    vocabulary: int = 256,
+    train_loss: Sequence[tuple[int, float]] = ((10, 5.5), (20, 2.25)),
+) -> Entry:
+    """A finished run whose losses at 1x, 2x, 4x ... are given, without scaling and with NTK (from 1x or from 2x on)."""
+    name = name or f"demo-{mechanism}"
+    first = 0 if len(ntk) == len(plain) else 1
+    points = [(False, power, loss) for power, loss in enumerate(plain)]
+    points += [(True, power, loss) for power, loss in enumerate(ntk, start=first)]
+    rows = [
+        Row(
+            length=train_length << power,
+            ntk=scaled,
+            loss=loss,
+            standard_error=standard_error,
+            tokens=4096,
+            windows=max(1, 4096 // (train_length << power)),
+            buckets=[
+                Bucket(start=0, end=train_length // 2, loss=loss * 1.1, standard_error=0.02, tokens=100),
+                Bucket(
+                    start=train_length // 2, end=train_length << power, loss=loss, standard_error=math.nan, tokens=9
+                ),
+            ],
+        )
+        for scaled, power, loss in points
+    ]
+    common: dict[str, Any] = {"mechanism": mechanism, "seed": seed, "train_length": train_length}
+    return Entry(
+        info=RunInfo(
+            name=name,
+            recipe=f"demo-{mechanism}",
+            status="complete",
+            parameters=812_345,
+            commit=commit,
+            versions={"torch": "2.13.0", "softfocus": "0.1.0"},
+            machine=Machine(cpu="A processor", cores=2, device="cpu"),
+            started=START,
+            finished=START + timedelta(minutes=3, seconds=30),
+            vocabulary=vocabulary,
+            steps=20,
+            steps_done=20,
+            tokens_per_step=4096,
+            train_loss=list(train_loss),
+            tokens_per_second=15_321.5,
+            **common,
+        ),
+        evaluation=Evaluation(run=name, vocabulary=vocabulary, tokens=4096, rows=rows, **common),
+        recipe=f'name = "demo-{mechanism}"\n\n[model]\nmechanism = "{mechanism}"\n',
+    )
+
+
+@pytest.fixture
+def fabricate() -> Any:
+    """`make_entry`: a finished run with losses that the test chooses."""
+    return make_entry
+
+
+@pytest.fixture(scope="session")
+def four() -> list[Entry]:
+    """The four runs of the demo, in the shape that the papers claim."""
+    return [
+        make_entry("softmax", [1.40, 1.5, 1.8, 2.2, 2.80], [1.40, 1.45, 1.6, 2.0, 2.38]),
+        make_entry("lssa", [1.42, 2.0, 2.7, 3.1, 3.40], [1.42, 1.6, 2.2, 2.6, 3.00]),
+        make_entry("lssar", [1.50, 1.5, 1.5, 1.55, 1.56], [1.50, 1.5, 1.6, 1.65, 1.68]),
+        make_entry("laser", [1.41, 1.6, 1.9, 2.3, 2.75], [1.41, 1.5, 1.7, 2.0, 2.45]),
+    ]

@@ -1,0 +1,108 @@
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from softfocus.lab.compare import compare
+from softfocus.lab.errors import LabError
+from softfocus.lab.report import read
+from softfocus.lab.results import EVALUATION, RECIPE, RUN, save_evaluation, save_run
+
+
+def save(entry, folder: Path) -> Path:
+    save_run(folder, entry.info)
+    save_evaluation(folder, entry.evaluation)
+    (folder / RECIPE).write_text(entry.recipe)
+    return folder
+
+
+@pytest.fixture
+def quiet():
+    return Console(file=io.StringIO(), width=100)
+
+
+def said(console: Console) -> str:
+    return console.file.getvalue()
+
+
+def test_any_runs_in_one_report(four, tmp_path, quiet):
+    folders = [save(entry, tmp_path / entry.info.name) for entry in four]
+    report = compare(folders, tmp_path / "out", console=quiet, title="A title")
+    assert [entry.info.name for entry in report.runs] == [entry.info.name for entry in four]
+    assert report.runs[2].recipe == four[2].recipe
+    assert read(tmp_path / "out" / "results.json").finding == report.finding
+    assert report.finding.sentence in " ".join(said(quiet).split())
+    assert "2.380" in said(quiet)
+    assert f"{tmp_path}/out/report.html" in said(quiet)
+    assert "A title" in (tmp_path / "out" / "report.html").read_text()
+    assert (tmp_path / "out" / "figure1.png").stat().st_size > 10_000
+
+
+def test_unequal_grids_meet_where_they_can(fabricate, tmp_path, quiet):
+    a = save(fabricate("softmax", [1.0, 1.1, 1.2, 1.6, 3.0]), tmp_path / "a")
+    b = save(fabricate("lssar", [2.0, 2.1, 2.2], train_length=512, vocabulary=512), tmp_path / "b")
+    report = compare([a, b], tmp_path / "out", console=quiet)
+    assert report.finding.sentence.startswith("At 4 times the training length LSSAR's"), "4x is the longest they share"
+    assert "1.200" in report.finding.sentence
+    assert "1.100" in report.finding.sentence
+    assert "training length (128, 512)" in " ".join(report.notes)
+    assert "4x / 1x" in said(quiet)
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "16×" in page, "what only one run has is drawn too"
+
+
+def test_lengths_can_be_counted_in_tokens(fabricate, tmp_path, quiet):
+    a = save(fabricate("softmax", [1.0, 1.1, 1.2]), tmp_path / "a")
+    b = save(fabricate("lssar", [2.0, 2.1], train_length=256), tmp_path / "b")
+    compare([a, b], tmp_path / "out", axis="tokens", console=quiet)
+    head = next(line.split() for line in said(quiet).splitlines() if "RoPE" in line)
+    assert head == ["RoPE", "model", "128", "256", "512", "512", "/", "1x"]
+    assert read(tmp_path / "out" / "results.json").axis == "tokens"
+
+
+@pytest.mark.parametrize(
+    ("broken", "what", "remedy"),
+    [
+        ("nowhere", "there is no run at", "softfocus train"),
+        ("empty", "is not a run folder", "softfocus train"),
+        ("unfinished", "its status is running", "--resume"),
+        ("unevaluated", "has no evaluation.json", "softfocus evaluate"),
+        ("garbled", "cannot be read", "softfocus evaluate"),
+    ],
+)
+def test_a_folder_that_is_not_a_finished_run_is_named_with_the_remedy(four, tmp_path, quiet, broken, what, remedy):
+    good, bad = save(four[0], tmp_path / "good"), tmp_path / broken
+    if broken == "empty":
+        bad.mkdir()
+    elif broken != "nowhere":
+        save(four[1], bad)
+    if broken == "unfinished":
+        save_run(bad, four[1].info.model_copy(update={"status": "running"}))
+    elif broken == "unevaluated":
+        (bad / EVALUATION).unlink()
+    elif broken == "garbled":
+        (bad / EVALUATION).write_text((bad / EVALUATION).read_text()[:-20])
+    with pytest.raises(LabError) as raised:
+        compare([good, bad], tmp_path / "out", console=quiet)
+    message = str(raised.value)
+    assert str(bad) in message
+    assert what in message
+    assert remedy in message
+    assert "\n" not in message
+    assert not (tmp_path / "out").exists(), "nothing half-made is left"
+
+
+def test_an_evaluation_of_another_training_is_pointed_out(four, tmp_path, quiet):
+    folder = save(four[0], tmp_path / "a")
+    save_run(folder, four[0].info.model_copy(update={"seed": 7}))
+    assert "belongs to another training" in compare([folder], tmp_path / "out", console=quiet).notes[0]
+
+
+def test_no_run_or_one_twice(four, tmp_path, quiet):
+    with pytest.raises(LabError, match="nothing to compare"):
+        compare([], tmp_path / "out", console=quiet)
+    folder = save(four[0], tmp_path / "a")
+    with pytest.raises(LabError, match="named twice"):
+        compare([folder, tmp_path / "b" / ".." / "a"], tmp_path / "out", console=quiet)
+    assert (folder / RUN).exists()
