@@ -1,5 +1,6 @@
 """What each command takes, and the room that it calls. A room is imported when its command runs: --help stays fast."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -254,15 +255,15 @@ def _print(renderable: Any) -> None:
     (console if console.is_terminal else Console(width=200)).print(renderable)
 
 
-def _write_json(path: Path | None, result: "BaseModel | list[BaseModel]") -> bool:
+def _write_json(path: Path | None, result: "BaseModel | Sequence[BaseModel]") -> bool:
     """Write where --json says. Whether it did so to stdout, where a table would be in the way."""
     if path is None:
         return False
-    from pydantic import TypeAdapter
+    from pydantic_core import to_json
 
     from softfocus.lab.results import write_atomically
 
-    text = TypeAdapter(Any).dump_json(result, indent=2, inf_nan_mode="strings").decode() + "\n"
+    text = to_json(result, indent=2, inf_nan_mode="strings").decode() + "\n"
     if str(path) == "-":
         typer.echo(text, nl=False)
         return True

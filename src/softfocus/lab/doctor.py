@@ -69,13 +69,15 @@ def table(findings: Findings) -> Table:
 def _packages() -> list[Check]:
     """Every package that softfocus asks for, against the versions that it asks for."""
     found = [Check(topic="packages", name="softfocus", status="ok", finding=f"{__version__} ({provenance.commit()})")]
+    seen = {"softfocus"}
     for line in metadata.requires("softfocus") or []:
         wanted = Requirement(line)
         extras = [
             extra for extra in ("", "hf", "lab") if wanted.marker is None or wanted.marker.evaluate({"extra": extra})
         ]
-        if not extras or wanted.name == "softfocus":
+        if not extras or wanted.name in seen:
             continue
+        seen.add(wanted.name)
         install = f"pip install 'softfocus[{extras[0]}]'" if extras[0] else "pip install softfocus"
         try:
             version = metadata.version(wanted.name)
@@ -159,18 +161,17 @@ def _compilers() -> list[Check]:
 
 
 def _disk() -> list[Check]:
-    from softfocus.lab.tokens import cache_folder
+    from softfocus.lab.tokens import CACHE
 
+    cache = Path(os.environ.get(CACHE) or Path.home() / ".cache" / "softfocus" / "tokens")  # prepare()'s default
     found = []
-    for name, folder in (("token cache", cache_folder()), ("runs", Path("runs").resolve())):
+    for name, folder in (("token cache", cache), ("runs", Path("runs").resolve())):
         there = next(parent for parent in (folder, *folder.parents) if parent.is_dir())
         free = shutil.disk_usage(there).free / 1e9
         writable = os.access(there, os.W_OK)
         said = f"{folder}: {free:.1f} GB free" if writable else f"{folder} cannot be written to"
         ok = writable and free > 1
-        remedy = (
-            "" if ok else "choose another folder (--out for runs, SOFTFOCUS_CACHE for the cache) or free some space"
-        )
+        remedy = "" if ok else f"choose another folder (--out for runs, {CACHE} for the cache) or free some space"
         status: Status = "ok" if ok else "fail"
         found.append(Check(topic="disk", name=name, status=status, finding=said, remedy=remedy))
     return found

@@ -3,6 +3,7 @@
 import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from softfocus.lab import data
 from softfocus.lab import model as models
 from softfocus.lab.means import ClusteredMeans, default_edges
 from softfocus.lab.progress import Event, Listener, silent
-from softfocus.lab.recipe import Recipe, load
+from softfocus.lab.recipe import load
 from softfocus.lab.results import RECIPE, Bucket, Evaluation, Row, load_run, save_evaluation
 from softfocus.lab.rope import forget_lengths, with_dynamic_ntk
 from softfocus.lab.windows import EvaluationWindows
@@ -76,10 +77,17 @@ def evaluate(
     for scaled in ntk:
         config = models.load_config(folder)
         model = models.load(folder, with_dynamic_ntk(config, info.train_length) if scaled else config)
+        plain = has_plain_head(model)
         for length in lengths:
-            forget_lengths(model)
-            edges = _edges(buckets, info.train_length, length)
-            row = _row(model, windows.batches(length, batch_tokens), edges, scaled, recipe, pace.add)
+            same = evaluation.row(length) if length <= info.train_length else None
+            if same is not None:  # dynamic NTK leaves RoPE as it is there, so nothing is left to compute
+                row = same.model_copy(update={"ntk": scaled})
+                pace.add(windows.tokens)
+            else:
+                forget_lengths(model)
+                edges = _edges(buckets, info.train_length, length)
+                losses = partial(token_losses, model, bf16=recipe.train.precision == "bf16", plain=plain)
+                row = _row(losses, windows.batches(length, batch_tokens), edges, scaled, pace.add)
             evaluation.rows.append(row)
             save_evaluation(folder, evaluation, partial=True)
             progress(Event(kind="row", run=info.name, row=row, done=pace.done, total=pace.total))
@@ -113,37 +121,53 @@ def _edges(buckets: Sequence[int] | None, train_length: int, length: int) -> lis
 
 
 def _row(
-    model: Any,
-    batches: Iterable[tuple[NDArray[np.integer], NDArray[np.integer]]],
+    losses: Callable[[torch.Tensor], torch.Tensor],
+    batches: Iterable[tuple[NDArray[np.int64], NDArray[np.int64]]],
     edges: list[int],
     ntk: bool,
-    recipe: Recipe,
     add: Callable[[int], None],
 ) -> Row:
     means, windows = ClusteredMeans(edges), 0
     for batch, documents in batches:
-        losses = token_losses(model, torch.from_numpy(batch.astype(np.int64)), bf16=recipe.train.precision == "bf16")
-        means.add(losses.cpu().double().numpy(), documents)
+        found = losses(torch.from_numpy(batch))  # [B, L]
+        means.add(found.double().cpu().numpy(), documents)
         windows += len(batch)
-        add(losses.numel())
+        add(found.numel())
     loss, error, tokens = means.bucket()
-    found = []
+    by_position = []
     for index, (start, end) in enumerate(itertools.pairwise(edges)):
         mean, deviation, count = means.bucket(index)
-        found.append(Bucket(start=start, end=end, loss=mean, standard_error=deviation, tokens=count))
+        by_position.append(Bucket(start=start, end=end, loss=mean, standard_error=deviation, tokens=count))
     return Row(
-        length=edges[-1], ntk=ntk, loss=loss, standard_error=error, tokens=tokens, windows=windows, buckets=found
+        length=edges[-1], ntk=ntk, loss=loss, standard_error=error, tokens=tokens, windows=windows, buckets=by_position
     )
 
 
 @torch.inference_mode()
-def token_losses(model: Any, windows: torch.Tensor, *, bf16: bool = False, logits: int = LOGITS) -> torch.Tensor:
+def has_plain_head(model: Any) -> bool:
+    """Whether the logits are the output embeddings of the body's last hidden state, and nothing more.
+
+    Some architectures scale or cap them (Cohere, Granite, Gemma); asking the model is the only way to know.
+    """
+    tokens = torch.arange(2, device=model.device)[None]
+    whole = model(input_ids=tokens, use_cache=False).logits
+    head = model.get_output_embeddings()
+    if head is None:
+        return False
+    return torch.allclose(head(model.base_model(input_ids=tokens, use_cache=False).last_hidden_state), whole)
+
+
+@torch.inference_mode()
+def token_losses(
+    model: Any, windows: torch.Tensor, *, bf16: bool = False, plain: bool = True, logits: int = LOGITS
+) -> torch.Tensor:
     """The loss of every prediction, without ever holding all logits.
 
     Args:
         model: a causal language model.
         windows: tokens [B, L + 1].
         bf16: compute as a model trained with bf16 did, under autocast.
+        plain: :func:`has_plain_head`. Without one, the logits of one window at a time are whole.
         logits: how many logits to hold at once.
 
     Returns:
@@ -151,13 +175,16 @@ def token_losses(model: Any, windows: torch.Tensor, *, bf16: bool = False, logit
     """
     windows = windows.to(model.device)
     inputs, targets = windows[:, :-1], windows[:, 1:]
-    head = model.get_output_embeddings()
     with torch.autocast(model.device.type, dtype=torch.bfloat16, enabled=bf16):
-        hidden = model.base_model(input_ids=inputs, use_cache=False).last_hidden_state  # [B, L, D]
-        rows, wanted = hidden.flatten(0, 1), targets.flatten()  # [B L, D], [B L]
+        if not plain:
+            rows = (model(input_ids=one[None], use_cache=False).logits[0] for one in inputs)
+            return torch.stack([_cross_entropy(row, wanted) for row, wanted in zip(rows, targets, strict=True)])
+        head = model.get_output_embeddings()
+        hidden = model.base_model(input_ids=inputs, use_cache=False).last_hidden_state.flatten(0, 1)  # [B L, D]
         chunk = max(1, logits // head.weight.shape[0])
-        losses = [
-            F.cross_entropy(head(rows[start : start + chunk]).float(), wanted[start : start + chunk], reduction="none")
-            for start in range(0, len(rows), chunk)
-        ]
-    return torch.cat(losses).view(targets.shape)
+        pieces = zip(hidden.split(chunk), targets.flatten().split(chunk), strict=True)
+        return torch.cat([_cross_entropy(head(rows), wanted) for rows, wanted in pieces]).view(targets.shape)
+
+
+def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.float(), targets, reduction="none")
