@@ -98,7 +98,7 @@ def attention_forward(
         enable_gqa=query.shape[1] != key.shape[1],
         mechanism=mechanism,
         window_size=window,
-        document_ids=_documents(kwargs.get("cu_seq_lens_q"), key) if attention_mask is None else None,
+        document_ids=_documents(kwargs.get("cu_seq_lens_q"), key),
         bias=position_bias,
         head_scale=parameter_of(module, "head_scale"),
         power=parameter_of(module, "power"),

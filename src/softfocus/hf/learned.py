@@ -36,7 +36,7 @@ def _source(kind: Any) -> str:
     return "\n".join(sources)
 
 
-def _dispatches(kind: type) -> bool:
+def _dispatches(kind: Any) -> bool:
     return "ALL_ATTENTION_FUNCTIONS" in _source(kind)
 
 
@@ -53,7 +53,7 @@ def attention_modules(model: nn.Module) -> Iterator[nn.Module]:
 
 def keeps_softmax(model: nn.Module) -> list[str]:
     """The classes of attention in a model that compute their softmax themselves, whatever the config says."""
-    kinds = {type(module) for module in model.modules()}
+    kinds: set[Any] = {type(module) for module in model.modules()}
     attention = [kind for kind in kinds if re.search(r"Att(entio)?n", kind.__name__) and not _dispatches(kind)]
     return sorted(kind.__name__ for kind in attention if _SOFTMAX.search(_source(kind)))
 

@@ -1,0 +1,213 @@
+"""A model saved with a mechanism comes back with it, or not at all."""
+
+import copy
+import json
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+)
+
+import softfocus
+import softfocus.hf
+from softfocus.hf.config import mechanism_of
+
+MECHANISMS = ["softmax", "lssar", "sharpened(lssa, 3)", "laser(lssar)", "ssmax", "qknorm", "relu_shen"]
+
+
+def logits(model, ids):
+    with torch.no_grad():
+        return model.eval()(ids).logits
+
+
+def shake(model):
+    """Learned parameters away from their initial values, a different value everywhere."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "softfocus_" in name:
+                parameter.mul_(1 + torch.rand(parameter.shape))
+    return model
+
+
+@pytest.fixture
+def llava():
+    """``llava()``: a tiny composite model, vision and language."""
+    text = LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=61,
+        bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    vision = CLIPVisionConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
+    )
+    config = LlavaConfig(text_config=text, vision_config=vision, image_token_index=60)
+    return lambda: LlavaForConditionalGeneration(copy.deepcopy(config))
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "llama", "bert"])
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_round_trip(build, tokens, tmp_path, family, mechanism):
+    model, ids = shake(build(family, mechanism)), tokens(2, 9)
+    model.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["attn_implementation"] == "softfocus"
+    assert softfocus.Mechanism.from_dict(saved["softfocus"]["mechanism"]) == softfocus.catalog.named(mechanism)
+    back = type(model).from_pretrained(tmp_path)
+    assert mechanism_of(back.config) == softfocus.catalog.named(mechanism)
+    assert torch.equal(logits(back, ids), logits(model, ids))
+    back.save_pretrained(tmp_path / "again")
+    assert json.loads((tmp_path / "again" / "config.json").read_text()) == saved
+
+
+def test_learned_parameters_are_saved_and_loaded(build, tokens, tmp_path):
+    model = shake(build("llama", "ssmax"))
+    model.save_pretrained(tmp_path)
+    back, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    names = [name for name, _ in back.named_parameters() if "softfocus_head_scale" in name]
+    assert len(names) == back.config.num_hidden_layers
+    for name in names:
+        assert torch.equal(back.get_parameter(name), model.get_parameter(name))
+
+
+def test_a_softmax_checkpoint_gets_initial_values(build, tmp_path):
+    """To train on with SSMax from a softmax model: its weights, and SSMax's own first values."""
+    plain = build("llama")
+    plain.save_pretrained(tmp_path)
+    config = softfocus.hf.use(AutoConfig.from_pretrained(tmp_path), "ssmax")
+    model, report = AutoModelForCausalLM.from_pretrained(tmp_path, config=config, output_loading_info=True)
+    assert {name.rsplit(".", 1)[-1] for name in report["missing_keys"]} == {"softfocus_head_scale"}
+    assert torch.equal(model.get_parameter("lm_head.weight"), plain.get_parameter("lm_head.weight"))
+    for layer in model.model.layers:
+        assert torch.equal(layer.self_attn.softfocus_head_scale, torch.full((4,), 0.43))
+
+
+def test_the_config_alone_is_enough(build, tokens):
+    config = softfocus.hf.use(build("llama").config, "sharpened(ssmax, 3)", power=2.5)
+    for copied in (config, copy.deepcopy(config), pickle.loads(pickle.dumps(config)), LlamaConfig(**config.to_dict())):
+        assert copied._attn_implementation == "softfocus"
+        assert copied.softfocus == config.softfocus
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(copied)
+        layer = model.model.layers[1].self_attn
+        assert torch.equal(layer.softfocus_head_scale, torch.full((4,), 0.43))
+        assert torch.equal(layer.softfocus_power, torch.full((4,), 2.5))
+        assert logits(model, tokens(1, 5)).isfinite().all()
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager", "flex_attention"])
+def test_another_implementation_is_refused(build, tokens, tmp_path, implementation):
+    model, ids = build("llama", "lssar"), tokens(1, 6)
+    model.save_pretrained(tmp_path)
+    before, refused = logits(model, ids), f"attn_implementation='{implementation}' would run softmax"
+    with pytest.raises(ValueError, match=refused):
+        AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=implementation)
+    with pytest.raises(ValueError, match=refused):
+        AutoModelForCausalLM.from_pretrained(tmp_path, config=model.config, attn_implementation=implementation)
+    with pytest.raises(ValueError, match=refused):
+        AutoConfig.from_pretrained(tmp_path, attn_implementation=implementation)
+    with pytest.raises(ValueError, match=refused):
+        AutoModelForCausalLM.from_config(model.config, attn_implementation=implementation)
+    with pytest.raises(ValueError, match=refused):
+        model.config._attn_implementation = implementation
+    with pytest.raises(ValueError, match=r"would run softmax|PyTorch"):
+        model.set_attn_implementation(implementation)
+    assert model.config._attn_implementation == "softfocus"
+    assert torch.equal(logits(model, ids), before)
+    same = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="softfocus")
+    assert torch.equal(logits(same, ids), before)
+
+
+def test_a_damaged_entry_is_refused(build, tmp_path):
+    build("llama", "lssar").save_pretrained(tmp_path)
+    whole = json.loads((tmp_path / "config.json").read_text())
+    for entry, message in (
+        ("lssar", r"expected \{'mechanism'"),
+        ({"mechanism": whole["softfocus"]["mechanism"], "learned": {"gamma": 1.0}}, "learned parameters among"),
+        ({"mechanism": {"phi": "softpuls"}, "learned": {}}, "did you mean 'softplus'"),
+        ({"mechanism": {"teperature": 1}, "learned": {}}, "no field 'teperature'"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({**whole, "softfocus": entry}))
+        with pytest.raises(ValueError, match=message):
+            AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_an_implementation_without_an_entry_is_refused(build, tokens):
+    model = build("llama")
+    model.set_attn_implementation("softfocus")
+    with pytest.raises(ValueError, match="without a mechanism"):
+        model(tokens(1, 4))
+
+
+def test_part_of_a_composite_model(llava, tokens, tmp_path):
+    model, ids = llava(), tokens(1, 6) % 60
+    softmax = logits(model, ids)
+    shake(softfocus.hf.use(model.model.language_model, "ssmax"))
+    assert not torch.equal(logits(model, ids), softmax)
+    assert model.config.vision_config._attn_implementation == "sdpa"
+    model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["attn_implementation"] == {"text_config": "softfocus"}
+    back = LlavaForConditionalGeneration.from_pretrained(tmp_path)
+    assert torch.equal(logits(back, ids), logits(model, ids))
+    assert back.config.vision_config.softfocus is None
+    with pytest.raises(ValueError, match="would run softmax"):
+        LlavaForConditionalGeneration.from_pretrained(tmp_path, attn_implementation="sdpa")
+
+
+def test_the_whole_of_a_composite_model(llava, tokens, tmp_path):
+    model, ids = shake(softfocus.hf.use(llava(), "qknorm")), tokens(1, 6) % 60
+    assert sum("softfocus_head_scale" in name for name, _ in model.named_parameters()) == 2  # a layer on either side
+    model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["attn_implementation"] == "softfocus"
+    back = LlavaForConditionalGeneration.from_pretrained(tmp_path)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(back.get_parameter(name), parameter)
+    assert torch.equal(logits(back, ids), logits(model, ids))
+
+
+WITHOUT_SOFTFOCUS = """
+import json, pathlib, sys
+from transformers import AutoModelForCausalLM, LlavaForConditionalGeneration
+def load(kind, folder):
+    try:
+        return kind.from_pretrained(folder).config._attn_implementation
+    except ValueError as error:
+        return str(error)
+llama, llava = sys.argv[1:]
+print(json.dumps({"llama": load(AutoModelForCausalLM, llama), "llava": load(LlavaForConditionalGeneration, llava)}))
+path = pathlib.Path(llama, "config.json")
+config = json.loads(path.read_text())
+del config["attn_implementation"]
+path.write_text(json.dumps(config))
+print(json.dumps({"llama": load(AutoModelForCausalLM, llama)}))
+assert not [name for name in sys.modules if name.startswith("softfocus")]
+"""
+
+
+def test_without_softfocus_nothing_loads(build, llava, tmp_path):
+    build("llama", "lssar").save_pretrained(tmp_path / "llama")
+    composite = llava()
+    softfocus.hf.use(composite.model.language_model, "lssar")
+    composite.save_pretrained(tmp_path / "llava")
+    folders = [str(tmp_path / "llama"), str(tmp_path / "llava")]
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_SOFTFOCUS, *folders], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    as_saved, tampered = map(json.loads, done.stdout.splitlines())
+    for answer in as_saved.values():
+        assert 'Specified `attn_implementation="softfocus"` is not supported' in answer
+    assert tampered["llama"] == "sdpa"  # what the line in config.json prevents: the answers above could be otherwise
+    assert (
+        LlamaForCausalLM.from_pretrained(folders[0]).config._attn_implementation == "softfocus"
+    )  # not with the import

@@ -1,0 +1,162 @@
+"""use(): what it takes, what it refuses and in which words, and switching from one mechanism to another."""
+
+import copy
+import inspect
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModel,
+    BartConfig,
+    BartForConditionalGeneration,
+    FalconConfig,
+    FalconForCausalLM,
+    LongT5Config,
+    LongT5ForConditionalGeneration,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+import softfocus
+import softfocus.hf
+from softfocus.hf import config as entries
+from softfocus.hf import learned
+from softfocus.hf.config import mechanism_of
+
+TINY_FALCON = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 61}
+
+
+def logits(model, ids):
+    with torch.no_grad():
+        return model(ids).logits
+
+
+def test_both_interfaces_are_registered_under_a_name_transformers_does_not_parse():
+    assert "softfocus" in AttentionInterface().valid_keys()
+    assert "softfocus" in AttentionMaskInterface().valid_keys()
+    assert not [part for part in ("flash", "sdpa", "flex_attention", "/", "paged|") if part in "softfocus"]
+
+
+def test_hooks_are_installed_once():
+    before = PreTrainedModel.post_init, PreTrainedModel._initialize_weights, PreTrainedConfig.to_dict
+    entries.install()
+    learned.install()
+    assert (PreTrainedModel.post_init, PreTrainedModel._initialize_weights, PreTrainedConfig.to_dict) == before
+    assert inspect.unwrap(before[0]).__module__ == "transformers.modeling_utils"
+
+
+@pytest.mark.parametrize("mechanism", ["lssar", "laser(lssar)", softfocus.Mechanism(phi="relu")])
+def test_it_takes_and_returns_models_and_configs(build, mechanism):
+    want = softfocus.catalog.named(mechanism) if isinstance(mechanism, str) else mechanism
+    for target in (build("llama"), build("llama").config):
+        assert softfocus.hf.use(target, mechanism) is target
+        assert mechanism_of(getattr(target, "config", target)) == want
+
+
+def test_other_models_are_left_alone(build, tokens):
+    bystander, ids = build("llama"), tokens(1, 6)
+    before = logits(bystander, ids)
+    softfocus.hf.use(build("llama"), "ssmax")
+    assert bystander.config._attn_implementation == "sdpa"
+    assert "softfocus" not in bystander.config.to_json_string()
+    assert torch.equal(logits(bystander, ids), before)
+    bystander.set_attn_implementation("eager")
+    assert bystander.config._attn_implementation == "eager"
+
+
+def test_calling_it_again_switches(build, tokens):
+    model, ids = build("llama", "ssmax"), tokens(1, 9)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.softfocus_head_scale.fill_(3.0)
+    softfocus.hf.use(model, "lssar", power=2.0)
+    names = [name for name, _ in model.named_parameters() if "softfocus_" in name]
+    assert names == [f"model.layers.{i}.self_attn.softfocus_power" for i in range(2)]
+    assert torch.equal(logits(model, ids), logits(build("llama", "sharpened(lssa, 2)"), ids))
+    softfocus.hf.use(model, "ssmax")
+    assert torch.equal(logits(model, ids), logits(build("llama", "ssmax"), ids))  # back to initial values
+    softfocus.hf.use(model, "softmax")
+    assert not [name for name, _ in model.named_parameters() if "softfocus_" in name]
+
+
+def test_parameters_follow_the_weights(build):
+    model = softfocus.hf.use(build("llama").bfloat16().to("meta"), "ssmax")
+    scale = model.model.layers[0].self_attn.softfocus_head_scale
+    assert (scale.dtype, scale.device.type, scale.shape) == (torch.bfloat16, "meta", (4,))
+
+
+def test_encoder_and_decoder(tokens):
+    torch.manual_seed(0)
+    sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 4}
+    config = BartConfig(d_model=32, encoder_ffn_dim=32, decoder_ffn_dim=32, vocab_size=61, init_std=0.4, **sizes)
+    plain = BartForConditionalGeneration(config).eval()
+    model, ids = softfocus.hf.use(copy.deepcopy(plain), "ssmax"), tokens(1, 9)
+    shapes = [tuple(p.shape) for name, p in model.named_parameters() if name.endswith("softfocus_head_scale")]
+    assert sorted(shapes) == [(2,), (4,), (4,)]  # the encoder's, the decoder's own and its cross-attention
+    softfocus.hf.use(model, "softmax")
+    torch.testing.assert_close(logits(model, ids), logits(plain, ids), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "of", [lambda: FalconConfig(**TINY_FALCON), lambda: FalconForCausalLM(FalconConfig(**TINY_FALCON))]
+)
+def test_architectures_with_attention_of_their_own_are_refused(of):
+    target = of()
+    config = getattr(target, "config", target)
+    before = config.to_dict()
+    with pytest.raises(
+        ValueError, match=r"Falcon\w+ computes its attention itself.*Take an architecture that dispatches"
+    ):
+        softfocus.hf.use(target, "lssar")
+    assert config.to_dict() == before
+
+
+def test_attention_that_stays_softmax_is_named():
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 4, "vocab_size": 61}
+    model = LongT5ForConditionalGeneration(LongT5Config(**sizes))
+    with pytest.warns(UserWarning, match="softfocus.hf.use: LongT5LocalAttention in LongT5ForConditionalGeneration"):
+        softfocus.hf.use(model, "lssar")
+
+
+def test_a_model_of_ones_own_without_post_init(build, tokens):
+    class Bare(type(build("llama"))):
+        def post_init(self):
+            pass
+
+    config = softfocus.hf.use(build("llama").config, "ssmax")
+    model = Bare(config)
+    for layer in model.model.layers:
+        del layer.self_attn.softfocus_head_scale  # as if the inner model had not called it either
+    with pytest.raises(ValueError, match=r"no parameter 'softfocus_head_scale'.*softfocus.hf.use\(model"):
+        model(tokens(1, 4))
+    assert logits(softfocus.hf.use(model, "ssmax"), tokens(1, 4)).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "parameters", "error", "message"),
+    [
+        ("lsar", {}, ValueError, "did you mean 'lssar'"),
+        (3, {}, TypeError, "mechanism: got int"),
+        ("lssar", {"head_scales": 1.0}, TypeError, "'head_scales'; did you mean 'head_scale'"),
+        ("lssar", {"temperature": 1.0}, TypeError, "they are head_scale, power"),
+        ("lssar", {"head_scale": "1"}, ValueError, "head_scale: got '1', expected a finite number"),
+        ("lssar", {"head_scale": float("nan")}, ValueError, "finite"),
+        ("lssar", {"head_scale": True}, ValueError, "finite"),
+        ("lssar", {"power": 0.5}, ValueError, r"outside \[1, 100\]"),
+        ("lssa", {"power": 3.0}, ValueError, "does not re-weight; start from 'sharpened"),
+    ],
+)
+def test_wrong_arguments(build, mechanism, parameters, error, message):
+    config = build("llama").config
+    with pytest.raises(error, match=message):
+        softfocus.hf.use(config, mechanism, **parameters)
+    assert config.softfocus is None
+    assert config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("target", [nn.Linear(2, 2), "gpt2", AutoModel])
+def test_wrong_targets(target):
+    with pytest.raises(TypeError, match="expected a Transformers model or config"):
+        softfocus.hf.use(target, "lssar")
