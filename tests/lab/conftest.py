@@ -1,8 +1,9 @@
 """Runs made up for the tests of reports: no number here was ever measured."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -88,3 +89,56 @@ def four() -> list[Entry]:
         make_entry("lssar", [1.50, 1.5, 1.5, 1.55, 1.56], [1.50, 1.5, 1.6, 1.65, 1.68]),
         make_entry("laser", [1.41, 1.6, 1.9, 2.3, 2.75], [1.41, 1.5, 1.7, 2.0, 2.45]),
     ]
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A recipe that trains in a second, on a corpus of its own; the token cache is the tests' own too."""
+    folder = tmp_path_factory.mktemp("tiny")
+    words = [
+        f"line {i}: {'abcdefgh'[i % 8] * (i % 5 + 1)} is {i * i % 97} and not {i * 7 % 89}.\n" for i in range(4000)
+    ]
+    for number in range(10):  # documents, so that there is something to hold out and to cluster by
+        (folder / f"{number}.txt").write_text("".join(words[400 * number : 400 * number + 400]))
+    recipe = folder / "tiny.toml"
+    recipe.write_text(
+        f"""
+        [model]
+        architecture = "gpt_neox"
+        mechanism = "lssar"
+        [model.config]
+        hidden_size = 32
+        num_hidden_layers = 1
+        num_attention_heads = 2
+        intermediate_size = 64
+        tie_word_embeddings = true
+        [data]
+        source = "{folder}/*.txt"
+        validation_fraction = 0.3
+        [train]
+        length = 32
+        batch = 8
+        steps = 10
+        learning_rate = 1e-2
+        warmup = 2
+        log_every = 1
+        checkpoint_every = 4
+        [evaluate]
+        lengths = "1x,2x,4x"
+        tokens = 2048
+        """
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SOFTFOCUS_CACHE", str(folder / "cache"))
+        yield recipe
+
+
+@pytest.fixture(scope="session")
+def trained(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of the tiny recipe. Shared: copy it before changing anything in it."""
+    from softfocus.lab.recipe import load
+    from softfocus.lab.train import train
+
+    folder = tmp_path_factory.mktemp("runs") / "trained"
+    train(load(tiny), folder)
+    return folder

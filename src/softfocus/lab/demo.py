@@ -144,7 +144,7 @@ def _empty(recipe: Recipe) -> Evaluation:
         run=recipe.name,
         mechanism=recipe.model.mechanism,
         train_length=recipe.train.length,
-        vocabulary=recipe.data.vocabulary or 0,
+        vocabulary=0,
         tokens=recipe.evaluate.tokens,
         seed=recipe.train.seed,
         rows=[],

@@ -92,9 +92,9 @@ def seconds_left(jobs: Sequence[Job], workers: int) -> float | None:
     return max(*left, sum(left) / workers) if len(left) > 1 else left[0]
 
 
-def clock(seconds: float | None) -> str:
+def clock(seconds: float) -> str:
     """Minutes and seconds."""
-    return "–:––" if seconds is None or not math.isfinite(seconds) else f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
 class Screen:
@@ -150,8 +150,9 @@ class Screen:
 
     def _overall(self) -> str:
         done = sum(job.status == "finished" for job in self._jobs)
-        left = clock(seconds_left(self._jobs, self._workers))
-        return f"{done} of {len(self._jobs)} done, {clock(time.monotonic() - self._start)} elapsed, about {left} left"
+        seconds = seconds_left(self._jobs, self._workers)
+        left = "time left not known yet" if seconds is None else f"about {clock(seconds)} left"
+        return f"{done} of {len(self._jobs)} done, {clock(time.monotonic() - self._start)} elapsed, {left}"
 
     def _draw(self) -> Group:
         bars = Table.grid(padding=(0, 1))

@@ -4,16 +4,16 @@ python -m softfocus.lab.demo_worker RECIPE FOLDER [--set KEY=VALUE ...] [--overw
 """
 
 import argparse
-import contextlib
 import json
 import os
 import signal
 import sys
 import traceback
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, TextIO
+
+from filelock import FileLock
 
 from softfocus.lab.errors import LabError
 from softfocus.lab.progress import Event, Listener
@@ -48,7 +48,9 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     out = _own_stdout()
     try:
-        with _alone(options.folder):
+        options.folder.parent.mkdir(parents=True, exist_ok=True)
+        # A worker whose parent was killed may still be writing its checkpoint: wait for it
+        with FileLock(options.folder.parent / f".{options.folder.name}.lock"):
             _work(options.recipe, options.overrides, options.folder, options.overwrite, out)
     except LabError as error:
         return _fail(out, str(error))
@@ -97,18 +99,6 @@ def _own_stdout() -> TextIO:
     own = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     return own
-
-
-@contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Wait until no other worker has the run: one whose parent was killed may still be writing its checkpoint."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with (folder.parent / f".{folder.name}.lock").open("w") as lock:
-        with contextlib.suppress(ImportError):  # Windows has no flock, and goes without
-            import fcntl
-
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 if __name__ == "__main__":

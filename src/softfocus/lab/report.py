@@ -158,11 +158,9 @@ def notes(entries: Sequence[Entry]) -> list[str]:
         values = list(dict.fromkeys(read_out(entry) for entry in entries))
         if len(values) > 1:
             found.append(f"The runs differ in {what} ({', '.join(values)}): {consequence}")
+    if any(entry.info.commit.endswith("+dirty") for entry in entries):
+        found.append("The source tree had changes that the commit does not hold (+dirty).")
     for entry in entries:
-        if entry.info.commit.endswith("+dirty"):
-            found.append(
-                f"{entry.info.name} was trained from a source tree with changes that its commit does not hold."
-            )
         if entry.evaluation.seed != entry.info.seed or entry.evaluation.mechanism != entry.info.mechanism:
             found.append(f"{entry.info.name}: its evaluation belongs to another training; evaluate it again.")
     return found
