@@ -42,8 +42,8 @@ class Corpus:
 
     A text file is one document; one of more than 1 Mi characters is cut at line ends into documents of about that
     length, so that memory stays bounded. A line of JSONL, or a row of parquet, is a document; one without text is left
-    out. In a folder, hidden files are left out, and so are files that are not UTF-8 text, with a warning; a file that
-    is named outright has to be text.
+    out. In a folder, hidden files and links to folders are left out, and so are files that are not UTF-8 text, with a
+    warning; a file that is named outright has to be text, and .json is then read as JSONL.
 
     Args:
         source: "stdlib", a path or glob, or "hub:NAME[:CONFIG][#SPLIT]" (see the module).
@@ -124,11 +124,12 @@ class Corpus:
         """The documents of a file, or None where it is not text and nobody asked for it by name."""
         stream = _unpacked(path, raw)
         inner = path.with_suffix("") if path.suffix.lower() in COMPRESSED else path
-        if inner.suffix.lower() in JSON_LINES:
+        if inner.suffix.lower() in JSON_LINES or (self._named and inner.suffix.lower() == ".json"):
             return _json_lines(path, stream, self.text_field)
         if path.suffix.lower() == ".parquet":
             return _parquet(path, raw, self.text_field)
-        if _is_text(stream.peek(_SNIFF)):
+        head = stream.peek(_SNIFF)
+        if _is_text(head, whole=stream is raw and len(head) == os.fstat(raw.fileno()).st_size):
             return _pieces(path, stream)
         if self._named:
             known = ", ".join((".txt", ".md", ".py", *JSON_LINES, ".parquet"))
@@ -163,7 +164,7 @@ def files(source: str) -> list[Path]:
 def _walk(folder: Path, without: Collection[str] = ()) -> list[Path]:
     """The files below a folder, without what is hidden or has one of the names."""
     found = []
-    for parent, folders, names in os.walk(folder, followlinks=True):
+    for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in without]
         found += [Path(parent, name) for name in names if not name.startswith(".")]
     return found
@@ -199,9 +200,9 @@ def _unpacked(path: Path, raw: io.BufferedReader) -> io.BufferedReader:
     return io.BufferedReader(stream, _SNIFF)
 
 
-def _is_text(head: bytes) -> bool:
+def _is_text(head: bytes, whole: bool) -> bool:
     try:
-        codecs.getincrementaldecoder("utf-8")().decode(head)  # incremental: the last character may be cut in two
+        codecs.getincrementaldecoder("utf-8")().decode(head, final=whole)  # the last character of a part may be cut
     except UnicodeDecodeError:
         return False
     return b"\0" not in head
