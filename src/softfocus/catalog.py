@@ -5,6 +5,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 
+import torch
+
 from softfocus.mechanism import Mechanism, laser, sharpened
 
 SOFTPLUS_PAPER = "arXiv 2501.13428"
@@ -206,17 +208,18 @@ def mechanisms() -> Catalog:
     return _CATALOG
 
 
+@torch.compiler.assume_constant_result  # the name is looked up once, while torch.compile traces
 def named(text: str) -> Mechanism:
     """The mechanism that a name or a combination of names stands for.
 
     Args:
-        text: a name of the catalogue (``"lssar"``), or combinators around one: ``"sharpened(softmax, 3)"``,
-            ``"laser(lssa)"``, ``"laser(sharpened(lssa, 7.5))"``.
+        text: a name of the catalogue (``"lssar"``, capitals do not matter), or combinators around one:
+            ``"sharpened(softmax, 3)"``, ``"laser(lssa)"``, ``"laser(sharpened(lssa, 7.5))"``.
 
     Raises:
         ValueError: an unknown name, with the nearest one, or words that do not parse.
     """
-    text = text.strip()
+    text = text.strip().lower()
     if match := re.fullmatch(r"laser\s*\((.+)\)", text):
         return laser(named(match[1]))
     if match := re.fullmatch(r"sharpened\s*\((.+),\s*(?:p\s*=\s*)?([^,()]+)\)", text):
@@ -239,9 +242,8 @@ def learned_parameters(mechanism: str | Mechanism) -> dict[str, float]:
 
     A combination (``"laser(ssmax)"``) needs what its base needs; so does an equal ``Mechanism``.
     """
-    if isinstance(mechanism, str):
-        mechanism = named(mechanism)
-    base = mechanism.replace(power=None, laser=False)
+    full: Mechanism = named(mechanism) if isinstance(mechanism, str) else mechanism
+    base = full.replace(power=None, laser=False)
     for entry in _CATALOG.values():
         if entry.mechanism == base:
             return dict(entry.learned)

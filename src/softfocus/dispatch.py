@@ -43,7 +43,7 @@ def choose(call: Call, backend: str) -> str:
             if supports(call) is None:
                 return name
         raise AssertionError("the reference supports every call")
-    if backend not in BACKENDS:
+    if not isinstance(backend, str) or backend not in BACKENDS:
         raise ValueError(f"backend: got {backend!r}, expected 'auto' or one of {', '.join(map(repr, BACKENDS))}")
     if why := BACKENDS[backend](call):
         raise ValueError(f"backend: {backend!r} was asked for and does not support this call: {why}")

@@ -135,7 +135,7 @@ def attention(
             raise ValueError(
                 "power: given, but the mechanism does not re-weight; wrap it in softfocus.sharpened() first"
             )
-    scale = default_scale(algebra, query.size(-1)) if scale is None else float(scale)
+    scale = default_scale(algebra, query.size(-1)) if scale is None else validation.scale_of(scale)
     chosen = dispatch.choose(_call(query, key, value, algebra), backend)
 
     if chosen == "reference":
@@ -144,12 +144,13 @@ def attention(
         visible = visibility.block(0, query.size(2), 0, key.size(2), query.device)
         visible = torch.ones((), dtype=torch.bool, device=query.device) if visible is None else visible
         problem = Problem(query, key, value, bias, head_scale, power, scale, dropout_p)
-        out, statistics = reference.attention(problem, visible.expand(shape), algebra)
+        with torch.autocast(query.device.type, enabled=False):
+            out, statistics = reference.attention(problem, visible.expand(shape), algebra)
     else:
         seed = torch.randint(2**62, (), device="cpu") if dropout_p else None
         out, rows = ops.attend(
             query, key, value, bias, head_scale, power, mask, key_mask, document_ids, seed,
-            left, right, scale, dropout_p, ops.encoded(algebra), chosen,
+            left, right, scale, dropout_p, algebra.code, chosen,
         )  # fmt: skip
         statistics = RowStatistics(*rows.unbind(0))
     return (out, statistics) if return_statistics else out

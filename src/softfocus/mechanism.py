@@ -1,7 +1,7 @@
 """The algebra of attention mechanisms: a frozen record of names and numbers, and two combinators."""
 
 import json
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -55,6 +55,8 @@ class Mechanism:
     power: float | None = None
     post: str = "none"
     laser: bool = False
+    code: str = field(init=False, repr=False, compare=False, default="")
+    """The fields as one string: how a mechanism is handed to a custom operator, which takes no objects."""
 
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():
@@ -76,6 +78,10 @@ class Mechanism:
                     f"Mechanism: power={self.power:g} re-weights rows that sum to one, which needs normaliser='l1' and a "
                     f"non-negative phi; got normaliser={self.normaliser!r}, phi={self.phi!r}"
                 )
+        self._check_laser()
+        object.__setattr__(self, "code", json.dumps(self.to_dict(), sort_keys=True))
+
+    def _check_laser(self) -> None:
         if not isinstance(self.laser, bool):
             raise ValueError(f"Mechanism: laser={self.laser!r} is not True or False")
         if self.laser and (self.normaliser != "l1" or self.phi in SIGNED_PHI or self.post != "none"):
@@ -92,7 +98,9 @@ class Mechanism:
 
     def to_dict(self) -> dict[str, Any]:
         """Every field by name, as JSON types."""
-        return asdict(self)
+        values = asdict(self)
+        del values["code"]
+        return values
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Mechanism":
@@ -102,7 +110,7 @@ class Mechanism:
 
     def to_json(self) -> str:
         """One line of JSON that :meth:`from_json` reads back to an equal mechanism."""
-        return json.dumps(self.to_dict(), sort_keys=True)
+        return self.code
 
     @classmethod
     def from_json(cls, text: str) -> "Mechanism":
@@ -144,7 +152,7 @@ def laser(mechanism: Mechanism) -> Mechanism:
 
 
 def _refuse_unknown(values: dict[str, Any]) -> None:
-    known = [field.name for field in fields(Mechanism)]
+    known = [entry.name for entry in fields(Mechanism) if entry.init]
     for name in values:
         if name not in known:
             hint = get_close_matches(name, known, n=1)

@@ -4,7 +4,6 @@ Imports no backend: the implementation is looked up by name when the operator ru
 inside ``torch.compile(fullgraph=True)``.
 """
 
-from dataclasses import fields
 from functools import lru_cache
 from importlib import import_module
 from typing import Any
@@ -16,22 +15,7 @@ from softfocus.mechanism import Mechanism
 from softfocus.reference import Problem, compute_dtype
 from softfocus.visibility import Visibility
 
-
-_FIELDS = tuple(field.name for field in fields(Mechanism))
-
-
-def encoded(mechanism: Mechanism) -> str:
-    """A mechanism as an operator's string argument. Not JSON, whose encoder torch.compile cannot trace."""
-    return "|".join([str(getattr(mechanism, name)) for name in _FIELDS])
-
-
-@lru_cache(maxsize=256)
-def decoded(code: str) -> Mechanism:
-    """The inverse of :func:`encoded`."""
-    values: dict[str, Any] = dict(zip(_FIELDS, code.split("|"), strict=True))
-    values["power"] = None if values["power"] == "None" else float(values["power"])
-    values["laser"] = values["laser"] == "True"
-    return Mechanism(**values)
+_decoded = lru_cache(maxsize=256)(Mechanism.from_json)
 
 
 @torch.library.custom_op("softfocus::attend", mutates_args=())
@@ -55,12 +39,13 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Attention by a named backend: out [B, H, Lq, Dv] and the row statistics [4, B, H, Lq].
 
-    ``mechanism`` is :func:`encoded`; ``left`` and ``right`` are the window, -1 for no bound; ``seed`` is an int64 scalar when
-    ``dropout_p`` is not 0. Arguments are taken as checked: call ``softfocus.attention``.
+    ``mechanism`` is ``Mechanism.code``; ``left`` and ``right`` are the window, -1 for no bound; ``seed`` is an int64 scalar
+    when ``dropout_p`` is not 0. Arguments are taken as checked: call ``softfocus.attention``.
     """
     problem = Problem(query, key, value, bias, head_scale, power, scale, dropout_p)
     visibility = Visibility(query.size(2), key.size(2), left, right, mask, key_mask, document_ids)
-    out, statistics = _load(backend).forward(problem, visibility, decoded(mechanism), _item(seed))
+    with _own_dtypes(query):
+        out, statistics = _load(backend).forward(problem, visibility, _decoded(mechanism), _item(seed))
     return out, statistics
 
 
@@ -90,11 +75,17 @@ def attend_backward(
     """Gradients of query, key, value, bias, head_scale, power; what is not there or not wanted comes back empty."""
     problem = Problem(query, key, value, bias, head_scale, power, scale, dropout_p)
     visibility = Visibility(query.size(2), key.size(2), left, right, mask, key_mask, document_ids)
-    grads = _load(backend).backward(
-        grad, problem, out, statistics, visibility, decoded(mechanism), _item(seed), bias_grad
-    )
+    with _own_dtypes(query):
+        grads = _load(backend).backward(
+            grad, problem, out, statistics, visibility, _decoded(mechanism), _item(seed), bias_grad
+        )
     # an operator may neither return None nor one of its own arguments
     return tuple(query.new_empty(0) if g is None else g for g in grads)  # type: ignore[return-value]
+
+
+def _own_dtypes(query: Tensor) -> torch.autocast:
+    """Autocast has done its part before the operator; inside, it would round the statistics' products too."""
+    return torch.autocast(query.device.type, enabled=False)
 
 
 def _load(backend: str) -> Any:

@@ -15,7 +15,7 @@ class Pointwise:
 
     Attributes:
         value: phi(s); differentiable twice by autograd.
-        derivative: phi'(s), where phi has a kink its left derivative, as in torch.
+        derivative: phi'(s); 0 at the kinks of ReLU and ReLU6, as torch has it.
         log: log phi(s) without underflow, for the phi that are strictly positive; None for the others. Far below zero
             all of them run along e^s, so log phi(s) is s there.
     """
@@ -58,7 +58,7 @@ POINTWISE: dict[str, Pointwise] = {
     "sigmoid": Pointwise(torch.sigmoid, _sigmoid_derivative, F.logsigmoid),
     "relu": Pointwise(torch.relu, lambda s: (s > 0).to(s.dtype)),
     "relu2": Pointwise(lambda s: torch.relu(s).square(), lambda s: 2.0 * torch.relu(s)),
-    "relu6": Pointwise(lambda s: s.clamp(0.0, 6.0), lambda s: ((s > 0) & (s < 6)).to(s.dtype)),
+    "relu6": Pointwise(F.relu6, lambda s: ((s > 0) & (s < 6)).to(s.dtype)),
     "gelu": Pointwise(F.gelu, _gelu_derivative),
     "mish": Pointwise(lambda s: s * torch.tanh(softplus(s)), _mish_derivative),
     "identity": Pointwise(torch.clone, torch.ones_like),

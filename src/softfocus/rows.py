@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from softfocus.mechanism import Mechanism
+from softfocus.mechanism import SIGNED_PHI, Mechanism
 from softfocus.pointwise import POINTWISE
 from softfocus.reference import FREE_ROWS, row_factor, tie_tolerance
 
@@ -74,8 +74,7 @@ def forward(
     f, tail, shift = _phi(scores, maximum, mechanism)
     if visible is not None and POINTWISE[mechanism.phi].log is None:
         f.masked_fill_(~visible, 0.0)
-    signed = mechanism.phi in ("gelu", "mish", "identity")
-    norm = (f.abs() if signed else f).sum(-1, keepdim=True)
+    norm = (f.abs() if mechanism.phi in SIGNED_PHI else f).sum(-1, keepdim=True)
     log_norm = norm.log() + shift
     empty = norm == 0
     norm = norm.masked_fill(empty, 1.0)
@@ -121,7 +120,7 @@ def backward(
     if power is not None:
         grad, grad_power = _sharpen_backward(rows, grad, count, power)
     elif mechanism.normaliser == "l1":
-        grad = _l1_backward(rows.f, rows.norm, grad)
+        grad = _l1_backward(rows.f, rows.weights, rows.norm, grad, mechanism.phi in SIGNED_PHI)
     elif mechanism.normaliser != "none":
         grad.mul_(row_factor(mechanism, count, length))
     grad.mul_(_phi_derivative(rows, mechanism))
@@ -152,13 +151,13 @@ def _phi_derivative(rows: Rows, mechanism: Mechanism) -> Tensor:
     return derivative if rows.tail is None else torch.where(rows.tail, rows.f, derivative)
 
 
-def _l1_backward(f: Tensor, norm: Tensor, grad: Tensor) -> Tensor:
-    """A = f / sum|f|: df = (dA - sign(f) sum_j dA_j A_j) / sum|f|. Overwrites grad."""
-    inner = (grad * f).sum(-1, keepdim=True).div_(norm)
-    if bool((f < 0).any()):
-        return grad.sub_(f.sign().mul_(inner)).div_(norm)
-    # where f >= 0, an f of 0 has phi' = 0, or is invisible: its sign does not matter
-    return grad.sub_(inner).div_(norm)
+def _l1_backward(f: Tensor, weights: Tensor, norm: Tensor, grad: Tensor, signed: bool) -> Tensor:
+    """A = f / sum|f|: df = (dA - sign(f) sum_j dA_j A_j) / sum|f|. Overwrites grad.
+
+    Where phi is not ``signed``, an f of 0 has phi' = 0 or is invisible, and its sign does not matter.
+    """
+    inner = (grad * weights).sum(-1, keepdim=True)
+    return grad.sub_(f.sign().mul_(inner) if signed else inner).div_(norm)
 
 
 def _power(u: Tensor, power: Tensor | float) -> Tensor:
@@ -249,7 +248,7 @@ def _recentre_backward(rows: Rows, grad: Tensor, visible: Tensor | None, count: 
     if mechanism.post == "recentre+l1":
         flat = norm <= tie_tolerance(grad.dtype)
         norm = norm.masked_fill(flat, 1.0)
-        inner = _l1_backward(centred, norm, grad.clone())
+        inner = _l1_backward(centred, centred / norm, norm, grad.clone(), signed=True)
         inner = torch.where(flat, 0.0, inner)
     mean = (inner if visible is None else inner.masked_fill(~visible, 0.0)).sum(-1, keepdim=True) / count.clamp(min=1.0)
     return torch.where(free, grad, inner - mean)

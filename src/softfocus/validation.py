@@ -1,5 +1,7 @@
 """Every argument error of ``attention()``, in the caller's words: the argument, what came, what was expected, what to do."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -56,11 +58,26 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -
         raise ValueError(f"query: got {heads} heads, expected a multiple of the key's {key_heads}")
 
 
+def _is_tensor(name: str, x: object, device: torch.device) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: got {type(x).__name__}, expected a torch.Tensor")
+    if x.device != device:
+        raise ValueError(f"{name}: is on {x.device}, expected the query's device {device}")
+
+
+def scale_of(scale: object) -> float:
+    """A finite number."""
+    if isinstance(scale, bool) or not isinstance(scale, int | float):
+        raise TypeError(f"scale: got {type(scale).__name__}, expected a number; what is learned goes into head_scale")
+    if not math.isfinite(scale):
+        raise ValueError(f"scale: got {scale}, expected a finite number")
+    return float(scale)
+
+
 def check_broadcast(name: str, x: Tensor, query: Tensor, key: Tensor) -> Tensor:
     """A mask or bias as a 4-D tensor that broadcasts to [B, H, Lq, Lk]."""
     target = (query.size(0), query.size(1), query.size(2), key.size(2))
-    if x.device != query.device:
-        raise ValueError(f"{name}: is on {x.device}, expected the query's device {query.device}")
+    _is_tensor(name, x, query.device)
     if 2 <= x.dim() <= 4:
         full = x[(None,) * (4 - x.dim())]
         if all(have in (1, want) for have, want in zip(full.shape, target, strict=True)):
@@ -73,12 +90,11 @@ def check_broadcast(name: str, x: Tensor, query: Tensor, key: Tensor) -> Tensor:
 
 def check_keys(name: str, x: Tensor, key: Tensor) -> None:
     """A tensor with one entry a key: [B, Lk]."""
+    _is_tensor(name, x, key.device)
     if x.shape != (key.size(0), key.size(2)):
         raise ValueError(
             f"{name}: got shape {_shape(x)}, expected [batch, key length] = [{key.size(0)}, {key.size(2)}]"
         )
-    if x.device != key.device:
-        raise ValueError(f"{name}: is on {x.device}, expected the key's device {key.device}")
 
 
 def check_key_mask(key_mask: Tensor, key: Tensor) -> None:
@@ -106,8 +122,7 @@ def check_per_head(name: str, x: Tensor, query: Tensor) -> None:
         raise TypeError(f"{name}: expected a floating-point tensor [heads]; a constant belongs into the mechanism")
     if x.shape != (query.size(1),):
         raise ValueError(f"{name}: got shape {_shape(x)}, expected [heads] = [{query.size(1)}]")
-    if x.device != query.device:
-        raise ValueError(f"{name}: is on {x.device}, expected the query's device {query.device}")
+    _is_tensor(name, x, query.device)
 
 
 def window_of(window_size: tuple[int, int] | None, is_causal: bool) -> tuple[int, int]:
@@ -117,7 +132,7 @@ def window_of(window_size: tuple[int, int] | None, is_causal: bool) -> tuple[int
         if not (
             isinstance(window_size, tuple | list)
             and len(window_size) == 2
-            and all(isinstance(n, int) and n >= -1 for n in window_size)
+            and all(isinstance(n, int) and not isinstance(n, bool) and n >= -1 for n in window_size)
         ):
             raise ValueError(
                 f"window_size: got {window_size!r}, expected (left, right): how many keys on each side of its own "
@@ -129,6 +144,8 @@ def window_of(window_size: tuple[int, int] | None, is_causal: bool) -> tuple[int
 
 def check_dropout(dropout_p: float, mechanism: Mechanism) -> None:
     """A probability; none for LASER."""
+    if isinstance(dropout_p, bool) or not isinstance(dropout_p, int | float):
+        raise TypeError(f"dropout_p: got {type(dropout_p).__name__}, expected a probability in [0, 1]")
     if not 0.0 <= dropout_p <= 1.0:
         raise ValueError(f"dropout_p: got {dropout_p}, expected a probability in [0, 1]")
     if dropout_p and mechanism.laser:

@@ -1,5 +1,7 @@
 """LASER's log(A exp(V)) for a block of rows: a matrix product, exact where a product cannot be, and exactly causal."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -82,11 +84,13 @@ class ShiftedExponential:
             self.exponential = (self.value - self.shift).clamp_(max=CLAMP).exp_()
             self.high = bool((self.value > self.shift + HIGH).any())
 
-    def _exact(self, weights: Tensor, exact: Tensor, low: int, high: int):  # type: ignore[no-untyped-def]
+    def _exact(
+        self, weights: Tensor, exact: Tensor, low: int, high: int
+    ) -> Iterator[tuple[tuple[Tensor, ...], Tensor]]:
         """For entries to be summed exactly, in pieces: their index (b, h, row, column) and log A + V, [n, K]."""
         if not bool(exact.any()):
             return
-        log_weights = weights.log()
+        log_weights, value = weights.log(), self.value[..., low:high, :].mT
         for piece in exact.nonzero().split(max(1, ENTRY_ELEMENTS // max(1, high - low))):
             b, h, row, column = piece.unbind(-1)
-            yield (b, h, row, column), log_weights[b, h, row] + self.value[b, h, low:high].mT[b, h, column]
+            yield (b, h, row, column), log_weights[b, h, row] + value[b, h, column]

@@ -1,0 +1,143 @@
+"""The custom operators: schema, fakes, autograd registration, torch.compile on the first call, autocast, checkpointing."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import softfocus
+from softfocus import ops
+from softfocus.testing import CASES
+
+BY_NAME = {case.name: case for case in CASES}
+
+
+def _op_arguments(mechanism="lssar", dropout_p=0.0, requires_grad=True):
+    query = torch.randn(2, 4, 20, 8, requires_grad=requires_grad)
+    key, value = (torch.randn(2, 2, 30, 8, requires_grad=requires_grad) for _ in range(2))
+    bias = torch.randn(1, 4, 1, 30, requires_grad=requires_grad)
+    head_scale = torch.rand(4, requires_grad=requires_grad)
+    key_mask = torch.rand(2, 30) > 0.2
+    seed = torch.tensor(3) if dropout_p else None
+    algebra = softfocus.named(mechanism)
+    power = torch.full((4,), 3.0, requires_grad=requires_grad) if algebra.power else None
+    return (
+        query, key, value, bias, head_scale, power, None, key_mask, None, seed,
+        -1, 0, 0.3, dropout_p, algebra.code, "tiled",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("mechanism", ["softmax", "lssar", "laser"])
+def test_opcheck_forward(mechanism):
+    torch.library.opcheck(ops.attend, _op_arguments(mechanism))
+
+
+def test_opcheck_forward_with_dropout():
+    torch.library.opcheck(ops.attend, _op_arguments("lssa", dropout_p=0.3))
+
+
+def test_opcheck_backward():
+    *tensors, left, right, scale, dropout_p, code, backend = _op_arguments(requires_grad=False)
+    out, statistics = ops.attend(*tensors, left, right, scale, dropout_p, code, backend)
+    arguments = (
+        torch.randn_like(out), *tensors[:3], out, statistics, *tensors[3:], left, right, scale, dropout_p, code, backend, True,
+    )  # fmt: skip
+    torch.library.opcheck(ops.attend_backward, arguments)
+
+
+@pytest.mark.parametrize("case", ["causal", "grouped", "left padding", "learned", "documents", "mask"])
+def test_compiled_fullgraph_equals_eager(case):
+    arguments = BY_NAME[case].arguments(softfocus.named("lssar"), torch.float32)
+    torch.compiler.reset()
+    compiled = torch.compile(softfocus.attention, fullgraph=True, backend="aot_eager")
+    leaves = [x for x in arguments.values() if isinstance(x, torch.Tensor) and x.requires_grad]
+    plain = softfocus.attention(**arguments)
+    above = torch.randn_like(plain)
+    fused = compiled(**arguments)
+    assert torch.equal(plain, fused)
+    for a, b in zip(torch.autograd.grad(plain, leaves, above), torch.autograd.grad(fused, leaves, above), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_the_very_first_call_may_be_compiled():
+    code = """
+import torch, softfocus
+@torch.compile(fullgraph=True)
+def f(q, k, v):
+    return softfocus.attention(q.sin(), k, v, is_causal=True, mechanism="laser(lssar)") * 2
+q, k, v = (torch.randn(1, 2, 9, 8, requires_grad=True) for _ in range(3))
+f(q, k, v).sum().backward()
+want = softfocus.attention(q.sin(), k, v, is_causal=True, mechanism="laser(lssar)") * 2
+torch.testing.assert_close(f(q, k, v), want)
+print("fine", bool(q.grad.isfinite().all()))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.stdout.strip() == "fine True", done.stderr[-2000:]
+
+
+def test_lengths_can_be_dynamic():
+    torch.compiler.reset()
+    compiled = torch.compile(softfocus.attention, fullgraph=True, dynamic=True, backend="aot_eager")
+    for length in (5, 9, 70):
+        query, key, value = (torch.randn(1, 2, length, 8) for _ in range(3))
+        got = compiled(query, key, value, is_causal=True, mechanism="lssar")
+        assert torch.equal(got, softfocus.attention(query, key, value, is_causal=True, mechanism="lssar"))
+
+
+def test_autocast_computes_in_its_dtype_and_returns_gradients_in_the_inputs():
+    query, key, value = (torch.randn(1, 2, 9, 8, requires_grad=True) for _ in range(3))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = softfocus.attention(query, key, value, mechanism="lssa")
+    low = softfocus.attention(*(x.bfloat16() for x in (query, key, value)), mechanism="lssa")
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, low)
+    out.sum().backward()
+    assert query.grad.dtype == torch.float32
+    assert query.grad.abs().sum() > 0
+
+
+def test_autocast_leaves_float64_alone():
+    query = torch.randn(1, 1, 4, 8, dtype=torch.float64)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert softfocus.attention(query, query, query).dtype == torch.float64
+
+
+def test_inference_mode_and_no_grad():
+    query = torch.randn(1, 1, 4, 8, requires_grad=True)
+    with torch.inference_mode():
+        assert not softfocus.attention(query, query, query).requires_grad
+    with torch.no_grad():
+        assert not softfocus.attention(query, query, query).requires_grad
+
+
+def test_checkpointing_repeats_the_dropout():
+    from torch.utils.checkpoint import checkpoint
+
+    query, key, value = (torch.randn(1, 2, 40, 8, requires_grad=True) for _ in range(3))
+
+    def f(q, k, v):
+        return softfocus.attention(q, k, v, dropout_p=0.4, mechanism="lssa")
+
+    torch.manual_seed(5)
+    plain = torch.autograd.grad(f(query, key, value).square().sum(), (query, key, value))
+    torch.manual_seed(5)
+    out = checkpoint(f, query, key, value, use_reentrant=False)
+    for a, b in zip(plain, torch.autograd.grad(out.square().sum(), (query, key, value)), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_only_what_needs_a_gradient_gets_one():
+    query, key, value = (torch.randn(1, 2, 9, 8) for _ in range(3))
+    value.requires_grad_()
+    softfocus.attention(query, key, value).sum().backward()
+    assert value.grad is not None
+    assert query.grad is None
+
+
+def test_a_second_derivative_of_the_tiled_backend_is_refused_not_wrong():
+    query, key, value = (torch.randn(1, 1, 5, 4, requires_grad=True) for _ in range(3))
+    out = softfocus.attention(query, key, value, mechanism="lssa")
+    (grad,) = torch.autograd.grad(out.sum(), query, create_graph=True)
+    with pytest.raises(RuntimeError):
+        grad.sum().backward()
