@@ -1,6 +1,7 @@
 """What each command takes, and the room that it calls. A room is imported when its command runs: --help stays fast."""
 
 from collections.abc import Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,6 +27,13 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, as `softfocus train` makes it.")]
 
 
+class Axis(StrEnum):
+    """What lengths are counted in."""
+
+    multiple = "multiple"
+    tokens = "tokens"
+
+
 def _version(asked: bool) -> None:
     if asked:
         typer.echo(f"softfocus {__version__}")
@@ -43,23 +51,31 @@ def _root(
 
 @app.command()
 def demo(
-    out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Where runs and report go.")] = Path("runs/demo"),
-    models: Annotated[
-        str | None, typer.Option(metavar="NAMES", help="Recipes to train instead, comma-separated.")
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FOLDER", help="Where runs and report go.")] = Path(
+        "runs/demo"
+    ),
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--model", "-m", metavar="NAME", help="Train these instead: mechanisms or recipes; may be repeated."
+        ),
     ] = None,
     fast: Annotated[
-        bool, typer.Option("--fast", help="A minute, to see that everything works; shows no effect.")
+        bool, typer.Option("--fast", help="A minute, to see that everything works; the numbers mean nothing.")
     ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Train again what is there.")] = False,
+    json: Json = None,
 ) -> None:
     """Train Softmax, LSSA, LSSAR and LASER side by side and show whose loss stays flat at 16x the training length.
 
-    At most 15 minutes on two CPU cores. Writes results.json, figure1.png and report.html.
+    At most 15 minutes on two CPU cores. Writes results.json, figure1.png and report.html. What is finished is kept:
+    started again after a failure or Ctrl-C, it goes on.
 
-    Example: `softfocus demo --out runs/demo`
+    Example: `softfocus demo --model softmax --model "sharpened(lssa, 7)" --out runs/two`
     """
     from softfocus.lab.demo import run_demo
 
-    run_demo(out, models=[name.strip() for name in models.split(",")] if models else None, fast=fast)
+    _write_json(json, run_demo(out, models=model, fast=fast, overwrite=overwrite, console=_beside(json)))
 
 
 @app.command()
@@ -90,7 +106,7 @@ def train(
     from softfocus.lab.progress import Display
     from softfocus.lab.recipe import load
 
-    chosen = load(recipe, set_)  # before Transformers is imported: a typo is answered at once
+    chosen = load(recipe, set_)  # before Transformers is imported: a typo is answered soon
     from softfocus.lab.train import train
 
     folder = out or Path("runs") / chosen.name
@@ -167,6 +183,11 @@ def compare(
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FOLDER", help="Where the report goes.")] = Path(
         "runs/compare"
     ),
+    axis: Annotated[Axis, typer.Option(help="Count lengths in multiples of the training length, or in tokens.")] = (
+        Axis.multiple
+    ),
+    title: Annotated[str, typer.Option(metavar="TEXT", help="The report's heading.")] = "Loss over length",
+    json: Json = None,
 ) -> None:
     """One table, one figure and one self-contained report from any runs.
 
@@ -174,7 +195,7 @@ def compare(
     """
     from softfocus.lab.compare import compare
 
-    compare(runs, out)
+    _write_json(json, compare(runs, out, axis=axis.value, title=title, console=_beside(json)))
 
 
 @app.command()
@@ -192,7 +213,7 @@ def generate(
     """
     from softfocus.lab.results import load_run
 
-    load_run(run)  # before torch is imported: a wrong folder is answered at once
+    load_run(run)  # before torch is imported: a wrong folder is answered soon
     from softfocus.lab.generate import generate
 
     typer.echo(prompt, nl=False)
@@ -245,6 +266,13 @@ def _is_main_process() -> bool:
     from accelerate import PartialState
 
     return bool(PartialState().is_main_process)
+
+
+def _beside(json: Path | None) -> Any:
+    """A console for what is said to people: stderr where --json has stdout."""
+    from rich.console import Console
+
+    return Console(stderr=json is not None and str(json) == "-")
 
 
 def _print(renderable: Any) -> None:

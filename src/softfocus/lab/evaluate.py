@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from softfocus.lab import data
 from softfocus.lab import model as models
+from softfocus.lab.errors import LabError
 from softfocus.lab.means import ClusteredMeans, default_edges
 from softfocus.lab.progress import Event, Listener, silent
 from softfocus.lab.recipe import load
@@ -63,6 +64,7 @@ def evaluate(
     recipe = load(folder / RECIPE)
     lengths = sorted(set(lengths))
     wanted = tokens or recipe.evaluate.tokens
+    _check_positions(models.load_config(folder), max(lengths))
     windows = EvaluationWindows(data.tokens(recipe, progress), lengths, wanted)
     evaluation = Evaluation(
         run=info.name,
@@ -111,6 +113,15 @@ class _Pace:
             Event(
                 kind="step", run=self.run, done=self.done, total=self.total, tokens_per_second=pace, seconds_left=left
             )
+        )
+
+
+def _check_positions(config: Any, longest: int) -> None:
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is not None and longest > limit and not getattr(config, "rope_parameters", None):
+        raise LabError(
+            f"a {config.model_type} model learned {limit} positions and cannot read {longest} tokens",
+            f"evaluate --lengths up to {limit}, or train an architecture with rotary embeddings",
         )
 
 

@@ -1,4 +1,4 @@
-"""Recipes: a small TOML file, resolved and checked into a Recipe. Loads without torch."""
+"""Recipes: a small TOML file, resolved and checked into a Recipe."""
 
 import json
 import tomllib
@@ -30,7 +30,7 @@ class ModelTable(_Table):
     @field_validator("mechanism")
     @classmethod
     def _known(cls, text: str) -> str:
-        from softfocus.catalog import named  # imports no torch, but is not needed to show --help
+        from softfocus.catalog import named  # here, because it imports torch, which --help must not
 
         named(text)
         return text

@@ -39,6 +39,10 @@ class WindowTrainer(Trainer):
         # The dataset's own seed decides the order; Trainer skips as many windows as a checkpoint has seen
         return SequentialSampler(train_dataset if train_dataset is not None else self.train_dataset)
 
+    def get_decay_parameter_names(self, model: Any) -> list[str]:
+        """Matrices and embeddings: what a mechanism learns for each head is a scale, like a norm's, and does not decay."""
+        return [name for name, parameter in model.named_parameters() if parameter.dim() >= 2]
+
     def compute_loss(self, model: Any, inputs: dict[str, torch.Tensor], return_outputs: bool = False, **_: Any) -> Any:
         """Mean cross-entropy in nats, in float32 whatever the model computes in."""
         outputs = model(input_ids=inputs["input_ids"], use_cache=False)
@@ -165,6 +169,7 @@ def make_trainer(recipe: Recipe, folder: Path, model: Any, windows: Dataset[Any]
                 "decay_type": train.decay,
                 "min_lr_ratio": train.final_learning_rate,
             },
+            use_cpu=not torch.accelerator.is_available(),  # without it Trainer refuses bf16 on a CPU
             bf16=train.precision == "bf16",
             seed=train.seed,
             data_seed=train.seed,

@@ -1,0 +1,158 @@
+"""The command line as a user meets it: help, tables, JSON, exit codes and one-line errors."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from softfocus.lab import cli
+from softfocus.lab.results import Evaluation, RunInfo
+
+COMMANDS = ("demo", "train", "evaluate", "compare", "generate", "mechanisms", "doctor")
+HEAVY = ("torch", "transformers", "numpy", "datasets", "matplotlib")
+
+
+def imported(arguments: list[str], then: str = "") -> list[str]:
+    """Which heavy packages a command has imported by its end, in a process of its own."""
+    code = f"""
+import sys
+from softfocus.lab.cli import main
+try:
+    main({arguments!r})
+except SystemExit as exit:
+    assert not exit.code, exit.code
+{then}
+print("IMPORTED", *[name for name in {HEAVY!r} if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return done.stdout.rpartition("IMPORTED")[2].split()
+
+
+def call(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str, str]:
+    """Run a command in this process: (exit code, stdout, stderr)."""
+    capsys.readouterr()
+    code = 0
+    try:
+        cli.main([str(argument) for argument in arguments])
+    except SystemExit as exit:
+        if isinstance(exit.code, str):  # what Python prints on stderr, leaving with 1
+            return 1, capsys.readouterr().out, exit.code
+        code = exit.code or 0
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["--version"], ["doctor", "--help"]])
+def test_help_does_not_wait_for_torch(arguments: list[str]) -> None:
+    assert imported(arguments) == []
+
+
+def test_the_test_above_can_fail() -> None:
+    assert "torch" in imported(["--help"], then="import torch")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call(capsys, command, "--help")
+    assert code == 0
+    assert f"Example: softfocus {command}" in " ".join(out.split())
+
+
+def test_train_evaluate_generate_compare(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The way from a recipe to a report, as a user goes it."""
+    for name in ("softmax", "lssar"):
+        run = tmp_path / name
+        changes = ["--set", f"model.mechanism={name}", "-s", "train.steps=4"]
+        code, out, err = call(capsys, "train", tiny, "--out", run, *changes, "--json", "-")
+        assert code == 0, err
+        assert RunInfo.model_validate_json(out).mechanism == name
+        assert f"softfocus evaluate {run}" in " ".join(err.split())
+        code, out, err = call(capsys, "evaluate", run, "--lengths", "1x,2x", "--tokens", 512, "--json", run / "e.json")
+        assert code == 0, err
+        assert "1x" in out
+        assert "2x" in out
+        assert len(Evaluation.model_validate_json((run / "e.json").read_text()).rows) == 4
+    code, out, err = call(capsys, "generate", run, "--prompt", "line ", "-n", "8", "--temperature", "0")
+    assert (code, out[:5]) == (0, "line ")
+    assert len(out) > 6
+    code, out, err = call(capsys, "compare", tmp_path / "softmax", tmp_path / "lssar", "--out", tmp_path / "both")
+    assert code == 0, err
+    assert "Softmax" in out
+    assert (tmp_path / "both" / "report.html").is_file()
+
+
+def test_json_on_stdout_is_json_alone(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call(capsys, "evaluate", trained, "--tokens", "256", "--no-ntk", "--json", "-")
+    assert code == 0
+    assert {row["ntk"] for row in json.loads(out)["rows"]} == {False}
+    code, out, _ = call(capsys, "mechanisms", "--json", "-")
+    assert "lssar" in {entry["name"] for entry in json.loads(out)}
+    code, out, _ = call(capsys, "mechanisms", "laser(ssmax)", "--json", "-")
+    assert json.loads(out)["learned"] == {"head_scale": 0.43}
+
+
+def test_mechanisms(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call(capsys, "mechanisms")
+    assert code == 0
+    assert "eq. 5, table 4, LSSAR p = 15" in out
+    code, out, _ = call(capsys, "mechanisms", "sharpened(lssa, 7)")
+    assert code == 0
+    assert "^7" in out
+
+
+FAILURES: list[tuple[list[str], str]] = [
+    (["train", "demo-lsar"], "did you mean 'demo-lssar'"),
+    (["train", "missing.toml"], "no recipe file missing.toml"),
+    (["train", "demo", "--set", "train.step=3"], "did you mean 'train.steps'?"),
+    (["train", "demo", "--set", "train.steps=-3"], "train.steps = -3"),
+    (["train", "demo", "--set", "model.mechanism=lsar"], "did you mean 'lssar'"),
+    (["train", "demo", "--set", "data.source=/no/corpus", "--out", "OUT"], "/no/corpus"),
+    (["train", "demo", "--out", "/proc/none", "-q"], "cannot make the folder /proc/none"),
+    (["evaluate", "no-run"], "there is no run at no-run"),
+    (["evaluate", "TRAINED", "--lengths", "64k"], "evaluate shorter lengths"),
+    (["evaluate", "TRAINED", "--lengths", "long"], "'long' is not a length"),
+    (["compare", "no-run"], "there is no run at no-run"),
+    (["generate", "no-run"], "there is no run at no-run"),
+    (["mechanisms", "softmx"], "did you mean 'softmax'"),
+    (["mechanisms", "--json", "/proc/none/x.json"], "cannot write"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "says"), FAILURES, ids=[" ".join(row[0]) for row in FAILURES])
+def test_failures_are_one_line_and_exit_code_1(
+    arguments: list[str], says: str, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    named: dict[str, Any] = {"TRAINED": trained, "OUT": tmp_path / "run"}
+    code, _, err = call(capsys, *(named.get(word, word) for word in arguments))
+    assert code == 1
+    assert says in err
+    assert err.startswith("softfocus: ")
+    assert "\n" not in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["trian"], ["train"], ["train", "demo", "--stesp", "3"], ["train", "demo", "--resume", "--overwrite"]]
+)
+def test_wrong_use_is_exit_code_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(capsys, *arguments)[0] == 2
+
+
+def test_errors_of_the_real_command(tmp_path: Path) -> None:
+    """Once in a process of its own: what main() returns is what the shell sees."""
+    command = [sys.executable, "-m", "softfocus.lab", "evaluate", "no-run"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("package", ["typer", "pydantic", "rich"])
+def test_without_the_lab_extra_the_command_says_what_to_install(package: str) -> None:
+    code = f"import sys; sys.modules[{package!r}] = None; from softfocus.lab.cli import main; main(['mechanisms'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "pip install 'softfocus[lab]'" in done.stderr
+    assert "Traceback" not in done.stderr

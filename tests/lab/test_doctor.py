@@ -1,0 +1,54 @@
+"""The doctor: finds what is there, and says what to do about what is not."""
+
+import json
+import os
+import sys
+from importlib import metadata
+
+import pytest
+from rich.console import Console
+
+from softfocus.lab import cli
+from softfocus.lab.doctor import examine, table
+
+
+def test_a_sound_installation() -> None:
+    found = examine()
+    packages = {check.name: check for check in found.checks if check.topic == "packages"}
+    assert {"torch", "transformers", "typer", "pydantic"} <= set(packages)
+    assert packages["torch"].status == "ok"
+    runs = {check.topic: check.name for check in found.checks if check.finding.startswith("runs: ")}
+    assert set(runs) == {"backends, softmax", "backends, lssar", "backends, laser"}
+    assert found.machine.cores >= 1
+    assert os.uname().nodename not in found.machine.model_dump_json()
+    console = Console(width=160, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    console.print(table(found))
+    assert "tiled" in console.export_text()
+
+
+def test_a_missing_and_an_old_package(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    true_version = metadata.version
+
+    def version(name: str) -> str:
+        if name == "datasets":
+            raise metadata.PackageNotFoundError(name)
+        return "4.0.0" if name == "transformers" else true_version(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["doctor", "--json", "-"])
+    assert caught.value.code == 1
+    checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
+    assert checks["datasets"]["finding"] == "not installed"
+    assert checks["datasets"]["remedy"] == "pip install 'softfocus[lab]'"
+    assert "written for" in checks["transformers"]["finding"]
+    assert checks["transformers"]["remedy"] == "pip install 'softfocus[hf]'"
+
+
+def test_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    if sys.platform != "linux":
+        pytest.skip("/proc is where Linux refuses to write")
+    monkeypatch.setenv("SOFTFOCUS_CACHE", "/proc/softfocus")
+    cache = next(check for check in examine().checks if check.name == "token cache")
+    assert cache.status == "fail"
+    assert "SOFTFOCUS_CACHE" in cache.remedy

@@ -1,0 +1,53 @@
+"""Generation: with a cache as without, repeatable, streamed, and refused where there is no model."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from softfocus.lab import model as models
+from softfocus.lab.errors import LabError
+from softfocus.lab.generate import generate
+from softfocus.lab.results import RUN
+
+
+def test_greedy_text_is_the_argmax_of_full_forwards(trained: Path) -> None:
+    model = models.load(trained)
+    ids = list(b"line 7: ")
+    with torch.inference_mode():
+        for _ in range(12):
+            ids.append(int(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+    expected = bytes(byte for byte in ids[8:] if byte < 256).decode(errors="replace")
+    assert generate(trained, "line 7: ", tokens=12, temperature=0) == expected
+
+
+def test_seeds_repeat_and_differ(trained: Path) -> None:
+    texts = [generate(trained, "line", tokens=30, seed=seed) for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_streamed_pieces_make_the_text(trained: Path) -> None:
+    pieces: list[str] = []
+    text = generate(trained, "ä line ", tokens=40, temperature=1.5, write=pieces.append)
+    assert "".join(pieces) == text
+    assert len(pieces) > 1
+
+
+def test_a_model_runs_past_its_training_length(trained: Path) -> None:
+    assert generate(trained, "x" * 50, tokens=5, temperature=0) is not None
+
+
+def test_what_cannot_be_generated(trained: Path, tmp_path: Path) -> None:
+    with pytest.raises(LabError, match="prompt is empty"):
+        generate(trained, "")
+    with pytest.raises(LabError, match="there is no run"):
+        generate(tmp_path / "nowhere", "x")
+    run = Path(shutil.copytree(trained, tmp_path / "run"))
+    (run / RUN).write_text((run / RUN).read_text().replace('"complete"', '"running"'))
+    with pytest.raises(LabError, match="not finished"):
+        generate(run, "x")
+    shutil.copy(trained / RUN, run / RUN)
+    shutil.rmtree(run / "model")
+    with pytest.raises(LabError, match="has no model"):
+        generate(run, "x")

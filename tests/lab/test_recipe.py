@@ -1,0 +1,131 @@
+"""Recipes: what is shipped loads, what is inherited merges, and every mistake is answered in one line."""
+
+from pathlib import Path
+
+import pytest
+
+from softfocus.lab.errors import LabError
+from softfocus.lab.recipe import load, shipped
+
+SAYS = [
+    (["train.step=3"], "no key 'train.step'", "did you mean 'train.steps'?"),
+    (["trian.steps=3"], "no key 'trian'", "did you mean 'train'?"),
+    (["train.steps=0"], "train.steps = 0", "greater than or equal to 1"),
+    (["train.steps=many"], "train.steps = 'many'", "valid integer"),
+    (["train.steps=true"], "train.steps = True", "valid integer"),
+    (["train.learning_rate=-0.1"], "train.learning_rate = -0.1", "greater than 0"),
+    (["train.betas=[0.9]"], "train.betas", "at least 2"),
+    (["train.decay=lnear"], "train.decay = 'lnear'", "'linear' or 'cosine'"),
+    (["train.warmup=400", "train.warmdown=400"], "warmup=400 + warmdown=400", "more than steps=600"),
+    (["train.accumulate=5"], "batch=32", "not a multiple of accumulate=5"),
+    (["model.mechanism=lsar"], "model.mechanism: mechanism 'lsar' is not known", "did you mean 'lssar'"),
+    (["model.mechanism=sharpened(lssa, 300)"], "model.mechanism", "outside [1, 100]"),
+    (["data.validation_fraction=1"], "data.validation_fraction = 1", "less than 1"),
+    (["train.steps"], "'train.steps' is not KEY=VALUE", "--set train.steps=100"),
+    (["train.steps.more=1"], "'steps' is a value, not a table", "--set"),
+]
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_shipped_recipes_load_and_round_trip(name: str, tmp_path: Path) -> None:
+    recipe = load(name)
+    assert recipe.name == name
+    written = tmp_path / "other-name.toml"
+    written.write_text(recipe.to_toml())
+    assert load(written) == recipe
+
+
+def test_demo_recipes_differ_in_the_mechanism_alone() -> None:
+    found = {name: load(f"demo-{name}") for name in ("softmax", "lssa", "lssar", "laser")}
+    for name, recipe in found.items():
+        assert recipe.model.mechanism == name
+        same = recipe.model_copy(
+            update={"name": "demo-softmax", "model": recipe.model.model_copy(update={"mechanism": "softmax"})}
+        )
+        assert same == found["softmax"]
+
+
+def test_paper_recipe_is_the_papers() -> None:
+    recipe = load("gpt2-124m-lssar")
+    assert recipe.train.batch * recipe.train.length == 524_288
+    assert recipe.train.steps == 18_865
+    assert (recipe.model.mechanism, recipe.train.length, recipe.train.precision) == ("lssar", 1024, "bf16")
+
+
+@pytest.mark.parametrize(("overrides", "what", "remedy"), SAYS, ids=[str(row[0]) for row in SAYS])
+def test_mistakes_are_said_in_one_line(overrides: list[str], what: str, remedy: str) -> None:
+    with pytest.raises(LabError) as caught:
+        load("demo", overrides)
+    message = str(caught.value)
+    assert what in message
+    assert remedy in message
+    assert "\n" not in message
+
+
+def test_overrides_are_toml_values_or_plain_strings() -> None:
+    recipe = load(
+        "demo",
+        [
+            "train.learning_rate=1e-4",
+            "train.betas=[0.5, 0.6]",
+            "data.source=/some/where",
+            "model.mechanism='lssa'",
+            "model.config.rope_parameters.rope_theta=5.0",
+            "model.config.attention_bias=false",
+        ],
+    )
+    assert recipe.train.learning_rate == 1e-4
+    assert recipe.train.betas == [0.5, 0.6]
+    assert recipe.data.source == "/some/where"
+    assert recipe.model.mechanism == "lssa"
+    assert recipe.model.config["rope_parameters"] == {
+        "rope_type": "default",
+        "rope_theta": 5.0,
+        "partial_rotary_factor": 1.0,
+    }
+    assert recipe.model.config["attention_bias"] is False
+
+
+def test_a_file_inherits_from_shipped_recipes_and_from_files_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text('base = "demo"\ntrain.steps = 700\ntrain.seed = 3\n')
+    (tmp_path / "b.toml").write_text('base = "a.toml"\ntrain.seed = 4\n')
+    recipe = load(tmp_path / "b.toml")
+    assert (recipe.name, recipe.train.steps, recipe.train.seed, recipe.train.batch) == (
+        "b",
+        700,
+        4,
+        load("demo").train.batch,
+    )
+
+
+def test_a_circle_of_bases_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text('base = "b.toml"\n')
+    (tmp_path / "b.toml").write_text('base = "a.toml"\n')
+    with pytest.raises(LabError, match="inherits from itself"):
+        load(tmp_path / "a.toml")
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("demo-lsar", "did you mean 'demo-lssar'"),
+        ("nowhere.toml", "no recipe file nowhere.toml"),
+        ("x", "shipped recipes are"),
+    ],
+)
+def test_a_recipe_that_is_not_there(name: str, says: str) -> None:
+    with pytest.raises(LabError, match=says):
+        load(name)
+
+
+def test_files_that_are_not_recipes(tmp_path: Path) -> None:
+    path = tmp_path / "r.toml"
+    path.write_text("[model\n")
+    with pytest.raises(LabError, match="not TOML"):
+        load(path)
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(LabError, match="UTF-8"):
+        load(path)
+    path.write_text("[model]\narchitecture='llama'\nmechanism='lssa'\n")
+    with pytest.raises(LabError, match="lacks 'data'"):
+        load(path)
