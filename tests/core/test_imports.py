@@ -1,0 +1,249 @@
+"""What an import imports, asked in a fresh interpreter, and the one direction of imports, read from the source.
+
+Each check comes with a second one that proves the first can fail.
+"""
+
+import ast
+import importlib.metadata
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[2] / "src" / "softfocus"
+
+
+# What an import imports
+
+
+def modules_after(*steps: str) -> list[set[str]]:
+    """Names of the modules that one fresh interpreter has loaded after each of some steps."""
+    show = "\nimport sys, json\nprint('MODULES' + json.dumps(sorted(sys.modules)))\n"
+    code = "".join(step + show for step in steps)
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    assert ran.returncode == 0, ran.stderr
+    return [set(json.loads(line[7:])) for line in ran.stdout.splitlines() if line.startswith("MODULES")]
+
+
+def torchs_own() -> set[str]:
+    """Top-level names of what torch's distribution requires, and what that requires."""
+    wanted, found = ["torch"], set()
+    while wanted:
+        name = wanted.pop()
+        if name in found:
+            continue
+        found.add(name)
+        try:
+            requires = importlib.metadata.requires(name) or []
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        for line in requires:
+            if "extra ==" not in line:
+                wanted.append(re.match(r"[\w.-]+", line)[0].lower().replace("_", "-"))
+    packages = importlib.metadata.packages_distributions()
+    return {top for top, homes in packages.items() if found & {home.lower().replace("_", "-") for home in homes}}
+
+
+def strangers(after: set[str], before: set[str]) -> set[str]:
+    """Top-level names of installed packages that were not loaded before and are not torch's (nor softfocus itself)."""
+    tops = {name.partition(".")[0] for name in after} - {name.partition(".")[0] for name in before}
+    return (tops & set(importlib.metadata.packages_distributions())) - torchs_own() - {"softfocus"}
+
+
+USE = """
+import softfocus
+q = torch.randn(1, 2, 9, 4, requires_grad=True)
+for backend in ("tiled", "reference"):
+    for name in ("lssar", "laser", "softmax_recentred_l1"):
+        softfocus.attention(q, q, q, is_causal=True, mechanism=name, backend=backend).sum().backward()
+softfocus.explain(q, q, q)
+repr(softfocus.mechanisms()), softfocus.named("laser(lssar)"), softfocus.sharpened(softfocus.Mechanism(), 3)
+"""
+
+
+def test_using_softfocus_needs_torch_alone():
+    before, after = modules_after("import torch", USE)
+    assert "softfocus.functional" in after
+    assert "torch" in before
+    assert strangers(after, before) == set()
+    assert not {name for name in after if name.startswith(("softfocus.hf", "softfocus.lab", "softfocus.testing"))}
+
+
+def test_a_stranger_would_be_noticed():
+    """The check above on an interpreter that loads a package that softfocus must not need."""
+    before, after = modules_after("", "import iniconfig")  # pytest's own, and light
+    assert strangers(after, before) == {"iniconfig"}
+    assert strangers({*before, "softfocus", "hypothesis.core", "torch.nn", "json"}, before) == {"hypothesis"}
+    assert not {"pydantic", "transformers", "hypothesis"} & torchs_own()
+
+
+def test_importing_softfocus_loads_no_torch():
+    (after,) = modules_after("import softfocus; softfocus.__version__; dir(softfocus)")
+    assert "softfocus" in after
+    assert not {name for name in after if name == "torch" or name.startswith("torch.")}
+    assert not {name for name in after if name.startswith("softfocus.")} - {"softfocus._version"}
+
+
+def test_the_catalogue_and_the_algebra_need_no_torch():
+    """So that the command line lists mechanisms and checks recipes without waiting for torch."""
+    (after,) = modules_after("import softfocus; softfocus.named('lssar').to_json(); repr(softfocus.mechanisms())")
+    assert "softfocus.catalog" in after
+    assert "torch" not in after
+
+
+def test_every_public_name_is_there_and_no_module_hides_it():
+    import softfocus
+
+    for name in softfocus.__all__:
+        assert getattr(softfocus, name) is not None
+        assert not (SOURCE / f"{name}.py").exists(), f"a submodule {name} would hide softfocus.{name}"
+        assert not (SOURCE / name).is_dir()
+    assert set(dir(softfocus)) == set(softfocus.__all__)
+    assert {"attention", "Mechanism", "mechanisms", "sharpened", "laser", "explain", "__version__"} <= set(
+        softfocus.__all__
+    )
+    with pytest.raises(AttributeError, match="no attribute 'atention'"):
+        softfocus.atention  # noqa: B018
+
+
+# The direction of imports. Rooms from left (who uses) to right (who is used); no room imports one on its left.
+ROOMS = [
+    "lab",
+    "hf",
+    "testing",
+    "functional",
+    "dispatch",
+    "ops",
+    "backends",
+    "rows",
+    "reference",
+    "visibility",
+    "validation",
+    "catalog",
+    "pointwise",
+    "mechanism",
+    "_version",
+]
+
+
+def imports(tree: Path) -> dict[str, set[str]]:
+    """For every module of a source tree, the modules of the package that it imports, anywhere in its text."""
+    package = tree.name
+    files = {_module(path, tree): path for path in tree.rglob("*.py")}
+    found: dict[str, set[str]] = {}
+    for module, path in files.items():
+        found[module] = set()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                found[module] |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                base = node.module or ""
+                if node.level:
+                    parts = module.split(".")
+                    parts = parts if path.name == "__init__.py" else parts[:-1]
+                    parts = parts[: len(parts) - node.level + 1]
+                    base = ".".join([*parts, *([node.module] if node.module else [])])
+                for alias in node.names:
+                    full = f"{base}.{alias.name}"
+                    found[module].add(full if full in files else base)
+        found[module] = {name for name in found[module] if name == package or name.startswith(f"{package}.")}
+    return found
+
+
+def _module(path: Path, tree: Path) -> str:
+    parts = [tree.name, *path.relative_to(tree).with_suffix("").parts]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def room(module: str) -> str | None:
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else None
+
+
+def wrong_ways(tree: Path) -> list[str]:
+    """Every import that goes against the direction, as a sentence."""
+    found = []
+    for module, imported in imports(tree).items():
+        here = room(module)
+        if here is None:
+            continue  # __init__ re-exports lazily: test_importing_softfocus_loads_no_torch
+        if here not in ROOMS:
+            found.append(f"{module}: its room has no place in ROOMS")
+            continue
+        for name in imported:
+            there = room(name)
+            if there is None:
+                if here not in ("lab", "hf", "testing"):
+                    found.append(f"{module} imports the package itself")
+            elif there in ROOMS and ROOMS.index(there) < ROOMS.index(here):
+                found.append(f"{module} imports {name}, on its left")
+            elif there == "lab" and here != "lab":
+                found.append(f"{module} imports {name}: the lab is imported by nothing")
+            elif here == "ops" and there == "backends":
+                found.append(f"{module} imports {name}: ops imports no backend")
+            elif here == "backends" and there == "backends" and name != module and _is_backend(name, tree):
+                found.append(f"{module} imports {name}: no backend imports another")
+    return sorted(found)
+
+
+def _is_backend(module: str, tree: Path) -> bool:
+    """A module of backends/ that can be asked for by name: it has supports(). Others there are private helpers."""
+    path = tree.joinpath(*module.split(".")[1:]).with_suffix(".py")
+    if not path.exists():
+        return False
+    return any(
+        isinstance(node, ast.FunctionDef) and node.name == "supports" for node in ast.parse(path.read_text()).body
+    )
+
+
+def test_imports_go_one_way():
+    assert len(imports(SOURCE)) > 15  # the tree was found
+    assert wrong_ways(SOURCE) == []
+
+
+def test_the_tree_is_read_as_it_stands():
+    """The reader finds edges of every spelling that the source uses."""
+    edges = imports(SOURCE)
+    assert "softfocus.rows" in edges["softfocus.backends.tiled"]  # from softfocus import rows as rowwise
+    assert "softfocus.backends.laser" in edges["softfocus.backends.tiled"]  # from softfocus.backends.laser import ..
+    assert "softfocus.mechanism" in edges["softfocus.catalog"]
+    assert _is_backend("softfocus.backends.tiled", SOURCE)
+    assert not _is_backend("softfocus.backends.laser", SOURCE)
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "expected"),
+    [
+        ("mechanism.py", "from softfocus.catalog import named", "softfocus.catalog, on its left"),
+        ("mechanism.py", "from softfocus import catalog", "softfocus.catalog, on its left"),
+        ("mechanism.py", "from . import catalog", "softfocus.catalog, on its left"),
+        ("mechanism.py", "from .catalog import named", "softfocus.catalog, on its left"),
+        ("mechanism.py", "import softfocus.catalog", "softfocus.catalog, on its left"),
+        ("mechanism.py", "def late():\n    from softfocus.catalog import named", "softfocus.catalog, on its left"),
+        ("catalog.py", "import softfocus", "the package itself"),
+        ("reference.py", "from softfocus.rows import forward", "softfocus.rows, on its left"),
+        ("ops.py", "from softfocus.backends import tiled", "ops imports no backend"),
+        ("ops.py", "from softfocus.dispatch import choose", "softfocus.dispatch, on its left"),
+        ("backends/fast.py", "from softfocus.backends.tiled import forward", "no backend imports another"),
+        ("backends/fast.py", "from softfocus.ops import attend", "softfocus.ops, on its left"),
+        ("functional.py", "from softfocus.hf import use", "softfocus.hf, on its left"),
+        ("hf/adapter.py", "from softfocus.lab.recipe import load", "softfocus.lab.recipe, on its left"),
+        ("utils.py", "import math", "no place in ROOMS"),
+    ],
+)
+def test_each_wrong_way_would_be_noticed(tmp_path, file, line, expected):
+    tree = tmp_path / "softfocus"
+    for path in (
+        "__init__.py", "mechanism.py", "catalog.py", "rows.py", "reference.py", "ops.py", "dispatch.py", "functional.py",
+        "backends/__init__.py", "backends/tiled.py", "backends/fast.py", "hf/__init__.py", "lab/recipe.py",
+    ):  # fmt: skip
+        target = tree / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text("def supports(call): ...\n" if path == "backends/tiled.py" else "")
+    assert wrong_ways(tree) == []
+    target = tree / file
+    target.write_text(line)
+    assert any(expected in sentence for sentence in wrong_ways(tree))

@@ -1,0 +1,237 @@
+"""Every argument error of attention(): its type, and that the message names the argument, what came and what is expected."""
+
+import math
+
+import pytest
+import torch
+
+from softfocus import attention, explain
+
+B, H, LQ, LK, D, DV = 2, 4, 3, 5, 8, 6
+
+
+def tensors(**changes):
+    given = {
+        "query": torch.randn(B, H, LQ, D),
+        "key": torch.randn(B, H, LK, D),
+        "value": torch.randn(B, H, LK, DV),
+    }
+    return given | changes
+
+
+def meta(x):
+    return x.to("meta")
+
+
+# name -> (arguments, error, what the message must contain, in order)
+REFUSED = {
+    "query is no tensor": ({"query": [[1.0]]}, TypeError, ["query", "list", "torch.Tensor"]),
+    "key is no tensor": ({"key": None}, TypeError, ["key", "NoneType", "torch.Tensor"]),
+    "value is no tensor": ({"value": 1.0}, TypeError, ["value", "float", "torch.Tensor"]),
+    "query of three dimensions": (
+        {"query": torch.randn(H, LQ, D)}, ValueError, ["query", "[4, 3, 8]", "[batch, heads, length, head_dim]"],
+    ),
+    "key of five dimensions": (
+        {"key": torch.randn(1, B, H, LK, D)}, ValueError, ["key", "[1, 2, 4, 5, 8]", "four dimensions"],
+    ),
+    "value of two dimensions": ({"value": torch.randn(LK, DV)}, ValueError, ["value", "[5, 6]", "four dimensions"]),
+    "integer query": (
+        {"query": torch.ones(B, H, LQ, D, dtype=torch.int64)}, TypeError, ["query", "torch.int64", "torch.float32"],
+    ),
+    "complex value": (
+        {"value": torch.ones(B, H, LK, DV, dtype=torch.complex64)}, TypeError, ["value", "complex64", "torch.bfloat16"],
+    ),
+    "dtypes that differ": (
+        {"key": torch.randn(B, H, LK, D).half()}, TypeError, ["key", "torch.float16", "query's torch.float32"],
+    ),
+    "value's dtype differs": (
+        {"value": torch.randn(B, H, LK, DV).double()}, TypeError, ["value", "torch.float64", "query's torch.float32"],
+    ),
+    "devices that differ": ({"key": meta(torch.randn(B, H, LK, D))}, ValueError, ["key", "meta", "device cpu"]),
+    "batches that differ": ({"key": torch.randn(3, H, LK, D)}, ValueError, ["key", "batch 3", "query's 2"]),
+    "head dims that differ": ({"key": torch.randn(B, H, LK, 7)}, ValueError, ["key", "head_dim 7", "query's 8"]),
+    "head dim zero": (
+        {"query": torch.randn(B, H, LQ, 0), "key": torch.randn(B, H, LK, 0)}, ValueError, ["head_dim 0", "at least 1"],
+    ),
+    "value longer than key": (
+        {"value": torch.randn(B, H, 6, DV)}, ValueError, ["value", "[2, 4, 6, 6]", "length of key [2, 4, 5, 8]"],
+    ),
+    "value with other heads": (
+        {"value": torch.randn(B, 2, LK, DV)}, ValueError, ["value", "[2, 2, 5, 6]", "heads and length of key"],
+    ),
+    "grouped heads unasked": (
+        {"key": torch.randn(B, 2, LK, D), "value": torch.randn(B, 2, LK, DV)},
+        ValueError, ["key", "2 heads", "4", "enable_gqa=True"],
+    ),
+    "heads that do not divide": (
+        {"key": torch.randn(B, 3, LK, D), "value": torch.randn(B, 3, LK, DV), "enable_gqa": True},
+        ValueError, ["query", "4 heads", "multiple of the key's 3"],
+    ),
+    "no key heads": (
+        {"key": torch.randn(B, 0, LK, D), "value": torch.randn(B, 0, LK, DV), "enable_gqa": True},
+        ValueError, ["query", "4 heads", "multiple of the key's 0"],
+    ),
+    "attn_mask is no tensor": ({"attn_mask": [[True]]}, TypeError, ["attn_mask", "list", "torch.Tensor"]),
+    "attn_mask is True": ({"attn_mask": True}, TypeError, ["attn_mask", "bool", "torch.Tensor"]),
+    "attn_mask of one dimension": (
+        {"attn_mask": torch.ones(LK, dtype=torch.bool)}, ValueError, ["attn_mask", "[5]", "broadcasts to", "[2, 4, 3, 5]"],
+    ),
+    "attn_mask of five dimensions": (
+        {"attn_mask": torch.ones(1, 1, 1, LQ, LK)}, ValueError, ["attn_mask", "[1, 1, 1, 3, 5]", "[2, 4, 3, 5]"],
+    ),
+    "attn_mask transposed": (
+        {"attn_mask": torch.ones(LK, LQ, dtype=torch.bool)}, ValueError, ["attn_mask", "[5, 3]", "[2, 4, 3, 5]"],
+    ),
+    "attn_mask of integers": (
+        {"attn_mask": torch.ones(LQ, LK, dtype=torch.int32)},
+        TypeError, ["attn_mask", "torch.int32", "torch.bool or floating point"],
+    ),
+    "attn_mask elsewhere": (
+        {"attn_mask": meta(torch.ones(LQ, LK))}, ValueError, ["attn_mask", "meta", "device cpu"],
+    ),
+    "bias is no tensor": ({"bias": 1.0}, TypeError, ["bias", "float", "torch.Tensor"]),
+    "bias of a wrong shape": ({"bias": torch.ones(LQ, 4)}, ValueError, ["bias", "[3, 4]", "[2, 4, 3, 5]"]),
+    "bias is bool": (
+        {"bias": torch.ones(LQ, LK, dtype=torch.bool)}, TypeError, ["bias", "torch.bool", "floating point", "attn_mask"],
+    ),
+    "bias elsewhere": ({"bias": meta(torch.ones(LQ, LK))}, ValueError, ["bias", "meta", "device cpu"]),
+    "key_mask is no tensor": ({"key_mask": [True] * LK}, TypeError, ["key_mask", "list", "torch.Tensor"]),
+    "key_mask of a wrong shape": (
+        {"key_mask": torch.ones(B, LQ, dtype=torch.bool)}, ValueError, ["key_mask", "[2, 3]", "[batch, key length] = [2, 5]"],
+    ),
+    "key_mask of integers": (
+        {"key_mask": torch.ones(B, LK, dtype=torch.int64)}, TypeError, ["key_mask", "torch.int64", "torch.bool"],
+    ),
+    "key_mask elsewhere": (
+        {"key_mask": meta(torch.ones(B, LK, dtype=torch.bool))}, ValueError, ["key_mask", "meta", "device cpu"],
+    ),
+    "document_ids is no tensor": ({"document_ids": [0] * LK}, TypeError, ["document_ids", "list", "torch.Tensor"]),
+    "document_ids of a wrong shape": (
+        {"document_ids": torch.zeros(1, LK, dtype=torch.int64)}, ValueError, ["document_ids", "[1, 5]", "[2, 5]"],
+    ),
+    "document_ids of floats": ({"document_ids": torch.zeros(B, LK)}, TypeError, ["document_ids", "float32", "integers"]),
+    "document_ids of bools": (
+        {"document_ids": torch.zeros(B, LK, dtype=torch.bool)}, TypeError, ["document_ids", "bool", "integers"],
+    ),
+    "more queries than keys in documents": (
+        {"query": torch.randn(B, H, 7, D), "document_ids": torch.zeros(B, LK, dtype=torch.int64)},
+        ValueError, ["document_ids", "7 queries", "5 keys"],
+    ),
+    "head_scale is a number": ({"head_scale": 2.0}, TypeError, ["head_scale", "floating-point tensor [heads]"]),
+    "head_scale of integers": (
+        {"head_scale": torch.ones(H, dtype=torch.int64)}, TypeError, ["head_scale", "floating-point tensor [heads]"],
+    ),
+    "head_scale of a wrong shape": ({"head_scale": torch.ones(3)}, ValueError, ["head_scale", "[3]", "[heads] = [4]"]),
+    "head_scale elsewhere": ({"head_scale": meta(torch.ones(H))}, ValueError, ["head_scale", "meta", "device cpu"]),
+    "power is a number": ({"power": 3.0}, TypeError, ["power", "floating-point tensor [heads]", "mechanism"]),
+    "power of a wrong shape": ({"power": torch.ones(H, 1)}, ValueError, ["power", "[4, 1]", "[heads] = [4]"]),
+    "power without re-weighting": (
+        {"power": torch.ones(H), "mechanism": "lssa"}, ValueError, ["power", "does not re-weight", "sharpened()"],
+    ),
+    "window is a number": ({"window_size": 3}, ValueError, ["window_size", "3", "(left, right)"]),
+    "window of three": ({"window_size": (1, 2, 3)}, ValueError, ["window_size", "(1, 2, 3)", "(left, right)"]),
+    "window below -1": ({"window_size": (-2, 0)}, ValueError, ["window_size", "(-2, 0)", "-1 for all"]),
+    "window of floats": ({"window_size": (1.0, 0)}, ValueError, ["window_size", "(1.0, 0)", "(left, right)"]),
+    "dropout above 1": ({"dropout_p": 1.5}, ValueError, ["dropout_p", "1.5", "[0, 1]"]),
+    "dropout below 0": ({"dropout_p": -0.1}, ValueError, ["dropout_p", "-0.1", "[0, 1]"]),
+    "dropout nan": ({"dropout_p": math.nan}, ValueError, ["dropout_p", "nan", "[0, 1]"]),
+    "dropout is no number": ({"dropout_p": "half"}, TypeError, ["dropout_p", "str", "[0, 1]"]),
+    "dropout is None": ({"dropout_p": None}, TypeError, ["dropout_p", "NoneType", "[0, 1]"]),
+    "dropout with LASER": (
+        {"dropout_p": 0.1, "mechanism": "laser"}, ValueError, ["dropout_p", "0.1", "LASER", "log 0", "output instead"],
+    ),
+    "dropout with LASER over LSSAR": (
+        {"dropout_p": 0.1, "mechanism": "laser(lssar)"}, ValueError, ["dropout_p", "0.1", "LASER"],
+    ),
+    "scale is no number": ({"scale": "big"}, TypeError, ["scale", "str", "number"]),
+    "scale of two numbers": ({"scale": torch.ones(2)}, TypeError, ["scale", "Tensor", "number"]),
+    "scale nan": ({"scale": math.nan}, ValueError, ["scale", "nan", "finite"]),
+    "scale infinite": ({"scale": math.inf}, ValueError, ["scale", "inf", "finite"]),
+    "mechanism is no name": ({"mechanism": 3}, TypeError, ["mechanism", "int", "'lssar'", "Mechanism"]),
+    "mechanism is None": ({"mechanism": None}, TypeError, ["mechanism", "NoneType", "'lssar'"]),
+    "mechanism misspelt": ({"mechanism": "lsar"}, ValueError, ["mechanism", "'lsar'", "did you mean 'lssar'"]),
+    "backend unknown": ({"backend": "tilde"}, ValueError, ["backend", "'tilde'", "'auto'", "'tiled'", "'reference'"]),
+    "backend is no name": ({"backend": ["tiled"]}, (TypeError, ValueError), ["backend", "'auto'"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_is_refused_in_the_callers_words(case):
+    changes, error, words = REFUSED[case]
+    with pytest.raises(error) as caught:
+        attention(**tensors(**changes))
+    message = str(caught.value)
+    assert "\n" not in message
+    at = 0
+    for word in words:
+        found = message.find(word, at)
+        assert found >= 0, f"{word!r} is not in {message[at:]!r}"
+        at = found + len(word)
+
+
+def test_the_same_arguments_unchanged_are_taken():
+    """So that each refusal above is due to its one change."""
+    assert attention(**tensors()).shape == (B, H, LQ, DV)
+    everything = tensors(
+        attn_mask=torch.ones(LQ, LK, dtype=torch.bool),
+        bias=torch.zeros(LQ, LK),
+        key_mask=torch.ones(B, LK, dtype=torch.bool),
+        document_ids=torch.zeros(B, LK, dtype=torch.int64),
+        head_scale=torch.ones(H),
+        power=torch.full((H,), 3.0),
+        window_size=(2, 1),
+        dropout_p=0.5,
+        scale=1.0,
+        backend="tiled",
+    )
+    assert attention(**everything).shape == (B, H, LQ, DV)
+
+
+@pytest.mark.parametrize(
+    "shape", [(LQ, LK), (1, LK), (LQ, 1), (1, LQ, LK), (H, 1, LK), (B, 1, 1, LK), (B, H, LQ, LK), (1, 1)]
+)
+@pytest.mark.parametrize("name", ["attn_mask", "bias"])
+def test_every_shape_that_broadcasts_is_taken_as_torch_broadcasts_it(name, shape):
+    generator = torch.Generator().manual_seed(1)
+    given = torch.randn(shape, generator=generator)
+    given = given > -0.7 if name == "attn_mask" else given
+    same = tensors()
+    full = given.expand(B, H, LQ, LK).contiguous()
+    for backend in ("reference", "tiled"):
+        one = attention(**same, **{name: given}, mechanism="softmax", backend=backend)
+        other = attention(**same, **{name: full}, mechanism="softmax", backend=backend)
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    "case", ["query is no tensor", "head dims that differ", "grouped heads unasked", "mechanism misspelt"]
+)
+def test_explain_refuses_the_same(case):
+    changes, error, words = REFUSED[case]
+    with pytest.raises(error, match=words[0]):
+        explain(**tensors(**changes))
+
+
+def test_explain_accounts_for_every_backend():
+    answer = explain(**tensors())
+    assert answer.backend == "tiled"
+    assert set(answer.reasons) == {"tiled", "reference"}
+    assert all(answer.reasons.values())
+    assert "-> tiled: " in str(answer)
+    assert "   reference: " in str(answer)
+    named = explain(**tensors(), backend="reference")
+    assert named.backend == "reference"
+    assert named.reasons["reference"] == "asked for by name"
+    with pytest.raises(ValueError, match="backend: got 'triton'"):
+        explain(**tensors(), backend="triton")
+
+
+def test_a_list_is_a_window_too():
+    same = tensors()
+    assert torch.equal(attention(**same, window_size=[1, 0]), attention(**same, window_size=(1, 0)))
+
+
+def test_causality_narrows_a_window():
+    same = tensors()
+    both = attention(**same, window_size=(1, 2), is_causal=True)
+    assert torch.equal(both, attention(**same, window_size=(1, 0)))
