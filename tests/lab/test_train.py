@@ -98,6 +98,7 @@ def test_the_run_folder_says_what_made_it(tiny: Path, trained: Path) -> None:
     assert load(trained / RECIPE) == load(tiny)
     config = json.loads((trained / MODEL / "config.json").read_text())
     assert config["max_position_embeddings"] == 32
+    assert config["eos_token_id"] == 256, "generation would stop at whatever byte the architecture's default id is"
     assert not list(trained.rglob("pytorch_model*"))
     assert list((trained / "tensorboard").iterdir())
 

@@ -1,5 +1,8 @@
 """What a recipe's [data] table stands for: prepared tokens, and the windows of them that training and evaluation read."""
 
+from transformers import AutoTokenizer
+
+from softfocus.lab import tokenizer
 from softfocus.lab.progress import Event, Listener
 from softfocus.lab.recipe import Recipe
 from softfocus.lab.tokens import TokenStore, prepare
@@ -34,3 +37,8 @@ def training_windows(recipe: Recipe, store: TokenStore) -> TrainingWindows:
     """Exactly the windows that the steps of a recipe read, in their order."""
     train = recipe.train
     return TrainingWindows(store, train.length, seed=train.seed, count=train.steps * train.batch)
+
+
+def end_of_document(store: TokenStore) -> int:
+    """The id that ends a document."""
+    return tokenizer.end_of_document(AutoTokenizer.from_pretrained(store.tokenizer))

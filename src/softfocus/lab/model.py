@@ -11,7 +11,7 @@ from softfocus.lab.recipe import Recipe
 from softfocus.lab.results import MODEL, RECIPE
 
 
-def build(recipe: Recipe, vocabulary: int) -> Any:
+def build(recipe: Recipe, vocabulary: int, end: int | None = None) -> Any:
     """A freshly initialised causal language model.
 
     Weights come from torch's global generator: seed it first.
@@ -19,13 +19,14 @@ def build(recipe: Recipe, vocabulary: int) -> Any:
     Args:
         recipe: what to build.
         vocabulary: size of the tokenizer's vocabulary.
+        end: the id that ends a document, where generation stops.
 
     Raises:
         LabError: an architecture or a configuration key that Transformers does not know, a vocabulary that is too small.
     """
     from transformers import AutoModelForCausalLM
 
-    config = build_config(recipe, vocabulary)
+    config = build_config(recipe, vocabulary, end)
     try:
         model = AutoModelForCausalLM.from_config(config)
     except ValueError as error:
@@ -36,7 +37,7 @@ def build(recipe: Recipe, vocabulary: int) -> Any:
     return _use(model, recipe)
 
 
-def build_config(recipe: Recipe, vocabulary: int) -> Any:
+def build_config(recipe: Recipe, vocabulary: int, end: int | None = None) -> Any:
     """The Transformers configuration of a recipe, without a mechanism yet."""
     from transformers import CONFIG_MAPPING
 
@@ -53,7 +54,9 @@ def build_config(recipe: Recipe, vocabulary: int) -> Any:
             near = get_close_matches(key, known, n=1)
             guess = f"did you mean 'model.config.{near[0]}'?" if near else f"see {cls.__name__} of Transformers"
             raise LabError(f"architecture {architecture!r} has no key 'model.config.{key}'", guess)
-    values = {"vocab_size": vocabulary, **recipe.model.config}
+    # The architecture's own special ids mean other tokens in our vocabulary, or none
+    values: dict[str, Any] = {"vocab_size": vocabulary, "bos_token_id": end, "eos_token_id": end, "pad_token_id": None}
+    values |= recipe.model.config
     if values["vocab_size"] < vocabulary:
         raise LabError(
             f"model.config.vocab_size={values['vocab_size']} is less than the tokenizer's {vocabulary}",

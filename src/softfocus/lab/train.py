@@ -74,7 +74,7 @@ def train(
     with state.main_process_first():
         tokens = data.tokens(recipe, listener)
     set_seed(recipe.train.seed)
-    model = models.build(recipe, tokens.vocab_size)
+    model = models.build(recipe, tokens.vocab_size, data.end_of_document(tokens))
     info = _describe(recipe, folder, model, tokens.vocab_size, str(state.device))
     if main:
         _check_disk(folder, info.parameters)
@@ -129,11 +129,12 @@ def _check(recipe: Recipe, folder: Path, resume: bool, overwrite: bool) -> RunIn
 
 
 def _clear(folder: Path) -> None:
-    (folder / RUN).unlink(missing_ok=True)  # first: without it nothing that is left looks like a run
-    for name in (RECIPE, EVALUATION, PARTIAL_EVALUATION):
-        (folder / name).unlink(missing_ok=True)
+    # run.json first: without it nothing that is left looks like a run. The recipe last: it marks the folder as the lab's
+    (folder / RUN).unlink(missing_ok=True)
     for name in (MODEL, CHECKPOINTS, TENSORBOARD):
         shutil.rmtree(folder / name, ignore_errors=True)
+    for name in (EVALUATION, PARTIAL_EVALUATION, RECIPE):
+        (folder / name).unlink(missing_ok=True)
 
 
 def _describe(recipe: Recipe, folder: Path, model: Any, vocabulary: int, device: str) -> RunInfo:
