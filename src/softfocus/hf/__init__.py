@@ -62,8 +62,8 @@ def use(target: Target, mechanism: str | Mechanism, **parameters: float) -> Targ
         TypeError: not a model, config or mechanism, or an unknown parameter.
 
     Warns:
-        UserWarning: some classes of attention in the model (pooling heads, block-sparse encoders) do not dispatch and
-            keep their softmax; the message names them.
+        UserWarning: some attention in the model (a pooling head, a block-sparse encoder) does not dispatch and keeps its
+            softmax; the message names the classes.
     """
     algebra = mechanism_of(mechanism)
     entry = _config.new_entry(algebra, {**learned_parameters(algebra), **_check_parameters(algebra, parameters)})
@@ -122,7 +122,7 @@ def _refuse_without_dispatch(model: PreTrainedModel, modules: list[torch.nn.Modu
         raise ValueError(_no_dispatch(type(model).__name__))
     if kept := _learned.keeps_softmax(model):
         warn(
-            f"softfocus.hf.use: {', '.join(kept)} in {type(model).__name__} compute their softmax themselves and keep it",
+            f"softfocus.hf.use: {type(model).__name__} keeps softmax in {', '.join(kept)}, which computes it by itself",
             stacklevel=3,
         )
 
