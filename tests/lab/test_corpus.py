@@ -186,6 +186,7 @@ def test_sources_that_are_not_there(tmp_path):
     assert "there is no file or folder" in refused(tmp_path / "missing.txt")
     assert "holds no file" in refused(tmp_path)
     assert "at least one document" in refused("stdlib", max_documents=0)
+    assert "cannot look for xxx" in refused("x" * 10_000)
 
 
 @pytest.mark.parametrize("content", [b"\x89PNG\r\n\x1a\n\0\0", b"text\0text", "é".encode("latin-1")])

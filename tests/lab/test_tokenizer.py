@@ -1,3 +1,4 @@
+import errno
 import json
 
 import pytest
@@ -164,3 +165,18 @@ def test_a_tokenizer_written_in_python_works_too():
             return type("Encoding", (), {"input_ids": [[len(text)] for text in texts]})
 
     assert encoder(Slow())(["ab", "c"]) == [[2], [1]]
+
+
+def test_saving_to_a_full_disk_is_an_os_error(tmp_path):
+    class Full:
+        def __init__(self, message):
+            self.message = message
+
+        def save_pretrained(self, folder):
+            raise Exception(self.message)
+
+    with pytest.raises(OSError, match="No space left") as caught:
+        room.save(Full("No space left on device (os error 28)"), tmp_path)
+    assert caught.value.errno == errno.ENOSPC
+    with pytest.raises(Exception, match="something else"):
+        room.save(Full("something else"), tmp_path)

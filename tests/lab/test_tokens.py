@@ -377,6 +377,13 @@ def test_without_a_val_the_first_shard_validates(make, tmp_path, monkeypatch):
     assert other.train.tolist() == store.train.tolist()
 
 
+def test_where_all_are_val_the_first_validates(make, tmp_path):
+    for number in range(2):
+        shard(tmp_path / "s" / f"val_{number}.bin", [END] + [number] * 9)
+    store = make("s")
+    assert (store.validation[1], store.train[1]) == (0, 1)
+
+
 def test_a_single_shard_is_cut_between_documents(make, tmp_path):
     shard(tmp_path / "a.bin", [END, 1, 1, 1, 1, 1, 1, END, 2, 2])
     store = make("a.bin", validation_fraction=0.5)

@@ -144,18 +144,21 @@ def files(source: str) -> list[Path]:
     """The files at a path or glob, folders searched to the bottom, hidden ones left out, sorted.
 
     Raises:
-        LabError: there are none.
+        LabError: there are none, or they may not be looked for.
     """
     path = Path(source).expanduser()
-    if path.is_file():
-        return [path]
-    if path.is_dir():
-        found = _walk(path)
-        what, remedy = f"the folder {source} holds no file", "put text, .jsonl or .parquet files there"
-    else:
-        found = [Path(file) for file in glob.glob(str(path), recursive=True)]
-        what, remedy = f"there is no file or folder {source}", f"check the path, or use '{STDLIB}' or '{HUB}NAME'"
-    found = sorted(file for file in found if file.is_file())
+    try:
+        if path.is_file():
+            return [path]
+        if path.is_dir():
+            found = _walk(path)
+            what, remedy = f"the folder {source} holds no file", "put text, .jsonl or .parquet files there"
+        else:
+            found = [Path(file) for file in glob.glob(str(path), recursive=True)]
+            what, remedy = f"there is no file or folder {source}", f"check the path, or use '{STDLIB}' or '{HUB}NAME'"
+        found = sorted(file for file in found if file.is_file())
+    except OSError as error:  # a folder that is closed to us, a name that is too long
+        raise LabError(f"cannot look for {source}: {error.strerror}", "check the path and who may read it") from error
     if not found:
         raise LabError(what, remedy)
     return found

@@ -85,7 +85,7 @@ def fill(folder: Path, plan: Plan, progress: Progress) -> dict[str, Any]:
             raise _empty(plan.validation)
         if not validation.count:
             validation.append(*train.cut(plan.fraction))
-    tokenizer.save_pretrained(folder / "tokenizer")
+    tokenizers.save(tokenizer, folder / "tokenizer")
     counts = [train.count, validation.count, train.documents, validation.documents]
     sources = [plan.train.source, plan.validation and plan.validation.source]
     return {"counts": counts, "dtype": train.dtype.str, "vocab_size": size, "sources": sources, "tokenizer": plan.spec}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -76,6 +78,20 @@ def end_of_document(tokenizer: Any) -> int:
     end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
     assert end is not None, "load_tokenizer refuses such a tokenizer"
     return int(end)
+
+
+def save(tokenizer: Any, folder: Path) -> None:
+    """Like `save_pretrained`, but a disk that is full raises OSError, as with every other file.
+
+    Raises:
+        OSError: of writing. `tokenizers` raises a bare Exception that ends in "(os error 28)".
+    """
+    try:
+        tokenizer.save_pretrained(folder)
+    except Exception as error:
+        if code := re.search(r"\(os error (\d+)\)", str(error)):
+            raise OSError(int(code[1]), os.strerror(int(code[1]))) from error
+        raise
 
 
 def _bytes() -> Any:

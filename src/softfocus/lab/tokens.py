@@ -107,7 +107,7 @@ def prepare(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> TokenStore:
-    """The tokens of a source, from the cache if they are there. Memory is bounded, whatever the size of the source.
+    """The tokens of a source, from the cache if they are there. Memory is bounded by the longest document.
 
     Without a validation source, one document in 1 / validation_fraction is held out, evenly from the first to the last;
     where that gives none, the documents that start in the last validation_fraction of the tokens are, or else the end of
@@ -182,8 +182,8 @@ def _build(folder: Path, plan: Plan, progress: Progress | None) -> None:
     shutil.rmtree(partial, ignore_errors=True)  # the lock is ours: what is there was left by a process that died
     partial.mkdir()
     try:
-        with contextlib.ExitStack() as stack:
-            about = fill(partial, plan, progress or stack.enter_context(_bar()))
+        with contextlib.nullcontext(progress) if progress else _bar() as tell:
+            about = fill(partial, plan, tell)
         (partial / "store.json").write_text(json.dumps(about, indent=2) + "\n")
         partial.rename(folder)
     except BaseException:
