@@ -1,6 +1,7 @@
 """Evaluation: losses, their standard errors, the rotary base at each length, and what cannot be evaluated."""
 
 import math
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -160,6 +161,21 @@ def test_what_cannot_be_evaluated(run: Path, tmp_path: Path) -> None:
     with pytest.raises(LabError, match=r"not finished: its status is failed \(it rained\)"):
         evaluate(run, [32])
     assert not (run / EVALUATION).exists()
+
+
+def test_a_corpus_that_changed(tiny: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    text = tmp_path / "corpus.txt"
+    text.write_text("".join((tiny.parent / f"{number}.txt").read_text() for number in range(10)))
+    recipe = load(tiny, [f"data.source={text}", "data.tokenizer=bpe:300", "train.steps=2"])
+    train(recipe, tmp_path / "run")
+    evaluate(tmp_path / "run", [32], tokens=512)
+    assert not caplog.records
+    os.utime(text, (1, 1))  # the same text: the same tokenizer, but nobody can be sure of what was held out
+    evaluate(tmp_path / "run", [32], tokens=512)
+    assert "has changed since it was trained" in caplog.text
+    text.write_text(text.read_text()[::-1])
+    with pytest.raises(LabError, match="not the one that its recipe now gives"):
+        evaluate(tmp_path / "run", [32], tokens=512)
 
 
 @pytest.mark.parametrize(

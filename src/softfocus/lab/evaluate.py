@@ -1,6 +1,8 @@
 """Loss over length: how well a model trained on short windows predicts in long ones."""
 
+import filecmp
 import itertools
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -18,9 +20,12 @@ from softfocus.lab.errors import LabError
 from softfocus.lab.means import ClusteredMeans, default_edges
 from softfocus.lab.progress import Event, Listener, silent
 from softfocus.lab.recipe import load
-from softfocus.lab.results import RECIPE, Bucket, Evaluation, Row, load_run, save_evaluation
+from softfocus.lab.results import MODEL, RECIPE, Bucket, Evaluation, Row, RunInfo, load_run, save_evaluation
 from softfocus.lab.rope import forget_lengths, with_dynamic_ntk
+from softfocus.lab.tokens import TokenStore
 from softfocus.lab.windows import EvaluationWindows
+
+_log = logging.getLogger(__name__)
 
 LOGITS = 2**24
 """Logits held at once: 64 MB in float32, whatever the vocabulary and the length."""
@@ -65,7 +70,9 @@ def evaluate(
     lengths = sorted(set(lengths))
     wanted = tokens or recipe.evaluate.tokens
     _check_positions(models.load_config(folder), max(lengths))
-    windows = EvaluationWindows(data.tokens(recipe, progress), lengths, wanted)
+    store = data.tokens(recipe, progress)
+    _check_tokens(store, folder, info)
+    windows = EvaluationWindows(store, lengths, wanted)
     evaluation = Evaluation(
         run=info.name,
         mechanism=info.mechanism,
@@ -113,6 +120,22 @@ class _Pace:
             Event(
                 kind="step", run=self.run, done=self.done, total=self.total, tokens_per_second=pace, seconds_left=left
             )
+        )
+
+
+def _check_tokens(store: TokenStore, folder: Path, info: RunInfo) -> None:
+    """Other ids would make the losses meaningless; another cut of the corpus only makes them less than held-out."""
+    now, then = store.tokenizer / "tokenizer.json", folder / MODEL / "tokenizer.json"
+    if now.is_file() and then.is_file() and not filecmp.cmp(now, then, shallow=False):
+        raise LabError(
+            f"the tokenizer of {folder} is not the one that its recipe now gives: the corpus it was made from has changed",
+            f"put the corpus back, or train again with `softfocus train {folder / RECIPE} --out {folder} --overwrite`",
+        )
+    if info.tokens and info.tokens != store.folder.name:
+        _log.warning(
+            "the corpus of %s has changed since it was trained (or moved, or was copied): what is held out now may have "
+            "been trained on",
+            folder,
         )
 
 

@@ -50,6 +50,7 @@ class RunInfo(_Record):
     finished: datetime | None = None
     train_length: int = Field(description="tokens a training window")
     vocabulary: int = Field(description="size of the tokenizer's vocabulary")
+    tokens: str = Field(default="", description="key of the token cache: which corpus, tokenizer and held-out part")
     steps: int = Field(description="optimiser steps that the recipe asks for")
     steps_done: int = 0
     tokens_per_step: int

@@ -30,6 +30,7 @@ from softfocus.lab.results import (
     save_run,
     write_atomically,
 )
+from softfocus.lab.tokens import TokenStore
 from softfocus.lab.trainer import Interruptible, Watch, WindowTrainer, make_trainer
 
 
@@ -75,7 +76,7 @@ def train(
         tokens = data.tokens(recipe, listener)
     set_seed(recipe.train.seed)
     model = models.build(recipe, tokens.vocab_size, data.end_of_document(tokens))
-    info = _describe(recipe, folder, model, tokens.vocab_size, str(state.device))
+    info = _describe(recipe, folder, model, tokens, str(state.device))
     if main:
         _check_disk(folder, info.parameters)
         write_atomically(folder / RECIPE, recipe.to_toml())
@@ -137,7 +138,7 @@ def _clear(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
 
 
-def _describe(recipe: Recipe, folder: Path, model: Any, vocabulary: int, device: str) -> RunInfo:
+def _describe(recipe: Recipe, folder: Path, model: Any, tokens: TokenStore, device: str) -> RunInfo:
     return RunInfo(
         name=folder.resolve().name,
         recipe=recipe.name,
@@ -150,7 +151,8 @@ def _describe(recipe: Recipe, folder: Path, model: Any, vocabulary: int, device:
         machine=provenance.machine(device),
         started=_now(),
         train_length=recipe.train.length,
-        vocabulary=vocabulary,
+        vocabulary=tokens.vocab_size,
+        tokens=tokens.folder.name,
         steps=recipe.train.steps,
         tokens_per_step=recipe.train.batch * recipe.train.length,
     )
