@@ -1,4 +1,4 @@
-"""Runs made up for the tests of reports, where no number was ever measured; and a tiny recipe with a run of it, that is real."""
+"""Runs made up for the tests of reports, where no number was ever measured; and a tiny recipe with a real run of it."""
 
 import math
 from collections.abc import Iterator, Sequence
