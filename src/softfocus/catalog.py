@@ -5,8 +5,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 
-import torch
-
 from softfocus.mechanism import Mechanism, laser, sharpened
 
 SOFTPLUS_PAPER = "arXiv 2501.13428"
@@ -208,7 +206,6 @@ def mechanisms() -> Catalog:
     return _CATALOG
 
 
-@torch.compiler.assume_constant_result  # the name is looked up once, while torch.compile traces
 def named(text: str) -> Mechanism:
     """The mechanism that a name or a combination of names stands for.
 

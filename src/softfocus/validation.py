@@ -8,6 +8,10 @@ from torch import Tensor
 from softfocus.catalog import named
 from softfocus.mechanism import Mechanism
 
+_looked_up = torch.compiler.assume_constant_result(
+    named
+)  # once, while torch.compile traces: it cannot follow the parser
+
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -20,7 +24,7 @@ def mechanism_of(mechanism: str | Mechanism) -> Mechanism:
     if isinstance(mechanism, Mechanism):
         return mechanism
     if isinstance(mechanism, str):
-        return named(mechanism)
+        return _looked_up(mechanism)
     raise TypeError(
         f"mechanism: got {type(mechanism).__name__}, expected a name such as 'lssar' or a softfocus.Mechanism"
     )
