@@ -54,7 +54,7 @@ def loss_table(
                 name if line == 0 else "",
                 Text(label),
                 *(_loss(row, blank, low) for row, low in zip(rows, best, strict=True)),
-                f"{grown.ratio:.3f}" if grown and math.isfinite(grown.ratio) else blank,
+                f"{grown.ratio:.3f}" if grown and math.isfinite(grown.ratio) else Text(blank, style="dim"),
                 end_section=line == len(runs) - 1,
             )
     return table
