@@ -15,7 +15,9 @@ from softfocus.reference import default_scale, row_scale
 from softfocus.testing.cases import Case
 from softfocus.visibility import Visibility
 
-REPLICAS = 6
+REPLICAS = 16
+"""One evaluation of the eager formula is one draw of its rounding errors, and can be lucky. Shuffling the head dimension and
+the keys leaves the mathematics alone and draws again; the worst of so many draws is the yardstick."""
 BAND = 4.0
 """Rounding band: this many units in the last place of a tensor's largest value, on top of twice the eager error."""
 
@@ -61,16 +63,20 @@ def check(
     arguments = case.arguments(algebra, dtype, device=device)
     exact = _exactly(arguments)
     expected = run(_reference, exact)
-    yardstick = _eager_errors(arguments, expected)
-    if dtype == torch.float64:  # nothing more exact to compare with: the oracle's own error comes on top
-        yardstick = {name: 1.5 * error for name, error in yardstick.items()}
-    compare(
-        run(attention, arguments),
-        expected,
-        yardstick,
-        _sizes(exact, expected),
-        f"{case.name}, {algebra}, {dtype}",
-    )
+    actual, sizes, label = run(attention, arguments), _sizes(exact, expected), f"{case.name}, {algebra}, {dtype}"
+    # In float64 there is nothing more exact to compare with: the oracle's own error comes on top.
+    share = 1.5 if dtype == torch.float64 else 1.0
+    yardstick = dict.fromkeys(expected.tensors, 0.0)
+    for seed in range(REPLICAS):  # the yardstick only grows: as soon as it suffices, the rest need not be drawn
+        eager = run(partial(_shuffled, seed), arguments)
+        for name, want in expected.tensors.items():
+            yardstick[name] = max(yardstick[name], share * _largest(eager.tensors[name].double() - want))
+        try:
+            return compare(actual, expected, yardstick, sizes, label)
+        except AssertionError:
+            if seed == REPLICAS - 1:
+                raise
+    return None
 
 
 def compare(
@@ -134,21 +140,6 @@ def _exactly(arguments: dict[str, Any]) -> dict[str, Any]:
         else x
         for name, x in arguments.items()
     }
-
-
-def _eager_errors(arguments: dict[str, Any], exact: Outcome) -> dict[str, float]:
-    """The largest error of the eager formula over a few orders of summation.
-
-    One evaluation is one draw of its rounding errors, and can be lucky. Shuffling the head dimension and the keys leaves
-    the mathematics alone and draws again. In float64, where there is nothing more exact to compare with, the errors are
-    those of one order against another.
-    """
-    worst = dict.fromkeys(exact.tensors, 0.0)
-    for seed in range(REPLICAS):
-        outcome = run(partial(_shuffled, seed), arguments)
-        for name, want in exact.tensors.items():
-            worst[name] = max(worst[name], _largest(outcome.tensors[name].double() - want))
-    return worst
 
 
 def _shuffled(seed: int, **arguments: Any) -> Tensor:
