@@ -317,7 +317,10 @@ while True:
     time.sleep(0.01)
 """
     worker = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert worker.stdout.readline() == b"{}\n"
-    worker.stdout.close()
-    assert worker.wait(20) == -signal.SIGTERM
-    assert worker.stderr.read() == b"what a library prints\n"
+    try:
+        assert worker.stdout.readline() == b"{}\n"
+        worker.stdout.close()
+        assert worker.wait(20) == -signal.SIGTERM
+        assert worker.stderr.read() == b"what a library prints\n"
+    finally:
+        worker.kill()

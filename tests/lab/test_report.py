@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from softfocus.lab.errors import LabError
-from softfocus.lab.figure import PALETTE, colours, save_figure1, spread
+from softfocus.lab.figure import PALETTE, colours, figure1, save_figure1, spread
 from softfocus.lab.finding import finding
 from softfocus.lab.page import render
 from softfocus.lab.points import columns, growth, labels, shared_columns
@@ -177,6 +177,22 @@ class TestFigure:
             for half in (found[1] < width / 2, found[1] > width / 2):  # a panel a scaling
                 assert half.sum() > 200
         assert list(tmp_path.iterdir()) == [path], "no temporary file is left"
+
+    def test_two_panels_on_one_scale_with_bands_labels_and_the_training_length(self, four):
+        drawn = figure1(evaluations(four), title="A title")
+        plain, ntk = drawn.axes
+        assert drawn.get_suptitle() == "A title"
+        assert plain.get_ylim() == ntk.get_ylim()
+        for ax, name, softmax in ((plain, "no scaling", 2.80), (ntk, "dynamic NTK", 2.38)):
+            assert name in ax.get_title(loc="left")
+            assert (ax.get_xscale(), list(ax.get_xticks())) == ("log", [1, 2, 4, 8, 16])
+            assert [label.get_text() for label in ax.get_xticklabels()][-1] == "2,048\n16×"
+            *lines, training_length = ax.lines
+            assert lines[0].get_ydata()[-1] == softmax
+            assert list(training_length.get_xdata()) == [1, 1]
+            assert {text.get_text() for text in ax.texts} == {"Softmax", "LSSA", "LSSAR", "LASER"}
+            band = ax.collections[0].get_paths()[0].vertices
+            assert band[:, 1].max() == pytest.approx(softmax + 0.01)
 
     def test_the_same_mechanism_keeps_its_colour_and_no_two_runs_share_one(self, four, fabricate):
         all_four = evaluations(four)

@@ -69,8 +69,8 @@ def colours(evaluations: Sequence[Evaluation]) -> list[int]:
     return taken
 
 
-def save_figure1(evaluations: Sequence[Evaluation], path: Path, *, title: str, axis: Axis = "multiple") -> None:
-    """Loss over length as a PNG: a panel for each scaling of RoPE, one y axis, written whole or not at all."""
+def figure1(evaluations: Sequence[Evaluation], *, title: str, axis: Axis = "multiple") -> Figure:
+    """Loss over length: a panel for each scaling of RoPE, on one y axis."""
     with rc_context(_STYLE):
         figure = Figure(figsize=(11, 4.8), layout="constrained")
         panels = figure.subplots(1, 2, sharey=True)
@@ -80,9 +80,18 @@ def save_figure1(evaluations: Sequence[Evaluation], path: Path, *, title: str, a
         panels[1].set_ylabel("")
         panels[1].tick_params(labelleft=True)
         figure.suptitle(title, x=0.01, ha="left", fontsize=12)
-        temporary = path.with_name(f".{path.name}.partial")
+        return figure
+
+
+def save_figure1(evaluations: Sequence[Evaluation], path: Path, *, title: str, axis: Axis = "multiple") -> None:
+    """Write figure1 as a PNG, whole or not at all."""
+    temporary = path.with_name(f".{path.name}.partial")
+    figure = figure1(evaluations, title=title, axis=axis)
+    try:
         figure.savefig(temporary, format="png", dpi=160, facecolor="white", metadata={"Title": title})
         temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def length_svgs(evaluations: Sequence[Evaluation], *, axis: Axis = "multiple") -> list[str]:
