@@ -77,8 +77,20 @@ def test_calling_it_again_switches(build, tokens):
     assert torch.equal(logits(model, ids), logits(build("llama", "sharpened(lssa, 2)"), ids))
     softfocus.hf.use(model, "ssmax")
     assert torch.equal(logits(model, ids), logits(build("llama", "ssmax"), ids))  # back to initial values
+    softfocus.hf.use(model, "qknorm")
+    assert torch.equal(model.model.layers[0].self_attn.softfocus_head_scale, torch.full((4,), 20.0))
     softfocus.hf.use(model, "softmax")
     assert not [name for name, _ in model.named_parameters() if "softfocus_" in name]
+
+
+def test_initialising_again_keeps_what_was_learned(build):
+    """Transformers does so for every outer model; its own parameters are flagged by then, and so are ours."""
+    model = build("llama", "ssmax")
+    scale = model.model.layers[0].self_attn.softfocus_head_scale
+    with torch.no_grad():
+        scale.fill_(3.0)
+    model.init_weights()
+    assert torch.equal(scale, torch.full((4,), 3.0))
 
 
 def test_parameters_follow_the_weights(build):
