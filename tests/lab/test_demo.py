@@ -311,7 +311,7 @@ def test_a_worker_whose_parent_is_gone_asks_itself_to_stop():
 import time
 from softfocus.lab import demo_worker
 out = demo_worker._own_stdout()
-print("what a library prints")  # goes to the log, not between the lines of JSON
+print("what a library prints", flush=True)  # goes to the log, not between the lines of JSON
 while True:
     demo_worker._say(out, "{}")
     time.sleep(0.01)
