@@ -224,6 +224,7 @@ def test_a_full_disk_is_noticed_before_it_is_full(tiny: Path, tmp_path: Path, mo
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
     with pytest.raises(LabError, match="GB free"):
         train(load(tiny), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_damaged_run_files(trained: Path, tmp_path: Path) -> None:

@@ -72,15 +72,16 @@ def train(
     if main and overwrite:
         _clear(folder)
     listener = progress if main else silent
-    with state.main_process_first():
-        tokens = data.tokens(recipe, listener)
-    set_seed(recipe.train.seed)
-    model = models.build(recipe, tokens.vocab_size, data.end_of_document(tokens))
-    info = _describe(recipe, folder, model, tokens, str(state.device))
-    if main:
-        _check_disk(folder, info.parameters)
-        write_atomically(folder / RECIPE, recipe.to_toml())
-        save_run(folder, info)
+    with _made(folder):
+        with state.main_process_first():
+            tokens = data.tokens(recipe, listener)
+        set_seed(recipe.train.seed)
+        model = models.build(recipe, tokens.vocab_size, data.end_of_document(tokens))
+        info = _describe(recipe, folder, model, tokens, str(state.device))
+        if main:
+            _check_disk(folder, info.parameters)
+            write_atomically(folder / RECIPE, recipe.to_toml())
+            save_run(folder, info)
     watch = Watch(recipe, listener)
     with _recording(folder, info, main):
         trainer = make_trainer(recipe, folder, model, data.training_windows(recipe, tokens), watch)
@@ -158,12 +159,23 @@ def _describe(recipe: Recipe, folder: Path, model: Any, tokens: TokenStore, devi
     )
 
 
-def _check_disk(folder: Path, parameters: int) -> None:
+@contextmanager
+def _made(folder: Path) -> Iterator[None]:
+    """The folder, made before the corpus is prepared, which may take long; and taken away again if that fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(folder).free
     except OSError as error:
         raise LabError(f"cannot make the folder {folder}: {error.strerror}", "choose another one with --out") from error
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):  # not empty: a run that is resumed, or another process of this one
+            folder.rmdir()
+        raise
+
+
+def _check_disk(folder: Path, parameters: int) -> None:
+    free = shutil.disk_usage(folder).free
     # Three checkpoints (two are kept, one is being written) of float32 weights and two moments, and the model
     need = parameters * 4 * (3 * 3 + 1)
     if free < need:
