@@ -256,7 +256,10 @@ class TestPage:
                 value = attributes.get(name) or "#"
                 assert value.startswith("#"), (tag, name, value)
         assert not re.search(r"@import|url\((?!#)", text)
-        assert set(re.findall(r"\w+://[^\s\"'<]+", text)) == {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
+        assert set(re.findall(r"\w+://[^\s\"'<]+", text)) == {
+            "http://www.w3.org/2000/svg",
+            "http://www.w3.org/1999/xlink",
+        }
 
     def test_its_ids_are_unique_although_it_holds_several_drawings(self, text):
         used = Page(text).ids

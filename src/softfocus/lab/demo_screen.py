@@ -22,7 +22,7 @@ from softfocus.lab.table import loss_table
 
 Status = Literal["waiting", "starting", "training", "evaluating", "finished", "failed"]
 
-TRAINING = 0.8
+TRAINING = 0.9
 """The share of a model's time that is training, the rest being evaluation: measured on the demo's recipes, two cores."""
 
 EVERY = 10.0
