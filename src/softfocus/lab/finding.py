@@ -132,7 +132,13 @@ def _judge(lssar: list[Evaluation], softmax: list[Evaluation], multiple: float) 
         if abs(g.ratio - limit) <= 2 * g.standard_error
     ]
     verdict: Verdict = "holds" if holds else "does not hold"
-    return verdict, verdict + (f", with {' and '.join(close)} within two standard errors of the limit" if close else "")
+    # An upper bound: the two losses of a ratio share their documents, and an Evaluation does not hold their covariance
+    caution = (
+        f", with {' and '.join(close)} within two standard errors (cautiously, as of unpaired losses) of the limit"
+        if close
+        else ""
+    )
+    return verdict, verdict + caution
 
 
 def _growth_in_words(evaluations: list[Evaluation], multiple: float) -> str:
