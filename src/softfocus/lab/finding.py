@@ -133,11 +133,8 @@ def _judge(lssar: list[Evaluation], softmax: list[Evaluation], multiple: float) 
     ]
     verdict: Verdict = "holds" if holds else "does not hold"
     # An upper bound: the two losses of a ratio share their documents, and an Evaluation does not hold their covariance
-    caution = (
-        f", with {' and '.join(close)} within two standard errors (cautiously, as of unpaired losses) of the limit"
-        if close
-        else ""
-    )
+    within = "within two standard errors (cautiously, as of unpaired losses) of the limit"
+    caution = f", with {' and '.join(close)} {within}" if close else ""
     return verdict, verdict + caution
 
 
