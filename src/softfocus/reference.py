@@ -133,6 +133,7 @@ def attention(problem: Problem, visible: Tensor, mechanism: Mechanism) -> tuple[
     if power is not None:
         weights, peak = sharpen(weights, count, power)
     weights = _post(weights, visible, count, mechanism)
+    weights = torch.where(visible, weights, 0.0)  # also in a row that is NaN by what it sees
     weights = F.dropout(weights, problem.dropout_p)
     out = _mix(weights, value, visible, mechanism)
 
@@ -222,12 +223,15 @@ def _mix(weights: Tensor, value: Tensor, visible: Tensor, mechanism: Mechanism) 
     broken = visible.to(value.dtype) @ (~value.isfinite()).to(value.dtype) > 0  # [B, H, Lq, Dv]
     value = torch.where(value.isfinite(), value, 0.0)
     if mechanism.laser:
-        live = weights > 0
+        live = weights != 0
         log_weights = torch.where(live, torch.where(live, weights, 1.0).log(), -math.inf)
         empty = ~live.any(-1, keepdim=True)  # [B, H, Lq, 1]
         log_weights = torch.where(empty, 0.0, log_weights)
-        out = torch.logsumexp(log_weights[..., :, :, None] + value[..., None, :, :], dim=-2)
-        out = torch.where(empty, 0.0, out)
+        terms = log_weights[..., :, :, None] + value[..., None, :, :]  # [B, H, Lq, Lk, Dv]
+        terms = torch.where(visible[..., None] | empty[..., None], terms, -math.inf)
+        out = torch.where(empty, 0.0, torch.logsumexp(terms, dim=-2))
     else:
         out = weights @ value
-    return torch.where(broken, math.nan, out)
+    # rows that see nothing are cut off here, so that not even a NaN handed to them from above goes further
+    blind = ~visible.any(-1, keepdim=True)
+    return torch.where(broken, math.nan, torch.where(blind, 0.0, out))

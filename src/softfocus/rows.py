@@ -91,12 +91,15 @@ def forward(
         rows.final = -rows.weights
     elif mechanism.post != "none":
         rows.final = _recentre(rows.weights, visible, count, mechanism)
+    if visible is not None and bool(maximum.isnan().any()):
+        rows.final = rows.final.masked_fill(~visible, 0.0)  # a row that sees a NaN is NaN only where it sees
     return rows
 
 
 def backward(
     rows: Rows,
     grad: Tensor,
+    scaled: Tensor | None,
     visible: Tensor | None,
     count: Tensor,
     mechanism: Mechanism,
@@ -108,6 +111,7 @@ def backward(
     Args:
         rows: what :func:`forward` returned.
         grad: dL/dA, [..., R, K]; overwritten.
+        scaled: a further part of the gradient that only A * dL/dA can hold (LASER, where dL/dA may overflow), or None.
         visible, count, mechanism, power, length: as in :func:`forward`.
 
     Returns:
@@ -119,9 +123,9 @@ def backward(
         grad = _recentre_backward(rows, grad, visible, count, mechanism)
     grad_power = None
     if power is not None:
-        grad, grad_power = _sharpen_backward(rows, grad, count, power)
+        grad, grad_power = _sharpen_backward(rows, grad, scaled, count, power)
     elif mechanism.normaliser == "l1":
-        grad = _l1_backward(rows.f, rows.weights, rows.norm, grad, mechanism.phi in SIGNED_PHI)
+        grad = _l1_backward(rows.f, rows.weights, rows.norm, grad, mechanism.phi in SIGNED_PHI, scaled)
     elif mechanism.normaliser != "none":
         grad.mul_(row_factor(mechanism, count, length))
     grad.mul_(_phi_derivative(rows, mechanism))
@@ -152,13 +156,23 @@ def _phi_derivative(rows: Rows, mechanism: Mechanism) -> Tensor:
     return derivative if rows.tail is None else torch.where(rows.tail, rows.f, derivative)
 
 
-def _l1_backward(f: Tensor, weights: Tensor, norm: Tensor, grad: Tensor, signed: bool) -> Tensor:
+def _l1_backward(
+    f: Tensor, weights: Tensor, norm: Tensor, grad: Tensor, signed: bool, scaled: Tensor | None = None
+) -> Tensor:
     """A = f / sum|f|: df = (dA - sign(f) sum_j dA_j A_j) / sum|f|. Overwrites grad.
 
     Where phi is not ``signed``, an f of 0 has phi' = 0 or is invisible, and its sign does not matter.
     """
     inner = (grad * weights).sum(-1, keepdim=True)
-    return grad.sub_(f.sign().mul_(inner) if signed else inner).div_(norm)
+    if scaled is not None:
+        inner += scaled.sum(-1, keepdim=True)
+    grad.sub_(f.sign().mul_(inner) if signed else inner).div_(norm)
+    return grad if scaled is None else grad.add_(_over(scaled, f))
+
+
+def _over(scaled: Tensor, x: Tensor) -> Tensor:
+    """scaled / x, 0 where x is 0."""
+    return scaled / x.masked_fill(x == 0, torch.inf)
 
 
 def _power(u: Tensor, power: Tensor | float) -> Tensor:
@@ -197,7 +211,9 @@ def _sharpen(rows: Rows, count: Tensor, power: Tensor | float) -> None:
         rows.weights = torch.where(tied, f / norm, rows.weights)
 
 
-def _sharpen_backward(rows: Rows, grad: Tensor, count: Tensor, power: Tensor | float) -> tuple[Tensor, Tensor | None]:
+def _sharpen_backward(
+    rows: Rows, grad: Tensor, scaled: Tensor | None, count: Tensor, power: Tensor | float
+) -> tuple[Tensor, Tensor | None]:
     """dL/df and dL/dp: with g = dL/du = p u^(p-1) (dA - D) / sum u^p and D = sum_j A dA,
 
     df = (g - o mean(g)) / spread on every visible key, since the floor of u is o times the row's mean.
@@ -206,13 +222,18 @@ def _sharpen_backward(rows: Rows, grad: Tensor, count: Tensor, power: Tensor | f
     assert rows.spread is not None
     assert rows.sharp_norm is not None
     inner = (grad * rows.weights).sum(-1, keepdim=True)
-    if rows.tied is not None:
-        tied_grad = (grad - inner) / rows.norm
+    if scaled is not None:
+        inner += scaled.sum(-1, keepdim=True)
     grad.sub_(inner)
+    if rows.tied is not None:
+        tied_grad = grad / rows.norm
+        if scaled is not None:
+            tied_grad += _over(scaled, rows.f)
     grad_power = None
     if isinstance(power, Tensor):
         log_u = torch.where(rows.u > 0, rows.u, 1.0).log_()
-        grad_power = log_u.mul_(rows.weights).mul_(grad).sum(-1, keepdim=True)
+        weighted = grad * rows.weights if scaled is None else grad * rows.weights + scaled
+        grad_power = log_u.mul_(weighted).sum(-1, keepdim=True)
         if rows.tied is not None:
             grad_power = grad_power.masked_fill_(rows.tied, 0.0)
         slope = torch.where(rows.u > 0, rows.u ** (power - 1.0), 0.0).mul_(power)
@@ -221,6 +242,8 @@ def _sharpen_backward(rows: Rows, grad: Tensor, count: Tensor, power: Tensor | f
     else:
         slope = _power(rows.u, power - 1.0).mul_(power)
     grad.mul_(slope).div_(rows.sharp_norm)
+    if scaled is not None:
+        grad.add_(_over(scaled * power, rows.u))  # p u^(p-1) / sum u^p = p A / u
     threshold = (count > FREE_ROWS).to(grad.dtype)
     grad.sub_(threshold * grad.sum(-1, keepdim=True) / count.clamp(min=1.0)).div_(rows.spread)
     if rows.tied is not None:

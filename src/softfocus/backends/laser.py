@@ -38,23 +38,29 @@ class ShiftedExponential:
 
     def mix_backward(
         self, weights: Tensor, grad: Tensor, low: int, high: int, common: Tensor | slice | None
-    ) -> tuple[Tensor, Tensor]:
-        """dL/dA [b, h, R, K] and the part of dL/dV [b, h, K, Dv] that these rows give."""
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Gradients of :meth:`mix`.
+
+        Returns:
+            dL/dA [b, h, R, K] of the entries that are products; A * dL/dA of those that are summed exactly, or None where
+            there are none (dL/dA itself may be too large for the dtype there); the part of dL/dV [b, h, K, Dv] that these
+            rows give.
+        """
         total, exact = self._sum(weights, low, high, common)
-        share = (grad / total).masked_fill_(exact | (grad == 0), 0.0)  # dL/d(A exp(V - M))
+        # dL/d(A exp(V - M)). A row that sees a NaN has NaN weights where it sees, and those alone must carry it on.
+        share = (grad / total).masked_fill_(exact | (grad == 0) | total.isnan(), 0.0)
         assert self.exponential is not None
         exponential = self.exponential[..., low:high, :]
-        weight_grad = share @ exponential.mT
-        value_grad = (weights.mT @ share).mul_(exponential)
-        for (b, h, row, column), log_terms in self._exact(weights, exact, low, high):
-            above = grad[b, h, row, column, None]
-            softmax = log_terms.softmax(-1)
-            value_grad.mT.index_put_((b, h, column), softmax * above, accumulate=True)
-            weight = weights[b, h, row]
-            part = softmax / weight.masked_fill(weight == 0, 1.0) * above
-            weight_grad.index_put_((b, h, row), part, accumulate=True)
         # A weight of 0 has no slope behind it in any mechanism, and exp(V - out) there may be anything.
-        return weight_grad.masked_fill_(weights == 0, 0.0), value_grad
+        weight_grad = (share @ exponential.mT).masked_fill_(weights == 0, 0.0)
+        value_grad = (weights.mT @ share).mul_(exponential)
+        scaled = None
+        for (b, h, row, column), log_terms in self._exact(weights, exact, low, high):
+            part = log_terms.softmax(-1) * grad[b, h, row, column, None]
+            value_grad.mT.index_put_((b, h, column), part, accumulate=True)
+            scaled = torch.zeros_like(weights) if scaled is None else scaled
+            scaled.index_put_((b, h, row), part, accumulate=True)
+        return weight_grad, scaled, value_grad
 
     def _sum(self, weights: Tensor, low: int, high: int, common: Tensor | slice | None) -> tuple[Tensor, Tensor]:
         """A exp(V - M), and which of its entries must be summed exactly."""

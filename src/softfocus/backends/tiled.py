@@ -77,11 +77,12 @@ def backward(
             keys = slice(tile.low, tile.high)
             # [b, h, G * R, Dv]; rows that see nothing, and outputs that are NaN by rule, pass nothing on
             above = chunk.poison(chunk.blank(chunk.take(grad, tile.start, tile.stop), rows), tile, with_value=0.0)
+            scaled = None
             if exponential is None:
                 value_grad[..., keys, :] += chunk.flat(weights).mT @ above
                 weight_grad = above @ chunk.value[..., keys, :].mT
             else:
-                weight_grad, part = exponential.mix_backward(
+                weight_grad, scaled, part = exponential.mix_backward(
                     chunk.flat(weights), above, tile.low, tile.high, tile.common
                 )
                 value_grad[..., keys, :] += part
@@ -89,7 +90,14 @@ def backward(
             if keep is not None:
                 weight_grad.mul_(keep)
             score_grad, power_grad = rowwise.backward(
-                rows, weight_grad, tile.visible, tile.count, mechanism, chunk.power, visibility.key_length
+                rows,
+                weight_grad,
+                None if scaled is None else scaled.view(rows.scores.shape),
+                tile.visible,
+                tile.count,
+                mechanism,
+                chunk.power,
+                visibility.key_length,
             )
             chunk.score_backward(tile, score_grad, key_grad, grads)
             if power_grad is not None and grads.power is not None:
@@ -131,7 +139,8 @@ class _Tile:
     visible: Tensor | None  # [b|1, h|1, G|1, R, K]
     common: Tensor | slice | None  # keys that every row sees
     count: Tensor  # [b, h, G, R, 1]
-    query: Tensor  # [b, h, G * R, D], normalised for cosine
+    query: Tensor  # [b, h, G * R, D], normalised for cosine, 0 where it is not finite
+    broken: Tensor | None  # [b, h, G * R, 1], which queries are not finite
     query_norm: Tensor | None
     factor: Tensor  # [b, h, G, R, 1], c_i without the head's own
 
@@ -205,15 +214,16 @@ class _Chunk:
             if self.mechanism.laser:
                 common = _common(visibility, start, stop, low, high, visible, count, self.shape)
             query = self.take(self.problem.query, start, stop)
-            query, norm = self._direction(query)
+            broken = _broken_rows(query)
+            query, norm = self._direction(_mended(query, broken))
             factor = row_scale(self.mechanism, self.problem.scale, count)
-            yield _Tile(start, stop, low, high, visible, common, count.expand(*self.shape, -1, 1), query, norm, factor)
+            yield _Tile(
+                start, stop, low, high, visible, common, count.expand(*self.shape, -1, 1), query, broken, norm, factor
+            )
 
     def rows(self, tile: _Tile) -> Rows:
         """Scores of a tile and everything up to the weights."""
-        query = tile.query
-        broken = _broken_rows(query)
-        scaled = self.unflat(_mended(query, broken)) * self._full_factor(tile)
+        scaled = self.unflat(tile.query) * self._full_factor(tile)
         scores = (self.flat(scaled) @ self.key[..., tile.low : tile.high, :].mT).view(
             *self.shape, -1, tile.high - tile.low
         )
@@ -222,16 +232,15 @@ class _Chunk:
             scores += row_bias
         if self.problem.bias is not None:
             scores += self._bias(self.problem.bias, tile)
-        if broken is not None:
-            scores.masked_fill_(self.unflat(broken), torch.nan)
+        if tile.broken is not None:
+            scores.masked_fill_(self.unflat(tile.broken), torch.nan)
         if self.broken_key is not None:
             scores.masked_fill_(self.broken_key[..., tile.low : tile.high, :].mT.unsqueeze(2), torch.nan)
         return rowwise.forward(scores, tile.visible, tile.count, self.mechanism, self.power, self.visibility.key_length)
 
     def score_backward(self, tile: _Tile, score_grad: Tensor, key_grad: Tensor, grads: _Gradients) -> None:
         """dL/ds of a tile into the gradients of query, key, bias and head_scale."""
-        broken = _broken_rows(tile.query)
-        query = _mended(tile.query, broken)
+        query = tile.query
         if grads.bias is not None:
             target = self._bias(grads.bias, tile, keep_shape=True)
             target += _sum_to(score_grad.flatten(1, 2), target.shape)
