@@ -229,21 +229,16 @@ def _sharpen_backward(
         tied_grad = grad / rows.norm
         if scaled is not None:
             tied_grad += _over(scaled, rows.f)
+    grad.mul_(rows.weights)
+    if scaled is not None:
+        grad.add_(scaled)
     grad_power = None
     if isinstance(power, Tensor):
-        log_u = torch.where(rows.u > 0, rows.u, 1.0).log_()
-        weighted = grad * rows.weights if scaled is None else grad * rows.weights + scaled
-        grad_power = log_u.mul_(weighted).sum(-1, keepdim=True)
+        grad_power = torch.where(rows.u > 0, rows.u, 1.0).log_().mul_(grad).sum(-1, keepdim=True)
         if rows.tied is not None:
             grad_power = grad_power.masked_fill_(rows.tied, 0.0)
-        slope = torch.where(rows.u > 0, rows.u ** (power - 1.0), 0.0).mul_(power)
-    elif power == 1.0:
-        slope = (rows.u > 0).to(grad.dtype)
-    else:
-        slope = _power(rows.u, power - 1.0).mul_(power)
-    grad.mul_(slope).div_(rows.sharp_norm)
-    if scaled is not None:
-        grad.add_(_over(scaled * power, rows.u))  # p u^(p-1) / sum u^p = p A / u
+    # u^(p-1) / sum u^p is A / u; where u is 0, so is A
+    grad.div_(rows.u.clamp(min=torch.finfo(grad.dtype).tiny)).mul_(power)
     threshold = (count > FREE_ROWS).to(grad.dtype)
     grad.sub_(threshold * grad.sum(-1, keepdim=True) / count.clamp(min=1.0)).div_(rows.spread)
     if rows.tied is not None:

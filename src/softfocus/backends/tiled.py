@@ -189,11 +189,12 @@ class _Chunk:
         self.dtype = compute_dtype(problem.query.dtype)
         self.shape = (batches.stop - batches.start, key_heads.stop - key_heads.start, self.groups)
         self.count = self._five(count[..., None])
-        key = problem.key[batches, key_heads].to(self.dtype)
-        value = problem.value[batches, key_heads].to(self.dtype)
+        # contiguous: a product would copy a [B, L, H, D] view every time
+        key = problem.key[batches, key_heads].to(self.dtype).contiguous()
+        value = problem.value[batches, key_heads].to(self.dtype).contiguous()
         # Products run on finite stand-ins: an invisible NaN times a weight of 0 would be NaN.
         self.broken_key = _broken_rows(key)
-        self.broken_value = None if bool(value.isfinite().all()) else ~value.isfinite()
+        self.broken_value = None if _all_finite(value) else ~value.isfinite()
         self.value = value if self.broken_value is None else value.masked_fill(self.broken_value, 0.0)
         self.key, self.key_norm = self._direction(_mended(key, self.broken_key))
         head_scale, power = problem.head_scale, problem.power
@@ -345,10 +346,14 @@ def _direction_backward(grad: Tensor, direction: Tensor, norm: Tensor) -> Tensor
     return (grad - direction * (grad * direction).sum(-1, keepdim=True)) / norm
 
 
+def _all_finite(x: Tensor) -> bool:
+    """Whether x holds neither NaN nor infinity; False, at worst, for finite numbers whose sum overflows."""
+    return bool(x.sum().isfinite())
+
+
 def _broken_rows(x: Tensor) -> Tensor | None:
     """bool [..., 1], the rows of x with a NaN or an infinity; None if there are none."""
-    finite = x.isfinite()
-    return None if bool(finite.all()) else ~finite.all(-1, keepdim=True)
+    return None if _all_finite(x) else ~x.isfinite().all(-1, keepdim=True)
 
 
 def _mended(x: Tensor, broken: Tensor | None) -> Tensor:
