@@ -85,7 +85,7 @@ def test_statistics_equal_the_reference(mechanism):
 
 @pytest.mark.parametrize(("rows", "elements"), [(5, 1), (7, 2000), (33, 10**9)])
 def test_tiles_may_be_cut_anywhere(monkeypatch, rows, elements):
-    from softfocus.backends import tiled as backend
+    from softfocus.backends import tiles as backend
 
     monkeypatch.setattr(backend, "TILE_ROWS", rows)
     monkeypatch.setattr(backend, "TILE_ELEMENTS", elements)
@@ -108,7 +108,7 @@ def test_memory_grows_with_the_length_not_its_square():
                     self.size = max(self.size, x.untyped_storage().nbytes())
             return result
 
-    from softfocus.backends import tiled as backend
+    from softfocus.backends import tiles as backend
 
     length = 4096
     query, key, value = (torch.randn(1, 2, length, 8, requires_grad=True) for _ in range(3))

@@ -1,0 +1,303 @@
+"""A problem cut into tiles: what the tiled backend's forward and backward walk over."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from softfocus import rows as rowwise
+from softfocus.mechanism import Mechanism
+from softfocus.reference import Problem, compute_dtype, row_scale, score_bias
+from softfocus.rows import Rows
+from softfocus.visibility import Visibility
+
+TILE_ROWS = 64
+TILE_ELEMENTS = 1 << 18
+"""Scores held at once: 1 MiB of float32, a few of which live at a time in the second-level cache."""
+
+
+class Gradients(NamedTuple):
+    """Of a problem's tensors, in its order; what is summed over tiles is held in the compute dtype."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    bias: Tensor | None
+    head_scale: Tensor | None
+    power: Tensor | None
+
+    @classmethod
+    def zeros(cls, problem: Problem, bias_grad: bool) -> "Gradients":
+        """Of a problem; without the bias's unless it is wanted."""
+        dtype = compute_dtype(problem.query.dtype)
+
+        def zeros(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+            return None if x is None else torch.zeros(x.shape, dtype=dtype, device=x.device)
+
+        query, key, value = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in problem[:3])
+        bias = zeros(problem.bias, dtype) if bias_grad else None
+        return cls(query, key, value, bias, zeros(problem.head_scale, dtype), zeros(problem.power, dtype))
+
+
+@dataclass
+class Tile:
+    """Query rows [start, stop) against keys [low, high): visible 5-D bool or None, count 5-D, and what LASER needs."""
+
+    start: int
+    stop: int
+    low: int
+    high: int
+    visible: Tensor | None  # [b|1, h|1, G|1, R, K]
+    common: Tensor | slice | None  # keys that every row sees
+    count: Tensor  # [b, h, G, R, 1]
+    query: Tensor  # [b, h, G * R, D], normalised for cosine, 0 where it is not finite
+    broken: Tensor | None  # [b, h, G * R, 1], which queries are not finite
+    query_norm: Tensor | None
+    factor: Tensor  # [b, h, G, R, 1], c_i without the head's own
+
+
+def chunks(problem: Problem, visibility: Visibility, mechanism: Mechanism) -> Iterator["Chunk"]:
+    """Batches and heads in groups that keep a tile near TILE_ELEMENTS."""
+    if problem.query.numel() == 0 or problem.key.size(2) == 0:
+        return
+    batch, heads = problem.query.shape[:2]
+    key_heads = problem.key.size(1)
+    groups = heads // key_heads
+    count = visibility.count(problem.query.device).to(compute_dtype(problem.query.dtype))
+    low, high = visibility.span(max(0, visibility.query_length - TILE_ROWS), visibility.query_length)
+    sheet = max(1, groups * min(TILE_ROWS, visibility.query_length) * (high - low))
+    fit = max(1, TILE_ELEMENTS // sheet)
+    head_step = min(key_heads, fit)
+    batch_step = max(1, fit // key_heads) if head_step == key_heads else 1
+    for b in range(0, batch, batch_step):
+        for h in range(0, key_heads, head_step):
+            yield Chunk(
+                problem,
+                visibility,
+                mechanism,
+                count,
+                slice(b, min(b + batch_step, batch)),
+                slice(h, min(h + head_step, key_heads)),
+            )
+
+
+class Chunk:
+    """Some batches and key heads of a problem, with their keys and values ready for the products."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        visibility: Visibility,
+        mechanism: Mechanism,
+        count: Tensor,
+        batches: slice,
+        key_heads: slice,
+    ):
+        self.problem, self.visibility, self.mechanism = problem, visibility, mechanism
+        self.batches, self.key_heads = batches, key_heads
+        self.groups = problem.query.size(1) // problem.key.size(1)
+        self.heads = slice(key_heads.start * self.groups, key_heads.stop * self.groups)
+        self.dtype = compute_dtype(problem.query.dtype)
+        self.shape = (batches.stop - batches.start, key_heads.stop - key_heads.start, self.groups)
+        self.count = self._five(count[..., None])
+        # contiguous: a product would copy a [B, L, H, D] view every time
+        key = problem.key[batches, key_heads].to(self.dtype).contiguous()
+        value = problem.value[batches, key_heads].to(self.dtype).contiguous()
+        # Products run on finite stand-ins: an invisible NaN times a weight of 0 would be NaN.
+        self.broken_key = _broken_rows(key)
+        self.broken_value = None if _all_finite(value) else ~value.isfinite()
+        self.value = value if self.broken_value is None else value.masked_fill(self.broken_value, 0.0)
+        self.key, self.key_norm = self._direction(_mended(key, self.broken_key))
+        head_scale, power = problem.head_scale, problem.power
+        self.head_scale = None if head_scale is None else self._per_head(head_scale)
+        self.power: Tensor | float | None = mechanism.power if power is None else self._per_head(power)
+
+    def tiles(self) -> Iterator[Tile]:
+        """Blocks of query rows, first to last."""
+        visibility = self.visibility
+        for start in range(0, visibility.query_length, TILE_ROWS):
+            stop = min(start + TILE_ROWS, visibility.query_length)
+            low, high = visibility.span(start, stop)
+            if low == high:  # rows that see nothing: one hidden key keeps the reductions defined
+                low, high = min(low, visibility.key_length - 1), min(low, visibility.key_length - 1) + 1
+            visible = visibility.block(start, stop, low, high, self.key.device)
+            visible = None if visible is None else self._five(visible)
+            count = self.count[..., start:stop, :]
+            common: Tensor | slice | None = None
+            if self.mechanism.laser:
+                common = _common(visibility, start, stop, low, high, visible, count, self.shape)
+            query = self.take(self.problem.query, start, stop)
+            broken = _broken_rows(query)
+            query, norm = self._direction(_mended(query, broken))
+            factor = row_scale(self.mechanism, self.problem.scale, count)
+            yield Tile(
+                start, stop, low, high, visible, common, count.expand(*self.shape, -1, 1), query, broken, norm, factor
+            )
+
+    def rows(self, tile: Tile) -> Rows:
+        """Scores of a tile and everything up to the weights."""
+        scaled = self.unflat(tile.query) * self._full_factor(tile)
+        scores = (self.flat(scaled) @ self.key[..., tile.low : tile.high, :].mT).view(
+            *self.shape, -1, tile.high - tile.low
+        )
+        row_bias = score_bias(self.mechanism, tile.count, self.visibility.key_length)
+        if isinstance(row_bias, Tensor) or row_bias != 0.0:
+            scores += row_bias
+        if self.problem.bias is not None:
+            scores += self._bias(self.problem.bias, tile)
+        if tile.broken is not None:
+            scores.masked_fill_(self.unflat(tile.broken), torch.nan)
+        if self.broken_key is not None:
+            scores.masked_fill_(self.broken_key[..., tile.low : tile.high, :].mT.unsqueeze(2), torch.nan)
+        return rowwise.forward(scores, tile.visible, tile.count, self.mechanism, self.power, self.visibility.key_length)
+
+    def score_backward(self, tile: Tile, score_grad: Tensor, key_grad: Tensor, grads: Gradients) -> None:
+        """dL/ds of a tile into the gradients of query, key, bias and head_scale."""
+        query = tile.query
+        if grads.bias is not None:
+            target = self._bias(grads.bias, tile, keep_shape=True)
+            target += _sum_to(score_grad.flatten(1, 2), target.shape)
+        flat = self.flat(score_grad)
+        key_grad[..., tile.low : tile.high, :] += flat.mT @ self.flat(self.unflat(query) * self._full_factor(tile))
+        plain = self.unflat(flat @ self.key[..., tile.low : tile.high, :]) * tile.factor  # without the head's factor
+        if grads.head_scale is not None:
+            grads.head_scale[self.heads] += (plain * self.unflat(query)).sum((0, 3, 4)).flatten()
+        if self.head_scale is not None:
+            plain = plain * self.head_scale
+        if tile.query_norm is not None:
+            plain = _direction_backward(self.flat(plain), query, tile.query_norm)
+            plain = self.unflat(plain)
+        self.view(grads.query, tile.start, tile.stop).copy_(plain)
+
+    def finish(self, key_grad: Tensor, value_grad: Tensor, grads: Gradients) -> None:
+        """Write the gradients of this chunk's keys and values."""
+        if self.key_norm is not None:
+            key_grad = _direction_backward(key_grad, self.key, self.key_norm)
+        grads.key[self.batches, self.key_heads] = key_grad.to(grads.key.dtype)
+        grads.value[self.batches, self.key_heads] = value_grad.to(grads.value.dtype)
+
+    def kept(self, tile: Tile, seed: int) -> Tensor | None:
+        """What dropout multiplies the weights with: 0 or 1 / (1 - p), the same whenever it is asked for."""
+        p = self.problem.dropout_p
+        if p == 0.0:
+            return None
+        generator = torch.Generator(self.key.device)
+        generator.manual_seed(hash((seed, self.batches.start, self.key_heads.start, tile.start)) & (2**63 - 1))
+        keep = self.key.new_empty(*self.shape, tile.stop - tile.start, tile.high - tile.low)
+        return keep.bernoulli_(1.0 - p, generator=generator).div_(max(1.0 - p, 1e-30))
+
+    def take(self, x: Tensor, start: int, stop: int) -> Tensor:
+        """Rows of a [B, H, Lq, *] tensor as [b, h, G * R, *] in the compute dtype."""
+        return self.flat(self.view(x, start, stop).to(self.dtype))
+
+    def view(self, x: Tensor, start: int, stop: int) -> Tensor:
+        """A view of rows of a [B, H, Lq(, *)] tensor as [b, h, G, R(, *)]."""
+        return x[self.batches, self.heads, start:stop].unflatten(1, (-1, self.groups))
+
+    def flat(self, x: Tensor) -> Tensor:
+        """[b, h, G, R, *] to [b, h, G * R, *]: the heads of a group share their keys in one product."""
+        return x.reshape(x.size(0), x.size(1), -1, x.size(-1))
+
+    def unflat(self, x: Tensor) -> Tensor:
+        """The inverse of :meth:`flat`."""
+        return x.view(*self.shape, -1, x.size(-1))
+
+    def blank(self, mixed: Tensor, rows: Rows) -> Tensor:
+        """Zero where a row has no weight at all; only LASER, and NaN in rows that see nothing, need it."""
+        empty = self.flat((rows.maximum == -torch.inf).expand(*self.shape, -1, 1))
+        if self.mechanism.laser:
+            empty = empty | (self.flat(rows.final) == 0).all(-1, keepdim=True)
+        return mixed.masked_fill(empty, 0.0) if bool(empty.any()) else mixed
+
+    def poison(self, mixed: Tensor, tile: Tile, with_value: float = torch.nan) -> Tensor:
+        """NaN (or ``with_value``) where a row sees a value that is not finite."""
+        if self.broken_value is None:
+            return mixed
+        broken = self.broken_value[..., tile.low : tile.high, :].to(self.dtype)
+        if tile.visible is None:
+            seen = broken.sum(-2, keepdim=True)
+        else:
+            seen = self.flat(tile.visible.expand(*self.shape, *tile.visible.shape[-2:]).to(self.dtype)) @ broken
+        return mixed.masked_fill(seen > 0, with_value)
+
+    def _five(self, x: Tensor) -> Tensor:
+        """[B|1, H|1, R, K] to this chunk's [b|1, h|1, G|1, R, K]."""
+        x = x if x.size(0) == 1 else x[self.batches]
+        return x.unsqueeze(2) if x.size(1) == 1 else x[:, self.heads].unflatten(1, (-1, self.groups))
+
+    def _per_head(self, x: Tensor) -> Tensor:
+        return x[self.heads].to(self.dtype).view(1, -1, self.groups, 1, 1)
+
+    def _full_factor(self, tile: Tile) -> Tensor:
+        return tile.factor if self.head_scale is None else tile.factor * self.head_scale
+
+    def _bias(self, bias: Tensor, tile: Tile, keep_shape: bool = False) -> Tensor:
+        bias = bias if bias.size(2) == 1 else bias[:, :, tile.start : tile.stop]
+        bias = bias if bias.size(3) == 1 else bias[..., tile.low : tile.high]
+        if keep_shape:
+            bias = bias if bias.size(0) == 1 else bias[self.batches]
+            return bias if bias.size(1) == 1 else bias[:, self.heads]
+        return self._five(bias).to(self.dtype)
+
+    def _direction(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """x / |x| and |x| for cosine similarity; x and None for the dot product."""
+        if self.mechanism.similarity == "dot":
+            return x, None
+        largest = x.abs().amax(-1, keepdim=True)
+        zero = largest < torch.finfo(x.dtype).tiny
+        scaled = x / largest.masked_fill(zero, 1.0)
+        norm = scaled.square().sum(-1, keepdim=True).sqrt_()
+        direction = scaled.div_(norm.masked_fill(zero, 1.0)).masked_fill_(zero, 0.0)
+        # The product is the norm of x: kept as two factors it would neither overflow nor vanish, but a gradient of
+        # more than 1e38 is of no use to anyone.
+        return direction, (norm * largest).masked_fill_(zero, torch.inf)
+
+
+def _direction_backward(grad: Tensor, direction: Tensor, norm: Tensor) -> Tensor:
+    """dL/d(x/|x|) to dL/dx; zero for zero vectors, whose norm is kept as inf."""
+    return (grad - direction * (grad * direction).sum(-1, keepdim=True)) / norm
+
+
+def _all_finite(x: Tensor) -> bool:
+    """Whether x holds neither NaN nor infinity; False, at worst, for finite numbers whose sum overflows."""
+    return bool(x.sum().isfinite())
+
+
+def _broken_rows(x: Tensor) -> Tensor | None:
+    """bool [..., 1], the rows of x with a NaN or an infinity; None if there are none."""
+    return None if _all_finite(x) else ~x.isfinite().all(-1, keepdim=True)
+
+
+def _mended(x: Tensor, broken: Tensor | None) -> Tensor:
+    return x if broken is None else x.masked_fill(broken, 0.0)
+
+
+def _sum_to(x: Tensor, shape: torch.Size) -> Tensor:
+    """Sum over the dimensions along which a tensor of that shape was broadcast."""
+    spread = [i for i, (have, want) in enumerate(zip(x.shape, shape, strict=True)) if want == 1 and have != 1]
+    return x.sum(spread, keepdim=True) if spread else x
+
+
+def _common(
+    visibility: Visibility,
+    start: int,
+    stop: int,
+    low: int,
+    high: int,
+    visible: Tensor | None,
+    count: Tensor,
+    shape: tuple[int, int, int],
+) -> Tensor | slice | None:
+    """The keys that every row of a tile sees, rows that see nothing aside: bool [b|1, h|1, 1, K] or a slice."""
+    if visible is None:
+        return slice(0, high - low)
+    if visibility.mask is None and visibility.key_mask is None and visibility.document_ids is None:
+        first = start if visibility.right == -1 else max(start, -visibility.offset - visibility.right)
+        if first >= stop:
+            return None
+        return slice(visibility.span(stop - 1, stop)[0] - low, visibility.span(first, first + 1)[1] - low)
+    blind = (count == 0).expand(*shape[:2], *count.shape[2:])
+    everyone = (visible | blind).all(3, keepdim=True).all(2, keepdim=True)  # [b, h, 1, 1, K]
+    return everyone[:, :, 0]
