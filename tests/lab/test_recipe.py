@@ -16,7 +16,7 @@ SAYS = [
     (["train.learning_rate=-0.1"], "train.learning_rate = -0.1", "greater than 0"),
     (["train.betas=[0.9]"], "train.betas", "at least 2"),
     (["train.decay=lnear"], "train.decay = 'lnear'", "'linear' or 'cosine'"),
-    (["train.warmup=700", "train.warmdown=700"], "warmup=700 + warmdown=700", "more than steps=1200"),
+    (["train.warmup=700", "train.warmdown=700"], "warmup=700 + warmdown=700", "more than steps=1100"),
     (["train.accumulate=5"], "batch=16", "not a multiple of accumulate=5"),
     (["model.mechanism=lsar"], "model.mechanism: mechanism 'lsar' is not known", "did you mean 'lssar'"),
     (["model.mechanism=sharpened(lssa, 300)"], "model.mechanism", "outside [1, 100]"),
