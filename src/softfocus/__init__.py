@@ -12,12 +12,14 @@ if TYPE_CHECKING:
     from softfocus.catalog import mechanisms, named
     from softfocus.functional import RowStatistics, attention, explain
     from softfocus.mechanism import Mechanism, laser, sharpened
+    from softfocus.visibility import document_ids_from_lengths
 
 __all__ = [
     "Mechanism",
     "RowStatistics",
     "__version__",
     "attention",
+    "document_ids_from_lengths",
     "explain",
     "laser",
     "mechanisms",
@@ -35,6 +37,7 @@ _HOME = {
     "attention": "softfocus.functional",
     "RowStatistics": "softfocus.functional",
     "explain": "softfocus.functional",
+    "document_ids_from_lengths": "softfocus.visibility",
 }
 
 

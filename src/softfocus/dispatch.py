@@ -3,15 +3,26 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from softfocus.backends import Call, tiled
+from softfocus.backends import tiled
+from softfocus.mechanism import Mechanism
+from softfocus.reference import Problem
+from softfocus.visibility import Visibility
 
 
-def _reference_supports(call: Call) -> str | None:
+def _reference_supports(problem: Problem, visibility: Visibility, mechanism: Mechanism) -> str | None:
     return None
 
 
-BACKENDS: dict[str, Callable[[Call], str | None]] = {"tiled": tiled.supports, "reference": _reference_supports}
+BACKENDS: dict[str, Callable[[Problem, Visibility, Mechanism], str | None]] = {
+    "tiled": tiled.supports,
+    "reference": _reference_supports,
+}
 """Fastest first: ``backend="auto"`` takes the first that supports the call. None, or the sentence that says why not."""
+
+_DESCRIPTION = {
+    "tiled": "pure torch in blocks of rows: runs everywhere, memory O(L), slower than a fused kernel would be",
+    "reference": "the dense formula: memory O(L^2), differentiable twice; runs when asked for by name",
+}
 
 
 @dataclass(frozen=True)
@@ -32,7 +43,7 @@ class Explanation:
         )
 
 
-def choose(call: Call, backend: str) -> str:
+def choose(problem: Problem, visibility: Visibility, mechanism: Mechanism, backend: str) -> str:
     """The backend for a call.
 
     Raises:
@@ -40,33 +51,27 @@ def choose(call: Call, backend: str) -> str:
     """
     if backend == "auto":
         for name, supports in BACKENDS.items():
-            if supports(call) is None:
+            if supports(problem, visibility, mechanism) is None:
                 return name
         raise AssertionError("the reference supports every call")
     if not isinstance(backend, str) or backend not in BACKENDS:
         raise ValueError(f"backend: got {backend!r}, expected 'auto' or one of {', '.join(map(repr, BACKENDS))}")
-    if why := BACKENDS[backend](call):
+    if why := BACKENDS[backend](problem, visibility, mechanism):
         raise ValueError(f"backend: {backend!r} was asked for and does not support this call: {why}")
     return backend
 
 
-def account(call: Call, backend: str) -> Explanation:
+def account(problem: Problem, visibility: Visibility, mechanism: Mechanism, backend: str) -> Explanation:
     """Choose a backend and say why."""
-    chosen = choose(call, backend)
+    chosen = choose(problem, visibility, mechanism, backend)
     reasons = {}
     for name, supports in BACKENDS.items():
         if name == chosen:
             reasons[name] = "asked for by name" if backend != "auto" else _DESCRIPTION[name]
-        elif why := supports(call):
+        elif why := supports(problem, visibility, mechanism):
             reasons[name] = why
         elif backend != "auto":
             reasons[name] = f"{chosen!r} was asked for by name"
         else:
             reasons[name] = f"slower than {chosen!r}; {_DESCRIPTION[name]}"
     return Explanation(chosen, reasons)
-
-
-_DESCRIPTION = {
-    "tiled": "pure torch in blocks of rows: runs everywhere, memory O(L), slower than a fused kernel would be",
-    "reference": "the dense formula: memory O(L^2), differentiable twice; runs when asked for by name",
-}

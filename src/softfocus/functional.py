@@ -1,18 +1,21 @@
 """``attention()``: one call shaped like ``torch.nn.functional.scaled_dot_product_attention``, for every mechanism."""
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from softfocus import dispatch, ops, reference, validation
-from softfocus.backends import Call
 from softfocus.dispatch import Explanation
 from softfocus.mechanism import Mechanism
 from softfocus.reference import Problem, RowStatistics, default_scale
 from softfocus.visibility import Visibility
 
-__all__ = ["RowStatistics", "attention", "explain"]
+__all__ = ["HIDDEN", "RowStatistics", "attention", "explain"]
+
+HIDDEN = -1.0e4
+"""Entries of a floating attn_mask at or below this hide their key. Models write -inf, finfo.min, -1e9 or -1e4 for "hidden";
+added to a score, each makes softmax's exp exactly zero. Taken as plain numbers they would count as visible keys in N."""
 
 
 @overload
@@ -87,8 +90,9 @@ def attention(
         query: [B, H, Lq, D], float64, float32, bfloat16 or float16.
         key: [B, Hk, Lk, D], same dtype and device. Hk = H, or a divisor of it with ``enable_gqa``.
         value: [B, Hk, Lk, Dv]. Dv need not be D.
-        attn_mask: bool, True where the key may be seen, or floating: added to the scores, and hiding keys where it is -inf
-            or the lowest number of its dtype. Broadcastable to [B, H, Lq, Lk].
+        attn_mask: bool, True where the key may be seen, or floating: added to the scores, and hiding keys where it is
+            -1e4 or lower (:data:`HIDDEN`). Broadcastable to [B, H, Lq, Lk]. A floating mask is split into a bool and an
+            additive tensor of its size.
         dropout_p: probability with which a weight is dropped (the others grow by 1 / (1 - p)); 0 when not training. Not for
             LASER.
         is_causal: a query sees no later key. Aligned **bottom-right**: the last query is at the last key, as a KV cache
@@ -101,9 +105,11 @@ def attention(
         key_mask: bool [B, Lk], True where the key is real, False for padding: as ``attn_mask``, the opposite of
             ``torch.nn.MultiheadAttention``'s key_padding_mask.
         document_ids: integer [B, Lk]; a query sees the keys of its own document only (packed sequences). The queries are
-            the last Lq of the keys.
-        bias: floating, added to the scores after scaling, with gradient. Broadcastable to [B, H, Lq, Lk].
-        head_scale: [H], multiplies the scores, with gradient: the learned factor of SSMax, QK-norm and Shen's ReLU.
+            the last Lq of the keys. From lengths: :func:`softfocus.document_ids_from_lengths`.
+        bias: floating and finite, added to the scores after scaling, with gradient. Broadcastable to [B, H, Lq, Lk]. It
+            hides no key, however low: that is ``attn_mask``'s part.
+        head_scale: [H], multiplies the scores, with gradient: the learned factor of SSMax, QK-norm and Shen's ReLU, which
+            without it compute with 1.
         power: [H], takes the place of the mechanism's power, with gradient. Values below 1 have unbounded slopes.
         return_statistics: also return :class:`RowStatistics`, without gradient.
         backend: "auto", or one by name, which then never falls back; :func:`softfocus.explain` says what "auto" takes.
@@ -117,6 +123,74 @@ def attention(
 
     Source: arXiv 2501.13428 (softplus attention and the whole catalogue of its tables), arXiv 2411.03493 (LASER).
     """
+    problem, visibility, algebra = _prepared(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, mechanism, window_size, key_mask,
+        document_ids, bias, head_scale, power,
+    )  # fmt: skip
+    chosen = dispatch.choose(problem, visibility, algebra, backend)
+    if chosen == "reference":
+        out, statistics = _by_reference(problem, visibility, algebra)
+    else:
+        seed = torch.randint(2**62, (), device="cpu") if dropout_p else None
+        out, rows = ops.attend(
+            problem.query, problem.key, problem.value, problem.bias, problem.head_scale, problem.power,
+            visibility.mask, visibility.key_mask, visibility.document_ids, seed,
+            visibility.left, visibility.right, problem.scale, problem.dropout_p, algebra.code, chosen,
+        )  # fmt: skip
+        statistics = RowStatistics(*rows.unbind(0))
+    return (out, statistics) if return_statistics else out
+
+
+def explain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    mechanism: str | Mechanism = "lssar",
+    window_size: tuple[int, int] | None = None,
+    key_mask: Tensor | None = None,
+    document_ids: Tensor | None = None,
+    bias: Tensor | None = None,
+    head_scale: Tensor | None = None,
+    power: Tensor | None = None,
+    return_statistics: bool = False,
+    backend: str = "auto",
+) -> Explanation:
+    """Which backend ``attention()`` with these arguments runs on, and why each other one does not. Print it.
+
+    Raises:
+        ValueError, TypeError: as ``attention()``.
+    """
+    prepared = _prepared(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, mechanism, window_size, key_mask,
+        document_ids, bias, head_scale, power,
+    )  # fmt: skip
+    return dispatch.account(*prepared, backend)
+
+
+def _prepared(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    mechanism: str | Mechanism,
+    window_size: tuple[int, int] | None,
+    key_mask: Tensor | None,
+    document_ids: Tensor | None,
+    bias: Tensor | None,
+    head_scale: Tensor | None,
+    power: Tensor | None,
+) -> tuple[Problem, Visibility, Mechanism]:
+    """The arguments of ``attention()`` checked, and sorted into numbers and who sees whom."""
     algebra = validation.mechanism_of(mechanism)
     query, key, value = _autocast(query, key, value)
     validation.check_tensors(query, key, value, enable_gqa)
@@ -136,74 +210,35 @@ def attention(
                 "power: given, but the mechanism does not re-weight; wrap it in softfocus.sharpened() first"
             )
     scale = default_scale(algebra, query.size(-1)) if scale is None else validation.scale_of(scale)
-    chosen = dispatch.choose(_call(query, key, value, algebra), backend)
-
-    if chosen == "reference":
-        shape = (query.size(0), query.size(1), query.size(2), key.size(2))
-        visibility = Visibility(query.size(2), key.size(2), left, right, mask, key_mask, document_ids)
-        visible = visibility.block(0, query.size(2), 0, key.size(2), query.device)
-        visible = torch.ones((), dtype=torch.bool, device=query.device) if visible is None else visible
-        problem = Problem(query, key, value, bias, head_scale, power, scale, dropout_p)
-        with torch.autocast(query.device.type, enabled=False):
-            out, statistics = reference.attention(problem, visible.expand(shape), algebra)
-    else:
-        seed = torch.randint(2**62, (), device="cpu") if dropout_p else None
-        out, rows = ops.attend(
-            query, key, value, bias, head_scale, power, mask, key_mask, document_ids, seed,
-            left, right, scale, dropout_p, algebra.code, chosen,
-        )  # fmt: skip
-        statistics = RowStatistics(*rows.unbind(0))
-    return (out, statistics) if return_statistics else out
+    problem = Problem(query, key, value, bias, head_scale, power, scale, dropout_p)
+    return problem, Visibility(query.size(2), key.size(2), left, right, mask, key_mask, document_ids), algebra
 
 
-def explain(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    mechanism: str | Mechanism = "lssar",
-    enable_gqa: bool = False,
-    backend: str = "auto",
-) -> Explanation:
-    """Which backend ``attention()`` with these tensors runs on, and why each other one does not. Print it.
-
-    Raises:
-        ValueError, TypeError: as ``attention()``.
-    """
-    algebra = validation.mechanism_of(mechanism)
-    query, key, value = _autocast(query, key, value)
-    validation.check_tensors(query, key, value, enable_gqa)
-    return dispatch.account(_call(query, key, value, algebra), backend)
+def _by_reference(problem: Problem, visibility: Visibility, mechanism: Mechanism) -> tuple[Tensor, RowStatistics]:
+    query, key = problem.query, problem.key
+    visible = visibility.block(0, query.size(2), 0, key.size(2), query.device)
+    visible = torch.ones((), dtype=torch.bool, device=query.device) if visible is None else visible
+    visible = visible.expand(query.size(0), query.size(1), query.size(2), key.size(2))
+    with ops.own_dtypes(query):
+        return reference.attention(problem, visible, mechanism)
 
 
-def _call(query: Tensor, key: Tensor, value: Tensor, mechanism: Mechanism) -> Call:
-    return Call(
-        mechanism=mechanism,
-        device=query.device.type,
-        dtype=query.dtype,
-        batch=query.size(0),
-        heads=query.size(1),
-        key_heads=key.size(1),
-        query_length=query.size(2),
-        key_length=key.size(2),
-        head_dim=query.size(3),
-        value_dim=value.size(3),
-    )
-
-
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+def _autocast(*tensors: Any) -> tuple[Tensor, ...]:
     """Inside autocast, what SDPA does: floating inputs other than float64 take autocast's dtype."""
     kind = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
-    if not torch.is_autocast_enabled(kind):
+    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
-    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
+    return tuple(
+        x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x
+        for x in tensors
+    )
 
 
 def _mask_and_bias(
     attn_mask: Tensor | None, bias: Tensor | None, query: Tensor, key: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
-    """SDPA's two kinds of mask apart: who is seen (bool), and what is added (floating, finite)."""
+    """SDPA's two kinds of mask apart: who is seen (bool), and what is added (floating)."""
     mask = None
     if bias is not None:
         bias = validation.check_broadcast("bias", bias, query, key)
@@ -214,9 +249,9 @@ def _mask_and_bias(
         if attn_mask.dtype == torch.bool:
             mask = attn_mask
         elif attn_mask.is_floating_point():
-            # -inf and the lowest number are the two ways to write "hidden" in an additive mask; N_i must not count them
-            mask = attn_mask > torch.finfo(attn_mask.dtype).min
-            added = torch.where(mask, attn_mask, 0.0)
+            hidden = attn_mask <= HIDDEN
+            mask = ~hidden
+            added = attn_mask.masked_fill(hidden, 0.0)
             bias = added if bias is None else bias + added
         else:
             raise TypeError(f"attn_mask: got dtype {attn_mask.dtype}, expected torch.bool or floating point")

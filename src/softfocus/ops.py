@@ -4,6 +4,7 @@ Imports no backend: the implementation is looked up by name when the operator ru
 inside ``torch.compile(fullgraph=True)``.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from importlib import import_module
 from typing import Any
@@ -44,7 +45,7 @@ def attend(
     """
     problem = Problem(query, key, value, bias, head_scale, power, scale, dropout_p)
     visibility = Visibility(query.size(2), key.size(2), left, right, mask, key_mask, document_ids)
-    with _own_dtypes(query):
+    with own_dtypes(query):
         out, statistics = _load(backend).forward(problem, visibility, _decoded(mechanism), _item(seed))
     return out, statistics
 
@@ -55,8 +56,6 @@ def attend_backward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    out: Tensor,
-    statistics: Tensor,
     bias: Tensor | None,
     head_scale: Tensor | None,
     power: Tensor | None,
@@ -75,17 +74,16 @@ def attend_backward(
     """Gradients of query, key, value, bias, head_scale, power; what is not there or not wanted comes back empty."""
     problem = Problem(query, key, value, bias, head_scale, power, scale, dropout_p)
     visibility = Visibility(query.size(2), key.size(2), left, right, mask, key_mask, document_ids)
-    with _own_dtypes(query):
-        grads = _load(backend).backward(
-            grad, problem, out, statistics, visibility, _decoded(mechanism), _item(seed), bias_grad
-        )
+    with own_dtypes(query):
+        grads = _load(backend).backward(grad, problem, visibility, _decoded(mechanism), _item(seed), bias_grad)
     # an operator may neither return None nor one of its own arguments
     return tuple(query.new_empty(0) if g is None else g for g in grads)  # type: ignore[return-value]
 
 
-def _own_dtypes(query: Tensor) -> torch.autocast:
+def own_dtypes(query: Tensor) -> AbstractContextManager[Any]:
     """Autocast has done its part before the operator; inside, it would round the statistics' products too."""
-    return torch.autocast(query.device.type, enabled=False)
+    kind = query.device.type
+    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
 
 
 def _load(backend: str) -> Any:
@@ -109,8 +107,6 @@ def _(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    out: Tensor,
-    statistics: Tensor,
     bias: Tensor | None,
     head_scale: Tensor | None,
     power: Tensor | None,
@@ -123,18 +119,12 @@ def _(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     tensors, ctx.rest = inputs[:10], inputs[10:]
-    out, statistics = output
-    ctx.mark_non_differentiable(statistics)
-    ctx.save_for_backward(*tensors, out, statistics)
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(*tensors)
 
 
 def _backward(ctx: Any, grad: Tensor, _statistics: Tensor | None) -> tuple[Tensor | None, ...]:
-    *tensors, out, statistics = ctx.saved_tensors
-    query, key, value, bias, head_scale, power, mask, key_mask, document_ids, seed = tensors
-    grads = attend_backward(
-        grad, query, key, value, out, statistics, bias, head_scale, power, mask, key_mask, document_ids, seed,
-        *ctx.rest, ctx.needs_input_grad[3],
-    )  # fmt: skip
+    grads = attend_backward(grad, *ctx.saved_tensors, *ctx.rest, ctx.needs_input_grad[3])
     wanted = [g if need else None for g, need in zip(grads, ctx.needs_input_grad, strict=False)]
     return *wanted, *[None] * (len(ctx.needs_input_grad) - 6)
 

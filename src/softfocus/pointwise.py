@@ -48,8 +48,7 @@ def _mish_derivative(s: Tensor) -> Tensor:
 
 
 def _sigmoid_derivative(s: Tensor) -> Tensor:
-    y = torch.sigmoid(s)
-    return y * (1.0 - y)
+    return torch.sigmoid(s) * torch.sigmoid(-s)  # 1 - sigmoid(s) would cancel for large s
 
 
 POINTWISE: dict[str, Pointwise] = {

@@ -91,7 +91,7 @@ def forward(
         rows.final = -rows.weights
     elif mechanism.post != "none":
         rows.final = _recentre(rows.weights, visible, count, mechanism)
-    if visible is not None and bool(maximum.isnan().any()):
+    if visible is not None and not bool(norm.isfinite().all()):
         rows.final = rows.final.masked_fill(~visible, 0.0)  # a row that sees a NaN is NaN only where it sees
     return rows
 
@@ -180,7 +180,9 @@ def _power(u: Tensor, power: Tensor | float) -> Tensor:
 
     Squaring doubles the relative error it is handed: p ulp in the end, as much as u itself brings, so not for large p.
     """
-    if isinstance(power, Tensor) or power != int(power) or power > SQUARING_LIMIT:
+    if isinstance(power, Tensor):
+        return (u**power).masked_fill_(u == 0, 0.0)  # a learned power may reach 0, and 0^0 is 1, on hidden keys too
+    if power != int(power) or power > SQUARING_LIMIT:
         return u**power
     exponent, square, result = int(power), u, None
     while True:

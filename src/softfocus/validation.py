@@ -1,7 +1,5 @@
 """Every argument error of ``attention()``, in the caller's words: the argument, what came, what was expected, what to do."""
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -72,8 +70,10 @@ def _is_tensor(name: str, x: object, device: torch.device) -> None:
 def scale_of(scale: object) -> float:
     """A finite number."""
     if isinstance(scale, bool) or not isinstance(scale, int | float):
-        raise TypeError(f"scale: got {type(scale).__name__}, expected a number; what is learned goes into head_scale")
-    if not math.isfinite(scale):
+        raise TypeError(
+            f"scale: got {type(scale).__name__}, expected a Python number; what is learned goes into head_scale"
+        )
+    if not -1e38 < scale < 1e38:  # NaN too; a comparison that torch.compile can trace
         raise ValueError(f"scale: got {scale}, expected a finite number")
     return float(scale)
 

@@ -8,8 +8,8 @@ from torch import Tensor
 UNLIMITED = -1
 """In a window: no bound on that side (FlashAttention's convention)."""
 
-_COUNT_ELEMENTS = 1 << 22
-"""Most booleans held at once while counting: 4 MiB."""
+_COUNT_ELEMENTS = 1 << 20
+"""Most booleans held at once while counting, but for one row of them: 1 MiB."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,11 +92,8 @@ class Visibility:
 
     def _count_by_blocks(self, device: torch.device) -> Tensor:
         counts = []
-        sheets = 1
-        for part in (self.mask, self.document_ids):
-            sheets = max(sheets, part.shape[:-2].numel() if part is not None else 1)
-        if self.document_ids is not None:
-            sheets = max(sheets, self.document_ids.size(0))
+        batches = max(part.size(0) for part in (self.mask, self.key_mask, self.document_ids) if part is not None)
+        sheets = batches * (1 if self.mask is None else self.mask.size(1))
         step = max(1, _COUNT_ELEMENTS // max(1, sheets * self.key_length))
         for start in range(0, self.query_length, step):
             stop = min(start + step, self.query_length)
@@ -111,13 +108,18 @@ class Visibility:
         return torch.cat(counts, dim=-1)
 
 
-def document_ids_from_lengths(lengths: Tensor) -> Tensor:
-    """Document numbers for documents packed one after another.
+def document_ids_from_lengths(lengths: Tensor, total: int | None = None) -> Tensor:
+    """Document numbers for documents packed one after another: ``attention(document_ids=)`` for a batch of one.
 
     Args:
-        lengths: integer [n], how many tokens each document has. For FlashAttention's ``cu_seqlens`` pass ``cu_seqlens.diff()``.
+        lengths: integer [n], how many tokens each document has. For FlashAttention's ``cu_seqlens`` pass
+            ``cu_seqlens.diff()``.
+        total: their sum, where it is known (it must be, to be traced by torch.compile); tokens beyond the last document
+            make one of their own.
 
     Returns:
-        int64 [1, sum of lengths]: ``attention(document_ids=)`` for a batch of one.
+        int64 [1, total].
     """
-    return torch.repeat_interleave(torch.arange(lengths.numel(), device=lengths.device), lengths)[None]
+    ends = lengths.cumsum(0)
+    total = int(ends[-1]) if total is None and ends.numel() else total or 0
+    return torch.bucketize(torch.arange(total, device=lengths.device), ends, right=True)[None]

@@ -39,10 +39,8 @@ def test_opcheck_forward_with_dropout():
 
 def test_opcheck_backward():
     *tensors, left, right, scale, dropout_p, code, backend = _op_arguments(requires_grad=False)
-    out, statistics = ops.attend(*tensors, left, right, scale, dropout_p, code, backend)
-    arguments = (
-        torch.randn_like(out), *tensors[:3], out, statistics, *tensors[3:], left, right, scale, dropout_p, code, backend, True,
-    )  # fmt: skip
+    out, _ = ops.attend(*tensors, left, right, scale, dropout_p, code, backend)
+    arguments = (torch.randn_like(out), *tensors, left, right, scale, dropout_p, code, backend, True)
     torch.library.opcheck(ops.attend_backward, arguments)
 
 
@@ -83,6 +81,30 @@ def test_lengths_can_be_dynamic():
         query, key, value = (torch.randn(1, 2, length, 8) for _ in range(3))
         got = compiled(query, key, value, is_causal=True, mechanism="lssar")
         assert torch.equal(got, softfocus.attention(query, key, value, is_causal=True, mechanism="lssar"))
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_the_scale_may_vary(dynamic):
+    torch.compiler.reset()
+    compiled = torch.compile(softfocus.attention, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    query = torch.randn(1, 2, 9, 8)
+    for scale in (0.1, 0.2, 0.3):
+        assert torch.equal(
+            compiled(query, query, query, scale=scale), softfocus.attention(query, query, query, scale=scale)
+        )
+
+
+def test_documents_from_lengths_compile():
+    torch.compiler.reset()
+    compiled = torch.compile(softfocus.document_ids_from_lengths, fullgraph=True, backend="aot_eager")
+    assert compiled(torch.tensor([2, 3, 1]), total=6).tolist() == [[0, 0, 1, 1, 1, 2]]
+    assert softfocus.document_ids_from_lengths(torch.tensor([2, 0, 1])).tolist() == [[0, 0, 2]]
+
+
+def test_shapes_on_the_meta_device():
+    query, key, value = torch.empty(2, 4, 9, 8, device="meta"), *torch.empty(2, 2, 2, 11, 8, device="meta").unbind()
+    for backend in ("tiled", "reference"):
+        assert softfocus.attention(query, key, value, enable_gqa=True, backend=backend).shape == (2, 4, 9, 8)
 
 
 def test_autocast_computes_in_its_dtype_and_returns_gradients_in_the_inputs():

@@ -54,12 +54,15 @@ class ShiftedExponential:
         # A weight of 0 has no slope behind it in any mechanism, and exp(V - out) there may be anything.
         weight_grad = (share @ exponential.mT).masked_fill_(weights == 0, 0.0)
         value_grad = (weights.mT @ share).mul_(exponential)
-        scaled = None
+        scaled = exact_grad = None
         for (b, h, row, column), log_terms in self._exact(weights, exact, low, high):
-            part = log_terms.softmax(-1) * grad[b, h, row, column, None]
-            value_grad.mT.index_put_((b, h, column), part, accumulate=True)
-            scaled = torch.zeros_like(weights) if scaled is None else scaled
-            scaled.index_put_((b, h, row), part, accumulate=True)
+            part = log_terms.softmax(-1) * grad[b, h, row, column, None]  # [n, K]
+            if scaled is None or exact_grad is None:
+                scaled, exact_grad = torch.zeros_like(weights), torch.zeros_like(value_grad.mT.contiguous())
+            _add_at(scaled, (b, h, row), part)
+            _add_at(exact_grad, (b, h, column), part)
+        if exact_grad is not None:
+            value_grad += exact_grad.mT
         return weight_grad, scaled, value_grad
 
     def _sum(self, weights: Tensor, low: int, high: int, common: Tensor | slice | None) -> tuple[Tensor, Tensor]:
@@ -100,3 +103,14 @@ class ShiftedExponential:
         for piece in exact.nonzero().split(max(1, ENTRY_ELEMENTS // max(1, high - low))):
             b, h, row, column = piece.unbind(-1)
             yield (b, h, row, column), log_weights[b, h, row] + value[b, h, column]
+
+
+def _add_at(target: Tensor, index: tuple[Tensor, Tensor, Tensor], rows: Tensor) -> None:
+    """target[index] += rows for [b, h, m, K] and [n, K], where an index may stand more than once: in a fixed order.
+
+    ``index_put_(accumulate=True)`` and ``index_add_`` sum in whatever order the threads arrive.
+    """
+    flat = (index[0] * target.size(1) + index[1]) * target.size(2) + index[2]
+    order = flat.argsort(stable=True)
+    places, lengths = flat[order].unique_consecutive(return_counts=True)
+    target.view(-1, target.size(-1))[places] += torch.segment_reduce(rows[order], "sum", lengths=lengths, axis=0)

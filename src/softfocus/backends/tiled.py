@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from softfocus import rows as rowwise
-from softfocus.backends import Call
 from softfocus.backends.laser import ShiftedExponential
 from softfocus.backends.tiles import Gradients, chunks
 from softfocus.mechanism import Mechanism
@@ -17,7 +16,7 @@ from softfocus.reference import Problem, compute_dtype
 from softfocus.visibility import Visibility
 
 
-def supports(call: Call) -> str | None:
+def supports(problem: Problem, visibility: Visibility, mechanism: Mechanism) -> str | None:
     """Every call."""
     return None
 
@@ -50,8 +49,6 @@ def forward(problem: Problem, visibility: Visibility, mechanism: Mechanism, seed
 def backward(
     grad: Tensor,
     problem: Problem,
-    out: Tensor,
-    statistics: Tensor,
     visibility: Visibility,
     mechanism: Mechanism,
     seed: int,

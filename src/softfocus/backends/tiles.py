@@ -15,7 +15,9 @@ from softfocus.visibility import Visibility
 
 TILE_ROWS = 64
 TILE_ELEMENTS = 1 << 18
-"""Scores held at once: 1 MiB of float32, a few of which live at a time in the second-level cache."""
+"""Scores of a tile as long as rows are short: 1 MiB of float32, a few of which live at a time in the second-level cache."""
+TILE_LIMIT = 1 << 23
+"""Most scores of a tile, however long the rows: 32 MiB of float32. Fewer rows, down to one, keep to it."""
 
 
 class Gradients(NamedTuple):
@@ -67,20 +69,15 @@ def chunks(problem: Problem, visibility: Visibility, mechanism: Mechanism) -> It
     groups = heads // key_heads
     count = visibility.count(problem.query.device).to(compute_dtype(problem.query.dtype))
     low, high = visibility.span(max(0, visibility.query_length - TILE_ROWS), visibility.query_length)
-    sheet = max(1, groups * min(TILE_ROWS, visibility.query_length) * (high - low))
-    fit = max(1, TILE_ELEMENTS // sheet)
+    row = max(1, groups * (high - low))
+    rows = max(1, min(TILE_ROWS, visibility.query_length, TILE_LIMIT // row))
+    fit = max(1, TILE_ELEMENTS // (row * rows))
     head_step = min(key_heads, fit)
     batch_step = max(1, fit // key_heads) if head_step == key_heads else 1
     for b in range(0, batch, batch_step):
         for h in range(0, key_heads, head_step):
-            yield Chunk(
-                problem,
-                visibility,
-                mechanism,
-                count,
-                slice(b, min(b + batch_step, batch)),
-                slice(h, min(h + head_step, key_heads)),
-            )
+            batches, some_heads = slice(b, min(b + batch_step, batch)), slice(h, min(h + head_step, key_heads))
+            yield Chunk(problem, visibility, mechanism, count, batches, some_heads, rows)
 
 
 class Chunk:
@@ -94,9 +91,10 @@ class Chunk:
         count: Tensor,
         batches: slice,
         key_heads: slice,
+        tile_rows: int,
     ):
         self.problem, self.visibility, self.mechanism = problem, visibility, mechanism
-        self.batches, self.key_heads = batches, key_heads
+        self.batches, self.key_heads, self.tile_rows = batches, key_heads, tile_rows
         self.groups = problem.query.size(1) // problem.key.size(1)
         self.heads = slice(key_heads.start * self.groups, key_heads.stop * self.groups)
         self.dtype = compute_dtype(problem.query.dtype)
@@ -117,8 +115,8 @@ class Chunk:
     def tiles(self) -> Iterator[Tile]:
         """Blocks of query rows, first to last."""
         visibility = self.visibility
-        for start in range(0, visibility.query_length, TILE_ROWS):
-            stop = min(start + TILE_ROWS, visibility.query_length)
+        for start in range(0, visibility.query_length, self.tile_rows):
+            stop = min(start + self.tile_rows, visibility.query_length)
             low, high = visibility.span(start, stop)
             if low == high:  # rows that see nothing: one hidden key keeps the reductions defined
                 low, high = min(low, visibility.key_length - 1), min(low, visibility.key_length - 1) + 1
@@ -219,7 +217,8 @@ class Chunk:
         if tile.visible is None:
             seen = broken.sum(-2, keepdim=True)
         else:
-            seen = self.flat(tile.visible.expand(*self.shape, *tile.visible.shape[-2:]).to(self.dtype)) @ broken
+            full = tile.visible.expand(*self.shape, tile.stop - tile.start, tile.high - tile.low)
+            seen = self.flat(full.to(self.dtype)) @ broken
         return mixed.masked_fill(seen > 0, with_value)
 
     def _five(self, x: Tensor) -> Tensor:

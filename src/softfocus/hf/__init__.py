@@ -34,7 +34,7 @@ from softfocus.validation import mechanism_of
 
 __all__ = ["use"]
 
-Target = TypeVar("Target", PreTrainedModel, PreTrainedConfig)
+Target = TypeVar("Target", bound=PreTrainedModel | PreTrainedConfig)
 
 AttentionInterface.register(_config.NAME, attention_forward)
 AttentionMaskInterface.register(_config.NAME, sdpa_mask)

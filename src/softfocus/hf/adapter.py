@@ -10,10 +10,6 @@ from softfocus.hf.config import mechanism_of
 from softfocus.hf.learned import parameter_of
 from softfocus.visibility import document_ids_from_lengths
 
-HIDDEN = -1.0e4
-"""Entries of a float mask at or below this hide their key. Models write finfo.min, -1e9 or -1e4 for "hidden"; added to a
-score, each makes softmax's exp exactly zero. Taken as plain numbers they would count as visible keys in N."""
-
 _REFUSED = {
     "softcap": "caps the scores before the softmax (Gemma 2)",
     "s_aux": "adds attention sinks to the softmax's denominator (GPT-OSS)",
@@ -46,7 +42,7 @@ def attention_forward(
         key: [B, Hk, Lk, D]; Hk divides H.
         value: [B, Hk, Lk, Dv].
         attention_mask: what :func:`transformers.masking_utils.sdpa_mask` makes, bool [B, 1, Lq, Lk] (True where a query
-            may see a key) or None; or a model's own float mask, which is added to the scores (see :data:`HIDDEN`).
+            may see a key) or None; or a model's own float mask, which is added to the scores and hides keys at -1e4 or less.
             None means causal if the module is causal. Then one query sees every key, and of more keys than queries
             those after the first Lq are the empty slots of a static cache: Transformers makes a mask in all other cases.
         dropout: probability with which a weight is dropped.
@@ -82,11 +78,6 @@ def attention_forward(
         if causal and key_length > query_length:
             key, value = key[:, :, :query_length], value[:, :, :query_length]
             position_bias = position_bias if position_bias is None else position_bias[..., :query_length]
-    elif attention_mask.is_floating_point():
-        hidden = attention_mask <= HIDDEN
-        added = attention_mask.masked_fill(hidden, 0.0)
-        position_bias = added if position_bias is None else position_bias + added
-        attention_mask = ~hidden
     out = attention(
         query,
         key,
@@ -116,7 +107,7 @@ def _refuse(module: nn.Module, kwargs: dict[str, Any]) -> None:
     if kwargs.get("output_attentions"):
         raise ValueError(
             "output_attentions=True: softfocus never holds the whole matrix of weights, so a model cannot return it. "
-            "softfocus.reference computes the weights of one layer from its query and key."
+            "softfocus.attention(query, key, torch.eye(key_length)) gives those of one layer: they times the identity."
         )
 
 
@@ -126,4 +117,4 @@ def _documents(cu_seq_lens: Tensor | None, key: Tensor) -> Tensor | None:
         return None
     if key.shape[0] != 1:
         raise ValueError(f"cu_seq_lens_q describes a padding-free batch of size 1; got a batch of {key.shape[0]}")
-    return document_ids_from_lengths(torch.diff(cu_seq_lens).to(key.device))
+    return document_ids_from_lengths(torch.diff(cu_seq_lens).to(key.device), total=key.shape[2])

@@ -34,15 +34,16 @@ def new_entry(mechanism: Mechanism, learned: dict[str, float]) -> dict[str, Any]
 def mechanism_of(config: PreTrainedConfig) -> Mechanism | None:
     """The mechanism that a config names, None where it has no entry."""
     entry = getattr(config, NAME, None)
-    return None if entry is None else _parse(entry)
+    if entry is None:
+        return None
+    return _parsed.get(tuple(entry["mechanism"].items())) or _parse(entry)
 
 
 def _parse(entry: dict[str, Any]) -> Mechanism:
     # Parsed when the entry is set and kept by value: torch.compile traces the look-up, but not the parsing.
-    fields = tuple(entry["mechanism"].items())
-    if fields not in _parsed:
-        _parsed[fields] = Mechanism.from_dict(entry["mechanism"])
-    return _parsed[fields]
+    mechanism = Mechanism.from_dict(entry["mechanism"])
+    _parsed[tuple(entry["mechanism"].items())] = mechanism
+    return mechanism
 
 
 def learned_of(config: PreTrainedConfig) -> dict[str, float]:

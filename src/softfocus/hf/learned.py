@@ -123,11 +123,11 @@ def install() -> None:
         original_post_init(self)
 
     @wraps(original_initialize)
-    def _initialize_weights(self: PreTrainedModel, module: nn.Module, is_custom_code: bool = False) -> None:
+    def _initialize_weights(self: PreTrainedModel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         # A checkpoint without our parameters (one trained with softmax, say) leaves them empty; no model's own
         # _init_weights knows them. init.constant_ leaves alone what a checkpoint has filled.
         fresh = not getattr(module, "_is_hf_initialized", False)
-        original_initialize(self, module, is_custom_code)
+        original_initialize(self, module, *args, **kwargs)
         if fresh:
             for argument in LEARNABLE:
                 if (parameter := module._parameters.get(PREFIX + argument)) is not None:

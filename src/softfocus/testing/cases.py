@@ -26,6 +26,7 @@ class Case:
         transposed: query, key, value are views of [B, L, H, D].
         magnitude: the standard deviation of query and key.
         outlier: a value of this size in the last key's first column of V; 0 for none.
+        additive: the mask is handed over as a floating one, with finfo.min where it hides.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Case:
     transposed: bool = False
     magnitude: float = 1.0
     outlier: float = 0.0
+    additive: bool = False
 
     def arguments(self, mechanism: Mechanism, dtype: torch.dtype, seed: int = 0, device: str = "cpu") -> dict[str, Any]:
         """Arguments of ``attention()``; every floating tensor requires grad. The numbers depend on the seed alone."""
@@ -76,7 +78,8 @@ class Case:
             arguments["window_size"] = self.window_size
         if self.mask:
             shape = (1, self.heads, self.query_length, self.key_length)
-            arguments["attn_mask"] = (torch.rand(shape, generator=generator) >= self.mask).to(device)
+            mask = (torch.rand(shape, generator=generator) >= self.mask).to(device)
+            arguments["attn_mask"] = _as_additive(mask, dtype) if self.additive else mask
         if self.padding:
             real = torch.ones(self.batch, self.key_length, dtype=torch.bool)
             quarter = self.key_length // 4
@@ -95,6 +98,10 @@ class Case:
         return arguments
 
 
+def _as_additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
+
+
 CASES: tuple[Case, ...] = (
     Case("causal"),
     Case("bidirectional", is_causal=False),
@@ -111,6 +118,8 @@ CASES: tuple[Case, ...] = (
     Case("documents", documents=5, query_length=130, key_length=130, batch=1),
     Case("mask", is_causal=False, mask=0.6),
     Case("mask and grouped", heads=4, key_heads=2, mask=0.3),
+    Case("additive mask", is_causal=False, mask=0.4, additive=True, padding="right"),
+    Case("all masks", batch=4, heads=4, key_heads=2, mask=0.2, padding="left", documents=3, window_size=(12, 5)),
     Case("blind rows", mask=0.97, is_causal=False, query_length=70),
     Case("bias", bias="bhqk", heads=4, key_heads=2),
     Case("broadcast bias", bias="1h1k"),
