@@ -95,8 +95,8 @@ def test_the_seed_decides_what_is_held_out(make, tmp_path):
 def test_a_single_document_is_cut(make, tmp_path):
     (tmp_path / "one.txt").write_text("x" * 99)
     store = make("one.txt", validation_fraction=0.1)
-    assert (store.n_train, store.n_validation) == (90, 10)
-    assert store.validation.tolist() == [ord("x")] * 9 + [END]
+    assert (store.n_train, store.n_validation) == (89, 11)
+    assert store.validation.tolist() == [ord("x")] * 10 + [END]
     assert store.train_documents.tolist() == store.validation_documents.tolist() == [0]
 
 
@@ -119,6 +119,15 @@ def test_a_validation_source(make, tmp_path):
     assert "003.txt is in the source and in the validation source" in message
 
 
+def test_sources_that_share_something_however_it_is_spelt(make, tmp_path, monkeypatch):
+    (tmp_path / "link.txt").symlink_to(tmp_path / "corpus" / "003.txt")
+    assert "003.txt is in the source and in the" in refused(make, validation_source=str(tmp_path / "link.txt"))
+    monkeypatch.chdir(tmp_path)
+    assert "is in the source and in the" in refused(make, validation_source="corpus/../corpus")
+    hub = refused(prepare, "hub:a/b", "bytes", validation_source="hub:a/b#train", cache_folder=tmp_path / "cache")
+    assert hub.startswith("hub:a/b#train is in the source and in the validation source")
+
+
 def test_special_tokens_in_a_text_are_text(make, tmp_path):
     (tmp_path / "one.txt").write_text("x<|endoftext|>y" * 10)
     store = make("one.txt")
@@ -134,6 +143,22 @@ def test_a_bpe_knows_nothing_of_the_held_out_documents(make, tmp_path):
     assert "zqzqzqzq " * 1000 in tokenizer.decode(store.validation), "or this test would show nothing"
     assert not any("zq" in token for token in tokenizer.get_vocab())
     assert store.vocab_size == len(tokenizer)
+
+
+@pytest.mark.parametrize("documents", [["abcd " * 200, "zqzq " * 60], ["abcd " * 195 + "zqzq " * 65]])
+def test_a_bpe_knows_nothing_of_what_is_cut_off(make, tmp_path, documents):
+    """Too few documents to hold one out: the last of them, or the end of the only one, is."""
+    (tmp_path / "few").mkdir()
+    for number, text in enumerate(documents):
+        (tmp_path / "few" / f"{number}.txt").write_text(text)
+    store = make("few", "bpe:280", validation_fraction=0.25)
+    tokenizer = AutoTokenizer.from_pretrained(store.tokenizer)
+    assert not any("zq" in token for token in tokenizer.get_vocab())
+    train, validation = (tokenizer.decode(part, skip_special_tokens=True) for part in (store.train, store.validation))
+    assert train + validation == "".join(documents)
+    assert set(validation) == set("zq ")
+    assert validation.startswith("zq"), "cut between words"
+    assert np.count_nonzero(store.validation == 0) == 1
 
 
 @pytest.mark.parametrize(("size", "dtype"), [(65_536, np.uint16), (65_537, np.uint32)])
@@ -160,11 +185,6 @@ def test_many_batches_give_what_one_gives(make, tmp_path, monkeypatch):
     assert len(shares) > 10
     assert shares[-1] == (f"tokenising {tmp_path / 'corpus'}", 1.0)
     assert [share for _, share in shares] == sorted(share for _, share in shares)
-
-
-def test_the_bar_is_shown_by_default(make, capsys):
-    assert make(progress=None).n_train
-    assert capsys.readouterr().out == "", "results go to stdout, progress to stderr"
 
 
 # The cache

@@ -101,11 +101,24 @@ def test_spans_stay_inside_documents_and_come_from_all_of_them():
     starts = np.cumsum((0, *DOCUMENTS))
     inside = windows.starts[: len(windows.starts) - windows.crossing]
     document = np.searchsorted(starts, inside, "right") - 1
-    assert document.tolist() == [0, 2, 3, 5, 2, 5, 5], "the first of each that is long enough, the second of each ..."
+    assert document.tolist() == [0, 2, 3, 5, 2, 5, 5], "one of each that is long enough, another of each ..."
+    assert windows.documents == 4
     assert (inside + 32 < starts[document + 1]).all()
     assert EvaluationWindows(store(documents=DOCUMENTS), [32], 3 * 32).starts.tolist() == inside[:3].tolist()
     found = np.concatenate([documents for _, documents in windows.batches(32, 32)])
     assert found[: len(document)].tolist() == document.tolist()
+
+
+def test_a_position_in_the_window_is_not_one_in_the_file():
+    """Files begin with licences and imports: spans lie anywhere in their documents, and the seed says where."""
+    documents = (10 * 32,) * 200
+    starts = np.cumsum((0, *documents[:-1]))
+    places = EvaluationWindows(store(documents=documents), [8, 32], 200 * 32).starts - starts
+    assert abs(places.mean() - 144) < 30, "the mean of 0 to 288, but for chance: three standard errors are 18"
+    assert len(np.unique(places)) > 100
+    again, other = (EvaluationWindows(store(documents=documents), [8, 32], 999, seed=seed).starts for seed in (0, 1))
+    assert again.tolist() == (places + starts)[: len(again)].tolist()
+    assert again.tolist() != other.tolist()
 
 
 def test_spans_that_cross_are_a_last_resort_and_said_to_be(caplog):

@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from softfocus.lab.errors import LabError
+from softfocus.lab.errors import LabError, first_line
 
 STDLIB = "stdlib"
 HUB = "hub:"
@@ -258,22 +258,27 @@ def _parquet(path: Path, raw: io.BufferedReader, field: str) -> Iterator[str]:
         raise LabError(f"cannot read {path}: {error}", "get the parquet file anew, or leave it out") from error
 
 
+def hub_address(source: str) -> tuple[str, str | None, str]:
+    """hub:NAME[:CONFIG][#SPLIT] as (name, config, split)."""
+    address, _, split = source.removeprefix(HUB).partition("#")
+    name, _, config = address.partition(":")
+    return name, config or None, split or "train"
+
+
 def _hub(source: str, field: str) -> Iterator[str]:
     from datasets import load_dataset
 
-    address, _, split = source.removeprefix(HUB).partition("#")
-    name, _, config = address.partition(":")
+    name, config, split = hub_address(source)
     try:
-        for row in load_dataset(name, config or None, split=split or "train", streaming=True):
+        for row in load_dataset(name, config, split=split, streaming=True):
             if not isinstance(row.get(field), str | None) or field not in row:
                 raise LabError(f"{source} has no text column '{field}'", _fields("text_field", row))
             yield row[field] or ""
     except LabError:
         raise
     except Exception as error:  # the hub's client, the network and the dataset's own files each raise their own
-        why = str(error).strip().split("\n")[0] or type(error).__name__
         remedy = "check the name, the network and, for a private dataset, `hf auth login`"
-        raise LabError(f"cannot load the dataset {source}: {why}", remedy) from error
+        raise LabError(f"cannot load the dataset {source}: {first_line(error)}", remedy) from error
 
 
 def _fields(option: str, names: Any) -> str:

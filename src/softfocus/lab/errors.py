@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class LabError(Exception):
     """Something that the reader of the command line can put right: a missing file, a misspelt field, a full disk.
@@ -22,3 +25,14 @@ class LabError(Exception):
 
     def __str__(self) -> str:
         return " ".join(f"{self.what}; {self.remedy}".split())
+
+
+def first_line(error: BaseException) -> str:
+    """What a library's error says, in one line."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def did_you_mean(word: str, known: Iterable[str], otherwise: str, prefix: str = "") -> str:
+    """A remedy for a misspelt name: the nearest one that exists, or else what is said otherwise."""
+    near = get_close_matches(word, list(known), n=1)
+    return f"did you mean {prefix + near[0]!r}?" if near else otherwise

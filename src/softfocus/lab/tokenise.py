@@ -7,9 +7,9 @@ import json
 import math
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,7 @@ from softfocus.lab.corpus import Corpus
 from softfocus.lab.errors import LabError
 from softfocus.lab.shards import SUFFIX, VALIDATION_TOKENS, read_shard, split_shards
 
-FORMAT = 1
+FORMAT = 2
 """Part of the key of a store: raise it when the same source gives other tokens, or other files."""
 
 SPLITS = ("train", "validation")
@@ -63,7 +63,9 @@ def fill(folder: Path, plan: Plan, progress: Progress) -> dict[str, Any]:
         OSError: of writing.
     """
     shards = _shards(plan.train)
-    tokenizer = tokenizers.load_tokenizer(plan.spec, None if shards else _training_texts(plan, progress))
+    cut = None if shards or plan.validation else _cut(plan)
+    texts = None if shards else _training_texts(plan, cut, progress)
+    tokenizer = tokenizers.load_tokenizer(plan.spec, texts)
     size, end = tokenizers.vocabulary(tokenizer), tokenizers.end_of_document(tokenizer)
     encode = tokenizers.encoder(tokenizer)
     with _Writer(folder, "train", size) as train, _Writer(folder, "validation", size) as validation:
@@ -72,12 +74,14 @@ def fill(folder: Path, plan: Plan, progress: Progress) -> dict[str, Any]:
             _copy(shards, end, train, progress)
             _copy(held_out, end, validation, progress, VALIDATION_TOKENS)
         else:
-            for index, tokens in enumerate(_tokenised(plan.train, encode, end, progress)):
-                (validation if plan.holds_out(index) else train).append(tokens, np.zeros(1, np.int64))
+            parts = _split(plan, cut)
+            for part, tokens in _tokenised(plan.train, parts, encode, end, progress):
+                (validation if part.held_out else train).append(tokens, np.zeros(1, np.int64))
         if plan.validation and (held_out := _shards(plan.validation)):
             _copy(held_out, end, validation, progress, VALIDATION_TOKENS)
         elif plan.validation:
-            for tokens in _tokenised(plan.validation, encode, end, progress):
+            whole = map(_Part, plan.validation)
+            for _, tokens in _tokenised(plan.validation, whole, encode, end, progress):
                 validation.append(tokens, np.zeros(1, np.int64))
         if train.count < 2:
             raise _empty(plan.train)
@@ -102,29 +106,74 @@ def _shards(corpus: Corpus) -> list[Path]:
     return shards
 
 
-def _training_texts(plan: Plan, progress: Progress) -> Iterator[str]:
+class _Part(NamedTuple):
+    """A document, or one side of the document that the cut goes through."""
+
+    text: str
+    held_out: bool = False
+    ends: bool = True
+
+
+def _cut(plan: Plan) -> int | None:
+    """Where to cut, in characters, if the documents are too few for one of them to be held out; else None.
+
+    Decided on the text, before there is a tokenizer, so that a BPE sees nothing of what is held out.
+    """
+    starts, total, text = [], 0, ""
     for index, text in enumerate(plan.train):
-        if not plan.holds_out(index):
-            yield text
+        if plan.holds_out(index):
+            return None
+        starts.append(total)
+        total += len(text)
+    at = max(1, round(total * (1 - plan.fraction)))
+    if later := [start for start in starts if start >= at]:
+        return later[0]
+    inside = at - (total - len(text))
+    between_words = max(text.rfind(space, max(0, inside - 100), inside) for space in " \n") + 1
+    return at - inside + (between_words or inside)
+
+
+def _split(plan: Plan, cut: int | None) -> Iterator[_Part]:
+    read = 0
+    for index, text in enumerate(plan.train):
+        if cut is None:
+            yield _Part(text, plan.holds_out(index))
+            continue
+        before, after = text[: max(0, cut - read)], text[max(0, cut - read) :]
+        read += len(text)
+        if before:
+            yield _Part(before, ends=not after)
+        if after:
+            yield _Part(after, held_out=True)
+
+
+def _training_texts(plan: Plan, cut: int | None, progress: Progress) -> Iterator[str]:
+    for part in _split(plan, cut):
+        if not part.held_out:
+            yield part.text
         progress("training the tokenizer", plan.train.share)
 
 
 def _tokenised(
-    corpus: Corpus, encode: Callable[[list[str]], list[list[int]]], end: int, progress: Progress
-) -> Iterator[NDArray[Any]]:
-    """The tokens of each document, [its tokens + 1] with the end."""
-    for batch in _batches(corpus):
-        for ids in encode(batch):
-            yield np.array([*ids, end])
+    corpus: Corpus,
+    parts: Iterable[_Part],
+    encode: Callable[[list[str]], list[list[int]]],
+    end: int,
+    progress: Progress,
+) -> Iterator[tuple[_Part, NDArray[Any]]]:
+    """Each part of a corpus with its tokens; a document's include the end."""
+    for batch in _batches(parts):
+        for part, ids in zip(batch, encode([part.text for part in batch]), strict=True):
+            yield part, np.array([*ids, end] if part.ends else ids)
         progress(f"tokenising {corpus.source}", corpus.share)
 
 
-def _batches(corpus: Corpus) -> Iterator[list[str]]:
-    batch: list[str] = []
+def _batches(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
+    batch: list[_Part] = []
     characters = 0
-    for text in corpus:
-        batch.append(text)
-        characters += len(text)
+    for part in parts:
+        batch.append(part)
+        characters += len(part.text)
         if characters >= _BATCH:
             yield batch
             batch, characters = [], 0

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from softfocus.lab.errors import LabError
+from softfocus.lab.disk import disk_error
+from softfocus.lab.errors import LabError, first_line
 
 BYTES = "bytes"
 BPE = "bpe:"
@@ -89,9 +88,9 @@ def save(tokenizer: Any, folder: Path) -> None:
     try:
         tokenizer.save_pretrained(folder)
     except Exception as error:
-        if code := re.search(r"\(os error (\d+)\)", str(error)):
-            raise OSError(int(code[1]), os.strerror(int(code[1]))) from error
-        raise
+        if (why := disk_error(error)) in (None, error):
+            raise
+        raise why from error
 
 
 def _bytes() -> Any:
@@ -164,9 +163,8 @@ def _pretrained(spec: str) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:  # the hub's client, the network, Transformers and tokenizers each raise their own
-        why = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise LabError(
-            f"cannot load the tokenizer {spec}: {why}",
+            f"cannot load the tokenizer {spec}: {first_line(error)}",
             "check the name and the network" if spec.startswith(HUB) else "name a folder that holds a tokenizer.json",
         ) from error
     if tokenizer.eos_token_id is None and tokenizer.sep_token_id is None:

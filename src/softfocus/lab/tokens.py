@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from softfocus.lab.corpus import Corpus
+from softfocus.lab.corpus import HUB, Corpus, hub_address
 from softfocus.lab.errors import LabError
 from softfocus.lab.tokenise import SPLITS, Plan, Progress, fill
 
@@ -105,7 +105,7 @@ def prepare(
     text_field: str = "text",
     max_documents: int | None = None,
     seed: int = 0,
-    progress: Progress | None = None,
+    progress: Progress = lambda what, share: None,
 ) -> TokenStore:
     """The tokens of a source, from the cache if they are there. Memory is bounded by the longest document.
 
@@ -127,21 +127,21 @@ def prepare(
         max_documents: read no more documents of `source`, and of `validation_source`, than so many.
         seed: of the order of "stdlib" and of the choice of held-out documents. Not a training seed: runs that are to be
             compared need the same.
-        progress: called now and then; by default a bar on stderr.
+        progress: called now and then.
 
     Raises:
-        LabError: what Corpus and load_tokenizer raise; an empty corpus; a file that is in both sources; a shard that is
-            none, or holds ids that the tokenizer does not have; a disk that is full or cannot be written to.
+        LabError: what Corpus and load_tokenizer raise; an empty corpus; a file or dataset that is in both sources; a shard
+            that is none, or holds ids that the tokenizer does not have; a disk that is full or cannot be written to.
     """
     if not 0 < validation_fraction < 1:
         raise LabError(f"validation_fraction is {validation_fraction}", "choose a share between 0 and 1, such as 0.05")
     options: dict[str, Any] = {"text_field": text_field, "max_documents": max_documents, "seed": seed}
     training = Corpus(source, **options)
     validation = Corpus(validation_source, **options) if validation_source is not None else None
-    if validation is not None and (both := set(training.files) & set(validation.files)):
+    if validation is not None and (both := _parts(training) & _parts(validation)):
         raise LabError(f"{min(both)} is in the source and in the validation source", "take it out of one of them")
     plan = Plan(training, validation, validation_fraction, seed, tokenizer_spec)
-    cache = cache_folder or Path(os.environ.get(CACHE) or Path.home() / ".cache" / "softfocus" / "tokens")
+    cache = cache_folder or default_cache()
     folder = cache / plan.key
     if folder.exists():
         return TokenStore.open(folder)
@@ -161,6 +161,19 @@ def prepare(
     return TokenStore.open(folder)
 
 
+def default_cache() -> Path:
+    """$SOFTFOCUS_CACHE, or ~/.cache/softfocus/tokens."""
+    return Path(os.environ.get(CACHE) or Path.home() / ".cache" / "softfocus" / "tokens")
+
+
+def _parts(corpus: Corpus) -> set[str]:
+    """What a corpus is made of, by names that do not depend on how it was spelt."""
+    if corpus.source.startswith(HUB):
+        name, config, split = hub_address(corpus.source)
+        return {f"{HUB}{name}{f':{config}' if config else ''}#{split}"}
+    return {str(path.resolve()) for path in corpus.files}
+
+
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[None]:
     from filelock import FileLock, Timeout
@@ -177,33 +190,14 @@ def _lock(path: Path) -> Iterator[None]:
         lock.release()
 
 
-def _build(folder: Path, plan: Plan, progress: Progress | None) -> None:
+def _build(folder: Path, plan: Plan, progress: Progress) -> None:
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # the lock is ours: what is there was left by a process that died
     partial.mkdir()
     try:
-        with contextlib.nullcontext(progress) if progress else _bar() as tell:
-            about = fill(partial, plan, tell)
+        about = fill(partial, plan, progress)
         (partial / "store.json").write_text(json.dumps(about, indent=2) + "\n")
         partial.rename(folder)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-
-
-@contextlib.contextmanager
-def _bar() -> Iterator[Progress]:
-    from rich.console import Console
-    from rich.progress import BarColumn, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
-
-    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
-    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
-        tasks: dict[str, TaskID] = {}
-
-        def show(what: str, share: float | None) -> None:
-            if what not in tasks:
-                tasks[what] = bar.add_task(what, total=None if share is None else 1.0)
-            bar.update(tasks[what], completed=share or 0.0)
-
-        yield show

@@ -69,17 +69,22 @@ class EvaluationWindows:
     """Windows of several lengths that make the very same predictions, so that their losses can be compared.
 
     Spans of the longest length are laid out first, each inside one document, and then cut into the windows of a shorter
-    length: every length predicts the same tokens, each once, and differs only in what it sees before them. The first span
-    of each document comes first, then the second of each, so that few tokens still come from many documents. Where the
-    documents are too short to hold enough spans, further spans run across the ends of documents, with a warning.
+    length: every length predicts the same tokens, each once, and differs only in what it sees before them. One span of
+    each document comes first, then another of each, so that few tokens still come from many documents. Where in its
+    document a span lies is random, so that a position in the window is not one in the file: files begin with licences
+    and imports. Where the documents are too short to hold enough spans, further spans run across the ends of documents,
+    with a warning.
 
     Args:
         store: the validation tokens.
         lengths: predictions a window; each divides the longest.
         tokens: predictions at each length, rounded down to whole spans (at least one), fewer if there are not as many.
+        seed: of the places; the same for all runs that are to be compared.
 
     Attributes:
         tokens: predictions that each length makes.
+        longest: predictions a span.
+        documents: how many documents the spans start in.
         starts: where the spans start, in the order in which they are read, int64 [spans].
         crossing: how many of them cross the end of a document.
 
@@ -87,7 +92,7 @@ class EvaluationWindows:
         LabError: fewer validation tokens than one span takes, or a length that does not divide the longest.
     """
 
-    def __init__(self, store: TokenStore, lengths: Sequence[int], tokens: int) -> None:
+    def __init__(self, store: TokenStore, lengths: Sequence[int], tokens: int, *, seed: int = 0) -> None:
         self.store, self.longest = store, max(lengths)
         if odd := [length for length in lengths if self.longest % length]:
             raise LabError(
@@ -100,16 +105,16 @@ class EvaluationWindows:
                 "evaluate shorter lengths, or hold out more of the corpus",
             )
         wanted = max(1, tokens // self.longest)
-        inside = self._inside()[:wanted]
+        inside = self._inside(np.random.default_rng(seed))[:wanted]
         across = self._across(inside)[: wanted - len(inside)]
         self.starts = np.concatenate([inside, across])
         self.tokens = len(self.starts) * self.longest
-        documents = store.validation_documents
+        self.documents = len(np.unique(self._document(self.starts)))
         self.crossing = int(np.sum(self._document(across) != self._document(across + self.longest)))
         if self.crossing:
             _log.warning(
                 "%d of %d windows of %d tokens cross the end of a document: too few of the %d documents are that long",
-                self.crossing, len(self.starts), self.longest, len(documents),
+                self.crossing, len(self.starts), self.longest, len(store.validation_documents),
             )  # fmt: skip
 
     def batches(self, length: int, batch_tokens: int) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
@@ -133,15 +138,17 @@ class EvaluationWindows:
     def _document(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
         return np.searchsorted(self.store.validation_documents, tokens, side="right") - 1
 
-    def _inside(self) -> NDArray[np.int64]:
-        """Starts of all spans inside documents: the first of each document, the second of each, and so on."""
+    def _inside(self, random: np.random.Generator) -> NDArray[np.int64]:
+        """Starts of as many spans as fit inside documents: one of each document, another of each, and so on."""
         starts = np.asarray(self.store.validation_documents)
         sizes = np.diff(starts, append=self.store.n_validation)
         counts = np.maximum(0, sizes - 1) // self.longest  # a span ends with the last token that it predicts
         document = np.repeat(np.arange(len(starts)), counts)
         number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        order = np.lexsort((document, number))
-        return (starts[document] + number * self.longest)[order]
+        first = starts + random.integers(np.maximum(1, sizes - counts * self.longest))  # the room that is left over
+        shuffled = np.lexsort((random.random(len(number)), document))  # the spans of each document in random order
+        found = first[document] + number[shuffled] * self.longest
+        return found[np.lexsort((document, number))]
 
     def _across(self, taken: NDArray[np.int64]) -> NDArray[np.int64]:
         """Starts of the spans that fit between those that are taken, from the first token to the last."""
