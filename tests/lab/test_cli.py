@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from softfocus.lab import cli
+from softfocus.lab.commands import train
+from softfocus.lab.recipe import shipped
 from softfocus.lab.results import Evaluation, RunInfo
 
 COMMANDS = ("demo", "train", "evaluate", "compare", "generate", "mechanisms", "doctor")
@@ -113,11 +115,14 @@ FAILURES: list[tuple[list[str], str]] = [
     (["train", "demo", "--out", "/proc/none", "-q"], "cannot make the folder /proc/none"),
     (["evaluate", "no-run"], "there is no run at no-run"),
     (["evaluate", "TRAINED", "--lengths", "64k"], "evaluate shorter lengths"),
-    (["evaluate", "TRAINED", "--lengths", "long"], "'long' is not a length"),
+    (["evaluate", "TRAINED", "--lengths", "long"], "'long' is not a length; write --lengths like"),
+    (["evaluate", "TRAINED", "--buckets", "long"], "'long' is not a length; write --buckets like"),
+    (["demo", "--fast", "--out", "FILE"], "file: Not a directory; choose another folder with --out"),
+    (["demo", "--fast", "--out", "/proc/none"], "cannot write /proc/none"),
     (["compare", "no-run"], "there is no run at no-run"),
     (["generate", "no-run"], "there is no run at no-run"),
     (["mechanisms", "softmx"], "did you mean 'softmax'"),
-    (["mechanisms", "--json", "/proc/none/x.json"], "cannot write"),
+    (["mechanisms", "--json", "/proc/none/x.json"], "name a folder that can be written to"),
 ]
 
 
@@ -125,13 +130,27 @@ FAILURES: list[tuple[list[str], str]] = [
 def test_failures_are_one_line_and_exit_code_1(
     arguments: list[str], says: str, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    named: dict[str, Any] = {"TRAINED": trained, "OUT": tmp_path / "run"}
+    (tmp_path / "file").write_text("")
+    named: dict[str, Any] = {"TRAINED": trained, "OUT": tmp_path / "run", "FILE": tmp_path / "file"}
     code, _, err = call(capsys, *(named.get(word, word) for word in arguments))
     assert code == 1
     assert says in err
     assert err.startswith("softfocus: ")
     assert "\n" not in err
     assert "Traceback" not in err
+
+
+def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("softfocus.lab.catalogue.everything", interrupted)
+    assert call(capsys, "mechanisms") == (1, "", "softfocus: interrupted; run the command again")
+
+
+def test_train_names_every_shipped_recipe() -> None:
+    listed = (train.__doc__ or "").split("Shipped recipes: ")[1].split(". Ctrl-C")[0]
+    assert sorted(" ".join(listed.split()).split(", ")) == shipped()
 
 
 @pytest.mark.parametrize(

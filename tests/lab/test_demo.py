@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from softfocus.lab import demo
+from softfocus.lab import demo, provenance
 from softfocus.lab.demo import FAST, MODELS, run_demo
 from softfocus.lab.demo_screen import TRAINING, Job, Screen, clock, seconds_left
 from softfocus.lab.demo_worker import from_line, to_line
@@ -57,7 +57,7 @@ class TestLines:
         bucket = Bucket(start=0, end=128, loss=2.0, standard_error=0.1, tokens=7)
         row = Row(length=128, ntk=True, loss=1.25, standard_error=0.5, tokens=9, windows=2, buckets=[bucket])
         for event in (
-            Event(kind="step", run="a", done=3, total=9, loss=2.5, tokens_per_second=100.0, seconds_left=4.0),
+            Event(kind="step", run="a", done=3, total=9, loss=2.5, tokens_per_second=100.0),
             Event(kind="row", run="a", done=1, total=2, row=row),
         ):
             line = to_line("evaluate", event)
@@ -164,7 +164,15 @@ class TestPlanning:
             assert tiny.train.steps * tiny.train.batch * tiny.train.length < 4096
 
     def test_cores_are_at_most_those_of_this_process(self):
-        assert 1 <= demo.cores() <= len(os.sched_getaffinity(0))
+        assert 1 <= provenance.cores() <= len(os.sched_getaffinity(0))
+
+    def test_cores_are_at_most_the_quota_of_a_container(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(provenance, "QUOTA", tmp_path / "cpu.max")
+        allowed = len(os.sched_getaffinity(0))
+        for quota, expected in (("max 100000", allowed), ("100000 100000", 1), ("10000 100000", 1)):
+            (tmp_path / "cpu.max").write_text(quota + "\n")
+            assert provenance.cores() == expected
+            assert provenance.machine("cpu").cores == expected
 
 
 @dataclass
@@ -216,7 +224,8 @@ def whole(tmp_path_factory):
 
 def kill_worker(run, checkpoints):
     """Kill the worker of a run, without a word, as soon as it has a checkpoint."""
-    while not list(checkpoints.glob("checkpoint-*/trainer_state.json")):
+    # Its last file ends with a brace: it is there before all of it is written
+    while not any(p.read_text().rstrip().endswith("}") for p in checkpoints.glob("checkpoint-*/trainer_state.json")):
         time.sleep(0.02)
     for process in children():
         if run in Path(f"/proc/{process}/cmdline").read_text().split("\0"):

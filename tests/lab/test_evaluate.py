@@ -16,23 +16,18 @@ from softfocus.lab import lengths
 from softfocus.lab import model as models
 from softfocus.lab.errors import LabError
 from softfocus.lab.evaluate import evaluate, has_plain_head, token_losses
+from softfocus.lab.generate import generate
 from softfocus.lab.means import ClusteredMeans, default_edges
 from softfocus.lab.progress import Event
 from softfocus.lab.recipe import load
-from softfocus.lab.results import (
-    EVALUATION,
-    PARTIAL_EVALUATION,
-    load_evaluation,
-    load_run,
-    save_run,
-)
-from softfocus.lab.rope import forget_lengths, with_dynamic_ntk
+from softfocus.lab.results import EVALUATION, load_evaluation, load_run, save_evaluation, save_run
+from softfocus.lab.rope import with_dynamic_ntk
 from softfocus.lab.train import train
 
 
 @pytest.fixture
 def run(trained: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(trained, tmp_path / "run"))
+    return Path(shutil.copytree(trained, tmp_path / "run", ignore=shutil.ignore_patterns(EVALUATION)))
 
 
 def test_rows_buckets_and_events(run: Path) -> None:
@@ -45,7 +40,7 @@ def test_rows_buckets_and_events(run: Path) -> None:
     assert steps == sorted(steps)
     assert steps[-1] == 6 * 2048
     assert load_evaluation(run) == found
-    assert not (run / PARTIAL_EVALUATION).exists()
+    assert (found.corpus_key, found.longest, found.documents, found.crossing) == (load_run(run).corpus_key, 128, 3, 0)
     for row in found.rows:
         assert row.windows == 2048 // row.length
         assert [bucket.end for bucket in row.buckets] == default_edges(32, row.length)[1:]
@@ -71,7 +66,6 @@ def test_an_evaluation_that_stops_does_not_look_complete(run: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         evaluate(run, [32, 64], tokens=512, progress=stop)
     assert not (run / EVALUATION).exists()
-    assert (run / PARTIAL_EVALUATION).exists()
     with pytest.raises(LabError, match="softfocus evaluate"):
         load_evaluation(run)
 
@@ -105,15 +99,14 @@ def test_a_head_that_scales_its_logits_is_noticed(tiny: Path) -> None:
 
 @pytest.mark.parametrize("rotary", [1.0, 0.5])
 def test_the_rotary_base_is_the_formulas_at_every_length(rotary: float, tiny: Path) -> None:
-    """base * (L / L0)^(d / (d - 2)) at every L, in any order: Transformers alone keeps the base of the longest seen."""
+    """base * (L / L0)^(d / (d - 2)) at every L, if lengths ascend: Transformers keeps the base of the longest seen."""
     config = {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": rotary}
     recipe = load(tiny, ["model.config.rope_parameters=" + str(config).replace(":", " =").replace("'", '"')])
     built = models.build_config(recipe, 257)
     model = AutoModelForCausalLM.from_config(with_dynamic_ntk(built, 32)).eval()
     rope = next(module for module in model.modules() if hasattr(module, "inv_freq"))
     dimension = int(16 * rotary)
-    for length in (512, 32, 64, 16, 128, 64, 256, 32):
-        forget_lengths(model)
+    for length in (2, 16, 32, 64, 128, 256, 512):
         model(input_ids=torch.zeros(1, length, dtype=torch.long))
         base = 5000.0 * max(1.0, length / 32) ** (dimension / (dimension - 2))
         expected = base ** -(torch.arange(0, dimension, 2, dtype=torch.float64) / dimension)
@@ -127,8 +120,33 @@ def test_rows_do_not_depend_on_the_other_lengths(run: Path) -> None:
     assert rope.rope_type == "dynamic"
     row = together.row(128, ntk=True)
     assert row is not None
+    (run / EVALUATION).unlink()
     alone = evaluate(run, [128], ntk=[True], tokens=1024).rows[0]
     assert alone.loss == row.loss
+
+
+def test_rows_measured_on_the_same_text_stay(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    whole = evaluate(run, [32, 64, 128], tokens=1024)
+    assert evaluate(run, [128], ntk=[False], tokens=1024) == whole
+    assert load_evaluation(run) == whole
+    other = evaluate(run, [64, 128], ntk=[False], tokens=1024)
+    assert [row.length for row in other.rows if not row.ntk] == [32, 64, 128]
+    assert not caplog.records
+    short = evaluate(run, [32], tokens=1024)
+    assert {row.length for row in short.rows} == {32}
+    assert "held 4 losses at other lengths" in caplog.text
+    evaluate(run, [64], tokens=512)
+    save_evaluation(run, whole.model_copy(update={"seed": 5}))
+    assert len(evaluate(run, [128], tokens=1024).rows) == 2, "those of another training do not"
+
+
+def test_a_device_whose_memory_is_full(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: Any, **others: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore")
+
+    monkeypatch.setattr("softfocus.lab.evaluate.token_losses", full)
+    with pytest.raises(LabError, match=r"memory is full: CUDA out of memory.*; lower --batch-tokens"):
+        evaluate(run, [32], tokens=512)
 
 
 def test_ntk_needs_a_rotary_embedding_to_scale(tiny: Path, tmp_path: Path) -> None:
@@ -139,10 +157,15 @@ def test_ntk_needs_a_rotary_embedding_to_scale(tiny: Path, tmp_path: Path) -> No
     recipe.write_text(text.replace(table, "[model.config]\nn_embd = 32\nn_layer = 1\nn_head = 2\nn_positions = 64\n"))
     train(load(recipe, overrides), tmp_path / "run")
     assert len(evaluate(tmp_path / "run", [32, 64], ntk=[False], tokens=512).rows) == 2
+    events: list[Event] = []
     with pytest.raises(LabError, match="--no-ntk"):
-        evaluate(tmp_path / "run", [32, 64], tokens=512)
-    with pytest.raises(LabError, match="learned 64 positions"):
+        evaluate(tmp_path / "run", [32, 64], tokens=512, progress=events.append)
+    assert not events, "before anything was computed"
+    with pytest.raises(LabError, match="with 64 positions cannot read 128 tokens; evaluate --lengths up to 64"):
         evaluate(tmp_path / "run", [128], ntk=[False], tokens=512)
+    assert len(generate(tmp_path / "run", "x" * 60, tokens=5)) < 20
+    with pytest.raises(LabError, match="cannot read 65 tokens; keep prompt and --tokens together within 64"):
+        generate(tmp_path / "run", "x" * 60, tokens=6)
 
 
 def test_what_cannot_be_evaluated(run: Path, tmp_path: Path) -> None:
@@ -190,6 +213,11 @@ def test_lengths(text: str, expected: list[int]) -> None:
 def test_lengths_that_are_none(text: str) -> None:
     with pytest.raises(LabError):
         lengths.parse(text, 128)
+
+
+def test_lengths_name_the_option_that_they_stand_in() -> None:
+    with pytest.raises(LabError, match="write --buckets like"):
+        lengths.parse("one", 128, "--buckets")
 
 
 def test_standard_errors() -> None:

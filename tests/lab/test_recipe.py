@@ -21,6 +21,7 @@ SAYS = [
     (["model.mechanism=lsar"], "model.mechanism: mechanism 'lsar' is not known", "did you mean 'lssar'"),
     (["model.mechanism=sharpened(lssa, 300)"], "model.mechanism", "outside [1, 100]"),
     (["data.validation_fraction=1"], "data.validation_fraction = 1", "less than 1"),
+    (["evaluate.lengths=1x,long"], "evaluate.lengths: 'long' is not a length", "like 1k,2k,16k or 1x,2x,16x"),
     (["train.steps"], "'train.steps' is not KEY=VALUE", "--set train.steps=100"),
     (["train.steps.more=1"], "'steps' is a value, not a table", "--set"),
 ]

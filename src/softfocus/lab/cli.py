@@ -10,22 +10,17 @@ def main(arguments: list[str] | None = None) -> None:
         arguments: the words after `softfocus`; by default those of the command line.
 
     Raises:
-        SystemExit: always: 0, 1 (failed, said in one line on stderr) or 2 (wrong use).
+        SystemExit: always: 0, 1 (failed or interrupted, said in one line on stderr) or 2 (wrong use).
     """
     try:
         from softfocus.lab.commands import app
         from softfocus.lab.errors import LabError
+
+        try:
+            app(args=arguments, prog_name="softfocus")
+        except LabError as error:
+            sys.exit(f"softfocus: {error}")
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("softfocus"):
             raise
         sys.exit(f"softfocus: {error.name} is not installed; pip install 'softfocus[lab]'")
-    try:
-        app(args=arguments, prog_name="softfocus")
-    except LabError as error:
-        sys.exit(f"softfocus: {error}")
-    except KeyboardInterrupt:
-        sys.exit("softfocus: interrupted")
-    except ModuleNotFoundError as error:
-        if (error.name or "").startswith("softfocus"):
-            raise
-        sys.exit(f"softfocus: this command needs {error.name}; pip install 'softfocus[lab]'")

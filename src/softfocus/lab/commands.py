@@ -1,19 +1,34 @@
 """What each command takes, and the room that it calls. A room is imported when its command runs: --help stays fast."""
 
+import os
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from softfocus._version import __version__
+from softfocus.lab.errors import LabError
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
+
+class _Commands(TyperGroup):
+    """The commands; Ctrl-C in one that does not answer it in its own way is an error like the others."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise LabError("interrupted", "run the command again") from None
+
+
 app = typer.Typer(
     name="softfocus",
+    cls=_Commands,
     help="Softplus attention that stays in focus: train small language models with any attention mechanism, "
     "and see whose loss stays flat beyond the training length.",
     no_args_is_help=True,
@@ -94,8 +109,8 @@ def train(
 ) -> None:
     """Train a recipe into a run folder.
 
-    Shipped recipes: demo-softmax, demo-lssa, demo-lssar, demo-laser, small, gpt2-124m and gpt2-124m-{softmax, lssa,
-    lssar, laser}. Ctrl-C keeps a checkpoint; --resume goes on exactly there.
+    Shipped recipes: demo, demo-softmax, demo-lssa, demo-lssar, demo-laser, small, gpt2-124m, gpt2-124m-softmax,
+    gpt2-124m-lssa, gpt2-124m-lssar, gpt2-124m-laser. Ctrl-C keeps a checkpoint; --resume goes on exactly there.
 
     Example: `softfocus train demo-lssar --out runs/p7 --set "model.mechanism=sharpened(lssa, 7)"`
 
@@ -110,7 +125,8 @@ def train(
     from softfocus.lab.train import train
 
     folder = out or Path("runs") / chosen.name
-    with Display("steps", quiet=quiet) as display:
+    # torchrun and accelerate number their processes; only the first one speaks
+    with Display("steps", quiet=quiet or os.environ.get("RANK", "0") != "0") as display:
         info = train(chosen, folder, resume=resume, overwrite=overwrite, progress=display)
     if _is_main_process():
         pace = f", {info.tokens_per_second:,.0f} tokens/s" if info.tokens_per_second else ""
@@ -147,7 +163,8 @@ def evaluate(
 ) -> None:
     """Loss of a run over length, as trained and with dynamic NTK scaling, with standard errors.
 
-    Every length reads the same validation tokens. The result is kept in the run folder as evaluation.json.
+    Every length reads the same validation tokens. The result is kept in the run folder as evaluation.json; losses at
+    other lengths that it held stay there if they were measured on the same text (the same longest length and --tokens).
 
     Example: `softfocus evaluate runs/demo-lssar --lengths 1x,2x,4x,8x,16x`
     """
@@ -158,7 +175,7 @@ def evaluate(
 
     info = load_run(run)
     wanted = parse(lengths or load(run / RECIPE).evaluate.lengths, info.train_length)
-    edges = parse(buckets, info.train_length) if buckets else None
+    edges = parse(buckets, info.train_length, "--buckets") if buckets else None
     from softfocus.lab.evaluate import evaluate
     from softfocus.lab.points import labels
     from softfocus.lab.table import loss_table

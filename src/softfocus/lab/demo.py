@@ -15,10 +15,12 @@ from rich.console import Console
 
 from softfocus.lab.demo_screen import Job, Screen
 from softfocus.lab.demo_worker import from_line
+from softfocus.lab.disk import writing
 from softfocus.lab.errors import LabError
 from softfocus.lab.lengths import parse
 from softfocus.lab.points import labels
 from softfocus.lab.progress import Event
+from softfocus.lab.provenance import cores
 from softfocus.lab.recipe import Recipe, load, shipped
 from softfocus.lab.report import Report, build, load_entry, show, write
 from softfocus.lab.results import RECIPE, RUN, Evaluation, load_evaluation, load_run
@@ -81,10 +83,15 @@ def run_demo(
     names = list(dict.fromkeys(_source(name) for name in models or MODELS))
     jobs = _jobs(folder, names, overrides, overwrite)
     count = max(1, workers or min(len(jobs), cores()))
+    with writing(folder, "choose another folder with --out, or free some space"):
+        (folder / LOGS).mkdir(parents=True, exist_ok=True)
+        for job in jobs:
+            job.log.touch()
     with Screen(console, jobs, count) as screen:
-        _Crew(folder / LOGS, count, overwrite, screen).run([job for job in jobs if job.status == "waiting"])
+        _Crew(count, overwrite, screen).run([job for job in jobs if job.status == "waiting"])
     failed = [job for job in jobs if job.status == "failed"]
-    remarks = [f"{job.label} is missing: {job.error}" for job in failed]
+    # A report says nothing about where on a machine it was made
+    remarks = [f"{job.label} is missing: {job.error.replace(str(job.folder), job.folder.name)}" for job in failed]
     if fast:
         remarks.insert(0, "A fast trial of tiny models: every part works, and the numbers mean nothing.")
     if entries := [load_entry(job.folder) for job in jobs if job.status == "finished"]:
@@ -94,16 +101,6 @@ def run_demo(
         what = "; ".join(f"{job.label}: {job.error} (log: {job.log})" for job in failed)
         raise LabError(f"{len(failed)} of {len(jobs)} models failed: {what}", "start again to go on with those")
     return report
-
-
-def cores() -> int:
-    """The cores that this process may use: its affinity, and the CPU quota of its container."""
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return max(1, min(count, round(int(quota) / int(period))))
-    except (OSError, ValueError):  # no control groups, or no quota ("max")
-        return count
 
 
 def _source(name: str) -> tuple[str, tuple[str, ...]]:
@@ -171,8 +168,8 @@ def _finished(job: Job) -> Evaluation | None:
 class _Crew:
     """Worker processes, a few at a time, and what they say."""
 
-    def __init__(self, logs: Path, count: int, overwrite: bool, screen: Screen):
-        self._logs, self._count, self._overwrite, self._screen = logs, count, overwrite, screen
+    def __init__(self, count: int, overwrite: bool, screen: Screen):
+        self._count, self._overwrite, self._screen = count, overwrite, screen
         self._said: queue.Queue[tuple[Job, str | None]] = queue.Queue()
         self._working: dict[str, subprocess.Popen[str]] = {}
 
@@ -202,7 +199,6 @@ class _Crew:
             self._stop()
 
     def _start(self, job: Job) -> None:
-        self._logs.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "softfocus.lab.demo_worker", job.source, str(job.folder)]
         command += [part for override in job.overrides for part in ("--set", override)]
         command += ["--overwrite"] if self._overwrite else []

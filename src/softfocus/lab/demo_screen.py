@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from softfocus.lab.points import column_name, position
-from softfocus.lab.progress import Event
+from softfocus.lab.progress import EVERY, Event
 from softfocus.lab.recipe import Recipe
 from softfocus.lab.results import Evaluation, Row
 from softfocus.lab.table import loss_table
@@ -24,9 +24,6 @@ Status = Literal["waiting", "starting", "training", "evaluating", "finished", "f
 
 TRAINING = 0.9
 """The share of a model's time that is training, the rest being evaluation: measured on the demo's recipes, two cores."""
-
-EVERY = 10.0
-"""Seconds between progress lines where there is no terminal to redraw."""
 
 
 @dataclass

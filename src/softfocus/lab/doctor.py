@@ -104,11 +104,7 @@ def _device() -> tuple[list[Check], str]:
         many = f" x {torch.cuda.device_count()}" if torch.cuda.device_count() > 1 else ""
         said = f"{torch.cuda.get_device_name(0)}{many}, {memory:.0f} GiB"
         return [Check(topic="device", name="cuda", status="ok", finding=said)], "cuda"
-    threads = (
-        f"{torch.get_num_threads()} threads on {len(os.sched_getaffinity(0))} cores"
-        if hasattr(os, "sched_getaffinity")
-        else f"{torch.get_num_threads()} threads"
-    )
+    threads = f"{torch.get_num_threads()} threads on {provenance.cores()} cores"
     checks = [Check(topic="device", name="cpu", status="ok", finding=threads)]
     if torch.version.cuda is None:
         why, remedy = (
@@ -161,11 +157,10 @@ def _compilers() -> list[Check]:
 
 
 def _disk() -> list[Check]:
-    from softfocus.lab.tokens import CACHE
+    from softfocus.lab.tokens import CACHE, default_cache
 
-    cache = Path(os.environ.get(CACHE) or Path.home() / ".cache" / "softfocus" / "tokens")  # prepare()'s default
     found = []
-    for name, folder in (("token cache", cache), ("runs", Path("runs").resolve())):
+    for name, folder in (("token cache", default_cache()), ("runs", Path("runs").resolve())):
         there = next(parent for parent in (folder, *folder.parents) if parent.is_dir())
         free = shutil.disk_usage(there).free / 1e9
         writable = os.access(there, os.W_OK)

@@ -20,8 +20,19 @@ from softfocus.lab.errors import LabError
 from softfocus.lab.means import ClusteredMeans, default_edges
 from softfocus.lab.progress import Event, Listener, silent
 from softfocus.lab.recipe import load
-from softfocus.lab.results import MODEL, RECIPE, Bucket, Evaluation, Row, RunInfo, load_run, save_evaluation
-from softfocus.lab.rope import forget_lengths, with_dynamic_ntk
+from softfocus.lab.results import (
+    EVALUATION,
+    MODEL,
+    RECIPE,
+    Bucket,
+    Evaluation,
+    Row,
+    RunInfo,
+    load_evaluation,
+    load_run,
+    save_evaluation,
+)
+from softfocus.lab.rope import with_dynamic_ntk
 from softfocus.lab.tokens import TokenStore
 from softfocus.lab.windows import EvaluationWindows
 
@@ -43,9 +54,10 @@ def evaluate(
 ) -> Evaluation:
     """Mean loss of a run at several lengths, over all positions and by bucket of positions.
 
-    Every length reads the same validation tokens, cut into windows of that length, and never across a document's end. The
-    standard error takes documents, not windows, as what was drawn at random: windows of one document are correlated
-    (:class:`softfocus.lab.means.ClusteredMeans` has the formula).
+    Every length reads the same validation tokens: spans of the longest length, cut into windows of that length
+    (:class:`softfocus.lab.windows.EvaluationWindows`). Spans lie inside documents as far as the documents are long enough;
+    how many cross the end of one is kept with the result. The standard error takes documents, not windows, as what was
+    drawn at random: windows of one document are correlated (:class:`softfocus.lab.means.ClusteredMeans` has the formula).
 
     Memory is bounded by `batch_tokens` for the model and by :data:`LOGITS` for the logits, which are never whole.
 
@@ -59,7 +71,7 @@ def evaluate(
         progress: called with a "row" event as each row is finished, and "step" events between.
 
     Returns:
-        What evaluation.json holds. While rows are missing they are kept in evaluation.partial.json.
+        What evaluation.json holds: these rows, and those that it held already if they were measured on the same text.
 
     Raises:
         LabError: a run that is not finished, a length longer than the tokens at hand, no rotary embedding to scale.
@@ -69,7 +81,12 @@ def evaluate(
     recipe = load(folder / RECIPE)
     lengths = sorted(set(lengths))
     wanted = tokens or recipe.evaluate.tokens
-    _check_positions(models.load_config(folder), max(lengths))
+    # All that can be refused is refused before the first pass
+    configs = {scaled: models.load_config(folder) for scaled in ntk}
+    for scaled, config in configs.items():
+        models.check_positions(config, max(lengths), "evaluate --lengths up to {}")
+        if scaled:
+            with_dynamic_ntk(config, info.train_length)
     store = data.tokens(recipe, progress)
     _check_tokens(store, folder, info)
     windows = EvaluationWindows(store, lengths, wanted)
@@ -80,33 +97,55 @@ def evaluate(
         vocabulary=info.vocabulary,
         tokens=windows.tokens,
         seed=info.seed,
+        corpus_key=store.folder.name,
+        longest=windows.longest,
+        documents=windows.documents,
+        crossing=windows.crossing,
         rows=[],
     )
     pace = _Pace(info.name, len(lengths) * len(ntk) * windows.tokens, progress)
-    for scaled in ntk:
-        config = models.load_config(folder)
-        model = models.load(folder, with_dynamic_ntk(config, info.train_length) if scaled else config)
+    for scaled, config in configs.items():
+        model = models.load(folder, config)
         plain = has_plain_head(model)
+        # Ascending: with dynamic NTK, Transformers computes the frequencies anew for a length beyond those seen before
         for length in lengths:
             same = evaluation.row(length) if length <= info.train_length else None
             if same is not None:  # dynamic NTK leaves RoPE as it is there, so nothing is left to compute
                 row = same.model_copy(update={"ntk": scaled})
                 pace.add(windows.tokens)
             else:
-                forget_lengths(model)
                 edges = _edges(buckets, info.train_length, length)
                 losses = partial(token_losses, model, bf16=recipe.train.precision == "bf16", plain=plain)
-                row = _row(losses, windows.batches(length, batch_tokens), edges, scaled, pace.add)
+                with models.memory("lower --batch-tokens, or evaluate shorter lengths"):
+                    row = _row(losses, windows.batches(length, batch_tokens), edges, scaled, pace.add)
             evaluation.rows.append(row)
-            save_evaluation(folder, evaluation, partial=True)
             progress(Event(kind="row", run=info.name, row=row, done=pace.done, total=pace.total))
+    _keep_others(folder, evaluation)
     save_evaluation(folder, evaluation)
-    progress(Event(kind="done", run=info.name, done=pace.total, total=pace.total))
     return evaluation
 
 
+def _keep_others(folder: Path, evaluation: Evaluation) -> None:
+    """Take over the rows of an earlier evaluation at other lengths, where they can stand beside the new ones."""
+    try:
+        before = load_evaluation(folder)
+    except LabError:  # there is none
+        return
+    measured = {(row.length, row.ntk) for row in evaluation.rows}
+    others = [row for row in before.rows if (row.length, row.ntk) not in measured]
+    if (before.text, before.mechanism, before.seed) == (evaluation.text, evaluation.mechanism, evaluation.seed):
+        evaluation.rows = sorted(evaluation.rows + others, key=lambda row: (row.ntk, row.length))
+    elif others:
+        _log.warning(
+            "%s held %d losses at other lengths; they were measured on other text, which follows from the longest length "
+            "and --tokens, and are gone",
+            folder / EVALUATION,
+            len(others),
+        )
+
+
 class _Pace:
-    """Counts tokens and tells how long the rest will take."""
+    """Counts tokens and tells how fast they go."""
 
     def __init__(self, run: str, total: int, progress: Listener):
         self.run, self.total, self.done = run, total, 0
@@ -115,12 +154,7 @@ class _Pace:
     def add(self, tokens: int) -> None:
         self.done += tokens
         pace = self.done / (time.perf_counter() - self._start)
-        left = max(0, self.total - self.done) / pace
-        self._progress(
-            Event(
-                kind="step", run=self.run, done=self.done, total=self.total, tokens_per_second=pace, seconds_left=left
-            )
-        )
+        self._progress(Event(kind="step", run=self.run, done=self.done, total=self.total, tokens_per_second=pace))
 
 
 def _check_tokens(store: TokenStore, folder: Path, info: RunInfo) -> None:
@@ -131,20 +165,11 @@ def _check_tokens(store: TokenStore, folder: Path, info: RunInfo) -> None:
             f"the tokenizer of {folder} is not the one that its recipe now gives: the corpus it was made from has changed",
             f"put the corpus back, or train again with `softfocus train {folder / RECIPE} --out {folder} --overwrite`",
         )
-    if info.tokens and info.tokens != store.folder.name:
+    if info.corpus_key and info.corpus_key != store.folder.name:
         _log.warning(
             "the corpus of %s has changed since it was trained (or moved, or was copied): what is held out now may have "
             "been trained on",
             folder,
-        )
-
-
-def _check_positions(config: Any, longest: int) -> None:
-    limit = getattr(config, "max_position_embeddings", None)
-    if limit is not None and longest > limit and not getattr(config, "rope_parameters", None):
-        raise LabError(
-            f"a {config.model_type} model learned {limit} positions and cannot read {longest} tokens",
-            f"evaluate --lengths up to {limit}, or train an architecture with rotary embeddings",
         )
 
 

@@ -48,7 +48,8 @@ def generate(
         The new text, without the prompt.
 
     Raises:
-        LabError: a run without a finished model, or an empty prompt.
+        LabError: a run without a finished model, an empty prompt, or more tokens than the model has positions or the device
+            has memory.
     """
     models.quiet()
     load_run(folder)
@@ -58,11 +59,12 @@ def generate(
     length = inputs["input_ids"].shape[1]
     if not length:
         raise LabError("the prompt is empty", "give at least one character with --prompt")
+    models.check_positions(model.config, length + tokens - 1, "keep prompt and --tokens together within {}")
     sampling: dict[str, Any] = {"do_sample": False}
     if temperature > 0:
         sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
     set_seed(seed)
-    with torch.inference_mode():
+    with models.memory("ask for fewer --tokens"), torch.inference_mode():
         output = model.generate(
             **inputs,
             max_new_tokens=tokens,

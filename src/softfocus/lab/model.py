@@ -1,12 +1,13 @@
 """From a recipe to a Transformers model with a mechanism, and from a run folder back to it."""
 
 import logging
-from difflib import get_close_matches
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import softfocus.hf
-from softfocus.lab.errors import LabError
+from softfocus.lab.errors import LabError, did_you_mean, first_line
 from softfocus.lab.recipe import Recipe
 from softfocus.lab.results import MODEL, RECIPE
 
@@ -31,7 +32,7 @@ def build(recipe: Recipe, vocabulary: int, end: int | None = None) -> Any:
         model = AutoModelForCausalLM.from_config(config)
     except ValueError as error:
         raise LabError(
-            f"architecture {recipe.model.architecture!r} does not make a causal language model: {_first_line(error)}",
+            f"architecture {recipe.model.architecture!r} does not make a causal language model: {first_line(error)}",
             "choose another model.architecture, such as gpt_neox or llama, or correct [model.config]",
         ) from error
     return _use(model, recipe)
@@ -43,16 +44,14 @@ def build_config(recipe: Recipe, vocabulary: int, end: int | None = None) -> Any
 
     architecture = recipe.model.architecture
     if architecture not in CONFIG_MAPPING:
-        near = get_close_matches(architecture, list(CONFIG_MAPPING.keys()), n=1)
-        guess = f"did you mean {near[0]!r}?" if near else "it is a model_type such as gpt_neox or llama"
+        guess = did_you_mean(architecture, CONFIG_MAPPING.keys(), "it is a model_type such as gpt_neox or llama")
         raise LabError(f"model.architecture {architecture!r} is not one of Transformers'", guess)
     cls = CONFIG_MAPPING[architecture]
     known = cls().to_dict()
     for key in recipe.model.config:
         # Transformers keeps keys that it does not know in silence: a typo would train another model
         if key not in known:
-            near = get_close_matches(key, known, n=1)
-            guess = f"did you mean 'model.config.{near[0]}'?" if near else f"see {cls.__name__} of Transformers"
+            guess = did_you_mean(key, known, f"see {cls.__name__} of Transformers", "model.config.")
             raise LabError(f"architecture {architecture!r} has no key 'model.config.{key}'", guess)
     # The architecture's own special ids mean other tokens in our vocabulary, or none
     values: dict[str, Any] = {"vocab_size": vocabulary, "bos_token_id": end, "eos_token_id": end, "pad_token_id": None}
@@ -62,13 +61,42 @@ def build_config(recipe: Recipe, vocabulary: int, end: int | None = None) -> Any
             f"model.config.vocab_size={values['vocab_size']} is less than the tokenizer's {vocabulary}",
             "raise it, or leave it out",
         )
-    if "max_position_embeddings" in known:
+    positions = cls.attribute_map.get("max_position_embeddings", "max_position_embeddings")  # GPT-2: n_positions
+    if positions in known:
         # Dynamic NTK scales by the ratio to this length, so it has to be the length that was trained
-        values.setdefault("max_position_embeddings", recipe.train.length)
+        values.setdefault(positions, recipe.train.length)
     try:
-        return cls(**values)
+        config = cls(**values)
     except Exception as error:  # each configuration checks itself with errors of its own kind
-        raise LabError(f"[model.config] is refused by {cls.__name__}: {_first_line(error)}", "correct it") from error
+        raise LabError(f"[model.config] is refused by {cls.__name__}: {first_line(error)}", "correct it") from error
+    check_positions(config, recipe.train.length, f"raise model.config.{positions}, or lower train.length to {{}}")
+    return config
+
+
+def check_positions(config: Any, tokens: int, remedy: str) -> None:
+    """Refuse more tokens than a model has embeddings of positions; rotary ones have no end.
+
+    Args:
+        config: of the model.
+        tokens: what it is to read.
+        remedy: what to do, with {} for the number of positions that there are.
+    """
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is not None and tokens > limit and not getattr(config, "rope_parameters", None):
+        raise LabError(
+            f"a {config.model_type} model with {limit} positions cannot read {tokens} tokens", remedy.format(limit)
+        )
+
+
+@contextmanager
+def memory(remedy: str) -> Iterator[None]:
+    """While this is entered, a device whose memory is full is a LabError."""
+    import torch
+
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise LabError(f"the device's memory is full: {first_line(error)}", remedy) from error
 
 
 def load(folder: Path, config: Any = None) -> Any:
@@ -82,10 +110,12 @@ def load(folder: Path, config: Any = None) -> Any:
     from transformers import AutoModelForCausalLM
 
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder / MODEL, config=config or load_config(folder))
+        model = AutoModelForCausalLM.from_pretrained(
+            folder / MODEL, config=config or load_config(folder), use_safetensors=True
+        )
     except (OSError, ValueError) as error:
         raise LabError(
-            f"the model in {folder / MODEL} cannot be loaded: {_first_line(error)}", _again(folder)
+            f"the model in {folder / MODEL} cannot be loaded: {first_line(error)}", _again(folder)
         ) from error
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
@@ -100,7 +130,7 @@ def load_config(folder: Path) -> Any:
         return AutoConfig.from_pretrained(folder / MODEL)
     except (OSError, ValueError) as error:
         raise LabError(
-            f"the model in {folder / MODEL} cannot be loaded: {_first_line(error)}", _again(folder)
+            f"the model in {folder / MODEL} cannot be loaded: {first_line(error)}", _again(folder)
         ) from error
 
 
@@ -118,7 +148,7 @@ def _use(model: Any, recipe: Recipe) -> Any:
         softfocus.hf.use(model, recipe.model.mechanism, **recipe.model.parameters)
     except (TypeError, ValueError) as error:
         raise LabError(
-            f"mechanism {recipe.model.mechanism!r} does not fit {recipe.model.architecture!r}: {_first_line(error)}",
+            f"mechanism {recipe.model.mechanism!r} does not fit {recipe.model.architecture!r}: {first_line(error)}",
             "choose another model.architecture, or correct model.mechanism and model.parameters",
         ) from error
     return model
@@ -126,7 +156,3 @@ def _use(model: Any, recipe: Recipe) -> Any:
 
 def _again(folder: Path) -> str:
     return f"train it again with `softfocus train {folder / RECIPE} --out {folder} --overwrite`"
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,5 +1,7 @@
 """How long work tells what it is doing: events to a callback, and a callback that shows them as a progress bar."""
 
+import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
@@ -17,29 +19,30 @@ class Event:
 
     Attributes:
         kind: "prepare" (the corpus: `message` says what, `done` of `total` how far), "step" (of training or evaluation:
-            so far `done` of `total`), "row" (a finished row of an evaluation), "checkpoint", "done".
+            so far `done` of `total`), "row" (a finished row of an evaluation).
         run: the run's name.
         message: for people.
         done: optimiser steps, or evaluated tokens.
         total: what `done` will end at.
         loss: the last known training loss, nats per token.
         tokens_per_second: measured without the first steps.
-        seconds_left: estimated from that.
         row: of an evaluation.
     """
 
-    kind: Literal["prepare", "step", "row", "checkpoint", "done"]
+    kind: Literal["prepare", "step", "row"]
     run: str
     message: str = ""
     done: int = 0
     total: int = 0
     loss: float | None = None
     tokens_per_second: float | None = None
-    seconds_left: float | None = None
     row: Row | None = None
 
 
 Listener = Callable[[Event], None]
+
+EVERY = 10.0
+"""Seconds between progress lines where there is no terminal to redraw."""
 
 
 def silent(event: Event) -> None:
@@ -47,18 +50,16 @@ def silent(event: Event) -> None:
 
 
 class Display:
-    """A progress bar on the terminal, fed by events; use it as a context manager and as a listener.
+    """A progress bar, fed by events; use it as a context manager and as a listener.
 
-    Writes to stderr, so that stdout stays free for results.
+    Writes to stderr, so that stdout stays free for results; where that is no terminal, a plain line every ten seconds.
     """
 
     def __init__(self, unit: str, quiet: bool = False):
         self.console = Console(stderr=True, quiet=quiet)
         self._unit = unit
-        self._bar: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
-
-    def __enter__(self) -> "Display":
+        self._told = -math.inf
         self._bar = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}"),
@@ -69,22 +70,24 @@ class Display:
             TimeRemainingColumn(),
             console=self.console,
         )
-        self._bar.start()
+
+    def __enter__(self) -> "Display":
+        if self.console.is_terminal:
+            self._bar.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._bar is not None
-        self._bar.stop()
+        if self.console.is_terminal:
+            self._bar.stop()
 
     def __call__(self, event: Event) -> None:
         """Show an event."""
-        assert self._bar is not None, "use Display as a context manager"
         if event.row is not None:
             row = event.row
             how = "NTK" if row.ntk else "as trained"
-            self._bar.print(
+            self.console.print(
                 f"{event.run}: length {row.length:>7,} {how:10} loss {row.loss:.3f} ± {row.standard_error:.3f}",
                 highlight=False,
             )
@@ -97,7 +100,14 @@ class Display:
             self._show(event.run, event.done, event.total, facts, self._unit)
 
     def _show(self, name: str, done: int, total: int | None, facts: str, unit: str) -> None:
-        assert self._bar is not None
+        if not self.console.is_terminal:
+            if time.monotonic() - self._told >= EVERY:
+                self._told = time.monotonic()
+                far = f"{done:,} of {total:,} {unit}" if total else ""
+                self.console.print(
+                    f"{name}: {far}  {facts}".rstrip(" :"), markup=False, highlight=False, soft_wrap=True
+                )
+            return
         if name not in self._tasks:
             self._tasks[name] = self._bar.add_task(name, total=total, facts=facts, unit=unit)
         self._bar.update(self._tasks[name], completed=done, total=total, facts=facts)

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import subprocess
 from importlib import metadata
 from pathlib import Path
@@ -10,6 +11,8 @@ from softfocus._version import __version__
 from softfocus.lab.results import Machine
 
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors", "numpy")
+
+QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def commit() -> str:
@@ -50,12 +53,22 @@ def machine(device: str) -> Machine:
         import torch
 
         device = torch.cuda.get_device_name(device)
-    return Machine(cpu=_cpu(), cores=_cores(), device=device)
+    return Machine(cpu=_cpu(), cores=cores(), device=device)
 
 
-def _cores() -> int:
-    # The cores that this process may use, which in a container is what counts; not every system can tell
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+def cores() -> int:
+    """The cores that this process may use: its affinity, and the CPU quota of its container."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    try:
+        quota, period = QUOTA.read_text().split()
+        return max(1, min(count, round(int(quota) / int(period))))
+    except (OSError, ValueError):  # no control groups, or no quota ("max")
+        return count
+
+
+def without_folders(recipe: str) -> str:
+    """A recipe for others to read: of the files and folders that it names outright, only their own names."""
+    return re.sub(r'"[/~][^"]*?([^"/]*)/*"', r'"\1"', recipe)
 
 
 def _cpu() -> str:

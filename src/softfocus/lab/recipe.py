@@ -2,14 +2,14 @@
 
 import json
 import tomllib
-from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from softfocus.lab.errors import LabError
+from softfocus.lab.errors import LabError, did_you_mean
+from softfocus.lab.lengths import parse
 
 Count = Annotated[int, Field(ge=1)]
 
@@ -58,7 +58,9 @@ class TrainTable(_Table):
     decay: Literal["linear", "cosine"] = Field(default="cosine", description="the shape of the warm-down")
     warmup: int = Field(default=0, ge=0, description="steps of linear warm-up")
     warmdown: int | None = Field(default=None, ge=0, description="last steps that decay; all after warm-up if left out")
-    final_learning_rate: float = Field(default=0.0, ge=0, le=1, description="at the end, as a share of learning_rate")
+    final_learning_rate: float = Field(
+        default=0.0, ge=0, le=1, description="at the end, and where the warm-up starts: as a share"
+    )
     betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(default=[0.9, 0.95], min_length=2, max_length=2)
     weight_decay: float = Field(default=0.1, ge=0, le=10, description="on matrices; not on biases and norms")
     clip: float = Field(default=1.0, ge=0, description="largest gradient norm; 0 for no clipping")
@@ -92,6 +94,14 @@ class Recipe(_Table):
     data: DataTable
     train: TrainTable
     evaluate: EvaluateTable = EvaluateTable()
+
+    @model_validator(mode="after")
+    def _lengths(self) -> "Recipe":
+        try:
+            parse(self.evaluate.lengths, self.train.length, "evaluate.lengths")
+        except LabError as error:
+            raise ValueError(f"evaluate.lengths: {error}") from None
+        return self
 
     def to_toml(self) -> str:
         """TOML that :func:`load` reads back to an equal recipe."""
@@ -158,9 +168,8 @@ def _read(name_or_path: str, seen: tuple[str, ...], near: Path | None = None) ->
 
 
 def _recipes(name: str) -> str:
-    near = get_close_matches(name, shipped(), n=1)
-    guess = f"did you mean {near[0]!r}? " if near else ""
-    return f"{guess}The shipped recipes are {', '.join(shipped())}; any other is the path of a .toml file"
+    known = f"the shipped recipes are {', '.join(shipped())}; any other is the path of a .toml file"
+    return did_you_mean(name, shipped(), known)
 
 
 def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -195,17 +204,16 @@ def _explain(error: ValidationError, where: str) -> LabError:
     path = [str(part) for part in first["loc"]]
     key, fields = ".".join(path), _fields(path[:-1])
     if first["type"] == "extra_forbidden":
-        near = get_close_matches(path[-1], fields, n=1)
-        guess = (
-            f"did you mean {'.'.join([*path[:-1], near[0]])!r}?" if near else f"the keys here are {', '.join(fields)}"
+        there = {".".join([*path[:-1], field]) for field in fields}
+        return LabError(
+            f"{where} has no key {key!r}", did_you_mean(key, there, f"the keys here are {', '.join(fields)}")
         )
-        return LabError(f"{where} has no key {key!r}", guess)
     if first["type"] == "missing":
         about = fields[path[-1]].description if path[-1] in fields else None
         return LabError(f"{where} lacks {key!r}", f"set it{f': {about}' if about else ''}")
     message = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
     if first["type"] == "value_error":
-        return LabError(f"{where}: {key or 'the recipe'}: {message}", "correct it in the recipe or with --set")
+        return LabError(": ".join(filter(None, (where, key, message))), "correct it in the recipe or with --set")
     return LabError(f"{where}: {key} = {first['input']!r} {message}", f"set it like --set {key}=VALUE")
 
 

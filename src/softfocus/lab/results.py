@@ -6,8 +6,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
+from softfocus.lab.disk import writing
 from softfocus.lab.errors import LabError
 
 RUN = "run.json"
@@ -16,7 +17,6 @@ MODEL = "model"
 CHECKPOINTS = "checkpoints"
 TENSORBOARD = "tensorboard"
 EVALUATION = "evaluation.json"
-PARTIAL_EVALUATION = "evaluation.partial.json"
 
 Status = Literal["running", "complete", "failed"]
 
@@ -50,7 +50,11 @@ class RunInfo(_Record):
     finished: datetime | None = None
     train_length: int = Field(description="tokens a training window")
     vocabulary: int = Field(description="size of the tokenizer's vocabulary")
-    tokens: str = Field(default="", description="key of the token cache: which corpus, tokenizer and held-out part")
+    corpus_key: str = Field(
+        default="",
+        description="key of the token cache: which corpus, tokenizer and held-out part",
+        validation_alias=AliasChoices("corpus_key", "tokens"),  # as early runs called it
+    )
     steps: int = Field(description="optimiser steps that the recipe asks for")
     steps_done: int = 0
     tokens_per_step: int
@@ -87,7 +91,10 @@ class Row(_Record):
 
 
 class Evaluation(_Record):
-    """Loss over length of one run, on the same validation tokens at every length."""
+    """Loss over length of one run, on the same validation tokens at every length.
+
+    What is measured follows from corpus_key, longest and tokens: evaluations that agree in them read the same text.
+    """
 
     run: str = Field(description="the run's name")
     mechanism: str
@@ -95,7 +102,16 @@ class Evaluation(_Record):
     vocabulary: int
     tokens: int = Field(description="validation tokens that each length reads")
     seed: int = Field(description="the training seed")
+    corpus_key: str = Field(default="", description="like a run's; another one than the run's where the corpus changed")
+    longest: int = Field(default=0, description="tokens a span; every length cuts the same spans into its windows")
+    documents: int = Field(default=0, description="how many documents the spans start in")
+    crossing: int = Field(default=0, description="how many of the spans cross the end of a document")
     rows: list[Row]
+
+    @property
+    def text(self) -> tuple[str, int, int]:
+        """What decides which tokens are predicted: equal where two evaluations read the same text."""
+        return self.corpus_key, self.longest, self.tokens
 
     def row(self, length: int, ntk: bool = False) -> Row | None:
         """The row at a length, or None if it was not evaluated."""
@@ -133,13 +149,9 @@ def load_run(folder: Path, *, complete: bool = True) -> RunInfo:
     return info
 
 
-def save_evaluation(folder: Path, evaluation: Evaluation, *, partial: bool = False) -> None:
-    """Write evaluation.json, or while rows are still missing evaluation.partial.json, whole or not at all."""
-    write_atomically(
-        folder / (PARTIAL_EVALUATION if partial else EVALUATION), evaluation.model_dump_json(indent=2) + "\n"
-    )
-    if not partial:
-        (folder / PARTIAL_EVALUATION).unlink(missing_ok=True)
+def save_evaluation(folder: Path, evaluation: Evaluation) -> None:
+    """Write evaluation.json, whole or not at all."""
+    write_atomically(folder / EVALUATION, evaluation.model_dump_json(indent=2) + "\n")
 
 
 def load_evaluation(folder: Path) -> Evaluation:
@@ -160,7 +172,7 @@ def write_atomically(path: Path, text: str) -> None:
     Raises:
         LabError: the folder cannot be written to, or the disk is full.
     """
-    try:
+    with writing(path, "name a folder that can be written to, with space left on its disk"):
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
             temporary = Path(file.name)
@@ -173,10 +185,6 @@ def write_atomically(path: Path, text: str) -> None:
             except BaseException:
                 temporary.unlink(missing_ok=True)
                 raise
-    except OSError as error:
-        raise LabError(
-            f"cannot write {path}: {error.strerror or error}", "choose a folder with --out that can be written to"
-        ) from error
 
 
 def _umask() -> int:

@@ -29,15 +29,3 @@ def with_dynamic_ntk(config: Any, train_length: int) -> Any:
         table.update(rope_type="dynamic", factor=1.0)
     config.max_position_embeddings = train_length
     return config
-
-
-def forget_lengths(model: Any) -> None:
-    """Make the next forward compute its frequencies for its own length.
-
-    Transformers keeps the frequencies of the longest sequence seen, and goes back only for one shorter than the training
-    length. An evaluation that takes 16x before 2x would measure 2x with the frequencies of 16x.
-    """
-    for module in model.modules():
-        if hasattr(module, "original_inv_freq") and hasattr(module, "max_seq_len_cached"):
-            module.inv_freq = module.original_inv_freq.clone()
-            module.max_seq_len_cached = module.original_max_seq_len

@@ -5,7 +5,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,14 @@ from transformers import set_seed
 
 from softfocus.lab import data, provenance
 from softfocus.lab import model as models
+from softfocus.lab.disk import disk_error
 from softfocus.lab.errors import LabError
-from softfocus.lab.progress import Event, Listener, silent
+from softfocus.lab.progress import Listener, silent
 from softfocus.lab.recipe import Recipe, load
 from softfocus.lab.results import (
     CHECKPOINTS,
     EVALUATION,
     MODEL,
-    PARTIAL_EVALUATION,
     RECIPE,
     RUN,
     TENSORBOARD,
@@ -60,46 +60,65 @@ def train(
 
     Raises:
         LabError: a run is already there, the recipe is not the one to resume, the data or the model cannot be made, the
-            loss is not finite, the disk is full, or the run was interrupted (its checkpoint is kept).
+            corpus is not the one to resume with, the loss is not finite, the disk or the device's memory is full, or the
+            run was interrupted (its checkpoint is kept).
     """
     models.quiet()
-    state = PartialState()
-    done = _check(recipe, folder, resume, overwrite)
+    state = _processes()
+    there = _check(recipe, folder, resume, overwrite)
     state.wait_for_everyone()  # all have looked at the folder before one of them changes it
-    if done is not None:
-        return done
+    if there is not None and there.status == "complete":
+        return there
     main = state.is_main_process
-    if main and overwrite:
-        _clear(folder)
     listener = progress if main else silent
     with _made(folder):
+        if main and there is None:
+            _clear(folder)  # what a run left whose run.json is gone must not be resumed or reported as this one's
         with state.main_process_first():
             tokens = data.tokens(recipe, listener)
+        if there is not None and there.corpus_key not in ("", tokens.folder.name):
+            raise LabError(
+                f"the corpus of {folder} has changed (or moved, or was copied) since the run was started",
+                "put it back as it was, or start again with --overwrite",
+            )
+        windows = data.training_windows(recipe, tokens)
         set_seed(recipe.train.seed)
         model = models.build(recipe, tokens.vocab_size, data.end_of_document(tokens))
         info = _describe(recipe, folder, model, tokens, str(state.device))
         if main:
-            _check_disk(folder, info.parameters)
+            if there is None:
+                _check_disk(folder, info.parameters)
             write_atomically(folder / RECIPE, recipe.to_toml())
             save_run(folder, info)
     watch = Watch(recipe, listener)
     with _recording(folder, info, main):
-        trainer = make_trainer(recipe, folder, model, data.training_windows(recipe, tokens), watch)
+        trainer = make_trainer(recipe, folder, model, windows, watch)
         try:
-            _run(trainer, watch, folder, resume, alone=state.num_processes == 1)
+            with models.memory(f"raise train.accumulate ({recipe.train.accumulate}), or lower train.length"):
+                _run(trainer, watch, folder, resume, alone=state.num_processes == 1)
         finally:
             _take_stock(info, trainer, watch)
         if main:
             _save_model(folder, trainer, tokens.tokenizer)
             info.status, info.finished = "complete", _now()
             save_run(folder, info)
-            listener(Event(kind="done", run=recipe.name, done=info.steps_done, total=info.steps, loss=info.final_loss))
     state.wait_for_everyone()
     return info
 
 
+def _processes() -> PartialState:
+    for name in ("FSDP", "DEEPSPEED"):
+        if os.environ.get(f"ACCELERATE_USE_{name}", "").lower() in ("1", "true", "yes", "on"):
+            raise LabError(
+                f"a run under {name} is not supported: its weights and checkpoints are in pieces",
+                "use torchrun, or `accelerate config` for several devices without it",
+            )
+    # While one process tokenises, the others wait for it
+    return PartialState(timeout=timedelta(days=1))
+
+
 def _check(recipe: Recipe, folder: Path, resume: bool, overwrite: bool) -> RunInfo | None:
-    """Refuse what would destroy or mix runs. Returns the run where there is nothing left to do."""
+    """Refuse what would destroy or mix runs. Returns the run that is to be resumed, None where a new one begins."""
     if folder.exists() and not folder.is_dir():
         raise LabError(f"{folder} is a file, not a folder", "choose another folder with --out")
     if not (folder / RUN).exists():
@@ -127,7 +146,7 @@ def _check(recipe: Recipe, folder: Path, resume: bool, overwrite: bool) -> RunIn
                     f"the run in {folder} was started with {table}.{key} = {was[key]!r}, not {now[key]!r}",
                     f"resume it with `softfocus train {folder / RECIPE} --out {folder} --resume`",
                 )
-    return there if there.status == "complete" else None
+    return there
 
 
 def _clear(folder: Path) -> None:
@@ -135,7 +154,7 @@ def _clear(folder: Path) -> None:
     (folder / RUN).unlink(missing_ok=True)
     for name in (MODEL, CHECKPOINTS, TENSORBOARD):
         shutil.rmtree(folder / name, ignore_errors=True)
-    for name in (EVALUATION, PARTIAL_EVALUATION, RECIPE):
+    for name in (EVALUATION, RECIPE):
         (folder / name).unlink(missing_ok=True)
 
 
@@ -153,7 +172,7 @@ def _describe(recipe: Recipe, folder: Path, model: Any, tokens: TokenStore, devi
         started=_now(),
         train_length=recipe.train.length,
         vocabulary=tokens.vocab_size,
-        tokens=tokens.folder.name,
+        corpus_key=tokens.folder.name,
         steps=recipe.train.steps,
         tokens_per_step=recipe.train.batch * recipe.train.length,
     )
@@ -191,9 +210,11 @@ def _recording(folder: Path, info: RunInfo, main: bool) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if isinstance(error, OSError):
-            error = LabError(f"cannot write to {folder}: {error.strerror or error}", "free some space; then --resume")
-        info.status, info.finished, info.error = "failed", _now(), str(error) or type(error).__name__
+        if (why := disk_error(error)) is not None:
+            error = LabError(f"cannot write to {folder}: {why.strerror or why}", "free some space; then --resume")
+        info.status, info.finished = "failed", _now()
+        # Results say nothing about where on a machine they lay
+        info.error = str(error).replace(str(folder), folder.name) or type(error).__name__
         if main:
             with suppress(LabError):  # on a full disk this fails too; what is there still says "running"
                 save_run(folder, info)

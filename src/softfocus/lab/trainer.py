@@ -9,10 +9,12 @@ from types import FrameType
 from typing import Any
 
 import torch
+from tensorboard.compat.proto.event_pb2 import Event as EventRecord
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.nn import functional as F
 from torch.utils.data import Dataset, SequentialSampler
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
-from transformers.integrations import TensorBoardCallback
 
 from softfocus.lab.errors import LabError
 from softfocus.lab.progress import Event, Listener
@@ -75,25 +77,25 @@ class Watch(TrainerCallback):
         """Measure and tell; ask for a checkpoint when a signal came."""
         step, now = state.global_step, time.perf_counter()
         warm_up = min(WARM_UP_STEPS, max(1, (state.max_steps - self._first_step) // 2))
-        left = None
         if step == self._first_step + warm_up:
             self._from = (step, now)
         elif step > self._first_step + warm_up:
             a_step = (now - self._from[1]) / (step - self._from[0])
             self.tokens_per_second = self.recipe.train.batch * self.recipe.train.length / a_step
-            left = a_step * (state.max_steps - step)
         if self.interrupted:
             control.should_save = control.should_training_stop = True
         # A checkpoint starts a fresh mean of the loss, so that a resumed run logs the same numbers; and it lets
         # on_log see the loss before a model that has diverged is kept
         control.should_log = control.should_log or control.should_save
-        self._tell(
-            "step",
-            done=step,
-            total=state.max_steps,
-            loss=self._loss,
-            tokens_per_second=self.tokens_per_second,
-            seconds_left=left,
+        self.listener(
+            Event(
+                kind="step",
+                run=self.recipe.name,
+                done=step,
+                total=state.max_steps,
+                loss=self._loss,
+                tokens_per_second=self.tokens_per_second,
+            )
         )
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
@@ -108,13 +110,34 @@ class Watch(TrainerCallback):
                 f"({self.recipe.train.warmup}), or choose a smaller power",
             )
 
-    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Tell where the checkpoint is."""
-        if state.is_world_process_zero:
-            self._tell("checkpoint", message=f"checkpoint at step {state.global_step}", done=state.global_step)
 
-    def _tell(self, kind: Any, **facts: Any) -> None:
-        self.listener(Event(kind=kind, run=self.recipe.name, **facts))
+class Curves(TrainerCallback):
+    """What Trainer logs, for TensorBoard. Its own callback names the file after the host and stores the arguments' paths."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._writer: RecordWriter | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Start a file; a resumed run has several."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._writer = RecordWriter((self._folder / f"events.out.tfevents.{time.time_ns()}").open("wb"))
+        self._write(file_version="brain.Event:2")
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
+        """Write the numbers."""
+        values = [Summary.Value(tag=f"train/{name}", simple_value=value) for name, value in (logs or {}).items()]
+        self._write(step=state.global_step, summary=Summary(value=values))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Close the file."""
+        if self._writer is not None:
+            self._writer.close()
+
+    def _write(self, **facts: Any) -> None:
+        assert self._writer is not None
+        self._writer.write(EventRecord(wall_time=time.time(), **facts).SerializeToString())
+        self._writer.flush()
 
 
 class Interruptible:
@@ -193,9 +216,7 @@ def make_trainer(recipe: Recipe, folder: Path, model: Any, windows: Dataset[Any]
     trainer = WindowTrainer(model=model, args=arguments, train_dataset=windows, callbacks=[watch])
     trainer.remove_callback(PrinterCallback)
     if arguments.should_log:
-        from torch.utils.tensorboard import SummaryWriter
-
-        trainer.add_callback(TensorBoardCallback(SummaryWriter(str(folder / TENSORBOARD))))
+        trainer.add_callback(Curves(folder / TENSORBOARD))
     return trainer
 
 

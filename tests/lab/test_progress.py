@@ -1,0 +1,40 @@
+"""The display off a terminal: plain lines, not too many. (The demo's tests cover a terminal's.)"""
+
+import pytest
+
+from softfocus.lab import progress
+from softfocus.lab.progress import Display, Event
+from softfocus.lab.results import Row
+
+
+def test_a_log_gets_a_line_every_ten_seconds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    with Display("steps") as display:
+        display(Event(kind="prepare", run="a", message="tokenising [stdlib]", done=7, total=100))
+        for step in range(25):
+            now += 1
+            display(Event(kind="step", run="a", done=step, total=2400, loss=2.5, tokens_per_second=1234.0))
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.splitlines() == [
+        "tokenising [stdlib]: 7 of 100 %",
+        "a: 9 of 2,400 steps  loss 2.500 1,234 tokens/s",
+        "a: 19 of 2,400 steps  loss 2.500 1,234 tokens/s",
+    ]
+
+
+def test_every_loss_of_an_evaluation_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    row = Row(length=2048, ntk=True, loss=1.25, standard_error=0.5, tokens=9, windows=2)
+    with Display("tokens") as display:
+        for _ in range(3):
+            display(Event(kind="row", run="a", row=row))
+    assert capsys.readouterr().err.splitlines() == ["a: length   2,048 NTK        loss 1.250 ± 0.500"] * 3
+
+
+def test_quiet_is_quiet(capsys: pytest.CaptureFixture[str]) -> None:
+    with Display("steps", quiet=True) as display:
+        display(Event(kind="step", run="a", done=1, total=2))
+    assert capsys.readouterr() == ("", "")
