@@ -17,7 +17,7 @@ START = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 def make_entry(
     mechanism: str,
     plain: Sequence[float],
-    ntk: Sequence[float] = (),
+    ntk: Sequence[float] | None = None,
     *,
     train_length: int = 128,
     seed: int = 1,
@@ -26,8 +26,13 @@ def make_entry(
     commit: str = "0123456789abcdef0123456789abcdef01234567",
     vocabulary: int = 256,
     train_loss: Sequence[tuple[int, float]] = ((10, 5.5), (20, 2.25)),
+    evaluated: dict[str, Any] | None = None,
 ) -> Entry:
-    """A finished run whose losses at 1x, 2x, 4x ... are given, without scaling and with NTK (from 1x or from 2x on)."""
+    """A finished run whose losses at 1x, 2x, 4x ... are given, without scaling and with NTK (from 1x or from 2x on).
+
+    With NTK they are the same unless they are given; () for a run that was not measured with it.
+    """
+    ntk = plain if ntk is None else ntk
     name = name or f"demo-{mechanism}"
     first = 0 if len(ntk) == len(plain) else 1
     points = [(False, power, loss) for power, loss in enumerate(plain)]
@@ -67,9 +72,22 @@ def make_entry(
             tokens_per_step=4096,
             train_loss=list(train_loss),
             tokens_per_second=15_321.5,
+            corpus_key="c0ffee",
             **common,
         ),
-        evaluation=Evaluation(run=name, vocabulary=vocabulary, tokens=4096, rows=rows, **common),
+        evaluation=Evaluation(
+            **{
+                "run": name,
+                "vocabulary": vocabulary,
+                "tokens": 4096,
+                "rows": rows,
+                "corpus_key": "c0ffee",
+                "longest": 2048,
+                "documents": 2,
+                **common,
+                **(evaluated or {}),
+            }
+        ),
         recipe=f'name = "demo-{mechanism}"\n\n[model]\nmechanism = "{mechanism}"\n',
     )
 

@@ -44,8 +44,8 @@ def test_unequal_grids_meet_where_they_can(fabricate, tmp_path, quiet):
     b = save(fabricate("lssar", [2.0, 2.1, 2.2], train_length=512, vocabulary=512), tmp_path / "b")
     report = compare([a, b], tmp_path / "out", console=quiet)
     assert report.finding.sentence.startswith("At 4 times the training length LSSAR's"), "4x is the longest they share"
-    assert "1.200" in report.finding.sentence
-    assert "1.100" in report.finding.sentence
+    assert "1.20 times" in report.finding.sentence
+    assert "1.10 times" in report.finding.sentence
     assert "training length (128, 512)" in " ".join(report.notes)
     assert "4x / 1x" in said(quiet)
     page = (tmp_path / "out" / "report.html").read_text()
@@ -96,7 +96,16 @@ def test_a_folder_that_is_not_a_finished_run_is_named_with_the_remedy(four, tmp_
 def test_an_evaluation_of_another_training_is_pointed_out(four, tmp_path, quiet):
     folder = save(four[0], tmp_path / "a")
     save_run(folder, four[0].info.model_copy(update={"seed": 7}))
-    assert "belongs to another training" in compare([folder], tmp_path / "out", console=quiet).notes[0]
+    assert "belongs to another training" in compare([folder], tmp_path / "out", console=quiet).notes[-1]
+
+
+def test_a_report_names_no_folders_of_the_machine(four, tmp_path, quiet):
+    folder = save(four[0], tmp_path / "a")
+    paths = 'source = "/home/ann/my texts/*.txt"\ntokenizer = "~/tokenizers/one/"\nvalidation_source = "hub:a/b"\n'
+    (folder / RECIPE).write_text(paths)
+    assert compare([folder], tmp_path / "out", console=quiet).runs[0].recipe == (
+        'source = "*.txt"\ntokenizer = "one"\nvalidation_source = "hub:a/b"\n'
+    )
 
 
 def test_no_run_or_one_twice(four, tmp_path, quiet):

@@ -79,7 +79,7 @@ def figure1(evaluations: Sequence[Evaluation], *, title: str, axis: Axis = "mult
             ax.set_title(f"RoPE: {name}")
         panels[1].set_ylabel("")
         panels[1].tick_params(labelleft=True)
-        figure.suptitle(title, x=0.01, ha="left", fontsize=12)
+        figure.suptitle(title, x=0.01, ha="left", fontsize=12, parse_math=False)  # "$" is a dollar
         return figure
 
 
@@ -195,6 +195,7 @@ def _label_ends(ax: Any, ends: Sequence[tuple[str, int, tuple[float, float] | No
             color=PALETTE[colour][0],
             fontweight="bold",
             annotation_clip=False,
+            parse_math=False,
         )
     ax.set_ylim(low, high)
 

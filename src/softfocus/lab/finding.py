@@ -7,15 +7,13 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 from softfocus.catalog import named
-from softfocus.lab.points import SCALINGS, Growth, growth, labels, loss_text, mechanism_name, shared_columns
+from softfocus.lab.points import SCALINGS, growth, labels, loss_text, mechanism_name, shared_columns
 from softfocus.lab.results import Evaluation
 
 MULTIPLE = 16.0
 LSSAR_AT_MOST = 1.15
 SOFTMAX_ABOVE = 1.5
-_EXPECTED = (
-    f"LSSAR at most {LSSAR_AT_MOST:g}, Softmax above {SOFTMAX_ABOVE:g}, each under the scaling that serves it better"
-)
+_NAMED = 4  # mechanisms that a sentence still can name
 
 Verdict = Literal["holds", "does not hold", "not judged"]
 
@@ -41,7 +39,8 @@ class Finding(BaseModel):
 
     Every run is judged by one rule: under whichever scaling of RoPE serves it better. That is the generous choice for
     Softmax, whose loss is expected to grow, so the claim does not lean on a scaling that happens to hurt the rival.
-    With several runs of a mechanism the worst for the claim decides.
+    So a run that was measured under one of them only is not judged. With several runs of a mechanism the worst for the
+    claim decides.
     """
 
     model_config = ConfigDict(extra="forbid", ser_json_inf_nan="strings")
@@ -62,15 +61,58 @@ def finding(evaluations: Sequence[Evaluation]) -> Finding:
             sentence=f"Nothing can be said about longer contexts: {reason}.", verdict="not judged", ratios=[]
         )
     multiple = MULTIPLE if MULTIPLE in shared else shared[-1]
-    tokens = {round(multiple * evaluation.train_length) for evaluation in subjects}
+    ratios = _ratios(evaluations, multiple)
     verdict, why = _judge(lssar, softmax, multiple)
-    parts = [
-        f"At {multiple:g} times the training length{_tokens(tokens)} {_growth_in_words(subjects, multiple)}",
-        *([_price(lssar, softmax)] if lssar and softmax else []),
-        f"the expected shape ({_EXPECTED}) {why}",
-        _spread(subjects),
+    tokens = {round(multiple * evaluation.train_length) for evaluation in subjects}
+    sentence = (
+        f"At {multiple:g} times the training length{_tokens(tokens)} {_growths(subjects, multiple)}, "
+        f"{_choice(subjects, multiple)} ({_seeds(subjects)}), {why}."
+    )
+    return Finding(sentence=sentence, verdict=verdict, ratios=ratios)
+
+
+def details(evaluations: Sequence[Evaluation], found: Finding) -> list[str]:
+    """The numbers that a sentence has no room for: every run's under both scalings, its loss at 1x, and doubts."""
+    if not found.ratios:
+        return []
+    by_run: dict[str, list[Ratio]] = {}
+    for ratio in found.ratios:
+        by_run.setdefault(ratio.label, []).append(ratio)
+    both = [
+        f"{label} {' / '.join(_either([r.ratio for r in ratios if r.ntk == ntk]) for ntk, _ in SCALINGS)}"
+        for label, ratios in by_run.items()
     ]
-    return Finding(sentence="; ".join(parts) + ".", verdict=verdict, ratios=_ratios(subjects, multiple))
+    firsts = [f"{label} {loss_text(ratios[0].first)}" for label, ratios in by_run.items()]
+    said = [
+        f"Loss at {found.ratios[0].multiple:g}x over the run's own at 1x, without RoPE scaling / with dynamic NTK: "
+        f"{', '.join(both)}.",
+        f"Loss at 1x, nats per token: {', '.join(firsts)}; a ratio to one's own 1x says nothing about who is better there.",
+    ]
+    close = [
+        f"{ratio.label} ({ratio.ratio:.3f} ± {ratio.standard_error:.3f}, {name})"
+        for ratio in found.ratios
+        for ntk, name in SCALINGS
+        if ratio.ntk == ntk
+        and (limit := _limit(ratio.mechanism))
+        and abs(ratio.ratio - limit) <= 2 * ratio.standard_error
+    ]
+    if close and found.verdict != "not judged":
+        # An upper bound: the two losses of a ratio share their documents, and an Evaluation does not hold their covariance
+        said.append(
+            f"Within two standard errors (cautiously, as of unpaired losses) of the expected limit: {', '.join(close)}."
+        )
+    if len({evaluation.seed for evaluation in evaluations}) == 1:
+        said.append(f"One training seed ({evaluations[0].seed}): the spread over seeds is unknown.")
+    return said
+
+
+def _either(found: list[float]) -> str:
+    return "not measured" if not found else f"{found[0]:.3f}" if math.isfinite(found[0]) else "diverged"
+
+
+def _limit(mechanism: str) -> float | None:
+    limits = {"lssar": LSSAR_AT_MOST, "softmax": SOFTMAX_ABOVE}
+    return next((limit for name, limit in limits.items() if _algebra(mechanism) == named(name)), None)
 
 
 def _runs_of(evaluations: Sequence[Evaluation], name: str) -> list[Evaluation]:
@@ -103,83 +145,89 @@ def _ratios(evaluations: Sequence[Evaluation], multiple: float) -> list[Ratio]:
     ]
 
 
-def _best(evaluation: Evaluation, multiple: float) -> Growth | None:
-    """The growth under the scaling that serves the run better; a diverged one only where there is no other."""
-    found = [g for ntk, _ in SCALINGS if (g := growth(evaluation, multiple, ntk)) is not None]
-    return min(found, key=lambda g: g.ratio if math.isfinite(g.ratio) else math.inf, default=None)
+def _measured(evaluation: Evaluation, multiple: float) -> list[float]:
+    """The ratios to 1x under the scalings that the run was measured with."""
+    return [g.ratio for ntk, _ in SCALINGS if (g := growth(evaluation, multiple, ntk)) is not None]
+
+
+def _best(evaluation: Evaluation, multiple: float) -> float | None:
+    """The ratio under the scaling that serves the run better; a diverged one only where there is no other."""
+    found = _measured(evaluation, multiple)
+    return min(found, key=lambda ratio: ratio if math.isfinite(ratio) else math.inf, default=None)
 
 
 def _judge(lssar: list[Evaluation], softmax: list[Evaluation], multiple: float) -> tuple[Verdict, str]:
+    """The verdict, and how the sentence ends."""
     missing = [name for name, runs in (("LSSAR", lssar), ("Softmax", softmax)) if not runs]
+    refused = "and the expected shape is not judged, "
     if missing:
-        return "not judged", f"cannot be judged without a run of {' and '.join(missing)}"
+        return "not judged", f"{refused}which takes a run of {' and one of '.join(missing)}"
     if multiple != MULTIPLE:
-        return "not judged", f"is stated for {MULTIPLE:g} times and not judged here"
-    ours = [_best(evaluation, multiple) for evaluation in lssar]
-    theirs = [_best(evaluation, multiple) for evaluation in softmax]
-    if None in ours or None in theirs:
-        return "not judged", "cannot be judged without the loss at 1x"
-    high = max((g for g in ours if g), key=lambda g: g.ratio if math.isfinite(g.ratio) else math.inf)
-    low = min((g for g in theirs if g), key=lambda g: g.ratio if math.isfinite(g.ratio) else -math.inf)
-    if not math.isfinite(high.ratio):
-        return "does not hold", "does not hold, because LSSAR diverged"
-    if not math.isfinite(low.ratio):
-        return "not judged", "cannot be judged, because Softmax diverged"
-    holds = high.ratio <= LSSAR_AT_MOST and low.ratio > SOFTMAX_ABOVE
-    close = [
-        name
-        for name, g, limit in (("LSSAR", high, LSSAR_AT_MOST), ("Softmax", low, SOFTMAX_ABOVE))
-        if abs(g.ratio - limit) <= 2 * g.standard_error
-    ]
+        return "not judged", f"{refused}being stated for {MULTIPLE:g} times"
+    judged = [*lssar, *softmax]
+    if any(growth(evaluation, multiple, ntk) is None for evaluation in judged for ntk, _ in SCALINGS):
+        return "not judged", f"{refused}which takes both scalings of every run, there and at 1x"
+    high = max((_best(run, multiple) or 0.0 for run in lssar), key=lambda r: r if math.isfinite(r) else math.inf)
+    low = min((_best(run, multiple) or 0.0 for run in softmax), key=lambda r: r if math.isfinite(r) else -math.inf)
+    if math.isfinite(high) and not math.isfinite(low):
+        return "not judged", f"{refused}as a loss that diverged proves nothing"
+    holds = high <= LSSAR_AT_MOST and low > SOFTMAX_ABOVE  # a diverged LSSAR is NaN or infinite, so it does not
     verdict: Verdict = "holds" if holds else "does not hold"
-    # An upper bound: the two losses of a ratio share their documents, and an Evaluation does not hold their covariance
-    within = "within two standard errors (cautiously, as of unpaired losses) of the limit"
-    caution = f", with {' and '.join(close)} {within}" if close else ""
-    return verdict, verdict + caution
+    return verdict, f"so the expected shape (at most {LSSAR_AT_MOST:g}, above {SOFTMAX_ABOVE:g}) {verdict}"
 
 
-def _growth_in_words(evaluations: list[Evaluation], multiple: float) -> str:
-    """LSSAR's loss relative to its own at 1x is 1.042 without scaling and 1.122 with dynamic NTK, Softmax's ..."""
-    texts = []
-    for mechanism in dict.fromkeys(evaluation.mechanism for evaluation in evaluations):
-        runs = [evaluation for evaluation in evaluations if evaluation.mechanism == mechanism]
-        found = {ntk: [g for run in runs if (g := growth(run, multiple, ntk)) is not None] for ntk, _ in SCALINGS}
-        words = {False: "without scaling", True: "with dynamic NTK"}
-        stated = [f"{_range(found[ntk])} {words[ntk]}" for ntk in words if found[ntk]]
-        name = mechanism_name(mechanism)
-        if not stated:
-            texts.append(f"{name}'s is unknown, its loss at 1x being missing")
-        elif texts:
-            texts.append(f"{name}'s {' and '.join(stated)}")
+def _growths(evaluations: list[Evaluation], multiple: float) -> str:
+    """LSSAR's loss is 1.04 times its own at 1x and Softmax's 1.70 times"""
+    texts: list[str] = []
+    whole = "loss is {} times its own at 1x"
+    mechanisms = list(dict.fromkeys(evaluation.mechanism for evaluation in evaluations))
+    for mechanism in mechanisms[:_NAMED]:
+        found = [_best(run, multiple) for run in evaluations if run.mechanism == mechanism]
+        known = [ratio for ratio in found if ratio is not None]
+        if not known:
+            said = "is unknown" if texts else "loss is unknown"
+        elif not all(map(math.isfinite, known)):
+            said = "diverged" if texts else "loss diverged"
         else:
-            texts.append(f"{name}'s loss relative to its own at 1x is {' and '.join(stated)}")
-    return ", ".join(texts)
+            said = whole.format(_range(known, _limit(mechanism)))
+            whole = "{} times"
+        texts.append(f"{mechanism_name(mechanism)}'s {said.removeprefix('loss ') if texts else said}")
+    if len(mechanisms) > _NAMED:
+        texts.append(f"{len(mechanisms) - _NAMED} more in the notes")
+    return f"{', '.join(texts[:-1])} and {texts[-1]}" if len(texts) > 1 else texts[0]
 
 
-def _range(found: list[Growth]) -> str:
-    ratios = [g.ratio for g in found]
-    if not all(map(math.isfinite, ratios)):
-        return "not finite"
-    low, high = f"{min(ratios):.3f}", f"{max(ratios):.3f}"
+def _range(ratios: list[float], limit: float | None) -> str:
+    low, high = _ratio(min(ratios), limit), _ratio(max(ratios), limit)
     return low if low == high else f"{low} to {high}"
 
 
-def _price(lssar: list[Evaluation], softmax: list[Evaluation]) -> str:
-    """What each mechanism's loss is at 1x: a ratio to one's own 1x says nothing about who is better there."""
+def _ratio(ratio: float, limit: float | None) -> str:
+    """Two decimals, or as many more as it takes to show on which side of its limit a ratio lies."""
+    digits = 2
+    while limit is not None and (float(f"{ratio:.{digits}f}") > limit) != (ratio > limit):
+        digits += 1
+    return f"{ratio:.{digits}f}"
 
-    def mean(runs: list[Evaluation]) -> str:
-        firsts = [g.first for run in runs if (g := growth(run, 1.0, False)) is not None]
-        return loss_text(sum(firsts) / len(firsts)) if firsts else "unknown"
 
-    return f"at 1x LSSAR has {mean(lssar)} and Softmax {mean(softmax)} nats per token"
+def _choice(evaluations: list[Evaluation], multiple: float) -> str:
+    both = all(len(_measured(evaluation, multiple)) == len(SCALINGS) for evaluation in evaluations)
+    each = "each under" if len(evaluations) > 1 else "under"
+    return f"{each} the RoPE scaling that serves it better" + ("" if both else " of those measured")
 
 
 def _tokens(tokens: set[int]) -> str:
     return f" ({tokens.pop():,} tokens)" if len(tokens) == 1 else ""
 
 
-def _spread(evaluations: list[Evaluation]) -> str:
-    seeds = sorted({evaluation.seed for evaluation in evaluations})
-    if len(seeds) == 1:
-        return f"one seed ({seeds[0]}), so the spread over seeds is unknown"
-    return f"{len(seeds)} seeds ({', '.join(map(str, seeds))})"
+def _seeds(evaluations: list[Evaluation]) -> str:
+    """How many seeds each mechanism was trained with."""
+    seeds: dict[str, set[int]] = {}
+    for evaluation in evaluations:
+        seeds.setdefault(evaluation.mechanism, set()).add(evaluation.seed)
+    counts = sorted({len(found) for found in seeds.values()})
+    if counts == [1]:
+        return "one seed each" if len(seeds) > 1 else "one seed"
+    return f"{' to '.join(map(str, (counts[0], counts[-1])[: len(counts)]))} seeds" + (
+        " each" if len(seeds) > 1 else ""
+    )

@@ -19,7 +19,7 @@ from softfocus.lab.points import (
     mechanism_name,
     shared_columns,
 )
-from softfocus.lab.report import Report, provenance, short_commit
+from softfocus.lab.report import Report, provenance, same_text, short_commit
 from softfocus.lab.results import Evaluation, RunInfo
 
 _VERDICTS = {
@@ -46,6 +46,7 @@ def render(report: Report) -> str:
         provenance=provenance(report),
         verdict=_VERDICTS[report.finding.verdict],
         palette=figure.PALETTE,
+        same_text=same_text(evaluations),
         lengths=_drawings(figure.length_svgs(evaluations, axis=report.axis)),
         positions=_drawings(figure.position_svgs(evaluations)) if has_buckets else [],
         training=Markup(figure.training_svg(infos, evaluations)) if any(info.train_loss for info in infos) else None,

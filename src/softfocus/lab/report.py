@@ -7,9 +7,11 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rich.console import Console
 
+from softfocus.lab.disk import writing
 from softfocus.lab.errors import LabError
-from softfocus.lab.finding import Finding, finding
+from softfocus.lab.finding import Finding, details, finding
 from softfocus.lab.points import Axis, labels
+from softfocus.lab.provenance import without_folders
 from softfocus.lab.results import RECIPE, Evaluation, RunInfo, load_evaluation, load_run, write_atomically
 from softfocus.lab.table import loss_table
 
@@ -57,7 +59,8 @@ def load_entry(folder: Path) -> Entry:
     info = load_run(folder)
     evaluation = load_evaluation(folder)
     recipe = folder / RECIPE
-    return Entry(info=info, evaluation=evaluation, recipe=recipe.read_text() if recipe.is_file() else "")
+    text = without_folders(recipe.read_text()) if recipe.is_file() else ""
+    return Entry(info=info, evaluation=evaluation, recipe=text)
 
 
 def build(
@@ -71,12 +74,14 @@ def build(
         axis: what lengths are counted in, in the figure and the table.
         remarks: what the reader should know beyond what the runs themselves tell; stands first among the notes.
     """
+    evaluations = [entry.evaluation for entry in entries]
+    found = finding(evaluations)
     return Report(
         title=title,
         created=datetime.now(UTC).replace(microsecond=0),
         axis=axis,
-        finding=finding([entry.evaluation for entry in entries]),
-        notes=[*remarks, *notes(entries)],
+        finding=found,
+        notes=[*remarks, *details(evaluations, found), *notes(entries)],
         runs=list(entries),
     )
 
@@ -95,12 +100,8 @@ def write(report: Report, folder: Path) -> list[Path]:
 
     paths = [folder / name for name in (RESULTS, FIGURE, PAGE)]
     write_atomically(paths[0], report.model_dump_json(indent=2) + "\n")
-    try:
+    with writing(paths[1], "free some space or use another folder"):
         save_figure1(report.evaluations, paths[1], title=f"{report.title}\n{provenance(report)}", axis=report.axis)
-    except OSError as error:
-        raise LabError(
-            f"cannot write {paths[1]}: {error.strerror or error}", "free some space or use another folder"
-        ) from error
     write_atomically(paths[2], render(report))
     return paths
 
@@ -158,6 +159,7 @@ def notes(entries: Sequence[Entry]) -> list[str]:
         values = list(dict.fromkeys(read_out(entry) for entry in entries))
         if len(values) > 1:
             found.append(f"The runs differ in {what} ({', '.join(values)}): {consequence}")
+    found += _text_notes(entries)
     if any(entry.info.commit.endswith("+dirty") for entry in entries):
         found.append("The source tree had changes that the commit does not hold (+dirty).")
     for entry in entries:
@@ -184,8 +186,48 @@ _COMMON: tuple[tuple[str, Callable[[Entry], str], str], ...] = (
         "a lower loss may come from more training.",
     ),
     ("size", lambda e: f"{e.info.parameters / 1e6:.2f} M parameters", "a lower loss may come from a larger model."),
-    ("validation tokens", lambda e: f"{e.evaluation.tokens:,}", "their losses are means over different texts."),
 )
+
+
+def same_text(evaluations: Sequence[Evaluation]) -> bool:
+    """Whether all are known to have read the same validation text, so that losses differ by model and length alone."""
+    return len({evaluation.text for evaluation in evaluations}) == 1 and all(e.corpus_key for e in evaluations)
+
+
+def _text_notes(entries: Sequence[Entry]) -> list[str]:
+    """What the losses were measured on."""
+    found = []
+    texts = {entry.evaluation.text: entry.evaluation for entry in entries}
+    for one in texts.values():
+        if one.documents:
+            found.append(
+                f"Evaluated on {one.tokens:,} validation tokens{_of(one, entries)}: spans of {one.longest:,}, at random "
+                f"places in {one.documents:,} documents, cut into windows of each length."
+            )
+        if one.crossing:
+            found.append(
+                f"{one.crossing} of the {one.tokens // one.longest} spans{_of(one, entries)} cross the end of a document: "
+                "there, a long context is partly another text."
+            )
+    if len(texts) > 1:
+        found.append("The runs were evaluated on different text: their losses are means over different tokens.")
+    changed = [
+        entry.info.name
+        for entry in entries
+        if "" not in (entry.info.corpus_key, entry.evaluation.corpus_key)
+        and entry.info.corpus_key != entry.evaluation.corpus_key
+    ]
+    if changed:
+        found.append(
+            f"The corpus of {', '.join(changed)} changed (or moved, or was copied) after training: what it was evaluated on "
+            "may have been trained on."
+        )
+    return found
+
+
+def _of(one: Evaluation, entries: Sequence[Entry]) -> str:
+    names = [entry.info.name for entry in entries if entry.evaluation.text == one.text]
+    return f" ({', '.join(names)})" if len(names) < len(entries) else ""
 
 
 def _several(one: str, many: str, values: Sequence[str]) -> str:
