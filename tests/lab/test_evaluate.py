@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
@@ -184,6 +185,14 @@ def test_what_cannot_be_evaluated(run: Path, tmp_path: Path) -> None:
     with pytest.raises(LabError, match=r"not finished: its status is failed \(it rained\)"):
         evaluate(run, [32])
     assert not (run / EVALUATION).exists()
+
+
+def test_pickled_weights_are_not_loaded(run: Path) -> None:
+    weights = run / "model" / "model.safetensors"
+    torch.save(load_file(weights), run / "model" / "pytorch_model.bin")
+    weights.unlink()
+    with pytest.raises(LabError, match=r"cannot be loaded: .*safetensors"):
+        evaluate(run, [32], tokens=512)
 
 
 def test_a_corpus_that_changed(tiny: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -107,7 +107,7 @@ def details(evaluations: Sequence[Evaluation], found: Finding) -> list[str]:
 
 
 def _either(found: list[float]) -> str:
-    return "not measured" if not found else f"{found[0]:.3f}" if math.isfinite(found[0]) else "diverged"
+    return loss_text(found[0]) if found else "not measured"
 
 
 def _limit(mechanism: str) -> float | None:
@@ -159,18 +159,18 @@ def _best(evaluation: Evaluation, multiple: float) -> float | None:
 def _judge(lssar: list[Evaluation], softmax: list[Evaluation], multiple: float) -> tuple[Verdict, str]:
     """The verdict, and how the sentence ends."""
     missing = [name for name, runs in (("LSSAR", lssar), ("Softmax", softmax)) if not runs]
-    refused = "and the expected shape is not judged, "
+    refused = "and the expected shape is not judged, because "
     if missing:
-        return "not judged", f"{refused}which takes a run of {' and one of '.join(missing)}"
+        return "not judged", f"{refused}that takes a run of {' and one of '.join(missing)}"
     if multiple != MULTIPLE:
-        return "not judged", f"{refused}being stated for {MULTIPLE:g} times"
+        return "not judged", f"{refused}it is stated for {MULTIPLE:g} times"
     judged = [*lssar, *softmax]
     if any(growth(evaluation, multiple, ntk) is None for evaluation in judged for ntk, _ in SCALINGS):
-        return "not judged", f"{refused}which takes both scalings of every run, there and at 1x"
+        return "not judged", f"{refused}that takes both scalings of every run, there and at 1x"
     high = max((_best(run, multiple) or 0.0 for run in lssar), key=lambda r: r if math.isfinite(r) else math.inf)
     low = min((_best(run, multiple) or 0.0 for run in softmax), key=lambda r: r if math.isfinite(r) else -math.inf)
     if math.isfinite(high) and not math.isfinite(low):
-        return "not judged", f"{refused}as a loss that diverged proves nothing"
+        return "not judged", f"{refused}a loss that diverged proves nothing"
     holds = high <= LSSAR_AT_MOST and low > SOFTMAX_ABOVE  # a diverged LSSAR is NaN or infinite, so it does not
     verdict: Verdict = "holds" if holds else "does not hold"
     return verdict, f"so the expected shape (at most {LSSAR_AT_MOST:g}, above {SOFTMAX_ABOVE:g}) {verdict}"
@@ -213,7 +213,7 @@ def _ratio(ratio: float, limit: float | None) -> str:
 def _choice(evaluations: list[Evaluation], multiple: float) -> str:
     both = all(len(_measured(evaluation, multiple)) == len(SCALINGS) for evaluation in evaluations)
     each = "each under" if len(evaluations) > 1 else "under"
-    return f"{each} the RoPE scaling that serves it better" + ("" if both else " of those measured")
+    return f"{each} the RoPE scaling that serves it better" if both else f"{each} the better measured scaling of RoPE"
 
 
 def _tokens(tokens: set[int]) -> str:

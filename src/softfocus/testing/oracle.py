@@ -15,7 +15,7 @@ from softfocus.reference import default_scale, row_scale
 from softfocus.testing.cases import Case
 from softfocus.visibility import Visibility
 
-REPLICAS = 32
+REPLICAS = 16
 """One evaluation of the eager formula is one draw of its rounding errors, and can be lucky. Shuffling the head dimension and
 the keys leaves the mathematics alone and draws again; the worst of so many draws is the yardstick."""
 BAND = 4.0
@@ -64,17 +64,20 @@ def check(
     exact = _exactly(arguments)
     expected = run(_reference, exact)
     actual, sizes, label = run(attention, arguments), _sizes(exact, expected), f"{case.name}, {algebra}, {dtype}"
+    # In float64 nothing is more exact than the oracle, whose own errors are as large as the eager formula's and come on top:
+    # half as much again of the yardstick. Shuffling does not show all of them, so that what float32 loses on the same
+    # problem, in units of the last place, counts as well.
+    double = dtype == torch.float64
+    share = 1.5 if double else 1.0
     yardstick = dict.fromkeys(expected.tensors, 0.0)
     for seed in range(REPLICAS):  # the yardstick only grows: as soon as it suffices, the rest need not be drawn
-        for name, error in _eager_errors(seed, arguments, expected).items():
-            yardstick[name] = max(yardstick[name], error)
-        if dtype == torch.float64:
-            # Nothing is more exact than the oracle here, whose own errors these are. What float32 loses on the same problem,
-            # in units of the last place, is the second yardstick.
+        errors = _eager_errors(seed, arguments, expected)
+        if double:
             single = case.arguments(algebra, torch.float32, device=device)
-            for name, error in _eager_errors(seed, single, run(_reference, _exactly(single))).items():
-                ulps = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
-                yardstick[name] = max(yardstick[name], error * ulps)
+            ulps = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
+            in_single = _eager_errors(seed, single, run(_reference, _exactly(single)))
+            errors = {name: max(error, ulps * in_single[name]) for name, error in errors.items()}
+        yardstick = {name: max(yardstick[name], share * error) for name, error in errors.items()}
         try:
             return compare(actual, expected, yardstick, sizes, label)
         except AssertionError:
