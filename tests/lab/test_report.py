@@ -14,7 +14,7 @@ from softfocus.lab.figure import PALETTE, colours, figure1, save_figure1, spread
 from softfocus.lab.finding import finding
 from softfocus.lab.page import render
 from softfocus.lab.points import columns, growth, labels, mechanism_name, shared_columns
-from softfocus.lab.report import Entry, build, provenance, read, write
+from softfocus.lab.report import Entry, build, provenance, read, same_text, write
 from softfocus.lab.table import loss_table
 
 
@@ -416,7 +416,7 @@ class TestReport:
         def said(*evaluated, key="c0ffee"):
             runs = [fabricate("lssa", [1.0, 2.0], name=f"run{n}", evaluated=one) for n, one in enumerate(evaluated)]
             runs = [run.model_copy(update={"info": run.info.model_copy(update={"corpus_key": key})}) for run in runs]
-            return " ".join(build(runs).notes), "on the same validation tokens" in render(build(runs))
+            return " ".join(build(runs).notes), same_text(evaluations(runs))
 
         text, same = said({}, {})
         assert "Evaluated on 4,096 validation tokens: spans of 2,048, at random places in 2 documents" in text
@@ -430,6 +430,11 @@ class TestReport:
         assert said({"crossing": 1})[0].count("1 of the 2 spans cross the end of a document") == 1
         assert "The corpus of run0 changed" in said({}, key="before")[0]
         assert said({"corpus_key": "", "longest": 0, "documents": 0})[1] is False, "an early evaluation does not know"
+
+    def test_the_page_says_that_the_text_is_the_same_only_where_it_is(self, text, fabricate):
+        assert "on the same validation tokens" in text
+        other = [fabricate("lssa", [1.0], evaluated={"corpus_key": key}) for key in "ab"]
+        assert "on the same validation tokens" not in render(build(other))
 
 
 def test_labels_tell_runs_of_one_mechanism_apart(fabricate):
