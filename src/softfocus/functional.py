@@ -141,7 +141,16 @@ def attention(
     return (out, statistics) if return_statistics else out
 
 
-def explain(
+def explain(*arguments: Any, return_statistics: bool = False, backend: str = "auto", **keywords: Any) -> Explanation:
+    """Which backend ``attention()`` with these same arguments runs on, and why each other one does not. Print it.
+
+    Raises:
+        ValueError, TypeError: as ``attention()``.
+    """
+    return dispatch.account(*_prepared(*arguments, **keywords), backend)
+
+
+def _prepared(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -150,7 +159,6 @@ def explain(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-    *,
     mechanism: str | Mechanism = "lssar",
     window_size: tuple[int, int] | None = None,
     key_mask: Tensor | None = None,
@@ -158,37 +166,6 @@ def explain(
     bias: Tensor | None = None,
     head_scale: Tensor | None = None,
     power: Tensor | None = None,
-    return_statistics: bool = False,
-    backend: str = "auto",
-) -> Explanation:
-    """Which backend ``attention()`` with these arguments runs on, and why each other one does not. Print it.
-
-    Raises:
-        ValueError, TypeError: as ``attention()``.
-    """
-    prepared = _prepared(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, mechanism, window_size, key_mask,
-        document_ids, bias, head_scale, power,
-    )  # fmt: skip
-    return dispatch.account(*prepared, backend)
-
-
-def _prepared(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-    mechanism: str | Mechanism,
-    window_size: tuple[int, int] | None,
-    key_mask: Tensor | None,
-    document_ids: Tensor | None,
-    bias: Tensor | None,
-    head_scale: Tensor | None,
-    power: Tensor | None,
 ) -> tuple[Problem, Visibility, Mechanism]:
     """The arguments of ``attention()`` checked, and sorted into numbers and who sees whom."""
     algebra = validation.mechanism_of(mechanism)

@@ -249,8 +249,7 @@ class Chunk:
         scaled = x / largest.masked_fill(zero, 1.0)
         norm = scaled.square().sum(-1, keepdim=True).sqrt_()
         direction = scaled.div_(norm.masked_fill(zero, 1.0)).masked_fill_(zero, 0.0)
-        # The product is the norm of x: kept as two factors it would neither overflow nor vanish, but a gradient of
-        # more than 1e38 is of no use to anyone.
+        # |x| itself may overflow or vanish; so then does its gradient, which a dtype could not hold either
         return direction, (norm * largest).masked_fill_(zero, torch.inf)
 
 
