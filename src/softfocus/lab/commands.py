@@ -164,7 +164,7 @@ def evaluate(
     """Loss of a run over length, as trained and with dynamic NTK scaling, with standard errors.
 
     Every length reads the same validation tokens. The result is kept in the run folder as evaluation.json; losses at
-    other lengths that it held stay there if they were measured on the same text (the same longest length and --tokens).
+    other lengths that it held stay there, unless a new longest length or --tokens mean other text; that is then said.
 
     Example: `softfocus evaluate runs/demo-lssar --lengths 1x,2x,4x,8x,16x`
     """

@@ -54,7 +54,8 @@ def evaluate(
 ) -> Evaluation:
     """Mean loss of a run at several lengths, over all positions and by bucket of positions.
 
-    Every length reads the same validation tokens: spans of the longest length, cut into windows of that length
+    Every length reads the same validation tokens: spans of the longest length (of these, or of an earlier evaluation of
+    this run, if these divide it and as many tokens are asked for), cut into windows of that length
     (:class:`softfocus.lab.windows.EvaluationWindows`). Spans lie inside documents as far as the documents are long enough;
     how many cross the end of one is kept with the result. The standard error takes documents, not windows, as what was
     drawn at random: windows of one document are correlated (:class:`softfocus.lab.means.ClusteredMeans` has the formula).
@@ -89,7 +90,8 @@ def evaluate(
             with_dynamic_ntk(config, info.train_length)
     store = data.tokens(recipe, progress)
     _check_tokens(store, folder, info)
-    windows = EvaluationWindows(store, lengths, wanted)
+    before = _earlier(folder, info)
+    windows = _windows(store, lengths, wanted, before)
     evaluation = Evaluation(
         run=info.name,
         mechanism=info.mechanism,
@@ -120,20 +122,35 @@ def evaluate(
                     row = _row(losses, windows.batches(length, batch_tokens), edges, scaled, pace.add)
             evaluation.rows.append(row)
             progress(Event(kind="row", run=info.name, row=row, done=pace.done, total=pace.total))
-    _keep_others(folder, evaluation)
+    if before is not None:
+        _keep_others(evaluation, before, folder)
     save_evaluation(folder, evaluation)
     return evaluation
 
 
-def _keep_others(folder: Path, evaluation: Evaluation) -> None:
-    """Take over the rows of an earlier evaluation at other lengths, where they can stand beside the new ones."""
+def _earlier(folder: Path, info: RunInfo) -> Evaluation | None:
+    """What evaluation.json holds of this training."""
     try:
-        before = load_evaluation(folder)
-    except LabError:  # there is none
-        return
+        found = load_evaluation(folder)
+    except LabError:  # there is none, or it cannot be read
+        return None
+    return found if (found.mechanism, found.seed) == (info.mechanism, info.seed) else None
+
+
+def _windows(store: TokenStore, lengths: list[int], tokens: int, before: Evaluation | None) -> EvaluationWindows:
+    """Windows on the text of an earlier evaluation, where these lengths divide its longest; else on their own."""
+    if before is not None and before.longest and not any(before.longest % length for length in lengths):
+        windows = EvaluationWindows(store, [*lengths, before.longest], tokens)
+        if (store.folder.name, windows.longest, windows.tokens) == before.text:
+            return windows
+    return EvaluationWindows(store, lengths, tokens)
+
+
+def _keep_others(evaluation: Evaluation, before: Evaluation, folder: Path) -> None:
+    """Take over the rows of an earlier evaluation at other lengths, where they can stand beside the new ones."""
     measured = {(row.length, row.ntk) for row in evaluation.rows}
     others = [row for row in before.rows if (row.length, row.ntk) not in measured]
-    if (before.text, before.mechanism, before.seed) == (evaluation.text, evaluation.mechanism, evaluation.seed):
+    if before.text == evaluation.text:
         evaluation.rows = sorted(evaluation.rows + others, key=lambda row: (row.ntk, row.length))
     elif others:
         _log.warning(
