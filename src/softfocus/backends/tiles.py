@@ -156,7 +156,7 @@ class Chunk:
         query = tile.query
         if grads.bias is not None:
             target = self._bias(grads.bias, tile, keep_shape=True)
-            target += _sum_to(score_grad.flatten(1, 2), target.shape)
+            target += score_grad.flatten(1, 2).sum_to_size(target.shape)
         flat = self.flat(score_grad)
         key_grad[..., tile.low : tile.high, :] += flat.mT @ self.flat(self.unflat(query) * self._full_factor(tile))
         plain = self.unflat(flat @ self.key[..., tile.low : tile.high, :]) * tile.factor  # without the head's factor
@@ -270,12 +270,6 @@ def _broken_rows(x: Tensor) -> Tensor | None:
 
 def _mended(x: Tensor, broken: Tensor | None) -> Tensor:
     return x if broken is None else x.masked_fill(broken, 0.0)
-
-
-def _sum_to(x: Tensor, shape: torch.Size) -> Tensor:
-    """Sum over the dimensions along which a tensor of that shape was broadcast."""
-    spread = [i for i, (have, want) in enumerate(zip(x.shape, shape, strict=True)) if want == 1 and have != 1]
-    return x.sum(spread, keepdim=True) if spread else x
 
 
 def _common(
