@@ -306,9 +306,13 @@ class TestWhole:
                 time.sleep(0.02)
             os.kill(os.getpid(), signal.SIGINT)
 
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
         threading.Thread(target=interrupt, daemon=True).start()
-        with pytest.raises(LabError, match="interrupted; start it again to go on"):
-            run_demo(folder, models=[str(recipe)], console=plain_console())
+        try:
+            with pytest.raises(LabError, match="interrupted; start it again to go on"):
+                run_demo(folder, models=[str(recipe)], console=plain_console())
+        finally:
+            signal.signal(signal.SIGINT, before)
         assert children() == []
         left = load_run(folder / "long", complete=False)
         assert left.status == "failed"
