@@ -41,7 +41,12 @@ _HOME = {
 }
 
 
+_ROOMS = ("hf", "testing")
+
+
 def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return import_module(f"softfocus.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'softfocus' has no attribute {name!r}")
     return getattr(import_module(_HOME[name]), name)

@@ -45,6 +45,8 @@ class Catalog(Mapping[str, Entry]):
         assert len(self._entries) == len(entries), "a name stands twice in the catalogue"
 
     def __getitem__(self, name: str) -> Entry:
+        if name not in self._entries:
+            raise KeyError(_unknown(name))
         return self._entries[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -227,11 +229,15 @@ def named(text: str) -> Mechanism:
         return sharpened(named(match[1]), power)
     if text in _CATALOG:
         return _CATALOG[text].mechanism
-    near = get_close_matches(text, _CATALOG, n=1)
-    guess = f"did you mean {near[0]!r}" if near else f"the names are {', '.join(_CATALOG)}"
-    raise ValueError(
-        f"mechanism {text!r} is not known; {guess}. Combinations: 'sharpened(NAME, POWER)', 'laser(NAME)'."
-    )
+    if re.match(r"(laser|sharpened)\b\s*(\(|$)", text) and text not in _CATALOG:
+        raise ValueError(f"mechanism {text!r} does not parse; write 'laser(NAME)' or 'sharpened(NAME, POWER)'")
+    raise ValueError(f"{_unknown(text)}. Combinations: 'sharpened(NAME, POWER)', 'laser(NAME)'.")
+
+
+def _unknown(name: object) -> str:
+    near = get_close_matches(str(name), list(_CATALOG), n=1)
+    guess = f"did you mean {near[0]!r}?" if near else f"the names are {', '.join(_CATALOG)}"
+    return f"mechanism {name!r} is not known; {guess}".removesuffix("?")
 
 
 def learned_parameters(mechanism: str | Mechanism) -> dict[str, float]:

@@ -84,7 +84,8 @@ def attention(
 
     A query sees the keys that *all* of the masking arguments allow; N_i, the number of keys that row i sees, is counted
     from them. A row that sees nothing is zero and passes no gradient. NaN and infinities that a row cannot see never
-    reach it; those that it sees make it NaN. Scores, weights and statistics are held in float32 (float64 for float64).
+    reach it; those that it sees make it NaN, and so does a NaN in a floating mask or bias. Scores, weights and statistics
+    are held in float32 (float64 for float64).
 
     Args:
         query: [B, H, Lq, D], float64, float32, bfloat16 or float16.
@@ -100,7 +101,7 @@ def attention(
         scale: takes the place of the mechanism's d-dependent factor 1/sqrt(d), log(d) or 1; the length factor stays.
         enable_gqa: grouped-query attention: head h of the query uses key head h // (H / Hk).
         mechanism: a name of :func:`softfocus.mechanisms`, a combination (``"laser(lssar)"``, ``"sharpened(lssa, 3)"``), or
-            a :class:`softfocus.Mechanism`.
+            a :class:`softfocus.Mechanism`. The default is LSSAR with p = 15, not softmax.
         window_size: (left, right), how many keys on each side of its own position a query sees, -1 for all.
         key_mask: bool [B, Lk], True where the key is real, False for padding: as ``attn_mask``, the opposite of
             ``torch.nn.MultiheadAttention``'s key_padding_mask.

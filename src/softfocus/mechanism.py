@@ -143,12 +143,21 @@ def sharpened(mechanism: Mechanism, power: float) -> Mechanism:
     Example: ``sharpened(named("softmax"), 3)``. The power belongs to training: a model trained with one power and run
     with another is a different model.
     """
-    return mechanism.replace(power=power)
+    return _algebra(mechanism).replace(power=power)
 
 
 def laser(mechanism: Mechanism) -> Mechanism:
     """LASER (arXiv 2411.03493) over any mechanism whose rows are non-negative and sum to one: log(A exp(V))."""
-    return mechanism.replace(laser=True)
+    return _algebra(mechanism).replace(laser=True)
+
+
+def _algebra(mechanism: Mechanism) -> Mechanism:
+    if not isinstance(mechanism, Mechanism):
+        raise TypeError(
+            f"mechanism: got {mechanism!r}, expected a softfocus.Mechanism: look the name up with softfocus.named(), or write "
+            "the combination as a name, 'sharpened(lssa, 3)'"
+        )
+    return mechanism
 
 
 def _refuse_unknown(values: dict[str, Any]) -> None:

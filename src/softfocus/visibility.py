@@ -1,5 +1,6 @@
 """What each query row may see, in one place: the number N_i of visible keys is counted here and nowhere else."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -108,18 +109,23 @@ class Visibility:
         return torch.cat(counts, dim=-1)
 
 
-def document_ids_from_lengths(lengths: Tensor, total: int | None = None) -> Tensor:
+def document_ids_from_lengths(lengths: Tensor | Sequence[int], total: int | None = None) -> Tensor:
     """Document numbers for documents packed one after another: ``attention(document_ids=)`` for a batch of one.
 
     Args:
-        lengths: integer [n], how many tokens each document has. For FlashAttention's ``cu_seqlens`` pass
+        lengths: integers [n], a list or a tensor: how many tokens each document has. For FlashAttention's ``cu_seqlens`` pass
             ``cu_seqlens.diff()``.
         total: their sum, where it is known (it must be, to be traced by torch.compile); tokens beyond the last document
             make one of their own.
 
     Returns:
         int64 [1, total].
+
+    Example: ``document_ids_from_lengths([3, 2])`` is ``[[0, 0, 0, 1, 1]]``.
     """
+    lengths = torch.as_tensor(lengths)
+    if lengths.dim() != 1:
+        raise ValueError(f"lengths: got shape {list(lengths.shape)}, expected [documents]: one number for each")
     ends = lengths.cumsum(0)
     total = int(ends[-1]) if total is None and ends.numel() else total or 0
     return torch.bucketize(torch.arange(total, device=lengths.device), ends, right=True)[None]

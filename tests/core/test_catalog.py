@@ -171,15 +171,31 @@ def test_the_papers_own_capitals_are_understood(text, name):
     assert named(text) == named(name)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "zzz", "laser()", "laser", "sharpened(lssa)", "sharpened()", "lssa, 3", "blunted(lssa)"]
-)
-def test_other_words_do_not_parse(text):
-    if text == "laser":
-        assert named(text) == Mechanism(laser=True)
-        return
+@pytest.mark.parametrize("text", ["", "zzz", "lssa, 3", "blunted(lssa)"])
+def test_other_words_are_not_known(text):
     with pytest.raises(ValueError, match="is not known"):
         named(text)
+
+
+@pytest.mark.parametrize("text", ["laser()", "laser(lssar", "sharpened(lssa)", "sharpened()", "sharpened"])
+def test_half_a_combination_is_told_how_it_is_written(text):
+    with pytest.raises(ValueError, match=r"does not parse; write 'laser\(NAME\)' or 'sharpened\(NAME, POWER\)'"):
+        named(text)
+
+
+def test_a_name_that_is_also_a_combinator_stays_a_name():
+    assert named("laser") == Mechanism(laser=True)
+
+
+def test_a_missing_entry_of_the_catalogue_suggests_the_nearest():
+    with pytest.raises(KeyError, match="did you mean 'lssar'"):
+        mechanisms()["lsar"]
+
+
+@pytest.mark.parametrize("combine", [laser, lambda name: sharpened(name, 3)])
+def test_combinators_say_that_they_take_mechanisms(combine):
+    with pytest.raises(TypeError, match=r"got 'lssa', expected a softfocus.Mechanism: look the name up"):
+        combine("lssa")
 
 
 def test_what_is_near_nothing_gets_the_list_of_names():

@@ -107,7 +107,8 @@ def _refuse(module: nn.Module, kwargs: dict[str, Any]) -> None:
     if kwargs.get("output_attentions"):
         raise ValueError(
             "output_attentions=True: softfocus never holds the whole matrix of weights, so a model cannot return it. "
-            "softfocus.attention(query, key, torch.eye(key_length)) gives those of one layer: they times the identity."
+            "To look at those of one layer, call softfocus.attention on its query and key, with the mechanism (without "
+            "laser) and torch.eye(key_length).expand(batch, key_heads, -1, -1) as the value."
         )
 
 

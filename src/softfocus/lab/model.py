@@ -68,7 +68,8 @@ def build_config(recipe: Recipe, vocabulary: int, end: int | None = None) -> Any
     try:
         config = cls(**values)
     except Exception as error:  # each configuration checks itself with errors of its own kind
-        raise LabError(f"[model.config] is refused by {cls.__name__}: {first_line(error)}", "correct it") from error
+        why = " ".join(str(error).split())  # Transformers gives the cause on a line of its own
+        raise LabError(f"[model.config] is refused by {cls.__name__}: {why}", "correct it") from error
     check_positions(config, recipe.train.length, f"raise model.config.{positions}, or lower train.length to {{}}")
     return config
 

@@ -214,7 +214,8 @@ def _recording(folder: Path, info: RunInfo, main: bool) -> Iterator[None]:
             error = LabError(f"cannot write to {folder}: {why.strerror or why}", "free some space; then --resume")
         info.status, info.finished = "failed", _now()
         # Results say nothing about where on a machine they lay
-        info.error = str(error).replace(str(folder), folder.name) or type(error).__name__
+        what = error.what if isinstance(error, LabError) else str(error)  # the remedy depends on who asks
+        info.error = what.replace(str(folder), folder.name) or type(error).__name__
         if main:
             with suppress(LabError):  # on a full disk this fails too; what is there still says "running"
                 save_run(folder, info)
