@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup demo test slow lint clean
+.PHONY: help setup demo test lint clean
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
 
@@ -20,11 +20,8 @@ $(STAMP): pyproject.toml
 demo: setup  ## train Softmax, LSSA, LSSAR and LASER side by side and show who keeps the loss flat (under 15 minutes)
 	$(BIN)/softfocus demo
 
-test: setup  ## every test but the slow ones (under 10 minutes on two cores)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
-
-slow: setup  ## the slow tests
-	$(BIN)/python -m pytest -m slow
+test: setup  ## every test (under 10 minutes on two cores)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: setup  ## ruff and mypy
 	$(BIN)/ruff check src tests
