@@ -190,5 +190,5 @@ def _largest(x: Tensor) -> float:
     """The largest absolute value; inf where anything is NaN, so that no comparison with it passes by accident."""
     if x.numel() == 0:
         return 0.0
-    value = float(x.abs().max())
+    value = float(x.detach().abs().max())
     return math.inf if math.isnan(value) else value
