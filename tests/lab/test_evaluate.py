@@ -21,7 +21,7 @@ from softfocus.lab.generate import generate
 from softfocus.lab.means import ClusteredMeans, default_edges
 from softfocus.lab.progress import Event
 from softfocus.lab.recipe import load
-from softfocus.lab.results import EVALUATION, load_evaluation, load_run, save_evaluation, save_run
+from softfocus.lab.results import EVALUATION, Row, load_evaluation, load_run, save_evaluation, save_run
 from softfocus.lab.rope import with_dynamic_ntk
 from softfocus.lab.train import train
 
@@ -273,3 +273,9 @@ def test_default_edges() -> None:
     assert default_edges(128, 128) == [0, 32, 64, 128]
     assert default_edges(128, 2048) == [0, 32, 64, 128, 256, 512, 1024, 2048]
     assert default_edges(128, 50) == [0, 32, 50]
+
+
+def test_a_loss_from_one_document_says_that_its_error_is_unknown():
+    row = Row(length=8, ntk=False, loss=1.25, standard_error=math.nan, tokens=8, windows=1)
+    assert row.text == "1.250 (from one document: its error is unknown)"
+    assert row.model_copy(update={"standard_error": 0.125}).text == "1.250 ± 0.125"

@@ -130,3 +130,8 @@ def test_files_that_are_not_recipes(tmp_path: Path) -> None:
     path.write_text("[model]\narchitecture='llama'\nmechanism='lssa'\n")
     with pytest.raises(LabError, match="lacks 'data'"):
         load(path)
+
+
+def test_lengths_may_be_a_list():
+    recipe = load("demo-lssar", ['evaluate.lengths=["1x", "256", "4x"]'])
+    assert recipe.evaluate.lengths == "1x,256,4x"

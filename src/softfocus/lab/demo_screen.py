@@ -136,7 +136,7 @@ class Screen:
         if not self._console.is_terminal:
             how = "dynamic NTK" if row.ntk else "no scaling"
             at = column_name(position(job.evaluation, row, "multiple"))
-            self._say(f"{job.label}: {at} ({row.length:,} tokens), {how}: {row.loss:.3f} ± {row.standard_error:.3f}")
+            self._say(f"{job.label}: {at} ({row.length:,} tokens), {how}: {row.text}")
 
     def ended(self, job: Job) -> None:
         """A model is finished, or failed."""

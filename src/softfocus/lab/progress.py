@@ -88,7 +88,7 @@ class Display:
             row = event.row
             how = "NTK" if row.ntk else "as trained"
             self.console.print(
-                f"{event.run}: length {row.length:>7,} {how:10} loss {row.loss:.3f} ± {row.standard_error:.3f}",
+                f"{event.run}: length {row.length:>7,} {how:10} loss {row.text}",
                 highlight=False,
             )
         if event.kind == "prepare":

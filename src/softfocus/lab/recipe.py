@@ -84,6 +84,12 @@ class EvaluateTable(_Table):
     lengths: str = Field(default="1x,2x,4x,8x,16x", description="'1k,2k,16k', or multiples of the training length")
     tokens: Count = Field(default=65_536, description="validation tokens a length")
 
+    @field_validator("lengths", mode="before")
+    @classmethod
+    def _joined(cls, lengths: Any) -> Any:
+        """A list is as good as its elements with commas between them."""
+        return ",".join(map(str, lengths)) if isinstance(lengths, list) else lengths
+
 
 class Recipe(_Table):
     """A model, its data and its training, resolved: no defaults left to look up elsewhere."""

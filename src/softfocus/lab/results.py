@@ -1,5 +1,6 @@
 """What a run folder holds, and reading it back. The one schema: train and evaluate write it, reports read it."""
 
+import math
 import os
 import tempfile
 from datetime import datetime
@@ -88,6 +89,13 @@ class Row(_Record):
     tokens: int = Field(description="predictions that the mean is over")
     windows: int
     buckets: list[Bucket] = []
+
+    @property
+    def text(self) -> str:
+        """The loss and its standard error, for a line of text."""
+        if math.isnan(self.standard_error):
+            return f"{self.loss:.3f} (from one document: its error is unknown)"
+        return f"{self.loss:.3f} ± {self.standard_error:.3f}"
 
 
 class Evaluation(_Record):
