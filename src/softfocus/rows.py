@@ -1,7 +1,7 @@
 """The algebra on blocks of whole rows of scores, with hand-written derivatives: the core of a row-block backend.
 
 Scores come as [..., R, K] with every key that the rows may see inside the block, so that no reduction needs a second
-sweep. Row vectors are [..., R, 1]. Derivations: FACTS of the two papers, re-derived in the comments where they are used.
+sweep. Row vectors are [..., R, 1]. Derivations stand where they are used.
 """
 
 import math

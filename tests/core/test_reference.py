@@ -333,7 +333,7 @@ def test_log512_is_softmax_at_512_keys():
 
 @pytest.mark.parametrize("power", [1, 2.5, 3, 15])
 def test_lssar_is_relu_of_softplus_minus_its_mean(power):
-    """FACTS section 2: the weights are proportional to relu(f_ij - o_i fbar_i)^p, with no l1 norm in between."""
+    """Without the inner l1 norm: the weights are proportional to relu(f_ij - o_i fbar_i)^p, with no l1 norm in between."""
     drawn = draw(8, heads=2, queries=6, keys=6, d=5, dv=3)
 
     def rows(r: Row) -> list[float]:
@@ -507,7 +507,7 @@ def test_gradients_of_bias_head_scale_and_power(name):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("power", [1.0, 2.5, 15.0])
 def test_lssar_backward_is_the_closed_form(power, backend):
-    """FACTS section 2, line by line. Q and K are unit vectors there; the last lines go on to the vectors as given."""
+    """The closed form that DESIGN.md gives, line by line. Q and K are unit vectors there; the last lines go on to the vectors as given."""
     n, d, dv = 9, 5, 4
     generator = torch.Generator().manual_seed(3)
     q, k = (torch.randn(n, d, dtype=torch.float64, generator=generator) for _ in range(2))
