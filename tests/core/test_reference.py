@@ -507,7 +507,7 @@ def test_gradients_of_bias_head_scale_and_power(name):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("power", [1.0, 2.5, 15.0])
 def test_lssar_backward_is_the_closed_form(power, backend):
-    """The closed form that DESIGN.md gives, line by line. Q and K are unit vectors there; the last lines go on to the vectors as given."""
+    """The closed form of DESIGN.md, line by line; Q and K are unit vectors there, the last lines go on to those given."""
     n, d, dv = 9, 5, 4
     generator = torch.Generator().manual_seed(3)
     q, k = (torch.randn(n, d, dtype=torch.float64, generator=generator) for _ in range(2))
