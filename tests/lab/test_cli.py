@@ -44,7 +44,7 @@ def call(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[in
             return 1, capsys.readouterr().out, exit.code
         code = exit.code or 0
     captured = capsys.readouterr()
-    return code, captured.out, captured.err
+    return code, captured.out, captured.err.removesuffix("\n")
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["--version"], ["doctor", "--help"]])
@@ -115,8 +115,6 @@ FAILURES: list[tuple[list[str], str]] = [
     (["train", "demo", "--out", "/proc/none", "-q"], "cannot make the folder /proc/none"),
     (["evaluate", "no-run"], "there is no run at no-run"),
     (["evaluate", "TRAINED", "--lengths", "64k"], "evaluate shorter lengths"),
-    (["evaluate", "TRAINED", "--lengths", "long"], "'long' is not a length; write --lengths like"),
-    (["evaluate", "TRAINED", "--buckets", "long"], "'long' is not a length; write --buckets like"),
     (["demo", "--fast", "--out", "FILE"], "file: Not a directory; choose another folder with --out"),
     (["demo", "--fast", "--out", "/proc/none"], "cannot write /proc/none"),
     (["compare", "no-run"], "there is no run at no-run"),
@@ -124,6 +122,27 @@ FAILURES: list[tuple[list[str], str]] = [
     (["mechanisms", "softmx"], "did you mean 'softmax'"),
     (["mechanisms", "--json", "/proc/none/x.json"], "name a folder that can be written to"),
 ]
+
+
+WRONG_USE: list[tuple[list[str], str]] = [
+    (["evaluate", "TRAINED", "--lengths", "long"], "'long' is not a length; write --lengths like"),
+    (["evaluate", "TRAINED", "--buckets", "long"], "'long' is not a length; write --buckets like"),
+    (
+        ["train", "demo", "--set", "train.steps"],
+        "--set 'train.steps' is not KEY=VALUE; write it like --set train.steps=100",
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "says"), WRONG_USE, ids=[" ".join(row[0]) for row in WRONG_USE])
+def test_an_option_that_cannot_be_read_is_wrong_use_and_exit_code_2(
+    arguments: list[str], says: str, trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = call(capsys, *(trained if word == "TRAINED" else word for word in arguments))
+    assert code == 2
+    assert err.startswith("softfocus: ")
+    assert says in err
+    assert "\n" not in err
 
 
 @pytest.mark.parametrize(("arguments", "says"), FAILURES, ids=[" ".join(row[0]) for row in FAILURES])

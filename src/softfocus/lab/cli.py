@@ -19,7 +19,8 @@ def main(arguments: list[str] | None = None) -> None:
         try:
             app(args=arguments, prog_name="softfocus")
         except LabError as error:
-            sys.exit(f"softfocus: {error}")
+            print(f"softfocus: {error}", file=sys.stderr)
+            sys.exit(error.exit_code)
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("softfocus"):
             raise

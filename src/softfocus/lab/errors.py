@@ -23,8 +23,16 @@ class LabError(Exception):
         self.what = what
         self.remedy = remedy
 
+    exit_code = 1
+
     def __str__(self) -> str:
         return " ".join(f"{self.what}; {self.remedy}".split())
+
+
+class UsageError(LabError):
+    """An option of the command line that cannot be read: wrong use, where a LabError is a failure."""
+
+    exit_code = 2
 
 
 def first_line(error: BaseException) -> str:

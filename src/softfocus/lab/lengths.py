@@ -2,7 +2,7 @@
 
 import re
 
-from softfocus.lab.errors import LabError
+from softfocus.lab.errors import LabError, UsageError
 
 
 def parse(text: str, train_length: int, option: str = "--lengths") -> list[int]:
@@ -20,7 +20,7 @@ def parse(text: str, train_length: int, option: str = "--lengths") -> list[int]:
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKx]?)\s*", part)
         if not match:
-            raise LabError(f"{part.strip()!r} is not a length", f"write {option} like 1k,2k,16k or 1x,2x,16x")
+            raise UsageError(f"{part.strip()!r} is not a length", f"write {option} like 1k,2k,16k or 1x,2x,16x")
         length = float(match[1]) * {"": 1, "k": 1024, "K": 1024, "x": train_length}[match[2]]
         if length != int(length) or length < 2:
             raise LabError(f"{part.strip()!r} is {length:g} tokens", "give a whole number of tokens, at least 2")

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from softfocus.lab.errors import LabError, did_you_mean
+from softfocus.lab.errors import LabError, UsageError, did_you_mean
 from softfocus.lab.lengths import parse
 
 Count = Annotated[int, Field(ge=1)]
@@ -189,7 +189,7 @@ def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 def _override(values: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key.strip():
-        raise LabError(f"--set {override!r} is not KEY=VALUE", "write it like --set train.steps=100")
+        raise UsageError(f"--set {override!r} is not KEY=VALUE", "write it like --set train.steps=100")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -198,7 +198,7 @@ def _override(values: dict[str, Any], override: str) -> None:
     for table in tables:
         values = values.setdefault(table, {})
         if not isinstance(values, dict):
-            raise LabError(
+            raise UsageError(
                 f"--set {override!r}: {table!r} is a value, not a table", "write it like --set train.steps=100"
             )
     values[last] = value
