@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup demo test lint clean
+.PHONY: help setup demo bench test lint clean
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
 
@@ -19,6 +19,9 @@ $(STAMP): pyproject.toml
 
 demo: setup  ## train Softmax, LSSA, LSSAR and LASER side by side and show who keeps the loss flat (under 15 minutes)
 	$(BIN)/softfocus demo
+
+bench: setup  ## time attention on the CPU beside torch's own, with parity checks and peak memory; writes runs/bench-cpu/
+	$(BIN)/softfocus bench --device cpu
 
 test: setup  ## every test (under 10 minutes on two cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile

@@ -1,19 +1,17 @@
 """What each command takes, and the room that it calls. A room is imported when its command runs: --help stays fast."""
 
 import os
-from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from softfocus._version import __version__
+from softfocus.lab.bench.command import bench
 from softfocus.lab.errors import LabError
-
-if TYPE_CHECKING:
-    from pydantic import BaseModel
+from softfocus.lab.options import Json, beside, write_json
 
 
 class _Commands(TyperGroup):
@@ -37,7 +35,6 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 
-Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON; - for stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, as `softfocus train` makes it.")]
 
@@ -90,7 +87,7 @@ def demo(
     """
     from softfocus.lab.demo import run_demo
 
-    _write_json(json, run_demo(out, models=model, fast=fast, overwrite=overwrite, console=_beside(json)))
+    write_json(json, run_demo(out, models=model, fast=fast, overwrite=overwrite, console=beside(json)))
 
 
 @app.command()
@@ -135,7 +132,7 @@ def train(
             f"training loss {info.final_loss:.3f}{pace}\nNow: softfocus evaluate {folder}",
             highlight=False,
         )
-        _write_json(json, info)
+        write_json(json, info)
 
 
 @app.command()
@@ -190,7 +187,7 @@ def evaluate(
             batch_tokens=batch_tokens,
             progress=display,
         )
-    if not _write_json(json, found):
+    if not write_json(json, found):
         _print(loss_table([(labels([found])[0], found)]))
 
 
@@ -212,7 +209,7 @@ def compare(
     """
     from softfocus.lab.compare import compare
 
-    _write_json(json, compare(runs, out, axis=axis.value, title=title, console=_beside(json)))
+    write_json(json, compare(runs, out, axis=axis.value, title=title, console=beside(json)))
 
 
 @app.command()
@@ -260,7 +257,7 @@ def mechanisms(
     from softfocus.lab.catalogue import details, everything, table
 
     found = everything() if name is None else [details(name)]
-    if not _write_json(json, found if name is None else found[0]):
+    if not write_json(json, found if name is None else found[0]):
         _print(table(found, detailed=name is not None))
 
 
@@ -273,10 +270,13 @@ def doctor(json: Json = None) -> None:
     from softfocus.lab.doctor import examine, table
 
     found = examine()
-    if not _write_json(json, found):
+    if not write_json(json, found):
         _print(table(found))
     if any(check.status == "fail" for check in found.checks):
         raise typer.Exit(1)
+
+
+app.command()(bench)
 
 
 def _is_main_process() -> bool:
@@ -285,32 +285,9 @@ def _is_main_process() -> bool:
     return bool(PartialState().is_main_process)
 
 
-def _beside(json: Path | None) -> Any:
-    """A console for what is said to people: stderr where --json has stdout."""
-    from rich.console import Console
-
-    return Console(stderr=json is not None and str(json) == "-")
-
-
 def _print(renderable: Any) -> None:
     from rich.console import Console
 
     console = Console()
     # Into a file or a pipe nothing is cut off to fit a terminal that is not there
     (console if console.is_terminal else Console(width=200)).print(renderable)
-
-
-def _write_json(path: Path | None, result: "BaseModel | Sequence[BaseModel]") -> bool:
-    """Write where --json says. Whether it did so to stdout, where a table would be in the way."""
-    if path is None:
-        return False
-    from pydantic_core import to_json
-
-    from softfocus.lab.results import write_atomically
-
-    text = to_json(result, indent=2, inf_nan_mode="strings").decode() + "\n"
-    if str(path) == "-":
-        typer.echo(text, nl=False)
-        return True
-    write_atomically(path, text)
-    return False

@@ -1,0 +1,84 @@
+"""FlexAttention as its users write these mechanisms: a score_mod, compiled. LSSAR takes two calls, LASER exp and log."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from softfocus.lab.bench import eager
+from softfocus.lab.bench.cells import Cell, Function
+from softfocus.reference import FREE_ROWS, default_scale, row_scale
+
+NO_LSE = "re-weighting takes a second call that reads the first one's log-sum-exp, which FlexAttention does not return on a CPU"
+NO_BACKWARD = "FlexAttention has no backward on a CPU"
+
+
+def refuses(cell: Cell) -> str | None:
+    """Why FlexAttention cannot compute a cell, or None."""
+    if cell.device == "cpu" and cell.what == "backward":
+        return NO_BACKWARD
+    if cell.device == "cpu" and cell.algebra.power is not None:
+        return NO_LSE
+    return eager.refuses(cell.algebra)
+
+
+def build(cell: Cell, compiled: bool = True) -> Function:
+    """FlexAttention for a cell; it compiles when it is first called.
+
+    Args:
+        cell: one that is not refused.
+        compiled: False runs torch's own dense stand-in, to look at the formula without waiting for a compiler.
+    """
+    from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
+
+    mechanism = cell.algebra
+    flex: Callable[..., Any] = flex_attention
+    if compiled:
+        # A process that went through many cells would meet dynamo's limit of recompilations, and then run uncompiled
+        torch.compiler.reset()
+        flex = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+    mask = None
+    if cell.causal:
+        mask = create_block_mask(_causal, None, None, cell.length, cell.length, device=cell.device)
+    power = mechanism.power or 1.0
+    plain = mechanism.phi == "exp" and mechanism.length_scale == "1"
+    scale = default_scale(mechanism, cell.head_dim)
+    counts = torch.arange(1, cell.length + 1, device=cell.device) if cell.causal else torch.tensor([cell.length])
+    count = counts.to(device=cell.device, dtype=torch.float32)  # [Lq], N_i
+    factor = row_scale(mechanism, scale, count)  # [Lq], c_i
+    threshold = (count > FREE_ROWS).float()
+
+    def log_phi(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        score = factor[i] * score
+        return score if mechanism.phi == "exp" else torch.log(F.softplus(score))
+
+    first = partial(flex, score_mod=None if plain else log_phi, block_mask=mask, scale=scale if plain else 1.0)
+
+    def sharpened(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        _, statistics = first(query, key, value, return_aux=AuxRequest(lse=True))
+        log_norm = statistics.lse  # [B, H, Lq]
+
+        def log_u_to_p(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            log_f = scale * score if plain else log_phi(score, b, h, i, j)
+            u = torch.exp(log_f - log_norm[b, h, i]) * count[i] - threshold[i]
+            return torch.where(u > 0, power * torch.log(torch.where(u > 0, u, 1.0)), -torch.inf)
+
+        return flex(query, key, value, score_mod=log_u_to_p, block_mask=mask, scale=1.0)
+
+    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if mechanism.similarity == "cosine":
+            query, key = F.normalize(query, dim=-1), F.normalize(key, dim=-1)
+        mix = first if mechanism.power is None else sharpened
+        if not mechanism.laser:
+            return mix(query, key, value)
+        top = value.detach().amax(-2, keepdim=True)
+        return mix(query, key, (value - top).exp()).log() + top
+
+    return attention
+
+
+def _causal(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return i >= j

@@ -1,0 +1,122 @@
+"""What a benchmark found: the one schema, which run.py writes and the table and the figure read."""
+
+from datetime import datetime
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from softfocus.lab.errors import LabError
+from softfocus.lab.results import Machine, write_atomically
+
+RESULTS = "results.json"
+FIGURE = "figure.png"
+
+Parity = Literal["passed", "failed", "not checked"]
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="strings")
+
+
+class Spread(_Record):
+    """Numbers of several rounds: seconds, or ratios."""
+
+    median: float
+    lower_quartile: float
+    upper_quartile: float
+    minimum: float
+    rounds: int
+
+
+class Memory(_Record):
+    """Peak memory of one call in a process of its own, above what the process held before the inputs were made."""
+
+    bytes: int
+    method: Literal["VmHWM", "ru_maxrss", "cuda"] = Field(
+        description="how it was read: Linux's resettable peak, the peak since the process began (a lower bound), or "
+        "torch's count on the device"
+    )
+
+
+class SubjectResult(_Record):
+    """One subject in one cell."""
+
+    name: str
+    computes: str
+    backend: str = Field(default="", description="which of softfocus's backends ran; empty for the others")
+    refused: str | None = Field(default=None, description="why it was not measured")
+    parity: Parity = "not checked"
+    parity_message: str = ""
+    seconds: Spread | None = Field(default=None, description="of one call")
+    ratio: Spread | None = Field(default=None, description="its time over sdpa's time in the same round")
+    memory: Memory | None = None
+    memory_ratio: float | None = Field(default=None, description="its peak memory over sdpa's")
+    memory_message: str = Field(default="", description="why its memory could not be measured")
+
+
+class CellResult(_Record):
+    """One mechanism x what x length: everything in it was measured in turn, in one process."""
+
+    mechanism: str
+    what: Literal["forward", "backward", "decode"]
+    length: int
+    parity: Parity = Field(description="failed where any subject's check failed: nothing was then timed")
+    subjects: list[SubjectResult]
+
+    @property
+    def failures(self) -> list[str]:
+        """What the parity checks that failed say."""
+        return [f"{one.name}: {one.parity_message}" for one in self.subjects if one.parity == "failed"]
+
+    def subject(self, name: str) -> SubjectResult | None:
+        """A subject's result, or None if it was not there."""
+        return next((one for one in self.subjects if one.name == name), None)
+
+
+class Benchmark(_Record):
+    """A whole run, with what it takes to believe it."""
+
+    commit: str = Field(description="of the source tree, '+dirty' when it was changed; or the package's version")
+    dirty: bool = Field(description="whether the source tree was changed")
+    versions: dict[str, str]
+    machine: Machine
+    device: str
+    threads: int = Field(description="that torch computes with on the CPU")
+    dtype: str
+    batch: int
+    heads: int
+    head_dim: int
+    lengths: list[int]
+    mechanisms: list[str]
+    what: list[Literal["forward", "backward", "decode"]]
+    seed: int = Field(description="of the inputs and of the order in each round")
+    seconds: float = Field(description="the budget of a cell")
+    started: datetime
+    finished: datetime | None = Field(default=None, description="None where the run was stopped")
+    cells: list[CellResult] = []
+
+    @property
+    def failed(self) -> list[CellResult]:
+        """The cells whose parity check failed."""
+        return [cell for cell in self.cells if cell.parity == "failed"]
+
+
+def save_benchmark(folder: Path, benchmark: Benchmark) -> None:
+    """Write results.json, whole or not at all."""
+    write_atomically(folder / RESULTS, benchmark.model_dump_json(indent=2) + "\n")
+
+
+def load_benchmark(folder: Path) -> Benchmark:
+    """Read results.json.
+
+    Raises:
+        LabError: there is none, or it cannot be read.
+    """
+    remedy = f"make it with `softfocus bench --out {folder}`"
+    try:
+        return Benchmark.model_validate_json((folder / RESULTS).read_text())
+    except FileNotFoundError:
+        raise LabError(f"{folder} holds no benchmark: it has no {RESULTS}", remedy) from None
+    except (OSError, UnicodeDecodeError, ValidationError) as error:
+        raise LabError(f"{folder / RESULTS} cannot be read: {str(error).splitlines()[0]}", remedy) from error

@@ -1,0 +1,123 @@
+"""Who is measured: the one registry. A subject says what it computes, whether it can, and builds the function to call."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from softfocus.functional import attention, explain
+from softfocus.lab.bench import eager, flex
+from softfocus.lab.bench.cells import Cell, Function
+
+YARDSTICK = "sdpa"
+"""Every ratio is to this subject."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One way to compute a cell.
+
+    Attributes:
+        name: in tables, results and figures.
+        computes: for people.
+        refuses: None, or a sentence that says why it cannot compute a cell.
+        build: the function of (query, key, value) to call; what is done here is not timed.
+        ours: held against the float64 reference before it is timed.
+        backend: which of softfocus's backends runs a cell; "" for the rivals.
+        compiles: its first call at a length compiles; that, too, is not what is measured.
+    """
+
+    name: str
+    computes: str
+    refuses: Callable[[Cell], str | None]
+    build: Callable[[Cell], Function]
+    ours: bool = False
+    backend: Callable[[Cell], str] = lambda cell: ""
+    compiles: bool = False
+
+
+def _never(cell: Cell) -> str | None:
+    return None
+
+
+def _sdpa(cell: Cell) -> Function:
+    return partial(F.scaled_dot_product_attention, is_causal=cell.causal)
+
+
+def _softfocus(cell: Cell, backend: str = "auto") -> Function:
+    return partial(attention, is_causal=cell.causal, mechanism=cell.algebra, backend=backend)
+
+
+def _backend(cell: Cell) -> str:
+    """The one that "auto" takes, asked with tensors of the cell's shape that hold nothing."""
+
+    def empty(length: int) -> Tensor:
+        shape = (cell.batch, cell.heads, length, cell.head_dim)
+        backward = cell.what == "backward"
+        return torch.empty(shape, dtype=cell.torch_dtype, device=cell.device, requires_grad=backward)
+
+    tensors = (empty(cell.queries), empty(cell.length), empty(cell.length))
+    return explain(*tensors, is_causal=cell.causal, mechanism=cell.algebra).backend
+
+
+def _tiled_refuses(cell: Cell) -> str | None:
+    return "what softfocus itself takes here: measured under that name" if _backend(cell) == "tiled" else None
+
+
+def _eager_refuses(cell: Cell) -> str | None:
+    if why := eager.refuses(cell.algebra):
+        return why
+    needed, limit = eager.needs(cell), free_memory(cell.device) // 2
+    if needed > limit:
+        gigabytes = 2**30
+        return (
+            f"its dense [L, L] weights would take {needed / gigabytes:.1f} GiB; the limit is half of the free memory, "
+            f"{limit / gigabytes:.1f} GiB"
+        )
+    return None
+
+
+def free_memory(device: str) -> int:
+    """Bytes of memory that are free now."""
+    if device == "cuda":
+        return int(torch.cuda.mem_get_info()[0])
+    try:
+        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        return int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):
+        return 8 * 2**30  # no such file outside Linux: a modest machine
+
+
+SUBJECTS: dict[str, Subject] = {
+    subject.name: subject
+    for subject in (
+        Subject(
+            "sdpa",
+            "softmax, torch's own fused kernel, whatever the mechanism of the cell: the yardstick",
+            _never,
+            _sdpa,
+        ),
+        Subject(
+            "softfocus",
+            "the mechanism by softfocus.attention, on the backend that it takes by itself",
+            _never,
+            _softfocus,
+            ours=True,
+            backend=_backend,
+        ),
+        Subject(
+            "tiled",
+            "the mechanism by softfocus.attention on pure torch",
+            _tiled_refuses,
+            partial(_softfocus, backend="tiled"),
+            ours=True,
+            backend=lambda cell: "tiled",
+        ),
+        Subject("eager", "the mechanism's formula by hand in PyTorch, dense", _eager_refuses, eager.build),
+        Subject("flex", "the mechanism by torch's compiled FlexAttention", flex.refuses, flex.build, compiles=True),
+    )
+}

@@ -1,0 +1,35 @@
+"""Options that several commands take, and where their results go."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON; - for stdout.")]
+
+
+def beside(json: Path | None) -> Any:
+    """A console for what is said to people: stderr where --json has stdout."""
+    from rich.console import Console
+
+    return Console(stderr=json is not None and str(json) == "-")
+
+
+def write_json(path: Path | None, result: "BaseModel | Sequence[BaseModel]") -> bool:
+    """Write where --json says. Whether it did so to stdout, where a table would be in the way."""
+    if path is None:
+        return False
+    from pydantic_core import to_json
+
+    from softfocus.lab.results import write_atomically
+
+    text = to_json(result, indent=2, inf_nan_mode="strings").decode() + "\n"
+    if str(path) == "-":
+        typer.echo(text, nl=False)
+        return True
+    write_atomically(path, text)
+    return False
