@@ -18,6 +18,8 @@ from softfocus.testing.oracle import REPLICAS, Outcome, compare
 
 DENSE = 2**23
 """Elements of the dense formula's largest tensor, in float64: 64 MiB, of which several are alive at once."""
+ASSERTIONS = __debug__
+"""False under python -O, where a comparison that fails would say nothing."""
 ROWS = 64
 """At most so many rows are compared where not all can be."""
 
@@ -33,7 +35,7 @@ def check(function: Function, cell: Cell, inputs: Inputs) -> str | None:
         cell: says the mechanism, the dtype, and whether gradients are checked too.
         inputs: the very tensors that will be timed.
     """
-    if not __debug__:
+    if not ASSERTIONS:
         raise LabError("python -O takes out the parity checks, which are assertions", "run the benchmark without -O")
     query, key, value = (x.detach() for x in inputs[:3])
     try:

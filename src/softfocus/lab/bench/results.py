@@ -69,6 +69,12 @@ class CellResult(_Record):
         """What the parity checks that failed say."""
         return [f"{one.name}: {one.parity_message}" for one in self.subjects if one.parity == "failed"]
 
+    @property
+    def noise(self) -> float:
+        """How much the time of the same call varied: sdpa's upper quartile over its lower one; 1 where it was not timed."""
+        sdpa = self.subject("sdpa")
+        return sdpa.seconds.upper_quartile / sdpa.seconds.lower_quartile if sdpa and sdpa.seconds else 1.0
+
     def subject(self, name: str) -> SubjectResult | None:
         """A subject's result, or None if it was not there."""
         return next((one for one in self.subjects if one.name == name), None)

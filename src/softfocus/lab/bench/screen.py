@@ -14,6 +14,9 @@ from softfocus.lab.bench.results import CellResult, Memory, SubjectResult
 
 _WIDTHS = {"": 10, "time": 11, "quartiles": 17, "x SDPA": 8, "range": 15, "memory": 10, "x": 6, "backend": 10}
 
+BUSY = 1.5
+"""sdpa's upper quartile over its lower one, from which on the times of a cell say little."""
+
 
 def weight(cell: Cell) -> float:
     """How long a cell takes beside others, roughly: a budget that each spends, and calls that outgrow it."""
@@ -73,6 +76,9 @@ class Screen:
         if not result.failures:
             measured = [one for one in result.subjects if one.refused is None]
             _wide(self.console).print(_lines(measured))
+        if result.noise > BUSY:
+            said = f"  the machine was busy: a quarter of sdpa's calls took {result.noise:.1f} times as long as another"
+            self.console.print(Text(said, style="yellow"), soft_wrap=True)
         for one in result.subjects:
             for why in (one.refused, one.memory_message and f"memory unknown: {one.memory_message}"):
                 if why:
@@ -118,4 +124,4 @@ def _megabytes(memory: Memory | None) -> str:
 
 def _duration(seconds: float) -> str:
     minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes else "a minute"
+    return f"{minutes} minutes" if minutes > 1 else "a minute"
