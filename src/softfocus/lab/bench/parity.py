@@ -20,8 +20,8 @@ DENSE = 2**23
 """Elements of the dense formula's largest tensor, in float64: 64 MiB, of which several are alive at once."""
 ASSERTIONS = __debug__
 """False under python -O, where a comparison that fails would say nothing."""
-ROWS = 64
-"""At most so many rows are compared where not all can be."""
+LEAST, MOST = 8, 64
+"""So many rows are compared where not all can be: the dense LASER's take a gigabyte at 16K."""
 
 Order = tuple[Tensor, Tensor]
 """A permutation of the head dimension and one of the keys."""
@@ -69,7 +69,7 @@ def _rows(cell: Cell) -> Tensor:
     """The rows that are compared: all where they fit; else some spread over the length, and the last ones."""
     if cell.queries * cell.length * _row(cell) <= DENSE:
         return torch.arange(cell.queries)
-    many = max(2, min(ROWS, DENSE // (_row(cell) * cell.length)))
+    many = max(LEAST, min(MOST, DENSE // (_row(cell) * cell.length)))
     apart = torch.linspace(0, cell.length - 1, many - many // 2).long()  # at odd places: no multiples of a tile
     return torch.cat([apart, torch.arange(cell.length - many // 2, cell.length)]).unique()
 

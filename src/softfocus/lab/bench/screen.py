@@ -14,7 +14,7 @@ from softfocus.lab.bench.results import CellResult, Memory, SubjectResult
 
 _WIDTHS = {"": 10, "time": 11, "quartiles": 17, "x SDPA": 8, "range": 15, "memory": 10, "x": 6, "backend": 10}
 
-BUSY = 1.5
+BUSY = 2.0
 """sdpa's upper quartile over its lower one, from which on the times of a cell say little."""
 
 
