@@ -1,0 +1,204 @@
+"""The CPU kernels' library: compiled for this machine at first use, kept in a cache, loaded once a process.
+
+The sources in ``csrc/`` are plain C++17 with OpenMP pragmas, called through ctypes. They include neither torch's headers nor
+Python's, so a build takes seconds and fits any Python. What it must fit is the processor: that is why it is made here.
+"""
+
+import ctypes
+import hashlib
+import json
+import os
+import shlex
+import shutil
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from softfocus.backends.cpu.compile import compile_kernels, load, say
+from softfocus.backends.cpu.plan import CACHE, Plan, Unavailable, plan, switched_off
+
+
+class _Unwritable(Unavailable):
+    """Nothing can be kept in the cache; a process may still compile for itself."""
+
+
+@dataclass(frozen=True)
+class Built:
+    """A library that is there.
+
+    Attributes:
+        seconds: how long compiling it took.
+        fresh: whether it was compiled just now; otherwise it lay in the cache.
+    """
+
+    library: Path
+    compiler: str
+    version: str
+    flags: str
+    seconds: float
+    fresh: bool
+
+
+_lock = threading.Lock()
+_outcome: tuple[Built, ctypes.CDLL] | Unavailable | None = None
+_warned = False
+
+
+def library() -> ctypes.CDLL:
+    """The kernels, compiled at the first use on this machine. Safe to call from any thread.
+
+    Raises:
+        Unavailable: they cannot be compiled or loaded. That is found out once a process.
+    """
+    global _outcome
+    if _outcome is None:
+        with _lock:
+            if _outcome is None:
+                try:
+                    _outcome = _obtain()
+                except Unavailable as error:
+                    _outcome = error
+    if isinstance(_outcome, Unavailable):
+        raise _outcome
+    return _outcome[1]
+
+
+def why_unavailable() -> str | None:
+    """None where the kernels run, or the sentence that says why not; the first time also a RuntimeWarning."""
+    global _warned
+    if off := switched_off():
+        return str(off)
+    try:
+        library()
+    except Unavailable as error:
+        if not _warned:
+            _warned = True  # first: where warnings are errors, the next line does not return
+            said = f"softfocus: attention on the CPU takes the slower tiled backend: {error}"
+            warnings.warn(said, RuntimeWarning, stacklevel=2)
+        return str(error)
+    return None
+
+
+# As torch.compiler.assume_constant_result marks a function, without importing the whole compiler: under torch.compile the
+# answer is a constant, and what finds it out (locks, processes, ctypes) is not traced.
+why_unavailable._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def build(force: bool = False) -> Built:
+    """Compile ahead of time, and see that the result loads.
+
+    Args:
+        force: compile again what lies in the cache.
+
+    Raises:
+        Unavailable: no compiler, an error while compiling or loading, a cache that cannot be written to.
+    """
+    return _ready(plan(), force)[0]
+
+
+def state() -> Built | None:
+    """The library of this process, or else of the cache; None where it is not compiled yet. Compiles nothing.
+
+    Raises:
+        Unavailable: this process has tried in vain, or sees that it would.
+    """
+    if off := switched_off():
+        raise off
+    if isinstance(_outcome, Unavailable):
+        raise _outcome
+    return _outcome[0] if _outcome else _cached(plan())
+
+
+def _obtain() -> tuple[Built, ctypes.CDLL]:
+    planned = plan()
+    try:
+        return _ready(planned)
+    except _Unwritable as error:
+        try:
+            folder = Path(tempfile.mkdtemp(prefix="softfocus-kernels-"))
+        except OSError:
+            raise error from None
+        say(f"softfocus: {error.what}, so the CPU kernels are compiled for this process alone; {error.remedy}")
+        made = _ready(replace(planned, folder=folder))
+        shutil.rmtree(folder, ignore_errors=True)  # what is loaded stays loaded. After an error the log stays
+        return made
+
+
+def _ready(planned: Plan, force: bool = False) -> tuple[Built, ctypes.CDLL]:
+    """From the cache, or compiled into it."""
+    if not force and (found := _load_cached(planned)):
+        return found
+    with _alone(planned.folder):
+        # Another process may have compiled it while this one waited
+        return (None if force else _load_cached(planned)) or _compile(planned)
+
+
+def _load_cached(planned: Plan) -> tuple[Built, ctypes.CDLL] | None:
+    if found := _cached(planned):
+        with suppress(OSError):  # it does not load: it is compiled again
+            return found, load(found.library)
+    return None
+
+
+def _cached(planned: Plan) -> Built | None:
+    """A library whose bytes are those that were written: one cut short by a full disk would crash where it is loaded."""
+    try:
+        about = json.loads(planned.about.read_text())
+        if about.pop("sha256") != _checksum(planned.library):
+            return None
+        return Built(planned.library, fresh=False, **about)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def _checksum(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """While this is entered no other process compiles into the folder. What cannot be written there is Unavailable."""
+    from filelock import FileLock, Timeout
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / "lock")  # the operating system lets go of it when its process dies
+        try:
+            lock.acquire(timeout=0.2)
+        except Timeout:
+            say("softfocus: waiting for another process that compiles the CPU kernels ...")
+            lock.acquire()
+        try:
+            yield
+        finally:
+            lock.release()
+    except (OSError, NotImplementedError) as error:  # NotImplementedError: a file system without locks
+        why = getattr(error, "strerror", None) or error
+        remedy = f"let {CACHE} name a folder that can be written to"
+        raise _Unwritable(f"cannot write to {folder.parent}: {why}", remedy) from error
+
+
+def _compile(planned: Plan) -> tuple[Built, ctypes.CDLL]:
+    """Into a folder beside, then renamed: a kill at any moment leaves nothing that looks whole and is not."""
+    for left in planned.folder.glob("building-*"):
+        # By a process that died. Its compilers may live on: they write into their own folder, not into the next one's
+        shutil.rmtree(left, ignore_errors=True)
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="building-", dir=planned.folder, ignore_cleanup_errors=True) as name:
+        made, text = Path(name, planned.library.name), Path(name, planned.about.name)
+        kernels = compile_kernels(planned, Path(name))
+        if plan().digest != planned.digest:
+            raise Unavailable("the CPU kernels' sources changed while they were compiled", "start again")
+        compiler, flags = shlex.join(planned.compiler), shlex.join(planned.flags)
+        seconds = round(time.monotonic() - started, 1)
+        built = Built(planned.library, compiler, planned.version, flags, seconds, fresh=True)
+        about = {"compiler": compiler, "version": planned.version, "flags": flags, "seconds": seconds}
+        text.write_text(json.dumps({**about, "sha256": _checksum(made)}, indent=2) + "\n")
+        os.replace(made, planned.library)
+        os.replace(text, planned.about)
+    return built, kernels
