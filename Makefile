@@ -15,6 +15,7 @@ $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'torch>=2.11,<2.14'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@$(BIN)/softfocus build || echo "Going on without the CPU kernels: attention runs on the slower tiled backend."
 	@touch $@
 
 demo: setup  ## train Softmax, LSSA, LSSAR and LASER side by side and show who keeps the loss flat (under 15 minutes)

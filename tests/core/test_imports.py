@@ -184,19 +184,25 @@ def wrong_ways(tree: Path) -> list[str]:
                 found.append(f"{module} imports {name}: the lab is imported by nothing")
             elif here == "ops" and there == "backends":
                 found.append(f"{module} imports {name}: ops imports no backend")
-            elif here == "backends" and there == "backends" and name != module and _is_backend(name, tree):
+            elif here == "backends" and _backend(name, tree) not in (None, _backend(module, tree)):
                 found.append(f"{module} imports {name}: no backend imports another")
     return sorted(found)
 
 
-def _is_backend(module: str, tree: Path) -> bool:
-    """A module of backends/ that can be asked for by name: it has supports(). Others there are private helpers."""
-    path = tree.joinpath(*module.split(".")[1:]).with_suffix(".py")
-    if not path.exists():
-        return False
-    return any(
-        isinstance(node, ast.FunctionDef) and node.name == "supports" for node in ast.parse(path.read_text()).body
-    )
+def _backend(module: str, tree: Path) -> str | None:
+    """The backend that a module is, or is a part of: a module or package of backends/ that has supports().
+
+    Others there are helpers of any backend.
+    """
+    parts = module.split(".")[1:3]
+    if len(parts) < 2 or parts[0] != "backends":
+        return None
+    for path in (tree.joinpath(*parts).with_suffix(".py"), tree.joinpath(*parts, "__init__.py")):
+        if path.exists():
+            body = ast.parse(path.read_text(encoding="utf-8")).body
+            if any(isinstance(node, ast.FunctionDef) and node.name == "supports" for node in body):
+                return ".".join(parts)
+    return None
 
 
 def test_imports_go_one_way():
@@ -210,8 +216,9 @@ def test_the_tree_is_read_as_it_stands():
     assert "softfocus.rows" in edges["softfocus.backends.tiled"]  # from softfocus import rows as rowwise
     assert "softfocus.backends.laser" in edges["softfocus.backends.tiled"]  # from softfocus.backends.laser import ..
     assert "softfocus.mechanism" in edges["softfocus.catalog"]
-    assert _is_backend("softfocus.backends.tiled", SOURCE)
-    assert not _is_backend("softfocus.backends.laser", SOURCE)
+    assert _backend("softfocus.backends.tiled", SOURCE) == "backends.tiled"
+    assert _backend("softfocus.backends.laser", SOURCE) is None
+    assert _backend("softfocus.backends.cpu.build", SOURCE) == "backends.cpu"
 
 
 @pytest.mark.parametrize(
@@ -228,6 +235,10 @@ def test_the_tree_is_read_as_it_stands():
         ("ops.py", "from softfocus.backends import tiled", "ops imports no backend"),
         ("ops.py", "from softfocus.dispatch import choose", "softfocus.dispatch, on its left"),
         ("backends/fast.py", "from softfocus.backends.tiled import forward", "no backend imports another"),
+        ("backends/tiles.py", "from softfocus.backends.tiled import forward", "no backend imports another"),
+        ("backends/fast.py", "from softfocus.backends.fused import build", "no backend imports another"),
+        ("backends/fast.py", "from softfocus.backends.fused.build import library", "no backend imports another"),
+        ("backends/fused/build.py", "from softfocus.backends import tiled", "no backend imports another"),
         ("backends/fast.py", "from softfocus.ops import attend", "softfocus.ops, on its left"),
         ("functional.py", "from softfocus.hf import use", "softfocus.hf, on its left"),
         ("hf/adapter.py", "from softfocus.lab.recipe import load", "softfocus.lab.recipe, on its left"),
@@ -238,11 +249,15 @@ def test_each_wrong_way_would_be_noticed(tmp_path, file, line, expected):
     tree = tmp_path / "softfocus"
     for path in (
         "__init__.py", "mechanism.py", "catalog.py", "rows.py", "reference.py", "ops.py", "dispatch.py", "functional.py",
-        "backends/__init__.py", "backends/tiled.py", "backends/fast.py", "hf/__init__.py", "lab/recipe.py",
+        "backends/__init__.py", "backends/tiled.py", "backends/fast.py", "backends/fused/__init__.py",
+        "backends/fused/build.py", "backends/fused/call.py", "hf/__init__.py", "lab/recipe.py",
     ):  # fmt: skip
         target = tree / path
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text("def supports(call): ...\n" if path == "backends/tiled.py" else "")
+        is_backend = path in ("backends/tiled.py", "backends/fused/__init__.py")
+        target.write_text("def supports(call): ...\n" if is_backend else "")
+    # The parts of a backend know one another
+    (tree / "backends/fused/call.py").write_text("from softfocus.backends.fused import build, supports")
     assert wrong_ways(tree) == []
     target = tree / file
     target.write_text(line)

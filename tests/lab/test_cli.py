@@ -13,7 +13,7 @@ from softfocus.lab.commands import train
 from softfocus.lab.recipe import shipped
 from softfocus.lab.results import Evaluation, RunInfo
 
-COMMANDS = ("demo", "train", "evaluate", "compare", "generate", "mechanisms", "doctor")
+COMMANDS = ("demo", "train", "evaluate", "compare", "generate", "mechanisms", "build", "doctor")
 HEAVY = ("torch", "transformers", "numpy", "datasets", "matplotlib")
 
 
@@ -47,7 +47,9 @@ def call(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[in
     return code, captured.out, captured.err.removesuffix("\n")
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["--version"], ["doctor", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["train", "--help"], ["--version"], ["doctor", "--help"], ["build", "--help"]]
+)
 def test_help_does_not_wait_for_torch(arguments: list[str]) -> None:
     assert imported(arguments) == []
 

@@ -1,4 +1,5 @@
-"""One module a backend; none imports another, and nothing outside ``dispatch`` and ``ops`` reaches in.
+"""One module or package a backend; none imports another, and nothing outside ``dispatch`` and ``ops`` reaches in
+(but for the lab, which has ``cpu.build`` compile ahead of time and say how it stands).
 
 A backend module has
 

@@ -276,6 +276,25 @@ def doctor(json: Json = None) -> None:
         raise typer.Exit(1)
 
 
+@app.command()
+def build(
+    force: Annotated[bool, typer.Option("--force", help="Compile again what is there.")] = False,
+    json: Json = None,
+) -> None:
+    """Compile the CPU kernels for this machine, ahead of the first call that would.
+
+    They are kept in $SOFTFOCUS_KERNEL_CACHE or ~/.cache/softfocus/kernels. $CXX names the compiler, $SOFTFOCUS_CXXFLAGS
+    adds flags, and SOFTFOCUS_KERNELS=off does without the kernels: attention then runs on the slower tiled backend.
+
+    Example: `softfocus build --force`
+    """
+    from softfocus.lab.kernels import make
+
+    made = make(force)
+    if not write_json(json, made):
+        typer.echo(made.sentence)
+
+
 app.command()(bench)
 
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import shlex
 import shutil
 import sysconfig
 from importlib import metadata
@@ -44,7 +45,7 @@ def examine() -> Findings:
     device = "cpu"
     if importlib.util.find_spec("torch"):
         found, device = _device()
-        checks += [*found, *_backends(device)]
+        checks += [*found, *_backends(device), *_kernels()]  # in this order: the backends may compile the kernels
     checks += [*_compilers(), *_disk(), *_corpus()]
     return Findings(softfocus=__version__, machine=provenance.machine(device), checks=checks)
 
@@ -134,20 +135,46 @@ def _backends(device: str) -> list[Check]:
     return found
 
 
+def _kernels() -> list[Check]:
+    from softfocus.backends.cpu.build import Unavailable, state
+    from softfocus.backends.cpu.plan import CACHE, plan
+
+    try:
+        planned, built = plan(), state()
+    except Unavailable as error:
+        return [Check(topic="kernels", name="cpu", status="note", finding=error.what, remedy=error.remedy)]
+    compiler = f"{shlex.join(planned.compiler)}: {planned.version}"
+    status: Status = "note"
+    if built is None:
+        said = f"not compiled yet: the first call on the CPU does it, into {planned.folder}"
+        remedy = "softfocus build does it now"
+    elif built.library.exists():
+        status, said, remedy = "ok", f"{built.library}, compiled in {built.seconds:.0f} s", ""
+    else:
+        said = f"{planned.folder.parent} cannot be written to: every process compiles them for itself"
+        remedy = f"let {CACHE} name another folder"
+    return [
+        Check(topic="kernels", name="compiler", status="ok", finding=compiler),
+        Check(topic="kernels", name="cpu", status=status, finding=said, remedy=remedy),
+    ]
+
+
 def _compilers() -> list[Check]:
     found = []
-    compiler = os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++", "cl")), None)
+    words = os.environ.get("CXX", "").split()[:1] or ("c++", "g++", "clang++", "cl")  # CXX may be "ccache g++"
+    compiler = next(filter(shutil.which, words), None)
     headers = Path(sysconfig.get_path("include"), "Python.h").is_file()
     if compiler and headers:
         found.append(Check(topic="compilers", name="C++", status="ok", finding=compiler))
     else:
         missing = "no C++ compiler" if not compiler else "no Python.h"
+        slower = "" if compiler else ", attention on the CPU slower"
         found.append(
             Check(
                 topic="compilers",
                 name="C++",
                 status="note",
-                finding=f"{missing}: torch.compile cannot compile for the CPU; everything else runs without",
+                finding=f"{missing}: torch.compile cannot compile for the CPU; everything else runs without{slower}",
                 remedy="for it, install a C++ compiler and Python's headers (Debian: apt install g++ python3-dev)",
             )
         )

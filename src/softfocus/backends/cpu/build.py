@@ -22,6 +22,8 @@ from pathlib import Path
 from softfocus.backends.cpu.compile import compile_kernels, load, say
 from softfocus.backends.cpu.plan import CACHE, Plan, Unavailable, plan, switched_off
 
+__all__ = ["Built", "Unavailable", "build", "library", "state", "why_unavailable"]
+
 
 class _Unwritable(Unavailable):
     """Nothing can be kept in the cache; a process may still compile for itself."""
