@@ -30,7 +30,7 @@ FLAGS = (
     "-Wall",
     "-Wextra",
 )
-NATIVE = dict.fromkeys(("x86_64", "AMD64", "i686"), "-march=native")
+NATIVE = dict.fromkeys(("x86_64", "amd64", "i686"), "-march=native")
 NATIVE |= dict.fromkeys(("aarch64", "arm64", "ppc64le"), "-mcpu=native")
 # Written for macOS, never run there. Apple's driver refuses -fopenmp, its compiler proper takes it; its linker has to be
 # told that symbols may come from what the process has loaded
