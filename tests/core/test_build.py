@@ -92,6 +92,7 @@ def test_the_first_use_compiles_and_the_next_process_does_not(sources, capfd):
     assert build.state().fresh
     assert names(planned.folder) == ["compile.log", "lock", "softfocus_cpu.json", "softfocus_cpu.so"]
     assert planned.library == build.state().library
+    assert {"-O3", "-shared"} <= set(planned.log.read_text().split())
 
     build._outcome = None  # as in a new process
     assert not build.state().fresh

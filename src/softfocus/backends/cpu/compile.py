@@ -22,6 +22,7 @@ def compile_kernels(plan: plans.Plan, folder: Path) -> ctypes.CDLL:
     Raises:
         Unavailable: the compiler or the linker refuses, or the library does not load.
     """
+    plan.log.unlink(missing_ok=True)
     with _progress() as tick:
         objects = _objects(plan, folder, tick)
         return _link(plan, folder, objects, tick)
@@ -98,8 +99,8 @@ def _run(plan: plans.Plan, folder: Path, commands: Sequence[Sequence[str]], tick
         for process in running.values():
             process.kill()
             process.wait()
-        with suppress(OSError):
-            plan.log.write_text("".join(log.read_text(errors="replace") for log in logs if log.exists()))
+        with suppress(OSError), plan.log.open("a") as whole:
+            whole.writelines(log.read_text(errors="replace") for log in logs if log.exists())
     if failed is not None:
         said = logs[failed].read_text(errors="replace").splitlines()[1:]
         telling = [line for line in said if re.search(r"\berror: |undefined|cannot find", line)]
