@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from softfocus.backends import tiled
+from softfocus.backends import cpu, tiled
 from softfocus.mechanism import Mechanism
 from softfocus.reference import Problem
 from softfocus.visibility import Visibility
@@ -14,13 +14,15 @@ def _reference_supports(problem: Problem, visibility: Visibility, mechanism: Mec
 
 
 BACKENDS: dict[str, Callable[[Problem, Visibility, Mechanism], str | None]] = {
+    "cpu": cpu.supports,
     "tiled": tiled.supports,
     "reference": _reference_supports,
 }
 """Fastest first: ``backend="auto"`` takes the first that supports the call. None, or the sentence that says why not."""
 
 _DESCRIPTION = {
-    "tiled": "pure torch in blocks of rows: runs everywhere, memory O(L), slower than a fused kernel would be",
+    "cpu": "fused C++ kernels, compiled for this machine: memory O(L)",
+    "tiled": "pure torch in blocks of rows: runs everywhere, memory O(L), slower than a fused kernel",
     "reference": "the dense formula: memory O(L^2), differentiable twice; runs when asked for by name",
 }
 

@@ -1,0 +1,103 @@
+// out and the row statistics, a block of rows at a time.
+#include <memory>
+
+#include "mix.h"
+#include "waves.h"
+
+namespace softfocus {
+namespace {
+
+template <typename Phi>
+struct Worker {
+  Block<Phi> block;
+  Mixer<Phi> mixer;
+  explicit Worker(const Problem& p) : block(p), mixer(block) {}
+
+  void run(int64_t b, int64_t h, int64_t start, const Head& head, float* out, float* statistics) {
+    const Problem& p = block.p;
+    block.open(b, h, start, head);
+    mixer.mix(block);
+    if (p.laser) take_logarithm();
+    int64_t row = (b * p.heads + h) * p.query_length + start, rows = p.batch * p.heads * p.query_length;
+    for (int64_t r = 0; r < block.n; ++r) {
+      float* to = out + (row + r) * p.value_dim;
+      if (block.blind[r])
+        std::fill(to, to + p.value_dim, 0.0f);
+      else
+        std::copy_n(mixer.out + r * block.value_width, p.value_dim, to);
+      statistics[row + r] = block.count[r];
+      statistics[rows + row + r] = block.maximum[r];
+      statistics[2 * rows + row + r] = block.log_norm[r];
+      statistics[3 * rows + row + r] = block.peak[r];
+    }
+    for (auto [key, d] : head.broken_values)
+      for (int64_t r = 0; r < block.n; ++r)
+        if (block.sees(r, key)) out[(row + r) * p.value_dim + d] = std::numeric_limits<float>::quiet_NaN();
+  }
+
+  void take_logarithm() {
+    const Problem& p = block.p;
+    int64_t first = block.base, n = block.end - block.base;
+    std::vector<std::pair<int64_t, float>> sums;
+    mixer.exact(block, [&](int64_t r, int64_t d, const float* weights) {
+      float top, scale = p.sharpened ? mixer.share[r] : block.scale[r];
+      float total = log_sum(weights, n, value_column(d, first), top);
+      sums.push_back({r * block.value_width + d, total + std::log(scale)});
+    });
+    for (int64_t r = 0; r < block.n; ++r)
+      for (int64_t d = 0; d < p.value_dim; ++d) {
+        float& x = mixer.out[r * block.value_width + d];
+        x = mixer.weightless[r] ? 0.0f : std::log(x) + mixer.shift.shift[d];
+      }
+    for (auto [at, total] : sums) mixer.out[at] = total;
+  }
+
+  // The values of one column by offset from the first key; 0 in place of what is not finite
+  auto value_column(int64_t d, int64_t first) {
+    const Problem& p = block.p;
+    Array column = p.value;
+    column.data = static_cast<const char*>(p.value.data) + d * p.value.stride[3] * (p.dtype == FLOAT32 ? 4 : 2);
+    int64_t b = block.b, h = block.h / (p.heads / p.key_heads), dtype = p.dtype;
+    return [=](int64_t j) {
+      float x;
+      read_row(column, dtype, b, h, first + j, 1, &x);
+      return std::isfinite(x) ? x : 0.0f;
+    };
+  }
+};
+
+template <typename Phi>
+bool forward(const Problem& p, float* out, float* statistics) {
+  int64_t wave = wave_size(p, false), key_heads = p.batch * p.key_heads, group = p.heads / p.key_heads;
+  int64_t blocks = (p.query_length + ROWS - 1) / ROWS;
+  std::vector<Head> heads(wave);
+  for (Head& head : heads) head.reserve(p, false);
+  std::vector<std::unique_ptr<Worker<Phi>>> workers(p.threads);
+  for (int64_t first = 0; first < key_heads; first += wave) {
+    int64_t n = std::min(wave, key_heads - first);
+    if (!pack(p, heads, first, n, false)) return false;
+    bool done = share_out(p.threads, n * group * blocks, [&](int64_t item) {
+      auto& worker = workers[thread_number()];
+      if (!worker) worker = std::make_unique<Worker<Phi>>(p);
+      int64_t block = blocks - 1 - item / (n * group);  // with a causal mask the last rows are the longest
+      int64_t key_head = first + item % (n * group) / group, h = key_head % p.key_heads * group + item % group;
+      worker->run(key_head / p.key_heads, h, block * ROWS, heads[key_head - first], out, statistics);
+    });
+    if (!done) return false;
+  }
+  return true;
+}
+
+}  // namespace
+}  // namespace softfocus
+
+// out [B, H, Lq, Dv] and statistics [4, B, H, Lq], both contiguous. 0, or 1 if memory ran out.
+extern "C" __attribute__((visibility("default"))) int softfocus_forward(const softfocus::Problem* p, float* out,
+                                                                        float* statistics) {
+  bool done = false;
+  try {
+    softfocus::with_phi(p->phi, [&](auto phi) { done = softfocus::forward<decltype(phi)>(*p, out, statistics); });
+  } catch (const std::bad_alloc&) {
+  }
+  return done ? 0 : 1;
+}

@@ -1,0 +1,240 @@
+// Weights times values for a block of rows, dense or over the keys that weigh something; and LASER's log(A exp V).
+#pragma once
+
+#include "rows.h"
+
+namespace softfocus {
+
+constexpr float CLAMP = 80.0f;  // e^80 is finite, and so is its product with a weight of 0
+constexpr float HIGH = 60.0f;   // above shift + 60, a value that a row sees is summed exactly
+constexpr float LOW = 1e-30f;   // so is a sum below this: the row's weights lie on values far below the shift
+
+// out[0 .. VECTORS) += sum of w[e] * row keys[e] of the values; two sets of sums, so that additions need not wait
+template <int VECTORS>
+inline void add_rows(int64_t n, const int32_t* keys, const float* w, const float* values, int64_t step, float* out) {
+  vf even[VECTORS], odd[VECTORS];
+  for (int v = 0; v < VECTORS; ++v) even[v] = load(out + v * W), odd[v] = vf{};
+  int64_t e = 0;
+  for (; e + 2 <= n; e += 2) {
+    const float *x = values + keys[e] * step, *y = values + keys[e + 1] * step;
+    for (int v = 0; v < VECTORS; ++v) even[v] += w[e] * load(x + v * W), odd[v] += w[e + 1] * load(y + v * W);
+  }
+  if (e < n)
+    for (int v = 0; v < VECTORS; ++v) even[v] += w[e] * load(values + keys[e] * step + v * W);
+  for (int v = 0; v < VECTORS; ++v) store(out + v * W, even[v] + odd[v]);
+}
+
+inline void add_rows(int64_t vectors, int64_t n, const int32_t* keys, const float* w, const float* values, int64_t step,
+                     float* out) {
+  for (; vectors >= 4; vectors -= 4, values += 4 * W, out += 4 * W) add_rows<4>(n, keys, w, values, step, out);
+  for (; vectors >= 1; vectors -= 1, values += W, out += W) add_rows<1>(n, keys, w, values, step, out);
+}
+
+constexpr int64_t LISTS = 16;  // rows gathered together, so that the next row's work need not wait for the last one's count
+
+// The keys of a chunk that weigh something in some rows, and their u: a list a row.
+template <typename Phi>
+struct Lists {
+  int64_t found[LISTS];
+
+  Lists() : keys(LISTS * (CHUNK + W)), u(LISTS * (CHUNK + W)) {}
+  int32_t* keys_of(int64_t i) { return keys + i * (CHUNK + W); }
+  float* u_of(int64_t i) { return u + i * (CHUNK + W); }
+
+  // Rows from `first` on; keys count from `at`
+  void gather(const Block<Phi>& block, int64_t first, int64_t at) {
+    for (int64_t i = 0; i < LISTS; ++i) {
+      int64_t r = first + i;
+      found[i] = r < block.n && !block.blind[r] ? block.gather(r, at, keys_of(i), u_of(i)) : 0;
+    }
+  }
+
+  // u to u^p; returns the sums of the lanes
+  vf raise(int64_t i, float power) {
+    vf total = vf{};
+    float* x = u_of(i);
+    for (int64_t e = 0; e < found[i]; e += W) {
+      vf y = load(x + e), whole, less;
+      Block<Phi>::powers(y, power, whole, less);
+      whole = y == 0.0f ? vf{} : whole;
+      total += whole;
+      store(x + e, whole);
+    }
+    return total;
+  }
+
+ private:
+  Buffer<int32_t> keys;
+  Buffer<float> u;
+};
+
+// The column shifts M of a block for exp(V - M). M is the maximum over the keys that every row of the block sees, so that no
+// future value touches an earlier row; the exponent is clamped, and what lies too high above M is remembered.
+struct Shift {
+  Buffer<float> shift, space;
+  Buffer<uint8_t> common;
+  std::vector<BrokenValue> high;
+
+  template <typename Phi>
+  void open(const Block<Phi>& block, float* natural) {
+    const Problem& p = block.p;
+    int64_t width = block.value_width;
+    shift.resize(width);
+    space.resize(CHUNK * width);
+    common.resize(block.ld);
+    high.clear();
+    std::fill(shift + 0, shift + width, -INF);
+    std::memset(common, 1, block.end - block.base);
+    bool seeing = false;
+    for (int64_t r = 0; r < block.n; ++r) {
+      if (block.blind[r]) continue;
+      seeing = true;
+      for (int64_t key = block.base; key < block.end; ++key) common[key - block.base] &= block.sees(r, key);
+    }
+    if (seeing)
+      block.chunks([&](int64_t at) {
+        int64_t stop = std::min(block.base + at + CHUNK, p.key_length);
+        Natural v = natural_values(p, *block.head, block.b, block.h / (p.heads / p.key_heads), block.base + at, stop, natural);
+        for (int64_t key = at; key < std::min(stop, block.end) - block.base; ++key)
+          if (common[key])
+            for (int64_t d = 0; d < width; d += W)
+              store(shift + d, max(load(v.data + (key - at) * v.step + d), load(shift + d)));
+      });
+    for (int64_t d = 0; d < width; ++d) shift[d] = shift[d] == -INF ? 0.0f : shift[d];
+  }
+
+  // exp(V - M) of the keys [first, first + n), into `to`
+  Natural exponential(Natural v, int64_t first, int64_t n, int64_t width, int64_t value_dim) {
+    for (int64_t j = 0; j < n; ++j)
+      for (int64_t d = 0; d < width; d += W) {
+        vf x = load(v.data + j * v.step + d) - load(shift + d);
+        vi above = x > HIGH;
+        for (int i = 0; i < W; ++i)
+          if (above[i] && d + i < value_dim) high.push_back({first + j, d + i});
+        store(space + j * width + d, softfocus::exponential(min(x, splat(CLAMP))));
+      }
+    return {space, width};
+  }
+};
+
+template <typename Phi>
+class Mixer {
+ public:
+  Buffer<float> out;      // [ROWS, value_width]: A V, or with LASER A exp(V - M)
+  Buffer<float> natural;  // [CHUNK, value_width]
+  float share[ROWS];      // re-weighted rows: 1 / sum u^p
+  bool weightless[ROWS];
+  Shift shift;
+
+  explicit Mixer(const Block<Phi>& block)
+      : out(ROWS * block.value_width), natural(CHUNK * block.value_width), scratch(MR * (CHUNK + W)),
+        column(block.p.laser ? block.row_space : 0) {}
+
+  void mix(const Block<Phi>& block) {
+    const Problem& p = block.p;
+    int64_t width = block.value_width, vectors = width / W;
+    std::fill(out + 0, out + block.padded() * width, 0.0f);
+    vf sums[ROWS];
+    for (int64_t r = 0; r < ROWS; ++r) sums[r] = vf{};
+    if (p.laser) shift.open(block, natural);
+    block.chunks([&](int64_t at) {
+      int64_t first = block.base + at, stop = std::min(first + CHUNK, p.key_length);
+      Natural v = natural_values(p, *block.head, block.b, block.h / (p.heads / p.key_heads), first, stop, natural);
+      if (p.laser) v = shift.exponential(v, first, stop - first, width, p.value_dim);
+      if (p.sharpened) {
+        for (int64_t r = 0; r < block.n; r += LISTS) {
+          lists.gather(block, r, at);
+          for (int64_t i = 0; i < LISTS; ++i) {
+            sums[r + i] += lists.raise(i, block.power[r + i]);
+            prefetch(v, at + CHUNK < block.end - block.base, r + i, width);
+            add_rows(vectors, lists.found[i], lists.keys_of(i), lists.u_of(i), v.data, v.step, out + (r + i) * width);
+          }
+        }
+        return;
+      }
+      for (int64_t r = 0; r < block.n; r += MR) {
+        Range seen = block.range(r, at);
+        if (seen.empty()) continue;
+        int64_t depth = std::min(seen.high, stop - block.base) - seen.low;
+        const float* weights = block.kept + r * block.ld + seen.low;
+        int64_t step = block.ld;
+        if (!block.weights_are_kept()) {
+          step = CHUNK + W;
+          for (int64_t i = 0; i < MR; ++i)
+            block.with_row_phi(r + i, [&](auto phi) {
+              vf scale = splat(block.scale[r + i]);
+              for (int64_t j = 0; j < seen.high - seen.low; j += W)
+                store(scratch + i * step + j, phi.value(load(weights + i * block.ld + j)) * scale);
+            });
+          weights = scratch;
+        }
+        product<MR>(vectors, depth, weights, step, 1, v.data + (seen.low - at) * v.step, v.step, out + r * width, width,
+                    true);
+      }
+    });
+    for (int64_t r = 0; r < block.n; ++r) finish(block, r, sum(sums[r]));
+  }
+
+  // Calls f(r, column, log of the weights' norm, values above the shift) for what LASER must sum exactly, row by row. `f` gets
+  // the row's weights, not normed, at offsets from the block's base.
+  template <typename F>
+  void exact(const Block<Phi>& block, F&& f) {
+    const Problem& p = block.p;
+    std::vector<uint8_t> marked(block.n * p.value_dim, 0);
+    for (auto [key, d] : shift.high)
+      for (int64_t r = 0; r < block.n; ++r)
+        if (!block.blind[r] && block.sees(r, key)) {
+          int64_t j = key - block.base, whole = j / W * W;
+          if (block.weight(r, load(block.kept + r * block.ld + whole))[j - whole] != 0.0f) marked[r * p.value_dim + d] = 1;
+        }
+    for (int64_t r = 0; r < block.n; ++r) {
+      if (weightless[r] || block.blind[r] || !std::isfinite(block.norm[r])) continue;
+      bool ready = false;
+      for (int64_t d = 0; d < p.value_dim; ++d) {
+        if (!marked[r * p.value_dim + d] && !(out[r * block.value_width + d] < LOW)) continue;
+        if (!ready) block.weights(r, column);
+        ready = true;
+        f(r, d, static_cast<const float*>(column));
+      }
+    }
+  }
+
+ private:
+  Lists<Phi> lists;
+  Buffer<float> scratch;  // [MR, CHUNK]
+  Buffer<float> column;
+
+  // The next chunk's values, a ROWS-th of them at each row: keys that weigh something come in no order a machine foresees
+  static void prefetch(Natural v, bool more, int64_t r, int64_t width) {
+    if (!more || v.step < width) return;
+    constexpr int64_t KEYS = (CHUNK + ROWS - 1) / ROWS;
+    for (int64_t j = r * KEYS; j < std::min(r * KEYS + KEYS, CHUNK); ++j)
+      for (int64_t d = 0; d < width; d += 16) __builtin_prefetch(v.data + (CHUNK + j) * v.step + d);
+  }
+
+  void finish(const Block<Phi>& block, int64_t r, float total) {
+    float factor = 1.0f;
+    share[r] = 1.0f;
+    weightless[r] = block.p.normaliser == L1 && block.log_norm[r] == -INF;
+    if (block.p.sharpened)
+      factor = share[r] = total == 0.0f ? 1.0f : 1.0f / total;
+    else if (block.weights_are_kept())
+      factor = block.scale[r];
+    float* row = out + r * block.value_width;
+    for (int64_t d = 0; d < block.value_width; d += W) store(row + d, load(row + d) * factor);
+  }
+};
+
+// log of sum_j w_j e^V_j, and the terms' largest, over the keys of a row
+template <typename F>
+inline float log_sum(const float* weights, int64_t n, F&& value, float& top) {
+  top = -INF;
+  for (int64_t j = 0; j < n; ++j)
+    if (weights[j] > 0.0f) top = std::max(top, std::log(weights[j]) + value(j));
+  double total = 0.0;
+  for (int64_t j = 0; j < n; ++j)
+    if (weights[j] > 0.0f) total += std::exp(double(std::log(weights[j]) + value(j)) - top);
+  return top + float(std::log(total));
+}
+
+}  // namespace softfocus

@@ -1,0 +1,428 @@
+// A block of query rows with the scores of all the keys that they may see: what the forward and the backward share.
+//
+// Scores are made once, chunk by chunk, and kept as phi needs them (pointwise.h); with whole rows at hand no reduction needs
+// an online correction, and every mechanism is the same three steps: scores, the rows' statistics, weights. Row by row:
+//     A_j = value(kept_j) * scale                       or, re-weighted,
+//     u_j = (value(kept_j) - floor) * inverse,  A_j = u_j^p / sum u^p  where u_j > live, else 0
+// A row that is tied, or that sees a NaN, is a re-weighted row with floor 0 and p = 1: its own l1 weights.
+#pragma once
+
+#include "keys.h"
+#include "pointwise.h"
+#include "product.h"
+
+namespace softfocus {
+
+constexpr int64_t ROWS = 64;  // of a block
+constexpr float TAIL = -20.0f;
+constexpr int64_t SQUARING_LIMIT = 32;
+
+// The keys [low, high) as whole vectors of a chunk: offsets from the block's base
+struct Range {
+  int64_t low, high;
+  bool empty() const { return low >= high; }
+  int64_t vectors() const { return (high - low) / W; }
+};
+
+template <typename Phi>
+class Block {
+ public:
+  const Problem& p;
+  const int64_t width, value_width;  // of rows of queries and of values, in whole vectors
+  int64_t b = 0, h = 0, start = 0, n = 0;
+  int64_t base = 0, end = 0, ld = 0;  // keys [base, end); floats between the rows of `kept`
+  int64_t row_space = 0;              // the most that ld can be
+  const Head* head = nullptr;
+
+  Buffer<float> kept;       // [ROWS, ld]
+  Buffer<float> direction;  // [ROWS, width], the queries, normalised for cosine similarity
+  Buffer<float> query;      // [ROWS, width], times c_i: what the products take
+  int64_t low[ROWS], high[ROWS];
+  float count[ROWS], factor[ROWS], shift[ROWS], inverse_norm[ROWS], maximum[ROWS], norm[ROWS], log_norm[ROWS], peak[ROWS];
+  float scale[ROWS], floor[ROWS], inverse[ROWS], live[ROWS], power[ROWS], offset[ROWS];
+  bool blind[ROWS], broken[ROWS], tail[ROWS];
+
+  explicit Block(const Problem& problem)
+      : p(problem),
+        width(round_up(p.head_dim, W)),
+        value_width(round_up(p.value_dim, W)),
+        direction(ROWS * width),
+        query(ROWS * width),
+        two_steps(Phi::after_maximum && p.normaliser == L1),
+        masked(has_masks(p)) {
+    int64_t span = p.key_length;
+    if (p.left >= 0 && p.right >= 0) span = std::min(span, p.left + p.right + ROWS);
+    row_space = round_up(span + CHUNK - 1, CHUNK) + W;  // not a multiple of a page, so that rows do not share cache sets
+    int64_t rows = std::min(ROWS, round_up(p.query_length, MR));
+    kept.resize(rows * row_space);
+    if (masked) visible.resize(rows * row_space);
+    states.resize(row_space / CHUNK + 1);
+  }
+
+  // Take the rows [first, first + ROWS) of a head; their scores and everything up to the weights' constants.
+  void open(int64_t batch, int64_t query_head, int64_t first, const Head& keys) {
+    b = batch, h = query_head, start = first, head = &keys;
+    n = std::min(ROWS, p.query_length - first);
+    see();
+    read_queries();
+    scores(0, n, false);
+    for (int64_t r = 0; r < n; ++r) finish_row(r);
+    for (int64_t r = n; r < padded(); ++r) scale[r] = 0.0f, tail[r] = false;
+  }
+
+  int64_t padded() const { return round_up(n, MR); }
+
+  // The chunks, as offsets from base, that some row sees
+  template <typename F>
+  void chunks(F&& f) const {
+    for (int64_t at = 0; at < end - base; at += CHUNK)
+      if (!masked || states[at / CHUNK]) f(at);
+  }
+
+  // What of the keys [at, at + n) the MR rows from `r` see, in whole vectors
+  Range range(int64_t r, int64_t at, int64_t n = CHUNK) const {
+    int64_t l = group_low[r / MR] - base, g = group_high[r / MR] - base;
+    if (l >= g) return {0, 0};
+    l = std::max(l / W * W, at);
+    g = std::min(round_up(g, W), at + n);
+    return {l, g};
+  }
+
+  // Calls f with the phi that a row was made with
+  template <typename F>
+  void with_row_phi(int64_t r, F&& f) const {
+    if constexpr (Phi::runs_along_exp)
+      if (tail[r]) return f(Exp{});
+    f(Phi{});
+  }
+
+  // A_j = scale * value(kept) needs no pass of its own where value(kept) is what is kept: the scale waits for the end
+  bool weights_are_kept() const {
+    return p.normaliser == L1 && (std::is_same_v<Phi, Exp> || std::is_same_v<Phi, Softplus>);
+  }
+
+  // u^p and u^(p-1) for u in (0, 1]
+  static void powers(vf u, float p, vf& whole, vf& less) {
+    if (p == int64_t(p) && p >= 1 && p <= SQUARING_LIMIT) {
+      less = splat(1.0f);
+      vf square = u;
+      for (int64_t e = int64_t(p) - 1; e; e >>= 1) {
+        if (e & 1) less = less * square;
+        square = square * square;
+      }
+    } else {
+      less = exponential(logarithm(u) * (p - 1.0f));
+    }
+    whole = less * u;
+  }
+
+  // The keys of a chunk that weigh something in a re-weighted row, counted from the chunk's first, and their u, padded with 0
+  int64_t gather(int64_t r, int64_t at, int32_t* keys, float* u) const {
+    int64_t found = 0;
+    Range seen = range(r, at);
+    const float* row = kept + r * ld;
+    for (int64_t j = 0; j < CHUNK; j += W) __builtin_prefetch(row + at + CHUNK + j);
+    vf fl = splat(floor[r]), inv = splat(inverse[r]), threshold = splat(live[r]);
+    with_row_phi(r, [&](auto phi) {
+      vi key = lanes() + int32_t(seen.low - at);
+      for (int64_t j = seen.low; j < seen.high; j += W, key += W) {
+        vf x = (phi.value(load(row + j)) - fl) * inv;
+#if defined(__AVX512F__)
+        __mmask16 alive = _mm512_cmp_ps_mask((__m512)x, (__m512)threshold, _CMP_NLE_UQ);  // a NaN is alive
+        _mm512_storeu_ps(u + found, _mm512_maskz_compress_ps(alive, (__m512)x));
+        _mm512_storeu_si512(keys + found, _mm512_maskz_compress_epi32(alive, (__m512i)key));
+        found += __builtin_popcount(alive);
+#else
+        vi dead = x <= threshold;
+        for (int i = 0; i < W; ++i) {
+          u[found] = x[i];
+          keys[found] = key[i];
+          found += dead[i] == 0;
+        }
+#endif
+      }
+    });
+    store(u + found, vf{});
+    return found;
+  }
+
+  // The weights of a row, up to the factor that norms them, at offsets from base; 0 where no chunk is seen
+  void weights(int64_t r, float* to) const {
+    std::fill(to, to + (ld - W), 0.0f);
+    chunks([&](int64_t at) {
+      Range seen = range(r, at);
+      for (int64_t j = seen.low; j < seen.high; j += W) store(to + j, weight(r, load(kept + r * ld + j)));
+    });
+  }
+
+  vf weight(int64_t r, vf x) const {
+    vf y;
+    with_row_phi(r, [&](auto phi) { y = phi.value(x); });
+    if (!p.sharpened) return y;
+    y = (y - floor[r]) * inverse[r];
+    vf whole, less;
+    powers(y, power[r], whole, less);
+    return y <= live[r] ? vf{} : whole;
+  }
+
+  // Whether a row may see a key
+  bool sees(int64_t r, int64_t key) const {
+    return key >= low[r] && key < high[r] && (!masked || visible[r * ld + key - base]);
+  }
+
+ private:
+  const bool two_steps, masked;
+  int64_t group_low[ROWS / MR], group_high[ROWS / MR];
+  Buffer<uint8_t> visible;  // [ROWS, ld], where masks are given
+  std::vector<uint8_t> states;  // of the chunks: 0 where no row sees a key, 1 mixed, 2 where the masks hide nothing
+
+  void see() {
+    base = p.key_length, end = 0;
+    for (int64_t r = 0; r < padded(); ++r) {
+      if (r < n)
+        window(p, start + r, low[r], high[r]);
+      else
+        low[r] = high[r] = 0;
+      if (low[r] < high[r]) base = std::min(base, low[r]), end = std::max(end, high[r]);
+    }
+    base = base < end ? base / CHUNK * CHUNK : 0;
+    end = std::max(end, base);
+    ld = round_up(end - base, CHUNK) + W;
+    if (masked) {
+      std::fill(states.begin(), states.end(), uint8_t(0));
+      for (int64_t at = 0; at < end - base; at += CHUNK) states[at / CHUNK] = 2;
+    }
+    for (int64_t r = 0; r < n; ++r) {
+      count[r] = float(high[r] - low[r]);
+      if (masked && low[r] < high[r]) {
+        uint8_t* row = visible + r * ld;
+        masks_row(p, b, h, start + r, low[r], high[r], row + low[r] - base);
+        std::memset(row, 0, low[r] - base);
+        std::memset(row + high[r] - base, 0, ld - (high[r] - base));
+        int64_t seen = 0;
+        for (int64_t j = low[r] - base; j < high[r] - base; ++j) seen += row[j];
+        count[r] = float(seen);
+      } else if (masked) {
+        std::memset(visible + r * ld, 0, ld);
+      }
+      blind[r] = count[r] == 0.0f;
+    }
+    for (int64_t r = n; r < padded(); ++r) blind[r] = true;
+    if (masked) weigh_chunks();
+    for (int64_t g = 0; g < padded() / MR; ++g) {
+      group_low[g] = p.key_length, group_high[g] = 0;
+      for (int64_t r = g * MR; r < (g + 1) * MR; ++r)
+        if (!blind[r]) {
+          group_low[g] = std::min(group_low[g], low[r]);
+          group_high[g] = std::max(group_high[g], high[r]);
+        }
+    }
+  }
+
+  void weigh_chunks() {
+    for (int64_t at = 0; at < end - base; at += CHUNK) {
+      bool any = false, all = true;
+      for (int64_t r = 0; r < n; ++r) {
+        const uint8_t* row = visible + r * ld + at;
+        int64_t l = std::clamp<int64_t>(low[r] - base - at, 0, CHUNK), g = std::clamp<int64_t>(high[r] - base - at, 0, CHUNK);
+        int64_t seen = 0;
+        for (int64_t j = l; j < g; ++j) seen += row[j];
+        any |= seen > 0;
+        all &= seen == g - l;
+      }
+      states[at / CHUNK] = any ? (all ? 2 : 1) : 0;
+    }
+  }
+
+  void read_queries() {
+    for (int64_t r = 0; r < padded(); ++r) {
+      float *to = direction + r * width, *scaled = query + r * width;
+      std::fill(to, to + width, 0.0f);
+      broken[r] = false;
+      factor[r] = shift[r] = 0.0f;
+      if (r < n) {
+        read_row(p.query, p.dtype, b, h, start + r, p.head_dim, to);
+        broken[r] = !all_finite(to, p.head_dim);
+        if (broken[r]) std::fill(to, to + width, 0.0f);
+        inverse_norm[r] = p.cosine ? normalise(to, p.head_dim) : 1.0f;
+        factor[r] = row_scale(p, count[r]);
+        shift[r] = row_bias(p, count[r]);
+      }
+      float full = factor[r] * (p.head_scale ? p.head_scale[h] : 1.0f);
+      for (int64_t d = 0; d < width; ++d) scaled[d] = to[d] * full;
+    }
+  }
+
+  // What is kept, the sums of phi and the maxima of the rows [first, last): whole groups, or one row. `raw` keeps s itself.
+  void scores(int64_t first, int64_t last, bool raw) {
+    vf sums[ROWS], tops[ROWS];
+    for (int64_t r = first; r < last; ++r) sums[r] = vf{}, tops[r] = splat(-INF);
+    raw |= two_steps;
+    bool single = last - first == 1;
+    chunks([&](int64_t at) {
+      bool plain = (!masked || states[at / CHUNK] == 2) && !p.bias.data && !head->any_broken_key;
+      for (int64_t panel = at; panel < std::min(at + CHUNK, end - base); panel += PANEL) {
+        const float* keys = head->key_panels + (base + panel) * p.head_dim;
+        for (int64_t r = first; r < last; r += single ? 1 : MR) {
+          Range seen = range(r, panel, PANEL);
+          if (seen.empty()) continue;
+          float* row = kept + r * ld + seen.low;
+          if (single)
+            product<1>(seen.vectors(), p.head_dim, query + r * width, width, 1, keys + seen.low - panel, PANEL, row, ld, false);
+          else
+            product<MR>(seen.vectors(), p.head_dim, query + r * width, width, 1, keys + seen.low - panel, PANEL, row, ld, false);
+          if (!single && plain && inside(r, seen)) {
+            raw ? keep_group<true>(r, seen, sums + r, tops + r) : keep_group<false>(r, seen, sums + r, tops + r);
+            continue;
+          }
+          for (int64_t i = r; i < (single ? last : std::min(r + MR, last)); ++i)
+            raw ? keep<true>(i, seen, sums[i], tops[i]) : keep<false>(i, seen, sums[i], tops[i]);
+        }
+      }
+    });
+    for (int64_t r = first; r < last; ++r) norm[r] = sum(sums[r]), maximum[r] = largest(tops[r]);
+  }
+
+  // Whether the window shows MR whole rows all the keys of a range
+  bool inside(int64_t r, Range at) const {
+    bool all = r + MR <= n;
+    for (int64_t i = r; i < r + MR; ++i) all &= !broken[i] & (low[i] <= base + at.low) & (high[i] >= base + at.high);
+    return all;
+  }
+
+  // Scores of MR rows that see all of a range to what is kept of them
+  template <bool RAW>
+  void keep_group(int64_t r, Range at, vf* sums, vf* tops) {
+    vf total[MR], top[MR];
+    each<MR>([&](int i) { total[i] = sums[i], top[i] = tops[i]; });
+    float* row = kept + r * ld;
+    for (int64_t j = at.low; j < at.high; j += W) {
+      vf x[MR];
+      each<MR>([&](int i) { x[i] = load(row + i * ld + j) + shift[r + i]; });
+      each<MR>([&](int i) { top[i] = max(x[i], top[i]); });
+      if constexpr (!RAW) {
+        Phi::keep(x);
+        each<MR>([&](int i) { total[i] += Phi::value(x[i]); });
+      }
+      each<MR>([&](int i) { store(row + i * ld + j, x[i]); });
+    }
+    each<MR>([&](int i) { sums[i] = total[i], tops[i] = top[i]; });
+  }
+
+  // The same of one row, whatever it sees
+  template <bool RAW>
+  void keep(int64_t r, Range at, vf& total, vf& top) {
+    float* row = kept + r * ld;
+    vf nan = splat(std::numeric_limits<float>::quiet_NaN());
+    for (int64_t j = at.low; j < at.high; j += W) {
+      vf s = load(row + j) + shift[r];
+      if (p.bias.data) s += bias(r, j);
+      if (broken[r]) s = nan;
+      if (head->any_broken_key) s = bytes(head->broken_key + base + j) != 0 ? nan : s;
+      vi key = lanes() + int32_t(base + j);
+      vi seen = (key >= int32_t(low[r])) & (key < int32_t(high[r]));
+      if (masked) seen &= bytes(visible + r * ld + j) != 0;
+      s = seen ? s : splat(-INF);
+      top = max(s, top);
+      vf x = s;
+      if constexpr (!RAW) {
+        x = seen ? Phi::keep(s) : splat(Phi::hidden);
+        total += Phi::value(x);
+      }
+      store(row + j, x);
+    }
+  }
+
+  static vi bytes(const uint8_t* x) { return __builtin_convertvector(*(const vb_anywhere*)x, vi); }
+
+  vf bias(int64_t r, int64_t j) const {
+    const Array& x = p.bias;
+    const float* from = static_cast<const float*>(x.data) + b * x.stride[0] + h * x.stride[1] + (start + r) * x.stride[2];
+    vf y = vf{};
+    for (int i = 0; i < W; ++i) {
+      int64_t key = base + j + i;
+      if (key < p.key_length) y[i] = from[key * x.stride[3]];
+    }
+    return y == y ? y : splat(std::numeric_limits<float>::quiet_NaN());  // of one kind, which survives the bit tricks
+  }
+
+  // e^(s - max) for a row of raw scores
+  void exponentiate(int64_t r) {
+    float top = maximum[r] == -INF ? 0.0f : maximum[r];
+    vf total = vf{};
+    chunks([&](int64_t at) {
+      Range seen = range(r, at);
+      float* row = kept + r * ld;
+      int64_t j = seen.low;
+      for (; j + 4 * W <= seen.high; j += 4 * W) {
+        vf x[4];
+        each<4>([&](int i) { x[i] = load(row + j + i * W) - top; });
+        exp_negative(x);
+        each<4>([&](int i) { store(row + j + i * W, x[i]); });
+        total += (x[0] + x[1]) + (x[2] + x[3]);
+      }
+      for (; j < seen.high; j += W) {
+        vf x = exp_negative(load(row + j) - top);
+        store(row + j, x);
+        total += x;
+      }
+    });
+    norm[r] = sum(total);
+    log_norm[r] = std::log(norm[r]) + top;
+  }
+
+  void finish_row(int64_t r) {
+    tail[r] = false;
+    offset[r] = peak[r] = floor[r] = live[r] = scale[r] = 0.0f;
+    power[r] = inverse[r] = 1.0f;
+    if (blind[r]) {
+      maximum[r] = log_norm[r] = -INF;
+      norm[r] = 0.0f;
+      if (two_steps) exponentiate(r);  // its group's products read the row
+      log_norm[r] = -INF;
+      return;
+    }
+    float nan = norm[r] - norm[r];
+    if (two_steps) {
+      exponentiate(r);
+    } else if (Phi::runs_along_exp && p.normaliser == L1 && maximum[r] < TAIL && nan == 0.0f) {
+      tail[r] = true;
+      scores(r, r + 1, true);
+      exponentiate(r);
+    } else {
+      log_norm[r] = std::log(norm[r]);
+    }
+    if (std::isnan(norm[r])) maximum[r] = norm[r];
+    if (p.normaliser != L1) {
+      scale[r] = row_factor(p, count[r]);
+      return;
+    }
+    if (norm[r] == 0.0f) norm[r] = 1.0f;  // without a positive phi all weights are 0
+    scale[r] = 1.0f / norm[r];
+    if (p.sharpened) sharpen(r);
+  }
+
+  void sharpen(int64_t r) {
+    if (!std::isfinite(norm[r])) {
+      peak[r] = norm[r] - norm[r];
+      return;
+    }
+    bool shifted = two_steps || tail[r];
+    float high_f = shifted ? 1.0f : Phi::value(Phi::keep(splat(maximum[r])))[0];
+    offset[r] = count[r] > FREE_ROWS ? 1.0f : 0.0f;
+    float mean = norm[r] / count[r];
+    peak[r] = std::max(high_f * count[r] / norm[r] - offset[r], 0.0f);
+    if (peak[r] <= TIE) {
+      offset[r] = 0.0f;
+      return;
+    }
+    floor[r] = offset[r] * mean;
+    inverse[r] = 1.0f / (high_f - floor[r]);
+    power[r] = p.powers ? p.powers[h] : float(p.power);
+    // All the u^(p-1) below this together are less than what half a unit in the last place of u makes of the largest u^p
+    if (power[r] > 1.0f && !p.laser)
+      live[r] = std::pow(0.5f * std::numeric_limits<float>::epsilon() * power[r] / count[r], 1.0f / (power[r] - 1.0f));
+  }
+};
+
+}  // namespace softfocus

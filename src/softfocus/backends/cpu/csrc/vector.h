@@ -1,0 +1,237 @@
+// Vectors of floats as the compiler's own extension has them: AVX-512, AVX2, NEON or SSE, whatever the flags say the machine
+// has. Elementary functions are polynomials fitted for these ranges (relative error below 1e-7); NaN goes in and comes out.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#if defined(__AVX512F__)
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wuninitialized"  // gcc 12 finds its own header's undefined vectors suspicious
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#include <immintrin.h>
+#pragma GCC diagnostic pop
+#endif
+
+namespace softfocus {
+
+#if defined(__AVX512F__)
+constexpr int W = 16;        // floats in a vector
+constexpr int PANEL_VECTORS = 4;  // of the 32 registers, 4 x 4 hold sums
+#elif defined(__AVX__)
+constexpr int W = 8;
+constexpr int PANEL_VECTORS = 2;  // of 16 registers, 4 x 2
+#elif defined(__aarch64__)
+constexpr int W = 4;
+constexpr int PANEL_VECTORS = 4;
+#else
+constexpr int W = 4;
+constexpr int PANEL_VECTORS = 2;
+#endif
+
+// The elements of these are read and written one by one only where nothing depends on speed.
+typedef float vf __attribute__((vector_size(W * 4)));
+typedef int32_t vi __attribute__((vector_size(W * 4)));
+typedef uint8_t vb __attribute__((vector_size(W)));
+typedef float vf_anywhere __attribute__((vector_size(W * 4), aligned(4), may_alias));
+typedef int32_t vi_anywhere __attribute__((vector_size(W * 4), aligned(4), may_alias));
+typedef uint8_t vb_anywhere __attribute__((vector_size(W), aligned(1), may_alias));
+
+constexpr float INF = std::numeric_limits<float>::infinity();
+
+inline vf load(const float* p) { return *(const vf_anywhere*)p; }
+inline void store(float* p, vf x) { *(vf_anywhere*)p = x; }
+inline vf splat(float x) { return x - vf{}; }
+inline vi splat(int32_t x) { return x - vi{}; }
+inline vi bits(vf x) { return (vi)x; }
+inline vf floats(vi x) { return (vf)x; }
+inline vf select(vi yes, vf a, vf b) { return yes ? a : b; }
+// Of a NaN and a number, the number where the NaN is `a`, else the NaN: as the instructions have it
+#if defined(__AVX512F__)
+inline vf max(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }
+inline vf min(vf a, vf b) { return (vf)_mm512_min_ps((__m512)a, (__m512)b); }
+#else
+inline vf max(vf a, vf b) { return a > b ? a : b; }
+inline vf min(vf a, vf b) { return a < b ? a : b; }
+#endif
+inline vf absolute(vf x) { return floats(bits(x) & 0x7fffffff); }
+
+inline vi lanes() {
+  vi x;
+  for (int i = 0; i < W; ++i) x[i] = i;
+  return x;
+}
+
+// Lane i is lane which[i] of a and b laid end to end
+inline vf shuffle(vf a, vf b, vi which) {
+#if defined(__clang__)
+  vf y;
+  for (int i = 0; i < W; ++i) y[i] = which[i] < W ? a[which[i]] : b[which[i] - W];
+  return y;
+#else
+  return __builtin_shuffle(a, b, which);
+#endif
+}
+
+inline float sum(vf x) {
+  for (int step = W / 2; step; step /= 2) x += shuffle(x, x, lanes() ^ step);
+  return x[0];
+}
+
+inline float largest(vf x) {
+  for (int step = W / 2; step; step /= 2) x = max(shuffle(x, x, lanes() ^ step), x);
+  return x[0];
+}
+
+// Lane i is the sum of x[i]: halves are folded onto one another, so that W sums cost little more than two
+__attribute__((always_inline)) inline vf sums(vf (&x)[W]) {
+#pragma GCC unroll 4
+  for (int s = W / 2; s; s /= 2)
+#pragma GCC unroll 8
+    for (int i = 0; i < s; ++i) {
+      vi lane = lanes(), second = (lane & s) != 0;
+      vf a = shuffle(x[i], x[i + s], second ? lane + W : lane);
+      vf c = shuffle(x[i], x[i + s], second ? lane - s + W : lane + s);
+      x[i] = a + c;
+    }
+  return x[0];
+}
+
+// Whether all of x[0 .. n) is finite
+inline bool all_finite(const float* x, int64_t n) {
+  vf zero = vf{};  // 0 times what is not finite is NaN
+  int64_t k = 0;
+  for (; k + W <= n; k += W) zero += load(x + k) * 0.0f;
+  float rest = sum(zero);
+  for (; k < n; ++k) rest += x[k] * 0.0f;
+  return rest == 0.0f;
+}
+
+// A W x W block: column j of `to` is row j of `from`. W / 2 exchanges of ever smaller squares.
+inline void transpose_square(const float* from, int64_t from_step, float* to, int64_t to_step) {
+  vf x[W];
+#pragma GCC unroll 16
+  for (int i = 0; i < W; ++i) x[i] = load(from + i * from_step);
+#pragma GCC unroll 4
+  for (int s = 1; s < W; s *= 2) {
+#pragma GCC unroll 16
+    for (int i = 0; i < W; ++i) {
+      if (i & s) continue;
+      vf a = x[i], c = x[i + s];
+      vi lane = lanes(), odd = (lane & s) != 0;
+      x[i] = shuffle(a, c, odd ? lane - s + W : lane);
+      x[i + s] = shuffle(a, c, odd ? lane + W : lane + s);
+    }
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < W; ++i) store(to + i * to_step, x[i]);
+}
+
+// Elementary functions take N vectors at once, step by step: their chains of dependent operations overlap, where one
+// vector after another would wait for the latency of each.
+template <int N, typename F>
+__attribute__((always_inline)) inline void each(F f) {
+#pragma GCC unroll 8
+  for (int i = 0; i < N; ++i) f(i);
+}
+
+constexpr float ROUND = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, which the low bits then hold
+constexpr float LOG2_E = 1.44269504f, LN2 = 0.693147182f, LN2_REST = -1.90465430e-9f;
+
+// q = e^r - 1 for |r| <= ln 2 / 2
+template <int N>
+__attribute__((always_inline)) inline void expm1_near(const vf (&r)[N], vf (&q)[N]) {
+  each<N>([&](int i) { q[i] = r[i] * 0.001381459638f + 0.008368717091f; });
+  each<N>([&](int i) { q[i] = q[i] * r[i] + 0.04166838809f; });
+  each<N>([&](int i) { q[i] = q[i] * r[i] + 0.1666652063f; });
+  each<N>([&](int i) { q[i] = q[i] * r[i] + 0.4999999345f; });
+  each<N>([&](int i) { q[i] = q[i] * r[i] + 1.0f; });
+  each<N>([&](int i) { q[i] = q[i] * r[i]; });
+}
+
+// x = n ln 2 + r with |r| <= ln 2 / 2; the low bits of `shifted` hold n
+template <int N>
+__attribute__((always_inline)) inline void reduce(const vf (&x)[N], vf (&shifted)[N], vf (&r)[N]) {
+  each<N>([&](int i) { shifted[i] = x[i] * LOG2_E + ROUND; });
+  each<N>([&](int i) { r[i] = shifted[i] - ROUND; });
+  each<N>([&](int i) { r[i] = (x[i] - r[i] * LN2) - r[i] * LN2_REST; });
+}
+
+// e^x for x <= 0; exactly 0 below -87
+template <int N>
+__attribute__((always_inline)) inline void exp_negative(vf (&x)[N]) {
+  vf shifted[N], r[N], q[N];
+  reduce(x, shifted, r);
+  expm1_near(r, q);
+  each<N>([&](int i) { q[i] = floats(bits(q[i] + 1.0f) + (bits(shifted[i]) << 23)); });
+  each<N>([&](int i) { x[i] = x[i] < -87.0f ? vf{} : q[i]; });
+}
+
+// log(1 + e^-|s|), to the last digits also where it is tiny; some number where s is not finite
+template <int N>
+__attribute__((always_inline)) inline void log1p_exp(const vf (&s)[N], vf (&y)[N]) {
+  vf x[N], shifted[N], e[N];
+  each<N>([&](int i) { x[i] = min(absolute(s[i]), splat(87.0f)); });
+  each<N>([&](int i) { shifted[i] = x[i] * -LOG2_E + ROUND; });
+  each<N>([&](int i) { e[i] = shifted[i] - ROUND; });
+  each<N>([&](int i) { x[i] = -(e[i] * LN2) - x[i]; });  // what LN2_REST would add is far below the rounding of s
+  expm1_near(x, e);
+  each<N>([&](int i) { e[i] = floats(bits(e[i] + 1.0f) + (bits(shifted[i]) << 23)); });
+  each<N>([&](int i) { y[i] = e[i] * 0.005232690027f - 0.02950521992f; });
+  each<N>([&](int i) { y[i] = y[i] * e[i] + 0.07822591751f; });
+  each<N>([&](int i) { y[i] = y[i] * e[i] - 0.136632425f; });
+  each<N>([&](int i) { y[i] = y[i] * e[i] + 0.1910600499f; });
+  each<N>([&](int i) { y[i] = y[i] * e[i] - 0.2484298169f; });
+  each<N>([&](int i) { y[i] = y[i] * e[i] + 0.3331909673f; });
+  each<N>([&](int i) { y[i] = y[i] * e[i] - 0.4999949314f; });
+  each<N>([&](int i) { y[i] = y[i] * e[i] + 0.9999999699f; });
+  each<N>([&](int i) { y[i] = y[i] * e[i]; });
+}
+
+// 1 - e^-f for f >= 0, to the last digits also where f is tiny
+template <int N>
+__attribute__((always_inline)) inline void one_minus_exp(vf (&f)[N]) {
+  vf shifted[N], r[N], q[N];
+  each<N>([&](int i) { f[i] = -min(splat(80.0f), f[i]); });
+  reduce(f, shifted, r);
+  expm1_near(r, q);
+  each<N>([&](int i) { r[i] = floats((bits(shifted[i]) << 23) + (127 << 23)); });
+  each<N>([&](int i) { f[i] = (1.0f - r[i]) - r[i] * q[i]; });
+}
+
+inline vf exp_negative(vf x) {
+  vf y[1] = {x};
+  exp_negative(y);
+  return y[0];
+}
+
+// e^x for every x; infinite where a float cannot hold it, 0 below -87
+inline vf exponential(vf x) {
+  vf held[1] = {min(splat(88.8f), x)}, shifted[1], r[1], q[1];  // a NaN stays one
+  reduce(held, shifted, r);
+  expm1_near(r, q);
+  vi n = bits(shifted[0]) << 9 >> 9 << 23 >> 23;
+  vi half = n >> 1;  // the exponent in two steps: 2^128 itself is no float
+  vf y = (q[0] + 1.0f) * floats((half + 127) << 23) * floats((n - half + 127) << 23);
+  return x < -87.0f ? vf{} : x > 88.8f ? splat(INF) : y;
+}
+
+// ln u for normal positive u
+inline vf logarithm(vf u) {
+  vi exponent = (bits(u) - 0x3f3504f3) >> 23;  // so that the mantissa lies in [sqrt 1/2, sqrt 2)
+  vf x = floats(bits(u) - (exponent << 23)) - 1.0f;
+  vf n = __builtin_convertvector(exponent, vf);
+  vf q = splat(-0.07974216399f);
+  q = q * x + 0.1265569779f;
+  q = q * x - 0.1298927653f;
+  q = q * x + 0.1420994565f;
+  q = q * x - 0.1664158159f;
+  q = q * x + 0.2000120097f;
+  q = q * x - 0.2500030392f;
+  q = q * x + 0.3333332994f;
+  vf tail = q * x * x * x - 0.5f * (x * x) + n * -1.90465430e-9f;
+  return n * 0.693147182f + (x + tail);
+}
+
+}  // namespace softfocus
