@@ -133,11 +133,15 @@ def attention(
         out, statistics = _by_reference(problem, visibility, algebra)
     else:
         seed = torch.randint(2**62, (), device="cpu") if dropout_p else None
-        out, rows = ops.attend(
-            problem.query, problem.key, problem.value, problem.bias, problem.head_scale, problem.power,
-            visibility.mask, visibility.key_mask, visibility.document_ids, seed,
-            visibility.left, visibility.right, problem.scale, problem.dropout_p, algebra.code, chosen,
-        )  # fmt: skip
+        tensors = (*problem[:6], visibility.mask, visibility.key_mask, visibility.document_ids, seed)
+        if ops.unwatched(*tensors):
+            out, rows = ops.run_unwatched(problem, visibility, algebra, seed, chosen)
+        else:
+            out, rows = ops.attend(
+                *tensors, visibility.left, visibility.right, problem.scale, problem.dropout_p, algebra.code, chosen
+            )
+        if not return_statistics:
+            return out
         statistics = RowStatistics(*rows.unbind(0))
     return (out, statistics) if return_statistics else out
 
@@ -204,7 +208,7 @@ def _by_reference(problem: Problem, visibility: Visibility, mechanism: Mechanism
 def _autocast(*tensors: Any) -> tuple[Tensor, ...]:
     """Inside autocast, what SDPA does: floating inputs other than float64 take autocast's dtype."""
     kind = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
-    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+    if not (torch.is_autocast_enabled(kind) and torch.amp.is_autocast_available(kind)):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     return tuple(

@@ -5,7 +5,7 @@ inside ``torch.compile(fullgraph=True)``.
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib import import_module
 from typing import Any
 
@@ -19,8 +19,19 @@ from softfocus.visibility import Visibility
 _decoded = lru_cache(maxsize=256)(Mechanism.from_json)
 
 
-@torch.library.custom_op("softfocus::attend", mutates_args=())
-def attend(
+# Defined by schema, not by decorating a function: torch's wrappers around such functions take longer than a decode step
+_library = torch.library.Library("softfocus", "DEF")
+_PROBLEM = (
+    "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? head_scale, Tensor? power, Tensor? mask, Tensor? key_mask, "
+    "Tensor? document_ids, Tensor? seed, int left, int right, float scale, float dropout_p, str mechanism, str backend"
+)
+_library.define(f"attend({_PROBLEM}) -> (Tensor, Tensor)")
+_library.define(
+    f"attend_backward(Tensor grad, {_PROBLEM}, bool bias_grad) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -38,20 +49,12 @@ def attend(
     mechanism: str,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """Attention by a named backend: out [B, H, Lq, Dv] and the row statistics [4, B, H, Lq].
-
-    ``mechanism`` is ``Mechanism.code``; ``left`` and ``right`` are the window, -1 for no bound; ``seed`` is an int64 scalar
-    when ``dropout_p`` is not 0. Arguments are taken as checked: call ``softfocus.attention``.
-    """
     problem = Problem(query, key, value, bias, head_scale, power, scale, dropout_p)
     visibility = Visibility(query.size(2), key.size(2), left, right, mask, key_mask, document_ids)
-    with own_dtypes(query):
-        out, statistics = _load(backend).forward(problem, visibility, _decoded(mechanism), _item(seed))
-    return out, statistics
+    return run_unwatched(problem, visibility, _decoded(mechanism), seed, backend)
 
 
-@torch.library.custom_op("softfocus::attend_backward", mutates_args=())
-def attend_backward(
+def _attend_backward(
     grad: Tensor,
     query: Tensor,
     key: Tensor,
@@ -70,22 +73,72 @@ def attend_backward(
     mechanism: str,
     backend: str,
     bias_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of query, key, value, bias, head_scale, power; what is not there or not wanted comes back empty."""
+) -> tuple[Tensor, ...]:
     problem = Problem(query, key, value, bias, head_scale, power, scale, dropout_p)
     visibility = Visibility(query.size(2), key.size(2), left, right, mask, key_mask, document_ids)
     with own_dtypes(query):
         grads = _load(backend).backward(grad, problem, visibility, _decoded(mechanism), _item(seed), bias_grad)
     # an operator may neither return None nor one of its own arguments
-    return tuple(query.new_empty(0) if g is None else g for g in grads)  # type: ignore[return-value]
+    return tuple(query.new_empty(0) if g is None else g for g in grads)
+
+
+_library.impl("attend", _attend, "CompositeExplicitAutograd")
+_library.impl("attend_backward", _attend_backward, "CompositeExplicitAutograd")
+
+attend = torch.ops.softfocus.attend.default
+"""Attention by a named backend: out [B, H, Lq, Dv] and the row statistics [4, B, H, Lq].
+
+``mechanism`` is ``Mechanism.code``; ``left`` and ``right`` are the window, -1 for no bound; ``seed`` is an int64 scalar when
+``dropout_p`` is not 0. Arguments are taken as checked: call ``softfocus.attention``.
+"""
+attend_backward = torch.ops.softfocus.attend_backward.default
+"""Gradients of query, key, value, bias, head_scale, power; what is not there or not wanted comes back empty."""
+
+
+def run_unwatched(
+    problem: Problem, visibility: Visibility, mechanism: Mechanism, seed: Tensor | None, backend: str
+) -> tuple[Tensor, Tensor]:
+    """What ``attend`` computes, without the dispatcher; only where :func:`unwatched`."""
+    with own_dtypes(problem.query):
+        result: tuple[Tensor, Tensor] = _load(backend).forward(problem, visibility, mechanism, _item(seed))
+        return result
+
+
+def unwatched(*tensors: Tensor | None) -> bool:
+    """Whether nothing would see the operator go by: no gradient, no trace, no mode, no tensor subclass.
+
+    Then the dispatcher may be left out: its way through autograd takes as long as a decode step on a short cache.
+    """
+    if torch.compiler.is_compiling() or not _can_tell:
+        return False
+    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    if torch._C._get_tracing_state() is not None:
+        return False
+    recording = torch.is_grad_enabled()
+    return all(x is None or (type(x) in _PLAIN and not (recording and x.requires_grad)) for x in tensors)
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+_can_tell = all(  # torch's own names, not promised to stay; without them every call takes the operator
+    hasattr(home, name)
+    for home, name in (
+        (torch._C, "_len_torch_dispatch_stack"),
+        (torch._C, "_get_tracing_state"),
+        (getattr(torch._C, "_functorch", None), "peek_interpreter_stack"),
+    )
+)
 
 
 def own_dtypes(query: Tensor) -> AbstractContextManager[Any]:
     """Autocast has done its part before the operator; inside, it would round the statistics' products too."""
     kind = query.device.type
-    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
+    if torch.is_autocast_enabled(kind):
+        return torch.autocast(kind, enabled=False)
+    return nullcontext()
 
 
+@cache
 def _load(backend: str) -> Any:
     return import_module(f"softfocus.backends.{backend}")
 
@@ -94,14 +147,14 @@ def _item(seed: Tensor | None) -> int:
     return 0 if seed is None else int(seed.item())
 
 
-@attend.register_fake
+@torch.library.register_fake("softfocus::attend", lib=_library)
 def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     b, h, lq, _d = query.shape
     out = query.new_empty(b, h, lq, value.size(-1))
     return out, query.new_empty(4, b, h, lq, dtype=compute_dtype(query.dtype))
 
 
-@attend_backward.register_fake
+@torch.library.register_fake("softfocus::attend_backward", lib=_library)
 def _(
     grad: Tensor,
     query: Tensor,
@@ -129,4 +182,9 @@ def _backward(ctx: Any, grad: Tensor, _statistics: Tensor | None) -> tuple[Tenso
     return *wanted, *[None] * (len(ctx.needs_input_grad) - 6)
 
 
-attend.register_autograd(_backward, setup_context=_setup_context)
+def _no_second_derivative(ctx: Any, *grads: Tensor) -> None:
+    raise RuntimeError("softfocus: the fused backends are differentiable once; backend='reference' is twice")
+
+
+torch.library.register_autograd("softfocus::attend_backward", _no_second_derivative, lib=_library)
+torch.library.register_autograd("softfocus::attend", _backward, setup_context=_setup_context, lib=_library)

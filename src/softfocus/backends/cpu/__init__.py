@@ -4,13 +4,13 @@ The kernels are compiled for the machine at first use (``build.py``). Determinis
 the backward for a given number.
 """
 
-from ctypes import byref, c_void_p
+from ctypes import c_void_p
 
 import torch
 from torch import Tensor
 
 from softfocus.backends.cpu import build as build
-from softfocus.backends.cpu.call import DTYPES, PHI, Call, array, call
+from softfocus.backends.cpu.call import ARRAY, DTYPES, PHI, array, broadcast, call
 from softfocus.mechanism import Mechanism
 from softfocus.reference import Problem
 from softfocus.visibility import Visibility
@@ -36,9 +36,8 @@ def forward(problem: Problem, visibility: Visibility, mechanism: Mechanism, seed
     query = problem.query
     out = torch.empty(*query.shape[:3], problem.value.size(-1))
     statistics = torch.empty(4, *query.shape[:3])
-    arguments, made = call(problem, visibility, mechanism)
-    _run("softfocus_forward", arguments, _pointer(out), _pointer(statistics))
-    del made
+    arguments, _made = call(problem, visibility, mechanism)
+    _run("softfocus_forward", arguments, out, statistics)
     return out.to(query.dtype), statistics
 
 
@@ -52,18 +51,12 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     """Gradients of query, key, value, bias, head_scale and power; None where there is nothing to differentiate."""
     query, key, value, bias, head_scale, power = problem[:6]
-    arguments, made = call(problem, visibility, mechanism)
+    arguments, _made = call(problem, visibility, mechanism)
     grads = [torch.empty(x.shape) for x in (query, key, value)]
     bias_to = torch.zeros(bias.shape) if bias is not None and bias_grad else None
     rows = [None if x is None else torch.empty(query.shape[:3]) for x in (head_scale, power)]
-    _run(
-        "softfocus_backward",
-        arguments,
-        byref(array(grad)),
-        byref(array(bias_to, None if bias_to is None else bias_to.shape)),
-        *map(_pointer, (*grads, *rows)),
-    )
-    del made
+    arrays = ARRAY.pack(*array(grad)), ARRAY.pack(*broadcast(bias_to))
+    _run("softfocus_backward", arguments, *arrays, *grads, *rows)
     to_heads = (None if x is None else x.sum((0, 2)) for x in rows)
     return tuple(
         None if g is None or x is None else g.to(x.dtype)
@@ -71,10 +64,7 @@ def backward(
     )
 
 
-def _run(name: str, arguments: Call, *results: object) -> None:
-    if getattr(build.library(), name)(byref(arguments), *results):
+def _run(name: str, *arguments: bytes | Tensor | None) -> None:
+    pointers = [c_void_p(x.data_ptr()) if isinstance(x, Tensor) else x for x in arguments]
+    if getattr(build.library(), name)(*pointers):
         raise MemoryError(f"softfocus: {name} could not get the memory it works in")
-
-
-def _pointer(x: Tensor | None) -> c_void_p | None:
-    return None if x is None else c_void_p(x.data_ptr())

@@ -7,11 +7,24 @@
 namespace softfocus {
 namespace {
 
+constexpr int64_t FEW_QUERIES = 4;  // as in decoding: packing the keys would cost more than it saves
+
 template <typename Phi>
 struct Worker {
   Block<Phi> block;
   Mixer<Phi> mixer;
   explicit Worker(const Problem& p) : block(p), mixer(block) {}
+
+  // A head with few queries. Values are looked through only where something that is not finite has come out, or could hide.
+  void run_few(int64_t b, int64_t h, float* out, float* statistics) {
+    const Problem& p = block.p;
+    Head head;
+    if (p.laser) pack_values(p, head, b, h / (p.heads / p.key_heads), 0, p.key_length, false, head.broken_values);
+    run(b, h, 0, head, out, statistics);
+    if (p.laser || all_finite(mixer.out, block.n * block.value_width)) return;
+    pack_values(p, head, b, h / (p.heads / p.key_heads), 0, p.key_length, false, head.broken_values);
+    if (!head.broken_values.empty()) run(b, h, 0, head, out, statistics);
+  }
 
   void run(int64_t b, int64_t h, int64_t start, const Head& head, float* out, float* statistics) {
     const Problem& p = block.p;
@@ -70,9 +83,16 @@ template <typename Phi>
 bool forward(const Problem& p, float* out, float* statistics) {
   int64_t wave = wave_size(p, false), key_heads = p.batch * p.key_heads, group = p.heads / p.key_heads;
   int64_t blocks = (p.query_length + ROWS - 1) / ROWS;
+  std::vector<std::unique_ptr<Worker<Phi>>> workers(p.threads);
+  if (p.query_length <= FEW_QUERIES) {
+    return share_out(p.threads, p.batch * p.heads, [&](int64_t item) {
+      auto& worker = workers[thread_number()];
+      if (!worker) worker = std::make_unique<Worker<Phi>>(p);
+      worker->run_few(item / p.heads, item % p.heads, out, statistics);
+    });
+  }
   std::vector<Head> heads(wave);
   for (Head& head : heads) head.reserve(p, false);
-  std::vector<std::unique_ptr<Worker<Phi>>> workers(p.threads);
   for (int64_t first = 0; first < key_heads; first += wave) {
     int64_t n = std::min(wave, key_heads - first);
     if (!pack(p, heads, first, n, false)) return false;

@@ -21,9 +21,11 @@ struct Head {
   Buffer<uint8_t> broken_key;
   std::vector<BrokenValue> broken_values;
   bool any_broken_key = false;
+  bool packed = false;  // not for a few queries: these read the keys as they lie
 
   void reserve(const Problem& p, bool backward) {
     int64_t length = round_up(p.key_length, CHUNK);
+    packed = true;
     key_panels.resize(length * p.head_dim);
     inverse_norm.resize(length);
     broken_key.resize(length);

@@ -137,6 +137,10 @@ class Mixer {
     vf sums[ROWS];
     for (int64_t r = 0; r < ROWS; ++r) sums[r] = vf{};
     if (p.laser) shift.open(block, natural);
+    if (p.sharpened && !p.laser && !block.head->packed) {
+      for (int64_t r = 0; r < block.n; ++r) finish(block, r, pick(block, r));
+      return;
+    }
     block.chunks([&](int64_t at) {
       int64_t first = block.base + at, stop = std::min(first + CHUNK, p.key_length);
       Natural v = natural_values(p, *block.head, block.b, block.h / (p.heads / p.key_heads), first, stop, natural);
@@ -203,6 +207,44 @@ class Mixer {
   Lists<Phi> lists;
   Buffer<float> scratch;  // [MR, CHUNK]
   Buffer<float> column;
+
+  // One re-weighted row: the values of the keys that weigh something are fetched, and no others
+  float pick(const Block<Phi>& block, int64_t r) {
+    const Problem& p = block.p;
+    int64_t width = block.value_width, key_head = block.h / (p.heads / p.key_heads);
+    bool direct = in_place(p.value, p.dtype, p.value_dim);
+    std::vector<int64_t> some;
+    vf total = vf{};
+    auto add = [&] {
+      for (size_t i = 0; i < some.size(); ++i) {
+        total += lists.raise(i, block.power[r]);
+        const float* values = direct ? row_in_place(p.value, block.b, key_head, block.base + some[i]) : natural;
+        if (!direct)
+          for (int64_t e = 0; e < lists.found[i]; ++e) {
+            float* row = natural + lists.keys_of(i)[e] * width;
+            std::fill(row, row + width, 0.0f);
+            read_row(p.value, p.dtype, block.b, key_head, block.base + some[i] + lists.keys_of(i)[e], p.value_dim, row);
+          }
+        add_rows(width / W, lists.found[i], lists.keys_of(i), lists.u_of(i), values, direct ? p.value.stride[2] : width,
+                 out + r * width);
+      }
+      some.clear();
+    };
+    if (!block.blind[r])
+      block.chunks([&](int64_t at) {
+        int64_t i = some.size();
+        lists.found[i] = block.gather(r, at, lists.keys_of(i), lists.u_of(i));
+        some.push_back(at);
+        if (direct)
+          for (int64_t e = 0; e < lists.found[i]; ++e) {
+            const float* row = row_in_place(p.value, block.b, key_head, block.base + at + lists.keys_of(i)[e]);
+            for (int64_t d = 0; d < width; d += 16) __builtin_prefetch(row + d);
+          }
+        if (some.size() == LISTS) add();
+      });
+    add();
+    return sum(total);
+  }
 
   // The next chunk's values, a ROWS-th of them at each row: keys that weigh something come in no order a machine foresees
   static void prefetch(Natural v, bool more, int64_t r, int64_t width) {

@@ -173,7 +173,8 @@ class Block {
  private:
   const bool two_steps, masked;
   int64_t group_low[ROWS / MR], group_high[ROWS / MR];
-  Buffer<uint8_t> visible;  // [ROWS, ld], where masks are given
+  Buffer<float> rows_of_keys;  // [W, width]
+  Buffer<uint8_t> visible;     // [ROWS, ld], where masks are given
   std::vector<uint8_t> states;  // of the chunks: 0 where no row sees a key, 1 mixed, 2 where the masks hide nothing
 
   void see() {
@@ -260,6 +261,13 @@ class Block {
     raw |= two_steps;
     bool single = last - first == 1;
     chunks([&](int64_t at) {
+      if (!head->packed) {
+        score_naturally(first, last, at);
+        for (int64_t i = first; i < last; ++i)
+          if (Range seen = range(i, at); !seen.empty())
+            raw ? keep<true>(i, seen, sums[i], tops[i]) : keep<false>(i, seen, sums[i], tops[i]);
+        return;
+      }
       bool plain = (!masked || states[at / CHUNK] == 2) && !p.bias.data && !head->any_broken_key;
       for (int64_t panel = at; panel < std::min(at + CHUNK, end - base); panel += PANEL) {
         const float* keys = head->key_panels + (base + panel) * p.head_dim;
@@ -281,6 +289,78 @@ class Block {
       }
     });
     for (int64_t r = first; r < last; ++r) norm[r] = sum(sums[r]), maximum[r] = largest(tops[r]);
+  }
+
+  // Scores of few rows, too few to pay for packing the keys: W keys at a time, as they lie
+  void score_naturally(int64_t first, int64_t last, int64_t at) {
+    int64_t h_key = h / (p.heads / p.key_heads);
+    bool direct = in_place(p.key, p.dtype, p.head_dim);
+    for (int64_t j = at; j < std::min(at + CHUNK, end - base); j += W) {
+      int64_t n_keys = std::min<int64_t>(W, p.key_length - base - j), step = p.key.stride[2];
+      const float* keys = direct ? row_in_place(p.key, b, h_key, base + j) : nullptr;
+      if (!direct || n_keys < W) {
+        if (!rows_of_keys) rows_of_keys.resize(W * width);
+        std::fill(rows_of_keys + 0, rows_of_keys + W * width, 0.0f);
+        for (int64_t i = 0; i < n_keys; ++i) read_row(p.key, p.dtype, b, h_key, base + j + i, p.head_dim, rows_of_keys + i * width);
+        keys = rows_of_keys, step = width;
+      }
+      vf inverse = splat(1.0f);
+      vi odd = vi{};  // not finite, or a norm whose square may have overflowed or vanished
+      for (int64_t r = first; r < last; ++r) {
+        vf products[W], squares[W];
+        if (p.cosine && r == first) {
+          multiply<true>(query + r * width, keys, step, products, squares);
+          vf norm = sums(squares);
+          odd = ~((norm > 1e-30f) & (norm < 1e30f));
+          inverse = 1.0f / square_root(norm);
+        } else {
+          multiply<false>(query + r * width, keys, step, products, squares);
+        }
+        vf s = sums(products) * inverse;
+        store(kept + r * ld + j, s);
+        odd |= ~(absolute(s) <= std::numeric_limits<float>::max());
+      }
+      if (any(odd & (lanes() < int32_t(n_keys)))) score_carefully(first, last, j, n_keys);
+    }
+  }
+
+  // The products, lane by lane, of a row with each of W keys, and of the keys with themselves
+  template <bool SQUARES>
+  void multiply(const float* row, const float* keys, int64_t step, vf (&products)[W], vf (&squares)[W]) const {
+    constexpr int TOGETHER = W < 8 ? W : 8;  // keys whose sums fit the registers
+#pragma GCC unroll 2
+    for (int first = 0; first < W; first += TOGETHER) {
+      vf product[TOGETHER], square[TOGETHER];
+      each<TOGETHER>([&](int i) { product[i] = square[i] = vf{}; });
+      for (int64_t d = 0; d < width; d += W) {
+        vf y = load(row + d);
+        each<TOGETHER>([&](int i) {
+          vf x = load(keys + (first + i) * step + d);
+          product[i] += x * y;
+          if constexpr (SQUARES) square[i] += x * x;
+        });
+      }
+      each<TOGETHER>([&](int i) {
+        products[first + i] = product[i];
+        if constexpr (SQUARES) squares[first + i] = square[i];
+      });
+    }
+  }
+
+  // Key by key: NaN for one that is not finite, the direction of one whose norm is extreme
+  void score_carefully(int64_t first, int64_t last, int64_t j, int64_t n_keys) {
+    Buffer<float> row(width);
+    for (int64_t i = 0; i < n_keys; ++i) {
+      std::fill(row + 0, row + width, 0.0f);
+      read_row(p.key, p.dtype, b, h / (p.heads / p.key_heads), base + j + i, p.head_dim, row);
+      bool finite = all_finite(row, p.head_dim);
+      if (finite && p.cosine) normalise(row, p.head_dim);
+      for (int64_t r = first; r < last; ++r) {
+        vf total = vf{};
+        for (int64_t d = 0; d < width; d += W) total += load(query + r * width + d) * load(row + d);
+        kept[r * ld + j + i] = finite ? sum(total) : std::numeric_limits<float>::quiet_NaN();
+      }
+    }
   }
 
   // Whether the window shows MR whole rows all the keys of a range
@@ -318,7 +398,7 @@ class Block {
       vf s = load(row + j) + shift[r];
       if (p.bias.data) s += bias(r, j);
       if (broken[r]) s = nan;
-      if (head->any_broken_key) s = bytes(head->broken_key + base + j) != 0 ? nan : s;
+      if (head->packed && head->any_broken_key) s = bytes(head->broken_key + base + j) != 0 ? nan : s;
       vi key = lanes() + int32_t(base + j);
       vi seen = (key >= int32_t(low[r])) & (key < int32_t(high[r]));
       if (masked) seen &= bytes(visible + r * ld + j) != 0;

@@ -84,6 +84,27 @@ inline float largest(vf x) {
   return x[0];
 }
 
+inline vf square_root(vf x) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_sqrt_ps((__m512)x);
+#else
+  float y[W];
+  store(y, x);
+  for (float& z : y) z = std::sqrt(z);
+  return load(y);
+#endif
+}
+
+inline bool any(vi x) {
+#if defined(__AVX512F__)
+  return _mm512_test_epi32_mask((__m512i)x, (__m512i)x);
+#else
+  int32_t y = 0;
+  for (int i = 0; i < W; ++i) y |= x[i];
+  return y;
+#endif
+}
+
 // Lane i is the sum of x[i]: halves are folded onto one another, so that W sums cost little more than two
 __attribute__((always_inline)) inline vf sums(vf (&x)[W]) {
 #pragma GCC unroll 4
@@ -91,7 +112,7 @@ __attribute__((always_inline)) inline vf sums(vf (&x)[W]) {
 #pragma GCC unroll 8
     for (int i = 0; i < s; ++i) {
       vi lane = lanes(), second = (lane & s) != 0;
-      vf a = shuffle(x[i], x[i + s], second ? lane + W : lane);
+      vf a = second ? x[i + s] : x[i];
       vf c = shuffle(x[i], x[i + s], second ? lane - s + W : lane + s);
       x[i] = a + c;
     }
