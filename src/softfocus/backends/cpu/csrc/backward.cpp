@@ -100,10 +100,10 @@ class Worker {
   }
 
   Natural mixed_values(int64_t at) {
-    Natural v = natural(at);
-    if (!block.p.laser) return v;
+    if (!block.p.laser) return natural(at);
     int64_t n = std::min(CHUNK, block.p.key_length - block.base - at);
-    return mixer.shift.exponential(v, block.base + at, n, block.value_width, block.p.value_dim);
+    return mixer.shift.exponential(*block.head, [&] { return natural(at); }, block.base + at, n, block.value_width,
+                                   block.p.value_dim);
   }
 
   void read_grads(const Gradients& to) {
@@ -162,7 +162,7 @@ class Worker {
     for (vf& x : total) x = vf{};
     block.chunks([&](int64_t at) {
       const float* source = block.head->value_panels + (block.base + at) * p.value_dim;
-      if (p.laser) {
+      if (p.laser && !mixer.shift.ordinary) {
         Natural v = mixed_values(at);
         int64_t n = std::min(CHUNK, p.key_length - block.base - at);
         for (int64_t j = 0; j < CHUNK; ++j)

@@ -19,10 +19,10 @@ struct Worker {
   void run_few(int64_t b, int64_t h, float* out, float* statistics) {
     const Problem& p = block.p;
     Head head;
-    if (p.laser) pack_values(p, head, b, h / (p.heads / p.key_heads), 0, p.key_length, false, head.broken_values);
+    if (p.laser) pack_values(p, head, b, h / (p.heads / p.key_heads), 0, p.key_length, false, head.broken_values, head.high_values);
     run(b, h, 0, head, out, statistics);
     if (p.laser || all_finite(mixer.out, block.n * block.value_width)) return;
-    pack_values(p, head, b, h / (p.heads / p.key_heads), 0, p.key_length, false, head.broken_values);
+    pack_values(p, head, b, h / (p.heads / p.key_heads), 0, p.key_length, false, head.broken_values, head.high_values);
     if (!head.broken_values.empty()) run(b, h, 0, head, out, statistics);
   }
 

@@ -17,9 +17,11 @@ struct BrokenValue {
 
 // What is prepared of one key head; every query block of its group reads it.
 struct Head {
-  Buffer<float> key_panels, value_panels, inverse_norm;
+  Buffer<float> key_panels, inverse_norm;
+  Buffer<float> value_panels;  // where the backward is dense; LASER's are e^V
+  Buffer<float> exponentials;  // LASER's e^V, [Lk, width in whole vectors]
   Buffer<uint8_t> broken_key;
-  std::vector<BrokenValue> broken_values;
+  std::vector<BrokenValue> broken_values, high_values;
   bool any_broken_key = false;
   bool packed = false;  // not for a few queries: these read the keys as they lie
 
@@ -29,7 +31,8 @@ struct Head {
     key_panels.resize(length * p.head_dim);
     inverse_norm.resize(length);
     broken_key.resize(length);
-    if (backward && !p.sharpened && !p.laser) value_panels.resize(length * p.value_dim);
+    if (backward && !p.sharpened) value_panels.resize(length * p.value_dim);
+    if (p.laser) exponentials.resize(p.key_length * round_up(p.value_dim, W));
   }
 };
 
@@ -73,31 +76,47 @@ inline void pack_keys(const Problem& p, Head& head, int64_t b, int64_t h, int64_
   }
 }
 
-// The values [start, stop) of a head: which are not finite, and, where the backward wants them, panels.
+constexpr float CLAMP = 80.0f;  // e^80 is finite, and so is its product with a weight of 0
+constexpr float HIGH = 60.0f;   // above the shift + 60, a value that a row sees is summed exactly
+
+// e^(x - shift) of a row of values, whole vectors; the columns that lie high are told to `above`
+template <typename F>
+inline void exponential_row(const float* x, const float* shift, int64_t width, float* to, F&& above) {
+  for (int64_t d = 0; d < width; d += W) {
+    vf y = load(x + d) - (shift ? load(shift + d) : vf{});
+    vi high = y > HIGH;
+    if (any(high))
+      for (int i = 0; i < W; ++i)
+        if (high[i]) above(d + i);
+    store(to + d, exponential(min(y, splat(CLAMP))));
+  }
+}
+
+// What is asked of the values [start, stop) of a head: which are not finite, panels, LASER's exponentials
 inline void pack_values(const Problem& p, Head& head, int64_t b, int64_t h, int64_t start, int64_t stop, bool panels,
-                        std::vector<BrokenValue>& broken) {
-  int64_t width = p.value_dim;
-  Buffer<float> rows(W * width);
-  bool direct = p.dtype == FLOAT32 && p.value.stride[3] == 1;
+                        std::vector<BrokenValue>& broken, std::vector<BrokenValue>& high) {
+  int64_t width = p.value_dim, step = round_up(width, W);
+  Buffer<float> rows(W * step);
+  bool direct = p.dtype == FLOAT32 && p.value.stride[3] == 1 && !panels && !head.exponentials;
   for (int64_t first = start; first < round_up(stop, PANEL); first += W) {
     if (!panels && first >= stop) break;
     for (int64_t j = 0; j < W; ++j) {
       int64_t key = first + j;
-      float* row = rows + j * width;
-      if (key >= stop) {
-        std::fill(row, row + width, 0.0f);
-        continue;
-      }
-      if (direct && !panels && all_finite(row_in_place(p.value, b, h, key), width)) continue;
+      float* row = rows + j * step;
+      if (direct && key < stop && all_finite(row_in_place(p.value, b, h, key), width)) continue;
+      std::fill(row, row + step, 0.0f);
+      if (key >= stop) continue;
       read_row(p.value, p.dtype, b, h, key, width, row);
-      if (all_finite(row, width)) continue;
-      for (int64_t d = 0; d < width; ++d)
+      for (int64_t d = 0; d < width && !all_finite(row, width); ++d)
         if (!std::isfinite(row[d])) {
           broken.push_back({key, d});
           row[d] = 0.0f;
         }
+      if (!head.exponentials) continue;
+      exponential_row(row, nullptr, step, row, [&](int64_t d) { high.push_back({key, d}); });
+      std::copy_n(row, step, head.exponentials + key * step);
     }
-    if (panels) transpose(rows, width, width, head.value_panels + (first / PANEL * width) * PANEL + first % PANEL);
+    if (panels) transpose(rows, step, width, head.value_panels + (first / PANEL * width) * PANEL + first % PANEL);
   }
 }
 

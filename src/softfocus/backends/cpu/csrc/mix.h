@@ -5,8 +5,7 @@
 
 namespace softfocus {
 
-constexpr float CLAMP = 80.0f;  // e^80 is finite, and so is its product with a weight of 0
-constexpr float HIGH = 60.0f;   // above shift + 60, a value that a row sees is summed exactly
+constexpr float REACH = 30.0f;  // the shift stays 0 while the values' maxima are within this
 constexpr float LOW = 1e-30f;   // so is a sum below this: the row's weights lie on values far below the shift
 
 // out[0 .. VECTORS) += sum of w[e] * row keys[e] of the values; two sets of sums, so that additions need not wait
@@ -68,51 +67,58 @@ struct Lists {
   Buffer<float> u;
 };
 
-// The column shifts M of a block for exp(V - M). M is the maximum over the keys that every row of the block sees, so that no
-// future value touches an earlier row; the exponent is clamped, and what lies too high above M is remembered.
+// The column shifts M of a block for exp(V - M): 0 for values of an ordinary size, whose exponentials the head holds ready;
+// else the maximum over the keys that every row of the block sees, so that no future value touches an earlier row. The
+// exponent is clamped, and what lies too high above M is remembered.
 struct Shift {
   Buffer<float> shift, space;
-  Buffer<uint8_t> common;
   std::vector<BrokenValue> high;
+  bool ordinary = false;
 
   template <typename Phi>
   void open(const Block<Phi>& block, float* natural) {
     const Problem& p = block.p;
-    int64_t width = block.value_width;
+    int64_t width = block.value_width, low = block.base, end = block.end;
     shift.resize(width);
-    space.resize(CHUNK * width);
-    common.resize(block.ld);
-    high.clear();
     std::fill(shift + 0, shift + width, -INF);
-    std::memset(common, 1, block.end - block.base);
-    bool seeing = false;
-    for (int64_t r = 0; r < block.n; ++r) {
-      if (block.blind[r]) continue;
-      seeing = true;
-      for (int64_t key = block.base; key < block.end; ++key) common[key - block.base] &= block.sees(r, key);
+    std::vector<uint8_t> common;  // of the keys [low, end), where masks make holes
+    for (int64_t r = 0; r < block.n; ++r)
+      if (!block.blind[r]) low = std::max(low, block.low[r]), end = std::min(end, block.high[r]);
+    if (low < end && block.visible_row(0)) {
+      common.assign(end - low, 1);
+      for (int64_t r = 0; r < block.n; ++r)
+        for (int64_t j = 0; j < end - low && !block.blind[r]; ++j) common[j] &= block.visible_row(r)[low - block.base + j];
     }
-    if (seeing)
-      block.chunks([&](int64_t at) {
-        int64_t stop = std::min(block.base + at + CHUNK, p.key_length);
-        Natural v = natural_values(p, *block.head, block.b, block.h / (p.heads / p.key_heads), block.base + at, stop, natural);
-        for (int64_t key = at; key < std::min(stop, block.end) - block.base; ++key)
-          if (common[key])
-            for (int64_t d = 0; d < width; d += W)
-              store(shift + d, max(load(v.data + (key - at) * v.step + d), load(shift + d)));
-      });
-    for (int64_t d = 0; d < width; ++d) shift[d] = shift[d] == -INF ? 0.0f : shift[d];
+    block.chunks([&](int64_t at) {
+      int64_t first = std::max(low, block.base + at), stop = std::min({block.base + at + CHUNK, p.key_length, end});
+      if (first >= stop) return;
+      Natural v = natural_values(p, *block.head, block.b, block.h / (p.heads / p.key_heads), first, stop, natural);
+      for (int64_t key = first; key < stop; ++key)
+        if (common.empty() || common[key - low])
+          for (int64_t d = 0; d < width; d += W)
+            store(shift + d, max(load(v.data + (key - first) * v.step + d), load(shift + d)));
+    });
+    bool near = true;
+    for (int64_t d = 0; d < p.value_dim; ++d) {
+      near &= shift[d] == -INF || std::fabs(shift[d]) <= REACH;
+      shift[d] = shift[d] == -INF ? 0.0f : shift[d];
+    }
+    ordinary = near && block.head->exponentials;
+    if (ordinary) std::fill(shift + 0, shift + width, 0.0f);
+    high.clear();
+    if (ordinary) high = block.head->high_values;
+    if (!ordinary) space.resize(CHUNK * width);
   }
 
-  // exp(V - M) of the keys [first, first + n), into `to`
-  Natural exponential(Natural v, int64_t first, int64_t n, int64_t width, int64_t value_dim) {
+  // exp(V - M) of the keys [first, first + n); `v` is asked for the values only where the head does not hold the result
+  template <typename F>
+  Natural exponential(const Head& head, F&& v, int64_t first, int64_t n, int64_t width, int64_t value_dim) {
+    if (ordinary) return {head.exponentials + first * width, width};
+    Natural values = v();
     for (int64_t j = 0; j < n; ++j)
-      for (int64_t d = 0; d < width; d += W) {
-        vf x = load(v.data + j * v.step + d) - load(shift + d);
-        vi above = x > HIGH;
-        for (int i = 0; i < W; ++i)
-          if (above[i] && d + i < value_dim) high.push_back({first + j, d + i});
-        store(space + j * width + d, softfocus::exponential(min(x, splat(CLAMP))));
-      }
+      exponential_row(values.data + j * values.step, shift, width, space + j * width, [&](int64_t d) {
+        if (d < value_dim) high.push_back({first + j, d});
+      });
     return {space, width};
   }
 };
@@ -143,8 +149,10 @@ class Mixer {
     }
     block.chunks([&](int64_t at) {
       int64_t first = block.base + at, stop = std::min(first + CHUNK, p.key_length);
-      Natural v = natural_values(p, *block.head, block.b, block.h / (p.heads / p.key_heads), first, stop, natural);
-      if (p.laser) v = shift.exponential(v, first, stop - first, width, p.value_dim);
+      auto values = [&] {
+        return natural_values(p, *block.head, block.b, block.h / (p.heads / p.key_heads), first, stop, natural);
+      };
+      Natural v = p.laser ? shift.exponential(*block.head, values, first, stop - first, width, p.value_dim) : values();
       if (p.sharpened) {
         for (int64_t r = 0; r < block.n; r += LISTS) {
           lists.gather(block, r, at);

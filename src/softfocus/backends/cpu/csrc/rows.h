@@ -165,6 +165,9 @@ class Block {
     return y <= live[r] ? vf{} : whole;
   }
 
+  // What the masks let a row see, at offsets from base; null without masks
+  const uint8_t* visible_row(int64_t r) const { return masked ? visible + r * ld : nullptr; }
+
   // Whether a row may see a key
   bool sees(int64_t r, int64_t key) const {
     return key >= low[r] && key < high[r] && (!masked || visible[r * ld + key - base]);

@@ -47,23 +47,25 @@ inline int64_t wave_size(const Problem& p, bool backward) {
   return std::min(heads, std::max(p.threads, WAVE_BYTES / std::max<int64_t>(bytes, 1)));
 }
 
+inline void gather(const std::vector<std::vector<BrokenValue>>& from, int64_t first, int64_t n, std::vector<BrokenValue>& to) {
+  to.clear();
+  for (int64_t i = first; i < first + n; ++i) to.insert(to.end(), from[i].begin(), from[i].end());
+}
+
 // Packs the key heads [first, first + heads.size()), counted through the batches
 inline bool pack(const Problem& p, std::vector<Head>& heads, int64_t first, int64_t n, bool backward) {
   int64_t pieces = (p.key_length + PACK_KEYS - 1) / PACK_KEYS;
-  std::vector<std::vector<BrokenValue>> broken(n * pieces);
+  std::vector<std::vector<BrokenValue>> broken(n * pieces), high(n * pieces);
   bool done = share_out(p.threads, n * pieces, [&](int64_t item) {
     Head& head = heads[item / pieces];
     int64_t b = (first + item / pieces) / p.key_heads, h = (first + item / pieces) % p.key_heads;
     int64_t start = item % pieces * PACK_KEYS, stop = std::min(start + PACK_KEYS, p.key_length);
     pack_keys(p, head, b, h, start, stop);
-    pack_values(p, head, b, h, start, stop, backward && !p.sharpened && !p.laser, broken[item]);
+    pack_values(p, head, b, h, start, stop, backward && !p.sharpened, broken[item], high[item]);
   });
   for (int64_t i = 0; i < n; ++i) {
-    heads[i].broken_values.clear();
-    for (int64_t piece = 0; piece < pieces; ++piece) {
-      auto& found = broken[i * pieces + piece];
-      heads[i].broken_values.insert(heads[i].broken_values.end(), found.begin(), found.end());
-    }
+    gather(broken, i * pieces, pieces, heads[i].broken_values);
+    gather(high, i * pieces, pieces, heads[i].high_values);
     heads[i].any_broken_key = false;
     for (int64_t j = 0; j < p.key_length; ++j) heads[i].any_broken_key |= heads[i].broken_key[j];
   }
