@@ -1,0 +1,14 @@
+"""Options and markers of the whole suite."""
+
+
+def pytest_addoption(parser):
+    group = parser.getgroup("softfocus")
+    group.addoption(
+        "--fuzz-cases", type=int, default=200, help="how many random problems tests/core/test_fuzz.py draws"
+    )
+    group.addoption("--fuzz-first", type=int, default=0, help="the seed of the first of them")
+    group.addoption("--fuzz-only", type=int, help="the seed of the only problem to draw: what a failure names")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "kernels: needs the compiled CPU kernels; skipped where there is no compiler")

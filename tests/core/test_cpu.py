@@ -1,0 +1,457 @@
+"""The CPU kernels against the float64 reference: what they carry of the catalogue, every case, three dtypes; and what is
+their own: the borders of their blocks, strides, few queries, threads, forks.
+
+Every comparison is ``softfocus.testing.check`` as it stands, or bit by bit.
+"""
+
+import math
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+import softfocus
+from softfocus import Mechanism
+from softfocus.backends.cpu.call import PHI
+from softfocus.mechanism import CHOICES
+from softfocus.testing import CASES, Case, check
+
+pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("poisoned_memory")]
+
+COMBINATIONS = (
+    "laser(relu_l1)",
+    "laser(sharpened(sigmoid_l1, 3))",
+    "laser(ssmax)",
+    "sharpened(relu_l1, 2.5)",
+    "sharpened(softplus_l1, 1)",
+    "sharpened(lssa, 100)",
+)
+ALIASES = ("scenario_iv", "exp_l1", "relu_li")  # equal to another entry
+REFUSED = {
+    "softmax_negated": "post='negate' is not carried",
+    "softmax_recentred": "post='recentre' is not carried",
+    "softmax_recentred_l1": "post='recentre+l1' is not carried",
+    "scenario_i": "phi='identity' is not among",
+    "scenario_iii": "phi='identity' is not among",
+    "gelu_l1": "phi='gelu' is not among",
+    "mish_l1": "phi='mish' is not among",
+}
+"""What of the catalogue runs on the tiled backend, and why."""
+MECHANISMS = [name for name in softfocus.mechanisms() if name not in (*ALIASES, *REFUSED)] + list(COMBINATIONS)
+WAYS = (
+    "softmax",  # e^(s - max)
+    "scenario_ii",  # e^s as it is
+    "lssa",  # cosines, softplus, log N
+    "sigmoid_log_n",  # phi from the score itself, no norm, a bias of the row
+    "sigmoid_l1",  # along e^s far below zero
+    "relu_shen",  # a norm that does not depend on phi
+    "relu2_l1",
+    "relu6_l1",
+    "lssar",  # lists of the keys that weigh something
+    "sharpened(sigmoid_log_n_l1, 2.5)",  # a power that is no whole number
+    "laser",
+    "laser_lssar",
+)
+"""Mechanisms that each take another way through the kernels."""
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+cpu = partial(softfocus.attention, backend="cpu")
+
+
+def ids(cases):
+    return [case.name for case in cases]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_parity(mechanism, dtype):
+    for case in CASES:
+        check(cpu, case, mechanism, dtype)
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_statistics_equal_the_reference(mechanism):
+    """As outputs: within twice the eager formula's error in float32 and four units in the last place."""
+    algebra = softfocus.named(mechanism)
+    for case in CASES:
+        arguments = case.arguments(algebra, torch.float32)
+        exact = {k: x.detach().double() if is_floating(x) else x for k, x in arguments.items()}
+        (_, got), (_, eager), (_, want) = (
+            softfocus.attention(**given, backend=name, return_statistics=True)
+            for given, name in ((arguments, "cpu"), (arguments, "reference"), (exact, "reference"))
+        )
+        assert torch.equal(got.count.double(), want.count), case.name
+        for name in ("maximum", "log_norm", "peak"):
+            a, b, c = (getattr(statistics, name).double() for statistics in (got, eager, want))
+            finite = c.isfinite()
+            assert torch.equal(a[~finite], c[~finite]), (case.name, name)
+            if finite.any():
+                allowed = 2 * (b - c)[finite].abs().max() + 4 * torch.finfo(torch.float32).eps * c[finite].abs().max()
+                assert (a - c)[finite].abs().max() <= allowed, (case.name, name)
+
+
+def is_floating(x):
+    return isinstance(x, torch.Tensor) and x.is_floating_point()
+
+
+# What is refused
+
+
+def why_not(device="cpu", dtype=torch.float32, **arguments):
+    query = torch.empty(1, 1, 4, 8, device=device, dtype=dtype)
+    return softfocus.explain(query, query, query, **arguments).reasons["cpu"]
+
+
+def test_of_the_catalogue_just_this_is_refused():
+    for name in softfocus.mechanisms():
+        answer = softfocus.explain(*(torch.empty(1, 1, 4, 8) for _ in range(3)), mechanism=name)
+        assert answer.backend == ("tiled" if name in REFUSED else "cpu"), name
+        assert REFUSED.get(name, "fused C++ kernels") in answer.reasons["cpu"], name
+
+
+def test_of_the_algebra_just_this_is_refused():
+    """Every name that a field may have, one at a time: a new one is carried, or refused here by name."""
+    refused = {("phi", "gelu"), ("phi", "mish"), ("phi", "identity")}
+    refused |= {("post", "negate"), ("post", "recentre"), ("post", "recentre+l1")}
+    for field, values in CHOICES.items():
+        for value in values:
+            why = why_not(mechanism=Mechanism(**{field: value}))
+            assert (f"{field}={value!r} is not" in why) == ((field, value) in refused), why
+            assert ("fused C++ kernels" in why) == ((field, value) not in refused), why
+    assert {value for field, value in refused if field == "phi"} == set(CHOICES["phi"]) - set(PHI)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"dtype": torch.float64}, "torch.float64 is not among float32, bfloat16 and float16"),
+        ({"device": "meta"}, "on 'meta', not on the CPU"),
+        ({"dropout_p": 0.1, "mechanism": "lssa"}, "dropout is not carried"),
+    ],
+    ids=["float64", "device", "dropout"],
+)
+def test_the_rest_that_is_refused(arguments, words):
+    assert words in why_not(**arguments)
+
+
+@pytest.mark.parametrize("mechanism", REFUSED)
+def test_asked_for_by_name_it_does_not_fall_back(mechanism):
+    query = torch.randn(1, 1, 4, 8)
+    with pytest.raises(ValueError, match="'cpu' was asked for and does not support this call") as caught:
+        cpu(query, query, query, mechanism=mechanism)
+    assert REFUSED[mechanism] in str(caught.value)
+
+
+# Borders: rows come in blocks of 64 and groups of 4, keys in chunks of 128, in panels, and in vectors
+
+# Few rows come many times over: the eager formula's worst error is a yardstick where it is the worst of many
+
+LENGTHS = [
+    Case(f"{n} of {n}", batch=max(1, 64 // n), query_length=n, key_length=n, head_dim=8, value_dim=8)
+    for n in (1, 3, 4, 5, 15, 16, 17, 63, 64, 65, 127, 128, 129, 200, 257)
+] + [
+    Case(
+        f"{q} of {k}{'' if causal else ', both ways'}",
+        batch=max(1, 64 // q), query_length=q, key_length=k, head_dim=8, value_dim=8, is_causal=causal,
+    )
+    for q, k in ((5, 128), (64, 129), (65, 257), (9, 256), (130, 64), (129, 1), (67, 300))
+    for causal in (True, False)
+]  # fmt: skip
+SHAPES = [
+    Case(f"{d} and {dv} dimensions", query_length=70, key_length=70, head_dim=d, value_dim=dv)
+    for d, dv in ((1, 1), (3, 5), (8, 1), (17, 33), (40, 24), (64, 64), (80, 16), (128, 96), (256, 40), (16, 256))
+] + [
+    Case("four to a key head", batch=3, heads=8, key_heads=2, query_length=70, key_length=133),
+    Case("one key head", batch=3, heads=5, key_heads=1, query_length=6, key_length=40, is_causal=False),
+    Case("many heads", batch=3, heads=7, key_heads=7, query_length=12, key_length=12, head_dim=4),
+]
+MASKS = [
+    Case("window", query_length=257, key_length=257, window_size=(70, 0), head_dim=8, value_dim=8, batch=1),
+    Case("window of one", query_length=130, key_length=130, window_size=(0, 0), head_dim=8, batch=1),
+    Case(
+        "window both ways", query_length=200, key_length=331, window_size=(60, 70), is_causal=False, head_dim=8, batch=1
+    ),
+    Case("window ahead", query_length=70, key_length=200, window_size=(-1, 3), is_causal=False, head_dim=8, batch=1),
+    Case("window behind", query_length=200, key_length=70, window_size=(3, -1), is_causal=False, head_dim=8, batch=1),
+    Case("borders of documents", documents=7, query_length=257, key_length=257, head_dim=8, batch=2),
+    Case("documents and a cache", documents=3, query_length=70, key_length=300, head_dim=8, batch=2),
+    Case("documents, both ways", documents=5, query_length=140, key_length=140, is_causal=False, head_dim=8),
+    Case("random mask", mask=0.5, query_length=257, key_length=257, head_dim=8, batch=1),
+    Case("thin mask", mask=0.98, query_length=130, key_length=257, head_dim=8, batch=1, is_causal=False),
+    Case("mask, padding, window", mask=0.3, padding="right", window_size=(100, 9), query_length=140, key_length=260),
+    Case("padding", padding="left", query_length=260, key_length=260, batch=2, head_dim=8),
+    Case("mask and bias", mask=0.4, bias="bhqk", query_length=70, key_length=140, batch=1, heads=4, key_heads=2),
+]
+
+
+def everywhere(cases, ways=WAYS, dtypes=DTYPES):
+    """Mechanisms times dtypes; all the cases in one test."""
+
+    def spread(test):
+        test = pytest.mark.parametrize("dtype", dtypes, ids=str)(test)
+        test = pytest.mark.parametrize("mechanism", ways)(test)
+        return pytest.mark.parametrize("cases", [cases], ids=[""])(test)
+
+    return spread
+
+
+@everywhere(LENGTHS)
+def test_lengths_around_the_blocks(holds, cases, mechanism, dtype):
+    for case in cases:
+        holds(cpu, case, mechanism, dtype)
+
+
+@everywhere(SHAPES)
+def test_dimensions_and_groups(holds, cases, mechanism, dtype):
+    for case in cases:
+        holds(cpu, case, mechanism, dtype)
+
+
+@everywhere(MASKS)
+def test_masks_across_the_blocks(holds, cases, mechanism, dtype):
+    for case in cases:
+        holds(cpu, case, mechanism, dtype)
+
+
+# Tensors as they come
+
+
+def other_strides(x):
+    """The last dimension is not the one that lies side by side."""
+    return x.mT.contiguous().mT
+
+
+def gappy(x):
+    """Every other number of a wider tensor, beginning in the middle of a cache line."""
+    wide = torch.full((*x.shape[:3], 2 * x.size(3) + 3), math.nan, dtype=x.dtype)
+    return torch.cat([wide[..., :3], torch.stack([x, wide[..., : x.size(3)]], -1).flatten(-2)], -1)[..., 3::2]
+
+
+def relaid(layout, **arguments):
+    for name in ("query", "key", "value"):
+        arguments[name] = layout(arguments[name])
+    return layout(cpu(**arguments))  # and so comes what is handed to the backward
+
+
+STRIDED = [
+    Case("plain", query_length=70, key_length=133, heads=4, key_heads=2, head_dim=16, value_dim=16),
+    Case("odd", query_length=5, key_length=20, heads=2, head_dim=7, value_dim=9, is_causal=False),
+    Case("transposed", query_length=70, key_length=70, transposed=True),
+    Case("one query", query_length=1, key_length=150, heads=4, key_heads=2),
+]
+
+
+@pytest.mark.parametrize("layout", [other_strides, gappy])
+@everywhere(STRIDED, ways=("softmax", "lssar", "sigmoid_log_n", "laser_lssar"))
+def test_any_strides(holds, cases, mechanism, dtype, layout):
+    for case in cases:
+        holds(partial(relaid, layout), case, mechanism, dtype)
+
+
+@pytest.mark.parametrize("mechanism", ["softmax", "lssar", "laser"])
+def test_expanded_inputs(holds, mechanism):
+    """One key head stands for four by a stride of 0, and one query for the whole batch."""
+
+    def expanded(query, key, value, enable_gqa, **arguments):
+        key, value = (x.expand(-1, 4, -1, -1) for x in (key, value))
+        return cpu(query=query, key=key, value=value, **arguments)
+
+    holds(expanded, Case("expanded", heads=4, key_heads=1, query_length=70, key_length=70), mechanism, torch.float32)
+    query, key = torch.randn(1, 2, 9, 8).expand(3, -1, -1, -1), torch.randn(3, 2, 9, 8)
+    same = cpu(query.contiguous(), key, key, mechanism=mechanism)
+    assert torch.equal(cpu(query, key, key, mechanism=mechanism), same)
+
+
+@pytest.mark.parametrize("mechanism", ["softmax", "lssar"])
+def test_an_expanded_gradient(mechanism):
+    """out.sum() hands down one number with strides of 0."""
+    leaves = [torch.randn(2, 2, 9, 8, requires_grad=True) for _ in range(3)]
+    out = cpu(*leaves, is_causal=True, mechanism=mechanism)
+    one = torch.autograd.grad(out.sum(), leaves, retain_graph=True)
+    other = torch.autograd.grad(out, leaves, torch.ones_like(out))
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+# What is learned
+
+BIASES = [b + h + q + k for b in "b1" for h in "h1" for q in "q1" for k in "k1"]
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("bias", BIASES)
+def test_a_bias_of_any_shape(holds, threads, bias, number):
+    """Its gradient sums over what it is broadcast over, in every thread's rows."""
+    threads(number)
+    for heads, key_heads in ((4, 2), (3, 3)):
+        case = Case(
+            f"bias {bias}", bias=bias, batch=3, heads=heads, key_heads=key_heads, query_length=140, key_length=150,
+            head_dim=8, value_dim=8, mask=0.2,
+        )  # fmt: skip
+        for mechanism in ("softmax", "lssar", "sigmoid_log_n"):
+            holds(cpu, case, mechanism, torch.float32)
+
+
+@pytest.mark.parametrize("number", [1, 3])
+@everywhere([Case("learned", head_scale=True, power=True, heads=6, key_heads=2, query_length=130, key_length=140)])
+def test_learned_scales_and_powers(holds, threads, cases, mechanism, dtype, number):
+    threads(number)
+    for case in cases:
+        holds(cpu, case, mechanism, dtype)
+
+
+# Few queries among many keys, as in decoding
+
+FEW = [
+    Case(
+        f"{q} of {k}", batch=2, heads=8, key_heads=2, query_length=q, key_length=k, head_dim=d, value_dim=dv,
+    )
+    for q, k, d, dv in (
+        (1, 1, 16, 16), (1, 15, 8, 8), (1, 16, 64, 64), (1, 17, 40, 24), (1, 128, 17, 5), (1, 129, 64, 64),
+        (1, 1000, 64, 64), (2, 255, 16, 16), (3, 256, 64, 32), (4, 300, 64, 64), (5, 300, 33, 64), (8, 1000, 64, 64),
+    )
+] + [
+    replace(case, query_length=n, name=f"{case.name}, {n}")
+    for n in (1, 4)
+    for case in (
+        Case("window", batch=2, heads=4, key_heads=2, key_length=1000, window_size=(300, 0), head_dim=8),
+        Case("short window", batch=2, heads=4, key_heads=4, key_length=300, window_size=(5, 0), head_dim=16),
+        Case("left padding", batch=4, heads=4, key_heads=2, key_length=500, padding="left", head_dim=64, value_dim=64),
+        Case("right padding", batch=4, heads=4, key_heads=1, key_length=300, padding="right", head_dim=8),
+        Case("mask", batch=2, heads=4, key_heads=2, key_length=400, mask=0.7, head_dim=16),
+        Case("almost blind", batch=3, heads=4, key_heads=2, key_length=70, mask=0.99, head_dim=16),
+        Case("documents", batch=2, heads=2, key_length=300, documents=3, head_dim=16),
+        Case("bias", batch=2, heads=4, key_heads=2, key_length=300, bias="1h1k", head_dim=16),
+        Case("full bias", batch=2, heads=4, key_heads=2, key_length=300, bias="bhqk", mask=0.3, head_dim=64),
+        Case("learned", batch=2, heads=4, key_heads=2, key_length=300, head_scale=True, power=True, head_dim=64),
+        Case("transposed", batch=2, heads=3, key_heads=3, key_length=300, transposed=True, head_dim=64, value_dim=40),
+        Case("large", batch=2, heads=4, key_heads=2, key_length=300, magnitude=4.0, head_dim=64),
+        Case("outlier", batch=2, heads=4, key_heads=4, key_length=200, outlier=300.0, head_dim=16),
+    )
+]  # fmt: skip
+
+
+@everywhere(FEW)
+def test_few_queries(holds, cases, mechanism, dtype):
+    for case in cases:
+        holds(cpu, case, mechanism, dtype)
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+@everywhere(FEW, ways=("softmax", "lssa", "lssar", "laser_lssar"))
+def test_few_queries_that_pass_no_gradient(cases, mechanism, dtype, threads, number):
+    """Without a gradient another way may be taken: equal to the bit, for any number of threads."""
+    algebra = softfocus.named(mechanism)
+    for case in cases:
+        arguments = case.arguments(algebra, dtype)
+        threads(1)
+        watched = cpu(**arguments)
+        threads(number)
+        with torch.no_grad():
+            assert torch.equal(cpu(**arguments), watched.detach()), case.name
+
+
+# Threads
+
+SHARED = [
+    Case("two heads", query_length=300, key_length=300, batch=1),
+    Case("one head", query_length=200, key_length=260, batch=1, heads=1, key_heads=1, mask=0.2),
+    Case("grouped", query_length=140, key_length=140, heads=6, key_heads=2, batch=1, bias="1h1k", padding="left"),
+    Case("one row", query_length=1, key_length=500, heads=6, key_heads=2, batch=1),
+]
+
+
+@pytest.mark.parametrize("number", [2, 3, 5])
+@everywhere(SHARED, dtypes=[torch.float32])
+def test_parity_with_threads(holds, threads, cases, mechanism, dtype, number):
+    threads(number)
+    for case in cases:
+        holds(cpu, case, mechanism, dtype)
+
+
+def outcome(case, mechanism, dtype=torch.float32):
+    arguments = case.arguments(softfocus.named(mechanism), dtype)
+    leaves = {name: x for name, x in arguments.items() if is_floating(x) and x.requires_grad}
+    out, statistics = cpu(**arguments, return_statistics=True)
+    grads = torch.autograd.grad(out, list(leaves.values()), torch.randn(out.shape, generator=seeded(1)).to(dtype))
+    return {"out": out.detach(), **statistics._asdict(), **dict(zip(leaves, grads, strict=True))}
+
+
+def seeded(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def differing(one, other):
+    return {name for name in one if not torch.equal(one[name], other[name])}
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("mechanism", WAYS)
+def test_the_same_number_of_threads_gives_the_same_bits(threads, mechanism, number):
+    threads(number)
+    for case in SHARED:
+        for dtype in (torch.float32, torch.bfloat16):
+            first = outcome(case, mechanism, dtype)
+            assert all(not differing(first, outcome(case, mechanism, dtype)) for _ in range(4)), case.name
+
+
+@pytest.mark.parametrize("mechanism", WAYS)
+def test_the_number_of_threads_changes_sums_over_the_queries_alone(threads, mechanism):
+    """Where heads are fewer than threads their rows are dealt out, so that what is summed over the rows of a head comes
+    in another order: the gradients of key, value and of a bias that the rows share. All else is equal to the bit, and with a
+    head for every thread everything is."""
+    for case in SHARED:
+        results = []
+        for number in (1, 2, 3, 5):
+            threads(number)
+            results.append(outcome(case, mechanism))
+        for number, result in zip((2, 3, 5), results[1:], strict=True):
+            assert differing(results[0], result) <= {"key", "value", "bias"}, case.name
+            if case.batch * case.key_heads >= number:
+                assert not differing(results[0], result), case.name
+
+
+def test_threads_of_python_may_call_at_once(threads):
+    """... each with a problem of its own, forward and backward, on two threads each."""
+    threads(2)
+    problems = [(case, mechanism) for case in SHARED[:3] for mechanism in ("softmax", "lssar", "laser_lssar")]
+    alone = [outcome(*problem) for problem in problems]
+
+    def work(first):
+        torch.set_num_threads(2)  # OpenMP has a number for every thread of Python's
+        order = [(first + n) % len(problems) for n in range(len(problems))]
+        return {n: outcome(*problems[n]) for n in order}
+
+    with ThreadPoolExecutor(8) as pool:
+        for results in pool.map(work, range(8)):
+            assert not [n for n, result in results.items() if differing(alone[n], result)]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_forked_child_computes_the_same(number):
+    """OpenMP's threads stay with the parent; the child must not wait for them."""
+    code = f"""
+import os, signal, torch, softfocus
+torch.set_num_threads({number})
+torch.manual_seed(0)
+inputs = [torch.randn(1, 6, 300, 16, requires_grad=True) for _ in range(3)]
+
+def both(inputs):
+    out = softfocus.attention(*inputs, is_causal=True, mechanism="lssar", backend="cpu")
+    return [out, *torch.autograd.grad(out.sum(), inputs)]
+
+want = both(inputs)
+child = os.fork()
+if child == 0:
+    signal.alarm(60)
+    same = all(torch.equal(a, b) for a, b in zip(both(inputs), want))
+    os._exit(0 if same else 3)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+print(all(torch.equal(a, b) for a, b in zip(both(inputs), want)))
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.stdout.split() == ["0", "True"], done.stdout + done.stderr[-2000:]
