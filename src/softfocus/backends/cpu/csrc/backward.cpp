@@ -52,7 +52,7 @@ class Worker {
   explicit Worker(const Problem& p)
       : block(p), mixer(block), grads(ROWS * block.value_width), query_grads(ROWS * block.width),
         weights(p.sharpened ? 0 : ROWS * LDC), slopes(ROWS * LDC), keys(CHUNK * block.width),
-        values(CHUNK * block.value_width), part(p.laser ? CHUNK * block.value_width : 0), products(ROWS * (block.row_space + W)),
+        values(CHUNK * block.value_width), part(p.laser ? CHUNK * block.value_width : 0), products(block.rows * block.row_space),
         places(block.row_space / CHUNK * ROWS + ROWS) {
     if (p.laser) panels.resize(CHUNK * p.value_dim), scaled.resize(ROWS * block.row_space);
   }
@@ -82,7 +82,7 @@ class Worker {
   Buffer<float> keys, values;  // natural rows of a chunk
   Buffer<float> part;          // dL/dV of a chunk before LASER's factor
   Buffer<float> panels;        // LASER's exp(V - M) of a chunk, transposed
-  Buffer<float> products;      // dL/dA, [ROWS, ld]; of re-weighted rows only where A is not 0, list after list
+  Buffer<float> products;      // dL/dA, [chunks, rows, CHUNK]; of re-weighted rows only where A is not 0, list after list
   Buffer<int64_t> places;      // where in `products` the list of a row and a chunk begins
   Buffer<float> scaled;        // A * dL/dA of what LASER sums exactly, [ROWS, ld], of the rows that `exact` marks
   bool exact[ROWS];
@@ -176,11 +176,11 @@ class Worker {
           if (seen.empty()) continue;
           const float* columns = source + (panel - at) * p.value_dim + (seen.low - panel);
           product<MR>(seen.vectors(), p.value_dim, grads + r * block.value_width, block.value_width, 1, columns, PANEL,
-                      products + r * block.ld + seen.low, block.ld, false);
+                      block.part(static_cast<float*>(products), r, at) + seen.low, CHUNK, false);
           if (p.normaliser != L1) continue;
           for (int64_t i = r; i < std::min(r + MR, block.n); ++i)
             block.with_row_phi(i, [&](auto phi) {
-              const float *kept = block.kept + i * block.ld, *product = products + i * block.ld;
+              const float *kept = block.part(i, at), *product = block.part(static_cast<float*>(products), i, at);
               for (int64_t j = seen.low; j < seen.high; j += W) {
                 vf f = phi.value(load(kept + j));
                 vf term = f * load(product + j);
@@ -255,7 +255,7 @@ class Worker {
   float u(int64_t r, int64_t j) const {
     int64_t whole = j / W * W;
     vf f;
-    block.with_row_phi(r, [&](auto phi) { f = phi.value(load(block.kept + r * block.ld + whole)); });
+    block.with_row_phi(r, [&](auto phi) { f = phi.value(load(block.part(r, j / CHUNK * CHUNK) + whole)); });
     return (f[j - whole] - block.floor[r]) * block.inverse[r];
   }
 
@@ -328,7 +328,7 @@ class Worker {
     const Problem& p = block.p;
     Range seen = block.range(r / MR * MR, at);
     if (seen.empty() || block.blind[r]) return;
-    const float *kept = block.kept + r * block.ld, *product = products + r * block.ld;
+    const float *kept = block.part(r, at), *product = block.part(static_cast<float*>(products), r, at);
     float *a = weights + r * LDC - at, *ds = slopes + r * LDC - at;
     if (!std::isfinite(block.scale[r])) {  // a row that sees a NaN: so are its weights, but for what it cannot see
       for (int64_t j = seen.low; j < std::min(seen.high, p.key_length - block.base); ++j)
@@ -398,7 +398,7 @@ class Worker {
   }
 
   void fill_slopes(int64_t r, int64_t at, Range seen, float* slope) const {
-    const float* kept = block.kept + r * block.ld + at;
+    const float* kept = block.part(r, at) + at;
     block.with_row_phi(r, [&](auto phi) {
       int64_t j = seen.low - at;
       for (; j + 4 * W <= seen.high - at; j += 4 * W) {

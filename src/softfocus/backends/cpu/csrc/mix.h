@@ -133,7 +133,7 @@ class Mixer {
   Shift shift;
 
   explicit Mixer(const Block<Phi>& block)
-      : out(ROWS * block.value_width), natural(CHUNK * block.value_width), scratch(MR * (CHUNK + W)),
+      : out(ROWS * block.value_width), natural(CHUNK * block.value_width), scratch(MR * CHUNK),
         column(block.p.laser ? block.row_space : 0) {}
 
   void mix(const Block<Phi>& block) {
@@ -168,15 +168,15 @@ class Mixer {
         Range seen = block.range(r, at);
         if (seen.empty()) continue;
         int64_t depth = std::min(seen.high, stop - block.base) - seen.low;
-        const float* weights = block.kept + r * block.ld + seen.low;
-        int64_t step = block.ld;
+        const float* weights = block.part(r, at) + seen.low;
+        int64_t step = CHUNK;
         if (!block.weights_are_kept()) {
-          step = CHUNK + W;
+          
           for (int64_t i = 0; i < MR; ++i)
             block.with_row_phi(r + i, [&](auto phi) {
               vf scale = splat(block.scale[r + i]);
               for (int64_t j = 0; j < seen.high - seen.low; j += W)
-                store(scratch + i * step + j, phi.value(load(weights + i * block.ld + j)) * scale);
+                store(scratch + i * step + j, phi.value(load(weights + i * CHUNK + j)) * scale);
             });
           weights = scratch;
         }
@@ -196,8 +196,7 @@ class Mixer {
     for (auto [key, d] : shift.high)
       for (int64_t r = 0; r < block.n; ++r)
         if (!block.blind[r] && block.sees(r, key)) {
-          int64_t j = key - block.base, whole = j / W * W;
-          if (block.weight(r, load(block.kept + r * block.ld + whole))[j - whole] != 0.0f) marked[r * p.value_dim + d] = 1;
+          if (block.weight_of(r, key) != 0.0f) marked[r * p.value_dim + d] = 1;
         }
     for (int64_t r = 0; r < block.n; ++r) {
       if (weightless[r] || block.blind[r] || !std::isfinite(block.norm[r])) continue;

@@ -9,6 +9,10 @@
 
 #include "vector.h"
 
+#ifndef SOFTFOCUS_POOL_BYTES  // 0 shows a sanitizer every piece of memory that is taken and given back
+#define SOFTFOCUS_POOL_BYTES (16 << 20)
+#endif
+
 namespace softfocus {
 
 struct Array {  // a view as it comes; strides count elements, 0 where broadcast; no data where the argument is not given
@@ -72,7 +76,7 @@ class Pool {
     void* data;
     int64_t bytes;
   };
-  static constexpr int64_t MOST = 16 << 20, PIECES = 64;
+  static constexpr int64_t MOST = SOFTFOCUS_POOL_BYTES, PIECES = 64;
   static Pool& instance() {
     static Pool* pool = new Pool;  // never destroyed: threads may outlive static objects
     return *pool;

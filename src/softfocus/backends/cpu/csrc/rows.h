@@ -30,11 +30,12 @@ class Block {
   const Problem& p;
   const int64_t width, value_width;  // of rows of queries and of values, in whole vectors
   int64_t b = 0, h = 0, start = 0, n = 0;
-  int64_t base = 0, end = 0, ld = 0;  // keys [base, end); floats between the rows of `kept`
+  int64_t base = 0, end = 0, ld = 0;  // keys [base, end); bytes between the rows of `visible`
   int64_t row_space = 0;              // the most that ld can be
   const Head* head = nullptr;
 
-  Buffer<float> kept;       // [ROWS, ld]
+  int64_t rows = 0;         // that are held: ROWS, or the queries there are
+  Buffer<float> kept;       // [chunks, rows, CHUNK]: what is worked on together lies together
   Buffer<float> direction;  // [ROWS, width], the queries, normalised for cosine similarity
   Buffer<float> query;      // [ROWS, width], times c_i: what the products take
   int64_t low[ROWS], high[ROWS];
@@ -52,9 +53,9 @@ class Block {
         masked(has_masks(p)) {
     int64_t span = p.key_length;
     if (p.left >= 0 && p.right >= 0) span = std::min(span, p.left + p.right + ROWS);
-    row_space = round_up(span + CHUNK - 1, CHUNK) + W;  // not a multiple of a page, so that rows do not share cache sets
-    int64_t rows = std::min(ROWS, round_up(p.query_length, MR));
-    kept.resize(rows * row_space);
+    row_space = round_up(span + CHUNK - 1, CHUNK) + W;
+    rows = std::min(ROWS, round_up(p.query_length, MR));
+    kept.resize(rows * (row_space - W));
     if (masked) visible.resize(rows * row_space);
     states.resize(row_space / CHUNK + 1);
   }
@@ -69,6 +70,14 @@ class Block {
     for (int64_t r = 0; r < n; ++r) finish_row(r);
     for (int64_t r = n; r < padded(); ++r) scale[r] = 0.0f, tail[r] = false;
   }
+
+  // A row's part of a chunk in an array [chunks, rows, CHUNK], to be indexed from base
+  template <typename T>
+  T* part(T* x, int64_t r, int64_t at) const {
+    return x + at * rows + r * CHUNK - at;
+  }
+  float* part(int64_t r, int64_t at) { return part<float>(kept, r, at); }
+  const float* part(int64_t r, int64_t at) const { return part<const float>(kept, r, at); }
 
   int64_t padded() const { return round_up(n, MR); }
 
@@ -120,8 +129,8 @@ class Block {
   int64_t gather(int64_t r, int64_t at, int32_t* keys, float* u) const {
     int64_t found = 0;
     Range seen = range(r, at);
-    const float* row = kept + r * ld;
-    for (int64_t j = 0; j < CHUNK; j += W) __builtin_prefetch(row + at + CHUNK + j);
+    const float* row = part(r, at);
+    for (int64_t j = 0; j < CHUNK; j += 16) __builtin_prefetch(row + at + rows * CHUNK + j);
     vf fl = splat(floor[r]), inv = splat(inverse[r]), threshold = splat(live[r]);
     with_row_phi(r, [&](auto phi) {
       vi key = lanes() + int32_t(seen.low - at);
@@ -151,8 +160,14 @@ class Block {
     std::fill(to, to + (ld - W), 0.0f);
     chunks([&](int64_t at) {
       Range seen = range(r, at);
-      for (int64_t j = seen.low; j < seen.high; j += W) store(to + j, weight(r, load(kept + r * ld + j)));
+      for (int64_t j = seen.low; j < seen.high; j += W) store(to + j, weight(r, load(part(r, at) + j)));
     });
+  }
+
+  // The weight of one key, the same way
+  float weight_of(int64_t r, int64_t key) const {
+    int64_t j = key - base, whole = j / W * W;
+    return weight(r, load(part(r, j / CHUNK * CHUNK) + whole))[j - whole];
   }
 
   vf weight(int64_t r, vf x) const {
@@ -268,7 +283,7 @@ class Block {
         score_naturally(first, last, at);
         for (int64_t i = first; i < last; ++i)
           if (Range seen = range(i, at); !seen.empty())
-            raw ? keep<true>(i, seen, sums[i], tops[i]) : keep<false>(i, seen, sums[i], tops[i]);
+            raw ? keep<true>(i, at, seen, sums[i], tops[i]) : keep<false>(i, at, seen, sums[i], tops[i]);
         return;
       }
       bool plain = (!masked || states[at / CHUNK] == 2) && !p.bias.data && !head->any_broken_key;
@@ -277,17 +292,17 @@ class Block {
         for (int64_t r = first; r < last; r += single ? 1 : MR) {
           Range seen = range(r, panel, PANEL);
           if (seen.empty()) continue;
-          float* row = kept + r * ld + seen.low;
+          float* row = part(r, at) + seen.low;
           if (single)
-            product<1>(seen.vectors(), p.head_dim, query + r * width, width, 1, keys + seen.low - panel, PANEL, row, ld, false);
+            product<1>(seen.vectors(), p.head_dim, query + r * width, width, 1, keys + seen.low - panel, PANEL, row, CHUNK, false);
           else
-            product<MR>(seen.vectors(), p.head_dim, query + r * width, width, 1, keys + seen.low - panel, PANEL, row, ld, false);
+            product<MR>(seen.vectors(), p.head_dim, query + r * width, width, 1, keys + seen.low - panel, PANEL, row, CHUNK, false);
           if (!single && plain && inside(r, seen)) {
-            raw ? keep_group<true>(r, seen, sums + r, tops + r) : keep_group<false>(r, seen, sums + r, tops + r);
+            raw ? keep_group<true>(r, at, seen, sums + r, tops + r) : keep_group<false>(r, at, seen, sums + r, tops + r);
             continue;
           }
           for (int64_t i = r; i < (single ? last : std::min(r + MR, last)); ++i)
-            raw ? keep<true>(i, seen, sums[i], tops[i]) : keep<false>(i, seen, sums[i], tops[i]);
+            raw ? keep<true>(i, at, seen, sums[i], tops[i]) : keep<false>(i, at, seen, sums[i], tops[i]);
         }
       }
     });
@@ -320,10 +335,10 @@ class Block {
           multiply<false>(query + r * width, keys, step, products, squares);
         }
         vf s = sums(products) * inverse;
-        store(kept + r * ld + j, s);
+        store(part(r, at) + j, s);
         odd |= ~(absolute(s) <= std::numeric_limits<float>::max());
       }
-      if (any(odd & (lanes() < int32_t(n_keys)))) score_carefully(first, last, j, n_keys);
+      if (any(odd & (lanes() < int32_t(n_keys)))) score_carefully(first, last, at, j, n_keys);
     }
   }
 
@@ -351,7 +366,7 @@ class Block {
   }
 
   // Key by key: NaN for one that is not finite, the direction of one whose norm is extreme
-  void score_carefully(int64_t first, int64_t last, int64_t j, int64_t n_keys) {
+  void score_carefully(int64_t first, int64_t last, int64_t at, int64_t j, int64_t n_keys) {
     Buffer<float> row(width);
     for (int64_t i = 0; i < n_keys; ++i) {
       std::fill(row + 0, row + width, 0.0f);
@@ -361,7 +376,7 @@ class Block {
       for (int64_t r = first; r < last; ++r) {
         vf total = vf{};
         for (int64_t d = 0; d < width; d += W) total += load(query + r * width + d) * load(row + d);
-        kept[r * ld + j + i] = finite ? sum(total) : std::numeric_limits<float>::quiet_NaN();
+        part(r, at)[j + i] = finite ? sum(total) : std::numeric_limits<float>::quiet_NaN();
       }
     }
   }
@@ -375,29 +390,29 @@ class Block {
 
   // Scores of MR rows that see all of a range to what is kept of them
   template <bool RAW>
-  void keep_group(int64_t r, Range at, vf* sums, vf* tops) {
+  void keep_group(int64_t r, int64_t at, Range seen, vf* sums, vf* tops) {
     vf total[MR], top[MR];
     each<MR>([&](int i) { total[i] = sums[i], top[i] = tops[i]; });
-    float* row = kept + r * ld;
-    for (int64_t j = at.low; j < at.high; j += W) {
+    float* row = part(r, at);
+    for (int64_t j = seen.low; j < seen.high; j += W) {
       vf x[MR];
-      each<MR>([&](int i) { x[i] = load(row + i * ld + j) + shift[r + i]; });
+      each<MR>([&](int i) { x[i] = load(row + i * CHUNK + j) + shift[r + i]; });
       each<MR>([&](int i) { top[i] = max(x[i], top[i]); });
       if constexpr (!RAW) {
         Phi::keep(x);
         each<MR>([&](int i) { total[i] += Phi::value(x[i]); });
       }
-      each<MR>([&](int i) { store(row + i * ld + j, x[i]); });
+      each<MR>([&](int i) { store(row + i * CHUNK + j, x[i]); });
     }
     each<MR>([&](int i) { sums[i] = total[i], tops[i] = top[i]; });
   }
 
   // The same of one row, whatever it sees
   template <bool RAW>
-  void keep(int64_t r, Range at, vf& total, vf& top) {
-    float* row = kept + r * ld;
+  void keep(int64_t r, int64_t at, Range range, vf& total, vf& top) {
+    float* row = part(r, at);
     vf nan = splat(std::numeric_limits<float>::quiet_NaN());
-    for (int64_t j = at.low; j < at.high; j += W) {
+    for (int64_t j = range.low; j < range.high; j += W) {
       vf s = load(row + j) + shift[r];
       if (p.bias.data) s += bias(r, j);
       if (broken[r]) s = nan;
@@ -435,7 +450,7 @@ class Block {
     vf total = vf{};
     chunks([&](int64_t at) {
       Range seen = range(r, at);
-      float* row = kept + r * ld;
+      float* row = part(r, at);
       int64_t j = seen.low;
       for (; j + 4 * W <= seen.high; j += 4 * W) {
         vf x[4];
