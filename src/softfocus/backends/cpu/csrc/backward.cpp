@@ -28,20 +28,53 @@ inline float dot(const float* x, const float* y, int64_t width) {
   return sum(total);
 }
 
-// dot products of one row with the rows `keys` of the values
-inline void dots(const float* row, int64_t n, const int32_t* keys, Natural v, int64_t width, float* to) {
-  int64_t e = 0;
-  for (; e + W <= n; e += W) {
+// to[e] = the dot product of a row with the values' row keys[e]; whole vectors of e, so keys are padded
+template <int VECTORS>
+inline void dots(const float* row, int64_t n, const int32_t* keys, Natural v, float* to, bool add) {
+  vf own[VECTORS];
+  each<VECTORS>([&](int d) { own[d] = load(row + d * W); });
+  for (int64_t e = 0; e < n; e += W) {
     vf x[W];
 #pragma GCC unroll 16
     for (int i = 0; i < W; ++i) {
       const float* value = v.data + keys[e + i] * v.step;
-      x[i] = load(row) * load(value);
-      for (int64_t d = W; d < width; d += W) x[i] += load(row + d) * load(value + d);
+      x[i] = own[0] * load(value);
+#pragma GCC unroll 4
+      for (int d = 1; d < VECTORS; ++d) x[i] += own[d] * load(value + d * W);
     }
-    store(to + e, sums(x));
+    vf y = sums(x);
+    store(to + e, add ? load(to + e) + y : y);
   }
-  for (; e < n; ++e) to[e] = dot(row, v.data + keys[e] * v.step, width);
+}
+
+inline void dots(const float* row, int64_t width, int64_t n, const int32_t* keys, Natural v, float* to) {
+  int64_t d = 0;
+  for (; d + 4 * W <= width; d += 4 * W) dots<4>(row + d, n, keys, {v.data + d, v.step}, to, d > 0);
+  for (; d < width; d += W) dots<1>(row + d, n, keys, {v.data + d, v.step}, to, d > 0);
+  for (int64_t e = n; e < round_up(n, W); ++e) to[e] = 0.0f;
+}
+
+// The rows keys[e] of `to` += a[e] * row, times the values' row with LASER
+template <int VECTORS, bool LASER>
+inline void spread(const float* row, int64_t n, const int32_t* keys, const float* a, Natural v, float* to, int64_t step) {
+  vf own[VECTORS];
+  each<VECTORS>([&](int d) { own[d] = load(row + d * W); });
+  for (int64_t e = 0; e < n; ++e) {
+    float* target = to + keys[e] * step;
+    vf share = splat(a[e]);
+    each<VECTORS>([&](int d) {
+      vf x = own[d] * share;
+      if constexpr (LASER) x = x * load(v.data + keys[e] * v.step + d * W);
+      store(target + d * W, load(target + d * W) + x);
+    });
+  }
+}
+
+template <bool LASER>
+inline void spread(const float* row, int64_t width, int64_t n, const int32_t* keys, const float* a, Natural v, float* to) {
+  int64_t d = 0;
+  for (; d + 4 * W <= width; d += 4 * W) spread<4, LASER>(row + d, n, keys, a, {v.data + d, v.step}, to + d, width);
+  for (; d < width; d += W) spread<1, LASER>(row + d, n, keys, a, {v.data + d, v.step}, to + d, width);
 }
 
 template <typename Phi>
@@ -53,7 +86,8 @@ class Worker {
       : block(p), mixer(block), grads(ROWS * block.value_width), query_grads(ROWS * block.width),
         weights(p.sharpened ? 0 : ROWS * LDC), slopes(ROWS * LDC), keys(CHUNK * block.width),
         values(CHUNK * block.value_width), part(p.laser ? CHUNK * block.value_width : 0), products(block.rows * block.row_space),
-        places(block.row_space / CHUNK * ROWS + ROWS) {
+        list_keys(p.sharpened ? block.rows * block.row_space : 0), list_u(p.sharpened ? block.rows * block.row_space : 0),
+        places(block.row_space / CHUNK * ROWS + ROWS), found(block.row_space / CHUNK * ROWS + ROWS) {
     if (p.laser) panels.resize(CHUNK * p.value_dim), scaled.resize(ROWS * block.row_space);
   }
 
@@ -83,7 +117,10 @@ class Worker {
   Buffer<float> part;          // dL/dV of a chunk before LASER's factor
   Buffer<float> panels;        // LASER's exp(V - M) of a chunk, transposed
   Buffer<float> products;      // dL/dA, [chunks, rows, CHUNK]; of re-weighted rows only where A is not 0, list after list
-  Buffer<int64_t> places;      // where in `products` the list of a row and a chunk begins
+  Buffer<int32_t> list_keys;   // of these lists the keys, and u
+  Buffer<float> list_u;
+  Buffer<int64_t> places;      // where in them the list of a row and a chunk begins
+  Buffer<uint8_t> found;       // and how long it is
   Buffer<float> scaled;        // A * dL/dA of what LASER sums exactly, [ROWS, ld], of the rows that `exact` marks
   bool exact[ROWS];
   float inner[ROWS];   // D
@@ -211,8 +248,10 @@ class Worker {
           float* list = products + next;
           places[at / CHUNK * ROWS + r] = next;
           next += n;
-          dots(grads + r * block.value_width, n, lists.keys_of(i), v, block.value_width, list);
-          store(list + n, vf{});
+          found[at / CHUNK * ROWS + r] = uint8_t(n);
+          dots(grads + r * block.value_width, block.value_width, n, lists.keys_of(i), v, list);
+          std::copy_n(lists.keys_of(i), n, list_keys + places[at / CHUNK * ROWS + r]);
+          std::copy_n(lists.u_of(i), round_up(n, W), list_u + places[at / CHUNK * ROWS + r]);
           Totals& s = all[r];
           for (int64_t e = 0; e < n; e += W) {
             vf u = load(lists.u_of(i) + e), product = load(list + e), whole, less;
@@ -361,20 +400,18 @@ class Worker {
   void sparse_slopes(int64_t at, Natural v, float* value_grads) {
     const Problem& p = block.p;
     int64_t width = block.value_width;
-    for (int64_t first = 0; first < block.n; first += LISTS) {
-      lists.gather(block, first, at);
-      for (int64_t i = 0; i < std::min(LISTS, block.n - first); ++i) {
-        int64_t r = first + i, n = lists.found[i];
+    for (int64_t r = 0; r < block.n; ++r) {
+        int64_t place = places[at / CHUNK * ROWS + r], n = found[at / CHUNK * ROWS + r];
         Range seen = block.range(r / MR * MR, at);
         if (seen.empty() || block.blind[r]) continue;
         float slope[CHUNK + W], *ds = slopes + r * LDC;
         fill_slopes(r, at, seen, slope);
         for (int64_t j = seen.low - at; j < seen.high - at; j += W) store(ds + j, load(slope + j) * ground[r]);
-        const float* list = products + places[at / CHUNK * ROWS + r];
-        const int32_t* key = lists.keys_of(i);
+        const float* list = products + place;
+        const int32_t* key = list_keys + place;
         float rate[CHUNK + W], a[CHUNK + W];  // dL/df, and A
         for (int64_t e = 0; e < n; e += W) {
-          vf x = load(lists.u_of(i) + e), whole, less;
+          vf x = load(list_u + place + e), whole, less;
           Block<Phi>::powers(x, block.power[r], whole, less);
           store(a + e, whole * share[r]);
           store(rate + e, less * (load(list + e) - inner[r]) * (lead[r] * block.inverse[r]));
@@ -384,16 +421,10 @@ class Worker {
           for (int64_t j = seen.low - at; j < seen.high - at; ++j)
             if (float x = scaled[r * block.ld + at + j]; x != 0.0f)
               ds[j] += block.power[r] * x / u(r, at + j) * block.inverse[r] * slope[j];
-        const float* row = grads + r * width;
-        for (int64_t e = 0; e < n; ++e) {
-          float* target = value_grads + key[e] * width;
-          if (p.laser)
-            for (int64_t d = 0; d < width; d += W)
-              store(target + d, load(target + d) + load(row + d) * a[e] * load(v.data + key[e] * v.step + d));
-          else
-            for (int64_t d = 0; d < width; d += W) store(target + d, load(target + d) + load(row + d) * a[e]);
-        }
-      }
+        if (p.laser)
+          spread<true>(grads + r * width, width, n, key, a, v, value_grads);
+        else
+          spread<false>(grads + r * width, width, n, key, a, v, value_grads);
     }
   }
 

@@ -125,7 +125,7 @@ class Block {
     whole = less * u;
   }
 
-  // The keys of a chunk that weigh something in a re-weighted row, counted from the chunk's first, and their u, padded with 0
+  // The keys of a chunk that weigh something in a re-weighted row, counted from the chunk's first, and their u; both padded with 0
   int64_t gather(int64_t r, int64_t at, int32_t* keys, float* u) const {
     int64_t found = 0;
     Range seen = range(r, at);
@@ -152,6 +152,7 @@ class Block {
       }
     });
     store(u + found, vf{});
+    *(vi_anywhere*)(keys + found) = vi{};  // a key that is there, for those who take whole vectors
     return found;
   }
 
