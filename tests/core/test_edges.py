@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from softfocus import Mechanism, attention, mechanisms, named, sharpened
+from softfocus.backends.cpu.call import PHI
 
 NAMES = sorted(mechanisms())
 DISTINCT = sorted({named(name): name for name in reversed(NAMES)}.values())
@@ -20,31 +21,49 @@ HAS_L = {"sigmoid_log_l", "relu_wortsman"}  # defined with the number of key pos
 WITHOUT_L = [name for name in DISTINCT if name not in HAS_L]
 VARIED = ("softmax", "lssar", "laser", "laser_lssar", "gelu_l1", "relu6_l1", "sigmoid_l1", "softmax_recentred_l1")
 LASERS = ["laser", "laser_lssa", "laser_lssar"]
-TILE = 64  # rows of a block of the tiled backend: lengths beyond it cross a border
-BACKENDS = ("reference", "tiled")
+TILE = 64  # rows of a block of the tiled backend and of the CPU kernels: lengths beyond it cross a border
+BACKENDS = ("reference", "tiled")  # carry everything
+SINGLE = ("cpu",)  # carry float32 and less, and not every mechanism
 
 
-def everywhere(test):
-    """Both backends, in float64 and float32."""
-    test = pytest.mark.parametrize("backend", BACKENDS)(test)
-    return pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])(test)
+def carried(backend, name):
+    """Whether the backend takes the mechanism."""
+    algebra = named(name)
+    return backend in BACKENDS or (algebra.phi in PHI and algebra.post == "none")
+
+
+def ways(names, dtypes=lambda name: (torch.float64, torch.float32)):
+    """Backends, dtypes and mechanisms that go together, as a decorator."""
+    cases = [
+        (backend, dtype, name)
+        for dtype in (torch.float64, torch.float32)
+        for name in names
+        for backend in (*BACKENDS, *(SINGLE if dtype == torch.float32 else ()))
+        if carried(backend, name) and (dtype in dtypes(name) or backend in SINGLE)
+    ]
+    ids = [f"{name}-{str(dtype).removeprefix('torch.')}-{backend}" for backend, dtype, name in cases]
+    return pytest.mark.parametrize(("backend", "dtype", "name"), cases, ids=ids)
+
+
+def everywhere(test=None, *, but=()):
+    """Every backend but those named, in float64 and float32 as far as it has them."""
+    cases = [(backend, dtype) for backend in BACKENDS for dtype in (torch.float64, torch.float32)]
+    cases += [(backend, torch.float32) for backend in SINGLE]
+    cases = [(backend, dtype) for backend, dtype in cases if backend not in but]
+    ids = [f"{str(dtype).removeprefix('torch.')}-{backend}" for backend, dtype in cases]
+    spread = pytest.mark.parametrize(("backend", "dtype"), cases, ids=ids)
+    return spread if test is None else spread(test)
 
 
 def everywhere_for(names):
-    """Every mechanism in float64 with both backends; in float32 those that each take another way through the code."""
-    cases = [(torch.float64, name) for name in names] + [(torch.float32, name) for name in names if name in VARIED]
-    ids = [f"{name}-{str(dtype).removeprefix('torch.')}" for dtype, name in cases]
-
-    def spread(test):
-        test = pytest.mark.parametrize("backend", BACKENDS)(test)
-        return pytest.mark.parametrize(("dtype", "name"), cases, ids=ids)(test)
-
-    return spread
+    """Every mechanism in float64, or in float32 where a backend has no better; besides, in float32 on every backend, those
+    that each take another way through the code."""
+    return ways(names, lambda name: (torch.float64, *([torch.float32] if name in VARIED else [])))
 
 
 def length_for(backend, tiles=1):
     """Beyond the border of a tile where there are tiles."""
-    return tiles * TILE + 6 if backend == "tiled" else 13
+    return 13 if backend == "reference" else tiles * TILE + 6
 
 
 def normal(*shape, seed=0, dtype=torch.float64):
@@ -537,14 +556,15 @@ def test_one_future_outlier_leaves_lasers_earlier_rows_bit_equal(backend, dtype,
 
 @pytest.mark.parametrize("at", [1, TILE - 1, TILE, TILE + 1, 2 * TILE])
 @pytest.mark.parametrize("name", LASERS)
-def test_one_future_outlier_at_every_side_of_a_tile_border(name, at):
+@pytest.mark.parametrize("backend", ["tiled", "cpu"])
+def test_one_future_outlier_at_every_side_of_a_tile_border(backend, name, at):
     """Within a tile, rows before and after the outlier share a matrix product."""
     inputs = [normal(1, 1, 2 * TILE + 9, 8, seed=s, dtype=torch.float32) for s in range(3)]
-    plain = attention(*inputs, mechanism=name, is_causal=True, backend="tiled")
+    plain = attention(*inputs, mechanism=name, is_causal=True, backend=backend)
     for outlier in (1e4, math.inf):
         value = inputs[2].clone()
         value[0, 0, at] = outlier
-        out = attention(*inputs[:2], value, mechanism=name, is_causal=True, backend="tiled")
+        out = attention(*inputs[:2], value, mechanism=name, is_causal=True, backend=backend)
         assert torch.equal(out[:, :, :at], plain[:, :, :at])
         assert bool(out[:, :, at:].isnan().all()) is (outlier == math.inf)
 
@@ -612,7 +632,7 @@ def test_a_cache_gives_the_rows_of_the_full_run(backend, dtype, name):
 
 @everywhere_for(WITHOUT_L)
 def test_packed_documents_equal_separate_runs(backend, dtype, name):
-    lengths = [5, TILE, 1, 30] if backend == "tiled" else [5, 8, 1, 3]
+    lengths = [5, TILE, 1, 30] if backend != "reference" else [5, 8, 1, 3]
     inputs = [normal(1, 2, sum(lengths), 4, seed=s, dtype=dtype) for s in range(3)]
     grad = normal(1, 2, sum(lengths), 4, seed=3, dtype=dtype)
     documents = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths))[None]
@@ -626,8 +646,7 @@ def test_packed_documents_equal_separate_runs(backend, dtype, name):
     same_problem(got, apart(doubled(inputs), grad.double(), "reference"), apart(inputs, grad, backend))
 
 
-@pytest.mark.parametrize("name", ["softmax", "lssar", "laser", "softmax_recentred_l1", "gelu_l1"])
-@everywhere
+@ways(["softmax", "lssar", "laser", "softmax_recentred_l1", "gelu_l1"])
 def test_strided_inputs_equal_contiguous_ones(backend, dtype, name):
     """[B, L, H, D] transposed, every other key, one value head for all."""
     query = normal(2, 9, 4, 8, seed=0, dtype=dtype).transpose(1, 2)
@@ -684,7 +703,7 @@ def dropped(name, inputs, p, seed, **arguments):
 
 
 @pytest.mark.parametrize("name", ["softmax", "lssar", "sigmoid_log_n"])
-@everywhere
+@everywhere(but=SINGLE)
 def test_dropout_acts_on_the_weights(backend, dtype, name):
     """Read through V = identity: each weight is 0 or A / (1 - p), a fraction p of them 0, differently in every place."""
     p, length = 0.3, length_for(backend, tiles=2)
@@ -702,7 +721,7 @@ def test_dropout_acts_on_the_weights(backend, dtype, name):
     fraction = 1 - kept.sum().item() / places
     assert abs(fraction - p) <= 5 * math.sqrt(p * (1 - p) / places)
     if name != "lssar":  # whose zeros are its own
-        rows = TILE if backend == "tiled" else length // 2
+        rows = length // 2 if backend == "reference" else TILE
         tiles = [some[b, h, start : start + rows] != 0 for b in range(2) for h in range(2) for start in (0, rows)]
         assert all(not torch.equal(x, y) for n, x in enumerate(tiles) for y in tiles[:n])
     assert torch.equal(dropped(name, [query, key, identity], p, 1, **arguments), some)
@@ -710,7 +729,7 @@ def test_dropout_acts_on_the_weights(backend, dtype, name):
     assert (dropped(name, [query, key, identity], 1.0, 1, **arguments) == 0).all()
 
 
-@everywhere
+@everywhere(but=SINGLE)
 def test_dropout_leaves_the_expectation(backend, dtype):
     """2,000 copies of one problem, each with its own mask: their mean is within 5 standard errors of the undropped output."""
     inputs = [normal(1, 1, 5, 4, seed=s, dtype=dtype) for s in range(3)]
@@ -724,7 +743,7 @@ def test_dropout_leaves_the_expectation(backend, dtype):
 
 
 @pytest.mark.parametrize("name", ["softmax", "lssa", "lssar"])
-@everywhere
+@everywhere(but=SINGLE)
 def test_the_backward_of_dropout_drops_the_same_weights(backend, dtype, name):
     """The gradients are those of (A * M) V, with the M of the forward pass read through V = identity and the same seed."""
     length, p = length_for(backend), 0.3
@@ -747,8 +766,9 @@ def test_the_backward_of_dropout_drops_the_same_weights(backend, dtype, name):
 
 
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", DISTINCT)
+@pytest.mark.parametrize(
+    ("backend", "name"), [(b, name) for b in (*BACKENDS, *SINGLE) for name in DISTINCT if carried(b, name)]
+)
 def test_half_inputs_return_their_dtype(name, backend, half):
     inputs = [normal(1, 2, 9, 4, seed=s, dtype=half) for s in range(3)]
     results = run(inputs, is_causal=True, mechanism=name, backend=backend)
@@ -763,7 +783,7 @@ def test_half_inputs_return_their_dtype(name, backend, half):
     assert ((results[0].double() - exact[0]).abs() <= allowed + torch.finfo(half).smallest_normal).all()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [*BACKENDS, *SINGLE])
 def test_float16_scores_beyond_its_range(backend):
     """q.k = 1e5 is no float16 number; in float32 it is one."""
     query = torch.full((1, 1, 3, 4), 160.0, dtype=torch.float16)
@@ -778,8 +798,7 @@ def test_float16_scores_beyond_its_range(backend):
 # Statistics
 
 
-@pytest.mark.parametrize("name", ["softmax", "lssa", "gelu_l1", "sigmoid_log_n_l1", "scenario_i", "relu_wortsman"])
-@everywhere
+@ways(["softmax", "lssa", "gelu_l1", "sigmoid_log_n_l1", "scenario_i", "relu_wortsman"])
 def test_statistics_of_the_norm(backend, dtype, name):
     """count is N, maximum max s, log_norm log sum |phi(s)|: log-sum-exp for softmax."""
     length = TILE + 5
