@@ -401,30 +401,30 @@ class Worker {
     const Problem& p = block.p;
     int64_t width = block.value_width;
     for (int64_t r = 0; r < block.n; ++r) {
-        int64_t place = places[at / CHUNK * ROWS + r], n = found[at / CHUNK * ROWS + r];
-        Range seen = block.range(r / MR * MR, at);
-        if (seen.empty() || block.blind[r]) continue;
-        float slope[CHUNK + W], *ds = slopes + r * LDC;
-        fill_slopes(r, at, seen, slope);
-        for (int64_t j = seen.low - at; j < seen.high - at; j += W) store(ds + j, load(slope + j) * ground[r]);
-        const float* list = products + place;
-        const int32_t* key = list_keys + place;
-        float rate[CHUNK + W], a[CHUNK + W];  // dL/df, and A
-        for (int64_t e = 0; e < n; e += W) {
-          vf x = load(list_u + place + e), whole, less;
-          Block<Phi>::powers(x, block.power[r], whole, less);
-          store(a + e, whole * share[r]);
-          store(rate + e, less * (load(list + e) - inner[r]) * (lead[r] * block.inverse[r]));
-        }
-        for (int64_t e = 0; e < n; ++e) ds[key[e]] += rate[e] * slope[key[e]];
-        if (exact[r] && !constant(r))
-          for (int64_t j = seen.low - at; j < seen.high - at; ++j)
-            if (float x = scaled[r * block.ld + at + j]; x != 0.0f)
-              ds[j] += block.power[r] * x / u(r, at + j) * block.inverse[r] * slope[j];
-        if (p.laser)
-          spread<true>(grads + r * width, width, n, key, a, v, value_grads);
-        else
-          spread<false>(grads + r * width, width, n, key, a, v, value_grads);
+      int64_t place = places[at / CHUNK * ROWS + r], n = found[at / CHUNK * ROWS + r];
+      Range seen = block.range(r / MR * MR, at);
+      if (seen.empty() || block.blind[r]) continue;
+      float slope[CHUNK + W], *ds = slopes + r * LDC;
+      fill_slopes(r, at, seen, slope);
+      for (int64_t j = seen.low - at; j < seen.high - at; j += W) store(ds + j, load(slope + j) * ground[r]);
+      const float* list = products + place;
+      const int32_t* key = list_keys + place;
+      float rate[CHUNK + W], a[CHUNK + W];  // dL/df, and A
+      for (int64_t e = 0; e < n; e += W) {
+        vf x = load(list_u + place + e), whole, less;
+        Block<Phi>::powers(x, block.power[r], whole, less);
+        store(a + e, whole * share[r]);
+        store(rate + e, less * (load(list + e) - inner[r]) * (lead[r] * block.inverse[r]));
+      }
+      for (int64_t e = 0; e < n; ++e) ds[key[e]] += rate[e] * slope[key[e]];
+      if (exact[r] && !constant(r))
+        for (int64_t j = seen.low - at; j < seen.high - at; ++j)
+          if (float x = scaled[r * block.ld + at + j]; x != 0.0f)
+            ds[j] += block.power[r] * x / u(r, at + j) * block.inverse[r] * slope[j];
+      if (p.laser)
+        spread<true>(grads + r * width, width, n, key, a, v, value_grads);
+      else
+        spread<false>(grads + r * width, width, n, key, a, v, value_grads);
     }
   }
 
@@ -481,9 +481,10 @@ bool backward(const Problem& p, const Gradients& to) {
   int64_t key_heads = p.batch * p.key_heads, group = p.heads / p.key_heads, blocks = (p.query_length + ROWS - 1) / ROWS;
   int64_t width = round_up(p.head_dim, W), value_width = round_up(p.value_dim, W);
   int64_t wave = wave_size(p, true);
+  if (!wave) return true;
   const Array& bias = to.bias;  // heads that share its gradient follow one another
   if (bias.data && ((!bias.stride[0] && p.batch > 1) || (!bias.stride[1] && p.heads > 1))) wave = 1;
-  int64_t splits = wave >= p.threads ? 1 : std::min((p.threads + wave - 1) / wave, blocks);
+  int64_t splits = wave >= p.threads || !blocks ? 1 : std::min((p.threads + wave - 1) / wave, blocks);
   if (bias.data && !bias.stride[2] && p.query_length > 1) splits = 1;
   std::vector<Head> heads(wave);
   for (Head& head : heads) head.reserve(p, true);

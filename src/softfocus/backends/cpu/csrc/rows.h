@@ -13,7 +13,7 @@
 
 namespace softfocus {
 
-constexpr int64_t ROWS = 64;  // of a block
+constexpr int64_t ROWS = 128;  // of a block
 constexpr float TAIL = -20.0f;
 constexpr int64_t SQUARING_LIMIT = 32;
 
