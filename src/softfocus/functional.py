@@ -208,7 +208,7 @@ def _by_reference(problem: Problem, visibility: Visibility, mechanism: Mechanism
 def _autocast(*tensors: Any) -> tuple[Tensor, ...]:
     """Inside autocast, what SDPA does: floating inputs other than float64 take autocast's dtype."""
     kind = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
-    if not (torch.is_autocast_enabled(kind) and torch.amp.is_autocast_available(kind)):
+    if not ops.autocasts(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     return tuple(

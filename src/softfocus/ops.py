@@ -133,9 +133,12 @@ _can_tell = all(  # torch's own names, not promised to stay; without them every 
 def own_dtypes(query: Tensor) -> AbstractContextManager[Any]:
     """Autocast has done its part before the operator; inside, it would round the statistics' products too."""
     kind = query.device.type
-    if torch.is_autocast_enabled(kind):
-        return torch.autocast(kind, enabled=False)
-    return nullcontext()
+    return torch.autocast(kind, enabled=False) if autocasts(kind) else nullcontext()
+
+
+def autocasts(kind: str) -> bool:
+    """Whether autocast is on for a kind of device; not every kind knows it."""
+    return (kind == "cpu" or torch.amp.is_autocast_available(kind)) and torch.is_autocast_enabled(kind)
 
 
 @cache
