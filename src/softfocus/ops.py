@@ -116,7 +116,9 @@ def unwatched(*tensors: Tensor | None) -> bool:
     if torch._C._get_tracing_state() is not None:
         return False
     recording = torch.is_grad_enabled()
-    return all(x is None or (type(x) in _PLAIN and not (recording and x.requires_grad)) for x in tensors)
+    return all(
+        x is None or (type(x) in _PLAIN and not x.is_meta and not (recording and x.requires_grad)) for x in tensors
+    )
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)

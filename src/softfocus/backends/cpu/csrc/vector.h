@@ -33,6 +33,7 @@ constexpr int PANEL_VECTORS = 2;
 // The elements of these are read and written one by one only where nothing depends on speed.
 typedef float vf __attribute__((vector_size(W * 4)));
 typedef int32_t vi __attribute__((vector_size(W * 4)));
+typedef uint32_t vu __attribute__((vector_size(W * 4)));  // where a sum may go round: of signed numbers it must not
 typedef uint8_t vb __attribute__((vector_size(W)));
 typedef float vf_anywhere __attribute__((vector_size(W * 4), aligned(4), may_alias));
 typedef int32_t vi_anywhere __attribute__((vector_size(W * 4), aligned(4), may_alias));
@@ -179,13 +180,16 @@ __attribute__((always_inline)) inline void reduce(const vf (&x)[N], vf (&shifted
   each<N>([&](int i) { r[i] = (x[i] - r[i] * LN2) - r[i] * LN2_REST; });
 }
 
+// x * 2^n for the n that `reduce` leaves in the low bits; some number where a float cannot hold it
+inline vf times_power_of_two(vf x, vf shifted) { return (vf)((vu)x + ((vu)shifted << 23)); }
+
 // e^x for x <= 0; exactly 0 below -87
 template <int N>
 __attribute__((always_inline)) inline void exp_negative(vf (&x)[N]) {
   vf shifted[N], r[N], q[N];
   reduce(x, shifted, r);
   expm1_near(r, q);
-  each<N>([&](int i) { q[i] = floats(bits(q[i] + 1.0f) + (bits(shifted[i]) << 23)); });
+  each<N>([&](int i) { q[i] = times_power_of_two(q[i] + 1.0f, shifted[i]); });
   each<N>([&](int i) { x[i] = x[i] < -87.0f ? vf{} : q[i]; });
 }
 
@@ -198,7 +202,7 @@ __attribute__((always_inline)) inline void log1p_exp(const vf (&s)[N], vf (&y)[N
   each<N>([&](int i) { e[i] = shifted[i] - ROUND; });
   each<N>([&](int i) { x[i] = -(e[i] * LN2) - x[i]; });  // what LN2_REST would add is far below the rounding of s
   expm1_near(x, e);
-  each<N>([&](int i) { e[i] = floats(bits(e[i] + 1.0f) + (bits(shifted[i]) << 23)); });
+  each<N>([&](int i) { e[i] = times_power_of_two(e[i] + 1.0f, shifted[i]); });
   each<N>([&](int i) { y[i] = e[i] * 0.005232690027f - 0.02950521992f; });
   each<N>([&](int i) { y[i] = y[i] * e[i] + 0.07822591751f; });
   each<N>([&](int i) { y[i] = y[i] * e[i] - 0.136632425f; });
@@ -217,7 +221,7 @@ __attribute__((always_inline)) inline void one_minus_exp(vf (&f)[N]) {
   each<N>([&](int i) { f[i] = -min(splat(80.0f), f[i]); });
   reduce(f, shifted, r);
   expm1_near(r, q);
-  each<N>([&](int i) { r[i] = floats((bits(shifted[i]) << 23) + (127 << 23)); });
+  each<N>([&](int i) { r[i] = times_power_of_two(splat(1.0f), shifted[i]); });
   each<N>([&](int i) { f[i] = (1.0f - r[i]) - r[i] * q[i]; });
 }
 
@@ -232,7 +236,7 @@ inline vf exponential(vf x) {
   vf held[1] = {min(splat(88.8f), x)}, shifted[1], r[1], q[1];  // a NaN stays one
   reduce(held, shifted, r);
   expm1_near(r, q);
-  vi n = bits(shifted[0]) << 9 >> 9 << 23 >> 23;
+  vi n = (vi)((vu)shifted[0] << 23) >> 23;
   vi half = n >> 1;  // the exponent in two steps: 2^128 itself is no float
   vf y = (q[0] + 1.0f) * floats((half + 127) << 23) * floats((n - half + 127) << 23);
   return x < -87.0f ? vf{} : x > 88.8f ? splat(INF) : y;
@@ -240,8 +244,8 @@ inline vf exponential(vf x) {
 
 // ln u for normal positive u
 inline vf logarithm(vf u) {
-  vi exponent = (bits(u) - 0x3f3504f3) >> 23;  // so that the mantissa lies in [sqrt 1/2, sqrt 2)
-  vf x = floats(bits(u) - (exponent << 23)) - 1.0f;
+  vi exponent = (vi)((vu)u - 0x3f3504f3u) >> 23;  // so that the mantissa lies in [sqrt 1/2, sqrt 2)
+  vf x = (vf)((vu)u - ((vu)exponent << 23)) - 1.0f;
   vf n = __builtin_convertvector(exponent, vf);
   vf q = splat(-0.07974216399f);
   q = q * x + 0.1265569779f;
