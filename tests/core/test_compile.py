@@ -13,7 +13,7 @@ from softfocus.testing import CASES
 BY_NAME = {case.name: case for case in CASES}
 
 
-def _op_arguments(mechanism="lssar", dropout_p=0.0, requires_grad=True):
+def _op_arguments(mechanism="lssar", dropout_p=0.0, requires_grad=True, backend="tiled"):
     query = torch.randn(2, 4, 20, 8, requires_grad=requires_grad)
     key, value = (torch.randn(2, 2, 30, 8, requires_grad=requires_grad) for _ in range(2))
     bias = torch.randn(1, 4, 1, 30, requires_grad=requires_grad)
@@ -24,29 +24,32 @@ def _op_arguments(mechanism="lssar", dropout_p=0.0, requires_grad=True):
     power = torch.full((4,), 3.0, requires_grad=requires_grad) if algebra.power else None
     return (
         query, key, value, bias, head_scale, power, None, key_mask, None, seed,
-        -1, 0, 0.3, dropout_p, algebra.code, "tiled",
+        -1, 0, 0.3, dropout_p, algebra.code, backend,
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("backend", ["cpu", "tiled"])
 @pytest.mark.parametrize("mechanism", ["softmax", "lssar", "laser"])
-def test_opcheck_forward(mechanism):
-    torch.library.opcheck(ops.attend, _op_arguments(mechanism))
+def test_opcheck_forward(mechanism, backend):
+    torch.library.opcheck(ops.attend, _op_arguments(mechanism, backend=backend))
 
 
 def test_opcheck_forward_with_dropout():
     torch.library.opcheck(ops.attend, _op_arguments("lssa", dropout_p=0.3))
 
 
-def test_opcheck_backward():
-    *tensors, left, right, scale, dropout_p, code, backend = _op_arguments(requires_grad=False)
+@pytest.mark.parametrize("backend", ["cpu", "tiled"])
+def test_opcheck_backward(backend):
+    *tensors, left, right, scale, dropout_p, code, _ = _op_arguments(requires_grad=False)
     out, _ = ops.attend(*tensors, left, right, scale, dropout_p, code, backend)
     arguments = (torch.randn_like(out), *tensors, left, right, scale, dropout_p, code, backend, True)
     torch.library.opcheck(ops.attend_backward, arguments)
 
 
-@pytest.mark.parametrize("case", ["causal", "grouped", "left padding", "learned", "documents", "mask"])
-def test_compiled_fullgraph_equals_eager(case):
-    arguments = BY_NAME[case].arguments(softfocus.named("lssar"), torch.float32)
+@pytest.mark.parametrize("backend", ["cpu", "tiled"])
+@pytest.mark.parametrize("case", ["causal", "grouped", "left padding", "learned", "documents", "mask", "decode"])
+def test_compiled_fullgraph_equals_eager(case, backend):
+    arguments = {**BY_NAME[case].arguments(softfocus.named("lssar"), torch.float32), "backend": backend}
     torch.compiler.reset()
     compiled = torch.compile(softfocus.attention, fullgraph=True, backend="aot_eager")
     leaves = [x for x in arguments.values() if isinstance(x, torch.Tensor) and x.requires_grad]
@@ -58,15 +61,17 @@ def test_compiled_fullgraph_equals_eager(case):
         assert torch.equal(a, b)
 
 
-def test_the_very_first_call_may_be_compiled():
-    code = """
+@pytest.mark.parametrize("backend", ["auto", "cpu", "tiled"])
+def test_the_very_first_call_may_be_compiled(backend):
+    code = f"""
 import torch, softfocus
+arguments = {{"is_causal": True, "mechanism": "laser(lssar)", "backend": {backend!r}}}
 @torch.compile(fullgraph=True)
 def f(q, k, v):
-    return softfocus.attention(q.sin(), k, v, is_causal=True, mechanism="laser(lssar)") * 2
+    return softfocus.attention(q.sin(), k, v, **arguments) * 2
 q, k, v = (torch.randn(1, 2, 9, 8, requires_grad=True) for _ in range(3))
 f(q, k, v).sum().backward()
-want = softfocus.attention(q.sin(), k, v, is_causal=True, mechanism="laser(lssar)") * 2
+want = softfocus.attention(q.sin(), k, v, **arguments) * 2
 torch.testing.assert_close(f(q, k, v), want)
 print("fine", bool(q.grad.isfinite().all()))
 """
@@ -74,13 +79,14 @@ print("fine", bool(q.grad.isfinite().all()))
     assert done.stdout.strip() == "fine True", done.stderr[-2000:]
 
 
-def test_lengths_can_be_dynamic():
+@pytest.mark.parametrize("backend", ["cpu", "tiled"])
+def test_lengths_can_be_dynamic(backend):
     torch.compiler.reset()
     compiled = torch.compile(softfocus.attention, fullgraph=True, dynamic=True, backend="aot_eager")
+    arguments = {"is_causal": True, "mechanism": "lssar", "backend": backend}
     for length in (5, 9, 70):
-        query, key, value = (torch.randn(1, 2, length, 8) for _ in range(3))
-        got = compiled(query, key, value, is_causal=True, mechanism="lssar")
-        assert torch.equal(got, softfocus.attention(query, key, value, is_causal=True, mechanism="lssar"))
+        inputs = [torch.randn(1, 2, length, 8) for _ in range(3)]
+        assert torch.equal(compiled(*inputs, **arguments), softfocus.attention(*inputs, **arguments))
 
 
 @pytest.mark.parametrize("dynamic", [None, True])
@@ -107,11 +113,12 @@ def test_shapes_on_the_meta_device():
         assert softfocus.attention(query, key, value, enable_gqa=True, backend=backend).shape == (2, 4, 9, 8)
 
 
-def test_autocast_computes_in_its_dtype_and_returns_gradients_in_the_inputs():
+@pytest.mark.parametrize("backend", ["cpu", "tiled"])
+def test_autocast_computes_in_its_dtype_and_returns_gradients_in_the_inputs(backend):
     query, key, value = (torch.randn(1, 2, 9, 8, requires_grad=True) for _ in range(3))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = softfocus.attention(query, key, value, mechanism="lssa")
-    low = softfocus.attention(*(x.bfloat16() for x in (query, key, value)), mechanism="lssa")
+        out = softfocus.attention(query, key, value, mechanism="lssa", backend=backend)
+    low = softfocus.attention(*(x.bfloat16() for x in (query, key, value)), mechanism="lssa", backend=backend)
     assert out.dtype == torch.bfloat16
     assert torch.equal(out, low)
     out.sum().backward()
@@ -125,12 +132,17 @@ def test_autocast_leaves_float64_alone():
         assert softfocus.attention(query, query, query).dtype == torch.float64
 
 
-def test_inference_mode_and_no_grad():
-    query = torch.randn(1, 1, 4, 8, requires_grad=True)
-    with torch.inference_mode():
-        assert not softfocus.attention(query, query, query).requires_grad
-    with torch.no_grad():
-        assert not softfocus.attention(query, query, query).requires_grad
+@pytest.mark.parametrize("backend", ["cpu", "tiled"])
+@pytest.mark.parametrize("length", [1, 4, 70])
+def test_inference_mode_and_no_grad(length, backend):
+    query = torch.randn(1, 1, length, 8, requires_grad=True)
+    watched = softfocus.attention(query, query, query, backend=backend)
+    assert watched.requires_grad
+    for mode in (torch.inference_mode, torch.no_grad):
+        with mode():
+            out = softfocus.attention(query, query, query, backend=backend)
+        assert not out.requires_grad
+        assert torch.equal(out, watched)
 
 
 def test_checkpointing_repeats_the_dropout():
@@ -149,17 +161,33 @@ def test_checkpointing_repeats_the_dropout():
         assert torch.equal(a, b)
 
 
-def test_only_what_needs_a_gradient_gets_one():
+@pytest.mark.parametrize("backend", ["cpu", "tiled"])
+def test_checkpointing_computes_again(backend):
+    from torch.utils.checkpoint import checkpoint
+
+    leaves = [torch.randn(1, 2, 70, 8, requires_grad=True) for _ in range(3)]
+
+    def f(q, k, v):
+        return softfocus.attention(q.sin(), k, v, is_causal=True, mechanism="lssar", backend=backend)
+
+    plain = torch.autograd.grad(f(*leaves).square().sum(), leaves)
+    again = torch.autograd.grad(checkpoint(f, *leaves, use_reentrant=False).square().sum(), leaves)
+    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+
+
+@pytest.mark.parametrize("backend", ["cpu", "tiled"])
+def test_only_what_needs_a_gradient_gets_one(backend):
     query, key, value = (torch.randn(1, 2, 9, 8) for _ in range(3))
     value.requires_grad_()
-    softfocus.attention(query, key, value).sum().backward()
+    softfocus.attention(query, key, value, backend=backend).sum().backward()
     assert value.grad is not None
     assert query.grad is None
 
 
-def test_a_second_derivative_of_the_tiled_backend_is_refused_not_wrong():
+@pytest.mark.parametrize("backend", ["cpu", "tiled"])
+def test_a_second_derivative_is_refused_not_wrong(backend):
     query, key, value = (torch.randn(1, 1, 5, 4, requires_grad=True) for _ in range(3))
-    out = softfocus.attention(query, key, value, mechanism="lssa")
+    out = softfocus.attention(query, key, value, mechanism="lssa", backend=backend)
     (grad,) = torch.autograd.grad(out.sum(), query, create_graph=True)
     with pytest.raises(RuntimeError):
         grad.sum().backward()

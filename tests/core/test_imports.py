@@ -56,7 +56,7 @@ def strangers(after: set[str], before: set[str]) -> set[str]:
 USE = """
 import softfocus
 q = torch.randn(1, 2, 9, 4, requires_grad=True)
-for backend in ("tiled", "reference"):
+for backend in ("auto", "tiled", "reference"):
     for name in ("lssar", "laser", "softmax_recentred_l1"):
         softfocus.attention(q, q, q, is_causal=True, mechanism=name, backend=backend).sum().backward()
 softfocus.explain(q, q, q)

@@ -150,7 +150,7 @@ REFUSED = {
     "mechanism is no name": ({"mechanism": 3}, TypeError, ["mechanism", "int", "'lssar'", "Mechanism"]),
     "mechanism is None": ({"mechanism": None}, TypeError, ["mechanism", "NoneType", "'lssar'"]),
     "mechanism misspelt": ({"mechanism": "lsar"}, ValueError, ["mechanism", "'lsar'", "did you mean 'lssar'"]),
-    "backend unknown": ({"backend": "tilde"}, ValueError, ["backend", "'tilde'", "'auto'", "'tiled'", "'reference'"]),
+    "backend unknown": ({"backend": "tilde"}, ValueError, ["backend", "'tilde'", "'auto'", "'cpu'", "'tiled'", "'reference'"]),
     "backend is no name": ({"backend": ["tiled"]}, (TypeError, ValueError), ["backend", "'auto'"]),
 }  # fmt: skip
 
@@ -191,16 +191,16 @@ def test_the_same_arguments_unchanged_are_taken():
     "shape", [(LQ, LK), (1, LK), (LQ, 1), (1, LQ, LK), (H, 1, LK), (B, 1, 1, LK), (B, H, LQ, LK), (1, 1)]
 )
 @pytest.mark.parametrize("name", ["attn_mask", "bias"])
-def test_every_shape_that_broadcasts_is_taken_as_torch_broadcasts_it(name, shape):
+@pytest.mark.parametrize("backend", ["reference", "tiled", "cpu"])
+def test_every_shape_that_broadcasts_is_taken_as_torch_broadcasts_it(backend, name, shape):
     generator = torch.Generator().manual_seed(1)
     given = torch.randn(shape, generator=generator)
     given = given > -0.7 if name == "attn_mask" else given
     same = tensors()
     full = given.expand(B, H, LQ, LK).contiguous()
-    for backend in ("reference", "tiled"):
-        one = attention(**same, **{name: given}, mechanism="softmax", backend=backend)
-        other = attention(**same, **{name: full}, mechanism="softmax", backend=backend)
-        assert torch.equal(one, other)
+    one = attention(**same, **{name: given}, mechanism="softmax", backend=backend)
+    other = attention(**same, **{name: full}, mechanism="softmax", backend=backend)
+    assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize(
@@ -213,10 +213,11 @@ def test_explain_refuses_the_same(case):
 
 
 def test_explain_accounts_for_every_backend():
-    answer = explain(**tensors())
+    answer = explain(**tensors(dropout_p=0.1))  # which the kernels leave to the tiled backend
     assert answer.backend == "tiled"
-    assert set(answer.reasons) == {"tiled", "reference"}
+    assert list(answer.reasons) == ["cpu", "tiled", "reference"]  # fastest first
     assert all(answer.reasons.values())
+    assert "   cpu: dropout is not carried" in str(answer)
     assert "-> tiled: " in str(answer)
     assert "   reference: " in str(answer)
     named = explain(**tensors(), backend="reference")
@@ -224,6 +225,20 @@ def test_explain_accounts_for_every_backend():
     assert named.reasons["reference"] == "asked for by name"
     with pytest.raises(ValueError, match="backend: got 'triton'"):
         explain(**tensors(), backend="triton")
+
+
+@pytest.mark.kernels
+def test_auto_takes_the_kernels_where_they_run():
+    answer = explain(**tensors())
+    assert answer.backend == "cpu"
+    assert "slower than 'cpu'" in answer.reasons["tiled"]
+
+
+def test_auto_takes_the_tiled_backend_where_the_kernels_are_switched_off(monkeypatch):
+    monkeypatch.setenv("SOFTFOCUS_KERNELS", "off")
+    answer = explain(**tensors())
+    assert answer.backend == "tiled"
+    assert "SOFTFOCUS_KERNELS=off switches the CPU kernels off" in answer.reasons["cpu"]
 
 
 def test_a_list_is_a_window_too():
