@@ -49,7 +49,9 @@ def __getattr__(name: str) -> Any:
         return import_module(f"softfocus.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'softfocus' has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value  # found once
+    return value
 
 
 def __dir__() -> list[str]:

@@ -346,23 +346,18 @@ class Block {
   // The products, lane by lane, of a row with each of W keys, and of the keys with themselves
   template <bool SQUARES>
   void multiply(const float* row, const float* keys, int64_t step, vf (&products)[W], vf (&squares)[W]) const {
-    constexpr int TOGETHER = W < 8 ? W : 8;  // keys whose sums fit the registers
-#pragma GCC unroll 2
-    for (int first = 0; first < W; first += TOGETHER) {
-      vf product[TOGETHER], square[TOGETHER];
-      each<TOGETHER>([&](int i) { product[i] = square[i] = vf{}; });
-      for (int64_t d = 0; d < width; d += W) {
-        vf y = load(row + d);
-        each<TOGETHER>([&](int i) {
-          vf x = load(keys + (first + i) * step + d);
-          product[i] += x * y;
-          if constexpr (SQUARES) square[i] += x * x;
+#pragma GCC unroll 16
+    for (int i = 0; i < W; ++i) {  // key after key: memory is fetched ahead best in order
+      vf product = vf{}, square = vf{};
+      for (int64_t d = 0; d < width; d += 4 * W)
+        each<4>([&](int v) {
+          if (d + v * W >= width) return;
+          vf x = load(keys + i * step + d + v * W);
+          product += x * load(row + d + v * W);
+          if constexpr (SQUARES) square += x * x;
         });
-      }
-      each<TOGETHER>([&](int i) {
-        products[first + i] = product[i];
-        if constexpr (SQUARES) squares[first + i] = square[i];
-      });
+      products[i] = product;
+      if constexpr (SQUARES) squares[i] = square;
     }
   }
 
