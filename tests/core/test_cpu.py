@@ -87,6 +87,8 @@ def test_statistics_equal_the_reference(mechanism):
         assert torch.equal(got.count.double(), want.count), case.name
         for name in ("maximum", "log_norm", "peak"):
             a, b, c = (getattr(statistics, name).double() for statistics in (got, eager, want))
+            if name == "log_norm" and algebra.phi.startswith("relu"):  # whose norm may be next to 0
+                a, b, c = a.exp(), b.exp(), c.exp()
             finite = c.isfinite()
             assert torch.equal(a[~finite], c[~finite]), (case.name, name)
             if finite.any():
@@ -281,7 +283,7 @@ def test_an_expanded_gradient(mechanism):
 BIASES = [b + h + q + k for b in "b1" for h in "h1" for q in "q1" for k in "k1"]
 
 
-@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("number", [1, 3])
 @pytest.mark.parametrize("bias", BIASES)
 def test_a_bias_of_any_shape(holds, threads, bias, number):
     """Its gradient sums over what it is broadcast over, in every thread's rows."""
@@ -301,6 +303,32 @@ def test_learned_scales_and_powers(holds, threads, cases, mechanism, dtype, numb
     threads(number)
     for case in cases:
         holds(cpu, case, mechanism, dtype)
+
+
+@pytest.mark.parametrize("kind", ["causal", "window", "mask", "padding", "documents"])
+@pytest.mark.parametrize("mechanism", WAYS)
+def test_nan_in_masked_places_of_a_bias(mechanism, kind):
+    """... changes no bit, in value or gradient, of few rows or of many."""
+    for queries in (1, 3, 70):
+        keys = 140
+        i, j = torch.arange(keys - queries, keys)[:, None], torch.arange(keys)
+        arguments, hidden = {
+            "causal": ({"is_causal": True}, j > i),
+            "window": ({"window_size": (9, 3)}, (j < i - 9) | (j > i + 3)),
+            "mask": ({"attn_mask": (i + j) % 3 > 0}, (i + j) % 3 == 0),
+            "padding": ({"key_mask": (j > 20)[None]}, (j <= 20).expand(queries, -1)),
+            "documents": ({"document_ids": (j // 50)[None]}, i // 50 != j // 50),
+        }[kind]
+        inputs = [torch.randn(1, 2, n, 8, generator=seeded(n)) for n in (queries, keys, keys)]
+        clean = torch.randn(queries, keys, generator=seeded(0))
+        results = []
+        for bias in (clean, clean.masked_fill(hidden, math.nan), clean.masked_fill(hidden, math.inf)):
+            leaves = [x.clone().requires_grad_() for x in (*inputs, bias)]
+            out = cpu(*leaves[:3], bias=leaves[3], mechanism=mechanism, **arguments)
+            results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+        assert all(x.isfinite().all() for x in results[0])
+        for other in results[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True)), queries
 
 
 # Few queries among many keys, as in decoding
