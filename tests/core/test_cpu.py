@@ -382,6 +382,25 @@ def test_few_queries_that_pass_no_gradient(cases, mechanism, dtype, threads, num
             assert torch.equal(cpu(**arguments), watched.detach()), case.name
 
 
+def test_a_value_that_weighs_nothing_is_not_read_in_decoding():
+    """The one exception to the rule that a visible NaN makes the output NaN: a query by itself fetches only the values whose
+    weights are not 0, which is what makes it fast. Among many queries the rule holds."""
+    query, key, value = (torch.randn(1, 2, 70, 8, generator=seeded(n)) for n in range(3))
+    weights = cpu(query[:, :, -1:], key, torch.eye(70).expand(1, 2, -1, -1), mechanism="lssar")[0, :, 0]
+    least, most = weights.argmin(-1), weights.argmax(-1)
+    assert (weights.gather(1, least[:, None]) == 0).all()
+    clean = cpu(query[:, :, -1:], key, value, mechanism="lssar")
+    bad, worse = value.clone(), value.clone()
+    for h in range(2):
+        bad[0, h, least[h], 1] = math.nan
+        worse[0, h, most[h], 1] = math.nan
+    assert torch.equal(cpu(query[:, :, -1:], key, bad, mechanism="lssar"), clean)
+    for value, queries in ((worse, query[:, :, -1:]), (bad, query), (worse, query)):
+        out = cpu(queries, key, value, mechanism="lssar")[:, :, -1]
+        assert out[..., 1].isnan().all()
+        assert out[..., [0, 2, 3, 4, 5, 6, 7]].isfinite().all()
+
+
 # Threads
 
 SHARED = [
