@@ -41,7 +41,8 @@ class Drawn(Case):
     Attributes:
         query_size, key_size: factors of all queries and keys.
         zeros: this share of the queries and of the keys are zero vectors.
-        ties: "keys" makes all keys equal, "some keys" some of them, "queries" all queries.
+        ties: "keys" makes all keys of the first head equal (of the only one it would leave rounding alone in the gradients),
+            "some keys" some of all heads', "queries" all queries.
         poison: NaN and infinity stand in the padding, in keys and in values.
         spread: factor of the values.
     """
@@ -67,8 +68,10 @@ class Drawn(Case):
             value *= self.spread
             if self.ties == "queries":
                 query.copy_(query[:, :, :1].clone())
-            elif self.ties:
-                key[some(0.4 if self.ties == "some keys" else 2.0, key)] = key[0, 0, 0].clone()
+            elif self.ties == "some keys":
+                key[some(0.4, key)] = key[0, 0, 0].clone()
+            elif self.ties and self.batch * self.key_heads > 1:
+                key[0, 0] = key[0, 0, 0].clone()
             if self.zeros:
                 query[some(self.zeros, query)] = 0.0
                 key[some(self.zeros, key)] = 0.0
