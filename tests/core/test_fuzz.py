@@ -132,6 +132,8 @@ def draw(seed):
     given["zeros"] = pick([0.0, 0.0, 0.0, 0.1])
     given["ties"] = pick(["", "", "", "", "keys", "some keys", "queries"])
     given["spread"] = pick([1.0, 1.0, 1e-3, 50.0]) if mechanism.laser else pick([1.0, 1.0, 1e-3, 1e3])
+    if mechanism.laser and (mechanism.power or 1.0) > 15:
+        given["spread"] = 1.0  # a known limit: u^p below 1e-38 counts as 0, whatever the value that it weighs
 
     if mechanism.similarity == "cosine":
         most = 3 if dtype == torch.float16 else 30
