@@ -192,7 +192,7 @@ def test_random_problems(holds, threads, seeds):
 def test_a_wrong_kernel_would_be_noticed(holds):
     """In nearly every problem: in some, nothing is seen at all."""
     noticed = 0
-    for seed in range(20):
+    for seed in range(6):
         problem = draw(seed)
         try:
             holds(
@@ -201,7 +201,7 @@ def test_a_wrong_kernel_would_be_noticed(holds):
             )  # fmt: skip
         except AssertionError:
             noticed += 1
-    assert noticed >= 16
+    assert noticed >= 5
 
 
 def test_the_draws_reach_everything():
