@@ -83,15 +83,15 @@ class Worker {
   Block<Phi> block;
 
   explicit Worker(const Problem& p)
-      : block(p), mixer(block), grads(ROWS * block.value_width), query_grads(ROWS * block.width),
+      : block(p, block_rows(p, true)), mixer(block), grads(ROWS * block.value_width), query_grads(ROWS * block.width),
         weights(p.sharpened ? 0 : ROWS * LDC), slopes(ROWS * LDC), keys(CHUNK * block.width),
-        values(CHUNK * block.value_width), part(p.laser ? CHUNK * block.value_width : 0), products(block.rows * block.row_space),
-        list_keys(p.sharpened ? block.rows * block.row_space : 0), list_u(p.sharpened ? block.rows * block.row_space : 0),
+        values(CHUNK * block.value_width), part(p.laser ? CHUNK * block.value_width : 0), products(block.rows * block.row_space, !p.sharpened),
+        list_keys(p.sharpened ? block.rows * block.row_space : 0, false), list_u(p.sharpened ? block.rows * block.row_space : 0, false),
         places(block.row_space / CHUNK * ROWS + ROWS), found(block.row_space / CHUNK * ROWS + ROWS) {
     if (p.laser) panels.resize(CHUNK * p.value_dim), scaled.resize(ROWS * block.row_space);
   }
 
-  // The rows [start, start + ROWS) of a head into the gradients; key_grads [Lk, width] and value_grads [Lk, value_width]
+  // The rows of a head from `start` on into the gradients; key_grads [Lk, width] and value_grads [Lk, value_width]
   void run(int64_t b, int64_t h, int64_t start, const Head& head, const Gradients& to, float* key_grads, float* value_grads) {
     block.open(b, h, start, head);
     read_grads(to);
@@ -478,7 +478,8 @@ struct Sums {
 
 template <typename Phi>
 bool backward(const Problem& p, const Gradients& to) {
-  int64_t key_heads = p.batch * p.key_heads, group = p.heads / p.key_heads, blocks = (p.query_length + ROWS - 1) / ROWS;
+  int64_t key_heads = p.batch * p.key_heads, group = p.heads / p.key_heads;
+  int64_t rows = block_rows(p, true), blocks = (p.query_length + rows - 1) / rows;
   int64_t width = round_up(p.head_dim, W), value_width = round_up(p.value_dim, W);
   int64_t wave = wave_size(p, true);
   if (!wave) return true;
@@ -508,7 +509,7 @@ bool backward(const Problem& p, const Gradients& to) {
       settle(sum.value_space, sum.value, to.value, value_width, p.value_dim);
       for (int64_t g = 0; g < group; ++g)
         for (int64_t block = split; block < blocks; block += splits)
-          worker->run(key_head / p.key_heads, key_head % p.key_heads * group + g, block * ROWS, heads[key_head - first], to,
+          worker->run(key_head / p.key_heads, key_head % p.key_heads * group + g, block * rows, heads[key_head - first], to,
                       sum.key, sum.value);
     });
     if (!done) return false;

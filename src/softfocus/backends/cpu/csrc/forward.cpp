@@ -13,7 +13,7 @@ template <typename Phi>
 struct Worker {
   Block<Phi> block;
   Mixer<Phi> mixer;
-  explicit Worker(const Problem& p) : block(p), mixer(block) {}
+  explicit Worker(const Problem& p) : block(p, block_rows(p, false)), mixer(block) {}
 
   // A head with few queries. Values are looked through only where something that is not finite has come out, or could hide.
   void run_few(int64_t b, int64_t h, float* out, float* statistics) {
@@ -82,7 +82,7 @@ struct Worker {
 template <typename Phi>
 bool forward(const Problem& p, float* out, float* statistics) {
   int64_t wave = wave_size(p, false), key_heads = p.batch * p.key_heads, group = p.heads / p.key_heads;
-  int64_t blocks = (p.query_length + ROWS - 1) / ROWS;
+  int64_t rows = block_rows(p, false), blocks = (p.query_length + rows - 1) / rows;
   std::vector<std::unique_ptr<Worker<Phi>>> workers(p.threads);
   if (p.query_length <= FEW_QUERIES) {
     return share_out(p.threads, p.batch * p.heads, [&](int64_t item) {
@@ -101,7 +101,7 @@ bool forward(const Problem& p, float* out, float* statistics) {
       if (!worker) worker = std::make_unique<Worker<Phi>>(p);
       int64_t block = blocks - 1 - item / (n * group);  // with a causal mask the last rows are the longest
       int64_t key_head = first + item % (n * group) / group, h = key_head % p.key_heads * group + item % group;
-      worker->run(key_head / p.key_heads, h, block * ROWS, heads[key_head - first], out, statistics);
+      worker->run(key_head / p.key_heads, h, block * rows, heads[key_head - first], out, statistics);
     });
     if (!done) return false;
   }

@@ -9,6 +9,10 @@
 
 #include "vector.h"
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 #ifndef SOFTFOCUS_POOL_BYTES  // 0 shows a sanitizer every piece of memory that is taken and given back
 #define SOFTFOCUS_POOL_BYTES (16 << 20)
 #endif
@@ -46,15 +50,20 @@ inline int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step 
 // Memory given back is kept for the next call, a few pieces of it: fresh pages cost more than the work on short sequences.
 class Pool {
  public:
-  static void* take(int64_t bytes) {
+  // `whole`: all of it will be used, so that huge pages waste nothing
+  static void* take(int64_t bytes, bool whole) {
     Pool& pool = instance();
     {
       std::lock_guard<std::mutex> lock(pool.mutex_);
       for (Piece& piece : pool.pieces_)
         if (piece.data && piece.bytes == bytes) return pool.held_ -= bytes, std::exchange(piece.data, nullptr);
     }
-    void* data = std::aligned_alloc(64, bytes);
+    bool large = whole && bytes >= HUGE_PAGE;
+    void* data = std::aligned_alloc(large ? HUGE_PAGE : 64, large ? round_up(bytes, HUGE_PAGE) : bytes);
     if (!data) throw std::bad_alloc();
+#if defined(__linux__)
+    if (large) madvise(data, bytes / HUGE_PAGE * HUGE_PAGE, MADV_HUGEPAGE);  // only a wish; fewer page tables to walk
+#endif
     return data;
   }
 
@@ -76,6 +85,7 @@ class Pool {
     void* data;
     int64_t bytes;
   };
+  static constexpr int64_t HUGE_PAGE = 2 << 20;
   static constexpr int64_t MOST = SOFTFOCUS_POOL_BYTES, PIECES = 64;
   static Pool& instance() {
     static Pool* pool = new Pool;  // never destroyed: threads may outlive static objects
@@ -91,15 +101,15 @@ template <typename T>
 class Buffer {
  public:
   Buffer() = default;
-  explicit Buffer(int64_t n) { resize(n); }
+  explicit Buffer(int64_t n, bool whole = true) { resize(n, whole); }
   Buffer(const Buffer&) = delete;
   Buffer& operator=(const Buffer&) = delete;
   ~Buffer() { release(); }
-  void resize(int64_t n) {
+  void resize(int64_t n, bool whole = true) {
     int64_t bytes = round_up(std::max<int64_t>(n, 1) * int64_t(sizeof(T)), 64);
     if (bytes == bytes_) return;
     release();
-    data_ = static_cast<T*>(Pool::take(bytes));
+    data_ = static_cast<T*>(Pool::take(bytes, whole));
     bytes_ = bytes;
   }
   operator T*() { return data_; }
@@ -198,6 +208,7 @@ inline float normalise(float* x, int64_t n) {
 
 // dL/d(x/|x|) to dL/dx, in place
 inline void normalise_backward(float* grad, const float* direction, float inverse_norm, int64_t n) {
+  if (n == 1) inverse_norm = 0.0f;  // a line's direction does not turn; the rounding of 1 / |x| would pass for a turn
   vf products = vf{};
   int64_t k = 0;
   for (; k + W <= n; k += W) products += load(grad + k) * load(direction + k);

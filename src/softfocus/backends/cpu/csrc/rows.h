@@ -13,7 +13,7 @@
 
 namespace softfocus {
 
-constexpr int64_t ROWS = 128;  // of a block
+constexpr int64_t ROWS = 128;  // of a block, at most
 constexpr float TAIL = -20.0f;
 constexpr int64_t SQUARING_LIMIT = 32;
 
@@ -23,6 +23,11 @@ struct Range {
   bool empty() const { return low >= high; }
   int64_t vectors() const { return (high - low) / W; }
 };
+
+// The backward of rows that are not re-weighted keeps two numbers a score: at great lengths of half as many rows
+inline int64_t block_rows(const Problem& p, bool backward) {
+  return backward && !p.sharpened && p.key_length > 8192 ? ROWS / 2 : ROWS;
+}
 
 template <typename Phi>
 class Block {
@@ -34,7 +39,7 @@ class Block {
   int64_t row_space = 0;              // the most that ld can be
   const Head* head = nullptr;
 
-  int64_t rows = 0;         // that are held: ROWS, or the queries there are
+  int64_t rows = 0;         // that are held: of a block, or the queries there are
   Buffer<float> kept;       // [chunks, rows, CHUNK]: what is worked on together lies together
   Buffer<float> direction;  // [ROWS, width], the queries, normalised for cosine similarity
   Buffer<float> query;      // [ROWS, width], times c_i: what the products take
@@ -43,7 +48,7 @@ class Block {
   float scale[ROWS], floor[ROWS], inverse[ROWS], live[ROWS], power[ROWS], offset[ROWS];
   bool blind[ROWS], broken[ROWS], tail[ROWS];
 
-  explicit Block(const Problem& problem)
+  Block(const Problem& problem, int64_t most)
       : p(problem),
         width(round_up(p.head_dim, W)),
         value_width(round_up(p.value_dim, W)),
@@ -54,16 +59,16 @@ class Block {
     int64_t span = p.key_length;
     if (p.left >= 0 && p.right >= 0) span = std::min(span, p.left + p.right + ROWS);
     row_space = round_up(span + CHUNK - 1, CHUNK) + W;
-    rows = std::min(ROWS, round_up(p.query_length, MR));
+    rows = std::min(most, round_up(p.query_length, MR));
     kept.resize(rows * (row_space - W));
     if (masked) visible.resize(rows * row_space);
     states.resize(row_space / CHUNK + 1);
   }
 
-  // Take the rows [first, first + ROWS) of a head; their scores and everything up to the weights' constants.
+  // Take the rows of a head from `first` on; their scores and everything up to the weights' constants.
   void open(int64_t batch, int64_t query_head, int64_t first, const Head& keys) {
     b = batch, h = query_head, start = first, head = &keys;
-    n = std::min(ROWS, p.query_length - first);
+    n = std::min(rows, p.query_length - first);
     see();
     read_queries();
     scores(0, n, false);
