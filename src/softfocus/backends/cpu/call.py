@@ -52,7 +52,7 @@ if hasattr(os, "register_at_fork"):
 def threads() -> int:
     """How many to compute on: torch's number, but one in a forked child.
 
-    OpenMP's threads stay with the parent, and GNU's library, where they have worked there, waits for them in the child for ever.
+    OpenMP's threads stay with the parent, and GNU's library, where they have worked there, waits in the child for ever.
     """
     return 1 if _forked else torch.get_num_threads()
 
