@@ -1,5 +1,6 @@
 """The README is true: its Python runs, and the numbers it shows are those of the committed result."""
 
+import json
 import re
 from pathlib import Path
 
@@ -67,3 +68,16 @@ def test_the_number_of_mechanisms_is_right():
     import softfocus
 
     assert f"the catalogue: {len(softfocus.mechanisms())} names" in README
+
+
+def test_the_benchmark_table_is_the_committed_benchmark():
+    cells = json.loads((ROOT / "docs/results/bench-cpu/results.json").read_text())["cells"]
+    rows = {"forward": "forward", "backward": "forward + backward", "decode": "decode, one query"}
+    for what, label in rows.items():
+        ratios = [
+            f"{subject['ratio']['median']:.2f}"
+            for cell in sorted(cells, key=lambda cell: cell["length"])
+            for subject in cell["subjects"]
+            if cell["what"] == what and subject["name"] == "softfocus" and cell["parity"] == "passed"
+        ]
+        assert f"| {label} | {' | '.join(ratios)} |" in README
