@@ -26,6 +26,8 @@ def supports(problem: Problem, visibility: Visibility, mechanism: Mechanism) -> 
         return f"phi={mechanism.phi!r} is not among {', '.join(PHI)}"
     if mechanism.post != "none":
         return f"post={mechanism.post!r} is not carried"
+    if mechanism.laser and (mechanism.power or 0.0) > 15.0:
+        return f"LASER over re-weighting with power={mechanism.power:g} is not carried: above 15, u^p may underflow"
     if problem.dropout_p:
         return "dropout is not carried"
     return build.why_unavailable()
