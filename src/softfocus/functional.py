@@ -1,5 +1,7 @@
 """``attention()``: one call shaped like ``torch.nn.functional.scaled_dot_product_attention``, for every mechanism."""
 
+import os
+from collections.abc import Callable
 from typing import Any, Literal, overload
 
 import torch
@@ -124,17 +126,31 @@ def attention(
 
     Source: arXiv 2501.13428 (softplus attention and the whole catalogue of its tables), arXiv 2411.03493 (LASER).
     """
+    layout: tuple[Any, ...] | None = None
+    if (
+        attn_mask is key_mask is document_ids is bias is head_scale is power is None
+        and not return_statistics
+        and not dropout_p
+        and ops.unwatched(query, key, value)
+    ):
+        layout = _layout(query, key, value, is_causal, scale, enable_gqa, mechanism, window_size, backend)
+        if ready := _ready.get(layout):
+            return ready(query, key, value)
     problem, visibility, algebra = _prepared(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, mechanism, window_size, key_mask,
         document_ids, bias, head_scale, power,
     )  # fmt: skip
     chosen = dispatch.choose(problem, visibility, algebra, backend)
+    if layout and (ready := ops.prepare(problem, visibility, algebra, chosen)):
+        if len(_ready) >= _MOST_READY:
+            _ready.clear()
+        _ready[layout] = ready
     if chosen == "reference":
         out, statistics = _by_reference(problem, visibility, algebra)
     else:
         seed = torch.randint(2**62, (), device="cpu") if dropout_p else None
         tensors = (*problem[:6], visibility.mask, visibility.key_mask, visibility.document_ids, seed)
-        if ops.unwatched(*tensors):
+        if ops.unwatched(*(x for x in tensors if x is not None)):
             out, rows = ops.run_unwatched(problem, visibility, algebra, seed, chosen)
         else:
             out, rows = ops.attend(
@@ -144,6 +160,28 @@ def attention(
             return out
         statistics = RowStatistics(*rows.unbind(0))
     return (out, statistics) if return_statistics else out
+
+
+_ready: dict[tuple[Any, ...] | None, Callable[[Tensor, Tensor, Tensor], Tensor]] = {}
+"""What takes the tensors of a call whose like has been checked before: in decoding, checking costs more than a short cache."""
+_MOST_READY = 1024
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_ready.clear)  # a forked child computes on one thread
+
+
+def _layout(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Any, ...] | None:
+    """All that a call without optional tensors is checked and dispatched by; None where that is not all, or not hashable."""
+    if not (query.is_cpu and key.is_cpu and value.is_cpu) or torch.is_autocast_enabled("cpu"):
+        return None
+    layout = (
+        query.dtype, key.dtype, value.dtype, query.shape, key.shape, value.shape,
+        query.stride(), key.stride(), value.stride(), torch.get_num_threads(), *rest,
+    )  # fmt: skip
+    try:
+        hash(layout)
+    except TypeError:
+        return None
+    return layout
 
 
 def explain(*arguments: Any, return_statistics: bool = False, backend: str = "auto", **keywords: Any) -> Explanation:

@@ -4,6 +4,7 @@ Imports no backend: the implementation is looked up by name when the operator ru
 inside ``torch.compile(fullgraph=True)``.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, lru_cache
 from importlib import import_module
@@ -104,32 +105,43 @@ def run_unwatched(
         return result
 
 
-def unwatched(*tensors: Tensor | None) -> bool:
+def prepare(
+    problem: Problem, visibility: Visibility, mechanism: Mechanism, backend: str
+) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+    """A function of query, key and value laid out as the problem's, which does only what has to be done each time.
+
+    None from a backend that has none. The function's ``out`` is ``attend``'s; call it only where :func:`unwatched`.
+    """
+    module = None if backend == "reference" else _load(backend)
+    return module.prepare(problem, visibility, mechanism) if hasattr(module, "prepare") else None
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+try:  # torch's own names, not promised to stay
+    _WATCHERS: tuple[Callable[[], Any], ...] = (
+        torch._C._len_torch_dispatch_stack,
+        torch._C._functorch.peek_interpreter_stack,
+        torch._C._get_tracing_state,
+    )
+except AttributeError:
+    _WATCHERS = (lambda: True,)  # without them every call takes the operator
+
+
+def unwatched(*tensors: Tensor) -> bool:
     """Whether nothing would see the operator go by: no gradient, no trace, no mode, no tensor subclass.
 
     Then the dispatcher may be left out: its way through autograd takes as long as a decode step on a short cache.
     """
-    if torch.compiler.is_compiling() or not _can_tell:
+    if torch.compiler.is_compiling():
         return False
-    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
-        return False
-    if torch._C._get_tracing_state() is not None:
-        return False
+    for watches in _WATCHERS:
+        if watches():
+            return False
     recording = torch.is_grad_enabled()
-    return all(
-        x is None or (type(x) in _PLAIN and not x.is_meta and not (recording and x.requires_grad)) for x in tensors
-    )
-
-
-_PLAIN = (Tensor, torch.nn.Parameter)
-_can_tell = all(  # torch's own names, not promised to stay; without them every call takes the operator
-    hasattr(home, name)
-    for home, name in (
-        (torch._C, "_len_torch_dispatch_stack"),
-        (torch._C, "_get_tracing_state"),
-        (getattr(torch._C, "_functorch", None), "peek_interpreter_stack"),
-    )
-)
+    for x in tensors:
+        if type(x) not in _PLAIN or x.is_meta or (recording and x.requires_grad):
+            return False
+    return True
 
 
 def own_dtypes(query: Tensor) -> AbstractContextManager[Any]:

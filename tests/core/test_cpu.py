@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import pytest
@@ -25,6 +25,7 @@ pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("poisoned_memory")]
 
 COMBINATIONS = (
     "laser(relu_l1)",
+    "laser(sharpened(relu2_l1, 100))",
     "laser(sharpened(sigmoid_l1, 3))",
     "laser(ssmax)",
     "sharpened(relu_l1, 2.5)",
@@ -133,9 +134,8 @@ def test_of_the_algebra_just_this_is_refused():
         ({"dtype": torch.float64}, "torch.float64 is not among float32, bfloat16 and float16"),
         ({"device": "meta"}, "on 'meta', not on the CPU"),
         ({"dropout_p": 0.1, "mechanism": "lssa"}, "dropout is not carried"),
-        ({"mechanism": "laser(sharpened(relu2_l1, 100))"}, "power=100 is not carried"),
     ],
-    ids=["float64", "device", "dropout", "laser"],
+    ids=["float64", "device", "dropout"],
 )
 def test_the_rest_that_is_refused(arguments, words):
     assert words in why_not(**arguments)
@@ -304,6 +304,29 @@ def test_learned_scales_and_powers(holds, threads, cases, mechanism, dtype, numb
     threads(number)
     for case in cases:
         holds(cpu, case, mechanism, dtype)
+
+
+@dataclass(frozen=True)
+class WideValues(Case):
+    """Values of standard deviation 50, and powers up to 100: u^p lies far below what a float holds, and e^V far above."""
+
+    def arguments(self, mechanism, dtype, seed=0, device="cpu"):
+        arguments = super().arguments(mechanism, dtype, seed, device)
+        with torch.no_grad():
+            arguments["value"] *= 50.0
+            if self.power:
+                arguments["power"].copy_(torch.linspace(2.0, 100.0, self.heads))
+        return arguments
+
+
+@pytest.mark.parametrize("mechanism", ["laser_lssar", "laser(sharpened(relu2_l1, 100))", "laser(sharpened(lssa, 40))"])
+@pytest.mark.parametrize("learned", [False, True])
+def test_laser_over_any_power(holds, mechanism, learned):
+    for length in (37, 150):
+        case = WideValues(
+            f"wide {length}", heads=4, key_heads=2, query_length=length, key_length=length, power=learned, value_dim=24
+        )
+        holds(cpu, case, mechanism, torch.float32)
 
 
 @pytest.mark.parametrize("kind", ["causal", "window", "mask", "padding", "documents"])

@@ -101,9 +101,7 @@ def draw(seed):
 
     mechanism = pick(NAMED) if maybe(0.5) else draw_mechanism(chance)
     if mechanism.normaliser == "l1" and maybe(0.2):
-        mechanism = mechanism.replace(
-            power=pick([1, 1.5, 2, 2.5, 3, 7, 15, *([] if mechanism.laser else [31, 40, 100])])
-        )
+        mechanism = mechanism.replace(power=pick([1, 1.5, 2, 2.5, 3, 7, 15, 31, 40, 100]))
     dtype = pick(DTYPES)
 
     key_length = pick([chance.randint(1, 20), chance.randint(1, 150), chance.randint(100, 300), pick([64, 128, 256])])

@@ -4,7 +4,9 @@ The kernels are compiled for the machine at first use (``build.py``). Determinis
 the backward for a given number.
 """
 
-from ctypes import c_void_p
+from collections.abc import Callable
+from ctypes import c_char_p, c_void_p
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,8 +28,6 @@ def supports(problem: Problem, visibility: Visibility, mechanism: Mechanism) -> 
         return f"phi={mechanism.phi!r} is not among {', '.join(PHI)}"
     if mechanism.post != "none":
         return f"post={mechanism.post!r} is not carried"
-    if mechanism.laser and (mechanism.power or 0.0) > 15.0:
-        return f"LASER over re-weighting with power={mechanism.power:g} is not carried: above 15, u^p may underflow"
     if problem.dropout_p:
         return "dropout is not carried"
     return build.why_unavailable()
@@ -35,12 +35,30 @@ def supports(problem: Problem, visibility: Visibility, mechanism: Mechanism) -> 
 
 def forward(problem: Problem, visibility: Visibility, mechanism: Mechanism, seed: int) -> tuple[Tensor, Tensor]:
     """out [B, H, Lq, Dv] and the row statistics [4, B, H, Lq]."""
-    query = problem.query
-    out = torch.empty(*query.shape[:3], problem.value.size(-1))
-    statistics = torch.empty(4, *query.shape[:3])
+    query, key, value = problem[:3]
+    out = _floats(*query.shape[:3], value.size(-1))
+    statistics = _floats(4, *query.shape[:3])
     arguments, _made = call(problem, visibility, mechanism)
-    _run("softfocus_forward", arguments, out, statistics)
+    _run("softfocus_forward", arguments, query, key, value, out, statistics)
     return out.to(query.dtype), statistics
+
+
+def prepare(
+    problem: Problem, visibility: Visibility, mechanism: Mechanism
+) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """A function from query, key and value, laid out as the problem's, to ``out``; for problems without other tensors."""
+    arguments, _made = call(problem, visibility, mechanism)
+    kernel = _kernel("softfocus_forward")
+    dtype = problem.query.dtype
+    like = _floats(1).expand(*problem.query.shape[:3], problem.value.size(-1))  # takes torch half the time of a shape
+
+    def ready(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out = torch.empty_like(like)
+        if kernel(arguments, query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(), None):
+            raise MemoryError(_NO_MEMORY)
+        return out if dtype == torch.float32 else out.to(dtype)
+
+    return ready
 
 
 def backward(
@@ -54,9 +72,9 @@ def backward(
     """Gradients of query, key, value, bias, head_scale and power; None where there is nothing to differentiate."""
     query, key, value, bias, head_scale, power = problem[:6]
     arguments, _made = call(problem, visibility, mechanism)
-    grads = [torch.empty(x.shape) for x in (query, key, value)]
-    bias_to = torch.zeros(bias.shape) if bias is not None and bias_grad else None
-    rows = [None if x is None else torch.empty(query.shape[:3]) for x in (head_scale, power)]
+    grads = [_floats(*x.shape) for x in (query, key, value)]
+    bias_to = _floats(*bias.shape).zero_() if bias is not None and bias_grad else None
+    rows = [None if x is None else _floats(*query.shape[:3]) for x in (head_scale, power)]
     arrays = ARRAY.pack(*array(grad)), ARRAY.pack(*broadcast(bias_to))
     _run("softfocus_backward", arguments, *arrays, *grads, *rows)
     to_heads = (None if x is None else x.sum((0, 2)) for x in rows)
@@ -66,7 +84,25 @@ def backward(
     )
 
 
+_NO_MEMORY = "softfocus: a kernel could not get the memory it works in"
+
+
+def _floats(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.float32, device="cpu")  # whatever torch's defaults are
+
+
 def _run(name: str, *arguments: bytes | Tensor | None) -> None:
-    pointers = [c_void_p(x.data_ptr()) if isinstance(x, Tensor) else x for x in arguments]
-    if getattr(build.library(), name)(*pointers):
-        raise MemoryError(f"softfocus: {name} could not get the memory it works in")
+    pointers = [x.data_ptr() if isinstance(x, Tensor) else x for x in arguments]
+    if _kernel(name)(*pointers):
+        raise MemoryError(_NO_MEMORY)
+
+
+_PARAMETERS = {"softfocus_forward": 6, "softfocus_backward": 8}
+
+
+def _kernel(name: str) -> Callable[..., int]:
+    """A kernel that takes bytes and addresses: told so, ctypes takes plain numbers for pointers."""
+    kernel: Any = getattr(build.library(), name)
+    if kernel.argtypes is None:
+        kernel.argtypes = [c_char_p] + [c_void_p] * (_PARAMETERS[name] - 1)
+    return kernel  # type: ignore[no-any-return]

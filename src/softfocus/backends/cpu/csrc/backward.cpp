@@ -167,11 +167,11 @@ class Worker {
       exact[r] = true;
       done.push_back(r * block.value_width + d);
       float grad = grads[r * block.value_width + d];
-      auto value = [&](int64_t j) { return read_value(block.base + j, d); };
-      float top, total = log_sum(w, n, value, top);
+      auto term = [&](int64_t j) { return w[j] + read_value(block.base + j, d); };
+      float total = log_sum(n, term);
       for (int64_t j = 0; j < n && grad != 0.0f; ++j)
-        if (w[j] > 0.0f) {
-          float share = grad * std::exp(std::log(w[j]) + value(j) - total);
+        if (w[j] != -INF) {
+          float share = grad * std::exp(term(j) - total);
           row[j] += share;
           value_grads[(block.base + j) * block.value_width + d] += share;
         }

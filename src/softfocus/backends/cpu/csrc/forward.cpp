@@ -7,8 +7,6 @@
 namespace softfocus {
 namespace {
 
-constexpr int64_t FEW_QUERIES = 4;  // as in decoding: packing the keys would cost more than it saves
-
 template <typename Phi>
 struct Worker {
   Block<Phi> block;
@@ -38,6 +36,7 @@ struct Worker {
         std::fill(to, to + p.value_dim, 0.0f);
       else
         std::copy_n(mixer.out + r * block.value_width, p.value_dim, to);
+      if (!statistics) continue;
       statistics[row + r] = block.count[r];
       statistics[rows + row + r] = block.maximum[r];
       statistics[2 * rows + row + r] = block.log_norm[r];
@@ -53,8 +52,9 @@ struct Worker {
     int64_t first = block.base, n = block.end - block.base;
     std::vector<std::pair<int64_t, float>> sums;
     mixer.exact(block, [&](int64_t r, int64_t d, const float* weights) {
-      float top, scale = p.sharpened ? mixer.share[r] : block.scale[r];
-      float total = log_sum(weights, n, value_column(d, first), top);
+      float scale = p.sharpened ? mixer.share[r] : block.scale[r];
+      auto value = value_column(d, first);
+      float total = log_sum(n, [&](int64_t j) { return weights[j] + value(j); });
       sums.push_back({r * block.value_width + d, total + std::log(scale)});
     });
     for (int64_t r = 0; r < block.n; ++r)
@@ -111,12 +111,16 @@ bool forward(const Problem& p, float* out, float* statistics) {
 }  // namespace
 }  // namespace softfocus
 
-// out [B, H, Lq, Dv] and statistics [4, B, H, Lq], both contiguous. 0, or 1 if memory ran out.
-extern "C" __attribute__((visibility("default"))) int softfocus_forward(const softfocus::Problem* p, float* out,
+// out [B, H, Lq, Dv] and, unless null, statistics [4, B, H, Lq], both contiguous. 0, or 1 if memory ran out. Where query, key
+// and value lie is told apart from the rest, which fits every call of the same layout.
+extern "C" __attribute__((visibility("default"))) int softfocus_forward(const softfocus::Problem* layout, const void* query,
+                                                                        const void* key, const void* value, float* out,
                                                                         float* statistics) {
   bool done = false;
   try {
-    softfocus::with_phi(p->phi, [&](auto phi) { done = softfocus::forward<decltype(phi)>(*p, out, statistics); });
+    softfocus::Problem p = *layout;
+    p.query.data = query, p.key.data = key, p.value.data = value;
+    softfocus::with_phi(p.phi, [&](auto phi) { done = softfocus::forward<decltype(phi)>(p, out, statistics); });
   } catch (const std::bad_alloc&) {
   }
   return done ? 0 : 1;

@@ -77,7 +77,7 @@ inline void pack_keys(const Problem& p, Head& head, int64_t b, int64_t h, int64_
 }
 
 constexpr float CLAMP = 80.0f;  // e^80 is finite, and so is its product with a weight of 0
-constexpr float HIGH = 60.0f;   // above the shift + 60, a value that a row sees is summed exactly
+constexpr float HIGH = 30.0f;   // above the shift + 30, a value that a row sees is summed exactly
 
 // e^(x - shift) of a row of values, whole vectors; the columns that lie high are told to `above`
 template <typename F>

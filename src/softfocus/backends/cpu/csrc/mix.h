@@ -5,8 +5,8 @@
 
 namespace softfocus {
 
-constexpr float REACH = 30.0f;  // the shift stays 0 while the values' maxima are within this
-constexpr float LOW = 1e-30f;   // so is a sum below this: the row's weights lie on values far below the shift
+constexpr float REACH = 20.0f;  // LASER's shift stays 0 while the values' maxima are within this
+constexpr float LOW = 1e-12f;   // a sum below this is made exactly: what weighs too little for a float, times e^HIGH, would show
 
 // out[0 .. VECTORS) += sum of w[e] * row keys[e] of the values; two sets of sums, so that additions need not wait
 template <int VECTORS>
@@ -171,7 +171,6 @@ class Mixer {
         const float* weights = block.part(r, at) + seen.low;
         int64_t step = CHUNK;
         if (!block.weights_are_kept()) {
-          
           for (int64_t i = 0; i < MR; ++i)
             block.with_row_phi(r + i, [&](auto phi) {
               vf scale = splat(block.scale[r + i]);
@@ -187,23 +186,21 @@ class Mixer {
     for (int64_t r = 0; r < block.n; ++r) finish(block, r, sum(sums[r]));
   }
 
-  // Calls f(r, column, log of the weights' norm, values above the shift) for what LASER must sum exactly, row by row. `f` gets
-  // the row's weights, not normed, at offsets from the block's base.
+  // Calls f(r, column, weights) for what LASER must sum exactly, row by row: logarithms of the row's weights, not normed, at
+  // offsets from the block's base.
   template <typename F>
   void exact(const Block<Phi>& block, F&& f) {
     const Problem& p = block.p;
     std::vector<uint8_t> marked(block.n * p.value_dim, 0);
     for (auto [key, d] : shift.high)
       for (int64_t r = 0; r < block.n; ++r)
-        if (!block.blind[r] && block.sees(r, key)) {
-          if (block.weight_of(r, key) != 0.0f) marked[r * p.value_dim + d] = 1;
-        }
+        if (!block.blind[r] && block.sees(r, key) && block.weighs(r, key)) marked[r * p.value_dim + d] = 1;
     for (int64_t r = 0; r < block.n; ++r) {
       if (weightless[r] || block.blind[r] || !std::isfinite(block.norm[r])) continue;
       bool ready = false;
       for (int64_t d = 0; d < p.value_dim; ++d) {
         if (!marked[r * p.value_dim + d] && !(out[r * block.value_width + d] < LOW)) continue;
-        if (!ready) block.weights(r, column);
+        if (!ready) block.log_weights(r, column);
         ready = true;
         f(r, d, static_cast<const float*>(column));
       }
@@ -274,15 +271,13 @@ class Mixer {
   }
 };
 
-// log of sum_j w_j e^V_j, and the terms' largest, over the keys of a row
+// log of the sum of e^term over the keys of a row, of which some term is finite
 template <typename F>
-inline float log_sum(const float* weights, int64_t n, F&& value, float& top) {
-  top = -INF;
-  for (int64_t j = 0; j < n; ++j)
-    if (weights[j] > 0.0f) top = std::max(top, std::log(weights[j]) + value(j));
+inline float log_sum(int64_t n, F&& term) {
+  float top = -INF;
+  for (int64_t j = 0; j < n; ++j) top = std::max(top, term(j));
   double total = 0.0;
-  for (int64_t j = 0; j < n; ++j)
-    if (weights[j] > 0.0f) total += std::exp(double(std::log(weights[j]) + value(j)) - top);
+  for (int64_t j = 0; j < n; ++j) total += std::exp(double(term(j)) - top);
   return top + float(std::log(total));
 }
 

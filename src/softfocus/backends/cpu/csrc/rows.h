@@ -7,7 +7,7 @@
 // A row that is tied, or that sees a NaN, is a re-weighted row with floor 0 and p = 1: its own l1 weights.
 #pragma once
 
-#include "keys.h"
+#include "few.h"
 #include "pointwise.h"
 #include "product.h"
 
@@ -55,7 +55,8 @@ class Block {
         direction(ROWS * width),
         query(ROWS * width),
         two_steps(Phi::after_maximum && p.normaliser == L1),
-        masked(has_masks(p)) {
+        masked(has_masks(p)),
+        few(p, width) {
     int64_t span = p.key_length;
     if (p.left >= 0 && p.right >= 0) span = std::min(span, p.left + p.right + ROWS);
     row_space = round_up(span + CHUNK - 1, CHUNK) + W;
@@ -161,29 +162,20 @@ class Block {
     return found;
   }
 
-  // The weights of a row, up to the factor that norms them, at offsets from base; 0 where no chunk is seen
-  void weights(int64_t r, float* to) const {
-    std::fill(to, to + (ld - W), 0.0f);
+  // The logarithms of a row's weights, up to what norms them, at offsets from base; -inf where no chunk is seen. Of re-weighted
+  // rows p log u: u^p may be too small for a float.
+  void log_weights(int64_t r, float* to) const {
+    std::fill(to, to + (ld - W), -INF);
     chunks([&](int64_t at) {
       Range seen = range(r, at);
-      for (int64_t j = seen.low; j < seen.high; j += W) store(to + j, weight(r, load(part(r, at) + j)));
+      for (int64_t j = seen.low; j < seen.high; j += W) store(to + j, log_weight(r, load(part(r, at) + j)));
     });
   }
 
-  // The weight of one key, the same way
-  float weight_of(int64_t r, int64_t key) const {
+  // Whether a key weighs something
+  bool weighs(int64_t r, int64_t key) const {
     int64_t j = key - base, whole = j / W * W;
-    return weight(r, load(part(r, j / CHUNK * CHUNK) + whole))[j - whole];
-  }
-
-  vf weight(int64_t r, vf x) const {
-    vf y;
-    with_row_phi(r, [&](auto phi) { y = phi.value(x); });
-    if (!p.sharpened) return y;
-    y = (y - floor[r]) * inverse[r];
-    vf whole, less;
-    powers(y, power[r], whole, less);
-    return y <= live[r] ? vf{} : whole;
+    return log_weight(r, load(part(r, j / CHUNK * CHUNK) + whole))[j - whole] != -INF;
   }
 
   // What the masks let a row see, at offsets from base; null without masks
@@ -195,9 +187,16 @@ class Block {
   }
 
  private:
+  vf log_weight(int64_t r, vf x) const {
+    vf y;
+    with_row_phi(r, [&](auto phi) { y = phi.value(x); });
+    y = (y - floor[r]) * inverse[r];  // of other rows, y
+    return y < std::numeric_limits<float>::min() ? splat(-INF) : logarithm(y) * power[r];
+  }
+
   const bool two_steps, masked;
   int64_t group_low[ROWS / MR], group_high[ROWS / MR];
-  Buffer<float> rows_of_keys;  // [W, width]
+  FewRows few;
   Buffer<uint8_t> visible;     // [ROWS, ld], where masks are given
   std::vector<uint8_t> states;  // of the chunks: 0 where no row sees a key, 1 mixed, 2 where the masks hide nothing
 
@@ -284,14 +283,16 @@ class Block {
     for (int64_t r = first; r < last; ++r) sums[r] = vf{}, tops[r] = splat(-INF);
     raw |= two_steps;
     bool single = last - first == 1;
-    chunks([&](int64_t at) {
-      if (!head->packed) {
-        score_naturally(first, last, at);
-        for (int64_t i = first; i < last; ++i)
-          if (Range seen = range(i, at); !seen.empty())
-            raw ? keep<true>(i, at, seen, sums[i], tops[i]) : keep<false>(i, at, seen, sums[i], tops[i]);
-        return;
-      }
+    auto keep_rows = [&](int64_t at) {
+      for (int64_t i = first; i < last; ++i)
+        if (Range seen = range(i, at); !seen.empty())
+          raw ? keep<true>(i, at, seen, sums[i], tops[i]) : keep<false>(i, at, seen, sums[i], tops[i]);
+    };
+    if (!head->packed) {
+      few.score(b, h / (p.heads / p.key_heads), base, end - base, query + first * width, last - first,
+                [&](int64_t chunk) { return !masked || states[chunk]; },
+                [&](int64_t r, int64_t j) { return part(first + r, j / CHUNK * CHUNK) + j; }, keep_rows);
+    } else chunks([&](int64_t at) {
       bool plain = (!masked || states[at / CHUNK] == 2) && !p.bias.data && !head->any_broken_key;
       for (int64_t panel = at; panel < std::min(at + CHUNK, end - base); panel += PANEL) {
         const float* keys = head->key_panels + (base + panel) * p.head_dim;
@@ -313,73 +314,6 @@ class Block {
       }
     });
     for (int64_t r = first; r < last; ++r) norm[r] = sum(sums[r]), maximum[r] = largest(tops[r]);
-  }
-
-  // Scores of few rows, too few to pay for packing the keys: W keys at a time, as they lie
-  void score_naturally(int64_t first, int64_t last, int64_t at) {
-    int64_t h_key = h / (p.heads / p.key_heads);
-    bool direct = in_place(p.key, p.dtype, p.head_dim);
-    for (int64_t j = at; j < std::min(at + CHUNK, end - base); j += W) {
-      int64_t n_keys = std::min<int64_t>(W, p.key_length - base - j), step = p.key.stride[2];
-      const float* keys = direct ? row_in_place(p.key, b, h_key, base + j) : nullptr;
-      if (!direct || n_keys < W) {
-        if (!rows_of_keys) rows_of_keys.resize(W * width);
-        std::fill(rows_of_keys + 0, rows_of_keys + W * width, 0.0f);
-        for (int64_t i = 0; i < n_keys; ++i) read_row(p.key, p.dtype, b, h_key, base + j + i, p.head_dim, rows_of_keys + i * width);
-        keys = rows_of_keys, step = width;
-      }
-      vf inverse = splat(1.0f);
-      vi odd = vi{};  // not finite, or a norm whose square may have overflowed or vanished
-      for (int64_t r = first; r < last; ++r) {
-        vf products[W], squares[W];
-        if (p.cosine && r == first) {
-          multiply<true>(query + r * width, keys, step, products, squares);
-          vf norm = sums(squares);
-          odd = ~((norm > 1e-30f) & (norm < 1e30f));
-          inverse = 1.0f / square_root(norm);
-        } else {
-          multiply<false>(query + r * width, keys, step, products, squares);
-        }
-        vf s = sums(products) * inverse;
-        store(part(r, at) + j, s);
-        odd |= ~(absolute(s) <= std::numeric_limits<float>::max());
-      }
-      if (any(odd & (lanes() < int32_t(n_keys)))) score_carefully(first, last, at, j, n_keys);
-    }
-  }
-
-  // The products, lane by lane, of a row with each of W keys, and of the keys with themselves
-  template <bool SQUARES>
-  void multiply(const float* row, const float* keys, int64_t step, vf (&products)[W], vf (&squares)[W]) const {
-#pragma GCC unroll 16
-    for (int i = 0; i < W; ++i) {  // key after key: memory is fetched ahead best in order
-      vf product = vf{}, square = vf{};
-      for (int64_t d = 0; d < width; d += 4 * W)
-        each<4>([&](int v) {
-          if (d + v * W >= width) return;
-          vf x = load(keys + i * step + d + v * W);
-          product += x * load(row + d + v * W);
-          if constexpr (SQUARES) square += x * x;
-        });
-      products[i] = product;
-      if constexpr (SQUARES) squares[i] = square;
-    }
-  }
-
-  // Key by key: NaN for one that is not finite, the direction of one whose norm is extreme
-  void score_carefully(int64_t first, int64_t last, int64_t at, int64_t j, int64_t n_keys) {
-    Buffer<float> row(width);
-    for (int64_t i = 0; i < n_keys; ++i) {
-      std::fill(row + 0, row + width, 0.0f);
-      read_row(p.key, p.dtype, b, h / (p.heads / p.key_heads), base + j + i, p.head_dim, row);
-      bool finite = all_finite(row, p.head_dim);
-      if (finite && p.cosine) normalise(row, p.head_dim);
-      for (int64_t r = first; r < last; ++r) {
-        vf total = vf{};
-        for (int64_t d = 0; d < width; d += W) total += load(query + r * width + d) * load(row + d);
-        part(r, at)[j + i] = finite ? sum(total) : std::numeric_limits<float>::quiet_NaN();
-      }
-    }
   }
 
   // Whether the window shows MR whole rows all the keys of a range

@@ -1,0 +1,132 @@
+// Scores of a few query rows, as in decoding: packing the keys would cost more than it saves, so they are read as they lie.
+#pragma once
+
+#include "keys.h"
+
+namespace softfocus {
+
+constexpr int64_t FEW_QUERIES = 4;
+constexpr int PLACES = 8;  // where keys from memory are read at the same time: each is a stream that the machine fetches ahead
+constexpr int64_t CACHED = 8 << 20;  // bytes of keys, all heads together, up to which they may come from a cache: then in one place
+
+class FewRows {
+ public:
+  FewRows(const Problem& problem, int64_t row_width)
+      : p(problem), width(row_width), direct(in_place(p.key, p.dtype, p.head_dim)) {}
+
+  // The dot products of `rows` rows of `query` with the keys of a head from `base` on: directions for cosine similarity, NaN for a
+  // key that is not finite. `shown(chunk)` says which of the chunks are wanted, to(r, j) where the score of row r with key
+  // base + j belongs; whole vectors are written. scored(low, high) is told of keys whose scores are there, chunk by chunk.
+  template <typename Shown, typename To, typename Scored>
+  void score(int64_t batch, int64_t key_head, int64_t base, int64_t n, const float* query, int64_t rows, Shown&& shown, To&& to,
+             Scored&& scored) {
+    b = batch, h = key_head;
+    bool far = p.batch * p.key_heads * p.key_length * p.head_dim * int64_t(sizeof(float)) > CACHED;
+    int64_t chunks = (n + CHUNK - 1) / CHUNK, stride = direct && far ? chunks / PLACES : 0;
+    auto one = [&](int64_t chunk) {
+      if (!shown(chunk)) return;
+      int64_t low = chunk * CHUNK, high = std::min(low + CHUNK, n);
+      for (int64_t j = low; j < high; j += W) score_vectors<1>({j}, base, query, rows, to);
+      scored(low);
+    };
+    for (int64_t chunk = 0; chunk < stride; ++chunk) {
+      bool all = base + (chunk + (PLACES - 1) * stride + 1) * CHUNK <= p.key_length;
+      for (int64_t i = 0; i < PLACES; ++i) all &= shown(chunk + i * stride);
+      int64_t at[PLACES];
+      for (int64_t j = chunk * CHUNK; all && j < (chunk + 1) * CHUNK; j += W) {
+        for (int64_t i = 0; i < PLACES; ++i) at[i] = j + i * stride * CHUNK;
+        score_vectors<PLACES>(at, base, query, rows, to);
+      }
+      for (int64_t i = 0; i < PLACES; ++i)
+        if (all)
+          scored((chunk + i * stride) * CHUNK);
+        else
+          one(chunk + i * stride);
+    }
+    for (int64_t chunk = stride * PLACES; chunk < chunks; ++chunk) one(chunk);
+  }
+
+ private:
+  const Problem& p;
+  const int64_t width;
+  const bool direct;
+  int64_t b = 0, h = 0;
+  Buffer<float> space;  // [W, width], of keys that cannot be read in place
+
+  // W keys from each of N places on
+  template <int N, typename To>
+  __attribute__((always_inline)) inline void score_vectors(const int64_t (&at)[N], int64_t base, const float* query, int64_t rows, To&& to) {
+    int64_t n_keys = std::min<int64_t>(W, p.key_length - base - at[0]), step = p.key.stride[2];
+    const float* keys[N];
+    if (direct && n_keys == W) {
+      for (int i = 0; i < N; ++i) keys[i] = row_in_place(p.key, b, h, base + at[i]);
+    } else {  // one place
+      if (!space) space.resize(W * width);
+      std::fill(space + 0, space + W * width, 0.0f);
+      for (int64_t i = 0; i < n_keys; ++i) read_row(p.key, p.dtype, b, h, base + at[0] + i, p.head_dim, space + i * width);
+      keys[0] = space, step = width;
+    }
+    vf inverse[N];
+    vi odd[N];  // not finite, or a norm whose square may have overflowed or vanished
+    for (int i = 0; i < N; ++i) inverse[i] = splat(1.0f), odd[i] = vi{};
+    for (int64_t r = 0; r < rows; ++r) {
+      vf products[N][W], squares[N][W];
+      if (p.cosine && r == 0) {
+        multiply<true>(query, keys, step, products, squares);
+        for (int i = 0; i < N; ++i) {
+          vf norm = sums(squares[i]);
+          odd[i] = ~((norm > 1e-30f) & (norm < 1e30f));
+          inverse[i] = 1.0f / square_root(norm);
+        }
+      } else {
+        multiply<false>(query + r * width, keys, step, products, squares);
+      }
+      for (int i = 0; i < N; ++i) {
+        vf s = sums(products[i]) * inverse[i];
+        store(to(r, at[i]), s);
+        odd[i] |= ~(absolute(s) <= std::numeric_limits<float>::max());
+      }
+    }
+    for (int i = 0; i < N; ++i)
+      if (any(odd[i] & (lanes() < int32_t(n_keys)))) score_carefully(at[i], base, n_keys, query, rows, to);
+  }
+
+  // The products, lane by lane, of a row with W keys of each place, and of the keys with themselves
+  template <bool SQUARES, int N>
+  __attribute__((always_inline)) inline void multiply(const float* row, const float* const (&keys)[N], int64_t step, vf (&products)[N][W], vf (&squares)[N][W]) const {
+#pragma GCC unroll 16
+    for (int i = 0; i < W; ++i)
+#pragma GCC unroll 8
+      for (int place = 0; place < N; ++place) {
+        vf product = vf{}, square = vf{};
+        for (int64_t d = 0; d < width; d += 4 * W)
+          each<4>([&](int v) {
+            if (d + v * W >= width) return;
+            vf x = load(keys[place] + i * step + d + v * W);
+            product += x * load(row + d + v * W);
+            if constexpr (SQUARES) square += x * x;
+          });
+        products[place][i] = product;
+        if constexpr (SQUARES) squares[place][i] = square;
+      }
+  }
+
+  // Key by key: NaN for one that is not finite, the direction of one whose norm is extreme
+  template <typename To>
+  __attribute__((noinline)) void score_carefully(int64_t j, int64_t base, int64_t n_keys, const float* query, int64_t rows, To&& to) {
+    Buffer<float> row(width);
+    for (int64_t i = 0; i < n_keys; ++i) {
+      std::fill(row + 0, row + width, 0.0f);
+      read_row(p.key, p.dtype, b, h, base + j + i, p.head_dim, row);
+      bool finite = all_finite(row, p.head_dim);
+      if (finite && p.cosine) normalise(row, p.head_dim);
+      for (int64_t r = 0; r < rows; ++r) {
+        vf total = vf{};
+        for (int64_t d = 0; d < width; d += W) total += load(query + r * width + d) * load(row + d);
+        to(r, j)[i] = finite ? sum(total) : std::numeric_limits<float>::quiet_NaN();
+      }
+    }
+  }
+};
+
+}  // namespace softfocus
