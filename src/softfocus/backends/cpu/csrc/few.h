@@ -1,7 +1,9 @@
 // Scores of a few query rows, as in decoding: packing the keys would cost more than it saves, so they are read as they lie.
 #pragma once
 
-#include "keys.h"
+#include <functional>
+
+#include "sight.h"
 
 namespace softfocus {
 
@@ -14,24 +16,24 @@ class FewRows {
   FewRows(const Problem& problem, int64_t row_width)
       : p(problem), width(row_width), direct(in_place(p.key, p.dtype, p.head_dim)) {}
 
-  // The dot products of `rows` rows of `query` with the keys of a head from `base` on: directions for cosine similarity, NaN for a
-  // key that is not finite. `shown(chunk)` says which of the chunks are wanted, to(r, j) where the score of row r with key
-  // base + j belongs; whole vectors are written. scored(low, high) is told of keys whose scores are there, chunk by chunk.
-  template <typename Shown, typename To, typename Scored>
-  void score(int64_t batch, int64_t key_head, int64_t base, int64_t n, const float* query, int64_t rows, Shown&& shown, To&& to,
-             Scored&& scored) {
-    b = batch, h = key_head;
+  // The dot products of `rows` rows of `query` with the keys that a block sees: directions for cosine similarity, NaN for a key that
+  // is not finite. to(r, j) is where the score of row r with key base + j belongs; whole vectors are written. scored(at) is told
+  // of chunks whose scores are there.
+  void score(const Sight& sight, const float* query, int64_t rows, const std::function<float*(int64_t, int64_t)>& to,
+             const std::function<void(int64_t)>& scored) {
+    int64_t base = sight.base, n = sight.end - base;
+    b = sight.b, h = sight.h / (p.heads / p.key_heads);
     bool far = p.batch * p.key_heads * p.key_length * p.head_dim * int64_t(sizeof(float)) > CACHED;
     int64_t chunks = (n + CHUNK - 1) / CHUNK, stride = direct && far ? chunks / PLACES : 0;
     auto one = [&](int64_t chunk) {
-      if (!shown(chunk)) return;
+      if (!sight.shown(chunk * CHUNK)) return;
       int64_t low = chunk * CHUNK, high = std::min(low + CHUNK, n);
       for (int64_t j = low; j < high; j += W) score_vectors<1>({j}, base, query, rows, to);
       scored(low);
     };
     for (int64_t chunk = 0; chunk < stride; ++chunk) {
       bool all = base + (chunk + (PLACES - 1) * stride + 1) * CHUNK <= p.key_length;
-      for (int64_t i = 0; i < PLACES; ++i) all &= shown(chunk + i * stride);
+      for (int64_t i = 0; i < PLACES; ++i) all &= sight.shown((chunk + i * stride) * CHUNK);
       int64_t at[PLACES];
       for (int64_t j = chunk * CHUNK; all && j < (chunk + 1) * CHUNK; j += W) {
         for (int64_t i = 0; i < PLACES; ++i) at[i] = j + i * stride * CHUNK;
@@ -54,8 +56,8 @@ class FewRows {
   Buffer<float> space;  // [W, width], of keys that cannot be read in place
 
   // W keys from each of N places on
-  template <int N, typename To>
-  __attribute__((always_inline)) inline void score_vectors(const int64_t (&at)[N], int64_t base, const float* query, int64_t rows, To&& to) {
+  template <int N>
+  __attribute__((always_inline)) inline void score_vectors(const int64_t (&at)[N], int64_t base, const float* query, int64_t rows, const std::function<float*(int64_t, int64_t)>& to) {
     int64_t n_keys = std::min<int64_t>(W, p.key_length - base - at[0]), step = p.key.stride[2];
     const float* keys[N];
     if (direct && n_keys == W) {
@@ -112,8 +114,7 @@ class FewRows {
   }
 
   // Key by key: NaN for one that is not finite, the direction of one whose norm is extreme
-  template <typename To>
-  __attribute__((noinline)) void score_carefully(int64_t j, int64_t base, int64_t n_keys, const float* query, int64_t rows, To&& to) {
+  __attribute__((noinline)) void score_carefully(int64_t j, int64_t base, int64_t n_keys, const float* query, int64_t rows, const std::function<float*(int64_t, int64_t)>& to) {
     Buffer<float> row(width);
     for (int64_t i = 0; i < n_keys; ++i) {
       std::fill(row + 0, row + width, 0.0f);

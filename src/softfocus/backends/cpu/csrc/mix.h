@@ -1,71 +1,12 @@
 // Weights times values for a block of rows, dense or over the keys that weigh something; and LASER's log(A exp V).
 #pragma once
 
-#include "rows.h"
+#include "live.h"
 
 namespace softfocus {
 
 constexpr float REACH = 20.0f;  // LASER's shift stays 0 while the values' maxima are within this
 constexpr float LOW = 1e-12f;   // a sum below this is made exactly: what weighs too little for a float, times e^HIGH, would show
-
-// out[0 .. VECTORS) += sum of w[e] * row keys[e] of the values; two sets of sums, so that additions need not wait
-template <int VECTORS>
-inline void add_rows(int64_t n, const int32_t* keys, const float* w, const float* values, int64_t step, float* out) {
-  vf even[VECTORS], odd[VECTORS];
-  for (int v = 0; v < VECTORS; ++v) even[v] = load(out + v * W), odd[v] = vf{};
-  int64_t e = 0;
-  for (; e + 2 <= n; e += 2) {
-    const float *x = values + keys[e] * step, *y = values + keys[e + 1] * step;
-    for (int v = 0; v < VECTORS; ++v) even[v] += w[e] * load(x + v * W), odd[v] += w[e + 1] * load(y + v * W);
-  }
-  if (e < n)
-    for (int v = 0; v < VECTORS; ++v) even[v] += w[e] * load(values + keys[e] * step + v * W);
-  for (int v = 0; v < VECTORS; ++v) store(out + v * W, even[v] + odd[v]);
-}
-
-inline void add_rows(int64_t vectors, int64_t n, const int32_t* keys, const float* w, const float* values, int64_t step,
-                     float* out) {
-  for (; vectors >= 4; vectors -= 4, values += 4 * W, out += 4 * W) add_rows<4>(n, keys, w, values, step, out);
-  for (; vectors >= 1; vectors -= 1, values += W, out += W) add_rows<1>(n, keys, w, values, step, out);
-}
-
-constexpr int64_t LISTS = 16;  // rows gathered together, so that the next row's work need not wait for the last one's count
-
-// The keys of a chunk that weigh something in some rows, and their u: a list a row.
-template <typename Phi>
-struct Lists {
-  int64_t found[LISTS];
-
-  Lists() : keys(LISTS * (CHUNK + W)), u(LISTS * (CHUNK + W)) {}
-  int32_t* keys_of(int64_t i) { return keys + i * (CHUNK + W); }
-  float* u_of(int64_t i) { return u + i * (CHUNK + W); }
-
-  // Rows from `first` on; keys count from `at`
-  void gather(const Block<Phi>& block, int64_t first, int64_t at) {
-    for (int64_t i = 0; i < LISTS; ++i) {
-      int64_t r = first + i;
-      found[i] = r < block.n && !block.blind[r] ? block.gather(r, at, keys_of(i), u_of(i)) : 0;
-    }
-  }
-
-  // u to u^p; returns the sums of the lanes
-  vf raise(int64_t i, float power) {
-    vf total = vf{};
-    float* x = u_of(i);
-    for (int64_t e = 0; e < found[i]; e += W) {
-      vf y = load(x + e), whole, less;
-      Block<Phi>::powers(y, power, whole, less);
-      whole = y == 0.0f ? vf{} : whole;
-      total += whole;
-      store(x + e, whole);
-    }
-    return total;
-  }
-
- private:
-  Buffer<int32_t> keys;
-  Buffer<float> u;
-};
 
 // The column shifts M of a block for exp(V - M): 0 for values of an ordinary size, whose exponentials the head holds ready;
 // else the maximum over the keys that every row of the block sees, so that no future value touches an earlier row. The

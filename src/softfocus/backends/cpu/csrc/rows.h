@@ -1,4 +1,5 @@
-// A block of query rows with the scores of all the keys that they may see: what the forward and the backward share.
+// A block of query rows with the scores of all the keys that they may see: what the forward and the backward share. (Over 300
+// lines: one class, whose parts all work on the same rows.)
 //
 // Scores are made once, chunk by chunk, and kept as phi needs them (pointwise.h); with whole rows at hand no reduction needs
 // an online correction, and every mechanism is the same three steps: scores, the rows' statistics, weights. Row by row:
@@ -9,20 +10,11 @@
 
 #include "few.h"
 #include "pointwise.h"
-#include "product.h"
 
 namespace softfocus {
 
-constexpr int64_t ROWS = 128;  // of a block, at most
 constexpr float TAIL = -20.0f;
 constexpr int64_t SQUARING_LIMIT = 32;
-
-// The keys [low, high) as whole vectors of a chunk: offsets from the block's base
-struct Range {
-  int64_t low, high;
-  bool empty() const { return low >= high; }
-  int64_t vectors() const { return (high - low) / W; }
-};
 
 // The backward of rows that are not re-weighted keeps two numbers a score: at great lengths of half as many rows
 inline int64_t block_rows(const Problem& p, bool backward) {
@@ -30,47 +22,31 @@ inline int64_t block_rows(const Problem& p, bool backward) {
 }
 
 template <typename Phi>
-class Block {
+class Block : public Sight {
  public:
-  const Problem& p;
   const int64_t width, value_width;  // of rows of queries and of values, in whole vectors
-  int64_t b = 0, h = 0, start = 0, n = 0;
-  int64_t base = 0, end = 0, ld = 0;  // keys [base, end); bytes between the rows of `visible`
-  int64_t row_space = 0;              // the most that ld can be
   const Head* head = nullptr;
-
-  int64_t rows = 0;         // that are held: of a block, or the queries there are
   Buffer<float> kept;       // [chunks, rows, CHUNK]: what is worked on together lies together
   Buffer<float> direction;  // [ROWS, width], the queries, normalised for cosine similarity
   Buffer<float> query;      // [ROWS, width], times c_i: what the products take
-  int64_t low[ROWS], high[ROWS];
-  float count[ROWS], factor[ROWS], shift[ROWS], inverse_norm[ROWS], maximum[ROWS], norm[ROWS], log_norm[ROWS], peak[ROWS];
+  float factor[ROWS], shift[ROWS], inverse_norm[ROWS], maximum[ROWS], norm[ROWS], log_norm[ROWS], peak[ROWS];
   float scale[ROWS], floor[ROWS], inverse[ROWS], live[ROWS], power[ROWS], offset[ROWS];
-  bool blind[ROWS], broken[ROWS], tail[ROWS];
+  bool broken[ROWS], tail[ROWS];
 
   Block(const Problem& problem, int64_t most)
-      : p(problem),
+      : Sight(problem, most),
         width(round_up(p.head_dim, W)),
         value_width(round_up(p.value_dim, W)),
+        kept(rows * (row_space - W)),
         direction(ROWS * width),
         query(ROWS * width),
         two_steps(Phi::after_maximum && p.normaliser == L1),
-        masked(has_masks(p)),
-        few(p, width) {
-    int64_t span = p.key_length;
-    if (p.left >= 0 && p.right >= 0) span = std::min(span, p.left + p.right + ROWS);
-    row_space = round_up(span + CHUNK - 1, CHUNK) + W;
-    rows = std::min(most, round_up(p.query_length, MR));
-    kept.resize(rows * (row_space - W));
-    if (masked) visible.resize(rows * row_space);
-    states.resize(row_space / CHUNK + 1);
-  }
+        few(p, width) {}
 
   // Take the rows of a head from `first` on; their scores and everything up to the weights' constants.
   void open(int64_t batch, int64_t query_head, int64_t first, const Head& keys) {
-    b = batch, h = query_head, start = first, head = &keys;
-    n = std::min(rows, p.query_length - first);
-    see();
+    look(batch, query_head, first);
+    head = &keys;
     read_queries();
     scores(0, n, false);
     for (int64_t r = 0; r < n; ++r) finish_row(r);
@@ -84,24 +60,6 @@ class Block {
   }
   float* part(int64_t r, int64_t at) { return part<float>(kept, r, at); }
   const float* part(int64_t r, int64_t at) const { return part<const float>(kept, r, at); }
-
-  int64_t padded() const { return round_up(n, MR); }
-
-  // The chunks, as offsets from base, that some row sees
-  template <typename F>
-  void chunks(F&& f) const {
-    for (int64_t at = 0; at < end - base; at += CHUNK)
-      if (!masked || states[at / CHUNK]) f(at);
-  }
-
-  // What of the keys [at, at + n) the MR rows from `r` see, in whole vectors
-  Range range(int64_t r, int64_t at, int64_t n = CHUNK) const {
-    int64_t l = group_low[r / MR] - base, g = group_high[r / MR] - base;
-    if (l >= g) return {0, 0};
-    l = std::max(l / W * W, at);
-    g = std::min(round_up(g, W), at + n);
-    return {l, g};
-  }
 
   // Calls f with the phi that a row was made with
   template <typename F>
@@ -178,14 +136,6 @@ class Block {
     return log_weight(r, load(part(r, j / CHUNK * CHUNK) + whole))[j - whole] != -INF;
   }
 
-  // What the masks let a row see, at offsets from base; null without masks
-  const uint8_t* visible_row(int64_t r) const { return masked ? visible + r * ld : nullptr; }
-
-  // Whether a row may see a key
-  bool sees(int64_t r, int64_t key) const {
-    return key >= low[r] && key < high[r] && (!masked || visible[r * ld + key - base]);
-  }
-
  private:
   vf log_weight(int64_t r, vf x) const {
     vf y;
@@ -194,69 +144,8 @@ class Block {
     return y < std::numeric_limits<float>::min() ? splat(-INF) : logarithm(y) * power[r];
   }
 
-  const bool two_steps, masked;
-  int64_t group_low[ROWS / MR], group_high[ROWS / MR];
+  const bool two_steps;
   FewRows few;
-  Buffer<uint8_t> visible;     // [ROWS, ld], where masks are given
-  std::vector<uint8_t> states;  // of the chunks: 0 where no row sees a key, 1 mixed, 2 where the masks hide nothing
-
-  void see() {
-    base = p.key_length, end = 0;
-    for (int64_t r = 0; r < padded(); ++r) {
-      if (r < n)
-        window(p, start + r, low[r], high[r]);
-      else
-        low[r] = high[r] = 0;
-      if (low[r] < high[r]) base = std::min(base, low[r]), end = std::max(end, high[r]);
-    }
-    base = base < end ? base / CHUNK * CHUNK : 0;
-    end = std::max(end, base);
-    ld = round_up(end - base, CHUNK) + W;
-    if (masked) {
-      std::fill(states.begin(), states.end(), uint8_t(0));
-      for (int64_t at = 0; at < end - base; at += CHUNK) states[at / CHUNK] = 2;
-    }
-    for (int64_t r = 0; r < n; ++r) {
-      count[r] = float(high[r] - low[r]);
-      if (masked && low[r] < high[r]) {
-        uint8_t* row = visible + r * ld;
-        masks_row(p, b, h, start + r, low[r], high[r], row + low[r] - base);
-        std::memset(row, 0, low[r] - base);
-        std::memset(row + high[r] - base, 0, ld - (high[r] - base));
-        int64_t seen = 0;
-        for (int64_t j = low[r] - base; j < high[r] - base; ++j) seen += row[j];
-        count[r] = float(seen);
-      } else if (masked) {
-        std::memset(visible + r * ld, 0, ld);
-      }
-      blind[r] = count[r] == 0.0f;
-    }
-    for (int64_t r = n; r < padded(); ++r) blind[r] = true;
-    if (masked) weigh_chunks();
-    for (int64_t g = 0; g < padded() / MR; ++g) {
-      group_low[g] = p.key_length, group_high[g] = 0;
-      for (int64_t r = g * MR; r < (g + 1) * MR; ++r)
-        if (!blind[r]) {
-          group_low[g] = std::min(group_low[g], low[r]);
-          group_high[g] = std::max(group_high[g], high[r]);
-        }
-    }
-  }
-
-  void weigh_chunks() {
-    for (int64_t at = 0; at < end - base; at += CHUNK) {
-      bool any = false, all = true;
-      for (int64_t r = 0; r < n; ++r) {
-        const uint8_t* row = visible + r * ld + at;
-        int64_t l = std::clamp<int64_t>(low[r] - base - at, 0, CHUNK), g = std::clamp<int64_t>(high[r] - base - at, 0, CHUNK);
-        int64_t seen = 0;
-        for (int64_t j = l; j < g; ++j) seen += row[j];
-        any |= seen > 0;
-        all &= seen == g - l;
-      }
-      states[at / CHUNK] = any ? (all ? 2 : 1) : 0;
-    }
-  }
 
   void read_queries() {
     for (int64_t r = 0; r < padded(); ++r) {
@@ -289,11 +178,10 @@ class Block {
           raw ? keep<true>(i, at, seen, sums[i], tops[i]) : keep<false>(i, at, seen, sums[i], tops[i]);
     };
     if (!head->packed) {
-      few.score(b, h / (p.heads / p.key_heads), base, end - base, query + first * width, last - first,
-                [&](int64_t chunk) { return !masked || states[chunk]; },
+      few.score(*this, query + first * width, last - first,
                 [&](int64_t r, int64_t j) { return part(first + r, j / CHUNK * CHUNK) + j; }, keep_rows);
     } else chunks([&](int64_t at) {
-      bool plain = (!masked || states[at / CHUNK] == 2) && !p.bias.data && !head->any_broken_key;
+      bool plain = shown_whole(at) && !p.bias.data && !head->any_broken_key;
       for (int64_t panel = at; panel < std::min(at + CHUNK, end - base); panel += PANEL) {
         const float* keys = head->key_panels + (base + panel) * p.head_dim;
         for (int64_t r = first; r < last; r += single ? 1 : MR) {
