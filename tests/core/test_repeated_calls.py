@@ -1,0 +1,176 @@
+"""A call like one before is not checked again: it must give the same bits, and whatever makes it another call must be noticed."""
+
+import os
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import softfocus
+from softfocus import functional
+
+pytestmark = pytest.mark.kernels
+NAMES = ("query", "key", "value")
+
+
+@pytest.fixture(autouse=True)
+def nothing_ready():
+    functional._ready.clear()
+    yield
+    functional._ready.clear()
+
+
+def tensors(dtype=torch.float32, seed=0, heads=2, length=9, queries=9, width=8, value_width=5):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((2, heads, queries, width), (2, 2, length, width), (2, 2, length, value_width))
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def fresh(*arguments, **keywords):
+    functional._ready.clear()
+    return softfocus.attention(*arguments, **keywords)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_it_gives_the_same_bits(dtype):
+    for seed in range(3):
+        given = tensors(dtype, seed)
+        again = softfocus.attention(*given)
+        assert len(functional._ready) == 1
+        assert again.dtype == dtype
+        ready = dict(functional._ready)
+        assert torch.equal(again, fresh(*given))
+        functional._ready.update(ready)
+
+
+def test_one_call_after_another():
+    """Every argument that makes it another call, and back again."""
+    given = tensors(heads=4)
+    calls = [
+        {"enable_gqa": True} | more
+        for more in (
+            {}, {"is_causal": True}, {"scale": 2.0}, {"mechanism": "softmax"}, {"mechanism": softfocus.named("laser")},
+            {"window_size": (2, 0)}, {"window_size": (3, 0)}, {"window_size": [3, 0]}, {"backend": "tiled"}, {"backend": "cpu"},
+            {"backend": "reference"}, {"mechanism": "lssar", "is_causal": True, "scale": 2.0},
+        )
+    ]  # fmt: skip
+    want = [fresh(*given, **call) for call in calls]
+    functional._ready.clear()
+    for _ in range(2):
+        for call, out in zip(calls, want, strict=True):
+            assert torch.equal(softfocus.attention(*given, **call), out), call
+    assert 5 < len(functional._ready) < len(calls)
+
+
+def test_other_strides_of_the_same_shapes():
+    given = tensors(length=8, width=8, value_width=8, queries=8)
+    softfocus.attention(*given)
+    for i in range(3):
+        turned = list(given)
+        turned[i] = given[i].mT.contiguous().mT
+        assert torch.equal(softfocus.attention(*turned), fresh(*turned))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_wrong_is_still_said(name):
+    softfocus.attention(*tensors())
+    given = dict(zip(NAMES, tensors(), strict=True))
+    for wrong, error in (
+        (given[name].double(), TypeError),
+        (given[name][0], ValueError),
+        (None, TypeError),
+        (given[name].numpy(), TypeError),
+        (given[name].to("meta"), ValueError),
+    ):
+        with pytest.raises(error):
+            softfocus.attention(**{**given, name: wrong})
+    for unhashable in ({"mechanism": []}, {"scale": []}):
+        with pytest.raises(TypeError):
+            softfocus.attention(**given, **unhashable)
+
+
+def test_gradients_are_recorded():
+    query, key, value = tensors()
+    softfocus.attention(query, key, value)
+    value.requires_grad_()
+    softfocus.attention(query, key, value).sum().backward()
+    assert value.grad.abs().sum() > 0
+    with torch.no_grad():
+        assert not softfocus.attention(query, key, value).requires_grad
+
+
+def test_optional_tensors_count():
+    query, key, value = tensors()
+    plain = softfocus.attention(query, key, value)
+    mask = torch.ones(9, 9, dtype=torch.bool).tril()
+    for optional in (
+        {"attn_mask": mask},
+        {"key_mask": torch.arange(9).expand(2, 9) < 5},
+        {"document_ids": (torch.arange(9) // 4).expand(2, 9)},
+        {"bias": torch.randn(9, 9)},
+        {"head_scale": torch.tensor([2.0, 0.5])},
+        {"power": torch.tensor([2.0, 3.0])},
+    ):
+        assert not torch.equal(softfocus.attention(query, key, value, **optional), plain), optional
+    _, statistics = softfocus.attention(query, key, value, return_statistics=True)
+    assert statistics.count.eq(9).all()
+
+
+def test_the_defaults_of_torch_do_not_matter():
+    given = tensors()
+    want = softfocus.attention(*given)
+    try:
+        torch.set_default_dtype(torch.float64)
+        with torch.device("meta"):
+            for out in (softfocus.attention(*given), fresh(*given)):
+                assert out.dtype == torch.float32
+                assert torch.equal(out, want)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_autocast_and_modes_see_every_call():
+    given = tensors()
+    softfocus.attention(*given)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for _ in range(2):
+            assert softfocus.attention(*given).dtype == torch.bfloat16
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    with Watch():
+        softfocus.attention(*given)
+    assert seen == ["softfocus.attend.default"]
+
+
+def test_the_number_of_threads_is_the_one_of_the_call(threads):
+    given = tensors(length=200, queries=200)
+    outs = []
+    for number in (1, 2, 1):
+        threads(number)
+        outs.append(softfocus.attention(*given))
+    assert torch.equal(outs[0], outs[1])
+    assert len(functional._ready) == 2
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_starts_anew(threads):
+    """On one thread: OpenMP's others stay with the parent."""
+    threads(2)
+    given = tensors(length=300, queries=300)
+    want = softfocus.attention(*given)
+    child = os.fork()
+    if not child:
+        os._exit(0 if not functional._ready and torch.equal(softfocus.attention(*given), want) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_no_more_are_kept_than_fit(monkeypatch):
+    monkeypatch.setattr(functional, "_MOST_READY", 4)
+    for length in range(1, 20):
+        softfocus.attention(*tensors(length=length))
+        assert len(functional._ready) <= 4
