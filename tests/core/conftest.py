@@ -45,9 +45,9 @@ MORE = 8
 def holds():
     """``check``; a problem that fails is drawn once more, with MORE times the rows, and must then pass.
 
-    Its yardstick is the worst error of the eager formula over the problem's rows, in sixteen orders of summation, which share the
-    rounding of phi. Over a few ill-conditioned rows it can be lucky in all of them, once in some hundred problems: they are too
-    few to measure with. The rule and the tolerance are ``check``'s both times.
+    Its yardstick is the worst error of the eager formula over the problem's rows, in sixteen orders of summation, which share
+    the rounding of phi. Over a few ill-conditioned rows it can be lucky in all of them, once in some hundred problems: they are
+    too few to measure with. The rule and the tolerance are ``check``'s both times.
     """
 
     def holds(attention, case, mechanism, dtype):

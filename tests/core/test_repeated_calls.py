@@ -1,4 +1,4 @@
-"""A call like one before is not checked again: it must give the same bits, and whatever makes it another call must be noticed."""
+"""A call like one before is not checked again: the same bits must come, and whatever makes it another call must be noticed."""
 
 import os
 

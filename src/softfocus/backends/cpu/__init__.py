@@ -105,4 +105,4 @@ def _kernel(name: str) -> Callable[..., int]:
     kernel: Any = getattr(build.library(), name)
     if kernel.argtypes is None:
         kernel.argtypes = [c_char_p] + [c_void_p] * (_PARAMETERS[name] - 1)
-    return kernel  # type: ignore[no-any-return]
+    return kernel
