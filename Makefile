@@ -34,8 +34,8 @@ sanitize: setup  ## the CPU kernels' tests under the address and undefined-behav
 	SOFTFOCUS_KERNEL_CACHE=$(CURDIR)/.sanitized SOFTFOCUS_CXXFLAGS="$(SANITIZE)" CXX="env -u LD_PRELOAD g++" \
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 	ASAN_OPTIONS=detect_leaks=0:malloc_fill_byte=255:max_malloc_fill_size=1073741824 UBSAN_OPTIONS=print_stacktrace=1 \
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -x -s -q tests/core/test_cpu.py tests/core/test_fuzz.py tests/core/test_edges.py \
-	  -k "test_cpu or test_fuzz or cpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -x -s -q tests/core/test_cpu.py tests/core/test_repeated_calls.py tests/core/test_fuzz.py \
+	  tests/core/test_edges.py tests/core/test_visibility.py tests/core/test_validation.py -k "test_cpu or test_repeated or test_fuzz or cpu"
 
 lint: setup  ## ruff and mypy
 	$(BIN)/ruff check src tests

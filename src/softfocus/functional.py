@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from types import NoneType
 from typing import Any, Literal, overload
 
 import torch
@@ -130,6 +131,7 @@ def attention(
     if (
         attn_mask is key_mask is document_ids is bias is head_scale is power is None
         and not return_statistics
+        and type(dropout_p) in (float, int)
         and not dropout_p
         and ops.unwatched(query, key, value)
     ):
@@ -148,6 +150,7 @@ def attention(
     if chosen == "reference":
         out, statistics = _by_reference(problem, visibility, algebra)
     else:
+        ops.refuse_tangents(*problem[:6])
         seed = torch.randint(2**62, (), device="cpu") if dropout_p else None
         tensors = (*problem[:6], visibility.mask, visibility.key_mask, visibility.document_ids, seed)
         if ops.unwatched(*(x for x in tensors if x is not None)):
@@ -169,19 +172,37 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_ready.clear)  # a forked child computes on one thread
 
 
-def _layout(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Any, ...] | None:
-    """All that a call without optional tensors is checked and dispatched by; None where that is not all, or not hashable."""
-    if not (query.is_cpu and key.is_cpu and value.is_cpu) or torch.is_autocast_enabled("cpu"):
+def _layout(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    mechanism: str | Mechanism,
+    window_size: tuple[int, int] | None,
+    backend: str,
+) -> tuple[Any, ...] | None:
+    """All that a call without optional tensors is checked and dispatched by; None where this is no such call.
+
+    Arguments of other types than these are for the checks: a key must not change, nor be equal to that of another call.
+    """
+    if (
+        not (query.is_cpu and key.is_cpu and value.is_cpu)
+        or torch.is_autocast_enabled("cpu")
+        or type(is_causal) is not bool
+        or type(enable_gqa) is not bool
+        or type(scale) not in (float, int, NoneType)
+        or type(mechanism) not in (str, Mechanism)
+        or type(backend) is not str
+        or not (window_size is None or (type(window_size) is tuple and all(type(n) is int for n in window_size)))
+    ):
         return None
-    layout = (
+    return (
         query.dtype, key.dtype, value.dtype, query.shape, key.shape, value.shape,
-        query.stride(), key.stride(), value.stride(), torch.get_num_threads(), *rest,
+        query.stride(), key.stride(), value.stride(), torch.get_num_threads(),
+        is_causal, scale, enable_gqa, mechanism, window_size, backend,
     )  # fmt: skip
-    try:
-        hash(layout)
-    except TypeError:
-        return None
-    return layout
 
 
 def explain(*arguments: Any, return_statistics: bool = False, backend: str = "auto", **keywords: Any) -> Explanation:
@@ -216,6 +237,8 @@ def _prepared(
     validation.check_tensors(query, key, value, enable_gqa)
     validation.check_dropout(dropout_p, algebra)
     left, right = validation.window_of(window_size, is_causal)
+    most = query.size(2) + key.size(2)  # beyond that a window is no wider, but an integer may overflow
+    left, right = min(left, most), min(right, most)
     mask, bias = _mask_and_bias(attn_mask, bias, query, key)
     if key_mask is not None:
         validation.check_key_mask(key_mask, key)

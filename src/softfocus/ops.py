@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from softfocus.mechanism import Mechanism
 from softfocus.reference import Problem, compute_dtype
@@ -122,26 +123,52 @@ try:  # torch's own names, not promised to stay
         torch._C._len_torch_dispatch_stack,
         torch._C._functorch.peek_interpreter_stack,
         torch._C._get_tracing_state,
+        torch._C._autograd._profiler_enabled,
     )
-except AttributeError:
+    forward_ad._current_level  # noqa: B018
+    torch.empty(0)._is_zerotensor()
+except (AttributeError, TypeError):
     _WATCHERS = (lambda: True,)  # without them every call takes the operator
 
 
 def unwatched(*tensors: Tensor) -> bool:
-    """Whether nothing would see the operator go by: no gradient, no trace, no mode, no tensor subclass.
+    """Whether nothing would see the operator go by, and a tensor's memory holds what the tensor says.
 
-    Then the dispatcher may be left out: its way through autograd takes as long as a decode step on a short cache.
+    No gradient in either direction, no trace, no dispatch mode, no profiler, no tensor subclass; no lazy negation, no zeros
+    without memory. Then the dispatcher may be left out: its way through autograd takes as long as a decode step on a short
+    cache.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
         return False
     for watches in _WATCHERS:
         if watches():
             return False
     recording = torch.is_grad_enabled()
-    for x in tensors:  # noqa: SIM110 - a generator is slower
-        if type(x) not in _PLAIN or x.is_meta or (recording and x.requires_grad):
+    for x in tensors:
+        if (
+            type(x) not in _PLAIN
+            or (recording and x.requires_grad)
+            or x.is_meta
+            or x.layout is not torch.strided
+            or x.is_neg()
+            or x._is_zerotensor()
+        ):
             return False
     return True
+
+
+def refuse_tangents(*tensors: Tensor | None) -> None:
+    """The operator has no forward-mode derivative; torch would drop a tangent in silence where nothing requires grad.
+
+    Raises:
+        NotImplementedError: a tensor has a tangent.
+    """
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return
+    if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise NotImplementedError(
+            "softfocus: only backend='reference' has forward-mode derivatives (a tangent was given)"
+        )
 
 
 def own_dtypes(query: Tensor) -> AbstractContextManager[Any]:

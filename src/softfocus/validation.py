@@ -33,6 +33,8 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name}: got {type(x).__name__}, expected a torch.Tensor")
+        if x.layout is not torch.strided:
+            raise TypeError(f"{name}: got layout {x.layout}, expected torch.strided; call .to_dense() first")
         if x.dim() != 4:
             raise ValueError(
                 f"{name}: got shape {_shape(x)}, expected four dimensions [batch, heads, length, head_dim]; "
@@ -123,7 +125,10 @@ def check_document_ids(document_ids: Tensor, query: Tensor, key: Tensor) -> None
 def check_per_head(name: str, x: Tensor, query: Tensor) -> None:
     """Floating [H]."""
     if not isinstance(x, Tensor) or not x.is_floating_point():
-        raise TypeError(f"{name}: expected a floating-point tensor [heads]; a constant belongs into the mechanism")
+        got = f"dtype {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(
+            f"{name}: got {got}, expected a floating-point tensor [heads]; a constant belongs into the mechanism"
+        )
     if x.shape != (query.size(1),):
         raise ValueError(f"{name}: got shape {_shape(x)}, expected [heads] = [{query.size(1)}]")
     _is_tensor(name, x, query.device)

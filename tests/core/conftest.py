@@ -2,7 +2,7 @@
 
 import shutil
 import sys
-from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -37,23 +37,7 @@ def threads():
     torch.set_num_threads(before)
 
 
-MORE = 8
-"""How many times the rows, where a problem of few rows fails."""
-
-
 @pytest.fixture(scope="session")
 def holds():
-    """``check``; a problem that fails is drawn once more, with MORE times the rows, and must then pass.
-
-    Its yardstick is the worst error of the eager formula over the problem's rows, in sixteen orders of summation, which share
-    the rounding of phi. Over a few ill-conditioned rows it can be lucky in all of them, once in some hundred problems: they are
-    too few to measure with. The rule and the tolerance are ``check``'s both times.
-    """
-
-    def holds(attention, case, mechanism, dtype):
-        try:
-            check(attention, case, mechanism, dtype)
-        except AssertionError:
-            check(attention, replace(case, batch=MORE * case.batch), mechanism, dtype)
-
-    return holds
+    """``check`` with a yardstick over several draws, for problems of a few ill-conditioned rows."""
+    return partial(check, draws=8)

@@ -8,8 +8,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -163,6 +165,10 @@ def test_two_processes_at_once_compile_once(sources, tmp_path):
     try:
         both = [start(program, CXX=str(slow)) for _ in range(2)]
         waiting = None
+        watchdog = threading.Timer(
+            100, lambda: [process.kill() for process in both]
+        )  # ends readline(), if nobody waits
+        watchdog.start()
         while waiting is None:  # whichever came second
             for process in both:
                 line = process.stderr.readline()
@@ -171,6 +177,7 @@ def test_two_processes_at_once_compile_once(sources, tmp_path):
         gate.touch()
         said = [process.communicate(timeout=60) for process in both]
     finally:
+        watchdog.cancel()
         gate.touch()
     assert [out for out, _ in said] == ["10\n", "10\n"], said
     assert [process.returncode for process in both] == [0, 0]
@@ -237,6 +244,30 @@ def test_a_library_that_does_not_load_is_compiled_again_once(monkeypatch, capfd)
     ):
         build.library()
     assert capfd.readouterr().err.count("compiling") == 1
+
+
+@needs_compiler
+def test_a_compiler_that_vanishes():
+    """Found when the build is planned, gone when it starts."""
+    planned = replace(plan.plan(), compiler=("/no/such/compiler",))
+    with pytest.raises(build.Unavailable, match="the compiler '/no/such/compiler' does not start: No such file"):
+        build._ready(planned)
+
+
+@needs_compiler
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_child_forked_while_a_thread_compiles(sources):
+    then = """
+import os, signal
+build._lock.acquire()  # as that thread would hold it
+child = os.fork()
+if child == 0:
+    signal.alarm(100)
+    os._exit(0 if build.library().total((ctypes.c_long * 4)(1, 2, 3, 4), 4) == 10 else 3)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+"""
+    ran = subprocess.run([sys.executable, "-c", code(then, sources)], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
 
 
 # What the folder is named after

@@ -329,6 +329,64 @@ def test_laser_over_any_power(holds, mechanism, learned):
         holds(cpu, case, mechanism, torch.float32)
 
 
+def test_laser_takes_no_weight_from_a_phi_that_is_zero():
+    """A score of -200, or of -inf by a bias, under a large value."""
+    key = torch.zeros(1, 1, 8, 4)
+    key[0, 0, 3, 0] = -200.0
+    query = torch.tensor([1.0, 0, 0, 0]).expand(1, 1, 8, 4)
+    value = torch.zeros(1, 1, 8, 4)
+    value[0, 0, 3] = 150.0
+    algebra = Mechanism(phi="softplus", laser=True, scale="1", length_scale="1")
+    out = cpu(query, key, value, mechanism=algebra)
+    assert out.abs().max() < 1e-6
+    hidden = torch.zeros(8, 8)
+    hidden[:, 3] = -math.inf
+    out = cpu(query, torch.ones(1, 1, 8, 4), value, bias=hidden, mechanism="laser(lssa)")
+    assert out.abs().max() < 1e-6
+
+
+def test_laser_gradients_of_a_tiny_weight_on_a_huge_value():
+    """A * dL/dA is ordinary where dL/dA is beyond float32."""
+    query = torch.tensor([[86.0, 0.0]])[None, None].requires_grad_()
+    key = torch.tensor([[0.0, 1.0], [-1.0, 0.0]])[None, None].requires_grad_()
+    value = torch.tensor([[0.0], [300.0]])[None, None].requires_grad_()
+    inputs = [query, key, value]
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    above = torch.full((1, 1, 1, 1), 100.0)
+    got, want = (
+        torch.autograd.grad(
+            softfocus.attention(*given, mechanism="laser", scale=1.0, backend=name), given, above.to(given[0].dtype)
+        )
+        for given, name in ((inputs, "cpu"), (exact, "reference"))
+    )
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("mechanism", ["relu_l1", "relu2_l1", "laser(relu_l1)", "sharpened(relu2_l1, 2)"])
+@pytest.mark.parametrize("size", [1e-5, 1e-8, 1e-10, 1e-15, 1e-19])
+def test_phi_that_add_up_to_next_to_nothing(mechanism, size):
+    """Such a row has weights, or none: never numbers that are not finite."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, 2, 40, 16, generator=generator) for _ in range(3))
+    inputs = [(query * size).requires_grad_(), (key * size).requires_grad_(), value.requires_grad_()]
+    out = cpu(*inputs, mechanism=mechanism)
+    grads = torch.autograd.grad(out.sum(), inputs[2:])
+    assert all(x.isfinite().all() for x in (out, *grads))
+    if size >= 1e-5:
+        want = softfocus.attention(*inputs, mechanism=mechanism, backend="reference")
+        torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_bool_is_true_whatever_its_byte():
+    """As a mask that is another type's memory may have it."""
+    query, key, value = (torch.randn(1, 2, 40, 16) for _ in range(3))
+    seen = torch.rand(40, 40) < 0.5
+    bytes_of_two = (seen.to(torch.uint8) * 2).view(torch.bool)
+    assert torch.equal(cpu(query, key, value, bytes_of_two), cpu(query, key, value, seen))
+    assert torch.equal(cpu(query, key, value, key_mask=bytes_of_two[:1]), cpu(query, key, value, key_mask=seen[:1]))
+
+
 @pytest.mark.parametrize("kind", ["causal", "window", "mask", "padding", "documents"])
 @pytest.mark.parametrize("mechanism", WAYS)
 def test_nan_in_masked_places_of_a_bias(mechanism, kind):
@@ -404,6 +462,30 @@ def test_few_queries_that_pass_no_gradient(cases, mechanism, dtype, threads, num
         threads(number)
         with torch.no_grad():
             assert torch.equal(cpu(**arguments), watched.detach()), case.name
+
+
+@pytest.mark.parametrize("mechanism", ["softmax", "lssa", "relu_shen", "laser", "sharpened(softmax, 1)"])
+@pytest.mark.parametrize(
+    ("dtype", "width", "turned"),
+    [(torch.float32, 64, False), (torch.float32, 5, False), (torch.float32, 64, True), (torch.bfloat16, 64, False)],
+    ids=["in place", "odd width", "turned", "bfloat16"],
+)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_value_that_is_not_finite_is_seen_by_few_queries(mechanism, dtype, width, turned, bad):
+    """However the values lie: some are converted on the way."""
+    generator = torch.Generator().manual_seed(0)
+    key = torch.randn(1, 1, 300, 64, generator=generator).to(dtype)
+    value = torch.randn(1, 1, 300, width, generator=generator).to(dtype)
+    query = key[:, :, 7:8]  # sees key 7 well, by every phi
+    value[0, 0, 7, 0] = bad
+    if turned:
+        value = value.mT.contiguous().mT
+    with torch.no_grad():
+        out, want = (
+            softfocus.attention(query, key, value, mechanism=mechanism, backend=name) for name in ("cpu", "reference")
+        )
+    assert torch.equal(out.isnan(), want.isnan())
+    assert out[0, 0, 0].isnan().tolist() == [True] + [False] * (width - 1)
 
 
 def test_a_value_that_weighs_nothing_is_not_read_in_decoding():

@@ -1,9 +1,12 @@
 """A call like one before is not checked again: the same bits must come, and whatever makes it another call must be noticed."""
 
 import os
+import signal
+import sys
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import softfocus
@@ -84,9 +87,74 @@ def test_what_is_wrong_is_still_said(name):
     ):
         with pytest.raises(error):
             softfocus.attention(**{**given, name: wrong})
-    for unhashable in ({"mechanism": []}, {"scale": []}):
-        with pytest.raises(TypeError):
-            softfocus.attention(**given, **unhashable)
+    for wrong in (
+        {"mechanism": []}, {"scale": []}, {"scale": True}, {"dropout_p": None}, {"dropout_p": False}, {"window_size": (True, 1)},
+    ):  # fmt: skip
+        softfocus.attention(**given, scale=1.0)
+        softfocus.attention(**given, window_size=(1, 1))
+        with pytest.raises((TypeError, ValueError)):
+            softfocus.attention(**given, **wrong)
+
+
+def test_a_flag_that_changes_is_looked_at():
+    given, flag = tensors(), torch.tensor(True)
+    first = softfocus.attention(*given, is_causal=flag)
+    assert torch.equal(first, fresh(*given, is_causal=True))
+    flag.fill_(False)
+    assert torch.equal(softfocus.attention(*given, is_causal=flag), fresh(*given))
+    assert len(functional._ready) == 1
+
+
+SEEN = torch.ones(9, 9, dtype=torch.bool).tril()
+
+
+@pytest.mark.parametrize("mask", [{}, {"attn_mask": SEEN}], ids=["plain", "mask"])
+def test_a_lazy_negation(mask):
+    query, key, value = tensors()
+    negative = torch.complex(torch.zeros_like(query), query).conj().imag
+    assert negative.is_neg()
+    for _ in range(2):
+        out = softfocus.attention(negative, key, value, **mask)
+        assert torch.equal(out, softfocus.attention(-query, key, value, **mask))
+
+
+@pytest.mark.parametrize("mask", [{}, {"attn_mask": SEEN}], ids=["plain", "mask"])
+def test_zeros_without_memory(mask):
+    query, key, value = tensors()
+    zeros = torch._efficientzerotensor(query.shape)
+    softfocus.attention(torch.zeros_like(query), key, value, **mask)
+    want = softfocus.attention(torch.zeros_like(query), key, value, **mask)
+    assert torch.equal(softfocus.attention(zeros, key, value, **mask), want)
+
+
+@pytest.mark.parametrize("mask", [{}, {"attn_mask": SEEN}], ids=["plain", "mask"])
+def test_forward_mode_is_not_dropped_in_silence(mask):
+    query, key, value = tensors()
+    softfocus.attention(query, key, value, **mask)
+    with forward_ad.dual_level():
+        softfocus.attention(query, key, value, **mask)
+        dual = forward_ad.make_dual(query, torch.ones_like(query))
+        with pytest.raises(NotImplementedError, match="backend='reference'"):
+            softfocus.attention(dual, key, value, **mask)
+        out = softfocus.attention(dual, key, value, backend="reference", **mask)
+        assert forward_ad.unpack_dual(out).tangent is not None
+
+
+def test_a_profiler_sees_every_call():
+    given = tensors()
+    softfocus.attention(*given)
+    with torch.profiler.profile() as profile:
+        softfocus.attention(*given)
+    assert any(event.key == "softfocus::attend" for event in profile.key_averages())
+
+
+@pytest.mark.parametrize("window", [(sys.maxsize, 0), (0, sys.maxsize), (2**62, 2**62), (2**70, 3)])
+@pytest.mark.parametrize("backend", ["cpu", "tiled", "reference"])
+def test_a_window_wider_than_an_integer(window, backend):
+    given = tensors()
+    narrow = tuple(min(n, 9) for n in window)
+    want = softfocus.attention(*given, window_size=narrow, backend=backend)
+    assert torch.equal(softfocus.attention(*given, window_size=window, backend=backend), want)
 
 
 def test_gradients_are_recorded():
@@ -165,7 +233,12 @@ def test_a_forked_child_starts_anew(threads):
     want = softfocus.attention(*given)
     child = os.fork()
     if not child:
-        os._exit(0 if not functional._ready and torch.equal(softfocus.attention(*given), want) else 1)
+        signal.alarm(60)  # a child that waits for threads it does not have dies
+        good = False
+        try:
+            good = not functional._ready and torch.equal(softfocus.attention(*given), want)
+        finally:
+            os._exit(0 if good else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 

@@ -194,6 +194,23 @@ def test_no_ratio_without_parity(
             assert subject["ratio"] is subject["seconds"] is subject["memory"] is subject["memory_ratio"] is None
 
 
+def test_the_calls_that_are_timed_are_the_ones_that_are_checked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A subject that is right once."""
+    calls = []
+
+    def once(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        calls.append(query)
+        out = attention(query, key, value, is_causal=query.size(2) > 1, mechanism="lssar")
+        return out if len(calls) == 1 else out * 1.1
+
+    monkeypatch.setitem(subjects.SUBJECTS, "softfocus", wrong(once))
+    code, out, _ = call(capsys, *SMALL, "--mechanisms", "lssar", "--what", "forward", "--out", tmp_path)
+    assert code == 1
+    assert "parity failed" in out
+
+
 def wrong_gradient(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     out = attention(query, key, value, is_causal=True, mechanism="lssar")
     return out + 1e-3 * (key - key.detach())

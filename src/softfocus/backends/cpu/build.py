@@ -46,9 +46,18 @@ class Built:
     fresh: bool
 
 
-_lock = threading.Lock()
 _outcome: tuple[Built, ctypes.CDLL] | Unavailable | None = None
 _warned = False
+_lock = threading.Lock()
+
+
+def _unlock() -> None:
+    global _lock
+    _lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):  # a child forked while another thread compiles would wait for that thread for ever
+    os.register_at_fork(after_in_child=_unlock)
 
 
 def library() -> ctypes.CDLL:

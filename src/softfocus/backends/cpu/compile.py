@@ -113,7 +113,13 @@ def _start(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
     with log.open("wb") as file:
         file.write(f"{shlex.join(command)}\n".encode())
         file.flush()
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=plans.environment())
+        try:
+            return subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=plans.environment()
+            )
+        except OSError as error:  # it ran a moment ago: plan() asked for its version
+            what = f"the compiler {command[0]!r} does not start: {error.strerror or error}"
+            raise plans.Unavailable(what, "let CXX name a C++ compiler") from None
 
 
 @contextmanager

@@ -107,9 +107,8 @@ def plan() -> Plan:
         raise Unavailable(f"{CXXFLAGS} cannot be read: {error}", "write it as a shell reads words") from None
     native = NATIVE.get(platform.machine())
     flags = (*FLAGS, *((native,) if native else ()), *OPENMP, *extra)
-    parts = [*compiler, version, *flags, *SHARED, _processor(), torch.__version__]
-    if _MACOS:
-        parts.append(str(torch_libraries()))  # the library may name this folder: see compile.py
+    # The library may name torch's folder: see compile.py
+    parts = [*compiler, version, *flags, *SHARED, _processor(), torch.__version__, str(torch_libraries())]
     digest = hashlib.sha256("\0".join(parts).encode())
     for path in sources("*.cpp", "*.h"):
         text = path.read_bytes()

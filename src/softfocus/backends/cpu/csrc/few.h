@@ -53,7 +53,8 @@ class FewRows {
   const int64_t width;
   const bool direct;
   int64_t b = 0, h = 0;
-  Buffer<float> space;  // [W, width], of keys that cannot be read in place
+  Buffer<float> space;    // [W, width], of keys that cannot be read in place
+  Buffer<float> careful;  // [width]
 
   // W keys from each of N places on
   template <int N>
@@ -115,9 +116,10 @@ class FewRows {
 
   // Key by key: NaN for one that is not finite, the direction of one whose norm is extreme
   __attribute__((noinline)) void score_carefully(int64_t j, int64_t base, int64_t n_keys, const float* query, int64_t rows, const std::function<float*(int64_t, int64_t)>& to) {
-    Buffer<float> row(width);
+    if (!careful) careful.resize(width);
+    float* row = careful;
     for (int64_t i = 0; i < n_keys; ++i) {
-      std::fill(row + 0, row + width, 0.0f);
+      std::fill(row, row + width, 0.0f);
       read_row(p.key, p.dtype, b, h, base + j + i, p.head_dim, row);
       bool finite = all_finite(row, p.head_dim);
       if (finite && p.cosine) normalise(row, p.head_dim);

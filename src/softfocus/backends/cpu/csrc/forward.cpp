@@ -13,14 +13,17 @@ struct Worker {
   Mixer<Phi> mixer;
   explicit Worker(const Problem& p) : block(p, block_rows(p, false)), mixer(block) {}
 
-  // A head with few queries. Values are looked through only where something that is not finite has come out, or could hide.
+  // A head with few queries. Values that are taken where they lie are looked through only when something that is not finite has
+  // come out; others would be mended on the way.
   void run_few(int64_t b, int64_t h, float* out, float* statistics) {
     const Problem& p = block.p;
     Head head;
-    if (p.laser) pack_values(p, head, b, h / (p.heads / p.key_heads), 0, p.key_length, false, head.broken_values, head.high_values);
+    auto look = [&] { pack_values(p, head, b, h / (p.heads / p.key_heads), 0, p.key_length, false, head.broken_values, head.high_values); };
+    bool first = p.laser || !(p.sharpened || in_place(p.value, p.dtype, p.value_dim));
+    if (first) look();
     run(b, h, 0, head, out, statistics);
-    if (p.laser || all_finite(mixer.out, block.n * block.value_width)) return;
-    pack_values(p, head, b, h / (p.heads / p.key_heads), 0, p.key_length, false, head.broken_values, head.high_values);
+    if (first || all_finite(mixer.out, block.n * block.value_width)) return;
+    look();
     if (!head.broken_values.empty()) run(b, h, 0, head, out, statistics);
   }
 
@@ -54,8 +57,8 @@ struct Worker {
     mixer.exact(block, [&](int64_t r, int64_t d, const float* weights) {
       float scale = p.sharpened ? mixer.share[r] : block.scale[r];
       auto value = value_column(d, first);
-      float total = log_sum(n, [&](int64_t j) { return weights[j] + value(j); });
-      sums.push_back({r * block.value_width + d, total + std::log(scale)});
+      double total = log_sum(n, [&](int64_t j) { return double(weights[j]) + value(j); });
+      sums.push_back({r * block.value_width + d, float(total + std::log(double(scale)))});
     });
     for (int64_t r = 0; r < block.n; ++r)
       for (int64_t d = 0; d < p.value_dim; ++d) {
@@ -63,6 +66,15 @@ struct Worker {
         x = mixer.weightless[r] ? 0.0f : std::log(x) + mixer.shift.shift[d];
       }
     for (auto [at, total] : sums) mixer.out[at] = total;
+    for (int64_t r = 0; r < block.n; ++r)
+      if (p.normaliser == L1 && block.count[r] == 1.0f && !mixer.weightless[r] && std::isfinite(block.norm[r])) take_only(r);
+  }
+
+  // The value of the one key that a row sees, without the detour through e^V
+  void take_only(int64_t r) {
+    int64_t key = block.low[r];
+    while (!block.sees(r, key)) ++key;
+    for (int64_t d = 0; d < block.p.value_dim; ++d) mixer.out[r * block.value_width + d] = value_column(d, key)(0);
   }
 
   // The values of one column by offset from the first key; 0 in place of what is not finite
@@ -121,7 +133,7 @@ extern "C" __attribute__((visibility("default"))) int softfocus_forward(const so
     softfocus::Problem p = *layout;
     p.query.data = query, p.key.data = key, p.value.data = value;
     softfocus::with_phi(p.phi, [&](auto phi) { done = softfocus::forward<decltype(phi)>(p, out, statistics); });
-  } catch (const std::bad_alloc&) {
+  } catch (...) {  // nothing but std::bad_alloc is thrown here, and nothing may leave
   }
   return done ? 0 : 1;
 }

@@ -78,6 +78,7 @@ class RowGradients {
   float lead[ROWS];    // p / sum u^p
   float ground[ROWS];  // - o mean(g) * inverse
   float power_grad[ROWS];
+  bool alone[ROWS];  // re-weighted rows: whether but one key weighs something
 
   int64_t key_head() const { return block.h / (block.p.heads / block.p.key_heads); }
 
@@ -117,11 +118,11 @@ class RowGradients {
       exact[r] = true;
       done.push_back(r * block.value_width + d);
       float grad = grads[r * block.value_width + d];
-      auto term = [&](int64_t j) { return w[j] + read_value(block.base + j, d); };
-      float total = log_sum(n, term);
+      auto term = [&](int64_t j) { return double(w[j]) + read_value(block.base + j, d); };
+      double total = log_sum(n, term);
       for (int64_t j = 0; j < n && grad != 0.0f; ++j)
         if (w[j] != -INF) {
-          float share = grad * std::exp(term(j) - total);
+          float share = grad * float(std::exp(term(j) - total));
           row[j] += share;
           value_grads[(block.base + j) * block.value_width + d] += share;
         }
@@ -187,6 +188,7 @@ class RowGradients {
   void sparse(const Gradients& to) {
     struct Totals {
       vf norm{}, inner{}, less{}, less_inner{}, log{}, log_inner{};
+      int64_t found = 0;
     } all[ROWS];
     int64_t next = 0;
     block.chunks([&](int64_t at) {
@@ -203,6 +205,7 @@ class RowGradients {
           std::copy_n(lists.keys_of(i), n, list_keys + places[at / CHUNK * ROWS + r]);
           std::copy_n(lists.u_of(i), round_up(n, W), list_u + places[at / CHUNK * ROWS + r]);
           Totals& s = all[r];
+          s.found += n;
           for (int64_t e = 0; e < n; e += W) {
             vf u = load(lists.u_of(i) + e), product = load(list + e), whole, less;
             Block<Phi>::powers(u, block.power[r], whole, less);
@@ -224,8 +227,9 @@ class RowGradients {
     for (int64_t r = 0; r < block.n; ++r) {
       if (block.blind[r]) continue;
       float norm = sum(all[r].norm), power = block.power[r];
-      share[r] = norm == 0.0f ? 1.0f : 1.0f / norm;
-      inner[r] = sum(all[r].inner) * share[r];
+      alone[r] = all[r].found == 1;
+      share[r] = norm < TINY ? 1.0f : 1.0f / norm;
+      inner[r] = norm < TINY ? 0.0f : sum(all[r].inner) / norm;
       float direct = 0.0f, direct_log = 0.0f;  // of what is summed exactly
       if (exact[r]) exact_sums(r, direct, direct_log);
       if (constant(r)) continue;
@@ -237,8 +241,10 @@ class RowGradients {
     }
   }
 
-  // A row that sees one key has weight 1 whatever the score; rounding must not give it a gradient
-  bool constant(int64_t r) const { return block.p.normaliser == L1 && block.count[r] == 1.0f; }
+  // A row of which one key has all the weight, whatever its score: rounding must not give it a gradient
+  bool constant(int64_t r) const {
+    return block.p.normaliser == L1 && (block.count[r] == 1.0f || (block.p.sharpened && alone[r]));
+  }
 
   // u of a re-weighted row at an offset from base
   float u(int64_t r, int64_t j) const {
@@ -336,9 +342,10 @@ class RowGradients {
           vf da = load(product + j + i * W);
           if (p.laser) da = f[i] == 0.0f ? vf{} : da;
           vf g = (da - d) * rate;
-          if (exact[r] && !constant(r)) g += f[i] == 0.0f ? vf{} : load(scaled + r * block.ld + j + i * W) / f[i];
+          vf s = g * x[i];
+          if (exact[r] && !constant(r)) s += f[i] == 0.0f ? vf{} : load(scaled + r * block.ld + j + i * W) * (x[i] / f[i]);
           store(a + j + i * W, f[i] * scale);
-          store(ds + j + i * W, g * x[i]);
+          store(ds + j + i * W, s);
         });
       };
       int64_t j = seen.low;
@@ -370,7 +377,7 @@ class RowGradients {
       if (exact[r] && !constant(r))
         for (int64_t j = seen.low - at; j < seen.high - at; ++j)
           if (float x = scaled[r * block.ld + at + j]; x != 0.0f)
-            ds[j] += block.power[r] * x / u(r, at + j) * block.inverse[r] * slope[j];
+            ds[j] += x * (block.power[r] * (slope[j] * block.inverse[r] / u(r, at + j)));
       if (p.laser)
         spread<true>(grads + r * width, width, n, key, a, v, value_grads);
       else

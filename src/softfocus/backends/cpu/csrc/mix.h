@@ -14,7 +14,7 @@ constexpr float LOW = 1e-12f;   // a sum below this is made exactly: what weighs
 struct Shift {
   Buffer<float> shift, space;
   std::vector<BrokenValue> high;
-  bool ordinary = false;
+  bool ordinary = false, noting = false;
 
   template <typename Phi>
   void open(const Block<Phi>& block, float* natural) {
@@ -45,6 +45,7 @@ struct Shift {
       shift[d] = shift[d] == -INF ? 0.0f : shift[d];
     }
     ordinary = near && block.head->exponentials;
+    noting = true;
     if (ordinary) std::fill(shift + 0, shift + width, 0.0f);
     high.clear();
     if (ordinary) high = block.head->high_values;
@@ -58,7 +59,7 @@ struct Shift {
     Natural values = v();
     for (int64_t j = 0; j < n; ++j)
       exponential_row(values.data + j * values.step, shift, width, space + j * width, [&](int64_t d) {
-        if (d < value_dim) high.push_back({first + j, d});
+        if (noting && d < value_dim) high.push_back({first + j, d});
       });
     return {space, width};
   }
@@ -111,8 +112,9 @@ class Mixer {
         int64_t depth = std::min(seen.high, stop - block.base) - seen.low;
         const float* weights = block.part(r, at) + seen.low;
         int64_t step = CHUNK;
+        int64_t there = std::min<int64_t>(MR, block.n - r);
         if (!block.weights_are_kept()) {
-          for (int64_t i = 0; i < MR; ++i)
+          for (int64_t i = 0; i < there; ++i)
             block.with_row_phi(r + i, [&](auto phi) {
               vf scale = splat(block.scale[r + i]);
               for (int64_t j = 0; j < seen.high - seen.low; j += W)
@@ -120,11 +122,14 @@ class Mixer {
             });
           weights = scratch;
         }
-        product<MR>(vectors, depth, weights, step, 1, v.data + (seen.low - at) * v.step, v.step, out + r * width, width,
-                    true);
+        const float* from = v.data + (seen.low - at) * v.step;
+        if (there == MR) product<MR>(vectors, depth, weights, step, 1, from, v.step, out + r * width, width, true);
+        for (int64_t i = 0; i < there && there < MR; ++i)
+          product<1>(vectors, depth, weights + i * step, step, 1, from, v.step, out + (r + i) * width, width, true);
       }
     });
     for (int64_t r = 0; r < block.n; ++r) finish(block, r, sum(sums[r]));
+    shift.noting = false;
   }
 
   // Calls f(r, column, weights) for what LASER must sum exactly, row by row: logarithms of the row's weights, not normed, at
@@ -204,7 +209,7 @@ class Mixer {
     share[r] = 1.0f;
     weightless[r] = block.p.normaliser == L1 && block.log_norm[r] == -INF;
     if (block.p.sharpened)
-      factor = share[r] = total == 0.0f ? 1.0f : 1.0f / total;
+      factor = share[r] = total < TINY ? 1.0f : 1.0f / total;
     else if (block.weights_are_kept())
       factor = block.scale[r];
     float* row = out + r * block.value_width;
@@ -212,14 +217,13 @@ class Mixer {
   }
 };
 
-// log of the sum of e^term over the keys of a row, of which some term is finite
+// log of the sum of e^term over the keys of a row, of which some term is finite; in double, since values may be large
 template <typename F>
-inline float log_sum(int64_t n, F&& term) {
-  float top = -INF;
+inline double log_sum(int64_t n, F&& term) {
+  double top = -INF, total = 0.0;
   for (int64_t j = 0; j < n; ++j) top = std::max(top, term(j));
-  double total = 0.0;
-  for (int64_t j = 0; j < n; ++j) total += std::exp(double(term(j)) - top);
-  return top + float(std::log(total));
+  for (int64_t j = 0; j < n; ++j) total += std::exp(term(j) - top);
+  return top + std::log(total);
 }
 
 }  // namespace softfocus

@@ -44,7 +44,7 @@ struct Softplus : Pointwise<Softplus> {
   __attribute__((always_inline)) static void keep(vf (&s)[N]) {
     vf y[N];
     log1p_exp(s, y);
-    each<N>([&](int i) { s[i] = positive(s[i]) + y[i]; });
+    each<N>([&](int i) { s[i] = s[i] < -87.0f ? vf{} : positive(s[i]) + y[i]; });  // as exp_negative has it
   }
   template <int N>
   __attribute__((always_inline)) static void slope(vf (&kept)[N]) {

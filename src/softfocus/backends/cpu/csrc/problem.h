@@ -1,4 +1,4 @@
-// What a call is told: plain numbers and pointers, laid out as the ctypes structures of call.py. And how elements are read.
+// What a call is told: plain numbers and pointers, laid out as call.py packs them. And how elements are read.
 #pragma once
 
 #include <algorithm>
@@ -11,6 +11,9 @@
 
 #if defined(__linux__)
 #include <sys/mman.h>
+#endif
+#if defined(__unix__) || defined(__APPLE__)
+#include <pthread.h>
 #endif
 
 #ifndef SOFTFOCUS_POOL_BYTES  // 0 shows a sanitizer every piece of memory that is taken and given back
@@ -88,8 +91,15 @@ class Pool {
   static constexpr int64_t HUGE_PAGE = 2 << 20;
   static constexpr int64_t MOST = SOFTFOCUS_POOL_BYTES, PIECES = 64;
   static Pool& instance() {
-    static Pool* pool = new Pool;  // never destroyed: threads may outlive static objects
+    static Pool* pool = make();
     return *pool;
+  }
+  static Pool* make() {
+#if defined(__unix__) || defined(__APPLE__)
+    // A child that is forked while another thread is in here must not inherit a lock that nobody will open
+    pthread_atfork([] { instance().mutex_.lock(); }, [] { instance().mutex_.unlock(); }, [] { instance().mutex_.unlock(); });
+#endif
+    return new Pool;  // never destroyed: threads may outlive static objects
   }
   std::mutex mutex_;
   Piece pieces_[PIECES] = {};
@@ -232,7 +242,7 @@ inline void masks_row(const Problem& p, int64_t b, int64_t h, int64_t query, int
   std::memset(to, 1, high - low);
   if (p.key_mask.data) {
     const uint8_t* x = static_cast<const uint8_t*>(p.key_mask.data) + b * p.key_mask.stride[0];
-    for (int64_t j = low; j < high; ++j) to[j - low] &= x[j * p.key_mask.stride[3]];
+    for (int64_t j = low; j < high; ++j) to[j - low] &= x[j * p.key_mask.stride[3]] != 0;
   }
   if (p.document_ids.data) {
     const int64_t* x = static_cast<const int64_t*>(p.document_ids.data) + b * p.document_ids.stride[0];
@@ -242,7 +252,7 @@ inline void masks_row(const Problem& p, int64_t b, int64_t h, int64_t query, int
   if (p.mask.data) {
     const uint8_t* x = static_cast<const uint8_t*>(p.mask.data) + b * p.mask.stride[0] + h * p.mask.stride[1] +
                        query * p.mask.stride[2];
-    for (int64_t j = low; j < high; ++j) to[j - low] &= x[j * p.mask.stride[3]];
+    for (int64_t j = low; j < high; ++j) to[j - low] &= x[j * p.mask.stride[3]] != 0;
   }
 }
 

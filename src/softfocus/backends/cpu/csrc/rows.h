@@ -14,6 +14,7 @@
 namespace softfocus {
 
 constexpr float TAIL = -20.0f;
+constexpr float TINY = 1e-25f;  // a row whose phi (relu, relu2) add up to less has no weight: 1 / norm must be a number
 constexpr int64_t SQUARING_LIMIT = 32;
 
 // The backward of rows that are not re-weighted keeps two numbers a score: at great lengths of half as many rows
@@ -318,7 +319,7 @@ class Block : public Sight {
       scale[r] = row_factor(p, count[r]);
       return;
     }
-    if (norm[r] == 0.0f) norm[r] = 1.0f;  // without a positive phi all weights are 0
+    if (norm[r] < TINY) norm[r] = 1.0f, log_norm[r] = -INF;  // without a positive phi all weights are 0
     scale[r] = 1.0f / norm[r];
     if (p.sharpened) sharpen(r);
   }
@@ -340,9 +341,13 @@ class Block : public Sight {
     floor[r] = offset[r] * mean;
     inverse[r] = 1.0f / (high_f - floor[r]);
     power[r] = p.powers ? p.powers[h] : float(p.power);
-    // All the u^(p-1) below this together are less than what half a unit in the last place of u makes of the largest u^p
-    if (power[r] > 1.0f && !p.laser)
-      live[r] = std::pow(0.5f * std::numeric_limits<float>::epsilon() * power[r] / count[r], 1.0f / (power[r] - 1.0f));
+    // A u^(p-1) below this times p, as the gradients have it, is less than the rounding of the largest weight; and in long rows
+    // all of them together than what the rounding of u makes of it.
+    float p1 = power[r];
+    if (p1 > 1.0f && !p.laser) {
+      float most = 0.5f * std::numeric_limits<float>::epsilon() / (p1 * std::max(count[r] / (p1 * p1), 1.0f));
+      live[r] = std::pow(most, 1.0f / (p1 - 1.0f));
+    }
   }
 };
 

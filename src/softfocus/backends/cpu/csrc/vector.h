@@ -1,5 +1,6 @@
 // Vectors of floats as the compiler's own extension has them: AVX-512, AVX2, NEON or SSE, whatever the flags say the machine
-// has. Elementary functions are polynomials fitted for these ranges (relative error below 1e-7); NaN goes in and comes out.
+// has. Elementary functions are polynomials fitted for these ranges (relative error below 1e-7); a NaN
+// comes out as one but of `logarithm`.
 #pragma once
 
 #include <cmath>

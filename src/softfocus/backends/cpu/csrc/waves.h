@@ -16,7 +16,7 @@ constexpr int64_t PACK_KEYS = 1024;      // packed by one thread at a time; a mu
 
 // Runs body(item) for 0 <= item < n on the threads, in whatever order they come. False if memory ran out.
 template <typename F>
-inline bool share_out(int64_t threads, int64_t n, F&& body) {
+inline bool share_out([[maybe_unused]] int64_t threads, int64_t n, F&& body) {
   std::atomic<bool> failed{false};
 #pragma omp parallel num_threads(int(std::min(threads, n))) if (std::min(threads, n) > 1)
   {
@@ -24,7 +24,7 @@ inline bool share_out(int64_t threads, int64_t n, F&& body) {
     for (int64_t item = 0; item < n; ++item) {
       try {
         if (!failed) body(item);
-      } catch (const std::bad_alloc&) {
+      } catch (...) {  // nothing may leave a parallel region
         failed = true;
       }
     }
@@ -52,7 +52,7 @@ inline void gather(const std::vector<std::vector<BrokenValue>>& from, int64_t fi
   for (int64_t i = first; i < first + n; ++i) to.insert(to.end(), from[i].begin(), from[i].end());
 }
 
-// Packs the key heads [first, first + heads.size()), counted through the batches
+// Packs the key heads [first, first + n), counted through the batches
 inline bool pack(const Problem& p, std::vector<Head>& heads, int64_t first, int64_t n, bool backward) {
   int64_t pieces = (p.key_length + PACK_KEYS - 1) / PACK_KEYS;
   std::vector<std::vector<BrokenValue>> broken(n * pieces), high(n * pieces);
