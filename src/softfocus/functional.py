@@ -124,6 +124,7 @@ def attention(
 
     Raises:
         ValueError, TypeError: an argument that does not fit; the message names it.
+        NotImplementedError: a tensor has a forward-mode tangent, which only the reference carries on.
 
     Source: arXiv 2501.13428 (softplus attention and the whole catalogue of its tables), arXiv 2411.03493 (LASER).
     """

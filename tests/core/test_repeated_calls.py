@@ -88,7 +88,8 @@ def test_what_is_wrong_is_still_said(name):
         with pytest.raises(error):
             softfocus.attention(**{**given, name: wrong})
     for wrong in (
-        {"mechanism": []}, {"scale": []}, {"scale": True}, {"dropout_p": None}, {"dropout_p": False}, {"window_size": (True, 1)},
+        {"mechanism": []}, {"scale": []}, {"scale": True}, {"window_size": (True, 1)},
+        {"dropout_p": None}, {"dropout_p": False},
     ):  # fmt: skip
         softfocus.attention(**given, scale=1.0)
         softfocus.attention(**given, window_size=(1, 1))

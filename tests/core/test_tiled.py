@@ -185,8 +185,8 @@ def test_a_learned_power_may_go_astray_and_stays_causal(learned, backend, dtype)
 
 @either
 def test_a_score_that_overflows_poisons_no_key_that_it_cannot_see(backend):
-    query, key = torch.randn(1, 1, 4, 4), torch.randn(1, 1, 4, 4) * 1e20
-    query[0, 0, 0] = 1e20
+    query, key = torch.randn(1, 1, 4, 4), torch.rand(1, 1, 4, 4) * 1e20
+    query[0, 0, 0] = 1e20  # a score of +inf
     value = torch.randn(1, 1, 4, 4, requires_grad=True)
     out = softfocus.attention(query, key, value, is_causal=True, mechanism="softmax", backend=backend)
     (grad,) = torch.autograd.grad(out.sum(), value)
