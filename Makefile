@@ -29,7 +29,7 @@ test: setup  ## every test (under 10 minutes on two cores)
 
 # The compiler runs without the sanitizer that is loaded into Python. Fresh memory is filled with NaN, and none is kept for the next
 # call: what is never written, or no longer there, is noticed.
-SANITIZE := -O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=undefined -DSOFTFOCUS_POOL_BYTES=0
+SANITIZE := -O2 -g1 -fsanitize=address,undefined -fno-sanitize-recover=undefined -DSOFTFOCUS_POOL_BYTES=0
 sanitize: setup  ## the CPU kernels' tests under the address and undefined-behaviour sanitizers (some 20 minutes; needs GCC)
 	SOFTFOCUS_KERNEL_CACHE=$(CURDIR)/.sanitized SOFTFOCUS_CXXFLAGS="$(SANITIZE)" CXX="env -u LD_PRELOAD g++" \
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \

@@ -91,4 +91,3 @@ def test_the_benchmark_table_is_the_committed_benchmark(folder, mechanism, name,
         ]
         assert len(ratios) >= 2
         assert f"| {name}, {labels[what]} | {' | '.join(ratios)} |" in README
-

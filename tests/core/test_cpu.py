@@ -345,6 +345,24 @@ def test_laser_takes_no_weight_from_a_phi_that_is_zero():
     assert out.abs().max() < 1e-6
 
 
+@pytest.mark.parametrize("score", [-60.0, -95.0, -200.0])
+def test_laser_over_softmax_weights_that_no_float_could_hold(score):
+    """Against float64, where e^-200 is a number."""
+    key = torch.zeros(1, 1, 8, 4)
+    key[0, 0, 3, 0] = score
+    query = torch.tensor([1.0, 0, 0, 0]).expand(1, 1, 8, 4)
+    value = torch.zeros(1, 1, 8, 4)
+    value[0, 0, 3] = 300.0
+    inputs = [x.clone().requires_grad_() for x in (query, key, value)]
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    results = []
+    for given, name in ((inputs, "cpu"), (exact, "reference")):
+        out = softfocus.attention(*given, is_causal=True, mechanism="laser", scale=1.0, backend=name)
+        results.append((out, *torch.autograd.grad(out.sum(), given)))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-4)
+
+
 def test_laser_gradients_of_a_tiny_weight_on_a_huge_value():
     """A * dL/dA is ordinary where dL/dA is beyond float32."""
     query = torch.tensor([[86.0, 0.0]])[None, None].requires_grad_()

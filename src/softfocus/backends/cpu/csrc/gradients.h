@@ -343,7 +343,10 @@ class RowGradients {
           if (p.laser) da = f[i] == 0.0f ? vf{} : da;
           vf g = (da - d) * rate;
           vf s = g * x[i];
-          if (exact[r] && !constant(r)) s += f[i] == 0.0f ? vf{} : load(scaled + r * block.ld + j + i * W) * (x[i] / f[i]);
+          if (exact[r] && !constant(r)) {
+            vf ratio = block.along_scores(r) ? splat(1.0f) : f[i] == 0.0f ? vf{} : x[i] / f[i];
+            s += load(scaled + r * block.ld + j + i * W) * ratio;
+          }
           store(a + j + i * W, f[i] * scale);
           store(ds + j + i * W, s);
         });

@@ -135,7 +135,7 @@ class Mixer {
   // Calls f(r, column, weights) for what LASER must sum exactly, row by row: logarithms of the row's weights, not normed, at
   // offsets from the block's base.
   template <typename F>
-  void exact(const Block<Phi>& block, F&& f) {
+  void exact(Block<Phi>& block, F&& f) {
     const Problem& p = block.p;
     std::vector<uint8_t> marked(block.n * p.value_dim, 0);
     for (auto [key, d] : shift.high)

@@ -29,8 +29,8 @@ class Block : public Sight {
   const Head* head = nullptr;
   Buffer<float> kept;       // [chunks, rows, CHUNK]: what is worked on together lies together
   Buffer<float> direction;  // [ROWS, width], the queries, normalised for cosine similarity
-  Buffer<float> query;      // [ROWS, width], times c_i: what the products take
-  float factor[ROWS], shift[ROWS], inverse_norm[ROWS], maximum[ROWS], norm[ROWS], log_norm[ROWS], peak[ROWS];
+  Buffer<float> query;      // [ROWS, width], times c_i, for the keys' gradients; scores are scaled when they are summed: one rounding
+  float factor[ROWS], full[ROWS], shift[ROWS], inverse_norm[ROWS], maximum[ROWS], norm[ROWS], log_norm[ROWS], peak[ROWS];
   float scale[ROWS], floor[ROWS], inverse[ROWS], live[ROWS], power[ROWS], offset[ROWS];
   bool broken[ROWS], tail[ROWS];
 
@@ -122,17 +122,29 @@ class Block : public Sight {
   }
 
   // The logarithms of a row's weights, up to what norms them, at offsets from base; -inf where no chunk is seen. Of re-weighted
-  // rows p log u: u^p may be too small for a float.
-  void log_weights(int64_t r, float* to) const {
+  // rows p log u: u^p may be too small for a float. Of softmax's s - max: e^(s - max) may be, so the scores are made once more.
+  void log_weights(int64_t r, float* to) {
     std::fill(to, to + (ld - W), -INF);
+    if (along_scores(r)) {
+      scores(r, r + 1, true);
+      chunks([&](int64_t at) {
+        Range seen = range(r, at);
+        for (int64_t j = seen.low; j < seen.high; j += W) store(to + j, load(part(r, at) + j) - maximum[r]);
+      });
+      return exponentiate(r);
+    }
     chunks([&](int64_t at) {
       Range seen = range(r, at);
       for (int64_t j = seen.low; j < seen.high; j += W) store(to + j, log_weight(r, load(part(r, at) + j)));
     });
   }
 
-  // Whether a key weighs something
+  // Whether a row's weights are e^(s - max)
+  bool along_scores(int64_t r) const { return !p.sharpened && (two_steps || tail[r]); }
+
+  // Whether a key that a row sees may weigh something
   bool weighs(int64_t r, int64_t key) const {
+    if (along_scores(r)) return true;
     int64_t j = key - base, whole = j / W * W;
     return log_weight(r, load(part(r, j / CHUNK * CHUNK) + whole))[j - whole] != -INF;
   }
@@ -162,8 +174,8 @@ class Block : public Sight {
         factor[r] = row_scale(p, count[r]);
         shift[r] = row_bias(p, count[r]);
       }
-      float full = factor[r] * (p.head_scale ? p.head_scale[h] : 1.0f);
-      for (int64_t d = 0; d < width; ++d) scaled[d] = to[d] * full;
+      full[r] = factor[r] * (p.head_scale ? p.head_scale[h] : 1.0f);
+      for (int64_t d = 0; d < width; ++d) scaled[d] = to[d] * full[r];
     }
   }
 
@@ -179,7 +191,7 @@ class Block : public Sight {
           raw ? keep<true>(i, at, seen, sums[i], tops[i]) : keep<false>(i, at, seen, sums[i], tops[i]);
     };
     if (!head->packed) {
-      few.score(*this, query + first * width, last - first,
+      few.score(*this, direction + first * width, last - first,
                 [&](int64_t r, int64_t j) { return part(first + r, j / CHUNK * CHUNK) + j; }, keep_rows);
     } else chunks([&](int64_t at) {
       bool plain = shown_whole(at) && !p.bias.data && !head->any_broken_key;
@@ -190,9 +202,9 @@ class Block : public Sight {
           if (seen.empty()) continue;
           float* row = part(r, at) + seen.low;
           if (single)
-            product<1>(seen.vectors(), p.head_dim, query + r * width, width, 1, keys + seen.low - panel, PANEL, row, CHUNK, false);
+            product<1>(seen.vectors(), p.head_dim, direction + r * width, width, 1, keys + seen.low - panel, PANEL, row, CHUNK, false);
           else
-            product<MR>(seen.vectors(), p.head_dim, query + r * width, width, 1, keys + seen.low - panel, PANEL, row, CHUNK, false);
+            product<MR>(seen.vectors(), p.head_dim, direction + r * width, width, 1, keys + seen.low - panel, PANEL, row, CHUNK, false);
           if (!single && plain && inside(r, seen)) {
             raw ? keep_group<true>(r, at, seen, sums + r, tops + r) : keep_group<false>(r, at, seen, sums + r, tops + r);
             continue;
@@ -220,7 +232,7 @@ class Block : public Sight {
     float* row = part(r, at);
     for (int64_t j = seen.low; j < seen.high; j += W) {
       vf x[MR];
-      each<MR>([&](int i) { x[i] = load(row + i * CHUNK + j) + shift[r + i]; });
+      each<MR>([&](int i) { x[i] = load(row + i * CHUNK + j) * full[r + i] + shift[r + i]; });
       each<MR>([&](int i) { top[i] = max(x[i], top[i]); });
       if constexpr (!RAW) {
         Phi::keep(x);
@@ -237,7 +249,7 @@ class Block : public Sight {
     float* row = part(r, at);
     vf nan = splat(std::numeric_limits<float>::quiet_NaN());
     for (int64_t j = range.low; j < range.high; j += W) {
-      vf s = load(row + j) + shift[r];
+      vf s = load(row + j) * full[r] + shift[r];
       if (p.bias.data) s += bias(r, j);
       if (broken[r]) s = nan;
       if (head->packed && head->any_broken_key) s = bytes(head->broken_key + base + j) != 0 ? nan : s;
