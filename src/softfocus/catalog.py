@@ -231,13 +231,13 @@ def named(text: str) -> Mechanism:
         return _CATALOG[text].mechanism
     if re.match(r"(laser|sharpened)\b\s*(\(|$)", text) and text not in _CATALOG:
         raise ValueError(f"mechanism {text!r} does not parse; write 'laser(NAME)' or 'sharpened(NAME, POWER)'")
-    raise ValueError(f"{_unknown(text)}. Combinations: 'sharpened(NAME, POWER)', 'laser(NAME)'.")
+    raise ValueError(f"{_unknown(text)} Combinations: 'sharpened(NAME, POWER)', 'laser(NAME)'")
 
 
 def _unknown(name: object) -> str:
     near = get_close_matches(str(name), list(_CATALOG), n=1)
-    guess = f"did you mean {near[0]!r}?" if near else f"the names are {', '.join(_CATALOG)}"
-    return f"mechanism {name!r} is not known; {guess}".removesuffix("?")
+    guess = f"did you mean {near[0]!r}?" if near else f"the names are {', '.join(_CATALOG)}."
+    return f"mechanism {name!r} is not known; {guess}"
 
 
 def learned_parameters(mechanism: str | Mechanism) -> dict[str, float]:

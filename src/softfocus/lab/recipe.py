@@ -74,7 +74,10 @@ class TrainTable(_Table):
         if self.batch % self.accumulate:
             raise ValueError(f"batch={self.batch} is not a multiple of accumulate={self.accumulate}")
         if self.warmup + (self.warmdown or 0) > self.steps:
-            raise ValueError(f"warmup={self.warmup} + warmdown={self.warmdown or 0} is more than steps={self.steps}")
+            raise ValueError(
+                f"warmup={self.warmup} + warmdown={self.warmdown or 0} is more than steps={self.steps}: lower train.warmup "
+                "or train.warmdown, or raise train.steps"
+            )
         return self
 
 

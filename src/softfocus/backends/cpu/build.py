@@ -10,6 +10,7 @@ import json
 import os
 import shlex
 import shutil
+import sys
 import tempfile
 import threading
 import time
@@ -90,9 +91,17 @@ def why_unavailable() -> str | None:
         if not _warned:
             _warned = True  # first: where warnings are errors, the next line does not return
             said = f"softfocus: attention on the CPU takes the slower tiled backend: {error}"
-            warnings.warn(said, RuntimeWarning, stacklevel=2)
+            warnings.warn(said, RuntimeWarning, stacklevel=_levels_to_the_caller())
         return str(error)
     return None
+
+
+def _levels_to_the_caller() -> int:
+    """How far up the first frame outside softfocus is: there a warning points."""
+    frame, levels = sys._getframe(1), 1
+    while frame.f_back and frame.f_globals.get("__name__", "").startswith("softfocus."):
+        frame, levels = frame.f_back, levels + 1
+    return levels
 
 
 # As torch.compiler.assume_constant_result marks a function, without importing the whole compiler: under torch.compile the
