@@ -108,6 +108,25 @@ def same_problem(actual, exact, plain, conditioning=0.0):
             raise AssertionError(f"{name}: {error}") from None
 
 
+def worst_order(compute, inputs, exact):
+    """Eager results with the head dimension summed in sixteen orders, of each tensor the worst.
+
+    One order is one draw of the rounding errors; where few rows make out the error, it can be lucky.
+    """
+    results = []
+    for seed in range(16):
+        width = inputs[0].size(-1)
+        order = torch.randperm(width, generator=torch.Generator().manual_seed(seed)) if seed else torch.arange(width)
+        back = order.argsort()
+        out, query, key, value = compute([inputs[0][..., order], inputs[1][..., order], inputs[2]])
+        results.append((out, query[..., back], key[..., back], value))
+
+    def error(x, want):
+        return float((x.double() - want.double()).abs().max().nan_to_num(-1.0))
+
+    return [max(tensors, key=lambda x: error(x, want)) for *tensors, want in zip(*results, exact, strict=True)]
+
+
 def doubled(inputs):
     return [x.double() for x in inputs]
 
@@ -229,7 +248,7 @@ def test_a_zero_key_among_positive_scores(backend, dtype, name):
     arguments = {"is_causal": True, "mechanism": name}
     got = run(inputs, grad, **arguments, backend=backend)
     exact = run(doubled(inputs), grad.double(), **arguments, backend="reference")
-    same_problem(got, exact, run(inputs, grad, **arguments, backend="reference"))
+    same_problem(got, exact, worst_order(lambda x: run(x, grad, **arguments, backend="reference"), inputs, exact))
     # a second head full of negative scores does not change the first
     both = [torch.cat([x, y], 1) for x, y in zip(inputs, [query.to(dtype), -key.to(dtype), inputs[2]], strict=True)]
     two = run(both, torch.cat([grad, grad], 1), **arguments, backend=backend)
@@ -591,7 +610,7 @@ def test_laser_on_values_that_no_exponential_could_hold(request, backend, dtype,
     grad = normal(1, 2, length, 3, seed=4, dtype=dtype)
     got = run(inputs, grad, is_causal=True, mechanism=name, backend=backend)
     exact = dense_run(name, doubled(inputs), grad.double(), causal(length))
-    plain = dense_run(name, inputs, grad, causal(length))
+    plain = worst_order(lambda x: dense_run(name, x, grad, causal(length)), inputs, exact)
     same_problem(got, exact, plain, conditioning=2 * inputs[2].abs().max().item())
 
 
