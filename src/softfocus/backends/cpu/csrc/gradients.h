@@ -114,7 +114,7 @@ class RowGradients {
     std::vector<int64_t> done;
     mixer.exact(block, [&](int64_t r, int64_t d, const float* w) {
       float* row = scaled + r * block.ld;
-      if (!exact[r]) std::fill(row, row + n, 0.0f);
+      if (!exact[r]) std::fill(row, row + block.ld, 0.0f);  // whole vectors are read
       exact[r] = true;
       done.push_back(r * block.value_width + d);
       float grad = grads[r * block.value_width + d];
