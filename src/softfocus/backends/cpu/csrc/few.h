@@ -8,18 +8,22 @@
 namespace softfocus {
 
 constexpr int64_t FEW_QUERIES = 4;
-constexpr int PLACES = 8;  // where keys from memory are read at the same time: each is a stream that the machine fetches ahead
-constexpr int64_t CACHED = 8 << 20;  // bytes of keys, all heads together, up to which they may come from a cache: then in one place
+// Where keys from memory are read at the same time: each is a stream that the machine fetches ahead.
+constexpr int PLACES = 8;
+// Bytes of keys, all heads together, up to which they may come from a cache: then in one place.
+constexpr int64_t CACHED = 8 << 20;
 
 class FewRows {
  public:
+  using Places = std::function<float*(int64_t, int64_t)>;  // where the score of a row with a key belongs
+
   FewRows(const Problem& problem, int64_t row_width)
       : p(problem), width(row_width), direct(in_place(p.key, p.dtype, p.head_dim)) {}
 
   // The dot products of `rows` rows of `query` with the keys that a block sees: directions for cosine similarity, NaN for a key that
   // is not finite. to(r, j) is where the score of row r with key base + j belongs; whole vectors are written. scored(at) is told
   // of chunks whose scores are there.
-  void score(const Sight& sight, const float* query, int64_t rows, const std::function<float*(int64_t, int64_t)>& to,
+  void score(const Sight& sight, const float* query, int64_t rows, const Places& to,
              const std::function<void(int64_t)>& scored) {
     int64_t base = sight.base, n = sight.end - base;
     b = sight.b, h = sight.h / (p.heads / p.key_heads);
@@ -58,7 +62,7 @@ class FewRows {
 
   // W keys from each of N places on
   template <int N>
-  __attribute__((always_inline)) inline void score_vectors(const int64_t (&at)[N], int64_t base, const float* query, int64_t rows, const std::function<float*(int64_t, int64_t)>& to) {
+  __attribute__((always_inline)) inline void score_vectors(const int64_t (&at)[N], int64_t base, const float* query, int64_t rows, const Places& to) {
     int64_t n_keys = std::min<int64_t>(W, p.key_length - base - at[0]), step = p.key.stride[2];
     const float* keys[N];
     if (direct && n_keys == W) {
@@ -115,7 +119,7 @@ class FewRows {
   }
 
   // Key by key: NaN for one that is not finite, the direction of one whose norm is extreme
-  __attribute__((noinline)) void score_carefully(int64_t j, int64_t base, int64_t n_keys, const float* query, int64_t rows, const std::function<float*(int64_t, int64_t)>& to) {
+  __attribute__((noinline)) void score_carefully(int64_t j, int64_t base, int64_t n_keys, const float* query, int64_t rows, const Places& to) {
     if (!careful) careful.resize(width);
     float* row = careful;
     for (int64_t i = 0; i < n_keys; ++i) {

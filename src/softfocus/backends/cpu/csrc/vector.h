@@ -1,6 +1,6 @@
 // Vectors of floats as the compiler's own extension has them: AVX-512, AVX2, NEON or SSE, whatever the flags say the machine
-// has. Elementary functions are polynomials fitted for these ranges (relative error below 1e-7); a NaN
-// comes out as one but of `logarithm`.
+// has. Elementary functions are polynomials fitted for these ranges (relative error below 1e-7); a NaN comes out as one, but of
+// `logarithm`.
 #pragma once
 
 #include <cmath>
@@ -48,7 +48,6 @@ inline vf splat(float x) { return x - vf{}; }
 inline vi splat(int32_t x) { return x - vi{}; }
 inline vi bits(vf x) { return (vi)x; }
 inline vf floats(vi x) { return (vf)x; }
-inline vf select(vi yes, vf a, vf b) { return yes ? a : b; }
 // Of a NaN and a number, the number where the NaN is `a`, else the NaN: as the instructions have it
 #if defined(__AVX512F__)
 inline vf max(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }
