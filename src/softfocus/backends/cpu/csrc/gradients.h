@@ -58,7 +58,6 @@ class RowGradients {
 
  private:
   Mixer<Phi> mixer;
-  Lists<Phi> lists;
   Buffer<float> grads;         // dL/dO, or LASER's dL/d(A exp(V - M)), [ROWS, value_width]
   Buffer<float> query_grads;   // [ROWS, width]
   Buffer<float> weights;       // A of a chunk, [ROWS, LDC]
@@ -67,12 +66,13 @@ class RowGradients {
   Buffer<float> part;          // dL/dV of a chunk before LASER's factor
   Buffer<float> panels;        // LASER's exp(V - M) of a chunk, transposed
   Buffer<float> products;      // dL/dA, [chunks, rows, CHUNK]; of re-weighted rows only where A is not 0, list after list
-  Buffer<int32_t> list_keys;   // of these lists the keys, and u
+  Buffer<uint8_t> list_keys;   // of these lists the keys, and u
   Buffer<float> list_u;
   Buffer<int64_t> places;      // where in them the list of a row and a chunk begins
   Buffer<uint8_t> found;       // and how long it is
   Buffer<float> scaled;        // A * dL/dA of what LASER sums exactly, [ROWS, ld], of the rows that `exact` marks
   bool exact[ROWS];
+  Range seen[ROWS / MR];  // what groups of rows see of the chunk at hand
   float inner[ROWS];   // D
   float share[ROWS];   // 1 / sum u^p
   float lead[ROWS];    // p / sum u^p
@@ -194,33 +194,36 @@ class RowGradients {
     block.chunks([&](int64_t at) {
       Natural v = mixed_values(at);
       for (int64_t first = 0; first < block.n; first += LISTS) {
-        lists.gather(block, first, at);
-        for (int64_t i = 0; i < std::min(LISTS, block.n - first); ++i) {
-          int64_t r = first + i, n = lists.found[i];
-          float* list = products + next;
-          places[at / CHUNK * ROWS + r] = next;
-          next += n;
-          found[at / CHUNK * ROWS + r] = uint8_t(n);
-          dots(grads + r * block.value_width, block.value_width, n, lists.keys_of(i), v, list);
-          std::copy_n(lists.keys_of(i), n, list_keys + places[at / CHUNK * ROWS + r]);
-          std::copy_n(lists.u_of(i), round_up(n, W), list_u + places[at / CHUNK * ROWS + r]);
+        int64_t last = std::min(first + LISTS, block.n);
+        for (int64_t r = first; r < last; ++r) {
+          int64_t i = at / CHUNK * ROWS + r, n = block.blind[r] ? 0 : block.gather(r, at, list_keys + next, list_u + next);
+          places[i] = next, found[i] = uint8_t(n), next += n;
+        }
+        for (int64_t r = first; r < last; ++r) {
+          int64_t place = places[at / CHUNK * ROWS + r], n = found[at / CHUNK * ROWS + r];
+          float* list = products + place;
+          const float* list_u = this->list_u + place;
+          if (block.more(at)) prefetch_next(v.data, v.step, r, block.value_width);
+          dots(grads + r * block.value_width, block.value_width, n, list_keys + place, v, list);
           Totals& s = all[r];
           s.found += n;
-          for (int64_t e = 0; e < n; e += W) {
-            vf u = load(lists.u_of(i) + e), product = load(list + e), whole, less;
-            Block<Phi>::powers(u, block.power[r], whole, less);
-            whole = u == 0.0f ? vf{} : whole;
-            less = u == 0.0f ? vf{} : less;
-            s.norm += whole;
-            s.inner += whole * product;
-            s.less += less;
-            s.less_inner += less * product;
-            if (to.power) {
-              vf log = u == 0.0f ? vf{} : logarithm(u);
-              s.log += whole * log;
-              s.log_inner += whole * product * log;
+          Block<Phi>::with_powers(block.power[r], [&](auto powers) {
+            for (int64_t e = 0; e < n; e += W) {
+              vf u = lanes() < int32_t(n - e) ? load(list_u + e) : vf{}, product = load(list + e), whole, less;
+              powers(u, whole, less);
+              whole = u == 0.0f ? vf{} : whole;
+              less = u == 0.0f ? vf{} : less;
+              s.norm += whole;
+              s.inner += whole * product;
+              s.less += less;
+              s.less_inner += less * product;
+              if (to.power) {
+                vf log = u == 0.0f ? vf{} : logarithm(u);
+                s.log += whole * log;
+                s.log_inner += whole * product * log;
+              }
             }
-          }
+          });
         }
       }
     });
@@ -272,29 +275,28 @@ class RowGradients {
     Natural k = natural_keys(p, *block.head, block.b, key_head(), first, stop, keys);
     Natural v{nullptr, 0};
     if (p.laser) v = mixed_values(at);
-    for (int64_t r = 0; r < block.padded(); ++r) {
-      std::fill(slopes + r * LDC, slopes + r * LDC + CHUNK, 0.0f);
-      if (!p.sharpened) std::fill(weights + r * LDC, weights + r * LDC + CHUNK, 0.0f);
+    bool whole = true;
+    for (int64_t g = 0; g < block.padded() / MR; ++g) {
+      seen[g] = block.range(g * MR, at);
+      whole &= seen[g].low == at && seen[g].high == at + CHUNK;
     }
     if (p.sharpened)
       sparse_slopes(at, v, value_grads + first * value_width);
     else
-      for (int64_t r = 0; r < block.n; ++r) dense_slopes(r, at);
+      for (int64_t r = 0; r < block.padded(); ++r) dense_slopes(r, at);
     if (to.bias.data) add_bias(at, n, to.bias);
 
     for (int64_t r = 0; r < block.n; r += MR) {
-      Range seen = block.range(r, at);
-      int64_t depth = std::min(seen.high - at, n) - (seen.low - at);
-      if (!seen.empty())
-        product<MR>(width / W, depth, slopes + r * LDC + seen.low - at, LDC, 1, k.data + (seen.low - at) * k.step, k.step,
-                    query_grads + r * width, width, true);
+      Range keys = seen[r / MR];
+      int64_t skip = keys.low - at, depth = std::min(keys.high - at, n) - skip;
+      if (!keys.empty())
+        product<MR>(width / W, depth, slopes + r * LDC + skip, LDC, 1, k.data + skip * k.step, k.step, query_grads + r * width,
+                    width, true);
     }
     for (int64_t j = 0; j < n;) {
-      int64_t step = j + MR <= n ? MR : 1, low = ROWS, high = 0;
-      for (int64_t r = 0; r < block.n; r += MR) {
-        Range seen = block.range(r, at);
-        if (seen.low < at + j + step && seen.high > at + j) low = std::min(low, r), high = r + MR;
-      }
+      int64_t step = j + MR <= n ? MR : 1, low = whole ? 0 : ROWS, high = whole ? block.padded() : 0;
+      for (int64_t r = 0; r < block.n && !whole; r += MR)
+        if (seen[r / MR].low < at + j + step && seen[r / MR].high > at + j) low = std::min(low, r), high = r + MR;
       if (low < high) {
         transposed(step, slopes + low * LDC + j, high - low, block.query + low * width, width, key_grads + (first + j) * width, true);
         if (!p.sharpened)
@@ -319,9 +321,17 @@ class RowGradients {
       product<1>(width / W, depth, a, 1, LDC, b, width, c, width, add);
   }
 
+  // A row of a chunk's scratch, unless all of it is to be written
+  void clear(float* to, int64_t r, int64_t at) {
+    Range keys = seen[r / MR];
+    if (block.blind[r] || !std::isfinite(block.scale[r]) || keys.low > at || keys.high < at + CHUNK)
+      std::fill(to + r * LDC, to + r * LDC + CHUNK, 0.0f);
+  }
+
   void dense_slopes(int64_t r, int64_t at) {
     const Problem& p = block.p;
-    Range seen = block.range(r / MR * MR, at);
+    Range seen = this->seen[r / MR];
+    clear(weights, r, at), clear(slopes, r, at);
     if (seen.empty() || block.blind[r]) return;
     const float *kept = block.part(r, at), *product = block.part(static_cast<float*>(products), r, at);
     float *a = weights + r * LDC - at, *ds = slopes + r * LDC - at;
@@ -357,52 +367,66 @@ class RowGradients {
     });
   }
 
+  // A few rows' rates, then their slopes: numbers stored one by one are not read at once as vectors
   void sparse_slopes(int64_t at, Natural v, float* value_grads) {
-    const Problem& p = block.p;
-    int64_t width = block.value_width;
-    for (int64_t r = 0; r < block.n; ++r) {
-      int64_t place = places[at / CHUNK * ROWS + r], n = found[at / CHUNK * ROWS + r];
-      Range seen = block.range(r / MR * MR, at);
-      if (seen.empty() || block.blind[r]) continue;
-      float slope[CHUNK + W], *ds = slopes + r * LDC;
-      fill_slopes(r, at, seen, slope);
-      for (int64_t j = seen.low - at; j < seen.high - at; j += W) store(ds + j, load(slope + j) * ground[r]);
-      const float* list = products + place;
-      const int32_t* key = list_keys + place;
-      float rate[CHUNK + W], a[CHUNK + W];  // dL/df, and A
-      for (int64_t e = 0; e < n; e += W) {
-        vf x = load(list_u + place + e), whole, less;
-        Block<Phi>::powers(x, block.power[r], whole, less);
-        store(a + e, whole * share[r]);
-        store(rate + e, less * (load(list + e) - inner[r]) * (lead[r] * block.inverse[r]));
-      }
-      for (int64_t e = 0; e < n; ++e) ds[key[e]] += rate[e] * slope[key[e]];
-      if (exact[r] && !constant(r))
-        for (int64_t j = seen.low - at; j < seen.high - at; ++j)
-          if (float x = scaled[r * block.ld + at + j]; x != 0.0f)
-            ds[j] += x * (block.power[r] * (slope[j] * block.inverse[r] / u(r, at + j)));
-      if (p.laser)
-        spread<true>(grads + r * width, width, n, key, a, v, value_grads);
-      else
-        spread<false>(grads + r * width, width, n, key, a, v, value_grads);
+    for (int64_t first = 0; first < block.padded(); first += LISTS) {
+      int64_t last = std::min(first + LISTS, block.padded());
+      for (int64_t r = first; r < last; ++r) rates(r, at, v, value_grads);
+      for (int64_t r = first; r < last; ++r) times_slopes(r, at);
     }
   }
 
-  void fill_slopes(int64_t r, int64_t at, Range seen, float* slope) const {
-    const float* kept = block.part(r, at) + at;
+  // dL/df of the keys in a re-weighted row's list to `slopes`, 0 elsewhere, and A into dL/dV
+  void rates(int64_t r, int64_t at, Natural v, float* value_grads) {
+    float* to = slopes + r * LDC;
+    std::fill(to, to + CHUNK, 0.0f);
+    if (block.more(at)) prefetch_next(value_grads, block.value_width, r, block.value_width);
+    if (block.blind[r] || seen[r / MR].empty()) return;
+    int64_t place = places[at / CHUNK * ROWS + r], n = found[at / CHUNK * ROWS + r], width = block.value_width;
+    const float *list = products + place, *list_u = this->list_u + place;
+    const uint8_t* key = list_keys + place;
+    float rate[CHUNK + W], a[CHUNK + W];
+    Block<Phi>::with_powers(block.power[r], [&](auto powers) {
+      for (int64_t e = 0; e < n; e += W) {
+        vf whole, less;
+        powers(load(list_u + e), whole, less);
+        store(a + e, whole * share[r]);
+        store(rate + e, less * (load(list + e) - inner[r]) * (lead[r] * block.inverse[r]));
+      }
+    });
+    for (int64_t e = 0; e < n; ++e) to[key[e]] = rate[e];
+    if (block.p.laser)
+      spread<true>(grads + r * width, width, n, key, a, v, value_grads);
+    else
+      spread<false>(grads + r * width, width, n, key, a, v, value_grads);
+  }
+
+  // dL/df and what all keys of the row share, times phi'(s)
+  void times_slopes(int64_t r, int64_t at) {
+    Range keys = seen[r / MR];
+    if (block.blind[r]) return;
+    const float* kept = block.part(r, at);
+    float* ds = slopes + r * LDC - at;
+    vf all = splat(ground[r]);
+    bool summed_exactly = exact[r] && !constant(r);
     block.with_row_phi(r, [&](auto phi) {
-      int64_t j = seen.low - at;
-      for (; j + 4 * W <= seen.high - at; j += 4 * W) {
-        vf x[4];
-        each<4>([&](int i) { x[i] = load(kept + j + i * W); });
+      auto some = [&](int64_t j, auto count) {
+        constexpr int N = decltype(count)::value;
+        vf x[N];
+        each<N>([&](int i) { x[i] = load(kept + j + i * W); });
         phi.slope(x);
-        each<4>([&](int i) { store(slope + j + i * W, x[i]); });
-      }
-      for (; j < seen.high - at; j += W) {
-        vf x[1] = {load(kept + j)};
-        phi.slope(x);
-        store(slope + j, x[0]);
-      }
+        each<N>([&](int i) {
+          vf s = x[i] * (load(ds + j + i * W) + all);
+          if (summed_exactly) {
+            vf share = load(scaled + r * block.ld + j + i * W), u = (phi.value(load(kept + j + i * W)) - block.floor[r]) * block.inverse[r];
+            s += share == 0.0f ? vf{} : share * (block.power[r] * (x[i] * block.inverse[r] / u));
+          }
+          store(ds + j + i * W, s);
+        });
+      };
+      int64_t j = keys.low;
+      for (; j + 4 * W <= keys.high; j += 4 * W) some(j, std::integral_constant<int, 4>{});
+      for (; j < keys.high; j += W) some(j, std::integral_constant<int, 1>{});
     });
   }
 

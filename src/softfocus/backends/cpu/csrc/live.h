@@ -13,7 +13,7 @@ struct Lists {
   int64_t found[LISTS];
 
   Lists() : keys(LISTS * (CHUNK + W)), u(LISTS * (CHUNK + W)) {}
-  int32_t* keys_of(int64_t i) { return keys + i * (CHUNK + W); }
+  uint8_t* keys_of(int64_t i) { return keys + i * (CHUNK + W); }
   float* u_of(int64_t i) { return u + i * (CHUNK + W); }
 
   // Rows from `first` on; keys count from `at`
@@ -28,24 +28,33 @@ struct Lists {
   vf raise(int64_t i, float power) {
     vf total = vf{};
     float* x = u_of(i);
-    for (int64_t e = 0; e < found[i]; e += W) {
-      vf y = load(x + e), whole, less;
-      Block<Phi>::powers(y, power, whole, less);
-      whole = y == 0.0f ? vf{} : whole;
-      total += whole;
-      store(x + e, whole);
-    }
+    Block<Phi>::with_powers(power, [&](auto powers) {
+      for (int64_t e = 0; e < found[i]; e += W) {
+        vf y = load(x + e), whole, less;
+        powers(y, whole, less);
+        whole = y == 0.0f ? vf{} : whole;
+        total += whole;
+        store(x + e, whole);
+      }
+    });
     return total;
   }
 
  private:
-  Buffer<int32_t> keys;
+  Buffer<uint8_t> keys;
   Buffer<float> u;
 };
 
+// What a block asks for at its row r while it is at a chunk: that row of the next chunk. Keys that weigh something come in no order
+// that a machine foresees. Rows laid one upon another (a stride of 0) are there.
+static_assert(ROWS == CHUNK, "every row of the next chunk is asked for once");
+inline void prefetch_next(const float* rows, int64_t step, int64_t r, int64_t width) {
+  for (int64_t d = 0; d < width && step >= width; d += 16) __builtin_prefetch(rows + (CHUNK + r) * step + d);
+}
+
 // out[0 .. VECTORS) += sum of w[e] * row keys[e] of the values; two sets of sums, so that additions need not wait
 template <int VECTORS>
-inline void add_rows(int64_t n, const int32_t* keys, const float* w, const float* values, int64_t step, float* out) {
+inline void add_rows(int64_t n, const uint8_t* keys, const float* w, const float* values, int64_t step, float* out) {
   vf even[VECTORS], odd[VECTORS];
   for (int v = 0; v < VECTORS; ++v) even[v] = load(out + v * W), odd[v] = vf{};
   int64_t e = 0;
@@ -58,7 +67,7 @@ inline void add_rows(int64_t n, const int32_t* keys, const float* w, const float
   for (int v = 0; v < VECTORS; ++v) store(out + v * W, even[v] + odd[v]);
 }
 
-inline void add_rows(int64_t vectors, int64_t n, const int32_t* keys, const float* w, const float* values, int64_t step,
+inline void add_rows(int64_t vectors, int64_t n, const uint8_t* keys, const float* w, const float* values, int64_t step,
                      float* out) {
   for (; vectors >= 4; vectors -= 4, values += 4 * W, out += 4 * W) add_rows<4>(n, keys, w, values, step, out);
   for (; vectors >= 1; vectors -= 1, values += W, out += W) add_rows<1>(n, keys, w, values, step, out);
@@ -66,13 +75,16 @@ inline void add_rows(int64_t vectors, int64_t n, const int32_t* keys, const floa
 
 // to[e] = the dot product of a row with the values' row keys[e]; whole vectors of e, so keys are padded
 template <int VECTORS>
-inline void dots(const float* row, int64_t n, const int32_t* keys, Natural v, float* to, bool add) {
+inline void dots(const float* row, int64_t n, const uint8_t* keys, Natural v, float* to, bool add) {
   vf own[VECTORS];
   each<VECTORS>([&](int d) { own[d] = load(row + d * W); });
-  for (int64_t e = 0; e < n; e += W) {
+  auto some = [&](int64_t e, auto count) __attribute__((always_inline)) {
+    constexpr int N = decltype(count)::value;
     vf x[W];
 #pragma GCC unroll 16
     for (int i = 0; i < W; ++i) {
+      x[i] = vf{};
+      if (i >= N) continue;
       const float* value = v.data + keys[e + i] * v.step;
       x[i] = own[0] * load(value);
 #pragma GCC unroll 4
@@ -80,10 +92,13 @@ inline void dots(const float* row, int64_t n, const int32_t* keys, Natural v, fl
     }
     vf y = sums(x);
     store(to + e, add ? load(to + e) + y : y);
-  }
+  };
+  int64_t e = 0;
+  for (; e + W / 2 < n; e += W) some(e, std::integral_constant<int, W>{});
+  if (e < n) some(e, std::integral_constant<int, W / 2>{});
 }
 
-inline void dots(const float* row, int64_t width, int64_t n, const int32_t* keys, Natural v, float* to) {
+inline void dots(const float* row, int64_t width, int64_t n, const uint8_t* keys, Natural v, float* to) {
   int64_t d = 0;
   for (; d + 4 * W <= width; d += 4 * W) dots<4>(row + d, n, keys, {v.data + d, v.step}, to, d > 0);
   for (; d < width; d += W) dots<1>(row + d, n, keys, {v.data + d, v.step}, to, d > 0);
@@ -92,7 +107,7 @@ inline void dots(const float* row, int64_t width, int64_t n, const int32_t* keys
 
 // The rows keys[e] of `to` += a[e] * row, times the values' row with LASER
 template <int VECTORS, bool LASER>
-inline void spread(const float* row, int64_t n, const int32_t* keys, const float* a, Natural v, float* to, int64_t step) {
+inline void spread(const float* row, int64_t n, const uint8_t* keys, const float* a, Natural v, float* to, int64_t step) {
   vf own[VECTORS];
   each<VECTORS>([&](int d) { own[d] = load(row + d * W); });
   for (int64_t e = 0; e < n; ++e) {
@@ -107,7 +122,7 @@ inline void spread(const float* row, int64_t n, const int32_t* keys, const float
 }
 
 template <bool LASER>
-inline void spread(const float* row, int64_t width, int64_t n, const int32_t* keys, const float* a, Natural v, float* to) {
+inline void spread(const float* row, int64_t width, int64_t n, const uint8_t* keys, const float* a, Natural v, float* to) {
   int64_t d = 0;
   for (; d + 4 * W <= width; d += 4 * W) spread<4, LASER>(row + d, n, keys, a, {v.data + d, v.step}, to + d, width);
   for (; d < width; d += W) spread<1, LASER>(row + d, n, keys, a, {v.data + d, v.step}, to + d, width);

@@ -100,7 +100,7 @@ class Mixer {
           lists.gather(block, r, at);
           for (int64_t i = 0; i < LISTS; ++i) {
             sums[r + i] += lists.raise(i, block.power[r + i]);
-            prefetch(v, at + CHUNK < block.end - block.base, r + i, width);
+            if (block.more(at)) prefetch_next(v.data, v.step, r + i, width);
             add_rows(vectors, lists.found[i], lists.keys_of(i), lists.u_of(i), v.data, v.step, out + (r + i) * width);
           }
         }
@@ -194,14 +194,6 @@ class Mixer {
       });
     add();
     return sum(total);
-  }
-
-  // The next chunk's values, a ROWS-th of them at each row: keys that weigh something come in no order a machine foresees
-  static void prefetch(Natural v, bool more, int64_t r, int64_t width) {
-    if (!more || v.step < width) return;
-    constexpr int64_t KEYS = (CHUNK + ROWS - 1) / ROWS;
-    for (int64_t j = r * KEYS; j < std::min(r * KEYS + KEYS, CHUNK); ++j)
-      for (int64_t d = 0; d < width; d += 16) __builtin_prefetch(v.data + (CHUNK + j) * v.step + d);
   }
 
   void finish(const Block<Phi>& block, int64_t r, float total) {

@@ -75,27 +75,32 @@ class Block : public Sight {
     return p.normaliser == L1 && (std::is_same_v<Phi, Exp> || std::is_same_v<Phi, Softplus>);
   }
 
-  // u^p and u^(p-1) for u in (0, 1]
-  static void powers(vf u, float p, vf& whole, vf& less) {
-    if (p == int64_t(p) && p >= 1 && p <= SQUARING_LIMIT) {
-      less = splat(1.0f);
-      vf square = u;
-      for (int64_t e = int64_t(p) - 1; e; e >>= 1) {
-        if (e & 1) less = less * square;
-        square = square * square;
-      }
-    } else {
-      less = exponential(logarithm(u) * (p - 1.0f));
-    }
-    whole = less * u;
+  // Calls f with what makes u^p and u^(p-1) of a u in (0, 1]
+  template <typename F>
+  static void with_powers(float p, F&& f) {
+    if (p == int64_t(p) && p >= 1 && p <= SQUARING_LIMIT)
+      f([e = int64_t(p) - 1](vf u, vf& whole, vf& less) {
+        vf square = u;
+        less = splat(1.0f);
+        for (int64_t rest = e; rest; rest >>= 1) {
+          if (rest & 1) less = less * square;
+          square = square * square;
+        }
+        whole = less * u;
+      });
+    else
+      f([p](vf u, vf& whole, vf& less) {
+        less = exponential(logarithm(u) * (p - 1.0f));
+        whole = less * u;
+      });
   }
 
   // The keys of a chunk that weigh something in a re-weighted row, counted from the chunk's first, and their u; both padded with 0
-  int64_t gather(int64_t r, int64_t at, int32_t* keys, float* u) const {
+  int64_t gather(int64_t r, int64_t at, uint8_t* keys, float* u) const {
     int64_t found = 0;
     Range seen = range(r, at);
     const float* row = part(r, at);
-    for (int64_t j = 0; j < CHUNK; j += 16) __builtin_prefetch(row + at + rows * CHUNK + j);
+    for (int64_t j = 0; j < CHUNK; j += 16) __builtin_prefetch(row + at + rows * CHUNK + j, 0, 2);
     vf fl = splat(floor[r]), inv = splat(inverse[r]), threshold = splat(live[r]);
     with_row_phi(r, [&](auto phi) {
       vi key = lanes() + int32_t(seen.low - at);
@@ -104,20 +109,20 @@ class Block : public Sight {
 #if defined(__AVX512F__)
         __mmask16 alive = _mm512_cmp_ps_mask((__m512)x, (__m512)threshold, _CMP_NLE_UQ);  // a NaN is alive
         _mm512_storeu_ps(u + found, _mm512_maskz_compress_ps(alive, (__m512)x));
-        _mm512_storeu_si512(keys + found, _mm512_maskz_compress_epi32(alive, (__m512i)key));
+        _mm_storeu_si128((__m128i*)(keys + found), _mm512_cvtepi32_epi8(_mm512_maskz_compress_epi32(alive, (__m512i)key)));
         found += __builtin_popcount(alive);
 #else
         vi dead = x <= threshold;
         for (int i = 0; i < W; ++i) {
           u[found] = x[i];
-          keys[found] = key[i];
+          keys[found] = uint8_t(key[i]);
           found += dead[i] == 0;
         }
 #endif
       }
     });
     store(u + found, vf{});
-    *(vi_anywhere*)(keys + found) = vi{};  // a key that is there, for those who take whole vectors
+    *(vb_anywhere*)(keys + found) = vb{};  // a key that is there, for those who take whole vectors
     return found;
   }
 

@@ -91,6 +91,9 @@ class Sight {
       if (shown(at)) f(at);
   }
 
+  // Whether there are keys after the chunk
+  bool more(int64_t at) const { return at + CHUNK < end - base; }
+
   // What of the keys [at, at + n) the MR rows from `r` see, in whole vectors
   Range range(int64_t r, int64_t at, int64_t n = CHUNK) const {
     int64_t l = group_low[r / MR] - base, g = group_high[r / MR] - base;
