@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 import warnings
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -247,11 +246,23 @@ def test_a_library_that_does_not_load_is_compiled_again_once(monkeypatch, capfd)
 
 
 @needs_compiler
-def test_a_compiler_that_vanishes():
-    """Found when the build is planned, gone when it starts."""
-    planned = replace(plan.plan(), compiler=("/no/such/compiler",))
-    with pytest.raises(build.Unavailable, match="the compiler '/no/such/compiler' does not start: No such file"):
-        build._ready(planned)
+def test_a_compiler_that_vanishes(monkeypatch):
+    """It says its version, and is gone when it is to compile."""
+    monkeypatch.setattr(build, "compiler", lambda: (("/no/such/compiler",), "1.0"))
+    sentence("^the compiler '/no/such/compiler' does not start: No such file")
+
+
+@needs_compiler
+def test_what_is_compiled_needs_no_compiler_any_more(monkeypatch, capfd):
+    made = build.build()
+    monkeypatch.setenv("PATH", "")
+    for _ in range(2):
+        assert build.state().library == made.library
+        assert total(build.library()) == 10
+        build._outcome = None
+    assert capfd.readouterr().err.count("compiling") == 1
+    monkeypatch.setenv("CXX", "no-such-compiler")  # whoever asks for one means it
+    sentence("'no-such-compiler' is no C.. compiler that runs; let CXX name")
 
 
 @needs_compiler
@@ -292,6 +303,8 @@ def test_whatever_changes_the_library_changes_the_key(sources, monkeypatch):
     new()
     assert plan.plan().flags[-2:] == plan.plan().extra == ("-fsanitize=address,undefined", "-g")
     monkeypatch.setattr(torch, "__version__", "2.99")
+    new()
+    monkeypatch.setenv("CXX", "another-compiler")
     new()
     monkeypatch.setattr(plan, "_processor", lambda: "another")
     new()
@@ -334,6 +347,14 @@ def test_no_compiler(monkeypatch):
 def test_a_compiler_that_is_not_there(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler -x")
     sentence("'no-such-compiler -x' is no C.. compiler that runs; let CXX name")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a shell script")
+def test_a_compiler_that_is_none(monkeypatch, tmp_path):
+    (fake := tmp_path / "fake").write_text("#!/bin/sh\necho fake 1.0\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("CXX", str(fake))
+    sentence("fake' says that all is well, and has compiled nothing; let CXX name a C.. compiler")
 
 
 def test_no_sources(sources):
@@ -388,6 +409,11 @@ def test_switched_off(monkeypatch):
     for ask in (build.library, build.build, build.state):
         with pytest.raises(build.Unavailable, match="unset it"):
             ask()
+
+
+def test_a_switch_that_says_neither(monkeypatch):
+    monkeypatch.setenv(plan.KERNELS, "banana")
+    sentence("^SOFTFOCUS_KERNELS=banana is neither on nor off; unset it")
 
 
 def test_a_warning_that_is_an_error_comes_once(monkeypatch):

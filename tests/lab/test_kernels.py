@@ -3,13 +3,14 @@
 import json
 import re
 import shutil
+import warnings
 from pathlib import Path
 
 import pytest
 
 from softfocus.backends.cpu import build, plan
 from softfocus.lab import cli
-from softfocus.lab.doctor import _kernels
+from softfocus.lab.doctor import _backends, _kernels
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +41,7 @@ def test_build(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0
     assert re.match(rf"{re.escape(str(library))}: compiled in \d+ s\n", out)
     assert "-O3" in out
-    assert plan.plan().version in out
+    assert plan.compiler()[1] in out
     assert "compiling" in err
     code, out, err = command(capsys)
     assert (code, err) == (0, "")
@@ -87,7 +88,7 @@ def doctor() -> dict[str, tuple[str, str, str]]:
 def test_the_doctor_says_how_the_kernels_stand(stand_in: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = doctor()
     assert found["compiler"][0] == "ok"
-    assert plan.plan().version in found["compiler"][1]
+    assert plan.compiler()[1] in found["compiler"][1]
     assert found["cpu"][0] == "note"
     assert "not compiled yet" in found["cpu"][1]
     assert not (tmp_path / "cache").exists()  # asking compiles nothing
@@ -110,3 +111,11 @@ def test_the_doctor_says_how_the_kernels_stand(stand_in: Path, tmp_path: Path, m
     assert doctor() == {
         "cpu": ("note", "'no-such-compiler' is no C++ compiler that runs", "let CXX name a C++ compiler, or unset it")
     }
+
+
+def test_the_doctor_says_it_in_its_table_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        (why,) = {check.finding for check in _backends("cpu") if check.name == "cpu"}
+    assert "no C++ compiler" in why

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from softfocus.backends.cpu.compile import compile_kernels, load, say
-from softfocus.backends.cpu.plan import CACHE, Plan, Unavailable, plan, switched_off
+from softfocus.backends.cpu.plan import CACHE, Plan, Unavailable, compiler, plan, switched_off
 
 __all__ = ["Built", "Unavailable", "build", "library", "state", "why_unavailable"]
 
@@ -131,7 +131,10 @@ def state() -> Built | None:
         raise off
     if isinstance(_outcome, Unavailable):
         raise _outcome
-    return _outcome[0] if _outcome else _cached(plan())
+    found = _outcome[0] if _outcome else _cached(plan())
+    if not found:
+        compiler()
+    return found
 
 
 def _obtain() -> tuple[Built, ctypes.CDLL]:
@@ -153,9 +156,10 @@ def _ready(planned: Plan, force: bool = False) -> tuple[Built, ctypes.CDLL]:
     """From the cache, or compiled into it."""
     if not force and (found := _load_cached(planned)):
         return found
+    made_with = compiler()
     with _alone(planned.folder):
         # Another process may have compiled it while this one waited
-        return (None if force else _load_cached(planned)) or _compile(planned)
+        return (None if force else _load_cached(planned)) or _compile(planned, *made_with)
 
 
 def _load_cached(planned: Plan) -> tuple[Built, ctypes.CDLL] | None:
@@ -203,7 +207,7 @@ def _alone(folder: Path) -> Iterator[None]:
         raise _Unwritable(f"cannot write to {folder.parent}: {why}", remedy) from error
 
 
-def _compile(planned: Plan) -> tuple[Built, ctypes.CDLL]:
+def _compile(planned: Plan, command: tuple[str, ...], version: str) -> tuple[Built, ctypes.CDLL]:
     """Into a folder beside, then renamed: a kill at any moment leaves nothing that looks whole and is not."""
     for left in planned.folder.glob("building-*"):
         # By a process that died. Its compilers may live on: they write into their own folder, not into the next one's
@@ -211,13 +215,13 @@ def _compile(planned: Plan) -> tuple[Built, ctypes.CDLL]:
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="building-", dir=planned.folder, ignore_cleanup_errors=True) as name:
         made, text = Path(name, planned.library.name), Path(name, planned.about.name)
-        kernels = compile_kernels(planned, Path(name))
+        kernels = compile_kernels(planned, command, Path(name))
         if plan().digest != planned.digest:
             raise Unavailable("the CPU kernels' sources changed while they were compiled", "start again")
-        compiler, flags = shlex.join(planned.compiler), shlex.join(planned.flags)
+        words, flags = shlex.join(command), shlex.join(planned.flags)
         seconds = round(time.monotonic() - started, 1)
-        built = Built(planned.library, compiler, planned.version, flags, seconds, fresh=True)
-        about = {"compiler": compiler, "version": planned.version, "flags": flags, "seconds": seconds}
+        built = Built(planned.library, words, version, flags, seconds, fresh=True)
+        about = {"compiler": words, "version": version, "flags": flags, "seconds": seconds}
         text.write_text(json.dumps({**about, "sha256": _checksum(made)}, indent=2) + "\n")
         os.replace(made, planned.library)
         os.replace(text, planned.about)

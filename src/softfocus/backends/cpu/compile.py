@@ -16,7 +16,7 @@ from softfocus.backends.cpu import plan as plans
 Tick = Callable[[], None]
 
 
-def compile_kernels(plan: plans.Plan, folder: Path) -> ctypes.CDLL:
+def compile_kernels(plan: plans.Plan, compiler: Sequence[str], folder: Path) -> ctypes.CDLL:
     """Compile into a folder, as ``plan.library.name``, and load.
 
     Raises:
@@ -24,8 +24,8 @@ def compile_kernels(plan: plans.Plan, folder: Path) -> ctypes.CDLL:
     """
     plan.log.unlink(missing_ok=True)
     with _progress() as tick:
-        objects = _objects(plan, folder, tick)
-        return _link(plan, folder, objects, tick)
+        objects = _objects(plan, compiler, folder, tick)
+        return _link(plan, compiler, folder, objects, tick)
 
 
 def load(path: Path) -> ctypes.CDLL:
@@ -40,18 +40,21 @@ def say(line: str, end: str = "\n") -> None:
         sys.stderr.flush()
 
 
-def _objects(plan: plans.Plan, folder: Path, tick: Tick) -> list[Path]:
+def _objects(plan: plans.Plan, compiler: Sequence[str], folder: Path, tick: Tick) -> list[Path]:
     sources = plans.sources("*.cpp")
     objects = [folder / f"{path.stem}.o" for path in sources]
     commands = [
-        [*plan.compiler, *plan.flags, "-c", str(source), "-o", str(made)]
+        [*compiler, *plan.flags, "-c", str(source), "-o", str(made)]
         for source, made in zip(sources, objects, strict=True)
     ]
     _run(plan, folder, commands, tick)
+    if not all(made.is_file() for made in objects):
+        what = f"{shlex.join(compiler)!r} says that all is well, and has compiled nothing"
+        raise plans.Unavailable(what, "let CXX name a C++ compiler, or unset it")
     return objects
 
 
-def _link(plan: plans.Plan, folder: Path, objects: Sequence[Path], tick: Tick) -> ctypes.CDLL:
+def _link(plan: plans.Plan, compiler: Sequence[str], folder: Path, objects: Sequence[Path], tick: Tick) -> ctypes.CDLL:
     """Without OpenMP at first: threads are to come from the pool that torch runs on; another one would fight it for cores.
 
     Where torch's is not visible to all, it is named. The compiler's own comes last: for a torch that has none, and for clang
@@ -62,7 +65,7 @@ def _link(plan: plans.Plan, folder: Path, objects: Sequence[Path], tick: Tick) -
     why = ""
     for openmp in ((), *named, plans.OPENMP):
         made.unlink(missing_ok=True)  # a new file each time: the loader takes the same inode for the same library
-        command = [*plan.compiler, *plans.SHARED, *plan.extra, *map(str, objects), *openmp, "-o", str(made)]
+        command = [*compiler, *plans.SHARED, *plan.extra, *map(str, objects), *openmp, "-o", str(made)]
         _run(plan, folder, [command], tick)
         try:
             return load(made)
@@ -117,7 +120,7 @@ def _start(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
             return subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=plans.environment()
             )
-        except OSError as error:  # it ran a moment ago: plan() asked for its version
+        except OSError as error:  # it ran a moment ago, when it was asked for its version
             what = f"the compiler {command[0]!r} does not start: {error.strerror or error}"
             raise plans.Unavailable(what, "let CXX name a C++ compiler") from None
 

@@ -1,4 +1,4 @@
-"""How the CPU kernels are compiled here: with which compiler, which flags, and into which folder of the cache."""
+"""How the CPU kernels are compiled here: which flags, which folder of the cache, and with which compiler."""
 
 import hashlib
 import os
@@ -54,19 +54,15 @@ class Unavailable(RuntimeError):
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that decides what the library would be.
+    """What the library would be. It takes no compiler to find one that is there already.
 
     Attributes:
-        compiler: the command's words.
-        version: the first line of what it says about itself.
         flags: what every source is compiled with, the user's own included.
         extra: the user's own, which go to the linker too.
-        digest: of all this, the sources, the processor and torch's version.
+        digest: of the flags, the sources, the processor, torch's version and folder, and the compiler if the user named one.
         folder: where the library lies; named after the digest.
     """
 
-    compiler: tuple[str, ...]
-    version: str
     flags: tuple[str, ...]
     extra: tuple[str, ...]
     digest: str
@@ -92,15 +88,16 @@ def plan() -> Plan:
     """How the library would be compiled here and now. Compiles nothing.
 
     Raises:
-        Unavailable: switched off, Windows, no compiler, or no sources.
+        Unavailable: switched off, a switch that says neither, Windows, or no sources.
     """
     if off := switched_off():
         raise off
+    if (said := os.environ.get(KERNELS, "")).lower() not in ("", "on", "1"):
+        raise Unavailable(f"{KERNELS}={said} is neither on nor off", "unset it to have the CPU kernels")
     if sys.platform == "win32":
         raise Unavailable("the CPU kernels are not written for Windows' compiler", "run softfocus under WSL for them")
     if not sources("*.cpp"):
         raise Unavailable(f"the CPU kernels' sources are not in {SOURCES}", "install softfocus again")
-    compiler, version = _compiler()
     try:
         extra = tuple(shlex.split(os.environ.get(CXXFLAGS, "")))
     except ValueError as error:
@@ -108,12 +105,35 @@ def plan() -> Plan:
     native = NATIVE.get(platform.machine())
     flags = (*FLAGS, *((native,) if native else ()), *OPENMP, *extra)
     # The library may name torch's folder: see compile.py
-    parts = [*compiler, version, *flags, *SHARED, _processor(), torch.__version__, str(torch_libraries())]
+    asked = os.environ.get("CXX", "").strip()
+    parts = [asked, *flags, *SHARED, _processor(), torch.__version__, str(torch_libraries())]
     digest = hashlib.sha256("\0".join(parts).encode())
     for path in sources("*.cpp", "*.h"):
         text = path.read_bytes()
         digest.update(f"\0{path.name}\0{len(text)}\0".encode() + text)
-    return Plan(compiler, version, flags, extra, digest.hexdigest(), _cache() / digest.hexdigest()[:16])
+    return Plan(flags, extra, digest.hexdigest(), _cache() / digest.hexdigest()[:16])
+
+
+def compiler() -> tuple[tuple[str, ...], str]:
+    """The compiler's command, in words, and the first line of what it says about itself.
+
+    Raises:
+        Unavailable: there is none, or it does not run.
+    """
+    command = next(([found] for name in COMPILERS if (found := shutil.which(name))), [])
+    remedy = "install one (Debian: apt install g++; macOS: xcode-select --install) or name one with CXX"
+    if asked := os.environ.get("CXX", "").strip():
+        remedy = "let CXX name a C++ compiler, or unset it"
+        command = [asked]
+        with suppress(ValueError):
+            command = shlex.split(asked)  # "ccache g++"
+    if not command:
+        raise Unavailable("there is no C++ compiler for the CPU kernels", remedy)
+    try:
+        said = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True, env=environment())
+        return tuple(command), said.stdout.splitlines()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError, UnicodeDecodeError):
+        raise Unavailable(f"{shlex.join(command)!r} is no C++ compiler that runs", remedy) from None
 
 
 def switched_off() -> Unavailable | None:
@@ -137,23 +157,6 @@ def environment() -> dict[str, str]:
 def torch_libraries() -> Path:
     """The folder of torch's own libraries, its OpenMP among them."""
     return Path(torch.__file__).with_name("lib")
-
-
-def _compiler() -> tuple[tuple[str, ...], str]:
-    command = next(([found] for name in COMPILERS if (found := shutil.which(name))), [])
-    remedy = "install one (Debian: apt install g++; macOS: xcode-select --install) or name one with CXX"
-    if asked := os.environ.get("CXX", "").strip():
-        remedy = "let CXX name a C++ compiler, or unset it"
-        command = [asked]
-        with suppress(ValueError):
-            command = shlex.split(asked)  # "ccache g++"
-    if not command:
-        raise Unavailable("there is no C++ compiler for the CPU kernels", remedy)
-    try:
-        said = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True, env=environment())
-        return tuple(command), said.stdout.splitlines()[0]
-    except (OSError, subprocess.CalledProcessError, IndexError, UnicodeDecodeError):
-        raise Unavailable(f"{shlex.join(command)!r} is no C++ compiler that runs", remedy) from None
 
 
 def _processor() -> str:
