@@ -296,7 +296,10 @@ def _mask_and_bias(
             hidden = attn_mask <= HIDDEN
             mask = ~hidden
             added = attn_mask.masked_fill(hidden, 0.0)
-            bias = added if bias is None else bias + added
+            if bias is not None:  # in float32 at least: the bias' gradient is summed from the sum's
+                wide = torch.promote_types(torch.promote_types(bias.dtype, added.dtype), torch.float32)
+                added = bias.to(wide) + added
+            bias = added
         else:
             raise TypeError(f"attn_mask: got dtype {attn_mask.dtype}, expected torch.bool or floating point")
     return mask, bias

@@ -62,7 +62,8 @@ class FewRows {
 
   // W keys from each of N places on
   template <int N>
-  __attribute__((always_inline)) inline void score_vectors(const int64_t (&at)[N], int64_t base, const float* query, int64_t rows, const Places& to) {
+  __attribute__((always_inline)) inline void score_vectors(const int64_t (&at)[N], int64_t base, const float* query,
+                                                           int64_t rows, const Places& to) {
     int64_t n_keys = std::min<int64_t>(W, p.key_length - base - at[0]), step = p.key.stride[2];
     const float* keys[N];
     if (direct && n_keys == W) {
@@ -95,12 +96,13 @@ class FewRows {
       }
     }
     for (int i = 0; i < N; ++i)
-      if (any(odd[i] & (lanes() < int32_t(n_keys)))) score_carefully(at[i], base, n_keys, query, rows, to);
+      if (odd[i] &= lanes() < int32_t(n_keys); any(odd[i])) score_carefully(at[i], base, odd[i], query, rows, to);
   }
 
   // The products, lane by lane, of a row with W keys of each place, and of the keys with themselves
   template <bool SQUARES, int N>
-  __attribute__((always_inline)) inline void multiply(const float* row, const float* const (&keys)[N], int64_t step, vf (&products)[N][W], vf (&squares)[N][W]) const {
+  __attribute__((always_inline)) inline void multiply(const float* row, const float* const (&keys)[N], int64_t step,
+                                                      vf (&products)[N][W], vf (&squares)[N][W]) const {
 #pragma GCC unroll 16
     for (int i = 0; i < W; ++i)
 #pragma GCC unroll 8
@@ -118,11 +120,14 @@ class FewRows {
       }
   }
 
-  // Key by key: NaN for one that is not finite, the direction of one whose norm is extreme
-  __attribute__((noinline)) void score_carefully(int64_t j, int64_t base, int64_t n_keys, const float* query, int64_t rows, const Places& to) {
+  // The odd ones of W keys: NaN for one that is not finite, the direction of one whose norm is extreme. Not the others: keys that
+  // are equal have equal scores.
+  __attribute__((noinline)) void score_carefully(int64_t j, int64_t base, vi odd, const float* query, int64_t rows,
+                                                 const Places& to) {
     if (!careful) careful.resize(width);
     float* row = careful;
-    for (int64_t i = 0; i < n_keys; ++i) {
+    for (int64_t i = 0; i < W; ++i) {
+      if (!odd[i]) continue;
       std::fill(row, row + width, 0.0f);
       read_row(p.key, p.dtype, b, h, base + j + i, p.head_dim, row);
       bool finite = all_finite(row, p.head_dim);

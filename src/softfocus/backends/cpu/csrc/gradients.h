@@ -73,7 +73,8 @@ class RowGradients {
   Buffer<float> scaled;        // A * dL/dA of what LASER sums exactly, [ROWS, ld], of the rows that `exact` marks
   bool exact[ROWS];
   Range seen[ROWS / MR];  // what groups of rows see of the chunk at hand
-  float inner[ROWS];   // D
+  float inner[ROWS];   // D: of re-weighted rows but for inner_rest, since dL/dA - D may be little where one key weighs most
+  float inner_rest[ROWS];
   float share[ROWS];   // 1 / sum u^p
   float lead[ROWS];    // p / sum u^p
   float ground[ROWS];  // - o mean(g) * inverse
@@ -187,7 +188,7 @@ class RowGradients {
   // dL/dA where a re-weighted row's A is not 0, and what of the row's sums the gradients need
   void sparse(const Gradients& to) {
     struct Totals {
-      vf norm{}, inner{}, less{}, less_inner{}, log{}, log_inner{};
+      Sum norm, inner, less, less_inner, log, log_inner;
       int64_t found = 0;
     } all[ROWS];
     int64_t next = 0;
@@ -213,14 +214,11 @@ class RowGradients {
               powers(u, whole, less);
               whole = u == 0.0f ? vf{} : whole;
               less = u == 0.0f ? vf{} : less;
-              s.norm += whole;
-              s.inner += whole * product;
-              s.less += less;
-              s.less_inner += less * product;
+              s.norm.add(whole), s.inner.add(whole, product);
+              s.less.add(less), s.less_inner.add(less, product);
               if (to.power) {
-                vf log = u == 0.0f ? vf{} : logarithm(u);
-                s.log += whole * log;
-                s.log_inner += whole * product * log;
+                vf log = u == 0.0f ? vf{} : whole * logarithm(u);
+                s.log.add(log), s.log_inner.add(log, product);
               }
             }
           });
@@ -229,18 +227,20 @@ class RowGradients {
     });
     for (int64_t r = 0; r < block.n; ++r) {
       if (block.blind[r]) continue;
-      float norm = sum(all[r].norm), power = block.power[r];
-      alone[r] = all[r].found == 1;
-      share[r] = norm < TINY ? 1.0f : 1.0f / norm;
-      inner[r] = norm < TINY ? 0.0f : sum(all[r].inner) / norm;
-      float direct = 0.0f, direct_log = 0.0f;  // of what is summed exactly
-      if (exact[r]) exact_sums(r, direct, direct_log);
+      const Totals& s = all[r];
+      double norm = s.norm.total(), power = block.power[r], d = norm < TINY ? 0.0 : s.inner.total() / norm;
+      alone[r] = s.found == 1;
+      share[r] = norm < TINY ? 1.0f : float(1.0 / norm);
+      double direct = 0.0, direct_log = 0.0;  // of what is summed exactly
+      if (exact[r]) exact_sums(r, d, direct, direct_log);
+      inner[r] = float(d);
+      inner_rest[r] = float(d - inner[r]);
       if (constant(r)) continue;
       lead[r] = power * share[r];
-      float slope_sum = lead[r] * (sum(all[r].less_inner) - inner[r] * sum(all[r].less)) + power * direct;
-      ground[r] = block.offset[r] == 0.0f ? 0.0f : -slope_sum / block.count[r] * block.inverse[r];
+      double slope_sum = lead[r] * (s.less_inner.total() - d * s.less.total()) + power * direct;
+      ground[r] = block.offset[r] == 0.0f ? 0.0f : float(-slope_sum / block.count[r] * block.inverse[r]);
       if (to.power && block.peak[r] > TIE)
-        power_grad[r] = (sum(all[r].log_inner) - inner[r] * sum(all[r].log)) * share[r] + direct_log;
+        power_grad[r] = float((s.log_inner.total() - d * s.log.total()) * share[r] + direct_log);
     }
   }
 
@@ -257,11 +257,11 @@ class RowGradients {
     return (f[j - whole] - block.floor[r]) * block.inverse[r];
   }
 
-  void exact_sums(int64_t r, float& direct, float& direct_log) {
+  void exact_sums(int64_t r, double& d, double& direct, double& direct_log) {
     for (int64_t j = 0; j < block.end - block.base; ++j)
       if (float x = scaled[r * block.ld + j]; x != 0.0f) {
         float uj = u(r, j);
-        inner[r] += x;
+        d += x;
         direct += x / uj;
         direct_log += x * std::log(uj);
       }
@@ -391,7 +391,7 @@ class RowGradients {
         vf whole, less;
         powers(load(list_u + e), whole, less);
         store(a + e, whole * share[r]);
-        store(rate + e, less * (load(list + e) - inner[r]) * (lead[r] * block.inverse[r]));
+        store(rate + e, less * (load(list + e) - inner[r] - inner_rest[r]) * (lead[r] * block.inverse[r]));
       }
     });
     for (int64_t e = 0; e < n; ++e) to[key[e]] = rate[e];
@@ -418,7 +418,8 @@ class RowGradients {
         each<N>([&](int i) {
           vf s = x[i] * (load(ds + j + i * W) + all);
           if (summed_exactly) {
-            vf share = load(scaled + r * block.ld + j + i * W), u = (phi.value(load(kept + j + i * W)) - block.floor[r]) * block.inverse[r];
+            vf share = load(scaled + r * block.ld + j + i * W);
+            vf u = (phi.value(load(kept + j + i * W)) - block.floor[r]) * block.inverse[r];
             s += share == 0.0f ? vf{} : share * (block.power[r] * (x[i] * block.inverse[r] / u));
           }
           store(ds + j + i * W, s);

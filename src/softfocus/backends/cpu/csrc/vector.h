@@ -80,6 +80,29 @@ inline float sum(vf x) {
   return x[0];
 }
 
+// A sum in double: what is left of sums that cancel is right, too
+class Sum {
+ public:
+  void add(vf x) { low_ += half(x, 0), high_ += half(x, 1); }
+  void add(vf x, vf y) { low_ += half(x, 0) * half(y, 0), high_ += half(x, 1) * half(y, 1); }
+  double total() const {
+    double y = 0.0;
+    for (int i = 0; i < W / 2; ++i) y += low_[i] + high_[i];
+    return y;
+  }
+
+ private:
+  typedef double vd __attribute__((vector_size(W * 4)));
+  typedef float vh __attribute__((vector_size(W * 2)));
+  vd low_{}, high_{};
+
+  static vd half(vf x, int which) {
+    vh y[2];
+    std::memcpy(y, &x, sizeof x);
+    return __builtin_convertvector(y[which], vd);
+  }
+};
+
 inline float largest(vf x) {
   for (int step = W / 2; step; step /= 2) x = max(shuffle(x, x, lanes() ^ step), x);
   return x[0];
