@@ -83,18 +83,18 @@ inline float sum(vf x) {
 // A sum in double: what is left of sums that cancel is right, too
 class Sum {
  public:
-  void add(vf x) { low_ += half(x, 0), high_ += half(x, 1); }
-  void add(vf x, vf y) { low_ += half(x, 0) * half(y, 0), high_ += half(x, 1) * half(y, 1); }
+  void add(vf x) { sum_ += half(x, 0) + half(x, 1); }
+  void add(vf x, vf y) { sum_ += half(x, 0) * half(y, 0) + half(x, 1) * half(y, 1); }
   double total() const {
     double y = 0.0;
-    for (int i = 0; i < W / 2; ++i) y += low_[i] + high_[i];
+    for (int i = 0; i < W / 2; ++i) y += sum_[i];
     return y;
   }
 
  private:
   typedef double vd __attribute__((vector_size(W * 4)));
   typedef float vh __attribute__((vector_size(W * 2)));
-  vd low_{}, high_{};
+  vd sum_{};
 
   static vd half(vf x, int which) {
     vh y[2];
