@@ -96,7 +96,7 @@ def attention(
         value: [B, Hk, Lk, Dv]. Dv need not be D.
         attn_mask: bool, True where the key may be seen, or floating: added to the scores, and hiding keys where it is
             -1e4 or lower (:data:`HIDDEN`). Broadcastable to [B, H, Lq, Lk]. A floating mask is split into a bool and an
-            additive tensor of its size.
+            additive tensor of its size; with ``bias`` as well, into their sum, in float32 at least.
         dropout_p: probability with which a weight is dropped (the others grow by 1 / (1 - p)); 0 when not training. Not for
             LASER.
         is_causal: a query sees no later key. Aligned **bottom-right**: the last query is at the last key, as a KV cache

@@ -12,7 +12,7 @@ from softfocus.testing import check
 
 
 def pytest_runtest_setup(item):
-    """Without a compiler there are no kernels to test. One that is there must do: its errors are failures."""
+    """Without a compiler the kernels are not tested. One that is there must do: its errors are failures."""
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
     if item.get_closest_marker("kernels") or parameters.get("backend") == "cpu":
         if off := plan.switched_off():

@@ -413,7 +413,10 @@ def test_switched_off(monkeypatch):
 
 def test_a_switch_that_says_neither(monkeypatch):
     monkeypatch.setenv(plan.KERNELS, "banana")
-    sentence("^SOFTFOCUS_KERNELS=banana is neither on nor off; unset it")
+    sentence("^SOFTFOCUS_KERNELS=banana is neither on nor off; set it to off, or unset it")
+    monkeypatch.setenv(plan.KERNELS, "off")  # nothing of it is remembered
+    assert "switches the CPU kernels off" in build.why_unavailable()
+    assert build._outcome is None
 
 
 def test_a_warning_that_is_an_error_comes_once(monkeypatch):

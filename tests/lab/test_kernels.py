@@ -10,7 +10,7 @@ import pytest
 
 from softfocus.backends.cpu import build, plan
 from softfocus.lab import cli
-from softfocus.lab.doctor import _backends, _kernels
+from softfocus.lab.doctor import _backends, _compilers, _kernels
 
 
 @pytest.fixture(autouse=True)
@@ -119,3 +119,12 @@ def test_the_doctor_says_it_in_its_table_alone(monkeypatch: pytest.MonkeyPatch) 
         warnings.simplefilter("error")
         (why,) = {check.finding for check in _backends("cpu") if check.name == "cpu"}
     assert "no C++ compiler" in why
+
+
+def test_the_doctor_where_the_compiler_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    build.build()
+    monkeypatch.setenv("PATH", "")
+    assert {name: status for name, (status, *_) in doctor().items()} == {"compiler": "ok", "cpu": "ok"}
+    assert doctor()["compiler"][1].startswith("they were compiled with ")
+    (gone,) = (check for check in _compilers() if check.name == "C++")
+    assert "torch.compile cannot compile for the CPU; everything else runs without" in gone.finding

@@ -284,7 +284,8 @@ def build(
     """Compile the CPU kernels for this machine, ahead of the first call that would.
 
     They are kept in $SOFTFOCUS_KERNEL_CACHE or ~/.cache/softfocus/kernels. $CXX names the compiler, $SOFTFOCUS_CXXFLAGS
-    adds flags, and SOFTFOCUS_KERNELS=off does without the kernels: attention then runs on the slower tiled backend.
+    adds flags; what is compiled with either is found where they are set alike. SOFTFOCUS_KERNELS=off does without the
+    kernels: attention then runs on the slower tiled backend.
 
     Example: `softfocus build --force`
     """

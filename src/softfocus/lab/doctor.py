@@ -150,7 +150,7 @@ def _kernels() -> list[Check]:
         words, version = compiler()
         made_by = f"{shlex.join(words)}: {version}"
     else:
-        made_by = f"{built.compiler}: {built.version}"
+        made_by = f"they were compiled with {built.compiler}: {built.version}"
     status: Status = "note"
     if built is None:
         said = f"not compiled yet: the first call on the CPU does it, into {planned.folder}"
@@ -175,13 +175,12 @@ def _compilers() -> list[Check]:
         found.append(Check(topic="compilers", name="C++", status="ok", finding=compiler))
     else:
         missing = "no C++ compiler" if not compiler else "no Python.h"
-        slower = "" if compiler else ", attention on the CPU slower"
         found.append(
             Check(
                 topic="compilers",
                 name="C++",
                 status="note",
-                finding=f"{missing}: torch.compile cannot compile for the CPU; everything else runs without{slower}",
+                finding=f"{missing}: torch.compile cannot compile for the CPU; everything else runs without",
                 remedy="for it, install a C++ compiler and Python's headers (Debian: apt install g++ python3-dev)",
             )
         )

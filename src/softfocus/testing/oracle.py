@@ -20,7 +20,8 @@ from softfocus.visibility import Visibility
 REPLICAS = 16
 """One evaluation of the eager formula is one draw of its rounding errors, and can be lucky. What leaves the mathematics alone
 draws again: shuffling the head dimension and the keys, a factor of the queries that the keys take back, a factor of phi that l1
-takes back. The worst of so many draws is the yardstick."""
+takes back. (The factors round once more, which is as much as a product or a phi rounds in any case.) The worst of so many draws
+is the yardstick."""
 BAND = 4.0
 """Rounding band: this many units in the last place of a tensor's largest value, on top of twice the eager error."""
 
@@ -115,6 +116,9 @@ def compare(
     assert actual.tensors.keys() == expected.tensors.keys(), f"{label}: got {list(actual.tensors)}"
     for name, want in expected.tensors.items():
         got, unavoidable, size = actual.tensors[name], yardstick[name], sizes[name]
+        assert math.isfinite(unavoidable), (
+            f"{label}: {name} of the eager formula is not finite, and nothing to measure with"
+        )
         assert got.shape == want.shape, f"{label}: {name} has shape {tuple(got.shape)}, expected {tuple(want.shape)}"
         error = _largest(got.double() - want)
         tolerance = 2.0 * unavoidable + BAND * torch.finfo(got.dtype).eps * size

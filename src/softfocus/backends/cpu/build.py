@@ -65,9 +65,11 @@ def library() -> ctypes.CDLL:
     """The kernels, compiled at the first use on this machine. Safe to call from any thread.
 
     Raises:
-        Unavailable: they cannot be compiled or loaded. That is found out once a process.
+        Unavailable: switched off; or they cannot be compiled or loaded, which is found out once a process.
     """
     global _outcome
+    if off := switched_off():  # as long as it says so
+        raise off
     if _outcome is None:
         with _lock:
             if _outcome is None:
@@ -83,9 +85,9 @@ def library() -> ctypes.CDLL:
 def why_unavailable() -> str | None:
     """None where the kernels run, or the sentence that says why not; the first time also a RuntimeWarning."""
     global _warned
-    if off := switched_off():
-        return str(off)
     try:
+        if off := switched_off():
+            return str(off)
         library()
     except Unavailable as error:
         if not _warned:

@@ -88,12 +88,10 @@ def plan() -> Plan:
     """How the library would be compiled here and now. Compiles nothing.
 
     Raises:
-        Unavailable: switched off, a switch that says neither, Windows, or no sources.
+        Unavailable: switched off, Windows, or no sources.
     """
     if off := switched_off():
         raise off
-    if (said := os.environ.get(KERNELS, "")).lower() not in ("", "on", "1"):
-        raise Unavailable(f"{KERNELS}={said} is neither on nor off", "unset it to have the CPU kernels")
     if sys.platform == "win32":
         raise Unavailable("the CPU kernels are not written for Windows' compiler", "run softfocus under WSL for them")
     if not sources("*.cpp"):
@@ -137,10 +135,18 @@ def compiler() -> tuple[tuple[str, ...], str]:
 
 
 def switched_off() -> Unavailable | None:
-    """Set where the user does not want the kernels."""
+    """Set where the user does not want the kernels.
+
+    Raises:
+        Unavailable: nobody knows what the user wants.
+    """
     said = os.environ.get(KERNELS, "")
-    if said.lower() not in ("off", "0"):
+    if said.lower() in ("", "on", "1"):
         return None
+    if said.lower() not in ("off", "0"):
+        raise Unavailable(
+            f"{KERNELS}={said} is neither on nor off", "set it to off, or unset it to have the CPU kernels"
+        )
     return Unavailable(f"{KERNELS}={said} switches the CPU kernels off", "unset it to have them")
 
 

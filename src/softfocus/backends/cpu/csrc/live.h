@@ -27,6 +27,7 @@ struct Lists {
   // u to u^p; returns the sums of the lanes
   vf raise(int64_t i, float power) {
     vf total = vf{};
+    if (!found[i]) return total;  // of a row that is not there the power is not known
     float* x = u_of(i);
     Block<Phi>::with_powers(power, [&](auto powers) {
       for (int64_t e = 0; e < found[i]; e += W) {
@@ -45,9 +46,9 @@ struct Lists {
   Buffer<float> u;
 };
 
-// What a block asks for at its row r while it is at a chunk: that row of the next chunk. Keys that weigh something come in no order
-// that a machine foresees. Rows laid one upon another (a stride of 0) are there.
-static_assert(ROWS == CHUNK, "every row of the next chunk is asked for once");
+// What a block asks for at its row r while it is at a chunk: that row of the next chunk, be it there or not. Keys that weigh
+// something come in no order that a machine foresees. Rows laid one upon another (a stride of 0) are at hand.
+static_assert(ROWS == CHUNK, "a whole block asks for every row once");
 inline void prefetch_next(const float* rows, int64_t step, int64_t r, int64_t width) {
   for (int64_t d = 0; d < width && step >= width; d += 16) __builtin_prefetch(rows + (CHUNK + r) * step + d);
 }

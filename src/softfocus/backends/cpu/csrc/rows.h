@@ -78,7 +78,7 @@ class Block : public Sight {
   // Calls f with what makes u^p and u^(p-1) of a u in (0, 1]
   template <typename F>
   static void with_powers(float p, F&& f) {
-    if (p == int64_t(p) && p >= 1 && p <= SQUARING_LIMIT)
+    if (p >= 1 && p <= SQUARING_LIMIT && p == int64_t(p))
       f([e = int64_t(p) - 1](vf u, vf& whole, vf& less) {
         vf square = u;
         less = splat(1.0f);

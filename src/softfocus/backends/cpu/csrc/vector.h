@@ -37,7 +37,6 @@ typedef int32_t vi __attribute__((vector_size(W * 4)));
 typedef uint32_t vu __attribute__((vector_size(W * 4)));  // where a sum may go round: of signed numbers it must not
 typedef uint8_t vb __attribute__((vector_size(W)));
 typedef float vf_anywhere __attribute__((vector_size(W * 4), aligned(4), may_alias));
-typedef int32_t vi_anywhere __attribute__((vector_size(W * 4), aligned(4), may_alias));
 typedef uint8_t vb_anywhere __attribute__((vector_size(W), aligned(1), may_alias));
 
 constexpr float INF = std::numeric_limits<float>::infinity();
