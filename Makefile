@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup demo bench test sanitize lint clean
+.PHONY: help setup demo bench test sanitize neon lint clean
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
 
@@ -37,10 +37,21 @@ sanitize: setup  ## the CPU kernels' tests under the address and undefined-behav
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -x -s -q tests/core/test_cpu.py tests/core/test_repeated_calls.py tests/core/test_fuzz.py \
 	  tests/core/test_edges.py tests/core/test_visibility.py tests/core/test_validation.py -k "test_cpu or test_repeated or test_fuzz or cpu"
 
+# Nobody here has such a machine: the kernels run under an emulator, called from the tests in this machine's Python.
+NEON := .emulated/neon
+neon: setup $(NEON)  ## the CPU kernels' parity tests as 64-bit ARM under qemu (an hour; Debian: apt install g++-aarch64-linux-gnu qemu-user-static)
+	SOFTFOCUS_EMULATED="qemu-aarch64-static $(NEON)" OMP_NUM_THREADS=1 PYTHONPATH=tests/emulated \
+	$(BIN)/python -m pytest -p plugin -q tests/core/test_cpu.py -k "test_parity or few"
+
+$(NEON): tests/emulated/call.cpp $(wildcard src/softfocus/backends/cpu/csrc/*)
+	mkdir -p $(dir $@)
+	aarch64-linux-gnu-g++ -std=c++17 -O3 -fno-math-errno -fno-trapping-math -fopenmp -static -mcpu=cortex-a76 \
+	  tests/emulated/call.cpp src/softfocus/backends/cpu/csrc/*.cpp -o $@
+
 lint: setup  ## ruff and mypy
 	$(BIN)/ruff check src tests
 	$(BIN)/ruff format --check src tests
 	$(BIN)/mypy
 
 clean:  ## remove .venv and caches; runs/ stays
-	rm -rf $(VENV) .sanitized .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .sanitized .emulated .pytest_cache .mypy_cache .ruff_cache .hypothesis
