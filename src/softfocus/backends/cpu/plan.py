@@ -141,9 +141,9 @@ def switched_off() -> Unavailable | None:
         Unavailable: nobody knows what the user wants.
     """
     said = os.environ.get(KERNELS, "")
-    if said.lower() in ("", "on", "1"):
+    if said.lower() in ("", "on", "1", "true", "yes"):
         return None
-    if said.lower() not in ("off", "0"):
+    if said.lower() not in ("off", "0", "false", "no"):
         raise Unavailable(
             f"{KERNELS}={said} is neither on nor off", "set it to off, or unset it to have the CPU kernels"
         )

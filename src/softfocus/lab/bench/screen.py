@@ -12,7 +12,16 @@ from rich.text import Text
 from softfocus.lab.bench.cells import Cell
 from softfocus.lab.bench.results import CellResult, Memory, SubjectResult
 
-_WIDTHS = {"": 10, "time": 11, "quartiles": 17, "x SDPA": 8, "range": 15, "memory": 10, "x": 6, "backend": 10}
+_WIDTHS = {
+    "": 10,
+    "time": 11,
+    "quartiles": 17,
+    "x SDPA": 8,
+    "x quartiles": 15,
+    "memory": 10,
+    "x SDPA's": 8,
+    "backend": 10,
+}
 
 BUSY = 2.0
 """sdpa's upper quartile over its lower one, from which on the times of a cell say little."""
@@ -77,7 +86,8 @@ class Screen:
             measured = [one for one in result.subjects if one.refused is None]
             _wide(self.console).print(_lines(measured))
         if result.noise > BUSY:
-            said = f"  the machine was busy: a quarter of sdpa's calls took {result.noise:.1f} times as long as another"
+            slow = f"the slowest quarter of sdpa's calls took at least {result.noise:.1f} times as long as the fastest"
+            said = f"  the machine was busy: {slow}"
             self.console.print(Text(said, style="yellow"), soft_wrap=True)
         for one in result.subjects:
             for why in (one.refused, one.memory_message and f"memory unknown: {one.memory_message}"):

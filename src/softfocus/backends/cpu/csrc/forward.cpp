@@ -111,8 +111,8 @@ bool forward(const Problem& p, float* out, float* statistics) {
     bool done = share_out(p.threads, n * group * blocks, [&](int64_t item) {
       auto& worker = workers[thread_number()];
       if (!worker) worker = std::make_unique<Worker<Phi>>(p);
-      int64_t block = blocks - 1 - item / (n * group);  // with a causal mask the last rows are the longest
-      int64_t key_head = first + item % (n * group) / group, h = key_head % p.key_heads * group + item % group;
+      int64_t block = blocks - 1 - item / group % blocks;  // with a causal mask the last rows are the longest
+      int64_t key_head = first + item / (group * blocks), h = key_head % p.key_heads * group + item % group;
       worker->run(key_head / p.key_heads, h, block * rows, heads[key_head - first], out, statistics);
     });
     if (!done) return false;

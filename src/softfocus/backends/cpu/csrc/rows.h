@@ -198,35 +198,51 @@ class Block : public Sight {
     if (!head->packed) {
       few.score(*this, direction + first * width, last - first,
                 [&](int64_t r, int64_t j) { return part(first + r, j / CHUNK * CHUNK) + j; }, keep_rows);
-    } else chunks([&](int64_t at) {
-      bool plain = shown_whole(at) && !p.bias.data && !head->any_broken_key;
-      for (int64_t panel = at; panel < std::min(at + CHUNK, end - base); panel += PANEL) {
-        const float* keys = head->key_panels + (base + panel) * p.head_dim;
+    } else {
+      chunks([&](int64_t at) {
+        bool plain = !single && shown_whole(at) && !p.bias.data && !head->any_broken_key;
+        const float* keys = head->key_panels + (base + at) * p.head_dim;
         for (int64_t r = first; r < last; r += single ? 1 : MR) {
-          Range seen = range(r, panel, PANEL);
+          Range seen = range(r, at);
           if (seen.empty()) continue;
-          float* row = part(r, at) + seen.low;
-          if (single)
-            product<1>(seen.vectors(), p.head_dim, direction + r * width, width, 1, keys + seen.low - panel, PANEL, row, CHUNK, false);
-          else
-            product<MR>(seen.vectors(), p.head_dim, direction + r * width, width, 1, keys + seen.low - panel, PANEL, row, CHUNK, false);
-          if (!single && plain && inside(r, seen)) {
-            raw ? keep_group<true>(r, at, seen, sums + r, tops + r) : keep_group<false>(r, at, seen, sums + r, tops + r);
-            continue;
+          if (!single && more(at)) prefetch_group(part(r, at) + at + rows * CHUNK);
+          for (int64_t panel = at; panel < at + CHUNK; panel += PANEL) {
+            Range some{std::max(seen.low, panel), std::min(seen.high, panel + PANEL)};
+            if (some.empty()) continue;
+            const float* columns = keys + (panel - at) * p.head_dim + some.low - panel;
+            float *row = part(r, at) + some.low, *queries = direction + r * width;
+            if (single)
+              product<1>(some.vectors(), p.head_dim, queries, width, 1, columns, PANEL, row, CHUNK, false);
+            else
+              product<MR>(some.vectors(), p.head_dim, queries, width, 1, columns, PANEL, row, CHUNK, false);
           }
-          for (int64_t i = r; i < (single ? last : std::min(r + MR, last)); ++i)
-            raw ? keep<true>(i, at, seen, sums[i], tops[i]) : keep<false>(i, at, seen, sums[i], tops[i]);
+          Range open = plain ? inside(r, seen) : Range{seen.high, seen.high};
+          if (!open.empty()) {
+            raw ? keep_group<true>(r, at, open, sums + r, tops + r) : keep_group<false>(r, at, open, sums + r, tops + r);
+          }
+          for (Range rest : {Range{seen.low, open.low}, Range{open.high, seen.high}})
+            for (int64_t i = r; i < (single ? last : std::min(r + MR, last)) && !rest.empty(); ++i)
+              raw ? keep<true>(i, at, rest, sums[i], tops[i]) : keep<false>(i, at, rest, sums[i], tops[i]);
         }
-      }
-    });
+      });
+    }
     for (int64_t r = first; r < last; ++r) norm[r] = sum(sums[r]), maximum[r] = largest(tops[r]);
   }
 
-  // Whether the window shows MR whole rows all the keys of a range
-  bool inside(int64_t r, Range at) const {
+  // Where MR rows' scores will be written: whole blocks of them lie in the third-level cache, or beyond
+  static void prefetch_group(float* to) {
+    for (int64_t j = 0; j < MR * CHUNK; j += 16) __builtin_prefetch(to + j, 1, 2);
+  }
+
+  // What of a range, in whole vectors, the window shows all of MR rows; nothing, at its end, where a row is not there or broken
+  Range inside(int64_t r, Range at) const {
     bool all = r + MR <= n;
-    for (int64_t i = r; i < r + MR; ++i) all &= !broken[i] & (low[i] <= base + at.low) & (high[i] >= base + at.high);
-    return all;
+    int64_t l = at.low, g = at.high;
+    for (int64_t i = r; i < r + MR; ++i) {
+      all &= !broken[i];
+      l = std::max(l, round_up(low[i] - base, W)), g = std::min(g, (high[i] - base) / W * W);
+    }
+    return all && l < g ? Range{l, g} : Range{at.high, at.high};
   }
 
   // Scores of MR rows that see all of a range to what is kept of them
