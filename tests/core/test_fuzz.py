@@ -114,8 +114,6 @@ def draw(seed):
         batch = 24 // (key_heads * group * query_length) + 1
     dims = [chance.randint(1, 20), pick([8, 16, 32, 64]), chance.randint(1, 100)]
     head_dim, value_dim = pick([*dims, pick([64, 128, 256])]), pick(dims)
-    if mechanism.similarity == "cosine":  # x / |x| of a number is exact, and nothing to measure roundings with
-        head_dim = max(head_dim, 2)
 
     given: dict[str, Any] = {"is_causal": maybe(0.7)}
     if maybe(0.3):

@@ -1,9 +1,8 @@
 """The float64 reference as oracle, and tolerances that are computed from what the eager formula loses in the same dtype."""
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,16 +11,13 @@ from torch import Tensor
 
 from softfocus import catalog, functional, validation
 from softfocus.mechanism import Mechanism
-from softfocus.pointwise import POINTWISE
 from softfocus.reference import default_scale, row_scale
 from softfocus.testing.cases import Case
 from softfocus.visibility import Visibility
 
 REPLICAS = 16
-"""One evaluation of the eager formula is one draw of its rounding errors, and can be lucky. What leaves the mathematics alone
-draws again: shuffling the head dimension and the keys, a factor of the queries that the keys take back, a factor of phi that l1
-takes back. (The factors round once more, which is as much as a product or a phi rounds in any case.) The worst of so many draws
-is the yardstick."""
+"""One evaluation of the eager formula is one draw of its rounding errors, and can be lucky. Shuffling the head dimension and
+the keys leaves the mathematics alone and draws again; the worst of so many draws is the yardstick."""
 BAND = 4.0
 """Rounding band: this many units in the last place of a tensor's largest value, on top of twice the eager error."""
 
@@ -168,7 +164,7 @@ def _exactly(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _eager_errors(seed: int, arguments: dict[str, Any], exact: Outcome) -> dict[str, float]:
-    """The largest errors of the eager formula, in one draw of its roundings. Where it is NaN (LASER's, of weights that no
+    """The largest errors of the eager formula, summed in one order. Where it is NaN (LASER's, of weights that no
     float holds) it measures nothing; infinite where it is NaN altogether."""
     eager = run(partial(_shuffled, seed), arguments).tensors
     errors = {}
@@ -179,7 +175,7 @@ def _eager_errors(seed: int, arguments: dict[str, Any], exact: Outcome) -> dict[
 
 
 def _shuffled(seed: int, **arguments: Any) -> Tensor:
-    """The reference with the head dimension and the keys in another order, and with factors that cancel; seed 0 is as given."""
+    """The reference with the head dimension and the keys in another order; seed 0 is the order as given."""
     query, key, value = (arguments.pop(name) for name in ("query", "key", "value"))
     given = {name: arguments.pop(name, None) for name in ("attn_mask", "key_mask", "document_ids", "window_size")}
     left, right = validation.window_of(given["window_size"], arguments.pop("is_causal"))
@@ -199,39 +195,14 @@ def _shuffled(seed: int, **arguments: Any) -> Tensor:
     bias = arguments.pop("bias", None)
     if bias is not None and bias.size(3) != 1:
         bias = bias[..., keys]
-    with _factors(seed, query.dtype, arguments["mechanism"], generator) as factor:
-        return _reference(
-            query=query[..., dims] * factor,
-            key=key[:, :, keys][..., dims] / factor,
-            value=value[:, :, keys],
-            attn_mask=visible,
-            bias=bias,
-            **arguments,
-        )
-
-
-@contextmanager
-def _factors(seed: int, dtype: torch.dtype, mechanism: str | Mechanism, generator: torch.Generator) -> Iterator[float]:
-    """Yields what to multiply queries by; meanwhile phi has a factor, too, where l1 cancels it. None where seed is 0, and none
-    in half precision, whose inputs would be rounded for it."""
-    if not seed or dtype.itemsize < 4:
-        yield 1.0
-        return
-    of_query, of_phi = (torch.rand(2, generator=generator) + 1.0).tolist()
-    algebra = catalog.named(mechanism) if isinstance(mechanism, str) else mechanism
-    scaled = phi = POINTWISE[algebra.phi]
-    if algebra.normaliser == "l1":
-        value, log = phi.value, phi.log
-        scaled = replace(
-            phi,
-            value=lambda s: value(s) * of_phi,
-            log=None if log is None else lambda s: log(s) + math.log(of_phi),
-        )
-    POINTWISE[algebra.phi] = scaled
-    try:
-        yield of_query
-    finally:
-        POINTWISE[algebra.phi] = phi
+    return _reference(
+        query=query[..., dims],
+        key=key[:, :, keys][..., dims],
+        value=value[:, :, keys],
+        attn_mask=visible,
+        bias=bias,
+        **arguments,
+    )
 
 
 def _error(got: Tensor, want: Tensor) -> float:

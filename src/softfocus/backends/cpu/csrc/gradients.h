@@ -4,7 +4,7 @@
 // With D = sum_j A_j dA_j of a row (0 where the normaliser does not depend on phi):
 //     dS_j = (dA_j - D) * scale * phi'(s_j)                                    l1 rows, and the others with D = 0
 //     dS_j = (g_j - o mean(g)) * inverse * phi'(s_j),  g_j = p u_j^(p-1) (dA_j - D) / sum u^p     re-weighted rows
-// LASER hands on dL/d(A exp(V - M)) in place of dL/dO. What it sums exactly comes as A * dL/dA (`Exact::scaled`), since
+// LASER hands on dL/d(A exp(V - M)) in place of dL/dO. What it sums exactly comes as A * dL/dA (`scaled`), since
 // dL/dA alone might be too large for a float.
 #pragma once
 
