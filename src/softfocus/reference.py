@@ -127,15 +127,22 @@ def attention(problem: Problem, visible: Tensor, mechanism: Mechanism) -> tuple[
     count = visible.sum(-1, keepdim=True).to(dtype)  # [B, H, Lq, 1], N_i
 
     scores = _scores(problem, query, key, count, mechanism)  # [B, H, Lq, Lk]
-    weights, log_norm = _normalised(torch.where(visible, scores, 0.0), visible, count, mechanism)
+    weights, log_weights, log_norm = _normalised(torch.where(visible, scores, 0.0), visible, count, mechanism)
     peak = torch.zeros_like(count)
     power = mechanism.power if problem.power is None else problem.power.to(dtype)[:, None, None]
     if power is not None:
-        weights, peak = sharpen(weights, count, power)
-    weights = _post(weights, visible, count, mechanism)
-    weights = torch.where(visible, weights, 0.0)  # also in a row that is NaN by what it sees
-    weights = F.dropout(weights, problem.dropout_p)
-    out = _mix(weights, value, visible, mechanism)
+        weights, log_weights, peak = sharpen(weights, count, power, log_weights)
+    broken = visible.to(dtype) @ (~value.isfinite()).to(dtype) > 0  # [B, H, Lq, Dv]
+    value = torch.where(value.isfinite(), value, 0.0)
+    if log_weights is None:
+        weights = _post(weights, visible, count, mechanism)
+        weights = torch.where(visible, weights, 0.0)  # also in a row that is NaN by what it sees
+        out = F.dropout(weights, problem.dropout_p) @ value
+    else:
+        out = _log_mean_exp(log_weights, value, visible)
+    # rows that see nothing are cut off here, so that not even a NaN handed to them from above goes further
+    blind = ~visible.any(-1, keepdim=True)
+    out = torch.where(broken, math.nan, torch.where(blind, 0.0, out))
 
     maximum = scores.masked_fill(~visible, -math.inf)
     maximum = maximum.amax(-1) if scores.size(-1) else maximum.new_full(maximum.shape[:-1], -math.inf)
@@ -161,8 +168,13 @@ def _scores(problem: Problem, query: Tensor, key: Tensor, count: Tensor, mechani
     return torch.where(broken, math.nan, scores)
 
 
-def _normalised(scores: Tensor, visible: Tensor, count: Tensor, mechanism: Mechanism) -> tuple[Tensor, Tensor]:
-    """A = phi(s) over the normaliser, 0 on invisible keys; and log ||phi(s)||_1, [..., 1]."""
+def _normalised(
+    scores: Tensor, visible: Tensor, count: Tensor, mechanism: Mechanism
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """A = phi(s) over the normaliser, 0 on invisible keys; log A for LASER; and log ||phi(s)||_1, [..., 1].
+
+    A weight of e^-110 is 0 in float32, but a value 200 above the others brings it back: LASER takes no log of A itself.
+    """
     phi = POINTWISE[mechanism.phi]
     if phi.log is not None:
         log_f = torch.where(visible, phi.log(scores), -math.inf)
@@ -170,19 +182,28 @@ def _normalised(scores: Tensor, visible: Tensor, count: Tensor, mechanism: Mecha
         log_norm = torch.where(count > 0, log_norm, -math.inf)
         if mechanism.normaliser == "l1":
             # phi(s) / ||phi(s)||_1 = exp(log phi(s) - log ||phi(s)||_1), which no row of tiny phi(s) can upset
-            weights = (log_f - torch.where(count > 0, log_norm, 0.0)).exp()
-            return torch.where(visible, weights, 0.0), log_norm
+            log_weights = log_f - torch.where(count > 0, log_norm, 0.0)
+            weights = torch.where(visible, log_weights.exp(), 0.0)
+            return weights, log_weights if mechanism.laser else None, log_norm
     f = torch.where(visible, phi.value(scores), 0.0)
     norm = f.abs().sum(-1, keepdim=True)
     if phi.log is None:
         log_norm = norm.log()
     if mechanism.normaliser == "l1":
-        return torch.where(norm == 0, 0.0, f / torch.where(norm == 0, 1.0, norm)), log_norm
-    return f * row_factor(mechanism, count, scores.size(-1)), log_norm
+        blank = norm == 0
+        norm = torch.where(blank, 1.0, norm)
+        weights, log_weights = torch.where(blank, 0.0, f / norm), None
+        if mechanism.laser:
+            dead = f == 0
+            log_weights = torch.where(dead, -math.inf, torch.where(dead, 1.0, f).log() - norm.log())
+        return weights, log_weights, log_norm
+    return f * row_factor(mechanism, count, scores.size(-1)), None, log_norm
 
 
-def sharpen(weights: Tensor, count: Tensor, power: Tensor | float) -> tuple[Tensor, Tensor]:
-    """Eq. 5 of arXiv 2501.13428: relu(A N - o)^p over its row sum, and the row's peak max_j A N - o, [..., 1].
+def sharpen(
+    weights: Tensor, count: Tensor, power: Tensor | float, log_weights: Tensor | None = None
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Eq. 5 of arXiv 2501.13428: relu(A N - o)^p over its row sum; its log, if log A is given; max_j A N - o, [..., 1].
 
     The power is taken of u / max(u), which cancels in the row sum and keeps u^p from overflowing. A row without spread
     keeps its weights (the equation would divide 0 by 0).
@@ -192,12 +213,14 @@ def sharpen(weights: Tensor, count: Tensor, power: Tensor | float) -> tuple[Tens
     peak = u.detach().amax(-1, keepdim=True) if u.size(-1) else u.new_zeros(count.shape)
     tied = peak <= tie_tolerance(weights.dtype)
     u = u / torch.where(tied, 1.0, peak)
-    live = u > 0
-    r = torch.where(
-        live, torch.where(live, u, 1.0) ** power, 0.0
-    )  # 0^p has no usable derivative in p, nor in u at p = 1
-    norm = r.sum(-1, keepdim=True)
-    return torch.where(tied, weights, r / torch.where(tied, 1.0, norm)), peak
+    dead = u == 0
+    base = torch.where(dead, 1.0, u)  # 0^p has no usable derivative in p, nor in u at p = 1
+    r = torch.where(dead, 0.0, base**power)
+    norm = torch.where(tied, 1.0, r.sum(-1, keepdim=True))
+    if log_weights is not None:
+        log_r = torch.where(dead, -math.inf, power * base.log() - norm.log())
+        log_weights = torch.where(tied, log_weights, log_r)
+    return torch.where(tied, weights, r / norm), log_weights, peak
 
 
 def _post(weights: Tensor, visible: Tensor, count: Tensor, mechanism: Mechanism) -> Tensor:
@@ -218,20 +241,10 @@ def _post(weights: Tensor, visible: Tensor, count: Tensor, mechanism: Mechanism)
     return torch.where(free, weights, centred)
 
 
-def _mix(weights: Tensor, value: Tensor, visible: Tensor, mechanism: Mechanism) -> Tensor:
-    """A V, or LASER's log(A exp(V)); 0 for rows whose weights are all 0."""
-    broken = visible.to(value.dtype) @ (~value.isfinite()).to(value.dtype) > 0  # [B, H, Lq, Dv]
-    value = torch.where(value.isfinite(), value, 0.0)
-    if mechanism.laser:
-        live = weights != 0
-        log_weights = torch.where(live, torch.where(live, weights, 1.0).log(), -math.inf)
-        empty = ~live.any(-1, keepdim=True)  # [B, H, Lq, 1]
-        log_weights = torch.where(empty, 0.0, log_weights)
-        terms = log_weights[..., :, :, None] + value[..., None, :, :]  # [B, H, Lq, Lk, Dv]
-        terms = torch.where(visible[..., None] | empty[..., None], terms, -math.inf)
-        out = torch.where(empty, 0.0, torch.logsumexp(terms, dim=-2))
-    else:
-        out = weights @ value
-    # rows that see nothing are cut off here, so that not even a NaN handed to them from above goes further
-    blind = ~visible.any(-1, keepdim=True)
-    return torch.where(broken, math.nan, torch.where(blind, 0.0, out))
+def _log_mean_exp(log_weights: Tensor, value: Tensor, visible: Tensor) -> Tensor:
+    """LASER's log(A exp(V)) of arXiv 2411.03493, column by column; 0 for rows whose weights are all 0."""
+    empty = ~(visible & (log_weights != -math.inf)).any(-1, keepdim=True)  # [B, H, Lq, 1]
+    log_weights = torch.where(empty, 0.0, log_weights)
+    terms = log_weights[..., :, :, None] + value[..., None, :, :]  # [B, H, Lq, Lk, Dv]
+    terms = torch.where((visible | empty)[..., None], terms, -math.inf)
+    return torch.where(empty, 0.0, torch.logsumexp(terms, dim=-2))

@@ -591,14 +591,11 @@ def test_one_future_outlier_at_every_side_of_a_tile_border(backend, name, at):
 @pytest.mark.parametrize("spread", ["200", "early -1e4", "every other -1e4", "late 1e4", "all -1e4"])
 @pytest.mark.parametrize("name", LASERS)
 @everywhere
-def test_laser_on_values_that_no_exponential_could_hold(request, backend, dtype, name, spread):
+def test_laser_on_values_that_no_exponential_could_hold(backend, dtype, name, spread):
     """exp(200) overflows float32, and exp(-1e4) is 0 in float64: finite, and equal to log-sum-exp over log A + V.
 
     log A + V is rounded to |V| eps, in the expected values as well, and exp makes that a relative error of the gradients.
     """
-    if (backend, dtype, name, spread) == ("reference", torch.float32, "laser_lssar", "200"):
-        reason = "weights u^15 below 1e-38 beside values 400 apart: d log A overflows; exact in float64"
-        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
     length = TILE + 16
     inputs = [normal(1, 2, length, 8, seed=s, dtype=dtype) for s in range(3)]
     inputs[2] = inputs[2][..., :3].clone()
