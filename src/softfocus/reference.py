@@ -190,13 +190,12 @@ def _normalised(
     if phi.log is None:
         log_norm = norm.log()
     if mechanism.normaliser == "l1":
-        blank = norm == 0
+        blank, dead = norm == 0, f == 0
         norm = torch.where(blank, 1.0, norm)
-        weights, log_weights = torch.where(blank, 0.0, f / norm), None
-        if mechanism.laser:
-            dead = f == 0
-            log_weights = torch.where(dead, -math.inf, torch.where(dead, 1.0, f).log() - norm.log())
-        return weights, log_weights, log_norm
+        weights = torch.where(blank, 0.0, f / norm)
+        if not mechanism.laser:
+            return weights, None, log_norm
+        return weights, torch.where(dead, -math.inf, torch.where(dead, 1.0, f).log() - norm.log()), log_norm
     return f * row_factor(mechanism, count, scores.size(-1)), None, log_norm
 
 
