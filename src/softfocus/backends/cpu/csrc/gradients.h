@@ -79,7 +79,7 @@ class RowGradients {
   float lead[ROWS];    // p / sum u^p
   float ground[ROWS];  // - o mean(g) * inverse
   float power_grad[ROWS];
-  bool alone[ROWS];  // re-weighted rows: whether but one key weighs something
+  bool alone[ROWS];  // whether but one key weighs something: of re-weighted rows, and where phi is 0 on a side
 
   int64_t key_head() const { return block.h / (block.p.heads / block.p.key_heads); }
 
@@ -147,8 +147,8 @@ class RowGradients {
   // dL/dA everywhere, and D
   void dense() {
     const Problem& p = block.p;
-    vf total[ROWS];
-    for (vf& x : total) x = vf{};
+    vf total[ROWS], positive[ROWS];
+    for (int64_t r = 0; r < ROWS; ++r) total[r] = positive[r] = vf{};
     block.chunks([&](int64_t at) {
       const float* source = block.head->value_panels + (block.base + at) * p.value_dim;
       if (p.laser && !mixer.shift.ordinary) {
@@ -174,12 +174,14 @@ class RowGradients {
                 vf f = phi.value(load(kept + j));
                 vf term = f * load(product + j);
                 total[i] += p.laser ? (f == 0.0f ? vf{} : term) : term;
+                if constexpr (Phi::vanishes) positive[i] += f == 0.0f ? vf{} : splat(1.0f);
               }
             });
         }
     });
     for (int64_t r = 0; r < block.n && p.normaliser == L1; ++r) {
       inner[r] = sum(total[r]) * block.scale[r];
+      alone[r] = Phi::vanishes && sum(positive[r]) == 1.0f;
       if (exact[r])
         for (int64_t j = 0; j < block.end - block.base; ++j) inner[r] += scaled[r * block.ld + j];
     }
@@ -246,7 +248,7 @@ class RowGradients {
 
   // A row of which one key has all the weight, whatever its score: rounding must not give it a gradient
   bool constant(int64_t r) const {
-    return block.p.normaliser == L1 && (block.count[r] == 1.0f || (block.p.sharpened && alone[r]));
+    return block.p.normaliser == L1 && (block.count[r] == 1.0f || alone[r]);
   }
 
   // u of a re-weighted row at an offset from base

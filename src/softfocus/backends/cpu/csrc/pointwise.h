@@ -13,6 +13,7 @@ template <typename Phi>
 struct Pointwise {
   static constexpr bool after_maximum = false;
   static constexpr bool runs_along_exp = false;  // far below zero phi(s) = e^s: rows that lie there take e^(s - max)
+  static constexpr bool vanishes = false;        // phi(s) = 0 for all s < 0
   static constexpr float hidden = 0.0f;          // what stands for a key that cannot be seen
   static vf keep(vf s) { return s; }
   static vf value(vf kept) { return kept; }
@@ -68,12 +69,14 @@ struct Sigmoid : Pointwise<Sigmoid> {  // near 1 its slope cannot be had from it
 
 struct Relu : Pointwise<Relu> {
   using Pointwise::keep, Pointwise::slope;
+  static constexpr bool vanishes = true;
   static vf keep(vf s) { return positive(s); }
   static vf slope(vf kept) { return kept > 0.0f ? splat(1.0f) : vf{}; }
 };
 
 struct Relu2 : Pointwise<Relu2> {
   using Pointwise::keep, Pointwise::slope;
+  static constexpr bool vanishes = true;
   static vf keep(vf s) { return positive(s); }
   static vf value(vf kept) { return kept * kept; }
   static vf slope(vf kept) { return 2.0f * kept; }
@@ -81,6 +84,7 @@ struct Relu2 : Pointwise<Relu2> {
 
 struct Relu6 : Pointwise<Relu6> {
   using Pointwise::keep, Pointwise::slope;
+  static constexpr bool vanishes = true;
   static vf keep(vf s) { return min(splat(6.0f), positive(s)); }
   static vf slope(vf kept) { return kept > 0.0f ? (kept < 6.0f ? splat(1.0f) : vf{}) : vf{}; }
 };
