@@ -611,6 +611,27 @@ def test_laser_on_values_that_no_exponential_could_hold(backend, dtype, name, sp
     same_problem(got, exact, plain, conditioning=2 * inputs[2].abs().max().item())
 
 
+@pytest.mark.parametrize("phi", ["exp", "softplus", "sigmoid"])
+@everywhere
+def test_laser_sees_a_weight_that_no_float_holds(backend, dtype, phi):
+    """A weight of e^-110 beside a value that lies 300 above the others. The tiled backend's weights are float32's own."""
+    if (backend, dtype) == ("tiled", torch.float32):
+        pytest.skip("counts as 0 there: DESIGN.md")
+    mechanism = Mechanism(phi=phi, similarity="dot", scale="1", laser=True)
+    length = TILE + 16
+    query, key, value = (normal(1, 2, length, 3, seed=s, dtype=dtype) for s in range(3))
+    query[..., 0], key[..., 0] = 1.0, 0.0
+    key[:, :, ::3, 0] = -110.0
+    value[:, :, ::3] += 300.0
+    inputs, grad = (query, key, value), normal(1, 2, length, 3, seed=4, dtype=dtype)
+    arguments = {"is_causal": True, "mechanism": mechanism}
+    got = run(inputs, grad, **arguments, backend=backend)
+    exact = run(doubled(inputs), grad.double(), **arguments, backend="reference")
+    plain = run(inputs, grad, **arguments, backend="reference")
+    assert exact[0].min() > 150
+    same_problem(got, exact, plain)
+
+
 # The same rows by other ways: padding, a cache, packing, strides
 
 

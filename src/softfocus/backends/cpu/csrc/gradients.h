@@ -356,7 +356,8 @@ class RowGradients {
           vf g = (da - d) * rate;
           vf s = g * x[i];
           if (exact[r] && !constant(r)) {
-            vf ratio = block.along_scores(r) ? splat(1.0f) : f[i] == 0.0f ? vf{} : x[i] / f[i];
+            vf none = splat(Phi::runs_along_exp ? 1.0f : 0.0f);  // far below zero slope and phi are one
+            vf ratio = block.along_scores(r) ? splat(1.0f) : f[i] == 0.0f ? none : x[i] / f[i];
             s += load(scaled + r * block.ld + j + i * W) * ratio;
           }
           store(a + j + i * W, f[i] * scale);

@@ -127,21 +127,27 @@ class Block : public Sight {
   }
 
   // The logarithms of a row's weights, up to what norms them, at offsets from base; -inf where no chunk is seen. Of re-weighted
-  // rows p log u: u^p may be too small for a float. Of softmax's s - max: e^(s - max) may be, so the scores are made once more.
+  // rows p log u: u^p may be too small for a float. So may phi of a score far below zero: there log phi(s) is s, and the scores
+  // are made once more.
   void log_weights(int64_t r, float* to) {
     std::fill(to, to + (ld - W), -INF);
-    if (along_scores(r)) {
-      scores(r, r + 1, true);
+    auto each_vector = [&](auto log) {
       chunks([&](int64_t at) {
         Range seen = range(r, at);
-        for (int64_t j = seen.low; j < seen.high; j += W) store(to + j, load(part(r, at) + j) - maximum[r]);
+        for (int64_t j = seen.low; j < seen.high; j += W) store(to + j, log(load(part(r, at) + j)));
       });
+    };
+    if (along_scores(r)) {
+      scores(r, r + 1, true);
+      each_vector([&](vf s) { return s - maximum[r]; });
       return exponentiate(r);
     }
-    chunks([&](int64_t at) {
-      Range seen = range(r, at);
-      for (int64_t j = seen.low; j < seen.high; j += W) store(to + j, log_weight(r, load(part(r, at) + j)));
-    });
+    if (!Phi::runs_along_exp || p.sharpened) return each_vector([&](vf kept) { return log_weight(r, kept); });
+    float total = norm[r], top = maximum[r];
+    scores(r, r + 1, true);
+    each_vector([&](vf s) { return s < -80.0f ? s : logarithm(Phi::value(Phi::keep(s))); });
+    scores(r, r + 1, false);
+    norm[r] = total, maximum[r] = top;
   }
 
   // Whether a row's weights are e^(s - max)
@@ -149,7 +155,7 @@ class Block : public Sight {
 
   // Whether a key that a row sees may weigh something
   bool weighs(int64_t r, int64_t key) const {
-    if (along_scores(r)) return true;
+    if (along_scores(r) || (Phi::runs_along_exp && !p.sharpened)) return true;
     int64_t j = key - base, whole = j / W * W;
     return log_weight(r, load(part(r, j / CHUNK * CHUNK) + whole))[j - whole] != -INF;
   }
