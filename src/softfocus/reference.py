@@ -216,8 +216,12 @@ def sharpen(
     base = torch.where(dead, 1.0, u)  # 0^p has no usable derivative in p, nor in u at p = 1
     r = torch.where(dead, 0.0, base**power)
     norm = torch.where(tied, 1.0, r.sum(-1, keepdim=True))
-    if log_weights is not None:
-        log_r = torch.where(dead, -math.inf, power * base.log() - norm.log())
+    if log_weights is not None and u.size(-1):
+        # without a threshold log u is log A but for a constant of the row, and u may be too small for a float
+        highest = log_weights.detach().amax(-1, keepdim=True).clamp(min=torch.finfo(u.dtype).min)
+        log_u = torch.where(threshold > 0, base.log(), log_weights - highest)
+        dead = torch.where(threshold > 0, dead, log_weights == -math.inf)
+        log_r = torch.where(dead, -math.inf, power * torch.where(dead, 0.0, log_u) - norm.log())
         log_weights = torch.where(tied, log_weights, log_r)
     return torch.where(tied, weights, r / norm), log_weights, peak
 

@@ -611,25 +611,66 @@ def test_laser_on_values_that_no_exponential_could_hold(backend, dtype, name, sp
     same_problem(got, exact, plain, conditioning=2 * inputs[2].abs().max().item())
 
 
-@pytest.mark.parametrize("phi", ["exp", "softplus", "sigmoid"])
+LOG_PHI = {
+    "exp": lambda s: s,
+    "softplus": lambda s: torch.where(
+        s < -20.0, s - 0.5 * s.clamp(max=0.0).exp(), F.softplus(s.clamp(min=-20.0)).log()
+    ),
+    "sigmoid": F.logsigmoid,
+}
+
+
+def laser_by_logarithms(phi, inputs, grad, visible):
+    """Output and gradients of LASER over q k, from log A alone."""
+    query, key, value = leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    log_f = LOG_PHI[phi](query @ key.mT).masked_fill(~visible, -math.inf)
+    log_a = log_f - log_f.logsumexp(-1, keepdim=True)
+    out = (log_a[..., None] + value[..., None, :, :]).logsumexp(-2)
+    out.backward(grad)
+    return [out.detach(), *(x.grad for x in leaves)]
+
+
+def laser_over(phi):
+    return Mechanism(phi=phi, similarity="dot", scale="1", laser=True)
+
+
+@pytest.mark.parametrize("rows", [1, 3, TILE + 16])
+@pytest.mark.parametrize("phi", list(LOG_PHI))
 @everywhere
-def test_laser_sees_a_weight_that_no_float_holds(backend, dtype, phi):
-    """A weight of e^-110 beside a value that lies 300 above the others. The tiled backend's weights are float32's own."""
+def test_laser_sees_a_weight_that_no_float32_holds(backend, dtype, phi, rows):
+    """A weight of e^-110 beside a value that lies 300 above the others, in one column. In float32 the tiled backend's weights
+    are numbers, not logarithms: DESIGN.md."""
     if (backend, dtype) == ("tiled", torch.float32):
-        pytest.skip("counts as 0 there: DESIGN.md")
-    mechanism = Mechanism(phi=phi, similarity="dot", scale="1", laser=True)
+        pytest.skip("counts as 0 there")
     length = TILE + 16
     query, key, value = (normal(1, 2, length, 3, seed=s, dtype=dtype) for s in range(3))
     query[..., 0], key[..., 0] = 1.0, 0.0
     key[:, :, ::3, 0] = -110.0
-    value[:, :, ::3] += 300.0
-    inputs, grad = (query, key, value), normal(1, 2, length, 3, seed=4, dtype=dtype)
-    arguments = {"is_causal": True, "mechanism": mechanism}
-    got = run(inputs, grad, **arguments, backend=backend)
-    exact = run(doubled(inputs), grad.double(), **arguments, backend="reference")
-    plain = run(inputs, grad, **arguments, backend="reference")
-    assert exact[0].min() > 150
-    same_problem(got, exact, plain)
+    value[:, :, ::3, 1] += 300.0
+    inputs, grad = (query[:, :, -rows:], key, value), normal(1, 2, rows, 3, seed=4, dtype=dtype)
+    got = run(inputs, grad, is_causal=True, mechanism=laser_over(phi), backend=backend)
+    visible = causal(length)[..., -rows:, :]
+    exact = laser_by_logarithms(phi, doubled(inputs), grad.double(), visible)
+    plain = laser_by_logarithms(phi, inputs, grad, visible)
+    assert exact[0][..., 1].min() > 150
+    assert plain[0][..., 1].min() > 150
+    same_problem(got, exact, plain, conditioning=2 * 300.0)
+
+
+@pytest.mark.parametrize("phi", ["softplus", "sigmoid"])
+def test_laser_sees_many_such_weights_where_all_are_small(phi):
+    """A thousand phi of e^-87, each beside a value that is not large enough to be looked at alone, in rows whose largest is
+    e^-20: what float32 drops is a fifteenth of the sum."""
+    rows, length = 128, 1024
+    query, value = torch.ones(1, 1, rows, 1), torch.full((1, 1, length, 1), 29.99)
+    key = -87.05 - 0.1 * normal(1, 1, length, 1, dtype=torch.float32).abs()
+    key[0, 0, :2, 0], value[0, 0, :2, 0] = torch.tensor([-50.0, -19.95]), torch.tensor([0.0, -27.55])
+    visible = torch.arange(length) % rows != torch.arange(rows)[:, None]
+    visible[:, :2] = True
+    inputs, grad = (query, key, value), torch.ones(1, 1, rows, 1)
+    got = run(inputs, grad, attn_mask=visible, mechanism=laser_over(phi), backend="cpu")
+    exact = laser_by_logarithms(phi, doubled(inputs), grad.double(), visible)
+    same_problem(got, exact, laser_by_logarithms(phi, inputs, grad, visible))
 
 
 # The same rows by other ways: padding, a cache, packing, strides

@@ -164,8 +164,8 @@ def _exactly(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _eager_errors(seed: int, arguments: dict[str, Any], exact: Outcome) -> dict[str, float]:
-    """The largest errors of the eager formula, summed in one order. Where it is NaN (LASER's, of weights that no
-    float holds) it measures nothing; infinite where it is NaN altogether."""
+    """The largest errors of the eager formula, summed in one order. Where it is NaN (its numbers too large for
+    the dtype) it measures nothing; infinite where it is NaN altogether."""
     eager = run(partial(_shuffled, seed), arguments).tensors
     errors = {}
     for name, want in exact.tensors.items():

@@ -182,8 +182,9 @@ class RowGradients {
     for (int64_t r = 0; r < block.n && p.normaliser == L1; ++r) {
       inner[r] = sum(total[r]) * block.scale[r];
       alone[r] = Phi::vanishes && sum(positive[r]) == 1.0f;
-      if (exact[r])
-        for (int64_t j = 0; j < block.end - block.base; ++j) inner[r] += scaled[r * block.ld + j];
+      double more = 0.0;
+      for (int64_t j = 0; j < block.end - block.base && exact[r]; ++j) more += scaled[r * block.ld + j];
+      inner[r] += more;
     }
   }
 
@@ -356,7 +357,7 @@ class RowGradients {
           vf g = (da - d) * rate;
           vf s = g * x[i];
           if (exact[r] && !constant(r)) {
-            vf none = splat(Phi::runs_along_exp ? 1.0f : 0.0f);  // far below zero slope and phi are one
+            vf none = splat(Phi::runs_along_exp ? 1.0f : 0.0f);  // far below zero slope and phi are the same
             vf ratio = block.along_scores(r) ? splat(1.0f) : f[i] == 0.0f ? none : x[i] / f[i];
             s += load(scaled + r * block.ld + j + i * W) * ratio;
           }

@@ -6,7 +6,8 @@
 namespace softfocus {
 
 constexpr float REACH = 20.0f;  // LASER's shift stays 0 while the values' maxima are within this
-constexpr float LOW = 1e-12f;   // a sum below this is made exactly: what weighs too little for a float, times e^HIGH, would show
+// A sum of phi e^(v - M) below this is made exactly: what weighs too little for a float, times e^HIGH, would show
+constexpr float LOW = 1e-12f;
 
 // The column shifts M of a block for exp(V - M): 0 for values of an ordinary size, whose exponentials the head holds ready;
 // else the maximum over the keys that every row of the block sees, so that no future value touches an earlier row. The
@@ -144,8 +145,9 @@ class Mixer {
     for (int64_t r = 0; r < block.n; ++r) {
       if (weightless[r] || block.blind[r] || !std::isfinite(block.norm[r])) continue;
       bool ready = false;
+      float low = p.sharpened ? LOW : LOW / std::min(block.norm[r], 1.0f);  // the largest u is 1; phi may be all small
       for (int64_t d = 0; d < p.value_dim; ++d) {
-        if (!marked[r * p.value_dim + d] && !(out[r * block.value_width + d] < LOW)) continue;
+        if (!marked[r * p.value_dim + d] && !(out[r * block.value_width + d] < low)) continue;
         if (!ready) block.log_weights(r, column);
         ready = true;
         f(r, d, static_cast<const float*>(column));

@@ -14,7 +14,7 @@
 namespace softfocus {
 
 constexpr float TAIL = -20.0f;
-constexpr float TINY = 1e-25f;  // a row whose phi (relu, relu2) add up to less has no weight: 1 / norm must be a number
+constexpr float TINY = 1e-25f;  // a row whose phi (of relu's kind) add up to less has no weight: 1 / norm must be a number
 constexpr int64_t SQUARING_LIMIT = 32;
 
 // The backward of rows that are not re-weighted keeps two numbers a score: at great lengths of half as many rows
@@ -143,11 +143,17 @@ class Block : public Sight {
       return exponentiate(r);
     }
     if (!Phi::runs_along_exp || p.sharpened) return each_vector([&](vf kept) { return log_weight(r, kept); });
+    auto log_phi = [](vf s) { return s < -80.0f ? s : logarithm(Phi::value(Phi::keep(s))); };
+    if (Phi::hidden == -INF) return each_vector(log_phi);  // the scores themselves are kept
     float total = norm[r], top = maximum[r];
     scores(r, r + 1, true);
-    each_vector([&](vf s) { return s < -80.0f ? s : logarithm(Phi::value(Phi::keep(s))); });
-    scores(r, r + 1, false);
     norm[r] = total, maximum[r] = top;
+    each_vector(log_phi);
+    chunks([&](int64_t at) {
+      Range seen = range(r, at);
+      float* row = part(r, at);
+      for (int64_t j = seen.low; j < seen.high; j += W) store(row + j, Phi::keep(load(row + j)));
+    });
   }
 
   // Whether a row's weights are e^(s - max)
