@@ -1,5 +1,12 @@
 """Options and markers of the whole suite."""
 
+import os
+
+import torch
+
+if not torch.cuda.is_available():  # before anything imports Triton, which reads it once
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 
 def pytest_addoption(parser):
     group = parser.getgroup("softfocus")

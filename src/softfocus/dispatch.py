@@ -3,10 +3,12 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from softfocus.backends import cpu, tiled
+from softfocus.backends import cpu, tiled, triton
 from softfocus.mechanism import Mechanism
 from softfocus.reference import Problem
 from softfocus.visibility import Visibility
+
+_BY_NAME_ONLY = ("triton", "reference")
 
 
 def _reference_supports(problem: Problem, visibility: Visibility, mechanism: Mechanism) -> str | None:
@@ -16,14 +18,17 @@ def _reference_supports(problem: Problem, visibility: Visibility, mechanism: Mec
 BACKENDS: dict[str, Callable[[Problem, Visibility, Mechanism], str | None]] = {
     "cpu": cpu.supports,
     "tiled": tiled.supports,
+    "triton": triton.supports,
     "reference": _reference_supports,
 }
-"""Fastest first: ``backend="auto"`` takes the first that supports the call. None, or the sentence that says why not."""
+"""Fastest first: ``backend="auto"`` takes the first that supports the call, but for those that run when asked for by name only.
+None, or the sentence that says why not."""
 
 _DESCRIPTION = {
     "cpu": "fused C++ kernels, compiled for this machine: memory O(L)",
     "tiled": "pure torch in blocks of rows: runs everywhere, memory O(L), slower than a fused kernel",
-    "reference": "the dense formula: memory O(L^2), differentiable twice; runs when asked for by name",
+    "triton": "fused Triton kernels: memory O(L); not yet run on a GPU",
+    "reference": "the dense formula: memory O(L^2), differentiable twice",
 }
 
 
@@ -53,9 +58,9 @@ def choose(problem: Problem, visibility: Visibility, mechanism: Mechanism, backe
     """
     if backend == "auto":
         for name, supports in BACKENDS.items():
-            if supports(problem, visibility, mechanism) is None:
+            if name not in _BY_NAME_ONLY and supports(problem, visibility, mechanism) is None:
                 return name
-        raise AssertionError("the reference supports every call")
+        raise AssertionError("the tiled backend supports every call")
     if not isinstance(backend, str) or backend not in BACKENDS:
         raise ValueError(f"backend: got {backend!r}, expected 'auto' or one of {', '.join(map(repr, BACKENDS))}")
     if why := BACKENDS[backend](problem, visibility, mechanism):
@@ -74,6 +79,8 @@ def account(problem: Problem, visibility: Visibility, mechanism: Mechanism, back
             reasons[name] = why
         elif backend != "auto":
             reasons[name] = f"{chosen!r} was asked for by name"
+        elif name in _BY_NAME_ONLY:
+            reasons[name] = f"only when asked for by name; {_DESCRIPTION[name]}"
         else:
             reasons[name] = f"slower than {chosen!r}; {_DESCRIPTION[name]}"
     return Explanation(chosen, reasons)

@@ -44,7 +44,8 @@ def torchs_own() -> set[str]:
             if "extra ==" not in line:
                 wanted.append(re.match(r"[\w.-]+", line)[0].lower().replace("_", "-"))
     packages = importlib.metadata.packages_distributions()
-    return {top for top, homes in packages.items() if found & {home.lower().replace("_", "-") for home in homes}}
+    own = {top for top, homes in packages.items() if found & {home.lower().replace("_", "-") for home in homes}}
+    return own | {"triton"}  # which torch imports where it finds it, required or not
 
 
 def strangers(after: set[str], before: set[str]) -> set[str]:

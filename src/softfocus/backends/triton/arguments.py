@@ -1,0 +1,135 @@
+"""What the kernels are handed: tensors as places with strides, and the algebra as compile-time constants."""
+
+from typing import Any, NamedTuple
+
+import triton.language as tl
+
+
+class Array(NamedTuple):
+    """A tensor [B, H, L, D]: where it lies, and strides in elements, 0 where it is broadcast."""
+
+    at: Any
+    b: Any
+    h: Any
+    l: Any
+    d: Any
+
+
+class Sight(NamedTuple):
+    """Who sees whom: ``softfocus.visibility.Visibility``.
+
+    Attributes:
+        left, right: the window; meaningless where it has no such side.
+        has_left, has_right: constexpr.
+        offset: the key position of query 0.
+        mask: bool [B, H, Lq, Lk] as bytes, or None.
+        key_mask: bool [B, 1, 1, Lk] as bytes, or None.
+        documents: integers [B, 1, 1, Lk], or None.
+        counts: N_i, int32 [B, H, Lq, 1], or None where the window alone says it.
+        tiles, tiles_of_keys: which tiles to visit, row block by row block and key block by key block; None as ``counts``.
+    """
+
+    left: Any
+    right: Any
+    has_left: tl.constexpr
+    has_right: tl.constexpr
+    offset: Any
+    mask: Array | None
+    key_mask: Array | None
+    documents: Array | None
+    counts: Array | None
+    tiles: "Tiles | None"
+    tiles_of_keys: "Tiles | None"
+
+
+class Tiles(NamedTuple):
+    """For each block of one side, the tiles of the other that it meets: those that a mask cuts, and those that it does not.
+
+    Attributes:
+        cut, whole: int32 [B, H, blocks, most].
+        cuts, wholes: how many of them count, int32 [B, H, blocks, 1].
+    """
+
+    cut: Array
+    cuts: Array
+    whole: Array
+    wholes: Array
+
+
+class Problem(NamedTuple):
+    """One call's tensors and sizes.
+
+    Attributes:
+        query, key, value: [B, H, L, D].
+        query_norm, key_norm: 1 / |q|, 1 / |k|, float32 [B, H, L, 1], or None without cosine.
+        bias: added to the scores, or None.
+        head_scale, power: float32 [H], or None.
+        heads, group, batch: H, H / Hk, B.
+        query_length, key_length, head_dim, value_dim: Lq, Lk, D, Dv.
+        scale: the d-dependent factor of the scores.
+    """
+
+    query: Array
+    key: Array
+    value: Array
+    query_norm: Array | None
+    key_norm: Array | None
+    bias: Array | None
+    head_scale: Any
+    power: Any
+    batch: Any
+    heads: Any
+    group: Any
+    query_length: Any
+    key_length: Any
+    head_dim: Any
+    value_dim: Any
+    scale: Any
+
+
+class Algebra(NamedTuple):
+    """The mechanism, all of it constexpr: a kernel is compiled for each.
+
+    Attributes:
+        cosine: cosine similarity instead of the dot product.
+        length_scale, score_bias, normaliser: as in ``Mechanism``.
+        phi: the functions of ``pointwise.py``.
+        sharp: re-weighting.
+        power: p where it is whole, at most 32 and the same for all heads; otherwise it stands in the problem.
+        shifted: whether a row's maximum is taken off where phi would overflow or vanish.
+    """
+
+    cosine: tl.constexpr
+    length_scale: tl.constexpr
+    score_bias: tl.constexpr
+    normaliser: tl.constexpr
+    phi: "Phi"
+    sharp: tl.constexpr
+    power: tl.constexpr
+    shifted: tl.constexpr
+
+
+class Phi(NamedTuple):
+    """phi e^-shift and its slope times e^-shift, and the shift of a row from its largest score: jit functions."""
+
+    value: Any
+    slope: Any
+    shift: Any
+
+
+class Blocks(NamedTuple):
+    """The shape of a kernel's tiles, constexpr.
+
+    Attributes:
+        rows, keys: of a tile.
+        head_dim, value_dim: D and Dv, rounded up to what the tensor cores multiply.
+        precision: of float32 products: "ieee", "tf32x3" or "tf32".
+        widen: half operands are multiplied in float32, as Triton's interpreter needs.
+    """
+
+    rows: tl.constexpr
+    keys: tl.constexpr
+    head_dim: tl.constexpr
+    value_dim: tl.constexpr
+    precision: tl.constexpr
+    widen: tl.constexpr

@@ -1,0 +1,183 @@
+"""From a call to the kernels' arguments, and the kernels one after another."""
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton import knobs
+
+from softfocus.backends.triton.arguments import Algebra, Array, Blocks, Sight, Tiles
+from softfocus.backends.triton.arguments import Problem as Given
+from softfocus.backends.triton.kernels import forward, gradients, norms
+from softfocus.backends.triton.kernels import sight as see
+from softfocus.backends.triton.kernels.pointwise import PHI
+from softfocus.mechanism import Mechanism
+from softfocus.reference import Problem
+from softfocus.visibility import UNLIMITED, Visibility
+
+WHOLE_POWER = 32
+"""Whole powers up to this are raised by squaring, with a kernel compiled for each; others are read when the kernel runs."""
+TILE = (64, 64)
+"""Rows and keys of a tile. Chosen without a GPU: no speed has been measured yet."""
+TILE_INTERPRETED = (32, 32)
+
+
+class Call:
+    """One call's arguments for the kernels, which live as long as it."""
+
+    def __init__(self, problem: Problem, visibility: Visibility, mechanism: Mechanism):
+        self.problem = problem
+        self.blocks = _blocks(problem)
+        self.given = _given(problem, mechanism)
+        self.algebra = _algebra(mechanism, self.given.power is not None)
+        self.sight = _sight(visibility, self.given, self.blocks)
+        batch, heads, query_length = problem.query.shape[:3]
+        self.row_grid = (triton.cdiv(query_length, self.blocks.rows.value), batch * heads)
+        self.key_grid = (triton.cdiv(problem.key.size(2), self.blocks.keys.value), batch * problem.key.size(1))
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """out [B, H, Lq, Dv] and the rows' vectors [SAVED, B, H, Lq], of which the first four are the row statistics."""
+        query = self.problem.query
+        out = query.new_empty(*query.shape[:3], self.problem.value.size(-1))
+        saved = query.new_empty(forward.SAVED, *query.shape[:3], dtype=torch.float32)
+        if saved.numel():
+            forward.forward[self.row_grid](
+                self.given, self.algebra, self.sight, _array(out), _array(saved), self.blocks
+            )
+        return out, saved
+
+    def backward(self, grad: Tensor, out: Tensor, saved: Tensor, bias_grad: bool) -> tuple[Tensor | None, ...]:
+        """The six gradients, from what :meth:`forward` returned."""
+        query, key, value, bias, head_scale, power = self.problem[:6]
+        passed = query.new_empty(gradients.PASSED, *query.shape[:3], dtype=torch.float32)
+        to = [x.new_empty(x.shape) for x in (query, key, value)]
+        rows = [
+            None if x is None else query.new_empty(query.shape[:3], dtype=torch.float32) for x in (head_scale, power)
+        ]
+        bias_to = None
+        if bias is not None and bias_grad:
+            bias_to = bias.new_empty(bias.shape, dtype=torch.float32)
+        shared = self.given, self.algebra, self.sight, _array(grad)
+        passed_on = _array(saved), _array(passed)
+        if query.numel():
+            gradients.query_gradients[self.row_grid](
+                *shared, _array(out), *passed_on, _array(to[0]), *rows, self.blocks
+            )
+        if key.numel():
+            gradients.key_gradients[self.key_grid](*shared, *passed_on, _array(to[1]), _array(to[2]), self.blocks)
+        if bias_to is not None and bias_to.numel():
+            everywhere = [size == 1 for size in bias_to.shape]
+            grid = (
+                1 if everywhere[2] else self.row_grid[0],
+                1 if everywhere[3] else self.key_grid[0],
+                bias_to.size(0) * bias_to.size(1),
+            )
+            gradients.bias_gradients[grid](
+                *shared, *passed_on, _array(bias_to), bias_to.size(1), *everywhere, self.blocks
+            )
+        learned = [None if x is None else x.sum((0, 2)) for x in rows]
+        return tuple(
+            None if g is None or x is None else g.to(x.dtype)
+            for g, x in zip((*to, bias_to, *learned), self.problem[:6], strict=True)
+        )
+
+
+def _array(x: Tensor | None) -> Any:
+    """A 4-D tensor, read beyond its sizes of 1."""
+    if x is None:
+        return None
+    strides = (0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return Array(x, *strides)
+
+
+def _blocks(problem: Problem) -> Blocks:
+    interpreted = knobs.runtime.interpret
+    widths = (max(16, triton.next_power_of_2(x.size(-1))) for x in (problem.query, problem.value))
+    widen = interpreted and problem.query.dtype == torch.bfloat16  # whose products the interpreter gets wrong
+    return Blocks(*map(tl.constexpr, (*(TILE_INTERPRETED if interpreted else TILE), *widths, "ieee", widen)))
+
+
+@lru_cache(maxsize=256)
+def _algebra(mechanism: Mechanism, power_given: bool) -> Algebra:
+    power = 0 if mechanism.power is None or power_given else int(mechanism.power)
+    return Algebra(
+        cosine=tl.constexpr(mechanism.similarity == "cosine"),
+        length_scale=tl.constexpr(mechanism.length_scale),
+        score_bias=tl.constexpr(mechanism.score_bias),
+        normaliser=tl.constexpr(mechanism.normaliser),
+        phi=PHI[mechanism.phi],
+        sharp=tl.constexpr(mechanism.power is not None),
+        power=tl.constexpr(power),
+        shifted=tl.constexpr(mechanism.normaliser == "l1"),
+    )
+
+
+def _given(problem: Problem, mechanism: Mechanism) -> Given:
+    query, key, value, bias, head_scale, power = problem[:6]
+    batch, heads, query_length, head_dim = query.shape
+    _, key_heads, key_length, value_dim = value.shape
+    number = mechanism.power
+    if power is None and number is not None and not (number == int(number) and 1 <= number <= WHOLE_POWER):
+        power = query.new_full((heads,), number, dtype=torch.float32)
+    cosine = mechanism.similarity == "cosine"
+    return Given(
+        _array(query), _array(key), _array(value),
+        _array(_reciprocal_norms(query)) if cosine else None,
+        _array(_reciprocal_norms(key)) if cosine else None,
+        _array(bias),
+        None if head_scale is None else head_scale.detach().float().contiguous(),
+        None if power is None else power.detach().float().contiguous(),
+        batch, heads, heads // max(key_heads, 1), query_length, key_length, head_dim, value_dim, problem.scale,
+    )  # fmt: skip
+
+
+def _reciprocal_norms(x: Tensor) -> Tensor:
+    """1 / |x|, float32 [B, H, L, 1]."""
+    batch, heads, length, width = x.shape
+    to = x.new_empty(batch, heads, length, 1, dtype=torch.float32)
+    columns = triton.next_power_of_2(width)
+    rows = max(1, 4096 // columns)
+    if to.numel():
+        norms.norms[(triton.cdiv(length, rows), batch * heads)](
+            _array(x), _array(to), heads, length, width, rows, columns
+        )
+    return to
+
+
+def _sight(visibility: Visibility, given: Given, blocks: Blocks) -> Sight:
+    mask, key_mask, documents = visibility.mask, visibility.key_mask, visibility.document_ids
+    sight = Sight(
+        visibility.left, visibility.right,
+        tl.constexpr(visibility.left != UNLIMITED), tl.constexpr(visibility.right != UNLIMITED),
+        visibility.offset,
+        None if mask is None else _array(mask.view(torch.uint8)),
+        None if key_mask is None else _array(key_mask[:, None, None].view(torch.uint8)),
+        None if documents is None else _array(documents[:, None, None]),
+        None, None, None,
+    )  # fmt: skip
+    parts = [part for part in (mask, key_mask, documents) if part is not None]
+    if not parts:
+        return sight
+    batch, heads = max(part.size(0) for part in parts), 1 if mask is None else mask.size(1)
+    row_blocks = triton.cdiv(given.query_length, blocks.rows.value)
+    key_blocks = triton.cdiv(given.key_length, blocks.keys.value)
+    counts = parts[0].new_empty(batch, heads, given.query_length, 1, dtype=torch.int32)
+    states = parts[0].new_zeros(batch, heads, row_blocks, key_blocks, dtype=torch.int8)
+    if counts.numel():
+        see.survey[(row_blocks, batch, heads)](given, sight, _array(counts), _array(states), blocks)
+    return sight._replace(counts=_array(counts), tiles=_tiles(states), tiles_of_keys=_tiles(states.mT))
+
+
+def _tiles(states: Tensor) -> Tiles:
+    """For each block of the last dimension but one, the tiles of the last: those that are cut, those that are whole."""
+    lists = []
+    for state in (see.CUT.value, see.WHOLE.value):
+        there = (states == state).to(torch.int8)
+        lists += [
+            _array(there.argsort(dim=-1, descending=True, stable=True).to(torch.int32)),
+            _array(there.sum(-1, keepdim=True, dtype=torch.int32)),
+        ]
+    return Tiles(*lists)

@@ -1,0 +1,1 @@
+"""The kernels, and the functions of tiles that they share."""

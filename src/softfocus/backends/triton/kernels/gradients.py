@@ -1,0 +1,263 @@
+"""The backward kernels: gradients of the queries row block by row block, then of keys and values key block by key block.
+
+Neither needs an atomic: each program owns what it writes. In re-weighted rows dL/ds holds the mean of g over the whole row,
+which is known only after a sweep: the first kernel sums what it multiplies apart, and leaves it to the second.
+"""
+
+import triton
+import triton.language as tl
+
+from softfocus.backends.triton.kernels import rows as of
+from softfocus.backends.triton.kernels import sight as see
+
+PASSED = 2
+"""Row vectors that the first kernel leaves to the second: D, and o mean(g)."""
+
+
+@triton.jit
+def _rows(saved, passed, problem, algebra, sight, b, h, rows, inner):
+    """The rows' vectors, and their ground."""
+    inside = rows < problem.query_length
+    count = see.count(sight, problem, b, h, rows)
+    top = tl.load(of.saved_row(saved, b, h, rows, 1), mask=inside, other=0.0)
+    norm = tl.load(of.saved_row(saved, b, h, rows, 4), mask=inside, other=1.0)
+    sharp_norm = tl.load(of.saved_row(saved, b, h, rows, 5), mask=inside, other=1.0)
+    shift = tl.zeros_like(top)
+    if algebra.shifted:
+        shift = algebra.phi.shift(top)
+    largest = algebra.phi.value(top, shift, algebra.shifted)
+    floor, over_spread, tied, _peak = of.threshold(problem, algebra, count, norm, largest)
+    over_norm = 1.0 / tl.where(sharp_norm == 0.0, 1.0, sharp_norm)
+    if algebra.sharp:
+        heaviest = of.raised(of.excess(largest, floor, over_spread), problem, algebra, h, 0)
+        alone = (count == 1.0) | ((sharp_norm == heaviest) & (tied == 0))
+    else:
+        alone = (count == 1.0) | (norm == largest)
+    return of.Row(count, shift, norm, floor, over_spread, tied, over_norm, inner, alone)
+
+
+@triton.jit
+def _spread(row, AXIS: tl.constexpr):
+    """The vectors along one axis of a tile."""
+    return of.Row(
+        tl.expand_dims(row.count, AXIS), tl.expand_dims(row.shift, AXIS), tl.expand_dims(row.norm, AXIS),
+        tl.expand_dims(row.floor, AXIS), tl.expand_dims(row.over_spread, AXIS), tl.expand_dims(row.tied, AXIS),
+        tl.expand_dims(row.over_norm, AXIS), tl.expand_dims(row.inner, AXIS), tl.expand_dims(row.alone, AXIS),
+    )  # fmt: skip
+
+
+@triton.jit
+def query_gradients(problem, algebra, sight, grad, out, saved, passed, to, scale_grad, power_grad, blocks):
+    """dL/dQ; D and o mean(g) to ``passed``; and, where wanted, each row's share in dL/d head_scale and dL/d power."""
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    b, h = tl.program_id(1) // problem.heads, tl.program_id(1) % problem.heads
+    rows = block * blocks.rows + tl.arange(0, blocks.rows)
+    dims, columns = tl.arange(0, blocks.head_dim), tl.arange(0, blocks.value_dim)
+    query = of.matrix(
+        problem.query, see.head_of(problem.query, b, h), rows, dims, problem.query_length, problem.head_dim
+    )
+    above = of.matrix(grad, see.head_of(grad, b, h), rows, columns, problem.query_length, problem.value_dim)
+    mixed = of.matrix(out, see.head_of(out, b, h), rows, columns, problem.query_length, problem.value_dim)
+    inner = tl.sum(above.to(tl.float32) * mixed.to(tl.float32), 1)
+    row = _rows(saved, passed, problem, algebra, sight, b, h, rows, inner)
+    tile_row = _spread(row, 1)
+    scale, lift = of.scale_of(problem, algebra, row.count, h), of.lift_of(problem, algebra, row.count)
+    norm, left, rest = scale, scale, scale
+    if algebra.cosine:
+        norm = of.per_row(problem.query_norm, b, h, rows, problem.query_length)
+        query, left = of.resting(query, norm, True)
+        rest = scale * left
+    span = see.key_tiles(sight, problem, blocks, block)
+
+    moving = tl.zeros([blocks.rows, blocks.head_dim], tl.float32)  # sum_j g slope k
+    resting = tl.zeros([blocks.rows, blocks.head_dim], tl.float32)  # sum_j slope k
+    total = tl.zeros([blocks.rows], tl.float32)  # sum_j g
+    log_total = tl.zeros([blocks.rows], tl.float32)  # sum_j A (dL/dA - D) log u
+    for WHOLE in tl.static_range(2):
+        for n in range(see.number(sight.tiles, span, b, h, block, WHOLE == 0)):
+            start = see.tile(sight.tiles, span, b, h, block, n, WHOLE == 0) * blocks.keys
+            keys = start + tl.arange(0, blocks.keys)
+            key, norms = of.keys_of(problem, algebra, b, h, keys, blocks)
+            s, seen = of.scores(
+                of.product(query, tl.trans(key), blocks), problem, algebra, sight, b, h,
+                rows[:, None], keys[None, :], rest[:, None], norms[None, :], lift[:, None], WHOLE == 0,
+            )  # fmt: skip
+            value = of.values_of(problem, b, h, keys, blocks)
+            weight_grad = of.product(above, tl.trans(value), blocks)
+            _weight, g, slope, moved = of.slopes(s, weight_grad, tile_row, problem, algebra, h)
+            if WHOLE == 0:
+                g, slope = tl.where(seen, g, 0.0), tl.where(seen, slope, 0.0)
+                key = of.finite(key)
+            if algebra.cosine:
+                slope = slope * norms[None, :]
+                if WHOLE == 0:
+                    slope = tl.where(seen, slope, 0.0)
+            moving += of.product((g * slope).to(key.dtype), key, blocks)
+            if algebra.sharp:
+                resting += of.product(slope.to(key.dtype), key, blocks)
+                total += tl.sum(g, 1)
+                if power_grad is not None:
+                    u = of.excess(
+                        algebra.phi.value(s, tile_row.shift, algebra.shifted), tile_row.floor, tile_row.over_spread
+                    )
+                    moved = tl.where(u > 0.0, moved * tl.log(tl.where(u > 0.0, u, 1.0)), 0.0)
+                    log_total += tl.sum(moved, 1)
+
+    ground = tl.zeros_like(total)
+    if algebra.sharp:
+        free = (row.count <= of.FREE_ROWS) | row.tied
+        ground = tl.where(free, 0.0, total / tl.maximum(row.count, 1.0))
+        moving = moving - ground[:, None] * resting
+    inside = rows < problem.query_length
+    there = inside & (row.count > 0.0)
+    unit = query.to(tl.float32)
+    if algebra.cosine:
+        unit = unit * left[:, None]
+    along = tl.sum(moving * unit, 1)
+    if scale_grad is not None:
+        along_scale = along * of.length_scale_of(problem, algebra, row.count)
+        tl.store(
+            scale_grad + tl.program_id(1) * problem.query_length + rows, tl.where(there, along_scale, 0.0), mask=inside
+        )
+    if power_grad is not None:
+        share = tl.where(there & (row.tied == 0), log_total, 0.0)
+        tl.store(power_grad + tl.program_id(1) * problem.query_length + rows, share, mask=inside)
+    if algebra.cosine:
+        moving = (moving - along[:, None] * unit) * norm[:, None]
+    moving = tl.where(there[:, None], moving * scale[:, None], 0.0)
+    tl.store(
+        see.head_of(to, b, h) + rows[:, None] * to.l + dims[None, :] * to.d,
+        moving.to(to.at.dtype.element_ty),
+        mask=inside[:, None] & (dims[None, :] < problem.head_dim),
+    )
+    tl.store(of.saved_row(passed, b, h, rows, 0), inner, mask=inside)
+    tl.store(of.saved_row(passed, b, h, rows, 1), ground, mask=inside)
+
+
+@triton.jit
+def key_gradients(problem, algebra, sight, grad, saved, passed, key_to, value_to, blocks):
+    """dL/dK and dL/dV: a program has a block of keys of a head of keys, and sums over the heads of queries that share it."""
+    block = tl.program_id(0)
+    key_heads = problem.heads // problem.group
+    b, key_head = tl.program_id(1) // key_heads, tl.program_id(1) % key_heads
+    keys = block * blocks.keys + tl.arange(0, blocks.keys)
+    dims, columns = tl.arange(0, blocks.head_dim), tl.arange(0, blocks.value_dim)
+    key, norms = of.keys_of(problem, algebra, b, key_head * problem.group, keys, blocks)
+    value = of.values_of(problem, b, key_head * problem.group, keys, blocks)
+    rest = norms
+    if algebra.cosine:
+        key, rest = of.resting(key, norms, True)
+    span = see.row_tiles(sight, problem, blocks, block)
+    key_sum = tl.zeros([blocks.keys, blocks.head_dim], tl.float32)
+    value_sum = tl.zeros([blocks.keys, blocks.value_dim], tl.float32)
+    for n_head in range(problem.group):
+        h = key_head * problem.group + n_head
+        for WHOLE in tl.static_range(2):
+            for n in range(see.number(sight.tiles_of_keys, span, b, h, block, WHOLE == 0)):
+                start = see.tile(sight.tiles_of_keys, span, b, h, block, n, WHOLE == 0) * blocks.rows
+                rows = start + tl.arange(0, blocks.rows)
+                query = of.matrix(
+                    problem.query, see.head_of(problem.query, b, h), rows, dims, problem.query_length, problem.head_dim
+                )
+                above = of.matrix(grad, see.head_of(grad, b, h), rows, columns, problem.query_length, problem.value_dim)
+                inside = rows < problem.query_length
+                inner = tl.load(of.saved_row(passed, b, h, rows, 0), mask=inside, other=0.0)
+                ground = tl.load(of.saved_row(passed, b, h, rows, 1), mask=inside, other=0.0)
+                row = _rows(saved, passed, problem, algebra, sight, b, h, rows, inner)
+                tile_row = _spread(row, 0)
+                scale, lift = of.scale_of(problem, algebra, row.count, h), of.lift_of(problem, algebra, row.count)
+                if algebra.cosine:
+                    scale = scale * of.per_row(problem.query_norm, b, h, rows, problem.query_length)
+                s, seen = of.scores(
+                    of.product(key, tl.trans(query), blocks), problem, algebra, sight, b, h,
+                    rows[None, :], keys[:, None], scale[None, :], rest[:, None], lift[None, :], WHOLE == 0,
+                )  # fmt: skip
+                weight_grad = of.product(value, tl.trans(above), blocks)
+                weight, g, slope, _moved = of.slopes(s, weight_grad, tile_row, problem, algebra, h)
+                g = (g - ground[None, :]) * slope * scale[None, :]
+                if WHOLE == 0:
+                    weight, g = tl.where(seen, weight, 0.0), tl.where(seen, g, 0.0)
+                    query = of.finite(query)
+                    above = tl.where(row.count[:, None] > 0.0, above, 0.0)
+                value_sum += of.product(weight.to(above.dtype), above, blocks)
+                key_sum += of.product(g.to(query.dtype), query, blocks)
+    inside = keys < problem.key_length
+    if algebra.cosine:
+        unit = key.to(tl.float32) * rest[:, None]
+        key_sum = (key_sum - tl.sum(key_sum * unit, 1)[:, None] * unit) * norms[:, None]
+    tl.store(
+        see.head_of(key_to, b, key_head) + keys[:, None] * key_to.l + dims[None, :] * key_to.d,
+        key_sum.to(key_to.at.dtype.element_ty),
+        mask=inside[:, None] & (dims[None, :] < problem.head_dim),
+    )
+    tl.store(
+        see.head_of(value_to, b, key_head) + keys[:, None] * value_to.l + columns[None, :] * value_to.d,
+        value_sum.to(value_to.at.dtype.element_ty),
+        mask=inside[:, None] & (columns[None, :] < problem.value_dim),
+    )
+
+
+@triton.jit
+def bias_gradients(
+    problem, algebra, sight, grad, saved, passed, to, heads,
+    ALL_BATCH: tl.constexpr, ALL_HEADS: tl.constexpr, ALL_ROWS: tl.constexpr, ALL_KEYS: tl.constexpr, blocks,
+):  # fmt: skip
+    """dL/d bias: a program has a tile of what the bias holds, and sums over all that it is broadcast to, in a fixed order."""
+    rows_of, keys_of = tl.arange(0, blocks.rows), tl.arange(0, blocks.keys)
+    dims, columns = tl.arange(0, blocks.head_dim), tl.arange(0, blocks.value_dim)
+    total = tl.zeros([blocks.rows, blocks.keys], tl.float32)
+    own_b, own_h = tl.program_id(2) // heads, tl.program_id(2) % heads
+    first_b, last_b = own_b, own_b + 1
+    if ALL_BATCH:
+        first_b, last_b = own_b * 0, own_b * 0 + problem.batch
+    first_h, last_h = own_h, own_h + 1
+    if ALL_HEADS:
+        first_h, last_h = own_h * 0, own_h * 0 + problem.heads
+    first_row, last_row = tl.program_id(0), tl.program_id(0) + 1
+    if ALL_ROWS:
+        last_row = first_row + (problem.query_length + blocks.rows - 1) // blocks.rows
+    for b in range(first_b, last_b):
+        for h in range(first_h, last_h):
+            for row_block in range(first_row, last_row):
+                rows = row_block * blocks.rows + rows_of
+                inside = rows < problem.query_length
+                query = of.matrix(
+                    problem.query, see.head_of(problem.query, b, h), rows, dims, problem.query_length, problem.head_dim
+                )
+                above = of.matrix(grad, see.head_of(grad, b, h), rows, columns, problem.query_length, problem.value_dim)
+                inner = tl.load(of.saved_row(passed, b, h, rows, 0), mask=inside, other=0.0)
+                ground = tl.load(of.saved_row(passed, b, h, rows, 1), mask=inside, other=0.0)
+                row = _rows(saved, passed, problem, algebra, sight, b, h, rows, inner)
+                tile_row = _spread(row, 1)
+                rest, lift = of.scale_of(problem, algebra, row.count, h), of.lift_of(problem, algebra, row.count)
+                if algebra.cosine:
+                    query, left = of.resting(
+                        query, of.per_row(problem.query_norm, b, h, rows, problem.query_length), True
+                    )
+                    rest = rest * left
+                start, _whole_start, _whole_stop, stop = see.key_tiles(sight, problem, blocks, row_block)
+                if not ALL_KEYS:
+                    start = tl.maximum(start, tl.program_id(1))
+                    stop = tl.minimum(stop, tl.program_id(1) + 1)
+                for key_block in range(start, stop):
+                    keys = key_block * blocks.keys + keys_of
+                    key, norms = of.keys_of(problem, algebra, b, h, keys, blocks)
+                    s, seen = of.scores(
+                        of.product(query, tl.trans(key), blocks), problem, algebra, sight, b, h,
+                        rows[:, None], keys[None, :], rest[:, None], norms[None, :], lift[:, None], True,
+                    )  # fmt: skip
+                    weight_grad = of.product(above, tl.trans(of.values_of(problem, b, h, keys, blocks)), blocks)
+                    _weight, g, slope, _moved = of.slopes(s, weight_grad, tile_row, problem, algebra, h)
+                    total += tl.where(seen, (g - ground[:, None]) * slope, 0.0)
+    rows = tl.program_id(0) * blocks.rows + rows_of
+    keys = tl.program_id(1) * blocks.keys + keys_of
+    start = see.head_of(to, own_b, own_h)
+    if ALL_ROWS and ALL_KEYS:
+        tl.store(start, tl.sum(tl.sum(total, 1), 0))
+    elif ALL_ROWS:
+        tl.store(start + keys * to.d, tl.sum(total, 0), mask=keys < problem.key_length)
+    elif ALL_KEYS:
+        tl.store(start + rows * to.l, tl.sum(total, 1), mask=rows < problem.query_length)
+    else:
+        inside = (rows[:, None] < problem.query_length) & (keys[None, :] < problem.key_length)
+        tl.store(start + rows[:, None] * to.l + keys[None, :] * to.d, total, mask=inside)

@@ -1,0 +1,249 @@
+"""What belongs to a row of scores, and what the algebra makes of a tile of them: the one body of every kernel."""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from softfocus.backends.triton.kernels import pointwise
+from softfocus.backends.triton.kernels import sight as see
+
+FREE_ROWS = tl.constexpr(3)
+TIED = tl.constexpr(128.0 * 2.0**-23)
+"""``softfocus.reference``'s FREE_ROWS, and its tie_tolerance of float32."""
+
+
+@triton.jit
+def matrix(array, start, rows, columns, length, width):
+    """[R, C] of a head's matrix that begins at ``start``; 0 beyond its ends."""
+    places = rows[:, None] * array.l + columns[None, :] * array.d
+    return tl.load(start + places, mask=(rows[:, None] < length) & (columns[None, :] < width), other=0.0)
+
+
+@triton.jit
+def finite(x):
+    """x, 0 where it is NaN or infinite."""
+    return tl.where(tl.abs(x.to(tl.float32)) < float("inf"), x, 0.0)
+
+
+@triton.jit
+def product(a, b, blocks):
+    """a b, summed in float32."""
+    if blocks.widen:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    return tl.dot(a, b, input_precision=blocks.precision)
+
+
+@triton.jit
+def per_row(array, b, h, rows, length):
+    """A value of each row, float32 [R]."""
+    return tl.load(see.head_of(array, b, h) + rows * array.l, mask=rows < length, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def saved_row(saved, b, h, rows, N: tl.constexpr):
+    """Where the n-th of the saved vectors [n, B, H, Lq] has a head's rows."""
+    far = tl.full([], 0, tl.int64)
+    return saved.at + (far + N) * saved.b + (far + b) * saved.h + (far + h) * saved.l + rows
+
+
+@triton.jit
+def length_scale_of(problem, algebra, count):
+    """c_i but for the head's own factor."""
+    scale = tl.zeros_like(count) + problem.scale
+    log_n = tl.log(tl.maximum(count, 1.0))
+    if algebra.length_scale == "log(N)":
+        scale = scale * log_n
+    if algebra.length_scale == "log512(N)":
+        scale = scale * (log_n / 6.238324625039508)
+    return scale
+
+
+@triton.jit
+def scale_of(problem, algebra, count, h):
+    """c_i, with the head's own factor."""
+    scale = length_scale_of(problem, algebra, count)
+    if problem.head_scale is not None:
+        scale = scale * tl.load(problem.head_scale + h)
+    return scale
+
+
+@triton.jit
+def lift_of(problem, algebra, count):
+    """What is added to a whole row of scores."""
+    lift = tl.zeros_like(count)
+    if algebra.score_bias == "-log(N)":
+        lift = -tl.log(tl.maximum(count, 1.0))
+    if algebra.score_bias == "-log(L)":
+        lift = lift - tl.log(lift + problem.key_length)
+    return lift
+
+
+@triton.jit
+def row_factor(problem, algebra, count):
+    """What multiplies phi(s) where the normaliser does not depend on it."""
+    factor = tl.full(count.shape, 1.0, tl.float32)
+    if algebra.normaliser == "1/N":
+        factor = 1.0 / tl.maximum(count, 1.0)
+    if algebra.normaliser == "1/sqrt(N/2)":
+        factor = 1.0 / tl.sqrt(tl.maximum(count, 1.0) / 2.0)
+    if algebra.normaliser == "1/L":
+        factor = factor / (tl.zeros_like(factor) + problem.key_length)
+    return factor
+
+
+@triton.jit
+def power_of_two(norm):
+    """The power of two p with |x| p in (1/2, 1], from ``norm`` = 1 / |x|; 0 for a zero vector."""
+    bits = norm.to(tl.int32, bitcast=True) & 0x7F800000
+    power = bits.to(tl.float32, bitcast=True)
+    tiny: tl.constexpr = 2.0**-126
+    return tl.where((norm > 0.0) & (norm < tiny), 2.0**-128, power)
+
+
+@triton.jit
+def resting(x, norm, COSINE: tl.constexpr):
+    """The operand that a block keeps, and what is left of its norm: with cosine scaled by powers of two, exactly, to norms
+    in (1/2, 1], so that no product overflows or vanishes whatever the norms are."""
+    if COSINE:
+        power = power_of_two(norm)
+        left = tl.where(power > 0.0, norm / tl.where(power > 0.0, power, 1.0), norm)
+        return (x.to(tl.float32) * power[:, None]).to(x.dtype), left
+    return x, norm
+
+
+@triton.jit
+def keys_of(problem, algebra, b, h, keys, blocks):
+    """A tile's keys [K, D], and 1 / |k| with cosine."""
+    group = h // problem.group
+    dims = tl.arange(0, blocks.head_dim)
+    key = matrix(problem.key, see.head_of(problem.key, b, group), keys, dims, problem.key_length, problem.head_dim)
+    norm = keys.to(tl.float32)
+    if algebra.cosine:
+        norm = per_row(problem.key_norm, b, group, keys, problem.key_length)
+    return key, norm
+
+
+@triton.jit
+def values_of(problem, b, h, keys, blocks):
+    """A tile's values [K, Dv]."""
+    columns = tl.arange(0, blocks.value_dim)
+    start = see.head_of(problem.value, b, h // problem.group)
+    return matrix(problem.value, start, keys, columns, problem.key_length, problem.value_dim)
+
+
+@triton.jit
+def scores(dots, problem, algebra, sight, b, h, rows, keys, scale, norm, lift, CUT: tl.constexpr):
+    """A tile of s from its products, and who is seen; -inf where nobody is.
+
+    Args:
+        rows, keys: positions, shaped so that they broadcast to the tile, in either order.
+        scale, lift: of the rows; norm: of the keys, or of both: what the products have to be multiplied with.
+    """
+    s = dots * scale
+    if algebra.cosine:
+        s = s * norm
+    else:
+        s = s + (dots - dots)  # an infinity is no number here
+    s = s + lift
+    if problem.bias is not None:
+        places = rows.to(tl.int64) * problem.bias.l + keys.to(tl.int64) * problem.bias.d
+        inside = (rows < problem.query_length) & (keys < problem.key_length)
+        s += tl.load(see.head_of(problem.bias, b, h) + places, mask=inside, other=0.0).to(tl.float32)
+    seen = tl.full(s.shape, True, tl.int1)
+    if CUT:
+        seen = see.visible(sight, problem, b, h, rows, keys)
+        s = tl.where(seen, s, float("-inf"))
+    return s, seen
+
+
+@triton.jit
+def power_of(problem, algebra, h):
+    """p of a head."""
+    if problem.power is None:
+        power = algebra.power
+    else:
+        power = tl.load(problem.power + h)
+    return power
+
+
+@triton.jit
+def raised(u, problem, algebra, h, LESS: tl.constexpr):
+    """u^(p - LESS), 0 where u is 0; LESS is 0 or 1."""
+    if problem.power is None:
+        result = pointwise.whole_power(u, algebra.power - LESS)
+    else:
+        result = pointwise.any_power(u, tl.load(problem.power + h) - LESS)
+    return tl.where(u == 0.0, 0.0, result)
+
+
+@triton.jit
+def threshold(problem, algebra, count, norm, top):
+    """Eq. 5 of arXiv 2501.13428 for rows whose phi sum up to ``norm`` and are ``top`` at most: (floor, 1 / spread, tied, peak).
+
+    u = (phi - floor) / spread; a tied row keeps its phi.
+    """
+    safe = tl.where(norm == 0.0, 1.0, norm)
+    free = tl.where(count > FREE_ROWS, 1.0, 0.0)
+    floor = free * norm / tl.maximum(count, 1.0)
+    peak = tl.maximum(top * count / safe - free, 0.0)
+    tied = peak <= TIED
+    return floor, 1.0 / tl.where(tied, 1.0, top - floor), tied, peak
+
+
+@triton.jit
+def excess(f, floor, over_spread):
+    """u."""
+    return tl.maximum((f - floor) * over_spread, 0.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+class Row(NamedTuple):
+    """What the backward knows of its rows: vectors, shaped so that they broadcast to a tile.
+
+    Attributes:
+        count: N_i.
+        shift, norm: of phi: sum_j phi(s_ij) e^-shift.
+        floor, over_spread, tied: of re-weighted rows, as ``threshold`` gives them; over_norm: 1 / sum u^p.
+        inner: D_i = sum_j A_ij dL/dA_ij, where the weights sum to one.
+        alone: whether one key has all the weight, whatever its score: rounding must not give it a gradient.
+    """
+
+    count: tl.tensor
+    shift: tl.tensor
+    norm: tl.tensor
+    floor: tl.tensor
+    over_spread: tl.tensor
+    tied: tl.tensor
+    over_norm: tl.tensor
+    inner: tl.tensor
+    alone: tl.tensor
+
+
+@triton.jit
+def slopes(s, grad, row, problem, algebra, h):
+    """Of a tile: A, g and the slope of phi, so that dL/ds = (g - ground of the row) * slope; and A dL/dA - A D.
+
+    The ground is o mean(g) in re-weighted rows, 0 in others: section 2 of the papers' algebra differentiated by hand.
+    """
+    f = algebra.phi.value(s, row.shift, algebra.shifted)
+    slope = algebra.phi.slope(s, row.shift, algebra.shifted)
+    over = 1.0 / tl.where(row.norm == 0.0, 1.0, row.norm)
+    rest = tl.where(row.alone, 0.0, grad - row.inner)
+    if algebra.sharp:
+        less = raised(excess(f, row.floor, row.over_spread), problem, algebra, h, 1)
+        u = excess(f, row.floor, row.over_spread)
+        weight = tl.where(row.tied, f * over, less * u * row.over_norm)
+        moved = weight * rest
+        g = tl.where(
+            row.tied, rest * over, power_of(problem, algebra, h) * less * rest * row.over_norm * row.over_spread
+        )
+    elif algebra.normaliser == "l1":
+        weight = f * over
+        g = rest * over
+        moved = weight * rest
+    else:
+        factor = row_factor(problem, algebra, row.count)
+        weight = f * factor
+        g = grad * factor
+        moved = weight * grad
+    return weight, g, slope, moved

@@ -1,0 +1,163 @@
+"""The Triton kernels against the reference: on a GPU where there is one (``-m gpu``), elsewhere under Triton's interpreter.
+
+The interpreter takes seconds for a problem. What every run tests meets each kind of mask, each phi and each dtype once; all of
+them together are marked slow (``pytest -m slow tests/core/test_triton.py``).
+"""
+
+import math
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+import torch
+
+from softfocus import Mechanism, attention, explain, mechanisms
+from softfocus.backends import cpu, triton
+from softfocus.testing import CASES, check
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+pytestmark = [pytest.mark.usefixtures("poisoned_memory"), *([pytest.mark.gpu] if GPU else [])]
+CASE = {case.name: case for case in CASES}
+CARRIED = sorted(
+    name
+    for name, entry in mechanisms().items()
+    if entry.mechanism.phi in triton.PHI and entry.mechanism.post == "none" and not entry.mechanism.laser
+)
+SINGLE, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16
+QUICK = [
+    ("causal", "lssar", SINGLE),
+    ("causal", "lssa", BRAIN),
+    ("bidirectional", "sigmoid_l1", SINGLE),
+    ("cache", "lssar", HALF),
+    ("decode", "softmax", SINGLE),
+    ("more queries than keys", "relu_l1", SINGLE),
+    ("one key", "lssar", SINGLE),
+    ("grouped", "lssar", BRAIN),
+    ("window of both sides", "relu2_l1", HALF),
+    ("left padding", "ssmax", SINGLE),
+    ("documents", "lssar", SINGLE),
+    ("mask and grouped", "softmax", HALF),
+    ("blind rows", "sigmoid_log_l", SINGLE),
+    ("bias", "lssar", SINGLE),
+    ("row bias", "relu6_l1", SINGLE),
+    ("broadcast bias", "sigmoid_log_n", SINGLE),
+    ("learned", "lssar", SINGLE),
+    ("transposed", "relu_wortsman", SINGLE),
+]
+
+
+@pytest.fixture
+def quiet():
+    """The interpreter computes with numpy, which speaks of every infinity."""
+    import numpy
+
+    with numpy.errstate(all="ignore"):
+        yield
+
+
+fused = partial(attention, backend="triton")
+
+
+@pytest.mark.parametrize(("case", "name", "dtype"), QUICK, ids=lambda x: str(x).removeprefix("torch."))
+def test_parity(quiet, case, name, dtype):
+    check(fused, CASE[case], name, dtype, device=DEVICE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [SINGLE, BRAIN, HALF], ids=str)
+@pytest.mark.parametrize("name", CARRIED)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_all_parity(quiet, case, name, dtype):
+    check(fused, case, name, dtype, device=DEVICE)
+
+
+@pytest.mark.parametrize(("power", "dtype"), [(1.5, SINGLE), (7.0, SINGLE), (40.0, HALF)])
+def test_powers(quiet, power, dtype):
+    mechanism = Mechanism(phi="softplus", similarity="cosine", scale="log(d)", length_scale="log(N)", power=power)
+    check(fused, CASE["causal"], mechanism, dtype, device=DEVICE)
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e30])
+def test_norms_that_no_product_could_hold(quiet, size):
+    inputs = [torch.randn(1, 2, 40, 8, generator=torch.Generator().manual_seed(s)).to(DEVICE) for s in range(3)]
+    plain = fused(*inputs, is_causal=True)
+    exact = attention(*(x.double() for x in inputs), is_causal=True, backend="reference")
+    got = fused(inputs[0] * size, inputs[1] * size, inputs[2], is_causal=True)
+    assert (got.double() - exact).abs().max() <= 4 * (plain.double() - exact).abs().max() + 1e-6
+
+
+@pytest.mark.parametrize("name", ["softmax", "lssar"])
+def test_a_nan_that_a_row_cannot_see_never_reaches_it(quiet, name):
+    """In the future of a row and in its padding, in queries, keys and values; a visible one makes the row NaN."""
+    length, at = 50, 37
+    inputs = [torch.randn(1, 1, length, 8, generator=torch.Generator().manual_seed(s)).to(DEVICE) for s in range(3)]
+    real = torch.ones(1, length, dtype=torch.bool, device=DEVICE)
+    real[:, :3] = False
+
+    def run(query, key, value):
+        leaves = [x.clone().requires_grad_() for x in (query, key, value)]
+        out = fused(*leaves, is_causal=True, key_mask=real, mechanism=name)
+        return [out.detach(), *torch.autograd.grad(out[:, :, :at].sum(), leaves)]
+
+    base = run(*inputs)
+    for n, bad in ((1, math.nan), (2, math.nan), (1, math.inf), (2, -math.inf)):
+        poisoned = [x.clone() for x in inputs]
+        poisoned[n][:, :, at:] = bad
+        poisoned[n][:, :, :3] = bad
+        got = run(*poisoned)
+        assert torch.equal(got[0][:, :, :at], base[0][:, :, :at])
+        assert got[0][:, :, at:].isnan().all()
+        assert torch.equal(got[1][:, :, :at], base[1][:, :, :at])
+
+
+def test_two_runs_are_equal_to_the_bit(quiet):
+    arguments = CASE["grouped"].arguments(mechanisms()["lssar"].mechanism, SINGLE, device=DEVICE)
+    leaves = [x for x in arguments.values() if isinstance(x, torch.Tensor)]
+    first, second = (torch.autograd.grad(fused(**arguments).sum(), leaves) for _ in range(2))
+    assert all(map(torch.equal, first, second))
+
+
+def test_one_coverage_for_both_kinds_of_kernels():
+    """The catalogue's names that the CPU kernels and these carry are the same but for LASER, which is still missing here."""
+    from softfocus.backends.triton.kernels.pointwise import PHI
+
+    assert tuple(PHI) == triton.PHI == cpu.PHI
+
+
+def test_what_is_not_carried_is_said(monkeypatch):
+    query = torch.randn(1, 1, 4, 8, device=DEVICE)
+    for problem, said in (
+        ({"mechanism": "laser"}, "LASER is not carried yet"),
+        ({"mechanism": "softmax", "dropout_p": 0.5}, "dropout"),
+        ({"mechanism": "gelu_l1"}, "phi='gelu'"),
+    ):
+        assert said in explain(query, query, query, **problem).reasons["triton"]
+    assert "by name" in explain(query, query, query).reasons["triton"]
+    wide = torch.randn(1, 1, 4, 264, device=DEVICE)
+    assert "264 dimensions" in explain(wide, wide, wide).reasons["triton"]
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert "not on 'cuda'" in explain(query.cpu(), query.cpu(), query.cpu()).reasons["triton"]
+
+
+WITHOUT = """
+import importlib.abc, sys
+class Nothing(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name.partition(".")[0] == "triton":
+            raise ImportError(name)
+sys.meta_path.insert(0, Nothing())
+import torch, softfocus
+q = torch.ones(1, 1, 2, 2)
+softfocus.attention(q, q, q)
+print(softfocus.explain(q, q, q))
+"""
+
+
+def test_nothing_else_needs_triton(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    ran = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=300, check=True)
+    assert "triton: the tensors are on 'cpu'" in ran.stdout
