@@ -59,6 +59,9 @@ def quiet():
 
 
 fused = partial(attention, backend="triton")
+LARGE = pytest.mark.xfail(
+    not GPU, strict=True, reason="query.grad is beyond twice the eager formula's error: CHANGELOG"
+)
 
 
 @pytest.mark.parametrize(("case", "name", "dtype"), QUICK, ids=lambda x: str(x).removeprefix("torch."))
@@ -74,7 +77,7 @@ def test_all_parity(quiet, case, name, dtype):
     check(fused, case, name, dtype, device=DEVICE)
 
 
-@pytest.mark.parametrize(("power", "dtype"), [(1.5, SINGLE), (40.0, HALF)])
+@pytest.mark.parametrize(("power", "dtype"), [(1.5, SINGLE), (40.0, HALF), pytest.param(40.0, SINGLE, marks=LARGE)])
 def test_powers(quiet, power, dtype):
     mechanism = Mechanism(phi="softplus", similarity="cosine", scale="log(d)", length_scale="log(N)", power=power)
     check(fused, CASE["causal"], mechanism, dtype, device=DEVICE)
@@ -120,8 +123,7 @@ def test_two_runs_are_equal_to_the_bit(quiet):
     assert all(map(torch.equal, first, second))
 
 
-def test_one_coverage_for_both_kinds_of_kernels():
-    """The catalogue's names that the CPU kernels and these carry are the same but for LASER, which is still missing here."""
+def test_both_kinds_of_kernels_carry_the_same_phi():
     from softfocus.backends.triton.kernels.pointwise import PHI
 
     assert tuple(PHI) == triton.PHI == cpu.PHI

@@ -16,15 +16,12 @@ def forward(problem, algebra, sight, out, saved, blocks):
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows first, where it is causal
     b, h = tl.program_id(1) // problem.heads, tl.program_id(1) % problem.heads
     rows = block * blocks.rows + tl.arange(0, blocks.rows)
-    dims = tl.arange(0, blocks.head_dim)
     columns = tl.arange(0, blocks.value_dim)
-    query = of.matrix(
-        problem.query, see.head_of(problem.query, b, h), rows, dims, problem.query_length, problem.head_dim
-    )
+    query = of.queries_of(problem, b, h, rows, blocks)
     count = see.count(sight, problem, b, h, rows)
     scale, lift = of.scale_of(problem, algebra, count, h), of.lift_of(problem, algebra, count)
     if algebra.cosine:
-        query, rest = of.resting(query, of.per_row(problem.query_norm, b, h, rows, problem.query_length), True)
+        query, rest = of.resting(query, of.per_row(problem.query_norm, b, h, rows, problem.query_length))
         scale = scale * rest
     span = see.key_tiles(sight, problem, blocks, block)
 

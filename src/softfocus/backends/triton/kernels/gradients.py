@@ -15,8 +15,8 @@ PASSED = 2
 
 
 @triton.jit
-def _rows(saved, passed, problem, algebra, sight, b, h, rows, inner):
-    """The rows' vectors, and their ground."""
+def _rows(saved, problem, algebra, sight, b, h, rows, inner):
+    """The rows' vectors."""
     inside = rows < problem.query_length
     count = see.count(sight, problem, b, h, rows)
     top = tl.load(of.saved_row(saved, b, h, rows, 1), mask=inside, other=0.0)
@@ -52,20 +52,18 @@ def query_gradients(problem, algebra, sight, grad, out, saved, passed, to, scale
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     b, h = tl.program_id(1) // problem.heads, tl.program_id(1) % problem.heads
     rows = block * blocks.rows + tl.arange(0, blocks.rows)
-    dims, columns = tl.arange(0, blocks.head_dim), tl.arange(0, blocks.value_dim)
-    query = of.matrix(
-        problem.query, see.head_of(problem.query, b, h), rows, dims, problem.query_length, problem.head_dim
-    )
-    above = of.matrix(grad, see.head_of(grad, b, h), rows, columns, problem.query_length, problem.value_dim)
-    mixed = of.matrix(out, see.head_of(out, b, h), rows, columns, problem.query_length, problem.value_dim)
+    dims = tl.arange(0, blocks.head_dim)
+    query = of.queries_of(problem, b, h, rows, blocks)
+    above = of.outputs_of(grad, problem, b, h, rows, blocks)
+    mixed = of.outputs_of(out, problem, b, h, rows, blocks)
     inner = tl.sum(above.to(tl.float32) * mixed.to(tl.float32), 1)
-    row = _rows(saved, passed, problem, algebra, sight, b, h, rows, inner)
+    row = _rows(saved, problem, algebra, sight, b, h, rows, inner)
     tile_row = _spread(row, 1)
     scale, lift = of.scale_of(problem, algebra, row.count, h), of.lift_of(problem, algebra, row.count)
     norm, left, rest = scale, scale, scale
     if algebra.cosine:
         norm = of.per_row(problem.query_norm, b, h, rows, problem.query_length)
-        query, left = of.resting(query, norm, True)
+        query, left = of.resting(query, norm)
         rest = scale * left
     span = see.key_tiles(sight, problem, blocks, block)
 
@@ -84,7 +82,7 @@ def query_gradients(problem, algebra, sight, grad, out, saved, passed, to, scale
             )  # fmt: skip
             value = of.values_of(problem, b, h, keys, blocks)
             weight_grad = of.product(above, tl.trans(value), blocks)
-            _weight, g, slope, moved = of.slopes(s, weight_grad, tile_row, problem, algebra, h)
+            weight, g, slope, u = of.slopes(s, weight_grad, tile_row, problem, algebra, h)
             if WHOLE == 0:
                 g, slope = tl.where(seen, g, 0.0), tl.where(seen, slope, 0.0)
                 key = of.finite(key)
@@ -97,10 +95,10 @@ def query_gradients(problem, algebra, sight, grad, out, saved, passed, to, scale
                 resting += of.product(slope.to(key.dtype), key, blocks)
                 total += tl.sum(g, 1)
                 if power_grad is not None:
-                    u = of.excess(
-                        algebra.phi.value(s, tile_row.shift, algebra.shifted), tile_row.floor, tile_row.over_spread
-                    )
-                    moved = tl.where(u > 0.0, moved * tl.log(tl.where(u > 0.0, u, 1.0)), 0.0)
+                    log_u = tl.where(u > 0.0, tl.log(tl.where(u > 0.0, u, 1.0)), 0.0)
+                    moved = weight * (weight_grad - tile_row.inner) * log_u
+                    if WHOLE == 0:
+                        moved = tl.where(seen, moved, 0.0)
                     log_total += tl.sum(moved, 1)
 
     ground = tl.zeros_like(total)
@@ -146,7 +144,7 @@ def key_gradients(problem, algebra, sight, grad, saved, passed, key_to, value_to
     value = of.values_of(problem, b, key_head * problem.group, keys, blocks)
     rest = norms
     if algebra.cosine:
-        key, rest = of.resting(key, norms, True)
+        key, rest = of.resting(key, norms)
     span = see.row_tiles(sight, problem, blocks, block)
     key_sum = tl.zeros([blocks.keys, blocks.head_dim], tl.float32)
     value_sum = tl.zeros([blocks.keys, blocks.value_dim], tl.float32)
@@ -156,14 +154,12 @@ def key_gradients(problem, algebra, sight, grad, saved, passed, key_to, value_to
             for n in range(see.number(sight.tiles_of_keys, span, b, h, block, WHOLE == 0)):
                 start = see.tile(sight.tiles_of_keys, span, b, h, block, n, WHOLE == 0) * blocks.rows
                 rows = start + tl.arange(0, blocks.rows)
-                query = of.matrix(
-                    problem.query, see.head_of(problem.query, b, h), rows, dims, problem.query_length, problem.head_dim
-                )
-                above = of.matrix(grad, see.head_of(grad, b, h), rows, columns, problem.query_length, problem.value_dim)
+                query = of.queries_of(problem, b, h, rows, blocks)
+                above = of.outputs_of(grad, problem, b, h, rows, blocks)
                 inside = rows < problem.query_length
                 inner = tl.load(of.saved_row(passed, b, h, rows, 0), mask=inside, other=0.0)
                 ground = tl.load(of.saved_row(passed, b, h, rows, 1), mask=inside, other=0.0)
-                row = _rows(saved, passed, problem, algebra, sight, b, h, rows, inner)
+                row = _rows(saved, problem, algebra, sight, b, h, rows, inner)
                 tile_row = _spread(row, 0)
                 scale, lift = of.scale_of(problem, algebra, row.count, h), of.lift_of(problem, algebra, row.count)
                 if algebra.cosine:
@@ -173,7 +169,7 @@ def key_gradients(problem, algebra, sight, grad, saved, passed, key_to, value_to
                     rows[None, :], keys[:, None], scale[None, :], rest[:, None], lift[None, :], WHOLE == 0,
                 )  # fmt: skip
                 weight_grad = of.product(value, tl.trans(above), blocks)
-                weight, g, slope, _moved = of.slopes(s, weight_grad, tile_row, problem, algebra, h)
+                weight, g, slope, _u = of.slopes(s, weight_grad, tile_row, problem, algebra, h)
                 g = (g - ground[None, :]) * slope * scale[None, :]
                 if WHOLE == 0:
                     weight, g = tl.where(seen, weight, 0.0), tl.where(seen, g, 0.0)
@@ -204,7 +200,6 @@ def bias_gradients(
 ):  # fmt: skip
     """dL/d bias: a program has a tile of what the bias holds, and sums over all that it is broadcast to, in a fixed order."""
     rows_of, keys_of = tl.arange(0, blocks.rows), tl.arange(0, blocks.keys)
-    dims, columns = tl.arange(0, blocks.head_dim), tl.arange(0, blocks.value_dim)
     total = tl.zeros([blocks.rows, blocks.keys], tl.float32)
     own_b, own_h = tl.program_id(2) // heads, tl.program_id(2) % heads
     first_b, last_b = own_b, own_b + 1
@@ -221,19 +216,15 @@ def bias_gradients(
             for row_block in range(first_row, last_row):
                 rows = row_block * blocks.rows + rows_of
                 inside = rows < problem.query_length
-                query = of.matrix(
-                    problem.query, see.head_of(problem.query, b, h), rows, dims, problem.query_length, problem.head_dim
-                )
-                above = of.matrix(grad, see.head_of(grad, b, h), rows, columns, problem.query_length, problem.value_dim)
+                query = of.queries_of(problem, b, h, rows, blocks)
+                above = of.outputs_of(grad, problem, b, h, rows, blocks)
                 inner = tl.load(of.saved_row(passed, b, h, rows, 0), mask=inside, other=0.0)
                 ground = tl.load(of.saved_row(passed, b, h, rows, 1), mask=inside, other=0.0)
-                row = _rows(saved, passed, problem, algebra, sight, b, h, rows, inner)
+                row = _rows(saved, problem, algebra, sight, b, h, rows, inner)
                 tile_row = _spread(row, 1)
                 rest, lift = of.scale_of(problem, algebra, row.count, h), of.lift_of(problem, algebra, row.count)
                 if algebra.cosine:
-                    query, left = of.resting(
-                        query, of.per_row(problem.query_norm, b, h, rows, problem.query_length), True
-                    )
+                    query, left = of.resting(query, of.per_row(problem.query_norm, b, h, rows, problem.query_length))
                     rest = rest * left
                 start, _whole_start, _whole_stop, stop = see.key_tiles(sight, problem, blocks, row_block)
                 if not ALL_KEYS:
@@ -247,7 +238,7 @@ def bias_gradients(
                         rows[:, None], keys[None, :], rest[:, None], norms[None, :], lift[:, None], True,
                     )  # fmt: skip
                     weight_grad = of.product(above, tl.trans(of.values_of(problem, b, h, keys, blocks)), blocks)
-                    _weight, g, slope, _moved = of.slopes(s, weight_grad, tile_row, problem, algebra, h)
+                    _weight, g, slope, _u = of.slopes(s, weight_grad, tile_row, problem, algebra, h)
                     total += tl.where(seen, (g - ground[:, None]) * slope, 0.0)
     rows = tl.program_id(0) * blocks.rows + rows_of
     keys = tl.program_id(1) * blocks.keys + keys_of

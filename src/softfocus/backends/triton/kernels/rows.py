@@ -102,14 +102,27 @@ def power_of_two(norm):
 
 
 @triton.jit
-def resting(x, norm, COSINE: tl.constexpr):
-    """The operand that a block keeps, and what is left of its norm: with cosine scaled by powers of two, exactly, to norms
-    in (1/2, 1], so that no product overflows or vanishes whatever the norms are."""
-    if COSINE:
-        power = power_of_two(norm)
-        left = tl.where(power > 0.0, norm / tl.where(power > 0.0, power, 1.0), norm)
-        return (x.to(tl.float32) * power[:, None]).to(x.dtype), left
-    return x, norm
+def resting(x, norm):
+    """The operand that a block keeps, and what is left of 1 / |x|: scaled by powers of two, exactly, to norms in (1/2, 1], so
+    that no product overflows or vanishes whatever the norms are."""
+    power = power_of_two(norm)
+    left = tl.where(power > 0.0, norm / tl.where(power > 0.0, power, 1.0), norm)
+    return (x.to(tl.float32) * power[:, None]).to(x.dtype), left
+
+
+@triton.jit
+def queries_of(problem, b, h, rows, blocks):
+    """A tile's queries [R, D]."""
+    dims = tl.arange(0, blocks.head_dim)
+    start = see.head_of(problem.query, b, h)
+    return matrix(problem.query, start, rows, dims, problem.query_length, problem.head_dim)
+
+
+@triton.jit
+def outputs_of(array, problem, b, h, rows, blocks):
+    """A tile [R, Dv] of something shaped like the output."""
+    columns = tl.arange(0, blocks.value_dim)
+    return matrix(array, see.head_of(array, b, h), rows, columns, problem.query_length, problem.value_dim)
 
 
 @triton.jit
@@ -221,29 +234,26 @@ class Row(NamedTuple):
 
 @triton.jit
 def slopes(s, grad, row, problem, algebra, h):
-    """Of a tile: A, g and the slope of phi, so that dL/ds = (g - ground of the row) * slope; and A dL/dA - A D.
+    """Of a tile: A, g and the slope of phi, so that dL/ds = (g - ground of the row) * slope; and u (phi, if not sharp).
 
-    The ground is o mean(g) in re-weighted rows, 0 in others: section 2 of the papers' algebra differentiated by hand.
+    The ground is o mean(g) in re-weighted rows, 0 in others.
     """
     f = algebra.phi.value(s, row.shift, algebra.shifted)
     slope = algebra.phi.slope(s, row.shift, algebra.shifted)
     over = 1.0 / tl.where(row.norm == 0.0, 1.0, row.norm)
     rest = tl.where(row.alone, 0.0, grad - row.inner)
+    u = f
     if algebra.sharp:
-        less = raised(excess(f, row.floor, row.over_spread), problem, algebra, h, 1)
         u = excess(f, row.floor, row.over_spread)
+        less = raised(u, problem, algebra, h, 1)
         weight = tl.where(row.tied, f * over, less * u * row.over_norm)
-        moved = weight * rest
-        g = tl.where(
-            row.tied, rest * over, power_of(problem, algebra, h) * less * rest * row.over_norm * row.over_spread
-        )
+        steep = power_of(problem, algebra, h) * less * row.over_norm * row.over_spread
+        g = rest * tl.where(row.tied, over, steep)
     elif algebra.normaliser == "l1":
         weight = f * over
         g = rest * over
-        moved = weight * rest
     else:
         factor = row_factor(problem, algebra, row.count)
         weight = f * factor
         g = grad * factor
-        moved = weight * grad
-    return weight, g, slope, moved
+    return weight, g, slope, u
