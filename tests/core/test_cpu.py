@@ -482,11 +482,48 @@ def test_few_queries_that_pass_no_gradient(cases, mechanism, dtype, threads, num
             assert torch.equal(cpu(**arguments), watched.detach()), case.name
 
 
+def every(dtype):
+    """All numbers of a dtype of 16 bits, but the largest, in order; beside them the next ones."""
+    pattern = torch.arange(-(2**15), 2**15).to(torch.int16)
+    numbers = pattern.view(dtype)
+    numbers = numbers[numbers.abs() < 2.0**120].sort().values  # the sum of four is a float
+    return numbers[:-1], numbers[1:]
+
+
+@pytest.mark.parametrize("queries", [1, 5])
+@pytest.mark.parametrize("keys", [2, 4])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_results_are_rounded_to_the_nearest_as_torch_rounds(dtype, keys, queries):
+    """A half, and quarters, of the way between every number and the next: of keys alike the weights are 1/2 or 1/4."""
+    one, other = every(dtype)
+    for some in range(1, keys):
+        value = torch.stack([other] * some + [one] * (keys - some))[None, None]
+        query, key = torch.ones(1, 1, queries, 8, dtype=dtype), torch.ones(1, 1, keys, 8, dtype=dtype)
+        # In double: torch's own sum in float may be rounded once more on the way
+        between = (one.double() * (keys - some) + other.double() * some) / keys
+        out = cpu(query, key, value, mechanism="softmax")
+        assert torch.equal(out, between.float().to(dtype).expand_as(out)), some
+
+
+def test_what_float16_cannot_hold_is_infinite():
+    value = torch.tensor([[65504.0, 65504, 65504], [65504, 65504, 65504], [32, 30, 65504]]).half()
+    value = torch.cat([value, -value], 1)[None, None]
+    zero = torch.zeros(1, 1, 1, 8).half()
+    mechanism = Mechanism(phi="sigmoid", normaliser="none", similarity="dot")  # of a score of 0: 1/2
+    for queries in (1, 5):
+        query, key = zero.expand(1, 1, queries, 8), zero.expand(1, 1, 3, 8)
+        out = cpu(query, key, value, mechanism=mechanism)
+        assert out[0, 0, -1].tolist() == [math.inf, 65504, math.inf, -math.inf, -65504, -math.inf]
+
+
 @pytest.mark.parametrize("mechanism", ["softmax", "lssa", "relu_shen", "laser", "sharpened(softmax, 1)"])
 @pytest.mark.parametrize(
     ("dtype", "width", "turned"),
-    [(torch.float32, 64, False), (torch.float32, 5, False), (torch.float32, 64, True), (torch.bfloat16, 64, False)],
-    ids=["in place", "odd width", "turned", "bfloat16"],
+    [
+        *((torch.float32, 64, False), (torch.float32, 5, False), (torch.float32, 64, True)),
+        *((torch.bfloat16, 64, False), (torch.float16, 64, False), (torch.float16, 5, False)),
+    ],
+    ids=["in place", "odd width", "turned", "bfloat16", "float16", "float16, odd width"],
 )
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_value_that_is_not_finite_is_seen_by_few_queries(mechanism, dtype, width, turned, bad):

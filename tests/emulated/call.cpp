@@ -8,8 +8,8 @@
 #include <cstdlib>
 #include <vector>
 
-extern "C" int softfocus_forward(const void*, const void*, const void*, const void*, float*, float*);
-extern "C" int softfocus_backward(const void*, const void*, const void*, float*, float*, float*, float*, float*);
+extern "C" int softfocus_forward(const void*, const void*, const void*, const void*, void*, float*);
+extern "C" int softfocus_backward(const void*, const void*, const void*, void*, void*, void*, float*, float*);
 
 namespace {
 
@@ -64,9 +64,9 @@ int main(int, char** names) {
   }
   long start = std::ftell(file);
   for (Region& r : regions) read(r.data, r.bytes);
-  auto out = [&](size_t i) { return static_cast<float*>(a.at(i)); };
-  int failed = backward ? softfocus_backward(a[0], a[1], a[2], out(3), out(4), out(5), out(6), out(7))
-                        : softfocus_forward(a[0], a[1], a[2], a[3], out(4), out(5));
+  auto floats = [&](size_t i) { return static_cast<float*>(a.at(i)); };
+  int failed = backward ? softfocus_backward(a[0], a[1], a[2], a[3], a[4], a[5], floats(6), floats(7))
+                        : softfocus_forward(a[0], a[1], a[2], a[3], a[4], floats(5));
   std::fseek(file, start, SEEK_SET);
   for (Region& r : regions)
     if (r.bytes && std::fwrite(r.data, r.bytes, 1, file) != 1) std::abort();

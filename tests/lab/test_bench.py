@@ -338,6 +338,22 @@ def test_tiled_is_not_measured_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert SUBJECTS["tiled"].refuses(CELL) is None
 
 
+def test_a_smaller_dtype_is_measured_beside_float32(tmp_path: Path) -> None:
+    registry = {name: SUBJECTS[name] for name in ("sdpa", "softfocus", "float32")}
+    seen = []
+    watched = dataclasses.replace(
+        SUBJECTS["float32"], build=lambda one: seen.append(one) or SUBJECTS["softfocus"].build(one)
+    )
+    found = measure(cell(dtype="bfloat16"), seconds=0, with_memory=True, registry={**registry, "float32": watched})
+    result = found.subject("float32")
+    assert result
+    assert result.parity == "passed"
+    assert result.ratio
+    assert result.memory
+    assert seen == [CELL]
+    assert SUBJECTS["float32"].refuses(CELL)
+
+
 def test_free_memory_is_known() -> None:
     assert subjects.free_memory("cpu") > 2**26
 

@@ -36,11 +36,11 @@ def supports(problem: Problem, visibility: Visibility, mechanism: Mechanism) -> 
 def forward(problem: Problem, visibility: Visibility, mechanism: Mechanism, seed: int) -> tuple[Tensor, Tensor]:
     """out [B, H, Lq, Dv] and the row statistics [4, B, H, Lq]."""
     query, key, value = problem[:3]
-    out = _floats(*query.shape[:3], value.size(-1))
-    statistics = _floats(4, *query.shape[:3])
+    out = _empty(*query.shape[:3], value.size(-1), dtype=query.dtype)
+    statistics = _empty(4, *query.shape[:3])
     arguments, _made = call(problem, visibility, mechanism)
     _run("softfocus_forward", arguments, query, key, value, out, statistics)
-    return out.to(query.dtype), statistics
+    return out, statistics
 
 
 def prepare(
@@ -49,14 +49,14 @@ def prepare(
     """A function from query, key and value, laid out as the problem's, to ``out``; for problems without other tensors."""
     arguments, _made = call(problem, visibility, mechanism)
     kernel = _kernel("softfocus_forward")
-    dtype = problem.query.dtype
-    like = _floats(1).expand(*problem.query.shape[:3], problem.value.size(-1))  # takes torch half the time of a shape
+    one = _empty(1, dtype=problem.query.dtype)
+    like = one.expand(*problem.query.shape[:3], problem.value.size(-1))  # takes torch half the time of a shape
 
     def ready(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         out = torch.empty_like(like)
         if kernel(arguments, query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(), None):
             raise MemoryError(_NO_MEMORY)
-        return out if dtype == torch.float32 else out.to(dtype)
+        return out
 
     return ready
 
@@ -72,9 +72,9 @@ def backward(
     """Gradients of query, key, value, bias, head_scale and power; None where there is nothing to differentiate."""
     query, key, value, bias, head_scale, power = problem[:6]
     arguments, _made = call(problem, visibility, mechanism)
-    grads = [_floats(*x.shape) for x in (query, key, value)]
-    bias_to = _floats(*bias.shape).zero_() if bias is not None and bias_grad else None
-    rows = [None if x is None else _floats(*query.shape[:3]) for x in (head_scale, power)]
+    grads = [_empty(*x.shape, dtype=x.dtype) for x in (query, key, value)]
+    bias_to = _empty(*bias.shape).zero_() if bias is not None and bias_grad else None
+    rows = [None if x is None else _empty(*query.shape[:3]) for x in (head_scale, power)]
     arrays = ARRAY.pack(*array(grad)), ARRAY.pack(*broadcast(bias_to))
     _run("softfocus_backward", arguments, *arrays, *grads, *rows)
     to_heads = (None if x is None else x.sum((0, 2)) for x in rows)
@@ -87,8 +87,8 @@ def backward(
 _NO_MEMORY = "softfocus: a kernel could not get the memory it works in"
 
 
-def _floats(*shape: int) -> Tensor:
-    return torch.empty(shape, dtype=torch.float32, device="cpu")  # whatever torch's defaults are
+def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="cpu")  # whatever torch's defaults are
 
 
 def _run(name: str, *arguments: bytes | Tensor | None) -> None:

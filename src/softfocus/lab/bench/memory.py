@@ -52,6 +52,7 @@ def peak(subject: str, cell: Cell, threads: int) -> Memory | str:
 def measure(subject: str, cell: Cell) -> Memory:
     """In the process that is measured: warm up, note what is held, make the inputs, call once, read the peak."""
     chosen = SUBJECTS[subject]
+    cell = chosen.cell(cell)
     # Compiling takes memory of its own, and would happen at this length inside the count
     warm = cell if chosen.compiles else replace(cell, length=min(WARM, cell.length))
     function = chosen.build(warm)

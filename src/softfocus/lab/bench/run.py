@@ -12,7 +12,7 @@ from rich.console import Console
 from softfocus.catalog import named
 from softfocus.lab import provenance
 from softfocus.lab.bench import memory, parity, subjects, timing
-from softfocus.lab.bench.cells import Cell, Function, Inputs, What, call, make
+from softfocus.lab.bench.cells import Cell, Function, What, call, make
 from softfocus.lab.bench.figure import save_figure
 from softfocus.lab.bench.results import FIGURE, RESULTS, Benchmark, CellResult, Memory, SubjectResult, save_benchmark
 from softfocus.lab.bench.screen import Screen
@@ -139,20 +139,24 @@ def measure(
     """
     registry = subjects.SUBJECTS if registry is None else registry
     results = [SubjectResult(name=one.name, computes=one.computes) for one in registry.values()]
-    inputs, functions = make(cell), {}
+    functions: dict[str, Function] = {}
     for result in results:
         if (function := _built(registry[result.name], cell, result)) is not None:
             functions[result.name] = function
+    cells = {name: registry[name].cell(cell) for name in functions}
+    made = {one: make(one) for one in set(cells.values())}
+    inputs = {name: made[one] for name, one in cells.items()}
     say(cell, "parity")
     for result in results:
         if registry[result.name].ours and result.name in functions:
-            wrong = parity.check(functions[result.name], cell, inputs)
+            wrong = parity.check(functions[result.name], cells[result.name], inputs[result.name])
             result.parity, result.parity_message = ("failed", wrong) if wrong else ("passed", "")
     calls: dict[str, timing.Call] = {}
     clock = clock or timing.clock_of(cell.device)
     if _passed(results):
         say(cell, "time")
-        calls = _warm(cell, inputs, functions, results, clock)
+        ready = {name: call(functions[name], cells[name], inputs[name]) for name in functions}
+        calls = _warm(ready, results, clock)
     if _passed(results):
         _time(calls, results, clock, seconds, cell.seed)
         if with_memory:
@@ -176,8 +180,8 @@ def _built(subject: Subject, cell: Cell, result: SubjectResult) -> Function | No
         result.refused = subject.refuses(cell)
         if result.refused is not None:
             return None
-        result.backend = subject.backend(cell)
-        return subject.build(cell)
+        result.backend = subject.backend(subject.cell(cell))
+        return subject.build(subject.cell(cell))
     except Exception as error:
         _raised(subject.ours, result, error)
         return None
@@ -192,19 +196,12 @@ def _raised(ours: bool, result: SubjectResult, error: Exception) -> None:
         result.refused = said
 
 
-def _warm(
-    cell: Cell,
-    inputs: Inputs,
-    functions: Mapping[str, Function],
-    results: list[SubjectResult],
-    clock: timing.Clock,
-) -> dict[str, timing.Call]:
+def _warm(made: Mapping[str, timing.Call], results: list[SubjectResult], clock: timing.Clock) -> dict[str, timing.Call]:
     """Everything that can be called, called before it is timed: the first call compiles, packs or loads."""
     calls: dict[str, timing.Call] = {}
     for result in results:
-        if result.name not in functions:
+        if (ready := made.get(result.name)) is None:
             continue
-        ready = call(functions[result.name], cell, inputs)
         try:
             if clock(ready) < 1.0:  # where calls are quick a second one costs nothing, and warms the caches
                 clock(ready)

@@ -1,7 +1,7 @@
 """Who is measured: the one registry. A subject says what it computes, whether it can, and builds the function to call."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -28,6 +28,7 @@ class Subject:
         build: the function of (query, key, value) to call; what is done here is not timed.
         ours: held against the float64 reference before it is timed.
         backend: which of softfocus's backends runs a cell; "" for the rivals.
+        cell: the cell whose inputs it gets and whose function it builds, of one that is measured.
         compiles: its first call at a length compiles; that, too, is not what is measured.
     """
 
@@ -37,6 +38,7 @@ class Subject:
     build: Callable[[Cell], Function]
     ours: bool = False
     backend: Callable[[Cell], str] = lambda cell: ""
+    cell: Callable[[Cell], Cell] = lambda cell: cell
     compiles: bool = False
 
 
@@ -66,6 +68,14 @@ def _backend(cell: Cell) -> str:
 
 def _tiled_refuses(cell: Cell) -> str | None:
     return "what softfocus itself takes here: measured under that name" if _backend(cell) == "tiled" else None
+
+
+def _in_float32(cell: Cell) -> Cell:
+    return replace(cell, dtype="float32")
+
+
+def _float32_refuses(cell: Cell) -> str | None:
+    return "the inputs are float32: measured as softfocus" if cell.dtype == "float32" else None
 
 
 def _eager_refuses(cell: Cell) -> str | None:
@@ -108,6 +118,15 @@ SUBJECTS: dict[str, Subject] = {
             _softfocus,
             ours=True,
             backend=_backend,
+        ),
+        Subject(
+            "float32",
+            "as softfocus, of the same inputs in float32: what a smaller dtype gains or costs",
+            _float32_refuses,
+            _softfocus,
+            ours=True,
+            backend=_backend,
+            cell=_in_float32,
         ),
         Subject(
             "tiled",

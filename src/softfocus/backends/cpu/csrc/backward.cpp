@@ -7,7 +7,7 @@
 namespace softfocus {
 namespace {
 
-// What one task sums up: in the results themselves where they have whole vectors and no other task adds to them
+// What one task sums up: in the results themselves where these are floats in whole vectors and no other task adds to them
 struct Sums {
   Buffer<float> key_space, value_space;
   float *key = nullptr, *value = nullptr;
@@ -36,10 +36,10 @@ bool backward(const Problem& p, const Gradients& to) {
       if (!worker) worker = std::make_unique<RowGradients<Phi>>(p);
       int64_t key_head = first + item / splits, split = item % splits;
       Sums& sum = sums[item];
-      auto settle = [&](Buffer<float>& space, float*& at, float* result, int64_t wide, int64_t narrow) {
-        bool direct = split == 0 && wide == narrow;
+      auto settle = [&](Buffer<float>& space, float*& at, void* result, int64_t wide, int64_t narrow) {
+        bool direct = split == 0 && wide == narrow && p.dtype == FLOAT32;
         if (!direct) space.resize(p.key_length * wide);
-        at = direct ? result + key_head * p.key_length * narrow : space;
+        at = direct ? static_cast<float*>(result) + key_head * p.key_length * narrow : space;
         std::fill(at, at + p.key_length * wide, 0.0f);
       };
       settle(sum.key_space, sum.key, to.key, width, p.head_dim);
@@ -67,10 +67,9 @@ bool backward(const Problem& p, const Gradients& to) {
         if (p.cosine)
           normalise_backward(k, directions.data + (key - low) * directions.step, heads[key_head - first].inverse_norm[key],
                              p.head_dim);
-        float* key_to = to.key + (key_head * p.key_length + key) * p.head_dim;
-        float* value_to = to.value + (key_head * p.key_length + key) * p.value_dim;
-        if (key_to != k) std::copy_n(k, p.head_dim, key_to);
-        if (value_to != v) std::copy_n(v, p.value_dim, value_to);
+        int64_t row = key_head * p.key_length + key;
+        write_row(to.key, p.dtype, row * p.head_dim, k, p.head_dim);
+        write_row(to.value, p.dtype, row * p.value_dim, v, p.value_dim);
       }
     });
     if (!done) return false;
@@ -81,12 +80,11 @@ bool backward(const Problem& p, const Gradients& to) {
 }  // namespace
 }  // namespace softfocus
 
-// Gradients of query, key and value, contiguous; of the bias, zero when handed over; and [B, H, Lq] each of head_scale and
+// Gradients of query, key and value, contiguous, of the query's dtype; of the bias, zero when handed over; and [B, H, Lq] each of head_scale and
 // power, or null. 0, or 1 if memory ran out.
 extern "C" __attribute__((visibility("default"))) int softfocus_backward(const softfocus::Problem* p, const softfocus::Array* grad,
-                                                                         const softfocus::Array* bias, float* query,
-                                                                         float* key, float* value, float* head_scale,
-                                                                         float* power) {
+                                                                         const softfocus::Array* bias, void* query, void* key,
+                                                                         void* value, float* head_scale, float* power) {
   bool done = false;
   try {
     softfocus::Gradients to{*grad, query, key, value, *bias, head_scale, power};

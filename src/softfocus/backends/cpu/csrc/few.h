@@ -18,38 +18,14 @@ class FewRows {
   using Places = std::function<float*(int64_t, int64_t)>;  // where the score of a row with a key belongs
 
   FewRows(const Problem& problem, int64_t row_width)
-      : p(problem), width(row_width), direct(in_place(p.key, p.dtype, p.head_dim)) {}
+      : p(problem), width(row_width), direct(side_by_side(p.key, p.head_dim)) {}
 
   // The dot products of `rows` rows of `query` with the keys that a block sees: directions for cosine similarity, NaN for a key that
   // is not finite. to(r, j) is where the score of row r with key base + j belongs; whole vectors are written. scored(at) is told
   // of chunks whose scores are there.
   void score(const Sight& sight, const float* query, int64_t rows, const Places& to,
              const std::function<void(int64_t)>& scored) {
-    int64_t base = sight.base, n = sight.end - base;
-    b = sight.b, h = sight.h / (p.heads / p.key_heads);
-    bool far = p.batch * p.key_heads * p.key_length * p.head_dim * int64_t(sizeof(float)) > CACHED;
-    int64_t chunks = (n + CHUNK - 1) / CHUNK, stride = direct && far ? chunks / PLACES : 0;
-    auto one = [&](int64_t chunk) {
-      if (!sight.shown(chunk * CHUNK)) return;
-      int64_t low = chunk * CHUNK, high = std::min(low + CHUNK, n);
-      for (int64_t j = low; j < high; j += W) score_vectors<1>({j}, base, query, rows, to);
-      scored(low);
-    };
-    for (int64_t chunk = 0; chunk < stride; ++chunk) {
-      bool all = base + (chunk + (PLACES - 1) * stride + 1) * CHUNK <= p.key_length;
-      for (int64_t i = 0; i < PLACES; ++i) all &= sight.shown((chunk + i * stride) * CHUNK);
-      int64_t at[PLACES];
-      for (int64_t j = chunk * CHUNK; all && j < (chunk + 1) * CHUNK; j += W) {
-        for (int64_t i = 0; i < PLACES; ++i) at[i] = j + i * stride * CHUNK;
-        score_vectors<PLACES>(at, base, query, rows, to);
-      }
-      for (int64_t i = 0; i < PLACES; ++i)
-        if (all)
-          scored((chunk + i * stride) * CHUNK);
-        else
-          one(chunk + i * stride);
-    }
-    for (int64_t chunk = stride * PLACES; chunk < chunks; ++chunk) one(chunk);
+    with_element(p.dtype, [&](auto zero) { score_elements<decltype(zero)>(sight, query, rows, to, scored); });
   }
 
  private:
@@ -60,20 +36,57 @@ class FewRows {
   Buffer<float> space;    // [W, width], of keys that cannot be read in place
   Buffer<float> careful;  // [width]
 
+  template <typename T>
+  void score_elements(const Sight& sight, const float* query, int64_t rows, const Places& to,
+                      const std::function<void(int64_t)>& scored) {
+    int64_t base = sight.base, n = sight.end - base;
+    b = sight.b, h = sight.h / (p.heads / p.key_heads);
+    bool far = p.batch * p.key_heads * p.key_length * p.head_dim * int64_t(sizeof(T)) > CACHED;
+    int64_t chunks = (n + CHUNK - 1) / CHUNK, stride = direct && far ? chunks / PLACES : 0;
+    auto one = [&](int64_t chunk) {
+      if (!sight.shown(chunk * CHUNK)) return;
+      int64_t low = chunk * CHUNK, high = std::min(low + CHUNK, n);
+      for (int64_t j = low; j < high; j += W) score_vectors<T, 1>({j}, base, query, rows, to);
+      scored(low);
+    };
+    for (int64_t chunk = 0; chunk < stride; ++chunk) {
+      bool all = base + (chunk + (PLACES - 1) * stride + 1) * CHUNK <= p.key_length;
+      for (int64_t i = 0; i < PLACES; ++i) all &= sight.shown((chunk + i * stride) * CHUNK);
+      int64_t at[PLACES];
+      for (int64_t j = chunk * CHUNK; all && j < (chunk + 1) * CHUNK; j += W) {
+        for (int64_t i = 0; i < PLACES; ++i) at[i] = j + i * stride * CHUNK;
+        score_vectors<T, PLACES>(at, base, query, rows, to);
+      }
+      for (int64_t i = 0; i < PLACES; ++i)
+        if (all)
+          scored((chunk + i * stride) * CHUNK);
+        else
+          one(chunk + i * stride);
+    }
+    for (int64_t chunk = stride * PLACES; chunk < chunks; ++chunk) one(chunk);
+  }
+
   // W keys from each of N places on
-  template <int N>
+  template <typename T, int N>
   __attribute__((always_inline)) inline void score_vectors(const int64_t (&at)[N], int64_t base, const float* query,
                                                            int64_t rows, const Places& to) {
-    int64_t n_keys = std::min<int64_t>(W, p.key_length - base - at[0]), step = p.key.stride[2];
-    const float* keys[N];
+    int64_t n_keys = std::min<int64_t>(W, p.key_length - base - at[0]);
     if (direct && n_keys == W) {
-      for (int i = 0; i < N; ++i) keys[i] = row_in_place(p.key, b, h, base + at[i]);
-    } else {  // one place
-      if (!space) space.resize(W * width);
-      std::fill(space + 0, space + W * width, 0.0f);
-      for (int64_t i = 0; i < n_keys; ++i) read_row(p.key, p.dtype, b, h, base + at[0] + i, p.head_dim, space + i * width);
-      keys[0] = space, step = width;
+      const T* keys[N];
+      for (int i = 0; i < N; ++i) keys[i] = row_in_place<T>(p.key, b, h, base + at[i]);
+      return score_rows(at, keys, p.key.stride[2], W, base, query, rows, to);
     }
+    if (!space) space.resize(W * width);
+    if (n_keys < W || p.head_dim < width) std::fill(space + 0, space + W * width, 0.0f);
+    for (int64_t i = 0; i < n_keys; ++i) read_row(p.key, p.dtype, b, h, base + at[0] + i, p.head_dim, space + i * width);
+    const float* copied[1] = {space};
+    score_rows({at[0]}, copied, width, n_keys, base, query, rows, to);
+  }
+
+  template <typename T, int N>
+  __attribute__((always_inline)) inline void score_rows(const int64_t (&at)[N], const T* const (&keys)[N], int64_t step,
+                                                        int64_t n_keys, int64_t base, const float* query, int64_t rows,
+                                                        const Places& to) {
     vf inverse[N];
     vi odd[N];  // not finite, or a norm whose square may have overflowed or vanished
     for (int i = 0; i < N; ++i) inverse[i] = splat(1.0f), odd[i] = vi{};
@@ -100,8 +113,8 @@ class FewRows {
   }
 
   // The products, lane by lane, of a row with W keys of each place, and of the keys with themselves
-  template <bool SQUARES, int N>
-  __attribute__((always_inline)) inline void multiply(const float* row, const float* const (&keys)[N], int64_t step,
+  template <bool SQUARES, typename T, int N>
+  __attribute__((always_inline)) inline void multiply(const float* row, const T* const (&keys)[N], int64_t step,
                                                       vf (&products)[N][W], vf (&squares)[N][W]) const {
 #pragma GCC unroll 16
     for (int i = 0; i < W; ++i)

@@ -13,41 +13,38 @@ struct Worker {
   Mixer<Phi> mixer;
   explicit Worker(const Problem& p) : block(p, block_rows(p, false)), mixer(block) {}
 
-  // A head with few queries. Values that are taken where they lie are looked through only when something that is not finite has
-  // come out; others would be mended on the way.
-  void run_few(int64_t b, int64_t h, float* out, float* statistics) {
+  // A head with few queries. The values are looked through only when something that is not finite has come out, but for LASER,
+  // whose exponentials would hide it.
+  void run_few(int64_t b, int64_t h, void* out, float* statistics) {
     const Problem& p = block.p;
     Head head;
     auto look = [&] { pack_values(p, head, b, h / (p.heads / p.key_heads), 0, p.key_length, false, head.broken_values, head.high_values); };
-    bool first = p.laser || !(p.sharpened || in_place(p.value, p.dtype, p.value_dim));
-    if (first) look();
+    if (p.laser) look();
     run(b, h, 0, head, out, statistics);
-    if (first || all_finite(mixer.out, block.n * block.value_width)) return;
+    if (p.laser || all_finite(mixer.out, block.n * block.value_width)) return;
     look();
     if (!head.broken_values.empty()) run(b, h, 0, head, out, statistics);
   }
 
-  void run(int64_t b, int64_t h, int64_t start, const Head& head, float* out, float* statistics) {
+  void run(int64_t b, int64_t h, int64_t start, const Head& head, void* out, float* statistics) {
     const Problem& p = block.p;
     block.open(b, h, start, head);
     mixer.mix(block);
     if (p.laser) take_logarithm();
     int64_t row = (b * p.heads + h) * p.query_length + start, rows = p.batch * p.heads * p.query_length;
+    for (int64_t r = 0; r < block.n; ++r)
+      if (float* made = mixer.out + r * block.value_width; block.blind[r]) std::fill(made, made + p.value_dim, 0.0f);
+    for (auto [key, d] : head.broken_values)
+      for (int64_t r = 0; r < block.n; ++r)
+        if (block.sees(r, key)) mixer.out[r * block.value_width + d] = std::numeric_limits<float>::quiet_NaN();
     for (int64_t r = 0; r < block.n; ++r) {
-      float* to = out + (row + r) * p.value_dim;
-      if (block.blind[r])
-        std::fill(to, to + p.value_dim, 0.0f);
-      else
-        std::copy_n(mixer.out + r * block.value_width, p.value_dim, to);
+      write_row(out, p.dtype, (row + r) * p.value_dim, mixer.out + r * block.value_width, p.value_dim);
       if (!statistics) continue;
       statistics[row + r] = block.count[r];
       statistics[rows + row + r] = block.maximum[r];
       statistics[2 * rows + row + r] = block.log_norm[r];
       statistics[3 * rows + row + r] = block.peak[r];
     }
-    for (auto [key, d] : head.broken_values)
-      for (int64_t r = 0; r < block.n; ++r)
-        if (block.sees(r, key)) out[(row + r) * p.value_dim + d] = std::numeric_limits<float>::quiet_NaN();
   }
 
   void take_logarithm() {
@@ -92,7 +89,7 @@ struct Worker {
 };
 
 template <typename Phi>
-bool forward(const Problem& p, float* out, float* statistics) {
+bool forward(const Problem& p, void* out, float* statistics) {
   int64_t wave = wave_size(p, false), key_heads = p.batch * p.key_heads, group = p.heads / p.key_heads;
   int64_t rows = block_rows(p, false), blocks = (p.query_length + rows - 1) / rows;
   std::vector<std::unique_ptr<Worker<Phi>>> workers(p.threads);
@@ -123,10 +120,10 @@ bool forward(const Problem& p, float* out, float* statistics) {
 }  // namespace
 }  // namespace softfocus
 
-// out [B, H, Lq, Dv] and, unless null, statistics [4, B, H, Lq], both contiguous. 0, or 1 if memory ran out. Where query, key
+// out [B, H, Lq, Dv], of the query's dtype, and, unless null, statistics [4, B, H, Lq], both contiguous. 0, or 1 if memory ran out. Where query, key
 // and value lie is told apart from the rest, which fits every call of the same layout.
 extern "C" __attribute__((visibility("default"))) int softfocus_forward(const softfocus::Problem* layout, const void* query,
-                                                                        const void* key, const void* value, float* out,
+                                                                        const void* key, const void* value, void* out,
                                                                         float* statistics) {
   bool done = false;
   try {

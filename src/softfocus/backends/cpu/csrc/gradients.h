@@ -14,7 +14,7 @@ namespace softfocus {
 
 struct Gradients {
   Array grad;  // dL/dO [B, H, Lq, Dv]
-  float *query, *key, *value;
+  void *query, *key, *value;  // of the query's dtype
   Array bias;               // or no data; written through
   float *head_scale, *power;  // [B, H, Lq], to be summed over B and Lq; or null
 };
@@ -454,7 +454,7 @@ class RowGradients {
       if (p.head_scale)
         for (int64_t d = 0; d < block.width; d += W) store(grad + d, load(grad + d) * p.head_scale[block.h]);
       if (p.cosine) normalise_backward(grad, direction, block.inverse_norm[r], p.head_dim);
-      std::copy_n(grad, p.head_dim, to.query + (first + r) * p.head_dim);
+      write_row(to.query, p.dtype, (first + r) * p.head_dim, grad, p.head_dim);
     }
   }
 };

@@ -19,6 +19,7 @@ struct BrokenValue {
 struct Head {
   Buffer<float> key_panels, inverse_norm;
   Buffer<float> value_panels;  // where the backward is dense; LASER's are e^V
+  Buffer<float> values;        // natural rows, mended, [Lk, width in whole vectors]; where they cannot be used as they lie
   Buffer<float> exponentials;  // LASER's e^V, [Lk, width in whole vectors]
   Buffer<uint8_t> broken_key;
   std::vector<BrokenValue> broken_values, high_values;
@@ -32,6 +33,7 @@ struct Head {
     inverse_norm.resize(length);
     broken_key.resize(length);
     if (backward && !p.sharpened) value_panels.resize(length * p.value_dim);
+    if (!in_place(p.value, p.dtype, p.value_dim)) values.resize(p.key_length * round_up(p.value_dim, W));
     if (p.laser) exponentials.resize(p.key_length * round_up(p.value_dim, W));
   }
 };
@@ -92,12 +94,12 @@ inline void exponential_row(const float* x, const float* shift, int64_t width, f
   }
 }
 
-// What is asked of the values [start, stop) of a head: which are not finite, panels, LASER's exponentials
+// What is asked of the values [start, stop) of a head: which are not finite, natural rows, panels, LASER's exponentials
 inline void pack_values(const Problem& p, Head& head, int64_t b, int64_t h, int64_t start, int64_t stop, bool panels,
                         std::vector<BrokenValue>& broken, std::vector<BrokenValue>& high) {
   int64_t width = p.value_dim, step = round_up(width, W);
   Buffer<float> rows(W * step);
-  bool direct = p.dtype == FLOAT32 && p.value.stride[3] == 1 && !panels && !head.exponentials;
+  bool direct = p.dtype == FLOAT32 && p.value.stride[3] == 1 && !panels && !head.values && !head.exponentials;
   for (int64_t first = start; first < round_up(stop, PANEL); first += W) {
     if (!panels && first >= stop) break;
     for (int64_t j = 0; j < W; ++j) {
@@ -112,6 +114,7 @@ inline void pack_values(const Problem& p, Head& head, int64_t b, int64_t h, int6
           broken.push_back({key, d});
           row[d] = 0.0f;
         }
+      if (head.values) std::copy_n(row, step, head.values + key * step);
       if (!head.exponentials) continue;
       exponential_row(row, nullptr, step, row, [&](int64_t d) { high.push_back({key, d}); });
       std::copy_n(row, step, head.exponentials + key * step);
@@ -131,10 +134,12 @@ inline Natural natural_values(const Problem& p, const Head& head, int64_t b, int
   int64_t width = p.value_dim, step = round_up(width, W);
   if (in_place(p.value, p.dtype, width) && head.broken_values.empty())
     return {row_in_place(p.value, b, h, start), p.value.stride[2]};
+  if (head.values) return {head.values + start * step, step};
   for (int64_t key = start; key < stop; ++key) {
     float* row = space + (key - start) * step;
     read_row(p.value, p.dtype, b, h, key, width, row);
-    for (int64_t d = 0; d < width; ++d) row[d] = std::isfinite(row[d]) ? row[d] : 0.0f;
+    if (!head.broken_values.empty() && !all_finite(row, width))
+      for (int64_t d = 0; d < width; ++d) row[d] = std::isfinite(row[d]) ? row[d] : 0.0f;
     std::fill(row + width, row + step, 0.0f);
   }
   return {space, step};

@@ -54,13 +54,13 @@ inline void prefetch_next(const float* rows, int64_t step, int64_t r, int64_t wi
 }
 
 // out[0 .. VECTORS) += sum of w[e] * row keys[e] of the values; two sets of sums, so that additions need not wait
-template <int VECTORS>
-inline void add_rows(int64_t n, const uint8_t* keys, const float* w, const float* values, int64_t step, float* out) {
+template <int VECTORS, typename T>
+inline void add_rows(int64_t n, const uint8_t* keys, const float* w, const T* values, int64_t step, float* out) {
   vf even[VECTORS], odd[VECTORS];
   for (int v = 0; v < VECTORS; ++v) even[v] = load(out + v * W), odd[v] = vf{};
   int64_t e = 0;
   for (; e + 2 <= n; e += 2) {
-    const float *x = values + keys[e] * step, *y = values + keys[e + 1] * step;
+    const T *x = values + keys[e] * step, *y = values + keys[e + 1] * step;
     for (int v = 0; v < VECTORS; ++v) even[v] += w[e] * load(x + v * W), odd[v] += w[e + 1] * load(y + v * W);
   }
   if (e < n)
@@ -68,7 +68,8 @@ inline void add_rows(int64_t n, const uint8_t* keys, const float* w, const float
   for (int v = 0; v < VECTORS; ++v) store(out + v * W, even[v] + odd[v]);
 }
 
-inline void add_rows(int64_t vectors, int64_t n, const uint8_t* keys, const float* w, const float* values, int64_t step,
+template <typename T>
+inline void add_rows(int64_t vectors, int64_t n, const uint8_t* keys, const float* w, const T* values, int64_t step,
                      float* out) {
   for (; vectors >= 4; vectors -= 4, values += 4 * W, out += 4 * W) add_rows<4>(n, keys, w, values, step, out);
   for (; vectors >= 1; vectors -= 1, values += W, out += W) add_rows<1>(n, keys, w, values, step, out);

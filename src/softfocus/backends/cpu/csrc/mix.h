@@ -81,20 +81,25 @@ class Mixer {
 
   void mix(const Block<Phi>& block) {
     const Problem& p = block.p;
-    int64_t width = block.value_width, vectors = width / W;
+    int64_t width = block.value_width, vectors = width / W, key_head = block.h / (p.heads / p.key_heads);
     std::fill(out + 0, out + block.padded() * width, 0.0f);
     vf sums[ROWS];
     for (int64_t r = 0; r < ROWS; ++r) sums[r] = vf{};
     if (p.laser) shift.open(block, natural);
     if (p.sharpened && !p.laser && !block.head->packed) {
-      for (int64_t r = 0; r < block.n; ++r) finish(block, r, pick(block, r));
-      return;
+      return with_element(p.dtype, [&](auto zero) {
+        for (int64_t r = 0; r < block.n; ++r) finish(block, r, pick<decltype(zero)>(block, r));
+      });
     }
     block.chunks([&](int64_t at) {
       int64_t first = block.base + at, stop = std::min(first + CHUNK, p.key_length);
       auto values = [&] {
-        return natural_values(p, *block.head, block.b, block.h / (p.heads / p.key_heads), first, stop, natural);
+        return natural_values(p, *block.head, block.b, key_head, first, stop, natural);
       };
+      if (!p.sharpened && direct(block))
+        return with_element(p.dtype, [&](auto zero) {
+          add_chunk(block, at, row_in_place<decltype(zero)>(p.value, block.b, key_head, first), p.value.stride[2]);
+        });
       Natural v = p.laser ? shift.exponential(*block.head, values, first, stop - first, width, p.value_dim) : values();
       if (p.sharpened) {
         for (int64_t r = 0; r < block.n; r += LISTS) {
@@ -107,27 +112,7 @@ class Mixer {
         }
         return;
       }
-      for (int64_t r = 0; r < block.n; r += MR) {
-        Range seen = block.range(r, at);
-        if (seen.empty()) continue;
-        int64_t depth = std::min(seen.high, stop - block.base) - seen.low;
-        const float* weights = block.part(r, at) + seen.low;
-        int64_t step = CHUNK;
-        int64_t there = std::min<int64_t>(MR, block.n - r);
-        if (!block.weights_are_kept()) {
-          for (int64_t i = 0; i < there; ++i)
-            block.with_row_phi(r + i, [&](auto phi) {
-              vf scale = splat(block.scale[r + i]);
-              for (int64_t j = 0; j < seen.high - seen.low; j += W)
-                store(scratch + i * step + j, phi.value(load(weights + i * CHUNK + j)) * scale);
-            });
-          weights = scratch;
-        }
-        const float* from = v.data + (seen.low - at) * v.step;
-        if (there == MR) product<MR>(vectors, depth, weights, step, 1, from, v.step, out + r * width, width, true);
-        for (int64_t i = 0; i < there && there < MR; ++i)
-          product<1>(vectors, depth, weights + i * step, step, 1, from, v.step, out + (r + i) * width, width, true);
-      }
+      add_chunk(block, at, v.data, v.step);
     });
     for (int64_t r = 0; r < block.n; ++r) finish(block, r, sum(sums[r]));
     shift.noting = false;
@@ -160,25 +145,63 @@ class Mixer {
   Buffer<float> scratch;  // [MR, CHUNK]
   Buffer<float> column;
 
+  // Whether values are taken where they lie, whatever their dtype: by few queries, each value once
+  static bool direct(const Block<Phi>& block) {
+    const Problem& p = block.p;
+    return !block.head->packed && !p.laser && block.head->broken_values.empty() && side_by_side(p.value, p.value_dim);
+  }
+
+  // The rows' weights of a chunk times its values, where no row is re-weighted
+  template <typename T>
+  void add_chunk(const Block<Phi>& block, int64_t at, const T* values, int64_t step) {
+    int64_t width = block.value_width, vectors = width / W, last = std::min(at + CHUNK, block.p.key_length - block.base);
+    for (int64_t r = 0; r < block.n; r += MR) {
+      Range seen = block.range(r, at);
+      if (seen.empty()) continue;
+      int64_t depth = std::min(seen.high, last) - seen.low, there = std::min<int64_t>(MR, block.n - r);
+      const float* weights = block.part(r, at) + seen.low;
+      if (!block.weights_are_kept()) {
+        for (int64_t i = 0; i < there; ++i)
+          block.with_row_phi(r + i, [&](auto phi) {
+            vf scale = splat(block.scale[r + i]);
+            for (int64_t j = 0; j < seen.high - seen.low; j += W)
+              store(scratch + i * CHUNK + j, phi.value(load(weights + i * CHUNK + j)) * scale);
+          });
+        weights = scratch;
+      }
+      const T* from = values + (seen.low - at) * step;
+      if (there == MR) product<MR>(vectors, depth, weights, CHUNK, 1, from, step, out + r * width, width, true);
+      for (int64_t i = 0; i < there && there < MR; ++i)
+        product<1>(vectors, depth, weights + i * CHUNK, CHUNK, 1, from, step, out + (r + i) * width, width, true);
+    }
+  }
+
   // One re-weighted row: the values of the keys that weigh something are fetched, and no others
+  template <typename T>
   float pick(const Block<Phi>& block, int64_t r) {
     const Problem& p = block.p;
     int64_t width = block.value_width, key_head = block.h / (p.heads / p.key_heads);
-    bool direct = in_place(p.value, p.dtype, p.value_dim);
+    bool direct = side_by_side(p.value, p.value_dim);
     std::vector<int64_t> some;
     vf total = vf{};
     auto add = [&] {
       for (size_t i = 0; i < some.size(); ++i) {
         total += lists.raise(i, block.power[r]);
-        const float* values = direct ? row_in_place(p.value, block.b, key_head, block.base + some[i]) : natural;
-        if (!direct)
-          for (int64_t e = 0; e < lists.found[i]; ++e) {
-            float* row = natural + lists.keys_of(i)[e] * width;
-            std::fill(row, row + width, 0.0f);
-            read_row(p.value, p.dtype, block.b, key_head, block.base + some[i] + lists.keys_of(i)[e], p.value_dim, row);
-          }
-        add_rows(width / W, lists.found[i], lists.keys_of(i), lists.u_of(i), values, direct ? p.value.stride[2] : width,
-                 out + r * width);
+        int64_t n = lists.found[i], first = block.base + some[i];
+        const uint8_t* keys = lists.keys_of(i);
+        auto add_values = [&](const auto* values, int64_t step) {
+          add_rows(width / W, n, keys, lists.u_of(i), values, step, out + r * width);
+        };
+        if (direct) {
+          add_values(row_in_place<T>(p.value, block.b, key_head, first), p.value.stride[2]);
+          continue;
+        }
+        for (int64_t e = 0; e < n; ++e) {
+          float* row = natural + keys[e] * width;
+          read_row(p.value, p.dtype, block.b, key_head, first + keys[e], p.value_dim, row);
+          std::fill(row + p.value_dim, row + width, 0.0f);
+        }
+        add_values(static_cast<const float*>(natural), width);
       }
       some.clear();
     };
@@ -189,8 +212,8 @@ class Mixer {
         some.push_back(at);
         if (direct)
           for (int64_t e = 0; e < lists.found[i]; ++e) {
-            const float* row = row_in_place(p.value, block.b, key_head, block.base + at + lists.keys_of(i)[e]);
-            for (int64_t d = 0; d < width; d += 16) __builtin_prefetch(row + d);
+            const T* row = row_in_place<T>(p.value, block.b, key_head, block.base + at + lists.keys_of(i)[e]);
+            for (int64_t d = 0; d < width; d += 64 / sizeof(T)) __builtin_prefetch(row + d);
           }
         if (some.size() == LISTS) add();
       });

@@ -135,25 +135,6 @@ class Buffer {
   int64_t bytes_ = 0;
 };
 
-inline float from_bfloat16(uint16_t x) {
-  uint32_t wide = uint32_t(x) << 16;
-  float y;
-  std::memcpy(&y, &wide, 4);
-  return y;
-}
-
-inline float from_float16(uint16_t x) {
-  uint32_t magnitude = uint32_t(x & 0x7fff) << 13;
-  float y;
-  std::memcpy(&y, &magnitude, 4);
-  y *= 0x1p112f;  // the exponents' offsets differ by 112; denormals come out right
-  uint32_t wide;
-  std::memcpy(&wide, &y, 4);
-  wide |= ((x & 0x7fff) >= 0x7c00 ? 0x7f800000u : 0u) | uint32_t(x & 0x8000) << 16;
-  std::memcpy(&y, &wide, 4);
-  return y;
-}
-
 // A row of a [B, H, L, width] array as floats
 inline void read_row(const Array& x, int64_t dtype, int64_t b, int64_t h, int64_t i, int64_t width, float* to) {
   int64_t at = b * x.stride[0] + h * x.stride[1] + i * x.stride[2], step = x.stride[3];
@@ -165,20 +146,42 @@ inline void read_row(const Array& x, int64_t dtype, int64_t b, int64_t h, int64_
       for (int64_t k = 0; k < width; ++k) to[k] = from[k * step];
   } else {
     const uint16_t* from = static_cast<const uint16_t*>(x.data) + at;
-    if (dtype == BFLOAT16)
-      for (int64_t k = 0; k < width; ++k) to[k] = from_bfloat16(from[k * step]);
-    else
-      for (int64_t k = 0; k < width; ++k) to[k] = from_float16(from[k * step]);
+    auto wide = [&](vs y) { return dtype == BFLOAT16 ? from_bfloat16(y) : from_float16(y); };
+    int64_t k = 0;
+    for (; step == 1 && k + W <= width; k += W) store(to + k, wide(*(const vs_anywhere*)(from + k)));
+    for (; k < width; ++k) to[k] = wide(vs{from[k * step]})[0];
   }
 }
 
-inline const float* row_in_place(const Array& x, int64_t b, int64_t h, int64_t i) {
-  return static_cast<const float*>(x.data) + b * x.stride[0] + h * x.stride[1] + i * x.stride[2];
+// A row of floats into a result of a dtype, from its element `at` on; nothing where it lies there already
+inline void write_row(void* result, int64_t dtype, int64_t at, const float* from, int64_t width) {
+  if (dtype == FLOAT32) {
+    float* to = static_cast<float*>(result) + at;
+    if (to != from) std::copy_n(from, width, to);
+    return;
+  }
+  uint16_t* to = static_cast<uint16_t*>(result) + at;
+  auto rounded = [&](vf x) { return dtype == BFLOAT16 ? to_bfloat16(x) : to_float16(x); };
+  int64_t d = 0;
+  for (; d + W <= width; d += W) *(vs_anywhere*)(to + d) = rounded(load(from + d));
+  for (; d < width; ++d) to[d] = rounded(splat(from[d]))[0];
 }
 
-// Whether rows can be used where they lie: floats, side by side, whole vectors
-inline bool in_place(const Array& x, int64_t dtype, int64_t width) {
-  return dtype == FLOAT32 && x.stride[3] == 1 && width % W == 0;
+template <typename T = float>
+inline const T* row_in_place(const Array& x, int64_t b, int64_t h, int64_t i) {
+  return static_cast<const T*>(x.data) + b * x.stride[0] + h * x.stride[1] + i * x.stride[2];
+}
+
+// Whether rows can be used where they lie: elements side by side, whole vectors; and in_place, floats besides
+inline bool side_by_side(const Array& x, int64_t width) { return x.stride[3] == 1 && width % W == 0; }
+inline bool in_place(const Array& x, int64_t dtype, int64_t width) { return dtype == FLOAT32 && side_by_side(x, width); }
+
+// Calls f with an element of a dtype
+template <typename F>
+inline void with_element(int64_t dtype, F&& f) {
+  if (dtype == FLOAT32) return f(float{});
+  if (dtype == BFLOAT16) return f(bfloat16{});
+  f(float16{});
 }
 
 // The power of two that brings a normal positive number to [1, 2), but for the largest and the smallest

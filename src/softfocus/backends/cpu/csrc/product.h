@@ -8,8 +8,8 @@ namespace softfocus {
 
 constexpr int MR = 4;  // rows of C held in registers
 
-template <int ROWS, int VECTORS>
-inline void product_tile(int64_t depth, const float* a, int64_t a_row, int64_t a_step, const float* b, int64_t b_step,
+template <int ROWS, int VECTORS, typename T>
+inline void product_tile(int64_t depth, const float* a, int64_t a_row, int64_t a_step, const T* b, int64_t b_step,
                          float* c, int64_t c_row, bool add) {
   vf sums[ROWS][VECTORS];
 #pragma GCC unroll 16
@@ -34,8 +34,8 @@ inline void product_tile(int64_t depth, const float* a, int64_t a_row, int64_t a
 }
 
 // ROWS rows of C, `vectors` vectors wide
-template <int ROWS>
-inline void product(int64_t vectors, int64_t depth, const float* a, int64_t a_row, int64_t a_step, const float* b,
+template <int ROWS, typename T>
+inline void product(int64_t vectors, int64_t depth, const float* a, int64_t a_row, int64_t a_step, const T* b,
                     int64_t b_step, float* c, int64_t c_row, bool add) {
   for (; vectors >= PANEL_VECTORS; vectors -= PANEL_VECTORS, b += PANEL_VECTORS * W, c += PANEL_VECTORS * W)
     product_tile<ROWS, PANEL_VECTORS>(depth, a, a_row, a_step, b, b_step, c, c_row, add);

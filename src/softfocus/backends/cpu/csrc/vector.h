@@ -36,7 +36,9 @@ typedef float vf __attribute__((vector_size(W * 4)));
 typedef int32_t vi __attribute__((vector_size(W * 4)));
 typedef uint32_t vu __attribute__((vector_size(W * 4)));  // where a sum may go round: of signed numbers it must not
 typedef uint8_t vb __attribute__((vector_size(W)));
+typedef uint16_t vs __attribute__((vector_size(W * 2)));
 typedef float vf_anywhere __attribute__((vector_size(W * 4), aligned(4), may_alias));
+typedef uint16_t vs_anywhere __attribute__((vector_size(W * 2), aligned(2), may_alias));
 typedef uint8_t vb_anywhere __attribute__((vector_size(W), aligned(1), may_alias));
 
 constexpr float INF = std::numeric_limits<float>::infinity();
@@ -56,6 +58,41 @@ inline vf max(vf a, vf b) { return a > b ? a : b; }
 inline vf min(vf a, vf b) { return a < b ? a : b; }
 #endif
 inline vf absolute(vf x) { return floats(bits(x) & 0x7fffffff); }
+
+inline vf from_bfloat16(vs x) { return floats((vi)(__builtin_convertvector(x, vu) << 16)); }
+
+inline vf from_float16(vs x) {
+  vu u = __builtin_convertvector(x, vu), magnitude = u & 0x7fff;
+  vu y = (vu)(floats((vi)(magnitude << 13)) * 0x1p112f);  // the exponents' offsets differ by 112; denormals come out right
+  y |= magnitude >= 0x7c00 ? (vu)splat(0x7f800000) : vu{};
+  return floats((vi)(y | (u & 0x8000) << 16));
+}
+
+struct bfloat16 {
+  uint16_t bits;
+};
+struct float16 {
+  uint16_t bits;
+};
+inline vf load(const bfloat16* p) { return from_bfloat16(*(const vs_anywhere*)p); }
+inline vf load(const float16* p) { return from_float16(*(const vs_anywhere*)p); }
+
+// Rounded to the nearest, ties to even, as torch rounds
+inline vs to_bfloat16(vf x) {
+  vu u = (vu)x;
+  u = x == x ? (u + 0x7fff + (u >> 16 & 1)) >> 16 : (vu)splat(0x7fc0);
+  return __builtin_convertvector(u, vs);
+}
+
+inline vs to_float16(vf x) {
+  vu sign = (vu)x >> 16 & 0x8000;
+  x = absolute(x);
+  vu normal = ((vu)x - (112u << 23) + 0xfff + ((vu)x >> 13 & 1)) >> 13;
+  vu denormal = (vu)(x + 0.5f) - 0x3f000000u;  // a half's last digit is that of floats from 0.5 on: the sum is rounded to it
+  vu u = x < 0x1p-14f ? denormal : normal;
+  u = x < 65520.0f ? u : x == x ? (vu)splat(0x7c00) : (vu)splat(0x7e00);
+  return __builtin_convertvector(u | sign, vs);
+}
 
 inline vi lanes() {
   vi x;
