@@ -33,8 +33,6 @@ def supports(problem: Problem, visibility: Visibility, mechanism: Mechanism) -> 
         return f"phi={mechanism.phi!r} is not among {', '.join(PHI)}"
     if mechanism.post != "none":
         return f"post={mechanism.post!r} is not carried"
-    if mechanism.laser:
-        return "LASER is not carried yet"
     if problem.dropout_p:
         return "dropout is not carried"
     most = max(problem.query.size(-1), problem.value.size(-1))
@@ -45,8 +43,7 @@ def forward(problem: Problem, visibility: Visibility, mechanism: Mechanism, seed
     """out [B, H, Lq, Dv] and the row statistics [4, B, H, Lq]."""
     from softfocus.backends.triton.call import Call
 
-    out, saved = Call(problem, visibility, mechanism).forward()
-    return out, saved[:4]
+    return Call(problem, visibility, mechanism).forward()
 
 
 def backward(
@@ -60,5 +57,4 @@ def backward(
     """Gradients of query, key, value, bias, head_scale and power; None where there is nothing to differentiate."""
     from softfocus.backends.triton.call import Call
 
-    call = Call(problem, visibility, mechanism)
-    return call.backward(grad, *call.forward(), bias_grad)
+    return Call(problem, visibility, mechanism).backward(grad, bias_grad)

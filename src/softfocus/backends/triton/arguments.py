@@ -87,6 +87,22 @@ class Problem(NamedTuple):
     scale: Any
 
 
+class Made(NamedTuple):
+    """What the forward makes.
+
+    Attributes:
+        out: [B, H, Lq, Dv].
+        rest: LASER's, like out: what the rounding of out leaves, for the backward; or None.
+        saved: vectors of the rows, float32 [SAVED, B, H, Lq].
+        marked_heads: LASER's, int32 [B, H]: not 0 where rows of the head are marked; or None.
+    """
+
+    out: Array
+    rest: Array | None
+    saved: Array
+    marked_heads: Any
+
+
 class Algebra(NamedTuple):
     """The mechanism, all of it constexpr: a kernel is compiled for each.
 
@@ -96,6 +112,7 @@ class Algebra(NamedTuple):
         phi: the functions of ``pointwise.py``.
         sharp: re-weighting.
         power: p where it is whole, at most 32 and the same for all heads; otherwise it stands in the problem.
+        laser: the logarithm of the mean of e^V in place of the mean of V.
         shifted: whether a row's maximum is taken off where phi would overflow or vanish.
     """
 
@@ -106,15 +123,25 @@ class Algebra(NamedTuple):
     phi: "Phi"
     sharp: tl.constexpr
     power: tl.constexpr
+    laser: tl.constexpr
     shifted: tl.constexpr
 
 
 class Phi(NamedTuple):
-    """phi e^-shift and its slope times e^-shift, and the shift of a row from its largest score: jit functions."""
+    """Jit functions.
+
+    Attributes:
+        value, slope: phi e^-shift, and its slope times e^-shift.
+        log: log phi, from the score and the value; of a score far below zero also where the value is 0.
+        shift: of a row, from its largest score.
+        vanishes: constexpr, whether phi is 0 below a score of 0.
+    """
 
     value: Any
     slope: Any
+    log: Any
     shift: Any
+    vanishes: tl.constexpr
 
 
 class Blocks(NamedTuple):

@@ -9,9 +9,9 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
-from softfocus.backends.triton.arguments import Algebra, Array, Blocks, Sight, Tiles
+from softfocus.backends.triton.arguments import Algebra, Array, Blocks, Made, Sight, Tiles
 from softfocus.backends.triton.arguments import Problem as Given
-from softfocus.backends.triton.kernels import forward, gradients, norms
+from softfocus.backends.triton.kernels import forward, gradients, laser, norms
 from softfocus.backends.triton.kernels import sight as see
 from softfocus.backends.triton.kernels.pointwise import PHI
 from softfocus.mechanism import Mechanism
@@ -35,22 +35,32 @@ class Call:
         self.algebra = _algebra(mechanism, self.given.power is not None)
         self.sight = _sight(visibility, self.given, self.blocks)
         batch, heads, query_length = problem.query.shape[:3]
+        self.laser = mechanism.laser
         self.row_grid = (triton.cdiv(query_length, self.blocks.rows.value), batch * heads)
         self.key_grid = (triton.cdiv(problem.key.size(2), self.blocks.keys.value), batch * problem.key.size(1))
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """out [B, H, Lq, Dv] and the rows' vectors [SAVED, B, H, Lq], of which the first four are the row statistics."""
+        """out [B, H, Lq, Dv] and the row statistics [4, B, H, Lq]."""
+        out, saved, _made = self._forward(with_rest=False)
+        return out, saved[:4]
+
+    def _forward(self, with_rest: bool) -> tuple[Tensor, Tensor, Made]:
         query = self.problem.query
         out = query.new_empty(*query.shape[:3], self.problem.value.size(-1))
+        rest = torch.empty_like(out) if with_rest and self.laser else None
         saved = query.new_empty(forward.SAVED, *query.shape[:3], dtype=torch.float32)
+        marked_heads = query.new_zeros(query.shape[:2], dtype=torch.int32) if self.laser else None
+        made = Made(_array(out), _array(rest), _array(saved), marked_heads)
         if saved.numel():
-            forward.forward[self.row_grid](
-                self.given, self.algebra, self.sight, _array(out), _array(saved), self.blocks
-            )
-        return out, saved
+            forward.forward[self.row_grid](self.given, self.algebra, self.sight, made, self.blocks)
+            if self.laser:
+                laser.exact_forward[self.row_grid](self.given, self.algebra, self.sight, made, self.blocks)
+        return out, saved, made
 
-    def backward(self, grad: Tensor, out: Tensor, saved: Tensor, bias_grad: bool) -> tuple[Tensor | None, ...]:
-        """The six gradients, from what :meth:`forward` returned."""
+    def backward(self, grad: Tensor, bias_grad: bool) -> tuple[Tensor | None, ...]:
+        """The six gradients."""
+        # LASER's gradients hold e^-out: of an out of 4, the rounding to bfloat16 would be one part in a hundred
+        _out, _saved, made = self._forward(with_rest=True)
         query, key, value, bias, head_scale, power = self.problem[:6]
         passed = query.new_empty(gradients.PASSED, *query.shape[:3], dtype=torch.float32)
         to = [x.new_empty(x.shape) for x in (query, key, value)]
@@ -60,14 +70,12 @@ class Call:
         bias_to = None
         if bias is not None and bias_grad:
             bias_to = bias.new_empty(bias.shape, dtype=torch.float32)
-        shared = self.given, self.algebra, self.sight, _array(grad)
-        passed_on = _array(saved), _array(passed)
-        if query.numel():
-            gradients.query_gradients[self.row_grid](
-                *shared, _array(out), *passed_on, _array(to[0]), *rows, self.blocks
-            )
-        if key.numel():
-            gradients.key_gradients[self.key_grid](*shared, *passed_on, _array(to[1]), _array(to[2]), self.blocks)
+        shared = self.given, self.algebra, self.sight, _array(grad), made, _array(passed)
+        variants = (False, True) if self.laser else (False,)
+        for exact in variants if query.numel() else ():
+            gradients.query_gradients[self.row_grid](*shared, _array(to[0]), *rows, exact, self.blocks)
+        for exact in variants if key.numel() else ():
+            gradients.key_gradients[self.key_grid](*shared, _array(to[1]), _array(to[2]), exact, self.blocks)
         if bias_to is not None and bias_to.numel():
             everywhere = [size == 1 for size in bias_to.shape]
             grid = (
@@ -75,9 +83,10 @@ class Call:
                 1 if everywhere[3] else self.key_grid[0],
                 bias_to.size(0) * bias_to.size(1),
             )
-            gradients.bias_gradients[grid](
-                *shared, *passed_on, _array(bias_to), bias_to.size(1), *everywhere, self.blocks
-            )
+            for exact in variants:
+                gradients.bias_gradients[grid](
+                    *shared, _array(bias_to), bias_to.size(1), exact, *everywhere, self.blocks
+                )
         learned = [None if x is None else x.sum((0, 2)) for x in rows]
         return tuple(
             None if g is None or x is None else g.to(x.dtype)
@@ -96,8 +105,10 @@ def _array(x: Tensor | None) -> Any:
 def _blocks(problem: Problem) -> Blocks:
     interpreted = knobs.runtime.interpret
     widths = (max(16, triton.next_power_of_2(x.size(-1))) for x in (problem.query, problem.value))
+    # Of float16 only LASER's e^V is multiplied in float32, since float16 could not hold it
+    precision = "tf32" if problem.query.dtype == torch.float16 else "ieee"
     widen = interpreted and problem.query.dtype == torch.bfloat16  # whose products the interpreter gets wrong
-    return Blocks(*map(tl.constexpr, (*(TILE_INTERPRETED if interpreted else TILE), *widths, "ieee", widen)))
+    return Blocks(*map(tl.constexpr, (*(TILE_INTERPRETED if interpreted else TILE), *widths, precision, widen)))
 
 
 @lru_cache(maxsize=256)
@@ -111,6 +122,7 @@ def _algebra(mechanism: Mechanism, power_given: bool) -> Algebra:
         phi=PHI[mechanism.phi],
         sharp=tl.constexpr(mechanism.power is not None),
         power=tl.constexpr(power),
+        laser=tl.constexpr(mechanism.laser),
         shifted=tl.constexpr(mechanism.normaliser == "l1"),
     )
 

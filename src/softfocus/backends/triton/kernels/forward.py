@@ -1,18 +1,19 @@
-"""The forward kernel: one sweep over the keys, or two where the rows are re-weighted: statistics, then weights."""
+"""The forward kernels: one sweep over the keys, or two where the rows are re-weighted: statistics, then weights."""
 
 import triton
 import triton.language as tl
 
+from softfocus.backends.triton.kernels import laser
 from softfocus.backends.triton.kernels import rows as of
 from softfocus.backends.triton.kernels import sight as see
 
-SAVED = 6
-"""Row vectors that the forward leaves behind: the four of RowStatistics, sum phi(s) e^-shift, sum u^p."""
+SAVED = 7
+"""Row vectors that the forward leaves behind: the four of RowStatistics, sum phi(s) e^-shift, sum u^p, and LASER's marks."""
 
 
 @triton.jit
-def forward(problem, algebra, sight, out, saved, blocks):
-    """out [B, H, Lq, Dv], and SAVED vectors [SAVED, B, H, Lq] in float32. A program: a block of rows of a head."""
+def forward(problem, algebra, sight, made, blocks):
+    """All that is ``made``, but for rows that it marks for ``laser.exact_forward``. A program: a block of rows of a head."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows first, where it is causal
     b, h = tl.program_id(1) // problem.heads, tl.program_id(1) % problem.heads
     rows = block * blocks.rows + tl.arange(0, blocks.rows)
@@ -21,8 +22,8 @@ def forward(problem, algebra, sight, out, saved, blocks):
     count = see.count(sight, problem, b, h, rows)
     scale, lift = of.scale_of(problem, algebra, count, h), of.lift_of(problem, algebra, count)
     if algebra.cosine:
-        query, rest = of.resting(query, of.per_row(problem.query_norm, b, h, rows, problem.query_length))
-        scale = scale * rest
+        query, left = of.resting(query, of.per_row(problem.query_norm, b, h, rows, problem.query_length))
+        scale = scale * left
     span = see.key_tiles(sight, problem, blocks, block)
 
     top = tl.full([blocks.rows], float("-inf"), tl.float32)
@@ -31,6 +32,8 @@ def forward(problem, algebra, sight, out, saved, blocks):
     sharp_norm = tl.zeros([blocks.rows], tl.float32)
     floor, over_spread, peak = shift, shift, shift
     tied = norm > 0.0
+    marked = tied
+    highest = tl.full([blocks.keys], float("-inf"), tl.float32)  # of the values that all rows see
     mixed = tl.zeros([blocks.rows, blocks.value_dim], tl.float32)
     for SWEEP in tl.static_range(1 if algebra.sharp else 0, -1, -1):
         if algebra.sharp and SWEEP == 0:
@@ -69,28 +72,43 @@ def forward(problem, algebra, sight, out, saved, blocks):
                             seen_bad = tl.dot(seen.to(tl.float16), bad.to(tl.float16))
                             mixed = tl.where(seen_bad > 0.0, float("nan"), mixed)
                         value = of.finite(value)
+                        if algebra.laser:
+                            high = value > laser.HIGH
+                            if tl.max(high.to(tl.int32)) > 0:
+                                seen_high = tl.dot(seen.to(tl.float16), high.to(tl.float16))
+                                marked = marked | (tl.max(seen_high, 1) > 0.0)
+                    if algebra.laser:
+                        if WHOLE == 1:
+                            highest = tl.maximum(highest, tl.max(value.to(tl.float32), 1))
+                        value = laser.exponential(value)
                     mixed += of.product(f.to(value.dtype), value, blocks)
 
     whole = sharp_norm if algebra.sharp else norm
-    if algebra.sharp or algebra.normaliser == "l1":
+    if algebra.laser:
+        inside = rows < problem.query_length
+        least = tl.min(tl.where(columns[None, :] < problem.value_dim, mixed, float("inf")), 1)
+        highest = tl.zeros_like(whole) + tl.max(highest, 0)
+        marked = marked | (highest > laser.HIGH) | (least < laser.LOW * tl.maximum(whole, 1.0))
+        marked = marked & (whole > 0.0)
+        tl.store(of.saved_row(made.saved, b, h, rows, 6), marked.to(tl.float32), mask=inside)
+        if tl.max(marked.to(tl.int32)) > 0:
+            tl.store(made.marked_heads + tl.program_id(1), 1)
+        mean = mixed / tl.where(whole == 0.0, 1.0, whole)[:, None]
+        mixed = tl.where(whole[:, None] == 0.0, 0.0, tl.log(tl.where(mean <= 0.0, 1.0, mean)))
+    elif algebra.sharp or algebra.normaliser == "l1":
         mixed = mixed / tl.where(whole == 0.0, 1.0, whole)[:, None]
     else:
         mixed = mixed * of.row_factor(problem, algebra, count)[:, None]
     mixed = mixed + (mixed - mixed)  # an infinity came from a value
     mixed = tl.where(count[:, None] > 0.0, mixed, 0.0)
     inside = rows < problem.query_length
-    places = rows[:, None] * out.l + columns[None, :] * out.d
-    tl.store(
-        see.head_of(out, b, h) + places,
-        mixed.to(out.at.dtype.element_ty),
-        mask=inside[:, None] & (columns[None, :] < problem.value_dim),
-    )
+    laser.store(made, b, h, rows, inside, mixed, 0.0, problem, blocks)
     top = tl.where(norm == norm, top, float("nan"))
-    to = of.saved_row(saved, b, h, rows, 0)
+    to = of.saved_row(made.saved, b, h, rows, 0)
     log_norm = tl.where(norm == 0.0, float("-inf"), tl.log(tl.where(norm == 0.0, 1.0, norm))) + shift
     tl.store(to, count, mask=inside)
-    tl.store(to + saved.b, top, mask=inside)
-    tl.store(to + 2 * saved.b, log_norm, mask=inside)
-    tl.store(to + 3 * saved.b, peak, mask=inside)
-    tl.store(to + 4 * saved.b, norm, mask=inside)
-    tl.store(to + 5 * saved.b, sharp_norm, mask=inside)
+    tl.store(to + made.saved.b, top, mask=inside)
+    tl.store(to + 2 * made.saved.b, log_norm, mask=inside)
+    tl.store(to + 3 * made.saved.b, peak, mask=inside)
+    tl.store(to + 4 * made.saved.b, norm, mask=inside)
+    tl.store(to + 5 * made.saved.b, sharp_norm, mask=inside)

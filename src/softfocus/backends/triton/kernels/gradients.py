@@ -1,12 +1,15 @@
 """The backward kernels: gradients of the queries row block by row block, then of keys and values key block by key block.
 
-Neither needs an atomic: each program owns what it writes. In re-weighted rows dL/ds holds the mean of g over the whole row,
-which is known only after a sweep: the first kernel sums what it multiplies apart, and leaves it to the second.
+None needs an atomic: each program owns what it writes. In re-weighted rows dL/ds holds the mean of g over the whole row,
+which is known only after a sweep: the first kernel sums what it multiplies apart, and leaves it to the second. LASER's
+have an EXACT variant for the rows that the forward marked, which the others leave out: it writes these rows of dL/dQ, and
+adds to the rest.
 """
 
 import triton
 import triton.language as tl
 
+from softfocus.backends.triton.kernels import laser
 from softfocus.backends.triton.kernels import rows as of
 from softfocus.backends.triton.kernels import sight as see
 
@@ -15,50 +18,67 @@ PASSED = 2
 
 
 @triton.jit
-def _rows(saved, problem, algebra, sight, b, h, rows, inner):
-    """The rows' vectors."""
-    inside = rows < problem.query_length
-    count = see.count(sight, problem, b, h, rows)
-    top = tl.load(of.saved_row(saved, b, h, rows, 1), mask=inside, other=0.0)
-    norm = tl.load(of.saved_row(saved, b, h, rows, 4), mask=inside, other=1.0)
-    sharp_norm = tl.load(of.saved_row(saved, b, h, rows, 5), mask=inside, other=1.0)
-    shift = tl.zeros_like(top)
-    if algebra.shifted:
-        shift = algebra.phi.shift(top)
-    largest = algebra.phi.value(top, shift, algebra.shifted)
-    floor, over_spread, tied, _peak = of.threshold(problem, algebra, count, norm, largest)
-    over_norm = 1.0 / tl.where(sharp_norm == 0.0, 1.0, sharp_norm)
-    if algebra.sharp:
-        heaviest = of.raised(of.excess(largest, floor, over_spread), problem, algebra, h, 0)
-        alone = (count == 1.0) | ((sharp_norm == heaviest) & (tied == 0))
-    else:
-        alone = (count == 1.0) | (norm == largest)
-    return of.Row(count, shift, norm, floor, over_spread, tied, over_norm, inner, alone)
+def _done_here(made, problem, algebra, b, h, rows, EXACT: tl.constexpr):
+    """Which rows this kernel does."""
+    mine = rows < problem.query_length
+    if algebra.laser:
+        mark = tl.load(of.saved_row(made.saved, b, h, rows, 6), mask=mine, other=0.0)
+        mine = mine & ((mark > 0.0) == EXACT)
+    return mine
 
 
 @triton.jit
-def _spread(row, AXIS: tl.constexpr):
-    """The vectors along one axis of a tile."""
-    return of.Row(
-        tl.expand_dims(row.count, AXIS), tl.expand_dims(row.shift, AXIS), tl.expand_dims(row.norm, AXIS),
-        tl.expand_dims(row.floor, AXIS), tl.expand_dims(row.over_spread, AXIS), tl.expand_dims(row.tied, AXIS),
-        tl.expand_dims(row.over_norm, AXIS), tl.expand_dims(row.inner, AXIS), tl.expand_dims(row.alone, AXIS),
-    )  # fmt: skip
+def _above(grad, made, problem, algebra, b, h, rows, mine, blocks):
+    """dL/d(A V) [R, Dv], or LASER's dL/d(A e^V); the latter 0 in rows that are not done here."""
+    above = of.outputs_of(grad, problem, b, h, rows, blocks)
+    if algebra.laser:
+        mixed = of.outputs_of(made.out, problem, b, h, rows, blocks).to(tl.float32)
+        rest = of.outputs_of(made.rest, problem, b, h, rows, blocks).to(tl.float32)
+        known = (mixed == mixed) & mine[:, None]  # an output that is NaN by rule passes nothing on
+        scaled = above.to(tl.float32) * tl.exp(tl.where(known, -mixed - rest, 0.0))
+        above = laser.operand(tl.where(known, scaled, 0.0), above)
+    return above
 
 
 @triton.jit
-def query_gradients(problem, algebra, sight, grad, out, saved, passed, to, scale_grad, power_grad, blocks):
+def _inner(grad, made, problem, algebra, b, h, rows, blocks):
+    """D."""
+    above = of.outputs_of(grad, problem, b, h, rows, blocks).to(tl.float32)
+    mixed = of.outputs_of(made.out, problem, b, h, rows, blocks).to(tl.float32)
+    if algebra.laser:
+        return tl.sum(tl.where(mixed == mixed, above, 0.0), 1)
+    return tl.sum(above * mixed, 1)
+
+
+@triton.jit
+def _mixed_values(problem, algebra, b, h, keys, blocks):
+    """The tile that the weights were multiplied with."""
+    value = of.values_of(problem, b, h, keys, blocks)
+    if algebra.laser:
+        value = laser.exponential(of.finite(value))
+    return value
+
+
+@triton.jit
+def query_gradients(
+    problem, algebra, sight, grad, made, passed, to, scale_grad, power_grad, EXACT: tl.constexpr, blocks
+):  # fmt: skip
     """dL/dQ; D and o mean(g) to ``passed``; and, where wanted, each row's share in dL/d head_scale and dL/d power."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     b, h = tl.program_id(1) // problem.heads, tl.program_id(1) % problem.heads
     rows = block * blocks.rows + tl.arange(0, blocks.rows)
     dims = tl.arange(0, blocks.head_dim)
+    mine = _done_here(made, problem, algebra, b, h, rows, EXACT)
+    if EXACT:
+        if tl.load(made.marked_heads + tl.program_id(1)) == 0:
+            return
+        if tl.max(mine.to(tl.int32)) == 0:
+            return
     query = of.queries_of(problem, b, h, rows, blocks)
-    above = of.outputs_of(grad, problem, b, h, rows, blocks)
-    mixed = of.outputs_of(out, problem, b, h, rows, blocks)
-    inner = tl.sum(above.to(tl.float32) * mixed.to(tl.float32), 1)
-    row = _rows(saved, problem, algebra, sight, b, h, rows, inner)
-    tile_row = _spread(row, 1)
+    above = _above(grad, made, problem, algebra, b, h, rows, mine, blocks)
+    inner = tl.where(mine, _inner(grad, made, problem, algebra, b, h, rows, blocks), 0.0)
+    row = of.saved_rows(made.saved, problem, algebra, sight, b, h, rows, inner, EXACT)
+    tile_row = of.spread(row, 1)
     scale, lift = of.scale_of(problem, algebra, row.count, h), of.lift_of(problem, algebra, row.count)
     norm, left, rest = scale, scale, scale
     if algebra.cosine:
@@ -80,9 +100,15 @@ def query_gradients(problem, algebra, sight, grad, out, saved, passed, to, scale
                 of.product(query, tl.trans(key), blocks), problem, algebra, sight, b, h,
                 rows[:, None], keys[None, :], rest[:, None], norms[None, :], lift[:, None], WHOLE == 0,
             )  # fmt: skip
-            value = of.values_of(problem, b, h, keys, blocks)
-            weight_grad = of.product(above, tl.trans(value), blocks)
-            weight, g, slope, u = of.slopes(s, weight_grad, tile_row, problem, algebra, h)
+            if EXACT:
+                weight_grad, _none = laser.terms(
+                    laser.log_weights(s, tile_row, problem, algebra, h), tl.zeros_like(s), None,
+                    grad, made, problem, b, h, rows, mine, keys, 0, blocks,
+                )  # fmt: skip
+            else:
+                value = _mixed_values(problem, algebra, b, h, keys, blocks)
+                weight_grad = of.product(above, tl.trans(value), blocks)
+            weight, g, slope, u = of.slopes(s, weight_grad, tile_row, problem, algebra, h, EXACT)
             if WHOLE == 0:
                 g, slope = tl.where(seen, g, 0.0), tl.where(seen, slope, 0.0)
                 key = of.finite(key)
@@ -97,6 +123,8 @@ def query_gradients(problem, algebra, sight, grad, out, saved, passed, to, scale
                 if power_grad is not None:
                     log_u = tl.where(u > 0.0, tl.log(tl.where(u > 0.0, u, 1.0)), 0.0)
                     moved = weight * (weight_grad - tile_row.inner) * log_u
+                    if EXACT:
+                        moved = (weight_grad - weight * tile_row.inner) * log_u
                     if WHOLE == 0:
                         moved = tl.where(seen, moved, 0.0)
                     log_total += tl.sum(moved, 1)
@@ -107,6 +135,8 @@ def query_gradients(problem, algebra, sight, grad, out, saved, passed, to, scale
         ground = tl.where(free, 0.0, total / tl.maximum(row.count, 1.0))
         moving = moving - ground[:, None] * resting
     inside = rows < problem.query_length
+    if EXACT:
+        inside = mine
     there = inside & (row.count > 0.0)
     unit = query.to(tl.float32)
     if algebra.cosine:
@@ -133,15 +163,31 @@ def query_gradients(problem, algebra, sight, grad, out, saved, passed, to, scale
 
 
 @triton.jit
-def key_gradients(problem, algebra, sight, grad, saved, passed, key_to, value_to, blocks):
+def _put(places, x, mask, ADD: tl.constexpr):
+    """Store, or add to what is there."""
+    if ADD:
+        x += tl.load(places, mask=mask, other=0.0).to(tl.float32)
+    tl.store(places, x.to(places.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def key_gradients(
+    problem, algebra, sight, grad, made, passed, key_to, value_to, EXACT: tl.constexpr, blocks
+):  # fmt: skip
     """dL/dK and dL/dV: a program has a block of keys of a head of keys, and sums over the heads of queries that share it."""
     block = tl.program_id(0)
     key_heads = problem.heads // problem.group
     b, key_head = tl.program_id(1) // key_heads, tl.program_id(1) % key_heads
+    if EXACT:
+        marked = 0
+        for n_head in range(problem.group):
+            marked += tl.load(made.marked_heads + b * problem.heads + key_head * problem.group + n_head)
+        if marked == 0:
+            return
     keys = block * blocks.keys + tl.arange(0, blocks.keys)
     dims, columns = tl.arange(0, blocks.head_dim), tl.arange(0, blocks.value_dim)
     key, norms = of.keys_of(problem, algebra, b, key_head * problem.group, keys, blocks)
-    value = of.values_of(problem, b, key_head * problem.group, keys, blocks)
+    value = _mixed_values(problem, algebra, b, key_head * problem.group, keys, blocks)
     rest = norms
     if algebra.cosine:
         key, rest = of.resting(key, norms)
@@ -154,13 +200,13 @@ def key_gradients(problem, algebra, sight, grad, saved, passed, key_to, value_to
             for n in range(see.number(sight.tiles_of_keys, span, b, h, block, WHOLE == 0)):
                 start = see.tile(sight.tiles_of_keys, span, b, h, block, n, WHOLE == 0) * blocks.rows
                 rows = start + tl.arange(0, blocks.rows)
+                mine = _done_here(made, problem, algebra, b, h, rows, EXACT)
                 query = of.queries_of(problem, b, h, rows, blocks)
-                above = of.outputs_of(grad, problem, b, h, rows, blocks)
-                inside = rows < problem.query_length
-                inner = tl.load(of.saved_row(passed, b, h, rows, 0), mask=inside, other=0.0)
-                ground = tl.load(of.saved_row(passed, b, h, rows, 1), mask=inside, other=0.0)
-                row = _rows(saved, problem, algebra, sight, b, h, rows, inner)
-                tile_row = _spread(row, 0)
+                above = _above(grad, made, problem, algebra, b, h, rows, mine, blocks)
+                inner = tl.load(of.saved_row(passed, b, h, rows, 0), mask=mine, other=0.0)
+                ground = tl.load(of.saved_row(passed, b, h, rows, 1), mask=mine, other=0.0)
+                row = of.saved_rows(made.saved, problem, algebra, sight, b, h, rows, inner, EXACT)
+                tile_row = of.spread(row, 0)
                 scale, lift = of.scale_of(problem, algebra, row.count, h), of.lift_of(problem, algebra, row.count)
                 if algebra.cosine:
                     scale = scale * of.per_row(problem.query_norm, b, h, rows, problem.query_length)
@@ -168,34 +214,40 @@ def key_gradients(problem, algebra, sight, grad, saved, passed, key_to, value_to
                     of.product(key, tl.trans(query), blocks), problem, algebra, sight, b, h,
                     rows[None, :], keys[:, None], scale[None, :], rest[:, None], lift[None, :], WHOLE == 0,
                 )  # fmt: skip
-                weight_grad = of.product(value, tl.trans(above), blocks)
-                weight, g, slope, _u = of.slopes(s, weight_grad, tile_row, problem, algebra, h)
+                if EXACT:
+                    log_weight = laser.log_weights(s, tile_row, problem, algebra, h)
+                    log_weight = tl.where(seen, log_weight, float("-inf"))
+                    weight_grad, value_sum = laser.terms(
+                        log_weight, tl.zeros_like(s), value_sum, grad, made, problem, b, h, rows, mine, keys, 1, blocks
+                    )
+                else:
+                    weight_grad = of.product(value, tl.trans(above), blocks)
+                weight, g, slope, _u = of.slopes(s, weight_grad, tile_row, problem, algebra, h, EXACT)
                 g = (g - ground[None, :]) * slope * scale[None, :]
                 if WHOLE == 0:
                     weight, g = tl.where(seen, weight, 0.0), tl.where(seen, g, 0.0)
                     query = of.finite(query)
                     above = tl.where(row.count[:, None] > 0.0, above, 0.0)
-                value_sum += of.product(weight.to(above.dtype), above, blocks)
+                if not EXACT:
+                    value_sum += of.product(weight.to(above.dtype), above, blocks)
                 key_sum += of.product(g.to(query.dtype), query, blocks)
     inside = keys < problem.key_length
     if algebra.cosine:
         unit = key.to(tl.float32) * rest[:, None]
         key_sum = (key_sum - tl.sum(key_sum * unit, 1)[:, None] * unit) * norms[:, None]
-    tl.store(
-        see.head_of(key_to, b, key_head) + keys[:, None] * key_to.l + dims[None, :] * key_to.d,
-        key_sum.to(key_to.at.dtype.element_ty),
-        mask=inside[:, None] & (dims[None, :] < problem.head_dim),
-    )
-    tl.store(
-        see.head_of(value_to, b, key_head) + keys[:, None] * value_to.l + columns[None, :] * value_to.d,
-        value_sum.to(value_to.at.dtype.element_ty),
-        mask=inside[:, None] & (columns[None, :] < problem.value_dim),
-    )
+    if algebra.laser and not EXACT:
+        value_sum = value_sum * value.to(tl.float32)
+    key_places = see.head_of(key_to, b, key_head) + keys[:, None] * key_to.l + dims[None, :] * key_to.d
+    value_places = see.head_of(value_to, b, key_head) + keys[:, None] * value_to.l + columns[None, :] * value_to.d
+    key_inside = inside[:, None] & (dims[None, :] < problem.head_dim)
+    value_inside = inside[:, None] & (columns[None, :] < problem.value_dim)
+    _put(key_places, key_sum, key_inside, EXACT)
+    _put(value_places, value_sum, value_inside, EXACT)
 
 
 @triton.jit
 def bias_gradients(
-    problem, algebra, sight, grad, saved, passed, to, heads,
+    problem, algebra, sight, grad, made, passed, to, heads, EXACT: tl.constexpr,
     ALL_BATCH: tl.constexpr, ALL_HEADS: tl.constexpr, ALL_ROWS: tl.constexpr, ALL_KEYS: tl.constexpr, blocks,
 ):  # fmt: skip
     """dL/d bias: a program has a tile of what the bias holds, and sums over all that it is broadcast to, in a fixed order."""
@@ -215,18 +267,20 @@ def bias_gradients(
         for h in range(first_h, last_h):
             for row_block in range(first_row, last_row):
                 rows = row_block * blocks.rows + rows_of
-                inside = rows < problem.query_length
+                mine = _done_here(made, problem, algebra, b, h, rows, EXACT)
                 query = of.queries_of(problem, b, h, rows, blocks)
-                above = of.outputs_of(grad, problem, b, h, rows, blocks)
-                inner = tl.load(of.saved_row(passed, b, h, rows, 0), mask=inside, other=0.0)
-                ground = tl.load(of.saved_row(passed, b, h, rows, 1), mask=inside, other=0.0)
-                row = _rows(saved, problem, algebra, sight, b, h, rows, inner)
-                tile_row = _spread(row, 1)
+                above = _above(grad, made, problem, algebra, b, h, rows, mine, blocks)
+                inner = tl.load(of.saved_row(passed, b, h, rows, 0), mask=mine, other=0.0)
+                ground = tl.load(of.saved_row(passed, b, h, rows, 1), mask=mine, other=0.0)
+                row = of.saved_rows(made.saved, problem, algebra, sight, b, h, rows, inner, EXACT)
+                tile_row = of.spread(row, 1)
                 rest, lift = of.scale_of(problem, algebra, row.count, h), of.lift_of(problem, algebra, row.count)
                 if algebra.cosine:
                     query, left = of.resting(query, of.per_row(problem.query_norm, b, h, rows, problem.query_length))
                     rest = rest * left
                 start, _whole_start, _whole_stop, stop = see.key_tiles(sight, problem, blocks, row_block)
+                if EXACT:
+                    stop = tl.where(tl.max(mine.to(tl.int32)) > 0, stop, start)
                 if not ALL_KEYS:
                     start = tl.maximum(start, tl.program_id(1))
                     stop = tl.minimum(stop, tl.program_id(1) + 1)
@@ -237,18 +291,25 @@ def bias_gradients(
                         of.product(query, tl.trans(key), blocks), problem, algebra, sight, b, h,
                         rows[:, None], keys[None, :], rest[:, None], norms[None, :], lift[:, None], True,
                     )  # fmt: skip
-                    weight_grad = of.product(above, tl.trans(of.values_of(problem, b, h, keys, blocks)), blocks)
-                    _weight, g, slope, _u = of.slopes(s, weight_grad, tile_row, problem, algebra, h)
-                    total += tl.where(seen, (g - ground[:, None]) * slope, 0.0)
+                    if EXACT:
+                        weight_grad, _none = laser.terms(
+                            laser.log_weights(s, tile_row, problem, algebra, h), tl.zeros_like(s), None,
+                            grad, made, problem, b, h, rows, mine, keys, 0, blocks,
+                        )  # fmt: skip
+                    else:
+                        value = _mixed_values(problem, algebra, b, h, keys, blocks)
+                        weight_grad = of.product(above, tl.trans(value), blocks)
+                    _weight, g, slope, _u = of.slopes(s, weight_grad, tile_row, problem, algebra, h, EXACT)
+                    total += tl.where(seen & mine[:, None], (g - ground[:, None]) * slope, 0.0)
     rows = tl.program_id(0) * blocks.rows + rows_of
     keys = tl.program_id(1) * blocks.keys + keys_of
     start = see.head_of(to, own_b, own_h)
     if ALL_ROWS and ALL_KEYS:
-        tl.store(start, tl.sum(tl.sum(total, 1), 0))
+        _put(start, tl.sum(tl.sum(total, 1), 0), True, EXACT)
     elif ALL_ROWS:
-        tl.store(start + keys * to.d, tl.sum(total, 0), mask=keys < problem.key_length)
+        _put(start + keys * to.d, tl.sum(total, 0), keys < problem.key_length, EXACT)
     elif ALL_KEYS:
-        tl.store(start + rows * to.l, tl.sum(total, 1), mask=rows < problem.query_length)
+        _put(start + rows * to.l, tl.sum(total, 1), rows < problem.query_length, EXACT)
     else:
         inside = (rows[:, None] < problem.query_length) & (keys[None, :] < problem.key_length)
-        tl.store(start + rows[:, None] * to.l + keys[None, :] * to.d, total, mask=inside)
+        _put(start + rows[:, None] * to.l + keys[None, :] * to.d, total, inside, EXACT)

@@ -56,6 +56,21 @@ def _exp_shift(largest):
 
 
 @triton.jit
+def _score(s, f):
+    return s
+
+
+@triton.jit
+def _log(s, f):
+    return tl.where(f == 0.0, float("-inf"), tl.log(tl.where(f == 0.0, 1.0, f)))
+
+
+@triton.jit
+def _score_or_log(s, f):
+    return tl.where(s < TAIL, s, _log(s, f))
+
+
+@triton.jit
 def _exp(s, shift, SHIFTED: tl.constexpr):
     if SHIFTED:
         s = s - shift
@@ -115,12 +130,12 @@ def _relu6_slope(s, shift, SHIFTED: tl.constexpr):
 
 
 PHI = {
-    "exp": Phi(_exp, _exp_slope, _exp_shift),
-    "softplus": Phi(_softplus, _sigmoid, _tail_shift),
-    "sigmoid": Phi(_sigmoid, _sigmoid_slope, _tail_shift),
-    "relu": Phi(_relu, _relu_slope, _no_shift),
-    "relu2": Phi(_relu2, _relu2_slope, _no_shift),
-    "relu6": Phi(_relu6, _relu6_slope, _no_shift),
+    "exp": Phi(_exp, _exp_slope, _score, _exp_shift, tl.constexpr(False)),
+    "softplus": Phi(_softplus, _sigmoid, _score_or_log, _tail_shift, tl.constexpr(False)),
+    "sigmoid": Phi(_sigmoid, _sigmoid_slope, _score_or_log, _tail_shift, tl.constexpr(False)),
+    "relu": Phi(_relu, _relu_slope, _log, _no_shift, tl.constexpr(True)),
+    "relu2": Phi(_relu2, _relu2_slope, _log, _no_shift, tl.constexpr(True)),
+    "relu6": Phi(_relu6, _relu6_slope, _log, _no_shift, tl.constexpr(True)),
 }
 
 

@@ -233,16 +233,70 @@ class Row(NamedTuple):
 
 
 @triton.jit
-def slopes(s, grad, row, problem, algebra, h):
+def saved_rows(saved, problem, algebra, sight, b, h, rows, inner, WEIGHTED: tl.constexpr):
+    """What the forward left of the rows; ``inner`` is D. WEIGHTED as for ``slopes``: no weight is too small to count."""
+    inside = rows < problem.query_length
+    count = see.count(sight, problem, b, h, rows)
+    top = tl.load(saved_row(saved, b, h, rows, 1), mask=inside, other=0.0)
+    norm = tl.load(saved_row(saved, b, h, rows, 4), mask=inside, other=1.0)
+    sharp_norm = tl.load(saved_row(saved, b, h, rows, 5), mask=inside, other=1.0)
+    shift = tl.zeros_like(top)
+    if algebra.shifted:
+        shift = algebra.phi.shift(top)
+    largest = algebra.phi.value(top, shift, algebra.shifted)
+    floor, over_spread, tied, _peak = threshold(problem, algebra, count, norm, largest)
+    over_norm = 1.0 / tl.where(sharp_norm == 0.0, 1.0, sharp_norm)
+    if WEIGHTED:
+        alone = count == 1.0
+        if algebra.phi.vanishes and not algebra.sharp:
+            alone = alone | (norm == largest)
+    elif algebra.sharp:
+        heaviest = raised(excess(largest, floor, over_spread), problem, algebra, h, 0)
+        alone = (count == 1.0) | ((sharp_norm == heaviest) & (tied == 0))
+    else:
+        alone = (count == 1.0) | (norm == largest)
+    return Row(count, shift, norm, floor, over_spread, tied, over_norm, inner, alone)
+
+
+@triton.jit
+def spread(row, AXIS: tl.constexpr):
+    """The vectors along one axis of a tile."""
+    return Row(
+        tl.expand_dims(row.count, AXIS), tl.expand_dims(row.shift, AXIS), tl.expand_dims(row.norm, AXIS),
+        tl.expand_dims(row.floor, AXIS), tl.expand_dims(row.over_spread, AXIS), tl.expand_dims(row.tied, AXIS),
+        tl.expand_dims(row.over_norm, AXIS), tl.expand_dims(row.inner, AXIS), tl.expand_dims(row.alone, AXIS),
+    )  # fmt: skip
+
+
+@triton.jit
+def slopes(s, grad, row, problem, algebra, h, WEIGHTED: tl.constexpr):
     """Of a tile: A, g and the slope of phi, so that dL/ds = (g - ground of the row) * slope; and u (phi, if not sharp).
 
-    The ground is o mean(g) in re-weighted rows, 0 in others.
+    The ground is o mean(g) in re-weighted rows, 0 in others. ``grad`` is dL/dA; or, WEIGHTED, A dL/dA of LASER, which is a
+    number where A is too small for one and dL/dA too large.
     """
     f = algebra.phi.value(s, row.shift, algebra.shifted)
     slope = algebra.phi.slope(s, row.shift, algebra.shifted)
     over = 1.0 / tl.where(row.norm == 0.0, 1.0, row.norm)
-    rest = tl.where(row.alone, 0.0, grad - row.inner)
     u = f
+    if WEIGHTED:
+        weight = f * over
+        loose = f
+        power = 1.0
+        if algebra.sharp:
+            u = excess(f, row.floor, row.over_spread)
+            whole = raised(u, problem, algebra, h, 0) * row.over_norm
+            weight = tl.where(row.tied, weight, whole)
+            loose = tl.where(row.tied, f, tl.maximum(f - row.floor, 0.0))
+            power = tl.where(row.tied, 1.0, power_of(problem, algebra, h))
+        rest = tl.where(row.alone, 0.0, grad - weight * row.inner) * power
+        gone = loose == 0.0
+        if not algebra.phi.vanishes:
+            gone = loose < 2.0**-100  # there phi is its own slope
+        g = rest / tl.where(gone, 1.0, loose)
+        slope = tl.where(gone & (rest != 0.0), 1.0, slope)
+        return weight, g, slope, u
+    rest = tl.where(row.alone, 0.0, grad - row.inner)
     if algebra.sharp:
         u = excess(f, row.floor, row.over_spread)
         less = raised(u, problem, algebra, h, 1)

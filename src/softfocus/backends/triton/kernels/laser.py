@@ -1,0 +1,144 @@
+"""LASER: log(A e^V), column by column (arXiv 2411.03493).
+
+Values within HIGH are exponentiated as they are, so that nothing that a row cannot see touches it, and the kernels multiply
+e^V in place of V. A row that sees a higher value, or whose sum comes out so small that a weight too small for a float might
+count, is marked; ``exact`` kernels do marked rows again in logarithms, with a running maximum for each row and column.
+"""
+
+import triton
+import triton.language as tl
+
+from softfocus.backends.triton.kernels import rows as of
+from softfocus.backends.triton.kernels import sight as see
+
+HIGH = tl.constexpr(30.0)
+LOW = tl.constexpr(1e-12)
+
+
+@triton.jit
+def operand(x, like):
+    """x as the products take it beside data like ``like``: float16 could not hold it."""
+    if like.dtype == tl.bfloat16:
+        x = x.to(tl.bfloat16)
+    return x
+
+
+@triton.jit
+def exponential(value):
+    """e^V; of what is higher than HIGH, some number, and NaN of what is not finite."""
+    x = value.to(tl.float32)
+    x = tl.minimum(x + (x - x), HIGH, propagate_nan=tl.PropagateNan.ALL)
+    return operand(tl.exp(x), value)
+
+
+@triton.jit
+def log_weights(s, row, problem, algebra, h):
+    """log A of a tile, -inf where A is 0; not by way of A, which may be too small for a float."""
+    f = algebra.phi.value(s, row.shift, algebra.shifted)
+    log_f = algebra.phi.log(s, f) - row.shift
+    log_f = tl.where(row.norm == 0.0, float("-inf"), log_f)
+    result = log_f - tl.log(tl.where(row.norm == 0.0, 1.0, row.norm))
+    if algebra.sharp:
+        u = of.excess(f, row.floor, row.over_spread)
+        log_u = tl.where(u > 0.0, tl.log(tl.where(u > 0.0, u, 1.0)), float("-inf"))
+        log_u = tl.where(row.floor == 0.0, log_f + tl.log(row.over_spread), log_u)
+        result = tl.where(row.tied, result, of.power_of(problem, algebra, h) * log_u + tl.log(row.over_norm))
+    return result
+
+
+@triton.jit
+def terms(log_weight, total, key_sum, grad, made, problem, b, h, rows, mine, keys, ROWS: tl.constexpr, blocks):
+    """sum_c A dL/dA of a tile: dL/dO e^(log A + v - out), added to ``total``; summed over the rows instead, dL/dV.
+
+    Args:
+        total: [R, K], or [K, R].
+        key_sum: [K, Dv], or None.
+        mine: which rows count.
+        ROWS: the axis of the rows in the tile, 0 or 1.
+    """
+    columns = tl.arange(0, blocks.value_dim)
+    for c in range(problem.value_dim):
+        above = _column(grad, b, h, rows, mine, c)
+        mixed = _column(made.out, b, h, rows, mine, c)
+        more = _column(made.rest, b, h, rows, mine, c)
+        above = tl.where(mixed == mixed, above, 0.0)  # what is NaN by rule passes nothing on
+        value = of.finite(_column(problem.value, b, h // problem.group, keys, keys < problem.key_length, c))
+        # Of large numbers the difference is exact, the sum is not
+        apart = tl.expand_dims(value, ROWS) - tl.expand_dims(tl.where(mixed == mixed, mixed, 0.0), 1 - ROWS)
+        exponent = log_weight + (apart - tl.expand_dims(tl.where(mixed == mixed, more, 0.0), 1 - ROWS))
+        term = tl.expand_dims(above, 1 - ROWS) * tl.exp(tl.minimum(exponent, 80.0))
+        total += term
+        if key_sum is not None:
+            key_sum += tl.where(columns[None, :] == c, tl.sum(term, ROWS)[:, None], 0.0)
+    return total, key_sum
+
+
+@triton.jit
+def _column(array, b, h, rows, mine, c):
+    """A column of a head's matrix, float32 [R]; 0 in rows that do not count."""
+    return tl.load(see.head_of(array, b, h) + rows * array.l + c * array.d, mask=mine, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store(made, b, h, rows, mine, result, more, problem, blocks):
+    """``result`` + ``more`` to ``out``, and to ``rest``, if it is wanted, what the rounding leaves."""
+    columns = tl.arange(0, blocks.value_dim)
+    inside = mine[:, None] & (columns[None, :] < problem.value_dim)
+    rounded = (result + more).to(made.out.at.dtype.element_ty)
+    tl.store(
+        see.head_of(made.out, b, h) + rows[:, None] * made.out.l + columns[None, :] * made.out.d, rounded, mask=inside
+    )
+    if made.rest is not None:
+        left = ((result - rounded.to(tl.float32)) + more).to(made.rest.at.dtype.element_ty)
+        tl.store(
+            see.head_of(made.rest, b, h) + rows[:, None] * made.rest.l + columns[None, :] * made.rest.d,
+            left,
+            mask=inside,
+        )
+
+
+@triton.jit
+def exact_forward(problem, algebra, sight, made, blocks):
+    """out of the marked rows."""
+    if tl.load(made.marked_heads + tl.program_id(1)) == 0:
+        return
+    block = tl.program_id(0)
+    b, h = tl.program_id(1) // problem.heads, tl.program_id(1) % problem.heads
+    rows = block * blocks.rows + tl.arange(0, blocks.rows)
+    columns = tl.arange(0, blocks.value_dim)
+    marked = tl.load(of.saved_row(made.saved, b, h, rows, 6), mask=rows < problem.query_length, other=0.0) > 0.0
+    if tl.max(marked.to(tl.int32)) == 0:
+        return
+    query = of.queries_of(problem, b, h, rows, blocks)
+    row = of.saved_rows(made.saved, problem, algebra, sight, b, h, rows, rows.to(tl.float32), True)
+    tile_row = of.spread(row, 1)
+    scale, lift = of.scale_of(problem, algebra, row.count, h), of.lift_of(problem, algebra, row.count)
+    if algebra.cosine:
+        query, left = of.resting(query, of.per_row(problem.query_norm, b, h, rows, problem.query_length))
+        scale = scale * left
+    span = see.key_tiles(sight, problem, blocks, block)
+    top = tl.full([blocks.rows, blocks.value_dim], float("-inf"), tl.float32)
+    total = tl.zeros([blocks.rows, blocks.value_dim], tl.float32)
+    for WHOLE in tl.static_range(2):
+        for n in range(see.number(sight.tiles, span, b, h, block, WHOLE == 0)):
+            start = see.tile(sight.tiles, span, b, h, block, n, WHOLE == 0) * blocks.keys
+            keys = start + tl.arange(0, blocks.keys)
+            key, norms = of.keys_of(problem, algebra, b, h, keys, blocks)
+            s, seen = of.scores(
+                of.product(query, tl.trans(key), blocks), problem, algebra, sight, b, h,
+                rows[:, None], keys[None, :], scale[:, None], norms[None, :], lift[:, None], WHOLE == 0,
+            )  # fmt: skip
+            log_weight = tl.where(seen, log_weights(s, tile_row, problem, algebra, h), float("-inf"))
+            for c in range(problem.value_dim):
+                value = _column(problem.value, b, h // problem.group, keys, keys < problem.key_length, c)
+                taint = tl.sum(tl.where(seen, (value - value)[None, :], 0.0), 1)  # NaN where it sees what is not finite
+                value = of.finite(value)[None, :]
+                at = columns[None, :] == c
+                before = tl.max(tl.where(at, top, float("-inf")), 1)
+                now = tl.maximum(before, tl.max(log_weight + value, 1))
+                base = tl.where(now == float("-inf"), 0.0, now)
+                fade = tl.exp(before - base)
+                more = tl.sum(tl.exp(log_weight + (value - base[:, None])), 1) + taint
+                total = tl.where(at, total * fade[:, None] + more[:, None], total)
+                top = tl.where(at, now[:, None], top)
+    store(made, b, h, rows, marked, top, tl.log(total), problem, blocks)
