@@ -354,6 +354,13 @@ def test_a_smaller_dtype_is_measured_beside_float32(tmp_path: Path) -> None:
     assert SUBJECTS["float32"].refuses(CELL)
 
 
+def test_the_memory_beside_it_is_float32s(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    monkeypatch.setattr(memory, "make", lambda one: made.append(one.dtype) or make(one))
+    memory.measure("float32", cell(dtype="bfloat16"))
+    assert set(made) == {"float32"}
+
+
 def test_free_memory_is_known() -> None:
     assert subjects.free_memory("cpu") > 2**26
 

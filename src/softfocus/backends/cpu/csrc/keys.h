@@ -19,12 +19,22 @@ struct BrokenValue {
 struct Head {
   Buffer<float> key_panels, inverse_norm;
   Buffer<float> value_panels;  // where the backward is dense; LASER's are e^V
-  Buffer<float> values;        // natural rows, mended, [Lk, width in whole vectors]; where they cannot be used as they lie
+  Buffer<float> values;        // natural rows, mended, [Lk, width in whole vectors]; where such are read and not as they lie
   Buffer<float> exponentials;  // LASER's e^V, [Lk, width in whole vectors]
   Buffer<uint8_t> broken_key;
   std::vector<BrokenValue> broken_values, high_values;
   bool any_broken_key = false;
   bool packed = false;  // not for a few queries: these read the keys as they lie
+
+  static bool keeps_values(const Problem& p, bool backward) {
+    return (!backward || p.sharpened || p.laser) && !in_place(p.value, p.dtype, p.value_dim);
+  }
+
+  // Bytes of what is reserved, but for what is small
+  static int64_t bytes(const Problem& p, bool backward) {
+    int64_t columns = p.head_dim + p.value_dim * ((backward && !p.sharpened) + keeps_values(p, backward) + p.laser);
+    return 4 * p.key_length * columns;
+  }
 
   void reserve(const Problem& p, bool backward) {
     int64_t length = round_up(p.key_length, CHUNK);
@@ -33,7 +43,7 @@ struct Head {
     inverse_norm.resize(length);
     broken_key.resize(length);
     if (backward && !p.sharpened) value_panels.resize(length * p.value_dim);
-    if (!in_place(p.value, p.dtype, p.value_dim)) values.resize(p.key_length * round_up(p.value_dim, W));
+    if (keeps_values(p, backward)) values.resize(p.key_length * round_up(p.value_dim, W));
     if (p.laser) exponentials.resize(p.key_length * round_up(p.value_dim, W));
   }
 };

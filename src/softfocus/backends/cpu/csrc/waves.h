@@ -42,9 +42,8 @@ inline int thread_number() {
 
 // How many key heads are prepared together
 inline int64_t wave_size(const Problem& p, bool backward) {
-  int64_t bytes = 4 * p.key_length * (p.head_dim + (backward && !p.sharpened ? p.value_dim : 0));
   int64_t heads = p.batch * p.key_heads;
-  return std::min(heads, std::max(p.threads, WAVE_BYTES / std::max<int64_t>(bytes, 1)));
+  return std::min(heads, std::max(p.threads, WAVE_BYTES / std::max<int64_t>(Head::bytes(p, backward), 1)));
 }
 
 inline void gather(const std::vector<std::vector<BrokenValue>>& from, int64_t first, int64_t n, std::vector<BrokenValue>& to) {
