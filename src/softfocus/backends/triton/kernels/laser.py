@@ -80,18 +80,20 @@ def _column(array, b, h, rows, mine, c):
 
 
 @triton.jit
-def store(made, b, h, rows, mine, result, more, problem, blocks):
+def store(made, b, heads, rows, mine, result, more, problem, blocks):
     """``result`` + ``more`` to ``out``, and to ``rest``, if it is wanted, what the rounding leaves."""
     columns = tl.arange(0, blocks.value_dim)
     inside = mine[:, None] & (columns[None, :] < problem.value_dim)
     rounded = (result + more).to(made.out.at.dtype.element_ty)
     tl.store(
-        see.head_of(made.out, b, h) + rows[:, None] * made.out.l + columns[None, :] * made.out.d, rounded, mask=inside
+        see.head_of(made.out, b, heads)[:, None] + rows[:, None] * made.out.l + columns[None, :] * made.out.d,
+        rounded,
+        mask=inside,
     )
     if made.rest is not None:
         left = ((result - rounded.to(tl.float32)) + more).to(made.rest.at.dtype.element_ty)
         tl.store(
-            see.head_of(made.rest, b, h) + rows[:, None] * made.rest.l + columns[None, :] * made.rest.d,
+            see.head_of(made.rest, b, heads)[:, None] + rows[:, None] * made.rest.l + columns[None, :] * made.rest.d,
             left,
             mask=inside,
         )
@@ -141,4 +143,4 @@ def exact_forward(problem, algebra, sight, made, blocks):
                 more = tl.sum(tl.exp(log_weight + (value - base[:, None])), 1) + taint
                 total = tl.where(at, total * fade[:, None] + more[:, None], total)
                 top = tl.where(at, now[:, None], top)
-    store(made, b, h, rows, marked, top, tl.log(total), problem, blocks)
+    store(made, b, tl.zeros_like(rows) + h, rows, marked, top, tl.log(total), problem, blocks)
