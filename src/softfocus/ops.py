@@ -29,7 +29,7 @@ _PROBLEM = (
 )
 _library.define(f"attend({_PROBLEM}) -> (Tensor, Tensor)")
 _library.define(
-    f"attend_backward(Tensor grad, Tensor? out, Tensor? rows, {_PROBLEM}, bool bias_grad) -> "
+    f"attend_backward(Tensor grad, {_PROBLEM}, bool bias_grad, Tensor? out=None, Tensor? rows=None) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
@@ -59,8 +59,6 @@ def _attend(
 
 def _attend_backward(
     grad: Tensor,
-    out: Tensor | None,
-    rows: Tensor | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -78,6 +76,8 @@ def _attend_backward(
     mechanism: str,
     backend: str,
     bias_grad: bool,
+    out: Tensor | None = None,
+    rows: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     problem = Problem(query, key, value, bias, head_scale, power, scale, dropout_p)
     visibility = Visibility(query.size(2), key.size(2), left, right, mask, key_mask, document_ids)
@@ -213,8 +213,6 @@ def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Te
 @torch.library.register_fake("softfocus::attend_backward", lib=_library)
 def _(
     grad: Tensor,
-    out: Tensor | None,
-    rows: Tensor | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -223,7 +221,7 @@ def _(
     power: Tensor | None,
     *rest: Any,
 ) -> tuple[Tensor, ...]:
-    bias_grad = rest[-1]
+    bias_grad = rest[10]
     like = [query, key, value, bias if bias_grad else None, head_scale, power]
     return tuple(query.new_empty(0) if x is None else x.new_empty(x.shape) for x in like)
 
@@ -232,11 +230,12 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     tensors, ctx.rest = inputs[:10], inputs[10:]
     ctx.mark_non_differentiable(output[1])
     kept = output if rows_of(ctx.rest[-1]) else (None, None)
-    ctx.save_for_backward(*kept, *tensors)
+    ctx.save_for_backward(*tensors, *kept)
 
 
 def _backward(ctx: Any, grad: Tensor, _statistics: Tensor | None) -> tuple[Tensor | None, ...]:
-    grads = attend_backward(grad, *ctx.saved_tensors, *ctx.rest, ctx.needs_input_grad[3])
+    *tensors, out, rows = ctx.saved_tensors
+    grads = attend_backward(grad, *tensors, *ctx.rest, ctx.needs_input_grad[3], out, rows)
     wanted = [g if need else None for g, need in zip(grads, ctx.needs_input_grad, strict=False)]
     return *wanted, *[None] * (len(ctx.needs_input_grad) - 6)
 

@@ -59,7 +59,13 @@ def main(arch: int, mechanism: str, head_dim: int, queries: int) -> None:
     def compile_only(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
         compiled = run(self, *arguments, grid=grid, warmup=True, **options)
         registers, stack = usage(compiled)
-        line = {"kernel": self.__name__, "registers": registers, "stack": stack, "shared": compiled.metadata.shared}
+        exact = any(x is True for x in arguments) and "gradients" in self.__name__
+        line = {
+            "kernel": f"{self.__name__}{' exact' * exact}",
+            "registers": registers,
+            "stack": stack,
+            "shared": compiled.metadata.shared,
+        }
         print(json.dumps(line), flush=True)
 
     JITFunction.run = compile_only

@@ -21,8 +21,10 @@ from softfocus.visibility import UNLIMITED, Visibility
 
 WHOLE_POWER = 32
 """Whole powers up to this are raised by squaring, with a kernel compiled for each; others are read when the kernel runs."""
-TILE = (64, 64)
-"""Rows and keys of a tile. Chosen without a GPU: no speed has been measured yet."""
+ROWS_OF_A_TILE, KEYS_OF_A_TILE, KEYS_OF_A_WIDE_TILE = 64, 32, 16
+"""The latter where rows are re-weighted and a head has more than 64 dimensions: the gradients of the queries hold two sums."""
+OPTIONS = {"num_warps": 8, "num_stages": 2}
+"""Chosen without a GPU, so that nothing is spilled from registers (test_triton_compile.py): no speed has been measured yet."""
 TILE_INTERPRETED = (32, 32)
 FEW_ROWS = 64
 """Up to so many queries, of all heads that share a head of keys, are decoded: the keys split among programs."""
@@ -34,7 +36,7 @@ class Call:
 
     def __init__(self, problem: Problem, visibility: Visibility, mechanism: Mechanism):
         self.problem = problem
-        self.blocks = _blocks(problem)
+        self.blocks = _blocks(problem, mechanism)
         self.given = _given(problem, mechanism)
         self.algebra = _algebra(mechanism, self.given.power is not None)
         self.sight = _sight(visibility, self.given, self.blocks)
@@ -59,9 +61,9 @@ class Call:
             if (splits := self._splits()) > 1:
                 self._decode(made, splits)
             else:
-                forward.forward[self.row_grid](self.given, self.algebra, self.sight, made, self.blocks)
+                forward.forward[self.row_grid](self.given, self.algebra, self.sight, made, self.blocks, **OPTIONS)
             if self.laser:
-                laser.exact_forward[self.row_grid](self.given, self.algebra, self.sight, made, self.blocks)
+                laser.exact_forward[self.row_grid](self.given, self.algebra, self.sight, made, self.blocks, **OPTIONS)
         return out, saved, made
 
     def _splits(self) -> int:
@@ -86,10 +88,10 @@ class Call:
         sharp = self.algebra.sharp.value
         scores = floats(heads, rows, problem.key.size(2)) if sharp else None
         shared = self.given, self.algebra, self.sight, parts, sums
-        decode.statistics[(splits, heads)](*shared, scores, blocks)
+        decode.statistics[(splits, heads)](*shared, scores, blocks, **OPTIONS)
         if sharp:
-            decode.weights[(splits, heads)](*shared, scores, blocks)
-        decode.combine[(1, heads)](*shared, splits, made, blocks)
+            decode.weights[(splits, heads)](*shared, scores, blocks, **OPTIONS)
+        decode.combine[(1, heads)](*shared, splits, made, blocks, **OPTIONS)
 
     def backward(self, grad: Tensor, bias_grad: bool, out: Tensor, saved: Tensor) -> tuple[Tensor | None, ...]:
         """The six gradients, from what :meth:`forward` returned."""
@@ -109,9 +111,9 @@ class Call:
         shared = self.given, self.algebra, self.sight, _array(grad), made, _array(passed)
         variants = (False, True) if self.laser else (False,)
         for exact in variants if query.numel() else ():
-            gradients.query_gradients[self.row_grid](*shared, _array(to[0]), *rows, exact, self.blocks)
+            gradients.query_gradients[self.row_grid](*shared, _array(to[0]), *rows, exact, self.blocks, **OPTIONS)
         for exact in variants if key.numel() else ():
-            gradients.key_gradients[self.key_grid](*shared, _array(to[1]), _array(to[2]), exact, self.blocks)
+            gradients.key_gradients[self.key_grid](*shared, _array(to[1]), _array(to[2]), exact, self.blocks, **OPTIONS)
         if bias_to is not None and bias_to.numel():
             everywhere = [size == 1 for size in bias_to.shape]
             grid = (
@@ -121,7 +123,7 @@ class Call:
             )
             for exact in variants:
                 gradients.bias_gradients[grid](
-                    *shared, _array(bias_to), bias_to.size(1), exact, *everywhere, self.blocks
+                    *shared, _array(bias_to), bias_to.size(1), exact, *everywhere, self.blocks, **OPTIONS
                 )
         learned = [None if x is None else x.sum((0, 2)) for x in rows]
         return tuple(
@@ -144,13 +146,15 @@ def _array(x: Tensor | None) -> Any:
     return Array(x, *strides)
 
 
-def _blocks(problem: Problem) -> Blocks:
+def _blocks(problem: Problem, mechanism: Mechanism) -> Blocks:
     interpreted = knobs.runtime.interpret
-    widths = (max(16, triton.next_power_of_2(x.size(-1))) for x in (problem.query, problem.value))
+    widths = [max(16, triton.next_power_of_2(x.size(-1))) for x in (problem.query, problem.value)]
+    wide = mechanism.power is not None and max(widths) > 64
+    tile = (ROWS_OF_A_TILE, KEYS_OF_A_WIDE_TILE if wide else KEYS_OF_A_TILE)
     # Of float16 only LASER's e^V is multiplied in float32, since float16 could not hold it
     precision = "tf32" if problem.query.dtype == torch.float16 else "ieee"
     widen = interpreted and problem.query.dtype == torch.bfloat16  # whose products the interpreter gets wrong
-    return Blocks(*map(tl.constexpr, (*(TILE_INTERPRETED if interpreted else TILE), *widths, precision, widen)))
+    return Blocks(*map(tl.constexpr, (*(TILE_INTERPRETED if interpreted else tile), *widths, precision, widen)))
 
 
 @lru_cache(maxsize=256)

@@ -135,7 +135,6 @@ def finish(
         highest = tl.zeros_like(whole) + tl.max(highest, 0)
         marked = marked | (highest > laser.HIGH) | (least < laser.LOW * tl.maximum(whole, 1.0))
         marked = marked & (whole > 0.0)
-        tl.store(of.saved_row(made.saved, b, heads, rows, 6), marked.to(tl.float32), mask=inside)
         tl.store(made.marked_heads + b * problem.heads + heads, 1, mask=marked & inside)
         mean = mixed / tl.where(whole == 0.0, 1.0, whole)[:, None]
         mixed = tl.where(whole[:, None] == 0.0, 0.0, tl.log(tl.where(mean <= 0.0, 1.0, mean)))
@@ -155,3 +154,4 @@ def finish(
     tl.store(to + 3 * made.saved.b, peak, mask=inside)
     tl.store(to + 4 * made.saved.b, norm, mask=inside)
     tl.store(to + 5 * made.saved.b, sharp_norm, mask=inside)
+    tl.store(to + 6 * made.saved.b, marked.to(tl.float32), mask=inside)
