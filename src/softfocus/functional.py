@@ -162,7 +162,7 @@ def attention(
             )
         if not return_statistics:
             return out
-        statistics = RowStatistics(*rows.unbind(0))
+        statistics = RowStatistics(*rows[:4].unbind(0))
     return (out, statistics) if return_statistics else out
 
 

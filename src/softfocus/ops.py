@@ -29,7 +29,8 @@ _PROBLEM = (
 )
 _library.define(f"attend({_PROBLEM}) -> (Tensor, Tensor)")
 _library.define(
-    f"attend_backward(Tensor grad, {_PROBLEM}, bool bias_grad) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    f"attend_backward(Tensor grad, {_PROBLEM}, bool bias_grad, Tensor? out=None, Tensor? rows=None) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
 
@@ -75,11 +76,14 @@ def _attend_backward(
     mechanism: str,
     backend: str,
     bias_grad: bool,
+    out: Tensor | None = None,
+    rows: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     problem = Problem(query, key, value, bias, head_scale, power, scale, dropout_p)
     visibility = Visibility(query.size(2), key.size(2), left, right, mask, key_mask, document_ids)
     with own_dtypes(query):
-        grads = _load(backend).backward(grad, problem, visibility, _decoded(mechanism), _item(seed), bias_grad)
+        kept = (out, rows) if rows_of(backend) else ()
+        grads = _load(backend).backward(grad, problem, visibility, _decoded(mechanism), _item(seed), bias_grad, *kept)
     # an operator may neither return None nor one of its own arguments
     return tuple(query.new_empty(0) if g is None else g for g in grads)
 
@@ -88,13 +92,16 @@ _library.impl("attend", _attend, "CompositeExplicitAutograd")
 _library.impl("attend_backward", _attend_backward, "CompositeExplicitAutograd")
 
 attend = torch.ops.softfocus.attend.default
-"""Attention by a named backend: out [B, H, Lq, Dv] and the row statistics [4, B, H, Lq].
+"""Attention by a named backend: out [B, H, Lq, Dv] and vectors of the rows [4 or more, B, H, Lq], first the row statistics.
 
 ``mechanism`` is ``Mechanism.code``; ``left`` and ``right`` are the window, -1 for no bound; ``seed`` is an int64 scalar when
 ``dropout_p`` is not 0. Arguments are taken as checked: call ``softfocus.attention``.
 """
 attend_backward = torch.ops.softfocus.attend_backward.default
-"""Gradients of query, key, value, bias, head_scale, power; what is not there or not wanted comes back empty."""
+"""Gradients of query, key, value, bias, head_scale, power; what is not there or not wanted comes back empty.
+
+``out`` and ``rows`` are what ``attend`` returned, for a backend that wants them back (:func:`rows_of`), else None.
+"""
 
 
 def run_unwatched(
@@ -187,15 +194,20 @@ def _load(backend: str) -> Any:
     return import_module(f"softfocus.backends.{backend}")
 
 
+def rows_of(backend: str) -> int:
+    """How many vectors of the rows a backend's forward leaves to its backward, with ``out``; 0 where that begins anew."""
+    return getattr(_load(backend), "ROWS", 0)
+
+
 def _item(seed: Tensor | None) -> int:
     return 0 if seed is None else int(seed.item())
 
 
 @torch.library.register_fake("softfocus::attend", lib=_library)
-def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     b, h, lq, _d = query.shape
     out = query.new_empty(b, h, lq, value.size(-1))
-    return out, query.new_empty(4, b, h, lq, dtype=compute_dtype(query.dtype))
+    return out, query.new_empty(rows_of(rest[-1]) or 4, b, h, lq, dtype=compute_dtype(query.dtype))
 
 
 @torch.library.register_fake("softfocus::attend_backward", lib=_library)
@@ -209,7 +221,7 @@ def _(
     power: Tensor | None,
     *rest: Any,
 ) -> tuple[Tensor, ...]:
-    bias_grad = rest[-1]
+    bias_grad = rest[10]
     like = [query, key, value, bias if bias_grad else None, head_scale, power]
     return tuple(query.new_empty(0) if x is None else x.new_empty(x.shape) for x in like)
 
@@ -217,11 +229,13 @@ def _(
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     tensors, ctx.rest = inputs[:10], inputs[10:]
     ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(*tensors)
+    kept = output if rows_of(ctx.rest[-1]) else (None, None)
+    ctx.save_for_backward(*tensors, *kept)
 
 
 def _backward(ctx: Any, grad: Tensor, _statistics: Tensor | None) -> tuple[Tensor | None, ...]:
-    grads = attend_backward(grad, *ctx.saved_tensors, *ctx.rest, ctx.needs_input_grad[3])
+    *tensors, out, rows = ctx.saved_tensors
+    grads = attend_backward(grad, *tensors, *ctx.rest, ctx.needs_input_grad[3], out, rows)
     wanted = [g if need else None for g, need in zip(grads, ctx.needs_input_grad, strict=False)]
     return *wanted, *[None] * (len(ctx.needs_input_grad) - 6)
 

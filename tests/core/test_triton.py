@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 import torch
 
-from softfocus import Mechanism, attention, explain, mechanisms
+from softfocus import Mechanism, attention, explain, mechanisms, ops
 from softfocus.backends import cpu, triton
 from softfocus.testing import CASES, check
 
@@ -77,6 +77,64 @@ def test_parity(quiet, case, name, dtype):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_all_parity(quiet, case, name, dtype):
     check(fused, case, name, dtype, device=DEVICE)
+
+
+DECODED = [
+    ("decode", "softmax", SINGLE),
+    ("decode", "lssar", BRAIN),
+    ("decode", "laser", HALF),
+    ("cache", "lssar", SINGLE),
+    ("cache", "laser_lssar", SINGLE),
+    ("grouped", "lssa", HALF),
+    ("window of both sides", "sigmoid_l1", SINGLE),
+    ("left padding", "lssar", SINGLE),
+    ("mask and grouped", "relu_shen", SINGLE),
+    ("blind rows", "lssar", SINGLE),
+    ("bias", "relu2_l1", SINGLE),
+    ("learned", "lssar", SINGLE),
+    ("documents", "laser", SINGLE),
+]
+
+
+@pytest.mark.parametrize(("case", "name", "dtype"), DECODED, ids=lambda x: str(x).removeprefix("torch."))
+def test_parity_of_keys_split_among_programs(quiet, monkeypatch, case, name, dtype):
+    from softfocus.backends.triton import call
+
+    monkeypatch.setattr(call, "_programs", lambda device: 64)
+    monkeypatch.setattr(call, "TILES_OF_A_SPLIT", 1)
+    monkeypatch.setattr(call, "FEW_ROWS", 512)
+    ran = []
+    decode = call.Call._decode
+    monkeypatch.setattr(call.Call, "_decode", lambda *a: ran.append(a[-1]) or decode(*a))
+    check(fused, CASE[case], name, dtype, device=DEVICE)
+    assert min(ran) > 1
+
+
+def test_values_that_weigh_nothing_are_not_read_in_decoding(quiet, monkeypatch):
+    from softfocus.backends.triton import call
+
+    monkeypatch.setattr(call, "_programs", lambda device: 4)
+    monkeypatch.setattr(call, "TILES_OF_A_SPLIT", 1)
+    query, key, value = (
+        torch.randn(1, 1, n, 8, generator=torch.Generator().manual_seed(n)).to(DEVICE) for n in (1, 90, 91)
+    )
+    value = value[:, :, :90]
+    weights = fused(query, key, torch.eye(90, device=DEVICE)[None, None], mechanism="lssar")[0, 0, 0]
+    clean = fused(query, key, value, mechanism="lssar")
+    value[0, 0, weights.argmin()] = math.nan
+    assert torch.equal(fused(query, key, value, mechanism="lssar"), clean)
+    value[0, 0, weights.argmax(), 1] = math.nan
+    assert fused(query, key, value, mechanism="lssar")[0, 0, 0].isnan().tolist() == [n == 1 for n in range(8)]
+
+
+def test_the_operators(quiet):
+    """What the forward leaves to the backward passes torch's own checks of an operator."""
+    query, key, value = (torch.randn(1, 2, 20, 8, device=DEVICE) for _ in range(3))
+    rest = (*[None] * 7, -1, 0, 0.3, 0.0, mechanisms()["lssar"].mechanism.code, "triton")
+    torch.library.opcheck(ops.attend, (*(x.clone().requires_grad_() for x in (query, key, value)), *rest))
+    out, rows = ops.attend(query, key, value, *rest)
+    assert rows.size(0) == ops.rows_of("triton")
+    torch.library.opcheck(ops.attend_backward, (torch.randn_like(out), query, key, value, *rest, True, out, rows))
 
 
 @pytest.mark.parametrize(("power", "dtype"), [(1.5, SINGLE), (40.0, HALF), pytest.param(40.0, SINGLE, marks=LARGE)])

@@ -4,7 +4,9 @@
 A backend module has
 
     supports(problem, visibility, mechanism) -> str | None                     None, or the sentence that says why not
-    forward(problem, visibility, mechanism, seed) -> (out, statistics)         [B, H, Lq, Dv], [4, B, H, Lq]
+    forward(problem, visibility, mechanism, seed) -> (out, rows)               [B, H, Lq, Dv], [4, B, H, Lq], the statistics
     prepare(problem, visibility, mechanism) -> function                        of query, key, value, to out; optional
     backward(grad, problem, visibility, mechanism, seed, bias_grad) -> the six gradients, None where there is none
+    ROWS                                                                       optional: so many vectors of the rows come from
+                                                                               forward, and backward gets (..., out, rows)
 """

@@ -18,6 +18,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PHI = ("exp", "softplus", "sigmoid", "relu", "relu2", "relu6")
 """What ``kernels/pointwise.py`` holds."""
 MOST_DIMENSIONS = 256
+ROWS = 7
+"""Vectors of the rows that the forward leaves: the four of RowStatistics, sum phi(s) e^-shift, sum u^p, LASER's marks."""
 
 
 def supports(problem: Problem, visibility: Visibility, mechanism: Mechanism) -> str | None:
@@ -40,7 +42,7 @@ def supports(problem: Problem, visibility: Visibility, mechanism: Mechanism) -> 
 
 
 def forward(problem: Problem, visibility: Visibility, mechanism: Mechanism, seed: int) -> tuple[Tensor, Tensor]:
-    """out [B, H, Lq, Dv] and the row statistics [4, B, H, Lq]."""
+    """out [B, H, Lq, Dv] and the rows' vectors [ROWS, B, H, Lq]."""
     from softfocus.backends.triton.call import Call
 
     return Call(problem, visibility, mechanism).forward()
@@ -53,8 +55,10 @@ def backward(
     mechanism: Mechanism,
     seed: int,
     bias_grad: bool,
+    out: Tensor,
+    rows: Tensor,
 ) -> tuple[Tensor | None, ...]:
     """Gradients of query, key, value, bias, head_scale and power; None where there is nothing to differentiate."""
     from softfocus.backends.triton.call import Call
 
-    return Call(problem, visibility, mechanism).backward(grad, bias_grad)
+    return Call(problem, visibility, mechanism).backward(grad, bias_grad, out, rows)

@@ -93,7 +93,7 @@ class Made(NamedTuple):
     Attributes:
         out: [B, H, Lq, Dv].
         rest: LASER's, like out: what the rounding of out leaves, for the backward; or None.
-        saved: vectors of the rows, float32 [SAVED, B, H, Lq].
+        saved: vectors of the rows, float32 [ROWS, B, H, Lq].
         marked_heads: LASER's, int32 [B, H]: not 0 where rows of the head are marked; or None.
     """
 

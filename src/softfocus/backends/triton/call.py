@@ -1,6 +1,6 @@
 """From a call to the kernels' arguments, and the kernels one after another."""
 
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -9,9 +9,10 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
+from softfocus.backends.triton import ROWS
 from softfocus.backends.triton.arguments import Algebra, Array, Blocks, Made, Sight, Tiles
 from softfocus.backends.triton.arguments import Problem as Given
-from softfocus.backends.triton.kernels import forward, gradients, laser, norms
+from softfocus.backends.triton.kernels import decode, forward, gradients, laser, norms
 from softfocus.backends.triton.kernels import sight as see
 from softfocus.backends.triton.kernels.pointwise import PHI
 from softfocus.mechanism import Mechanism
@@ -20,9 +21,14 @@ from softfocus.visibility import UNLIMITED, Visibility
 
 WHOLE_POWER = 32
 """Whole powers up to this are raised by squaring, with a kernel compiled for each; others are read when the kernel runs."""
-TILE = (64, 64)
-"""Rows and keys of a tile. Chosen without a GPU: no speed has been measured yet."""
+ROWS_OF_A_TILE, KEYS_OF_A_TILE, KEYS_OF_A_WIDE_TILE = 64, 32, 16
+"""The latter where rows are re-weighted and a head has more than 64 dimensions: the gradients of the queries hold two sums."""
+OPTIONS = {"num_warps": 8, "num_stages": 2}
+"""Chosen without a GPU, so that nothing is spilled from registers (test_triton_compile.py): no speed has been measured yet."""
 TILE_INTERPRETED = (32, 32)
+FEW_ROWS = 64
+"""Up to so many queries, of all heads that share a head of keys, are decoded: the keys split among programs."""
+TILES_OF_A_SPLIT = 4
 
 
 class Call:
@@ -30,7 +36,7 @@ class Call:
 
     def __init__(self, problem: Problem, visibility: Visibility, mechanism: Mechanism):
         self.problem = problem
-        self.blocks = _blocks(problem)
+        self.blocks = _blocks(problem, mechanism)
         self.given = _given(problem, mechanism)
         self.algebra = _algebra(mechanism, self.given.power is not None)
         self.sight = _sight(visibility, self.given, self.blocks)
@@ -40,27 +46,59 @@ class Call:
         self.key_grid = (triton.cdiv(problem.key.size(2), self.blocks.keys.value), batch * problem.key.size(1))
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """out [B, H, Lq, Dv] and the row statistics [4, B, H, Lq]."""
+        """out [B, H, Lq, Dv] and the rows' vectors [ROWS, B, H, Lq]."""
         out, saved, _made = self._forward(with_rest=False)
-        return out, saved[:4]
+        return out, saved
 
     def _forward(self, with_rest: bool) -> tuple[Tensor, Tensor, Made]:
         query = self.problem.query
         out = query.new_empty(*query.shape[:3], self.problem.value.size(-1))
-        rest = torch.empty_like(out) if with_rest and self.laser else None
-        saved = query.new_empty(forward.SAVED, *query.shape[:3], dtype=torch.float32)
+        rest = torch.empty_like(out) if with_rest else None
+        saved = query.new_empty(ROWS, *query.shape[:3], dtype=torch.float32)
         marked_heads = query.new_zeros(query.shape[:2], dtype=torch.int32) if self.laser else None
         made = Made(_array(out), _array(rest), _array(saved), marked_heads)
         if saved.numel():
-            forward.forward[self.row_grid](self.given, self.algebra, self.sight, made, self.blocks)
+            if (splits := self._splits()) > 1:
+                self._decode(made, splits)
+            else:
+                forward.forward[self.row_grid](self.given, self.algebra, self.sight, made, self.blocks, **OPTIONS)
             if self.laser:
-                laser.exact_forward[self.row_grid](self.given, self.algebra, self.sight, made, self.blocks)
+                laser.exact_forward[self.row_grid](self.given, self.algebra, self.sight, made, self.blocks, **OPTIONS)
         return out, saved, made
 
-    def backward(self, grad: Tensor, bias_grad: bool) -> tuple[Tensor | None, ...]:
-        """The six gradients."""
-        # LASER's gradients hold e^-out: of an out of 4, the rounding to bfloat16 would be one part in a hundred
-        _out, _saved, made = self._forward(with_rest=True)
+    def _splits(self) -> int:
+        """How many programs share the keys of one head: more than one where queries are few and heads do not fill the GPU."""
+        query, key = self.problem.query, self.problem.key
+        if self.given.group * query.size(2) > FEW_ROWS or not key.numel():
+            return 1
+        tiles = triton.cdiv(key.size(2), self.blocks.keys.value)
+        return min(_programs(query.device) // (key.size(0) * key.size(1)), tiles // TILES_OF_A_SPLIT)
+
+    def _decode(self, made: Made, splits: int) -> None:
+        problem, blocks = self.problem, self.blocks
+        heads = problem.key.size(0) * problem.key.size(1)
+        rows = max(16, triton.next_power_of_2(self.given.group * problem.query.size(2)))
+        blocks = blocks._replace(rows=tl.constexpr(rows))
+
+        def floats(*shape: int) -> Tensor:
+            return problem.query.new_empty(shape, dtype=torch.float32)
+
+        parts = floats(heads, splits, decode.PARTS.value, rows)
+        sums = floats(heads, splits, rows, blocks.value_dim.value)
+        sharp = self.algebra.sharp.value
+        scores = floats(heads, rows, problem.key.size(2)) if sharp else None
+        shared = self.given, self.algebra, self.sight, parts, sums
+        decode.statistics[(splits, heads)](*shared, scores, blocks, **OPTIONS)
+        if sharp:
+            decode.weights[(splits, heads)](*shared, scores, blocks, **OPTIONS)
+        decode.combine[(1, heads)](*shared, splits, made, blocks, **OPTIONS)
+
+    def backward(self, grad: Tensor, bias_grad: bool, out: Tensor, saved: Tensor) -> tuple[Tensor | None, ...]:
+        """The six gradients, from what :meth:`forward` returned."""
+        made = Made(_array(out), None, _array(saved), None)
+        if self.laser:
+            # Its gradients hold e^-out: of an out of 4, the rounding to bfloat16 would be one part in a hundred
+            _out, _saved, made = self._forward(with_rest=True)
         query, key, value, bias, head_scale, power = self.problem[:6]
         passed = query.new_empty(gradients.PASSED, *query.shape[:3], dtype=torch.float32)
         to = [x.new_empty(x.shape) for x in (query, key, value)]
@@ -73,9 +111,9 @@ class Call:
         shared = self.given, self.algebra, self.sight, _array(grad), made, _array(passed)
         variants = (False, True) if self.laser else (False,)
         for exact in variants if query.numel() else ():
-            gradients.query_gradients[self.row_grid](*shared, _array(to[0]), *rows, exact, self.blocks)
+            gradients.query_gradients[self.row_grid](*shared, _array(to[0]), *rows, exact, self.blocks, **OPTIONS)
         for exact in variants if key.numel() else ():
-            gradients.key_gradients[self.key_grid](*shared, _array(to[1]), _array(to[2]), exact, self.blocks)
+            gradients.key_gradients[self.key_grid](*shared, _array(to[1]), _array(to[2]), exact, self.blocks, **OPTIONS)
         if bias_to is not None and bias_to.numel():
             everywhere = [size == 1 for size in bias_to.shape]
             grid = (
@@ -85,13 +123,19 @@ class Call:
             )
             for exact in variants:
                 gradients.bias_gradients[grid](
-                    *shared, _array(bias_to), bias_to.size(1), exact, *everywhere, self.blocks
+                    *shared, _array(bias_to), bias_to.size(1), exact, *everywhere, self.blocks, **OPTIONS
                 )
         learned = [None if x is None else x.sum((0, 2)) for x in rows]
         return tuple(
             None if g is None or x is None else g.to(x.dtype)
             for g, x in zip((*to, bias_to, *learned), self.problem[:6], strict=True)
         )
+
+
+@cache
+def _programs(device: torch.device) -> int:
+    """How many programs keep a device busy."""
+    return 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def _array(x: Tensor | None) -> Any:
@@ -102,13 +146,15 @@ def _array(x: Tensor | None) -> Any:
     return Array(x, *strides)
 
 
-def _blocks(problem: Problem) -> Blocks:
+def _blocks(problem: Problem, mechanism: Mechanism) -> Blocks:
     interpreted = knobs.runtime.interpret
-    widths = (max(16, triton.next_power_of_2(x.size(-1))) for x in (problem.query, problem.value))
+    widths = [max(16, triton.next_power_of_2(x.size(-1))) for x in (problem.query, problem.value)]
+    wide = mechanism.power is not None and max(widths) > 64
+    tile = (ROWS_OF_A_TILE, KEYS_OF_A_WIDE_TILE if wide else KEYS_OF_A_TILE)
     # Of float16 only LASER's e^V is multiplied in float32, since float16 could not hold it
     precision = "tf32" if problem.query.dtype == torch.float16 else "ieee"
     widen = interpreted and problem.query.dtype == torch.bfloat16  # whose products the interpreter gets wrong
-    return Blocks(*map(tl.constexpr, (*(TILE_INTERPRETED if interpreted else TILE), *widths, precision, widen)))
+    return Blocks(*map(tl.constexpr, (*(TILE_INTERPRETED if interpreted else tile), *widths, precision, widen)))
 
 
 @lru_cache(maxsize=256)

@@ -68,6 +68,16 @@ class Cell:
         return self.length if self.causal else 1
 
     @property
+    def operations(self) -> float:
+        """Floating-point operations of the matrix products that an attention kernel needs, whatever the mechanism.
+
+        Two products forward, five backward, over the pairs that see one another.
+        """
+        pairs = self.length * (self.length + 1) / 2 if self.causal else self.length
+        products = 7 if self.what == "backward" else 2
+        return 2.0 * products * self.head_dim * pairs * self.batch * self.heads
+
+    @property
     def label(self) -> str:
         """The cell in a line of text."""
         return f"{self.mechanism} {self.what} at {self.length:,}"

@@ -31,12 +31,23 @@ class Dtype(StrEnum):
 
 QUICK: dict[str, Any] = {"lengths": "256", "mechanisms": "lssar", "seconds": 0.5}
 FULL: dict[str, Any] = {"lengths": "1k,4k,16k", "mechanisms": "lssar,lssa,softmax,laser", "seconds": 20.0}
+SHAPES: dict[str, dict[str, Any]] = {
+    "cpu": {"lengths": FULL["lengths"], "dtype": Dtype.float32, "heads": 4, "tokens": None},
+    "cuda": {"lengths": "1k,2k,4k,8k,16k,32k", "dtype": Dtype.bfloat16, "heads": 16, "tokens": "32k"},
+}
+"""What else is measured, unless it is said: a GPU is busy with no less."""
+
+
+def _by_device(name: str) -> str:
+    return "; ".join(
+        f"{getattr(shape[name], 'value', shape[name]) or 'none'} on {device}" for device, shape in SHAPES.items()
+    )
 
 
 def bench(
     device: Annotated[Device, typer.Option(help="Where everything runs.")] = Device.cpu,
     lengths: Annotated[
-        str | None, typer.Option(metavar="LIST", help="1k,4k,16k tokens.", show_default=FULL["lengths"])
+        str | None, typer.Option(metavar="LIST", help="1k,4k,16k tokens.", show_default=_by_device("lengths"))
     ] = None,
     mechanisms: Annotated[
         str | None, typer.Option(metavar="LIST", help="Names or combinations.", show_default=FULL["mechanisms"])
@@ -44,9 +55,21 @@ def bench(
     what: Annotated[
         str, typer.Option(metavar="LIST", help="backward is forward and backward; decode is one query.")
     ] = "forward,backward,decode",
-    dtype: Annotated[Dtype, typer.Option(help="Of query, key and value.")] = Dtype.float32,
-    batch: Annotated[int, typer.Option(min=1, metavar="B", help="Sequences.")] = 1,
-    heads: Annotated[int, typer.Option(min=1, metavar="H", help="Heads.")] = 4,
+    dtype: Annotated[
+        Dtype | None, typer.Option(help="Of query, key and value.", show_default=_by_device("dtype"))
+    ] = None,
+    batch: Annotated[int | None, typer.Option(min=1, metavar="B", help="Sequences.", show_default="1")] = None,
+    tokens: Annotated[
+        str | None,
+        typer.Option(
+            metavar="B*L",
+            help="Batch times length, at every length; decoding keeps its batch.",
+            show_default=_by_device("tokens"),
+        ),
+    ] = None,
+    heads: Annotated[
+        int | None, typer.Option(min=1, metavar="H", help="Heads.", show_default=_by_device("heads"))
+    ] = None,
     head_dim: Annotated[int, typer.Option(min=1, metavar="D", help="Dimension of a head.")] = 64,
     threads: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Threads on the CPU.", show_default="torch's own choice")
@@ -72,8 +95,11 @@ def bench(
 
     Example: `softfocus bench --device cpu --lengths 1k,4k --mechanisms "lssar,sharpened(softmax, 3)"`
     """
-    default = QUICK if quick else FULL
+    default = {**SHAPES[device.value], **(QUICK if quick else {**FULL, "lengths": SHAPES[device.value]["lengths"]})}
+    if batch is not None and tokens is not None:
+        raise UsageError("--batch and --tokens exclude each other", "the batch follows from --tokens and the length")
     wanted = _lengths(lengths or default["lengths"])
+    together = (tokens or default["tokens"]) if batch is None else None
     whats = _whats(what)
     names = tuple(_split(mechanisms or default["mechanisms"]))
     if not names:
@@ -85,9 +111,10 @@ def bench(
         mechanisms=names,
         lengths=tuple(wanted),
         whats=whats,
-        dtype=dtype.value,
-        batch=batch,
-        heads=heads,
+        dtype=(dtype or default["dtype"]).value,
+        batch=batch or 1,
+        tokens=_lengths(together, "--tokens")[0] if together else None,
+        heads=heads or default["heads"],
         head_dim=head_dim,
         threads=threads,
         seconds=default["seconds"] if seconds is None else seconds,
@@ -99,12 +126,15 @@ def bench(
     verdict(found, folder)
 
 
-def _lengths(text: str) -> list[int]:
+def _lengths(text: str, option: str = "--lengths") -> list[int]:
     from softfocus.lab.lengths import parse
 
     for part in text.split(","):
         if not re.fullmatch(r"\s*\d+(\.\d+)?\s*[kK]?\s*", part):  # no "2x": there is no training length here
-            raise UsageError(f"{part.strip()!r} is not a length", "write --lengths like 1k,4k,16k")
+            raise UsageError(
+                f"{part.strip()!r} is not a length",
+                f"write {option} like {'32k' if option == '--tokens' else '1k,4k,16k'}",
+            )
     return parse(text, 1)
 
 

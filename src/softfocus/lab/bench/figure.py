@@ -105,7 +105,8 @@ def _legend(benchmark: Benchmark, subjects: Sequence[str]) -> list[Line2D]:
 
 
 def _title(benchmark: Benchmark) -> str:
-    shape = f"B = {benchmark.batch}, H = {benchmark.heads}, d = {benchmark.head_dim}, {benchmark.dtype}"
+    batch = f"B = {benchmark.batch}" if benchmark.tokens is None else f"B L = {benchmark.tokens:,}"
+    shape = f"{batch}, H = {benchmark.heads}, d = {benchmark.head_dim}, {benchmark.dtype}"
     where = (
         benchmark.machine.device
         if benchmark.device == "cuda"

@@ -49,6 +49,9 @@ class SubjectResult(_Record):
     parity: Parity = "not checked"
     parity_message: str = ""
     seconds: Spread | None = Field(default=None, description="of one call")
+    tflops: float | None = Field(
+        default=None, description="operations of attention's products, 1e12 a second, at the median"
+    )
     ratio: Spread | None = Field(default=None, description="its time over sdpa's time in the same round")
     memory: Memory | None = None
     memory_ratio: float | None = Field(default=None, description="its peak memory over sdpa's")
@@ -91,6 +94,9 @@ class Benchmark(_Record):
     threads: int = Field(description="that torch computes with on the CPU")
     dtype: str
     batch: int
+    tokens: int | None = Field(
+        default=None, description="batch times length of every cell that is not decoding, if given"
+    )
     heads: int
     head_dim: int
     lengths: list[int]

@@ -28,6 +28,7 @@ class Plan:
 
     Attributes:
         device, dtype, batch, heads, head_dim, seed: of every cell.
+        tokens: B L of every cell that is not decoding, in place of the batch; None for the same batch at every length.
         mechanisms, lengths, whats: every combination is a cell.
         threads: of torch on the CPU; None for as many as torch takes.
         seconds: of timing, a cell.
@@ -40,6 +41,7 @@ class Plan:
     whats: tuple[What, ...] = ("forward", "backward", "decode")
     dtype: str = "float32"
     batch: int = 1
+    tokens: int | None = None
     heads: int = 4
     head_dim: int = 64
     threads: int | None = None
@@ -50,9 +52,22 @@ class Plan:
     def cells(self) -> list[Cell]:
         """In the order in which they are measured: short ones first, so that there is soon something to see."""
         return [
-            Cell(name, what, length, self.batch, self.heads, self.head_dim, self.dtype, self.device, self.seed)
+            Cell(
+                name,
+                what,
+                length,
+                self._batch(what, length),
+                self.heads,
+                self.head_dim,
+                self.dtype,
+                self.device,
+                self.seed,
+            )
             for length, what, name in itertools.product(self.lengths, self.whats, self.mechanisms)
         ]
+
+    def _batch(self, what: What, length: int) -> int:
+        return self.batch if self.tokens is None or what == "decode" else max(1, self.tokens // length)
 
 
 def run(plan: Plan, out: Path, console: Console) -> Benchmark:
@@ -94,6 +109,7 @@ def _run(plan: Plan, out: Path, console: Console) -> Benchmark:
         threads=torch.get_num_threads(),
         dtype=plan.dtype,
         batch=plan.batch,
+        tokens=plan.tokens,
         heads=plan.heads,
         head_dim=plan.head_dim,
         lengths=list(plan.lengths),
@@ -158,7 +174,7 @@ def measure(
         ready = {name: call(functions[name], cells[name], inputs[name]) for name in functions}
         calls = _warm(ready, results, clock)
     if _passed(results):
-        _time(calls, results, clock, seconds, cell.seed)
+        _time(calls, results, clock, seconds, cell.seed, cell.operations)
         if with_memory:
             _remember(cell, [result for result in results if result.seconds], say)
     return CellResult(
@@ -213,7 +229,12 @@ def _warm(made: Mapping[str, timing.Call], results: list[SubjectResult], clock: 
 
 
 def _time(
-    calls: Mapping[str, timing.Call], results: list[SubjectResult], clock: timing.Clock, seconds: float, seed: int
+    calls: Mapping[str, timing.Call],
+    results: list[SubjectResult],
+    clock: timing.Clock,
+    seconds: float,
+    seed: int,
+    operations: float,
 ) -> None:
     """Time in turn, and write times and ratios into the results."""
     times = timing.interleave(calls, clock, seconds, seed)
@@ -222,6 +243,7 @@ def _time(
             result.seconds = timing.spread(mine)
             if yardstick := times.get(YARDSTICK):
                 result.ratio = timing.ratios(mine, yardstick)
+            result.tflops = operations / result.seconds.median / 1e12
 
 
 def _remember(cell: Cell, results: list[SubjectResult], say: Say) -> None:

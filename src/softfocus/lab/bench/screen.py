@@ -20,6 +20,7 @@ _WIDTHS = {
     "x quartiles": 15,
     "memory": 10,
     "x SDPA's": 8,
+    "TFLOP/s": 8,
     "backend": 10,
 }
 
@@ -115,6 +116,7 @@ def _lines(subjects: list[SubjectResult]) -> Table:
             f"{one.ratio.lower_quartile:.2f}–{one.ratio.upper_quartile:.2f}" if one.ratio else "",
             _megabytes(one.memory),
             f"{one.memory_ratio:.2f}" if one.memory_ratio else "",
+            f"{one.tflops:#.3g}".rstrip(".") if one.tflops else "",
             one.backend,
         )
     return table

@@ -54,8 +54,12 @@ def _softfocus(cell: Cell, backend: str = "auto") -> Function:
     return partial(attention, is_causal=cell.causal, mechanism=cell.algebra, backend=backend)
 
 
-def _backend(cell: Cell) -> str:
-    """The one that "auto" takes, asked with tensors of the cell's shape that hold nothing."""
+def _backend(cell: Cell, backend: str = "auto") -> str:
+    """The one that runs a cell, asked with tensors of its shape that hold nothing.
+
+    Raises:
+        ValueError: the backend asked for by name does not.
+    """
 
     def empty(length: int) -> Tensor:
         shape = (cell.batch, cell.heads, length, cell.head_dim)
@@ -63,11 +67,23 @@ def _backend(cell: Cell) -> str:
         return torch.empty(shape, dtype=cell.torch_dtype, device=cell.device, requires_grad=backward)
 
     tensors = (empty(cell.queries), empty(cell.length), empty(cell.length))
-    return explain(*tensors, is_causal=cell.causal, mechanism=cell.algebra).backend
+    return explain(*tensors, is_causal=cell.causal, mechanism=cell.algebra, backend=backend).backend
 
 
 def _tiled_refuses(cell: Cell) -> str | None:
     return "what softfocus itself takes here: measured under that name" if _backend(cell) == "tiled" else None
+
+
+def _triton_refuses(cell: Cell) -> str | None:
+    if cell.device != "cuda":
+        return "the Triton kernels run on a GPU"
+    if _backend(cell) == "triton":
+        return "what softfocus itself takes here: measured under that name"
+    try:
+        _backend(cell, "triton")
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def _in_float32(cell: Cell) -> Cell:
@@ -127,6 +143,14 @@ SUBJECTS: dict[str, Subject] = {
             ours=True,
             backend=_backend,
             cell=_in_float32,
+        ),
+        Subject(
+            "triton",
+            "the mechanism by softfocus.attention on the Triton kernels",
+            _triton_refuses,
+            partial(_softfocus, backend="triton"),
+            ours=True,
+            backend=lambda cell: "triton",
         ),
         Subject(
             "tiled",

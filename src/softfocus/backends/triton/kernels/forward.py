@@ -7,9 +7,6 @@ from softfocus.backends.triton.kernels import laser
 from softfocus.backends.triton.kernels import rows as of
 from softfocus.backends.triton.kernels import sight as see
 
-SAVED = 7
-"""Row vectors that the forward leaves behind: the four of RowStatistics, sum phi(s) e^-shift, sum u^p, and LASER's marks."""
-
 
 @triton.jit
 def forward(problem, algebra, sight, made, blocks):
@@ -17,7 +14,6 @@ def forward(problem, algebra, sight, made, blocks):
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows first, where it is causal
     b, h = tl.program_id(1) // problem.heads, tl.program_id(1) % problem.heads
     rows = block * blocks.rows + tl.arange(0, blocks.rows)
-    columns = tl.arange(0, blocks.value_dim)
     query = of.queries_of(problem, b, h, rows, blocks)
     count = see.count(sight, problem, b, h, rows)
     scale, lift = of.scale_of(problem, algebra, count, h), of.lift_of(problem, algebra, count)
@@ -50,49 +46,96 @@ def forward(problem, algebra, sight, made, blocks):
                     rows[:, None], keys[None, :], scale[:, None], norms[None, :], lift[:, None], WHOLE == 0,
                 )  # fmt: skip
                 if algebra.sharp and SWEEP == 0:
-                    f = algebra.phi.value(s, shift[:, None], algebra.shifted)
-                    u = of.excess(f, floor[:, None], over_spread[:, None])
-                    f = tl.where(tied[:, None], f, of.raised(u, problem, algebra, h, 0))
+                    f = sharpened(s, shift, floor, over_spread, tied, problem, algebra, h)
                     sharp_norm += tl.sum(f, 1)
                 else:
-                    top = tl.maximum(top, tl.max(s, 1))
-                    if algebra.shifted:
-                        before = shift
-                        shift = algebra.phi.shift(top)
-                        fade = tl.exp(tl.minimum(before - shift, 0.0))  # before is above only where nothing was there
-                        norm = norm * fade
-                        mixed = mixed * fade[:, None]
-                    f = algebra.phi.value(s, shift[:, None], algebra.shifted)
-                    norm += tl.sum(f, 1)
+                    f, top, shift, norm, mixed = online(s, top, shift, norm, mixed, algebra)
                 if SWEEP == 0:
                     value = of.values_of(problem, b, h, keys, blocks)
-                    if WHOLE == 0:
-                        bad = (tl.abs(value.to(tl.float32)) < float("inf")) == 0
-                        if tl.max(bad.to(tl.int32)) > 0:
-                            seen_bad = tl.dot(seen.to(tl.float16), bad.to(tl.float16))
-                            mixed = tl.where(seen_bad > 0.0, float("nan"), mixed)
-                        value = of.finite(value)
-                        if algebra.laser:
-                            high = value > laser.HIGH
-                            if tl.max(high.to(tl.int32)) > 0:
-                                seen_high = tl.dot(seen.to(tl.float16), high.to(tl.float16))
-                                marked = marked | (tl.max(seen_high, 1) > 0.0)
-                    if algebra.laser:
-                        if WHOLE == 1:
-                            highest = tl.maximum(highest, tl.max(value.to(tl.float32), 1))
-                        value = laser.exponential(value)
-                    mixed += of.product(f.to(value.dtype), value, blocks)
+                    mixed, marked, highest = mix(mixed, marked, highest, f, seen, value, algebra, WHOLE == 0, blocks)
+    heads = tl.zeros_like(rows) + h
+    finish(
+        problem,
+        algebra,
+        made,
+        b,
+        heads,
+        rows,
+        count,
+        top,
+        shift,
+        norm,
+        sharp_norm,
+        peak,
+        mixed,
+        marked,
+        highest,
+        blocks,
+    )
 
+
+@triton.jit
+def online(s, top, shift, norm, mixed, algebra):
+    """phi e^-shift of a tile's scores; the rows' largest score, shift, and sums so far, which fade as the shift grows."""
+    top = tl.maximum(top, tl.max(s, 1))
+    if algebra.shifted:
+        before = shift
+        shift = algebra.phi.shift(top)
+        fade = tl.exp(tl.minimum(before - shift, 0.0))  # before is above only where nothing was there
+        norm = norm * fade
+        mixed = mixed * fade[:, None]
+    f = algebra.phi.value(s, shift[:, None], algebra.shifted)
+    return f, top, shift, norm + tl.sum(f, 1), mixed
+
+
+@triton.jit
+def sharpened(s, shift, floor, over_spread, tied, problem, algebra, h):
+    """u^p of a tile's scores; phi in tied rows."""
+    f = algebra.phi.value(s, shift[:, None], algebra.shifted)
+    u = of.excess(f, floor[:, None], over_spread[:, None])
+    return tl.where(tied[:, None], f, of.raised(u, problem, algebra, h, 0))
+
+
+@triton.jit
+def mix(mixed, marked, highest, f, seen, value, algebra, CUT: tl.constexpr, blocks):
+    """Weights times values, or LASER's e^V, added to ``mixed``.
+
+    What is not finite reaches only the rows that see it. ``marked`` rows see a value beyond LASER's HIGH in a tile that is CUT;
+    ``highest`` are the values that all rows see.
+    """
+    if CUT:
+        bad = (tl.abs(value.to(tl.float32)) < float("inf")) == 0
+        if tl.max(bad.to(tl.int32)) > 0:
+            seen_bad = tl.dot(seen.to(tl.float16), bad.to(tl.float16))
+            mixed = tl.where(seen_bad > 0.0, float("nan"), mixed)
+        value = of.finite(value)
+        if algebra.laser:
+            high = value > laser.HIGH
+            if tl.max(high.to(tl.int32)) > 0:
+                seen_high = tl.dot(seen.to(tl.float16), high.to(tl.float16))
+                marked = marked | (tl.max(seen_high, 1) > 0.0)
+    if algebra.laser:
+        if not CUT:
+            highest = tl.maximum(highest, tl.max(value.to(tl.float32), 1))
+        value = laser.exponential(value)
+    mixed += of.product(f.to(value.dtype), value, blocks)
+    return mixed, marked, highest
+
+
+@triton.jit
+def finish(
+    problem, algebra, made, b, heads, rows, count, top, shift, norm, sharp_norm, peak, mixed, marked, highest, blocks
+):  # fmt: skip
+    """What the sums come to, stored; ``heads`` are those of the rows."""
+    inside = rows < problem.query_length
+    columns = tl.arange(0, blocks.value_dim)
     whole = sharp_norm if algebra.sharp else norm
     if algebra.laser:
-        inside = rows < problem.query_length
         least = tl.min(tl.where(columns[None, :] < problem.value_dim, mixed, float("inf")), 1)
         highest = tl.zeros_like(whole) + tl.max(highest, 0)
         marked = marked | (highest > laser.HIGH) | (least < laser.LOW * tl.maximum(whole, 1.0))
         marked = marked & (whole > 0.0)
-        tl.store(of.saved_row(made.saved, b, h, rows, 6), marked.to(tl.float32), mask=inside)
-        if tl.max(marked.to(tl.int32)) > 0:
-            tl.store(made.marked_heads + tl.program_id(1), 1)
+        tl.store(made.marked_heads + b * problem.heads + heads, 1, mask=marked & inside)
         mean = mixed / tl.where(whole == 0.0, 1.0, whole)[:, None]
         mixed = tl.where(whole[:, None] == 0.0, 0.0, tl.log(tl.where(mean <= 0.0, 1.0, mean)))
     elif algebra.sharp or algebra.normaliser == "l1":
@@ -101,10 +144,9 @@ def forward(problem, algebra, sight, made, blocks):
         mixed = mixed * of.row_factor(problem, algebra, count)[:, None]
     mixed = mixed + (mixed - mixed)  # an infinity came from a value
     mixed = tl.where(count[:, None] > 0.0, mixed, 0.0)
-    inside = rows < problem.query_length
-    laser.store(made, b, h, rows, inside, mixed, 0.0, problem, blocks)
+    laser.store(made, b, heads, rows, inside, mixed, 0.0, problem, blocks)
     top = tl.where(norm == norm, top, float("nan"))
-    to = of.saved_row(made.saved, b, h, rows, 0)
+    to = of.saved_row(made.saved, b, heads, rows, 0)
     log_norm = tl.where(norm == 0.0, float("-inf"), tl.log(tl.where(norm == 0.0, 1.0, norm))) + shift
     tl.store(to, count, mask=inside)
     tl.store(to + made.saved.b, top, mask=inside)
@@ -112,3 +154,4 @@ def forward(problem, algebra, sight, made, blocks):
     tl.store(to + 3 * made.saved.b, peak, mask=inside)
     tl.store(to + 4 * made.saved.b, norm, mask=inside)
     tl.store(to + 5 * made.saved.b, sharp_norm, mask=inside)
+    tl.store(to + 6 * made.saved.b, marked.to(tl.float32), mask=inside)

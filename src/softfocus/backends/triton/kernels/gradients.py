@@ -13,8 +13,11 @@ from softfocus.backends.triton.kernels import laser
 from softfocus.backends.triton.kernels import rows as of
 from softfocus.backends.triton.kernels import sight as see
 
-PASSED = 2
-"""Row vectors that the first kernel leaves to the second: D, and o mean(g)."""
+PASSED = 9
+"""Vectors of the rows that the first kernel leaves to the others: o mean(g), c_i / |q| and the lift, the six of Row.
+
+As such, since along the second dimension of a tile a vector takes as many registers as a row of it.
+"""
 
 
 @triton.jit
@@ -60,10 +63,46 @@ def _mixed_values(problem, algebra, b, h, keys, blocks):
 
 
 @triton.jit
+def _passed(passed, algebra, b, h, rows, mine):
+    """The vectors that the first kernel left, 0 in rows that are not done here: (ground, scale, lift, Row)."""
+    nothing = tl.zeros(rows.shape, tl.float32)
+    ground, lift, shift, floor, spread, inner = nothing, nothing, nothing, nothing, nothing, nothing
+    places = of.saved_row(passed, b, h, rows, 0)
+    scale = tl.load(places + passed.b, mask=mine, other=0.0)
+    weigh = tl.load(places + 6 * passed.b, mask=mine, other=0.0)
+    steep = tl.load(places + 7 * passed.b, mask=mine, other=0.0)
+    if algebra.score_bias != "0":
+        lift = tl.load(places + 2 * passed.b, mask=mine, other=0.0)
+    if algebra.shifted and not algebra.phi.vanishes:
+        shift = tl.load(places + 3 * passed.b, mask=mine, other=0.0)
+    if algebra.sharp:
+        ground = tl.load(places, mask=mine, other=0.0)
+        floor = tl.load(places + 4 * passed.b, mask=mine, other=0.0)
+        spread = tl.load(places + 5 * passed.b, mask=mine, other=0.0)
+    if algebra.normaliser == "l1":
+        inner = tl.load(places + 8 * passed.b, mask=mine, other=0.0)
+    return ground, scale, lift, of.Row(shift, floor, spread, weigh, steep, inner)
+
+
+@triton.jit
+def _pass_on(passed, ground, scale, lift, row, b, h, rows, inside):
+    places = of.saved_row(passed, b, h, rows, 0)
+    tl.store(places, ground, mask=inside)
+    tl.store(places + passed.b, scale, mask=inside)
+    tl.store(places + 2 * passed.b, lift, mask=inside)
+    tl.store(places + 3 * passed.b, row.shift, mask=inside)
+    tl.store(places + 4 * passed.b, row.floor, mask=inside)
+    tl.store(places + 5 * passed.b, row.spread, mask=inside)
+    tl.store(places + 6 * passed.b, row.weigh, mask=inside)
+    tl.store(places + 7 * passed.b, row.steep, mask=inside)
+    tl.store(places + 8 * passed.b, row.inner, mask=inside)
+
+
+@triton.jit
 def query_gradients(
     problem, algebra, sight, grad, made, passed, to, scale_grad, power_grad, EXACT: tl.constexpr, blocks
 ):  # fmt: skip
-    """dL/dQ; D and o mean(g) to ``passed``; and, where wanted, each row's share in dL/d head_scale and dL/d power."""
+    """dL/dQ; to ``passed`` what the others need of the rows; where wanted, each row's share for head_scale and power."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     b, h = tl.program_id(1) // problem.heads, tl.program_id(1) % problem.heads
     rows = block * blocks.rows + tl.arange(0, blocks.rows)
@@ -77,9 +116,12 @@ def query_gradients(
     query = of.queries_of(problem, b, h, rows, blocks)
     above = _above(grad, made, problem, algebra, b, h, rows, mine, blocks)
     inner = tl.where(mine, _inner(grad, made, problem, algebra, b, h, rows, blocks), 0.0)
-    row = of.saved_rows(made.saved, problem, algebra, sight, b, h, rows, inner, EXACT)
-    tile_row = of.spread(row, 1)
-    scale, lift = of.scale_of(problem, algebra, row.count, h), of.lift_of(problem, algebra, row.count)
+    count = see.count(sight, problem, b, h, rows)
+    row = of.row_of(made.saved, problem, algebra, count, b, h, rows, inner)
+    tile_row = of.along(row, 1)
+    if EXACT:
+        marked = laser.along(laser.marked_row(made.saved, problem, algebra, count, b, h, rows, inner), 1)
+    scale, lift = of.scale_of(problem, algebra, count, h), of.lift_of(problem, algebra, count)
     norm, left, rest = scale, scale, scale
     if algebra.cosine:
         norm = of.per_row(problem.query_norm, b, h, rows, problem.query_length)
@@ -101,14 +143,16 @@ def query_gradients(
                 rows[:, None], keys[None, :], rest[:, None], norms[None, :], lift[:, None], WHOLE == 0,
             )  # fmt: skip
             if EXACT:
-                weight_grad, _none = laser.terms(
-                    laser.log_weights(s, tile_row, problem, algebra, h), tl.zeros_like(s), None,
+                terms, _none = laser.terms(
+                    laser.log_weights(s, marked, problem, algebra, h), tl.zeros_like(s), None,
                     grad, made, problem, b, h, rows, mine, keys, 0, blocks,
                 )  # fmt: skip
+                moved, g, slope, u = laser.slopes(s, terms, marked, problem, algebra, h)
             else:
                 value = _mixed_values(problem, algebra, b, h, keys, blocks)
                 weight_grad = of.product(above, tl.trans(value), blocks)
-            weight, g, slope, u = of.slopes(s, weight_grad, tile_row, problem, algebra, h, EXACT)
+                moved, g, slope, u = of.slopes(s, weight_grad, tile_row, problem, algebra, h)
+                moved = moved * (weight_grad - tile_row.inner)
             if WHOLE == 0:
                 g, slope = tl.where(seen, g, 0.0), tl.where(seen, slope, 0.0)
                 key = of.finite(key)
@@ -122,33 +166,31 @@ def query_gradients(
                 total += tl.sum(g, 1)
                 if power_grad is not None:
                     log_u = tl.where(u > 0.0, tl.log(tl.where(u > 0.0, u, 1.0)), 0.0)
-                    moved = weight * (weight_grad - tile_row.inner) * log_u
-                    if EXACT:
-                        moved = (weight_grad - weight * tile_row.inner) * log_u
+                    moved = moved * log_u
                     if WHOLE == 0:
                         moved = tl.where(seen, moved, 0.0)
                     log_total += tl.sum(moved, 1)
 
     ground = tl.zeros_like(total)
     if algebra.sharp:
-        free = (row.count <= of.FREE_ROWS) | row.tied
-        ground = tl.where(free, 0.0, total / tl.maximum(row.count, 1.0))
+        free = (count <= of.FREE_ROWS) | (row.spread < 0.0)
+        ground = tl.where(free, 0.0, total / tl.maximum(count, 1.0))
         moving = moving - ground[:, None] * resting
     inside = rows < problem.query_length
     if EXACT:
         inside = mine
-    there = inside & (row.count > 0.0)
+    there = inside & (count > 0.0)
     unit = query.to(tl.float32)
     if algebra.cosine:
         unit = unit * left[:, None]
     along = tl.sum(moving * unit, 1)
     if scale_grad is not None:
-        along_scale = along * of.length_scale_of(problem, algebra, row.count)
+        along_scale = along * of.length_scale_of(problem, algebra, count)
         tl.store(
             scale_grad + tl.program_id(1) * problem.query_length + rows, tl.where(there, along_scale, 0.0), mask=inside
         )
     if power_grad is not None:
-        share = tl.where(there & (row.tied == 0), log_total, 0.0)
+        share = tl.where(there & (row.spread > 0.0), log_total, 0.0)
         tl.store(power_grad + tl.program_id(1) * problem.query_length + rows, share, mask=inside)
     if algebra.cosine:
         moving = (moving - along[:, None] * unit) * norm[:, None]
@@ -158,8 +200,9 @@ def query_gradients(
         moving.to(to.at.dtype.element_ty),
         mask=inside[:, None] & (dims[None, :] < problem.head_dim),
     )
-    tl.store(of.saved_row(passed, b, h, rows, 0), inner, mask=inside)
-    tl.store(of.saved_row(passed, b, h, rows, 1), ground, mask=inside)
+    if algebra.cosine:
+        scale = scale * norm
+    _pass_on(passed, ground, scale, lift, row, b, h, rows, inside)
 
 
 @triton.jit
@@ -179,10 +222,10 @@ def key_gradients(
     key_heads = problem.heads // problem.group
     b, key_head = tl.program_id(1) // key_heads, tl.program_id(1) % key_heads
     if EXACT:
-        marked = 0
+        heads_marked = 0
         for n_head in range(problem.group):
-            marked += tl.load(made.marked_heads + b * problem.heads + key_head * problem.group + n_head)
-        if marked == 0:
+            heads_marked += tl.load(made.marked_heads + b * problem.heads + key_head * problem.group + n_head)
+        if heads_marked == 0:
             return
     keys = block * blocks.keys + tl.arange(0, blocks.keys)
     dims, columns = tl.arange(0, blocks.head_dim), tl.arange(0, blocks.value_dim)
@@ -203,31 +246,29 @@ def key_gradients(
                 mine = _done_here(made, problem, algebra, b, h, rows, EXACT)
                 query = of.queries_of(problem, b, h, rows, blocks)
                 above = _above(grad, made, problem, algebra, b, h, rows, mine, blocks)
-                inner = tl.load(of.saved_row(passed, b, h, rows, 0), mask=mine, other=0.0)
-                ground = tl.load(of.saved_row(passed, b, h, rows, 1), mask=mine, other=0.0)
-                row = of.saved_rows(made.saved, problem, algebra, sight, b, h, rows, inner, EXACT)
-                tile_row = of.spread(row, 0)
-                scale, lift = of.scale_of(problem, algebra, row.count, h), of.lift_of(problem, algebra, row.count)
-                if algebra.cosine:
-                    scale = scale * of.per_row(problem.query_norm, b, h, rows, problem.query_length)
+                ground, scale, lift, row = _passed(passed, algebra, b, h, rows, mine)
                 s, seen = of.scores(
                     of.product(key, tl.trans(query), blocks), problem, algebra, sight, b, h,
                     rows[None, :], keys[:, None], scale[None, :], rest[:, None], lift[None, :], WHOLE == 0,
                 )  # fmt: skip
                 if EXACT:
-                    log_weight = laser.log_weights(s, tile_row, problem, algebra, h)
-                    log_weight = tl.where(seen, log_weight, float("-inf"))
-                    weight_grad, value_sum = laser.terms(
+                    count = see.count(sight, problem, b, h, rows)
+                    marked = laser.along(
+                        laser.marked_row(made.saved, problem, algebra, count, b, h, rows, row.inner), 0
+                    )
+                    log_weight = tl.where(seen, laser.log_weights(s, marked, problem, algebra, h), float("-inf"))
+                    terms, value_sum = laser.terms(
                         log_weight, tl.zeros_like(s), value_sum, grad, made, problem, b, h, rows, mine, keys, 1, blocks
                     )
+                    weight, g, slope, _u = laser.slopes(s, terms, marked, problem, algebra, h)
                 else:
                     weight_grad = of.product(value, tl.trans(above), blocks)
-                weight, g, slope, _u = of.slopes(s, weight_grad, tile_row, problem, algebra, h, EXACT)
+                    weight, g, slope, _u = of.slopes(s, weight_grad, of.along(row, 0), problem, algebra, h)
                 g = (g - ground[None, :]) * slope * scale[None, :]
                 if WHOLE == 0:
                     weight, g = tl.where(seen, weight, 0.0), tl.where(seen, g, 0.0)
                     query = of.finite(query)
-                    above = tl.where(row.count[:, None] > 0.0, above, 0.0)
+                    above = tl.where(row.weigh[:, None] == 0.0, 0.0, above)
                 if not EXACT:
                     value_sum += of.product(weight.to(above.dtype), above, blocks)
                 key_sum += of.product(g.to(query.dtype), query, blocks)
@@ -270,11 +311,13 @@ def bias_gradients(
                 mine = _done_here(made, problem, algebra, b, h, rows, EXACT)
                 query = of.queries_of(problem, b, h, rows, blocks)
                 above = _above(grad, made, problem, algebra, b, h, rows, mine, blocks)
-                inner = tl.load(of.saved_row(passed, b, h, rows, 0), mask=mine, other=0.0)
-                ground = tl.load(of.saved_row(passed, b, h, rows, 1), mask=mine, other=0.0)
-                row = of.saved_rows(made.saved, problem, algebra, sight, b, h, rows, inner, EXACT)
-                tile_row = of.spread(row, 1)
-                rest, lift = of.scale_of(problem, algebra, row.count, h), of.lift_of(problem, algebra, row.count)
+                ground, _scale, lift, row = _passed(passed, algebra, b, h, rows, mine)
+                count = see.count(sight, problem, b, h, rows)
+                rest = of.scale_of(problem, algebra, count, h)
+                if EXACT:
+                    marked = laser.along(
+                        laser.marked_row(made.saved, problem, algebra, count, b, h, rows, row.inner), 1
+                    )
                 if algebra.cosine:
                     query, left = of.resting(query, of.per_row(problem.query_norm, b, h, rows, problem.query_length))
                     rest = rest * left
@@ -292,14 +335,15 @@ def bias_gradients(
                         rows[:, None], keys[None, :], rest[:, None], norms[None, :], lift[:, None], True,
                     )  # fmt: skip
                     if EXACT:
-                        weight_grad, _none = laser.terms(
-                            laser.log_weights(s, tile_row, problem, algebra, h), tl.zeros_like(s), None,
+                        terms, _none = laser.terms(
+                            laser.log_weights(s, marked, problem, algebra, h), tl.zeros_like(s), None,
                             grad, made, problem, b, h, rows, mine, keys, 0, blocks,
                         )  # fmt: skip
+                        _weight, g, slope, _u = laser.slopes(s, terms, marked, problem, algebra, h)
                     else:
                         value = _mixed_values(problem, algebra, b, h, keys, blocks)
                         weight_grad = of.product(above, tl.trans(value), blocks)
-                    _weight, g, slope, _u = of.slopes(s, weight_grad, tile_row, problem, algebra, h, EXACT)
+                        _weight, g, slope, _u = of.slopes(s, weight_grad, of.along(row, 1), problem, algebra, h)
                     total += tl.where(seen & mine[:, None], (g - ground[:, None]) * slope, 0.0)
     rows = tl.program_id(0) * blocks.rows + rows_of
     keys = tl.program_id(1) * blocks.keys + keys_of

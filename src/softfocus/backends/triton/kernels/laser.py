@@ -5,6 +5,8 @@ e^V in place of V. A row that sees a higher value, or whose sum comes out so sma
 count, is marked; ``exact`` kernels do marked rows again in logarithms, with a running maximum for each row and column.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -31,19 +33,91 @@ def exponential(value):
     return operand(tl.exp(x), value)
 
 
+class Marked(NamedTuple):
+    """What the exact kernels know of their rows: vectors, shaped so that they broadcast to a tile.
+
+    Attributes:
+        shift, norm: of phi: sum_j phi(s_ij) e^-shift.
+        floor, over_spread, tied: of re-weighted rows, as ``threshold`` gives them; sharp_norm: sum u^p.
+        inner: D_i = sum_j A_ij dL/dA_ij.
+        alone: whether one key has all the weight, whatever its score.
+    """
+
+    shift: tl.tensor
+    norm: tl.tensor
+    floor: tl.tensor
+    over_spread: tl.tensor
+    tied: tl.tensor
+    sharp_norm: tl.tensor
+    inner: tl.tensor
+    alone: tl.tensor
+
+
+@triton.jit
+def marked_row(saved, problem, algebra, count, b, h, rows, inner):
+    """From what the forward left of the rows; ``inner`` is D."""
+    inside = rows < problem.query_length
+    top = tl.load(of.saved_row(saved, b, h, rows, 1), mask=inside, other=0.0)
+    norm = tl.load(of.saved_row(saved, b, h, rows, 4), mask=inside, other=1.0)
+    sharp_norm = tl.load(of.saved_row(saved, b, h, rows, 5), mask=inside, other=1.0)
+    norm = tl.where(norm == 0.0, 1.0, norm)
+    sharp_norm = tl.where(sharp_norm == 0.0, 1.0, sharp_norm)
+    shift = algebra.phi.shift(top)
+    largest = algebra.phi.value(top, shift, algebra.shifted)
+    floor, over_spread, tied, _peak = of.threshold(problem, algebra, count, norm, largest)
+    alone = count == 1.0
+    if algebra.phi.vanishes and not algebra.sharp:
+        alone = alone | (norm == largest)
+    return Marked(shift, norm, floor, over_spread, tied, sharp_norm, inner, alone)
+
+
+@triton.jit
+def along(row, AXIS: tl.constexpr):
+    """The vectors along one axis of a tile."""
+    return Marked(
+        tl.expand_dims(row.shift, AXIS), tl.expand_dims(row.norm, AXIS), tl.expand_dims(row.floor, AXIS),
+        tl.expand_dims(row.over_spread, AXIS), tl.expand_dims(row.tied, AXIS), tl.expand_dims(row.sharp_norm, AXIS),
+        tl.expand_dims(row.inner, AXIS), tl.expand_dims(row.alone, AXIS),
+    )  # fmt: skip
+
+
 @triton.jit
 def log_weights(s, row, problem, algebra, h):
     """log A of a tile, -inf where A is 0; not by way of A, which may be too small for a float."""
     f = algebra.phi.value(s, row.shift, algebra.shifted)
     log_f = algebra.phi.log(s, f) - row.shift
-    log_f = tl.where(row.norm == 0.0, float("-inf"), log_f)
-    result = log_f - tl.log(tl.where(row.norm == 0.0, 1.0, row.norm))
+    result = log_f - tl.log(row.norm)
     if algebra.sharp:
         u = of.excess(f, row.floor, row.over_spread)
         log_u = tl.where(u > 0.0, tl.log(tl.where(u > 0.0, u, 1.0)), float("-inf"))
         log_u = tl.where(row.floor == 0.0, log_f + tl.log(row.over_spread), log_u)
-        result = tl.where(row.tied, result, of.power_of(problem, algebra, h) * log_u + tl.log(row.over_norm))
+        sharp = of.power_of(problem, algebra, h) * log_u - tl.log(row.sharp_norm)
+        result = tl.where(row.tied, result, sharp)
     return result
+
+
+@triton.jit
+def slopes(s, total, row, problem, algebra, h):
+    """Of a tile and A dL/dA, which is a number where A is too small for one and dL/dA too large: what ``rows.slopes`` gives,
+    but A dL/dA - A D in place of A."""
+    f = algebra.phi.value(s, row.shift, algebra.shifted)
+    slope = algebra.phi.slope(s, row.shift, algebra.shifted)
+    u = f
+    weight = f / row.norm
+    loose = f
+    power = 1.0
+    if algebra.sharp:
+        u = of.excess(f, row.floor, row.over_spread)
+        weight = tl.where(row.tied, weight, of.raised(u, problem, algebra, h, 0) / row.sharp_norm)
+        loose = tl.where(row.tied, f, tl.maximum(f - row.floor, 0.0))
+        power = tl.where(row.tied, 1.0, of.power_of(problem, algebra, h))
+    rest = tl.where(row.alone, 0.0, total - weight * row.inner)
+    gone = loose == 0.0
+    if not algebra.phi.vanishes:
+        gone = loose < 2.0**-100  # there phi is its own slope
+    g = rest * power / tl.where(gone, 1.0, loose)
+    slope = tl.where(gone & (rest != 0.0), 1.0, slope)
+    return rest, g, slope, u
 
 
 @triton.jit
@@ -80,18 +154,20 @@ def _column(array, b, h, rows, mine, c):
 
 
 @triton.jit
-def store(made, b, h, rows, mine, result, more, problem, blocks):
+def store(made, b, heads, rows, mine, result, more, problem, blocks):
     """``result`` + ``more`` to ``out``, and to ``rest``, if it is wanted, what the rounding leaves."""
     columns = tl.arange(0, blocks.value_dim)
     inside = mine[:, None] & (columns[None, :] < problem.value_dim)
     rounded = (result + more).to(made.out.at.dtype.element_ty)
     tl.store(
-        see.head_of(made.out, b, h) + rows[:, None] * made.out.l + columns[None, :] * made.out.d, rounded, mask=inside
+        see.head_of(made.out, b, heads)[:, None] + rows[:, None] * made.out.l + columns[None, :] * made.out.d,
+        rounded,
+        mask=inside,
     )
     if made.rest is not None:
         left = ((result - rounded.to(tl.float32)) + more).to(made.rest.at.dtype.element_ty)
         tl.store(
-            see.head_of(made.rest, b, h) + rows[:, None] * made.rest.l + columns[None, :] * made.rest.d,
+            see.head_of(made.rest, b, heads)[:, None] + rows[:, None] * made.rest.l + columns[None, :] * made.rest.d,
             left,
             mask=inside,
         )
@@ -110,9 +186,9 @@ def exact_forward(problem, algebra, sight, made, blocks):
     if tl.max(marked.to(tl.int32)) == 0:
         return
     query = of.queries_of(problem, b, h, rows, blocks)
-    row = of.saved_rows(made.saved, problem, algebra, sight, b, h, rows, rows.to(tl.float32), True)
-    tile_row = of.spread(row, 1)
-    scale, lift = of.scale_of(problem, algebra, row.count, h), of.lift_of(problem, algebra, row.count)
+    count = see.count(sight, problem, b, h, rows)
+    row = along(marked_row(made.saved, problem, algebra, count, b, h, rows, tl.zeros_like(count)), 1)
+    scale, lift = of.scale_of(problem, algebra, count, h), of.lift_of(problem, algebra, count)
     if algebra.cosine:
         query, left = of.resting(query, of.per_row(problem.query_norm, b, h, rows, problem.query_length))
         scale = scale * left
@@ -128,7 +204,7 @@ def exact_forward(problem, algebra, sight, made, blocks):
                 of.product(query, tl.trans(key), blocks), problem, algebra, sight, b, h,
                 rows[:, None], keys[None, :], scale[:, None], norms[None, :], lift[:, None], WHOLE == 0,
             )  # fmt: skip
-            log_weight = tl.where(seen, log_weights(s, tile_row, problem, algebra, h), float("-inf"))
+            log_weight = tl.where(seen, log_weights(s, row, problem, algebra, h), float("-inf"))
             for c in range(problem.value_dim):
                 value = _column(problem.value, b, h // problem.group, keys, keys < problem.key_length, c)
                 taint = tl.sum(tl.where(seen, (value - value)[None, :], 0.0), 1)  # NaN where it sees what is not finite
@@ -141,4 +217,4 @@ def exact_forward(problem, algebra, sight, made, blocks):
                 more = tl.sum(tl.exp(log_weight + (value - base[:, None])), 1) + taint
                 total = tl.where(at, total * fade[:, None] + more[:, None], total)
                 top = tl.where(at, now[:, None], top)
-    store(made, b, h, rows, marked, top, tl.log(total), problem, blocks)
+    store(made, b, tl.zeros_like(rows) + h, rows, marked, top, tl.log(total), problem, blocks)

@@ -213,101 +213,85 @@ def excess(f, floor, over_spread):
 class Row(NamedTuple):
     """What the backward knows of its rows: vectors, shaped so that they broadcast to a tile.
 
+        A = weigh * phi              dL/dphi = steep * (dL/dA - inner)
+        A = weigh * u^p              dL/dphi = steep * (dL/dA - inner) * u^(p - 1)      u = (phi - floor) * spread
+
     Attributes:
-        count: N_i.
-        shift, norm: of phi: sum_j phi(s_ij) e^-shift.
-        floor, over_spread, tied: of re-weighted rows, as ``threshold`` gives them; over_norm: 1 / sum u^p.
+        shift: of phi, as the forward left it.
+        floor, spread: of re-weighted rows; a row that keeps its l1 weights, u = phi and p = 1, has spread -1.
+        weigh, steep: the former 0 where the row sees nothing; the latter where one key has all the weight, whatever its score:
+            rounding must not give it a gradient.
         inner: D_i = sum_j A_ij dL/dA_ij, where the weights sum to one.
-        alone: whether one key has all the weight, whatever its score: rounding must not give it a gradient.
     """
 
-    count: tl.tensor
     shift: tl.tensor
-    norm: tl.tensor
     floor: tl.tensor
-    over_spread: tl.tensor
-    tied: tl.tensor
-    over_norm: tl.tensor
+    spread: tl.tensor
+    weigh: tl.tensor
+    steep: tl.tensor
     inner: tl.tensor
-    alone: tl.tensor
 
 
 @triton.jit
-def saved_rows(saved, problem, algebra, sight, b, h, rows, inner, WEIGHTED: tl.constexpr):
-    """What the forward left of the rows; ``inner`` is D. WEIGHTED as for ``slopes``: no weight is too small to count."""
+def row_of(saved, problem, algebra, count, b, h, rows, inner):
+    """From what the forward left of the rows; ``inner`` is D."""
     inside = rows < problem.query_length
-    count = see.count(sight, problem, b, h, rows)
     top = tl.load(saved_row(saved, b, h, rows, 1), mask=inside, other=0.0)
     norm = tl.load(saved_row(saved, b, h, rows, 4), mask=inside, other=1.0)
-    sharp_norm = tl.load(saved_row(saved, b, h, rows, 5), mask=inside, other=1.0)
-    shift = tl.zeros_like(top)
+    shift, floor = tl.zeros_like(top), tl.zeros_like(top)
     if algebra.shifted:
         shift = algebra.phi.shift(top)
     largest = algebra.phi.value(top, shift, algebra.shifted)
-    floor, over_spread, tied, _peak = threshold(problem, algebra, count, norm, largest)
-    over_norm = 1.0 / tl.where(sharp_norm == 0.0, 1.0, sharp_norm)
-    if WEIGHTED:
-        alone = count == 1.0
-        if algebra.phi.vanishes and not algebra.sharp:
-            alone = alone | (norm == largest)
-    elif algebra.sharp:
+    spread = floor - 1.0
+    if algebra.sharp:
+        sharp_norm = tl.load(saved_row(saved, b, h, rows, 5), mask=inside, other=1.0)
+        floor, over_spread, tied, _peak = threshold(problem, algebra, count, norm, largest)
         heaviest = raised(excess(largest, floor, over_spread), problem, algebra, h, 0)
         alone = (count == 1.0) | ((sharp_norm == heaviest) & (tied == 0))
+        over, over_sharp = over_norm(norm), over_norm(sharp_norm)
+        floor, spread = tl.where(tied, 0.0, floor), tl.where(tied, -1.0, over_spread)
+        weigh = tl.where(tied, over, over_sharp)
+        steep = tl.where(tied, over, power_of(problem, algebra, h) * over_sharp * over_spread)
+        steep = tl.where(alone, 0.0, steep)
+    elif algebra.normaliser == "l1":
+        weigh = over_norm(norm)
+        steep = tl.where((count == 1.0) | (norm == largest), 0.0, weigh)
     else:
-        alone = (count == 1.0) | (norm == largest)
-    return Row(count, shift, norm, floor, over_spread, tied, over_norm, inner, alone)
+        weigh = row_factor(problem, algebra, count)
+        steep = weigh
+        inner = tl.zeros_like(weigh)
+    weigh = tl.where(count > 0.0, weigh, 0.0)
+    return Row(shift, floor, spread, weigh, steep, inner)
 
 
 @triton.jit
-def spread(row, AXIS: tl.constexpr):
+def over_norm(norm):
+    """1 / norm; 1 where there is none."""
+    return 1.0 / tl.where(norm == 0.0, 1.0, norm)
+
+
+@triton.jit
+def along(row, AXIS: tl.constexpr):
     """The vectors along one axis of a tile."""
     return Row(
-        tl.expand_dims(row.count, AXIS), tl.expand_dims(row.shift, AXIS), tl.expand_dims(row.norm, AXIS),
-        tl.expand_dims(row.floor, AXIS), tl.expand_dims(row.over_spread, AXIS), tl.expand_dims(row.tied, AXIS),
-        tl.expand_dims(row.over_norm, AXIS), tl.expand_dims(row.inner, AXIS), tl.expand_dims(row.alone, AXIS),
+        tl.expand_dims(row.shift, AXIS), tl.expand_dims(row.floor, AXIS), tl.expand_dims(row.spread, AXIS),
+        tl.expand_dims(row.weigh, AXIS), tl.expand_dims(row.steep, AXIS), tl.expand_dims(row.inner, AXIS),
     )  # fmt: skip
 
 
 @triton.jit
-def slopes(s, grad, row, problem, algebra, h, WEIGHTED: tl.constexpr):
-    """Of a tile: A, g and the slope of phi, so that dL/ds = (g - ground of the row) * slope; and u (phi, if not sharp).
+def slopes(s, grad, row, problem, algebra, h):
+    """Of a tile and dL/dA: A, g and the slope of phi, so that dL/ds = (g - ground of the row) * slope; and u.
 
-    The ground is o mean(g) in re-weighted rows, 0 in others. ``grad`` is dL/dA; or, WEIGHTED, A dL/dA of LASER, which is a
-    number where A is too small for one and dL/dA too large.
+    The ground is o mean(g) in re-weighted rows, 0 in others.
     """
     f = algebra.phi.value(s, row.shift, algebra.shifted)
     slope = algebra.phi.slope(s, row.shift, algebra.shifted)
-    over = 1.0 / tl.where(row.norm == 0.0, 1.0, row.norm)
     u = f
-    if WEIGHTED:
-        weight = f * over
-        loose = f
-        power = 1.0
-        if algebra.sharp:
-            u = excess(f, row.floor, row.over_spread)
-            whole = raised(u, problem, algebra, h, 0) * row.over_norm
-            weight = tl.where(row.tied, weight, whole)
-            loose = tl.where(row.tied, f, tl.maximum(f - row.floor, 0.0))
-            power = tl.where(row.tied, 1.0, power_of(problem, algebra, h))
-        rest = tl.where(row.alone, 0.0, grad - weight * row.inner) * power
-        gone = loose == 0.0
-        if not algebra.phi.vanishes:
-            gone = loose < 2.0**-100  # there phi is its own slope
-        g = rest / tl.where(gone, 1.0, loose)
-        slope = tl.where(gone & (rest != 0.0), 1.0, slope)
-        return weight, g, slope, u
-    rest = tl.where(row.alone, 0.0, grad - row.inner)
+    g = (grad - row.inner) * row.steep
     if algebra.sharp:
-        u = excess(f, row.floor, row.over_spread)
-        less = raised(u, problem, algebra, h, 1)
-        weight = tl.where(row.tied, f * over, less * u * row.over_norm)
-        steep = power_of(problem, algebra, h) * less * row.over_norm * row.over_spread
-        g = rest * tl.where(row.tied, over, steep)
-    elif algebra.normaliser == "l1":
-        weight = f * over
-        g = rest * over
-    else:
-        factor = row_factor(problem, algebra, row.count)
-        weight = f * factor
-        g = grad * factor
-    return weight, g, slope, u
+        u = excess(f, row.floor, tl.abs(row.spread))
+        less = tl.where(row.spread < 0.0, 1.0, raised(u, problem, algebra, h, 1))
+        g = g * less
+        f = less * u
+    return f * row.weigh, g, slope, u

@@ -1,0 +1,203 @@
+"""A few queries against many keys, which are split among programs so that a whole GPU reads them.
+
+Up to three kernels: ``statistics`` of each split, with its weighted values unless rows are re-weighted; then re-weighted rows'
+``weights`` of each split, where only values that weigh something are read; and what the splits ``combine`` to. The queries of
+all heads that share a head of keys are the rows of one tile.
+"""
+
+import triton
+import triton.language as tl
+
+from softfocus.backends.triton.kernels import forward
+from softfocus.backends.triton.kernels import rows as of
+from softfocus.backends.triton.kernels import sight as see
+
+PARTS = tl.constexpr(4)
+"""Vectors of the rows that each split leaves: largest score, sum phi e^-shift, sum u^p, and LASER's marks."""
+
+
+@triton.jit
+def _rows(problem, blocks):
+    """Positions of the tile's rows, and their heads; a row too many has the position query_length."""
+    key_heads = problem.heads // problem.group
+    b, key_head = tl.program_id(1) // key_heads, tl.program_id(1) % key_heads
+    places = tl.arange(0, blocks.rows)
+    there = places < problem.group * problem.query_length
+    rows = tl.where(there, places % problem.query_length, problem.query_length)
+    heads = key_head * problem.group + tl.where(there, places // problem.query_length, 0)
+    return b, key_head * problem.group, heads, rows
+
+
+@triton.jit
+def _span(problem, sight, blocks):
+    """The tiles of this program's split."""
+    last = problem.query_length - 1
+    start, stop = 0, problem.key_length
+    if sight.has_left:
+        start = tl.minimum(tl.maximum(sight.offset - sight.left, 0), problem.key_length)
+    if sight.has_right:
+        stop = tl.maximum(tl.minimum(last + sight.offset + sight.right + 1, problem.key_length), start)
+    first = start // blocks.keys
+    number = (stop + blocks.keys - 1) // blocks.keys - first
+    each = (number + tl.num_programs(0) - 1) // tl.num_programs(0)
+    begin = tl.minimum(tl.program_id(0) * each, number)
+    return first + begin, first + tl.minimum(begin + each, number)
+
+
+@triton.jit
+def _part(parts, N: tl.constexpr, splits, split, blocks):
+    """Where the n-th vector of a split lies in [B Hk, splits, PARTS, R]."""
+    far = tl.full([], 0, tl.int64) + tl.program_id(1)
+    return parts + ((far * splits + split) * PARTS + N) * blocks.rows + tl.arange(0, blocks.rows)
+
+
+@triton.jit
+def _sums(sums, splits, split, blocks):
+    """Where the weighted values of a split lie in [B Hk, splits, R, Dv in a whole block]."""
+    far = tl.full([], 0, tl.int64) + tl.program_id(1)
+    places = tl.arange(0, blocks.rows)[:, None] * blocks.value_dim + tl.arange(0, blocks.value_dim)[None, :]
+    return sums + (far * splits + split) * (blocks.rows * blocks.value_dim) + places
+
+
+@triton.jit
+def _scores(scores, problem, keys, blocks):
+    """Where the scores with some keys lie in [B Hk, R, Lk]."""
+    far = tl.full([], 0, tl.int64) + tl.program_id(1)
+    return scores + (far * blocks.rows + tl.arange(0, blocks.rows)[:, None]) * problem.key_length + keys[None, :]
+
+
+@triton.jit
+def _nothing(blocks):
+    """The sums before anything is seen: top, shift, norm, sharp_norm, mixed, marked, highest."""
+    zeros = tl.zeros([blocks.rows], tl.float32)
+    mixed = tl.zeros([blocks.rows, blocks.value_dim], tl.float32)
+    return zeros - float("inf"), zeros, zeros, zeros, mixed, zeros > 0.0, tl.zeros([blocks.keys], tl.float32)
+
+
+@triton.jit
+def _whole_rows(algebra, parts, splits, blocks):
+    """Largest score, shift and norm of whole rows."""
+    top, shift, norm, _sharp_norm, _mixed, _marked, _highest = _nothing(blocks)
+    for split in range(splits):
+        top_there, norm_there = (
+            tl.load(_part(parts, 0, splits, split, blocks)),
+            tl.load(_part(parts, 1, splits, split, blocks)),
+        )
+        top = tl.maximum(top, top_there)
+        if algebra.shifted:
+            before = shift
+            shift = algebra.phi.shift(top)
+            norm = norm * tl.exp(tl.minimum(before - shift, 0.0))
+            norm_there = norm_there * tl.exp(tl.minimum(algebra.phi.shift(top_there) - shift, 0.0))
+        norm += norm_there
+    return top, shift, norm
+
+
+@triton.jit
+def statistics(problem, algebra, sight, parts, sums, scores, blocks):
+    """The first two vectors of a split and its sums; or, of re-weighted rows, the two and the scores."""
+    splits, split = tl.num_programs(0), tl.program_id(0)
+    b, h, heads, rows = _rows(problem, blocks)
+    dims = tl.arange(0, blocks.head_dim)
+    places = (
+        see.head_of(problem.query, b, heads)[:, None]
+        + rows[:, None] * problem.query.l
+        + dims[None, :] * problem.query.d
+    )
+    inside = (rows[:, None] < problem.query_length) & (dims[None, :] < problem.head_dim)
+    query = tl.load(places, mask=inside, other=0.0)
+    count = see.count(sight, problem, b, heads, rows)
+    scale, lift = of.scale_of(problem, algebra, count, heads), of.lift_of(problem, algebra, count)
+    if algebra.cosine:
+        query, left = of.resting(query, of.per_row(problem.query_norm, b, heads, rows, problem.query_length))
+        scale = scale * left
+    top, shift, norm, _sharp_norm, mixed, marked, highest = _nothing(blocks)
+    first, last = _span(problem, sight, blocks)
+    for n in range(first, last):
+        keys = n * blocks.keys + tl.arange(0, blocks.keys)
+        key, norms = of.keys_of(problem, algebra, b, h, keys, blocks)
+        s, seen = of.scores(
+            of.product(query, tl.trans(key), blocks), problem, algebra, sight, b, heads[:, None],
+            rows[:, None], keys[None, :], scale[:, None], norms[None, :], lift[:, None], True,
+        )  # fmt: skip
+        f, top, shift, norm, mixed = forward.online(s, top, shift, norm, mixed, algebra)
+        if algebra.sharp:
+            tl.store(_scores(scores, problem, keys, blocks), s, mask=keys[None, :] < problem.key_length)
+        else:
+            value = of.values_of(problem, b, h, keys, blocks)
+            mixed, marked, highest = forward.mix(mixed, marked, highest, f, seen, value, algebra, True, blocks)
+    tl.store(_part(parts, 0, splits, split, blocks), top)
+    tl.store(_part(parts, 1, splits, split, blocks), norm)
+    if not algebra.sharp:
+        tl.store(_part(parts, 3, splits, split, blocks), marked.to(tl.float32))
+        tl.store(_sums(sums, splits, split, blocks), mixed)
+
+
+@triton.jit
+def weights(problem, algebra, sight, parts, sums, scores, blocks):
+    """The last two vectors of a split and its sums, where rows are re-weighted."""
+    splits, split = tl.num_programs(0), tl.program_id(0)
+    b, h, heads, rows = _rows(problem, blocks)
+    columns = tl.arange(0, blocks.value_dim)
+    count = see.count(sight, problem, b, heads, rows)
+    top, shift, norm = _whole_rows(algebra, parts, splits, blocks)
+    largest = algebra.phi.value(top, shift, algebra.shifted)
+    floor, over_spread, tied, _peak = of.threshold(problem, algebra, count, norm, largest)
+    _top, _shift, _norm, sharp_norm, mixed, marked, highest = _nothing(blocks)
+    values = see.head_of(problem.value, b, h // problem.group)
+    first, last = _span(problem, sight, blocks)
+    for n in range(first, last):
+        keys = n * blocks.keys + tl.arange(0, blocks.keys)
+        s = tl.load(
+            _scores(scores, problem, keys, blocks), mask=keys[None, :] < problem.key_length, other=float("-inf")
+        )
+        f = forward.sharpened(s, shift, floor, over_spread, tied, problem, algebra, heads[:, None])
+        sharp_norm += tl.sum(f, 1)
+        live = tl.max((f != 0.0).to(tl.int32), 0) > 0
+        places = values + keys[:, None] * problem.value.l + columns[None, :] * problem.value.d
+        value = tl.load(places, mask=live[:, None] & (columns[None, :] < problem.value_dim), other=0.0)
+        mixed, marked, highest = forward.mix(mixed, marked, highest, f, f != 0.0, value, algebra, True, blocks)
+    tl.store(_part(parts, 2, splits, split, blocks), sharp_norm)
+    tl.store(_part(parts, 3, splits, split, blocks), marked.to(tl.float32))
+    tl.store(_sums(sums, splits, split, blocks), mixed)
+
+
+@triton.jit
+def combine(problem, algebra, sight, parts, sums, splits, made, blocks):
+    """What the forward makes, from the splits in their order."""
+    b, _h, heads, rows = _rows(problem, blocks)
+    count = see.count(sight, problem, b, heads, rows)
+    top, shift, norm = _whole_rows(algebra, parts, splits, blocks)
+    _top, _shift, _norm, sharp_norm, mixed, marked, highest = _nothing(blocks)
+    for split in range(splits):
+        there = tl.load(_sums(sums, splits, split, blocks))
+        if algebra.sharp:
+            sharp_norm += tl.load(_part(parts, 2, splits, split, blocks))
+        elif algebra.shifted:
+            shift_there = algebra.phi.shift(tl.load(_part(parts, 0, splits, split, blocks)))
+            there = there * tl.exp(tl.minimum(shift_there - shift, 0.0))[:, None]
+        if algebra.laser:
+            marked = marked | (tl.load(_part(parts, 3, splits, split, blocks)) > 0.0)
+        mixed += there
+    peak = tl.zeros_like(norm)
+    if algebra.sharp:
+        largest = algebra.phi.value(top, shift, algebra.shifted)
+        _floor, _over_spread, _tied, peak = of.threshold(problem, algebra, count, norm, largest)
+    forward.finish(
+        problem,
+        algebra,
+        made,
+        b,
+        heads,
+        rows,
+        count,
+        top,
+        shift,
+        norm,
+        sharp_norm,
+        peak,
+        mixed,
+        marked,
+        highest,
+        blocks,
+    )

@@ -1,0 +1,85 @@
+"""Compiles every Triton kernel that a call launches, for a GPU that need not be there: one line of JSON a kernel.
+
+    python triton_machines.py ARCH MECHANISM HEAD_DIM QUERIES
+
+A process of its own: Triton must not have been told to interpret. The line holds the kernel's name, registers a thread, bytes
+of stack (spilled registers) and of shared memory.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+
+class Absent:
+    """Stands in for the driver of a GPU."""
+
+    def __init__(self, arch: int):
+        self.target = GPUTarget("cuda", arch, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int = 0) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+def usage(compiled: Any) -> tuple[int, int]:
+    """Registers a thread, and bytes of stack."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", said)
+    assert found, said
+    return int(found[1]), int(found[2])
+
+
+def main(arch: int, mechanism: str, head_dim: int, queries: int) -> None:
+    driver.set_active(Absent(arch))
+    run = JITFunction.run
+
+    def compile_only(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        compiled = run(self, *arguments, grid=grid, warmup=True, **options)
+        registers, stack = usage(compiled)
+        exact = any(x is True for x in arguments) and "gradients" in self.__name__
+        line = {
+            "kernel": f"{self.__name__}{' exact' * exact}",
+            "registers": registers,
+            "stack": stack,
+            "shared": compiled.metadata.shared,
+        }
+        print(json.dumps(line), flush=True)
+
+    JITFunction.run = compile_only
+    from softfocus import functional
+    from softfocus.backends.triton import call
+
+    call._programs = lambda device: 264
+    query = torch.zeros(1, 2, queries, head_dim, dtype=torch.bfloat16)
+    key = torch.zeros(1, 2, 4096, head_dim, dtype=torch.bfloat16)
+    one = call.Call(*functional._prepared(query, key, key, is_causal=True, mechanism=mechanism))
+    out, rows = one.forward()
+    if queries > call.FEW_ROWS:
+        one.backward(torch.zeros_like(out), False, out, rows)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
