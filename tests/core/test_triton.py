@@ -30,13 +30,9 @@ QUICK = [
     ("causal", "lssar", SINGLE),
     ("causal", "lssa", BRAIN),
     ("bidirectional", "sigmoid_l1", SINGLE),
-    ("cache", "lssar", HALF),
-    ("decode", "softmax", SINGLE),
     ("more queries than keys", "relu_l1", SINGLE),
     ("one key", "lssar", SINGLE),
-    ("grouped", "lssa", BRAIN),
     ("window of both sides", "relu2_l1", HALF),
-    ("left padding", "ssmax", SINGLE),
     ("documents", "lssar", SINGLE),
     ("mask and grouped", "softmax", HALF),
     ("blind rows", "sigmoid_log_n", SINGLE),
@@ -46,7 +42,6 @@ QUICK = [
     ("transposed", "relu_wortsman", SINGLE),
     ("causal", "laser", SINGLE),
     ("mask and grouped", "laser", HALF),
-    ("documents", "laser_lssar", BRAIN),
     ("learned", "laser_lssar", SINGLE),
 ]
 
@@ -82,16 +77,11 @@ def test_all_parity(quiet, case, name, dtype):
 DECODED = [
     ("decode", "softmax", SINGLE),
     ("decode", "lssar", BRAIN),
-    ("decode", "laser", HALF),
-    ("cache", "lssar", SINGLE),
     ("cache", "laser_lssar", SINGLE),
     ("grouped", "lssa", HALF),
-    ("window of both sides", "sigmoid_l1", SINGLE),
     ("left padding", "lssar", SINGLE),
     ("mask and grouped", "relu_shen", SINGLE),
-    ("blind rows", "lssar", SINGLE),
     ("bias", "relu2_l1", SINGLE),
-    ("learned", "lssar", SINGLE),
     ("documents", "laser", SINGLE),
 ]
 
@@ -176,7 +166,9 @@ def test_a_nan_that_a_row_cannot_see_never_reaches_it(quiet, name):
         assert torch.equal(got[1][:, :, :at], base[1][:, :, :at])
 
 
-@pytest.mark.parametrize("name", ["laser(softmax)", "laser(lssar)", "laser(relu2_l1)"])
+@pytest.mark.parametrize(
+    "name", ["laser(softmax)", "laser(lssar)", pytest.param("laser(relu2_l1)", marks=pytest.mark.slow)]
+)
 def test_laser_on_values_that_no_exponential_could_hold(quiet, name):
     """Rows that see them are summed in logarithms; the others, before them, do not change by a bit, nor do their gradients."""
     length, at = 40, 25
@@ -190,7 +182,7 @@ def test_laser_on_values_that_no_exponential_could_hold(quiet, name):
         return [out.detach(), *torch.autograd.grad(out[:, :, rows].square().sum(), leaves)]
 
     base = run(inputs[2], slice(None, at), backend="triton")
-    for size in (1e4, -1e4, 60.0):
+    for size in (1e4, -1e4):
         value = inputs[2].clone()
         value[0, 0, at, 1] = size
         got = run(value, slice(None, at), backend="triton")
