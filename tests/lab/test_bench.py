@@ -338,7 +338,7 @@ def test_tiled_is_not_measured_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert SUBJECTS["tiled"].refuses(CELL) is None
 
 
-def test_a_smaller_dtype_is_measured_beside_float32(tmp_path: Path) -> None:
+def test_a_smaller_dtype_is_measured_beside_float32() -> None:
     registry = {name: SUBJECTS[name] for name in ("sdpa", "softfocus", "float32")}
     seen = []
     watched = dataclasses.replace(

@@ -184,20 +184,5 @@ def combine(problem, algebra, sight, parts, sums, splits, made, blocks):
         largest = algebra.phi.value(top, shift, algebra.shifted)
         _floor, _over_spread, _tied, peak = of.threshold(problem, algebra, count, norm, largest)
     forward.finish(
-        problem,
-        algebra,
-        made,
-        b,
-        heads,
-        rows,
-        count,
-        top,
-        shift,
-        norm,
-        sharp_norm,
-        peak,
-        mixed,
-        marked,
-        highest,
-        blocks,
-    )
+        problem, algebra, made, b, heads, rows, count, top, shift, norm, sharp_norm, peak, mixed, marked, highest, blocks
+    )  # fmt: skip

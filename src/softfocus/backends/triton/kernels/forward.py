@@ -38,13 +38,9 @@ def forward(problem, algebra, sight, made, blocks):
             floor, over_spread, tied, peak = of.threshold(problem, algebra, count, norm, largest)
         for WHOLE in tl.static_range(2):
             for n in range(see.number(sight.tiles, span, b, h, block, WHOLE == 0)):
-                start = see.tile(sight.tiles, span, b, h, block, n, WHOLE == 0) * blocks.keys
-                keys = start + tl.arange(0, blocks.keys)
-                key, norms = of.keys_of(problem, algebra, b, h, keys, blocks)
-                s, seen = of.scores(
-                    of.product(query, tl.trans(key), blocks), problem, algebra, sight, b, h,
-                    rows[:, None], keys[None, :], scale[:, None], norms[None, :], lift[:, None], WHOLE == 0,
-                )  # fmt: skip
+                keys, _key, _norms, s, seen = of.tile_of_keys(
+                    query, problem, algebra, sight, span, b, h, block, n, rows, scale, lift, WHOLE == 0, blocks
+                )
                 if algebra.sharp and SWEEP == 0:
                     f = sharpened(s, shift, floor, over_spread, tied, problem, algebra, h)
                     sharp_norm += tl.sum(f, 1)
@@ -55,23 +51,8 @@ def forward(problem, algebra, sight, made, blocks):
                     mixed, marked, highest = mix(mixed, marked, highest, f, seen, value, algebra, WHOLE == 0, blocks)
     heads = tl.zeros_like(rows) + h
     finish(
-        problem,
-        algebra,
-        made,
-        b,
-        heads,
-        rows,
-        count,
-        top,
-        shift,
-        norm,
-        sharp_norm,
-        peak,
-        mixed,
-        marked,
-        highest,
-        blocks,
-    )
+        problem, algebra, made, b, heads, rows, count, top, shift, norm, sharp_norm, peak, mixed, marked, highest, blocks
+    )  # fmt: skip
 
 
 @triton.jit

@@ -135,13 +135,9 @@ def query_gradients(
     log_total = tl.zeros([blocks.rows], tl.float32)  # sum_j A (dL/dA - D) log u
     for WHOLE in tl.static_range(2):
         for n in range(see.number(sight.tiles, span, b, h, block, WHOLE == 0)):
-            start = see.tile(sight.tiles, span, b, h, block, n, WHOLE == 0) * blocks.keys
-            keys = start + tl.arange(0, blocks.keys)
-            key, norms = of.keys_of(problem, algebra, b, h, keys, blocks)
-            s, seen = of.scores(
-                of.product(query, tl.trans(key), blocks), problem, algebra, sight, b, h,
-                rows[:, None], keys[None, :], rest[:, None], norms[None, :], lift[:, None], WHOLE == 0,
-            )  # fmt: skip
+            keys, key, norms, s, seen = of.tile_of_keys(
+                query, problem, algebra, sight, span, b, h, block, n, rows, rest, lift, WHOLE == 0, blocks
+            )
             if EXACT:
                 terms, _none = laser.terms(
                     laser.log_weights(s, marked, problem, algebra, h), tl.zeros_like(s), None,

@@ -197,13 +197,9 @@ def exact_forward(problem, algebra, sight, made, blocks):
     total = tl.zeros([blocks.rows, blocks.value_dim], tl.float32)
     for WHOLE in tl.static_range(2):
         for n in range(see.number(sight.tiles, span, b, h, block, WHOLE == 0)):
-            start = see.tile(sight.tiles, span, b, h, block, n, WHOLE == 0) * blocks.keys
-            keys = start + tl.arange(0, blocks.keys)
-            key, norms = of.keys_of(problem, algebra, b, h, keys, blocks)
-            s, seen = of.scores(
-                of.product(query, tl.trans(key), blocks), problem, algebra, sight, b, h,
-                rows[:, None], keys[None, :], scale[:, None], norms[None, :], lift[:, None], WHOLE == 0,
-            )  # fmt: skip
+            keys, _key, _norms, s, seen = of.tile_of_keys(
+                query, problem, algebra, sight, span, b, h, block, n, rows, scale, lift, WHOLE == 0, blocks
+            )
             log_weight = tl.where(seen, log_weights(s, row, problem, algebra, h), float("-inf"))
             for c in range(problem.value_dim):
                 value = _column(problem.value, b, h // problem.group, keys, keys < problem.key_length, c)

@@ -171,6 +171,21 @@ def scores(dots, problem, algebra, sight, b, h, rows, keys, scale, norm, lift, C
 
 
 @triton.jit
+def tile_of_keys(
+    query, problem, algebra, sight, span, b, h, block, n, rows, scale, lift, CUT: tl.constexpr, blocks
+):  # fmt: skip
+    """The n-th tile that a block of rows meets, of those that something cuts or of the others: keys' positions, keys, 1 / |k|,
+    and what ``scores`` gives. ``scale`` and ``lift`` are the rows'."""
+    keys = see.tile(sight.tiles, span, b, h, block, n, CUT) * blocks.keys + tl.arange(0, blocks.keys)
+    key, norms = keys_of(problem, algebra, b, h, keys, blocks)
+    s, seen = scores(
+        product(query, tl.trans(key), blocks), problem, algebra, sight, b, h,
+        rows[:, None], keys[None, :], scale[:, None], norms[None, :], lift[:, None], CUT,
+    )  # fmt: skip
+    return keys, key, norms, s, seen
+
+
+@triton.jit
 def power_of(problem, algebra, h):
     """p of a head."""
     if problem.power is None:
