@@ -18,7 +18,7 @@ from softfocus.lab.bench import flex, memory, parity, subjects, timing
 from softfocus.lab.bench.cells import WHATS, Cell, make
 from softfocus.lab.bench.command import _split
 from softfocus.lab.bench.results import Benchmark, CellResult, Memory, SubjectResult, load_benchmark
-from softfocus.lab.bench.run import measure
+from softfocus.lab.bench.run import Plan, measure
 from softfocus.lab.bench.screen import Screen, left
 from softfocus.lab.bench.subjects import SUBJECTS
 from softfocus.lab.errors import LabError
@@ -336,6 +336,25 @@ def test_tiled_is_not_measured_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "measured under that name" in (SUBJECTS["tiled"].refuses(CELL) or "")
     monkeypatch.setattr(subjects, "_backend", lambda one: "another")
     assert SUBJECTS["tiled"].refuses(CELL) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--tokens", "32k,1k"), "--tokens takes one number, not '32k,1k'"),
+        (("--tokens", "abc"), "write --tokens like 32k"),
+        (("--tokens", "1k", "--batch", "2"), "--batch and --tokens exclude each other"),
+    ],
+)
+def test_tokens_that_make_no_sense(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str) -> None:
+    code, out, err = call(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert said in err
+
+
+def test_tokens_set_the_batch_but_not_in_decoding() -> None:
+    plan = Plan(lengths=(64, 256), mechanisms=("lssa",), tokens=512)
+    assert [one.batch for one in plan.cells()] == [8, 8, 1, 2, 2, 1]
 
 
 def test_a_smaller_dtype_is_measured_beside_float32() -> None:

@@ -113,7 +113,7 @@ def bench(
         whats=whats,
         dtype=(dtype or default["dtype"]).value,
         batch=batch or 1,
-        tokens=_lengths(together, "--tokens")[0] if together else None,
+        tokens=_one(together) if together else None,
         heads=heads or default["heads"],
         head_dim=head_dim,
         threads=threads,
@@ -124,6 +124,12 @@ def bench(
     found = run(plan, folder, beside(json))
     write_json(json, found)
     verdict(found, folder)
+
+
+def _one(text: str) -> int:
+    if "," in text:
+        raise UsageError(f"--tokens takes one number, not {text!r}", "write --tokens like 32k")
+    return _lengths(text, "--tokens")[0]
 
 
 def _lengths(text: str, option: str = "--lengths") -> list[int]:
