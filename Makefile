@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup demo bench test sanitize neon lint clean
+.PHONY: help setup demo bench test sanitize sanitize-gpu neon lint clean
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
 
@@ -36,6 +36,14 @@ sanitize: setup  ## the CPU kernels' tests under the address and undefined-behav
 	ASAN_OPTIONS=detect_leaks=0:malloc_fill_byte=255:max_malloc_fill_size=1073741824 UBSAN_OPTIONS=print_stacktrace=1 \
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -x -s -q tests/core/test_cpu.py tests/core/test_repeated_calls.py tests/core/test_fuzz.py \
 	  tests/core/test_edges.py tests/core/test_visibility.py tests/core/test_validation.py -k "test_cpu or test_repeated or test_fuzz or cpu"
+
+# Memory comes from the driver each time, so that what lies beyond a tensor is not another tensor's.
+sanitize-gpu: setup  ## the Triton kernels' tests under NVIDIA's compute-sanitizer: accesses, races, barriers (needs a GPU and the CUDA toolkit)
+	@command -v compute-sanitizer > /dev/null || { echo "compute-sanitizer is not on PATH: it comes with the CUDA toolkit"; exit 1; }
+	for tool in memcheck racecheck synccheck; do \
+	  PYTORCH_NO_CUDA_MEMORY_CACHING=1 SOFTFOCUS_TUNE=off compute-sanitizer --tool $$tool --target-processes all --error-exitcode 1 \
+	    $(BIN)/python -m pytest -x -q -m gpu tests/core/test_triton.py tests/core/test_cache.py || exit 1; \
+	done
 
 # Nobody here has such a machine: the kernels run under an emulator, called from the tests in this machine's Python.
 NEON := .emulated/neon

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from softfocus._version import __version__
 
 if TYPE_CHECKING:
+    from softfocus.cache import attention_with_cache
     from softfocus.catalog import mechanisms, named
     from softfocus.functional import RowStatistics, attention, explain
     from softfocus.mechanism import Mechanism, laser, sharpened
@@ -19,6 +20,7 @@ __all__ = [
     "RowStatistics",
     "__version__",
     "attention",
+    "attention_with_cache",
     "document_ids_from_lengths",
     "explain",
     "laser",
@@ -35,6 +37,7 @@ _HOME = {
     "mechanisms": "softfocus.catalog",
     "named": "softfocus.catalog",
     "attention": "softfocus.functional",
+    "attention_with_cache": "softfocus.cache",
     "RowStatistics": "softfocus.functional",
     "explain": "softfocus.functional",
     "document_ids_from_lengths": "softfocus.visibility",

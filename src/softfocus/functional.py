@@ -245,14 +245,7 @@ def _prepared(
         validation.check_key_mask(key_mask, key)
     if document_ids is not None:
         validation.check_document_ids(document_ids, query, key)
-    if head_scale is not None:
-        validation.check_per_head("head_scale", head_scale, query)
-    if power is not None:
-        validation.check_per_head("power", power, query)
-        if algebra.power is None:
-            raise ValueError(
-                "power: given, but the mechanism does not re-weight; wrap it in softfocus.sharpened() first"
-            )
+    validation.check_learned(head_scale, power, query, algebra)
     scale = default_scale(algebra, query.size(-1)) if scale is None else validation.scale_of(scale)
     problem = Problem(query, key, value, bias, head_scale, power, scale, dropout_p)
     return problem, Visibility(query.size(2), key.size(2), left, right, mask, key_mask, document_ids), algebra

@@ -199,6 +199,11 @@ def rows_of(backend: str) -> int:
     return getattr(_load(backend), "ROWS", 0)
 
 
+def cache_of(backend: str) -> Callable[..., Tensor] | None:
+    """A backend's own ``attend_cache``, or None: it then takes the sequences one after another."""
+    return None if backend == "reference" else getattr(_load(backend), "attend_cache", None)
+
+
 def _item(seed: Tensor | None) -> int:
     return 0 if seed is None else int(seed.item())
 

@@ -28,9 +28,22 @@ def mechanism_of(mechanism: str | Mechanism) -> Mechanism:
     )
 
 
-def check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
-    """Shapes, dtypes and devices of query [B, H, Lq, D], key [B, Hk, Lk, D] and value [B, Hk, Lk, Dv]."""
-    for name, x in (("query", query), ("key", key), ("value", value)):
+def check_tensors(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    enable_gqa: bool,
+    names: tuple[str, str] = ("key", "value"),
+    same_batch: bool = True,
+) -> None:
+    """Shapes, dtypes and devices of query [B, H, Lq, D], key [B, Hk, Lk, D] and value [B, Hk, Lk, Dv].
+
+    Args:
+        names: what the caller calls key and value.
+        same_batch: whether their first dimension is the query's, too.
+    """
+    key_name, value_name = names
+    for name, x in (("query", query), (key_name, key), (value_name, value)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name}: got {type(x).__name__}, expected a torch.Tensor")
         if x.layout is not torch.strided:
@@ -42,24 +55,26 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -
             )
         if x.dtype not in FLOATING:
             raise TypeError(f"{name}: got dtype {x.dtype}, expected one of {', '.join(map(str, FLOATING))}")
-    for name, x in (("key", key), ("value", value)):
+    for name, x in ((key_name, key), (value_name, value)):
         if x.dtype != query.dtype:
             raise TypeError(f"{name}: got dtype {x.dtype}, expected the query's {query.dtype}")
         if x.device != query.device:
             raise ValueError(f"{name}: is on {x.device}, expected the query's device {query.device}")
-        if x.size(0) != query.size(0):
+        if same_batch and x.size(0) != query.size(0):
             raise ValueError(f"{name}: got batch {x.size(0)} in {_shape(x)}, expected the query's {query.size(0)}")
     if key.size(-1) != query.size(-1) or query.size(-1) == 0:
-        raise ValueError(f"key: got head_dim {key.size(-1)}, expected the query's {query.size(-1)}, at least 1")
-    if value.shape[1:3] != key.shape[1:3]:
-        raise ValueError(f"value: got {_shape(value)}, expected the heads and length of key {_shape(key)}")
+        raise ValueError(f"{key_name}: got head_dim {key.size(-1)}, expected the query's {query.size(-1)}, at least 1")
+    if value.shape[:3] != key.shape[:3]:
+        raise ValueError(
+            f"{value_name}: got {_shape(value)}, expected but for the last dimension {key_name}'s {_shape(key)}"
+        )
     heads, key_heads = query.size(1), key.size(1)
     if heads != key_heads and not enable_gqa:
         raise ValueError(
-            f"key: got {key_heads} heads where query has {heads}; pass enable_gqa=True for grouped-query attention"
+            f"{key_name}: got {key_heads} heads where query has {heads}; pass enable_gqa=True for grouped-query attention"
         )
     if key_heads == 0 or heads % key_heads:
-        raise ValueError(f"query: got {heads} heads, expected a multiple of the key's {key_heads}")
+        raise ValueError(f"query: got {heads} heads, expected a multiple of {key_name}'s {key_heads}")
 
 
 def _is_tensor(name: str, x: object, device: torch.device) -> None:
@@ -132,6 +147,47 @@ def check_per_head(name: str, x: Tensor, query: Tensor) -> None:
     if x.shape != (query.size(1),):
         raise ValueError(f"{name}: got shape {_shape(x)}, expected [heads] = [{query.size(1)}]")
     _is_tensor(name, x, query.device)
+
+
+def check_learned(head_scale: Tensor | None, power: Tensor | None, query: Tensor, mechanism: Mechanism) -> None:
+    """The tensors with one number a head; a power for mechanisms that re-weight."""
+    if head_scale is not None:
+        check_per_head("head_scale", head_scale, query)
+    if power is not None:
+        check_per_head("power", power, query)
+        if mechanism.power is None:
+            raise ValueError(
+                "power: given, but the mechanism does not re-weight; wrap it in softfocus.sharpened() first"
+            )
+
+
+def check_cache(query: Tensor, key_cache: Tensor, lengths: Tensor, page_table: Tensor | None) -> None:
+    """Integers [B] and [B, n]; on the CPU also that they point into the cache."""
+    most, batch = key_cache.size(2), query.size(0)
+    for name, x, shape in (("lengths", lengths, "[batch]"), ("page_table", page_table, "[batch, pages of a sequence]")):
+        if x is None:
+            continue
+        _is_tensor(name, x, query.device)
+        if x.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"{name}: got dtype {x.dtype}, expected torch.int32 or torch.int64")
+        if x.dim() != shape.count(",") + 1 or x.size(0) != batch:
+            raise ValueError(f"{name}: got shape {_shape(x)}, expected {shape} with batch {batch}")
+    if page_table is not None:
+        if most == 0:
+            raise ValueError(f"key_cache: got {_shape(key_cache)}, expected pages of at least one token")
+        most *= page_table.size(1)
+    if torch.compiler.is_compiling() or not lengths.is_cpu or not lengths.numel():
+        return
+    low, high = int(lengths.min()), int(lengths.max())
+    if low < 0 or high > most:
+        raise ValueError(
+            f"lengths: got {low if low < 0 else high}, expected 0 to {most}, the tokens that the cache holds"
+        )
+    if page_table is not None and page_table.numel():
+        read = torch.arange(page_table.size(1)) * key_cache.size(2) < lengths[:, None]
+        wrong = page_table[read & ((page_table < 0) | (page_table >= key_cache.size(0)))]
+        if wrong.numel():
+            raise ValueError(f"page_table: got page {int(wrong[0])}, expected 0 to {key_cache.size(0) - 1}")
 
 
 def window_of(window_size: tuple[int, int] | None, is_causal: bool) -> tuple[int, int]:

@@ -109,6 +109,26 @@ class Visibility:
         return torch.cat(counts, dim=-1)
 
 
+@dataclass(frozen=True, eq=False)
+class Cache:
+    """Which keys and values of a cache belong to a sequence, whose queries are its last tokens, causally.
+
+    Attributes:
+        lengths: integers [B].
+        page_table: integers [B, n] into pages [pages, Hk, page size, D]; None where the cache is [B, Hk, most, D].
+    """
+
+    lengths: Tensor
+    page_table: Tensor | None
+
+    def of_sequence(self, x: Tensor, b: int, length: int) -> Tensor:
+        """The keys or values of sequence b, [1, Hk, length, D]: a view, or a copy of its pages."""
+        if self.page_table is None:
+            return x[b : b + 1, :, :length]
+        pages = self.page_table[b, : -(-length // x.size(2))]
+        return x.transpose(0, 1)[:, pages].flatten(1, 2)[None, :, :length]
+
+
 def document_ids_from_lengths(lengths: Tensor | Sequence[int], total: int | None = None) -> Tensor:
     """Document numbers for documents packed one after another: ``attention(document_ids=)`` for a batch of one.
 

@@ -15,7 +15,7 @@ import torch
 from softfocus import Mechanism, attention, mechanisms, named
 from softfocus.backends.cpu.call import PHI
 from softfocus.mechanism import CHOICES
-from softfocus.testing import Case
+from softfocus.testing import Case, check
 
 pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("poisoned_memory")]
 
@@ -114,6 +114,8 @@ def draw(seed):
         batch = 24 // (key_heads * group * query_length) + 1
     dims = [chance.randint(1, 20), pick([8, 16, 32, 64]), chance.randint(1, 100)]
     head_dim, value_dim = pick([*dims, pick([64, 128, 256])]), pick(dims)
+    if mechanism.similarity == "cosine":
+        head_dim = max(head_dim, 2)  # the formula's cosines of single numbers are 1 or -1 without any error
 
     given: dict[str, Any] = {"is_causal": maybe(0.7)}
     if maybe(0.3):
@@ -189,7 +191,7 @@ def test_random_problems(holds, threads, seeds):
 
 
 @pytest.mark.parametrize("wrong", ["all", "one row", "NaN"])
-def test_a_wrong_kernel_would_be_noticed(holds, wrong):
+def test_a_wrong_kernel_would_be_noticed(wrong):
     """In nearly every problem: in some, no weight is above 0."""
 
     def kernel(**arguments):
@@ -204,7 +206,7 @@ def test_a_wrong_kernel_would_be_noticed(holds, wrong):
     for seed in range(8):
         problem = draw(seed)
         try:
-            holds(kernel, replace(problem.case, name="wrong"), problem.mechanism, problem.dtype)
+            check(kernel, replace(problem.case, name="wrong"), problem.mechanism, problem.dtype)
         except AssertionError:
             noticed += 1
     assert noticed >= 5, noticed

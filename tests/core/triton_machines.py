@@ -70,12 +70,13 @@ def main(arch: int, mechanism: str, head_dim: int, queries: int) -> None:
 
     JITFunction.run = compile_only
     from softfocus import functional
-    from softfocus.backends.triton import call
+    from softfocus.backends.triton import call, tuning
 
     call._programs = lambda device: 264
     query = torch.zeros(1, 2, queries, head_dim, dtype=torch.bfloat16)
     key = torch.zeros(1, 2, 4096, head_dim, dtype=torch.bfloat16)
-    one = call.Call(*functional._prepared(query, key, key, is_causal=True, mechanism=mechanism))
+    problem, visibility, algebra = functional._prepared(query, key, key, is_causal=True, mechanism=mechanism)
+    one = call.Call(problem, visibility, algebra, tuning.tiles(problem, algebra)[0])
     out, rows = one.forward()
     if queries > call.FEW_ROWS:
         one.backward(torch.zeros_like(out), False, out, rows)

@@ -7,6 +7,7 @@ A backend module has
     forward(problem, visibility, mechanism, seed) -> (out, rows)               [B, H, Lq, Dv], [4, B, H, Lq], the statistics
     prepare(problem, visibility, mechanism) -> function                        of query, key, value, to out; optional
     backward(grad, problem, visibility, mechanism, seed, bias_grad) -> the six gradients, None where there is none
+    attend_cache(problem, cache, left, mechanism) -> out                       optional: reads a cache where it lies
     ROWS                                                                       optional: so many vectors of the rows come from
                                                                                forward, and backward gets (..., out, rows)
 """

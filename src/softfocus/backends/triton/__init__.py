@@ -12,7 +12,7 @@ from torch import Tensor
 
 from softfocus.mechanism import Mechanism
 from softfocus.reference import Problem
-from softfocus.visibility import Visibility
+from softfocus.visibility import Cache, Visibility
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PHI = ("exp", "softplus", "sigmoid", "relu", "relu2", "relu6")
@@ -37,15 +37,18 @@ def supports(problem: Problem, visibility: Visibility, mechanism: Mechanism) -> 
         return f"post={mechanism.post!r} is not carried"
     if problem.dropout_p:
         return "dropout is not carried"
+    for name, x in (("query", problem.query), ("key", problem.key), ("value", problem.value)):
+        if (x.size(2) - 1) * x.stride(2) + (x.size(3) - 1) * x.stride(3) >= 2**31:
+            return f"a head of {name} reaches over 2^31 elements and more, within which places are counted in 32 bits"
     most = max(problem.query.size(-1), problem.value.size(-1))
     return f"{most} dimensions a head are more than {MOST_DIMENSIONS}" if most > MOST_DIMENSIONS else None
 
 
 def forward(problem: Problem, visibility: Visibility, mechanism: Mechanism, seed: int) -> tuple[Tensor, Tensor]:
     """out [B, H, Lq, Dv] and the rows' vectors [ROWS, B, H, Lq]."""
-    from softfocus.backends.triton.call import Call
+    from softfocus.backends.triton.call import forward_of
 
-    return Call(problem, visibility, mechanism).forward()
+    return forward_of(problem, visibility, mechanism)
 
 
 def backward(
@@ -59,6 +62,15 @@ def backward(
     rows: Tensor,
 ) -> tuple[Tensor | None, ...]:
     """Gradients of query, key, value, bias, head_scale and power; None where there is nothing to differentiate."""
-    from softfocus.backends.triton.call import Call
+    from softfocus.backends.triton.call import backward_of
 
-    return Call(problem, visibility, mechanism).backward(grad, bias_grad, out, rows)
+    return backward_of(problem, visibility, mechanism, grad, bias_grad, out, rows)
+
+
+def attend_cache(problem: Problem, cache: Cache, left: int, mechanism: Mechanism) -> Tensor:
+    """out [B, H, Lq, Dv] of queries at the ends of the sequences of a cache, read where it lies."""
+    from softfocus.backends.triton.call import forward_of
+
+    pages = 1 if cache.page_table is None else cache.page_table.size(1)
+    visibility = Visibility(problem.query.size(2), problem.key.size(2) * pages, left, 0)
+    return forward_of(problem, visibility, mechanism, cache)[0]

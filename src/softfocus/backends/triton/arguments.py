@@ -60,13 +60,18 @@ class Problem(NamedTuple):
     """One call's tensors and sizes.
 
     Attributes:
-        query, key, value: [B, H, L, D].
-        query_norm, key_norm: 1 / |q|, 1 / |k|, float32 [B, H, L, 1], or None without cosine.
+        query, key, value: [B, H, L, D]; in pages, key and value are [pages, Hk, page size, D].
+        query_norm, key_norm: 1 / |q|, 1 / |k|, float32 [B, H, L, 1], or None without cosine; the latter also where the kernel
+            makes it of the keys that it reads.
         bias: added to the scores, or None.
         head_scale, power: float32 [H], or None.
         heads, group, batch: H, H / Hk, B.
         query_length, key_length, head_dim, value_dim: Lq, Lk, D, Dv.
         scale: the d-dependent factor of the scores.
+        capacity: key_length as the host knows it.
+        lengths: of a cache: int32 [B], the key_length of each sequence (``sight.of_sequence``); or None.
+        pages: of a cache in pages: int32 [B, 1, 1, n], which page holds which keys; or None.
+        page_size: constexpr.
     """
 
     query: Array
@@ -85,6 +90,10 @@ class Problem(NamedTuple):
     head_dim: Any
     value_dim: Any
     scale: Any
+    capacity: Any
+    lengths: Any
+    pages: Array | None
+    page_size: tl.constexpr
 
 
 class Made(NamedTuple):

@@ -1,6 +1,7 @@
 """From a call to the kernels' arguments, and the kernels one after another."""
 
-from functools import cache, lru_cache
+from collections.abc import Callable
+from functools import cache, cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
-from softfocus.backends.triton import ROWS
+from softfocus.backends.triton import ROWS, tuning
 from softfocus.backends.triton.arguments import Algebra, Array, Blocks, Made, Sight, Tiles
 from softfocus.backends.triton.arguments import Problem as Given
 from softfocus.backends.triton.kernels import decode, forward, gradients, laser, norms
@@ -17,33 +18,89 @@ from softfocus.backends.triton.kernels import sight as see
 from softfocus.backends.triton.kernels.pointwise import PHI
 from softfocus.mechanism import Mechanism
 from softfocus.reference import Problem
-from softfocus.visibility import UNLIMITED, Visibility
+from softfocus.visibility import UNLIMITED, Cache, Visibility
 
 WHOLE_POWER = 32
 """Whole powers up to this are raised by squaring, with a kernel compiled for each; others are read when the kernel runs."""
-ROWS_OF_A_TILE, KEYS_OF_A_TILE, KEYS_OF_A_WIDE_TILE = 64, 32, 16
-"""The latter where rows are re-weighted and a head has more than 64 dimensions: the gradients of the queries hold two sums."""
-OPTIONS = {"num_warps": 8, "num_stages": 2}
-"""Chosen without a GPU, so that nothing is spilled from registers (test_triton_compile.py): no speed has been measured yet."""
-TILE_INTERPRETED = (32, 32)
 FEW_ROWS = 64
 """Up to so many queries, of all heads that share a head of keys, are decoded: the keys split among programs."""
 TILES_OF_A_SPLIT = 4
 
 
-class Call:
-    """One call's arguments for the kernels, which live as long as it."""
+def forward_of(
+    problem: Problem, visibility: Visibility, mechanism: Mechanism, held: Cache | None = None
+) -> tuple[Tensor, Tensor]:
+    """out [B, H, Lq, Dv] and the rows' vectors [ROWS, B, H, Lq], in the tiles that are fastest."""
 
-    def __init__(self, problem: Problem, visibility: Visibility, mechanism: Mechanism):
+    def run(tile: tuning.Tile) -> tuple[Tensor, Tensor]:
+        return Call(problem, visibility, mechanism, tile, held).forward()
+
+    few = problem.query.size(2) * (problem.query.size(1) // max(problem.key.size(1), 1)) <= FEW_ROWS
+    return run(_tile("forward", problem, visibility, mechanism, run, measured=held is None and not few))
+
+
+def backward_of(
+    problem: Problem,
+    visibility: Visibility,
+    mechanism: Mechanism,
+    grad: Tensor,
+    bias_grad: bool,
+    out: Tensor,
+    saved: Tensor,
+) -> tuple[Tensor | None, ...]:
+    """The six gradients, from what :func:`forward_of` returned."""
+
+    def run(tile: tuning.Tile) -> tuple[Tensor | None, ...]:
+        return Call(problem, visibility, mechanism, tile).backward(grad, bias_grad, out, saved)
+
+    return run(_tile("backward", problem, visibility, mechanism, run, measured=True))
+
+
+def _tile(
+    direction: str,
+    problem: Problem,
+    visibility: Visibility,
+    mechanism: Mechanism,
+    run: Callable[[tuning.Tile], Any],
+    measured: bool,
+) -> tuning.Tile:
+    if knobs.runtime.interpret:
+        return tuning.INTERPRETED
+    tiles = tuning.tiles(problem, mechanism)
+    if not measured or not (problem.query.numel() and problem.key.numel()):
+        return tiles[0]
+    kind = tuning.kind(direction, problem, visibility, mechanism)
+    return tuning.fastest(kind, problem.query.device, tiles, run)
+
+
+class Call:
+    """One call's arguments for the kernels, which live as long as it; with a ``held`` cache, for the forward alone."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        visibility: Visibility,
+        mechanism: Mechanism,
+        tile: tuning.Tile,
+        held: Cache | None = None,
+    ):
         self.problem = problem
-        self.blocks = _blocks(problem, mechanism)
-        self.given = _given(problem, mechanism)
+        self.blocks = _blocks(problem, tile)
+        self.options = {"num_warps": tile.warps, "num_stages": tile.stages}
+        self.given = _given(problem, visibility.key_length, mechanism, held)
+        self.held = held
         self.algebra = _algebra(mechanism, self.given.power is not None)
         self.sight = _sight(visibility, self.given, self.blocks)
         batch, heads, query_length = problem.query.shape[:3]
         self.laser = mechanism.laser
         self.row_grid = (triton.cdiv(query_length, self.blocks.rows.value), batch * heads)
-        self.key_grid = (triton.cdiv(problem.key.size(2), self.blocks.keys.value), batch * problem.key.size(1))
+        self.key_grid = (triton.cdiv(visibility.key_length, self.blocks.keys.value), batch * problem.key.size(1))
+
+    @cached_property
+    def normed(self) -> Given:
+        """With the keys' norms, for kernels that read a key more than once; the others make them of the keys."""
+        norms = _array(_reciprocal_norms(self.problem.key)) if self.algebra.cosine.value and not self.held else None
+        return self.given._replace(key_norm=norms)
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """out [B, H, Lq, Dv] and the rows' vectors [ROWS, B, H, Lq]."""
@@ -58,25 +115,30 @@ class Call:
         marked_heads = query.new_zeros(query.shape[:2], dtype=torch.int32) if self.laser else None
         made = Made(_array(out), _array(rest), _array(saved), marked_heads)
         if saved.numel():
-            if (splits := self._splits()) > 1:
+            splits = self._splits()
+            given = self.given if splits > 1 else self.normed
+            shared = given, self.algebra, self.sight, made, self.blocks
+            if splits > 1:
                 self._decode(made, splits)
             else:
-                forward.forward[self.row_grid](self.given, self.algebra, self.sight, made, self.blocks, **OPTIONS)
+                forward.forward[self.row_grid](*shared, **self.options)
             if self.laser:
-                laser.exact_forward[self.row_grid](self.given, self.algebra, self.sight, made, self.blocks, **OPTIONS)
+                laser.exact_forward[self.row_grid](*shared, **self.options)
         return out, saved, made
 
     def _splits(self) -> int:
         """How many programs share the keys of one head: more than one where queries are few and heads do not fill the GPU."""
-        query, key = self.problem.query, self.problem.key
-        if self.given.group * query.size(2) > FEW_ROWS or not key.numel():
+        given = self.given
+        if given.group * given.query_length > FEW_ROWS or not self.problem.key.numel():
             return 1
-        tiles = triton.cdiv(key.size(2), self.blocks.keys.value)
-        return min(_programs(query.device) // (key.size(0) * key.size(1)), tiles // TILES_OF_A_SPLIT)
+        tiles = triton.cdiv(given.key_length, self.blocks.keys.value)
+        return min(
+            _programs(self.problem.query.device) // (given.batch * self.problem.key.size(1)), tiles // TILES_OF_A_SPLIT
+        )
 
     def _decode(self, made: Made, splits: int) -> None:
         problem, blocks = self.problem, self.blocks
-        heads = problem.key.size(0) * problem.key.size(1)
+        heads = self.given.batch * problem.key.size(1)
         rows = max(16, triton.next_power_of_2(self.given.group * problem.query.size(2)))
         blocks = blocks._replace(rows=tl.constexpr(rows))
 
@@ -86,15 +148,15 @@ class Call:
         parts = floats(heads, splits, decode.PARTS.value, rows)
         sums = floats(heads, splits, rows, blocks.value_dim.value)
         sharp = self.algebra.sharp.value
-        scores = floats(heads, rows, problem.key.size(2)) if sharp else None
+        scores = floats(heads, rows, self.given.capacity) if sharp else None
         shared = self.given, self.algebra, self.sight, parts, sums
-        decode.statistics[(splits, heads)](*shared, scores, blocks, **OPTIONS)
+        decode.statistics[(splits, heads)](*shared, scores, blocks, **self.options)
         if sharp:
-            decode.weights[(splits, heads)](*shared, scores, blocks, **OPTIONS)
-        decode.combine[(1, heads)](*shared, splits, made, blocks, **OPTIONS)
+            decode.weights[(splits, heads)](*shared, scores, blocks, **self.options)
+        decode.combine[(1, heads)](*shared, splits, made, blocks, **self.options)
 
     def backward(self, grad: Tensor, bias_grad: bool, out: Tensor, saved: Tensor) -> tuple[Tensor | None, ...]:
-        """The six gradients, from what :meth:`forward` returned."""
+        """The six gradients, from what :meth:`forward` returned, in tiles of its own."""
         made = Made(_array(out), None, _array(saved), None)
         if self.laser:
             # Its gradients hold e^-out: of an out of 4, the rounding to bfloat16 would be one part in a hundred
@@ -108,12 +170,14 @@ class Call:
         bias_to = None
         if bias is not None and bias_grad:
             bias_to = bias.new_empty(bias.shape, dtype=torch.float32)
-        shared = self.given, self.algebra, self.sight, _array(grad), made, _array(passed)
+        shared = self.normed, self.algebra, self.sight, _array(grad), made, _array(passed)
         variants = (False, True) if self.laser else (False,)
         for exact in variants if query.numel() else ():
-            gradients.query_gradients[self.row_grid](*shared, _array(to[0]), *rows, exact, self.blocks, **OPTIONS)
+            gradients.query_gradients[self.row_grid](*shared, _array(to[0]), *rows, exact, self.blocks, **self.options)
         for exact in variants if key.numel() else ():
-            gradients.key_gradients[self.key_grid](*shared, _array(to[1]), _array(to[2]), exact, self.blocks, **OPTIONS)
+            gradients.key_gradients[self.key_grid](
+                *shared, _array(to[1]), _array(to[2]), exact, self.blocks, **self.options
+            )
         if bias_to is not None and bias_to.numel():
             everywhere = [size == 1 for size in bias_to.shape]
             grid = (
@@ -123,7 +187,7 @@ class Call:
             )
             for exact in variants:
                 gradients.bias_gradients[grid](
-                    *shared, _array(bias_to), bias_to.size(1), exact, *everywhere, self.blocks, **OPTIONS
+                    *shared, _array(bias_to), bias_to.size(1), exact, *everywhere, self.blocks, **self.options
                 )
         learned = [None if x is None else x.sum((0, 2)) for x in rows]
         return tuple(
@@ -146,15 +210,13 @@ def _array(x: Tensor | None) -> Any:
     return Array(x, *strides)
 
 
-def _blocks(problem: Problem, mechanism: Mechanism) -> Blocks:
-    interpreted = knobs.runtime.interpret
+def _blocks(problem: Problem, tile: tuning.Tile) -> Blocks:
     widths = [max(16, triton.next_power_of_2(x.size(-1))) for x in (problem.query, problem.value)]
-    wide = mechanism.power is not None and max(widths) > 64
-    tile = (ROWS_OF_A_TILE, KEYS_OF_A_WIDE_TILE if wide else KEYS_OF_A_TILE)
     # Of float16 only LASER's e^V is multiplied in float32, since float16 could not hold it
     precision = "tf32" if problem.query.dtype == torch.float16 else "ieee"
-    widen = interpreted and problem.query.dtype == torch.bfloat16  # whose products the interpreter gets wrong
-    return Blocks(*map(tl.constexpr, (*(TILE_INTERPRETED if interpreted else tile), *widths, precision, widen)))
+    # The interpreter gets products of bfloat16 wrong
+    widen = knobs.runtime.interpret and problem.query.dtype == torch.bfloat16
+    return Blocks(*map(tl.constexpr, (tile.rows, tile.keys, *widths, precision, widen)))
 
 
 @lru_cache(maxsize=256)
@@ -173,22 +235,23 @@ def _algebra(mechanism: Mechanism, power_given: bool) -> Algebra:
     )
 
 
-def _given(problem: Problem, mechanism: Mechanism) -> Given:
+def _given(problem: Problem, key_length: int, mechanism: Mechanism, held: Cache | None) -> Given:
     query, key, value, bias, head_scale, power = problem[:6]
     batch, heads, query_length, head_dim = query.shape
-    _, key_heads, key_length, value_dim = value.shape
+    _, key_heads, page_size, value_dim = value.shape
     number = mechanism.power
     if power is None and number is not None and not (number == int(number) and 1 <= number <= WHOLE_POWER):
         power = query.new_full((heads,), number, dtype=torch.float32)
-    cosine = mechanism.similarity == "cosine"
+    table = None if held is None or held.page_table is None else held.page_table.int()[:, None, None]
     return Given(
         _array(query), _array(key), _array(value),
-        _array(_reciprocal_norms(query)) if cosine else None,
-        _array(_reciprocal_norms(key)) if cosine else None,
+        _array(_reciprocal_norms(query)) if mechanism.similarity == "cosine" else None,
+        None,
         _array(bias),
         None if head_scale is None else head_scale.detach().float().contiguous(),
         None if power is None else power.detach().float().contiguous(),
         batch, heads, heads // max(key_heads, 1), query_length, key_length, head_dim, value_dim, problem.scale,
+        key_length, None if held is None else held.lengths.int().contiguous(), _array(table), tl.constexpr(page_size),
     )  # fmt: skip
 
 
@@ -225,8 +288,16 @@ def _sight(visibility: Visibility, given: Given, blocks: Blocks) -> Sight:
     counts = parts[0].new_empty(batch, heads, given.query_length, 1, dtype=torch.int32)
     states = parts[0].new_zeros(batch, heads, row_blocks, key_blocks, dtype=torch.int8)
     if counts.numel():
-        see.survey[(row_blocks, batch, heads)](given, sight, _array(counts), _array(states), blocks)
+        bounds = (None, None) if documents is None else _bounds(documents, blocks.keys.value)
+        see.survey[(row_blocks, batch, heads)](given, sight, *bounds, _array(counts), _array(states), blocks)
     return sight._replace(counts=_array(counts), tiles=_tiles(states), tiles_of_keys=_tiles(states.mT))
+
+
+def _bounds(documents: Tensor, width: int) -> tuple[Array, Array]:
+    """The lowest and the highest document number of each tile of keys."""
+    beyond = documents[:, -1:].expand(-1, -documents.size(1) % width)
+    low, high = torch.cat([documents, beyond], 1).unflatten(1, (-1, width)).aminmax(dim=-1)
+    return _array(low[:, None, None]), _array(high[:, None, None])
 
 
 def _tiles(states: Tensor) -> Tiles:

@@ -164,8 +164,8 @@ class RowGradients {
           Range seen = block.range(r, panel, PANEL);
           if (seen.empty()) continue;
           const float* columns = source + (panel - at) * p.value_dim + (seen.low - panel);
-          product<MR>(seen.vectors(), p.value_dim, grads + r * block.value_width, block.value_width, 1, columns, PANEL,
-                      block.part(static_cast<float*>(products), r, at) + seen.low, CHUNK, false);
+          dots<MR>(seen.vectors(), p.value_dim, grads + r * block.value_width, block.value_width, columns,
+                   block.part(static_cast<float*>(products), r, at) + seen.low, CHUNK);
           if (p.normaliser != L1) continue;
           for (int64_t i = r; i < std::min(r + MR, block.n); ++i)
             block.with_row_phi(i, [&](auto phi) {

@@ -1,12 +1,16 @@
 // The one matrix product: C (+)= A B on a register tile, where B and C have rows of whole vectors and A is read element by
-// element with any two strides (so A may be transposed).
+// element with any two strides (so A may be transposed). What is there is added at the end: sums of sums lose less than one long
+// sum does.
 #pragma once
+
+#include <algorithm>
 
 #include "vector.h"
 
 namespace softfocus {
 
-constexpr int MR = 4;  // rows of C held in registers
+constexpr int MR = 4;          // rows of C held in registers
+constexpr int64_t DEPTH = 64;  // dimensions of a dot product that are summed one after another
 
 template <int ROWS, int VECTORS, typename T>
 inline void product_tile(int64_t depth, const float* a, int64_t a_row, int64_t a_step, const T* b, int64_t b_step,
@@ -15,7 +19,7 @@ inline void product_tile(int64_t depth, const float* a, int64_t a_row, int64_t a
 #pragma GCC unroll 16
   for (int m = 0; m < ROWS; ++m)
 #pragma GCC unroll 16
-    for (int n = 0; n < VECTORS; ++n) sums[m][n] = add ? load(c + m * c_row + n * W) : vf{};
+    for (int n = 0; n < VECTORS; ++n) sums[m][n] = vf{};
   for (int64_t k = 0; k < depth; ++k) {
     vf row[VECTORS];
 #pragma GCC unroll 16
@@ -30,7 +34,10 @@ inline void product_tile(int64_t depth, const float* a, int64_t a_row, int64_t a
 #pragma GCC unroll 16
   for (int m = 0; m < ROWS; ++m)
 #pragma GCC unroll 16
-    for (int n = 0; n < VECTORS; ++n) store(c + m * c_row + n * W, sums[m][n]);
+    for (int n = 0; n < VECTORS; ++n) {
+      float* to = c + m * c_row + n * W;
+      store(to, add ? load(to) + sums[m][n] : sums[m][n]);
+    }
 }
 
 // ROWS rows of C, `vectors` vectors wide
@@ -44,6 +51,14 @@ inline void product(int64_t vectors, int64_t depth, const float* a, int64_t a_ro
     if (vectors == 2) product_tile<ROWS, 2>(depth, a, a_row, a_step, b, b_step, c, c_row, add);
     if (vectors == 3) product_tile<ROWS, 3>(depth, a, a_row, a_step, b, b_step, c, c_row, add);
   }
+}
+
+// Dot products of ROWS vectors with those of a panel's columns
+template <int ROWS>
+inline void dots(int64_t vectors, int64_t dims, const float* a, int64_t a_row, const float* panel, float* c, int64_t c_row) {
+  constexpr int64_t step = PANEL_VECTORS * W;
+  for (int64_t d = 0; d < dims; d += DEPTH)
+    product<ROWS>(vectors, std::min(DEPTH, dims - d), a + d, a_row, 1, panel + d * step, step, c, c_row, d > 0);
 }
 
 }  // namespace softfocus

@@ -224,9 +224,9 @@ class Block : public Sight {
             const float* columns = keys + (panel - at) * p.head_dim + some.low - panel;
             float *row = part(r, at) + some.low, *queries = direction + r * width;
             if (single)
-              product<1>(some.vectors(), p.head_dim, queries, width, 1, columns, PANEL, row, CHUNK, false);
+              dots<1>(some.vectors(), p.head_dim, queries, width, columns, row, CHUNK);
             else
-              product<MR>(some.vectors(), p.head_dim, queries, width, 1, columns, PANEL, row, CHUNK, false);
+              dots<MR>(some.vectors(), p.head_dim, queries, width, columns, row, CHUNK);
           }
           Range open = plain ? inside(r, seen) : Range{seen.high, seen.high};
           if (!open.empty()) {

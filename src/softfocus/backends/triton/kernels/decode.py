@@ -61,9 +61,9 @@ def _sums(sums, splits, split, blocks):
 
 @triton.jit
 def _scores(scores, problem, keys, blocks):
-    """Where the scores with some keys lie in [B Hk, R, Lk]."""
+    """Where the scores with some keys lie in [B Hk, R, capacity]."""
     far = tl.full([], 0, tl.int64) + tl.program_id(1)
-    return scores + (far * blocks.rows + tl.arange(0, blocks.rows)[:, None]) * problem.key_length + keys[None, :]
+    return scores + (far * blocks.rows + tl.arange(0, blocks.rows)[:, None]) * problem.capacity + keys[None, :]
 
 
 @triton.jit
@@ -98,6 +98,7 @@ def statistics(problem, algebra, sight, parts, sums, scores, blocks):
     """The first two vectors of a split and its sums; or, of re-weighted rows, the two and the scores."""
     splits, split = tl.num_programs(0), tl.program_id(0)
     b, h, heads, rows = _rows(problem, blocks)
+    problem, sight = see.of_sequence(problem, sight, b)
     dims = tl.arange(0, blocks.head_dim)
     places = (
         see.head_of(problem.query, b, heads)[:, None]
@@ -138,13 +139,13 @@ def weights(problem, algebra, sight, parts, sums, scores, blocks):
     """The last two vectors of a split and its sums, where rows are re-weighted."""
     splits, split = tl.num_programs(0), tl.program_id(0)
     b, h, heads, rows = _rows(problem, blocks)
+    problem, sight = see.of_sequence(problem, sight, b)
     columns = tl.arange(0, blocks.value_dim)
     count = see.count(sight, problem, b, heads, rows)
     top, shift, norm = _whole_rows(algebra, parts, splits, blocks)
     largest = algebra.phi.value(top, shift, algebra.shifted)
     floor, over_spread, tied, _peak = of.threshold(problem, algebra, count, norm, largest)
     _top, _shift, _norm, sharp_norm, mixed, marked, highest = _nothing(blocks)
-    values = see.head_of(problem.value, b, h // problem.group)
     first, last = _span(problem, sight, blocks)
     for n in range(first, last):
         keys = n * blocks.keys + tl.arange(0, blocks.keys)
@@ -154,7 +155,7 @@ def weights(problem, algebra, sight, parts, sums, scores, blocks):
         f = forward.sharpened(s, shift, floor, over_spread, tied, problem, algebra, heads[:, None])
         sharp_norm += tl.sum(f, 1)
         live = tl.max((f != 0.0).to(tl.int32), 0) > 0
-        places = values + keys[:, None] * problem.value.l + columns[None, :] * problem.value.d
+        places = of.key_places(problem.value, problem, b, h, keys)[:, None] + columns[None, :] * problem.value.d
         value = tl.load(places, mask=live[:, None] & (columns[None, :] < problem.value_dim), other=0.0)
         mixed, marked, highest = forward.mix(mixed, marked, highest, f, f != 0.0, value, algebra, True, blocks)
     tl.store(_part(parts, 2, splits, split, blocks), sharp_norm)
@@ -166,6 +167,7 @@ def weights(problem, algebra, sight, parts, sums, scores, blocks):
 def combine(problem, algebra, sight, parts, sums, splits, made, blocks):
     """What the forward makes, from the splits in their order."""
     b, _h, heads, rows = _rows(problem, blocks)
+    problem, sight = see.of_sequence(problem, sight, b)
     count = see.count(sight, problem, b, heads, rows)
     top, shift, norm = _whole_rows(algebra, parts, splits, blocks)
     _top, _shift, _norm, sharp_norm, mixed, marked, highest = _nothing(blocks)

@@ -13,6 +13,7 @@ def forward(problem, algebra, sight, made, blocks):
     """All that is ``made``, but for rows that it marks for ``laser.exact_forward``. A program: a block of rows of a head."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows first, where it is causal
     b, h = tl.program_id(1) // problem.heads, tl.program_id(1) % problem.heads
+    problem, sight = see.of_sequence(problem, sight, b)
     rows = block * blocks.rows + tl.arange(0, blocks.rows)
     query = of.queries_of(problem, b, h, rows, blocks)
     count = see.count(sight, problem, b, h, rows)

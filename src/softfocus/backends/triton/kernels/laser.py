@@ -180,6 +180,7 @@ def exact_forward(problem, algebra, sight, made, blocks):
         return
     block = tl.program_id(0)
     b, h = tl.program_id(1) // problem.heads, tl.program_id(1) % problem.heads
+    problem, sight = see.of_sequence(problem, sight, b)
     rows = block * blocks.rows + tl.arange(0, blocks.rows)
     columns = tl.arange(0, blocks.value_dim)
     marked = tl.load(of.saved_row(made.saved, b, h, rows, 6), mask=rows < problem.query_length, other=0.0) > 0.0
@@ -202,7 +203,8 @@ def exact_forward(problem, algebra, sight, made, blocks):
             )
             log_weight = tl.where(seen, log_weights(s, row, problem, algebra, h), float("-inf"))
             for c in range(problem.value_dim):
-                value = _column(problem.value, b, h // problem.group, keys, keys < problem.key_length, c)
+                places = of.key_places(problem.value, problem, b, h, keys) + c * problem.value.d
+                value = tl.load(places, mask=keys < problem.key_length, other=0.0).to(tl.float32)
                 taint = tl.sum(tl.where(seen, (value - value)[None, :], 0.0), 1)  # NaN where it sees what is not finite
                 value = of.finite(value)[None, :]
                 at = columns[None, :] == c

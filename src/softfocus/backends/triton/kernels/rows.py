@@ -126,23 +126,52 @@ def outputs_of(array, problem, b, h, rows, blocks):
 
 
 @triton.jit
+def key_places(array, problem, b, h, keys):
+    """Where the keys or values [K] of a head of queries lie."""
+    if problem.pages is None:
+        places = see.head_of(array, b, h // problem.group) + keys * array.l
+    else:
+        number = keys // problem.page_size
+        table = see.head_of(problem.pages, b, 0) + number * problem.pages.d
+        page = tl.load(table, mask=keys < problem.key_length, other=0)
+        places = see.head_of(array, page, h // problem.group) + (keys - number * problem.page_size) * array.l
+    return places
+
+
+@triton.jit
 def keys_of(problem, algebra, b, h, keys, blocks):
     """A tile's keys [K, D], and 1 / |k| with cosine."""
-    group = h // problem.group
     dims = tl.arange(0, blocks.head_dim)
-    key = matrix(problem.key, see.head_of(problem.key, b, group), keys, dims, problem.key_length, problem.head_dim)
+    places = key_places(problem.key, problem, b, h, keys)[:, None] + dims[None, :] * problem.key.d
+    inside = (keys[:, None] < problem.key_length) & (dims[None, :] < problem.head_dim)
+    key = tl.load(places, mask=inside, other=0.0)
     norm = keys.to(tl.float32)
     if algebra.cosine:
-        norm = per_row(problem.key_norm, b, group, keys, problem.key_length)
+        if problem.key_norm is None:
+            norm = reciprocal_norm(key.to(tl.float32))
+        else:
+            norm = per_row(problem.key_norm, b, h // problem.group, keys, problem.key_length)
     return key, norm
+
+
+@triton.jit
+def reciprocal_norm(x):
+    """1 / |x| of each row for any norm that float32 holds: 0 for a zero vector, NaN where x is not finite."""
+    largest = tl.max(tl.abs(x), 1)
+    zero = largest < 2.0**-126
+    over = 1.0 / tl.where(zero, 1.0, largest)
+    scaled = x / tl.where(zero, 1.0, largest)[:, None]
+    norm = tl.where(zero, 0.0, over / tl.sqrt_rn(tl.sum(scaled * scaled, 1)))
+    return norm + tl.sum(x - x, 1)  # NaN where x is not finite
 
 
 @triton.jit
 def values_of(problem, b, h, keys, blocks):
     """A tile's values [K, Dv]."""
     columns = tl.arange(0, blocks.value_dim)
-    start = see.head_of(problem.value, b, h // problem.group)
-    return matrix(problem.value, start, keys, columns, problem.key_length, problem.value_dim)
+    places = key_places(problem.value, problem, b, h, keys)[:, None] + columns[None, :] * problem.value.d
+    inside = (keys[:, None] < problem.key_length) & (columns[None, :] < problem.value_dim)
+    return tl.load(places, mask=inside, other=0.0)
 
 
 @triton.jit

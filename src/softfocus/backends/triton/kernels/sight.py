@@ -3,12 +3,32 @@
 import triton
 import triton.language as tl
 
+from softfocus.backends.triton.arguments import Problem, Sight
+
 
 @triton.jit
 def head_of(array, b, h):
     """Where the matrix of one head begins."""
     far = tl.full([], 0, tl.int64)  # offsets of whole heads may lie beyond 2^31
     return array.at + (far + b) * array.b + (far + h) * array.h
+
+
+@triton.jit
+def of_sequence(problem, sight, b):
+    """Problem and sight of one sequence: of a cache, its own length, with its queries at the end."""
+    if problem.lengths is not None:
+        length = tl.minimum(tl.maximum(tl.load(problem.lengths + b), 0), problem.capacity)
+        problem = Problem(
+            problem.query, problem.key, problem.value, problem.query_norm, problem.key_norm, problem.bias,
+            problem.head_scale, problem.power, problem.batch, problem.heads, problem.group,
+            problem.query_length, length, problem.head_dim, problem.value_dim, problem.scale,
+            problem.capacity, problem.lengths, problem.pages, problem.page_size,
+        )  # fmt: skip
+        sight = Sight(
+            sight.left, sight.right, sight.has_left, sight.has_right, length - problem.query_length,
+            sight.mask, sight.key_mask, sight.documents, sight.counts, sight.tiles, sight.tiles_of_keys,
+        )  # fmt: skip
+    return problem, sight
 
 
 @triton.jit
@@ -130,12 +150,41 @@ EMPTY, CUT, WHOLE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
-def survey(problem, sight, counts, states, blocks):
-    """N_i int32 [B, H, Lq, 1], and what each tile shows, int8 [B, H, row blocks, key blocks]; the latter cleared before."""
+def _meeting(problem, sight, lowest, highest, b, rows, start, stop):
+    """Of the tiles from start to stop, those from the first to the last in which documents of the rows may occur.
+
+    Packed documents stand one after another, so that these are few; in any other order they are more, never too few.
+    """
+    last = tl.minimum(rows, problem.query_length - 1) + sight.offset
+    mine = tl.load(head_of(sight.documents, b, 0) + last * sight.documents.d)
+    least, most = tl.min(mine, 0), tl.max(mine, 0)
+    first, end = stop, start
+    for begin in range(start, stop, MET_AT_ONCE):
+        tiles = begin + tl.arange(0, MET_AT_ONCE)
+        there = tiles < stop
+        low = tl.load(head_of(lowest, b, 0) + tiles * lowest.d, mask=there, other=0)
+        high = tl.load(head_of(highest, b, 0) + tiles * highest.d, mask=there, other=0)
+        met = there & (low <= most) & (high >= least)
+        first = tl.minimum(first, tl.min(tl.where(met, tiles, stop), 0))
+        end = tl.maximum(end, tl.max(tl.where(met, tiles + 1, start), 0))
+    return first, end
+
+
+MET_AT_ONCE = tl.constexpr(256)
+
+
+@triton.jit
+def survey(problem, sight, lowest, highest, counts, states, blocks):
+    """N_i int32 [B, H, Lq, 1], and what each tile shows, int8 [B, H, row blocks, key blocks]; the latter cleared before.
+
+    ``lowest`` and ``highest`` [B, 1, 1, key blocks] are the document numbers in a tile of keys; None without documents.
+    """
     block = tl.program_id(0)
     b, h = tl.program_id(1), tl.program_id(2)
     rows = block * blocks.rows + tl.arange(0, blocks.rows)
     start, _whole_start, _whole_stop, stop = key_tiles(sight, problem, blocks, block)
+    if sight.documents is not None:
+        start, stop = _meeting(problem, sight, lowest, highest, b, rows, start, stop)
     number_seen = tl.zeros([blocks.rows], tl.int32)
     for n in range(start, stop):
         keys = n * blocks.keys + tl.arange(0, blocks.keys)

@@ -1,0 +1,122 @@
+"""Which tiles the kernels work in: of a few, the fastest for calls of a kind, measured once on a device and kept on disk."""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Hashable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton.runtime.cache import get_cache_manager
+from triton.runtime.errors import OutOfResources
+
+from softfocus.mechanism import Mechanism
+from softfocus.reference import Problem
+from softfocus.visibility import Visibility
+
+
+class Tile(NamedTuple):
+    """Rows and keys of a tile, and what Triton is told of the kernels: warps of a program, stages of a pipeline."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+TILES = (Tile(64, 32, 8, 2), Tile(64, 64, 4, 2), Tile(128, 32, 8, 2), Tile(128, 64, 8, 3))
+"""The first is taken where nothing is measured: it spills nothing from registers (test_triton_compile.py)."""
+WIDE_TILES = (Tile(64, 16, 8, 2), Tile(64, 32, 8, 2), Tile(128, 16, 8, 2), Tile(128, 32, 8, 2))
+"""Where rows are re-weighted and a head has more than 64 dimensions: the gradients of the queries hold two sums."""
+INTERPRETED = Tile(32, 32, 1, 1)
+
+
+def tiles(problem: Problem, mechanism: Mechanism) -> tuple[Tile, ...]:
+    """What may be taken for a call."""
+    wide = mechanism.power is not None and max(problem.query.size(-1), problem.value.size(-1)) > 64
+    return WIDE_TILES if wide else TILES
+
+
+def kind(direction: str, problem: Problem, visibility: Visibility, mechanism: Mechanism) -> tuple[Hashable, ...]:
+    """What calls have in common that are taken to be fastest in the same tiles: sizes count by powers of two."""
+    query, key, value, bias, head_scale, power = problem[:6]
+    sizes = (query.size(0) * query.size(1), query.size(2), key.size(2), query.size(1) // key.size(1))
+    given = (bias, head_scale, power, visibility.mask, visibility.key_mask, visibility.document_ids)
+    return (
+        direction, mechanism.code, str(query.dtype), query.size(3), value.size(3),
+        *(triton.next_power_of_2(n) for n in sizes),
+        visibility.left >= 0, visibility.right >= 0, *(x is not None for x in given),
+    )  # fmt: skip
+
+
+_known: dict[tuple[Hashable, ...], Tile] = {}
+
+
+def fastest(
+    kind: tuple[Hashable, ...], device: torch.device, tiles: tuple[Tile, ...], run: Callable[[Tile], Any]
+) -> Tile:
+    """The tile in which ``run`` takes the least time, for calls of a kind.
+
+    Measured when the first call of the kind comes, which then waits for the device and for compilers; then known, to later
+    processes too: in Triton's own cache, by device, Triton's version and the kernels' source. While a CUDA graph is captured
+    it is the first of ``tiles``, for this once; always, where ``SOFTFOCUS_TUNE=off``.
+    """
+    if not tunes() or torch.cuda.is_current_stream_capturing():
+        return tiles[0]
+    kind = (torch.cuda.get_device_name(device), *kind)
+    if kind not in _known:
+        code = hashlib.sha256(json.dumps([triton.__version__, _source(), kind]).encode()).hexdigest()
+        store = get_cache_manager(code)
+        found = store.get_file("tile.json")
+        tile = None if found is None else _read(found)
+        if tile not in tiles:
+            tile = _measured(tiles, run)
+            store.put(json.dumps(tile), "tile.json", binary=False)
+        _known[kind] = tile
+    return _known[kind]
+
+
+def tunes() -> bool:
+    """Whether SOFTFOCUS_TUNE leaves tuning on.
+
+    Raises:
+        ValueError: it is neither on nor off.
+    """
+    said = os.environ.get("SOFTFOCUS_TUNE", "on").lower()
+    if said not in ("on", "off"):
+        raise ValueError(f"SOFTFOCUS_TUNE: got {said!r}, expected on or off")
+    return said == "on"
+
+
+def _measured(tiles: tuple[Tile, ...], run: Callable[[Tile], Any]) -> Tile:
+    times = {}
+    for tile in tiles:
+        try:
+            times[tile] = _time(partial(run, tile))
+        except OutOfResources:  # more shared memory than the device has
+            continue
+    return min(times, key=times.__getitem__) if times else tiles[0]
+
+
+def _time(run: Callable[[], Any]) -> float:
+    """Milliseconds, median."""
+    took: float = triton.testing.do_bench(run, warmup=20, rep=80, return_mode="median")
+    return took
+
+
+def _read(path: str) -> Tile | None:
+    try:
+        return Tile(*json.loads(Path(path).read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+@cache
+def _source() -> str:
+    """What the kernels and the choice between tiles depend on."""
+    folder = Path(__file__).parent
+    files = sorted([*folder.glob("*.py"), *folder.glob("kernels/*.py")])
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()

@@ -1,0 +1,127 @@
+"""``attention_with_cache()``: new tokens against a cache of keys and values with room to spare, or one that lies in pages."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from softfocus import dispatch, functional, ops, validation
+from softfocus.mechanism import Mechanism
+from softfocus.reference import Problem, default_scale
+from softfocus.visibility import Cache, Visibility
+
+__all__ = ["attention_with_cache"]
+
+
+def attention_with_cache(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    lengths: Tensor,
+    page_table: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    mechanism: str | Mechanism = "lssar",
+    window_size: tuple[int, int] | None = None,
+    head_scale: Tensor | None = None,
+    power: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Attention of the last tokens of each sequence to all of its tokens, which are in a cache already.
+
+    For each sequence b what ``attention(query[b], keys[b], values[b], is_causal=True)`` gives, where keys and values are the
+    first ``lengths[b]`` that the cache holds for it: causal, the last query at the last of them, N_i counted from them. What
+    the cache holds beyond them is never looked at. Queries before the first token (more of them than ``lengths[b]``) see
+    nothing and are zero.
+
+    The triton backend reads lengths and pages on the device: no synchronisation, so that a step can be captured in a CUDA
+    graph. The others take the sequences one after another by what ``attention()`` runs on, and copy pages together first.
+
+    Args:
+        query: [B, H, Lq, D], the last Lq tokens of each sequence.
+        key_cache: [B, Hk, most, D], or with ``page_table`` [pages, Hk, page size, D]; any strides; the query's dtype (autocast
+            leaves it alone).
+        value_cache: the same with Dv.
+        lengths: int32 or int64 [B], how many tokens each sequence has, the new ones among them. On the CPU they are checked;
+            on a device, where that would wait for it, what exceeds the cache is cut.
+        page_table: int32 or int64 [B, n]: the page that holds tokens j * page size and following of a sequence stands at j.
+            Entries beyond a sequence's length are not read; those before are not checked on a device.
+        scale, enable_gqa, mechanism, window_size, head_scale, power, backend: as in :func:`softfocus.attention`.
+
+    Returns:
+        out [B, H, Lq, Dv] in the query's dtype, without gradient.
+
+    Raises:
+        ValueError, TypeError: an argument that does not fit; the message names it.
+        RuntimeError: a gradient is recorded and a tensor requires it.
+    """
+    algebra = validation.mechanism_of(mechanism)
+    validation.check_tensors(
+        query, key_cache, value_cache, enable_gqa, ("key_cache", "value_cache"), page_table is None
+    )
+    validation.check_cache(query, key_cache, lengths, page_table)
+    left, _right = validation.window_of(window_size, is_causal=True)
+    validation.check_learned(head_scale, power, query, algebra)
+    floating = (query, key_cache, value_cache, head_scale, power)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in floating):
+        raise RuntimeError(
+            "attention_with_cache: a tensor requires grad, and a cache has none; call it under torch.no_grad(), or call "
+            "softfocus.attention with the keys and values themselves"
+        )
+    scale = default_scale(algebra, query.size(-1)) if scale is None else validation.scale_of(scale)
+    most = key_cache.size(2) * (1 if page_table is None else page_table.size(1))
+    left = min(left, query.size(2) + most)
+    problem = Problem(query, key_cache, value_cache, None, head_scale, power, scale, 0.0)
+    chosen = dispatch.choose(problem, Visibility(query.size(2), most, left, 0), algebra, backend)
+    out: Tensor = _attend_cache(
+        query, key_cache, value_cache, lengths, page_table, head_scale, power, left, scale, algebra.code, chosen
+    )
+    return out
+
+
+_library = torch.library.Library("softfocus", "FRAGMENT")
+_library.define(
+    "attend_cache(Tensor query, Tensor key, Tensor value, Tensor lengths, Tensor? page_table, Tensor? head_scale, "
+    "Tensor? power, int left, float scale, str mechanism, str backend) -> Tensor"
+)
+
+
+def _run(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Tensor,
+    page_table: Tensor | None,
+    head_scale: Tensor | None,
+    power: Tensor | None,
+    left: int,
+    scale: float,
+    mechanism: str,
+    backend: str,
+) -> Tensor:
+    algebra, cache = Mechanism.from_json(mechanism), Cache(lengths, page_table)
+    own = ops.cache_of(backend)
+    if own is not None:
+        problem = Problem(query, key, value, None, head_scale, power, scale, 0.0)
+        with ops.own_dtypes(query):
+            out: Tensor = own(problem, cache, left, algebra)
+            return out
+    out = query.new_empty(*query.shape[:3], value.size(-1))
+    with ops.own_dtypes(query):
+        for b, length in enumerate(lengths.tolist()):
+            out[b : b + 1] = functional.attention(
+                query[b : b + 1], cache.of_sequence(key, b, length), cache.of_sequence(value, b, length), scale=scale,
+                is_causal=True, enable_gqa=True, mechanism=algebra, window_size=(left, 0), head_scale=head_scale,
+                power=power, backend=backend,
+            )  # fmt: skip
+    return out
+
+
+_library.impl("attend_cache", _run, "CompositeExplicitAutograd")
+_attend_cache = torch.ops.softfocus.attend_cache.default
+
+
+@torch.library.register_fake("softfocus::attend_cache", lib=_library)
+def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
+    return query.new_empty(*query.shape[:3], value.size(-1))
