@@ -133,6 +133,8 @@ def draw(seed):
     given["transposed"] = maybe(0.3)
     given["zeros"] = pick([0.0, 0.0, 0.0, 0.1])
     given["ties"] = pick(["", "", "", "", "keys", "some keys", "queries"])
+    if given["ties"] == "keys" and given.get("mask", 0.0) > 0.5:  # as with one head: nearly no row sees different keys
+        given["ties"] = ""
     # LASER's dL/ds are differences of numbers of the size of dL/dO: the closer the values, the less is left of them
     given["spread"] = pick([1.0, 1.0, 50.0]) if mechanism.laser else pick([1.0, 1.0, 1e-3, 1e3])
 

@@ -1,15 +1,18 @@
 """Compiles every Triton kernel that a call launches, for a GPU that need not be there: one line of JSON a kernel.
 
-    python triton_machines.py ARCH MECHANISM HEAD_DIM QUERIES
+    python triton_machines.py ARCH MECHANISM HEAD_DIM QUERIES [--tile N] [--given]
+
+QUERIES 0: of one query against a cache in pages. --tile: of those that may be chosen, another than the first. --given: with a
+mask, padding, documents, a window, a bias with gradient, learned scales and powers.
 
 A process of its own: Triton must not have been told to interpret. The line holds the kernel's name, registers a thread, bytes
 of stack (spilled registers) and of shared memory.
 """
 
+import argparse
 import json
 import re
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -52,7 +55,7 @@ def usage(compiled: Any) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def main(arch: int, mechanism: str, head_dim: int, queries: int) -> None:
+def main(arch: int, mechanism: str, head_dim: int, queries: int, tile: int = 0, given: bool = False) -> None:
     driver.set_active(Absent(arch))
     run = JITFunction.run
 
@@ -69,18 +72,44 @@ def main(arch: int, mechanism: str, head_dim: int, queries: int) -> None:
         print(json.dumps(line), flush=True)
 
     JITFunction.run = compile_only
+    import softfocus
     from softfocus import functional
     from softfocus.backends.triton import call, tuning
+    from softfocus.visibility import Cache
 
     call._programs = lambda device: 264
-    query = torch.zeros(1, 2, queries, head_dim, dtype=torch.bfloat16)
+    query = torch.zeros(1, 2, queries or 1, head_dim, dtype=torch.bfloat16)
     key = torch.zeros(1, 2, 4096, head_dim, dtype=torch.bfloat16)
-    problem, visibility, algebra = functional._prepared(query, key, key, is_causal=True, mechanism=mechanism)
-    one = call.Call(problem, visibility, algebra, tuning.tiles(problem, algebra)[0])
+    held = None
+    if not queries:
+        held = Cache(torch.tensor([4096]), torch.arange(256)[None])
+    optional: dict[str, Any] = {}
+    if given:
+        optional = {
+            "attn_mask": torch.ones(1, 2, queries, 4096, dtype=torch.bool),
+            "key_mask": torch.ones(1, 4096, dtype=torch.bool),
+            "document_ids": torch.zeros(1, 4096, dtype=torch.int64),
+            "window_size": (1000, 0),
+            "bias": torch.zeros(1, 2, queries, 4096),
+            "head_scale": torch.ones(2),
+            "power": torch.ones(2) if softfocus.named(mechanism).power else None,
+        }
+    problem, visibility, algebra = functional._prepared(
+        query, key, key, is_causal=True, mechanism=mechanism, **optional
+    )
+    if held:
+        pages = key.view(2, 256, 16, head_dim).transpose(0, 1)
+        problem = problem._replace(key=pages, value=pages)
+    one = call.Call(problem, visibility, algebra, tuning.tiles(problem, algebra)[tile], held)
     out, rows = one.forward()
     if queries > call.FEW_ROWS:
-        one.backward(torch.zeros_like(out), False, out, rows)
+        one.backward(torch.zeros_like(out), given, out, rows)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    parser = argparse.ArgumentParser()
+    for name, kind in (("arch", int), ("mechanism", str), ("head_dim", int), ("queries", int)):
+        parser.add_argument(name, type=kind)
+    parser.add_argument("--tile", type=int, default=0)
+    parser.add_argument("--given", action="store_true")
+    main(**vars(parser.parse_args()))

@@ -1,4 +1,7 @@
-"""What the kernels are handed: tensors as places with strides, and the algebra as compile-time constants."""
+"""What the kernels are handed: tensors as places with strides, and the algebra as compile-time constants.
+
+A tuple that holds tuples ends with a constant: Triton 3.6 otherwise forgets, in loops, the constants in those (a stride of 1).
+"""
 
 from typing import Any, NamedTuple
 
@@ -20,19 +23,17 @@ class Sight(NamedTuple):
 
     Attributes:
         left, right: the window; meaningless where it has no such side.
-        has_left, has_right: constexpr.
         offset: the key position of query 0.
         mask: bool [B, H, Lq, Lk] as bytes, or None.
         key_mask: bool [B, 1, 1, Lk] as bytes, or None.
         documents: integers [B, 1, 1, Lk], or None.
         counts: N_i, int32 [B, H, Lq, 1], or None where the window alone says it.
         tiles, tiles_of_keys: which tiles to visit, row block by row block and key block by key block; None as ``counts``.
+        has_left, has_right: constexpr, whether the window has these sides.
     """
 
     left: Any
     right: Any
-    has_left: tl.constexpr
-    has_right: tl.constexpr
     offset: Any
     mask: Array | None
     key_mask: Array | None
@@ -40,6 +41,8 @@ class Sight(NamedTuple):
     counts: Array | None
     tiles: "Tiles | None"
     tiles_of_keys: "Tiles | None"
+    has_left: tl.constexpr
+    has_right: tl.constexpr
 
 
 class Tiles(NamedTuple):
@@ -48,12 +51,14 @@ class Tiles(NamedTuple):
     Attributes:
         cut, whole: int32 [B, H, blocks, most].
         cuts, wholes: how many of them count, int32 [B, H, blocks, 1].
+        end: see above.
     """
 
     cut: Array
     cuts: Array
     whole: Array
     wholes: Array
+    end: tl.constexpr
 
 
 class Problem(NamedTuple):
@@ -68,8 +73,7 @@ class Problem(NamedTuple):
         heads, group, batch: H, H / Hk, B.
         query_length, key_length, head_dim, value_dim: Lq, Lk, D, Dv.
         scale: the d-dependent factor of the scores.
-        capacity: key_length as the host knows it.
-        lengths: of a cache: int32 [B], the key_length of each sequence (``sight.of_sequence``); or None.
+        lengths: of a cache: int32 [B], how many of its keys each sequence has (``sight.length_of``); or None.
         pages: of a cache in pages: int32 [B, 1, 1, n], which page holds which keys; or None.
         page_size: constexpr.
     """
@@ -90,7 +94,6 @@ class Problem(NamedTuple):
     head_dim: Any
     value_dim: Any
     scale: Any
-    capacity: Any
     lengths: Any
     pages: Array | None
     page_size: tl.constexpr
@@ -104,12 +107,14 @@ class Made(NamedTuple):
         rest: LASER's, like out: what the rounding of out leaves, for the backward; or None.
         saved: vectors of the rows, float32 [ROWS, B, H, Lq].
         marked_heads: LASER's, int32 [B, H]: not 0 where rows of the head are marked; or None.
+        end: see above.
     """
 
     out: Array
     rest: Array | None
     saved: Array
     marked_heads: Any
+    end: tl.constexpr
 
 
 class Algebra(NamedTuple):

@@ -25,6 +25,7 @@ WHOLE_POWER = 32
 FEW_ROWS = 64
 """Up to so many queries, of all heads that share a head of keys, are decoded: the keys split among programs."""
 TILES_OF_A_SPLIT = 4
+END = tl.constexpr(0)
 
 
 def forward_of(
@@ -86,7 +87,7 @@ class Call:
     ):
         self.problem = problem
         self.blocks = _blocks(problem, tile)
-        self.options = {"num_warps": tile.warps, "num_stages": tile.stages}
+        self.options = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": True}
         self.given = _given(problem, visibility.key_length, mechanism, held)
         self.held = held
         self.algebra = _algebra(mechanism, self.given.power is not None)
@@ -113,7 +114,7 @@ class Call:
         rest = torch.empty_like(out) if with_rest else None
         saved = query.new_empty(ROWS, *query.shape[:3], dtype=torch.float32)
         marked_heads = query.new_zeros(query.shape[:2], dtype=torch.int32) if self.laser else None
-        made = Made(_array(out), _array(rest), _array(saved), marked_heads)
+        made = Made(_array(out), _array(rest), _array(saved), marked_heads, END)
         if saved.numel():
             splits = self._splits()
             given = self.given if splits > 1 else self.normed
@@ -148,7 +149,7 @@ class Call:
         parts = floats(heads, splits, decode.PARTS.value, rows)
         sums = floats(heads, splits, rows, blocks.value_dim.value)
         sharp = self.algebra.sharp.value
-        scores = floats(heads, rows, self.given.capacity) if sharp else None
+        scores = floats(heads, rows, self.given.key_length) if sharp else None
         shared = self.given, self.algebra, self.sight, parts, sums
         decode.statistics[(splits, heads)](*shared, scores, blocks, **self.options)
         if sharp:
@@ -157,7 +158,7 @@ class Call:
 
     def backward(self, grad: Tensor, bias_grad: bool, out: Tensor, saved: Tensor) -> tuple[Tensor | None, ...]:
         """The six gradients, from what :meth:`forward` returned, in tiles of its own."""
-        made = Made(_array(out), None, _array(saved), None)
+        made = Made(_array(out), None, _array(saved), None, END)
         if self.laser:
             # Its gradients hold e^-out: of an out of 4, the rounding to bfloat16 would be one part in a hundred
             _out, _saved, made = self._forward(with_rest=True)
@@ -251,7 +252,7 @@ def _given(problem: Problem, key_length: int, mechanism: Mechanism, held: Cache 
         None if head_scale is None else head_scale.detach().float().contiguous(),
         None if power is None else power.detach().float().contiguous(),
         batch, heads, heads // max(key_heads, 1), query_length, key_length, head_dim, value_dim, problem.scale,
-        key_length, None if held is None else held.lengths.int().contiguous(), _array(table), tl.constexpr(page_size),
+        None if held is None else held.lengths.int().contiguous(), _array(table), tl.constexpr(page_size),
     )  # fmt: skip
 
 
@@ -271,13 +272,12 @@ def _reciprocal_norms(x: Tensor) -> Tensor:
 def _sight(visibility: Visibility, given: Given, blocks: Blocks) -> Sight:
     mask, key_mask, documents = visibility.mask, visibility.key_mask, visibility.document_ids
     sight = Sight(
-        visibility.left, visibility.right,
-        tl.constexpr(visibility.left != UNLIMITED), tl.constexpr(visibility.right != UNLIMITED),
-        visibility.offset,
+        visibility.left, visibility.right, visibility.offset,
         None if mask is None else _array(mask.view(torch.uint8)),
         None if key_mask is None else _array(key_mask[:, None, None].view(torch.uint8)),
         None if documents is None else _array(documents[:, None, None]),
         None, None, None,
+        tl.constexpr(visibility.left != UNLIMITED), tl.constexpr(visibility.right != UNLIMITED),
     )  # fmt: skip
     parts = [part for part in (mask, key_mask, documents) if part is not None]
     if not parts:
@@ -302,11 +302,11 @@ def _bounds(documents: Tensor, width: int) -> tuple[Array, Array]:
 
 def _tiles(states: Tensor) -> Tiles:
     """For each block of the last dimension but one, the tiles of the last: those that are cut, those that are whole."""
-    lists = []
+    lists: list[Any] = []
     for state in (see.CUT.value, see.WHOLE.value):
         there = (states == state).to(torch.int8)
         lists += [
             _array(there.argsort(dim=-1, descending=True, stable=True).to(torch.int32)),
             _array(there.sum(-1, keepdim=True, dtype=torch.int32)),
         ]
-    return Tiles(*lists)
+    return Tiles(*lists, end=END)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+from triton.runtime import driver
 from triton.runtime.cache import get_cache_manager
 from triton.runtime.errors import OutOfResources
 
@@ -27,17 +28,25 @@ class Tile(NamedTuple):
     stages: int
 
 
-TILES = (Tile(64, 32, 8, 2), Tile(64, 64, 4, 2), Tile(128, 32, 8, 2), Tile(128, 64, 8, 3))
-"""The first is taken where nothing is measured: it spills nothing from registers (test_triton_compile.py)."""
-WIDE_TILES = (Tile(64, 16, 8, 2), Tile(64, 32, 8, 2), Tile(128, 16, 8, 2), Tile(128, 32, 8, 2))
+TILES = (Tile(64, 32, 8, 2), Tile(128, 32, 8, 2), Tile(64, 64, 8, 2))
+"""The first is taken where nothing is measured: it spills nothing from registers (test_triton_compile.py), others may."""
+SHARP_WIDE_TILES = (Tile(64, 16, 8, 2), Tile(64, 32, 8, 2), Tile(32, 32, 8, 2))
 """Where rows are re-weighted and a head has more than 64 dimensions: the gradients of the queries hold two sums."""
+SHARP_TILES_BEFORE_HOPPER = (Tile(32, 32, 4, 2), Tile(64, 32, 8, 2), Tile(64, 16, 8, 2))
+SHARP_WIDE_TILES_BEFORE_HOPPER = (Tile(32, 16, 8, 2), Tile(32, 32, 8, 2), Tile(64, 16, 8, 2))
+"""Where the operands of products lie in registers, too."""
 INTERPRETED = Tile(32, 32, 1, 1)
 
 
 def tiles(problem: Problem, mechanism: Mechanism) -> tuple[Tile, ...]:
-    """What may be taken for a call."""
-    wide = mechanism.power is not None and max(problem.query.size(-1), problem.value.size(-1)) > 64
-    return WIDE_TILES if wide else TILES
+    """What may be taken for a call on the device that is current."""
+    if mechanism.power is None:
+        return TILES
+    wide = max(problem.query.size(-1), problem.value.size(-1)) > 64
+    arch = driver.active.get_current_target().arch
+    if isinstance(arch, int) and arch < 90:  # other makers' have names
+        return SHARP_WIDE_TILES_BEFORE_HOPPER if wide else SHARP_TILES_BEFORE_HOPPER
+    return SHARP_WIDE_TILES if wide else TILES
 
 
 def kind(direction: str, problem: Problem, visibility: Visibility, mechanism: Mechanism) -> tuple[Hashable, ...]:

@@ -29,14 +29,15 @@ def _rows(problem, blocks):
 
 
 @triton.jit
-def _span(problem, sight, blocks):
+def _span(problem, sight, b, blocks):
     """The tiles of this program's split."""
+    length, offset = see.length_of(problem, b), see.offset_of(problem, sight, b)
     last = problem.query_length - 1
-    start, stop = 0, problem.key_length
+    start, stop = 0, length
     if sight.has_left:
-        start = tl.minimum(tl.maximum(sight.offset - sight.left, 0), problem.key_length)
+        start = tl.minimum(tl.maximum(offset - sight.left, 0), length)
     if sight.has_right:
-        stop = tl.maximum(tl.minimum(last + sight.offset + sight.right + 1, problem.key_length), start)
+        stop = tl.maximum(tl.minimum(last + offset + sight.right + 1, length), start)
     first = start // blocks.keys
     number = (stop + blocks.keys - 1) // blocks.keys - first
     each = (number + tl.num_programs(0) - 1) // tl.num_programs(0)
@@ -61,9 +62,9 @@ def _sums(sums, splits, split, blocks):
 
 @triton.jit
 def _scores(scores, problem, keys, blocks):
-    """Where the scores with some keys lie in [B Hk, R, capacity]."""
+    """Where the scores with some keys lie in [B Hk, R, Lk]."""
     far = tl.full([], 0, tl.int64) + tl.program_id(1)
-    return scores + (far * blocks.rows + tl.arange(0, blocks.rows)[:, None]) * problem.capacity + keys[None, :]
+    return scores + (far * blocks.rows + tl.arange(0, blocks.rows)[:, None]) * problem.key_length + keys[None, :]
 
 
 @triton.jit
@@ -98,7 +99,6 @@ def statistics(problem, algebra, sight, parts, sums, scores, blocks):
     """The first two vectors of a split and its sums; or, of re-weighted rows, the two and the scores."""
     splits, split = tl.num_programs(0), tl.program_id(0)
     b, h, heads, rows = _rows(problem, blocks)
-    problem, sight = see.of_sequence(problem, sight, b)
     dims = tl.arange(0, blocks.head_dim)
     places = (
         see.head_of(problem.query, b, heads)[:, None]
@@ -108,12 +108,12 @@ def statistics(problem, algebra, sight, parts, sums, scores, blocks):
     inside = (rows[:, None] < problem.query_length) & (dims[None, :] < problem.head_dim)
     query = tl.load(places, mask=inside, other=0.0)
     count = see.count(sight, problem, b, heads, rows)
-    scale, lift = of.scale_of(problem, algebra, count, heads), of.lift_of(problem, algebra, count)
+    scale, lift = of.scale_of(problem, algebra, count, heads), of.lift_of(problem, algebra, count, b)
     if algebra.cosine:
         query, left = of.resting(query, of.per_row(problem.query_norm, b, heads, rows, problem.query_length))
         scale = scale * left
     top, shift, norm, _sharp_norm, mixed, marked, highest = _nothing(blocks)
-    first, last = _span(problem, sight, blocks)
+    first, last = _span(problem, sight, b, blocks)
     for n in range(first, last):
         keys = n * blocks.keys + tl.arange(0, blocks.keys)
         key, norms = of.keys_of(problem, algebra, b, h, keys, blocks)
@@ -139,14 +139,13 @@ def weights(problem, algebra, sight, parts, sums, scores, blocks):
     """The last two vectors of a split and its sums, where rows are re-weighted."""
     splits, split = tl.num_programs(0), tl.program_id(0)
     b, h, heads, rows = _rows(problem, blocks)
-    problem, sight = see.of_sequence(problem, sight, b)
     columns = tl.arange(0, blocks.value_dim)
     count = see.count(sight, problem, b, heads, rows)
     top, shift, norm = _whole_rows(algebra, parts, splits, blocks)
     largest = algebra.phi.value(top, shift, algebra.shifted)
     floor, over_spread, tied, _peak = of.threshold(problem, algebra, count, norm, largest)
     _top, _shift, _norm, sharp_norm, mixed, marked, highest = _nothing(blocks)
-    first, last = _span(problem, sight, blocks)
+    first, last = _span(problem, sight, b, blocks)
     for n in range(first, last):
         keys = n * blocks.keys + tl.arange(0, blocks.keys)
         s = tl.load(
@@ -167,7 +166,6 @@ def weights(problem, algebra, sight, parts, sums, scores, blocks):
 def combine(problem, algebra, sight, parts, sums, splits, made, blocks):
     """What the forward makes, from the splits in their order."""
     b, _h, heads, rows = _rows(problem, blocks)
-    problem, sight = see.of_sequence(problem, sight, b)
     count = see.count(sight, problem, b, heads, rows)
     top, shift, norm = _whole_rows(algebra, parts, splits, blocks)
     _top, _shift, _norm, sharp_norm, mixed, marked, highest = _nothing(blocks)

@@ -13,15 +13,14 @@ def forward(problem, algebra, sight, made, blocks):
     """All that is ``made``, but for rows that it marks for ``laser.exact_forward``. A program: a block of rows of a head."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows first, where it is causal
     b, h = tl.program_id(1) // problem.heads, tl.program_id(1) % problem.heads
-    problem, sight = see.of_sequence(problem, sight, b)
     rows = block * blocks.rows + tl.arange(0, blocks.rows)
     query = of.queries_of(problem, b, h, rows, blocks)
     count = see.count(sight, problem, b, h, rows)
-    scale, lift = of.scale_of(problem, algebra, count, h), of.lift_of(problem, algebra, count)
+    scale, lift = of.scale_of(problem, algebra, count, h), of.lift_of(problem, algebra, count, b)
     if algebra.cosine:
         query, left = of.resting(query, of.per_row(problem.query_norm, b, h, rows, problem.query_length))
         scale = scale * left
-    span = see.key_tiles(sight, problem, blocks, block)
+    span = see.key_tiles(sight, problem, blocks, b, block)
 
     top = tl.full([blocks.rows], float("-inf"), tl.float32)
     shift = tl.zeros([blocks.rows], tl.float32)
@@ -123,7 +122,7 @@ def finish(
     elif algebra.sharp or algebra.normaliser == "l1":
         mixed = mixed / tl.where(whole == 0.0, 1.0, whole)[:, None]
     else:
-        mixed = mixed * of.row_factor(problem, algebra, count)[:, None]
+        mixed = mixed * of.row_factor(problem, algebra, count, b)[:, None]
     mixed = mixed + (mixed - mixed)  # an infinity came from a value
     mixed = tl.where(count[:, None] > 0.0, mixed, 0.0)
     laser.store(made, b, heads, rows, inside, mixed, 0.0, problem, blocks)

@@ -121,13 +121,13 @@ def query_gradients(
     tile_row = of.along(row, 1)
     if EXACT:
         marked = laser.along(laser.marked_row(made.saved, problem, algebra, count, b, h, rows, inner), 1)
-    scale, lift = of.scale_of(problem, algebra, count, h), of.lift_of(problem, algebra, count)
+    scale, lift = of.scale_of(problem, algebra, count, h), of.lift_of(problem, algebra, count, b)
     norm, left, rest = scale, scale, scale
     if algebra.cosine:
         norm = of.per_row(problem.query_norm, b, h, rows, problem.query_length)
         query, left = of.resting(query, norm)
         rest = scale * left
-    span = see.key_tiles(sight, problem, blocks, block)
+    span = see.key_tiles(sight, problem, blocks, b, block)
 
     moving = tl.zeros([blocks.rows, blocks.head_dim], tl.float32)  # sum_j g slope k
     resting = tl.zeros([blocks.rows, blocks.head_dim], tl.float32)  # sum_j slope k
@@ -317,7 +317,7 @@ def bias_gradients(
                 if algebra.cosine:
                     query, left = of.resting(query, of.per_row(problem.query_norm, b, h, rows, problem.query_length))
                     rest = rest * left
-                start, _whole_start, _whole_stop, stop = see.key_tiles(sight, problem, blocks, row_block)
+                start, _whole_start, _whole_stop, stop = see.key_tiles(sight, problem, blocks, b, row_block)
                 if EXACT:
                     stop = tl.where(tl.max(mine.to(tl.int32)) > 0, stop, start)
                 if not ALL_KEYS:

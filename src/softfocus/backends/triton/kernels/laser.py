@@ -144,7 +144,10 @@ def terms(log_weight, total, key_sum, grad, made, problem, b, h, rows, mine, key
         total += term
         if key_sum is not None:
             key_sum += tl.where(columns[None, :] == c, tl.sum(term, ROWS)[:, None], 0.0)
-    return total, key_sum
+    second = total  # Triton 3.6 returns no None
+    if key_sum is not None:
+        second = key_sum
+    return total, second
 
 
 @triton.jit
@@ -180,7 +183,6 @@ def exact_forward(problem, algebra, sight, made, blocks):
         return
     block = tl.program_id(0)
     b, h = tl.program_id(1) // problem.heads, tl.program_id(1) % problem.heads
-    problem, sight = see.of_sequence(problem, sight, b)
     rows = block * blocks.rows + tl.arange(0, blocks.rows)
     columns = tl.arange(0, blocks.value_dim)
     marked = tl.load(of.saved_row(made.saved, b, h, rows, 6), mask=rows < problem.query_length, other=0.0) > 0.0
@@ -189,11 +191,11 @@ def exact_forward(problem, algebra, sight, made, blocks):
     query = of.queries_of(problem, b, h, rows, blocks)
     count = see.count(sight, problem, b, h, rows)
     row = along(marked_row(made.saved, problem, algebra, count, b, h, rows, tl.zeros_like(count)), 1)
-    scale, lift = of.scale_of(problem, algebra, count, h), of.lift_of(problem, algebra, count)
+    scale, lift = of.scale_of(problem, algebra, count, h), of.lift_of(problem, algebra, count, b)
     if algebra.cosine:
         query, left = of.resting(query, of.per_row(problem.query_norm, b, h, rows, problem.query_length))
         scale = scale * left
-    span = see.key_tiles(sight, problem, blocks, block)
+    span = see.key_tiles(sight, problem, blocks, b, block)
     top = tl.full([blocks.rows, blocks.value_dim], float("-inf"), tl.float32)
     total = tl.zeros([blocks.rows, blocks.value_dim], tl.float32)
     for WHOLE in tl.static_range(2):
@@ -204,7 +206,7 @@ def exact_forward(problem, algebra, sight, made, blocks):
             log_weight = tl.where(seen, log_weights(s, row, problem, algebra, h), float("-inf"))
             for c in range(problem.value_dim):
                 places = of.key_places(problem.value, problem, b, h, keys) + c * problem.value.d
-                value = tl.load(places, mask=keys < problem.key_length, other=0.0).to(tl.float32)
+                value = tl.load(places, mask=keys < see.length_of(problem, b), other=0.0).to(tl.float32)
                 taint = tl.sum(tl.where(seen, (value - value)[None, :], 0.0), 1)  # NaN where it sees what is not finite
                 value = of.finite(value)[None, :]
                 at = columns[None, :] == c

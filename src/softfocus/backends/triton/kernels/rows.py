@@ -69,18 +69,18 @@ def scale_of(problem, algebra, count, h):
 
 
 @triton.jit
-def lift_of(problem, algebra, count):
+def lift_of(problem, algebra, count, b):
     """What is added to a whole row of scores."""
     lift = tl.zeros_like(count)
     if algebra.score_bias == "-log(N)":
         lift = -tl.log(tl.maximum(count, 1.0))
     if algebra.score_bias == "-log(L)":
-        lift = lift - tl.log(lift + problem.key_length)
+        lift = lift - tl.log(lift + see.length_of(problem, b))
     return lift
 
 
 @triton.jit
-def row_factor(problem, algebra, count):
+def row_factor(problem, algebra, count, b):
     """What multiplies phi(s) where the normaliser does not depend on it."""
     factor = tl.full(count.shape, 1.0, tl.float32)
     if algebra.normaliser == "1/N":
@@ -88,7 +88,7 @@ def row_factor(problem, algebra, count):
     if algebra.normaliser == "1/sqrt(N/2)":
         factor = 1.0 / tl.sqrt(tl.maximum(count, 1.0) / 2.0)
     if algebra.normaliser == "1/L":
-        factor = factor / (tl.zeros_like(factor) + problem.key_length)
+        factor = factor / (tl.zeros_like(factor) + see.length_of(problem, b))
     return factor
 
 
@@ -133,7 +133,7 @@ def key_places(array, problem, b, h, keys):
     else:
         number = keys // problem.page_size
         table = see.head_of(problem.pages, b, 0) + number * problem.pages.d
-        page = tl.load(table, mask=keys < problem.key_length, other=0)
+        page = tl.load(table, mask=keys < see.length_of(problem, b), other=0)
         places = see.head_of(array, page, h // problem.group) + (keys - number * problem.page_size) * array.l
     return places
 
@@ -143,7 +143,7 @@ def keys_of(problem, algebra, b, h, keys, blocks):
     """A tile's keys [K, D], and 1 / |k| with cosine."""
     dims = tl.arange(0, blocks.head_dim)
     places = key_places(problem.key, problem, b, h, keys)[:, None] + dims[None, :] * problem.key.d
-    inside = (keys[:, None] < problem.key_length) & (dims[None, :] < problem.head_dim)
+    inside = (keys[:, None] < see.length_of(problem, b)) & (dims[None, :] < problem.head_dim)
     key = tl.load(places, mask=inside, other=0.0)
     norm = keys.to(tl.float32)
     if algebra.cosine:
@@ -170,7 +170,7 @@ def values_of(problem, b, h, keys, blocks):
     """A tile's values [K, Dv]."""
     columns = tl.arange(0, blocks.value_dim)
     places = key_places(problem.value, problem, b, h, keys)[:, None] + columns[None, :] * problem.value.d
-    inside = (keys[:, None] < problem.key_length) & (columns[None, :] < problem.value_dim)
+    inside = (keys[:, None] < see.length_of(problem, b)) & (columns[None, :] < problem.value_dim)
     return tl.load(places, mask=inside, other=0.0)
 
 
@@ -301,7 +301,7 @@ def row_of(saved, problem, algebra, count, b, h, rows, inner):
         weigh = over_norm(norm)
         steep = tl.where((count == 1.0) | (norm == largest), 0.0, weigh)
     else:
-        weigh = row_factor(problem, algebra, count)
+        weigh = row_factor(problem, algebra, count, b)
         steep = weigh
         inner = tl.zeros_like(weigh)
     weigh = tl.where(count > 0.0, weigh, 0.0)

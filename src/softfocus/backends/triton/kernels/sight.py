@@ -3,8 +3,6 @@
 import triton
 import triton.language as tl
 
-from softfocus.backends.triton.arguments import Problem, Sight
-
 
 @triton.jit
 def head_of(array, b, h):
@@ -14,40 +12,41 @@ def head_of(array, b, h):
 
 
 @triton.jit
-def of_sequence(problem, sight, b):
-    """Problem and sight of one sequence: of a cache, its own length, with its queries at the end."""
+def length_of(problem, b):
+    """How many keys a sequence has."""
+    length = problem.key_length
     if problem.lengths is not None:
-        length = tl.minimum(tl.maximum(tl.load(problem.lengths + b), 0), problem.capacity)
-        problem = Problem(
-            problem.query, problem.key, problem.value, problem.query_norm, problem.key_norm, problem.bias,
-            problem.head_scale, problem.power, problem.batch, problem.heads, problem.group,
-            problem.query_length, length, problem.head_dim, problem.value_dim, problem.scale,
-            problem.capacity, problem.lengths, problem.pages, problem.page_size,
-        )  # fmt: skip
-        sight = Sight(
-            sight.left, sight.right, sight.has_left, sight.has_right, length - problem.query_length,
-            sight.mask, sight.key_mask, sight.documents, sight.counts, sight.tiles, sight.tiles_of_keys,
-        )  # fmt: skip
-    return problem, sight
+        length = tl.minimum(tl.maximum(tl.load(problem.lengths + b), 0), problem.key_length)
+    return length
+
+
+@triton.jit
+def offset_of(problem, sight, b):
+    """The key position of its query 0."""
+    offset = sight.offset
+    if problem.lengths is not None:
+        offset = length_of(problem, b) - problem.query_length
+    return offset
 
 
 @triton.jit
 def visible(sight, problem, b, h, rows, keys):
     """Whether each row sees each key, for positions of any broadcastable shapes, of which some may lie outside."""
-    at = rows + sight.offset
-    inside = (rows < problem.query_length) & (keys < problem.key_length)
+    at = rows + offset_of(problem, sight, b)
+    length = length_of(problem, b)
+    inside = (rows < problem.query_length) & (keys < length)
     seen = inside
     if sight.has_left:
         seen = seen & (keys >= at - sight.left)
     if sight.has_right:
         seen = seen & (keys <= at + sight.right)
     if sight.key_mask is not None:
-        real = tl.load(head_of(sight.key_mask, b, h) + keys * sight.key_mask.d, mask=keys < problem.key_length, other=0)
+        real = tl.load(head_of(sight.key_mask, b, h) + keys * sight.key_mask.d, mask=keys < length, other=0)
         seen = seen & (real != 0)
     if sight.documents is not None:
         ids = head_of(sight.documents, b, h)
         mine = tl.load(ids + at * sight.documents.d, mask=(rows < problem.query_length) & (at >= 0), other=-1)
-        theirs = tl.load(ids + keys * sight.documents.d, mask=keys < problem.key_length, other=-2)
+        theirs = tl.load(ids + keys * sight.documents.d, mask=keys < length, other=-2)
         seen = seen & (mine == theirs)
     if sight.mask is not None:
         places = rows.to(tl.int64) * sight.mask.l + keys.to(tl.int64) * sight.mask.d
@@ -61,9 +60,9 @@ def count(sight, problem, b, h, rows):
     if sight.counts is not None:
         places = head_of(sight.counts, b, h) + rows * sight.counts.l
         return tl.load(places, mask=rows < problem.query_length, other=0).to(tl.float32)
-    at = rows + sight.offset
+    at = rows + offset_of(problem, sight, b)
     low = tl.zeros_like(rows)
-    high = low + problem.key_length
+    high = low + length_of(problem, b)
     if sight.has_left:
         low = tl.maximum(low, at - sight.left)
     if sight.has_right:
@@ -103,11 +102,13 @@ def _span(first, last, behind, ahead, HAS_BEHIND: tl.constexpr, HAS_AHEAD: tl.co
 
 
 @triton.jit
-def key_tiles(sight, problem, blocks, block):
+def key_tiles(sight, problem, blocks, b, block):
     """The tiles of keys that a block of rows meets."""
-    first = block * blocks.rows + sight.offset
-    last = tl.minimum((block + 1) * blocks.rows, problem.query_length) - 1 + sight.offset
-    return _span(first, last, sight.left, sight.right, sight.has_left, sight.has_right, problem.key_length, blocks.keys)
+    offset = offset_of(problem, sight, b)
+    first = block * blocks.rows + offset
+    last = tl.minimum((block + 1) * blocks.rows, problem.query_length) - 1 + offset
+    length = length_of(problem, b)
+    return _span(first, last, sight.left, sight.right, sight.has_left, sight.has_right, length, blocks.keys)
 
 
 @triton.jit
@@ -182,7 +183,7 @@ def survey(problem, sight, lowest, highest, counts, states, blocks):
     block = tl.program_id(0)
     b, h = tl.program_id(1), tl.program_id(2)
     rows = block * blocks.rows + tl.arange(0, blocks.rows)
-    start, _whole_start, _whole_stop, stop = key_tiles(sight, problem, blocks, block)
+    start, _whole_start, _whole_stop, stop = key_tiles(sight, problem, blocks, b, block)
     if sight.documents is not None:
         start, stop = _meeting(problem, sight, lowest, highest, b, rows, start, stop)
     number_seen = tl.zeros([blocks.rows], tl.int32)
