@@ -302,11 +302,14 @@ def _bounds(documents: Tensor, width: int) -> tuple[Array, Array]:
 
 def _tiles(states: Tensor) -> Tiles:
     """For each block of the last dimension but one, the tiles of the last: those that are cut, those that are whole."""
-    lists: list[Any] = []
-    for state in (see.CUT.value, see.WHOLE.value):
-        there = (states == state).to(torch.int8)
-        lists += [
-            _array(there.argsort(dim=-1, descending=True, stable=True).to(torch.int32)),
-            _array(there.sum(-1, keepdim=True, dtype=torch.int32)),
-        ]
-    return Tiles(*lists, end=END)
+    cut, cuts, whole, wholes = (part for state in (see.CUT, see.WHOLE) for part in _listed(states == state.value))
+    return Tiles(cut, cuts, whole, wholes, END)
+
+
+def _listed(there: Tensor) -> tuple[Any, Any]:
+    """Which are there, first of all, and how many."""
+    number = there.to(torch.int8)
+    return (
+        _array(number.argsort(dim=-1, descending=True, stable=True).to(torch.int32)),
+        _array(number.sum(-1, keepdim=True, dtype=torch.int32)),
+    )
