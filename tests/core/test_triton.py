@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from softfocus import Mechanism, attention, explain, functional, mechanisms, ops
+from softfocus import Mechanism, attention, attention_with_cache, explain, functional, mechanisms, ops
 from softfocus.backends import cpu, triton
 from softfocus.mechanism import CHOICES, SIGNED_PHI
 from softfocus.pointwise import POINTWISE
@@ -303,6 +303,81 @@ def test_two_runs_are_equal_to_the_bit(quiet):
     leaves = [x for x in arguments.values() if isinstance(x, torch.Tensor)]
     first, second = (torch.autograd.grad(fused(**arguments).sum(), leaves) for _ in range(2))
     assert all(map(torch.equal, first, second))
+
+
+# What only a GPU can show; not run by anybody yet
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    if not GPU:
+        pytest.skip("needs a CUDA device")
+    monkeypatch.setenv("SOFTFOCUS_TUNE", "off")
+    torch.use_deterministic_algorithms(False)  # or torch fills what it allocates, in the graph as well
+    generator = torch.Generator("cuda").manual_seed(0)
+    return [torch.randn(2, 4, 300, 64, generator=generator, device="cuda", dtype=BRAIN) for _ in range(4)]
+
+
+@pytest.mark.parametrize("name", ["softmax", "lssar", "laser"])
+def test_forward_and_backward_in_a_cuda_graph(on_gpu, name):
+    leaves, grad = [x.clone().requires_grad_() for x in on_gpu[:3]], on_gpu[3]
+
+    def step():
+        out = fused(*leaves, is_causal=True, mechanism=name)
+        return [out, *torch.autograd.grad(out, leaves, grad)]
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = step()
+    with torch.no_grad():
+        for x in leaves:
+            x.mul_(-0.5)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(x, y) for x, y in zip(made, step(), strict=True))
+
+
+def test_a_step_of_decoding_in_a_cuda_graph(on_gpu):
+    """The lengths grow in the graph's own tensor."""
+    query, key, value = on_gpu[0][:, :, :1].clone(), *(x.clone() for x in on_gpu[1:3])
+    lengths = torch.tensor([100, 7], device="cuda")
+    attention_with_cache(query, key, value, lengths, backend="triton")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = attention_with_cache(query, key, value, lengths, backend="triton")
+    for _ in range(3):
+        lengths += 50
+        graph.replay()
+        assert torch.equal(made, attention_with_cache(query, key, value, lengths, backend="triton"))
+
+
+def test_the_host_never_waits_for_the_device(on_gpu):
+    leaves = [x.clone().requires_grad_() for x in on_gpu[:3]]
+    ids = torch.arange(300, device="cuda").expand(2, -1) // 70
+    lengths = torch.tensor([100, 7], device="cuda")
+    for attempt in range(2):  # compilers may
+        torch.cuda.set_sync_debug_mode("error" if attempt else "default")
+        try:
+            for given in ({}, {"document_ids": ids}, {"key_mask": ids > 0}, {"mechanism": "laser"}):
+                out = fused(*leaves, is_causal=True, **given)
+                torch.autograd.grad(out, leaves, on_gpu[3])
+            with torch.no_grad():
+                attention_with_cache(leaves[0][:, :, :1], *leaves[1:], lengths, backend="triton")
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_compiled_whole_on_a_gpu(on_gpu):
+    leaves, grad = [x.clone().requires_grad_() for x in on_gpu[:3]], on_gpu[3]
+    plain = torch.autograd.grad(fused(*leaves, is_causal=True), leaves, grad)
+    compiled = torch.compile(fused, fullgraph=True)
+    assert all(map(torch.equal, torch.autograd.grad(compiled(*leaves, is_causal=True), leaves, grad), plain))
 
 
 def test_one_table_of_what_is_carried():
