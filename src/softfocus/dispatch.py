@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from softfocus.backends import cpu, tiled, triton
 from softfocus.mechanism import Mechanism
 from softfocus.reference import Problem
+from softfocus.switches import switched_on
 from softfocus.visibility import Visibility
 
-_BY_NAME_ONLY = ("triton", "reference")
+TRITON = "SOFTFOCUS_TRITON"
+"""Set to on, "auto" takes the Triton kernels too."""
 
 
 def _reference_supports(problem: Problem, visibility: Visibility, mechanism: Mechanism) -> str | None:
@@ -17,12 +19,12 @@ def _reference_supports(problem: Problem, visibility: Visibility, mechanism: Mec
 
 BACKENDS: dict[str, Callable[[Problem, Visibility, Mechanism], str | None]] = {
     "cpu": cpu.supports,
-    "tiled": tiled.supports,
     "triton": triton.supports,
+    "tiled": tiled.supports,
     "reference": _reference_supports,
 }
-"""Fastest first: ``backend="auto"`` takes the first that supports the call, but for those that run when asked for by name only.
-None, or the sentence that says why not."""
+"""Fastest first: ``backend="auto"`` takes the first that supports the call and need not be asked for. A function gives None, or
+the sentence that says why not."""
 
 _DESCRIPTION = {
     "cpu": "fused C++ kernels, compiled for this machine: memory O(L)",
@@ -30,6 +32,15 @@ _DESCRIPTION = {
     "triton": "fused Triton kernels: memory O(L); not yet run on a GPU",
     "reference": "the dense formula: memory O(L^2), differentiable twice",
 }
+
+
+def _unasked(name: str) -> str | None:
+    """Why "auto" does not take a backend, whatever the call; or None."""
+    if name == "reference":
+        return "only when asked for by name"
+    if name == "triton" and not switched_on(TRITON, default=False):
+        return f"only when asked for by name, or with {TRITON}=on"
+    return None
 
 
 @dataclass(frozen=True)
@@ -54,11 +65,12 @@ def choose(problem: Problem, visibility: Visibility, mechanism: Mechanism, backe
     """The backend for a call.
 
     Raises:
-        ValueError: a backend asked for by name is unknown, or does not support the call: it never falls back.
+        ValueError: a backend asked for by name is unknown, or does not support the call: it never falls back. SOFTFOCUS_TRITON
+            says neither on nor off.
     """
     if backend == "auto":
         for name, supports in BACKENDS.items():
-            if name not in _BY_NAME_ONLY and supports(problem, visibility, mechanism) is None:
+            if not _unasked(name) and supports(problem, visibility, mechanism) is None:
                 return name
         raise AssertionError("the tiled backend supports every call")
     if not isinstance(backend, str) or backend not in BACKENDS:
@@ -79,8 +91,8 @@ def account(problem: Problem, visibility: Visibility, mechanism: Mechanism, back
             reasons[name] = why
         elif backend != "auto":
             reasons[name] = f"{chosen!r} was asked for by name"
-        elif name in _BY_NAME_ONLY:
-            reasons[name] = f"only when asked for by name; {_DESCRIPTION[name]}"
+        elif unasked := _unasked(name):
+            reasons[name] = f"{unasked}; {_DESCRIPTION[name]}"
         else:
             reasons[name] = f"slower than {chosen!r}; {_DESCRIPTION[name]}"
     return Explanation(chosen, reasons)

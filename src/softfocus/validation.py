@@ -66,7 +66,7 @@ def check_tensors(
         raise ValueError(f"{key_name}: got head_dim {key.size(-1)}, expected the query's {query.size(-1)}, at least 1")
     if value.shape[:3] != key.shape[:3]:
         raise ValueError(
-            f"{value_name}: got {_shape(value)}, expected but for the last dimension {key_name}'s {_shape(key)}"
+            f"{value_name}: got {_shape(value)}, expected the batch, heads and length of {key_name} {_shape(key)}"
         )
     heads, key_heads = query.size(1), key.size(1)
     if heads != key_heads and not enable_gqa:
@@ -74,7 +74,7 @@ def check_tensors(
             f"{key_name}: got {key_heads} heads where query has {heads}; pass enable_gqa=True for grouped-query attention"
         )
     if key_heads == 0 or heads % key_heads:
-        raise ValueError(f"query: got {heads} heads, expected a multiple of {key_name}'s {key_heads}")
+        raise ValueError(f"query: got {heads} heads, expected a multiple of the {key_name}'s {key_heads}")
 
 
 def _is_tensor(name: str, x: object, device: torch.device) -> None:

@@ -138,7 +138,7 @@ def test_nothing_at_all():
         ({"page_table": torch.zeros(4, dtype=torch.int32)}, r"page_table: got shape \[4\]"),
         ({"page_table": torch.full((4, 1), 9)}, "page_table: got page 9, expected 0 to 3"),
         ({"value_cache": torch.zeros(4, 2, 80, 8)}, r"value_cache: got \[4, 2, 80, 8\]"),
-        ({"key_cache": torch.zeros(4, 3, 90, 16)}, "query: got 4 heads, expected a multiple of key_cache's 3"),
+        ({"key_cache": torch.zeros(4, 3, 90, 16)}, "query: got 4 heads, expected a multiple of the key_cache's 3"),
         ({"key_cache": torch.zeros(4, 2, 90, 16).bfloat16()}, "key_cache: got dtype torch.bfloat16"),
         ({"mechanism": "lssa", "power": torch.ones(4)}, "power: given, but the mechanism does not re-weight"),
         ({"backend": "flash"}, "backend: got 'flash'"),

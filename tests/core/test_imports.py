@@ -115,6 +115,7 @@ ROOMS = [
     "lab",
     "hf",
     "testing",
+    "cache",
     "functional",
     "dispatch",
     "ops",
@@ -126,6 +127,7 @@ ROOMS = [
     "catalog",
     "pointwise",
     "mechanism",
+    "switches",
     "_version",
 ]
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from softfocus import Mechanism, attention, attention_with_cache, explain, functional, mechanisms, ops
+from softfocus import Mechanism, attention, attention_with_cache, dispatch, explain, functional, mechanisms, ops
 from softfocus.backends import cpu, triton
 from softfocus.mechanism import CHOICES, SIGNED_PHI
 from softfocus.pointwise import POINTWISE
@@ -278,7 +278,7 @@ def test_nothing_is_measured_while_a_graph_is_captured_or_when_told_so(measured,
     assert measured() == TILES[0]
     assert not measured.timed
     monkeypatch.setenv("SOFTFOCUS_TUNE", "maybe")
-    with pytest.raises(ValueError, match="SOFTFOCUS_TUNE: got 'maybe', expected on or off"):
+    with pytest.raises(ValueError, match="SOFTFOCUS_TUNE=maybe is neither on nor off"):
         measured()
 
 
@@ -401,6 +401,20 @@ def test_one_table_of_what_is_carried():
         carried |= {(field, getattr(mechanism, field)) for field in CHOICES} if whys[0] is None else set()
     missed = {("phi", phi) for phi in SIGNED_PHI} | {("post", post) for post in CHOICES["post"] if post != "none"}
     assert carried == {(field, choice) for field in CHOICES for choice in CHOICES[field]} - missed
+
+
+def test_auto_takes_them_where_the_environment_says_so(monkeypatch):
+    monkeypatch.setattr(cpu, "supports", lambda *call: "not here")
+    monkeypatch.setitem(dispatch.BACKENDS, "cpu", cpu.supports)
+    query = torch.ones(1, 1, 4, 8, device=DEVICE)
+    for said, chosen in (("", "tiled"), ("off", "tiled"), ("on", "triton")):
+        monkeypatch.setenv("SOFTFOCUS_TRITON", said)
+        assert explain(query, query, query).backend == chosen
+    wide = torch.ones(1, 1, 4, 264, device=DEVICE)
+    assert explain(wide, wide, wide).backend == "tiled"
+    monkeypatch.setenv("SOFTFOCUS_TRITON", "perhaps")
+    with pytest.raises(ValueError, match="SOFTFOCUS_TRITON=perhaps is neither on nor off"):
+        explain(query, query, query)
 
 
 def test_what_is_not_carried_is_said(monkeypatch):

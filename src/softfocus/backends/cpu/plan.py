@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 
+from softfocus.switches import switched_on
+
 SOURCES = Path(__file__).with_name("csrc")
 KERNELS = "SOFTFOCUS_KERNELS"
 CACHE = "SOFTFOCUS_KERNEL_CACHE"
@@ -141,12 +143,12 @@ def switched_off() -> Unavailable | None:
         Unavailable: nobody knows what the user wants.
     """
     said = os.environ.get(KERNELS, "")
-    if said.lower() in ("", "on", "1", "true", "yes"):
-        return None
-    if said.lower() not in ("off", "0", "false", "no"):
-        raise Unavailable(
-            f"{KERNELS}={said} is neither on nor off", "set it to off, or unset it to have the CPU kernels"
-        )
+    try:
+        if switched_on(KERNELS, default=True):
+            return None
+    except ValueError as error:
+        what = f"{KERNELS}={said} is neither on nor off"
+        raise Unavailable(what, "set it to off, or unset it to have the CPU kernels") from error
     return Unavailable(f"{KERNELS}={said} switches the CPU kernels off", "unset it to have them")
 
 

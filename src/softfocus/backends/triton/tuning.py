@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Hashable
 from functools import cache, partial
 from pathlib import Path
@@ -16,6 +15,7 @@ from triton.runtime.errors import OutOfResources
 
 from softfocus.mechanism import Mechanism
 from softfocus.reference import Problem
+from softfocus.switches import switched_on
 from softfocus.visibility import Visibility
 
 
@@ -35,6 +35,7 @@ SHARP_WIDE_TILES = (Tile(64, 16, 8, 2), Tile(64, 32, 8, 2), Tile(32, 32, 8, 2))
 SHARP_TILES_BEFORE_HOPPER = (Tile(32, 32, 4, 2), Tile(64, 32, 8, 2), Tile(64, 16, 8, 2))
 SHARP_WIDE_TILES_BEFORE_HOPPER = (Tile(32, 16, 8, 2), Tile(32, 32, 8, 2), Tile(64, 16, 8, 2))
 """Where the operands of products lie in registers, too."""
+TUNE = "SOFTFOCUS_TUNE"
 INTERPRETED = Tile(32, 32, 1, 1)
 
 
@@ -72,8 +73,11 @@ def fastest(
     Measured when the first call of the kind comes, which then waits for the device and for compilers; then known, to later
     processes too: in Triton's own cache, by device, Triton's version and the kernels' source. While a CUDA graph is captured
     it is the first of ``tiles``, for this once; always, where ``SOFTFOCUS_TUNE=off``.
+
+    Raises:
+        ValueError: SOFTFOCUS_TUNE says neither on nor off.
     """
-    if not tunes() or torch.cuda.is_current_stream_capturing():
+    if not switched_on(TUNE, default=True) or torch.cuda.is_current_stream_capturing():
         return tiles[0]
     kind = (torch.cuda.get_device_name(device), *kind)
     if kind not in _known:
@@ -86,18 +90,6 @@ def fastest(
             store.put(json.dumps(tile), "tile.json", binary=False)
         _known[kind] = tile
     return _known[kind]
-
-
-def tunes() -> bool:
-    """Whether SOFTFOCUS_TUNE leaves tuning on.
-
-    Raises:
-        ValueError: it is neither on nor off.
-    """
-    said = os.environ.get("SOFTFOCUS_TUNE", "on").lower()
-    if said not in ("on", "off"):
-        raise ValueError(f"SOFTFOCUS_TUNE: got {said!r}, expected on or off")
-    return said == "on"
 
 
 def _measured(tiles: tuple[Tile, ...], run: Callable[[Tile], Any]) -> Tile:
