@@ -42,7 +42,7 @@ sanitize-gpu: setup  ## the Triton kernels' tests under NVIDIA's compute-sanitiz
 	@command -v compute-sanitizer > /dev/null || { echo "compute-sanitizer is not on PATH: it comes with the CUDA toolkit"; exit 1; }
 	for tool in memcheck racecheck synccheck; do \
 	  PYTORCH_NO_CUDA_MEMORY_CACHING=1 SOFTFOCUS_TUNE=off compute-sanitizer --tool $$tool --target-processes all --error-exitcode 1 \
-	    $(BIN)/python -m pytest -x -q -m gpu tests/core/test_triton.py tests/core/test_cache.py || exit 1; \
+	    $(BIN)/python -m pytest -x -q -m gpu tests/core/test_triton.py tests/core/test_cache.py -k "not cuda_graph and not compiled" || exit 1; \
 	done
 
 # Nobody here has such a machine: the kernels run under an emulator, called from the tests in this machine's Python.

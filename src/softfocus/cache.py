@@ -44,7 +44,7 @@ def attention_with_cache(
             leaves it alone).
         value_cache: the same with Dv.
         lengths: int32 or int64 [B], how many tokens each sequence has, the new ones among them. On the CPU they are checked;
-            on a device, where that would wait for it, what exceeds the cache is cut.
+            on a device, where that would wait for it, and by a compiled call they are cut: to 0, and to what the cache holds.
         page_table: int32 or int64 [B, n]: the page that holds tokens j * page size and following of a sequence stands at j.
             Entries beyond a sequence's length are not read; those before are not checked on a device.
         scale, enable_gqa, mechanism, window_size, head_scale, power, backend: as in :func:`softfocus.attention`.
@@ -55,6 +55,7 @@ def attention_with_cache(
     Raises:
         ValueError, TypeError: an argument that does not fit; the message names it.
         RuntimeError: a gradient is recorded and a tensor requires it.
+        NotImplementedError: a tensor has a forward-mode tangent.
     """
     algebra = validation.mechanism_of(mechanism)
     validation.check_tensors(
@@ -69,6 +70,7 @@ def attention_with_cache(
             "attention_with_cache: a tensor requires grad, and a cache has none; call it under torch.no_grad(), or call "
             "softfocus.attention with the keys and values themselves"
         )
+    ops.refuse_tangents(*floating)
     scale = default_scale(algebra, query.size(-1)) if scale is None else validation.scale_of(scale)
     most = key_cache.size(2) * (1 if page_table is None else page_table.size(1))
     left = min(left, query.size(2) + most)
@@ -100,7 +102,7 @@ def _run(
     mechanism: str,
     backend: str,
 ) -> Tensor:
-    algebra, cache = Mechanism.from_json(mechanism), Cache(lengths, page_table)
+    algebra, cache = ops.decoded(mechanism), Cache(lengths, page_table)
     own = ops.cache_of(backend)
     if own is not None:
         problem = Problem(query, key, value, None, head_scale, power, scale, 0.0)
@@ -109,7 +111,8 @@ def _run(
             return out
     out = query.new_empty(*query.shape[:3], value.size(-1))
     with ops.own_dtypes(query):
-        for b, length in enumerate(lengths.tolist()):
+        most = key.size(2) * (1 if page_table is None else page_table.size(1))
+        for b, length in enumerate(lengths.clamp(0, most).tolist()):
             out[b : b + 1] = functional.attention(
                 query[b : b + 1], cache.of_sequence(key, b, length), cache.of_sequence(value, b, length), scale=scale,
                 is_causal=True, enable_gqa=True, mechanism=algebra, window_size=(left, 0), head_scale=head_scale,

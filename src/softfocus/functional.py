@@ -93,7 +93,7 @@ def attention(
     Args:
         query: [B, H, Lq, D], float64, float32, bfloat16 or float16.
         key: [B, Hk, Lk, D], same dtype and device. Hk = H, or a divisor of it with ``enable_gqa``.
-        value: [B, Hk, Lk, Dv]. Dv need not be D.
+        value: [B, Hk, Lk, Dv]. Dv need not be D, but at least 1.
         attn_mask: bool, True where the key may be seen, or floating: added to the scores, and hiding keys where it is
             -1e4 or lower (:data:`HIDDEN`). Broadcastable to [B, H, Lq, Lk]. A floating mask is split into a bool and an
             additive tensor of its size; with ``bias`` as well, into their sum, in float32 at least.

@@ -18,7 +18,7 @@ from softfocus.mechanism import Mechanism
 from softfocus.reference import Problem, compute_dtype
 from softfocus.visibility import Visibility
 
-_decoded = lru_cache(maxsize=256)(Mechanism.from_json)
+decoded = lru_cache(maxsize=256)(Mechanism.from_json)
 
 
 # Defined by schema, not by decorating a function: torch's wrappers around such functions take longer than a decode step
@@ -54,7 +54,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     problem = Problem(query, key, value, bias, head_scale, power, scale, dropout_p)
     visibility = Visibility(query.size(2), key.size(2), left, right, mask, key_mask, document_ids)
-    return run_unwatched(problem, visibility, _decoded(mechanism), seed, backend)
+    return run_unwatched(problem, visibility, decoded(mechanism), seed, backend)
 
 
 def _attend_backward(
@@ -83,7 +83,7 @@ def _attend_backward(
     visibility = Visibility(query.size(2), key.size(2), left, right, mask, key_mask, document_ids)
     with own_dtypes(query):
         kept = (out, rows) if rows_of(backend) else ()
-        grads = _load(backend).backward(grad, problem, visibility, _decoded(mechanism), _item(seed), bias_grad, *kept)
+        grads = _load(backend).backward(grad, problem, visibility, decoded(mechanism), _item(seed), bias_grad, *kept)
     # an operator may neither return None nor one of its own arguments
     return tuple(query.new_empty(0) if g is None else g for g in grads)
 

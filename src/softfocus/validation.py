@@ -68,6 +68,8 @@ def check_tensors(
         raise ValueError(
             f"{value_name}: got {_shape(value)}, expected the batch, heads and length of {key_name} {_shape(key)}"
         )
+    if value.size(-1) == 0:
+        raise ValueError(f"{value_name}: got head_dim 0, expected at least 1")
     heads, key_heads = query.size(1), key.size(1)
     if heads != key_heads and not enable_gqa:
         raise ValueError(
@@ -164,9 +166,10 @@ def check_learned(head_scale: Tensor | None, power: Tensor | None, query: Tensor
 def check_cache(query: Tensor, key_cache: Tensor, lengths: Tensor, page_table: Tensor | None) -> None:
     """Integers [B] and [B, n]; on the CPU also that they point into the cache."""
     most, batch = key_cache.size(2), query.size(0)
-    for name, x, shape in (("lengths", lengths, "[batch]"), ("page_table", page_table, "[batch, pages of a sequence]")):
-        if x is None:
-            continue
+    integers = [("lengths", lengths, "[batch]")]
+    if page_table is not None:
+        integers.append(("page_table", page_table, "[batch, pages of a sequence]"))
+    for name, x, shape in integers:
         _is_tensor(name, x, query.device)
         if x.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"{name}: got dtype {x.dtype}, expected torch.int32 or torch.int64")
@@ -184,7 +187,7 @@ def check_cache(query: Tensor, key_cache: Tensor, lengths: Tensor, page_table: T
             f"lengths: got {low if low < 0 else high}, expected 0 to {most}, the tokens that the cache holds"
         )
     if page_table is not None and page_table.numel():
-        read = torch.arange(page_table.size(1)) * key_cache.size(2) < lengths[:, None]
+        read = torch.arange(page_table.size(1), device=lengths.device) * key_cache.size(2) < lengths[:, None]
         wrong = page_table[read & ((page_table < 0) | (page_table >= key_cache.size(0)))]
         if wrong.numel():
             raise ValueError(f"page_table: got page {int(wrong[0])}, expected 0 to {key_cache.size(0) - 1}")

@@ -134,6 +134,7 @@ def test_nothing_at_all():
         ({"lengths": torch.tensor([-1, 5, 0, 33])}, "lengths: got -1, expected 0 to 90"),
         ({"lengths": torch.tensor([1, 2])}, r"lengths: got shape \[2\], expected \[batch\] with batch 4"),
         ({"lengths": torch.ones(4)}, "lengths: got dtype torch.float32, expected torch.int32 or torch.int64"),
+        ({"lengths": None}, "lengths: got NoneType, expected a torch.Tensor"),
         ({"lengths": [1, 2, 3, 4]}, "lengths: got list, expected a torch.Tensor"),
         ({"page_table": torch.zeros(4, dtype=torch.int32)}, r"page_table: got shape \[4\]"),
         ({"page_table": torch.full((4, 1), 9)}, "page_table: got page 9, expected 0 to 3"),
@@ -160,6 +161,24 @@ def test_a_gradient_is_refused():
         attention_with_cache(query, key, value, lengths)
     with torch.no_grad():
         assert attention_with_cache(query, key, value, lengths).shape == (4, 4, 1, 8)
+
+
+def test_a_tangent_is_refused():
+    query, key, value, lengths = problem(key_heads=4)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(query, torch.ones_like(query))
+        with pytest.raises(NotImplementedError, match="tangent"):
+            attention_with_cache(dual, key, value, lengths)
+
+
+def test_compiled_for_any_size():
+    """Lengths are not looked at there: what is too much is cut, below 0 is none."""
+    compiled = torch.compile(attention_with_cache, fullgraph=True, backend="aot_eager", dynamic=True)
+    for sizes in ((20, 7), (33, 0, 5)):
+        query, key, value, lengths = problem(sizes, key_heads=4)
+        assert torch.equal(compiled(query, key, value, lengths), attention_with_cache(query, key, value, lengths))
+    cut = compiled(query, key, value, torch.tensor([99, -3, 5]))
+    assert torch.equal(cut, attention_with_cache(query, key, value, torch.tensor([33, 0, 5])))
 
 
 def test_compiled_whole():

@@ -18,6 +18,7 @@ from softfocus.backends import cpu, triton
 from softfocus.mechanism import CHOICES, SIGNED_PHI
 from softfocus.pointwise import POINTWISE
 from softfocus.testing import CASES, check
+from softfocus.visibility import Cache
 
 pytest.importorskip("triton", reason="Triton is not installed")
 from triton.runtime.errors import OutOfResources
@@ -237,6 +238,7 @@ def measured(monkeypatch, tmp_path):
         call()
         return 1.0 / timed[-1].keys
 
+    torch.use_deterministic_algorithms(False)  # which poisoned_memory turned on
     monkeypatch.setattr(tuning, "_known", {})
     monkeypatch.setattr(tuning, "_time", time)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "some GPU")
@@ -276,10 +278,48 @@ def test_nothing_is_measured_while_a_graph_is_captured_or_when_told_so(measured,
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setenv("SOFTFOCUS_TUNE", "off")
     assert measured() == TILES[0]
+    monkeypatch.setenv("SOFTFOCUS_TUNE", "on")
+    torch.use_deterministic_algorithms(True)
+    assert measured() == TILES[0]
     assert not measured.timed
     monkeypatch.setenv("SOFTFOCUS_TUNE", "maybe")
     with pytest.raises(ValueError, match="SOFTFOCUS_TUNE=maybe is neither on nor off"):
         measured()
+
+
+def test_a_captured_graph_runs_in_the_tile_that_was_measured_before(measured, monkeypatch):
+    found = measured()
+    assert found != TILES[0]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert measured() == found
+    monkeypatch.setattr(tuning, "_known", {})
+    assert measured() == found
+    assert len(measured.timed) == 2
+
+
+def test_nothing_is_remembered_where_nothing_could_be_measured(measured, monkeypatch):
+    def full(call):
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(tuning, "_time", full)
+        assert measured() == TILES[0]
+    assert measured() == Tile(64, 64, 8, 2)
+
+
+def test_another_length_is_no_other_kernel():
+    """What is constant to the compiler, without pages, does not depend on how many keys there are."""
+    from softfocus.backends.triton import call
+
+    def constants(length, pages=None):
+        query, key = torch.ones(1, 1, 1, 8), torch.ones(1, 1, length, 8)
+        problem, _visibility, mechanism = functional._prepared(query, key, key, mechanism="lssar")
+        held = Cache(torch.tensor([length]), pages)
+        given = call._given(problem, length, mechanism, held)
+        return [x.value for x in given if isinstance(x, type(call.END))]
+
+    assert constants(1040) == constants(1056) != []
+    assert constants(16, torch.tensor([[0]])) != constants(32, torch.tensor([[0]]))
 
 
 def test_calls_of_one_kind():

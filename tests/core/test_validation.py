@@ -56,6 +56,7 @@ REFUSED = {
     "value longer than key": (
         {"value": torch.randn(B, H, 6, DV)}, ValueError, ["value", "[2, 4, 6, 6]", "length of key [2, 4, 5, 8]"],
     ),
+    "value without a dimension": ({"value": torch.randn(B, H, LK, 0)}, ValueError, ["value", "head_dim 0", "at least 1"]),
     "value with other heads": (
         {"value": torch.randn(B, 2, LK, DV)}, ValueError, ["value", "[2, 2, 5, 6]", "heads and length of key"],
     ),

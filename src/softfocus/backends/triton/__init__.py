@@ -5,7 +5,9 @@ Triton is imported when a call runs, never before. The same kernels run on the C
 """
 
 import os
+from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,7 +50,8 @@ def forward(problem: Problem, visibility: Visibility, mechanism: Mechanism, seed
     """out [B, H, Lq, Dv] and the rows' vectors [ROWS, B, H, Lq]."""
     from softfocus.backends.triton.call import forward_of
 
-    return forward_of(problem, visibility, mechanism)
+    with _current(problem.query):
+        return forward_of(problem, visibility, mechanism)
 
 
 def backward(
@@ -64,7 +67,8 @@ def backward(
     """Gradients of query, key, value, bias, head_scale and power; None where there is nothing to differentiate."""
     from softfocus.backends.triton.call import backward_of
 
-    return backward_of(problem, visibility, mechanism, grad, bias_grad, out, rows)
+    with _current(problem.query):
+        return backward_of(problem, visibility, mechanism, grad, bias_grad, out, rows)
 
 
 def attend_cache(problem: Problem, cache: Cache, left: int, mechanism: Mechanism) -> Tensor:
@@ -73,4 +77,10 @@ def attend_cache(problem: Problem, cache: Cache, left: int, mechanism: Mechanism
 
     pages = 1 if cache.page_table is None else cache.page_table.size(1)
     visibility = Visibility(problem.query.size(2), problem.key.size(2) * pages, left, 0)
-    return forward_of(problem, visibility, mechanism, cache)[0]
+    with _current(problem.query):
+        return forward_of(problem, visibility, mechanism, cache)[0]
+
+
+def _current(x: Tensor) -> AbstractContextManager[Any]:
+    """Triton launches on the device that is current."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()

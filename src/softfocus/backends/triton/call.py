@@ -26,6 +26,8 @@ FEW_ROWS = 64
 """Up to so many queries, of all heads that share a head of keys, are decoded: the keys split among programs."""
 TILES_OF_A_SPLIT = 4
 END = tl.constexpr(0)
+FUSED = {"enable_fp_fusion": True}
+"""Said, since Triton's default is about to change."""
 
 
 def forward_of(
@@ -36,8 +38,7 @@ def forward_of(
     def run(tile: tuning.Tile) -> tuple[Tensor, Tensor]:
         return Call(problem, visibility, mechanism, tile, held).forward()
 
-    few = problem.query.size(2) * (problem.query.size(1) // max(problem.key.size(1), 1)) <= FEW_ROWS
-    return run(_tile("forward", problem, visibility, mechanism, run, measured=held is None and not few))
+    return run(_tile("forward", problem, visibility, mechanism, run, measured=held is None and not _few(problem)))
 
 
 def backward_of(
@@ -54,7 +55,13 @@ def backward_of(
     def run(tile: tuning.Tile) -> tuple[Tensor | None, ...]:
         return Call(problem, visibility, mechanism, tile).backward(grad, bias_grad, out, saved)
 
-    return run(_tile("backward", problem, visibility, mechanism, run, measured=True))
+    direction = "backward, of the bias too" if bias_grad else "backward"
+    return run(_tile(direction, problem, visibility, mechanism, run, measured=True))
+
+
+def _few(problem: Problem) -> bool:
+    """Whether the queries are so few that their keys are split among programs."""
+    return problem.query.size(2) * (problem.query.size(1) // max(problem.key.size(1), 1)) <= FEW_ROWS
 
 
 def _tile(
@@ -87,7 +94,7 @@ class Call:
     ):
         self.problem = problem
         self.blocks = _blocks(problem, tile)
-        self.options = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": True}
+        self.options = {"num_warps": tile.warps, "num_stages": tile.stages, **FUSED}
         self.given = _given(problem, visibility.key_length, mechanism, held)
         self.held = held
         self.algebra = _algebra(mechanism, self.given.power is not None)
@@ -130,7 +137,7 @@ class Call:
     def _splits(self) -> int:
         """How many programs share the keys of one head: more than one where queries are few and heads do not fill the GPU."""
         given = self.given
-        if given.group * given.query_length > FEW_ROWS or not self.problem.key.numel():
+        if not _few(self.problem) or not self.problem.key.numel():
             return 1
         tiles = triton.cdiv(given.key_length, self.blocks.keys.value)
         return min(
@@ -149,7 +156,7 @@ class Call:
         parts = floats(heads, splits, decode.PARTS.value, rows)
         sums = floats(heads, splits, rows, blocks.value_dim.value)
         sharp = self.algebra.sharp.value
-        scores = floats(heads, rows, self.given.key_length) if sharp else None
+        scores = floats(heads, self.given.group * self.given.query_length, self.given.key_length) if sharp else None
         shared = self.given, self.algebra, self.sight, parts, sums
         decode.statistics[(splits, heads)](*shared, scores, blocks, **self.options)
         if sharp:
@@ -240,10 +247,14 @@ def _given(problem: Problem, key_length: int, mechanism: Mechanism, held: Cache 
     query, key, value, bias, head_scale, power = problem[:6]
     batch, heads, query_length, head_dim = query.shape
     _, key_heads, page_size, value_dim = value.shape
+    table = None
+    if held is not None and held.page_table is not None:
+        table = held.page_table.int()[:, None, None]
+    else:
+        page_size = 0  # a constant to the compiler, which must not see another for each length
     number = mechanism.power
     if power is None and number is not None and not (number == int(number) and 1 <= number <= WHOLE_POWER):
         power = query.new_full((heads,), number, dtype=torch.float32)
-    table = None if held is None or held.page_table is None else held.page_table.int()[:, None, None]
     return Given(
         _array(query), _array(key), _array(value),
         _array(_reciprocal_norms(query)) if mechanism.similarity == "cosine" else None,
@@ -264,7 +275,7 @@ def _reciprocal_norms(x: Tensor) -> Tensor:
     rows = max(1, 4096 // columns)
     if to.numel():
         norms.norms[(triton.cdiv(length, rows), batch * heads)](
-            _array(x), _array(to), heads, length, width, rows, columns
+            _array(x), _array(to), heads, length, width, rows, columns, **FUSED
         )
     return to
 
@@ -289,7 +300,7 @@ def _sight(visibility: Visibility, given: Given, blocks: Blocks) -> Sight:
     states = parts[0].new_zeros(batch, heads, row_blocks, key_blocks, dtype=torch.int8)
     if counts.numel():
         bounds = (None, None) if documents is None else _bounds(documents, blocks.keys.value)
-        see.survey[(row_blocks, batch, heads)](given, sight, *bounds, _array(counts), _array(states), blocks)
+        see.survey[(row_blocks, batch, heads)](given, sight, *bounds, _array(counts), _array(states), blocks, **FUSED)
     return sight._replace(counts=_array(counts), tiles=_tiles(states), tiles_of_keys=_tiles(states.mT))
 
 

@@ -29,7 +29,7 @@ class Tile(NamedTuple):
 
 
 TILES = (Tile(64, 32, 8, 2), Tile(128, 32, 8, 2), Tile(64, 64, 8, 2))
-"""The first is taken where nothing is measured: it spills nothing from registers (test_triton_compile.py), others may."""
+"""The first is taken where nothing is measured: it spills nothing from registers, but for what test_triton_compile.py says."""
 SHARP_WIDE_TILES = (Tile(64, 16, 8, 2), Tile(64, 32, 8, 2), Tile(32, 32, 8, 2))
 """Where rows are re-weighted and a head has more than 64 dimensions: the gradients of the queries hold two sums."""
 SHARP_TILES_BEFORE_HOPPER = (Tile(32, 32, 4, 2), Tile(64, 32, 8, 2), Tile(64, 16, 8, 2))
@@ -71,13 +71,14 @@ def fastest(
     """The tile in which ``run`` takes the least time, for calls of a kind.
 
     Measured when the first call of the kind comes, which then waits for the device and for compilers; then known, to later
-    processes too: in Triton's own cache, by device, Triton's version and the kernels' source. While a CUDA graph is captured
-    it is the first of ``tiles``, for this once; always, where ``SOFTFOCUS_TUNE=off``.
+    processes too: in Triton's own cache, by device, Triton's version and the kernels' source. Where a CUDA graph is captured
+    before that it is the first of ``tiles``, for this once; always, where ``SOFTFOCUS_TUNE=off`` or torch is told to use
+    deterministic algorithms: two machines may measure differently, and tiles change the last bits.
 
     Raises:
         ValueError: SOFTFOCUS_TUNE says neither on nor off.
     """
-    if not switched_on(TUNE, default=True) or torch.cuda.is_current_stream_capturing():
+    if not switched_on(TUNE, default=True) or torch.are_deterministic_algorithms_enabled():
         return tiles[0]
     kind = (torch.cuda.get_device_name(device), *kind)
     if kind not in _known:
@@ -86,20 +87,22 @@ def fastest(
         found = store.get_file("tile.json")
         tile = None if found is None else _read(found)
         if tile not in tiles:
-            tile = _measured(tiles, run)
+            tile = None if torch.cuda.is_current_stream_capturing() else _measured(tiles, run)
+            if tile is None:
+                return tiles[0]
             store.put(json.dumps(tile), "tile.json", binary=False)
         _known[kind] = tile
     return _known[kind]
 
 
-def _measured(tiles: tuple[Tile, ...], run: Callable[[Tile], Any]) -> Tile:
+def _measured(tiles: tuple[Tile, ...], run: Callable[[Tile], Any]) -> Tile | None:
     times = {}
     for tile in tiles:
         try:
             times[tile] = _time(partial(run, tile))
-        except OutOfResources:  # more shared memory than the device has
+        except (OutOfResources, torch.OutOfMemoryError):  # of shared memory; of what measuring takes besides
             continue
-    return min(times, key=times.__getitem__) if times else tiles[0]
+    return min(times, key=times.__getitem__) if times else None
 
 
 def _time(run: Callable[[], Any]) -> float:

@@ -62,9 +62,12 @@ def _sums(sums, splits, split, blocks):
 
 @triton.jit
 def _scores(scores, problem, keys, blocks):
-    """Where the scores with some keys lie in [B Hk, R, Lk]."""
+    """Where the scores with some keys lie in [B Hk, the rows that there are, Lk], and which of them do."""
     far = tl.full([], 0, tl.int64) + tl.program_id(1)
-    return scores + (far * blocks.rows + tl.arange(0, blocks.rows)[:, None]) * problem.key_length + keys[None, :]
+    number = problem.group * problem.query_length
+    rows = tl.arange(0, blocks.rows)[:, None]
+    there = (rows < number) & (keys[None, :] < problem.key_length)
+    return scores + (far * number + rows) * problem.key_length + keys[None, :], there
 
 
 @triton.jit
@@ -123,7 +126,8 @@ def statistics(problem, algebra, sight, parts, sums, scores, blocks):
         )  # fmt: skip
         f, top, shift, norm, mixed = forward.online(s, top, shift, norm, mixed, algebra)
         if algebra.sharp:
-            tl.store(_scores(scores, problem, keys, blocks), s, mask=keys[None, :] < problem.key_length)
+            places, there = _scores(scores, problem, keys, blocks)
+            tl.store(places, s, mask=there)
         else:
             value = of.values_of(problem, b, h, keys, blocks)
             mixed, marked, highest = forward.mix(mixed, marked, highest, f, seen, value, algebra, True, blocks)
@@ -148,9 +152,8 @@ def weights(problem, algebra, sight, parts, sums, scores, blocks):
     first, last = _span(problem, sight, b, blocks)
     for n in range(first, last):
         keys = n * blocks.keys + tl.arange(0, blocks.keys)
-        s = tl.load(
-            _scores(scores, problem, keys, blocks), mask=keys[None, :] < problem.key_length, other=float("-inf")
-        )
+        places, there = _scores(scores, problem, keys, blocks)
+        s = tl.load(places, mask=there, other=float("-inf"))
         f = forward.sharpened(s, shift, floor, over_spread, tied, problem, algebra, heads[:, None])
         sharp_norm += tl.sum(f, 1)
         live = tl.max((f != 0.0).to(tl.int32), 0) > 0
