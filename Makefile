@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 
 .PHONY: help setup demo bench test sanitize sanitize-gpu neon lint clean
 help:  ## this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
 setup: $(STAMP)  ## the virtual environment .venv, with everything in it
 

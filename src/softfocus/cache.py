@@ -40,13 +40,14 @@ def attention_with_cache(
 
     Args:
         query: [B, H, Lq, D], the last Lq tokens of each sequence.
-        key_cache: [B, Hk, most, D], or with ``page_table`` [pages, Hk, page size, D]; any strides; the query's dtype (autocast
-            leaves it alone).
+        key_cache: [B, Hk, most, D], or with ``page_table`` [pages, Hk, page size, D]; any strides (of pages that
+            are [pages, page size, Hk, D], as in vLLM and FlashAttention, pass ``.transpose(1, 2)``); the query's dtype:
+            autocast leaves a cache alone, so cast the query to it.
         value_cache: the same with Dv.
-        lengths: int32 or int64 [B], how many tokens each sequence has, the new ones among them. On the CPU they are checked;
-            on a device, where that would wait for it, and by a compiled call they are cut: to 0, and to what the cache holds.
+        lengths: int32 or int64 [B], how many tokens each sequence has, the new ones among them. They are checked, but not by
+            the triton backend on a device, where that would wait for it: there they are cut to 0, and to what the cache holds.
         page_table: int32 or int64 [B, n]: the page that holds tokens j * page size and following of a sequence stands at j.
-            Entries beyond a sequence's length are not read; those before are not checked on a device.
+            Entries beyond a sequence's length are not read; those before are checked where lengths are.
         scale, enable_gqa, mechanism, window_size, head_scale, power, backend: as in :func:`softfocus.attention`.
 
     Returns:
@@ -59,18 +60,21 @@ def attention_with_cache(
     """
     algebra = validation.mechanism_of(mechanism)
     validation.check_tensors(
-        query, key_cache, value_cache, enable_gqa, ("key_cache", "value_cache"), page_table is None
+        query, key_cache, value_cache, enable_gqa, ("key_cache", "value_cache"), page_table is not None
     )
     validation.check_cache(query, key_cache, lengths, page_table)
     left, _right = validation.window_of(window_size, is_causal=True)
     validation.check_learned(head_scale, power, query, algebra)
-    floating = (query, key_cache, value_cache, head_scale, power)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in floating):
-        raise RuntimeError(
-            "attention_with_cache: a tensor requires grad, and a cache has none; call it under torch.no_grad(), or call "
-            "softfocus.attention with the keys and values themselves"
-        )
-    ops.refuse_tangents(*floating)
+    floating = {
+        "query": query, "key_cache": key_cache, "value_cache": value_cache, "head_scale": head_scale, "power": power,
+    }  # fmt: skip
+    for name, x in floating.items():
+        if torch.is_grad_enabled() and x is not None and x.requires_grad:
+            raise RuntimeError(
+                f"{name}: requires grad, and attention with a cache has none; call it under torch.no_grad(), or call "
+                "softfocus.attention with the keys and values themselves"
+            )
+    ops.refuse_tangents(*floating.values())
     scale = default_scale(algebra, query.size(-1)) if scale is None else validation.scale_of(scale)
     most = key_cache.size(2) * (1 if page_table is None else page_table.size(1))
     left = min(left, query.size(2) + most)
@@ -104,6 +108,8 @@ def _run(
 ) -> Tensor:
     algebra, cache = ops.decoded(mechanism), Cache(lengths, page_table)
     own = ops.cache_of(backend)
+    if own is None or lengths.is_cpu:
+        numbers = validation.check_cache_values(key, lengths, page_table)
     if own is not None:
         problem = Problem(query, key, value, None, head_scale, power, scale, 0.0)
         with ops.own_dtypes(query):
@@ -111,8 +117,7 @@ def _run(
             return out
     out = query.new_empty(*query.shape[:3], value.size(-1))
     with ops.own_dtypes(query):
-        most = key.size(2) * (1 if page_table is None else page_table.size(1))
-        for b, length in enumerate(lengths.clamp(0, most).tolist()):
+        for b, length in enumerate(numbers):
             out[b : b + 1] = functional.attention(
                 query[b : b + 1], cache.of_sequence(key, b, length), cache.of_sequence(value, b, length), scale=scale,
                 is_causal=True, enable_gqa=True, mechanism=algebra, window_size=(left, 0), head_scale=head_scale,

@@ -69,8 +69,11 @@ def choose(problem: Problem, visibility: Visibility, mechanism: Mechanism, backe
             says neither on nor off.
     """
     if backend == "auto":
+        unasked = [
+            name for name in BACKENDS if _unasked(name)
+        ]  # all of them: a misspelt switch is said on every machine
         for name, supports in BACKENDS.items():
-            if not _unasked(name) and supports(problem, visibility, mechanism) is None:
+            if name not in unasked and supports(problem, visibility, mechanism) is None:
                 return name
         raise AssertionError("the tiled backend supports every call")
     if not isinstance(backend, str) or backend not in BACKENDS:

@@ -10,6 +10,7 @@ _looked_up = torch.compiler.assume_constant_result(
     named
 )  # once, while torch.compile traces: it cannot follow the parser
 
+_PAGES = "[pages, heads, page size, head_dim]"
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -34,13 +35,13 @@ def check_tensors(
     value: Tensor,
     enable_gqa: bool,
     names: tuple[str, str] = ("key", "value"),
-    same_batch: bool = True,
+    paged: bool = False,
 ) -> None:
     """Shapes, dtypes and devices of query [B, H, Lq, D], key [B, Hk, Lk, D] and value [B, Hk, Lk, Dv].
 
     Args:
         names: what the caller calls key and value.
-        same_batch: whether their first dimension is the query's, too.
+        paged: they lie in pages [pages, Hk, page size, D].
     """
     key_name, value_name = names
     for name, x in (("query", query), (key_name, key), (value_name, value)):
@@ -50,8 +51,8 @@ def check_tensors(
             raise TypeError(f"{name}: got layout {x.layout}, expected torch.strided; call .to_dense() first")
         if x.dim() != 4:
             raise ValueError(
-                f"{name}: got shape {_shape(x)}, expected four dimensions [batch, heads, length, head_dim]; "
-                "unsqueeze what is missing"
+                f"{name}: got shape {_shape(x)}, expected four dimensions "
+                f"{_PAGES if paged and x is not query else '[batch, heads, length, head_dim]'}; unsqueeze what is missing"
             )
         if x.dtype not in FLOATING:
             raise TypeError(f"{name}: got dtype {x.dtype}, expected one of {', '.join(map(str, FLOATING))}")
@@ -60,23 +61,29 @@ def check_tensors(
             raise TypeError(f"{name}: got dtype {x.dtype}, expected the query's {query.dtype}")
         if x.device != query.device:
             raise ValueError(f"{name}: is on {x.device}, expected the query's device {query.device}")
-        if same_batch and x.size(0) != query.size(0):
-            raise ValueError(f"{name}: got batch {x.size(0)} in {_shape(x)}, expected the query's {query.size(0)}")
+        if not paged and x.size(0) != query.size(0):
+            pages = "; if these are pages, pass page_table" if name == "key_cache" else ""
+            raise ValueError(
+                f"{name}: got batch {x.size(0)} in {_shape(x)}, expected the query's {query.size(0)}{pages}"
+            )
     if key.size(-1) != query.size(-1) or query.size(-1) == 0:
         raise ValueError(f"{key_name}: got head_dim {key.size(-1)}, expected the query's {query.size(-1)}, at least 1")
     if value.shape[:3] != key.shape[:3]:
-        raise ValueError(
-            f"{value_name}: got {_shape(value)}, expected the batch, heads and length of {key_name} {_shape(key)}"
-        )
+        same = "pages, heads and page size" if paged else "batch, heads and length"
+        raise ValueError(f"{value_name}: got {_shape(value)}, expected the {same} of {key_name} {_shape(key)}")
     if value.size(-1) == 0:
         raise ValueError(f"{value_name}: got head_dim 0, expected at least 1")
     heads, key_heads = query.size(1), key.size(1)
-    if heads != key_heads and not enable_gqa:
+    divides = key_heads > 0 and heads % key_heads == 0
+    if heads != key_heads and not enable_gqa and (divides or not paged):
         raise ValueError(
             f"{key_name}: got {key_heads} heads where query has {heads}; pass enable_gqa=True for grouped-query attention"
         )
-    if key_heads == 0 or heads % key_heads:
-        raise ValueError(f"query: got {heads} heads, expected a multiple of the {key_name}'s {key_heads}")
+    if not divides:
+        layout = f" in {_shape(key)}; expected {_PAGES}: other libraries keep [pages, page size, heads, head_dim]"
+        raise ValueError(
+            f"query: got {heads} heads, expected a multiple of the {key_name}'s {key_heads}{layout if paged else ''}"
+        )
 
 
 def _is_tensor(name: str, x: object, device: torch.device) -> None:
@@ -164,8 +171,7 @@ def check_learned(head_scale: Tensor | None, power: Tensor | None, query: Tensor
 
 
 def check_cache(query: Tensor, key_cache: Tensor, lengths: Tensor, page_table: Tensor | None) -> None:
-    """Integers [B] and [B, n]; on the CPU also that they point into the cache."""
-    most, batch = key_cache.size(2), query.size(0)
+    """Integers [B] and [B, n]."""
     integers = [("lengths", lengths, "[batch]")]
     if page_table is not None:
         integers.append(("page_table", page_table, "[batch, pages of a sequence]"))
@@ -173,24 +179,30 @@ def check_cache(query: Tensor, key_cache: Tensor, lengths: Tensor, page_table: T
         _is_tensor(name, x, query.device)
         if x.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"{name}: got dtype {x.dtype}, expected torch.int32 or torch.int64")
-        if x.dim() != shape.count(",") + 1 or x.size(0) != batch:
-            raise ValueError(f"{name}: got shape {_shape(x)}, expected {shape} with batch {batch}")
-    if page_table is not None:
-        if most == 0:
-            raise ValueError(f"key_cache: got {_shape(key_cache)}, expected pages of at least one token")
-        most *= page_table.size(1)
-    if torch.compiler.is_compiling() or not lengths.is_cpu or not lengths.numel():
-        return
-    low, high = int(lengths.min()), int(lengths.max())
-    if low < 0 or high > most:
-        raise ValueError(
-            f"lengths: got {low if low < 0 else high}, expected 0 to {most}, the tokens that the cache holds"
-        )
-    if page_table is not None and page_table.numel():
-        read = torch.arange(page_table.size(1), device=lengths.device) * key_cache.size(2) < lengths[:, None]
-        wrong = page_table[read & ((page_table < 0) | (page_table >= key_cache.size(0)))]
-        if wrong.numel():
-            raise ValueError(f"page_table: got page {int(wrong[0])}, expected 0 to {key_cache.size(0) - 1}")
+        if x.dim() != shape.count(",") + 1 or x.size(0) != query.size(0):
+            raise ValueError(f"{name}: got shape {_shape(x)}, expected {shape} with batch {query.size(0)}")
+    if page_table is not None and key_cache.size(2) == 0:
+        raise ValueError(f"key_cache: got {_shape(key_cache)}, expected pages of at least one token")
+
+
+def check_cache_values(key_cache: Tensor, lengths: Tensor, page_table: Tensor | None) -> list[int]:
+    """That lengths, which come back as numbers, and the pages before them point into the cache; this waits for a device."""
+    size, numbers = key_cache.size(2), lengths.tolist()
+    most = size if page_table is None else size * page_table.size(1)
+    for b, length in enumerate(numbers):
+        if not 0 <= length <= most:
+            room = (
+                "the tokens that key_cache holds" if page_table is None else f"page_table {_shape(page_table)} x {size}"
+            )
+            raise ValueError(f"lengths[{b}]: got {length}, expected 0 to {most}, {room}")
+    if page_table is None:
+        return numbers
+    pages = key_cache.size(0)
+    for b, (length, table) in enumerate(zip(numbers, page_table.tolist(), strict=True)):
+        for j, page in enumerate(table[: -(-length // size)]):
+            if not 0 <= page < pages:
+                raise ValueError(f"page_table[{b}, {j}]: got page {page}, expected one of the {pages} of key_cache")
+    return numbers
 
 
 def window_of(window_size: tuple[int, int] | None, is_causal: bool) -> tuple[int, int]:

@@ -126,8 +126,8 @@ def statistics(problem, algebra, sight, parts, sums, scores, blocks):
         )  # fmt: skip
         f, top, shift, norm, mixed = forward.online(s, top, shift, norm, mixed, algebra)
         if algebra.sharp:
-            places, there = _scores(scores, problem, keys, blocks)
-            tl.store(places, s, mask=there)
+            to, there = _scores(scores, problem, keys, blocks)
+            tl.store(to, s, mask=there)
         else:
             value = of.values_of(problem, b, h, keys, blocks)
             mixed, marked, highest = forward.mix(mixed, marked, highest, f, seen, value, algebra, True, blocks)
@@ -152,8 +152,8 @@ def weights(problem, algebra, sight, parts, sums, scores, blocks):
     first, last = _span(problem, sight, b, blocks)
     for n in range(first, last):
         keys = n * blocks.keys + tl.arange(0, blocks.keys)
-        places, there = _scores(scores, problem, keys, blocks)
-        s = tl.load(places, mask=there, other=float("-inf"))
+        kept, there = _scores(scores, problem, keys, blocks)
+        s = tl.load(kept, mask=there, other=float("-inf"))
         f = forward.sharpened(s, shift, floor, over_spread, tied, problem, algebra, heads[:, None])
         sharp_norm += tl.sum(f, 1)
         live = tl.max((f != 0.0).to(tl.int32), 0) > 0
