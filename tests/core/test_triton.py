@@ -148,7 +148,7 @@ def test_norms_that_no_product_could_hold(quiet, size):
     assert (got.double() - exact).abs().max() <= 4 * (plain.double() - exact).abs().max() + 1e-6
 
 
-@pytest.mark.parametrize("name", ["softmax", "lssar"])
+@pytest.mark.parametrize("name", ["softmax", pytest.param("lssar", marks=pytest.mark.slow)])
 def test_a_nan_that_a_row_cannot_see_never_reaches_it(quiet, name):
     """In the future of a row and in its padding, in queries, keys and values; a visible one makes the row NaN."""
     length, at = 50, 37
