@@ -1,9 +1,9 @@
 """Compiles every Triton kernel that a call launches, for a GPU that need not be there: one line of JSON a kernel.
 
-    python triton_machines.py ARCH MECHANISM HEAD_DIM QUERIES [--tile N] [--given]
+    python triton_machines.py ARCH MECHANISM HEAD_DIM QUERIES [--given]
 
-QUERIES 0: of one query against a cache in pages. --tile: of those that may be chosen, another than the first. --given: with a
-mask, padding, documents, a window, a bias with gradient, learned scales and powers.
+QUERIES 0: of one query against a cache in pages. --given: with a mask, padding, documents, a window, a bias with gradient,
+learned scales and powers.
 
 A process of its own: Triton must not have been told to interpret. The line holds the kernel's name, registers a thread, bytes
 of stack (spilled registers) and of shared memory.
@@ -55,7 +55,7 @@ def usage(compiled: Any) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def main(arch: int, mechanism: str, head_dim: int, queries: int, tile: int = 0, given: bool = False) -> None:
+def main(arch: int, mechanism: str, head_dim: int, queries: int, given: bool) -> None:
     driver.set_active(Absent(arch))
     run = JITFunction.run
 
@@ -100,7 +100,7 @@ def main(arch: int, mechanism: str, head_dim: int, queries: int, tile: int = 0, 
     if held:
         pages = key.view(2, 256, 16, head_dim).transpose(0, 1)
         problem = problem._replace(key=pages, value=pages)
-    one = call.Call(problem, visibility, algebra, tuning.tiles(problem, algebra)[tile], held)
+    one = call.Call(problem, visibility, algebra, tuning.tiles(problem, algebra)[0], held)
     out, rows = one.forward()
     if queries > call.FEW_ROWS:
         one.backward(torch.zeros_like(out), given, out, rows)
@@ -110,6 +110,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     for name, kind in (("arch", int), ("mechanism", str), ("head_dim", int), ("queries", int)):
         parser.add_argument(name, type=kind)
-    parser.add_argument("--tile", type=int, default=0)
     parser.add_argument("--given", action="store_true")
     main(**vars(parser.parse_args()))

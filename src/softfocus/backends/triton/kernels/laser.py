@@ -56,14 +56,9 @@ class Marked(NamedTuple):
 @triton.jit
 def marked_row(saved, problem, algebra, count, b, h, rows, inner):
     """From what the forward left of the rows; ``inner`` is D."""
-    inside = rows < problem.query_length
-    top = tl.load(of.saved_row(saved, b, h, rows, 1), mask=inside, other=0.0)
-    norm = tl.load(of.saved_row(saved, b, h, rows, 4), mask=inside, other=1.0)
-    sharp_norm = tl.load(of.saved_row(saved, b, h, rows, 5), mask=inside, other=1.0)
+    shift, largest, norm, sharp_norm = of.left_of(saved, problem, algebra, b, h, rows)
     norm = tl.where(norm == 0.0, 1.0, norm)
     sharp_norm = tl.where(sharp_norm == 0.0, 1.0, sharp_norm)
-    shift = algebra.phi.shift(top)
-    largest = algebra.phi.value(top, shift, algebra.shifted)
     floor, over_spread, tied, _peak = of.threshold(problem, algebra, count, norm, largest)
     alone = count == 1.0
     if algebra.phi.vanishes and not algebra.sharp:

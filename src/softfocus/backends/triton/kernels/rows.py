@@ -277,18 +277,25 @@ class Row(NamedTuple):
 
 
 @triton.jit
-def row_of(saved, problem, algebra, count, b, h, rows, inner):
-    """From what the forward left of the rows; ``inner`` is D."""
+def left_of(saved, problem, algebra, b, h, rows):
+    """What the forward left of the rows: shift, largest phi, sum phi, sum u^p."""
     inside = rows < problem.query_length
     top = tl.load(saved_row(saved, b, h, rows, 1), mask=inside, other=0.0)
     norm = tl.load(saved_row(saved, b, h, rows, 4), mask=inside, other=1.0)
-    shift, floor = tl.zeros_like(top), tl.zeros_like(top)
+    sharp_norm = tl.load(saved_row(saved, b, h, rows, 5), mask=inside, other=1.0)
+    shift = tl.zeros_like(top)
     if algebra.shifted:
         shift = algebra.phi.shift(top)
-    largest = algebra.phi.value(top, shift, algebra.shifted)
+    return shift, algebra.phi.value(top, shift, algebra.shifted), norm, sharp_norm
+
+
+@triton.jit
+def row_of(saved, problem, algebra, count, b, h, rows, inner):
+    """From what the forward left of the rows; ``inner`` is D."""
+    shift, largest, norm, sharp_norm = left_of(saved, problem, algebra, b, h, rows)
+    floor = tl.zeros_like(shift)
     spread = floor - 1.0
     if algebra.sharp:
-        sharp_norm = tl.load(saved_row(saved, b, h, rows, 5), mask=inside, other=1.0)
         floor, over_spread, tied, _peak = threshold(problem, algebra, count, norm, largest)
         heaviest = raised(excess(largest, floor, over_spread), problem, algebra, h, 0)
         alone = (count == 1.0) | ((sharp_norm == heaviest) & (tied == 0))
