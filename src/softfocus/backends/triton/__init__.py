@@ -20,8 +20,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PHI = ("exp", "softplus", "sigmoid", "relu", "relu2", "relu6")
 """What ``kernels/pointwise.py`` holds."""
 MOST_DIMENSIONS = 256
-ROWS = 7
-"""Vectors of the rows that the forward leaves: the four of RowStatistics, sum phi(s) e^-shift, sum u^p, LASER's marks."""
+ROWS = 8
+"""Vectors of the rows that the forward leaves: the four of RowStatistics; sum phi(s) 2^-shift and sum u^p; LASER's marks; the
+largest score in the kernels' unit."""
 
 
 def supports(problem: Problem, visibility: Visibility, mechanism: Mechanism) -> str | None:

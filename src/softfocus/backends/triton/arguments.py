@@ -128,6 +128,9 @@ class Algebra(NamedTuple):
         power: p where it is whole, at most 32 and the same for all heads; otherwise it stands in the problem.
         laser: the logarithm of the mean of e^V in place of the mean of V.
         shifted: whether a row's maximum is taken off where phi would overflow or vanish.
+        folded: whether it is the logarithm of the whole sum in the backward, so that phi is the weight.
+        fine: whether phi is as exact as float32 can be.
+        narrow: whether what is multiplied has the range of float16.
     """
 
     cosine: tl.constexpr
@@ -139,16 +142,20 @@ class Algebra(NamedTuple):
     power: tl.constexpr
     laser: tl.constexpr
     shifted: tl.constexpr
+    folded: tl.constexpr
+    fine: tl.constexpr
+    narrow: tl.constexpr
 
 
 class Phi(NamedTuple):
     """Jit functions.
 
     Attributes:
-        value, slope: phi e^-shift, and its slope times e^-shift.
-        log: log phi, from the score and the value; of a score far below zero also where the value is 0.
+        value, slope: phi 2^-shift in its unit, and its slope times 2^-shift, from scores in theirs.
+        log: the value's logarithm, from score, shift and value; of a score far below the shift also where the value is 0.
         shift: of a row, from its largest score.
         vanishes: constexpr, whether phi is 0 below a score of 0.
+        score_unit, unit: constexpr, what scores and phi are multiplied by.
     """
 
     value: Any
@@ -156,6 +163,8 @@ class Phi(NamedTuple):
     log: Any
     shift: Any
     vanishes: tl.constexpr
+    score_unit: tl.constexpr
+    unit: tl.constexpr
 
 
 class Blocks(NamedTuple):
@@ -164,6 +173,7 @@ class Blocks(NamedTuple):
     Attributes:
         rows, keys: of a tile.
         head_dim, value_dim: D and Dv, rounded up to what the tensor cores multiply.
+        whole: whether they were that already.
         precision: of float32 products: "ieee", "tf32x3" or "tf32".
         widen: half operands are multiplied in float32, as Triton's interpreter needs.
     """
@@ -172,5 +182,6 @@ class Blocks(NamedTuple):
     keys: tl.constexpr
     head_dim: tl.constexpr
     value_dim: tl.constexpr
+    whole: tl.constexpr
     precision: tl.constexpr
     widen: tl.constexpr

@@ -1,5 +1,6 @@
 """From a call to the kernels' arguments, and the kernels one after another."""
 
+import math
 from collections.abc import Callable
 from functools import cache, cached_property, lru_cache
 from typing import Any
@@ -25,6 +26,8 @@ WHOLE_POWER = 32
 FEW_ROWS = 64
 """Up to so many queries, of all heads that share a head of keys, are decoded: the keys split among programs."""
 TILES_OF_A_SPLIT = 4
+LARGEST_SCORE = 60.0
+"""Up to it phi, its sums and what re-weighting divides by are numbers without a shift."""
 END = tl.constexpr(0)
 FUSED = {"enable_fp_fusion": True}
 """Said, since Triton's default is about to change."""
@@ -97,7 +100,8 @@ class Call:
         self.options = {"num_warps": tile.warps, "num_stages": tile.stages, **FUSED}
         self.given = _given(problem, visibility.key_length, mechanism, held)
         self.held = held
-        self.algebra = _algebra(mechanism, self.given.power is not None)
+        bounded = _bounded(problem, mechanism, visibility.key_length)
+        self.algebra = _algebra(mechanism, self.given.power is not None, bounded, problem.query.dtype)
         self.sight = _sight(visibility, self.given, self.blocks)
         batch, heads, query_length = problem.query.shape[:3]
         self.laser = mechanism.laser
@@ -222,14 +226,26 @@ def _blocks(problem: Problem, tile: tuning.Tile) -> Blocks:
     widths = [max(16, triton.next_power_of_2(x.size(-1))) for x in (problem.query, problem.value)]
     # Of float16 only LASER's e^V is multiplied in float32, since float16 could not hold it
     precision = "tf32" if problem.query.dtype == torch.float16 else "ieee"
+    whole = widths == [problem.query.size(-1), problem.value.size(-1)]
     # The interpreter gets products of bfloat16 wrong
     widen = knobs.runtime.interpret and problem.query.dtype == torch.bfloat16
-    return Blocks(*map(tl.constexpr, (tile.rows, tile.keys, *widths, precision, widen)))
+    return Blocks(*map(tl.constexpr, (tile.rows, tile.keys, *widths, whole, precision, widen)))
+
+
+def _bounded(problem: Problem, mechanism: Mechanism, key_length: int) -> bool:
+    """Whether no score can be so small that phi leaves what float32 and bfloat16 hold: cosines times a known scale."""
+    if mechanism.similarity != "cosine" or mechanism.score_bias != "0" or problem.query.dtype == torch.float16:
+        return False
+    if problem.bias is not None or problem.head_scale is not None:
+        return False
+    return abs(problem.scale) * max(1.0, math.log(max(key_length, 1))) < LARGEST_SCORE
 
 
 @lru_cache(maxsize=256)
-def _algebra(mechanism: Mechanism, power_given: bool) -> Algebra:
+def _algebra(mechanism: Mechanism, power_given: bool, bounded: bool, dtype: torch.dtype) -> Algebra:
     power = 0 if mechanism.power is None or power_given else int(mechanism.power)
+    l1 = mechanism.normaliser == "l1"
+    plain_exp = mechanism.phi == "exp" and l1 and mechanism.power is None
     return Algebra(
         cosine=tl.constexpr(mechanism.similarity == "cosine"),
         length_scale=tl.constexpr(mechanism.length_scale),
@@ -239,7 +255,10 @@ def _algebra(mechanism: Mechanism, power_given: bool) -> Algebra:
         sharp=tl.constexpr(mechanism.power is not None),
         power=tl.constexpr(power),
         laser=tl.constexpr(mechanism.laser),
-        shifted=tl.constexpr(mechanism.normaliser == "l1"),
+        shifted=tl.constexpr(l1 and not (bounded and mechanism.phi in ("softplus", "sigmoid"))),
+        folded=tl.constexpr(plain_exp),
+        fine=tl.constexpr(dtype == torch.float32),
+        narrow=tl.constexpr(dtype == torch.float16),
     )
 
 

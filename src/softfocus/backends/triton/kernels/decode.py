@@ -13,7 +13,7 @@ from softfocus.backends.triton.kernels import rows as of
 from softfocus.backends.triton.kernels import sight as see
 
 PARTS = tl.constexpr(4)
-"""Vectors of the rows that each split leaves: largest score, sum phi e^-shift, sum u^p, and LASER's marks."""
+"""Vectors of the rows that each split leaves: largest score, sum phi 2^-shift, sum u^p, and LASER's marks."""
 
 
 @triton.jit
@@ -91,8 +91,8 @@ def _whole_rows(algebra, parts, splits, blocks):
         if algebra.shifted:
             before = shift
             shift = algebra.phi.shift(top)
-            norm = norm * tl.exp(tl.minimum(before - shift, 0.0))
-            norm_there = norm_there * tl.exp(tl.minimum(algebra.phi.shift(top_there) - shift, 0.0))
+            norm = norm * tl.exp2(tl.minimum(before - shift, 0.0))
+            norm_there = norm_there * tl.exp2(tl.minimum(algebra.phi.shift(top_there) - shift, 0.0))
         norm += norm_there
     return top, shift, norm
 
@@ -111,28 +111,30 @@ def statistics(problem, algebra, sight, parts, sums, scores, blocks):
     inside = (rows[:, None] < problem.query_length) & (dims[None, :] < problem.head_dim)
     query = tl.load(places, mask=inside, other=0.0)
     count = see.count(sight, problem, b, heads, rows)
-    scale, lift = of.scale_of(problem, algebra, count, heads), of.lift_of(problem, algebra, count, b)
+    scale, lift = of.scale_of(problem, algebra, count, heads) * algebra.phi.score_unit, of.lift_of(problem, algebra, count, b)
     if algebra.cosine:
         query, left = of.resting(query, of.per_row(problem.query_norm, b, heads, rows, problem.query_length))
         scale = scale * left
-    top, shift, norm, _sharp_norm, mixed, marked, highest = _nothing(blocks)
+    top, shift, norm, least, mixed, marked, highest = _nothing(blocks)
     first, last = _span(problem, sight, b, blocks)
     for n in range(first, last):
         keys = n * blocks.keys + tl.arange(0, blocks.keys)
-        key, norms = of.keys_of(problem, algebra, b, h, keys, blocks)
-        s, seen = of.scores(
+        key, norms = of.keys_of(problem, algebra, b, h, keys, True, blocks)
+        s, seen, dots = of.scores(
             of.product(query, tl.trans(key), blocks), problem, algebra, sight, b, heads[:, None],
             rows[:, None], keys[None, :], scale[:, None], norms[None, :], lift[:, None], True,
         )  # fmt: skip
-        f, top, shift, norm, mixed = forward.online(s, top, shift, norm, mixed, algebra)
+        f, top, least, shift, norm, mixed = forward.online(s, dots, top, least, shift, norm, mixed, algebra)
         if algebra.sharp:
             to, there = _scores(scores, problem, keys, blocks)
             tl.store(to, s, mask=there)
         else:
-            value = of.values_of(problem, b, h, keys, blocks)
-            mixed, marked, highest = forward.mix(mixed, marked, highest, f, seen, value, algebra, True, blocks)
+            value = of.values_of(problem, b, h, keys, True, blocks)
+            mixed, marked, highest = forward.mix(
+                mixed, marked, highest, f, seen, value, problem, b, h, keys, algebra, True, blocks
+            )
     tl.store(_part(parts, 0, splits, split, blocks), top)
-    tl.store(_part(parts, 1, splits, split, blocks), norm)
+    tl.store(_part(parts, 1, splits, split, blocks), forward.tainted(norm, top, least))
     if not algebra.sharp:
         tl.store(_part(parts, 3, splits, split, blocks), marked.to(tl.float32))
         tl.store(_sums(sums, splits, split, blocks), mixed)
@@ -146,7 +148,7 @@ def weights(problem, algebra, sight, parts, sums, scores, blocks):
     columns = tl.arange(0, blocks.value_dim)
     count = see.count(sight, problem, b, heads, rows)
     top, shift, norm = _whole_rows(algebra, parts, splits, blocks)
-    largest = algebra.phi.value(top, shift, algebra.shifted)
+    largest = algebra.phi.value(top, shift, algebra)
     floor, over_spread, tied, _peak = of.threshold(problem, algebra, count, norm, largest)
     _top, _shift, _norm, sharp_norm, mixed, marked, highest = _nothing(blocks)
     first, last = _span(problem, sight, b, blocks)
@@ -159,7 +161,9 @@ def weights(problem, algebra, sight, parts, sums, scores, blocks):
         live = tl.max((f != 0.0).to(tl.int32), 0) > 0
         places = of.key_places(problem.value, problem, b, h, keys)[:, None] + columns[None, :] * problem.value.d
         value = tl.load(places, mask=live[:, None] & (columns[None, :] < problem.value_dim), other=0.0)
-        mixed, marked, highest = forward.mix(mixed, marked, highest, f, f != 0.0, value, algebra, True, blocks)
+        mixed, marked, highest = forward.mix(
+            mixed, marked, highest, f, f != 0.0, value, problem, b, h, keys, algebra, True, blocks
+        )
     tl.store(_part(parts, 2, splits, split, blocks), sharp_norm)
     tl.store(_part(parts, 3, splits, split, blocks), marked.to(tl.float32))
     tl.store(_sums(sums, splits, split, blocks), mixed)
@@ -178,13 +182,13 @@ def combine(problem, algebra, sight, parts, sums, splits, made, blocks):
             sharp_norm += tl.load(_part(parts, 2, splits, split, blocks))
         elif algebra.shifted:
             shift_there = algebra.phi.shift(tl.load(_part(parts, 0, splits, split, blocks)))
-            there = there * tl.exp(tl.minimum(shift_there - shift, 0.0))[:, None]
+            there = there * tl.exp2(tl.minimum(shift_there - shift, 0.0))[:, None]
         if algebra.laser:
             marked = marked | (tl.load(_part(parts, 3, splits, split, blocks)) > 0.0)
         mixed += there
     peak = tl.zeros_like(norm)
     if algebra.sharp:
-        largest = algebra.phi.value(top, shift, algebra.shifted)
+        largest = algebra.phi.value(top, shift, algebra)
         _floor, _over_spread, _tied, peak = of.threshold(problem, algebra, count, norm, largest)
     forward.finish(
         problem, algebra, made, b, heads, rows, count, top, shift, norm, sharp_norm, peak, mixed, marked, highest, blocks

@@ -16,13 +16,14 @@ def forward(problem, algebra, sight, made, blocks):
     rows = block * blocks.rows + tl.arange(0, blocks.rows)
     query = of.queries_of(problem, b, h, rows, blocks)
     count = see.count(sight, problem, b, h, rows)
-    scale, lift = of.scale_of(problem, algebra, count, h), of.lift_of(problem, algebra, count, b)
+    scale, lift = of.scale_of(problem, algebra, count, h) * algebra.phi.score_unit, of.lift_of(problem, algebra, count, b)
     if algebra.cosine:
         query, left = of.resting(query, of.per_row(problem.query_norm, b, h, rows, problem.query_length))
         scale = scale * left
     span = see.key_tiles(sight, problem, blocks, b, block)
 
     top = tl.full([blocks.rows], float("-inf"), tl.float32)
+    least = tl.zeros([blocks.rows], tl.float32)
     shift = tl.zeros([blocks.rows], tl.float32)
     norm = tl.zeros([blocks.rows], tl.float32)
     sharp_norm = tl.zeros([blocks.rows], tl.float32)
@@ -34,73 +35,97 @@ def forward(problem, algebra, sight, made, blocks):
     for SWEEP in tl.static_range(1 if algebra.sharp else 0, -1, -1):
         if algebra.sharp and SWEEP == 0:
             shift = algebra.phi.shift(top) if algebra.shifted else shift
-            largest = algebra.phi.value(top, shift, algebra.shifted)
+            largest = algebra.phi.value(top, shift, algebra)
             floor, over_spread, tied, peak = of.threshold(problem, algebra, count, norm, largest)
         for WHOLE in tl.static_range(2):
             for n in range(see.number(sight.tiles, span, b, h, block, WHOLE == 0)):
-                keys, _key, _norms, s, seen = of.tile_of_keys(
+                keys, _key, _norms, s, seen, dots = of.tile_of_keys(
                     query, problem, algebra, sight, span, b, h, block, n, rows, scale, lift, WHOLE == 0, blocks
                 )
                 if algebra.sharp and SWEEP == 0:
                     f = sharpened(s, shift, floor, over_spread, tied, problem, algebra, h)
                     sharp_norm += tl.sum(f, 1)
                 else:
-                    f, top, shift, norm, mixed = online(s, top, shift, norm, mixed, algebra)
+                    f, top, least, shift, norm, mixed = online(s, dots, top, least, shift, norm, mixed, algebra)
                 if SWEEP == 0:
-                    value = of.values_of(problem, b, h, keys, blocks)
-                    mixed, marked, highest = mix(mixed, marked, highest, f, seen, value, algebra, WHOLE == 0, blocks)
+                    value = of.values_of(problem, b, h, keys, WHOLE == 0, blocks)
+                    mixed, marked, highest = mix(
+                        mixed, marked, highest, f, seen, value, problem, b, h, keys, algebra, WHOLE == 0, blocks
+                    )
     heads = tl.zeros_like(rows) + h
+    norm = tainted(norm, top, least)
     finish(
         problem, algebra, made, b, heads, rows, count, top, shift, norm, sharp_norm, peak, mixed, marked, highest, blocks
     )  # fmt: skip
 
 
 @triton.jit
-def online(s, top, shift, norm, mixed, algebra):
-    """phi e^-shift of a tile's scores; the rows' largest score, shift, and sums so far, which fade as the shift grows."""
+def online(s, dots, top, least, shift, norm, mixed, algebra):
+    """phi 2^-shift of a tile's scores; the rows' largest score, least product (of dot products), shift, and sums so far, which
+    fade as the shift grows."""
     top = tl.maximum(top, tl.max(s, 1))
+    if not algebra.cosine:
+        least = tl.minimum(least, tl.min(dots, 1))
     if algebra.shifted:
         before = shift
         shift = algebra.phi.shift(top)
-        fade = tl.exp(tl.minimum(before - shift, 0.0))  # before is above only where nothing was there
+        fade = tl.exp2(tl.minimum(before - shift, 0.0))  # before is above only where nothing was there
         norm = norm * fade
         mixed = mixed * fade[:, None]
-    f = algebra.phi.value(s, shift[:, None], algebra.shifted)
-    return f, top, shift, norm + tl.sum(f, 1), mixed
+    f = algebra.phi.value(s, shift[:, None], algebra)
+    return f, top, least, shift, norm + tl.sum(f, 1), mixed
+
+
+@triton.jit
+def tainted(norm, top, least):
+    """The rows' sums; NaN where a product was infinite, which is no number here. Cosines hold that in the keys' norms."""
+    return tl.where((top == float("inf")) | (least == float("-inf")), float("nan"), norm)
 
 
 @triton.jit
 def sharpened(s, shift, floor, over_spread, tied, problem, algebra, h):
     """u^p of a tile's scores; phi in tied rows."""
-    f = algebra.phi.value(s, shift[:, None], algebra.shifted)
+    f = algebra.phi.value(s, shift[:, None], algebra)
     u = of.excess(f, floor[:, None], over_spread[:, None])
     return tl.where(tied[:, None], f, of.raised(u, problem, algebra, h, 0))
 
 
 @triton.jit
-def mix(mixed, marked, highest, f, seen, value, algebra, CUT: tl.constexpr, blocks):
+def mix(mixed, marked, highest, f, seen, value, problem, b, h, keys, algebra, CUT: tl.constexpr, blocks):
     """Weights times values, or LASER's e^V, added to ``mixed``.
 
     What is not finite reaches only the rows that see it. ``marked`` rows see a value beyond LASER's HIGH in a tile that is CUT;
     ``highest`` are the values that all rows see.
     """
     if CUT:
-        bad = (tl.abs(value.to(tl.float32)) < float("inf")) == 0
-        if tl.max(bad.to(tl.int32)) > 0:
-            seen_bad = tl.dot(seen.to(tl.float16), bad.to(tl.float16))
-            mixed = tl.where(seen_bad > 0.0, float("nan"), mixed)
+        bad = tl.max(((tl.abs(value.to(tl.float32)) < float("inf")) == 0).to(tl.int32), 1)
+        if tl.max(bad, 0) > 0:
+            mixed = _spoilt(mixed, seen, problem, b, h, keys, blocks)
         value = of.finite(value)
         if algebra.laser:
-            high = value > laser.HIGH
-            if tl.max(high.to(tl.int32)) > 0:
-                seen_high = tl.dot(seen.to(tl.float16), high.to(tl.float16))
-                marked = marked | (tl.max(seen_high, 1) > 0.0)
+            high = tl.max(value.to(tl.float32), 1) > laser.HIGH
+            if tl.max(high.to(tl.int32), 0) > 0:
+                marked = marked | (tl.max((seen & high[None, :]).to(tl.int32), 1) > 0)
     if algebra.laser:
         if not CUT:
             highest = tl.maximum(highest, tl.max(value.to(tl.float32), 1))
         value = laser.exponential(value)
     mixed += of.product(f.to(value.dtype), value, blocks)
     return mixed, marked, highest
+
+
+@triton.jit
+def _spoilt(mixed, seen, problem, b, h, keys, blocks):
+    """``mixed``, NaN where a row sees a value that is not finite: column by column, since it hardly ever happens and must not
+    take registers from what does."""
+    columns = tl.arange(0, blocks.value_dim)
+    for c in range(problem.value_dim):
+        places = of.key_places(problem.value, problem, b, h, keys) + c * problem.value.d
+        value = tl.load(places, mask=keys < see.length_of(problem, b), other=0.0).to(tl.float32)
+        bad = (tl.abs(value) < float("inf")) == 0
+        hit = tl.max((seen & bad[None, :]).to(tl.int32), 1) > 0
+        mixed = tl.where(hit[:, None] & (columns[None, :] == c), float("nan"), mixed)
+    return mixed
 
 
 @triton.jit
@@ -112,9 +137,9 @@ def finish(
     columns = tl.arange(0, blocks.value_dim)
     whole = sharp_norm if algebra.sharp else norm
     if algebra.laser:
-        least = tl.min(tl.where(columns[None, :] < problem.value_dim, mixed, float("inf")), 1)
+        lowest = tl.min(tl.where(columns[None, :] < problem.value_dim, mixed, float("inf")), 1)
         highest = tl.zeros_like(whole) + tl.max(highest, 0)
-        marked = marked | (highest > laser.HIGH) | (least < laser.LOW * tl.maximum(whole, 1.0))
+        marked = marked | (highest > laser.HIGH) | (lowest < laser.LOW * tl.maximum(whole, 1.0))
         marked = marked & (whole > 0.0)
         tl.store(made.marked_heads + b * problem.heads + heads, 1, mask=marked & inside)
         mean = mixed / tl.where(whole == 0.0, 1.0, whole)[:, None]
@@ -122,17 +147,19 @@ def finish(
     elif algebra.sharp or algebra.normaliser == "l1":
         mixed = mixed / tl.where(whole == 0.0, 1.0, whole)[:, None]
     else:
-        mixed = mixed * of.row_factor(problem, algebra, count, b)[:, None]
-    mixed = mixed + (mixed - mixed)  # an infinity came from a value
+        mixed = mixed * (of.row_factor(problem, algebra, count, b) / algebra.phi.unit)[:, None]
+    mixed = mixed + (mixed - mixed) + (norm - norm)[:, None]  # an infinity came from a value, or a product
     mixed = tl.where(count[:, None] > 0.0, mixed, 0.0)
     laser.store(made, b, heads, rows, inside, mixed, 0.0, problem, blocks)
     top = tl.where(norm == norm, top, float("nan"))
     to = of.saved_row(made.saved, b, heads, rows, 0)
-    log_norm = tl.where(norm == 0.0, float("-inf"), tl.log(tl.where(norm == 0.0, 1.0, norm))) + shift
+    log_norm = tl.where(norm == 0.0, float("-inf"), tl.log(tl.where(norm == 0.0, 1.0, norm) / algebra.phi.unit))
+    log_norm = log_norm + shift / algebra.phi.score_unit
     tl.store(to, count, mask=inside)
-    tl.store(to + made.saved.b, top, mask=inside)
+    tl.store(to + made.saved.b, top / algebra.phi.score_unit, mask=inside)
     tl.store(to + 2 * made.saved.b, log_norm, mask=inside)
     tl.store(to + 3 * made.saved.b, peak, mask=inside)
     tl.store(to + 4 * made.saved.b, norm, mask=inside)
     tl.store(to + 5 * made.saved.b, sharp_norm, mask=inside)
     tl.store(to + 6 * made.saved.b, marked.to(tl.float32), mask=inside)
+    tl.store(to + 7 * made.saved.b, top, mask=inside)

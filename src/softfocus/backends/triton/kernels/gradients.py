@@ -12,9 +12,11 @@ import triton.language as tl
 from softfocus.backends.triton.kernels import laser
 from softfocus.backends.triton.kernels import rows as of
 from softfocus.backends.triton.kernels import sight as see
+from softfocus.backends.triton.kernels.pointwise import LOG2E
 
-PASSED = 9
-"""Vectors of the rows that the first kernel leaves to the others: o mean(g), c_i / |q| and the lift, the six of Row.
+PASSED = 10
+"""Vectors of the rows that the first kernel leaves to the others: o mean(g); c_i / |q| and the lift in the scores' unit; of Row
+shift, floor, spread and weigh; steep c_i / |q|; inner; and steep.
 
 As such, since along the second dimension of a tile a vector takes as many registers as a row of it.
 """
@@ -38,7 +40,7 @@ def _above(grad, made, problem, algebra, b, h, rows, mine, blocks):
         mixed = of.outputs_of(made.out, problem, b, h, rows, blocks).to(tl.float32)
         rest = of.outputs_of(made.rest, problem, b, h, rows, blocks).to(tl.float32)
         known = (mixed == mixed) & mine[:, None]  # an output that is NaN by rule passes nothing on
-        scaled = above.to(tl.float32) * tl.exp(tl.where(known, -mixed - rest, 0.0))
+        scaled = above.to(tl.float32) * tl.exp2(tl.where(known, (-mixed - rest) * LOG2E, 0.0))
         above = laser.operand(tl.where(known, scaled, 0.0), above)
     return above
 
@@ -54,9 +56,9 @@ def _inner(grad, made, problem, algebra, b, h, rows, blocks):
 
 
 @triton.jit
-def _mixed_values(problem, algebra, b, h, keys, blocks):
+def _mixed_values(problem, algebra, b, h, keys, CUT: tl.constexpr, blocks):
     """The tile that the weights were multiplied with."""
-    value = of.values_of(problem, b, h, keys, blocks)
+    value = of.values_of(problem, b, h, keys, CUT, blocks)
     if algebra.laser:
         value = laser.exponential(of.finite(value))
     return value
@@ -64,7 +66,7 @@ def _mixed_values(problem, algebra, b, h, keys, blocks):
 
 @triton.jit
 def _passed(passed, algebra, b, h, rows, mine):
-    """The vectors that the first kernel left, 0 in rows that are not done here: (ground, scale, lift, Row)."""
+    """The vectors that the first kernel left, 0 in rows that are not done here: (ground, scale, lift, Row with c_i / |q| in steep)."""
     nothing = tl.zeros(rows.shape, tl.float32)
     ground, lift, shift, floor, spread, inner = nothing, nothing, nothing, nothing, nothing, nothing
     places = of.saved_row(passed, b, h, rows, 0)
@@ -85,7 +87,7 @@ def _passed(passed, algebra, b, h, rows, mine):
 
 
 @triton.jit
-def _pass_on(passed, ground, scale, lift, row, b, h, rows, inside):
+def _pass_on(passed, ground, scale, lift, row, rate, steep, b, h, rows, inside):
     places = of.saved_row(passed, b, h, rows, 0)
     tl.store(places, ground, mask=inside)
     tl.store(places + passed.b, scale, mask=inside)
@@ -94,8 +96,9 @@ def _pass_on(passed, ground, scale, lift, row, b, h, rows, inside):
     tl.store(places + 4 * passed.b, row.floor, mask=inside)
     tl.store(places + 5 * passed.b, row.spread, mask=inside)
     tl.store(places + 6 * passed.b, row.weigh, mask=inside)
-    tl.store(places + 7 * passed.b, row.steep, mask=inside)
+    tl.store(places + 7 * passed.b, rate, mask=inside)
     tl.store(places + 8 * passed.b, row.inner, mask=inside)
+    tl.store(places + 9 * passed.b, steep, mask=inside)
 
 
 @triton.jit
@@ -122,11 +125,15 @@ def query_gradients(
     if EXACT:
         marked = laser.along(laser.marked_row(made.saved, problem, algebra, count, b, h, rows, inner), 1)
     scale, lift = of.scale_of(problem, algebra, count, h), of.lift_of(problem, algebra, count, b)
-    norm, left, rest = scale, scale, scale
+    norm, left = scale, scale
+    rest = scale * algebra.phi.score_unit
     if algebra.cosine:
         norm = of.per_row(problem.query_norm, b, h, rows, problem.query_length)
         query, left = of.resting(query, norm)
-        rest = scale * left
+        rest = rest * left
+    steep = row.steep
+    if EXACT:
+        steep = tl.full(scale.shape, 1.0, tl.float32)
     span = see.key_tiles(sight, problem, blocks, b, block)
 
     moving = tl.zeros([blocks.rows, blocks.head_dim], tl.float32)  # sum_j g slope k
@@ -135,7 +142,7 @@ def query_gradients(
     log_total = tl.zeros([blocks.rows], tl.float32)  # sum_j A (dL/dA - D) log u
     for WHOLE in tl.static_range(2):
         for n in range(see.number(sight.tiles, span, b, h, block, WHOLE == 0)):
-            keys, key, norms, s, seen = of.tile_of_keys(
+            keys, key, norms, s, seen, _dots = of.tile_of_keys(
                 query, problem, algebra, sight, span, b, h, block, n, rows, rest, lift, WHOLE == 0, blocks
             )
             if EXACT:
@@ -145,23 +152,25 @@ def query_gradients(
                 )  # fmt: skip
                 moved, g, slope, u = laser.slopes(s, terms, marked, problem, algebra, h)
             else:
-                value = _mixed_values(problem, algebra, b, h, keys, blocks)
+                value = _mixed_values(problem, algebra, b, h, keys, WHOLE == 0, blocks)
                 weight_grad = of.product(above, tl.trans(value), blocks)
                 moved, g, slope, u = of.slopes(s, weight_grad, tile_row, problem, algebra, h)
                 moved = moved * (weight_grad - tile_row.inner)
             if WHOLE == 0:
-                g, slope = tl.where(seen, g, 0.0), tl.where(seen, slope, 0.0)
+                g = tl.where(seen, g, 0.0)  # of what is unseen the slope is 0
                 key = of.finite(key)
             if algebra.cosine:
                 slope = slope * norms[None, :]
                 if WHOLE == 0:
                     slope = tl.where(seen, slope, 0.0)
+            if algebra.narrow:
+                g = g * steep[:, None]
             moving += of.product((g * slope).to(key.dtype), key, blocks)
             if algebra.sharp:
                 resting += of.product(slope.to(key.dtype), key, blocks)
                 total += tl.sum(g, 1)
                 if power_grad is not None:
-                    log_u = tl.where(u > 0.0, tl.log(tl.where(u > 0.0, u, 1.0)), 0.0)
+                    log_u = tl.log2(tl.where(u > 0.0, u, 1.0))
                     moved = moved * log_u
                     if WHOLE == 0:
                         moved = tl.where(seen, moved, 0.0)
@@ -172,6 +181,8 @@ def query_gradients(
         free = (count <= of.FREE_ROWS) | (row.spread < 0.0)
         ground = tl.where(free, 0.0, total / tl.maximum(count, 1.0))
         moving = moving - ground[:, None] * resting
+    if not algebra.narrow:
+        moving = moving * steep[:, None]
     inside = rows < problem.query_length
     if EXACT:
         inside = mine
@@ -186,7 +197,7 @@ def query_gradients(
             scale_grad + tl.program_id(1) * problem.query_length + rows, tl.where(there, along_scale, 0.0), mask=inside
         )
     if power_grad is not None:
-        share = tl.where(there & (row.spread > 0.0), log_total, 0.0)
+        share = tl.where(there & (row.spread > 0.0), log_total / LOG2E, 0.0)
         tl.store(power_grad + tl.program_id(1) * problem.query_length + rows, share, mask=inside)
     if algebra.cosine:
         moving = (moving - along[:, None] * unit) * norm[:, None]
@@ -196,9 +207,12 @@ def query_gradients(
         moving.to(to.at.dtype.element_ty),
         mask=inside[:, None] & (dims[None, :] < problem.head_dim),
     )
+    in_unit = scale * algebra.phi.score_unit  # as the forward multiplied it: another order would round the scores otherwise
     if algebra.cosine:
-        scale = scale * norm
-    _pass_on(passed, ground, scale, lift, row, b, h, rows, inside)
+        scale, in_unit = scale * norm, in_unit * norm
+    if algebra.narrow:
+        ground = ground / tl.where(steep == 0.0, 1.0, steep)
+    _pass_on(passed, ground, in_unit, lift, row, steep * scale, steep, b, h, rows, inside)
 
 
 @triton.jit
@@ -225,8 +239,8 @@ def key_gradients(
             return
     keys = block * blocks.keys + tl.arange(0, blocks.keys)
     dims, columns = tl.arange(0, blocks.head_dim), tl.arange(0, blocks.value_dim)
-    key, norms = of.keys_of(problem, algebra, b, key_head * problem.group, keys, blocks)
-    value = _mixed_values(problem, algebra, b, key_head * problem.group, keys, blocks)
+    key, norms = of.keys_of(problem, algebra, b, key_head * problem.group, keys, True, blocks)
+    value = _mixed_values(problem, algebra, b, key_head * problem.group, keys, True, blocks)
     rest = norms
     if algebra.cosine:
         key, rest = of.resting(key, norms)
@@ -243,7 +257,7 @@ def key_gradients(
                 query = of.queries_of(problem, b, h, rows, blocks)
                 above = _above(grad, made, problem, algebra, b, h, rows, mine, blocks)
                 ground, scale, lift, row = _passed(passed, algebra, b, h, rows, mine)
-                s, seen = of.scores(
+                s, seen, _dots = of.scores(
                     of.product(key, tl.trans(query), blocks), problem, algebra, sight, b, h,
                     rows[None, :], keys[:, None], scale[None, :], rest[:, None], lift[None, :], WHOLE == 0,
                 )  # fmt: skip
@@ -260,7 +274,9 @@ def key_gradients(
                 else:
                     weight_grad = of.product(value, tl.trans(above), blocks)
                     weight, g, slope, _u = of.slopes(s, weight_grad, of.along(row, 0), problem, algebra, h)
-                g = (g - ground[None, :]) * slope * scale[None, :]
+                if algebra.sharp:
+                    g = g - ground[None, :]
+                g = g * slope * row.steep[None, :]
                 if WHOLE == 0:
                     weight, g = tl.where(seen, weight, 0.0), tl.where(seen, g, 0.0)
                     query = of.finite(query)
@@ -308,8 +324,9 @@ def bias_gradients(
                 query = of.queries_of(problem, b, h, rows, blocks)
                 above = _above(grad, made, problem, algebra, b, h, rows, mine, blocks)
                 ground, _scale, lift, row = _passed(passed, algebra, b, h, rows, mine)
+                steep = tl.load(of.saved_row(passed, b, h, rows, 9), mask=mine, other=0.0)
                 count = see.count(sight, problem, b, h, rows)
-                rest = of.scale_of(problem, algebra, count, h)
+                rest = of.scale_of(problem, algebra, count, h) * algebra.phi.score_unit
                 if EXACT:
                     marked = laser.along(
                         laser.marked_row(made.saved, problem, algebra, count, b, h, rows, row.inner), 1
@@ -325,8 +342,8 @@ def bias_gradients(
                     stop = tl.minimum(stop, tl.program_id(1) + 1)
                 for key_block in range(start, stop):
                     keys = key_block * blocks.keys + keys_of
-                    key, norms = of.keys_of(problem, algebra, b, h, keys, blocks)
-                    s, seen = of.scores(
+                    key, norms = of.keys_of(problem, algebra, b, h, keys, True, blocks)
+                    s, seen, _dots = of.scores(
                         of.product(query, tl.trans(key), blocks), problem, algebra, sight, b, h,
                         rows[:, None], keys[None, :], rest[:, None], norms[None, :], lift[:, None], True,
                     )  # fmt: skip
@@ -337,10 +354,10 @@ def bias_gradients(
                         )  # fmt: skip
                         _weight, g, slope, _u = laser.slopes(s, terms, marked, problem, algebra, h)
                     else:
-                        value = _mixed_values(problem, algebra, b, h, keys, blocks)
+                        value = _mixed_values(problem, algebra, b, h, keys, True, blocks)
                         weight_grad = of.product(above, tl.trans(value), blocks)
                         _weight, g, slope, _u = of.slopes(s, weight_grad, of.along(row, 1), problem, algebra, h)
-                    total += tl.where(seen & mine[:, None], (g - ground[:, None]) * slope, 0.0)
+                    total += tl.where(seen & mine[:, None], (g - ground[:, None]) * slope * steep[:, None], 0.0)
     rows = tl.program_id(0) * blocks.rows + rows_of
     keys = tl.program_id(1) * blocks.keys + keys_of
     start = see.head_of(to, own_b, own_h)

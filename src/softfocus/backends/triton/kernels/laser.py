@@ -12,6 +12,7 @@ import triton.language as tl
 
 from softfocus.backends.triton.kernels import rows as of
 from softfocus.backends.triton.kernels import sight as see
+from softfocus.backends.triton.kernels.pointwise import LOG2E
 
 HIGH = tl.constexpr(30.0)
 LOW = tl.constexpr(1e-12)
@@ -30,7 +31,7 @@ def exponential(value):
     """e^V; of what is higher than HIGH, some number, and NaN of what is not finite."""
     x = value.to(tl.float32)
     x = tl.minimum(x + (x - x), HIGH, propagate_nan=tl.PropagateNan.ALL)
-    return operand(tl.exp(x), value)
+    return operand(tl.exp2(x * LOG2E), value)
 
 
 class Marked(NamedTuple):
@@ -79,8 +80,8 @@ def along(row, AXIS: tl.constexpr):
 @triton.jit
 def log_weights(s, row, problem, algebra, h):
     """log A of a tile, -inf where A is 0; not by way of A, which may be too small for a float."""
-    f = algebra.phi.value(s, row.shift, algebra.shifted)
-    log_f = algebra.phi.log(s, f) - row.shift
+    f = algebra.phi.value(s, row.shift, algebra)
+    log_f = algebra.phi.log(s, row.shift, f)
     result = log_f - tl.log(row.norm)
     if algebra.sharp:
         u = of.excess(f, row.floor, row.over_spread)
@@ -95,8 +96,8 @@ def log_weights(s, row, problem, algebra, h):
 def slopes(s, total, row, problem, algebra, h):
     """Of a tile and A dL/dA, which is a number where A is too small for one and dL/dA too large: what ``rows.slopes`` gives,
     but A dL/dA - A D in place of A."""
-    f = algebra.phi.value(s, row.shift, algebra.shifted)
-    slope = algebra.phi.slope(s, row.shift, algebra.shifted)
+    f = algebra.phi.value(s, row.shift, algebra)
+    slope = algebra.phi.slope(s, row.shift, algebra) * algebra.phi.unit
     u = f
     weight = f / row.norm
     loose = f
@@ -186,7 +187,7 @@ def exact_forward(problem, algebra, sight, made, blocks):
     query = of.queries_of(problem, b, h, rows, blocks)
     count = see.count(sight, problem, b, h, rows)
     row = along(marked_row(made.saved, problem, algebra, count, b, h, rows, tl.zeros_like(count)), 1)
-    scale, lift = of.scale_of(problem, algebra, count, h), of.lift_of(problem, algebra, count, b)
+    scale, lift = of.scale_of(problem, algebra, count, h) * algebra.phi.score_unit, of.lift_of(problem, algebra, count, b)
     if algebra.cosine:
         query, left = of.resting(query, of.per_row(problem.query_norm, b, h, rows, problem.query_length))
         scale = scale * left
@@ -195,7 +196,7 @@ def exact_forward(problem, algebra, sight, made, blocks):
     total = tl.zeros([blocks.rows, blocks.value_dim], tl.float32)
     for WHOLE in tl.static_range(2):
         for n in range(see.number(sight.tiles, span, b, h, block, WHOLE == 0)):
-            keys, _key, _norms, s, seen = of.tile_of_keys(
+            keys, _key, _norms, s, seen, _dots = of.tile_of_keys(
                 query, problem, algebra, sight, span, b, h, block, n, rows, scale, lift, WHOLE == 0, blocks
             )
             log_weight = tl.where(seen, log_weights(s, row, problem, algebra, h), float("-inf"))

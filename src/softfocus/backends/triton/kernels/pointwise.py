@@ -1,6 +1,11 @@
 """phi and its slope, and u^p, for the kernels: plugged in at compile time. Every phi here is non-negative.
 
-``shift`` is taken off in the exponent: a row whose scores all lie far below zero (for exp: any row) has phi(s) e^-shift.
+Where phi is made of exponentials, scores come in units of log 2, multiplied by log2 e while they are scaled: the hardware has
+2^x in one instruction, e^x in five. ``shift``, in the same units, is taken off in the exponent: a row whose scores all lie
+below it has phi(s) 2^-shift.
+
+Below zero nothing is lost: log2(1 + 2^s) = x y(x), x = 2^-|s|, with a polynomial y in place of a logarithm (20 instructions),
+of as many terms as the numbers multiplied can tell: its relative error is 2^-17 for halves, 2^-22.5 for float32.
 """
 
 import triton
@@ -8,36 +13,44 @@ import triton.language as tl
 
 from softfocus.backends.triton.arguments import Phi
 
-TAIL = tl.constexpr(-20.0)
-"""Below it softplus and sigmoid are e^s to the last digit of float32."""
+LOG2E = tl.constexpr(1.4426950408889634)
+TAIL = tl.constexpr(-4.0)
+"""Rows of softplus and sigmoid whose scores are all below it have a shift: float16 would lose what is small."""
+VANISHED = tl.constexpr(-100.0)
+"""Below it phi may be too small for a float, and its logarithm is the score's."""
 
 
 @triton.jit
-def _log1p_exp(s):
-    """log(1 + e^-|s|), to the last digits also where it is tiny; a polynomial of e^-|s| instead of a second transcendental."""
-    x = tl.exp(-tl.abs(s))
-    y = x * 0.005232690027 - 0.02950521992
-    y = y * x + 0.07822591751
-    y = y * x - 0.136632425
-    y = y * x + 0.1910600499
-    y = y * x - 0.2484298169
-    y = y * x + 0.3331909673
-    y = y * x - 0.4999949314
-    y = y * x + 0.9999999699
-    return y * x
+def _rate(x, FINE: tl.constexpr):
+    """y(x) = log2(1 + x) / x for x in [0, 1]: the least relative error among polynomials of degree 8, or 5."""
+    if FINE:
+        y = x * 0.00754918205 - 0.0425670631
+        y = y * x + 0.112856194
+        y = y * x - 0.197118968
+        y = y * x + 0.275641412
+        y = y * x - 0.358408481
+        y = y * x + 0.480692953
+        y = y * x - 0.721340179
+        y = y * x + 1.44269502
+    else:
+        y = x * -0.0344359055 + 0.146032885
+        y = y * x - 0.303036213
+        y = y * x + 0.469174057
+        y = y * x - 0.720426142
+        y = y * x + 1.44268286
+    return y
+
+
+@triton.jit
+def _rest(s, FINE: tl.constexpr):
+    """log2(1 + 2^-|s|)."""
+    x = tl.exp2(-tl.abs(s))
+    return _rate(x, FINE) * x
 
 
 @triton.jit
 def _positive(s):
     return tl.maximum(s, 0.0, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def _along_exp(f, s, shift, SHIFTED: tl.constexpr):
-    """f, but e^(s - shift) in the rows that have a shift."""
-    if SHIFTED:
-        f = tl.where(shift < 0.0, tl.exp(s - shift), f)
-    return f
 
 
 @triton.jit
@@ -56,96 +69,119 @@ def _exp_shift(largest):
 
 
 @triton.jit
-def _score(s, f):
-    return s
-
-
-@triton.jit
-def _log(s, f):
+def _log(f):
     return tl.where(f == 0.0, float("-inf"), tl.log(tl.where(f == 0.0, 1.0, f)))
 
 
 @triton.jit
-def _score_or_log(s, f):
-    return tl.where(s < TAIL, s, _log(s, f))
+def _log_of_value(s, shift, f):
+    return _log(f)
 
 
 @triton.jit
-def _exp(s, shift, SHIFTED: tl.constexpr):
-    if SHIFTED:
+def _log_exp(s, shift, f):
+    return (s - shift) / LOG2E
+
+
+@triton.jit
+def _log_softplus(s, shift, f):
+    """log(log2 e) more: the unit of softplus."""
+    return tl.where(s - shift < VANISHED, (s - shift) / LOG2E + 0.36651292058166435, _log(f))
+
+
+@triton.jit
+def _log_sigmoid(s, shift, f):
+    return tl.where(s - shift < VANISHED, (s - shift) / LOG2E, _log(f))
+
+
+@triton.jit
+def _exp(s, shift, algebra):
+    if algebra.shifted:
         s = s - shift
-    return tl.exp(s)
+    return tl.exp2(s)
 
 
 @triton.jit
-def _exp_slope(s, shift, SHIFTED: tl.constexpr):
-    return _exp(s, shift, SHIFTED)
+def _softplus(s, shift, algebra):
+    """In units of log 2, too. A shift is below zero and so are then the scores."""
+    x = -tl.abs(s)
+    if algebra.shifted:
+        x = tl.exp2(x - shift)
+        y = _rate(x * tl.exp2(shift), algebra.fine)
+    else:
+        x = tl.exp2(x)
+        y = _rate(x, algebra.fine)
+    return tl.maximum(s, 0.0) + y * x
 
 
 @triton.jit
-def _softplus(s, shift, SHIFTED: tl.constexpr):
-    return _along_exp(_positive(s) + _log1p_exp(s), s, shift, SHIFTED)
+def _sigmoid(s, shift, algebra):
+    """2^(min(s, 0) - log2(1 + 2^-|s|)), without a division, which takes eight instructions."""
+    exponent = tl.minimum(s, 0.0) - _rest(s, algebra.fine)
+    if algebra.shifted:
+        exponent = exponent - shift
+    return tl.exp2(exponent)
 
 
 @triton.jit
-def _sigmoid(s, shift, SHIFTED: tl.constexpr):
-    x = tl.exp(-tl.abs(s))
-    return _along_exp(tl.where(s < 0.0, x, 1.0) / (1.0 + x), s, shift, SHIFTED)
+def _sigmoid_slope(s, shift, algebra):
+    exponent = -tl.abs(s) - 2.0 * _rest(s, algebra.fine)
+    if algebra.shifted:
+        exponent = exponent - shift
+    return tl.exp2(exponent)
 
 
 @triton.jit
-def _sigmoid_slope(s, shift, SHIFTED: tl.constexpr):
-    x = tl.exp(-tl.abs(s))
-    return _along_exp(x / ((1.0 + x) * (1.0 + x)), s, shift, SHIFTED)
-
-
-@triton.jit
-def _relu(s, shift, SHIFTED: tl.constexpr):
+def _relu(s, shift, algebra):
     return _positive(s)
 
 
 @triton.jit
-def _relu_slope(s, shift, SHIFTED: tl.constexpr):
+def _relu_slope(s, shift, algebra):
     return tl.where(s > 0.0, 1.0, 0.0)
 
 
 @triton.jit
-def _relu2(s, shift, SHIFTED: tl.constexpr):
+def _relu2(s, shift, algebra):
     return _positive(s) * _positive(s)
 
 
 @triton.jit
-def _relu2_slope(s, shift, SHIFTED: tl.constexpr):
+def _relu2_slope(s, shift, algebra):
     return 2.0 * _positive(s)
 
 
 @triton.jit
-def _relu6(s, shift, SHIFTED: tl.constexpr):
+def _relu6(s, shift, algebra):
     return tl.minimum(_positive(s), 6.0, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
-def _relu6_slope(s, shift, SHIFTED: tl.constexpr):
+def _relu6_slope(s, shift, algebra):
     return tl.where((s > 0.0) & (s < 6.0), 1.0, 0.0)
 
 
+_ONE = tl.constexpr(1.0)
+_SMOOTH, _VANISHES = tl.constexpr(False), tl.constexpr(True)
 PHI = {
-    "exp": Phi(_exp, _exp_slope, _score, _exp_shift, tl.constexpr(False)),
-    "softplus": Phi(_softplus, _sigmoid, _score_or_log, _tail_shift, tl.constexpr(False)),
-    "sigmoid": Phi(_sigmoid, _sigmoid_slope, _score_or_log, _tail_shift, tl.constexpr(False)),
-    "relu": Phi(_relu, _relu_slope, _log, _no_shift, tl.constexpr(True)),
-    "relu2": Phi(_relu2, _relu2_slope, _log, _no_shift, tl.constexpr(True)),
-    "relu6": Phi(_relu6, _relu6_slope, _log, _no_shift, tl.constexpr(True)),
+    "exp": Phi(_exp, _exp, _log_exp, _exp_shift, _SMOOTH, LOG2E, _ONE),
+    "softplus": Phi(_softplus, _sigmoid, _log_softplus, _tail_shift, _SMOOTH, LOG2E, LOG2E),
+    "sigmoid": Phi(_sigmoid, _sigmoid_slope, _log_sigmoid, _tail_shift, _SMOOTH, LOG2E, _ONE),
+    "relu": Phi(_relu, _relu_slope, _log_of_value, _no_shift, _VANISHES, _ONE, _ONE),
+    "relu2": Phi(_relu2, _relu2_slope, _log_of_value, _no_shift, _VANISHES, _ONE, _ONE),
+    "relu6": Phi(_relu6, _relu6_slope, _log_of_value, _no_shift, _VANISHES, _ONE, _ONE),
 }
 
 
 @triton.jit
 def whole_power(u, POWER: tl.constexpr):
-    """u^n for a whole n >= 0 by squaring."""
-    result = tl.full(u.shape, 1.0, u.dtype)
+    """u^n for a whole n >= 0 by squaring, of the cube where n is a multiple of 3."""
+    n: tl.constexpr = POWER if POWER % 3 else POWER // 3
     square = u
-    n: tl.constexpr = POWER
-    for bit in tl.static_range(7):
+    if POWER > 0 and POWER % 3 == 0:
+        square = u * u * u
+    result = tl.full(u.shape, 1.0, u.dtype)
+    for bit in tl.static_range(6):
         if (n >> bit) & 1:
             result = result * square
         if n >> (bit + 1):
@@ -159,4 +195,4 @@ def any_power(u, power):
 
     Its relative error grows with p |log u|, which is large only where u^p is small beside the row's largest.
     """
-    return tl.exp(power * tl.log(tl.where(u > 0.0, u, 1.0)))
+    return tl.exp2(power * tl.log2(tl.where(u > 0.0, u, 1.0)))

@@ -70,13 +70,13 @@ def scale_of(problem, algebra, count, h):
 
 @triton.jit
 def lift_of(problem, algebra, count, b):
-    """What is added to a whole row of scores."""
+    """What is added to a whole row of scores, in their unit."""
     lift = tl.zeros_like(count)
     if algebra.score_bias == "-log(N)":
         lift = -tl.log(tl.maximum(count, 1.0))
     if algebra.score_bias == "-log(L)":
-        lift = lift - tl.log(lift + see.length_of(problem, b))
-    return lift
+        lift = lift - tl.log(tl.zeros_like(count) + see.length_of(problem, b))
+    return lift * algebra.phi.score_unit
 
 
 @triton.jit
@@ -139,12 +139,23 @@ def key_places(array, problem, b, h, keys):
 
 
 @triton.jit
-def keys_of(problem, algebra, b, h, keys, blocks):
-    """A tile's keys [K, D], and 1 / |k| with cosine."""
-    dims = tl.arange(0, blocks.head_dim)
-    places = key_places(problem.key, problem, b, h, keys)[:, None] + dims[None, :] * problem.key.d
-    inside = (keys[:, None] < see.length_of(problem, b)) & (dims[None, :] < problem.head_dim)
-    key = tl.load(places, mask=inside, other=0.0)
+def _keys_or_values(array, problem, b, h, keys, width, COLUMNS: tl.constexpr, CUT: tl.constexpr, blocks):
+    """[K, D] or [K, Dv]; 0 beyond the ends, which are looked for only where they can be met."""
+    columns = tl.arange(0, COLUMNS)
+    places = key_places(array, problem, b, h, keys)[:, None] + columns[None, :] * array.d
+    if CUT:
+        tile = tl.load(places, mask=(keys[:, None] < see.length_of(problem, b)) & (columns[None, :] < width), other=0.0)
+    elif blocks.whole:
+        tile = tl.load(places)
+    else:
+        tile = tl.load(places, mask=tl.broadcast_to(columns[None, :] < width, places.shape), other=0.0)
+    return tile
+
+
+@triton.jit
+def keys_of(problem, algebra, b, h, keys, CUT: tl.constexpr, blocks):
+    """A tile's keys [K, D], and 1 / |k| with cosine; all of them are there unless it is CUT."""
+    key = _keys_or_values(problem.key, problem, b, h, keys, problem.head_dim, blocks.head_dim, CUT, blocks)
     norm = keys.to(tl.float32)
     if algebra.cosine:
         if problem.key_norm is None:
@@ -166,37 +177,35 @@ def reciprocal_norm(x):
 
 
 @triton.jit
-def values_of(problem, b, h, keys, blocks):
+def values_of(problem, b, h, keys, CUT: tl.constexpr, blocks):
     """A tile's values [K, Dv]."""
-    columns = tl.arange(0, blocks.value_dim)
-    places = key_places(problem.value, problem, b, h, keys)[:, None] + columns[None, :] * problem.value.d
-    inside = (keys[:, None] < see.length_of(problem, b)) & (columns[None, :] < problem.value_dim)
-    return tl.load(places, mask=inside, other=0.0)
+    return _keys_or_values(problem.value, problem, b, h, keys, problem.value_dim, blocks.value_dim, CUT, blocks)
 
 
 @triton.jit
 def scores(dots, problem, algebra, sight, b, h, rows, keys, scale, norm, lift, CUT: tl.constexpr):
-    """A tile of s from its products, and who is seen; -inf where nobody is.
+    """A tile of s in its unit from its products, and who is seen; -inf where nobody is. And the products, 0 there.
 
     Args:
         rows, keys: positions, shaped so that they broadcast to the tile, in either order.
-        scale, lift: of the rows; norm: of the keys, or of both: what the products have to be multiplied with.
+        scale, lift: of the rows, in the unit; norm: of the keys, or of both: what the products have to be multiplied with.
     """
     s = dots * scale
     if algebra.cosine:
         s = s * norm
-    else:
-        s = s + (dots - dots)  # an infinity is no number here
-    s = s + lift
+    if algebra.score_bias != "0":
+        s = s + lift
     if problem.bias is not None:
         places = rows.to(tl.int64) * problem.bias.l + keys.to(tl.int64) * problem.bias.d
         inside = (rows < problem.query_length) & (keys < problem.key_length)
-        s += tl.load(see.head_of(problem.bias, b, h) + places, mask=inside, other=0.0).to(tl.float32)
+        bias = tl.load(see.head_of(problem.bias, b, h) + places, mask=inside, other=0.0).to(tl.float32)
+        s += bias * algebra.phi.score_unit
     seen = tl.full(s.shape, True, tl.int1)
     if CUT:
         seen = see.visible(sight, problem, b, h, rows, keys)
         s = tl.where(seen, s, float("-inf"))
-    return s, seen
+        dots = tl.where(seen, dots, 0.0)
+    return s, seen, dots
 
 
 @triton.jit
@@ -206,12 +215,12 @@ def tile_of_keys(
     """The n-th tile that a block of rows meets, of those that something cuts or of the others: keys' positions, keys, 1 / |k|,
     and what ``scores`` gives. ``scale`` and ``lift`` are the rows'."""
     keys = see.tile(sight.tiles, span, b, h, block, n, CUT) * blocks.keys + tl.arange(0, blocks.keys)
-    key, norms = keys_of(problem, algebra, b, h, keys, blocks)
-    s, seen = scores(
+    key, norms = keys_of(problem, algebra, b, h, keys, CUT, blocks)
+    s, seen, dots = scores(
         product(query, tl.trans(key), blocks), problem, algebra, sight, b, h,
         rows[:, None], keys[None, :], scale[:, None], norms[None, :], lift[:, None], CUT,
     )  # fmt: skip
-    return keys, key, norms, s, seen
+    return keys, key, norms, s, seen, dots
 
 
 @triton.jit
@@ -227,11 +236,13 @@ def power_of(problem, algebra, h):
 @triton.jit
 def raised(u, problem, algebra, h, LESS: tl.constexpr):
     """u^(p - LESS), 0 where u is 0; LESS is 0 or 1."""
-    if problem.power is None:
+    if problem.power is None and algebra.power > LESS:
         result = pointwise.whole_power(u, algebra.power - LESS)
+    elif problem.power is None:
+        result = tl.where(u == 0.0, 0.0, 1.0)
     else:
-        result = pointwise.any_power(u, tl.load(problem.power + h) - LESS)
-    return tl.where(u == 0.0, 0.0, result)
+        result = tl.where(u == 0.0, 0.0, pointwise.any_power(u, tl.load(problem.power + h) - LESS))
+    return result
 
 
 @triton.jit
@@ -260,8 +271,10 @@ class Row(NamedTuple):
         A = weigh * phi              dL/dphi = steep * (dL/dA - inner)
         A = weigh * u^p              dL/dphi = steep * (dL/dA - inner) * u^(p - 1)      u = (phi - floor) * spread
 
+    where phi is in its unit to the left, and itself to the right.
+
     Attributes:
-        shift: of phi, as the forward left it.
+        shift: of phi, as the forward left it; the log of the whole sum where it is folded.
         floor, spread: of re-weighted rows; a row that keeps its l1 weights, u = phi and p = 1, has spread -1.
         weigh, steep: the former 0 where the row sees nothing; the latter where one key has all the weight, whatever its score:
             rounding must not give it a gradient.
@@ -280,13 +293,13 @@ class Row(NamedTuple):
 def left_of(saved, problem, algebra, b, h, rows):
     """What the forward left of the rows: shift, largest phi, sum phi, sum u^p."""
     inside = rows < problem.query_length
-    top = tl.load(saved_row(saved, b, h, rows, 1), mask=inside, other=0.0)
+    top = tl.load(saved_row(saved, b, h, rows, 7), mask=inside, other=0.0)
     norm = tl.load(saved_row(saved, b, h, rows, 4), mask=inside, other=1.0)
     sharp_norm = tl.load(saved_row(saved, b, h, rows, 5), mask=inside, other=1.0)
     shift = tl.zeros_like(top)
     if algebra.shifted:
         shift = algebra.phi.shift(top)
-    return shift, algebra.phi.value(top, shift, algebra.shifted), norm, sharp_norm
+    return shift, algebra.phi.value(top, shift, algebra), norm, sharp_norm
 
 
 @triton.jit
@@ -306,13 +319,17 @@ def row_of(saved, problem, algebra, count, b, h, rows, inner):
         steep = tl.where(alone, 0.0, steep)
     elif algebra.normaliser == "l1":
         weigh = over_norm(norm)
+        if algebra.folded:
+            shift = shift - tl.log2(weigh)
+            weigh = tl.full(weigh.shape, 1.0, tl.float32)
         steep = tl.where((count == 1.0) | (norm == largest), 0.0, weigh)
     else:
-        weigh = row_factor(problem, algebra, count, b)
+        # Of a row that saw an infinity the sum is NaN
+        weigh = row_factor(problem, algebra, count, b) / algebra.phi.unit + (norm - norm)
         steep = weigh
         inner = tl.zeros_like(weigh)
     weigh = tl.where(count > 0.0, weigh, 0.0)
-    return Row(shift, floor, spread, weigh, steep, inner)
+    return Row(shift, floor, spread, weigh, steep * algebra.phi.unit, inner)
 
 
 @triton.jit
@@ -332,17 +349,21 @@ def along(row, AXIS: tl.constexpr):
 
 @triton.jit
 def slopes(s, grad, row, problem, algebra, h):
-    """Of a tile and dL/dA: A, g and the slope of phi, so that dL/ds = (g - ground of the row) * slope; and u.
+    """Of a tile and dL/dA: A, g and the slope of phi, so that dL/ds = steep * (g - ground of the row) * slope; and u.
 
-    The ground is o mean(g) in re-weighted rows, 0 in others.
+    The ground is o mean(g) in re-weighted rows, 0 in others. What all keys of a row have in common, steep, is left to the sums.
     """
-    f = algebra.phi.value(s, row.shift, algebra.shifted)
-    slope = algebra.phi.slope(s, row.shift, algebra.shifted)
+    f = algebra.phi.value(s, row.shift, algebra)
+    slope = algebra.phi.slope(s, row.shift, algebra)
     u = f
-    g = (grad - row.inner) * row.steep
+    g = grad
+    if algebra.normaliser == "l1":
+        g = grad - row.inner
     if algebra.sharp:
         u = excess(f, row.floor, tl.abs(row.spread))
         less = tl.where(row.spread < 0.0, 1.0, raised(u, problem, algebra, h, 1))
         g = g * less
         f = less * u
-    return f * row.weigh, g, slope, u
+    if not algebra.folded:
+        f = f * row.weigh
+    return f, g, slope, u
