@@ -82,8 +82,9 @@ def _attend_backward(
     problem = Problem(query, key, value, bias, head_scale, power, scale, dropout_p)
     visibility = Visibility(query.size(2), key.size(2), left, right, mask, key_mask, document_ids)
     with own_dtypes(query):
-        kept = (out, rows) if rows_of(backend) else ()
-        grads = _load(backend).backward(grad, problem, visibility, decoded(mechanism), _item(seed), bias_grad, *kept)
+        algebra = decoded(mechanism)
+        kept = (out, rows) if rows_of(backend, algebra, value) else ()
+        grads = _load(backend).backward(grad, problem, visibility, algebra, _item(seed), bias_grad, *kept)
     # an operator may neither return None nor one of its own arguments
     return tuple(query.new_empty(0) if g is None else g for g in grads)
 
@@ -194,9 +195,10 @@ def _load(backend: str) -> Any:
     return import_module(f"softfocus.backends.{backend}")
 
 
-def rows_of(backend: str) -> int:
+def rows_of(backend: str, mechanism: Mechanism, value: Tensor) -> int:
     """How many vectors of the rows a backend's forward leaves to its backward, with ``out``; 0 where that begins anew."""
-    return getattr(_load(backend), "ROWS", 0)
+    kept: Callable[[Mechanism, Tensor], int] | None = getattr(_load(backend), "rows_kept", None)
+    return kept(mechanism, value) if kept else 0
 
 
 def cache_of(backend: str) -> Callable[..., Tensor] | None:
@@ -212,7 +214,8 @@ def _item(seed: Tensor | None) -> int:
 def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     b, h, lq, _d = query.shape
     out = query.new_empty(b, h, lq, value.size(-1))
-    return out, query.new_empty(rows_of(rest[-1]) or 4, b, h, lq, dtype=compute_dtype(query.dtype))
+    vectors = rows_of(rest[-1], decoded(rest[-2]), value) or 4
+    return out, query.new_empty(vectors, b, h, lq, dtype=compute_dtype(query.dtype))
 
 
 @torch.library.register_fake("softfocus::attend_backward", lib=_library)
@@ -234,7 +237,7 @@ def _(
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     tensors, ctx.rest = inputs[:10], inputs[10:]
     ctx.mark_non_differentiable(output[1])
-    kept = output if rows_of(ctx.rest[-1]) else (None, None)
+    kept = output if rows_of(ctx.rest[-1], decoded(ctx.rest[-2]), tensors[2]) else (None, None)
     ctx.save_for_backward(*tensors, *kept)
 
 

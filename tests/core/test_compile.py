@@ -42,7 +42,7 @@ def test_opcheck_forward_with_dropout():
 def test_opcheck_backward(backend):
     *tensors, left, right, scale, dropout_p, code, _ = _op_arguments(requires_grad=False)
     out, rows = ops.attend(*tensors, left, right, scale, dropout_p, code, backend)
-    kept = (out, rows) if ops.rows_of(backend) else (None, None)
+    kept = (out, rows) if ops.rows_of(backend, ops.decoded(code), tensors[2]) else (None, None)
     arguments = (torch.randn_like(out), *tensors, left, right, scale, dropout_p, code, backend, True, *kept)
     torch.library.opcheck(ops.attend_backward, arguments)
 

@@ -123,13 +123,15 @@ def test_values_that_weigh_nothing_are_not_read_in_decoding(quiet, monkeypatch):
     assert fused(query, key, value, mechanism="lssar")[0, 0, 0].isnan().tolist() == [n == 1 for n in range(8)]
 
 
-def test_the_operators(quiet):
+@pytest.mark.parametrize("name", ["lssar", "laser"])
+def test_the_operators(quiet, name):
     """What the forward leaves to the backward passes torch's own checks of an operator."""
     query, key, value = (torch.randn(1, 2, 20, 8, device=DEVICE) for _ in range(3))
-    rest = (*[None] * 7, -1, 0, 0.3, 0.0, mechanisms()["lssar"].mechanism.code, "triton")
+    mechanism = mechanisms()[name].mechanism
+    rest = (*[None] * 7, -1, 0, 0.3, 0.0, mechanism.code, "triton")
     torch.library.opcheck(ops.attend, (*(x.clone().requires_grad_() for x in (query, key, value)), *rest))
     out, rows = ops.attend(query, key, value, *rest)
-    assert rows.size(0) == ops.rows_of("triton")
+    assert rows.size(0) == ops.rows_of("triton", mechanism, value)
     torch.library.opcheck(ops.attend_backward, (torch.randn_like(out), query, key, value, *rest, True, out, rows))
 
 

@@ -8,6 +8,6 @@ A backend module has
     prepare(problem, visibility, mechanism) -> function                        of query, key, value, to out; optional
     backward(grad, problem, visibility, mechanism, seed, bias_grad) -> the six gradients, None where there is none
     attend_cache(problem, cache, left, mechanism) -> out                       optional: reads a cache where it lies
-    ROWS                                                                       optional: so many vectors of the rows come from
+    rows_kept(mechanism, value) -> int                                         optional: so many vectors of the rows come from
                                                                                forward, and backward gets (..., out, rows)
 """

@@ -21,8 +21,18 @@ PHI = ("exp", "softplus", "sigmoid", "relu", "relu2", "relu6")
 """What ``kernels/pointwise.py`` holds."""
 MOST_DIMENSIONS = 256
 ROWS = 8
-"""Vectors of the rows that the forward leaves: the four of RowStatistics; sum phi(s) 2^-shift and sum u^p; LASER's marks; the
+"""Vectors of the rows that every forward leaves: the four of RowStatistics; sum phi(s) 2^-shift and sum u^p; LASER's marks; the
 largest score in the kernels' unit."""
+
+
+def rows_kept(mechanism: Mechanism, value: Tensor) -> int:
+    """So many vectors of the rows come from the forward: ROWS, and after them LASER's e^-out in their memory."""
+    return ROWS + (-(-value.size(-1) * rest_dtype(value.dtype).itemsize // 4) if mechanism.laser else 0)
+
+
+def rest_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of LASER's e^V and e^-out beside values of a dtype: float16 could not hold them."""
+    return torch.float32 if dtype == torch.float16 else dtype
 
 
 def supports(problem: Problem, visibility: Visibility, mechanism: Mechanism) -> str | None:
@@ -48,7 +58,7 @@ def supports(problem: Problem, visibility: Visibility, mechanism: Mechanism) -> 
 
 
 def forward(problem: Problem, visibility: Visibility, mechanism: Mechanism, seed: int) -> tuple[Tensor, Tensor]:
-    """out [B, H, Lq, Dv] and the rows' vectors [ROWS, B, H, Lq]."""
+    """out [B, H, Lq, Dv] and the rows' vectors [rows_kept, B, H, Lq]."""
     from softfocus.backends.triton.call import forward_of
 
     with _current(problem.query):

@@ -66,6 +66,8 @@ class Problem(NamedTuple):
 
     Attributes:
         query, key, value: [B, H, L, D]; in pages, key and value are [pages, Hk, page size, D].
+        mixed: like value, what the weights are multiplied with: LASER's e^V, made once where keys are met more than once.
+        flaws: LASER's, with that: of each key 0, 1 where a value is beyond its HIGH, NaN where one is not finite; or None.
         query_norm, key_norm: 1 / |q|, 1 / |k|, float32 [B, H, L, 1], or None without cosine; the latter also where the kernel
             makes it of the keys that it reads.
         bias: added to the scores, or None.
@@ -81,6 +83,8 @@ class Problem(NamedTuple):
     query: Array
     key: Array
     value: Array
+    mixed: Array
+    flaws: Array | None
     query_norm: Array | None
     key_norm: Array | None
     bias: Array | None
@@ -104,7 +108,7 @@ class Made(NamedTuple):
 
     Attributes:
         out: [B, H, Lq, Dv].
-        rest: LASER's, like out: what the rounding of out leaves, for the backward; or None.
+        rest: LASER's, like out, for the backward: e^-out; in marked rows what the rounding of out leaves. Or None.
         saved: vectors of the rows, float32 [ROWS, B, H, Lq].
         marked_heads: LASER's, int32 [B, H]: not 0 where rows of the head are marked; or None.
         end: see above.
@@ -129,7 +133,7 @@ class Algebra(NamedTuple):
         laser: the logarithm of the mean of e^V in place of the mean of V.
         shifted: whether a row's maximum is taken off where phi would overflow or vanish.
         folded: whether it is the logarithm of the whole sum in the backward, so that phi is the weight.
-        fine: whether phi is as exact as float32 can be.
+        terms: of phi's polynomials.
         narrow: whether what is multiplied has the range of float16.
     """
 
@@ -143,7 +147,7 @@ class Algebra(NamedTuple):
     laser: tl.constexpr
     shifted: tl.constexpr
     folded: tl.constexpr
-    fine: tl.constexpr
+    terms: tl.constexpr
     narrow: tl.constexpr
 
 

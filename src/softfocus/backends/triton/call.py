@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
-from softfocus.backends.triton import ROWS, tuning
+from softfocus.backends.triton import ROWS, rest_dtype, rows_kept, tuning
 from softfocus.backends.triton.arguments import Algebra, Array, Blocks, Made, Sight, Tiles
 from softfocus.backends.triton.arguments import Problem as Given
 from softfocus.backends.triton.kernels import decode, forward, gradients, laser, norms
@@ -28,6 +28,7 @@ FEW_ROWS = 64
 TILES_OF_A_SPLIT = 4
 LARGEST_SCORE = 60.0
 """Up to it phi, its sums and what re-weighting divides by are numbers without a shift."""
+TERMS = {torch.float32: 9, torch.float16: 6, torch.bfloat16: 5}
 END = tl.constexpr(0)
 FUSED = {"enable_fp_fusion": True}
 """Said, since Triton's default is about to change."""
@@ -36,7 +37,7 @@ FUSED = {"enable_fp_fusion": True}
 def forward_of(
     problem: Problem, visibility: Visibility, mechanism: Mechanism, held: Cache | None = None
 ) -> tuple[Tensor, Tensor]:
-    """out [B, H, Lq, Dv] and the rows' vectors [ROWS, B, H, Lq], in the tiles that are fastest."""
+    """out [B, H, Lq, Dv] and the rows' vectors [rows_kept, B, H, Lq], in the tiles that are fastest."""
 
     def run(tile: tuning.Tile) -> tuple[Tensor, Tensor]:
         return Call(problem, visibility, mechanism, tile, held).forward()
@@ -104,39 +105,46 @@ class Call:
         self.algebra = _algebra(mechanism, self.given.power is not None, bounded, problem.query.dtype)
         self.sight = _sight(visibility, self.given, self.blocks)
         batch, heads, query_length = problem.query.shape[:3]
-        self.laser = mechanism.laser
+        self.mechanism = mechanism
         self.row_grid = (triton.cdiv(query_length, self.blocks.rows.value), batch * heads)
         self.key_grid = (triton.cdiv(visibility.key_length, self.blocks.keys.value), batch * problem.key.size(1))
 
-    @cached_property
-    def normed(self) -> Given:
-        """With the keys' norms, for kernels that read a key more than once; the others make them of the keys."""
-        norms = _array(_reciprocal_norms(self.problem.key)) if self.algebra.cosine.value and not self.held else None
-        return self.given._replace(key_norm=norms)
+    def _prepared(self, backward: bool) -> Given:
+        """With the keys' norms and LASER's e^V, for kernels that meet a key more than once; the others make them on the way."""
+        given = self.given
+        if self.held:
+            return given
+        if self.algebra.cosine.value:
+            given = given._replace(key_norm=_array(_reciprocal_norms(self.problem.key)))
+        if self.mechanism.laser:
+            mixed, flaws = _exponentials(self.problem.value, backward)
+            given = given._replace(mixed=_array(mixed), flaws=_array(flaws))
+        return given
+
+    def _made(self, out: Tensor, saved: Tensor, marked_heads: Tensor | None) -> Made:
+        rest = None
+        if self.mechanism.laser:
+            rest = saved[ROWS:].flatten().view(rest_dtype(out.dtype))[: out.numel()].view(out.shape)
+        return Made(_array(out), _array(rest), _array(saved), marked_heads, END)
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """out [B, H, Lq, Dv] and the rows' vectors [ROWS, B, H, Lq]."""
-        out, saved, _made = self._forward(with_rest=False)
-        return out, saved
-
-    def _forward(self, with_rest: bool) -> tuple[Tensor, Tensor, Made]:
-        query = self.problem.query
-        out = query.new_empty(*query.shape[:3], self.problem.value.size(-1))
-        rest = torch.empty_like(out) if with_rest else None
-        saved = query.new_empty(ROWS, *query.shape[:3], dtype=torch.float32)
-        marked_heads = query.new_zeros(query.shape[:2], dtype=torch.int32) if self.laser else None
-        made = Made(_array(out), _array(rest), _array(saved), marked_heads, END)
-        if saved.numel():
+        """out [B, H, Lq, Dv] and the rows' vectors [rows_kept, B, H, Lq]."""
+        query, value = self.problem.query, self.problem.value
+        out = query.new_empty(*query.shape[:3], value.size(-1))
+        saved = query.new_empty(rows_kept(self.mechanism, value), *query.shape[:3], dtype=torch.float32)
+        marked_heads = query.new_zeros(query.shape[:2], dtype=torch.int32) if self.mechanism.laser else None
+        made = self._made(out, saved, marked_heads)
+        if query.shape[:3].numel():
             splits = self._splits()
-            given = self.given if splits > 1 else self.normed
+            given = self.given if splits > 1 else self._prepared(backward=False)
             shared = given, self.algebra, self.sight, made, self.blocks
             if splits > 1:
                 self._decode(made, splits)
             else:
                 forward.forward[self.row_grid](*shared, **self.options)
-            if self.laser:
+            if self.mechanism.laser:
                 laser.exact_forward[self.row_grid](*shared, **self.options)
-        return out, saved, made
+        return out, saved
 
     def _splits(self) -> int:
         """How many programs share the keys of one head: more than one where queries are few and heads do not fill the GPU."""
@@ -169,10 +177,8 @@ class Call:
 
     def backward(self, grad: Tensor, bias_grad: bool, out: Tensor, saved: Tensor) -> tuple[Tensor | None, ...]:
         """The six gradients, from what :meth:`forward` returned, in tiles of its own."""
-        made = Made(_array(out), None, _array(saved), None, END)
-        if self.laser:
-            # Its gradients hold e^-out: of an out of 4, the rounding to bfloat16 would be one part in a hundred
-            _out, _saved, made = self._forward(with_rest=True)
+        marked_heads = (saved[6] != 0.0).any(-1).int() if self.mechanism.laser else None
+        made = self._made(out, saved, marked_heads)
         query, key, value, bias, head_scale, power = self.problem[:6]
         passed = query.new_empty(gradients.PASSED, *query.shape[:3], dtype=torch.float32)
         to = [x.new_empty(x.shape) for x in (query, key, value)]
@@ -182,8 +188,8 @@ class Call:
         bias_to = None
         if bias is not None and bias_grad:
             bias_to = bias.new_empty(bias.shape, dtype=torch.float32)
-        shared = self.normed, self.algebra, self.sight, _array(grad), made, _array(passed)
-        variants = (False, True) if self.laser else (False,)
+        shared = self._prepared(backward=True), self.algebra, self.sight, _array(grad), made, _array(passed)
+        variants = (False, True) if self.mechanism.laser else (False,)
         for exact in variants if query.numel() else ():
             gradients.query_gradients[self.row_grid](*shared, _array(to[0]), *rows, exact, self.blocks, **self.options)
         for exact in variants if key.numel() else ():
@@ -257,7 +263,7 @@ def _algebra(mechanism: Mechanism, power_given: bool, bounded: bool, dtype: torc
         laser=tl.constexpr(mechanism.laser),
         shifted=tl.constexpr(l1 and not (bounded and mechanism.phi in ("softplus", "sigmoid"))),
         folded=tl.constexpr(plain_exp),
-        fine=tl.constexpr(dtype == torch.float32),
+        terms=tl.constexpr(TERMS[dtype]),
         narrow=tl.constexpr(dtype == torch.float16),
     )
 
@@ -275,7 +281,7 @@ def _given(problem: Problem, key_length: int, mechanism: Mechanism, held: Cache 
     if power is None and number is not None and not (number == int(number) and 1 <= number <= WHOLE_POWER):
         power = query.new_full((heads,), number, dtype=torch.float32)
     return Given(
-        _array(query), _array(key), _array(value),
+        _array(query), _array(key), _array(value), _array(value), None,
         _array(_reciprocal_norms(query)) if mechanism.similarity == "cosine" else None,
         None,
         _array(bias),
@@ -297,6 +303,20 @@ def _reciprocal_norms(x: Tensor) -> Tensor:
             _array(x), _array(to), heads, length, width, rows, columns, **FUSED
         )
     return to
+
+
+def _exponentials(value: Tensor, backward: bool) -> tuple[Tensor, Tensor]:
+    """LASER's e^V, and [B, Hk, Lk, 1] ``flaws_of`` its keys; of the backward there are none."""
+    batch, heads, length, width = value.shape
+    mixed = value.new_empty(value.shape, dtype=rest_dtype(value.dtype))
+    flaws = (value.new_zeros if backward else value.new_empty)(batch, heads, length, 1, dtype=torch.float32)
+    columns = triton.next_power_of_2(width)
+    rows = max(1, 4096 // columns)
+    if mixed.numel():
+        laser.exponentials[(triton.cdiv(length, rows), batch * heads)](
+            _array(value), _array(mixed), _array(flaws), heads, length, width, backward, rows, columns, **FUSED
+        )
+    return mixed, flaws
 
 
 def _sight(visibility: Visibility, given: Given, blocks: Blocks) -> Sight:

@@ -72,7 +72,7 @@ def _scores(scores, problem, keys, blocks):
 
 @triton.jit
 def _nothing(blocks):
-    """The sums before anything is seen: top, shift, norm, sharp_norm, mixed, marked, highest."""
+    """The sums before anything is seen: top, shift, norm, sharp_norm, mixed, marked, flaws."""
     zeros = tl.zeros([blocks.rows], tl.float32)
     mixed = tl.zeros([blocks.rows, blocks.value_dim], tl.float32)
     return zeros - float("inf"), zeros, zeros, zeros, mixed, zeros > 0.0, tl.zeros([blocks.keys], tl.float32)
@@ -81,7 +81,7 @@ def _nothing(blocks):
 @triton.jit
 def _whole_rows(algebra, parts, splits, blocks):
     """Largest score, shift and norm of whole rows."""
-    top, shift, norm, _sharp_norm, _mixed, _marked, _highest = _nothing(blocks)
+    top, shift, norm, _sharp_norm, _mixed, _marked, _flaws = _nothing(blocks)
     for split in range(splits):
         top_there, norm_there = (
             tl.load(_part(parts, 0, splits, split, blocks)),
@@ -115,7 +115,7 @@ def statistics(problem, algebra, sight, parts, sums, scores, blocks):
     if algebra.cosine:
         query, left = of.resting(query, of.per_row(problem.query_norm, b, heads, rows, problem.query_length))
         scale = scale * left
-    top, shift, norm, least, mixed, marked, highest = _nothing(blocks)
+    top, shift, norm, least, mixed, marked, flaws = _nothing(blocks)
     first, last = _span(problem, sight, b, blocks)
     for n in range(first, last):
         keys = n * blocks.keys + tl.arange(0, blocks.keys)
@@ -129,9 +129,9 @@ def statistics(problem, algebra, sight, parts, sums, scores, blocks):
             to, there = _scores(scores, problem, keys, blocks)
             tl.store(to, s, mask=there)
         else:
-            value = of.values_of(problem, b, h, keys, True, blocks)
-            mixed, marked, highest = forward.mix(
-                mixed, marked, highest, f, seen, value, problem, b, h, keys, algebra, True, blocks
+            value = of.mixed_of(problem, b, h, keys, True, blocks)
+            mixed, marked, flaws = forward.mix(
+                mixed, marked, flaws, f, value, problem, algebra, sight, b, h, heads, rows, keys, True, False, blocks
             )
     tl.store(_part(parts, 0, splits, split, blocks), top)
     tl.store(_part(parts, 1, splits, split, blocks), forward.tainted(norm, top, least))
@@ -150,7 +150,7 @@ def weights(problem, algebra, sight, parts, sums, scores, blocks):
     top, shift, norm = _whole_rows(algebra, parts, splits, blocks)
     largest = algebra.phi.value(top, shift, algebra)
     floor, over_spread, tied, _peak = of.threshold(problem, algebra, count, norm, largest)
-    _top, _shift, _norm, sharp_norm, mixed, marked, highest = _nothing(blocks)
+    _top, _shift, _norm, sharp_norm, mixed, marked, flaws = _nothing(blocks)
     first, last = _span(problem, sight, b, blocks)
     for n in range(first, last):
         keys = n * blocks.keys + tl.arange(0, blocks.keys)
@@ -161,8 +161,8 @@ def weights(problem, algebra, sight, parts, sums, scores, blocks):
         live = tl.max((f != 0.0).to(tl.int32), 0) > 0
         places = of.key_places(problem.value, problem, b, h, keys)[:, None] + columns[None, :] * problem.value.d
         value = tl.load(places, mask=live[:, None] & (columns[None, :] < problem.value_dim), other=0.0)
-        mixed, marked, highest = forward.mix(
-            mixed, marked, highest, f, f != 0.0, value, problem, b, h, keys, algebra, True, blocks
+        mixed, marked, flaws = forward.mix(
+            mixed, marked, flaws, f, value, problem, algebra, sight, b, h, heads, rows, keys, True, True, blocks
         )
     tl.store(_part(parts, 2, splits, split, blocks), sharp_norm)
     tl.store(_part(parts, 3, splits, split, blocks), marked.to(tl.float32))
@@ -175,7 +175,7 @@ def combine(problem, algebra, sight, parts, sums, splits, made, blocks):
     b, _h, heads, rows = _rows(problem, blocks)
     count = see.count(sight, problem, b, heads, rows)
     top, shift, norm = _whole_rows(algebra, parts, splits, blocks)
-    _top, _shift, _norm, sharp_norm, mixed, marked, highest = _nothing(blocks)
+    _top, _shift, _norm, sharp_norm, mixed, marked, flaws = _nothing(blocks)
     for split in range(splits):
         there = tl.load(_sums(sums, splits, split, blocks))
         if algebra.sharp:
@@ -191,5 +191,5 @@ def combine(problem, algebra, sight, parts, sums, splits, made, blocks):
         largest = algebra.phi.value(top, shift, algebra)
         _floor, _over_spread, _tied, peak = of.threshold(problem, algebra, count, norm, largest)
     forward.finish(
-        problem, algebra, made, b, heads, rows, count, top, shift, norm, sharp_norm, peak, mixed, marked, highest, blocks
+        problem, algebra, made, b, heads, rows, count, top, shift, norm, sharp_norm, peak, mixed, marked, flaws, blocks
     )  # fmt: skip

@@ -14,6 +14,7 @@ def forward(problem, algebra, sight, made, blocks):
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows first, where it is causal
     b, h = tl.program_id(1) // problem.heads, tl.program_id(1) % problem.heads
     rows = block * blocks.rows + tl.arange(0, blocks.rows)
+    heads = tl.zeros_like(rows) + h
     query = of.queries_of(problem, b, h, rows, blocks)
     count = see.count(sight, problem, b, h, rows)
     scale, lift = of.scale_of(problem, algebra, count, h) * algebra.phi.score_unit, of.lift_of(problem, algebra, count, b)
@@ -30,7 +31,7 @@ def forward(problem, algebra, sight, made, blocks):
     floor, over_spread, peak = shift, shift, shift
     tied = norm > 0.0
     marked = tied
-    highest = tl.full([blocks.keys], float("-inf"), tl.float32)  # of the values that all rows see
+    flaws = tl.zeros([blocks.keys], tl.float32)  # of what all rows see
     mixed = tl.zeros([blocks.rows, blocks.value_dim], tl.float32)
     for SWEEP in tl.static_range(1 if algebra.sharp else 0, -1, -1):
         if algebra.sharp and SWEEP == 0:
@@ -48,14 +49,14 @@ def forward(problem, algebra, sight, made, blocks):
                 else:
                     f, top, least, shift, norm, mixed = online(s, dots, top, least, shift, norm, mixed, algebra)
                 if SWEEP == 0:
-                    value = of.values_of(problem, b, h, keys, WHOLE == 0, blocks)
-                    mixed, marked, highest = mix(
-                        mixed, marked, highest, f, seen, value, problem, b, h, keys, algebra, WHOLE == 0, blocks
-                    )
-    heads = tl.zeros_like(rows) + h
+                    value = of.mixed_of(problem, b, h, keys, WHOLE == 0, blocks)
+                    mixed, marked, flaws = mix(
+                        mixed, marked, flaws, f, value, problem, algebra, sight, b, h, heads, rows, keys, WHOLE == 0, False,
+                        blocks,
+                    )  # fmt: skip
     norm = tainted(norm, top, least)
     finish(
-        problem, algebra, made, b, heads, rows, count, top, shift, norm, sharp_norm, peak, mixed, marked, highest, blocks
+        problem, algebra, made, b, heads, rows, count, top, shift, norm, sharp_norm, peak, mixed, marked, flaws, blocks
     )  # fmt: skip
 
 
@@ -91,33 +92,46 @@ def sharpened(s, shift, floor, over_spread, tied, problem, algebra, h):
 
 
 @triton.jit
-def mix(mixed, marked, highest, f, seen, value, problem, b, h, keys, algebra, CUT: tl.constexpr, blocks):
+def mix(
+    mixed, marked, flaws, f, value, problem, algebra, sight, b, h, heads, rows, keys, CUT: tl.constexpr,
+    WEIGHED: tl.constexpr, blocks,
+):  # fmt: skip
     """Weights times values, or LASER's e^V, added to ``mixed``.
 
-    What is not finite reaches only the rows that see it. ``marked`` rows see a value beyond LASER's HIGH in a tile that is CUT;
-    ``highest`` are the values that all rows see.
+    What is not finite reaches only the rows that see it, or, if they are WEIGHED, those in which it weighs something.
+    ``marked`` rows see a value beyond LASER's HIGH in a tile that is CUT; ``flaws`` is what all rows see.
+
+    Args:
+        heads: of the rows; h: any of them.
     """
     if CUT:
-        bad = tl.max(((tl.abs(value.to(tl.float32)) < float("inf")) == 0).to(tl.int32), 1)
-        if tl.max(bad, 0) > 0:
-            mixed = _spoilt(mixed, seen, problem, b, h, keys, blocks)
-        value = of.finite(value)
         if algebra.laser:
-            high = tl.max(value.to(tl.float32), 1) > laser.HIGH
-            if tl.max(high.to(tl.int32), 0) > 0:
-                marked = marked | (tl.max((seen & high[None, :]).to(tl.int32), 1) > 0)
-    if algebra.laser:
-        if not CUT:
-            highest = tl.maximum(highest, tl.max(value.to(tl.float32), 1))
+            flawed = laser.flaws_of(value, problem, b, h, keys)
+            total = tl.sum(flawed, 0)
+        else:
+            x = value.to(tl.float32)
+            total = tl.sum(x - x)
+        if total != 0.0:  # also where it is NaN. Seldom: who sees what is asked anew, and takes no registers where it is not
+            if WEIGHED:
+                seen = f != 0.0
+            else:
+                seen = see.visible(sight, problem, b, heads[:, None], rows[:, None], keys[None, :])
+            if algebra.laser:
+                marked = marked | (tl.max((seen & (flawed > 0.0)[None, :]).to(tl.int32), 1) > 0)
+            if total != total:
+                mixed = _spoilt(mixed, seen, problem, b, h, keys, blocks)
+                value = of.finite(value)
+    elif algebra.laser:
+        flaws = tl.maximum(flaws, laser.flaws_of(value, problem, b, h, keys))
+    if algebra.laser and problem.flaws is None:
         value = laser.exponential(value)
     mixed += of.product(f.to(value.dtype), value, blocks)
-    return mixed, marked, highest
+    return mixed, marked, flaws
 
 
 @triton.jit
 def _spoilt(mixed, seen, problem, b, h, keys, blocks):
-    """``mixed``, NaN where a row sees a value that is not finite: column by column, since it hardly ever happens and must not
-    take registers from what does."""
+    """``mixed``, NaN where a row sees a value that is not finite: column by column."""
     columns = tl.arange(0, blocks.value_dim)
     for c in range(problem.value_dim):
         places = of.key_places(problem.value, problem, b, h, keys) + c * problem.value.d
@@ -130,7 +144,7 @@ def _spoilt(mixed, seen, problem, b, h, keys, blocks):
 
 @triton.jit
 def finish(
-    problem, algebra, made, b, heads, rows, count, top, shift, norm, sharp_norm, peak, mixed, marked, highest, blocks
+    problem, algebra, made, b, heads, rows, count, top, shift, norm, sharp_norm, peak, mixed, marked, flaws, blocks
 ):  # fmt: skip
     """What the sums come to, stored; ``heads`` are those of the rows."""
     inside = rows < problem.query_length
@@ -138,19 +152,21 @@ def finish(
     whole = sharp_norm if algebra.sharp else norm
     if algebra.laser:
         lowest = tl.min(tl.where(columns[None, :] < problem.value_dim, mixed, float("inf")), 1)
-        highest = tl.zeros_like(whole) + tl.max(highest, 0)
-        marked = marked | (highest > laser.HIGH) | (lowest < laser.LOW * tl.maximum(whole, 1.0))
+        flawed = tl.zeros_like(whole) + tl.max(flaws, 0)
+        marked = marked | (flawed > 0.0) | (lowest < laser.LOW * tl.maximum(whole, 1.0))
         marked = marked & (whole > 0.0)
         tl.store(made.marked_heads + b * problem.heads + heads, 1, mask=marked & inside)
-        mean = mixed / tl.where(whole == 0.0, 1.0, whole)[:, None]
-        mixed = tl.where(whole[:, None] == 0.0, 0.0, tl.log(tl.where(mean <= 0.0, 1.0, mean)))
+        mean = mixed / tl.where(whole == 0.0, 1.0, whole)[:, None] + (norm - norm)[:, None]
+        mean = tl.where((whole[:, None] == 0.0) | (mean <= 0.0), 1.0, mean)
+        laser.store(made.rest, b, heads, rows, inside, 1.0 / mean, problem, blocks)
+        mixed = tl.log(mean)
     elif algebra.sharp or algebra.normaliser == "l1":
         mixed = mixed / tl.where(whole == 0.0, 1.0, whole)[:, None]
     else:
         mixed = mixed * (of.row_factor(problem, algebra, count, b) / algebra.phi.unit)[:, None]
     mixed = mixed + (mixed - mixed) + (norm - norm)[:, None]  # an infinity came from a value, or a product
     mixed = tl.where(count[:, None] > 0.0, mixed, 0.0)
-    laser.store(made, b, heads, rows, inside, mixed, 0.0, problem, blocks)
+    laser.store(made.out, b, heads, rows, inside, mixed, problem, blocks)
     top = tl.where(norm == norm, top, float("nan"))
     to = of.saved_row(made.saved, b, heads, rows, 0)
     log_norm = tl.where(norm == 0.0, float("-inf"), tl.log(tl.where(norm == 0.0, 1.0, norm) / algebra.phi.unit))

@@ -37,11 +37,9 @@ def _above(grad, made, problem, algebra, b, h, rows, mine, blocks):
     """dL/d(A V) [R, Dv], or LASER's dL/d(A e^V); the latter 0 in rows that are not done here."""
     above = of.outputs_of(grad, problem, b, h, rows, blocks)
     if algebra.laser:
-        mixed = of.outputs_of(made.out, problem, b, h, rows, blocks).to(tl.float32)
-        rest = of.outputs_of(made.rest, problem, b, h, rows, blocks).to(tl.float32)
-        known = (mixed == mixed) & mine[:, None]  # an output that is NaN by rule passes nothing on
-        scaled = above.to(tl.float32) * tl.exp2(tl.where(known, (-mixed - rest) * LOG2E, 0.0))
-        above = laser.operand(tl.where(known, scaled, 0.0), above)
+        rest = of.outputs_of(made.rest, problem, b, h, rows, blocks).to(tl.float32)  # e^-out
+        known = (rest == rest) & mine[:, None]  # an output that is NaN by rule passes nothing on
+        above = laser.operand(tl.where(known, above.to(tl.float32) * rest, 0.0), above)
     return above
 
 
@@ -53,15 +51,6 @@ def _inner(grad, made, problem, algebra, b, h, rows, blocks):
     if algebra.laser:
         return tl.sum(tl.where(mixed == mixed, above, 0.0), 1)
     return tl.sum(above * mixed, 1)
-
-
-@triton.jit
-def _mixed_values(problem, algebra, b, h, keys, CUT: tl.constexpr, blocks):
-    """The tile that the weights were multiplied with."""
-    value = of.values_of(problem, b, h, keys, CUT, blocks)
-    if algebra.laser:
-        value = laser.exponential(of.finite(value))
-    return value
 
 
 @triton.jit
@@ -152,7 +141,7 @@ def query_gradients(
                 )  # fmt: skip
                 moved, g, slope, u = laser.slopes(s, terms, marked, problem, algebra, h)
             else:
-                value = _mixed_values(problem, algebra, b, h, keys, WHOLE == 0, blocks)
+                value = of.mixed_of(problem, b, h, keys, WHOLE == 0, blocks)
                 weight_grad = of.product(above, tl.trans(value), blocks)
                 moved, g, slope, u = of.slopes(s, weight_grad, tile_row, problem, algebra, h)
                 moved = moved * (weight_grad - tile_row.inner)
@@ -240,7 +229,7 @@ def key_gradients(
     keys = block * blocks.keys + tl.arange(0, blocks.keys)
     dims, columns = tl.arange(0, blocks.head_dim), tl.arange(0, blocks.value_dim)
     key, norms = of.keys_of(problem, algebra, b, key_head * problem.group, keys, True, blocks)
-    value = _mixed_values(problem, algebra, b, key_head * problem.group, keys, True, blocks)
+    value = of.mixed_of(problem, b, key_head * problem.group, keys, True, blocks)
     rest = norms
     if algebra.cosine:
         key, rest = of.resting(key, norms)
@@ -354,7 +343,7 @@ def bias_gradients(
                         )  # fmt: skip
                         _weight, g, slope, _u = laser.slopes(s, terms, marked, problem, algebra, h)
                     else:
-                        value = _mixed_values(problem, algebra, b, h, keys, True, blocks)
+                        value = of.mixed_of(problem, b, h, keys, True, blocks)
                         weight_grad = of.product(above, tl.trans(value), blocks)
                         _weight, g, slope, _u = of.slopes(s, weight_grad, of.along(row, 1), problem, algebra, h)
                     total += tl.where(seen & mine[:, None], (g - ground[:, None]) * slope * steep[:, None], 0.0)

@@ -34,6 +34,36 @@ def exponential(value):
     return operand(tl.exp2(x * LOG2E), value)
 
 
+@triton.jit
+def flaws_of(value, problem, b, h, keys):
+    """Of the keys of a tile: 0, 1 where a value is beyond HIGH, NaN where one is not finite."""
+    if problem.flaws is not None:
+        flaws = of.per_row(problem.flaws, b, h // problem.group, keys, problem.key_length)
+    else:
+        x = value.to(tl.float32)
+        flaws = tl.sum(x - x, 1) + tl.where(tl.max(x, 1) > HIGH, 1.0, 0.0)
+    return flaws
+
+
+@triton.jit
+def exponentials(
+    value, to, flaws, heads, length, width, FINITE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """e^V, and ``flaws_of`` its keys. FINITE, for the backward: 1 in place of what is NaN; there are no flaws then."""
+    b, h = tl.program_id(1) // heads, tl.program_id(1) % heads
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, WIDTH)
+    x = of.matrix(value, see.head_of(value, b, h), rows, columns, length, width)
+    if FINITE:
+        x = of.finite(x)
+    else:
+        wide = x.to(tl.float32)
+        flaw = tl.sum(wide - wide, 1) + tl.where(tl.max(wide, 1) > HIGH, 1.0, 0.0)
+        tl.store(see.head_of(flaws, b, h) + rows * flaws.l, flaw, mask=rows < length)
+    places = see.head_of(to, b, h) + rows[:, None] * to.l + columns[None, :] * to.d
+    tl.store(places, exponential(x), mask=(rows[:, None] < length) & (columns[None, :] < width))
+
+
 class Marked(NamedTuple):
     """What the exact kernels know of their rows: vectors, shaped so that they broadcast to a tile.
 
@@ -153,23 +183,12 @@ def _column(array, b, h, rows, mine, c):
 
 
 @triton.jit
-def store(made, b, heads, rows, mine, result, more, problem, blocks):
-    """``result`` + ``more`` to ``out``, and to ``rest``, if it is wanted, what the rounding leaves."""
+def store(to, b, heads, rows, mine, result, problem, blocks):
+    """A tile [R, Dv] to something like the output."""
     columns = tl.arange(0, blocks.value_dim)
+    places = see.head_of(to, b, heads)[:, None] + rows[:, None] * to.l + columns[None, :] * to.d
     inside = mine[:, None] & (columns[None, :] < problem.value_dim)
-    rounded = (result + more).to(made.out.at.dtype.element_ty)
-    tl.store(
-        see.head_of(made.out, b, heads)[:, None] + rows[:, None] * made.out.l + columns[None, :] * made.out.d,
-        rounded,
-        mask=inside,
-    )
-    if made.rest is not None:
-        left = ((result - rounded.to(tl.float32)) + more).to(made.rest.at.dtype.element_ty)
-        tl.store(
-            see.head_of(made.rest, b, heads)[:, None] + rows[:, None] * made.rest.l + columns[None, :] * made.rest.d,
-            left,
-            mask=inside,
-        )
+    tl.store(places, result.to(to.at.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -213,4 +232,7 @@ def exact_forward(problem, algebra, sight, made, blocks):
                 more = tl.sum(tl.exp(log_weight + (value - base[:, None])), 1) + taint
                 total = tl.where(at, total * fade[:, None] + more[:, None], total)
                 top = tl.where(at, now[:, None], top)
-    store(made, b, tl.zeros_like(rows) + h, rows, marked, top, tl.log(total), problem, blocks)
+    heads, more = tl.zeros_like(rows) + h, tl.log(total)
+    rounded = (top + more).to(made.out.at.dtype.element_ty)
+    store(made.out, b, heads, rows, marked, rounded, problem, blocks)
+    store(made.rest, b, heads, rows, marked, (top - rounded.to(tl.float32)) + more, problem, blocks)

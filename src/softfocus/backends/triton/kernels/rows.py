@@ -177,9 +177,9 @@ def reciprocal_norm(x):
 
 
 @triton.jit
-def values_of(problem, b, h, keys, CUT: tl.constexpr, blocks):
-    """A tile's values [K, Dv]."""
-    return _keys_or_values(problem.value, problem, b, h, keys, problem.value_dim, blocks.value_dim, CUT, blocks)
+def mixed_of(problem, b, h, keys, CUT: tl.constexpr, blocks):
+    """A tile's values, or LASER's e^V, [K, Dv]."""
+    return _keys_or_values(problem.mixed, problem, b, h, keys, problem.value_dim, blocks.value_dim, CUT, blocks)
 
 
 @triton.jit

@@ -31,15 +31,16 @@ def offset_of(problem, sight, b):
 
 @triton.jit
 def visible(sight, problem, b, h, rows, keys):
-    """Whether each row sees each key, for positions of any broadcastable shapes, of which some may lie outside."""
+    """Whether each row sees each key, for positions of any broadcastable shapes. Keys may lie outside; what a row that does
+    sees means nothing."""
     at = rows + offset_of(problem, sight, b)
     length = length_of(problem, b)
-    inside = (rows < problem.query_length) & (keys < length)
-    seen = inside
+    last = tl.zeros_like(rows) + (length - 1)
+    if sight.has_right:
+        last = tl.minimum(last, at + sight.right)
+    seen = keys <= last
     if sight.has_left:
         seen = seen & (keys >= at - sight.left)
-    if sight.has_right:
-        seen = seen & (keys <= at + sight.right)
     if sight.key_mask is not None:
         real = tl.load(head_of(sight.key_mask, b, h) + keys * sight.key_mask.d, mask=keys < length, other=0)
         seen = seen & (real != 0)
@@ -50,6 +51,7 @@ def visible(sight, problem, b, h, rows, keys):
         seen = seen & (mine == theirs)
     if sight.mask is not None:
         places = rows.to(tl.int64) * sight.mask.l + keys.to(tl.int64) * sight.mask.d
+        inside = (rows < problem.query_length) & (keys < length)
         seen = seen & (tl.load(head_of(sight.mask, b, h) + places, mask=inside, other=0) != 0)
     return seen
 
@@ -189,7 +191,8 @@ def survey(problem, sight, lowest, highest, counts, states, blocks):
     number_seen = tl.zeros([blocks.rows], tl.int32)
     for n in range(start, stop):
         keys = n * blocks.keys + tl.arange(0, blocks.keys)
-        seen = visible(sight, problem, b, h, rows[:, None], keys[None, :]).to(tl.int32)
+        seen = visible(sight, problem, b, h, rows[:, None], keys[None, :])
+        seen = (seen & (rows[:, None] < problem.query_length)).to(tl.int32)
         number_seen += tl.sum(seen, 1)
         total = tl.sum(tl.sum(seen, 1), 0)
         state = tl.where(total == blocks.rows * blocks.keys, WHOLE, tl.where(total > 0, CUT, EMPTY))
