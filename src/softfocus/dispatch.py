@@ -1,5 +1,6 @@
 """Which backend runs a call, and why each other one does not."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ from softfocus.switches import switched_on
 from softfocus.visibility import Visibility
 
 TRITON = "SOFTFOCUS_TRITON"
-"""Set to on, "auto" takes the Triton kernels too."""
+"""Set to off, "auto" leaves the Triton kernels out; set to on, it takes them also where they run in Triton's interpreter."""
 
 
 def _reference_supports(problem: Problem, visibility: Visibility, mechanism: Mechanism) -> str | None:
@@ -29,7 +30,7 @@ the sentence that says why not."""
 _DESCRIPTION = {
     "cpu": "fused C++ kernels, compiled for this machine: memory O(L)",
     "tiled": "pure torch in blocks of rows: runs everywhere, memory O(L), slower than a fused kernel",
-    "triton": "fused Triton kernels: memory O(L); not yet run on a GPU",
+    "triton": "fused Triton kernels: memory O(L)",
     "reference": "the dense formula: memory O(L^2), differentiable twice",
 }
 
@@ -38,8 +39,11 @@ def _unasked(name: str) -> str | None:
     """Why "auto" does not take a backend, whatever the call; or None."""
     if name == "reference":
         return "only when asked for by name"
-    if name == "triton" and not switched_on(TRITON, default=False):
-        return f"only when asked for by name, or with {TRITON}=on"
+    if name == "triton":
+        interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+        if not switched_on(TRITON, default=not interpreted):
+            why = "in Triton's interpreter " if interpreted else ""
+            return f"{why}only when asked for by name, or with {TRITON}=on"
     return None
 
 

@@ -451,9 +451,16 @@ def test_auto_takes_them_where_the_environment_says_so(monkeypatch):
     monkeypatch.setattr(cpu, "supports", lambda *call: "not here")
     monkeypatch.setitem(dispatch.BACKENDS, "cpu", cpu.supports)
     query = torch.ones(1, 1, 4, 8, device=DEVICE)
-    for said, chosen in (("", "tiled"), ("off", "tiled"), ("on", "triton")):
+    for interpreted, said, chosen in (
+        ("1", "", "tiled"), ("1", "off", "tiled"), ("1", "on", "triton"), ("0", "", "triton"), ("0", "off", "tiled")
+    ):  # fmt: skip
+        monkeypatch.setenv("TRITON_INTERPRET", interpreted)
         monkeypatch.setenv("SOFTFOCUS_TRITON", said)
+        if interpreted == "0" and not GPU:  # as on a GPU
+            monkeypatch.setitem(dispatch.BACKENDS, "triton", lambda *call: None)
         assert explain(query, query, query).backend == chosen
+    if not GPU:
+        monkeypatch.setitem(dispatch.BACKENDS, "triton", triton.supports)
     wide = torch.ones(1, 1, 4, 264, device=DEVICE)
     assert explain(wide, wide, wide).backend == "tiled"
     monkeypatch.setenv("SOFTFOCUS_TRITON", "perhaps")

@@ -6,10 +6,12 @@ import sys
 from importlib import metadata
 
 import pytest
+import torch
 from rich.console import Console
 
+import softfocus.testing
 from softfocus.lab import cli
-from softfocus.lab.doctor import examine, table
+from softfocus.lab.doctor import agreement, examine, table
 
 
 def test_a_sound_installation() -> None:
@@ -24,6 +26,21 @@ def test_a_sound_installation() -> None:
     console = Console(width=160, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
     console.print(table(found))
     assert "tiled" in console.export_text()
+
+
+def test_what_is_said_of_the_triton_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = []
+
+    def check(attention: object, case: object, name: str, dtype: torch.dtype, device: str) -> None:
+        held.append((name, dtype, os.environ["SOFTFOCUS_TUNE"]))
+        assert len(held) != 10, "off by one\nand more"
+
+    monkeypatch.setattr(softfocus.testing, "check", check)
+    assert agreement("cpu").status == "ok"
+    assert len(set(held)) == 8
+    found = agreement("cpu")
+    assert (found.status, found.finding) == ("fail", "softmax, torch.float32: AssertionError: off by one")
+    assert "SOFTFOCUS_TRITON=off" in found.remedy
 
 
 def test_a_missing_and_an_old_package(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -267,9 +267,12 @@ def doctor(json: Json = None) -> None:
 
     Example: `softfocus doctor`
     """
+    from rich.console import Console
+
     from softfocus.lab.doctor import examine, table
 
-    found = examine()
+    with Console(stderr=True).status("looking; on a GPU the kernels are compiled first, which takes a minute"):
+        found = examine()
     if not write_json(json, found):
         _print(table(found))
     if any(check.status == "fail" for check in found.checks):

@@ -1,14 +1,17 @@
 """What is installed, which backends run here and why others do not, and what to do about it."""
 
 import importlib.util
+import itertools
 import os
 import shlex
 import shutil
 import sysconfig
 import warnings
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
+from unittest import mock
 
 from packaging.requirements import Requirement
 from pydantic import BaseModel
@@ -47,6 +50,8 @@ def examine() -> Findings:
     if importlib.util.find_spec("torch"):
         found, device = _device()
         checks += [*found, *_backends(device), *_kernels()]  # in this order: the backends may compile the kernels
+        if device == "cuda" and importlib.util.find_spec("triton"):
+            checks.append(agreement(device))
     checks += [*_compilers(), *_disk(), *_corpus()]
     return Findings(softfocus=__version__, machine=provenance.machine(device), checks=checks)
 
@@ -164,6 +169,29 @@ def _kernels() -> list[Check]:
         Check(topic="kernels", name="compiler", status="ok", finding=made_by),
         Check(topic="kernels", name="cpu", status=status, finding=said, remedy=remedy),
     ]
+
+
+def agreement(device: str) -> Check:
+    """Whether the Triton kernels agree with the float64 reference on this device, forward and backward, within what rounding
+    explains. Compiles them first, which takes a minute once.
+    """
+    import torch
+
+    from softfocus import attention
+    from softfocus.testing import CASES, check
+
+    case = next(case for case in CASES if case.name == "causal")
+    names, dtypes = ("softmax", "lssa", "lssar", "laser"), (torch.bfloat16, torch.float32)
+    try:
+        with mock.patch.dict(os.environ, {"SOFTFOCUS_TUNE": "off"}):
+            for name, dtype in itertools.product(names, dtypes):
+                check(partial(attention, backend="triton"), case, name, dtype, device=device)
+    except Exception as error:  # compilers and drivers have exceptions of their own
+        said = f"{name}, {dtype}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        remedy = "SOFTFOCUS_TRITON=off runs the tiled backend in their place; please report this"
+        return Check(topic="kernels", name="triton", status="fail", finding=said, remedy=remedy)
+    said = f"agree with the reference in float64, forward and backward ({', '.join(names)}; bfloat16, float32)"
+    return Check(topic="kernels", name="triton", status="ok", finding=said)
 
 
 def _compilers() -> list[Check]:

@@ -20,6 +20,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PHI = ("exp", "softplus", "sigmoid", "relu", "relu2", "relu6")
 """What ``kernels/pointwise.py`` holds."""
 MOST_DIMENSIONS = 256
+OLDEST = (8, 0)
 ROWS = 8
 """Vectors of the rows that every forward leaves: the four of RowStatistics; sum phi(s) 2^-shift and sum u^p; LASER's marks; the
 largest score in the kernels' unit."""
@@ -40,6 +41,8 @@ def supports(problem: Problem, visibility: Visibility, mechanism: Mechanism) -> 
     kind = problem.query.device.type
     if kind != "cuda" and not (kind == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"):
         return f"the tensors are on {kind!r}, not on 'cuda' (TRITON_INTERPRET=1 would run the kernels in Python)"
+    if kind == "cuda" and torch.version.cuda and torch.cuda.get_device_capability(problem.query.device) < OLDEST:
+        return f"{torch.cuda.get_device_name(problem.query.device)} is older than Ampere (compute capability 8.0)"
     if find_spec("triton") is None:
         return "Triton is not installed (pip install triton)"
     if problem.query.dtype not in DTYPES:

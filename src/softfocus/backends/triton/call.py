@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Callable
-from functools import cache, cached_property, lru_cache
-from typing import Any
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -37,12 +37,8 @@ FUSED = {"enable_fp_fusion": True}
 def forward_of(
     problem: Problem, visibility: Visibility, mechanism: Mechanism, held: Cache | None = None
 ) -> tuple[Tensor, Tensor]:
-    """out [B, H, Lq, Dv] and the rows' vectors [rows_kept, B, H, Lq], in the tiles that are fastest."""
-
-    def run(tile: tuning.Tile) -> tuple[Tensor, Tensor]:
-        return Call(problem, visibility, mechanism, tile, held).forward()
-
-    return run(_tile("forward", problem, visibility, mechanism, run, measured=held is None and not _few(problem)))
+    """out [B, H, Lq, Dv] and the rows' vectors [rows_kept, B, H, Lq]."""
+    return Call(problem, visibility, mechanism, held).forward()
 
 
 def backward_of(
@@ -55,59 +51,129 @@ def backward_of(
     saved: Tensor,
 ) -> tuple[Tensor | None, ...]:
     """The six gradients, from what :func:`forward_of` returned."""
-
-    def run(tile: tuning.Tile) -> tuple[Tensor | None, ...]:
-        return Call(problem, visibility, mechanism, tile).backward(grad, bias_grad, out, saved)
-
-    direction = "backward, of the bias too" if bias_grad else "backward"
-    return run(_tile(direction, problem, visibility, mechanism, run, measured=True))
+    return Call(problem, visibility, mechanism).backward(grad, bias_grad, out, saved)
 
 
-def _few(problem: Problem) -> bool:
-    """Whether the queries are so few that their keys are split among programs."""
-    return problem.query.size(2) * (problem.query.size(1) // max(problem.key.size(1), 1)) <= FEW_ROWS
+class Cut(NamedTuple):
+    """What a tile makes of a call: its shape, who sees whom in such tiles, what Triton is told, and how many programs."""
 
-
-def _tile(
-    direction: str,
-    problem: Problem,
-    visibility: Visibility,
-    mechanism: Mechanism,
-    run: Callable[[tuning.Tile], Any],
-    measured: bool,
-) -> tuning.Tile:
-    if knobs.runtime.interpret:
-        return tuning.INTERPRETED
-    tiles = tuning.tiles(problem, mechanism)
-    if not measured or not (problem.query.numel() and problem.key.numel()):
-        return tiles[0]
-    kind = tuning.kind(direction, problem, visibility, mechanism)
-    return tuning.fastest(kind, problem.query.device, tiles, run)
+    blocks: Blocks
+    sight: Sight
+    options: dict[str, Any]
+    row_grid: tuple[int, int]
+    key_grid: tuple[int, int]
 
 
 class Call:
     """One call's arguments for the kernels, which live as long as it; with a ``held`` cache, for the forward alone."""
 
     def __init__(
-        self,
-        problem: Problem,
-        visibility: Visibility,
-        mechanism: Mechanism,
-        tile: tuning.Tile,
-        held: Cache | None = None,
-    ):
-        self.problem = problem
-        self.blocks = _blocks(problem, tile)
-        self.options = {"num_warps": tile.warps, "num_stages": tile.stages, **FUSED}
+        self, problem: Problem, visibility: Visibility, mechanism: Mechanism, held: Cache | None = None
+    ) -> None:
+        self.problem, self.visibility, self.mechanism, self.held = problem, visibility, mechanism, held
         self.given = _given(problem, visibility.key_length, mechanism, held)
-        self.held = held
         bounded = _bounded(problem, mechanism, visibility.key_length)
         self.algebra = _algebra(mechanism, self.given.power is not None, bounded, problem.query.dtype)
-        self.sight = _sight(visibility, self.given, self.blocks)
-        batch, heads, query_length = problem.query.shape[:3]
-        self.mechanism = mechanism
-        self.row_grid = (triton.cdiv(query_length, self.blocks.rows.value), batch * heads)
-        self.key_grid = (triton.cdiv(visibility.key_length, self.blocks.keys.value), batch * problem.key.size(1))
+        self._cuts: dict[tuning.Tile, Cut] = {}
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """out [B, H, Lq, Dv] and the rows' vectors [rows_kept, B, H, Lq]."""
+        query, value = self.problem.query, self.problem.value
+        out = query.new_empty(*query.shape[:3], value.size(-1))
+        saved = query.new_empty(rows_kept(self.mechanism, value), *query.shape[:3], dtype=torch.float32)
+        marked_heads = query.new_zeros(query.shape[:2], dtype=torch.int32) if self.mechanism.laser else None
+        made = self._made(out, saved, marked_heads)
+        if not query.shape[:3].numel():
+            return out, saved
+        given, splits = self.given, self._splits()
+        if splits > 1:
+            tile = self._first("decode")
+            self._decode(made, self._cut(tile), splits)
+        else:
+            given = self._prepared(backward=False)
+
+            def run(tile: tuning.Tile) -> None:
+                cut = self._cut(tile)
+                forward.forward[cut.row_grid](given, self.algebra, cut.sight, made, cut.blocks, **cut.options)
+
+            tile = self._fastest("forward", run)
+            run(tile)
+        if self.mechanism.laser:
+            cut = self._cut(tile)
+            laser.exact_forward[cut.row_grid](given, self.algebra, cut.sight, made, cut.blocks, **cut.options)
+        return out, saved
+
+    def backward(self, grad: Tensor, bias_grad: bool, out: Tensor, saved: Tensor) -> tuple[Tensor | None, ...]:
+        """The six gradients, from what :meth:`forward` returned."""
+        marked_heads = (saved[6] != 0.0).any(-1).int() if self.mechanism.laser else None
+        made = self._made(out, saved, marked_heads)
+        query, key, value, bias, head_scale, power = self.problem[:6]
+        passed = query.new_empty(gradients.PASSED, *query.shape[:3], dtype=torch.float32)
+        to = [x.new_empty(x.shape) for x in (query, key, value)]
+        rows = [
+            None if x is None else query.new_empty(query.shape[:3], dtype=torch.float32) for x in (head_scale, power)
+        ]
+        bias_to = None
+        if bias is not None and bias_grad:
+            bias_to = bias.new_empty(bias.shape, dtype=torch.float32)
+        given = self._prepared(backward=True)
+        variants = (False, True) if self.mechanism.laser else (False,)
+
+        def launch(kernel: Any, grid: tuple[int, ...], cut: Cut, *arguments: Any) -> None:
+            shared = given, self.algebra, cut.sight, _array(grad), made, _array(passed)
+            for exact in variants:
+                kernel[grid](*shared, *arguments, exact, cut.blocks, **cut.options)
+
+        def queries(tile: tuning.Tile) -> None:
+            cut = self._cut(tile)
+            launch(gradients.query_gradients, cut.row_grid, cut, _array(to[0]), *rows)
+
+        def keys(tile: tuning.Tile) -> None:
+            cut = self._cut(tile)
+            launch(gradients.key_gradients, cut.key_grid, cut, _array(to[1]), _array(to[2]))
+
+        if query.numel():
+            queries(self._fastest("query_gradients", queries))
+        if key.numel():
+            keys(self._fastest("key_gradients", keys))
+        if bias_to is not None and bias_to.numel():
+            cut = self._cut(self._first("bias_gradients"))
+            everywhere = [size == 1 for size in bias_to.shape]
+            grid = (
+                1 if everywhere[2] else cut.row_grid[0],
+                1 if everywhere[3] else cut.key_grid[0],
+                bias_to.size(0) * bias_to.size(1),
+            )
+            launch(gradients.bias_gradients, grid, cut, _array(bias_to), bias_to.size(1), *everywhere)
+        learned = [None if x is None else x.sum((0, 2)) for x in rows]
+        return tuple(
+            None if g is None or x is None else g.to(x.dtype)
+            for g, x in zip((*to, bias_to, *learned), self.problem[:6], strict=True)
+        )
+
+    def _first(self, kernel: str) -> tuning.Tile:
+        """The tile that a kernel works in where nothing is measured."""
+        return tuning.INTERPRETED if knobs.runtime.interpret else tuning.tiles(kernel, self.problem, self.mechanism)[0]
+
+    def _fastest(self, kernel: str, run: Callable[[tuning.Tile], None]) -> tuning.Tile:
+        if knobs.runtime.interpret or self.held or not (self.problem.query.numel() and self.problem.key.numel()):
+            return self._first(kernel)
+        tiles = tuning.tiles(kernel, self.problem, self.mechanism)
+        kind = tuning.kind(kernel, self.problem, self.visibility, self.mechanism)
+        return tuning.fastest(kind, self.problem.query.device, tiles, run)
+
+    def _cut(self, tile: tuning.Tile) -> Cut:
+        if tile not in self._cuts:
+            blocks = _blocks(self.problem, tile)
+            batch, heads, query_length = self.problem.query.shape[:3]
+            self._cuts[tile] = Cut(
+                blocks,
+                _sight(self.visibility, self.given, blocks),
+                {"num_warps": tile.warps, "num_stages": tile.stages, **FUSED},
+                (triton.cdiv(query_length, tile.rows), batch * heads),
+                (triton.cdiv(self.visibility.key_length, tile.keys), batch * self.problem.key.size(1)),
+            )
+        return self._cuts[tile]
 
     def _prepared(self, backward: bool) -> Given:
         """With the keys' norms and LASER's e^V, for kernels that meet a key more than once; the others make them on the way."""
@@ -127,40 +193,19 @@ class Call:
             rest = saved[ROWS:].flatten().view(rest_dtype(out.dtype))[: out.numel()].view(out.shape)
         return Made(_array(out), _array(rest), _array(saved), marked_heads, END)
 
-    def forward(self) -> tuple[Tensor, Tensor]:
-        """out [B, H, Lq, Dv] and the rows' vectors [rows_kept, B, H, Lq]."""
-        query, value = self.problem.query, self.problem.value
-        out = query.new_empty(*query.shape[:3], value.size(-1))
-        saved = query.new_empty(rows_kept(self.mechanism, value), *query.shape[:3], dtype=torch.float32)
-        marked_heads = query.new_zeros(query.shape[:2], dtype=torch.int32) if self.mechanism.laser else None
-        made = self._made(out, saved, marked_heads)
-        if query.shape[:3].numel():
-            splits = self._splits()
-            given = self.given if splits > 1 else self._prepared(backward=False)
-            shared = given, self.algebra, self.sight, made, self.blocks
-            if splits > 1:
-                self._decode(made, splits)
-            else:
-                forward.forward[self.row_grid](*shared, **self.options)
-            if self.mechanism.laser:
-                laser.exact_forward[self.row_grid](*shared, **self.options)
-        return out, saved
-
     def _splits(self) -> int:
         """How many programs share the keys of one head: more than one where queries are few and heads do not fill the GPU."""
-        given = self.given
-        if not _few(self.problem) or not self.problem.key.numel():
+        query, key = self.problem.query, self.problem.key
+        if self.given.group * query.size(2) > FEW_ROWS or not key.numel():
             return 1
-        tiles = triton.cdiv(given.key_length, self.blocks.keys.value)
-        return min(
-            _programs(self.problem.query.device) // (given.batch * self.problem.key.size(1)), tiles // TILES_OF_A_SPLIT
-        )
+        tiles = triton.cdiv(self.given.key_length, self._first("decode").keys)
+        return min(_programs(query.device) // (self.given.batch * key.size(1)), tiles // TILES_OF_A_SPLIT)
 
-    def _decode(self, made: Made, splits: int) -> None:
-        problem, blocks = self.problem, self.blocks
+    def _decode(self, made: Made, cut: Cut, splits: int) -> None:
+        problem = self.problem
         heads = self.given.batch * problem.key.size(1)
         rows = max(16, triton.next_power_of_2(self.given.group * problem.query.size(2)))
-        blocks = blocks._replace(rows=tl.constexpr(rows))
+        blocks = cut.blocks._replace(rows=tl.constexpr(rows))
 
         def floats(*shape: int) -> Tensor:
             return problem.query.new_empty(shape, dtype=torch.float32)
@@ -169,49 +214,11 @@ class Call:
         sums = floats(heads, splits, rows, blocks.value_dim.value)
         sharp = self.algebra.sharp.value
         scores = floats(heads, self.given.group * self.given.query_length, self.given.key_length) if sharp else None
-        shared = self.given, self.algebra, self.sight, parts, sums
-        decode.statistics[(splits, heads)](*shared, scores, blocks, **self.options)
+        shared = self.given, self.algebra, cut.sight, parts, sums
+        decode.statistics[(splits, heads)](*shared, scores, blocks, **cut.options)
         if sharp:
-            decode.weights[(splits, heads)](*shared, scores, blocks, **self.options)
-        decode.combine[(1, heads)](*shared, splits, made, blocks, **self.options)
-
-    def backward(self, grad: Tensor, bias_grad: bool, out: Tensor, saved: Tensor) -> tuple[Tensor | None, ...]:
-        """The six gradients, from what :meth:`forward` returned, in tiles of its own."""
-        marked_heads = (saved[6] != 0.0).any(-1).int() if self.mechanism.laser else None
-        made = self._made(out, saved, marked_heads)
-        query, key, value, bias, head_scale, power = self.problem[:6]
-        passed = query.new_empty(gradients.PASSED, *query.shape[:3], dtype=torch.float32)
-        to = [x.new_empty(x.shape) for x in (query, key, value)]
-        rows = [
-            None if x is None else query.new_empty(query.shape[:3], dtype=torch.float32) for x in (head_scale, power)
-        ]
-        bias_to = None
-        if bias is not None and bias_grad:
-            bias_to = bias.new_empty(bias.shape, dtype=torch.float32)
-        shared = self._prepared(backward=True), self.algebra, self.sight, _array(grad), made, _array(passed)
-        variants = (False, True) if self.mechanism.laser else (False,)
-        for exact in variants if query.numel() else ():
-            gradients.query_gradients[self.row_grid](*shared, _array(to[0]), *rows, exact, self.blocks, **self.options)
-        for exact in variants if key.numel() else ():
-            gradients.key_gradients[self.key_grid](
-                *shared, _array(to[1]), _array(to[2]), exact, self.blocks, **self.options
-            )
-        if bias_to is not None and bias_to.numel():
-            everywhere = [size == 1 for size in bias_to.shape]
-            grid = (
-                1 if everywhere[2] else self.row_grid[0],
-                1 if everywhere[3] else self.key_grid[0],
-                bias_to.size(0) * bias_to.size(1),
-            )
-            for exact in variants:
-                gradients.bias_gradients[grid](
-                    *shared, _array(bias_to), bias_to.size(1), exact, *everywhere, self.blocks, **self.options
-                )
-        learned = [None if x is None else x.sum((0, 2)) for x in rows]
-        return tuple(
-            None if g is None or x is None else g.to(x.dtype)
-            for g, x in zip((*to, bias_to, *learned), self.problem[:6], strict=True)
-        )
+            decode.weights[(splits, heads)](*shared, scores, blocks, **cut.options)
+        decode.combine[(1, heads)](*shared, splits, made, blocks, **cut.options)
 
 
 @cache

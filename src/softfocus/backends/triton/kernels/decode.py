@@ -120,7 +120,7 @@ def statistics(problem, algebra, sight, parts, sums, scores, blocks):
     for n in range(first, last):
         keys = n * blocks.keys + tl.arange(0, blocks.keys)
         key, norms = of.keys_of(problem, algebra, b, h, keys, True, blocks)
-        s, seen, dots = of.scores(
+        s, _seen, dots = of.scores(
             of.product(query, tl.trans(key), blocks), problem, algebra, sight, b, heads[:, None],
             rows[:, None], keys[None, :], scale[:, None], norms[None, :], lift[:, None], True,
         )  # fmt: skip
@@ -130,9 +130,10 @@ def statistics(problem, algebra, sight, parts, sums, scores, blocks):
             tl.store(to, s, mask=there)
         else:
             value = of.mixed_of(problem, b, h, keys, True, blocks)
-            mixed, marked, flaws = forward.mix(
-                mixed, marked, flaws, f, value, problem, algebra, sight, b, h, heads, rows, keys, True, False, blocks
+            value, mixed, marked, flaws = forward.inspected(
+                value, mixed, marked, flaws, None, problem, algebra, sight, b, h, heads, rows, keys, True, blocks
             )
+            mixed += of.product(f.to(value.dtype), value, blocks)
     tl.store(_part(parts, 0, splits, split, blocks), top)
     tl.store(_part(parts, 1, splits, split, blocks), forward.tainted(norm, top, least))
     if not algebra.sharp:
@@ -161,9 +162,10 @@ def weights(problem, algebra, sight, parts, sums, scores, blocks):
         live = tl.max((f != 0.0).to(tl.int32), 0) > 0
         places = of.key_places(problem.value, problem, b, h, keys)[:, None] + columns[None, :] * problem.value.d
         value = tl.load(places, mask=live[:, None] & (columns[None, :] < problem.value_dim), other=0.0)
-        mixed, marked, flaws = forward.mix(
-            mixed, marked, flaws, f, value, problem, algebra, sight, b, h, heads, rows, keys, True, True, blocks
+        value, mixed, marked, flaws = forward.inspected(
+            value, mixed, marked, flaws, f, problem, algebra, sight, b, h, heads, rows, keys, True, blocks
         )
+        mixed += of.product(f.to(value.dtype), value, blocks)
     tl.store(_part(parts, 2, splits, split, blocks), sharp_norm)
     tl.store(_part(parts, 3, splits, split, blocks), marked.to(tl.float32))
     tl.store(_sums(sums, splits, split, blocks), mixed)

@@ -40,8 +40,14 @@ def forward(problem, algebra, sight, made, blocks):
             floor, over_spread, tied, peak = of.threshold(problem, algebra, count, norm, largest)
         for WHOLE in tl.static_range(2):
             for n in range(see.number(sight.tiles, span, b, h, block, WHOLE == 0)):
-                keys, _key, _norms, s, seen, dots = of.tile_of_keys(
-                    query, problem, algebra, sight, span, b, h, block, n, rows, scale, lift, WHOLE == 0, blocks
+                keys = of.keys_met(sight, span, b, h, block, n, WHOLE == 0, blocks)
+                if SWEEP == 0:  # the values first: while there are no scores, registers are free
+                    value = of.mixed_of(problem, b, h, keys, WHOLE == 0, blocks)
+                    value, mixed, marked, flaws = inspected(
+                        value, mixed, marked, flaws, None, problem, algebra, sight, b, h, heads, rows, keys, WHOLE == 0, blocks
+                    )
+                _key, _norms, s, _seen, dots = of.tile_of_keys(
+                    query, problem, algebra, sight, b, h, rows, keys, scale, lift, WHOLE == 0, blocks
                 )
                 if algebra.sharp and SWEEP == 0:
                     f = sharpened(s, shift, floor, over_spread, tied, problem, algebra, h)
@@ -49,11 +55,7 @@ def forward(problem, algebra, sight, made, blocks):
                 else:
                     f, top, least, shift, norm, mixed = online(s, dots, top, least, shift, norm, mixed, algebra)
                 if SWEEP == 0:
-                    value = of.mixed_of(problem, b, h, keys, WHOLE == 0, blocks)
-                    mixed, marked, flaws = mix(
-                        mixed, marked, flaws, f, value, problem, algebra, sight, b, h, heads, rows, keys, WHOLE == 0, False,
-                        blocks,
-                    )  # fmt: skip
+                    mixed += of.product(f.to(value.dtype), value, blocks)
     norm = tainted(norm, top, least)
     finish(
         problem, algebra, made, b, heads, rows, count, top, shift, norm, sharp_norm, peak, mixed, marked, flaws, blocks
@@ -87,19 +89,18 @@ def tainted(norm, top, least):
 def sharpened(s, shift, floor, over_spread, tied, problem, algebra, h):
     """u^p of a tile's scores; phi in tied rows."""
     f = algebra.phi.value(s, shift[:, None], algebra)
-    u = of.excess(f, floor[:, None], over_spread[:, None])
+    u = of.excess(f, floor[:, None], over_spread[:, None], algebra)
     return tl.where(tied[:, None], f, of.raised(u, problem, algebra, h, 0))
 
 
 @triton.jit
-def mix(
-    mixed, marked, flaws, f, value, problem, algebra, sight, b, h, heads, rows, keys, CUT: tl.constexpr,
-    WEIGHED: tl.constexpr, blocks,
+def inspected(
+    value, mixed, marked, flaws, f, problem, algebra, sight, b, h, heads, rows, keys, CUT: tl.constexpr, blocks
 ):  # fmt: skip
-    """Weights times values, or LASER's e^V, added to ``mixed``.
+    """A tile of values, or LASER's e^V, as the weights are multiplied with it; mixed, marked and flaws after it.
 
-    What is not finite reaches only the rows that see it, or, if they are WEIGHED, those in which it weighs something.
-    ``marked`` rows see a value beyond LASER's HIGH in a tile that is CUT; ``flaws`` is what all rows see.
+    What is not finite reaches only the rows that see it, or, where the weights ``f`` are given, those in which it weighs
+    something. ``marked`` rows see a value beyond LASER's HIGH in a tile that is CUT; ``flaws`` is what all rows see.
 
     Args:
         heads: of the rows; h: any of them.
@@ -112,10 +113,10 @@ def mix(
             x = value.to(tl.float32)
             total = tl.sum(x - x)
         if total != 0.0:  # also where it is NaN. Seldom: who sees what is asked anew, and takes no registers where it is not
-            if WEIGHED:
-                seen = f != 0.0
-            else:
+            if f is None:
                 seen = see.visible(sight, problem, b, heads[:, None], rows[:, None], keys[None, :])
+            else:
+                seen = f != 0.0
             if algebra.laser:
                 marked = marked | (tl.max((seen & (flawed > 0.0)[None, :]).to(tl.int32), 1) > 0)
             if total != total:
@@ -125,8 +126,7 @@ def mix(
         flaws = tl.maximum(flaws, laser.flaws_of(value, problem, b, h, keys))
     if algebra.laser and problem.flaws is None:
         value = laser.exponential(value)
-    mixed += of.product(f.to(value.dtype), value, blocks)
-    return mixed, marked, flaws
+    return value, mixed, marked, flaws
 
 
 @triton.jit

@@ -131,8 +131,9 @@ def query_gradients(
     log_total = tl.zeros([blocks.rows], tl.float32)  # sum_j A (dL/dA - D) log u
     for WHOLE in tl.static_range(2):
         for n in range(see.number(sight.tiles, span, b, h, block, WHOLE == 0)):
-            keys, key, norms, s, seen, _dots = of.tile_of_keys(
-                query, problem, algebra, sight, span, b, h, block, n, rows, rest, lift, WHOLE == 0, blocks
+            keys = of.keys_met(sight, span, b, h, block, n, WHOLE == 0, blocks)
+            key, norms, s, seen, _dots = of.tile_of_keys(
+                query, problem, algebra, sight, b, h, rows, keys, rest, lift, WHOLE == 0, blocks
             )
             if EXACT:
                 terms, _none = laser.terms(
@@ -176,10 +177,12 @@ def query_gradients(
     if EXACT:
         inside = mine
     there = inside & (count > 0.0)
-    unit = query.to(tl.float32)
+    places = see.head_of(problem.query, b, h) + rows[:, None] * problem.query.l + dims[None, :] * problem.query.d
+    unit = of.again(places, (rows[:, None] < problem.query_length) & (dims[None, :] < problem.head_dim))
     if algebra.cosine:
-        unit = unit * left[:, None]
-    along = tl.sum(moving * unit, 1)
+        unit, _left = of.resting(unit, norm)
+        unit = unit.to(tl.float32) * left[:, None]
+    along = tl.sum(moving * unit.to(tl.float32), 1)
     if scale_grad is not None:
         along_scale = along * of.length_scale_of(problem, algebra, count)
         tl.store(
@@ -275,10 +278,13 @@ def key_gradients(
                 key_sum += of.product(g.to(query.dtype), query, blocks)
     inside = keys < problem.key_length
     if algebra.cosine:
+        places = of.key_places(problem.key, problem, b, key_head * problem.group, keys)[:, None] + dims * problem.key.d
+        key, _rest = of.resting(of.again(places, inside[:, None] & (dims[None, :] < problem.head_dim)), norms)
         unit = key.to(tl.float32) * rest[:, None]
         key_sum = (key_sum - tl.sum(key_sum * unit, 1)[:, None] * unit) * norms[:, None]
     if algebra.laser and not EXACT:
-        value_sum = value_sum * value.to(tl.float32)
+        places = of.key_places(problem.mixed, problem, b, key_head * problem.group, keys)[:, None] + columns * problem.mixed.d
+        value_sum = value_sum * of.again(places, inside[:, None] & (columns[None, :] < problem.value_dim)).to(tl.float32)
     key_places = see.head_of(key_to, b, key_head) + keys[:, None] * key_to.l + dims[None, :] * key_to.d
     value_places = see.head_of(value_to, b, key_head) + keys[:, None] * value_to.l + columns[None, :] * value_to.d
     key_inside = inside[:, None] & (dims[None, :] < problem.head_dim)
@@ -289,8 +295,8 @@ def key_gradients(
 
 @triton.jit
 def bias_gradients(
-    problem, algebra, sight, grad, made, passed, to, heads, EXACT: tl.constexpr,
-    ALL_BATCH: tl.constexpr, ALL_HEADS: tl.constexpr, ALL_ROWS: tl.constexpr, ALL_KEYS: tl.constexpr, blocks,
+    problem, algebra, sight, grad, made, passed, to, heads, ALL_BATCH: tl.constexpr, ALL_HEADS: tl.constexpr,
+    ALL_ROWS: tl.constexpr, ALL_KEYS: tl.constexpr, EXACT: tl.constexpr, blocks,
 ):  # fmt: skip
     """dL/d bias: a program has a tile of what the bias holds, and sums over all that it is broadcast to, in a fixed order."""
     rows_of, keys_of = tl.arange(0, blocks.rows), tl.arange(0, blocks.keys)

@@ -114,7 +114,7 @@ def log_weights(s, row, problem, algebra, h):
     log_f = algebra.phi.log(s, row.shift, f)
     result = log_f - tl.log(row.norm)
     if algebra.sharp:
-        u = of.excess(f, row.floor, row.over_spread)
+        u = of.excess(f, row.floor, row.over_spread, algebra)
         log_u = tl.where(u > 0.0, tl.log(tl.where(u > 0.0, u, 1.0)), float("-inf"))
         log_u = tl.where(row.floor == 0.0, log_f + tl.log(row.over_spread), log_u)
         sharp = of.power_of(problem, algebra, h) * log_u - tl.log(row.sharp_norm)
@@ -133,7 +133,7 @@ def slopes(s, total, row, problem, algebra, h):
     loose = f
     power = 1.0
     if algebra.sharp:
-        u = of.excess(f, row.floor, row.over_spread)
+        u = of.excess(f, row.floor, row.over_spread, algebra)
         weight = tl.where(row.tied, weight, of.raised(u, problem, algebra, h, 0) / row.sharp_norm)
         loose = tl.where(row.tied, f, tl.maximum(f - row.floor, 0.0))
         power = tl.where(row.tied, 1.0, of.power_of(problem, algebra, h))
@@ -215,8 +215,9 @@ def exact_forward(problem, algebra, sight, made, blocks):
     total = tl.zeros([blocks.rows, blocks.value_dim], tl.float32)
     for WHOLE in tl.static_range(2):
         for n in range(see.number(sight.tiles, span, b, h, block, WHOLE == 0)):
-            keys, _key, _norms, s, seen, _dots = of.tile_of_keys(
-                query, problem, algebra, sight, span, b, h, block, n, rows, scale, lift, WHOLE == 0, blocks
+            keys = of.keys_met(sight, span, b, h, block, n, WHOLE == 0, blocks)
+            _key, _norms, s, seen, _dots = of.tile_of_keys(
+                query, problem, algebra, sight, b, h, rows, keys, scale, lift, WHOLE == 0, blocks
             )
             log_weight = tl.where(seen, log_weights(s, row, problem, algebra, h), float("-inf"))
             for c in range(problem.value_dim):

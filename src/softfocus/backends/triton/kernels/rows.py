@@ -119,6 +119,13 @@ def queries_of(problem, b, h, rows, blocks):
 
 
 @triton.jit
+def again(places, inside):
+    """A tile that was read before a loop and is not wanted in it. The cache is named so that the compiler does not see the same
+    load twice and keep the first's registers through the loop."""
+    return tl.load(places, mask=inside, other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
 def outputs_of(array, problem, b, h, rows, blocks):
     """A tile [R, Dv] of something shaped like the output."""
     columns = tl.arange(0, blocks.value_dim)
@@ -209,18 +216,20 @@ def scores(dots, problem, algebra, sight, b, h, rows, keys, scale, norm, lift, C
 
 
 @triton.jit
-def tile_of_keys(
-    query, problem, algebra, sight, span, b, h, block, n, rows, scale, lift, CUT: tl.constexpr, blocks
-):  # fmt: skip
-    """The n-th tile that a block of rows meets, of those that something cuts or of the others: keys' positions, keys, 1 / |k|,
-    and what ``scores`` gives. ``scale`` and ``lift`` are the rows'."""
-    keys = see.tile(sight.tiles, span, b, h, block, n, CUT) * blocks.keys + tl.arange(0, blocks.keys)
+def keys_met(sight, span, b, h, block, n, CUT: tl.constexpr, blocks):
+    """Positions of the n-th tile of keys that a block of rows meets, of those that something cuts or of the others."""
+    return see.tile(sight.tiles, span, b, h, block, n, CUT) * blocks.keys + tl.arange(0, blocks.keys)
+
+
+@triton.jit
+def tile_of_keys(query, problem, algebra, sight, b, h, rows, keys, scale, lift, CUT: tl.constexpr, blocks):
+    """Keys, 1 / |k|, and what ``scores`` gives. ``scale`` and ``lift`` are the rows'."""
     key, norms = keys_of(problem, algebra, b, h, keys, CUT, blocks)
     s, seen, dots = scores(
         product(query, tl.trans(key), blocks), problem, algebra, sight, b, h,
         rows[:, None], keys[None, :], scale[:, None], norms[None, :], lift[:, None], CUT,
     )  # fmt: skip
-    return keys, key, norms, s, seen, dots
+    return key, norms, s, seen, dots
 
 
 @triton.jit
@@ -260,9 +269,13 @@ def threshold(problem, algebra, count, norm, top):
 
 
 @triton.jit
-def excess(f, floor, over_spread):
-    """u."""
-    return tl.maximum((f - floor) * over_spread, 0.0, propagate_nan=tl.PropagateNan.ALL)
+def excess(f, floor, over_spread, algebra):
+    """u; for halves in one instruction, though what it rounds is larger than the difference."""
+    if algebra.terms == 9:
+        u = (f - floor) * over_spread
+    else:
+        u = f * over_spread - floor * over_spread
+    return tl.maximum(u, 0.0, propagate_nan=tl.PropagateNan.ALL)
 
 
 class Row(NamedTuple):
@@ -310,7 +323,7 @@ def row_of(saved, problem, algebra, count, b, h, rows, inner):
     spread = floor - 1.0
     if algebra.sharp:
         floor, over_spread, tied, _peak = threshold(problem, algebra, count, norm, largest)
-        heaviest = raised(excess(largest, floor, over_spread), problem, algebra, h, 0)
+        heaviest = raised(excess(largest, floor, over_spread, algebra), problem, algebra, h, 0)
         alone = (count == 1.0) | ((sharp_norm == heaviest) & (tied == 0))
         over, over_sharp = over_norm(norm), over_norm(sharp_norm)
         floor, spread = tl.where(tied, 0.0, floor), tl.where(tied, -1.0, over_spread)
@@ -360,7 +373,7 @@ def slopes(s, grad, row, problem, algebra, h):
     if algebra.normaliser == "l1":
         g = grad - row.inner
     if algebra.sharp:
-        u = excess(f, row.floor, tl.abs(row.spread))
+        u = excess(f, row.floor, tl.abs(row.spread), algebra)
         less = tl.where(row.spread < 0.0, 1.0, raised(u, problem, algebra, h, 1))
         g = g * less
         f = less * u
