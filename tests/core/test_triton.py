@@ -9,6 +9,8 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
+from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,12 +27,13 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from triton.runtime.errors import OutOfResources
 
 from softfocus.backends.triton import tuning
-from softfocus.backends.triton.tuning import TILES, Tile
+from softfocus.backends.triton.tuning import Tile
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 pytestmark = [pytest.mark.usefixtures("poisoned_memory"), *([pytest.mark.gpu] if GPU else [])]
 CASE = {case.name: case for case in CASES}
+KERNELS = ("forward", "query_gradients", "key_gradients", "bias_gradients", "decode")
 CARRIED = sorted(
     name for name, entry in mechanisms().items() if entry.mechanism.phi in triton.PHI and entry.mechanism.post == "none"
 )
@@ -219,13 +222,32 @@ def test_documents_in_any_order(quiet):
 # Tiles, and the choice between them
 
 
-EVERY_TILE = {(t.rows, t.keys): t for name, tiles in vars(tuning).items() if "TILES" in name for t in tiles}.values()
+TABLES = (tuning.TILES, tuning.TILES_BEFORE_HOPPER, tuning.VERY_WIDE_TILES)
+SHAPES = sorted({(tile.rows, tile.keys) for table in TABLES for tiles in table.values() for tile in tiles})
 
 
-@pytest.mark.parametrize("tile", EVERY_TILE, ids=lambda t: f"{t.rows}x{t.keys}")
-def test_every_tile_that_may_be_chosen_is_right(quiet, monkeypatch, tile):
-    monkeypatch.setattr(tuning, "INTERPRETED", tile)
+@pytest.mark.parametrize(
+    "shape", [pytest.param(shape, marks=[] if n % 3 == 0 else pytest.mark.slow) for n, shape in enumerate(SHAPES)]
+)
+def test_every_tile_that_may_be_chosen_is_right(quiet, monkeypatch, shape):
+    monkeypatch.setattr(tuning, "INTERPRETED", Tile(*shape, 1, 1))
     check(fused, replace(CASE["cache"], batch=1), "lssar", SINGLE, device=DEVICE)
+
+
+def test_there_are_tiles_for_every_kernel_of_every_mechanism(monkeypatch):
+    """And no table holds what nothing would take."""
+    taken = set()
+    for arch in (80, 90, 100, "gfx942"):
+        active = SimpleNamespace(get_current_target=lambda arch=arch: SimpleNamespace(arch=arch))
+        monkeypatch.setattr(tuning, "driver", SimpleNamespace(active=active))
+        for name, width, kernel in product(CARRIED, (16, 64, 72, 128, 256), KERNELS):
+            query = torch.ones(1, 1, 8, width)
+            problem, _visibility, mechanism = functional._prepared(query, query, query, mechanism=name)
+            taken.add(tuning.tiles(kernel, problem, mechanism))
+    assert taken == {tiles for table in TABLES for tiles in table.values()}
+
+
+MEASURED = (Tile(64, 32, 8, 2), Tile(128, 32, 8, 2), Tile(64, 64, 8, 2))
 
 
 @pytest.fixture
@@ -250,7 +272,7 @@ def measured(monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
     def choose(kind=("forward", 1)):
-        return tuning.fastest(kind, torch.device("cuda"), TILES, run)
+        return tuning.fastest(kind, torch.device("cuda"), MEASURED, run)
 
     choose.timed = timed
     return choose
@@ -258,7 +280,7 @@ def measured(monkeypatch, tmp_path):
 
 def test_the_fastest_tile_is_taken_and_remembered(measured, monkeypatch):
     assert measured() == Tile(64, 64, 8, 2)
-    assert measured.timed == [tile for tile in TILES if tile.rows == 64]
+    assert measured.timed == [tile for tile in MEASURED if tile.rows == 64]
     assert measured() == Tile(64, 64, 8, 2)
     monkeypatch.setattr(tuning, "_known", {})  # as in another process
     assert measured() == Tile(64, 64, 8, 2)
@@ -278,13 +300,13 @@ def test_a_broken_record_is_measured_again(measured, monkeypatch, tmp_path):
 
 def test_nothing_is_measured_while_a_graph_is_captured_or_when_told_so(measured, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert measured() == TILES[0]
+    assert measured() == MEASURED[0]
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setenv("SOFTFOCUS_TUNE", "off")
-    assert measured() == TILES[0]
+    assert measured() == MEASURED[0]
     monkeypatch.setenv("SOFTFOCUS_TUNE", "on")
     torch.use_deterministic_algorithms(True)
-    assert measured() == TILES[0]
+    assert measured() == MEASURED[0]
     assert not measured.timed
     monkeypatch.setenv("SOFTFOCUS_TUNE", "maybe")
     with pytest.raises(ValueError, match="SOFTFOCUS_TUNE=maybe is neither on nor off"):
@@ -293,7 +315,7 @@ def test_nothing_is_measured_while_a_graph_is_captured_or_when_told_so(measured,
 
 def test_a_captured_graph_runs_in_the_tile_that_was_measured_before(measured, monkeypatch):
     found = measured()
-    assert found != TILES[0]
+    assert found != MEASURED[0]
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert measured() == found
     monkeypatch.setattr(tuning, "_known", {})
@@ -307,7 +329,7 @@ def test_nothing_is_remembered_where_nothing_could_be_measured(measured, monkeyp
 
     with monkeypatch.context() as patched:
         patched.setattr(tuning, "_time", full)
-        assert measured() == TILES[0]
+        assert measured() == MEASURED[0]
     assert measured() == Tile(64, 64, 8, 2)
 
 

@@ -11,6 +11,7 @@ of stack (spilled registers) and of shared memory.
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import tempfile
@@ -57,6 +58,7 @@ def usage(compiled: Any) -> tuple[int, int]:
 
 def main(arch: int, mechanism: str, head_dim: int, queries: int, given: bool) -> None:
     driver.set_active(Absent(arch))
+    os.environ["SOFTFOCUS_TUNE"] = "off"
     run = JITFunction.run
 
     def compile_only(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
@@ -74,7 +76,7 @@ def main(arch: int, mechanism: str, head_dim: int, queries: int, given: bool) ->
     JITFunction.run = compile_only
     import softfocus
     from softfocus import functional
-    from softfocus.backends.triton import call, tuning
+    from softfocus.backends.triton import call
     from softfocus.visibility import Cache
 
     call._programs = lambda device: 264

@@ -28,26 +28,70 @@ class Tile(NamedTuple):
     stages: int
 
 
-TILES = (Tile(64, 32, 8, 2), Tile(128, 32, 8, 2), Tile(64, 64, 8, 2))
-"""The first is taken where nothing is measured: it spills nothing from registers, but for what test_triton_compile.py says."""
-SHARP_WIDE_TILES = (Tile(64, 16, 8, 2), Tile(64, 32, 8, 2), Tile(32, 32, 8, 2))
-"""Where rows are re-weighted and a head has more than 64 dimensions: the gradients of the queries hold two sums."""
-SHARP_TILES_BEFORE_HOPPER = (Tile(32, 32, 4, 2), Tile(64, 32, 8, 2), Tile(64, 16, 8, 2))
-SHARP_WIDE_TILES_BEFORE_HOPPER = (Tile(32, 16, 8, 2), Tile(32, 32, 8, 2), Tile(64, 16, 8, 2))
+def _tiles(*shapes: tuple[int, int, int]) -> tuple[Tile, ...]:
+    return tuple(Tile(*shape, 2) for shape in shapes)
+
+
+TILES = {
+    ("forward", "narrow"): _tiles((128, 64, 8), (64, 64, 4), (128, 32, 8)),
+    ("forward", "wide"): _tiles((128, 64, 8), (128, 32, 8), (64, 64, 4)),
+    ("forward", "wide, more to do"): _tiles((128, 32, 8), (128, 64, 8), (64, 32, 4)),
+    ("query_gradients", "narrow"): _tiles((128, 64, 8), (64, 64, 4), (128, 32, 8)),
+    ("query_gradients", "narrow, more to do"): _tiles((128, 32, 8), (128, 64, 8), (64, 32, 4)),
+    ("query_gradients", "wide"): _tiles((128, 32, 8), (128, 64, 8), (64, 32, 4)),
+    ("query_gradients", "wide, more to do"): _tiles((64, 32, 8), (128, 32, 8), (128, 64, 8)),
+    ("key_gradients", "narrow"): _tiles((32, 128, 8), (64, 128, 8), (32, 64, 4)),
+    ("key_gradients", "narrow, more to do"): _tiles((16, 128, 8), (32, 128, 8), (64, 128, 8)),
+    ("key_gradients", "wide"): _tiles((16, 128, 8), (32, 128, 8), (64, 128, 8)),
+    ("key_gradients", "wide, more to do"): _tiles((16, 64, 8), (32, 128, 8), (16, 128, 8)),
+    ("bias_gradients", "narrow"): _tiles((64, 32, 8)),
+    ("decode", "narrow"): _tiles((16, 64, 4)),
+}
+"""What may be taken for a kernel; the first where nothing is measured: it spills nothing from registers, as far as
+test_triton_compile.py says. Rows of the queries' kernels and keys of the keys' are at least 16 a warp, or warps would do the
+same work twice; but where a head has many dimensions and two sums of them are held, that is how warps share the sums.
+"""
+VERY_WIDE_TILES = {
+    "forward": _tiles((64, 32, 8), (128, 32, 8)),
+    "query_gradients": _tiles((64, 16, 8), (64, 32, 8)),
+    "key_gradients": _tiles((16, 64, 8), (32, 64, 8)),
+}
+"""Of more than 128 dimensions a head."""
+TILES_BEFORE_HOPPER = {
+    ("forward", "narrow"): _tiles((64, 32, 4), (128, 64, 8), (64, 64, 4)),
+    ("forward", "wide"): _tiles((64, 32, 4), (128, 64, 8), (128, 32, 8)),
+    ("forward", "wide, more to do"): _tiles((64, 32, 8), (64, 32, 4), (128, 32, 8)),
+    ("query_gradients", "narrow"): _tiles((64, 32, 4), (128, 64, 8), (64, 64, 4)),
+    ("query_gradients", "narrow, more to do"): _tiles((32, 32, 4), (64, 32, 4), (128, 32, 8)),
+    ("query_gradients", "wide"): _tiles((64, 32, 8), (64, 32, 4), (128, 32, 8)),
+    ("query_gradients", "wide, more to do"): _tiles((32, 16, 8), (64, 32, 8), (64, 16, 8)),
+    ("key_gradients", "narrow"): _tiles((32, 64, 8), (32, 128, 8), (64, 128, 8)),
+    ("key_gradients", "wide"): _tiles((16, 64, 8), (32, 64, 8), (32, 128, 8)),
+    ("key_gradients", "wide, more to do"): _tiles((16, 32, 8), (32, 64, 8), (16, 64, 8)),
+    ("bias_gradients", "narrow"): _tiles((32, 32, 8)),
+    ("decode", "narrow"): _tiles((16, 64, 4)),
+}
 """Where the operands of products lie in registers, too."""
 TUNE = "SOFTFOCUS_TUNE"
 INTERPRETED = Tile(32, 32, 1, 1)
 
 
-def tiles(problem: Problem, mechanism: Mechanism) -> tuple[Tile, ...]:
-    """What may be taken for a call on the device that is current."""
-    if mechanism.power is None:
-        return TILES
-    wide = max(problem.query.size(-1), problem.value.size(-1)) > 64
+def tiles(kernel: str, problem: Problem, mechanism: Mechanism) -> tuple[Tile, ...]:
+    """What may be taken for a kernel of a call on the device that is current."""
+    most = max(problem.query.size(-1), problem.value.size(-1))
+    if most > 128 and kernel in VERY_WIDE_TILES:
+        return VERY_WIDE_TILES[kernel]
     arch = driver.active.get_current_target().arch
-    if isinstance(arch, int) and arch < 90:  # other makers' have names
-        return SHARP_WIDE_TILES_BEFORE_HOPPER if wide else SHARP_TILES_BEFORE_HOPPER
-    return SHARP_WIDE_TILES if wide else TILES
+    table = TILES_BEFORE_HOPPER if isinstance(arch, int) and arch < 90 else TILES  # other makers' have names
+    width = "wide" if most > 64 else "narrow"
+    sharp, plain = mechanism.power is not None, mechanism.phi == "exp"
+    much = {
+        "forward": sharp or mechanism.phi == "sigmoid",
+        "query_gradients": sharp,
+        "key_gradients": (sharp or not plain) if width == "wide" else (sharp and mechanism.laser),
+    }.get(kernel, False)
+    candidates = [f"{width}, more to do"] * much + [width, "narrow"]
+    return next(table[kernel, name] for name in candidates if (kernel, name) in table)
 
 
 def kind(direction: str, problem: Problem, visibility: Visibility, mechanism: Mechanism) -> tuple[Hashable, ...]:

@@ -111,7 +111,10 @@ def statistics(problem, algebra, sight, parts, sums, scores, blocks):
     inside = (rows[:, None] < problem.query_length) & (dims[None, :] < problem.head_dim)
     query = tl.load(places, mask=inside, other=0.0)
     count = see.count(sight, problem, b, heads, rows)
-    scale, lift = of.scale_of(problem, algebra, count, heads) * algebra.phi.score_unit, of.lift_of(problem, algebra, count, b)
+    scale, lift = (
+        of.scale_of(problem, algebra, count, heads) * algebra.phi.score_unit,
+        of.lift_of(problem, algebra, count, b),
+    )
     if algebra.cosine:
         query, left = of.resting(query, of.per_row(problem.query_norm, b, heads, rows, problem.query_length))
         scale = scale * left
@@ -124,11 +127,13 @@ def statistics(problem, algebra, sight, parts, sums, scores, blocks):
             of.product(query, tl.trans(key), blocks), problem, algebra, sight, b, heads[:, None],
             rows[:, None], keys[None, :], scale[:, None], norms[None, :], lift[:, None], True,
         )  # fmt: skip
-        f, top, least, shift, norm, mixed = forward.online(s, dots, top, least, shift, norm, mixed, algebra)
+        f, top, least, shift, norm, fade = forward.online(s, dots, top, least, shift, norm, algebra)
         if algebra.sharp:
             to, there = _scores(scores, problem, keys, blocks)
             tl.store(to, s, mask=there)
         else:
+            if algebra.shifted:
+                mixed = mixed * fade[:, None]
             value = of.mixed_of(problem, b, h, keys, True, blocks)
             value, mixed, marked, flaws = forward.inspected(
                 value, mixed, marked, flaws, None, problem, algebra, sight, b, h, heads, rows, keys, True, blocks

@@ -6,6 +6,7 @@ import triton.language as tl
 from softfocus.backends.triton.kernels import laser
 from softfocus.backends.triton.kernels import rows as of
 from softfocus.backends.triton.kernels import sight as see
+from softfocus.backends.triton.kernels.pointwise import LN2, log2
 
 
 @triton.jit
@@ -17,7 +18,10 @@ def forward(problem, algebra, sight, made, blocks):
     heads = tl.zeros_like(rows) + h
     query = of.queries_of(problem, b, h, rows, blocks)
     count = see.count(sight, problem, b, h, rows)
-    scale, lift = of.scale_of(problem, algebra, count, h) * algebra.phi.score_unit, of.lift_of(problem, algebra, count, b)
+    scale, lift = (
+        of.scale_of(problem, algebra, count, h) * algebra.phi.score_unit,
+        of.lift_of(problem, algebra, count, b),
+    )
     if algebra.cosine:
         query, left = of.resting(query, of.per_row(problem.query_norm, b, h, rows, problem.query_length))
         scale = scale * left
@@ -32,8 +36,9 @@ def forward(problem, algebra, sight, made, blocks):
     tied = norm > 0.0
     marked = tied
     flaws = tl.zeros([blocks.keys], tl.float32)  # of what all rows see
-    mixed = tl.zeros([blocks.rows, blocks.value_dim], tl.float32)
     for SWEEP in tl.static_range(1 if algebra.sharp else 0, -1, -1):
+        if SWEEP == 0:
+            mixed = tl.zeros([blocks.rows, blocks.value_dim], tl.float32)
         if algebra.sharp and SWEEP == 0:
             shift = algebra.phi.shift(top) if algebra.shifted else shift
             largest = algebra.phi.value(top, shift, algebra)
@@ -44,7 +49,21 @@ def forward(problem, algebra, sight, made, blocks):
                 if SWEEP == 0:  # the values first: while there are no scores, registers are free
                     value = of.mixed_of(problem, b, h, keys, WHOLE == 0, blocks)
                     value, mixed, marked, flaws = inspected(
-                        value, mixed, marked, flaws, None, problem, algebra, sight, b, h, heads, rows, keys, WHOLE == 0, blocks
+                        value,
+                        mixed,
+                        marked,
+                        flaws,
+                        None,
+                        problem,
+                        algebra,
+                        sight,
+                        b,
+                        h,
+                        heads,
+                        rows,
+                        keys,
+                        WHOLE == 0,
+                        blocks,
                     )
                 _key, _norms, s, _seen, dots = of.tile_of_keys(
                     query, problem, algebra, sight, b, h, rows, keys, scale, lift, WHOLE == 0, blocks
@@ -53,7 +72,9 @@ def forward(problem, algebra, sight, made, blocks):
                     f = sharpened(s, shift, floor, over_spread, tied, problem, algebra, h)
                     sharp_norm += tl.sum(f, 1)
                 else:
-                    f, top, least, shift, norm, mixed = online(s, dots, top, least, shift, norm, mixed, algebra)
+                    f, top, least, shift, norm, fade = online(s, dots, top, least, shift, norm, algebra)
+                    if SWEEP == 0 and algebra.shifted:
+                        mixed = mixed * fade[:, None]
                 if SWEEP == 0:
                     mixed += of.product(f.to(value.dtype), value, blocks)
     norm = tainted(norm, top, least)
@@ -63,20 +84,20 @@ def forward(problem, algebra, sight, made, blocks):
 
 
 @triton.jit
-def online(s, dots, top, least, shift, norm, mixed, algebra):
-    """phi 2^-shift of a tile's scores; the rows' largest score, least product (of dot products), shift, and sums so far, which
-    fade as the shift grows."""
+def online(s, dots, top, least, shift, norm, algebra):
+    """phi 2^-shift of a tile's scores; the rows' largest score, least product (of dot products), shift and sum so far, and by
+    what sums fade as the shift grows."""
     top = tl.maximum(top, tl.max(s, 1))
     if not algebra.cosine:
         least = tl.minimum(least, tl.min(dots, 1))
+    fade = norm
     if algebra.shifted:
         before = shift
         shift = algebra.phi.shift(top)
         fade = tl.exp2(tl.minimum(before - shift, 0.0))  # before is above only where nothing was there
         norm = norm * fade
-        mixed = mixed * fade[:, None]
     f = algebra.phi.value(s, shift[:, None], algebra)
-    return f, top, least, shift, norm + tl.sum(f, 1), mixed
+    return f, top, least, shift, norm + tl.sum(f, 1), fade
 
 
 @triton.jit
@@ -112,7 +133,9 @@ def inspected(
         else:
             x = value.to(tl.float32)
             total = tl.sum(x - x)
-        if total != 0.0:  # also where it is NaN. Seldom: who sees what is asked anew, and takes no registers where it is not
+        if (
+            total != 0.0
+        ):  # also where it is NaN. Seldom: who sees what is asked anew, and takes no registers where it is not
             if f is None:
                 seen = see.visible(sight, problem, b, heads[:, None], rows[:, None], keys[None, :])
             else:
@@ -156,12 +179,19 @@ def finish(
         marked = marked | (flawed > 0.0) | (lowest < laser.LOW * tl.maximum(whole, 1.0))
         marked = marked & (whole > 0.0)
         tl.store(made.marked_heads + b * problem.heads + heads, 1, mask=marked & inside)
-        mean = mixed / tl.where(whole == 0.0, 1.0, whole)[:, None] + (norm - norm)[:, None]
+        mean = mixed * (of.over_norm(whole) + (norm - norm))[:, None]
         mean = tl.where((whole[:, None] == 0.0) | (mean <= 0.0), 1.0, mean)
-        laser.store(made.rest, b, heads, rows, inside, 1.0 / mean, problem, blocks)
-        mixed = tl.log(mean)
+        mixed = log2(mean, algebra.terms)
+        over = tl.exp2(-mixed)
+        if algebra.terms == 9:
+            over = 1.0 / mean
+        laser.store(made.rest, b, heads, rows, inside, over, problem, blocks)
+        mixed = mixed * LN2
     elif algebra.sharp or algebra.normaliser == "l1":
-        mixed = mixed / tl.where(whole == 0.0, 1.0, whole)[:, None]
+        if algebra.phi.vanishes:  # whose sums may be so small that there is no number over them
+            mixed = mixed / tl.where(whole == 0.0, 1.0, whole)[:, None]
+        else:
+            mixed = mixed * of.over_norm(whole)[:, None]
     else:
         mixed = mixed * (of.row_factor(problem, algebra, count, b) / algebra.phi.unit)[:, None]
     mixed = mixed + (mixed - mixed) + (norm - norm)[:, None]  # an infinity came from a value, or a product

@@ -12,7 +12,7 @@ import triton.language as tl
 from softfocus.backends.triton.kernels import laser
 from softfocus.backends.triton.kernels import rows as of
 from softfocus.backends.triton.kernels import sight as see
-from softfocus.backends.triton.kernels.pointwise import LOG2E
+from softfocus.backends.triton.kernels.pointwise import LN2, log2
 
 PASSED = 10
 """Vectors of the rows that the first kernel leaves to the others: o mean(g); c_i / |q| and the lift in the scores' unit; of Row
@@ -55,7 +55,7 @@ def _inner(grad, made, problem, algebra, b, h, rows, blocks):
 
 @triton.jit
 def _passed(passed, algebra, b, h, rows, mine):
-    """The vectors that the first kernel left, 0 in rows that are not done here: (ground, scale, lift, Row with c_i / |q| in steep)."""
+    """What the first kernel left, 0 in rows that are not done here: (ground, scale, lift, Row with c_i / |q| in steep)."""
     nothing = tl.zeros(rows.shape, tl.float32)
     ground, lift, shift, floor, spread, inner = nothing, nothing, nothing, nothing, nothing, nothing
     places = of.saved_row(passed, b, h, rows, 0)
@@ -160,7 +160,7 @@ def query_gradients(
                 resting += of.product(slope.to(key.dtype), key, blocks)
                 total += tl.sum(g, 1)
                 if power_grad is not None:
-                    log_u = tl.log2(tl.where(u > 0.0, u, 1.0))
+                    log_u = log2(tl.where(u > 0.0, u, 1.0), algebra.terms)
                     moved = moved * log_u
                     if WHOLE == 0:
                         moved = tl.where(seen, moved, 0.0)
@@ -177,34 +177,38 @@ def query_gradients(
     if EXACT:
         inside = mine
     there = inside & (count > 0.0)
-    places = see.head_of(problem.query, b, h) + rows[:, None] * problem.query.l + dims[None, :] * problem.query.d
-    unit = of.again(places, (rows[:, None] < problem.query_length) & (dims[None, :] < problem.head_dim))
+    in_unit = (
+        scale * algebra.phi.score_unit
+    )  # as the forward multiplied it: another order would round the scores otherwise
+    rate = steep * scale
     if algebra.cosine:
-        unit, _left = of.resting(unit, norm)
-        unit = unit.to(tl.float32) * left[:, None]
-    along = tl.sum(moving * unit.to(tl.float32), 1)
-    if scale_grad is not None:
-        along_scale = along * of.length_scale_of(problem, algebra, count)
-        tl.store(
-            scale_grad + tl.program_id(1) * problem.query_length + rows, tl.where(there, along_scale, 0.0), mask=inside
-        )
+        in_unit, rate = in_unit * norm, rate * norm
+    if algebra.narrow:
+        ground = ground / tl.where(steep == 0.0, 1.0, steep)
+    # Stored before the queries are read again: a load does not move above a store, and there are registers for it only now
+    _pass_on(passed, ground, in_unit, lift, row, rate, steep, b, h, rows, inside)
     if power_grad is not None:
-        share = tl.where(there & (row.spread > 0.0), log_total / LOG2E, 0.0)
+        share = tl.where(there & (row.spread > 0.0), log_total * LN2, 0.0)
         tl.store(power_grad + tl.program_id(1) * problem.query_length + rows, share, mask=inside)
-    if algebra.cosine:
-        moving = (moving - along[:, None] * unit) * norm[:, None]
+    if algebra.cosine or scale_grad is not None:
+        places = see.head_of(problem.query, b, h) + rows[:, None] * problem.query.l + dims[None, :] * problem.query.d
+        unit = of.again(places, (rows[:, None] < problem.query_length) & (dims[None, :] < problem.head_dim))
+        if algebra.cosine:
+            unit, _left = of.resting(unit, norm)
+            unit = unit.to(tl.float32) * left[:, None]
+        along = tl.sum(moving * unit.to(tl.float32), 1)
+        if scale_grad is not None:
+            along_scale = along * of.length_scale_of(problem, algebra, count)
+            to_scale = scale_grad + tl.program_id(1) * problem.query_length + rows
+            tl.store(to_scale, tl.where(there, along_scale, 0.0), mask=inside)
+        if algebra.cosine:
+            moving = (moving - along[:, None] * unit) * norm[:, None]
     moving = tl.where(there[:, None], moving * scale[:, None], 0.0)
     tl.store(
         see.head_of(to, b, h) + rows[:, None] * to.l + dims[None, :] * to.d,
         moving.to(to.at.dtype.element_ty),
         mask=inside[:, None] & (dims[None, :] < problem.head_dim),
     )
-    in_unit = scale * algebra.phi.score_unit  # as the forward multiplied it: another order would round the scores otherwise
-    if algebra.cosine:
-        scale, in_unit = scale * norm, in_unit * norm
-    if algebra.narrow:
-        ground = ground / tl.where(steep == 0.0, 1.0, steep)
-    _pass_on(passed, ground, in_unit, lift, row, steep * scale, steep, b, h, rows, inside)
 
 
 @triton.jit
@@ -277,20 +281,31 @@ def key_gradients(
                     value_sum += of.product(weight.to(above.dtype), above, blocks)
                 key_sum += of.product(g.to(query.dtype), query, blocks)
     inside = keys < problem.key_length
-    if algebra.cosine:
-        places = of.key_places(problem.key, problem, b, key_head * problem.group, keys)[:, None] + dims * problem.key.d
-        key, _rest = of.resting(of.again(places, inside[:, None] & (dims[None, :] < problem.head_dim)), norms)
-        unit = key.to(tl.float32) * rest[:, None]
-        key_sum = (key_sum - tl.sum(key_sum * unit, 1)[:, None] * unit) * norms[:, None]
-    if algebra.laser and not EXACT:
-        places = of.key_places(problem.mixed, problem, b, key_head * problem.group, keys)[:, None] + columns * problem.mixed.d
-        value_sum = value_sum * of.again(places, inside[:, None] & (columns[None, :] < problem.value_dim)).to(tl.float32)
-    key_places = see.head_of(key_to, b, key_head) + keys[:, None] * key_to.l + dims[None, :] * key_to.d
-    value_places = see.head_of(value_to, b, key_head) + keys[:, None] * value_to.l + columns[None, :] * value_to.d
     key_inside = inside[:, None] & (dims[None, :] < problem.head_dim)
     value_inside = inside[:, None] & (columns[None, :] < problem.value_dim)
-    _put(key_places, key_sum, key_inside, EXACT)
-    _put(value_places, value_sum, value_inside, EXACT)
+    if algebra.laser and not EXACT:
+        places = (
+            of.key_places(problem.mixed, problem, b, key_head * problem.group, keys)[:, None]
+            + columns * problem.mixed.d
+        )
+        value_sum = value_sum * of.again(places, value_inside).to(tl.float32)
+    _put(
+        see.head_of(value_to, b, key_head) + keys[:, None] * value_to.l + columns[None, :] * value_to.d,
+        value_sum,
+        value_inside,
+        EXACT,
+    )
+    if algebra.cosine:  # after the store, as with the queries
+        places = of.key_places(problem.key, problem, b, key_head * problem.group, keys)[:, None] + dims * problem.key.d
+        key, _rest = of.resting(of.again(places, key_inside), norms)
+        unit = key.to(tl.float32) * rest[:, None]
+        key_sum = (key_sum - tl.sum(key_sum * unit, 1)[:, None] * unit) * norms[:, None]
+    _put(
+        see.head_of(key_to, b, key_head) + keys[:, None] * key_to.l + dims[None, :] * key_to.d,
+        key_sum,
+        key_inside,
+        EXACT,
+    )
 
 
 @triton.jit

@@ -9,12 +9,15 @@ of as many terms as the numbers multiplied can tell: its relative error is 2^-14
 float32.
 """
 
+import torch
 import triton
 import triton.language as tl
+from triton import knobs
+from triton.language.extra import libdevice
 
 from softfocus.backends.triton.arguments import Phi
 
-LOG2E = tl.constexpr(1.4426950408889634)
+LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 TAIL = tl.constexpr(-4.0)
 """Rows of softplus and sigmoid whose scores are all below it have a shift: float16 would lose what is small."""
 VANISHED = tl.constexpr(-100.0)
@@ -55,6 +58,25 @@ def _rest(s, TERMS: tl.constexpr):
     return _rate(x, TERMS) * x
 
 
+if knobs.runtime.interpret or torch.version.hip:
+
+    @triton.jit
+    def _fast_log2(x):
+        return tl.log2(x)
+else:
+    _fast_log2 = libdevice.fast_log2f
+
+
+@triton.jit
+def log2(x, TERMS: tl.constexpr):
+    """log2 x of a positive number: for halves in one instruction, to 2^-22, in place of 20."""
+    if TERMS == 9:
+        result = tl.log2(x)
+    else:
+        result = _fast_log2(x)
+    return result
+
+
 @triton.jit
 def _positive(s):
     return tl.maximum(s, 0.0, propagate_nan=tl.PropagateNan.ALL)
@@ -87,18 +109,18 @@ def _log_of_value(s, shift, f):
 
 @triton.jit
 def _log_exp(s, shift, f):
-    return (s - shift) / LOG2E
+    return (s - shift) * LN2
 
 
 @triton.jit
 def _log_softplus(s, shift, f):
     """log(log2 e) more: the unit of softplus."""
-    return tl.where(s - shift < VANISHED, (s - shift) / LOG2E + 0.36651292058166435, _log(f))
+    return tl.where(s - shift < VANISHED, (s - shift) * LN2 + 0.36651292058166435, _log(f))
 
 
 @triton.jit
 def _log_sigmoid(s, shift, f):
-    return tl.where(s - shift < VANISHED, (s - shift) / LOG2E, _log(f))
+    return tl.where(s - shift < VANISHED, (s - shift) * LN2, _log(f))
 
 
 @triton.jit
@@ -207,9 +229,9 @@ def whole_power(u, POWER: tl.constexpr):
 
 
 @triton.jit
-def any_power(u, power):
+def any_power(u, power, TERMS: tl.constexpr):
     """u^p for 0 < u <= 1 and a number p that is known when the kernel runs.
 
     Its relative error grows with p |log u|, which is large only where u^p is small beside the row's largest.
     """
-    return tl.exp2(power * tl.log2(tl.where(u > 0.0, u, 1.0)))
+    return tl.exp2(power * log2(tl.where(u > 0.0, u, 1.0), TERMS))

@@ -250,7 +250,7 @@ def raised(u, problem, algebra, h, LESS: tl.constexpr):
     elif problem.power is None:
         result = tl.where(u == 0.0, 0.0, 1.0)
     else:
-        result = tl.where(u == 0.0, 0.0, pointwise.any_power(u, tl.load(problem.power + h) - LESS))
+        result = tl.where(u == 0.0, 0.0, pointwise.any_power(u, tl.load(problem.power + h) - LESS, algebra.terms))
     return result
 
 
