@@ -43,6 +43,46 @@ def cell(mechanism: str = "lssar", what: Any = "forward", **changes: Any) -> Cel
     return dataclasses.replace(CELL, mechanism=mechanism, what=what, **changes)
 
 
+# Who is measured
+
+
+def test_the_yardstick_on_a_gpu_is_the_fastest_of_torchs_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU that is not there: flash takes 3 seconds, cuDNN 2, and the last is not in this build."""
+    enabled = []
+
+    def clock(ready: object) -> float:
+        return {"flash": 3.0, "cudnn": 2.0}[enabled[-1]]
+
+    def ready() -> None:
+        if enabled[-1] == "mem_efficient":
+            raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(subjects, "_only", enabled.append)
+    monkeypatch.setattr(subjects, "make", lambda cell: None)
+    monkeypatch.setattr(subjects, "call", lambda function, cell, inputs: ready)
+    monkeypatch.setattr(subjects.timing, "clock_of", lambda device: clock)
+    subjects._fastest_sdpa.cache_clear()
+    one = cell(device="cuda")
+    assert SUBJECTS["sdpa"].backend(one) == "cudnn"
+    assert enabled == list(subjects.SDPA)
+    SUBJECTS["sdpa"].build(one)
+    assert enabled[-1] == "cudnn"
+    subjects._fastest_sdpa.cache_clear()
+    assert SUBJECTS["sdpa"].backend(cell()) == ""
+
+
+def test_only_one_of_torchs_kernels_is_left() -> None:
+    names = (*subjects.SDPA, "math")
+    before = {name: getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in names}
+    try:
+        for chosen in names:
+            subjects._only(chosen)
+            assert [name for name in names if getattr(torch.backends.cuda, f"{name}_sdp_enabled")()] == [chosen]
+    finally:
+        for name, on in before.items():
+            getattr(torch.backends.cuda, f"enable_{name}_sdp")(on)
+
+
 # What is written
 
 

@@ -46,6 +46,7 @@ TILES = {
     ("key_gradients", "wide, more to do"): _tiles((16, 64, 8), (32, 128, 8), (16, 128, 8)),
     ("bias_gradients", "narrow"): _tiles((64, 32, 8)),
     ("decode", "narrow"): _tiles((16, 64, 4)),
+    ("decode", "wide"): _tiles((16, 32, 4)),
 }
 """What may be taken for a kernel; the first where nothing is measured: it spills nothing from registers, as far as
 test_triton_compile.py says. Rows of the queries' kernels and keys of the keys' are at least 16 a warp, or warps would do the
@@ -70,6 +71,7 @@ TILES_BEFORE_HOPPER = {
     ("key_gradients", "wide, more to do"): _tiles((16, 32, 8), (32, 64, 8), (16, 64, 8)),
     ("bias_gradients", "narrow"): _tiles((32, 32, 8)),
     ("decode", "narrow"): _tiles((16, 64, 4)),
+    ("decode", "wide"): _tiles((16, 32, 4)),
 }
 """Where the operands of products lie in registers, too."""
 TUNE = "SOFTFOCUS_TUNE"

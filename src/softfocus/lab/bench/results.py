@@ -44,7 +44,7 @@ class SubjectResult(_Record):
 
     name: str
     computes: str
-    backend: str = Field(default="", description="which of softfocus's backends ran; empty for the others")
+    backend: str = Field(default="", description="which of softfocus's backends ran, or of torch's kernels")
     refused: str | None = Field(default=None, description="why it was not measured")
     parity: Parity = "not checked"
     parity_message: str = ""

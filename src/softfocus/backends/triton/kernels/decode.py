@@ -111,10 +111,8 @@ def statistics(problem, algebra, sight, parts, sums, scores, blocks):
     inside = (rows[:, None] < problem.query_length) & (dims[None, :] < problem.head_dim)
     query = tl.load(places, mask=inside, other=0.0)
     count = see.count(sight, problem, b, heads, rows)
-    scale, lift = (
-        of.scale_of(problem, algebra, count, heads) * algebra.phi.score_unit,
-        of.lift_of(problem, algebra, count, b),
-    )
+    scale = of.scale_of(problem, algebra, count, heads) * algebra.phi.score_unit
+    lift = of.lift_of(problem, algebra, count, b)
     if algebra.cosine:
         query, left = of.resting(query, of.per_row(problem.query_norm, b, heads, rows, problem.query_length))
         scale = scale * left

@@ -18,10 +18,8 @@ def forward(problem, algebra, sight, made, blocks):
     heads = tl.zeros_like(rows) + h
     query = of.queries_of(problem, b, h, rows, blocks)
     count = see.count(sight, problem, b, h, rows)
-    scale, lift = (
-        of.scale_of(problem, algebra, count, h) * algebra.phi.score_unit,
-        of.lift_of(problem, algebra, count, b),
-    )
+    scale = of.scale_of(problem, algebra, count, h) * algebra.phi.score_unit
+    lift = of.lift_of(problem, algebra, count, b)
     if algebra.cosine:
         query, left = of.resting(query, of.per_row(problem.query_norm, b, h, rows, problem.query_length))
         scale = scale * left
@@ -49,22 +47,8 @@ def forward(problem, algebra, sight, made, blocks):
                 if SWEEP == 0:  # the values first: while there are no scores, registers are free
                     value = of.mixed_of(problem, b, h, keys, WHOLE == 0, blocks)
                     value, mixed, marked, flaws = inspected(
-                        value,
-                        mixed,
-                        marked,
-                        flaws,
-                        None,
-                        problem,
-                        algebra,
-                        sight,
-                        b,
-                        h,
-                        heads,
-                        rows,
-                        keys,
-                        WHOLE == 0,
-                        blocks,
-                    )
+                        value, mixed, marked, flaws, None, problem, algebra, sight, b, h, heads, rows, keys, WHOLE == 0, blocks
+                    )  # fmt: skip
                 _key, _norms, s, _seen, dots = of.tile_of_keys(
                     query, problem, algebra, sight, b, h, rows, keys, scale, lift, WHOLE == 0, blocks
                 )

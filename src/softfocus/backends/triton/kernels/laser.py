@@ -206,10 +206,8 @@ def exact_forward(problem, algebra, sight, made, blocks):
     query = of.queries_of(problem, b, h, rows, blocks)
     count = see.count(sight, problem, b, h, rows)
     row = along(marked_row(made.saved, problem, algebra, count, b, h, rows, tl.zeros_like(count)), 1)
-    scale, lift = (
-        of.scale_of(problem, algebra, count, h) * algebra.phi.score_unit,
-        of.lift_of(problem, algebra, count, b),
-    )
+    scale = of.scale_of(problem, algebra, count, h) * algebra.phi.score_unit
+    lift = of.lift_of(problem, algebra, count, b)
     if algebra.cosine:
         query, left = of.resting(query, of.per_row(problem.query_norm, b, h, rows, problem.query_length))
         scale = scale * left
