@@ -222,7 +222,7 @@ def test_documents_in_any_order(quiet):
 # Tiles, and the choice between them
 
 
-TABLES = (tuning.TILES, tuning.TILES_BEFORE_HOPPER, tuning.VERY_WIDE_TILES)
+TABLES = (tuning.TILES, tuning.TILES_BEFORE_HOPPER, tuning.TILES_SINCE_BLACKWELL, tuning.VERY_WIDE_TILES)
 SHAPES = sorted({(tile.rows, tile.keys) for table in TABLES for tiles in table.values() for tile in tiles})
 
 

@@ -6,7 +6,8 @@ QUERIES 0: of one query against a cache in pages. --given: with a mask, padding,
 learned scales and powers.
 
 A process of its own: Triton must not have been told to interpret. The line holds the kernel's name, registers a thread, bytes
-of stack (spilled registers) and of shared memory.
+of stack (spilled registers) and of shared memory; and of each loop with tensor-core products how many instructions a score
+takes, in the order of the code: of tiles that something cuts, then of whole ones, for each sweep.
 """
 
 import argparse
@@ -44,16 +45,40 @@ class Absent:
         return torch.device("cpu")
 
 
-def usage(compiled: Any) -> tuple[int, int]:
-    """Registers a thread, and bytes of stack."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+def said_of(cubin: bytes, tool: str, option: str) -> str:
+    """What one of NVIDIA's tools says of compiled code."""
+    program = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
+        file.write(cubin)
         file.flush()
-        said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+        return subprocess.run([program, option, file.name], capture_output=True, text=True, check=True).stdout
+
+
+def usage(cubin: bytes) -> tuple[int, int]:
+    """Registers a thread, and bytes of stack."""
+    said = said_of(cubin, "cuobjdump", "-res-usage")
     found = re.search(r"REG:(\d+) STACK:(\d+)", said)
     assert found, said
     return int(found[1]), int(found[2])
+
+
+def loops(cubin: bytes) -> list[int]:
+    """How many instructions each innermost loop has that multiplies on tensor cores."""
+    labels: dict[str, int] = {}
+    code: list[str] = []
+    for line in said_of(cubin, "nvdisasm", "-c").splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[label[1]] = len(code)
+        elif instruction := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z].*?);", line):
+            code.append(instruction[1])
+    found = []
+    for end, instruction in enumerate(code):
+        to = re.match(r"BRA.*(\.L_x_\d+)", instruction)
+        begin = labels.get(to[1], end + 1) if to else end + 1
+        if any(re.match(r"\w*(MMA|UTCMMA)", x) for x in code[begin : end + 1]):
+            found.append((begin, end))
+    inner = [a for a in found if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in found)]
+    return [end + 1 - begin for begin, end in inner]
 
 
 def main(arch: int, mechanism: str, head_dim: int, queries: int, given: bool) -> None:
@@ -63,13 +88,19 @@ def main(arch: int, mechanism: str, head_dim: int, queries: int, given: bool) ->
 
     def compile_only(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
         compiled = run(self, *arguments, grid=grid, warmup=True, **options)
-        registers, stack = usage(compiled)
+        registers, stack = usage(compiled.asm["cubin"])
+        blocks = arguments[-1]
+        scores = getattr(blocks, "rows", 1) * getattr(blocks, "keys", 1)
         exact = "gradients" in self.__name__ and arguments[-2] is True
         line = {
             "kernel": f"{self.__name__}{' exact' * exact}",
             "registers": registers,
             "stack": stack,
             "shared": compiled.metadata.shared,
+            "loops": [
+                round(32 * options.get("num_warps", 4) * count / int(scores), 1)
+                for count in loops(compiled.asm["cubin"])
+            ],
         }
         print(json.dumps(line), flush=True)
 

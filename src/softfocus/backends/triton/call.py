@@ -254,6 +254,12 @@ def _bounded(problem: Problem, mechanism: Mechanism, key_length: int) -> bool:
     return abs(problem.scale) * max(1.0, math.log(max(key_length, 1))) < LARGEST_SCORE
 
 
+def _shifted(mechanism: Mechanism, bounded: bool, dtype: torch.dtype) -> bool:
+    if mechanism.phi == "exp" or dtype == torch.float16:
+        return True
+    return mechanism.phi in ("softplus", "sigmoid") and not bounded
+
+
 @lru_cache(maxsize=256)
 def _algebra(mechanism: Mechanism, power_given: bool, bounded: bool, dtype: torch.dtype) -> Algebra:
     power = 0 if mechanism.power is None or power_given else int(mechanism.power)
@@ -268,7 +274,7 @@ def _algebra(mechanism: Mechanism, power_given: bool, bounded: bool, dtype: torc
         sharp=tl.constexpr(mechanism.power is not None),
         power=tl.constexpr(power),
         laser=tl.constexpr(mechanism.laser),
-        shifted=tl.constexpr(l1 and not (bounded and mechanism.phi in ("softplus", "sigmoid"))),
+        shifted=tl.constexpr(l1 and _shifted(mechanism, bounded, dtype)),
         folded=tl.constexpr(plain_exp),
         terms=tl.constexpr(TERMS[dtype]),
         narrow=tl.constexpr(dtype == torch.float16),

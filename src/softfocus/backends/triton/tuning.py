@@ -67,6 +67,7 @@ TILES_BEFORE_HOPPER = {
     ("query_gradients", "wide"): _tiles((64, 32, 8), (64, 32, 4), (128, 32, 8)),
     ("query_gradients", "wide, more to do"): _tiles((32, 16, 8), (64, 32, 8), (64, 16, 8)),
     ("key_gradients", "narrow"): _tiles((32, 64, 8), (32, 128, 8), (64, 128, 8)),
+    ("key_gradients", "narrow, more to do"): _tiles((16, 32, 8), (32, 64, 8), (32, 128, 8)),
     ("key_gradients", "wide"): _tiles((16, 64, 8), (32, 64, 8), (32, 128, 8)),
     ("key_gradients", "wide, more to do"): _tiles((16, 32, 8), (32, 64, 8), (16, 64, 8)),
     ("bias_gradients", "narrow"): _tiles((32, 32, 8)),
@@ -74,6 +75,12 @@ TILES_BEFORE_HOPPER = {
     ("decode", "wide"): _tiles((16, 32, 4)),
 }
 """Where the operands of products lie in registers, too."""
+TILES_SINCE_BLACKWELL = {
+    **TILES,
+    ("forward", "narrow"): _tiles((128, 32, 8), (128, 64, 8), (64, 64, 4)),
+    ("forward", "wide"): _tiles((64, 32, 8), (128, 32, 8), (128, 64, 8)),
+    ("forward", "wide, more to do"): _tiles((64, 32, 8), (128, 32, 8), (128, 64, 8)),
+}
 TUNE = "SOFTFOCUS_TUNE"
 INTERPRETED = Tile(32, 32, 1, 1)
 
@@ -84,13 +91,14 @@ def tiles(kernel: str, problem: Problem, mechanism: Mechanism) -> tuple[Tile, ..
     if most > 128 and kernel in VERY_WIDE_TILES:
         return VERY_WIDE_TILES[kernel]
     arch = driver.active.get_current_target().arch
-    table = TILES_BEFORE_HOPPER if isinstance(arch, int) and arch < 90 else TILES  # other makers' have names
+    arch = arch if isinstance(arch, int) else 90  # other makers' have names
+    table = TILES_BEFORE_HOPPER if arch < 90 else TILES_SINCE_BLACKWELL if arch >= 100 else TILES
     width = "wide" if most > 64 else "narrow"
-    sharp, plain = mechanism.power is not None, mechanism.phi == "exp"
+    sharp, plain = mechanism.power is not None, mechanism.phi == "exp" and not (mechanism.laser and arch < 90)
     much = {
         "forward": sharp or mechanism.phi == "sigmoid",
         "query_gradients": sharp,
-        "key_gradients": (sharp or not plain) if width == "wide" else (sharp and mechanism.laser),
+        "key_gradients": (sharp or not plain) if width == "wide" else mechanism.laser and (sharp or arch < 90),
     }.get(kernel, False)
     candidates = [f"{width}, more to do"] * much + [width, "narrow"]
     return next(table[kernel, name] for name in candidates if (kernel, name) in table)

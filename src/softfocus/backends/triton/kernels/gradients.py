@@ -64,7 +64,7 @@ def _passed(passed, algebra, b, h, rows, mine):
     steep = tl.load(places + 7 * passed.b, mask=mine, other=0.0)
     if algebra.score_bias != "0":
         lift = tl.load(places + 2 * passed.b, mask=mine, other=0.0)
-    if algebra.shifted and not algebra.phi.vanishes:
+    if algebra.shifted:
         shift = tl.load(places + 3 * passed.b, mask=mine, other=0.0)
     if algebra.sharp:
         ground = tl.load(places, mask=mine, other=0.0)
@@ -155,9 +155,9 @@ def query_gradients(
                     slope = tl.where(seen, slope, 0.0)
             if algebra.narrow:
                 g = g * steep[:, None]
-            moving += of.product((g * slope).to(key.dtype), key, blocks)
+            moving += of.slope_product(g * slope, key, algebra, blocks)
             if algebra.sharp:
-                resting += of.product(slope.to(key.dtype), key, blocks)
+                resting += of.slope_product(slope, key, algebra, blocks)
                 total += tl.sum(g, 1)
                 if power_grad is not None:
                     log_u = log2(tl.where(u > 0.0, u, 1.0), algebra.terms)
@@ -279,7 +279,7 @@ def key_gradients(
                     above = tl.where(row.weigh[:, None] == 0.0, 0.0, above)
                 if not EXACT:
                     value_sum += of.product(weight.to(above.dtype), above, blocks)
-                key_sum += of.product(g.to(query.dtype), query, blocks)
+                key_sum += of.slope_product(g, query, algebra, blocks)
     inside = keys < problem.key_length
     key_inside = inside[:, None] & (dims[None, :] < problem.head_dim)
     value_inside = inside[:, None] & (columns[None, :] < problem.value_dim)

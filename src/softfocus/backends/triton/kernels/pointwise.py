@@ -2,7 +2,8 @@
 
 Where phi is made of exponentials, scores come in units of log 2, multiplied by log2 e while they are scaled: the hardware has
 2^x in one instruction, e^x in five. ``shift``, in the same units, is taken off in the exponent: a row whose scores all lie
-below it has phi(s) 2^-shift.
+below it has phi(s) 2^-shift. Rows of float16 have one whatever phi is, since their weights before they are normed may be any
+numbers; relu's is a whole number.
 
 Below zero nothing is lost: log2(1 + 2^s) = x y(x), x = 2^-|s|, with a polynomial y in place of a logarithm (20 instructions),
 of as many terms as the numbers multiplied can tell: its relative error is 2^-14 for bfloat16, 2^-17 for float16, 2^-22.5 for
@@ -83,8 +84,32 @@ def _positive(s):
 
 
 @triton.jit
-def _no_shift(largest):
-    return tl.zeros_like(largest)
+def _power_of_two(x):
+    """The exponent of the largest power of two in x > 0; 0 of others."""
+    bits = (x.to(tl.int32, bitcast=True) >> 23) - 127
+    return tl.where((x > 0.0) & (x < float("inf")), bits.to(tl.float32), 0.0)
+
+
+@triton.jit
+def _relu_shift(largest):
+    return _power_of_two(largest)
+
+
+@triton.jit
+def _relu2_shift(largest):
+    return _power_of_two(largest * largest)
+
+
+@triton.jit
+def _relu6_shift(largest):
+    return _power_of_two(tl.minimum(largest, 6.0))
+
+
+@triton.jit
+def _shifted(f, shift, algebra):
+    if algebra.shifted:
+        f = f * tl.exp2(-shift)
+    return f
 
 
 @triton.jit
@@ -145,11 +170,15 @@ def _softplus(s, shift, algebra):
 
 @triton.jit
 def _sigmoid(s, shift, algebra):
-    """2^(min(s, 0) - log2(1 + 2^-|s|)), without a division, which takes eight instructions."""
-    exponent = tl.minimum(s, 0.0) - _rest(s, algebra.terms)
+    """2^(min(s, 0) - log2(1 + 2^-|s|)), without a division, which takes eight instructions; where it can be told, with it."""
+    exponent = tl.minimum(s, 0.0)
     if algebra.shifted:
         exponent = exponent - shift
-    return tl.exp2(exponent)
+    if algebra.terms == 9:
+        f = tl.exp2(exponent) / (1.0 + tl.exp2(-tl.abs(s)))
+    else:
+        f = tl.exp2(exponent - _rest(s, algebra.terms))
+    return f
 
 
 @triton.jit
@@ -164,40 +193,45 @@ def _softplus_slope(s, shift, algebra):
 
 @triton.jit
 def _sigmoid_slope(s, shift, algebra):
-    exponent = -tl.abs(s) - 2.0 * _rest(s, algebra.terms)
+    exponent = -tl.abs(s)
     if algebra.shifted:
         exponent = exponent - shift
-    return tl.exp2(exponent)
+    if algebra.terms == 9:
+        over = 1.0 + tl.exp2(-tl.abs(s))
+        slope = tl.exp2(exponent) / (over * over)
+    else:
+        slope = tl.exp2(exponent - 2.0 * _rest(s, algebra.terms))
+    return slope
 
 
 @triton.jit
 def _relu(s, shift, algebra):
-    return _positive(s)
+    return _shifted(_positive(s), shift, algebra)
 
 
 @triton.jit
 def _relu_slope(s, shift, algebra):
-    return tl.where(s > 0.0, 1.0, 0.0)
+    return _shifted(tl.where(s > 0.0, 1.0, 0.0), shift, algebra)
 
 
 @triton.jit
 def _relu2(s, shift, algebra):
-    return _positive(s) * _positive(s)
+    return _shifted(_positive(s) * _positive(s), shift, algebra)
 
 
 @triton.jit
 def _relu2_slope(s, shift, algebra):
-    return 2.0 * _positive(s)
+    return _shifted(2.0 * _positive(s), shift, algebra)
 
 
 @triton.jit
 def _relu6(s, shift, algebra):
-    return tl.minimum(_positive(s), 6.0, propagate_nan=tl.PropagateNan.ALL)
+    return _shifted(tl.minimum(_positive(s), 6.0, propagate_nan=tl.PropagateNan.ALL), shift, algebra)
 
 
 @triton.jit
 def _relu6_slope(s, shift, algebra):
-    return tl.where((s > 0.0) & (s < 6.0), 1.0, 0.0)
+    return _shifted(tl.where((s > 0.0) & (s < 6.0), 1.0, 0.0), shift, algebra)
 
 
 _ONE = tl.constexpr(1.0)
@@ -206,9 +240,9 @@ PHI = {
     "exp": Phi(_exp, _exp, _log_exp, _exp_shift, _SMOOTH, LOG2E, _ONE),
     "softplus": Phi(_softplus, _softplus_slope, _log_softplus, _tail_shift, _SMOOTH, LOG2E, LOG2E),
     "sigmoid": Phi(_sigmoid, _sigmoid_slope, _log_sigmoid, _tail_shift, _SMOOTH, LOG2E, _ONE),
-    "relu": Phi(_relu, _relu_slope, _log_of_value, _no_shift, _VANISHES, _ONE, _ONE),
-    "relu2": Phi(_relu2, _relu2_slope, _log_of_value, _no_shift, _VANISHES, _ONE, _ONE),
-    "relu6": Phi(_relu6, _relu6_slope, _log_of_value, _no_shift, _VANISHES, _ONE, _ONE),
+    "relu": Phi(_relu, _relu_slope, _log_of_value, _relu_shift, _VANISHES, _ONE, _ONE),
+    "relu2": Phi(_relu2, _relu2_slope, _log_of_value, _relu2_shift, _VANISHES, _ONE, _ONE),
+    "relu6": Phi(_relu6, _relu6_slope, _log_of_value, _relu6_shift, _VANISHES, _ONE, _ONE),
 }
 
 

@@ -35,6 +35,16 @@ def product(a, b, blocks):
 
 
 @triton.jit
+def slope_product(g, x, algebra, blocks):
+    """The same of dL/ds, which float16 need not hold where scores may be tiny."""
+    if algebra.narrow and algebra.phi.vanishes:
+        result = product(g, x.to(tl.float32), blocks)
+    else:
+        result = product(g.to(x.dtype), x, blocks)
+    return result
+
+
+@triton.jit
 def per_row(array, b, h, rows, length):
     """A value of each row, float32 [R]."""
     return tl.load(see.head_of(array, b, h) + rows * array.l, mask=rows < length, other=0.0).to(tl.float32)
