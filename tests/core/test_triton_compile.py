@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,11 +18,11 @@ pytest.importorskip("triton", reason="Triton is not installed")
 SCRIPT = Path(__file__).parent / "triton_machines.py"
 ARCHITECTURES = (80, 90, 100)
 SKELETONS = ("softmax", "lssa", "lssar", "laser", "laser_lssar", "sigmoid_log_n")
-SPILLS = [(90, "softmax"), (100, "laser_lssar")]
 RARE = ("exact_forward", "query_gradients exact", "key_gradients exact")
 """LASER's rows of huge values hardly ever occur: these may spill."""
 
 
+@cache
 def compiled(*arguments):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     ran = subprocess.run(
@@ -39,8 +40,6 @@ def cases():
     for arch in ARCHITECTURES:
         for mechanism in SKELETONS:
             marks = [] if (arch, mechanism) == (90, "lssa") else [pytest.mark.slow]
-            if (arch, mechanism) in SPILLS:
-                marks.append(pytest.mark.xfail(strict=True, reason="24 bytes: CHANGELOG"))
             yield pytest.param(arch, mechanism, marks=marks)
 
 
@@ -56,6 +55,13 @@ def test_every_kernel_compiles_and_spills_nothing(arch, mechanism):
             assert expected <= {kernel["kernel"] for kernel in kernels}
             spilled = [kernel for kernel in kernels if kernel["stack"] and kernel["kernel"] not in RARE]
             assert not spilled, (arch, mechanism, head_dim, spilled)
+
+
+def test_the_inner_loop_stays_short():
+    """What an attention kernel does beside its products decides how fast it is (docs/performance-gpu.md): LSSA's forward takes
+    16 instructions a score in tiles that nothing cuts; it once took 75."""
+    (forward,) = (kernel for kernel in compiled(90, "lssa", 64, 4096) if kernel["kernel"] == "forward")
+    assert 8 < forward["loops"][-1] < 20
 
 
 @pytest.mark.parametrize("queries", [4096, 1])

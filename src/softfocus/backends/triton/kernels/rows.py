@@ -9,8 +9,9 @@ from softfocus.backends.triton.kernels import pointwise
 from softfocus.backends.triton.kernels import sight as see
 
 FREE_ROWS = tl.constexpr(3)
+LARGE_POWER = tl.constexpr(12.0)
 TIED = tl.constexpr(128.0 * 2.0**-23)
-"""``softfocus.reference``'s FREE_ROWS, and its tie_tolerance of float32."""
+"""``softfocus.reference``'s FREE_ROWS; from which p on u^(p - 1) < 2^-22 where u^p < 2^-24; the tie_tolerance of float32."""
 
 
 @triton.jit
@@ -334,7 +335,9 @@ def row_of(saved, problem, algebra, count, b, h, rows, inner):
     if algebra.sharp:
         floor, over_spread, tied, _peak = threshold(problem, algebra, count, norm, largest)
         heaviest = raised(excess(largest, floor, over_spread, algebra), problem, algebra, h, 0)
-        alone = (count == 1.0) | ((sharp_norm == heaviest) & (tied == 0))
+        # What weighs less than the rounding of the heaviest may still have a gradient, u^(p - 1), where p is small
+        negligible = (tl.zeros_like(norm) + power_of(problem, algebra, h)) >= LARGE_POWER
+        alone = (count == 1.0) | ((sharp_norm == heaviest) & (tied == 0) & negligible)
         over, over_sharp = over_norm(norm), over_norm(sharp_norm)
         floor, spread = tl.where(tied, 0.0, floor), tl.where(tied, -1.0, over_spread)
         weigh = tl.where(tied, over, over_sharp)
