@@ -207,6 +207,76 @@ def test_laser_on_values_that_no_exponential_could_hold(quiet, name):
             assert (x - y).abs().max() <= 4 * abs(size) * torch.finfo(SINGLE).eps * y.abs().max(), (size, name_of)
 
 
+def test_laser_on_a_key_with_a_nan_and_a_huge_value(quiet):
+    """The one makes its column NaN, the other's is summed in logarithms: neither hides the other."""
+    query, key, value = (
+        torch.randn(1, 1, n, 6, generator=torch.Generator().manual_seed(n)).to(DEVICE) for n in (9, 40, 41)
+    )
+    value = value[:, :, :40].clone()
+    value[0, 0, 5, :2] = torch.tensor([math.nan, 100.0])
+    for causal in (False, True):
+        out, exact = (
+            attention(query, key, value, is_causal=causal, mechanism="laser", backend=backend)
+            for backend in ("triton", "reference")
+        )
+        torch.testing.assert_close(out, exact, rtol=1e-4, atol=1e-4, equal_nan=True)
+        assert out.isnan().any()
+        assert (out[..., 1] > 50).any()
+
+
+@pytest.mark.parametrize("scale", [0.3, -0.3])
+def test_an_infinite_key_makes_rows_nan_whatever_the_sign_of_the_scale(quiet, scale):
+    query, key, value = (
+        torch.randn(1, 1, n, 8, generator=torch.Generator().manual_seed(n)).to(DEVICE) for n in (9, 40, 41)
+    )
+    key[0, 0, 5] = torch.tensor([math.inf, *[0.0] * 7])
+    assert fused(query, key, value[:, :, :40], scale=scale).isnan().all()
+
+
+@pytest.mark.parametrize("name", ["relu2_l1", "lssa", "softmax"])
+def test_statistics_in_float16(quiet, name):
+    query, key, value = (
+        torch.randn(1, 1, n, 8, generator=torch.Generator().manual_seed(n)).to(DEVICE, HALF) for n in (9, 40, 41)
+    )
+    given = {"mechanism": name, "return_statistics": True}
+    _out, got = fused(query * 4, key * 4, value[:, :, :40], **given)
+    _out, exact = attention(
+        query.double() * 4, key.double() * 4, value[:, :, :40].double(), backend="reference", **given
+    )
+    for field in ("count", "maximum", "log_norm"):
+        torch.testing.assert_close(getattr(got, field).double(), getattr(exact, field), rtol=2e-3, atol=2e-3)
+
+
+def test_gradients_of_keys_beside_a_tiny_query(quiet):
+    query, key, value = (
+        torch.randn(1, 1, n, 8, generator=torch.Generator().manual_seed(n)).to(DEVICE) for n in (9, 40, 41)
+    )
+    key = key[:, :, :1] + 1e-2 * key
+    leaves = [x.clone().requires_grad_() for x in (query * 1e-34, key, value[:, :, :40])]
+    wide = [x.detach().double().requires_grad_() for x in leaves]
+    got = torch.autograd.grad(fused(*leaves, mechanism="lssar").sum(), leaves[1:])
+    exact = torch.autograd.grad(attention(*wide, mechanism="lssar", backend="reference").sum(), wide[1:])
+    for x, y in zip(got, exact, strict=True):
+        assert (x - y).abs().max() <= 1e-2 * y.abs().max()
+
+
+def test_a_tile_that_does_not_fit_gives_way_to_a_smaller_one(quiet, monkeypatch):
+    from softfocus.backends.triton import call
+
+    query = torch.randn(1, 1, 40, 8, device=DEVICE)
+    problem, visibility, mechanism = functional._prepared(query, query, query, mechanism="softmax")
+    ran = []
+
+    def run(tile):
+        ran.append(tile)
+        if tile.rows > 16:
+            raise OutOfResources(2, 1, "shared memory")
+
+    one = call.Call(problem, visibility, mechanism)
+    assert one._in_a_tile("bias_gradients", run) == tuning.SMALLEST
+    assert len(ran) == 4
+
+
 def test_documents_in_any_order(quiet):
     """Counts and results do not depend on their standing one after another; only how many tiles are looked at does."""
     generator = torch.Generator().manual_seed(0)

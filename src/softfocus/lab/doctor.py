@@ -177,9 +177,13 @@ def agreement(device: str) -> Check:
     """
     import torch
 
-    from softfocus import attention
+    from softfocus import attention, explain
     from softfocus.testing import CASES, check
 
+    query = torch.zeros(1, 1, 16, 16, device=device)
+    explanation = explain(query, query, query)
+    if device == "cuda" and explanation.backend != "triton":
+        return Check(topic="kernels", name="triton", status="note", finding=explanation.reasons["triton"])
     case = next(case for case in CASES if case.name == "causal")
     names, dtypes = ("softmax", "lssa", "lssar", "laser"), (torch.bfloat16, torch.float32)
     try:
@@ -213,7 +217,7 @@ def _compilers() -> list[Check]:
             )
         )
     triton = importlib.util.find_spec("triton") is not None
-    said = metadata.version("triton") if triton else "not installed; only torch.compile on a GPU needs it"
+    said = metadata.version("triton") if triton else "not installed; torch.compile and the kernels need it on a GPU"
     return [*found, Check(topic="compilers", name="triton", status="ok" if triton else "note", finding=said)]
 
 

@@ -41,7 +41,9 @@ def supports(problem: Problem, visibility: Visibility, mechanism: Mechanism) -> 
     kind = problem.query.device.type
     if kind != "cuda" and not (kind == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"):
         return f"the tensors are on {kind!r}, not on 'cuda' (TRITON_INTERPRET=1 would run the kernels in Python)"
-    if kind == "cuda" and torch.version.cuda and torch.cuda.get_device_capability(problem.query.device) < OLDEST:
+    if torch.version.hip:
+        return "the Triton kernels have not been compiled for AMD's GPUs"
+    if kind == "cuda" and torch.cuda.get_device_capability(problem.query.device) < OLDEST:
         return f"{torch.cuda.get_device_name(problem.query.device)} is older than Ampere (compute capability 8.0)"
     if find_spec("triton") is None:
         return "Triton is not installed (pip install triton)"

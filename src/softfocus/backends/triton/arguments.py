@@ -109,7 +109,7 @@ class Made(NamedTuple):
     Attributes:
         out: [B, H, Lq, Dv].
         rest: LASER's, like out, for the backward: e^-out; in marked rows what the rounding of out leaves. Or None.
-        saved: vectors of the rows, float32 [ROWS, B, H, Lq].
+        saved: vectors of the rows, float32 [rows_kept, B, H, Lq].
         marked_heads: LASER's, int32 [B, H]: not 0 where rows of the head are marked; or None.
         end: see above.
     """
@@ -131,7 +131,8 @@ class Algebra(NamedTuple):
         sharp: re-weighting.
         power: p where it is whole, at most 32 and the same for all heads; otherwise it stands in the problem.
         laser: the logarithm of the mean of e^V in place of the mean of V.
-        shifted: whether a row's maximum is taken off where phi would overflow or vanish.
+        shifted: whether phi of a row is scaled by a power of two, which its largest score gives, where phi would overflow or
+            vanish.
         folded: whether it is the logarithm of the whole sum in the backward, so that phi is the weight.
         terms: of phi's polynomials.
         narrow: whether what is multiplied has the range of float16.

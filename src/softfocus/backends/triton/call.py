@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton import knobs
+from triton.runtime.errors import OutOfResources
 
 from softfocus.backends.triton import ROWS, rest_dtype, rows_kept, tuning
 from softfocus.backends.triton.arguments import Algebra, Array, Blocks, Made, Sight, Tiles
@@ -29,6 +30,7 @@ TILES_OF_A_SPLIT = 4
 LARGEST_SCORE = 60.0
 """Up to it phi, its sums and what re-weighting divides by are numbers without a shift."""
 TERMS = {torch.float32: 9, torch.float16: 6, torch.bfloat16: 5}
+UNMEASURED = ("decode", "bias_gradients")
 END = tl.constexpr(0)
 FUSED = {"enable_fp_fusion": True}
 """Said, since Triton's default is about to change."""
@@ -87,8 +89,7 @@ class Call:
             return out, saved
         given, splits = self.given, self._splits()
         if splits > 1:
-            tile = self._first("decode")
-            self._decode(made, self._cut(tile), splits)
+            tile = self._in_a_tile("decode", lambda tile: self._decode(made, self._cut(tile), splits))
         else:
             given = self._prepared(backward=False)
 
@@ -96,8 +97,7 @@ class Call:
                 cut = self._cut(tile)
                 forward.forward[cut.row_grid](given, self.algebra, cut.sight, made, cut.blocks, **cut.options)
 
-            tile = self._fastest("forward", run)
-            run(tile)
+            tile = self._in_a_tile("forward", run)
         if self.mechanism.laser:
             cut = self._cut(tile)
             laser.exact_forward[cut.row_grid](given, self.algebra, cut.sight, made, cut.blocks, **cut.options)
@@ -133,18 +133,19 @@ class Call:
             launch(gradients.key_gradients, cut.key_grid, cut, _array(to[1]), _array(to[2]))
 
         if query.numel():
-            queries(self._fastest("query_gradients", queries))
+            self._in_a_tile("query_gradients", queries)
         if key.numel():
-            keys(self._fastest("key_gradients", keys))
+            self._in_a_tile("key_gradients", keys)
         if bias_to is not None and bias_to.numel():
-            cut = self._cut(self._first("bias_gradients"))
             everywhere = [size == 1 for size in bias_to.shape]
-            grid = (
-                1 if everywhere[2] else cut.row_grid[0],
-                1 if everywhere[3] else cut.key_grid[0],
-                bias_to.size(0) * bias_to.size(1),
-            )
-            launch(gradients.bias_gradients, grid, cut, _array(bias_to), bias_to.size(1), *everywhere)
+
+            def of_bias(tile: tuning.Tile) -> None:
+                cut = self._cut(tile)
+                rows, keys = 1 if everywhere[2] else cut.row_grid[0], 1 if everywhere[3] else cut.key_grid[0]
+                grid = (rows, keys, bias_to.size(0) * bias_to.size(1))
+                launch(gradients.bias_gradients, grid, cut, _array(bias_to), bias_to.size(1), *everywhere)
+
+            self._in_a_tile("bias_gradients", of_bias)
         learned = [None if x is None else x.sum((0, 2)) for x in rows]
         return tuple(
             None if g is None or x is None else g.to(x.dtype)
@@ -155,8 +156,24 @@ class Call:
         """The tile that a kernel works in where nothing is measured."""
         return tuning.INTERPRETED if knobs.runtime.interpret else tuning.tiles(kernel, self.problem, self.mechanism)[0]
 
+    def _in_a_tile(self, kernel: str, run: Callable[[tuning.Tile], None]) -> tuning.Tile:
+        """Run in the fastest tile, or, where a device has too little shared memory for it, in a smaller one."""
+        for tile in (self._fastest(kernel, run), *tuning.SMALLER):
+            try:
+                run(tile)
+            except OutOfResources:
+                continue
+            return tile
+        run(tuning.SMALLEST)
+        return tuning.SMALLEST
+
     def _fastest(self, kernel: str, run: Callable[[tuning.Tile], None]) -> tuning.Tile:
-        if knobs.runtime.interpret or self.held or not (self.problem.query.numel() and self.problem.key.numel()):
+        if (
+            kernel in UNMEASURED
+            or knobs.runtime.interpret
+            or self.held
+            or not (self.problem.query.numel() and self.problem.key.numel())
+        ):
             return self._first(kernel)
         tiles = tuning.tiles(kernel, self.problem, self.mechanism)
         kind = tuning.kind(kernel, self.problem, self.visibility, self.mechanism)

@@ -81,6 +81,8 @@ TILES_SINCE_BLACKWELL = {
     ("forward", "wide"): _tiles((64, 32, 8), (128, 32, 8), (128, 64, 8)),
     ("forward", "wide, more to do"): _tiles((64, 32, 8), (128, 32, 8), (128, 64, 8)),
 }
+SMALLER, SMALLEST = (Tile(32, 32, 4, 2), Tile(32, 16, 4, 1)), Tile(16, 16, 4, 1)
+"""Where a device's shared memory holds none of these, as float32 of 128 dimensions on consumers' GPUs."""
 TUNE = "SOFTFOCUS_TUNE"
 INTERPRETED = Tile(32, 32, 1, 1)
 

@@ -121,11 +121,11 @@ def statistics(problem, algebra, sight, parts, sums, scores, blocks):
     for n in range(first, last):
         keys = n * blocks.keys + tl.arange(0, blocks.keys)
         key, norms = of.keys_of(problem, algebra, b, h, keys, True, blocks)
-        s, _seen, dots = of.scores(
+        s, _seen, scaled = of.scores(
             of.product(query, tl.trans(key), blocks), problem, algebra, sight, b, heads[:, None],
             rows[:, None], keys[None, :], scale[:, None], norms[None, :], lift[:, None], True,
         )  # fmt: skip
-        f, top, least, shift, norm, fade = forward.online(s, dots, top, least, shift, norm, algebra)
+        f, top, least, shift, norm, fade = forward.online(s, scaled, top, least, shift, norm, algebra)
         if algebra.sharp:
             to, there = _scores(scores, problem, keys, blocks)
             tl.store(to, s, mask=there)

@@ -49,14 +49,14 @@ def forward(problem, algebra, sight, made, blocks):
                     value, mixed, marked, flaws = inspected(
                         value, mixed, marked, flaws, None, problem, algebra, sight, b, h, heads, rows, keys, WHOLE == 0, blocks
                     )  # fmt: skip
-                _key, _norms, s, _seen, dots = of.tile_of_keys(
+                _key, _norms, s, _seen, scaled = of.tile_of_keys(
                     query, problem, algebra, sight, b, h, rows, keys, scale, lift, WHOLE == 0, blocks
                 )
                 if algebra.sharp and SWEEP == 0:
                     f = sharpened(s, shift, floor, over_spread, tied, problem, algebra, h)
                     sharp_norm += tl.sum(f, 1)
                 else:
-                    f, top, least, shift, norm, fade = online(s, dots, top, least, shift, norm, algebra)
+                    f, top, least, shift, norm, fade = online(s, scaled, top, least, shift, norm, algebra)
                     if SWEEP == 0 and algebra.shifted:
                         mixed = mixed * fade[:, None]
                 if SWEEP == 0:
@@ -68,12 +68,12 @@ def forward(problem, algebra, sight, made, blocks):
 
 
 @triton.jit
-def online(s, dots, top, least, shift, norm, algebra):
-    """phi 2^-shift of a tile's scores; the rows' largest score, least product (of dot products), shift and sum so far, and by
-    what sums fade as the shift grows."""
+def online(s, scaled, top, least, shift, norm, algebra):
+    """phi 2^-shift of a tile's scores; the rows' largest score, least scaled product (where they are dot products), shift and
+    sum so far, and by what sums fade as the shift grows."""
     top = tl.maximum(top, tl.max(s, 1))
     if not algebra.cosine:
-        least = tl.minimum(least, tl.min(dots, 1))
+        least = tl.minimum(least, tl.min(scaled, 1))
     fade = norm
     if algebra.shifted:
         before = shift
@@ -113,24 +113,27 @@ def inspected(
     if CUT:
         if algebra.laser:
             flawed = laser.flaws_of(value, problem, b, h, keys)
-            total = tl.sum(flawed, 0)
+            total = tl.max(flawed, 0)
+            bad = total >= 2.0
         else:
             x = value.to(tl.float32)
             total = tl.sum(x - x)
-        if (
-            total != 0.0
-        ):  # also where it is NaN. Seldom: who sees what is asked anew, and takes no registers where it is not
+            bad = total != total
+        # Also where it is NaN. Seldom: who sees what is asked anew, and takes no registers where it is not
+        if total != 0.0:
             if f is None:
                 seen = see.visible(sight, problem, b, heads[:, None], rows[:, None], keys[None, :])
             else:
                 seen = f != 0.0
             if algebra.laser:
-                marked = marked | (tl.max((seen & (flawed > 0.0)[None, :]).to(tl.int32), 1) > 0)
-            if total != total:
+                high = (flawed == 1.0) | (flawed == 3.0)
+                marked = marked | (tl.max((seen & high[None, :]).to(tl.int32), 1) > 0)
+            if bad:
                 mixed = _spoilt(mixed, seen, problem, b, h, keys, blocks)
                 value = of.finite(value)
     elif algebra.laser:
-        flaws = tl.maximum(flaws, laser.flaws_of(value, problem, b, h, keys))
+        flawed = laser.flaws_of(value, problem, b, h, keys)
+        flaws = tl.maximum(flaws, tl.where((flawed == 1.0) | (flawed == 3.0), 1.0, 0.0))
     if algebra.laser and problem.flaws is None:
         value = laser.exponential(value)
     return value, mixed, marked, flaws
@@ -184,7 +187,7 @@ def finish(
     top = tl.where(norm == norm, top, float("nan"))
     to = of.saved_row(made.saved, b, heads, rows, 0)
     log_norm = tl.where(norm == 0.0, float("-inf"), tl.log(tl.where(norm == 0.0, 1.0, norm) / algebra.phi.unit))
-    log_norm = log_norm + shift / algebra.phi.score_unit
+    log_norm = log_norm + shift * LN2
     tl.store(to, count, mask=inside)
     tl.store(to + made.saved.b, top / algebra.phi.score_unit, mask=inside)
     tl.store(to + 2 * made.saved.b, log_norm, mask=inside)

@@ -14,9 +14,9 @@ from softfocus.backends.triton.kernels import rows as of
 from softfocus.backends.triton.kernels import sight as see
 from softfocus.backends.triton.kernels.pointwise import LN2, log2
 
-PASSED = 10
+PASSED = 9
 """Vectors of the rows that the first kernel leaves to the others: o mean(g); c_i / |q| and the lift in the scores' unit; of Row
-shift, floor, spread and weigh; steep c_i / |q|; inner; and steep.
+shift, floor, spread, weigh, steep (over the unit) and inner.
 
 As such, since along the second dimension of a tile a vector takes as many registers as a row of it.
 """
@@ -55,7 +55,11 @@ def _inner(grad, made, problem, algebra, b, h, rows, blocks):
 
 @triton.jit
 def _passed(passed, algebra, b, h, rows, mine):
-    """What the first kernel left, 0 in rows that are not done here: (ground, scale, lift, Row with c_i / |q| in steep)."""
+    """What the first kernel left, 0 in rows that are not done here: (ground, scale, lift, Row).
+
+    ``scale`` is in the scores' unit, over which ``steep`` is taken: the two are not multiplied, since over a tiny query their
+    product may be no number.
+    """
     nothing = tl.zeros(rows.shape, tl.float32)
     ground, lift, shift, floor, spread, inner = nothing, nothing, nothing, nothing, nothing, nothing
     places = of.saved_row(passed, b, h, rows, 0)
@@ -65,7 +69,9 @@ def _passed(passed, algebra, b, h, rows, mine):
     if algebra.score_bias != "0":
         lift = tl.load(places + 2 * passed.b, mask=mine, other=0.0)
     if algebra.shifted:
-        shift = tl.load(places + 3 * passed.b, mask=mine, other=0.0)
+        # Of rows not done here e^bias may be no number: they weigh 2^-inf, but for softplus, which cannot grow so
+        none: tl.constexpr = float("inf") if algebra.phi.unit == 1.0 else 0.0
+        shift = tl.load(places + 3 * passed.b, mask=mine, other=none)
     if algebra.sharp:
         ground = tl.load(places, mask=mine, other=0.0)
         floor = tl.load(places + 4 * passed.b, mask=mine, other=0.0)
@@ -76,7 +82,7 @@ def _passed(passed, algebra, b, h, rows, mine):
 
 
 @triton.jit
-def _pass_on(passed, ground, scale, lift, row, rate, steep, b, h, rows, inside):
+def _pass_on(passed, ground, scale, lift, row, steep, b, h, rows, inside):
     places = of.saved_row(passed, b, h, rows, 0)
     tl.store(places, ground, mask=inside)
     tl.store(places + passed.b, scale, mask=inside)
@@ -85,9 +91,8 @@ def _pass_on(passed, ground, scale, lift, row, rate, steep, b, h, rows, inside):
     tl.store(places + 4 * passed.b, row.floor, mask=inside)
     tl.store(places + 5 * passed.b, row.spread, mask=inside)
     tl.store(places + 6 * passed.b, row.weigh, mask=inside)
-    tl.store(places + 7 * passed.b, rate, mask=inside)
+    tl.store(places + 7 * passed.b, steep, mask=inside)
     tl.store(places + 8 * passed.b, row.inner, mask=inside)
-    tl.store(places + 9 * passed.b, steep, mask=inside)
 
 
 @triton.jit
@@ -132,7 +137,7 @@ def query_gradients(
     for WHOLE in tl.static_range(2):
         for n in range(see.number(sight.tiles, span, b, h, block, WHOLE == 0)):
             keys = of.keys_met(sight, span, b, h, block, n, WHOLE == 0, blocks)
-            key, norms, s, seen, _dots = of.tile_of_keys(
+            key, norms, s, seen, _scaled = of.tile_of_keys(
                 query, problem, algebra, sight, b, h, rows, keys, rest, lift, WHOLE == 0, blocks
             )
             if EXACT:
@@ -180,13 +185,12 @@ def query_gradients(
     in_unit = (
         scale * algebra.phi.score_unit
     )  # as the forward multiplied it: another order would round the scores otherwise
-    rate = steep * scale
     if algebra.cosine:
-        in_unit, rate = in_unit * norm, rate * norm
+        in_unit = in_unit * norm
     if algebra.narrow:
         ground = ground / tl.where(steep == 0.0, 1.0, steep)
     # Stored before the queries are read again: a load does not move above a store, and there are registers for it only now
-    _pass_on(passed, ground, in_unit, lift, row, rate, steep, b, h, rows, inside)
+    _pass_on(passed, ground, in_unit, lift, row, steep / algebra.phi.score_unit, b, h, rows, inside)
     if power_grad is not None:
         share = tl.where(there & (row.spread > 0.0), log_total * LN2, 0.0)
         tl.store(power_grad + tl.program_id(1) * problem.query_length + rows, share, mask=inside)
@@ -253,7 +257,7 @@ def key_gradients(
                 query = of.queries_of(problem, b, h, rows, blocks)
                 above = _above(grad, made, problem, algebra, b, h, rows, mine, blocks)
                 ground, scale, lift, row = _passed(passed, algebra, b, h, rows, mine)
-                s, seen, _dots = of.scores(
+                s, seen, _scaled = of.scores(
                     of.product(key, tl.trans(query), blocks), problem, algebra, sight, b, h,
                     rows[None, :], keys[:, None], scale[None, :], rest[:, None], lift[None, :], WHOLE == 0,
                 )  # fmt: skip
@@ -272,7 +276,7 @@ def key_gradients(
                     weight, g, slope, _u = of.slopes(s, weight_grad, of.along(row, 0), problem, algebra, h)
                 if algebra.sharp:
                     g = g - ground[None, :]
-                g = g * slope * row.steep[None, :]
+                g = (g * row.steep[None, :]) * slope * scale[None, :]
                 if WHOLE == 0:
                     weight, g = tl.where(seen, weight, 0.0), tl.where(seen, g, 0.0)
                     query = of.finite(query)
@@ -334,7 +338,6 @@ def bias_gradients(
                 query = of.queries_of(problem, b, h, rows, blocks)
                 above = _above(grad, made, problem, algebra, b, h, rows, mine, blocks)
                 ground, _scale, lift, row = _passed(passed, algebra, b, h, rows, mine)
-                steep = tl.load(of.saved_row(passed, b, h, rows, 9), mask=mine, other=0.0)
                 count = see.count(sight, problem, b, h, rows)
                 rest = of.scale_of(problem, algebra, count, h) * algebra.phi.score_unit
                 if EXACT:
@@ -353,7 +356,7 @@ def bias_gradients(
                 for key_block in range(start, stop):
                     keys = key_block * blocks.keys + keys_of
                     key, norms = of.keys_of(problem, algebra, b, h, keys, True, blocks)
-                    s, seen, _dots = of.scores(
+                    s, seen, _scaled = of.scores(
                         of.product(query, tl.trans(key), blocks), problem, algebra, sight, b, h,
                         rows[:, None], keys[None, :], rest[:, None], norms[None, :], lift[:, None], True,
                     )  # fmt: skip
@@ -367,7 +370,11 @@ def bias_gradients(
                         value = of.mixed_of(problem, b, h, keys, True, blocks)
                         weight_grad = of.product(above, tl.trans(value), blocks)
                         _weight, g, slope, _u = of.slopes(s, weight_grad, of.along(row, 1), problem, algebra, h)
-                    total += tl.where(seen & mine[:, None], (g - ground[:, None]) * slope * steep[:, None], 0.0)
+                    total += tl.where(
+                        seen & mine[:, None],
+                        (g - ground[:, None]) * slope * row.steep[:, None] * algebra.phi.score_unit,
+                        0.0,
+                    )
     rows = tl.program_id(0) * blocks.rows + rows_of
     keys = tl.program_id(1) * blocks.keys + keys_of
     start = see.head_of(to, own_b, own_h)

@@ -36,13 +36,20 @@ def exponential(value):
 
 @triton.jit
 def flaws_of(value, problem, b, h, keys):
-    """Of the keys of a tile: 0, 1 where a value is beyond HIGH, NaN where one is not finite."""
+    """Of the keys of a tile: ``flawed``."""
     if problem.flaws is not None:
         flaws = of.per_row(problem.flaws, b, h // problem.group, keys, problem.key_length)
     else:
-        x = value.to(tl.float32)
-        flaws = tl.sum(x - x, 1) + tl.where(tl.max(x, 1) > HIGH, 1.0, 0.0)
+        flaws = flawed(value.to(tl.float32))
     return flaws
+
+
+@triton.jit
+def flawed(x):
+    """Of each row of values: 1 where one is beyond HIGH, and 2 more where one is not finite."""
+    bad = tl.max(((tl.abs(x) < float("inf")) == 0).to(tl.int32), 1)
+    high = tl.max((of.finite(x) > HIGH).to(tl.int32), 1)
+    return (high + 2 * bad).to(tl.float32)
 
 
 @triton.jit
@@ -57,9 +64,7 @@ def exponentials(
     if FINITE:
         x = of.finite(x)
     else:
-        wide = x.to(tl.float32)
-        flaw = tl.sum(wide - wide, 1) + tl.where(tl.max(wide, 1) > HIGH, 1.0, 0.0)
-        tl.store(see.head_of(flaws, b, h) + rows * flaws.l, flaw, mask=rows < length)
+        tl.store(see.head_of(flaws, b, h) + rows * flaws.l, flawed(x.to(tl.float32)), mask=rows < length)
     places = see.head_of(to, b, h) + rows[:, None] * to.l + columns[None, :] * to.d
     tl.store(places, exponential(x), mask=(rows[:, None] < length) & (columns[None, :] < width))
 
@@ -68,7 +73,7 @@ class Marked(NamedTuple):
     """What the exact kernels know of their rows: vectors, shaped so that they broadcast to a tile.
 
     Attributes:
-        shift, norm: of phi: sum_j phi(s_ij) e^-shift.
+        shift, norm: of phi: sum_j phi(s_ij) 2^-shift, in its unit.
         floor, over_spread, tied: of re-weighted rows, as ``threshold`` gives them; sharp_norm: sum u^p.
         inner: D_i = sum_j A_ij dL/dA_ij.
         alone: whether one key has all the weight, whatever its score.
@@ -217,7 +222,7 @@ def exact_forward(problem, algebra, sight, made, blocks):
     for WHOLE in tl.static_range(2):
         for n in range(see.number(sight.tiles, span, b, h, block, WHOLE == 0)):
             keys = of.keys_met(sight, span, b, h, block, n, WHOLE == 0, blocks)
-            _key, _norms, s, seen, _dots = of.tile_of_keys(
+            _key, _norms, s, seen, _scaled = of.tile_of_keys(
                 query, problem, algebra, sight, b, h, rows, keys, scale, lift, WHOLE == 0, blocks
             )
             log_weight = tl.where(seen, log_weights(s, row, problem, algebra, h), float("-inf"))

@@ -202,7 +202,7 @@ def mixed_of(problem, b, h, keys, CUT: tl.constexpr, blocks):
 
 @triton.jit
 def scores(dots, problem, algebra, sight, b, h, rows, keys, scale, norm, lift, CUT: tl.constexpr):
-    """A tile of s in its unit from its products, and who is seen; -inf where nobody is. And the products, 0 there.
+    """A tile of s in its unit from its products, and who is seen; -inf where nobody is. And the scaled products, 0 there.
 
     Args:
         rows, keys: positions, shaped so that they broadcast to the tile, in either order.
@@ -211,6 +211,7 @@ def scores(dots, problem, algebra, sight, b, h, rows, keys, scale, norm, lift, C
     s = dots * scale
     if algebra.cosine:
         s = s * norm
+    scaled = s
     if algebra.score_bias != "0":
         s = s + lift
     if problem.bias is not None:
@@ -222,8 +223,8 @@ def scores(dots, problem, algebra, sight, b, h, rows, keys, scale, norm, lift, C
     if CUT:
         seen = see.visible(sight, problem, b, h, rows, keys)
         s = tl.where(seen, s, float("-inf"))
-        dots = tl.where(seen, dots, 0.0)
-    return s, seen, dots
+        scaled = tl.where(seen, scaled, 0.0)
+    return s, seen, scaled
 
 
 @triton.jit
@@ -236,11 +237,11 @@ def keys_met(sight, span, b, h, block, n, CUT: tl.constexpr, blocks):
 def tile_of_keys(query, problem, algebra, sight, b, h, rows, keys, scale, lift, CUT: tl.constexpr, blocks):
     """Keys, 1 / |k|, and what ``scores`` gives. ``scale`` and ``lift`` are the rows'."""
     key, norms = keys_of(problem, algebra, b, h, keys, CUT, blocks)
-    s, seen, dots = scores(
+    s, seen, scaled = scores(
         product(query, tl.trans(key), blocks), problem, algebra, sight, b, h,
         rows[:, None], keys[None, :], scale[:, None], norms[None, :], lift[:, None], CUT,
     )  # fmt: skip
-    return key, norms, s, seen, dots
+    return key, norms, s, seen, scaled
 
 
 @triton.jit
@@ -274,7 +275,7 @@ def threshold(problem, algebra, count, norm, top):
     safe = tl.where(norm == 0.0, 1.0, norm)
     free = tl.where(count > FREE_ROWS, 1.0, 0.0)
     floor = free * norm / tl.maximum(count, 1.0)
-    peak = tl.maximum(top * count / safe - free, 0.0)
+    peak = tl.maximum(top * count / safe - free, 0.0, propagate_nan=tl.PropagateNan.ALL)
     tied = peak <= TIED
     return floor, 1.0 / tl.where(tied, 1.0, top - floor), tied, peak
 
