@@ -69,7 +69,7 @@ TILES_BEFORE_HOPPER = {
     ("key_gradients", "narrow"): _tiles((32, 64, 8), (32, 128, 8), (64, 128, 8)),
     ("key_gradients", "narrow, more to do"): _tiles((16, 32, 8), (32, 64, 8), (32, 128, 8)),
     ("key_gradients", "wide"): _tiles((16, 64, 8), (32, 64, 8), (32, 128, 8)),
-    ("key_gradients", "wide, more to do"): _tiles((16, 32, 8), (32, 64, 8), (16, 64, 8)),
+    ("key_gradients", "wide, more to do"): _tiles((16, 32, 4), (32, 64, 8), (16, 64, 8)),
     ("bias_gradients", "narrow"): _tiles((32, 32, 8)),
     ("decode", "narrow"): _tiles((16, 64, 4)),
     ("decode", "wide"): _tiles((16, 32, 4)),
@@ -102,6 +102,8 @@ def tiles(kernel: str, problem: Problem, mechanism: Mechanism) -> tuple[Tile, ..
         "query_gradients": sharp,
         "key_gradients": (sharp or not plain) if width == "wide" else mechanism.laser and (sharp or arch < 90),
     }.get(kernel, False)
+    if kernel == "key_gradients" and mechanism.laser and arch < 90 and not sharp:
+        width, much = "narrow", True
     candidates = [f"{width}, more to do"] * much + [width, "narrow"]
     return next(table[kernel, name] for name in candidates if (kernel, name) in table)
 
