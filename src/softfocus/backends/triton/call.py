@@ -158,14 +158,16 @@ class Call:
 
     def _in_a_tile(self, kernel: str, run: Callable[[tuning.Tile], None]) -> tuning.Tile:
         """Run in the fastest tile, or, where a device has too little shared memory for it, in a smaller one."""
-        for tile in (self._fastest(kernel, run), *tuning.SMALLER):
+        tiles = (self._fastest(kernel, run), *tuning.SMALLER)
+        for tile in tiles:
             try:
                 run(tile)
             except OutOfResources:
-                continue
-            return tile
-        run(tuning.SMALLEST)
-        return tuning.SMALLEST
+                if tile == tiles[-1]:
+                    raise
+            else:
+                return tile
+        raise AssertionError("unreachable")
 
     def _fastest(self, kernel: str, run: Callable[[tuning.Tile], None]) -> tuning.Tile:
         if (

@@ -59,6 +59,7 @@ VERY_WIDE_TILES = {
 }
 """Of more than 128 dimensions a head."""
 TILES_BEFORE_HOPPER = {
+    **TILES,
     ("forward", "narrow"): _tiles((64, 32, 4), (128, 64, 8), (64, 64, 4)),
     ("forward", "wide"): _tiles((64, 32, 4), (128, 64, 8), (128, 32, 8)),
     ("forward", "wide, more to do"): _tiles((64, 32, 8), (64, 32, 4), (128, 32, 8)),
@@ -68,11 +69,10 @@ TILES_BEFORE_HOPPER = {
     ("query_gradients", "wide, more to do"): _tiles((32, 16, 8), (64, 32, 8), (64, 16, 8)),
     ("key_gradients", "narrow"): _tiles((32, 64, 8), (32, 128, 8), (64, 128, 8)),
     ("key_gradients", "narrow, more to do"): _tiles((16, 32, 8), (32, 64, 8), (32, 128, 8)),
+    ("key_gradients", "LASER"): _tiles((16, 32, 8), (32, 64, 8), (32, 128, 8)),
     ("key_gradients", "wide"): _tiles((16, 64, 8), (32, 64, 8), (32, 128, 8)),
     ("key_gradients", "wide, more to do"): _tiles((16, 32, 4), (32, 64, 8), (16, 64, 8)),
     ("bias_gradients", "narrow"): _tiles((32, 32, 8)),
-    ("decode", "narrow"): _tiles((16, 64, 4)),
-    ("decode", "wide"): _tiles((16, 32, 4)),
 }
 """Where the operands of products lie in registers, too."""
 TILES_SINCE_BLACKWELL = {
@@ -81,7 +81,7 @@ TILES_SINCE_BLACKWELL = {
     ("forward", "wide"): _tiles((64, 32, 8), (128, 32, 8), (128, 64, 8)),
     ("forward", "wide, more to do"): _tiles((64, 32, 8), (128, 32, 8), (128, 64, 8)),
 }
-SMALLER, SMALLEST = (Tile(32, 32, 4, 2), Tile(32, 16, 4, 1)), Tile(16, 16, 4, 1)
+SMALLER = (Tile(32, 32, 4, 2), Tile(32, 16, 4, 1), Tile(16, 16, 4, 1))
 """Where a device's shared memory holds none of these, as float32 of 128 dimensions on consumers' GPUs."""
 TUNE = "SOFTFOCUS_TUNE"
 INTERPRETED = Tile(32, 32, 1, 1)
@@ -96,16 +96,14 @@ def tiles(kernel: str, problem: Problem, mechanism: Mechanism) -> tuple[Tile, ..
     arch = arch if isinstance(arch, int) else 90  # other makers' have names
     table = TILES_BEFORE_HOPPER if arch < 90 else TILES_SINCE_BLACKWELL if arch >= 100 else TILES
     width = "wide" if most > 64 else "narrow"
-    sharp, plain = mechanism.power is not None, mechanism.phi == "exp" and not (mechanism.laser and arch < 90)
+    sharp, laser = mechanism.power is not None, mechanism.laser
     much = {
         "forward": sharp or mechanism.phi == "sigmoid",
         "query_gradients": sharp,
-        "key_gradients": (sharp or not plain) if width == "wide" else mechanism.laser and (sharp or arch < 90),
+        "key_gradients": sharp or mechanism.phi != "exp" if width == "wide" else sharp and laser,
     }.get(kernel, False)
-    if kernel == "key_gradients" and mechanism.laser and arch < 90 and not sharp:
-        width, much = "narrow", True
-    candidates = [f"{width}, more to do"] * much + [width, "narrow"]
-    return next(table[kernel, name] for name in candidates if (kernel, name) in table)
+    names = ["LASER"] * (laser and not sharp) + [f"{width}, more to do"] * much + [width, "narrow"]
+    return next(table[kernel, name] for name in names if (kernel, name) in table)
 
 
 def kind(direction: str, problem: Problem, visibility: Visibility, mechanism: Mechanism) -> tuple[Hashable, ...]:
@@ -144,8 +142,9 @@ def fastest(
         store = get_cache_manager(code)
         found = store.get_file("tile.json")
         tile = None if found is None else _read(found)
-        if tile not in tiles:
-            tile = None if torch.cuda.is_current_stream_capturing() else _measured(tiles, run)
+        if tile not in (*tiles, *SMALLER):
+            capturing = torch.cuda.is_current_stream_capturing()
+            tile = None if capturing else _measured(tiles, run) or _measured(SMALLER, run)
             if tile is None:
                 return tiles[0]
             store.put(json.dumps(tile), "tile.json", binary=False)
