@@ -1,0 +1,158 @@
+// A block of threads at work: warps that run one after another from barrier to barrier, shared memory that knows who touched it
+// since the last one, and memory outside that belongs to the call's tensors or to nobody.
+#pragma once
+
+#include <array>
+#include <cmath>
+#include <deque>
+#include <functional>
+#include <memory>
+
+#include "program.h"
+
+constexpr int LANES = 32;
+constexpr uint32_t ALL = 0xffffffffu;
+using Lanes = std::array<uint64_t, LANES>;
+
+struct Warp;
+using Step = std::function<void(Warp&, uint32_t)>;
+
+struct Region {
+  uint64_t begin, end;
+  std::vector<uint32_t> writer;  // of each byte: 1 + the block that wrote it
+};
+
+struct Launch {
+  const uint8_t* parameters;
+  uint32_t grid[3];
+  std::vector<Region> regions;
+  bool backwards;  // blocks and warps from the last to the first
+
+  Region& region(uint64_t address, uint64_t bytes) {
+    for (auto& one : regions)
+      if (one.begin <= address && address + bytes <= one.end) return one;
+    std::ostringstream said;
+    said << "out of bounds: " << bytes << " bytes at " << std::hex << address;
+    for (auto& one : regions) {
+      int64_t beyond = address >= one.begin ? int64_t(address + bytes - one.end) : -int64_t(one.begin - address);
+      if (std::llabs(beyond) < (1 << 20))
+        said << std::dec << "; " << std::llabs(beyond) << (beyond > 0 ? " beyond" : " before") << " a tensor of "
+             << one.end - one.begin;
+    }
+    throw Error(said.str());
+  }
+};
+
+struct Block {
+  // Of one byte of shared memory: who wrote and who read since which barrier.
+  struct Touched {
+    uint32_t written = 0, read = 0;
+    uint16_t writer = 0, readers = 0;
+  };
+  std::vector<uint8_t> shared;
+  std::vector<Touched> touched;
+  uint32_t phase = 1;
+  uint32_t number;
+  Launch& launch;
+
+  Block(Launch& call, uint32_t at, int bytes) : shared(bytes, 0xff), touched(bytes), number(at), launch(call) {}
+
+  void inside(uint64_t address, int bytes) {
+    if (address + bytes > shared.size() || address % std::min(bytes, 16))
+      throw Error("shared memory: " + std::to_string(bytes) + " bytes at " + std::to_string(address) + " of " +
+                  std::to_string(shared.size()));
+  }
+
+  void read_by(int warp, uint64_t address, int bytes) {
+    inside(address, bytes);
+    for (auto* x = &touched[address]; x != &touched[address] + bytes; ++x) {
+      if (x->written == phase && x->writer != warp) throw Error(race("reads what warp", x->writer, warp));
+      if (x->read != phase) x->readers = 0;
+      x->read = phase, x->readers |= 1 << warp;
+    }
+  }
+
+  // Storing what is there already hurts nobody; `contents` is null where they come later.
+  void written_by(int warp, uint64_t address, int bytes, const void* contents) {
+    inside(address, bytes);
+    if (contents && !std::memcmp(&shared[address], contents, bytes)) return;
+    for (auto* x = &touched[address]; x != &touched[address] + bytes; ++x) {
+      if (x->written == phase && x->writer != warp) throw Error(race("writes what warp", x->writer, warp));
+      if (x->read == phase && x->readers & ~(1 << warp)) throw Error(race("writes what others read, not", warp, warp));
+      x->written = phase, x->writer = uint16_t(warp);
+    }
+    if (contents) std::memcpy(&shared[address], contents, bytes);
+  }
+
+  static std::string race(const char* does, int other, int warp) {
+    return "race in shared memory: warp " + std::to_string(warp) + " " + does + " " + std::to_string(other) +
+           " touched since the last barrier";
+  }
+
+  void load(uint64_t address, int bytes, void* to) {
+    if (address % bytes) throw Error("not aligned: " + std::to_string(bytes) + " bytes at " + std::to_string(address));
+    Region& one = launch.region(address, bytes);
+    for (uint64_t at = address - one.begin; at < address + bytes - one.begin; ++at)
+      if (one.writer[at] && one.writer[at] != number + 1) throw Error("race: reads what another block of the grid writes");
+    std::memcpy(to, reinterpret_cast<void*>(address), bytes);
+  }
+
+  void store(uint64_t address, int bytes, const void* from) {
+    if (address % bytes) throw Error("not aligned: " + std::to_string(bytes) + " bytes at " + std::to_string(address));
+    Region& one = launch.region(address, bytes);
+    auto* there = reinterpret_cast<void*>(address);
+    bool same = !std::memcmp(there, from, bytes);
+    for (uint64_t at = address - one.begin; at < address + bytes - one.begin; ++at) {
+      if (one.writer[at] && one.writer[at] != number + 1 && !same)
+        throw Error("race: two blocks of the grid write different contents");
+      one.writer[at] = number + 1;
+    }
+    std::memcpy(there, from, bytes);
+  }
+};
+
+// What has been asked for and comes when it is waited for, no sooner.
+class Later {
+ public:
+  void add(std::function<void()> work) { open_.push_back(std::move(work)); }
+  void commit() { groups_.push_back(std::move(open_)), open_.clear(); }
+  void wait(size_t pending) {
+    for (; groups_.size() > pending; groups_.pop_front())
+      for (auto& work : groups_.front()) work();
+  }
+  bool empty() const { return groups_.empty() && open_.empty(); }
+
+ private:
+  std::vector<std::function<void()>> open_;
+  std::deque<std::vector<std::function<void()>>> groups_;
+};
+
+struct Warp {
+  Block& block;
+  int number;
+  std::vector<Lanes> registers;
+  std::array<int, LANES> at{};
+  uint32_t live = ALL;
+  Later copies, products;
+
+  Warp(Block& home, int which, const Program& program) : block(home), number(which), registers(program.slots) {
+    for (auto& one : registers) one.fill(0x7fc0dead7fc0deadull);  // a number that no register holds by right
+    for (auto& [slot, bits] : program.constants) registers[slot].fill(bits);
+    uint32_t rest = home.number;
+    for (auto& [name, slot] : program.special) {
+      uint32_t* grid = home.launch.grid;
+      char axis = name.back();
+      uint32_t place[3] = {rest % grid[0], rest / grid[0] % grid[1], rest / grid[0] / grid[1]};
+      for (int lane = 0; lane < LANES; ++lane) {
+        uint64_t& x = registers[slot][lane];
+        if (name == "%tid.x") x = LANES * which + lane;
+        else if (name == "%laneid") x = lane;
+        else if (name == "%warpid") x = which;
+        else if (name.rfind("%ctaid.", 0) == 0) x = place[axis - 'x'];
+        else if (name.rfind("%nctaid.", 0) == 0) x = grid[axis - 'x'];
+        else if (name == "%ntid.x") x = program.threads;
+        else throw Error("not emulated: " + name);
+      }
+    }
+  }
+};
