@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup demo bench test sanitize sanitize-gpu neon lint clean
+.PHONY: help setup demo bench test sanitize sanitize-gpu emulated-gpu neon lint clean
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
@@ -45,16 +45,23 @@ sanitize-gpu: setup  ## the Triton kernels' tests under NVIDIA's compute-sanitiz
 	    $(BIN)/python -m pytest -x -q -m gpu tests/core/test_triton.py tests/core/test_cache.py -k "not cuda_graph and not compiled" || exit 1; \
 	done
 
+# Nothing is timed: an emulator executes what Triton compiled, with errors, races and late copies as the hardware may have them.
+emulated-gpu: setup  ## the Triton kernels' tests as compiled for sm_80 and sm_90, on an emulated GPU (ten minutes at first, then two)
+	for arch in 80 90; do \
+	  SOFTFOCUS_EMULATED_ARCH=$$arch OMP_NUM_THREADS=1 PYTHONPATH=tests/emulated/gpu \
+	    $(BIN)/python -m pytest -p plugin -q tests/core/test_triton.py tests/core/test_cache.py || exit 1; \
+	done
+
 # Nobody here has such a machine: the kernels run under an emulator, called from the tests in this machine's Python.
 NEON := .emulated/neon
 neon: setup $(NEON)  ## the CPU kernels' parity tests as 64-bit ARM under qemu (an hour; Debian: apt install g++-aarch64-linux-gnu qemu-user-static)
-	SOFTFOCUS_EMULATED="qemu-aarch64-static $(NEON)" OMP_NUM_THREADS=1 PYTHONPATH=tests/emulated \
+	SOFTFOCUS_EMULATED="qemu-aarch64-static $(NEON)" OMP_NUM_THREADS=1 PYTHONPATH=tests/emulated/arm \
 	$(BIN)/python -m pytest -p plugin -q tests/core/test_cpu.py -k "test_parity or few"
 
-$(NEON): tests/emulated/call.cpp $(wildcard src/softfocus/backends/cpu/csrc/*)
+$(NEON): tests/emulated/arm/call.cpp $(wildcard src/softfocus/backends/cpu/csrc/*)
 	mkdir -p $(dir $@)
 	aarch64-linux-gnu-g++ -std=c++17 -O3 -fno-math-errno -fno-trapping-math -fopenmp -static -mcpu=cortex-a76 \
-	  tests/emulated/call.cpp src/softfocus/backends/cpu/csrc/*.cpp -o $@
+	  tests/emulated/arm/call.cpp src/softfocus/backends/cpu/csrc/*.cpp -o $@
 
 lint: setup  ## ruff and mypy
 	$(BIN)/ruff check src tests

@@ -62,8 +62,8 @@ QUICK = [
 
 @pytest.fixture
 def quiet(monkeypatch):
-    """The interpreter computes with numpy, which speaks of every infinity, and sums a product in another order where its operands
-    change sides: compiled products do not, and the backward counts on the forward's scores."""
+    """The interpreter computes with numpy, which speaks of every infinity, and sums a product in another order where its
+    operands change sides: compiled products do not, and the backward counts on the forward's scores."""
     import numpy
 
     def dot(self, a, b, d, *rest):

@@ -432,7 +432,11 @@ inline Step divided(const Statement& s) {
   });
 }
 
-inline int bytes_of(const std::string& type) { return std::stoi(type.substr(1)) / 8; }
+inline int bytes_of(const std::string& type) {
+  for (int bytes : {1, 2, 4, 8})
+    if (type.substr(1) == std::to_string(8 * bytes)) return bytes;
+  unknown();
+}
 
 inline uint64_t widened(const std::string& type, uint64_t bits) {
   if (type == "s8") return bits_of(low<int8_t>(bits));

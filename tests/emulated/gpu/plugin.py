@@ -1,12 +1,12 @@
 """A pytest plugin: the Triton kernels compiled for a GPU that is not there, and run from their PTX by ``gpu.cpp``.
 
-``make emulated-gpu`` has the kernels' tests run so. Triton's interpreter runs the source; here runs what the compiler made of it,
-on tensor cores and approximate functions that err as the PTX manual allows. The emulator refuses what memcheck, racecheck and
-synccheck would: accesses beyond the call's tensors, misaligned ones, races in shared memory and between programs, barriers that
-not all threads meet, and results of asynchronous copies and products that are not waited for (they come no sooner).
+``make emulated-gpu`` has the kernels' tests run so. Triton's interpreter runs the source; here runs what the compiler made of
+it, on tensor cores and approximate functions that err as the PTX manual allows. The emulator refuses what memcheck, racecheck
+and synccheck would: accesses beyond the call's tensors, misaligned ones, races in shared memory and between programs, barriers
+that not all threads meet, and results of asynchronous copies and products that are not waited for (they come no sooner).
 
-SOFTFOCUS_EMULATED_ARCH: 80 or 90 (tensor cores of Ampere or Hopper); SOFTFOCUS_EMULATED_BACKWARDS=1: programs and warps run from
-the last to the first.
+SOFTFOCUS_EMULATED_ARCH: 80 or 90 (tensor cores of Ampere or Hopper); SOFTFOCUS_EMULATED_BACKWARDS=1: programs and warps run
+from the last to the first.
 """
 
 import ctypes
@@ -96,7 +96,9 @@ class Launcher:
         arguments = rest[4:]  # after metadata and hooks
         kernel, parameters = EMULATOR.loaded[function]
         values = [pair for kind, value in zip(self.signature, arguments, strict=True) for pair in _flat(kind, value)]
-        assert len(values) in (len(parameters), len(parameters) - 1, len(parameters) - 2), "arguments and parameters differ"
+        assert len(values) in (len(parameters), len(parameters) - 1, len(parameters) - 2), (
+            "arguments and parameters differ"
+        )
         assert not self.metadata.global_scratch_size
         block, regions = bytearray(max((at + size for at, size in parameters), default=0)), dict[int, int]()
         for (kind, value), (at, size) in zip(values, parameters, strict=False):

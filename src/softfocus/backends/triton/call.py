@@ -79,7 +79,7 @@ class Call:
         self._cuts: dict[tuning.Tile, Cut] = {}
 
     def forward(self, split: bool = True) -> tuple[Tensor, Tensor]:
-        """out [B, H, Lq, Dv] and the rows' vectors [rows_kept, B, H, Lq]; ``split``: programs may share the keys of few rows."""
+        """out [B, H, Lq, Dv] and the rows' vectors [rows_kept, B, H, Lq]. split: programs may share the keys of few rows."""
         query, value = self.problem.query, self.problem.value
         out = query.new_empty(*query.shape[:3], value.size(-1))
         saved = query.new_empty(rows_kept(self.mechanism, value), *query.shape[:3], dtype=torch.float32)
@@ -106,8 +106,8 @@ class Call:
     def backward(self, grad: Tensor, bias_grad: bool, out: Tensor, saved: Tensor) -> tuple[Tensor | None, ...]:
         """The six gradients, from what :meth:`forward` returned."""
         if self.algebra.cosine and self._splits() > 1:
-            # It made the keys' norms on its way, and summed them in another order than the kernel whose norms are used here: the
-            # last bits of scores differ, which large powers multiply. The gradients are to be those of one and the same weights.
+            # It made the keys' norms on its way, summed in another order than by the kernel whose norms are used here: the last
+            # bits of scores differ, which large powers multiply. The gradients are to be those of one and the same weights.
             out, saved = self.forward(split=False)
         marked_heads = (saved[6] != 0.0).any(-1).int() if self.mechanism.laser else None
         made = self._made(out, saved, marked_heads)
