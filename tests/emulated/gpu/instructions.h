@@ -457,12 +457,14 @@ inline Step loaded(const Statement& s) {
       each_lane(mask, [&](int l) { w.registers[to[0]][l] = widened(type, bits); });
     };
   bool shared = s.has("shared");
-  if (!shared && !s.has("global")) unknown();
+  if (s.has("local")) unknown();
   return [=](Warp& w, uint32_t mask) {
     each_lane(mask, [&](int l) {
       uint8_t line[16];
       uint64_t at = w.registers[from.slot][l];
-      if (shared) {
+      if (!shared && at >= LOCAL) {
+        std::memcpy(line, w.own(l, at + from.offset, all), all);
+      } else if (shared) {
         at = uint32_t(at + from.offset);
         w.block.read_by(w.number, at, all);
         std::memcpy(line, &w.block.shared[at], all);
@@ -483,13 +485,14 @@ inline Step stored(const Statement& s) {
   auto from = slots_of(s.operands[1]);
   int bytes = bytes_of(s.type()), all = bytes * int(from.size());
   bool shared = s.has("shared");
-  if (!shared && !s.has("global")) unknown();
+  if (s.has("local")) unknown();
   return [=](Warp& w, uint32_t mask) {
     each_lane(mask, [&](int l) {
       uint8_t line[16];
       for (size_t n = 0; n < from.size(); ++n) std::memcpy(line + n * bytes, &w.registers[from[n]][l], bytes);
       uint64_t at = w.registers[to.slot][l];
-      if (shared) w.block.written_by(w.number, uint32_t(at + to.offset), all, line);
+      if (!shared && at >= LOCAL) std::memcpy(w.own(l, at + to.offset, all), line, all);
+      else if (shared) w.block.written_by(w.number, uint32_t(at + to.offset), all, line);
       else w.block.store(at + to.offset, all, line);
     });
   };
@@ -595,6 +598,7 @@ inline Step step_of(const Statement& s) {
   if (op == "setp") return predicate(s);
   if (op == "selp") return selected(s);
   if (op == "cvt") return converted(s);
+  if (op == "cvta" && s.has("local") && !s.has("to")) return unary<uint64_t, uint64_t>(s, [](uint64_t a) { return a + LOCAL; });
   if (op == "ld") return loaded(s);
   if (op == "st") return stored(s);
   if (op == "shfl") return shuffled(s);

@@ -12,6 +12,7 @@
 
 constexpr int LANES = 32;
 constexpr uint32_t ALL = 0xffffffffu;
+constexpr uint64_t LOCAL = uint64_t(1) << 62;  // where a thread's own memory begins among all addresses
 using Lanes = std::array<uint64_t, LANES>;
 
 struct Warp;
@@ -134,8 +135,9 @@ struct Warp {
   std::array<int, LANES> at{};
   uint32_t live = ALL;
   Later copies, products;
+  std::vector<uint8_t> local;  // each lane's own memory
 
-  Warp(Block& home, int which, const Program& program) : block(home), number(which), registers(program.slots) {
+  Warp(Block& home, int which, const Program& program) : block(home), number(which), registers(program.slots), local(LANES * program.local_bytes, 0xff) {
     for (auto& one : registers) one.fill(0x7fc0dead7fc0deadull);  // a number that no register holds by right
     for (auto& [slot, bits] : program.constants) registers[slot].fill(bits);
     uint32_t rest = home.number;
@@ -154,5 +156,11 @@ struct Warp {
         else throw Error("not emulated: " + name);
       }
     }
+  }
+
+  uint8_t* own(int lane, uint64_t address, int bytes) {
+    uint64_t each = local.size() / LANES, at = address - LOCAL;
+    if (at + bytes > each || at % bytes) throw Error("local memory: " + std::to_string(bytes) + " bytes at " + std::to_string(at));
+    return &local[lane * each + at];
   }
 };

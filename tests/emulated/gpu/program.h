@@ -48,7 +48,7 @@ class Program {
   int slots = 0;
   std::map<int, uint64_t> constants;        // slot -> bits
   std::map<std::string, int> special;       // %tid.x ... -> slot
-  int threads = 0;
+  int threads = 0, local_bytes = 0;
 
   explicit Program(const std::string& text) {
     std::istringstream lines(text);
@@ -67,7 +67,8 @@ class Program {
         continue;
       }
       if (line == "}" && pending.empty()) break;  // what follows is for debuggers
-      if (line[0] == '.' && line.rfind(".reg", 0) != 0 && line.rfind(".local", 0) != 0) continue;
+      if (line.rfind(".local", 0) == 0) local_bytes += std::stoi(line.substr(line.find('[') + 1));
+      if (line[0] == '.' && line.rfind(".reg", 0) != 0) continue;
       pending += (pending.empty() ? "" : " ") + line;
       take(pending, source);
     }
@@ -215,7 +216,7 @@ class Program {
   }
 
   static uint64_t constant(const std::string& text) {
-    if (text == "global_smem") return 0;
+    if (text == "global_smem" || text == "__local_depot0") return 0;
     if (text.rfind("0f", 0) == 0 || text.rfind("0d", 0) == 0) return std::stoull(text.substr(2), nullptr, 16);
     if (text[0] == '-' || std::isdigit(text[0]))
       return text[0] == '-' ? static_cast<uint64_t>(std::stoll(text, nullptr, 0)) : std::stoull(text, nullptr, 0);

@@ -27,11 +27,20 @@ largest score in the kernels' unit."""
 
 
 def rows_kept(mechanism: Mechanism, value: Tensor) -> int:
-    """So many vectors of the rows come from the forward: ROWS, and after them LASER's e^-out in their memory."""
-    return ROWS + (-(-value.size(-1) * rest_dtype(value.dtype).itemsize // 4) if mechanism.laser else 0)
+    """So many vectors of the rows come from the forward: ROWS, and after them in their memory what the backward wants beside out."""
+    rest = rest_dtype(mechanism, value.dtype)
+    return ROWS + (0 if rest is None else -(-value.size(-1) * rest.itemsize // 4))
 
 
-def rest_dtype(dtype: torch.dtype) -> torch.dtype:
+def rest_dtype(mechanism: Mechanism, dtype: torch.dtype) -> torch.dtype | None:
+    """Of what the backward wants beside an output of a dtype: LASER's e^-out; of halves, what rounding has taken off, where the
+    weights sum to one and the gradients hold D = sum(out dL/dout). Or None."""
+    if mechanism.laser:
+        return exponential_dtype(dtype)
+    return torch.int8 if dtype != torch.float32 and mechanism.normaliser == "l1" else None
+
+
+def exponential_dtype(dtype: torch.dtype) -> torch.dtype:
     """Of LASER's e^V and e^-out beside values of a dtype: float16 could not hold them."""
     return torch.float32 if dtype == torch.float16 else dtype
 

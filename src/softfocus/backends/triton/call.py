@@ -12,7 +12,7 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime.errors import OutOfResources
 
-from softfocus.backends.triton import ROWS, rest_dtype, rows_kept, tuning
+from softfocus.backends.triton import ROWS, exponential_dtype, rest_dtype, rows_kept, tuning
 from softfocus.backends.triton.arguments import Algebra, Array, Blocks, Made, Sight, Tiles
 from softfocus.backends.triton.arguments import Problem as Given
 from softfocus.backends.triton.kernels import decode, forward, gradients, laser, norms
@@ -211,9 +211,9 @@ class Call:
         return given
 
     def _made(self, out: Tensor, saved: Tensor, marked_heads: Tensor | None) -> Made:
-        rest = None
-        if self.mechanism.laser:
-            rest = saved[ROWS:].flatten().view(rest_dtype(out.dtype))[: out.numel()].view(out.shape)
+        kind, rest = rest_dtype(self.mechanism, out.dtype), None
+        if kind is not None:
+            rest = saved[ROWS:].flatten().view(kind)[: out.numel()].view(out.shape)
         return Made(_array(out), _array(rest), _array(saved), marked_heads, END)
 
     def _splits(self) -> int:
@@ -344,7 +344,7 @@ def _reciprocal_norms(x: Tensor) -> Tensor:
 def _exponentials(value: Tensor, backward: bool) -> tuple[Tensor, Tensor]:
     """LASER's e^V, and [B, Hk, Lk, 1] ``flaws_of`` its keys; of the backward there are none."""
     batch, heads, length, width = value.shape
-    mixed = value.new_empty(value.shape, dtype=rest_dtype(value.dtype))
+    mixed = value.new_empty(value.shape, dtype=exponential_dtype(value.dtype))
     flaws = (value.new_zeros if backward else value.new_empty)(batch, heads, length, 1, dtype=torch.float32)
     columns = triton.next_power_of_2(width)
     rows = max(1, 4096 // columns)

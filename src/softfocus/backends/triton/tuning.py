@@ -28,13 +28,15 @@ class Tile(NamedTuple):
     stages: int
 
 
-def _tiles(*shapes: tuple[int, int, int]) -> tuple[Tile, ...]:
-    return tuple(Tile(*shape, 2) for shape in shapes)
+def _tiles(*shapes: tuple[int, int, int], stages: int = 3) -> tuple[Tile, ...]:
+    """With two stages a tile is asked for at the end of the one before and waited for at once; with three it comes meanwhile."""
+    return tuple(Tile(*shape, stages) for shape in shapes)
 
 
 TILES = {
     ("forward", "narrow"): _tiles((128, 64, 8), (64, 64, 4), (128, 32, 8)),
     ("forward", "wide"): _tiles((128, 64, 8), (128, 32, 8), (64, 64, 4)),
+    ("forward", "wide, softplus"): _tiles((128, 32, 8), (128, 64, 8), (64, 64, 4)),
     ("forward", "wide, more to do"): _tiles((128, 32, 8), (128, 64, 8), (64, 32, 4)),
     ("query_gradients", "narrow"): _tiles((128, 64, 8), (64, 64, 4), (128, 32, 8)),
     ("query_gradients", "narrow, more to do"): _tiles((128, 32, 8), (128, 64, 8), (64, 32, 4)),
@@ -45,8 +47,8 @@ TILES = {
     ("key_gradients", "wide"): _tiles((16, 128, 8), (32, 128, 8), (64, 128, 8)),
     ("key_gradients", "wide, more to do"): _tiles((16, 64, 8), (32, 128, 8), (16, 128, 8)),
     ("bias_gradients", "narrow"): _tiles((64, 32, 8)),
-    ("decode", "narrow"): _tiles((16, 64, 4)),
-    ("decode", "wide"): _tiles((16, 32, 4)),
+    ("decode", "narrow"): _tiles((16, 64, 4), stages=4),
+    ("decode", "wide"): _tiles((16, 32, 4), stages=4),
 }
 """What may be taken for a kernel; the first where nothing is measured: it spills nothing from registers, as far as
 test_triton_compile.py says. Rows of the queries' kernels and keys of the keys' are at least 16 a warp, or warps would do the
@@ -62,6 +64,7 @@ TILES_BEFORE_HOPPER = {
     **TILES,
     ("forward", "narrow"): _tiles((64, 32, 4), (128, 64, 8), (64, 64, 4)),
     ("forward", "wide"): _tiles((64, 32, 4), (128, 64, 8), (128, 32, 8)),
+    ("forward", "wide, softplus"): _tiles((64, 32, 4), (128, 64, 8), (128, 32, 8)),
     ("forward", "wide, more to do"): _tiles((64, 32, 8), (64, 32, 4), (128, 32, 8)),
     ("query_gradients", "narrow"): _tiles((64, 32, 4), (128, 64, 8), (64, 64, 4)),
     ("query_gradients", "narrow, more to do"): _tiles((32, 32, 4), (64, 32, 4), (128, 32, 8)),
@@ -79,8 +82,16 @@ TILES_SINCE_BLACKWELL = {
     **TILES,
     ("forward", "narrow"): _tiles((128, 32, 8), (128, 64, 8), (64, 64, 4)),
     ("forward", "wide"): _tiles((64, 32, 8), (128, 32, 8), (128, 64, 8)),
+    ("forward", "wide, softplus"): _tiles((64, 32, 8), (128, 32, 8), (128, 64, 8)),
     ("forward", "wide, more to do"): _tiles((64, 32, 8), (128, 32, 8), (128, 64, 8)),
 }
+TILES_OF_SINGLES = {
+    "narrow": _tiles((32, 32, 8), (64, 32, 8), stages=2),
+    "wide": _tiles((32, 16, 8), (32, 32, 8), stages=2),
+    "very wide": _tiles((16, 16, 8), (32, 16, 8), stages=2),
+}
+"""Of every kernel but decoding, in float32: without tensor cores a thread holds all that its products are made of, and more than
+eight of them spill by the thousand bytes. Products take so long that what they wait for hardly counts."""
 SMALLER = (Tile(32, 32, 4, 2), Tile(32, 16, 4, 1), Tile(16, 16, 4, 1))
 """Where a device's shared memory holds none of these, as float32 of 128 dimensions on consumers' GPUs."""
 TUNE = "SOFTFOCUS_TUNE"
@@ -90,6 +101,8 @@ INTERPRETED = Tile(32, 32, 1, 1)
 def tiles(kernel: str, problem: Problem, mechanism: Mechanism) -> tuple[Tile, ...]:
     """What may be taken for a kernel of a call on the device that is current."""
     most = max(problem.query.size(-1), problem.value.size(-1))
+    if problem.query.dtype == torch.float32 and kernel != "decode":
+        return TILES_OF_SINGLES["very wide" if most > 128 else "wide" if most > 64 else "narrow"]
     if most > 128 and kernel in VERY_WIDE_TILES:
         return VERY_WIDE_TILES[kernel]
     arch = driver.active.get_current_target().arch
@@ -102,7 +115,8 @@ def tiles(kernel: str, problem: Problem, mechanism: Mechanism) -> tuple[Tile, ..
         "query_gradients": sharp,
         "key_gradients": sharp or mechanism.phi != "exp" if width == "wide" else sharp and laser,
     }.get(kernel, False)
-    names = ["LASER"] * (laser and not sharp) + [f"{width}, more to do"] * much + [width, "narrow"]
+    names = ["LASER"] * (laser and not sharp) + [f"{width}, more to do"] * much
+    names += [f"{width}, {mechanism.phi}", width, "narrow"]
     return next(table[kernel, name] for name in names if (kernel, name) in table)
 
 

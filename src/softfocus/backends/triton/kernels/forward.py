@@ -184,6 +184,9 @@ def finish(
     mixed = mixed + (mixed - mixed) + (norm - norm)[:, None]  # an infinity came from a value, or a product
     mixed = tl.where(count[:, None] > 0.0, mixed, 0.0)
     laser.store(made.out, b, heads, rows, inside, mixed, problem, blocks)
+    if made.rest is not None and not algebra.laser:
+        left = of.left_off(mixed, mixed.to(made.out.at.dtype.element_ty).to(tl.float32), algebra)
+        laser.store(made.rest, b, heads, rows, inside, left, problem, blocks)
     top = tl.where(norm == norm, top, float("nan"))
     to = of.saved_row(made.saved, b, heads, rows, 0)
     log_norm = tl.where(norm == 0.0, float("-inf"), tl.log(tl.where(norm == 0.0, 1.0, norm) / algebra.phi.unit))

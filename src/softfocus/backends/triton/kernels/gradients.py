@@ -50,6 +50,8 @@ def _inner(grad, made, problem, algebra, b, h, rows, blocks):
     mixed = of.outputs_of(made.out, problem, b, h, rows, blocks).to(tl.float32)
     if algebra.laser:
         return tl.sum(tl.where(mixed == mixed, above, 0.0), 1)
+    if made.rest is not None:
+        mixed += of.outputs_of(made.rest, problem, b, h, rows, blocks).to(tl.float32) * of.step(mixed, algebra)
     return tl.sum(above * mixed, 1)
 
 

@@ -64,8 +64,23 @@ if knobs.runtime.interpret or torch.version.hip:
     @triton.jit
     def _fast_log2(x):
         return tl.log2(x)
+
+    @triton.jit
+    def _rounded_product(a, b):
+        return a * b
 else:
-    _fast_log2 = libdevice.fast_log2f
+    _fast_log2, _rounded_product = libdevice.fast_log2f, libdevice.mul_rn
+
+
+@triton.jit
+def times(a, b, algebra):
+    """a b. In float32's re-weighted rows as a number of its own: where the compiler takes a sum with it for one fused operation in
+    some kernels or tiles and not in others, scores differ in what rounding leaves, of which u^p is p times as much."""
+    if algebra.sharp and algebra.terms == 9:
+        result = _rounded_product(a, b)
+    else:
+        result = a * b
+    return result
 
 
 @triton.jit
@@ -113,8 +128,20 @@ def _shifted(f, shift, algebra):
 
 
 @triton.jit
-def _tail_shift(largest):
-    return tl.where((largest < TAIL) & (largest > float("-inf")), largest, 0.0)
+def _in_the_tail(largest, shift):
+    """log2 phi of the largest, so that its weight is 1, which halves do not round: in a row that one key dominates the output, of
+    which D is made, is then that key's value. Elsewhere 0."""
+    return tl.where((largest < TAIL) & (largest > float("-inf")), shift, 0.0)
+
+
+@triton.jit
+def _softplus_shift(largest):
+    return _in_the_tail(largest, largest + tl.log2(_rate(tl.exp2(tl.minimum(largest, 0.0)), 9)))
+
+
+@triton.jit
+def _sigmoid_shift(largest):
+    return _in_the_tail(largest, largest - _rest(largest, 9))
 
 
 @triton.jit
@@ -238,8 +265,8 @@ _ONE = tl.constexpr(1.0)
 _SMOOTH, _VANISHES = tl.constexpr(False), tl.constexpr(True)
 PHI = {
     "exp": Phi(_exp, _exp, _log_exp, _exp_shift, _SMOOTH, LOG2E, _ONE),
-    "softplus": Phi(_softplus, _softplus_slope, _log_softplus, _tail_shift, _SMOOTH, LOG2E, LOG2E),
-    "sigmoid": Phi(_sigmoid, _sigmoid_slope, _log_sigmoid, _tail_shift, _SMOOTH, LOG2E, _ONE),
+    "softplus": Phi(_softplus, _softplus_slope, _log_softplus, _softplus_shift, _SMOOTH, LOG2E, LOG2E),
+    "sigmoid": Phi(_sigmoid, _sigmoid_slope, _log_sigmoid, _sigmoid_shift, _SMOOTH, LOG2E, _ONE),
     "relu": Phi(_relu, _relu_slope, _log_of_value, _relu_shift, _VANISHES, _ONE, _ONE),
     "relu2": Phi(_relu2, _relu2_slope, _log_of_value, _relu2_shift, _VANISHES, _ONE, _ONE),
     "relu6": Phi(_relu6, _relu6_slope, _log_of_value, _relu6_shift, _VANISHES, _ONE, _ONE),

@@ -147,6 +147,26 @@ def outputs_of(array, problem, b, h, rows, blocks):
 
 
 @triton.jit
+def step(rounded, algebra):
+    """A 127th of the distance between numbers of a half's dtype about one, which float32 holds here; 0 where that is tiny or there is
+    none. What out has lost in rounding is kept in eight bits, in such steps: D is made of out, and in a row that one key
+    dominates little is left of dL/dA - D."""
+    bits = rounded.to(tl.int32, bitcast=True) & 0x7F800000
+    power = bits.to(tl.float32, bitcast=True)
+    part: tl.constexpr = (2.0**-10 if algebra.narrow else 2.0**-7) / 127.0
+    return tl.where((power > 2.0**-100) & (power < float("inf")), power * part, 0.0)
+
+
+@triton.jit
+def left_off(x, rounded, algebra):
+    """x - rounded in steps, whole and at most 127."""
+    unit = step(rounded, algebra)
+    left = (x - rounded) / tl.where(unit > 0.0, unit, 1.0)
+    left = tl.where((unit > 0.0) & (tl.abs(left) <= 127.0), left, 0.0)
+    return left + tl.where(left < 0.0, -0.5, 0.5)  # cut off when it is stored
+
+
+@triton.jit
 def key_places(array, problem, b, h, keys):
     """Where the keys or values [K] of a head of queries lie."""
     if problem.pages is None:
@@ -211,9 +231,9 @@ def scores(dots, problem, algebra, sight, b, h, rows, keys, scale, norm, lift, C
         rows, keys: positions, shaped so that they broadcast to the tile, in either order.
         scale, lift: of the rows, in the unit; norm: of the keys, or of both: what the products have to be multiplied with.
     """
-    s = dots * scale
+    s = pointwise.times(dots, scale, algebra)
     if algebra.cosine:
-        s = s * norm
+        s = pointwise.times(s, norm, algebra)
     scaled = s
     if algebra.score_bias != "0":
         s = s + lift
@@ -221,7 +241,7 @@ def scores(dots, problem, algebra, sight, b, h, rows, keys, scale, norm, lift, C
         places = rows.to(tl.int64) * problem.bias.l + keys.to(tl.int64) * problem.bias.d
         inside = (rows < problem.query_length) & (keys < problem.key_length)
         bias = tl.load(see.head_of(problem.bias, b, h) + places, mask=inside, other=0.0).to(tl.float32)
-        s += bias * algebra.phi.score_unit
+        s += pointwise.times(bias, algebra.phi.score_unit, algebra)
     seen = tl.full(s.shape, True, tl.int1)
     if CUT:
         seen = see.visible(sight, problem, b, h, rows, keys)
