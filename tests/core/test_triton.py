@@ -197,6 +197,25 @@ def test_a_nan_that_a_row_cannot_see_never_reaches_it(quiet, name):
         assert torch.equal(got[1][:, :, :at], base[1][:, :, :at])
 
 
+@pytest.mark.parametrize("name", ["lssar", "softmax", "laser(lssa)"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_nobody_sees_changes_no_gradient(quiet, name, bad):
+    query, key, value = (torch.randn(1, 1, 20, 8, generator=torch.Generator().manual_seed(s)).to(DEVICE) for s in range(3))
+    real = torch.arange(20, device=DEVICE)[None] < 15
+
+    def gradients(key, value):
+        leaves = [x.clone().requires_grad_() for x in (query, key, value)]
+        out = fused(*leaves, is_causal=True, key_mask=real, mechanism=name)
+        return torch.autograd.grad(out.square().sum(), leaves)
+
+    expected = gradients(key, value)
+    assert not any(x[:, :, 15:].any() for x in expected[1:])
+    key[:, :, 15:] = bad
+    value[:, :, 15:] = bad
+    for got, wanted in zip(gradients(key, value), expected, strict=True):
+        assert torch.equal(got, wanted)
+
+
 @pytest.mark.parametrize(
     "name",
     ["laser(softmax)", *(pytest.param(f"laser({name})", marks=pytest.mark.slow) for name in ("lssar", "relu2_l1"))],
@@ -326,15 +345,19 @@ TABLES = (
     tuning.VERY_WIDE_TILES,
     tuning.TILES_OF_SINGLES,
 )
-SHAPES = sorted({(tile.rows, tile.keys) for table in TABLES for tiles in table.values() for tile in tiles})
+ALL_TILES = {tile for table in TABLES for tiles in table.values() for tile in tiles}
+SHAPES = sorted({(tile.rows, tile.keys) for tile in ALL_TILES})
 
 
 @pytest.mark.parametrize(
     "shape", [pytest.param(shape, marks=[] if n % 3 == 0 else pytest.mark.slow) for n, shape in enumerate(SHAPES)]
 )
 def test_every_tile_that_may_be_chosen_is_right(quiet, monkeypatch, shape):
+    """Whatever it is made for: a GPU that cannot hold it takes a smaller one."""
     monkeypatch.setattr(tuning, "INTERPRETED", Tile(*shape, 1, 1))
-    check(fused, replace(CASE["cache"], batch=1), "lssar", SINGLE, device=DEVICE)
+    warps, stages = max((tile.warps, tile.stages) for tile in ALL_TILES if (tile.rows, tile.keys) == shape)
+    monkeypatch.setattr(tuning, "tiles", lambda *call: (Tile(*shape, warps, stages),))
+    check(fused, replace(CASE["cache"], batch=1), "lssar", SINGLE if knobs.runtime.interpret else BRAIN, device=DEVICE)
 
 
 def test_there_are_tiles_for_every_kernel_of_every_mechanism(monkeypatch):
@@ -515,8 +538,8 @@ def test_forward_and_backward_in_a_cuda_graph(on_gpu, name):
 
 def test_a_step_of_decoding_in_a_cuda_graph(on_gpu):
     """The lengths grow in the graph's own tensor."""
-    query, key, value = on_gpu[0][:, :, :1].clone(), *(x.clone() for x in on_gpu[1:3])
-    lengths = torch.tensor([100, 7], device="cuda")
+    query, key, value = on_gpu[0][:, :, :1].clone(), *(x.repeat(1, 1, 14, 1) for x in on_gpu[1:3])  # enough keys to split
+    lengths = torch.tensor([4000, 7], device="cuda")
     attention_with_cache(query, key, value, lengths, backend="triton")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -601,7 +624,9 @@ def test_what_is_not_carried_is_said(monkeypatch):
         ({"mechanism": "gelu_l1"}, "phi='gelu'"),
     ):
         assert said in explain(query, query, query, **problem).reasons["triton"]
-    assert "by name" in explain(query, query, query).reasons["triton"]
+    assert ("by name" in explain(query, query, query).reasons["triton"]) is not GPU
+    many = torch.randn(65536, 1, 1, 8, device=DEVICE)
+    assert "65536 heads" in explain(many, many, many).reasons["triton"]
     wide = torch.randn(1, 1, 4, 264, device=DEVICE)
     assert "264 dimensions" in explain(wide, wide, wide).reasons["triton"]
     with FakeTensorMode():

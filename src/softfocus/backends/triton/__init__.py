@@ -21,6 +21,10 @@ PHI = ("exp", "softplus", "sigmoid", "relu", "relu2", "relu6")
 """What ``kernels/pointwise.py`` holds."""
 MOST_DIMENSIONS = 256
 OLDEST = (8, 0)
+MOST_HEADS = 65535
+"""Of all sequences together: CUDA's limit of the second dimension of a grid."""
+THERE = find_spec("triton") is not None
+"""Asked here since torch 2.11 cannot trace the question."""
 ROWS = 8
 """Vectors of the rows that every forward leaves: the four of RowStatistics; sum phi(s) 2^-shift and sum u^p; LASER's marks; the
 largest score in the kernels' unit."""
@@ -54,7 +58,7 @@ def supports(problem: Problem, visibility: Visibility, mechanism: Mechanism) -> 
         return "the Triton kernels have not been compiled for AMD's GPUs"
     if kind == "cuda" and torch.cuda.get_device_capability(problem.query.device) < OLDEST:
         return f"{torch.cuda.get_device_name(problem.query.device)} is older than Ampere (compute capability 8.0)"
-    if find_spec("triton") is None:
+    if not THERE:
         return "Triton is not installed (pip install triton)"
     if problem.query.dtype not in DTYPES:
         return f"{problem.query.dtype} is not among float32, bfloat16 and float16"
@@ -67,6 +71,9 @@ def supports(problem: Problem, visibility: Visibility, mechanism: Mechanism) -> 
     for name, x in (("query", problem.query), ("key", problem.key), ("value", problem.value)):
         if (x.size(2) - 1) * x.stride(2) + (x.size(3) - 1) * x.stride(3) >= 2**31:
             return f"a head of {name} reaches over 2^31 elements and more, within which places are counted in 32 bits"
+    heads = problem.query.size(0) * problem.query.size(1)
+    if heads > MOST_HEADS:
+        return f"{heads} heads in all sequences are more than a grid of {MOST_HEADS} programs holds"
     most = max(problem.query.size(-1), problem.value.size(-1))
     return f"{most} dimensions a head are more than {MOST_DIMENSIONS}" if most > MOST_DIMENSIONS else None
 

@@ -34,7 +34,7 @@ def _tiles(*shapes: tuple[int, int, int], stages: int = 3) -> tuple[Tile, ...]:
 
 
 TILES = {
-    ("forward", "narrow"): _tiles((128, 64, 8), (64, 64, 4), (128, 32, 8)),
+    ("forward", "narrow"): _tiles((128, 64, 8), (64, 64, 4), (128, 128, 8)),
     ("forward", "wide"): _tiles((128, 64, 8), (128, 32, 8), (64, 64, 4)),
     ("forward", "wide, softplus"): _tiles((128, 32, 8), (128, 64, 8), (64, 64, 4)),
     ("forward", "wide, more to do"): _tiles((128, 32, 8), (128, 64, 8), (64, 32, 4)),
@@ -63,18 +63,19 @@ VERY_WIDE_TILES = {
 TILES_BEFORE_HOPPER = {
     **TILES,
     ("forward", "narrow"): _tiles((64, 32, 4), (128, 64, 8), (64, 64, 4)),
-    ("forward", "wide"): _tiles((64, 32, 4), (128, 64, 8), (128, 32, 8)),
-    ("forward", "wide, softplus"): _tiles((64, 32, 4), (128, 64, 8), (128, 32, 8)),
-    ("forward", "wide, more to do"): _tiles((64, 32, 8), (64, 32, 4), (128, 32, 8)),
+    ("forward", "wide"): _tiles((128, 32, 8), (128, 64, 8), (64, 64, 4)),
+    ("forward", "wide, softplus"): _tiles((128, 16, 8), (128, 32, 8), (128, 64, 8)),
+    ("forward", "wide, more to do"): _tiles((128, 16, 8), (128, 32, 8), (64, 32, 8)),
     ("query_gradients", "narrow"): _tiles((64, 32, 4), (128, 64, 8), (64, 64, 4)),
     ("query_gradients", "narrow, more to do"): _tiles((32, 32, 4), (64, 32, 4), (128, 32, 8)),
-    ("query_gradients", "wide"): _tiles((64, 32, 8), (64, 32, 4), (128, 32, 8)),
-    ("query_gradients", "wide, more to do"): _tiles((32, 16, 8), (64, 32, 8), (64, 16, 8)),
-    ("key_gradients", "narrow"): _tiles((32, 64, 8), (32, 128, 8), (64, 128, 8)),
-    ("key_gradients", "narrow, more to do"): _tiles((16, 32, 8), (32, 64, 8), (32, 128, 8)),
-    ("key_gradients", "LASER"): _tiles((16, 32, 8), (32, 64, 8), (32, 128, 8)),
-    ("key_gradients", "wide"): _tiles((16, 64, 8), (32, 64, 8), (32, 128, 8)),
-    ("key_gradients", "wide, more to do"): _tiles((16, 32, 4), (32, 64, 8), (16, 64, 8)),
+    ("query_gradients", "wide"): _tiles((128, 16, 8), (128, 32, 8), (64, 32, 8)),
+    ("query_gradients", "wide, softplus"): _tiles((64, 32, 8), (128, 16, 8), (128, 32, 8)),
+    ("query_gradients", "wide, more to do"): _tiles((32, 16, 8), (128, 16, 8), (64, 32, 8)),
+    ("key_gradients", "narrow"): _tiles((16, 128, 8), (32, 128, 8), (32, 64, 4)),
+    ("key_gradients", "narrow, more to do"): _tiles((16, 32, 8), (16, 128, 8), (32, 128, 8)),
+    ("key_gradients", "LASER"): _tiles((16, 32, 8), (16, 64, 4), (32, 128, 8)),
+    ("key_gradients", "wide"): _tiles((16, 64, 8), (16, 64, 4), (16, 128, 8)),
+    ("key_gradients", "wide, more to do"): _tiles((16, 32, 4), (16, 128, 8), (16, 64, 8)),
     ("bias_gradients", "narrow"): _tiles((32, 32, 8)),
 }
 """Where the operands of products lie in registers, too."""

@@ -303,7 +303,9 @@ def key_gradients(
     )
     if algebra.cosine:  # after the store, as with the queries
         places = of.key_places(problem.key, problem, b, key_head * problem.group, keys)[:, None] + dims * problem.key.d
-        key, _rest = of.resting(of.again(places, key_inside), norms)
+        # A key that is no number has gradient 0 where nobody sees it; where somebody does, its sum is NaN already
+        norms = tl.where(norms == norms, norms, 0.0)
+        key, rest = of.resting(of.finite(of.again(places, key_inside)), norms)
         unit = key.to(tl.float32) * rest[:, None]
         key_sum = (key_sum - tl.sum(key_sum * unit, 1)[:, None] * unit) * norms[:, None]
     _put(
@@ -380,6 +382,8 @@ def bias_gradients(
     rows = tl.program_id(0) * blocks.rows + rows_of
     keys = tl.program_id(1) * blocks.keys + keys_of
     start = see.head_of(to, own_b, own_h)
+    if not (ALL_ROWS or ALL_KEYS):
+        rows = rows.to(tl.int64)  # one head's bias may hold more than 2^31 numbers
     if ALL_ROWS and ALL_KEYS:
         _put(start, tl.sum(tl.sum(total, 1), 0), True, EXACT)
     elif ALL_ROWS:
