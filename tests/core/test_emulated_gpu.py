@@ -77,12 +77,17 @@ FAULTS = [
     ("st.shared.b32 [%r4], %r1; ld.shared.b32 %r2, [%r5];", "race in shared memory"),
     ("st.shared.b32 [%r4], %r1; bar.sync 0; ld.shared.b32 %r2, [%r5];", None),
     ("ld.shared.b32 %r2, [%r5]; st.shared.b32 [%r4], %r1;", "race in shared memory"),
+    ("st.shared.b32 [%r4], %r1; bar.warp.sync -1; ld.shared.b32 %r2, [%r5];", "race in shared memory"),
+    ("@%p3 ld.global.b32 %r2, [%rd2]; @!%p3 st.global.b32 [%rd2], %r9;", "writes what another block of the grid reads"),
+    ("@!%p3 ld.global.b32 %r2, [%rd2]; @%p3 st.global.b32 [%rd2], %r9;", "reads what another block of the grid writes"),
+    ("add.s64 %rd3, %rd2, 2; cp.async.ca.shared.global [%r4], [%rd3], 4, 4;", "not aligned"),
     ("st.shared.b32 [%r4+65536], %r1;", "shared memory: 4 bytes at"),
     ("@%p1 bra $DONE; bar.sync 0; $DONE:", "a barrier that not all threads of a warp meet"),
     ("@%p2 bra $DONE; bar.sync 0; $DONE:", "some warps wait at a barrier"),
     ("cp.async.ca.shared.global [%r4], [%rd1], 4, 4; cp.async.commit_group;", "before what it had asked for"),
     ("st.global.b16x9 [%rd1], %r1;", "not emulated: st.global.b16x9"),
     ("frobnicate.b32 %r1, %r2;", "not emulated"),
+    ("add.rz.f32 %r1, %r2, %r3;", "not emulated"),
 ]
 PROGRAM = """
 .version 8.0
@@ -101,6 +106,8 @@ PROGRAM = """
 	xor.b32 %r5, %r4, 128;
 	setp.lt.u32 %p1, %r1, 5;
 	setp.lt.u32 %p2, %r1, 32;
+	mov.u32 %r8, %ctaid.x;
+	setp.eq.u32 %p3, %r8, 0;
 	FAULT
 	ret;
 }

@@ -104,12 +104,17 @@ uint64_t on_both(F f, uint64_t a, uint64_t b, uint64_t c) {
   return result;
 }
 
+inline void only(const Statement& s, std::initializer_list<const char*> known) {
+  for (size_t n = 1; n + 1 < s.words.size(); ++n)
+    if (std::none_of(known.begin(), known.end(), [&](const char* word) { return s.words[n] == word; })) unknown();
+}
+
 inline Step arithmetic(const Statement& s) {
   const char* names[] = {"fma", "add", "sub", "mul", "neg", "abs", "min", "max"};
   enum { FMA, ADD, SUB, MUL, NEG, ABS, MIN, MAX };
   int op = int(std::find(names, names + 8, s.words[0]) - names);
   bool flush = s.has("ftz"), nan = s.has("NaN");
-  if (s.has("sat") || s.has("relu")) unknown();
+  only(s, {"rn", "ftz", "NaN"});
   auto apply = [=]<class T>(T a, T b, T c) -> T {
     double x = taken(a, flush), y = taken(b, flush);
     switch (op) {
@@ -144,6 +149,7 @@ inline Step arithmetic(const Statement& s) {
 
 inline Step integers(const Statement& s) {
   auto& op = s.words[0];
+  only(s, {"lo", "hi", "wide", "relu"});
   bool relu = s.has("relu"), high = s.has("hi"), wide = s.has("wide");
   auto make = [&]<class T>() -> Step {
     using U = std::make_unsigned_t<T>;
@@ -411,19 +417,22 @@ inline Step special_function(const Statement& s) {
   auto& op = s.words[0];
   bool flush = s.has("ftz"), approximate = s.has("approx");
   if (s.type() != "f32") unknown();
+  only(s, {"approx", "rn", "ftz"});
+  auto flushes = [=](auto f) {
+    return unary<float, float>(s, [=](float x) { return flush ? flushed(f(flushed(x))) : f(x); });
+  };
   auto bits = [](float x) { return std::bit_cast<uint32_t>(x); };
   if (op == "ex2") return unary<float, float>(s, [=](float x) { return exp2_approx(x, flush); });
   if (op == "lg2") return unary<float, float>(s, [=](float x) { return log2_approx(x, flush); });
-  if (op == "sqrt")
-    return unary<float, float>(s, [=](float x) { return approximate ? off_by(std::sqrt(double(x)), 0x1p-23, bits(x)) : std::sqrt(x); });
-  if (op == "rsqrt") return unary<float, float>(s, [=](float x) { return off_by(1 / std::sqrt(double(x)), 0x1p-22, bits(x)); });
-  if (op == "rcp")
-    return unary<float, float>(s, [=](float x) { return approximate ? off_by(1 / double(x), 0x1p-23, mantissa(x)) : 1.0f / x; });
+  if (op == "sqrt") return flushes([=](float x) { return approximate ? off_by(std::sqrt(double(x)), 0x1p-23, bits(x)) : std::sqrt(x); });
+  if (op == "rsqrt") return flushes([=](float x) { return off_by(1 / std::sqrt(double(x)), 0x1p-22, bits(x)); });
+  if (op == "rcp") return flushes([=](float x) { return approximate ? off_by(1 / double(x), 0x1p-23, mantissa(x)) : 1.0f / x; });
   unknown();
 }
 
 inline Step divided(const Statement& s) {
   if (s.type() != "f32") return integers(s);
+  only(s, {"rn", "full", "approx", "ftz"});
   if (s.has("rn")) return binary<float, float>(s, [](float a, float b) { return a / b; });
   bool full = s.has("full"), flush = s.has("ftz");
   return binary<float, float>(s, [=](float a, float b) {
@@ -510,9 +519,9 @@ inline Step copied_later(const Statement& s) {
       std::array<uint8_t, 16> line{};
       if (given > all) throw Error("cp.async: more bytes than it copies");
       if (given) {
-        Region& region = w.block.launch.region(r[from.slot][l] + from.offset, given);
-        (void)region;
-        std::memcpy(line.data(), reinterpret_cast<void*>(r[from.slot][l] + from.offset), given);
+        uint64_t source = r[from.slot][l] + from.offset;
+        if (source % all || at % all) throw Error("not aligned: cp.async of " + std::to_string(all) + " bytes");
+        w.block.load(source, given, line.data(), 1);
       }
       w.block.written_by(w.number, at, all, nullptr);
       w.copies.add([=, &w] { w.block.written_by(w.number, at, all, line.data()); });
@@ -527,7 +536,7 @@ inline Step shuffled(const Statement& s) {
   return [=](Warp& w, uint32_t mask) {
     auto before = w.registers[a];
     if (uint32_t(w.registers[members][0]) != mask) throw Error("shfl: not the lanes that it names");
-    Lanes in{};
+    Lanes in = d.size() > 1 ? w.registers[d[1]] : Lanes{};
     each_lane(mask, [&](int l) {
       uint32_t by = uint32_t(w.registers[b][l]), segments = w.registers[c][l] >> 8 & 31, clamp = w.registers[c][l] & 31;
       int most = (l & segments) | (clamp & ~segments), j;
@@ -598,6 +607,7 @@ inline Step step_of(const Statement& s) {
   if (op == "setp") return predicate(s);
   if (op == "selp") return selected(s);
   if (op == "cvt") return converted(s);
+  if (op == "bar" && s.has("warp")) return [](Warp&, uint32_t) {};
   if (op == "cvta" && s.has("local") && !s.has("to")) return unary<uint64_t, uint64_t>(s, [](uint64_t a) { return a + LOCAL; });
   if (op == "ld") return loaded(s);
   if (op == "st") return stored(s);

@@ -8,7 +8,7 @@ class Kernel {
   explicit Kernel(const std::string& text) : program_(text) {
     for (auto& s : program_.statements) {
       auto& word = s.words[0];
-      bool moves = word == "bra" || word == "ret" || word == "exit" || word == "bar" || word == "barrier";
+      bool moves = word == "bra" || word == "ret" || word == "exit" || is_barrier(s);
       try {
         steps_.push_back(moves ? Step() : step_of(s));
       } catch (std::exception& e) {
@@ -47,6 +47,11 @@ class Kernel {
   Program program_;
   std::vector<Step> steps_;
 
+  // Of all threads; lanes of a warp run together anyway.
+  static bool is_barrier(const Statement& s) {
+    return (s.words[0] == "bar" || s.words[0] == "barrier") && !s.has("warp");
+  }
+
   // The barrier a warp waits at, -1 where it has ended. Lanes that have parted run from the one furthest behind.
   int until_barrier(Warp& warp) const {
     while (warp.live) {
@@ -83,7 +88,7 @@ class Kernel {
               if (mask >> lane & 1) warp.at[lane] = acting >> lane & 1 ? s.target : next;
             break;
           }
-        } else if (s.words[0] == "bar" || s.words[0] == "barrier") {
+        } else if (is_barrier(s)) {
           if (s.operands.size() > 1) throw Error("not emulated: " + s.text);
           if (acting != warp.live || warp.live != ALL) throw Error("a barrier that not all threads of a warp meet");
           warp.at.fill(next);

@@ -20,8 +20,9 @@ using Step = std::function<void(Warp&, uint32_t)>;
 
 struct Region {
   uint64_t begin, end;
-  std::vector<uint32_t> writer;  // of each byte: 1 + the block that wrote it
+  std::vector<uint32_t> writer, reader;  // of each byte: 1 + the block that wrote or read it
 };
+constexpr uint32_t MANY = 0xffffffffu;  // blocks have read it
 
 struct Launch {
   const uint8_t* parameters;
@@ -67,7 +68,7 @@ struct Block {
   void read_by(int warp, uint64_t address, int bytes) {
     inside(address, bytes);
     for (auto* x = &touched[address]; x != &touched[address] + bytes; ++x) {
-      if (x->written == phase && x->writer != warp) throw Error(race("reads what warp", x->writer, warp));
+      if (x->written == phase && x->writer != warp) throw Error(race(x->writer, "wrote what " + std::to_string(warp) + " reads"));
       if (x->read != phase) x->readers = 0;
       x->read = phase, x->readers |= 1 << warp;
     }
@@ -78,23 +79,23 @@ struct Block {
     inside(address, bytes);
     if (contents && !std::memcmp(&shared[address], contents, bytes)) return;
     for (auto* x = &touched[address]; x != &touched[address] + bytes; ++x) {
-      if (x->written == phase && x->writer != warp) throw Error(race("writes what warp", x->writer, warp));
-      if (x->read == phase && x->readers & ~(1 << warp)) throw Error(race("writes what others read, not", warp, warp));
+      if (x->written == phase && x->writer != warp) throw Error(race(x->writer, "wrote what " + std::to_string(warp) + " writes"));
+      if (x->read == phase && x->readers & ~(1 << warp)) throw Error(race(warp, "writes what another has read"));
       x->written = phase, x->writer = uint16_t(warp);
     }
     if (contents) std::memcpy(&shared[address], contents, bytes);
   }
 
-  static std::string race(const char* does, int other, int warp) {
-    return "race in shared memory: warp " + std::to_string(warp) + " " + does + " " + std::to_string(other) +
-           " touched since the last barrier";
+  static std::string race(int warp, const std::string& does) {
+    return "race in shared memory: since the last barrier warp " + std::to_string(warp) + " " + does;
   }
 
-  void load(uint64_t address, int bytes, void* to) {
-    if (address % bytes) throw Error("not aligned: " + std::to_string(bytes) + " bytes at " + std::to_string(address));
+  void load(uint64_t address, int bytes, void* to, int aligned = 0) {
+    if (address % (aligned ? aligned : bytes)) throw Error("not aligned: " + std::to_string(bytes) + " bytes at " + std::to_string(address));
     Region& one = launch.region(address, bytes);
     for (uint64_t at = address - one.begin; at < address + bytes - one.begin; ++at)
       if (one.writer[at] && one.writer[at] != number + 1) throw Error("race: reads what another block of the grid writes");
+      else one.reader[at] = one.reader[at] && one.reader[at] != number + 1 ? MANY : number + 1;
     std::memcpy(to, reinterpret_cast<void*>(address), bytes);
   }
 
@@ -106,6 +107,8 @@ struct Block {
     for (uint64_t at = address - one.begin; at < address + bytes - one.begin; ++at) {
       if (one.writer[at] && one.writer[at] != number + 1 && !same)
         throw Error("race: two blocks of the grid write different contents");
+      if (one.reader[at] && one.reader[at] != number + 1 && !same)
+        throw Error("race: writes what another block of the grid reads");
       one.writer[at] = number + 1;
     }
     std::memcpy(there, from, bytes);

@@ -80,7 +80,7 @@ inline float log2_approx(float x, bool flush) {
 
 inline float quotient(float a, float b, bool full) {
   if (!full && std::fabs(b) > 0x1p126f && std::isfinite(b)) return std::isinf(a) ? NAN : 0.0f;
-  return off_by(double(a) / double(b), 0x1p-23, mantissa(a) * 31 + mantissa(b));
+  return off_by(double(a) / double(b), 0x1p-22, mantissa(a) * 31 + mantissa(b));
 }
 
 // As tensor cores add: the sum cut off, not rounded.

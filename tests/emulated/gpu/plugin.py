@@ -16,18 +16,18 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import torch
-
 ARCH = int(os.environ.get("SOFTFOCUS_EMULATED_ARCH", "90"))
 BACKWARDS = os.environ.get("SOFTFOCUS_EMULATED_BACKWARDS") == "1"
 HERE = Path(__file__).parent
 HOME = Path(os.environ.get("SOFTFOCUS_EMULATED_CACHE", HERE.parents[2] / ".emulated" / "gpu"))
 SHARED_MEMORY = {80: 166_912, 90: 232_448}
 """Bytes that a program can have."""
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the tensors are the CPU's, whatever else is there
 os.environ["TRITON_CACHE_DIR"] = str(HOME / f"sm_{ARCH}")
 os.environ["SOFTFOCUS_TUNE"] = "off"
 os.environ.pop("TRITON_INTERPRET", None)
 
+import torch  # noqa: E402
 from triton import knobs  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.backends.nvidia.compiler import CUDABackend  # noqa: E402
@@ -94,6 +94,7 @@ class Launcher:
 
     def __call__(self, x: int, y: int, z: int, stream: int, function: int, *rest: Any) -> None:
         arguments = rest[4:]  # after metadata and hooks
+        assert max(y, z) < 65536, f"no GPU has a grid of {(x, y, z)}"
         kernel, parameters = EMULATOR.loaded[function]
         values = [pair for kind, value in zip(self.signature, arguments, strict=True) for pair in _flat(kind, value)]
         assert len(values) in (len(parameters), len(parameters) - 1, len(parameters) - 2), (

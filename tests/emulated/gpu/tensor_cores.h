@@ -176,20 +176,27 @@ inline Step wgmma(const Statement& s) {
     if (w.registers[sign_a][0] != 1 || w.registers[sign_b][0] != 1) throw Error("wgmma: negative operands are not emulated");
     bool adds = set(add), turned_a = set(turn_a), turned_b = set(turn_b);
     uint64_t of_a = w.registers[a[0]][0], of_b = w.registers[b][0];
-    w.products.add([=, &w] {
-      Left left{};
-      if (in_registers) {
-        left = left_of(w, a, kind);
-      } else {
-        Described memory(of_a, kind, turned_a);
-        for (int i = 0; i < 16; ++i)
-          for (int k = 0; k < depth; ++k) left[i][k] = memory.at(w, 16 * (w.number % 4) + i, k);
-      }
+    auto right_of = [=, &w](int n, double (*right)[8]) {
       Described memory(of_b, kind, turned_b);
+      for (int k = 0; k < depth; ++k)
+        for (int j = 0; j < 8; ++j) right[k][j] = memory.at(w, n + j, k);
+    };
+    auto left_in_memory = [=, &w] {
+      Left left{};
+      Described memory(of_a, kind, turned_a);
+      for (int i = 0; i < 16; ++i)
+        for (int k = 0; k < depth; ++k) left[i][k] = memory.at(w, 16 * (w.number % 4) + i, k);
+      return left;
+    };
+    // It may read from now on; what it reads counts at the end, and both are held against what other warps write.
+    double read[16][8];
+    for (int n = 0; n < columns; n += 8) right_of(n, read);
+    if (!in_registers) left_in_memory();
+    w.products.add([=, &w] {
+      Left left = in_registers ? left_of(w, a, kind) : left_in_memory();
       for (int n = 0; n < columns; n += 8) {
         double right[16][8];
-        for (int k = 0; k < depth; ++k)
-          for (int j = 0; j < 8; ++j) right[k][j] = memory.at(w, n + j, k);
+        right_of(n, right);
         multiply(w, &d[n / 2], &d[n / 2], left, right, depth, adds);
       }
     });

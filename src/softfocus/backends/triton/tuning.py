@@ -85,6 +85,8 @@ TILES_SINCE_BLACKWELL = {
     ("forward", "wide"): _tiles((64, 32, 8), (128, 32, 8), (128, 64, 8)),
     ("forward", "wide, softplus"): _tiles((64, 32, 8), (128, 32, 8), (128, 64, 8)),
     ("forward", "wide, more to do"): _tiles((64, 32, 8), (128, 32, 8), (128, 64, 8)),
+    ("query_gradients", "narrow, softplus"): _tiles((128, 32, 8), (128, 64, 8), (64, 64, 4)),
+    ("query_gradients", "wide, softplus"): _tiles((64, 32, 8), (128, 16, 8), (128, 32, 8)),
 }
 TILES_OF_SINGLES = {
     "narrow": _tiles((32, 32, 8), (64, 32, 8), stages=2),

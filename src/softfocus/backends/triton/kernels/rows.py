@@ -208,12 +208,14 @@ def keys_of(problem, algebra, b, h, keys, CUT: tl.constexpr, blocks):
 
 @triton.jit
 def reciprocal_norm(x):
-    """1 / |x| of each row for any norm that float32 holds: 0 for a zero vector, NaN where x is not finite."""
+    """1 / |x| of each row for any norm that float32 holds: 0 for a zero vector, NaN where x is not finite. Rounded divisions, since
+    large powers multiply what is lost."""
     largest = tl.max(tl.abs(x), 1)
     zero = largest < 2.0**-126
-    over = 1.0 / tl.where(zero, 1.0, largest)
-    scaled = x / tl.where(zero, 1.0, largest)[:, None]
-    norm = tl.where(zero, 0.0, over / tl.sqrt_rn(tl.sum(scaled * scaled, 1)))
+    largest = tl.where(zero, 1.0, largest)
+    scaled = tl.div_rn(x, tl.broadcast_to(largest[:, None], x.shape))
+    norm = tl.div_rn(tl.div_rn(tl.full(largest.shape, 1.0, tl.float32), largest), tl.sqrt_rn(tl.sum(scaled * scaled, 1)))
+    norm = tl.where(zero, 0.0, norm)
     return norm + tl.sum(x - x, 1)  # NaN where x is not finite
 
 
