@@ -136,6 +136,7 @@ def statistics(problem, algebra, sight, parts, sums, scores, blocks):
             value, mixed, marked, flaws = forward.inspected(
                 value, mixed, marked, flaws, None, problem, algebra, sight, b, h, heads, rows, keys, True, blocks
             )
+            f = of.factored(f, problem, algebra, count, b)
             mixed += of.product(f.to(value.dtype), value, blocks)
     tl.store(_part(parts, 0, splits, split, blocks), top)
     tl.store(_part(parts, 1, splits, split, blocks), forward.tainted(norm, top, least))

@@ -60,6 +60,7 @@ def forward(problem, algebra, sight, made, blocks):
                     if SWEEP == 0 and algebra.shifted:
                         mixed = mixed * fade[:, None]
                 if SWEEP == 0:
+                    f = of.factored(f, problem, algebra, count, b)
                     mixed += of.product(f.to(value.dtype), value, blocks)
     norm = tainted(norm, top, least)
     finish(
@@ -179,7 +180,7 @@ def finish(
             mixed = mixed / tl.where(whole == 0.0, 1.0, whole)[:, None]
         else:
             mixed = mixed * of.over_norm(whole)[:, None]
-    else:
+    elif not algebra.narrow:
         mixed = mixed * (of.row_factor(problem, algebra, count, b) / algebra.phi.unit)[:, None]
     mixed = mixed + (mixed - mixed) + (norm - norm)[:, None]  # an infinity came from a value, or a product
     mixed = tl.where(count[:, None] > 0.0, mixed, 0.0)

@@ -156,15 +156,23 @@ def query_gradients(
             if WHOLE == 0:
                 g = tl.where(seen, g, 0.0)  # of what is unseen the slope is 0
                 key = of.finite(key)
+            power = 1.0  # what float16 might not hold is multiplied outside
             if algebra.cosine:
+                if algebra.narrow:
+                    power = of.largest_power(norms)
+                    norms = norms / power
                 slope = slope * norms[None, :]
                 if WHOLE == 0:
                     slope = tl.where(seen, slope, 0.0)
+            moved_keys = of.slope_product(g * slope, key, algebra, blocks)
             if algebra.narrow:
-                g = g * steep[:, None]
-            moving += of.slope_product(g * slope, key, algebra, blocks)
+                moved_keys *= power
+            moving += moved_keys
             if algebra.sharp:
-                resting += of.slope_product(slope, key, algebra, blocks)
+                rested_keys = of.slope_product(slope, key, algebra, blocks)
+                if algebra.narrow:
+                    rested_keys *= power
+                resting += rested_keys
                 total += tl.sum(g, 1)
                 if power_grad is not None:
                     log_u = log2(tl.where(u > 0.0, u, 1.0), algebra.terms)
@@ -178,8 +186,7 @@ def query_gradients(
         free = (count <= of.FREE_ROWS) | (row.spread < 0.0)
         ground = tl.where(free, 0.0, total / tl.maximum(count, 1.0))
         moving = moving - ground[:, None] * resting
-    if not algebra.narrow:
-        moving = moving * steep[:, None]
+    moving = moving * steep[:, None]
     inside = rows < problem.query_length
     if EXACT:
         inside = mine
@@ -189,8 +196,6 @@ def query_gradients(
     )  # as the forward multiplied it: another order would round the scores otherwise
     if algebra.cosine:
         in_unit = in_unit * norm
-    if algebra.narrow:
-        ground = ground / tl.where(steep == 0.0, 1.0, steep)
     # Stored before the queries are read again: a load does not move above a store, and there are registers for it only now
     _pass_on(passed, ground, in_unit, lift, row, steep / algebra.phi.score_unit, b, h, rows, inside)
     if power_grad is not None:
@@ -278,14 +283,21 @@ def key_gradients(
                     weight, g, slope, _u = of.slopes(s, weight_grad, of.along(row, 0), problem, algebra, h)
                 if algebra.sharp:
                     g = g - ground[None, :]
-                g = (g * row.steep[None, :]) * slope * scale[None, :]
+                steep = row.steep
+                if algebra.narrow:  # what float16 might not hold is multiplied outside
+                    of_steep, of_scale = of.largest_power(steep), of.largest_power(scale)
+                    steep, scale = steep / of_steep, scale / of_scale
+                g = (g * steep[None, :]) * slope * scale[None, :]
                 if WHOLE == 0:
                     weight, g = tl.where(seen, weight, 0.0), tl.where(seen, g, 0.0)
                     query = of.finite(query)
                     above = tl.where(row.weigh[:, None] == 0.0, 0.0, above)
                 if not EXACT:
                     value_sum += of.product(weight.to(above.dtype), above, blocks)
-                key_sum += of.slope_product(g, query, algebra, blocks)
+                moved_queries = of.slope_product(g, query, algebra, blocks)
+                if algebra.narrow:
+                    moved_queries = moved_queries * of_steep * of_scale
+                key_sum += moved_queries
     inside = keys < problem.key_length
     key_inside = inside[:, None] & (dims[None, :] < problem.head_dim)
     value_inside = inside[:, None] & (columns[None, :] < problem.value_dim)

@@ -104,6 +104,22 @@ def row_factor(problem, algebra, count, b):
 
 
 @triton.jit
+def factored(f, problem, algebra, count, b):
+    """Weights as float16 can hold them: where the row's factor does not come from the weights it is multiplied at once."""
+    if algebra.narrow and algebra.normaliser != "l1":
+        f = f * (row_factor(problem, algebra, count, b) / algebra.phi.unit)[:, None]
+    return f
+
+
+@triton.jit
+def largest_power(x):
+    """The power of two below the largest |x| of a vector; 1 where there is no such number."""
+    bits = tl.max(tl.abs(x), 0).to(tl.int32, bitcast=True) & 0x7F800000
+    power = bits.to(tl.float32, bitcast=True)
+    return tl.where((power > 0.0) & (power < float("inf")), power, 1.0)
+
+
+@triton.jit
 def power_of_two(norm):
     """The power of two p with |x| p in (1/2, 1], from ``norm`` = 1 / |x|; 0 for a zero vector."""
     bits = norm.to(tl.int32, bitcast=True) & 0x7F800000
