@@ -200,7 +200,9 @@ def test_a_nan_that_a_row_cannot_see_never_reaches_it(quiet, name):
 @pytest.mark.parametrize("name", ["lssar", "softmax", "laser(lssa)"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_what_nobody_sees_changes_no_gradient(quiet, name, bad):
-    query, key, value = (torch.randn(1, 1, 20, 8, generator=torch.Generator().manual_seed(s)).to(DEVICE) for s in range(3))
+    query, key, value = (
+        torch.randn(1, 1, 20, 8, generator=torch.Generator().manual_seed(s)).to(DEVICE) for s in range(3)
+    )
     real = torch.arange(20, device=DEVICE)[None] < 15
 
     def gradients(key, value):
@@ -538,7 +540,10 @@ def test_forward_and_backward_in_a_cuda_graph(on_gpu, name):
 
 def test_a_step_of_decoding_in_a_cuda_graph(on_gpu):
     """The lengths grow in the graph's own tensor."""
-    query, key, value = on_gpu[0][:, :, :1].clone(), *(x.repeat(1, 1, 14, 1) for x in on_gpu[1:3])  # enough keys to split
+    query, key, value = (
+        on_gpu[0][:, :, :1].clone(),
+        *(x.repeat(1, 1, 14, 1) for x in on_gpu[1:3]),
+    )  # enough keys to split
     lengths = torch.tensor([4000, 7], device="cuda")
     attention_with_cache(query, key, value, lengths, backend="triton")
     graph = torch.cuda.CUDAGraph()

@@ -61,13 +61,15 @@ def test_the_yardstick_on_a_gpu_is_the_fastest_of_torchs_kernels(monkeypatch: py
     monkeypatch.setattr(subjects, "make", lambda cell: None)
     monkeypatch.setattr(subjects, "call", lambda function, cell, inputs: ready)
     monkeypatch.setattr(subjects.timing, "clock_of", lambda device: clock)
-    subjects._fastest_sdpa.cache_clear()
+    subjects._fastest_of_shape.cache_clear()
     one = cell(device="cuda")
     assert SUBJECTS["sdpa"].backend(one) == "cudnn"
     assert enabled == list(subjects.SDPA)
     SUBJECTS["sdpa"].build(one)
     assert enabled[-1] == "cudnn"
-    subjects._fastest_sdpa.cache_clear()
+    assert SUBJECTS["sdpa"].backend(replace(one, mechanism="laser")) == "cudnn"
+    assert len(enabled) == len(subjects.SDPA) + 1  # of one shape they are measured once
+    subjects._fastest_of_shape.cache_clear()
     assert SUBJECTS["sdpa"].backend(cell()) == ""
 
 

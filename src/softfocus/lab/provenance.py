@@ -10,7 +10,7 @@ from pathlib import Path
 from softfocus._version import __version__
 from softfocus.lab.results import Machine
 
-PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors", "numpy")
+PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors", "numpy", "triton")
 
 QUOTA = Path("/sys/fs/cgroup/cpu.max")
 

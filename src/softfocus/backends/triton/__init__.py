@@ -31,7 +31,8 @@ largest score in the kernels' unit."""
 
 
 def rows_kept(mechanism: Mechanism, value: Tensor) -> int:
-    """So many vectors of the rows come from the forward: ROWS, and after them in their memory what the backward wants beside out."""
+    """So many vectors of the rows come from the forward: ROWS, and after them in their memory what the backward wants beside
+    out."""
     rest = rest_dtype(mechanism, value.dtype)
     return ROWS + (0 if rest is None else -(-value.size(-1) * rest.itemsize // 4))
 

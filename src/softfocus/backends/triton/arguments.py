@@ -108,8 +108,8 @@ class Made(NamedTuple):
 
     Attributes:
         out: [B, H, Lq, Dv].
-        rest: like out, for the backward: of LASER e^-out, in marked rows what the rounding of out leaves; else what it leaves in
-            ``rows.step`` s. Or None.
+        rest: like out, for the backward: of LASER e^-out, in marked rows what the rounding of out leaves; else what it
+            leaves, in ``rows.step`` s. Or None.
         saved: vectors of the rows, float32 [rows_kept, B, H, Lq].
         marked_heads: LASER's, int32 [B, H]: not 0 where rows of the head are marked; or None.
         end: see above.

@@ -29,7 +29,8 @@ class Tile(NamedTuple):
 
 
 def _tiles(*shapes: tuple[int, int, int], stages: int = 3) -> tuple[Tile, ...]:
-    """With two stages a tile is asked for at the end of the one before and waited for at once; with three it comes meanwhile."""
+    """With two stages a tile is asked for at the end of the one before and waited for at once; with three it comes
+    meanwhile."""
     return tuple(Tile(*shape, stages) for shape in shapes)
 
 
@@ -93,8 +94,8 @@ TILES_OF_SINGLES = {
     "wide": _tiles((32, 16, 8), (32, 32, 8), stages=2),
     "very wide": _tiles((16, 16, 8), (32, 16, 8), stages=2),
 }
-"""Of every kernel but decoding, in float32: without tensor cores a thread holds all that its products are made of, and more than
-eight of them spill by the thousand bytes. Products take so long that what they wait for hardly counts."""
+"""Of every kernel but decoding, in float32: without tensor cores a thread holds all that its products are made of, and more
+than eight of them spill by the thousand bytes. Products take so long that what they wait for hardly counts."""
 SMALLER = (Tile(32, 32, 4, 2), Tile(32, 16, 4, 1), Tile(16, 16, 4, 1))
 """Where a device's shared memory holds none of these, as float32 of 128 dimensions on consumers' GPUs."""
 TUNE = "SOFTFOCUS_TUNE"

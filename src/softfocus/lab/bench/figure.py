@@ -105,7 +105,11 @@ def _legend(benchmark: Benchmark, subjects: Sequence[str]) -> list[Line2D]:
 
 
 def _title(benchmark: Benchmark) -> str:
-    batch = f"B = {benchmark.batch}" if benchmark.tokens is None else f"B L = {benchmark.tokens:,}"
+    batch = (
+        f"B = {benchmark.batch}"
+        if benchmark.tokens is None
+        else f"B L = {benchmark.tokens:,} (decode: B = {benchmark.batch})"
+    )
     shape = f"{batch}, H = {benchmark.heads}, d = {benchmark.head_dim}, {benchmark.dtype}"
     where = (
         benchmark.machine.device

@@ -1,5 +1,6 @@
 """The benchmark: for each cell parity, then times in turn, then memory; written down as each cell is finished."""
 
+import gc
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -127,6 +128,7 @@ def _run(plan: Plan, out: Path, console: Console) -> Benchmark:
             found.cells.append(result)
             save_benchmark(out, found)
             screen.end(result)
+            _forget(plan.device)
     found.finished = datetime.now(UTC)
     save_benchmark(out, found)
     save_figure(found, out / FIGURE)
@@ -184,6 +186,13 @@ def measure(
         parity="passed" if _passed(results) else "failed",
         subjects=results,
     )
+
+
+def _forget(device: str) -> None:
+    """What torch keeps of freed memory goes back to the device: other processes are measured, and asked for, what is free."""
+    if device == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def _passed(results: list[SubjectResult]) -> bool:
@@ -248,6 +257,7 @@ def _time(
 
 def _remember(cell: Cell, results: list[SubjectResult], say: Say) -> None:
     """Write peak memories into the results."""
+    _forget(cell.device)
     for result in results:
         say(cell, f"memory of {result.name}")
         found = memory.peak(result.name, cell, torch.get_num_threads())

@@ -62,11 +62,14 @@ def _only(chosen: str) -> None:
         getattr(torch.backends.cuda, f"enable_{name}_sdp")(name == chosen)
 
 
-@lru_cache(maxsize=64)
 def _fastest_sdpa(cell: Cell) -> str:
-    """Which of torch's kernels takes the least time for a cell on a GPU; "" elsewhere, where torch chooses."""
-    if cell.device != "cuda":
-        return ""
+    """Which of torch's kernels takes the least time for a cell on a GPU, whatever the mechanism; "" elsewhere, where torch
+    chooses."""
+    return _fastest_of_shape(replace(cell, mechanism="softmax")) if cell.device == "cuda" else ""
+
+
+@lru_cache(maxsize=64)
+def _fastest_of_shape(cell: Cell) -> str:
     times = {}
     ready = call(partial(F.scaled_dot_product_attention, is_causal=cell.causal), cell, make(cell))
     for name in SDPA:

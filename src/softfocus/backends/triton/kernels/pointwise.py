@@ -74,8 +74,8 @@ else:
 
 @triton.jit
 def times(a, b, algebra):
-    """a b. In float32's re-weighted rows as a number of its own: where the compiler takes a sum with it for one fused operation in
-    some kernels or tiles and not in others, scores differ in what rounding leaves, of which u^p is p times as much."""
+    """a b. In float32's re-weighted rows as a number of its own: where the compiler takes a sum with it for one fused operation
+    in some kernels or tiles and not in others, scores differ in what rounding leaves, of which u^p has p times as much."""
     if algebra.sharp and algebra.terms == 9:
         result = _rounded_product(a, b)
     else:
@@ -129,8 +129,8 @@ def _shifted(f, shift, algebra):
 
 @triton.jit
 def _in_the_tail(largest, shift):
-    """log2 phi of the largest, so that its weight is 1, which halves do not round: in a row that one key dominates the output, of
-    which D is made, is then that key's value. Elsewhere 0."""
+    """log2 phi of the largest, so that its weight is 1, which halves do not round: in a row that one key dominates the output,
+    of which D is made, is then that key's value. Elsewhere 0."""
     return tl.where((largest < TAIL) & (largest > float("-inf")), shift, 0.0)
 
 

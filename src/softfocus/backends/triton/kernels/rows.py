@@ -164,9 +164,9 @@ def outputs_of(array, problem, b, h, rows, blocks):
 
 @triton.jit
 def step(rounded, algebra):
-    """A 127th of the distance between numbers of a half's dtype about one, which float32 holds here; 0 where that is tiny or there is
-    none. What out has lost in rounding is kept in eight bits, in such steps: D is made of out, and in a row that one key
-    dominates little is left of dL/dA - D."""
+    """A 127th of the distance between numbers of a half's dtype about one, which float32 holds here; 0 where that is tiny or
+    there is none. What out has lost in rounding is kept in eight bits, in such steps: D is made of out, and in a row that one
+    key dominates little is left of dL/dA - D."""
     bits = rounded.to(tl.int32, bitcast=True) & 0x7F800000
     power = bits.to(tl.float32, bitcast=True)
     part: tl.constexpr = (2.0**-10 if algebra.narrow else 2.0**-7) / 127.0
@@ -224,13 +224,15 @@ def keys_of(problem, algebra, b, h, keys, CUT: tl.constexpr, blocks):
 
 @triton.jit
 def reciprocal_norm(x):
-    """1 / |x| of each row for any norm that float32 holds: 0 for a zero vector, NaN where x is not finite. Rounded divisions, since
-    large powers multiply what is lost."""
+    """1 / |x| of each row for any norm that float32 holds: 0 for a zero vector, NaN where x is not finite. Rounded divisions,
+    since large powers multiply what is lost."""
     largest = tl.max(tl.abs(x), 1)
     zero = largest < 2.0**-126
     largest = tl.where(zero, 1.0, largest)
     scaled = tl.div_rn(x, tl.broadcast_to(largest[:, None], x.shape))
-    norm = tl.div_rn(tl.div_rn(tl.full(largest.shape, 1.0, tl.float32), largest), tl.sqrt_rn(tl.sum(scaled * scaled, 1)))
+    norm = tl.div_rn(
+        tl.div_rn(tl.full(largest.shape, 1.0, tl.float32), largest), tl.sqrt_rn(tl.sum(scaled * scaled, 1))
+    )
     norm = tl.where(zero, 0.0, norm)
     return norm + tl.sum(x - x, 1)  # NaN where x is not finite
 
