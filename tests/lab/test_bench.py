@@ -67,7 +67,7 @@ def test_the_yardstick_on_a_gpu_is_the_fastest_of_torchs_kernels(monkeypatch: py
     assert enabled == list(subjects.SDPA)
     SUBJECTS["sdpa"].build(one)
     assert enabled[-1] == "cudnn"
-    assert SUBJECTS["sdpa"].backend(replace(one, mechanism="laser")) == "cudnn"
+    assert SUBJECTS["sdpa"].backend(dataclasses.replace(one, mechanism="laser")) == "cudnn"
     assert len(enabled) == len(subjects.SDPA) + 1  # of one shape they are measured once
     subjects._fastest_of_shape.cache_clear()
     assert SUBJECTS["sdpa"].backend(cell()) == ""
