@@ -28,6 +28,7 @@ from triton import knobs
 from triton.runtime import interpreter
 from triton.runtime.errors import OutOfResources
 from triton.runtime.interpreter import TensorHandle
+from triton.runtime.jit import JITFunction
 
 from softfocus.backends.triton import tuning
 from softfocus.backends.triton.tuning import Tile
@@ -475,6 +476,42 @@ def test_another_length_is_no_other_kernel():
 
     assert constants(1040) == constants(1056) != []
     assert constants(16, torch.tensor([[0]])) != constants(32, torch.tensor([[0]]))
+
+
+def test_calls_of_a_layout_ask_once_what_is_compiled(monkeypatch):
+    """And others, as of tensors that begin anywhere, do ask."""
+    if knobs.runtime.interpret:
+        pytest.skip("nothing is compiled in the interpreter")
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, 2, 40, 24, generator=generator).to(DEVICE, BRAIN) for _ in range(3))
+    asked, run = [], JITFunction.run
+    monkeypatch.setattr(JITFunction, "run", lambda self, *a, **k: asked.append(self.__name__) or run(self, *a, **k))
+
+    def gradients(*tensors, **given):
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        out = fused(*leaves, is_causal=True, **given)
+        asked.clear()
+        out = fused(*leaves, is_causal=True, **given)
+        return [out, *torch.autograd.grad(out.float().square().sum(), leaves)]
+
+    first = gradients(query, key, value)
+    assert "forward" not in asked
+    again = gradients(query, key, value)
+    assert not asked
+    away = []
+    for x in (query, key, value):
+        memory = x.new_empty(x.numel() + 1)[1:].view(x.shape)
+        away.append(memory.copy_(x))
+    fused(*away, is_causal=True)
+    assert "forward" in asked
+    for wanted, *got in zip(first, again, gradients(*away), strict=True):
+        assert all(torch.equal(x, wanted) for x in got)
+    with torch.no_grad():
+        for length in (1, 40, 17):  # what is compiled does not depend on numbers
+            lengths = torch.tensor([length], device=DEVICE)
+            made = attention_with_cache(query[:, :, :1], key, value, lengths, backend="triton")
+            wanted = fused(query[:, :, :1], key[:, :, :length], value[:, :, :length])
+            torch.testing.assert_close(made, wanted, rtol=2.0**-6, atol=2.0**-6)
 
 
 def test_calls_of_one_kind():

@@ -23,8 +23,17 @@ MOST_DIMENSIONS = 256
 OLDEST = (8, 0)
 MOST_HEADS = 65535
 """Of all sequences together: CUDA's limit of the second dimension of a grid."""
-THERE = find_spec("triton") is not None
-"""Asked here since torch 2.11 cannot trace the question."""
+
+
+def _there() -> bool:
+    try:
+        return find_spec("triton") is not None
+    except ImportError:
+        return False
+
+
+THERE = _there()
+"""Triton; asked here since torch 2.11 cannot trace the question."""
 ROWS = 8
 """Vectors of the rows that every forward leaves: the four of RowStatistics; sum phi(s) 2^-shift and sum u^p; LASER's marks; the
 largest score in the kernels' unit."""

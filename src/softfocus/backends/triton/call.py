@@ -1,12 +1,11 @@
 """From a call to the kernels' arguments, and the kernels one after another."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 from triton import knobs
@@ -18,6 +17,7 @@ from softfocus.backends.triton.arguments import Problem as Given
 from softfocus.backends.triton.kernels import decode, forward, gradients, laser, norms
 from softfocus.backends.triton.kernels import sight as see
 from softfocus.backends.triton.kernels.pointwise import PHI
+from softfocus.backends.triton.tuning import power_of_two
 from softfocus.mechanism import Mechanism
 from softfocus.reference import Problem
 from softfocus.visibility import UNLIMITED, Cache, Visibility
@@ -30,6 +30,8 @@ TILES_OF_A_SPLIT = 4
 LARGEST_SCORE = 60.0
 """Up to it phi, its sums and what re-weighting divides by are numbers without a shift."""
 TERMS = {torch.float32: 9, torch.float16: 6, torch.bfloat16: 5}
+ALIGNED = 16
+"""Bytes: what Triton asks of an address."""
 UNMEASURED = ("decode", "bias_gradients")
 END = tl.constexpr(0)
 FUSED = {"enable_fp_fusion": True}
@@ -73,10 +75,26 @@ class Call:
         self, problem: Problem, visibility: Visibility, mechanism: Mechanism, held: Cache | None = None
     ) -> None:
         self.problem, self.visibility, self.mechanism, self.held = problem, visibility, mechanism, held
+        self._compiled = _compiled_for(_layout(problem, visibility, mechanism, held))
         self.given = _given(problem, visibility.key_length, mechanism, held)
+        if mechanism.similarity == "cosine":
+            query_norm = _array(self._reciprocal_norms("query", problem.query))
+            self.given = self.given._replace(query_norm=query_norm)
         bounded = _bounded(problem, mechanism, visibility.key_length)
         self.algebra = _algebra(mechanism, self.given.power is not None, bounded, problem.query.dtype)
         self._cuts: dict[tuning.Tile, Cut] = {}
+
+    def _launch(self, kernel: Any, variant: Hashable, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+        """As ``kernel[grid](*arguments, **options)``, where calls of one layout do not ask again what is compiled.
+
+        Args:
+            variant: what the constants depend on beside the layout.
+        """
+        key = kernel, variant
+        if compiled := self._compiled.get(key):
+            compiled[(*grid, 1, 1)[:3]](*arguments)
+        elif compiled := kernel[grid](*arguments, **options):  # the interpreter has nothing to keep
+            self._compiled[key] = compiled
 
     def forward(self, split: bool = True) -> tuple[Tensor, Tensor]:
         """out [B, H, Lq, Dv] and the rows' vectors [rows_kept, B, H, Lq]. split: programs may share the keys of few rows."""
@@ -89,18 +107,24 @@ class Call:
             return out, saved
         given, splits = self.given, self._splits() if split else 1
         if splits > 1:
-            tile = self._in_a_tile("decode", lambda tile: self._decode(made, self._cut(tile), splits))
+            tile = self._in_a_tile("decode", lambda tile: self._decode(made, tile, splits))
         else:
             given = self._prepared(backward=False)
 
             def run(tile: tuning.Tile) -> None:
                 cut = self._cut(tile)
-                forward.forward[cut.row_grid](given, self.algebra, cut.sight, made, cut.blocks, **cut.options)
+                self._launch(
+                    forward.forward, tile, cut.row_grid,
+                    given, self.algebra, cut.sight, made, cut.blocks, **cut.options,
+                )  # fmt: skip
 
             tile = self._in_a_tile("forward", run)
         if self.mechanism.laser:
             cut = self._cut(tile)
-            laser.exact_forward[cut.row_grid](given, self.algebra, cut.sight, made, cut.blocks, **cut.options)
+            self._launch(
+                laser.exact_forward, (tile, splits > 1), cut.row_grid,
+                given, self.algebra, cut.sight, made, cut.blocks, **cut.options,
+            )  # fmt: skip
         return out, saved
 
     def backward(self, grad: Tensor, bias_grad: bool, out: Tensor, saved: Tensor) -> tuple[Tensor | None, ...]:
@@ -123,18 +147,21 @@ class Call:
         given = self._prepared(backward=True)
         variants = (False, True) if self.mechanism.laser else (False,)
 
-        def launch(kernel: Any, grid: tuple[int, ...], cut: Cut, *arguments: Any) -> None:
-            shared = given, self.algebra, cut.sight, _array(grad), made, _array(passed)
+        incoming = _array(grad)
+        given_back = tuple((x.stride(), x.dtype, x.data_ptr() % ALIGNED) for x in (grad, out, saved))
+
+        def launch(kernel: Any, grid: tuple[int, ...], tile: tuning.Tile, *arguments: Any) -> None:
+            cut = self._cut(tile)
+            shared = given, self.algebra, cut.sight, incoming, made, _array(passed)
             for exact in variants:
-                kernel[grid](*shared, *arguments, exact, cut.blocks, **cut.options)
+                variant = tile, exact, given_back
+                self._launch(kernel, variant, grid, *shared, *arguments, exact, cut.blocks, **cut.options)
 
         def queries(tile: tuning.Tile) -> None:
-            cut = self._cut(tile)
-            launch(gradients.query_gradients, cut.row_grid, cut, _array(to[0]), *rows)
+            launch(gradients.query_gradients, self._cut(tile).row_grid, tile, _array(to[0]), *rows)
 
         def keys(tile: tuning.Tile) -> None:
-            cut = self._cut(tile)
-            launch(gradients.key_gradients, cut.key_grid, cut, _array(to[1]), _array(to[2]))
+            launch(gradients.key_gradients, self._cut(tile).key_grid, tile, _array(to[1]), _array(to[2]))
 
         if query.numel():
             self._in_a_tile("query_gradients", queries)
@@ -147,7 +174,7 @@ class Call:
                 cut = self._cut(tile)
                 rows, keys = 1 if everywhere[2] else cut.row_grid[0], 1 if everywhere[3] else cut.key_grid[0]
                 grid = (rows, keys, bias_to.size(0) * bias_to.size(1))
-                launch(gradients.bias_gradients, grid, cut, _array(bias_to), bias_to.size(1), *everywhere)
+                launch(gradients.bias_gradients, grid, tile, _array(bias_to), bias_to.size(1), *everywhere)
 
             self._in_a_tile("bias_gradients", of_bias)
         learned = [None if x is None else x.sum((0, 2)) for x in rows]
@@ -187,14 +214,15 @@ class Call:
 
     def _cut(self, tile: tuning.Tile) -> Cut:
         if tile not in self._cuts:
-            blocks = _blocks(self.problem, tile)
+            query, value = self.problem.query, self.problem.value
+            blocks = _blocks(query.size(-1), value.size(-1), query.dtype, tile)
             batch, heads, query_length = self.problem.query.shape[:3]
             self._cuts[tile] = Cut(
                 blocks,
-                _sight(self.visibility, self.given, blocks),
+                self._sight(tile, blocks),
                 {"num_warps": tile.warps, "num_stages": tile.stages, **FUSED},
-                (triton.cdiv(query_length, tile.rows), batch * heads),
-                (triton.cdiv(self.visibility.key_length, tile.keys), batch * self.problem.key.size(1)),
+                (_over(query_length, tile.rows), batch * heads),
+                (_over(self.visibility.key_length, tile.keys), batch * self.problem.key.size(1)),
             )
         return self._cuts[tile]
 
@@ -204,9 +232,9 @@ class Call:
         if self.held:
             return given
         if self.algebra.cosine.value:
-            given = given._replace(key_norm=_array(_reciprocal_norms(self.problem.key)))
+            given = given._replace(key_norm=_array(self._reciprocal_norms("key", self.problem.key)))
         if self.mechanism.laser:
-            mixed, flaws = _exponentials(self.problem.value, backward)
+            mixed, flaws = self._exponentials(self.problem.value, backward)
             given = given._replace(mixed=_array(mixed), flaws=_array(flaws))
         return given
 
@@ -216,18 +244,70 @@ class Call:
             rest = saved[ROWS:].flatten().view(kind)[: out.numel()].view(out.shape)
         return Made(_array(out), _array(rest), _array(saved), marked_heads, END)
 
+    def _reciprocal_norms(self, of: str, x: Tensor) -> Tensor:
+        """1 / |x|, float32 [B, H, L, 1]."""
+        batch, heads, length, width = x.shape
+        to = x.new_empty(batch, heads, length, 1, dtype=torch.float32)
+        columns = power_of_two(width)
+        rows = max(1, 4096 // columns)
+        if to.numel():
+            grid = _over(length, rows), batch * heads
+            self._launch(norms.norms, of, grid, _array(x), _array(to), heads, length, width, rows, columns, **FUSED)
+        return to
+
+    def _exponentials(self, value: Tensor, backward: bool) -> tuple[Tensor, Tensor]:
+        """LASER's e^V, and [B, Hk, Lk, 1] ``flaws_of`` its keys; of the backward there are none."""
+        batch, heads, length, width = value.shape
+        mixed = value.new_empty(value.shape, dtype=exponential_dtype(value.dtype))
+        flaws = (value.new_zeros if backward else value.new_empty)(batch, heads, length, 1, dtype=torch.float32)
+        columns = power_of_two(width)
+        rows = max(1, 4096 // columns)
+        if mixed.numel():
+            self._launch(
+                laser.exponentials, backward, (_over(length, rows), batch * heads),
+                _array(value), _array(mixed), _array(flaws), heads, length, width, backward, rows, columns, **FUSED,
+            )  # fmt: skip
+        return mixed, flaws
+
+    def _sight(self, tile: tuning.Tile, blocks: Blocks) -> Sight:
+        visibility, given = self.visibility, self.given
+        mask, key_mask, documents = visibility.mask, visibility.key_mask, visibility.document_ids
+        sight = Sight(
+            visibility.left, visibility.right, visibility.offset,
+            None if mask is None else _array(mask.view(torch.uint8)),
+            None if key_mask is None else _array(key_mask[:, None, None].view(torch.uint8)),
+            None if documents is None else _array(documents[:, None, None]),
+            None, None, None,
+            tl.constexpr(visibility.left != UNLIMITED), tl.constexpr(visibility.right != UNLIMITED),
+        )  # fmt: skip
+        parts = [part for part in (mask, key_mask, documents) if part is not None]
+        if not parts:
+            return sight
+        batch, heads = max(part.size(0) for part in parts), 1 if mask is None else mask.size(1)
+        row_blocks = _over(given.query_length, blocks.rows.value)
+        key_blocks = _over(given.key_length, blocks.keys.value)
+        counts = parts[0].new_empty(batch, heads, given.query_length, 1, dtype=torch.int32)
+        states = parts[0].new_zeros(batch, heads, row_blocks, key_blocks, dtype=torch.int8)
+        if counts.numel():
+            bounds = (None, None) if documents is None else _bounds(documents, blocks.keys.value)
+            self._launch(
+                see.survey, tile, (row_blocks, batch, heads),
+                given, sight, *bounds, _array(counts), _array(states), blocks, **FUSED,
+            )  # fmt: skip
+        return sight._replace(counts=_array(counts), tiles=_tiles(states), tiles_of_keys=_tiles(states.mT))
+
     def _splits(self) -> int:
         """How many programs share the keys of one head: more than one where queries are few and heads do not fill the GPU."""
         query, key = self.problem.query, self.problem.key
         if self.given.group * query.size(2) > FEW_ROWS or not key.numel():
             return 1
-        tiles = triton.cdiv(self.given.key_length, self._first("decode").keys)
+        tiles = _over(self.given.key_length, self._first("decode").keys)
         return min(_programs(query.device) // (self.given.batch * key.size(1)), tiles // TILES_OF_A_SPLIT)
 
-    def _decode(self, made: Made, cut: Cut, splits: int) -> None:
-        problem = self.problem
+    def _decode(self, made: Made, tile: tuning.Tile, splits: int) -> None:
+        problem, cut = self.problem, self._cut(tile)
         heads = self.given.batch * problem.key.size(1)
-        rows = max(16, triton.next_power_of_2(self.given.group * problem.query.size(2)))
+        rows = max(16, power_of_two(self.given.group * problem.query.size(2)))
         blocks = cut.blocks._replace(rows=tl.constexpr(rows))
 
         def floats(*shape: int) -> Tensor:
@@ -238,10 +318,34 @@ class Call:
         sharp = self.algebra.sharp.value
         scores = floats(heads, self.given.group * self.given.query_length, self.given.key_length) if sharp else None
         shared = self.given, self.algebra, cut.sight, parts, sums
-        decode.statistics[(splits, heads)](*shared, scores, blocks, **cut.options)
+        grid, variant = (splits, heads), (tile, splits)
+        self._launch(decode.statistics, variant, grid, *shared, scores, blocks, **cut.options)
         if sharp:
-            decode.weights[(splits, heads)](*shared, scores, blocks, **cut.options)
-        decode.combine[(1, heads)](*shared, splits, made, blocks, **cut.options)
+            self._launch(decode.weights, variant, grid, *shared, scores, blocks, **cut.options)
+        self._launch(decode.combine, variant, (1, heads), *shared, splits, made, blocks, **cut.options)
+
+
+def _layout(problem: Problem, visibility: Visibility, mechanism: Mechanism, held: Cache | None) -> Hashable:
+    """All that decides which compiled kernels a call takes: everything but the numbers, and whose they are."""
+    tensors: tuple[Tensor | None, ...] = (
+        *problem[:6], visibility.mask, visibility.key_mask, visibility.document_ids
+    )  # fmt: skip
+    if held is not None:
+        tensors = (*tensors, held.lengths, held.page_table)
+    places = (None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % ALIGNED) for x in tensors)
+    spans = visibility.query_length, visibility.key_length, visibility.left, visibility.right
+    return problem.query.device, mechanism, problem.scale, held is None, spans, tuple(places)
+
+
+@lru_cache(maxsize=1024)
+def _compiled_for(layout: Hashable) -> dict[Hashable, Any]:
+    """The compiled kernels that calls of a layout have launched."""
+    return {}
+
+
+def _over(x: int, y: int) -> int:
+    """x / y, rounded up; Triton's own takes microseconds on the host."""
+    return -(-x // y)
 
 
 @cache
@@ -254,17 +358,20 @@ def _array(x: Tensor | None) -> Any:
     """A 4-D tensor, read beyond its sizes of 1."""
     if x is None:
         return None
-    strides = (0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    strides = x.stride()
+    if 1 in x.shape:
+        strides = tuple(0 if size == 1 else stride for size, stride in zip(x.shape, strides, strict=True))
     return Array(x, *strides)
 
 
-def _blocks(problem: Problem, tile: tuning.Tile) -> Blocks:
-    widths = [max(16, triton.next_power_of_2(x.size(-1))) for x in (problem.query, problem.value)]
+@lru_cache(maxsize=256)
+def _blocks(head_dim: int, value_dim: int, dtype: torch.dtype, tile: tuning.Tile) -> Blocks:
+    widths = [max(16, power_of_two(size)) for size in (head_dim, value_dim)]
     # Of float16 only LASER's e^V is multiplied in float32, since float16 could not hold it
-    precision = "tf32" if problem.query.dtype == torch.float16 else "ieee"
-    whole = widths == [problem.query.size(-1), problem.value.size(-1)]
+    precision = "tf32" if dtype == torch.float16 else "ieee"
+    whole = widths == [head_dim, value_dim]
     # The interpreter gets products of bfloat16 wrong
-    widen = knobs.runtime.interpret and problem.query.dtype == torch.bfloat16
+    widen = knobs.runtime.interpret and dtype == torch.bfloat16
     return Blocks(*map(tl.constexpr, (tile.rows, tile.keys, *widths, whole, precision, widen)))
 
 
@@ -318,7 +425,7 @@ def _given(problem: Problem, key_length: int, mechanism: Mechanism, held: Cache 
         power = query.new_full((heads,), number, dtype=torch.float32)
     return Given(
         _array(query), _array(key), _array(value), _array(value), None,
-        _array(_reciprocal_norms(query)) if mechanism.similarity == "cosine" else None,
+        None,
         None,
         _array(bias),
         None if head_scale is None else head_scale.detach().float().contiguous(),
@@ -326,57 +433,6 @@ def _given(problem: Problem, key_length: int, mechanism: Mechanism, held: Cache 
         batch, heads, heads // max(key_heads, 1), query_length, key_length, head_dim, value_dim, problem.scale,
         None if held is None else held.lengths.int().contiguous(), _array(table), tl.constexpr(page_size),
     )  # fmt: skip
-
-
-def _reciprocal_norms(x: Tensor) -> Tensor:
-    """1 / |x|, float32 [B, H, L, 1]."""
-    batch, heads, length, width = x.shape
-    to = x.new_empty(batch, heads, length, 1, dtype=torch.float32)
-    columns = triton.next_power_of_2(width)
-    rows = max(1, 4096 // columns)
-    if to.numel():
-        norms.norms[(triton.cdiv(length, rows), batch * heads)](
-            _array(x), _array(to), heads, length, width, rows, columns, **FUSED
-        )
-    return to
-
-
-def _exponentials(value: Tensor, backward: bool) -> tuple[Tensor, Tensor]:
-    """LASER's e^V, and [B, Hk, Lk, 1] ``flaws_of`` its keys; of the backward there are none."""
-    batch, heads, length, width = value.shape
-    mixed = value.new_empty(value.shape, dtype=exponential_dtype(value.dtype))
-    flaws = (value.new_zeros if backward else value.new_empty)(batch, heads, length, 1, dtype=torch.float32)
-    columns = triton.next_power_of_2(width)
-    rows = max(1, 4096 // columns)
-    if mixed.numel():
-        laser.exponentials[(triton.cdiv(length, rows), batch * heads)](
-            _array(value), _array(mixed), _array(flaws), heads, length, width, backward, rows, columns, **FUSED
-        )
-    return mixed, flaws
-
-
-def _sight(visibility: Visibility, given: Given, blocks: Blocks) -> Sight:
-    mask, key_mask, documents = visibility.mask, visibility.key_mask, visibility.document_ids
-    sight = Sight(
-        visibility.left, visibility.right, visibility.offset,
-        None if mask is None else _array(mask.view(torch.uint8)),
-        None if key_mask is None else _array(key_mask[:, None, None].view(torch.uint8)),
-        None if documents is None else _array(documents[:, None, None]),
-        None, None, None,
-        tl.constexpr(visibility.left != UNLIMITED), tl.constexpr(visibility.right != UNLIMITED),
-    )  # fmt: skip
-    parts = [part for part in (mask, key_mask, documents) if part is not None]
-    if not parts:
-        return sight
-    batch, heads = max(part.size(0) for part in parts), 1 if mask is None else mask.size(1)
-    row_blocks = triton.cdiv(given.query_length, blocks.rows.value)
-    key_blocks = triton.cdiv(given.key_length, blocks.keys.value)
-    counts = parts[0].new_empty(batch, heads, given.query_length, 1, dtype=torch.int32)
-    states = parts[0].new_zeros(batch, heads, row_blocks, key_blocks, dtype=torch.int8)
-    if counts.numel():
-        bounds = (None, None) if documents is None else _bounds(documents, blocks.keys.value)
-        see.survey[(row_blocks, batch, heads)](given, sight, *bounds, _array(counts), _array(states), blocks, **FUSED)
-    return sight._replace(counts=_array(counts), tiles=_tiles(states), tiles_of_keys=_tiles(states.mT))
 
 
 def _bounds(documents: Tensor, width: int) -> tuple[Array, Array]:

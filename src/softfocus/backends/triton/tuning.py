@@ -131,9 +131,19 @@ def kind(direction: str, problem: Problem, visibility: Visibility, mechanism: Me
     given = (bias, head_scale, power, visibility.mask, visibility.key_mask, visibility.document_ids)
     return (
         direction, mechanism.code, str(query.dtype), query.size(3), value.size(3),
-        *(triton.next_power_of_2(n) for n in sizes),
+        *map(power_of_two, sizes),
         visibility.left >= 0, visibility.right >= 0, *(x is not None for x in given),
     )  # fmt: skip
+
+
+def power_of_two(x: int) -> int:
+    """The next one from x on; Triton's own takes microseconds on the host."""
+    return 1 << max(x - 1, 0).bit_length()
+
+
+@cache
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device)
 
 
 _known: dict[tuple[Hashable, ...], Tile] = {}
@@ -154,7 +164,7 @@ def fastest(
     """
     if not switched_on(TUNE, default=True) or torch.are_deterministic_algorithms_enabled():
         return tiles[0]
-    kind = (torch.cuda.get_device_name(device), *kind)
+    kind = (_name(device), *kind)
     if kind not in _known:
         code = hashlib.sha256(json.dumps([triton.__version__, _source(), kind]).encode()).hexdigest()
         store = get_cache_manager(code)
