@@ -188,9 +188,10 @@ def _layout(
 
     Arguments of other types than these are for the checks: a key must not change, nor be equal to that of another call.
     """
+    device = None if query.is_cpu and key.is_cpu and value.is_cpu else query.device
     if (
-        not (query.is_cpu and key.is_cpu and value.is_cpu)
-        or torch.is_autocast_enabled("cpu")
+        not (device is None or (device.type == "cuda" and key.device == value.device == device))
+        or torch.is_autocast_enabled("cpu" if device is None else "cuda")
         or type(is_causal) is not bool
         or type(enable_gqa) is not bool
         or type(scale) not in (float, int, NoneType)
@@ -202,7 +203,7 @@ def _layout(
     return (
         query.dtype, key.dtype, value.dtype, query.shape, key.shape, value.shape,
         query.stride(), key.stride(), value.stride(), torch.get_num_threads(),
-        is_causal, scale, enable_gqa, mechanism, window_size, backend,
+        is_causal, scale, enable_gqa, mechanism, window_size, backend, device,
     )  # fmt: skip
 
 

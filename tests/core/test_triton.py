@@ -4,9 +4,11 @@ The interpreter takes seconds for a problem. What every run tests meets each kin
 them together are marked slow (``pytest -m slow tests/core/test_triton.py``).
 """
 
+import gc
 import math
 import subprocess
 import sys
+import weakref
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -512,6 +514,19 @@ def test_calls_of_a_layout_ask_once_what_is_compiled(monkeypatch):
             made = attention_with_cache(query[:, :, :1], key, value, lengths, backend="triton")
             wanted = fused(query[:, :, :1], key[:, :, :length], value[:, :, :length])
             torch.testing.assert_close(made, wanted, rtol=2.0**-6, atol=2.0**-6)
+
+
+def test_what_is_ready_keeps_no_tensor(quiet):
+    functional._ready.clear()
+    query, key, value = (torch.randn(1, 1, 20, 8, device=DEVICE) for _ in range(3))
+    alive = [weakref.ref(x) for x in (query, key, value)]
+    with torch.no_grad():
+        first = fused(query, key, value, mechanism="lssa")
+        assert len(functional._ready) == 1
+        assert torch.equal(fused(query, key, value, mechanism="lssa"), first)
+    del query, key, value
+    gc.collect()
+    assert not any(x() is not None for x in alive)
 
 
 def test_calls_of_one_kind():

@@ -5,6 +5,7 @@ Triton is imported when a call runs, never before. The same kernels run on the C
 """
 
 import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from typing import Any
@@ -94,6 +95,22 @@ def forward(problem: Problem, visibility: Visibility, mechanism: Mechanism, seed
 
     with _current(problem.query):
         return forward_of(problem, visibility, mechanism)
+
+
+def prepare(
+    problem: Problem, visibility: Visibility, mechanism: Mechanism
+) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """A function from query, key and value, laid out as the problem's, to ``out``; for problems without other tensors."""
+    from softfocus.backends.triton.call import forward_of
+
+    like: Any = problem
+    like = like._replace(query=None, key=None, value=None)  # these tensors are not to live as long as the function
+
+    def ready(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        with _current(query):
+            return forward_of(like._replace(query=query, key=key, value=value), visibility, mechanism)[0]
+
+    return ready
 
 
 def backward(

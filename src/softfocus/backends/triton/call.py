@@ -129,9 +129,9 @@ class Call:
 
     def backward(self, grad: Tensor, bias_grad: bool, out: Tensor, saved: Tensor) -> tuple[Tensor | None, ...]:
         """The six gradients, from what :meth:`forward` returned."""
-        if self.algebra.cosine and self._splits() > 1:
-            # It made the keys' norms on its way, summed in another order than by the kernel whose norms are used here: the last
-            # bits of scores differ, which large powers multiply. The gradients are to be those of one and the same weights.
+        if self.algebra.sharp and self._splits() > 1:
+            # It summed products and the keys' norms in another order than the kernels here: the last bits of scores differ,
+            # which large powers multiply. The gradients are to be those of one and the same weights.
             out, saved = self.forward(split=False)
         marked_heads = (saved[6] != 0.0).any(-1).int() if self.mechanism.laser else None
         made = self._made(out, saved, marked_heads)

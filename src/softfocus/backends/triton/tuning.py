@@ -11,7 +11,7 @@ import torch
 import triton
 from triton.runtime import driver
 from triton.runtime.cache import get_cache_manager
-from triton.runtime.errors import OutOfResources
+from triton.runtime.errors import OutOfResources, PTXASError
 
 from softfocus.mechanism import Mechanism
 from softfocus.reference import Problem
@@ -37,6 +37,7 @@ def _tiles(*shapes: tuple[int, int, int], stages: int = 3) -> tuple[Tile, ...]:
 TILES = {
     ("forward", "narrow"): _tiles((128, 64, 8), (64, 64, 4), (128, 128, 8)),
     ("forward", "wide"): _tiles((128, 64, 8), (128, 32, 8), (64, 64, 4)),
+    ("forward", "wide, LASER"): _tiles((128, 32, 8), (128, 64, 8), (64, 64, 4)),
     ("forward", "wide, softplus"): _tiles((128, 32, 8), (128, 64, 8), (64, 64, 4)),
     ("forward", "wide, more to do"): _tiles((128, 32, 8), (128, 64, 8), (64, 32, 4)),
     ("query_gradients", "narrow"): _tiles((128, 64, 8), (64, 64, 4), (128, 32, 8)),
@@ -84,6 +85,7 @@ TILES_SINCE_BLACKWELL = {
     **TILES,
     ("forward", "narrow"): _tiles((128, 32, 8), (128, 64, 8), (64, 64, 4)),
     ("forward", "wide"): _tiles((64, 32, 8), (128, 32, 8), (128, 64, 8)),
+    ("forward", "wide, LASER"): _tiles((64, 32, 8), (128, 32, 8), (128, 64, 8)),
     ("forward", "wide, softplus"): _tiles((64, 32, 8), (128, 32, 8), (128, 64, 8)),
     ("forward", "wide, more to do"): _tiles((64, 32, 8), (128, 32, 8), (128, 64, 8)),
     ("query_gradients", "narrow, softplus"): _tiles((128, 32, 8), (128, 64, 8), (64, 64, 4)),
@@ -119,7 +121,7 @@ def tiles(kernel: str, problem: Problem, mechanism: Mechanism) -> tuple[Tile, ..
         "query_gradients": sharp,
         "key_gradients": sharp or mechanism.phi != "exp" if width == "wide" else sharp and laser,
     }.get(kernel, False)
-    names = ["LASER"] * (laser and not sharp) + [f"{width}, more to do"] * much
+    names = [f"{width}, LASER", "LASER"] * (laser and not sharp) + [f"{width}, more to do"] * much
     names += [f"{width}, {mechanism.phi}", width, "narrow"]
     return next(table[kernel, name] for name in names if (kernel, name) in table)
 
@@ -185,7 +187,7 @@ def _measured(tiles: tuple[Tile, ...], run: Callable[[Tile], Any]) -> Tile | Non
     for tile in tiles:
         try:
             times[tile] = _time(partial(run, tile))
-        except (OutOfResources, torch.OutOfMemoryError):  # of shared memory; of what measuring takes besides
+        except (OutOfResources, PTXASError, torch.OutOfMemoryError):  # the last: of what measuring takes besides
             continue
     return min(times, key=times.__getitem__) if times else None
 
