@@ -467,14 +467,15 @@ def test_nothing_is_remembered_where_nothing_could_be_measured(measured, monkeyp
 
 def test_another_length_is_no_other_kernel():
     """What is constant to the compiler, without pages, does not depend on how many keys there are."""
-    from softfocus.backends.triton import call
+    from softfocus.backends.triton import given
+    from softfocus.backends.triton.given import given_of
 
     def constants(length, pages=None):
         query, key = torch.ones(1, 1, 1, 8), torch.ones(1, 1, length, 8)
         problem, _visibility, mechanism = functional._prepared(query, key, key, mechanism="lssar")
         held = Cache(torch.tensor([length]), pages)
-        given = call._given(problem, length, mechanism, held)
-        return [x.value for x in given if isinstance(x, type(call.END))]
+        made = given_of(problem, length, mechanism, held)
+        return [x.value for x in made if isinstance(x, type(given.END))]
 
     assert constants(1040) == constants(1056) != []
     assert constants(16, torch.tensor([[0]])) != constants(32, torch.tensor([[0]]))

@@ -1,6 +1,5 @@
 """From a call to the kernels' arguments, and the kernels one after another."""
 
-import math
 from collections.abc import Callable, Hashable
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
@@ -12,28 +11,32 @@ from triton import knobs
 from triton.runtime.errors import OutOfResources
 
 from softfocus.backends.triton import ROWS, exponential_dtype, rest_dtype, rows_kept, tuning
-from softfocus.backends.triton.arguments import Algebra, Array, Blocks, Made, Sight, Tiles
+from softfocus.backends.triton.arguments import Blocks, Made, Sight
 from softfocus.backends.triton.arguments import Problem as Given
+from softfocus.backends.triton.given import (
+    END,
+    algebra_of,
+    array,
+    blocks_of,
+    bounded,
+    bounds_of,
+    given_of,
+    over,
+    tiles_of,
+)
 from softfocus.backends.triton.kernels import decode, forward, gradients, laser, norms
 from softfocus.backends.triton.kernels import sight as see
-from softfocus.backends.triton.kernels.pointwise import PHI
 from softfocus.backends.triton.tuning import power_of_two
 from softfocus.mechanism import Mechanism
 from softfocus.reference import Problem
 from softfocus.visibility import UNLIMITED, Cache, Visibility
 
-WHOLE_POWER = 32
-"""Whole powers up to this are raised by squaring, with a kernel compiled for each; others are read when the kernel runs."""
 FEW_ROWS = 64
 """Up to so many queries, of all heads that share a head of keys, are decoded: the keys split among programs."""
 TILES_OF_A_SPLIT = 4
-LARGEST_SCORE = 60.0
-"""Up to it phi, its sums and what re-weighting divides by are numbers without a shift."""
-TERMS = {torch.float32: 9, torch.float16: 6, torch.bfloat16: 5}
 ALIGNED = 16
 """Bytes: what Triton asks of an address."""
 UNMEASURED = ("decode", "bias_gradients")
-END = tl.constexpr(0)
 FUSED = {"enable_fp_fusion": True}
 """Said, since Triton's default is about to change."""
 
@@ -76,12 +79,12 @@ class Call:
     ) -> None:
         self.problem, self.visibility, self.mechanism, self.held = problem, visibility, mechanism, held
         self._compiled = _compiled_for(_layout(problem, visibility, mechanism, held))
-        self.given = _given(problem, visibility.key_length, mechanism, held)
+        self.given = given_of(problem, visibility.key_length, mechanism, held)
         if mechanism.similarity == "cosine":
-            query_norm = _array(self._reciprocal_norms("query", problem.query))
+            query_norm = array(self._reciprocal_norms("query", problem.query))
             self.given = self.given._replace(query_norm=query_norm)
-        bounded = _bounded(problem, mechanism, visibility.key_length)
-        self.algebra = _algebra(mechanism, self.given.power is not None, bounded, problem.query.dtype)
+        is_bounded = bounded(problem, mechanism, visibility.key_length)
+        self.algebra = algebra_of(mechanism, self.given.power is not None, is_bounded, problem.query.dtype)
         self._cuts: dict[tuning.Tile, Cut] = {}
 
     def _launch(self, kernel: Any, variant: Hashable, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
@@ -147,21 +150,21 @@ class Call:
         given = self._prepared(backward=True)
         variants = (False, True) if self.mechanism.laser else (False,)
 
-        incoming = _array(grad)
+        incoming = array(grad)
         given_back = tuple((x.stride(), x.dtype, x.data_ptr() % ALIGNED) for x in (grad, out, saved))
 
         def launch(kernel: Any, grid: tuple[int, ...], tile: tuning.Tile, *arguments: Any) -> None:
             cut = self._cut(tile)
-            shared = given, self.algebra, cut.sight, incoming, made, _array(passed)
+            shared = given, self.algebra, cut.sight, incoming, made, array(passed)
             for exact in variants:
                 variant = tile, exact, given_back
                 self._launch(kernel, variant, grid, *shared, *arguments, exact, cut.blocks, **cut.options)
 
         def queries(tile: tuning.Tile) -> None:
-            launch(gradients.query_gradients, self._cut(tile).row_grid, tile, _array(to[0]), *rows)
+            launch(gradients.query_gradients, self._cut(tile).row_grid, tile, array(to[0]), *rows)
 
         def keys(tile: tuning.Tile) -> None:
-            launch(gradients.key_gradients, self._cut(tile).key_grid, tile, _array(to[1]), _array(to[2]))
+            launch(gradients.key_gradients, self._cut(tile).key_grid, tile, array(to[1]), array(to[2]))
 
         if query.numel():
             self._in_a_tile("query_gradients", queries)
@@ -174,7 +177,7 @@ class Call:
                 cut = self._cut(tile)
                 rows, keys = 1 if everywhere[2] else cut.row_grid[0], 1 if everywhere[3] else cut.key_grid[0]
                 grid = (rows, keys, bias_to.size(0) * bias_to.size(1))
-                launch(gradients.bias_gradients, grid, tile, _array(bias_to), bias_to.size(1), *everywhere)
+                launch(gradients.bias_gradients, grid, tile, array(bias_to), bias_to.size(1), *everywhere)
 
             self._in_a_tile("bias_gradients", of_bias)
         learned = [None if x is None else x.sum((0, 2)) for x in rows]
@@ -215,14 +218,14 @@ class Call:
     def _cut(self, tile: tuning.Tile) -> Cut:
         if tile not in self._cuts:
             query, value = self.problem.query, self.problem.value
-            blocks = _blocks(query.size(-1), value.size(-1), query.dtype, tile)
+            blocks = blocks_of(query.size(-1), value.size(-1), query.dtype, tile)
             batch, heads, query_length = self.problem.query.shape[:3]
             self._cuts[tile] = Cut(
                 blocks,
                 self._sight(tile, blocks),
                 {"num_warps": tile.warps, "num_stages": tile.stages, **FUSED},
-                (_over(query_length, tile.rows), batch * heads),
-                (_over(self.visibility.key_length, tile.keys), batch * self.problem.key.size(1)),
+                (over(query_length, tile.rows), batch * heads),
+                (over(self.visibility.key_length, tile.keys), batch * self.problem.key.size(1)),
             )
         return self._cuts[tile]
 
@@ -232,17 +235,17 @@ class Call:
         if self.held:
             return given
         if self.algebra.cosine.value:
-            given = given._replace(key_norm=_array(self._reciprocal_norms("key", self.problem.key)))
+            given = given._replace(key_norm=array(self._reciprocal_norms("key", self.problem.key)))
         if self.mechanism.laser:
             mixed, flaws = self._exponentials(self.problem.value, backward)
-            given = given._replace(mixed=_array(mixed), flaws=_array(flaws))
+            given = given._replace(mixed=array(mixed), flaws=array(flaws))
         return given
 
     def _made(self, out: Tensor, saved: Tensor, marked_heads: Tensor | None) -> Made:
         kind, rest = rest_dtype(self.mechanism, out.dtype), None
         if kind is not None:
             rest = saved[ROWS:].flatten().view(kind)[: out.numel()].view(out.shape)
-        return Made(_array(out), _array(rest), _array(saved), marked_heads, END)
+        return Made(array(out), array(rest), array(saved), marked_heads, END)
 
     def _reciprocal_norms(self, of: str, x: Tensor) -> Tensor:
         """1 / |x|, float32 [B, H, L, 1]."""
@@ -251,8 +254,8 @@ class Call:
         columns = power_of_two(width)
         rows = max(1, 4096 // columns)
         if to.numel():
-            grid = _over(length, rows), batch * heads
-            self._launch(norms.norms, of, grid, _array(x), _array(to), heads, length, width, rows, columns, **FUSED)
+            grid = over(length, rows), batch * heads
+            self._launch(norms.norms, of, grid, array(x), array(to), heads, length, width, rows, columns, **FUSED)
         return to
 
     def _exponentials(self, value: Tensor, backward: bool) -> tuple[Tensor, Tensor]:
@@ -264,8 +267,8 @@ class Call:
         rows = max(1, 4096 // columns)
         if mixed.numel():
             self._launch(
-                laser.exponentials, backward, (_over(length, rows), batch * heads),
-                _array(value), _array(mixed), _array(flaws), heads, length, width, backward, rows, columns, **FUSED,
+                laser.exponentials, backward, (over(length, rows), batch * heads),
+                array(value), array(mixed), array(flaws), heads, length, width, backward, rows, columns, **FUSED,
             )  # fmt: skip
         return mixed, flaws
 
@@ -274,9 +277,9 @@ class Call:
         mask, key_mask, documents = visibility.mask, visibility.key_mask, visibility.document_ids
         sight = Sight(
             visibility.left, visibility.right, visibility.offset,
-            None if mask is None else _array(mask.view(torch.uint8)),
-            None if key_mask is None else _array(key_mask[:, None, None].view(torch.uint8)),
-            None if documents is None else _array(documents[:, None, None]),
+            None if mask is None else array(mask.view(torch.uint8)),
+            None if key_mask is None else array(key_mask[:, None, None].view(torch.uint8)),
+            None if documents is None else array(documents[:, None, None]),
             None, None, None,
             tl.constexpr(visibility.left != UNLIMITED), tl.constexpr(visibility.right != UNLIMITED),
         )  # fmt: skip
@@ -284,24 +287,24 @@ class Call:
         if not parts:
             return sight
         batch, heads = max(part.size(0) for part in parts), 1 if mask is None else mask.size(1)
-        row_blocks = _over(given.query_length, blocks.rows.value)
-        key_blocks = _over(given.key_length, blocks.keys.value)
+        row_blocks = over(given.query_length, blocks.rows.value)
+        key_blocks = over(given.key_length, blocks.keys.value)
         counts = parts[0].new_empty(batch, heads, given.query_length, 1, dtype=torch.int32)
         states = parts[0].new_zeros(batch, heads, row_blocks, key_blocks, dtype=torch.int8)
         if counts.numel():
-            bounds = (None, None) if documents is None else _bounds(documents, blocks.keys.value)
+            bounds = (None, None) if documents is None else bounds_of(documents, blocks.keys.value)
             self._launch(
                 see.survey, tile, (row_blocks, batch, heads),
-                given, sight, *bounds, _array(counts), _array(states), blocks, **FUSED,
+                given, sight, *bounds, array(counts), array(states), blocks, **FUSED,
             )  # fmt: skip
-        return sight._replace(counts=_array(counts), tiles=_tiles(states), tiles_of_keys=_tiles(states.mT))
+        return sight._replace(counts=array(counts), tiles=tiles_of(states), tiles_of_keys=tiles_of(states.mT))
 
     def _splits(self) -> int:
         """How many programs share the keys of one head: more than one where queries are few and heads do not fill the GPU."""
         query, key = self.problem.query, self.problem.key
         if self.given.group * query.size(2) > FEW_ROWS or not key.numel():
             return 1
-        tiles = _over(self.given.key_length, self._first("decode").keys)
+        tiles = over(self.given.key_length, self._first("decode").keys)
         return min(_programs(query.device) // (self.given.batch * key.size(1)), tiles // TILES_OF_A_SPLIT)
 
     def _decode(self, made: Made, tile: tuning.Tile, splits: int) -> None:
@@ -343,115 +346,7 @@ def _compiled_for(layout: Hashable) -> dict[Hashable, Any]:
     return {}
 
 
-def _over(x: int, y: int) -> int:
-    """x / y, rounded up; Triton's own takes microseconds on the host."""
-    return -(-x // y)
-
-
 @cache
 def _programs(device: torch.device) -> int:
     """How many programs keep a device busy."""
     return 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
-def _array(x: Tensor | None) -> Any:
-    """A 4-D tensor, read beyond its sizes of 1."""
-    if x is None:
-        return None
-    strides = x.stride()
-    if 1 in x.shape:
-        strides = tuple(0 if size == 1 else stride for size, stride in zip(x.shape, strides, strict=True))
-    return Array(x, *strides)
-
-
-@lru_cache(maxsize=256)
-def _blocks(head_dim: int, value_dim: int, dtype: torch.dtype, tile: tuning.Tile) -> Blocks:
-    widths = [max(16, power_of_two(size)) for size in (head_dim, value_dim)]
-    # Of float16 only LASER's e^V is multiplied in float32, since float16 could not hold it
-    precision = "tf32" if dtype == torch.float16 else "ieee"
-    whole = widths == [head_dim, value_dim]
-    # The interpreter gets products of bfloat16 wrong
-    widen = knobs.runtime.interpret and dtype == torch.bfloat16
-    return Blocks(*map(tl.constexpr, (tile.rows, tile.keys, *widths, whole, precision, widen)))
-
-
-def _bounded(problem: Problem, mechanism: Mechanism, key_length: int) -> bool:
-    """Whether no score can be so small that phi leaves what float32 and bfloat16 hold: cosines times a known scale."""
-    if mechanism.similarity != "cosine" or mechanism.score_bias != "0" or problem.query.dtype == torch.float16:
-        return False
-    if problem.bias is not None or problem.head_scale is not None:
-        return False
-    return abs(problem.scale) * max(1.0, math.log(max(key_length, 1))) < LARGEST_SCORE
-
-
-def _shifted(mechanism: Mechanism, bounded: bool, dtype: torch.dtype) -> bool:
-    if mechanism.phi == "exp" or dtype == torch.float16:
-        return True
-    return mechanism.phi in ("softplus", "sigmoid") and not bounded
-
-
-@lru_cache(maxsize=256)
-def _algebra(mechanism: Mechanism, power_given: bool, bounded: bool, dtype: torch.dtype) -> Algebra:
-    power = 0 if mechanism.power is None or power_given else int(mechanism.power)
-    l1 = mechanism.normaliser == "l1"
-    plain_exp = mechanism.phi == "exp" and l1 and mechanism.power is None
-    return Algebra(
-        cosine=tl.constexpr(mechanism.similarity == "cosine"),
-        length_scale=tl.constexpr(mechanism.length_scale),
-        score_bias=tl.constexpr(mechanism.score_bias),
-        normaliser=tl.constexpr(mechanism.normaliser),
-        phi=PHI[mechanism.phi],
-        sharp=tl.constexpr(mechanism.power is not None),
-        power=tl.constexpr(power),
-        laser=tl.constexpr(mechanism.laser),
-        shifted=tl.constexpr(l1 and _shifted(mechanism, bounded, dtype)),
-        folded=tl.constexpr(plain_exp),
-        terms=tl.constexpr(TERMS[dtype]),
-        narrow=tl.constexpr(dtype == torch.float16),
-    )
-
-
-def _given(problem: Problem, key_length: int, mechanism: Mechanism, held: Cache | None) -> Given:
-    query, key, value, bias, head_scale, power = problem[:6]
-    batch, heads, query_length, head_dim = query.shape
-    _, key_heads, page_size, value_dim = value.shape
-    table = None
-    if held is not None and held.page_table is not None:
-        table = held.page_table.int()[:, None, None]
-    else:
-        page_size = 0  # a constant to the compiler, which must not see another for each length
-    number = mechanism.power
-    if power is None and number is not None and not (number == int(number) and 1 <= number <= WHOLE_POWER):
-        power = query.new_full((heads,), number, dtype=torch.float32)
-    return Given(
-        _array(query), _array(key), _array(value), _array(value), None,
-        None,
-        None,
-        _array(bias),
-        None if head_scale is None else head_scale.detach().float().contiguous(),
-        None if power is None else power.detach().float().contiguous(),
-        batch, heads, heads // max(key_heads, 1), query_length, key_length, head_dim, value_dim, problem.scale,
-        None if held is None else held.lengths.int().contiguous(), _array(table), tl.constexpr(page_size),
-    )  # fmt: skip
-
-
-def _bounds(documents: Tensor, width: int) -> tuple[Array, Array]:
-    """The lowest and the highest document number of each tile of keys."""
-    beyond = documents[:, -1:].expand(-1, -documents.size(1) % width)
-    low, high = torch.cat([documents, beyond], 1).unflatten(1, (-1, width)).aminmax(dim=-1)
-    return _array(low[:, None, None]), _array(high[:, None, None])
-
-
-def _tiles(states: Tensor) -> Tiles:
-    """For each block of the last dimension but one, the tiles of the last: those that are cut, those that are whole."""
-    cut, cuts, whole, wholes = (part for state in (see.CUT, see.WHOLE) for part in _listed(states == state.value))
-    return Tiles(cut, cuts, whole, wholes, END)
-
-
-def _listed(there: Tensor) -> tuple[Any, Any]:
-    """Which are there, first of all, and how many."""
-    number = there.to(torch.int8)
-    return (
-        _array(number.argsort(dim=-1, descending=True, stable=True).to(torch.int32)),
-        _array(number.sum(-1, keepdim=True, dtype=torch.int32)),
-    )

@@ -1,0 +1,138 @@
+"""What a call gives the kernels: its tensors as places with strides, its mechanism and its tiles as constants."""
+
+import math
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton import knobs
+
+from softfocus.backends.triton import tuning
+from softfocus.backends.triton.arguments import Algebra, Array, Blocks, Tiles
+from softfocus.backends.triton.arguments import Problem as Given
+from softfocus.backends.triton.kernels import sight as see
+from softfocus.backends.triton.kernels.pointwise import PHI
+from softfocus.backends.triton.tuning import power_of_two
+from softfocus.mechanism import Mechanism
+from softfocus.reference import Problem
+from softfocus.visibility import Cache
+
+WHOLE_POWER = 32
+"""Whole powers up to this are raised by squaring, with a kernel compiled for each; others are read when the kernel runs."""
+LARGEST_SCORE = 60.0
+"""Up to it phi, its sums and what re-weighting divides by are numbers without a shift."""
+TERMS = {torch.float32: 9, torch.float16: 6, torch.bfloat16: 5}
+END = tl.constexpr(0)
+
+
+def over(x: int, y: int) -> int:
+    """x / y, rounded up; Triton's own takes microseconds on the host."""
+    return -(-x // y)
+
+
+def array(x: Tensor | None) -> Any:
+    """A 4-D tensor, read beyond its sizes of 1."""
+    if x is None:
+        return None
+    strides = x.stride()
+    if 1 in x.shape:
+        strides = tuple(0 if size == 1 else stride for size, stride in zip(x.shape, strides, strict=True))
+    return Array(x, *strides)
+
+
+@lru_cache(maxsize=256)
+def blocks_of(head_dim: int, value_dim: int, dtype: torch.dtype, tile: tuning.Tile) -> Blocks:
+    """A tile's shape and how it is multiplied."""
+    widths = [max(16, power_of_two(size)) for size in (head_dim, value_dim)]
+    # Of float16 only LASER's e^V is multiplied in float32, since float16 could not hold it
+    precision = "tf32" if dtype == torch.float16 else "ieee"
+    whole = widths == [head_dim, value_dim]
+    # The interpreter gets products of bfloat16 wrong
+    widen = knobs.runtime.interpret and dtype == torch.bfloat16
+    return Blocks(*map(tl.constexpr, (tile.rows, tile.keys, *widths, whole, precision, widen)))
+
+
+def bounded(problem: Problem, mechanism: Mechanism, key_length: int) -> bool:
+    """Whether no score can be so small that phi leaves what float32 and bfloat16 hold: cosines times a known scale."""
+    if mechanism.similarity != "cosine" or mechanism.score_bias != "0" or problem.query.dtype == torch.float16:
+        return False
+    if problem.bias is not None or problem.head_scale is not None:
+        return False
+    return abs(problem.scale) * max(1.0, math.log(max(key_length, 1))) < LARGEST_SCORE
+
+
+def _shifted(mechanism: Mechanism, bounded: bool, dtype: torch.dtype) -> bool:
+    if mechanism.phi == "exp" or dtype == torch.float16:
+        return True
+    return mechanism.phi in ("softplus", "sigmoid") and not bounded
+
+
+@lru_cache(maxsize=256)
+def algebra_of(mechanism: Mechanism, power_given: bool, bounded: bool, dtype: torch.dtype) -> Algebra:
+    """The mechanism as constants; its power among them where it is whole and nobody gave others."""
+    power = 0 if mechanism.power is None or power_given else int(mechanism.power)
+    l1 = mechanism.normaliser == "l1"
+    plain_exp = mechanism.phi == "exp" and l1 and mechanism.power is None
+    return Algebra(
+        cosine=tl.constexpr(mechanism.similarity == "cosine"),
+        length_scale=tl.constexpr(mechanism.length_scale),
+        score_bias=tl.constexpr(mechanism.score_bias),
+        normaliser=tl.constexpr(mechanism.normaliser),
+        phi=PHI[mechanism.phi],
+        sharp=tl.constexpr(mechanism.power is not None),
+        power=tl.constexpr(power),
+        laser=tl.constexpr(mechanism.laser),
+        shifted=tl.constexpr(l1 and _shifted(mechanism, bounded, dtype)),
+        folded=tl.constexpr(plain_exp),
+        terms=tl.constexpr(TERMS[dtype]),
+        narrow=tl.constexpr(dtype == torch.float16),
+    )
+
+
+def given_of(problem: Problem, key_length: int, mechanism: Mechanism, held: Cache | None) -> Given:
+    """The call's tensors and numbers; what kernels make of them beforehand (norms, e^V) is not there yet."""
+    query, key, value, bias, head_scale, power = problem[:6]
+    batch, heads, query_length, head_dim = query.shape
+    _, key_heads, page_size, value_dim = value.shape
+    table = None
+    if held is not None and held.page_table is not None:
+        table = held.page_table.int()[:, None, None]
+    else:
+        page_size = 0  # a constant to the compiler, which must not see another for each length
+    number = mechanism.power
+    if power is None and number is not None and not (number == int(number) and 1 <= number <= WHOLE_POWER):
+        power = query.new_full((heads,), number, dtype=torch.float32)
+    return Given(
+        array(query), array(key), array(value), array(value), None,
+        None,
+        None,
+        array(bias),
+        None if head_scale is None else head_scale.detach().float().contiguous(),
+        None if power is None else power.detach().float().contiguous(),
+        batch, heads, heads // max(key_heads, 1), query_length, key_length, head_dim, value_dim, problem.scale,
+        None if held is None else held.lengths.int().contiguous(), array(table), tl.constexpr(page_size),
+    )  # fmt: skip
+
+
+def bounds_of(documents: Tensor, width: int) -> tuple[Array, Array]:
+    """The lowest and the highest document number of each tile of keys."""
+    beyond = documents[:, -1:].expand(-1, -documents.size(1) % width)
+    low, high = torch.cat([documents, beyond], 1).unflatten(1, (-1, width)).aminmax(dim=-1)
+    return array(low[:, None, None]), array(high[:, None, None])
+
+
+def tiles_of(states: Tensor) -> Tiles:
+    """For each block of the last dimension but one, the tiles of the last: those that are cut, those that are whole."""
+    cut, cuts, whole, wholes = (part for state in (see.CUT, see.WHOLE) for part in _listed(states == state.value))
+    return Tiles(cut, cuts, whole, wholes, END)
+
+
+def _listed(there: Tensor) -> tuple[Any, Any]:
+    """Which are there, first of all, and how many."""
+    number = there.to(torch.int8)
+    return (
+        array(number.argsort(dim=-1, descending=True, stable=True).to(torch.int32)),
+        array(number.sum(-1, keepdim=True, dtype=torch.int32)),
+    )
