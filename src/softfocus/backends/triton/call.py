@@ -1,4 +1,4 @@
-"""From a call to the kernels' arguments, and the kernels one after another."""
+"""The kernels of a call one after another, each in its tile, and what is compiled for calls of one layout."""
 
 from collections.abc import Callable, Hashable
 from functools import cache, lru_cache
