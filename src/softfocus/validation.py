@@ -6,9 +6,14 @@ from torch import Tensor
 from softfocus.catalog import named
 from softfocus.mechanism import Mechanism
 
-_looked_up = torch.compiler.assume_constant_result(
-    named
-)  # once, while torch.compile traces: it cannot follow the parser
+
+def _looked_up(name: str) -> Mechanism:
+    return named(name)
+
+
+# As torch.compiler.assume_constant_result marks a function, which imports the whole compiler, and with it Triton: under
+# torch.compile a name is looked up once, since the parser cannot be traced.
+_looked_up._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 _PAGES = "[pages, heads, page size, head_dim]"
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

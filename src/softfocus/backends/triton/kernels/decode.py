@@ -196,6 +196,7 @@ def combine(problem, algebra, sight, parts, sums, splits, made, blocks):
     if algebra.sharp:
         largest = algebra.phi.value(top, shift, algebra)
         _floor, _over_spread, _tied, peak = of.threshold(problem, algebra, count, norm, largest)
+    whole = sharp_norm if algebra.sharp else norm
     forward.finish(
-        problem, algebra, made, b, heads, rows, count, top, shift, norm, sharp_norm, peak, mixed, marked, flaws, blocks
+        problem, algebra, made, b, heads, rows, count, top, shift, norm, sharp_norm, whole, peak, mixed, marked, flaws, blocks
     )  # fmt: skip

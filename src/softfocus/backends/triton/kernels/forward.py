@@ -30,6 +30,15 @@ def forward(problem, algebra, sight, made, blocks):
     shift = tl.zeros([blocks.rows], tl.float32)
     norm = tl.zeros([blocks.rows], tl.float32)
     sharp_norm = tl.zeros([blocks.rows], tl.float32)
+    # Of weights as halves hold them: where one key dominates a row the output, of which D is made, is then that key's value.
+    # Other phi have a shift for it
+    rounding: tl.constexpr = (
+        algebra.phi.vanishes
+        and algebra.terms != 9
+        and algebra.normaliser == "l1"
+        and not (algebra.sharp or algebra.laser)
+    )
+    rounded = norm
     floor, over_spread, peak = shift, shift, shift
     tied = norm > 0.0
     marked = tied
@@ -59,12 +68,18 @@ def forward(problem, algebra, sight, made, blocks):
                     f, top, least, shift, norm, fade = online(s, scaled, top, least, shift, norm, algebra)
                     if SWEEP == 0 and algebra.shifted:
                         mixed = mixed * fade[:, None]
+                    if rounding:
+                        if algebra.shifted:
+                            rounded = rounded * fade
+                        rounded += tl.sum(f.to(value.dtype).to(tl.float32), 1)
                 if SWEEP == 0:
                     f = of.factored(f, problem, algebra, count, b)
                     mixed += of.product(f.to(value.dtype), value, blocks)
+    if not rounding:
+        rounded = sharp_norm if algebra.sharp else norm
     norm = tainted(norm, top, least)
     finish(
-        problem, algebra, made, b, heads, rows, count, top, shift, norm, sharp_norm, peak, mixed, marked, flaws, blocks
+        problem, algebra, made, b, heads, rows, count, top, shift, norm, sharp_norm, rounded, peak, mixed, marked, flaws, blocks
     )  # fmt: skip
 
 
@@ -155,9 +170,10 @@ def _spoilt(mixed, seen, problem, b, h, keys, blocks):
 
 @triton.jit
 def finish(
-    problem, algebra, made, b, heads, rows, count, top, shift, norm, sharp_norm, peak, mixed, marked, flaws, blocks
+    problem, algebra, made, b, heads, rows, count, top, shift, norm, sharp_norm, rounded, peak, mixed, marked, flaws, blocks
 ):  # fmt: skip
-    """What the sums come to, stored; ``heads`` are those of the rows."""
+    """What the sums come to, stored; ``heads`` are those of the rows. ``rounded`` is the sum of the weights that were
+    multiplied."""
     inside = rows < problem.query_length
     columns = tl.arange(0, blocks.value_dim)
     whole = sharp_norm if algebra.sharp else norm
@@ -177,7 +193,7 @@ def finish(
         mixed = mixed * LN2
     elif algebra.sharp or algebra.normaliser == "l1":
         if algebra.phi.vanishes:  # whose sums may be so small that there is no number over them
-            mixed = mixed / tl.where(whole == 0.0, 1.0, whole)[:, None]
+            mixed = mixed / tl.where(rounded == 0.0, 1.0, rounded)[:, None]
         else:
             mixed = mixed * of.over_norm(whole)[:, None]
     elif not algebra.narrow:
