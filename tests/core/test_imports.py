@@ -75,7 +75,9 @@ def test_using_softfocus_needs_torch_alone():
 
 def test_a_call_on_the_cpu_loads_no_compiler():
     """Neither Triton nor torch's, which take as long again as torch to import."""
-    call = "x = torch.ones(1, 1, 2, 2, requires_grad=True); softfocus.attention(x, x, x, backend='tiled').sum().backward()"
+    call = (
+        "x = torch.ones(1, 1, 2, 2, requires_grad=True); softfocus.attention(x, x, x, backend='tiled').sum().backward()"
+    )
     (after,) = modules_after(f"import torch, softfocus; {call}")
     assert "softfocus.functional" in after
     assert not {"triton", "torch._dynamo"} & after
