@@ -13,6 +13,7 @@ import ctypes
 import os
 import struct
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,12 @@ os.environ["TRITON_CACHE_DIR"] = str(HOME / f"sm_{ARCH}")
 os.environ["SOFTFOCUS_TUNE"] = "off"
 os.environ.pop("TRITON_INTERPRET", None)
 
-import torch  # noqa: E402
 from triton import knobs  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.backends.nvidia.compiler import CUDABackend  # noqa: E402
 from triton.runtime import driver  # noqa: E402
+
+sys.path.append(str(HERE.parents[1] / "core"))
+from triton_machines import Absent  # noqa: E402
 
 FORMATS = {"fp32": "f", "i1": "?", "i8": "b", "u8": "B", "i16": "h", "i32": "i", "u32": "I", "i64": "q", "u64": "Q"}
 
@@ -48,30 +50,19 @@ def _library() -> ctypes.CDLL:
     return ctypes.CDLL(str(library))
 
 
-class Emulator:
+class Emulator(Absent):
     """What Triton takes for the driver of a GPU: its utilities, launcher and target."""
 
     def __init__(self) -> None:
+        super().__init__(ARCH)
         self.library = _library()
         self.utils = self
         self.launcher_cls = Launcher
         self.loaded: list[tuple[ctypes.c_void_p, list[tuple[int, int]]]] = []
         self.launches = 0
 
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", ARCH, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int = 0) -> int:
-        return 0
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
-
     def get_device_properties(self, device: int) -> dict[str, int]:
-        return {"max_shared_mem": SHARED_MEMORY[ARCH], "multiprocessor_count": 132}
+        return {"max_shared_mem": SHARED_MEMORY[ARCH]}
 
     def unload_module(self, module: int) -> None: ...
 
