@@ -28,11 +28,11 @@ SOME = (
 )
 
 
-def on_the_emulator(*arguments, timeout=900, **environment):
+def on_the_emulator(*arguments, **environment):
     known = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     paths = os.pathsep.join(filter(None, [str(PLUGIN), known.get("PYTHONPATH")]))
     ran = subprocess.run(
-        [sys.executable, *map(str, arguments)], capture_output=True, text=True, timeout=timeout, cwd=HERE.parents[1],
+        [sys.executable, *map(str, arguments)], capture_output=True, text=True, timeout=900, cwd=HERE.parents[1],
         env={**known, "PYTHONPATH": paths, **environment},
     )  # fmt: skip
     assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
