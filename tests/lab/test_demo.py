@@ -315,7 +315,7 @@ class TestWhole:
             signal.signal(signal.SIGINT, before)
         assert children() == []
         left = load_run(folder / "long", complete=False)
-        assert left.status == "failed"
+        assert left.status == "interrupted"
         assert "interrupted at step" in left.error
 
 

@@ -175,7 +175,7 @@ def test_resumed_is_uninterrupted(
     with pytest.raises(LabError, match=says) as caught:
         train(load(tiny), folder, progress=stop_at(6, how))
     assert "--resume" in str(caught.value)
-    assert load_run(folder, complete=False).status == "failed"
+    assert load_run(folder, complete=False).status == "interrupted"
     assert not (folder / MODEL).exists()
     with pytest.raises(LabError, match="not finished"):
         load_run(folder)
@@ -211,7 +211,7 @@ def test_a_run_is_not_resumed_on_another_corpus(tiny: Path, tmp_path: Path) -> N
     os.utime(text, (1, 1))
     with pytest.raises(LabError, match=r"the corpus of .*run has changed .*; put it back .* --overwrite"):
         train(recipe, folder, resume=True)
-    assert load_run(folder, complete=False).status == "failed"
+    assert load_run(folder, complete=False).status == "interrupted"
     os.utime(text, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert train(recipe, folder, resume=True).status == "complete"
 

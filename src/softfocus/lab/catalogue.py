@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from softfocus.catalog import learned_parameters, mechanisms, named
-from softfocus.lab.errors import LabError
+from softfocus.lab.errors import UsageError
 
 
 class Description(BaseModel):
@@ -30,12 +30,12 @@ def details(name: str) -> Description:
     """One mechanism, or a combination of them.
 
     Raises:
-        LabError: an unknown name, with the nearest one.
+        UsageError: an unknown name, with the nearest one.
     """
     try:
         mechanism = named(name)
     except ValueError as error:
-        raise LabError(str(error).rstrip("."), "`softfocus mechanisms` lists them all") from None
+        raise UsageError(str(error).rstrip("."), "`softfocus mechanisms` lists them all") from None
     entry = mechanisms().get(name)
     return Description(
         name=name,

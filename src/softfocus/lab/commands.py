@@ -10,7 +10,7 @@ from typer.core import TyperGroup
 
 from softfocus._version import __version__
 from softfocus.lab.bench.command import bench
-from softfocus.lab.errors import LabError
+from softfocus.lab.errors import Interrupted
 from softfocus.lab.options import Json, beside, write_json
 
 
@@ -21,7 +21,7 @@ class _Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            raise LabError("interrupted", "run the command again") from None
+            raise Interrupted("interrupted", "run the command again") from None
 
 
 app = typer.Typer(
@@ -117,13 +117,17 @@ def train(
         raise typer.BadParameter("choose one of --resume and --overwrite")
     from softfocus.lab.progress import Display
     from softfocus.lab.recipe import load
+    from softfocus.lab.results import RUN
 
     chosen = load(recipe, set_)  # before Transformers is imported: a typo is answered soon
     from softfocus.lab.train import train
 
     folder = out or Path("runs") / chosen.name
+    begins = resume and not (folder / RUN).exists()
     # torchrun and accelerate number their processes; only the first one speaks
     with Display("steps", quiet=quiet or os.environ.get("RANK", "0") != "0") as display:
+        if begins:
+            display.console.print(f"{folder} holds no run to resume: training begins at step 0", highlight=False)
         info = train(chosen, folder, resume=resume, overwrite=overwrite, progress=display)
     if _is_main_process():
         pace = f", {info.tokens_per_second:,.0f} tokens/s" if info.tokens_per_second else ""

@@ -13,10 +13,11 @@ from typing import TextIO
 
 from rich.console import Console
 
+from softfocus.catalog import named
 from softfocus.lab.demo_screen import Job, Screen
 from softfocus.lab.demo_worker import from_line
 from softfocus.lab.disk import writing
-from softfocus.lab.errors import LabError
+from softfocus.lab.errors import Interrupted, LabError, UsageError
 from softfocus.lab.lengths import parse
 from softfocus.lab.points import labels
 from softfocus.lab.progress import Event
@@ -104,11 +105,21 @@ def run_demo(
 
 
 def _source(name: str) -> tuple[str, tuple[str, ...]]:
-    """Where a model's recipe comes from: what to load, and what to override in it."""
+    """Where a model's recipe comes from: what to load, and what to override in it.
+
+    Raises:
+        UsageError: neither a recipe nor a mechanism.
+    """
     if name in shipped() or name.endswith(".toml"):
         return name, ()
     if f"demo-{name}" in shipped():
         return f"demo-{name}", ()
+    try:
+        named(name)
+    except ValueError as error:
+        raise UsageError(
+            f"--model: {str(error).rstrip('.')}", "or give a shipped recipe, or the path of a .toml file"
+        ) from None
     slug = "-".join(re.findall(r"[\w.]+", name))
     return "demo", (f"name=demo-{slug}", f"model.mechanism={name}")
 
@@ -192,7 +203,7 @@ class _Crew:
                 else:
                     ready = self._hear(job, line) or ready
         except KeyboardInterrupt:
-            raise LabError(
+            raise Interrupted(
                 "the demo was interrupted", "start it again to go on: nothing that was done is lost"
             ) from None
         finally:

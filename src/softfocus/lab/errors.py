@@ -35,6 +35,10 @@ class UsageError(LabError):
     exit_code = 2
 
 
+class Interrupted(LabError):
+    """Somebody stopped the work; what is said to do goes on with it."""
+
+
 def first_line(error: BaseException) -> str:
     """What a library's error says, in one line."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

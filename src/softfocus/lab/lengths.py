@@ -2,7 +2,7 @@
 
 import re
 
-from softfocus.lab.errors import LabError, UsageError
+from softfocus.lab.errors import UsageError
 
 
 def parse(text: str, train_length: int, option: str = "--lengths") -> list[int]:
@@ -14,7 +14,7 @@ def parse(text: str, train_length: int, option: str = "--lengths") -> list[int]:
         option: where it was written, for the error.
 
     Raises:
-        LabError: something that is not a length, or less than 2 tokens.
+        UsageError: something that is not a length, or less than 2 tokens.
     """
     found = set()
     for part in text.split(","):
@@ -23,6 +23,8 @@ def parse(text: str, train_length: int, option: str = "--lengths") -> list[int]:
             raise UsageError(f"{part.strip()!r} is not a length", f"write {option} like 1k,2k,16k or 1x,2x,16x")
         length = float(match[1]) * {"": 1, "k": 1024, "K": 1024, "x": train_length}[match[2]]
         if length != int(length) or length < 2:
-            raise LabError(f"{part.strip()!r} is {length:g} tokens", "give a whole number of tokens, at least 2")
+            raise UsageError(
+                f"{option}: {part.strip()!r} is {length:g} tokens", "give a whole number of tokens, at least 2"
+            )
         found.add(int(length))
     return sorted(found)

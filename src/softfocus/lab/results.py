@@ -19,7 +19,7 @@ CHECKPOINTS = "checkpoints"
 TENSORBOARD = "tensorboard"
 EVALUATION = "evaluation.json"
 
-Status = Literal["running", "complete", "failed"]
+Status = Literal["running", "complete", "interrupted", "failed"]
 
 
 class _Record(BaseModel):
@@ -61,7 +61,7 @@ class RunInfo(_Record):
     tokens_per_step: int
     train_loss: list[tuple[int, float]] = Field(default=[], description="(step, mean loss since the entry before)")
     tokens_per_second: float | None = Field(default=None, description="without the first steps, which warm up caches")
-    error: str | None = Field(default=None, description="what stopped a failed run")
+    error: str | None = Field(default=None, description="what stopped a run that failed or was interrupted")
 
     @property
     def final_loss(self) -> float | None:

@@ -15,7 +15,7 @@ from transformers import set_seed
 from softfocus.lab import data, provenance
 from softfocus.lab import model as models
 from softfocus.lab.disk import disk_error
-from softfocus.lab.errors import LabError
+from softfocus.lab.errors import Interrupted, LabError
 from softfocus.lab.progress import Listener, silent
 from softfocus.lab.recipe import Recipe, load
 from softfocus.lab.results import (
@@ -212,7 +212,8 @@ def _recording(folder: Path, info: RunInfo, main: bool) -> Iterator[None]:
     except BaseException as error:
         if (why := disk_error(error)) is not None:
             error = LabError(f"cannot write to {folder}: {why.strerror or why}", "free some space; then --resume")
-        info.status, info.finished = "failed", _now()
+        stopped = isinstance(error, Interrupted | KeyboardInterrupt)
+        info.status, info.finished = "interrupted" if stopped else "failed", _now()
         # Results say nothing about where on a machine they lay
         what = error.what if isinstance(error, LabError) else str(error)  # the remedy depends on who asks
         info.error = what.replace(str(folder), folder.name) or type(error).__name__
@@ -231,10 +232,10 @@ def _run(trainer: WindowTrainer, watch: Watch, folder: Path, resume: bool, alone
     except KeyboardInterrupt:
         kept = _newest_checkpoint(folder)
         what = f"its newest checkpoint, {kept.name}, is kept" if kept else "it had no checkpoint yet"
-        raise LabError(f"training was interrupted; {what}", again) from None
+        raise Interrupted(f"training was interrupted; {what}", again) from None
     if watch.interrupted and trainer.state.global_step < trainer.state.max_steps:
         step = trainer.state.global_step
-        raise LabError(f"training was interrupted at step {step}; its checkpoint is kept", again)
+        raise Interrupted(f"training was interrupted at step {step}; its checkpoint is kept", again)
 
 
 def _newest_checkpoint(folder: Path) -> Path | None:

@@ -30,10 +30,10 @@ class Dtype(StrEnum):
 
 
 QUICK: dict[str, Any] = {"lengths": "256", "mechanisms": "lssar", "seconds": 0.5}
-FULL: dict[str, Any] = {"lengths": "1k,4k,16k", "mechanisms": "lssar,lssa,softmax,laser", "seconds": 20.0}
+FULL: dict[str, Any] = {"lengths": "1k, 4k, 16k", "mechanisms": "lssar, lssa, softmax, laser", "seconds": 20.0}
 SHAPES: dict[str, dict[str, Any]] = {
     "cpu": {"lengths": FULL["lengths"], "dtype": Dtype.float32, "heads": 4, "tokens": None},
-    "cuda": {"lengths": "1k,2k,4k,8k,16k,32k", "dtype": Dtype.bfloat16, "heads": 16, "tokens": "32k"},
+    "cuda": {"lengths": "1k, 2k, 4k, 8k, 16k, 32k", "dtype": Dtype.bfloat16, "heads": 16, "tokens": "32k"},
 }
 """What else is measured, unless it is said: a GPU is busy with no less."""
 
@@ -54,7 +54,7 @@ def bench(
     ] = None,
     what: Annotated[
         str, typer.Option(metavar="LIST", help="backward is forward and backward; decode is one query.")
-    ] = "forward,backward,decode",
+    ] = "forward, backward, decode",
     dtype: Annotated[
         Dtype | None, typer.Option(help="Of query, key and value.", show_default=_by_device("dtype"))
     ] = None,
@@ -137,11 +137,9 @@ def _lengths(text: str, option: str = "--lengths") -> list[int]:
 
     for part in text.split(","):
         if not re.fullmatch(r"\s*\d+(\.\d+)?\s*[kK]?\s*", part):  # no "2x": there is no training length here
-            raise UsageError(
-                f"{part.strip()!r} is not a length",
-                f"write {option} like {'32k' if option == '--tokens' else '1k,4k,16k'}",
-            )
-    return parse(text, 1)
+            like = "32k" if option == "--tokens" else "1k,4k,16k"
+            raise UsageError(f"{part.strip()!r} is not a length", f"write {option} like {like}")
+    return parse(text, 1, option)
 
 
 def _whats(text: str) -> "tuple[What, ...]":
