@@ -121,12 +121,14 @@ FAILURES: list[tuple[list[str], str]] = [
     (["demo", "--fast", "--out", "/proc/none"], "cannot write /proc/none"),
     (["compare", "no-run"], "there is no run at no-run"),
     (["generate", "no-run"], "there is no run at no-run"),
-    (["mechanisms", "softmx"], "did you mean 'softmax'"),
     (["mechanisms", "--json", "/proc/none/x.json"], "name a folder that can be written to"),
 ]
 
 
 WRONG_USE: list[tuple[list[str], str]] = [
+    (["mechanisms", "softmx"], "did you mean 'softmax'"),
+    (["demo", "--model", "softmx"], "--model: mechanism 'softmx' is not known; did you mean 'softmax'"),
+    (["evaluate", "TRAINED", "--lengths", "1"], "'1' is 1 tokens; give a whole number of tokens, at least 2"),
     (["evaluate", "TRAINED", "--lengths", "long"], "'long' is not a length; write --lengths like"),
     (["evaluate", "TRAINED", "--buckets", "long"], "'long' is not a length; write --buckets like"),
     (

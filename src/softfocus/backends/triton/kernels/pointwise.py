@@ -197,12 +197,13 @@ def _softplus(s, shift, algebra):
 
 @triton.jit
 def _sigmoid(s, shift, algebra):
-    """2^(min(s, 0) - log2(1 + 2^-|s|)), without a division, which takes eight instructions; where it can be told, with it."""
+    """2^(min(s, 0) - log2(1 + 2^-|s|)), without a division, which takes eight instructions; where it can be told, with one that
+    rounds: of rows whose weights are all but equal u is what little is left of them."""
     exponent = tl.minimum(s, 0.0)
     if algebra.shifted:
         exponent = exponent - shift
     if algebra.terms == 9:
-        f = tl.exp2(exponent) / (1.0 + tl.exp2(-tl.abs(s)))
+        f = tl.div_rn(tl.exp2(exponent), 1.0 + tl.exp2(-tl.abs(s)))
     else:
         f = tl.exp2(exponent - _rest(s, algebra.terms))
     return f
