@@ -223,7 +223,7 @@ class Call:
             self._cuts[tile] = Cut(
                 blocks,
                 self._sight(tile, blocks),
-                {"num_warps": tile.warps, "num_stages": tile.stages, **FUSED},
+                {**tile.options, **FUSED},
                 (over(query_length, tile.rows), batch * heads),
                 (over(self.visibility.key_length, tile.keys), batch * self.problem.key.size(1)),
             )

@@ -20,31 +20,41 @@ from softfocus.visibility import Visibility
 
 
 class Tile(NamedTuple):
-    """Rows and keys of a tile, and what Triton is told of the kernels: warps of a program, stages of a pipeline."""
+    """Rows and keys of a tile, and what Triton is told of the kernels: warps of a program, stages of a pipeline, and the most
+    registers that a thread may have; 0: as many as the compiler takes."""
 
     rows: int
     keys: int
     warps: int
     stages: int
+    registers: int = 0
+
+    @property
+    def options(self) -> dict[str, int]:
+        """As Triton calls them."""
+        options = {"num_warps": self.warps, "num_stages": self.stages}
+        if self.registers and not torch.version.hip:  # which has no such option
+            options["maxnreg"] = self.registers
+        return options
 
 
-def _tiles(*shapes: tuple[int, int, int], stages: int = 3) -> tuple[Tile, ...]:
-    """With two stages a tile is asked for at the end of the one before and waited for at once; with three it comes
-    meanwhile."""
-    return tuple(Tile(*shape, stages) for shape in shapes)
+def _tiles(*shapes: tuple[int, ...], stages: int = 3) -> tuple[Tile, ...]:
+    """Of (rows, keys, warps) or (rows, keys, warps, registers). With two stages a tile is asked for at the end of the one
+    before and waited for at once; with three it comes meanwhile."""
+    return tuple(Tile(rows, keys, warps, stages, *most) for rows, keys, warps, *most in shapes)
 
 
 TILES = {
-    ("forward", "narrow"): _tiles((128, 64, 8), (64, 64, 4), (128, 128, 8)),
-    ("forward", "wide"): _tiles((128, 64, 8), (128, 32, 8), (64, 64, 4)),
+    ("forward", "narrow"): _tiles((128, 64, 8), (128, 64, 8, 128), (64, 64, 4), (128, 64, 4)),
+    ("forward", "wide"): _tiles((128, 64, 8), (128, 32, 8), (64, 64, 4), (128, 32, 8, 128)),
     ("forward", "wide, LASER"): _tiles((128, 32, 8), (128, 64, 8), (64, 64, 4)),
     ("forward", "wide, softplus"): _tiles((128, 32, 8), (128, 64, 8), (64, 64, 4)),
     ("forward", "wide, more to do"): _tiles((128, 32, 8), (128, 64, 8), (64, 32, 4)),
-    ("query_gradients", "narrow"): _tiles((128, 64, 8), (64, 64, 4), (128, 32, 8)),
+    ("query_gradients", "narrow"): _tiles((128, 64, 8), (128, 64, 8, 128), (64, 64, 4), (128, 64, 4)),
     ("query_gradients", "narrow, more to do"): _tiles((128, 32, 8), (128, 64, 8), (64, 32, 4)),
-    ("query_gradients", "wide"): _tiles((128, 32, 8), (128, 64, 8), (64, 32, 4)),
+    ("query_gradients", "wide"): _tiles((128, 32, 8), (128, 64, 8), (64, 32, 4), (128, 32, 8, 128)),
     ("query_gradients", "wide, more to do"): _tiles((64, 32, 8), (128, 32, 8), (128, 64, 8)),
-    ("key_gradients", "narrow"): _tiles((32, 128, 8), (64, 128, 8), (32, 64, 4)),
+    ("key_gradients", "narrow"): _tiles((32, 128, 8), (64, 128, 8), (32, 64, 4), (32, 128, 8, 128)),
     ("key_gradients", "narrow, more to do"): _tiles((16, 128, 8), (32, 128, 8), (64, 128, 8)),
     ("key_gradients", "wide"): _tiles((16, 128, 8), (32, 128, 8), (64, 128, 8)),
     ("key_gradients", "wide, more to do"): _tiles((16, 64, 8), (32, 128, 8), (16, 128, 8)),
@@ -55,6 +65,9 @@ TILES = {
 """What may be taken for a kernel; the first where nothing is measured: it spills nothing from registers, as far as
 test_triton_compile.py says. Rows of the queries' kernels and keys of the keys' are at least 16 a warp, or warps would do the
 same work twice; but where a head has many dimensions and two sums of them are held, that is how warps share the sums.
+
+With at most 128 registers a thread two programs of eight warps lie on a multiprocessor, and one computes while the other waits;
+they spill some hundred bytes, most of them outside the loops.
 """
 VERY_WIDE_TILES = {
     "forward": _tiles((64, 32, 8), (128, 32, 8)),
