@@ -2,6 +2,8 @@
 
 import copy
 import inspect
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -38,6 +40,12 @@ def test_both_interfaces_are_registered_under_a_name_transformers_does_not_parse
     assert "softfocus" in AttentionInterface().valid_keys()
     assert "softfocus" in AttentionMaskInterface().valid_keys()
     assert not [part for part in ("flash", "sdpa", "flex_attention", "/", "paged|") if part in "softfocus"]
+
+
+def test_without_transformers_the_import_says_what_to_install():
+    code = "import sys; sys.modules['transformers'] = None; import softfocus.hf"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "ModuleNotFoundError: softfocus.hf needs Transformers; pip install 'softfocus[hf]'" in done.stderr
 
 
 def test_hooks_are_installed_once():

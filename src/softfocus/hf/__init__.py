@@ -21,9 +21,16 @@ from typing import Any, TypeVar
 from warnings import warn
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
-from transformers.masking_utils import sdpa_mask
-from transformers.models.auto.modeling_auto import MODEL_MAPPING
+
+try:
+    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+    from transformers.masking_utils import sdpa_mask
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING
+except ModuleNotFoundError as error:
+    if error.name != "transformers":
+        raise
+    message = "softfocus.hf needs Transformers; pip install 'softfocus[hf]', or in a checkout pip install -e '.[hf]'"
+    raise ModuleNotFoundError(message, name=error.name) from None
 
 from softfocus.catalog import learned_parameters
 from softfocus.hf import config as _config

@@ -24,4 +24,5 @@ def main(arguments: list[str] | None = None) -> None:
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("softfocus"):
             raise
-        sys.exit(f"softfocus: {error.name} is not installed; pip install 'softfocus[lab]'")
+        remedy = "pip install 'softfocus[lab]', or in a checkout pip install -e '.[lab]'"
+        sys.exit(f"softfocus: {error.name} is not installed; {remedy}")

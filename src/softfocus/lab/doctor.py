@@ -85,7 +85,8 @@ def _packages() -> list[Check]:
         if not extras or wanted.name in seen:
             continue
         seen.add(wanted.name)
-        install = f"pip install 'softfocus[{extras[0]}]'" if extras[0] else "pip install softfocus"
+        extra = f"[{extras[0]}]" if extras[0] else ""
+        install = f"pip install 'softfocus{extra}', or in a checkout pip install -e '.{extra}'"
         try:
             version = metadata.version(wanted.name)
         except metadata.PackageNotFoundError:
