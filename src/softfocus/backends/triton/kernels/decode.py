@@ -1,8 +1,8 @@
 """A few queries against many keys, which are split among programs so that a whole GPU reads them.
 
 Up to three kernels: ``statistics`` of each split, with its weighted values unless rows are re-weighted; then re-weighted rows'
-``weights`` of each split, where only values that weigh something are read; and what the splits ``combine`` to. The queries of
-all heads that share a head of keys are the rows of one tile.
+``weights`` of each split, where only values that weigh more than rounding are read; and what the splits ``combine`` to. The
+queries of all heads that share a head of keys are the rows of one tile.
 """
 
 import triton
@@ -155,6 +155,7 @@ def weights(problem, algebra, sight, parts, sums, scores, blocks):
     top, shift, norm = _whole_rows(algebra, parts, splits, blocks)
     largest = algebra.phi.value(top, shift, algebra)
     floor, over_spread, tied, _peak = of.threshold(problem, algebra, count, norm, largest)
+    negligible = _negligible(problem, algebra, count, tied, heads)
     _top, _shift, _norm, sharp_norm, mixed, marked, flaws = _nothing(blocks)
     first, last = _span(problem, sight, b, blocks)
     for n in range(first, last):
@@ -162,6 +163,7 @@ def weights(problem, algebra, sight, parts, sums, scores, blocks):
         kept, there = _scores(scores, problem, keys, blocks)
         s = tl.load(kept, mask=there, other=float("-inf"))
         f = forward.sharpened(s, shift, floor, over_spread, tied, problem, algebra, heads[:, None])
+        f = tl.where(f <= negligible[:, None], 0.0, f)
         sharp_norm += tl.sum(f, 1)
         live = tl.max((f != 0.0).to(tl.int32), 0) > 0
         places = of.key_places(problem.value, problem, b, h, keys)[:, None] + columns[None, :] * problem.value.d
@@ -173,6 +175,17 @@ def weights(problem, algebra, sight, parts, sums, scores, blocks):
     tl.store(_part(parts, 2, splits, split, blocks), sharp_norm)
     tl.store(_part(parts, 3, splits, split, blocks), marked.to(tl.float32))
     tl.store(_sums(sums, splits, split, blocks), mixed)
+
+
+@triton.jit
+def _negligible(problem, algebra, count, tied, heads):
+    """What a weight u^p counts as 0 up to: half of float32's rounding of the largest over p; and all together in long rows no
+    more than what the rounding of u makes of u^p. LASER takes the logarithm of what is small."""
+    negligible = tl.zeros_like(count)
+    if not algebra.laser:
+        power = tl.maximum(negligible + of.power_of(problem, algebra, heads), 1.0)
+        negligible = tl.where(tied, 0.0, 2.0**-24 / (power * tl.maximum(count / (power * power), 1.0)))
+    return negligible
 
 
 @triton.jit
