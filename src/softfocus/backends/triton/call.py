@@ -310,22 +310,21 @@ class Call:
     def _decode(self, made: Made, tile: tuning.Tile, splits: int) -> None:
         problem, cut = self.problem, self._cut(tile)
         heads = self.given.batch * problem.key.size(1)
-        rows = max(16, power_of_two(self.given.group * problem.query.size(2)))
-        blocks = cut.blocks._replace(rows=tl.constexpr(rows))
+        rows = power_of_two(self.given.group * problem.query.size(2))
+        few, blocks = tl.constexpr(rows), cut.blocks._replace(rows=tl.constexpr(1 if rows == 1 else max(16, rows)))
 
         def floats(*shape: int) -> Tensor:
             return problem.query.new_empty(shape, dtype=torch.float32)
 
         parts = floats(heads, splits, decode.PARTS.value, rows)
         sums = floats(heads, splits, rows, blocks.value_dim.value)
-        sharp = self.algebra.sharp.value
-        scores = floats(heads, self.given.group * self.given.query_length, self.given.key_length) if sharp else None
+        scores = floats(heads, self.given.group * self.given.query_length, self.given.key_length)
         shared = self.given, self.algebra, cut.sight, parts, sums
         grid, variant = (splits, heads), (tile, splits)
-        self._launch(decode.statistics, variant, grid, *shared, scores, blocks, **cut.options)
-        if sharp:
-            self._launch(decode.weights, variant, grid, *shared, scores, blocks, **cut.options)
-        self._launch(decode.combine, variant, (1, heads), *shared, splits, made, blocks, **cut.options)
+        self._launch(decode.statistics, variant, grid, *shared, scores, few, blocks, **cut.options)
+        if self.algebra.sharp.value:
+            self._launch(decode.weights, variant, grid, *shared, scores, few, blocks, **cut.options)
+        self._launch(decode.combine, variant, (1, heads), *shared, splits, made, few, blocks, **cut.options)
 
 
 def _layout(problem: Problem, visibility: Visibility, mechanism: Mechanism, held: Cache | None) -> Hashable:

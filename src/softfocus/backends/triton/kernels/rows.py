@@ -29,10 +29,14 @@ def finite(x):
 
 @triton.jit
 def product(a, b, blocks):
-    """a b, summed in float32."""
-    if blocks.widen:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
-    return tl.dot(a, b, input_precision=blocks.precision)
+    """a b, summed in float32. Of one row, which tensor cores would take for sixteen, without them."""
+    if a.shape[0] == 1:
+        result = tl.sum(tl.trans(a.to(tl.float32)) * b.to(tl.float32), 0)[None, :]
+    elif blocks.widen:
+        result = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    else:
+        result = tl.dot(a, b, input_precision=blocks.precision)
+    return result
 
 
 @triton.jit
@@ -132,12 +136,15 @@ def power_of_two(norm):
 def resting(x, norm):
     """The operand that a block keeps, and what is left of 1 / |x|: scaled by powers of two, exactly, to norms in (1/2, 1], so
     that no product overflows or vanishes whatever the norms are, and every kernel makes the same score of the same numbers."""
-    power = power_of_two(norm)
-    # Not norm / power: divisions are approximate
+    return (x.to(tl.float32) * power_of_two(norm)[:, None]).to(x.dtype), left_of_norm(norm)
+
+
+@triton.jit
+def left_of_norm(norm):
+    """``norm`` over its power of two: not by a division, since those are approximate."""
     bits = (norm.to(tl.int32, bitcast=True) & 0x007FFFFF) | 0x3F800000
     left = tl.where(norm < 2.0**-126, norm * 2.0**64 * 2.0**64, bits.to(tl.float32, bitcast=True))
-    left = tl.where(norm == norm, left, norm)
-    return (x.to(tl.float32) * power[:, None]).to(x.dtype), left
+    return tl.where(norm == norm, left, norm)
 
 
 @triton.jit
@@ -212,7 +219,7 @@ def _keys_or_values(array, problem, b, h, keys, width, COLUMNS: tl.constexpr, CU
 @triton.jit
 def keys_of(problem, algebra, b, h, keys, CUT: tl.constexpr, blocks):
     """A tile's keys [K, D], and 1 / |k| with cosine; all of them are there unless it is CUT."""
-    key = _keys_or_values(problem.key, problem, b, h, keys, problem.head_dim, blocks.head_dim, CUT, blocks)
+    key = keys_alone(problem, b, h, keys, CUT, blocks)
     norm = keys.to(tl.float32)
     if algebra.cosine:
         if problem.key_norm is None:
@@ -223,18 +230,35 @@ def keys_of(problem, algebra, b, h, keys, CUT: tl.constexpr, blocks):
 
 
 @triton.jit
+def keys_alone(problem, b, h, keys, CUT: tl.constexpr, blocks):
+    """A tile's keys [K, D]."""
+    return _keys_or_values(problem.key, problem, b, h, keys, problem.head_dim, blocks.head_dim, CUT, blocks)
+
+
+@triton.jit
 def reciprocal_norm(x):
     """1 / |x| of each row for any norm that float32 holds: 0 for a zero vector, NaN where x is not finite. Rounded divisions,
     since large powers multiply what is lost."""
     largest = tl.max(tl.abs(x), 1)
-    zero = largest < 2.0**-126
-    largest = tl.where(zero, 1.0, largest)
-    scaled = tl.div_rn(x, tl.broadcast_to(largest[:, None], x.shape))
-    norm = tl.div_rn(
-        tl.div_rn(tl.full(largest.shape, 1.0, tl.float32), largest), tl.sqrt_rn(tl.sum(scaled * scaled, 1))
-    )
-    norm = tl.where(zero, 0.0, norm)
-    return norm + tl.sum(x - x, 1)  # NaN where x is not finite
+    exponent = tl.minimum(largest.to(tl.int32, bitcast=True) >> 23, 253)
+    over = ((254 - exponent) << 23).to(tl.float32, bitcast=True)  # of the power of two in the largest
+    scaled = x * over[:, None]
+    total = tl.sum(scaled * scaled, 1)
+    norm = over * tl.div_rn(tl.full(total.shape, 1.0, tl.float32), tl.sqrt_rn(total))
+    norm = tl.where(largest < 2.0**-126, 0.0, norm)
+    return norm + (total - total)  # NaN where x is not finite
+
+
+@triton.jit
+def plain_reciprocal_norm(x):
+    """The same of rows whose squares float32 holds, and which are such; of halves to 2^-22."""
+    single = x.to(tl.float32)
+    total = tl.sum(single * single, 1)
+    if x.dtype == tl.float32:
+        norm = tl.div_rn(tl.full(total.shape, 1.0, tl.float32), tl.sqrt_rn(total))
+    else:
+        norm = tl.rsqrt(total)
+    return norm, (total > 2.0**-100) & (total < 2.0**100)
 
 
 @triton.jit
