@@ -140,8 +140,7 @@ def statistics(problem, algebra, sight, parts, sums, scores, FEW: tl.constexpr, 
             keys = start + tl.arange(0, AT_ONCE // FEW)
             places, there = _scores(scores, problem, keys, end, FEW)
             s = tl.load(places, mask=there, other=float("-inf"))
-            f = algebra.phi.value(s, shift[:, None], algebra)
-            tl.store(places, of.factored(f, problem, algebra, count, b), mask=there)
+            tl.store(places, algebra.phi.value(s, shift[:, None], algebra), mask=there)
         tl.debug_barrier()
         _mix(problem, algebra, sight, b, h, parts, sums, scores, first, last, FEW, blocks)
 
@@ -250,7 +249,7 @@ def _mix(problem, algebra, sight, b, h, parts, sums, scores, first, last, FEW: t
                 largest = tl.maximum(largest, tl.abs(x))
                 value = laser.operand(tl.exp2(x * LOG2E), value)
             if CAREFUL or blocks.rows > 1:
-                mixed += of.product(f.to(value.dtype), value, blocks)
+                mixed += of.weighted_product(f, value, algebra, blocks)
             else:
                 products += tl.trans(f) * value.to(tl.float32)
     row = tl.arange(0, blocks.rows)

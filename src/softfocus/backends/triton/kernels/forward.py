@@ -73,8 +73,7 @@ def forward(problem, algebra, sight, made, blocks):
                             rounded = rounded * fade
                         rounded += tl.sum(f.to(value.dtype).to(tl.float32), 1)
                 if SWEEP == 0:
-                    f = of.factored(f, problem, algebra, count, b)
-                    mixed += of.product(f.to(value.dtype), value, blocks)
+                    mixed += of.weighted_product(f, value, algebra, blocks)
     if not rounding:
         rounded = sharp_norm if algebra.sharp else norm
     norm = tainted(norm, top, least)
@@ -196,7 +195,7 @@ def finish(
             mixed = mixed / tl.where(rounded == 0.0, 1.0, rounded)[:, None]
         else:
             mixed = mixed * of.over_norm(whole)[:, None]
-    elif not algebra.narrow:
+    else:
         mixed = mixed * (of.row_factor(problem, algebra, count, b) / algebra.phi.unit)[:, None]
     mixed = mixed + (mixed - mixed) + (norm - norm)[:, None]  # an infinity came from a value, or a product
     mixed = tl.where(count[:, None] > 0.0, mixed, 0.0)

@@ -293,7 +293,7 @@ def key_gradients(
                     query = of.finite(query)
                     above = tl.where(row.weigh[:, None] == 0.0, 0.0, above)
                 if not EXACT:
-                    value_sum += of.product(weight.to(above.dtype), above, blocks)
+                    value_sum += of.weighted_product(weight, above, algebra, blocks)
                 moved_queries = of.slope_product(g, query, algebra, blocks)
                 if algebra.narrow:
                     moved_queries = moved_queries * of_steep * of_scale

@@ -40,9 +40,19 @@ def product(a, b, blocks):
 
 
 @triton.jit
+def weighted_product(f, x, algebra, blocks):
+    """The same of weights, which float16 need not hold where nothing makes them sum to one."""
+    if algebra.narrow and algebra.normaliser != "l1":
+        result = product(f, x.to(tl.float32), blocks)
+    else:
+        result = product(f.to(x.dtype), x, blocks)
+    return result
+
+
+@triton.jit
 def slope_product(g, x, algebra, blocks):
-    """The same of dL/ds, which float16 need not hold where scores may be tiny."""
-    if algebra.narrow and algebra.phi.vanishes:
+    """The same of dL/ds, which float16 need not hold there either, nor where scores may be tiny."""
+    if algebra.narrow and (algebra.phi.vanishes or algebra.normaliser != "l1"):
         result = product(g, x.to(tl.float32), blocks)
     else:
         result = product(g.to(x.dtype), x, blocks)
@@ -105,14 +115,6 @@ def row_factor(problem, algebra, count, b):
     if algebra.normaliser == "1/L":
         factor = factor / (tl.zeros_like(factor) + see.length_of(problem, b))
     return factor
-
-
-@triton.jit
-def factored(f, problem, algebra, count, b):
-    """Weights as float16 can hold them: where the row's factor does not come from the weights it is multiplied at once."""
-    if algebra.narrow and algebra.normaliser != "l1":
-        f = f * (row_factor(problem, algebra, count, b) / algebra.phi.unit)[:, None]
-    return f
 
 
 @triton.jit
