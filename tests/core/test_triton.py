@@ -155,6 +155,40 @@ def test_values_that_weigh_nothing_or_less_than_rounding_are_not_read_in_decodin
     assert fused(query, key, value, mechanism="lssar")[0, 0, 0].isnan().tolist() == [n == 1 for n in range(8)]
 
 
+@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize("name", ["softmax", "lssa", "lssar", "relu_l1", "laser", "laser_lssar"])
+def test_decoding_numbers_out_of_the_ordinary(quiet, monkeypatch, name, heads):
+    """A query alone, and a few: norms whose squares float32 does not hold, values beyond what LASER takes as it is, values and
+    keys that are no numbers where nobody sees them, and where somebody does."""
+    from softfocus.backends.triton import call
+
+    monkeypatch.setattr(call, "_programs", lambda device: 4)
+    monkeypatch.setattr(call, "TILES_OF_A_SPLIT", 1)
+    query, key, value = (
+        torch.randn(1, n, length, 16, generator=torch.Generator().manual_seed(length))
+        for n, length in ((heads, 1), (1, 90), (1, 91))
+    )
+    value = value[:, :, :90].clone()
+    if mechanisms()[name].mechanism.similarity == "cosine":
+        key[0, 0, 3], key[0, 0, 5], key[0, 0, 9] = key[0, 0, 3] * 1e-30, key[0, 0, 5] * 1e30, 0.0
+    key[0, 0, 7], value[0, 0, 7], value[0, 0, 11, 2] = math.inf, math.nan, 50.0
+    seen = torch.arange(90)[None] != 7
+
+    def both():
+        given = {"mechanism": name, "enable_gqa": True}
+        doubles = (x.double() for x in (query, key, value))
+        exact = attention(*doubles, key_mask=seen, backend="reference", **given)
+        on_device = (x.to(DEVICE) for x in (query, key, value))
+        return fused(*on_device, key_mask=seen.to(DEVICE), **given).double().cpu(), exact
+
+    got, exact = both()
+    torch.testing.assert_close(got, exact, rtol=1e-4, atol=1e-5)
+    value[0, 0, 20:60, 1] = math.nan
+    got, exact = both()
+    assert got[..., 1].isnan().all()
+    torch.testing.assert_close(got[..., 2:], exact[..., 2:], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["lssar", "laser"])
 def test_the_operators(quiet, name):
     """What the forward leaves to the backward passes torch's own checks of an operator."""

@@ -218,7 +218,7 @@ def _mix(problem, algebra, sight, b, h, parts, sums, scores, first, last, FEW: t
     marked = tl.zeros([blocks.rows], tl.float32) > 0.0
     flaws = tl.zeros([blocks.keys], tl.float32)
     products = tl.zeros([blocks.keys, blocks.value_dim], tl.float32)  # of one row, added up over the keys at the end
-    largest = tl.zeros([blocks.keys, blocks.value_dim], tl.float32)
+    largest = tl.zeros([blocks.keys], tl.float32)
     for CAREFUL in tl.static_range(2):
         end = last
         if CAREFUL:
@@ -226,7 +226,7 @@ def _mix(problem, algebra, sight, b, h, parts, sums, scores, first, last, FEW: t
                 mixed = tl.sum(products, 0)[None, :]
             bad = tl.sum(mixed - mixed) != 0.0
             if algebra.laser:
-                bad = bad | (tl.max(largest) > laser.HIGH)
+                bad = bad | (tl.max(largest, 0) > laser.HIGH)
             end = tl.where(bad, last, first)
             mixed = tl.where(bad, 0.0, mixed)
         for n in tl.range(first, end, num_stages=1 if CAREFUL else STAGES):
@@ -246,7 +246,7 @@ def _mix(problem, algebra, sight, b, h, parts, sums, scores, first, last, FEW: t
                 )  # fmt: skip
             elif algebra.laser:
                 x = value.to(tl.float32)
-                largest = tl.maximum(largest, tl.abs(x))
+                largest = tl.maximum(largest, tl.max(tl.abs(x), 1))
                 value = laser.operand(tl.exp2(x * LOG2E), value)
             if CAREFUL or blocks.rows > 1:
                 mixed += of.weighted_product(f, value, algebra, blocks)
