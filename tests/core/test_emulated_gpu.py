@@ -68,6 +68,7 @@ def test_the_order_of_programs_and_warps_changes_not_a_bit():
     assert len(set(results[0])) == 4
 
 
+ACROSS = "mul.wide.u32 %rd3, %r5, 1; add.s64 %rd3, %rd2, %rd3;"  # the place of a thread of the other warp
 # Each: instructions of a program of 64 threads, and what is wrong with them.
 FAULTS = [
     ("st.global.b32 [%rd1], %r1;", None),
@@ -80,6 +81,9 @@ FAULTS = [
     ("st.shared.b32 [%r4], %r1; bar.sync 0; ld.shared.b32 %r2, [%r5];", None),
     ("ld.shared.b32 %r2, [%r5]; st.shared.b32 [%r4], %r1;", "race in shared memory"),
     ("st.shared.b32 [%r4], %r1; bar.warp.sync -1; ld.shared.b32 %r2, [%r5];", "race in shared memory"),
+    (f"{ACROSS} st.global.b32 [%rd1], %r1; ld.global.b32 %r2, [%rd3];", "race in global memory"),
+    (f"{ACROSS} ld.global.b32 %r2, [%rd3]; st.global.b32 [%rd1], %r1;", "race in global memory"),
+    (f"{ACROSS} st.global.b32 [%rd1], %r1; bar.sync 0; ld.global.b32 %r2, [%rd3];", None),
     ("@%p3 ld.global.b32 %r2, [%rd2]; @!%p3 st.global.b32 [%rd2], %r9;", "writes what another block of the grid reads"),
     ("@!%p3 ld.global.b32 %r2, [%rd2]; @%p3 st.global.b32 [%rd2], %r9;", "reads what another block of the grid writes"),
     ("add.s64 %rd3, %rd2, 2; cp.async.ca.shared.global [%r4], [%rd3], 4, 4;", "not aligned"),

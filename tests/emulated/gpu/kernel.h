@@ -28,7 +28,8 @@ class Kernel {
       for (bool going = true; going;) {
         int waiting = -1, ended = 0;
         for (int w = 0; w < warps; ++w) {
-          Warp& warp = *all[launch.backwards ? warps - 1 - w : w];
+          block.now = launch.backwards ? warps - 1 - w : w;
+          Warp& warp = *all[block.now];
           int stop = until_barrier(warp);
           if (stop < 0) ++ended;
           else if (waiting >= 0 && waiting != stop) throw Error("warps wait at different barriers");

@@ -7,6 +7,7 @@
 #include <deque>
 #include <functional>
 #include <memory>
+#include <unordered_map>
 
 #include "program.h"
 
@@ -46,14 +47,16 @@ struct Launch {
 };
 
 struct Block {
-  // Of one byte of shared memory: who wrote and who read since which barrier.
+  // Of one byte of shared memory, or four of the other: who wrote and who read since which barrier.
   struct Touched {
     uint32_t written = 0, read = 0;
     uint16_t writer = 0, readers = 0;
   };
   std::vector<uint8_t> shared;
   std::vector<Touched> touched;
+  std::unordered_map<uint64_t, Touched> far;
   uint32_t phase = 1;
+  int now = 0;  // the warp that runs
   uint32_t number;
   Launch& launch;
 
@@ -67,27 +70,31 @@ struct Block {
 
   void read_by(int warp, uint64_t address, int bytes) {
     inside(address, bytes);
-    for (auto* x = &touched[address]; x != &touched[address] + bytes; ++x) {
-      if (x->written == phase && x->writer != warp) throw Error(race(x->writer, "wrote what " + std::to_string(warp) + " reads"));
-      if (x->read != phase) x->readers = 0;
-      x->read = phase, x->readers |= 1 << warp;
-    }
+    for (auto* x = &touched[address]; x != &touched[address] + bytes; ++x) reads(*x, warp, "shared");
+  }
+
+  void reads(Touched& x, int warp, const char* where) {
+    if (x.written == phase && x.writer != warp) throw Error(race(where, x.writer, "wrote what " + std::to_string(warp) + " reads"));
+    if (x.read != phase) x.readers = 0;
+    x.read = phase, x.readers |= 1 << warp;
+  }
+
+  void writes(Touched& x, int warp, const char* where) {
+    if (x.written == phase && x.writer != warp) throw Error(race(where, x.writer, "wrote what " + std::to_string(warp) + " writes"));
+    if (x.read == phase && x.readers & ~(1 << warp)) throw Error(race(where, warp, "writes what another has read"));
+    x.written = phase, x.writer = uint16_t(warp);
   }
 
   // Storing what is there already hurts nobody; `contents` is null where they come later.
   void written_by(int warp, uint64_t address, int bytes, const void* contents) {
     inside(address, bytes);
     if (contents && !std::memcmp(&shared[address], contents, bytes)) return;
-    for (auto* x = &touched[address]; x != &touched[address] + bytes; ++x) {
-      if (x->written == phase && x->writer != warp) throw Error(race(x->writer, "wrote what " + std::to_string(warp) + " writes"));
-      if (x->read == phase && x->readers & ~(1 << warp)) throw Error(race(warp, "writes what another has read"));
-      x->written = phase, x->writer = uint16_t(warp);
-    }
+    for (auto* x = &touched[address]; x != &touched[address] + bytes; ++x) writes(*x, warp, "shared");
     if (contents) std::memcpy(&shared[address], contents, bytes);
   }
 
-  static std::string race(int warp, const std::string& does) {
-    return "race in shared memory: since the last barrier warp " + std::to_string(warp) + " " + does;
+  static std::string race(const std::string& where, int warp, const std::string& does) {
+    return "race in " + where + " memory: since the last barrier warp " + std::to_string(warp) + " " + does;
   }
 
   void load(uint64_t address, int bytes, void* to, int aligned = 0) {
@@ -96,6 +103,7 @@ struct Block {
     for (uint64_t at = address - one.begin; at < address + bytes - one.begin; ++at)
       if (one.writer[at] && one.writer[at] != number + 1) throw Error("race: reads what another block of the grid writes");
       else one.reader[at] = one.reader[at] && one.reader[at] != number + 1 ? MANY : number + 1;
+    for (uint64_t word = address & ~3ull; word < address + bytes && bytes >= 4; word += 4) reads(far[word], now, "global");
     std::memcpy(to, reinterpret_cast<void*>(address), bytes);
   }
 
@@ -111,6 +119,7 @@ struct Block {
         throw Error("race: writes what another block of the grid reads");
       one.writer[at] = number + 1;
     }
+    for (uint64_t word = address; word < address + bytes && bytes >= 4 && !same; word += 4) writes(far[word], now, "global");
     std::memcpy(there, from, bytes);
   }
 };

@@ -311,7 +311,8 @@ class Call:
         problem, cut = self.problem, self._cut(tile)
         heads = self.given.batch * problem.key.size(1)
         rows = power_of_two(self.given.group * problem.query.size(2))
-        few, blocks = tl.constexpr(rows), cut.blocks._replace(rows=tl.constexpr(1 if rows == 1 else max(16, rows)))
+        few, stages = tl.constexpr(rows), tl.constexpr(tile.stages)
+        blocks = cut.blocks._replace(rows=tl.constexpr(1 if rows == 1 else max(16, rows)))
 
         def floats(*shape: int) -> Tensor:
             return problem.query.new_empty(shape, dtype=torch.float32)
@@ -321,9 +322,9 @@ class Call:
         scores = floats(heads, self.given.group * self.given.query_length, self.given.key_length)
         shared = self.given, self.algebra, cut.sight, parts, sums
         grid, variant = (splits, heads), (tile, splits)
-        self._launch(decode.statistics, variant, grid, *shared, scores, few, blocks, **cut.options)
+        self._launch(decode.statistics, variant, grid, *shared, scores, few, stages, blocks, **cut.options)
         if self.algebra.sharp.value:
-            self._launch(decode.weights, variant, grid, *shared, scores, few, blocks, **cut.options)
+            self._launch(decode.weights, variant, grid, *shared, scores, few, stages, blocks, **cut.options)
         self._launch(decode.combine, variant, (1, heads), *shared, splits, made, few, blocks, **cut.options)
 
 

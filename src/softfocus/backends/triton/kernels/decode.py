@@ -19,8 +19,6 @@ from softfocus.backends.triton.kernels.pointwise import LOG2E
 
 PARTS = tl.constexpr(4)
 """Vectors of the rows that each split leaves: largest score, sum phi 2^-shift, sum u^p, and LASER's marks."""
-STAGES = tl.constexpr(4)
-"""Of the pipelines that read keys and values."""
 AT_ONCE = tl.constexpr(512)
 """Scores that a program makes weights of at once."""
 
@@ -106,12 +104,12 @@ def _whole_rows(algebra, parts, splits, FEW: tl.constexpr):
 
 
 @triton.jit
-def statistics(problem, algebra, sight, parts, sums, scores, FEW: tl.constexpr, blocks):
+def statistics(problem, algebra, sight, parts, sums, scores, FEW: tl.constexpr, STAGES: tl.constexpr, blocks):
     """The first two vectors of a split; its scores, of re-weighted rows, or of others its sums."""
     splits, split = tl.num_programs(0), tl.program_id(0)
     b, h, heads, rows = _rows(problem, FEW)
     first, last = _span(problem, sight, b, blocks)
-    _multiply(problem, algebra, b, h, scores, first, last, blocks)
+    _multiply(problem, algebra, b, h, scores, first, last, STAGES, blocks)
     tl.debug_barrier()
     count = see.count(sight, problem, b, heads, rows)
     scale = of.scale_of(problem, algebra, count, heads) * algebra.phi.score_unit
@@ -142,11 +140,11 @@ def statistics(problem, algebra, sight, parts, sums, scores, FEW: tl.constexpr, 
             s = tl.load(places, mask=there, other=float("-inf"))
             tl.store(places, algebra.phi.value(s, shift[:, None], algebra), mask=there)
         tl.debug_barrier()
-        _mix(problem, algebra, sight, b, h, parts, sums, scores, first, last, FEW, blocks)
+        _mix(problem, algebra, sight, b, h, parts, sums, scores, first, last, FEW, STAGES, blocks)
 
 
 @triton.jit
-def weights(problem, algebra, sight, parts, sums, scores, FEW: tl.constexpr, blocks):
+def weights(problem, algebra, sight, parts, sums, scores, FEW: tl.constexpr, STAGES: tl.constexpr, blocks):
     """The last two vectors of a split and its sums, where rows are re-weighted."""
     splits, split = tl.num_programs(0), tl.program_id(0)
     b, h, heads, rows = _rows(problem, FEW)
@@ -168,11 +166,11 @@ def weights(problem, algebra, sight, parts, sums, scores, FEW: tl.constexpr, blo
         tl.store(places, f, mask=there)
     tl.store(_part(parts, 2, splits, split, FEW) + tl.arange(0, FEW), sharp_norm)
     tl.debug_barrier()
-    _mix(problem, algebra, sight, b, h, parts, sums, scores, first, last, FEW, blocks)
+    _mix(problem, algebra, sight, b, h, parts, sums, scores, first, last, FEW, STAGES, blocks)
 
 
 @triton.jit
-def _multiply(problem, algebra, b, h, scores, first, last, blocks):
+def _multiply(problem, algebra, b, h, scores, first, last, STAGES: tl.constexpr, blocks):
     """Scores of a split's tiles but for what is the rows': q k, or with cosine q k / |k|, of a query scaled by a power of two.
     Where the squares of some key are too large or too small to be summed, all are multiplied again with care."""
     _b, _h, heads, rows = _rows(problem, blocks.rows)
@@ -186,11 +184,11 @@ def _multiply(problem, algebra, b, h, scores, first, last, blocks):
     query = tl.load(places, mask=inside, other=0.0)
     if algebra.cosine:
         query, _left = of.resting(query, of.per_row(problem.query_norm, b, heads, rows, problem.query_length))
-    odd = tl.zeros([blocks.keys], tl.int32)
+    odd = tl.zeros([blocks.rows, blocks.keys], tl.int32)
     for CAREFUL in tl.static_range(2 if algebra.cosine else 1):
         end = last
         if CAREFUL:
-            end = tl.where(tl.max(odd, 0) > 0, last, first)
+            end = tl.where(tl.max(tl.max(odd, 1), 0) > 0, last, first)
             tl.debug_barrier()  # what the threads have stored they store again, perhaps not each its own
         for n in tl.range(first, end, num_stages=1 if CAREFUL else STAGES):
             keys = n * blocks.keys + tl.arange(0, blocks.keys)
@@ -201,14 +199,17 @@ def _multiply(problem, algebra, b, h, scores, first, last, blocks):
                     norms = of.reciprocal_norm(key.to(tl.float32))
                 else:
                     norms, plain = of.plain_reciprocal_norm(key)
-                    odd = odd | ((keys < see.length_of(problem, b)) & (plain == 0)).to(tl.int32)
+                    # Zero vectors are plain, though their squares look like those of tiny ones: all products with them are 0
+                    odd = odd | ((plain == 0)[None, :] & ((norms != 0.0)[None, :] | (dots != 0.0))).to(tl.int32)
                 dots = dots * norms[None, :]
             to, there = _scores(scores, problem, keys, last * blocks.keys, blocks.rows)
             tl.store(to, dots, mask=there)
 
 
 @triton.jit
-def _mix(problem, algebra, sight, b, h, parts, sums, scores, first, last, FEW: tl.constexpr, blocks):
+def _mix(
+    problem, algebra, sight, b, h, parts, sums, scores, first, last, FEW: tl.constexpr, STAGES: tl.constexpr, blocks
+):  # fmt: skip
     """The sums of a split, and LASER's marks. Only where a sum is no number, or a value beyond what LASER takes as it is, the
     split is mixed again with a look at every value."""
     splits, split = tl.num_programs(0), tl.program_id(0)

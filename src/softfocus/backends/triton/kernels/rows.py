@@ -253,14 +253,14 @@ def reciprocal_norm(x):
 
 @triton.jit
 def plain_reciprocal_norm(x):
-    """The same of rows whose squares float32 holds, and which are such; of halves to 2^-22."""
+    """The same of rows whose squares float32 holds, and which are such; of halves to 2^-22. 0 where all squares are 0."""
     single = x.to(tl.float32)
     total = tl.sum(single * single, 1)
     if x.dtype == tl.float32:
         norm = tl.div_rn(tl.full(total.shape, 1.0, tl.float32), tl.sqrt_rn(total))
     else:
         norm = tl.rsqrt(total)
-    return norm, (total > 2.0**-100) & (total < 2.0**100)
+    return tl.where(total == 0.0, 0.0, norm), (total > 2.0**-100) & (total < 2.0**100)
 
 
 @triton.jit
