@@ -1,9 +1,9 @@
 """Compiles every Triton kernel that a call launches, for a GPU that need not be there: one line of JSON a kernel.
 
-    python triton_machines.py ARCH MECHANISM HEAD_DIM QUERIES [--given]
+    python triton_machines.py ARCH MECHANISM HEAD_DIM QUERIES [--given] [--group N]
 
-QUERIES 0: of one query against a cache in pages. --given: with a mask, padding, documents, a window, a bias with gradient,
-learned scales and powers.
+QUERIES 0: of one query against a cache in pages. --group: heads of queries to one of keys. --given: with a mask, padding,
+documents, a window, a bias with gradient, learned scales and powers.
 
 A process of its own: Triton must not have been told to interpret. The line holds the kernel's name, registers a thread, bytes
 of stack (spilled registers) and of shared memory; and of each loop with tensor-core products how many instructions a score
@@ -81,7 +81,7 @@ def loops(cubin: bytes) -> list[int]:
     return [end + 1 - begin for begin, end in inner]
 
 
-def main(arch: int, mechanism: str, head_dim: int, queries: int, given: bool) -> None:
+def main(arch: int, mechanism: str, head_dim: int, queries: int, given: bool, group: int = 1) -> None:
     driver.set_active(Absent(arch))
     os.environ["SOFTFOCUS_TUNE"] = "off"
     run = JITFunction.run
@@ -111,7 +111,7 @@ def main(arch: int, mechanism: str, head_dim: int, queries: int, given: bool) ->
     from softfocus.visibility import Cache
 
     call._programs = lambda device: 264
-    query = torch.zeros(1, 2, queries or 1, head_dim, dtype=torch.bfloat16)
+    query = torch.zeros(1, 2 * group, queries or 1, head_dim, dtype=torch.bfloat16)
     key = torch.zeros(1, 2, 4096, head_dim, dtype=torch.bfloat16)
     held = None
     if not queries:
@@ -128,14 +128,14 @@ def main(arch: int, mechanism: str, head_dim: int, queries: int, given: bool) ->
             "power": torch.ones(2) if softfocus.named(mechanism).power else None,
         }
     problem, visibility, algebra = functional._prepared(
-        query, key, key, is_causal=True, mechanism=mechanism, **optional
+        query, key, key, is_causal=True, enable_gqa=True, mechanism=mechanism, **optional
     )
     if held:
         pages = key.view(2, 256, 16, head_dim).transpose(0, 1)
         problem = problem._replace(key=pages, value=pages)
     one = call.Call(problem, visibility, algebra, held)
     out, rows = one.forward()
-    if queries > call.FEW_ROWS:
+    if group * queries > call.FEW_ROWS:
         one.backward(torch.zeros_like(out), given, out, rows)
 
 
@@ -144,4 +144,5 @@ if __name__ == "__main__":
     for name, kind in (("arch", int), ("mechanism", str), ("head_dim", int), ("queries", int)):
         parser.add_argument(name, type=kind)
     parser.add_argument("--given", action="store_true")
+    parser.add_argument("--group", type=int, default=1)
     main(**vars(parser.parse_args()))
