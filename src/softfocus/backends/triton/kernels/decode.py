@@ -1,7 +1,8 @@
 """A few queries against many keys, which are split among programs so that a whole GPU reads them.
 
 Up to three kernels: ``statistics`` of each split, with its weighted values unless rows are re-weighted; then re-weighted rows'
-``weights`` of each split, where only values that weigh more than rounding are read; and what the splits ``combine`` to.
+``weights`` of each split, where only values that weigh more than rounding are read (with LASER, something); and what the splits
+``combine`` to.
 
 The queries of all heads that share a head of keys are the FEW rows of one problem. Tensor cores take them for sixteen, and a
 tile of products is held by all threads many times over, so what is done to a score is not done there: products go to memory
