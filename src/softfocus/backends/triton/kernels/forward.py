@@ -192,7 +192,8 @@ def finish(
         mixed = mixed * LN2
     elif algebra.sharp or algebra.normaliser == "l1":
         if algebra.phi.vanishes:  # whose sums may be so small that there is no number over them
-            mixed = mixed / tl.where(rounded == 0.0, 1.0, rounded)[:, None]
+            rounded = tl.where(rounded == 0.0, 1.0, rounded)
+            mixed = tl.div_rn(mixed, tl.broadcast_to(rounded[:, None], mixed.shape))
         else:
             mixed = mixed * of.over_norm(whole)[:, None]
     else:

@@ -430,8 +430,8 @@ def row_of(saved, problem, algebra, count, b, h, rows, inner):
 
 @triton.jit
 def over_norm(norm):
-    """1 / norm; 1 where there is none."""
-    return 1.0 / tl.where(norm == 0.0, 1.0, norm)
+    """1 / norm, rounded: in a row that one key dominates D is to be that key's dL/dA; 1 where there is none."""
+    return tl.div_rn(tl.full(norm.shape, 1.0, tl.float32), tl.where(norm == 0.0, 1.0, norm))
 
 
 @triton.jit
