@@ -182,7 +182,7 @@ def finish(
         marked = marked | (flawed > 0.0) | (lowest < laser.LOW * tl.maximum(whole, 1.0))
         marked = marked & (whole > 0.0)
         tl.store(made.marked_heads + b * problem.heads + heads, 1, mask=marked & inside)
-        mean = mixed * (of.over_norm(whole) + (norm - norm))[:, None]
+        mean = mixed * (of.over_norm(whole, algebra) + (norm - norm))[:, None]
         mean = tl.where((whole[:, None] == 0.0) | (mean <= 0.0), 1.0, mean)
         mixed = log2(mean, algebra.terms)
         over = tl.exp2(-mixed)
@@ -192,10 +192,13 @@ def finish(
         mixed = mixed * LN2
     elif algebra.sharp or algebra.normaliser == "l1":
         if algebra.phi.vanishes:  # whose sums may be so small that there is no number over them
-            rounded = tl.where(rounded == 0.0, 1.0, rounded)
-            mixed = tl.div_rn(mixed, tl.broadcast_to(rounded[:, None], mixed.shape))
+            rounded = tl.broadcast_to(tl.where(rounded == 0.0, 1.0, rounded)[:, None], mixed.shape)
+            if algebra.terms == 9:
+                mixed = tl.div_rn(mixed, rounded)
+            else:
+                mixed = mixed / rounded
         else:
-            mixed = mixed * of.over_norm(whole)[:, None]
+            mixed = mixed * of.over_norm(whole, algebra)[:, None]
     else:
         mixed = mixed * (of.row_factor(problem, algebra, count, b) / algebra.phi.unit)[:, None]
     mixed = mixed + (mixed - mixed) + (norm - norm)[:, None]  # an infinity came from a value, or a product

@@ -408,13 +408,13 @@ def row_of(saved, problem, algebra, count, b, h, rows, inner):
         # What weighs less than the rounding of the heaviest may still have a gradient, u^(p - 1), where p is small
         negligible = (tl.zeros_like(norm) + power_of(problem, algebra, h)) >= LARGE_POWER
         alone = (count == 1.0) | ((sharp_norm == heaviest) & (tied == 0) & negligible)
-        over, over_sharp = over_norm(norm), over_norm(sharp_norm)
+        over, over_sharp = over_norm(norm, algebra), over_norm(sharp_norm, algebra)
         floor, spread = tl.where(tied, 0.0, floor), tl.where(tied, -1.0, over_spread)
         weigh = tl.where(tied, over, over_sharp)
         steep = tl.where(tied, over, power_of(problem, algebra, h) * over_sharp * over_spread)
         steep = tl.where(alone, 0.0, steep)
     elif algebra.normaliser == "l1":
-        weigh = over_norm(norm)
+        weigh = over_norm(norm, algebra)
         if algebra.folded:
             shift = shift - tl.log2(weigh)
             weigh = tl.full(weigh.shape, 1.0, tl.float32)
@@ -429,9 +429,14 @@ def row_of(saved, problem, algebra, count, b, h, rows, inner):
 
 
 @triton.jit
-def over_norm(norm):
-    """1 / norm, rounded: in a row that one key dominates D is to be that key's dL/dA; 1 where there is none."""
-    return tl.div_rn(tl.full(norm.shape, 1.0, tl.float32), tl.where(norm == 0.0, 1.0, norm))
+def over_norm(norm, algebra):
+    """1 / norm; 1 where there is none. In float32 rounded: in a row that one key dominates D is to be that key's dL/dA."""
+    norm = tl.where(norm == 0.0, 1.0, norm)
+    if algebra.terms == 9:
+        result = tl.div_rn(tl.full(norm.shape, 1.0, tl.float32), norm)
+    else:
+        result = 1.0 / norm
+    return result
 
 
 @triton.jit
