@@ -155,6 +155,22 @@ def test_values_that_weigh_nothing_or_less_than_rounding_are_not_read_in_decodin
     assert fused(query, key, value, mechanism="lssar")[0, 0, 0].isnan().tolist() == [n == 1 for n in range(8)]
 
 
+def test_how_many_values_decoding_reads():
+    """The shares of random keys that docs/performance-gpu.md names, by the threshold of ``decode._negligible``."""
+    generator, length = torch.Generator().manual_seed(0), 16384
+    query, key = (torch.randn(1, 1, n, 64, generator=generator, dtype=torch.float64) for n in (4, length))
+    score = (
+        math.log(64)
+        * math.log(length)
+        * torch.nn.functional.cosine_similarity(query.mT[..., None], key.mT[..., None, :], 2)
+    )
+    f = torch.nn.functional.softplus(score)
+    mean = f.mean(-1, keepdim=True)
+    weight = ((f - mean) / (f.amax(-1, keepdim=True) - mean)).clamp(min=0.0) ** 15
+    assert (weight > 0.0).double().mean() == pytest.approx(0.35, abs=0.01)
+    assert (weight > 2.0**-24 / (15 * length / 15**2)).double().mean() == pytest.approx(0.13, abs=0.015)
+
+
 @pytest.mark.parametrize("heads", [1, 3])
 @pytest.mark.parametrize("name", ["softmax", "lssa", "lssar", "relu_l1", "laser", "laser_lssar"])
 def test_decoding_numbers_out_of_the_ordinary(quiet, monkeypatch, name, heads):

@@ -7,7 +7,8 @@ documents, a window, a bias with gradient, learned scales and powers.
 
 A process of its own: Triton must not have been told to interpret. The line holds the kernel's name, registers a thread, bytes
 of stack (spilled registers) and of shared memory; and of each loop with tensor-core products how many instructions a score
-takes, in the order of the code: of tiles that something cuts, then of whole ones, for each sweep.
+takes, in the order of the code: of tiles that something cuts, then of whole ones, for each sweep. In decoding of every loop of
+100 instructions or more, by the scores of a tile (those that make weights of scores have 512 a turn, whatever the tile).
 """
 
 import argparse
@@ -62,8 +63,8 @@ def usage(cubin: bytes) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def loops(cubin: bytes) -> list[int]:
-    """How many instructions each innermost loop has that multiplies on tensor cores."""
+def loops(cubin: bytes, at_least: int | None = None) -> list[int]:
+    """How many instructions each innermost loop has that multiplies on tensor cores, or that is so long."""
     labels: dict[str, int] = {}
     code: list[str] = []
     for line in said_of(cubin, "nvdisasm", "-c").splitlines():
@@ -75,7 +76,8 @@ def loops(cubin: bytes) -> list[int]:
     for end, instruction in enumerate(code):
         to = re.match(r"BRA.*(\.L_x_\d+)", instruction)
         begin = labels.get(to[1], end + 1) if to else end + 1
-        if any(re.match(r"\w*(MMA|UTCMMA)", x) for x in code[begin : end + 1]):
+        long = at_least is not None and end + 1 - begin >= at_least
+        if long or any(re.match(r"\w*(MMA|UTCMMA)", x) for x in code[begin : end + 1]):
             found.append((begin, end))
     inner = [a for a in found if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in found)]
     return [end + 1 - begin for begin, end in inner]
@@ -99,7 +101,7 @@ def main(arch: int, mechanism: str, head_dim: int, queries: int, given: bool, gr
             "shared": compiled.metadata.shared,
             "loops": [
                 round(32 * options.get("num_warps", 4) * count / int(scores), 1)
-                for count in loops(compiled.asm["cubin"])
+                for count in loops(compiled.asm["cubin"], 100 if self.__name__ in ("statistics", "weights") else None)
             ],
         }
         print(json.dumps(line), flush=True)
