@@ -126,6 +126,7 @@ ROOMS = [
     "hf",
     "testing",
     "cache",
+    "row_weights",
     "functional",
     "dispatch",
     "ops",
