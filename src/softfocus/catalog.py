@@ -6,13 +6,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from threading import Lock
+from typing import Any
 
 from softfocus.mechanism import Mechanism, laser, sharpened
 
 SOFTPLUS_PAPER = "arXiv 2501.13428"
 LASER_PAPER = "arXiv 2411.03493"
 LEARNABLE = ("head_scale", "power")
-"""Arguments of ``attention()`` that a mechanism can be defined with as learned parameters, one value a head."""
+"""Arguments of ``attention()`` that a model's heads can learn, one value each."""
 _COMBINATORS = ("laser", "sharpened")
 
 
@@ -245,8 +246,8 @@ def register(name: str, mechanism: Mechanism, *, note: str = "", learned: Mappin
         The new entry of the catalogue; the old one where this very mechanism has that name already.
 
     Raises:
-        ValueError: a name that is taken or does not parse, or parameters that do not fit.
-        TypeError: something that is not a Mechanism.
+        ValueError: a name that is taken or does not parse, or initial values that do not fit.
+        TypeError: something that is not a Mechanism, or a parameter that no mechanism has.
     """
     if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z0-9_]*", name) or name in _COMBINATORS:
         raise ValueError(
@@ -259,7 +260,7 @@ def register(name: str, mechanism: Mechanism, *, note: str = "", learned: Mappin
             "softfocus.named('lssa').replace(power=7)"
         )
     known = learned_parameters(mechanism)
-    wanted = known | _checked(learned or {}, mechanism)
+    wanted = known | checked_parameters(mechanism, learned or {})
     if wanted != known and (equal := [entry.name for entry in _CATALOG.values() if entry.mechanism == mechanism]):
         raise ValueError(
             f"learned: got {wanted}, but {equal[0]!r} is the same mechanism and learns {known or 'nothing'}; hand initial "
@@ -270,19 +271,30 @@ def register(name: str, mechanism: Mechanism, *, note: str = "", learned: Mappin
     return entry
 
 
-def _checked(learned: Mapping[str, float], mechanism: Mechanism) -> dict[str, float]:
-    for name, value in learned.items():
+def checked_parameters(mechanism: Mechanism, parameters: Mapping[str, Any]) -> dict[str, float]:
+    """Initial values of what heads learn, by argument of ``attention()``.
+
+    Raises:
+        TypeError: a name that is not among :data:`LEARNABLE`.
+        ValueError: a value out of range, or a power for a mechanism that does not re-weight.
+    """
+    for name, value in parameters.items():
         if name not in LEARNABLE:
-            raise ValueError(f"learned: got {name!r}, expected names among {', '.join(LEARNABLE)}")
+            near = get_close_matches(name, LEARNABLE, n=1)
+            hint = f"did you mean {near[0]!r}" if near else f"they are {', '.join(LEARNABLE)}"
+            raise TypeError(f"nothing is learned under the name {name!r}; {hint}")
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise ValueError(
-                f"learned: got {name}={value!r}, expected a finite number, the initial value for every head"
+                f"{name}: got {value!r}, expected a finite number, the initial value for every head; set the parameters "
+                f"softfocus_{name} of a model afterwards for one value each"
             )
-    if "power" in learned:
+    if "power" in parameters:
         if mechanism.power is None:
-            raise ValueError(f"learned: got a power, but the mechanism does not re-weight ({mechanism}); give it one")
-        mechanism.replace(power=learned["power"])  # outside of its range is the mechanism's own error
-    return {name: float(value) for name, value in learned.items()}
+            raise ValueError(
+                f"power: the mechanism ({mechanism}) does not re-weight; start from 'sharpened(NAME, POWER)'"
+            )
+        mechanism.replace(power=parameters["power"])  # outside of its range is the mechanism's own error
+    return {name: float(value) for name, value in parameters.items()}
 
 
 def named(text: str) -> Mechanism:
@@ -315,6 +327,28 @@ def _unknown(name: object) -> str:
     near = get_close_matches(str(name), list(_CATALOG), n=1)
     guess = f"did you mean {near[0]!r}?" if near else f"the names are {', '.join(_CATALOG)}."
     return f"mechanism {name!r} is not known; {guess}"
+
+
+def name_of(mechanism: Mechanism) -> str:
+    """A text that :func:`named` reads back to a mechanism; its equation where there is none.
+
+    Example: ``name_of(named("sharpened(lssa, 15)"))`` is ``"lssar"``.
+    """
+    names: dict[Mechanism, str] = {}
+    for entry in _CATALOG.values():
+        names.setdefault(entry.mechanism, entry.name)
+    if mechanism in names:
+        return names[mechanism]
+    base = mechanism.replace(power=None, laser=False)
+    if base not in names:
+        return str(mechanism)
+    plain = mechanism.replace(laser=False)
+    text = names.get(plain) or f"sharpened({names[base]}, {_number(mechanism.power)})"
+    return f"laser({text})" if mechanism.laser else text
+
+
+def _number(power: float | None) -> str:
+    return f"{power:g}" if power == float(f"{power:g}") else repr(power)
 
 
 def learned_parameters(mechanism: str | Mechanism) -> dict[str, float]:

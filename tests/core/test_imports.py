@@ -134,6 +134,7 @@ ROOMS = [
     "rows",
     "reference",
     "visibility",
+    "layout",
     "validation",
     "catalog",
     "pointwise",
