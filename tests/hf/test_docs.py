@@ -19,5 +19,10 @@ def test_the_guide_runs(tmp_path, monkeypatch, capsys):
     assert softfocus.hf.layout_of(names["model"]).mechanism == softfocus.catalog.named("ssmax")
     assert len(names["names"]) == 4  # a head_scale and a power in each of two layers
     printed = capsys.readouterr().out
-    for part in ("0.43", "0 range(0, ", "softplus(log(d) * log(N) * cos(q,k))", "attn_implementation='sdpa' would run softmax"):
+    for part in (
+        "0.43",
+        "0 range(0, ",
+        "softplus(log(d) * log(N) * cos(q,k))",
+        "attn_implementation='sdpa' would run softmax",
+    ):
         assert part in printed
