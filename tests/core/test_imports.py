@@ -124,6 +124,7 @@ def test_every_public_name_is_there_and_no_module_hides_it():
 ROOMS = [
     "lab",
     "hf",
+    "layout",
     "testing",
     "cache",
     "row_weights",
@@ -134,7 +135,6 @@ ROOMS = [
     "rows",
     "reference",
     "visibility",
-    "layout",
     "validation",
     "catalog",
     "pointwise",

@@ -54,12 +54,11 @@ def _change_tables(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tupl
     if not (isinstance(given, tuple) and len(given) == 2 and all(isinstance(x, Tensor) for x in given)):
         raise ValueError(f"{type(module).__name__} got no {_TABLES} (cos, sin) by name, which rope and sinks need")
     cos, sin = given  # [B, L, rotary dimensions]
-    kept = torch.stack([_kept(module, share, cos) for share in shares])  # [groups, rotary dimensions]
     if len(set(shares)) == 1:
-        kept = kept[0]
+        kept = _kept(module, shares[0], cos)  # [rotary dimensions]
     else:
-        heads = torch.tensor([group.heads for group in layer], device=cos.device)
-        kept = kept.repeat_interleave(heads, dim=0)[:, None]  # [H, 1, rotary dimensions]
+        rows = [_kept(module, group.rope, cos).expand(group.heads or 1, -1) for group in layer]
+        kept = torch.cat(rows)[:, None]  # [H, 1, rotary dimensions]
         cos, sin = cos[:, None], sin[:, None]
     tables = torch.where(kept, cos, 1.0), torch.where(kept, sin, 0.0)  # [B, (H,) L, rotary dimensions]
     if sinks:

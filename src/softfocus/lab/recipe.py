@@ -33,8 +33,8 @@ class ModelTable(_Table):
     parameters: dict[str, float] = Field(default={}, description="initial values of what the mechanism learns")
     layout: dict[str, Any] = Field(
         default={},
-        description="layers that run something other than mechanism: by layer type, number or slice ('0::2'), a mechanism, "
-        "a table of mechanism, window, sinks, rope, heads and parameters, or a list of such tables, one a group of heads",
+        description="by layer type, number, slice ('0::2') or '*' (all others): a table of window, sinks, rope, heads, and "
+        "mechanism and parameters where they are not the model's; or a list of such tables, one a group of heads",
     )
     config: dict[str, Any] = Field(default={}, description="what the architecture's configuration takes")
 
@@ -46,33 +46,37 @@ class ModelTable(_Table):
         groups_of({"mechanism": mechanism})
         return mechanism
 
-    @field_validator("layout")
-    @classmethod
-    def _describes_heads(cls, layout: dict[str, Any]) -> dict[str, Any]:
-        from softfocus.layout import REST, groups_of
+    @model_validator(mode="after")
+    def _describes_heads(self) -> "ModelTable":
+        from softfocus.layout import groups_of
 
-        if REST in layout:
-            raise ValueError(f"{REST!r}: what all other layers run is model.mechanism")
-        for key, value in layout.items():
+        for key, value in self.spec.items():
             try:
                 groups_of(value)
             except (ValueError, TypeError) as error:
-                raise ValueError(f"{key!r}: {error}") from None
-        return layout
-
-    @property
-    def groups(self) -> "list[tuple[Heads, ...]]":
-        """The groups of heads of each kind of layers, as they are written; what all other layers run stands last."""
-        from softfocus.layout import groups_of
-
-        return [groups_of(value) for value in self.spec.values()]
+                raise ValueError(f"layout: {key!r}: {error}" if self.layout else str(error)) from None
+        return self
 
     @property
     def spec(self) -> dict[str, Any]:
-        """What `softfocus.hf.use` takes: the layout, in which `mechanism` is what all other layers run."""
+        """What `softfocus.hf.use` takes as a layout, every group of heads with its mechanism."""
         from softfocus.layout import REST
 
-        return self.layout | {REST: {"mechanism": self.mechanism, "parameters": self.parameters}}
+        own = {"mechanism": self.mechanism, "parameters": self.parameters}
+
+        def whole(value: Any) -> Any:
+            if isinstance(value, list):
+                return [whole(group) for group in value]
+            return own | value if isinstance(value, dict) and "mechanism" not in value else value
+
+        return {key: whole(value) for key, value in ({REST: {}} | self.layout).items()}
+
+    @property
+    def groups(self) -> "list[tuple[Heads, ...]]":
+        """The groups of heads of each kind of layers, as they are written."""
+        from softfocus.layout import REST, groups_of
+
+        return [groups_of(value) for _, value in sorted(self.spec.items(), key=lambda item: item[0] == REST)]
 
     @property
     def label(self) -> str:
