@@ -58,10 +58,10 @@ def sentence(name: str, one: Inspection) -> str:
     length = one.lengths[-1].length
     row = one.row(length)
     return (
-        f"{name}, at {figure.tokens(one, length)}: {_text('zeros', row.zeros)} of the visible weights are exactly zero and "
-        f"{_text('above_1e_3', row.above_1e_3)} exceed 1e-3 of their row's largest. The entropy of a row is "
-        f"{_text('entropy', row.entropy)} nats, where uniform weights would have {row.uniform.mean:.2f}; "
-        f"{_text('beyond', row.beyond)} of the weight lies a training length away or farther."
+        f"{name}, at {figure.tokens(one, length)}: {_phrase('zeros', row.zeros)} of the visible weights are exactly zero and "
+        f"{_phrase('above_1e_3', row.above_1e_3)} exceed 1e-3 of their row's largest. The entropy of a row is "
+        f"{_phrase('entropy', row.entropy)} nats, where uniform weights would have {row.uniform.mean:.2f}; "
+        f"{_phrase('beyond', row.beyond)} of the weight lies a training length away or farther."
     )
 
 
@@ -80,18 +80,20 @@ def lines(one: Inspection, length: int) -> list[tuple[str, Row]]:
     return [*rows, ("all", one.row(length))]
 
 
-def _text(measure: str, value: Value) -> str:
-    error = _error(measure, value)
-    return f"{text(measure, value.mean).removesuffix(' %')} {error}".strip() + (" %" if measure in _SHARES else "")
+def _with_error(measure: str, value: Value) -> tuple[str, str, str]:
+    """(mean, "± error", unit), with as many digits as the error allows; no error where it is unknown or 0."""
+    unit = " %" if measure in _SHARES else ""
+    factor, least = 100 if unit else 1, 1 if unit or measure == "distance" else 2
+    error = factor * value.standard_error
+    if not math.isfinite(error) or error == 0:
+        return text(measure, value.mean).removesuffix(" %"), "", unit
+    digits = min(4, max(least, -math.floor(math.log10(error))))
+    return f"{factor * value.mean:.{digits}f}", f"± {error:.{digits}f}", unit
 
 
-def _error(measure: str, value: Value) -> str:
-    """ "± 0.1", in percent for shares; nothing where it is unknown or rounds to nothing."""
-    if not math.isfinite(value.standard_error) or value.standard_error == 0:
-        return ""
-    scaled = 100 * value.standard_error if measure in _SHARES else value.standard_error
-    digits = 1 if measure in (*_SHARES, "distance") else 2
-    return f"± {scaled:.{digits}f}" if scaled > 0.5 * 10**-digits else f"± {scaled:.1g}"
+def _phrase(measure: str, value: Value) -> str:
+    mean, error, unit = _with_error(measure, value)
+    return f"{mean} {error}".strip() + unit
 
 
 def _maps(
@@ -121,8 +123,11 @@ def _caption(one: Inspection, found: Map) -> dict[str, Any]:
 def _table(name: str, one: Inspection, length: int) -> dict[str, Any]:
     found = []
     for layer, row in lines(one, length):
-        values = [(measure, getattr(row, measure)) for measure in COLUMNS]
-        found.append((layer, [(text(m, v.mean), "" if m == "uniform" else _error(m, v)) for m, v in values]))
+        cells = []
+        for measure in COLUMNS:
+            mean, error, unit = _with_error(measure, getattr(row, measure))
+            cells.append((mean + unit, error if measure != "uniform" else ""))
+        found.append((layer, cells))
     return {"caption": f"{name}, {figure.tokens(one, length)}", "lines": found}
 
 
