@@ -24,6 +24,7 @@ from softfocus.hf.adapter import attention_forward
 LENGTH, WINDOW = 12, 4
 HYBRID = {"0": {"mechanism": "softmax", "window": WINDOW}, "*": "lssar"}
 HEADS = {"*": [{"mechanism": "ssmax", "heads": 2, "window": WINDOW}, {"mechanism": "lssar", "rope": 0}]}
+PARTIAL = {"0": {"mechanism": "lssar", "rope": 0.5}, "*": [{"mechanism": "lssar", "rope": 0.25, "heads": 2}, "lssar"]}
 
 
 def logits(model, *args, **kwargs):
@@ -307,7 +308,7 @@ def test_parameters_belong_to_the_heads_that_learn_them(build, tokens, tmp_path)
     assert not [name for name, _ in model.named_parameters() if "softfocus" in name]
 
 
-@pytest.mark.parametrize("layout", [HYBRID, HEADS], ids=["layers", "heads"])
+@pytest.mark.parametrize("layout", [HYBRID, HEADS, PARTIAL], ids=["layers", "heads", "partial"])
 @pytest.mark.parametrize("family", ["gpt_neox", "llama"])
 def test_round_trip(build, tokens, tmp_path, layout, family):
     model, ids = softfocus.hf.use(build(family), layout), tokens(2, LENGTH)
@@ -325,7 +326,7 @@ def test_round_trip(build, tokens, tmp_path, layout, family):
     assert torch.equal(logits(copy.deepcopy(model), ids), logits(model, ids))
 
 
-@pytest.mark.parametrize("layout", [HYBRID, HEADS], ids=["layers", "heads"])
+@pytest.mark.parametrize("layout", [HYBRID, HEADS, PARTIAL], ids=["layers", "heads", "partial"])
 def test_compiled_and_checkpointed(build, tokens, layout):
     model, ids = softfocus.hf.use(build("llama"), layout), tokens(2, LENGTH)
     want = logits(model, ids)
