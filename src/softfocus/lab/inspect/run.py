@@ -20,6 +20,7 @@ from softfocus.hf.learned import heads as heads_of
 from softfocus.lab import data
 from softfocus.lab import model as models
 from softfocus.lab.errors import LabError, UsageError
+from softfocus.lab.evaluate import check_tokens
 from softfocus.lab.inspect.measure import MEASURES, measures, picture
 from softfocus.lab.inspect.results import Heads, Inspection, Length, Row, Value
 from softfocus.lab.means import ClusteredMeans
@@ -91,7 +92,11 @@ def inspect(
     lengths = sorted(set(lengths))
     config = models.load_config(folder)
     models.check_positions(config, max(lengths), "inspect --lengths up to {}")
-    store = data.tokens(recipe, progress) if text is None else _read(text, folder, max(lengths))
+    if text is None:
+        store = data.tokens(recipe, progress)
+        check_tokens(store, folder, info)
+    else:
+        store = _read(text, folder, max(lengths))
     windows = EvaluationWindows(store, lengths, tokens)
     model = models.load(folder, config)
     look = _Look(model, info, layers, heads)
@@ -144,7 +149,7 @@ class _Look:
         self.maps: list[Map] = []
 
     def begin(self, length: int) -> None:
-        """Of windows of a length."""
+        """The batches that follow are windows of this length."""
         self._length = length
         self._values[length], self._documents[length] = [], []
         count = min(ROWS, length)
