@@ -231,9 +231,10 @@ def mechanisms() -> Catalog:
 def register(name: str, mechanism: Mechanism, *, note: str = "", learned: Mapping[str, float] | None = None) -> Entry:
     """A name of your own for a mechanism, which then stands wherever the catalogue's names do, for this process.
 
-    ``attention(mechanism=)``, combinations (``"laser(mine)"``), ``softfocus.hf.use()`` and :func:`mechanisms` know it. What is
-    saved (config.json, pickles) holds the algebra and not the name: it comes back where nothing was registered. A recipe
-    that is trained by the command line names its mechanism, and needs a name that the command line knows.
+    ``attention(mechanism=)``, combinations (``"laser(mine)"``), ``softfocus.hf.use()``, recipes and :func:`mechanisms` know it.
+    Names are not given away again. A saved model or a pickle holds the algebra and not the name, so it comes back where
+    nothing was registered. A run's recipe holds the name: for use by the command line, write the algebra as the recipe's table
+    ``[model.mechanism]``.
 
     Args:
         name: a lower-case letter, then lower-case letters, digits and underscores.
