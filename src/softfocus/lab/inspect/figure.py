@@ -75,7 +75,7 @@ def save_maps(found: Sequence[tuple[str, Inspection, Sequence[Map]]], path: Path
     ]
     across = max(len(maps) for *_, maps in lines)
     with rc_context(STYLE | {"axes.grid": False, "font.size": 9, "axes.titlesize": 9}):
-        figure = Figure(figsize=(1.6 * across + 1.1, 1.85 * len(lines) + 0.9), layout="constrained")
+        figure = Figure(figsize=(max(8.0, 1.6 * across + 1.1), 1.85 * len(lines) + 0.9), layout="constrained")
         grid = figure.subplots(len(lines), across, squeeze=False)
         for line, (name, one, length, maps) in zip(grid, lines, strict=True):
             for ax in line[len(maps) :]:
