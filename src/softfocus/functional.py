@@ -139,7 +139,7 @@ def attention(
         layout = _layout(query, key, value, is_causal, scale, enable_gqa, mechanism, window_size, backend)
         if ready := _ready.get(layout):
             return ready(query, key, value)
-    problem, visibility, algebra = _prepared(
+    problem, visibility, algebra = prepared(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, mechanism, window_size, key_mask,
         document_ids, bias, head_scale, power,
     )  # fmt: skip
@@ -213,10 +213,10 @@ def explain(*arguments: Any, return_statistics: bool = False, backend: str = "au
     Raises:
         ValueError, TypeError: as ``attention()``.
     """
-    return dispatch.account(*_prepared(*arguments, **keywords), backend)
+    return dispatch.account(*prepared(*arguments, **keywords), backend)
 
 
-def _prepared(
+def prepared(
     query: Tensor,
     key: Tensor,
     value: Tensor,

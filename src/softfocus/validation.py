@@ -1,5 +1,7 @@
 """Every argument error of ``attention()``, in the caller's words: the argument, what came, what was expected, what to do."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -225,6 +227,26 @@ def window_of(window_size: tuple[int, int] | None, is_causal: bool) -> tuple[int
             )
         left, right = window_size
     return left, 0 if is_causal else right
+
+
+def rows_of(rows: Sequence[int] | Tensor | None, query: Tensor) -> Tensor:
+    """The numbers of the query rows that were asked for, int64 [R] from 0 on; all of them for None."""
+    length = query.size(2)
+    if rows is None:
+        return torch.arange(length, device=query.device)
+    if not isinstance(rows, Tensor | Sequence) or isinstance(rows, str):
+        raise TypeError(f"rows: got {type(rows).__name__}, expected integers [rows], a list or a tensor")
+    chosen = torch.as_tensor(rows, device=query.device)
+    if not chosen.numel():
+        chosen = chosen.long()  # an empty list is a float tensor
+    if chosen.dim() != 1 or chosen.is_floating_point() or chosen.dtype == torch.bool:
+        raise TypeError(f"rows: got dtype {chosen.dtype} and shape {_shape(chosen)}, expected integers [rows]")
+    if bool(((chosen < -length) | (chosen >= length)).any()):
+        raise ValueError(
+            f"rows: got {chosen.min()} to {chosen.max()}, expected numbers from {-length} to {length - 1}: there are "
+            f"{length} queries"
+        )
+    return chosen.long() % max(1, length)
 
 
 def check_dropout(dropout_p: float, mechanism: Mechanism) -> None:

@@ -127,6 +127,7 @@ ROOMS = [
     "layout",
     "testing",
     "cache",
+    "row_weights",
     "functional",
     "dispatch",
     "ops",

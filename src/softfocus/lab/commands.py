@@ -11,6 +11,7 @@ from typer.core import TyperGroup
 from softfocus._version import __version__
 from softfocus.lab.bench.command import bench
 from softfocus.lab.errors import Interrupted
+from softfocus.lab.inspect.command import inspect
 from softfocus.lab.options import Json, beside, write_json
 
 
@@ -303,6 +304,7 @@ def build(
         typer.echo(made.sentence)
 
 
+app.command()(inspect)
 app.command()(bench)
 
 

@@ -31,7 +31,7 @@ _MARKERS = ("o", "s", "D", "^", "v", "P")
 
 # Neutral colours that the page's stylesheet replaces in the SVG, so that one drawing suits light and dark
 _TEXT, _RULE = "#1f2329", "#d0d3d9"
-_STYLE: dict[str, Any] = {
+STYLE: dict[str, Any] = {
     "font.family": "sans-serif",
     "font.size": 11,
     "axes.titlesize": 11,
@@ -54,16 +54,21 @@ _STYLE: dict[str, Any] = {
     "svg.fonttype": "none",  # text stays text: small, searchable, read aloud
     "figure.dpi": 100,
 }
-_PANEL = (5.4, 4.0)  # inches; narrow, so that text stays readable when a phone shrinks it
+PANEL = (5.4, 4.0)  # inches; narrow, so that text stays readable when a phone shrinks it
 Draw = Callable[[Any], None]
 
 
 def colours(evaluations: Sequence[Evaluation]) -> list[int]:
-    """A place in the palette for each run. The demo's four keep theirs in every figure, where free."""
+    """A place in the palette for each run."""
+    return places([evaluation.mechanism for evaluation in evaluations])
+
+
+def places(mechanisms: Sequence[str]) -> list[int]:
+    """A place in the palette for each run, by its mechanism. The demo's four keep theirs in every figure, where free."""
     taken: list[int] = []
-    for evaluation in evaluations:
+    for mechanism in mechanisms:
         free = [i for i in range(len(PALETTE)) if i not in taken] or [len(taken) % len(PALETTE)]
-        wanted = _PREFERRED.get(evaluation.mechanism)
+        wanted = _PREFERRED.get(mechanism)
         later = [i for i in free if i not in _PREFERRED.values()] or free
         taken.append(wanted if wanted in free else later[0])
     return taken
@@ -71,7 +76,7 @@ def colours(evaluations: Sequence[Evaluation]) -> list[int]:
 
 def figure1(evaluations: Sequence[Evaluation], *, title: str, axis: Axis = "multiple") -> Figure:
     """Loss over length: a panel for each scaling of RoPE, on one y axis."""
-    with rc_context(_STYLE):
+    with rc_context(STYLE):
         figure = Figure(figsize=(11, 4.8), layout="constrained")
         panels = figure.subplots(1, 2, sharey=True)
         for ax, (ntk, name) in zip(panels, SCALINGS, strict=True):
@@ -221,21 +226,21 @@ def _tick(evaluations: Sequence[Evaluation], column: float, axis: Axis) -> str:
 
 def _same_height(draws: Sequence[Draw]) -> list[str]:
     """Draw each panel by itself, then all with the y limits that hold every one."""
-    with rc_context(_STYLE):
-        figures = [Figure(figsize=_PANEL, layout="constrained") for _ in draws]
+    with rc_context(STYLE):
+        figures = [Figure(figsize=PANEL, layout="constrained") for _ in draws]
         panels = [figure.subplots() for figure in figures]
         for ax, draw in zip(panels, draws, strict=True):
             draw(ax)
         low, high = min(ax.get_ylim()[0] for ax in panels), max(ax.get_ylim()[1] for ax in panels)
         for index, draw in enumerate(draws):
-            figures[index] = Figure(figsize=_PANEL, layout="constrained")
+            figures[index] = Figure(figsize=PANEL, layout="constrained")
             ax = figures[index].subplots()
             ax.set_ylim(low, high)
             draw(ax)
-        return [_svg(figure) for figure in figures]
+        return [svg(figure) for figure in figures]
 
 
-def _svg(figure: Figure) -> str:
+def svg(figure: Figure) -> str:
     """A drawing to stand inside an HTML page: no header, no metadata, colours as the page's variables."""
     buffer = io.StringIO()
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))

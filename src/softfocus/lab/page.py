@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from softfocus.lab import figure
@@ -29,9 +29,8 @@ _VERDICTS = {
 }
 
 
-def render(report: Report) -> str:
-    """The page, as text."""
-    evaluations, infos = report.evaluations, [entry.info for entry in report.runs]
+def template(name: str) -> Template:
+    """A page of the lab. All have the look of page.html.j2."""
     environment = Environment(
         loader=PackageLoader("softfocus.lab", "."),
         autoescape=True,
@@ -39,9 +38,15 @@ def render(report: Report) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    return environment.get_template(name)
+
+
+def render(report: Report) -> str:
+    """The page, as text."""
+    evaluations, infos = report.evaluations, [entry.info for entry in report.runs]
     names = labels(evaluations)
     has_buckets = any(row.buckets for evaluation in evaluations for row in evaluation.rows)
-    return environment.get_template("page.html.j2").render(
+    return template("page.html.j2").render(
         report=report,
         provenance=provenance(report),
         verdict=_VERDICTS[report.finding.verdict],
