@@ -162,7 +162,7 @@ def _describe(recipe: Recipe, folder: Path, model: Any, tokens: TokenStore, devi
     return RunInfo(
         name=folder.resolve().name,
         recipe=recipe.name,
-        mechanism=recipe.model.mechanism,
+        mechanism=recipe.model.label,
         status="running",
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         seed=recipe.train.seed,
