@@ -172,7 +172,7 @@ def evaluate(
         ),
     ] = None,
     sinks: Annotated[
-        int, typer.Option(min=0, help="Let every window see so many first keys besides (StreamingLLM).")
+        int, typer.Option(min=0, help="Keys of each window that stay the first of the text (StreamingLLM).")
     ] = 0,
     buckets: Annotated[
         str | None,

@@ -137,7 +137,10 @@ def _config(folder: Path, setting: Setting, train_length: int, length: int) -> A
     """The configuration of a run's model, changed as a setting says. YaRN's depends on the length."""
     config = scale_rope(models.load_config(folder), setting.rope, train_length, length)
     if setting.window is not None:
-        softfocus.hf.window(config, setting.window, sinks=setting.sinks)
+        try:
+            softfocus.hf.window(config, setting.window, sinks=setting.sinks)
+        except ValueError as error:
+            raise LabError(str(error), "leave windows out with --window none") from error
     return config
 
 

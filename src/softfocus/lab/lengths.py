@@ -39,7 +39,7 @@ def settings_of(rope: str, windows: Sequence[str], sinks: int, train_length: int
     Args:
         rope: scalings, with commas between them, or "none".
         windows: lists of lengths, or "none".
-        sinks: first keys that each window sees besides.
+        sinks: keys of each window that are the first of the text.
         train_length: what "x" stands for.
 
     Raises:
@@ -51,8 +51,11 @@ def settings_of(rope: str, windows: Sequence[str], sinks: int, train_length: int
             known = f"they are {', '.join(get_args(Rope))}, or none"
             raise UsageError(f"--rope: {name!r} is not a scaling of RoPE", did_you_mean(name, get_args(Rope), known))
     keys = [size for text in windows if text.strip() != "none" for size in parse(text, train_length, "--window")]
-    if sinks and not keys:
-        raise UsageError("--sinks without a --window", "name a window, such as --window 1x")
+    if sinks >= min(keys, default=1) and sinks:
+        raise UsageError(
+            f"--sinks {sinks} does not fit into --window {min(keys) if keys else 'none'}",
+            "name a window that is longer, such as --window 1x",
+        )
     found = [Setting(rope=cast(Rope, name)) for name in scalings] + [Setting(window=size, sinks=sinks) for size in keys]
     if not found:
         raise UsageError("--rope none and --window none leave nothing to evaluate", "name a scaling or a window")

@@ -82,16 +82,16 @@ class Setting(_Record):
 
     rope: Rope = "trained"
     window: int | None = Field(
-        default=None, ge=1, description="each token sees so many keys, itself included; None: all"
+        default=None, ge=1, description="so many keys each token sees, itself included; None: all"
     )
-    sinks: int = Field(default=0, ge=0, description="first keys that each token sees besides (StreamingLLM)")
+    sinks: int = Field(default=0, ge=0, description="so many of them are the text's first (StreamingLLM)")
 
     def name(self, train_length: int | None = None) -> str:
-        """ "as trained", "dynamic NTK", "window 1x + 4 sinks"; without a training length windows are in tokens."""
+        """ "as trained", "dynamic NTK", "window 1x (4 sinks)"; without a training length windows are in tokens."""
         parts = [] if self.rope == "trained" else [{"ntk": "dynamic NTK", "yarn": "YaRN"}[self.rope]]
         if self.window is not None:
             keys = f"{self.window:,}" if train_length is None else f"{self.window / train_length:.4g}x"
-            parts.append(f"window {keys}" + (f" + {self.sinks} sinks" if self.sinks else ""))
+            parts.append(f"window {keys}" + (f" ({self.sinks} sinks)" if self.sinks else ""))
         return ", ".join(parts) or "as trained"
 
     @property
