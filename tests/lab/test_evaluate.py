@@ -35,7 +35,6 @@ from softfocus.lab.results import (
 from softfocus.lab.rope import scale_rope
 from softfocus.lab.train import train
 
-
 PLAIN, NTK, YARN = AS_TRAINED, Setting(rope="ntk"), Setting(rope="yarn")
 
 
@@ -195,7 +194,9 @@ def test_rows_measured_on_the_same_text_stay(run: Path, caplog: pytest.LogCaptur
     whole = evaluate(run, [32, 64, 128], tokens=1024)
     assert evaluate(run, [128], settings=[PLAIN], tokens=1024) == whole
     assert load_evaluation(run) == whole
-    assert evaluate(run, [32], settings=[PLAIN], tokens=1024) == whole, "a shorter longest length reads the same text too"
+    assert evaluate(run, [32], settings=[PLAIN], tokens=1024) == whole, (
+        "a shorter longest length reads the same text too"
+    )
     assert not caplog.records
     other = evaluate(run, [32], tokens=512)
     assert ({row.length for row in other.rows}, other.longest) == ({32}, 32)

@@ -56,6 +56,10 @@ _STYLE: dict[str, Any] = {
 }
 _PANEL = (5.4, 4.0)  # inches; narrow, so that text stays readable when a phone shrinks it
 _BEST = "each under its best setting"
+BANDS = (
+    "Bands: one standard error of the difference from the lowest line (of the loss itself, where there is one line). "
+    "Dots: every run of several seeds."
+)
 Ends = list[tuple[str, int, tuple[float, float] | None]]
 """Label, colour and last point of each line; no point where nothing could be drawn."""
 Draw = Callable[[Any], Ends]
@@ -91,6 +95,7 @@ def figure1(groups: Sequence[Group], *, title: str, axis: Axis = "multiple") -> 
             ax.set_title(name)
             _label_ends(ax, lines)
         figure.suptitle(title, x=0.01, ha="left", fontsize=12, parse_math=False)  # "$" is a dollar
+        figure.supxlabel(BANDS, x=0.01, ha="left", fontsize=9)
         return figure
 
 
@@ -131,13 +136,16 @@ def panels(groups: Sequence[Group]) -> list[str]:
 
 
 def _draw_lengths(ax: Any, groups: Sequence[Group], name: str, axis: Axis) -> Ends:
+    """Lines with bands of one standard error of the difference from the lowest line: what documents share cancels."""
     ticks = columns(groups, axis)
+    chosen = [_best_setting(group, groups, axis) if name == _BEST else name for group in groups]
+    grid = [[cell(group, x, setting, axis) for x in ticks] for group, setting in zip(groups, chosen, strict=True)]
+    lowest = [_lowest([line[place] for line in grid]) for place in range(len(ticks))]
     ends: Ends = []
-    for group, colour in zip(groups, colours(groups), strict=True):
-        setting = _best_setting(group, groups, axis) if name == _BEST else name
-        cells = [(x, there) for x in columns([group], axis) if (there := cell(group, x, setting, axis)) is not None]
-        end = _line(ax, [(x, there.loss, there.standard_error) for x, there in cells], colour)
-        _every_run(ax, cells, colour)
+    for group, setting, line, colour in zip(groups, chosen, grid, colours(groups), strict=True):
+        cells = [(x, there, low) for x, there, low in zip(ticks, line, lowest, strict=True) if there is not None]
+        end = _line(ax, [(x, there.loss, _error(there, low, len(groups))) for x, there, low in cells], colour)
+        _every_run(ax, [(x, there) for x, there, _ in cells], colour)
         label = f"{group.label}, {setting}" if name == _BEST and setting != AS_TRAINED.name() else group.label
         ends.append((label, colour, end))
         if axis == "tokens":
@@ -150,6 +158,18 @@ def _draw_lengths(ax: Any, groups: Sequence[Group], name: str, axis: Axis) -> En
     ax.set_xlabel("evaluation length (tokens); dotted: training length")
     ax.set_ylabel("validation loss (nats per token)")
     return ends
+
+
+def _lowest(cells: Sequence[Cell | None]) -> Cell | None:
+    finite = [there for there in cells if there is not None and math.isfinite(there.loss)]
+    return min(finite, key=lambda there: there.loss, default=None)
+
+
+def _error(there: Cell, lowest: Cell | None, lines: int) -> float:
+    """Of the difference from the lowest line, which has none; of the loss itself where there is one line."""
+    if lines == 1 or lowest is None:
+        return there.standard_error
+    return 0.0 if there is lowest else there.minus(lowest).standard_error
 
 
 def _best_setting(group: Group, groups: Sequence[Group], axis: Axis) -> str:
@@ -172,7 +192,7 @@ def _draw_positions(ax: Any, groups: Sequence[Group], name: str) -> Ends:
         there = [one for x in columns([group]) if (one := cell(group, x, name)) is not None]
         # A bucket stands at its geometric middle, which is its middle on a logarithmic axis; the first starts at 0
         middles = [
-            (math.sqrt(max(some[0].start, 1) * some[0].end), fmean(b.loss for b in some), fmean(_errors(some)))
+            (math.sqrt(max(some[0].start, 1) * some[0].end), fmean(bucket.loss for bucket in some), math.nan)
             for some in (_alike(there[-1]) if there else [])
         ]
         ends.append((group.label, colour, _line(ax, middles, colour)))
@@ -189,11 +209,6 @@ def _alike(there: Cell) -> list[tuple[Bucket, ...]]:
     """The buckets of all runs by position; none where the runs were not cut alike."""
     cuts = {tuple((bucket.start, bucket.end) for bucket in row.buckets) for row in there.rows}
     return list(zip(*(row.buckets for row in there.rows), strict=True)) if len(cuts) == 1 else []
-
-
-def _errors(buckets: Sequence[Bucket]) -> list[float]:
-    """Standard errors from the documents: those of several runs on the same documents do not average out."""
-    return [bucket.standard_error for bucket in buckets]
 
 
 def _draw_training(ax: Any, infos: Sequence[Sequence[RunInfo]], groups: Sequence[Group]) -> Ends:

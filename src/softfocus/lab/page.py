@@ -44,6 +44,7 @@ def render(report: Report) -> str:
         report=report,
         provenance=provenance(report),
         palette=figure.PALETTE,
+        bands=figure.BANDS,
         same_text=same_text(evaluations),
         lengths=_drawings(figure.length_svgs(groups, axis=report.axis)),
         positions=_drawings(figure.position_svgs(groups)) if has_buckets else [],

@@ -1,5 +1,7 @@
 """What table, figure, page and finding read from evaluations: groups of runs, columns, and what stands where."""
 
+import contextlib
+import json
 import math
 import tomllib
 from collections import Counter
@@ -9,8 +11,10 @@ from functools import cached_property
 from typing import Literal
 
 import numpy as np
+from pydantic import ValidationError
 
 from softfocus.lab.means import Estimate, Mean, difference, estimate
+from softfocus.lab.recipe import Recipe
 from softfocus.lab.results import AS_TRAINED, Evaluation, Row, Setting
 
 Axis = Literal["multiple", "tokens"]
@@ -132,15 +136,18 @@ def singles(evaluations: Sequence[Evaluation]) -> list[Group]:
     return groups(evaluations, [""] * len(evaluations))
 
 
-def _without_seed(recipe: str) -> str:
+def _without_seed(text: str) -> object:
+    """What has to agree. A recipe of an earlier version has the defaults that it does not name."""
     try:
-        values = tomllib.loads(recipe)
+        values = tomllib.loads(text)
     except tomllib.TOMLDecodeError:  # edited by hand: like nothing but a copy of itself
-        return recipe
+        return text
+    with contextlib.suppress(ValidationError):  # a recipe of another version, with keys that this one does not have
+        values = Recipe.model_validate(values).model_dump()
     values.pop("name", None)
     if isinstance(values.get("train"), dict):
         values["train"].pop("seed", None)
-    return repr(values)
+    return json.dumps(values, sort_keys=True)
 
 
 def setting_name(evaluation: Evaluation, setting: Setting) -> str:

@@ -7,7 +7,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from softfocus.lab.points import Axis, Cell, Group, cell, column_name, columns, growth, settings, shared_columns
+from softfocus.lab.points import Axis, Cell, Group, cell, column_name, columns, settings, shared_columns
 
 PENDING = "…"
 ABSENT = "–"
@@ -31,8 +31,7 @@ def loss_table(
 
     Returns:
         A table of means over the runs of each group, with their standard deviation below where there are several. Its
-        last columns are the loss at the longest length that all groups share over the group's own at 1x, and the gain
-        from context there.
+        last column is the gain from context at the longest length that all groups share.
     """
     across = list(planned) if planned is not None else columns(groups, axis)
     ends = across if planned is not None else shared_columns(groups, axis)
@@ -40,24 +39,21 @@ def loss_table(
     blank = ABSENT if planned is None else PENDING
 
     table = Table(title=title, title_justify="left", box=box.SIMPLE)
-    table.add_column("setting", no_wrap=True)
-    table.add_column("model", no_wrap=True)
+    table.add_column("setting")
+    table.add_column("model")
     for column in across:
         table.add_column(_head(groups, column, axis), justify="right", no_wrap=True)
-    table.add_column(f"{column_name(last, axis)}/1x" if last else "", justify="right", no_wrap=True)
     table.add_column("gain", justify="right", no_wrap=True)
     for name in settings(groups):
         lines = [[cell(group, column, name, axis) for column in across] for group in groups]
         best = [_lowest([line[place] for line in lines]) for place in range(len(across))]
         for index, (group, line) in enumerate(zip(groups, lines, strict=True)):
-            grown = growth(group, last, name, axis) if last else None
             end = cell(group, last, name, axis) if last else None
             gain = end.gain if end else None
             table.add_row(
                 name if index == 0 else "",
                 Text(group.label + (f"\n{group.count}" if len(group.evaluations) > 1 else "")),
                 *(_loss(one, blank, low) for one, low in zip(line, best, strict=True)),
-                f"{grown:.3f}" if grown is not None and math.isfinite(grown) else Text(blank, style="dim"),
                 f"{gain.value:.3f}" if gain and math.isfinite(gain.value) else Text(blank, style="dim"),
                 end_section=index == len(groups) - 1,
             )
