@@ -53,6 +53,10 @@ def finding(groups: Sequence[Group], axis: Axis = "multiple") -> Finding:
     if not shared:
         reason = "there is no run" if not groups else "no length is shared by all runs"
         return Finding(sentence=f"Nothing can be said: {reason}.", differences=[])
+    if len({group.first.vocabulary for group in groups}) > 1:
+        return Finding(
+            sentence="Nothing can be said: nats per token of different vocabularies do not compare.", differences=[]
+        )
     first = 1.0 if axis == "multiple" and 1.0 in shared else shared[0]
     sentences, differences = [], []
     for column in dict.fromkeys((first, shared[-1])):
@@ -98,19 +102,24 @@ def _difference(one: Cell, reference: Cell, column: float) -> Difference:
 
 def _sentence(reference: Cell, others: Sequence[Difference], column: float, axis: Axis, *, price: bool) -> str:
     """, each under its best setting, Softmax with window 1x has the lowest loss, 1.356; LSSAR is 0.1 ± 0.01 higher."""
-    names = [
-        _name(reference.group.label, reference.setting, column),
-        *(_name(o.label, o.setting, column) for o in others),
-    ]
     if not math.isfinite(reference.loss):
         return " every loss diverged."
-    if not others:
-        return f" {names[0]} has a loss of {reference.loss:.3f}."
-    texts = [f"{name} {_text(one)}" for name, one in zip(names[1:], others, strict=True)]
-    rest = texts[:_NAMED] + ([f"{len(texts) - _NAMED} more are in the report"] if len(texts) > _NAMED else [])
-    listed = f"{', '.join(rest[:-1])} and {rest[-1]}" if len(rest) > 1 else rest[0]
-    chosen = "" if column == 1 and axis == "multiple" else ", each under its best setting,"
-    return f"{chosen} {names[0]} has {'a loss of' if price else 'the lowest loss,'} {reference.loss:.3f}; {listed}."
+    known = price or not others
+    chosen = ", each under its best setting," if others and (column != 1 or axis == "tokens") else ""
+    name = _name(reference.group.label, reference.setting, column)
+    clauses = [f"{chosen} {name} has {'a loss of' if known else 'the lowest loss,'} {reference.loss:.3f}"]
+    named = others[:_NAMED]
+    if decided := [_text(one, column) for one in named if one.verdict != "inconclusive" or not math.isfinite(one.loss)]:
+        clauses.append(_listed(decided))
+    if unsure := [_text(one, column) for one in named if one.verdict == "inconclusive" and math.isfinite(one.loss)]:
+        clauses.append(f"inconclusive: {_listed(unsure)}")
+    if len(others) > _NAMED:
+        clauses.append(f"{len(others) - _NAMED} more are in the report")
+    return "; ".join(clauses) + "."
+
+
+def _listed(texts: Sequence[str]) -> str:
+    return f"{', '.join(texts[:-1])} and {texts[-1]}" if len(texts) > 1 else texts[0]
 
 
 def _name(label: str, setting: str, column: float) -> str:
@@ -127,9 +136,11 @@ def _place(groups: Sequence[Group], column: float, axis: Axis) -> str:
     return column_name(column) + (f" ({tokens.pop():,} tokens)" if len(tokens) == 1 else "")
 
 
-def _text(one: Difference) -> str:
+def _text(one: Difference, column: float) -> str:
+    name = _name(one.label, one.setting, column)
     if not math.isfinite(one.loss):
-        return "diverged"
-    error = f"± {one.standard_error:.3f}" if math.isfinite(one.standard_error) else "± unknown"
-    side = "higher" if one.difference >= 0 else "lower"
-    return f"is {abs(one.difference):.3f} {error} {side}" + (" (inconclusive)" if one.verdict == "inconclusive" else "")
+        return f"{name} diverged"
+    error = f"{one.standard_error:.3f}" if math.isfinite(one.standard_error) else "unknown"
+    if one.verdict == "inconclusive":
+        return f"{name} ({one.difference:+.3f} ± {error})"
+    return f"{name} is {abs(one.difference):.3f} ± {error} {one.verdict}"

@@ -52,7 +52,8 @@ class Mean:
         """From the summed loss and the tokens of each document."""
         s, n = np.asarray(sums, dtype=np.float64), np.asarray(counts, dtype=np.float64)  # [C]
         value = float(s.sum() / n.sum())
-        return cls._from_parts(value, (s - value * n) / n.sum(), documents)
+        with np.errstate(invalid="ignore"):  # an infinite loss has no error
+            return cls._from_parts(value, (s - value * n) / n.sum(), documents)
 
     @classmethod
     def _from_parts(cls, value: float, parts: NDArray[np.float64], documents: Hashable) -> "Mean":

@@ -78,7 +78,7 @@ def _loss_tables(groups: list[Group], axis: Axis) -> list[dict[str, Any]]:
                     group.title,
                     [_cell(cell(group, column, setting, axis)) for column in across],
                     f"{grown:.3f}" if grown is not None and math.isfinite(grown) else "–",
-                    (f"{gain.value:.3f}", _error(gain.standard_error))
+                    (f"{gain.value:z.3f}", _error(gain.standard_error))
                     if gain and math.isfinite(gain.value)
                     else ("–", ""),
                 )

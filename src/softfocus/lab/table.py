@@ -54,7 +54,7 @@ def loss_table(
                 name if index == 0 else "",
                 Text(group.label + (f"\n{group.count}" if len(group.evaluations) > 1 else "")),
                 *(_loss(one, blank, low) for one, low in zip(line, best, strict=True)),
-                f"{gain.value:.3f}" if gain and math.isfinite(gain.value) else Text(blank, style="dim"),
+                f"{gain.value:z.3f}" if gain and math.isfinite(gain.value) else Text(blank, style="dim"),
                 end_section=index == len(groups) - 1,
             )
     return table
