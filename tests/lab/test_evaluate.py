@@ -225,6 +225,8 @@ def test_ntk_needs_a_rotary_embedding_to_scale(tiny: Path, tmp_path: Path) -> No
     events: list[Event] = []
     with pytest.raises(LabError, match="--rope trained"):
         evaluate(tmp_path / "run", [32, 64], tokens=512, progress=events.append)
+    with pytest.raises(LabError, match="leave out --sinks"):
+        evaluate(tmp_path / "run", [32], settings=[Setting(window=8, sinks=2)], tokens=512, progress=events.append)
     assert not events, "before anything was computed"
     with pytest.raises(LabError, match="with 64 positions cannot read 128 tokens; evaluate --lengths up to 64"):
         evaluate(tmp_path / "run", [128], settings=[PLAIN], tokens=512)

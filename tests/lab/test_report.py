@@ -260,7 +260,7 @@ class TestFigure:
         save_figure1(grouped(*four), path, title="title")
         image = matplotlib.image.imread(path)
         height, width, _ = image.shape
-        assert (height, width) == (1408, 1760)
+        assert (height, width) == (1440, 1760)
         for index in colours(grouped(*four)):
             wanted = [int(PALETTE[index][0][i : i + 2], 16) / 255 for i in (1, 3, 5)]
             found = (abs(image[:, :, :3] - wanted).max(axis=2) < 0.01).nonzero()

@@ -1,6 +1,5 @@
 """Loss over length: how well a model trained on short windows predicts in long ones."""
 
-import filecmp
 import itertools
 import logging
 import time
@@ -24,7 +23,6 @@ from softfocus.lab.recipe import load
 from softfocus.lab.results import (
     AS_TRAINED,
     EVALUATION,
-    MODEL,
     RECIPE,
     Bucket,
     Evaluation,
@@ -94,7 +92,7 @@ def evaluate(
     for setting in settings:
         _config(folder, setting, info.train_length, max(lengths))
     store = data.tokens(recipe, progress)
-    _check_tokens(store, folder, info)
+    data.check_unchanged(store, folder, info)
     before = _earlier(folder, info)
     windows = _windows(store, lengths, wanted, before)
     evaluation = Evaluation(
@@ -136,6 +134,8 @@ def evaluate(
 def _config(folder: Path, setting: Setting, train_length: int, length: int) -> Any:
     """The configuration of a run's model, changed as a setting says. YaRN's depends on the length."""
     config = scale_rope(models.load_config(folder), setting.rope, train_length, length)
+    if setting.sinks and not getattr(config, "rope_parameters", None):
+        raise LabError(f"a {config.model_type} model has no rotary embedding, which sinks need", "leave out --sinks")
     if setting.window is not None:
         try:
             softfocus.hf.window(config, setting.window, sinks=setting.sinks)
@@ -195,22 +195,6 @@ class _Pace:
         self.done += tokens
         pace = self.done / (time.perf_counter() - self._start)
         self._progress(Event(kind="step", run=self.run, done=self.done, total=self.total, tokens_per_second=pace))
-
-
-def _check_tokens(store: TokenStore, folder: Path, info: RunInfo) -> None:
-    """Other ids would make the losses meaningless; another cut of the corpus only makes them less than held-out."""
-    now, then = store.tokenizer / "tokenizer.json", folder / MODEL / "tokenizer.json"
-    if now.is_file() and then.is_file() and not filecmp.cmp(now, then, shallow=False):
-        raise LabError(
-            f"the tokenizer of {folder} is not the one that its recipe now gives: the corpus it was made from has changed",
-            f"put the corpus back, or train again with `softfocus train {folder / RECIPE} --out {folder} --overwrite`",
-        )
-    if info.corpus_key and info.corpus_key != store.folder.name:
-        _log.warning(
-            "the corpus of %s has changed since it was trained (or moved, or was copied): what is held out now may have "
-            "been trained on",
-            folder,
-        )
 
 
 def _edges(buckets: Sequence[int] | None, train_length: int, length: int) -> list[int]:

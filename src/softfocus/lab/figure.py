@@ -1,8 +1,6 @@
-"""The figures: loss over length, loss over position, and training curves. As PNG for a file, as SVG for the page."""
+"""The figures: loss over length, loss over position, and training curves."""
 
-import io
 import math
-import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -30,8 +28,8 @@ _PREFERRED = {"softmax": 0, "lssa": 1, "lssar": 2, "laser": 3}
 _MARKERS = ("o", "s", "D", "^", "v", "P")
 
 # Neutral colours that the page's stylesheet replaces in the SVG, so that one drawing suits light and dark
-_TEXT, _RULE = "#1f2329", "#d0d3d9"
-_STYLE: dict[str, Any] = {
+TEXT, RULE = "#1f2329", "#d0d3d9"
+STYLE: dict[str, Any] = {
     "font.family": "sans-serif",
     "font.size": 11,
     "axes.titlesize": 11,
@@ -39,14 +37,14 @@ _STYLE: dict[str, Any] = {
     "axes.titlelocation": "left",
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "axes.edgecolor": _TEXT,
-    "axes.labelcolor": _TEXT,
-    "text.color": _TEXT,
-    "xtick.color": _TEXT,
-    "ytick.color": _TEXT,
+    "axes.edgecolor": TEXT,
+    "axes.labelcolor": TEXT,
+    "text.color": TEXT,
+    "xtick.color": TEXT,
+    "ytick.color": TEXT,
     "axes.grid": True,
     "axes.grid.axis": "y",
-    "grid.color": _RULE,
+    "grid.color": RULE,
     "grid.linewidth": 0.8,
     "lines.linewidth": 2.0,
     "lines.markersize": 5.5,
@@ -57,7 +55,7 @@ _STYLE: dict[str, Any] = {
 _PANEL = (5.4, 4.0)  # inches; narrow, so that text stays readable when a phone shrinks it
 _BEST = "each under its best setting"
 BANDS = (
-    "Bands: one standard error of the difference from the lowest line (of the loss itself, where there is one line). "
+    "Bands: one standard error of the difference from the lowest line (of the loss itself, where there is one line).\n"
     "Dots: every run of several seeds."
 )
 Ends = list[tuple[str, int, tuple[float, float] | None]]
@@ -84,8 +82,8 @@ def figure1(groups: Sequence[Group], *, title: str, axis: Axis = "multiple") -> 
     """
     names = panels(groups)
     across, down = min(2, len(names)), math.ceil(len(names) / 2)
-    with rc_context(_STYLE):
-        figure = Figure(figsize=(5.5 * across, 4.0 * down + 0.8), layout="constrained")
+    with rc_context(STYLE):
+        figure = Figure(figsize=(max(8.0, 5.5 * across), 4.0 * down + 1), layout="constrained")
         grid = figure.subplots(down, across, squeeze=False).flatten()
         ends = [_draw_lengths(ax, groups, name, axis) for ax, name in zip(grid, names, strict=False)]
         for ax in grid[len(names) :]:
@@ -110,23 +108,24 @@ def save_figure1(groups: Sequence[Group], path: Path, *, title: str, axis: Axis 
         temporary.unlink(missing_ok=True)
 
 
-def length_svgs(groups: Sequence[Group], *, axis: Axis = "multiple") -> list[tuple[str, str]]:
+def length_figures(groups: Sequence[Group], *, axis: Axis = "multiple") -> list[tuple[str, Figure]]:
     """Loss over length for a page: the panels of figure1 with their names, to stand side by side or not."""
     names = panels(groups)
-    draws = {name: partial(_draw_lengths, groups=groups, name=name, axis=axis) for name in names}
-    first = [_svgs([draws.pop(_BEST)])] if _BEST in draws else []
-    return list(zip(names, [svg for svgs in (*first, _svgs(list(draws.values()))) for svg in svgs], strict=True))
+    draws = [partial(_draw_lengths, groups=groups, name=name, axis=axis) for name in names]
+    apart = len(names) - len(settings(groups))  # the panel with a y axis of its own, if it is there
+    return list(zip(names, [*_figures(draws[:apart]), *_figures(draws[apart:])], strict=True))
 
 
-def position_svgs(groups: Sequence[Group]) -> list[tuple[str, str]]:
+def position_figures(groups: Sequence[Group]) -> list[tuple[str, Figure]]:
     """Loss over the position inside the longest window of each group, one drawing a setting, on the same y axis."""
     names = settings(groups)
-    return list(zip(names, _svgs([partial(_draw_positions, groups=groups, name=name) for name in names]), strict=True))
+    draws = [partial(_draw_positions, groups=groups, name=name) for name in names]
+    return list(zip(names, _figures(draws), strict=True))
 
 
-def training_svg(infos: Sequence[Sequence[RunInfo]], groups: Sequence[Group]) -> str:
+def training_figure(infos: Sequence[Sequence[RunInfo]], groups: Sequence[Group]) -> Figure:
     """Training loss over steps: a line for each run, in the colour of its group."""
-    return _svgs([partial(_draw_training, infos=infos, groups=groups)])[0]
+    return _figures([partial(_draw_training, infos=infos, groups=groups)])[0]
 
 
 def panels(groups: Sequence[Group]) -> list[str]:
@@ -151,7 +150,7 @@ def _draw_lengths(ax: Any, groups: Sequence[Group], name: str, axis: Axis) -> En
         if axis == "tokens":
             ax.axvline(group.first.train_length, color=PALETTE[colour][0], linestyle=":", linewidth=1.2)
     if axis == "multiple":
-        ax.axvline(1, color=_TEXT, linestyle=":", linewidth=1.2)
+        ax.axvline(1, color=TEXT, linestyle=":", linewidth=1.2)
     ax.set_xscale("log", base=2)
     ax.set_xticks(ticks, [_tick(groups, tick, axis) for tick in ticks])
     ax.minorticks_off()
@@ -197,7 +196,7 @@ def _draw_positions(ax: Any, groups: Sequence[Group], name: str) -> Ends:
         ]
         ends.append((group.label, colour, _line(ax, middles, colour)))
     for length in sorted({group.first.train_length for group in groups}):
-        ax.axvline(length, color=_TEXT, linestyle=":", linewidth=1.2)
+        ax.axvline(length, color=TEXT, linestyle=":", linewidth=1.2)
     ax.set_xscale("log", base=2)
     ax.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
     ax.set_xlabel("position in the window (tokens); dotted: training length")
@@ -284,35 +283,18 @@ def _tick(groups: Sequence[Group], column: float, axis: Axis) -> str:
 
 
 def _same_limits(panels: Sequence[Any]) -> None:
-    low, high = min(ax.get_ylim()[0] for ax in panels), max(ax.get_ylim()[1] for ax in panels)
+    limits = [ax.get_ylim() for ax in panels]
     for ax in panels:
-        ax.set_ylim(low, high)
+        ax.set_ylim(min(low for low, _ in limits), max(high for _, high in limits))
 
 
-def _svgs(draws: Sequence[Draw]) -> list[str]:
-    """Each panel as a drawing of its own, all with the y limits that hold every one."""
-    with rc_context(_STYLE):
+def _figures(draws: Sequence[Draw]) -> list[Figure]:
+    """Each panel as a figure of its own, all with the y limits that hold every one."""
+    with rc_context(STYLE):
         figures = [Figure(figsize=_PANEL, layout="constrained") for _ in draws]
         panels = [figure.subplots() for figure in figures]
         ends = [draw(ax) for ax, draw in zip(panels, draws, strict=True)]
         _same_limits(panels)
         for ax, lines in zip(panels, ends, strict=True):
             _label_ends(ax, lines)
-        return [_svg(figure) for figure in figures]
-
-
-def _svg(figure: Figure) -> str:
-    """A drawing to stand inside an HTML page: no header, no metadata, colours as the page's variables."""
-    buffer = io.StringIO()
-    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)
-    text = buffer.getvalue()
-    text = text[text.index("<svg") :]
-    text = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", text, flags=re.DOTALL)  # it would style the whole page
-    text = re.sub(
-        r'(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1), count=1
-    )
-    text = re.sub(r'<g id="[^"]*"', "<g", text)  # nothing refers to them, and every drawing has the same ones
-    for index, (shade, _) in enumerate(PALETTE):
-        text = text.replace(shade, f"var(--line-{index})")
-    return text.replace(_TEXT, "currentColor").replace(_RULE, "var(--rule)")
+        return figures

@@ -1,10 +1,14 @@
 """report.html: one file that needs nothing but itself, for a wide screen, a phone, a dark room or a screen reader."""
 
+import io
 import math
+import re
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
+from matplotlib import rc_context
+from matplotlib.figure import Figure
 
 from softfocus.lab import figure
 from softfocus.lab.finding import Difference
@@ -46,9 +50,9 @@ def render(report: Report) -> str:
         palette=figure.PALETTE,
         bands=figure.BANDS,
         same_text=same_text(evaluations),
-        lengths=_drawings(figure.length_svgs(groups, axis=report.axis)),
-        positions=_drawings(figure.position_svgs(groups)) if has_buckets else [],
-        training=Markup(figure.training_svg(members, groups)) if any(info.train_loss for info in infos) else None,
+        lengths=_drawings(figure.length_figures(groups, axis=report.axis)),
+        positions=_drawings(figure.position_figures(groups)) if has_buckets else [],
+        training=_svg(figure.training_figure(members, groups)) if any(info.train_loss for info in infos) else None,
         tables=_loss_tables(groups, report.axis),
         differences=[_difference(one, report.axis) for one in report.finding.differences],
         runs=[list(line) for line in zip(("", *_RUN), *map(_run, infos, names), strict=True)],
@@ -58,8 +62,26 @@ def render(report: Report) -> str:
     )
 
 
-def _drawings(svgs: list[tuple[str, str]]) -> list[tuple[str, Markup]]:
-    return [(name, Markup(svg)) for name, svg in svgs]
+def _drawings(figures: list[tuple[str, Figure]]) -> list[tuple[str, Markup]]:
+    return [(name, _svg(drawing)) for name, drawing in figures]
+
+
+def _svg(drawing: Figure) -> Markup:
+    """A drawing to stand inside an HTML page: no header, no metadata, colours as the page's variables."""
+    buffer = io.StringIO()
+    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    with rc_context(figure.STYLE):  # text stays text
+        drawing.savefig(buffer, format="svg", transparent=True, metadata=nothing)
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", text, flags=re.DOTALL)  # it would style the whole page
+    text = re.sub(
+        r'(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1), count=1
+    )
+    text = re.sub(r'<g id="[^"]*"', "<g", text)  # nothing refers to them, and every drawing has the same ones
+    for index, (shade, _) in enumerate(figure.PALETTE):
+        text = text.replace(shade, f"var(--line-{index})")
+    return Markup(text.replace(figure.TEXT, "currentColor").replace(figure.RULE, "var(--rule)"))
 
 
 def _loss_tables(groups: list[Group], axis: Axis) -> list[dict[str, Any]]:

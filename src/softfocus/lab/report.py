@@ -200,8 +200,8 @@ def _statistics(found: Sequence[Group], axis: Axis) -> list[str]:
     ends = [there for group in found if (there := best(group, shared[-1], axis)) is not None]
     said = [
         "±: one standard error, from the documents and, where there are several seeds, from those. Differences are paired "
-        "by document and by seed. One within two standard errors is inconclusive; with two or three seeds even twice as "
-        "much is weak."
+        "by document and by seed. One within two standard errors is inconclusive; two standard errors from two to four "
+        "seeds are weak evidence."
     ]
     if any(there.gain for there in ends):
         said.append(
