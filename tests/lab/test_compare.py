@@ -68,7 +68,10 @@ def test_seeds_are_put_together(fabricate, tmp_path, quiet):
         for name, loss in (("softmax", 1.0), ("lssar", 1.2))
     ]
     report = compare([save(run, tmp_path / run.info.name) for run in runs], tmp_path / "out", console=quiet)
-    assert report.finding.sentence == "At 1x (128 tokens) Softmax has a loss of 1.010; LSSAR is 0.200 ± 0.000 higher."
+    assert report.finding.sentence == (
+        "At 1x (128 tokens) Softmax has a loss of 1.010; LSSAR is 0.200 ± 0.000 higher. "
+        "Losses are means over 3 trainings."
+    )
     assert said(quiet).count("3 seeds") == 2
     assert read(tmp_path / "out" / "results.json").finding == report.finding
     page = (tmp_path / "out" / "report.html").read_text()

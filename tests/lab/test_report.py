@@ -213,9 +213,11 @@ class TestFinding:
         assert difference.difference == pytest.approx(0.2)
         assert difference.standard_error == pytest.approx(0.1 / math.sqrt(3)), "the differences are 0.1, 0.3, 0.2"
         assert difference.training_noise
-        assert "noise of training" not in found.sentence
+        assert found.sentence.endswith(" Losses are means over 3 trainings.")
         alone = build([*softmax, lssar[0]]).finding
-        assert alone.sentence.endswith("The noise of training is not known: that takes several seeds of each.")
+        assert alone.sentence.endswith(
+            " Losses are means over 1 to 3 trainings. The noise of training is not known: that takes several seeds of each."
+        )
 
     def test_a_diverged_run_comes_last_and_is_said_to_have_diverged(self, fabricate):
         for bad in (math.nan, math.inf):

@@ -70,6 +70,11 @@ def finding(groups: Sequence[Group], axis: Axis = "multiple") -> Finding:
         where = f"At {_place(groups, column, axis)}" + (", each under its best setting," if chosen else "")
         sentences.append(_sentence(where, reference, found, column, price=priced))
         differences += found
+    counts = sorted({len(group.evaluations) for group in groups})
+    if counts[-1] > 1:
+        sentences.append(
+            f"Losses are means over {' to '.join(map(str, counts[:: max(1, len(counts) - 1)]))} trainings."
+        )
     if any(not one.training_noise for one in differences):
         sentences.append("The noise of training is not known: that takes several seeds of each.")
     return Finding(sentence=" ".join(sentences), differences=differences)
