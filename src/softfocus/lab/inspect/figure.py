@@ -15,7 +15,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from numpy.typing import NDArray
 
 from softfocus.lab.disk import writing
-from softfocus.lab.figure import PALETTE, PANEL, STYLE, places, svg
+from softfocus.lab.figure import PALETTE, PANEL, STYLE, places
 from softfocus.lab.inspect.measure import HIDDEN
 from softfocus.lab.inspect.results import Inspection
 from softfocus.lab.inspect.run import Map
@@ -111,14 +111,14 @@ def save_measures(found: Sequence[tuple[str, Inspection]], path: Path, title: st
         _save(figure, path, title)
 
 
-def measure_svgs(inspections: Sequence[Inspection]) -> list[tuple[str, str]]:
-    """The panels of :func:`save_measures` with their titles, as drawings for a page."""
+def measure_figures(inspections: Sequence[Inspection]) -> list[tuple[str, Figure]]:
+    """The panels of :func:`save_measures` with their titles, each a figure of its own for a page."""
     drawn = []
     with rc_context(STYLE):
         for measure, title in TITLES.items():
             figure = Figure(figsize=PANEL, layout="constrained")
             _draw(figure.subplots(), inspections, measure)
-            drawn.append((title, svg(figure)))
+            drawn.append((title, figure))
     return drawn
 
 

@@ -10,7 +10,7 @@ from softfocus.lab.figure import PALETTE
 from softfocus.lab.inspect import figure
 from softfocus.lab.inspect.results import Inspection, Inspections, Row, Value
 from softfocus.lab.inspect.run import Map
-from softfocus.lab.page import template
+from softfocus.lab.page import svg, template
 from softfocus.lab.report import short_commit
 
 COLUMNS = {
@@ -38,7 +38,7 @@ def render(found: Inspections, names: Sequence[str], maps: Sequence[Sequence[Map
         maps=_maps(named, maps),
         lines=list(zip(names, figure.colours(found.runs), strict=True)),
         lengths=dashes,
-        measures=[(name, Markup(drawing)) for name, drawing in figure.measure_svgs(found.runs)],
+        measures=[(name, svg(drawing)) for name, drawing in figure.measure_figures(found.runs)],
         columns=list(COLUMNS.values()),
         tables=[_table(name, one, length.length) for name, one in named for length in one.lengths],
         methods=[_method(name, one) for name, one in named],

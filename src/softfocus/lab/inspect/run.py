@@ -20,7 +20,6 @@ from softfocus.hf.learned import heads as heads_of
 from softfocus.lab import data
 from softfocus.lab import model as models
 from softfocus.lab.errors import LabError, UsageError
-from softfocus.lab.evaluate import check_tokens
 from softfocus.lab.inspect.measure import MEASURES, measures, picture
 from softfocus.lab.inspect.results import Heads, Inspection, Length, Row, Value
 from softfocus.lab.means import ClusteredMeans
@@ -94,7 +93,7 @@ def inspect(
     models.check_positions(config, max(lengths), "inspect --lengths up to {}")
     if text is None:
         store = data.tokens(recipe, progress)
-        check_tokens(store, folder, info)
+        data.check_unchanged(store, folder, info)
     else:
         store = _read(text, folder, max(lengths))
     windows = EvaluationWindows(store, lengths, tokens)
@@ -210,8 +209,8 @@ def _row(
     for name, column in zip(MEASURES, values.T, strict=True):
         means = ClusteredMeans([0, 1])
         means.add(column[:, None], documents)
-        mean, error, _ = means.bucket()
-        found[name] = Value(mean=mean, standard_error=error)
+        mean, _ = means.mean()
+        found[name] = Value(mean=mean.value, standard_error=mean.standard_error)
     return Row(length=length, layer=layer, head=head, **found)
 
 
