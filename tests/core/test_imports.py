@@ -139,6 +139,7 @@ ROOMS = [
     "pointwise",
     "mechanism",
     "switches",
+    "warn",
     "_version",
 ]
 
