@@ -140,6 +140,7 @@ ROOMS = [
     "pointwise",
     "mechanism",
     "switches",
+    "warn",
     "_version",
 ]
 

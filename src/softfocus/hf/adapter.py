@@ -47,7 +47,7 @@ def attention_forward(
         key: [B, Hk, Lk, D]; Hk divides H.
         value: [B, Hk, Lk, Dv].
         attention_mask: what :func:`transformers.masking_utils.sdpa_mask` makes, bool [B, 1, Lq, Lk] (True where a query
-            may see a key) or None; or a model's own float mask, which is added to the scores and hides keys at -1e4 or less.
+            may see a key) or None; or a model's own float mask, which is added to the scores and hides keys at -5,000 or less.
             None means causal if the module is causal. Then one query sees every key, and of more keys than queries
             those after the first Lq are the empty slots of a static cache: Transformers makes a mask in all other cases.
         dropout: probability with which a weight is dropped.
