@@ -45,7 +45,7 @@ class Group:
         """ "4 seeds"; "4 runs" where two of them share a seed."""
         seeds = {evaluation.seed for evaluation in self.evaluations}
         number = len(self.evaluations)
-        return f"{number} {'run' if len(seeds) < number else 'seed'}{'s' if number > 1 else ''}"
+        return f"{number} {'runs' if len(seeds) < number else 'seeds'}"
 
 
 @dataclass(frozen=True)
