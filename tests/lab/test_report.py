@@ -481,14 +481,16 @@ class TestReport:
         assert settings(report.groups) == ["as trained", "dynamic NTK"]
         assert "LSSAR as trained has the lowest loss, 1.560;" in report.finding.sentence
 
-    def test_arrays_of_numbers_stand_on_one_line(self, fabricate):
+    def test_what_holds_numbers_alone_stands_on_one_line(self, fabricate):
         losses = [(1, math.nan), (20, 2.25)]
         report = build([fabricate("lssar", [1.0], recipe="betas = [\n 0.9,\n 0.95]\n", train_loss=losses)])
         text = json_text(report)
         assert json.loads(text) == json.loads(report.model_dump_json())
         assert '"train_loss": [[1, "NaN"], [20, 2.25]],' in text
         assert '"documents": [3, 8],' in text
-        assert re.search(r'"sums": \[[\d.]+, [\d.]+\]\n', text)
+        assert re.search(r'^ *{"start": 0, "end": 128, "loss": .*"sums": \[[\d.]+, [\d.]+\]}', text, re.MULTILINE)
+        tricky = report.model_copy(update={"title": "{\n[\n1\n]}", "notes": ["]\n}", "{", "[,\n  1"]})
+        assert json.loads(json_text(tricky)) == json.loads(tricky.model_dump_json())
 
     @pytest.mark.parametrize(
         ("text", "said"), [("{", "not a report"), ('{"schema_version": 1}', "not a report"), (None, "cannot read")]

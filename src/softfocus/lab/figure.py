@@ -11,7 +11,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from softfocus.lab.points import Axis, Cell, Group, best, cell, column_name, columns, settings, shared_columns
+from softfocus.lab.points import Axis, Cell, Group, best_setting, cell, column_name, columns, settings, tokens_at
 from softfocus.lab.results import AS_TRAINED, Bucket, RunInfo
 
 # Okabe and Ito's palette, which people with any of the common colour blindnesses can tell apart, in an order that also
@@ -142,7 +142,7 @@ def panels(groups: Sequence[Group]) -> list[str]:
 def _draw_lengths(ax: Any, groups: Sequence[Group], name: str, axis: Axis) -> Ends:
     """Lines with bands of one standard error of the difference from the lowest line: what documents share cancels."""
     ticks = columns(groups, axis)
-    chosen = [_best_setting(group, groups, axis) if name == _BEST else name for group in groups]
+    chosen = [best_setting(group, groups, axis) if name == _BEST else name for group in groups]
     grid = [[cell(group, x, setting, axis) for x in ticks] for group, setting in zip(groups, chosen, strict=True)]
     lowest = [_lowest([line[place] for line in grid]) for place in range(len(ticks))]
     ends: Ends = []
@@ -174,13 +174,6 @@ def _error(there: Cell, lowest: Cell | None, lines: int) -> float:
     if lines == 1 or lowest is None:
         return there.standard_error
     return 0.0 if there is lowest else there.minus(lowest).standard_error
-
-
-def _best_setting(group: Group, groups: Sequence[Group], axis: Axis) -> str:
-    """The setting that serves a group best at the longest length that all groups share, or at its own longest."""
-    at = (shared_columns(groups, axis) or columns([group], axis))[-1]
-    there = best(group, at, axis)
-    return there.setting if there else AS_TRAINED.name()
 
 
 def _every_run(ax: Any, cells: Sequence[tuple[float, Cell]], colour: int) -> None:
@@ -282,9 +275,8 @@ def spread(wanted: Sequence[float], gap: float) -> list[float]:
 
 
 def _tick(groups: Sequence[Group], column: float, axis: Axis) -> str:
-    lengths = {round(column * group.first.train_length) for group in groups}
-    name = column_name(column, axis).replace("x", "×")
-    return f"{lengths.pop():,}\n{name}" if axis == "multiple" and len(lengths) == 1 else name
+    tokens, name = tokens_at(groups, column, axis), column_name(column, axis).replace("x", "×")
+    return f"{tokens:,}\n{name}" if tokens else name
 
 
 def _same_limits(panels: Sequence[Any]) -> None:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from softfocus.lab.points import Axis, Cell, Group, best, column_name, shared_columns
+from softfocus.lab.points import Axis, Cell, Group, best, column_name, shared_columns, tokens_at
 from softfocus.lab.results import AS_TRAINED
 
 _NAMED = 4  # groups that a sentence still can name
@@ -136,10 +136,8 @@ def _name(label: str, setting: str, column: float) -> str:
 
 
 def _place(groups: Sequence[Group], column: float, axis: Axis) -> str:
-    if axis == "tokens":
-        return f"{column_name(column, axis)} tokens"
-    tokens = {round(column * group.first.train_length) for group in groups}
-    return column_name(column) + (f" ({tokens.pop():,} tokens)" if len(tokens) == 1 else "")
+    tokens = tokens_at(groups, column, axis)
+    return column_name(column, axis) + (f" ({tokens:,} tokens)" if tokens else " tokens" if axis == "tokens" else "")
 
 
 def _text(one: Difference, column: float) -> str:

@@ -25,6 +25,7 @@ from softfocus.lab.points import (
     mechanism_name,
     settings,
     shared_columns,
+    tokens_at,
 )
 from softfocus.lab.report import Report, provenance, same_text, short_commit
 from softfocus.lab.results import RunInfo
@@ -91,7 +92,7 @@ def svg(drawing: Figure) -> Markup:
 
 def _loss_tables(groups: list[Group], axis: Axis) -> list[dict[str, Any]]:
     across, shared = columns(groups, axis), shared_columns(groups, axis)
-    heads = [(column_name(column, axis), _tokens(groups, column, axis)) for column in across]
+    heads = [(column_name(column, axis), tokens_at(groups, column, axis)) for column in across]
     last = column_name(shared[-1], axis) if shared else "1x"
     tables = []
     for setting in settings(groups):
@@ -134,11 +135,6 @@ def _difference(one: Difference, axis: Axis) -> list[str]:
         f"{more} {_error(one.standard_error)}".strip(),
         verdict + known,
     ]
-
-
-def _tokens(groups: list[Group], column: float, axis: Axis) -> str:
-    lengths = {round(column * group.first.train_length) for group in groups}
-    return f"{lengths.pop():,}" if axis == "multiple" and len(lengths) == 1 else ""
 
 
 def _error(standard_error: float) -> str:

@@ -45,7 +45,7 @@ class Group:
         """ "4 seeds"; "4 runs" where two of them share a seed."""
         seeds = {evaluation.seed for evaluation in self.evaluations}
         number = len(self.evaluations)
-        return f"{number} {'run' if len(seeds) < number else 'seed'}{'s' if number > 1 else ''}"
+        return f"{number} {'runs' if len(seeds) < number else 'seeds'}"
 
 
 @dataclass(frozen=True)
@@ -205,6 +205,13 @@ def best(group: Group, column: float, axis: Axis = "multiple") -> Cell | None:
     return min(found, key=lambda one: one.loss if math.isfinite(one.loss) else math.inf, default=None)
 
 
+def best_setting(group: Group, found: Sequence[Group], axis: Axis) -> str:
+    """The setting that serves a group best at the longest length that all groups share, or at its own longest."""
+    at = (shared_columns(found, axis) or columns([group], axis))[-1]
+    there = best(group, at, axis)
+    return there.setting if there else AS_TRAINED.name()
+
+
 def growth(group: Group, column: float, setting: str, axis: Axis = "multiple") -> float | None:
     """The loss at a place on the axis over the group's own at 1x, or None if not evaluated."""
     first, last = cell(group, 1.0, setting), cell(group, column, setting, axis)
@@ -216,6 +223,12 @@ def growth(group: Group, column: float, setting: str, axis: Axis = "multiple") -
 def column_name(column: float, axis: Axis = "multiple") -> str:
     """ "16x", or "2,048" when lengths are counted in tokens."""
     return f"{column:,.0f}" if axis == "tokens" else f"{column:g}x"
+
+
+def tokens_at(found: Iterable[Group], column: float, axis: Axis) -> int | None:
+    """The tokens of a column that counts multiples, or None where the groups do not agree on them."""
+    lengths = {round(column * group.first.train_length) for group in found}
+    return lengths.pop() if axis == "multiple" and len(lengths) == 1 else None
 
 
 def mechanism_name(mechanism: str) -> str:

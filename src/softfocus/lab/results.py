@@ -181,14 +181,15 @@ class Evaluation(_Record):
         return next((row for row in self.rows if (row.length, row.setting) == (length, setting)), None)
 
 
-_NUMBERS = re.compile(r'\[\n(?:[^"{}]|"NaN"|"-?Infinity")*\n *\]')
-"""An array of numbers, or of arrays of numbers, in indented JSON. No string of JSON holds a line break."""
+_SHORT = re.compile(r'\[\n(?:[^"{}]|"NaN"|"-?Infinity")*\n *\]|\{\n[^{}]*\n *\}')
+"""In indented JSON: an array of numbers or of arrays of numbers, or an object that holds no other."""
 
 
 def json_text(result: BaseModel | Sequence[BaseModel]) -> str:
-    """JSON for people and for git: indented, with an array of numbers on one line."""
+    """JSON for people and for git: indented, but what holds numbers alone stands on one line."""
     indented = to_json(result, indent=2, inf_nan_mode="strings").decode()
-    return _NUMBERS.sub(lambda array: re.sub(r"\s+", "", array[0]).replace(",", ", "), indented) + "\n"
+    # Strings of JSON hold no line breaks, so nothing within them is touched
+    return _SHORT.sub(lambda found: re.sub(r"\n *", "", re.sub(r",\n *", ", ", found[0])), indented) + "\n"
 
 
 _Model = TypeVar("_Model", bound=BaseModel)

@@ -7,7 +7,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from softfocus.lab.points import Axis, Cell, Group, cell, column_name, columns, settings, shared_columns
+from softfocus.lab.points import Axis, Cell, Group, cell, column_name, columns, settings, shared_columns, tokens_at
 
 PENDING = "…"
 ABSENT = "–"
@@ -62,10 +62,8 @@ def loss_table(
 
 def _head(groups: Sequence[Group], column: float, axis: Axis) -> str:
     """A length in multiples, with the tokens below it where all runs agree on them."""
-    lengths = {round(column * group.first.train_length) for group in groups}
-    if axis == "tokens" or len(lengths) != 1:
-        return column_name(column, axis)
-    return f"{column_name(column)}\n{lengths.pop():,}"
+    tokens = tokens_at(groups, column, axis)
+    return column_name(column, axis) + (f"\n{tokens:,}" if tokens else "")
 
 
 def _lowest(cells: Sequence[Cell | None]) -> float | None:
