@@ -16,13 +16,16 @@ class Pointwise:
     Attributes:
         value: phi(s); differentiable twice by autograd.
         derivative: phi'(s); 0 at the kinks of ReLU and ReLU6, as torch has it.
-        log: log phi(s) without underflow, for the phi that are strictly positive; None for the others. Far below zero
-            all of them run along e^s, so log phi(s) is s there.
+        log: log phi(s) without underflow, -inf where phi(s) is 0; None for the phi that may be negative.
+        rate: phi'(s) / phi(s) where phi(s) is not 0, without underflow; None as for ``log``.
+        positive: whether phi(s) > 0 for every s. Far below zero all of these run along e^s, so log phi(s) is s there.
     """
 
     value: Callable[[Tensor], Tensor]
     derivative: Callable[[Tensor], Tensor]
     log: Callable[[Tensor], Tensor] | None = None
+    rate: Callable[[Tensor], Tensor] | None = None
+    positive: bool = False
 
 
 def softplus(s: Tensor) -> Tensor:
@@ -35,6 +38,16 @@ def _log_softplus(s: Tensor) -> Tensor:
     # autograd's 0 * inf never arises.
     far = s < -20.0
     return torch.where(far, s - 0.5 * s.clamp(max=0.0).exp(), softplus(torch.where(far, 0.0, s)).log())
+
+
+def _softplus_rate(s: Tensor) -> Tensor:
+    far = s < -36.0
+    return torch.where(far, 1.0, torch.sigmoid(s) / softplus(torch.where(far, 0.0, s)))
+
+
+def _log_relu(s: Tensor) -> Tensor:
+    dead = s <= 0.0
+    return torch.where(dead, -math.inf, torch.where(dead, 1.0, s).log())  # no infinite slope for autograd
 
 
 def _gelu_derivative(s: Tensor) -> Tensor:
@@ -52,12 +65,19 @@ def _sigmoid_derivative(s: Tensor) -> Tensor:
 
 
 POINTWISE: dict[str, Pointwise] = {
-    "exp": Pointwise(torch.exp, torch.exp, lambda s: s),
-    "softplus": Pointwise(softplus, torch.sigmoid, _log_softplus),
-    "sigmoid": Pointwise(torch.sigmoid, _sigmoid_derivative, F.logsigmoid),
-    "relu": Pointwise(torch.relu, lambda s: (s > 0).to(s.dtype)),
-    "relu2": Pointwise(lambda s: torch.relu(s).square(), lambda s: 2.0 * torch.relu(s)),
-    "relu6": Pointwise(F.relu6, lambda s: ((s > 0) & (s < 6)).to(s.dtype)),
+    "exp": Pointwise(torch.exp, torch.exp, lambda s: s, torch.ones_like, positive=True),
+    "softplus": Pointwise(softplus, torch.sigmoid, _log_softplus, _softplus_rate, positive=True),
+    "sigmoid": Pointwise(torch.sigmoid, _sigmoid_derivative, F.logsigmoid, lambda s: torch.sigmoid(-s), positive=True),
+    "relu": Pointwise(torch.relu, lambda s: (s > 0).to(s.dtype), _log_relu, torch.reciprocal),
+    "relu2": Pointwise(
+        lambda s: torch.relu(s).square(), lambda s: 2.0 * torch.relu(s), lambda s: 2.0 * _log_relu(s), lambda s: 2.0 / s
+    ),
+    "relu6": Pointwise(
+        F.relu6,
+        lambda s: ((s > 0) & (s < 6)).to(s.dtype),
+        lambda s: _log_relu(s.clamp(max=6.0)),
+        lambda s: (s < 6).to(s.dtype) / s,
+    ),
     "gelu": Pointwise(F.gelu, _gelu_derivative),
     "mish": Pointwise(lambda s: s * torch.tanh(softplus(s)), _mish_derivative),
     "identity": Pointwise(torch.clone, torch.ones_like),

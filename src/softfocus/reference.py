@@ -196,7 +196,8 @@ def _normalised(
     A weight of e^-110 is 0 in float32, but a value 200 above the others brings it back: LASER takes no log of A itself.
     """
     phi = POINTWISE[mechanism.phi]
-    if phi.log is not None:
+    if phi.positive:
+        assert phi.log is not None
         log_f = torch.where(visible, phi.log(scores), -math.inf)
         log_norm = torch.logsumexp(torch.where(count > 0, log_f, 0.0), -1, keepdim=True)
         log_norm = torch.where(count > 0, log_norm, -math.inf)
@@ -207,15 +208,17 @@ def _normalised(
             return weights, log_weights if mechanism.laser else None, log_norm
     f = torch.where(visible, phi.value(scores), 0.0)
     norm = f.abs().sum(-1, keepdim=True)
-    if phi.log is None:
+    if not phi.positive:
         log_norm = norm.log()
     if mechanism.normaliser == "l1":
-        blank, dead = norm == 0, f == 0
+        blank = norm == 0
         norm = torch.where(blank, 1.0, norm)
         weights = torch.where(blank, 0.0, f / norm)
         if not mechanism.laser:
             return weights, None, log_norm
-        return weights, torch.where(dead, -math.inf, torch.where(dead, 1.0, f).log() - norm.log()), log_norm
+        assert phi.log is not None
+        log_f = torch.where(visible & ~blank, phi.log(scores), -math.inf)
+        return weights, log_f - norm.log(), log_norm
     return f * row_factor(mechanism, count, scores.size(-1)), None, log_norm
 
 

@@ -73,7 +73,7 @@ def forward(
         scores.masked_fill_(~visible, -math.inf)
     maximum = scores.amax(-1, keepdim=True)
     f, tail, shift = _phi(scores, maximum, mechanism)
-    if visible is not None and POINTWISE[mechanism.phi].log is None:
+    if visible is not None and not POINTWISE[mechanism.phi].positive:
         f.masked_fill_(~visible, 0.0)
     norm = (f.abs() if mechanism.phi in SIGNED_PHI else f).sum(-1, keepdim=True)
     log_norm = norm.log() + shift
@@ -99,7 +99,6 @@ def forward(
 def backward(
     rows: Rows,
     grad: Tensor,
-    scaled: Tensor | None,
     visible: Tensor | None,
     count: Tensor,
     mechanism: Mechanism,
@@ -111,7 +110,6 @@ def backward(
     Args:
         rows: what :func:`forward` returned.
         grad: dL/dA, [..., R, K]; overwritten.
-        scaled: a further part of the gradient that only A * dL/dA can hold (LASER, where dL/dA may overflow), or None.
         visible, count, mechanism, power, length: as in :func:`forward`.
 
     Returns:
@@ -123,9 +121,9 @@ def backward(
         grad = _recentre_backward(rows, grad, visible, count, mechanism)
     grad_power = None
     if power is not None:
-        grad, grad_power = _sharpen_backward(rows, grad, scaled, count, power)
+        grad, grad_power = _sharpen_backward(rows, grad, count, power)
     elif mechanism.normaliser == "l1":
-        grad = _l1_backward(rows.f, rows.weights, rows.norm, grad, mechanism.phi in SIGNED_PHI, scaled)
+        grad = _l1_backward(rows.f, rows.weights, rows.norm, grad, mechanism.phi in SIGNED_PHI)
     elif mechanism.normaliser != "none":
         grad.mul_(row_factor(mechanism, count, length))
     grad.mul_(_phi_derivative(rows, mechanism))
@@ -136,7 +134,7 @@ def backward(
 
 def _phi(scores: Tensor, maximum: Tensor, mechanism: Mechanism) -> tuple[Tensor, Tensor | None, Tensor | float]:
     """phi(s) times e^-shift, the rows where that is e^(s - shift), and the shift."""
-    if mechanism.normaliser == "l1" and POINTWISE[mechanism.phi].log is not None:
+    if mechanism.normaliser == "l1" and POINTWISE[mechanism.phi].positive:
         shift = maximum.masked_fill(maximum == -math.inf, 0.0)
         if mechanism.phi == "exp":
             return (scores - shift).exp_(), None, shift
@@ -156,23 +154,13 @@ def _phi_derivative(rows: Rows, mechanism: Mechanism) -> Tensor:
     return derivative if rows.tail is None else torch.where(rows.tail, rows.f, derivative)
 
 
-def _l1_backward(
-    f: Tensor, weights: Tensor, norm: Tensor, grad: Tensor, signed: bool, scaled: Tensor | None = None
-) -> Tensor:
+def _l1_backward(f: Tensor, weights: Tensor, norm: Tensor, grad: Tensor, signed: bool) -> Tensor:
     """A = f / sum|f|: df = (dA - sign(f) sum_j dA_j A_j) / sum|f|. Overwrites grad.
 
     Where phi is not ``signed``, an f of 0 has phi' = 0 or is invisible, and its sign does not matter.
     """
     inner = (grad * weights).sum(-1, keepdim=True)
-    if scaled is not None:
-        inner += scaled.sum(-1, keepdim=True)
-    grad.sub_(f.sign().mul_(inner) if signed else inner).div_(norm)
-    return grad if scaled is None else grad.add_(_over(scaled, f))
-
-
-def _over(scaled: Tensor, x: Tensor) -> Tensor:
-    """scaled / x, 0 where x is 0."""
-    return scaled / x.masked_fill(x == 0, torch.inf)
+    return grad.sub_(f.sign().mul_(inner) if signed else inner).div_(norm)
 
 
 def _power(u: Tensor, power: Tensor | float) -> Tensor:
@@ -213,9 +201,7 @@ def _sharpen(rows: Rows, count: Tensor, power: Tensor | float) -> None:
         rows.weights = torch.where(tied, f / norm, rows.weights)
 
 
-def _sharpen_backward(
-    rows: Rows, grad: Tensor, scaled: Tensor | None, count: Tensor, power: Tensor | float
-) -> tuple[Tensor, Tensor | None]:
+def _sharpen_backward(rows: Rows, grad: Tensor, count: Tensor, power: Tensor | float) -> tuple[Tensor, Tensor | None]:
     """dL/df and dL/dp: with g = dL/du = p u^(p-1) (dA - D) / sum u^p and D = sum_j A dA,
 
     df = (g - o mean(g)) / spread on every visible key, since the floor of u is o times the row's mean.
@@ -223,17 +209,10 @@ def _sharpen_backward(
     assert rows.u is not None
     assert rows.spread is not None
     assert rows.sharp_norm is not None
-    inner = (grad * rows.weights).sum(-1, keepdim=True)
-    if scaled is not None:
-        inner += scaled.sum(-1, keepdim=True)
-    grad.sub_(inner)
+    grad.sub_((grad * rows.weights).sum(-1, keepdim=True))
     if rows.tied is not None:
         tied_grad = grad / rows.norm
-        if scaled is not None:
-            tied_grad += _over(scaled, rows.f)
     grad.mul_(rows.weights)
-    if scaled is not None:
-        grad.add_(scaled)
     grad_power = None
     if isinstance(power, Tensor):
         grad_power = torch.where(rows.u > 0, rows.u, 1.0).log_().mul_(grad).sum(-1, keepdim=True)

@@ -2,10 +2,12 @@
 
 import ast
 import ctypes
+import errno
 import os
 import re
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -187,7 +189,7 @@ def test_two_processes_at_once_compile_once(sources, tmp_path):
 def test_a_killed_build_leaves_nothing_broken(sources, tmp_path):
     """Killed in the compiler, and killed between the two files that make a library whole."""
     hang = tmp_path / "hang"
-    hang.write_text('#!/bin/sh\nif [ "$1" = --version ]; then echo a compiler; else exec sleep 60; fi\n')
+    hang.write_text('#!/bin/sh\nif [ "$1" = --version ]; then echo a compiler; else exec sleep 5; fi\n')
     hang.chmod(0o755)
     slain = """
 def killed(made, library):
@@ -211,6 +213,49 @@ replace, build.os.replace = os.replace, killed
     assert build.state() is None
     assert total(build.library()) == 10
     assert not list(plan.plan().folder.glob("building-*"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_build_that_is_told_to_end_ends_its_compilers(sources, tmp_path, number):
+    """And what they have started, as g++ starts another process for the work; the signal goes to the one process."""
+    beat = tmp_path / "beat"
+    slow = tmp_path / "slow"
+    slow.write_text(
+        f'#!/bin/sh\nif [ "$1" = --version ]; then echo a compiler; exit; fi\n'
+        f"for n in $(seq 400); do echo $n >> {beat}; sleep 0.05; done &\nwait\n"
+    )
+    slow.chmod(0o755)
+    process = start(code("build.library()", sources), CXX=str(slow))
+    while not beat.exists():
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.02)
+    os.kill(process.pid, number)
+    process.communicate(timeout=60)
+    assert process.returncode == -number
+    last = beat.read_text()
+    time.sleep(0.3)
+    assert beat.read_text() == last
+
+
+@needs_compiler
+def test_signals_are_handled_as_before_once_it_is_built(monkeypatch):
+    own = []
+    monkeypatch.setattr(compile, "_start", lambda *of, start=compile._start: own.append(handlers()) or start(*of))
+
+    def handlers():
+        return [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)]
+
+    before = handlers()
+    build.build()
+    assert handlers() == before
+    assert own[0] != before
+    given = signal.signal(signal.SIGTERM, lambda *_: None)  # somebody's own handler stays while it is built
+    try:
+        theirs = signal.getsignal(signal.SIGTERM)
+        build.build(force=True)
+        assert own[-1][0] is theirs
+    finally:
+        signal.signal(signal.SIGTERM, given)
 
 
 @needs_compiler
@@ -279,6 +324,88 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 """
     ran = subprocess.run([sys.executable, "-c", code(then, sources)], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
+
+
+# Whose it is
+
+
+def mode(path):
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def disown(path):
+    if os.getuid():
+        pytest.skip("only root can give away what it has made")
+    os.chown(path, 12345, -1)
+
+
+@needs_compiler
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
+def test_nobody_else_may_enter_the_cache_whatever_the_umask(umask, tmp_path):
+    before = os.umask(umask)
+    try:
+        made = build.build().library
+    finally:
+        os.umask(before)
+    for folder in (made.parent, made.parent.parent):
+        assert folder.is_relative_to(tmp_path / "cache")
+        assert mode(folder) == 0o700
+    assert not (mode(made) | mode(plan.plan().about)) & 0o022
+    build._outcome = None
+    assert not build.state().fresh
+    assert total(build.library()) == 10
+
+
+def writable(path):
+    path.chmod(0o777)
+
+
+def of_the_group(path):
+    path.chmod(0o770)
+
+
+@needs_compiler
+@pytest.mark.parametrize("change", [writable, of_the_group, disown])
+@pytest.mark.parametrize("which", ["the cache", "the folder in it"])
+def test_a_folder_that_others_decide_about_is_not_loaded_from(which, change, capfd):
+    made = build.build().library
+    folder = made.parent if which == "the folder in it" else made.parent.parent
+    change(folder)
+    assert build.state() is None
+    why = (
+        r"belongs to another user \(uid 12345\)" if change is disown else r"can be written to by others \(mode 77[70]\)"
+    )
+    with pytest.raises(build.Unavailable, match=f"{re.escape(str(folder))} {why}; remove it, or let"):
+        build.build()
+    assert total(build.library()) == 10
+    said = capfd.readouterr().err
+    assert said.count("compiling") == 2
+    assert (
+        "compiled for this process alone; remove it, or let SOFTFOCUS_KERNEL_CACHE name a folder that is yours" in said
+    )
+    assert build.state().library.parent.parent != made.parent.parent
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["softfocus_cpu.so", "softfocus_cpu.json"])
+@pytest.mark.parametrize("change", [writable, disown])
+def test_a_file_that_others_decide_about_is_made_again(name, change, capfd):
+    made = build.build().library
+    change(made.with_name(name))
+    assert build.state() is None
+    assert total(build.library()) == 10
+    assert capfd.readouterr().err.count("compiling") == 2
+    assert not mode(made.with_name(name)) & 0o022
+    assert made.with_name(name).stat().st_uid == os.getuid()
+
+
+@needs_compiler
+def test_a_shared_folder_from_which_nobody_can_move_what_is_anothers_will_do(tmp_path):
+    """As /tmp is."""
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache").chmod(0o1777)
+    build.build()
+    assert not build.build().fresh
 
 
 # What the folder is named after
@@ -355,6 +482,25 @@ def test_a_compiler_that_is_none(monkeypatch, tmp_path):
     fake.chmod(0o755)
     monkeypatch.setenv("CXX", str(fake))
     sentence("fake' says that all is well, and has compiled nothing; let CXX name a C.. compiler")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a shell script")
+@pytest.mark.parametrize("says", [True, False])
+def test_a_full_disk_is_not_the_compilers_fault(says, monkeypatch, tmp_path):
+    """Where there is no room, there may be none for the compiler's words either."""
+    words = "fatal error: error writing to /tmp/cc.s: No space left on device" if says else ""
+    fake = tmp_path / "fake"
+    fake.write_text(f'#!/bin/sh\nif [ "$1" = --version ]; then echo fake 1.0; exit; fi\necho "{words}" >&2\nexit 1\n')
+    fake.chmod(0o755)
+    monkeypatch.setenv("CXX", str(fake))
+
+    def full(**_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if not says:
+        monkeypatch.setattr(compile.tempfile, "TemporaryFile", full)
+    why = sentence("^there is no room to compile the CPU kernels: .*No space left on device; free some space, or let ")
+    assert "CXX" not in why
 
 
 def test_no_sources(sources):

@@ -57,7 +57,7 @@ def representable(exact: mpmath.mpf, dtype: torch.dtype) -> bool:
 def test_the_table_covers_the_algebra():
     assert set(POINTWISE) == set(CHOICES["phi"]) == set(VALUE)
     # a logarithm for every strictly positive phi, and for no other
-    assert {name for name, phi in POINTWISE.items() if phi.log} == {"exp", "softplus", "sigmoid"}
+    assert {name for name, phi in POINTWISE.items() if phi.positive} == {"exp", "softplus", "sigmoid"}
     assert set(SIGNED_PHI) == {name for name in VALUE if VALUE[name](mpmath.mpf(-1)) < 0}
 
 
@@ -147,7 +147,7 @@ def test_log_has_finite_slopes_everywhere(name):
 def test_differentiable_twice(name):
     points = [-30.0, -22.0, -5.0, -1.3, -0.2, 0.3, 1.1, 4.0, 7.5, 12.0]  # away from the kinks at 0 and 6
     s = torch.tensor(points, dtype=torch.float64, requires_grad=True)
-    functions = [POINTWISE[name].value] + ([POINTWISE[name].log] if POINTWISE[name].log else [])
+    functions = [POINTWISE[name].value] + ([POINTWISE[name].log] if POINTWISE[name].positive else [])
     for function in functions:
         assert torch.autograd.gradcheck(function, s)
         assert torch.autograd.gradgradcheck(function, s)

@@ -1,15 +1,106 @@
-"""LASER's log(A exp(V)) for a block of rows: a matrix product, exact where a product cannot be, and exactly causal."""
+"""LASER's log(A exp(V)) for a block of rows: a product, logarithms where a product cannot be exact, and exactly causal."""
 
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from softfocus.mechanism import Mechanism
+from softfocus.pointwise import POINTWISE
+from softfocus.reference import FREE_ROWS
+from softfocus.rows import Rows
+
+# A product loses the weights that are too small for float32: a million of them, of up to 1e-38 each, on values up to
+# shift + HIGH come to 1e-19, next to nothing beside a sum of LOW.
+HIGH = 30.0  # above shift + 30, a value that a row weighs is summed in logarithms
+LOW = 1e-12  # so is a sum below this: the row's weights lie on values far below the shift
+REACH = 20.0  # the shift is moved when the maximum has moved this far
 CLAMP = 80.0  # e^80 is finite in float32, and so is its product with a weight of 0
-HIGH = 60.0  # above shift + 60, a value that a row sees is summed exactly
-LOW = 1e-30  # so is a sum below this: the row's weights lie on values far below the shift
-REACH = 30.0  # the shift is moved when the maximum has moved this far
-ENTRY_ELEMENTS = 1 << 20  # keys times entries summed exactly at once
+ENTRY_ELEMENTS = 1 << 20  # keys times entries summed in logarithms at once
+
+Place = tuple[Tensor, Tensor, Tensor]
+"""Of some rows: batch, head, row, each [n]."""
+
+
+class Logarithms:
+    """log A of rows, and dL/ds from A dL/dA, in float64: neither A nor dL/dA need be a number that a float can hold.
+
+    Attributes:
+        scores: [b, h, R, K], -inf on invisible keys.
+        count: [b, h, R, 1].
+        u, tied: as in ``Rows``, as [b, h, R, K] and [b, h, R, 1].
+        power: a number, [b, h, R, 1], or None for no re-weighting.
+    """
+
+    def __init__(self, rows: Rows, count: Tensor, mechanism: Mechanism, power: Tensor | float | None):
+        def flat(x: Tensor) -> Tensor:
+            return x.expand(*rows.scores.shape[:4], x.size(-1)).flatten(2, 3)
+
+        self.scores, self.count = flat(rows.scores), flat(count)
+        self.u = None if rows.u is None else flat(rows.u)
+        self.tied = flat(torch.zeros_like(rows.norm, dtype=torch.bool) if rows.tied is None else rows.tied)
+        self.power = flat(power) if isinstance(power, Tensor) else power
+        self.phi = POINTWISE[mechanism.phi]
+        self.double = torch.float32 if rows.scores.device.type == "mps" else torch.float64
+
+    def alive(self) -> Tensor:
+        """bool [b, h, R, K]: which weights are not 0, however small; of those that are, some may be taken along."""
+        alive = self.scores > (-torch.inf if self.phi.positive else 0.0)
+        if self.u is not None:
+            alive &= (self.u > 0) | (self.count <= FREE_ROWS) | self.tied
+        return alive
+
+    def weights(self, place: Place) -> Tensor:
+        """log A of some rows, [n, K]."""
+        return self._logs(place)[2]
+
+    def correct(self, score_grad: Tensor, power_grad: Tensor | None, place: Place, total: Tensor) -> Tensor:
+        """dL/ds [b, h, R, K] with that of some rows made from A dL/dA [n, K]; dL/dp [b, h, G, R, 1] is written in place."""
+        rows = None if power_grad is None else power_grad.flatten(2, 3)
+        for some in _pieces(len(total), total.size(-1)):
+            here = place[0][some], place[1][some], place[2][some]
+            slopes, of_power = self._slopes(here, total[some])
+            score_grad[here] = slopes.to(score_grad.dtype)
+            if rows is not None and of_power is not None:
+                rows[here] = of_power.to(rows.dtype)
+        return score_grad
+
+    def _slopes(self, place: Place, total: Tensor) -> tuple[Tensor, Tensor | None]:
+        """From A dL/dA [n, K] of some rows: dL/ds [n, K], and dL/dp [n, 1] where there is a power.
+
+        With x = A dL/dA - A D, D = sum_j A_j dL/dA_j, which is dL/d log A: in l1 rows ds = x phi'/phi, and in re-weighted ones
+        df = g - o mean(g) with g = p x / (f - o mean(f)).
+        """
+        log_l1, log_u, log_a = self._logs(place)
+        x = total - log_a.exp() * total.sum(-1, keepdim=True)
+        assert self.phi.rate is not None
+        rate = self.phi.rate(self.scores[place].to(self.double)).masked_fill(log_l1 == -torch.inf, 0.0)
+        if self.power is None:
+            return rate * x, None
+        free, tied, power = self.count[place] <= FREE_ROWS, self.tied[place], self._power(place)
+        power_grad = torch.where(log_u > -torch.inf, x * log_u, 0.0).sum(-1, keepdim=True).masked_fill(tied, 0.0)
+        x = torch.where(tied, x, power * x)
+        weights, mean = log_l1.exp(), 1.0 / self.count[place]
+        g = torch.where(weights > mean, x / (weights - mean), 0.0)
+        return rate * torch.where(free | tied, x, weights * (g - mean * g.sum(-1, keepdim=True))), power_grad
+
+    def _logs(self, place: Place) -> tuple[Tensor, Tensor, Tensor]:
+        """Of some rows log of phi(s) / sum phi(s), of u but for a factor of the row, and of A, [n, K]."""
+        assert self.phi.log is not None
+        log_f = self.phi.log(self.scores[place].to(self.double))
+        log_l1 = log_f - log_f.logsumexp(-1, keepdim=True)
+        if self.power is None:
+            return log_l1, log_l1, log_l1
+        count = self.count[place].to(self.double)
+        excess = torch.where(count > FREE_ROWS, (log_l1.exp() - 1.0 / count).clamp(min=0.0).log(), log_l1)
+        log_u = excess - excess.amax(-1, keepdim=True)
+        log_r = (self._power(place) * log_u).masked_fill(excess == -torch.inf, -torch.inf)
+        log_a = log_r - log_r.logsumexp(-1, keepdim=True)
+        return log_l1, log_u, torch.where(self.tied[place], log_l1, log_a)
+
+    def _power(self, place: Place) -> Tensor | float:
+        assert self.power is not None
+        return self.power[place].to(self.double) if isinstance(self.power, Tensor) else self.power
 
 
 class ShiftedExponential:
@@ -18,8 +109,8 @@ class ShiftedExponential:
     M is the column maximum over the keys that *every* row of a block sees, so that a change in a row's future leaves the
     row bit-equal; it moves only when that maximum has moved by more than REACH, so that exp(V - M) is seldom recomputed.
     The exponent is clamped at CLAMP: an unseen value weighs exactly 0, whatever it is.
-    Entries (row, column) that see a value above M + HIGH, or whose sum comes out below LOW, are recomputed by a
-    log-sum-exp over the row's keys. Ordinary values never take that path.
+    Entries (row, column) that weigh a value above M + HIGH, or whose sum comes out below LOW, are a log-sum-exp of log A + V
+    over the row's keys in place of a product. Ordinary values never take that path.
     """
 
     def __init__(self, value: Tensor):
@@ -28,53 +119,62 @@ class ShiftedExponential:
         self.exponential: Tensor | None = None
         self.high = False
 
-    def mix(self, weights: Tensor, low: int, high: int, common: Tensor | slice | None) -> Tensor:
+    def mix(self, weights: Tensor, logs: Logarithms, low: int, high: int, common: Tensor | slice | None) -> Tensor:
         """log(A exp(V)) for A [b, h, R, K] over keys [low, high): [b, h, R, Dv]. Rows without weight give -inf or NaN."""
-        total, exact = self._sum(weights, low, high, common)
+        total, exact = self._sum(weights, logs, low, high, common)
         out = total.log().add_(self.shift)
-        for index, log_terms in self._exact(weights, exact, low, high):
-            out[index] = torch.logsumexp(log_terms, -1)
+        for place, column, terms in self._exact(logs, exact, low, high):
+            out[*place, column] = torch.logsumexp(terms, -1).to(out.dtype)
         return out
 
     def mix_backward(
-        self, weights: Tensor, grad: Tensor, low: int, high: int, common: Tensor | slice | None
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        self, weights: Tensor, logs: Logarithms, grad: Tensor, low: int, high: int, common: Tensor | slice | None
+    ) -> tuple[Tensor, Tensor, tuple[Place, Tensor] | None]:
         """Gradients of :meth:`mix`.
 
         Returns:
-            dL/dA [b, h, R, K] of the entries that are products; A * dL/dA of those that are summed exactly, or None where
-            there are none (dL/dA itself may be too large for the dtype there); the part of dL/dV [b, h, K, Dv] that these
-            rows give.
+            dL/dA [b, h, R, K], right in rows of which every entry is a product; the part of dL/dV [b, h, K, Dv] that these
+            rows give; of the other rows their place and A dL/dA [n, K] in float64, or None where there are none.
         """
-        total, exact = self._sum(weights, low, high, common)
+        total, exact = self._sum(weights, logs, low, high, common)
         # dL/d(A exp(V - M)). A row that sees a NaN has NaN weights where it sees, and those alone must carry it on.
         share = (grad / total).masked_fill_(exact | (grad == 0) | total.isnan(), 0.0)
         assert self.exponential is not None
         exponential = self.exponential[..., low:high, :]
-        # A weight of 0 has no slope behind it in any mechanism, and exp(V - out) there may be anything.
+        # Where a weight is 0, or as good as that beside exp(V - out), exp(V - out) may be anything.
         weight_grad = (share @ exponential.mT).masked_fill_(weights == 0, 0.0)
         value_grad = (weights.mT @ share).mul_(exponential)
-        scaled = exact_grad = None
-        for (b, h, row, column), log_terms in self._exact(weights, exact, low, high):
-            part = log_terms.softmax(-1) * grad[b, h, row, column, None]  # [n, K]
-            if scaled is None or exact_grad is None:
-                scaled, exact_grad = torch.zeros_like(weights), torch.zeros_like(value_grad.mT.contiguous())
-            _add_at(scaled, (b, h, row), part)
-            _add_at(exact_grad, (b, h, column), part)
-        if exact_grad is not None:
-            value_grad += exact_grad.mT
-        return weight_grad, scaled, value_grad
+        if not bool(exact.any()):
+            return weight_grad, value_grad, None
+        rows = exact.any(-1)
+        b, h, row = rows.nonzero().unbind(-1)
+        place = b, h, row
+        number = rows.flatten().cumsum(0).view(rows.shape) - 1
+        scaled = weight_grad[place].to(logs.double)
+        for some in _pieces(len(row), high - low):
+            scaled[some] *= logs.weights((b[some], h[some], row[some])).exp()
+        exact_grad = torch.zeros_like(value_grad.mT, dtype=logs.double, memory_format=torch.contiguous_format)
+        columns = exact_grad.view(-1, high - low)
+        for (b, h, row), column, terms in self._exact(logs, exact, low, high):
+            part = terms.softmax(-1) * grad[b, h, row, column, None]  # [n, K]
+            _add_at(scaled, number[b, h, row], part)
+            _add_at(columns, (b * value_grad.size(1) + h) * value_grad.size(-1) + column, part)
+        return weight_grad, value_grad.add_(exact_grad.mT.to(value_grad.dtype)), (place, scaled)
 
-    def _sum(self, weights: Tensor, low: int, high: int, common: Tensor | slice | None) -> tuple[Tensor, Tensor]:
-        """A exp(V - M), and which of its entries must be summed exactly."""
+    def _sum(
+        self, weights: Tensor, logs: Logarithms, low: int, high: int, common: Tensor | slice | None
+    ) -> tuple[Tensor, Tensor]:
+        """A exp(V - M), and which of its entries must be summed in logarithms."""
         self._move(low, high, common)
         assert self.exponential is not None
         total = weights @ self.exponential[..., low:high, :]
         exact = total < LOW
         if self.high:
             above = (self.value[..., low:high, :] > self.shift + HIGH).to(weights.dtype)
-            exact |= (weights != 0).to(weights.dtype) @ above > 0
-        return total, exact & (weights != 0).any(-1, keepdim=True) if bool(exact.any()) else exact
+            exact |= logs.alive().to(weights.dtype) @ above > 0
+        if not bool(exact.any()):
+            return total, exact
+        return total, exact & (weights != 0).any(-1, keepdim=True) & ~total.isnan()
 
     def _move(self, low: int, high: int, common: Tensor | slice | None) -> None:
         seen = self.value[..., low:high, :]
@@ -93,24 +193,29 @@ class ShiftedExponential:
             self.exponential = (self.value - self.shift).clamp_(max=CLAMP).exp_()
             self.high = bool((self.value > self.shift + HIGH).any())
 
-    def _exact(
-        self, weights: Tensor, exact: Tensor, low: int, high: int
-    ) -> Iterator[tuple[tuple[Tensor, ...], Tensor]]:
-        """For entries to be summed exactly, in pieces: their index (b, h, row, column) and log A + V, [n, K]."""
-        if not bool(exact.any()):
-            return
-        log_weights, value = weights.log(), self.value[..., low:high, :].mT
-        for piece in exact.nonzero().split(max(1, ENTRY_ELEMENTS // max(1, high - low))):
+    def _exact(self, logs: Logarithms, exact: Tensor, low: int, high: int) -> Iterator[tuple[Place, Tensor, Tensor]]:
+        """For entries to be summed in logarithms, in pieces: their place, column, and log A + V, [n, K]."""
+        value = self.value[..., low:high, :].mT
+        entries = exact.nonzero()
+        for some in _pieces(len(entries), high - low):
+            piece = entries[some]
+            rows, at = piece[:, :3].unique_consecutive(dim=0, return_inverse=True)
             b, h, row, column = piece.unbind(-1)
-            yield (b, h, row, column), log_weights[b, h, row] + value[b, h, column]
+            log_weights = logs.weights(rows.unbind(-1))
+            yield (b, h, row), column, log_weights[at] + value[b, h, column]
 
 
-def _add_at(target: Tensor, index: tuple[Tensor, Tensor, Tensor], rows: Tensor) -> None:
-    """target[index] += rows for [b, h, m, K] and [n, K], where an index may stand more than once: in a fixed order.
+def _pieces(rows: int, keys: int) -> Iterator[slice]:
+    """Of so many rows of keys, pieces of at most ENTRY_ELEMENTS, or of one row."""
+    step = max(1, ENTRY_ELEMENTS // max(1, keys))
+    return (slice(start, start + step) for start in range(0, rows, step))
+
+
+def _add_at(target: Tensor, places: Tensor, rows: Tensor) -> None:
+    """target[places] += rows for [m, K], [n] and [n, K], where a place may stand more than once: in a fixed order.
 
     ``index_put_(accumulate=True)`` and ``index_add_`` sum in whatever order the threads arrive.
     """
-    flat = (index[0] * target.size(1) + index[1]) * target.size(2) + index[2]
-    order = flat.argsort(stable=True)
-    places, lengths = flat[order].unique_consecutive(return_counts=True)
-    target.view(-1, target.size(-1))[places] += torch.segment_reduce(rows[order], "sum", lengths=lengths, axis=0)
+    order = places.argsort(stable=True)
+    there, lengths = places[order].unique_consecutive(return_counts=True)
+    target[there] += torch.segment_reduce(rows[order], "sum", lengths=lengths, axis=0)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from softfocus import rows as rowwise
-from softfocus.backends.laser import ShiftedExponential
+from softfocus.backends.laser import Logarithms, ShiftedExponential
 from softfocus.backends.tiles import Gradients, chunks
 from softfocus.mechanism import Mechanism
 from softfocus.reference import Problem, compute_dtype
@@ -38,7 +38,8 @@ def forward(problem: Problem, visibility: Visibility, mechanism: Mechanism, seed
             if exponential is None:
                 mixed = chunk.flat(weights) @ chunk.value[..., tile.low : tile.high, :]
             else:
-                mixed = exponential.mix(chunk.flat(weights), tile.low, tile.high, tile.common)
+                logs = Logarithms(rows, tile.count, mechanism, chunk.power)
+                mixed = exponential.mix(chunk.flat(weights), logs, tile.low, tile.high, tile.common)
             mixed = chunk.poison(chunk.blank(mixed, rows), tile)
             chunk.view(out, tile.start, tile.stop).copy_(chunk.unflat(mixed))
             for number, row_vector in enumerate((tile.count, rows.maximum, rows.log_norm, rows.peak)):
@@ -66,13 +67,13 @@ def backward(
             keys = slice(tile.low, tile.high)
             # [b, h, G * R, Dv]; rows that see nothing, and outputs that are NaN by rule, pass nothing on
             above = chunk.poison(chunk.blank(chunk.take(grad, tile.start, tile.stop), rows), tile, with_value=0.0)
-            scaled = None
             if exponential is None:
                 value_grad[..., keys, :] += chunk.flat(weights).mT @ above
                 weight_grad = above @ chunk.value[..., keys, :].mT
             else:
-                weight_grad, scaled, part = exponential.mix_backward(
-                    chunk.flat(weights), above, tile.low, tile.high, tile.common
+                logs = Logarithms(rows, tile.count, mechanism, chunk.power)
+                weight_grad, part, exact = exponential.mix_backward(
+                    chunk.flat(weights), logs, above, tile.low, tile.high, tile.common
                 )
                 value_grad[..., keys, :] += part
             weight_grad = weight_grad.view(rows.scores.shape)
@@ -81,13 +82,14 @@ def backward(
             score_grad, power_grad = rowwise.backward(
                 rows,
                 weight_grad,
-                None if scaled is None else scaled.view(rows.scores.shape),
                 tile.visible,
                 tile.count,
                 mechanism,
                 chunk.power,
                 visibility.key_length,
             )
+            if exponential is not None and exact is not None:
+                score_grad = chunk.unflat(logs.correct(chunk.flat(score_grad), power_grad, *exact))
             chunk.score_backward(tile, score_grad, key_grad, grads)
             if power_grad is not None and grads.power is not None:
                 grads.power[chunk.heads] += power_grad.sum((0, 3, 4)).flatten()

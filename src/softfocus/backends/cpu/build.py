@@ -10,6 +10,7 @@ import json
 import os
 import shlex
 import shutil
+import stat
 import tempfile
 import threading
 import time
@@ -25,8 +26,8 @@ from softfocus.warn import warn
 __all__ = ["Built", "Unavailable", "build", "library", "state", "why_unavailable"]
 
 
-class _Unwritable(Unavailable):
-    """Nothing can be kept in the cache; a process may still compile for itself."""
+class _NoCache(Unavailable):
+    """Nothing can be kept in the cache, or found there; a process may still compile for itself."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,9 @@ def state() -> Built | None:
         raise off
     if isinstance(_outcome, Unavailable):
         raise _outcome
-    found = _outcome[0] if _outcome else _cached(plan())
+    found = None
+    with suppress(_NoCache):
+        found = _outcome[0] if _outcome else _cached(plan())
     if not found:
         compiler()
     return found
@@ -133,7 +136,7 @@ def _obtain() -> tuple[Built, ctypes.CDLL]:
     planned = plan()
     try:
         return _ready(planned)
-    except _Unwritable as error:
+    except _NoCache as error:
         try:
             folder = Path(tempfile.mkdtemp(prefix="softfocus-kernels-"))
         except OSError:
@@ -162,8 +165,17 @@ def _load_cached(planned: Plan) -> tuple[Built, ctypes.CDLL] | None:
 
 
 def _cached(planned: Plan) -> Built | None:
-    """A library whose bytes are those that were written: one cut short by a full disk would crash where it is loaded."""
+    """A library whose bytes are those that were written: one cut short by a full disk would crash where it is loaded.
+
+    Whoever can write a library can write its checksum, and what is loaded runs as whoever loads it. So nobody else may.
+
+    Raises:
+        _NoCache: others own the folder, or may write to it.
+    """
+    _refuse_others(planned.folder)
     try:
+        if _others(planned.library) or _others(planned.about):
+            return None
         about = json.loads(planned.about.read_text())
         if about.pop("sha256") != _checksum(planned.library):
             return None
@@ -176,13 +188,46 @@ def _checksum(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
+def _others(path: Path) -> str:
+    """Why others decide what is in a file or a folder, or nothing. Root may do anything anyway."""
+    found = path.stat()
+    if found.st_uid not in (0, os.getuid()):
+        return f"belongs to another user (uid {found.st_uid})"
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"can be written to by others (mode {stat.S_IMODE(found.st_mode):03o})"
+    return ""
+
+
+def _refuse_others(folder: Path) -> None:
+    """A folder of the cache, and the cache itself, in which others could put one in its place; what is not there is fine."""
+    for path in (folder.parent, folder):
+        try:
+            why = _others(path)
+            shared = path.stat().st_mode & stat.S_ISVTX  # as /tmp: nobody moves what belongs to another
+        except OSError:
+            continue
+        if why and not (shared and path == folder.parent and "written" in why):
+            remedy = f"remove it, or let {CACHE} name a folder that is yours alone"
+            raise _NoCache(f"the folder of compiled kernels {path} {why}", remedy)
+
+
+def _make(folder: Path) -> None:
+    """A folder and those above it, which nobody else may enter, whatever the umask."""
+    if not folder.is_dir():
+        _make(folder.parent)
+        with suppress(FileExistsError):  # another process was faster; what is no folder is found out next
+            folder.mkdir(mode=0o700)
+            folder.chmod(0o700)
+
+
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """While this is entered no other process compiles into the folder. What cannot be written there is Unavailable."""
+    """While this is entered no other process compiles into the folder. What cannot be written there is _NoCache."""
     from filelock import FileLock, Timeout
 
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        _make(folder)
+        _refuse_others(folder)
         lock = FileLock(folder / "lock")  # the operating system lets go of it when its process dies
         try:
             lock.acquire(timeout=0.2)
@@ -196,7 +241,7 @@ def _alone(folder: Path) -> Iterator[None]:
     except (OSError, NotImplementedError) as error:  # NotImplementedError: a file system without locks
         why = getattr(error, "strerror", None) or error
         remedy = f"let {CACHE} name a folder that can be written to"
-        raise _Unwritable(f"cannot write to {folder.parent}: {why}", remedy) from error
+        raise _NoCache(f"cannot write to {folder.parent}: {why}", remedy) from error
 
 
 def _compile(planned: Plan, command: tuple[str, ...], version: str) -> tuple[Built, ctypes.CDLL]:
@@ -215,6 +260,8 @@ def _compile(planned: Plan, command: tuple[str, ...], version: str) -> tuple[Bui
         built = Built(planned.library, words, version, flags, seconds, fresh=True)
         about = {"compiler": words, "version": version, "flags": flags, "seconds": seconds}
         text.write_text(json.dumps({**about, "sha256": _checksum(made)}, indent=2) + "\n")
+        made.chmod(0o700)  # not what the umask left: a file that others can write is not loaded
+        text.chmod(0o600)
         os.replace(made, planned.library)
         os.replace(text, planned.about)
     return built, kernels

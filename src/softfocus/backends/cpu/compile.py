@@ -1,13 +1,17 @@
 """The CPU kernels' sources to a loaded library: compile side by side, link, try to load."""
 
 import ctypes
+import errno
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -89,18 +93,19 @@ def _run(plan: plans.Plan, folder: Path, commands: Sequence[Sequence[str]], tick
     running: dict[int, subprocess.Popen[bytes]] = {}
     failed: int | None = None
     try:
-        while failed is None and (waiting or running):
-            while waiting and len(running) < (os.cpu_count() or 1):
-                number, command = waiting.pop(0)
-                running[number] = _start(command, logs[number])
-            time.sleep(0.02)
-            tick()
-            for number in [number for number, process in running.items() if process.poll() is not None]:
-                if running.pop(number).returncode:
-                    failed = number
+        with _ended_by_signals(running):
+            while failed is None and (waiting or running):
+                while waiting and len(running) < (os.cpu_count() or 1):
+                    number, command = waiting.pop(0)
+                    running[number] = _start(command, logs[number])
+                time.sleep(0.02)
+                tick()
+                for number in [number for number, process in running.items() if process.poll() is not None]:
+                    if running.pop(number).returncode:
+                        failed = number
     finally:
         for process in running.values():
-            process.kill()
+            _kill(process)
             process.wait()
         with suppress(OSError), plan.log.open("a") as whole:
             whole.writelines(log.read_text(errors="replace") for log in logs if log.exists())
@@ -108,8 +113,58 @@ def _run(plan: plans.Plan, folder: Path, commands: Sequence[Sequence[str]], tick
         said = logs[failed].read_text(errors="replace").splitlines()[1:]
         telling = [line for line in said if re.search(r"\berror: |undefined|cannot find", line)]
         first = (telling or said[-1:] or ["the compiler does not say why"])[0].replace(f"{plans.SOURCES}{os.sep}", "")
+        if full := _full(folder, said):
+            remedy = f"free some space, or let {plans.CACHE}, and TMPDIR for the compiler's own files, name folders with more"
+            raise plans.Unavailable(f"there is no room to compile the CPU kernels: {full}", remedy)
         remedy = f"the whole log is {plan.log}, and CXX can name another compiler"
         raise plans.Unavailable(f"the CPU kernels do not compile: {first}", remedy)
+
+
+def _full(folder: Path, said: Sequence[str]) -> str:
+    """What says that a disk is full: the compiler, or, if its words found no room either, the disk itself."""
+    for line in said:
+        if re.search("No space left on device|Disk quota exceeded", line):
+            return line
+    for place in (folder, Path(tempfile.gettempdir())):
+        try:
+            with tempfile.TemporaryFile(dir=place) as file:
+                file.write(bytes(_SOME_ROOM))
+                file.flush()
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                return f"{place}: {error.strerror}"
+    return ""
+
+
+_SOME_ROOM = 1 << 16
+
+
+@contextmanager
+def _ended_by_signals(running: Mapping[int, subprocess.Popen[bytes]]) -> Iterator[None]:
+    """Compilers end with this process where a signal ends it at once, without unwinding. Other handlers are left alone."""
+    here = threading.current_thread() is threading.main_thread()  # Python lets no other thread set handlers
+    numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if here and signal.getsignal(n) is signal.SIG_DFL]
+
+    def end(number: int, frame: object) -> None:
+        for process in list(running.values()):
+            _kill(process)
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    for number in numbers:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """A compiler and those that it has started: g++ leaves the work to another process."""
+    if process.poll() is None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def _start(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
@@ -118,7 +173,12 @@ def _start(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
         file.flush()
         try:
             return subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=plans.environment()
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                env=plans.environment(),
+                process_group=0,  # _kill
             )
         except OSError as error:  # it ran a moment ago, when it was asked for its version
             what = f"the compiler {command[0]!r} does not start: {error.strerror or error}"
