@@ -18,6 +18,8 @@ MODEL = "model"
 CHECKPOINTS = "checkpoints"
 TENSORBOARD = "tensorboard"
 EVALUATION = "evaluation.json"
+RECALL = "recall.json"
+INDUCTION = "induction.json"
 
 Status = Literal["running", "complete", "interrupted", "failed"]
 
