@@ -128,6 +128,55 @@ class Evaluation(_Record):
         return next((row for row in self.rows if (row.length, row.ntk) == (length, ntk)), None)
 
 
+class Answers(_Record):
+    """Answers that lie start <= distance < end tokens behind the token that is to be predicted."""
+
+    start: int
+    end: int
+    accuracy: float
+    standard_error: float
+    answers: int
+
+
+class RecallRow(_Record):
+    """How many answers of a generated task were right at one length: the likeliest token is the answer."""
+
+    length: int
+    grown: bool = Field(description="whether there is more to remember in longer sequences, or only more filler")
+    window: int | None = Field(description="keys that every attention saw, itself included; None for all")
+    nearest: int = Field(description="no answer lies nearer, in tokens")
+    reach: int | None = Field(description="how many tokens back can matter under the window, through all layers")
+    chance: float = Field(description="the accuracy of a model that cannot see the answers")
+    sequences: int
+    answers: int
+    accuracy: float = Field(description="share of answers that are right")
+    standard_error: float = Field(description="over sequences; 0 where all or none are right")
+    complete: float = Field(description="share of sequences with all answers right")
+    complete_error: float
+    by_distance: list[Answers]
+
+    @property
+    def blind(self) -> bool:
+        """Whether no answer can be seen: accuracy is at chance by construction."""
+        return self.reach is not None and self.nearest > self.reach + 1
+
+    @property
+    def key(self) -> tuple[int, bool, int | None, int]:
+        """What decides a row's result, for one run."""
+        return self.length, self.grown, self.window, self.sequences
+
+
+class Recall(_Record):
+    """Recall over length of one run, on the same sequences for all runs of one task."""
+
+    run: str = Field(description="the run's name")
+    mechanism: str
+    train_length: int
+    seed: int = Field(description="the training seed")
+    task: str = Field(description="the task and a digest of what it generates")
+    rows: list[RecallRow]
+
+
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
@@ -174,6 +223,20 @@ def load_evaluation(folder: Path) -> Evaluation:
     if not folder.is_dir():
         raise LabError(f"there is no run at {folder}", "train one with `softfocus train RECIPE --out FOLDER`")
     return _load(folder / EVALUATION, Evaluation, f"the run {folder} has no {EVALUATION}", evaluate)
+
+
+def save_recall(folder: Path, recall: Recall) -> None:
+    """Write recall.json, whole or not at all."""
+    write_atomically(folder / RECALL, recall.model_dump_json(indent=2) + "\n")
+
+
+def load_recall(folder: Path) -> Recall:
+    """Read recall.json.
+
+    Raises:
+        LabError: there is none, or it cannot be read.
+    """
+    return _load(folder / RECALL, Recall, f"the run {folder} has no {RECALL}", f"run `softfocus recall {folder}`")
 
 
 def write_atomically(path: Path, text: str) -> None:
