@@ -240,6 +240,28 @@ def _unknown(name: object) -> str:
     return f"mechanism {name!r} is not known; {guess}"
 
 
+def name_of(mechanism: Mechanism) -> str:
+    """A text that :func:`named` reads back to a mechanism; its equation where there is none.
+
+    Example: ``name_of(named("sharpened(lssa, 15)"))`` is ``"lssar"``.
+    """
+    names: dict[Mechanism, str] = {}
+    for entry in _CATALOG.values():
+        names.setdefault(entry.mechanism, entry.name)
+    if mechanism in names:
+        return names[mechanism]
+    base = mechanism.replace(power=None, laser=False)
+    if base not in names:
+        return str(mechanism)
+    plain = mechanism.replace(laser=False)
+    text = names.get(plain) or f"sharpened({names[base]}, {_number(mechanism.power)})"
+    return f"laser({text})" if mechanism.laser else text
+
+
+def _number(power: float | None) -> str:
+    return f"{power:g}" if power == float(f"{power:g}") else repr(power)
+
+
 def learned_parameters(mechanism: str | Mechanism) -> dict[str, float]:
     """The parameters that a mechanism is defined with, and their initial values: ``{"head_scale": 0.43}`` for SSMax.
 

@@ -124,6 +124,7 @@ def test_every_public_name_is_there_and_no_module_hides_it():
 ROOMS = [
     "lab",
     "hf",
+    "layout",
     "testing",
     "cache",
     "functional",

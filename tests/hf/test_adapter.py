@@ -128,7 +128,8 @@ class Call:
     """The adapter called directly: a stand-in for an attention module, [B, H, L, D] tensors, defaults."""
 
     def __init__(self, mechanism, causal=True, lengths=(6, 6), learned=None):
-        entry = softfocus.hf.config.new_entry(softfocus.catalog.named(mechanism), learned or {})
+        heads = softfocus.hf.Heads(mechanism=mechanism, parameters=learned or ())
+        entry = softfocus.hf.config.Entry(softfocus.hf.Layout.alike(heads))
         self.module = torch.nn.Module()
         self.module.config, self.module.is_causal = SimpleNamespace(softfocus=entry), causal
         make = torch.Generator().manual_seed(0)

@@ -16,7 +16,7 @@ def test_the_guide_runs(tmp_path, monkeypatch, capsys):
     for block in blocks:
         exec(compile(block, str(GUIDE), "exec"), names)
     assert names["text"].shape == (2, 10)
-    assert softfocus.hf.config.mechanism_of(names["model"].config) == softfocus.catalog.named("ssmax")
+    assert softfocus.hf.layout_of(names["model"]).mechanism == softfocus.catalog.named("ssmax")
     assert len(names["names"]) == 4  # a head_scale and a power in each of two layers
     printed = capsys.readouterr().out
     for part in ("0.43", "softplus(log(d) * log(N) * cos(q,k))", "attn_implementation='sdpa' would run softmax"):

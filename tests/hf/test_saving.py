@@ -20,7 +20,7 @@ from transformers import (
 
 import softfocus
 import softfocus.hf
-from softfocus.hf.config import mechanism_of
+from softfocus.hf import layout_of
 
 MECHANISMS = ["softmax", "lssar", "sharpened(lssa, 3)", "laser(lssar)", "ssmax", "qknorm", "relu_shen"]
 
@@ -62,7 +62,7 @@ def test_round_trip(build, tokens, tmp_path, family, mechanism):
     assert saved["attn_implementation"] == "softfocus"
     assert softfocus.Mechanism.from_dict(saved["softfocus"]["mechanism"]) == softfocus.catalog.named(mechanism)
     back = type(model).from_pretrained(tmp_path)
-    assert mechanism_of(back.config) == softfocus.catalog.named(mechanism)
+    assert layout_of(back.config).mechanism == softfocus.catalog.named(mechanism)
     assert torch.equal(logits(back, ids), logits(model, ids))
     back.save_pretrained(tmp_path / "again")
     assert json.loads((tmp_path / "again" / "config.json").read_text()) == saved

@@ -25,8 +25,7 @@ from transformers import (
 import softfocus
 import softfocus.hf
 from softfocus.hf import config as entries
-from softfocus.hf import learned
-from softfocus.hf.config import mechanism_of
+from softfocus.hf import layout_of, learned
 
 TINY_FALCON = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 61}
 
@@ -61,7 +60,7 @@ def test_it_takes_and_returns_models_and_configs(build, mechanism):
     want = softfocus.catalog.named(mechanism) if isinstance(mechanism, str) else mechanism
     for target in (build("llama"), build("llama").config):
         assert softfocus.hf.use(target, mechanism) is target
-        assert mechanism_of(getattr(target, "config", target)) == want
+        assert layout_of(getattr(target, "config", target)).mechanism == want
 
 
 def test_other_models_are_left_alone(build, tokens):

@@ -8,15 +8,19 @@ teaches configs and models about the mechanisms that :func:`use` writes into the
 
     model = softfocus.hf.use(GPTNeoXForCausalLM(GPTNeoXConfig()), "lssar")
 
-The mechanism is saved in config.json with ``"attn_implementation": "softfocus"``. Such a model does not come back as
+Heads and layers may differ (:mod:`softfocus.layout`)::
+
+    softfocus.hf.use(model, {"0::2": {"mechanism": "softmax", "window": 128}, "1::2": "lssar"})
+
+What a model runs is saved in config.json with ``"attn_implementation": "softfocus"``. Such a model does not come back as
 softmax: without this import Transformers refuses to load it, and with it every other ``attn_implementation`` is refused.
 What cannot be caught: ``from_pretrained(..., attn_implementation="sdpa")`` in a process that never imports softfocus;
 an entry taken out of config.json by hand; engines with attention of their own (vLLM, TGI, llama.cpp, ONNX and GGUF
 exports), which run softmax whatever the config says: do not serve such a model there.
 """
 
-import math
-from difflib import get_close_matches
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 from warnings import warn
 
@@ -32,14 +36,14 @@ except ModuleNotFoundError as error:
     message = "softfocus.hf needs Transformers; pip install 'softfocus[hf]', or in a checkout pip install -e '.[hf]'"
     raise ModuleNotFoundError(message, name=error.name) from None
 
-from softfocus.catalog import learned_parameters
+from softfocus.hf import cache as _cache
 from softfocus.hf import config as _config
 from softfocus.hf import learned as _learned
 from softfocus.hf.adapter import attention_forward
+from softfocus.layout import Heads, Layout, layer_count, resolve
 from softfocus.mechanism import Mechanism
-from softfocus.validation import mechanism_of
 
-__all__ = ["use"]
+__all__ = ["Heads", "Layout", "assign", "explain", "layout_of", "use", "window"]
 
 Target = TypeVar("Target", bound=PreTrainedModel | PreTrainedConfig)
 
@@ -47,73 +51,157 @@ AttentionInterface.register(_config.NAME, attention_forward)
 AttentionMaskInterface.register(_config.NAME, sdpa_mask)
 _config.install()
 _learned.install()
+_cache.install()
 
 
-def use(target: Target, mechanism: str | Mechanism, **parameters: float) -> Target:
+def use(target: Target, mechanism: str | Mechanism | Mapping[Any, Any] | Layout, **parameters: float) -> Target:
     """Put a mechanism into a model, or into a config from which a model will be built. Again to switch to another.
 
     Args:
         target: a model, changed in place, or a config. A composite model (vision and language, encoder and decoder) is
             changed throughout; give an inner model, such as ``model.language_model``, to change that part alone.
-        mechanism: a name of ``softfocus.mechanisms()``, a combination (``"laser(lssar)"``) or a ``Mechanism``.
+        mechanism: a name of ``softfocus.mechanisms()``, a combination (``"laser(lssar)"``) or a ``Mechanism`` for all heads
+            of all layers. Or a layout, for models with one stack of layers: what runs by layer type, number or slice of
+            layers, each a mechanism, a dict of the fields of :class:`Heads`, or a list of these, one for each group of heads::
+
+                {"sliding_attention": "softmax", "full_attention": "lssar"}
+                {"0::2": {"mechanism": "softmax", "window": 128}, "*": {"mechanism": "lssar", "rope": 0}}
+                {"*": [{"mechanism": "softmax", "window": 128, "heads": 6}, "lssar"]}
+
         parameters: initial values of what the attention modules learn, one value for all heads: ``head_scale``
             multiplies the scores; ``power`` takes the place of the mechanism's power. What the mechanism is defined with
-            (SSMax, QK-norm and Shen's ReLU learn a ``head_scale``) is added anyway, with its usual initial value.
+            (SSMax, QK-norm and Shen's ReLU learn a ``head_scale``) is added anyway, with its usual initial value. In a
+            layout they stand with the heads, ``{"mechanism": "lssar", "parameters": {"power": 15}}``.
 
     Returns:
-        The target. A model's attention modules own ``softfocus_head_scale`` and ``softfocus_power``, [num_heads] in the
-        dtype of their weights, where they learn them: build the optimizer afterwards. Values learned before are reset.
+        The target. A model's attention modules own ``softfocus_head_scale`` and ``softfocus_power``, one value for each head
+        that learns one, in the dtype of their weights: build the optimizer afterwards. Values learned before are reset.
 
     Raises:
-        ValueError: an unknown mechanism or parameter value, or an architecture that computes its attention itself.
-        TypeError: not a model, config or mechanism, or an unknown parameter.
+        ValueError: an unknown mechanism or parameter value, a layout that does not fit the model, or an architecture that
+            computes its attention itself.
+        TypeError: not a model, config, mechanism or layout, or an unknown parameter.
 
     Warns:
         UserWarning: some attention in the model (a pooling head, a block-sparse encoder) does not dispatch and keeps its
             softmax; the message names the classes.
     """
-    algebra = mechanism_of(mechanism)
-    entry = _config.new_entry(algebra, {**learned_parameters(algebra), **_check_parameters(algebra, parameters)})
-    if isinstance(target, PreTrainedConfig):
-        _refuse_class_without_dispatch(target)
-        for config in _config.tree(target):
-            _config.write(config, entry)
-    elif isinstance(target, PreTrainedModel):
-        modules = list(_learned.attention_modules(target))
-        _refuse_without_dispatch(target, modules)
-        for module in modules:
-            _learned.equip(module, {})
-            _learned.equip(module, entry["learned"])
-        # Decoders may hold copies of the config, so the modules' own are written as well as the model's.
-        owners = [m.config for m in target.modules() if isinstance(getattr(m, "config", None), PreTrainedConfig)]
-        for config in {id(c): c for owner in owners for c in _config.tree(owner)}.values():
-            _config.write(config, entry)
-    else:
+    if not isinstance(target, PreTrainedConfig | PreTrainedModel):
         raise TypeError(
             f"target: got {type(target).__name__}, expected a Transformers model or config; "
             "of a wrapped model (compiled, PEFT, DDP) give the model inside"
         )
+    config: PreTrainedConfig = target if isinstance(target, PreTrainedConfig) else target.config
+    layout = _layout(mechanism, parameters, config)
+    if isinstance(target, PreTrainedConfig):
+        _refuse_class_without_dispatch(target)
+        _write(target, layout)
+        return target
+    modules = list(_learned.attention_modules(target))
+    _refuse_without_dispatch(target, modules)
+    if layout.layers is not None:
+        _refuse_other_layers(modules, layout)
+    for module in modules:
+        for name in _learned.names():
+            module._parameters.pop(name, None)
+    _write(target, layout)
+    for module in modules:
+        _learned.equip(module)
     return target
 
 
-def _check_parameters(mechanism: Mechanism, parameters: dict[str, Any]) -> dict[str, float]:
-    for name, value in parameters.items():
-        if name not in _config.LEARNABLE:
-            near = get_close_matches(name, _config.LEARNABLE, n=1)
-            hint = f"did you mean {near[0]!r}" if near else f"they are {', '.join(_config.LEARNABLE)}"
-            raise TypeError(f"use(): nothing is learned under the name {name!r}; {hint}")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise ValueError(
-                f"{name}: got {value!r}, expected a finite number, the initial value for every head; set the parameters "
-                f"{_learned.PREFIX + name} afterwards for one value each"
-            )
-    if "power" in parameters:
-        if mechanism.power is None:
-            raise ValueError(
-                f"power: the mechanism ({mechanism}) does not re-weight; start from 'sharpened(NAME, POWER)'"
-            )
-        mechanism.replace(power=parameters["power"])  # outside of its range is the mechanism's own error
-    return {name: float(value) for name, value in parameters.items()}
+def layout_of(target: PreTrainedModel | PreTrainedConfig) -> Layout | None:
+    """What the attention of a model or of a config's models runs; None where :func:`use` was never called."""
+    return _config.layout_of(target if isinstance(target, PreTrainedConfig) else target.config)
+
+
+def window(target: Target, keys: int, sinks: int = 0) -> Target:
+    """Narrow every attention of a model, or of a config's models, to the last keys: what a user of softmax would try first.
+
+    Heads that have a window as narrow already keep theirs. Nothing is learned anew. What :func:`use` put in is changed in
+    place; call ``use(model, "softmax")`` first where it was never called.
+
+    Args:
+        target: a model or config that :func:`use` has changed.
+        keys: how many keys a query sees, itself (and the sinks) included.
+        sinks: how many of them are the first of the text, at StreamingLLM's positions (arXiv 2309.17453). For evaluation
+            without a KV cache.
+
+    Returns:
+        The target.
+
+    Raises:
+        ValueError: no mechanism in the target, a window that holds no key, or more sinks than keys.
+    """
+    layout = layout_of(target)
+    if layout is None:
+        raise ValueError("window: the model runs its own attention; call softfocus.hf.use(model, 'softmax') first")
+
+    def narrowed(group: Heads) -> Heads:
+        if group.window is not None and group.window <= keys:
+            return group
+        return replace(group, window=keys, sinks=sinks)
+
+    assign(target, layout.map(narrowed))
+    return target
+
+
+def assign(target: PreTrainedModel | PreTrainedConfig, layout: Layout) -> None:
+    """Write a layout into a model or config and keep what its heads have learned: for windows and powers that change.
+
+    The heads and what they learn must be those of the layout that is there.
+    """
+    _write(target, layout)
+    if isinstance(target, PreTrainedModel):
+        for module in _learned.attention_modules(target):
+            _learned.equip(module)
+
+
+def explain(model: PreTrainedModel) -> str:
+    """What each layer of a model runs, in words. Print it.
+
+    Raises:
+        ValueError: :func:`use` was never called on the model.
+    """
+    layout = layout_of(model)
+    if layout is None:
+        raise ValueError(
+            f"{type(model).__name__} runs Transformers' own attention: softfocus.hf.use() was never called on it"
+        )
+    return layout.table()
+
+
+def _layout(mechanism: Any, parameters: dict[str, float], config: PreTrainedConfig) -> Layout:
+    if not isinstance(mechanism, Mapping | Layout):
+        return Layout.alike(Heads(mechanism=mechanism, parameters=tuple(parameters.items())))
+    if parameters:
+        raise TypeError(
+            f"use(): {', '.join(parameters)} beside a layout; write it where the heads stand: "
+            "{'mechanism': 'lssar', 'parameters': {'power': 15}}"
+        )
+    layout = resolve(mechanism, config) if isinstance(mechanism, Mapping) else mechanism
+    if layout.layers is not None and len(layout.layers) != layer_count(config):
+        raise ValueError(f"layout: it describes {len(layout.layers)} layers, the model has {layer_count(config)}")
+    return layout
+
+
+def _write(target: PreTrainedModel | PreTrainedConfig, layout: Layout) -> None:
+    """Into the config and those inside it. Decoders may hold copies, so a model's modules are asked for theirs, too."""
+    owners = [target] if isinstance(target, PreTrainedConfig) else []
+    if isinstance(target, PreTrainedModel):
+        owners = [m.config for m in target.modules() if isinstance(getattr(m, "config", None), PreTrainedConfig)]
+    for config in {id(c): c for owner in owners for c in _config.tree(owner)}.values():
+        _config.write(config, layout)
+
+
+def _refuse_other_layers(modules: list[torch.nn.Module], layout: Layout) -> None:
+    numbers = [getattr(module, "layer_idx", None) for module in modules]
+    if sorted(numbers, key=str) != sorted(range(len(layout.layers or ())), key=str):
+        kinds = ", ".join(sorted({type(module).__name__ for module in modules}))
+        raise ValueError(
+            f"layout: it needs one attention module a layer, numbered as layer_idx from 0; the model's ({kinds}) are numbered "
+            f"{numbers}"
+        )
 
 
 def _refuse_class_without_dispatch(config: PreTrainedConfig) -> None:

@@ -1,13 +1,17 @@
 """What Transformers calls in place of its attention: its arguments, translated for ``softfocus.attention()``."""
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from softfocus.functional import attention
-from softfocus.hf.config import mechanism_of
+from softfocus.functional import HIDDEN, attention
+from softfocus.hf.config import layer_of
 from softfocus.hf.learned import parameter_of
+from softfocus.hf.rotary import at_first_window
+from softfocus.layout import Heads
+from softfocus.reference import default_scale
 from softfocus.visibility import document_ids_from_lengths
 
 _REFUSED = {
@@ -37,7 +41,7 @@ def attention_forward(
     """The function behind ``attn_implementation="softfocus"``.
 
     Args:
-        module: the attention module; its config names the mechanism, and it owns what the mechanism learns.
+        module: the attention module; its config says what its heads run, and it owns what they learn.
         query: [B, H, Lq, D].
         key: [B, Hk, Lk, D]; Hk divides H.
         value: [B, Hk, Lk, Dv].
@@ -49,8 +53,9 @@ def attention_forward(
         scaling: the model's own factor of the scores. It takes the place of 1/sqrt(d), also where a model deviates from
             it; a mechanism with another scale, such as log(d), keeps its own.
         is_causal: takes the place of ``module.is_causal`` when given.
-        sliding_window: how many keys a query sees, itself included; to each side, where attention is not causal (the
-            convention of Transformers' FlashAttention). Used only without a mask: a mask carries its window already.
+        sliding_window: the model's own: how many keys a query sees, itself included; to each side, where attention is not
+            causal (the convention of Transformers' FlashAttention). Used only without a mask: a mask carries its window
+            already. A window of the layout comes on top.
         position_bias: float, broadcastable to [B, H, Lq, Lk], added to the scores.
         kwargs: ``cu_seq_lens_q`` of padding-free batches is honoured; what the models pass on for others is ignored.
 
@@ -61,40 +66,144 @@ def attention_forward(
         ValueError: the config names no mechanism, or the model asks for what cannot be honoured (soft-capping, sinks,
             attention weights).
     """
-    mechanism = mechanism_of(module.config)
-    if mechanism is None:
+    layer = layer_of(module)
+    if layer is None:
         raise ValueError(
             "attn_implementation='softfocus' without a mechanism: the config has no entry 'softfocus'. Call "
             "softfocus.hf.use(model, 'lssar') instead of setting attn_implementation."
         )
     _refuse(module, kwargs)
     query_length, key_length = query.shape[2], key.shape[2]
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    window = None
-    if attention_mask is None:
-        if sliding_window is not None:
-            window = (sliding_window - 1, 0 if causal else sliding_window - 1)
-        causal = causal and query_length > 1
-        if causal and key_length > query_length:
-            key, value = key[:, :, :query_length], value[:, :, :query_length]
-            position_bias = position_bias if position_bias is None else position_bias[..., :query_length]
-    out = attention(
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    if attention_mask is None and causal and 1 < query_length < key_length:
+        key, value = key[:, :, :query_length], value[:, :, :query_length]
+        position_bias = position_bias if position_bias is None else position_bias[..., :query_length]
+    documents = _documents(kwargs.get("cu_seq_lens_q"), key)
+    total, shared = query.shape[1], query.shape[1] // key.shape[1]
+    if len(layer) > 1 and total != sum(group.heads or 0 for group in layer):
+        raise ValueError(
+            f"{type(module).__name__} hands over {total} query heads, and its layout describes {[g.heads for g in layer]}; "
+            "a layout by heads needs all heads of a layer in one call"
+        )
+    outs, start = [], 0
+    for number, group in enumerate(layer):
+        heads = slice(start, start + (group.heads or total))
+        keys = slice(heads.start // shared, heads.stop // shared)
+        start = heads.stop
+        # The model's window is in its mask; where it hands over none, it is the layer's number of keys
+        window = sliding_window if attention_mask is None else None
+        if group.window is not None:
+            window = group.window if window is None else min(window, group.window)
+        outs.append(
+            _attend(
+                module,
+                group,
+                heads,
+                query[:, heads],
+                key[:, keys],
+                value[:, keys],
+                mask=_of_heads(attention_mask, heads, total),
+                causal=causal,
+                window=window,
+                scaling=scaling,
+                dropout_p=dropout,
+                document_ids=documents,
+                bias=_of_heads(position_bias, heads, total),
+                head_scale=parameter_of(module, layer, number, "head_scale"),
+                power=parameter_of(module, layer, number, "power"),
+            )
+        )
+    out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _attend(
+    module: nn.Module,
+    group: Heads,
+    heads: slice,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Tensor | None,
+    causal: bool,
+    window: int | None,
+    scaling: float | None,
+    **others: Any,
+) -> Tensor:
+    """One group of heads. query, key and value are views of the module's."""
+    scale = scaling if group.mechanism.scale == "1/sqrt(d)" else None
+    if group.sinks:
+        query, key, mask, scale = _with_sinks(module, group, heads, query, key, mask, causal, scale)
+        window = None
+    elif mask is not None and window is not None:
+        mask, window = _windowed(mask[..., -key.shape[2] :], window, causal), None
+    causal = causal and mask is None and query.shape[2] > 1
+    return attention(
         query,
         key,
         value,
-        attn_mask=attention_mask,
-        dropout_p=dropout,
-        is_causal=bool(causal) and attention_mask is None,
-        scale=scaling if mechanism.scale == "1/sqrt(d)" else None,
+        attn_mask=mask,
+        is_causal=causal,
+        scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
-        mechanism=mechanism,
-        window_size=window,
-        document_ids=_documents(kwargs.get("cu_seq_lens_q"), key),
-        bias=position_bias,
-        head_scale=parameter_of(module, "head_scale"),
-        power=parameter_of(module, "power"),
+        mechanism=group.mechanism,
+        window_size=None if window is None else (window - 1, 0 if causal or query.shape[2] == 1 else window - 1),
+        **others,
     )
-    return out.transpose(1, 2).contiguous(), None
+
+
+def _of_heads(x: Tensor | None, heads: slice, total: int) -> Tensor | None:
+    """The part of a mask or bias [B or 1, H or 1, Lq, Lk] that belongs to some of all heads."""
+    return x[:, heads] if x is not None and x.dim() == 4 and x.shape[1] == total and total > 1 else x
+
+
+def _windowed(mask: Tensor, window: int, causal: bool) -> Tensor:
+    """A mask [.., Lq, Lk] that hides, beside what it hid, what lies beyond a window.
+
+    In causal attention a row's own position is that of the last key it sees, wherever the empty slots of a static cache or
+    padding lie. Elsewhere rows and columns are the same positions.
+    """
+    visible = mask if mask.dtype == torch.bool else mask > HIDDEN
+    places = torch.arange(mask.shape[-1], device=mask.device)
+    if causal:
+        own = torch.where(visible, places, -1).amax(-1, keepdim=True)
+        near = places > own - window
+    else:
+        own = places[mask.shape[-1] - mask.shape[-2] :, None]
+        near = (places - own).abs() < window
+    return visible & near if mask.dtype == torch.bool else mask.masked_fill(~near, -math.inf)
+
+
+def _with_sinks(
+    module: nn.Module,
+    group: Heads,
+    heads: slice,
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor, float]:
+    """Queries and keys of twice the dimensions, whose product is StreamingLLM's score, and who sees whom.
+
+    A sink is met by the query as it stands at the end of the first window, every other key by the query as it is. So the
+    query is [as it is, as there], a sink [0, key] and another key [key, 0].
+    """
+    length, window = query.shape[2], group.window
+    assert window is not None
+    if not causal or mask is not None or key.shape[2] != length:
+        raise ValueError("sinks: they are for causal attention without padding and without a KV cache")
+    places = torch.arange(length, device=query.device)
+    sink = places < group.sinks
+    # The cache that StreamingLLM keeps is `window` keys long, its sinks among them
+    visible = (places <= places[:, None]) & (sink | (places > places[:, None] - window + group.sinks))
+    visible |= places[:, None].ge(places) & (places[:, None] < window)
+    doubled = torch.cat([query, at_first_window(module, query, heads, window)], dim=-1)
+    apart = torch.cat([key.masked_fill(sink[:, None], 0.0), key.masked_fill(~sink[:, None], 0.0)], dim=-1)
+    # The scale is that of the dimensions as they were; a doubled query is longer by the root of two
+    scale = default_scale(group.mechanism, query.shape[-1]) if scale is None else scale
+    return doubled, apart, visible[None, None], scale * (math.sqrt(2) if group.mechanism.similarity == "cosine" else 1)
 
 
 def _refuse(module: nn.Module, kwargs: dict[str, Any]) -> None:

@@ -1,7 +1,8 @@
 """The entry ``softfocus`` of a Transformers config, and the hooks that keep it and the attention implementation together.
 
-The entry is the single place where a model's mechanism stands: ``{"mechanism": {...}, "learned": {"head_scale": 0.43}}``.
-The adapter reads it at every call and ``save_pretrained`` writes it. While a config has the entry, its attention
+The entry is the single place where it stands what a model's attention runs: ``{"mechanism": {...}, "learned": {"head_scale":
+0.43}}`` where all heads of all layers run the same, else ``{"layout": {...}}`` (:class:`softfocus.layout.Layout`). The
+adapter reads it at every call and ``save_pretrained`` writes it. While a config has the entry, its attention
 implementation is "softfocus" and nothing else: ``model.set_attn_implementation``, ``from_pretrained`` and
 ``from_config`` all end up assigning ``config._attn_implementation_internal``, so that one assignment is guarded.
 """
@@ -12,6 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from softfocus.layout import LEARNABLE, Heads, Layer, Layout
 from softfocus.mechanism import Mechanism
 
 NAME = "softfocus"
@@ -19,37 +21,55 @@ NAME = "softfocus"
 
 Transformers matches implementations by substring ("flash", "sdpa", "flex_attention", "paged|", "/"): this has none.
 """
-LEARNABLE = ("head_scale", "power")
-"""Arguments of ``softfocus.attention()`` that an attention module can own as parameters, one value a head."""
-
 _INTERNAL = "_attn_implementation_internal"
-_parsed: dict[tuple[tuple[str, Any], ...], Mechanism] = {}
 
 
-def new_entry(mechanism: Mechanism, learned: dict[str, float]) -> dict[str, Any]:
-    """The entry for a mechanism and the initial values of what it learns; JSON types only."""
-    return {"mechanism": mechanism.to_dict(), "learned": dict(learned)}
+class Entry(dict[str, Any]):
+    """The entry as JSON types, with the layout that it was parsed into once: torch.compile traces no parsing."""
+
+    def __init__(self, layout: Layout):
+        super().__init__(_to_json(layout))
+        self.layout = layout
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Entry, (self.layout,)
 
 
-def mechanism_of(config: PreTrainedConfig) -> Mechanism | None:
-    """The mechanism that a config names, None where it has no entry."""
-    entry = getattr(config, NAME, None)
-    if entry is None:
-        return None
-    return _parsed.get(tuple(entry["mechanism"].items())) or _parse(entry)
+def _to_json(layout: Layout) -> dict[str, Any]:
+    first = layout.kinds[0][0]
+    if layout == Layout.alike(Heads(mechanism=first.mechanism, parameters=first.parameters)):
+        return {"mechanism": first.mechanism.to_dict(), "learned": first.learned}
+    return {"layout": layout.to_dict()}
 
 
-def _parse(entry: dict[str, Any]) -> Mechanism:
-    # Parsed when the entry is set and kept by value: torch.compile traces the look-up, but not the parsing.
+def _parse(entry: Any) -> Layout:
+    """The layout of an entry, as :func:`_to_json` writes it.
+
+    Raises:
+        ValueError: something else; an unknown field or value is the mechanism's or the layout's own error.
+    """
+    if isinstance(entry, dict) and isinstance(entry.get("layout"), dict) and len(entry) == 1:
+        return Layout.from_dict(entry["layout"])
+    known = isinstance(entry, dict) and isinstance(entry.get("mechanism"), dict)
+    if not known or not isinstance(entry.get("learned"), dict) or not set(entry["learned"]) <= set(LEARNABLE):
+        raise ValueError(
+            "config.softfocus: expected {'mechanism': {...}, 'learned': {...}} or {'layout': {...}} as softfocus.hf.use() "
+            f"writes it, with learned parameters among {', '.join(LEARNABLE)}; got {entry!r}"
+        )
     mechanism = Mechanism.from_dict(entry["mechanism"])
-    _parsed[tuple(entry["mechanism"].items())] = mechanism
-    return mechanism
+    return Layout.alike(Heads(mechanism=mechanism, parameters=tuple(entry["learned"].items())))
 
 
-def learned_of(config: PreTrainedConfig) -> dict[str, float]:
-    """The parameters that a config asks for, and their initial values; empty where it has no entry."""
+def layout_of(config: PreTrainedConfig) -> Layout | None:
+    """What a config says that the model's attention runs, None where it has no entry."""
     entry = getattr(config, NAME, None)
-    return {} if entry is None else entry["learned"]
+    return None if entry is None else entry.layout
+
+
+def layer_of(module: Any) -> Layer | None:
+    """The groups of heads of an attention module, None where its config has no entry."""
+    layout = layout_of(module.config)
+    return None if layout is None else layout.layer(getattr(module, "layer_idx", None))
 
 
 def tree(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
@@ -60,14 +80,14 @@ def tree(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
             yield from tree(inner)
 
 
-def write(config: PreTrainedConfig, entry: dict[str, Any]) -> None:
-    """Give one config the entry, whatever attention implementation it had before."""
+def write(config: PreTrainedConfig, layout: Layout) -> None:
+    """Give one config the entry of a layout, whatever attention implementation it had before."""
     setattr(config, NAME, None)
     setattr(config, _INTERNAL, NAME)
-    setattr(config, NAME, new_entry(_parse(entry), entry["learned"]))
+    setattr(config, NAME, Entry(layout))
 
 
-def _get_entry(config: PreTrainedConfig) -> dict[str, Any] | None:
+def _get_entry(config: PreTrainedConfig) -> Entry | None:
     return config.__dict__.get(NAME)
 
 
@@ -76,16 +96,10 @@ def _set_entry(config: PreTrainedConfig, entry: dict[str, Any] | None) -> None:
     if entry is None:
         config.__dict__.pop(NAME, None)
         return
-    known = isinstance(entry, dict) and isinstance(entry.get("mechanism"), dict)
-    if not known or not isinstance(entry.get("learned"), dict) or not set(entry["learned"]) <= set(LEARNABLE):
-        raise ValueError(
-            "config.softfocus: expected {'mechanism': {...}, 'learned': {...}} as softfocus.hf.use() writes it, with "
-            f"learned parameters among {', '.join(LEARNABLE)}; got {entry!r}"
-        )
-    _parse(entry)  # an unknown field or value is the mechanism's own error
-    _refuse_conflict(config.__dict__.get(_INTERNAL), entry)
+    parsed = entry if isinstance(entry, Entry) else Entry(_parse(entry))
+    _refuse_conflict(config.__dict__.get(_INTERNAL), parsed)
     config.__dict__[_INTERNAL] = NAME
-    config.__dict__[NAME] = entry
+    config.__dict__[NAME] = parsed
 
 
 def _get_implementation(config: PreTrainedConfig) -> str | None:
@@ -103,11 +117,11 @@ def _set_implementation(config: PreTrainedConfig, asked: str | None) -> None:
     config.__dict__[_INTERNAL] = asked
 
 
-def _refuse_conflict(asked: str | None, entry: dict[str, Any]) -> None:
+def _refuse_conflict(asked: str | None, entry: Entry) -> None:
     if asked not in (None, NAME):
         raise ValueError(
             f"attn_implementation={asked!r} would run softmax in a model that was made with another mechanism "
-            f"({_parse(entry)}). Leave attn_implementation out, or call "
+            f"({entry.layout.mechanism or entry.layout}). Leave attn_implementation out, or call "
             "softfocus.hf.use(model, 'softmax') if softmax is what you want."
         )
 

@@ -1,7 +1,8 @@
 """Parameters that a mechanism owns in a model: which modules get them, when, and with which values.
 
-They are ``softfocus_head_scale`` and ``softfocus_power``, [num_heads] each, on every attention module whose config asks
-for them. A model gets them while it is built, before any weight is loaded, so they train, save and load like its own.
+They are ``softfocus_head_scale`` and ``softfocus_power``, one value for each head that learns one, on every attention module
+whose layout asks for them. A model gets them while it is built, before any weight is loaded, so they train, save and load
+like its own.
 """
 
 import inspect
@@ -15,7 +16,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 
-from softfocus.hf.config import LEARNABLE, learned_of, tree
+from softfocus.hf import rotary
+from softfocus.hf.config import layer_of, layout_of, tree
+from softfocus.layout import LEARNABLE, Heads, Layer
 
 PREFIX = "softfocus_"
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads")
@@ -74,28 +77,53 @@ def heads(module: nn.Module) -> int:
     )
 
 
-def equip(module: nn.Module, learned: dict[str, float]) -> None:
-    """Give an attention module the parameters it is to own, and take away those it is not. Keeps what is there.
+def names() -> list[str]:
+    """What the parameters are called."""
+    return [PREFIX + argument for argument in LEARNABLE]
 
-    New parameters are in the device (meta included) and dtype of the module's weights.
+
+def equip(module: nn.Module) -> None:
+    """Give an attention module the parameters that its layout asks for, and take away those it does not. Keeps what fits.
+
+    New parameters are in the device (meta included) and dtype of the module's weights, and hold their initial values.
     """
+    layer = layer_of(module) or ()
     for argument in LEARNABLE:
         name = PREFIX + argument
-        if argument not in learned:
+        initial = _initial(module, layer, argument)
+        if initial is None:
             module._parameters.pop(name, None)
-        elif name not in module._parameters:
+        elif (there := module._parameters.get(name)) is None or there.shape != initial.shape:
             weight = next((p for p in module.parameters() if p.is_floating_point()), torch.empty(0))
-            initial = torch.full((heads(module),), learned[argument], device=weight.device, dtype=weight.dtype)
-            module.register_parameter(name, nn.Parameter(initial))
+            module.register_parameter(name, nn.Parameter(initial.to(weight.device, weight.dtype)))
+    rotary.install(module, layer)
 
 
-def parameter_of(module: nn.Module, argument: str) -> Tensor | None:
-    """What an attention module owns for an argument of ``softfocus.attention()``, [num_heads]; None if it learns no such.
+def _initial(module: nn.Module, layer: Layer, argument: str) -> Tensor | None:
+    """One value for each head that learns the argument, float32 [n]; None where no head does."""
+    values = [
+        torch.full((_count(module, group),), group.learned[argument]) for group in layer if argument in group.learned
+    ]
+    return torch.cat(values) if values else None
+
+
+def _count(module: nn.Module, group: Heads) -> int:
+    return group.heads if group.heads is not None else heads(module)
+
+
+def parameter_of(module: nn.Module, layer: Layer, number: int, argument: str) -> Tensor | None:
+    """What a group of heads learns for an argument of ``softfocus.attention()``, [its heads]; None if it learns no such.
+
+    Args:
+        module: the attention module, which owns the parameters.
+        layer: its groups of heads.
+        number: of the group.
+        argument: among :data:`softfocus.layout.LEARNABLE`.
 
     Raises:
-        ValueError: its config asks for a parameter that it has not got.
+        ValueError: the layout asks for a parameter that the module has not got.
     """
-    if argument not in learned_of(module.config):
+    if argument not in layer[number].learned:
         return None
     parameter: Tensor | None = getattr(module, PREFIX + argument, None)
     if parameter is None:
@@ -104,7 +132,10 @@ def parameter_of(module: nn.Module, argument: str) -> Tensor | None:
             "model was built before its config was changed, or its class never calls post_init(): call "
             "softfocus.hf.use(model, ...) on the model itself"
         )
-    return parameter
+    if len(layer) == 1:
+        return parameter
+    start = sum(group.heads or 0 for group in layer[:number] if argument in group.learned)
+    return parameter[start : start + (layer[number].heads or 0)]
 
 
 def install() -> None:
@@ -117,21 +148,23 @@ def install() -> None:
     def post_init(self: PreTrainedModel) -> None:
         # The end of every model's __init__, under from_pretrained's meta device too, and before weights are loaded.
         # Inner models come here first; for the outer ones their modules are equipped already.
-        if any(learned_of(config) for config in tree(self.config)):
+        if any(layout_of(config) for config in tree(self.config)):
             for module in attention_modules(self):
-                equip(module, learned_of(module.config))
+                equip(module)
         original_post_init(self)
 
     @wraps(original_initialize)
     def _initialize_weights(self: PreTrainedModel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         # A checkpoint without our parameters (one trained with softmax, say) leaves them empty; no model's own
-        # _init_weights knows them. init.constant_ leaves alone what a checkpoint has filled.
+        # _init_weights knows them. init.copy_ leaves alone what a checkpoint has filled.
         fresh = not getattr(module, "_is_hf_initialized", False)
         original_initialize(self, module, *args, **kwargs)
         if fresh:
             for argument in LEARNABLE:
                 if (parameter := module._parameters.get(PREFIX + argument)) is not None:
-                    init.constant_(parameter, learned_of(module.config)[argument])
+                    initial = _initial(module, layer_of(module) or (), argument)
+                    assert initial is not None
+                    init.copy_(parameter, initial.to(parameter.device, parameter.dtype))
 
     post_init._softfocus = True  # type: ignore[attr-defined]
     PreTrainedModel.post_init = post_init

@@ -106,7 +106,7 @@ def train(
 ) -> None:
     """Train a recipe into a run folder.
 
-    Shipped recipes: demo, demo-softmax, demo-lssa, demo-lssar, demo-laser, small, gpt2-124m, gpt2-124m-softmax,
+    Shipped recipes: demo, demo-softmax, demo-lssa, demo-lssar, demo-laser, demo-hybrid, small, gpt2-124m, gpt2-124m-softmax,
     gpt2-124m-lssa, gpt2-124m-lssar, gpt2-124m-laser. Ctrl-C keeps a checkpoint; --resume goes on exactly there.
 
     Example: `softfocus train demo-lssar --out runs/p7 --set "model.mechanism=sharpened(lssa, 7)"`

@@ -150,7 +150,7 @@ def _empty(recipe: Recipe) -> Evaluation:
     """An evaluation without rows, to be filled with those that a worker reports. For the screen; files come from disk."""
     return Evaluation(
         run=recipe.name,
-        mechanism=recipe.model.mechanism,
+        mechanism=recipe.model.label,
         train_length=recipe.train.length,
         vocabulary=0,
         tokens=recipe.evaluate.tokens,

@@ -10,6 +10,7 @@ import softfocus.hf
 from softfocus.lab.errors import LabError, did_you_mean, first_line
 from softfocus.lab.recipe import Recipe
 from softfocus.lab.results import MODEL, RECIPE
+from softfocus.layout import Layout
 
 
 def build(recipe: Recipe, vocabulary: int, end: int | None = None) -> Any:
@@ -145,12 +146,14 @@ def quiet() -> None:
 
 
 def _use(model: Any, recipe: Recipe) -> Any:
+    table = recipe.model
     try:
-        softfocus.hf.use(model, recipe.model.mechanism, **recipe.model.parameters)
+        # Without a layout all attention is alike, numbered layers or not
+        softfocus.hf.use(model, table.spec if table.layout else Layout.alike(table.groups[0][0]))
     except (TypeError, ValueError) as error:
         raise LabError(
-            f"mechanism {recipe.model.mechanism!r} does not fit {recipe.model.architecture!r}: {first_line(error)}",
-            "choose another model.architecture, or correct model.mechanism and model.parameters",
+            f"{table.label} does not fit {table.architecture!r}: {first_line(error)}",
+            "choose another model.architecture, or correct model.mechanism, model.layout and model.parameters",
         ) from error
     return model
 

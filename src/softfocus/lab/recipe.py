@@ -1,15 +1,19 @@
 """Recipes: a small TOML file, resolved and checked into a Recipe."""
 
 import json
+import math
 import tomllib
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from softfocus.lab.errors import LabError, UsageError, did_you_mean
 from softfocus.lab.lengths import parse
+
+if TYPE_CHECKING:
+    from softfocus.layout import Heads
 
 Count = Annotated[int, Field(ge=1)]
 
@@ -23,17 +27,65 @@ class ModelTable(_Table):
     """What is trained: any causal language model of Transformers, with a mechanism in place of its attention."""
 
     architecture: str = Field(description="a Transformers model_type: gpt_neox, llama, qwen3 ...")
-    mechanism: str = Field(description="a name of `softfocus mechanisms`, or a combination of them")
+    mechanism: str | dict[str, Any] = Field(
+        description="a name of `softfocus mechanisms`, a combination of them, or a table of a Mechanism's fields"
+    )
     parameters: dict[str, float] = Field(default={}, description="initial values of what the mechanism learns")
+    layout: dict[str, Any] = Field(
+        default={},
+        description="by layer type, number, slice ('0::2') or '*' (all others): a table of window, sinks, rope, heads, and "
+        "mechanism and parameters where they are not the model's; or a list of such tables, one a group of heads",
+    )
     config: dict[str, Any] = Field(default={}, description="what the architecture's configuration takes")
 
     @field_validator("mechanism")
     @classmethod
-    def _known(cls, text: str) -> str:
-        from softfocus.catalog import named  # here, because it imports torch, which --help must not
+    def _known(cls, mechanism: str | dict[str, Any]) -> str | dict[str, Any]:
+        from softfocus.layout import groups_of  # here, because it imports torch, which --help must not
 
-        named(text)
-        return text
+        groups_of({"mechanism": mechanism})
+        return mechanism
+
+    @model_validator(mode="after")
+    def _describes_heads(self) -> "ModelTable":
+        from softfocus.layout import groups_of
+
+        for key, value in self.spec.items():
+            try:
+                groups_of(value)
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"layout: {key!r}: {error}" if self.layout else str(error)) from None
+        return self
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """What `softfocus.hf.use` takes as a layout, every group of heads with its mechanism."""
+        from softfocus.layout import REST
+
+        own = {"mechanism": self.mechanism, "parameters": self.parameters}
+
+        def whole(value: Any) -> Any:
+            if isinstance(value, list):
+                return [whole(group) for group in value]
+            return own | value if isinstance(value, dict) and "mechanism" not in value else value
+
+        return {key: whole(value) for key, value in ({REST: {}} | self.layout).items()}
+
+    @property
+    def groups(self) -> "list[tuple[Heads, ...]]":
+        """The groups of heads of each kind of layers, as they are written."""
+        from softfocus.layout import REST, groups_of
+
+        return [groups_of(value) for _, value in sorted(self.spec.items(), key=lambda item: item[0] == REST)]
+
+    @property
+    def label(self) -> str:
+        """What the model runs, for people: "lssar", or "softmax[128] / lssar" for a layout."""
+        from softfocus.layout import kind_text
+
+        if not self.layout:
+            return self.mechanism if isinstance(self.mechanism, str) else kind_text(self.groups[0])
+        return " / ".join(map(kind_text, self.groups))
 
 
 class MqarTable(_Table):
@@ -83,6 +135,24 @@ class DataTable(_Table):
         return self
 
 
+class PowerTable(_Table):
+    """How the power of all re-weighted heads grows to their own while the model trains."""
+
+    start: float = Field(default=1.0, ge=1, le=100, description="the power at the first step")
+    end: float | None = Field(default=None, ge=1, le=100, description="the mechanism's own power, if written: a check")
+    share: float = Field(gt=0, le=1, description="of the steps, after which it has its end")
+    shape: Literal["linear", "cosine", "geometric"] = "linear"
+
+    def at(self, power: float, progress: float) -> float:
+        """The power of heads whose own is given, at a share of the steps."""
+        done = min(1.0, progress / self.share)
+        if self.shape == "geometric":
+            return self.start * (power / self.start) ** done
+        return self.start + (power - self.start) * (
+            done if self.shape == "linear" else (1 - math.cos(math.pi * done)) / 2
+        )
+
+
 class TrainTable(_Table):
     """How it is trained."""
 
@@ -100,6 +170,7 @@ class TrainTable(_Table):
     betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(default=[0.9, 0.95], min_length=2, max_length=2)
     weight_decay: float = Field(default=0.1, ge=0, le=10, description="on matrices; not on biases and norms")
     clip: float = Field(default=1.0, ge=0, description="largest gradient norm; 0 for no clipping")
+    power: PowerTable | None = Field(default=None, description="{ start = 1, share = 0.6 }: the power is annealed")
     precision: Literal["float32", "bf16"] = "float32"
     seed: int = Field(default=0, ge=0, lt=2**32, description="of the initial weights and of the order of the data")
     log_every: Count = Field(default=10, description="steps")
@@ -139,6 +210,27 @@ class Recipe(_Table):
     data: DataTable
     train: TrainTable
     evaluate: EvaluateTable = EvaluateTable()
+
+    @model_validator(mode="after")
+    def _heads(self) -> "Recipe":
+        groups = [group for kind in self.model.groups for group in kind]
+        if wide := [group.window for group in groups if group.window is not None and group.window > self.train.length]:
+            raise ValueError(
+                f"model.layout: a window of {wide[0]} is longer than train.length={self.train.length}; leave it out"
+            )
+        powers = {group.mechanism.power for group in groups if group.mechanism.power and "power" not in group.learned}
+        if (schedule := self.train.power) is not None:
+            if not powers:
+                raise ValueError(
+                    "train.power: no head re-weights with a power that is not learned; leave train.power out"
+                )
+            if schedule.end is not None and powers != {schedule.end}:
+                ends = ", ".join(f"{power:g}" for power in sorted(powers))
+                raise ValueError(
+                    f"train.power.end: got {schedule.end:g}, but the heads end with {ends}; the end is the mechanism's own "
+                    "power: leave it out, or write it in the mechanism"
+                )
+        return self
 
     @model_validator(mode="after")
     def _lengths(self) -> "Recipe":

@@ -163,7 +163,7 @@ def _describe(recipe: Recipe, folder: Path, model: Any, source: data.Data, devic
     return RunInfo(
         name=folder.resolve().name,
         recipe=recipe.name,
-        mechanism=recipe.model.mechanism,
+        mechanism=recipe.model.label,
         status="running",
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         seed=recipe.train.seed,

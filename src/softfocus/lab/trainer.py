@@ -16,6 +16,8 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset, SequentialSampler
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
+import softfocus.hf
+from softfocus.lab.anneal import Annealing
 from softfocus.lab.errors import LabError
 from softfocus.lab.progress import Event, Listener
 from softfocus.lab.recipe import Recipe
@@ -215,6 +217,9 @@ def make_trainer(recipe: Recipe, folder: Path, model: Any, windows: Dataset[Any]
     arguments.per_device_train_batch_size = _share(train.batch, train.accumulate, arguments.world_size)
     trainer = WindowTrainer(model=model, args=arguments, train_dataset=windows, callbacks=[watch])
     trainer.remove_callback(PrinterCallback)
+    layout = softfocus.hf.layout_of(model)
+    if train.power is not None and layout is not None:
+        trainer.add_callback(Annealing(train.power, layout))
     if arguments.should_log:
         trainer.add_callback(Curves(folder / TENSORBOARD))
     return trainer

@@ -1,0 +1,50 @@
+"""Keys and values that a layer's window has left behind are not kept while a model generates."""
+
+from functools import wraps
+from typing import Any
+
+from transformers import DynamicCache, PreTrainedConfig
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from softfocus.hf.config import layout_of
+from softfocus.layout import Layer, Layout
+
+
+def install() -> None:
+    """Hook :class:`DynamicCache`, once: a cache made for a config keeps, in layers with a window, the window's keys only."""
+    if hasattr(DynamicCache.__init__, "_softfocus"):
+        return
+    original = DynamicCache.__init__
+
+    @wraps(original)
+    def __init__(self: DynamicCache, ddp_cache_data: Any = None, config: Any = None, *args: Any, **kwargs: Any) -> None:
+        original(self, ddp_cache_data, config, *args, **kwargs)
+        if ddp_cache_data is None and isinstance(config, PreTrainedConfig):
+            layout = layout_of(config.get_text_config(decoder=True))
+            if layout is not None:
+                _trim(self, layout)
+
+    __init__._softfocus = True  # type: ignore[attr-defined]
+    DynamicCache.__init__ = __init__
+
+
+def _trim(cache: DynamicCache, layout: Layout) -> None:
+    """Put sliding layers in place of those that keep everything, where the layout lets them forget.
+
+    Transformers sizes the mask by the first layer that keeps everything, or else by layer 0. So where no such layer would
+    be left all have to keep as many keys.
+    """
+    plain = [number for number, layer in enumerate(cache.layers) if type(layer) is DynamicLayer]
+    widths = {number: width for number in plain if (width := _reach(layout.layer(number))) is not None}
+    if len(widths) == len(plain):
+        if len(plain) < len(cache.layers):
+            return  # beside the model's own sliding layers one has to keep everything
+        widths = dict.fromkeys(widths, max(widths.values(), default=0))
+    for number, width in widths.items():
+        cache.layers[number] = DynamicSlidingWindowLayer(sliding_window=width)
+
+
+def _reach(layer: Layer) -> int | None:
+    """How many keys the widest group of a layer's heads sees; None for all."""
+    windows = [group.window for group in layer]
+    return None if None in windows or any(group.sinks for group in layer) else max(w for w in windows if w is not None)

@@ -1,0 +1,342 @@
+"""Layouts: which heads of which layers of a model run which mechanism, with which window and how much of RoPE.
+
+A layout is a frozen description. It holds names and numbers only, so it compares, hashes, goes through JSON, and stands in
+config.json. :func:`resolve` makes one from what a user writes.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from difflib import get_close_matches
+from typing import Any
+
+from softfocus.catalog import learned_parameters, name_of
+from softfocus.mechanism import Mechanism
+from softfocus.validation import mechanism_of
+
+LEARNABLE = ("head_scale", "power")
+"""Arguments of ``softfocus.attention()`` that an attention module can own as parameters, one value a head."""
+REST = "*"
+"""In a layout's keys: every layer that no other key chooses."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heads:
+    """Query heads of one attention layer that run one mechanism.
+
+    Attributes:
+        mechanism: a name, a combination of names or a ``Mechanism``; held as a ``Mechanism``.
+        heads: how many query heads; None for all of the layer, or all that its other groups leave.
+        window: how many keys a query sees, itself included (to each side, where attention is not causal). None adds no
+            window to what the model's own mask shows.
+        sinks: how many of the first keys a query sees beside its window, at StreamingLLM's positions (arXiv 2309.17453,
+            section 3.2): from the end of the first window on, their distance to a query stays what it was there. Without
+            a KV cache only.
+        rope: share of the rotary embedding that is kept, its highest frequencies first; 1 is the model as it is, 0 is
+            NoPE, between them p-RoPE (arXiv 2410.06205).
+        parameters: initial values of what the heads learn, by argument of ``softfocus.attention()``: ``head_scale``,
+            ``power``. What the mechanism is defined with (SSMax's ``head_scale``) is added. Held as pairs.
+
+    Raises:
+        ValueError, TypeError: a value out of range; the message names it.
+    """
+
+    mechanism: Mechanism
+    heads: int | None = None
+    window: int | None = None
+    sinks: int = 0
+    rope: float = 1.0
+    parameters: tuple[tuple[str, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        algebra = mechanism_of(self.mechanism)
+        object.__setattr__(self, "mechanism", algebra)
+        for name, least in (("heads", 1), ("window", 1)):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+                raise ValueError(f"{name}: got {value!r}, expected a whole number of at least {least}, or None")
+        if isinstance(self.sinks, bool) or not isinstance(self.sinks, int) or self.sinks < 0:
+            raise ValueError(f"sinks: got {self.sinks!r}, expected a whole number of at least 0")
+        if self.sinks and (self.window is None or self.sinks >= self.window):
+            raise ValueError(
+                f"sinks: got {self.sinks} with window={self.window}; sinks stand beside a window that is longer than they are"
+            )
+        if isinstance(self.rope, bool) or not isinstance(self.rope, int | float) or not 0 <= self.rope <= 1:
+            raise ValueError(
+                f"rope: got {self.rope!r}, expected a share from 0 (no rotary embedding) to 1 (the model's own)"
+            )
+        object.__setattr__(self, "rope", float(self.rope))
+        own = _checked(algebra, dict(self.parameters))
+        object.__setattr__(self, "parameters", tuple(sorted({**learned_parameters(algebra), **own}.items())))
+
+    @property
+    def learned(self) -> dict[str, float]:
+        """The initial values of what the heads learn, one value for all of them."""
+        return dict(self.parameters)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON types; what says nothing is left out."""
+        values = {name: value for name, value in asdict(self).items() if value != _DEFAULTS.get(name)}
+        return values | {"mechanism": self.mechanism.to_dict(), "parameters": self.learned}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Heads":
+        """The inverse of :meth:`to_dict`; ``mechanism`` may also be a name."""
+        known = [entry.name for entry in fields(cls)]
+        for name in values:
+            if name not in known:
+                near = get_close_matches(str(name), known, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"they are {', '.join(known)}"
+                raise ValueError(f"a group of heads has no entry {name!r}; {hint}")
+        if "mechanism" not in values:
+            raise ValueError(f"a group of heads needs a mechanism; got {dict(values)!r}")
+        mechanism = values["mechanism"]
+        parameters = values.get("parameters", {})
+        if not isinstance(parameters, Mapping):
+            raise TypeError(f"parameters: got {parameters!r}, expected initial values by name")
+        if isinstance(mechanism, Mapping):
+            mechanism = Mechanism.from_dict(dict(mechanism))
+        return cls(**{**values, "mechanism": mechanism, "parameters": tuple(parameters.items())})
+
+    def __str__(self) -> str:
+        """ "lssar", "softmax[128]" with a window, "lssar nope" without RoPE."""
+        text = name_of(self.mechanism)
+        if self.window is not None:
+            text += f"[{self.window}{f'+{self.sinks}' if self.sinks else ''}]"
+        if self.rope < 1:
+            text += " nope" if self.rope == 0 else f" rope {self.rope:g}"
+        return text
+
+
+_DEFAULTS: dict[str, Any] = {"heads": None, "window": None, "sinks": 0, "rope": 1.0}
+
+Layer = tuple[Heads, ...]
+"""The groups of one attention layer's heads, in the order of the heads."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What every attention layer of a model runs.
+
+    Attributes:
+        kinds: the different layers that there are.
+        layers: for each layer of the model its place in ``kinds``; None where all attention modules are alike, numbered
+            or not.
+    """
+
+    kinds: tuple[Layer, ...]
+    layers: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        alike = self.layers is None and len(self.kinds) == 1
+        if not alike and not (self.layers and set(self.layers) == set(range(len(self.kinds)))):
+            raise ValueError(
+                f"layers: got {self.layers!r} for {len(self.kinds)} kinds of layers, expected every kind to be used"
+            )
+        for kind in self.kinds:
+            if not kind or (len(kind) > 1 and any(group.heads is None for group in kind)):
+                raise ValueError(f"kinds: got {kind!r}, expected groups that say how many heads they have")
+
+    @classmethod
+    def alike(cls, heads: Heads) -> "Layout":
+        """Every head of every attention module the same."""
+        return cls(((heads,),))
+
+    def layer(self, index: int | None) -> Layer:
+        """The groups of heads of a layer, by its number in the model."""
+        if self.layers is None:
+            return self.kinds[0]
+        if index is None or not 0 <= index < len(self.layers):
+            raise ValueError(f"layer {index}: the layout describes the layers 0 to {len(self.layers) - 1}")
+        return self.kinds[self.layers[index]]
+
+    def groups(self) -> Iterator[Heads]:
+        """Every group of heads of every kind."""
+        for kind in self.kinds:
+            yield from kind
+
+    def map(self, change: Callable[[Heads], Heads]) -> "Layout":
+        """The same layout with each group of heads changed."""
+        return replace(self, kinds=tuple(tuple(map(change, kind)) for kind in self.kinds))
+
+    @property
+    def mechanism(self) -> Mechanism | None:
+        """The mechanism that every head runs; None where they differ."""
+        found = {group.mechanism for group in self.groups()}
+        return found.pop() if len(found) == 1 else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON types."""
+        kinds = [[group.to_dict() for group in kind] for kind in self.kinds]
+        return {"kinds": kinds, "layers": None if self.layers is None else list(self.layers)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Layout":
+        """The inverse of :meth:`to_dict`.
+
+        Raises:
+            ValueError, TypeError: something else, with what it is.
+        """
+        if set(values) != {"kinds", "layers"}:
+            raise ValueError(f"a layout has the entries kinds and layers; got {', '.join(map(str, values)) or 'none'}")
+        kinds = tuple(tuple(Heads.from_dict(group) for group in kind) for kind in values["kinds"])
+        return cls(kinds, None if values["layers"] is None else tuple(values["layers"]))
+
+    def __str__(self) -> str:
+        """ "softmax[128] / lssar": the kinds of layers in the order in which they come, their groups of heads with "+"."""
+        return " / ".join(kind_text(kind) for kind in self.kinds)
+
+    def table(self) -> str:
+        """One line for each kind of layers."""
+        if self.layers is None:
+            return f"every layer: {kind_text(self.kinds[0])}"
+        lines = []
+        for number, kind in enumerate(self.kinds):
+            which = [str(layer) for layer, its in enumerate(self.layers) if its == number]
+            lines.append(f"layer{'s' * (len(which) > 1)} {', '.join(which)}: {kind_text(kind)}")
+        return "\n".join(lines)
+
+
+def resolve(spec: Mapping[Any, Any], config: Any) -> Layout:
+    """A layout from what a user writes, for the model of a config.
+
+    Args:
+        spec: what runs (a mechanism, a dict with the fields of :class:`Heads`, or a list of such groups of heads), by which
+            layers: a layer type of the config (``"full_attention"``), a number (``3``, ``-1``), a slice (``"0::2"``), or
+            ``"*"`` for all that are left.
+        config: of a Transformers model with one stack of layers.
+
+    Raises:
+        ValueError: a layer that is chosen twice, or not at all, or does not exist; heads that do not add up.
+        TypeError: something that is no mechanism.
+    """
+    if not spec:
+        raise ValueError("the layout is empty: say which layers run what, {'*': 'lssar'}")
+    count = layer_count(config)
+    chosen: dict[int, int] = {}
+    kinds: list[Layer] = []
+    for key, value in sorted(spec.items(), key=lambda item: item[0] == REST):
+        rest = [layer for layer in range(count) if layer not in chosen]
+        which = rest if key == REST else _layers(key, config, count)
+        if not which:
+            raise ValueError(
+                f"layout: {kind_text(groups_of(value))!r} for all other layers runs in none; others choose all"
+            )
+        if twice := [layer for layer in which if layer in chosen]:
+            raise ValueError(f"layout: {key!r} chooses layer {twice[0]}, which another key has chosen already")
+        kind = _layer(value, key, config)
+        if kind not in kinds:
+            kinds.append(kind)
+        chosen |= dict.fromkeys(which, kinds.index(kind))
+    if missing := [str(layer) for layer in range(count) if layer not in chosen]:
+        raise ValueError(f"layout: no key chooses layer {', '.join(missing)} of {count}; add '*' for the rest")
+    used = list(dict.fromkeys(chosen[layer] for layer in range(count)))  # in the order of the layers
+    return Layout(tuple(kinds[kind] for kind in used), tuple(used.index(chosen[layer]) for layer in range(count)))
+
+
+def layer_count(config: Any) -> int:
+    """How many layers the stack of a config has.
+
+    Raises:
+        ValueError: a composite config, or one that does not say.
+    """
+    if any(getattr(config, key, None) is not None for key in getattr(config, "sub_configs", {})):
+        raise ValueError(
+            f"layout: a {config.model_type} model has several stacks of layers; give use() the inner model, such as "
+            "model.language_model"
+        )
+    count = getattr(config, "num_hidden_layers", None)
+    if not isinstance(count, int) or getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"layout: a {config.model_type} model has no single stack of numbered layers to lay out")
+    return count
+
+
+def _layers(key: Any, config: Any, count: int) -> list[int]:
+    types = list(getattr(config, "layer_types", None) or [])
+    if key in types:
+        return [layer for layer, kind in enumerate(types) if kind == key]
+    text = str(key).strip()
+    parts = text.split(":")
+    try:
+        numbers = [int(part) if part.strip() else None for part in parts]
+        if len(numbers) == 1 and numbers[0] is not None:
+            return [range(count)[numbers[0]]]
+        found = list(range(count)[slice(*numbers)]) if 1 < len(numbers) <= 3 else None
+    except IndexError:
+        raise ValueError(f"layout: there is no layer {text}; the model has {count}, from 0 to {count - 1}") from None
+    except ValueError:
+        found = None
+    if found is None:
+        known = f"its layer types ({', '.join(dict.fromkeys(types))}), " if types else ""
+        raise ValueError(f"layout: {key!r} chooses no layers; expected {known}a number, a slice ('0::2') or '*'")
+    if not found:
+        raise ValueError(f"layout: {key!r} chooses none of the {count} layers")
+    return found
+
+
+def groups_of(value: Any) -> Layer:
+    """The groups of heads that a value of a layout names: a mechanism, a dict of the fields of :class:`Heads`, or a list.
+
+    Raises:
+        ValueError, TypeError: something else, or a value out of range.
+    """
+    groups = value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+    if not groups:
+        raise ValueError("an empty list names no mechanism")
+    return tuple(map(_group, groups))
+
+
+def _layer(value: Any, key: Any, config: Any) -> Layer:
+    try:
+        return _fitted(groups_of(value), config)
+    except (ValueError, TypeError) as error:
+        raise type(error)(f"layout: {key!r}: {error}") from None
+
+
+def _group(value: Any) -> Heads:
+    if isinstance(value, Heads):
+        return value
+    return Heads.from_dict(value) if isinstance(value, Mapping) else Heads(mechanism=value)
+
+
+def _fitted(groups: Layer, config: Any) -> Layer:
+    """Groups whose heads add up to the layer's, each of whole groups of heads that share a key."""
+    if len(groups) == 1 and groups[0].heads is None:
+        return groups
+    total = config.num_attention_heads
+    shared = total // (getattr(config, "num_key_value_heads", None) or total)
+    given = sum(group.heads or 0 for group in groups)
+    if (open_ends := sum(group.heads is None for group in groups)) > 1:
+        raise ValueError("heads: more than one group of heads leaves out how many it has")
+    if given + open_ends > total or (not open_ends and given != total):
+        raise ValueError(f"heads: the groups have {given} heads, the layer has {total}")
+    groups = tuple(group if group.heads else replace(group, heads=total - given) for group in groups)
+    if odd := [group.heads for group in groups if group.heads is not None and group.heads % shared]:
+        raise ValueError(f"heads: got {odd[0]}, expected a multiple of {shared}: so many query heads share a key head")
+    return groups if len(groups) > 1 else (replace(groups[0], heads=None),)
+
+
+def kind_text(kind: Layer) -> str:
+    """The groups of heads of one kind of layers, in one line."""
+    return " + ".join(f"{group.heads}x {group}" if group.heads is not None else str(group) for group in kind)
+
+
+def _checked(mechanism: Mechanism, parameters: dict[str, Any]) -> dict[str, float]:
+    """Initial values of what heads learn."""
+    for name, value in parameters.items():
+        if name not in LEARNABLE:
+            near = get_close_matches(name, LEARNABLE, n=1)
+            hint = f"did you mean {near[0]!r}" if near else f"they are {', '.join(LEARNABLE)}"
+            raise TypeError(f"use(): nothing is learned under the name {name!r}; {hint}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ValueError(
+                f"{name}: got {value!r}, expected a finite number, the initial value for every head; set the parameters "
+                f"softfocus_{name} afterwards for one value each"
+            )
+    if "power" in parameters:
+        if mechanism.power is None:
+            raise ValueError(
+                f"power: the mechanism ({mechanism}) does not re-weight; start from 'sharpened(NAME, POWER)'"
+            )
+        mechanism.replace(power=parameters["power"])  # outside of its range is the mechanism's own error
+    return {name: float(value) for name, value in parameters.items()}
