@@ -13,7 +13,7 @@ from softfocus.lab.commands import train
 from softfocus.lab.recipe import shipped
 from softfocus.lab.results import Evaluation, RunInfo
 
-COMMANDS = ("demo", "train", "evaluate", "compare", "generate", "mechanisms", "build", "doctor")
+COMMANDS = ("demo", "train", "evaluate", "recall", "induction", "compare", "generate", "mechanisms", "build", "doctor")
 HEAVY = ("torch", "transformers", "numpy", "datasets", "matplotlib")
 
 

@@ -16,20 +16,6 @@ def default_edges(train_length: int, length: int) -> list[int]:
     return sorted(edge for edge in edges if edge <= length)
 
 
-def clustered_ratio(sums: NDArray[np.floating], counts: NDArray[np.floating]) -> tuple[float, float, int]:
-    """(mean, standard error, how many) of what C clusters sum to; the formula is :class:`ClusteredMeans`'s.
-
-    Args:
-        sums: over each cluster [C].
-        counts: how many each cluster's sum is over [C], not all 0.
-    """
-    mean, clusters = float(sums.sum() / counts.sum()), int(np.count_nonzero(counts))
-    if clusters < 2:
-        return mean, float("nan"), int(counts.sum())
-    spread = np.square(sums - mean * counts).sum() * clusters / (clusters - 1)
-    return mean, float(np.sqrt(spread) / counts.sum()), int(counts.sum())
-
-
 @dataclass
 class ClusteredMeans:
     """Mean loss by bucket of positions and over all, from windows that come one batch after another.
@@ -61,4 +47,8 @@ class ClusteredMeans:
         chosen = slice(None) if index is None else slice(index, index + 1)
         sums = np.array([row[chosen].sum() for row in self.sums.values()])  # [C]
         counts = np.array(list(self.windows.values()), dtype=np.float64) * widths[chosen].sum()  # [C]
-        return clustered_ratio(sums, counts)
+        mean = float(sums.sum() / counts.sum())
+        if len(sums) < 2:
+            return mean, float("nan"), int(counts.sum())
+        spread = np.square(sums - mean * counts).sum() * len(sums) / (len(sums) - 1)
+        return mean, float(np.sqrt(spread) / counts.sum()), int(counts.sum())

@@ -92,7 +92,7 @@ class Display:
                 highlight=False,
             )
         elif event.kind == "row":
-            self.console.print(f"{event.run}: {event.message}", highlight=False, markup=False)
+            self.console.print(f"{event.run}: {event.message}", highlight=False, markup=False, soft_wrap=True)
         if event.kind == "prepare":
             self._show(event.message, event.done, event.total or None, "", "%")
         elif event.kind == "step":

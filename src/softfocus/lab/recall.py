@@ -1,8 +1,9 @@
 """Recall over length: how many answers of a generated task a run finds, and how far back they lie."""
 
-import logging
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+import softfocus.hf
 from softfocus.lab import data
 from softfocus.lab import model as models
 from softfocus.lab.errors import LabError
 from softfocus.lab.evaluate import has_plain_head
-from softfocus.lab.means import clustered_ratio
-from softfocus.lab.progress import Event, Listener, Pace, silent
+from softfocus.lab.progress import Event, Listener, silent
 from softfocus.lab.recipe import load
 from softfocus.lab.results import (
     RECALL,
@@ -29,8 +30,6 @@ from softfocus.lab.results import (
     save_recall,
 )
 from softfocus.lab.tasks import IGNORED, Task, check_room, random_for
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -47,6 +46,7 @@ def recall(
     folder: Path,
     lengths: Sequence[int],
     *,
+    window: int | None = None,
     sequences: int = 64,
     batch_tokens: int = 4096,
     progress: Listener = silent,
@@ -63,6 +63,7 @@ def recall(
     Args:
         folder: a finished run of a recipe with a generated task.
         lengths: tokens a sequence, in any order.
+        window: let every attention see only so many of the last keys; by default as trained.
         sequences: how many at each length; the same ones for every run.
         batch_tokens: tokens a forward pass, at least one sequence.
         progress: called with a "row" event as each row is finished, and "step" events between.
@@ -82,27 +83,43 @@ def recall(
     plans = list(_plans(task, sorted(set(lengths)), info.train_length))
     config = models.load_config(folder)
     models.check_positions(config, max(lengths), "recall --lengths up to {}")
+    if window is not None:
+        softfocus.hf.window(config, window)
     found = _earlier(folder, info, data.Generated(task).key)
     there = {row.key for row in found.rows}
-    plans = [plan for plan in plans if (plan.length, plan.grown, None, sequences) not in there]
+    plans = [plan for plan in plans if (plan.length, plan.grown, window, sequences) not in there]
     if not plans:
         return found
     model = models.load(folder, config)
     plain = has_plain_head(model)
-    pace = Pace(info.name, sequences * sum(plan.length for plan in plans), progress)
     bf16 = recipe.train.precision == "bf16"
+    done, total = 0, sequences * sum(plan.length for plan in plans)
     for plan in plans:
         with models.memory("lower --batch-tokens, or measure shorter lengths"):
             counts = _Counts()
             for first in range(0, sequences, size := max(1, batch_tokens // plan.length)):
                 count = min(size, sequences - first)
                 counts.add(*_answers(model, plan, range(first, first + count), bf16=bf16, plain=plain))
-                pace.add(count * plan.length)
-        row = counts.row(plan, info.train_length)
+                done += count * plan.length
+                progress(Event(kind="step", run=info.name, done=done, total=total))
+        row = counts.row(plan, info.train_length, window, reach(config))
         found.rows = sorted([*found.rows, row], key=lambda row: (row.window or 0, row.grown, row.length))
         save_recall(folder, found)
-        progress(Event(kind="row", run=info.name, message=text(row), done=pace.done, total=pace.total))
+        progress(Event(kind="row", run=info.name, message=text(row), done=done, total=total))
     return found
+
+
+def reach(config: Any) -> int | None:
+    """How many tokens back can matter to a prediction: windows add up through the layers. None where there is no limit."""
+    layout = softfocus.hf.layout_of(config)
+    assert layout is not None, "every run has a mechanism"
+    total = 0
+    for number in range(config.num_hidden_layers):
+        for group in (groups := layout.layer(number)):
+            if group.window is None or group.sinks:
+                return None
+        total += max((group.window or 0) - 1 for group in groups)
+    return total
 
 
 def text(row: RecallRow) -> str:
@@ -170,6 +187,17 @@ def _answers(
     return right.view(shape).numpy(), distances[asked].view(shape).numpy()
 
 
+def _share(right: NDArray[np.bool_], of: NDArray[np.bool_]) -> tuple[float, float]:
+    """Share of right answers among some [sequences, answers], and its standard error, for which a sequence is the unit."""
+    counts = of.sum(1)
+    counts, sums = counts[counts > 0], (right & of).sum(1)[counts > 0]
+    mean, many = sums.sum() / counts.sum(), len(counts)
+    if many < 2:
+        return float(mean), math.nan
+    spread = np.square(sums - mean * counts).sum() * many / (many - 1)
+    return float(mean), float(np.sqrt(spread) / counts.sum())
+
+
 class _Counts:
     """Right answers, as they come."""
 
@@ -181,30 +209,30 @@ class _Counts:
         self.right.append(right)
         self.distances.append(distances)
 
-    def row(self, plan: _Plan, train_length: int) -> RecallRow:
+    def row(self, plan: _Plan, train_length: int, window: int | None, reach: int | None) -> RecallRow:
         right, distances = np.concatenate(self.right), np.concatenate(self.distances)  # [sequences, answers]
         assert distances.min() >= plan.nearest
-        ones = np.ones(len(right))
-        accuracy, error, answers = clustered_ratio(right.sum(1), ones * plan.task.answers)
-        complete, complete_error, sequences = clustered_ratio(right.all(1).astype(float), ones)
+        each = np.ones_like(right)
+        accuracy, error = _share(right, each)
+        complete, complete_error = _share(np.array(right.all(1, keepdims=True)), each[:, :1])
         by_distance = []
         limits = edges(train_length, plan.length)
-        for start, end in zip(limits[:-1], limits[1:], strict=True):
+        for start, end in pairwise(limits):
             inside = (start <= distances) & (distances < end)
             if inside.any():
-                mean, deviation, count = clustered_ratio((right & inside).sum(1), inside.sum(1))
+                mean, deviation = _share(right, inside)
                 by_distance.append(
-                    Answers(start=start, end=end, accuracy=mean, standard_error=deviation, answers=count)
+                    Answers(start=start, end=end, accuracy=mean, standard_error=deviation, answers=int(inside.sum()))
                 )
         return RecallRow(
             length=plan.length,
             grown=plan.grown,
-            window=None,
+            window=window,
             nearest=plan.nearest,
-            reach=None,
+            reach=reach,
             chance=plan.task.chance,
-            sequences=sequences,
-            answers=answers,
+            sequences=len(right),
+            answers=right.size,
             accuracy=accuracy,
             standard_error=error,
             complete=complete,

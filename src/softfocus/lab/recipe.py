@@ -92,16 +92,15 @@ class MqarTable(_Table):
     """Multi-query associative recall: :class:`softfocus.lab.tasks.Mqar`."""
 
     pairs: Count = Field(default=8, description="of a key and a value, at the start of a sequence")
-    queries: Count = Field(default=8, description="how many of the keys are asked for, each once")
+    queries: Count = Field(default=8, description="how many keys are asked for, each equally often")
     keys: Count = Field(default=512, description="different keys that there are")
     values: Count = Field(default=64, description="different values that there are")
     filler: Count = Field(default=64, description="different filler tokens that there are")
 
     @model_validator(mode="after")
     def _fit(self) -> "MqarTable":
-        for fewer, more in (("queries", "pairs"), ("pairs", "keys")):
-            if (few := getattr(self, fewer)) > (many := getattr(self, more)):
-                raise ValueError(f"{fewer}={few} is more than {more}={many}: lower {fewer}, or raise {more}")
+        if self.pairs > self.keys:
+            raise ValueError(f"pairs={self.pairs} is more than keys={self.keys}: lower pairs, or raise keys")
         return self
 
 

@@ -7,7 +7,7 @@ answer is right with probability `chance`, whatever else it sees and however wel
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Literal, Protocol
 
 import numpy as np
@@ -79,7 +79,8 @@ class Mqar:
 
     Args:
         pairs: of a key and a value.
-        queries: how many of the keys are asked for, each once.
+        queries: how many there are. Where they are fewer than the pairs, some keys are not asked for; where they are more,
+            each key is asked for as often as the others, give or take one: more to learn from a sequence.
         keys: different keys that there are.
         values: different values that there are.
         filler: different filler tokens that there are.
@@ -123,7 +124,7 @@ class Mqar:
         pairs = tokens[: 2 * self.pairs].reshape(self.pairs, 2)  # a view
         pairs[:, 0] = keys + random.choice(self.keys, self.pairs, replace=False)
         pairs[:, 1] = values + random.integers(self.values, size=self.pairs)
-        asked = random.permutation(self.pairs)[: self.queries]
+        asked = np.resize(random.permutation(self.pairs), self.queries)  # again from the first where they are more
         first = max(2 * self.pairs, 2 * (self.pairs - 1) + nearest)
         places = first + random.choice(length - first, self.queries, replace=False)
         tokens[places] = pairs[asked, 0]
@@ -150,8 +151,9 @@ _BEFORE, _BETWEEN, _AFTER = "The pass key is", ". Remember it.", "is the pass ke
 _QUESTION = "What is the pass key? The pass key is"
 
 
-def _split(text: str) -> list[str]:
-    return re.findall(r"\w+|[.?]", text)
+@cache
+def _split(text: str) -> tuple[str, ...]:
+    return tuple(re.findall(r"\w+|[.?]", text))
 
 
 @dataclass(frozen=True)
