@@ -239,6 +239,53 @@ def recall(
 
 
 @app.command()
+def induction(
+    run: Run,
+    lengths: Annotated[
+        str, typer.Option(metavar="LIST", help="1k,2k,16k, or 1x,2x,16x the training length.")
+    ] = "1x,16x",
+    ngram: Annotated[int, typer.Option(min=2, help="Tokens that have to repeat, the predicted one included.")] = 4,
+    window: Annotated[
+        str | None,
+        typer.Option(metavar="LIST", help="Let every attention see only so many of the last keys: 64, or 1x,2x."),
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Validation tokens a length; the recipe's if left out.")
+    ] = None,
+    batch_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens a forward pass: lower it if memory is short.")
+    ] = 4096,
+    quiet: Quiet = False,
+    json: Json = None,
+) -> None:
+    """Loss of a run on tokens that repeat something, by how far back it stood: does the model use far context?
+
+    Every length predicts the same tokens. Rows are kept in the run folder as induction.json, with a figure; what is there
+    is not measured again.
+
+    Example: `softfocus induction runs/repeats --lengths 1x,16x --ngram 4`
+    """
+    from softfocus.lab.lengths import parse
+    from softfocus.lab.progress import Display
+    from softfocus.lab.results import load_run
+
+    info = load_run(run)
+    wanted = parse(lengths, info.train_length)
+    windows = [None] if window is None else parse(window, info.train_length, "--window")
+    from softfocus.lab.induction import induction
+    from softfocus.lab.induction_report import induction_table, save_induction_figure
+
+    with Display("tokens", quiet=quiet) as display:
+        for keys in windows:
+            found = induction(
+                run, wanted, ngram=ngram, window=keys, tokens=tokens, batch_tokens=batch_tokens, progress=display
+            )
+    save_induction_figure(found, run)
+    if not write_json(json, found):
+        _print(induction_table(found))
+
+
+@app.command()
 def compare(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Evaluated run folders.")],
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FOLDER", help="Where the report goes.")] = Path(

@@ -89,7 +89,7 @@ def evaluate(
         if scaled:
             with_dynamic_ntk(config, info.train_length)
     store = data.tokens(recipe, progress)
-    _check_tokens(store, folder, info)
+    check_tokens(store, folder, info)
     before = _earlier(folder, info)
     windows = _windows(store, lengths, wanted, before)
     evaluation = Evaluation(
@@ -174,7 +174,7 @@ class _Pace:
         self._progress(Event(kind="step", run=self.run, done=self.done, total=self.total, tokens_per_second=pace))
 
 
-def _check_tokens(store: TokenStore, folder: Path, info: RunInfo) -> None:
+def check_tokens(store: TokenStore, folder: Path, info: RunInfo) -> None:
     """Other ids would make the losses meaningless; another cut of the corpus only makes them less than held-out."""
     now, then = store.tokenizer / "tokenizer.json", folder / MODEL / "tokenizer.json"
     if now.is_file() and then.is_file() and not filecmp.cmp(now, then, shallow=False):

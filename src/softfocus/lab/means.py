@@ -1,6 +1,7 @@
 """Means of losses with standard errors that respect what belongs together."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,19 @@ def default_edges(train_length: int, length: int) -> list[int]:
         edges.add(edge)
         edge *= 2
     return sorted(edge for edge in edges if edge <= length)
+
+
+def clustered(sums: NDArray[Any], counts: NDArray[Any]) -> tuple[float, float]:
+    """The mean and its standard error, from sums over clusters [C] and how many each is over [C].
+
+    The formula is that of :class:`ClusteredMeans`; clusters that hold nothing are left out.
+    """
+    sums, counts = sums[counts > 0], counts[counts > 0]
+    mean, clusters = float(sums.sum() / counts.sum()), len(counts)
+    if clusters < 2:
+        return mean, float("nan")
+    spread = np.square(sums - mean * counts).sum() * clusters / (clusters - 1)
+    return mean, float(np.sqrt(spread) / counts.sum())
 
 
 @dataclass

@@ -1,6 +1,5 @@
 """Recall over length: how many answers of a generated task a run finds, and how far back they lie."""
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,6 +15,7 @@ from softfocus.lab import data
 from softfocus.lab import model as models
 from softfocus.lab.errors import LabError
 from softfocus.lab.evaluate import has_plain_head
+from softfocus.lab.means import clustered
 from softfocus.lab.progress import Event, Listener, silent
 from softfocus.lab.recipe import load
 from softfocus.lab.results import (
@@ -189,13 +189,7 @@ def _answers(
 
 def _share(right: NDArray[np.bool_], of: NDArray[np.bool_]) -> tuple[float, float]:
     """Share of right answers among some [sequences, answers], and its standard error, for which a sequence is the unit."""
-    counts = of.sum(1)
-    counts, sums = counts[counts > 0], (right & of).sum(1)[counts > 0]
-    mean, many = sums.sum() / counts.sum(), len(counts)
-    if many < 2:
-        return float(mean), math.nan
-    spread = np.square(sums - mean * counts).sum() * many / (many - 1)
-    return float(mean), float(np.sqrt(spread) / counts.sum())
+    return clustered((right & of).sum(1), of.sum(1))
 
 
 class _Counts:

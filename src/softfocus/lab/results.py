@@ -177,6 +177,39 @@ class Recall(_Record):
     rows: list[RecallRow]
 
 
+class Repeats(_Record):
+    """Mean loss over tokens whose n-gram stood start <= distance < end tokens before; distance 0 is for never."""
+
+    start: int
+    end: int
+    loss: float
+    standard_error: float = Field(description="over documents; NaN where there is only one")
+    tokens: int
+
+
+class InductionRow(_Record):
+    """Loss of the same tokens at one length, in nats per token, by how far back their n-gram stood in the span."""
+
+    length: int
+    window: int | None = Field(description="keys that every attention saw, itself included; None for all")
+    by_distance: list[Repeats]
+
+
+class Induction(_Record):
+    """Loss by distance of the latest repeat, of one run. Every row and bucket has the same tokens."""
+
+    run: str = Field(description="the run's name")
+    mechanism: str
+    train_length: int
+    seed: int = Field(description="the training seed")
+    corpus_key: str
+    ngram: int = Field(description="tokens that have to repeat, the predicted one included")
+    longest: int = Field(description="tokens a span, in which repeats are looked for")
+    tokens: int = Field(description="predictions that each row makes")
+    documents: int
+    rows: list[InductionRow]
+
+
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
@@ -237,6 +270,21 @@ def load_recall(folder: Path) -> Recall:
         LabError: there is none, or it cannot be read.
     """
     return _load(folder / RECALL, Recall, f"the run {folder} has no {RECALL}", f"run `softfocus recall {folder}`")
+
+
+def save_induction(folder: Path, induction: Induction) -> None:
+    """Write induction.json, whole or not at all."""
+    write_atomically(folder / INDUCTION, induction.model_dump_json(indent=2) + "\n")
+
+
+def load_induction(folder: Path) -> Induction:
+    """Read induction.json.
+
+    Raises:
+        LabError: there is none, or it cannot be read.
+    """
+    remedy = f"run `softfocus induction {folder}`"
+    return _load(folder / INDUCTION, Induction, f"the run {folder} has no {INDUCTION}", remedy)
 
 
 def write_atomically(path: Path, text: str) -> None:
