@@ -10,7 +10,7 @@ GUIDE = Path(__file__).parents[2] / "docs" / "transformers.md"
 
 def test_the_guide_runs(tmp_path, monkeypatch, capsys):
     blocks = re.findall(r"^```python\n(.*?)^```", GUIDE.read_text(), flags=re.DOTALL | re.MULTILINE)
-    assert len(blocks) == 8
+    assert len(blocks) == 10
     monkeypatch.chdir(tmp_path)
     names = {}
     for block in blocks:
@@ -19,5 +19,10 @@ def test_the_guide_runs(tmp_path, monkeypatch, capsys):
     assert softfocus.hf.layout_of(names["model"]).mechanism == softfocus.catalog.named("ssmax")
     assert len(names["names"]) == 4  # a head_scale and a power in each of two layers
     printed = capsys.readouterr().out
-    for part in ("0.43", "softplus(log(d) * log(N) * cos(q,k))", "attn_implementation='sdpa' would run softmax"):
+    for part in (
+        "layer 1: lssar",
+        "0.43",
+        "softplus(log(d) * log(N) * cos(q,k))",
+        "attn_implementation='sdpa' would run softmax",
+    ):
         assert part in printed

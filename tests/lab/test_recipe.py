@@ -24,6 +24,26 @@ SAYS = [
     (["evaluate.lengths=1x,long"], "evaluate.lengths: 'long' is not a length", "like 1k,2k,16k or 1x,2x,16x"),
     (["data.mqar.pairs=8"], "data: source and mqar exclude one another", "give one of source, mqar, passkey"),
     (["train.steps"], "'train.steps' is not KEY=VALUE", "--set train.steps=100"),
+    (['model.mechanism={ ph = "exp" }'], "model.mechanism: Mechanism has no field 'ph'", "did you mean 'phi'"),
+    (
+        ['model.layout={ "0::2" = { widow = 8 } }'],
+        "layout: '0::2': a group of heads has no entry",
+        "did you mean 'window'",
+    ),
+    (['model.layout={ "0::2" = { window = 129 } }'], "a window of 129 is longer than train.length=128", "leave it out"),
+    (['model.layout={ "*" = { mechanism = "lsar" } }'], "layout: '*': mechanism 'lsar'", "did you mean 'lssar'"),
+    (["train.power={ share = 1.5 }"], "train.power.share = 1.5", "less than or equal to 1"),
+    (["train.power={ share = 0.6 }"], "train.power: no head re-weights", "leave train.power out"),
+    (
+        ["model.mechanism=lssar", "train.power={ end = 31, share = 0.6 }"],
+        "end: got 31, but the heads end with 15",
+        "leave it",
+    ),
+    (
+        ["model.mechanism=lssar", "model.parameters={ power = 9.0 }", "train.power={ share = 0.6 }"],
+        "train.power: no head re-weights with a power that is not learned",
+        "leave",
+    ),
     (["train.steps.more=1"], "'steps' is a value, not a table", "--set"),
 ]
 
@@ -152,3 +172,47 @@ def test_files_that_are_not_recipes(tmp_path: Path) -> None:
 def test_lengths_may_be_a_list():
     recipe = load("demo-lssar", ['evaluate.lengths=["1x", "256", "4x"]'])
     assert recipe.evaluate.lengths == "1x,256,4x"
+
+
+LAYOUT = (
+    'model.layout={ "0::2" = { mechanism = "softmax", window = 64 }, "*" = [{ heads = 1, rope = 0.0 }, { heads = 1 }] }'
+)
+
+
+def test_what_a_layout_leaves_out_is_the_models() -> None:
+    recipe = load("demo", ["model.mechanism=ssmax", "model.parameters={ head_scale = 2.0 }", LAYOUT])
+    local, rest = recipe.model.groups
+    assert (str(local[0]), local[0].learned) == ("softmax[64]", {})
+    assert [(str(group), group.learned) for group in rest] == [
+        ("ssmax nope", {"head_scale": 2.0}),
+        ("ssmax", {"head_scale": 2.0}),
+    ]
+    assert recipe.model.label == "softmax[64] / 1x ssmax nope + 1x ssmax"
+
+
+def test_a_layout_round_trips(tmp_path: Path) -> None:
+    changes = ["model.mechanism=lssar", LAYOUT, "train.power={ start = 2, end = 15, share = 0.5 }", "name=written"]
+    recipe = load("demo", changes)
+    (tmp_path / "written.toml").write_text(recipe.to_toml())
+    assert load(tmp_path / "written.toml") == recipe
+
+
+def test_a_mechanism_may_be_a_table() -> None:
+    assert (
+        load("demo", ['model.mechanism={ phi = "sigmoid", score_bias = "-log(N)", power = 3 }']).model.label
+        == "sigmoid_log_n_l1_p3"
+    )
+    assert load("demo", ["model.mechanism=sharpened(lssa, 7)"]).model.label == "sharpened(lssa, 7)"  # as it is written
+
+
+@pytest.mark.parametrize(("shape", "half"), [("linear", 8.0), ("cosine", 8.0), ("geometric", 15**0.5)])
+def test_the_power_grows_from_start_to_end(shape: str, half: float) -> None:
+    power = load(
+        "demo", ["model.mechanism=lssar", f'train.power={{ start = 1, share = 0.6, shape = "{shape}" }}']
+    ).train.power
+    assert power is not None
+    assert power.at(15.0, 0.0) == pytest.approx(1.0)
+    assert power.at(15.0, 0.3) == pytest.approx(half)
+    assert power.at(15.0, 0.6) == power.at(15.0, 1.0) == pytest.approx(15.0)
+    path = [power.at(15.0, step / 100) for step in range(101)]
+    assert path == sorted(path)

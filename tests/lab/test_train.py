@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 from transformers import set_seed
 
+import softfocus.hf
 from softfocus.lab import data
 from softfocus.lab import model as models
 from softfocus.lab.errors import LabError
@@ -185,6 +186,48 @@ def test_resumed_is_uninterrupted(
     assert info.train_loss == load_run(trained).train_loss
     for name, tensor in weights(trained).items():
         assert torch.equal(weights(folder)[name], tensor), name
+
+
+ANNEALED = [
+    "model.layout={ '0' = [{ heads = 1, mechanism = 'softmax', window = 8 }, { heads = 1 }] }",
+    "model.config.num_hidden_layers=2",
+    "train.power={ start = 2, share = 0.5 }",
+]
+
+
+def test_the_power_is_annealed_and_resuming_is_exact(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    powers: list[float | None] = []
+    true_loss = WindowTrainer.compute_loss
+
+    def compute_loss(self: WindowTrainer, model: Any, *arguments: Any, **others: Any) -> Any:
+        layout = softfocus.hf.layout_of(model)
+        assert layout is not None
+        assert layout.layers == (0, 1)
+        powers.append(layout.layer(0)[1].mechanism.power)
+        assert layout.layer(0)[0].mechanism.power is None
+        return true_loss(self, model, *arguments, **others)
+
+    monkeypatch.setattr(WindowTrainer, "compute_loss", compute_loss)
+    recipe = load(tiny, ANNEALED)
+    whole = train(recipe, tmp_path / "whole")
+    want = [pytest.approx(2 + 13 * min(1, step / 5)) for step in range(10)]
+    assert powers == want
+    assert whole.mechanism == "1x softmax[8] + 1x lssar / lssar"
+    powers.clear()
+    with pytest.raises(LabError, match="checkpoint-4, is kept"):
+        train(recipe, tmp_path / "parts", progress=stop_at(6, crash))
+    parts = train(recipe, tmp_path / "parts", resume=True)
+    assert powers == want[:6] + want[4:]
+    assert parts.train_loss == whole.train_loss
+    for name, tensor in weights(tmp_path / "whole").items():
+        assert torch.equal(weights(tmp_path / "parts")[name], tensor), name
+    layout = softfocus.hf.layout_of(models.load_config(tmp_path / "whole"))
+    assert layout is not None
+    assert layout.layer(1)[0].mechanism == softfocus.named("lssar")  # saved with its own power
+    found = evaluate(tmp_path / "whole", [32, 64])
+    assert all(math.isfinite(row.loss) for row in found.rows)
 
 
 def test_what_is_left_of_a_run_without_run_json_is_not_resumed(tiny: Path, trained: Path, tmp_path: Path) -> None:

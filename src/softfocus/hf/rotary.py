@@ -37,7 +37,7 @@ def install(module: nn.Module, layer: Layer) -> None:
             "out rope and sinks, or take an architecture such as GPT-NeoX, Llama or Qwen3"
         )
     if any(group.rope > 0 for group in partial):
-        _pairs(modeling, 4)  # refuses here what would fail in the first forward
+        module._softfocus_neighbours = _turns_neighbours(modeling)  # type: ignore[assignment]
     if len({group.rope for group in layer}) > 1 and not hasattr(getattr(modeling, _FUNCTION), "_softfocus"):
         setattr(modeling, _FUNCTION, _by_head(getattr(modeling, _FUNCTION)))
     if _change_tables not in module._forward_pre_hooks.values():
@@ -48,18 +48,17 @@ def _change_tables(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tupl
     layer = layer_of(module) or ()
     shares = [group.rope for group in layer]
     sinks = any(group.sinks for group in layer)
-    if min(shares, default=1.0) == 1 and not sinks:
+    if all(share == 1 for share in shares) and not sinks:
         return None
     given = kwargs.get(_TABLES)
     if not (isinstance(given, tuple) and len(given) == 2 and all(isinstance(x, Tensor) for x in given)):
         raise ValueError(f"{type(module).__name__} got no {_TABLES} (cos, sin) by name, which rope and sinks need")
     cos, sin = given  # [B, L, rotary dimensions]
-    kept = torch.stack([_kept(module, share, cos) for share in shares])  # [groups, rotary dimensions]
     if len(set(shares)) == 1:
-        kept = kept[0]
+        kept = _kept(module, shares[0], cos)  # [rotary dimensions]
     else:
-        heads = torch.tensor([group.heads for group in layer], device=cos.device)
-        kept = kept.repeat_interleave(heads, dim=0)[:, None]  # [H, 1, rotary dimensions]
+        rows = [_kept(module, group.rope, cos).expand(group.heads or 1, -1) for group in layer]
+        kept = torch.cat(rows)[:, None]  # [H, 1, rotary dimensions]
         cos, sin = cos[:, None], sin[:, None]
     tables = torch.where(kept, cos, 1.0), torch.where(kept, sin, 0.0)  # [B, (H,) L, rotary dimensions]
     if sinks:
@@ -68,25 +67,25 @@ def _change_tables(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tupl
 
 
 def _kept(module: nn.Module, share: float, cos: Tensor) -> Tensor:
-    """Which rotary dimensions stay turned, bool [rotary dimensions]: the first, which turn fastest."""
+    """Which rotary dimensions stay turned, bool [rotary dimensions]: those of the highest frequencies, which come first."""
     size = cos.shape[-1]
     if share in (0.0, 1.0):
         return torch.full((size,), bool(share), device=cos.device)
-    return _pairs(sys.modules[type(module).__module__], size).to(cos.device) < round(share * size / 2)
+    places = torch.arange(size, device=cos.device)
+    frequency = places // 2 if module._softfocus_neighbours else places % (size // 2)
+    return frequency < round(share * size / 2)
 
 
-def _pairs(modeling: Any, size: int) -> Tensor:
-    """The number of the frequency that turns each rotary dimension, [size], as the modeling file's rotate_half pairs them."""
-    turned = getattr(modeling, "rotate_half", lambda x: x)(torch.arange(1.0, size + 1)).abs().long() - 1
-    places = torch.arange(size)
-    half, neighbours = (places + size // 2) % size, places ^ 1
-    if torch.equal(turned, half):
-        return places % (size // 2)
-    if torch.equal(turned, neighbours):
-        return places // 2
-    raise ValueError(
-        f"rope: {modeling.__name__} pairs rotary dimensions in a way that softfocus does not know; take 0 or 1"
-    )
+def _turns_neighbours(modeling: Any) -> bool:
+    """Whether a modeling file's rotate_half pairs dimensions 0 and 1, 2 and 3 (else each with the one half the size on)."""
+    turned = None
+    if hasattr(modeling, "rotate_half"):
+        turned = modeling.rotate_half(torch.arange(1.0, 5.0, device="cpu")).abs().tolist()
+    if turned not in ([3.0, 4.0, 1.0, 2.0], [2.0, 1.0, 4.0, 3.0]):
+        raise ValueError(
+            f"rope: {modeling.__name__} pairs rotary dimensions in a way that softfocus does not know; take 0 or 1"
+        )
+    return bool(turned == [2.0, 1.0, 4.0, 3.0])
 
 
 def _by_head(original: Any) -> Any:

@@ -1,0 +1,377 @@
+"""Layouts in models: held against other architectures that have the same thing, and against separate calls."""
+
+import copy
+import json
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    BartConfig,
+    DynamicCache,
+    LlamaConfig,
+    LlavaConfig,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
+    StaticCache,
+)
+
+import softfocus
+import softfocus.hf
+from softfocus.hf import adapter
+from softfocus.hf.adapter import attention_forward
+
+LENGTH, WINDOW = 12, 4
+HYBRID = {"0": {"mechanism": "softmax", "window": WINDOW}, "*": "lssar"}
+HEADS = {"*": [{"mechanism": "ssmax", "heads": 2, "window": WINDOW}, {"mechanism": "lssar", "rope": 0}]}
+PARTIAL = {"0": {"mechanism": "lssar", "rope": 0.5}, "*": [{"mechanism": "lssar", "rope": 0.25, "heads": 2}, "lssar"]}
+
+
+def logits(model, *args, **kwargs):
+    with torch.no_grad():
+        return model(*args, **kwargs).logits
+
+
+def padded(tokens, side):
+    """Sequences of 12 and 7 tokens in one batch, with its mask and the places of the real tokens."""
+    ids, mask = torch.zeros(2, LENGTH, dtype=torch.long), torch.zeros(2, LENGTH, dtype=torch.long)
+    for row, length in enumerate((LENGTH, 7)):
+        at = slice(0, length) if side == "right" else slice(LENGTH - length, LENGTH)
+        ids[row, at], mask[row, at] = tokens(1, length, seed=row)[0], 1
+    return {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}, mask.bool()
+
+
+@pytest.mark.parametrize("mechanism", ["softmax", "lssar"])
+@pytest.mark.parametrize("padding", [None, "left", "right"])
+def test_a_window_is_mistrals(build, tokens, in_double, agree, mechanism, padding):
+    """The same weights: Mistral makes its window in the mask, a layout in the adapter."""
+    theirs = build("mistral", mechanism)
+    ours = softfocus.hf.use(build("llama"), {"*": {"mechanism": mechanism, "window": WINDOW}})
+    ours.load_state_dict(theirs.state_dict())
+    inputs, real = (
+        ({"input_ids": tokens(2, LENGTH)}, torch.ones(2, LENGTH).bool()) if padding is None else padded(tokens, padding)
+    )
+    want = logits(in_double(theirs), **inputs)[real]
+    agree(logits(in_double(ours), **inputs)[real], want, logits(theirs, **inputs)[real])
+    free = logits(softfocus.hf.use(copy.deepcopy(ours), mechanism), **inputs)[real]
+    assert (free - want).abs().max() > 0.01 * want.abs().max()  # so that the window does something
+
+
+def test_a_window_of_a_bidirectional_model_reaches_to_both_sides(build, tokens):
+    model, ids = softfocus.hf.use(build("bert"), {"*": {"mechanism": "lssar", "window": 3}}), tokens(2, LENGTH)
+    places = torch.arange(LENGTH)
+    band = ((places[:, None] - places).abs() < 3)[None, None]
+    want = logits(build("bert", "lssar"), ids, attention_mask=band)
+    assert torch.equal(logits(model, ids), want)
+    assert torch.equal(logits(model, ids, attention_mask=torch.ones(1, 1, LENGTH, LENGTH).bool()), want)
+
+
+def test_the_narrower_of_two_windows_holds(build, tokens):
+    narrow, ids = {"*": {"mechanism": "lssar", "window": 3}}, tokens(1, LENGTH)
+    model = softfocus.hf.use(build("mistral"), narrow)  # its own window is 4
+    alone = softfocus.hf.use(build("llama"), narrow)
+    alone.load_state_dict(model.state_dict())
+    assert torch.equal(logits(model, ids), logits(alone, ids))
+
+
+def smol(layers):
+    """SmolLM3 with rotary embeddings in the layers given as 1."""
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "vocab_size": 61,
+        "initializer_range": 0.4,
+    }
+    torch.manual_seed(0)
+    config = SmolLM3Config(
+        **sizes, num_hidden_layers=len(layers), num_key_value_heads=2, no_rope_layers=layers, pad_token_id=0,
+        bos_token_id=None, eos_token_id=None, max_position_embeddings=64,
+    )  # fmt: skip
+    return SmolLM3ForCausalLM(config).eval()
+
+
+def test_layers_without_rope_are_smollm3s(tokens):
+    ids = tokens(2, LENGTH)
+    theirs, ours = (
+        softfocus.hf.use(smol([1, 0]), "lssar"),
+        softfocus.hf.use(smol([1, 1]), {"0": "lssar", "1": {"mechanism": "lssar", "rope": 0}}),
+    )
+    ours.load_state_dict(theirs.state_dict())
+    assert torch.equal(logits(ours, ids), logits(theirs, ids))
+    assert not torch.equal(logits(softfocus.hf.use(ours, "lssar"), ids), logits(theirs, ids))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 1.0])
+def test_a_share_of_rope_keeps_the_highest_frequencies(build, tokens, family, share):
+    ids, model = tokens(2, LENGTH), build(family, "lssar")
+    rotary = (model.model if family == "llama" else model.gpt_neox).rotary_emb
+    rotary.inv_freq[round(share * len(rotary.inv_freq)) :] = 0  # a frequency of 0 turns nothing
+    ours = softfocus.hf.use(build(family), {"*": {"mechanism": "lssar", "rope": share}})
+    assert torch.equal(logits(ours, ids), logits(model, ids))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+def test_heads_of_one_layer_keep_shares_of_their_own(build, tokens, monkeypatch, family):
+    """What reaches the attention, head by head, against models whose heads are all alike."""
+    ids, seen = tokens(2, LENGTH), []
+
+    def watched(query, key, value, **kwargs):
+        seen.append((query, key))
+        return softfocus.attention(query, key, value, **kwargs)
+
+    monkeypatch.setattr(adapter, "attention", watched)
+    groups = [{"mechanism": "lssar", "heads": 2, "rope": 0.5}, {"mechanism": "lssar", "heads": 2}]
+    logits(softfocus.hf.use(build(family), {"*": groups}), ids)
+    mixed = seen[:2]  # the first layer's: what comes after depends on its output
+    for number, share in enumerate((0.5, 1.0)):
+        seen.clear()
+        logits(softfocus.hf.use(build(family), {"*": {"mechanism": "lssar", "rope": share}}), ids)
+        for mine, whole in zip(mixed[number], seen[0], strict=True):
+            half = whole.shape[1] // 2
+            torch.testing.assert_close(mine, whole[:, half * number : half * (number + 1)], rtol=1e-6, atol=1e-6)
+
+
+class Module(torch.nn.Module):
+    """A stand-in for an attention module with a layout."""
+
+    def __init__(self, *groups, total=4):
+        super().__init__()
+        layout = softfocus.hf.Layout((tuple(groups),))
+        self.config = type(
+            "Config", (), {"softfocus": softfocus.hf.config.Entry(layout), "num_attention_heads": total}
+        )()
+        self.is_causal = True
+
+
+@pytest.mark.parametrize("mask", [None, "shared", "by head"])
+def test_groups_are_separate_calls(mask):
+    """Values and gradients; key heads are shared, and windows and mechanisms differ."""
+    torch.manual_seed(0)
+    groups = [
+        softfocus.hf.Heads(mechanism="softmax", window=3, heads=2),
+        softfocus.hf.Heads(mechanism="lssar", heads=4),
+    ]
+    query = torch.randn(2, 6, 8, 16, dtype=torch.float64, requires_grad=True)
+    key, value = (torch.randn(2, 3, 8, 16, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    bias = torch.randn(1, 6, 8, 8, dtype=torch.float64, requires_grad=True)
+    seen = torch.ones(8, 8).tril().bool().expand(2, 1 if mask == "shared" else 6, 8, 8).clone()
+    seen[1, :, :, :2] = False
+    seen[..., 0, 0] = True
+    out, weights = attention_forward(
+        Module(*groups, total=6), query, key, value, None if mask is None else seen, position_bias=bias
+    )
+    assert weights is None
+    parts = []
+    for heads, keys, group in ((slice(0, 2), slice(0, 1), groups[0]), (slice(2, 6), slice(1, 3), groups[1])):
+        places = torch.arange(8)
+        near = places > places[:, None] - (group.window or 8)
+        visible = torch.ones(8, 8).tril().bool() & near
+        if mask is not None:
+            visible = seen[:, heads if mask == "by head" else slice(None)] & near
+        parts.append(
+            softfocus.attention(
+                query[:, heads], key[:, keys], value[:, keys], attn_mask=visible, bias=bias[:, heads],
+                mechanism=group.mechanism, enable_gqa=True,
+            )
+        )  # fmt: skip
+    want = torch.cat(parts, dim=1).transpose(1, 2)
+    torch.testing.assert_close(out, want, rtol=1e-12, atol=1e-12)
+    grad = torch.randn_like(want)
+    leaves = (query, key, value, bias)
+    for mine, theirs in zip(
+        torch.autograd.grad(out, leaves, grad), torch.autograd.grad(want, leaves, grad), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
+
+
+def test_groups_take_views_of_the_modules_tensors(monkeypatch):
+    seen = []
+    monkeypatch.setattr(adapter, "attention", lambda *tensors, **_: seen.append(tensors) or tensors[0])
+    query, key, value = torch.randn(3, 2, 4, 8, 16)
+    attention_forward(Module(*(softfocus.hf.Heads(mechanism="lssar", heads=2),) * 2), query, key, value, None)
+    storages = [{tensor.untyped_storage().data_ptr() for tensor in column} for column in zip(*seen, strict=True)]
+    assert storages == [{tensor.untyped_storage().data_ptr()} for tensor in (query, key, value)]
+
+
+@pytest.mark.parametrize("layout", [HYBRID, HEADS], ids=["layers", "heads"])
+@pytest.mark.parametrize("sizes", [[1] * LENGTH, [5, 4, 1, 2], [9, 1, 1, 1]], ids=["tokens", "chunks", "prefill"])
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+@pytest.mark.parametrize("family", ["gpt_neox", "llama"])
+def test_cached_decoding_is_the_full_forward(build, tokens, in_double, agree, layout, sizes, kind, family):
+    model, ids = softfocus.hf.use(build(family), layout), tokens(2, LENGTH)
+    double = in_double(model)
+    cache = DynamicCache(config=double.config) if kind == "dynamic" else StaticCache(double.config, LENGTH + 5)
+    parts = [logits(double, chunk, past_key_values=cache) for chunk in ids.split(sizes, dim=1)]
+    agree(torch.cat(parts, dim=1), logits(double, ids), logits(model, ids))
+
+
+@pytest.mark.parametrize("layout", [HYBRID, HEADS], ids=["layers", "heads"])
+@pytest.mark.parametrize("implementation", [None, "static"])
+@pytest.mark.parametrize("beams", [1, 3])
+def test_generate_writes_the_same_with_every_cache(build, tokens, in_double, layout, implementation, beams):
+    model = in_double(softfocus.hf.use(build("llama"), layout))
+    long, short = tokens(1, 9), tokens(1, 5, seed=2)
+    ids = torch.cat([long, torch.cat([torch.zeros(1, 4, dtype=torch.long), short], dim=1)])
+    how = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "num_beams": beams}
+    together = model.generate(ids, attention_mask=(ids != 0).long(), cache_implementation=implementation, **how)
+    for row, prompt in enumerate((long, short)):
+        alone = model.generate(prompt, attention_mask=torch.ones_like(prompt), use_cache=False, **how)
+        assert torch.equal(together[row, -8:], alone[0, -8:])
+
+
+@pytest.mark.parametrize(
+    ("layout", "kept"),
+    [
+        (HYBRID, [WINDOW - 1, LENGTH]),
+        (HEADS, [LENGTH, LENGTH]),  # a layer keeps what its widest heads see
+        (
+            {"0": {"mechanism": "lssar", "window": 3}, "1": {"mechanism": "lssar", "window": 6}},
+            [5, 5],
+        ),  # one mask for both
+        ({"*": {"mechanism": "lssar", "window": 30}}, [LENGTH, LENGTH]),
+    ],
+)
+def test_a_cache_keeps_what_windows_can_still_see(build, tokens, layout, kept):
+    model, ids = softfocus.hf.use(build("llama"), layout), tokens(1, LENGTH)
+    with torch.no_grad():
+        cache = model(ids, use_cache=True).past_key_values
+    assert [layer.keys.shape[2] for layer in cache.layers] == kept
+    assert cache.get_seq_length() == LENGTH
+
+
+def test_a_model_without_a_layout_keeps_its_cache(build, tokens):
+    with torch.no_grad():
+        cache = build("llama")(tokens(1, LENGTH), use_cache=True).past_key_values
+    assert [layer.keys.shape[2] for layer in cache.layers] == [LENGTH, LENGTH]
+
+
+@pytest.mark.parametrize("mechanism", ["softmax", "lssar"])
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+def test_sinks_are_streaming_llms(build, tokens, in_double, mechanism, family):
+    """Of one layer, keys and values depend on their own token alone: a fresh sequence of what is seen is the definition."""
+    model, ids = in_double(build(family, mechanism, num_hidden_layers=1)), tokens(2, LENGTH)
+    sinks, keys = 2, 6
+    want = []
+    for end in range(1, LENGTH + 1):
+        seen = ids[:, :end] if end <= keys else torch.cat([ids[:, :sinks], ids[:, end - (keys - sinks) : end]], dim=1)
+        want.append(logits(model, seen)[:, -1])
+    got = logits(softfocus.hf.window(model, keys, sinks), ids)
+    # Tables of cos and sin are float32
+    torch.testing.assert_close(got, torch.stack(want, dim=1), rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match=r"sinks: .* without a KV cache"):
+        logits(model, ids[:, -1:], past_key_values=model(ids[:, :-1], use_cache=True).past_key_values)
+
+
+def test_sinks_need_a_mask_that_is_plainly_causal(build, tokens):
+    inputs, _ = padded(tokens, "left")
+    with pytest.raises(ValueError, match="sinks: they are for causal attention without padding"):
+        logits(softfocus.hf.window(build("llama", "lssar"), 6, 2), **inputs)
+
+
+def test_window_narrows_what_is_wider(build, tokens):
+    model = softfocus.hf.use(build("llama"), {"0": {"mechanism": "softmax", "window": 3}, "1": "ssmax"})
+    with torch.no_grad():
+        model.model.layers[1].self_attn.softfocus_head_scale.fill_(3.0)
+    softfocus.hf.window(model, 5)
+    assert str(softfocus.hf.layout_of(model)) == "softmax[3] / ssmax[5]"
+    assert torch.equal(
+        model.model.layers[1].self_attn.softfocus_head_scale, torch.full((4,), 3.0)
+    )  # what was learned stays
+    config = softfocus.hf.window(softfocus.hf.use(build("llama").config, "lssar"), 5)
+    assert str(softfocus.hf.layout_of(config)) == "lssar[5]"
+    with pytest.raises(ValueError, match="the model runs its own attention"):
+        softfocus.hf.window(build("llama"), 5)
+
+
+def test_parameters_belong_to_the_heads_that_learn_them(build, tokens, tmp_path):
+    layout = {
+        "0": [{"mechanism": "ssmax", "heads": 2}, {"mechanism": "lssar", "parameters": {"power": 9, "head_scale": 2}}],
+        "1": "lssar",
+    }
+    model, ids = softfocus.hf.use(build("llama"), layout), tokens(2, LENGTH)
+    first, second = (layer.self_attn for layer in model.model.layers)
+    assert first.softfocus_head_scale.tolist() == [pytest.approx(0.43)] * 2 + [2.0, 2.0]
+    assert first.softfocus_power.tolist() == [9.0, 9.0]
+    assert not [name for name, _ in second.named_parameters() if "softfocus" in name]
+    model(ids).logits.square().sum().backward()
+    assert first.softfocus_head_scale.grad.ne(0).all()
+    assert first.softfocus_power.grad.ne(0).all()
+    with torch.no_grad():
+        first.softfocus_head_scale.copy_(torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    model.save_pretrained(tmp_path)
+    back = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert torch.equal(logits(back, ids), logits(model, ids))
+    assert softfocus.hf.layout_of(back) == softfocus.hf.layout_of(model)
+    softfocus.hf.use(model, "softmax")
+    assert not [name for name, _ in model.named_parameters() if "softfocus" in name]
+
+
+@pytest.mark.parametrize("layout", [HYBRID, HEADS, PARTIAL], ids=["layers", "heads", "partial"])
+@pytest.mark.parametrize("family", ["gpt_neox", "llama"])
+def test_round_trip(build, tokens, tmp_path, layout, family):
+    model, ids = softfocus.hf.use(build(family), layout), tokens(2, LENGTH)
+    model.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["attn_implementation"] == "softfocus"
+    assert softfocus.hf.Layout.from_dict(saved["softfocus"]["layout"]) == softfocus.hf.layout_of(model)
+    back = type(model).from_pretrained(tmp_path)
+    assert torch.equal(logits(back, ids), logits(model, ids))
+    back.save_pretrained(tmp_path / "again")
+    assert json.loads((tmp_path / "again" / "config.json").read_text()) == saved
+    fresh = AutoModelForCausalLM.from_config(softfocus.hf.use(build(family).config, layout)).eval()
+    fresh.load_state_dict(model.state_dict())
+    assert torch.equal(logits(fresh, ids), logits(model, ids))
+    assert torch.equal(logits(copy.deepcopy(model), ids), logits(model, ids))
+
+
+@pytest.mark.parametrize("layout", [HYBRID, HEADS, PARTIAL], ids=["layers", "heads", "partial"])
+def test_compiled_and_checkpointed(build, tokens, layout):
+    model, ids = softfocus.hf.use(build("llama"), layout), tokens(2, LENGTH)
+    want = logits(model, ids)
+    torch.testing.assert_close(logits(torch.compile(model, fullgraph=True, backend="eager"), ids), want)
+    model.train()
+
+    def gradient():
+        model.zero_grad()
+        model(ids).logits.square().sum().backward()
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+    plain = gradient()
+    model.gradient_checkpointing_enable()
+    for mine, theirs in zip(gradient(), plain, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_layer_types_of_the_models_own(build, tokens):
+    model, ids = build("mistral", layer_types=["sliding_attention", "full_attention"]), tokens(1, LENGTH)
+    softfocus.hf.use(model, {"sliding_attention": "softmax", "full_attention": "lssar"})
+    assert softfocus.hf.layout_of(model).layers == (0, 1)
+    assert logits(model, ids).isfinite().all()
+
+
+def test_what_cannot_be_laid_out_is_refused(build):
+    bart = BartConfig(
+        d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2
+    )
+    with pytest.raises(ValueError, match="no single stack"):
+        softfocus.hf.use(bart, {"*": "lssar"})
+    with pytest.raises(ValueError, match="give use\\(\\) the inner model"):
+        softfocus.hf.use(LlavaConfig(text_config=LlamaConfig()), {"*": "lssar"})
+    with pytest.raises(TypeError, match="power beside a layout"):
+        softfocus.hf.use(build("llama"), {"*": "lssar"}, power=3.0)
+    with pytest.raises(ValueError, match="describes 4 layers, the model has 2"):
+        softfocus.hf.use(build("llama"), softfocus.hf.Layout(((softfocus.hf.Heads(mechanism="lssar"),),), (0, 0, 0, 0)))
+    model = build("llama")
+    model.model.layers[1].self_attn.layer_idx = 0
+    with pytest.raises(ValueError, match="one attention module a layer"):
+        softfocus.hf.use(model, HYBRID)
+    with pytest.raises(ValueError, match="rope, sinks: BertSelfAttention takes no position_embeddings"):
+        softfocus.hf.use(build("bert"), {"*": {"mechanism": "lssar", "rope": 0}})
+
+
+def test_explain(build):
+    assert softfocus.hf.explain(softfocus.hf.use(build("llama"), HYBRID)) == "layer 0: softmax[4]\nlayer 1: lssar"
+    with pytest.raises(ValueError, match="never called"):
+        softfocus.hf.explain(build("llama"))
