@@ -106,8 +106,9 @@ def train(
 ) -> None:
     """Train a recipe into a run folder.
 
-    Shipped recipes: demo, demo-softmax, demo-lssa, demo-lssar, demo-laser, demo-hybrid, small, gpt2-124m, gpt2-124m-softmax,
-    gpt2-124m-lssa, gpt2-124m-lssar, gpt2-124m-laser. Ctrl-C keeps a checkpoint; --resume goes on exactly there.
+    Shipped recipes, each alone or with one of the endings in brackets: demo(-softmax, -lssa, -lssar, -laser, -hybrid);
+    small; gpt2-124m(-softmax, -lssa, -lssar, -laser); repeats; mqar(-softmax, -ssmax, -cosine-log-n, -lssa, -lssar-3,
+    -lssar-7, -lssar, -laser); passkey(-softmax, -ssmax, -cosine-log-n, -lssa, -lssar-3, -lssar-7, -lssar, -laser). Ctrl-C keeps a checkpoint; --resume goes on exactly there.
 
     Example: `softfocus train demo-lssar --out runs/p7 --set "model.mechanism=sharpened(lssa, 7)"`
 
