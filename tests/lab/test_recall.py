@@ -144,9 +144,9 @@ def test_a_window_that_hides_every_answer_leaves_nothing_of_it(run: Path) -> Non
     window, length = 8, 64
     found = recall(run, [T, length], window=window, sequences=4)
     assert [(row.grown, row.reach, row.blind) for row in found.rows] == [
-        (False, 14, False),
-        (False, 14, True),
-        (True, 14, True),
+        (False, 1 + 7, False),
+        (False, 1 + 7, True),
+        (True, 1 + 7, True),
     ]
     config = models.load_config(run)
     softfocus.hf.window(config, window)
@@ -208,7 +208,10 @@ def test_the_command_shows_tables_and_a_figure(run: Path, capsys: pytest.Capture
     assert (run / "recall.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("name", [name for name in shipped() if name.startswith(("mqar", "passkey", "repeats"))])
+TRAINABLE = [name for name in shipped() if name.startswith(("mqar", "passkey"))]
+
+
+@pytest.mark.parametrize("name", [*TRAINABLE, pytest.param("repeats", marks=pytest.mark.slow)])  # that tokenises first
 def test_every_recipe_of_a_task_trains(name: str, tmp_path: Path) -> None:
     few = ["train.steps=2", "train.batch=2", "train.warmup=0", "train.log_every=1"]
     info = train(load(name, few), tmp_path / "run")
