@@ -54,22 +54,27 @@ def number(point: Point) -> str:
     return f"{point.value:.3f}{error}{point.note}"
 
 
-def curve_table(title: str, first: str, lines: Sequence[Line], heads: dict[float, str]) -> Table:
-    """A row for each line and a column for each place.
+def curve_table(title: str, first: str, lines: Sequence[Line], heads: dict[float, str], *, tall: bool = False) -> Table:
+    """A row for each line and a column for each place; or the other way round.
 
     Args:
         title: above the table.
-        first: what the lines' names are.
-        lines: the rows.
-        heads: the columns: a place and what it is called.
+        first: what the rows' names are.
+        lines: what is measured.
+        heads: the places, and what they are called.
+        tall: give each place a row, where there are many of them.
     """
+    there = [{point.at: number(point) for point in line.points} for line in lines]
+    cells = [[line.get(place, "–") for place in heads] for line in there]
+    across, down = list(heads.values()), [line.name for line in lines]
+    if tall:
+        across, down, cells = down, across, [list(row) for row in zip(*cells, strict=True)]
     table = Table(title=title, title_justify="left", box=box.SIMPLE)
     table.add_column(first, no_wrap=True)
-    for head in heads.values():
-        table.add_column(head, justify="right", no_wrap=True)
-    for line in lines:
-        there = {point.at: number(point) for point in line.points}
-        table.add_row(line.name, *(there.get(place, "–") for place in heads))
+    for head in across:
+        table.add_column(head, justify="right", no_wrap=not tall)
+    for name, row in zip(down, cells, strict=True):
+        table.add_row(name, *row)
     return table
 
 

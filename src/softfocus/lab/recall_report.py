@@ -27,10 +27,11 @@ def recall_tables(recall: Recall) -> RenderableType:
             {length: f"{length / recall.train_length:g}x\n{length:,}" for length in lengths},
         ),
         curve_table(
-            "Right answers by tokens between them and the token that is to be predicted",
-            "lengthened by",
+            "Right answers by how many tokens back they lie",
+            "tokens",
             list(_by_distance(recall)),
-            {_middle(start, end): f"{start:,} to\n{end - 1:,}" for start, end in limits},
+            {_middle(start, end): f"{start:,} to {end - 1:,}" for start, end in limits},
+            tall=True,
         ),
     ]
     if any(row.blind for row in recall.rows):
