@@ -10,9 +10,10 @@ from softfocus._version import __version__
 
 if TYPE_CHECKING:
     from softfocus.cache import attention_with_cache
-    from softfocus.catalog import mechanisms, named
+    from softfocus.catalog import mechanisms, named, register
     from softfocus.functional import RowStatistics, attention, explain
     from softfocus.mechanism import Mechanism, laser, sharpened
+    from softfocus.row_weights import weights
     from softfocus.visibility import document_ids_from_lengths
 
 __all__ = [
@@ -26,7 +27,9 @@ __all__ = [
     "laser",
     "mechanisms",
     "named",
+    "register",
     "sharpened",
+    "weights",
 ]
 
 # No submodule may bear one of these names: importing it would put the module in the function's place.
@@ -36,10 +39,12 @@ _HOME = {
     "sharpened": "softfocus.mechanism",
     "mechanisms": "softfocus.catalog",
     "named": "softfocus.catalog",
+    "register": "softfocus.catalog",
     "attention": "softfocus.functional",
     "attention_with_cache": "softfocus.cache",
     "RowStatistics": "softfocus.functional",
     "explain": "softfocus.functional",
+    "weights": "softfocus.row_weights",
     "document_ids_from_lengths": "softfocus.visibility",
 }
 

@@ -75,7 +75,8 @@ def attention_with_cache(
                 "softfocus.attention with the keys and values themselves"
             )
     ops.refuse_tangents(*floating.values())
-    scale = default_scale(algebra, query.size(-1)) if scale is None else validation.scale_of(scale)
+    d = query.size(-1)
+    scale = default_scale(algebra, d) if scale is None else validation.scale_of(scale, algebra, d)
     most = key_cache.size(2) * (1 if page_table is None else page_table.size(1))
     left = min(left, query.size(2) + most)
     problem = Problem(query, key_cache, value_cache, None, head_scale, power, scale, 0.0)

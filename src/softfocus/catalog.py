@@ -1,14 +1,20 @@
 """Every named mechanism, its equation and the row of the paper where it stands. The one place to add one."""
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from threading import Lock
+from typing import Any
 
 from softfocus.mechanism import Mechanism, laser, sharpened
 
 SOFTPLUS_PAPER = "arXiv 2501.13428"
 LASER_PAPER = "arXiv 2411.03493"
+LEARNABLE = ("head_scale", "power")
+"""Arguments of ``attention()`` that a model's heads can learn, one value each."""
+_COMBINATORS = ("laser", "sharpened")
 
 
 @dataclass(frozen=True)
@@ -42,7 +48,21 @@ class Catalog(Mapping[str, Entry]):
 
     def __init__(self, entries: tuple[Entry, ...]):
         self._entries = {entry.name: entry for entry in entries}
+        self._lock = Lock()
         assert len(self._entries) == len(entries), "a name stands twice in the catalogue"
+
+    def add(self, entry: Entry) -> None:
+        """A further entry. Names are never given away again: callers keep what they made of a name.
+
+        Raises:
+            ValueError: the name stands for something else.
+        """
+        with self._lock:
+            if (known := self._entries.get(entry.name, entry)) != entry:
+                raise ValueError(
+                    f"name: {entry.name!r} is taken ({known.source}: {known.equation}); choose another name"
+                )
+            self._entries = self._entries | {entry.name: entry}  # a new dict: others may be walking through the old one
 
     def __getitem__(self, name: str) -> Entry:
         if name not in self._entries:
@@ -208,6 +228,76 @@ def mechanisms() -> Catalog:
     return _CATALOG
 
 
+def register(name: str, mechanism: Mechanism, *, note: str = "", learned: Mapping[str, float] | None = None) -> Entry:
+    """A name of your own for a mechanism, which then stands wherever the catalogue's names do, for this process.
+
+    ``attention(mechanism=)``, combinations (``"laser(mine)"``), ``softfocus.hf.use()``, recipes and :func:`mechanisms` know it.
+    Names are not given away again. A saved model or a pickle holds the algebra and not the name, so it comes back where
+    nothing was registered. A run's recipe holds the name: for use by the command line, write the algebra as the recipe's table
+    ``[model.mechanism]``.
+
+    Args:
+        name: a lower-case letter, then lower-case letters, digits and underscores.
+        mechanism: the algebra. Other names may stand for the same.
+        note: what a user should know.
+        learned: parameters that the mechanism is defined with and their initial values, ``{"head_scale": 0.43}``, as
+            :class:`Entry` has it. They belong to the algebra: an equal one in the catalogue must learn the same.
+
+    Returns:
+        The new entry of the catalogue; the old one where this very mechanism has that name already.
+
+    Raises:
+        ValueError: a name that is taken or does not parse, or initial values that do not fit.
+        TypeError: something that is not a Mechanism, or a parameter that no mechanism has.
+    """
+    if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z0-9_]*", name) or name in _COMBINATORS:
+        raise ValueError(
+            f"name: got {name!r}, expected a lower-case letter, then lower-case letters, digits and underscores; "
+            f"{' and '.join(_COMBINATORS)} are combinations"
+        )
+    if not isinstance(mechanism, Mechanism):
+        raise TypeError(
+            f"mechanism: got {mechanism!r}, expected a softfocus.Mechanism: softfocus.Mechanism(phi='sigmoid'), or "
+            "softfocus.named('lssa').replace(power=7)"
+        )
+    known = learned_parameters(mechanism)
+    wanted = known | checked_parameters(mechanism, learned or {})
+    if wanted != known and (equal := [entry.name for entry in _CATALOG.values() if entry.mechanism == mechanism]):
+        raise ValueError(
+            f"learned: got {wanted}, but {equal[0]!r} is the same mechanism and learns {known or 'nothing'}; hand initial "
+            "values to softfocus.hf.use() instead"
+        )
+    entry = Entry(name, mechanism, "registered", note, tuple(wanted.items()))
+    _CATALOG.add(entry)
+    return entry
+
+
+def checked_parameters(mechanism: Mechanism, parameters: Mapping[str, Any]) -> dict[str, float]:
+    """Initial values of what heads learn, by argument of ``attention()``.
+
+    Raises:
+        TypeError: a name that is not among :data:`LEARNABLE`.
+        ValueError: a value out of range, or a power for a mechanism that does not re-weight.
+    """
+    for name, value in parameters.items():
+        if name not in LEARNABLE:
+            near = get_close_matches(name, LEARNABLE, n=1)
+            hint = f"did you mean {near[0]!r}" if near else f"they are {', '.join(LEARNABLE)}"
+            raise TypeError(f"nothing is learned under the name {name!r}; {hint}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ValueError(
+                f"{name}: got {value!r}, expected a finite number, the initial value for every head; set the parameters "
+                f"softfocus_{name} of a model afterwards for one value each"
+            )
+    if "power" in parameters:
+        if mechanism.power is None:
+            raise ValueError(
+                f"power: the mechanism ({mechanism}) does not re-weight; start from 'sharpened(NAME, POWER)'"
+            )
+        mechanism.replace(power=parameters["power"])  # outside of its range is the mechanism's own error
+    return {name: float(value) for name, value in parameters.items()}
+
+
 def named(text: str) -> Mechanism:
     """The mechanism that a name or a combination of names stands for.
 
@@ -229,7 +319,7 @@ def named(text: str) -> Mechanism:
         return sharpened(named(match[1]), power)
     if text in _CATALOG:
         return _CATALOG[text].mechanism
-    if re.match(r"(laser|sharpened)\b\s*(\(|$)", text) and text not in _CATALOG:
+    if re.match(rf"({'|'.join(_COMBINATORS)})\b\s*(\(|$)", text) and text not in _CATALOG:
         raise ValueError(f"mechanism {text!r} does not parse; write 'laser(NAME)' or 'sharpened(NAME, POWER)'")
     raise ValueError(f"{_unknown(text)} Combinations: 'sharpened(NAME, POWER)', 'laser(NAME)'")
 
@@ -269,7 +359,9 @@ def learned_parameters(mechanism: str | Mechanism) -> dict[str, float]:
     """
     full: Mechanism = named(mechanism) if isinstance(mechanism, str) else mechanism
     base = full.replace(power=None, laser=False)
-    for entry in _CATALOG.values():
-        if entry.mechanism == base:
-            return dict(entry.learned)
-    return {}
+    found: dict[str, float] = {}
+    for algebra in (base, full):
+        for entry in _CATALOG.values():
+            if entry.mechanism == algebra:
+                found.update(entry.learned)
+    return found

@@ -16,9 +16,13 @@ from softfocus.visibility import Visibility
 
 __all__ = ["HIDDEN", "RowStatistics", "attention", "explain"]
 
-HIDDEN = -1.0e4
-"""Entries of a floating attn_mask at or below this hide their key. Models write -inf, finfo.min, -1e9 or -1e4 for "hidden";
-added to a score, each makes softmax's exp exactly zero. Taken as plain numbers they would count as visible keys in N."""
+HIDDEN = -5.0e3
+"""Entries of a floating attn_mask at or below this hide their key. Models write -inf, finfo.min, half of it, -1e9 or -1e4 for
+"hidden"; added to a score, each makes softmax's exp exactly zero. Taken as plain numbers they would count as visible keys in N.
+
+The line is half way between 0 and the highest of these: bfloat16 makes -9984 of -1e4, and models add position biases to their
+mask. Learned ones (T5, Swin) are within some hundred. ALiBi's steepest heads reach -5,000 at a distance of 5,000 to 10,000
+tokens, -1e4 at twice that, and no line tells their far keys from hidden ones: pass ALiBi as ``bias``, which hides none."""
 
 
 @overload
@@ -95,13 +99,16 @@ def attention(
         key: [B, Hk, Lk, D], same dtype and device. Hk = H, or a divisor of it with ``enable_gqa``.
         value: [B, Hk, Lk, Dv]. Dv need not be D, but at least 1.
         attn_mask: bool, True where the key may be seen, or floating: added to the scores, and hiding keys where it is
-            -1e4 or lower (:data:`HIDDEN`). Broadcastable to [B, H, Lq, Lk]. A floating mask is split into a bool and an
-            additive tensor of its size; with ``bias`` as well, into their sum, in float32 at least.
+            -5,000 or lower (:data:`HIDDEN`; position biases that go so far, as ALiBi's may, are a ``bias``). Broadcastable
+            to [B, H, Lq, Lk]. A floating mask is split into a bool and an additive tensor of its size; with ``bias`` as
+            well, into their sum, in float32 at least. Or a ``torch.nn.attention.bias.CausalBias``: ``causal_upper_left``
+            is SDPA's ``is_causal``, ``causal_lower_right`` the ``is_causal`` here.
         dropout_p: probability with which a weight is dropped (the others grow by 1 / (1 - p)); 0 when not training. Not for
             LASER.
         is_causal: a query sees no later key. Aligned **bottom-right**: the last query is at the last key, as a KV cache
             needs. SDPA's own ``is_causal`` is aligned top-left; the two agree where Lq = Lk.
-        scale: takes the place of the mechanism's d-dependent factor 1/sqrt(d), log(d) or 1; the length factor stays.
+        scale: takes the place of the mechanism's d-dependent factor 1/sqrt(d), log(d) or 1; the length factor stays. A
+            warning says, once, where softmax's 1/sqrt(d) takes log(d) away.
         enable_gqa: grouped-query attention: head h of the query uses key head h // (H / Hk).
         mechanism: a name of :func:`softfocus.mechanisms`, a combination (``"laser(lssar)"``, ``"sharpened(lssa, 3)"``), or
             a :class:`softfocus.Mechanism`. The default is LSSAR with p = 15, not softmax.
@@ -139,7 +146,7 @@ def attention(
         layout = _layout(query, key, value, is_causal, scale, enable_gqa, mechanism, window_size, backend)
         if ready := _ready.get(layout):
             return ready(query, key, value)
-    problem, visibility, algebra = _prepared(
+    problem, visibility, algebra = prepared(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, mechanism, window_size, key_mask,
         document_ids, bias, head_scale, power,
     )  # fmt: skip
@@ -213,10 +220,10 @@ def explain(*arguments: Any, return_statistics: bool = False, backend: str = "au
     Raises:
         ValueError, TypeError: as ``attention()``.
     """
-    return dispatch.account(*_prepared(*arguments, **keywords), backend)
+    return dispatch.account(*prepared(*arguments, **keywords), backend)
 
 
-def _prepared(
+def prepared(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -241,13 +248,16 @@ def _prepared(
     left, right = validation.window_of(window_size, is_causal)
     most = query.size(2) + key.size(2)  # beyond that a window is no wider, but an integer may overflow
     left, right = min(left, most), min(right, most)
+    if variant := validation.causal_bias(attn_mask, query, key):
+        attn_mask, right = _of_causal_bias(variant, query, key, right)
     mask, bias = _mask_and_bias(attn_mask, bias, query, key)
     if key_mask is not None:
         validation.check_key_mask(key_mask, key)
     if document_ids is not None:
         validation.check_document_ids(document_ids, query, key)
     validation.check_learned(head_scale, power, query, algebra)
-    scale = default_scale(algebra, query.size(-1)) if scale is None else validation.scale_of(scale)
+    d = query.size(-1)
+    scale = default_scale(algebra, d) if scale is None else validation.scale_of(scale, algebra, d)
     problem = Problem(query, key, value, bias, head_scale, power, scale, dropout_p)
     return problem, Visibility(query.size(2), key.size(2), left, right, mask, key_mask, document_ids), algebra
 
@@ -271,6 +281,13 @@ def _autocast(*tensors: Any) -> tuple[Tensor, ...]:
         x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x
         for x in tensors
     )
+
+
+def _of_causal_bias(variant: str, query: Tensor, key: Tensor, right: int) -> tuple[Tensor | None, int]:
+    """A CausalBias as a bool mask, or as the window's right bound, which costs no memory."""
+    if variant == "LOWER_RIGHT" or query.size(2) == key.size(2):
+        return None, 0
+    return torch.ones(query.size(2), key.size(2), dtype=torch.bool, device=query.device).tril(), right
 
 
 def _mask_and_bias(

@@ -4,18 +4,15 @@ A layout is a frozen description. It holds names and numbers only, so it compare
 config.json. :func:`resolve` makes one from what a user writes.
 """
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from difflib import get_close_matches
 from typing import Any
 
-from softfocus.catalog import learned_parameters, name_of
+from softfocus.catalog import checked_parameters, learned_parameters, name_of
 from softfocus.mechanism import Mechanism
 from softfocus.validation import mechanism_of
 
-LEARNABLE = ("head_scale", "power")
-"""Arguments of ``softfocus.attention()`` that an attention module can own as parameters, one value a head."""
 REST = "*"
 """In a layout's keys: every layer that no other key chooses."""
 
@@ -66,7 +63,7 @@ class Heads:
                 f"rope: got {self.rope!r}, expected a share from 0 (no rotary embedding) to 1 (the model's own)"
             )
         object.__setattr__(self, "rope", float(self.rope))
-        own = _checked(algebra, dict(self.parameters))
+        own = checked_parameters(algebra, dict(self.parameters))
         object.__setattr__(self, "parameters", tuple(sorted({**learned_parameters(algebra), **own}.items())))
 
     @property
@@ -319,24 +316,3 @@ def _fitted(groups: Layer, config: Any) -> Layer:
 def kind_text(kind: Layer) -> str:
     """The groups of heads of one kind of layers, in one line."""
     return " + ".join(f"{group.heads}x {group}" if group.heads is not None else str(group) for group in kind)
-
-
-def _checked(mechanism: Mechanism, parameters: dict[str, Any]) -> dict[str, float]:
-    """Initial values of what heads learn."""
-    for name, value in parameters.items():
-        if name not in LEARNABLE:
-            near = get_close_matches(name, LEARNABLE, n=1)
-            hint = f"did you mean {near[0]!r}" if near else f"they are {', '.join(LEARNABLE)}"
-            raise TypeError(f"use(): nothing is learned under the name {name!r}; {hint}")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise ValueError(
-                f"{name}: got {value!r}, expected a finite number, the initial value for every head; set the parameters "
-                f"softfocus_{name} afterwards for one value each"
-            )
-    if "power" in parameters:
-        if mechanism.power is None:
-            raise ValueError(
-                f"power: the mechanism ({mechanism}) does not re-weight; start from 'sharpened(NAME, POWER)'"
-            )
-        mechanism.replace(power=parameters["power"])  # outside of its range is the mechanism's own error
-    return {name: float(value) for name, value in parameters.items()}

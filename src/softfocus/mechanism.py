@@ -142,13 +142,31 @@ def sharpened(mechanism: Mechanism, power: float) -> Mechanism:
 
     Example: ``sharpened(named("softmax"), 3)``. The power belongs to training: a model trained with one power and run
     with another is a different model.
+
+    Raises:
+        ValueError: the mechanism is re-weighted already, its rows do not sum to one, or the power is outside [1, 100].
     """
-    return _algebra(mechanism).replace(power=power)
+    if _algebra(mechanism).power is not None:
+        raise ValueError(
+            f"sharpened: the mechanism is re-weighted already, with power {mechanism.power:g}, and the algebra has one power; "
+            "start from the mechanism without it (lssa, not lssar), or change the power with .replace(power=...)"
+        )
+    if power is None:
+        raise ValueError("sharpened: got power None, expected a number in [1, 100]")
+    return mechanism.replace(power=power)
 
 
 def laser(mechanism: Mechanism) -> Mechanism:
-    """LASER (arXiv 2411.03493) over any mechanism whose rows are non-negative and sum to one: log(A exp(V))."""
-    return _algebra(mechanism).replace(laser=True)
+    """LASER (arXiv 2411.03493) over any mechanism whose rows are non-negative and sum to one: log(A exp(V)).
+
+    Raises:
+        ValueError: the mechanism is LASER already, or its rows may be negative or do not sum to one.
+    """
+    if _algebra(mechanism).laser:
+        raise ValueError(
+            "laser: the mechanism is LASER already, and the algebra takes one log(A exp(V)); leave one out"
+        )
+    return mechanism.replace(laser=True)
 
 
 def _algebra(mechanism: Mechanism) -> Mechanism:

@@ -158,6 +158,7 @@ def unwatched(*tensors: Tensor) -> bool:
             or (recording and x.requires_grad)
             or x.is_meta
             or x.layout is not torch.strided
+            or x.is_nested
             or x.is_neg()
             or x._is_zerotensor()
         ):

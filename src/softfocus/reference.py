@@ -120,10 +120,39 @@ def attention(problem: Problem, visible: Tensor, mechanism: Mechanism) -> tuple[
         out [B, H, Lq, Dv] in the dtype of the query, and the row statistics.
     """
     dtype = compute_dtype(problem.query.dtype)
-    groups = problem.query.size(1) // problem.key.size(1)
+    rows = weigh(problem, visible, mechanism)
+    value = problem.value.to(dtype).repeat_interleave(problem.query.size(1) // problem.key.size(1), dim=1)
+    broken = visible.to(dtype) @ (~value.isfinite()).to(dtype) > 0  # [B, H, Lq, Dv]
+    value = torch.where(value.isfinite(), value, 0.0)
+    if rows.log_weights is None:
+        out = F.dropout(rows.weights, problem.dropout_p) @ value
+    else:
+        out = _log_mean_exp(rows.log_weights, value, visible)
+    # rows that see nothing are cut off here, so that not even a NaN handed to them from above goes further
+    blind = ~visible.any(-1, keepdim=True)
+    out = torch.where(broken, math.nan, torch.where(blind, 0.0, out))
+    return out.to(problem.query.dtype), rows.statistics
+
+
+class Weighed(NamedTuple):
+    """Rows of attention before they meet a value.
+
+    Attributes:
+        weights: A, [B, H, Lq, Lk], 0 on invisible keys; NaN on the visible ones of a row that sees no number.
+        log_weights: log A for LASER, which takes no log of A itself; None otherwise.
+        statistics: of the rows.
+    """
+
+    weights: Tensor
+    log_weights: Tensor | None
+    statistics: RowStatistics
+
+
+def weigh(problem: Problem, visible: Tensor, mechanism: Mechanism) -> Weighed:
+    """The weights A of :func:`attention`, which has the same arguments. The value is not read."""
+    dtype = compute_dtype(problem.query.dtype)
     query = problem.query.to(dtype)
-    key = problem.key.to(dtype).repeat_interleave(groups, dim=1)
-    value = problem.value.to(dtype).repeat_interleave(groups, dim=1)
+    key = problem.key.to(dtype).repeat_interleave(query.size(1) // problem.key.size(1), dim=1)
     count = visible.sum(-1, keepdim=True).to(dtype)  # [B, H, Lq, 1], N_i
 
     scores = _scores(problem, query, key, count, mechanism)  # [B, H, Lq, Lk]
@@ -132,24 +161,15 @@ def attention(problem: Problem, visible: Tensor, mechanism: Mechanism) -> tuple[
     power = mechanism.power if problem.power is None else problem.power.to(dtype)[:, None, None]
     if power is not None:
         weights, log_weights, peak = sharpen(weights, count, power, log_weights)
-    broken = visible.to(dtype) @ (~value.isfinite()).to(dtype) > 0  # [B, H, Lq, Dv]
-    value = torch.where(value.isfinite(), value, 0.0)
-    if log_weights is None:
-        weights = _post(weights, visible, count, mechanism)
-        weights = torch.where(visible, weights, 0.0)  # also in a row that is NaN by what it sees
-        out = F.dropout(weights, problem.dropout_p) @ value
-    else:
-        out = _log_mean_exp(log_weights, value, visible)
-    # rows that see nothing are cut off here, so that not even a NaN handed to them from above goes further
-    blind = ~visible.any(-1, keepdim=True)
-    out = torch.where(broken, math.nan, torch.where(blind, 0.0, out))
+    weights = _post(weights, visible, count, mechanism)
+    weights = torch.where(visible, weights, 0.0)  # also in a row that is NaN by what it sees
 
     maximum = scores.masked_fill(~visible, -math.inf)
     maximum = maximum.amax(-1) if scores.size(-1) else maximum.new_full(maximum.shape[:-1], -math.inf)
     statistics = RowStatistics(
         *(x.detach().expand(maximum.shape) for x in (count[..., 0], maximum, log_norm[..., 0], peak[..., 0]))
     )
-    return out.to(problem.query.dtype), statistics
+    return Weighed(weights, log_weights, statistics)
 
 
 def _scores(problem: Problem, query: Tensor, key: Tensor, count: Tensor, mechanism: Mechanism) -> Tensor:

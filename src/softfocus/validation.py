@@ -1,10 +1,14 @@
 """Every argument error of ``attention()``, in the caller's words: the argument, what came, what was expected, what to do."""
 
+import math
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from softfocus.catalog import named
 from softfocus.mechanism import Mechanism
+from softfocus.warn import warn
 
 
 def _looked_up(name: str) -> Mechanism:
@@ -50,8 +54,7 @@ def check_tensors(
     """
     key_name, value_name = names
     for name, x in (("query", query), (key_name, key), (value_name, value)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name}: got {type(x).__name__}, expected a torch.Tensor")
+        _check_class(name, x)
         if x.layout is not torch.strided:
             raise TypeError(f"{name}: got layout {x.layout}, expected torch.strided; call .to_dense() first")
         if x.dim() != 4:
@@ -91,21 +94,75 @@ def check_tensors(
         )
 
 
-def _is_tensor(name: str, x: object, device: torch.device) -> None:
+_TRACERS = ("torch._subclasses.", "torch.distributed._functional_collectives")
+"""Where the tensors live with which torch.compile and torch.export trace, and those that wait for a collective."""
+_INSTEAD = {
+    "DTensor": "pass its .to_local() (or .full_tensor()): softfocus does not know how heads and lengths are sharded",
+    "NestedTensor": "pad it and pass key_mask, or pack it and pass document_ids",
+    "CausalBias": "it is an attn_mask",
+}
+
+
+def _check_class(name: str, x: object) -> None:
+    """A tensor whose memory holds what it says: a subclass may mean anything else, and torch would not object."""
+    kind = type(x)
+    if kind in (Tensor, torch.nn.Parameter):
+        assert isinstance(x, Tensor)
+        if x.is_nested:
+            raise TypeError(f"{name}: got a nested tensor, expected a dense one; {_INSTEAD['NestedTensor']}")
+        return
     if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: got {type(x).__name__}, expected a torch.Tensor")
+        raise TypeError(f"{name}: got {kind.__name__}, expected a torch.Tensor")
+    if not kind.__module__.startswith(_TRACERS):
+        instead = _INSTEAD.get(kind.__name__, "pass .as_subclass(torch.Tensor) if its memory holds its numbers")
+        raise TypeError(
+            f"{name}: got a {kind.__module__}.{kind.__qualname__}, expected a plain torch.Tensor; {instead}"
+        )
+
+
+def causal_bias(attn_mask: object, query: Tensor, key: Tensor) -> str | None:
+    """The variant of PyTorch's ``CausalBias`` ("UPPER_LEFT", "LOWER_RIGHT"), whose memory is never written; None of others.
+
+    By name: importing its class imports torch's compiler.
+    """
+    kind = type(attn_mask)
+    if (kind.__module__, kind.__name__) != ("torch.nn.attention.bias", "CausalBias"):
+        return None
+    lengths = (attn_mask.seq_len_q, attn_mask.seq_len_kv)  # type: ignore[attr-defined]
+    if lengths != (query.size(2), key.size(2)):
+        raise ValueError(
+            f"attn_mask: got a CausalBias of {list(lengths)}, expected [query length, key length] = "
+            f"{[query.size(2), key.size(2)]}"
+        )
+    return str(attn_mask.variant.name)  # type: ignore[attr-defined]
+
+
+def _is_tensor(name: str, x: object, device: torch.device) -> None:
+    _check_class(name, x)
+    assert isinstance(x, Tensor)
     if x.device != device:
         raise ValueError(f"{name}: is on {x.device}, expected the query's device {device}")
 
 
-def scale_of(scale: object) -> float:
-    """A finite number."""
+_SCALE_OF_SOFTMAX = (
+    "softfocus: scale is 1/sqrt(d), softmax's factor, and takes the place of log(d), with which this mechanism is defined; "
+    "leave scale out"
+)
+_warned_of_scale = False
+
+
+def scale_of(scale: object, mechanism: Mechanism, head_dim: int) -> float:
+    """A finite number; a warning, once, where it is softmax's 1/sqrt(d) in place of a mechanism's log(d)."""
     if isinstance(scale, bool) or not isinstance(scale, int | float):
         raise TypeError(
             f"scale: got {type(scale).__name__}, expected a Python number; what is learned goes into head_scale"
         )
     if not -1e38 < scale < 1e38:  # NaN too; a comparison that torch.compile can trace
         raise ValueError(f"scale: got {scale}, expected a finite number")
+    global _warned_of_scale
+    if mechanism.scale == "log(d)" and not _warned_of_scale and abs(scale * math.sqrt(head_dim) - 1.0) < 1e-6:
+        _warned_of_scale = True  # first: where warnings are errors, the next line does not return
+        warn(_SCALE_OF_SOFTMAX, UserWarning)
     return float(scale)
 
 
@@ -153,6 +210,8 @@ def check_document_ids(document_ids: Tensor, query: Tensor, key: Tensor) -> None
 
 def check_per_head(name: str, x: Tensor, query: Tensor) -> None:
     """Floating [H]."""
+    if isinstance(x, Tensor):
+        _check_class(name, x)
     if not isinstance(x, Tensor) or not x.is_floating_point():
         got = f"dtype {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
         raise TypeError(
@@ -225,6 +284,26 @@ def window_of(window_size: tuple[int, int] | None, is_causal: bool) -> tuple[int
             )
         left, right = window_size
     return left, 0 if is_causal else right
+
+
+def rows_of(rows: Sequence[int] | Tensor | None, query: Tensor) -> Tensor:
+    """The numbers of the query rows that were asked for, int64 [R] from 0 on; all of them for None."""
+    length = query.size(2)
+    if rows is None:
+        return torch.arange(length, device=query.device)
+    if not isinstance(rows, Tensor | Sequence) or isinstance(rows, str):
+        raise TypeError(f"rows: got {type(rows).__name__}, expected integers [rows], a list or a tensor")
+    chosen = torch.as_tensor(rows, device=query.device)
+    if not chosen.numel():
+        chosen = chosen.long()  # an empty list is a float tensor
+    if chosen.dim() != 1 or chosen.is_floating_point() or chosen.dtype == torch.bool:
+        raise TypeError(f"rows: got dtype {chosen.dtype} and shape {_shape(chosen)}, expected integers [rows]")
+    if bool(((chosen < -length) | (chosen >= length)).any()):
+        raise ValueError(
+            f"rows: got {chosen.min()} to {chosen.max()}, expected numbers from {-length} to {length - 1}: there are "
+            f"{length} queries"
+        )
+    return chosen.long() % max(1, length)
 
 
 def check_dropout(dropout_p: float, mechanism: Mechanism) -> None:

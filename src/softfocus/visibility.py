@@ -63,20 +63,39 @@ class Visibility:
             parts.append((columns >= rows - self.left)[None, None])
         if self.right != UNLIMITED and high > start + self.offset + self.right + 1:
             parts.append((columns <= rows + self.right)[None, None])
-        if self.key_mask is not None:
-            parts.append(self.key_mask[:, None, None, low:high])
-        if self.document_ids is not None:
-            mine = self.document_ids[:, self.offset + start : self.offset + stop]
-            parts.append((mine[:, :, None] == self.document_ids[:, None, low:high])[:, None])
-        if self.mask is not None:
-            mask = self.mask if self.mask.size(-2) == 1 else self.mask[..., start:stop, :]
-            parts.append(mask if mask.size(-1) == 1 else mask[..., low:high])
+        parts += self._masks(slice(start, stop), slice(low, high))
         if not parts:
             return None
         visible = parts[0]
         for part in parts[1:]:
             visible = visible & part
         return visible
+
+    def of_rows(self, rows: Tensor) -> Tensor:
+        """Which keys some queries see: bool, broadcastable to [B, H, R, Lk]. The queries' numbers are int64 [R]."""
+        places = (rows + self.offset)[:, None]
+        columns = torch.arange(self.key_length, device=rows.device)
+        visible = torch.ones(1, 1, len(rows), self.key_length, dtype=torch.bool, device=rows.device)
+        if self.left != UNLIMITED:
+            visible = visible & (columns >= places - self.left)
+        if self.right != UNLIMITED:
+            visible = visible & (columns <= places + self.right)
+        for mask in self._masks(rows, slice(0, self.key_length)):
+            visible = visible & mask
+        return visible
+
+    def _masks(self, rows: slice | Tensor, keys: slice) -> list[Tensor]:
+        """Who sees whom by padding, documents and mask, for some queries and keys."""
+        parts = []
+        if self.key_mask is not None:
+            parts.append(self.key_mask[:, None, None, keys])
+        if self.document_ids is not None:
+            mine = self.document_ids[:, self.offset :][:, rows]
+            parts.append((mine[:, :, None] == self.document_ids[:, None, keys])[:, None])
+        if self.mask is not None:
+            mask = self.mask if self.mask.size(-2) == 1 else self.mask[..., rows, :]
+            parts.append(mask if mask.size(-1) == 1 else mask[..., keys])
+        return parts
 
     def count(self, device: torch.device) -> Tensor:
         """N_i, the number of keys that each query may see: int64, broadcastable to [B, H, Lq]."""

@@ -133,12 +133,17 @@ LSSA_MECHANISM = Mechanism(**LSSA)
         ("laser(sharpened(lssa, 7.5))", LSSA_MECHANISM.replace(power=7.5, laser=True)),
         (" laser ( sharpened ( lssa , 7.5 ) ) ", LSSA_MECHANISM.replace(power=7.5, laser=True)),
         ("sharpened(laser(lssa), 2)", LSSA_MECHANISM.replace(power=2, laser=True)),
-        ("sharpened(sharpened(lssa, 2), 4)", LSSA_MECHANISM.replace(power=4)),
         ("laser(softmax)", Mechanism(laser=True)),
     ],
 )
 def test_combinations_parse(text, expected):
     assert named(text) == expected
+
+
+@pytest.mark.parametrize("text", ["sharpened(lssar, 3)", "sharpened(laser(softmax_p3), 3)", "laser(laser_lssa)"])
+def test_a_combination_that_is_there_already_is_refused(text):
+    with pytest.raises(ValueError, match="already"):
+        named(text)
 
 
 def test_combinations_equal_the_combinators():

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import softfocus
-from softfocus import ops
+from softfocus import ops, validation
 from softfocus.testing import CASES
 
 BY_NAME = {case.name: case for case in CASES}
@@ -99,6 +99,31 @@ def test_the_scale_may_vary(dynamic):
         assert torch.equal(
             compiled(query, query, query, scale=scale), softfocus.attention(query, query, query, scale=scale)
         )
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_the_scale_of_softmax_compiles_with_its_warning(dynamic, monkeypatch):
+    monkeypatch.setattr(validation, "_warned_of_scale", False)
+    torch.compiler.reset()
+    compiled = torch.compile(softfocus.attention, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    query = torch.randn(1, 2, 9, 8)
+    compiled(query, query, query, scale=0.1)
+    with pytest.warns(UserWarning, match="takes the place of log"):
+        compiled(query, query, query, scale=8**-0.5)
+    for scale in (0.3, 8**-0.5):
+        same = {"scale": scale}
+        assert torch.equal(compiled(query, query, query, **same), softfocus.attention(query, query, query, **same))
+
+
+def test_a_causal_bias_compiles():
+    from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+
+    torch.compiler.reset()
+    compiled = torch.compile(softfocus.attention, fullgraph=True, backend="aot_eager")
+    query, key = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 9, 8)
+    for mask in (causal_upper_left(4, 9), causal_lower_right(4, 9)):
+        same = query, key, key, mask
+        assert torch.equal(compiled(*same, backend="tiled"), softfocus.attention(*same, backend="tiled"))
 
 
 def test_documents_from_lengths_compile():

@@ -127,6 +127,7 @@ ROOMS = [
     "layout",
     "testing",
     "cache",
+    "row_weights",
     "functional",
     "dispatch",
     "ops",
@@ -139,6 +140,7 @@ ROOMS = [
     "pointwise",
     "mechanism",
     "switches",
+    "warn",
     "_version",
 ]
 

@@ -422,8 +422,20 @@ def test_softmax_is_sdpa(backend):
     same(attention(q, long_k, long_v, is_causal=True, mechanism="softmax", backend=backend), expected)
 
 
-@pytest.mark.parametrize("lowest", [torch.finfo(torch.float64).min, -math.inf])
-def test_both_spellings_of_hidden_in_an_additive_mask(lowest):
+HIDERS = {
+    "finfo.min": torch.finfo(torch.float64).min,
+    "-inf": -math.inf,
+    "half of finfo.min": torch.finfo(torch.float16).min / 2,
+    "-1e4": -1e4,
+    "-1e4 in bfloat16": torch.tensor(-1e4).bfloat16().item(),
+    "-1e4 in float16": torch.tensor(-1e4).half().item(),
+    "-1e4 and a position bias": -1e4 + 300.0,
+    "-1e4 and ALiBi that grows, in bfloat16": torch.tensor(-1e4 + 0.5 * 8192).bfloat16().item(),
+}
+
+
+@pytest.mark.parametrize("lowest", HIDERS.values(), ids=HIDERS)
+def test_every_spelling_of_hidden_in_an_additive_mask(lowest):
     """N_i must not count them: LSSA's log N would see."""
     drawn = draw(12, heads=1, queries=4, keys=6, d=3, dv=2)
     hidden = torch.rand(4, 6, generator=torch.Generator().manual_seed(2)) < 0.4
@@ -431,6 +443,39 @@ def test_both_spellings_of_hidden_in_an_additive_mask(lowest):
     added = torch.zeros(4, 6, dtype=torch.float64).masked_fill(hidden, lowest)
     for backend in BACKENDS:
         same(attention(*drawn.tensors(), added, mechanism="lssar", backend=backend), expected)
+
+
+def test_a_position_bias_in_an_additive_mask_hides_no_key():
+    """ALiBi falls by at most half a unit a token in eight heads; here over 8,192 of them."""
+    drawn = draw(12, heads=1, queries=4, keys=6, d=3, dv=2)
+    alibi = -0.5 * torch.tensor([8192.0, 4096.0, 100.0, 2.0, 1.0, 0.0], dtype=torch.float64).expand(4, 6)
+    for backend in BACKENDS:
+        counted = attention(*drawn.tensors(), alibi, mechanism="lssa", backend=backend)
+        same(counted, attention(*drawn.tensors(), bias=alibi, mechanism="lssa", backend=backend))
+
+
+@pytest.mark.filterwarnings("ignore:Lower right causal bias will produce NaNs")
+@pytest.mark.parametrize("lengths", [(5, 5), (3, 8), (8, 3), (1, 6)])
+@pytest.mark.parametrize("name", ["softmax", "lssar", "sigmoid_log_l"])
+def test_pytorchs_causal_bias_is_the_mask_that_it_stands_for(lengths, name):
+    """Its memory is never written; SDPA reads its variant, too."""
+    from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+
+    queries, keys = lengths
+    generator = torch.Generator().manual_seed(13)
+    shapes = (2, 4, queries, 8), (2, 2, keys, 8), (2, 2, keys, 5)
+    given = [torch.randn(shape, dtype=torch.float64, generator=generator) for shape in shapes]
+    keywords = {"mechanism": name, "enable_gqa": True}
+    for make, diagonal in ((causal_upper_left, 0), (causal_lower_right, keys - queries)):
+        mask = torch.ones(lengths, dtype=torch.bool).tril(diagonal)
+        for backend in BACKENDS:
+            got = attention(*given, make(*lengths), **keywords, backend=backend)
+            assert type(got) is torch.Tensor
+            same(got, attention(*given, mask, **keywords, backend=backend))
+            narrow = attention(*given, make(*lengths), **keywords, window_size=(1, 0), backend=backend)
+            same(narrow, attention(*given, mask, **keywords, window_size=(1, 0), backend=backend))
+        if name == "softmax" and make is causal_upper_left:
+            same(got, F.scaled_dot_product_attention(*given, make(*lengths), enable_gqa=True))
 
 
 # Derivatives

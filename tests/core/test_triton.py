@@ -369,7 +369,7 @@ def test_a_tile_that_does_not_fit_gives_way_to_a_smaller_one(quiet, monkeypatch)
     from softfocus.backends.triton import call
 
     query = torch.randn(1, 1, 40, 8, device=DEVICE)
-    problem, visibility, mechanism = functional._prepared(query, query, query, mechanism="softmax")
+    problem, visibility, mechanism = functional.prepared(query, query, query, mechanism="softmax")
     ran = []
 
     def run(tile, least=16):
@@ -429,7 +429,7 @@ def test_there_are_tiles_for_every_kernel_of_every_mechanism(monkeypatch):
         monkeypatch.setattr(tuning, "driver", SimpleNamespace(active=active))
         for name, width, kernel, dtype in product(CARRIED, (16, 64, 72, 128, 256), KERNELS, (SINGLE, BRAIN)):
             query = torch.ones(1, 1, 8, width, dtype=dtype)
-            problem, _visibility, mechanism = functional._prepared(query, query, query, mechanism=name)
+            problem, _visibility, mechanism = functional.prepared(query, query, query, mechanism=name)
             taken.add(tuning.tiles(kernel, problem, mechanism))
     assert taken == {tiles for table in TABLES for tiles in table.values()}
 
@@ -537,7 +537,7 @@ def test_another_length_is_no_other_kernel():
 
     def constants(length, pages=None):
         query, key = torch.ones(1, 1, 1, 8), torch.ones(1, 1, length, 8)
-        problem, _visibility, mechanism = functional._prepared(query, key, key, mechanism="lssar")
+        problem, _visibility, mechanism = functional.prepared(query, key, key, mechanism="lssar")
         held = Cache(torch.tensor([length]), pages)
         made = given_of(problem, length, mechanism, held)
         return [x.value for x in made if isinstance(x, type(given.END))]
@@ -598,7 +598,7 @@ def test_what_is_ready_keeps_no_tensor(quiet):
 def test_calls_of_one_kind():
     def kind(length, **given):
         query = torch.ones(1, 2, length, 8)
-        return tuning.kind("forward", *functional._prepared(query, query, query, **given))
+        return tuning.kind("forward", *functional.prepared(query, query, query, **given))
 
     assert kind(65) == kind(128, is_causal=False) == kind(100)
     kinds = [
@@ -708,7 +708,7 @@ def test_one_table_of_what_is_carried():
     query = torch.ones(1, 1, 4, 8, device=DEVICE)
     carried = set()
     for mechanism in [*drawn, *(entry.mechanism for entry in mechanisms().values())]:
-        problem, visibility, algebra = functional._prepared(query, query, query, mechanism=mechanism)
+        problem, visibility, algebra = functional.prepared(query, query, query, mechanism=mechanism)
         on_cpu = [x.cpu() if isinstance(x, torch.Tensor) else x for x in problem]
         whys = cpu.supports(type(problem)(*on_cpu), visibility, algebra), triton.supports(problem, visibility, algebra)
         assert (whys[0] is None) == (whys[1] is None), (mechanism, whys)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from softfocus import attention, explain
+from softfocus import attention, explain, validation
 
 B, H, LQ, LK, D, DV = 2, 4, 3, 5, 8, 6
 
@@ -168,6 +168,63 @@ def test_is_refused_in_the_callers_words(case):
         found = message.find(word, at)
         assert found >= 0, f"{word!r} is not in {message[at:]!r}"
         at = found + len(word)
+
+
+class Other(torch.Tensor):
+    """Somebody's subclass, whose memory may mean anything."""
+
+
+SUBCLASSED = {
+    "query": torch.randn(B, H, LQ, D), "key": torch.randn(B, H, LK, D), "value": torch.randn(B, H, LK, DV),
+    "attn_mask": torch.zeros(LQ, LK), "bias": torch.zeros(LQ, LK), "key_mask": torch.ones(B, LK, dtype=torch.bool),
+    "document_ids": torch.zeros(B, LK, dtype=torch.int64), "head_scale": torch.ones(H), "power": torch.ones(H),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SUBCLASSED)
+def test_a_subclass_of_tensor_is_refused_by_name(name):
+    other = SUBCLASSED[name].as_subclass(Other)
+    with pytest.raises(TypeError, match=rf"^{name}: got a .*\.Other, expected a plain torch.Tensor; pass .as_subclass"):
+        attention(**tensors(**{name: other}))
+    assert attention(**tensors(**{name: other.as_subclass(torch.Tensor)})).shape == (B, H, LQ, DV)
+    if name in ("query", "key", "value", "bias", "head_scale", "power"):
+        assert attention(**tensors(**{name: torch.nn.Parameter(SUBCLASSED[name])})).shape == (B, H, LQ, DV)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_tensors_that_are_not_one_block_of_memory_are_refused_with_what_to_do(tmp_path):
+    from torch.distributed import destroy_process_group, init_process_group
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, distribute_tensor
+    from torch.nn.attention.bias import causal_upper_left
+
+    for layout in (torch.strided, torch.jagged):
+        nested = torch.nested.nested_tensor([torch.randn(4, LQ, D), torch.randn(4, LQ, D)], layout=layout)
+        with pytest.raises(TypeError, match=r"^query: got .*[nN]ested.*; pad it and pass key_mask"):
+            attention(**tensors(query=nested))
+    init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        sharded = distribute_tensor(tensors()["key"], init_device_mesh("cpu", (1,)), [Replicate()])
+        with pytest.raises(TypeError, match=r"^key: got a torch\.distributed.*DTensor, .*\.to_local\(\)"):
+            attention(**tensors(key=sharded))
+        assert attention(**tensors(key=sharded.to_local())).shape == (B, H, LQ, DV)
+    finally:
+        destroy_process_group()
+    with pytest.raises(TypeError, match=r"^bias: got a torch\.nn\.attention\.bias\.CausalBias, .*; it is an attn_mask"):
+        attention(**tensors(bias=causal_upper_left(LQ, LK)))
+    with pytest.raises(ValueError, match=r"^attn_mask: got a CausalBias of \[5, 3\], expected .* = \[3, 5\]"):
+        attention(**tensors(attn_mask=causal_upper_left(LK, LQ)))
+
+
+def test_softmaxs_scale_in_place_of_log_d_is_said_once(monkeypatch):
+    monkeypatch.setattr(validation, "_warned_of_scale", False)
+    same = tensors()
+    for harmless in ({"mechanism": "softmax", "scale": D**-0.5}, {"scale": 0.3}, {"scale": math.log(D)}, {}):
+        attention(**same, **harmless)
+    with pytest.warns(UserWarning, match=r"scale is 1/sqrt\(d\), softmax's factor, .* log\(d\)") as warned:
+        attention(**same, scale=1 / math.sqrt(D))
+    attention(**same, scale=D**-0.5)  # a second warning would be an error
+    assert [entry.filename for entry in warned] == [__file__]
 
 
 def test_the_same_arguments_unchanged_are_taken():

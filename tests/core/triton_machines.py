@@ -129,7 +129,7 @@ def main(arch: int, mechanism: str, head_dim: int, queries: int, given: bool, gr
             "head_scale": torch.ones(2),
             "power": torch.ones(2) if softfocus.named(mechanism).power else None,
         }
-    problem, visibility, algebra = functional._prepared(
+    problem, visibility, algebra = functional.prepared(
         query, key, key, is_causal=True, enable_gqa=True, mechanism=mechanism, **optional
     )
     if held:

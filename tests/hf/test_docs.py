@@ -10,7 +10,7 @@ GUIDE = Path(__file__).parents[2] / "docs" / "transformers.md"
 
 def test_the_guide_runs(tmp_path, monkeypatch, capsys):
     blocks = re.findall(r"^```python\n(.*?)^```", GUIDE.read_text(), flags=re.DOTALL | re.MULTILINE)
-    assert len(blocks) == 10
+    assert len(blocks) == 11
     monkeypatch.chdir(tmp_path)
     names = {}
     for block in blocks:
@@ -20,6 +20,7 @@ def test_the_guide_runs(tmp_path, monkeypatch, capsys):
     assert len(names["names"]) == 4  # a head_scale and a power in each of two layers
     printed = capsys.readouterr().out
     for part in (
+        "0 range(0, ",
         "layer 1: lssar",
         "0.43",
         "softplus(log(d) * log(N) * cos(q,k))",

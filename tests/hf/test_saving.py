@@ -20,6 +20,7 @@ from transformers import (
 
 import softfocus
 import softfocus.hf
+from softfocus import catalog
 from softfocus.hf import layout_of
 
 MECHANISMS = ["softmax", "lssar", "sharpened(lssa, 3)", "laser(lssar)", "ssmax", "qknorm", "relu_shen"]
@@ -212,3 +213,17 @@ def test_without_softfocus_nothing_loads(build, llava, tmp_path):
     assert (
         LlamaForCausalLM.from_pretrained(folders[0]).config._attn_implementation == "softfocus"
     )  # not with the import
+
+
+def test_a_registered_name_is_not_needed_to_load(build, tokens, tmp_path, monkeypatch):
+    monkeypatch.setattr(catalog._CATALOG, "_entries", catalog._CATALOG._entries)
+    mine = softfocus.named("lssar").replace(phi="sigmoid", power=4)
+    softfocus.register("mine", mine, learned={"head_scale": 0.5})
+    model, ids = shake(build("llama", "mine")), tokens(2, 9)
+    model.save_pretrained(tmp_path)
+    assert "mine" not in (tmp_path / "config.json").read_text()
+    monkeypatch.undo()
+    assert "mine" not in softfocus.mechanisms()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert layout_of(loaded).mechanism == mine
+    assert torch.equal(logits(loaded, ids), logits(model, ids))

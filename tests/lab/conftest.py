@@ -1,6 +1,5 @@
 """Runs made up for the tests of reports, where no number was ever measured; and a tiny recipe with a real run of it."""
 
-import math
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -9,50 +8,91 @@ from typing import Any
 import pytest
 
 from softfocus.lab.report import Entry
-from softfocus.lab.results import Bucket, Evaluation, Machine, Row, RunInfo
+from softfocus.lab.results import AS_TRAINED, Bucket, Evaluation, Machine, Row, RunInfo, Setting
 
 START = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+
+
+def make_row(
+    length: int,
+    loss: float,
+    setting: Setting = AS_TRAINED,
+    *,
+    train_length: int = 128,
+    spread: float = 0.01,
+    gain: float = 0.0,
+    by_document: bool = True,
+) -> Row:
+    """A row over two documents of equal size, one as much above the loss as the other is below: its standard error.
+
+    Beyond the training length the loss is lower than within it by the gain.
+    """
+    windows = max(2, 4096 // length)
+    share = min(1.0, train_length / length)  # of the positions that are within the training length
+    parts = [(0, min(train_length, length), loss + gain * (1 - share))]
+    parts += [(train_length, length, loss - gain * share)] if length > train_length else []
+    return Row(
+        length=length,
+        setting=setting,
+        loss=loss,
+        standard_error=spread,
+        tokens=windows * length,
+        windows=windows,
+        documents=[3, 8] if by_document else [],
+        windows_by_document=[windows // 2] * 2 if by_document else [],
+        buckets=[
+            Bucket(
+                start=start,
+                end=end,
+                loss=mean,
+                standard_error=spread,
+                tokens=windows * (end - start),
+                sums=[(mean + side * spread) * windows / 2 * (end - start) for side in (-1, 1)] if by_document else [],
+            )
+            for start, end, mean in parts
+        ],
+    )
 
 
 def make_entry(
     mechanism: str,
     plain: Sequence[float],
     ntk: Sequence[float] | None = None,
+    window: Sequence[float] = (),
     *,
     train_length: int = 128,
     seed: int = 1,
     name: str | None = None,
     standard_error: float = 0.01,
+    gain: float = 0.0,
+    by_document: bool = True,
     commit: str = "0123456789abcdef0123456789abcdef01234567",
     vocabulary: int = 256,
     train_loss: Sequence[tuple[int, float]] = ((10, 5.5), (20, 2.25)),
     evaluated: dict[str, Any] | None = None,
+    recipe: str | None = None,
 ) -> Entry:
-    """A finished run whose losses at 1x, 2x, 4x ... are given, without scaling and with NTK (from 1x or from 2x on).
+    """A finished run whose losses at 1x, 2x, 4x ... are given: as trained, with NTK (from 1x or from 2x on), with a window.
 
     With NTK they are the same unless they are given; () for a run that was not measured with it.
     """
     ntk = plain if ntk is None else ntk
     name = name or f"demo-{mechanism}"
     first = 0 if len(ntk) == len(plain) else 1
-    points = [(False, power, loss) for power, loss in enumerate(plain)]
-    points += [(True, power, loss) for power, loss in enumerate(ntk, start=first)]
+    points = [(AS_TRAINED, power, loss) for power, loss in enumerate(plain)]
+    points += [(Setting(rope="ntk"), power, loss) for power, loss in enumerate(ntk, start=first)]
+    points += [(Setting(window=train_length), power, loss) for power, loss in enumerate(window)]
     rows = [
-        Row(
-            length=train_length << power,
-            ntk=scaled,
-            loss=loss,
-            standard_error=standard_error,
-            tokens=4096,
-            windows=max(1, 4096 // (train_length << power)),
-            buckets=[
-                Bucket(start=0, end=train_length // 2, loss=loss * 1.1, standard_error=0.02, tokens=100),
-                Bucket(
-                    start=train_length // 2, end=train_length << power, loss=loss, standard_error=math.nan, tokens=9
-                ),
-            ],
+        make_row(
+            train_length << power,
+            loss,
+            setting,
+            train_length=train_length,
+            spread=standard_error,
+            gain=gain,
+            by_document=by_document,
         )
-        for scaled, power, loss in points
+        for setting, power, loss in points
     ]
     common: dict[str, Any] = {"mechanism": mechanism, "seed": seed, "train_length": train_length}
     return Entry(
@@ -88,7 +128,9 @@ def make_entry(
                 **(evaluated or {}),
             }
         ),
-        recipe=f'name = "demo-{mechanism}"\n\n[model]\nmechanism = "{mechanism}"\n',
+        recipe=f'name = "{name}"\n\n[model]\nmechanism = "{mechanism}"\n\n[train]\nseed = {seed}\n'
+        if recipe is None
+        else recipe,
     )
 
 
@@ -102,7 +144,9 @@ def fabricate() -> Any:
 def four() -> list[Entry]:
     """The four runs of the demo, in the shape that the papers claim."""
     return [
-        make_entry("softmax", [1.40, 1.5, 1.8, 2.2, 2.80], [1.40, 1.45, 1.6, 2.0, 2.38]),
+        make_entry(
+            "softmax", [1.40, 1.5, 1.8, 2.2, 2.80], [1.40, 1.45, 1.6, 2.0, 2.38], [1.40, 1.39, 1.38, 1.37, 1.36]
+        ),
         make_entry("lssa", [1.42, 2.0, 2.7, 3.1, 3.40], [1.42, 1.6, 2.2, 2.6, 3.00]),
         make_entry("lssar", [1.50, 1.5, 1.5, 1.55, 1.56], [1.50, 1.5, 1.6, 1.65, 1.68]),
         make_entry("laser", [1.41, 1.6, 1.9, 2.3, 2.75], [1.41, 1.5, 1.7, 2.0, 2.45]),

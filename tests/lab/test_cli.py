@@ -78,7 +78,7 @@ def test_train_evaluate_generate_compare(tiny: Path, tmp_path: Path, capsys: pyt
         assert code == 0, err
         assert "1x" in out
         assert "2x" in out
-        assert len(Evaluation.model_validate_json((run / "e.json").read_text()).rows) == 4
+        assert len(Evaluation.model_validate_json((run / "e.json").read_text()).rows) == 6
     code, out, err = call(capsys, "generate", run, "--prompt", "line ", "-n", "8", "--temperature", "0")
     assert (code, out[:5]) == (0, "line ")
     assert len(out) > 6
@@ -89,13 +89,32 @@ def test_train_evaluate_generate_compare(tiny: Path, tmp_path: Path, capsys: pyt
 
 
 def test_json_on_stdout_is_json_alone(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = call(capsys, "evaluate", trained, "--tokens", "256", "--no-ntk", "--json", "-")
+    code, out, _ = call(
+        capsys, "evaluate", trained, "--tokens", "256", "--rope", "yarn", "--window", "none", "--json", "-"
+    )
     assert code == 0
-    assert {row["ntk"] for row in json.loads(out)["rows"]} == {False}
+    assert {row["setting"]["rope"] for row in json.loads(out)["rows"]} == {"yarn"}
     code, out, _ = call(capsys, "mechanisms", "--json", "-")
     assert "lssar" in {entry["name"] for entry in json.loads(out)}
     code, out, _ = call(capsys, "mechanisms", "laser(ssmax)", "--json", "-")
     assert json.loads(out)["learned"] == {"head_scale": 0.43}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "folder", "seed"),
+    [([], "runs/demo", None), (["--seed", "0"], "runs/demo-0", 0), (["--seed", "2", "--out", "here"], "here", 2)],
+)
+def test_demos_of_several_seeds_lie_side_by_side(
+    arguments: list[str],
+    folder: str,
+    seed: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked: list[tuple[str, int | None]] = []
+    monkeypatch.setattr("softfocus.lab.demo.run_demo", lambda out, seed, **_: asked.append((str(out), seed)))
+    assert call(capsys, "demo", *arguments)[0] == 0
+    assert asked == [(folder, seed)]
 
 
 def test_mechanisms(capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,6 +149,9 @@ WRONG_USE: list[tuple[list[str], str]] = [
     (["demo", "--model", "softmx"], "--model: mechanism 'softmx' is not known; did you mean 'softmax'"),
     (["evaluate", "TRAINED", "--lengths", "1"], "'1' is 1 tokens; give a whole number of tokens, at least 2"),
     (["evaluate", "TRAINED", "--lengths", "long"], "'long' is not a length; write --lengths like"),
+    (["evaluate", "TRAINED", "--window", "wide"], "'wide' is not a length; write --window like"),
+    (["evaluate", "TRAINED", "--rope", "yarm"], "--rope: 'yarm' is not a scaling of RoPE; did you mean 'yarn'?"),
+    (["evaluate", "TRAINED", "--window", "4", "--sinks", "4"], "--sinks 4 does not fit into --window 4"),
     (["evaluate", "TRAINED", "--buckets", "long"], "'long' is not a length; write --buckets like"),
     (
         ["train", "demo", "--set", "train.steps"],

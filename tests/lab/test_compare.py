@@ -41,13 +41,13 @@ def test_any_runs_in_one_report(four, tmp_path, quiet):
 
 def test_unequal_grids_meet_where_they_can(fabricate, tmp_path, quiet):
     a = save(fabricate("softmax", [1.0, 1.1, 1.2, 1.6, 3.0]), tmp_path / "a")
-    b = save(fabricate("lssar", [2.0, 2.1, 2.2], train_length=512, vocabulary=512), tmp_path / "b")
+    b = save(fabricate("lssar", [2.0, 2.1, 2.2], train_length=512), tmp_path / "b")
     report = compare([a, b], tmp_path / "out", console=quiet)
-    assert report.finding.sentence.startswith("At 4 times the training length LSSAR's"), "4x is the longest they share"
-    assert "1.20 times" in report.finding.sentence
-    assert "1.10 times" in report.finding.sentence
+    assert report.finding.sentence.startswith("At 1x Softmax has a loss of 1.000; LSSAR is 1.000 ")
+    assert "At 4x, each under its best setting, Softmax as trained has" in report.finding.sentence, (
+        "the longest they share"
+    )
     assert "training length (128, 512)" in " ".join(report.notes)
-    assert "4x / 1x" in said(quiet)
     page = (tmp_path / "out" / "report.html").read_text()
     assert "16×" in page, "what only one run has is drawn too"
 
@@ -56,9 +56,33 @@ def test_lengths_can_be_counted_in_tokens(fabricate, tmp_path, quiet):
     a = save(fabricate("softmax", [1.0, 1.1, 1.2]), tmp_path / "a")
     b = save(fabricate("lssar", [2.0, 2.1], train_length=256), tmp_path / "b")
     compare([a, b], tmp_path / "out", axis="tokens", console=quiet)
-    head = next(line.split() for line in said(quiet).splitlines() if "RoPE" in line)
-    assert head == ["RoPE", "model", "128", "256", "512", "512", "/", "1x"]
+    head = next(line.split() for line in said(quiet).splitlines() if "setting" in line)
+    assert head == ["setting", "model", "128", "256", "512", "gain"]
     assert read(tmp_path / "out" / "results.json").axis == "tokens"
+
+
+def test_seeds_are_put_together(fabricate, tmp_path, quiet):
+    runs = [
+        fabricate(name, [loss + seed / 100], (), seed=seed, name=f"{name}-{seed}")
+        for seed in range(3)
+        for name, loss in (("softmax", 1.0), ("lssar", 1.2))
+    ]
+    report = compare([save(run, tmp_path / run.info.name) for run in runs], tmp_path / "out", console=quiet)
+    assert report.finding.sentence == (
+        "At 1x (128 tokens) Softmax has a loss of 1.010; LSSAR is 0.200 ± 0.000 higher. "
+        "Losses are means over 3 trainings."
+    )
+    assert said(quiet).count("3 seeds") == 2
+    assert read(tmp_path / "out" / "results.json").finding == report.finding
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert page.count("sd 0.010") == 2
+    assert all(f"lssar-{seed}" in page for seed in range(3)), "the table of runs names each"
+
+
+def test_vocabularies_are_not_compared(fabricate, tmp_path, quiet):
+    a = save(fabricate("softmax", [1.0]), tmp_path / "a")
+    b = save(fabricate("lssar", [2.0], vocabulary=512), tmp_path / "b")
+    assert "different vocabularies" in compare([a, b], tmp_path / "out", console=quiet).finding.sentence
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from html import unescape
 from pathlib import Path
@@ -25,7 +26,9 @@ from softfocus.lab.errors import LabError
 from softfocus.lab.progress import Event
 from softfocus.lab.recipe import load
 from softfocus.lab.report import Report, read
-from softfocus.lab.results import EVALUATION, RUN, Bucket, Row, RunInfo, load_run
+from softfocus.lab.results import EVALUATION, RUN, Bucket, Row, RunInfo, Setting, default_settings, load_run
+
+NTK = Setting(rope="ntk")
 
 
 def plain_console():
@@ -54,8 +57,8 @@ def make_job(name="demo-lssar", **fields):
 
 class TestLines:
     def test_an_event_crosses_whole(self):
-        bucket = Bucket(start=0, end=128, loss=2.0, standard_error=0.1, tokens=7)
-        row = Row(length=128, ntk=True, loss=1.25, standard_error=0.5, tokens=9, windows=2, buckets=[bucket])
+        bucket = Bucket(start=0, end=128, loss=2.0, standard_error=0.1, tokens=7, sums=[1.5, 12.5])
+        row = Row(length=128, setting=NTK, loss=1.25, standard_error=0.5, tokens=9, windows=2, buckets=[bucket])
         for event in (
             Event(kind="step", run="a", done=3, total=9, loss=2.5, tokens_per_second=100.0),
             Event(kind="row", run="a", done=1, total=2, row=row),
@@ -65,7 +68,7 @@ class TestLines:
             assert from_line(line) == ("evaluate", event)
 
     def test_a_diverged_loss_crosses_too(self):
-        row = Row(length=128, ntk=True, loss=math.nan, standard_error=math.inf, tokens=9, windows=2)
+        row = Row(length=128, setting=NTK, loss=math.nan, standard_error=math.inf, tokens=9, windows=2)
         _, event = from_line(to_line("evaluate", Event(kind="row", run="a", row=row)))
         assert math.isnan(event.row.loss)
         assert event.row.standard_error == math.inf
@@ -110,7 +113,7 @@ class TestEstimate:
 
 
 class TestScreen:
-    ROW = Row(length=2048, ntk=True, loss=1.25, standard_error=0.5, tokens=9, windows=2)
+    ROW = Row(length=2048, setting=NTK, loss=1.25, standard_error=0.5, tokens=9, windows=2)
 
     def test_plain_lines_in_a_log(self, monkeypatch):
         job, console = make_job(status="training"), plain_console()
@@ -139,6 +142,10 @@ class TestScreen:
             assert shown in said(console), shown
 
 
+def interrupted(*arguments):
+    raise KeyboardInterrupt
+
+
 class TestPlanning:
     def test_models_are_recipes_mechanisms_or_combinations(self, tmp_path):
         names = [demo._source(name) for name in ("demo-lssa", "lssar", "cosine_log_n", "sharpened(lssa, 7)")]
@@ -162,6 +169,16 @@ class TestPlanning:
             tiny, full = load(name, list(FAST)), load(name)
             assert tiny.model.mechanism == full.model.mechanism
             assert tiny.train.steps * tiny.train.batch * tiny.train.length < 4096
+
+    @pytest.mark.parametrize(("seed", "trained"), [(None, 0), (3, 3)])
+    def test_a_seed_is_the_trainings(self, seed, trained, tmp_path, monkeypatch):
+        planned = []
+        monkeypatch.setattr(demo, "Screen", lambda console, jobs, count: planned.extend(jobs) or nullcontext())
+        monkeypatch.setattr(demo, "_Crew", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run_demo(tmp_path, seed=seed, console=plain_console())
+        assert [job.recipe.train.seed for job in planned] == [trained] * 4
+        assert [load(job.source, list(job.overrides)) for job in planned] == [job.recipe for job in planned]
 
     def test_cores_are_at_most_those_of_this_process(self):
         assert 1 <= provenance.cores() <= len(os.sched_getaffinity(0))
@@ -246,8 +263,8 @@ class TestWhole:
         assert [entry.info.name for entry in whole.report.runs] == list(MODELS)
         for entry in whole.report.runs:
             assert (entry.info.status, entry.info.steps_done) == ("complete", 60)
-            assert {(row.length, row.ntk) for row in entry.evaluation.rows} == {
-                (length, ntk) for length in (32, 64, 128) for ntk in (False, True)
+            assert {(row.length, row.setting) for row in entry.evaluation.rows} == {
+                (length, setting) for length in (32, 64, 128) for setting in default_settings(32)
             }
             assert 2 < entry.evaluation.rows[0].loss < 5.55, "below ln 257: it has begun to learn"
             assert (whole.folder / entry.info.name / "model" / "model.safetensors").is_file()

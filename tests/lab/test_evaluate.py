@@ -6,24 +6,36 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
+import softfocus.hf
 from softfocus.lab import lengths
 from softfocus.lab import model as models
 from softfocus.lab.errors import LabError
 from softfocus.lab.evaluate import evaluate, has_plain_head, token_losses
 from softfocus.lab.generate import generate
-from softfocus.lab.means import ClusteredMeans, default_edges
+from softfocus.lab.means import Mean, default_edges
 from softfocus.lab.progress import Event
 from softfocus.lab.recipe import load
-from softfocus.lab.results import EVALUATION, Row, load_evaluation, load_run, save_evaluation, save_run
-from softfocus.lab.rope import with_dynamic_ntk
+from softfocus.lab.results import (
+    AS_TRAINED,
+    EVALUATION,
+    Row,
+    Setting,
+    default_settings,
+    load_evaluation,
+    load_run,
+    save_evaluation,
+    save_run,
+)
+from softfocus.lab.rope import scale_rope
 from softfocus.lab.train import train
+
+PLAIN, NTK, YARN = AS_TRAINED, Setting(rope="ntk"), Setting(rope="yarn")
 
 
 @pytest.fixture
@@ -34,12 +46,15 @@ def run(trained: Path, tmp_path: Path) -> Path:
 def test_rows_buckets_and_events(run: Path) -> None:
     events: list[Event] = []
     found = evaluate(run, [128, 32, 64], tokens=2048, batch_tokens=100, progress=events.append)
-    assert [(row.ntk, row.length) for row in found.rows] == [(ntk, n) for ntk in (False, True) for n in (32, 64, 128)]
+    assert default_settings(32) == (PLAIN, NTK, Setting(window=32))
+    assert [(row.setting, row.length) for row in found.rows] == [
+        (setting, length) for setting in default_settings(32) for length in (32, 64, 128)
+    ]
     assert {row.tokens for row in found.rows} == {found.tokens} == {2048}
     assert [event.row for event in events if event.kind == "row"] == found.rows
     steps = [event.done for event in events if event.kind == "step"]
     assert steps == sorted(steps)
-    assert steps[-1] == 6 * 2048
+    assert steps[-1] == 9 * 2048
     assert load_evaluation(run) == found
     assert (found.corpus_key, found.longest, found.documents, found.crossing) == (load_run(run).corpus_key, 128, 3, 0)
     for row in found.rows:
@@ -49,13 +64,48 @@ def test_rows_buckets_and_events(run: Path) -> None:
         mean = sum(bucket.loss * bucket.tokens for bucket in row.buckets) / row.tokens
         assert mean == pytest.approx(row.loss, rel=1e-12)
         assert 0 < row.standard_error < row.loss
-    at_train = [found.row(32, ntk) for ntk in (False, True)]
+        assert (len(row.documents), sum(row.windows_by_document)) == (3, row.windows)
+        for bucket in row.buckets:  # what is kept by document makes the mean and its error again
+            counts = [count * (bucket.end - bucket.start) for count in row.windows_by_document]
+            again = Mean.of(bucket.sums, counts)
+            assert (again.value, again.standard_error) == pytest.approx((bucket.loss, bucket.standard_error), abs=1e-5)
+    at_train = [found.row(32, setting) for setting in default_settings(32)]
     assert at_train[0] is not None
-    assert at_train[1] == at_train[0].model_copy(update={"ntk": True})
+    assert at_train[1:] == [at_train[0].model_copy(update={"setting": s}) for s in default_settings(32)[1:]]
+
+
+def test_every_setting_reaches_the_model(run: Path) -> None:
+    """Beyond the training length each computes something else; a window as long as the text hides nothing."""
+    settings = [PLAIN, NTK, YARN, Setting(window=8), Setting(window=8, sinks=2), Setting(window=64)]
+    found = evaluate(run, [16, 64], settings=settings, tokens=512)
+    longest = [row.loss for row in found.rows if row.length == 64 and row.setting != Setting(window=64)]
+    assert len(set(longest)) == 5
+    assert found.row(64, Setting(window=64)).loss == found.row(64).loss
+    assert found.row(16, YARN).loss == found.row(16).loss, "up to the training length nothing is scaled"
+    assert found.row(16, Setting(window=8)).loss != found.row(16).loss
+
+
+def test_a_window_shows_the_last_keys_alone(run: Path) -> None:
+    """Of a window of 8 keys, one layer: a change of the token 8 places before is seen by no later position."""
+    config = models.load_config(run)
+    softfocus.hf.window(config, 8)
+    model = models.load(run, config)
+    one = torch.randint(256, (1, 33), generator=torch.Generator().manual_seed(0))
+    other = one.clone()
+    other[0, 10] = (other[0, 10] + 1) % 256
+    first, second = (token_losses(model, tokens)[0] for tokens in (one, other))
+    changed = (first != second).nonzero().flatten().tolist()
+    assert set(changed) <= {9, *range(10, 18)}, "9 predicts the token itself"
+    assert {10, 17} <= set(changed)
+
+
+def test_custom_edges_keep_the_training_length(run: Path) -> None:
+    row = evaluate(run, [128], settings=[PLAIN], tokens=512, buckets=[100]).rows[0]
+    assert [bucket.end for bucket in row.buckets] == [32, 100, 128]
 
 
 def test_batches_do_not_change_the_result(run: Path) -> None:
-    one, many = (evaluate(run, [64], ntk=[False], tokens=1024, batch_tokens=size).rows[0] for size in (1, 1024))
+    one, many = (evaluate(run, [64], settings=[PLAIN], tokens=1024, batch_tokens=size).rows[0] for size in (1, 1024))
     assert one.loss == pytest.approx(many.loss, rel=1e-6)  # float32: products of other shapes round differently
 
 
@@ -100,43 +150,59 @@ def test_a_head_that_scales_its_logits_is_noticed(tiny: Path) -> None:
 
 @pytest.mark.parametrize("rotary", [1.0, 0.5])
 def test_the_rotary_base_is_the_formulas_at_every_length(rotary: float, tiny: Path) -> None:
-    """base * (L / L0)^(d / (d - 2)) at every L, if lengths ascend: Transformers keeps the base of the longest seen."""
+    """base * (L / L0)^(d / (d - 2)) at every L."""
     config = {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": rotary}
     recipe = load(tiny, ["model.config.rope_parameters=" + str(config).replace(":", " =").replace("'", '"')])
-    built = models.build_config(recipe, 257)
-    model = AutoModelForCausalLM.from_config(with_dynamic_ntk(built, 32)).eval()
-    rope = next(module for module in model.modules() if hasattr(module, "inv_freq"))
     dimension = int(16 * rotary)
     for length in (2, 16, 32, 64, 128, 256, 512):
+        config = scale_rope(models.build_config(recipe, 257), "ntk", 32, length)
+        model = AutoModelForCausalLM.from_config(config).eval()
         model(input_ids=torch.zeros(1, length, dtype=torch.long))
+        rope = next(module for module in model.modules() if hasattr(module, "inv_freq"))
         base = 5000.0 * max(1.0, length / 32) ** (dimension / (dimension - 2))
         expected = base ** -(torch.arange(0, dimension, 2, dtype=torch.float64) / dimension)
         torch.testing.assert_close(rope.inv_freq.double(), expected, rtol=1e-6, atol=0)
 
 
-def test_rows_do_not_depend_on_the_other_lengths(run: Path) -> None:
-    together = evaluate(run, [32, 64, 128], tokens=1024)
-    model = models.load(run, with_dynamic_ntk(models.load_config(run), 32))
+@pytest.mark.parametrize("length", [16, 32, 64, 512])
+def test_yarn_is_the_papers(length: int, tiny: Path) -> None:
+    """A frequency that turns more often in 32 tokens stays, the slow ones are divided by L / 32, scores are sharpened."""
+    whole = 'model.config.rope_parameters={rope_type = "default", rope_theta = 10000.0, partial_rotary_factor = 1.0}'
+    config = models.build_config(load(tiny, [whole]), 257)
+    model = AutoModelForCausalLM.from_config(scale_rope(config, "yarn", 32, length))
     rope = next(module for module in model.modules() if hasattr(module, "inv_freq"))
-    assert rope.rope_type == "dynamic"
-    row = together.row(128, ntk=True)
+    factor = max(1.0, length / 32)
+    usual = 10000.0 ** -(torch.arange(0, 16, 2) / 16)
+    assert rope.attention_scaling == pytest.approx(0.1 * math.log(factor) + 1)
+    torch.testing.assert_close(rope.inv_freq[0], usual[0])
+    torch.testing.assert_close(rope.inv_freq[1], usual[1] * (1 + 1 / factor) / 2, rtol=1e-6, atol=0)
+    torch.testing.assert_close(rope.inv_freq[2:], usual[2:] / factor, rtol=1e-6, atol=0)  # less than a turn
+
+
+@pytest.mark.parametrize("setting", [NTK, YARN])
+def test_rows_do_not_depend_on_the_other_lengths(setting: Setting, run: Path) -> None:
+    together = evaluate(run, [32, 64, 128], settings=[PLAIN, setting], tokens=1024)
+    row = together.row(128, setting)
     assert row is not None
+    assert row.loss != together.row(128).loss
     (run / EVALUATION).unlink()
-    alone = evaluate(run, [128], ntk=[True], tokens=1024).rows[0]
+    alone = evaluate(run, [128], settings=[setting], tokens=1024).rows[0]
     assert alone.loss == row.loss
 
 
 def test_rows_measured_on_the_same_text_stay(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     whole = evaluate(run, [32, 64, 128], tokens=1024)
-    assert evaluate(run, [128], ntk=[False], tokens=1024) == whole
+    assert evaluate(run, [128], settings=[PLAIN], tokens=1024) == whole
     assert load_evaluation(run) == whole
-    assert evaluate(run, [32], ntk=[False], tokens=1024) == whole, "a shorter longest length reads the same text too"
+    assert evaluate(run, [32], settings=[PLAIN], tokens=1024) == whole, (
+        "a shorter longest length reads the same text too"
+    )
     assert not caplog.records
     other = evaluate(run, [32], tokens=512)
     assert ({row.length for row in other.rows}, other.longest) == ({32}, 32)
-    assert "held 4 losses at other lengths" in caplog.text
+    assert "held 6 other losses" in caplog.text
     save_evaluation(run, whole.model_copy(update={"seed": 5}))
-    assert len(evaluate(run, [128], tokens=1024).rows) == 2, "those of another training do not"
+    assert len(evaluate(run, [128], tokens=1024).rows) == 3, "those of another training do not"
 
 
 def test_a_device_whose_memory_is_full(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,13 +221,15 @@ def test_ntk_needs_a_rotary_embedding_to_scale(tiny: Path, tmp_path: Path) -> No
     table = text[text.index("[model.config]") : text.index("[data]")]
     recipe.write_text(text.replace(table, "[model.config]\nn_embd = 32\nn_layer = 1\nn_head = 2\nn_positions = 64\n"))
     train(load(recipe, overrides), tmp_path / "run")
-    assert len(evaluate(tmp_path / "run", [32, 64], ntk=[False], tokens=512).rows) == 2
+    assert len(evaluate(tmp_path / "run", [32, 64], settings=[PLAIN], tokens=512).rows) == 2
     events: list[Event] = []
-    with pytest.raises(LabError, match="--no-ntk"):
+    with pytest.raises(LabError, match="--rope trained"):
         evaluate(tmp_path / "run", [32, 64], tokens=512, progress=events.append)
+    with pytest.raises(LabError, match="leave out --sinks"):
+        evaluate(tmp_path / "run", [32], settings=[Setting(window=8, sinks=2)], tokens=512, progress=events.append)
     assert not events, "before anything was computed"
     with pytest.raises(LabError, match="with 64 positions cannot read 128 tokens; evaluate --lengths up to 64"):
-        evaluate(tmp_path / "run", [128], ntk=[False], tokens=512)
+        evaluate(tmp_path / "run", [128], settings=[PLAIN], tokens=512)
     assert len(generate(tmp_path / "run", "x" * 60, tokens=5)) < 20
     with pytest.raises(LabError, match="cannot read 65 tokens; keep prompt and --tokens together within 64"):
         generate(tmp_path / "run", "x" * 60, tokens=6)
@@ -222,60 +290,31 @@ def test_lengths_that_are_none(text: str) -> None:
         lengths.parse(text, 128)
 
 
+def test_settings_of_the_command_line() -> None:
+    def names(rope: str, windows: list[str], sinks: int = 0) -> list[str]:
+        return [setting.name(128) for setting in lengths.settings_of(rope, windows, sinks, 128)]
+
+    assert lengths.settings_of("trained,ntk", ["1x"], 0, 128) == list(default_settings(128))
+    assert names("yarn, trained", ["none"]) == ["YaRN", "as trained"]
+    assert names("none", ["0.5x,128", "1x"], 4) == ["window 0.5x (4 sinks)", "window 1x (4 sinks)"]
+    assert Setting(window=2048, sinks=4).name() == "window 2,048 (4 sinks)"
+    for arguments, said in {
+        ("yarm", ("1x",), 0): "did you mean 'yarn'",
+        ("trained", ("none",), 4): "--sinks 4 does not fit into --window none",
+        ("trained", ("1x", "4"), 4): "--sinks 4 does not fit into --window 4",
+        ("none", ("none",), 0): "leave nothing to evaluate",
+        ("trained", ("wide",), 0): "write --window like",
+    }.items():
+        with pytest.raises(LabError, match=said):
+            lengths.settings_of(*arguments, 128)
+
+
 def test_lengths_name_the_option_that_they_stand_in() -> None:
     with pytest.raises(LabError, match="write --buckets like"):
         lengths.parse("one", 128, "--buckets")
 
 
-def test_standard_errors() -> None:
-    random: Any = np.random.default_rng(0)
-    losses = random.normal(3, 1, (40, 8))
-    alone = ClusteredMeans([0, 8])
-    alone.add(losses, np.arange(40))
-    mean, error, tokens = alone.bucket()
-    assert (mean, tokens) == (pytest.approx(losses.mean()), 320)
-    assert error == pytest.approx(losses.mean(1).std(ddof=1) / math.sqrt(40))
-
-    # Four windows a document, all alike: as many windows again tell nothing more
-    copies = ClusteredMeans([0, 4, 8])
-    copies.add(np.repeat(losses, 4, axis=0), np.repeat(np.arange(40), 4))
-    assert copies.bucket()[1] == pytest.approx(error)
-    assert copies.bucket(1)[0] == pytest.approx(losses[:, 4:].mean())
-    assert copies.bucket(1)[2] == 40 * 4 * 4
-
-    # Windows of one cluster may come in several batches
-    split = ClusteredMeans([0, 4, 8])
-    split.add(np.repeat(losses, 4, axis=0)[:70], np.repeat(np.arange(40), 4)[:70])
-    split.add(np.repeat(losses, 4, axis=0)[70:], np.repeat(np.arange(40), 4)[70:])
-    assert split.bucket() == pytest.approx(copies.bucket())
-
-    single = ClusteredMeans([0, 8])
-    single.add(losses, np.zeros(40, dtype=int))
-    assert math.isnan(single.bucket()[1])
-
-
-def test_a_standard_error_covers_the_truth() -> None:
-    """Documents of unequal size and with means of their own: two standard errors hold the true mean 95 times of 100."""
-    random: Any = np.random.default_rng(1)
-    hits = 0
-    for _ in range(400):
-        means = ClusteredMeans([0, 4])
-        for document in range(30):
-            own = random.normal(0, 1)
-            windows = int(random.integers(1, 6))
-            means.add(random.normal(own, 1, (windows, 4)), np.full(windows, document))
-        mean, error, _ = means.bucket()
-        hits += abs(mean) < 2 * error
-    assert 0.91 < hits / 400 < 0.98
-
-
-def test_default_edges() -> None:
-    assert default_edges(128, 128) == [0, 32, 64, 128]
-    assert default_edges(128, 2048) == [0, 32, 64, 128, 256, 512, 1024, 2048]
-    assert default_edges(128, 50) == [0, 32, 50]
-
-
 def test_a_loss_from_one_document_says_that_its_error_is_unknown():
-    row = Row(length=8, ntk=False, loss=1.25, standard_error=math.nan, tokens=8, windows=1)
+    row = Row(length=8, loss=1.25, standard_error=math.nan, tokens=8, windows=1)
     assert row.text == "1.250 (from one document: its error is unknown)"
     assert row.model_copy(update={"standard_error": 0.125}).text == "1.250 ± 0.125"

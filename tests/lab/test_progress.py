@@ -4,7 +4,7 @@ import pytest
 
 from softfocus.lab import progress
 from softfocus.lab.progress import Display, Event
-from softfocus.lab.results import Row
+from softfocus.lab.results import Row, Setting
 
 
 def test_a_log_gets_a_line_every_ten_seconds(
@@ -27,11 +27,11 @@ def test_a_log_gets_a_line_every_ten_seconds(
 
 
 def test_every_loss_of_an_evaluation_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    row = Row(length=2048, ntk=True, loss=1.25, standard_error=0.5, tokens=9, windows=2)
+    row = Row(length=2048, setting=Setting(rope="ntk"), loss=1.25, standard_error=0.5, tokens=9, windows=2)
     with Display("tokens") as display:
         for _ in range(3):
             display(Event(kind="row", run="a", row=row))
-    assert capsys.readouterr().err.splitlines() == ["a: length   2,048 NTK        loss 1.250 ± 0.500"] * 3
+    assert capsys.readouterr().err.splitlines() == ["a: length   2,048 dynamic NTK  loss 1.250 ± 0.500"] * 3
 
 
 def test_quiet_is_quiet(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+import softfocus
+from softfocus import catalog
 from softfocus.lab.errors import LabError
 from softfocus.lab.recipe import load, shipped
 
@@ -216,3 +218,13 @@ def test_the_power_grows_from_start_to_end(shape: str, half: float) -> None:
     assert power.at(15.0, 0.6) == power.at(15.0, 1.0) == pytest.approx(15.0)
     path = [power.at(15.0, step / 100) for step in range(101)]
     assert path == sorted(path)
+
+
+def test_a_registered_name_is_a_mechanism(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalog._CATALOG, "_entries", catalog._CATALOG._entries)
+    with pytest.raises(LabError, match="mechanism 'mine' is not known"):
+        load("demo", ["model.mechanism=mine"])
+    mine = softfocus.Mechanism(phi="sigmoid", power=3)
+    softfocus.register("mine", mine)
+    recipe = load("demo", ["model.mechanism=laser(mine)"])
+    assert recipe.model.groups[0][0].mechanism == softfocus.laser(mine)

@@ -11,15 +11,25 @@ from rich.console import Console
 
 from softfocus.lab.errors import LabError
 from softfocus.lab.figure import PALETTE, colours, figure1, save_figure1, spread
-from softfocus.lab.finding import finding
 from softfocus.lab.page import render
-from softfocus.lab.points import columns, growth, labels, mechanism_name, shared_columns
+from softfocus.lab.points import Group, cell, columns, growth, labels, settings, shared_columns
+from softfocus.lab.recipe import load
 from softfocus.lab.report import Entry, build, provenance, read, same_text, write
+from softfocus.lab.results import json_text
 from softfocus.lab.table import loss_table
 
 
-def evaluations(entries):
-    return [entry.evaluation for entry in entries]
+def grouped(*entries):
+    """The runs as groups, those together that differ by seed alone."""
+    return build(entries).groups
+
+
+def seeds(fabricate, mechanism, *losses, **fields):
+    """A run for each list of losses at 1x, 2x ..., with seeds 0, 1 ..."""
+    return [
+        fabricate(mechanism, one, (), seed=seed, name=f"{mechanism}-{seed}", **fields)
+        for seed, one in enumerate(losses)
+    ]
 
 
 def drawn(table, width=120):
@@ -28,214 +38,287 @@ def drawn(table, width=120):
     return console.export_text()
 
 
+class TestGroups:
+    def test_runs_that_differ_by_seed_and_name_alone_are_one_group(self, fabricate):
+        lssar = seeds(fabricate, "lssar", [1.0, 1.1], [1.2, 1.5], [1.1, 1.3])
+        found = grouped(lssar[0], fabricate("softmax", [1.0]), *lssar[1:])
+        assert [(group.label, len(group.evaluations)) for group in found] == [("LSSAR", 3), ("Softmax", 1)]
+        at = cell(found[0], 2.0, "as trained")
+        assert at.values == [1.1, 1.5, 1.3]
+        assert (at.loss, at.spread) == (pytest.approx(1.3), pytest.approx(0.2))
+        assert found[0].title == "LSSAR (3 seeds)"
+
+    def test_another_length_rate_or_text_is_another_group(self, fabricate):
+        recipe = 'name = "{}"\n[train]\nseed = {}\nlearning_rate = {}\n'
+        runs = [
+            fabricate("lssar", [1.0], name=f"r{seed}", seed=seed, recipe=recipe.format("r", seed, rate), evaluated=text)
+            for seed, rate, text in ((0, 1, {}), (1, 1, {}), (2, 3, {}), (3, 1, {"tokens": 8192}))
+        ]
+        assert [len(group.evaluations) for group in grouped(*runs)] == [2, 1, 1]
+        assert [group.label for group in grouped(*runs)] == ["LSSAR · r0", "LSSAR · r2", "LSSAR · r3"]
+
+    def test_runs_without_a_recipe_and_a_recipe_that_is_not_toml_stand_alone(self, fabricate):
+        assert len(grouped(*[fabricate("lssar", [1.0], recipe="", name=name) for name in "ab"])) == 2
+        assert len(grouped(*[fabricate("lssar", [1.0], recipe=f"= {name}", name=name) for name in "ab"])) == 2
+
+    def test_a_default_that_an_earlier_recipe_does_not_name_is_no_difference(self, fabricate):
+        resolved = load("demo-lssar").to_toml()
+        earlier = resolved.replace("accumulate = 1\n", "").replace("seed = 0", "seed = 1")
+        assert "accumulate" not in earlier
+        runs = [fabricate("lssar", [1.0], recipe=text, seed=seed) for seed, text in enumerate((resolved, earlier))]
+        assert len(grouped(*runs)) == 1
+
+    def test_a_length_that_one_of_the_seeds_lacks_is_not_shown(self, fabricate):
+        (group,) = grouped(*seeds(fabricate, "lssar", [1.0, 1.1], [1.2]))
+        assert cell(group, 1.0, "as trained") is not None
+        assert cell(group, 2.0, "as trained") is None
+
+    def test_the_same_seed_twice_is_counted_as_runs(self, fabricate):
+        twice = [fabricate("lssar", [1.0], name=name) for name in "ab"]
+        assert grouped(*twice)[0].count == "2 runs"
+
+    def test_windows_count_in_training_lengths(self, fabricate):
+        short, long = fabricate("lssa", [1.0], (), [1.0]), fabricate("lssar", [1.0], (), [1.0], train_length=512)
+        assert settings(grouped(short, long)) == ["as trained", "window 1x"]
+
+    def test_up_to_the_training_length_the_row_without_scaling_stands_for_the_one_with_it(self, fabricate):
+        (group,) = grouped(fabricate("softmax", [1.0, 1.5], [1.25]))  # NTK from 2x on
+        assert growth(group, 2.0, "dynamic NTK") == 1.25
+        (group,) = grouped(fabricate("softmax", [1.0, 1.5], ()))
+        assert growth(group, 2.0, "dynamic NTK") is None
+        assert cell(group, 1.0, "dynamic NTK") is None
+
+
+class TestGain:
+    def test_is_the_loss_within_the_training_length_less_the_loss_beyond(self, fabricate):
+        (group,) = grouped(fabricate("lssar", [1.0, 1.0, 1.0], gain=0.25))
+        found = cell(group, 4.0, "as trained").gain
+        assert found.value == pytest.approx(0.25)
+        assert found.standard_error == pytest.approx(0, abs=1e-9), "both documents gain as much"
+        assert cell(group, 1.0, "as trained").gain is None, "there is nothing beyond"
+
+    def test_is_unknown_without_sums_by_document(self, fabricate):
+        (group,) = grouped(fabricate("lssar", [1.0, 1.0], gain=0.25, by_document=False))
+        assert cell(group, 2.0, "as trained").gain is None
+
+    def test_over_seeds_it_has_their_error(self, fabricate):
+        runs = [
+            fabricate("lssar", [1.0, 1.0], seed=seed, name=f"r{seed}", gain=gain)
+            for seed, gain in enumerate((0.1, 0.3))
+        ]
+        found = cell(grouped(*runs)[0], 2.0, "as trained").gain
+        assert (found.value, found.standard_error) == (pytest.approx(0.2), pytest.approx(0.1))
+
+
 class TestTable:
-    def test_has_a_line_a_model_and_scaling_and_the_ratio_last(self, four):
-        text = drawn(loss_table(list(zip(labels(evaluations(four)), evaluations(four), strict=True))))
+    def test_has_a_line_a_setting_and_model_and_the_gain_last(self, four):
+        text = drawn(loss_table(grouped(*four)))
         softmax = [line.split() for line in text.splitlines() if "Softmax" in line]
         assert softmax == [
-            ["no", "scaling", "Softmax", "1.400", "1.500", "1.800", "2.200", "2.800", "2.000"],
-            ["dynamic", "NTK", "Softmax", "1.400", "1.450", "1.600", "2.000", "2.380", "1.700"],
+            ["as", "trained", "Softmax", "1.400", "1.500", "1.800", "2.200", "2.800", "0.000"],
+            ["dynamic", "NTK", "Softmax", "1.400", "1.450", "1.600", "2.000", "2.380", "0.000"],
+            ["window", "1x", "Softmax", "1.400", "1.390", "1.380", "1.370", "1.360", "0.000"],
         ]
         assert "2,048" in text
-        assert "16x / 1x" in text
+
+    def test_several_seeds_are_mean_spread_and_count(self, fabricate):
+        lines = [
+            line.split()
+            for line in drawn(loss_table(grouped(*seeds(fabricate, "lssar", [1.0, 1.5], [1.2, 1.5])))).splitlines()
+        ]
+        assert ["as", "trained", "LSSAR", "1.100", "1.500", "0.000"] in lines
+        assert ["2", "seeds", "±0.141", "±0.000"] in lines
 
     def test_fills(self, fabricate):
         half = fabricate("softmax", [1.0, 1.5]).evaluation
-        text = drawn(loss_table([("Softmax", half), ("LSSAR", None)], planned=[1, 2, 4]))
+        nothing = half.model_copy(update={"rows": []})
+        text = drawn(loss_table([Group("Softmax", (half,)), Group("LSSAR", (nothing,))], planned=[1, 2, 4]))
         lines = [line.split() for line in text.splitlines()]
-        assert ["no", "scaling", "Softmax", "1.000", "1.500", "…", "…"] in lines
+        assert ["as", "trained", "Softmax", "1.000", "1.500", "…", "…"] in lines
         assert ["LSSAR", "…", "…", "…", "…"] in lines
+        assert ["as", "trained", "LSSAR", "…", "…"] in [
+            line.split() for line in drawn(loss_table([Group("LSSAR", (nothing,))], planned=[1])).splitlines()
+        ]
 
     def test_a_final_table_does_not_promise_what_will_not_come(self, fabricate):
-        text = drawn(
-            loss_table([("a", fabricate("lssa", [1.0, 1.5]).evaluation), ("b", fabricate("lssar", [1.0]).evaluation)])
-        )
+        text = drawn(loss_table(grouped(fabricate("lssa", [1.0, 1.5]), fabricate("lssar", [1.0]))))
         assert "…" not in text
         assert "–" in text
 
-    def test_fits_eighty_columns(self, four):
-        text = drawn(loss_table(list(zip(labels(evaluations(four)), evaluations(four), strict=True))), width=80)
-        assert "1.700" in text
-        assert max(map(len, text.splitlines())) <= 80
+    def test_fits_eighty_columns(self, four, fabricate):
+        more = seeds(fabricate, "softmax", [1.0, 1.1, 1.2, 1.3, 1.4], [2.0, 2.1, 2.2, 2.3, 2.4])
+        for entries in (four, [*more, four[1]]):
+            text = drawn(loss_table(grouped(*entries)), width=80)
+            assert "2.380" in text or "1.900" in text
+            assert "…" not in text
+            assert max(map(len, text.splitlines())) <= 80
 
     def test_a_diverged_loss_is_written_as_such(self, fabricate):
         entry = fabricate("softmax", [1.0, math.nan, math.inf])
-        assert {"nan", "inf"} <= set(drawn(loss_table([("Softmax", entry.evaluation)])).split())
-
-    def test_up_to_the_training_length_the_row_without_scaling_stands_for_the_one_with_it(self, fabricate):
-        entry = fabricate("softmax", [1.0, 1.5], [1.25])  # NTK from 2x on
-        assert growth(entry.evaluation, 2.0, True).ratio == 1.25
-        assert growth(fabricate("softmax", [1.0, 1.5], ()).evaluation, 2.0, True) is None
+        assert {"nan", "inf"} <= set(drawn(loss_table(grouped(entry))).split())
 
 
 class TestFinding:
-    def test_holds(self, four):
-        found = finding(evaluations(four))
-        assert found.verdict == "holds"
-        assert found.sentence == (
-            "At 16 times the training length (2,048 tokens) LSSAR's loss is 1.04 times its own at 1x and Softmax's 1.70 "
-            "times, each under the RoPE scaling that serves it better (one seed each), so the expected shape (at most 1.15, "
-            "above 1.5) holds."
+    def test_the_price_at_1x_and_who_is_best_at_the_longest_length(self, four):
+        assert build(four).finding.sentence == (
+            "At 1x (128 tokens) Softmax has a loss of 1.400; LASER is 0.010 ± 0.000 higher, LSSA is 0.020 ± 0.000 higher and "
+            "LSSAR is 0.100 ± 0.000 higher. At 16x (2,048 tokens), each under its best setting, Softmax with window 1x has "
+            "the lowest loss, 1.360; LSSAR as trained is 0.200 ± 0.000 higher, LASER with dynamic NTK is 1.090 ± 0.000 "
+            "higher and LSSA with dynamic NTK is 1.640 ± 0.000 higher. The noise of training is not known: that takes "
+            "several seeds of each."
         )
-        assert {(r.label, r.ntk, round(r.ratio, 3)) for r in found.ratios} >= {
-            ("LSSAR", False, 1.04),
-            ("LSSAR", True, 1.12),
-            ("Softmax", False, 2.0),
-            ("Softmax", True, 1.7),
-        }
 
-    def test_the_notes_have_the_numbers_of_every_run(self, four):
-        text = " ".join(build(four).notes)
-        for said in (
-            "Softmax 2.000 / 1.700, LSSA 2.394 / 2.113, LSSAR 1.040 / 1.120, LASER ",
-            "Loss at 1x, nats per token: Softmax 1.400, LSSA 1.420, LSSAR 1.500, LASER 1.410;",
-            "One training seed (1): the spread over seeds is unknown.",
-        ):
-            assert said in text
-
-    @pytest.mark.parametrize(
-        ("softmax", "lssar"),
-        [
-            ([1.0, 1, 1, 1, 1.49], [1.0, 1, 1, 1, 1.05]),  # Softmax does not grow enough
-            ([1.0, 1, 1, 1, 1.90], [1.0, 1, 1, 1, 1.16]),  # LSSAR grows too much
-        ],
-    )
-    def test_does_not_hold(self, fabricate, softmax, lssar):
-        found = finding([fabricate("softmax", softmax).evaluation, fabricate("lssar", lssar).evaluation])
-        assert found.verdict == "does not hold"
-        assert found.sentence.endswith("so the expected shape (at most 1.15, above 1.5) does not hold.")
-
-    def test_rounding_does_not_move_a_ratio_across_its_limit(self, fabricate):
-        runs = fabricate("softmax", [1, 1, 1, 1, 1.5004]), fabricate("lssar", [1, 1, 1, 1, 1.1502])
-        found = finding(evaluations(runs))
-        assert found.verdict == "does not hold"
-        assert "1.1502 times its own at 1x and Softmax's 1.5004 times" in found.sentence
-
-    def test_each_is_judged_under_the_scaling_that_serves_it_better(self, fabricate):
-        lssar = fabricate("lssar", [1, 1, 1, 1, 1.05]).evaluation
-        rescued = fabricate("softmax", [1, 1, 1, 1, 2.0], [1, 1, 1, 1, 1.4]).evaluation
-        assert finding([rescued, lssar]).verdict == "does not hold"
-
-    @pytest.mark.parametrize("alone", ["softmax", "lssar"])
-    def test_a_choice_between_scalings_that_was_not_measured_is_not_claimed(self, fabricate, alone):
-        losses = {"softmax": [1, 1, 1, 1, 2.0], "lssar": [1, 1, 1, 1, 1.05]}
-        runs = [fabricate(name, values, () if name == alone else None) for name, values in losses.items()]
-        found = finding(evaluations(runs))
-        assert found.verdict == "not judged"
-        assert "the better measured scaling of RoPE" in found.sentence
-        assert "serves it better" not in found.sentence
-        assert "takes both scalings of every run" in found.sentence
-        assert f"{mechanism_name(alone)} {losses[alone][-1]:.3f} / not measured" in " ".join(build(runs).notes)
-
-    def test_says_when_a_number_is_close_to_its_limit(self, fabricate):
-        softmax = fabricate("softmax", [1, 1, 1, 1, 2.0])
-        close = fabricate("lssar", [1, 1, 1, 1, 1.14])
-        assert any(re.search("two standard errors .*LSSAR", note) for note in build([softmax, close]).notes)
-        sure = fabricate("lssar", [1, 1, 1, 1, 1.14], standard_error=0.001)
-        assert "two standard errors" not in " ".join(build([softmax, sure]).notes)
-
-    def test_the_worst_seed_decides(self, fabricate):
-        softmax = fabricate("softmax", [1, 1, 1, 1, 2.0]).evaluation
-        good, bad = (
-            fabricate("lssar", [1, 1, 1, 1, last], seed=seed, name=f"run{seed}").evaluation
-            for seed, last in ((1, 1.01), (2, 1.3))
+    def test_at_1x_a_mechanism_that_is_better_than_softmax_is_said_to_be(self, fabricate):
+        found = build([fabricate("softmax", [1.4]), fabricate("lssar", [1.3])]).finding
+        assert found.sentence.startswith(
+            "At 1x (128 tokens) Softmax has a loss of 1.400; LSSAR is 0.100 ± 0.000 lower."
         )
-        found = finding([softmax, good, bad])
-        assert found.verdict == "does not hold"
-        assert "1.01 to 1.30 times" in found.sentence
-        assert "(1 to 2 seeds each)" in found.sentence
+        assert [one.verdict for one in found.differences] == ["lower"]
 
-    @pytest.mark.parametrize("missing", ["softmax", "lssar"])
-    def test_without_one_of_the_two_nothing_is_judged(self, four, missing):
-        found = finding([e for e in evaluations(four) if e.mechanism != missing])
-        assert found.verdict == "not judged"
-        assert found.sentence.endswith(f"that takes a run of {mechanism_name(missing)}.")
-        assert "LSSA's " in found.sentence
-        assert "LASER's" in found.sentence
+    def test_without_softmax_all_are_held_against_the_lowest(self, fabricate):
+        found = build([fabricate("lssa", [1.4]), fabricate("lssar", [1.3])]).finding
+        assert found.sentence.startswith(
+            "At 1x (128 tokens) LSSAR has the lowest loss, 1.300; LSSA is 0.100 ± 0.000 high"
+        )
 
-    def test_a_diverged_lssar_fails_and_a_diverged_softmax_proves_nothing(self, fabricate):
-        fine = [1.0, 1, 1, 1, 2.0]
+    @pytest.mark.parametrize(("second", "verdict"), [(0.02, "inconclusive"), (0.041, "higher")])
+    def test_two_standard_errors_decide(self, fabricate, second, verdict):
+        """The documents of one run lie 0.01 from its mean, those of the other 0.03: the paired error is 0.02."""
+        runs = [
+            fabricate("softmax", [1.0]),
+            fabricate("lssar", [1.0 + second], standard_error=0.03),
+        ]
+        found = build(runs).finding
+        (difference,) = found.differences
+        assert (difference.difference, difference.standard_error) == (pytest.approx(second), pytest.approx(0.02))
+        assert difference.verdict == verdict
+        assert ("inconclusive: LSSAR (+0.020 ± 0.020)." in found.sentence) == (verdict == "inconclusive")
+
+    def test_without_sums_by_document_the_error_is_that_of_independent_means(self, fabricate):
+        runs = [fabricate(name, [loss], by_document=False) for name, loss in (("softmax", 1.0), ("lssar", 1.2))]
+        (difference,) = build(runs).finding.differences
+        assert difference.standard_error == pytest.approx(0.01 * math.sqrt(2))
+        assert "not paired" in " ".join(build(runs).notes)
+
+    def test_on_other_text_documents_of_the_same_number_are_not_paired(self, fabricate):
+        runs = [fabricate("softmax", [1.0]), fabricate("lssar", [1.2], evaluated={"longest": 1024})]
+        (difference,) = build(runs).finding.differences
+        assert difference.standard_error == pytest.approx(0.01 * math.sqrt(2))
+
+    def test_seeds_are_paired_and_their_noise_is_in_the_error(self, fabricate):
+        softmax = seeds(fabricate, "softmax", [1.0], [2.0], [3.0])
+        lssar = seeds(fabricate, "lssar", [1.1], [2.3], [3.2])
+        found = build([*softmax, *lssar]).finding
+        (difference,) = found.differences
+        assert difference.difference == pytest.approx(0.2)
+        assert difference.standard_error == pytest.approx(0.1 / math.sqrt(3)), "the differences are 0.1, 0.3, 0.2"
+        assert difference.training_noise
+        assert found.sentence.endswith(" Losses are means over 3 trainings.")
+        alone = build([*softmax, lssar[0]]).finding
+        assert alone.sentence.endswith(
+            " Losses are means over 1 to 3 trainings. The noise of training is not known: that takes several seeds of each."
+        )
+
+    def test_a_diverged_run_comes_last_and_is_said_to_have_diverged(self, fabricate):
         for bad in (math.nan, math.inf):
-            broken = [1.0, 1, 1, 1, bad]
-            found = finding([fabricate("softmax", fine).evaluation, fabricate("lssar", broken).evaluation])
-            assert found.verdict == "does not hold"
-            assert "LSSAR's loss diverged and Softmax's is 2.00 times its own at 1x" in found.sentence
-            found = finding([fabricate("softmax", broken).evaluation, fabricate("lssar", [1.0] * 5).evaluation])
-            assert found.verdict == "not judged"
-            assert "LSSAR's loss is 1.00 times its own at 1x and Softmax's diverged" in found.sentence
-            assert str(bad) not in re.findall(r"\w+", found.sentence)
+            found = build([fabricate("softmax", [1.0, bad]), fabricate("lssar", [1.1, 1.1])]).finding
+            assert "LSSAR as trained has the lowest loss, 1.100; Softmax as trained diverged." in found.sentence
+            assert found.differences[-1].verdict == "inconclusive"
+            every = build([fabricate("softmax", [bad]), fabricate("lssar", [bad])]).finding
+            assert every.sentence.startswith("At 1x (128 tokens) every loss diverged.")
 
-    def test_shorter_lengths_are_reported_and_not_judged(self, fabricate):
-        found = finding([fabricate("softmax", [1, 2, 3.0]).evaluation, fabricate("lssar", [1.0, 1, 1]).evaluation])
-        assert found.verdict == "not judged"
-        assert found.sentence.startswith("At 4 times")
-        assert "3.00" in found.sentence
+    def test_a_single_run(self, fabricate):
+        found = build([fabricate("lssar", [1.0, 1.5], [1.0, 1.25])]).finding
+        assert found.sentence == (
+            "At 1x (128 tokens) LSSAR has a loss of 1.000. At 2x (256 tokens) LSSAR with dynamic NTK has a loss of 1.250."
+        )
+        assert found.differences == []
 
     def test_nothing_to_say(self, fabricate):
-        assert finding([]).verdict == "not judged"
-        assert "no length beyond 1x" in finding([fabricate("softmax", [1.0]).evaluation]).sentence
+        assert "there is no run" in build([]).finding.sentence
+        lone = [fabricate("lssa", [1.0], train_length=128), fabricate("lssar", [1.0], train_length=192)]
+        assert "no length is shared" in build(lone, axis="tokens").finding.sentence
 
-    def test_another_spelling_of_the_same_mechanism_counts(self, fabricate):
-        found = finding(
-            [fabricate("softmax", [1, 1, 1, 1, 2.0]).evaluation, fabricate("sharpened(lssa, 15)", [1.0] * 5).evaluation]
-        )
-        assert found.verdict == "holds"
+    def test_no_threshold_is_spoken_of(self, four):
+        text = render(build(four)) + " ".join(build(four).notes)
+        for word in ("expected shape", "it holds", "1.15", "1.5)"):
+            assert word not in text
 
-    def test_it_is_one_short_sentence_whatever_was_found(self, fabricate):
-        ends = [1.05, 1.2, 1.7, math.nan]
-        names = ["softmax", "lssar", "lssa", "laser", "ssmax", "sharpened(lssa, 7)"]
-        for count in range(1, len(names) + 1):
-            for last in ends:
-                for ntk in (None, ()):
-                    runs = [fabricate(name, [1.0, 1, 1, 1, last], ntk) for name in names[:count]]
-                    for chosen in (runs, runs[1:], runs[:1] + runs[2:]):
-                        sentence = finding(evaluations(chosen)).sentence
-                        assert len(sentence.split()) <= 60, sentence
-                        assert ";" not in sentence
-                        assert sentence.count(". ") == 0
-                        assert sentence.endswith(".")
+    def test_many_runs_are_not_all_named(self, fabricate):
+        names = ["softmax", "lssar", "lssa", "laser", "ssmax", "sharpened(lssa, 7)", "sharpened(lssa, 3)"]
+        found = build([fabricate(name, [1.0 + index]) for index, name in enumerate(names)]).finding
+        assert "; 2 more are in the report." in found.sentence
+        assert len(found.differences) == 6
 
 
 class TestFigure:
     def test_dollars_in_names_are_dollars(self, fabricate, tmp_path):
         entries = [fabricate("lssa", [1.0, 2.0], name=name) for name in (r"$\frac{$", "a$b$")]
-        save_figure1(evaluations(entries), tmp_path / "f.png", title=r"costs $5 or $\frac{")
+        save_figure1(build(entries).groups, tmp_path / "f.png", title=r"costs $5 or $\frac{")
         assert "a$b$" in render(build(entries))
 
     def test_png_shows_every_run_in_its_colour(self, four, tmp_path):
         path = tmp_path / "figure1.png"
-        save_figure1(evaluations(four), path, title="title")
+        save_figure1(grouped(*four), path, title="title")
         image = matplotlib.image.imread(path)
         height, width, _ = image.shape
-        assert (height, width) == (768, 1760)
-        for index in colours(evaluations(four)):
+        assert (height, width) == (1440, 1760)
+        for index in colours(grouped(*four)):
             wanted = [int(PALETTE[index][0][i : i + 2], 16) / 255 for i in (1, 3, 5)]
             found = (abs(image[:, :, :3] - wanted).max(axis=2) < 0.01).nonzero()
             assert len(found[0]) > 500, PALETTE[index]
-            for half in (found[1] < width / 2, found[1] > width / 2):  # a panel a scaling
+            for half in (found[1] < width / 2, found[1] > width / 2):
                 assert half.sum() > 200
         assert list(tmp_path.iterdir()) == [path], "no temporary file is left"
 
-    def test_two_panels_on_one_scale_with_bands_labels_and_the_training_length(self, four):
-        drawn = figure1(evaluations(four), title="A title")
-        plain, ntk = drawn.axes
+    def test_the_best_of_each_and_a_panel_a_setting(self, four):
+        drawn = figure1(grouped(*four), title="A title")
+        best, plain, ntk, window = drawn.axes
         assert drawn.get_suptitle() == "A title"
-        assert plain.get_ylim() == ntk.get_ylim()
-        for ax, name, softmax in ((plain, "no scaling", 2.80), (ntk, "dynamic NTK", 2.38)):
+        assert plain.get_ylim() == ntk.get_ylim() == window.get_ylim()
+        assert best.get_ylim()[1] < plain.get_ylim()[1]
+        for ax, name, softmax in (
+            (best, "best", 1.36),
+            (plain, "as trained", 2.8),
+            (ntk, "NTK", 2.38),
+            (window, "1x", 1.36),
+        ):
             assert name in ax.get_title(loc="left")
             assert (ax.get_xscale(), list(ax.get_xticks())) == ("log", [1, 2, 4, 8, 16])
             assert [label.get_text() for label in ax.get_xticklabels()][-1] == "2,048\n16×"
             *lines, training_length = ax.lines
-            assert lines[0].get_ydata()[-1] == softmax
+            assert lines[0].get_ydata()[-1] == pytest.approx(softmax)
             assert list(training_length.get_xdata()) == [1, 1]
-            assert {text.get_text() for text in ax.texts} == {"Softmax", "LSSA", "LSSAR", "LASER"}
-            band = ax.collections[0].get_paths()[0].vertices
-            assert band[:, 1].max() == pytest.approx(softmax + 0.01)
+        assert {text.get_text() for text in plain.texts} == {"Softmax", "LSSA", "LSSAR", "LASER"}
+        assert {text.get_text() for text in best.texts} == {
+            "Softmax, window 1x",
+            "LSSA, dynamic NTK",
+            "LSSAR",
+            "LASER, dynamic NTK",
+        }
 
-    def test_the_same_mechanism_keeps_its_colour_and_no_two_runs_share_one(self, four, fabricate):
-        all_four = evaluations(four)
+    def test_bands_are_errors_of_differences_from_the_lowest_line(self, fabricate):
+        def heights(*entries):
+            bands = figure1(grouped(*entries), title="").axes[0].collections
+            return [float(band.get_paths()[0].vertices[:, 1].max()) for band in bands]
+
+        low, high = fabricate("softmax", [1.0], ()), fabricate("lssar", [1.5], (), standard_error=0.03)
+        assert heights(low, high) == pytest.approx([1.0, 1.52]), "what documents do to both cancels"
+        assert heights(high) == pytest.approx([1.53]), "of the loss itself, where there is one line"
+
+    def test_every_seed_is_a_dot_of_its_groups_colour(self, fabricate):
+        groups = grouped(*seeds(fabricate, "lssar", [1.0, 1.1], [1.2, 1.4]), fabricate("softmax", [1.0, 1.1], ()))
+        (ax,) = figure1(groups, title="").axes
+        dots = [one for one in ax.collections if one.get_offsets().shape[0] > 1]
+        assert [sorted(map(tuple, one.get_offsets().tolist())) for one in dots] == [
+            [(1, 1.0), (1, 1.2), (2, 1.1), (2, 1.4)]
+        ]
+        assert list(ax.lines[0].get_ydata()) == pytest.approx([1.1, 1.25]), "the line is the mean"
+
+    def test_the_same_mechanism_keeps_its_colour_and_no_two_groups_share_one(self, four, fabricate):
+        all_four = grouped(*four)
         assert colours(all_four[2:]) == colours(all_four)[2:]
-        six = [*all_four, fabricate("ssmax", [1.0]).evaluation, fabricate("softmax", [1.0], name="again").evaluation]
+        six = grouped(*four, fabricate("ssmax", [1.0]), fabricate("softmax", [1.0], recipe="", name="again"))
         assert sorted(colours(six)) == list(range(len(PALETTE)))
 
     def test_labels_move_apart_and_no_further(self):
@@ -252,7 +335,13 @@ class TestFigure:
         ]
         page = render(build(entries))
         assert "Softmax: diverged" in page
-        save_figure1(evaluations(entries), tmp_path / "f.png", title="")
+        save_figure1(build(entries).groups, tmp_path / "f.png", title="")
+
+
+def fabricate_early(entry):
+    """A run without the rows that early results could not hold."""
+    rows = [row for row in entry.evaluation.rows if row.setting.window is None]
+    return entry.model_copy(update={"evaluation": entry.evaluation.model_copy(update={"rows": rows})})
 
 
 class Page(HTMLParser):
@@ -310,9 +399,9 @@ class TestPage:
         assert attributes["lang"] == "en"
         names = [tag for tag, _ in page.tags]
         images = [a for tag, a in page.tags if a.get("role") == "img"]
-        assert len(images) == names.count("svg") == 5
+        assert len(images) == names.count("svg") == 8
         assert all(len(a["aria-label"]) > 20 for a in images)
-        assert names.count("table") == names.count("caption") == 3
+        assert names.count("table") == names.count("caption") == 5
         assert all(a.get("scope") in ("row", "col") for tag, a in page.tags if tag == "th")
         assert any(a.get("name") == "viewport" for tag, a in page.tags)
 
@@ -328,7 +417,9 @@ class TestPage:
         report = build(four)
         for shown in (
             report.finding.sentence,
-            "The expected shape holds",
+            "more than noise: higher (noise of training unknown)",
+            "Softmax, window 1x",
+            "+0.200 ± 0.000",
             "2.380",
             "± 0.010",
             "demo-lssar",
@@ -356,8 +447,8 @@ class TestReport:
         assert sorted(path.name for path in paths[0].parent.iterdir()) == ["figure1.png", "report.html", "results.json"]
         assert read(paths[0]).model_dump_json() == report.model_dump_json()
         values = json.loads(paths[0].read_text())
-        assert values["schema_version"] == 1
-        assert values["finding"]["verdict"] == "holds"
+        assert values["schema_version"] == 2
+        assert values["finding"]["differences"][0]["verdict"] == "higher"
         assert values["runs"][2]["evaluation"]["rows"][4]["loss"] == 1.56
         assert values["notes"][0] == "a remark"
 
@@ -372,6 +463,32 @@ class TestReport:
         rows = read(path).runs[0].evaluation.rows
         assert math.isnan(rows[1].loss)
         assert rows[2].loss == math.inf
+
+    def test_early_results_are_read_and_judged_anew(self, four, tmp_path):
+        """They know dynamic NTK alone, hold no sums by document, and another kind of finding."""
+        values = json.loads(json_text(build([fabricate_early(entry) for entry in four])))
+        for entry in values["runs"]:
+            for row in entry["evaluation"]["rows"]:
+                row["ntk"] = row.pop("setting")["rope"] == "ntk"
+                del row["documents"], row["windows_by_document"]
+                for bucket in row["buckets"]:
+                    del bucket["sums"]
+        values |= {"schema_version": 1, "finding": {"sentence": "so it holds", "verdict": "holds", "ratios": []}}
+        path = tmp_path / "results.json"
+        path.write_text(json.dumps(values))
+        report = read(path)
+        assert report.schema_version == 2
+        assert settings(report.groups) == ["as trained", "dynamic NTK"]
+        assert "LSSAR as trained has the lowest loss, 1.560;" in report.finding.sentence
+
+    def test_arrays_of_numbers_stand_on_one_line(self, fabricate):
+        losses = [(1, math.nan), (20, 2.25)]
+        report = build([fabricate("lssar", [1.0], recipe="betas = [\n 0.9,\n 0.95]\n", train_loss=losses)])
+        text = json_text(report)
+        assert json.loads(text) == json.loads(report.model_dump_json())
+        assert '"train_loss": [[1, "NaN"], [20, 2.25]],' in text
+        assert '"documents": [3, 8],' in text
+        assert re.search(r'"sums": \[[\d.]+, [\d.]+\]\n', text)
 
     @pytest.mark.parametrize(
         ("text", "said"), [("{", "not a report"), ('{"schema_version": 1}', "not a report"), (None, "cannot read")]
@@ -416,7 +533,7 @@ class TestReport:
         def said(*evaluated, key="c0ffee"):
             runs = [fabricate("lssa", [1.0, 2.0], name=f"run{n}", evaluated=one) for n, one in enumerate(evaluated)]
             runs = [run.model_copy(update={"info": run.info.model_copy(update={"corpus_key": key})}) for run in runs]
-            return " ".join(build(runs).notes), same_text(evaluations(runs))
+            return " ".join(build(runs).notes), same_text(build(runs).evaluations)
 
         text, same = said({}, {})
         assert "Evaluated on 4,096 validation tokens: spans of 2,048, at random places in 2 documents" in text
@@ -444,7 +561,7 @@ def test_labels_tell_runs_of_one_mechanism_apart(fabricate):
 
 def test_columns_of_unequal_grids(fabricate):
     short, long = fabricate("lssa", [1.0, 2.0]), fabricate("lssar", [1.0, 1.0, 1.0], train_length=256)
-    both = evaluations([short, long])
+    both = grouped(short, long)
     assert columns(both) == [1, 2, 4]
     assert shared_columns(both) == [1, 2]
     assert columns(both, "tokens") == [128, 256, 512, 1024]

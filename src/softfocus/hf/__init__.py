@@ -40,10 +40,11 @@ from softfocus.hf import cache as _cache
 from softfocus.hf import config as _config
 from softfocus.hf import learned as _learned
 from softfocus.hf.adapter import attention_forward
+from softfocus.hf.watch import Call, watch
 from softfocus.layout import Heads, Layout, layer_count, resolve
 from softfocus.mechanism import Mechanism
 
-__all__ = ["Heads", "Layout", "assign", "explain", "layout_of", "use", "window"]
+__all__ = ["Call", "Heads", "Layout", "assign", "explain", "layout_of", "use", "watch", "window"]
 
 Target = TypeVar("Target", bound=PreTrainedModel | PreTrainedConfig)
 

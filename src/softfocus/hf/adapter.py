@@ -10,6 +10,7 @@ from softfocus.functional import HIDDEN, attention
 from softfocus.hf.config import layer_of
 from softfocus.hf.learned import parameter_of
 from softfocus.hf.rotary import at_first_window
+from softfocus.hf.watch import Call, listeners
 from softfocus.layout import Heads
 from softfocus.reference import default_scale
 from softfocus.visibility import document_ids_from_lengths
@@ -46,7 +47,7 @@ def attention_forward(
         key: [B, Hk, Lk, D]; Hk divides H.
         value: [B, Hk, Lk, Dv].
         attention_mask: what :func:`transformers.masking_utils.sdpa_mask` makes, bool [B, 1, Lq, Lk] (True where a query
-            may see a key) or None; or a model's own float mask, which is added to the scores and hides keys at -1e4 or less.
+            may see a key) or None; or a model's own float mask, which is added to the scores and hides keys at -5,000 or less.
             None means causal if the module is causal. Then one query sees every key, and of more keys than queries
             those after the first Lq are the empty slots of a static cache: Transformers makes a mask in all other cases.
         dropout: probability with which a weight is dropped.
@@ -129,6 +130,7 @@ def _attend(
     causal: bool,
     window: int | None,
     scaling: float | None,
+    dropout_p: float,
     **others: Any,
 ) -> Tensor:
     """One group of heads. query, key and value are views of the module's."""
@@ -139,18 +141,18 @@ def _attend(
     elif mask is not None and window is not None:
         mask, window = _windowed(mask[..., -key.shape[2] :], window, causal), None
     causal = causal and mask is None and query.shape[2] > 1
-    return attention(
-        query,
-        key,
-        value,
-        attn_mask=mask,
-        is_causal=causal,
-        scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
-        mechanism=group.mechanism,
-        window_size=None if window is None else (window - 1, 0 if causal or query.shape[2] == 1 else window - 1),
+    arguments: dict[str, Any] = {
+        "attn_mask": mask,
+        "is_causal": causal,
+        "scale": scale,
+        "enable_gqa": query.shape[1] != key.shape[1],
+        "mechanism": group.mechanism,
+        "window_size": None if window is None else (window - 1, 0 if causal or query.shape[2] == 1 else window - 1),
         **others,
-    )
+    }
+    for listener in listeners:
+        listener(Call(module, range(heads.start, heads.stop), query, key, arguments))
+    return attention(query, key, value, dropout_p=dropout_p, **arguments)
 
 
 def _of_heads(x: Tensor | None, heads: slice, total: int) -> Tensor | None:
@@ -216,8 +218,8 @@ def _refuse(module: nn.Module, kwargs: dict[str, Any]) -> None:
     if kwargs.get("output_attentions"):
         raise ValueError(
             "output_attentions=True: softfocus never holds the whole matrix of weights, so a model cannot return it. "
-            "To look at those of one layer, call softfocus.attention on its query and key, with the mechanism (without "
-            "laser) and torch.eye(key_length).expand(batch, key_heads, -1, -1) as the value."
+            "softfocus.hf.watch() shows the query and key of each layer, and softfocus.weights() their weights, for the rows "
+            "that you choose."
         )
 
 

@@ -13,7 +13,8 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from softfocus.layout import LEARNABLE, Heads, Layer, Layout
+from softfocus.catalog import LEARNABLE
+from softfocus.layout import Heads, Layer, Layout
 from softfocus.mechanism import Mechanism
 
 NAME = "softfocus"

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 
+from softfocus.catalog import LEARNABLE
 from softfocus.hf import rotary
 from softfocus.hf.config import layer_of, layout_of, tree
-from softfocus.layout import LEARNABLE, Heads, Layer
+from softfocus.layout import Heads, Layer
 
 PREFIX = "softfocus_"
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads")
@@ -118,7 +119,7 @@ def parameter_of(module: nn.Module, layer: Layer, number: int, argument: str) ->
         module: the attention module, which owns the parameters.
         layer: its groups of heads.
         number: of the group.
-        argument: among :data:`softfocus.layout.LEARNABLE`.
+        argument: among :data:`softfocus.catalog.LEARNABLE`.
 
     Raises:
         ValueError: the layout asks for a parameter that the module has not got.

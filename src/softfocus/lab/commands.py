@@ -11,6 +11,7 @@ from typer.core import TyperGroup
 from softfocus._version import __version__
 from softfocus.lab.bench.command import bench
 from softfocus.lab.errors import Interrupted
+from softfocus.lab.inspect.command import inspect
 from softfocus.lab.options import Json, beside, write_json
 
 
@@ -63,31 +64,42 @@ def _root(
 
 @app.command()
 def demo(
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="FOLDER", help="Where runs and report go.")] = Path(
-        "runs/demo"
-    ),
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            "-o",
+            metavar="FOLDER",
+            help="Where runs and report go.",
+            show_default="runs/demo, or runs/demo-N with --seed N",
+        ),
+    ] = None,
     model: Annotated[
         list[str] | None,
         typer.Option(
             "--model", "-m", metavar="NAME", help="Train these instead: mechanisms or recipes; may be repeated."
         ),
     ] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Of the training.", show_default="the recipe's: 0")] = None,
     fast: Annotated[
         bool, typer.Option("--fast", help="A minute, to see that everything works; the numbers mean nothing.")
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Train again what is there.")] = False,
     json: Json = None,
 ) -> None:
-    """Train Softmax, LSSA, LSSAR and LASER side by side and show whose loss stays flat at 16x the training length.
+    """Train Softmax, LSSA, LSSAR and LASER side by side and show what each costs at 1x and who is best at 16x.
 
     At most 15 minutes on two CPU cores. Writes results.json, figure1.png and report.html. What is finished is kept:
     started again after a failure or Ctrl-C, it goes on.
 
+    Several seeds: run it with --seed 0, 1, 2, 3, and then `softfocus compare runs/demo-?/demo-*`
+
     Example: `softfocus demo --model softmax --model "sharpened(lssa, 7)" --out runs/two`
     """
-    from softfocus.lab.demo import run_demo
+    from softfocus.lab.demo import FOLDER, run_demo
 
-    write_json(json, run_demo(out, models=model, fast=fast, overwrite=overwrite, console=beside(json)))
+    folder = out or (FOLDER if seed is None else FOLDER.with_name(f"{FOLDER.name}-{seed}"))
+    write_json(json, run_demo(folder, models=model, seed=seed, fast=fast, overwrite=overwrite, console=beside(json)))
 
 
 @app.command()
@@ -153,7 +165,20 @@ def evaluate(
     tokens: Annotated[
         int | None, typer.Option(min=1, help="Validation tokens a length; the recipe's if left out.")
     ] = None,
-    ntk: Annotated[bool, typer.Option("--ntk/--no-ntk", help="Also with dynamic NTK scaling of RoPE.")] = True,
+    rope: Annotated[
+        str, typer.Option(metavar="LIST", help="Scalings of RoPE: trained, ntk (dynamic) and yarn; or none.")
+    ] = "trained,ntk",
+    window: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEYS",
+            help="Attention windows, with RoPE as trained: 128, 1x the training length, or none; may be repeated.",
+            show_default="1x",
+        ),
+    ] = None,
+    sinks: Annotated[
+        int, typer.Option(min=0, help="Keys of each window that stay the first of the text (StreamingLLM).")
+    ] = 0,
     buckets: Annotated[
         str | None,
         typer.Option(
@@ -166,37 +191,39 @@ def evaluate(
     quiet: Quiet = False,
     json: Json = None,
 ) -> None:
-    """Loss of a run over length, as trained and with dynamic NTK scaling, with standard errors.
+    """Loss of a run over length, with standard errors: as trained, with dynamic NTK scaling, and with a window.
 
     Every length reads the same validation tokens. The result is kept in the run folder as evaluation.json; losses at
-    other lengths that it held stay there, unless a new longest length or --tokens mean other text; that is then said.
+    other lengths and settings that it held stay there, unless a new longest length or --tokens mean other text; that is
+    then said.
 
-    Example: `softfocus evaluate runs/demo-lssar --lengths 1x,2x,4x,8x,16x`
+    Example: `softfocus evaluate runs/demo-lssar --lengths 1x,4x,16x --rope trained,yarn --window 1x --sinks 4`
     """
-    from softfocus.lab.lengths import parse
+    from softfocus.lab.lengths import parse, settings_of
     from softfocus.lab.progress import Display
     from softfocus.lab.recipe import load
     from softfocus.lab.results import RECIPE, load_run
 
     info = load_run(run)
     wanted = parse(lengths or load(run / RECIPE).evaluate.lengths, info.train_length)
+    settings = settings_of(rope, window or ["1x"], sinks, info.train_length)
     edges = parse(buckets, info.train_length, "--buckets") if buckets else None
     from softfocus.lab.evaluate import evaluate
-    from softfocus.lab.points import labels
+    from softfocus.lab.points import singles
     from softfocus.lab.table import loss_table
 
     with Display("tokens", quiet=quiet) as display:
         found = evaluate(
             run,
             wanted,
-            ntk=(False, True) if ntk else (False,),
+            settings=settings,
             tokens=tokens,
             buckets=edges,
             batch_tokens=batch_tokens,
             progress=display,
         )
     if not write_json(json, found):
-        _print(loss_table([(labels([found])[0], found)]))
+        _print(loss_table(singles([found])))
 
 
 @app.command()
@@ -300,7 +327,9 @@ def compare(
     title: Annotated[str, typer.Option(metavar="TEXT", help="The report's heading.")] = "Loss over length",
     json: Json = None,
 ) -> None:
-    """One table, one figure and one self-contained report from any runs.
+    """Who is better where, by how much, and whether that is more than noise: one table, one figure, one report.
+
+    Runs whose recipes differ by seed alone stand together, as mean and spread.
 
     Example: `softfocus compare runs/demo-softmax runs/demo-lssar --out runs/two`
     """
@@ -396,6 +425,7 @@ def build(
         typer.echo(made.sentence)
 
 
+app.command()(inspect)
 app.command()(bench)
 
 

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from rich import box
 from rich.table import Table
 
-from softfocus.lab.figure import _STYLE, PALETTE
+from softfocus.lab.figure import PALETTE, STYLE
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def curve_table(title: str, first: str, lines: Sequence[Line], heads: dict[float
 
 def save_curves(panels: Sequence[Panel], path: Path, *, title: str, train_length: int) -> None:
     """Write a figure as a PNG, whole or not at all: bars are one standard error, dotted is the training length."""
-    with rc_context(_STYLE):
+    with rc_context(STYLE):
         figure = Figure(figsize=(5.5 * len(panels), 4.6), layout="constrained")
         grid = figure.subplots(1, len(panels), squeeze=False)[0]
         for ax, panel in zip(grid, panels, strict=True):

@@ -1,6 +1,8 @@
 """What a recipe's [data] table stands for, text or a generated task: what training reads of it, and how it is named."""
 
+import filecmp
 import hashlib
+import logging
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +15,12 @@ from softfocus.lab import tokenizer
 from softfocus.lab.errors import LabError
 from softfocus.lab.progress import Event, Listener
 from softfocus.lab.recipe import Recipe
+from softfocus.lab.results import MODEL, RECIPE, RunInfo
 from softfocus.lab.tasks import Mqar, Passkey, Task, random_for
 from softfocus.lab.tokens import TokenStore, prepare
 from softfocus.lab.windows import TaskWindows, TrainingWindows
+
+_log = logging.getLogger(__name__)
 
 PERCENT = 100
 
@@ -147,3 +152,23 @@ def tokens(recipe: Recipe, listener: Listener) -> TokenStore:
         max_documents=table.max_documents,
         progress=tell,
     )
+
+
+def check_unchanged(store: TokenStore, folder: Path, info: RunInfo) -> None:
+    """Refuse other ids than a run was trained on, which would make losses meaningless; warn of another corpus.
+
+    Raises:
+        LabError: the tokenizer is another one.
+    """
+    now, then = store.tokenizer / "tokenizer.json", folder / MODEL / "tokenizer.json"
+    if now.is_file() and then.is_file() and not filecmp.cmp(now, then, shallow=False):
+        raise LabError(
+            f"the tokenizer of {folder} is not the one that its recipe now gives: the corpus it was made from has changed",
+            f"put the corpus back, or train again with `softfocus train {folder / RECIPE} --out {folder} --overwrite`",
+        )
+    if info.corpus_key and info.corpus_key != store.folder.name:
+        _log.warning(
+            "the corpus of %s has changed since it was trained (or moved, or was copied): what is held out now may have "
+            "been trained on",
+            folder,
+        )

@@ -24,7 +24,7 @@ from softfocus.lab.progress import Event
 from softfocus.lab.provenance import cores
 from softfocus.lab.recipe import Recipe, load, shipped
 from softfocus.lab.report import Report, build, load_entry, show, write
-from softfocus.lab.results import RECIPE, RUN, Evaluation, load_evaluation, load_run
+from softfocus.lab.results import RECIPE, RUN, Evaluation, default_settings, load_evaluation, load_run
 
 MODELS = ("demo-softmax", "demo-lssa", "demo-lssar", "demo-laser")
 FOLDER = Path("runs/demo")
@@ -53,6 +53,7 @@ def run_demo(
     folder: Path = FOLDER,
     *,
     models: Sequence[str] | None = None,
+    seed: int | None = None,
     fast: bool = False,
     overwrite: bool = False,
     workers: int | None = None,
@@ -67,6 +68,7 @@ def run_demo(
         folder: gets a run folder for each model, logs, results.json, figure1.png and report.html.
         models: shipped recipes ("demo-lssar"), mechanisms ("lssar", "sharpened(lssa, 3)") to put into the demo's recipe,
             or recipe files; the four of the headline figure by default.
+        seed: of the training; the recipes' own by default. A folder holds the runs of one seed.
         fast: tiny models and a few steps.
         overwrite: train again what is already there.
         workers: models at a time; as many as there are cores by default.
@@ -80,7 +82,7 @@ def run_demo(
             others has been written), or Ctrl-C.
     """
     console = console or Console()
-    overrides = FAST if fast else ()
+    overrides = (*(FAST if fast else ()), *(() if seed is None else (f"train.seed={seed}",)))
     names = list(dict.fromkeys(_source(name) for name in models or MODELS))
     jobs = _jobs(folder, names, overrides, overwrite)
     count = max(1, workers or min(len(jobs), cores()))
@@ -124,15 +126,17 @@ def _source(name: str) -> tuple[str, tuple[str, ...]]:
     return "demo", (f"name=demo-{slug}", f"model.mechanism={name}")
 
 
-def _jobs(folder: Path, names: list[tuple[str, tuple[str, ...]]], fast: Sequence[str], overwrite: bool) -> list[Job]:
-    recipes = [load(name, [*changes, *fast]) for name, changes in names]
+def _jobs(
+    folder: Path, names: list[tuple[str, tuple[str, ...]]], overrides: Sequence[str], overwrite: bool
+) -> list[Job]:
+    recipes = [load(name, [*changes, *overrides]) for name, changes in names]
     nothing = [_empty(recipe) for recipe in recipes]
     jobs = [
         Job(
             label=label,
             recipe=recipe,
             source=name,
-            overrides=(*changes, *fast),
+            overrides=(*changes, *overrides),
             folder=folder / recipe.name,
             log=folder / LOGS / f"{recipe.name}.log",
             lengths=parse(recipe.evaluate.lengths, recipe.train.length),
@@ -171,8 +175,9 @@ def _finished(job: Job) -> Evaluation | None:
         evaluation = load_evaluation(job.folder)
     except LabError:
         return None
-    planned = {(length, ntk) for length in job.lengths for ntk in (False, True)}
-    same = there.evaluate == job.recipe.evaluate and planned <= {(row.length, row.ntk) for row in evaluation.rows}
+    settings = default_settings(job.recipe.train.length)
+    planned = {(length, setting) for length in job.lengths for setting in settings}
+    same = there.evaluate == job.recipe.evaluate and planned <= {(row.length, row.setting) for row in evaluation.rows}
     return evaluation if same else None
 
 

@@ -14,7 +14,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from softfocus.lab.points import column_name, position
+from softfocus.lab import points
+from softfocus.lab.points import column_name, position, setting_name
 from softfocus.lab.progress import EVERY, Event
 from softfocus.lab.recipe import Recipe
 from softfocus.lab.results import Evaluation, Row
@@ -134,7 +135,7 @@ class Screen:
     def row(self, job: Job, row: Row) -> None:
         """A loss has come."""
         if not self._console.is_terminal:
-            how = "dynamic NTK" if row.ntk else "no scaling"
+            how = setting_name(job.evaluation, row.setting)
             at = column_name(position(job.evaluation, row, "multiple"))
             self._say(f"{job.label}: {at} ({row.length:,} tokens), {how}: {row.text}")
 
@@ -163,5 +164,5 @@ class Screen:
                 Text(job.facts, overflow="ellipsis", no_wrap=True),
             )
         planned = sorted({length / job.recipe.train.length for job in self._jobs for length in job.lengths})
-        table = loss_table([(job.label, job.evaluation) for job in self._jobs], planned=planned)
+        table = loss_table([points.Group(job.label, (job.evaluation,)) for job in self._jobs], planned=planned)
         return Group(table, bars, Text(self._overall(), style="bold"))

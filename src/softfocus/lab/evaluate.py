@@ -1,6 +1,5 @@
 """Loss over length: how well a model trained on short windows predicts in long ones."""
 
-import filecmp
 import itertools
 import logging
 import time
@@ -14,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional as F
 
+import softfocus.hf
 from softfocus.lab import data
 from softfocus.lab import model as models
 from softfocus.lab.errors import LabError
@@ -21,18 +21,20 @@ from softfocus.lab.means import ClusteredMeans, default_edges
 from softfocus.lab.progress import Event, Listener, silent
 from softfocus.lab.recipe import load
 from softfocus.lab.results import (
+    AS_TRAINED,
     EVALUATION,
-    MODEL,
     RECIPE,
     Bucket,
     Evaluation,
     Row,
     RunInfo,
+    Setting,
+    default_settings,
     load_evaluation,
     load_run,
     save_evaluation,
 )
-from softfocus.lab.rope import with_dynamic_ntk
+from softfocus.lab.rope import scale_rope
 from softfocus.lab.tokens import TokenStore
 from softfocus.lab.windows import EvaluationWindows
 
@@ -46,28 +48,30 @@ def evaluate(
     folder: Path,
     lengths: Sequence[int],
     *,
-    ntk: Sequence[bool] = (False, True),
+    settings: Sequence[Setting] | None = None,
     tokens: int | None = None,
     buckets: Sequence[int] | None = None,
     batch_tokens: int = 4096,
     progress: Listener = silent,
 ) -> Evaluation:
-    """Mean loss of a run at several lengths, over all positions and by bucket of positions.
+    """Mean loss of a run at several lengths and under several settings, over all positions and by bucket of positions.
 
     Every length reads the same validation tokens: spans of the longest length (of these, or of an earlier evaluation of
     this run, if these divide it and as many tokens are asked for), cut into windows of that length
     (:class:`softfocus.lab.windows.EvaluationWindows`). Spans lie inside documents as far as the documents are long enough;
     how many cross the end of one is kept with the result. The standard error takes documents, not windows, as what was
-    drawn at random: windows of one document are correlated (:class:`softfocus.lab.means.ClusteredMeans` has the formula).
+    drawn at random: windows of one document are correlated (:class:`softfocus.lab.means.Mean` has the formula). Sums by
+    document are kept, so that runs can be compared on the same documents.
 
     Memory is bounded by `batch_tokens` for the model and by :data:`LOGITS` for the logits, which are never whole.
 
     Args:
         folder: a finished run.
         lengths: tokens a window, in any order.
-        ntk: False for the rotary embedding as trained, True for dynamic NTK scaling by each length.
+        settings: scaling of RoPE, attention window and sinks; by default as trained, dynamic NTK, and a window of the
+            training length.
         tokens: validation tokens a length; by default the recipe's.
-        buckets: edges of positions; by default quarters and powers of two of the training length.
+        buckets: edges of positions; by default quarters and powers of two of the training length, which is always one.
         batch_tokens: tokens a forward pass, at least one window.
         progress: called with a "row" event as each row is finished, and "step" events between.
 
@@ -82,14 +86,13 @@ def evaluate(
     recipe = load(folder / RECIPE)
     lengths = sorted(set(lengths))
     wanted = tokens or recipe.evaluate.tokens
+    settings = sorted(set(settings or default_settings(info.train_length)), key=lambda setting: setting.order)
     # All that can be refused is refused before the first pass
-    configs = {scaled: models.load_config(folder) for scaled in ntk}
-    for scaled, config in configs.items():
-        models.check_positions(config, max(lengths), "evaluate --lengths up to {}")
-        if scaled:
-            with_dynamic_ntk(config, info.train_length)
+    models.check_positions(models.load_config(folder), max(lengths), "evaluate --lengths up to {}")
+    for setting in settings:
+        _config(folder, setting, info.train_length, max(lengths))
     store = data.tokens(recipe, progress)
-    check_tokens(store, folder, info)
+    data.check_unchanged(store, folder, info)
     before = _earlier(folder, info)
     windows = _windows(store, lengths, wanted, before)
     evaluation = Evaluation(
@@ -105,27 +108,47 @@ def evaluate(
         crossing=windows.crossing,
         rows=[],
     )
-    pace = _Pace(info.name, len(lengths) * len(ntk) * windows.tokens, progress)
-    for scaled, config in configs.items():
-        model = models.load(folder, config)
-        plain = has_plain_head(model)
-        # Ascending: with dynamic NTK, Transformers computes the frequencies anew for a length beyond those seen before
+    pace = _Pace(info.name, len(lengths) * len(settings) * windows.tokens, progress)
+    for setting in settings:
         for length in lengths:
-            same = evaluation.row(length) if length <= info.train_length else None
-            if same is not None:  # dynamic NTK leaves RoPE as it is there, so nothing is left to compute
-                row = same.model_copy(update={"ntk": scaled})
+            same = evaluation.row(length) if _changes_nothing(setting, info.train_length, length) else None
+            if same is not None:
+                row = same.model_copy(update={"setting": setting})
                 pace.add(windows.tokens)
             else:
+                model = models.load(folder, _config(folder, setting, info.train_length, length))
+                losses = partial(
+                    token_losses, model, bf16=recipe.train.precision == "bf16", plain=has_plain_head(model)
+                )
                 edges = _edges(buckets, info.train_length, length)
-                losses = partial(token_losses, model, bf16=recipe.train.precision == "bf16", plain=plain)
                 with models.memory("lower --batch-tokens, or evaluate shorter lengths"):
-                    row = _row(losses, windows.batches(length, batch_tokens), edges, scaled, pace.add)
+                    row = _row(losses, windows.batches(length, batch_tokens), edges, setting, pace.add)
             evaluation.rows.append(row)
             progress(Event(kind="row", run=info.name, row=row, done=pace.done, total=pace.total))
     if before is not None:
         _keep_others(evaluation, before, folder)
     save_evaluation(folder, evaluation)
     return evaluation
+
+
+def _config(folder: Path, setting: Setting, train_length: int, length: int) -> Any:
+    """The configuration of a run's model, changed as a setting says. YaRN's depends on the length."""
+    config = scale_rope(models.load_config(folder), setting.rope, train_length, length)
+    if setting.sinks and not getattr(config, "rope_parameters", None):
+        raise LabError(f"a {config.model_type} model has no rotary embedding, which sinks need", "leave out --sinks")
+    if setting.window is not None:
+        try:
+            softfocus.hf.window(config, setting.window, sinks=setting.sinks)
+        except ValueError as error:
+            raise LabError(str(error), "leave windows out with --window none") from error
+    return config
+
+
+def _changes_nothing(setting: Setting, train_length: int, length: int) -> bool:
+    """Whether a model computes the same as without the setting: a short window needs no scaling, and is all in sight."""
+    scaled = setting.rope != "trained" and length > train_length
+    hidden = setting.window is not None and length > setting.window
+    return setting != AS_TRAINED and not scaled and not hidden
 
 
 def _earlier(folder: Path, info: RunInfo) -> Evaluation | None:
@@ -147,14 +170,14 @@ def _windows(store: TokenStore, lengths: list[int], tokens: int, before: Evaluat
 
 
 def _keep_others(evaluation: Evaluation, before: Evaluation, folder: Path) -> None:
-    """Take over the rows of an earlier evaluation at other lengths, where they can stand beside the new ones."""
-    measured = {(row.length, row.ntk) for row in evaluation.rows}
-    others = [row for row in before.rows if (row.length, row.ntk) not in measured]
+    """Take over the rows of an earlier evaluation that were not measured again, where they can stand beside the new ones."""
+    measured = {(row.length, row.setting) for row in evaluation.rows}
+    others = [row for row in before.rows if (row.length, row.setting) not in measured]
     if before.text == evaluation.text:
-        evaluation.rows = sorted(evaluation.rows + others, key=lambda row: (row.ntk, row.length))
+        evaluation.rows = sorted(evaluation.rows + others, key=lambda row: (row.setting.order, row.length))
     elif others:
         _log.warning(
-            "%s held %d losses at other lengths; they were measured on other text, which follows from the longest length "
+            "%s held %d other losses; they were measured on other text, which follows from the longest length "
             "and --tokens, and are gone",
             folder / EVALUATION,
             len(others),
@@ -174,48 +197,51 @@ class _Pace:
         self._progress(Event(kind="step", run=self.run, done=self.done, total=self.total, tokens_per_second=pace))
 
 
-def check_tokens(store: TokenStore, folder: Path, info: RunInfo) -> None:
-    """Other ids would make the losses meaningless; another cut of the corpus only makes them less than held-out."""
-    now, then = store.tokenizer / "tokenizer.json", folder / MODEL / "tokenizer.json"
-    if now.is_file() and then.is_file() and not filecmp.cmp(now, then, shallow=False):
-        raise LabError(
-            f"the tokenizer of {folder} is not the one that its recipe now gives: the corpus it was made from has changed",
-            f"put the corpus back, or train again with `softfocus train {folder / RECIPE} --out {folder} --overwrite`",
-        )
-    if info.corpus_key and info.corpus_key != store.folder.name:
-        _log.warning(
-            "the corpus of %s has changed since it was trained (or moved, or was copied): what is held out now may have "
-            "been trained on",
-            folder,
-        )
-
-
 def _edges(buckets: Sequence[int] | None, train_length: int, length: int) -> list[int]:
     if buckets is None:
         return default_edges(train_length, length)
-    return sorted({0, length, *(edge for edge in buckets if 0 < edge < length)})
+    # The training length is always an edge: what is gained from context is measured from there
+    return sorted({0, length, *(edge for edge in (*buckets, train_length) if 0 < edge < length)})
 
 
 def _row(
     losses: Callable[[torch.Tensor], torch.Tensor],
     batches: Iterable[tuple[NDArray[np.int64], NDArray[np.int64]]],
     edges: list[int],
-    ntk: bool,
+    setting: Setting,
     add: Callable[[int], None],
 ) -> Row:
-    means, windows = ClusteredMeans(edges), 0
+    means = ClusteredMeans(edges)
     for batch, documents in batches:
         found = losses(torch.from_numpy(batch))  # [B, L]
         means.add(found.double().cpu().numpy(), documents)
-        windows += len(batch)
         add(found.numel())
-    loss, error, tokens = means.bucket()
-    by_position = []
+    buckets = []
     for index, (start, end) in enumerate(itertools.pairwise(edges)):
-        mean, deviation, count = means.bucket(index)
-        by_position.append(Bucket(start=start, end=end, loss=mean, standard_error=deviation, tokens=count))
+        mean, tokens = means.mean(index)
+        buckets.append(
+            Bucket(
+                start=start,
+                end=end,
+                loss=mean.value,
+                standard_error=mean.standard_error,
+                tokens=tokens,
+                sums=[
+                    round(total, 4) for total in means.sums(index)
+                ],  # 1e-4 of thousands; the rest would fill the file
+            )
+        )
+    mean, tokens = means.mean()
     return Row(
-        length=edges[-1], ntk=ntk, loss=loss, standard_error=error, tokens=tokens, windows=windows, buckets=by_position
+        length=edges[-1],
+        setting=setting,
+        loss=mean.value,
+        standard_error=mean.standard_error,
+        tokens=tokens,
+        windows=sum(means.windows),
+        documents=means.documents,
+        windows_by_document=means.windows,
+        buckets=buckets,
     )
 
 

@@ -1,8 +1,6 @@
-"""The figures: loss over length, loss over position, and training curves. As PNG for a file, as SVG for the page."""
+"""The figures: loss over length, loss over position, and training curves."""
 
-import io
 import math
-import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,8 +11,8 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from softfocus.lab.points import SCALINGS, Axis, cell, column_name, columns, labels
-from softfocus.lab.results import Evaluation, RunInfo
+from softfocus.lab.points import Axis, Cell, Group, best, cell, column_name, columns, settings, shared_columns
+from softfocus.lab.results import AS_TRAINED, Bucket, RunInfo
 
 # Okabe and Ito's palette, which people with any of the common colour blindnesses can tell apart, in an order that also
 # differs in lightness; the second entry is the shade for a dark page. Softmax comes first in every shipped comparison.
@@ -30,8 +28,8 @@ _PREFERRED = {"softmax": 0, "lssa": 1, "lssar": 2, "laser": 3}
 _MARKERS = ("o", "s", "D", "^", "v", "P")
 
 # Neutral colours that the page's stylesheet replaces in the SVG, so that one drawing suits light and dark
-_TEXT, _RULE = "#1f2329", "#d0d3d9"
-_STYLE: dict[str, Any] = {
+TEXT, RULE = "#1f2329", "#d0d3d9"
+STYLE: dict[str, Any] = {
     "font.family": "sans-serif",
     "font.size": 11,
     "axes.titlesize": 11,
@@ -39,14 +37,14 @@ _STYLE: dict[str, Any] = {
     "axes.titlelocation": "left",
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "axes.edgecolor": _TEXT,
-    "axes.labelcolor": _TEXT,
-    "text.color": _TEXT,
-    "xtick.color": _TEXT,
-    "ytick.color": _TEXT,
+    "axes.edgecolor": TEXT,
+    "axes.labelcolor": TEXT,
+    "text.color": TEXT,
+    "xtick.color": TEXT,
+    "ytick.color": TEXT,
     "axes.grid": True,
     "axes.grid.axis": "y",
-    "grid.color": _RULE,
+    "grid.color": RULE,
     "grid.linewidth": 0.8,
     "lines.linewidth": 2.0,
     "lines.markersize": 5.5,
@@ -54,39 +52,60 @@ _STYLE: dict[str, Any] = {
     "svg.fonttype": "none",  # text stays text: small, searchable, read aloud
     "figure.dpi": 100,
 }
-_PANEL = (5.4, 4.0)  # inches; narrow, so that text stays readable when a phone shrinks it
-Draw = Callable[[Any], None]
+PANEL = (5.4, 4.0)  # inches; narrow, so that text stays readable when a phone shrinks it
+_BEST = "each under its best setting"
+BANDS = (
+    "Bands: one standard error of the difference from the lowest line (of the loss itself, where there is one line).\n"
+    "Dots: every run of several seeds."
+)
+Ends = list[tuple[str, int, tuple[float, float] | None]]
+"""Label, colour and last point of each line; no point where nothing could be drawn."""
+Draw = Callable[[Any], Ends]
 
 
-def colours(evaluations: Sequence[Evaluation]) -> list[int]:
-    """A place in the palette for each run. The demo's four keep theirs in every figure, where free."""
+def colours(groups: Sequence[Group]) -> list[int]:
+    """A place in the palette for each group. The demo's four keep theirs in every figure, where free."""
+    return places([group.first.mechanism for group in groups])
+
+
+def places(mechanisms: Sequence[str]) -> list[int]:
+    """A place in the palette for each of these, by mechanism."""
     taken: list[int] = []
-    for evaluation in evaluations:
+    for mechanism in mechanisms:
         free = [i for i in range(len(PALETTE)) if i not in taken] or [len(taken) % len(PALETTE)]
-        wanted = _PREFERRED.get(evaluation.mechanism)
+        wanted = _PREFERRED.get(mechanism)
         later = [i for i in free if i not in _PREFERRED.values()] or free
         taken.append(wanted if wanted in free else later[0])
     return taken
 
 
-def figure1(evaluations: Sequence[Evaluation], *, title: str, axis: Axis = "multiple") -> Figure:
-    """Loss over length: a panel for each scaling of RoPE, on one y axis."""
-    with rc_context(_STYLE):
-        figure = Figure(figsize=(11, 4.8), layout="constrained")
-        panels = figure.subplots(1, 2, sharey=True)
-        for ax, (ntk, name) in zip(panels, SCALINGS, strict=True):
-            _draw_lengths(ax, evaluations, ntk, axis)
-            ax.set_title(f"RoPE: {name}")
-        panels[1].set_ylabel("")
-        panels[1].tick_params(labelleft=True)
+def figure1(groups: Sequence[Group], *, title: str, axis: Axis = "multiple") -> Figure:
+    """Loss over length, two panels a row.
+
+    The first shows each group under the setting that serves it best at the longest length, on a y axis of its own: who
+    is ahead. Each of the others shows one setting, all on one y axis: what the setting does.
+    """
+    names = panels(groups)
+    across, down = min(2, len(names)), math.ceil(len(names) / 2)
+    with rc_context(STYLE):
+        figure = Figure(figsize=(max(8.0, 5.5 * across), 4.0 * down + 1), layout="constrained")
+        grid = figure.subplots(down, across, squeeze=False).flatten()
+        ends = [_draw_lengths(ax, groups, name, axis) for ax, name in zip(grid, names, strict=False)]
+        for ax in grid[len(names) :]:
+            ax.remove()
+        _same_limits([ax for ax, name in zip(grid, names, strict=False) if name != _BEST])
+        for ax, name, lines in zip(grid, names, ends, strict=False):
+            ax.set_title(name)
+            _label_ends(ax, lines)
         figure.suptitle(title, x=0.01, ha="left", fontsize=12, parse_math=False)  # "$" is a dollar
+        figure.supxlabel(BANDS, x=0.01, ha="left", fontsize=9)
         return figure
 
 
-def save_figure1(evaluations: Sequence[Evaluation], path: Path, *, title: str, axis: Axis = "multiple") -> None:
+def save_figure1(groups: Sequence[Group], path: Path, *, title: str, axis: Axis = "multiple") -> None:
     """Write figure1 as a PNG, whole or not at all."""
     temporary = path.with_name(f".{path.name}.partial")
-    figure = figure1(evaluations, title=title, axis=axis)
+    figure = figure1(groups, title=title, axis=axis)
     try:
         figure.savefig(temporary, format="png", dpi=160, facecolor="white", metadata={"Title": title})
         temporary.replace(path)
@@ -94,68 +113,117 @@ def save_figure1(evaluations: Sequence[Evaluation], path: Path, *, title: str, a
         temporary.unlink(missing_ok=True)
 
 
-def length_svgs(evaluations: Sequence[Evaluation], *, axis: Axis = "multiple") -> list[str]:
-    """Loss over length for a page: one drawing a scaling, on the same y axis, to stand side by side or not."""
-    return _same_height([partial(_draw_lengths, evaluations=evaluations, ntk=ntk, axis=axis) for ntk, _ in SCALINGS])
+def length_figures(groups: Sequence[Group], *, axis: Axis = "multiple") -> list[tuple[str, Figure]]:
+    """Loss over length for a page: the panels of figure1 with their names, to stand side by side or not."""
+    names = panels(groups)
+    draws = [partial(_draw_lengths, groups=groups, name=name, axis=axis) for name in names]
+    apart = len(names) - len(settings(groups))  # the panel with a y axis of its own, if it is there
+    return list(zip(names, [*_figures(draws[:apart]), *_figures(draws[apart:])], strict=True))
 
 
-def position_svgs(evaluations: Sequence[Evaluation]) -> list[str]:
-    """Loss over the position inside the longest window of each run, one drawing a scaling, on the same y axis."""
-    return _same_height([partial(_draw_positions, evaluations=evaluations, ntk=ntk) for ntk, _ in SCALINGS])
+def position_figures(groups: Sequence[Group]) -> list[tuple[str, Figure]]:
+    """Loss over the position inside the longest window of each group, one drawing a setting, on the same y axis."""
+    names = settings(groups)
+    draws = [partial(_draw_positions, groups=groups, name=name) for name in names]
+    return list(zip(names, _figures(draws), strict=True))
 
 
-def training_svg(infos: Sequence[RunInfo], evaluations: Sequence[Evaluation]) -> str:
-    """Training loss over steps."""
-    return _same_height([partial(_draw_training, infos=infos, evaluations=evaluations)])[0]
+def training_figure(infos: Sequence[Sequence[RunInfo]], groups: Sequence[Group]) -> Figure:
+    """Training loss over steps: a line for each run, in the colour of its group."""
+    return _figures([partial(_draw_training, infos=infos, groups=groups)])[0]
 
 
-def _draw_lengths(ax: Any, evaluations: Sequence[Evaluation], ntk: bool, axis: Axis) -> None:
-    ticks = columns(evaluations, axis)
-    ends = []
-    for evaluation, label, colour in zip(evaluations, labels(evaluations), colours(evaluations), strict=True):
-        rows = [(x, row) for x in columns([evaluation], axis) if (row := cell(evaluation, x, ntk, axis)) is not None]
-        end = _line(ax, [(x, row.loss, row.standard_error) for x, row in rows], colour)
+def panels(groups: Sequence[Group]) -> list[str]:
+    """The names of the panels of loss over length: the best of each group, then one for each setting."""
+    names = settings(groups)
+    return names if len(names) == 1 else [_BEST, *names]
+
+
+def _draw_lengths(ax: Any, groups: Sequence[Group], name: str, axis: Axis) -> Ends:
+    """Lines with bands of one standard error of the difference from the lowest line: what documents share cancels."""
+    ticks = columns(groups, axis)
+    chosen = [_best_setting(group, groups, axis) if name == _BEST else name for group in groups]
+    grid = [[cell(group, x, setting, axis) for x in ticks] for group, setting in zip(groups, chosen, strict=True)]
+    lowest = [_lowest([line[place] for line in grid]) for place in range(len(ticks))]
+    ends: Ends = []
+    for group, setting, line, colour in zip(groups, chosen, grid, colours(groups), strict=True):
+        cells = [(x, there, low) for x, there, low in zip(ticks, line, lowest, strict=True) if there is not None]
+        end = _line(ax, [(x, there.loss, _error(there, low, len(groups))) for x, there, low in cells], colour)
+        _every_run(ax, [(x, there) for x, there, _ in cells], colour)
+        label = f"{group.label}, {setting}" if name == _BEST and setting != AS_TRAINED.name() else group.label
         ends.append((label, colour, end))
         if axis == "tokens":
-            ax.axvline(evaluation.train_length, color=PALETTE[colour][0], linestyle=":", linewidth=1.2)
+            ax.axvline(group.first.train_length, color=PALETTE[colour][0], linestyle=":", linewidth=1.2)
     if axis == "multiple":
-        ax.axvline(1, color=_TEXT, linestyle=":", linewidth=1.2)
+        ax.axvline(1, color=TEXT, linestyle=":", linewidth=1.2)
     ax.set_xscale("log", base=2)
-    ax.set_xticks(ticks, [_tick(evaluations, tick, axis) for tick in ticks])
+    ax.set_xticks(ticks, [_tick(groups, tick, axis) for tick in ticks])
     ax.minorticks_off()
     ax.set_xlabel("evaluation length (tokens); dotted: training length")
     ax.set_ylabel("validation loss (nats per token)")
-    _label_ends(ax, ends)
+    return ends
 
 
-def _draw_positions(ax: Any, evaluations: Sequence[Evaluation], ntk: bool) -> None:
-    ends = []
-    for evaluation, label, colour in zip(evaluations, labels(evaluations), colours(evaluations), strict=True):
-        rows = [row for row in evaluation.rows if row.ntk == ntk and row.buckets]
-        longest = max(rows, key=lambda row: row.length, default=None)
+def _lowest(cells: Sequence[Cell | None]) -> Cell | None:
+    finite = [there for there in cells if there is not None and math.isfinite(there.loss)]
+    return min(finite, key=lambda there: there.loss, default=None)
+
+
+def _error(there: Cell, lowest: Cell | None, lines: int) -> float:
+    """Of the difference from the lowest line, which has none; of the loss itself where there is one line."""
+    if lines == 1 or lowest is None:
+        return there.standard_error
+    return 0.0 if there is lowest else there.minus(lowest).standard_error
+
+
+def _best_setting(group: Group, groups: Sequence[Group], axis: Axis) -> str:
+    """The setting that serves a group best at the longest length that all groups share, or at its own longest."""
+    at = (shared_columns(groups, axis) or columns([group], axis))[-1]
+    there = best(group, at, axis)
+    return there.setting if there else AS_TRAINED.name()
+
+
+def _every_run(ax: Any, cells: Sequence[tuple[float, Cell]], colour: int) -> None:
+    """A dot for each run, where there are several."""
+    points = [(x, value) for x, there in cells if len(there.rows) > 1 for value in there.values]
+    if points:
+        ax.scatter(*zip(*points, strict=True), s=14, color=PALETTE[colour][0], alpha=0.55, linewidth=0, zorder=3)
+
+
+def _draw_positions(ax: Any, groups: Sequence[Group], name: str) -> Ends:
+    ends: Ends = []
+    for group, colour in zip(groups, colours(groups), strict=True):
+        there = [one for x in columns([group]) if (one := cell(group, x, name)) is not None]
         # A bucket stands at its geometric middle, which is its middle on a logarithmic axis; the first starts at 0
-        middles = (
-            [(math.sqrt(max(b.start, 1) * b.end), b.loss, b.standard_error) for b in longest.buckets] if longest else []
-        )
-        ends.append((label, colour, _line(ax, middles, colour)))
-    for length in sorted({evaluation.train_length for evaluation in evaluations}):
-        ax.axvline(length, color=_TEXT, linestyle=":", linewidth=1.2)
+        middles = [
+            (math.sqrt(max(some[0].start, 1) * some[0].end), fmean(bucket.loss for bucket in some), math.nan)
+            for some in (_alike(there[-1]) if there else [])
+        ]
+        ends.append((group.label, colour, _line(ax, middles, colour)))
+    for length in sorted({group.first.train_length for group in groups}):
+        ax.axvline(length, color=TEXT, linestyle=":", linewidth=1.2)
     ax.set_xscale("log", base=2)
     ax.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
     ax.set_xlabel("position in the window (tokens); dotted: training length")
     ax.set_ylabel("validation loss (nats per token)")
-    _label_ends(ax, ends)
+    return ends
 
 
-def _draw_training(ax: Any, infos: Sequence[RunInfo], evaluations: Sequence[Evaluation]) -> None:
-    ends = []
-    curves = zip(infos, labels(evaluations), colours(evaluations), strict=True)
-    for info, label, colour in curves:
-        points = [(float(step), loss, math.nan) for step, loss in info.train_loss]
-        ends.append((label, colour, _line(ax, points, colour, markers=False)))
+def _alike(there: Cell) -> list[tuple[Bucket, ...]]:
+    """The buckets of all runs by position; none where the runs were not cut alike."""
+    cuts = {tuple((bucket.start, bucket.end) for bucket in row.buckets) for row in there.rows}
+    return list(zip(*(row.buckets for row in there.rows), strict=True)) if len(cuts) == 1 else []
+
+
+def _draw_training(ax: Any, infos: Sequence[Sequence[RunInfo]], groups: Sequence[Group]) -> Ends:
+    ends: Ends = []
+    for members, group, colour in zip(infos, groups, colours(groups), strict=True):
+        curves = [[(float(step), loss, math.nan) for step, loss in info.train_loss] for info in members]
+        last = [_line(ax, points, colour, markers=False) for points in curves]
+        ends.append((group.label, colour, next((end for end in last if end), None)))
     ax.set_xlabel("optimiser step")
     ax.set_ylabel("training loss (nats per token)")
-    _label_ends(ax, ends)
+    return ends
 
 
 def _line(
@@ -178,7 +246,7 @@ def _line(
     return drawn[-1] if drawn else None
 
 
-def _label_ends(ax: Any, ends: Sequence[tuple[str, int, tuple[float, float] | None]]) -> None:
+def _label_ends(ax: Any, ends: Ends) -> None:
     """Write each label beside the end of its line, moved apart where lines end close together."""
     ax.yaxis.set_major_locator(MaxNLocator(6))
     low, high = ax.get_ylim()
@@ -213,40 +281,25 @@ def spread(wanted: Sequence[float], gap: float) -> list[float]:
     return [height + index * gap for index, height in enumerate(level)]
 
 
-def _tick(evaluations: Sequence[Evaluation], column: float, axis: Axis) -> str:
-    lengths = {round(column * evaluation.train_length) for evaluation in evaluations}
+def _tick(groups: Sequence[Group], column: float, axis: Axis) -> str:
+    lengths = {round(column * group.first.train_length) for group in groups}
     name = column_name(column, axis).replace("x", "×")
     return f"{lengths.pop():,}\n{name}" if axis == "multiple" and len(lengths) == 1 else name
 
 
-def _same_height(draws: Sequence[Draw]) -> list[str]:
-    """Draw each panel by itself, then all with the y limits that hold every one."""
-    with rc_context(_STYLE):
-        figures = [Figure(figsize=_PANEL, layout="constrained") for _ in draws]
+def _same_limits(panels: Sequence[Any]) -> None:
+    limits = [ax.get_ylim() for ax in panels]
+    for ax in panels:
+        ax.set_ylim(min(low for low, _ in limits), max(high for _, high in limits))
+
+
+def _figures(draws: Sequence[Draw]) -> list[Figure]:
+    """Each panel as a figure of its own, all with the y limits that hold every one."""
+    with rc_context(STYLE):
+        figures = [Figure(figsize=PANEL, layout="constrained") for _ in draws]
         panels = [figure.subplots() for figure in figures]
-        for ax, draw in zip(panels, draws, strict=True):
-            draw(ax)
-        low, high = min(ax.get_ylim()[0] for ax in panels), max(ax.get_ylim()[1] for ax in panels)
-        for index, draw in enumerate(draws):
-            figures[index] = Figure(figsize=_PANEL, layout="constrained")
-            ax = figures[index].subplots()
-            ax.set_ylim(low, high)
-            draw(ax)
-        return [_svg(figure) for figure in figures]
-
-
-def _svg(figure: Figure) -> str:
-    """A drawing to stand inside an HTML page: no header, no metadata, colours as the page's variables."""
-    buffer = io.StringIO()
-    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)
-    text = buffer.getvalue()
-    text = text[text.index("<svg") :]
-    text = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", text, flags=re.DOTALL)  # it would style the whole page
-    text = re.sub(
-        r'(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1), count=1
-    )
-    text = re.sub(r'<g id="[^"]*"', "<g", text)  # nothing refers to them, and every drawing has the same ones
-    for index, (shade, _) in enumerate(PALETTE):
-        text = text.replace(shade, f"var(--line-{index})")
-    return text.replace(_TEXT, "currentColor").replace(_RULE, "var(--rule)")
+        ends = [draw(ax) for ax, draw in zip(panels, draws, strict=True)]
+        _same_limits(panels)
+        for ax, lines in zip(panels, ends, strict=True):
+            _label_ends(ax, lines)
+        return figures

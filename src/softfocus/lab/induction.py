@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 import softfocus.hf
 from softfocus.lab import data
 from softfocus.lab import model as models
-from softfocus.lab.evaluate import check_tokens, has_plain_head, token_losses
-from softfocus.lab.means import clustered
+from softfocus.lab.evaluate import has_plain_head, token_losses
+from softfocus.lab.means import Mean
 from softfocus.lab.progress import Event, Listener, silent
 from softfocus.lab.recipe import load
 from softfocus.lab.results import (
@@ -72,7 +72,7 @@ def induction(
     if window is not None:
         softfocus.hf.window(config, window)
     store = data.tokens(recipe, progress)
-    check_tokens(store, folder, info)
+    data.check_unchanged(store, folder, info)
     spans = EvaluationWindows(store, lengths, tokens or recipe.evaluate.tokens)
     found = _earlier(
         folder,
@@ -171,7 +171,7 @@ def _losses(
 
 def _buckets(limits: list[int], sums: NDArray[np.float64], counts: NDArray[np.float64]) -> Iterator[Repeats]:
     for index, (start, end) in enumerate(pairwise(limits)):
-        tokens = int(counts[:, index].sum())
-        if tokens:
-            mean, error = clustered(sums[:, index], counts[:, index])
-            yield Repeats(start=start, end=end, loss=mean, standard_error=error, tokens=tokens)
+        there = counts[:, index] > 0
+        if there.any():
+            mean, tokens = Mean.of(sums[there, index], counts[there, index]), int(counts[:, index].sum())
+            yield Repeats(start=start, end=end, loss=mean.value, standard_error=mean.standard_error, tokens=tokens)

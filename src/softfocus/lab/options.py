@@ -23,11 +23,9 @@ def write_json(path: Path | None, result: "BaseModel | Sequence[BaseModel]") -> 
     """Write where --json says. Whether it did so to stdout, where a table would be in the way."""
     if path is None:
         return False
-    from pydantic_core import to_json
+    from softfocus.lab.results import json_text, write_atomically
 
-    from softfocus.lab.results import write_atomically
-
-    text = to_json(result, indent=2, inf_nan_mode="strings").decode() + "\n"
+    text = json_text(result)
     if str(path) == "-":
         typer.echo(text, nl=False)
         return True

@@ -1,15 +1,21 @@
 """report.html: one file that needs nothing but itself, for a wide screen, a phone, a dark room or a screen reader."""
 
+import io
 import math
+import re
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
+from matplotlib import rc_context
+from matplotlib.figure import Figure
 
 from softfocus.lab import figure
+from softfocus.lab.finding import Difference
 from softfocus.lab.points import (
-    SCALINGS,
     Axis,
+    Cell,
+    Group,
     cell,
     column_name,
     columns,
@@ -17,21 +23,15 @@ from softfocus.lab.points import (
     labels,
     loss_text,
     mechanism_name,
+    settings,
     shared_columns,
 )
 from softfocus.lab.report import Report, provenance, same_text, short_commit
-from softfocus.lab.results import Evaluation, RunInfo
-
-_VERDICTS = {
-    "holds": "The expected shape holds",
-    "does not hold": "The expected shape does not hold",
-    "not judged": "The expected shape is not judged here",
-}
+from softfocus.lab.results import RunInfo
 
 
-def render(report: Report) -> str:
-    """The page, as text."""
-    evaluations, infos = report.evaluations, [entry.info for entry in report.runs]
+def template(name: str) -> Template:
+    """A page of the lab. All have the look of page.html.j2."""
     environment = Environment(
         loader=PackageLoader("softfocus.lab", "."),
         autoescape=True,
@@ -39,18 +39,27 @@ def render(report: Report) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    return environment.get_template(name)
+
+
+def render(report: Report) -> str:
+    """The page, as text."""
+    evaluations, infos, groups = report.evaluations, [entry.info for entry in report.runs], report.groups
     names = labels(evaluations)
+    by_run = {id(entry.evaluation): entry.info for entry in report.runs}
+    members = [[by_run[id(evaluation)] for evaluation in group.evaluations] for group in groups]
     has_buckets = any(row.buckets for evaluation in evaluations for row in evaluation.rows)
-    return environment.get_template("page.html.j2").render(
+    return template("page.html.j2").render(
         report=report,
         provenance=provenance(report),
-        verdict=_VERDICTS[report.finding.verdict],
         palette=figure.PALETTE,
+        bands=figure.BANDS,
         same_text=same_text(evaluations),
-        lengths=_drawings(figure.length_svgs(evaluations, axis=report.axis)),
-        positions=_drawings(figure.position_svgs(evaluations)) if has_buckets else [],
-        training=Markup(figure.training_svg(infos, evaluations)) if any(info.train_loss for info in infos) else None,
-        tables=_loss_tables(evaluations, names, report.axis),
+        lengths=_drawings(figure.length_figures(groups, axis=report.axis)),
+        positions=_drawings(figure.position_figures(groups)) if has_buckets else [],
+        training=svg(figure.training_figure(members, groups)) if any(info.train_loss for info in infos) else None,
+        tables=_loss_tables(groups, report.axis),
+        differences=[_difference(one, report.axis) for one in report.finding.differences],
         runs=[list(line) for line in zip(("", *_RUN), *map(_run, infos, names), strict=True)],
         recipes=[(name, entry.recipe) for name, entry in zip(names, report.runs, strict=True) if entry.recipe],
         machines=sorted({f"{i.machine.cpu}, {i.machine.cores} cores, on {i.machine.device}" for i in infos}),
@@ -58,27 +67,77 @@ def render(report: Report) -> str:
     )
 
 
-def _drawings(svgs: list[str]) -> list[tuple[str, Markup]]:
-    return [(name, Markup(svg)) for (_, name), svg in zip(SCALINGS, svgs, strict=True)]
+def _drawings(figures: list[tuple[str, Figure]]) -> list[tuple[str, Markup]]:
+    return [(name, svg(drawing)) for name, drawing in figures]
 
 
-def _loss_tables(evaluations: list[Evaluation], names: list[str], axis: Axis) -> list[dict[str, Any]]:
-    across, shared = columns(evaluations, axis), shared_columns(evaluations, axis)
+def svg(drawing: Figure) -> Markup:
+    """A drawing to stand inside an HTML page: no header, no metadata, colours as the page's variables."""
+    buffer = io.StringIO()
+    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    with rc_context(figure.STYLE):  # text stays text
+        drawing.savefig(buffer, format="svg", transparent=True, metadata=nothing)
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", text, flags=re.DOTALL)  # it would style the whole page
+    text = re.sub(
+        r'(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1), count=1
+    )
+    text = re.sub(r'<g id="[^"]*"', "<g", text)  # nothing refers to them, and every drawing has the same ones
+    for index, (shade, _) in enumerate(figure.PALETTE):
+        text = text.replace(shade, f"var(--line-{index})")
+    return Markup(text.replace(figure.TEXT, "currentColor").replace(figure.RULE, "var(--rule)"))
+
+
+def _loss_tables(groups: list[Group], axis: Axis) -> list[dict[str, Any]]:
+    across, shared = columns(groups, axis), shared_columns(groups, axis)
+    heads = [(column_name(column, axis), _tokens(groups, column, axis)) for column in across]
+    last = column_name(shared[-1], axis) if shared else "1x"
     tables = []
-    for ntk, scaling in SCALINGS:
+    for setting in settings(groups):
         lines = []
-        for evaluation, name in zip(evaluations, names, strict=True):
-            grown = growth(evaluation, shared[-1], ntk, axis) if shared else None
-            rows = [cell(evaluation, column, ntk, axis) for column in across]
-            cells = [("–", "") if row is None else (loss_text(row.loss), _error(row.standard_error)) for row in rows]
-            lines.append((name, cells, f"{grown.ratio:.3f}" if grown and math.isfinite(grown.ratio) else "–"))
-        tables.append({"scaling": scaling, "lines": lines})
-    heads = [(column_name(column, axis), _tokens(evaluations, column, axis)) for column in across]
-    return [table | {"heads": heads, "last": column_name(shared[-1], axis) if shared else "1x"} for table in tables]
+        for group in groups:
+            grown = growth(group, shared[-1], setting, axis) if shared else None
+            end = cell(group, shared[-1], setting, axis) if shared else None
+            gain = end.gain if end else None
+            lines.append(
+                (
+                    group.title,
+                    [_cell(cell(group, column, setting, axis)) for column in across],
+                    f"{grown:.3f}" if grown is not None and math.isfinite(grown) else "–",
+                    (f"{gain.value:z.3f}", _error(gain.standard_error))
+                    if gain and math.isfinite(gain.value)
+                    else ("–", ""),
+                )
+            )
+        tables.append({"setting": setting, "lines": lines, "heads": heads, "last": last})
+    return tables
 
 
-def _tokens(evaluations: list[Evaluation], column: float, axis: Axis) -> str:
-    lengths = {round(column * evaluation.train_length) for evaluation in evaluations}
+def _cell(one: Cell | None) -> tuple[str, ...]:
+    """A loss, its standard error, and the standard deviation over runs."""
+    if one is None:
+        return ("–",)
+    spread = f"sd {one.spread:.3f}" if math.isfinite(one.spread) else ""
+    return tuple(filter(None, (loss_text(one.loss), _error(one.standard_error), spread)))
+
+
+def _difference(one: Difference, axis: Axis) -> list[str]:
+    """A line of the table of differences: where, who, beside whom, how much, what it amounts to."""
+    more = f"{one.difference:+.3f}" if math.isfinite(one.difference) else "–"
+    verdict = f"more than noise: {one.verdict}" if one.verdict != "inconclusive" else one.verdict
+    known = "" if one.training_noise else " (noise of training unknown)"
+    return [
+        column_name(one.column, axis),
+        f"{one.label}, {one.setting}",
+        f"{one.against}, {one.against_setting}",
+        f"{more} {_error(one.standard_error)}".strip(),
+        verdict + known,
+    ]
+
+
+def _tokens(groups: list[Group], column: float, axis: Axis) -> str:
+    lengths = {round(column * group.first.train_length) for group in groups}
     return f"{lengths.pop():,}" if axis == "multiple" and len(lengths) == 1 else ""
 
 

@@ -1,31 +1,168 @@
-"""What table, figure and finding read from an Evaluation: which columns there are, and what stands where."""
+"""What table, figure, page and finding read from evaluations: groups of runs, columns, and what stands where."""
 
+import contextlib
+import json
 import math
+import tomllib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
-from softfocus.lab.results import Evaluation, Row
+import numpy as np
+from pydantic import ValidationError
+
+from softfocus.lab.means import Estimate, Mean, difference, estimate
+from softfocus.lab.recipe import Recipe
+from softfocus.lab.results import AS_TRAINED, Evaluation, Row, Setting
 
 Axis = Literal["multiple", "tokens"]
 """What lengths are counted in: multiples of each run's own training length, or tokens."""
-
-SCALINGS = ((False, "no scaling"), (True, "dynamic NTK"))
-"""The scalings of RoPE that a report shows, in its order: (Row.ntk, name)."""
 
 _NAMES = {"softmax": "Softmax", "lssa": "LSSA", "lssar": "LSSAR", "laser": "LASER"}
 
 
 @dataclass(frozen=True)
-class Growth:
-    """A loss at one length over the same model's loss at its training length."""
+class Group:
+    """Runs that differ by their seed alone; most often one."""
 
-    first: float
-    last: float
-    ratio: float
-    standard_error: float
-    """Of the ratio, as if the two losses were independent. They share their tokens, so this is on the safe side."""
+    label: str
+    evaluations: tuple[Evaluation, ...]
+
+    @property
+    def first(self) -> Evaluation:
+        """The first run, for what all of them share."""
+        return self.evaluations[0]
+
+    @property
+    def title(self) -> str:
+        """The label, with the number of runs where there are several."""
+        return self.label if len(self.evaluations) == 1 else f"{self.label} ({self.count})"
+
+    @property
+    def count(self) -> str:
+        """ "4 seeds"; "4 runs" where two of them share a seed."""
+        seeds = {evaluation.seed for evaluation in self.evaluations}
+        number = len(self.evaluations)
+        return f"{number} {'run' if len(seeds) < number else 'seed'}{'s' if number > 1 else ''}"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The losses of a group at one length under one setting."""
+
+    group: Group
+    setting: str
+    rows: tuple[Row, ...]
+    """One a run, in the group's order."""
+
+    @cached_property
+    def losses(self) -> list[tuple[int, Mean]]:
+        """(seed, mean loss) of each run."""
+        pairs = zip(self.group.evaluations, self.rows, strict=True)
+        return [(e.seed, _mean(e, row) or Mean(row.loss, row.standard_error)) for e, row in pairs]
+
+    @property
+    def values(self) -> list[float]:
+        """The loss of each run."""
+        return [row.loss for row in self.rows]
+
+    @property
+    def loss(self) -> float:
+        """The mean over the runs; not finite where one of them diverged."""
+        return float(np.mean(self.values))
+
+    @property
+    def spread(self) -> float:
+        """The standard deviation over the runs, NaN for one."""
+        return float(np.std(self.values, ddof=1)) if len(self.rows) > 1 else math.nan
+
+    @property
+    def standard_error(self) -> float:
+        """Of the loss: from the documents and, with several runs, from the seeds."""
+        return estimate(self.losses).standard_error
+
+    def minus(self, other: "Cell") -> Estimate:
+        """How much higher this loss is than another's, with the standard error of the difference."""
+        return difference(self.losses, other.losses)
+
+    @property
+    def gain(self) -> Estimate | None:
+        """The gain from context: how much lower the loss is beyond the first training length of the windows than in it.
+
+        The same documents make both means, so they are paired. None where sums by document are missing, or where the
+        windows are no longer than the training length.
+        """
+        gains = [_gain(e, row) for e, row in zip(self.group.evaluations, self.rows, strict=True)]
+        known = [gain for gain in gains if gain is not None]
+        if len(known) < len(gains):
+            return None
+        return estimate([(e.seed, gain) for e, gain in zip(self.group.evaluations, known, strict=True)])
+
+
+def _mean(evaluation: Evaluation, row: Row, start: int = 0, end: int | None = None) -> Mean | None:
+    """The mean loss over the positions start <= i < end of a row's windows; None where it is not known by document."""
+    buckets = [b for b in row.buckets if b.start >= start and b.end <= (end or row.length)]
+    if not row.documents or not buckets:
+        return None
+    sums = np.sum([bucket.sums for bucket in buckets], axis=0)
+    counts = np.array(row.windows_by_document) * sum(bucket.end - bucket.start for bucket in buckets)
+    return Mean.of(sums, counts, (evaluation.text, tuple(row.documents)))
+
+
+def _gain(evaluation: Evaluation, row: Row) -> Mean | None:
+    length = evaluation.train_length
+    first, later = _mean(evaluation, row, end=length), _mean(evaluation, row, start=length)
+    return None if first is None or later is None else first - later
+
+
+def groups(evaluations: Sequence[Evaluation], recipes: Sequence[str]) -> list[Group]:
+    """Runs whose resolved recipes differ by seed and name alone, evaluated on the same text, put together.
+
+    Args:
+        evaluations: of the runs.
+        recipes: their resolved recipes, as TOML; a run whose recipe is not known ("") is a group of its own.
+    """
+    kinds: dict[object, list[Evaluation]] = {}
+    for index, (evaluation, recipe) in enumerate(zip(evaluations, recipes, strict=True)):
+        kinds.setdefault((_without_seed(recipe), evaluation.text) if recipe else index, []).append(evaluation)
+    names = labels([members[0] for members in kinds.values()])
+    return [Group(name, tuple(members)) for name, members in zip(names, kinds.values(), strict=True)]
+
+
+def singles(evaluations: Sequence[Evaluation]) -> list[Group]:
+    """Each run as a group of its own."""
+    return groups(evaluations, [""] * len(evaluations))
+
+
+def _without_seed(text: str) -> object:
+    """What has to agree. A recipe of an earlier version has the defaults that it does not name."""
+    try:
+        values = tomllib.loads(text)
+    except tomllib.TOMLDecodeError:  # edited by hand: like nothing but a copy of itself
+        return text
+    with contextlib.suppress(ValidationError):  # a recipe of another version, with keys that this one does not have
+        values = Recipe.model_validate(values).model_dump()
+    values.pop("name", None)
+    if isinstance(values.get("train"), dict):
+        values["train"].pop("seed", None)
+    return json.dumps(values, sort_keys=True)
+
+
+def setting_name(evaluation: Evaluation, setting: Setting) -> str:
+    """A setting as reports name it, and by which they know it: a window counts in training lengths."""
+    return setting.name(evaluation.train_length)
+
+
+def settings(found: Iterable[Group]) -> list[str]:
+    """The names of all settings under which at least one run was evaluated, in a report's order."""
+    order: dict[str, tuple[float, int, int]] = {}
+    for evaluation in (evaluation for group in found for evaluation in group.evaluations):
+        for setting in {row.setting for row in evaluation.rows}:
+            window, sinks, rope = setting.order
+            order[setting_name(evaluation, setting)] = (window / evaluation.train_length, sinks, rope)
+    return sorted(order, key=lambda name: order[name]) or [AS_TRAINED.name()]
 
 
 def position(evaluation: Evaluation, row: Row, axis: Axis) -> float:
@@ -33,37 +170,47 @@ def position(evaluation: Evaluation, row: Row, axis: Axis) -> float:
     return float(row.length) if axis == "tokens" else round(row.length / evaluation.train_length, 4)
 
 
-def columns(evaluations: Iterable[Evaluation], axis: Axis = "multiple") -> list[float]:
+def columns(found: Iterable[Group], axis: Axis = "multiple") -> list[float]:
     """Every place on the axis where at least one run was evaluated, ascending."""
-    return sorted({position(evaluation, row, axis) for evaluation in evaluations for row in evaluation.rows})
+    return sorted({position(e, row, axis) for group in found for e in group.evaluations for row in e.rows})
 
 
-def shared_columns(evaluations: Sequence[Evaluation], axis: Axis = "multiple") -> list[float]:
-    """The places on the axis where every run was evaluated under at least one scaling, ascending."""
-    sets = [set(columns([evaluation], axis)) for evaluation in evaluations]
-    return sorted(set.intersection(*sets)) if sets else []
+def shared_columns(found: Sequence[Group], axis: Axis = "multiple") -> list[float]:
+    """The places on the axis where every group has a loss under at least one setting, ascending."""
+    return [column for column in columns(found, axis) if all(best(group, column, axis) is not None for group in found)]
 
 
-def cell(evaluation: Evaluation, column: float, ntk: bool, axis: Axis = "multiple") -> Row | None:
-    """The row at a place on the axis.
-
-    Up to the training length dynamic NTK changes nothing, so the row without scaling stands for a missing one with it.
-    """
-    found = {row.ntk: row for row in evaluation.rows if position(evaluation, row, axis) == column}
-    if ntk and ntk not in found and False in found and found[False].length <= evaluation.train_length:
-        return found[False]
-    return found.get(ntk)
+def cell(group: Group, column: float, setting: str, axis: Axis = "multiple") -> Cell | None:
+    """What stands at a place on the axis under a setting, if every run of the group was evaluated there."""
+    rows = [_row(evaluation, column, setting, axis) for evaluation in group.evaluations]
+    found = tuple(row for row in rows if row is not None)
+    return Cell(group, setting, found) if len(found) == len(rows) else None
 
 
-def growth(evaluation: Evaluation, column: float, ntk: bool, axis: Axis = "multiple") -> Growth | None:
-    """How the loss at a place on the axis compares with the run's own at 1x, or None if not evaluated."""
-    last = cell(evaluation, column, ntk, axis)
-    first = cell(evaluation, 1.0, ntk)
+def _row(evaluation: Evaluation, column: float, setting: str, axis: Axis) -> Row | None:
+    """Up to the training length a scaling of RoPE changes nothing, so the row as trained stands for a missing one."""
+    there = {row.setting: row for row in evaluation.rows if position(evaluation, row, axis) == column}
+    for one, row in there.items():
+        if setting_name(evaluation, one) == setting:
+            return row
+    known = {row.setting for row in evaluation.rows if setting_name(evaluation, row.setting) == setting}
+    plain = there.get(AS_TRAINED)
+    scaled = any(one.window is None for one in known)
+    return plain if scaled and plain is not None and plain.length <= evaluation.train_length else None
+
+
+def best(group: Group, column: float, axis: Axis = "multiple") -> Cell | None:
+    """What stands at a place on the axis under the setting that serves the group best; a diverged loss comes last."""
+    found = [there for name in settings([group]) if (there := cell(group, column, name, axis)) is not None]
+    return min(found, key=lambda one: one.loss if math.isfinite(one.loss) else math.inf, default=None)
+
+
+def growth(group: Group, column: float, setting: str, axis: Axis = "multiple") -> float | None:
+    """The loss at a place on the axis over the group's own at 1x, or None if not evaluated."""
+    first, last = cell(group, 1.0, setting), cell(group, column, setting, axis)
     if first is None or last is None:
         return None
-    ratio = last.loss / first.loss if first.loss else math.nan
-    relative = math.hypot(_share(first), _share(last))
-    return Growth(first.loss, last.loss, ratio, 0.0 if first is last else abs(ratio) * relative)
+    return last.loss / first.loss if first.loss else math.nan
 
 
 def column_name(column: float, axis: Axis = "multiple") -> str:
@@ -91,7 +238,3 @@ def labels(evaluations: Sequence[Evaluation]) -> list[str]:
 def loss_text(loss: float) -> str:
     """A loss for people: a diverged one is said to be so, never printed as a number."""
     return f"{loss:.3f}" if math.isfinite(loss) else "diverged"
-
-
-def _share(row: Row) -> float:
-    return row.standard_error / row.loss if row.loss else math.nan

@@ -86,9 +86,8 @@ class Display:
         """Show an event."""
         if event.row is not None:
             row = event.row
-            how = "NTK" if row.ntk else "as trained"
             self.console.print(
-                f"{event.run}: length {row.length:>7,} {how:10} loss {row.text}",
+                f"{event.run}: length {row.length:>7,} {row.setting.name():12} loss {row.text}",
                 highlight=False,
             )
         elif event.kind == "row":

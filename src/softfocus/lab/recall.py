@@ -15,7 +15,7 @@ from softfocus.lab import data
 from softfocus.lab import model as models
 from softfocus.lab.errors import LabError
 from softfocus.lab.evaluate import has_plain_head
-from softfocus.lab.means import clustered
+from softfocus.lab.means import Mean
 from softfocus.lab.progress import Event, Listener, silent
 from softfocus.lab.recipe import load
 from softfocus.lab.results import (
@@ -189,7 +189,9 @@ def _answers(
 
 def _share(right: NDArray[np.bool_], of: NDArray[np.bool_]) -> tuple[float, float]:
     """Share of right answers among some [sequences, answers], and its standard error, for which a sequence is the unit."""
-    return clustered((right & of).sum(1), of.sum(1))
+    counts = of.sum(1)
+    mean = Mean.of((right & of).sum(1)[counts > 0], counts[counts > 0])
+    return mean.value, mean.standard_error
 
 
 class _Counts:

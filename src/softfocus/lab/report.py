@@ -2,23 +2,25 @@
 
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, computed_field, model_validator
 from rich.console import Console
 
 from softfocus.lab.disk import writing
 from softfocus.lab.errors import LabError
-from softfocus.lab.finding import Finding, details, finding
-from softfocus.lab.points import Axis, labels
+from softfocus.lab.finding import Finding, finding
+from softfocus.lab.points import Axis, Group, best, column_name, groups, shared_columns
 from softfocus.lab.provenance import without_folders
-from softfocus.lab.results import RECIPE, Evaluation, RunInfo, load_evaluation, load_run, write_atomically
+from softfocus.lab.results import RECIPE, Evaluation, RunInfo, json_text, load_evaluation, load_run, write_atomically
 from softfocus.lab.table import loss_table
 
 RESULTS = "results.json"
 FIGURE = "figure1.png"
 PAGE = "report.html"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 class Entry(BaseModel):
@@ -32,7 +34,10 @@ class Entry(BaseModel):
 
 
 class Report(BaseModel):
-    """Everything that a report shows. results.json is this, and reads back equal."""
+    """Everything that a report shows. results.json is this, and reads back equal.
+
+    The finding follows from the runs, so it is computed anew when a file is read: early files hold another kind.
+    """
 
     model_config = ConfigDict(extra="forbid", ser_json_inf_nan="strings")
 
@@ -40,14 +45,37 @@ class Report(BaseModel):
     title: str
     created: datetime
     axis: Axis = "multiple"
-    finding: Finding
     notes: list[str] = Field(description="what to keep in mind when the runs are held against each other")
     runs: list[Entry]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_finding(cls, values: Any) -> Any:
+        if isinstance(values, dict):
+            kept = {key: value for key, value in values.items() if key != "finding"}
+            return kept | ({"schema_version": SCHEMA_VERSION} if "schema_version" in kept else {})
+        return values
+
+    @computed_field(description="who is better where")  # type: ignore[prop-decorator]
+    @cached_property
+    def finding(self) -> Finding:
+        """Who is better where, by how much, and whether that is more than noise."""
+        return finding(self.groups, self.axis)
+
+    @cached_property
+    def groups(self) -> list[Group]:
+        """The runs, those together that differ by their seed alone."""
+        return grouped(self.runs)
 
     @property
     def evaluations(self) -> list[Evaluation]:
         """The evaluations, in the report's order."""
         return [entry.evaluation for entry in self.runs]
+
+
+def grouped(entries: Sequence[Entry]) -> list[Group]:
+    """The runs, those together that differ by their seed alone."""
+    return groups([entry.evaluation for entry in entries], [entry.recipe for entry in entries])
 
 
 def load_entry(folder: Path) -> Entry:
@@ -74,14 +102,11 @@ def build(
         axis: what lengths are counted in, in the figure and the table.
         remarks: what the reader should know beyond what the runs themselves tell; stands first among the notes.
     """
-    evaluations = [entry.evaluation for entry in entries]
-    found = finding(evaluations)
     return Report(
         title=title,
         created=datetime.now(UTC).replace(microsecond=0),
         axis=axis,
-        finding=found,
-        notes=[*remarks, *details(evaluations, found), *notes(entries)],
+        notes=[*remarks, *notes(entries, axis)],
         runs=list(entries),
     )
 
@@ -99,17 +124,16 @@ def write(report: Report, folder: Path) -> list[Path]:
     from softfocus.lab.page import render
 
     paths = [folder / name for name in (RESULTS, FIGURE, PAGE)]
-    write_atomically(paths[0], report.model_dump_json(indent=2) + "\n")
+    write_atomically(paths[0], json_text(report))
     with writing(paths[1], "free some space or use another folder"):
-        save_figure1(report.evaluations, paths[1], title=f"{report.title}\n{provenance(report)}", axis=report.axis)
+        save_figure1(report.groups, paths[1], title=f"{report.title}\n{provenance(report)}", axis=report.axis)
     write_atomically(paths[2], render(report))
     return paths
 
 
 def show(report: Report, paths: Sequence[Path], console: Console) -> None:
     """Print the table, what to keep in mind, the finding, and where the files lie."""
-    evaluations = report.evaluations
-    console.print(loss_table(list(zip(labels(evaluations), evaluations, strict=True)), axis=report.axis))
+    console.print(loss_table(report.groups, axis=report.axis))
     for note in report.notes:
         console.print(f"Note: {note}", markup=False, highlight=False)
     console.print(report.finding.sentence, style="bold", markup=False, highlight=False)
@@ -152,9 +176,9 @@ def short_commit(commit: str) -> str:
     return (digits[:10] if len(digits) == 40 else digits) + plus + dirty
 
 
-def notes(entries: Sequence[Entry]) -> list[str]:
+def notes(entries: Sequence[Entry], axis: Axis = "multiple") -> list[str]:
     """In what the runs differ although a comparison takes it to be equal, and what else limits what they show."""
-    found = []
+    found = _statistics(grouped(entries), axis)
     for what, read_out, consequence in _COMMON:
         values = list(dict.fromkeys(read_out(entry) for entry in entries))
         if len(values) > 1:
@@ -166,6 +190,30 @@ def notes(entries: Sequence[Entry]) -> list[str]:
         if entry.evaluation.seed != entry.info.seed or entry.evaluation.mechanism != entry.info.mechanism:
             found.append(f"{entry.info.name}: its evaluation belongs to another training; evaluate it again.")
     return found
+
+
+def _statistics(found: Sequence[Group], axis: Axis) -> list[str]:
+    """How to read the numbers."""
+    shared = shared_columns(found, axis)
+    if not shared:
+        return []
+    ends = [there for group in found if (there := best(group, shared[-1], axis)) is not None]
+    said = [
+        "±: one standard error, from the documents and, where there are several seeds, from those. Differences are paired "
+        "by document and by seed. One within two standard errors is inconclusive; two standard errors from two to four "
+        "seeds are weak evidence."
+    ]
+    if any(there.gain for there in ends):
+        said.append(
+            f"Gain: in windows of {column_name(shared[-1], axis)}, the loss at the positions of the first training length "
+            "less the loss at all later positions of the same windows. Later text may be harder or easier for every "
+            "model, so hold gains against each other."
+        )
+    if len(found) > 1 and not all(row.documents for there in ends for row in there.rows):
+        said.append(
+            "Some results hold no losses by document: their differences are not paired, and their standard errors too wide."
+        )
+    return said
 
 
 _COMMON: tuple[tuple[str, Callable[[Entry], str], str], ...] = (

@@ -2,12 +2,15 @@
 
 import math
 import os
+import re
 import tempfile
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import to_json
 
 from softfocus.lab.disk import writing
 from softfocus.lab.errors import LabError
@@ -22,6 +25,9 @@ RECALL = "recall.json"
 INDUCTION = "induction.json"
 
 Status = Literal["running", "complete", "interrupted", "failed"]
+
+Rope = Literal["trained", "ntk", "yarn"]
+"""How the rotary embedding is scaled in an evaluation."""
 
 
 class _Record(BaseModel):
@@ -71,6 +77,39 @@ class RunInfo(_Record):
         return self.train_loss[-1][1] if self.train_loss else None
 
 
+class Setting(_Record):
+    """What is changed in a trained model before it is evaluated."""
+
+    model_config = ConfigDict(frozen=True)
+
+    rope: Rope = "trained"
+    window: int | None = Field(
+        default=None, ge=1, description="so many keys each token sees, itself included; None: all"
+    )
+    sinks: int = Field(default=0, ge=0, description="so many of them are the text's first (StreamingLLM)")
+
+    def name(self, train_length: int | None = None) -> str:
+        """ "as trained", "dynamic NTK", "window 1x (4 sinks)"; without a training length windows are in tokens."""
+        parts = [] if self.rope == "trained" else [{"ntk": "dynamic NTK", "yarn": "YaRN"}[self.rope]]
+        if self.window is not None:
+            keys = f"{self.window:,}" if train_length is None else f"{self.window / train_length:.4g}x"
+            parts.append(f"window {keys}" + (f" ({self.sinks} sinks)" if self.sinks else ""))
+        return ", ".join(parts) or "as trained"
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """The place in a report: without a window first."""
+        return self.window or 0, self.sinks, get_args(Rope).index(self.rope)
+
+
+AS_TRAINED = Setting()
+
+
+def default_settings(train_length: int) -> tuple[Setting, ...]:
+    """What an evaluation measures when it is not told otherwise."""
+    return AS_TRAINED, Setting(rope="ntk"), Setting(window=train_length)
+
+
 class Bucket(_Record):
     """Mean loss over the positions start <= i < end of every window; position 0 is a window's first prediction."""
 
@@ -79,18 +118,34 @@ class Bucket(_Record):
     loss: float
     standard_error: float
     tokens: int
+    sums: list[float] = Field(
+        default=[], description="summed loss of each of the row's documents; early results lack it"
+    )
 
 
 class Row(_Record):
-    """Loss at one length, in nats per token, over all positions of all windows."""
+    """Loss at one length under one setting, in nats per token, over all positions of all windows."""
 
     length: int
-    ntk: bool = Field(description="dynamic NTK scaling of RoPE; False is RoPE as trained")
+    setting: Setting = AS_TRAINED
     loss: float
-    standard_error: float = Field(description="over windows, clustered; NaN where there is only one")
+    standard_error: float = Field(description="with documents as what was drawn; NaN where there is only one")
     tokens: int = Field(description="predictions that the mean is over")
     windows: int
+    documents: list[int] = Field(
+        default=[], description="the documents that the windows start in; early results lack it"
+    )
+    windows_by_document: list[int] = Field(default=[], description="how many windows start in each of them")
     buckets: list[Bucket] = []
+
+    @model_validator(mode="before")
+    @classmethod
+    def _early(cls, values: Any) -> Any:
+        """Early results know dynamic NTK alone, as `ntk: true`."""
+        if isinstance(values, dict) and "ntk" in values:
+            values = dict(values)
+            values["setting"] = {"rope": "ntk" if values.pop("ntk") else "trained"}
+        return values
 
     @property
     def text(self) -> str:
@@ -123,9 +178,19 @@ class Evaluation(_Record):
         """What decides which tokens are predicted: equal where two evaluations read the same text."""
         return self.corpus_key, self.longest, self.tokens
 
-    def row(self, length: int, ntk: bool = False) -> Row | None:
+    def row(self, length: int, setting: Setting = AS_TRAINED) -> Row | None:
         """The row at a length, or None if it was not evaluated."""
-        return next((row for row in self.rows if (row.length, row.ntk) == (length, ntk)), None)
+        return next((row for row in self.rows if (row.length, row.setting) == (length, setting)), None)
+
+
+_NUMBERS = re.compile(r'\[\n(?:[^"{}]|"NaN"|"-?Infinity")*\n *\]')
+"""An array of numbers, or of arrays of numbers, in indented JSON. No string of JSON holds a line break."""
+
+
+def json_text(result: BaseModel | Sequence[BaseModel]) -> str:
+    """JSON for people and for git: indented, with an array of numbers on one line."""
+    indented = to_json(result, indent=2, inf_nan_mode="strings").decode()
+    return _NUMBERS.sub(lambda array: re.sub(r"\s+", "", array[0]).replace(",", ", "), indented) + "\n"
 
 
 class Answers(_Record):
@@ -215,7 +280,7 @@ _Model = TypeVar("_Model", bound=BaseModel)
 
 def save_run(folder: Path, info: RunInfo) -> None:
     """Write run.json, whole or not at all."""
-    write_atomically(folder / RUN, info.model_dump_json(indent=2) + "\n")
+    write_atomically(folder / RUN, json_text(info))
 
 
 def load_run(folder: Path, *, complete: bool = True) -> RunInfo:
@@ -243,7 +308,7 @@ def load_run(folder: Path, *, complete: bool = True) -> RunInfo:
 
 def save_evaluation(folder: Path, evaluation: Evaluation) -> None:
     """Write evaluation.json, whole or not at all."""
-    write_atomically(folder / EVALUATION, evaluation.model_dump_json(indent=2) + "\n")
+    write_atomically(folder / EVALUATION, json_text(evaluation))
 
 
 def load_evaluation(folder: Path) -> Evaluation:

@@ -7,75 +7,76 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from softfocus.lab.points import SCALINGS, Axis, cell, column_name, columns, growth, shared_columns
-from softfocus.lab.results import Evaluation, Row
+from softfocus.lab.points import Axis, Cell, Group, cell, column_name, columns, settings, shared_columns
 
 PENDING = "…"
 ABSENT = "–"
 
 
 def loss_table(
-    runs: Sequence[tuple[str, Evaluation | None]],
+    groups: Sequence[Group],
     *,
     planned: Sequence[float] | None = None,
     axis: Axis = "multiple",
     title: str | None = "Validation loss, nats per token",
 ) -> Table:
-    """Losses over length: one line a run and scaling of RoPE, the lowest loss of each column in bold.
+    """Losses over length: one line a group of runs and setting, the lowest loss of each column in bold.
 
     Args:
-        runs: a label and what is known so far; None for a run that has no number yet.
+        groups: what is known so far.
         planned: the columns of a table that is still filling; what is missing in them shows as "…". Without it the
             table is final, and a length at which a run was not evaluated shows as "–".
         axis: what lengths are counted in.
         title: above the table.
 
     Returns:
-        A table whose last column is the loss at the longest length that all runs share, over the run's own at 1x.
+        A table of means over the runs of each group, with their standard deviation below where there are several. Its
+        last column is the gain from context at the longest length that all groups share.
     """
-    known = [evaluation for _, evaluation in runs if evaluation is not None]
-    across = list(planned) if planned is not None else columns(known, axis)
-    ends = across if planned is not None else shared_columns(known, axis)
+    across = list(planned) if planned is not None else columns(groups, axis)
+    ends = across if planned is not None else shared_columns(groups, axis)
     last = ends[-1] if ends else None
     blank = ABSENT if planned is None else PENDING
 
     table = Table(title=title, title_justify="left", box=box.SIMPLE)
-    table.add_column("RoPE", no_wrap=True)
-    table.add_column("model", no_wrap=True)
+    table.add_column("setting")
+    table.add_column("model")
     for column in across:
-        table.add_column(_head(known, column, axis), justify="right", no_wrap=True)
-    table.add_column(f"{column_name(last, axis)} / 1x" if last else "", justify="right", no_wrap=True)
-    for ntk, name in SCALINGS:
-        best = [_lowest([cell(e, column, ntk, axis) for e in known]) for column in across]
-        for line, (label, evaluation) in enumerate(runs):
-            rows = [cell(evaluation, column, ntk, axis) if evaluation else None for column in across]
-            grown = growth(evaluation, last, ntk, axis) if evaluation and last else None
+        table.add_column(_head(groups, column, axis), justify="right", no_wrap=True)
+    table.add_column("gain", justify="right", no_wrap=True)
+    for name in settings(groups):
+        lines = [[cell(group, column, name, axis) for column in across] for group in groups]
+        best = [_lowest([line[place] for line in lines]) for place in range(len(across))]
+        for index, (group, line) in enumerate(zip(groups, lines, strict=True)):
+            end = cell(group, last, name, axis) if last else None
+            gain = end.gain if end else None
             table.add_row(
-                name if line == 0 else "",
-                Text(label),
-                *(_loss(row, blank, low) for row, low in zip(rows, best, strict=True)),
-                f"{grown.ratio:.3f}" if grown and math.isfinite(grown.ratio) else Text(blank, style="dim"),
-                end_section=line == len(runs) - 1,
+                name if index == 0 else "",
+                Text(group.label + (f"\n{group.count}" if len(group.evaluations) > 1 else "")),
+                *(_loss(one, blank, low) for one, low in zip(line, best, strict=True)),
+                f"{gain.value:z.3f}" if gain and math.isfinite(gain.value) else Text(blank, style="dim"),
+                end_section=index == len(groups) - 1,
             )
     return table
 
 
-def _head(known: Sequence[Evaluation], column: float, axis: Axis) -> str:
+def _head(groups: Sequence[Group], column: float, axis: Axis) -> str:
     """A length in multiples, with the tokens below it where all runs agree on them."""
-    lengths = {round(column * evaluation.train_length) for evaluation in known}
+    lengths = {round(column * group.first.train_length) for group in groups}
     if axis == "tokens" or len(lengths) != 1:
         return column_name(column, axis)
     return f"{column_name(column)}\n{lengths.pop():,}"
 
 
-def _lowest(rows: Sequence[Row | None]) -> float | None:
-    losses = [row.loss for row in rows if row is not None and math.isfinite(row.loss)]
+def _lowest(cells: Sequence[Cell | None]) -> float | None:
+    losses = [one.loss for one in cells if one is not None and math.isfinite(one.loss)]
     return min(losses) if len(losses) > 1 else None
 
 
-def _loss(row: Row | None, blank: str, lowest: float | None) -> Text:
-    if row is None:
+def _loss(one: Cell | None, blank: str, lowest: float | None) -> Text:
+    if one is None:
         return Text(blank, style="dim")
-    if not math.isfinite(row.loss):
-        return Text("nan" if math.isnan(row.loss) else "inf", style="red")
-    return Text(f"{row.loss:.3f}", style="bold" if row.loss == lowest else "")
+    if not math.isfinite(one.loss):
+        return Text("nan" if math.isnan(one.loss) else "inf", style="red")
+    text = Text(f"{one.loss:.3f}", style="bold" if one.loss == lowest else "")
+    return text if math.isnan(one.spread) else text.append(f"\n±{one.spread:.3f}", style="not bold dim")

@@ -10,11 +10,9 @@ import json
 import os
 import shlex
 import shutil
-import sys
 import tempfile
 import threading
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -22,6 +20,7 @@ from pathlib import Path
 
 from softfocus.backends.cpu.compile import compile_kernels, load, say
 from softfocus.backends.cpu.plan import CACHE, Plan, Unavailable, compiler, plan, switched_off
+from softfocus.warn import warn
 
 __all__ = ["Built", "Unavailable", "build", "library", "state", "why_unavailable"]
 
@@ -92,18 +91,9 @@ def why_unavailable() -> str | None:
     except Unavailable as error:
         if not _warned:
             _warned = True  # first: where warnings are errors, the next line does not return
-            said = f"softfocus: attention on the CPU takes the slower tiled backend: {error}"
-            warnings.warn(said, RuntimeWarning, stacklevel=_levels_to_the_caller())
+            warn(f"softfocus: attention on the CPU takes the slower tiled backend: {error}", RuntimeWarning)
         return str(error)
     return None
-
-
-def _levels_to_the_caller() -> int:
-    """How far up the first frame outside softfocus is: there a warning points."""
-    frame, levels = sys._getframe(1), 1
-    while frame.f_back and frame.f_globals.get("__name__", "").startswith("softfocus."):
-        frame, levels = frame.f_back, levels + 1
-    return levels
 
 
 # As torch.compiler.assume_constant_result marks a function, without importing the whole compiler: under torch.compile the

@@ -1,0 +1,1 @@
+"""`softfocus inspect`: what a run's attention looks at."""

@@ -1,0 +1,74 @@
+"""Inspections of several runs together: inspect.json, two figures, one page, and a table for the terminal."""
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from softfocus.lab.inspect import figure, page
+from softfocus.lab.inspect.results import (
+    MAPS_FIGURE,
+    MEASURES_FIGURE,
+    PAGE,
+    RESULTS,
+    Inspection,
+    Inspections,
+    names,
+)
+from softfocus.lab.inspect.run import Map
+from softfocus.lab.points import mechanism_name
+from softfocus.lab.results import write_atomically
+
+TITLE = "What attention looks at"
+
+
+def write(found: Sequence[tuple[Inspection, Sequence[Map]]], folder: Path) -> tuple[Inspections, list[Path]]:
+    """Write everything into a folder, each file whole or not at all.
+
+    Returns:
+        What inspect.json holds, and the four paths.
+
+    Raises:
+        LabError: the folder cannot be written to.
+    """
+    result = Inspections(created=datetime.now(UTC).replace(microsecond=0), runs=[one for one, _ in found])
+    labels, maps = _labels(result), [its for _, its in found]
+    paths = [folder / name for name in (RESULTS, PAGE, MAPS_FIGURE, MEASURES_FIGURE)]
+    write_atomically(paths[0], result.model_dump_json(indent=2) + "\n")
+    write_atomically(paths[1], page.render(result, labels, maps, TITLE))
+    title = f"{TITLE}\n{page.provenance(result)}"
+    figure.save_maps(list(zip(labels, result.runs, maps, strict=True)), paths[2], title)
+    figure.save_measures(list(zip(labels, result.runs, strict=True)), paths[3], title)
+    return result, paths
+
+
+def show(found: Inspections, paths: Sequence[Path], console: Console) -> None:
+    """Print the table, a sentence for each run, and where the files lie."""
+    labels = _labels(found)
+    for name, one in zip(labels, found.runs, strict=True):
+        console.print(table(name, one))
+    for name, one in zip(labels, found.runs, strict=True):
+        console.print(page.sentence(name, one), style="bold", markup=False, highlight=False)
+    for path in paths:
+        console.print(f"  {path}", markup=False, highlight=False, soft_wrap=True)
+
+
+def table(name: str, one: Inspection) -> Table:
+    """What the layers of a run are like, length by length."""
+    drawn = Table(title=f"{name}: weights of a row", title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
+    for column in ("length", "layer", *page.COLUMNS.values()):
+        drawn.add_column(column.replace(" ", "\n"), justify="right", no_wrap=True)
+    for length in one.lengths:
+        for number, (layer, row) in enumerate(page.lines(one, length.length)):
+            values = [page.text(measure, getattr(row, measure).mean) for measure in page.COLUMNS]
+            name = f"{length.length:,}" if number == 0 else ""
+            drawn.add_row(name, layer, *map(Text, values), end_section=layer == "all")
+    return drawn
+
+
+def _labels(found: Inspections) -> list[str]:
+    return names(found.runs, [mechanism_name(one.mechanism) for one in found.runs])

@@ -1,0 +1,122 @@
+"""What an inspection found: the one schema, which run.py makes and table, figure and page read."""
+
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from softfocus.lab.errors import LabError, first_line
+
+RESULTS = "inspect.json"
+PAGE = "inspect.html"
+MEASURES_FIGURE = "measures.png"
+MAPS_FIGURE = "maps.png"
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="strings")
+
+
+class Value(_Record):
+    """A mean over rows."""
+
+    mean: float
+    standard_error: float = Field(description="documents are what was drawn at random; NaN where there is only one")
+
+
+class Row(_Record):
+    """What the rows of attention are like at one length: means over the rows that were looked at.
+
+    Of weights with signs the absolute values count. A row whose weights are all 0 has 0 everywhere but in `zeros`.
+    """
+
+    length: int
+    layer: int | None = Field(description="from 0; None for the mean over all layers")
+    head: int | None = Field(description="query head, from 0; None for the mean over the layer's heads")
+    zeros: Value = Field(description="share of the visible weights that are exactly 0")
+    above_1e_9: Value = Field(description="share of the visible weights above 1e-9 of their row's largest")
+    above_1e_3: Value = Field(description="the same, above 1e-3")
+    entropy: Value = Field(description="of the row's weights, in nats")
+    uniform: Value = Field(description="the entropy that uniform weights would have: log of the number of visible keys")
+    distance: Value = Field(description="mean distance to what is attended to, in tokens")
+    beyond: Value = Field(description="share of the weight on keys at least a training length away")
+
+
+class Length(_Record):
+    """What was read at one length."""
+
+    length: int
+    windows: int
+    documents: int = Field(description="that the windows start in")
+    rows: int = Field(description="of each window, evenly spaced, the last one among them")
+
+
+class Heads(_Record):
+    """Heads of a layer that run the same."""
+
+    layer: int
+    heads: list[int]
+    runs: str = Field(description="the mechanism, its window, its share of RoPE")
+
+
+class Inspection(_Record):
+    """What was found in one run."""
+
+    run: str = Field(description="the run's name")
+    mechanism: str
+    train_length: int
+    seed: int = Field(description="the training seed")
+    commit: str = Field(description="of the training")
+    text: str = Field(description="what was read: 'validation text', or the name of a file")
+    heads: list[Heads]
+    lengths: list[Length]
+    rows: list[Row]
+
+    def row(self, length: int, layer: int | None = None, head: int | None = None) -> Row:
+        """One row."""
+        return next(row for row in self.rows if (row.length, row.layer, row.head) == (length, layer, head))
+
+    @property
+    def layers(self) -> list[int]:
+        """The numbers of the layers."""
+        return sorted({heads.layer for heads in self.heads})
+
+    def heads_of(self, layer: int) -> list[int]:
+        """The numbers of a layer's heads."""
+        return sorted(head for group in self.heads if group.layer == layer for head in group.heads)
+
+    def runs(self, layer: int, head: int) -> str:
+        """What a head runs."""
+        return next(group.runs for group in self.heads if group.layer == layer and head in group.heads)
+
+
+class Inspections(_Record):
+    """Everything that inspect.json holds; it reads back equal."""
+
+    schema_version: int = 1
+    created: datetime
+    runs: list[Inspection]
+
+
+def read(path: Path) -> Inspections:
+    """Read an inspect.json.
+
+    Raises:
+        LabError: no such file, or not one that this version wrote.
+    """
+    remedy = "write it again with `softfocus inspect RUN`"
+    try:
+        return Inspections.model_validate_json(path.read_text())
+    except OSError as error:
+        raise LabError(f"cannot read {path}: {error.strerror or error}", remedy) from None
+    except (ValidationError, UnicodeDecodeError) as error:
+        raise LabError(f"{path} cannot be read: {first_line(error)}", remedy) from None
+
+
+def names(inspections: Sequence[Inspection], spelled: Sequence[str]) -> list[str]:
+    """What each run is called: its mechanism, with the run's name where two have the same."""
+    return [
+        f"{name} · {one.run}" if spelled.count(name) > 1 else name
+        for one, name in zip(inspections, spelled, strict=True)
+    ]

@@ -1,0 +1,91 @@
+"""``weights()``: the attention weights of chosen rows, by the reference's maths. (A module ``weights`` would hide it.)"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from softfocus import ops, reference, validation
+from softfocus.functional import prepared
+from softfocus.mechanism import Mechanism
+
+BLOCK_ELEMENTS = 1 << 22
+"""Most weights of a block, but for one row of every head: 16 MiB of float32. The reference holds some ten such tensors."""
+
+
+class Block(NamedTuple):
+    """The weights of some rows.
+
+    Attributes:
+        rows: which queries, int64 [R].
+        weights: [B, H, R, Lk], float32 or float64.
+        visible: bool [B, H, R, Lk], the keys that each row sees.
+    """
+
+    rows: Tensor
+    weights: Tensor
+    visible: Tensor
+
+
+def weights(
+    query: Tensor,
+    key: Tensor,
+    *,
+    rows: Sequence[int] | Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    mechanism: str | Mechanism = "lssar",
+    window_size: tuple[int, int] | None = None,
+    key_mask: Tensor | None = None,
+    document_ids: Tensor | None = None,
+    bias: Tensor | None = None,
+    head_scale: Tensor | None = None,
+    power: Tensor | None = None,
+) -> Tensor:
+    """The attention weights A of any mechanism, for chosen query rows.
+
+    Exact by the reference's maths, differentiable, and 0 on every key that a row does not see. LASER's are those of its
+    A in log(A exp(V)). The rows are computed in blocks: beside the result itself, memory is that of a few rows.
+
+    Args:
+        query: [B, H, Lq, D].
+        key: [B, Hk, Lk, D].
+        rows: integers [R], which of the queries, in the order wanted; -1 is the last one. All of them if left out.
+        attn_mask, is_causal, scale, enable_gqa, mechanism, window_size, key_mask, document_ids, bias, head_scale, power:
+            as in :func:`softfocus.attention`, for all Lq queries.
+
+    Returns:
+        [B, H, R, Lk], float64 for float64 inputs and float32 for all others.
+
+    Raises:
+        ValueError, TypeError: an argument that does not fit; the message names it.
+
+    Example: ``weights(q, k, rows=[-1], is_causal=True, mechanism="lssar")`` is what the last token looks at.
+    """
+    found = blocks(
+        query, key, rows=rows, attn_mask=attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
+        mechanism=mechanism, window_size=window_size, key_mask=key_mask, document_ids=document_ids, bias=bias,
+        head_scale=head_scale, power=power,
+    )  # fmt: skip
+    return torch.cat([block.weights for block in found], dim=2)
+
+
+def blocks(
+    query: Tensor, key: Tensor, *, rows: Sequence[int] | Tensor | None = None, **arguments: Any
+) -> Iterator[Block]:
+    """The weights that :func:`weights` returns, a block of rows at a time, with who sees whom; at least one block."""
+    problem, visibility, algebra = prepared(query, key, key, **arguments)
+    chosen = validation.rows_of(rows, problem.query)
+    batch, heads, _, _ = problem.query.shape
+    row = max(1, batch * heads * visibility.key_length)
+    for some in chosen.split(max(1, BLOCK_ELEMENTS // row)):
+        visible = visibility.of_rows(some).expand(batch, heads, len(some), visibility.key_length)
+        bias = problem.bias
+        if bias is not None and bias.size(-2) > 1:
+            bias = bias[..., some, :]
+        part = problem._replace(query=problem.query[:, :, some], bias=bias)
+        with ops.own_dtypes(query):
+            yield Block(some, reference.weigh(part, visible, algebra).weights, visible)
