@@ -13,7 +13,7 @@ from softfocus.lab.commands import train
 from softfocus.lab.recipe import shipped
 from softfocus.lab.results import Evaluation, RunInfo
 
-COMMANDS = ("demo", "train", "evaluate", "compare", "generate", "mechanisms", "build", "doctor")
+COMMANDS = ("demo", "train", "evaluate", "recall", "induction", "compare", "generate", "mechanisms", "build", "doctor")
 HEAVY = ("torch", "transformers", "numpy", "datasets", "matplotlib")
 
 
@@ -194,8 +194,12 @@ def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 
 def test_train_names_every_shipped_recipe() -> None:
-    listed = (train.__doc__ or "").split("Shipped recipes: ")[1].split(". Ctrl-C")[0]
-    assert sorted(" ".join(listed.split()).split(", ")) == shipped()
+    listed = " ".join((train.__doc__ or "").split("in brackets: ")[1].split(". Ctrl-C")[0].split())
+    named = []
+    for family in listed.split("; "):
+        base, _, endings = family.removesuffix(")").partition("(")
+        named += [base, *(base + ending for ending in endings.split(", ") if ending)]
+    assert sorted(named) == shipped()
 
 
 @pytest.mark.parametrize(

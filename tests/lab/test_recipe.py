@@ -24,6 +24,7 @@ SAYS = [
     (["model.mechanism=sharpened(lssa, 300)"], "model.mechanism", "outside [1, 100]"),
     (["data.validation_fraction=1"], "data.validation_fraction = 1", "less than 1"),
     (["evaluate.lengths=1x,long"], "evaluate.lengths: 'long' is not a length", "like 1k,2k,16k or 1x,2x,16x"),
+    (["data.mqar.pairs=8"], "data: source and mqar exclude one another", "give one of source, mqar, passkey"),
     (["train.steps"], "'train.steps' is not KEY=VALUE", "--set train.steps=100"),
     (['model.mechanism={ ph = "exp" }'], "model.mechanism: Mechanism has no field 'ph'", "did you mean 'phi'"),
     (
@@ -56,6 +57,22 @@ def test_shipped_recipes_load_and_round_trip(name: str, tmp_path: Path) -> None:
     written = tmp_path / "other-name.toml"
     written.write_text(recipe.to_toml())
     assert load(written) == recipe
+
+
+@pytest.mark.parametrize(
+    ("overrides", "what", "remedy"),
+    [
+        (["data.mqar.pair=4"], "no key 'data.mqar.pair'", "did you mean 'data.mqar.pairs'?"),
+        (["data.mqar.keys=4"], "pairs=8 is more than keys=4", "raise keys"),
+        (["data.mqar.values=0"], "data.mqar.values = 0", "greater than or equal to 1"),
+    ],
+    ids=str,
+)
+def test_mistakes_in_a_task_are_said_in_one_line(overrides: list[str], what: str, remedy: str) -> None:
+    with pytest.raises(LabError) as caught:
+        load("mqar", overrides)
+    assert what in str(caught.value)
+    assert remedy in str(caught.value)
 
 
 def test_demo_recipes_differ_in_the_mechanism_alone() -> None:

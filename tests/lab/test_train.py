@@ -44,10 +44,10 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 def by_hand(recipe: Recipe, dtype: torch.dtype) -> list[float]:
     """The recipe's losses, from a loop that shares with the lab the model, the data and nothing else."""
     table = recipe.train
-    store = data.tokens(recipe, silent)
-    windows = data.training_windows(recipe, store)
+    source = data.load(recipe, silent)
+    windows = source.training_windows(recipe)
     set_seed(table.seed)
-    model = models.build(recipe, store.vocab_size).to(dtype)
+    model = models.build(recipe, source.vocab_size).to(dtype)
     matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
     others = [parameter for parameter in model.parameters() if parameter.dim() < 2]
     groups = [{"params": matrices, "weight_decay": table.weight_decay}, {"params": others, "weight_decay": 0.0}]

@@ -118,8 +118,11 @@ def train(
 ) -> None:
     """Train a recipe into a run folder.
 
-    Shipped recipes: demo, demo-softmax, demo-lssa, demo-lssar, demo-laser, demo-hybrid, small, gpt2-124m, gpt2-124m-softmax,
-    gpt2-124m-lssa, gpt2-124m-lssar, gpt2-124m-laser. Ctrl-C keeps a checkpoint; --resume goes on exactly there.
+    Shipped recipes, each alone or with one of the endings in brackets: demo(-softmax, -lssa, -lssar, -laser,
+    -hybrid); small; gpt2-124m(-softmax, -lssa, -lssar, -laser); repeats; mqar(-softmax, -ssmax, -cosine-log-n, -lssa,
+    -lssar-3, -lssar-7, -lssar, -laser, -window, -nope, -nope-lssar); passkey(-softmax, -ssmax, -cosine-log-n, -lssa,
+    -lssar-3, -lssar-7, -lssar, -laser, -window, -nope, -nope-lssar). Ctrl-C keeps a checkpoint; --resume goes on
+    exactly there.
 
     Example: `softfocus train demo-lssar --out runs/p7 --set "model.mechanism=sharpened(lssa, 7)"`
 
@@ -142,10 +145,11 @@ def train(
             display.console.print(f"{folder} holds no run to resume: training begins at step 0", highlight=False)
         info = train(chosen, folder, resume=resume, overwrite=overwrite, progress=display)
     if _is_main_process():
+        measure = "recall" if chosen.data.source is None else "evaluate"
         pace = f", {info.tokens_per_second:,.0f} tokens/s" if info.tokens_per_second else ""
         display.console.print(
             f"{folder}: {info.mechanism}, {info.parameters / 1e6:.2f} M parameters, {info.steps_done} steps, "
-            f"training loss {info.final_loss:.3f}{pace}\nNow: softfocus evaluate {folder}",
+            f"training loss {info.final_loss:.3f}{pace}\nNow: softfocus {measure} {folder}",
             highlight=False,
         )
         write_json(json, info)
@@ -220,6 +224,95 @@ def evaluate(
         )
     if not write_json(json, found):
         _print(loss_table(singles([found])))
+
+
+@app.command()
+def recall(
+    run: Run,
+    lengths: Annotated[
+        str, typer.Option(metavar="LIST", help="1k,2k,16k, or 1x,2x,16x the training length.")
+    ] = "1x,4x,16x,64x",
+    window: Annotated[
+        str | None,
+        typer.Option(metavar="LIST", help="Let every attention see only so many of the last keys: 64, or 1x,2x."),
+    ] = None,
+    sequences: Annotated[int, typer.Option(min=1, help="Sequences a length.")] = 64,
+    batch_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens a forward pass: lower it if memory is short.")
+    ] = 4096,
+    quiet: Quiet = False,
+    json: Json = None,
+) -> None:
+    """Share of right answers over length, of a run that was trained on a generated task (mqar-*, passkey-*).
+
+    Beyond the training length every answer lies at least half the sequence back. Rows are kept in the run folder as
+    recall.json, with a figure; what is there is not measured again, so a run that was stopped goes on.
+
+    Example: `softfocus recall runs/mqar-lssar --lengths 1x,4x,16x,64x`
+    """
+    from softfocus.lab.lengths import parse
+    from softfocus.lab.progress import Display
+    from softfocus.lab.results import load_run
+
+    info = load_run(run)
+    wanted = parse(lengths, info.train_length)
+    windows = [None] if window is None else parse(window, info.train_length, "--window")
+    from softfocus.lab.recall import recall
+    from softfocus.lab.recall_report import recall_tables, save_recall_figure
+
+    with Display("tokens", quiet=quiet) as display:
+        for keys in windows:
+            found = recall(run, wanted, window=keys, sequences=sequences, batch_tokens=batch_tokens, progress=display)
+    save_recall_figure(found, run)
+    if not write_json(json, found):
+        _print(recall_tables(found))
+
+
+@app.command()
+def induction(
+    run: Run,
+    lengths: Annotated[
+        str, typer.Option(metavar="LIST", help="1k,2k,16k, or 1x,2x,16x the training length.")
+    ] = "1x,16x",
+    ngram: Annotated[int, typer.Option(min=2, help="Tokens that have to repeat, the predicted one included.")] = 4,
+    window: Annotated[
+        str | None,
+        typer.Option(metavar="LIST", help="Let every attention see only so many of the last keys: 64, or 1x,2x."),
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Validation tokens a length; the recipe's if left out.")
+    ] = None,
+    batch_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens a forward pass: lower it if memory is short.")
+    ] = 4096,
+    quiet: Quiet = False,
+    json: Json = None,
+) -> None:
+    """Loss of a run on tokens that repeat something, by how far back it stood: does the model use far context?
+
+    Every length predicts the same tokens. Rows are kept in the run folder as induction.json, with a figure; what is there
+    is not measured again.
+
+    Example: `softfocus induction runs/repeats --lengths 1x,16x --ngram 4`
+    """
+    from softfocus.lab.lengths import parse
+    from softfocus.lab.progress import Display
+    from softfocus.lab.results import load_run
+
+    info = load_run(run)
+    wanted = parse(lengths, info.train_length)
+    windows = [None] if window is None else parse(window, info.train_length, "--window")
+    from softfocus.lab.induction import induction
+    from softfocus.lab.induction_report import induction_table, save_induction_figure
+
+    with Display("tokens", quiet=quiet) as display:
+        for keys in windows:
+            found = induction(
+                run, wanted, ngram=ngram, window=keys, tokens=tokens, batch_tokens=batch_tokens, progress=display
+            )
+    save_induction_figure(found, run)
+    if not write_json(json, found):
+        _print(induction_table(found))
 
 
 @app.command()

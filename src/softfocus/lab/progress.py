@@ -19,7 +19,7 @@ class Event:
 
     Attributes:
         kind: "prepare" (the corpus: `message` says what, `done` of `total` how far), "step" (of training or evaluation:
-            so far `done` of `total`), "row" (a finished row of an evaluation).
+            so far `done` of `total`), "row" (a finished row: `row` of an evaluation, `message` of anything else).
         run: the run's name.
         message: for people.
         done: optimiser steps, or evaluated tokens.
@@ -90,6 +90,8 @@ class Display:
                 f"{event.run}: length {row.length:>7,} {row.setting.name():12} loss {row.text}",
                 highlight=False,
             )
+        elif event.kind == "row":
+            self.console.print(f"{event.run}: {event.message}", highlight=False, markup=False, soft_wrap=True)
         if event.kind == "prepare":
             self._show(event.message, event.done, event.total or None, "", "%")
         elif event.kind == "step":

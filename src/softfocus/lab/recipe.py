@@ -5,7 +5,7 @@ import math
 import tomllib
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -88,15 +88,50 @@ class ModelTable(_Table):
         return " / ".join(map(kind_text, self.groups))
 
 
-class DataTable(_Table):
-    """What it is trained on."""
+class MqarTable(_Table):
+    """Multi-query associative recall: :class:`softfocus.lab.tasks.Mqar`."""
 
-    source: str = Field(description="'stdlib', a file or folder, FineWeb .bin shards, or 'hub:NAME' of a datasets hub")
+    pairs: Count = Field(default=8, description="of a key and a value, at the start of a sequence")
+    queries: Count = Field(default=8, description="how many keys are asked for, each equally often")
+    keys: Count = Field(default=512, description="different keys that there are")
+    values: Count = Field(default=64, description="different values that there are")
+    filler: Count = Field(default=64, description="different filler tokens that there are")
+
+    @model_validator(mode="after")
+    def _fit(self) -> "MqarTable":
+        if self.pairs > self.keys:
+            raise ValueError(f"pairs={self.pairs} is more than keys={self.keys}: lower pairs, or raise keys")
+        return self
+
+
+class PasskeyTable(_Table):
+    """Passkey retrieval: :class:`softfocus.lab.tasks.Passkey`."""
+
+    digits: Count = Field(default=5, description="of the number that is hidden")
+
+
+class DataTable(_Table):
+    """What it is trained on: text, which has a source, or one generated task. The other keys are of text."""
+
+    source: str | None = Field(
+        default=None, description="'stdlib', a file or folder, FineWeb .bin shards, or 'hub:NAME' of a datasets hub"
+    )
+    mqar: MqarTable | None = Field(default=None, description="a generated task: multi-query associative recall")
+    passkey: PasskeyTable | None = Field(default=None, description="a generated task: passkey retrieval")
     text_field: str = Field(default="text", description="the field of JSONL, parquet and hub records")
     tokenizer: str = Field(default="bytes", description="'bytes', 'bpe:VOCABULARY', a tokenizer folder, or 'hub:NAME'")
     validation_source: str | None = Field(default=None, description="what to evaluate on, like source")
     validation_fraction: float = Field(default=0.05, gt=0, lt=1, description="of the documents, held out for that")
     max_documents: Count | None = Field(default=None, description="read no more than so many documents")
+
+    @model_validator(mode="after")
+    def _one(self) -> "DataTable":
+        kinds = ("source", "mqar", "passkey")
+        given = [kind for kind in kinds if getattr(self, kind) is not None]
+        if len(given) != 1:
+            what = f"{' and '.join(given)} exclude one another" if given else "there is nothing to train on"
+            raise ValueError(f"{what}: give one of {', '.join(kinds)}")
+        return self
 
 
 class PowerTable(_Table):
@@ -324,7 +359,8 @@ def _fields(path: list[str]) -> dict[str, Any]:
         field = getattr(model, "model_fields", {}).get(part)
         if field is None:
             return {}
-        model = field.annotation
+        tables = [part for part in get_args(field.annotation) if hasattr(part, "model_fields")]  # of `Table | None`
+        model = tables[0] if tables else field.annotation
     return dict(getattr(model, "model_fields", {}))
 
 

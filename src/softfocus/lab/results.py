@@ -21,6 +21,8 @@ MODEL = "model"
 CHECKPOINTS = "checkpoints"
 TENSORBOARD = "tensorboard"
 EVALUATION = "evaluation.json"
+RECALL = "recall.json"
+INDUCTION = "induction.json"
 
 Status = Literal["running", "complete", "interrupted", "failed"]
 
@@ -192,6 +194,88 @@ def json_text(result: BaseModel | Sequence[BaseModel]) -> str:
     return _SHORT.sub(lambda found: re.sub(r"\n *", "", re.sub(r",\n *", ", ", found[0])), indented) + "\n"
 
 
+class Answers(_Record):
+    """Answers that lie start <= distance < end tokens behind the token that is to be predicted."""
+
+    start: int
+    end: int
+    accuracy: float
+    standard_error: float
+    answers: int
+
+
+class RecallRow(_Record):
+    """How many answers of a generated task were right at one length: the likeliest token is the answer."""
+
+    length: int
+    grown: bool = Field(description="whether there is more to remember in longer sequences, or only more filler")
+    window: int | None = Field(description="keys that every attention saw, itself included; None for all")
+    nearest: int = Field(description="no answer lies nearer, in tokens")
+    reach: int | None = Field(description="how many tokens back can matter under the window, through all layers")
+    chance: float = Field(description="the accuracy of a model that cannot see the answers")
+    sequences: int
+    answers: int
+    accuracy: float = Field(description="share of answers that are right")
+    standard_error: float = Field(description="over sequences; 0 where all or none are right")
+    complete: float = Field(description="share of sequences with all answers right")
+    complete_error: float
+    by_distance: list[Answers]
+
+    @property
+    def blind(self) -> bool:
+        """Whether no answer can be seen: accuracy is at chance by construction."""
+        return self.reach is not None and self.nearest > self.reach + 1
+
+    @property
+    def key(self) -> tuple[int, bool, int | None, int]:
+        """What decides a row's result, for one run."""
+        return self.length, self.grown, self.window, self.sequences
+
+
+class Recall(_Record):
+    """Recall over length of one run, on the same sequences for all runs of one task."""
+
+    run: str = Field(description="the run's name")
+    mechanism: str
+    train_length: int
+    seed: int = Field(description="the training seed")
+    task: str = Field(description="the task and a digest of what it generates")
+    rows: list[RecallRow]
+
+
+class Repeats(_Record):
+    """Mean loss over tokens whose n-gram stood start <= distance < end tokens before; distance 0 is for never."""
+
+    start: int
+    end: int
+    loss: float
+    standard_error: float = Field(description="over documents; NaN where there is only one")
+    tokens: int
+
+
+class InductionRow(_Record):
+    """Loss of the same tokens at one length, in nats per token, by how far back their n-gram stood in the span."""
+
+    length: int
+    window: int | None = Field(description="keys that every attention saw, itself included; None for all")
+    by_distance: list[Repeats]
+
+
+class Induction(_Record):
+    """Loss by distance of the latest repeat, of one run. Every row and bucket has the same tokens."""
+
+    run: str = Field(description="the run's name")
+    mechanism: str
+    train_length: int
+    seed: int = Field(description="the training seed")
+    corpus_key: str
+    ngram: int = Field(description="tokens that have to repeat, the predicted one included")
+    longest: int = Field(description="tokens a span, in which repeats are looked for")
+    tokens: int = Field(description="predictions that each row makes")
+    documents: int
+    rows: list[InductionRow]
+
+
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
@@ -238,6 +322,35 @@ def load_evaluation(folder: Path) -> Evaluation:
     if not folder.is_dir():
         raise LabError(f"there is no run at {folder}", "train one with `softfocus train RECIPE --out FOLDER`")
     return _load(folder / EVALUATION, Evaluation, f"the run {folder} has no {EVALUATION}", evaluate)
+
+
+def save_recall(folder: Path, recall: Recall) -> None:
+    """Write recall.json, whole or not at all."""
+    write_atomically(folder / RECALL, recall.model_dump_json(indent=2) + "\n")
+
+
+def load_recall(folder: Path) -> Recall:
+    """Read recall.json.
+
+    Raises:
+        LabError: there is none, or it cannot be read.
+    """
+    return _load(folder / RECALL, Recall, f"the run {folder} has no {RECALL}", f"run `softfocus recall {folder}`")
+
+
+def save_induction(folder: Path, induction: Induction) -> None:
+    """Write induction.json, whole or not at all."""
+    write_atomically(folder / INDUCTION, induction.model_dump_json(indent=2) + "\n")
+
+
+def load_induction(folder: Path) -> Induction:
+    """Read induction.json.
+
+    Raises:
+        LabError: there is none, or it cannot be read.
+    """
+    remedy = f"run `softfocus induction {folder}`"
+    return _load(folder / INDUCTION, Induction, f"the run {folder} has no {INDUCTION}", remedy)
 
 
 def write_atomically(path: Path, text: str) -> None:

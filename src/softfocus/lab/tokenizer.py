@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,16 @@ def load_tokenizer(spec: str, corpus_documents: Iterable[str] | None = None) -> 
         f"there is no tokenizer '{spec}'",
         f"use '{BYTES}', '{BPE}VOCAB', a Transformers tokenizer folder or '{HUB}NAME'",
     )
+
+
+def word_tokenizer(words: Sequence[str]) -> Any:
+    """A tokenizer for a generated task: each word is its place in the list, and the id after them ends a document."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    vocabulary = {word: number for number, word in enumerate([*words, END])}
+    backend = Tokenizer(models.WordLevel(vocabulary))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return _wrapped(backend)
 
 
 def encoder(tokenizer: Any) -> Callable[[list[str]], list[list[int]]]:

@@ -21,7 +21,9 @@ from softfocus.lab.recipe import Recipe, load
 from softfocus.lab.results import (
     CHECKPOINTS,
     EVALUATION,
+    INDUCTION,
     MODEL,
+    RECALL,
     RECIPE,
     RUN,
     TENSORBOARD,
@@ -30,7 +32,6 @@ from softfocus.lab.results import (
     save_run,
     write_atomically,
 )
-from softfocus.lab.tokens import TokenStore
 from softfocus.lab.trainer import Interruptible, Watch, WindowTrainer, make_trainer
 
 
@@ -75,16 +76,16 @@ def train(
         if main and there is None:
             _clear(folder)  # what a run left whose run.json is gone must not be resumed or reported as this one's
         with state.main_process_first():
-            tokens = data.tokens(recipe, listener)
-        if there is not None and there.corpus_key not in ("", tokens.folder.name):
+            source = data.load(recipe, listener)
+        if there is not None and there.corpus_key not in ("", source.key):
             raise LabError(
                 f"the corpus of {folder} has changed (or moved, or was copied) since the run was started",
                 "put it back as it was, or start again with --overwrite",
             )
-        windows = data.training_windows(recipe, tokens)
+        windows = source.training_windows(recipe)
         set_seed(recipe.train.seed)
-        model = models.build(recipe, tokens.vocab_size, data.end_of_document(tokens))
-        info = _describe(recipe, folder, model, tokens, str(state.device))
+        model = models.build(recipe, source.vocab_size, source.end_of_document)
+        info = _describe(recipe, folder, model, source, str(state.device))
         if main:
             if there is None:
                 _check_disk(folder, info.parameters)
@@ -99,7 +100,7 @@ def train(
         finally:
             _take_stock(info, trainer, watch)
         if main:
-            _save_model(folder, trainer, tokens.tokenizer)
+            _save_model(folder, trainer, source)
             info.status, info.finished = "complete", _now()
             save_run(folder, info)
     state.wait_for_everyone()
@@ -154,11 +155,11 @@ def _clear(folder: Path) -> None:
     (folder / RUN).unlink(missing_ok=True)
     for name in (MODEL, CHECKPOINTS, TENSORBOARD):
         shutil.rmtree(folder / name, ignore_errors=True)
-    for name in (EVALUATION, RECIPE):
+    for name in (EVALUATION, RECALL, INDUCTION, RECIPE):
         (folder / name).unlink(missing_ok=True)
 
 
-def _describe(recipe: Recipe, folder: Path, model: Any, tokens: TokenStore, device: str) -> RunInfo:
+def _describe(recipe: Recipe, folder: Path, model: Any, source: data.Data, device: str) -> RunInfo:
     return RunInfo(
         name=folder.resolve().name,
         recipe=recipe.name,
@@ -171,8 +172,8 @@ def _describe(recipe: Recipe, folder: Path, model: Any, tokens: TokenStore, devi
         machine=provenance.machine(device),
         started=_now(),
         train_length=recipe.train.length,
-        vocabulary=tokens.vocab_size,
-        corpus_key=tokens.folder.name,
+        vocabulary=source.vocab_size,
+        corpus_key=source.key,
         steps=recipe.train.steps,
         tokens_per_step=recipe.train.batch * recipe.train.length,
     )
@@ -255,12 +256,12 @@ def _take_stock(info: RunInfo, trainer: WindowTrainer, watch: Watch) -> None:
     info.tokens_per_second = watch.tokens_per_second
 
 
-def _save_model(folder: Path, trainer: WindowTrainer, tokenizer: Path) -> None:
+def _save_model(folder: Path, trainer: WindowTrainer, source: data.Data) -> None:
     temporary = folder / f".{MODEL}.{os.getpid()}"
     try:
         # safetensors is the only format that save_pretrained writes
         trainer.accelerator.unwrap_model(trainer.model).save_pretrained(temporary)
-        shutil.copytree(tokenizer, temporary, dirs_exist_ok=True)
+        source.save_tokenizer(temporary)
         shutil.rmtree(folder / MODEL, ignore_errors=True)
         temporary.rename(folder / MODEL)
     finally:

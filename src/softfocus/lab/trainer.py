@@ -43,6 +43,11 @@ class WindowTrainer(Trainer):
         # The dataset's own seed decides the order; Trainer skips as many windows as a checkpoint has seen
         return SequentialSampler(train_dataset if train_dataset is not None else self.train_dataset)
 
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        # Trainer's own leaves out, in silence, what a file holds under another name than the model: GPT-NeoX's untied head
+        model = self.model if model is None else model
+        model.load_state_dict(type(model).from_pretrained(resume_from_checkpoint).state_dict())
+
     def get_decay_parameter_names(self, model: Any) -> list[str]:
         """Matrices and embeddings: what a mechanism learns for each head is a scale, like a norm's, and does not decay."""
         return [name for name, parameter in model.named_parameters() if parameter.dim() >= 2]

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from softfocus.lab.errors import LabError
+from softfocus.lab.tasks import Task, check_room, random_for
 from softfocus.lab.tokens import TokenStore
 
 _log = logging.getLogger(__name__)
@@ -63,6 +64,36 @@ class TrainingWindows(Dataset[dict[str, torch.Tensor]]):
         start = first + int(order[place]) * self.length
         tokens = torch.from_numpy(self.store.train[start : start + self.length + 1].astype(np.int64))
         return {"input_ids": tokens[:-1], "labels": tokens[1:]}
+
+
+class TaskWindows(Dataset[dict[str, torch.Tensor]]):
+    """Sequences of a generated task, each of which its index and the seed alone decide: resuming is exact.
+
+    An item is like one of :class:`TrainingWindows`; labels are -100 where nothing is asked for.
+
+    Args:
+        task: what to generate.
+        length: tokens a sequence.
+        seed: of all sequences.
+        count: how many there are.
+
+    Raises:
+        LabError: the length is too short for the task.
+    """
+
+    def __init__(self, task: Task, length: int, *, seed: int, count: int) -> None:
+        check_room(task, length)
+        self.task, self.length, self.seed = task, length, seed
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if not 0 <= index < self._count:
+            raise IndexError(f"sequence {index} of {self._count}")
+        sample = self.task.sample(random_for("training", self.seed, index), self.length)
+        return {"input_ids": torch.from_numpy(sample.tokens), "labels": torch.from_numpy(sample.labels)}
 
 
 class EvaluationWindows:
