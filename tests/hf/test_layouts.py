@@ -139,7 +139,9 @@ class Module(torch.nn.Module):
         super().__init__()
         layout = softfocus.hf.Layout((tuple(groups),))
         self.config = type(
-            "Config", (), {"softfocus": softfocus.hf.config.Entry(layout), "num_attention_heads": total}
+            "Config",
+            (),
+            {"softfocus": softfocus.hf.config.Entry(layout, eager_masks=False), "num_attention_heads": total},
         )()
         self.is_causal = True
 

@@ -28,7 +28,6 @@ import torch
 
 try:
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
-    from transformers.masking_utils import sdpa_mask
     from transformers.models.auto.modeling_auto import MODEL_MAPPING
 except ModuleNotFoundError as error:
     if error.name != "transformers":
@@ -37,9 +36,11 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError(message, name=error.name) from None
 
 from softfocus.hf import cache as _cache
+from softfocus.hf import classes as _classes
 from softfocus.hf import config as _config
 from softfocus.hf import learned as _learned
 from softfocus.hf.adapter import attention_forward
+from softfocus.hf.masks import make_mask, mark
 from softfocus.layout import Heads, Layout, layer_count, resolve
 from softfocus.mechanism import Mechanism
 
@@ -48,8 +49,9 @@ __all__ = ["Heads", "Layout", "assign", "explain", "layout_of", "use", "window"]
 Target = TypeVar("Target", bound=PreTrainedModel | PreTrainedConfig)
 
 AttentionInterface.register(_config.NAME, attention_forward)
-AttentionMaskInterface.register(_config.NAME, sdpa_mask)
+AttentionMaskInterface.register(_config.NAME, make_mask)
 _config.install()
+_classes.install()
 _learned.install()
 _cache.install()
 
@@ -105,6 +107,7 @@ def use(target: Target, mechanism: str | Mechanism | Mapping[Any, Any] | Layout,
         for name in _learned.names():
             module._parameters.pop(name, None)
     _write(target, layout)
+    mark(target)
     for module in modules:
         _learned.equip(module)
     return target
@@ -153,6 +156,7 @@ def assign(target: PreTrainedModel | PreTrainedConfig, layout: Layout) -> None:
     """
     _write(target, layout)
     if isinstance(target, PreTrainedModel):
+        mark(target)
         for module in _learned.attention_modules(target):
             _learned.equip(module)
 

@@ -25,14 +25,21 @@ _INTERNAL = "_attn_implementation_internal"
 
 
 class Entry(dict[str, Any]):
-    """The entry as JSON types, with the layout that it was parsed into once: torch.compile traces no parsing."""
+    """The entry as JSON types, with the layout that it was parsed into once: torch.compile traces no parsing.
 
-    def __init__(self, layout: Layout):
+    Attributes:
+        layout: what the attention of the config's models runs.
+        eager_masks: whether these models expect the masks of eager attention (:mod:`softfocus.hf.masks`). A model says so
+            when it is built or changed; None until then. Never saved.
+    """
+
+    def __init__(self, layout: Layout, eager_masks: bool | None = None):
         super().__init__(_to_json(layout))
         self.layout = layout
+        self.eager_masks = eager_masks
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Entry, (self.layout,)
+        return Entry, (self.layout, self.eager_masks)
 
 
 def _to_json(layout: Layout) -> dict[str, Any]:
@@ -96,7 +103,8 @@ def _set_entry(config: PreTrainedConfig, entry: dict[str, Any] | None) -> None:
     if entry is None:
         config.__dict__.pop(NAME, None)
         return
-    parsed = entry if isinstance(entry, Entry) else Entry(_parse(entry))
+    # A new one: two configs that share an entry would share what their models say of masks
+    parsed = Entry(entry.layout, entry.eager_masks) if isinstance(entry, Entry) else Entry(_parse(entry))
     _refuse_conflict(config.__dict__.get(_INTERNAL), parsed)
     config.__dict__[_INTERNAL] = NAME
     config.__dict__[NAME] = parsed
