@@ -12,8 +12,9 @@ Heads and layers may differ (:mod:`softfocus.layout`)::
 
     softfocus.hf.use(model, {"0::2": {"mechanism": "softmax", "window": 128}, "1::2": "lssar"})
 
-What a model runs is saved in config.json with ``"attn_implementation": "softfocus"``. Such a model does not come back as
-softmax: without this import Transformers refuses to load it, and with it every other ``attn_implementation`` is refused.
+What a model runs is saved in config.json, with an ``attn_implementation`` that only this import makes known. Such a model
+does not come back as softmax: without the import Transformers refuses to load it and quotes what to do, and with it every
+other ``attn_implementation`` is refused. A model card says the same.
 What cannot be caught: ``from_pretrained(..., attn_implementation="sdpa")`` in a process that never imports softfocus;
 an entry taken out of config.json by hand; engines with attention of their own (vLLM, TGI, llama.cpp, ONNX and GGUF
 exports), which run softmax whatever the config says: do not serve such a model there.
@@ -36,6 +37,7 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError(message, name=error.name) from None
 
 from softfocus.hf import cache as _cache
+from softfocus.hf import card as _card
 from softfocus.hf import classes as _classes
 from softfocus.hf import config as _config
 from softfocus.hf import learned as _learned
@@ -52,6 +54,7 @@ AttentionInterface.register(_config.NAME, attention_forward)
 AttentionMaskInterface.register(_config.NAME, make_mask)
 _config.install()
 _classes.install()
+_card.install()
 _learned.install()
 _cache.install()
 

@@ -21,6 +21,8 @@ NAME = "softfocus"
 
 Transformers matches implementations by substring ("flash", "sdpa", "flex_attention", "paged|", "/"): this has none.
 """
+SAVED = "softfocus: import softfocus.hf before loading this model"
+"""What config.json says in place of the name. Transformers quotes it when it refuses to load a model without softfocus."""
 _INTERNAL = "_attn_implementation_internal"
 
 
@@ -73,6 +75,15 @@ def layout_of(config: PreTrainedConfig) -> Layout | None:
     return None if entry is None else entry.layout
 
 
+def layouts(config: PreTrainedConfig, path: str = "") -> dict[str, Layout]:
+    """What a config and those inside it run, by their place in it: "" is the outermost, "text_config" one inside."""
+    found = {} if (own := layout_of(config)) is None else {path: own}
+    for key in config.sub_configs:
+        if isinstance(inner := getattr(config, key, None), PreTrainedConfig):
+            found |= layouts(inner, f"{path}.{key}".removeprefix("."))
+    return found
+
+
 def layer_of(module: Any) -> Layer | None:
     """The groups of heads of an attention module, None where its config has no entry."""
     layout = layout_of(module.config)
@@ -118,6 +129,7 @@ def _get_implementation(config: PreTrainedConfig) -> str | None:
 
 
 def _set_implementation(config: PreTrainedConfig, asked: str | None) -> None:
+    asked = NAME if asked == SAVED else asked
     entry = config.__dict__.get(NAME)
     if entry is not None:
         _refuse_conflict(asked, entry)
@@ -142,7 +154,7 @@ def _implementation_to_save(config: PreTrainedConfig) -> str | dict[str, Any] | 
     """
     inner = {key: getattr(config, key, None) for key in config.sub_configs}
     parts = {k: _implementation_to_save(c) for k, c in inner.items() if isinstance(c, PreTrainedConfig)}
-    own = NAME if _get_entry(config) is not None else None
+    own = SAVED if _get_entry(config) is not None else None
     if all(part == own for part in parts.values()):
         return own
     return {key: part for key, part in {"": own, **parts}.items() if part is not None}
