@@ -41,6 +41,7 @@ from softfocus.hf import card as _card
 from softfocus.hf import classes as _classes
 from softfocus.hf import config as _config
 from softfocus.hf import learned as _learned
+from softfocus.hf import peft as _peft
 from softfocus.hf.adapter import attention_forward
 from softfocus.hf.masks import make_mask, mark
 from softfocus.layout import Heads, Layout, layer_count, resolve
@@ -57,6 +58,7 @@ _classes.install()
 _card.install()
 _learned.install()
 _cache.install()
+_peft.install()
 
 
 def use(target: Target, mechanism: str | Mechanism | Mapping[Any, Any] | Layout, **parameters: float) -> Target:
