@@ -20,6 +20,7 @@ import softfocus
 import softfocus.hf
 from softfocus.hf import adapter
 from softfocus.hf.adapter import attention_forward
+from softfocus.hf.config import SAVED
 
 LENGTH, WINDOW = 12, 4
 HYBRID = {"0": {"mechanism": "softmax", "window": WINDOW}, "*": "lssar"}
@@ -140,7 +141,9 @@ class Module(torch.nn.Module):
         super().__init__()
         layout = softfocus.hf.Layout((tuple(groups),))
         self.config = type(
-            "Config", (), {"softfocus": softfocus.hf.config.Entry(layout), "num_attention_heads": total}
+            "Config",
+            (),
+            {"softfocus": softfocus.hf.config.Entry(layout, eager_masks=False), "num_attention_heads": total},
         )()
         self.is_causal = True
 
@@ -314,7 +317,7 @@ def test_round_trip(build, tokens, tmp_path, layout, family):
     model, ids = softfocus.hf.use(build(family), layout), tokens(2, LENGTH)
     model.save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())
-    assert saved["attn_implementation"] == "softfocus"
+    assert saved["attn_implementation"] == SAVED
     assert softfocus.hf.Layout.from_dict(saved["softfocus"]["layout"]) == softfocus.hf.layout_of(model)
     back = type(model).from_pretrained(tmp_path)
     assert torch.equal(logits(back, ids), logits(model, ids))

@@ -22,6 +22,7 @@ import softfocus
 import softfocus.hf
 from softfocus import catalog
 from softfocus.hf import layout_of
+from softfocus.hf.config import SAVED
 
 MECHANISMS = ["softmax", "lssar", "sharpened(lssa, 3)", "laser(lssar)", "ssmax", "qknorm", "relu_shen"]
 
@@ -60,7 +61,7 @@ def test_round_trip(build, tokens, tmp_path, family, mechanism):
     model, ids = shake(build(family, mechanism)), tokens(2, 9)
     model.save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())
-    assert saved["attn_implementation"] == "softfocus"
+    assert saved["attn_implementation"] == SAVED
     assert softfocus.Mechanism.from_dict(saved["softfocus"]["mechanism"]) == softfocus.catalog.named(mechanism)
     back = type(model).from_pretrained(tmp_path)
     assert layout_of(back.config).mechanism == softfocus.catalog.named(mechanism)
@@ -125,7 +126,7 @@ def test_another_implementation_is_refused(build, tokens, tmp_path, implementati
         model.set_attn_implementation(implementation)
     assert model.config._attn_implementation == "softfocus"
     assert torch.equal(logits(model, ids), before)
-    for same in ("softfocus", None):  # None asks for nothing in particular
+    for same in ("softfocus", SAVED, None):  # None asks for nothing in particular
         back = AutoModelForCausalLM.from_pretrained(tmp_path, config=model.config, attn_implementation=same)
         assert torch.equal(logits(back, ids), before)
 
@@ -158,7 +159,7 @@ def test_part_of_a_composite_model(llava, tokens, tmp_path):
     assert not torch.equal(logits(model, ids), softmax)
     assert model.config.vision_config._attn_implementation == "sdpa"
     model.save_pretrained(tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["attn_implementation"] == {"text_config": "softfocus"}
+    assert json.loads((tmp_path / "config.json").read_text())["attn_implementation"] == {"text_config": SAVED}
     back = LlavaForConditionalGeneration.from_pretrained(tmp_path)
     assert torch.equal(logits(back, ids), logits(model, ids))
     assert back.config.vision_config.softfocus is None
@@ -170,7 +171,7 @@ def test_the_whole_of_a_composite_model(llava, tokens, tmp_path):
     model, ids = shake(softfocus.hf.use(llava(), "qknorm")), tokens(1, 6) % 60
     assert sum("softfocus_head_scale" in name for name, _ in model.named_parameters()) == 2  # a layer on either side
     model.save_pretrained(tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["attn_implementation"] == "softfocus"
+    assert json.loads((tmp_path / "config.json").read_text())["attn_implementation"] == SAVED
     back = LlavaForConditionalGeneration.from_pretrained(tmp_path)
     for name, parameter in model.named_parameters():
         assert torch.equal(back.get_parameter(name), parameter)
@@ -208,7 +209,7 @@ def test_without_softfocus_nothing_loads(build, llava, tmp_path):
     assert done.returncode == 0, done.stderr
     as_saved, tampered = map(json.loads, done.stdout.splitlines())
     for answer in as_saved.values():
-        assert 'Specified `attn_implementation="softfocus"` is not supported' in answer
+        assert 'Specified `attn_implementation="softfocus: import softfocus.hf before loading' in answer
     assert tampered["llama"] == "sdpa"  # what the line in config.json prevents: the answers above could be otherwise
     assert (
         LlamaForCausalLM.from_pretrained(folders[0]).config._attn_implementation == "softfocus"

@@ -12,8 +12,9 @@ Heads and layers may differ (:mod:`softfocus.layout`)::
 
     softfocus.hf.use(model, {"0::2": {"mechanism": "softmax", "window": 128}, "1::2": "lssar"})
 
-What a model runs is saved in config.json with ``"attn_implementation": "softfocus"``. Such a model does not come back as
-softmax: without this import Transformers refuses to load it, and with it every other ``attn_implementation`` is refused.
+What a model runs is saved in config.json, with an ``attn_implementation`` that only this import makes known. Such a model
+does not come back as softmax: without the import Transformers refuses to load it and quotes what to do, and with it every
+other ``attn_implementation`` is refused. A model card says the same.
 What cannot be caught: ``from_pretrained(..., attn_implementation="sdpa")`` in a process that never imports softfocus;
 an entry taken out of config.json by hand; engines with attention of their own (vLLM, TGI, llama.cpp, ONNX and GGUF
 exports), which run softmax whatever the config says: do not serve such a model there.
@@ -28,7 +29,6 @@ import torch
 
 try:
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
-    from transformers.masking_utils import sdpa_mask
     from transformers.models.auto.modeling_auto import MODEL_MAPPING
 except ModuleNotFoundError as error:
     if error.name != "transformers":
@@ -37,9 +37,13 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError(message, name=error.name) from None
 
 from softfocus.hf import cache as _cache
+from softfocus.hf import card as _card
+from softfocus.hf import classes as _classes
 from softfocus.hf import config as _config
 from softfocus.hf import learned as _learned
+from softfocus.hf import peft as _peft
 from softfocus.hf.adapter import attention_forward
+from softfocus.hf.masks import make_mask, mark
 from softfocus.hf.watch import Call, watch
 from softfocus.layout import Heads, Layout, layer_count, resolve
 from softfocus.mechanism import Mechanism
@@ -49,10 +53,13 @@ __all__ = ["Call", "Heads", "Layout", "assign", "explain", "layout_of", "use", "
 Target = TypeVar("Target", bound=PreTrainedModel | PreTrainedConfig)
 
 AttentionInterface.register(_config.NAME, attention_forward)
-AttentionMaskInterface.register(_config.NAME, sdpa_mask)
+AttentionMaskInterface.register(_config.NAME, make_mask)
 _config.install()
+_classes.install()
+_card.install()
 _learned.install()
 _cache.install()
+_peft.install()
 
 
 def use(target: Target, mechanism: str | Mechanism | Mapping[Any, Any] | Layout, **parameters: float) -> Target:
@@ -106,6 +113,7 @@ def use(target: Target, mechanism: str | Mechanism | Mapping[Any, Any] | Layout,
         for name in _learned.names():
             module._parameters.pop(name, None)
     _write(target, layout)
+    mark(target)
     for module in modules:
         _learned.equip(module)
     return target
@@ -154,6 +162,7 @@ def assign(target: PreTrainedModel | PreTrainedConfig, layout: Layout) -> None:
     """
     _write(target, layout)
     if isinstance(target, PreTrainedModel):
+        mark(target)
         for module in _learned.attention_modules(target):
             _learned.equip(module)
 

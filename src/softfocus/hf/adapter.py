@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from softfocus.functional import HIDDEN, attention
 from softfocus.hf.config import layer_of
 from softfocus.hf.learned import parameter_of
+from softfocus.hf.masks import expects_eager
 from softfocus.hf.rotary import at_first_window
 from softfocus.hf.watch import Call, listeners
 from softfocus.layout import Heads
@@ -50,6 +51,7 @@ def attention_forward(
             may see a key) or None; or a model's own float mask, which is added to the scores and hides keys at -5,000 or less.
             None means causal if the module is causal. Then one query sees every key, and of more keys than queries
             those after the first Lq are the empty slots of a static cache: Transformers makes a mask in all other cases.
+            Models that expect the masks of eager attention (:mod:`softfocus.hf.masks`) mean no mask by None.
         dropout: probability with which a weight is dropped.
         scaling: the model's own factor of the scores. It takes the place of 1/sqrt(d), also where a model deviates from
             it; a mechanism with another scale, such as log(d), keeps its own.
@@ -76,6 +78,11 @@ def attention_forward(
     _refuse(module, kwargs)
     query_length, key_length = query.shape[2], key.shape[2]
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    if expects_eager(module.config):
+        if is_causal is None and not hasattr(module, "is_causal") and any(group.window for group in layer):
+            raise ValueError(f"window: {type(module).__name__} does not say whether it is causal; leave the window out")
+        # The whole visibility is in the mask, the model's own window and causality included
+        sliding_window, causal = None, causal and attention_mask is not None
     if attention_mask is None and causal and 1 < query_length < key_length:
         key, value = key[:, :, :query_length], value[:, :, :query_length]
         position_bias = position_bias if position_bias is None else position_bias[..., :query_length]

@@ -22,18 +22,27 @@ NAME = "softfocus"
 
 Transformers matches implementations by substring ("flash", "sdpa", "flex_attention", "paged|", "/"): this has none.
 """
+SAVED = "softfocus: import softfocus.hf before loading this model"
+"""What config.json says in place of the name. Transformers quotes it when it refuses to load a model without softfocus."""
 _INTERNAL = "_attn_implementation_internal"
 
 
 class Entry(dict[str, Any]):
-    """The entry as JSON types, with the layout that it was parsed into once: torch.compile traces no parsing."""
+    """The entry as JSON types, with the layout that it was parsed into once: torch.compile traces no parsing.
 
-    def __init__(self, layout: Layout):
+    Attributes:
+        layout: what the attention of the config's models runs.
+        eager_masks: whether these models expect the masks of eager attention (:mod:`softfocus.hf.masks`). A model says so
+            when it is built or changed; None until then. Never saved.
+    """
+
+    def __init__(self, layout: Layout, eager_masks: bool | None = None):
         super().__init__(_to_json(layout))
         self.layout = layout
+        self.eager_masks = eager_masks
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Entry, (self.layout,)
+        return Entry, (self.layout, self.eager_masks)
 
 
 def _to_json(layout: Layout) -> dict[str, Any]:
@@ -67,6 +76,15 @@ def layout_of(config: PreTrainedConfig) -> Layout | None:
     return None if entry is None else entry.layout
 
 
+def layouts(config: PreTrainedConfig, path: str = "") -> dict[str, Layout]:
+    """What a config and those inside it run, by their place in it: "" is the outermost, "text_config" one inside."""
+    found = {} if (own := layout_of(config)) is None else {path: own}
+    for key in config.sub_configs:
+        if isinstance(inner := getattr(config, key, None), PreTrainedConfig):
+            found |= layouts(inner, f"{path}.{key}".removeprefix("."))
+    return found
+
+
 def layer_of(module: Any) -> Layer | None:
     """The groups of heads of an attention module, None where its config has no entry."""
     layout = layout_of(module.config)
@@ -97,7 +115,8 @@ def _set_entry(config: PreTrainedConfig, entry: dict[str, Any] | None) -> None:
     if entry is None:
         config.__dict__.pop(NAME, None)
         return
-    parsed = entry if isinstance(entry, Entry) else Entry(_parse(entry))
+    # A new one: two configs that share an entry would share what their models say of masks
+    parsed = Entry(entry.layout, entry.eager_masks) if isinstance(entry, Entry) else Entry(_parse(entry))
     _refuse_conflict(config.__dict__.get(_INTERNAL), parsed)
     config.__dict__[_INTERNAL] = NAME
     config.__dict__[NAME] = parsed
@@ -111,6 +130,7 @@ def _get_implementation(config: PreTrainedConfig) -> str | None:
 
 
 def _set_implementation(config: PreTrainedConfig, asked: str | None) -> None:
+    asked = NAME if asked == SAVED else asked
     entry = config.__dict__.get(NAME)
     if entry is not None:
         _refuse_conflict(asked, entry)
@@ -135,7 +155,7 @@ def _implementation_to_save(config: PreTrainedConfig) -> str | dict[str, Any] | 
     """
     inner = {key: getattr(config, key, None) for key in config.sub_configs}
     parts = {k: _implementation_to_save(c) for k, c in inner.items() if isinstance(c, PreTrainedConfig)}
-    own = NAME if _get_entry(config) is not None else None
+    own = SAVED if _get_entry(config) is not None else None
     if all(part == own for part in parts.values()):
         return own
     return {key: part for key, part in {"": own, **parts}.items() if part is not None}

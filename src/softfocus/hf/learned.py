@@ -19,6 +19,7 @@ from transformers import initialization as init
 from softfocus.catalog import LEARNABLE
 from softfocus.hf import rotary
 from softfocus.hf.config import layer_of, layout_of, tree
+from softfocus.hf.masks import mark
 from softfocus.layout import Heads, Layer
 
 PREFIX = "softfocus_"
@@ -150,6 +151,7 @@ def install() -> None:
         # The end of every model's __init__, under from_pretrained's meta device too, and before weights are loaded.
         # Inner models come here first; for the outer ones their modules are equipped already.
         if any(layout_of(config) for config in tree(self.config)):
+            mark(self)
             for module in attention_modules(self):
                 equip(module)
         original_post_init(self)

@@ -1,0 +1,117 @@
+"""Adapters of PEFT on models with a mechanism: they remember what they were trained on, and hold what the heads learned.
+
+An adapter is a change to one model. On a base that runs another attention it is a change to a different function, and
+nothing in PEFT would notice. So the adapter's config says what the base ran, and another base is refused. A process that
+never imports softfocus is refused by PEFT itself: the saved task type is one that it does not know, and quotes what to do.
+
+What the heads learn (``softfocus_head_scale``, ``softfocus_power``) is trained, saved and loaded with the adapter, for
+methods that inject layers (LoRA and its kind; not prompt learning). A model has one set of these values: adapters on the
+same model share it, and the last one that is loaded sets it.
+"""
+
+import json
+import os
+import sys
+from functools import wraps
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from softfocus.hf.config import NAME, layouts
+from softfocus.hf.learned import PREFIX
+from softfocus.layout import Layout
+
+_TASK = "softfocus: import softfocus.hf before loading this adapter"
+_FILE = "adapter_config.json"
+
+
+def install() -> None:
+    """Hook PEFT, once, where it is installed."""
+    if find_spec("peft") is None:
+        return
+    from peft import PeftConfig, get_peft_model_state_dict
+    from peft.tuners.tuners_utils import BaseTuner
+
+    if hasattr(BaseTuner.inject_adapter, "_softfocus"):
+        return
+    inject_adapter, save_pretrained = BaseTuner.inject_adapter, PeftConfig.save_pretrained
+    from_peft_type = PeftConfig.from_peft_type.__func__
+
+    @wraps(inject_adapter)
+    def inject(self: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        adapter = self.peft_config[adapter_name]
+        runs = _runs(model)
+        _refuse_another(adapter_name, getattr(adapter, NAME, None), runs)
+        inject_adapter(self, model, adapter_name, *args, **kwargs)
+        if runs:
+            setattr(adapter, NAME, runs)
+            for name, parameter in model.named_parameters():
+                if PREFIX in name:
+                    parameter.requires_grad = not adapter.inference_mode
+
+    @wraps(save_pretrained)
+    def save(self: Any, save_directory: str, **kwargs: Any) -> None:
+        save_pretrained(self, save_directory, **kwargs)
+        if runs := getattr(self, NAME, None):
+            path = Path(save_directory) / _FILE
+            saved = json.loads(path.read_text(encoding="utf-8"))
+            saved |= {NAME: {"base": runs, "task_type": saved["task_type"]}, "task_type": _TASK}
+            draft = path.with_name(f".{_FILE}.{os.getpid()}")
+            draft.write_text(json.dumps(saved, indent=2, sort_keys=True), encoding="utf-8")
+            draft.replace(path)
+
+    @wraps(from_peft_type)
+    def load(cls: Any, **kwargs: Any) -> Any:
+        entry = kwargs.pop(NAME, None)
+        config = from_peft_type(cls, **(kwargs | {"task_type": entry["task_type"]} if entry else kwargs))
+        if entry:
+            setattr(config, NAME, entry["base"])
+        return config
+
+    @wraps(get_peft_model_state_dict)
+    def adapter_state_dict(
+        model: nn.Module, state_dict: dict[str, Tensor] | None = None, *args: Any, **kwargs: Any
+    ) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = get_peft_model_state_dict(model, state_dict, *args, **kwargs)
+        everything = model.state_dict() if state_dict is None else state_dict
+        return found | {name: value for name, value in everything.items() if PREFIX in name}
+
+    inject._softfocus = True  # type: ignore[attr-defined]
+    BaseTuner.inject_adapter = inject
+    PeftConfig.save_pretrained = save
+    PeftConfig.from_peft_type = classmethod(load)
+    for name, module in list(sys.modules.items()):
+        if (
+            name.partition(".")[0] == "peft"
+            and vars(module).get("get_peft_model_state_dict") is get_peft_model_state_dict
+        ):
+            module.get_peft_model_state_dict = adapter_state_dict  # type: ignore[attr-defined]
+
+
+def _runs(model: nn.Module) -> dict[str, Any]:
+    """What a base model runs, JSON types by the place of the config; empty for Transformers' own attention."""
+    config = getattr(model, "config", None)
+    if not isinstance(config, PreTrainedConfig):
+        return {}
+    return {path: layout.to_dict() for path, layout in layouts(config).items()}
+
+
+def _refuse_another(name: str, trained_on: dict[str, Any] | None, runs: dict[str, Any]) -> None:
+    if trained_on is None or trained_on == runs:
+        return
+    raise ValueError(
+        f"adapter {name!r} was trained on a model that runs {_text(trained_on)}; this one runs {_text(runs)}. Load the model "
+        "that it was trained on, or put the same mechanism in with softfocus.hf.use() before the adapter is loaded."
+    )
+
+
+def _text(runs: dict[str, Any]) -> str:
+    texts = {path: str(Layout.from_dict(layout)) for path, layout in runs.items()}
+    if len(set(texts.values())) == 1:
+        return next(iter(texts.values()))
+    return (
+        ", ".join(f"{text} in {path or 'the model'}" for path, text in texts.items()) or "Transformers' own attention"
+    )

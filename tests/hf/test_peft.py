@@ -1,0 +1,100 @@
+"""Adapters of PEFT belong to the mechanism that they were trained on, and hold what the heads learned."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import softfocus.hf  # noqa: F401  hooks PEFT
+
+peft = pytest.importorskip("peft")
+
+
+def lora():
+    return peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], r=4, init_lora_weights=False)
+
+
+def logits(model, ids):
+    with torch.no_grad():
+        return model.eval()(ids).logits
+
+
+def learned(model):
+    return {name: p for name, p in model.named_parameters() if "softfocus_" in name}
+
+
+def train_a_step(model, ids):
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    model.train()(ids, labels=ids).loss.backward()
+    torch.optim.SGD(parameters, lr=0.1).step()
+
+
+@pytest.mark.parametrize("mechanism", ["lssar", "ssmax"])
+def test_an_adapter_comes_back_on_its_own_base(build, tokens, tmp_path, mechanism):
+    ids = tokens(2, 9)
+    model = peft.get_peft_model(build("llama", mechanism), lora())
+    train_a_step(model, ids)
+    model.save_pretrained(tmp_path)
+    base = build("llama", mechanism)
+    before = logits(base, ids)
+    back = peft.PeftModel.from_pretrained(base, tmp_path)
+    assert torch.equal(logits(back, ids), logits(model, ids))
+    assert not torch.equal(logits(back, ids), before)
+    assert back.peft_config["default"].task_type == "CAUSAL_LM"
+    assert not any(p.requires_grad for p in back.parameters())
+
+
+def test_learned_parameters_are_trained_saved_and_loaded(build, tokens, tmp_path):
+    model = peft.get_peft_model(build("llama", "ssmax"), lora())
+    assert [p.requires_grad for p in learned(model).values()] == [True, True]
+    train_a_step(model, tokens(2, 9))
+    trained = {name: p.detach().clone() for name, p in learned(model).items()}
+    assert all((p != 0.43).any() for p in trained.values())
+    model.save_pretrained(tmp_path)
+    back = peft.PeftModel.from_pretrained(build("llama", "ssmax"), tmp_path, is_trainable=True)
+    for name, parameter in learned(back).items():
+        assert torch.equal(parameter, trained[name])
+        assert parameter.requires_grad
+
+
+def test_transformers_own_adapters(build, tokens, tmp_path):
+    ids, model = tokens(2, 9), build("llama", "ssmax")
+    model.add_adapter(lora())
+    train_a_step(model, ids)
+    model.save_pretrained(tmp_path)
+    back = build("llama", "ssmax")
+    back.load_adapter(str(tmp_path))
+    assert torch.equal(logits(back, ids), logits(model, ids))
+    with pytest.raises(ValueError, match="was trained on a model that runs ssmax"):
+        build("llama").load_adapter(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("base", "runs"),
+    [(None, "Transformers' own attention"), ("softmax", "softmax"), ("lssar_p3", "lssar_p3")],
+)
+def test_another_base_is_refused(build, tmp_path, base, runs):
+    peft.get_peft_model(build("llama", "lssar"), lora()).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"'default' was trained on a model that runs lssar; this one runs {runs}"):
+        peft.PeftModel.from_pretrained(build("llama", base), tmp_path)
+
+
+def test_adapters_of_other_models_are_left_alone(build, tokens, tmp_path):
+    model = peft.get_peft_model(build("llama"), lora())
+    model.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert saved["task_type"] == "CAUSAL_LM"
+    assert "softfocus" not in saved
+    back = peft.PeftModel.from_pretrained(build("llama"), tmp_path)
+    assert torch.equal(logits(back, tokens(1, 5)), logits(model, tokens(1, 5)))
+
+
+def test_without_softfocus_the_adapter_is_refused(build, tmp_path):
+    peft.get_peft_model(build("llama", "lssar"), lora()).save_pretrained(tmp_path)
+    code = f"from peft import PeftConfig; PeftConfig.from_pretrained({str(tmp_path)!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "import softfocus.hf before loading this adapter" in done.stderr
+    assert peft.PeftConfig.from_pretrained(str(tmp_path)).task_type == "CAUSAL_LM"  # and here it is not

@@ -1,0 +1,97 @@
+"""What others meet who load or serve a saved model: the card beside it, and programs run with the import."""
+
+import subprocess
+import sys
+
+import pytest
+from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+import softfocus.hf
+from softfocus.hf.__main__ import main
+
+
+def test_the_card_says_what_runs_and_how_to_load(build, tmp_path):
+    model = build("llama", {"0": {"mechanism": "softmax", "window": 8}, "*": "lssar"})
+    model.save_pretrained(tmp_path)
+    card = (tmp_path / "README.md").read_text()
+    for part in (
+        "layer 0: softmax[8]\nlayer 1: lssar",
+        "import softfocus.hf\n",
+        'LlamaForCausalLM.from_pretrained("path/to/this/folder")',
+        "vLLM, TGI, llama.cpp",
+        "python -m softfocus.hf lm_eval",
+    ):
+        assert part in card
+    assert [path.name for path in tmp_path.glob(".*")] == []
+
+
+def test_the_card_names_the_part_of_a_composite_model_that_was_changed(tmp_path):
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlavaConfig(
+        text_config=LlamaConfig(**sizes, vocab_size=61),
+        vision_config=CLIPVisionConfig(**sizes, image_size=8, patch_size=4),
+    )
+    model = LlavaForConditionalGeneration(config)
+    softfocus.hf.use(model.model.language_model, "lssar")
+    model.save_pretrained(tmp_path)
+    assert "```\ntext_config:\nevery layer: lssar\n```" in (tmp_path / "README.md").read_text()
+
+
+def test_the_card_follows_the_model(build, tmp_path):
+    model = build("llama", "lssar")
+    model.save_pretrained(tmp_path)
+    softfocus.hf.use(model, "ssmax").save_pretrained(tmp_path)
+    assert "every layer: ssmax" in (tmp_path / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "edit", [lambda card: "# My model\n", lambda card: card + "Mine.\n", lambda card: "Mine.\n" + card]
+)
+def test_a_card_of_ones_own_is_left_alone(build, tmp_path, edit):
+    path = tmp_path / "README.md"
+    build("llama", "ssmax").save_pretrained(tmp_path)
+    own = edit(path.read_text())
+    path.write_text(own)
+    build("llama", "lssar").save_pretrained(tmp_path)
+    assert path.read_text() == own
+
+
+def test_other_models_get_no_card(build, tmp_path):
+    build("llama").save_pretrained(tmp_path / "plain")
+    build("llama", "lssar").config.save_pretrained(tmp_path / "config")  # a config alone: no model lies beside it
+    assert not [*tmp_path.glob("*/README.md")]
+
+
+PROGRAM = """
+import sys
+from transformers import AutoModelForCausalLM
+print(AutoModelForCausalLM.from_pretrained(sys.argv[1]).config._attn_implementation)
+"""
+
+
+def test_a_program_runs_with_the_import(build, tmp_path):
+    build("llama", "lssar").save_pretrained(tmp_path / "model")
+    (tmp_path / "harness.py").write_text(PROGRAM)
+
+    def run(*command):
+        return subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    alone = run("-m", "harness", "model")
+    assert alone.returncode == 1
+    assert "import softfocus.hf before loading this model" in alone.stderr
+    done = run("-m", "softfocus.hf", "harness", "model")
+    assert (done.returncode, done.stdout) == (0, "softfocus\n"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "usage: python -m softfocus.hf MODULE"),
+        (["--model"], "usage: python -m softfocus.hf MODULE"),
+        (["harnes"], "softfocus.hf: there is no module 'harnes'"),
+    ],
+)
+def test_what_is_no_program_is_one_line(monkeypatch, arguments, message):
+    monkeypatch.setattr(sys, "argv", ["softfocus.hf", *arguments])
+    with pytest.raises(SystemExit, match=message):
+        main()
