@@ -217,7 +217,8 @@ def resolve(spec: Mapping[Any, Any], config: Any) -> Layout:
         which = rest if key == REST else _layers(key, config, count)
         if not which:
             raise ValueError(
-                f"layout: {kind_text(groups_of(value))!r} for all other layers runs in none; others choose all"
+                f"layout: other keys choose all {count} layers, so {kind_text(groups_of(value))!r}, for the rest of them, runs "
+                "nowhere; write '*' in place of one of the keys"
             )
         if twice := [layer for layer in which if layer in chosen]:
             raise ValueError(f"layout: {key!r} chooses layer {twice[0]}, which another key has chosen already")

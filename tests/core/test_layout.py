@@ -57,7 +57,10 @@ def test_kinds_stand_in_the_order_of_the_layers():
             r"'full' chooses no layers; expected its layer types \(sliding_attention, full_att",
         ),
         ({"1:2:3:4": "lssar", "*": "lssar"}, "chooses no layers"),
-        ({":": "lssar", "*": "softmax"}, "'softmax' for all other layers runs in none"),
+        (
+            {":": "lssar", "*": "softmax"},
+            "other keys choose all 4 layers, so 'softmax', for the rest of them, runs nowhere",
+        ),
         ({"*": "lsar"}, r"'\*': .*did you mean 'lssar'"),
         ({"*": []}, "an empty list names no mechanism"),
         ({"*": {"window": 4}}, "needs a mechanism"),

@@ -18,10 +18,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from softfocus.lab import demo, provenance
+from softfocus.lab import crew, demo, provenance
+from softfocus.lab.crew_screen import TRAINING, Job, Screen, clock, seconds_left
+from softfocus.lab.crew_worker import from_line, to_line
 from softfocus.lab.demo import FAST, MODELS, run_demo
-from softfocus.lab.demo_screen import TRAINING, Job, Screen, clock, seconds_left
-from softfocus.lab.demo_worker import from_line, to_line
 from softfocus.lab.errors import LabError
 from softfocus.lab.progress import Event
 from softfocus.lab.recipe import load
@@ -41,12 +41,10 @@ def said(console):
 
 def make_job(name="demo-lssar", **fields):
     recipe = load(name)
-    evaluation = demo._empty(recipe)
+    evaluation = crew.empty(recipe)
     return Job(
         label=recipe.model.mechanism,
         recipe=recipe,
-        source=name,
-        overrides=(),
         folder=Path("run"),
         log=Path("log"),
         lengths=[128, 256],
@@ -146,10 +144,19 @@ def interrupted(*arguments):
     raise KeyboardInterrupt
 
 
+def planned_by(monkeypatch, folder, **how):
+    """The jobs of a demo that is interrupted before it begins."""
+    planned = []
+    monkeypatch.setattr(crew, "Screen", lambda console, jobs, count: planned.extend(jobs) or nullcontext())
+    monkeypatch.setattr(crew, "Crew", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_demo(folder, console=plain_console(), **how)
+    return planned
+
+
 class TestPlanning:
-    def test_models_are_recipes_mechanisms_or_combinations(self, tmp_path):
-        names = [demo._source(name) for name in ("demo-lssa", "lssar", "cosine_log_n", "sharpened(lssa, 7)")]
-        jobs = demo._jobs(tmp_path, names, (), overwrite=False)
+    def test_models_are_recipes_mechanisms_or_combinations(self, tmp_path, monkeypatch):
+        jobs = planned_by(monkeypatch, tmp_path, models=["demo-lssa", "lssar", "cosine_log_n", "sharpened(lssa, 7)"])
         assert [job.recipe.model.mechanism for job in jobs] == ["lssa", "lssar", "cosine_log_n", "sharpened(lssa, 7)"]
         assert [job.folder.name for job in jobs] == [
             "demo-lssa",
@@ -172,13 +179,8 @@ class TestPlanning:
 
     @pytest.mark.parametrize(("seed", "trained"), [(None, 0), (3, 3)])
     def test_a_seed_is_the_trainings(self, seed, trained, tmp_path, monkeypatch):
-        planned = []
-        monkeypatch.setattr(demo, "Screen", lambda console, jobs, count: planned.extend(jobs) or nullcontext())
-        monkeypatch.setattr(demo, "_Crew", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            run_demo(tmp_path, seed=seed, console=plain_console())
+        planned = planned_by(monkeypatch, tmp_path, seed=seed)
         assert [job.recipe.train.seed for job in planned] == [trained] * 4
-        assert [load(job.source, list(job.overrides)) for job in planned] == [job.recipe for job in planned]
 
     def test_cores_are_at_most_those_of_this_process(self):
         assert 1 <= provenance.cores() <= len(os.sched_getaffinity(0))
@@ -224,7 +226,7 @@ def whole(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         # Long enough that the kill comes between the first checkpoint and the last step
         patch.setattr(demo, "FAST", (*FAST, "train.steps=60", "train.checkpoint_every=10"))
-        patch.setattr(demo, "Job", Watched)
+        patch.setattr(crew, "Job", Watched)
         checkpoints = folder / "demo-lssa" / "checkpoints"
         killer = threading.Thread(target=kill_worker, args=("demo-lssa", checkpoints), daemon=True)
         killer.start()
@@ -245,7 +247,7 @@ def kill_worker(run, checkpoints):
     while not any(p.read_text().rstrip().endswith("}") for p in checkpoints.glob("checkpoint-*/trainer_state.json")):
         time.sleep(0.02)
     for process in children():
-        if run in Path(f"/proc/{process}/cmdline").read_text().split("\0"):
+        if any(part.endswith(f"/{run}") for part in Path(f"/proc/{process}/cmdline").read_text().split("\0")):
             os.kill(process, signal.SIGKILL)
 
 
@@ -326,7 +328,7 @@ class TestWhole:
         before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
         threading.Thread(target=interrupt, daemon=True).start()
         try:
-            with pytest.raises(LabError, match="interrupted; start it again to go on"):
+            with pytest.raises(LabError, match="interrupted; start the command again to go on"):
                 run_demo(folder, models=[str(recipe)], console=plain_console())
         finally:
             signal.signal(signal.SIGINT, before)
@@ -339,11 +341,11 @@ class TestWhole:
 def test_a_worker_whose_parent_is_gone_asks_itself_to_stop():
     code = """
 import time
-from softfocus.lab import demo_worker
-out = demo_worker._own_stdout()
+from softfocus.lab import crew_worker
+out = crew_worker._own_stdout()
 print("what a library prints", flush=True)  # goes to the log, not between the lines of JSON
 while True:
-    demo_worker._say(out, "{}")
+    crew_worker._say(out, "{}")
     time.sleep(0.01)
 """
     worker = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)

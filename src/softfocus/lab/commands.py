@@ -324,7 +324,9 @@ def compare(
     axis: Annotated[Axis, typer.Option(help="Count lengths in multiples of the training length, or in tokens.")] = (
         Axis.multiple
     ),
-    title: Annotated[str, typer.Option(metavar="TEXT", help="The report's heading.")] = "Loss over length",
+    title: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="The report's heading.", show_default="Loss over length")
+    ] = None,
     json: Json = None,
 ) -> None:
     """Who is better where, by how much, and whether that is more than noise: one table, one figure, one report.
@@ -336,6 +338,46 @@ def compare(
     from softfocus.lab.compare import compare
 
     write_json(json, compare(runs, out, axis=axis.value, title=title, console=beside(json)))
+
+
+@app.command()
+def study(
+    study: Annotated[str, typer.Argument(metavar="STUDY", help="A shipped study's name, or a .toml file.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="FOLDER", help="Where runs go.", show_default="runs/STUDY")
+    ] = None,
+    seeds: Annotated[
+        str | None, typer.Option(metavar="LIST", help="0,1,2: train each row with these; the study's if left out.")
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Runs at a time.", show_default="as many as there are cores")
+    ] = None,
+    estimate: Annotated[bool, typer.Option("--estimate", help="Say what it will take, and stop.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Train again what is there.")] = False,
+    json: Json = None,
+) -> None:
+    """Train and measure a table of runs, several seeds each, and compare them.
+
+    A study is a TOML file: title, base (a recipe), seeds, and a table [rows.NAME] of changed keys for each row. What is
+    finished is kept: started again after a failure or Ctrl-C, it goes on.
+
+    Example: `softfocus study layouts --seeds 0,1,2 --jobs 2`
+    """
+    from softfocus.lab.study import run_study, seeds_of
+
+    wanted = None if seeds is None else seeds_of(seeds)
+    folder = out or Path("runs") / Path(study).stem
+    made = run_study(
+        study,
+        folder,
+        seeds=wanted,
+        jobs=jobs,
+        overwrite=overwrite,
+        estimate_only=estimate,
+        console=beside(json),
+    )
+    if made is not None:
+        write_json(json, made)
 
 
 @app.command()

@@ -7,7 +7,11 @@ from rich.console import Console
 
 from softfocus.lab.errors import LabError
 from softfocus.lab.points import Axis
+from softfocus.lab.recall_compare import RecallReport, compare_recall
 from softfocus.lab.report import Report, build, load_entry, show, write
+from softfocus.lab.results import EVALUATION, RECALL
+
+Comparison = Report | RecallReport
 
 
 def compare(
@@ -15,10 +19,13 @@ def compare(
     out: Path,
     *,
     axis: Axis = "multiple",
-    title: str = "Loss over length",
+    title: str | None = None,
+    remarks: Sequence[str] = (),
     console: Console | None = None,
-) -> Report:
+) -> Comparison:
     """Compare runs: print the table and the finding, write results.json, figure1.png and report.html.
+
+    Runs that were trained on a generated task and measured by `softfocus recall` are compared by their right answers.
 
     Runs need not share a training length, the lengths at which they were evaluated, a recipe or a tokenizer; in what
     they differ is written into the report's notes.
@@ -28,6 +35,7 @@ def compare(
         out: where to write; made if need be.
         axis: count lengths in multiples of each run's own training length, or in tokens.
         title: the report's heading.
+        remarks: what the reader should know beyond what the runs themselves tell.
         console: where to print; stdout if not given.
 
     Raises:
@@ -40,7 +48,11 @@ def compare(
     for index, folder in enumerate(resolved):
         if folder in resolved[:index]:
             raise LabError(f"{folders[index]} is named twice", "name each run once")
+    console = console or Console()
+    if all((folder / RECALL).exists() and not (folder / EVALUATION).exists() for folder in folders):
+        return compare_recall(folders, out, title=title or "Recall over length", remarks=remarks, console=console)
     # All are read before anything is written, so that a broken one leaves an older report as it was
-    report = build([load_entry(folder) for folder in folders], title=title, axis=axis)
-    show(report, write(report, out), console or Console())
+    entries = [load_entry(folder) for folder in folders]
+    report = build(entries, title=title or "Loss over length", axis=axis, remarks=remarks)
+    show(report, write(report, out), console)
     return report

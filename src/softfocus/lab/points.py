@@ -126,7 +126,7 @@ def groups(evaluations: Sequence[Evaluation], recipes: Sequence[str]) -> list[Gr
     """
     kinds: dict[object, list[Evaluation]] = {}
     for index, (evaluation, recipe) in enumerate(zip(evaluations, recipes, strict=True)):
-        kinds.setdefault((_without_seed(recipe), evaluation.text) if recipe else index, []).append(evaluation)
+        kinds.setdefault((without_seed(recipe), evaluation.text) if recipe else index, []).append(evaluation)
     names = labels([members[0] for members in kinds.values()])
     return [Group(name, tuple(members)) for name, members in zip(names, kinds.values(), strict=True)]
 
@@ -136,7 +136,7 @@ def singles(evaluations: Sequence[Evaluation]) -> list[Group]:
     return groups(evaluations, [""] * len(evaluations))
 
 
-def _without_seed(text: str) -> object:
+def without_seed(text: str) -> object:
     """What has to agree. A recipe of an earlier version has the defaults that it does not name."""
     try:
         values = tomllib.loads(text)

@@ -267,10 +267,29 @@ def load(name_or_path: str | Path, overrides: list[str] | None = None) -> Recipe
     values = _read(str(name_or_path), ())
     for override in overrides or []:
         _override(values, override)
+    return _checked(values, f"recipe {name_or_path}")
+
+
+def derive(base: str, name: str, changes: dict[str, Any], near: Path | None = None) -> Recipe:
+    """A recipe that changes another one, as a file with a base does.
+
+    Args:
+        base: a shipped name, or a TOML file.
+        name: of the new recipe.
+        changes: tables and keys.
+        near: the folder in which a base that is a file is looked for first.
+
+    Raises:
+        LabError: as :func:`load`.
+    """
+    return _checked(_merged(_read(base, (), near), changes) | {"name": name}, name)
+
+
+def _checked(values: dict[str, Any], where: str) -> Recipe:
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:
-        raise _explain(error, f"recipe {name_or_path}") from None
+        raise _explain(error, where) from None
 
 
 def _shipped() -> Any:

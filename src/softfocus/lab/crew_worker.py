@@ -1,6 +1,6 @@
-"""One model of the demo, in a process of its own: train, evaluate, and tell the parent by lines of JSON on stdout.
+"""One model of a crew, in a process of its own: train, measure, and tell the parent by lines of JSON on stdout.
 
-python -m softfocus.lab.demo_worker RECIPE FOLDER [--set KEY=VALUE ...] [--overwrite]
+python -m softfocus.lab.crew_worker RECIPE FOLDER [--overwrite]
 """
 
 import argparse
@@ -43,7 +43,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", help="a shipped name or a TOML file")
     parser.add_argument("folder", type=Path, help="the run folder")
-    parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE")
     parser.add_argument("--overwrite", action="store_true", help="train again what is there")
     options = parser.parse_args(arguments)
     out = _own_stdout()
@@ -51,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
         options.folder.parent.mkdir(parents=True, exist_ok=True)
         # A worker whose parent was killed may still be writing its checkpoint: wait for it
         with FileLock(options.folder.parent / f".{options.folder.name}.lock"):
-            _work(options.recipe, options.overrides, options.folder, options.overwrite, out)
+            _work(options.recipe, options.folder, options.overwrite, out)
     except LabError as error:
         return _fail(out, str(error))
     except Exception as error:  # a bug, or a library's: the log has the traceback, the parent one line
@@ -60,15 +59,17 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _work(name: str, overrides: list[str], folder: Path, overwrite: bool, out: TextIO) -> None:
+def _work(name: str, folder: Path, overwrite: bool, out: TextIO) -> None:
     from softfocus.lab.evaluate import evaluate  # torch and Transformers: seconds, so after the arguments are checked
     from softfocus.lab.lengths import parse
+    from softfocus.lab.recall import recall
     from softfocus.lab.recipe import load
     from softfocus.lab.train import train
 
-    recipe = load(name, overrides)
+    recipe = load(name)
     train(recipe, folder, resume=not overwrite, overwrite=overwrite, progress=_teller("train", out))
-    evaluate(folder, parse(recipe.evaluate.lengths, recipe.train.length), progress=_teller("evaluate", out))
+    measure = evaluate if recipe.data.source is not None else recall
+    measure(folder, parse(recipe.evaluate.lengths, recipe.train.length), progress=_teller("evaluate", out))
 
 
 def _teller(phase: Phase, out: TextIO) -> Listener:

@@ -1,4 +1,4 @@
-"""What the demo shows while it runs: bars, a time estimate and the table on a terminal, plain lines in a log."""
+"""What a crew shows while it works: bars, a time estimate and the table on a terminal, plain lines in a log."""
 
 import math
 import time
@@ -29,12 +29,10 @@ TRAINING = 0.9
 
 @dataclass
 class Job:
-    """One model of the demo, and how far it is."""
+    """One model, and how far it is."""
 
     label: str
     recipe: Recipe
-    source: str
-    overrides: tuple[str, ...]
     folder: Path
     log: Path
     lengths: list[int]
@@ -96,7 +94,7 @@ def clock(seconds: float) -> str:
 
 
 class Screen:
-    """The demo's display, as a context manager."""
+    """The display, as a context manager."""
 
     def __init__(self, console: Console, jobs: Sequence[Job], workers: int):
         self._console, self._jobs, self._workers = console, jobs, workers

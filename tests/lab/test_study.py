@@ -1,0 +1,189 @@
+"""Studies: what rows and seeds make of a recipe, the estimate, a whole one, and what is refused."""
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from softfocus.lab import study
+from softfocus.lab.compare import compare
+from softfocus.lab.errors import LabError, UsageError
+from softfocus.lab.recall import recall
+from softfocus.lab.recall_compare import RecallReport, compare_recall
+from softfocus.lab.recipe import load
+from softfocus.lab.report import Report
+from softfocus.lab.results import RUN, load_run
+from softfocus.lab.study import run_study, seeds_of
+from softfocus.lab.train import train
+
+TASK = """
+title = "A task"
+base = "mqar"
+seeds = [0, 1]
+[rows.short.model.config]
+hidden_size = 16
+intermediate_size = 16
+[rows.short.data.mqar]
+pairs = 2
+queries = 2
+keys = 16
+values = 4
+filler = 4
+[rows.short.train]
+length = 16
+steps = 3
+warmup = 1
+batch = 4
+[rows.short.evaluate]
+lengths = "1x,2x"
+"""
+
+
+def console() -> Console:
+    return Console(file=io.StringIO(), width=200)
+
+
+def said(where: Console) -> str:
+    assert isinstance(where.file, io.StringIO)
+    return where.file.getvalue()
+
+
+@pytest.fixture
+def two_rows(tiny: Path, tmp_path: Path) -> Path:
+    """A study of two rows and two seeds on the tiny recipe."""
+    path = tmp_path / "two.toml"
+    path.write_text(
+        f"""
+        title = "Two rows"
+        base = "{tiny}"
+        seeds = [3, 4]
+        [rows.plain]
+        model.mechanism = "softmax"
+        [rows.local]
+        model.layout."*" = [{{ heads = 1, window = 8 }}, {{ heads = 1 }}]
+        train.learning_rate = 2e-2
+        """
+    )
+    return path
+
+
+@pytest.mark.parametrize("name", study.shipped())
+def test_shipped_studies_make_recipes(name: str) -> None:
+    found, near = study.load(name)
+    made = study.recipes(found, near)
+    assert len(made) == len(found.seeds) * len(found.rows)
+    assert len({recipe.name for recipe in made}) == len(made)
+    of_one_seed = [recipe.model_copy(update={"name": ""}).to_toml() for recipe in study.recipes(found, near, [7])]
+    assert len(set(of_one_seed)) == len(found.rows), "two rows are the same"
+
+
+def test_rows_and_seeds(two_rows: Path, tiny: Path) -> None:
+    found = study.recipes(*study.load(str(two_rows)))
+    assert [recipe.name for recipe in found] == ["plain-s3", "local-s3", "plain-s4", "local-s4"]
+    assert [recipe.train.seed for recipe in found] == [3, 3, 4, 4]
+    by_hand = load(tiny, ["name=plain-s3", "model.mechanism=softmax", "train.seed=3"])
+    assert found[0] == by_hand
+    assert found[1].train.learning_rate == 2e-2
+
+
+def test_a_whole_study_is_kept_and_compared(two_rows: Path, tmp_path: Path) -> None:
+    out, screen = tmp_path / "out", console()
+    made = run_study(str(two_rows), out, jobs=1, console=screen)
+    assert isinstance(made, Report)
+    assert [group.count for group in made.groups] == ["2 seeds", "2 seeds"]
+    assert "Two rows: 4 runs, 4 of them left: about" in said(screen)
+    assert "Losses are means over 2 trainings" in " ".join(said(screen).split())
+    for name in ("results.json", "figure1.png", "report.html", "logs/plain-s3.log"):
+        assert (out / name).exists()
+    before = {name: (out / name / RUN).stat().st_mtime_ns for name in ("plain-s3", "local-s4")}
+    again = console()
+    run_study(str(two_rows), out, jobs=1, console=again)
+    assert "4 runs, 0 of them left" in said(again)
+    assert before == {name: (out / name / RUN).stat().st_mtime_ns for name in before}
+    third = run_study(str(two_rows), out, jobs=1, seeds=[3, 4, 5], console=console())
+    assert isinstance(third, Report)
+    assert [group.count for group in third.groups] == ["3 seeds", "3 seeds"]
+    assert before == {name: (out / name / RUN).stat().st_mtime_ns for name in before}
+
+
+def test_a_row_that_fails_is_named_and_the_others_are_compared(two_rows: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "local-s3").write_text("in the way")
+    with pytest.raises(LabError, match=r"1 of 2 models failed: local-s3: .* is a file"):
+        run_study(str(two_rows), out, jobs=1, seeds=[3], console=console())
+    assert load_run(out / "plain-s3").status == "complete"
+    assert (out / "results.json").exists()
+
+
+def test_the_estimate_trains_nothing(two_rows: Path, tmp_path: Path) -> None:
+    screen = console()
+    assert run_study(str(two_rows), tmp_path / "out", estimate_only=True, console=screen) is None
+    assert "4 runs, 4 of them left: about 0:0" in said(screen)
+    assert "MB on disk" in said(screen)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_study_of_a_task_compares_right_answers(tmp_path: Path) -> None:
+    (tmp_path / "task.toml").write_text(TASK)
+    out, screen = tmp_path / "out", console()
+    made = run_study(str(tmp_path / "task.toml"), out, jobs=1, console=screen)
+    assert isinstance(made, RecallReport)
+    assert [entry.info.seed for entry in made.runs] == [0, 1]
+    assert {row.length for entry in made.runs for row in entry.recall.rows} == {16, 32}
+    assert "Right answers, lengthened by more filler; chance is 0.250" in said(screen)
+    assert "(2 seeds)" in said(screen)
+    again = RecallReport.model_validate_json((out / "results.json").read_text())
+    assert again == made
+    assert (out / "figure1.png").stat().st_size > 5_000
+    alone = compare([out / "short-s1"], tmp_path / "alone", console=console())
+    assert isinstance(alone, RecallReport)
+    assert any("One seed" in note for note in alone.notes)
+
+
+def test_recall_over_seeds_is_a_mean_with_its_spread(tmp_path: Path) -> None:
+    (tmp_path / "task.toml").write_text(TASK)
+    folders = []
+    for seed in (0, 1):
+        recipe = study.recipes(*study.load(str(tmp_path / "task.toml")), [seed])[0]
+        folders.append(tmp_path / recipe.name)
+        train(recipe, folders[-1])
+        recall(folders[-1], [16], sequences=8)
+    screen = console()
+    report = compare_recall(folders, tmp_path / "both", title="Both", console=screen)
+    values = [entry.recall.rows[0].accuracy for entry in report.runs]
+    assert f"{sum(values) / 2:.3f} ± " in said(screen)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("title = 1", "title: Input should be a valid string"),
+        ('title = "x"', "rows: Field required"),
+        ('title = "x"\n[rows]', "at least 1"),
+        ('title = "x"\nrow = 1\n[rows.a]', "row: Extra inputs are not permitted"),
+        ("title = ", "cannot be read"),
+        (
+            'title = "x"\n[rows.a]\nmodel.mechanims = "lssar"',
+            "a-s0 has no key 'model.mechanims'; did you mean 'model.mechanism'",
+        ),
+        ('title = "x"\n[rows.a]\nbase = "dem"', "there is no recipe 'dem'; did you mean 'demo'"),
+        ('title = "x"\n[rows.a]\n[rows.b]\nbase = "mqar"', "some rows are trained on text and some on generated tasks"),
+    ],
+)
+def test_mistakes_are_said_in_one_line(text: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "bad.toml").write_text(text)
+    with pytest.raises(LabError) as caught:
+        study.recipes(*study.load(str(tmp_path / "bad.toml")))
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(LabError, match=r"there is no study layout; did you mean 'layouts'"):
+        study.load("layout")
+    with pytest.raises(UsageError, match="--seeds: '1,x' is not a list"):
+        seeds_of("1,x")
+    with pytest.raises(UsageError, match="--jobs: 99 at a time"):
+        run_study("layouts", tmp_path / "out", jobs=99, console=console())
