@@ -49,7 +49,7 @@ _HOME = {
 }
 
 
-_ROOMS = ("hf", "testing")
+_ROOMS = ("hf", "nn", "testing")
 
 
 def __getattr__(name: str) -> Any:

@@ -54,7 +54,7 @@ def check_tensors(
     """
     key_name, value_name = names
     for name, x in (("query", query), (key_name, key), (value_name, value)):
-        _check_class(name, x)
+        check_class(name, x)
         if x.layout is not torch.strided:
             raise TypeError(f"{name}: got layout {x.layout}, expected torch.strided; call .to_dense() first")
         if x.dim() != 4:
@@ -99,11 +99,11 @@ _TRACERS = ("torch._subclasses.", "torch.distributed._functional_collectives")
 _INSTEAD = {
     "DTensor": "pass its .to_local() (or .full_tensor()): softfocus does not know how heads and lengths are sharded",
     "NestedTensor": "pad it and pass key_mask, or pack it and pass document_ids",
-    "CausalBias": "it is an attn_mask",
+    "CausalBias": "only the attn_mask of softfocus.attention may be one",
 }
 
 
-def _check_class(name: str, x: object) -> None:
+def check_class(name: str, x: object) -> None:
     """A tensor whose memory holds what it says: a subclass may mean anything else, and torch would not object."""
     kind = type(x)
     if kind in (Tensor, torch.nn.Parameter):
@@ -138,7 +138,7 @@ def causal_bias(attn_mask: object, query: Tensor, key: Tensor) -> str | None:
 
 
 def _is_tensor(name: str, x: object, device: torch.device) -> None:
-    _check_class(name, x)
+    check_class(name, x)
     assert isinstance(x, Tensor)
     if x.device != device:
         raise ValueError(f"{name}: is on {x.device}, expected the query's device {device}")
@@ -211,7 +211,7 @@ def check_document_ids(document_ids: Tensor, query: Tensor, key: Tensor) -> None
 def check_per_head(name: str, x: Tensor, query: Tensor) -> None:
     """Floating [H]."""
     if isinstance(x, Tensor):
-        _check_class(name, x)
+        check_class(name, x)
     if not isinstance(x, Tensor) or not x.is_floating_point():
         got = f"dtype {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
         raise TypeError(

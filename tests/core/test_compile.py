@@ -115,6 +115,35 @@ def test_the_scale_of_softmax_compiles_with_its_warning(dynamic, monkeypatch):
         assert torch.equal(compiled(query, query, query, **same), softfocus.attention(query, query, query, **same))
 
 
+def test_the_tensors_that_torch_traces_with_are_taken():
+    """They are subclasses, too: FakeTensor here, FunctionalTensor in export and functionalize, vmap's and autograd's own."""
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    class Module(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head_scale = torch.nn.Parameter(torch.ones(2))
+
+        def forward(self, q, k, v):
+            return softfocus.attention(q, k, v, head_scale=self.head_scale, backend="tiled")
+
+    given, module = tuple(torch.randn(1, 2, 5, 8) for _ in range(3)), Module()
+    want = module(*given)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert module(*map(mode.from_tensor, given)).shape == want.shape
+    for strict in (True, False):
+        assert torch.equal(torch.export.export(module, given, strict=strict).module()(*given), want)
+    assert torch.equal(make_fx(module, tracing_mode="fake", _allow_non_fake_inputs=True)(*given)(*given), want)
+    assert torch.equal(torch.func.functionalize(module)(*given), want)
+
+    def dense(q, k, v):
+        return softfocus.attention(q, k, v, backend="reference").sum()
+
+    torch.testing.assert_close(torch.vmap(dense)(*(x[None] for x in given)), dense(*given)[None])
+    assert torch.func.grad(dense)(*given).shape == given[0].shape
+
+
 def test_a_causal_bias_compiles():
     from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 

@@ -126,6 +126,7 @@ ROOMS = [
     "hf",
     "layout",
     "testing",
+    "nn",
     "cache",
     "row_weights",
     "functional",

@@ -210,7 +210,9 @@ def test_tensors_that_are_not_one_block_of_memory_are_refused_with_what_to_do(tm
         assert attention(**tensors(key=sharded.to_local())).shape == (B, H, LQ, DV)
     finally:
         destroy_process_group()
-    with pytest.raises(TypeError, match=r"^bias: got a torch\.nn\.attention\.bias\.CausalBias, .*; it is an attn_mask"):
+    with pytest.raises(
+        TypeError, match=r"^bias: got a torch\.nn\.attention\.bias\.CausalBias, .*; only the attn_mask of softfocus"
+    ):
         attention(**tensors(bias=causal_upper_left(LQ, LK)))
     with pytest.raises(ValueError, match=r"^attn_mask: got a CausalBias of \[5, 3\], expected .* = \[3, 5\]"):
         attention(**tensors(attn_mask=causal_upper_left(LK, LQ)))

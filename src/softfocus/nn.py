@@ -1,0 +1,143 @@
+"""``torch.nn``'s attention module with any mechanism in place of softmax."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from softfocus import validation
+from softfocus.catalog import learned_parameters, name_of
+from softfocus.functional import HIDDEN, attention
+from softfocus.mechanism import Mechanism
+from softfocus.row_weights import weights
+
+__all__ = ["MultiheadAttention"]
+
+
+class MultiheadAttention(torch.nn.MultiheadAttention):
+    """``torch.nn.MultiheadAttention`` with a mechanism: the same arguments, masks, parameters and state dict.
+
+    Its masks are PyTorch's: in a bool ``key_padding_mask`` or ``attn_mask`` True hides a key, the opposite of
+    :func:`softfocus.attention`. A floating one is added to the scores, and hides keys at -5,000 or lower.
+
+    It differs in this: ``attn_mask`` is read whether ``is_causal`` calls it causal or not; a row that sees nothing is the
+    output projection's bias, not NaN; the weights that it returns are those before dropout. It has no fast path, and keeps
+    ``torch.nn.TransformerEncoder`` and ``TransformerEncoderLayer`` from theirs, which would run softmax.
+
+    Args:
+        embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype: as in
+            ``torch.nn.MultiheadAttention``. LASER takes no dropout.
+        mechanism: a name of :func:`softfocus.mechanisms`, a combination, or a :class:`softfocus.Mechanism`. What it is
+            defined to learn, as SSMax's factor, is a parameter ``softfocus_head_scale`` [num_heads].
+
+    Raises:
+        ValueError, TypeError: an argument that does not fit.
+    """
+
+    def __init__(self, *arguments: Any, mechanism: str | Mechanism = "lssar", **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self.mechanism = validation.mechanism_of(mechanism)
+        validation.check_dropout(self.dropout, self.mechanism)
+        like = self.out_proj.weight
+        for name, initial in learned_parameters(mechanism).items():
+            parameter = torch.full((self.num_heads,), initial, device=like.device, dtype=like.dtype)
+            self.register_parameter(f"softfocus_{name}", torch.nn.Parameter(parameter))
+        # torch's encoders ask for it before they take the weights into a kernel of softmax
+        self._qkv_same_embed_dim = False
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As ``torch.nn.MultiheadAttention.forward``; ``need_weights=True``, the default, costs memory O(L^2).
+
+        Returns:
+            out, shaped as the query; and the weights [N, L, S], or [N, num_heads, L, S] with
+            ``average_attn_weights=False``, or None.
+
+        Raises:
+            ValueError, TypeError: an argument that does not fit.
+        """
+        if query.is_nested:
+            raise TypeError(
+                "query: got a nested tensor, expected a dense one; build torch.nn.TransformerEncoder with "
+                "enable_nested_tensor=False"
+            )
+        if is_causal and attn_mask is None:
+            raise ValueError("is_causal: is a hint about attn_mask, which is None; pass the mask as well")
+        batched = query.dim() == 3
+        if not batched:
+            query, key, value = (x.unsqueeze(0) for x in (query, key, value))
+            key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
+        elif not self.batch_first:
+            query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+        q, k, v = self._projected(query, key, value)
+        more = k.size(2) - key.size(1)  # keys of add_bias_kv and add_zero_attn, which no mask hides
+        masks: dict[str, Any] = {
+            **_of_padding(key_padding_mask, more),
+            "attn_mask": _of_attn_mask(attn_mask, self.num_heads, more),
+            "head_scale": getattr(self, "softfocus_head_scale", None),
+            "mechanism": self.mechanism,
+        }
+        out = attention(q, k, v, dropout_p=self.dropout if self.training else 0.0, **masks)
+        out = self.out_proj(out.transpose(1, 2).flatten(2))
+        shown = weights(q, k, **masks).to(out.dtype) if need_weights else None
+        if shown is not None and average_attn_weights:
+            shown = shown.mean(1)
+        if not batched:
+            return out[0], None if shown is None else shown[0]
+        return out if self.batch_first else out.transpose(0, 1), shown
+
+    def extra_repr(self) -> str:
+        """The mechanism."""
+        return f"mechanism={name_of(self.mechanism)!r}"
+
+    def _projected(self, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """query, key and value [N, H, L, d]."""
+        if self.in_proj_weight is None:
+            matrices = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        else:
+            matrices = self.in_proj_weight.chunk(3)
+        biases = (None, None, None) if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        q, k, v = (F.linear(x, matrix, bias) for x, matrix, bias in zip(inputs, matrices, biases, strict=True))
+        if self.bias_k is not None and self.bias_v is not None:
+            k, v = (
+                torch.cat([x, bias.expand(x.size(0), 1, -1)], 1) for x, bias in ((k, self.bias_k), (v, self.bias_v))
+            )
+        if self.add_zero_attn:
+            k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
+        q, k, v = (x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for x in (q, k, v))
+        return q, k, v
+
+
+def _of_padding(mask: Tensor | None, more: int) -> dict[str, Tensor | None]:
+    """key_padding_mask [N, S] as ``attention()`` has it: which keys are real, and what is added to the scores."""
+    if mask is None:
+        return {}
+    if mask.dtype == torch.bool:
+        return {"key_mask": F.pad(~mask, (0, more), value=True)}
+    if not mask.is_floating_point():
+        raise TypeError(f"key_padding_mask: got dtype {mask.dtype}, expected torch.bool (True hides) or floating point")
+    real = mask > HIDDEN
+    return {
+        "key_mask": F.pad(real, (0, more), value=True),
+        "bias": F.pad(mask.masked_fill(~real, 0.0), (0, more))[:, None, None],
+    }
+
+
+def _of_attn_mask(mask: Tensor | None, heads: int, more: int) -> Tensor | None:
+    """attn_mask [L, S] or [N * H, L, S] as ``attention()`` has it: True where a key may be seen, and four dimensions."""
+    if mask is None:
+        return None
+    validation.check_class("attn_mask", mask)
+    mask = ~mask if mask.dtype == torch.bool else mask
+    mask = F.pad(mask, (0, more), value=mask.dtype == torch.bool)
+    return mask if mask.dim() == 2 else mask.unflatten(0, (-1, heads))

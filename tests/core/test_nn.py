@@ -1,0 +1,161 @@
+"""softfocus.nn.MultiheadAttention beside torch's: with softmax the same, with a mechanism that mechanism everywhere."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import softfocus
+from softfocus.nn import MultiheadAttention
+
+N, L, S, E, H = 3, 5, 7, 16, 4
+OPTIONS = {
+    "plain": {},
+    "batch first": {"batch_first": True},
+    "without bias": {"bias": False},
+    "other dimensions": {"kdim": 6, "vdim": 10, "batch_first": True},
+    "appended keys": {"add_bias_kv": True, "add_zero_attn": True, "batch_first": True},
+}
+
+
+def pair(**options):
+    """torch's module and ours, of softmax, with the same parameters."""
+    torch.manual_seed(0)
+    theirs = torch.nn.MultiheadAttention(E, H, **options).double()
+    ours = MultiheadAttention(E, H, **options, mechanism="softmax").double()
+    ours.load_state_dict(theirs.state_dict())
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
+    return theirs, ours
+
+
+def inputs(module, batched=True, square=False):
+    generator = torch.Generator().manual_seed(1)
+    lengths = (L, L if square else S, L if square else S)
+    shapes = [(length, width) for length, width in zip(lengths, (E, module.kdim, module.vdim), strict=True)]
+    if batched:
+        shapes = [(N, *shape) if module.batch_first else (shape[0], N, shape[1]) for shape in shapes]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes]
+
+
+def floating(mask):
+    return torch.zeros(mask.shape, dtype=torch.float64).masked_fill(mask, -torch.inf)
+
+
+def masks(kind):
+    generator = torch.Generator().manual_seed(2)
+    hides = torch.rand(N, H, L, S, generator=generator) < 0.3
+    padding = torch.arange(S) >= torch.tensor([S, 4, 5])[:, None]
+    hides[..., 0] = False  # torch gives NaN for a row that sees nothing
+    return {
+        "none": {},
+        "bool": {"attn_mask": hides[0, 0]},
+        "of heads": {"attn_mask": hides.flatten(0, 1)},
+        "padding": {"key_padding_mask": padding},
+        "both": {"key_padding_mask": padding, "attn_mask": hides[0, 0]},
+        "floating": {
+            "key_padding_mask": floating(padding) + 0.25 * torch.arange(S),
+            "attn_mask": floating(hides[0, 0]) + torch.randn(L, S, generator=generator, dtype=torch.float64),
+        },
+    }[kind]
+
+
+@pytest.mark.filterwarnings("ignore:Support for mismatched")
+@pytest.mark.parametrize("kind", ["none", "bool", "of heads", "padding", "both", "floating"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_softmax_is_torchs_module(options, kind):
+    theirs, ours = pair(**options)
+    given, hidden = inputs(theirs), masks(kind)
+    for average in (True, False):
+        out, shown = ours(*given, **hidden, average_attn_weights=average)
+        want, weights = theirs(*given, **hidden, average_attn_weights=average)
+        torch.testing.assert_close((out, shown), (want, weights))
+    assert ours(*given, **hidden, need_weights=False)[1] is None
+    torch.testing.assert_close(ours(*given, **hidden, need_weights=False)[0], want)
+    above = torch.randn(want.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    leaves = [*given, *ours.parameters()], [*given, *theirs.parameters()]
+    for got, expected in zip(
+        *(torch.autograd.grad(o, x, above) for o, x in zip((out, want), leaves, strict=True)), strict=True
+    ):
+        torch.testing.assert_close(got, expected)
+
+
+def test_one_sequence_without_a_batch():
+    theirs, ours = pair()
+    given = inputs(theirs, batched=False)
+    hidden = {
+        "key_padding_mask": torch.arange(S) > 4,
+        "attn_mask": torch.zeros(H, L, S, dtype=torch.bool).index_fill_(2, torch.tensor([2]), True),
+    }
+    torch.testing.assert_close(ours(*given, **hidden), theirs(*given, **hidden))
+
+
+@pytest.mark.parametrize("mechanism", ["lssar", "laser_lssa", "ssmax"])
+def test_a_mechanism_is_attention_between_the_projections(mechanism):
+    module = MultiheadAttention(E, H, batch_first=True, mechanism=mechanism).double()
+    x = inputs(module, square=True)[0]
+    causal = torch.ones(L, L, dtype=torch.bool).triu(1)
+    q, k, v = (
+        part.unflatten(-1, (H, -1)).transpose(1, 2)
+        for part in torch.nn.functional.linear(x, module.in_proj_weight, module.in_proj_bias).chunk(3, -1)
+    )
+    head_scale = torch.full((H,), 0.43, dtype=torch.float64) if mechanism == "ssmax" else None
+    same = {"is_causal": True, "mechanism": mechanism, "head_scale": head_scale}
+    want = module.out_proj(softfocus.attention(q, k, v, **same).transpose(1, 2).flatten(2))
+    for is_causal in (True, False):
+        out, shown = module(x, x, x, attn_mask=causal, is_causal=is_causal, average_attn_weights=False)
+        torch.testing.assert_close(out, want)
+        torch.testing.assert_close(shown, softfocus.weights(q, k, **same))
+    learned = {"softfocus_head_scale"} if mechanism == "ssmax" else set()
+    assert {name for name, _ in module.named_parameters() if "softfocus" in name} == learned
+    assert f"mechanism='{mechanism}'" in repr(module)
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
+@pytest.mark.parametrize("padded", [False, True])
+def test_torchs_encoder_runs_the_mechanism_in_evaluation_too(padded):
+    """Its fast path multiplies the module's weights itself, by softmax."""
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(E, H, 32, dropout=0.0, batch_first=True)
+    layer.self_attn = MultiheadAttention(E, H, batch_first=True, mechanism="lssar")
+    encoder = torch.nn.TransformerEncoder(layer, 2)
+    x = torch.randn(N, L, E)
+    padding = {"src_key_padding_mask": torch.arange(L) >= torch.tensor([L, 3, 4])[:, None]} if padded else {}
+    trained = encoder.train()(x, **padding)
+    with torch.no_grad():
+        evaluated = encoder.eval()(x, **padding)
+    torch.testing.assert_close(evaluated, trained.detach())
+    other = torch.nn.TransformerEncoderLayer(E, H, 32, dropout=0.0, batch_first=True)
+    other.load_state_dict(layer.state_dict())
+    assert not torch.allclose(other(x), layer(x), atol=1e-3)
+
+
+def test_a_row_that_sees_nothing_is_not_nan():
+    module = MultiheadAttention(E, H, mechanism="lssar")
+    x = torch.randn(L, N, E)
+    out, shown = module(x, x, x, attn_mask=torch.ones(L, L, dtype=torch.bool))
+    torch.testing.assert_close(out, module.out_proj.bias.expand(L, N, E))
+    assert not shown.any()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_what_it_does_not_take():
+    with pytest.raises(ValueError, match=r"^dropout_p: got 0\.1 with a LASER mechanism"):
+        MultiheadAttention(E, H, dropout=0.1, mechanism="laser")
+    module = MultiheadAttention(E, H, batch_first=True)
+    x = torch.randn(N, L, E)
+    with pytest.raises(ValueError, match=r"^is_causal: is a hint about attn_mask, which is None"):
+        module(x, x, x, is_causal=True)
+    with pytest.raises(TypeError, match=r"^key_padding_mask: got dtype torch\.int64"):
+        module(x, x, x, key_padding_mask=torch.zeros(N, L, dtype=torch.int64))
+    nested = torch.nested.nested_tensor([torch.randn(3, E), torch.randn(L, E)])
+    with pytest.raises(TypeError, match=r"^query: got a nested tensor.*enable_nested_tensor=False"):
+        module(nested, nested, nested)
+
+
+def test_the_page_about_sdpa_runs():
+    """Every block of Python, in order; it asserts what it says."""
+    page = Path(__file__).parents[2] / "docs" / "replacing-sdpa.md"
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    assert len(blocks) >= 3
+    exec("\n".join(blocks), {})
