@@ -375,6 +375,20 @@ def test_what_cannot_be_laid_out_is_refused(build):
 
 
 def test_explain(build):
-    assert softfocus.hf.explain(softfocus.hf.use(build("llama"), HYBRID)) == "layer 0: softmax[4]\nlayer 1: lssar"
+    model = softfocus.hf.use(build("llama"), HYBRID)
+    query = torch.empty(1, 4, 16, 8)
+    backend = softfocus.explain(query, query, query, mechanism="lssar", is_causal=True).backend
+    lines = softfocus.hf.explain(model).splitlines()
+    assert [line.partition(" (")[0] for line in lines] == [
+        f"layer 0: softmax[4]; backend {backend}",
+        f"layer 1: lssar; backend {backend}",
+    ]
+    assert softfocus.hf.explain(model.double()).splitlines()[1].startswith("layer 1: lssar; backend tiled (not cpu: ")
     with pytest.raises(ValueError, match="never called"):
         softfocus.hf.explain(build("llama"))
+
+
+@pytest.mark.parametrize("mechanism", ["softmax", "ssmax", "sharpened(ssmax, 3)"])
+@pytest.mark.parametrize("family", ["bert", "gpt_neox", "mistral"])
+def test_explain_knows_every_layer(build, family, mechanism):
+    assert "not known" not in softfocus.hf.explain(build(family, mechanism))

@@ -36,6 +36,7 @@ except ModuleNotFoundError as error:
     message = "softfocus.hf needs Transformers; pip install 'softfocus[hf]', or in a checkout pip install -e '.[hf]'"
     raise ModuleNotFoundError(message, name=error.name) from None
 
+from softfocus.hf import backends as _backends
 from softfocus.hf import cache as _cache
 from softfocus.hf import card as _card
 from softfocus.hf import classes as _classes
@@ -168,7 +169,9 @@ def assign(target: PreTrainedModel | PreTrainedConfig, layout: Layout) -> None:
 
 
 def explain(model: PreTrainedModel) -> str:
-    """What each layer of a model runs, in words. Print it.
+    """What each layer of a model runs, in words, and on which backend as the model is now. Print it.
+
+    A backend is chosen at every call: masks, lengths and autocast may lead to another one than is named here.
 
     Raises:
         ValueError: :func:`use` was never called on the model.
@@ -178,7 +181,7 @@ def explain(model: PreTrainedModel) -> str:
         raise ValueError(
             f"{type(model).__name__} runs Transformers' own attention: softfocus.hf.use() was never called on it"
         )
-    return layout.table()
+    return _backends.table(model, layout)
 
 
 def _layout(mechanism: Any, parameters: dict[str, float], config: PreTrainedConfig) -> Layout:

@@ -1,0 +1,57 @@
+"""Which backend runs each layer of a model: ``softfocus.explain()`` on tensors like those that the layer will hand over."""
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from softfocus.functional import explain
+from softfocus.hf.config import layer_of
+from softfocus.hf.learned import attention_modules, heads
+from softfocus.layout import Heads, Layout
+
+_LENGTH = 128
+_FUSED = {"cpu": "cpu", "cuda": "triton"}
+
+
+def table(model: PreTrainedModel, layout: Layout) -> str:
+    """The layout's table, with the backend behind each kind of layers."""
+    modules = [(module, layer_of(module)) for module in attention_modules(model)]
+    lines = []
+    for line, kind in zip(layout.table().splitlines(), layout.kinds, strict=True):
+        found = {_backend(module, group): None for module, layer in modules if layer == kind for group in kind}
+        lines.append(f"{line}; backend {' + '.join(found)}")
+    return "\n".join(lines)
+
+
+def _backend(module: nn.Module, group: Heads) -> str:
+    """The backend of one group of heads, as the module is now: its device, dtype, and dropout while it trains."""
+    weight = next((p for p in module.parameters() if p.is_floating_point()), torch.empty(0))
+    size = _head_size(module)
+    if size is None:
+        return "not known (the module does not say how large a head is)"
+    query = torch.empty(1, group.heads or heads(module), _LENGTH, size, dtype=weight.dtype, device=weight.device)
+    query.requires_grad_(module.training)
+    causal, dropout = bool(getattr(module, "is_causal", True)), getattr(module, "attention_dropout", 0.0)
+    learned = {name: query.new_ones(query.shape[1]) for name in group.learned}
+    window = None if group.window is None else (group.window - 1, 0 if causal else group.window - 1)
+    found = explain(
+        *(query, query, query),
+        mechanism=group.mechanism,
+        is_causal=causal,
+        window_size=window,
+        dropout_p=dropout if module.training and isinstance(dropout, float) else 0.0,
+        head_scale=learned.get("head_scale"),
+        power=learned.get("power"),
+    )
+    fused = _FUSED.get(query.device.type, found.backend)
+    return found.backend if found.backend == fused else f"{found.backend} (not {fused}: {found.reasons[fused]})"
+
+
+def _head_size(module: nn.Module) -> int | None:
+    config = module.config
+    for owner in (module, config):
+        for name in ("head_dim", "head_size", "attention_head_size", "key_value_proj_dim"):
+            if isinstance(size := getattr(owner, name, None), int):
+                return size
+    width = getattr(config, "hidden_size", None)
+    return width // heads(module) if isinstance(width, int) else None
