@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from softfocus import catalog
+from softfocus.lab.inspect.results import read as read_inspections
 from softfocus.lab.points import cell, column_name, columns, growth, settings
 from softfocus.lab.report import read
 from softfocus.lab.table import loss_table
@@ -80,6 +81,17 @@ def test_the_number_of_mechanisms_is_right():
     import softfocus
 
     assert f"the catalogue: {len(softfocus.mechanisms())} names" in README
+
+
+def test_the_numbers_of_the_maps_are_the_committed_ones():
+    softmax, lssar = (one.row(2048) for one in read_inspections(ROOT / "docs/results/inspect/inspect.json").runs)
+    said = " ".join(README.split())
+    for text in (
+        f"{lssar.zeros.mean:.1%} of LSSAR's visible weights are exactly zero, and {softmax.zeros.mean:.1%} of Softmax's",
+        f"of a row is {lssar.entropy.mean:.2f} nats, against {softmax.entropy.mean:.2f}",
+        f"{lssar.beyond.mean:.1%} lies a training length away or farther, against {softmax.beyond.mean:.1%}",
+    ):
+        assert text.replace("%", " %") in said
 
 
 @pytest.mark.parametrize(
