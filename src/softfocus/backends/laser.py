@@ -44,7 +44,7 @@ class Logarithms:
         self.double = torch.float32 if rows.scores.device.type == "mps" else torch.float64
 
     def alive(self) -> Tensor:
-        """bool [b, h, R, K]: which weights are not 0, however small; of those that are, some may be taken along."""
+        """bool [b, h, R, K], the keys that may weigh something, however little."""
         alive = self.scores > (-torch.inf if self.phi.positive else 0.0)
         if self.u is not None:
             alive &= (self.u > 0) | (self.count <= FREE_ROWS) | self.tied
@@ -56,7 +56,7 @@ class Logarithms:
 
     def correct(self, score_grad: Tensor, power_grad: Tensor | None, place: Place, total: Tensor) -> Tensor:
         """dL/ds [b, h, R, K] with that of some rows made from A dL/dA [n, K]; dL/dp [b, h, G, R, 1] is written in place."""
-        rows = None if power_grad is None else power_grad.flatten(2, 3)
+        rows = None if power_grad is None else power_grad.view(*power_grad.shape[:2], -1, 1)
         for some in _pieces(len(total), total.size(-1)):
             here = place[0][some], place[1][some], place[2][some]
             slopes, of_power = self._slopes(here, total[some])
@@ -80,7 +80,7 @@ class Logarithms:
         free, tied, power = self.count[place] <= FREE_ROWS, self.tied[place], self._power(place)
         power_grad = torch.where(log_u > -torch.inf, x * log_u, 0.0).sum(-1, keepdim=True).masked_fill(tied, 0.0)
         x = torch.where(tied, x, power * x)
-        weights, mean = log_l1.exp(), 1.0 / self.count[place]
+        weights, mean = log_l1.exp(), 1.0 / self.count[place].to(self.double)
         g = torch.where(weights > mean, x / (weights - mean), 0.0)
         return rate * torch.where(free | tied, x, weights * (g - mean * g.sum(-1, keepdim=True))), power_grad
 
