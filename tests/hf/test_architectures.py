@@ -69,9 +69,11 @@ def shrunk(kind):
             small[name] = TOKENS[name]
         elif value is None and name in UNSET:
             small[name] = UNSET[name]
+        elif isinstance(value, bool):
+            continue
         elif isinstance(value, int) and re.search(r"token_id$|token_index$|_token$", name):
             small[name] = 3 + len(small) % 25  # below the random tokens
-        elif not isinstance(value, bool) and (size := _size(name)) is not None:
+        elif (size := _size(name)) is not None:
             if isinstance(value, list | tuple) and all(isinstance(x, int) for x in value):
                 small[name] = type(value)(min(size, x) for x in value)
             elif (isinstance(value, float) and isinstance(size, float)) or (isinstance(value, int) and value > size):
@@ -82,13 +84,10 @@ def shrunk(kind):
         if isinstance(value, PreTrainedConfig):
             small[name] = shrunk(type(value)) | ({"model_type": value.model_type} if value.model_type else {})
         elif name == "rope_parameters" and value and "mrope_section" in _modeling(kind):
-            inner = [value, *(v for v in value.values() if isinstance(v, dict))]
-            sectioned = [v for v in inner if "mrope_section" in v] or [value]
             small[name] = copy.deepcopy(value)
-            for place in (
-                [small[name]] if sectioned[0] is value else [v for v in small[name].values() if "mrope_section" in v]
-            ):
-                place["mrope_section"] = [2, 1, 1]
+            for rope in [small[name], *small[name].values()]:  # one for all layers, or one for each type of layers
+                if isinstance(rope, dict) and "rope_type" in rope:
+                    rope["mrope_section"] = [2, 1, 1]
     small |= TABLE["sizes"].get(kind.__name__, {})
     return small | _layers_of_every_type(kind, small)
 
@@ -107,14 +106,11 @@ def _modeling(kind):
 
 def _layers_of_every_type(kind, small):
     """Enough layers that an attention layer is among them, where attention is rare."""
-    for count in (2, 4, 6, 8):
-        enough = {"num_hidden_layers": count} if "num_hidden_layers" in small else {}
-        types = getattr(kind(**small | enough), "layer_types", None) or ["full_attention"]
-        wanted = getattr(kind(), "layer_types", None) or []
-        if any("attention" in t and "linear" not in t for t in types) and (
-            "full_attention" in types or "full_attention" not in wanted
-        ):
-            return enough
+    wanted = set(getattr(kind(), "layer_types", None) or []) & {"full_attention"}
+    for count in (2, 4, 6, 8) if "num_hidden_layers" in small and "layer_types" not in small else ():
+        types = getattr(kind(**small | {"num_hidden_layers": count}), "layer_types", None) or ["attention"]
+        if wanted <= set(types) and any("attention" in kind and "linear" not in kind for kind in types):
+            return {"num_hidden_layers": count}
     return {}
 
 
@@ -150,7 +146,8 @@ def normal(*shape):
 
 
 def ids(config, seed):
-    size = number(config, "vocab_size", default=99)
+    size = number(config, "text_vocab_size", "vocab_size", default=99)
+    size = size if size > 30 else 99
     return torch.randint(30, min(size, 90), (2, LENGTH), generator=torch.Generator().manual_seed(seed))
 
 
@@ -301,7 +298,15 @@ def test_it_is_its_own_eager_attention(folder, tmp_path):
             assert not found or name in LEFT_OUT, found
         else:
             assert name not in LEFT_OUT, "it can be compared now: take it off the list in architectures.toml"
+            if name in TABLE["unstable"]:
+                continue
             compare(name, *found, tmp_path / name)
+
+
+def real(outputs):
+    """Outputs without the padded place: what comes out there is nobody's promise."""
+    places = {k: x.shape[:2] == (2, LENGTH) for k, x in outputs.items()}
+    return {k: x.flatten(0, 1)[:-1] if places[k] else x for k, x in outputs.items()}
 
 
 def compare(name, model, eager, inputs, expected, folder):
@@ -316,7 +321,7 @@ def compare(name, model, eager, inputs, expected, folder):
     if "input_ids" in inputs and "attention_mask" in inspect.signature(model.forward).parameters:
         padded = inputs | {"attention_mask": torch.ones(2, LENGTH, dtype=torch.long)}
         padded["attention_mask"][1, -1] = 0
-        assert differ(forward(model, padded), forward(eager, padded)) < TOLERANCE
+        assert differ(*(real(forward(of, padded)) for of in (model, eager))) < TOLERANCE
 
     softfocus.hf.use(model, "lssar")
     ours = forward(model, inputs)
@@ -325,11 +330,28 @@ def compare(name, model, eager, inputs, expected, folder):
         name not in TABLE["unmoved"]
     )  # else equality above says nothing
     if (eagers := changed_at_the_end(eager, inputs, expected)) is not None and eagers < 1e-5:  # it does not look ahead
-        assert (
-            changed_at_the_end(model, inputs, ours) <= 10 * eagers
-        )  # MoE layers round otherwise when tokens move; else 0
+        experts = any("expert" in place for place, _ in model.named_modules())  # they round otherwise when tokens move
+        assert changed_at_the_end(model, inputs, ours) <= (1e-5 if experts else 0.0)
 
+    if name in TABLE["not_loaded_back"]:
+        return
     model.save_pretrained(folder)
     again = forward(type(model).from_pretrained(folder).eval(), inputs)
     assert ours.keys() == again.keys()
     assert all(torch.equal(again[key], x) for key, x in ours.items())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_parts_of_both_kinds():
+    """Gemma 4's audio tower computes attention itself, on eager masks; its language model supports SDPA."""
+    config = transformers.Gemma4Config
+    audio = {"audio_config": shrunk(transformers.Gemma4AudioConfig)}
+    model = spread(transformers.Gemma4ForConditionalGeneration(config(**shrunk(config) | audio)).eval())
+    eager = copy.deepcopy(model)
+    eager.set_attn_implementation("eager")
+    softfocus.hf.use(model, "softmax")
+    mask = torch.ones(2, 40, dtype=torch.bool)
+    mask[1, -8:] = False
+    sound = {"input_features": normal(2, 40, 128), "attention_mask": mask}
+    assert differ(forward(model.model.audio_tower, sound), forward(eager.model.audio_tower, sound)) == 0
+    assert [c.softfocus.eager_masks for c in (model.config.audio_config, model.config.text_config)] == [True, False]

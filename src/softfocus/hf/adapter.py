@@ -79,8 +79,11 @@ def attention_forward(
     query_length, key_length = query.shape[2], key.shape[2]
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     if expects_eager(module.config):
-        if is_causal is None and not hasattr(module, "is_causal") and any(group.window for group in layer):
-            raise ValueError(f"window: {type(module).__name__} does not say whether it is causal; leave the window out")
+        if any(group.window is not None for group in layer):
+            raise ValueError(
+                f"window: {type(module).__name__} belongs to a model without SDPA support, whose masks do not say at which "
+                "position a query stands; leave the window out"
+            )
         # The whole visibility is in the mask, the model's own window and causality included
         sliding_window, causal = None, causal and attention_mask is not None
     if attention_mask is None and causal and 1 < query_length < key_length:
