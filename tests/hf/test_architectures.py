@@ -298,7 +298,7 @@ def test_it_is_its_own_eager_attention(folder, tmp_path):
     for config, found in cases.items():
         name = config.__name__
         if isinstance(found, list):
-            assert not found or name in LEFT_OUT, found
+            assert not found or name in LEFT_OUT or name in TABLE["uninstalled"], found
         else:
             assert name not in LEFT_OUT, "it can be compared now: take it off the list in architectures.toml"
             if name in TABLE["unstable"]:
