@@ -129,7 +129,7 @@ class Call:
 
     def __init__(self, mechanism, causal=True, lengths=(6, 6), learned=None):
         heads = softfocus.hf.Heads(mechanism=mechanism, parameters=learned or ())
-        entry = softfocus.hf.config.Entry(softfocus.hf.Layout.alike(heads), eager_masks=False)
+        entry = softfocus.hf.config.Entry(softfocus.hf.Layout.alike(heads), masks="sdpa")
         self.module = torch.nn.Module()
         self.module.config, self.module.is_causal = SimpleNamespace(softfocus=entry), causal
         make = torch.Generator().manual_seed(0)

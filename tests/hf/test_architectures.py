@@ -260,6 +260,7 @@ def tiny(config, kinds):
             if expected and all(x.isfinite().all() for x in expected.values()):
                 return model, eager, guess, expected
             reasons.append(f"{kind.__name__}({', '.join(guess)}): nothing returned, or not finite")
+        reasons.append(f"{kind.__name__}: takes other inputs")
     return reasons
 
 
@@ -292,10 +293,12 @@ DEFAULT = [
     "folder", [pytest.param(f, marks=[] if f in DEFAULT else [pytest.mark.slow]) for f in DISPATCHING]
 )
 def test_it_is_its_own_eager_attention(folder, tmp_path):
-    for config, kinds in families(folder).items():
-        name, found = config.__name__, tiny(config, kinds)
+    cases = {config: tiny(config, kinds) for config, kinds in families(folder).items()}
+    assert any(cases.values()) or folder in TABLE["unused"], "nothing that dispatches is in any model of the folder"
+    for config, found in cases.items():
+        name = config.__name__
         if isinstance(found, list):
-            assert not found or name in LEFT_OUT, found
+            assert not found or name in LEFT_OUT or name in TABLE["uninstalled"], found
         else:
             assert name not in LEFT_OUT, "it can be compared now: take it off the list in architectures.toml"
             if name in TABLE["unstable"]:
@@ -318,7 +321,8 @@ def compare(name, model, eager, inputs, expected, folder):
             forward(model, inputs)
         return
     assert differ(forward(model, inputs), expected) < TOLERANCE
-    if "input_ids" in inputs and "attention_mask" in inspect.signature(model.forward).parameters:
+    takes = inspect.signature(model.forward).parameters
+    if "input_ids" in inputs and "attention_mask" in takes and name not in TABLE["unpadded"]:
         padded = inputs | {"attention_mask": torch.ones(2, LENGTH, dtype=torch.long)}
         padded["attention_mask"][1, -1] = 0
         assert differ(*(real(forward(of, padded)) for of in (model, eager))) < TOLERANCE
@@ -354,4 +358,4 @@ def test_parts_of_both_kinds():
     mask[1, -8:] = False
     sound = {"input_features": normal(2, 40, 128), "attention_mask": mask}
     assert differ(forward(model.model.audio_tower, sound), forward(eager.model.audio_tower, sound)) == 0
-    assert [c.softfocus.eager_masks for c in (model.config.audio_config, model.config.text_config)] == [True, False]
+    assert [c.softfocus.masks for c in (model.config.audio_config, model.config.text_config)] == ["eager", "full"]

@@ -143,7 +143,7 @@ class Module(torch.nn.Module):
         self.config = type(
             "Config",
             (),
-            {"softfocus": softfocus.hf.config.Entry(layout, eager_masks=False), "num_attention_heads": total},
+            {"softfocus": softfocus.hf.config.Entry(layout, masks="sdpa"), "num_attention_heads": total},
         )()
         self.is_causal = True
 

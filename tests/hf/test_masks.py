@@ -1,11 +1,18 @@
 """Which masks a model gets: found out from its classes, never saved, and an error where nobody has found out."""
 
 import copy
+import json
 import pickle
 
 import pytest
 import torch
-from transformers import NllbMoeConfig, NllbMoeForConditionalGeneration
+from transformers import (
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+    NllbMoeConfig,
+    NllbMoeForConditionalGeneration,
+    StaticCache,
+)
 
 import softfocus.hf
 
@@ -27,20 +34,20 @@ def logits(model, ids):
 
 
 def test_classes_say_which_masks_their_models_expect(build):
-    assert softfocus.hf.use(nllb(), "lssar").config.softfocus.eager_masks is True
-    assert build("llama", "lssar").config.softfocus.eager_masks is False
+    assert softfocus.hf.use(nllb(), "lssar").config.softfocus.masks == "eager"
+    assert build("llama", "lssar").config.softfocus.masks == "sdpa"
     config = softfocus.hf.use(NllbMoeConfig(**NLLB), "lssar")
-    assert config.softfocus.eager_masks is None
-    assert nllb(config).config.softfocus.eager_masks is True
+    assert config.softfocus.masks is None
+    assert nllb(config).config.softfocus.masks == "eager"
 
 
 def test_the_note_is_not_saved_and_follows_copies(tokens, tmp_path):
     model, ids = softfocus.hf.use(nllb(), "lssar"), tokens(2, 9)
-    assert "eager" not in model.config.to_json_string()
+    assert "masks" not in json.loads(model.config.to_json_string())["softfocus"]
     model.save_pretrained(tmp_path)
     for other in (NllbMoeForConditionalGeneration.from_pretrained(tmp_path), copy.deepcopy(model)):
         assert torch.equal(logits(other, ids), logits(model, ids))
-    assert pickle.loads(pickle.dumps(model.config)).softfocus.eager_masks is True
+    assert pickle.loads(pickle.dumps(model.config)).softfocus.masks == "eager"
 
 
 def test_assigning_keeps_it(tokens):
@@ -63,3 +70,22 @@ def test_a_window_is_refused_where_masks_do_not_say_who_is_where(tokens):
     model = softfocus.hf.window(softfocus.hf.use(nllb(), "lssar"), 4)
     with pytest.raises(ValueError, match="window: NllbMoeAttention belongs to a model without SDPA support"):
         logits(model, tokens(1, 9))
+
+
+@pytest.mark.parametrize("mechanism", ["softmax", "lssar"])
+def test_models_that_drop_queries_keep_their_places(tokens, mechanism):
+    """Gemma 4 computes its last layers, which share keys, for the queries whose logits are wanted."""
+    config = Gemma4TextConfig(
+        vocab_size=64, vocab_size_per_layer_input=64, hidden_size=32, intermediate_size=48, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, global_head_dim=8, hidden_size_per_layer_input=8,
+        num_kv_shared_layers=2, layer_types=["sliding_attention", "full_attention"] * 2, sliding_window=32,
+        initializer_range=0.4,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model, ids = softfocus.hf.use(Gemma4ForCausalLM(config).eval(), mechanism), tokens(1, 9)
+    with torch.no_grad():
+        whole = model(ids).logits
+        kept = model(ids, logits_to_keep=3).logits
+        cached = model(ids, logits_to_keep=1, past_key_values=StaticCache(config=config, max_cache_len=16)).logits
+    torch.testing.assert_close(kept, whole[:, -3:], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(cached, whole[:, -1:], rtol=1e-4, atol=1e-4)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from softfocus.functional import HIDDEN, attention
 from softfocus.hf.config import layer_of
 from softfocus.hf.learned import parameter_of
-from softfocus.hf.masks import expects_eager
+from softfocus.hf.masks import EAGER, expected_by
 from softfocus.hf.rotary import at_first_window
 from softfocus.hf.watch import Call, listeners
 from softfocus.layout import Heads
@@ -78,7 +78,7 @@ def attention_forward(
     _refuse(module, kwargs)
     query_length, key_length = query.shape[2], key.shape[2]
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    if expects_eager(module.config):
+    if expected_by(module.config) == EAGER:
         if any(group.window is not None for group in layer):
             raise ValueError(
                 f"window: {type(module).__name__} belongs to a model without SDPA support, whose masks do not say at which "

@@ -32,17 +32,17 @@ class Entry(dict[str, Any]):
 
     Attributes:
         layout: what the attention of the config's models runs.
-        eager_masks: whether these models expect the masks of eager attention (:mod:`softfocus.hf.masks`). A model says so
-            when it is built or changed; None until then. Never saved.
+        masks: which masks these models expect, a name of :mod:`softfocus.hf.masks`. A model says so when it is built or
+            changed; None until then. Never saved.
     """
 
-    def __init__(self, layout: Layout, eager_masks: bool | None = None):
+    def __init__(self, layout: Layout, masks: str | None = None):
         super().__init__(_to_json(layout))
         self.layout = layout
-        self.eager_masks = eager_masks
+        self.masks = masks
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Entry, (self.layout, self.eager_masks)
+        return Entry, (self.layout, self.masks)
 
 
 def _to_json(layout: Layout) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def _set_entry(config: PreTrainedConfig, entry: dict[str, Any] | None) -> None:
         config.__dict__.pop(NAME, None)
         return
     # A new one: two configs that share an entry would share what their models say of masks
-    parsed = Entry(entry.layout, entry.eager_masks) if isinstance(entry, Entry) else Entry(_parse(entry))
+    parsed = Entry(entry.layout, entry.masks) if isinstance(entry, Entry) else Entry(_parse(entry))
     _refuse_conflict(config.__dict__.get(_INTERNAL), parsed)
     config.__dict__[_INTERNAL] = NAME
     config.__dict__[NAME] = parsed
