@@ -9,7 +9,9 @@ import torch
 from softfocus.lab import model as models
 from softfocus.lab.errors import LabError
 from softfocus.lab.generate import generate
+from softfocus.lab.recipe import load
 from softfocus.lab.results import RUN
+from softfocus.lab.train import train
 
 
 def test_greedy_text_is_the_argmax_of_full_forwards(trained: Path) -> None:
@@ -19,17 +21,17 @@ def test_greedy_text_is_the_argmax_of_full_forwards(trained: Path) -> None:
         for _ in range(12):
             ids.append(int(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
     expected = bytes(byte for byte in ids[8:] if byte < 256).decode(errors="replace")
-    assert generate(trained, "line 7: ", tokens=12, temperature=0) == expected
+    assert generate(trained, "line 7: ", tokens=12, temperature=0).text == expected
 
 
 def test_seeds_repeat_and_differ(trained: Path) -> None:
-    texts = [generate(trained, "line", tokens=30, seed=seed) for seed in (1, 1, 2)]
+    texts = [generate(trained, "line", tokens=30, seed=seed).text for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
 
 
 def test_streamed_pieces_make_the_text(trained: Path) -> None:
     pieces: list[str] = []
-    text = generate(trained, "ä line ", tokens=40, temperature=1.5, write=pieces.append)
+    text = generate(trained, "ä line ", tokens=40, temperature=1.5, write=pieces.append).text
     assert "".join(pieces) == text
     assert len(pieces) > 1
 
@@ -41,7 +43,24 @@ def test_a_model_runs_past_its_training_length(trained: Path) -> None:
         for _ in range(5):
             ids.append(int(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
     expected = bytes(byte for byte in ids[50:] if byte < 256).decode(errors="replace")
-    assert generate(trained, "x" * 50, tokens=5, temperature=0) == expected
+    assert generate(trained, "x" * 50, tokens=5, temperature=0).text == expected
+
+
+def test_local_layers_keep_the_keys_of_their_window(tiny: Path, trained: Path, tmp_path: Path) -> None:
+    layers = [
+        "model.config.num_hidden_layers=2",
+        'model.layout={ "0" = { window = 8 } }',
+        "train.steps=1",
+        "train.warmup=0",
+    ]
+    train(load(tiny, layers), tmp_path / "local")
+    a_token = 2 * 32 * 4  # a key and a value of 32 numbers in float32, in each layer
+    made = generate(tmp_path / "local", "x" * 20, tokens=30)
+    whole = generate(trained, "x" * 20, tokens=30)
+    assert made.tokens == whole.tokens == 49
+    assert whole.cache_bytes == 49 * a_token
+    assert made.cache_bytes == (49 + 7) * a_token
+    assert "49 tokens, 14,336 bytes of keys and values: 293 a token" in made.note
 
 
 def test_what_cannot_be_generated(trained: Path, tmp_path: Path) -> None:

@@ -388,8 +388,9 @@ def generate(
     temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token each time.")] = 0.8,
     top_p: Annotated[float, typer.Option(min=0.0001, max=1, help="Sample from this much of the probability.")] = 0.95,
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same text.")] = 0,
+    json: Json = None,
 ) -> None:
-    """Text from a run, token by token with a KV cache.
+    """Text from a run, token by token with a KV cache, and what the cache takes.
 
     Example: `softfocus generate runs/demo-lssar --prompt "class " --tokens 400`
     """
@@ -398,17 +399,20 @@ def generate(
     load_run(run)  # before torch is imported: a wrong folder is answered soon
     from softfocus.lab.generate import generate
 
-    typer.echo(prompt, nl=False)
-    generate(
+    aside = json is not None and str(json) == "-"
+    typer.echo(prompt, nl=False, err=aside)
+    made = generate(
         run,
         prompt,
         tokens=tokens,
         temperature=temperature,
         top_p=top_p,
         seed=seed,
-        write=lambda text: typer.echo(text, nl=False),
+        write=lambda text: typer.echo(text, nl=False, err=aside),
     )
-    typer.echo()
+    typer.echo(err=aside)
+    typer.echo(made.note, err=True)
+    write_json(json, made)
 
 
 @app.command()

@@ -5,11 +5,30 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import BaseModel
 from transformers import AutoTokenizer, TextStreamer, set_seed
 
 from softfocus.lab import model as models
 from softfocus.lab.errors import LabError
 from softfocus.lab.results import MODEL, load_run
+
+
+class Generation(BaseModel):
+    """A text, and what its cache took at the end."""
+
+    run: str
+    mechanism: str
+    text: str
+    tokens: int
+    """In the sequence whose keys and values the cache holds: the prompt and all new tokens but the last."""
+    cache_bytes: int
+    """Of the keys and values of all layers."""
+
+    @property
+    def note(self) -> str:
+        """In one line."""
+        a_token = self.cache_bytes / self.tokens
+        return f"{self.tokens:,} tokens, {self.cache_bytes:,} bytes of keys and values: {a_token:,.0f} a token"
 
 
 class _Stream(TextStreamer):
@@ -32,7 +51,7 @@ def generate(
     top_p: float = 0.95,
     seed: int = 0,
     write: Callable[[str], None] | None = None,
-) -> str:
+) -> Generation:
     """Continue a prompt.
 
     Args:
@@ -45,14 +64,14 @@ def generate(
         write: called with pieces of text as they come.
 
     Returns:
-        The new text, without the prompt.
+        The new text, without the prompt, and the size of the cache.
 
     Raises:
         LabError: a run without a finished model, an empty prompt, or more tokens than the model has positions or the device
             has memory.
     """
     models.quiet()
-    load_run(folder)
+    info = load_run(folder)
     model = models.load(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder / MODEL)
     inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).to(model.device)
@@ -69,8 +88,17 @@ def generate(
             **inputs,
             max_new_tokens=tokens,
             use_cache=True,
+            return_dict_in_generate=True,
             pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
             streamer=_Stream(tokenizer, write) if write else None,
             **sampling,
         )
-    return str(tokenizer.decode(output[0, length:], skip_special_tokens=True))
+    kept = [x for layer in output.past_key_values.layers for x in (layer.keys, layer.values)]
+    return Generation(
+        run=info.name,
+        mechanism=info.mechanism,
+        text=str(tokenizer.decode(output.sequences[0, length:], skip_special_tokens=True)),
+        tokens=output.sequences.shape[1] - 1,
+        # What lies behind a window's keys belongs to a tensor that is freed with the next step
+        cache_bytes=sum(x.numel() * x.element_size() for x in kept),
+    )
