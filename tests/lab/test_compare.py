@@ -139,3 +139,12 @@ def test_no_run_or_one_twice(four, tmp_path, quiet):
     with pytest.raises(LabError, match="named twice"):
         compare([folder, tmp_path / "b" / ".." / "a"], tmp_path / "out", console=quiet)
     assert (folder / RUN).exists()
+
+
+def test_an_earlier_comparison_stands_for_its_runs(four, tmp_path, quiet):
+    folders = [save(entry, tmp_path / entry.info.name) for entry in four]
+    compare(folders[:3], tmp_path / "three", console=quiet)
+    report = compare([tmp_path / "three" / "results.json", folders[3]], tmp_path / "out", console=quiet)
+    assert report.runs == compare(folders, tmp_path / "all", console=quiet).runs
+    with pytest.raises(LabError, match=r"cannot read .*none\.json"):
+        compare([tmp_path / "none.json", folders[3]], tmp_path / "out", console=quiet)

@@ -317,7 +317,10 @@ def induction(
 
 @app.command()
 def compare(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Evaluated run folders.")],
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN...", help="Evaluated run folders, or results.json of earlier comparisons."),
+    ],
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FOLDER", help="Where the report goes.")] = Path(
         "runs/compare"
     ),

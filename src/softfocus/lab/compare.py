@@ -8,7 +8,7 @@ from rich.console import Console
 from softfocus.lab.errors import LabError
 from softfocus.lab.points import Axis
 from softfocus.lab.recall_compare import RecallReport, compare_recall
-from softfocus.lab.report import Report, build, load_entry, show, write
+from softfocus.lab.report import Entry, Report, build, load_entry, read, show, write
 from softfocus.lab.results import EVALUATION, RECALL
 
 Comparison = Report | RecallReport
@@ -31,7 +31,8 @@ def compare(
     they differ is written into the report's notes.
 
     Args:
-        folders: run folders, each trained and evaluated, in the order in which they are to stand.
+        folders: run folders, each trained and evaluated, in the order in which they are to stand. A results.json of an
+            earlier comparison stands for its runs.
         out: where to write; made if need be.
         axis: count lengths in multiples of each run's own training length, or in tokens.
         title: the report's heading.
@@ -52,7 +53,11 @@ def compare(
     if all((folder / RECALL).exists() and not (folder / EVALUATION).exists() for folder in folders):
         return compare_recall(folders, out, title=title or "Recall over length", remarks=remarks, console=console)
     # All are read before anything is written, so that a broken one leaves an older report as it was
-    entries = [load_entry(folder) for folder in folders]
+    entries = [entry for folder in folders for entry in _entries(folder)]
     report = build(entries, title=title or "Loss over length", axis=axis, remarks=remarks)
     show(report, write(report, out), console)
     return report
+
+
+def _entries(path: Path) -> list[Entry]:
+    return read(path).runs if path.suffix == ".json" else [load_entry(path)]
