@@ -180,7 +180,7 @@ class TestPlanning:
     @pytest.mark.parametrize(("seed", "trained"), [(None, 0), (3, 3)])
     def test_a_seed_is_the_trainings(self, seed, trained, tmp_path, monkeypatch):
         planned = planned_by(monkeypatch, tmp_path, seed=seed)
-        assert [job.recipe.train.seed for job in planned] == [trained] * 4
+        assert [job.recipe.train.seed for job in planned] == [trained] * len(MODELS)
 
     def test_cores_are_at_most_those_of_this_process(self):
         assert 1 <= provenance.cores() <= len(os.sched_getaffinity(0))
@@ -233,7 +233,9 @@ def whole(tmp_path_factory):
         with pytest.raises(LabError) as raised:
             run_demo(folder, fast=True, workers=2, console=consoles[0])
         first, killed = read(folder / "results.json"), load_run(folder / "demo-lssa", complete=False)
-        written = {name: (folder / name / RUN).stat().st_mtime_ns for name in ("demo-softmax", "demo-lssar")}
+        written = {
+            name: (folder / name / RUN).stat().st_mtime_ns for name in ("demo-softmax", "demo-lssar", "demo-hybrid")
+        }
         in_the_way.unlink()
         steps.clear()
         report = run_demo(folder, fast=True, workers=2, console=consoles[1])
@@ -266,11 +268,11 @@ class TestWhole:
         for entry in whole.report.runs:
             assert (entry.info.status, entry.info.steps_done) == ("complete", 60)
             assert {(row.length, row.setting) for row in entry.evaluation.rows} == {
-                (length, setting) for length in (32, 64, 128) for setting in default_settings(32)
+                (length, setting) for length in (64, 128, 256) for setting in default_settings(64)
             }
             assert 2 < entry.evaluation.rows[0].loss < 5.55, "below ln 257: it has begun to learn"
             assert (whole.folder / entry.info.name / "model" / "model.safetensors").is_file()
-        assert len({entry.evaluation.rows[0].loss for entry in whole.report.runs}) == 4, "four different models"
+        assert len({entry.evaluation.rows[0].loss for entry in whole.report.runs}) == len(MODELS), "different models"
         assert read(whole.folder / "results.json").finding == whole.report.finding
         assert (whole.folder / "figure1.png").stat().st_size > 10_000
         assert whole.report.finding.sentence in unescape((whole.folder / "report.html").read_text())
@@ -285,13 +287,13 @@ class TestWhole:
 
     def test_failures_are_named_with_their_logs_and_the_others_go_on(self, whole):
         message = str(whole.error)
-        assert message.startswith("2 of 4 models failed: LSSA: killed by signal 9")
+        assert message.startswith("2 of 5 models failed: LSSA: killed by signal 9")
         assert re.search(r"LASER: \S+demo-laser is a file", message)
         for name in ("demo-lssa", "demo-laser"):
             assert f"(log: {whole.folder}/logs/{name}.log)" in message
         assert "\n" not in message
         assert "start again" in message
-        assert [entry.info.name for entry in whole.first.runs] == ["demo-softmax", "demo-lssar"]
+        assert [entry.info.name for entry in whole.first.runs] == ["demo-softmax", "demo-lssar", "demo-hybrid"]
         assert sum("is missing" in note for note in whole.first.notes) == 2
         assert "is a file" in whole.said[0]
         assert whole.report.notes[1:] == [note for note in whole.report.notes[1:] if "is missing" not in note]
@@ -301,7 +303,7 @@ class TestWhole:
         assert whole.resumed_at > 10
 
     def test_what_was_finished_is_kept(self, whole):
-        assert whole.said[1].count("already done") == 2
+        assert whole.said[1].count("already done") == 3
         for name, when in whole.written.items():
             assert (whole.folder / name / RUN).stat().st_mtime_ns == when
 
@@ -309,7 +311,7 @@ class TestWhole:
         console = plain_console()
         began = {name: (whole.folder / name / EVALUATION).stat().st_mtime_ns for name in MODELS}
         run_demo(whole.folder, fast=True, console=console)
-        assert said(console).count("already done") == 4
+        assert said(console).count("already done") == len(MODELS)
         assert began == {name: (whole.folder / name / EVALUATION).stat().st_mtime_ns for name in MODELS}
 
     def test_runs_of_another_recipe_are_not_mixed_in(self, whole):

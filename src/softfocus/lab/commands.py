@@ -87,7 +87,9 @@ def demo(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Train again what is there.")] = False,
     json: Json = None,
 ) -> None:
-    """Train Softmax, LSSA, LSSAR and LASER side by side and show what each costs at 1x and who is best at 16x.
+    """Train Softmax, LSSA, LSSAR, LASER and a layout of local and global layers side by side.
+
+    Shows what each costs at the training length and who is best at 16x.
 
     At most 15 minutes on two CPU cores. Writes results.json, figure1.png and report.html. What is finished is kept:
     started again after a failure or Ctrl-C, it goes on.

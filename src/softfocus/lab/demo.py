@@ -1,4 +1,4 @@
-"""The demo: train and evaluate four small models side by side, show the table as it fills, and write the report."""
+"""The demo: train and evaluate five small models side by side, show the table as it fills, and write the report."""
 
 import re
 from collections.abc import Sequence
@@ -13,18 +13,18 @@ from softfocus.lab.points import labels
 from softfocus.lab.recipe import load, shipped
 from softfocus.lab.report import Report, build, load_entry, show, write
 
-MODELS = ("demo-softmax", "demo-lssa", "demo-lssar", "demo-laser")
+MODELS = ("demo-softmax", "demo-lssa", "demo-lssar", "demo-laser", "demo-hybrid")
 FOLDER = Path("runs/demo")
 
 FAST = (
     "train.steps=8",
     "train.warmup=2",
-    "train.batch=8",
-    "train.length=32",
+    "train.batch=4",
+    "train.length=64",
     "train.checkpoint_every=4",
     "train.log_every=2",
     "model.config.hidden_size=32",
-    "model.config.num_hidden_layers=1",
+    "model.config.num_hidden_layers=2",
     "model.config.intermediate_size=64",
     "evaluate.lengths=1x,2x,4x",
     "evaluate.tokens=2048",
@@ -51,7 +51,7 @@ def run_demo(
     Args:
         folder: gets a run folder for each model, logs, results.json, figure1.png and report.html.
         models: shipped recipes ("demo-lssar"), mechanisms ("lssar", "sharpened(lssa, 3)") to put into the demo's recipe,
-            or recipe files; the four of the headline figure by default.
+            or recipe files; the five of the headline figure by default.
         seed: of the training; the recipes' own by default. A folder holds the runs of one seed.
         fast: tiny models and a few steps.
         overwrite: train again what is already there.

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import re
 import tomllib
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -237,9 +238,17 @@ def mechanism_name(mechanism: str) -> str:
 
 
 def labels(evaluations: Sequence[Evaluation]) -> list[str]:
-    """A name for each run: its mechanism's, with the run's where two share a mechanism, numbered where those agree."""
+    """A name for each run: its mechanism's, with the run's where two share a mechanism, numbered where those agree.
+
+    A layout is long to say, so such a run has its own name, without the seed.
+    """
     mechanisms = Counter(evaluation.mechanism for evaluation in evaluations)
-    names = [mechanism_name(e.mechanism) + (f" · {e.run}" if mechanisms[e.mechanism] > 1 else "") for e in evaluations]
+    names = []
+    for e in evaluations:
+        if any(mark in e.mechanism for mark in "[/+"):
+            names.append(re.sub(r"-s\d+$", "", e.run))
+        else:
+            names.append(mechanism_name(e.mechanism) + (f" · {e.run}" if mechanisms[e.mechanism] > 1 else ""))
     seen: Counter[str] = Counter()
     unique = []
     for name in names:
