@@ -487,8 +487,4 @@ def _is_main_process() -> bool:
 
 
 def _print(renderable: Any) -> None:
-    from rich.console import Console
-
-    console = Console()
-    # Into a file or a pipe nothing is cut off to fit a terminal that is not there
-    (console if console.is_terminal else Console(width=200)).print(renderable)
+    beside(None).print(renderable)

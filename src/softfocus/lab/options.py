@@ -16,7 +16,10 @@ def beside(json: Path | None) -> Any:
     """A console for what is said to people: stderr where --json has stdout."""
     from rich.console import Console
 
-    return Console(stderr=json is not None and str(json) == "-")
+    aside = json is not None and str(json) == "-"
+    console = Console(stderr=aside)
+    # Into a file or a pipe nothing is cut off to fit a terminal that is not there
+    return console if console.is_terminal else Console(stderr=aside, width=200)
 
 
 def write_json(path: Path | None, result: "BaseModel | Sequence[BaseModel]") -> bool:
