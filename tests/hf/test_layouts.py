@@ -8,6 +8,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     BartConfig,
+    DeepseekV3Config,
     DynamicCache,
     LlamaConfig,
     LlavaConfig,
@@ -15,14 +16,16 @@ from transformers import (
     SmolLM3ForCausalLM,
     StaticCache,
 )
+from transformers.models.deepseek_v4 import modeling_deepseek_v4
 
 import softfocus
 import softfocus.hf
-from softfocus.hf import adapter
+from softfocus.hf import adapter, rotary
 from softfocus.hf.adapter import attention_forward
 from softfocus.hf.config import SAVED
 
 LENGTH, WINDOW = 12, 4
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 61}
 HYBRID = {"0": {"mechanism": "softmax", "window": WINDOW}, "*": "lssar"}
 HEADS = {"*": [{"mechanism": "ssmax", "heads": 2, "window": WINDOW}, {"mechanism": "lssar", "rope": 0}]}
 PARTIAL = {"0": {"mechanism": "lssar", "rope": 0.5}, "*": [{"mechanism": "lssar", "rope": 0.25, "heads": 2}, "lssar"]}
@@ -77,16 +80,9 @@ def test_the_narrower_of_two_windows_holds(build, tokens):
 
 def smol(layers):
     """SmolLM3 with rotary embeddings in the layers given as 1."""
-    sizes = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_attention_heads": 4,
-        "vocab_size": 61,
-        "initializer_range": 0.4,
-    }
     torch.manual_seed(0)
     config = SmolLM3Config(
-        **sizes, num_hidden_layers=len(layers), num_key_value_heads=2, no_rope_layers=layers, pad_token_id=0,
+        **SIZES | {"num_hidden_layers": len(layers)}, initializer_range=0.4, num_key_value_heads=2, no_rope_layers=layers, pad_token_id=0,
         bos_token_id=None, eos_token_id=None, max_position_embeddings=64,
     )  # fmt: skip
     return SmolLM3ForCausalLM(config).eval()
@@ -103,17 +99,21 @@ def test_layers_without_rope_are_smollm3s(tokens):
     assert not torch.equal(logits(softfocus.hf.use(ours, "lssar"), ids), logits(theirs, ids))
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
-@pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 1.0])
+ROTARY = ["llama", "gpt_neox", "cohere", "glm"]  # halves twice, neighbours, neighbours by half a table
+
+
+@pytest.mark.parametrize("family", ROTARY)
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_a_share_of_rope_keeps_the_highest_frequencies(build, tokens, family, share):
     ids, model = tokens(2, LENGTH), build(family, "lssar")
-    rotary = (model.model if family == "llama" else model.gpt_neox).rotary_emb
+    rotary = model.base_model.rotary_emb
     rotary.inv_freq[round(share * len(rotary.inv_freq)) :] = 0  # a frequency of 0 turns nothing
     ours = softfocus.hf.use(build(family), {"*": {"mechanism": "lssar", "rope": share}})
     assert torch.equal(logits(ours, ids), logits(model, ids))
+    assert (share == 1) == torch.equal(logits(build(family, "lssar"), ids), logits(model, ids))
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+@pytest.mark.parametrize("family", ROTARY)
 def test_heads_of_one_layer_keep_shares_of_their_own(build, tokens, monkeypatch, family):
     """What reaches the attention, head by head, against models whose heads are all alike."""
     ids, seen = tokens(2, LENGTH), []
@@ -251,7 +251,7 @@ def test_a_model_without_a_layout_keeps_its_cache(build, tokens):
 
 
 @pytest.mark.parametrize("mechanism", ["softmax", "lssar"])
-@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+@pytest.mark.parametrize("family", ROTARY)
 def test_sinks_are_streaming_llms(build, tokens, in_double, mechanism, family):
     """Of one layer, keys and values depend on their own token alone: a fresh sequence of what is seen is the definition."""
     model, ids = in_double(build(family, mechanism, num_hidden_layers=1)), tokens(2, LENGTH)
@@ -265,6 +265,21 @@ def test_sinks_are_streaming_llms(build, tokens, in_double, mechanism, family):
     torch.testing.assert_close(got, torch.stack(want, dim=1), rtol=1e-4, atol=1e-4)
     with pytest.raises(ValueError, match=r"sinks: .* without a KV cache"):
         logits(model, ids[:, -1:], past_key_values=model(ids[:, :-1], use_cache=True).past_key_values)
+
+
+def test_unknown_rotations_are_refused(tokens):
+    """MLA turns the last part of each head; DeepSeek-V4's function takes one tensor."""
+    sizes = {"kv_lora_rank": 8, "q_lora_rank": None, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    config = DeepseekV3Config(
+        **SIZES, **sizes, n_routed_experts=4, n_group=1, topk_group=1, num_experts_per_tok=2, moe_intermediate_size=16,
+        pad_token_id=0, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    model = softfocus.hf.use(AutoModelForCausalLM.from_config(config).eval(), {"*": {"mechanism": "lssar", "rope": 0.5}})
+    assert logits(model, tokens(1, LENGTH)).isfinite().all()
+    softfocus.hf.window(model, 6, 2)
+    with pytest.raises(ValueError, match="sinks: DeepseekV3Attention turns a part of each head"):
+        logits(model, tokens(1, LENGTH))
+    assert rotary._form_of(modeling_deepseek_v4.apply_rotary_pos_emb) is None
 
 
 def test_sinks_need_a_mask_that_is_plainly_causal(build, tokens):
@@ -312,7 +327,7 @@ def test_parameters_belong_to_the_heads_that_learn_them(build, tokens, tmp_path)
 
 
 @pytest.mark.parametrize("layout", [HYBRID, HEADS, PARTIAL], ids=["layers", "heads", "partial"])
-@pytest.mark.parametrize("family", ["gpt_neox", "llama"])
+@pytest.mark.parametrize("family", ["gpt_neox", "llama", "glm"])
 def test_round_trip(build, tokens, tmp_path, layout, family):
     model, ids = softfocus.hf.use(build(family), layout), tokens(2, LENGTH)
     model.save_pretrained(tmp_path)
@@ -330,8 +345,9 @@ def test_round_trip(build, tokens, tmp_path, layout, family):
 
 
 @pytest.mark.parametrize("layout", [HYBRID, HEADS, PARTIAL], ids=["layers", "heads", "partial"])
-def test_compiled_and_checkpointed(build, tokens, layout):
-    model, ids = softfocus.hf.use(build("llama"), layout), tokens(2, LENGTH)
+@pytest.mark.parametrize("family", ["llama", "glm"])
+def test_compiled_and_checkpointed(build, tokens, layout, family):
+    model, ids = softfocus.hf.use(build(family), layout), tokens(2, LENGTH)
     want = logits(model, ids)
     torch.testing.assert_close(logits(torch.compile(model, fullgraph=True, backend="eager"), ids), want)
     model.train()
