@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 
 import pytest
 import torch
@@ -10,8 +11,12 @@ from transformers import (
     BartConfig,
     DeepseekV3Config,
     DynamicCache,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     LlamaConfig,
     LlavaConfig,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
     StaticCache,
@@ -68,6 +73,70 @@ def test_a_window_of_a_bidirectional_model_reaches_to_both_sides(build, tokens):
     want = logits(build("bert", "lssar"), ids, attention_mask=band)
     assert torch.equal(logits(model, ids), want)
     assert torch.equal(logits(model, ids, attention_mask=torch.ones(1, 1, LENGTH, LENGTH).bool()), want)
+
+
+@pytest.mark.parametrize("hidden", [None, -math.inf], ids=["bool", "float"])
+def test_a_mask_for_all_rows_is_one_for_each(build, tokens, hidden):
+    model, ids = softfocus.hf.use(build("bert"), {"*": {"mechanism": "lssar", "window": 3}}), tokens(2, LENGTH)
+    keys = (torch.arange(LENGTH) != 5).expand(2, 1, 1, LENGTH)
+    mask = keys if hidden is None else torch.zeros(keys.shape).masked_fill(~keys, hidden)
+    want = logits(model, ids, attention_mask=keys[:, 0, 0].long())
+    assert torch.equal(logits(model, ids, attention_mask=mask), want)
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_window_in_a_prefix_lm(build, tokens, cached):
+    """Its prefix sees its own future: the last key that a row sees is not the row's own."""
+    model, ids = softfocus.hf.use(build("llama"), {"*": {"mechanism": "lssar", "window": 3}}), tokens(1, LENGTH)
+    places = torch.arange(LENGTH)
+    prefix = places[:, None].ge(places) | (places < 8)
+    band = prefix & ((places[:, None] - places).abs() < 3)
+    want = logits(build("llama", "lssar"), ids, attention_mask=band[None, None])
+    if not cached:
+        assert torch.equal(logits(model, ids, attention_mask=prefix[None, None]), want)
+        return
+    cache = StaticCache(model.config, LENGTH + 5)
+    mask = torch.nn.functional.pad(prefix, (0, 5))[None, None]
+    with pytest.raises(ValueError, match=f"window: got a mask of {LENGTH} queries and {LENGTH + 5} keys whose rows"):
+        logits(model, ids, attention_mask=mask, past_key_values=cache)
+
+
+@pytest.mark.parametrize("mask", [None, torch.ones(1, 1, 8, 6).bool()], ids=["no mask", "mask"])
+def test_a_window_needs_queries_and_keys_at_the_same_positions(mask):
+    module = Module(softfocus.hf.Heads(mechanism="lssar", window=3))
+    query, key = torch.randn(1, 4, 8, 16), torch.randn(1, 4, 6, 16)
+    module.is_causal = False
+    with pytest.raises(ValueError, match="window: Module is not causal and hands over 8 queries and 6 keys"):
+        attention_forward(module, query, key, key, mask)
+
+
+def test_encoder_decoders_take_no_window(tmp_path):
+    config = BartConfig(
+        d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2
+    )
+    softfocus.hf.use(config, "lssar")
+    with pytest.raises(ValueError, match="window: a bart model is an encoder and a decoder"):
+        softfocus.hf.window(config, 4)
+    assert str(softfocus.hf.layout_of(config)) == "lssar"
+    config.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    values = json.loads(file.read_text())
+    heads = softfocus.hf.Heads(mechanism="lssar", window=4)
+    file.write_text(json.dumps(values | {"softfocus": {"layout": softfocus.hf.Layout.alike(heads).to_dict()}}))
+    with pytest.raises(ValueError, match="window: a bart model is an encoder and a decoder"):
+        BartConfig.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("heads", "error"),
+    [((3, 1), "heads: got 3, expected a multiple of 2"), ((2, 4), "hands over 4 query heads"), ((2,), "hands over 4")],
+)
+def test_heads_that_do_not_fit_a_model_are_refused(build, tokens, heads, error):
+    """A Layout object, and a config.json that was changed by hand, do not go through what use() checks."""
+    kind = tuple(softfocus.hf.Heads(mechanism="lssar", heads=count) for count in heads)
+    model = softfocus.hf.use(build("llama"), softfocus.hf.Layout((kind,)))
+    with pytest.raises(ValueError, match=error):
+        logits(model, tokens(1, LENGTH))
 
 
 def test_the_narrower_of_two_windows_holds(build, tokens):
@@ -244,6 +313,48 @@ def test_a_cache_keeps_what_windows_can_still_see(build, tokens, layout, kept):
     assert cache.get_seq_length() == LENGTH
 
 
+def qwen(layer_types):
+    """Qwen 2 with sliding layers of its own, window 4."""
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        **SIZES | {"num_hidden_layers": len(layer_types)}, initializer_range=0.4, num_key_value_heads=2, pad_token_id=0,
+        bos_token_id=None, eos_token_id=None, use_sliding_window=True, sliding_window=WINDOW, layer_types=layer_types,
+    )  # fmt: skip
+    return Qwen2ForCausalLM(config).eval()
+
+
+def sharing():
+    """Gemma 4, whose last two layers take the keys of the two before."""
+    torch.manual_seed(0)
+    config = Gemma4TextConfig(
+        **SIZES | {"num_hidden_layers": 4}, vocab_size_per_layer_input=61, num_key_value_heads=2, head_dim=8,
+        global_head_dim=8, hidden_size_per_layer_input=8, num_kv_shared_layers=2, sliding_window=32,
+        layer_types=["full_attention"] * 4, initializer_range=0.4, pad_token_id=0, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    return Gemma4ForCausalLM(config).eval()
+
+
+SLIDING = ["full_attention", "sliding_attention", "full_attention"]
+
+
+@pytest.mark.parametrize("sizes", [[1] * LENGTH, [5, 4, 1, 2], [9, 1, 1, 1]], ids=["tokens", "chunks", "prefill"])
+@pytest.mark.parametrize(
+    ("make", "layout"),
+    [
+        (lambda: qwen(SLIDING), {"0": {"mechanism": "softmax", "window": 3}, "*": "lssar"}),
+        (lambda: qwen(SLIDING), {"0": {"mechanism": "softmax", "window": 6}, "*": "lssar"}),
+        (sharing, {"1": {"mechanism": "softmax", "window": 4}, "*": "softmax"}),
+    ],
+    ids=["sliding 3", "sliding 6", "sharing"],
+)
+def test_caches_with_layers_of_the_models_own_kind(tokens, in_double, agree, make, layout, sizes):
+    model, ids = softfocus.hf.use(make(), layout), tokens(2, LENGTH)
+    double = in_double(model)
+    cache = DynamicCache(config=double.config)
+    parts = [logits(double, chunk, past_key_values=cache) for chunk in ids.split(sizes, dim=1)]
+    agree(torch.cat(parts, dim=1), logits(double, ids), logits(model, ids))
+
+
 def test_a_model_without_a_layout_keeps_its_cache(build, tokens):
     with torch.no_grad():
         cache = build("llama")(tokens(1, LENGTH), use_cache=True).past_key_values
@@ -280,6 +391,16 @@ def test_unknown_rotations_are_refused(tokens):
     with pytest.raises(ValueError, match="sinks: DeepseekV3Attention turns a part of each head"):
         logits(model, tokens(1, LENGTH))
     assert rotary._form_of(modeling_deepseek_v4.apply_rotary_pos_emb) is None
+
+
+def test_shares_of_rope_where_queries_are_turned_alone(tokens):
+    ids, want = tokens(1, LENGTH), softfocus.hf.use(sharing(), "lssar")
+    frequencies = want.model.rotary_emb.full_attention_inv_freq
+    frequencies[len(frequencies) // 2 :] = 0
+    ours = softfocus.hf.use(sharing(), {"*": {"mechanism": "lssar", "rope": 0.5}})
+    assert torch.equal(logits(ours, ids), logits(want, ids))
+    with pytest.raises(ValueError, match="rope: .* turns queries and keys apart"):
+        softfocus.hf.use(sharing(), HEADS)
 
 
 def test_sinks_need_a_mask_that_is_plainly_causal(build, tokens):
