@@ -52,8 +52,11 @@ def install(module: nn.Module, layer: Layer) -> None:
         )
     if any(group.rope > 0 for group in partial) or any(group.sinks for group in layer):
         module._softfocus_form = _form(module, modeling)  # type: ignore[assignment]
-    if len({group.rope for group in layer}) > 1 and not hasattr(getattr(modeling, _FUNCTION), "_softfocus"):
-        setattr(modeling, _FUNCTION, _by_head(getattr(modeling, _FUNCTION)))
+    function = getattr(modeling, _FUNCTION)
+    if len({group.rope for group in layer}) > 1 and not hasattr(function, "_softfocus"):
+        if not _takes_two(function):
+            raise ValueError(f"rope: {kind} turns queries and keys apart, so all heads of a layer need the same share")
+        setattr(modeling, _FUNCTION, _by_head(function))
     if _change_tables not in module._forward_pre_hooks.values():
         module.register_forward_pre_hook(_change_tables, with_kwargs=True)
 
@@ -117,7 +120,8 @@ def _form_of(function: Any) -> _Form | None:
         head = torch.arange(1.0, 9.0 + beyond)
         given = head[None, None, None]
         try:
-            turned, _ = function(given, given, cos[None, None], sin[None, None])
+            tables = cos[None, None], sin[None, None]
+            turned = function(given, given, *tables)[0] if _takes_two(function) else function(given, *tables)
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
             continue  # it takes no head of this size, or other arguments
         for neighbours, half in ((False, False), (True, False), (True, True)):
@@ -129,6 +133,11 @@ def _form_of(function: Any) -> _Form | None:
         if torch.equal(turned.flatten(), _turn(apart, cos, sin, _Form(neighbours=False, half=True, cuts=False))):
             return _Form(neighbours=False, half=False, cuts=False)
     return None
+
+
+def _takes_two(function: Any) -> bool:
+    """Whether a rotary function turns a query and a key; Gemma 4's turns one tensor."""
+    return list(inspect.signature(function).parameters)[2:4] == ["cos", "sin"]
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, form: _Form) -> Tensor:
