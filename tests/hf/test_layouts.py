@@ -422,6 +422,11 @@ def test_window_narrows_what_is_wider(build, tokens):
     assert str(softfocus.hf.layout_of(config)) == "lssar[5]"
     with pytest.raises(ValueError, match="the model runs its own attention"):
         softfocus.hf.window(build("llama"), 5)
+    with pytest.raises(ValueError, match=r"heads that run lssar\[5\] keep their own window; ask for fewer than 5 keys"):
+        softfocus.hf.window(config, 5, sinks=2)
+    assert str(softfocus.hf.layout_of(softfocus.hf.window(config, 4, sinks=2))) == "lssar[4+2]"
+    assert str(softfocus.hf.layout_of(softfocus.hf.window(config, 9, sinks=2))) == "lssar[4+2]"
+    assert str(softfocus.hf.layout_of(softfocus.hf.window(config, 9))) == "lssar[4+2]"
 
 
 def test_parameters_belong_to_the_heads_that_learn_them(build, tokens, tmp_path):
@@ -487,8 +492,12 @@ def test_compiled_and_checkpointed(build, tokens, layout, family):
 def test_layer_types_of_the_models_own(build, tokens):
     model, ids = build("mistral", layer_types=["sliding_attention", "full_attention"]), tokens(1, LENGTH)
     softfocus.hf.use(model, {"sliding_attention": "softmax", "full_attention": "lssar"})
-    assert softfocus.hf.layout_of(model).layers == (0, 1)
-    assert logits(model, ids).isfinite().all()
+    want = build("mistral", layer_types=["sliding_attention", "full_attention"])
+    softfocus.hf.use(want, {"0": "softmax", "1": "lssar"})
+    assert softfocus.hf.layout_of(model) == softfocus.hf.layout_of(want)
+    assert torch.equal(logits(model, ids), logits(want, ids))
+    softfocus.hf.use(want, {"0": "lssar", "1": "softmax"})
+    assert not torch.equal(logits(model, ids), logits(want, ids))
 
 
 def test_what_cannot_be_laid_out_is_refused(build):
