@@ -97,7 +97,7 @@ def test_a_window_in_a_prefix_lm(build, tokens, cached):
         return
     cache = StaticCache(model.config, LENGTH + 5)
     mask = torch.nn.functional.pad(prefix, (0, 5))[None, None]
-    with pytest.raises(ValueError, match=f"window: got a mask of {LENGTH} queries and {LENGTH + 5} keys whose rows"):
+    with pytest.raises(ValueError, match=f"window: got a mask of {LENGTH} queries and {LENGTH + 5} keys that shows"):
         logits(model, ids, attention_mask=mask, past_key_values=cache)
 
 
@@ -151,8 +151,8 @@ def smol(layers):
     """SmolLM3 with rotary embeddings in the layers given as 1."""
     torch.manual_seed(0)
     config = SmolLM3Config(
-        **SIZES | {"num_hidden_layers": len(layers)}, initializer_range=0.4, num_key_value_heads=2, no_rope_layers=layers, pad_token_id=0,
-        bos_token_id=None, eos_token_id=None, max_position_embeddings=64,
+        **SIZES | {"num_hidden_layers": len(layers)}, initializer_range=0.4, num_key_value_heads=2, no_rope_layers=layers,
+        pad_token_id=0, bos_token_id=None, eos_token_id=None, max_position_embeddings=64,
     )  # fmt: skip
     return SmolLM3ForCausalLM(config).eval()
 
@@ -385,7 +385,9 @@ def test_unknown_rotations_are_refused(tokens):
         **SIZES, **sizes, n_routed_experts=4, n_group=1, topk_group=1, num_experts_per_tok=2, moe_intermediate_size=16,
         pad_token_id=0, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
-    model = softfocus.hf.use(AutoModelForCausalLM.from_config(config).eval(), {"*": {"mechanism": "lssar", "rope": 0.5}})
+    model = softfocus.hf.use(
+        AutoModelForCausalLM.from_config(config).eval(), {"*": {"mechanism": "lssar", "rope": 0.5}}
+    )
     assert logits(model, tokens(1, LENGTH)).isfinite().all()
     softfocus.hf.window(model, 6, 2)
     with pytest.raises(ValueError, match="sinks: DeepseekV3Attention turns a part of each head"):
@@ -399,7 +401,7 @@ def test_shares_of_rope_where_queries_are_turned_alone(tokens):
     frequencies[len(frequencies) // 2 :] = 0
     ours = softfocus.hf.use(sharing(), {"*": {"mechanism": "lssar", "rope": 0.5}})
     assert torch.equal(logits(ours, ids), logits(want, ids))
-    with pytest.raises(ValueError, match="rope: .* turns queries and keys apart"):
+    with pytest.raises(ValueError, match=r"rope: .* turns queries and keys apart"):
         softfocus.hf.use(sharing(), HEADS)
 
 

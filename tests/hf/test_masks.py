@@ -74,7 +74,7 @@ def test_a_window_is_refused_where_masks_do_not_say_who_is_where(tokens):
         attention_type="original_full", is_encoder_decoder=False,
     )  # fmt: skip
     model = softfocus.hf.window(softfocus.hf.use(BigBirdPegasusForCausalLM(config), "lssar"), 4)
-    with pytest.raises(ValueError, match="window: .* belongs to a model without SDPA support"):
+    with pytest.raises(ValueError, match=r"window: .* belongs to a model without SDPA support"):
         model(tokens(1, 9))
 
 

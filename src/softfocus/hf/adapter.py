@@ -196,8 +196,9 @@ def _windowed(mask: Tensor, rows: int, window: int) -> Tensor:
         # Compiled code cannot look at values
         if rows > 1 and not torch.compiler.is_compiling() and (last - own).amax() > before:
             raise ValueError(
-                f"window: got a mask of {rows} queries and {mask.shape[-1]} keys whose rows see keys after their own, or end in "
-                "padding, so that their positions are not known; pad on the left, or pass the prompt without a cache"
+                f"window: got a mask of {rows} queries and {mask.shape[-1]} keys that shows queries their future or ends in "
+                "padding, so that their positions are not known; pad on the left, and pass the whole prompt at once, with a "
+                "dynamic cache or none"
             )
         own = own + before
     near = (places - own[:, None]).abs() < window

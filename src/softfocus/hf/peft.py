@@ -1,9 +1,9 @@
 """Adapters of PEFT on models with a mechanism: they remember what they were trained on, and hold what the heads learned.
 
 An adapter is a change to one model. On a base that runs another attention it is a change to a different function, and
-nothing in PEFT would notice. So the adapter's config says what the base ran, and another base is refused. An adapter that
-says nothing was trained on Transformers' own attention, or without this hook: on a mechanism it loads with a warning. A process that
+nothing in PEFT would notice. So the adapter's config says what the base ran, and another base is refused. A process that
 never imports softfocus is refused by PEFT itself: the saved task type is one that it does not know, and quotes what to do.
+An adapter that was trained on Transformers' own attention says nothing. On a mechanism it loads with a warning.
 
 What the heads learn (``softfocus_head_scale``, ``softfocus_power``) is trained, saved and loaded with the adapter, for
 methods that inject layers (LoRA and its kind; not prompt learning). A model has one set of these values: adapters on the

@@ -88,7 +88,8 @@ def _kept(module: nn.Module, share: float, cos: Tensor) -> Tensor:
     size = cos.shape[-1]
     if share in (0.0, 1.0):
         return torch.full((size,), bool(share), device=cos.device)
-    form, places = module._softfocus_form, torch.arange(size, device=cos.device)
+    form: _Form = module._softfocus_form  # type: ignore[assignment]
+    places = torch.arange(size, device=cos.device)
     # A table of which only the first half is read holds one entry for each frequency there
     frequency = places // 2 if form.neighbours and not form.half else places % (size // 2)
     return frequency < round(share * size / 2)
