@@ -24,8 +24,8 @@ class Heads:
     Attributes:
         mechanism: a name, a combination of names or a ``Mechanism``; held as a ``Mechanism``.
         heads: how many query heads; None for all of the layer, or all that its other groups leave.
-        window: how many keys a query sees, itself included (to each side, where attention is not causal). None adds no
-            window to what the model's own mask shows.
+        window: how many keys a query sees, itself included (to each side, where attention is not causal). None: no
+            window beyond the model's own.
         sinks: how many of the first keys a query sees beside its window, at StreamingLLM's positions (arXiv 2309.17453,
             section 3.2): from the end of the first window on, their distance to a query stays what it was there. Without
             a KV cache only.

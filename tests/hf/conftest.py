@@ -7,6 +7,10 @@ import torch
 from transformers import (
     BertConfig,
     BertForMaskedLM,
+    CohereConfig,
+    CohereForCausalLM,
+    GlmConfig,
+    GlmForCausalLM,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
     LlamaConfig,
@@ -44,7 +48,22 @@ def _bert():
     )
 
 
-FAMILIES = {"gpt_neox": _gpt_neox, "llama": _llama, "mistral": _mistral, "bert": _bert}
+def _cohere():
+    return CohereForCausalLM, CohereConfig(**COMMON, **TOKENS, num_key_value_heads=2)
+
+
+def _glm():
+    return GlmForCausalLM, GlmConfig(**COMMON, **TOKENS, num_key_value_heads=2, head_dim=8)
+
+
+FAMILIES = {
+    "gpt_neox": _gpt_neox,
+    "llama": _llama,
+    "mistral": _mistral,
+    "bert": _bert,
+    "cohere": _cohere,
+    "glm": _glm,
+}
 
 
 @pytest.fixture

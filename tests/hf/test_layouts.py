@@ -2,27 +2,35 @@
 
 import copy
 import json
+import math
 
 import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
     BartConfig,
+    DeepseekV3Config,
     DynamicCache,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     LlamaConfig,
     LlavaConfig,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
     StaticCache,
 )
+from transformers.models.deepseek_v4 import modeling_deepseek_v4
 
 import softfocus
 import softfocus.hf
-from softfocus.hf import adapter
+from softfocus.hf import adapter, rotary
 from softfocus.hf.adapter import attention_forward
 from softfocus.hf.config import SAVED
 
 LENGTH, WINDOW = 12, 4
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 61}
 HYBRID = {"0": {"mechanism": "softmax", "window": WINDOW}, "*": "lssar"}
 HEADS = {"*": [{"mechanism": "ssmax", "heads": 2, "window": WINDOW}, {"mechanism": "lssar", "rope": 0}]}
 PARTIAL = {"0": {"mechanism": "lssar", "rope": 0.5}, "*": [{"mechanism": "lssar", "rope": 0.25, "heads": 2}, "lssar"]}
@@ -67,6 +75,70 @@ def test_a_window_of_a_bidirectional_model_reaches_to_both_sides(build, tokens):
     assert torch.equal(logits(model, ids, attention_mask=torch.ones(1, 1, LENGTH, LENGTH).bool()), want)
 
 
+@pytest.mark.parametrize("hidden", [None, -math.inf], ids=["bool", "float"])
+def test_a_mask_for_all_rows_is_one_for_each(build, tokens, hidden):
+    model, ids = softfocus.hf.use(build("bert"), {"*": {"mechanism": "lssar", "window": 3}}), tokens(2, LENGTH)
+    keys = (torch.arange(LENGTH) != 5).expand(2, 1, 1, LENGTH)
+    mask = keys if hidden is None else torch.zeros(keys.shape).masked_fill(~keys, hidden)
+    want = logits(model, ids, attention_mask=keys[:, 0, 0].long())
+    assert torch.equal(logits(model, ids, attention_mask=mask), want)
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_window_in_a_prefix_lm(build, tokens, cached):
+    """Its prefix sees its own future: the last key that a row sees is not the row's own."""
+    model, ids = softfocus.hf.use(build("llama"), {"*": {"mechanism": "lssar", "window": 3}}), tokens(1, LENGTH)
+    places = torch.arange(LENGTH)
+    prefix = places[:, None].ge(places) | (places < 8)
+    band = prefix & ((places[:, None] - places).abs() < 3)
+    want = logits(build("llama", "lssar"), ids, attention_mask=band[None, None])
+    if not cached:
+        assert torch.equal(logits(model, ids, attention_mask=prefix[None, None]), want)
+        return
+    cache = StaticCache(model.config, LENGTH + 5)
+    mask = torch.nn.functional.pad(prefix, (0, 5))[None, None]
+    with pytest.raises(ValueError, match=f"window: got a mask of {LENGTH} queries and {LENGTH + 5} keys that shows"):
+        logits(model, ids, attention_mask=mask, past_key_values=cache)
+
+
+@pytest.mark.parametrize("mask", [None, torch.ones(1, 1, 8, 6).bool()], ids=["no mask", "mask"])
+def test_a_window_needs_queries_and_keys_at_the_same_positions(mask):
+    module = Module(softfocus.hf.Heads(mechanism="lssar", window=3))
+    query, key = torch.randn(1, 4, 8, 16), torch.randn(1, 4, 6, 16)
+    module.is_causal = False
+    with pytest.raises(ValueError, match="window: Module is not causal and hands over 8 queries and 6 keys"):
+        attention_forward(module, query, key, key, mask)
+
+
+def test_encoder_decoders_take_no_window(tmp_path):
+    config = BartConfig(
+        d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2
+    )
+    softfocus.hf.use(config, "lssar")
+    with pytest.raises(ValueError, match="window: a bart model is an encoder and a decoder"):
+        softfocus.hf.window(config, 4)
+    assert str(softfocus.hf.layout_of(config)) == "lssar"
+    config.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    values = json.loads(file.read_text())
+    heads = softfocus.hf.Heads(mechanism="lssar", window=4)
+    file.write_text(json.dumps(values | {"softfocus": {"layout": softfocus.hf.Layout.alike(heads).to_dict()}}))
+    with pytest.raises(ValueError, match="window: a bart model is an encoder and a decoder"):
+        BartConfig.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("heads", "error"),
+    [((3, 1), "heads: got 3, expected a multiple of 2"), ((2, 4), "hands over 4 query heads"), ((2,), "hands over 4")],
+)
+def test_heads_that_do_not_fit_a_model_are_refused(build, tokens, heads, error):
+    """A Layout object, and a config.json that was changed by hand, do not go through what use() checks."""
+    kind = tuple(softfocus.hf.Heads(mechanism="lssar", heads=count) for count in heads)
+    model = softfocus.hf.use(build("llama"), softfocus.hf.Layout((kind,)))
+    with pytest.raises(ValueError, match=error):
+        logits(model, tokens(1, LENGTH))
+
+
 def test_the_narrower_of_two_windows_holds(build, tokens):
     narrow, ids = {"*": {"mechanism": "lssar", "window": 3}}, tokens(1, LENGTH)
     model = softfocus.hf.use(build("mistral"), narrow)  # its own window is 4
@@ -77,17 +149,10 @@ def test_the_narrower_of_two_windows_holds(build, tokens):
 
 def smol(layers):
     """SmolLM3 with rotary embeddings in the layers given as 1."""
-    sizes = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_attention_heads": 4,
-        "vocab_size": 61,
-        "initializer_range": 0.4,
-    }
     torch.manual_seed(0)
     config = SmolLM3Config(
-        **sizes, num_hidden_layers=len(layers), num_key_value_heads=2, no_rope_layers=layers, pad_token_id=0,
-        bos_token_id=None, eos_token_id=None, max_position_embeddings=64,
+        **SIZES | {"num_hidden_layers": len(layers)}, initializer_range=0.4, num_key_value_heads=2, no_rope_layers=layers,
+        pad_token_id=0, bos_token_id=None, eos_token_id=None, max_position_embeddings=64,
     )  # fmt: skip
     return SmolLM3ForCausalLM(config).eval()
 
@@ -103,17 +168,21 @@ def test_layers_without_rope_are_smollm3s(tokens):
     assert not torch.equal(logits(softfocus.hf.use(ours, "lssar"), ids), logits(theirs, ids))
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
-@pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 1.0])
+ROTARY = ["llama", "gpt_neox", "cohere", "glm"]  # halves twice, neighbours, neighbours by half a table
+
+
+@pytest.mark.parametrize("family", ROTARY)
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_a_share_of_rope_keeps_the_highest_frequencies(build, tokens, family, share):
     ids, model = tokens(2, LENGTH), build(family, "lssar")
-    rotary = (model.model if family == "llama" else model.gpt_neox).rotary_emb
+    rotary = model.base_model.rotary_emb
     rotary.inv_freq[round(share * len(rotary.inv_freq)) :] = 0  # a frequency of 0 turns nothing
     ours = softfocus.hf.use(build(family), {"*": {"mechanism": "lssar", "rope": share}})
     assert torch.equal(logits(ours, ids), logits(model, ids))
+    assert (share == 1) == torch.equal(logits(build(family, "lssar"), ids), logits(model, ids))
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+@pytest.mark.parametrize("family", ROTARY)
 def test_heads_of_one_layer_keep_shares_of_their_own(build, tokens, monkeypatch, family):
     """What reaches the attention, head by head, against models whose heads are all alike."""
     ids, seen = tokens(2, LENGTH), []
@@ -244,6 +313,48 @@ def test_a_cache_keeps_what_windows_can_still_see(build, tokens, layout, kept):
     assert cache.get_seq_length() == LENGTH
 
 
+def qwen(layer_types):
+    """Qwen 2 with sliding layers of its own, window 4."""
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        **SIZES | {"num_hidden_layers": len(layer_types)}, initializer_range=0.4, num_key_value_heads=2, pad_token_id=0,
+        bos_token_id=None, eos_token_id=None, use_sliding_window=True, sliding_window=WINDOW, layer_types=layer_types,
+    )  # fmt: skip
+    return Qwen2ForCausalLM(config).eval()
+
+
+def sharing():
+    """Gemma 4, whose last two layers take the keys of the two before."""
+    torch.manual_seed(0)
+    config = Gemma4TextConfig(
+        **SIZES | {"num_hidden_layers": 4}, vocab_size_per_layer_input=61, num_key_value_heads=2, head_dim=8,
+        global_head_dim=8, hidden_size_per_layer_input=8, num_kv_shared_layers=2, sliding_window=32,
+        layer_types=["full_attention"] * 4, initializer_range=0.4, pad_token_id=0, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    return Gemma4ForCausalLM(config).eval()
+
+
+SLIDING = ["full_attention", "sliding_attention", "full_attention"]
+
+
+@pytest.mark.parametrize("sizes", [[1] * LENGTH, [5, 4, 1, 2], [9, 1, 1, 1]], ids=["tokens", "chunks", "prefill"])
+@pytest.mark.parametrize(
+    ("make", "layout"),
+    [
+        (lambda: qwen(SLIDING), {"0": {"mechanism": "softmax", "window": 3}, "*": "lssar"}),
+        (lambda: qwen(SLIDING), {"0": {"mechanism": "softmax", "window": 6}, "*": "lssar"}),
+        (sharing, {"1": {"mechanism": "softmax", "window": 4}, "*": "softmax"}),
+    ],
+    ids=["sliding 3", "sliding 6", "sharing"],
+)
+def test_caches_with_layers_of_the_models_own_kind(tokens, in_double, agree, make, layout, sizes):
+    model, ids = softfocus.hf.use(make(), layout), tokens(2, LENGTH)
+    double = in_double(model)
+    cache = DynamicCache(config=double.config)
+    parts = [logits(double, chunk, past_key_values=cache) for chunk in ids.split(sizes, dim=1)]
+    agree(torch.cat(parts, dim=1), logits(double, ids), logits(model, ids))
+
+
 def test_a_model_without_a_layout_keeps_its_cache(build, tokens):
     with torch.no_grad():
         cache = build("llama")(tokens(1, LENGTH), use_cache=True).past_key_values
@@ -251,7 +362,7 @@ def test_a_model_without_a_layout_keeps_its_cache(build, tokens):
 
 
 @pytest.mark.parametrize("mechanism", ["softmax", "lssar"])
-@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+@pytest.mark.parametrize("family", ROTARY)
 def test_sinks_are_streaming_llms(build, tokens, in_double, mechanism, family):
     """Of one layer, keys and values depend on their own token alone: a fresh sequence of what is seen is the definition."""
     model, ids = in_double(build(family, mechanism, num_hidden_layers=1)), tokens(2, LENGTH)
@@ -265,6 +376,33 @@ def test_sinks_are_streaming_llms(build, tokens, in_double, mechanism, family):
     torch.testing.assert_close(got, torch.stack(want, dim=1), rtol=1e-4, atol=1e-4)
     with pytest.raises(ValueError, match=r"sinks: .* without a KV cache"):
         logits(model, ids[:, -1:], past_key_values=model(ids[:, :-1], use_cache=True).past_key_values)
+
+
+def test_unknown_rotations_are_refused(tokens):
+    """MLA turns the last part of each head; DeepSeek-V4's function takes one tensor."""
+    sizes = {"kv_lora_rank": 8, "q_lora_rank": None, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    config = DeepseekV3Config(
+        **SIZES, **sizes, n_routed_experts=4, n_group=1, topk_group=1, num_experts_per_tok=2, moe_intermediate_size=16,
+        pad_token_id=0, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    model = softfocus.hf.use(
+        AutoModelForCausalLM.from_config(config).eval(), {"*": {"mechanism": "lssar", "rope": 0.5}}
+    )
+    assert logits(model, tokens(1, LENGTH)).isfinite().all()
+    softfocus.hf.window(model, 6, 2)
+    with pytest.raises(ValueError, match="sinks: DeepseekV3Attention turns a part of each head"):
+        logits(model, tokens(1, LENGTH))
+    assert rotary._form_of(modeling_deepseek_v4.apply_rotary_pos_emb) is None
+
+
+def test_shares_of_rope_where_queries_are_turned_alone(tokens):
+    ids, want = tokens(1, LENGTH), softfocus.hf.use(sharing(), "lssar")
+    frequencies = want.model.rotary_emb.full_attention_inv_freq
+    frequencies[len(frequencies) // 2 :] = 0
+    ours = softfocus.hf.use(sharing(), {"*": {"mechanism": "lssar", "rope": 0.5}})
+    assert torch.equal(logits(ours, ids), logits(want, ids))
+    with pytest.raises(ValueError, match=r"rope: .* turns queries and keys apart"):
+        softfocus.hf.use(sharing(), HEADS)
 
 
 def test_sinks_need_a_mask_that_is_plainly_causal(build, tokens):
@@ -286,6 +424,11 @@ def test_window_narrows_what_is_wider(build, tokens):
     assert str(softfocus.hf.layout_of(config)) == "lssar[5]"
     with pytest.raises(ValueError, match="the model runs its own attention"):
         softfocus.hf.window(build("llama"), 5)
+    with pytest.raises(ValueError, match=r"heads that run lssar\[5\] keep their own window; ask for fewer than 5 keys"):
+        softfocus.hf.window(config, 5, sinks=2)
+    assert str(softfocus.hf.layout_of(softfocus.hf.window(config, 4, sinks=2))) == "lssar[4+2]"
+    assert str(softfocus.hf.layout_of(softfocus.hf.window(config, 9, sinks=2))) == "lssar[4+2]"
+    assert str(softfocus.hf.layout_of(softfocus.hf.window(config, 9))) == "lssar[4+2]"
 
 
 def test_parameters_belong_to_the_heads_that_learn_them(build, tokens, tmp_path):
@@ -312,7 +455,7 @@ def test_parameters_belong_to_the_heads_that_learn_them(build, tokens, tmp_path)
 
 
 @pytest.mark.parametrize("layout", [HYBRID, HEADS, PARTIAL], ids=["layers", "heads", "partial"])
-@pytest.mark.parametrize("family", ["gpt_neox", "llama"])
+@pytest.mark.parametrize("family", ["gpt_neox", "llama", "glm"])
 def test_round_trip(build, tokens, tmp_path, layout, family):
     model, ids = softfocus.hf.use(build(family), layout), tokens(2, LENGTH)
     model.save_pretrained(tmp_path)
@@ -330,8 +473,9 @@ def test_round_trip(build, tokens, tmp_path, layout, family):
 
 
 @pytest.mark.parametrize("layout", [HYBRID, HEADS, PARTIAL], ids=["layers", "heads", "partial"])
-def test_compiled_and_checkpointed(build, tokens, layout):
-    model, ids = softfocus.hf.use(build("llama"), layout), tokens(2, LENGTH)
+@pytest.mark.parametrize("family", ["llama", "glm"])
+def test_compiled_and_checkpointed(build, tokens, layout, family):
+    model, ids = softfocus.hf.use(build(family), layout), tokens(2, LENGTH)
     want = logits(model, ids)
     torch.testing.assert_close(logits(torch.compile(model, fullgraph=True, backend="eager"), ids), want)
     model.train()
@@ -350,8 +494,12 @@ def test_compiled_and_checkpointed(build, tokens, layout):
 def test_layer_types_of_the_models_own(build, tokens):
     model, ids = build("mistral", layer_types=["sliding_attention", "full_attention"]), tokens(1, LENGTH)
     softfocus.hf.use(model, {"sliding_attention": "softmax", "full_attention": "lssar"})
-    assert softfocus.hf.layout_of(model).layers == (0, 1)
-    assert logits(model, ids).isfinite().all()
+    want = build("mistral", layer_types=["sliding_attention", "full_attention"])
+    softfocus.hf.use(want, {"0": "softmax", "1": "lssar"})
+    assert softfocus.hf.layout_of(model) == softfocus.hf.layout_of(want)
+    assert torch.equal(logits(model, ids), logits(want, ids))
+    softfocus.hf.use(want, {"0": "lssar", "1": "softmax"})
+    assert not torch.equal(logits(model, ids), logits(want, ids))
 
 
 def test_what_cannot_be_laid_out_is_refused(build):

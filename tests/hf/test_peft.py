@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -87,8 +88,12 @@ def test_adapters_of_other_models_are_left_alone(build, tokens, tmp_path):
     saved = json.loads((tmp_path / "adapter_config.json").read_text())
     assert saved["task_type"] == "CAUSAL_LM"
     assert "softfocus" not in saved
-    back = peft.PeftModel.from_pretrained(build("llama"), tmp_path)
+    with warnings.catch_warnings(action="error", category=UserWarning):
+        back = peft.PeftModel.from_pretrained(build("llama"), tmp_path)
+        peft.get_peft_model(build("llama", "lssar"), lora())  # it is trained here: nothing to warn of
     assert torch.equal(logits(back, tokens(1, 5)), logits(model, tokens(1, 5)))
+    with pytest.warns(UserWarning, match="'default' does not say what its base model ran, and this one runs lssar"):
+        peft.PeftModel.from_pretrained(build("llama", "lssar"), tmp_path)
 
 
 def test_without_softfocus_the_adapter_is_refused(build, tmp_path):

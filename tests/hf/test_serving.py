@@ -8,6 +8,7 @@ from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForCon
 
 import softfocus.hf
 from softfocus.hf.__main__ import main
+from softfocus.hf.files import write_whole
 
 
 def test_the_card_says_what_runs_and_how_to_load(build, tmp_path):
@@ -54,6 +55,16 @@ def test_a_card_of_ones_own_is_left_alone(build, tmp_path, edit):
     path.write_text(own)
     build("llama", "lssar").save_pretrained(tmp_path)
     assert path.read_text() == own
+
+
+def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path):
+    path = tmp_path / "README.md"
+    path.write_text("old", encoding="utf-8")
+    with pytest.raises(UnicodeEncodeError):
+        write_whole(path, "new" * 10_000 + "\ud800")
+    assert [(file.name, file.read_text(encoding="utf-8")) for file in tmp_path.iterdir()] == [("README.md", "old")]
+    write_whole(path, "new")
+    assert [(file.name, file.read_text(encoding="utf-8")) for file in tmp_path.iterdir()] == [("README.md", "new")]
 
 
 def test_other_models_get_no_card(build, tmp_path):

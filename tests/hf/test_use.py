@@ -136,8 +136,11 @@ def test_architectures_with_attention_of_their_own_are_refused(of):
 def test_attention_that_stays_softmax_is_named():
     sizes = {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 4, "vocab_size": 61}
     model = LongT5ForConditionalGeneration(LongT5Config(**sizes))
-    with pytest.warns(UserWarning, match="LongT5ForConditionalGeneration keeps softmax in LongT5LocalAttention"):
+    with pytest.warns(
+        UserWarning, match="LongT5ForConditionalGeneration keeps softmax in LongT5LocalAttention"
+    ) as seen:
         softfocus.hf.use(model, "lssar")
+    assert seen[0].filename == __file__  # it points at the caller
 
 
 def test_a_model_of_ones_own_without_post_init(build, tokens):

@@ -23,7 +23,6 @@ exports), which run softmax whatever the config says: do not serve such a model 
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
-from warnings import warn
 
 import torch
 
@@ -48,6 +47,7 @@ from softfocus.hf.masks import make_mask, mark
 from softfocus.hf.watch import Call, watch
 from softfocus.layout import Heads, Layout, layer_count, resolve
 from softfocus.mechanism import Mechanism
+from softfocus.warn import warn
 
 __all__ = ["Call", "Heads", "Layout", "assign", "explain", "layout_of", "use", "watch", "window"]
 
@@ -141,7 +141,8 @@ def window(target: Target, keys: int, sinks: int = 0) -> Target:
         The target.
 
     Raises:
-        ValueError: no mechanism in the target, a window that holds no key, or more sinks than keys.
+        ValueError: no mechanism in the target, a window that holds no key, more sinks than keys, sinks beside heads that
+            keep a window of their own, or a model with an encoder and a decoder.
     """
     layout = layout_of(target)
     if layout is None:
@@ -149,6 +150,11 @@ def window(target: Target, keys: int, sinks: int = 0) -> Target:
 
     def narrowed(group: Heads) -> Heads:
         if group.window is not None and group.window <= keys:
+            if sinks and group.sinks != sinks:
+                raise ValueError(
+                    f"window: got keys={keys} and sinks={sinks}, but heads that run {group} keep their own window; ask for "
+                    f"fewer than {group.window} keys, or write the sinks into the layout"
+                )
             return group
         return replace(group, window=keys, sinks=sinks)
 
@@ -231,7 +237,7 @@ def _refuse_without_dispatch(model: PreTrainedModel, modules: list[torch.nn.Modu
     if kept := _learned.keeps_softmax(model):
         warn(
             f"softfocus.hf.use: {type(model).__name__} keeps softmax in {', '.join(kept)}, which computes it by itself",
-            stacklevel=3,
+            UserWarning,
         )
 
 

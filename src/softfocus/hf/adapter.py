@@ -85,17 +85,19 @@ def attention_forward(
                 "position a query stands; leave the window out"
             )
         # The whole visibility is in the mask, the model's own window and causality included
-        sliding_window, causal = None, causal and attention_mask is not None
+        sliding_window, causal = None, False
     if attention_mask is None and causal and 1 < query_length < key_length:
         key, value = key[:, :, :query_length], value[:, :, :query_length]
         position_bias = position_bias if position_bias is None else position_bias[..., :query_length]
     documents = _documents(kwargs.get("cu_seq_lens_q"), key)
     total, shared = query.shape[1], query.shape[1] // key.shape[1]
-    if len(layer) > 1 and total != sum(group.heads or 0 for group in layer):
+    if total != sum(group.heads or total for group in layer):
         raise ValueError(
             f"{type(module).__name__} hands over {total} query heads, and its layout describes {[g.heads for g in layer]}; "
             "a layout by heads needs all heads of a layer in one call"
         )
+    if len(layer) > 1 and (odd := [group.heads for group in layer if (group.heads or 0) % shared]):
+        raise ValueError(f"heads: got {odd[0]}, expected a multiple of {shared}: so many query heads share a key head")
     outs, start = [], 0
     for number, group in enumerate(layer):
         heads = slice(start, start + (group.heads or total))
@@ -148,8 +150,14 @@ def _attend(
     if group.sinks:
         query, key, mask, scale = _with_sinks(module, group, heads, query, key, mask, causal, scale)
         window = None
-    elif mask is not None and window is not None:
-        mask, window = _windowed(mask[..., -key.shape[2] :], window, causal), None
+    elif window is not None:
+        if group.window is not None and not causal and query.shape[2] != key.shape[2]:
+            raise ValueError(
+                f"window: {type(module).__name__} is not causal and hands over {query.shape[2]} queries and {key.shape[2]} "
+                "keys, as cross-attention does; a window needs queries and keys at the same positions. Leave it out"
+            )
+        if mask is not None:
+            mask, window = _windowed(mask[..., -key.shape[2] :], query.shape[2], window), None
     causal = causal and mask is None and query.shape[2] > 1
     arguments: dict[str, Any] = {
         "attn_mask": mask,
@@ -170,20 +178,30 @@ def _of_heads(x: Tensor | None, heads: slice, total: int) -> Tensor | None:
     return x[:, heads] if x is not None and x.dim() == 4 and x.shape[1] == total and total > 1 else x
 
 
-def _windowed(mask: Tensor, window: int, causal: bool) -> Tensor:
-    """A mask [.., Lq, Lk] that hides, beside what it hid, what lies beyond a window.
+def _windowed(mask: Tensor, rows: int, window: int) -> Tensor:
+    """A mask [.., Lq or 1, Lk] that hides, beside what it hid, what lies beyond a window to either side.
 
-    In causal attention a row's own position is that of the last key it sees, wherever the empty slots of a static cache or
-    padding lie. Elsewhere rows and columns are the same positions.
+    As many rows as columns stand at the same positions. In a cache the last row stands at the last key that is seen, and
+    the others before it. Empty slots of a static cache and padding do not count.
+
+    Raises:
+        ValueError: the mask of several rows in a cache does not say where they stand.
     """
+    mask = mask.expand(*mask.shape[:-2], rows, -1)
     visible = mask if mask.dtype == torch.bool else mask > HIDDEN
-    places = torch.arange(mask.shape[-1], device=mask.device)
-    if causal:
-        own = torch.where(visible, places, -1).amax(-1, keepdim=True)
-        near = places > own - window
-    else:
-        own = places[mask.shape[-1] - mask.shape[-2] :, None]
-        near = (places - own).abs() < window
+    places, own = (torch.arange(size, device=mask.device) for size in (mask.shape[-1], rows))
+    if rows != mask.shape[-1]:
+        last = torch.where(visible, places, -1).amax(-1)  # [.., Lq]
+        before = last.amax() - (rows - 1)
+        # Compiled code cannot look at values
+        if rows > 1 and not torch.compiler.is_compiling() and (last - own).amax() > before:
+            raise ValueError(
+                f"window: got a mask of {rows} queries and {mask.shape[-1]} keys that shows queries their future or ends in "
+                "padding, so that their positions are not known; pad on the left, and pass the whole prompt at once, with a "
+                "dynamic cache or none"
+            )
+        own = own + before
+    near = (places - own[:, None]).abs() < window
     return visible & near if mask.dtype == torch.bool else mask.masked_fill(~near, -math.inf)
 
 

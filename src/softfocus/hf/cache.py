@@ -31,17 +31,18 @@ def install() -> None:
 def _trim(cache: DynamicCache, layout: Layout) -> None:
     """Put sliding layers in place of those that keep everything, where the layout lets them forget.
 
-    Transformers sizes the mask by the first layer that keeps everything, or else by layer 0. So where no such layer would
-    be left all have to keep as many keys.
+    Transformers sizes a model's masks by the first layer that keeps everything, or else by layer 0. So where no such layer
+    would be left all have to keep as many keys. A model with sliding layers of its own sizes masks by these, too, and layers
+    that share keys may need more than the one that makes them: such caches are left alone.
     """
-    plain = [number for number, layer in enumerate(cache.layers) if type(layer) is DynamicLayer]
-    widths = {number: width for number in plain if (width := _reach(layout.layer(number))) is not None}
-    if len(widths) == len(plain):
-        if len(plain) < len(cache.layers):
-            return  # beside the model's own sliding layers one has to keep everything
-        widths = dict.fromkeys(widths, max(widths.values(), default=0))
-    for number, width in widths.items():
-        cache.layers[number] = DynamicSlidingWindowLayer(sliding_window=width)
+    if any(type(layer) is not DynamicLayer for layer in cache.layers):
+        return
+    reach = [_reach(layout.layer(number)) for number in range(len(cache.layers))]
+    if None not in reach:
+        reach = [max(width for width in reach if width is not None)] * len(reach)
+    for number, width in enumerate(reach):
+        if width is not None:
+            cache.layers[number] = DynamicSlidingWindowLayer(sliding_window=width)
 
 
 def _reach(layer: Layer) -> int | None:

@@ -10,6 +10,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from softfocus.hf.config import layouts
+from softfocus.hf.files import write_whole
 
 _SEAL = re.compile(r"<!-- Written by softfocus, which replaces this card while it is unchanged: ([0-9a-f]{64}) -->\n\Z")
 
@@ -78,7 +79,7 @@ There the model gives wrong answers without an error. Do not serve it there.
 
 
 def _write(path: Path, text: str) -> None:
-    """Whole or not at all, and never in place of a card that somebody else wrote or changed."""
+    """Never in place of a card that somebody else wrote or changed."""
     try:
         there = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -89,9 +90,7 @@ def _write(path: Path, text: str) -> None:
     if there and (seal is None or _digest(there[: seal.start()]) != seal[1]):
         return
     sealed = f"{text}<!-- Written by softfocus, which replaces this card while it is unchanged: {_digest(text)} -->\n"
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(sealed, encoding="utf-8")
-    draft.replace(path)
+    write_whole(path, sealed)
 
 
 def _digest(text: str) -> str:

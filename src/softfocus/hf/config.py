@@ -101,6 +101,7 @@ def tree(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
 
 def write(config: PreTrainedConfig, layout: Layout) -> None:
     """Give one config the entry of a layout, whatever attention implementation it had before."""
+    _refuse_window(config, layout)
     setattr(config, NAME, None)
     setattr(config, _INTERNAL, NAME)
     setattr(config, NAME, Entry(layout))
@@ -118,6 +119,7 @@ def _set_entry(config: PreTrainedConfig, entry: dict[str, Any] | None) -> None:
     # A new one: two configs that share an entry would share what their models say of masks
     parsed = Entry(entry.layout, entry.masks) if isinstance(entry, Entry) else Entry(_parse(entry))
     _refuse_conflict(config.__dict__.get(_INTERNAL), parsed)
+    _refuse_window(config, parsed.layout)
     config.__dict__[_INTERNAL] = NAME
     config.__dict__[NAME] = parsed
 
@@ -144,6 +146,14 @@ def _refuse_conflict(asked: str | None, entry: Entry) -> None:
             f"attn_implementation={asked!r} would run softmax in a model that was made with another mechanism "
             f"({entry.layout.mechanism or entry.layout}). Leave attn_implementation out, or call "
             "softfocus.hf.use(model, 'softmax') if softmax is what you want."
+        )
+
+
+def _refuse_window(config: PreTrainedConfig, layout: Layout) -> None:
+    if getattr(config, "is_encoder_decoder", False) and any(group.window is not None for group in layout.groups()):
+        raise ValueError(
+            f"window: a {config.model_type} model is an encoder and a decoder, whose cross-attention a window would cut to "
+            "the wrong keys; leave the window out"
         )
 
 

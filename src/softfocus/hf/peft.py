@@ -3,6 +3,7 @@
 An adapter is a change to one model. On a base that runs another attention it is a change to a different function, and
 nothing in PEFT would notice. So the adapter's config says what the base ran, and another base is refused. A process that
 never imports softfocus is refused by PEFT itself: the saved task type is one that it does not know, and quotes what to do.
+An adapter that was trained on Transformers' own attention says nothing. On a mechanism it loads with a warning.
 
 What the heads learn (``softfocus_head_scale``, ``softfocus_power``) is trained, saved and loaded with the adapter, for
 methods that inject layers (LoRA and its kind; not prompt learning). A model has one set of these values: adapters on the
@@ -10,7 +11,6 @@ same model share it, and the last one that is loaded sets it.
 """
 
 import json
-import os
 import sys
 from functools import wraps
 from importlib.util import find_spec
@@ -21,8 +21,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from softfocus.hf.config import NAME, layouts
+from softfocus.hf.files import write_whole
 from softfocus.hf.learned import PREFIX
 from softfocus.layout import Layout
+from softfocus.warn import warn
 
 _TASK = "softfocus: import softfocus.hf before loading this adapter"
 _FILE = "adapter_config.json"
@@ -59,16 +61,13 @@ def install() -> None:
             path = Path(save_directory) / _FILE
             saved = json.loads(path.read_text(encoding="utf-8"))
             saved |= {NAME: {"base": runs, "task_type": saved["task_type"]}, "task_type": _TASK}
-            draft = path.with_name(f".{_FILE}.{os.getpid()}")
-            draft.write_text(json.dumps(saved, indent=2, sort_keys=True), encoding="utf-8")
-            draft.replace(path)
+            write_whole(path, json.dumps(saved, indent=2, sort_keys=True))
 
     @wraps(from_peft_type)
     def load(cls: Any, **kwargs: Any) -> Any:
         entry = kwargs.pop(NAME, None)
         config = from_peft_type(cls, **(kwargs | {"task_type": entry["task_type"]} if entry else kwargs))
-        if entry:
-            setattr(config, NAME, entry["base"])
+        setattr(config, NAME, entry["base"] if entry else {})  # a new adapter has no such attribute, a saved one has
         return config
 
     @wraps(get_peft_model_state_dict)
@@ -101,6 +100,13 @@ def _runs(model: nn.Module) -> dict[str, Any]:
 
 def _refuse_another(name: str, trained_on: dict[str, Any] | None, runs: dict[str, Any]) -> None:
     if trained_on is None or trained_on == runs:
+        return
+    if not trained_on:
+        warn(
+            f"softfocus.hf: adapter {name!r} does not say what its base model ran, and this one runs {_text(runs)}; on "
+            "another attention than it was trained on it gives wrong answers",
+            UserWarning,
+        )
         return
     raise ValueError(
         f"adapter {name!r} was trained on a model that runs {_text(trained_on)}; this one runs {_text(runs)}. Load the model "

@@ -9,7 +9,7 @@ not know, so it is wrapped once for each modeling file.
 import inspect
 import sys
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,20 @@ from softfocus.layout import Layer
 
 _TABLES = "position_embeddings"
 _FUNCTION = "apply_rotary_pos_emb"
+
+
+class _Form(NamedTuple):
+    """How an architecture turns queries by its tables (cos, sin).
+
+    Attributes:
+        neighbours: dimensions 0 and 1, 2 and 3 turn together; else each with the one half the rotary dimensions on.
+        half: only the first half of a table is read, one entry for each pair.
+        cuts: the function takes whole heads and leaves what lies beyond the rotary dimensions as it is.
+    """
+
+    neighbours: bool
+    half: bool
+    cuts: bool
 
 
 def install(module: nn.Module, layer: Layer) -> None:
@@ -36,10 +50,13 @@ def install(module: nn.Module, layer: Layer) -> None:
             f"rope, sinks: {kind} takes no {_TABLES} (cos, sin), so softfocus cannot change its rotary embedding; leave "
             "out rope and sinks, or take an architecture such as GPT-NeoX, Llama or Qwen3"
         )
-    if any(group.rope > 0 for group in partial):
-        module._softfocus_neighbours = _turns_neighbours(modeling)  # type: ignore[assignment]
-    if len({group.rope for group in layer}) > 1 and not hasattr(getattr(modeling, _FUNCTION), "_softfocus"):
-        setattr(modeling, _FUNCTION, _by_head(getattr(modeling, _FUNCTION)))
+    if any(group.rope > 0 for group in partial) or any(group.sinks for group in layer):
+        module._softfocus_form = _form(module, modeling)  # type: ignore[assignment]
+    function = getattr(modeling, _FUNCTION)
+    if len({group.rope for group in layer}) > 1 and not hasattr(function, "_softfocus"):
+        if not _takes_two(function):
+            raise ValueError(f"rope: {kind} turns queries and keys apart, so all heads of a layer need the same share")
+        setattr(modeling, _FUNCTION, _by_head(function))
     if _change_tables not in module._forward_pre_hooks.values():
         module.register_forward_pre_hook(_change_tables, with_kwargs=True)
 
@@ -71,21 +88,72 @@ def _kept(module: nn.Module, share: float, cos: Tensor) -> Tensor:
     size = cos.shape[-1]
     if share in (0.0, 1.0):
         return torch.full((size,), bool(share), device=cos.device)
+    form: _Form = module._softfocus_form  # type: ignore[assignment]
     places = torch.arange(size, device=cos.device)
-    frequency = places // 2 if module._softfocus_neighbours else places % (size // 2)
+    # A table of which only the first half is read holds one entry for each frequency there
+    frequency = places // 2 if form.neighbours and not form.half else places % (size // 2)
     return frequency < round(share * size / 2)
 
 
-def _turns_neighbours(modeling: Any) -> bool:
-    """Whether a modeling file's rotate_half pairs dimensions 0 and 1, 2 and 3 (else each with the one half the size on)."""
-    turned = None
-    if hasattr(modeling, "rotate_half"):
-        turned = modeling.rotate_half(torch.arange(1.0, 5.0, device="cpu")).abs().tolist()
-    if turned not in ([3.0, 4.0, 1.0, 2.0], [2.0, 1.0, 4.0, 3.0]):
+def _form(module: nn.Module, modeling: Any) -> _Form:
+    """How the rotary functions turn that an attention module's forward names.
+
+    Raises:
+        ValueError: no known form, or functions of different forms.
+    """
+    named = inspect.unwrap(type(module).forward).__code__.co_names
+    functions = [name for name in named if name.startswith(_FUNCTION) and hasattr(modeling, name)]
+    with torch.device("cpu"), torch.no_grad():  # from_pretrained builds models on the meta device
+        forms = {_form_of(getattr(modeling, name)) for name in functions}
+    found = forms.pop() if len(forms) == 1 else None
+    if found is None:
         raise ValueError(
-            f"rope: {modeling.__name__} pairs rotary dimensions in a way that softfocus does not know; take 0 or 1"
+            f"rope, sinks: {type(module).__name__} turns queries in a way that softfocus does not know "
+            f"({', '.join(functions) or 'not by ' + _FUNCTION}); take a rope of 0 or 1, and no sinks"
         )
-    return bool(turned == [2.0, 1.0, 4.0, 3.0])
+    return found
+
+
+def _form_of(function: Any) -> _Form | None:
+    """The form that turns marked queries by marked tables as a rotary function does; None where none does."""
+    cos, sin = torch.arange(1.0, 9.0), torch.arange(11.0, 19.0)
+    for beyond in (4, 0):
+        head = torch.arange(1.0, 9.0 + beyond)
+        given = head[None, None, None]
+        try:
+            tables = cos[None, None], sin[None, None]
+            turned = function(given, given, *tables)[0] if _takes_two(function) else function(given, *tables)
+        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+            continue  # it takes no head of this size, or other arguments
+        for neighbours, half in ((False, False), (True, False), (True, True)):
+            form = _Form(neighbours, half, cuts=beyond > 0)
+            if torch.equal(turned.flatten(), _turn(head, cos, sin, form)):
+                return form
+        # DeepSeek-V3 may bring neighbours a half apart first. Then it turns halves
+        apart = torch.cat([head[::2], head[1::2]])
+        if torch.equal(turned.flatten(), _turn(apart, cos, sin, _Form(neighbours=False, half=True, cuts=False))):
+            return _Form(neighbours=False, half=False, cuts=False)
+    return None
+
+
+def _takes_two(function: Any) -> bool:
+    """Whether a rotary function turns a query and a key; Gemma 4's turns one tensor."""
+    return list(inspect.signature(function).parameters)[2:4] == ["cos", "sin"]
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, form: _Form) -> Tensor:
+    """Heads [..., D] turned by tables [..., rotary dimensions] of a known form."""
+    size = cos.shape[-1]
+    if form.half:
+        places = torch.arange(size, device=cos.device)
+        entries = places // 2 if form.neighbours else places % (size // 2)
+        cos, sin = cos[..., entries], sin[..., entries]
+    turning, rest = x[..., :size], x[..., size:]
+    if form.neighbours:
+        quarter = torch.stack((-turning[..., 1::2], turning[..., ::2]), dim=-1).flatten(-2)
+    else:
+        quarter = torch.cat((-turning[..., size // 2 :], turning[..., : size // 2]), dim=-1)
+    return torch.cat([turning * cos + quarter * sin, rest], dim=-1)
 
 
 def _by_head(original: Any) -> Any:
@@ -123,17 +191,19 @@ def at_first_window(module: nn.Module, query: Tensor, heads: slice, window: int)
     A query that was turned to its position is turned back by the difference, cos(a - b) = cos a cos b + sin a sin b.
 
     Raises:
-        ValueError: there is no table, or it is not that of these queries from the first position on.
+        ValueError: there is no table, or not that of these queries from the first position on, or it turns an unknown part.
     """
     tables = getattr(module, "_softfocus_tables", None)
     if tables is None or tables[0].shape[-2] != query.shape[2]:
         raise ValueError("sinks: they need the positions of all queries, from the first on: run without a KV cache")
+    form: _Form = module._softfocus_form  # type: ignore[assignment]
+    if tables[0].shape[-1] != query.shape[-1] and not form.cuts:
+        raise ValueError(
+            f"sinks: {type(module).__name__} turns a part of each head, and softfocus cannot tell which; leave sinks out"
+        )
     cos, sin = (table[:, heads] if table.dim() == 4 else table[:, None] for table in tables)
     last = torch.arange(query.shape[2], device=query.device).clamp(max=window - 1)
     cos_last, sin_last = cos[..., last, :], sin[..., last, :]
     scale = 1 / (cos.square() + sin.square())  # YaRN's tables are not of length one
     back_cos, back_sin = (cos * cos_last + sin * sin_last) * scale, (cos * sin_last - sin * cos_last) * scale
-    size = cos.shape[-1]
-    turning, rest = query[..., :size], query[..., size:]
-    rotate_half = sys.modules[type(module).__module__].rotate_half
-    return torch.cat([turning * back_cos + rotate_half(turning) * back_sin, rest], dim=-1)
+    return _turn(query, back_cos, back_sin, form)
