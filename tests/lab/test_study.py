@@ -6,12 +6,15 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from softfocus.lab import study
+from softfocus.lab import crew, study
 from softfocus.lab.compare import compare
 from softfocus.lab.errors import LabError, UsageError
+from softfocus.lab.evaluate import evaluate
+from softfocus.lab.lengths import parse
+from softfocus.lab.progress import Event, Listener
 from softfocus.lab.recall import recall
 from softfocus.lab.recall_compare import RecallReport, compare_recall
-from softfocus.lab.recipe import load
+from softfocus.lab.recipe import Recipe, load
 from softfocus.lab.report import Report
 from softfocus.lab.results import RUN, load_run
 from softfocus.lab.study import run_study, seeds_of
@@ -47,6 +50,32 @@ def console() -> Console:
 def said(where: Console) -> str:
     assert isinstance(where.file, io.StringIO)
     return where.file.getvalue()
+
+
+def finish(recipe: Recipe, out: Path) -> None:
+    """Do here what a worker does: a process of its own takes seconds to start."""
+    train(recipe, out / recipe.name)
+    evaluate(out / recipe.name, parse(recipe.evaluate.lengths, recipe.train.length))
+
+
+def stop_at_row(count: int) -> Listener:
+    """A listener that stops the work when so many rows are finished."""
+    rows = []
+
+    def listen(event: Event) -> None:
+        rows.extend([event] if event.kind == "row" else [])
+        if len(rows) == count:
+            raise KeyboardInterrupt
+
+    return listen
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> Path:
+    """A study of one row and two seeds on a generated task."""
+    path = tmp_path / "task.toml"
+    path.write_text(TASK)
+    return path
 
 
 @pytest.fixture
@@ -87,33 +116,32 @@ def test_rows_and_seeds(two_rows: Path, tiny: Path) -> None:
     assert found[1].train.learning_rate == 2e-2
 
 
-def test_a_whole_study_is_kept_and_compared(two_rows: Path, tmp_path: Path) -> None:
+def test_a_study_trains_what_is_left_and_compares_all(two_rows: Path, tmp_path: Path) -> None:
     out, screen = tmp_path / "out", console()
+    *there, left = study.recipes(*study.load(str(two_rows)))
+    for recipe in there:
+        finish(recipe, out)
+    before = {recipe.name: (out / recipe.name / RUN).stat().st_mtime_ns for recipe in there}
     made = run_study(str(two_rows), out, jobs=1, console=screen)
     assert isinstance(made, Report)
     assert [group.count for group in made.groups] == ["2 seeds", "2 seeds"]
-    assert "Two rows: 4 runs, 4 of them left: about" in said(screen)
+    assert "Two rows: 4 runs, 1 of them left: about" in said(screen)
+    assert before == {name: (out / name / RUN).stat().st_mtime_ns for name in before}
+    assert load_run(out / left.name).status == "complete"
     assert "Losses are means over 2 trainings" in " ".join(said(screen).split())
     for name in ("results.json", "figure1.png", "report.html", "logs/plain-s3.log"):
         assert (out / name).exists()
-    before = {name: (out / name / RUN).stat().st_mtime_ns for name in ("plain-s3", "local-s4")}
     again = console()
     run_study(str(two_rows), out, jobs=1, console=again)
     assert "4 runs, 0 of them left" in said(again)
-    assert before == {name: (out / name / RUN).stat().st_mtime_ns for name in before}
-    third = run_study(str(two_rows), out, jobs=1, seeds=[3, 4, 5], console=console())
-    assert isinstance(third, Report)
-    assert [group.count for group in third.groups] == ["3 seeds", "3 seeds"]
-    assert before == {name: (out / name / RUN).stat().st_mtime_ns for name in before}
 
 
 def test_a_row_that_fails_is_named_and_the_others_are_compared(two_rows: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    out.mkdir()
+    finish(study.recipes(*study.load(str(two_rows)))[0], out)
     (out / "local-s3").write_text("in the way")
     with pytest.raises(LabError, match=r"1 of 2 models failed: local-s3: .* is a file"):
         run_study(str(two_rows), out, jobs=1, seeds=[3], console=console())
-    assert load_run(out / "plain-s3").status == "complete"
     assert (out / "results.json").exists()
 
 
@@ -125,13 +153,23 @@ def test_the_estimate_trains_nothing(two_rows: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_study_of_a_task_compares_right_answers(tmp_path: Path) -> None:
-    (tmp_path / "task.toml").write_text(TASK)
+def test_a_study_of_a_task_goes_on_after_a_kill_and_compares_right_answers(task: Path, tmp_path: Path) -> None:
+    """One run was killed before its last row, the one with more to remember; the other is finished."""
     out, screen = tmp_path / "out", console()
-    made = run_study(str(tmp_path / "task.toml"), out, jobs=1, console=screen)
+    killed, finished = study.recipes(*study.load(str(task)))
+    for recipe in (killed, finished):
+        train(recipe, out / recipe.name)
+    recall(out / finished.name, [16, 32])
+    with pytest.raises(KeyboardInterrupt):
+        recall(out / killed.name, [16, 32], progress=stop_at_row(2))
+    before = (out / killed.name / RUN).stat().st_mtime_ns
+    made = run_study(str(task), out, jobs=1, console=screen)
     assert isinstance(made, RecallReport)
+    assert "2 runs, 1 of them left" in said(screen)
+    assert before == (out / killed.name / RUN).stat().st_mtime_ns, "it was trained again"
+    keys = [[row.key for row in entry.recall.rows] for entry in made.runs]
+    assert keys == [[(16, False, None, 64), (32, False, None, 64), (32, True, None, 64)]] * 2
     assert [entry.info.seed for entry in made.runs] == [0, 1]
-    assert {row.length for entry in made.runs for row in entry.recall.rows} == {16, 32}
     assert "Right answers, lengthened by more filler; chance is 0.250" in said(screen)
     assert "(2 seeds)" in said(screen)
     again = RecallReport.model_validate_json((out / "results.json").read_text())
@@ -142,11 +180,26 @@ def test_a_study_of_a_task_compares_right_answers(tmp_path: Path) -> None:
     assert any("One seed" in note for note in alone.notes)
 
 
-def test_recall_over_seeds_is_a_mean_with_its_spread(tmp_path: Path) -> None:
-    (tmp_path / "task.toml").write_text(TASK)
+def test_rows_of_another_window_or_number_of_sequences_do_not_finish_a_run(task: Path, tmp_path: Path) -> None:
+    recipe = study.recipes(*study.load(str(task)))[0]
+
+    def status() -> str:
+        return crew.plan(tmp_path, [recipe], ["a run"])[0].status
+
+    folder = tmp_path / recipe.name
+    train(recipe, folder)
+    assert status() == "waiting"
+    recall(folder, [16, 32], window=8)
+    recall(folder, [16, 32], sequences=2)
+    assert status() == "waiting"
+    recall(folder, [16, 32])
+    assert status() == "finished"
+
+
+def test_recall_over_seeds_is_a_mean_with_its_spread(task: Path, tmp_path: Path) -> None:
     folders = []
     for seed in (0, 1):
-        recipe = study.recipes(*study.load(str(tmp_path / "task.toml")), [seed])[0]
+        recipe = study.recipes(*study.load(str(task)), [seed])[0]
         folders.append(tmp_path / recipe.name)
         train(recipe, folders[-1])
         recall(folders[-1], [16], sequences=8)
