@@ -31,7 +31,7 @@ class Difference(BaseModel):
     training_noise: bool
     """Whether the standard error holds the noise of training, which takes several seeds of both."""
     verdict: Verdict
-    """"inconclusive" where the difference is within two standard errors, or not a number."""
+    """"inconclusive" where noise alone may have made the difference (`Estimate.sure`), or where it is not a number."""
 
 
 class Finding(BaseModel):

@@ -31,7 +31,6 @@ from softfocus.lab.results import (
 )
 from softfocus.lab.tasks import IGNORED, Task, check_room, random_for
 
-
 SEQUENCES = 64
 """How many are measured at each length if nobody says."""
 
