@@ -2,6 +2,7 @@
 
 import io
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -13,10 +14,21 @@ from softfocus.lab.evaluate import evaluate
 from softfocus.lab.lengths import parse
 from softfocus.lab.progress import Event, Listener
 from softfocus.lab.recall import recall
-from softfocus.lab.recall_compare import RecallReport, compare_recall
+from softfocus.lab.recall_compare import RecallEntry, RecallReport, compare_recall
+from softfocus.lab.recall_report import recall_tables
 from softfocus.lab.recipe import Recipe, load
 from softfocus.lab.report import Report
-from softfocus.lab.results import RUN, load_run
+from softfocus.lab.results import (
+    RECIPE,
+    RUN,
+    Answers,
+    Recall,
+    RecallRow,
+    load_run,
+    save_recall,
+    save_run,
+    write_atomically,
+)
 from softfocus.lab.study import run_study, seeds_of
 from softfocus.lab.train import train
 
@@ -207,6 +219,67 @@ def test_recall_over_seeds_is_a_mean_with_its_spread(task: Path, tmp_path: Path)
     report = compare_recall(folders, tmp_path / "both", title="Both", console=screen)
     values = [entry.recall.rows[0].accuracy for entry in report.runs]
     assert f"{sum(values) / 2:.3f} ± " in said(screen)
+
+
+def recalled(fabricate: Any, seed: int, *rows: tuple[int, int, float]) -> RecallEntry:
+    """A run whose rows are given: length, sequences, share of right answers."""
+    common: dict[str, Any] = {"mechanism": "softmax", "seed": seed, "train_length": 16}
+    found = [
+        RecallRow(
+            length=length,
+            grown=False,
+            window=None,
+            nearest=0,
+            reach=None,
+            chance=0.25,
+            sequences=sequences,
+            answers=2 * sequences,
+            accuracy=accuracy,
+            standard_error=0.0,
+            complete=accuracy,
+            complete_error=0.0,
+            by_distance=[Answers(start=0, end=8, accuracy=accuracy, standard_error=0.0, answers=2 * sequences)],
+        )
+        for length, sequences, accuracy in rows
+    ]
+    entry = fabricate("softmax", [1.0], seed=seed, name=f"run-s{seed}", train_length=16)
+    return RecallEntry(
+        info=entry.info, recall=Recall(run=entry.info.name, task="t", rows=found, **common), recipe=entry.recipe
+    )
+
+
+def written(folder: Path, *entries: RecallEntry) -> list[Path]:
+    """Run folders, as far as comparing reads them."""
+    for entry in entries:
+        save_run(folder / entry.info.name, entry.info)
+        save_recall(folder / entry.info.name, entry.recall)
+        write_atomically(folder / entry.info.name / RECIPE, entry.recipe)
+    return [folder / entry.info.name for entry in entries]
+
+
+def test_a_row_measured_again_on_more_sequences_counts_once(fabricate: Any, tmp_path: Path) -> None:
+    run, screen = recalled(fabricate, 0, (16, 8, 0.125), (16, 512, 0.875), (32, 512, 0.75), (32, 8, 0.25)), console()
+    compare_recall(written(tmp_path, run), tmp_path / "out", title="One", console=screen)
+    assert "0.875 ± 0.000" in said(screen)
+    assert "0.750 ± 0.000" in said(screen)
+    screen.print(recall_tables(run.recall))
+    assert "0.125" not in said(screen)
+    assert [row.sequences for row in run.recall.shown] == [512, 512]
+
+
+def test_a_length_that_a_seed_lacks_is_left_out(fabricate: Any, tmp_path: Path) -> None:
+    screen = console()
+    runs = written(
+        tmp_path, recalled(fabricate, 0, (16, 8, 0.5)), recalled(fabricate, 1, (16, 8, 0.75), (32, 8, 0.125))
+    )
+    report = compare_recall(runs, tmp_path / "out", title="Two", console=screen)
+    assert "0.625 ± 0.125" in said(screen)
+    assert "0.125 ± 0.000" not in said(screen)
+    assert any("left out" in note for note in report.notes)
+    apart = written(tmp_path, recalled(fabricate, 0, (16, 8, 0.5)), recalled(fabricate, 1, (32, 8, 0.125)))
+    with pytest.raises(LabError, match="the seeds of each model share no length"):
+        compare_recall(apart, tmp_path / "none", title="None", console=console())
+    assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.parametrize(
