@@ -127,7 +127,7 @@ class TestTable:
             for line in drawn(loss_table(grouped(*seeds(fabricate, "lssar", [1.0, 1.5], [1.2, 1.5])))).splitlines()
         ]
         assert ["as", "trained", "LSSAR", "1.100", "1.500", "0.000"] in lines
-        assert ["2", "seeds", "±0.141", "±0.000"] in lines
+        assert ["2", "seeds", "sd", "0.141", "sd", "0.000"] in lines
 
     def test_fills(self, fabricate):
         half = fabricate("softmax", [1.0, 1.5]).evaluation

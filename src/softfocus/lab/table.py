@@ -77,4 +77,4 @@ def _loss(one: Cell | None, blank: str, lowest: float | None) -> Text:
     if not math.isfinite(one.loss):
         return Text("nan" if math.isnan(one.loss) else "inf", style="red")
     text = Text(f"{one.loss:.3f}", style="bold" if one.loss == lowest else "")
-    return text if math.isnan(one.spread) else text.append(f"\n±{one.spread:.3f}", style="not bold dim")
+    return text if math.isnan(one.spread) else text.append(f"\nsd {one.spread:.3f}", style="not bold dim")
