@@ -337,7 +337,7 @@ def load_evaluation(folder: Path) -> Evaluation:
 
 def save_recall(folder: Path, recall: Recall) -> None:
     """Write recall.json, whole or not at all."""
-    write_atomically(folder / RECALL, recall.model_dump_json(indent=2) + "\n")
+    write_atomically(folder / RECALL, json_text(recall))
 
 
 def load_recall(folder: Path) -> Recall:
@@ -351,7 +351,7 @@ def load_recall(folder: Path) -> Recall:
 
 def save_induction(folder: Path, induction: Induction) -> None:
     """Write induction.json, whole or not at all."""
-    write_atomically(folder / INDUCTION, induction.model_dump_json(indent=2) + "\n")
+    write_atomically(folder / INDUCTION, json_text(induction))
 
 
 def load_induction(folder: Path) -> Induction:
