@@ -157,6 +157,22 @@ def test_a_row_that_fails_is_named_and_the_others_are_compared(two_rows: Path, t
     assert (out / "results.json").exists()
 
 
+def test_each_row_is_timed_once_whatever_its_name(two_rows: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    made = study.recipes(*study.load(str(two_rows)))
+    timed = []
+
+    def trial(recipe: Recipe, threads: int) -> tuple[float, int]:
+        timed.append(recipe.name)
+        return 1.0, 1
+
+    monkeypatch.setattr(study, "_trial", trial)
+    jobs = crew.plan(tmp_path, made, [recipe.name for recipe in made])
+    for job in jobs:
+        job.recipe = job.recipe.model_copy(update={"name": "x"})
+    assert study.estimate(jobs, 1).seconds == 4.0
+    assert timed == ["x", "x"]
+
+
 def test_the_estimate_trains_nothing(two_rows: Path, tmp_path: Path) -> None:
     screen = console()
     assert run_study(str(two_rows), tmp_path / "out", estimate_only=True, console=screen) is None
