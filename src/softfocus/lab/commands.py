@@ -331,7 +331,7 @@ def compare(
 ) -> None:
     """Who is better where, by how much, and whether that is more than noise: one table, one figure, one report.
 
-    Runs whose recipes differ by seed alone stand together, as mean and spread.
+    Runs whose recipes differ by seed alone are grouped, and shown as mean and spread.
 
     Example: `softfocus compare runs/demo-softmax runs/demo-lssar --out runs/two`
     """

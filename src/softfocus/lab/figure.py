@@ -88,7 +88,7 @@ def line_style(index: int) -> str:
 def figure1(groups: Sequence[Group], *, title: str, axis: Axis = "multiple") -> Figure:
     """Loss over length, two panels a row.
 
-    The first shows each group under the setting that serves it best at the longest length, on a y axis of its own: who
+    The first shows each group with its best setting at the longest length, on a y axis of its own: who
     is ahead. Each of the others shows one setting, all on one y axis: what the setting does.
     """
     names = panels(groups)

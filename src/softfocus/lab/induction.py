@@ -136,7 +136,7 @@ def repeats(tokens: NDArray[np.int64], ngram: int) -> NDArray[np.int64]:
 
 
 def edges(train_length: int, longest: int) -> list[int]:
-    """Of buckets of distances: never (0), up to half the training length, then its powers of two."""
+    """Bucket edges of distances: 0 (never), 1, and powers of two of the training length from a half on."""
     found, edge = [0, 1], max(2, train_length // 2)
     while edge < longest:
         found.append(edge)

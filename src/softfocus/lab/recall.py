@@ -142,7 +142,7 @@ def text(row: RecallRow) -> str:
 
 
 def edges(train_length: int, length: int) -> list[int]:
-    """Of buckets of distances: powers of two of the training length from a quarter on, their halves between, the length."""
+    """Bucket edges of distances: powers of two of the training length from a quarter on, and the midpoints between them."""
     found, edge = {0, length + 1}, train_length // 4
     while edge < length:
         found |= {edge, edge + edge // 2}
