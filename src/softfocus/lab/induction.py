@@ -9,21 +9,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-import softfocus.hf
 from softfocus.lab import data
 from softfocus.lab import model as models
-from softfocus.lab.evaluate import has_plain_head, token_losses
+from softfocus.lab.evaluate import has_plain_head, token_losses, under_window
 from softfocus.lab.means import Mean
 from softfocus.lab.progress import Event, Listener, silent
-from softfocus.lab.recipe import load
 from softfocus.lab.results import (
     INDUCTION,
-    RECIPE,
     Induction,
     InductionRow,
     Repeats,
     load_induction,
-    load_run,
     save_induction,
 )
 from softfocus.lab.windows import EvaluationWindows
@@ -64,13 +60,7 @@ def induction(
     Raises:
         LabError: a run that is not finished, one that was trained on a task, or lengths that do not fit the text.
     """
-    models.quiet()
-    info = load_run(folder)
-    recipe = load(folder / RECIPE)
-    config = models.load_config(folder)
-    models.check_positions(config, max(lengths), "induction --lengths up to {}")
-    if window is not None:
-        softfocus.hf.window(config, window)
+    info, recipe, config = under_window(folder, lengths, window, "induction")
     store = data.tokens(recipe, progress)
     data.check_unchanged(store, folder, info)
     spans = EvaluationWindows(store, lengths, tokens or recipe.evaluate.tokens)

@@ -14,7 +14,7 @@ import softfocus.hf
 from softfocus.lab import data
 from softfocus.lab import model as models
 from softfocus.lab.errors import LabError
-from softfocus.lab.evaluate import has_plain_head
+from softfocus.lab.evaluate import has_plain_head, under_window
 from softfocus.lab.means import Mean
 from softfocus.lab.progress import Event, Listener, silent
 from softfocus.lab.recipe import load
@@ -77,16 +77,10 @@ def recall(
     Raises:
         LabError: a run that is not finished, one that was trained on text, or a length that cannot hold a sequence.
     """
-    models.quiet()
-    info = load_run(folder)
-    recipe = load(folder / RECIPE)
+    info, recipe, config = under_window(folder, lengths, window, "recall")
     task = data.task_of(recipe)
     if task is None:
         raise LabError(f"{folder} was trained on text and not on a task", f"run `softfocus evaluate {folder}`")
-    config = models.load_config(folder)
-    models.check_positions(config, max(lengths), "recall --lengths up to {}")
-    if window is not None:
-        softfocus.hf.window(config, window)
     found, plans = _left(folder, info, task, lengths, window, sequences)
     if not plans:
         return found
