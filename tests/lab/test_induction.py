@@ -16,7 +16,7 @@ from softfocus.lab.errors import LabError
 from softfocus.lab.induction import edges, induction, repeats
 from softfocus.lab.progress import Event, silent
 from softfocus.lab.recipe import load
-from softfocus.lab.results import INDUCTION, RECIPE, load_induction
+from softfocus.lab.results import INDUCTION, RECIPE, json_text, load_induction
 from softfocus.lab.windows import EvaluationWindows
 
 
@@ -70,6 +70,7 @@ def test_every_length_predicts_the_same_tokens_bucket_by_bucket(run: Path) -> No
     assert counts[0] == counts[1]
     assert len(counts[0]) > 3, "the text repeats itself near and far"
     assert load_induction(run) == found
+    assert (run / INDUCTION).read_text() == json_text(found), "numbers stand on one line"
 
 
 def test_what_is_measured_is_kept(run: Path) -> None:

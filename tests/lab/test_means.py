@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from softfocus.lab.means import ClusteredMeans, Mean, average, default_edges, difference, estimate
+from softfocus.lab.means import ClusteredMeans, Mean, average, default_edges, difference, estimate, t_quantile
 
 
 def ordinary(values: Any) -> float:
@@ -99,6 +99,12 @@ class TestPairing:
         found = Mean(3.0, 0.3) - Mean(1.0, 0.4)
         assert (found.value, found.standard_error) == (2.0, pytest.approx(0.5))
 
+    def test_means_whose_documents_are_not_known_are_not_paired(self) -> None:
+        first, second = (Mean.of(losses, np.ones(20)) for losses in random(8).normal(3, 1, (2, 20)))
+        expected = math.hypot(first.standard_error, second.standard_error)
+        assert (first - second).standard_error == pytest.approx(expected)
+        assert (first - first).standard_error > 0
+
     def test_a_gain_within_the_same_documents_is_paired_although_the_tokens_are_others(self) -> None:
         """Early positions are few, later ones many; documents of equal size, so the closed form is that of differences."""
         rng = random(4)
@@ -116,6 +122,32 @@ class TestPairing:
         found = average([by_document(one) for one in losses])
         assert found.value == pytest.approx(losses.mean())
         assert found.standard_error == pytest.approx(by_document(losses.mean(0)).standard_error)
+
+
+class TestStudentsT:
+    @pytest.mark.parametrize(
+        ("freedom", "table"),
+        [(3, 3.1824463053), (4, 2.7764451052), (10, 2.2281388520), (30, 2.0422724563), (120, 1.9799304051)],
+    )
+    def test_the_tables_value(self, freedom: int, table: float) -> None:
+        assert t_quantile(freedom, 0.95) == pytest.approx(table, abs=1e-6)
+
+    @pytest.mark.parametrize("inside", [0.5, 0.9, 0.95, math.erf(math.sqrt(2)), 0.99])
+    def test_one_two_and_infinitely_many_degrees_in_closed_form(self, inside: float) -> None:
+        assert t_quantile(1, inside) == pytest.approx(math.tan(math.pi / 2 * inside), rel=1e-9)
+        assert t_quantile(2, inside) == pytest.approx(inside * math.sqrt(2 / (1 - inside**2)), rel=1e-9)
+        assert math.erf(t_quantile(math.inf, inside) / math.sqrt(2)) == pytest.approx(inside, rel=1e-9)
+        for freedom in (1e4, 1e6, 1e7):  # the first term of the expansion in 1 / freedom
+            z = t_quantile(math.inf, inside)
+            assert t_quantile(freedom, inside) == pytest.approx(z + (z**3 + z) / 4 / freedom, abs=1e-6)
+
+    def test_what_lies_between_whole_degrees(self) -> None:
+        """Against the formula's own integral, summed in small steps."""
+        freedom, end = 4.7, t_quantile(4.7)
+        steps = np.linspace(-end, end, 20_001)
+        density = (1 + steps**2 / freedom) ** (-(freedom + 1) / 2)
+        density *= math.gamma((freedom + 1) / 2) / math.gamma(freedom / 2) / math.sqrt(freedom * math.pi)
+        assert np.trapezoid(density, steps) == pytest.approx(math.erf(math.sqrt(2)), abs=1e-7)
 
 
 class TestSeeds:
@@ -159,6 +191,37 @@ class TestSeeds:
         documents = 0.1
         for value, sure in ((0.21, True), (-0.21, True), (0.19, False), (math.nan, False)):
             assert difference([(0, Mean(value, documents))], [(0, Mean(0.0, 0.0))]).sure is sure
+
+    @pytest.mark.parametrize("count", [2, 3, 4])
+    @pytest.mark.parametrize("paired", [True, False])
+    def test_few_seeds_without_a_true_difference_are_rarely_sure(self, count: int, paired: bool) -> None:
+        """As rarely as two standard errors of a normal distribution, 4.6 of 100, whatever the number of seeds."""
+        rng, wrong = random(9), 0
+        for values in rng.normal(1, 0.02, (4000, 2, count)):
+            first, second = self.exact(*values[0]), self.exact(*values[1])
+            wrong += difference(first, second if paired else [(seed + 10, mean) for seed, mean in second]).sure
+        assert wrong / 4000 < 0.06  # four standard errors of the count above 4.6
+        assert not paired or wrong / 4000 > 0.032
+
+    def test_the_same_effect_in_every_seed_is_sure(self) -> None:
+        noise = random(10).normal(0, 0.01, 3)
+        assert difference(self.exact(*(1 + noise)), self.exact(1.2, 1.21, 1.19)).sure
+
+    def test_degrees_of_freedom(self) -> None:
+        """Those of the only noise there is; of two equal ones their sum; never more than all together."""
+        values, many = [1.0, 1.3, 1.1], by_document(random(11).normal(3, 1, (40, 4)))
+        assert estimate(self.exact(*values)).freedom == pytest.approx(2)
+        assert estimate([(0, many)]).freedom == 39
+        other = [(seed + 5, Mean(value, 0.0)) for seed, value in enumerate(values)]
+        assert difference(self.exact(*values), other).freedom == pytest.approx(4)
+        both = estimate(
+            [
+                (seed, Mean(value + many.value, many.standard_error, many.parts, "text", 39))
+                for seed, value in enumerate(values)
+            ]
+        )
+        assert 2 < both.freedom < 41
+        assert estimate([(0, Mean(1.0, 0.1))]).freedom == math.inf
 
     def test_two_standard_errors_cover_the_truth_whatever_the_noise_is_due_to(self) -> None:
         """Six seeds and twenty documents, crossed, both noisy: trained again on other seeds and documents, 95 of 100."""

@@ -15,7 +15,7 @@ from softfocus.lab.errors import LabError
 from softfocus.lab.progress import Event
 from softfocus.lab.recall import edges, reach, recall
 from softfocus.lab.recipe import load, shipped
-from softfocus.lab.results import MODEL, RECALL, load_recall, load_run
+from softfocus.lab.results import MODEL, RECALL, json_text, load_recall, load_run
 from softfocus.lab.tasks import IGNORED, random_for
 from softfocus.lab.train import train
 
@@ -95,6 +95,7 @@ def test_a_row_is_what_a_loop_by_hand_counts(run: Path) -> None:
         mean = sum(part.accuracy * part.answers for part in row.by_distance) / row.answers
         assert mean == pytest.approx(row.accuracy)
     assert load_recall(run) == found
+    assert (run / RECALL).read_text() == json_text(found), "numbers stand on one line"
 
 
 def test_the_passkey_run_has_one_way_to_grow(runs: dict[str, Path], tmp_path: Path) -> None:

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import matplotlib.image
 import pytest
+from matplotlib.figure import Figure
 from rich.console import Console
 
+from softfocus.lab.curves import Line, Panel, Point, save_curves
 from softfocus.lab.errors import LabError
 from softfocus.lab.figure import PALETTE, colours, figure1, save_figure1, spread
 from softfocus.lab.page import render
@@ -127,7 +129,7 @@ class TestTable:
             for line in drawn(loss_table(grouped(*seeds(fabricate, "lssar", [1.0, 1.5], [1.2, 1.5])))).splitlines()
         ]
         assert ["as", "trained", "LSSAR", "1.100", "1.500", "0.000"] in lines
-        assert ["2", "seeds", "±0.141", "±0.000"] in lines
+        assert ["sd", "of", "2", "seeds", "0.141", "0.000"] in lines
 
     def test_fills(self, fabricate):
         half = fabricate("softmax", [1.0, 1.5]).evaluation
@@ -181,8 +183,8 @@ class TestFinding:
             "At 1x (128 tokens) LSSAR has the lowest loss, 1.300; LSSA is 0.100 ± 0.000 high"
         )
 
-    @pytest.mark.parametrize(("second", "verdict"), [(0.02, "inconclusive"), (0.041, "higher")])
-    def test_two_standard_errors_decide(self, fabricate, second, verdict):
+    @pytest.mark.parametrize(("second", "verdict"), [(0.02, "inconclusive"), (0.27, "inconclusive"), (0.29, "higher")])
+    def test_with_two_documents_fourteen_standard_errors_decide(self, fabricate, second, verdict):
         """The documents of one run lie 0.01 from its mean, those of the other 0.03: the paired error is 0.02."""
         runs = [
             fabricate("softmax", [1.0]),
@@ -192,7 +194,7 @@ class TestFinding:
         (difference,) = found.differences
         assert (difference.difference, difference.standard_error) == (pytest.approx(second), pytest.approx(0.02))
         assert difference.verdict == verdict
-        assert ("inconclusive: LSSAR (+0.020 ± 0.020)." in found.sentence) == (verdict == "inconclusive")
+        assert (f"inconclusive: LSSAR ({second:+.3f} ± 0.020)." in found.sentence) == (verdict == "inconclusive")
 
     def test_without_sums_by_document_the_error_is_that_of_independent_means(self, fabricate):
         runs = [fabricate(name, [loss], by_document=False) for name, loss in (("softmax", 1.0), ("lssar", 1.2))]
@@ -251,7 +253,24 @@ class TestFinding:
         assert len(found.differences) == 6
 
 
+def looks(figure):
+    """(colour, style) of the lines that have more than one place, in the first panel."""
+    lines = [line for line in figure.axes[0].lines if len(set(line.get_xdata())) > 1 and line.get_linestyle() != "None"]
+    return {(line.get_color(), line.get_linestyle()) for line in lines}
+
+
 class TestFigure:
+    def test_eight_lines_look_different(self, fabricate, tmp_path, monkeypatch):
+        """In figures of losses and of shares: no two lines have both colour and style in common."""
+        names = [f"sharpened(lssa, {power})" for power in range(2, 10)]
+        groups = grouped(*(fabricate(name, [1.0, 1.1]) for name in names))
+        assert len(looks(figure1(groups, title="Eight"))) == 8
+        saved = []
+        monkeypatch.setattr(Figure, "savefig", lambda self, path, **_: (saved.append(self), path.touch()))
+        lines = [Line(name, [Point(1, 0.5, 0.1), Point(2, 0.4, 0.1)]) for name in names]
+        save_curves([Panel("x", "y", lines)], tmp_path / "f.png", title="Eight", train_length=1)
+        assert len(looks(saved[0])) == 8
+
     def test_dollars_in_names_are_dollars(self, fabricate, tmp_path):
         entries = [fabricate("lssa", [1.0, 2.0], name=name) for name in (r"$\frac{$", "a$b$")]
         save_figure1(build(entries).groups, tmp_path / "f.png", title=r"costs $5 or $\frac{")

@@ -2,18 +2,33 @@
 
 import io
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
-from softfocus.lab import study
+from softfocus.lab import crew, study
 from softfocus.lab.compare import compare
 from softfocus.lab.errors import LabError, UsageError
+from softfocus.lab.evaluate import evaluate
+from softfocus.lab.lengths import parse
+from softfocus.lab.progress import Event, Listener
 from softfocus.lab.recall import recall
-from softfocus.lab.recall_compare import RecallReport, compare_recall
-from softfocus.lab.recipe import load
+from softfocus.lab.recall_compare import RecallEntry, RecallReport, compare_recall
+from softfocus.lab.recall_report import recall_tables
+from softfocus.lab.recipe import Recipe, load
 from softfocus.lab.report import Report
-from softfocus.lab.results import RUN, load_run
+from softfocus.lab.results import (
+    RECIPE,
+    RUN,
+    Answers,
+    Recall,
+    RecallRow,
+    load_run,
+    save_recall,
+    save_run,
+    write_atomically,
+)
 from softfocus.lab.study import run_study, seeds_of
 from softfocus.lab.train import train
 
@@ -47,6 +62,32 @@ def console() -> Console:
 def said(where: Console) -> str:
     assert isinstance(where.file, io.StringIO)
     return where.file.getvalue()
+
+
+def finish(recipe: Recipe, out: Path) -> None:
+    """Do here what a worker does: a process of its own takes seconds to start."""
+    train(recipe, out / recipe.name)
+    evaluate(out / recipe.name, parse(recipe.evaluate.lengths, recipe.train.length))
+
+
+def stop_at_row(count: int) -> Listener:
+    """A listener that stops the work when so many rows are finished."""
+    rows = []
+
+    def listen(event: Event) -> None:
+        rows.extend([event] if event.kind == "row" else [])
+        if len(rows) == count:
+            raise KeyboardInterrupt
+
+    return listen
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> Path:
+    """A study of one row and two seeds on a generated task."""
+    path = tmp_path / "task.toml"
+    path.write_text(TASK)
+    return path
 
 
 @pytest.fixture
@@ -87,34 +128,49 @@ def test_rows_and_seeds(two_rows: Path, tiny: Path) -> None:
     assert found[1].train.learning_rate == 2e-2
 
 
-def test_a_whole_study_is_kept_and_compared(two_rows: Path, tmp_path: Path) -> None:
+def test_a_study_trains_what_is_left_and_compares_all(two_rows: Path, tmp_path: Path) -> None:
     out, screen = tmp_path / "out", console()
+    *there, left = study.recipes(*study.load(str(two_rows)))
+    for recipe in there:
+        finish(recipe, out)
+    before = {recipe.name: (out / recipe.name / RUN).stat().st_mtime_ns for recipe in there}
     made = run_study(str(two_rows), out, jobs=1, console=screen)
     assert isinstance(made, Report)
     assert [group.count for group in made.groups] == ["2 seeds", "2 seeds"]
-    assert "Two rows: 4 runs, 4 of them left: about" in said(screen)
+    assert "Two rows: 4 runs, 1 of them left: about" in said(screen)
+    assert before == {name: (out / name / RUN).stat().st_mtime_ns for name in before}
+    assert load_run(out / left.name).status == "complete"
     assert "Losses are means over 2 trainings" in " ".join(said(screen).split())
     for name in ("results.json", "figure1.png", "report.html", "logs/plain-s3.log"):
         assert (out / name).exists()
-    before = {name: (out / name / RUN).stat().st_mtime_ns for name in ("plain-s3", "local-s4")}
     again = console()
     run_study(str(two_rows), out, jobs=1, console=again)
     assert "4 runs, 0 of them left" in said(again)
-    assert before == {name: (out / name / RUN).stat().st_mtime_ns for name in before}
-    third = run_study(str(two_rows), out, jobs=1, seeds=[3, 4, 5], console=console())
-    assert isinstance(third, Report)
-    assert [group.count for group in third.groups] == ["3 seeds", "3 seeds"]
-    assert before == {name: (out / name / RUN).stat().st_mtime_ns for name in before}
 
 
 def test_a_row_that_fails_is_named_and_the_others_are_compared(two_rows: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    out.mkdir()
+    finish(study.recipes(*study.load(str(two_rows)))[0], out)
     (out / "local-s3").write_text("in the way")
     with pytest.raises(LabError, match=r"1 of 2 models failed: local-s3: .* is a file"):
         run_study(str(two_rows), out, jobs=1, seeds=[3], console=console())
-    assert load_run(out / "plain-s3").status == "complete"
     assert (out / "results.json").exists()
+
+
+def test_each_row_is_timed_once_whatever_its_name(two_rows: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    made = study.recipes(*study.load(str(two_rows)))
+    timed = []
+
+    def trial(recipe: Recipe, threads: int) -> tuple[float, int]:
+        timed.append(recipe.name)
+        return 1.0, 1
+
+    monkeypatch.setattr(study, "_trial", trial)
+    jobs = crew.plan(tmp_path, made, [recipe.name for recipe in made])
+    for job in jobs:
+        job.recipe = job.recipe.model_copy(update={"name": "x"})
+    assert study.estimate(jobs, 1).seconds == 4.0
+    assert timed == ["x", "x"]
 
 
 def test_the_estimate_trains_nothing(two_rows: Path, tmp_path: Path) -> None:
@@ -125,13 +181,23 @@ def test_the_estimate_trains_nothing(two_rows: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_study_of_a_task_compares_right_answers(tmp_path: Path) -> None:
-    (tmp_path / "task.toml").write_text(TASK)
+def test_a_study_of_a_task_goes_on_after_a_kill_and_compares_right_answers(task: Path, tmp_path: Path) -> None:
+    """One run was killed before its last row, the one with more to remember; the other is finished."""
     out, screen = tmp_path / "out", console()
-    made = run_study(str(tmp_path / "task.toml"), out, jobs=1, console=screen)
+    killed, finished = study.recipes(*study.load(str(task)))
+    for recipe in (killed, finished):
+        train(recipe, out / recipe.name)
+    recall(out / finished.name, [16, 32])
+    with pytest.raises(KeyboardInterrupt):
+        recall(out / killed.name, [16, 32], progress=stop_at_row(2))
+    before = (out / killed.name / RUN).stat().st_mtime_ns
+    made = run_study(str(task), out, jobs=1, console=screen)
     assert isinstance(made, RecallReport)
+    assert "2 runs, 1 of them left" in said(screen)
+    assert before == (out / killed.name / RUN).stat().st_mtime_ns, "it was trained again"
+    keys = [[row.key for row in entry.recall.rows] for entry in made.runs]
+    assert keys == [[(16, False, None, 64), (32, False, None, 64), (32, True, None, 64)]] * 2
     assert [entry.info.seed for entry in made.runs] == [0, 1]
-    assert {row.length for entry in made.runs for row in entry.recall.rows} == {16, 32}
     assert "Right answers, lengthened by more filler; chance is 0.250" in said(screen)
     assert "(2 seeds)" in said(screen)
     again = RecallReport.model_validate_json((out / "results.json").read_text())
@@ -142,11 +208,26 @@ def test_a_study_of_a_task_compares_right_answers(tmp_path: Path) -> None:
     assert any("One seed" in note for note in alone.notes)
 
 
-def test_recall_over_seeds_is_a_mean_with_its_spread(tmp_path: Path) -> None:
-    (tmp_path / "task.toml").write_text(TASK)
+def test_rows_of_another_window_or_number_of_sequences_do_not_finish_a_run(task: Path, tmp_path: Path) -> None:
+    recipe = study.recipes(*study.load(str(task)))[0]
+
+    def status() -> str:
+        return crew.plan(tmp_path, [recipe], ["a run"])[0].status
+
+    folder = tmp_path / recipe.name
+    train(recipe, folder)
+    assert status() == "waiting"
+    recall(folder, [16, 32], window=8)
+    recall(folder, [16, 32], sequences=2)
+    assert status() == "waiting"
+    recall(folder, [16, 32])
+    assert status() == "finished"
+
+
+def test_recall_over_seeds_is_a_mean_with_its_spread(task: Path, tmp_path: Path) -> None:
     folders = []
     for seed in (0, 1):
-        recipe = study.recipes(*study.load(str(tmp_path / "task.toml")), [seed])[0]
+        recipe = study.recipes(*study.load(str(task)), [seed])[0]
         folders.append(tmp_path / recipe.name)
         train(recipe, folders[-1])
         recall(folders[-1], [16], sequences=8)
@@ -154,6 +235,67 @@ def test_recall_over_seeds_is_a_mean_with_its_spread(tmp_path: Path) -> None:
     report = compare_recall(folders, tmp_path / "both", title="Both", console=screen)
     values = [entry.recall.rows[0].accuracy for entry in report.runs]
     assert f"{sum(values) / 2:.3f} ± " in said(screen)
+
+
+def recalled(fabricate: Any, seed: int, *rows: tuple[int, int, float]) -> RecallEntry:
+    """A run whose rows are given: length, sequences, share of right answers."""
+    common: dict[str, Any] = {"mechanism": "softmax", "seed": seed, "train_length": 16}
+    found = [
+        RecallRow(
+            length=length,
+            grown=False,
+            window=None,
+            nearest=0,
+            reach=None,
+            chance=0.25,
+            sequences=sequences,
+            answers=2 * sequences,
+            accuracy=accuracy,
+            standard_error=0.0,
+            complete=accuracy,
+            complete_error=0.0,
+            by_distance=[Answers(start=0, end=8, accuracy=accuracy, standard_error=0.0, answers=2 * sequences)],
+        )
+        for length, sequences, accuracy in rows
+    ]
+    entry = fabricate("softmax", [1.0], seed=seed, name=f"run-s{seed}", train_length=16)
+    return RecallEntry(
+        info=entry.info, recall=Recall(run=entry.info.name, task="t", rows=found, **common), recipe=entry.recipe
+    )
+
+
+def written(folder: Path, *entries: RecallEntry) -> list[Path]:
+    """Run folders, as far as comparing reads them."""
+    for entry in entries:
+        save_run(folder / entry.info.name, entry.info)
+        save_recall(folder / entry.info.name, entry.recall)
+        write_atomically(folder / entry.info.name / RECIPE, entry.recipe)
+    return [folder / entry.info.name for entry in entries]
+
+
+def test_a_row_measured_again_on_more_sequences_counts_once(fabricate: Any, tmp_path: Path) -> None:
+    run, screen = recalled(fabricate, 0, (16, 8, 0.125), (16, 512, 0.875), (32, 512, 0.75), (32, 8, 0.25)), console()
+    compare_recall(written(tmp_path, run), tmp_path / "out", title="One", console=screen)
+    assert "0.875 ± 0.000" in said(screen)
+    assert "0.750 ± 0.000" in said(screen)
+    screen.print(recall_tables(run.recall))
+    assert "0.125" not in said(screen)
+    assert [row.sequences for row in run.recall.shown] == [512, 512]
+
+
+def test_a_length_that_a_seed_lacks_is_left_out(fabricate: Any, tmp_path: Path) -> None:
+    screen = console()
+    runs = written(
+        tmp_path, recalled(fabricate, 0, (16, 8, 0.5)), recalled(fabricate, 1, (16, 8, 0.75), (32, 8, 0.125))
+    )
+    report = compare_recall(runs, tmp_path / "out", title="Two", console=screen)
+    assert "0.625 ± 0.125" in said(screen)
+    assert "0.125 ± 0.000" not in said(screen)
+    assert any("left out" in note for note in report.notes)
+    apart = written(tmp_path, recalled(fabricate, 0, (16, 8, 0.5)), recalled(fabricate, 1, (32, 8, 0.125)))
+    with pytest.raises(LabError, match="the seeds of each model share no length"):
+        compare_recall(apart, tmp_path / "none", title="None", console=console())
+    assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.parametrize(

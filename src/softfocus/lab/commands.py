@@ -1,6 +1,7 @@
 """What each command takes, and the room that it calls. A room is imported when its command runs: --help stays fast."""
 
 import os
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -228,6 +229,15 @@ def evaluate(
         _print(loss_table(singles([found])))
 
 
+def _lengths_and_windows(run: Path, lengths: str, window: str | None) -> tuple[list[int], Sequence[int | None]]:
+    """What --lengths and --window mean for a run, in tokens; a window of None is none."""
+    from softfocus.lab.lengths import parse
+    from softfocus.lab.results import load_run
+
+    trained = load_run(run).train_length
+    return parse(lengths, trained), [None] if window is None else parse(window, trained, "--window")
+
+
 @app.command()
 def recall(
     run: Run,
@@ -252,13 +262,9 @@ def recall(
 
     Example: `softfocus recall runs/mqar-lssar --lengths 1x,4x,16x,64x`
     """
-    from softfocus.lab.lengths import parse
     from softfocus.lab.progress import Display
-    from softfocus.lab.results import load_run
 
-    info = load_run(run)
-    wanted = parse(lengths, info.train_length)
-    windows = [None] if window is None else parse(window, info.train_length, "--window")
+    wanted, windows = _lengths_and_windows(run, lengths, window)
     from softfocus.lab.recall import recall
     from softfocus.lab.recall_report import recall_tables, save_recall_figure
 
@@ -297,13 +303,9 @@ def induction(
 
     Example: `softfocus induction runs/repeats --lengths 1x,16x --ngram 4`
     """
-    from softfocus.lab.lengths import parse
     from softfocus.lab.progress import Display
-    from softfocus.lab.results import load_run
 
-    info = load_run(run)
-    wanted = parse(lengths, info.train_length)
-    windows = [None] if window is None else parse(window, info.train_length, "--window")
+    wanted, windows = _lengths_and_windows(run, lengths, window)
     from softfocus.lab.induction import induction
     from softfocus.lab.induction_report import induction_table, save_induction_figure
 
@@ -336,7 +338,7 @@ def compare(
 ) -> None:
     """Who is better where, by how much, and whether that is more than noise: one table, one figure, one report.
 
-    Runs whose recipes differ by seed alone stand together, as mean and spread.
+    Runs whose recipes differ by seed alone are grouped, and shown as mean and spread.
 
     Example: `softfocus compare runs/demo-softmax runs/demo-lssar --out runs/two`
     """

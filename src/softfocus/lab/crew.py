@@ -26,7 +26,6 @@ from softfocus.lab.results import (
     Evaluation,
     default_settings,
     load_evaluation,
-    load_recall,
     load_run,
     write_atomically,
 )
@@ -82,7 +81,7 @@ def work(folder: Path, jobs: Sequence[Job], *, workers: int | None, overwrite: b
 
 
 def missing(jobs: Sequence[Job]) -> list[str]:
-    """What a report says of jobs that failed. It says nothing about where on a machine it was made."""
+    """The report's lines about failed jobs, without paths."""
     failed = [job for job in jobs if job.status == "failed"]
     return [f"{job.label} is missing: {job.error.replace(str(job.folder), job.folder.name)}" for job in failed]
 
@@ -121,7 +120,9 @@ def _is_finished(job: Job) -> bool:
     try:
         load_run(job.folder)
         if job.recipe.data.source is None:
-            return set(job.lengths) <= {row.length for row in load_recall(job.folder).rows}
+            from softfocus.lab.recall import is_measured  # torch: seconds, which text does without
+
+            return is_measured(job.folder, job.lengths)
         evaluation = load_evaluation(job.folder)
     except LabError:
         return False

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from rich import box
 from rich.table import Table
 
-from softfocus.lab.figure import PALETTE, STYLE
+from softfocus.lab.figure import PALETTE, STYLE, line_style
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,8 @@ def save_curves(panels: Sequence[Panel], path: Path, *, title: str, train_length
             for index, line in enumerate(panel.lines):
                 errors = [0.0 if math.isnan(point.error) else point.error for point in line.points]
                 places, values = [point.at for point in line.points], [point.value for point in line.points]
-                colour = PALETTE[index % len(PALETTE)][0]
-                ax.errorbar(places, values, errors, marker="o", capsize=3, color=colour, label=line.name)
+                colour, style = PALETTE[index % len(PALETTE)][0], line_style(index)
+                ax.errorbar(places, values, errors, fmt=style, marker="o", capsize=3, color=colour, label=line.name)
             ax.axvline(train_length, color="black", linestyle=":", linewidth=1.2)
             if panel.level is not None:
                 ax.axhline(panel.level, color="black", linestyle="--", linewidth=1.0)

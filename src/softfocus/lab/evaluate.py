@@ -19,7 +19,7 @@ from softfocus.lab import model as models
 from softfocus.lab.errors import LabError
 from softfocus.lab.means import ClusteredMeans, default_edges
 from softfocus.lab.progress import Event, Listener, silent
-from softfocus.lab.recipe import load
+from softfocus.lab.recipe import Recipe, load
 from softfocus.lab.results import (
     AS_TRAINED,
     EVALUATION,
@@ -129,6 +129,26 @@ def evaluate(
         _keep_others(evaluation, before, folder)
     save_evaluation(folder, evaluation)
     return evaluation
+
+
+def under_window(folder: Path, lengths: Sequence[int], window: int | None, command: str) -> tuple[RunInfo, Recipe, Any]:
+    """A run, its recipe, and its model's configuration, for attention that sees so many of the last keys.
+
+    Args:
+        folder: a finished run.
+        lengths: what the model is to read.
+        window: keys; None leaves the configuration as trained.
+        command: whose --lengths an error is to name.
+
+    Raises:
+        LabError: a run that is not finished, or too few positions for the lengths.
+    """
+    models.quiet()
+    info, recipe, config = load_run(folder), load(folder / RECIPE), models.load_config(folder)
+    models.check_positions(config, max(lengths), f"{command} --lengths up to {{}}")
+    if window is not None:
+        softfocus.hf.window(config, window)
+    return info, recipe, config
 
 
 def _config(folder: Path, setting: Setting, train_length: int, length: int) -> Any:

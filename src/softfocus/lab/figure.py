@@ -26,6 +26,7 @@ PALETTE = (
 )
 _PREFERRED = {"softmax": 0, "lssa": 1, "lssar": 2, "laser": 3}
 _MARKERS = ("o", "s", "D", "^", "v", "P")
+_STYLES = ("-", "--", "-.", ":")
 
 # Neutral colours that the page's stylesheet replaces in the SVG, so that one drawing suits light and dark
 TEXT, RULE = "#1f2329", "#d0d3d9"
@@ -79,10 +80,15 @@ def places(mechanisms: Sequence[str]) -> list[int]:
     return taken
 
 
+def line_style(index: int) -> str:
+    """How the line of this number is drawn: in another way in each round of the palette."""
+    return _STYLES[index // len(PALETTE) % len(_STYLES)]
+
+
 def figure1(groups: Sequence[Group], *, title: str, axis: Axis = "multiple") -> Figure:
     """Loss over length, two panels a row.
 
-    The first shows each group under the setting that serves it best at the longest length, on a y axis of its own: who
+    The first shows each group with its best setting at the longest length, on a y axis of its own: who
     is ahead. Each of the others shows one setting, all on one y axis: what the setting does.
     """
     names = panels(groups)
@@ -146,9 +152,11 @@ def _draw_lengths(ax: Any, groups: Sequence[Group], name: str, axis: Axis) -> En
     grid = [[cell(group, x, setting, axis) for x in ticks] for group, setting in zip(groups, chosen, strict=True)]
     lowest = [_lowest([line[place] for line in grid]) for place in range(len(ticks))]
     ends: Ends = []
-    for group, setting, line, colour in zip(groups, chosen, grid, colours(groups), strict=True):
+    drawn = zip(groups, chosen, grid, colours(groups), strict=True)
+    for index, (group, setting, line, colour) in enumerate(drawn):
         cells = [(x, there, low) for x, there, low in zip(ticks, line, lowest, strict=True) if there is not None]
-        end = _line(ax, [(x, there.loss, _error(there, low, len(groups))) for x, there, low in cells], colour)
+        points = [(x, there.loss, _error(there, low, len(groups))) for x, there, low in cells]
+        end = _line(ax, points, colour, line_style(index))
         _every_run(ax, [(x, there) for x, there, _ in cells], colour)
         label = f"{group.label}, {setting}" if name == _BEST and setting != AS_TRAINED.name() else group.label
         ends.append((label, colour, end))
@@ -185,14 +193,14 @@ def _every_run(ax: Any, cells: Sequence[tuple[float, Cell]], colour: int) -> Non
 
 def _draw_positions(ax: Any, groups: Sequence[Group], name: str) -> Ends:
     ends: Ends = []
-    for group, colour in zip(groups, colours(groups), strict=True):
+    for index, (group, colour) in enumerate(zip(groups, colours(groups), strict=True)):
         there = [one for x in columns([group]) if (one := cell(group, x, name)) is not None]
         # A bucket stands at its geometric middle, which is its middle on a logarithmic axis; the first starts at 0
         middles = [
             (math.sqrt(max(some[0].start, 1) * some[0].end), fmean(bucket.loss for bucket in some), math.nan)
             for some in (_alike(there[-1]) if there else [])
         ]
-        ends.append((group.label, colour, _line(ax, middles, colour)))
+        ends.append((group.label, colour, _line(ax, middles, colour, line_style(index))))
     for length in sorted({group.first.train_length for group in groups}):
         ax.axvline(length, color=TEXT, linestyle=":", linewidth=1.2)
     ax.set_xscale("log", base=2)
@@ -210,9 +218,9 @@ def _alike(there: Cell) -> list[tuple[Bucket, ...]]:
 
 def _draw_training(ax: Any, infos: Sequence[Sequence[RunInfo]], groups: Sequence[Group]) -> Ends:
     ends: Ends = []
-    for members, group, colour in zip(infos, groups, colours(groups), strict=True):
+    for index, (members, group, colour) in enumerate(zip(infos, groups, colours(groups), strict=True)):
         curves = [[(float(step), loss, math.nan) for step, loss in info.train_loss] for info in members]
-        last = [_line(ax, points, colour, markers=False) for points in curves]
+        last = [_line(ax, points, colour, line_style(index), markers=False) for points in curves]
         ends.append((group.label, colour, next((end for end in last if end), None)))
     ax.set_xlabel("optimiser step")
     ax.set_ylabel("training loss (nats per token)")
@@ -220,13 +228,13 @@ def _draw_training(ax: Any, infos: Sequence[Sequence[RunInfo]], groups: Sequence
 
 
 def _line(
-    ax: Any, points: Sequence[tuple[float, float, float]], colour: int, *, markers: bool = True
+    ax: Any, points: Sequence[tuple[float, float, float]], colour: int, style: str, *, markers: bool = True
 ) -> tuple[float, float] | None:
     """One line with its band of one standard error, with gaps where a loss is not finite; returns its last point."""
     shade, marker = PALETTE[colour][0], _MARKERS[colour] if markers else ""
     finite = [(x, y if math.isfinite(y) else math.nan, e if math.isfinite(e) else 0.0) for x, y, e in points]
     x, y, e = ([point[i] for point in finite] for i in range(3))
-    ax.plot(x, y, color=shade, marker=marker)
+    ax.plot(x, y, style, color=shade, marker=marker)
     ax.fill_between(
         x,
         [a - b for a, b in zip(y, e, strict=True)],

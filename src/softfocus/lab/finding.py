@@ -15,7 +15,7 @@ Verdict = Literal["higher", "lower", "inconclusive"]
 
 
 class Difference(BaseModel):
-    """A group's loss at one length less another's, each under the setting that serves it best there."""
+    """A group's loss at one length less another's, each with its best setting there."""
 
     model_config = ConfigDict(extra="forbid", ser_json_inf_nan="strings")
 
@@ -31,7 +31,7 @@ class Difference(BaseModel):
     training_noise: bool
     """Whether the standard error holds the noise of training, which takes several seeds of both."""
     verdict: Verdict
-    """"inconclusive" where the difference is within two standard errors, or not a number."""
+    """"inconclusive" where noise alone may have made the difference (`Estimate.sure`), or where it is not a number."""
 
 
 class Finding(BaseModel):
@@ -46,7 +46,7 @@ class Finding(BaseModel):
 def finding(groups: Sequence[Group], axis: Axis = "multiple") -> Finding:
     """What was found, in a sentence for each length, with the numbers that they rest on.
 
-    Each group stands under the setting that serves it best at that length. At the training length all are held against
+    Each group is shown with its best setting at that length. At the training length all are held against
     Softmax, if one group is Softmax: that is the price of a mechanism. Elsewhere they are held against the lowest loss.
     """
     shared = shared_columns(groups, axis)

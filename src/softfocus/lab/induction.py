@@ -9,21 +9,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-import softfocus.hf
 from softfocus.lab import data
 from softfocus.lab import model as models
-from softfocus.lab.evaluate import has_plain_head, token_losses
+from softfocus.lab.evaluate import has_plain_head, token_losses, under_window
 from softfocus.lab.means import Mean
 from softfocus.lab.progress import Event, Listener, silent
-from softfocus.lab.recipe import load
 from softfocus.lab.results import (
     INDUCTION,
-    RECIPE,
     Induction,
     InductionRow,
     Repeats,
     load_induction,
-    load_run,
     save_induction,
 )
 from softfocus.lab.windows import EvaluationWindows
@@ -64,13 +60,7 @@ def induction(
     Raises:
         LabError: a run that is not finished, one that was trained on a task, or lengths that do not fit the text.
     """
-    models.quiet()
-    info = load_run(folder)
-    recipe = load(folder / RECIPE)
-    config = models.load_config(folder)
-    models.check_positions(config, max(lengths), "induction --lengths up to {}")
-    if window is not None:
-        softfocus.hf.window(config, window)
+    info, recipe, config = under_window(folder, lengths, window, "induction")
     store = data.tokens(recipe, progress)
     data.check_unchanged(store, folder, info)
     spans = EvaluationWindows(store, lengths, tokens or recipe.evaluate.tokens)
@@ -136,7 +126,7 @@ def repeats(tokens: NDArray[np.int64], ngram: int) -> NDArray[np.int64]:
 
 
 def edges(train_length: int, longest: int) -> list[int]:
-    """Of buckets of distances: never (0), up to half the training length, then its powers of two."""
+    """Bucket edges of distances: 0 (never), 1, and powers of two of the training length from a half on."""
     found, edge = [0, 1], max(2, train_length // 2)
     while edge < longest:
         found.append(edge)

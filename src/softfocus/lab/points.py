@@ -152,7 +152,7 @@ def without_seed(text: str) -> object:
 
 
 def setting_name(evaluation: Evaluation, setting: Setting) -> str:
-    """A setting as reports name it, and by which they know it: a window counts in training lengths."""
+    """The name of a setting in reports. Windows are given in training lengths."""
     return setting.name(evaluation.train_length)
 
 
@@ -201,13 +201,13 @@ def _row(evaluation: Evaluation, column: float, setting: str, axis: Axis) -> Row
 
 
 def best(group: Group, column: float, axis: Axis = "multiple") -> Cell | None:
-    """What stands at a place on the axis under the setting that serves the group best; a diverged loss comes last."""
+    """The losses of a group at a place on the axis with its best setting; a diverged loss comes last."""
     found = [there for name in settings([group]) if (there := cell(group, column, name, axis)) is not None]
     return min(found, key=lambda one: one.loss if math.isfinite(one.loss) else math.inf, default=None)
 
 
 def best_setting(group: Group, found: Sequence[Group], axis: Axis) -> str:
-    """The setting that serves a group best at the longest length that all groups share, or at its own longest."""
+    """A group's best setting at the longest length that all groups share, or at its own longest."""
     at = (shared_columns(found, axis) or columns([group], axis))[-1]
     there = best(group, at, axis)
     return there.setting if there else AS_TRAINED.name()

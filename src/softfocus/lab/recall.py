@@ -14,7 +14,7 @@ import softfocus.hf
 from softfocus.lab import data
 from softfocus.lab import model as models
 from softfocus.lab.errors import LabError
-from softfocus.lab.evaluate import has_plain_head
+from softfocus.lab.evaluate import has_plain_head, under_window
 from softfocus.lab.means import Mean
 from softfocus.lab.progress import Event, Listener, silent
 from softfocus.lab.recipe import load
@@ -30,6 +30,9 @@ from softfocus.lab.results import (
     save_recall,
 )
 from softfocus.lab.tasks import IGNORED, Task, check_room, random_for
+
+SEQUENCES = 64
+"""How many are measured at each length if nobody says."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ def recall(
     lengths: Sequence[int],
     *,
     window: int | None = None,
-    sequences: int = 64,
+    sequences: int = SEQUENCES,
     batch_tokens: int = 4096,
     progress: Listener = silent,
 ) -> Recall:
@@ -74,20 +77,11 @@ def recall(
     Raises:
         LabError: a run that is not finished, one that was trained on text, or a length that cannot hold a sequence.
     """
-    models.quiet()
-    info = load_run(folder)
-    recipe = load(folder / RECIPE)
+    info, recipe, config = under_window(folder, lengths, window, "recall")
     task = data.task_of(recipe)
     if task is None:
         raise LabError(f"{folder} was trained on text and not on a task", f"run `softfocus evaluate {folder}`")
-    plans = list(_plans(task, sorted(set(lengths)), info.train_length))
-    config = models.load_config(folder)
-    models.check_positions(config, max(lengths), "recall --lengths up to {}")
-    if window is not None:
-        softfocus.hf.window(config, window)
-    found = _earlier(folder, info, data.Generated(task).key)
-    there = {row.key for row in found.rows}
-    plans = [plan for plan in plans if (plan.length, plan.grown, window, sequences) not in there]
+    found, plans = _left(folder, info, task, lengths, window, sequences)
     if not plans:
         return found
     model = models.load(folder, config)
@@ -107,6 +101,16 @@ def recall(
         save_recall(folder, found)
         progress(Event(kind="row", run=info.name, message=text(row), done=done, total=total))
     return found
+
+
+def is_measured(folder: Path, lengths: Sequence[int]) -> bool:
+    """Whether recall.json holds all that :func:`recall` measures at these lengths when nothing else is asked for.
+
+    Raises:
+        LabError: a run that is not finished, a recall.json that cannot be read, or a length that cannot hold a sequence.
+    """
+    task = data.task_of(load(folder / RECIPE))
+    return task is not None and not _left(folder, load_run(folder), task, lengths, None, SEQUENCES)[1]
 
 
 def reach(config: Any) -> int | None:
@@ -132,7 +136,7 @@ def text(row: RecallRow) -> str:
 
 
 def edges(train_length: int, length: int) -> list[int]:
-    """Of buckets of distances: powers of two of the training length from a quarter on, their halves between, the length."""
+    """Bucket edges of distances: powers of two of the training length from a quarter on, and the midpoints between them."""
     found, edge = {0, length + 1}, train_length // 4
     while edge < length:
         found |= {edge, edge + edge // 2}
@@ -150,6 +154,16 @@ def _earlier(folder: Path, info: RunInfo, task: str) -> Recall:
     found = load_recall(folder)
     same = found.model_copy(update={"rows": [], "run": info.name}) == fresh
     return found if same else fresh
+
+
+def _left(
+    folder: Path, info: RunInfo, task: Task, lengths: Sequence[int], window: int | None, sequences: int
+) -> tuple[Recall, list[_Plan]]:
+    """What recall.json holds, and what is still to be measured."""
+    plans = list(_plans(task, sorted(set(lengths)), info.train_length))
+    found = _earlier(folder, info, data.Generated(task).key)
+    there = {row.key for row in found.rows}
+    return found, [plan for plan in plans if (plan.length, plan.grown, window, sequences) not in there]
 
 
 def _plans(task: Task, lengths: Sequence[int], train_length: int) -> Iterator[_Plan]:

@@ -45,27 +45,32 @@ class RecallReport(BaseModel):
 def compare_recall(
     folders: Sequence[Path], out: Path, *, title: str, remarks: Sequence[str] = (), console: Console
 ) -> RecallReport:
-    """Compare runs of one task; those whose recipes differ by seed and name alone stand together.
+    """Compare runs of one task; those whose recipes differ by seed and name alone are grouped.
 
     Raises:
-        LabError: a run that is not finished or not measured, runs of several tasks or training lengths, or a folder that
-            cannot be written to.
+        LabError: a run that is not finished or not measured, runs of several tasks or training lengths, seeds that share
+            no length, or a folder that cannot be written to.
     """
     entries = [_entry(folder) for folder in folders]
     if len({(entry.recall.task, entry.recall.train_length) for entry in entries}) > 1:
         raise LabError("the runs were trained on different tasks or lengths", "compare runs of one task")
+    drawn = [_lines(entries, grown) for grown, _ in _WAYS]
+    if not any(drawn):
+        raise LabError(
+            "the seeds of each model share no length", "measure all of them at the same lengths with `softfocus recall`"
+        )
     report = RecallReport(
         title=title, created=datetime.now(UTC).replace(microsecond=0), notes=[*remarks, *_notes(entries)], runs=entries
     )
     write_atomically(out / RESULTS, json_text(report))
     first = entries[0].recall
-    heads = {
-        float(length): f"{length / first.train_length:g}x\n{length:,}"
-        for length in sorted({row.length for entry in entries for row in entry.recall.rows})
-    }
     panels = []
-    for grown, name in _WAYS:
-        if lines := _lines(entries, grown):
+    for (_, name), lines in zip(_WAYS, drawn, strict=True):
+        if lines:
+            heads = {
+                float(length): f"{length / first.train_length:g}x\n{length:,}"
+                for length in sorted({int(point.at) for line in lines for point in line.points})
+            }
             console.print(
                 curve_table(
                     f"Right answers, lengthened by {name}; chance is {first.rows[0].chance:.3f}", "", lines, heads
@@ -90,24 +95,33 @@ def _entry(folder: Path) -> RecallEntry:
 
 
 def _lines(entries: Sequence[RecallEntry], grown: bool) -> list[Line]:
-    """One for each group of seeds and each window: the mean over the seeds, with its error from seeds and sequences."""
-    groups: dict[object, list[RecallEntry]] = {}
-    for entry in entries:
-        groups.setdefault(without_seed(entry.recipe), []).append(entry)
-    names = [members[0].info.mechanism for members in groups.values()]
+    """One for each group of seeds and each window: the mean over the seeds, with its error from seeds and sequences.
+
+    A length that one of the seeds lacks is left out.
+    """
+    groups = _groups(entries)
+    names = [members[0].info.mechanism for members in groups]
     lines = []
-    for members, name in zip(groups.values(), names, strict=True):
+    for members, name in zip(groups, names, strict=True):
         label = name if names.count(name) == 1 else f"{name} · {members[0].info.name}"
         found: dict[tuple[int, int], list[tuple[int, RecallRow]]] = {}
         for entry in members:
-            for row in entry.recall.rows:
+            for row in entry.recall.shown:
                 if row.grown == grown:
                     found.setdefault((row.window or 0, row.length), []).append((entry.info.seed, row))
-        for window in sorted({window for window, _ in found}):
-            points = [_point(length, rows) for (its, length), rows in sorted(found.items()) if its == window]
+        whole = {place: rows for place, rows in sorted(found.items()) if len(rows) == len(members)}
+        for window in dict.fromkeys(window for window, _ in whole):
+            points = [_point(length, rows) for (its, length), rows in whole.items() if its == window]
             count = f" ({len(members)} seeds)" if len(members) > 1 else ""
             lines.append(Line(label + (f", window {window}" if window else "") + count, points))
     return lines
+
+
+def _groups(entries: Sequence[RecallEntry]) -> list[list[RecallEntry]]:
+    groups: dict[object, list[RecallEntry]] = {}
+    for entry in entries:
+        groups.setdefault(without_seed(entry.recipe), []).append(entry)
+    return list(groups.values())
 
 
 def _point(length: int, rows: Sequence[tuple[int, RecallRow]]) -> Point:
@@ -117,8 +131,10 @@ def _point(length: int, rows: Sequence[tuple[int, RecallRow]]) -> Point:
 
 def _notes(entries: Sequence[RecallEntry]) -> list[str]:
     found = []
-    if any(row.blind for entry in entries for row in entry.recall.rows):
+    if any(row.blind for entry in entries for row in entry.recall.shown):
         found.append(f"{BLIND} every answer lies beyond what the windows reach through all layers.")
+    if any(len({frozenset(row.place for row in e.recall.shown) for e in group}) > 1 for group in _groups(entries)):
+        found.append("Some lengths or windows were not measured on every seed: they are left out.")
     if len({entry.info.commit for entry in entries}) > 1:
         found.append("The runs differ in commit: it was not the same code that trained them.")
     if len({entry.info.seed for entry in entries}) == 1:

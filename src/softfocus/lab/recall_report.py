@@ -16,8 +16,8 @@ BLIND = "*"
 
 def recall_tables(recall: Recall) -> RenderableType:
     """Right answers by length and by distance, whatever a row's window."""
-    lengths = sorted({row.length for row in recall.rows})
-    limits = sorted({(part.start, part.end) for row in recall.rows for part in row.by_distance})
+    lengths = sorted({row.length for row in recall.shown})
+    limits = sorted({(part.start, part.end) for row in recall.shown for part in row.by_distance})
     chance = recall.rows[0].chance
     tables: list[RenderableType] = [
         curve_table(
@@ -34,7 +34,7 @@ def recall_tables(recall: Recall) -> RenderableType:
             tall=True,
         ),
     ]
-    if any(row.blind for row in recall.rows):
+    if any(row.blind for row in recall.shown):
         tables.append(f"{BLIND} every answer lies beyond what the window reaches through all layers")
     return Group(*tables)
 
@@ -73,7 +73,7 @@ def _by_distance(recall: Recall) -> Iterator[Line]:
 
 
 def _groups(recall: Recall) -> Iterator[tuple[str, list[RecallRow]]]:
-    for (window, grown), rows in groupby(recall.rows, key=lambda row: (row.window, row.grown)):
+    for (window, grown), rows in groupby(recall.shown, key=lambda row: (row.window, row.grown)):
         narrow = f", window {window}" if window else ""
         yield ("more to remember" if grown else "more filler") + narrow, list(rows)
 

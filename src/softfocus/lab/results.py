@@ -227,9 +227,14 @@ class RecallRow(_Record):
         return self.reach is not None and self.nearest > self.reach + 1
 
     @property
+    def place(self) -> tuple[int, bool, int | None]:
+        """What is measured, on however many sequences."""
+        return self.length, self.grown, self.window
+
+    @property
     def key(self) -> tuple[int, bool, int | None, int]:
         """What decides a row's result, for one run."""
-        return self.length, self.grown, self.window, self.sequences
+        return *self.place, self.sequences
 
 
 class Recall(_Record):
@@ -241,6 +246,12 @@ class Recall(_Record):
     seed: int = Field(description="the training seed")
     task: str = Field(description="the task and a digest of what it generates")
     rows: list[RecallRow]
+
+    @property
+    def shown(self) -> list[RecallRow]:
+        """The rows without those that were measured again on more of the same sequences."""
+        most = {row.place: row for row in sorted(self.rows, key=lambda row: row.sequences)}
+        return [row for row in self.rows if row is most[row.place]]
 
 
 class Repeats(_Record):
@@ -326,7 +337,7 @@ def load_evaluation(folder: Path) -> Evaluation:
 
 def save_recall(folder: Path, recall: Recall) -> None:
     """Write recall.json, whole or not at all."""
-    write_atomically(folder / RECALL, recall.model_dump_json(indent=2) + "\n")
+    write_atomically(folder / RECALL, json_text(recall))
 
 
 def load_recall(folder: Path) -> Recall:
@@ -340,7 +351,7 @@ def load_recall(folder: Path) -> Recall:
 
 def save_induction(folder: Path, induction: Induction) -> None:
     """Write induction.json, whole or not at all."""
-    write_atomically(folder / INDUCTION, induction.model_dump_json(indent=2) + "\n")
+    write_atomically(folder / INDUCTION, json_text(induction))
 
 
 def load_induction(folder: Path) -> Induction:

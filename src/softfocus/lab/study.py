@@ -16,6 +16,7 @@ from softfocus.lab import crew
 from softfocus.lab.compare import Comparison, compare
 from softfocus.lab.crew_screen import TRAINING, Job, clock
 from softfocus.lab.errors import LabError, UsageError, did_you_mean
+from softfocus.lab.points import without_seed
 from softfocus.lab.provenance import cores
 from softfocus.lab.recipe import Recipe, derive
 
@@ -35,7 +36,7 @@ class Study(BaseModel):
 
 
 @dataclass(frozen=True)
-class Estimate:
+class Expected:
     """What a study will take, from a trial of a few steps of each row."""
 
     runs: int
@@ -160,16 +161,16 @@ def run_study(
     return made
 
 
-def estimate(jobs: Sequence[Job], workers: int) -> Estimate:
+def estimate(jobs: Sequence[Job], workers: int) -> Expected:
     """What the runs that are not finished will take. Rows that differ by seed alone are timed once."""
-    timed: dict[str, tuple[float, int]] = {}
+    timed: dict[object, tuple[float, int]] = {}
     left = [job for job in jobs if job.status != "finished"]
-    for job in left:
-        row = job.recipe.name.rpartition("-s")[0]
+    rows = [without_seed(job.recipe.to_toml()) for job in left]
+    for job, row in zip(left, rows, strict=True):
         if row not in timed:
             timed[row] = _trial(job.recipe, max(1, cores() // workers))
-    seconds, size = (sum(timed[job.recipe.name.rpartition("-s")[0]][n] for job in left) for n in (0, 1))
-    return Estimate(runs=len(jobs), left=len(left), seconds=seconds / min(workers, max(1, len(left))), bytes=int(size))
+    seconds, size = (sum(timed[row][n] for row in rows) for n in (0, 1))
+    return Expected(runs=len(jobs), left=len(left), seconds=seconds / min(workers, max(1, len(left))), bytes=int(size))
 
 
 def _trial(recipe: Recipe, threads: int) -> tuple[float, int]:
@@ -203,7 +204,7 @@ def _trial(recipe: Recipe, threads: int) -> tuple[float, int]:
     return a_step * recipe.train.steps / TRAINING, 4 * parameters * (2 * 3 + 1)
 
 
-def _check_disk(folder: Path, expected: Estimate) -> None:
+def _check_disk(folder: Path, expected: Expected) -> None:
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if (free := shutil.disk_usage(there).free) < expected.bytes:
         raise LabError(

@@ -52,7 +52,7 @@ def loss_table(
             gain = end.gain if end else None
             table.add_row(
                 name if index == 0 else "",
-                Text(group.label + (f"\n{group.count}" if len(group.evaluations) > 1 else "")),
+                Text(group.label + (f"\nsd of {group.count}" if len(group.evaluations) > 1 else "")),
                 *(_loss(one, blank, low) for one, low in zip(line, best, strict=True)),
                 f"{gain.value:z.3f}" if gain and math.isfinite(gain.value) else Text(blank, style="dim"),
                 end_section=index == len(groups) - 1,
@@ -77,4 +77,4 @@ def _loss(one: Cell | None, blank: str, lowest: float | None) -> Text:
     if not math.isfinite(one.loss):
         return Text("nan" if math.isnan(one.loss) else "inf", style="red")
     text = Text(f"{one.loss:.3f}", style="bold" if one.loss == lowest else "")
-    return text if math.isnan(one.spread) else text.append(f"\n±{one.spread:.3f}", style="not bold dim")
+    return text if math.isnan(one.spread) else text.append(f"\n{one.spread:.3f}", style="not bold dim")
