@@ -2,42 +2,128 @@
 
 import json
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from softfocus import catalog
 from softfocus.lab.inspect.results import read as read_inspections
-from softfocus.lab.points import cell, column_name, columns, growth, settings
+from softfocus.lab.points import cell, column_name, columns, settings
+from softfocus.lab.recall_compare import RecallReport
 from softfocus.lab.report import read
+from softfocus.lab.results import AS_TRAINED
 from softfocus.lab.table import loss_table
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
-RESULT = ROOT / "docs" / "results" / "demo"
+RESULT = ROOT / "docs" / "results" / "layouts"
+NAMES = {
+    "LSSAR": "LSSAR, p = 15, in every layer",
+    "hybrid": "local softmax layers, global LSSAR, p = 31",
+    "hybrid-half-rope": "the same, half of RoPE in the global layers",
+    "local-cosine": "local softmax layers, global cosine softmax with log N",
+    "local-softmax": "local softmax layers, global softmax",
+}
 
 
 def result_block() -> str:
-    """What stands between the README's result marks, made from the committed results."""
+    """What stands between the README's result marks, made from the committed results.
+
+    All models as they were trained; Softmax also as a user would run it beyond its training length.
+    """
     report = read(RESULT / "results.json")
-    names = {"lssar": "LSSAR, p = 15", "laser": "LASER, on softmax"}
-    longer = {"window 1x": "window of the training length"}
+    longer = {"window 1x": "window of the training length at evaluation"}
     across, counts = columns(report.groups), sorted({len(group.evaluations) for group in report.groups})
-    seeds = f"; mean ± standard deviation of {counts[0]} seeds" if counts != [1] else ""
     assert len(counts) == 1, "every model with as many seeds"
-    head = [f"validation loss, nats per byte{seeds}", *map(column_name, across), f"{column_name(across[-1])} / 1x"]
-    lines = [head, ["---"] * len(head)]
-    for setting in settings(report.groups):
-        for group in report.groups:
-            cells = [cell(group, column, setting) for column in across]
-            if any(one is None for one in cells):
+    lines = [
+        [f"validation loss, nats per byte; mean ± standard deviation of {counts[0]} seeds", *map(column_name, across)]
+    ]
+    lines.append(["---"] * len(lines[0]))
+    for group in sorted(report.groups, key=lambda group: group.label != "Softmax"):
+        for setting in settings(report.groups):
+            if setting != "as trained" and group.label != "Softmax":
                 continue
-            texts = [f"{one.loss:.3f}" + (f" ± {one.spread:.3f}" if seeds else "") for one in cells]
-            label = f"{names.get(group.first.mechanism, group.label)}, {longer.get(setting, setting)}"
-            lines.append([label, *texts, f"{growth(group, across[-1], setting):.2f}"])
+            cells = [cell(group, column, setting) for column in across]
+            label = f"{NAMES.get(group.label, group.label)}, {longer.get(setting, setting)}"
+            lines.append([label, *(f"{one.loss:.3f} ± {one.spread:.3f}" for one in cells)])
     table = [f"| {' | '.join(line)} |" if line[0] != "---" else f"|{'|'.join(line)}|" for line in lines]
-    figure = "![Loss over evaluation length](docs/results/demo/figure1.png)"
-    return "\n".join([figure, "", report.finding.sentence, "", *table])
+    figure = "![Loss over evaluation length](docs/results/layouts/figure1.png)"
+    return "\n".join([figure, "", *table, "", *lead(report)])
+
+
+def lead(report) -> list[str]:
+    """What a reader should know of the result, a line for each comparison."""
+    by = {group.label: group for group in report.groups}
+    price = cell(by["hybrid"], 1.0, "as trained").minus(cell(by["Softmax"], 1.0, "as trained"))
+    rivals = {
+        "Softmax with the window": cell(by["Softmax"], 16.0, "window 1x"),
+        "the same layout with cosine softmax": cell(by["local-cosine"], 16.0, "as trained"),
+        "LSSAR in every layer": cell(by["LSSAR"], 16.0, "as trained"),
+    }
+    flat = cell(by["hybrid"], 16.0, "as trained")
+    lines = [f"* Its price at the training length, against Softmax: {said(price)}."]
+    lines += [
+        f"* At 16 times the training length, as trained, against {name}: {said(flat.minus(one))}."
+        for name, one in rivals.items()
+    ]
+    return lines
+
+
+def said(found) -> str:
+    text = f"{found.value:+.3f} ± {found.standard_error:.3f}"
+    return text if found.sure else f"{text}, inconclusive"
+
+
+LAYOUTS = (ROOT / "docs" / "layouts.md").read_text()
+
+
+def trials_table() -> str:
+    """The table of docs/layouts.md that stands between its marks, from the committed trials."""
+    report = read(ROOT / "docs/results/layout-trials/results.json")
+    lines = ["| layout | power over training | 1x | 2x | 4x | 8x | 16x |", "|---|---|---|---|---|---|---|"]
+    for entry in report.runs:
+        recipe = tomllib.loads(entry.recipe)
+        schedule, learned = recipe["train"].get("power"), recipe["model"].get("parameters", {})
+        texts = []
+        if schedule:
+            texts.append(f"{schedule['shape']} from {schedule['start']:g} in {schedule['share']:.0%} of the steps")
+        texts += [f"learned {name}, from {value:g}" for name, value in learned.items()]
+        losses = {row.length // 128: row.loss for row in entry.evaluation.rows if row.setting == AS_TRAINED}
+        cells = [
+            entry.evaluation.mechanism,
+            "; ".join(texts).replace("%", " %"),
+            *(f"{losses[n]:.3f}" for n in (1, 2, 4, 8, 16)),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def recall_table() -> str:
+    """The table of recall of docs/layouts.md, from the committed study."""
+    report = RecallReport.model_validate_json((ROOT / "docs/results/recall-layouts/results.json").read_text())
+    lines = ["| second layer | 1x | 4x, filler | 16x, filler | 4x, pairs | 16x, pairs |", "|---|---|---|---|---|---|"]
+    for entry in report.runs:
+        found = {(row.length // 64, row.grown): row.accuracy for row in entry.recall.rows}
+        cells = [found[key] for key in ((1, False), (4, False), (16, False), (4, True), (16, True))]
+        lines.append(f"| {entry.info.name} | {' | '.join(f'{one:.2f}' for one in cells)} |")
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize(("mark", "table"), [("trials", trials_table), ("recall", recall_table)])
+def test_the_tables_of_layouts_are_the_committed_ones(mark, table):
+    shown = re.search(rf"<!-- {mark}:begin -->\n(.*?)\n?<!-- {mark}:end -->", LAYOUTS, re.DOTALL)
+    assert shown is not None
+    assert shown[1] == table(), f"docs/layouts.md should show:\n{table()}"
+
+
+def test_the_size_of_caches_is_the_measured_one():
+    folder = ROOT / "docs" / "results" / "layout-cache"
+    hybrid, softmax = (json.loads((folder / f"{name}.json").read_text()) for name in ("hybrid", "softmax"))
+    sizes = [f"{one['cache_bytes'] / one['tokens']:,.0f}" for one in (hybrid, softmax)]
+    text = f"At {hybrid['tokens']:,} tokens the cache of `demo-hybrid` takes {sizes[0]} bytes a token, Softmax's {sizes[1]}"
+    assert hybrid["tokens"] == softmax["tokens"]
+    assert text in " ".join(LAYOUTS.split())
 
 
 @pytest.mark.parametrize(
