@@ -230,7 +230,7 @@ def test_ntk_needs_a_rotary_embedding_to_scale(tiny: Path, tmp_path: Path) -> No
     assert not events, "before anything was computed"
     with pytest.raises(LabError, match="with 64 positions cannot read 128 tokens; evaluate --lengths up to 64"):
         evaluate(tmp_path / "run", [128], settings=[PLAIN], tokens=512)
-    assert len(generate(tmp_path / "run", "x" * 60, tokens=5)) < 20
+    assert len(generate(tmp_path / "run", "x" * 60, tokens=5).text) < 20
     with pytest.raises(LabError, match="cannot read 65 tokens; keep prompt and --tokens together within 64"):
         generate(tmp_path / "run", "x" * 60, tokens=6)
 
