@@ -40,7 +40,8 @@ def result_block() -> str:
         [f"validation loss, nats per byte; mean ± standard deviation of {counts[0]} seeds", *map(column_name, across)]
     ]
     lines.append(["---"] * len(lines[0]))
-    for group in sorted(report.groups, key=lambda group: group.label != "Softmax"):
+    order = ["Softmax", *NAMES]
+    for group in sorted(report.groups, key=lambda group: order.index(group.label)):
         for setting in settings(report.groups):
             if setting != "as trained" and group.label != "Softmax":
                 continue
