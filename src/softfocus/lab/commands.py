@@ -255,7 +255,7 @@ def recall(
     quiet: Quiet = False,
     json: Json = None,
 ) -> None:
-    """Share of right answers over length, of a run that was trained on a generated task (mqar-*, passkey-*).
+    """Share of right answers over length, of a run that was trained on a generated task (`mqar-*`, `passkey-*`).
 
     Beyond the training length every answer lies at least half the sequence back. Rows are kept in the run folder as
     recall.json, with a figure; what is there is not measured again, so a run that was stopped goes on.
