@@ -122,6 +122,15 @@ def test_the_tables_of_layouts_are_the_committed_ones(mark, table):
     assert shown[1] == table(), f"docs/layouts.md should show:\n{table()}"
 
 
+def test_the_recall_of_half_of_rope_is_the_measured_one():
+    report = RecallReport.model_validate_json((ROOT / "docs/results/recall-trials/results.json").read_text())
+    half = next(entry.recall for entry in report.runs if entry.info.mechanism.endswith("rope 0.5"))
+    found = {(row.length // 64, row.grown): f"{row.accuracy:.2f}" for row in half.rows}
+    said = " ".join(LAYOUTS.split())
+    assert f"finds {found[16, False]} (filler) and {found[16, True]} (pairs) at 16 times" in said
+    assert f"a dip to {found[4, False]} and {found[4, True]} at 4 times" in said
+
+
 def test_the_size_of_caches_is_the_measured_one():
     folder = ROOT / "docs" / "results" / "layout-cache"
     hybrid, softmax = (json.loads((folder / f"{name}.json").read_text()) for name in ("hybrid", "softmax"))
