@@ -24,7 +24,7 @@ demo: setup  ## train Softmax, LSSA, LSSAR, LASER and a layout side by side and 
 bench: setup  ## time attention on the CPU beside torch's own, with parity checks and peak memory; writes runs/bench-cpu/
 	$(BIN)/softfocus bench --device cpu
 
-test: setup  ## every test (some six minutes on two cores)
+test: setup  ## every test (some eight minutes on two cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 # The compiler runs without the sanitizer that is loaded into Python. Fresh memory is filled with NaN, and none is kept for the next
