@@ -131,6 +131,12 @@ def test_the_recall_of_half_of_rope_is_the_measured_one():
     assert f"a dip to {found[4, False]} and {found[4, True]} at 4 times" in said
 
 
+def test_the_spread_of_seeds_is_the_measured_one():
+    runs = read(RESULT / "results.json").evaluations
+    losses = sorted(one.row(128).loss for one in runs if one.run.startswith("hybrid-s"))
+    assert f"`hybrid`: {losses[0]:.3f} to {losses[-1]:.3f} at 1x" in " ".join(LAYOUTS.split())
+
+
 def test_the_size_of_caches_is_the_measured_one():
     folder = ROOT / "docs" / "results" / "layout-cache"
     hybrid, softmax = (json.loads((folder / f"{name}.json").read_text()) for name in ("hybrid", "softmax"))
