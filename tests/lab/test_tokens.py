@@ -49,11 +49,6 @@ def texts(array: np.ndarray, starts: np.ndarray) -> list[str]:
     return [bytes(document[:-1].astype(np.uint8)).decode() for document in documents]
 
 
-def tokenising(shares: list[float]):
-    """A listener that keeps the shares of making tokens, without those of checking them."""
-    return lambda what, share: shares.extend([share] if what.startswith(("tokenising", "copying")) else [])
-
-
 def stores(tmp_path: Path) -> list[str]:
     """What a cache shows: complete stores, and what is left of others."""
     return [path.name for path in (tmp_path / "cache").iterdir() if path.suffix != ".lock"]
@@ -184,12 +179,12 @@ def test_many_batches_give_what_one_gives(make, tmp_path, monkeypatch):
     whole = make()
     monkeypatch.setattr(tokenise, "_BATCH", 50)
     shares = []
-    parts = make(cache_folder=tmp_path / "other", progress=tokenising(shares))
+    parts = make(cache_folder=tmp_path / "other", progress=lambda what, share: shares.append((what, share)))
     assert np.array_equal(whole.train, parts.train)
     assert np.array_equal(whole.validation_documents, parts.validation_documents)
     assert len(shares) > 10
-    assert shares[-1] == 1.0
-    assert shares == sorted(shares)
+    assert shares[-1] == (f"tokenising {tmp_path / 'corpus'}", 1.0)
+    assert [share for _, share in shares] == sorted(share for _, share in shares)
 
 
 # The cache
@@ -283,8 +278,6 @@ from softfocus.lab import tokenise
 from softfocus.lab.tokens import prepare
 
 def progress(what, share):
-    if not what.startswith("tokenising"):
-        return
     print("tokenising", flush=True)
     if sys.argv[3] == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -369,11 +362,14 @@ def test_a_damaged_store_is_made_anew_and_that_is_said(make, tmp_path, damage, c
 
 def test_a_whole_store_is_read_once_and_in_blocks(make, monkeypatch):
     size = sum(len(file) for name, file in content(make().folder).items() if name != "checksums.json")
+    shares = []
+    make(progress=lambda what, share: shares.append(share))
+    assert not shares, "nothing is said about what takes no time"
     monkeypatch.setattr(tokens, "_BLOCK", 100)
+    monkeypatch.setattr(tokens, "_LONG", 1000)
     seen = []
     monkeypatch.setattr(tokens.zlib, "crc32", lambda block, value: seen.append(len(block)) or value)
     monkeypatch.setattr(tokens, "_build", lambda *_: None)  # these are no checksums
-    shares = []
     make(progress=lambda what, share: shares.append((what, share)))
     assert max(seen) == 100
     assert sum(seen) == 2 * size, "once to find the damage, once more under the lock"
@@ -524,7 +520,7 @@ def test_a_large_shard_is_copied_in_parts(make, tmp_path, monkeypatch):
     shard(tmp_path / "a.bin", ids)
     monkeypatch.setattr(tokenise, "_CHUNK", 64)
     shares = []
-    store = make("a.bin", progress=tokenising(shares))
+    store = make("a.bin", progress=lambda what, share: shares.append(share))
     joined = [*store.train, *store.validation]
     starts = [*store.train_documents, *(store.validation_documents + store.n_train)]
     assert joined == ids
