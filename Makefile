@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup demo bench test sanitize sanitize-gpu emulated-gpu neon lint clean
+.PHONY: help setup demo bench test sanitize sanitize-gpu gpu emulated-gpu neon lint clean
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
@@ -44,6 +44,11 @@ sanitize-gpu: setup  ## the Triton kernels' tests under NVIDIA's compute-sanitiz
 	  PYTORCH_NO_CUDA_MEMORY_CACHING=1 SOFTFOCUS_TUNE=off compute-sanitizer --tool $$tool --target-processes all --error-exitcode 1 \
 	    $(BIN)/python -m pytest -x -q -m gpu tests/core/test_triton.py tests/core/test_cache.py -k "not cuda_graph and not compiled" || exit 1; \
 	done
+
+# Runs from the source tree with the PYTHON that has torch: the machine may be one where nothing can be installed.
+STAGE ?= 1
+gpu:  ## the first half hour on a GPU: make gpu STAGE=1 to 4, each under nine minutes; writes runs/gpu/stage1.json (DRY=--dry-run: without one)
+	PYTHONPATH=src $(PYTHON) tests/gpu/stages.py $(STAGE) $(DRY)
 
 # Nothing is timed: an emulator executes what Triton compiled, with errors, races and late copies as the hardware may have them.
 emulated-gpu: setup  ## the Triton kernels' tests as compiled for sm_80 and sm_90, on an emulated GPU (ten minutes at first, then two)

@@ -124,7 +124,7 @@ def pytest_of(name: str, files: str, *, chosen: str = "", dry: str, limit: float
 def bench(name: str, cells: Benchmark, limit: float) -> Item:
     """Cells of a benchmark, a second of timing each."""
     common = ("-m", "softfocus.lab", "bench", "--out", f"{{folder}}/{name}", "--seconds")
-    tiny = cells._replace(lengths=(32,), whats=cells.whats[:1], mechanisms=cells.mechanisms[:1], memory=False)
+    tiny = cells._replace(lengths=(32,), whats=cells.whats[:1], mechanisms=("lssar",), memory=False)
     dry = (*common, "0", "--device", "cpu", "--heads", "1", "--threads", "1", *tiny.arguments)
     return Item(name, (*common, "1", "--device", "cuda", *cells.arguments), dry, limit, TRUSTED, cells)
 
@@ -163,7 +163,7 @@ STAGES: dict[int, tuple[Item, ...]] = {
         pytest_of(
             "caches_and_graphs", "cache triton", chosen="cache or graph or waits or compiled", dry="waits", limit=150
         ),
-        pytest_of("the_others", "triton", chosen="not test_parity", dry="test_powers and 7", limit=200),
+        pytest_of("the_others", "triton", chosen="not test_parity", dry="test_statistics_in_float16", limit=200),
         pytest_of("compile_and_rest", "compile repeated_calls checked", dry="what_is_seen", limit=120),
         script("sanitizer", dry=("--dry-run",), limit=150),
     ),
@@ -246,7 +246,7 @@ def _results(item: Item, folder: Path, said: str) -> dict[str, Any]:
         words = ("PASSED", "FAILED", "ERROR", "SKIPPED")
         outcomes = [(word, line) for line in said.splitlines() for word in words if f" {word}" in f" {line}"]
         bad = sorted({line.strip() for word, line in outcomes if word in ("FAILED", "ERROR")})
-        counts = {word.lower(): sum(one == word and "::" in line for one, line in outcomes) for word in words}
+        counts = {word.lower(): sum(one == word and "%]" in line for one, line in outcomes) for word in words}
         return {"tests": counts, "bad": bad, "tail": said[-2000:]}
     return {"tail": said[-2000:]}
 
