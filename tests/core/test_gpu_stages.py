@@ -98,6 +98,12 @@ def test_outcomes_of_tests_are_counted(plan, tmp_path):
     assert any("test_bad" in line for line in found["bad"])
 
 
+def test_the_page_holds_what_is_predicted():
+    said = subprocess.run([sys.executable, PATH.with_name("predicted.py")], capture_output=True, text=True, check=True)
+    page = (stages.ROOT / "docs" / "performance-gpu.md").read_text()
+    assert page.split("<!-- predicted:begin -->")[1].split("<!-- predicted:end -->")[0].strip() == said.stdout.strip()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", sorted(stages.STAGES))
 def test_each_stage_runs_to_its_end_without_a_gpu(stage, tmp_path):

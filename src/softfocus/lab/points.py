@@ -141,14 +141,16 @@ def count_text(seeds: Sequence[int]) -> str:
 
 
 def without_seed(text: str) -> object:
-    """What has to agree. A recipe of an earlier version has the defaults that it does not name."""
+    """What has to agree: not the name, the description or the seed. A recipe of an earlier version has the defaults that it
+    does not name."""
     try:
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError:  # edited by hand: like nothing but a copy of itself
         return text
     with contextlib.suppress(ValidationError):  # a recipe of another version, with keys that this one does not have
         values = Recipe.model_validate(values).model_dump()
-    values.pop("name", None)
+    for said in ("name", "description"):
+        values.pop(said, None)
     if isinstance(values.get("train"), dict):
         values["train"].pop("seed", None)
     return json.dumps(values, sort_keys=True)
