@@ -80,6 +80,30 @@ def said(found) -> str:
     return text if found.sure else f"{text}, inconclusive"
 
 
+def rates_table() -> str:
+    """Losses at 1x by learning rate: of one seed, and at 2e-3 of the study `layouts`."""
+    at = {group.label: cell(group, 1.0, "as trained").loss for group in read(RESULT / "results.json").groups}
+    other = {
+        evaluation.run: cell(group, 1.0, "as trained").loss
+        for group in read(ROOT / "docs/results/learning-rates/results.json").groups
+        for evaluation in group.evaluations
+    }
+    lines = ["| loss at 1x | 1e-3 | 2e-3 | 4e-3 |", "|---|---|---|---|"]
+    for row, label in (
+        ("softmax", "Softmax"),
+        ("local-cosine", "local-cosine"),
+        ("hybrid-half-rope",) * 2,
+        ("lssar", "LSSAR"),
+    ):
+        losses = (other[f"{row}-half-s0"], at[label], other[f"{row}-twice-s0"])
+        lines.append(f"| {NAMES.get(label, label)} | {' | '.join(f'{loss:.3f}' for loss in losses)} |")
+    return "\n".join(lines)
+
+
+def test_the_table_of_learning_rates_is_the_measured_one():
+    assert LAYOUTS.split("<!-- rates:begin -->")[1].split("<!-- rates:end -->")[0].strip() == rates_table()
+
+
 LAYOUTS = (ROOT / "docs" / "layouts.md").read_text()
 
 
