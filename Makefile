@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup demo bench test sanitize sanitize-gpu gpu emulated-gpu neon lint clean
+.PHONY: help setup demo bench test sanitize sanitize-gpu gpu emulated-gpu neon docs wheel lint clean
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
@@ -68,10 +68,20 @@ $(NEON): tests/emulated/arm/call.cpp $(wildcard src/softfocus/backends/cpu/csrc/
 	aarch64-linux-gnu-g++ -std=c++17 -O3 -fno-math-errno -fno-trapping-math -fopenmp -static -mcpu=cortex-a76 \
 	  tests/emulated/arm/call.cpp src/softfocus/backends/cpu/csrc/*.cpp -o $@
 
+docs: setup  ## what the documentation says is held against code and committed results
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/test_readme.py tests/test_examples.py tests/hf/test_docs.py
+
+wheel: setup  ## build the wheel, install it into an environment of its own, and use it there
+	rm -rf dist .wheel
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+	$(PYTHON) -m venv .wheel
+	.wheel/bin/python -m pip install --quiet --disable-pip-version-check dist/softfocus-*.whl 'torch>=2.11,<2.14'
+	cd dist && ../.wheel/bin/python -c 'import torch, softfocus; x = torch.randn(1, 2, 9, 8); print(softfocus.__version__, softfocus.attention(x, x, x).shape)'
+
 lint: setup  ## ruff and mypy
-	$(BIN)/ruff check src tests
-	$(BIN)/ruff format --check src tests
+	$(BIN)/ruff check src tests examples
+	$(BIN)/ruff format --check src tests examples
 	$(BIN)/mypy
 
 clean:  ## remove .venv and caches; runs/ stays
-	rm -rf $(VENV) .sanitized .emulated .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .wheel .sanitized .emulated .pytest_cache .mypy_cache .ruff_cache .hypothesis

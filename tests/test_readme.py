@@ -248,3 +248,10 @@ def test_the_benchmark_table_is_the_committed_benchmark(folder, mechanism, name,
         ]
         assert len(ratios) >= 2
         assert f"| {name}, {labels[what]} | {' | '.join(ratios)} |" in README
+
+
+def test_what_contributors_and_workflows_are_told_to_run_is_there():
+    files = [ROOT / "CONTRIBUTING.md", ROOT / ".github/workflows/ci.yml"]
+    told = {target for file in files for target in re.findall(r"(?:^|run: )make ([a-z-]+)", file.read_text(), re.M)}
+    there = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    assert {"setup", "lint", "test", "wheel", "docs"} <= told <= there

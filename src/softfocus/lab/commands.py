@@ -123,9 +123,9 @@ def train(
 
     Shipped recipes, each alone or with one of the endings in brackets: demo(-softmax, -lssa, -lssar, -laser,
     -hybrid, -larger); small; gpt2-124m(-softmax, -lssa, -lssar, -laser); repeats; mqar(-softmax, -ssmax,
-    -cosine-log-n, -lssa, -lssar-3, -lssar-7, -lssar, -laser, -window, -nope, -nope-lssar); passkey(-softmax, -ssmax, -cosine-log-n, -lssa,
-    -lssar-3, -lssar-7, -lssar, -laser, -window, -nope, -nope-lssar). Ctrl-C keeps a checkpoint; --resume goes on
-    exactly there.
+    -cosine-log-n, -lssa, -lssar-3, -lssar-7, -lssar, -laser, -window, -nope, -nope-lssar); passkey(-softmax,
+    -ssmax, -cosine-log-n, -lssa, -lssar-3, -lssar-7, -lssar, -laser, -window, -nope, -nope-lssar). Ctrl-C keeps a
+    checkpoint; --resume goes on exactly there.
 
     Example: `softfocus train demo-lssar --out runs/p7 --set "model.mechanism=sharpened(lssa, 7)"`
 
