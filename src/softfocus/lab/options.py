@@ -26,7 +26,8 @@ def write_json(path: Path | None, result: "BaseModel | Sequence[BaseModel]") -> 
     """Write where --json says. Whether it did so to stdout, where a table would be in the way."""
     if path is None:
         return False
-    from softfocus.lab.results import json_text, write_atomically
+    from softfocus.lab.disk import write_atomically
+    from softfocus.lab.results import json_text
 
     text = json_text(result)
     if str(path) == "-":

@@ -8,13 +8,13 @@ from pydantic import BaseModel, ConfigDict
 from rich.console import Console
 
 from softfocus.lab.curves import Line, Panel, Point, curve_table, save_curves
-from softfocus.lab.disk import writing
+from softfocus.lab.disk import write_atomically, writing
 from softfocus.lab.errors import LabError
 from softfocus.lab.means import Mean, estimate
 from softfocus.lab.points import without_seed
 from softfocus.lab.provenance import without_folders
 from softfocus.lab.recall_report import BLIND
-from softfocus.lab.results import RECIPE, Recall, RecallRow, RunInfo, json_text, load_recall, load_run, write_atomically
+from softfocus.lab.results import RECIPE, Recall, RecallRow, RunInfo, json_text, load_recall, load_run
 
 RESULTS = "results.json"
 FIGURE = "figure1.png"

@@ -9,12 +9,12 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, computed_field, model_validator
 from rich.console import Console
 
-from softfocus.lab.disk import writing
+from softfocus.lab.disk import write_atomically, writing
 from softfocus.lab.errors import LabError
 from softfocus.lab.finding import Finding, finding
 from softfocus.lab.points import Axis, Group, best, column_name, groups, shared_columns
 from softfocus.lab.provenance import without_folders
-from softfocus.lab.results import RECIPE, Evaluation, RunInfo, json_text, load_evaluation, load_run, write_atomically
+from softfocus.lab.results import RECIPE, Evaluation, RunInfo, json_text, load_evaluation, load_run
 from softfocus.lab.table import loss_table
 
 RESULTS = "results.json"

@@ -4,6 +4,8 @@ import math
 import signal
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -15,6 +17,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.nn import functional as F
 from torch.utils.data import Dataset, SequentialSampler
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_callback import ExportableState
 
 import softfocus.hf
 from softfocus.lab.anneal import Annealing
@@ -59,17 +62,25 @@ class WindowTrainer(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
-class Watch(TrainerCallback):
+class Watch(TrainerCallback, ExportableState):
     """Reports progress, measures speed, stops on a loss that is not finite and on Ctrl-C.
+
+    Args:
+        recipe: what is trained.
+        listener: is told of every step.
+        token: the run's, which every checkpoint gets.
+        before_saving: called before every checkpoint; what it raises ends the training.
 
     Attributes:
         tokens_per_second: of this call, without the first steps; None until it is known.
         interrupted: whether a signal ended the training early, after a checkpoint.
     """
 
-    def __init__(self, recipe: Recipe, listener: Listener):
+    def __init__(self, recipe: Recipe, listener: Listener, token: str, before_saving: Callable[[], None]):
         self.recipe = recipe
         self.listener = listener
+        self.token = token
+        self._before_saving = before_saving
         self.tokens_per_second: float | None = None
         self.interrupted = False
         self._loss: float | None = None
@@ -94,6 +105,8 @@ class Watch(TrainerCallback):
         # A checkpoint starts a fresh mean of the loss, so that a resumed run logs the same numbers; and it lets
         # on_log see the loss before a model that has diverged is kept
         control.should_log = control.should_log or control.should_save
+        if control.should_save:
+            self._before_saving()
         self.listener(
             Event(
                 kind="step",
@@ -104,6 +117,10 @@ class Watch(TrainerCallback):
                 tokens_per_second=self.tokens_per_second,
             )
         )
+
+    def state(self) -> dict[str, Any]:
+        """What Trainer puts into a checkpoint's trainer_state.json; :func:`token_of` reads it."""
+        return {"args": {}, "attributes": {"token": self.token}}
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
         """Remember the loss, and stop if it is not finite."""
@@ -116,6 +133,12 @@ class Watch(TrainerCallback):
                 f"lower train.learning_rate ({self.recipe.train.learning_rate}), raise train.warmup "
                 f"({self.recipe.train.warmup}), or choose a smaller power",
             )
+
+
+def token_of(trainer_state: dict[str, Any]) -> str:
+    """The token of the run that a checkpoint belongs to; early ones have none."""
+    found = trainer_state.get("stateful_callbacks", {}).get(Watch.__name__, {}).get("attributes", {})
+    return str(found.get("token", ""))
 
 
 class Curves(TrainerCallback):
@@ -147,8 +170,31 @@ class Curves(TrainerCallback):
         self._writer.flush()
 
 
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """While this is entered, SIGTERM and the end of the terminal raise KeyboardInterrupt, as Ctrl-C does.
+
+    Without it they end the process at once, and the run would look as if it went on.
+    """
+    here = threading.current_thread() is threading.main_thread()
+    numbers = [number for number in _ENDING if here and signal.getsignal(number) is signal.SIG_DFL]  # nohup's is not
+    for number in numbers:
+        signal.signal(number, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
+
+
+_ENDING = [signal.SIGTERM] + ([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])
+
+
 class Interruptible:
-    """While this is entered, the first Ctrl-C or SIGTERM asks for a checkpoint and a clean end; the second one ends at once."""
+    """While this is entered, the first signal to stop asks for a checkpoint and a clean end; the second one ends at once.
+
+    Signals are Ctrl-C, SIGTERM, and the end of the terminal unless nohup holds it off.
+    """
 
     def __init__(self, watch: Watch, enabled: bool):
         # Signals belong to the main thread; and processes of a group would stop at different steps and wait for one another
@@ -158,7 +204,8 @@ class Interruptible:
 
     def __enter__(self) -> None:
         if self._enabled:
-            self._before = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)}
+            asking = [n for n in _ENDING if n == signal.SIGTERM or signal.getsignal(n) != signal.SIG_IGN]
+            self._before = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, *asking)}
 
     def __exit__(self, *_: object) -> None:
         self._restore()

@@ -6,8 +6,9 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from softfocus.lab.disk import write_atomically
 from softfocus.lab.errors import LabError
-from softfocus.lab.results import Machine, write_atomically
+from softfocus.lab.results import Machine
 
 RESULTS = "results.json"
 FIGURE = "figure.png"
