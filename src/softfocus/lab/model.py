@@ -129,11 +129,14 @@ def load_config(folder: Path) -> Any:
     if not (folder / MODEL / "config.json").is_file():
         raise LabError(f"the run {folder} has no model", _again(folder))
     try:
-        return AutoConfig.from_pretrained(folder / MODEL)
+        config = AutoConfig.from_pretrained(folder / MODEL)
     except (OSError, ValueError) as error:
         raise LabError(
-            f"the model in {folder / MODEL} cannot be loaded: {first_line(error)}", _again(folder)
+            f"the model in {folder / MODEL} cannot be loaded: {first_line(error).rstrip('.')}", _again(folder)
         ) from error
+    if softfocus.hf.layout_of(config) is None:
+        raise LabError(f"{folder / MODEL / 'config.json'} has no entry 'softfocus', the mechanism", _again(folder))
+    return config
 
 
 def quiet() -> None:

@@ -9,6 +9,9 @@ import typer
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
+SEEDS = 2**32
+"""A seed is below this: NumPy takes no larger one."""
+
 Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON; - for stdout.")]
 
 

@@ -90,7 +90,9 @@ def compare_recall(
 
 def _entry(folder: Path) -> RecallEntry:
     return RecallEntry(
-        info=load_run(folder), recall=load_recall(folder), recipe=without_folders((folder / RECIPE).read_text())
+        info=load_run(folder),
+        recall=load_recall(folder),
+        recipe=without_folders((folder / RECIPE).read_text(encoding="utf-8")),
     )
 
 

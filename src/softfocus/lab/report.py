@@ -87,7 +87,7 @@ def load_entry(folder: Path) -> Entry:
     info = load_run(folder)
     evaluation = load_evaluation(folder)
     recipe = folder / RECIPE
-    text = without_folders(recipe.read_text()) if recipe.is_file() else ""
+    text = without_folders(recipe.read_text(encoding="utf-8")) if recipe.is_file() else ""
     return Entry(info=info, evaluation=evaluation, recipe=text)
 
 
@@ -149,7 +149,7 @@ def read(path: Path) -> Report:
     """
     remedy = "write it again with `softfocus compare RUN... --out FOLDER`"
     try:
-        return Report.model_validate_json(path.read_text())
+        return Report.model_validate_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise LabError(f"cannot read {path}: {error.strerror or error}", remedy) from None
     except ValidationError as error:

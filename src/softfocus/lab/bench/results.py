@@ -128,7 +128,7 @@ def load_benchmark(folder: Path) -> Benchmark:
     """
     remedy = f"make it with `softfocus bench --out {folder}`"
     try:
-        return Benchmark.model_validate_json((folder / RESULTS).read_text())
+        return Benchmark.model_validate_json((folder / RESULTS).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise LabError(f"{folder} holds no benchmark: it has no {RESULTS}", remedy) from None
     except (OSError, UnicodeDecodeError, ValidationError) as error:
