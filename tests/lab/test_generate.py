@@ -80,6 +80,10 @@ def test_what_cannot_be_generated(trained: Path, tmp_path: Path) -> None:
     with pytest.raises(LabError, match="not finished"):
         generate(run, "x")
     shutil.copy(trained / RUN, run / RUN)
+    config = run / "model" / "config.json"
+    config.write_text(config.read_text().replace('"softfocus": {', '"other": {'))
+    with pytest.raises(LabError, match=r"config.json has no entry 'softfocus', the mechanism; train it again"):
+        generate(run, "x")
     shutil.rmtree(run / "model")
     with pytest.raises(LabError, match="has no model"):
         generate(run, "x")
