@@ -1,5 +1,6 @@
 """Run folders: one owner at a time, and files that belong together."""
 
+import io
 import json
 import os
 import shutil
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from softfocus.lab import crew_worker, owner
 from softfocus.lab.errors import LabError
 from softfocus.lab.evaluate import evaluate
 from softfocus.lab.generate import generate
@@ -86,8 +88,8 @@ def test_a_second_owner_is_refused_and_told_of_the_first(tmp_path: Path) -> None
         )
         process.communicate()  # it ends, and cleans up
     assert not (tmp_path / OWNER).exists()
-    with owning(tmp_path) as owner:
-        assert owner.process == os.getpid()
+    with owning(tmp_path) as ours:
+        assert ours.process == os.getpid()
 
 
 def test_a_killed_owner_owns_nothing(tmp_path: Path) -> None:
@@ -95,8 +97,8 @@ def test_a_killed_owner_owns_nothing(tmp_path: Path) -> None:
         process.kill()
         process.wait()
         assert (tmp_path / OWNER).exists()
-        with owning(tmp_path) as owner:
-            owner.check(tmp_path)
+        with owning(tmp_path) as ours:
+            ours.check(tmp_path)
 
 
 def test_a_stopped_owner_owns_its_folder(tmp_path: Path) -> None:
@@ -216,6 +218,14 @@ def test_runs_from_before_there_were_tokens_are_read(run: Path) -> None:
     (run / MODEL / "run_token").unlink()
     evaluate(run, [32], tokens=256)
     assert load_evaluation(run).rows
+
+
+def test_a_worker_waits_for_one_whose_parent_is_gone(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with another(run) as process:
+        monkeypatch.setattr(crew_worker, "_own_stdout", io.StringIO)
+        monkeypatch.setattr(crew_worker, "_work", lambda *_: process.wait(5))  # an error while that one lives
+        monkeypatch.setattr(owner._log, "warning", lambda *_: process.kill())  # says that it waits
+        assert crew_worker.main(["tiny", str(run)]) == 0
 
 
 def interrupt() -> None:
