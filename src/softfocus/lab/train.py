@@ -1,6 +1,5 @@
 """Train a recipe into a run folder."""
 
-import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -10,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
 from transformers import set_seed
 
-from softfocus.lab import data, provenance
+from softfocus.lab import checkpoints, data, provenance
 from softfocus.lab import model as models
 from softfocus.lab.disk import disk_error
 from softfocus.lab.errors import Interrupted, LabError
@@ -82,6 +82,7 @@ def train(
                 f"the corpus of {folder} has changed (or moved, or was copied) since the run was started",
                 "put it back as it was, or start again with --overwrite",
             )
+        checkpoint = _checkpoint(folder, recipe, listener, main) if there is not None else None
         windows = source.training_windows(recipe)
         set_seed(recipe.train.seed)
         model = models.build(recipe, source.vocab_size, source.end_of_document)
@@ -89,16 +90,19 @@ def train(
         if main:
             if there is None:
                 _check_disk(folder, info.parameters)
+            checkpoints.clear_unfinished(folder)
             write_atomically(folder / RECIPE, recipe.to_toml())
             save_run(folder, info)
     watch = Watch(recipe, listener)
     with _recording(folder, info, main):
-        trainer = make_trainer(recipe, folder, model, windows, watch)
+        trainer = make_trainer(recipe, folder, model, windows, watch, checkpoint)
         try:
             with models.memory(f"raise train.accumulate ({recipe.train.accumulate}), or lower train.length"):
-                _run(trainer, watch, folder, resume, alone=state.num_processes == 1)
+                _run(trainer, watch, folder, alone=state.num_processes == 1)
         finally:
             _take_stock(info, trainer, watch)
+            if main:
+                checkpoints.clear_unfinished(folder)
         if main:
             _save_model(folder, trainer, source)
             info.status, info.finished = "complete", _now()
@@ -224,30 +228,25 @@ def _recording(folder: Path, info: RunInfo, main: bool) -> Iterator[None]:
         raise error
 
 
-def _run(trainer: WindowTrainer, watch: Watch, folder: Path, resume: bool, alone: bool) -> None:
-    checkpoint = _newest_checkpoint(folder) if resume else None
+def _checkpoint(folder: Path, recipe: Recipe, listener: Listener, main: bool) -> Path | None:
+    """Where to go on: the main process looks, for all."""
+    found = [checkpoints.newest(folder, recipe.name, listener) if main else None]
+    broadcast_object_list(found)
+    return found[0]
+
+
+def _run(trainer: WindowTrainer, watch: Watch, folder: Path, alone: bool) -> None:
     again = f"go on with `softfocus train {folder / RECIPE} --out {folder} --resume`"
     try:
         with Interruptible(watch, enabled=alone):
-            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+            trainer.train(resume_from_checkpoint=str(trainer.kept) if trainer.kept else None)
     except KeyboardInterrupt:
-        kept = _newest_checkpoint(folder)
+        kept = trainer.kept
         what = f"its newest checkpoint, {kept.name}, is kept" if kept else "it had no checkpoint yet"
         raise Interrupted(f"training was interrupted; {what}", again) from None
     if watch.interrupted and trainer.state.global_step < trainer.state.max_steps:
         step = trainer.state.global_step
         raise Interrupted(f"training was interrupted at step {step}; its checkpoint is kept", again)
-
-
-def _newest_checkpoint(folder: Path) -> Path | None:
-    """The newest checkpoint that is whole. Trainer writes trainer_state.json last: one that parses is whole."""
-    found = {}
-    for path in (folder / CHECKPOINTS).glob("checkpoint-*/trainer_state.json"):
-        try:
-            found[int(json.loads(path.read_text())["global_step"])] = path.parent
-        except (ValueError, KeyError, OSError):
-            continue
-    return found[max(found)] if found else None
 
 
 def _take_stock(info: RunInfo, trainer: WindowTrainer, watch: Watch) -> None:

@@ -17,6 +17,7 @@ from torch.utils.data import Dataset, SequentialSampler
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 import softfocus.hf
+from softfocus.lab import checkpoints
 from softfocus.lab.anneal import Annealing
 from softfocus.lab.errors import LabError
 from softfocus.lab.progress import Event, Listener
@@ -31,10 +32,14 @@ class WindowTrainer(Trainer):
     """Next-token training on windows of L + 1 tokens, in the order in which the dataset gives them.
 
     A window of L + 1 tokens makes L predictions, so that every position of the model's length is trained.
+
+    Attributes:
+        kept: the newest checkpoint, None before the first.
     """
 
-    def __init__(self, **arguments: Any):
+    def __init__(self, kept: Path | None, **arguments: Any):
         super().__init__(**arguments)
+        self.kept = kept
         # All windows are equally long, so a step's loss is the plain mean of its micro-batches' means, over devices too.
         # Trainer divides by the number of micro-batches only where it believes that the model does not.
         self.model_accepts_loss_kwargs = False
@@ -42,6 +47,14 @@ class WindowTrainer(Trainer):
     def _get_train_sampler(self, train_dataset: Any = None) -> SequentialSampler:
         # The dataset's own seed decides the order; Trainer skips as many windows as a checkpoint has seen
         return SequentialSampler(train_dataset if train_dataset is not None else self.train_dataset)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        self.accelerator.wait_for_everyone()  # each process has written the state of its random numbers
+        written = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        if self.args.should_save:
+            checkpoints.keep(written, self.kept)
+        self.kept = checkpoints.place(written)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         # Trainer's own leaves out, in silence, what a file holds under another name than the model: GPT-NeoX's untied head
@@ -173,8 +186,10 @@ class Interruptible:
         self._before = {}
 
 
-def make_trainer(recipe: Recipe, folder: Path, model: Any, windows: Dataset[Any], watch: Watch) -> WindowTrainer:
-    """A trainer for a recipe.
+def make_trainer(
+    recipe: Recipe, folder: Path, model: Any, windows: Dataset[Any], watch: Watch, checkpoint: Path | None
+) -> WindowTrainer:
+    """A trainer for a recipe, which goes on from a checkpoint if there is one.
 
     Raises:
         LabError: the batch does not divide over devices, or this machine cannot compute in the precision asked for.
@@ -182,7 +197,7 @@ def make_trainer(recipe: Recipe, folder: Path, model: Any, windows: Dataset[Any]
     train = recipe.train
     try:
         arguments = TrainingArguments(
-            output_dir=str(folder / CHECKPOINTS),
+            output_dir=str(folder / CHECKPOINTS / checkpoints.UNFINISHED),
             max_steps=train.steps,
             gradient_accumulation_steps=train.accumulate,
             optim="adamw_torch",
@@ -206,7 +221,6 @@ def make_trainer(recipe: Recipe, folder: Path, model: Any, windows: Dataset[Any]
             logging_steps=train.log_every,
             logging_nan_inf_filter=False,  # a loss of NaN must be seen, not smoothed over
             save_steps=train.checkpoint_every,
-            save_total_limit=2,  # the newest, and one more should the machine stop while it is written
             report_to="none",
             disable_tqdm=True,
             remove_unused_columns=False,
@@ -220,7 +234,7 @@ def make_trainer(recipe: Recipe, folder: Path, model: Any, windows: Dataset[Any]
     if arguments.parallel_mode.value == "not_distributed":
         arguments._n_gpu = 1  # several devices are for torchrun; Trainer's DataParallel would change the batch
     arguments.per_device_train_batch_size = _share(train.batch, train.accumulate, arguments.world_size)
-    trainer = WindowTrainer(model=model, args=arguments, train_dataset=windows, callbacks=[watch])
+    trainer = WindowTrainer(checkpoint, model=model, args=arguments, train_dataset=windows, callbacks=[watch])
     trainer.remove_callback(PrinterCallback)
     layout = softfocus.hf.layout_of(model)
     if train.power is not None and layout is not None:
