@@ -10,7 +10,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,8 @@ from softfocus.lab.errors import LabError
 from softfocus.lab.evaluate import evaluate
 from softfocus.lab.progress import Event, silent
 from softfocus.lab.recipe import Recipe, load
-from softfocus.lab.results import EVALUATION, MODEL, RECIPE, RUN, load_run, save_run
-from softfocus.lab.train import _processes, train
+from softfocus.lab.results import CHECKPOINTS, EVALUATION, MODEL, RECIPE, RUN, TENSORBOARD, load_run, save_run
+from softfocus.lab.train import _processes, _save_model, train
 from softfocus.lab.trainer import WindowTrainer
 
 GOLDEN = (5.520126, 5.520464, 5.254534, 4.851624, 4.537739, 4.221053, 3.994657, 3.844819, 3.756013, 3.712585)
@@ -338,28 +339,66 @@ def test_a_device_whose_memory_is_full(tiny: Path, tmp_path: Path, monkeypatch: 
         train(load(tiny), tmp_path / "run")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="limits the size of files as Linux does")
+@contextmanager
+def files_up_to(size: int) -> Iterator[None]:
+    """To write more than so many bytes into a file fails, as on a full disk."""
+    resource = pytest.importorskip("resource", reason="limits the size of files as Linux does")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
 @pytest.mark.parametrize("size", [40_000, 120_000], ids=["safetensors", "torch"])
 def test_a_disk_that_fills_up(
     size: int, tiny: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights are written by safetensors, the twice as large optimiser by torch: neither raises an OSError."""
-    import resource
-
     folder = tmp_path / "trained"
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        with pytest.raises(LabError, match=r"cannot write to .*; free some space; then --resume"):
-            train(load(tiny), folder)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with pytest.raises(LabError, match=r"cannot write to .*; free some space; then --resume"), files_up_to(size):
+        train(load(tiny), folder)
     info = load_run(folder, complete=False)
     assert info.status == "failed"
     assert str(tmp_path) not in (info.error or "")
+    assert not list((folder / CHECKPOINTS).iterdir()), "half a checkpoint takes up space"
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))  # room is needed at the start alone
     assert train(load(tiny), folder, resume=True).train_loss == load_run(trained).train_loss
+
+
+@pytest.mark.parametrize("size", [800, 5_000, 40_000], ids=["config", "tokenizer", "weights"])
+def test_a_disk_that_fills_up_while_the_model_is_saved(
+    size: int, tiny: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "trained"
+
+    def save(*arguments: Any) -> None:
+        with files_up_to(size):
+            _save_model(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("softfocus.lab.train._save_model", save)
+        with pytest.raises(LabError, match=r"cannot write to .*; free some space; then --resume"):
+            train(load(tiny), folder)
+    assert load_run(folder, complete=False).status == "failed"
+    assert {path.name for path in folder.iterdir()} == {RUN, RECIPE, CHECKPOINTS, TENSORBOARD}
+    assert train(load(tiny), folder, resume=True).train_loss == load_run(trained).train_loss
+    for name, tensor in weights(trained).items():
+        assert torch.equal(weights(folder)[name], tensor), name
+
+
+def test_what_is_no_full_disk_is_not_called_one(tiny: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with pytest.raises(LabError, match="interrupted"):
+        train(load(tiny), folder, progress=stop_at(5, crash))
+    shutil.rmtree(folder / TENSORBOARD)
+    (folder / TENSORBOARD).touch()
+    with pytest.raises(LabError, match=r"cannot read or write .*/tensorboard: File exists; put that right"):
+        train(load(tiny), folder, resume=True)
+    (folder / TENSORBOARD).unlink()
+    assert train(load(tiny), folder, resume=True).status == "complete"
 
 
 def test_folders_that_cannot_be_written(tiny: Path, tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def newest(folder: Path, run: str, listener: Listener) -> Path | None:
     Raises:
         LabError: there are checkpoints, and all of them are damaged.
     """
-    damaged = []
+    damaged: list[str] = []
     for checkpoint in _all(folder / CHECKPOINTS):
         why = _flaw(checkpoint, run, listener)
         if why is None:

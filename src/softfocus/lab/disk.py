@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Iterator
@@ -9,6 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from softfocus.lab.errors import LabError
+
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What freeing space helps against."""
 
 
 @contextmanager
@@ -32,6 +37,6 @@ def disk_error(error: BaseException) -> OSError | None:
         return error
     if code := re.search(r"\(os error (\d+)\)", str(error)):
         return OSError(int(code[1]), os.strerror(int(code[1])))
-    if isinstance(error, RuntimeError) and re.search("PyTorchStreamWriter|inline_container", str(error), re.IGNORECASE):
-        return OSError("torch could not write all of it; the disk may be full")
+    if isinstance(error, RuntimeError) and re.search("PyTorchStreamWriter|unexpected pos", str(error), re.IGNORECASE):
+        return OSError(errno.ENOSPC, "torch could not write all of it; the disk may be full")
     return None

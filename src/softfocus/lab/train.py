@@ -14,7 +14,7 @@ from transformers import set_seed
 
 from softfocus.lab import checkpoints, data, provenance
 from softfocus.lab import model as models
-from softfocus.lab.disk import disk_error
+from softfocus.lab.disk import FULL, disk_error
 from softfocus.lab.errors import Interrupted, LabError
 from softfocus.lab.progress import Listener, silent
 from softfocus.lab.recipe import Recipe, load
@@ -215,8 +215,12 @@ def _recording(folder: Path, info: RunInfo, main: bool) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if (why := disk_error(error)) is not None:
-            error = LabError(f"cannot write to {folder}: {why.strerror or why}", "free some space; then --resume")
+        why = disk_error(error)
+        if why is not None and why.errno in FULL:
+            error = LabError(f"cannot write to {folder}: {why.strerror}", "free some space; then --resume")
+        elif why is not None and why.errno is not None:  # without a number it is some library's own error
+            file = why.filename if str(why.filename).startswith(str(folder)) else folder
+            error = LabError(f"cannot read or write {file}: {why.strerror}", "put that right; then --resume")
         stopped = isinstance(error, Interrupted | KeyboardInterrupt)
         info.status, info.finished = "interrupted" if stopped else "failed", _now()
         # Results say nothing about where on a machine they lay
