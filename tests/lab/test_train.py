@@ -1,5 +1,6 @@
 """Training: against a loop written by hand in float64, resumed against uninterrupted, and what stops it."""
 
+import hashlib
 import json
 import math
 import os
@@ -276,22 +277,71 @@ def test_a_complete_run_is_not_overwritten_unless_told(tiny: Path, trained: Path
     assert not (folder / "checkpoints" / "checkpoint-10").exists()
 
 
-def test_a_loss_that_is_not_finite_stops_with_a_reason(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def batch_of(recipe: Recipe, step: int) -> str:
+    """The fingerprint of a step's batch, from the tokens that a loop by hand would read."""
+    windows = data.load(recipe, silent).training_windows(recipe)
+    read = [windows[index] for index in range((step - 1) * recipe.train.batch, step * recipe.train.batch)]
+    content = b"".join(bytes(window[name].numpy()) for window in read for name in ("input_ids", "labels"))
+    return hashlib.sha256(content).hexdigest()[:12]
+
+
+@pytest.mark.parametrize(
+    ("factor", "overrides", "says"),
+    [
+        (math.nan, ["train.log_every=4"], "the loss became nan"),
+        (math.nan, ["train.log_every=4", "train.accumulate=2"], "the loss became nan"),
+        (50.0, ["train.clip=0.5"], r"the loss exploded, to [\d.]+"),
+    ],
+    ids=["nan", "accumulated", "exploded"],
+)
+def test_a_diverged_training_stops_and_says_where(
+    factor: float, overrides: list[str], says: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """At the end of an interval of logging, naming the step at which it began."""
+    recipe, folder = load(tiny, [*overrides, "train.checkpoint_every=2"]), tmp_path / "run"
     true_loss = WindowTrainer.compute_loss
 
     def compute_loss(self: WindowTrainer, *arguments: Any, **others: Any) -> Any:
         loss = true_loss(self, *arguments, **others)
-        return loss * math.nan if self.state.global_step >= 3 else loss
+        return loss * factor if self.state.global_step >= 2 else loss
 
     monkeypatch.setattr(WindowTrainer, "compute_loss", compute_loss)
-    with pytest.raises(LabError, match=r"became nan by step 4; lower train\.learning_rate \(0\.01\)"):
-        train(load(tiny, ["train.log_every=4", "train.checkpoint_every=4"]), tmp_path / "run")
-    info = load_run(tmp_path / "run", complete=False)
+    says += rf".* at step 3, on the batch {batch_of(recipe, 3)}; its last good checkpoint is checkpoint-2; "
+    with pytest.raises(LabError, match=says + r"lower train\.learning_rate \(0\.01\)"):
+        train(recipe, folder)
+    info = load_run(folder, complete=False)
     assert info.status == "failed"
-    assert "nan" in (info.error or "")
-    assert not list((tmp_path / "run" / "checkpoints").glob("checkpoint-*")), "a diverged model was kept"
+    assert "at step 3" in (info.error or "")
+    assert [path.name for path in (folder / CHECKPOINTS).iterdir()] == ["checkpoint-2"], "a diverged model was kept"
+
+
+def test_a_gradient_that_is_not_finite(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss is still a number when the weights are none: a checkpoint of that step must not be kept."""
+    true_loss = WindowTrainer.compute_loss
+
+    def compute_loss(self: WindowTrainer, model: Any, *arguments: Any, **others: Any) -> Any:
+        loss = true_loss(self, model, *arguments, **others)
+        if self.state.global_step < 3:
+            return loss
+        parameter = next(model.parameters())
+        return loss + torch.sqrt(parameter.flatten()[:1] * 0).sum()  # 0, and its slope is infinite
+
+    monkeypatch.setattr(WindowTrainer, "compute_loss", compute_loss)
+    with pytest.raises(
+        LabError, match=r"the gradient became nan at step 4, on the batch .*; it had no checkpoint yet;"
+    ):
+        train(load(tiny, ["train.checkpoint_every=4"]), tmp_path / "run")
+    assert not list((tmp_path / "run" / CHECKPOINTS).iterdir())
+
+
+def test_a_high_loss_at_the_start_is_no_explosion(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    true_loss = WindowTrainer.compute_loss
+    monkeypatch.setattr(WindowTrainer, "compute_loss", lambda *given, **others: 50 * true_loss(*given, **others))
+    recipe = load(tiny, ["train.checkpoint_every=4"])
+    assert train(recipe, tmp_path / "run").status == "complete"
+    with pytest.raises(LabError, match="interrupted"):
+        train(recipe, tmp_path / "again", progress=stop_at(6, crash))
+    assert train(recipe, tmp_path / "again", resume=True).status == "complete"
 
 
 @pytest.mark.parametrize(

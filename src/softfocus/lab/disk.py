@@ -11,7 +11,6 @@ from pathlib import Path
 
 from softfocus.lab.errors import LabError
 
-
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """What freeing space helps against."""
 

@@ -19,6 +19,7 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 import softfocus.hf
 from softfocus.lab import checkpoints
 from softfocus.lab.anneal import Annealing
+from softfocus.lab.divergence import Divergence
 from softfocus.lab.errors import LabError
 from softfocus.lab.progress import Event, Listener
 from softfocus.lab.recipe import Recipe
@@ -33,13 +34,20 @@ class WindowTrainer(Trainer):
 
     A window of L + 1 tokens makes L predictions, so that every position of the model's length is trained.
 
+    Args:
+        recipe: what is trained.
+        kept: the checkpoint to go on from.
+        arguments: of Trainer.
+
     Attributes:
         kept: the newest checkpoint, None before the first.
     """
 
-    def __init__(self, kept: Path | None, **arguments: Any):
+    def __init__(self, recipe: Recipe, kept: Path | None, **arguments: Any):
         super().__init__(**arguments)
         self.kept = kept
+        self._recipe = recipe
+        self._divergence = Divergence(math.log(self.model.config.vocab_size), self.train_dataset, recipe.train.batch)
         # All windows are equally long, so a step's loss is the plain mean of its micro-batches' means, over devices too.
         # Trainer divides by the number of micro-batches only where it believes that the model does not.
         self.model_accepts_loss_kwargs = False
@@ -47,6 +55,32 @@ class WindowTrainer(Trainer):
     def _get_train_sampler(self, train_dataset: Any = None) -> SequentialSampler:
         # The dataset's own seed decides the order; Trainer skips as many windows as a checkpoint has seen
         return SequentialSampler(train_dataset if train_dataset is not None else self.train_dataset)
+
+    def training_step(self, *arguments: Any, **others: Any) -> torch.Tensor:
+        """Trainer's, and a note of the loss."""
+        loss = super().training_step(*arguments, **others)
+        self._divergence.add_loss(self.state.global_step + 1, loss)
+        return loss
+
+    def _get_grad_norm(self, *arguments: Any, **others: Any) -> Any:
+        norm = super()._get_grad_norm(*arguments, **others)
+        self._divergence.add_norm(self.state.global_step + 1, norm)
+        return norm
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Trainer's, and an end of a training that has gone wrong. Checkpoints come after it."""
+        first = next((entry["loss"] for entry in self.state.log_history if "loss" in entry), None)
+        super().log(logs, start_time)
+        if "loss" not in logs:
+            return
+        if (wrong := self._divergence.look(first, lambda facts: self.accelerator.reduce(facts, "mean"))) is not None:
+            train = self._recipe.train
+            kept = f"its last good checkpoint is {self.kept.name}" if self.kept else "it had no checkpoint yet"
+            raise LabError(
+                f"training {self._recipe.name}, {wrong}; {kept}",
+                f"lower train.learning_rate ({train.learning_rate}), raise train.warmup ({train.warmup}), or choose a "
+                "smaller power, and start again with --overwrite",
+            )
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
@@ -73,7 +107,7 @@ class WindowTrainer(Trainer):
 
 
 class Watch(TrainerCallback):
-    """Reports progress, measures speed, stops on a loss that is not finite and on Ctrl-C.
+    """Reports progress, measures speed, stops on Ctrl-C.
 
     Attributes:
         tokens_per_second: of this call, without the first steps; None until it is known.
@@ -104,8 +138,8 @@ class Watch(TrainerCallback):
             self.tokens_per_second = self.recipe.train.batch * self.recipe.train.length / a_step
         if self.interrupted:
             control.should_save = control.should_training_stop = True
-        # A checkpoint starts a fresh mean of the loss, so that a resumed run logs the same numbers; and it lets
-        # on_log see the loss before a model that has diverged is kept
+        # A checkpoint starts a fresh mean of the loss, so that a resumed run logs the same numbers; and a model that has
+        # diverged is noticed before it is kept
         control.should_log = control.should_log or control.should_save
         self.listener(
             Event(
@@ -119,16 +153,9 @@ class Watch(TrainerCallback):
         )
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
-        """Remember the loss, and stop if it is not finite."""
-        if logs is None or "loss" not in logs:
-            return
-        self._loss = logs["loss"]
-        if not math.isfinite(self._loss):
-            raise LabError(
-                f"the loss of {self.recipe.name} became {self._loss} by step {state.global_step}",
-                f"lower train.learning_rate ({self.recipe.train.learning_rate}), raise train.warmup "
-                f"({self.recipe.train.warmup}), or choose a smaller power",
-            )
+        """Remember the loss."""
+        if logs is not None and "loss" in logs:
+            self._loss = logs["loss"]
 
 
 class Curves(TrainerCallback):
@@ -234,7 +261,7 @@ def make_trainer(
     if arguments.parallel_mode.value == "not_distributed":
         arguments._n_gpu = 1  # several devices are for torchrun; Trainer's DataParallel would change the batch
     arguments.per_device_train_batch_size = _share(train.batch, train.accumulate, arguments.world_size)
-    trainer = WindowTrainer(checkpoint, model=model, args=arguments, train_dataset=windows, callbacks=[watch])
+    trainer = WindowTrainer(recipe, checkpoint, model=model, args=arguments, train_dataset=windows, callbacks=[watch])
     trainer.remove_callback(PrinterCallback)
     layout = softfocus.hf.layout_of(model)
     if train.power is not None and layout is not None:
