@@ -11,9 +11,9 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,13 @@ from transformers import set_seed
 import softfocus.hf
 from softfocus.lab import data
 from softfocus.lab import model as models
+from softfocus.lab.checkpoints import newest
 from softfocus.lab.errors import LabError
 from softfocus.lab.evaluate import evaluate
 from softfocus.lab.progress import Event, silent
 from softfocus.lab.recipe import Recipe, load
 from softfocus.lab.results import CHECKPOINTS, EVALUATION, MODEL, RECIPE, RUN, TENSORBOARD, load_run, save_run
-from softfocus.lab.train import _processes, _save_model, train
+from softfocus.lab.train import _save_model, train
 from softfocus.lab.trainer import WindowTrainer
 
 GOLDEN = (5.520126, 5.520464, 5.254534, 4.851624, 4.537739, 4.221053, 3.994657, 3.844819, 3.756013, 3.712585)
@@ -373,13 +374,6 @@ def test_weights_in_pieces_are_refused(name: str, tiny: Path, tmp_path: Path, mo
         train(load(tiny), tmp_path / "run")
 
 
-def test_processes_wait_for_the_one_that_tokenises(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: dict[str, Any] = {}
-    monkeypatch.setattr("softfocus.lab.train.PartialState", lambda **options: asked.update(options))
-    _processes()
-    assert asked["timeout"] >= timedelta(hours=12), "torch waits for half an hour; a large corpus takes longer"
-
-
 def test_a_device_whose_memory_is_full(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*arguments: Any, **others: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore")
@@ -502,3 +496,45 @@ def test_two_processes_are_one(tiny: Path, trained: Path, tmp_path: Path) -> Non
     assert len(told) == len(set(told))
     ours, alone = load_run(tmp_path / "run"), load_run(trained)
     assert [loss for _, loss in ours.train_loss] == pytest.approx([loss for _, loss in alone.train_loss], rel=ROUNDING)
+
+
+def node(rank: int, port: int, arguments: list[str], patience: int, log: Path) -> subprocess.Popen[bytes]:
+    """One of two processes of a training, each as on a machine of its own: nobody ends one when the other is gone."""
+    code = (
+        "import sys, datetime; from softfocus.lab import cli, processes; "
+        f"processes.PATIENCE = datetime.timedelta(seconds={patience}); cli.main(sys.argv[1:])"
+    )
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+    environment = {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"} | {key: str(place[key]) for key in place}
+    with log.open("w") as file:
+        return subprocess.Popen([sys.executable, "-c", code, *arguments], env=os.environ | environment, stderr=file)
+
+
+@pytest.mark.parametrize(
+    ("how", "patience"),
+    [(signal.SIGKILL, 600), pytest.param(signal.SIGSTOP, 60, marks=pytest.mark.slow)],  # that waits for so many seconds
+    ids=["killed", "silent"],
+)
+def test_a_process_that_is_gone_ends_the_others(how: signal.Signals, patience: int, tiny: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    arguments = ["train", str(tiny), "--set", "train.steps=1000000", "--out", str(folder)]
+    first, second = (node(rank, port, arguments, patience, tmp_path / f"{rank}.log") for rank in (0, 1))
+    try:
+        while not (folder / CHECKPOINTS / "checkpoint-4").exists() and first.poll() is None:
+            time.sleep(0.05)
+        second.send_signal(how)
+        first.wait()
+    finally:
+        for process in (first, second):
+            process.kill()
+            process.wait()
+    said = (tmp_path / "0.log").read_text()
+    assert first.returncode == 1, said
+    assert "another process of this training is gone, or said nothing for" in said
+    assert "--resume" in said
+    assert "Traceback" not in said
+    assert load_run(folder, complete=False).status == "failed"
+    assert newest(folder, "tiny", silent) is not None

@@ -4,15 +4,14 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from transformers import set_seed
 
-from softfocus.lab import checkpoints, data, provenance
+from softfocus.lab import checkpoints, data, processes, provenance
 from softfocus.lab import model as models
 from softfocus.lab.disk import FULL, disk_error
 from softfocus.lab.errors import Interrupted, LabError
@@ -35,6 +34,7 @@ from softfocus.lab.results import (
 from softfocus.lab.trainer import Interruptible, Watch, WindowTrainer, make_trainer
 
 
+@processes.together()
 def train(
     recipe: Recipe,
     folder: Path,
@@ -61,11 +61,11 @@ def train(
 
     Raises:
         LabError: a run is already there, the recipe is not the one to resume, the data or the model cannot be made, the
-            corpus is not the one to resume with, the loss is not finite, the disk or the device's memory is full, or the
-            run was interrupted (its checkpoint is kept).
+            corpus is not the one to resume with, all checkpoints are damaged, training has diverged, the disk or the
+            device's memory is full, another process is gone, or the run was interrupted (its checkpoint is kept).
     """
     models.quiet()
-    state = _processes()
+    state = processes.start()
     there = _check(recipe, folder, resume, overwrite)
     state.wait_for_everyone()  # all have looked at the folder before one of them changes it
     if there is not None and there.status == "complete":
@@ -75,7 +75,7 @@ def train(
     with _made(folder):
         if main and there is None:
             _clear(folder)  # what a run left whose run.json is gone must not be resumed or reported as this one's
-        with state.main_process_first():
+        with processes.main_first(state):
             source = data.load(recipe, listener)
         if there is not None and there.corpus_key not in ("", source.key):
             raise LabError(
@@ -94,7 +94,7 @@ def train(
             write_atomically(folder / RECIPE, recipe.to_toml())
             save_run(folder, info)
     watch = Watch(recipe, listener)
-    with _recording(folder, info, main):
+    with _recording(folder, info, main), processes.together():
         trainer = make_trainer(recipe, folder, model, windows, watch, checkpoint)
         try:
             with models.memory(f"raise train.accumulate ({recipe.train.accumulate}), or lower train.length"):
@@ -109,17 +109,6 @@ def train(
             save_run(folder, info)
     state.wait_for_everyone()
     return info
-
-
-def _processes() -> PartialState:
-    for name in ("FSDP", "DEEPSPEED"):
-        if os.environ.get(f"ACCELERATE_USE_{name}", "").lower() in ("1", "true", "yes", "on"):
-            raise LabError(
-                f"a run under {name} is not supported: its weights and checkpoints are in pieces",
-                "use torchrun, or `accelerate config` for several devices without it",
-            )
-    # While one process tokenises, the others wait for it
-    return PartialState(timeout=timedelta(days=1))
 
 
 def _check(recipe: Recipe, folder: Path, resume: bool, overwrite: bool) -> RunInfo | None:
