@@ -1,7 +1,11 @@
 """Checkpoints: a damaged one is named and never gone on from; runs that are killed anywhere end with the same weights."""
 
 import logging
+import os
+import random
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -156,3 +160,21 @@ def test_what_the_run_went_back_from_is_not_kept(tiny: Path, run: Path) -> None:
         train(recipe, run, resume=True, progress=stop_at(9))
     assert names(run) == {"checkpoint-4", "checkpoint-8"}
     assert newest(run, "tiny", silent) == run / CHECKPOINTS / "checkpoint-8"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks, and limits the size of files as Linux does")
+@pytest.mark.parametrize("kills", [3, pytest.param(50, marks=pytest.mark.soak)])
+def test_killed_anywhere_a_run_ends_with_the_same_weights(kills: int, tiny: Path, tmp_path: Path) -> None:
+    """At random: between any two touches of the run's files, at a step, or in the middle of writing a file."""
+    seed = random.SystemRandom().randrange(10**6)
+    command = [
+        sys.executable,
+        str(Path(__file__).with_name("kills.py")),
+        str(tiny),
+        str(tmp_path),
+        str(kills),
+        str(seed),
+    ]
+    done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, f"seed {seed}: {done.stdout}{done.stderr}"
+    assert f"{kills} kills" in done.stdout

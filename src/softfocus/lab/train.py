@@ -1,6 +1,5 @@
 """Train a recipe into a run folder."""
 
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -116,7 +115,9 @@ def _check(recipe: Recipe, folder: Path, resume: bool, overwrite: bool) -> RunIn
     if folder.exists() and not folder.is_dir():
         raise LabError(f"{folder} is a file, not a folder", "choose another folder with --out")
     if not (folder / RUN).exists():
-        if folder.is_dir() and any(folder.iterdir()) and not (folder / RECIPE).exists():
+        names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+        # A process that was killed while it wrote the recipe left a part of it
+        if RECIPE not in names and any(not name.startswith(f".{RECIPE}.") for name in names):
             raise LabError(f"{folder} is not empty and holds no run", "choose a new folder with --out")
         return None
     if overwrite:
@@ -249,7 +250,8 @@ def _take_stock(info: RunInfo, trainer: WindowTrainer, watch: Watch) -> None:
 
 
 def _save_model(folder: Path, trainer: WindowTrainer, source: data.Data) -> None:
-    temporary = folder / f".{MODEL}.{os.getpid()}"
+    temporary = folder / f".{MODEL}"
+    shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
     try:
         # safetensors is the only format that save_pretrained writes
         trainer.accelerator.unwrap_model(trainer.model).save_pretrained(temporary)
