@@ -13,8 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from softfocus.lab.checkpoints import MANIFEST, UNFINISHED, newest
+from softfocus.lab.checkpoints import UNFINISHED, newest
 from softfocus.lab.errors import LabError
+from softfocus.lab.evaluate import evaluate
+from softfocus.lab.manifest import MANIFEST
 from softfocus.lab.progress import Event, silent
 from softfocus.lab.recipe import load
 from softfocus.lab.results import CHECKPOINTS, MODEL, load_run
@@ -160,6 +162,24 @@ def test_what_the_run_went_back_from_is_not_kept(tiny: Path, run: Path) -> None:
         train(recipe, run, resume=True, progress=stop_at(9))
     assert names(run) == {"checkpoint-4", "checkpoint-8"}
     assert newest(run, "tiny", silent) == run / CHECKPOINTS / "checkpoint-8"
+
+
+@pytest.mark.parametrize("damage", [truncate, flip_a_bit, remove])
+def test_a_damaged_model_is_not_measured(damage: Callable[[Path], None], trained: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(trained, tmp_path / "trained"))
+    damage(run / MODEL / "model.safetensors")
+    with pytest.raises(LabError, match=r"the model in .* is damaged \(model\.safetensors .*\); put .* --overwrite"):
+        evaluate(run, [32], tokens=64)
+
+
+def test_a_model_without_checksums(trained: Path, tmp_path: Path) -> None:
+    """Of an early run."""
+    run = Path(shutil.copytree(trained, tmp_path / "trained"))
+    remove(run / MODEL / MANIFEST)
+    assert evaluate(run, [32], tokens=64).rows
+    truncate(run / MODEL / "model.safetensors")
+    with pytest.raises(LabError, match=r"the model in .* cannot be loaded: "):
+        evaluate(run, [32], tokens=64)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks, and limits the size of files as Linux does")

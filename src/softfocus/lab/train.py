@@ -14,6 +14,7 @@ from softfocus.lab import checkpoints, data, processes, provenance
 from softfocus.lab import model as models
 from softfocus.lab.disk import FULL, disk_error
 from softfocus.lab.errors import Interrupted, LabError
+from softfocus.lab.manifest import seal
 from softfocus.lab.progress import Listener, silent
 from softfocus.lab.recipe import Recipe, load
 from softfocus.lab.results import (
@@ -256,6 +257,7 @@ def _save_model(folder: Path, trainer: WindowTrainer, source: data.Data) -> None
         # safetensors is the only format that save_pretrained writes
         trainer.accelerator.unwrap_model(trainer.model).save_pretrained(temporary)
         source.save_tokenizer(temporary)
+        seal(temporary)
         shutil.rmtree(folder / MODEL, ignore_errors=True)
         temporary.rename(folder / MODEL)
     finally:

@@ -85,10 +85,10 @@ class WindowTrainer(Trainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
         self.accelerator.wait_for_everyone()  # each process has written the state of its random numbers
-        written = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        unfinished, name = Path(self.args.output_dir), f"checkpoint-{self.state.global_step}"
         if self.args.should_save:
-            checkpoints.keep(written, self.kept)
-        self.kept = checkpoints.place(written)
+            checkpoints.keep(unfinished / name, unfinished.parent / name, self.kept)
+        self.kept = unfinished.parent / name
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         # Trainer's own leaves out, in silence, what a file holds under another name than the model: GPT-NeoX's untied head

@@ -1,0 +1,73 @@
+"""A folder's files with their checksums: what is missing, cut off or changed is found before it is used."""
+
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from softfocus.lab.results import json_text, write_atomically
+
+MANIFEST = "manifest.json"
+
+
+class File(BaseModel):
+    """A file as it was written."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    bytes: int
+    sha256: str
+
+
+class Manifest(BaseModel):
+    """The files of a folder by their names."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    files: dict[str, File] = Field(min_length=1)
+
+
+def seal(folder: Path) -> None:
+    """Write down the files of a folder that is complete."""
+    files = {}
+    for path in sorted(folder.iterdir()):
+        with path.open("r+b") as file:
+            os.fsync(file.fileno())  # after a power cut there must be no manifest without its files
+        files[path.name] = File(bytes=path.stat().st_size, sha256=_digest(path))
+    write_atomically(folder / MANIFEST, json_text(Manifest(files=files)))
+
+
+def flaw(folder: Path, tell: Callable[[float], None] = lambda share: None) -> str | None:
+    """What is not as it was sealed, naming the file; None if all is.
+
+    Args:
+        folder: what was sealed.
+        tell: called with the share of the bytes that have been looked at.
+    """
+    try:
+        files = Manifest.model_validate_json((folder / MANIFEST).read_bytes()).files
+    except FileNotFoundError:
+        return f"{MANIFEST} is missing"
+    except (OSError, ValidationError):
+        return f"{MANIFEST} cannot be read"
+    total, done = sum(file.bytes for file in files.values()), 0
+    for name, file in files.items():
+        try:
+            if (size := (folder / name).stat().st_size) != file.bytes:
+                return f"{name} has {size:,} bytes instead of {file.bytes:,}"
+            if _digest(folder / name) != file.sha256:
+                return f"{name} is not as it was written"
+        except FileNotFoundError:
+            return f"{name} is missing"
+        except OSError as error:
+            return f"{name} cannot be read: {error.strerror or error}"
+        done += file.bytes
+        tell(done / max(1, total))
+    return None
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
