@@ -257,6 +257,7 @@ def test_pickled_weights_are_not_loaded(run: Path) -> None:
     weights = run / "model" / "model.safetensors"
     torch.save(load_file(weights), run / "model" / "pytorch_model.bin")
     weights.unlink()
+    (run / "model" / "manifest.json").unlink()
     with pytest.raises(LabError, match=r"cannot be loaded: .*safetensors"):
         evaluate(run, [32], tokens=512)
 

@@ -215,7 +215,7 @@ def test_runs_from_before_there_were_tokens_are_read(run: Path) -> None:
     del info["token"]
     (run / RUN).write_text(json.dumps(info))
     (run / RECIPE).write_text((run / RECIPE).read_text().partition("\n")[2])
-    (run / MODEL / "run_token").unlink()
+    (run / MODEL / "manifest.json").unlink()
     evaluate(run, [32], tokens=256)
     assert load_evaluation(run).rows
 

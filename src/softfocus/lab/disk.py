@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import tempfile
@@ -10,6 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from softfocus.lab.errors import LabError
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What freeing space helps against."""
 
 PARTIAL = ".partial"
 """Ends the name of a file or folder that is being written: ".run.json.k3x.partial". A writer that is killed leaves it."""
@@ -72,6 +76,6 @@ def disk_error(error: BaseException) -> OSError | None:
         return error
     if code := re.search(r"\(os error (\d+)\)", str(error)):
         return OSError(int(code[1]), os.strerror(int(code[1])))
-    if isinstance(error, RuntimeError) and re.search("PyTorchStreamWriter|inline_container", str(error), re.IGNORECASE):
-        return OSError("torch could not write all of it; the disk may be full")
+    if isinstance(error, RuntimeError) and re.search("PyTorchStreamWriter|unexpected pos", str(error), re.IGNORECASE):
+        return OSError(errno.ENOSPC, "torch could not write all of it; the disk may be full")
     return None

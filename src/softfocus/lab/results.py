@@ -14,6 +14,7 @@ from pydantic_core import to_json
 
 from softfocus.lab.disk import write_atomically
 from softfocus.lab.errors import LabError
+from softfocus.lab.manifest import token_of
 from softfocus.lab.owner import holder, owning
 
 RUN = "run.json"
@@ -24,8 +25,6 @@ TENSORBOARD = "tensorboard"
 EVALUATION = "evaluation.json"
 RECALL = "recall.json"
 INDUCTION = "induction.json"
-MODEL_TOKEN = "run_token"
-"""Within the model's folder: the run's token."""
 
 Status = Literal["running", "complete", "interrupted", "failed"]
 
@@ -322,7 +321,7 @@ def load_run(folder: Path, *, complete: bool = True) -> RunInfo:
     if not folder.is_dir():
         raise LabError(f"there is no run at {folder}", train)
     info = _load(folder / RUN, RunInfo, f"{folder} is not a run folder: it has no {RUN}", train)
-    for part, token in ((RECIPE, _recipe_token(folder)), (MODEL, _model_token(folder))):
+    for part, token in ((RECIPE, _recipe_token(folder)), (MODEL, token_of(folder / MODEL))):
         if token not in (None, info.token):
             raise LabError(
                 f"{folder} holds parts of two trainings: its {part} is not of the run that {RUN} tells of",
@@ -359,14 +358,6 @@ def _recipe_token(folder: Path) -> str | None:
         first = (folder / RECIPE).read_text(encoding="utf-8", errors="replace").partition("\n")[0]
         return first.removeprefix(_TOKEN_LINE) if first.startswith(_TOKEN_LINE) else ""
     return None
-
-
-def _model_token(folder: Path) -> str | None:
-    """The token in the model's folder, "" where early runs have none; None where there is no model."""
-    if not (folder / MODEL).is_dir():
-        return None
-    path = folder / MODEL / MODEL_TOKEN
-    return path.read_text(encoding="utf-8", errors="replace").strip() if path.is_file() else ""
 
 
 def measures(function: Callable[Concatenate[Path, _P], _R]) -> Callable[Concatenate[Path, _P], _R]:

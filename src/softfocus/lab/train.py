@@ -1,23 +1,22 @@
 """Train a recipe into a run folder."""
 
-import json
-import os
 import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
 from transformers import set_seed
 
-from softfocus.lab import data, provenance
+from softfocus.lab import checkpoints, data, processes, provenance
 from softfocus.lab import model as models
-from softfocus.lab.disk import PARTIAL, disk_error
+from softfocus.lab.disk import FULL, PARTIAL, disk_error
 from softfocus.lab.errors import Interrupted, LabError
+from softfocus.lab.manifest import seal
 from softfocus.lab.owner import LOCK, Owner, owning
 from softfocus.lab.progress import Listener, silent
 from softfocus.lab.recipe import Recipe, load
@@ -26,7 +25,6 @@ from softfocus.lab.results import (
     EVALUATION,
     INDUCTION,
     MODEL,
-    MODEL_TOKEN,
     RECALL,
     RECIPE,
     RUN,
@@ -36,9 +34,10 @@ from softfocus.lab.results import (
     save_run,
     write_recipe,
 )
-from softfocus.lab.trainer import Interruptible, Watch, WindowTrainer, make_trainer, stoppable, token_of
+from softfocus.lab.trainer import Interruptible, Keeping, Watch, WindowTrainer, make_trainer, stoppable
 
 
+@processes.together()
 def train(
     recipe: Recipe,
     folder: Path,
@@ -65,11 +64,11 @@ def train(
 
     Raises:
         LabError: a run is already there, the recipe is not the one to resume, the data or the model cannot be made, the
-            corpus is not the one to resume with, the loss is not finite, the disk or the device's memory is full, or the
-            run was interrupted (its checkpoint is kept).
+            corpus is not the one to resume with, all checkpoints are damaged, training has diverged, the disk or the
+            device's memory is full, another process is gone, or the run was interrupted (its checkpoint is kept).
     """
     models.quiet()
-    state = _processes()
+    state = processes.start()
     _refuse_foreign(folder)
     # Only the main process writes, and so it alone owns the folder
     owning_it = owning(folder) if state.is_main_process else nullcontext(None)
@@ -95,13 +94,14 @@ def _train(
     listener = silent if owner is None else progress
     if owner is not None and there is None:
         _clear(folder)  # what a run left whose run.json is gone must not be resumed or reported as this one's
-    with state.main_process_first():
+    with processes.main_first(state):
         source = data.load(recipe, listener)
     if there is not None and there.corpus_key not in ("", source.key):
         raise LabError(
             f"the corpus of {folder} has changed (or moved, or was copied) since the run was started",
             "put it back as it was, or start again with --overwrite",
         )
+    checkpoint = _checkpoint(folder, recipe, there.token, listener, owner is not None) if there is not None else None
     windows = source.training_windows(recipe)
     set_seed(recipe.train.seed)
     model = models.build(recipe, source.vocab_size, source.end_of_document)
@@ -110,17 +110,21 @@ def _train(
     if owner is not None:
         if there is None:
             _check_disk(folder, info.parameters)
+        checkpoints.clear_unfinished(folder)
         write_recipe(folder, recipe.to_toml(), info.token)
-    with _recording(folder, info, owner):
+    with _recording(folder, info, owner), processes.together():
         if owner is not None:
             save_run(folder, info)
-        watch = Watch(recipe, listener, info.token, lambda: owner.check(folder) if owner is not None else None)
-        trainer = make_trainer(recipe, folder, model, windows, watch)
+        watch = Watch(recipe, listener)
+        keeping = Keeping(checkpoint, info.token, lambda: owner.check(folder) if owner is not None else None)
+        trainer = make_trainer(recipe, folder, model, windows, watch, keeping)
         try:
             with models.memory(f"raise train.accumulate ({recipe.train.accumulate}), or lower train.length"):
-                _run(trainer, watch, folder, resume, alone=state.num_processes == 1)
+                _run(trainer, watch, folder, alone=state.num_processes == 1)
         finally:
             _take_stock(info, trainer, watch)
+            if owner is not None:
+                checkpoints.clear_unfinished(folder)
         if owner is not None:
             owner.check(folder)
             _save_model(folder, trainer, source, info.token)
@@ -130,17 +134,6 @@ def _train(
         save_run(folder, info)
     state.wait_for_everyone()
     return info
-
-
-def _processes() -> PartialState:
-    for name in ("FSDP", "DEEPSPEED"):
-        if os.environ.get(f"ACCELERATE_USE_{name}", "").lower() in ("1", "true", "yes", "on"):
-            raise LabError(
-                f"a run under {name} is not supported: its weights and checkpoints are in pieces",
-                "use torchrun, or `accelerate config` for several devices without it",
-            )
-    # Told of a CPU, Accelerate joins the processes there too. While one process tokenises, the others wait for it
-    return PartialState(cpu=not torch.accelerator.is_available(), timeout=timedelta(days=1))
 
 
 def _refuse_foreign(folder: Path) -> None:
@@ -242,9 +235,13 @@ def _recording(folder: Path, info: RunInfo, owner: Owner | None) -> Iterator[Non
     try:
         yield
     except BaseException as error:
-        if (why := disk_error(error)) is not None:
-            error = LabError(f"cannot write to {folder}: {why.strerror or why}", "free some space; then --resume")
-        if isinstance(error, KeyboardInterrupt):
+        why = disk_error(error)
+        if why is not None and why.errno in FULL:
+            error = LabError(f"cannot write to {folder}: {why.strerror}", "free some space; then --resume")
+        elif why is not None and why.errno is not None:  # without a number it is some library's own error
+            file = why.filename if str(why.filename).startswith(str(folder)) else folder
+            error = LabError(f"cannot read or write {file}: {why.strerror}", "put that right; then --resume")
+        elif isinstance(error, KeyboardInterrupt):
             error = Interrupted("training was interrupted", _again(folder))
         stopped = isinstance(error, Interrupted)
         info.status, info.finished = "interrupted" if stopped else "failed", _now()
@@ -258,13 +255,20 @@ def _recording(folder: Path, info: RunInfo, owner: Owner | None) -> Iterator[Non
         raise error
 
 
-def _run(trainer: WindowTrainer, watch: Watch, folder: Path, resume: bool, alone: bool) -> None:
-    checkpoint = _newest_checkpoint(folder, watch.token) if resume else None
+def _checkpoint(folder: Path, recipe: Recipe, token: str, listener: Listener, main: bool) -> Path | None:
+    """Where to go on: the main process looks, for all."""
+    found = [checkpoints.newest(folder, recipe.name, token, listener) if main else None]
+    broadcast_object_list(found)
+    return found[0]
+
+
+def _run(trainer: WindowTrainer, watch: Watch, folder: Path, alone: bool) -> None:
+    keeping = trainer.keeping
     try:
         with Interruptible(watch, enabled=alone):
-            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+            trainer.train(resume_from_checkpoint=str(keeping.newest) if keeping.newest else None)
     except KeyboardInterrupt:
-        kept = _newest_checkpoint(folder, watch.token)
+        kept = keeping.newest
         what = f"its newest checkpoint, {kept.name}, is kept" if kept else "it had no checkpoint yet"
         raise Interrupted(f"training was interrupted; {what}", _again(folder)) from None
     if watch.interrupted and trainer.state.global_step < trainer.state.max_steps:
@@ -274,19 +278,6 @@ def _run(trainer: WindowTrainer, watch: Watch, folder: Path, resume: bool, alone
 
 def _again(folder: Path) -> str:
     return f"go on with `softfocus train {folder / RECIPE} --out {folder} --resume`"
-
-
-def _newest_checkpoint(folder: Path, token: str) -> Path | None:
-    """The run's newest checkpoint that is whole. Trainer writes trainer_state.json last: one that parses is whole."""
-    found = {}
-    for path in (folder / CHECKPOINTS).glob("checkpoint-*/trainer_state.json"):
-        try:
-            state = json.loads(path.read_text(encoding="utf-8"))
-            if token_of(state) == token:
-                found[int(state["global_step"])] = path.parent
-        except (ValueError, KeyError, OSError):
-            continue
-    return found[max(found)] if found else None
 
 
 def _take_stock(info: RunInfo, trainer: WindowTrainer, watch: Watch) -> None:
@@ -301,7 +292,7 @@ def _save_model(folder: Path, trainer: WindowTrainer, source: data.Data, token: 
         # safetensors is the only format that save_pretrained writes
         trainer.accelerator.unwrap_model(trainer.model).save_pretrained(temporary)
         source.save_tokenizer(temporary)
-        (temporary / MODEL_TOKEN).write_text(token)
+        seal(temporary, token)
         shutil.rmtree(folder / MODEL, ignore_errors=True)
         temporary.rename(folder / MODEL)
     finally:
