@@ -11,7 +11,7 @@ from softfocus import catalog
 from softfocus.lab.inspect.results import read as read_inspections
 from softfocus.lab.points import best, cell, column_name, columns, settings
 from softfocus.lab.recall_compare import RecallReport
-from softfocus.lab.report import read
+from softfocus.lab.report import read, read_as
 from softfocus.lab.results import AS_TRAINED
 from softfocus.lab.table import loss_table
 
@@ -106,12 +106,15 @@ def trials_table() -> str:
 
 def recall_table() -> str:
     """The table of recall of docs/layouts.md, from the committed study."""
-    report = RecallReport.model_validate_json((ROOT / "docs/results/recall-layouts/results.json").read_text())
+    report = read_as(RecallReport, ROOT / "docs/results/recall-layouts/results.json")
     lines = ["| second layer | 1x | 4x, filler | 16x, filler | 4x, pairs | 16x, pairs |", "|---|---|---|---|---|---|"]
-    for entry in report.runs:
-        found = {(row.length // 64, row.grown): row.accuracy for row in entry.recall.rows}
-        cells = [found[key] for key in ((1, False), (4, False), (16, False), (4, True), (16, True))]
-        lines.append(f"| {entry.info.name} | {' | '.join(f'{one:.2f}' for one in cells)} |")
+    for group in report.groups:
+        found = {(point.at // 64, grown): point for grown in (False, True) for point in group.points(grown)}
+        cells = []
+        for key in ((1, False), (4, False), (16, False), (4, True), (16, True)):
+            spread = f" ± {found[key].error:.2f}" if len(group.entries) > 1 else ""
+            cells.append(f"{found[key].value:.2f}{spread}")
+        lines.append(f"| {group.title} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -11,6 +11,7 @@ from softfocus.lab.errors import LabError, UsageError
 from softfocus.lab.generate import generate
 from softfocus.lab.recipe import load
 from softfocus.lab.results import RUN
+from softfocus.lab.tokenizer import word_tokenizer
 from softfocus.lab.train import train
 
 
@@ -80,6 +81,7 @@ def test_what_cannot_be_generated(trained: Path, tmp_path: Path) -> None:
     with pytest.raises(LabError, match="not finished"):
         generate(run, "x")
     shutil.copy(trained / RUN, run / RUN)
+    (run / "model" / "manifest.json").unlink()  # else that would say so
     config = run / "model" / "config.json"
     config.write_text(config.read_text().replace('"softfocus": {', '"other": {'))
     with pytest.raises(LabError, match=r"config.json has no entry 'softfocus', the mechanism; train it again"):
@@ -87,3 +89,18 @@ def test_what_cannot_be_generated(trained: Path, tmp_path: Path) -> None:
     shutil.rmtree(run / "model")
     with pytest.raises(LabError, match="has no model"):
         generate(run, "x")
+
+
+def test_a_tokenizer_that_is_damaged_or_another_models_is_refused(trained: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(trained, tmp_path / "run"))
+    (run / "model" / "manifest.json").unlink()  # else that would say so
+    (run / "model" / "tokenizer.json").write_text('{"version": "1.0", "trunc')
+    with pytest.raises(LabError, match="cannot load the tokenizer") as caught:
+        generate(run, "x")
+    assert "train it again with" in str(caught.value)
+    shutil.rmtree(run / "model")
+    shutil.copytree(trained / "model", run / "model")
+    (run / "model" / "manifest.json").unlink()
+    word_tokenizer([f"w{number}" for number in range(300)]).save_pretrained(run / "model")
+    with pytest.raises(LabError, match="has 301 ids, its model knows 257: it is another one's"):
+        generate(run, "w290")

@@ -245,8 +245,9 @@ def _disk() -> list[Check]:
 
 
 def _corpus() -> list[Check]:
-    from softfocus.lab.corpus import STDLIB, Corpus
+    from softfocus.lab.corpus import Corpus
     from softfocus.lab.errors import LabError
+    from softfocus.lab.listing import STDLIB
 
     try:
         files = Corpus(STDLIB).files

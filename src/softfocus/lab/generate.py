@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 from pydantic import BaseModel
-from transformers import AutoTokenizer, TextStreamer, set_seed
+from transformers import TextStreamer, set_seed
 
 from softfocus.lab import model as models
 from softfocus.lab.errors import LabError, UsageError
-from softfocus.lab.results import MODEL, load_run
+from softfocus.lab.results import load_run
 
 _COLDEST = 1e-6  # colder, logits divided by it may not fit float32; by then the likeliest token is as good as certain
 
@@ -78,7 +78,7 @@ def generate(
     models.quiet()
     info = load_run(folder)
     model = models.load(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder / MODEL)
+    tokenizer = models.load_tokenizer(folder)
     inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).to(model.device)
     length = inputs["input_ids"].shape[1]
     if not length:

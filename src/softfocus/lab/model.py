@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import softfocus.hf
+from softfocus.lab import tokenizer
 from softfocus.lab.errors import LabError, did_you_mean, first_line
 from softfocus.lab.manifest import MANIFEST, flaw
 from softfocus.lab.recipe import Recipe
@@ -147,6 +148,22 @@ def load_config(folder: Path) -> Any:
     if softfocus.hf.layout_of(config) is None:
         raise LabError(f"{folder / MODEL / 'config.json'} has no entry 'softfocus', the mechanism", _again(folder))
     return config
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a run.
+
+    Raises:
+        LabError: it cannot be loaded, or has ids that the model does not know.
+    """
+    found = tokenizer.load_saved(folder / MODEL, _again(folder))
+    size, known = tokenizer.vocabulary(found), load_config(folder).vocab_size
+    if size > known:
+        raise LabError(
+            f"the tokenizer in {folder / MODEL} has {size} ids, its model knows {known}: it is another one's",
+            _again(folder),
+        )
+    return found
 
 
 def quiet() -> None:

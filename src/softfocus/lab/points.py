@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from softfocus.lab.means import Estimate, Mean, difference, estimate
 from softfocus.lab.recipe import Recipe
-from softfocus.lab.results import AS_TRAINED, Evaluation, Row, Setting
+from softfocus.lab.results import AS_TRAINED, Evaluation, Recall, Row, Setting
 
 Axis = Literal["multiple", "tokens"]
 """What lengths are counted in: multiples of each run's own training length, or tokens."""
@@ -44,9 +44,7 @@ class Group:
     @property
     def count(self) -> str:
         """ "4 seeds"; "4 runs" where two of them share a seed."""
-        seeds = {evaluation.seed for evaluation in self.evaluations}
-        number = len(self.evaluations)
-        return f"{number} {'runs' if len(seeds) < number else 'seeds'}"
+        return count_text([evaluation.seed for evaluation in self.evaluations])
 
 
 @dataclass(frozen=True)
@@ -135,6 +133,11 @@ def groups(evaluations: Sequence[Evaluation], recipes: Sequence[str]) -> list[Gr
 def singles(evaluations: Sequence[Evaluation]) -> list[Group]:
     """Each run as a group of its own."""
     return groups(evaluations, [""] * len(evaluations))
+
+
+def count_text(seeds: Sequence[int]) -> str:
+    """ "4 seeds"; "4 runs" where two of them share a seed."""
+    return f"{len(seeds)} {'runs' if len(set(seeds)) < len(seeds) else 'seeds'}"
 
 
 def without_seed(text: str) -> object:
@@ -237,7 +240,7 @@ def mechanism_name(mechanism: str) -> str:
     return _NAMES.get(mechanism.strip(), mechanism)
 
 
-def labels(evaluations: Sequence[Evaluation]) -> list[str]:
+def labels(evaluations: Sequence[Evaluation | Recall]) -> list[str]:
     """A name for each run: its mechanism's, with the run's where two share a mechanism, numbered where those agree.
 
     A layout is long to say, so such a run has its own name, without the seed.

@@ -23,6 +23,7 @@ MODEL = "model"
 CHECKPOINTS = "checkpoints"
 TENSORBOARD = "tensorboard"
 EVALUATION = "evaluation.json"
+UNFINISHED = "evaluation.unfinished.json"
 RECALL = "recall.json"
 INDUCTION = "induction.json"
 
@@ -187,6 +188,13 @@ class Evaluation(_Record):
     def row(self, length: int, setting: Setting = AS_TRAINED) -> Row | None:
         """The row at a length, or None if it was not evaluated."""
         return next((row for row in self.rows if (row.length, row.setting) == (length, setting)), None)
+
+
+class Unfinished(_Record):
+    """The rows that an evaluation has finished so far. It lasts until evaluation.json is written."""
+
+    key: str = Field(description="a digest of all that decides a row besides its length and setting")
+    rows: list[Row]
 
 
 _SHORT = re.compile(r'\[\n(?:[^"{}]|"NaN"|"-?Infinity")*\n *\]|\{\n[^{}]*\n *\}')
@@ -391,6 +399,20 @@ def load_evaluation(folder: Path) -> Evaluation:
     if not folder.is_dir():
         raise LabError(f"there is no run at {folder}", "train one with `softfocus train RECIPE --out FOLDER`")
     return _load_measured(folder / EVALUATION, Evaluation, evaluate)
+
+
+def save_unfinished(folder: Path, unfinished: Unfinished) -> None:
+    """Write the rows so far, whole or not at all."""
+    write_atomically(folder / UNFINISHED, json_text(unfinished))
+
+
+def load_unfinished(folder: Path, key: str) -> list[Row]:
+    """The rows of an evaluation of the same key that was stopped; none where the file is of another key or damaged."""
+    try:
+        found = Unfinished.model_validate_json((folder / UNFINISHED).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    return found.rows if found.key == key else []
 
 
 def save_recall(folder: Path, recall: Recall) -> None:
