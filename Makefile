@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup demo bench test sanitize sanitize-gpu gpu emulated-gpu neon docs wheel lint clean
+.PHONY: help setup demo bench test soak sanitize sanitize-gpu gpu emulated-gpu neon docs wheel lint clean
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
@@ -26,6 +26,9 @@ bench: setup  ## time attention on the CPU beside torch's own, with parity check
 
 test: setup  ## every test (some eight minutes on two cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
+soak: setup  ## trainings killed at 50 random points must end with the same weights (some five minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m soak -q
 
 # The compiler runs without the sanitizer that is loaded into Python. Fresh memory is filled with NaN, and none is kept for the next
 # call: what is never written, or no longer there, is noticed.

@@ -9,6 +9,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -286,9 +287,26 @@ def test_bad_parquet_is_refused(tmp_path):
     pq.write_table(pa.table({"body": ["x"], "id": [1]}), path)
     assert read(path, text_field="body") == ["x"]
     assert "has no column 'text'; name the right one with text_field; there are 'body', 'id'" in refused(path)
-    assert "the column 'id'" in refused(path, text_field="id")
+    what = f"the column 'id' of {path} holds no text but int64; name the right one with text_field; there are 'body'"
+    assert refused(path, text_field="id") == what
     path.write_bytes(b"PAR1 but then no parquet at all")
     assert f"cannot read {path}" in refused(path)
+
+
+@pytest.mark.parametrize("kind", [pa.dictionary(pa.int32(), pa.string()), pa.large_string(), pa.string_view()], ids=str)
+def test_parquet_text_in_other_encodings(kind, tmp_path):
+    table = pa.table({"text": pa.array(["a", None, "b", "a"]).cast(kind)})
+    pq.write_table(table, tmp_path / "a.parquet")
+    assert read(tmp_path / "a.parquet") == ["a", "b", "a"]
+
+
+def test_parquet_that_is_not_utf8_is_refused(tmp_path):
+    places, letters = pa.py_buffer(np.array([0, 1, 3], "<i4").tobytes()), pa.py_buffer(b"a\xff\xfe")
+    text = pa.Array.from_buffers(pa.string(), 2, [None, places, letters])
+    pq.write_table(pa.table({"text": text}), tmp_path / "a.parquet")
+    assert f"row 2 of {tmp_path / 'a.parquet'} is not UTF-8 text: invalid start byte; get" in refused(
+        tmp_path / "a.parquet"
+    )
 
 
 def test_sources_that_are_not_there(tmp_path):

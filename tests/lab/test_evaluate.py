@@ -18,6 +18,7 @@ from softfocus.lab import model as models
 from softfocus.lab.errors import LabError
 from softfocus.lab.evaluate import evaluate, has_plain_head, token_losses
 from softfocus.lab.generate import generate
+from softfocus.lab.manifest import MANIFEST
 from softfocus.lab.means import Mean, default_edges
 from softfocus.lab.progress import Event
 from softfocus.lab.recipe import load
@@ -168,6 +169,7 @@ def another_weight(run: Path) -> None:
     weights = load_file(path)
     next(iter(weights.values())).view(-1)[0] += 1
     save_file(weights, path, metadata={"format": "pt"})
+    (run / "model" / MANIFEST).unlink()  # as whoever puts another model there on purpose
 
 
 @pytest.mark.parametrize(
@@ -330,6 +332,7 @@ def test_pickled_weights_are_not_loaded(run: Path) -> None:
     weights = run / "model" / "model.safetensors"
     torch.save(load_file(weights), run / "model" / "pytorch_model.bin")
     weights.unlink()
+    (run / "model" / "manifest.json").unlink()
     with pytest.raises(LabError, match=r"cannot be loaded: .*safetensors"):
         evaluate(run, [32], tokens=512)
 

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from softfocus.lab import crew, study
 from softfocus.lab.compare import compare
+from softfocus.lab.disk import write_atomically
 from softfocus.lab.errors import LabError, UsageError
 from softfocus.lab.evaluate import evaluate
 from softfocus.lab.lengths import parse
@@ -29,7 +30,6 @@ from softfocus.lab.results import (
     save_evaluation,
     save_recall,
     save_run,
-    write_atomically,
 )
 from softfocus.lab.study import run_study, seeds_of
 from softfocus.lab.train import train

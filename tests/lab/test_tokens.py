@@ -560,6 +560,11 @@ def test_bin_files_that_are_something_else(make, tmp_path, content):
     assert "is not a shard of tokens" in refused(make, "a.bin")
 
 
+def test_half_a_header_is_not_said_to_start_wrongly(make, tmp_path):
+    np.array([20240520], "<i4").tofile(tmp_path / "a.bin")
+    assert "is not a shard of tokens: it has 4 bytes, fewer than a header's 1024" in refused(make, "a.bin")
+
+
 def test_options_that_are_not_for_shards(make, tmp_path):
     shard(tmp_path / "a.bin", [1, 2, 3])
     assert "max_documents does not apply to shards" in refused(make, "a.bin", max_documents=3)

@@ -210,20 +210,36 @@ def _json_lines(path: Path, stream: io.BufferedReader, field: str) -> Iterator[s
 
 
 def _parquet(path: Path, raw: io.BufferedReader, field: str) -> Iterator[str]:
-    from pyarrow import ArrowException, parquet, types
+    from pyarrow import ArrowException, parquet
 
     try:
         table = parquet.ParquetFile(raw)
         schema = table.schema_arrow
         if field not in schema.names:
             raise LabError(f"{path} has no column '{field}'", _fields("text_field", schema.names))
-        if not (types.is_string(schema.field(field).type) or types.is_large_string(schema.field(field).type)):
-            raise LabError(f"the column '{field}' of {path} holds no text", _fields("text_field", schema.names))
+        if not _holds_text(schema.field(field).type):
+            others = [name for name in schema.names if _holds_text(schema.field(name).type)]
+            what = f"the column '{field}' of {path} holds no text but {schema.field(field).type}"
+            raise LabError(what, _fields("text_field", others))
+        row = 0
         for batch in table.iter_batches(batch_size=256, columns=[field]):
-            for text in batch.column(0).to_pylist():
-                yield text or ""
+            for text in batch.column(0):
+                row += 1
+                yield text.as_py() or ""
+    except UnicodeDecodeError as error:
+        raise LabError(
+            f"row {row} of {path} is not UTF-8 text: {error.reason}", "get the parquet file anew, or leave it out"
+        ) from error
     except ArrowException as error:
         raise LabError(f"cannot read {path}: {error}", "get the parquet file anew, or leave it out") from error
+
+
+def _holds_text(kind: Any) -> bool:
+    from pyarrow import types
+
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
 
 
 def hub_address(source: str) -> tuple[str, str | None, str]:

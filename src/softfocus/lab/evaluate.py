@@ -38,6 +38,7 @@ from softfocus.lab.results import (
     load_evaluation,
     load_run,
     load_unfinished,
+    measures,
     save_evaluation,
     save_unfinished,
 )
@@ -51,6 +52,7 @@ LOGITS = 2**24
 """Logits held at once: 64 MB in float32, whatever the vocabulary and the length."""
 
 
+@measures
 def evaluate(
     folder: Path,
     lengths: Sequence[int],
@@ -107,6 +109,7 @@ def evaluate(
     windows = _windows(store, lengths, wanted, before)
     evaluation = Evaluation(
         run=info.name,
+        token=info.token,
         mechanism=info.mechanism,
         train_length=info.train_length,
         vocabulary=info.vocabulary,
@@ -200,9 +203,12 @@ def _changes_nothing(setting: Setting, train_length: int, length: int) -> bool:
 
 def _earlier(folder: Path, info: RunInfo) -> Evaluation | None:
     """What evaluation.json holds of this training."""
+    if not (folder / EVALUATION).exists():
+        return None
     try:
         found = load_evaluation(folder)
-    except LabError:  # there is none, or it cannot be read
+    except LabError as error:
+        _log.warning("%s: it is replaced", error.what)
         return None
     return found if (found.mechanism, found.seed) == (info.mechanism, info.seed) else None
 

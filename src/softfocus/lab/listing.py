@@ -48,6 +48,7 @@ def files(source: str, left_out: LeftOut) -> list[Path]:
         LabError: there are none, or a folder cannot be read.
     """
     path = Path(source).expanduser()
+    os.fsencode(path)  # a name that this locale cannot spell would look like a file that is not there
     try:
         if path.is_file():
             return [path]

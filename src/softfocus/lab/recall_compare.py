@@ -10,12 +10,12 @@ from pydantic import BaseModel, ConfigDict
 from rich.console import Console
 
 from softfocus.lab.curves import Line, Panel, Point, curve_table, save_curves
-from softfocus.lab.disk import writing
+from softfocus.lab.disk import write_atomically, writing
 from softfocus.lab.errors import LabError
 from softfocus.lab.points import count_text, labels, without_seed
 from softfocus.lab.recall_report import BLIND
 from softfocus.lab.report import FIGURE, RESULTS, load_recipe_text, read_as, refuse_twice
-from softfocus.lab.results import Recall, RunInfo, json_text, load_recall, load_run, write_atomically
+from softfocus.lab.results import Recall, RunInfo, json_text, load_recall, load_run
 
 _WAYS = ((False, "more filler"), (True, "more to remember"))
 

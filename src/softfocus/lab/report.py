@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, computed_field, model_validator
 from rich.console import Console
 
-from softfocus.lab.disk import writing
+from softfocus.lab.disk import write_atomically, writing
 from softfocus.lab.errors import LabError
 from softfocus.lab.finding import Finding, finding
 from softfocus.lab.points import Axis, Group, best, column_name, groups, shared_columns
 from softfocus.lab.provenance import without_folders
-from softfocus.lab.results import RECIPE, Evaluation, RunInfo, json_text, load_evaluation, load_run, write_atomically
+from softfocus.lab.results import RECIPE, Evaluation, RunInfo, json_text, load_evaluation, load_run
 from softfocus.lab.table import loss_table
 
 RESULTS = "results.json"
@@ -92,7 +92,7 @@ def load_entry(folder: Path) -> Entry:
 def load_recipe_text(folder: Path) -> str:
     """The resolved recipe of a run without names of folders; "" where there is none."""
     recipe = folder / RECIPE
-    return without_folders(recipe.read_text()) if recipe.is_file() else ""
+    return without_folders(recipe.read_text(encoding="utf-8")) if recipe.is_file() else ""
 
 
 def refuse_twice(infos: Sequence[RunInfo]) -> None:
@@ -173,7 +173,7 @@ def read_as(kind: type[_Kind], path: Path) -> _Kind:
     """
     remedy = "write it again with `softfocus compare RUN... --out FOLDER`"
     try:
-        return kind.model_validate_json(path.read_text())
+        return kind.model_validate_json(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise LabError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}", remedy) from None
     except ValidationError as error:

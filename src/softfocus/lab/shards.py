@@ -34,7 +34,9 @@ def read_shard(path: Path) -> NDArray[np.uint16]:
     except OSError as error:
         raise LabError(f"cannot read {path}: {error.strerror}", remedy) from error
     if len(header) < 256 or header[0] != MAGIC:
-        found = f"it starts with {header[0]}, not {MAGIC}" if len(header) else "it is empty"
+        found = f"it has {size} bytes, fewer than a header's {_HEADER}"
+        if len(header) == 256:
+            found = f"it starts with {header[0]}, not {MAGIC}"
         raise LabError(f"{path} is not a shard of tokens: {found}", "leave it out, or name the other files with a glob")
     if header[1] != VERSION:
         raise LabError(f"{path} is a shard of version {header[1]}, not {VERSION}", "get shards of version 1")

@@ -15,6 +15,7 @@ HUB = "hub:"
 END = "<|endoftext|>"
 
 _LEAST = 257  # 256 bytes and the end of a document
+_MOST = 1 << 20  # several times the largest in use; the trainer claims memory for all at once, and aborts without it
 _TRAINING_CHARACTERS = 100_000_000  # what a BPE is trained on at most: its merges settle long before
 
 
@@ -34,8 +35,8 @@ def load_tokenizer(spec: str, corpus_documents: Iterable[str] | None = None) -> 
         A `transformers.PreTrainedTokenizerBase`, with an `eos_token`.
 
     Raises:
-        LabError: a spec that says nothing, a VOCAB below 257, a BPE without documents, a folder or a name that cannot
-            be loaded, or a tokenizer that has no token to end a document with.
+        LabError: a spec that says nothing, a VOCAB below 257 or above 2^20, a BPE without documents, a folder or a name
+            that cannot be loaded, or a tokenizer that has no token to end a document with.
     """
     if spec == BYTES:
         return _bytes()
@@ -127,9 +128,9 @@ def _byte_characters() -> list[str]:
 def _bpe(size: str, documents: Iterable[str] | None) -> Any:
     from tokenizers import models, pre_tokenizers, trainers
 
-    if not size.isdecimal() or int(size) < _LEAST:
+    if not size.isdecimal() or len(size) > 9 or not _LEAST <= int(size) <= _MOST:
         raise LabError(
-            f"the tokenizer '{BPE}{size}' has no vocabulary size of {_LEAST} or more",
+            f"the tokenizer '{BPE}{size}' has no vocabulary size from {_LEAST} to {_MOST}",
             f"say how many tokens, such as {BPE}8192: all 256 bytes and the end of a document come first",
         )
     if documents is None:
