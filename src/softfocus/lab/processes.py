@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from textwrap import shorten
 
+import torch
 from accelerate import PartialState
 from torch import distributed
 
@@ -30,7 +31,8 @@ def start() -> PartialState:
                 f"a run under {name} is not supported: its weights and checkpoints are in pieces",
                 "use torchrun, or `accelerate config` for several devices without it",
             )
-    return PartialState(timeout=PATIENCE)
+    # Accelerate finds no others on CPUs unless it is told so; Trainer is
+    return PartialState(cpu=not torch.accelerator.is_available(), timeout=PATIENCE)
 
 
 @contextmanager
