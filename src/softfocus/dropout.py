@@ -42,7 +42,7 @@ def factors(
     """What dropout multiplies weights with, 0 or :func:`growth`.
 
     Args:
-        seed: of the call, in [0, 2^63); a scalar tensor of the CPU, or its number.
+        seed: of the call, in [0, 2^62); a scalar tensor of the CPU, or its number.
         p: the probability of being dropped.
         heads: batch * H + head, int64 of any shape [...].
         rows, columns: which, from and to.

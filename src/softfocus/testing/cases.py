@@ -132,5 +132,6 @@ CASES: tuple[Case, ...] = (
     Case("transposed", transposed=True, heads=3, key_heads=3, head_dim=40, value_dim=8),
     Case("large scores", magnitude=4.0),
     Case("tiny scores", magnitude=1e-2),
+    Case("dropout", dropout_p=0.3, heads=4, key_heads=2, query_length=37, key_length=70, mask=0.2),
     Case("future outlier", outlier=300.0, query_length=100, key_length=100, batch=1),
 )
