@@ -103,8 +103,9 @@ def attention(
             to [B, H, Lq, Lk]. A floating mask is split into a bool and an additive tensor of its size; with ``bias`` as
             well, into their sum, in float32 at least. Or a ``torch.nn.attention.bias.CausalBias``: ``causal_upper_left``
             is SDPA's ``is_causal``, ``causal_lower_right`` the ``is_causal`` here.
-        dropout_p: probability with which a weight is dropped (the others grow by 1 / (1 - p)); 0 when not training. Not for
-            LASER.
+        dropout_p: probability with which a weight is dropped (the others grow by 1 / (1 - p)), as a multiple of 2^-16; 0
+            when not training. Which weights these are follows from a seed that the call takes of torch's generator for the
+            CPU, on every backend and device the same: :mod:`softfocus.dropout`. Not for LASER.
         is_causal: a query sees no later key. Aligned **bottom-right**: the last query is at the last key, as a KV cache
             needs. SDPA's own ``is_causal`` is aligned top-left; the two agree where Lq = Lk.
         scale: takes the place of the mechanism's d-dependent factor 1/sqrt(d), log(d) or 1; the length factor stays. A
@@ -155,11 +156,11 @@ def attention(
         if len(_ready) >= _MOST_READY:
             _ready.clear()
         _ready[layout] = ready
+    seed = torch.randint(2**62, (), device="cpu") if dropout_p else None
     if chosen == "reference":
-        out, statistics = _by_reference(problem, visibility, algebra)
+        out, statistics = _by_reference(problem, visibility, algebra, seed)
     else:
         ops.refuse_tangents(*problem[:6])
-        seed = torch.randint(2**62, (), device="cpu") if dropout_p else None
         tensors = (*problem[:6], visibility.mask, visibility.key_mask, visibility.document_ids, seed)
         if ops.unwatched(*(x for x in tensors if x is not None)):
             out, rows = ops.run_unwatched(problem, visibility, algebra, seed, chosen)
@@ -262,13 +263,15 @@ def prepared(
     return problem, Visibility(query.size(2), key.size(2), left, right, mask, key_mask, document_ids), algebra
 
 
-def _by_reference(problem: Problem, visibility: Visibility, mechanism: Mechanism) -> tuple[Tensor, RowStatistics]:
+def _by_reference(
+    problem: Problem, visibility: Visibility, mechanism: Mechanism, seed: Tensor | None
+) -> tuple[Tensor, RowStatistics]:
     query, key = problem.query, problem.key
     visible = visibility.block(0, query.size(2), 0, key.size(2), query.device)
     visible = torch.ones((), dtype=torch.bool, device=query.device) if visible is None else visible
     visible = visible.expand(query.size(0), query.size(1), query.size(2), key.size(2))
     with ops.own_dtypes(query):
-        return reference.attention(problem, visible, mechanism)
+        return reference.attention(problem, visible, mechanism, seed)
 
 
 def _autocast(*tensors: Any) -> tuple[Tensor, ...]:

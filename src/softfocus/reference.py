@@ -8,9 +8,9 @@ import math
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from softfocus import dropout
 from softfocus.mechanism import Mechanism
 from softfocus.pointwise import POINTWISE
 
@@ -108,13 +108,16 @@ def unit(x: Tensor) -> Tensor:
     return torch.where(zero, 0.0, y / norm)
 
 
-def attention(problem: Problem, visible: Tensor, mechanism: Mechanism) -> tuple[Tensor, RowStatistics]:
+def attention(
+    problem: Problem, visible: Tensor, mechanism: Mechanism, seed: Tensor | None = None
+) -> tuple[Tensor, RowStatistics]:
     """Attention by the definition of :class:`Mechanism`.
 
     Args:
         problem: the tensors and numbers of the call.
         visible: bool [B, H, Lq, Lk], True where the query may see the key.
         mechanism: the algebra.
+        seed: of dropout, where ``dropout_p`` is not 0.
 
     Returns:
         out [B, H, Lq, Dv] in the dtype of the query, and the row statistics.
@@ -125,7 +128,14 @@ def attention(problem: Problem, visible: Tensor, mechanism: Mechanism) -> tuple[
     broken = visible.to(dtype) @ (~value.isfinite()).to(dtype) > 0  # [B, H, Lq, Dv]
     value = torch.where(value.isfinite(), value, 0.0)
     if rows.log_weights is None:
-        out = F.dropout(rows.weights, problem.dropout_p) @ value
+        weights = rows.weights
+        if seed is not None:
+            batch, heads, query_length, key_length = weights.shape
+            places = torch.arange(batch * heads, device=weights.device).view(batch, heads)
+            weights = weights * dropout.factors(
+                seed, problem.dropout_p, places, (0, query_length), (0, key_length), dtype
+            )
+        out = weights @ value
     else:
         out = _log_mean_exp(rows.log_weights, value, visible)
     # rows that see nothing are cut off here, so that not even a NaN handed to them from above goes further

@@ -133,9 +133,8 @@ def test_of_the_algebra_just_this_is_refused():
     [
         ({"dtype": torch.float64}, "torch.float64 is not among float32, bfloat16 and float16"),
         ({"device": "meta"}, "on 'meta', not on the CPU"),
-        ({"dropout_p": 0.1, "mechanism": "lssa"}, "dropout is not carried"),
     ],
-    ids=["float64", "device", "dropout"],
+    ids=["float64", "device"],
 )
 def test_the_rest_that_is_refused(arguments, words):
     assert words in why_not(**arguments)

@@ -45,14 +45,12 @@ def ways(names, dtypes=lambda name: (torch.float64, torch.float32)):
     return pytest.mark.parametrize(("backend", "dtype", "name"), cases, ids=ids)
 
 
-def everywhere(test=None, *, but=()):
-    """Every backend but those named, in float64 and float32 as far as it has them."""
+def everywhere(test):
+    """Every backend, in float64 and float32 as far as it has them."""
     cases = [(backend, dtype) for backend in BACKENDS for dtype in (torch.float64, torch.float32)]
     cases += [(backend, torch.float32) for backend in SINGLE]
-    cases = [(backend, dtype) for backend, dtype in cases if backend not in but]
     ids = [f"{str(dtype).removeprefix('torch.')}-{backend}" for backend, dtype in cases]
-    spread = pytest.mark.parametrize(("backend", "dtype"), cases, ids=ids)
-    return spread if test is None else spread(test)
+    return pytest.mark.parametrize(("backend", "dtype"), cases, ids=ids)(test)
 
 
 def everywhere_for(names):
@@ -778,10 +776,10 @@ def dropped(name, inputs, p, seed, **arguments):
 
 
 @pytest.mark.parametrize("name", ["softmax", "lssar", "sigmoid_log_n"])
-@everywhere(but=SINGLE)
+@everywhere
 def test_dropout_acts_on_the_weights(backend, dtype, name):
     """Read through V = identity: each weight is 0 or A / (1 - p), a fraction p of them 0, differently in every place."""
-    p, length = 0.3, length_for(backend, tiles=2)
+    p, length = 0.25, length_for(backend, tiles=2)  # of a p that 16 bits hold 1 / (1 - p) is exact
     query, key = (normal(2, 2, length, 4, seed=s, dtype=dtype) for s in range(2))
     identity = torch.eye(length, dtype=dtype).expand(2, 2, -1, -1)
     arguments = {"backend": backend}
@@ -804,7 +802,7 @@ def test_dropout_acts_on_the_weights(backend, dtype, name):
     assert (dropped(name, [query, key, identity], 1.0, 1, **arguments) == 0).all()
 
 
-@everywhere(but=SINGLE)
+@everywhere
 def test_dropout_leaves_the_expectation(backend, dtype):
     """2,000 copies of one problem, each with its own mask: their mean is within 5 standard errors of the undropped output."""
     inputs = [normal(1, 1, 5, 4, seed=s, dtype=dtype) for s in range(3)]
@@ -818,10 +816,10 @@ def test_dropout_leaves_the_expectation(backend, dtype):
 
 
 @pytest.mark.parametrize("name", ["softmax", "lssa", "lssar"])
-@everywhere(but=SINGLE)
+@everywhere
 def test_the_backward_of_dropout_drops_the_same_weights(backend, dtype, name):
     """The gradients are those of (A * M) V, with the M of the forward pass read through V = identity and the same seed."""
-    length, p = length_for(backend), 0.3
+    length, p = length_for(backend), 0.25
     inputs = [normal(1, 2, length, length, seed=s, dtype=dtype) for s in range(3)]
     identity = torch.eye(length, dtype=dtype).expand(1, 2, -1, -1)
     arguments = {"is_causal": True, "backend": backend}

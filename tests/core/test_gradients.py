@@ -20,15 +20,3 @@ def test_tiled_gradients_by_finite_differences(mechanism):
         return softfocus.attention(**{**arguments, **dict(zip(names, leaves, strict=True))}, backend="tiled")
 
     assert torch.autograd.gradcheck(f, [arguments[name] for name in names], eps=1e-6, atol=1e-6, rtol=1e-4)
-
-
-@pytest.mark.parametrize("mechanism", ["softmax", "lssar", "relu_l1", "sigmoid_log_l"])
-def test_dropout_gradients_by_finite_differences(mechanism):
-    arguments = SMALL.arguments(softfocus.named(mechanism), torch.float64, seed=3)
-    names = ["query", "key", "value"]
-
-    def f(*leaves):
-        torch.manual_seed(11)
-        return softfocus.attention(**{**arguments, **dict(zip(names, leaves, strict=True))}, dropout_p=0.3)
-
-    assert torch.autograd.gradcheck(f, [arguments[name] for name in names], eps=1e-6, atol=1e-6, rtol=1e-4)

@@ -138,6 +138,7 @@ ROOMS = [
     "visibility",
     "validation",
     "catalog",
+    "dropout",
     "pointwise",
     "mechanism",
     "switches",

@@ -61,6 +61,8 @@ QUICK = [
     ("causal", "laser", SINGLE),
     ("mask and grouped", "laser", HALF),
     ("learned", "laser_lssar", SINGLE),
+    ("dropout", "lssar", SINGLE),
+    ("dropout", "lssa", BRAIN),
 ]
 
 
@@ -394,6 +396,25 @@ def test_documents_in_any_order(quiet):
         exact, exact_rows = attention(query[:, :, 20:], key, value, backend="reference", **given)
         assert torch.equal(rows.count, exact_rows.count)
         torch.testing.assert_close(out, exact, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(16, 16), (16, 64), (16, 128)], ids=str)
+def test_dropout_in_tiles_of_any_width(quiet, monkeypatch, shape):
+    """A group of 64 keys lies in four tiles, or one, or two in one tile; parity is tested with two to a group."""
+    monkeypatch.setattr(tuning, "INTERPRETED", Tile(*shape, 1, 1))
+    monkeypatch.setattr(tuning, "tiles", lambda *a: (Tile(*shape, 4, 1),))
+    case = replace(CASE["dropout"], batch=1, heads=2, key_heads=1, query_length=20, key_length=150, bias="1hqk")
+    check(fused, case, "softmax", SINGLE, device=DEVICE)
+
+
+def test_dropout_among_few_queries(quiet, monkeypatch):
+    """The decoding kernels carry none: these queries are left to the others."""
+    from softfocus.backends.triton import call
+
+    monkeypatch.setattr(call, "_programs", lambda device: 64)
+    monkeypatch.setattr(call, "TILES_OF_A_SPLIT", 1)
+    case = replace(CASE["dropout"], query_length=2, key_length=100)
+    check(fused, case, "lssar", SINGLE, device=DEVICE, draws=8)
 
 
 # Tiles, and the choice between them
@@ -743,7 +764,7 @@ def test_auto_takes_them_where_the_environment_says_so(monkeypatch):
 def test_what_is_not_carried_is_said(monkeypatch):
     query = torch.randn(1, 1, 4, 8, device=DEVICE)
     for problem, said in (
-        ({"mechanism": "softmax", "dropout_p": 0.5}, "dropout"),
+        ({"mechanism": "softmax_negated"}, "post='negate'"),
         ({"mechanism": "gelu_l1"}, "phi='gelu'"),
     ):
         assert said in explain(query, query, query, **problem).reasons["triton"]

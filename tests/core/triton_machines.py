@@ -1,6 +1,6 @@
 """Compiles every Triton kernel that a call launches, for a GPU that need not be there: one line of JSON a kernel.
 
-    python triton_machines.py ARCH MECHANISM HEAD_DIM QUERIES [--given] [--group N]
+    python triton_machines.py ARCH MECHANISM HEAD_DIM QUERIES [--given] [--group N] [--dropout P]
 
 QUERIES 0: of one query against a cache in pages. --group: heads of queries to one of keys. --given: with a mask, padding,
 documents, a window, a bias with gradient, learned scales and powers.
@@ -83,7 +83,9 @@ def loops(cubin: bytes, at_least: int | None = None) -> list[int]:
     return [end + 1 - begin for begin, end in inner]
 
 
-def main(arch: int, mechanism: str, head_dim: int, queries: int, given: bool, group: int = 1) -> None:
+def main(
+    arch: int, mechanism: str, head_dim: int, queries: int, given: bool, group: int = 1, dropout_p: float = 0.0
+) -> None:
     driver.set_active(Absent(arch))
     os.environ["SOFTFOCUS_TUNE"] = "off"
     run = JITFunction.run
@@ -130,7 +132,7 @@ def main(arch: int, mechanism: str, head_dim: int, queries: int, given: bool, gr
             "power": torch.ones(2) if softfocus.named(mechanism).power else None,
         }
     problem, visibility, algebra = functional.prepared(
-        query, key, key, is_causal=True, enable_gqa=True, mechanism=mechanism, **optional
+        query, key, key, dropout_p=dropout_p, is_causal=True, enable_gqa=True, mechanism=mechanism, **optional
     )
     if held:
         pages = key.view(2, 256, 16, head_dim).transpose(0, 1)
@@ -147,4 +149,5 @@ if __name__ == "__main__":
         parser.add_argument(name, type=kind)
     parser.add_argument("--given", action="store_true")
     parser.add_argument("--group", type=int, default=1)
+    parser.add_argument("--dropout", type=float, default=0.0, dest="dropout_p")
     main(**vars(parser.parse_args()))

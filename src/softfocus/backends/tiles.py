@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from softfocus import dropout
 from softfocus import rows as rowwise
 from softfocus.mechanism import Mechanism
 from softfocus.reference import Problem, compute_dtype, row_scale, score_bias
@@ -177,14 +178,13 @@ class Chunk:
         grads.value[self.batches, self.key_heads] = value_grad.to(grads.value.dtype)
 
     def kept(self, tile: Tile, seed: int) -> Tensor | None:
-        """What dropout multiplies the weights with: 0 or 1 / (1 - p), the same whenever it is asked for."""
+        """What dropout multiplies the weights with: 0 or 1 / (1 - p)."""
         p = self.problem.dropout_p
         if p == 0.0:
             return None
-        generator = torch.Generator(self.key.device)
-        generator.manual_seed(hash((seed, self.batches.start, self.key_heads.start, tile.start)) & (2**63 - 1))
-        keep = self.key.new_empty(*self.shape, tile.stop - tile.start, tile.high - tile.low)
-        return keep.bernoulli_(1.0 - p, generator=generator).div_(max(1.0 - p, 1e-30))
+        batch, head = (torch.arange(x.start, x.stop, device=self.key.device) for x in (self.batches, self.heads))
+        places = (batch[:, None] * self.problem.query.size(1) + head).view(self.shape)
+        return dropout.factors(seed, p, places, (tile.start, tile.stop), (tile.low, tile.high), self.dtype)
 
     def take(self, x: Tensor, start: int, stop: int) -> Tensor:
         """Rows of a [B, H, Lq, *] tensor as [b, h, G * R, *] in the compute dtype."""

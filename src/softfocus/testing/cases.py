@@ -26,6 +26,7 @@ class Case:
         transposed: query, key, value are views of [B, L, H, D].
         magnitude: the standard deviation of query and key.
         outlier: a value of this size in the last key's first column of V; 0 for none.
+        dropout_p: for mechanisms other than LASER; the seed is torch's own (see ``run``).
         additive: the mask is handed over as a floating one, with finfo.min where it hides.
     """
 
@@ -48,6 +49,7 @@ class Case:
     transposed: bool = False
     magnitude: float = 1.0
     outlier: float = 0.0
+    dropout_p: float = 0.0
     additive: bool = False
 
     def arguments(self, mechanism: Mechanism, dtype: torch.dtype, seed: int = 0, device: str = "cpu") -> dict[str, Any]:
@@ -95,6 +97,8 @@ class Case:
             arguments["head_scale"] = leaf(0.5 + torch.rand(self.heads, generator=generator, dtype=torch.float64))
         if self.power and mechanism.power is not None:
             arguments["power"] = leaf(torch.linspace(1.5, mechanism.power, self.heads, dtype=torch.float64))
+        if self.dropout_p and not mechanism.laser:
+            arguments["dropout_p"] = self.dropout_p
         return arguments
 
 
@@ -128,5 +132,6 @@ CASES: tuple[Case, ...] = (
     Case("transposed", transposed=True, heads=3, key_heads=3, head_dim=40, value_dim=8),
     Case("large scores", magnitude=4.0),
     Case("tiny scores", magnitude=1e-2),
+    Case("dropout", dropout_p=0.3, heads=4, key_heads=2, query_length=37, key_length=70, mask=0.2),
     Case("future outlier", outlier=300.0, query_length=100, key_length=100, batch=1),
 )

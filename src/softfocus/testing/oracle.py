@@ -38,9 +38,12 @@ def run(attention: Callable[..., Any], arguments: dict[str, Any], seed: int = 1)
     Args:
         attention: takes ``arguments``; returns out [B, H, Lq, Dv].
         arguments: of ``attention()``; gradients are taken of every tensor that requires them.
-        seed: of the upstream gradient, which does not depend on dtype or device.
+        seed: of the upstream gradient, which does not depend on dtype or device; and of torch's own generator, from which
+            dropout draws.
     """
-    out = attention(**arguments)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        out = attention(**arguments)
     generator = torch.Generator().manual_seed(seed)
     above = torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out)
     leaves = {name: x for name, x in arguments.items() if isinstance(x, Tensor) and x.requires_grad}
@@ -203,8 +206,9 @@ def _shuffled(seed: int, **arguments: Any) -> Tensor:
     visible = visibility.block(0, query.size(2), 0, key.size(2), query.device)
     generator = torch.Generator().manual_seed(seed)
     dims, keys = (
-        (torch.randperm(n, generator=generator) if seed else torch.arange(n)).to(query.device)
-        for n in (query.size(3), key.size(2))
+        (torch.randperm(n, generator=generator) if shuffled else torch.arange(n)).to(query.device)
+        # dropout goes by a key's place
+        for n, shuffled in ((query.size(3), seed), (key.size(2), seed and "dropout_p" not in arguments))
     )
     if visible is not None:
         visible = visible.expand(*visible.shape[:3], key.size(2))[..., keys]

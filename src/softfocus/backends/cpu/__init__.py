@@ -28,8 +28,6 @@ def supports(problem: Problem, visibility: Visibility, mechanism: Mechanism) -> 
         return f"phi={mechanism.phi!r} is not among {', '.join(PHI)}"
     if mechanism.post != "none":
         return f"post={mechanism.post!r} is not carried"
-    if problem.dropout_p:
-        return "dropout is not carried"
     return build.why_unavailable()
 
 
@@ -38,7 +36,7 @@ def forward(problem: Problem, visibility: Visibility, mechanism: Mechanism, seed
     query, key, value = problem[:3]
     out = _empty(*query.shape[:3], value.size(-1), dtype=query.dtype)
     statistics = _empty(4, *query.shape[:3])
-    arguments, _made = call(problem, visibility, mechanism)
+    arguments, _made = call(problem, visibility, mechanism, seed)
     _run("softfocus_forward", arguments, query, key, value, out, statistics)
     return out, statistics
 
@@ -47,7 +45,7 @@ def prepare(
     problem: Problem, visibility: Visibility, mechanism: Mechanism
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """A function from query, key and value, laid out as the problem's, to ``out``; for problems without other tensors."""
-    arguments, _made = call(problem, visibility, mechanism)
+    arguments, _made = call(problem, visibility, mechanism, seed=0)
     kernel = _kernel("softfocus_forward")
     one = _empty(1, dtype=problem.query.dtype)
     like = one.expand(*problem.query.shape[:3], problem.value.size(-1))  # takes torch half the time of a shape
@@ -71,7 +69,7 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     """Gradients of query, key, value, bias, head_scale and power; None where there is nothing to differentiate."""
     query, key, value, bias, head_scale, power = problem[:6]
-    arguments, _made = call(problem, visibility, mechanism)
+    arguments, _made = call(problem, visibility, mechanism, seed)
     grads = [_empty(*x.shape, dtype=x.dtype) for x in (query, key, value)]
     bias_to = _empty(*bias.shape).zero_() if bias is not None and bias_grad else None
     rows = [None if x is None else _empty(*query.shape[:3]) for x in (head_scale, power)]

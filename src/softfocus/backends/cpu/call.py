@@ -7,6 +7,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from softfocus import dropout
 from softfocus.mechanism import Mechanism
 from softfocus.reference import Problem
 from softfocus.visibility import Visibility
@@ -20,7 +21,7 @@ NORMALISERS = ("l1", "none", "1/N", "1/L", "1/sqrt(N/2)")
 
 ARRAY = struct.Struct("5q")
 """``struct Array``: where the data lies, and four strides in elements, 0 where broadcast."""
-CALL = struct.Struct("18q2d" + 7 * "5q" + "2q")
+CALL = struct.Struct("20q2d" + 7 * "5q" + "2q")
 """``struct Problem``."""
 ABSENT = (0, 0, 0, 0, 0)
 
@@ -70,7 +71,7 @@ def _numbers(mechanism: Mechanism) -> tuple[int, ...]:
     )
 
 
-def call(problem: Problem, visibility: Visibility, mechanism: Mechanism) -> tuple[bytes, list[Tensor]]:
+def call(problem: Problem, visibility: Visibility, mechanism: Mechanism, seed: int) -> tuple[bytes, list[Tensor]]:
     """A call's arguments, and the tensors made for it, which must live as long as the call runs."""
     query, key, value, *learned = problem[:6]
     made: list[Tensor] = []
@@ -95,6 +96,7 @@ def call(problem: Problem, visibility: Visibility, mechanism: Mechanism) -> tupl
     packed = CALL.pack(
         batch, heads, key_heads, query_length, key_length, head_dim, value_dim,
         visibility.left, visibility.right, DTYPES[query.dtype], *_numbers(mechanism), threads(),
+        seed, dropout.threshold(problem.dropout_p),
         problem.scale, mechanism.power or 0.0,
         *array(query), *array(key), *array(value),
         *broadcast(visibility.mask), *broadcast(key_mask), *broadcast(documents), *broadcast(bias),

@@ -77,8 +77,6 @@ def supports(problem: Problem, visibility: Visibility, mechanism: Mechanism) -> 
         return f"phi={mechanism.phi!r} is not among {', '.join(PHI)}"
     if mechanism.post != "none":
         return f"post={mechanism.post!r} is not carried"
-    if problem.dropout_p:
-        return "dropout is not carried"
     for name, x in (("query", problem.query), ("key", problem.key), ("value", problem.value)):
         if (x.size(2) - 1) * x.stride(2) + (x.size(3) - 1) * x.stride(3) >= 2**31:
             return f"a head of {name} reaches over 2^31 elements and more, within which places are counted in 32 bits"
@@ -94,7 +92,7 @@ def forward(problem: Problem, visibility: Visibility, mechanism: Mechanism, seed
     from softfocus.backends.triton.call import forward_of
 
     with _current(problem.query):
-        return forward_of(problem, visibility, mechanism)
+        return forward_of(problem, visibility, mechanism, seed=seed)
 
 
 def prepare(
@@ -127,7 +125,7 @@ def backward(
     from softfocus.backends.triton.call import backward_of
 
     with _current(problem.query):
-        return backward_of(problem, visibility, mechanism, grad, bias_grad, out, rows)
+        return backward_of(problem, visibility, mechanism, seed, grad, bias_grad, out, rows)
 
 
 def attend_cache(problem: Problem, cache: Cache, left: int, mechanism: Mechanism) -> Tensor:

@@ -77,6 +77,9 @@ class Problem(NamedTuple):
         scale: the d-dependent factor of the scores.
         lengths: of a cache: int32 [B], how many of its keys each sequence has (``sight.length_of``); or None.
         pages: of a cache in pages: int32 [B, 1, 1, n], which page holds which keys; or None.
+        seed: of dropout, 2^63 + 2 seed + 1; or None.
+        dropped: constexpr, weights whose 16 bits are less are dropped.
+        growth: constexpr, what multiplies the others.
         page_size: constexpr.
     """
 
@@ -100,6 +103,9 @@ class Problem(NamedTuple):
     scale: Any
     lengths: Any
     pages: Array | None
+    seed: Any
+    dropped: tl.constexpr
+    growth: tl.constexpr
     page_size: tl.constexpr
 
 

@@ -42,23 +42,24 @@ FUSED = {"enable_fp_fusion": True}
 
 
 def forward_of(
-    problem: Problem, visibility: Visibility, mechanism: Mechanism, held: Cache | None = None
+    problem: Problem, visibility: Visibility, mechanism: Mechanism, held: Cache | None = None, seed: int = 0
 ) -> tuple[Tensor, Tensor]:
     """out [B, H, Lq, Dv] and the rows' vectors [rows_kept, B, H, Lq]."""
-    return Call(problem, visibility, mechanism, held).forward()
+    return Call(problem, visibility, mechanism, held, seed).forward()
 
 
 def backward_of(
     problem: Problem,
     visibility: Visibility,
     mechanism: Mechanism,
+    seed: int,
     grad: Tensor,
     bias_grad: bool,
     out: Tensor,
     saved: Tensor,
 ) -> tuple[Tensor | None, ...]:
     """The six gradients, from what :func:`forward_of` returned."""
-    return Call(problem, visibility, mechanism).backward(grad, bias_grad, out, saved)
+    return Call(problem, visibility, mechanism, seed=seed).backward(grad, bias_grad, out, saved)
 
 
 class Cut(NamedTuple):
@@ -75,11 +76,16 @@ class Call:
     """One call's arguments for the kernels, which live as long as it; with a ``held`` cache, for the forward alone."""
 
     def __init__(
-        self, problem: Problem, visibility: Visibility, mechanism: Mechanism, held: Cache | None = None
+        self,
+        problem: Problem,
+        visibility: Visibility,
+        mechanism: Mechanism,
+        held: Cache | None = None,
+        seed: int = 0,
     ) -> None:
         self.problem, self.visibility, self.mechanism, self.held = problem, visibility, mechanism, held
         self._compiled = _compiled_for(_layout(problem, visibility, mechanism, held))
-        self.given = given_of(problem, visibility.key_length, mechanism, held)
+        self.given = given_of(problem, visibility.key_length, mechanism, held, seed)
         if mechanism.similarity == "cosine":
             query_norm = array(self._reciprocal_norms("query", problem.query))
             self.given = self.given._replace(query_norm=query_norm)
@@ -302,8 +308,8 @@ class Call:
     def _splits(self) -> int:
         """How many programs share the keys of one head: more than one where queries are few and heads do not fill the GPU."""
         query, key = self.problem.query, self.problem.key
-        if self.given.group * query.size(2) > FEW_ROWS or not key.numel():
-            return 1
+        if self.given.group * query.size(2) > FEW_ROWS or not key.numel() or self.problem.dropout_p:
+            return 1  # decoding kernels carry no dropout: it belongs to training
         tiles = over(self.given.key_length, self._first("decode").keys)
         return min(_programs(query.device) // (self.given.batch * key.size(1)), tiles // TILES_OF_A_SPLIT)
 
@@ -337,7 +343,8 @@ def _layout(problem: Problem, visibility: Visibility, mechanism: Mechanism, held
         tensors = (*tensors, held.lengths, held.page_table)
     places = (None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % ALIGNED) for x in tensors)
     spans = visibility.query_length, visibility.key_length, visibility.left, visibility.right
-    return problem.query.device, mechanism, problem.scale, held is None, spans, tuple(places)
+    numbers = problem.scale, problem.dropout_p
+    return problem.query.device, mechanism, numbers, held is None, spans, tuple(places)
 
 
 @lru_cache(maxsize=1024)

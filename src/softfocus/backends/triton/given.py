@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
+from softfocus import dropout
 from softfocus.backends.triton import tuning
 from softfocus.backends.triton.arguments import Algebra, Array, Blocks, Tiles
 from softfocus.backends.triton.arguments import Problem as Given
@@ -91,7 +92,7 @@ def algebra_of(mechanism: Mechanism, power_given: bool, bounded: bool, dtype: to
     )
 
 
-def given_of(problem: Problem, key_length: int, mechanism: Mechanism, held: Cache | None) -> Given:
+def given_of(problem: Problem, key_length: int, mechanism: Mechanism, held: Cache | None, seed: int) -> Given:
     """The call's tensors and numbers; what kernels make of them beforehand (norms, e^V) is not there yet."""
     query, key, value, bias, head_scale, power = problem[:6]
     batch, heads, query_length, head_dim = query.shape
@@ -112,7 +113,11 @@ def given_of(problem: Problem, key_length: int, mechanism: Mechanism, held: Cach
         None if head_scale is None else head_scale.detach().float().contiguous(),
         None if power is None else power.detach().float().contiguous(),
         batch, heads, heads // max(key_heads, 1), query_length, key_length, head_dim, value_dim, problem.scale,
-        None if held is None else held.lengths.int().contiguous(), array(table), tl.constexpr(page_size),
+        None if held is None else held.lengths.int().contiguous(), array(table),
+        # Odd and beyond 2^63: numbers that 16 divides, and those of fewer bits, are compiled for apart
+        2**63 + 2 * seed + 1 if problem.dropout_p else None,
+        tl.constexpr(dropout.threshold(problem.dropout_p)), tl.constexpr(dropout.growth(problem.dropout_p)),
+        tl.constexpr(page_size),
     )  # fmt: skip
 
 

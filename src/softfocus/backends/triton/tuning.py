@@ -147,7 +147,7 @@ def kind(direction: str, problem: Problem, visibility: Visibility, mechanism: Me
     return (
         direction, mechanism.code, str(query.dtype), query.size(3), value.size(3),
         *map(power_of_two, sizes),
-        visibility.left >= 0, visibility.right >= 0, *(x is not None for x in given),
+        visibility.left >= 0, visibility.right >= 0, problem.dropout_p > 0, *(x is not None for x in given),
     )  # fmt: skip
 
 

@@ -172,6 +172,8 @@ class RowGradients {
           const float* columns = source + (panel - at) * p.value_dim + (seen.low - panel);
           dots<MR>(seen.vectors(), p.value_dim, grads + r * block.value_width, block.value_width, columns,
                    block.part(static_cast<float*>(products), r, at) + seen.low, CHUNK);
+          for (int64_t i = r; i < std::min(r + MR, block.n) && p.dropped; ++i)
+            block.drop(i, seen, block.part(static_cast<float*>(products), i, at));
           if (p.normaliser != L1) continue;
           for (int64_t i = r; i < std::min(r + MR, block.n); ++i)
             block.with_row_phi(i, [&](auto phi) {
@@ -217,9 +219,14 @@ class RowGradients {
           dots(grads + r * block.value_width, block.value_width, n, list_keys + place, v, list);
           Totals& s = all[r];
           s.found += n;
-          Block<Phi>::with_powers(block.power[r], [&](auto powers) {
+          with_list(r, [&](auto dropout, auto powers) {
             for (int64_t e = 0; e < n; e += W) {
               vf u = lanes() < int32_t(n - e) ? load(list_u + e) : vf{}, product = load(list + e), whole, less;
+              if constexpr (dropout.value) {
+                product *= left(u);
+                store(list + e, product);
+                u = absolute(u);
+              }
               powers(u, whole, less);
               whole = u == 0.0f ? vf{} : whole;
               less = u == 0.0f ? vf{} : less;
@@ -371,6 +378,7 @@ class RowGradients {
       for (; j + 4 * W <= seen.high; j += 4 * W) some(j, std::integral_constant<int, 4>{});
       for (; j < seen.high; j += W) some(j, std::integral_constant<int, 1>{});
     });
+    if (p.dropped) block.drop(r, seen, a);
   }
 
   // A few rows' rates, then their slopes: numbers stored one by one are not read at once as vectors
@@ -382,6 +390,17 @@ class RowGradients {
     }
   }
 
+  // Calls f with whether there is dropout and with what makes powers of a list's u
+  template <typename F>
+  void with_list(int64_t r, F&& f) const {
+    block.with_drops([&](auto dropout) {
+      Block<Phi>::with_powers(block.power[r], [&](auto powers) { f(dropout, powers); });
+    });
+  }
+
+  // What dropout makes of a weight, or of what passes through it, by the sign of its u
+  vf left(vf u) const { return bits(u) < 0 ? vf{} : splat(block.drops.growth); }
+
   // dL/df of the keys in a re-weighted row's list to `slopes`, 0 elsewhere, and A into dL/dV
   void rates(int64_t r, int64_t at, Natural v, float* value_grads) {
     float* to = slopes + r * LDC;
@@ -392,11 +411,15 @@ class RowGradients {
     const float *list = products + place, *list_u = this->list_u + place;
     const uint8_t* key = list_keys + place;
     float rate[CHUNK + W], a[CHUNK + W];
-    Block<Phi>::with_powers(block.power[r], [&](auto powers) {
+    with_list(r, [&](auto dropout, auto powers) {
       for (int64_t e = 0; e < n; e += W) {
-        vf whole, less;
-        powers(load(list_u + e), whole, less);
-        store(a + e, whole * share[r]);
+        vf u = load(list_u + e), factor = splat(share[r]), whole, less;
+        if constexpr (dropout.value) {
+          factor *= left(u);
+          u = absolute(u);
+        }
+        powers(u, whole, less);
+        store(a + e, whole * factor);
         store(rate + e, less * (load(list + e) - inner[r] - inner_rest[r]) * (lead[r] * block.inverse[r]));
       }
     });

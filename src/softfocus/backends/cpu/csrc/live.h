@@ -24,17 +24,19 @@ struct Lists {
     }
   }
 
-  // u to u^p; returns the sums of the lanes
+  // u to u^p, 0 where it is dropped; returns the sums of the lanes, the dropped ones included
+  template <bool DROPOUT>
   vf raise(int64_t i, float power) {
     vf total = vf{};
     if (!found[i]) return total;  // of a row that is not there the power is not known
     float* x = u_of(i);
     Block<Phi>::with_powers(power, [&](auto powers) {
       for (int64_t e = 0; e < found[i]; e += W) {
-        vf y = load(x + e), whole, less;
-        powers(y, whole, less);
-        whole = y == 0.0f ? vf{} : whole;
+        vf y = load(x + e), u = DROPOUT ? absolute(y) : y, whole, less;
+        powers(u, whole, less);
+        whole = u == 0.0f ? vf{} : whole;
         total += whole;
+        if constexpr (DROPOUT) whole = bits(y) < 0 ? vf{} : whole;
         store(x + e, whole);
       }
     });

@@ -105,7 +105,7 @@ class Mixer {
         for (int64_t r = 0; r < block.n; r += LISTS) {
           lists.gather(block, r, at);
           for (int64_t i = 0; i < LISTS; ++i) {
-            sums[r + i] += lists.raise(i, block.power[r + i]);
+            sums[r + i] += raised(block, i, block.power[r + i]);
             if (block.more(at)) prefetch_next(v.data, v.step, r + i, width);
             add_rows(vectors, lists.found[i], lists.keys_of(i), lists.u_of(i), v.data, v.step, out + (r + i) * width);
           }
@@ -144,6 +144,10 @@ class Mixer {
   Buffer<float> scratch;  // [MR, CHUNK]
   Buffer<float> column;
 
+  vf raised(const Block<Phi>& block, int64_t i, float power) {
+    return block.with_drops([&](auto dropout) { return lists.template raise<decltype(dropout)::value>(i, power); });
+  }
+
   // Whether values are taken where they lie, whatever their dtype: by few queries, each value once
   static bool direct(const Block<Phi>& block) {
     const Problem& p = block.p;
@@ -165,6 +169,7 @@ class Mixer {
             vf scale = splat(block.scale[r + i]);
             for (int64_t j = 0; j < seen.high - seen.low; j += W)
               store(scratch + i * CHUNK + j, phi.value(load(weights + i * CHUNK + j)) * scale);
+            if (block.p.dropped) block.drop(r + i, seen, scratch + i * CHUNK - seen.low);
           });
         weights = scratch;
       }
@@ -185,7 +190,7 @@ class Mixer {
     vf total = vf{};
     auto add = [&] {
       for (size_t i = 0; i < some.size(); ++i) {
-        total += lists.raise(i, block.power[r]);
+        total += raised(block, i, block.power[r]);
         int64_t n = lists.found[i], first = block.base + some[i];
         const uint8_t* keys = lists.keys_of(i);
         auto add_values = [&](const auto* values, int64_t step) {
@@ -225,7 +230,7 @@ class Mixer {
     share[r] = 1.0f;
     weightless[r] = block.p.normaliser == L1 && block.log_norm[r] == -INF;
     if (block.p.sharpened)
-      factor = share[r] = total < TINY ? 1.0f : 1.0f / total;
+      factor = (share[r] = total < TINY ? 1.0f : 1.0f / total) * block.drops.growth;
     else if (block.weights_are_kept())
       factor = block.scale[r];
     float* row = out + r * block.value_width;

@@ -36,6 +36,7 @@ struct Problem {
   int64_t batch, heads, key_heads, query_length, key_length, head_dim, value_dim;
   int64_t left, right;  // the window, -1 for no bound
   int64_t dtype, cosine, length_scale, score_bias, phi, normaliser, sharpened, laser, threads;
+  int64_t seed, dropped;  // of dropout: weights whose 16 bits are less than `dropped`
   double scale, power;
   Array query, key, value;        // [B, H, Lq, D], [B, Hk, Lk, D], [B, Hk, Lk, Dv]
   Array mask;                     // bool [B, H, Lq, Lk]

@@ -8,6 +8,7 @@
 // A row that is tied, or that sees a NaN, is a re-weighted row with floor 0 and p = 1: its own l1 weights.
 #pragma once
 
+#include "dropout.h"
 #include "few.h"
 #include "pointwise.h"
 
@@ -32,6 +33,7 @@ class Block : public Sight {
   float factor[ROWS], full[ROWS], shift[ROWS], inverse_norm[ROWS], maximum[ROWS], norm[ROWS], log_norm[ROWS], peak[ROWS];
   float scale[ROWS], floor[ROWS], inverse[ROWS], live[ROWS], power[ROWS], offset[ROWS];
   bool broken[ROWS], tail[ROWS];
+  Drops drops;
 
   Block(const Problem& problem, int64_t most)
       : Sight(problem, most),
@@ -40,6 +42,7 @@ class Block : public Sight {
         kept(rows * (row_space - W)),
         direction(ROWS * width),
         query(ROWS * width),
+        drops(p, rows, row_space - W),
         two_steps(Phi::after_maximum && p.normaliser == L1),
         few(p, width) {}
 
@@ -51,6 +54,10 @@ class Block : public Sight {
     scores(0, n, false);
     for (int64_t r = 0; r < n; ++r) finish_row(r);
     for (int64_t r = n; r < padded(); ++r) scale[r] = 0.0f, tail[r] = false;
+    if (!p.dropped) return;
+    drops.draw(*this);
+    for (int64_t r = 0; r < n && p.sharpened; ++r)
+      if (live[r] > 0.0f) live[r] *= highest_left(r);
   }
 
   // A row's part of a chunk in an array [chunks, rows, CHUNK], to be indexed from base
@@ -71,7 +78,7 @@ class Block : public Sight {
 
   // A_j = scale * value(kept) needs no pass of its own where value(kept) is what is kept: the scale waits for the end
   bool weights_are_kept() const {
-    return p.normaliser == L1 && (std::is_same_v<Phi, Exp> || std::is_same_v<Phi, Softplus>);
+    return !p.dropped && p.normaliser == L1 && (std::is_same_v<Phi, Exp> || std::is_same_v<Phi, Softplus>);
   }
 
   // Calls f with what makes u^p and u^(p-1) of a u in (0, 1]
@@ -94,7 +101,24 @@ class Block : public Sight {
       });
   }
 
-  // The keys of a chunk that weigh something in a re-weighted row, counted from the chunk's first, and their u; both padded with 0
+  // Multiplies a row's weights of a chunk, or what passes through them, by 0 or 1 / (1 - p); `weights` counts from base
+  void drop(int64_t r, Range seen, float* weights) const {
+    for (int64_t j = seen.low; j < seen.high; j += W) store(weights + j, load(weights + j) * drops.factors(r, j));
+  }
+
+  // Calls f with whether there is dropout, known when it is compiled
+  template <typename F>
+  auto with_drops(F&& f) const {
+    return p.dropped ? f(std::true_type{}) : f(std::false_type{});
+  }
+
+  // The keys of a chunk that weigh something in a re-weighted row, counted from the chunk's first, and their u, negative where
+  // dropout takes the weight; both padded with 0
+  int64_t gather(int64_t r, int64_t at, uint8_t* keys, float* u) const {
+    return with_drops([&](auto dropout) { return gather<decltype(dropout)::value>(r, at, keys, u); });
+  }
+
+  template <bool DROPOUT>
   int64_t gather(int64_t r, int64_t at, uint8_t* keys, float* u) const {
     int64_t found = 0;
     Range seen = range(r, at);
@@ -107,11 +131,13 @@ class Block : public Sight {
         vf x = (phi.value(load(row + j)) - fl) * inv;
 #if defined(__AVX512F__)
         __mmask16 alive = _mm512_cmp_ps_mask((__m512)x, (__m512)threshold, _CMP_NLE_UQ);  // a NaN is alive
+        if constexpr (DROPOUT) x = drops.dropped(r, j) ? -x : x;
         _mm512_storeu_ps(u + found, _mm512_maskz_compress_ps(alive, (__m512)x));
         _mm_storeu_si128((__m128i*)(keys + found), _mm512_cvtepi32_epi8(_mm512_maskz_compress_epi32(alive, (__m512i)key)));
         found += __builtin_popcount(alive);
 #else
         vi dead = x <= threshold;
+        if constexpr (DROPOUT) x = drops.dropped(r, j) ? -x : x;
         for (int i = 0; i < W; ++i) {
           u[found] = x[i];
           keys[found] = uint8_t(key[i]);
@@ -163,6 +189,19 @@ class Block : public Sight {
   }
 
  private:
+  // The largest u of a re-weighted row that dropout leaves: what is below the rounding of the largest may count beside it
+  float highest_left(int64_t r) const {
+    vf top = vf{};
+    with_row_phi(r, [&](auto phi) {
+      chunks([&](int64_t at) {
+        Range seen = range(r, at);
+        const float* row = part(r, at);
+        for (int64_t j = seen.low; j < seen.high; j += W) top = max(drops.dropped(r, j) ? vf{} : phi.value(load(row + j)), top);
+      });
+    });
+    return std::max(largest(top) - floor[r], 0.0f) * inverse[r];
+  }
+
   // Whether e^(s - max) is kept
   bool shifted(int64_t r) const { return two_steps || tail[r]; }
 

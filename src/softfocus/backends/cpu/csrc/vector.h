@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wuninitialized"  // gcc 12 finds its own header's undefined vectors suspicious
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from softfocus.backends.triton.kernels import laser
+from softfocus.backends.triton.kernels import dropout, laser
 from softfocus.backends.triton.kernels import rows as of
 from softfocus.backends.triton.kernels import sight as see
 from softfocus.backends.triton.kernels.pointwise import LN2, log2
@@ -73,10 +73,15 @@ def forward(problem, algebra, sight, made, blocks):
                             rounded = rounded * fade
                         rounded += tl.sum(f.to(value.dtype).to(tl.float32), 1)
                 if SWEEP == 0:
+                    if problem.seed is not None:
+                        first = of.first_met(sight, span, b, h, block, n, WHOLE == 0, blocks)
+                        f = tl.where(dropout.kept(problem, b, h, rows, first, blocks.keys, 1), f, 0.0)
                     mixed += of.weighted_product(f, value, algebra, blocks)
     if not rounding:
         rounded = sharp_norm if algebra.sharp else norm
     norm = tainted(norm, top, least)
+    if problem.seed is not None:
+        mixed = mixed * problem.growth
     finish(
         problem, algebra, made, b, heads, rows, count, top, shift, norm, sharp_norm, rounded, peak, mixed, marked, flaws, blocks
     )  # fmt: skip

@@ -9,7 +9,7 @@ adds to the rest.
 import triton
 import triton.language as tl
 
-from softfocus.backends.triton.kernels import laser
+from softfocus.backends.triton.kernels import dropout, laser
 from softfocus.backends.triton.kernels import rows as of
 from softfocus.backends.triton.kernels import sight as see
 from softfocus.backends.triton.kernels.pointwise import LN2, log2
@@ -152,6 +152,10 @@ def query_gradients(
             else:
                 value = of.mixed_of(problem, b, h, keys, WHOLE == 0, blocks)
                 weight_grad = of.product(above, tl.trans(value), blocks)
+                if problem.seed is not None:
+                    first = of.first_met(sight, span, b, h, block, n, WHOLE == 0, blocks)
+                    kept = dropout.kept(problem, b, h, rows, first, blocks.keys, 1)
+                    weight_grad = tl.where(kept, weight_grad * problem.growth, 0.0)
                 moved, g, slope, u = of.slopes(s, weight_grad, tile_row, problem, algebra, h)
                 moved = moved * (weight_grad - tile_row.inner)
                 log_u = log2(tl.where(u > 0.0, u, 1.0), algebra.terms)
@@ -282,7 +286,12 @@ def key_gradients(
                     weight, g, slope = laser.slopes(s, terms, marked, problem, algebra, h)
                 else:
                     weight_grad = of.product(value, tl.trans(above), blocks)
+                    if problem.seed is not None:
+                        kept = dropout.kept(problem, b, h, rows, block * blocks.keys, blocks.keys, 0)
+                        weight_grad = tl.where(kept, weight_grad * problem.growth, 0.0)
                     weight, g, slope, _u = of.slopes(s, weight_grad, of.along(row, 0), problem, algebra, h)
+                    if problem.seed is not None:
+                        weight = tl.where(kept, weight * problem.growth, 0.0)
                 if algebra.sharp:
                     g = g - ground[None, :]
                 steep = row.steep
@@ -387,6 +396,9 @@ def bias_gradients(
                     else:
                         value = of.mixed_of(problem, b, h, keys, True, blocks)
                         weight_grad = of.product(above, tl.trans(value), blocks)
+                        if problem.seed is not None:
+                            kept = dropout.kept(problem, b, h, rows, key_block * blocks.keys, blocks.keys, 1)
+                            weight_grad = tl.where(kept, weight_grad * problem.growth, 0.0)
                         _weight, g, slope, _u = of.slopes(s, weight_grad, of.along(row, 1), problem, algebra, h)
                     total += tl.where(
                         seen & mine[:, None],

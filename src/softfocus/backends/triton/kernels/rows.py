@@ -299,7 +299,13 @@ def scores(dots, problem, algebra, sight, b, h, rows, keys, scale, norm, lift, C
 @triton.jit
 def keys_met(sight, span, b, h, block, n, CUT: tl.constexpr, blocks):
     """Positions of the n-th tile of keys that a block of rows meets, of those that something cuts or of the others."""
-    return see.tile(sight.tiles, span, b, h, block, n, CUT) * blocks.keys + tl.arange(0, blocks.keys)
+    return first_met(sight, span, b, h, block, n, CUT, blocks) + tl.arange(0, blocks.keys)
+
+
+@triton.jit
+def first_met(sight, span, b, h, block, n, CUT: tl.constexpr, blocks):
+    """The first of them."""
+    return see.tile(sight.tiles, span, b, h, block, n, CUT) * blocks.keys
 
 
 @triton.jit

@@ -1,0 +1,59 @@
+"""Which weights dropout keeps: the bits that ``softfocus.dropout`` defines, made where a tile is, and again in the backward."""
+
+import triton
+import triton.language as tl
+
+ROUNDS = tl.constexpr(7)
+GROUP, LANES = tl.constexpr(64), tl.constexpr(8)
+"""Columns whose counters follow one another, and how many counters these are."""
+
+
+@triton.jit
+def kept(problem, b, h, rows, first, KEYS: tl.constexpr, AXIS: tl.constexpr):
+    """bool [R, K], or [K, R] where the keys' AXIS is 0: which weights of ``KEYS`` keys from ``first`` on, a multiple of that.
+
+    A counter's eight columns lie eight apart, as those of a thread do in a product of tensor cores.
+    """
+    GROUPS: tl.constexpr = KEYS // GROUP if KEYS > GROUP else 1
+    columns = first // GROUP * LANES + tl.arange(0, GROUPS * LANES)
+    places = tl.zeros_like(columns) + (b * problem.heads + h)
+    if AXIS == 1:
+        columns, places, rows = columns[None, :], places[None, :], rows[:, None]
+    else:
+        columns, places, rows = columns[:, None], places[:, None], rows[None, :]
+    seed = (problem.seed >> 1) & 0x3FFFFFFFFFFFFFFF
+    w, x, y, z = tl.philox(seed, columns, rows, places, tl.zeros_like(places), ROUNDS)
+    if KEYS >= GROUP:
+        low = tl.join(_halves(w, problem.dropped), _halves(x, problem.dropped))
+        high = tl.join(_halves(y, problem.dropped), _halves(z, problem.dropped))
+        bits = tl.join(low, high)
+        if AXIS == 1:
+            bits = bits.reshape(bits.shape[0], GROUPS, LANES, 2, 2, 2).permute(0, 1, 5, 4, 3, 2)
+            bits = bits.reshape(bits.shape[0], KEYS)
+        else:
+            bits = bits.reshape(GROUPS, LANES, bits.shape[1], 2, 2, 2).permute(0, 5, 4, 3, 1, 2)
+            bits = bits.reshape(KEYS, bits.shape[5])
+    elif KEYS == GROUP // 2:
+        upper = first // KEYS % 2 == 1
+        w, x = tl.where(upper, y, w), tl.where(upper, z, x)
+        bits = tl.join(_halves(w, problem.dropped), _halves(x, problem.dropped))
+        if AXIS == 1:
+            bits = bits.permute(0, 3, 2, 1).reshape(bits.shape[0], KEYS)
+        else:
+            bits = bits.permute(3, 2, 0, 1).reshape(KEYS, bits.shape[1])
+    else:
+        tl.static_assert(KEYS == GROUP // 4)
+        quarter = first // KEYS % 4
+        w, y = tl.where(quarter == 1, x, w), tl.where(quarter == 3, z, y)
+        bits = _halves(tl.where(quarter >= 2, y, w), problem.dropped)
+        if AXIS == 1:
+            bits = bits.permute(0, 2, 1).reshape(bits.shape[0], KEYS)
+        else:
+            bits = bits.permute(2, 0, 1).reshape(KEYS, bits.shape[1])
+    return bits
+
+
+@triton.jit
+def _halves(word, dropped):
+    """What the lower and the upper 16 bits of a word decide, in a last dimension."""
+    return tl.join((word & 0xFFFF) >= dropped, (word >> 16) >= dropped)
