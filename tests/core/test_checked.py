@@ -50,7 +50,9 @@ def calls(monkeypatch):
         return run
 
     kernels = {way: counted(way) for way in ("forward", "backward", "attend_cache")}
-    monkeypatch.setattr(checked, "triton", SimpleNamespace(**kernels, prepare=triton.prepare))
+    monkeypatch.setattr(
+        checked, "triton", SimpleNamespace(**kernels, prepare=triton.prepare, compiled_as=triton.compiled_as)
+    )
     return seen
 
 
@@ -162,6 +164,46 @@ def test_a_kernel_that_does_not_compile_gives_way(calls):
         assert equal(results("auto", leaves), results("tiled", leaves))
 
 
+def test_keys_far_from_zero_raise_no_alarm():
+    """The sum of dL/ds k cancels: its own size says nothing of the rounding of dL/ds."""
+    query, key, value = (x.detach() for x in tensors(torch.bfloat16))
+    key[..., :4] += 200
+    results("auto", [x.requires_grad_() for x in (query, key, value)], mechanism="softmax")
+    assert list(checked._refused.values()) == [None, None]
+
+
+def test_short_memory_is_not_the_kernels_fault(calls, monkeypatch):
+    """Nothing is remembered: a later call is compared."""
+
+    def full(*arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    leaves = [x.detach() for x in tensors()]
+    with monkeypatch.context() as patch:
+        patch.setattr(checked, "tiled", SimpleNamespace(forward=full))
+        out = attention(*leaves, **CALL)
+    assert checked._refused == {}
+    assert torch.equal(out, attention(*leaves, **CALL))
+    assert list(checked._refused.values()) == [None]
+
+
+def test_what_shows_nothing_is_no_proof():
+    query, key, value = (x.detach() for x in tensors())
+    attention(query, key, torch.zeros_like(value), **CALL)
+    empty = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    attention_with_cache(query[:, :, :1], key, value, empty, enable_gqa=True)
+    assert checked._refused == {}
+    none = attention_with_cache(query[:0, :, :1], key[:0], value[:0], empty[:0], enable_gqa=True)
+    assert none.shape == (0, 2, 1, 16)
+
+
+def test_an_annealed_power_makes_no_new_kinds():
+    leaves = [x.detach() for x in tensors()]
+    for power in (1.25, 1.5, 7.75):
+        attention(*leaves, **{**CALL, "mechanism": named("lssar").replace(power=power)})
+    assert len(checked._refused) == 1
+
+
 def test_what_is_seen_is_said():
     leaves = tensors()
     assert "the first call is held against 'tiled'" in explain(*leaves, **CALL).reasons["triton"]
@@ -219,7 +261,7 @@ def test_caches(calls):
     assert equal(cached(), cached(backend="triton"))
     assert set(checked._refused.values()) == {None}
     assert len(checked._refused) == 2
-    calls.spoil["attend_cache"] = largest_off
+    calls.spoil["attend_cache"] = lambda out: out * 1.1
     with pytest.warns(RuntimeWarning, match="not taken") as said:
         found = cached(mechanism="softmax")
     assert len(said) == 2

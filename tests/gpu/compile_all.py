@@ -3,6 +3,7 @@
 A line for each kind of call. Nothing is timed. What is compiled lies in Triton's cache.
 """
 
+import contextlib
 import itertools
 import os
 import time
@@ -20,13 +21,18 @@ KINDS = [(name, head_dim, what) for what, head_dim, name in itertools.product(("
 
 def compiled(name: str, head_dim: int, what: str, dry: bool) -> dict[str, Any]:
     """Run a kind of call once in each tile."""
+    from triton.runtime.errors import OutOfResources, PTXASError
+
     from softfocus import attention
     from softfocus.backends.triton import tuning
 
     def every(kind: Any, device: Any, tiles: Any, run: Any) -> Any:
+        ran = []
         for tile in tiles:
-            run(tile)
-        return tiles[0]
+            with contextlib.suppress(OutOfResources, PTXASError):  # as where tiles are measured
+                run(tile)
+                ran.append(tile)
+        return ran[0]
 
     if not dry:
         tuning.fastest = every

@@ -10,6 +10,7 @@ Each item is a process under a time limit of its own: one that hangs costs the o
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import os
 import signal
@@ -104,21 +105,27 @@ TRUSTED = {"SOFTFOCUS_TRITON": "trusted"}
 """The items hold the kernels against the reference themselves."""
 
 
-def script(name: str, *arguments: str, dry: tuple[str, ...], limit: float, call: str = "") -> Item:
+def script(
+    name: str,
+    *arguments: str,
+    dry: tuple[str, ...],
+    limit: float,
+    call: str = "",
+    environment: Mapping[str, str] | None = None,
+) -> Item:
     """One of the programs beside this file; it writes a line of JSON for each thing that it has done."""
     call = call or name
     shared = (str(HERE / f"{name}.py"), "--out", f"{{folder}}/{call}.jsonl")
-    return Item(call, (*shared, *arguments), (*shared, *dry), limit, TRUSTED)
+    return Item(call, (*shared, *arguments), (*shared, *dry), limit, TRUSTED if environment is None else environment)
 
 
 def pytest_of(name: str, files: str, *, chosen: str = "", dry: str, limit: float) -> Item:
-    """Tests, eight at a time."""
+    """Tests, eight at a time where pytest-xdist is there."""
+    many = ("-n", "8") if importlib.util.find_spec("xdist") else ()
     common = ("-m", "pytest", "-v", "--no-header", "-p", "no:cacheprovider")
     paths = tuple(f"tests/core/test_{file}.py" for file in files.split())
     which = ("-k", chosen) if chosen else ()
-    return Item(
-        name, (*common, "-n", "8", "-m", "gpu and not slow", *paths, *which), (*common, *paths, "-k", dry), limit
-    )
+    return Item(name, (*common, *many, "-m", "gpu and not slow", *paths, *which), (*common, *paths, "-k", dry), limit)
 
 
 def bench(name: str, cells: Benchmark, limit: float) -> Item:
@@ -130,6 +137,8 @@ def bench(name: str, cells: Benchmark, limit: float) -> Item:
 
 
 BOTH = ("forward", "backward")
+WARNINGS_ARE_ERRORS = {"PYTHONWARNINGS": "error:softfocus:RuntimeWarning"}
+"""Of the check of the first calls, at the sizes of a real training."""
 STAGES: dict[int, tuple[Item, ...]] = {
     1: (
         script("compile_all", dry=("--dry-run",), limit=170),
@@ -164,7 +173,7 @@ STAGES: dict[int, tuple[Item, ...]] = {
             "caches_and_graphs", "cache triton", chosen="cache or graph or waits or compiled", dry="waits", limit=150
         ),
         pytest_of("the_others", "triton", chosen="not test_parity", dry="test_statistics_in_float16", limit=200),
-        pytest_of("compile_and_rest", "compile repeated_calls checked", dry="what_is_seen", limit=120),
+        script("training", dry=("--dry-run",), limit=120, call="training_checked", environment=WARNINGS_ARE_ERRORS),
         script("sanitizer", dry=("--dry-run",), limit=150),
     ),
     4: (
@@ -258,12 +267,15 @@ def provenance() -> dict[str, Any]:
         "print(json.dumps({'python': platform.python_version(), 'torch': torch.__version__, 'triton': triton.__version__,"
         "'device': torch.cuda.get_device_name() if torch.cuda.is_available() else 'no GPU', 'cuda': torch.version.cuda}))"
     )
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    versions: dict[str, Any] = json.loads(said.stdout) if said.returncode == 0 else {"error": said.stderr[-500:]}
-    return {"commit": commit.stdout.strip() or "unknown", **versions}
+    versions: dict[str, Any] = json.loads(_said([sys.executable, "-c", code]) or "{}")
+    return {"commit": _said(["git", "describe", "--always", "--dirty"]) or "unknown", **versions}
+
+
+def _said(command: list[str]) -> str:
+    """What a command prints; "" where it cannot."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True).stdout.strip()
+    return ""
 
 
 def main(stage: int, out: Path, work: Path | None = None, dry: bool = False, seconds: float = SECONDS) -> int:

@@ -7,8 +7,8 @@ and the arguments that are given; neither lengths nor values belong to it. ``SOF
 """
 
 import math
-from collections.abc import Callable, Hashable
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +30,10 @@ MARGIN = 8.0
 wrong by far more."""
 BAND = 4.0
 """Units in the last place of the largest number that was summed, on top."""
+
+TINY = 1e-30
+MOST_KINDS = 4096
+Result = TypeVar("Result")
 
 _refused: dict[Hashable, str | None] = {}
 """Kind and direction -> None, or why the kernels are not taken."""
@@ -73,20 +77,31 @@ def prepare(
 
 
 def attend_cache(problem: Problem, cache: Cache, left: int, mechanism: Mechanism) -> Tensor:
-    """As the Triton backend's; sequence by sequence on the tiled backend where that one is refused."""
-    visibility = Visibility(problem.query.size(2), 0, left, 0)
-    kind = "cache", _kind(problem, visibility, mechanism), cache.page_table is None
-    if kind not in _refused and not _capturing(problem.query):
+    """As the Triton backend's; sequence by sequence on the tiled backend where that one is refused.
 
-        def outputs() -> Results:
-            got = triton.attend_cache(problem, cache, left, mechanism)[:1]
-            same, exact = (_sequence(0, problem, cache, left, mechanism, double) for double in (False, True))
-            return [(got, same, exact, _largest(exact))]
+    Raises:
+        RuntimeError: a CUDA graph is captured, and the kernels are refused: the tiled backend waits for the device.
+    """
+    query = problem.query
+    if not query.numel():
+        return triton.attend_cache(problem, cache, left, mechanism)
+    kind = "cache", _kind(problem, Visibility(query.size(2), 0, left, 0), mechanism), cache.page_table is None
+    if kind not in _refused and not _capturing(query):
+        b = int(cache.lengths.argmax())
 
-        _judge(kind, mechanism, outputs)
-    if _refused.get(kind):
-        return torch.cat([_sequence(b, problem, cache, left, mechanism) for b in range(problem.query.size(0))])
-    return triton.attend_cache(problem, cache, left, mechanism)
+        def compared() -> Iterator[Compared]:
+            same, exact = (_sequence(b, problem, cache, left, mechanism, double) for double in (False, True))
+            got = _of_kernels(lambda: triton.attend_cache(problem, cache, left, mechanism))
+            yield got[b : b + 1], same, exact, _largest(exact)
+
+        _judge(kind, mechanism, compared)
+    if not _refused.get(kind):
+        return triton.attend_cache(problem, cache, left, mechanism)
+    if _capturing(query):
+        raise RuntimeError(
+            "softfocus: the Triton kernels are refused for this call, and what runs instead cannot be captured"
+        )
+    return torch.cat([_sequence(b, problem, cache, left, mechanism) for b in range(query.size(0))])
 
 
 def refusal(problem: Problem, visibility: Visibility, mechanism: Mechanism) -> str | None:
@@ -111,61 +126,102 @@ def _fails(way: str, problem: Problem, visibility: Visibility, mechanism: Mechan
         part, sight = _part_of(problem, visibility)
         looks = _forwards if way == "forward" else _backwards
         _judge(kind, mechanism, lambda: looks(part, sight, mechanism, seed))
-    return _refused[kind] is not None
+    return _refused.get(kind) is not None
 
 
-Results = list[tuple[Tensor, Tensor, Tensor, float]]
+Compared = tuple[Tensor, Tensor, Tensor, float]
 """Of the kernels, of the tiled backend in the same dtype, of the tiled backend in float64; and how large what was summed is."""
 
 
-def _forwards(part: Problem, sight: Visibility, mechanism: Mechanism, seed: int) -> Results:
-    got, same, exact = (
-        backend.forward(numbers, sight, mechanism, seed)[0]
-        for backend, numbers in ((triton, part), (tiled, part), (tiled, _in_double(part)))
-    )
-    return [(got, same, exact, _largest(exact))]
+class _Broken(Exception):
+    """The kernels raised."""
 
 
-def _backwards(part: Problem, sight: Visibility, mechanism: Mechanism, seed: int) -> Results:
-    bias_grad = part.bias is not None
-    out, rows = triton.forward(part, sight, mechanism, seed)
-    generator = torch.Generator().manual_seed(0)
-    grad = torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out)
-    got = triton.backward(grad, part, sight, mechanism, seed, bias_grad, out, rows)
-    same = tiled.backward(grad, part, sight, mechanism, seed, bias_grad)
-    exact = tiled.backward(grad.double(), _in_double(part), sight, mechanism, seed, bias_grad)
-    sizes = [0.0 if e is None else _largest(e) for e in exact]
-    if part.bias is not None or part.head_scale is not None:
-        sizes[3:5] = _sizes_of_sums(grad, part, sight, mechanism, seed)
-    four = zip(got, same, exact, sizes, strict=True)
-    return [(g, s, e, size) for g, s, e, size in four if g is not None and s is not None and e is not None]
-
-
-def _sizes_of_sums(
-    grad: Tensor, part: Problem, sight: Visibility, mechanism: Mechanism, seed: int
-) -> tuple[float, float]:
-    """Sums of absolute terms, of the gradients of a bias and of head_scale: long sums that cancel, for many mechanisms to
-    nothing, so that their own size says nothing of their rounding."""
-    double = _in_double(part)
-    shape = (*part.query.shape[:3], part.key.size(2))
-    each = (double.query.new_zeros(()) if double.bias is None else double.bias).expand(shape).contiguous()
-    terms = tiled.backward(grad.double(), double._replace(bias=each), sight, mechanism, seed, True)[3]
-    assert terms is not None
-    largest = abs(part.scale) * math.log(max(sight.key_length, 3))  # of |s|, by Cauchy and Schwarz
-    if mechanism.similarity == "dot":
-        largest *= float(double.query.norm(dim=-1).max() * double.key.norm(dim=-1).max())
-    of_bias = 0.0 if part.bias is None else _largest(terms.abs().sum_to_size(part.bias.shape))
-    return of_bias, _largest(terms.abs().sum((0, 2, 3))) * largest
-
-
-def _judge(kind: Hashable, mechanism: Mechanism, results: Callable[[], Results]) -> None:
-    """Compare, and remember what came out; warn where the kernels are wrong, or do not run."""
+def _of_kernels(run: Callable[[], Result]) -> Result:
     try:
-        why = next((said for result in results() if (said := _difference(*result))), None)
-    except torch.AcceleratorError:  # the device is lost to this process
+        return run()
+    except (
+        torch.OutOfMemoryError,
+        torch.AcceleratorError,
+    ):  # the memory is short, or the device lost: not the kernels' fault
         raise
     except Exception as error:  # Triton's compilers have exceptions of their own
-        why = f"they do not run here ({type(error).__name__}: {(str(error).splitlines() or [''])[0]})"
+        raise _Broken(
+            f"they do not run here ({type(error).__name__}: {(str(error).splitlines() or [''])[0]})"
+        ) from error
+
+
+def _forwards(part: Problem, sight: Visibility, mechanism: Mechanism, seed: int) -> Iterator[Compared]:
+    same, exact = (tiled.forward(numbers, sight, mechanism, seed)[0] for numbers in (part, _in_double(part)))
+    yield _of_kernels(lambda: triton.forward(part, sight, mechanism, seed)[0]), same, exact, _largest(exact)
+
+
+def _backwards(part: Problem, sight: Visibility, mechanism: Mechanism, seed: int) -> Iterator[Compared]:
+    bias_grad = part.bias is not None
+    generator = torch.Generator().manual_seed(0)
+    shape = (*part.query.shape[:3], part.value.size(-1))
+    grad = torch.randn(shape, generator=generator, dtype=torch.float64).to(part.query)
+    same = tiled.backward(grad, part, sight, mechanism, seed, bias_grad)
+    exact = tiled.backward(grad.double(), _in_double(part), sight, mechanism, seed, bias_grad)
+    sizes = _sizes_of_sums(grad, part, sight, mechanism, seed)
+
+    def gradients() -> tuple[Tensor | None, ...]:
+        out, rows = triton.forward(part, sight, mechanism, seed)
+        return triton.backward(grad, part, sight, mechanism, seed, bias_grad, out, rows)
+
+    for number, (g, s, e) in enumerate(zip(_of_kernels(gradients), same, exact, strict=True)):
+        if g is not None and s is not None and e is not None:
+            yield g, s, e, max(_largest(e), sizes.get(number, 0.0))
+
+
+def _sizes_of_sums(grad: Tensor, part: Problem, sight: Visibility, mechanism: Mechanism, seed: int) -> dict[int, float]:
+    """Sums of absolute terms, of the gradients of query, key, bias and head_scale: sums that cancel, for many mechanisms and
+    keys to nothing, so that their own size says nothing of their rounding.
+
+    Of query and key an eighth of it: with BAND half a unit in the last place of every dL/ds, which the kernels round.
+    """
+    double = _in_double(part)
+    query, key = double.query, double.key.repeat_interleave(part.query.size(1) // part.key.size(1), 1)
+    shape = (*query.shape[:3], key.size(2))
+    each = (query.new_zeros(()) if double.bias is None else double.bias).expand(shape).contiguous()
+    terms = tiled.backward(grad.double(), double._replace(bias=each), sight, mechanism, seed, True)[3]
+    assert terms is not None
+    terms = terms.abs().nan_to_num(0.0, 0.0, 0.0)
+    scale = abs(part.scale) * math.log(max(sight.key_length, 3))
+    if mechanism.similarity == "dot":
+        of_query, of_key = terms @ key.abs(), terms.mT @ query.abs()
+        largest = scale * float(query.norm(dim=-1).max() * key.norm(dim=-1).max())  # of |s|, by Cauchy and Schwarz
+    else:
+        of_query = terms.sum(-1) / query.norm(dim=-1).clamp(min=TINY)
+        of_key = terms.sum(-2) / key.norm(dim=-1).clamp(min=TINY)
+        largest = scale
+    if double.head_scale is not None:
+        scale *= float(double.head_scale.abs().max())
+    return {
+        0: scale * _largest(of_query) / 8,
+        1: scale * _largest(of_key) / 8,
+        3: 0.0 if part.bias is None else _largest(terms.sum_to_size(part.bias.shape)),
+        4: _largest(terms.sum((0, 2, 3))) * largest,
+    }
+
+
+def _judge(kind: Hashable, mechanism: Mechanism, compared: Callable[[], Iterator[Compared]]) -> None:
+    """Compare, and remember what came out; warn where the kernels are wrong, or do not run. What shows nothing, or could not be
+    compared, is not remembered: a later call is."""
+    why, shown = None, False
+    try:
+        for got, same, exact, size in compared():
+            shown = shown or _largest(exact) > 0.0
+            if why := _difference(got, same, exact, size):
+                break
+    except _Broken as error:
+        why = str(error)
+    except torch.OutOfMemoryError:
+        return
+    if not (shown or why):
+        return
+    if len(_refused) >= MOST_KINDS:
+        _refused.clear()
     _refused[kind] = why
     if why:
         warn(
@@ -237,13 +293,17 @@ def _sequence(b: int, problem: Problem, cache: Cache, left: int, mechanism: Mech
 
 
 def _kind(problem: Problem, visibility: Visibility, mechanism: Mechanism) -> Hashable:
-    """What decides which kernels run, but for the sizes that they are told when they run."""
+    """What decides which kernels run, but for sizes that they are told when they run, and for their tiles.
+
+    With few queries the keys may be split among programs, which depends on how many keys and heads there are.
+    """
     query, key, value = problem.query, problem.key, problem.value
-    group = query.size(1) // max(key.size(1), 1)
+    few = query.size(1) // max(key.size(1), 1) * query.size(2) <= FEW_ROWS
+    group = few and (key.size(2).bit_length(), (key.size(0) * key.size(1)).bit_length())
     bias = None if problem.bias is None else tuple(size == 1 for size in problem.bias.shape)
     given = (problem.head_scale, problem.power, visibility.mask, visibility.key_mask, visibility.document_ids)
     return (
-        query.device, query.dtype, query.size(-1), value.size(-1), mechanism, group * query.size(2) <= FEW_ROWS, bias,
+        query.device, query.dtype, query.size(-1), value.size(-1), triton.compiled_as(mechanism), group, bias,
         *(x is not None for x in given), visibility.left != UNLIMITED, visibility.right != UNLIMITED,
         bool(problem.dropout_p),
     )  # fmt: skip
