@@ -49,7 +49,7 @@ class RowGradients {
     for (int64_t r = 0; r < ROWS; ++r) exact[r] = false;
     if (block.p.laser) take_laser(value_grads);
     if (block.p.sharpened)
-      sparse(to);
+      block.p.dropped ? sparse<true>(to) : sparse<false>(to);
     else
       dense();
     block.chunks([&](int64_t at) { chunk(at, to, key_grads, value_grads); });
@@ -197,6 +197,7 @@ class RowGradients {
   }
 
   // dL/dA where a re-weighted row's A is not 0, and what of the row's sums the gradients need
+  template <bool DROPOUT>
   void sparse(const Gradients& to) {
     struct Totals {
       Sum norm, inner, less, less_inner, log, log_inner;
@@ -208,7 +209,7 @@ class RowGradients {
       for (int64_t first = 0; first < block.n; first += LISTS) {
         int64_t last = std::min(first + LISTS, block.n);
         for (int64_t r = first; r < last; ++r) {
-          int64_t i = at / CHUNK * ROWS + r, n = block.blind[r] ? 0 : block.gather(r, at, list_keys + next, list_u + next);
+          int64_t i = at / CHUNK * ROWS + r, n = block.blind[r] ? 0 : block.template gather<DROPOUT>(r, at, list_keys + next, list_u + next);
           places[i] = next, found[i] = uint8_t(n), next += n;
         }
         for (int64_t r = first; r < last; ++r) {
@@ -219,10 +220,10 @@ class RowGradients {
           dots(grads + r * block.value_width, block.value_width, n, list_keys + place, v, list);
           Totals& s = all[r];
           s.found += n;
-          with_list(r, [&](auto dropout, auto powers) {
+          Block<Phi>::with_powers(block.power[r], [&](auto powers) {
             for (int64_t e = 0; e < n; e += W) {
               vf u = lanes() < int32_t(n - e) ? load(list_u + e) : vf{}, product = load(list + e), whole, less;
-              if constexpr (dropout.value) {
+              if constexpr (DROPOUT) {
                 product *= left(u);
                 store(list + e, product);
                 u = absolute(u);
@@ -295,7 +296,8 @@ class RowGradients {
       whole &= seen[g].low == at && seen[g].high == at + CHUNK;
     }
     if (p.sharpened)
-      sparse_slopes(at, v, value_grads + first * value_width);
+      p.dropped ? sparse_slopes<true>(at, v, value_grads + first * value_width)
+                : sparse_slopes<false>(at, v, value_grads + first * value_width);
     else
       for (int64_t r = 0; r < block.padded(); ++r) dense_slopes(r, at);
     if (to.bias.data) add_bias(at, n, to.bias);
@@ -382,26 +384,20 @@ class RowGradients {
   }
 
   // A few rows' rates, then their slopes: numbers stored one by one are not read at once as vectors
+  template <bool DROPOUT>
   void sparse_slopes(int64_t at, Natural v, float* value_grads) {
     for (int64_t first = 0; first < block.padded(); first += LISTS) {
       int64_t last = std::min(first + LISTS, block.padded());
-      for (int64_t r = first; r < last; ++r) rates(r, at, v, value_grads);
+      for (int64_t r = first; r < last; ++r) rates<DROPOUT>(r, at, v, value_grads);
       for (int64_t r = first; r < last; ++r) times_slopes(r, at);
     }
-  }
-
-  // Calls f with whether there is dropout and with what makes powers of a list's u
-  template <typename F>
-  void with_list(int64_t r, F&& f) const {
-    block.with_drops([&](auto dropout) {
-      Block<Phi>::with_powers(block.power[r], [&](auto powers) { f(dropout, powers); });
-    });
   }
 
   // What dropout makes of a weight, or of what passes through it, by the sign of its u
   vf left(vf u) const { return bits(u) < 0 ? vf{} : splat(block.drops.growth); }
 
   // dL/df of the keys in a re-weighted row's list to `slopes`, 0 elsewhere, and A into dL/dV
+  template <bool DROPOUT>
   void rates(int64_t r, int64_t at, Natural v, float* value_grads) {
     float* to = slopes + r * LDC;
     std::fill(to, to + CHUNK, 0.0f);
@@ -411,10 +407,10 @@ class RowGradients {
     const float *list = products + place, *list_u = this->list_u + place;
     const uint8_t* key = list_keys + place;
     float rate[CHUNK + W], a[CHUNK + W];
-    with_list(r, [&](auto dropout, auto powers) {
+    Block<Phi>::with_powers(block.power[r], [&](auto powers) {
       for (int64_t e = 0; e < n; e += W) {
         vf u = load(list_u + e), factor = splat(share[r]), whole, less;
-        if constexpr (dropout.value) {
+        if constexpr (DROPOUT) {
           factor *= left(u);
           u = absolute(u);
         }

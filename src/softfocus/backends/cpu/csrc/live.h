@@ -17,10 +17,11 @@ struct Lists {
   float* u_of(int64_t i) { return u + i * (CHUNK + W); }
 
   // Rows from `first` on; keys count from `at`
+  template <bool DROPOUT>
   void gather(const Block<Phi>& block, int64_t first, int64_t at) {
     for (int64_t i = 0; i < LISTS; ++i) {
       int64_t r = first + i;
-      found[i] = r < block.n && !block.blind[r] ? block.gather(r, at, keys_of(i), u_of(i)) : 0;
+      found[i] = r < block.n && !block.blind[r] ? block.template gather<DROPOUT>(r, at, keys_of(i), u_of(i)) : 0;
     }
   }
 

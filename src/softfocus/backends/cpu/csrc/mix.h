@@ -79,44 +79,7 @@ class Mixer {
       : out(ROWS * block.value_width), natural(CHUNK * block.value_width), scratch(MR * CHUNK),
         column(block.p.laser ? block.row_space : 0) {}
 
-  void mix(const Block<Phi>& block) {
-    const Problem& p = block.p;
-    int64_t width = block.value_width, vectors = width / W, key_head = block.h / (p.heads / p.key_heads);
-    std::fill(out + 0, out + block.padded() * width, 0.0f);
-    vf sums[ROWS];
-    for (int64_t r = 0; r < ROWS; ++r) sums[r] = vf{};
-    if (p.laser) shift.open(block, natural);
-    if (p.sharpened && !p.laser && !block.head->packed) {
-      return with_element(p.dtype, [&](auto zero) {
-        for (int64_t r = 0; r < block.n; ++r) finish(block, r, pick<decltype(zero)>(block, r));
-      });
-    }
-    block.chunks([&](int64_t at) {
-      int64_t first = block.base + at, stop = std::min(first + CHUNK, p.key_length);
-      auto values = [&] {
-        return natural_values(p, *block.head, block.b, key_head, first, stop, natural);
-      };
-      if (!p.sharpened && direct(block))
-        return with_element(p.dtype, [&](auto zero) {
-          add_chunk(block, at, row_in_place<decltype(zero)>(p.value, block.b, key_head, first), p.value.stride[2]);
-        });
-      Natural v = p.laser ? shift.exponential(*block.head, values, first, stop - first, width, p.value_dim) : values();
-      if (p.sharpened) {
-        for (int64_t r = 0; r < block.n; r += LISTS) {
-          lists.gather(block, r, at);
-          for (int64_t i = 0; i < LISTS; ++i) {
-            sums[r + i] += raised(block, i, block.power[r + i]);
-            if (block.more(at)) prefetch_next(v.data, v.step, r + i, width);
-            add_rows(vectors, lists.found[i], lists.keys_of(i), lists.u_of(i), v.data, v.step, out + (r + i) * width);
-          }
-        }
-        return;
-      }
-      add_chunk(block, at, v.data, v.step);
-    });
-    for (int64_t r = 0; r < block.n; ++r) finish(block, r, sum(sums[r]));
-    shift.noting = false;
-  }
+  void mix(const Block<Phi>& block) { block.p.dropped ? mix<true>(block) : mix<false>(block); }
 
   // Calls f(r, column, logarithms) for what LASER must sum exactly, row by row: as Block::logarithms has them.
   template <typename F>
@@ -144,8 +107,45 @@ class Mixer {
   Buffer<float> scratch;  // [MR, CHUNK]
   Buffer<float> column;
 
-  vf raised(const Block<Phi>& block, int64_t i, float power) {
-    return block.with_drops([&](auto dropout) { return lists.template raise<decltype(dropout)::value>(i, power); });
+  // The same, compiled apart for dropout: the lists are where the time goes
+  template <bool DROPOUT>
+  void mix(const Block<Phi>& block) {
+    const Problem& p = block.p;
+    int64_t width = block.value_width, vectors = width / W, key_head = block.h / (p.heads / p.key_heads);
+    std::fill(out + 0, out + block.padded() * width, 0.0f);
+    vf sums[ROWS];
+    for (int64_t r = 0; r < ROWS; ++r) sums[r] = vf{};
+    if (p.laser) shift.open(block, natural);
+    if (p.sharpened && !p.laser && !block.head->packed) {
+      return with_element(p.dtype, [&](auto zero) {
+        for (int64_t r = 0; r < block.n; ++r) finish(block, r, pick<DROPOUT, decltype(zero)>(block, r));
+      });
+    }
+    block.chunks([&](int64_t at) {
+      int64_t first = block.base + at, stop = std::min(first + CHUNK, p.key_length);
+      auto values = [&] {
+        return natural_values(p, *block.head, block.b, key_head, first, stop, natural);
+      };
+      if (!p.sharpened && direct(block))
+        return with_element(p.dtype, [&](auto zero) {
+          add_chunk(block, at, row_in_place<decltype(zero)>(p.value, block.b, key_head, first), p.value.stride[2]);
+        });
+      Natural v = p.laser ? shift.exponential(*block.head, values, first, stop - first, width, p.value_dim) : values();
+      if (p.sharpened) {
+        for (int64_t r = 0; r < block.n; r += LISTS) {
+          lists.template gather<DROPOUT>(block, r, at);
+          for (int64_t i = 0; i < LISTS; ++i) {
+            sums[r + i] += lists.template raise<DROPOUT>(i, block.power[r + i]);
+            if (block.more(at)) prefetch_next(v.data, v.step, r + i, width);
+            add_rows(vectors, lists.found[i], lists.keys_of(i), lists.u_of(i), v.data, v.step, out + (r + i) * width);
+          }
+        }
+        return;
+      }
+      add_chunk(block, at, v.data, v.step);
+    });
+    for (int64_t r = 0; r < block.n; ++r) finish(block, r, sum(sums[r]));
+    shift.noting = false;
   }
 
   // Whether values are taken where they lie, whatever their dtype: by few queries, each value once
@@ -181,7 +181,7 @@ class Mixer {
   }
 
   // One re-weighted row: the values of the keys that weigh something are fetched, and no others
-  template <typename T>
+  template <bool DROPOUT, typename T>
   float pick(const Block<Phi>& block, int64_t r) {
     const Problem& p = block.p;
     int64_t width = block.value_width, key_head = block.h / (p.heads / p.key_heads);
@@ -190,7 +190,7 @@ class Mixer {
     vf total = vf{};
     auto add = [&] {
       for (size_t i = 0; i < some.size(); ++i) {
-        total += raised(block, i, block.power[r]);
+        total += lists.template raise<DROPOUT>(i, block.power[r]);
         int64_t n = lists.found[i], first = block.base + some[i];
         const uint8_t* keys = lists.keys_of(i);
         auto add_values = [&](const auto* values, int64_t step) {
@@ -212,7 +212,7 @@ class Mixer {
     if (!block.blind[r])
       block.chunks([&](int64_t at) {
         int64_t i = some.size();
-        lists.found[i] = block.gather(r, at, lists.keys_of(i), lists.u_of(i));
+        lists.found[i] = block.template gather<DROPOUT>(r, at, lists.keys_of(i), lists.u_of(i));
         some.push_back(at);
         if (direct)
           for (int64_t e = 0; e < lists.found[i]; ++e) {

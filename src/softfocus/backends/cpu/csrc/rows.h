@@ -106,18 +106,8 @@ class Block : public Sight {
     for (int64_t j = seen.low; j < seen.high; j += W) store(weights + j, load(weights + j) * drops.factors(r, j));
   }
 
-  // Calls f with whether there is dropout, known when it is compiled
-  template <typename F>
-  auto with_drops(F&& f) const {
-    return p.dropped ? f(std::true_type{}) : f(std::false_type{});
-  }
-
   // The keys of a chunk that weigh something in a re-weighted row, counted from the chunk's first, and their u, negative where
   // dropout takes the weight; both padded with 0
-  int64_t gather(int64_t r, int64_t at, uint8_t* keys, float* u) const {
-    return with_drops([&](auto dropout) { return gather<decltype(dropout)::value>(r, at, keys, u); });
-  }
-
   template <bool DROPOUT>
   int64_t gather(int64_t r, int64_t at, uint8_t* keys, float* u) const {
     int64_t found = 0;
