@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup demo bench test sanitize sanitize-gpu emulated-gpu neon lint clean
+.PHONY: help setup demo bench test soak sanitize sanitize-gpu gpu emulated-gpu neon docs wheel lint clean
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
@@ -27,6 +27,9 @@ bench: setup  ## time attention on the CPU beside torch's own, with parity check
 test: setup  ## every test (some eight minutes on two cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
+soak: setup  ## trainings killed at 50 random points must end with the same weights (some five minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m soak -q
+
 # The compiler runs without the sanitizer that is loaded into Python. Fresh memory is filled with NaN, and none is kept for the next
 # call: what is never written, or no longer there, is noticed.
 SANITIZE := -O2 -g1 -fsanitize=address,undefined -fno-sanitize-recover=undefined -DSOFTFOCUS_POOL_BYTES=0
@@ -44,6 +47,11 @@ sanitize-gpu: setup  ## the Triton kernels' tests under NVIDIA's compute-sanitiz
 	  PYTORCH_NO_CUDA_MEMORY_CACHING=1 SOFTFOCUS_TUNE=off compute-sanitizer --tool $$tool --target-processes all --error-exitcode 1 \
 	    $(BIN)/python -m pytest -x -q -m gpu tests/core/test_triton.py tests/core/test_cache.py -k "not cuda_graph and not compiled" || exit 1; \
 	done
+
+# Runs from the source tree with the PYTHON that has torch: the machine may be one where nothing can be installed.
+STAGE ?= 1
+gpu:  ## the first half hour on a GPU: make gpu STAGE=1 to 4, each under nine minutes; writes runs/gpu/stage1.json (DRY=--dry-run: without one)
+	PYTHONPATH=src $(PYTHON) tests/gpu/stages.py $(STAGE) $(DRY)
 
 # Nothing is timed: an emulator executes what Triton compiled, with errors, races and late copies as the hardware may have them.
 emulated-gpu: setup  ## the Triton kernels' tests as compiled for sm_80 and sm_90, on an emulated GPU (ten minutes at first, then two)
@@ -63,10 +71,20 @@ $(NEON): tests/emulated/arm/call.cpp $(wildcard src/softfocus/backends/cpu/csrc/
 	aarch64-linux-gnu-g++ -std=c++17 -O3 -fno-math-errno -fno-trapping-math -fopenmp -static -mcpu=cortex-a76 \
 	  tests/emulated/arm/call.cpp src/softfocus/backends/cpu/csrc/*.cpp -o $@
 
+docs: setup  ## what the documentation says is held against code and committed results
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/test_readme.py tests/test_examples.py tests/hf/test_docs.py
+
+wheel: setup  ## build the wheel, install it into an environment of its own, and use it there
+	rm -rf dist .wheel
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+	$(PYTHON) -m venv .wheel
+	.wheel/bin/python -m pip install --quiet --disable-pip-version-check dist/softfocus-*.whl 'torch>=2.11,<2.14'
+	cd dist && ../.wheel/bin/python -c 'import torch, softfocus; x = torch.randn(1, 2, 9, 8); print(softfocus.__version__, softfocus.attention(x, x, x).shape)'
+
 lint: setup  ## ruff and mypy
-	$(BIN)/ruff check src tests
-	$(BIN)/ruff format --check src tests
+	$(BIN)/ruff check src tests examples
+	$(BIN)/ruff format --check src tests examples
 	$(BIN)/mypy
 
 clean:  ## remove .venv and caches; runs/ stays
-	rm -rf $(VENV) .sanitized .emulated .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .wheel .sanitized .emulated .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -14,6 +14,7 @@ def pytest_addoption(parser):
         "--fuzz-cases", type=int, default=200, help="how many random problems tests/core/test_fuzz.py draws"
     )
     group.addoption("--fuzz-first", type=int, default=0, help="the seed of the first of them")
+    group.addoption("--fuzz-backend", default="cpu", help="the backend that it holds against the reference")
     group.addoption("--fuzz-only", type=int, help="the seed of the only problem to draw: what a failure names")
 
 

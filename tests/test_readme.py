@@ -11,7 +11,7 @@ from softfocus import catalog
 from softfocus.lab.inspect.results import read as read_inspections
 from softfocus.lab.points import best, cell, column_name, columns, settings
 from softfocus.lab.recall_compare import RecallReport
-from softfocus.lab.report import read
+from softfocus.lab.report import read, read_as
 from softfocus.lab.results import AS_TRAINED
 from softfocus.lab.table import loss_table
 
@@ -80,6 +80,71 @@ def said(found) -> str:
     return text if found.sure else f"{text}, inconclusive"
 
 
+def both_table() -> str:
+    """Loss of the demo's model and recall of the small one, by what turns the keys of the global LSSAR layers."""
+    losses = {
+        group.label: group
+        for name in ("layouts", "loss-and-recall")
+        for group in read(ROOT / "docs/results" / name / "results.json").groups
+    }
+    recalls = {
+        group.label: group
+        for name in ("recall-layouts", "recall-heads")
+        for group in read_as(RecallReport, ROOT / "docs/results" / name / "results.json").groups
+    }
+    rows = {
+        "all": ("hybrid", "lssar"),
+        "half": ("hybrid-half-rope", "lssar-half-rope"),
+        "a third; in recall a quarter": ("third", "lssar-short-rope"),
+        "one head all, one none": ("all-beside-none", "lssar-all-beside-none"),
+        "half in layer 1, none in layer 3": ("half-below-none", None),
+        "none": (None, "lssar-nope"),
+    }
+    lines = [
+        "| RoPE in the global layers | loss, 1x | loss, 16x | recall, 16x, filler | recall, 16x, pairs |",
+        "|---|---|---|---|---|",
+    ]
+    for said_of, (loss, recall) in rows.items():
+        cells = ["", ""]
+        if loss:
+            cells = [
+                f"{one.loss:.3f} ± {one.spread:.3f}"
+                for one in (cell(losses[loss], n, "as trained") for n in (1.0, 16.0))
+            ]
+        found = ["", ""]
+        if recall:
+            last = [recalls[recall].points(grown)[-1] for grown in (False, True)]
+            found = [
+                f"{one.value:.2f}" + (f" ± {one.error:.2f}" if len(recalls[recall].entries) > 1 else "") for one in last
+            ]
+        lines.append(f"| {said_of} | {' | '.join([*cells, *found])} |")
+    return "\n".join(lines)
+
+
+def rates_table() -> str:
+    """Losses at 1x by learning rate: of one seed, and at 2e-3 of the study `layouts`."""
+    at = {group.label: cell(group, 1.0, "as trained").loss for group in read(RESULT / "results.json").groups}
+    other = {
+        evaluation.run: cell(group, 1.0, "as trained").loss
+        for group in read(ROOT / "docs/results/learning-rates/results.json").groups
+        for evaluation in group.evaluations
+    }
+    lines = ["| loss at 1x | 1e-3 | 2e-3 | 4e-3 |", "|---|---|---|---|"]
+    for row, label in (
+        ("softmax", "Softmax"),
+        ("local-cosine", "local-cosine"),
+        ("hybrid-half-rope",) * 2,
+        ("lssar", "LSSAR"),
+    ):
+        losses = (other[f"{row}-half-s0"], at[label], other[f"{row}-twice-s0"])
+        lines.append(f"| {NAMES.get(label, label)} | {' | '.join(f'{loss:.3f}' for loss in losses)} |")
+    return "\n".join(lines)
+
+
+def test_the_table_of_learning_rates_is_the_measured_one():
+    assert LAYOUTS.split("<!-- rates:begin -->")[1].split("<!-- rates:end -->")[0].strip() == rates_table()
+
+
 LAYOUTS = (ROOT / "docs" / "layouts.md").read_text()
 
 
@@ -106,29 +171,30 @@ def trials_table() -> str:
 
 def recall_table() -> str:
     """The table of recall of docs/layouts.md, from the committed study."""
-    report = RecallReport.model_validate_json((ROOT / "docs/results/recall-layouts/results.json").read_text())
+    report = read_as(RecallReport, ROOT / "docs/results/recall-layouts/results.json")
     lines = ["| second layer | 1x | 4x, filler | 16x, filler | 4x, pairs | 16x, pairs |", "|---|---|---|---|---|---|"]
-    for entry in report.runs:
-        found = {(row.length // 64, row.grown): row.accuracy for row in entry.recall.rows}
-        cells = [found[key] for key in ((1, False), (4, False), (16, False), (4, True), (16, True))]
-        lines.append(f"| {entry.info.name} | {' | '.join(f'{one:.2f}' for one in cells)} |")
+    for group in report.groups:
+        found = {(point.at // 64, grown): point for grown in (False, True) for point in group.points(grown)}
+        cells = []
+        for key in ((1, False), (4, False), (16, False), (4, True), (16, True)):
+            spread = f" ± {found[key].error:.2f}" if len(group.entries) > 1 else ""
+            cells.append(f"{found[key].value:.2f}{spread}")
+        lines.append(f"| {group.title} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-@pytest.mark.parametrize(("mark", "table"), [("trials", trials_table), ("recall", recall_table)])
+@pytest.mark.parametrize(("mark", "table"), [("trials", trials_table), ("recall", recall_table), ("both", both_table)])
 def test_the_tables_of_layouts_are_the_committed_ones(mark, table):
     shown = re.search(rf"<!-- {mark}:begin -->\n(.*?)\n?<!-- {mark}:end -->", LAYOUTS, re.DOTALL)
     assert shown is not None
     assert shown[1] == table(), f"docs/layouts.md should show:\n{table()}"
 
 
-def test_the_recall_of_half_of_rope_is_the_measured_one():
-    report = RecallReport.model_validate_json((ROOT / "docs/results/recall-trials/results.json").read_text())
-    half = next(entry.recall for entry in report.runs if entry.info.mechanism.endswith("rope 0.5"))
-    found = {(row.length // 64, row.grown): f"{row.accuracy:.2f}" for row in half.rows}
-    said = " ".join(LAYOUTS.split())
-    assert f"finds {found[16, False]} (filler) and {found[16, True]} (pairs) at 16 times" in said
-    assert f"a dip to {found[4, False]} and {found[4, True]} at 4 times" in said
+def test_the_dip_of_half_of_rope_is_the_measured_one():
+    groups = read_as(RecallReport, ROOT / "docs/results/recall-heads/results.json").groups
+    half = {group.label: group for group in groups}["lssar-half-rope"]
+    at_four = {point.at: point.value for point in half.points(False)}[256]
+    assert f"It dips to {at_four:.2f} at 4 times the length" in " ".join(LAYOUTS.split())
 
 
 def test_the_spread_of_seeds_is_the_measured_one():
@@ -221,3 +287,10 @@ def test_the_benchmark_table_is_the_committed_benchmark(folder, mechanism, name,
         ]
         assert len(ratios) >= 2
         assert f"| {name}, {labels[what]} | {' | '.join(ratios)} |" in README
+
+
+def test_what_contributors_and_workflows_are_told_to_run_is_there():
+    files = [ROOT / "CONTRIBUTING.md", ROOT / ".github/workflows/ci.yml"]
+    told = {target for file in files for target in re.findall(r"(?:^|run: )make ([a-z-]+)", file.read_text(), re.M)}
+    there = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    assert {"setup", "lint", "test", "wheel", "docs"} <= told <= there

@@ -81,6 +81,7 @@ def attention_with_cache(
     left = min(left, query.size(2) + most)
     problem = Problem(query, key_cache, value_cache, None, head_scale, power, scale, 0.0)
     chosen = dispatch.choose(problem, Visibility(query.size(2), most, left, 0), algebra, backend)
+    chosen = dispatch.operator(chosen, backend)
     out: Tensor = _attend_cache(
         query, key_cache, value_cache, lengths, page_table, head_scale, power, left, scale, algebra.code, chosen
     )

@@ -4,14 +4,15 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from softfocus.backends import cpu, tiled, triton
+from softfocus.backends import checked, cpu, tiled, triton
 from softfocus.mechanism import Mechanism
 from softfocus.reference import Problem
 from softfocus.switches import switched_on
 from softfocus.visibility import Visibility
 
 TRITON = "SOFTFOCUS_TRITON"
-"""Set to off, "auto" leaves the Triton kernels out; set to on, it takes them also where they run in Triton's interpreter."""
+"""Set to off, "auto" leaves the Triton kernels out; set to on, it takes them also where they run in Triton's interpreter; set
+to trusted, it takes them and does not hold the first call of each kind against the tiled backend."""
 
 
 def _reference_supports(problem: Problem, visibility: Visibility, mechanism: Mechanism) -> str | None:
@@ -41,10 +42,26 @@ def _unasked(name: str) -> str | None:
         return "only when asked for by name"
     if name == "triton":
         interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-        if not switched_on(TRITON, default=not interpreted):
+        if not _trusted() and not switched_on(TRITON, default=not interpreted):
             why = "in Triton's interpreter " if interpreted else ""
             return f"{why}only when asked for by name, or with {TRITON}=on"
     return None
+
+
+def _trusted() -> bool:
+    return os.environ.get(TRITON, "").lower() == "trusted"
+
+
+def operator(chosen: str, asked: str) -> str:
+    """The name by which operators know a chosen backend: what "auto" takes of the Triton kernels runs checked."""
+    return "checked" if chosen == "triton" and asked == "auto" and not _trusted() else chosen
+
+
+def _refusal(name: str, problem: Problem, visibility: Visibility, mechanism: Mechanism) -> str | None:
+    """Why "auto" does not take a backend that supports a call: what its first call has shown; or None."""
+    if name != "triton" or _trusted():
+        return None
+    return checked.refusal(problem, visibility, mechanism)
 
 
 @dataclass(frozen=True)
@@ -77,7 +94,9 @@ def choose(problem: Problem, visibility: Visibility, mechanism: Mechanism, backe
             name for name in BACKENDS if _unasked(name)
         ]  # all of them: a misspelt switch is said on every machine
         for name, supports in BACKENDS.items():
-            if name not in unasked and supports(problem, visibility, mechanism) is None:
+            if name in unasked or supports(problem, visibility, mechanism) is not None:
+                continue
+            if _refusal(name, problem, visibility, mechanism) is None:
                 return name
         raise AssertionError("the tiled backend supports every call")
     if not isinstance(backend, str) or backend not in BACKENDS:
@@ -94,12 +113,16 @@ def account(problem: Problem, visibility: Visibility, mechanism: Mechanism, back
     for name, supports in BACKENDS.items():
         if name == chosen:
             reasons[name] = "asked for by name" if backend != "auto" else _DESCRIPTION[name]
+            if operator(chosen, backend) == "checked":
+                reasons[name] += f"; {checked.seen(problem, visibility, mechanism)}"
         elif why := supports(problem, visibility, mechanism):
             reasons[name] = why
         elif backend != "auto":
             reasons[name] = f"{chosen!r} was asked for by name"
         elif unasked := _unasked(name):
             reasons[name] = f"{unasked}; {_DESCRIPTION[name]}"
+        elif refusal := _refusal(name, problem, visibility, mechanism):
+            reasons[name] = refusal
         else:
             reasons[name] = f"slower than {chosen!r}; {_DESCRIPTION[name]}"
     return Explanation(chosen, reasons)

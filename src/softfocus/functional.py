@@ -151,7 +151,7 @@ def attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, mechanism, window_size, key_mask,
         document_ids, bias, head_scale, power,
     )  # fmt: skip
-    chosen = dispatch.choose(problem, visibility, algebra, backend)
+    chosen = dispatch.operator(dispatch.choose(problem, visibility, algebra, backend), backend)
     if layout and (ready := ops.prepare(problem, visibility, algebra, chosen)):
         if len(_ready) >= _MOST_READY:
             _ready.clear()

@@ -1,6 +1,7 @@
 """The CPU kernels on random problems: shapes, masks, strides, dtypes, mechanisms, magnitudes and threads, drawn from a seed.
 
-``--fuzz-cases 100000`` draws more than CI does, ``--fuzz-first`` begins elsewhere, ``--fuzz-only SEED`` repeats one problem.
+``--fuzz-cases 100000`` draws more than CI does, ``--fuzz-first`` begins elsewhere, ``--fuzz-only SEED`` repeats one problem,
+``--fuzz-backend tiled`` holds another backend to the same.
 """
 
 import math
@@ -42,7 +43,9 @@ class Drawn(Case):
         query_size, key_size: factors of all queries and keys.
         zeros: this share of the queries and of the keys are zero vectors.
         ties: "keys" makes all keys of the first head equal (of the only one it would leave rounding alone in the gradients),
-            "some keys" some of all heads', "queries" all queries.
+            "some keys" some of all heads', "queries" all queries. "two" makes each key one of two vectors; "three" one vector
+            times 1, 2 or 3, so that rows of relu have keys at their very mean; "near" one vector but for some parts in 10^5,
+            about where re-weighting takes a row for equal.
         poison: NaN and infinity stand in the padding, in keys and in values.
         spread: factor of the values.
     """
@@ -70,6 +73,14 @@ class Drawn(Case):
                 query.copy_(query[:, :, :1].clone())
             elif self.ties == "some keys":
                 key[some(0.4, key)] = key[0, 0, 0].clone()
+            elif self.ties == "two":
+                key.copy_(torch.where(some(0.5, key)[..., None], key[:, :, :1], key[:, :, -1:]))
+            elif self.ties == "three":
+                times = torch.randint(1, 4, (*key.shape[:3], 1), generator=generator)
+                key.copy_((key[:, :, :1].double() * times).to(key))
+            elif self.ties == "near":
+                parts = 1 + 3e-5 * torch.randn(key.shape, generator=generator)
+                key.copy_((key[:, :, :1].double() * parts).to(key))
             elif self.ties and self.batch * self.key_heads > 1:
                 key[0, 0] = key[0, 0, 0].clone()
             if self.zeros:
@@ -135,6 +146,8 @@ def draw(seed):
     given["ties"] = pick(["", "", "", "", "keys", "some keys", "queries"])
     if given["ties"] == "keys" and given.get("mask", 0.0) > 0.5:  # as with one head: nearly no row sees different keys
         given["ties"] = ""
+    elif not given["ties"] and (of_ties := random.Random(f"ties {seed}")).random() < 0.25:
+        given["ties"] = of_ties.choice(["two", "three", "near"])
     # LASER's dL/ds are differences of numbers of the size of dL/dO: the closer the values, the less is left of them
     given["spread"] = pick([1.0, 1.0, 50.0]) if mechanism.laser else pick([1.0, 1.0, 1e-3, 1e3])
 
@@ -165,11 +178,11 @@ def draw_mechanism(chance):
     return mechanism
 
 
-def relaid(layout, **arguments):
+def relaid(layout, backend, **arguments):
     """Call with tensors that lie otherwise in memory; what comes down to the backward does too."""
     for name in ("query", "key", "value"):
         arguments[name] = _lay(layout, arguments[name])
-    return _lay(layout, attention(**arguments, backend="cpu"))
+    return _lay(layout, attention(**arguments, backend=backend))
 
 
 def _lay(layout, x):
@@ -180,13 +193,14 @@ def _lay(layout, x):
     return x
 
 
-def test_random_problems(holds, threads, seeds):
+def test_random_problems(request, holds, threads, seeds):
+    backend = request.config.getoption("--fuzz-backend")
     failures = []
     for seed in seeds:
         problem = draw(seed)
         threads(problem.threads)
         try:
-            holds(partial(relaid, problem.layout), problem.case, problem.mechanism, problem.dtype)
+            holds(partial(relaid, problem.layout, backend), problem.case, problem.mechanism, problem.dtype)
         except Exception as error:
             failures.append(f"pytest tests/core/test_fuzz.py --fuzz-only {seed}  # {type(error).__name__}: {error}")
     assert not failures, "\n".join(["", *failures])
@@ -214,6 +228,19 @@ def test_a_wrong_kernel_would_be_noticed(wrong):
     assert noticed >= 3, noticed
 
 
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="known misses: docs/limitations.md")
+@pytest.mark.parametrize(
+    "seed",
+    [
+        504283,  # two equal keys: dL/dq, a sum of two terms of 8e3 that cancel, is off by 0.45 ulp of these
+        331482,  # dL/dq is 1e-11 of the values, all from weights that are left out as below rounding
+    ],
+)
+def test_problems_that_miss_the_tolerance(seed):
+    problem = draw(seed)
+    check(partial(relaid, problem.layout, "cpu"), problem.case, problem.mechanism, problem.dtype)
+
+
 def test_the_draws_reach_everything():
     """Of a thousand problems, some have each property that the kernels tell apart."""
     problems = [draw(seed) for seed in range(1000)]
@@ -223,6 +250,7 @@ def test_the_draws_reach_everything():
     assert {m.normaliser for m in algebra} == set(CHOICES["normaliser"])
     assert {p.dtype for p in problems} == set(DTYPES)
     assert {c.bias for c in cases} == set(BIASES)
+    assert {c.ties for c in cases} == {"", "keys", "some keys", "queries", "two", "three", "near"}
     for field in ("window_size", "mask", "padding", "documents", "head_scale", "power", "poison", "zeros", "ties"):
         assert sum(bool(getattr(case, field)) for case in cases) >= 20, field
     assert sum(c.query_length <= 4 and c.key_length > 100 for c in cases) >= 20

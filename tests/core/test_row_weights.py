@@ -36,7 +36,7 @@ def test_every_mechanism_weighs_as_it_attends(case, name):
 
 
 @pytest.mark.parametrize("name", ["lssar", "softmax", "laser_lssar", "softmax_recentred_l1", "sigmoid_log_l"])
-@pytest.mark.parametrize("case", [c for c in CASES if not c.dropout_p], ids=lambda c: c.name)
+@pytest.mark.parametrize("case", [case for case in CASES if not case.dropout_p], ids=lambda c: c.name)
 def test_every_mask_is_kept_when_rows_are_chosen(case, name):
     arguments, without_value = given(case, name)
     rows = list(range(0, case.query_length, 3))[::-1]

@@ -582,7 +582,7 @@ def test_another_length_is_no_other_kernel():
         query, key = torch.ones(1, 1, 1, 8), torch.ones(1, 1, length, 8)
         problem, _visibility, mechanism = functional.prepared(query, key, key, mechanism="lssar")
         held = Cache(torch.tensor([length]), pages)
-        made = given_of(problem, length, mechanism, held)
+        made = given_of(problem, length, mechanism, held, 0)
         return [x.value for x in made if isinstance(x, type(given.END))]
 
     assert constants(1040) == constants(1056) != []

@@ -133,7 +133,7 @@ def spread(model):
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.is_floating_point() and parameter.dim() > 1:
+            if parameter.is_floating_point() and parameter.dim() > 1 and parameter.numel():
                 scale = 1.0 if "embed" in name and parameter.dim() == 2 else parameter[0].numel() ** -0.5
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
             elif parameter.is_floating_point() and not parameter.any():
@@ -181,7 +181,7 @@ def guesses(model):
         (2, 40, mels),
         (2, mels, 40),
     ]
-    features = [(2, mels, 40), (2, 40, mels), (2, mels, 80), (2, 64, mels), (2, 1, 64, mels)]
+    features = [(2, mels, 40), (2, 40, mels), (2, mels, 80), (2, 64, mels), (2, 1, 64, mels), (2, 40, 64)]
     patches = [(32, channels * depth * patch**2), (32, channels, patch, patch), (1, 32, channels, patch, patch)]
     vision = [{"pixel_values": image} for image in images]
     vision += [
@@ -207,7 +207,23 @@ def guesses(model):
         "past_observed_mask": torch.ones(2, series),
     }
     future = {"future_values": normal(2, 4), "future_time_features": normal(2, 4, 1)}
-    for group in [*by_kind.get(model.main_input_name, [[text], vision, sound]), hidden, [past | future, past]]:
+    context = {"past_values": normal(2, 128), "past_values_padding": torch.zeros(2, 128, dtype=torch.long)}
+    flat = normal(2, 6, 2 + channels * patch**2)
+    flat[..., :2] = torch.arange(12).view(6, 2) % 4 + 1  # rows and columns
+    own = [  # what few models take
+        {"flattened_patches": flat},
+        text | {"bbox": torch.rand(2, LENGTH, 4, generator=torch.Generator().manual_seed(2)).sort(-1).values},
+        text | {"pixel_values": images[0][:, None], "image_attention_mask": torch.ones(2, LENGTH, 1, dtype=torch.long)},
+        context | {"freq": torch.zeros(2, 1, dtype=torch.long)},
+        context,
+        text | {"input_values": normal(2, 1, 4000)},
+        {
+            "past_values": normal(
+                2, number(config, "context_length", default=32), number(config, "num_input_channels", default=1)
+            )
+        },
+    ]
+    for group in [*by_kind.get(model.main_input_name, [[text], vision, sound]), hidden, [past | future, past], own]:
         for guess in group:
             if "decoder_input_ids" in takes and ("input_ids" not in guess or config.is_encoder_decoder):
                 guess = guess | {"decoder_input_ids": ids(config, 3)}

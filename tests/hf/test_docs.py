@@ -10,7 +10,7 @@ GUIDE = Path(__file__).parents[2] / "docs" / "transformers.md"
 
 def test_the_guide_runs(tmp_path, monkeypatch, capsys):
     blocks = re.findall(r"^```python\n(.*?)^```", GUIDE.read_text(), flags=re.DOTALL | re.MULTILINE)
-    assert len(blocks) == 11
+    assert len(blocks) == 12
     monkeypatch.chdir(tmp_path)
     names = {}
     for block in blocks:

@@ -228,3 +228,26 @@ def test_a_registered_name_is_not_needed_to_load(build, tokens, tmp_path, monkey
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert layout_of(loaded).mechanism == mine
     assert torch.equal(logits(loaded, ids), logits(model, ids))
+
+
+@pytest.mark.parametrize(
+    ("entry", "says"),
+    [
+        (None, "expected a mechanism or a layout, since attn_implementation is 'softfocus'; got None"),
+        ({"layout": {"kinds": [], "layers": [[]]}}, "the layout is not as softfocus.hf.use.. writes it: unhashable"),
+        ({"layout": {"kinds": None, "layers": None}}, "the layout is not as softfocus.hf.use.. writes it: 'NoneType'"),
+    ],
+)
+def test_a_damaged_entry_is_refused_when_it_is_loaded(build, tmp_path, entry, says):
+    softfocus.hf.use(build("llama"), "lssar").save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "softfocus": entry}))
+    with pytest.raises(ValueError, match=says):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_a_mechanism_is_not_taken_away_by_none(build):
+    config = softfocus.hf.use(build("llama"), "lssar").config
+    with pytest.raises(ValueError, match="got None"):
+        config.softfocus = None
+    assert layout_of(config).mechanism == softfocus.named("lssar")

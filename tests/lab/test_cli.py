@@ -1,6 +1,10 @@
 """The command line as a user meets it: help, tables, JSON, exit codes and one-line errors."""
 
+import io
 import json
+import os
+import shutil
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +14,7 @@ import pytest
 
 from softfocus.lab import cli
 from softfocus.lab.commands import train
+from softfocus.lab.progress import Display, Event
 from softfocus.lab.recipe import shipped
 from softfocus.lab.results import Evaluation, RunInfo
 
@@ -129,9 +134,8 @@ def test_mechanisms(capsys: pytest.CaptureFixture[str]) -> None:
 FAILURES: list[tuple[list[str], str]] = [
     (["train", "demo-lsar"], "did you mean 'demo-lssar'"),
     (["train", "missing.toml"], "no recipe file missing.toml"),
-    (["train", "demo", "--set", "train.step=3"], "did you mean 'train.steps'?"),
-    (["train", "demo", "--set", "train.steps=-3"], "train.steps = -3"),
-    (["train", "demo", "--set", "model.mechanism=lsar"], "did you mean 'lssar'"),
+    (["train", "BROKEN"], "train.batch = 0 should be greater than or equal to 1"),
+    (["train", "BROKEN", "--set", "train.length=64"], "train.batch = 0 should be greater than or equal to 1"),
     (["train", "demo", "--set", "data.source=/no/corpus", "--out", "OUT"], "/no/corpus"),
     (["train", "demo", "--out", "/proc/none", "-q"], "cannot make the folder /proc/none"),
     (["evaluate", "no-run"], "there is no run at no-run"),
@@ -142,6 +146,13 @@ FAILURES: list[tuple[list[str], str]] = [
     (["generate", "no-run"], "there is no run at no-run"),
     (["mechanisms", "--json", "/proc/none/x.json"], "name a folder that can be written to"),
 ]
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> Path:
+    """A recipe that is wrong whatever the command line says."""
+    (tmp_path / "broken.toml").write_text('base = "demo"\ntrain.batch = 0\n')
+    return tmp_path / "broken.toml"
 
 
 WRONG_USE: list[tuple[list[str], str]] = [
@@ -157,14 +168,23 @@ WRONG_USE: list[tuple[list[str], str]] = [
         ["train", "demo", "--set", "train.steps"],
         "--set 'train.steps' is not KEY=VALUE; write it like --set train.steps=100",
     ),
+    (["train", "demo", "--set", "train.step=3"], "did you mean 'train.steps'?"),
+    (["train", "demo", "--set", "train.batch=0"], "train.batch = 0 should be greater than or equal to 1"),
+    (["train", "demo", "--set", "train.warmup=100000"], "train: warmup=100000 + warmdown="),
+    (["train", "demo", "--set", "model.mechanism=lsar"], "did you mean 'lssar'"),
+    (["train", "BROKEN", "--set", "train.steps=0"], "train.steps = 0 should be greater than or equal to 1"),
+    (["study", "layouts", "--seeds", "0,4294967296"], "'0,4294967296' is not a list of whole numbers below 2^32"),
+    (["study", "layouts", "--seeds", "1" * 5000], "is not a list of whole numbers below 2^32"),
+    (["evaluate", "l\udce4ufe"], r"'l\udce4ufe' is not UTF-8; rename the file or folder"),
 ]
 
 
 @pytest.mark.parametrize(("arguments", "says"), WRONG_USE, ids=[" ".join(row[0]) for row in WRONG_USE])
 def test_an_option_that_cannot_be_read_is_wrong_use_and_exit_code_2(
-    arguments: list[str], says: str, trained: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], says: str, trained: Path, broken: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, _, err = call(capsys, *(trained if word == "TRAINED" else word for word in arguments))
+    named: dict[str, Any] = {"TRAINED": trained, "BROKEN": broken}
+    code, _, err = call(capsys, *(named.get(word, word) for word in arguments))
     assert code == 2
     assert err.startswith("softfocus: ")
     assert says in err
@@ -173,10 +193,10 @@ def test_an_option_that_cannot_be_read_is_wrong_use_and_exit_code_2(
 
 @pytest.mark.parametrize(("arguments", "says"), FAILURES, ids=[" ".join(row[0]) for row in FAILURES])
 def test_failures_are_one_line_and_exit_code_1(
-    arguments: list[str], says: str, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], says: str, trained: Path, broken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("")
-    named: dict[str, Any] = {"TRAINED": trained, "OUT": tmp_path / "run", "FILE": tmp_path / "file"}
+    named: dict[str, Any] = {"TRAINED": trained, "BROKEN": broken, "OUT": tmp_path / "run", "FILE": tmp_path / "file"}
     code, _, err = call(capsys, *(named.get(word, word) for word in arguments))
     assert code == 1
     assert says in err
@@ -203,7 +223,15 @@ def test_train_names_every_shipped_recipe() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["trian"], ["train"], ["train", "demo", "--stesp", "3"], ["train", "demo", "--resume", "--overwrite"]]
+    "arguments",
+    [
+        ["trian"],
+        ["train"],
+        ["train", "demo", "--stesp", "3"],
+        ["train", "demo", "--resume", "--overwrite"],
+        ["generate", "no-run", "--seed", str(2**64)],
+        ["demo", "--seed", str(2**32)],
+    ],
 )
 def test_wrong_use_is_exit_code_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert call(capsys, *arguments)[0] == 2
@@ -215,6 +243,70 @@ def test_errors_of_the_real_command(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.count("\n") == 1
+
+
+FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device without room")
+
+
+@FULL
+@pytest.mark.parametrize("arguments", [["mechanisms"], ["mechanisms", "--json", "-"], ["--version"]], ids=" ".join)
+def test_a_stdout_without_room_is_one_line(arguments: list[str]) -> None:
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "softfocus.lab", *arguments]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    said = "softfocus: cannot write to stdout: No space left on device; let it go where there is room\n"
+    assert (done.returncode, done.stderr) == (1, said)
+
+
+def test_what_is_no_file_is_written_to_and_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    assert call(capsys, "mechanisms", "lssar", "--json", pipe)[0] == 0
+    assert json.loads(os.read(reader, 1 << 16))["name"] == "lssar"
+    os.close(reader)
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+
+
+@FULL
+def test_a_log_without_room_does_not_end_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    with io.TextIOWrapper(Path("/dev/full").open("wb", buffering=0), write_through=True) as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        with Display("steps") as display:
+            display(Event(kind="step", run="run", done=1, total=2))
+        with pytest.raises(OSError, match="No space left"):
+            display.console.print("it is full indeed")
+
+
+ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": ""}
+
+
+@pytest.mark.parametrize(
+    ("text", "named", "says"),
+    [
+        ("base = 'demo'\n", "läufe", r"'l\udcc3\udca4ufe' has letters that this locale does not know; set LC_ALL"),
+        ("base = 'demo'\ndata.source = 'ä'\n", "run", r"'\xe4' has letters that this locale does not know; set LC_ALL"),
+    ],
+)
+def test_names_that_the_locale_cannot_spell(text: str, named: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "recipe.toml").write_text(text, encoding="utf-8")
+    command = [sys.executable, "-m", "softfocus.lab", "train", "recipe.toml", "--out", named]
+    done = subprocess.run(command, env=os.environ | ASCII, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode in (1, 2)
+    assert done.stderr.startswith("softfocus: ")
+    assert says in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_results_are_utf8_in_every_locale(trained: Path, tmp_path: Path) -> None:
+    """The tables' letters and the files', where the locale has neither."""
+    run, out = shutil.copytree(trained, tmp_path / "run"), tmp_path / "out"
+    env = os.environ | ASCII
+    for arguments in (["evaluate", run, "--tokens", "512"], ["compare", run, "--out", out, "--title", "1x"]):
+        command = [sys.executable, "-m", "softfocus.lab", *map(str, arguments)]
+        done = subprocess.run(command, env=env, capture_output=True)
+        assert done.returncode == 0, done.stderr
+    assert "±" in (out / "report.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("package", ["typer", "pydantic", "rich"])

@@ -1,3 +1,5 @@
+import errno
+import glob
 import gzip
 import json
 import lzma
@@ -7,6 +9,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -80,7 +83,7 @@ def test_a_long_text_is_cut_at_line_ends(tmp_path, monkeypatch):
     assert read(tmp_path) == ["x" * 200] * 5
 
 
-def test_a_folder_is_sorted_and_mixed(tmp_path, caplog):
+def test_a_folder_is_sorted_and_mixed(tmp_path):
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "a.md").write_text("markdown")
     (tmp_path / "b.jsonl").write_bytes(lines({"text": "one"}, {"text": "two", "other": 1}))
@@ -92,12 +95,119 @@ def test_a_folder_is_sorted_and_mixed(tmp_path, caplog):
     (tmp_path / ".git").mkdir()
     (tmp_path / ".git" / "config").write_text("hidden")
     assert read(tmp_path) == ["text", "one", "two", "row", "last", "{}", "markdown"]
-    assert not caplog.records
+    corpus = Corpus(str(tmp_path))
+    for _ in range(2):  # a second reading finds nothing twice
+        assert len(list(corpus)) == 7
+    where, empty = tmp_path / "c.parquet", f"empty files: 1 (the first: {tmp_path / 'empty.txt'})"
+    assert corpus.left_out.text == f"documents without text: 2 (the first: {where}); {empty}"
     (tmp_path / "photo.png").write_bytes(b"\x89PNG\0\0")
     (tmp_path / "latin.txt").write_bytes("é".encode("latin-1"))
-    assert len(read(tmp_path)) == 7
-    assert "left out 2 files that are not UTF-8 text" in caplog.text
-    assert "latin.txt" in caplog.text
+    assert len(list(again := Corpus(str(tmp_path)))) == 7
+    assert f"files that are not UTF-8 text: 2 (the first: {tmp_path / 'latin.txt'})" in again.left_out.text
+
+
+def test_a_folder_that_cannot_be_read_is_an_error(tmp_path, monkeypatch):
+    """Simulated, since root may read any folder; os.walk and glob.glob pass over such a folder."""
+    (tmp_path / "sub" / "closed").mkdir(parents=True)
+    (tmp_path / "sub" / "closed" / "a.txt").write_text("closed")
+    (tmp_path / "sub" / "b.txt").write_text("open")
+    scandir = os.scandir
+
+    def closed(path="."):
+        if Path(path).name == "closed":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return scandir(path)
+
+    assert len(read(tmp_path)) == 2, "it can be read yet"
+    monkeypatch.setattr(os, "scandir", closed)
+    for source in (tmp_path, tmp_path / "**" / "*.txt", tmp_path / "*" / "*" / "*.txt", tmp_path / "**"):
+        message = refused(source)
+        assert message.startswith(f"cannot look for {source}: Permission denied ({tmp_path / 'sub' / 'closed'})")
+    assert "cannot look for" in refused(tmp_path / "sub" / "closed")
+    assert read(tmp_path / "sub" / "*.txt") == ["open"], "nobody has to look into it for that"
+
+
+def test_links_are_not_followed_in_circles_and_no_file_is_read_twice(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "a.txt").write_text("a")
+    for name in ("one", "two"):  # two loops: glob.glob would follow 2 ** 40 ways
+        (tmp_path / "sub" / name).symlink_to(tmp_path)
+    (tmp_path / "b.txt").symlink_to(tmp_path / "sub" / "a.txt")
+    (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
+    for source in (tmp_path, tmp_path / "**", tmp_path / "**" / "*.txt"):
+        corpus = Corpus(str(source))
+        assert list(corpus) == ["a"]
+        assert corpus.left_out.text == (
+            f"links to folders: 2 (the first: {tmp_path / 'sub' / 'one'}); "
+            f"broken links and special files: 1 (the first: {tmp_path / 'gone.txt'}); "
+            f"second names of files: 1 (the first: {tmp_path / 'sub' / 'a.txt'})"
+        )
+
+
+def test_folders_that_a_pattern_matches_are_named(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "a.txt").write_text("a")
+    (tmp_path / "b.txt").write_text("b")
+    corpus = Corpus(str(tmp_path / "*"))
+    assert list(corpus) == ["b"]
+    assert f"folders that match (end the pattern with ** for their files): 1 (the first: {tmp_path / 'sub'})" in (
+        corpus.left_out.text
+    )
+    whole = Corpus(str(tmp_path / "**" / "*"))
+    assert list(whole) == ["b", "a"]
+    assert not whole.left_out.text
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "*",
+        "*.txt",
+        "**",
+        "**/*.txt",
+        "s*/**/*.txt",
+        "*/*",
+        "s?b/[ab].txt",
+        "**/.*",
+        ".*/*",
+        "sub/**",
+        "none/*",
+        "b.txt/*",
+    ],
+)
+def test_a_pattern_matches_what_glob_has_it_match(tmp_path, pattern, monkeypatch):
+    for name in ("b.txt", ".c.txt", "sub/a.txt", "sub/b.md", "sub/deep/er/b.txt", ".hid/a.txt", "sub/.hid/z.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    expected = sorted(Path(file) for file in glob.glob(str(tmp_path / pattern), recursive=True) if Path(file).is_file())
+    monkeypatch.chdir(tmp_path)
+    if expected:
+        assert Corpus(str(tmp_path / pattern)).files == expected
+        assert [path.resolve() for path in Corpus(pattern).files] == expected
+    else:
+        assert "there is no file" in refused(tmp_path / pattern)
+
+
+@pytest.mark.parametrize("when", ["before", "within"])
+def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, when):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(lines(*({"text": f"{number}" * 5000} for number in range(100))))
+    corpus = Corpus(str(path))
+    documents = iter(corpus)
+    if when == "within":
+        next(documents)
+    with path.open("ab") as file:
+        file.write(lines({"text": "more"}))
+    with pytest.raises(LabError, match=f"{path} changed while the corpus was read"):
+        list(documents)
+
+
+@pytest.mark.parametrize("source", ["", " ", "hub:", "hub: "])
+def test_a_source_that_names_nothing_is_refused(source, tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("in the current folder")
+    monkeypatch.chdir(tmp_path)
+    assert f"the source of a corpus is '{source}', which names nothing; let data.source" in refused(source)
+    assert read(".") == ["in the current folder"]
 
 
 def test_a_glob(tmp_path):
@@ -177,9 +287,26 @@ def test_bad_parquet_is_refused(tmp_path):
     pq.write_table(pa.table({"body": ["x"], "id": [1]}), path)
     assert read(path, text_field="body") == ["x"]
     assert "has no column 'text'; name the right one with text_field; there are 'body', 'id'" in refused(path)
-    assert "the column 'id'" in refused(path, text_field="id")
+    what = f"the column 'id' of {path} holds no text but int64; name the right one with text_field; there are 'body'"
+    assert refused(path, text_field="id") == what
     path.write_bytes(b"PAR1 but then no parquet at all")
     assert f"cannot read {path}" in refused(path)
+
+
+@pytest.mark.parametrize("kind", [pa.dictionary(pa.int32(), pa.string()), pa.large_string(), pa.string_view()], ids=str)
+def test_parquet_text_in_other_encodings(kind, tmp_path):
+    table = pa.table({"text": pa.array(["a", None, "b", "a"]).cast(kind)})
+    pq.write_table(table, tmp_path / "a.parquet")
+    assert read(tmp_path / "a.parquet") == ["a", "b", "a"]
+
+
+def test_parquet_that_is_not_utf8_is_refused(tmp_path):
+    places, letters = pa.py_buffer(np.array([0, 1, 3], "<i4").tobytes()), pa.py_buffer(b"a\xff\xfe")
+    text = pa.Array.from_buffers(pa.string(), 2, [None, places, letters])
+    pq.write_table(pa.table({"text": text}), tmp_path / "a.parquet")
+    assert f"row 2 of {tmp_path / 'a.parquet'} is not UTF-8 text: invalid start byte; get" in refused(
+        tmp_path / "a.parquet"
+    )
 
 
 def test_sources_that_are_not_there(tmp_path):

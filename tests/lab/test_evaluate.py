@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
@@ -18,12 +18,14 @@ from softfocus.lab import model as models
 from softfocus.lab.errors import LabError
 from softfocus.lab.evaluate import evaluate, has_plain_head, token_losses
 from softfocus.lab.generate import generate
+from softfocus.lab.manifest import MANIFEST
 from softfocus.lab.means import Mean, default_edges
 from softfocus.lab.progress import Event
 from softfocus.lab.recipe import load
 from softfocus.lab.results import (
     AS_TRAINED,
     EVALUATION,
+    UNFINISHED,
     Row,
     Setting,
     default_settings,
@@ -119,6 +121,79 @@ def test_an_evaluation_that_stops_does_not_look_complete(run: Path) -> None:
     assert not (run / EVALUATION).exists()
     with pytest.raises(LabError, match="softfocus evaluate"):
         load_evaluation(run)
+
+
+def stopped_after(run: Path, rows: int, wanted: list[int], **options: Any) -> list[Row]:
+    """An evaluation that is stopped when so many rows are finished: the rows."""
+    seen: list[Row] = []
+
+    def stop(event: Event) -> None:
+        seen.extend([event.row] if event.row else [])
+        if len(seen) == rows:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(run, wanted, progress=stop, **options)
+    return seen
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The lengths of the windows that models read."""
+    seen: list[int] = []
+
+    def counted(model: Any, windows: torch.Tensor, **options: Any) -> torch.Tensor:
+        seen.append(windows.shape[1] - 1)
+        return token_losses(model, windows, **options)
+
+    monkeypatch.setattr("softfocus.lab.evaluate.token_losses", counted)
+    return seen
+
+
+def test_an_evaluation_that_was_stopped_goes_on(run: Path, tmp_path: Path, passes: list[int]) -> None:
+    whole = evaluate(Path(shutil.copytree(run, tmp_path / "whole" / "run")), [32, 64, 128], tokens=1024)
+    before = len(passes)
+    seen = stopped_after(run, 4, [32, 64, 128], tokens=1024)
+    done = len(passes) - before
+    assert seen == whole.rows[:4]
+    assert not (run / EVALUATION).exists()
+    assert evaluate(run, [32, 64, 128], tokens=1024) == whole
+    assert len(passes) == 2 * before, "nothing was measured twice"
+    assert 0 < done < before
+    assert load_evaluation(run) == whole
+    assert {path.name for path in run.iterdir()} == {path.name for path in (tmp_path / "whole" / "run").iterdir()}
+
+
+def another_weight(run: Path) -> None:
+    path = run / "model" / "model.safetensors"
+    weights = load_file(path)
+    next(iter(weights.values())).view(-1)[0] += 1
+    save_file(weights, path, metadata={"format": "pt"})
+    (run / "model" / MANIFEST).unlink()  # as whoever puts another model there on purpose
+
+
+@pytest.mark.parametrize(
+    ("change", "options"),
+    [
+        (another_weight, {}),
+        (lambda run: (run / UNFINISHED).write_text("{"), {}),
+        (None, {"tokens": 2048}),
+        (None, {"buckets": [10]}),
+        (None, {"batch_tokens": 128}),
+    ],
+    ids=["weights", "damaged", "tokens", "buckets", "batches"],
+)
+def test_rows_of_another_model_or_other_options_are_not_taken_over(
+    run: Path, passes: list[int], change: Any, options: dict[str, Any]
+) -> None:
+    stopped_after(run, 2, [32, 64], tokens=1024, settings=[PLAIN, YARN])
+    if change:
+        change(run)
+    passes.clear()
+    found = evaluate(run, [32, 64], **{"tokens": 1024, "settings": [PLAIN]} | options)
+    assert set(passes) == {32, 64}
+    assert [row.length for row in found.rows] == [32, 64]
+    assert not (run / UNFINISHED).exists()
 
 
 @pytest.mark.parametrize("logits", [1, 257 * 50, 2**24])
@@ -257,6 +332,7 @@ def test_pickled_weights_are_not_loaded(run: Path) -> None:
     weights = run / "model" / "model.safetensors"
     torch.save(load_file(weights), run / "model" / "pytorch_model.bin")
     weights.unlink()
+    (run / "model" / "manifest.json").unlink()
     with pytest.raises(LabError, match=r"cannot be loaded: .*safetensors"):
         evaluate(run, [32], tokens=512)
 

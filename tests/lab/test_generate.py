@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from softfocus.lab import model as models
-from softfocus.lab.errors import LabError
+from softfocus.lab.errors import LabError, UsageError
 from softfocus.lab.generate import generate
 from softfocus.lab.recipe import load
 from softfocus.lab.results import RUN
+from softfocus.lab.tokenizer import word_tokenizer
 from softfocus.lab.train import train
 
 
@@ -27,6 +28,11 @@ def test_greedy_text_is_the_argmax_of_full_forwards(trained: Path) -> None:
 def test_seeds_repeat_and_differ(trained: Path) -> None:
     texts = [generate(trained, "line", tokens=30, seed=seed).text for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
+
+
+def test_the_coldest_text_is_the_greedy_one(trained: Path) -> None:
+    greedy = generate(trained, "line", tokens=8, temperature=0).text
+    assert [generate(trained, "line", tokens=8, temperature=cold).text for cold in (1e-300, 1e-7)] == [greedy] * 2
 
 
 def test_streamed_pieces_make_the_text(trained: Path) -> None:
@@ -66,6 +72,8 @@ def test_local_layers_keep_the_keys_of_their_window(tiny: Path, trained: Path, t
 def test_what_cannot_be_generated(trained: Path, tmp_path: Path) -> None:
     with pytest.raises(LabError, match="prompt is empty"):
         generate(trained, "")
+    with pytest.raises(UsageError, match="--temperature nan is not a temperature"):
+        generate(trained, "x", temperature=float("nan"))
     with pytest.raises(LabError, match="there is no run"):
         generate(tmp_path / "nowhere", "x")
     run = Path(shutil.copytree(trained, tmp_path / "run"))
@@ -73,6 +81,26 @@ def test_what_cannot_be_generated(trained: Path, tmp_path: Path) -> None:
     with pytest.raises(LabError, match="not finished"):
         generate(run, "x")
     shutil.copy(trained / RUN, run / RUN)
+    (run / "model" / "manifest.json").unlink()  # else that would say so
+    config = run / "model" / "config.json"
+    config.write_text(config.read_text().replace('"softfocus": {', '"other": {'))
+    with pytest.raises(LabError, match=r"config.json has no entry 'softfocus', the mechanism; train it again"):
+        generate(run, "x")
     shutil.rmtree(run / "model")
     with pytest.raises(LabError, match="has no model"):
         generate(run, "x")
+
+
+def test_a_tokenizer_that_is_damaged_or_another_models_is_refused(trained: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(trained, tmp_path / "run"))
+    (run / "model" / "manifest.json").unlink()  # else that would say so
+    (run / "model" / "tokenizer.json").write_text('{"version": "1.0", "trunc')
+    with pytest.raises(LabError, match="cannot load the tokenizer") as caught:
+        generate(run, "x")
+    assert "train it again with" in str(caught.value)
+    shutil.rmtree(run / "model")
+    shutil.copytree(trained / "model", run / "model")
+    (run / "model" / "manifest.json").unlink()
+    word_tokenizer([f"w{number}" for number in range(300)]).save_pretrained(run / "model")
+    with pytest.raises(LabError, match="has 301 ids, its model knows 257: it is another one's"):
+        generate(run, "w290")

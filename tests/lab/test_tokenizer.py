@@ -98,9 +98,11 @@ def test_a_bpe_is_trained_on_so_many_characters(monkeypatch):
     load_tokenizer("bpe:260", documents())
 
 
-@pytest.mark.parametrize("spec", ["bpe:256", "bpe:", "bpe:many", "bpe:-1", "bpe:1e4"])
+@pytest.mark.parametrize(
+    "spec", ["bpe:256", "bpe:", "bpe:many", "bpe:-1", "bpe:1e4", "bpe:1048577", "bpe:1000000000", "bpe:" + "9" * 5000]
+)
 def test_bpe_sizes_that_make_no_sense(spec):
-    with pytest.raises(LabError, match="no vocabulary size of 257 or more"):
+    with pytest.raises(LabError, match="no vocabulary size from 257 to 1048576"):
         load_tokenizer(spec, TEXTS)
 
 

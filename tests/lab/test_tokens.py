@@ -314,19 +314,118 @@ def test_killed_in_the_middle_then_two_at_once(make, tmp_path):
     assert np.array_equal(TokenStore.open(tmp_path / "cache" / name).train, fresh.train)
 
 
-@pytest.mark.parametrize("damage", ["truncate", "remove", "json", "empty"])
-def test_a_damaged_store_is_refused(make, damage):
+def flip(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGE = {
+    "an id": lambda folder: flip(folder / "train.tokens", 40),
+    "an id beyond the vocabulary": lambda folder: flip(folder / "train.tokens", 41),
+    "the start of a document": lambda folder: flip(folder / "validation.documents", 8),
+    "a tokenizer": lambda folder: flip(folder / "tokenizer" / "tokenizer.json", 500),
+    "no tokenizer": lambda folder: shutil.rmtree(folder / "tokenizer"),
+    "a file more": lambda folder: (folder / "tokenizer" / "added_tokens.json").write_text('{"x": 999}'),
+    "the vocabulary": lambda folder: (folder / "store.json").write_text(
+        (folder / "store.json").read_text().replace("257", "256")
+    ),
+    "store.json": lambda folder: (folder / "store.json").write_text("[]"),
+    "checksums": lambda folder: (folder / "checksums.json").write_text("{"),
+    "no checksums": lambda folder: (folder / "checksums.json").unlink(),
+    "cut off": lambda folder: os.truncate(folder / "train.tokens", 100),
+    "empty": lambda folder: os.truncate(folder / "validation.documents", 0),
+    "no documents": lambda folder: (folder / "train.documents").unlink(),
+}
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_store_is_made_anew_and_that_is_said(make, tmp_path, damage, caplog):
     folder = make().folder
-    if damage == "truncate":
-        os.truncate(folder / "train.tokens", 100)
-    elif damage == "empty":
-        os.truncate(folder / "validation.documents", 0)
-    elif damage == "remove":
-        (folder / "train.documents").unlink()
-    else:
-        (folder / "store.json").write_text("[]")
-    assert f"the tokens in {folder} are damaged" in refused(make)
-    assert "delete that folder" in refused(make)
+    before = content(folder)
+    DAMAGE[damage](folder)
+    assert content(folder) != before
+    assert not caplog.records
+    assert make().folder == folder
+    assert content(folder) == before
+    (record,) = caplog.records
+    assert f"the tokens in {folder} are damaged (" in record.getMessage()
+    assert "): they are made anew" in record.getMessage()
+    make()
+    assert len(caplog.records) == 1, "whole again"
+    assert stores(tmp_path) == [folder.name]
+
+
+def test_a_whole_store_is_read_once_and_in_blocks(make, monkeypatch):
+    size = sum(len(file) for name, file in content(make().folder).items() if name != "checksums.json")
+    shares = []
+    make(progress=lambda what, share: shares.append(share))
+    assert not shares, "nothing is said about what takes no time"
+    monkeypatch.setattr(tokens, "_BLOCK", 100)
+    monkeypatch.setattr(tokens, "_LONG", 1000)
+    seen = []
+    monkeypatch.setattr(tokens.zlib, "crc32", lambda block, value: seen.append(len(block)) or value)
+    monkeypatch.setattr(tokens, "_build", lambda *_: None)  # these are no checksums
+    make(progress=lambda what, share: shares.append((what, share)))
+    assert max(seen) == 100
+    assert sum(seen) == 2 * size, "once to find the damage, once more under the lock"
+    assert shares[-1] == ("checking the tokens", 1.0)
+
+
+def test_a_damaged_store_that_cannot_be_made_anew_stays(make, monkeypatch, tmp_path):
+    folder = make().folder
+    DAMAGE["an id"](folder)
+    before = content(folder)
+
+    def fill(*arguments):
+        raise LabError("the hub is gone", "wait")
+
+    monkeypatch.setattr(tokens, "fill", fill)
+    assert "the hub is gone" in refused(make)
+    assert content(folder) == before
+    assert stores(tmp_path) == [folder.name]
+
+
+def test_a_store_of_another_length_cannot_be_opened(make):
+    """What a worker of a data loader does, which does not read all of it."""
+    folder = make().folder
+    os.truncate(folder / "train.tokens", 100)
+    assert f"the tokens in {folder} are damaged: a file is not as long as it was" in refused(TokenStore.open, folder)
+
+
+def test_what_is_left_out_is_said_every_time(make, tmp_path, caplog):
+    (tmp_path / "corpus" / "photo.png").write_bytes(b"\x89PNG\0\0")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "a.jsonl").write_text('{"text": ""}\n{"text": "x"}\n')
+    said = [
+        f"left out of {tmp_path / 'corpus'}: files that are not UTF-8 text: 1 "
+        f"(the first: {tmp_path / 'corpus' / 'photo.png'})",
+        f"left out of {tmp_path / 'other'}: documents without text: 1 (the first: {tmp_path / 'other' / 'a.jsonl'})",
+    ]
+    make(validation_source=str(tmp_path / "other"))
+    assert caplog.messages == said
+    make(validation_source=str(tmp_path / "other"))
+    assert caplog.messages == 2 * said, "it was tokenised before"
+    caplog.clear()
+    (tmp_path / "corpus" / "photo.png").unlink()
+    make()
+    assert not caplog.messages
+
+
+def test_text_that_a_tokenizer_does_not_know_is_counted(make, tmp_path, caplog):
+    backend = Tokenizer(models.WordLevel({"a": 0, "<end>": 1, "?": 2}, unk_token="?"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    folder = tmp_path / "few"
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", unk_token="?").save_pretrained(folder)
+    (tmp_path / "one.txt").write_text("a b a c d a")
+    make("one.txt", str(folder), validation_fraction=0.2)
+    assert caplog.messages == [
+        f"left out of {tmp_path / 'one.txt'}: tokens that are only '?': 3 (the first: in 'a b a c ')"
+    ]
 
 
 def test_a_store_pickles_as_its_folder(make, tmp_path):
@@ -355,6 +454,7 @@ def test_nothing_to_tokenise(make, tmp_path):
     )
     assert "there is no file or folder" in refused(make, "missing")
     assert "there is no tokenizer 'words'" in refused(make, tokenizer="words")
+    assert "there is no tokenizer ''" in refused(make, tokenizer=""), "not the current directory"
     assert "validation_fraction is 1" in refused(make, validation_fraction=1)
     assert stores(tmp_path) == []
 
@@ -370,12 +470,14 @@ def shard(path: Path, ids: list[int], magic: int = 20240520, version: int = 1, c
     return ids
 
 
-def test_shards_are_taken_as_they_are(make, tmp_path):
+def test_shards_are_taken_as_they_are(make, tmp_path, caplog):
     first = shard(tmp_path / "s" / "train_1.bin", [1, 2, END, 3, 4])
     second = shard(tmp_path / "s" / "train_2.bin", [5, END, END, 6])
     held_out = shard(tmp_path / "s" / "val_0.bin", [END, 7, 8, END, 9])
     (tmp_path / "s" / "README.md").write_text("about the shards")
     store = make("s")
+    beside = f"files beside shards of tokens: 1 (the first: {tmp_path / 's' / 'README.md'})"
+    assert caplog.messages == [f"left out of {tmp_path / 's'}: {beside}"]
     assert store.train.tolist() == first + second
     assert store.train_documents.tolist() == [0, 2, 6, 7], "a document may go on in the next shard"
     assert store.validation.tolist() == held_out
@@ -383,12 +485,14 @@ def test_shards_are_taken_as_they_are(make, tmp_path):
     assert store.vocab_size == 257
 
 
-def test_without_a_val_the_first_shard_validates(make, tmp_path, monkeypatch):
+def test_without_a_val_the_first_shard_validates(make, tmp_path, monkeypatch, caplog):
     for number in range(3):
         shard(tmp_path / "s" / f"{number}.bin", [END] + [number] * 9)
     monkeypatch.setattr(tokenise, "VALIDATION_TOKENS", 4)
     store = make("s")
     assert store.validation.tolist() == [END, 0, 0, 0], "its first tokens"
+    kind = "tokens of the shards that validate, after the first 4"
+    assert caplog.messages == [f"left out of {tmp_path / 's'}: {kind}: 6 (the first: {tmp_path / 's' / '0.bin'})"]
     assert store.train.tolist() == [END] + [1] * 9 + [END] + [2] * 9
     glob = make("s/[12].bin")
     assert glob.validation.tolist() == [END, 1, 1, 1]
@@ -431,6 +535,7 @@ def test_a_large_shard_is_copied_in_parts(make, tmp_path, monkeypatch):
         ({"magic": 20240521}, "is not a shard of tokens: it starts with 20240521, not 20240520"),
         ({"version": 2}, "is a shard of version 2, not 1"),
         ({"count": 7}, "holds 3 tokens, its header says 7"),
+        ({"count": 2}, "holds 3 tokens, its header says 2"),
         ({"count": -1}, "holds 3 tokens, its header says -1"),
         ({"count": 0}, "holds 3 tokens, its header says 0"),
         ({"ids": [1, 257, 3]}, "holds the token 257, beyond the tokenizer's vocabulary of 257"),
@@ -442,10 +547,22 @@ def test_bad_shards_are_refused(make, tmp_path, change, message):
     assert stores(tmp_path) == []
 
 
+def test_a_shard_with_a_byte_more_is_refused(make, tmp_path):
+    shard(tmp_path / "a.bin", [1, 2, 3])
+    with (tmp_path / "a.bin").open("ab") as file:
+        file.write(b"x")
+    assert "a.bin holds 3.5 tokens, its header says 3" in refused(make, "a.bin")
+
+
 @pytest.mark.parametrize("content", [b"", b"short", b"\0" * 1024])
 def test_bin_files_that_are_something_else(make, tmp_path, content):
     (tmp_path / "a.bin").write_bytes(content)
     assert "is not a shard of tokens" in refused(make, "a.bin")
+
+
+def test_half_a_header_is_not_said_to_start_wrongly(make, tmp_path):
+    np.array([20240520], "<i4").tofile(tmp_path / "a.bin")
+    assert "is not a shard of tokens: it has 4 bytes, fewer than a header's 1024" in refused(make, "a.bin")
 
 
 def test_options_that_are_not_for_shards(make, tmp_path):

@@ -1,5 +1,6 @@
 """Training: against a loop written by hand in float64, resumed against uninterrupted, and what stops it."""
 
+import hashlib
 import json
 import math
 import os
@@ -10,8 +11,9 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
-from datetime import timedelta
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +26,14 @@ from transformers import set_seed
 import softfocus.hf
 from softfocus.lab import data
 from softfocus.lab import model as models
+from softfocus.lab.checkpoints import newest
 from softfocus.lab.errors import LabError
 from softfocus.lab.evaluate import evaluate
+from softfocus.lab.owner import LOCK
 from softfocus.lab.progress import Event, silent
 from softfocus.lab.recipe import Recipe, load
-from softfocus.lab.results import EVALUATION, MODEL, RECIPE, RUN, load_run, save_run
-from softfocus.lab.train import _processes, train
+from softfocus.lab.results import CHECKPOINTS, EVALUATION, MODEL, RECIPE, RUN, TENSORBOARD, load_run, save_run
+from softfocus.lab.train import _save_model, train
 from softfocus.lab.trainer import WindowTrainer
 
 GOLDEN = (5.520126, 5.520464, 5.254534, 4.851624, 4.537739, 4.221053, 3.994657, 3.844819, 3.756013, 3.712585)
@@ -259,14 +263,6 @@ def test_a_run_is_not_resumed_on_another_corpus(tiny: Path, tmp_path: Path) -> N
     assert train(recipe, folder, resume=True).status == "complete"
 
 
-def test_half_a_checkpoint_is_not_resumed_from(tiny: Path, trained: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "trained"
-    with pytest.raises(LabError):
-        train(load(tiny), folder, progress=stop_at(9, crash))
-    (folder / "checkpoints" / "checkpoint-8" / "trainer_state.json").write_text('{"global_st')
-    assert train(load(tiny), folder, resume=True).train_loss == load_run(trained).train_loss
-
-
 def test_resuming_what_is_complete_or_another_recipe(tiny: Path, trained: Path) -> None:
     assert train(load(tiny), trained, resume=True) == load_run(trained)
     with pytest.raises(LabError, match=r"train\.learning_rate = 0\.01, not 0\.02"):
@@ -283,22 +279,71 @@ def test_a_complete_run_is_not_overwritten_unless_told(tiny: Path, trained: Path
     assert not (folder / "checkpoints" / "checkpoint-10").exists()
 
 
-def test_a_loss_that_is_not_finite_stops_with_a_reason(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def batch_of(recipe: Recipe, step: int) -> str:
+    """The fingerprint of a step's batch, from the tokens that a loop by hand would read."""
+    windows = data.load(recipe, silent).training_windows(recipe)
+    read = [windows[index] for index in range((step - 1) * recipe.train.batch, step * recipe.train.batch)]
+    content = b"".join(bytes(window[name].numpy()) for window in read for name in ("input_ids", "labels"))
+    return hashlib.sha256(content).hexdigest()[:12]
+
+
+@pytest.mark.parametrize(
+    ("factor", "overrides", "says"),
+    [
+        (math.nan, ["train.log_every=4"], "the loss became nan"),
+        (math.nan, ["train.log_every=4", "train.accumulate=2"], "the loss became nan"),
+        (50.0, ["train.clip=0.5"], r"the loss exploded, to [\d.]+"),
+    ],
+    ids=["nan", "accumulated", "exploded"],
+)
+def test_a_diverged_training_stops_and_says_where(
+    factor: float, overrides: list[str], says: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """At the end of an interval of logging, naming the step at which it began."""
+    recipe, folder = load(tiny, [*overrides, "train.checkpoint_every=2"]), tmp_path / "run"
     true_loss = WindowTrainer.compute_loss
 
     def compute_loss(self: WindowTrainer, *arguments: Any, **others: Any) -> Any:
         loss = true_loss(self, *arguments, **others)
-        return loss * math.nan if self.state.global_step >= 3 else loss
+        return loss * factor if self.state.global_step >= 2 else loss
 
     monkeypatch.setattr(WindowTrainer, "compute_loss", compute_loss)
-    with pytest.raises(LabError, match=r"became nan by step 4; lower train\.learning_rate \(0\.01\)"):
-        train(load(tiny, ["train.log_every=4", "train.checkpoint_every=4"]), tmp_path / "run")
-    info = load_run(tmp_path / "run", complete=False)
+    says += rf".* at step 3, on the batch {batch_of(recipe, 3)}; its last good checkpoint is checkpoint-2; "
+    with pytest.raises(LabError, match=says + r"lower train\.learning_rate \(0\.01\)"):
+        train(recipe, folder)
+    info = load_run(folder, complete=False)
     assert info.status == "failed"
-    assert "nan" in (info.error or "")
-    assert not list((tmp_path / "run" / "checkpoints").glob("checkpoint-*")), "a diverged model was kept"
+    assert "at step 3" in (info.error or "")
+    assert [path.name for path in (folder / CHECKPOINTS).iterdir()] == ["checkpoint-2"], "a diverged model was kept"
+
+
+def test_a_gradient_that_is_not_finite(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss is still a number when the weights are none: a checkpoint of that step must not be kept."""
+    true_loss = WindowTrainer.compute_loss
+
+    def compute_loss(self: WindowTrainer, model: Any, *arguments: Any, **others: Any) -> Any:
+        loss = true_loss(self, model, *arguments, **others)
+        if self.state.global_step < 3:
+            return loss
+        parameter = next(model.parameters())
+        return loss + torch.sqrt(parameter.flatten()[:1] * 0).sum()  # 0, and its slope is infinite
+
+    monkeypatch.setattr(WindowTrainer, "compute_loss", compute_loss)
+    with pytest.raises(
+        LabError, match=r"the gradient became nan at step 4, on the batch .*; it had no checkpoint yet;"
+    ):
+        train(load(tiny, ["train.checkpoint_every=4"]), tmp_path / "run")
+    assert not list((tmp_path / "run" / CHECKPOINTS).iterdir())
+
+
+def test_a_high_loss_at_the_start_is_no_explosion(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    true_loss = WindowTrainer.compute_loss
+    monkeypatch.setattr(WindowTrainer, "compute_loss", lambda *given, **others: 50 * true_loss(*given, **others))
+    recipe = load(tiny, ["train.checkpoint_every=4"])
+    assert train(recipe, tmp_path / "run").status == "complete"
+    with pytest.raises(LabError, match="interrupted"):
+        train(recipe, tmp_path / "again", progress=stop_at(6, crash))
+    assert train(recipe, tmp_path / "again", resume=True).status == "complete"
 
 
 @pytest.mark.parametrize(
@@ -330,13 +375,6 @@ def test_weights_in_pieces_are_refused(name: str, tiny: Path, tmp_path: Path, mo
         train(load(tiny), tmp_path / "run")
 
 
-def test_processes_wait_for_the_one_that_tokenises(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: dict[str, Any] = {}
-    monkeypatch.setattr("softfocus.lab.train.PartialState", lambda **options: asked.update(options))
-    _processes()
-    assert asked["timeout"] >= timedelta(hours=12), "torch waits for half an hour; a large corpus takes longer"
-
-
 def test_a_device_whose_memory_is_full(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*arguments: Any, **others: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore")
@@ -346,28 +384,66 @@ def test_a_device_whose_memory_is_full(tiny: Path, tmp_path: Path, monkeypatch: 
         train(load(tiny), tmp_path / "run")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="limits the size of files as Linux does")
+@contextmanager
+def files_up_to(size: int) -> Iterator[None]:
+    """To write more than so many bytes into a file fails, as on a full disk."""
+    resource = pytest.importorskip("resource", reason="limits the size of files as Linux does")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
 @pytest.mark.parametrize("size", [40_000, 120_000], ids=["safetensors", "torch"])
 def test_a_disk_that_fills_up(
     size: int, tiny: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights are written by safetensors, the twice as large optimiser by torch: neither raises an OSError."""
-    import resource
-
     folder = tmp_path / "trained"
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        with pytest.raises(LabError, match=r"cannot write to .*; free some space; then --resume"):
-            train(load(tiny), folder)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with pytest.raises(LabError, match=r"cannot write to .*; free some space; then --resume"), files_up_to(size):
+        train(load(tiny), folder)
     info = load_run(folder, complete=False)
     assert info.status == "failed"
     assert str(tmp_path) not in (info.error or "")
+    assert not list((folder / CHECKPOINTS).iterdir()), "half a checkpoint takes up space"
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))  # room is needed at the start alone
     assert train(load(tiny), folder, resume=True).train_loss == load_run(trained).train_loss
+
+
+@pytest.mark.parametrize("size", [800, 5_000, 40_000], ids=["config", "tokenizer", "weights"])
+def test_a_disk_that_fills_up_while_the_model_is_saved(
+    size: int, tiny: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "trained"
+
+    def save(*arguments: Any) -> None:
+        with files_up_to(size):
+            _save_model(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("softfocus.lab.train._save_model", save)
+        with pytest.raises(LabError, match=r"cannot write to .*; free some space; then --resume"):
+            train(load(tiny), folder)
+    assert load_run(folder, complete=False).status == "failed"
+    assert {path.name for path in folder.iterdir()} == {LOCK, RUN, RECIPE, CHECKPOINTS, TENSORBOARD}
+    assert train(load(tiny), folder, resume=True).train_loss == load_run(trained).train_loss
+    for name, tensor in weights(trained).items():
+        assert torch.equal(weights(folder)[name], tensor), name
+
+
+def test_what_is_no_full_disk_is_not_called_one(tiny: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with pytest.raises(LabError, match="interrupted"):
+        train(load(tiny), folder, progress=stop_at(5, crash))
+    shutil.rmtree(folder / TENSORBOARD)
+    (folder / TENSORBOARD).touch()
+    with pytest.raises(LabError, match=r"cannot read or write .*/tensorboard: File exists; put that right"):
+        train(load(tiny), folder, resume=True)
+    (folder / TENSORBOARD).unlink()
+    assert train(load(tiny), folder, resume=True).status == "complete"
 
 
 def test_folders_that_cannot_be_written(tiny: Path, tmp_path: Path) -> None:
@@ -421,3 +497,45 @@ def test_two_processes_are_one(tiny: Path, trained: Path, tmp_path: Path) -> Non
     assert len(told) == len(set(told))
     ours, alone = load_run(tmp_path / "run"), load_run(trained)
     assert [loss for _, loss in ours.train_loss] == pytest.approx([loss for _, loss in alone.train_loss], rel=ROUNDING)
+
+
+def node(rank: int, port: int, arguments: list[str], patience: int, log: Path) -> subprocess.Popen[bytes]:
+    """One of two processes of a training, each as on a machine of its own: nobody ends one when the other is gone."""
+    code = (
+        "import sys, datetime; from softfocus.lab import cli, processes; "
+        f"processes.PATIENCE = datetime.timedelta(seconds={patience}); cli.main(sys.argv[1:])"
+    )
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+    environment = {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"} | {key: str(place[key]) for key in place}
+    with log.open("w") as file:
+        return subprocess.Popen([sys.executable, "-c", code, *arguments], env=os.environ | environment, stderr=file)
+
+
+@pytest.mark.parametrize(
+    ("how", "patience"),
+    [(signal.SIGKILL, 600), pytest.param(signal.SIGSTOP, 60, marks=pytest.mark.slow)],  # that waits for so many seconds
+    ids=["killed", "silent"],
+)
+def test_a_process_that_is_gone_ends_the_others(how: signal.Signals, patience: int, tiny: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    arguments = ["train", str(tiny), "--set", "train.steps=1000000", "--out", str(folder)]
+    first, second = (node(rank, port, arguments, patience, tmp_path / f"{rank}.log") for rank in (0, 1))
+    try:
+        while not (folder / CHECKPOINTS / "checkpoint-4").exists() and first.poll() is None:
+            time.sleep(0.05)
+        second.send_signal(how)
+        first.wait()
+    finally:
+        for process in (first, second):
+            process.kill()
+            process.wait()
+    said = (tmp_path / "0.log").read_text()
+    assert first.returncode == 1, said
+    assert "another process of this training is gone, or said nothing for" in said
+    assert "--resume" in said
+    assert "Traceback" not in said
+    assert load_run(folder, complete=False).status == "failed"
+    assert newest(folder, "tiny", load_run(folder, complete=False).token, silent) is not None

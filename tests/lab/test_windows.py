@@ -39,6 +39,13 @@ def test_a_pass_predicts_every_token_once_but_for_the_ends(tokens, length):
     assert predicted.max() - predicted.min() == len(predicted) - 1
 
 
+@pytest.mark.parametrize(("tokens", "length"), [(29, 10), (100, 8), (17, 8), (9, 8)])
+def test_passes_leave_no_token_out_for_good(tokens, length):
+    """Documents that are shorter than a window, wherever they stand, are trained on: windows run across their ends."""
+    windows = TrainingWindows(store(tokens), length, count=2000)
+    assert {int(label) for item in windows for label in item["labels"]} == set(range(1, tokens))
+
+
 def test_the_index_and_the_seed_decide():
     first, again, other = (TrainingWindows(store(500), 8, seed=seed, count=300) for seed in (0, 0, 1))
     order = [int(first[index]["input_ids"][0]) for index in range(300)]

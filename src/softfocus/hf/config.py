@@ -59,7 +59,10 @@ def _parse(entry: Any) -> Layout:
         ValueError: something else; an unknown field or value is the mechanism's or the layout's own error.
     """
     if isinstance(entry, dict) and isinstance(entry.get("layout"), dict) and len(entry) == 1:
-        return Layout.from_dict(entry["layout"])
+        try:
+            return Layout.from_dict(entry["layout"])
+        except (TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"config.softfocus: the layout is not as softfocus.hf.use() writes it: {error}") from error
     known = isinstance(entry, dict) and isinstance(entry.get("mechanism"), dict)
     if not known or not isinstance(entry.get("learned"), dict) or not set(entry["learned"]) <= set(LEARNABLE):
         raise ValueError(
@@ -102,7 +105,7 @@ def tree(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
 def write(config: PreTrainedConfig, layout: Layout) -> None:
     """Give one config the entry of a layout, whatever attention implementation it had before."""
     _refuse_window(config, layout)
-    setattr(config, NAME, None)
+    config.__dict__.pop(NAME, None)
     setattr(config, _INTERNAL, NAME)
     setattr(config, NAME, Entry(layout))
 
@@ -114,7 +117,11 @@ def _get_entry(config: PreTrainedConfig) -> Entry | None:
 def _set_entry(config: PreTrainedConfig, entry: dict[str, Any] | None) -> None:
     """What ``config.softfocus = entry`` does, loading included: check it, and refuse another attention implementation."""
     if entry is None:
-        config.__dict__.pop(NAME, None)
+        if config.__dict__.get(_INTERNAL) == NAME:  # as in a config.json that was edited; the first forward would fail
+            raise ValueError(
+                "config.softfocus: expected a mechanism or a layout, since attn_implementation is 'softfocus'; got None. "
+                "Call softfocus.hf.use(model, 'softmax') if softmax is what you want."
+            )
         return
     # A new one: two configs that share an entry would share what their models say of masks
     parsed = Entry(entry.layout, entry.masks) if isinstance(entry, Entry) else Entry(_parse(entry))

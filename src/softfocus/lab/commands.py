@@ -13,7 +13,7 @@ from softfocus._version import __version__
 from softfocus.lab.bench.command import bench
 from softfocus.lab.errors import Interrupted
 from softfocus.lab.inspect.command import inspect
-from softfocus.lab.options import Json, beside, write_json
+from softfocus.lab.options import SEEDS, Json, beside, write_json
 
 
 class _Commands(TyperGroup):
@@ -81,7 +81,9 @@ def demo(
             "--model", "-m", metavar="NAME", help="Train these instead: mechanisms or recipes; may be repeated."
         ),
     ] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Of the training.", show_default="the recipe's: 0")] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, max=SEEDS - 1, help="Of the training.", show_default="the recipe's: 0")
+    ] = None,
     fast: Annotated[
         bool, typer.Option("--fast", help="A minute, to see that everything works; the numbers mean nothing.")
     ] = False,
@@ -122,10 +124,10 @@ def train(
     """Train a recipe into a run folder.
 
     Shipped recipes, each alone or with one of the endings in brackets: demo(-softmax, -lssa, -lssar, -laser,
-    -hybrid); small; gpt2-124m(-softmax, -lssa, -lssar, -laser); repeats; mqar(-softmax, -ssmax, -cosine-log-n, -lssa,
-    -lssar-3, -lssar-7, -lssar, -laser, -window, -nope, -nope-lssar); passkey(-softmax, -ssmax, -cosine-log-n, -lssa,
-    -lssar-3, -lssar-7, -lssar, -laser, -window, -nope, -nope-lssar). Ctrl-C keeps a checkpoint; --resume goes on
-    exactly there.
+    -hybrid, -larger); small; gpt2-124m(-softmax, -lssa, -lssar, -laser); repeats; mqar(-softmax, -ssmax,
+    -cosine-log-n, -lssa, -lssar-3, -lssar-7, -lssar, -laser, -window, -nope, -nope-lssar); passkey(-softmax,
+    -ssmax, -cosine-log-n, -lssa, -lssar-3, -lssar-7, -lssar, -laser, -window, -nope, -nope-lssar). Ctrl-C keeps a
+    checkpoint; --resume goes on exactly there.
 
     Example: `softfocus train demo-lssar --out runs/p7 --set "model.mechanism=sharpened(lssa, 7)"`
 
@@ -394,7 +396,7 @@ def generate(
     tokens: Annotated[int, typer.Option("--tokens", "-n", min=1, help="At most so many new tokens.")] = 256,
     temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token each time.")] = 0.8,
     top_p: Annotated[float, typer.Option(min=0.0001, max=1, help="Sample from this much of the probability.")] = 0.95,
-    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same text.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=SEEDS - 1, help="The same seed gives the same text.")] = 0,
     json: Json = None,
 ) -> None:
     """Text from a run, token by token with a KV cache, and what the cache takes.

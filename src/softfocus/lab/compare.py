@@ -1,5 +1,7 @@
 """Any finished runs, held against each other: one table, one figure, one report."""
 
+import contextlib
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -8,7 +10,7 @@ from rich.console import Console
 from softfocus.lab.errors import LabError
 from softfocus.lab.points import Axis
 from softfocus.lab.recall_compare import RecallReport, compare_recall
-from softfocus.lab.report import Entry, Report, build, load_entry, read, show, write
+from softfocus.lab.report import Entry, Report, build, load_entry, read, refuse_twice, show, write
 from softfocus.lab.results import EVALUATION, RECALL
 
 Comparison = Report | RecallReport
@@ -31,7 +33,7 @@ def compare(
     they differ is written into the report's notes.
 
     Args:
-        folders: run folders, each trained and evaluated, in the order in which they are to stand. A results.json of an
+        folders: run folders, each trained and measured, in the order in which they are to stand. A results.json of an
             earlier comparison stands for its runs.
         out: where to write; made if need be.
         axis: count lengths in multiples of each run's own training length, or in tokens.
@@ -40,8 +42,8 @@ def compare(
         console: where to print; stdout if not given.
 
     Raises:
-        LabError: no folder, the same one twice, one that is not a finished and evaluated run, or `out` cannot be
-            written to.
+        LabError: no folder, the same run twice, one that is not finished and measured, runs of which some have losses
+            and some right answers, or `out` cannot be written to.
     """
     if not folders:
         raise LabError("there is nothing to compare", "name at least one run folder")
@@ -50,13 +52,31 @@ def compare(
         if folder in resolved[:index]:
             raise LabError(f"{folders[index]} is named twice", "name each run once")
     console = console or Console()
-    if all((folder / RECALL).exists() and not (folder / EVALUATION).exists() for folder in folders):
+    kinds = {_kind(folder): folder for folder in folders}
+    if "recall" in kinds and "evaluation" in kinds:
+        raise LabError(
+            f"{kinds['recall']} holds shares of right answers, and {kinds['evaluation']} holds losses",
+            "compare runs that were measured alike",
+        )
+    if "recall" in kinds:
         return compare_recall(folders, out, title=title or "Recall over length", remarks=remarks, console=console)
     # All are read before anything is written, so that a broken one leaves an older report as it was
     entries = [entry for folder in folders for entry in _entries(folder)]
+    refuse_twice([entry.info for entry in entries])
     report = build(entries, title=title or "Loss over length", axis=axis, remarks=remarks)
     show(report, write(report, out), console)
     return report
+
+
+def _kind(path: Path) -> str | None:
+    """What was measured, "evaluation" or "recall"; None where neither can be told, which reading the path explains."""
+    if path.suffix != ".json":
+        return next(
+            (kind for kind, name in (("evaluation", EVALUATION), ("recall", RECALL)) if (path / name).exists()), None
+        )
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        return "recall" if "recall" in json.loads(path.read_text())["runs"][0] else "evaluation"
+    return None
 
 
 def _entries(path: Path) -> list[Entry]:

@@ -8,42 +8,36 @@ hub:NAME[:CONFIG][#SPLIT]               streamed with `datasets`: hub:HuggingFac
 from __future__ import annotations
 
 import codecs
-import glob
 import gzip
 import io
 import json
-import logging
 import lzma
 import os
-import random
-import sysconfig
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from softfocus.lab.errors import LabError, first_line
+from softfocus.lab.listing import HUB, STDLIB, LeftOut, files, standard_library, stat
 
-STDLIB = "stdlib"
-HUB = "hub:"
 JSON_LINES = (".jsonl", ".ndjson")
 COMPRESSED = (".gz", ".xz", ".zst")
 
-_STDLIB_BYTES = 16 * 1024  # a shorter source holds no window that is long enough to evaluate on
-_STDLIB_LEAST = 1_000_000  # characters; below it, Python came without its sources
-_NO_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 _PIECE = 1 << 20  # characters of a text file that make one document at most: what is held in memory at once
 _SNIFF = 1 << 16  # bytes that tell text from anything else
 
-_log = logging.getLogger(__name__)
+_NO_TEXT, _NOT_TEXT, _EMPTY = "documents without text", "files that are not UTF-8 text", "empty files"
 
 
 class Corpus:
     """The documents of a source, in an order that is the same every time. Iterate as often as needed.
 
     A text file is one document; one of more than 1 Mi characters is cut at line ends into documents of about that
-    length, so that memory stays bounded. A line of JSONL, or a row of parquet, is a document; one without text is left
-    out. In a folder, hidden files and links to folders are left out, and so are files that are not UTF-8 text, with a
-    warning; a file that is named outright has to be text, and .json is then read as JSONL.
+    length, so that memory stays bounded. A line of JSONL, or a row of parquet, is a document. In a folder hidden files
+    are not looked at. A file that is named outright has to be text, and .json is then read as JSONL.
+
+    Whatever else is not read is in `left_out`: documents without text, empty files, files that are not UTF-8 text, links
+    to folders (which may lead in circles), broken links, and second names of the same file.
 
     Args:
         source: "stdlib", a path or glob, or "hub:NAME[:CONFIG][#SPLIT]" (see the module).
@@ -53,8 +47,9 @@ class Corpus:
             are named come sorted by path.
 
     Raises:
-        LabError: from the constructor where there is nothing at a path; while iterating, for a file that cannot be read
-            (naming file and line), a field that is not there, or a hub dataset that cannot be loaded.
+        LabError: from the constructor where there is nothing at a path, or a folder cannot be read; while iterating, for
+            a file that cannot be read (naming file and line) or changed meanwhile, a field that is not there, or a hub
+            dataset that cannot be loaded.
     """
 
     def __init__(
@@ -63,18 +58,23 @@ class Corpus:
         if max_documents is not None and max_documents < 1:
             raise LabError(f"max_documents is {max_documents}", "ask for at least one document, or leave it out")
         self.source, self.text_field, self.max_documents = source, text_field, max_documents
+        self.left_out = LeftOut()
+        if not source.removeprefix(HUB).strip():
+            raise LabError(
+                f"the source of a corpus is '{source}', which names nothing",
+                f"let data.source or data.validation_source name a file or folder, '{STDLIB}' or '{HUB}NAME'",
+            )
         if source.startswith(HUB):
             self.files: list[Path] = []
         elif source == STDLIB:
-            self.files = _standard_library(seed)
+            self.files = standard_library(seed)
         else:
-            self.files = files(source)
+            self.files = files(source, self.left_out)
         # Only what changes the documents: a changed identity makes everything that is cached from them stale.
         self.identity: dict[str, Any] = {"source": source, "text_field": text_field, "max_documents": max_documents}
         if self.files:
-            stats = [(path, path.stat()) for path in self.files]
-            self.identity["source"] = [[str(path.resolve()), s.st_size, s.st_mtime_ns] for path, s in stats]
-            self._sizes = [s.st_size for _, s in stats]
+            self._stats = {path: stat(path) for path in self.files}
+            self.identity["source"] = [[str(path.resolve()), *stat] for path, stat in self._stats.items()]
         self._named = len(self.files) == 1 and Path(source).expanduser() == self.files[0]
         self._before = self._count = 0  # bytes in the files before this one; documents so far
         self._open: io.BufferedReader | None = None
@@ -84,16 +84,31 @@ class Corpus:
         """How much of the corpus the iteration under way has read, 0 to 1; None where the source has no known end."""
         shares = []
         if self.files:
-            shares.append((self._before + (self._open.tell() if self._open else 0)) / max(1, sum(self._sizes)))
+            shares.append(
+                (self._before + (self._open.tell() if self._open else 0))
+                / max(1, sum(size for size, _ in self._stats.values()))
+            )
         if self.max_documents:
             shares.append(self._count / self.max_documents)
         return min(1.0, max(shares)) if shares else None
 
+    def check_unchanged(self, path: Path) -> None:
+        """Refuse a file that is no longer what it was when the corpus was made, whose tokens might be of both.
+
+        Raises:
+            LabError: its size or time is another one.
+        """
+        if stat(path) != self._stats[path]:
+            raise LabError(f"{path} changed while the corpus was read", "run again when nothing writes to it any more")
+
     def __iter__(self) -> Iterator[str]:
         self._before = self._count = 0
+        for kind in (_NO_TEXT, _NOT_TEXT, _EMPTY):  # a second reading finds them again
+            self.left_out.clear(kind)
         documents = self._from_files() if self.files else _hub(self.source, self.text_field)
         for text in documents:
             if not text:
+                self.left_out.add(_NO_TEXT, self._open.name if self._open else self.source)
                 continue
             self._count += 1
             yield text
@@ -101,24 +116,23 @@ class Corpus:
                 return
 
     def _from_files(self) -> Iterator[str]:
-        skipped: list[Path] = []
-        for path, size in zip(self.files, self._sizes, strict=True):
+        for path, (size, _) in self._stats.items():
             try:
                 with path.open("rb") as raw:
                     self._open = raw
-                    documents = self._read(path, raw)
-                    if documents is None:
-                        skipped.append(path)
-                    else:
-                        yield from documents
+                    documents, empty = self._read(path, raw), True
+                    for text in documents or ():
+                        empty = False
+                        yield text
+                    if empty:
+                        self.left_out.add(_NOT_TEXT if documents is None else _EMPTY, path)
             except (OSError, EOFError, lzma.LZMAError) as error:  # what unpacking raises is among these
                 why = getattr(error, "strerror", None) or error
                 raise LabError(f"cannot read {path}: {why}", "get the file anew, or leave it out") from error
             finally:
                 self._open = None
+            self.check_unchanged(path)
             self._before += size
-        if skipped:
-            _log.warning("left out %d files that are not UTF-8 text, the first of them %s", len(skipped), skipped[0])
 
     def _read(self, path: Path, raw: io.BufferedReader) -> Iterator[str] | None:
         """The documents of a file, or None where it is not text and nobody asked for it by name."""
@@ -138,52 +152,6 @@ class Corpus:
                 f"give text in UTF-8, or one of {known} ({', '.join(COMPRESSED)} may follow)",
             )
         return None
-
-
-def files(source: str) -> list[Path]:
-    """The files at a path or glob, folders searched to the bottom, hidden ones left out, sorted.
-
-    Raises:
-        LabError: there are none, or they may not be looked for.
-    """
-    path = Path(source).expanduser()
-    try:
-        if path.is_file():
-            return [path]
-        if path.is_dir():
-            found = _walk(path)
-            what, remedy = f"the folder {source} holds no file", "put text, .jsonl or .parquet files there"
-        else:
-            found = [Path(file) for file in glob.glob(str(path), recursive=True)]
-            what, remedy = f"there is no file or folder {source}", f"check the path, or use '{STDLIB}' or '{HUB}NAME'"
-        found = sorted(file for file in found if file.is_file())
-    except OSError as error:  # a folder that is closed to us, a name that is too long
-        raise LabError(f"cannot look for {source}: {error.strerror}", "check the path and who may read it") from error
-    if not found:
-        raise LabError(what, remedy)
-    return found
-
-
-def _walk(folder: Path, without: Collection[str] = ()) -> list[Path]:
-    """The files below a folder, without what is hidden or has one of the names."""
-    found = []
-    for parent, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".") and name not in without]
-        found += [Path(parent, name) for name in names if not name.startswith(".")]
-    return found
-
-
-def _standard_library(seed: int) -> list[Path]:
-    folder = Path(sysconfig.get_path("stdlib"))
-    sources = sorted(path for path in _walk(folder, _NO_LIBRARY) if path.suffix == ".py")
-    found = [path for path in sources if path.stat().st_size > _STDLIB_BYTES]
-    if sum(path.stat().st_size for path in found) < _STDLIB_LEAST:
-        raise LabError(
-            f"this Python has next to no sources of its standard library: {len(found)} files over 16 KB in {folder}",
-            "name a file or folder of text as the corpus, or use a Python that was installed with its sources",
-        )
-    random.Random(seed).shuffle(found)
-    return found
 
 
 def _unpacked(path: Path, raw: io.BufferedReader) -> io.BufferedReader:
@@ -242,20 +210,36 @@ def _json_lines(path: Path, stream: io.BufferedReader, field: str) -> Iterator[s
 
 
 def _parquet(path: Path, raw: io.BufferedReader, field: str) -> Iterator[str]:
-    from pyarrow import ArrowException, parquet, types
+    from pyarrow import ArrowException, parquet
 
     try:
         table = parquet.ParquetFile(raw)
         schema = table.schema_arrow
         if field not in schema.names:
             raise LabError(f"{path} has no column '{field}'", _fields("text_field", schema.names))
-        if not (types.is_string(schema.field(field).type) or types.is_large_string(schema.field(field).type)):
-            raise LabError(f"the column '{field}' of {path} holds no text", _fields("text_field", schema.names))
+        if not _holds_text(schema.field(field).type):
+            others = [name for name in schema.names if _holds_text(schema.field(name).type)]
+            what = f"the column '{field}' of {path} holds no text but {schema.field(field).type}"
+            raise LabError(what, _fields("text_field", others))
+        row = 0
         for batch in table.iter_batches(batch_size=256, columns=[field]):
-            for text in batch.column(0).to_pylist():
-                yield text or ""
+            for text in batch.column(0):
+                row += 1
+                yield text.as_py() or ""
+    except UnicodeDecodeError as error:
+        raise LabError(
+            f"row {row} of {path} is not UTF-8 text: {error.reason}", "get the parquet file anew, or leave it out"
+        ) from error
     except ArrowException as error:
         raise LabError(f"cannot read {path}: {error}", "get the parquet file anew, or leave it out") from error
+
+
+def _holds_text(kind: Any) -> bool:
+    from pyarrow import types
+
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
 
 
 def hub_address(source: str) -> tuple[str, str | None, str]:

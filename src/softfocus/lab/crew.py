@@ -14,7 +14,7 @@ from rich.console import Console
 
 from softfocus.lab.crew_screen import Job, Screen
 from softfocus.lab.crew_worker import from_line
-from softfocus.lab.disk import writing
+from softfocus.lab.disk import write_atomically, writing
 from softfocus.lab.errors import Interrupted, LabError
 from softfocus.lab.lengths import parse
 from softfocus.lab.progress import Event
@@ -27,7 +27,6 @@ from softfocus.lab.results import (
     default_settings,
     load_evaluation,
     load_run,
-    write_atomically,
 )
 
 LOGS = "logs"

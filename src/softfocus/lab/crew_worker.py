@@ -13,9 +13,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
-from filelock import FileLock
-
 from softfocus.lab.errors import LabError
+from softfocus.lab.owner import LOCK, owning
 from softfocus.lab.progress import Event, Listener
 from softfocus.lab.results import Row
 
@@ -48,11 +47,14 @@ def main(arguments: list[str] | None = None) -> int:
     out = _own_stdout()
     try:
         options.folder.parent.mkdir(parents=True, exist_ok=True)
-        # A worker whose parent was killed may still be writing its checkpoint: wait for it
-        with FileLock(options.folder.parent / f".{options.folder.name}.lock"):
-            _work(options.recipe, options.folder, options.overwrite, out)
+        if (options.folder / LOCK).exists():
+            with owning(options.folder, wait=True):
+                pass  # a worker whose parent was killed may still have been writing its checkpoint
+        _work(options.recipe, options.folder, options.overwrite, out)
     except LabError as error:
         return _fail(out, str(error))
+    except KeyboardInterrupt:
+        return _fail(out, "interrupted")
     except Exception as error:  # a bug, or a library's: the log has the traceback, the parent one line
         traceback.print_exc()
         return _fail(out, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")

@@ -15,7 +15,7 @@ from softfocus.lab.figure import PALETTE, STYLE, line_style
 
 @dataclass(frozen=True)
 class Point:
-    """A value and its standard error, NaN where it is unknown."""
+    """A value and its error, NaN where it is unknown."""
 
     at: float
     value: float
@@ -79,7 +79,7 @@ def curve_table(title: str, first: str, lines: Sequence[Line], heads: dict[float
 
 
 def save_curves(panels: Sequence[Panel], path: Path, *, title: str, train_length: int) -> None:
-    """Write a figure as a PNG, whole or not at all: bars are one standard error, dotted is the training length."""
+    """Write a figure as a PNG, whole or not at all: bars are the points' errors, dotted is the training length."""
     with rc_context(STYLE):
         figure = Figure(figsize=(5.5 * len(panels), 4.6), layout="constrained")
         grid = figure.subplots(1, len(panels), squeeze=False)[0]

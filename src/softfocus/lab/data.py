@@ -161,10 +161,12 @@ def check_unchanged(store: TokenStore, folder: Path, info: RunInfo) -> None:
         LabError: the tokenizer is another one.
     """
     now, then = store.tokenizer / "tokenizer.json", folder / MODEL / "tokenizer.json"
-    if now.is_file() and then.is_file() and not filecmp.cmp(now, then, shallow=False):
+    same = not (now.is_file() and then.is_file()) or filecmp.cmp(now, then, shallow=False)
+    if not same or store.vocab_size != info.vocabulary:
         raise LabError(
-            f"the tokenizer of {folder} is not the one that its recipe now gives: the corpus it was made from has changed",
-            f"put the corpus back, or train again with `softfocus train {folder / RECIPE} --out {folder} --overwrite`",
+            f"the tokenizer of {folder} is not the one that its recipe now gives: what it was made from has changed, or "
+            f"{folder / MODEL} is damaged",
+            f"put it back, or train again with `softfocus train {folder / RECIPE} --out {folder} --overwrite`",
         )
     if info.corpus_key and info.corpus_key != store.folder.name:
         _log.warning(

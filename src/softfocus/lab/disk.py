@@ -1,14 +1,58 @@
-"""What goes wrong when files are written, whichever library writes them."""
+"""Files that are written whole or not at all, and what goes wrong there, whichever library writes them."""
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from softfocus.lab.errors import LabError
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What freeing space helps against."""
+
+PARTIAL = ".partial"
+"""Ends the name of a file or folder that is being written: ".run.json.k3x.partial". A writer that is killed leaves it."""
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a text file in UTF-8 under a temporary name and rename it, so that a crash leaves the old file or none.
+
+    What is no file, such as /dev/null, is written to as it is.
+
+    Raises:
+        LabError: the folder cannot be written to, or the disk is full.
+    """
+    # A path that this locale cannot spell has bytes that stand in for its letters; they are written as they came
+    data = text.encode("utf-8", "surrogateescape")
+    with writing(path, "name a folder that can be written to, with space left on its disk"):
+        if path.exists() and not path.is_file() and not path.is_dir():
+            path.write_bytes(data)
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(
+            dir=path.parent, prefix=f".{path.name}.", suffix=PARTIAL, delete=False
+        ) as file:
+            temporary = Path(file.name)
+            try:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+                temporary.chmod(0o666 & ~_umask())  # a temporary file is private to its owner; a result is not
+                os.replace(temporary, path)
+            except BaseException:
+                temporary.unlink(missing_ok=True)
+                raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 @contextmanager
@@ -32,6 +76,6 @@ def disk_error(error: BaseException) -> OSError | None:
         return error
     if code := re.search(r"\(os error (\d+)\)", str(error)):
         return OSError(int(code[1]), os.strerror(int(code[1])))
-    if isinstance(error, RuntimeError) and re.search("PyTorchStreamWriter|inline_container", str(error), re.IGNORECASE):
-        return OSError("torch could not write all of it; the disk may be full")
+    if isinstance(error, RuntimeError) and re.search("PyTorchStreamWriter|unexpected pos", str(error), re.IGNORECASE):
+        return OSError(errno.ENOSPC, "torch could not write all of it; the disk may be full")
     return None

@@ -77,7 +77,12 @@ def _packages() -> list[Check]:
     """Every package that softfocus asks for, against the versions that it asks for."""
     found = [Check(topic="packages", name="softfocus", status="ok", finding=f"{__version__} ({provenance.commit()})")]
     seen = {"softfocus"}
-    for line in metadata.requires("softfocus") or []:
+    try:
+        required = metadata.requires("softfocus") or []
+    except metadata.PackageNotFoundError:  # a source tree on PYTHONPATH
+        said = "runs from a source tree, not installed: what it requires cannot be compared with what is there"
+        return [*found, Check(topic="packages", name="", status="note", finding=said, remedy="pip install -e .")]
+    for line in required:
         wanted = Requirement(line)
         extras = [
             extra for extra in ("", "hf", "lab") if wanted.marker is None or wanted.marker.evaluate({"extra": extra})
@@ -245,8 +250,9 @@ def _disk() -> list[Check]:
 
 
 def _corpus() -> list[Check]:
-    from softfocus.lab.corpus import STDLIB, Corpus
+    from softfocus.lab.corpus import Corpus
     from softfocus.lab.errors import LabError
+    from softfocus.lab.listing import STDLIB
 
     try:
         files = Corpus(STDLIB).files

@@ -1,6 +1,8 @@
 """Loss over length: how well a model trained on short windows predicts in long ones."""
 
+import hashlib
 import itertools
+import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -14,7 +16,7 @@ from numpy.typing import NDArray
 from torch.nn import functional as F
 
 import softfocus.hf
-from softfocus.lab import data
+from softfocus.lab import data, provenance
 from softfocus.lab import model as models
 from softfocus.lab.errors import LabError
 from softfocus.lab.means import ClusteredMeans, default_edges
@@ -23,16 +25,22 @@ from softfocus.lab.recipe import Recipe, load
 from softfocus.lab.results import (
     AS_TRAINED,
     EVALUATION,
+    MODEL,
     RECIPE,
+    UNFINISHED,
     Bucket,
     Evaluation,
     Row,
     RunInfo,
     Setting,
+    Unfinished,
     default_settings,
     load_evaluation,
     load_run,
+    load_unfinished,
+    measures,
     save_evaluation,
+    save_unfinished,
 )
 from softfocus.lab.rope import scale_rope
 from softfocus.lab.tokens import TokenStore
@@ -44,6 +52,7 @@ LOGITS = 2**24
 """Logits held at once: 64 MB in float32, whatever the vocabulary and the length."""
 
 
+@measures
 def evaluate(
     folder: Path,
     lengths: Sequence[int],
@@ -62,6 +71,9 @@ def evaluate(
     how many cross the end of one is kept with the result. The standard error takes documents, not windows, as what was
     drawn at random: windows of one document are correlated (:class:`softfocus.lab.means.Mean` has the formula). Sums by
     document are kept, so that runs can be compared on the same documents.
+
+    Each row is written to evaluation.unfinished.json as it is finished. An evaluation that was killed goes on with those, if
+    weights, text, batches, buckets and versions are the same.
 
     Memory is bounded by `batch_tokens` for the model and by :data:`LOGITS` for the logits, which are never whole.
 
@@ -97,6 +109,7 @@ def evaluate(
     windows = _windows(store, lengths, wanted, before)
     evaluation = Evaluation(
         run=info.name,
+        token=info.token,
         mechanism=info.mechanism,
         train_length=info.train_length,
         vocabulary=info.vocabulary,
@@ -109,12 +122,16 @@ def evaluate(
         rows=[],
     )
     pace = _Pace(info.name, len(lengths) * len(settings) * windows.tokens, progress)
+    key = _key(folder, recipe, evaluation, batch_tokens, buckets)
+    finished = {(row.length, row.setting): row for row in load_unfinished(folder, key)}
     for setting in settings:
         for length in lengths:
-            same = evaluation.row(length) if _changes_nothing(setting, info.train_length, length) else None
-            if same is not None:
-                row = same.model_copy(update={"setting": setting})
-                pace.add(windows.tokens)
+            row = finished.get((length, setting))
+            if row is None and _changes_nothing(setting, info.train_length, length):
+                same = evaluation.row(length)
+                row = same and same.model_copy(update={"setting": setting})
+            if row is not None:
+                pace.skip(windows.tokens)
             else:
                 model = models.load(folder, _config(folder, setting, info.train_length, length))
                 losses = partial(
@@ -124,10 +141,12 @@ def evaluate(
                 with models.memory("lower --batch-tokens, or evaluate shorter lengths"):
                     row = _row(losses, windows.batches(length, batch_tokens), edges, setting, pace.add)
             evaluation.rows.append(row)
+            save_unfinished(folder, Unfinished(key=key, rows=evaluation.rows))
             progress(Event(kind="row", run=info.name, row=row, done=pace.done, total=pace.total))
     if before is not None:
         _keep_others(evaluation, before, folder)
     save_evaluation(folder, evaluation)
+    (folder / UNFINISHED).unlink(missing_ok=True)
     return evaluation
 
 
@@ -149,6 +168,17 @@ def under_window(folder: Path, lengths: Sequence[int], window: int | None, comma
     if window is not None:
         softfocus.hf.window(config, window)
     return info, recipe, config
+
+
+def _key(folder: Path, recipe: Recipe, evaluation: Evaluation, batch_tokens: int, buckets: Sequence[int] | None) -> str:
+    """A digest of all that decides a row besides its length and setting."""
+    files = {}
+    for path in sorted(path for path in (folder / MODEL).iterdir() if path.is_file()):
+        with path.open("rb") as file:
+            files[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    measured = [evaluation.model_dump(mode="json"), batch_tokens, list(buckets or ()), recipe.train.precision]
+    code = [provenance.commit(), provenance.versions()]
+    return hashlib.sha256(json.dumps([files, measured, code]).encode()).hexdigest()
 
 
 def _config(folder: Path, setting: Setting, train_length: int, length: int) -> Any:
@@ -173,9 +203,12 @@ def _changes_nothing(setting: Setting, train_length: int, length: int) -> bool:
 
 def _earlier(folder: Path, info: RunInfo) -> Evaluation | None:
     """What evaluation.json holds of this training."""
+    if not (folder / EVALUATION).exists():
+        return None
     try:
         found = load_evaluation(folder)
-    except LabError:  # there is none, or it cannot be read
+    except LabError as error:
+        _log.warning("%s: it is replaced", error.what)
         return None
     return found if (found.mechanism, found.seed) == (info.mechanism, info.seed) else None
 
@@ -209,11 +242,16 @@ class _Pace:
 
     def __init__(self, run: str, total: int, progress: Listener):
         self.run, self.total, self.done = run, total, 0
-        self._progress, self._start = progress, time.perf_counter()
+        self._progress, self._start, self._skipped = progress, time.perf_counter(), 0
+
+    def skip(self, tokens: int) -> None:
+        """Count tokens that took no time."""
+        self.done += tokens
+        self._skipped += tokens
 
     def add(self, tokens: int) -> None:
         self.done += tokens
-        pace = self.done / (time.perf_counter() - self._start)
+        pace = (self.done - self._skipped) / (time.perf_counter() - self._start)
         self._progress(Event(kind="step", run=self.run, done=self.done, total=self.total, tokens_per_second=pace))
 
 

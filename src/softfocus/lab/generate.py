@@ -6,11 +6,13 @@ from typing import Any
 
 import torch
 from pydantic import BaseModel
-from transformers import AutoTokenizer, TextStreamer, set_seed
+from transformers import TextStreamer, set_seed
 
 from softfocus.lab import model as models
-from softfocus.lab.errors import LabError
-from softfocus.lab.results import MODEL, load_run
+from softfocus.lab.errors import LabError, UsageError
+from softfocus.lab.results import load_run
+
+_COLDEST = 1e-6  # colder, logits divided by it may not fit float32; by then the likeliest token is as good as certain
 
 
 class Generation(BaseModel):
@@ -58,29 +60,32 @@ def generate(
         folder: a finished run.
         prompt: at least one token.
         tokens: at most so many new ones.
-        temperature: divides the logits; 0 takes the likeliest token each time.
+        temperature: divides the logits; 0, or less than a millionth, takes the likeliest token each time.
         top_p: sample from the fewest tokens whose probabilities reach this.
-        seed: the same seed gives the same text on the same machine.
+        seed: below 2^32; the same seed gives the same text on the same machine.
         write: called with pieces of text as they come.
 
     Returns:
         The new text, without the prompt, and the size of the cache.
 
     Raises:
+        UsageError: a temperature that is negative or no number.
         LabError: a run without a finished model, an empty prompt, or more tokens than the model has positions or the device
             has memory.
     """
+    if not temperature >= 0:
+        raise UsageError(f"--temperature {temperature} is not a temperature", "give 0 or more")
     models.quiet()
     info = load_run(folder)
     model = models.load(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder / MODEL)
+    tokenizer = models.load_tokenizer(folder)
     inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).to(model.device)
     length = inputs["input_ids"].shape[1]
     if not length:
         raise LabError("the prompt is empty", "give at least one character with --prompt")
     models.check_positions(model.config, length + tokens - 1, "keep prompt and --tokens together within {}")
     sampling: dict[str, Any] = {"do_sample": False}
-    if temperature > 0:
+    if temperature >= _COLDEST:
         sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
     set_seed(seed)
     with models.memory("ask for fewer --tokens"), torch.inference_mode():

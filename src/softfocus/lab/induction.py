@@ -20,11 +20,13 @@ from softfocus.lab.results import (
     InductionRow,
     Repeats,
     load_induction,
+    measures,
     save_induction,
 )
 from softfocus.lab.windows import EvaluationWindows
 
 
+@measures
 def induction(
     folder: Path,
     lengths: Sequence[int],
@@ -68,6 +70,7 @@ def induction(
         folder,
         Induction(
             run=info.name,
+            token=info.token,
             mechanism=info.mechanism,
             train_length=info.train_length,
             seed=info.seed,

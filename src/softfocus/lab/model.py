@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import softfocus.hf
+from softfocus.lab import tokenizer
 from softfocus.lab.errors import LabError, did_you_mean, first_line
+from softfocus.lab.manifest import MANIFEST, flaw
 from softfocus.lab.recipe import Recipe
 from softfocus.lab.results import MODEL, RECIPE
 from softfocus.layout import Layout
@@ -107,15 +109,24 @@ def load(folder: Path, config: Any = None) -> Any:
     Args:
         folder: a finished run.
         config: a changed configuration to load it with; by default its own.
+
+    Raises:
+        LabError: it is not as training saved it, or cannot be loaded.
     """
     import torch
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
+    # Models of early runs have no manifest
+    if (folder / MODEL / MANIFEST).exists() and (why := flaw(folder / MODEL)) is not None:
+        raise LabError(
+            f"the model in {folder / MODEL} is damaged ({why})", f"put the file back as it was, or {_again(folder)}"
+        )
     try:
         model = AutoModelForCausalLM.from_pretrained(
             folder / MODEL, config=config or load_config(folder), use_safetensors=True
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise LabError(
             f"the model in {folder / MODEL} cannot be loaded: {first_line(error)}", _again(folder)
         ) from error
@@ -129,11 +140,30 @@ def load_config(folder: Path) -> Any:
     if not (folder / MODEL / "config.json").is_file():
         raise LabError(f"the run {folder} has no model", _again(folder))
     try:
-        return AutoConfig.from_pretrained(folder / MODEL)
+        config = AutoConfig.from_pretrained(folder / MODEL)
     except (OSError, ValueError) as error:
         raise LabError(
-            f"the model in {folder / MODEL} cannot be loaded: {first_line(error)}", _again(folder)
+            f"the model in {folder / MODEL} cannot be loaded: {first_line(error).rstrip('.')}", _again(folder)
         ) from error
+    if softfocus.hf.layout_of(config) is None:
+        raise LabError(f"{folder / MODEL / 'config.json'} has no entry 'softfocus', the mechanism", _again(folder))
+    return config
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a run.
+
+    Raises:
+        LabError: it cannot be loaded, or has ids that the model does not know.
+    """
+    found = tokenizer.load_saved(folder / MODEL, _again(folder))
+    size, known = tokenizer.vocabulary(found), load_config(folder).vocab_size
+    if size > known:
+        raise LabError(
+            f"the tokenizer in {folder / MODEL} has {size} ids, its model knows {known}: it is another one's",
+            _again(folder),
+        )
+    return found
 
 
 def quiet() -> None:

@@ -9,6 +9,9 @@ import typer
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
+SEEDS = 2**32
+"""A seed is below this: NumPy takes no larger one."""
+
 Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON; - for stdout.")]
 
 
@@ -26,7 +29,8 @@ def write_json(path: Path | None, result: "BaseModel | Sequence[BaseModel]") -> 
     """Write where --json says. Whether it did so to stdout, where a table would be in the way."""
     if path is None:
         return False
-    from softfocus.lab.results import json_text, write_atomically
+    from softfocus.lab.disk import write_atomically
+    from softfocus.lab.results import json_text
 
     text = json_text(result)
     if str(path) == "-":

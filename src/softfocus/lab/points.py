@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from softfocus.lab.means import Estimate, Mean, difference, estimate
 from softfocus.lab.recipe import Recipe
-from softfocus.lab.results import AS_TRAINED, Evaluation, Row, Setting
+from softfocus.lab.results import AS_TRAINED, Evaluation, Recall, Row, Setting
 
 Axis = Literal["multiple", "tokens"]
 """What lengths are counted in: multiples of each run's own training length, or tokens."""
@@ -44,9 +44,7 @@ class Group:
     @property
     def count(self) -> str:
         """ "4 seeds"; "4 runs" where two of them share a seed."""
-        seeds = {evaluation.seed for evaluation in self.evaluations}
-        number = len(self.evaluations)
-        return f"{number} {'runs' if len(seeds) < number else 'seeds'}"
+        return count_text([evaluation.seed for evaluation in self.evaluations])
 
 
 @dataclass(frozen=True)
@@ -137,15 +135,22 @@ def singles(evaluations: Sequence[Evaluation]) -> list[Group]:
     return groups(evaluations, [""] * len(evaluations))
 
 
+def count_text(seeds: Sequence[int]) -> str:
+    """ "4 seeds"; "4 runs" where two of them share a seed."""
+    return f"{len(seeds)} {'runs' if len(set(seeds)) < len(seeds) else 'seeds'}"
+
+
 def without_seed(text: str) -> object:
-    """What has to agree. A recipe of an earlier version has the defaults that it does not name."""
+    """What has to agree: not the name, the description or the seed. A recipe of an earlier version has the defaults that it
+    does not name."""
     try:
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError:  # edited by hand: like nothing but a copy of itself
         return text
     with contextlib.suppress(ValidationError):  # a recipe of another version, with keys that this one does not have
         values = Recipe.model_validate(values).model_dump()
-    values.pop("name", None)
+    for said in ("name", "description"):
+        values.pop(said, None)
     if isinstance(values.get("train"), dict):
         values["train"].pop("seed", None)
     return json.dumps(values, sort_keys=True)
@@ -237,7 +242,7 @@ def mechanism_name(mechanism: str) -> str:
     return _NAMES.get(mechanism.strip(), mechanism)
 
 
-def labels(evaluations: Sequence[Evaluation]) -> list[str]:
+def labels(evaluations: Sequence[Evaluation | Recall]) -> list[str]:
     """A name for each run: its mechanism's, with the run's where two share a mechanism, numbered where those agree.
 
     A layout is long to say, so such a run has its own name, without the seed.

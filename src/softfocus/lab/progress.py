@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal
@@ -80,10 +81,15 @@ class Display:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self.console.is_terminal:
-            self._bar.stop()
+            with suppress(OSError):
+                self._bar.stop()
 
     def __call__(self, event: Event) -> None:
-        """Show an event."""
+        """Show an event. A terminal that is gone, or a log without room, does not end what is told of."""
+        with suppress(OSError):
+            self._tell(event)
+
+    def _tell(self, event: Event) -> None:
         if event.row is not None:
             row = event.row
             self.console.print(

@@ -27,6 +27,7 @@ from softfocus.lab.results import (
     RunInfo,
     load_recall,
     load_run,
+    measures,
     save_recall,
 )
 from softfocus.lab.tasks import IGNORED, Task, check_room, random_for
@@ -45,6 +46,7 @@ class _Plan:
     nearest: int
 
 
+@measures
 def recall(
     folder: Path,
     lengths: Sequence[int],
@@ -147,7 +149,13 @@ def edges(train_length: int, length: int) -> list[int]:
 def _earlier(folder: Path, info: RunInfo, task: str) -> Recall:
     """What recall.json holds of this training and this task; else an empty one."""
     fresh = Recall(
-        run=info.name, mechanism=info.mechanism, train_length=info.train_length, seed=info.seed, task=task, rows=[]
+        run=info.name,
+        token=info.token,
+        mechanism=info.mechanism,
+        train_length=info.train_length,
+        seed=info.seed,
+        task=task,
+        rows=[],
     )
     if not (folder / RECALL).exists():
         return fresh

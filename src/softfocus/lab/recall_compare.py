@@ -1,23 +1,22 @@
 """Runs that were trained on one generated task, held against each other: results.json, a table and a figure."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import fmean, stdev
 
 from pydantic import BaseModel, ConfigDict
 from rich.console import Console
 
 from softfocus.lab.curves import Line, Panel, Point, curve_table, save_curves
-from softfocus.lab.disk import writing
+from softfocus.lab.disk import write_atomically, writing
 from softfocus.lab.errors import LabError
-from softfocus.lab.means import Mean, estimate
-from softfocus.lab.points import without_seed
-from softfocus.lab.provenance import without_folders
+from softfocus.lab.points import count_text, labels, without_seed
 from softfocus.lab.recall_report import BLIND
-from softfocus.lab.results import RECIPE, Recall, RecallRow, RunInfo, json_text, load_recall, load_run, write_atomically
+from softfocus.lab.report import FIGURE, RESULTS, load_recipe_text, read_as, refuse_twice
+from softfocus.lab.results import Recall, RunInfo, json_text, load_recall, load_run
 
-RESULTS = "results.json"
-FIGURE = "figure1.png"
 _WAYS = ((False, "more filler"), (True, "more to remember"))
 
 
@@ -31,6 +30,37 @@ class RecallEntry(BaseModel):
     recipe: str
 
 
+@dataclass(frozen=True)
+class RecallGroup:
+    """Runs that differ by their seed alone; most often one."""
+
+    label: str
+    entries: tuple[RecallEntry, ...]
+
+    @property
+    def title(self) -> str:
+        """The label, with the number of runs where there are several."""
+        seeds = [entry.info.seed for entry in self.entries]
+        return self.label if len(seeds) == 1 else f"{self.label} ({count_text(seeds)})"
+
+    def points(self, grown: bool, window: int | None = None) -> list[Point]:
+        """The share of right answers by length: a mean and standard deviation over seeds; one run's standard error.
+
+        A length that one of the runs lacks is left out.
+        """
+        by_run = [
+            {row.length: row for row in entry.recall.shown if (row.grown, row.window) == (grown, window)}
+            for entry in self.entries
+        ]
+        found = []
+        for length in sorted(set.intersection(*map(set, by_run))):
+            rows = [run[length] for run in by_run]
+            values = [row.accuracy for row in rows]
+            spread = stdev(values) if len(rows) > 1 else rows[0].standard_error
+            found.append(Point(length, fmean(values), spread, BLIND if all(row.blind for row in rows) else ""))
+        return found
+
+
 class RecallReport(BaseModel):
     """Everything that the table and the figure show. results.json is this, and reads back equal."""
 
@@ -41,26 +71,49 @@ class RecallReport(BaseModel):
     notes: list[str]
     runs: list[RecallEntry]
 
+    @property
+    def groups(self) -> list[RecallGroup]:
+        """The runs, those together that differ by their seed alone."""
+        return grouped(self.runs)
+
+
+def grouped(entries: Sequence[RecallEntry]) -> list[RecallGroup]:
+    """The runs, those together that differ by their seed alone."""
+    kinds: dict[object, list[RecallEntry]] = {}
+    for index, entry in enumerate(entries):
+        kinds.setdefault(without_seed(entry.recipe) if entry.recipe else index, []).append(entry)
+    names = labels([members[0].recall for members in kinds.values()])
+    return [RecallGroup(name, tuple(members)) for name, members in zip(names, kinds.values(), strict=True)]
+
 
 def compare_recall(
-    folders: Sequence[Path], out: Path, *, title: str, remarks: Sequence[str] = (), console: Console
+    paths: Sequence[Path], out: Path, *, title: str, remarks: Sequence[str] = (), console: Console
 ) -> RecallReport:
     """Compare runs of one task; those whose recipes differ by seed and name alone are grouped.
 
+    Args:
+        paths: run folders, or a results.json of an earlier comparison, which stands for its runs.
+        out: where to write.
+        title: the figure's heading.
+        remarks: what the reader should know beyond what the runs themselves tell.
+        console: where to print.
+
     Raises:
-        LabError: a run that is not finished or not measured, runs of several tasks or training lengths, seeds that share
-            no length, or a folder that cannot be written to.
+        LabError: a run that is not finished or not measured, runs of several tasks or training lengths, a run that
+            comes twice, seeds that share no length, or a folder that cannot be written to.
     """
-    entries = [_entry(folder) for folder in folders]
+    entries = [entry for path in paths for entry in _entries(path)]
+    refuse_twice([entry.info for entry in entries])
     if len({(entry.recall.task, entry.recall.train_length) for entry in entries}) > 1:
         raise LabError("the runs were trained on different tasks or lengths", "compare runs of one task")
-    drawn = [_lines(entries, grown) for grown, _ in _WAYS]
+    groups = grouped(entries)
+    drawn = [_lines(groups, grown) for grown, _ in _WAYS]
     if not any(drawn):
         raise LabError(
             "the seeds of each model share no length", "measure all of them at the same lengths with `softfocus recall`"
         )
     report = RecallReport(
-        title=title, created=datetime.now(UTC).replace(microsecond=0), notes=[*remarks, *_notes(entries)], runs=entries
+        title=title, created=datetime.now(UTC).replace(microsecond=0), notes=[*remarks, *_notes(groups)], runs=entries
     )
     write_atomically(out / RESULTS, json_text(report))
     first = entries[0].recall
@@ -82,61 +135,45 @@ def compare_recall(
     for note in report.notes:
         console.print(f"Note: {note}", markup=False, highlight=False)
     with writing(out / FIGURE, "free some space or use another folder"):
-        save_curves(panels, out / FIGURE, title=title, train_length=first.train_length)
+        save_curves(panels, out / FIGURE, title="\n".join([title, *_errors(groups)]), train_length=first.train_length)
     for name in (RESULTS, FIGURE):
         console.print(f"  {out / name}", markup=False, highlight=False, soft_wrap=True)
     return report
 
 
-def _entry(folder: Path) -> RecallEntry:
-    return RecallEntry(
-        info=load_run(folder), recall=load_recall(folder), recipe=without_folders((folder / RECIPE).read_text())
-    )
+def _entries(path: Path) -> list[RecallEntry]:
+    if path.suffix == ".json":
+        return read_as(RecallReport, path).runs
+    return [RecallEntry(info=load_run(path), recall=load_recall(path), recipe=load_recipe_text(path))]
 
 
-def _lines(entries: Sequence[RecallEntry], grown: bool) -> list[Line]:
-    """One for each group of seeds and each window: the mean over the seeds, with its error from seeds and sequences.
-
-    A length that one of the seeds lacks is left out.
-    """
-    groups = _groups(entries)
-    names = [members[0].info.mechanism for members in groups]
+def _lines(groups: Sequence[RecallGroup], grown: bool) -> list[Line]:
+    """One for each group and window in which all its runs share a length."""
     lines = []
-    for members, name in zip(groups, names, strict=True):
-        label = name if names.count(name) == 1 else f"{name} · {members[0].info.name}"
-        found: dict[tuple[int, int], list[tuple[int, RecallRow]]] = {}
-        for entry in members:
-            for row in entry.recall.shown:
-                if row.grown == grown:
-                    found.setdefault((row.window or 0, row.length), []).append((entry.info.seed, row))
-        whole = {place: rows for place, rows in sorted(found.items()) if len(rows) == len(members)}
-        for window in dict.fromkeys(window for window, _ in whole):
-            points = [_point(length, rows) for (its, length), rows in whole.items() if its == window]
-            count = f" ({len(members)} seeds)" if len(members) > 1 else ""
-            lines.append(Line(label + (f", window {window}" if window else "") + count, points))
+    for group in groups:
+        windows = {row.window for entry in group.entries for row in entry.recall.shown}
+        for window in sorted(windows, key=lambda window: window or 0):
+            if points := group.points(grown, window):
+                lines.append(Line(group.title + (f", window {window}" if window else ""), points))
     return lines
 
 
-def _groups(entries: Sequence[RecallEntry]) -> list[list[RecallEntry]]:
-    groups: dict[object, list[RecallEntry]] = {}
-    for entry in entries:
-        groups.setdefault(without_seed(entry.recipe), []).append(entry)
-    return list(groups.values())
-
-
-def _point(length: int, rows: Sequence[tuple[int, RecallRow]]) -> Point:
-    mean = estimate([(seed, Mean(row.accuracy, row.standard_error)) for seed, row in rows])
-    return Point(length, mean.value, mean.standard_error, BLIND if all(row.blind for _, row in rows) else "")
-
-
-def _notes(entries: Sequence[RecallEntry]) -> list[str]:
-    found = []
+def _notes(groups: Sequence[RecallGroup]) -> list[str]:
+    """How to read the numbers, and in what the runs differ although a comparison takes it to be equal."""
+    found = _errors(groups)
+    entries = [entry for group in groups for entry in group.entries]
     if any(row.blind for entry in entries for row in entry.recall.shown):
         found.append(f"{BLIND} every answer lies beyond what the windows reach through all layers.")
-    if any(len({frozenset(row.place for row in e.recall.shown) for e in group}) > 1 for group in _groups(entries)):
+    if any(len({frozenset(row.place for row in e.recall.shown) for e in group.entries}) > 1 for group in groups):
         found.append("Some lengths or windows were not measured on every seed: they are left out.")
     if len({entry.info.commit for entry in entries}) > 1:
         found.append("The runs differ in commit: it was not the same code that trained them.")
-    if len({entry.info.seed for entry in entries}) == 1:
-        found.append("One seed: the noise of training is not known.")
     return found
+
+
+def _errors(groups: Sequence[RecallGroup]) -> list[str]:
+    """What the errors are."""
+    sizes = {len(group.entries) > 1 for group in groups}
+    several = ["Several seeds: ± is their standard deviation."] if True in sizes else []
+    one = ["One seed: ± is the standard error over sequences, and the noise of training is not known."]
+    return several + (one if False in sizes else [])

@@ -1,5 +1,6 @@
 """Recipes: a small TOML file, resolved and checked into a Recipe."""
 
+import copy
 import json
 import math
 import tomllib
@@ -263,11 +264,13 @@ def load(name_or_path: str | Path, overrides: list[str] | None = None) -> Recipe
 
     Raises:
         LabError: a missing file, a key that does not exist (with the nearest one), a value out of range.
+        UsageError: the same, where an override brought it.
     """
     values = _read(str(name_or_path), ())
+    given = copy.deepcopy(values)
     for override in overrides or []:
         _override(values, override)
-    return _checked(values, f"recipe {name_or_path}")
+    return _checked(values, f"recipe {name_or_path}", given)
 
 
 def derive(base: str, name: str, changes: dict[str, Any], near: Path | None = None) -> Recipe:
@@ -282,14 +285,24 @@ def derive(base: str, name: str, changes: dict[str, Any], near: Path | None = No
     Raises:
         LabError: as :func:`load`.
     """
-    return _checked(_merged(_read(base, (), near), changes) | {"name": name}, name)
+    values = _merged(_read(base, (), near), changes) | {"name": name}
+    return _checked(values, name, values)
 
 
-def _checked(values: dict[str, Any], where: str) -> Recipe:
+def _checked(values: dict[str, Any], where: str, given: dict[str, Any]) -> Recipe:
+    """A recipe of these values, which are those given and what the command line changed."""
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:
-        raise _explain(error, where) from None
+        mistakes = error.errors()
+    try:
+        Recipe.model_validate(given)
+        before = []
+    except ValidationError as error:
+        before = [(mistake["loc"], mistake["type"]) for mistake in error.errors()]
+    asked = [mistake for mistake in mistakes if (mistake["loc"], mistake["type"]) not in before]
+    what, remedy = _explain((asked or mistakes)[0], where)
+    raise UsageError(what, remedy) if asked else LabError(what, remedy)
 
 
 def _shipped() -> Any:
@@ -353,23 +366,20 @@ def _override(values: dict[str, Any], override: str) -> None:
     values[last] = value
 
 
-def _explain(error: ValidationError, where: str) -> LabError:
-    """The first of pydantic's errors in one line: the key, the value that came, and what is allowed."""
-    first = error.errors()[0]
-    path = [str(part) for part in first["loc"]]
+def _explain(mistake: Any, where: str) -> tuple[str, str]:
+    """One of pydantic's errors: the key, the value that came and what is allowed; and what to do."""
+    path = [str(part) for part in mistake["loc"]]
     key, fields = ".".join(path), _fields(path[:-1])
-    if first["type"] == "extra_forbidden":
+    if mistake["type"] == "extra_forbidden":
         there = {".".join([*path[:-1], field]) for field in fields}
-        return LabError(
-            f"{where} has no key {key!r}", did_you_mean(key, there, f"the keys here are {', '.join(fields)}")
-        )
-    if first["type"] == "missing":
+        return f"{where} has no key {key!r}", did_you_mean(key, there, f"the keys here are {', '.join(fields)}")
+    if mistake["type"] == "missing":
         about = fields[path[-1]].description if path[-1] in fields else None
-        return LabError(f"{where} lacks {key!r}", f"set it{f': {about}' if about else ''}")
-    message = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
-    if first["type"] == "value_error":
-        return LabError(": ".join(filter(None, (where, key, message))), "correct it in the recipe or with --set")
-    return LabError(f"{where}: {key} = {first['input']!r} {message}", f"set it like --set {key}=VALUE")
+        return f"{where} lacks {key!r}", f"set it{f': {about}' if about else ''}"
+    message = mistake["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    if mistake["type"] == "value_error":
+        return ": ".join(filter(None, (where, key, message))), "correct it in the recipe or with --set"
+    return f"{where}: {key} = {mistake['input']!r} {message}", f"set it like --set {key}=VALUE"
 
 
 def _fields(path: list[str]) -> dict[str, Any]:

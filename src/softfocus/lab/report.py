@@ -4,23 +4,25 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, computed_field, model_validator
 from rich.console import Console
 
-from softfocus.lab.disk import writing
+from softfocus.lab.disk import write_atomically, writing
 from softfocus.lab.errors import LabError
 from softfocus.lab.finding import Finding, finding
 from softfocus.lab.points import Axis, Group, best, column_name, groups, shared_columns
 from softfocus.lab.provenance import without_folders
-from softfocus.lab.results import RECIPE, Evaluation, RunInfo, json_text, load_evaluation, load_run, write_atomically
+from softfocus.lab.results import RECIPE, Evaluation, RunInfo, json_text, load_evaluation, load_run
 from softfocus.lab.table import loss_table
 
 RESULTS = "results.json"
 FIGURE = "figure1.png"
 PAGE = "report.html"
 SCHEMA_VERSION = 2
+
+_Kind = TypeVar("_Kind", bound=BaseModel)
 
 
 class Entry(BaseModel):
@@ -84,11 +86,24 @@ def load_entry(folder: Path) -> Entry:
     Raises:
         LabError: not a run folder, a run that did not finish, or one without an evaluation.
     """
-    info = load_run(folder)
-    evaluation = load_evaluation(folder)
+    return Entry(info=load_run(folder), evaluation=load_evaluation(folder), recipe=load_recipe_text(folder))
+
+
+def load_recipe_text(folder: Path) -> str:
+    """The resolved recipe of a run without names of folders; "" where there is none."""
     recipe = folder / RECIPE
-    text = without_folders(recipe.read_text()) if recipe.is_file() else ""
-    return Entry(info=info, evaluation=evaluation, recipe=text)
+    return without_folders(recipe.read_text(encoding="utf-8")) if recipe.is_file() else ""
+
+
+def refuse_twice(infos: Sequence[RunInfo]) -> None:
+    """Refuse a run that stands twice in a comparison, as a folder and in an earlier results.json.
+
+    Raises:
+        LabError: it does.
+    """
+    for index, info in enumerate(infos):
+        if info in infos[:index]:
+            raise LabError(f"the run {info.name} is there twice", "name its folder or the results.json that holds it")
 
 
 def build(
@@ -147,11 +162,20 @@ def read(path: Path) -> Report:
     Raises:
         LabError: no such file, or not one that this version wrote.
     """
+    return read_as(Report, path)
+
+
+def read_as(kind: type[_Kind], path: Path) -> _Kind:
+    """Read a results.json of a kind of report.
+
+    Raises:
+        LabError: no such file, or not one that this version wrote.
+    """
     remedy = "write it again with `softfocus compare RUN... --out FOLDER`"
     try:
-        return Report.model_validate_json(path.read_text())
-    except OSError as error:
-        raise LabError(f"cannot read {path}: {error.strerror or error}", remedy) from None
+        return kind.model_validate_json(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise LabError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}", remedy) from None
     except ValidationError as error:
         first = error.errors()[0]
         raise LabError(f"{path} is not a report: {'.'.join(map(str, first['loc']))}: {first['msg']}", remedy) from None

@@ -1,19 +1,21 @@
 """What a run folder holds, and reading it back. The one schema: train and evaluate write it, reports read it."""
 
 import math
-import os
 import re
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import datetime
+from functools import wraps
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, get_args
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import to_json
 
-from softfocus.lab.disk import writing
+from softfocus.lab.disk import write_atomically
 from softfocus.lab.errors import LabError
+from softfocus.lab.manifest import token_of
+from softfocus.lab.owner import holder, owning
 
 RUN = "run.json"
 RECIPE = "recipe.toml"
@@ -21,6 +23,7 @@ MODEL = "model"
 CHECKPOINTS = "checkpoints"
 TENSORBOARD = "tensorboard"
 EVALUATION = "evaluation.json"
+UNFINISHED = "evaluation.unfinished.json"
 RECALL = "recall.json"
 INDUCTION = "induction.json"
 
@@ -47,6 +50,9 @@ class RunInfo(_Record):
     """What trained a model: enough to tell two runs apart and to do one again. Losses are in nats per token."""
 
     name: str = Field(description="the run's name: the folder's")
+    token: str = Field(
+        default="", description="made at random when it began, and in all files of the run; early runs lack it"
+    )
     recipe: str = Field(description="the recipe's name; the resolved recipe is recipe.toml beside this")
     mechanism: str = Field(description="as in the recipe: 'lssar', 'sharpened(softmax, 3)'")
     status: Status
@@ -162,6 +168,7 @@ class Evaluation(_Record):
     """
 
     run: str = Field(description="the run's name")
+    token: str = Field(default="", description="the run's")
     mechanism: str
     train_length: int
     vocabulary: int
@@ -181,6 +188,13 @@ class Evaluation(_Record):
     def row(self, length: int, setting: Setting = AS_TRAINED) -> Row | None:
         """The row at a length, or None if it was not evaluated."""
         return next((row for row in self.rows if (row.length, row.setting) == (length, setting)), None)
+
+
+class Unfinished(_Record):
+    """The rows that an evaluation has finished so far. It lasts until evaluation.json is written."""
+
+    key: str = Field(description="a digest of all that decides a row besides its length and setting")
+    rows: list[Row]
 
 
 _SHORT = re.compile(r'\[\n(?:[^"{}]|"NaN"|"-?Infinity")*\n *\]|\{\n[^{}]*\n *\}')
@@ -241,6 +255,7 @@ class Recall(_Record):
     """Recall over length of one run, on the same sequences for all runs of one task."""
 
     run: str = Field(description="the run's name")
+    token: str = Field(default="", description="the run's")
     mechanism: str
     train_length: int
     seed: int = Field(description="the training seed")
@@ -276,6 +291,7 @@ class Induction(_Record):
     """Loss by distance of the latest repeat, of one run. Every row and bucket has the same tokens."""
 
     run: str = Field(description="the run's name")
+    token: str = Field(default="", description="the run's")
     mechanism: str
     train_length: int
     seed: int = Field(description="the training seed")
@@ -288,6 +304,9 @@ class Induction(_Record):
 
 
 _Model = TypeVar("_Model", bound=BaseModel)
+_Measured = TypeVar("_Measured", Evaluation, Recall, Induction)
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 def save_run(folder: Path, info: RunInfo) -> None:
@@ -303,41 +322,102 @@ def load_run(folder: Path, *, complete: bool = True) -> RunInfo:
         complete: refuse a run that has not finished.
 
     Raises:
-        LabError: no such folder, no run in it, a run that did not finish, or a file that cannot be read.
+        LabError: no such folder, no run in it, a run that did not finish, files of two trainings, or a file that cannot
+            be read.
     """
     train = "train one with `softfocus train RECIPE --out FOLDER`"
     if not folder.is_dir():
         raise LabError(f"there is no run at {folder}", train)
     info = _load(folder / RUN, RunInfo, f"{folder} is not a run folder: it has no {RUN}", train)
+    for part, token in ((RECIPE, _recipe_token(folder)), (MODEL, token_of(folder / MODEL))):
+        if token not in (None, info.token):
+            raise LabError(
+                f"{folder} holds parts of two trainings: its {part} is not of the run that {RUN} tells of",
+                "put back the one that belongs to it, or train again with --overwrite",
+            )
     if complete and info.status != "complete":
-        why = f" ({info.error})" if info.error else ""
-        raise LabError(
-            f"the run {folder} is not finished: its status is {info.status}{why}",
-            f"finish it with `softfocus train {folder / RECIPE} --out {folder} --resume`",
-        )
+        _refuse_unfinished(folder, info)
     return info
 
 
+def _refuse_unfinished(folder: Path, info: RunInfo) -> None:
+    if info.status == "running" and (by := holder(folder)):
+        raise LabError(f"the run {folder} is not finished: it is being trained by {by}", "wait until that is done")
+    why = f" ({info.error})" if info.error else ""
+    if info.status == "running":
+        why = ", but its process is gone"
+    raise LabError(
+        f"the run {folder} is not finished: its status is {info.status}{why}",
+        f"finish it with `softfocus train {folder / RECIPE} --out {folder} --resume`",
+    )
+
+
+def write_recipe(folder: Path, recipe: str, token: str) -> None:
+    """Write recipe.toml, TOML with the run's token in a comment, whole or not at all."""
+    write_atomically(folder / RECIPE, f"{_TOKEN_LINE}{token}\n{recipe}")
+
+
+_TOKEN_LINE = "# Resolved. Of the run "
+
+
+def _recipe_token(folder: Path) -> str | None:
+    """The token in recipe.toml, "" where early runs have none; None where there is no recipe."""
+    with suppress(OSError):  # whoever needs the recipe says what is wrong with it
+        first = (folder / RECIPE).read_text(encoding="utf-8", errors="replace").partition("\n")[0]
+        return first.removeprefix(_TOKEN_LINE) if first.startswith(_TOKEN_LINE) else ""
+    return None
+
+
+def measures(function: Callable[Concatenate[Path, _P], _R]) -> Callable[Concatenate[Path, _P], _R]:
+    """Decorates what measures a finished run and writes into its folder, which nobody else then does meanwhile."""
+
+    @wraps(function)
+    def alone(folder: Path, *arguments: _P.args, **options: _P.kwargs) -> _R:
+        load_run(folder)  # where there is no finished run, nothing is written
+        with owning(folder):
+            return function(folder, *arguments, **options)
+
+    return alone
+
+
 def save_evaluation(folder: Path, evaluation: Evaluation) -> None:
-    """Write evaluation.json, whole or not at all."""
-    write_atomically(folder / EVALUATION, json_text(evaluation))
+    """Write evaluation.json, whole or not at all.
+
+    Raises:
+        LabError: the run is no longer the one that was measured, or the file cannot be written.
+    """
+    _save_measured(folder / EVALUATION, evaluation)
 
 
 def load_evaluation(folder: Path) -> Evaluation:
     """Read evaluation.json.
 
     Raises:
-        LabError: no such folder, no finished evaluation in it, or a file that cannot be read.
+        LabError: no such folder, no finished evaluation in it, one of another training, or a file that cannot be read.
     """
     evaluate = f"evaluate it with `softfocus evaluate {folder}`"
     if not folder.is_dir():
         raise LabError(f"there is no run at {folder}", "train one with `softfocus train RECIPE --out FOLDER`")
-    return _load(folder / EVALUATION, Evaluation, f"the run {folder} has no {EVALUATION}", evaluate)
+    return _load_measured(folder / EVALUATION, Evaluation, evaluate)
+
+
+def save_unfinished(folder: Path, unfinished: Unfinished) -> None:
+    """Write the rows so far, whole or not at all."""
+    write_atomically(folder / UNFINISHED, json_text(unfinished))
+
+
+def load_unfinished(folder: Path, key: str) -> list[Row]:
+    """The rows of an evaluation of the same key that was stopped; none where the file is of another key or damaged."""
+    try:
+        found = Unfinished.model_validate_json((folder / UNFINISHED).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    return found.rows if found.key == key else []
 
 
 def save_recall(folder: Path, recall: Recall) -> None:
-    """Write recall.json, whole or not at all."""
-    write_atomically(folder / RECALL, json_text(recall))
+    """Like :func:`save_evaluation`, recall.json."""
+    _save_measured(folder / RECALL, recall)
 
 
 def load_recall(folder: Path) -> Recall:
@@ -346,12 +426,12 @@ def load_recall(folder: Path) -> Recall:
     Raises:
         LabError: there is none, or it cannot be read.
     """
-    return _load(folder / RECALL, Recall, f"the run {folder} has no {RECALL}", f"run `softfocus recall {folder}`")
+    return _load_measured(folder / RECALL, Recall, f"run `softfocus recall {folder}`")
 
 
 def save_induction(folder: Path, induction: Induction) -> None:
-    """Write induction.json, whole or not at all."""
-    write_atomically(folder / INDUCTION, json_text(induction))
+    """Like :func:`save_evaluation`, induction.json."""
+    _save_measured(folder / INDUCTION, induction)
 
 
 def load_induction(folder: Path) -> Induction:
@@ -360,40 +440,25 @@ def load_induction(folder: Path) -> Induction:
     Raises:
         LabError: there is none, or it cannot be read.
     """
-    remedy = f"run `softfocus induction {folder}`"
-    return _load(folder / INDUCTION, Induction, f"the run {folder} has no {INDUCTION}", remedy)
+    return _load_measured(folder / INDUCTION, Induction, f"run `softfocus induction {folder}`")
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a text file under a temporary name and rename it, so that a crash leaves the old file or none.
-
-    Raises:
-        LabError: the folder cannot be written to, or the disk is full.
-    """
-    with writing(path, "name a folder that can be written to, with space left on its disk"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-            temporary = Path(file.name)
-            try:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-                temporary.chmod(0o666 & ~_umask())  # a temporary file is private to its owner; a result is not
-                os.replace(temporary, path)
-            except BaseException:
-                temporary.unlink(missing_ok=True)
-                raise
+def _save_measured(path: Path, result: _Measured) -> None:
+    if load_run(path.parent, complete=False).token != result.token:
+        raise LabError(f"the run {path.parent} was trained again while it was measured", "measure it again")
+    write_atomically(path, json_text(result))
 
 
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+def _load_measured(path: Path, model: type[_Measured], remedy: str) -> _Measured:
+    found = _load(path, model, f"the run {path.parent} has no {path.name}", remedy)
+    if found.token != load_run(path.parent, complete=False).token:
+        raise LabError(f"{path} is of another training than {RUN} beside it", f"delete it; then {remedy}")
+    return found
 
 
 def _load(path: Path, model: type[_Model], missing: str, remedy: str) -> _Model:
     try:
-        return model.model_validate_json(path.read_text())
+        return model.model_validate_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise LabError(missing, remedy) from None
     except ValidationError as error:

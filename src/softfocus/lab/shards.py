@@ -25,7 +25,7 @@ def read_shard(path: Path) -> NDArray[np.uint16]:
     """The tokens of a shard, memory-mapped: [tokens].
 
     Raises:
-        LabError: the file is no such shard, or is shorter than its header says.
+        LabError: the file is no such shard, or holds fewer or more tokens than its header says.
     """
     remedy = "download the shard anew, or leave it out"
     try:
@@ -34,13 +34,16 @@ def read_shard(path: Path) -> NDArray[np.uint16]:
     except OSError as error:
         raise LabError(f"cannot read {path}: {error.strerror}", remedy) from error
     if len(header) < 256 or header[0] != MAGIC:
-        found = f"it starts with {header[0]}, not {MAGIC}" if len(header) else "it is empty"
+        found = f"it has {size} bytes, fewer than a header's {_HEADER}"
+        if len(header) == 256:
+            found = f"it starts with {header[0]}, not {MAGIC}"
         raise LabError(f"{path} is not a shard of tokens: {found}", "leave it out, or name the other files with a glob")
     if header[1] != VERSION:
         raise LabError(f"{path} is a shard of version {header[1]}, not {VERSION}", "get shards of version 1")
     count = int(header[2])
-    if not 0 < count <= (size - _HEADER) // 2:
-        raise LabError(f"{path} holds {(size - _HEADER) // 2} tokens, its header says {count}", remedy)
+    if count < 1 or size != _HEADER + 2 * count:
+        held = f"{(size - _HEADER) / 2:.1f}".removesuffix(".0")
+        raise LabError(f"{path} holds {held} tokens, its header says {count}", remedy)
     return np.memmap(path, "<u2", "r", offset=_HEADER, shape=(count,))
 
 

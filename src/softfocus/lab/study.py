@@ -16,6 +16,7 @@ from softfocus.lab import crew
 from softfocus.lab.compare import Comparison, compare
 from softfocus.lab.crew_screen import TRAINING, Job, clock
 from softfocus.lab.errors import LabError, UsageError, did_you_mean
+from softfocus.lab.options import SEEDS
 from softfocus.lab.points import without_seed
 from softfocus.lab.provenance import cores
 from softfocus.lab.recipe import Recipe, derive
@@ -90,8 +91,8 @@ def seeds_of(text: str) -> list[int]:
         UsageError: something else.
     """
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() for part in parts):
-        raise UsageError(f"--seeds: {text!r} is not a list of whole numbers", "write it like 0,1,2")
+    if not all(part.isdecimal() and len(part) <= 10 and int(part) < SEEDS for part in parts):
+        raise UsageError(f"--seeds: {text!r} is not a list of whole numbers below 2^32", "write it like 0,1,2")
     return list(dict.fromkeys(map(int, parts)))
 
 

@@ -71,17 +71,17 @@ def fill(folder: Path, plan: Plan, progress: Progress) -> dict[str, Any]:
     with _Writer(folder, "train", size) as train, _Writer(folder, "validation", size) as validation:
         if shards:
             shards, held_out = (shards, []) if plan.validation else split_shards(shards)
-            _copy(shards, end, train, progress)
-            _copy(held_out, end, validation, progress, VALIDATION_TOKENS)
+            _copy(plan.train, shards, end, train, progress)
+            _copy(plan.train, held_out, end, validation, progress, VALIDATION_TOKENS)
         else:
             parts = _split(plan, cut)
-            for part, tokens in _tokenised(plan.train, parts, encode, end, progress):
+            for part, tokens in _tokenised(plan.train, parts, encode, tokenizer, progress):
                 (validation if part.held_out else train).append(tokens, np.zeros(1, np.int64))
         if plan.validation and (held_out := _shards(plan.validation)):
-            _copy(held_out, end, validation, progress, VALIDATION_TOKENS)
+            _copy(plan.validation, held_out, end, validation, progress, VALIDATION_TOKENS)
         elif plan.validation:
             whole = map(_Part, plan.validation)
-            for _, tokens in _tokenised(plan.validation, whole, encode, end, progress):
+            for _, tokens in _tokenised(plan.validation, whole, encode, tokenizer, progress):
                 validation.append(tokens, np.zeros(1, np.int64))
         if train.count < 2:
             raise _empty(plan.train)
@@ -91,8 +91,15 @@ def fill(folder: Path, plan: Plan, progress: Progress) -> dict[str, Any]:
             validation.append(*train.cut(plan.fraction))
     tokenizers.save(tokenizer, folder / "tokenizer")
     counts = [train.count, validation.count, train.documents, validation.documents]
-    sources = [plan.train.source, plan.validation and plan.validation.source]
-    return {"counts": counts, "dtype": train.dtype.str, "vocab_size": size, "sources": sources, "tokenizer": plan.spec}
+    corpora = [plan.train, plan.validation] if plan.validation else [plan.train]
+    return {
+        "counts": counts,
+        "dtype": train.dtype.str,
+        "vocab_size": size,
+        "sources": [plan.train.source, plan.validation and plan.validation.source],
+        "tokenizer": plan.spec,
+        "left_out": [f"left out of {one.source}: {text}" for one in corpora if (text := one.left_out.text)],
+    }
 
 
 def _empty(corpus: Corpus) -> LabError:
@@ -103,6 +110,9 @@ def _shards(corpus: Corpus) -> list[Path]:
     shards = [path for path in corpus.files if path.suffix == SUFFIX]
     if shards and corpus.max_documents is not None:
         raise LabError("max_documents does not apply to shards", "leave it out, and name fewer shards with a glob")
+    for path in corpus.files if shards else ():
+        if path.suffix != SUFFIX:
+            corpus.left_out.add("files beside shards of tokens", path)
     return shards
 
 
@@ -158,13 +168,18 @@ def _tokenised(
     corpus: Corpus,
     parts: Iterable[_Part],
     encode: Callable[[list[str]], list[list[int]]],
-    end: int,
+    tokenizer: Any,
     progress: Progress,
 ) -> Iterator[tuple[_Part, NDArray[Any]]]:
     """Each part of a corpus with its tokens; a document's include the end."""
+    end, unknown = tokenizers.end_of_document(tokenizer), tokenizers.unknown(tokenizer)
     for batch in _batches(parts):
         for part, ids in zip(batch, encode([part.text for part in batch]), strict=True):
-            yield part, np.array([*ids, end] if part.ends else ids)
+            tokens = np.array([*ids, end] if part.ends else ids)
+            if unknown is not None and (lost := int(np.count_nonzero(tokens == unknown))):
+                kind = f"tokens that are only {tokenizer.unk_token!r}"
+                corpus.left_out.add(kind, f"in {part.text[:30]!r}", lost)
+            yield part, tokens
         progress(f"tokenising {corpus.source}", corpus.share)
 
 
@@ -181,10 +196,13 @@ def _batches(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
         yield batch
 
 
-def _copy(paths: list[Path], end: int, writer: _Writer, progress: Progress, limit: int | None = None) -> None:
+def _copy(
+    corpus: Corpus, paths: list[Path], end: int, writer: _Writer, progress: Progress, limit: int | None = None
+) -> None:
     """Copy whole shards, or their first `limit` tokens. A document starts at each `end`, as GPT-2's shards have it."""
     for number, path in enumerate(paths):
-        shard = read_shard(path)[: None if limit is None else limit - writer.count]
+        whole = read_shard(path)
+        shard = whole[: None if limit is None else limit - writer.count]
         for start in range(0, len(shard), _CHUNK):
             tokens = np.asarray(shard[start : start + _CHUNK])
             try:
@@ -192,6 +210,10 @@ def _copy(paths: list[Path], end: int, writer: _Writer, progress: Progress, limi
             except ValueError as error:
                 raise LabError(f"{path} holds {error}", "name the tokenizer that made the shards") from None
             progress("copying shards", (number + (start + len(tokens)) / len(shard)) / len(paths))
+        if len(shard) < len(whole):
+            kind = f"tokens of the shards that validate, after the first {limit:,}"
+            corpus.left_out.add(kind, path, len(whole) - len(shard))
+        corpus.check_unchanged(path)
 
 
 class _Writer:

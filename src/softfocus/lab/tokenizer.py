@@ -15,6 +15,7 @@ HUB = "hub:"
 END = "<|endoftext|>"
 
 _LEAST = 257  # 256 bytes and the end of a document
+_MOST = 1 << 20  # several times the largest in use; the trainer claims memory for all at once, and aborts without it
 _TRAINING_CHARACTERS = 100_000_000  # what a BPE is trained on at most: its merges settle long before
 
 
@@ -34,14 +35,14 @@ def load_tokenizer(spec: str, corpus_documents: Iterable[str] | None = None) -> 
         A `transformers.PreTrainedTokenizerBase`, with an `eos_token`.
 
     Raises:
-        LabError: a spec that says nothing, a VOCAB below 257, a BPE without documents, a folder or a name that cannot
-            be loaded, or a tokenizer that has no token to end a document with.
+        LabError: a spec that says nothing, a VOCAB below 257 or above 2^20, a BPE without documents, a folder or a name
+            that cannot be loaded, or a tokenizer that has no token to end a document with.
     """
     if spec == BYTES:
         return _bytes()
     if spec.startswith(BPE):
         return _bpe(spec.removeprefix(BPE), corpus_documents)
-    if spec.startswith(HUB) or Path(spec).expanduser().is_dir():
+    if spec.startswith(HUB) or (spec and Path(spec).expanduser().is_dir()):  # "" would be the current directory
         return _pretrained(spec)
     raise LabError(
         f"there is no tokenizer '{spec}'",
@@ -89,6 +90,12 @@ def end_of_document(tokenizer: Any) -> int:
     return int(end)
 
 
+def unknown(tokenizer: Any) -> int | None:
+    """The id of what a tokenizer has no token for; None where there is none, or where it ends documents too (GPT-2)."""
+    found = tokenizer.unk_token_id
+    return None if found is None or found == end_of_document(tokenizer) else int(found)
+
+
 def save(tokenizer: Any, folder: Path) -> None:
     """Like `save_pretrained`, but a disk that is full raises OSError, as with every other file.
 
@@ -121,9 +128,9 @@ def _byte_characters() -> list[str]:
 def _bpe(size: str, documents: Iterable[str] | None) -> Any:
     from tokenizers import models, pre_tokenizers, trainers
 
-    if not size.isdecimal() or int(size) < _LEAST:
+    if not size.isdecimal() or len(size) > 9 or not _LEAST <= int(size) <= _MOST:
         raise LabError(
-            f"the tokenizer '{BPE}{size}' has no vocabulary size of {_LEAST} or more",
+            f"the tokenizer '{BPE}{size}' has no vocabulary size from {_LEAST} to {_MOST}",
             f"say how many tokens, such as {BPE}8192: all 256 bytes and the end of a document come first",
         )
     if documents is None:
@@ -167,16 +174,24 @@ def _wrapped(backend: Any) -> Any:
 
 
 def _pretrained(spec: str) -> Any:
-    from transformers import AutoTokenizer
-
-    name = spec.removeprefix(HUB) if spec.startswith(HUB) else str(Path(spec).expanduser())
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    except Exception as error:  # the hub's client, the network, Transformers and tokenizers each raise their own
-        raise LabError(
-            f"cannot load the tokenizer {spec}: {first_line(error)}",
-            "check the name and the network" if spec.startswith(HUB) else "name a folder that holds a tokenizer.json",
-        ) from error
+    if spec.startswith(HUB):
+        tokenizer = load_saved(spec.removeprefix(HUB), "check the name and the network", spec)
+    else:
+        tokenizer = load_saved(Path(spec).expanduser(), "name a folder that holds a tokenizer.json", spec)
     if tokenizer.eos_token_id is None and tokenizer.sep_token_id is None:
         raise LabError(f"the tokenizer {spec} has no token to end a document with", "set eos_token in its config")
     return tokenizer
+
+
+def load_saved(name: Path | str, remedy: str, spec: str | None = None) -> Any:
+    """The tokenizer of a folder, or of a name of the hub; an error calls it by its spec, where there is one.
+
+    Raises:
+        LabError: it cannot be loaded.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(name))
+    except Exception as error:  # the hub's client, the network, Transformers and tokenizers each raise their own
+        raise LabError(f"cannot load the tokenizer {spec or name}: {first_line(error)}", remedy) from error

@@ -4,6 +4,9 @@ import math
 import signal
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -17,7 +20,9 @@ from torch.utils.data import Dataset, SequentialSampler
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 import softfocus.hf
+from softfocus.lab import checkpoints
 from softfocus.lab.anneal import Annealing
+from softfocus.lab.divergence import Divergence
 from softfocus.lab.errors import LabError
 from softfocus.lab.progress import Event, Listener
 from softfocus.lab.recipe import Recipe
@@ -27,14 +32,37 @@ WARM_UP_STEPS = 5
 """Steps left out of tokens per second: allocators, caches and compilers settle in them."""
 
 
+@dataclass
+class Keeping:
+    """What a training does about checkpoints.
+
+    Attributes:
+        newest: the newest checkpoint, None before the first; at first the one to go on from.
+        token: the run's, which every checkpoint gets.
+        before: called before each one; what it raises ends the training.
+    """
+
+    newest: Path | None
+    token: str
+    before: Callable[[], None]
+
+
 class WindowTrainer(Trainer):
     """Next-token training on windows of L + 1 tokens, in the order in which the dataset gives them.
 
     A window of L + 1 tokens makes L predictions, so that every position of the model's length is trained.
+
+    Args:
+        recipe: what is trained.
+        keeping: which checkpoint to go on from, and how to keep others.
+        arguments: of Trainer.
     """
 
-    def __init__(self, **arguments: Any):
+    def __init__(self, recipe: Recipe, keeping: Keeping, **arguments: Any):
         super().__init__(**arguments)
+        self.keeping = keeping
+        self._recipe = recipe
+        self._divergence = Divergence(math.log(self.model.config.vocab_size), self.train_dataset, recipe.train.batch)
         # All windows are equally long, so a step's loss is the plain mean of its micro-batches' means, over devices too.
         # Trainer divides by the number of micro-batches only where it believes that the model does not.
         self.model_accepts_loss_kwargs = False
@@ -42,6 +70,42 @@ class WindowTrainer(Trainer):
     def _get_train_sampler(self, train_dataset: Any = None) -> SequentialSampler:
         # The dataset's own seed decides the order; Trainer skips as many windows as a checkpoint has seen
         return SequentialSampler(train_dataset if train_dataset is not None else self.train_dataset)
+
+    def training_step(self, *arguments: Any, **others: Any) -> torch.Tensor:
+        """Trainer's, and a note of the loss."""
+        loss = super().training_step(*arguments, **others)
+        self._divergence.add_loss(self.state.global_step + 1, loss)
+        return loss
+
+    def _get_grad_norm(self, *arguments: Any, **others: Any) -> Any:
+        norm = super()._get_grad_norm(*arguments, **others)
+        self._divergence.add_norm(self.state.global_step + 1, norm)
+        return norm
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Trainer's, and an end of a training that has gone wrong. Checkpoints come after it."""
+        first = next((entry["loss"] for entry in self.state.log_history if "loss" in entry), None)
+        super().log(logs, start_time)
+        if "loss" not in logs:
+            return
+        if (wrong := self._divergence.look(first, lambda facts: self.accelerator.reduce(facts, "mean"))) is not None:
+            train = self._recipe.train
+            newest = self.keeping.newest
+            kept = f"its last good checkpoint is {newest.name}" if newest else "it had no checkpoint yet"
+            raise LabError(
+                f"training {self._recipe.name}, {wrong}; {kept}",
+                f"lower train.learning_rate ({train.learning_rate}), raise train.warmup ({train.warmup}), or choose a "
+                "smaller power, and start again with --overwrite",
+            )
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        self.keeping.before()
+        super()._save_checkpoint(model, trial)
+        self.accelerator.wait_for_everyone()  # each process has written the state of its random numbers
+        unfinished, name = Path(self.args.output_dir), f"checkpoint-{self.state.global_step}"
+        if self.args.should_save:
+            checkpoints.keep(unfinished / name, unfinished.parent / name, self.keeping.newest, self.keeping.token)
+        self.keeping.newest = unfinished.parent / name
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         # Trainer's own leaves out, in silence, what a file holds under another name than the model: GPT-NeoX's untied head
@@ -60,7 +124,7 @@ class WindowTrainer(Trainer):
 
 
 class Watch(TrainerCallback):
-    """Reports progress, measures speed, stops on a loss that is not finite and on Ctrl-C.
+    """Reports progress, measures speed, stops on Ctrl-C.
 
     Attributes:
         tokens_per_second: of this call, without the first steps; None until it is known.
@@ -91,8 +155,8 @@ class Watch(TrainerCallback):
             self.tokens_per_second = self.recipe.train.batch * self.recipe.train.length / a_step
         if self.interrupted:
             control.should_save = control.should_training_stop = True
-        # A checkpoint starts a fresh mean of the loss, so that a resumed run logs the same numbers; and it lets
-        # on_log see the loss before a model that has diverged is kept
+        # A checkpoint starts a fresh mean of the loss, so that a resumed run logs the same numbers; and a model that has
+        # diverged is noticed before it is kept
         control.should_log = control.should_log or control.should_save
         self.listener(
             Event(
@@ -106,16 +170,9 @@ class Watch(TrainerCallback):
         )
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
-        """Remember the loss, and stop if it is not finite."""
-        if logs is None or "loss" not in logs:
-            return
-        self._loss = logs["loss"]
-        if not math.isfinite(self._loss):
-            raise LabError(
-                f"the loss of {self.recipe.name} became {self._loss} by step {state.global_step}",
-                f"lower train.learning_rate ({self.recipe.train.learning_rate}), raise train.warmup "
-                f"({self.recipe.train.warmup}), or choose a smaller power",
-            )
+        """Remember the loss."""
+        if logs is not None and "loss" in logs:
+            self._loss = logs["loss"]
 
 
 class Curves(TrainerCallback):
@@ -147,8 +204,31 @@ class Curves(TrainerCallback):
         self._writer.flush()
 
 
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """While this is entered, SIGTERM and the end of the terminal raise KeyboardInterrupt, as Ctrl-C does.
+
+    Without it they end the process at once, and the run would look as if it went on.
+    """
+    here = threading.current_thread() is threading.main_thread()
+    numbers = [number for number in _ENDING if here and signal.getsignal(number) is signal.SIG_DFL]  # nohup's is not
+    for number in numbers:
+        signal.signal(number, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
+
+
+_ENDING = [signal.SIGTERM] + ([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])
+
+
 class Interruptible:
-    """While this is entered, the first Ctrl-C or SIGTERM asks for a checkpoint and a clean end; the second one ends at once."""
+    """While this is entered, the first signal to stop asks for a checkpoint and a clean end; the second one ends at once.
+
+    Signals are Ctrl-C, SIGTERM, and the end of the terminal unless nohup holds it off.
+    """
 
     def __init__(self, watch: Watch, enabled: bool):
         # Signals belong to the main thread; and processes of a group would stop at different steps and wait for one another
@@ -158,7 +238,8 @@ class Interruptible:
 
     def __enter__(self) -> None:
         if self._enabled:
-            self._before = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)}
+            asking = [n for n in _ENDING if n == signal.SIGTERM or signal.getsignal(n) != signal.SIG_IGN]
+            self._before = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, *asking)}
 
     def __exit__(self, *_: object) -> None:
         self._restore()
@@ -173,8 +254,10 @@ class Interruptible:
         self._before = {}
 
 
-def make_trainer(recipe: Recipe, folder: Path, model: Any, windows: Dataset[Any], watch: Watch) -> WindowTrainer:
-    """A trainer for a recipe.
+def make_trainer(
+    recipe: Recipe, folder: Path, model: Any, windows: Dataset[Any], watch: Watch, keeping: Keeping
+) -> WindowTrainer:
+    """A trainer for a recipe, which goes on from a checkpoint if there is one.
 
     Raises:
         LabError: the batch does not divide over devices, or this machine cannot compute in the precision asked for.
@@ -182,7 +265,7 @@ def make_trainer(recipe: Recipe, folder: Path, model: Any, windows: Dataset[Any]
     train = recipe.train
     try:
         arguments = TrainingArguments(
-            output_dir=str(folder / CHECKPOINTS),
+            output_dir=str(folder / CHECKPOINTS / checkpoints.UNFINISHED),
             max_steps=train.steps,
             gradient_accumulation_steps=train.accumulate,
             optim="adamw_torch",
@@ -206,7 +289,6 @@ def make_trainer(recipe: Recipe, folder: Path, model: Any, windows: Dataset[Any]
             logging_steps=train.log_every,
             logging_nan_inf_filter=False,  # a loss of NaN must be seen, not smoothed over
             save_steps=train.checkpoint_every,
-            save_total_limit=2,  # the newest, and one more should the machine stop while it is written
             report_to="none",
             disable_tqdm=True,
             remove_unused_columns=False,
@@ -220,7 +302,7 @@ def make_trainer(recipe: Recipe, folder: Path, model: Any, windows: Dataset[Any]
     if arguments.parallel_mode.value == "not_distributed":
         arguments._n_gpu = 1  # several devices are for torchrun; Trainer's DataParallel would change the batch
     arguments.per_device_train_batch_size = _share(train.batch, train.accumulate, arguments.world_size)
-    trainer = WindowTrainer(model=model, args=arguments, train_dataset=windows, callbacks=[watch])
+    trainer = WindowTrainer(recipe, keeping, model=model, args=arguments, train_dataset=windows, callbacks=[watch])
     trainer.remove_callback(PrinterCallback)
     layout = softfocus.hf.layout_of(model)
     if train.power is not None and layout is not None:

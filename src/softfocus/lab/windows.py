@@ -46,7 +46,9 @@ class TrainingWindows(Dataset[dict[str, torch.Tensor]]):
         self.store, self.length, self.seed = store, length, seed
         # The last length - 1 predictions that there are give the cut room to move from pass to pass
         self.per_pass = max(1, (store.n_train - length) // length)
-        self._room = min(length - 1, store.n_train - 1 - self.per_pass * length)
+        spare = store.n_train - 1 - self.per_pass * length
+        self._room = min(length - 1, spare)
+        self._rest = spare - self._room  # tokens at the end that no cut in that room reaches
         self._passes: dict[int, tuple[int, NDArray[np.int64]]] = {}
         self._count = self.per_pass if count is None else count
 
@@ -59,7 +61,8 @@ class TrainingWindows(Dataset[dict[str, torch.Tensor]]):
         number, place = divmod(index, self.per_pass)
         if number not in self._passes:
             random = np.random.default_rng((self.seed, number))
-            self._passes[number] = int(random.integers(self._room + 1)), random.permutation(self.per_pass)
+            first = int(random.integers(self._room + 1)) + number % 2 * self._rest  # every second pass reaches the end
+            self._passes[number] = first, random.permutation(self.per_pass)
         first, order = self._passes[number]
         start = first + int(order[place]) * self.length
         tokens = torch.from_numpy(self.store.train[start : start + self.length + 1].astype(np.int64))

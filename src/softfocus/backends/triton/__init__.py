@@ -26,6 +26,18 @@ MOST_HEADS = 65535
 """Of all sequences together: CUDA's limit of the second dimension of a grid."""
 
 
+WHOLE_POWER = 32
+"""Whole powers up to this are raised by squaring, with a kernel compiled for each; others are read when the kernel runs."""
+
+
+def compiled_as(mechanism: Mechanism) -> Mechanism:
+    """A mechanism that has the same compiled kernels: what stands for all powers that are read when a kernel runs."""
+    power = mechanism.power
+    if power is None or (power == int(power) and 1 <= power <= WHOLE_POWER):
+        return mechanism
+    return mechanism.replace(power=1.5)
+
+
 def _there() -> bool:
     try:
         return find_spec("triton") is not None

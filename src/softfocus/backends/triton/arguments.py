@@ -164,7 +164,8 @@ class Phi(NamedTuple):
 
     Attributes:
         value, slope: phi 2^-shift in its unit, and its slope times 2^-shift, from scores in theirs.
-        log: the value's logarithm, from score, shift and value; of a score far below the shift also where the value is 0.
+        log: the value's logarithm, from score, shift and value; also where the value is too small for a float.
+        rate: slope over value of a score above which it is large beside its own, and the value may be too small for a float.
         shift: of a row, from its largest score.
         vanishes: constexpr, whether phi is 0 below a score of 0.
         score_unit, unit: constexpr, what scores and phi are multiplied by.
@@ -173,6 +174,7 @@ class Phi(NamedTuple):
     value: Any
     slope: Any
     log: Any
+    rate: Any
     shift: Any
     vanishes: tl.constexpr
     score_unit: tl.constexpr

@@ -10,7 +10,7 @@ from torch import Tensor
 from triton import knobs
 
 from softfocus import dropout
-from softfocus.backends.triton import tuning
+from softfocus.backends.triton import WHOLE_POWER, tuning
 from softfocus.backends.triton.arguments import Algebra, Array, Blocks, Tiles
 from softfocus.backends.triton.arguments import Problem as Given
 from softfocus.backends.triton.kernels import sight as see
@@ -20,8 +20,6 @@ from softfocus.mechanism import Mechanism
 from softfocus.reference import Problem
 from softfocus.visibility import Cache
 
-WHOLE_POWER = 32
-"""Whole powers up to this are raised by squaring, with a kernel compiled for each; others are read when the kernel runs."""
 LARGEST_SCORE = 60.0
 """Up to it phi, its sums and what re-weighting divides by are numbers without a shift."""
 TERMS = {torch.float32: 9, torch.float16: 6, torch.bfloat16: 5}

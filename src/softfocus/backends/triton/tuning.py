@@ -13,6 +13,7 @@ from triton.runtime import driver
 from triton.runtime.cache import get_cache_manager
 from triton.runtime.errors import OutOfResources, PTXASError
 
+from softfocus.backends.triton import compiled_as
 from softfocus.mechanism import Mechanism
 from softfocus.reference import Problem
 from softfocus.switches import switched_on
@@ -145,7 +146,7 @@ def kind(direction: str, problem: Problem, visibility: Visibility, mechanism: Me
     sizes = (query.size(0) * query.size(1), query.size(2), key.size(2), query.size(1) // key.size(1))
     given = (bias, head_scale, power, visibility.mask, visibility.key_mask, visibility.document_ids)
     return (
-        direction, mechanism.code, str(query.dtype), query.size(3), value.size(3),
+        direction, compiled_as(mechanism).code, str(query.dtype), query.size(3), value.size(3),
         *map(power_of_two, sizes),
         visibility.left >= 0, visibility.right >= 0, problem.dropout_p > 0, *(x is not None for x in given),
     )  # fmt: skip

@@ -74,6 +74,12 @@ def bench(
     threads: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Threads on the CPU.", show_default="torch's own choice")
     ] = None,
+    subjects: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LIST", help="Who is measured, beside sdpa: softfocus, tiled, flex ...", show_default="all"
+        ),
+    ] = None,
     seconds: Annotated[
         float | None, typer.Option(min=0, help="Timing budget of a cell.", show_default=str(FULL["seconds"]))
     ] = None,
@@ -117,6 +123,7 @@ def bench(
         heads=heads or default["heads"],
         head_dim=head_dim,
         threads=threads,
+        subjects=None if subjects is None else tuple(_split(subjects)),
         seconds=default["seconds"] if seconds is None else seconds,
         memory=memory,
     )

@@ -6,8 +6,9 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from softfocus.lab.disk import write_atomically
 from softfocus.lab.errors import LabError
-from softfocus.lab.results import Machine, write_atomically
+from softfocus.lab.results import Machine
 
 RESULTS = "results.json"
 FIGURE = "figure.png"
@@ -127,7 +128,7 @@ def load_benchmark(folder: Path) -> Benchmark:
     """
     remedy = f"make it with `softfocus bench --out {folder}`"
     try:
-        return Benchmark.model_validate_json((folder / RESULTS).read_text())
+        return Benchmark.model_validate_json((folder / RESULTS).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise LabError(f"{folder} holds no benchmark: it has no {RESULTS}", remedy) from None
     except (OSError, UnicodeDecodeError, ValidationError) as error:

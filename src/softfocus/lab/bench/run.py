@@ -18,7 +18,7 @@ from softfocus.lab.bench.figure import save_figure
 from softfocus.lab.bench.results import FIGURE, RESULTS, Benchmark, CellResult, Memory, SubjectResult, save_benchmark
 from softfocus.lab.bench.screen import Screen
 from softfocus.lab.bench.subjects import YARDSTICK, Subject
-from softfocus.lab.errors import LabError, first_line
+from softfocus.lab.errors import LabError, UsageError, did_you_mean, first_line
 
 Say = Callable[[Cell, str], None]
 
@@ -32,6 +32,7 @@ class Plan:
         tokens: B L of every cell that is not decoding, in place of the batch; None for the same batch at every length.
         mechanisms, lengths, whats: every combination is a cell.
         threads: of torch on the CPU; None for as many as torch takes.
+        subjects: who is measured, by names of ``subjects.SUBJECTS``; None for all. The yardstick always is.
         seconds: of timing, a cell.
         memory: also peak memory, a process for each subject of each cell.
     """
@@ -46,6 +47,7 @@ class Plan:
     heads: int = 4
     head_dim: int = 64
     threads: int | None = None
+    subjects: tuple[str, ...] | None = None
     seconds: float = 20.0
     memory: bool = True
     seed: int = 0
@@ -87,6 +89,11 @@ def run(plan: Plan, out: Path, console: Console) -> Benchmark:
             named(name)
         except ValueError as error:
             raise LabError(str(error).rstrip("."), "`softfocus mechanisms` lists them all") from None
+    for name in plan.subjects or ():
+        if name not in subjects.SUBJECTS:
+            known = list(subjects.SUBJECTS)
+            remedy = did_you_mean(name, known, f"choose from {', '.join(known)}")
+            raise UsageError(f"--subjects: {name!r} is not known", remedy)
     if plan.device == "cuda" and not torch.cuda.is_available():
         raise LabError(
             "there is no CUDA device: NOTHING WAS MEASURED", "run it with --device cpu, or see `softfocus doctor`"
@@ -122,9 +129,14 @@ def _run(plan: Plan, out: Path, console: Console) -> Benchmark:
     )
     save_benchmark(out, found)  # a folder that cannot be written to is said now, not after an hour
     cells = plan.cells()
+    registry = {
+        name: one
+        for name, one in subjects.SUBJECTS.items()
+        if plan.subjects is None or name in (YARDSTICK, *plan.subjects)
+    }
     with Screen(cells, console) as screen:
         for cell in cells:
-            result = measure(cell, seconds=plan.seconds, with_memory=plan.memory, say=screen.begin)
+            result = measure(cell, seconds=plan.seconds, with_memory=plan.memory, say=screen.begin, registry=registry)
             found.cells.append(result)
             save_benchmark(out, found)
             screen.end(result)

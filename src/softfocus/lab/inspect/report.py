@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from softfocus.lab.disk import write_atomically
 from softfocus.lab.inspect import figure, page
 from softfocus.lab.inspect.results import (
     MAPS_FIGURE,
@@ -21,7 +22,6 @@ from softfocus.lab.inspect.results import (
 )
 from softfocus.lab.inspect.run import Map
 from softfocus.lab.points import mechanism_name
-from softfocus.lab.results import write_atomically
 
 TITLE = "What attention looks at"
 

@@ -107,7 +107,7 @@ def read(path: Path) -> Inspections:
     """
     remedy = "write it again with `softfocus inspect RUN`"
     try:
-        return Inspections.model_validate_json(path.read_text())
+        return Inspections.model_validate_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise LabError(f"cannot read {path}: {error.strerror or error}", remedy) from None
     except (ValidationError, UnicodeDecodeError) as error:

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
-from transformers import AutoTokenizer
 
 import softfocus.hf
 from softfocus.hf import Call
@@ -25,7 +24,7 @@ from softfocus.lab.inspect.results import Heads, Inspection, Length, Row, Value
 from softfocus.lab.means import ClusteredMeans
 from softfocus.lab.progress import Event, Listener, silent
 from softfocus.lab.recipe import load
-from softfocus.lab.results import MODEL, RECIPE, RunInfo, load_run
+from softfocus.lab.results import RECIPE, RunInfo, load_run
 from softfocus.lab.tokens import TokenStore
 from softfocus.lab.windows import EvaluationWindows
 from softfocus.row_weights import blocks
@@ -246,7 +245,7 @@ def _read(text: Path, folder: Path, longest: int) -> TokenStore:
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise LabError(f"cannot read {text}: {why}", "name a text file with --text") from None
-    tokenizer = AutoTokenizer.from_pretrained(folder / MODEL)
+    tokenizer = models.load_tokenizer(folder)
     ids = np.array(tokenizer(content, add_special_tokens=False)["input_ids"], dtype=np.int64)
     if len(ids) <= longest:
         raise LabError(

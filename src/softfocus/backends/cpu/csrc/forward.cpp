@@ -51,10 +51,10 @@ struct Worker {
     const Problem& p = block.p;
     int64_t first = block.base, n = block.end - block.base;
     std::vector<std::pair<int64_t, float>> sums;
-    mixer.exact(block, [&](int64_t r, int64_t d, const float* weights) {
+    mixer.exact(block, [&](int64_t r, int64_t d, const float* logarithms) {
       float scale = p.sharpened ? mixer.share[r] : block.scale[r];
       auto value = value_column(d, first);
-      double total = log_sum(n, [&](int64_t j) { return double(weights[j]) + value(j); });
+      double total = log_sum(n, [&](int64_t j) { return block.log_weight(r, logarithms[j]) + value(j); });
       sums.push_back({r * block.value_width + d, float(total + std::log(double(scale)))});
     });
     for (int64_t r = 0; r < block.n; ++r)

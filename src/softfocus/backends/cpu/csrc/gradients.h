@@ -72,6 +72,7 @@ class RowGradients {
   Buffer<uint8_t> found;       // and how long it is
   Buffer<float> scaled;        // A * dL/dA of what LASER sums exactly, [ROWS, ld], of the rows that `exact` marks
   bool exact[ROWS];
+  double scaled_log[ROWS];     // of these rows sum A dL/dA log u
   Range seen[ROWS / MR];  // what groups of rows see of the chunk at hand
   float inner[ROWS];   // D: of re-weighted rows but for inner_rest, since dL/dA - D may be little where one key weighs most
   float inner_rest[ROWS];
@@ -113,18 +114,23 @@ class RowGradients {
     mixer.mix(block);
     int64_t n = block.end - block.base;
     std::vector<int64_t> done;
-    mixer.exact(block, [&](int64_t r, int64_t d, const float* w) {
+    mixer.exact(block, [&](int64_t r, int64_t d, const float* logs) {
       float* row = scaled + r * block.ld;
-      if (!exact[r]) std::fill(row, row + block.ld, 0.0f);  // whole vectors are read
+      if (!exact[r]) {
+        std::fill(row, row + block.ld, 0.0f);  // whole vectors are read
+        alone[r] = n - std::count(logs, logs + n, -INF) == 1;
+        scaled_log[r] = 0.0;
+      }
       exact[r] = true;
       done.push_back(r * block.value_width + d);
       float grad = grads[r * block.value_width + d];
-      auto term = [&](int64_t j) { return double(w[j]) + read_value(block.base + j, d); };
+      auto term = [&](int64_t j) { return block.log_weight(r, logs[j]) + read_value(block.base + j, d); };
       double total = log_sum(n, term);
       for (int64_t j = 0; j < n && grad != 0.0f; ++j)
-        if (w[j] != -INF) {
+        if (logs[j] != -INF) {
           float share = grad * float(std::exp(term(j) - total));
           row[j] += share;
+          scaled_log[r] += double(share) * logs[j];
           value_grads[(block.base + j) * block.value_width + d] += share;
         }
     });
@@ -183,7 +189,7 @@ class RowGradients {
     });
     for (int64_t r = 0; r < block.n && p.normaliser == L1; ++r) {
       inner[r] = sum(total[r]) * block.scale[r];
-      alone[r] = Phi::vanishes && sum(positive[r]) == 1.0f;
+      if (!exact[r]) alone[r] = Phi::vanishes && sum(positive[r]) == 1.0f;
       double more = 0.0;
       for (int64_t j = 0; j < block.end - block.base && exact[r]; ++j) more += scaled[r * block.ld + j];
       inner[r] += more;
@@ -240,10 +246,10 @@ class RowGradients {
       if (block.blind[r]) continue;
       const Totals& s = all[r];
       double norm = s.norm.total(), power = block.power[r], d = norm < TINY ? 0.0 : s.inner.total() / norm;
-      alone[r] = s.found == 1;
+      if (!exact[r]) alone[r] = s.found == 1;
       share[r] = norm < TINY ? 1.0f : float(1.0 / norm);
-      double direct = 0.0, direct_log = 0.0;  // of what is summed exactly
-      if (exact[r]) exact_sums(r, d, direct, direct_log);
+      double direct = 0.0;  // of what is summed exactly
+      if (exact[r]) exact_sums(r, d, direct);
       inner[r] = float(d);
       inner_rest[r] = float(d - inner[r]);
       if (constant(r)) continue;
@@ -251,7 +257,7 @@ class RowGradients {
       double slope_sum = lead[r] * (s.less_inner.total() - d * s.less.total()) + power * direct;
       ground[r] = block.offset[r] == 0.0f ? 0.0f : float(-slope_sum / block.count[r] * block.inverse[r]);
       if (to.power && block.peak[r] > TIE)
-        power_grad[r] = float((s.log_inner.total() - d * s.log.total()) * share[r] + direct_log);
+        power_grad[r] = float((s.log_inner.total() - d * s.log.total()) * share[r] + (exact[r] ? scaled_log[r] : 0.0));
     }
   }
 
@@ -268,13 +274,11 @@ class RowGradients {
     return (f[j - whole] - block.floor[r]) * block.inverse[r];
   }
 
-  void exact_sums(int64_t r, double& d, double& direct, double& direct_log) {
+  void exact_sums(int64_t r, double& d, double& direct) {
     for (int64_t j = 0; j < block.end - block.base; ++j)
       if (float x = scaled[r * block.ld + j]; x != 0.0f) {
-        float uj = u(r, j);
         d += x;
-        direct += x / uj;
-        direct_log += x * std::log(uj);
+        if (block.floor[r] != 0.0f) direct += x / u(r, j);
       }
   }
 
@@ -366,9 +370,7 @@ class RowGradients {
           vf g = (da - d) * rate;
           vf s = g * x[i];
           if (exact[r] && !constant(r)) {
-            vf none = splat(Phi::runs_along_exp ? 1.0f : 0.0f);  // far below zero slope and phi are the same
-            vf ratio = block.along_scores(r) ? splat(1.0f) : f[i] == 0.0f ? none : x[i] / f[i];
-            s += load(scaled + r * block.ld + j + i * W) * ratio;
+            s += load(scaled + r * block.ld + j + i * W) * phi.rate(load(kept + j + i * W));
           }
           store(a + j + i * W, f[i] * scale);
           store(ds + j + i * W, s);
@@ -442,8 +444,9 @@ class RowGradients {
           vf s = x[i] * (load(ds + j + i * W) + all);
           if (summed_exactly) {
             vf share = load(scaled + r * block.ld + j + i * W);
-            vf u = (phi.value(load(kept + j + i * W)) - block.floor[r]) * block.inverse[r];
-            s += share == 0.0f ? vf{} : share * (block.power[r] * (x[i] * block.inverse[r] / u));
+            vf old = load(kept + j + i * W), rate = phi.rate(old);
+            if (block.floor[r] != 0.0f) rate = x[i] / (phi.value(old) - block.floor[r]);
+            s += share == 0.0f ? vf{} : share * (block.power[r] * rate);
           }
           store(ds + j + i * W, s);
         });

@@ -81,8 +81,7 @@ class Mixer {
 
   void mix(const Block<Phi>& block) { block.p.dropped ? mix<true>(block) : mix<false>(block); }
 
-  // Calls f(r, column, weights) for what LASER must sum exactly, row by row: logarithms of the row's weights, not normed, at
-  // offsets from the block's base.
+  // Calls f(r, column, logarithms) for what LASER must sum exactly, row by row: as Block::logarithms has them.
   template <typename F>
   void exact(Block<Phi>& block, F&& f) {
     const Problem& p = block.p;
@@ -96,7 +95,7 @@ class Mixer {
       float low = p.sharpened ? LOW : LOW / std::min(block.norm[r], 1.0f);  // the largest u is 1; phi may be all small
       for (int64_t d = 0; d < p.value_dim; ++d) {
         if (!marked[r * p.value_dim + d] && !(out[r * block.value_width + d] < low)) continue;
-        if (!ready) block.log_weights(r, column);
+        if (!ready) block.logarithms(r, column);
         ready = true;
         f(r, d, static_cast<const float*>(column));
       }

@@ -8,15 +8,23 @@ namespace softfocus {
 
 inline vf positive(vf s) { return max(vf{}, s); }  // a NaN stays one
 
-// What every phi has; `keep` and `slope` turn N vectors in place.
+constexpr float TAIL = -20.0f;  // far below zero, where softplus and sigmoid are e^s
+constexpr float SMALLEST = std::numeric_limits<float>::min();
+
+// What every phi has; `keep` and `slope` turn N vectors in place. LASER asks for two more, which are right where phi itself is too
+// small for a float: `rate`, phi' / phi from what is kept (0 where there is no weight), and `log`, of phi, from the score.
 template <typename Phi>
 struct Pointwise {
   static constexpr bool after_maximum = false;
   static constexpr bool runs_along_exp = false;  // far below zero phi(s) = e^s: rows that lie there take e^(s - max)
   static constexpr bool vanishes = false;        // phi(s) = 0 for all s < 0
+  static constexpr bool keeps_scores = false;    // those above 0 at least
   static constexpr float hidden = 0.0f;          // what stands for a key that cannot be seen
   static vf keep(vf s) { return s; }
   static vf value(vf kept) { return kept; }
+  static vf log(vf s) {
+    return s < TAIL ? s : logarithm(Phi::value(Phi::keep(s)));
+  }
   template <int N>
   __attribute__((always_inline)) static void keep(vf (&s)[N]) {
     each<N>([&](int i) { s[i] = Phi::keep(s[i]); });
@@ -32,6 +40,8 @@ struct Exp : Pointwise<Exp> {  // with the l1 norm the scores are kept first, an
   static constexpr bool after_maximum = true;
   static vf keep(vf s) { return exponential(s); }
   static vf slope(vf kept) { return kept; }
+  static vf rate(vf) { return splat(1.0f); }
+  static vf log(vf s) { return s; }
 };
 
 struct Softplus : Pointwise<Softplus> {
@@ -51,12 +61,18 @@ struct Softplus : Pointwise<Softplus> {
   __attribute__((always_inline)) static void slope(vf (&kept)[N]) {
     one_minus_exp(kept);  // sigmoid(s)
   }
+  static vf rate(vf kept) {
+    vf x[1] = {kept};
+    slope(x);
+    return kept == 0.0f ? splat(1.0f) : x[0] / kept;
+  }
 };
 
 struct Sigmoid : Pointwise<Sigmoid> {  // near 1 its slope cannot be had from its value, so the score itself is kept
   using Pointwise::keep, Pointwise::slope;
   static constexpr bool runs_along_exp = true;
   static constexpr float hidden = -INF;
+  static constexpr bool keeps_scores = true;
   static vf value(vf s) {
     vf e = exp_negative(-absolute(s));
     return (s < 0.0f ? e : splat(1.0f)) / (1.0f + e);
@@ -65,28 +81,38 @@ struct Sigmoid : Pointwise<Sigmoid> {  // near 1 its slope cannot be had from it
     vf e = exp_negative(-absolute(s));
     return e / ((1.0f + e) * (1.0f + e));
   }
+  static vf rate(vf s) {
+    vf e = exp_negative(-absolute(s));
+    return (s < 0.0f ? splat(1.0f) : e) / (1.0f + e);
+  }
 };
 
 struct Relu : Pointwise<Relu> {
   using Pointwise::keep, Pointwise::slope;
-  static constexpr bool vanishes = true;
+  static constexpr bool vanishes = true, keeps_scores = true;
   static vf keep(vf s) { return positive(s); }
   static vf slope(vf kept) { return kept > 0.0f ? splat(1.0f) : vf{}; }
+  static vf rate(vf kept) { return kept < SMALLEST ? vf{} : 1.0f / kept; }
+  static vf log(vf s) { return s < SMALLEST ? splat(-INF) : logarithm(s); }
 };
 
 struct Relu2 : Pointwise<Relu2> {
   using Pointwise::keep, Pointwise::slope;
-  static constexpr bool vanishes = true;
+  static constexpr bool vanishes = true, keeps_scores = true;
   static vf keep(vf s) { return positive(s); }
   static vf value(vf kept) { return kept * kept; }
   static vf slope(vf kept) { return 2.0f * kept; }
+  static vf rate(vf kept) { return 2.0f * Relu::rate(kept); }
+  static vf log(vf s) { return 2.0f * Relu::log(s); }
 };
 
 struct Relu6 : Pointwise<Relu6> {
   using Pointwise::keep, Pointwise::slope;
-  static constexpr bool vanishes = true;
+  static constexpr bool vanishes = true, keeps_scores = true;
   static vf keep(vf s) { return min(splat(6.0f), positive(s)); }
   static vf slope(vf kept) { return kept > 0.0f ? (kept < 6.0f ? splat(1.0f) : vf{}) : vf{}; }
+  static vf rate(vf kept) { return kept < 6.0f ? Relu::rate(kept) : vf{}; }
+  static vf log(vf s) { return Relu::log(keep(s)); }
 };
 
 // Calls f with the phi of a number: the order of the Python side's PHI.

@@ -14,7 +14,6 @@
 
 namespace softfocus {
 
-constexpr float TAIL = -20.0f;
 constexpr float TINY = 1e-25f;  // a row whose phi (of relu's kind) add up to less has no weight: 1 / norm must be a number
 constexpr int64_t SQUARING_LIMIT = 32;
 
@@ -142,10 +141,10 @@ class Block : public Sight {
     return found;
   }
 
-  // The logarithms of a row's weights, up to what norms them, at offsets from base; -inf where no chunk is seen. Of re-weighted
-  // rows p log u: u^p may be too small for a float. So may phi of a score far below zero: there log phi(s) is s, and the scores
-  // are made once more.
-  void log_weights(int64_t r, float* to) {
+  // The logarithms of a row's u, or of its phi, up to what norms them, at offsets from base; -inf where no chunk is seen. Without a
+  // floor u is phi but for a factor, and may be too small for a float: its logarithm comes from the scores, made once more where
+  // they are not kept.
+  void logarithms(int64_t r, float* to) {
     std::fill(to, to + (ld - W), -INF);
     auto each_vector = [&](auto log) {
       chunks([&](int64_t at) {
@@ -153,18 +152,14 @@ class Block : public Sight {
         for (int64_t j = seen.low; j < seen.high; j += W) store(to + j, log(load(part(r, at) + j)));
       });
     };
-    if (along_scores(r)) {
-      scores(r, r + 1, true);
-      each_vector([&](vf s) { return s - maximum[r]; });
-      return exponentiate(r);
-    }
-    if (!Phi::runs_along_exp || p.sharpened) return each_vector([&](vf kept) { return log_weight(r, kept); });
-    auto log_phi = [](vf s) { return s < -80.0f ? s : logarithm(Phi::value(Phi::keep(s))); };
-    if (Phi::hidden == -INF) return each_vector(log_phi);  // the scores themselves are kept
+    if (floor[r] != 0.0f) return each_vector([&](vf kept) { return log_excess(r, kept); });
+    auto log_phi = [&](vf s) { return log_without_floor(r, s); };
+    if (Phi::keeps_scores && !tail[r]) return each_vector(log_phi);
     float total = norm[r], top = maximum[r];
     scores(r, r + 1, true);
     norm[r] = total, maximum[r] = top;
     each_vector(log_phi);
+    if (shifted(r)) return exponentiate(r);
     chunks([&](int64_t at) {
       Range seen = range(r, at);
       float* row = part(r, at);
@@ -172,14 +167,15 @@ class Block : public Sight {
     });
   }
 
-  // Whether a row's weights are e^(s - max)
-  bool along_scores(int64_t r) const { return !p.sharpened && (two_steps || tail[r]); }
+  // log A, but for what norms the row, from what `logarithms` has
+  double log_weight(int64_t r, float log_u) const { return log_u == -INF ? -INF : double(power[r]) * log_u; }
 
   // Whether a key that a row sees may weigh something
   bool weighs(int64_t r, int64_t key) const {
-    if (along_scores(r) || (Phi::runs_along_exp && !p.sharpened)) return true;
+    if (floor[r] == 0.0f && !Phi::vanishes) return true;
     int64_t j = key - base, whole = j / W * W;
-    return log_weight(r, load(part(r, j / CHUNK * CHUNK) + whole))[j - whole] != -INF;
+    vf kept = load(part(r, j / CHUNK * CHUNK) + whole);
+    return (floor[r] == 0.0f ? Phi::log(kept) : log_excess(r, kept))[j - whole] != -INF;
   }
 
  private:
@@ -196,11 +192,21 @@ class Block : public Sight {
     return std::max(largest(top) - floor[r], 0.0f) * inverse[r];
   }
 
-  vf log_weight(int64_t r, vf x) const {
+  // Whether e^(s - max) is kept
+  bool shifted(int64_t r) const { return two_steps || tail[r]; }
+
+  vf log_excess(int64_t r, vf kept) const {
     vf y;
-    with_row_phi(r, [&](auto phi) { y = phi.value(x); });
-    y = (y - floor[r]) * inverse[r];  // of other rows, y
-    return y < std::numeric_limits<float>::min() ? splat(-INF) : logarithm(y) * power[r];
+    with_row_phi(r, [&](auto phi) { y = phi.value(kept); });
+    y = (y - floor[r]) * inverse[r];
+    return y < SMALLEST ? splat(-INF) : logarithm(y);
+  }
+
+  // From the scores; near 1 u's own logarithm is more exact than a difference of two
+  vf log_without_floor(int64_t r, vf s) const {
+    if (shifted(r)) return s - maximum[r];
+    vf u = Phi::value(Phi::keep(s)) * inverse[r], scale = splat(inverse[r]);
+    return u < 1e-30f ? Phi::log(s) + logarithm(scale) : logarithm(u);
   }
 
   const bool two_steps;
@@ -403,8 +409,7 @@ class Block : public Sight {
       peak[r] = norm[r] - norm[r];
       return;
     }
-    bool shifted = two_steps || tail[r];
-    float high_f = shifted ? 1.0f : Phi::value(Phi::keep(splat(maximum[r])))[0];
+    float high_f = shifted(r) ? 1.0f : Phi::value(Phi::keep(splat(maximum[r])))[0];
     offset[r] = count[r] > FREE_ROWS ? 1.0f : 0.0f;
     float mean = norm[r] / count[r];
     peak[r] = std::max(high_f * count[r] / norm[r] - offset[r], 0.0f);

@@ -1,4 +1,4 @@
-"""Which weights dropout keeps: the bits that ``softfocus.dropout`` defines, made tile by tile, and again in the backward."""
+"""Which weights dropout keeps: the bits that ``softfocus.dropout`` defines, made where a tile is, and again in the backward."""
 
 import triton
 import triton.language as tl

@@ -143,11 +143,12 @@ def query_gradients(
                 query, problem, algebra, sight, b, h, rows, keys, rest, lift, WHOLE == 0, blocks
             )
             if EXACT:
+                log_weight, log_u = laser.log_weights(s, marked, problem, algebra, h)
                 terms, _none = laser.terms(
-                    laser.log_weights(s, marked, problem, algebra, h), tl.zeros_like(s), None,
-                    grad, made, problem, b, h, rows, mine, keys, 0, blocks,
-                )  # fmt: skip
-                moved, g, slope, u = laser.slopes(s, terms, marked, problem, algebra, h)
+                    log_weight, tl.zeros_like(s), None, grad, made, problem, b, h, rows, mine, keys, 0, blocks
+                )
+                moved, g, slope = laser.slopes(s, terms, marked, problem, algebra, h)
+                log_u = tl.where(log_u > float("-inf"), log_u, 0.0) / LN2
             else:
                 value = of.mixed_of(problem, b, h, keys, WHOLE == 0, blocks)
                 weight_grad = of.product(above, tl.trans(value), blocks)
@@ -157,6 +158,7 @@ def query_gradients(
                     weight_grad = tl.where(kept, weight_grad * problem.growth, 0.0)
                 moved, g, slope, u = of.slopes(s, weight_grad, tile_row, problem, algebra, h)
                 moved = moved * (weight_grad - tile_row.inner)
+                log_u = log2(tl.where(u > 0.0, u, 1.0), algebra.terms)
             if WHOLE == 0:
                 g = tl.where(seen, g, 0.0)  # of what is unseen the slope is 0
                 key = of.finite(key)
@@ -179,7 +181,6 @@ def query_gradients(
                 resting += rested_keys
                 total += tl.sum(g, 1)
                 if power_grad is not None:
-                    log_u = log2(tl.where(u > 0.0, u, 1.0), algebra.terms)
                     moved = moved * log_u
                     if WHOLE == 0:
                         moved = tl.where(seen, moved, 0.0)
@@ -277,11 +278,12 @@ def key_gradients(
                     marked = laser.along(
                         laser.marked_row(made.saved, problem, algebra, count, b, h, rows, row.inner), 0
                     )
-                    log_weight = tl.where(seen, laser.log_weights(s, marked, problem, algebra, h), float("-inf"))
+                    log_weight, _log_u = laser.log_weights(s, marked, problem, algebra, h)
+                    log_weight = tl.where(seen, log_weight, float("-inf"))
                     terms, value_sum = laser.terms(
                         log_weight, tl.zeros_like(s), value_sum, grad, made, problem, b, h, rows, mine, keys, 1, blocks
                     )
-                    weight, g, slope, _u = laser.slopes(s, terms, marked, problem, algebra, h)
+                    weight, g, slope = laser.slopes(s, terms, marked, problem, algebra, h)
                 else:
                     weight_grad = of.product(value, tl.trans(above), blocks)
                     if problem.seed is not None:
@@ -386,11 +388,11 @@ def bias_gradients(
                         rows[:, None], keys[None, :], rest[:, None], norms[None, :], lift[:, None], True,
                     )  # fmt: skip
                     if EXACT:
+                        log_weight, _log_u = laser.log_weights(s, marked, problem, algebra, h)
                         terms, _none = laser.terms(
-                            laser.log_weights(s, marked, problem, algebra, h), tl.zeros_like(s), None,
-                            grad, made, problem, b, h, rows, mine, keys, 0, blocks,
-                        )  # fmt: skip
-                        _weight, g, slope, _u = laser.slopes(s, terms, marked, problem, algebra, h)
+                            log_weight, tl.zeros_like(s), None, grad, made, problem, b, h, rows, mine, keys, 0, blocks
+                        )
+                        _weight, g, slope = laser.slopes(s, terms, marked, problem, algebra, h)
                     else:
                         value = of.mixed_of(problem, b, h, keys, True, blocks)
                         weight_grad = of.product(above, tl.trans(value), blocks)

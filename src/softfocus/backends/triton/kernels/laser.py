@@ -16,6 +16,8 @@ from softfocus.backends.triton.kernels.pointwise import LOG2E
 
 HIGH = tl.constexpr(30.0)
 LOW = tl.constexpr(1e-12)
+ALONE = tl.constexpr(2.0)
+"""The mark of a row of which one key has all the weight; 1 of others."""
 
 
 @triton.jit
@@ -76,7 +78,7 @@ class Marked(NamedTuple):
         shift, norm: of phi: sum_j phi(s_ij) 2^-shift, in its unit.
         floor, over_spread, tied: of re-weighted rows, as ``threshold`` gives them; sharp_norm: sum u^p.
         inner: D_i = sum_j A_ij dL/dA_ij.
-        alone: whether one key has all the weight, whatever its score.
+        alone: whether one key has all the weight, whatever its score: the backward's.
     """
 
     shift: tl.tensor
@@ -96,9 +98,8 @@ def marked_row(saved, problem, algebra, count, b, h, rows, inner):
     norm = tl.where(norm == 0.0, 1.0, norm)
     sharp_norm = tl.where(sharp_norm == 0.0, 1.0, sharp_norm)
     floor, over_spread, tied, _peak = of.threshold(problem, algebra, count, norm, largest)
-    alone = count == 1.0
-    if algebra.phi.vanishes and not algebra.sharp:
-        alone = alone | (norm == largest)
+    mark = tl.load(of.saved_row(saved, b, h, rows, 6), mask=rows < problem.query_length, other=0.0)
+    alone = mark == ALONE
     return Marked(shift, norm, floor, over_spread, tied, sharp_norm, inner, alone)
 
 
@@ -114,17 +115,18 @@ def along(row, AXIS: tl.constexpr):
 
 @triton.jit
 def log_weights(s, row, problem, algebra, h):
-    """log A of a tile, -inf where A is 0; not by way of A, which may be too small for a float."""
+    """log A and log u of a tile, -inf where they are 0; not by way of A and u, which may be too small for a float."""
     f = algebra.phi.value(s, row.shift, algebra)
     log_f = algebra.phi.log(s, row.shift, f)
     result = log_f - tl.log(row.norm)
+    log_u = result
     if algebra.sharp:
         u = of.excess(f, row.floor, row.over_spread, algebra)
         log_u = tl.where(u > 0.0, tl.log(tl.where(u > 0.0, u, 1.0)), float("-inf"))
         log_u = tl.where(row.floor == 0.0, log_f + tl.log(row.over_spread), log_u)
         sharp = of.power_of(problem, algebra, h) * log_u - tl.log(row.sharp_norm)
         result = tl.where(row.tied, result, sharp)
-    return result
+    return result, log_u
 
 
 @triton.jit
@@ -133,22 +135,22 @@ def slopes(s, total, row, problem, algebra, h):
     but A dL/dA - A D in place of A."""
     f = algebra.phi.value(s, row.shift, algebra)
     slope = algebra.phi.slope(s, row.shift, algebra) * algebra.phi.unit
-    u = f
     weight = f / row.norm
     loose = f
     power = 1.0
+    small = 2.0**-100
+    if algebra.phi.vanishes:  # without a floor; with one u is 0, or large beside the rounding of phi
+        small = tl.where(row.floor == 0.0, 2.0**-60, 0.0)
     if algebra.sharp:
         u = of.excess(f, row.floor, row.over_spread, algebra)
         weight = tl.where(row.tied, weight, of.raised(u, problem, algebra, h, 0) / row.sharp_norm)
         loose = tl.where(row.tied, f, tl.maximum(f - row.floor, 0.0))
         power = tl.where(row.tied, 1.0, of.power_of(problem, algebra, h))
     rest = tl.where(row.alone, 0.0, total - weight * row.inner)
-    gone = loose == 0.0
-    if not algebra.phi.vanishes:
-        gone = loose < 2.0**-100  # there phi is its own slope
+    gone = loose <= small
     g = rest * power / tl.where(gone, 1.0, loose)
-    slope = tl.where(gone & (rest != 0.0), 1.0, slope)
-    return rest, g, slope, u
+    slope = tl.where(gone & (rest != 0.0), algebra.phi.rate(s), slope)
+    return rest, g, slope
 
 
 @triton.jit
@@ -219,13 +221,16 @@ def exact_forward(problem, algebra, sight, made, blocks):
     span = see.key_tiles(sight, problem, blocks, b, block)
     top = tl.full([blocks.rows, blocks.value_dim], float("-inf"), tl.float32)
     total = tl.zeros([blocks.rows, blocks.value_dim], tl.float32)
+    alive = tl.zeros([blocks.rows], tl.float32)
     for WHOLE in tl.static_range(2):
         for n in range(see.number(sight.tiles, span, b, h, block, WHOLE == 0)):
             keys = of.keys_met(sight, span, b, h, block, n, WHOLE == 0, blocks)
             _key, _norms, s, seen, _scaled = of.tile_of_keys(
                 query, problem, algebra, sight, b, h, rows, keys, scale, lift, WHOLE == 0, blocks
             )
-            log_weight = tl.where(seen, log_weights(s, row, problem, algebra, h), float("-inf"))
+            log_weight, _log_u = log_weights(s, row, problem, algebra, h)
+            log_weight = tl.where(seen, log_weight, float("-inf"))
+            alive += tl.sum(tl.where(log_weight > float("-inf"), 1.0, 0.0), 1)
             for c in range(problem.value_dim):
                 places = of.key_places(problem.value, problem, b, h, keys) + c * problem.value.d
                 value = tl.load(places, mask=keys < see.length_of(problem, b), other=0.0).to(tl.float32)
@@ -239,6 +244,7 @@ def exact_forward(problem, algebra, sight, made, blocks):
                 more = tl.sum(tl.exp(log_weight + (value - base[:, None])), 1) + taint
                 total = tl.where(at, total * fade[:, None] + more[:, None], total)
                 top = tl.where(at, now[:, None], top)
+    tl.store(of.saved_row(made.saved, b, h, rows, 6), tl.where(alive == 1.0, ALONE, 1.0), mask=marked)
     heads, more = tl.zeros_like(rows) + h, tl.log(total)
     rounded = (top + more).to(made.out.at.dtype.element_ty)
     store(made.out, b, heads, rows, marked, rounded, problem, blocks)

@@ -166,6 +166,11 @@ def _log_of_value(s, shift, f):
 
 
 @triton.jit
+def _log_relu2(s, shift, f):
+    return 2.0 * _log(_positive(s)) - shift * LN2
+
+
+@triton.jit
 def _log_exp(s, shift, f):
     return (s - shift) * LN2
 
@@ -296,15 +301,30 @@ def _relu6_slope(s, shift, algebra):
     return _shifted(tl.where((s > 0.0) & (s < 6.0), 1.0, 0.0), shift, algebra)
 
 
+@triton.jit
+def _its_own(s):
+    return tl.zeros_like(s) + 1.0
+
+
+@triton.jit
+def _over(s):
+    return 1.0 / s
+
+
+@triton.jit
+def _twice_over(s):
+    return 2.0 / s
+
+
 _ONE = tl.constexpr(1.0)
 _SMOOTH, _VANISHES = tl.constexpr(False), tl.constexpr(True)
 PHI = {
-    "exp": Phi(_exp, _exp, _log_exp, _exp_shift, _SMOOTH, LOG2E, _ONE),
-    "softplus": Phi(_softplus, _softplus_slope, _log_softplus, _softplus_shift, _SMOOTH, LOG2E, LOG2E),
-    "sigmoid": Phi(_sigmoid, _sigmoid_slope, _log_sigmoid, _sigmoid_shift, _SMOOTH, LOG2E, _ONE),
-    "relu": Phi(_relu, _relu_slope, _log_of_value, _relu_shift, _VANISHES, _ONE, _ONE),
-    "relu2": Phi(_relu2, _relu2_slope, _log_of_value, _relu2_shift, _VANISHES, _ONE, _ONE),
-    "relu6": Phi(_relu6, _relu6_slope, _log_of_value, _relu6_shift, _VANISHES, _ONE, _ONE),
+    "exp": Phi(_exp, _exp, _log_exp, _its_own, _exp_shift, _SMOOTH, LOG2E, _ONE),
+    "softplus": Phi(_softplus, _softplus_slope, _log_softplus, _its_own, _softplus_shift, _SMOOTH, LOG2E, LOG2E),
+    "sigmoid": Phi(_sigmoid, _sigmoid_slope, _log_sigmoid, _its_own, _sigmoid_shift, _SMOOTH, LOG2E, _ONE),
+    "relu": Phi(_relu, _relu_slope, _log_of_value, _over, _relu_shift, _VANISHES, _ONE, _ONE),
+    "relu2": Phi(_relu2, _relu2_slope, _log_relu2, _twice_over, _relu2_shift, _VANISHES, _ONE, _ONE),
+    "relu6": Phi(_relu6, _relu6_slope, _log_of_value, _over, _relu6_shift, _VANISHES, _ONE, _ONE),
 }
 
 

@@ -1,0 +1,313 @@
+"""The Triton kernels under supervision: the first call of each kind is held against the tiled backend.
+
+``backend="auto"`` runs them through here, until somebody has seen them right on a GPU: a wrong kernel must not give wrong
+numbers in silence. What is compared is a part of the call itself, in float64 by the tiled backend. Kinds that disagree, or that
+cannot be compiled, run on the tiled backend from then on, after one warning. A kind is a mechanism with dtype, sizes of a head
+and the arguments that are given; neither lengths nor values belong to it. ``SOFTFOCUS_TRITON=trusted`` leaves the check out.
+"""
+
+import math
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from softfocus.backends import tiled, triton
+from softfocus.mechanism import Mechanism
+from softfocus.reference import Problem
+from softfocus.visibility import UNLIMITED, Cache, Visibility
+from softfocus.warn import warn
+
+ROWS = 128
+"""Queries of a part: enough for whole tiles, and for the kernels of many queries."""
+FEW_ROWS = 64
+"""Up to so many queries, of all heads that share a head of keys, other kernels run, which share the keys of all heads."""
+MOST_KEYS = 1 << 24
+"""Numbers in the keys of a part, where other kernels run: they are copied in float64."""
+MARGIN = 8.0
+"""Times the tiled backend's own error in the dtype of the call. One draw of rounding errors can be lucky; a wrong kernel is
+wrong by far more."""
+BAND = 4.0
+"""Units in the last place of the largest number that was summed, on top."""
+
+TINY = 1e-30
+MOST_KINDS = 4096
+Result = TypeVar("Result")
+
+_refused: dict[Hashable, str | None] = {}
+"""Kind and direction -> None, or why the kernels are not taken."""
+
+rows_kept = triton.rows_kept
+
+
+def forward(problem: Problem, visibility: Visibility, mechanism: Mechanism, seed: int) -> tuple[Tensor, Tensor]:
+    """As the Triton backend's; as the tiled backend's where that one is refused."""
+    if _fails("forward", problem, visibility, mechanism, seed):
+        out, statistics = tiled.forward(problem, visibility, mechanism, seed)
+        rows = statistics.new_zeros(rows_kept(mechanism, problem.value), *statistics.shape[1:])
+        rows[: len(statistics)] = statistics
+        return out, rows
+    return triton.forward(problem, visibility, mechanism, seed)
+
+
+def backward(
+    grad: Tensor,
+    problem: Problem,
+    visibility: Visibility,
+    mechanism: Mechanism,
+    seed: int,
+    bias_grad: bool,
+    out: Tensor,
+    rows: Tensor,
+) -> tuple[Tensor | None, ...]:
+    """As the Triton backend's; as the tiled backend's where that one is refused."""
+    forward_fails = _fails("forward", problem, visibility, mechanism, seed)
+    if forward_fails or _fails("backward", problem, visibility, mechanism, seed):
+        return tiled.backward(grad, problem, visibility, mechanism, seed, bias_grad)
+    return triton.backward(grad, problem, visibility, mechanism, seed, bias_grad, out, rows)
+
+
+def prepare(
+    problem: Problem, visibility: Visibility, mechanism: Mechanism
+) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+    """The Triton backend's, once the kind has been seen to be right."""
+    right = _refused.get(("forward", _kind(problem, visibility, mechanism)), "not seen yet") is None
+    return triton.prepare(problem, visibility, mechanism) if right else None
+
+
+def attend_cache(problem: Problem, cache: Cache, left: int, mechanism: Mechanism) -> Tensor:
+    """As the Triton backend's; sequence by sequence on the tiled backend where that one is refused.
+
+    Raises:
+        RuntimeError: a CUDA graph is captured, and the kernels are refused: the tiled backend waits for the device.
+    """
+    query = problem.query
+    if not query.numel():
+        return triton.attend_cache(problem, cache, left, mechanism)
+    kind = "cache", _kind(problem, Visibility(query.size(2), 0, left, 0), mechanism), cache.page_table is None
+    if kind not in _refused and not _capturing(query):
+        b = int(cache.lengths.argmax())
+
+        def compared() -> Iterator[Compared]:
+            same, exact = (_sequence(b, problem, cache, left, mechanism, double) for double in (False, True))
+            got = _of_kernels(lambda: triton.attend_cache(problem, cache, left, mechanism))
+            yield got[b : b + 1], same, exact, _largest(exact)
+
+        _judge(kind, mechanism, compared)
+    if not _refused.get(kind):
+        return triton.attend_cache(problem, cache, left, mechanism)
+    if _capturing(query):
+        raise RuntimeError(
+            "softfocus: the Triton kernels are refused for this call, and what runs instead cannot be captured"
+        )
+    return torch.cat([_sequence(b, problem, cache, left, mechanism) for b in range(query.size(0))])
+
+
+def refusal(problem: Problem, visibility: Visibility, mechanism: Mechanism) -> str | None:
+    """Why the kernels are not taken for calls of a kind, as far as it is known; or None."""
+    kind = _kind(problem, visibility, mechanism)
+    return next((why for way in ("forward", "backward") if (why := _refused.get((way, kind)))), None)
+
+
+def seen(problem: Problem, visibility: Visibility, mechanism: Mechanism) -> str:
+    """What is known of calls of a kind, for people."""
+    kind = _kind(problem, visibility, mechanism)
+    ways = [way for way in ("forward", "backward") if _refused.get((way, kind), "not seen yet") is None]
+    return f"{' and '.join(ways)} seen to agree with 'tiled' here" if ways else "the first call is held against 'tiled'"
+
+
+def _fails(way: str, problem: Problem, visibility: Visibility, mechanism: Mechanism, seed: int) -> bool:
+    """Whether a direction of calls of this kind is refused; looks into it at the first call."""
+    kind = way, _kind(problem, visibility, mechanism)
+    if kind not in _refused:
+        if _capturing(problem.query) or not (problem.query.numel() and problem.key.numel()):
+            return False  # a graph under capture cannot be looked into, nor can what is empty
+        part, sight = _part_of(problem, visibility)
+        looks = _forwards if way == "forward" else _backwards
+        _judge(kind, mechanism, lambda: looks(part, sight, mechanism, seed))
+    return _refused.get(kind) is not None
+
+
+Compared = tuple[Tensor, Tensor, Tensor, float]
+"""Of the kernels, of the tiled backend in the same dtype, of the tiled backend in float64; and how large what was summed is."""
+
+
+class _Broken(Exception):
+    """The kernels raised."""
+
+
+def _of_kernels(run: Callable[[], Result]) -> Result:
+    try:
+        return run()
+    except (
+        torch.OutOfMemoryError,
+        torch.AcceleratorError,
+    ):  # the memory is short, or the device lost: not the kernels' fault
+        raise
+    except Exception as error:  # Triton's compilers have exceptions of their own
+        raise _Broken(
+            f"they do not run here ({type(error).__name__}: {(str(error).splitlines() or [''])[0]})"
+        ) from error
+
+
+def _forwards(part: Problem, sight: Visibility, mechanism: Mechanism, seed: int) -> Iterator[Compared]:
+    same, exact = (tiled.forward(numbers, sight, mechanism, seed)[0] for numbers in (part, _in_double(part)))
+    yield _of_kernels(lambda: triton.forward(part, sight, mechanism, seed)[0]), same, exact, _largest(exact)
+
+
+def _backwards(part: Problem, sight: Visibility, mechanism: Mechanism, seed: int) -> Iterator[Compared]:
+    bias_grad = part.bias is not None
+    generator = torch.Generator().manual_seed(0)
+    shape = (*part.query.shape[:3], part.value.size(-1))
+    grad = torch.randn(shape, generator=generator, dtype=torch.float64).to(part.query)
+    same = tiled.backward(grad, part, sight, mechanism, seed, bias_grad)
+    exact = tiled.backward(grad.double(), _in_double(part), sight, mechanism, seed, bias_grad)
+    sizes = _sizes_of_sums(grad, part, sight, mechanism, seed)
+
+    def gradients() -> tuple[Tensor | None, ...]:
+        out, rows = triton.forward(part, sight, mechanism, seed)
+        return triton.backward(grad, part, sight, mechanism, seed, bias_grad, out, rows)
+
+    for number, (g, s, e) in enumerate(zip(_of_kernels(gradients), same, exact, strict=True)):
+        if g is not None and s is not None and e is not None:
+            yield g, s, e, max(_largest(e), sizes.get(number, 0.0))
+
+
+def _sizes_of_sums(grad: Tensor, part: Problem, sight: Visibility, mechanism: Mechanism, seed: int) -> dict[int, float]:
+    """Sums of absolute terms, of the gradients of query, key, bias and head_scale: sums that cancel, for many mechanisms and
+    keys to nothing, so that their own size says nothing of their rounding.
+
+    Of query and key an eighth of it: with BAND half a unit in the last place of every dL/ds, which the kernels round.
+    """
+    double = _in_double(part)
+    query, key = double.query, double.key.repeat_interleave(part.query.size(1) // part.key.size(1), 1)
+    shape = (*query.shape[:3], key.size(2))
+    each = (query.new_zeros(()) if double.bias is None else double.bias).expand(shape).contiguous()
+    terms = tiled.backward(grad.double(), double._replace(bias=each), sight, mechanism, seed, True)[3]
+    assert terms is not None
+    terms = terms.abs().nan_to_num(0.0, 0.0, 0.0)
+    scale = abs(part.scale) * math.log(max(sight.key_length, 3))
+    if mechanism.similarity == "dot":
+        of_query, of_key = terms @ key.abs(), terms.mT @ query.abs()
+        largest = scale * float(query.norm(dim=-1).max() * key.norm(dim=-1).max())  # of |s|, by Cauchy and Schwarz
+    else:
+        of_query = terms.sum(-1) / query.norm(dim=-1).clamp(min=TINY)
+        of_key = terms.sum(-2) / key.norm(dim=-1).clamp(min=TINY)
+        largest = scale
+    if double.head_scale is not None:
+        scale *= float(double.head_scale.abs().max())
+    return {
+        0: scale * _largest(of_query) / 8,
+        1: scale * _largest(of_key) / 8,
+        3: 0.0 if part.bias is None else _largest(terms.sum_to_size(part.bias.shape)),
+        4: _largest(terms.sum((0, 2, 3))) * largest,
+    }
+
+
+def _judge(kind: Hashable, mechanism: Mechanism, compared: Callable[[], Iterator[Compared]]) -> None:
+    """Compare, and remember what came out; warn where the kernels are wrong, or do not run. What shows nothing, or could not be
+    compared, is not remembered: a later call is."""
+    why, shown = None, False
+    try:
+        for got, same, exact, size in compared():
+            shown = shown or _largest(exact) > 0.0
+            if why := _difference(got, same, exact, size):
+                break
+    except _Broken as error:
+        why = str(error)
+    except torch.OutOfMemoryError:
+        return
+    if not (shown or why):
+        return
+    if len(_refused) >= MOST_KINDS:
+        _refused.clear()
+    _refused[kind] = why
+    if why:
+        warn(
+            f"softfocus: the Triton kernels are not taken for {mechanism} on this device: {why}. The tiled backend runs, "
+            "which is slower. Please report this.",
+            RuntimeWarning,
+        )
+
+
+def _difference(got: Tensor, same: Tensor, exact: Tensor, size: float) -> str | None:
+    """What is said of numbers that differ by more than rounding explains; None where they do not."""
+    there = exact.isfinite() & same.isfinite()
+    if not there.any():
+        return None
+    want = exact[there]
+    error = (got.double()[there] - want).abs().max().item()
+    most = MARGIN * (same.double()[there] - want).abs().max().item()
+    most += BAND * torch.finfo(got.dtype).eps * size
+    if error <= most:  # not so where it is NaN
+        return None
+    return f"they are off by {error:.3g} from the tiled backend in float64, of which rounding explains {most:.3g}"
+
+
+def _largest(x: Tensor) -> float:
+    """The largest finite absolute value."""
+    finite = x[x.isfinite()]
+    return float(finite.abs().max()) if finite.numel() else 0.0
+
+
+def _part_of(problem: Problem, visibility: Visibility) -> tuple[Problem, Visibility]:
+    """The last queries of one sequence and of the heads that share one head of keys, and all keys that they may see; of few
+    queries those of all heads, and of some sequences."""
+    query, key, value, bias, head_scale, power = problem[:6]
+    group = query.size(1) // key.size(1)
+    batch, heads, first = 1, group, max(0, query.size(2) - max(ROWS, FEW_ROWS // group + 1))
+    if group * query.size(2) <= FEW_ROWS:
+        batch, heads = max(1, MOST_KEYS // key[0].numel()), query.size(1)
+
+    def part(x: Tensor | None) -> Tensor | None:
+        """Of something that is broadcastable to [B, H, Lq, Lk]."""
+        return None if x is None else x[:batch, :heads, first if x.size(2) > 1 else 0 :]
+
+    masks = (None if x is None else x[:batch] for x in (visibility.key_mask, visibility.document_ids))
+    sight = Visibility(
+        query.size(2) - first, key.size(2), visibility.left, visibility.right, part(visibility.mask), *masks
+    )
+    learned = (None if x is None else x[:heads] for x in (head_scale, power))
+    key, value = (x[:batch, : heads // group] for x in (key, value))
+    tensors = (query[:batch, :heads, first:], key, value, part(bias), *learned)
+    like: Any = problem
+    return like._replace(**dict(zip(Problem._fields, tensors, strict=False))), sight
+
+
+def _in_double(problem: Problem) -> Problem:
+    like: Any = problem
+    return like._replace(**{n: x.double() for n, x in zip(Problem._fields, problem[:6], strict=False) if x is not None})
+
+
+def _sequence(b: int, problem: Problem, cache: Cache, left: int, mechanism: Mechanism, double: bool = False) -> Tensor:
+    """out [1, H, Lq, Dv] of one sequence of a cache, by the tiled backend. Waits for the device."""
+    query, key, value = problem.query[b : b + 1], problem.key, problem.value
+    most = key.size(2) * (1 if cache.page_table is None else cache.page_table.size(1))
+    length = int(cache.lengths[b].clamp(0, most))
+    one = problem._replace(
+        query=query, key=cache.of_sequence(key, b, length), value=cache.of_sequence(value, b, length)
+    )
+    sight = Visibility(query.size(2), length, left, 0)
+    return tiled.forward(_in_double(one) if double else one, sight, mechanism, 0)[0]
+
+
+def _kind(problem: Problem, visibility: Visibility, mechanism: Mechanism) -> Hashable:
+    """What decides which kernels run, but for sizes that they are told when they run, and for their tiles.
+
+    With few queries the keys may be split among programs, which depends on how many keys and heads there are.
+    """
+    query, key, value = problem.query, problem.key, problem.value
+    few = query.size(1) // max(key.size(1), 1) * query.size(2) <= FEW_ROWS
+    group = few and (key.size(2).bit_length(), (key.size(0) * key.size(1)).bit_length())
+    bias = None if problem.bias is None else tuple(size == 1 for size in problem.bias.shape)
+    given = (problem.head_scale, problem.power, visibility.mask, visibility.key_mask, visibility.document_ids)
+    return (
+        query.device, query.dtype, query.size(-1), value.size(-1), triton.compiled_as(mechanism), group, bias,
+        *(x is not None for x in given), visibility.left != UNLIMITED, visibility.right != UNLIMITED,
+        bool(problem.dropout_p),
+    )  # fmt: skip
+
+
+def _capturing(x: Tensor) -> bool:
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()

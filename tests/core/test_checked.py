@@ -1,0 +1,290 @@
+"""Calls that "auto" gives to the Triton kernels: the first of each kind is held against the tiled backend.
+
+On a GPU where there is one, elsewhere under Triton's interpreter.
+"""
+
+import warnings
+from dataclasses import replace
+from itertools import product
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from softfocus import attention, attention_with_cache, dispatch, explain, named
+from softfocus.backends import checked, tiled, triton
+from softfocus.functional import prepared
+from softfocus.testing import CASES
+
+pytest.importorskip("triton", reason="Triton is not installed")
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+pytestmark = [pytest.mark.gpu] if GPU else []
+CALL = {"is_causal": True, "enable_gqa": True, "mechanism": "lssar"}
+
+
+@pytest.fixture(autouse=True)
+def taken(monkeypatch):
+    """Nothing has been seen of the Triton kernels, which "auto" takes. (The interpreter speaks of every infinity.)"""
+    import numpy
+
+    monkeypatch.setenv("SOFTFOCUS_TRITON", "on")
+    monkeypatch.setitem(dispatch.BACKENDS, "cpu", lambda *call: "not here")
+    monkeypatch.setattr(checked, "_refused", {})
+    with numpy.errstate(all="ignore"):
+        yield
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The backend that the check sees in place of Triton's, which counts its calls and can be made wrong: ``calls.spoil``
+    is a function of what a direction returned."""
+    seen = SimpleNamespace(forward=0, backward=0, attend_cache=0, spoil={})
+
+    def counted(way):
+        def run(*arguments):
+            setattr(seen, way, getattr(seen, way) + 1)
+            return seen.spoil.get(way, lambda result: result)(getattr(triton, way)(*arguments))
+
+        return run
+
+    kernels = {way: counted(way) for way in ("forward", "backward", "attend_cache")}
+    monkeypatch.setattr(
+        checked, "triton", SimpleNamespace(**kernels, prepare=triton.prepare, compiled_as=triton.compiled_as)
+    )
+    return seen
+
+
+def tensors(dtype=torch.float32, queries=40, keys=40):
+    generator = torch.Generator().manual_seed(0)
+    shapes = (2, 2, queries, 16), (2, 1, keys, 16), (2, 1, keys, 16)
+    return [torch.randn(shape, generator=generator).to(DEVICE, dtype).requires_grad_() for shape in shapes]
+
+
+def results(backend, leaves, **call):
+    out = attention(*leaves, **{**CALL, **call}, backend=backend)
+    return [out.detach(), *torch.autograd.grad(out, leaves, above(out))]
+
+
+def above(out):
+    """A gradient of an output that depends on nothing that a backend computes."""
+    return torch.arange(out.numel(), device=out.device).cos().view(out.shape).to(out)
+
+
+def equal(some, others):
+    return all(torch.equal(x, y) for x, y in zip(some, others, strict=True))
+
+
+def largest_off(result):
+    """The largest number of a result is off by a tenth: beyond rounding in each dtype, and not to be seen by eye."""
+    out = result[0] if isinstance(result, tuple) else result
+    out.view(-1)[out.abs().argmax()] *= 1.1
+    return result
+
+
+def keys_off(result):
+    largest_off(result[1])
+    return result
+
+
+ALL = list(product([case.name for case in CASES], ["softmax", "lssar", "laser"], [torch.float32, torch.bfloat16]))
+QUICK = [
+    ("grouped", "lssar", torch.float32),
+    ("decode", "laser", torch.float32),
+    ("row bias", "softmax", torch.bfloat16),
+    ("learned", "lssar", torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize(("case", "name", "dtype"), QUICK, ids=lambda x: str(x).removeprefix("torch."))
+def test_right_kernels_raise_no_alarm(case, name, dtype):
+    raises_no_alarm(case, name, dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "name", "dtype"), ALL, ids=lambda x: str(x).removeprefix("torch."))
+def test_right_kernels_raise_no_alarm_anywhere(case, name, dtype):
+    raises_no_alarm(case, name, dtype)
+
+
+def raises_no_alarm(case, name, dtype):
+    case = next(one for one in CASES if one.name == case)
+    case = replace(case, query_length=min(case.query_length, 40), key_length=min(case.key_length, 40))
+    arguments = case.arguments(named(name), dtype, device=DEVICE)
+    leaves = [x for x in arguments.values() if isinstance(x, Tensor) and x.requires_grad]
+    found = []
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="softfocus")
+        for backend in ("auto", "triton"):
+            out = attention(**arguments, backend=backend)
+            found.append([out, *torch.autograd.grad(out.sum(), leaves)])
+    assert list(checked._refused.values()) == [None, None]
+    assert equal(*found)
+
+
+def test_a_kind_is_looked_into_once(calls):
+    """Neither another length nor other numbers make another kind; another mechanism and another head do."""
+    for length in (40, 44, 40):
+        results("auto", tensors(keys=length, queries=length))
+    assert (calls.forward, calls.backward) == (1 + 3 + 1, 1 + 3)  # to look: one forward, and one of each to go back
+    assert len(checked._refused) == 2
+    results("auto", tensors(), mechanism="softmax")
+    assert len(checked._refused) == 4
+
+
+@pytest.mark.parametrize("way", ["forward", "backward"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_wrong_kernel_gives_way_to_the_tiled_backend(calls, way, dtype):
+    leaves = tensors(dtype)
+    right = results("tiled", leaves)
+    calls.spoil[way] = largest_off if way == "forward" else keys_off
+    with pytest.warns(RuntimeWarning, match="not taken for .* off by") as said:
+        found = results("auto", leaves)
+    assert len(said) == 1
+    assert equal(found[1:], right[1:])
+    assert equal(found[:1], right[:1] if way == "forward" else results("triton", leaves)[:1])
+    explanation = explain(*leaves, **CALL)
+    assert explanation.backend == "tiled"
+    assert "off by" in explanation.reasons["triton"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert equal(results("auto", leaves), right)
+        calls.spoil.clear()
+        assert equal(results("auto", leaves, mechanism="lssa"), results("triton", leaves, mechanism="lssa"))
+
+
+def test_a_kernel_that_does_not_compile_gives_way(calls):
+    def no_compiler(result):
+        raise RuntimeError("ptxas died\nof something")
+
+    calls.spoil["forward"] = no_compiler
+    leaves = tensors()
+    with pytest.warns(RuntimeWarning, match=r"they do not run here \(RuntimeError: ptxas died\)"):
+        assert equal(results("auto", leaves), results("tiled", leaves))
+
+
+def test_keys_far_from_zero_raise_no_alarm():
+    """The sum of dL/ds k cancels: its own size says nothing of the rounding of dL/ds."""
+    query, key, value = (x.detach() for x in tensors(torch.bfloat16))
+    key[..., :4] += 200
+    results("auto", [x.requires_grad_() for x in (query, key, value)], mechanism="softmax")
+    assert list(checked._refused.values()) == [None, None]
+
+
+def test_short_memory_is_not_the_kernels_fault(calls, monkeypatch):
+    """Nothing is remembered: a later call is compared."""
+
+    def full(*arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    leaves = [x.detach() for x in tensors()]
+    with monkeypatch.context() as patch:
+        patch.setattr(checked, "tiled", SimpleNamespace(forward=full))
+        out = attention(*leaves, **CALL)
+    assert checked._refused == {}
+    assert torch.equal(out, attention(*leaves, **CALL))
+    assert list(checked._refused.values()) == [None]
+
+
+def test_what_shows_nothing_is_no_proof():
+    query, key, value = (x.detach() for x in tensors())
+    attention(query, key, torch.zeros_like(value), **CALL)
+    empty = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    attention_with_cache(query[:, :, :1], key, value, empty, enable_gqa=True)
+    assert checked._refused == {}
+    none = attention_with_cache(query[:0, :, :1], key[:0], value[:0], empty[:0], enable_gqa=True)
+    assert none.shape == (0, 2, 1, 16)
+
+
+def test_an_annealed_power_makes_no_new_kinds():
+    leaves = [x.detach() for x in tensors()]
+    for power in (1.25, 1.5, 7.75):
+        attention(*leaves, **{**CALL, "mechanism": named("lssar").replace(power=power)})
+    assert len(checked._refused) == 1
+
+
+def test_what_is_seen_is_said():
+    leaves = tensors()
+    assert "the first call is held against 'tiled'" in explain(*leaves, **CALL).reasons["triton"]
+    with torch.no_grad():
+        attention(*leaves, **CALL)
+    assert "forward seen to agree" in explain(*leaves, **CALL).reasons["triton"]
+    results("auto", leaves)
+    assert "forward and backward seen to agree" in explain(*leaves, **CALL).reasons["triton"]
+
+
+@pytest.mark.parametrize("said", ["trusted", "Trusted"])
+def test_trusted_kernels_are_not_looked_into(calls, monkeypatch, said):
+    monkeypatch.setenv("SOFTFOCUS_TRITON", said)
+    leaves = tensors()
+    assert "tiled" not in explain(*leaves, **CALL).reasons["triton"]
+    assert equal(results("auto", leaves), results("triton", leaves))
+    assert (calls.forward, calls.backward) == (0, 0)
+
+
+def test_asked_for_by_name_they_are_not_looked_into(calls):
+    results("triton", tensors())
+    assert (calls.forward, calls.backward) == (0, 0)
+
+
+def test_once_seen_calls_without_gradient_take_the_short_way(calls):
+    leaves = [x.detach() for x in tensors()]
+    outs = [attention(*leaves, **CALL) for _ in range(4)]
+    assert calls.forward == 3  # one to look, the first call, and the second, which prepares the others
+    assert all(torch.equal(out, outs[0]) for out in outs)
+
+
+@pytest.mark.parametrize("queries", [1, 5], ids="{} queries".format)
+def test_few_queries(calls, queries):
+    leaves = tensors(queries=queries)
+    assert equal(results("auto", leaves), results("triton", leaves))
+    assert set(checked._refused.values()) == {None}
+    calls.spoil["forward"] = largest_off
+    with pytest.warns(RuntimeWarning, match="not taken"):
+        results("auto", leaves, mechanism="softmax")
+
+
+def cached(**call):
+    query, key, value = (x.detach() for x in tensors(queries=1, keys=64))
+    pages = [x.reshape(2, 1, 4, 16, 16).transpose(1, 2).flatten(0, 1).contiguous() for x in (key, value)]
+    lengths = torch.tensor([37, 50], device=DEVICE)
+    table = torch.tensor([[0, 1, 2, 3], [4, 5, 6, 7]], device=DEVICE)
+    settings = {"enable_gqa": True, "mechanism": "lssar", **call}
+    return [
+        attention_with_cache(query, key, value, lengths, **settings),
+        attention_with_cache(query, *pages, lengths, table, **settings),
+    ]
+
+
+def test_caches(calls):
+    assert equal(cached(), cached(backend="triton"))
+    assert set(checked._refused.values()) == {None}
+    assert len(checked._refused) == 2
+    calls.spoil["attend_cache"] = lambda out: out * 1.1
+    with pytest.warns(RuntimeWarning, match="not taken") as said:
+        found = cached(mechanism="softmax")
+    assert len(said) == 2
+    assert equal(found, cached(mechanism="softmax", backend="tiled"))
+
+
+def test_compiled_code_falls_back_too(calls):
+    """A graph holds the operator's name; what runs under it is decided when it runs."""
+    leaves = tensors()
+    compiled = torch.compile(attention, backend="aot_eager", fullgraph=True)
+    calls.spoil["forward"] = largest_off
+    with pytest.warns(RuntimeWarning, match="not taken"):
+        out = compiled(*leaves, **CALL)
+    assert equal([out, *torch.autograd.grad(out, leaves, above(out))], results("tiled", leaves))
+
+
+def test_the_part_holds_what_the_call_holds():
+    """Queries, masks, bias, documents and learned tensors of a part belong together: its rows are the call's."""
+    for case in CASES:
+        arguments = case.arguments(named("lssar"), torch.float64)
+        problem, visibility, algebra = prepared(**{**arguments, "mechanism": named("lssar")})
+        whole = tiled.forward(problem, visibility, algebra, 0)[0]
+        part, sight = checked._part_of(problem, visibility)
+        out = tiled.forward(part, sight, algebra, 0)[0]
+        batch, heads, rows = out.shape[:3]
+        assert torch.allclose(out, whole[:batch, :heads, whole.size(2) - rows :], rtol=1e-9, atol=1e-12), case.name

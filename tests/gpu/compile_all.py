@@ -1,0 +1,72 @@
+"""Compile every tile of the kernels that the other items run, many at a time: the compilers' time is the device's otherwise.
+
+A line for each kind of call. Nothing is timed. What is compiled lies in Triton's cache.
+"""
+
+import contextlib
+import itertools
+import os
+import time
+import traceback
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+from lines import arguments, writer
+
+NAMES = ("lssar", "lssa", "laser", "softmax")
+KINDS = [(name, head_dim, what) for what, head_dim, name in itertools.product(("causal", "decode"), (64, 128), NAMES)]
+
+
+def compiled(name: str, head_dim: int, what: str, dry: bool) -> dict[str, Any]:
+    """Run a kind of call once in each tile."""
+    from triton.runtime.errors import OutOfResources, PTXASError
+
+    from softfocus import attention
+    from softfocus.backends.triton import tuning
+
+    def every(kind: Any, device: Any, tiles: Any, run: Any) -> Any:
+        ran = []
+        for tile in tiles:
+            with contextlib.suppress(OutOfResources, PTXASError):  # as where tiles are measured
+                run(tile)
+                ran.append(tile)
+        return ran[0]
+
+    if not dry:
+        tuning.fastest = every
+    began, said = time.perf_counter(), ""
+    try:
+        device, dtype = ("cpu", torch.float32) if dry else ("cuda", torch.bfloat16)
+        length, heads = (16, 1) if dry else (1024, 16)
+        leaves = [torch.randn(1, heads, length, head_dim, device=device, dtype=dtype) for _ in range(3)]
+        if what == "decode":
+            attention(leaves[0][:, :, -1:], *leaves[1:], mechanism=name, backend="triton")
+        else:
+            leaves = [x.requires_grad_() for x in leaves]
+            out = attention(*leaves, is_causal=True, mechanism=name, backend="triton")
+            torch.autograd.grad(out, leaves, torch.ones_like(out))
+        if not dry:
+            torch.cuda.synchronize()
+    except Exception:
+        said = traceback.format_exc()[-600:]
+    seconds = round(time.perf_counter() - began, 1)
+    return {"mechanism": name, "head_dim": head_dim, "what": what, "seconds": seconds, "said": said}
+
+
+def main() -> int:
+    given = arguments(__doc__)
+    write = writer(given.out)
+    kinds = [("lssar", 16, "causal")] if given.dry_run else KINDS
+    wrong = 0
+    with ProcessPoolExecutor(min(len(kinds), max(1, (os.cpu_count() or 2) - 2)), get_context("spawn")) as pool:
+        for done in as_completed([pool.submit(compiled, *kind, given.dry_run) for kind in kinds]):
+            line = done.result()
+            wrong += bool(line["said"])
+            write(**line)
+    return wrong
+
+
+if __name__ == "__main__":
+    raise SystemExit(min(1, main()))
