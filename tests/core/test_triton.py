@@ -407,6 +407,28 @@ def test_dropout_in_tiles_of_any_width(quiet, monkeypatch, shape):
     check(fused, case, "softmax", SINGLE, device=DEVICE)
 
 
+def test_another_seed_is_no_other_kernel(quiet):
+    """Triton compiles anew for a number that 16 divides, for 1, and for one of fewer bits; here launches are kept by layout."""
+    from softfocus.backends.triton.given import given_of
+
+    query = torch.randn(1, 2, 40, 8, device=DEVICE)
+    problem, _, mechanism = functional.prepared(query, query, query, mechanism="softmax", dropout_p=0.5)
+    for seed in (0, 8, 2**31, 2**62 - 1):
+        given = given_of(problem, 40, mechanism, None, seed)
+        assert 2**63 < given.seed < 2**64
+        assert given.seed % 16 != 0
+    outs = []
+    for torch_seed in (1, 2, 1):
+        both = []
+        for backend in ("triton", "reference"):
+            torch.manual_seed(torch_seed)
+            both.append(attention(query, query, query, dropout_p=0.5, mechanism="softmax", backend=backend))
+        torch.testing.assert_close(*both)
+        outs.append(both[0])
+    assert torch.equal(outs[0], outs[2])
+    assert not torch.equal(outs[0], outs[1])
+
+
 def test_dropout_among_few_queries(quiet, monkeypatch):
     """The decoding kernels carry none: these queries are left to the others."""
     from softfocus.backends.triton import call

@@ -90,7 +90,7 @@ def algebra_of(mechanism: Mechanism, power_given: bool, bounded: bool, dtype: to
     )
 
 
-def given_of(problem: Problem, key_length: int, mechanism: Mechanism, held: Cache | None, seed: int) -> Given:
+def given_of(problem: Problem, key_length: int, mechanism: Mechanism, held: Cache | None, seed: int = 0) -> Given:
     """The call's tensors and numbers; what kernels make of them beforehand (norms, e^V) is not there yet."""
     query, key, value, bias, head_scale, power = problem[:6]
     batch, heads, query_length, head_dim = query.shape
