@@ -105,24 +105,24 @@ def attend_cache(problem: Problem, cache: Cache, left: int, mechanism: Mechanism
 
 
 def refusal(problem: Problem, visibility: Visibility, mechanism: Mechanism) -> str | None:
-    """Why the kernels are not taken for calls of a kind, as far as it is known; or None."""
+    """Why the kernels are not taken for this kind, or None. None also where nothing has been compared yet."""
     kind = _kind(problem, visibility, mechanism)
     return next((why for way in ("forward", "backward") if (why := _refused.get((way, kind)))), None)
 
 
 def seen(problem: Problem, visibility: Visibility, mechanism: Mechanism) -> str:
-    """What is known of calls of a kind, for people."""
+    """What is known of this kind, as text for ``explain()``."""
     kind = _kind(problem, visibility, mechanism)
     ways = [way for way in ("forward", "backward") if _refused.get((way, kind), "not seen yet") is None]
     return f"{' and '.join(ways)} seen to agree with 'tiled' here" if ways else "the first call is held against 'tiled'"
 
 
 def _fails(way: str, problem: Problem, visibility: Visibility, mechanism: Mechanism, seed: int) -> bool:
-    """Whether a direction of calls of this kind is refused; looks into it at the first call."""
+    """Whether a direction ("forward" or "backward") of this kind is refused. Compares it at the first call."""
     kind = way, _kind(problem, visibility, mechanism)
     if kind not in _refused:
         if _capturing(problem.query) or not (problem.query.numel() and problem.key.numel()):
-            return False  # a graph under capture cannot be looked into, nor can what is empty
+            return False  # a captured graph gives no numbers to compare, an empty tensor neither
         part, sight = _part_of(problem, visibility)
         looks = _forwards if way == "forward" else _backwards
         _judge(kind, mechanism, lambda: looks(part, sight, mechanism, seed))
@@ -206,8 +206,10 @@ def _sizes_of_sums(grad: Tensor, part: Problem, sight: Visibility, mechanism: Me
 
 
 def _judge(kind: Hashable, mechanism: Mechanism, compared: Callable[[], Iterator[Compared]]) -> None:
-    """Compare, and remember what came out; warn where the kernels are wrong, or do not run. What shows nothing, or could not be
-    compared, is not remembered: a later call is."""
+    """Compare and remember the outcome. Warn where the kernels are wrong or do not run.
+
+    A comparison that shows nothing (all zeros) or runs out of memory is not remembered. The next call is compared instead.
+    """
     why, shown = None, False
     try:
         for got, same, exact, size in compared():
