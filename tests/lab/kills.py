@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from softfocus.lab.progress import Event
-from softfocus.lab.recipe import load
-from softfocus.lab.results import MODEL, RECIPE, RUN, load_run
-from softfocus.lab.train import train
+from softfocus.lab.recipes.recipe import load
+from softfocus.lab.run_folder.results import MODEL, RECIPE, RUN, load_run
+from softfocus.lab.train.run import train
 
 
 def attempt(recipe: Path, run: Path, points: Path | None = None, at: int | None = None, size: int | None = None) -> int:

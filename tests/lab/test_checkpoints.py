@@ -13,14 +13,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from softfocus.lab.checkpoints import UNFINISHED, newest
 from softfocus.lab.errors import LabError
-from softfocus.lab.evaluate import evaluate
-from softfocus.lab.manifest import MANIFEST
+from softfocus.lab.evaluate.loss import evaluate
 from softfocus.lab.progress import Event, silent
-from softfocus.lab.recipe import load
-from softfocus.lab.results import CHECKPOINTS, MODEL, load_run
-from softfocus.lab.train import train
+from softfocus.lab.recipes.recipe import load
+from softfocus.lab.run_folder.manifest import MANIFEST
+from softfocus.lab.run_folder.results import CHECKPOINTS, MODEL, load_run
+from softfocus.lab.train.checkpoints import UNFINISHED, newest
+from softfocus.lab.train.run import train
 
 FILES = ("model.safetensors", "config.json", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json")
 

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from softfocus.lab import cli
-from softfocus.lab.commands import train
+from softfocus.lab.cli.commands import train
 from softfocus.lab.progress import Display, Event
-from softfocus.lab.recipe import shipped
-from softfocus.lab.results import Evaluation, RunInfo
+from softfocus.lab.recipes.recipe import shipped
+from softfocus.lab.run_folder.results import Evaluation, RunInfo
 
 COMMANDS = ("demo", "train", "evaluate", "recall", "induction", "compare", "generate", "mechanisms", "build", "doctor")
 HEAVY = ("torch", "transformers", "numpy", "datasets", "matplotlib")
@@ -117,7 +117,7 @@ def test_demos_of_several_seeds_lie_side_by_side(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     asked: list[tuple[str, int | None]] = []
-    monkeypatch.setattr("softfocus.lab.demo.run_demo", lambda out, seed, **_: asked.append((str(out), seed)))
+    monkeypatch.setattr("softfocus.lab.studies.demo.run_demo", lambda out, seed, **_: asked.append((str(out), seed)))
     assert call(capsys, "demo", *arguments)[0] == 0
     assert asked == [(folder, seed)]
 

@@ -4,10 +4,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from softfocus.lab.compare import compare
 from softfocus.lab.errors import LabError
-from softfocus.lab.report import read
-from softfocus.lab.results import EVALUATION, RECIPE, RUN, save_evaluation, save_run
+from softfocus.lab.report.compare import compare
+from softfocus.lab.report.report import read
+from softfocus.lab.run_folder.results import EVALUATION, RECIPE, RUN, save_evaluation, save_run
 
 
 def save(entry, folder: Path) -> Path:

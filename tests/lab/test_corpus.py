@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from softfocus.lab import corpus as room
-from softfocus.lab.corpus import Corpus
+from softfocus.lab.data import corpus as room
+from softfocus.lab.data.corpus import Corpus
 from softfocus.lab.errors import LabError
 
 
@@ -396,7 +396,7 @@ def test_hub_names(monkeypatch, source, name, config, split):
 
 
 def test_the_command_line_stays_fast():
-    rooms = "softfocus.lab.corpus, softfocus.lab.errors, softfocus.lab.tokenizer, softfocus.lab.tokens"
+    rooms = "softfocus.lab.data.corpus, softfocus.lab.errors, softfocus.lab.data.tokenizer, softfocus.lab.data.tokens"
 
     def loads(*names: str) -> bool:
         code = f"import sys, {rooms}; sys.exit(not set({names!r}).isdisjoint(sys.modules))"

@@ -18,15 +18,16 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from softfocus.lab import crew, demo, provenance
-from softfocus.lab.crew_screen import TRAINING, Job, Screen, clock, seconds_left
-from softfocus.lab.crew_worker import from_line, to_line
-from softfocus.lab.demo import FAST, MODELS, run_demo
 from softfocus.lab.errors import LabError
 from softfocus.lab.progress import Event
-from softfocus.lab.recipe import load
-from softfocus.lab.report import Report, read
-from softfocus.lab.results import EVALUATION, RUN, Bucket, Row, RunInfo, Setting, default_settings, load_run
+from softfocus.lab.recipes.recipe import load
+from softfocus.lab.report.report import Report, read
+from softfocus.lab.run_folder import provenance
+from softfocus.lab.run_folder.results import EVALUATION, RUN, Bucket, Row, RunInfo, Setting, default_settings, load_run
+from softfocus.lab.studies import crew, demo
+from softfocus.lab.studies.demo import FAST, MODELS, run_demo
+from softfocus.lab.studies.screen import TRAINING, Job, Screen, clock, seconds_left
+from softfocus.lab.studies.worker import from_line, to_line
 
 NTK = Setting(rope="ntk")
 
@@ -343,11 +344,11 @@ class TestWhole:
 def test_a_worker_whose_parent_is_gone_asks_itself_to_stop():
     code = """
 import time
-from softfocus.lab import crew_worker
-out = crew_worker._own_stdout()
+from softfocus.lab.studies import worker
+out = worker._own_stdout()
 print("what a library prints", flush=True)  # goes to the log, not between the lines of JSON
 while True:
-    crew_worker._say(out, "{}")
+    worker._say(out, "{}")
     time.sleep(0.01)
 """
     worker = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)

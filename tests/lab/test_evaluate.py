@@ -13,16 +13,17 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 import softfocus.hf
-from softfocus.lab import lengths
 from softfocus.lab import model as models
 from softfocus.lab.errors import LabError
-from softfocus.lab.evaluate import evaluate, has_plain_head, token_losses
+from softfocus.lab.evaluate.loss import evaluate, has_plain_head, token_losses
+from softfocus.lab.evaluate.means import Mean, default_edges
+from softfocus.lab.evaluate.rope import scale_rope
 from softfocus.lab.generate import generate
-from softfocus.lab.manifest import MANIFEST
-from softfocus.lab.means import Mean, default_edges
 from softfocus.lab.progress import Event
-from softfocus.lab.recipe import load
-from softfocus.lab.results import (
+from softfocus.lab.recipes import lengths
+from softfocus.lab.recipes.recipe import load
+from softfocus.lab.run_folder.manifest import MANIFEST
+from softfocus.lab.run_folder.results import (
     AS_TRAINED,
     EVALUATION,
     UNFINISHED,
@@ -34,8 +35,7 @@ from softfocus.lab.results import (
     save_evaluation,
     save_run,
 )
-from softfocus.lab.rope import scale_rope
-from softfocus.lab.train import train
+from softfocus.lab.train.run import train
 
 PLAIN, NTK, YARN = AS_TRAINED, Setting(rope="ntk"), Setting(rope="yarn")
 
@@ -146,7 +146,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         seen.append(windows.shape[1] - 1)
         return token_losses(model, windows, **options)
 
-    monkeypatch.setattr("softfocus.lab.evaluate.token_losses", counted)
+    monkeypatch.setattr("softfocus.lab.evaluate.loss.token_losses", counted)
     return seen
 
 
@@ -284,7 +284,7 @@ def test_a_device_whose_memory_is_full(run: Path, monkeypatch: pytest.MonkeyPatc
     def full(*arguments: Any, **others: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore")
 
-    monkeypatch.setattr("softfocus.lab.evaluate.token_losses", full)
+    monkeypatch.setattr("softfocus.lab.evaluate.loss.token_losses", full)
     with pytest.raises(LabError, match=r"memory is full: CUDA out of memory.*; lower --batch-tokens"):
         evaluate(run, [32], tokens=512)
 

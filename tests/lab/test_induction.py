@@ -10,14 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from softfocus.lab import cli, data
+from softfocus.lab import cli
 from softfocus.lab import model as models
+from softfocus.lab.data import of_recipe as data
+from softfocus.lab.data.windows import EvaluationWindows
 from softfocus.lab.errors import LabError
-from softfocus.lab.induction import edges, induction, repeats
+from softfocus.lab.evaluate.induction import edges, induction, repeats
 from softfocus.lab.progress import Event, silent
-from softfocus.lab.recipe import load
-from softfocus.lab.results import INDUCTION, RECIPE, json_text, load_induction
-from softfocus.lab.windows import EvaluationWindows
+from softfocus.lab.recipes.recipe import load
+from softfocus.lab.run_folder.results import INDUCTION, RECIPE, json_text, load_induction
 
 
 @pytest.fixture
@@ -113,7 +114,7 @@ def test_the_command_shows_a_table_and_a_figure(run: Path, capsys: pytest.Captur
 
 
 def test_a_run_of_a_task_has_no_text(tmp_path: Path) -> None:
-    from softfocus.lab.train import train
+    from softfocus.lab.train.run import train
 
     few = ["train.steps=1", "train.batch=2", "train.warmup=0", "train.log_every=1"]
     train(load("mqar", few), tmp_path / "run")

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from softfocus.lab.means import ClusteredMeans, Mean, average, default_edges, difference, estimate, t_quantile
+from softfocus.lab.evaluate.means import ClusteredMeans, Mean, average, default_edges, difference, estimate, t_quantile
 
 
 def ordinary(values: Any) -> float:

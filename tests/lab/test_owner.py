@@ -15,15 +15,15 @@ from pathlib import Path
 
 import pytest
 
-from softfocus.lab import crew_worker, owner
 from softfocus.lab.errors import LabError
-from softfocus.lab.evaluate import evaluate
+from softfocus.lab.evaluate.loss import evaluate
 from softfocus.lab.generate import generate
 from softfocus.lab.inspect.run import inspect
-from softfocus.lab.owner import LOCK, OWNER, Displaced, Owner, owning
 from softfocus.lab.progress import Event
-from softfocus.lab.recipe import load
-from softfocus.lab.results import (
+from softfocus.lab.recipes.recipe import load
+from softfocus.lab.run_folder import owner
+from softfocus.lab.run_folder.owner import LOCK, OWNER, Displaced, Owner, owning
+from softfocus.lab.run_folder.results import (
     CHECKPOINTS,
     EVALUATION,
     MODEL,
@@ -34,11 +34,12 @@ from softfocus.lab.results import (
     save_evaluation,
     save_run,
 )
-from softfocus.lab.train import train
+from softfocus.lab.studies import worker
+from softfocus.lab.train.run import train
 
 HOLD = """
 import sys, pathlib
-from softfocus.lab.owner import owning
+from softfocus.lab.run_folder.owner import owning
 with owning(pathlib.Path(sys.argv[1])):
     print("mine", flush=True)
     sys.stdin.read()
@@ -222,10 +223,10 @@ def test_runs_from_before_there_were_tokens_are_read(run: Path) -> None:
 
 def test_a_worker_waits_for_one_whose_parent_is_gone(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with another(run) as process:
-        monkeypatch.setattr(crew_worker, "_own_stdout", io.StringIO)
-        monkeypatch.setattr(crew_worker, "_work", lambda *_: process.wait(5))  # an error while that one lives
+        monkeypatch.setattr(worker, "_own_stdout", io.StringIO)
+        monkeypatch.setattr(worker, "_work", lambda *_: process.wait(5))  # an error while that one lives
         monkeypatch.setattr(owner._log, "warning", lambda *_: process.kill())  # says that it waits
-        assert crew_worker.main(["tiny", str(run)]) == 0
+        assert worker.main(["tiny", str(run)]) == 0
 
 
 def interrupt() -> None:
@@ -246,7 +247,7 @@ def test_a_checkpoint_of_another_training_is_not_resumed(tiny: Path, trained: Pa
 def test_a_signal_before_the_first_step_is_an_interruption(
     number: int, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("softfocus.lab.train.make_trainer", lambda *_: os.kill(os.getpid(), number))
+    monkeypatch.setattr("softfocus.lab.train.run.make_trainer", lambda *_: os.kill(os.getpid(), number))
     before = signal.signal(number, signal.SIG_DFL)
     try:
         with pytest.raises(LabError, match=r"training was interrupted; go on with .* --resume"):

@@ -9,15 +9,16 @@ import pytest
 import torch
 
 import softfocus.hf
-from softfocus.lab import cli, data
+from softfocus.lab import cli
 from softfocus.lab import model as models
+from softfocus.lab.data import of_recipe as data
+from softfocus.lab.data.tasks import IGNORED, random_for
 from softfocus.lab.errors import LabError
+from softfocus.lab.evaluate.recall import edges, reach, recall
 from softfocus.lab.progress import Event
-from softfocus.lab.recall import edges, reach, recall
-from softfocus.lab.recipe import load, shipped
-from softfocus.lab.results import MODEL, RECALL, json_text, load_recall, load_run
-from softfocus.lab.tasks import IGNORED, random_for
-from softfocus.lab.train import train
+from softfocus.lab.recipes.recipe import load, shipped
+from softfocus.lab.run_folder.results import MODEL, RECALL, json_text, load_recall, load_run
+from softfocus.lab.train.run import train
 
 T = 32
 TINY = {

@@ -10,15 +10,15 @@ import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from softfocus.lab.curves import Line, Panel, Point, save_curves
 from softfocus.lab.errors import LabError
-from softfocus.lab.figure import PALETTE, colours, figure1, save_figure1, spread
-from softfocus.lab.page import render
-from softfocus.lab.points import Group, cell, columns, growth, labels, settings, shared_columns
-from softfocus.lab.recipe import load
-from softfocus.lab.report import Entry, build, provenance, read, same_text, write
-from softfocus.lab.results import json_text
-from softfocus.lab.table import loss_table
+from softfocus.lab.recipes.recipe import load
+from softfocus.lab.report.curves import Line, Panel, Point, save_curves
+from softfocus.lab.report.figure import PALETTE, colours, figure1, save_figure1, spread
+from softfocus.lab.report.page import render
+from softfocus.lab.report.points import Group, cell, columns, growth, labels, settings, shared_columns
+from softfocus.lab.report.report import Entry, build, provenance, read, same_text, write
+from softfocus.lab.report.table import loss_table
+from softfocus.lab.run_folder.results import json_text
 
 
 def grouped(*entries):
@@ -596,4 +596,4 @@ def test_an_entry_reads_back(four):
 def test_the_template_is_shipped_with_the_package():
     import softfocus.lab
 
-    assert (Path(softfocus.lab.__file__).parent / "page.html.j2").is_file()
+    assert (Path(softfocus.lab.__file__).parent / "report/page.html.j2").is_file()

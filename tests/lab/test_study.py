@@ -8,19 +8,18 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from softfocus.lab import crew, study
-from softfocus.lab.compare import compare
-from softfocus.lab.disk import write_atomically
 from softfocus.lab.errors import LabError, UsageError
-from softfocus.lab.evaluate import evaluate
-from softfocus.lab.lengths import parse
+from softfocus.lab.evaluate.loss import evaluate
+from softfocus.lab.evaluate.recall import recall
 from softfocus.lab.progress import Event, Listener
-from softfocus.lab.recall import recall
-from softfocus.lab.recall_compare import RecallEntry, RecallReport, compare_recall
-from softfocus.lab.recall_report import recall_tables
-from softfocus.lab.recipe import Recipe, load
-from softfocus.lab.report import Report
-from softfocus.lab.results import (
+from softfocus.lab.recipes.lengths import parse
+from softfocus.lab.recipes.recipe import Recipe, load
+from softfocus.lab.report.compare import compare
+from softfocus.lab.report.recall import recall_tables
+from softfocus.lab.report.recall_compare import RecallEntry, RecallReport, compare_recall
+from softfocus.lab.report.report import Report
+from softfocus.lab.run_folder.disk import write_atomically
+from softfocus.lab.run_folder.results import (
     RECIPE,
     RUN,
     Answers,
@@ -31,8 +30,9 @@ from softfocus.lab.results import (
     save_recall,
     save_run,
 )
-from softfocus.lab.study import run_study, seeds_of
-from softfocus.lab.train import train
+from softfocus.lab.studies import crew, study
+from softfocus.lab.studies.study import run_study, seeds_of
+from softfocus.lab.train.run import train
 
 TASK = """
 title = "A task"

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from softfocus.lab import data
+from softfocus.lab.data import of_recipe as data
+from softfocus.lab.data.tasks import IGNORED, Mqar, Passkey, Sample, Task, random_for
+from softfocus.lab.data.windows import TaskWindows
 from softfocus.lab.errors import LabError
 from softfocus.lab.progress import silent
-from softfocus.lab.recipe import load
-from softfocus.lab.tasks import IGNORED, Mqar, Passkey, Sample, Task, random_for
-from softfocus.lab.windows import TaskWindows
+from softfocus.lab.recipes.recipe import load
 
 
 def sample(task: Task, length: int, nearest: int = 0, index: int = 0) -> Sample:

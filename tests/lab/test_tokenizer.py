@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, GPTNeoXConfig, PreTrainedTokenizerFast
 
-from softfocus.lab import tokenizer as room
+from softfocus.lab.data import tokenizer as room
+from softfocus.lab.data.tokenizer import encoder, end_of_document, load_tokenizer, vocabulary
 from softfocus.lab.errors import LabError
-from softfocus.lab.tokenizer import encoder, end_of_document, load_tokenizer, vocabulary
 
 TEXTS = [
     "the cat sat on the mat, the cat that sat",

@@ -13,9 +13,9 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from softfocus.lab import tokenise, tokens
+from softfocus.lab.data import tokenise, tokens
+from softfocus.lab.data.tokens import TokenStore, prepare
 from softfocus.lab.errors import LabError
-from softfocus.lab.tokens import TokenStore, prepare
 
 END = 256
 
@@ -274,8 +274,8 @@ def test_a_cache_that_cannot_be_made(make, tmp_path):
 PROCESS = """
 import os, signal, sys, time
 from pathlib import Path
-from softfocus.lab import tokenise
-from softfocus.lab.tokens import prepare
+from softfocus.lab.data import tokenise
+from softfocus.lab.data.tokens import prepare
 
 def progress(what, share):
     print("tokenising", flush=True)

@@ -24,17 +24,26 @@ from torch.nn import functional as F
 from transformers import set_seed
 
 import softfocus.hf
-from softfocus.lab import data
 from softfocus.lab import model as models
-from softfocus.lab.checkpoints import newest
+from softfocus.lab.data import of_recipe as data
 from softfocus.lab.errors import LabError
-from softfocus.lab.evaluate import evaluate
-from softfocus.lab.owner import LOCK
+from softfocus.lab.evaluate.loss import evaluate
 from softfocus.lab.progress import Event, silent
-from softfocus.lab.recipe import Recipe, load
-from softfocus.lab.results import CHECKPOINTS, EVALUATION, MODEL, RECIPE, RUN, TENSORBOARD, load_run, save_run
-from softfocus.lab.train import _save_model, train
-from softfocus.lab.trainer import WindowTrainer
+from softfocus.lab.recipes.recipe import Recipe, load
+from softfocus.lab.run_folder.owner import LOCK
+from softfocus.lab.run_folder.results import (
+    CHECKPOINTS,
+    EVALUATION,
+    MODEL,
+    RECIPE,
+    RUN,
+    TENSORBOARD,
+    load_run,
+    save_run,
+)
+from softfocus.lab.train.checkpoints import newest
+from softfocus.lab.train.run import _save_model, train
+from softfocus.lab.train.trainer import WindowTrainer
 
 GOLDEN = (5.520126, 5.520464, 5.254534, 4.851624, 4.537739, 4.221053, 3.994657, 3.844819, 3.756013, 3.712585)
 ROUNDING = 2e-4
@@ -424,7 +433,7 @@ def test_a_disk_that_fills_up_while_the_model_is_saved(
             _save_model(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr("softfocus.lab.train._save_model", save)
+        patch.setattr("softfocus.lab.train.run._save_model", save)
         with pytest.raises(LabError, match=r"cannot write to .*; free some space; then --resume"):
             train(load(tiny), folder)
     assert load_run(folder, complete=False).status == "failed"
@@ -502,7 +511,7 @@ def test_two_processes_are_one(tiny: Path, trained: Path, tmp_path: Path) -> Non
 def node(rank: int, port: int, arguments: list[str], patience: int, log: Path) -> subprocess.Popen[bytes]:
     """One of two processes of a training, each as on a machine of its own: nobody ends one when the other is gone."""
     code = (
-        "import sys, datetime; from softfocus.lab import cli, processes; "
+        "import sys, datetime; from softfocus.lab import cli; from softfocus.lab.train import processes; "
         f"processes.PATIENCE = datetime.timedelta(seconds={patience}); cli.main(sys.argv[1:])"
     )
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}

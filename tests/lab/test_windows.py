@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from softfocus.lab.data.tokens import TokenStore
+from softfocus.lab.data.windows import EvaluationWindows, TrainingWindows
 from softfocus.lab.errors import LabError
-from softfocus.lab.tokens import TokenStore
-from softfocus.lab.windows import EvaluationWindows, TrainingWindows
 
 
 def store(train: int = 100, documents: tuple[int, ...] = (50,)) -> TokenStore:
