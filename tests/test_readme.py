@@ -243,7 +243,7 @@ def test_its_python_runs(code, tmp_path, monkeypatch):
 def test_the_commands_it_names_exist():
     import typer.main
 
-    from softfocus.lab.cli.commands import app
+    from softfocus.lab.cli.app import app
 
     known = set(typer.main.get_command(app).commands)
     assert set(re.findall(r"^softfocus (\w+)", README, re.MULTILINE)) <= known

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from softfocus.lab import cli
-from softfocus.lab.cli.commands import train
+from softfocus.lab.cli.train import train
 from softfocus.lab.progress import Display, Event
 from softfocus.lab.recipes.recipe import shipped
 from softfocus.lab.run_folder.results import Evaluation, RunInfo

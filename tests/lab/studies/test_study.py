@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from softfocus.lab.cli.options import seeds_of
 from softfocus.lab.errors import LabError, UsageError
 from softfocus.lab.evaluate.loss import evaluate
 from softfocus.lab.evaluate.recall import recall
@@ -31,7 +32,7 @@ from softfocus.lab.run_folder.results import (
     save_run,
 )
 from softfocus.lab.studies import crew, study
-from softfocus.lab.studies.study import run_study, seeds_of
+from softfocus.lab.studies.study import run_study
 from softfocus.lab.train.run import train
 
 TASK = """

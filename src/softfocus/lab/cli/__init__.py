@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _run(arguments: list[str]) -> None:
-    from softfocus.lab.cli.commands import app
+    from softfocus.lab.cli.app import app
     from softfocus.lab.errors import LabError, UsageError
 
     locale = "set LC_ALL=C.UTF-8, or PYTHONUTF8=1"

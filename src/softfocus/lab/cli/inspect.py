@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from softfocus.lab.cli.options import Json, beside, write_json
+from softfocus.lab.cli.options import BatchTokens, Json, Quiet, beside, write_json
 from softfocus.lab.errors import UsageError
 
 
@@ -26,16 +26,14 @@ def inspect(
         str | None, typer.Option(metavar="LIST", help="And of these heads, from 0.", show_default="the first two")
     ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to read at each length.")] = 16384,
-    batch_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens a forward pass: lower it if memory is short.")
-    ] = 4096,
+    batch_tokens: BatchTokens = 4096,
     out: Annotated[
         Path | None,
         typer.Option(
             "--out", "-o", metavar="FOLDER", help="Where the page goes.", show_default="RUN/inspect, or runs/inspect"
         ),
     ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
+    quiet: Quiet = False,
     json: Json = None,
 ) -> None:
     """Look inside runs: attention maps, exact zeros, entropy, and how far attention reaches, by layer and length.

@@ -12,7 +12,6 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rich.console import Console
 
-from softfocus.lab.cli.options import SEEDS
 from softfocus.lab.errors import LabError, UsageError, did_you_mean
 from softfocus.lab.recipes.recipe import Recipe, derive
 from softfocus.lab.report.compare import Comparison, compare
@@ -82,18 +81,6 @@ def load(name_or_path: str) -> tuple[Study, Path | None]:
         raise LabError(
             f"study {name_or_path}: {place}: {first['msg']}", "a study has title, base, seeds and [rows.NAME] tables"
         ) from None
-
-
-def seeds_of(text: str) -> list[int]:
-    """ "0,1,2".
-
-    Raises:
-        UsageError: something else.
-    """
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and len(part) <= 10 and int(part) < SEEDS for part in parts):
-        raise UsageError(f"--seeds: {text!r} is not a list of whole numbers below 2^32", "write it like 0,1,2")
-    return list(dict.fromkeys(map(int, parts)))
 
 
 def recipes(study: Study, near: Path | None = None, seeds: Sequence[int] | None = None) -> list[Recipe]:
