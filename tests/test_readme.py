@@ -11,7 +11,7 @@ from softfocus import catalog
 from softfocus.lab.inspect.results import read as read_inspections
 from softfocus.lab.report.points import best, cell, column_name, columns, settings
 from softfocus.lab.report.recall_compare import RecallReport
-from softfocus.lab.report.report import read, read_as
+from softfocus.lab.report.results import read, read_as
 from softfocus.lab.report.table import loss_table
 from softfocus.lab.run_folder.results import AS_TRAINED
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from softfocus.lab.report.report import Entry
+from softfocus.lab.report.results import Entry
 from softfocus.lab.run_folder.results import AS_TRAINED, Bucket, Evaluation, Machine, Row, RunInfo, Setting
 
 START = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)

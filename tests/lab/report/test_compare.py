@@ -6,7 +6,7 @@ from rich.console import Console
 
 from softfocus.lab.errors import LabError
 from softfocus.lab.report.compare import compare
-from softfocus.lab.report.report import read
+from softfocus.lab.report.results import read
 from softfocus.lab.run_folder.results import EVALUATION, RECIPE, RUN, save_evaluation, save_run
 
 

@@ -14,9 +14,11 @@ from softfocus.lab.errors import LabError
 from softfocus.lab.recipes.recipe import load
 from softfocus.lab.report.curves import Line, Panel, Point, save_curves
 from softfocus.lab.report.figure import PALETTE, colours, figure1, save_figure1, spread
+from softfocus.lab.report.notes import provenance, same_text
 from softfocus.lab.report.page import render
 from softfocus.lab.report.points import Group, cell, columns, growth, labels, settings, shared_columns
-from softfocus.lab.report.report import Entry, build, provenance, read, same_text, write
+from softfocus.lab.report.report import build, write
+from softfocus.lab.report.results import Entry, read
 from softfocus.lab.report.table import loss_table
 from softfocus.lab.run_folder.results import json_text
 

@@ -18,7 +18,7 @@ from softfocus.lab.recipes.recipe import Recipe, load
 from softfocus.lab.report.compare import compare
 from softfocus.lab.report.recall import recall_tables
 from softfocus.lab.report.recall_compare import RecallEntry, RecallReport, compare_recall
-from softfocus.lab.report.report import Report
+from softfocus.lab.report.results import Report
 from softfocus.lab.run_folder.disk import write_atomically
 from softfocus.lab.run_folder.results import (
     RECIPE,

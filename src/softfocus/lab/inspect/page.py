@@ -10,8 +10,8 @@ from softfocus.lab.inspect import figure
 from softfocus.lab.inspect.results import Inspection, Inspections, Row, Value
 from softfocus.lab.inspect.run import Map
 from softfocus.lab.report.figure import PALETTE
+from softfocus.lab.report.notes import short_commit
 from softfocus.lab.report.page import svg, template
-from softfocus.lab.report.report import short_commit
 
 COLUMNS = {
     "zeros": "Exactly 0",

@@ -10,7 +10,8 @@ from rich.console import Console
 from softfocus.lab.errors import LabError
 from softfocus.lab.report.points import Axis
 from softfocus.lab.report.recall_compare import RecallReport, compare_recall
-from softfocus.lab.report.report import Entry, Report, build, load_entry, read, refuse_twice, show, write
+from softfocus.lab.report.report import build, show, write
+from softfocus.lab.report.results import Entry, Report, load_entry, read, refuse_twice
 from softfocus.lab.run_folder.results import EVALUATION, RECALL
 
 Comparison = Report | RecallReport

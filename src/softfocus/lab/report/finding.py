@@ -58,36 +58,28 @@ def finding(groups: Sequence[Group], axis: Axis = "multiple") -> Finding:
             sentence="Nothing can be said: nats per token of different vocabularies do not compare.", differences=[]
         )
     first = 1.0 if axis == "multiple" and 1.0 in shared else shared[0]
-    sentences, differences = [], []
+    sentences: list[str] = []
+    differences: list[Difference] = []
     for column in dict.fromkeys((first, shared[-1])):
-        cells = sorted((_best(group, column, axis) for group in groups), key=_height)
-        softmax = [one for one in cells if one.group.first.mechanism == "softmax"]
+        cells = [there for group in groups if (there := best(group, column, axis)) is not None]
+        cells.sort(key=lambda there: there.loss if math.isfinite(there.loss) else math.inf)
+        softmax = [there for there in cells if there.group.first.mechanism == "softmax"]
         priced = column == first and len(softmax) == 1 and math.isfinite(softmax[0].loss)
         reference = softmax[0] if priced else cells[0]
-        others = [one for one in cells if one is not reference]
-        found = [_difference(one, reference, column) for one in others]
-        chosen = len(cells) > 1 and (column != 1 or axis == "tokens")
-        where = f"At {_place(groups, column, axis)}" + (", each under its best setting," if chosen else "")
-        sentences.append(_sentence(where, reference, found, column, price=priced))
+        found = [_difference(there, reference, column) for there in cells if there is not reference]
         differences += found
+        tokens = tokens_at(groups, column, axis)
+        unit = f" ({tokens:,} tokens)" if tokens else " tokens" if axis == "tokens" else ""
+        chosen = ", each under its best setting," if len(cells) > 1 and (column != 1 or axis == "tokens") else ""
+        where = f"At {column_name(column, axis)}{unit}{chosen}"
+        sentences.append(_sentence(where, reference, found, column, price=priced))
     counts = sorted({len(group.evaluations) for group in groups})
     if counts[-1] > 1:
-        sentences.append(
-            f"Losses are means over {' to '.join(map(str, counts[:: max(1, len(counts) - 1)]))} trainings."
-        )
+        between = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else str(counts[0])
+        sentences.append(f"Losses are means over {between} trainings.")
     if any(not one.training_noise for one in differences):
         sentences.append("The noise of training is not known: that takes several seeds of each.")
     return Finding(sentence=" ".join(sentences), differences=differences)
-
-
-def _best(group: Group, column: float, axis: Axis) -> Cell:
-    found = best(group, column, axis)
-    assert found is not None, "the column is shared"
-    return found
-
-
-def _height(one: Cell) -> float:
-    return one.loss if math.isfinite(one.loss) else math.inf
 
 
 def _difference(one: Cell, reference: Cell, column: float) -> Difference:
@@ -111,40 +103,27 @@ def _sentence(where: str, reference: Cell, others: Sequence[Difference], column:
     """At 16x Softmax with window 1x has the lowest loss, 1.356; LSSAR as trained is 0.165 ± 0.012 higher."""
     if not math.isfinite(reference.loss):
         return f"{where} every loss diverged."
-    known = price or not others
-    name = _name(reference.group.label, reference.setting, column)
-    clauses = [f"{where} {name} has {'a loss of' if known else 'the lowest loss,'} {reference.loss:.3f}"]
-    named = others[:_NAMED]
-    if decided := [_text(one, column) for one in named if one.verdict != "inconclusive" or not math.isfinite(one.loss)]:
-        clauses.append(_listed(decided))
-    if unsure := [_text(one, column) for one in named if one.verdict == "inconclusive" and math.isfinite(one.loss)]:
-        clauses.append(f"inconclusive: {_listed(unsure)}")
+    has = "has a loss of" if price or not others else "has the lowest loss,"
+    clauses = [f"{where} {_name(reference.group.label, reference.setting, column)} {has} {reference.loss:.3f}"]
+    decided, unsure = [], []
+    for one in others[:_NAMED]:
+        name = _name(one.label, one.setting, column)
+        error = f"{one.standard_error:.3f}" if math.isfinite(one.standard_error) else "unknown"
+        if not math.isfinite(one.loss):
+            decided.append(f"{name} diverged")
+        elif one.verdict == "inconclusive":
+            unsure.append(f"{name} ({one.difference:+.3f} ± {error})")
+        else:
+            decided.append(f"{name} is {abs(one.difference):.3f} ± {error} {one.verdict}")
+    for prefix, texts in (("", decided), ("inconclusive: ", unsure)):
+        if texts:
+            clauses.append(prefix + ", ".join([*texts[:-2], " and ".join(texts[-2:])]))
     if len(others) > _NAMED:
         clauses.append(f"{len(others) - _NAMED} more are in the report")
     return "; ".join(clauses) + "."
 
 
-def _listed(texts: Sequence[str]) -> str:
-    return f"{', '.join(texts[:-1])} and {texts[-1]}" if len(texts) > 1 else texts[0]
-
-
 def _name(label: str, setting: str, column: float) -> str:
-    plain = AS_TRAINED.name()
-    if setting == plain:
-        return label if column == 1 else f"{label} {plain}"
-    return f"{label} with {setting}"
-
-
-def _place(groups: Sequence[Group], column: float, axis: Axis) -> str:
-    tokens = tokens_at(groups, column, axis)
-    return column_name(column, axis) + (f" ({tokens:,} tokens)" if tokens else " tokens" if axis == "tokens" else "")
-
-
-def _text(one: Difference, column: float) -> str:
-    name = _name(one.label, one.setting, column)
-    if not math.isfinite(one.loss):
-        return f"{name} diverged"
-    error = f"{one.standard_error:.3f}" if math.isfinite(one.standard_error) else "unknown"
-    if one.verdict == "inconclusive":
-        return f"{name} ({one.difference:+.3f} ± {error})"
-    return f"{name} is {abs(one.difference):.3f} ± {error} {one.verdict}"
+    if setting != AS_TRAINED.name():
+        return f"{label} with {setting}"
+    return label if column == 1 else f"{label} {setting}"

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 
 from softfocus.lab.report import figure
 from softfocus.lab.report.finding import Difference
+from softfocus.lab.report.notes import provenance, same_text, short_commit
 from softfocus.lab.report.points import (
     Axis,
     Cell,
@@ -27,7 +28,7 @@ from softfocus.lab.report.points import (
     shared_columns,
     tokens_at,
 )
-from softfocus.lab.report.report import Report, provenance, same_text, short_commit
+from softfocus.lab.report.results import Report
 from softfocus.lab.run_folder.results import RunInfo
 
 

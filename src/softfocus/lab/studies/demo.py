@@ -10,7 +10,8 @@ from softfocus.catalog import named
 from softfocus.lab.errors import UsageError
 from softfocus.lab.recipes.recipe import load, shipped
 from softfocus.lab.report.points import labels
-from softfocus.lab.report.report import Report, build, load_entry, show, write
+from softfocus.lab.report.report import build, show, write
+from softfocus.lab.report.results import Report, load_entry
 from softfocus.lab.studies import crew
 
 MODELS = ("demo-softmax", "demo-lssa", "demo-lssar", "demo-laser", "demo-hybrid")
