@@ -198,7 +198,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def trained(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run of the tiny recipe. Shared: copy it before changing anything in it."""
-    from softfocus.lab.recipes.recipe import load
+    from softfocus.lab.recipes.loading import load
     from softfocus.lab.train.run import train
 
     folder = tmp_path_factory.mktemp("runs") / "trained"

@@ -10,7 +10,7 @@ from softfocus.lab import model as models
 from softfocus.lab.data.tokenizer import word_tokenizer
 from softfocus.lab.errors import LabError, UsageError
 from softfocus.lab.generate import generate
-from softfocus.lab.recipes.recipe import load
+from softfocus.lab.recipes.loading import load
 from softfocus.lab.run_folder.results import RUN
 from softfocus.lab.train.run import train
 

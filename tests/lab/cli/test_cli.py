@@ -15,7 +15,7 @@ import pytest
 from softfocus.lab import cli
 from softfocus.lab.cli.train import train
 from softfocus.lab.progress import Display, Event
-from softfocus.lab.recipes.recipe import shipped
+from softfocus.lab.recipes.loading import shipped
 from softfocus.lab.run_folder.results import Evaluation, RunInfo
 
 COMMANDS = ("demo", "train", "evaluate", "recall", "induction", "compare", "generate", "mechanisms", "build", "doctor")

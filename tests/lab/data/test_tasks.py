@@ -16,7 +16,7 @@ from softfocus.lab.data.tasks import IGNORED, Mqar, Passkey, Sample, Task, rando
 from softfocus.lab.data.windows import TaskWindows
 from softfocus.lab.errors import LabError
 from softfocus.lab.progress import silent
-from softfocus.lab.recipes.recipe import load
+from softfocus.lab.recipes.loading import load
 
 
 def sample(task: Task, length: int, nearest: int = 0, index: int = 0) -> Sample:

@@ -21,7 +21,7 @@ from softfocus.lab.evaluate.rope import scale_rope
 from softfocus.lab.generate import generate
 from softfocus.lab.progress import Event
 from softfocus.lab.recipes import lengths
-from softfocus.lab.recipes.recipe import load
+from softfocus.lab.recipes.loading import load
 from softfocus.lab.run_folder.manifest import MANIFEST
 from softfocus.lab.run_folder.results import (
     AS_TRAINED,

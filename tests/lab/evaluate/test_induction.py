@@ -17,7 +17,7 @@ from softfocus.lab.data.windows import EvaluationWindows
 from softfocus.lab.errors import LabError
 from softfocus.lab.evaluate.induction import edges, induction, repeats
 from softfocus.lab.progress import Event, silent
-from softfocus.lab.recipes.recipe import load
+from softfocus.lab.recipes.loading import load
 from softfocus.lab.run_folder.results import INDUCTION, RECIPE, json_text, load_induction
 
 

@@ -16,7 +16,7 @@ from softfocus.lab.data.tasks import IGNORED, random_for
 from softfocus.lab.errors import LabError
 from softfocus.lab.evaluate.recall import edges, reach, recall
 from softfocus.lab.progress import Event
-from softfocus.lab.recipes.recipe import load, shipped
+from softfocus.lab.recipes.loading import load, shipped
 from softfocus.lab.run_folder.results import MODEL, RECALL, json_text, load_recall, load_run
 from softfocus.lab.train.run import train
 

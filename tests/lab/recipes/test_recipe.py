@@ -7,7 +7,7 @@ import pytest
 import softfocus
 from softfocus import catalog
 from softfocus.lab.errors import LabError
-from softfocus.lab.recipes.recipe import load, shipped
+from softfocus.lab.recipes.loading import load, shipped
 
 SAYS = [
     (["train.step=3"], "no key 'train.step'", "did you mean 'train.steps'?"),

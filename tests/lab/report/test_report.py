@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from softfocus.lab.errors import LabError
-from softfocus.lab.recipes.recipe import load
+from softfocus.lab.recipes.loading import load
 from softfocus.lab.report.curves import Line, Panel, Point, save_curves
 from softfocus.lab.report.figure import PALETTE, colours, figure1, save_figure1, spread
 from softfocus.lab.report.notes import provenance, same_text

@@ -20,7 +20,7 @@ from softfocus.lab.evaluate.loss import evaluate
 from softfocus.lab.generate import generate
 from softfocus.lab.inspect.run import inspect
 from softfocus.lab.progress import Event
-from softfocus.lab.recipes.recipe import load
+from softfocus.lab.recipes.loading import load
 from softfocus.lab.run_folder import owner
 from softfocus.lab.run_folder.owner import LOCK, OWNER, Displaced, Owner, owning
 from softfocus.lab.run_folder.results import (

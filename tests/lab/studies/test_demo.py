@@ -20,7 +20,7 @@ from rich.console import Console
 
 from softfocus.lab.errors import LabError
 from softfocus.lab.progress import Event
-from softfocus.lab.recipes.recipe import load
+from softfocus.lab.recipes.loading import load
 from softfocus.lab.report.results import Report, read
 from softfocus.lab.run_folder import provenance
 from softfocus.lab.run_folder.results import EVALUATION, RUN, Bucket, Row, RunInfo, Setting, default_settings, load_run

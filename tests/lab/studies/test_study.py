@@ -14,7 +14,8 @@ from softfocus.lab.evaluate.loss import evaluate
 from softfocus.lab.evaluate.recall import recall
 from softfocus.lab.progress import Event, Listener
 from softfocus.lab.recipes.lengths import parse
-from softfocus.lab.recipes.recipe import Recipe, load
+from softfocus.lab.recipes.loading import load
+from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.report.compare import compare
 from softfocus.lab.report.recall import recall_tables
 from softfocus.lab.report.recall_compare import RecallEntry, RecallReport, compare_recall

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from softfocus.lab.progress import Event
-from softfocus.lab.recipes.recipe import load
+from softfocus.lab.recipes.loading import load
 from softfocus.lab.run_folder.results import MODEL, RECIPE, RUN, load_run
 from softfocus.lab.train.run import train
 

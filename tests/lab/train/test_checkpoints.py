@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from softfocus.lab.errors import LabError
 from softfocus.lab.evaluate.loss import evaluate
 from softfocus.lab.progress import Event, silent
-from softfocus.lab.recipes.recipe import load
+from softfocus.lab.recipes.loading import load
 from softfocus.lab.run_folder.manifest import MANIFEST
 from softfocus.lab.run_folder.results import CHECKPOINTS, MODEL, load_run
 from softfocus.lab.train.checkpoints import UNFINISHED, newest

@@ -29,7 +29,8 @@ from softfocus.lab.data import of_recipe as data
 from softfocus.lab.errors import LabError
 from softfocus.lab.evaluate.loss import evaluate
 from softfocus.lab.progress import Event, silent
-from softfocus.lab.recipes.recipe import Recipe, load
+from softfocus.lab.recipes.loading import load
+from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.run_folder.owner import LOCK
 from softfocus.lab.run_folder.results import (
     CHECKPOINTS,

@@ -57,7 +57,7 @@ def evaluate(
     """
     from softfocus.lab.progress import Display
     from softfocus.lab.recipes.lengths import parse, settings_of
-    from softfocus.lab.recipes.recipe import load
+    from softfocus.lab.recipes.loading import load
     from softfocus.lab.run_folder.results import RECIPE, load_run
 
     info = load_run(run)

@@ -37,7 +37,7 @@ def train(
     if resume and overwrite:
         raise typer.BadParameter("choose one of --resume and --overwrite")
     from softfocus.lab.progress import Display
-    from softfocus.lab.recipes.recipe import load
+    from softfocus.lab.recipes.loading import load
     from softfocus.lab.run_folder.results import RUN
 
     chosen = load(recipe, set_)  # before Transformers is imported: a typo is answered soon

@@ -24,7 +24,8 @@ from softfocus.lab.errors import LabError
 from softfocus.lab.evaluate.means import ClusteredMeans, default_edges
 from softfocus.lab.evaluate.rope import scale_rope
 from softfocus.lab.progress import Event, Listener, silent
-from softfocus.lab.recipes.recipe import Recipe, load
+from softfocus.lab.recipes.loading import load
+from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.run_folder import provenance
 from softfocus.lab.run_folder.results import (
     AS_TRAINED,

@@ -18,7 +18,7 @@ from softfocus.lab.errors import LabError
 from softfocus.lab.evaluate.loss import has_plain_head, under_window
 from softfocus.lab.evaluate.means import Mean
 from softfocus.lab.progress import Event, Listener, silent
-from softfocus.lab.recipes.recipe import load
+from softfocus.lab.recipes.loading import load
 from softfocus.lab.run_folder.results import (
     RECALL,
     RECIPE,

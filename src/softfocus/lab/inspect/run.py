@@ -25,7 +25,7 @@ from softfocus.lab.evaluate.means import ClusteredMeans
 from softfocus.lab.inspect.measure import MEASURES, measures, picture
 from softfocus.lab.inspect.results import Heads, Inspection, Length, Row, Value
 from softfocus.lab.progress import Event, Listener, silent
-from softfocus.lab.recipes.recipe import load
+from softfocus.lab.recipes.loading import load
 from softfocus.lab.run_folder.results import RECIPE, RunInfo, load_run
 from softfocus.row_weights import blocks
 

@@ -15,7 +15,8 @@ from rich.console import Console
 from softfocus.lab.errors import Interrupted, LabError
 from softfocus.lab.progress import Event
 from softfocus.lab.recipes.lengths import parse
-from softfocus.lab.recipes.recipe import Recipe, load
+from softfocus.lab.recipes.loading import load
+from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.run_folder.disk import write_atomically, writing
 from softfocus.lab.run_folder.provenance import cores
 from softfocus.lab.run_folder.results import (

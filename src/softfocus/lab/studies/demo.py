@@ -8,7 +8,7 @@ from rich.console import Console
 
 from softfocus.catalog import named
 from softfocus.lab.errors import UsageError
-from softfocus.lab.recipes.recipe import load, shipped
+from softfocus.lab.recipes.loading import load, shipped
 from softfocus.lab.report.points import labels
 from softfocus.lab.report.report import build, show, write
 from softfocus.lab.report.results import Report, load_entry

@@ -67,7 +67,7 @@ def _work(name: str, folder: Path, overwrite: bool, out: TextIO) -> None:
     )
     from softfocus.lab.evaluate.recall import recall
     from softfocus.lab.recipes.lengths import parse
-    from softfocus.lab.recipes.recipe import load
+    from softfocus.lab.recipes.loading import load
     from softfocus.lab.train.run import train
 
     recipe = load(name)

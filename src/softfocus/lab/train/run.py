@@ -16,7 +16,8 @@ from softfocus.lab import model as models
 from softfocus.lab.data import of_recipe as data
 from softfocus.lab.errors import Interrupted, LabError
 from softfocus.lab.progress import Listener, silent
-from softfocus.lab.recipes.recipe import Recipe, load
+from softfocus.lab.recipes.loading import load
+from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.run_folder import provenance
 from softfocus.lab.run_folder.disk import FULL, PARTIAL, disk_error
 from softfocus.lab.run_folder.manifest import seal
