@@ -11,7 +11,7 @@ from softfocus.lab.data.tokenizer import word_tokenizer
 from softfocus.lab.errors import LabError, UsageError
 from softfocus.lab.generate import generate
 from softfocus.lab.recipes.loading import load
-from softfocus.lab.run_folder.results import RUN
+from softfocus.lab.run_folder.files import RUN
 from softfocus.lab.train.run import train
 
 

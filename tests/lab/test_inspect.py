@@ -21,7 +21,7 @@ from softfocus.lab.inspect.measure import HIDDEN, MEASURES, measures, picture
 from softfocus.lab.inspect.results import Inspections, read
 from softfocus.lab.inspect.run import inspect
 from softfocus.lab.recipes.loading import load
-from softfocus.lab.run_folder.results import MODEL, RUN
+from softfocus.lab.run_folder.files import MODEL, RUN
 from softfocus.lab.train.run import train
 
 LAYOUT = (

@@ -10,8 +10,8 @@ import softfocus.hf
 from softfocus.lab.data import tokenizer
 from softfocus.lab.errors import LabError, did_you_mean, first_line
 from softfocus.lab.recipes.recipe import Recipe
+from softfocus.lab.run_folder.files import MODEL, RECIPE
 from softfocus.lab.run_folder.manifest import MANIFEST, flaw
-from softfocus.lab.run_folder.results import MODEL, RECIPE
 from softfocus.layout import Layout
 
 

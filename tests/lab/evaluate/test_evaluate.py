@@ -22,19 +22,9 @@ from softfocus.lab.generate import generate
 from softfocus.lab.progress import Event
 from softfocus.lab.recipes import lengths
 from softfocus.lab.recipes.loading import load
+from softfocus.lab.run_folder.files import EVALUATION, UNFINISHED, load_evaluation, load_run, save_evaluation, save_run
 from softfocus.lab.run_folder.manifest import MANIFEST
-from softfocus.lab.run_folder.results import (
-    AS_TRAINED,
-    EVALUATION,
-    UNFINISHED,
-    Row,
-    Setting,
-    default_settings,
-    load_evaluation,
-    load_run,
-    save_evaluation,
-    save_run,
-)
+from softfocus.lab.run_folder.results import AS_TRAINED, Row, Setting, default_settings
 from softfocus.lab.train.run import train
 
 PLAIN, NTK, YARN = AS_TRAINED, Setting(rope="ntk"), Setting(rope="yarn")

@@ -18,7 +18,8 @@ from softfocus.lab.errors import LabError
 from softfocus.lab.evaluate.induction import edges, induction, repeats
 from softfocus.lab.progress import Event, silent
 from softfocus.lab.recipes.loading import load
-from softfocus.lab.run_folder.results import INDUCTION, RECIPE, json_text, load_induction
+from softfocus.lab.run_folder.files import INDUCTION, RECIPE, load_induction
+from softfocus.lab.run_folder.results import json_text
 
 
 @pytest.fixture

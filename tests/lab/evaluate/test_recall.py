@@ -17,7 +17,8 @@ from softfocus.lab.errors import LabError
 from softfocus.lab.evaluate.recall import edges, reach, recall
 from softfocus.lab.progress import Event
 from softfocus.lab.recipes.loading import load, shipped
-from softfocus.lab.run_folder.results import MODEL, RECALL, json_text, load_recall, load_run
+from softfocus.lab.run_folder.files import MODEL, RECALL, load_recall, load_run
+from softfocus.lab.run_folder.results import json_text
 from softfocus.lab.train.run import train
 
 T = 32

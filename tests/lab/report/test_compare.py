@@ -7,7 +7,7 @@ from rich.console import Console
 from softfocus.lab.errors import LabError
 from softfocus.lab.report.compare import compare
 from softfocus.lab.report.results import read
-from softfocus.lab.run_folder.results import EVALUATION, RECIPE, RUN, save_evaluation, save_run
+from softfocus.lab.run_folder.files import EVALUATION, RECIPE, RUN, save_evaluation, save_run
 
 
 def save(entry, folder: Path) -> Path:

@@ -22,8 +22,7 @@ from softfocus.lab.inspect.run import inspect
 from softfocus.lab.progress import Event
 from softfocus.lab.recipes.loading import load
 from softfocus.lab.run_folder import owner
-from softfocus.lab.run_folder.owner import LOCK, OWNER, Displaced, Owner, owning
-from softfocus.lab.run_folder.results import (
+from softfocus.lab.run_folder.files import (
     CHECKPOINTS,
     EVALUATION,
     MODEL,
@@ -34,6 +33,7 @@ from softfocus.lab.run_folder.results import (
     save_evaluation,
     save_run,
 )
+from softfocus.lab.run_folder.owner import LOCK, OWNER, Displaced, Owner, owning
 from softfocus.lab.studies import worker
 from softfocus.lab.train.run import train
 

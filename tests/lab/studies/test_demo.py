@@ -23,7 +23,8 @@ from softfocus.lab.progress import Event
 from softfocus.lab.recipes.loading import load
 from softfocus.lab.report.results import Report, read
 from softfocus.lab.run_folder import provenance
-from softfocus.lab.run_folder.results import EVALUATION, RUN, Bucket, Row, RunInfo, Setting, default_settings, load_run
+from softfocus.lab.run_folder.files import EVALUATION, RUN, load_run
+from softfocus.lab.run_folder.results import Bucket, Row, RunInfo, Setting, default_settings
 from softfocus.lab.studies import crew, demo
 from softfocus.lab.studies.demo import FAST, MODELS, run_demo
 from softfocus.lab.studies.screen import TRAINING, Job, Screen, clock, seconds_left

@@ -21,17 +21,8 @@ from softfocus.lab.report.recall import recall_tables
 from softfocus.lab.report.recall_compare import RecallEntry, RecallReport, compare_recall
 from softfocus.lab.report.results import Report
 from softfocus.lab.run_folder.disk import write_atomically
-from softfocus.lab.run_folder.results import (
-    RECIPE,
-    RUN,
-    Answers,
-    Recall,
-    RecallRow,
-    load_run,
-    save_evaluation,
-    save_recall,
-    save_run,
-)
+from softfocus.lab.run_folder.files import RECIPE, RUN, load_run, save_evaluation, save_recall, save_run
+from softfocus.lab.run_folder.results import Answers, Recall, RecallRow
 from softfocus.lab.studies import crew, study
 from softfocus.lab.studies.study import run_study
 from softfocus.lab.train.run import train

@@ -17,7 +17,7 @@ from typing import Any
 
 from softfocus.lab.progress import Event
 from softfocus.lab.recipes.loading import load
-from softfocus.lab.run_folder.results import MODEL, RECIPE, RUN, load_run
+from softfocus.lab.run_folder.files import MODEL, RECIPE, RUN, load_run
 from softfocus.lab.train.run import train
 
 

@@ -17,8 +17,8 @@ from softfocus.lab.errors import LabError
 from softfocus.lab.evaluate.loss import evaluate
 from softfocus.lab.progress import Event, silent
 from softfocus.lab.recipes.loading import load
+from softfocus.lab.run_folder.files import CHECKPOINTS, MODEL, load_run
 from softfocus.lab.run_folder.manifest import MANIFEST
-from softfocus.lab.run_folder.results import CHECKPOINTS, MODEL, load_run
 from softfocus.lab.train.checkpoints import UNFINISHED, newest
 from softfocus.lab.train.run import train
 

@@ -31,17 +31,8 @@ from softfocus.lab.evaluate.loss import evaluate
 from softfocus.lab.progress import Event, silent
 from softfocus.lab.recipes.loading import load
 from softfocus.lab.recipes.recipe import Recipe
+from softfocus.lab.run_folder.files import CHECKPOINTS, EVALUATION, MODEL, RECIPE, RUN, TENSORBOARD, load_run, save_run
 from softfocus.lab.run_folder.owner import LOCK
-from softfocus.lab.run_folder.results import (
-    CHECKPOINTS,
-    EVALUATION,
-    MODEL,
-    RECIPE,
-    RUN,
-    TENSORBOARD,
-    load_run,
-    save_run,
-)
 from softfocus.lab.train.checkpoints import newest
 from softfocus.lab.train.run import _save_model, train
 from softfocus.lab.train.trainer import WindowTrainer

@@ -44,7 +44,7 @@ def inspect(
     """
     from softfocus.lab.progress import Display
     from softfocus.lab.recipes.lengths import parse
-    from softfocus.lab.run_folder.results import load_run
+    from softfocus.lab.run_folder.files import load_run
 
     wanted = [parse(lengths, load_run(run).train_length) for run in runs]
     shown = {"layers": _numbers("--layers", layers), "heads": _numbers("--heads", heads)}

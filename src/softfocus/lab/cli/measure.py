@@ -58,7 +58,7 @@ def evaluate(
     from softfocus.lab.progress import Display
     from softfocus.lab.recipes.lengths import parse, settings_of
     from softfocus.lab.recipes.loading import load
-    from softfocus.lab.run_folder.results import RECIPE, load_run
+    from softfocus.lab.run_folder.files import RECIPE, load_run
 
     info = load_run(run)
     wanted = parse(lengths or load(run / RECIPE).evaluate.lengths, info.train_length)
@@ -148,7 +148,7 @@ def induction(
 def _lengths_and_windows(run: Path, lengths: str, window: str | None) -> tuple[list[int], Sequence[int | None]]:
     """What --lengths and --window mean for a run, in tokens; a window of None is none."""
     from softfocus.lab.recipes.lengths import parse
-    from softfocus.lab.run_folder.results import load_run
+    from softfocus.lab.run_folder.files import load_run
 
     trained = load_run(run).train_length
     return parse(lengths, trained), [None] if window is None else parse(window, trained, "--window")
@@ -167,7 +167,7 @@ def generate(
 
     Example: `softfocus generate runs/demo-lssar --prompt "class " --tokens 400`
     """
-    from softfocus.lab.run_folder.results import load_run
+    from softfocus.lab.run_folder.files import load_run
 
     load_run(run)  # before torch is imported: a wrong folder is answered soon
     from softfocus.lab.generate import generate

@@ -38,7 +38,7 @@ def train(
         raise typer.BadParameter("choose one of --resume and --overwrite")
     from softfocus.lab.progress import Display
     from softfocus.lab.recipes.loading import load
-    from softfocus.lab.run_folder.results import RUN
+    from softfocus.lab.run_folder.files import RUN
 
     chosen = load(recipe, set_)  # before Transformers is imported: a typo is answered soon
     from accelerate import PartialState

@@ -18,7 +18,8 @@ from softfocus.lab.data.windows import TaskWindows, TrainingWindows
 from softfocus.lab.errors import LabError
 from softfocus.lab.progress import Event, Listener
 from softfocus.lab.recipes.recipe import Recipe
-from softfocus.lab.run_folder.results import MODEL, RECIPE, RunInfo
+from softfocus.lab.run_folder.files import MODEL, RECIPE
+from softfocus.lab.run_folder.results import RunInfo
 
 _log = logging.getLogger(__name__)
 

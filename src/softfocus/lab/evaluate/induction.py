@@ -15,15 +15,8 @@ from softfocus.lab.data.windows import EvaluationWindows
 from softfocus.lab.evaluate.loss import has_plain_head, token_losses, under_window
 from softfocus.lab.evaluate.means import Mean
 from softfocus.lab.progress import Event, Listener, silent
-from softfocus.lab.run_folder.results import (
-    INDUCTION,
-    Induction,
-    InductionRow,
-    Repeats,
-    load_induction,
-    measures,
-    save_induction,
-)
+from softfocus.lab.run_folder.files import INDUCTION, load_induction, measures, save_induction
+from softfocus.lab.run_folder.results import Induction, InductionRow, Repeats
 
 
 @measures

@@ -27,12 +27,20 @@ from softfocus.lab.progress import Event, Listener, silent
 from softfocus.lab.recipes.loading import load
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.run_folder import provenance
-from softfocus.lab.run_folder.results import (
-    AS_TRAINED,
+from softfocus.lab.run_folder.files import (
     EVALUATION,
     MODEL,
     RECIPE,
     UNFINISHED,
+    load_evaluation,
+    load_run,
+    load_unfinished,
+    measures,
+    save_evaluation,
+    save_unfinished,
+)
+from softfocus.lab.run_folder.results import (
+    AS_TRAINED,
     Bucket,
     Evaluation,
     Row,
@@ -40,12 +48,6 @@ from softfocus.lab.run_folder.results import (
     Setting,
     Unfinished,
     default_settings,
-    load_evaluation,
-    load_run,
-    load_unfinished,
-    measures,
-    save_evaluation,
-    save_unfinished,
 )
 
 _log = logging.getLogger(__name__)

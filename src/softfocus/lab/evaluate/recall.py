@@ -19,18 +19,8 @@ from softfocus.lab.evaluate.loss import has_plain_head, under_window
 from softfocus.lab.evaluate.means import Mean
 from softfocus.lab.progress import Event, Listener, silent
 from softfocus.lab.recipes.loading import load
-from softfocus.lab.run_folder.results import (
-    RECALL,
-    RECIPE,
-    Answers,
-    Recall,
-    RecallRow,
-    RunInfo,
-    load_recall,
-    load_run,
-    measures,
-    save_recall,
-)
+from softfocus.lab.run_folder.files import RECALL, RECIPE, load_recall, load_run, measures, save_recall
+from softfocus.lab.run_folder.results import Answers, Recall, RecallRow, RunInfo
 
 SEQUENCES = 64
 """How many are measured at each length if nobody says."""

@@ -26,7 +26,8 @@ from softfocus.lab.inspect.measure import MEASURES, measures, picture
 from softfocus.lab.inspect.results import Heads, Inspection, Length, Row, Value
 from softfocus.lab.progress import Event, Listener, silent
 from softfocus.lab.recipes.loading import load
-from softfocus.lab.run_folder.results import RECIPE, RunInfo, load_run
+from softfocus.lab.run_folder.files import RECIPE, load_run
+from softfocus.lab.run_folder.results import RunInfo
 from softfocus.row_weights import blocks
 
 ROWS = 192

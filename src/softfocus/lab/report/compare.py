@@ -12,7 +12,7 @@ from softfocus.lab.report.points import Axis
 from softfocus.lab.report.recall_compare import RecallReport, compare_recall
 from softfocus.lab.report.report import build, show, write
 from softfocus.lab.report.results import Entry, Report, load_entry, read, refuse_twice
-from softfocus.lab.run_folder.results import EVALUATION, RECALL
+from softfocus.lab.run_folder.files import EVALUATION, RECALL
 
 Comparison = Report | RecallReport
 

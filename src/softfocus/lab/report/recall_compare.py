@@ -15,7 +15,8 @@ from softfocus.lab.report.points import count_text, labels, without_seed
 from softfocus.lab.report.recall import BLIND
 from softfocus.lab.report.results import FIGURE, RESULTS, load_recipe_text, read_as, refuse_twice
 from softfocus.lab.run_folder.disk import write_atomically, writing
-from softfocus.lab.run_folder.results import Recall, RunInfo, json_text, load_recall, load_run
+from softfocus.lab.run_folder.files import load_recall, load_run
+from softfocus.lab.run_folder.results import Recall, RunInfo, json_text
 
 _WAYS = ((False, "more filler"), (True, "more to remember"))
 

@@ -11,8 +11,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, computed_fie
 from softfocus.lab.errors import LabError
 from softfocus.lab.report.finding import Finding, finding
 from softfocus.lab.report.points import Axis, Group, groups
+from softfocus.lab.run_folder.files import RECIPE, load_evaluation, load_run
 from softfocus.lab.run_folder.provenance import without_folders
-from softfocus.lab.run_folder.results import RECIPE, Evaluation, RunInfo, load_evaluation, load_run
+from softfocus.lab.run_folder.results import Evaluation, RunInfo
 
 RESULTS = "results.json"
 FIGURE = "figure1.png"

@@ -18,15 +18,9 @@ from softfocus.lab.recipes.lengths import parse
 from softfocus.lab.recipes.loading import load
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.run_folder.disk import write_atomically, writing
+from softfocus.lab.run_folder.files import RECIPE, RUN, load_evaluation, load_run
 from softfocus.lab.run_folder.provenance import cores
-from softfocus.lab.run_folder.results import (
-    RECIPE,
-    RUN,
-    Evaluation,
-    default_settings,
-    load_evaluation,
-    load_run,
-)
+from softfocus.lab.run_folder.results import Evaluation, default_settings
 from softfocus.lab.studies.screen import Job, Screen
 from softfocus.lab.studies.worker import from_line
 

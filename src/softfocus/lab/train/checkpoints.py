@@ -6,8 +6,8 @@ from pathlib import Path
 
 from softfocus.lab.errors import LabError
 from softfocus.lab.progress import Event, Listener
+from softfocus.lab.run_folder.files import CHECKPOINTS
 from softfocus.lab.run_folder.manifest import flaw, seal
-from softfocus.lab.run_folder.results import CHECKPOINTS
 
 UNFINISHED = ".unfinished"
 """A folder beside the checkpoints, in which one is written until it is whole."""

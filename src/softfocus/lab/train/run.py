@@ -20,9 +20,7 @@ from softfocus.lab.recipes.loading import load
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.run_folder import provenance
 from softfocus.lab.run_folder.disk import FULL, PARTIAL, disk_error
-from softfocus.lab.run_folder.manifest import seal
-from softfocus.lab.run_folder.owner import LOCK, Owner, owning
-from softfocus.lab.run_folder.results import (
+from softfocus.lab.run_folder.files import (
     CHECKPOINTS,
     EVALUATION,
     INDUCTION,
@@ -31,11 +29,13 @@ from softfocus.lab.run_folder.results import (
     RECIPE,
     RUN,
     TENSORBOARD,
-    RunInfo,
     load_run,
     save_run,
     write_recipe,
 )
+from softfocus.lab.run_folder.manifest import seal
+from softfocus.lab.run_folder.owner import LOCK, Owner, owning
+from softfocus.lab.run_folder.results import RunInfo
 from softfocus.lab.train import checkpoints, processes
 from softfocus.lab.train.trainer import Interruptible, Keeping, Watch, WindowTrainer, make_trainer, stoppable
 

@@ -23,7 +23,7 @@ import softfocus.hf
 from softfocus.lab.errors import LabError
 from softfocus.lab.progress import Event, Listener
 from softfocus.lab.recipes.recipe import Recipe
-from softfocus.lab.run_folder.results import CHECKPOINTS, TENSORBOARD
+from softfocus.lab.run_folder.files import CHECKPOINTS, TENSORBOARD
 from softfocus.lab.train import checkpoints
 from softfocus.lab.train.anneal import Annealing
 from softfocus.lab.train.divergence import Divergence
