@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 import softfocus.hf
 from softfocus.lab import model as models
 from softfocus.lab.errors import LabError
-from softfocus.lab.evaluate.loss import evaluate, has_plain_head, token_losses
+from softfocus.lab.evaluate.forward import has_plain_head, token_losses
+from softfocus.lab.evaluate.loss import evaluate
 from softfocus.lab.evaluate.means import Mean, default_edges
 from softfocus.lab.evaluate.rope import scale_rope
 from softfocus.lab.generate import generate

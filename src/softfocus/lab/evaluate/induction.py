@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from softfocus.lab import model as models
 from softfocus.lab.data import of_recipe as data
 from softfocus.lab.data.windows import EvaluationWindows
-from softfocus.lab.evaluate.loss import has_plain_head, token_losses, under_window
+from softfocus.lab.evaluate.forward import has_plain_head, token_losses, under_window
 from softfocus.lab.evaluate.means import Mean
 from softfocus.lab.progress import Event, Listener, silent
 from softfocus.lab.run_folder.files import INDUCTION, load_induction, measures, save_induction

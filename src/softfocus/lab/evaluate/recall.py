@@ -15,7 +15,7 @@ from softfocus.lab import model as models
 from softfocus.lab.data import of_recipe as data
 from softfocus.lab.data.tasks import IGNORED, Task, check_room, random_for
 from softfocus.lab.errors import LabError
-from softfocus.lab.evaluate.loss import has_plain_head, under_window
+from softfocus.lab.evaluate.forward import has_plain_head, under_window
 from softfocus.lab.evaluate.means import Mean
 from softfocus.lab.progress import Event, Listener, silent
 from softfocus.lab.recipes.loading import load

@@ -62,9 +62,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _work(name: str, folder: Path, overwrite: bool, out: TextIO) -> None:
-    from softfocus.lab.evaluate.loss import (
-        evaluate,  # torch and Transformers: seconds, so after the arguments are checked
-    )
+    # torch and Transformers take seconds to import, so the arguments are checked first
+    from softfocus.lab.evaluate.loss import evaluate
     from softfocus.lab.evaluate.recall import recall
     from softfocus.lab.recipes.lengths import parse
     from softfocus.lab.recipes.loading import load
