@@ -43,9 +43,8 @@ def write(report: Report, folder: Path) -> list[Path]:
     Raises:
         LabError: the folder cannot be written to.
     """
-    from softfocus.lab.report.figure import (
-        save_figure1,  # matplotlib takes a second to load, and a table needs none of it
-    )
+    # matplotlib takes a second to load, and a table needs none of it
+    from softfocus.lab.report.figure import save_figure1
     from softfocus.lab.report.page import render
 
     paths = [folder / name for name in (RESULTS, FIGURE, PAGE)]
