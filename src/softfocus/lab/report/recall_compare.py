@@ -15,7 +15,7 @@ from softfocus.lab.report.points import count_text, labels, without_seed
 from softfocus.lab.report.recall import BLIND
 from softfocus.lab.report.results import FIGURE, RESULTS, load_recipe_text, read_as, refuse_twice
 from softfocus.lab.run_folder.disk import write_atomically, writing
-from softfocus.lab.run_folder.files import load_recall, load_run
+from softfocus.lab.run_folder.files import load_measured, load_run
 from softfocus.lab.run_folder.results import Recall, RunInfo, json_text
 
 _WAYS = ((False, "more filler"), (True, "more to remember"))
@@ -145,7 +145,7 @@ def compare_recall(
 def _entries(path: Path) -> list[RecallEntry]:
     if path.suffix == ".json":
         return read_as(RecallReport, path).runs
-    return [RecallEntry(info=load_run(path), recall=load_recall(path), recipe=load_recipe_text(path))]
+    return [RecallEntry(info=load_run(path), recall=load_measured(path, Recall), recipe=load_recipe_text(path))]
 
 
 def _lines(groups: Sequence[RecallGroup], grown: bool) -> list[Line]:

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, computed_fie
 from softfocus.lab.errors import LabError
 from softfocus.lab.report.finding import Finding, finding
 from softfocus.lab.report.points import Axis, Group, groups
-from softfocus.lab.run_folder.files import RECIPE, load_evaluation, load_run
+from softfocus.lab.run_folder.files import RECIPE, load_measured, load_run
 from softfocus.lab.run_folder.provenance import without_folders
 from softfocus.lab.run_folder.results import Evaluation, RunInfo
 
@@ -84,7 +84,7 @@ def load_entry(folder: Path) -> Entry:
     Raises:
         LabError: not a run folder, a run that did not finish, or one without an evaluation.
     """
-    return Entry(info=load_run(folder), evaluation=load_evaluation(folder), recipe=load_recipe_text(folder))
+    return Entry(info=load_run(folder), evaluation=load_measured(folder, Evaluation), recipe=load_recipe_text(folder))
 
 
 def load_recipe_text(folder: Path) -> str:
