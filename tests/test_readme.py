@@ -9,11 +9,11 @@ import pytest
 
 from softfocus import catalog
 from softfocus.lab.inspect.results import read as read_inspections
-from softfocus.lab.points import best, cell, column_name, columns, settings
-from softfocus.lab.recall_compare import RecallReport
-from softfocus.lab.report import read, read_as
-from softfocus.lab.results import AS_TRAINED
-from softfocus.lab.table import loss_table
+from softfocus.lab.report.points import best, cell, column_name, columns, settings
+from softfocus.lab.report.recall_compare import RecallReport
+from softfocus.lab.report.results import read, read_as
+from softfocus.lab.report.table import loss_table
+from softfocus.lab.run_folder.results import AS_TRAINED
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -243,7 +243,7 @@ def test_its_python_runs(code, tmp_path, monkeypatch):
 def test_the_commands_it_names_exist():
     import typer.main
 
-    from softfocus.lab.commands import app
+    from softfocus.lab.cli.app import app
 
     known = set(typer.main.get_command(app).commands)
     assert set(re.findall(r"^softfocus (\w+)", README, re.MULTILINE)) <= known

@@ -30,7 +30,7 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 import softfocus.hf
 from softfocus import attention
-from softfocus.lab.results import write_atomically
+from softfocus.lab.run_folder.disk import write_atomically
 from softfocus.reference import FREE_ROWS, sharpen, unit
 
 MECHANISMS = {

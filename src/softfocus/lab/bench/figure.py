@@ -11,8 +11,8 @@ from matplotlib.lines import Line2D
 from softfocus.lab.bench.cells import TITLES
 from softfocus.lab.bench.results import Benchmark, Spread
 from softfocus.lab.bench.subjects import YARDSTICK
-from softfocus.lab.disk import writing
-from softfocus.lab.figure import PALETTE
+from softfocus.lab.report.figure import PALETTE
+from softfocus.lab.run_folder.disk import writing
 
 _DASHES: tuple[Any, ...] = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)))
 _MARKERS = ("o", "s", "^", "D", "v")

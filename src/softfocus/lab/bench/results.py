@@ -6,9 +6,9 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from softfocus.lab.disk import write_atomically
 from softfocus.lab.errors import LabError
-from softfocus.lab.results import Machine
+from softfocus.lab.run_folder.disk import write_atomically
+from softfocus.lab.run_folder.results import Machine
 
 RESULTS = "results.json"
 FIGURE = "figure.png"

@@ -14,11 +14,11 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 from numpy.typing import NDArray
 
-from softfocus.lab.disk import writing
-from softfocus.lab.figure import PALETTE, PANEL, STYLE, places
 from softfocus.lab.inspect.measure import HIDDEN
 from softfocus.lab.inspect.results import Inspection
 from softfocus.lab.inspect.run import Map
+from softfocus.lab.report.figure import PALETTE, PANEL, STYLE, places
+from softfocus.lab.run_folder.disk import writing
 
 TITLES = {
     "zeros": "Exactly zero",

@@ -1,0 +1,190 @@
+"""The files of a run folder: their names, writing them, and reading them back as parts of one run."""
+
+from collections.abc import Callable
+from contextlib import suppress
+from functools import wraps
+from pathlib import Path
+from typing import Concatenate, ParamSpec, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from softfocus.lab.errors import LabError
+from softfocus.lab.run_folder.disk import write_atomically
+from softfocus.lab.run_folder.manifest import token_of
+from softfocus.lab.run_folder.owner import holder, owning
+from softfocus.lab.run_folder.results import Evaluation, Induction, Recall, Row, RunInfo, Unfinished, json_text
+
+RUN = "run.json"
+RECIPE = "recipe.toml"
+MODEL = "model"
+CHECKPOINTS = "checkpoints"
+TENSORBOARD = "tensorboard"
+EVALUATION = "evaluation.json"
+UNFINISHED = "evaluation.unfinished.json"
+RECALL = "recall.json"
+INDUCTION = "induction.json"
+
+_Model = TypeVar("_Model", bound=BaseModel)
+_Measured = TypeVar("_Measured", Evaluation, Recall, Induction)
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def save_run(folder: Path, info: RunInfo) -> None:
+    """Write run.json, whole or not at all."""
+    write_atomically(folder / RUN, json_text(info))
+
+
+def load_run(folder: Path, *, complete: bool = True) -> RunInfo:
+    """Read run.json.
+
+    Args:
+        folder: the run folder.
+        complete: refuse a run that has not finished.
+
+    Raises:
+        LabError: no such folder, no run in it, a run that did not finish, files of two trainings, or a file that cannot
+            be read.
+    """
+    train = "train one with `softfocus train RECIPE --out FOLDER`"
+    if not folder.is_dir():
+        raise LabError(f"there is no run at {folder}", train)
+    info = _load(folder / RUN, RunInfo, f"{folder} is not a run folder: it has no {RUN}", train)
+    for part, token in ((RECIPE, _recipe_token(folder)), (MODEL, token_of(folder / MODEL))):
+        if token not in (None, info.token):
+            raise LabError(
+                f"{folder} holds parts of two trainings: its {part} is not of the run that {RUN} tells of",
+                "put back the one that belongs to it, or train again with --overwrite",
+            )
+    if complete and info.status != "complete":
+        _refuse_unfinished(folder, info)
+    return info
+
+
+def _refuse_unfinished(folder: Path, info: RunInfo) -> None:
+    if info.status == "running" and (by := holder(folder)):
+        raise LabError(f"the run {folder} is not finished: it is being trained by {by}", "wait until that is done")
+    why = f" ({info.error})" if info.error else ""
+    if info.status == "running":
+        why = ", but its process is gone"
+    raise LabError(
+        f"the run {folder} is not finished: its status is {info.status}{why}",
+        f"finish it with `softfocus train {folder / RECIPE} --out {folder} --resume`",
+    )
+
+
+def write_recipe(folder: Path, recipe: str, token: str) -> None:
+    """Write recipe.toml, TOML with the run's token in a comment, whole or not at all."""
+    write_atomically(folder / RECIPE, f"{_TOKEN_LINE}{token}\n{recipe}")
+
+
+_TOKEN_LINE = "# Resolved. Of the run "
+
+
+def _recipe_token(folder: Path) -> str | None:
+    """The token in recipe.toml, "" where early runs have none; None where there is no recipe."""
+    with suppress(OSError):  # whoever needs the recipe says what is wrong with it
+        first = (folder / RECIPE).read_text(encoding="utf-8", errors="replace").partition("\n")[0]
+        return first.removeprefix(_TOKEN_LINE) if first.startswith(_TOKEN_LINE) else ""
+    return None
+
+
+def measures(function: Callable[Concatenate[Path, _P], _R]) -> Callable[Concatenate[Path, _P], _R]:
+    """Decorates what measures a finished run and writes into its folder, which nobody else then does meanwhile."""
+
+    @wraps(function)
+    def alone(folder: Path, *arguments: _P.args, **options: _P.kwargs) -> _R:
+        load_run(folder)  # where there is no finished run, nothing is written
+        with owning(folder):
+            return function(folder, *arguments, **options)
+
+    return alone
+
+
+def save_evaluation(folder: Path, evaluation: Evaluation) -> None:
+    """Write evaluation.json, whole or not at all.
+
+    Raises:
+        LabError: the run is no longer the one that was measured, or the file cannot be written.
+    """
+    _save_measured(folder / EVALUATION, evaluation)
+
+
+def load_evaluation(folder: Path) -> Evaluation:
+    """Read evaluation.json.
+
+    Raises:
+        LabError: no such folder, no finished evaluation in it, one of another training, or a file that cannot be read.
+    """
+    evaluate = f"evaluate it with `softfocus evaluate {folder}`"
+    if not folder.is_dir():
+        raise LabError(f"there is no run at {folder}", "train one with `softfocus train RECIPE --out FOLDER`")
+    return _load_measured(folder / EVALUATION, Evaluation, evaluate)
+
+
+def save_unfinished(folder: Path, unfinished: Unfinished) -> None:
+    """Write the rows so far, whole or not at all."""
+    write_atomically(folder / UNFINISHED, json_text(unfinished))
+
+
+def load_unfinished(folder: Path, key: str) -> list[Row]:
+    """The rows of an evaluation of the same key that was stopped; none where the file is of another key or damaged."""
+    try:
+        found = Unfinished.model_validate_json((folder / UNFINISHED).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    return found.rows if found.key == key else []
+
+
+def save_recall(folder: Path, recall: Recall) -> None:
+    """Like :func:`save_evaluation`, recall.json."""
+    _save_measured(folder / RECALL, recall)
+
+
+def load_recall(folder: Path) -> Recall:
+    """Read recall.json.
+
+    Raises:
+        LabError: there is none, or it cannot be read.
+    """
+    return _load_measured(folder / RECALL, Recall, f"run `softfocus recall {folder}`")
+
+
+def save_induction(folder: Path, induction: Induction) -> None:
+    """Like :func:`save_evaluation`, induction.json."""
+    _save_measured(folder / INDUCTION, induction)
+
+
+def load_induction(folder: Path) -> Induction:
+    """Read induction.json.
+
+    Raises:
+        LabError: there is none, or it cannot be read.
+    """
+    return _load_measured(folder / INDUCTION, Induction, f"run `softfocus induction {folder}`")
+
+
+def _save_measured(path: Path, result: _Measured) -> None:
+    if load_run(path.parent, complete=False).token != result.token:
+        raise LabError(f"the run {path.parent} was trained again while it was measured", "measure it again")
+    write_atomically(path, json_text(result))
+
+
+def _load_measured(path: Path, model: type[_Measured], remedy: str) -> _Measured:
+    found = _load(path, model, f"the run {path.parent} has no {path.name}", remedy)
+    if found.token != load_run(path.parent, complete=False).token:
+        raise LabError(f"{path} is of another training than {RUN} beside it", f"delete it; then {remedy}")
+    return found
+
+
+def _load(path: Path, model: type[_Model], missing: str, remedy: str) -> _Model:
+    try:
+        return model.model_validate_json(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise LabError(missing, remedy) from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"])) or "the file"
+        raise LabError(f"{path} cannot be read: {place}: {first['msg']}", f"delete it; then {remedy}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise LabError(f"{path} cannot be read: {error}", remedy) from error
