@@ -26,6 +26,7 @@ EVALUATION = "evaluation.json"
 UNFINISHED = "evaluation.unfinished.json"
 RECALL = "recall.json"
 INDUCTION = "induction.json"
+HEADS = "heads.json"
 
 Status = Literal["running", "complete", "interrupted", "failed"]
 
@@ -303,8 +304,32 @@ class Induction(_Record):
     rows: list[InductionRow]
 
 
+class HeadRow(_Record):
+    """Loss with one head narrowed to the last keys, in nats summed over the tokens of each document."""
+
+    layer: int | None = Field(description="whose head; None for the model as it is (head None), or all heads (head 0)")
+    head: int | None = Field(description="the first of the query heads that share its key head")
+    sums: list[float] = Field(description="by document")
+    windows: list[int] = Field(description="of each document")
+
+
+class HeadsMeasured(_Record):
+    """Loss in long windows with single heads narrowed to the last keys, of one run. Every row has the same tokens."""
+
+    run: str = Field(description="the run's name")
+    token: str = Field(default="", description="the run's")
+    mechanism: str
+    train_length: int
+    seed: int = Field(description="the training seed")
+    corpus_key: str
+    length: int = Field(description="tokens a window")
+    window: int = Field(description="keys that a narrowed head sees, itself included")
+    tokens: int = Field(description="predictions that each row makes")
+    rows: list[HeadRow]
+
+
 _Model = TypeVar("_Model", bound=BaseModel)
-_Measured = TypeVar("_Measured", Evaluation, Recall, Induction)
+_Measured = TypeVar("_Measured", Evaluation, Recall, Induction, HeadsMeasured)
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -441,6 +466,20 @@ def load_induction(folder: Path) -> Induction:
         LabError: there is none, or it cannot be read.
     """
     return _load_measured(folder / INDUCTION, Induction, f"run `softfocus induction {folder}`")
+
+
+def save_heads(folder: Path, found: HeadsMeasured) -> None:
+    """Like :func:`save_evaluation`, heads.json."""
+    _save_measured(folder / HEADS, found)
+
+
+def load_heads(folder: Path) -> HeadsMeasured:
+    """Read heads.json.
+
+    Raises:
+        LabError: there is none, or it cannot be read.
+    """
+    return _load_measured(folder / HEADS, HeadsMeasured, f"run `softfocus heads {folder}`")
 
 
 def _save_measured(path: Path, result: _Measured) -> None:
