@@ -129,7 +129,7 @@ def narrowings(layout: Layout, config: Any, keys: int) -> Iterator[tuple[int | N
         single = [replace(group, heads=shared) for group in groups for _ in range((group.heads or total) // shared)]
         for place, group in enumerate(single):
             if _narrow(group, keys) != group:
-                changed = tuple(single[:place] + [_narrow(group, keys)] + single[place + 1 :])
+                changed = (*single[:place], _narrow(group, keys), *single[place + 1 :])
                 changed = changed if len(changed) > 1 else (replace(changed[0], heads=None),)
                 yield layer, place * shared, _of_layers([*layers[:layer], changed, *layers[layer + 1 :]])
 
