@@ -12,7 +12,16 @@ from softfocus.lab.errors import LabError
 from softfocus.lab.run_folder.disk import write_atomically
 from softfocus.lab.run_folder.manifest import token_of
 from softfocus.lab.run_folder.owner import holder, owning
-from softfocus.lab.run_folder.results import Evaluation, Induction, Recall, Row, RunInfo, Unfinished, json_text
+from softfocus.lab.run_folder.results import (
+    Evaluation,
+    HeadsMeasured,
+    Induction,
+    Recall,
+    Row,
+    RunInfo,
+    Unfinished,
+    json_text,
+)
 
 RUN = "run.json"
 RECIPE = "recipe.toml"
@@ -23,9 +32,10 @@ EVALUATION = "evaluation.json"
 UNFINISHED = "evaluation.unfinished.json"
 RECALL = "recall.json"
 INDUCTION = "induction.json"
+HEADS = "heads.json"
 
 _Model = TypeVar("_Model", bound=BaseModel)
-_Measured = TypeVar("_Measured", Evaluation, Recall, Induction)
+_Measured = TypeVar("_Measured", Evaluation, Recall, Induction, HeadsMeasured)
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -162,6 +172,20 @@ def load_induction(folder: Path) -> Induction:
         LabError: there is none, or it cannot be read.
     """
     return _load_measured(folder / INDUCTION, Induction, f"run `softfocus induction {folder}`")
+
+
+def save_heads(folder: Path, found: HeadsMeasured) -> None:
+    """Like :func:`save_evaluation`, heads.json."""
+    _save_measured(folder / HEADS, found)
+
+
+def load_heads(folder: Path) -> HeadsMeasured:
+    """Read heads.json.
+
+    Raises:
+        LabError: there is none, or it cannot be read.
+    """
+    return _load_measured(folder / HEADS, HeadsMeasured, f"run `softfocus heads {folder}`")
 
 
 def _save_measured(path: Path, result: _Measured) -> None:

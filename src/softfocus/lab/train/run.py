@@ -23,6 +23,7 @@ from softfocus.lab.run_folder.disk import FULL, PARTIAL, disk_error
 from softfocus.lab.run_folder.files import (
     CHECKPOINTS,
     EVALUATION,
+    HEADS,
     INDUCTION,
     MODEL,
     RECALL,
@@ -180,7 +181,7 @@ def _clear(folder: Path) -> None:
     (folder / RUN).unlink(missing_ok=True)
     for name in (MODEL, CHECKPOINTS, TENSORBOARD):
         shutil.rmtree(folder / name, ignore_errors=True)
-    for name in (EVALUATION, RECALL, INDUCTION, RECIPE):
+    for name in (EVALUATION, RECALL, INDUCTION, HEADS, RECIPE):
         (folder / name).unlink(missing_ok=True)
 
 
