@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 
 from softfocus import catalog
+from softfocus.lab.evaluate.heads import name as heads_name
 from softfocus.lab.inspect.results import read as read_inspections
+from softfocus.lab.report.heads import gains, mean
 from softfocus.lab.report.points import best, cell, column_name, columns, settings
 from softfocus.lab.report.recall_compare import RecallReport
 from softfocus.lab.report.results import read, read_as
 from softfocus.lab.report.table import loss_table
-from softfocus.lab.run_folder.results import AS_TRAINED
+from softfocus.lab.run_folder.results import AS_TRAINED, HeadsMeasured
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -148,6 +150,30 @@ def test_the_table_of_learning_rates_is_the_measured_one():
 LAYOUTS = (ROOT / "docs" / "layouts.md").read_text()
 
 
+def heads_table() -> str:
+    """Who is disturbed by far keys: the loss at 16 times the length, and with one head or all narrowed."""
+    rows = {
+        "lssar-half-s0": "LSSAR, p = 15, at 1e-3, which lost its line",
+        "lssar-s3": "LSSAR, p = 15",
+        "lssar-twice-s0": "LSSAR, p = 15, at 4e-3",
+        "hybrid-half-rope-s3": "`demo-hybrid`",
+        "local-cosine-s3": "local softmax layers, global cosine softmax with log N",
+        "softmax-s3": "Softmax",
+    }
+    lines = [
+        "| model | loss at 16x | the most disturbed head | its window takes off | that of all heads takes off |",
+        "|---|---|---|---|---|",
+    ]
+    for run, said in rows.items():
+        found = read_as(HeadsMeasured, ROOT / "docs/results/heads" / f"{run}.json")
+        base, whole = (mean(found, row) for row in found.rows[:2])
+        row, gain = gains(found)[0]
+        name = heads_name(row.layer, row.head)
+        cells = [f"{x.value:.3f} ± {x.standard_error:.3f}" for x in (gain, base - whole)]
+        lines.append(f"| {said} | {base.value:.3f} | {name} | {cells[0]} | {cells[1]} |")
+    return "\n".join(lines)
+
+
 def trials_table() -> str:
     """The table of docs/layouts.md that stands between its marks, from the committed trials."""
     report = read(ROOT / "docs/results/layout-trials/results.json")
@@ -183,11 +209,30 @@ def recall_table() -> str:
     return "\n".join(lines)
 
 
-@pytest.mark.parametrize(("mark", "table"), [("trials", trials_table), ("recall", recall_table), ("both", both_table)])
+@pytest.mark.parametrize(
+    ("mark", "table"),
+    [("trials", trials_table), ("recall", recall_table), ("both", both_table), ("heads", heads_table)],
+)
 def test_the_tables_of_layouts_are_the_committed_ones(mark, table):
     shown = re.search(rf"<!-- {mark}:begin -->\n(.*?)\n?<!-- {mark}:end -->", LAYOUTS, re.DOTALL)
     assert shown is not None
     assert shown[1] == table(), f"docs/layouts.md should show:\n{table()}"
+
+
+def test_the_head_that_lost_the_line_is_the_measured_one():
+    text = " ".join(LAYOUTS.split())
+    found = json.loads((ROOT / "docs/results/lost-line/why.json").read_text())
+    losses = {key.removeprefix("clipped wavelengths: "): f"{loss:.3f}" for key, loss in found["loss at 16x"].items()}
+    assert f"clipped the loss at 16 times the length is {losses['up to 128']}" in text
+    assert f"all of them {losses['all']}, without {losses['none']}; with those above 512, {losses['above 512']}" in text
+    assert f"held at 128, the loss is {losses['N at most 128']}" in text
+    mass = {int(start): share for start, share in found["weight by distance"].items() if int(start) >= 128}
+    assert sorted(sorted(mass, key=mass.__getitem__)[-3:]) == [744, 1000, 1504], "bins of eight"
+    heads = read_as(HeadsMeasured, ROOT / "docs/results/heads/lssar-half-s0.json")
+    base, whole = (mean(heads, row) for row in heads.rows[:2])
+    row, gain = gains(heads)[0]
+    said = f"head {row.head} of layer {row.layer} makes {gain.value:.3f} of {(base - whole).value:.3f}"
+    assert said in text
 
 
 def test_the_dip_of_half_of_rope_is_the_measured_one():

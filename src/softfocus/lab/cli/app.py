@@ -10,7 +10,7 @@ from softfocus.lab.cli.about import build, doctor, mechanisms
 from softfocus.lab.cli.bench import bench
 from softfocus.lab.cli.compare import compare, demo, study
 from softfocus.lab.cli.inspect import inspect
-from softfocus.lab.cli.measure import evaluate, generate, induction, recall
+from softfocus.lab.cli.measure import evaluate, generate, heads, induction, recall
 from softfocus.lab.cli.train import train
 from softfocus.lab.errors import Interrupted
 
@@ -58,6 +58,7 @@ _COMMANDS = (
     evaluate,
     recall,
     induction,
+    heads,
     compare,
     study,
     generate,

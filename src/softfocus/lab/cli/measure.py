@@ -1,4 +1,4 @@
-"""Commands that ask a finished run: evaluate, recall, induction, generate."""
+"""Commands that ask a finished run: evaluate, recall, induction, heads, generate."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -143,6 +143,48 @@ def induction(
     save_induction_figure(found, run)
     if not write_json(json, found):
         print_table(induction_table(found))
+
+
+def heads(
+    run: Run,
+    length: Annotated[str, typer.Option(metavar="LENGTH", help="2k, or 16x the training length.")] = "16x",
+    window: Annotated[
+        str, typer.Option(metavar="KEYS", help="What a narrowed head sees: 64, or 1x the training length.")
+    ] = "1x",
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Validation tokens a row; the recipe's if left out.")
+    ] = None,
+    batch_tokens: BatchTokens = 4096,
+    quiet: Quiet = False,
+    json: Json = None,
+) -> None:
+    """Which heads do far keys disturb? The loss in long windows when one head alone sees only the last keys.
+
+    A head that gains from a window can be given one in a layout. Rows are kept in the run folder as heads.json, with a
+    figure; what is there is not measured again.
+
+    Example: `softfocus heads runs/demo-lssar --length 16x`
+    """
+    from softfocus.lab.errors import UsageError
+    from softfocus.lab.progress import Display
+    from softfocus.lab.recipes.lengths import parse
+    from softfocus.lab.run_folder.files import load_run
+
+    trained = load_run(run).train_length
+    tokens_a_window, keys = parse(length, trained, "--length"), parse(window, trained, "--window")
+    if len(tokens_a_window) != 1 or len(keys) != 1 or keys[0] >= tokens_a_window[0]:
+        raise UsageError(f"--length {length} with --window {window}", "give one length, and one shorter window")
+    from softfocus.lab.evaluate.heads import heads
+    from softfocus.lab.report.heads import heads_table, save_heads_figure, sentence
+
+    with Display("tokens", quiet=quiet) as display:
+        found = heads(
+            run, tokens_a_window[0], window=keys[0], tokens=tokens, batch_tokens=batch_tokens, progress=display
+        )
+    save_heads_figure(found, run)
+    if not write_json(json, found):
+        print_table(heads_table(found))
+        print_table(sentence(found))
 
 
 def _lengths_and_windows(run: Path, lengths: str, window: str | None) -> tuple[list[int], Sequence[int | None]]:

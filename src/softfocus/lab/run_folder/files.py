@@ -12,7 +12,16 @@ from softfocus.lab.errors import LabError
 from softfocus.lab.run_folder.disk import write_atomically
 from softfocus.lab.run_folder.manifest import token_of
 from softfocus.lab.run_folder.owner import holder, owning
-from softfocus.lab.run_folder.results import Evaluation, Induction, Recall, Row, RunInfo, Unfinished, json_text
+from softfocus.lab.run_folder.results import (
+    Evaluation,
+    HeadsMeasured,
+    Induction,
+    Recall,
+    Row,
+    RunInfo,
+    Unfinished,
+    json_text,
+)
 
 RUN = "run.json"
 RECIPE = "recipe.toml"
@@ -23,16 +32,18 @@ EVALUATION = "evaluation.json"
 UNFINISHED = "evaluation.unfinished.json"
 RECALL = "recall.json"
 INDUCTION = "induction.json"
+HEADS = "heads.json"
 
 MEASURED: dict[type[BaseModel], tuple[str, str]] = {
     Evaluation: (EVALUATION, "evaluate it with `softfocus evaluate {}`"),
     Recall: (RECALL, "run `softfocus recall {}`"),
     Induction: (INDUCTION, "run `softfocus induction {}`"),
+    HeadsMeasured: (HEADS, "run `softfocus heads {}`"),
 }
 """What a finished run may be measured by: the file, and how to make it."""
 
-Measured = TypeVar("Measured", Evaluation, Recall, Induction)
-_ByRow = TypeVar("_ByRow", Recall, Induction)
+Measured = TypeVar("Measured", Evaluation, Recall, Induction, HeadsMeasured)
+_ByRow = TypeVar("_ByRow", Recall, Induction, HeadsMeasured)
 _Model = TypeVar("_Model", bound=BaseModel)
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -110,7 +121,7 @@ def measures(function: Callable[Concatenate[Path, _P], _R]) -> Callable[Concaten
 
 
 def save_measured(folder: Path, result: Measured) -> None:
-    """Write evaluation.json, recall.json or induction.json, whole or not at all.
+    """Write evaluation.json, or what else :data:`MEASURED` names, whole or not at all.
 
     Raises:
         LabError: the run is no longer the one that was measured, or the file cannot be written.
@@ -121,7 +132,7 @@ def save_measured(folder: Path, result: Measured) -> None:
 
 
 def load_measured(folder: Path, kind: type[Measured]) -> Measured:
-    """Read evaluation.json, recall.json or induction.json.
+    """Read evaluation.json, or what else :data:`MEASURED` names.
 
     Raises:
         LabError: no such folder, no such file in it, one of another training, or one that cannot be read.

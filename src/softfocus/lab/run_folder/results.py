@@ -283,3 +283,27 @@ class Induction(_Record):
     tokens: int = Field(description="predictions that each row makes")
     documents: int
     rows: list[InductionRow]
+
+
+class HeadRow(_Record):
+    """Loss with one head narrowed to the last keys, in nats summed over the tokens of each document."""
+
+    layer: int | None = Field(description="whose head; None for the model as it is (head None), or all heads (head 0)")
+    head: int | None = Field(description="the first of the query heads that share its key head")
+    sums: list[float] = Field(description="by document")
+    windows: list[int] = Field(description="of each document")
+
+
+class HeadsMeasured(_Record):
+    """Loss in long windows with single heads narrowed to the last keys, of one run. Every row has the same tokens."""
+
+    run: str = Field(description="the run's name")
+    token: str = Field(default="", description="the run's")
+    mechanism: str
+    train_length: int
+    seed: int = Field(description="the training seed")
+    corpus_key: str
+    length: int = Field(description="tokens a window")
+    window: int = Field(description="keys that a narrowed head sees, itself included")
+    tokens: int = Field(description="predictions that each row makes")
+    rows: list[HeadRow]
