@@ -10,7 +10,7 @@ from softfocus.lab.report.notes import notes, provenance
 from softfocus.lab.report.points import Axis
 from softfocus.lab.report.results import FIGURE, PAGE, RESULTS, Entry, Report
 from softfocus.lab.report.table import loss_table
-from softfocus.lab.run_folder.disk import write_atomically, writing
+from softfocus.lab.run_folder.disk import write_atomically
 from softfocus.lab.run_folder.results import json_text
 
 
@@ -49,8 +49,7 @@ def write(report: Report, folder: Path) -> list[Path]:
 
     paths = [folder / name for name in (RESULTS, FIGURE, PAGE)]
     write_atomically(paths[0], json_text(report))
-    with writing(paths[1], "free some space or use another folder"):
-        save_figure1(report.groups, paths[1], title=f"{report.title}\n{provenance(report)}", axis=report.axis)
+    save_figure1(report.groups, paths[1], title=f"{report.title}\n{provenance(report)}", axis=report.axis)
     write_atomically(paths[2], render(report))
     return paths
 

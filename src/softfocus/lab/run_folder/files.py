@@ -67,7 +67,7 @@ def load_run(folder: Path, *, complete: bool = True) -> RunInfo:
     """
     if not folder.is_dir():
         raise LabError(f"there is no run at {folder}", _TRAIN)
-    info = _load(folder / RUN, RunInfo, f"{folder} is not a run folder: it has no {RUN}", _TRAIN)
+    info = read_json(folder / RUN, RunInfo, f"{folder} is not a run folder: it has no {RUN}", _TRAIN)
     for part, token in ((RECIPE, _recipe_token(folder)), (MODEL, token_of(folder / MODEL))):
         if token not in (None, info.token):
             raise LabError(
@@ -141,7 +141,7 @@ def load_measured(folder: Path, kind: type[Measured]) -> Measured:
     if not folder.is_dir():
         raise LabError(f"there is no run at {folder}", _TRAIN)
     remedy = command.format(folder)
-    found = _load(folder / name, kind, f"the run {folder} has no {name}", remedy)
+    found = read_json(folder / name, kind, f"the run {folder} has no {name}", remedy)
     if found.token != load_run(folder, complete=False).token:
         raise LabError(f"{folder / name} is of another training than {RUN} beside it", f"delete it; then {remedy}")
     return found
@@ -169,7 +169,12 @@ def load_unfinished(folder: Path, key: str) -> list[Row]:
     return found.rows if found.key == key else []
 
 
-def _load(path: Path, model: type[_Model], missing: str, remedy: str) -> _Model:
+def read_json(path: Path, model: type[_Model], missing: str, remedy: str) -> _Model:
+    """Read what is kept as JSON.
+
+    Raises:
+        LabError: no such file (`missing`, `remedy`), or one that cannot be read.
+    """
     try:
         return model.model_validate_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
