@@ -7,7 +7,8 @@
 namespace softfocus {
 namespace {
 
-// What one task sums up: in the results themselves where these are floats in whole vectors and no other task adds to them
+// What one task sums up: in the results themselves where these are floats in whole vectors and no other task adds to
+// them
 struct Sums {
   Buffer<float> key_space, value_space;
   float *key = nullptr, *value = nullptr;
@@ -46,8 +47,8 @@ bool backward(const Problem& p, const Gradients& to) {
       settle(sum.value_space, sum.value, to.value, value_width, p.value_dim);
       for (int64_t g = 0; g < group; ++g)
         for (int64_t block = split; block < blocks; block += splits)
-          worker->run(key_head / p.key_heads, key_head % p.key_heads * group + g, block * rows, heads[key_head - first], to,
-                      sum.key, sum.value);
+          worker->run(key_head / p.key_heads, key_head % p.key_heads * group + g, block * rows, heads[key_head - first],
+                      to, sum.key, sum.value);
     });
     if (!done) return false;
     int64_t pieces = (p.key_length + CHUNK - 1) / CHUNK;
@@ -57,7 +58,8 @@ bool backward(const Problem& p, const Gradients& to) {
       Buffer<float> space(p.cosine ? CHUNK * width : 0);
       Natural directions{nullptr, 0};
       if (p.cosine)
-        directions = natural_keys(p, heads[key_head - first], key_head / p.key_heads, key_head % p.key_heads, low, high, space);
+        directions =
+            natural_keys(p, heads[key_head - first], key_head / p.key_heads, key_head % p.key_heads, low, high, space);
       for (int64_t key = low; key < high; ++key) {
         float *k = all[0].key + key * width, *v = all[0].value + key * value_width;
         for (int64_t s = 1; s < splits; ++s) {
@@ -65,8 +67,8 @@ bool backward(const Problem& p, const Gradients& to) {
           for (int64_t d = 0; d < value_width; ++d) v[d] += all[s].value[key * value_width + d];
         }
         if (p.cosine)
-          normalise_backward(k, directions.data + (key - low) * directions.step, heads[key_head - first].inverse_norm[key],
-                             p.head_dim);
+          normalise_backward(k, directions.data + (key - low) * directions.step,
+                             heads[key_head - first].inverse_norm[key], p.head_dim);
         int64_t row = key_head * p.key_length + key;
         write_row(to.key, p.dtype, row * p.head_dim, k, p.head_dim);
         write_row(to.value, p.dtype, row * p.value_dim, v, p.value_dim);
@@ -80,11 +82,13 @@ bool backward(const Problem& p, const Gradients& to) {
 }  // namespace
 }  // namespace softfocus
 
-// Gradients of query, key and value, contiguous, of the query's dtype; of the bias, zero when handed over; and [B, H, Lq] each of head_scale and
-// power, or null. 0, or 1 if memory ran out.
-extern "C" __attribute__((visibility("default"))) int softfocus_backward(const softfocus::Problem* p, const softfocus::Array* grad,
-                                                                         const softfocus::Array* bias, void* query, void* key,
-                                                                         void* value, float* head_scale, float* power) {
+// Gradients of query, key and value, contiguous, of the query's dtype; of the bias, zero when handed over; and [B, H,
+// Lq] each of head_scale and power, or null. 0, or 1 if memory ran out.
+extern "C" __attribute__((visibility("default"))) int softfocus_backward(const softfocus::Problem* p,
+                                                                         const softfocus::Array* grad,
+                                                                         const softfocus::Array* bias, void* query,
+                                                                         void* key, void* value, float* head_scale,
+                                                                         float* power) {
   bool done = false;
   try {
     softfocus::Gradients to{*grad, query, key, value, *bias, head_scale, power};

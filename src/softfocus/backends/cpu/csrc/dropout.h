@@ -1,4 +1,5 @@
-// Which weights dropout drops: the bits that softfocus/dropout.py defines, made once for a block of rows and read by all its passes.
+// Which weights dropout drops: the bits that softfocus/dropout.py defines, made once for a block of rows and read by
+// all its passes.
 #pragma once
 
 #include "sight.h"

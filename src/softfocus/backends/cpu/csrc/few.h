@@ -1,4 +1,5 @@
-// Scores of a few query rows, as in decoding: packing the keys would cost more than it saves, so they are read as they lie.
+// Scores of a few query rows, as in decoding: packing the keys would cost more than it saves, so they are read as they
+// lie.
 #pragma once
 
 #include <functional>
@@ -20,9 +21,9 @@ class FewRows {
   FewRows(const Problem& problem, int64_t row_width)
       : p(problem), width(row_width), direct(side_by_side(p.key, p.head_dim)) {}
 
-  // The dot products of `rows` rows of `query` with the keys that a block sees: directions for cosine similarity, NaN for a key that
-  // is not finite. to(r, j) is where the score of row r with key base + j belongs; whole vectors are written. scored(at) is told
-  // of chunks whose scores are there.
+  // The dot products of `rows` rows of `query` with the keys that a block sees: directions for cosine similarity, NaN
+  // for a key that is not finite. to(r, j) is where the score of row r with key base + j belongs; whole vectors are
+  // written. scored(at) is told of chunks whose scores are there.
   void score(const Sight& sight, const float* query, int64_t rows, const Places& to,
              const std::function<void(int64_t)>& scored) {
     with_element(p.dtype, [&](auto zero) { score_elements<decltype(zero)>(sight, query, rows, to, scored); });
@@ -78,7 +79,8 @@ class FewRows {
     }
     if (!space) space.resize(W * width);
     if (n_keys < W || p.head_dim < width) std::fill(space + 0, space + W * width, 0.0f);
-    for (int64_t i = 0; i < n_keys; ++i) read_row(p.key, p.dtype, b, h, base + at[0] + i, p.head_dim, space + i * width);
+    for (int64_t i = 0; i < n_keys; ++i)
+      read_row(p.key, p.dtype, b, h, base + at[0] + i, p.head_dim, space + i * width);
     const float* copied[1] = {space};
     score_rows({at[0]}, copied, width, n_keys, base, query, rows, to);
   }
@@ -133,8 +135,8 @@ class FewRows {
       }
   }
 
-  // The odd ones of W keys: NaN for one that is not finite, the direction of one whose norm is extreme. Not the others: keys that
-  // are equal have equal scores.
+  // The odd ones of W keys: NaN for one that is not finite, the direction of one whose norm is extreme. Not the others:
+  // keys that are equal have equal scores.
   __attribute__((noinline)) void score_carefully(int64_t j, int64_t base, vi odd, const float* query, int64_t rows,
                                                  const Places& to) {
     if (!careful) careful.resize(width);

@@ -13,12 +13,15 @@ struct Worker {
   Mixer<Phi> mixer;
   explicit Worker(const Problem& p) : block(p, block_rows(p, false)), mixer(block) {}
 
-  // A head with few queries. The values are looked through only when something that is not finite has come out, but for LASER,
-  // whose exponentials would hide it.
+  // A head with few queries. The values are looked through only when something that is not finite has come out, but for
+  // LASER, whose exponentials would hide it.
   void run_few(int64_t b, int64_t h, void* out, float* statistics) {
     const Problem& p = block.p;
     Head head;
-    auto look = [&] { pack_values(p, head, b, h / (p.heads / p.key_heads), 0, p.key_length, false, head.broken_values, head.high_values); };
+    auto look = [&] {
+      pack_values(p, head, b, h / (p.heads / p.key_heads), 0, p.key_length, false, head.broken_values,
+                  head.high_values);
+    };
     if (p.laser) look();
     run(b, h, 0, head, out, statistics);
     if (p.laser || all_finite(mixer.out, block.n * block.value_width)) return;
@@ -64,7 +67,8 @@ struct Worker {
       }
     for (auto [at, total] : sums) mixer.out[at] = total;
     for (int64_t r = 0; r < block.n; ++r)
-      if (p.normaliser == L1 && block.count[r] == 1.0f && !mixer.weightless[r] && std::isfinite(block.norm[r])) take_only(r);
+      if (p.normaliser == L1 && block.count[r] == 1.0f && !mixer.weightless[r] && std::isfinite(block.norm[r]))
+        take_only(r);
   }
 
   // The value of the one key that a row sees, without the detour through e^V
@@ -120,10 +124,11 @@ bool forward(const Problem& p, void* out, float* statistics) {
 }  // namespace
 }  // namespace softfocus
 
-// out [B, H, Lq, Dv], of the query's dtype, and, unless null, statistics [4, B, H, Lq], both contiguous. 0, or 1 if memory ran out. Where query, key
-// and value lie is told apart from the rest, which fits every call of the same layout.
-extern "C" __attribute__((visibility("default"))) int softfocus_forward(const softfocus::Problem* layout, const void* query,
-                                                                        const void* key, const void* value, void* out,
+// out [B, H, Lq, Dv], of the query's dtype, and, unless null, statistics [4, B, H, Lq], both contiguous. 0, or 1 if
+// memory ran out. Where query, key and value lie is told apart from the rest, which fits every call of the same layout.
+extern "C" __attribute__((visibility("default"))) int softfocus_forward(const softfocus::Problem* layout,
+                                                                        const void* query, const void* key,
+                                                                        const void* value, void* out,
                                                                         float* statistics) {
   bool done = false;
   try {

@@ -1,5 +1,5 @@
-// The gradients of a block of rows: the scores are made again, then dL/dA, then dL/ds chunk by chunk into the products. (Over 300
-// lines: one class, whose parts share what is kept of the rows.)
+// The gradients of a block of rows: the scores are made again, then dL/dA, then dL/ds chunk by chunk into the products.
+// (Over 300 lines: one class, whose parts share what is kept of the rows.)
 //
 // With D = sum_j A_j dA_j of a row (0 where the normaliser does not depend on phi):
 //     dS_j = (dA_j - D) * scale * phi'(s_j)                                    l1 rows, and the others with D = 0
@@ -13,9 +13,9 @@
 namespace softfocus {
 
 struct Gradients {
-  Array grad;  // dL/dO [B, H, Lq, Dv]
+  Array grad;                 // dL/dO [B, H, Lq, Dv]
   void *query, *key, *value;  // of the query's dtype
-  Array bias;               // or no data; written through
+  Array bias;                 // or no data; written through
   float *head_scale, *power;  // [B, H, Lq], to be summed over B and Lq; or null
 };
 
@@ -33,16 +33,26 @@ class RowGradients {
   Block<Phi> block;
 
   explicit RowGradients(const Problem& p)
-      : block(p, block_rows(p, true)), mixer(block), grads(ROWS * block.value_width), query_grads(ROWS * block.width),
-        weights(p.sharpened ? 0 : ROWS * LDC), slopes(ROWS * LDC), keys(CHUNK * block.width),
-        values(CHUNK * block.value_width), part(p.laser ? CHUNK * block.value_width : 0), products(block.rows * block.row_space, !p.sharpened),
-        list_keys(p.sharpened ? block.rows * block.row_space : 0, false), list_u(p.sharpened ? block.rows * block.row_space : 0, false),
-        places(block.row_space / CHUNK * ROWS + ROWS), found(block.row_space / CHUNK * ROWS + ROWS) {
+      : block(p, block_rows(p, true)),
+        mixer(block),
+        grads(ROWS * block.value_width),
+        query_grads(ROWS * block.width),
+        weights(p.sharpened ? 0 : ROWS * LDC),
+        slopes(ROWS * LDC),
+        keys(CHUNK * block.width),
+        values(CHUNK * block.value_width),
+        part(p.laser ? CHUNK * block.value_width : 0),
+        products(block.rows * block.row_space, !p.sharpened),
+        list_keys(p.sharpened ? block.rows * block.row_space : 0, false),
+        list_u(p.sharpened ? block.rows * block.row_space : 0, false),
+        places(block.row_space / CHUNK * ROWS + ROWS),
+        found(block.row_space / CHUNK * ROWS + ROWS) {
     if (p.laser) panels.resize(CHUNK * p.value_dim), scaled.resize(ROWS * block.row_space);
   }
 
   // The rows of a head from `start` on into the gradients; key_grads [Lk, width] and value_grads [Lk, value_width]
-  void run(int64_t b, int64_t h, int64_t start, const Head& head, const Gradients& to, float* key_grads, float* value_grads) {
+  void run(int64_t b, int64_t h, int64_t start, const Head& head, const Gradients& to, float* key_grads,
+           float* value_grads) {
     block.open(b, h, start, head);
     read_grads(to);
     std::fill(query_grads + 0, query_grads + block.padded() * block.width, 0.0f);
@@ -65,16 +75,17 @@ class RowGradients {
   Buffer<float> keys, values;  // natural rows of a chunk
   Buffer<float> part;          // dL/dV of a chunk before LASER's factor
   Buffer<float> panels;        // LASER's exp(V - M) of a chunk, transposed
-  Buffer<float> products;      // dL/dA, [chunks, rows, CHUNK]; of re-weighted rows only where A is not 0, list after list
-  Buffer<uint8_t> list_keys;   // of these lists the keys, and u
+  Buffer<float> products;  // dL/dA, [chunks, rows, CHUNK]; of re-weighted rows only where A is not 0, list after list
+  Buffer<uint8_t> list_keys;  // of these lists the keys, and u
   Buffer<float> list_u;
-  Buffer<int64_t> places;      // where in them the list of a row and a chunk begins
-  Buffer<uint8_t> found;       // and how long it is
-  Buffer<float> scaled;        // A * dL/dA of what LASER sums exactly, [ROWS, ld], of the rows that `exact` marks
+  Buffer<int64_t> places;  // where in them the list of a row and a chunk begins
+  Buffer<uint8_t> found;   // and how long it is
+  Buffer<float> scaled;    // A * dL/dA of what LASER sums exactly, [ROWS, ld], of the rows that `exact` marks
   bool exact[ROWS];
-  double scaled_log[ROWS];     // of these rows sum A dL/dA log u
-  Range seen[ROWS / MR];  // what groups of rows see of the chunk at hand
-  float inner[ROWS];   // D: of re-weighted rows but for inner_rest, since dL/dA - D may be little where one key weighs most
+  double scaled_log[ROWS];  // of these rows sum A dL/dA log u
+  Range seen[ROWS / MR];    // what groups of rows see of the chunk at hand
+  float inner[ROWS];  // D: of re-weighted rows but for inner_rest, since dL/dA - D may be little where one key weighs
+                      // most
   float inner_rest[ROWS];
   float share[ROWS];   // 1 / sum u^p
   float lead[ROWS];    // p / sum u^p
@@ -92,8 +103,8 @@ class RowGradients {
   Natural mixed_values(int64_t at) {
     if (!block.p.laser) return natural(at);
     int64_t n = std::min(CHUNK, block.p.key_length - block.base - at);
-    return mixer.shift.exponential(*block.head, [&] { return natural(at); }, block.base + at, n, block.value_width,
-                                   block.p.value_dim);
+    return mixer.shift.exponential(
+        *block.head, [&] { return natural(at); }, block.base + at, n, block.value_width, block.p.value_dim);
   }
 
   void read_grads(const Gradients& to) {
@@ -101,7 +112,8 @@ class RowGradients {
     for (int64_t r = 0; r < block.padded(); ++r) {
       float* row = grads + r * block.value_width;
       std::fill(row, row + block.value_width, 0.0f);
-      if (r < block.n && !block.blind[r]) read_row(to.grad, p.dtype, block.b, block.h, block.start + r, p.value_dim, row);
+      if (r < block.n && !block.blind[r])
+        read_row(to.grad, p.dtype, block.b, block.h, block.start + r, p.value_dim, row);
       inner[r] = lead[r] = ground[r] = power_grad[r] = 0.0f;
     }
     for (auto [key, d] : block.head->broken_values)  // outputs that are NaN by rule pass nothing on
@@ -209,7 +221,8 @@ class RowGradients {
       for (int64_t first = 0; first < block.n; first += LISTS) {
         int64_t last = std::min(first + LISTS, block.n);
         for (int64_t r = first; r < last; ++r) {
-          int64_t i = at / CHUNK * ROWS + r, n = block.blind[r] ? 0 : block.template gather<DROPOUT>(r, at, list_keys + next, list_u + next);
+          int64_t i = at / CHUNK * ROWS + r,
+                  n = block.blind[r] ? 0 : block.template gather<DROPOUT>(r, at, list_keys + next, list_u + next);
           places[i] = next, found[i] = uint8_t(n), next += n;
         }
         for (int64_t r = first; r < last; ++r) {
@@ -262,9 +275,7 @@ class RowGradients {
   }
 
   // A row of which one key has all the weight, whatever its score: rounding must not give it a gradient
-  bool constant(int64_t r) const {
-    return block.p.normaliser == L1 && (block.count[r] == 1.0f || alone[r]);
-  }
+  bool constant(int64_t r) const { return block.p.normaliser == L1 && (block.count[r] == 1.0f || alone[r]); }
 
   // u of a re-weighted row at an offset from base
   float u(int64_t r, int64_t j) const {
@@ -306,15 +317,16 @@ class RowGradients {
       Range keys = seen[r / MR];
       int64_t skip = keys.low - at, depth = std::min(keys.high - at, n) - skip;
       if (!keys.empty())
-        product<MR>(width / W, depth, slopes + r * LDC + skip, LDC, 1, k.data + skip * k.step, k.step, query_grads + r * width,
-                    width, true);
+        product<MR>(width / W, depth, slopes + r * LDC + skip, LDC, 1, k.data + skip * k.step, k.step,
+                    query_grads + r * width, width, true);
     }
     for (int64_t j = 0; j < n;) {
       int64_t step = j + MR <= n ? MR : 1, low = whole ? 0 : ROWS, high = whole ? block.padded() : 0;
       for (int64_t r = 0; r < block.n && !whole; r += MR)
         if (seen[r / MR].low < at + j + step && seen[r / MR].high > at + j) low = std::min(low, r), high = r + MR;
       if (low < high) {
-        transposed(step, slopes + low * LDC + j, high - low, block.query + low * width, width, key_grads + (first + j) * width, true);
+        transposed(step, slopes + low * LDC + j, high - low, block.query + low * width, width,
+                   key_grads + (first + j) * width, true);
         if (!p.sharpened)
           transposed(step, weights + low * LDC + j, high - low, grads + low * value_width, value_width,
                      p.laser ? part + j * value_width : value_grads + (first + j) * value_width, !p.laser);
@@ -330,7 +342,8 @@ class RowGradients {
   }
 
   // `step` rows of C (+)= (columns of A)^T B
-  static void transposed(int64_t step, const float* a, int64_t depth, const float* b, int64_t width, float* c, bool add) {
+  static void transposed(int64_t step, const float* a, int64_t depth, const float* b, int64_t width, float* c,
+                         bool add) {
     if (step == MR)
       product<MR>(width / W, depth, a, 1, LDC, b, width, c, width, add);
     else

@@ -1,4 +1,5 @@
-// Keys and values as the products need them: packed once a head into panels of columns, or natural rows a chunk at a time.
+// Keys and values as the products need them: packed once a head into panels of columns, or natural rows a chunk at a
+// time.
 #pragma once
 
 #include <vector>
@@ -19,7 +20,7 @@ struct BrokenValue {
 struct Head {
   Buffer<float> key_panels, inverse_norm;
   Buffer<float> value_panels;  // where the backward is dense; LASER's are e^V
-  Buffer<float> values;        // natural rows, mended, [Lk, width in whole vectors]; where such are read and not as they lie
+  Buffer<float> values;  // natural rows, mended, [Lk, width in whole vectors]; where such are read and not as they lie
   Buffer<float> exponentials;  // LASER's e^V, [Lk, width in whole vectors]
   Buffer<uint8_t> broken_key;
   std::vector<BrokenValue> broken_values, high_values;
@@ -60,8 +61,8 @@ inline void transpose(const float* rows, int64_t row_step, int64_t width, float*
   }
 }
 
-// The keys [start, stop) of a head into its panels: directions for cosine similarity, 0 for what is not finite. `start` is a
-// multiple of CHUNK; keys beyond the last are 0.
+// The keys [start, stop) of a head into its panels: directions for cosine similarity, 0 for what is not finite. `start`
+// is a multiple of CHUNK; keys beyond the last are 0.
 inline void pack_keys(const Problem& p, Head& head, int64_t b, int64_t h, int64_t start, int64_t stop) {
   int64_t width = p.head_dim;
   Buffer<float> rows(W * width);
@@ -133,7 +134,8 @@ inline void pack_values(const Problem& p, Head& head, int64_t b, int64_t h, int6
   }
 }
 
-// Natural rows of the keys [start, stop): where they lie if that can be, else copied, converted and mended into `space`.
+// Natural rows of the keys [start, stop): where they lie if that can be, else copied, converted and mended into
+// `space`.
 struct Natural {
   const float* data;
   int64_t step;

@@ -5,7 +5,8 @@
 
 namespace softfocus {
 
-constexpr int64_t LISTS = 16;  // rows gathered together, so that the next row's work need not wait for the last one's count
+constexpr int64_t LISTS =
+    16;  // rows gathered together, so that the next row's work need not wait for the last one's count
 
 // The keys of a chunk that weigh something in some rows, and their u: a list a row.
 template <typename Phi>
@@ -49,8 +50,8 @@ struct Lists {
   Buffer<float> u;
 };
 
-// What a block asks for at its row r while it is at a chunk: that row of the next chunk, be it there or not. Keys that weigh
-// something come in no order that a machine foresees. Rows laid one upon another (a stride of 0) are at hand.
+// What a block asks for at its row r while it is at a chunk: that row of the next chunk, be it there or not. Keys that
+// weigh something come in no order that a machine foresees. Rows laid one upon another (a stride of 0) are at hand.
 static_assert(ROWS == CHUNK, "a whole block asks for every row once");
 inline void prefetch_next(const float* rows, int64_t step, int64_t r, int64_t width) {
   for (int64_t d = 0; d < width && step >= width; d += 16) __builtin_prefetch(rows + (CHUNK + r) * step + d);
@@ -112,7 +113,8 @@ inline void dots(const float* row, int64_t width, int64_t n, const uint8_t* keys
 
 // The rows keys[e] of `to` += a[e] * row, times the values' row with LASER
 template <int VECTORS, bool LASER>
-inline void spread(const float* row, int64_t n, const uint8_t* keys, const float* a, Natural v, float* to, int64_t step) {
+inline void spread(const float* row, int64_t n, const uint8_t* keys, const float* a, Natural v, float* to,
+                   int64_t step) {
   vf own[VECTORS];
   each<VECTORS>([&](int d) { own[d] = load(row + d * W); });
   for (int64_t e = 0; e < n; ++e) {
@@ -127,7 +129,8 @@ inline void spread(const float* row, int64_t n, const uint8_t* keys, const float
 }
 
 template <bool LASER>
-inline void spread(const float* row, int64_t width, int64_t n, const uint8_t* keys, const float* a, Natural v, float* to) {
+inline void spread(const float* row, int64_t width, int64_t n, const uint8_t* keys, const float* a, Natural v,
+                   float* to) {
   int64_t d = 0;
   for (; d + 4 * W <= width; d += 4 * W) spread<4, LASER>(row + d, n, keys, a, {v.data + d, v.step}, to + d, width);
   for (; d < width; d += W) spread<1, LASER>(row + d, n, keys, a, {v.data + d, v.step}, to + d, width);

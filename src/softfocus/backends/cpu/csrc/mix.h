@@ -9,9 +9,9 @@ constexpr float REACH = 20.0f;  // LASER's shift stays 0 while the values' maxim
 // A sum of phi e^(v - M) below this is made exactly: what weighs too little for a float, times e^HIGH, would show
 constexpr float LOW = 1e-12f;
 
-// The column shifts M of a block for exp(V - M): 0 for values of an ordinary size, whose exponentials the head holds ready;
-// else the maximum over the keys that every row of the block sees, so that no future value touches an earlier row. The
-// exponent is clamped, and what lies too high above M is remembered.
+// The column shifts M of a block for exp(V - M): 0 for values of an ordinary size, whose exponentials the head holds
+// ready; else the maximum over the keys that every row of the block sees, so that no future value touches an earlier
+// row. The exponent is clamped, and what lies too high above M is remembered.
 struct Shift {
   Buffer<float> shift, space;
   std::vector<BrokenValue> high;
@@ -29,7 +29,8 @@ struct Shift {
     if (low < end && block.visible_row(0)) {
       common.assign(end - low, 1);
       for (int64_t r = 0; r < block.n; ++r)
-        for (int64_t j = 0; j < end - low && !block.blind[r]; ++j) common[j] &= block.visible_row(r)[low - block.base + j];
+        for (int64_t j = 0; j < end - low && !block.blind[r]; ++j)
+          common[j] &= block.visible_row(r)[low - block.base + j];
     }
     block.chunks([&](int64_t at) {
       int64_t first = std::max(low, block.base + at), stop = std::min({block.base + at + CHUNK, p.key_length, end});
@@ -76,7 +77,9 @@ class Mixer {
   Shift shift;
 
   explicit Mixer(const Block<Phi>& block)
-      : out(ROWS * block.value_width), natural(CHUNK * block.value_width), scratch(MR * CHUNK),
+      : out(ROWS * block.value_width),
+        natural(CHUNK * block.value_width),
+        scratch(MR * CHUNK),
         column(block.p.laser ? block.row_space : 0) {}
 
   void mix(const Block<Phi>& block) { block.p.dropped ? mix<true>(block) : mix<false>(block); }
@@ -123,9 +126,7 @@ class Mixer {
     }
     block.chunks([&](int64_t at) {
       int64_t first = block.base + at, stop = std::min(first + CHUNK, p.key_length);
-      auto values = [&] {
-        return natural_values(p, *block.head, block.b, key_head, first, stop, natural);
-      };
+      auto values = [&] { return natural_values(p, *block.head, block.b, key_head, first, stop, natural); };
       if (!p.sharpened && direct(block))
         return with_element(p.dtype, [&](auto zero) {
           add_chunk(block, at, row_in_place<decltype(zero)>(p.value, block.b, key_head, first), p.value.stride[2]);
@@ -157,7 +158,8 @@ class Mixer {
   // The rows' weights of a chunk times its values, where no row is re-weighted
   template <typename T>
   void add_chunk(const Block<Phi>& block, int64_t at, const T* values, int64_t step) {
-    int64_t width = block.value_width, vectors = width / W, last = std::min(at + CHUNK, block.p.key_length - block.base);
+    int64_t width = block.value_width, vectors = width / W,
+            last = std::min(at + CHUNK, block.p.key_length - block.base);
     for (int64_t r = 0; r < block.n; r += MR) {
       Range seen = block.range(r, at);
       if (seen.empty()) continue;

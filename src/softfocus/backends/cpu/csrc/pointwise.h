@@ -1,5 +1,5 @@
-// phi as the kernels need it: what is kept of a score between the passes, phi and its slope from what is kept. Every phi here
-// is non-negative; adding one is a struct and a line in `with_phi`, and a name in the Python side's PHI.
+// phi as the kernels need it: what is kept of a score between the passes, phi and its slope from what is kept. Every
+// phi here is non-negative; adding one is a struct and a line in `with_phi`, and a name in the Python side's PHI.
 #pragma once
 
 #include "vector.h"
@@ -11,8 +11,9 @@ inline vf positive(vf s) { return max(vf{}, s); }  // a NaN stays one
 constexpr float TAIL = -20.0f;  // far below zero, where softplus and sigmoid are e^s
 constexpr float SMALLEST = std::numeric_limits<float>::min();
 
-// What every phi has; `keep` and `slope` turn N vectors in place. LASER asks for two more, which are right where phi itself is too
-// small for a float: `rate`, phi' / phi from what is kept (0 where there is no weight), and `log`, of phi, from the score.
+// What every phi has; `keep` and `slope` turn N vectors in place. LASER asks for two more, which are right where phi
+// itself is too small for a float: `rate`, phi' / phi from what is kept (0 where there is no weight), and `log`, of
+// phi, from the score.
 template <typename Phi>
 struct Pointwise {
   static constexpr bool after_maximum = false;
@@ -22,9 +23,7 @@ struct Pointwise {
   static constexpr float hidden = 0.0f;          // what stands for a key that cannot be seen
   static vf keep(vf s) { return s; }
   static vf value(vf kept) { return kept; }
-  static vf log(vf s) {
-    return s < TAIL ? s : logarithm(Phi::value(Phi::keep(s)));
-  }
+  static vf log(vf s) { return s < TAIL ? s : logarithm(Phi::value(Phi::keep(s))); }
   template <int N>
   __attribute__((always_inline)) static void keep(vf (&s)[N]) {
     each<N>([&](int i) { s[i] = Phi::keep(s[i]); });
@@ -119,12 +118,18 @@ struct Relu6 : Pointwise<Relu6> {
 template <typename F>
 inline void with_phi(int32_t number, F&& f) {
   switch (number) {
-    case 0: return f(Exp{});
-    case 1: return f(Softplus{});
-    case 2: return f(Sigmoid{});
-    case 3: return f(Relu{});
-    case 4: return f(Relu2{});
-    default: return f(Relu6{});
+    case 0:
+      return f(Exp{});
+    case 1:
+      return f(Softplus{});
+    case 2:
+      return f(Sigmoid{});
+    case 3:
+      return f(Relu{});
+    case 4:
+      return f(Relu2{});
+    default:
+      return f(Relu6{});
   }
 }
 

@@ -22,7 +22,8 @@
 
 namespace softfocus {
 
-struct Array {  // a view as it comes; strides count elements, 0 where broadcast; no data where the argument is not given
+struct Array {  // a view as it comes; strides count elements, 0 where broadcast; no data where the argument is not
+                // given
   const void* data;
   int64_t stride[4];
 };
@@ -38,11 +39,11 @@ struct Problem {
   int64_t dtype, cosine, length_scale, score_bias, phi, normaliser, sharpened, laser, threads;
   int64_t seed, dropped;  // of dropout: weights whose 16 bits are less than `dropped`
   double scale, power;
-  Array query, key, value;        // [B, H, Lq, D], [B, Hk, Lk, D], [B, Hk, Lk, Dv]
-  Array mask;                     // bool [B, H, Lq, Lk]
-  Array key_mask;                 // bool [B, 1, 1, Lk]
-  Array document_ids;             // int64 [B, 1, 1, Lk]
-  Array bias;                     // float32 [B, H, Lq, Lk]
+  Array query, key, value;           // [B, H, Lq, D], [B, Hk, Lk, D], [B, Hk, Lk, Dv]
+  Array mask;                        // bool [B, H, Lq, Lk]
+  Array key_mask;                    // bool [B, 1, 1, Lk]
+  Array document_ids;                // int64 [B, 1, 1, Lk]
+  Array bias;                        // float32 [B, H, Lq, Lk]
   const float *head_scale, *powers;  // [H] or null
 };
 
@@ -51,7 +52,8 @@ constexpr int64_t FREE_ROWS = 3;                                    // reference
 
 inline int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
-// Memory given back is kept for the next call, a few pieces of it: fresh pages cost more than the work on short sequences.
+// Memory given back is kept for the next call, a few pieces of it: fresh pages cost more than the work on short
+// sequences.
 class Pool {
  public:
   // `whole`: all of it will be used, so that huge pages waste nothing
@@ -98,7 +100,8 @@ class Pool {
   static Pool* make() {
 #if defined(__unix__) || defined(__APPLE__)
     // A child that is forked while another thread is in here must not inherit a lock that nobody will open
-    pthread_atfork([] { instance().mutex_.lock(); }, [] { instance().mutex_.unlock(); }, [] { instance().mutex_.unlock(); });
+    pthread_atfork([] { instance().mutex_.lock(); }, [] { instance().mutex_.unlock(); },
+                   [] { instance().mutex_.unlock(); });
 #endif
     return new Pool;  // never destroyed: threads may outlive static objects
   }
@@ -175,7 +178,9 @@ inline const T* row_in_place(const Array& x, int64_t b, int64_t h, int64_t i) {
 
 // Whether rows can be used where they lie: elements side by side, whole vectors; and in_place, floats besides
 inline bool side_by_side(const Array& x, int64_t width) { return x.stride[3] == 1 && width % W == 0; }
-inline bool in_place(const Array& x, int64_t dtype, int64_t width) { return dtype == FLOAT32 && side_by_side(x, width); }
+inline bool in_place(const Array& x, int64_t dtype, int64_t width) {
+  return dtype == FLOAT32 && side_by_side(x, width);
+}
 
 // Calls f with an element of a dtype
 template <typename F>
@@ -260,7 +265,8 @@ inline void masks_row(const Problem& p, int64_t b, int64_t h, int64_t query, int
   }
 }
 
-// c_i without the head's own factor; the row's own bias; what multiplies phi where the normaliser does not depend on phi
+// c_i without the head's own factor; the row's own bias; what multiplies phi where the normaliser does not depend on
+// phi
 inline float row_scale(const Problem& p, float count) {
   float log_n = std::log(std::max(count, 1.0f));
   float length = p.length_scale == LOG_N ? log_n : p.length_scale == LOG512_N ? log_n / std::log(512.0f) : 1.0f;

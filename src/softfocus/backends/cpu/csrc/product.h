@@ -1,6 +1,6 @@
-// The one matrix product: C (+)= A B on a register tile, where B and C have rows of whole vectors and A is read element by
-// element with any two strides (so A may be transposed). What is there is added at the end: sums of sums lose less than one long
-// sum does.
+// The one matrix product: C (+)= A B on a register tile, where B and C have rows of whole vectors and A is read element
+// by element with any two strides (so A may be transposed). What is there is added at the end: sums of sums lose less
+// than one long sum does.
 #pragma once
 
 #include <algorithm>
@@ -55,7 +55,8 @@ inline void product(int64_t vectors, int64_t depth, const float* a, int64_t a_ro
 
 // Dot products of ROWS vectors with those of a panel's columns
 template <int ROWS>
-inline void dots(int64_t vectors, int64_t dims, const float* a, int64_t a_row, const float* panel, float* c, int64_t c_row) {
+inline void dots(int64_t vectors, int64_t dims, const float* a, int64_t a_row, const float* panel, float* c,
+                 int64_t c_row) {
   constexpr int64_t step = PANEL_VECTORS * W;
   for (int64_t d = 0; d < dims; d += DEPTH)
     product<ROWS>(vectors, std::min(DEPTH, dims - d), a + d, a_row, 1, panel + d * step, step, c, c_row, d > 0);

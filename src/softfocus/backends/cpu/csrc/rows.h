@@ -1,8 +1,9 @@
-// A block of query rows with the scores of all the keys that they may see: what the forward and the backward share. (Over 300
-// lines: one class, whose parts all work on the same rows.)
+// A block of query rows with the scores of all the keys that they may see: what the forward and the backward share.
+// (Over 300 lines: one class, whose parts all work on the same rows.)
 //
-// Scores are made once, chunk by chunk, and kept as phi needs them (pointwise.h); with whole rows at hand no reduction needs
-// an online correction, and every mechanism is the same three steps: scores, the rows' statistics, weights. Row by row:
+// Scores are made once, chunk by chunk, and kept as phi needs them (pointwise.h); with whole rows at hand no reduction
+// needs an online correction, and every mechanism is the same three steps: scores, the rows' statistics, weights. Row
+// by row:
 //     A_j = value(kept_j) * scale                       or, re-weighted,
 //     u_j = (value(kept_j) - floor) * inverse,  A_j = u_j^p / sum u^p  where u_j > live, else 0
 // A row that is tied, or that sees a NaN, is a re-weighted row with floor 0 and p = 1: its own l1 weights.
@@ -14,7 +15,8 @@
 
 namespace softfocus {
 
-constexpr float TINY = 1e-25f;  // a row whose phi (of relu's kind) add up to less has no weight: 1 / norm must be a number
+constexpr float TINY =
+    1e-25f;  // a row whose phi (of relu's kind) add up to less has no weight: 1 / norm must be a number
 constexpr int64_t SQUARING_LIMIT = 32;
 
 // The backward of rows that are not re-weighted keeps two numbers a score: at great lengths of half as many rows
@@ -29,8 +31,10 @@ class Block : public Sight {
   const Head* head = nullptr;
   Buffer<float> kept;       // [chunks, rows, CHUNK]: what is worked on together lies together
   Buffer<float> direction;  // [ROWS, width], the queries, normalised for cosine similarity
-  Buffer<float> query;      // [ROWS, width], times c_i, for the keys' gradients; scores are scaled when they are summed: one rounding
-  float factor[ROWS], full[ROWS], shift[ROWS], inverse_norm[ROWS], maximum[ROWS], norm[ROWS], log_norm[ROWS], peak[ROWS];
+  Buffer<float>
+      query;  // [ROWS, width], times c_i, for the keys' gradients; scores are scaled when they are summed: one rounding
+  float factor[ROWS], full[ROWS], shift[ROWS], inverse_norm[ROWS], maximum[ROWS], norm[ROWS], log_norm[ROWS],
+      peak[ROWS];
   float scale[ROWS], floor[ROWS], inverse[ROWS], live[ROWS], power[ROWS], offset[ROWS];
   bool broken[ROWS], tail[ROWS];
   Drops drops;
@@ -106,8 +110,8 @@ class Block : public Sight {
     for (int64_t j = seen.low; j < seen.high; j += W) store(weights + j, load(weights + j) * drops.factors(r, j));
   }
 
-  // The keys of a chunk that weigh something in a re-weighted row, counted from the chunk's first, and their u, negative where
-  // dropout takes the weight; both padded with 0
+  // The keys of a chunk that weigh something in a re-weighted row, counted from the chunk's first, and their u,
+  // negative where dropout takes the weight; both padded with 0
   template <bool DROPOUT>
   int64_t gather(int64_t r, int64_t at, uint8_t* keys, float* u) const {
     int64_t found = 0;
@@ -123,7 +127,8 @@ class Block : public Sight {
         __mmask16 alive = _mm512_cmp_ps_mask((__m512)x, (__m512)threshold, _CMP_NLE_UQ);  // a NaN is alive
         if constexpr (DROPOUT) x = drops.dropped(r, j) ? -x : x;
         _mm512_storeu_ps(u + found, _mm512_maskz_compress_ps(alive, (__m512)x));
-        _mm_storeu_si128((__m128i*)(keys + found), _mm512_cvtepi32_epi8(_mm512_maskz_compress_epi32(alive, (__m512i)key)));
+        _mm_storeu_si128((__m128i*)(keys + found),
+                         _mm512_cvtepi32_epi8(_mm512_maskz_compress_epi32(alive, (__m512i)key)));
         found += __builtin_popcount(alive);
 #else
         vi dead = x <= threshold;
@@ -141,9 +146,9 @@ class Block : public Sight {
     return found;
   }
 
-  // The logarithms of a row's u, or of its phi, up to what norms them, at offsets from base; -inf where no chunk is seen. Without a
-  // floor u is phi but for a factor, and may be too small for a float: its logarithm comes from the scores, made once more where
-  // they are not kept.
+  // The logarithms of a row's u, or of its phi, up to what norms them, at offsets from base; -inf where no chunk is
+  // seen. Without a floor u is phi but for a factor, and may be too small for a float: its logarithm comes from the
+  // scores, made once more where they are not kept.
   void logarithms(int64_t r, float* to) {
     std::fill(to, to + (ld - W), -INF);
     auto each_vector = [&](auto log) {
@@ -179,14 +184,16 @@ class Block : public Sight {
   }
 
  private:
-  // The largest u of a re-weighted row that dropout leaves: what is below the rounding of the largest may count beside it
+  // The largest u of a re-weighted row that dropout leaves: what is below the rounding of the largest may count beside
+  // it
   float highest_left(int64_t r) const {
     vf top = vf{};
     with_row_phi(r, [&](auto phi) {
       chunks([&](int64_t at) {
         Range seen = range(r, at);
         const float* row = part(r, at);
-        for (int64_t j = seen.low; j < seen.high; j += W) top = max(drops.dropped(r, j) ? vf{} : phi.value(load(row + j)), top);
+        for (int64_t j = seen.low; j < seen.high; j += W)
+          top = max(drops.dropped(r, j) ? vf{} : phi.value(load(row + j)), top);
       });
     });
     return std::max(largest(top) - floor[r], 0.0f) * inverse[r];
@@ -231,7 +238,8 @@ class Block : public Sight {
     }
   }
 
-  // What is kept, the sums of phi and the maxima of the rows [first, last): whole groups, or one row. `raw` keeps s itself.
+  // What is kept, the sums of phi and the maxima of the rows [first, last): whole groups, or one row. `raw` keeps s
+  // itself.
   void scores(int64_t first, int64_t last, bool raw) {
     vf sums[ROWS], tops[ROWS];
     for (int64_t r = first; r < last; ++r) sums[r] = vf{}, tops[r] = splat(-INF);
@@ -243,8 +251,9 @@ class Block : public Sight {
           raw ? keep<true>(i, at, seen, sums[i], tops[i]) : keep<false>(i, at, seen, sums[i], tops[i]);
     };
     if (!head->packed) {
-      few.score(*this, direction + first * width, last - first,
-                [&](int64_t r, int64_t j) { return part(first + r, j / CHUNK * CHUNK) + j; }, keep_rows);
+      few.score(
+          *this, direction + first * width, last - first,
+          [&](int64_t r, int64_t j) { return part(first + r, j / CHUNK * CHUNK) + j; }, keep_rows);
     } else {
       chunks([&](int64_t at) {
         bool plain = !single && shown_whole(at) && !p.bias.data && !head->any_broken_key;
@@ -265,7 +274,8 @@ class Block : public Sight {
           }
           Range open = plain ? inside(r, seen) : Range{seen.high, seen.high};
           if (!open.empty()) {
-            raw ? keep_group<true>(r, at, open, sums + r, tops + r) : keep_group<false>(r, at, open, sums + r, tops + r);
+            raw ? keep_group<true>(r, at, open, sums + r, tops + r)
+                : keep_group<false>(r, at, open, sums + r, tops + r);
           }
           for (Range rest : {Range{seen.low, open.low}, Range{open.high, seen.high}})
             for (int64_t i = r; i < (single ? last : std::min(r + MR, last)) && !rest.empty(); ++i)
@@ -281,7 +291,8 @@ class Block : public Sight {
     for (int64_t j = 0; j < MR * CHUNK; j += 16) __builtin_prefetch(to + j, 1, 2);
   }
 
-  // What of a range, in whole vectors, the window shows all of MR rows; nothing, at its end, where a row is not there or broken
+  // What of a range, in whole vectors, the window shows all of MR rows; nothing, at its end, where a row is not there
+  // or broken
   Range inside(int64_t r, Range at) const {
     bool all = r + MR <= n;
     int64_t l = at.low, g = at.high;
@@ -339,7 +350,8 @@ class Block : public Sight {
 
   vf bias(int64_t r, int64_t j) const {
     const Array& x = p.bias;
-    const float* from = static_cast<const float*>(x.data) + b * x.stride[0] + h * x.stride[1] + (start + r) * x.stride[2];
+    const float* from =
+        static_cast<const float*>(x.data) + b * x.stride[0] + h * x.stride[1] + (start + r) * x.stride[2];
     vf y = vf{};
     for (int i = 0; i < W; ++i) {
       int64_t key = base + j + i;
@@ -420,8 +432,8 @@ class Block : public Sight {
     floor[r] = offset[r] * mean;
     inverse[r] = 1.0f / (high_f - floor[r]);
     power[r] = p.powers ? p.powers[h] : float(p.power);
-    // A u^(p-1) below this times p, as the gradients have it, is less than the rounding of the largest weight; and in long rows
-    // all of them together than what the rounding of u makes of it.
+    // A u^(p-1) below this times p, as the gradients have it, is less than the rounding of the largest weight; and in
+    // long rows all of them together than what the rounding of u makes of it.
     float p1 = power[r];
     if (p1 > 1.0f && !p.laser) {
       float most = 0.5f * std::numeric_limits<float>::epsilon() / (p1 * std::max(count[r] / (p1 * p1), 1.0f));

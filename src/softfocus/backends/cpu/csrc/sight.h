@@ -1,4 +1,5 @@
-// Who sees whom in a block of query rows: ranges of keys by the window, bytes where masks are given, chunks that can be left out.
+// Who sees whom in a block of query rows: ranges of keys by the window, bytes where masks are given, chunks that can be
+// left out.
 #pragma once
 
 #include "keys.h"
@@ -127,7 +128,8 @@ class Sight {
       bool any = false, all = true;
       for (int64_t r = 0; r < n; ++r) {
         const uint8_t* row = visible + r * ld + at;
-        int64_t l = std::clamp<int64_t>(low[r] - base - at, 0, CHUNK), g = std::clamp<int64_t>(high[r] - base - at, 0, CHUNK);
+        int64_t l = std::clamp<int64_t>(low[r] - base - at, 0, CHUNK),
+                g = std::clamp<int64_t>(high[r] - base - at, 0, CHUNK);
         int64_t seen = 0;
         for (int64_t j = l; j < g; ++j) seen += row[j];
         any |= seen > 0;

@@ -1,6 +1,6 @@
-// Vectors of floats as the compiler's own extension has them: AVX-512, AVX2, NEON or SSE, whatever the flags say the machine
-// has. Elementary functions are polynomials fitted for these ranges (relative error below 1e-7); a NaN comes out as one, but of
-// `logarithm`.
+// Vectors of floats as the compiler's own extension has them: AVX-512, AVX2, NEON or SSE, whatever the flags say the
+// machine has. Elementary functions are polynomials fitted for these ranges (relative error below 1e-7); a NaN comes
+// out as one, but of `logarithm`.
 #pragma once
 
 #include <cmath>
@@ -18,7 +18,7 @@
 namespace softfocus {
 
 #if defined(__AVX512F__)
-constexpr int W = 16;        // floats in a vector
+constexpr int W = 16;             // floats in a vector
 constexpr int PANEL_VECTORS = 4;  // of the 32 registers, 4 x 4 hold sums
 #elif defined(__AVX__)
 constexpr int W = 8;
@@ -63,7 +63,8 @@ inline vf from_bfloat16(vs x) { return floats((vi)(__builtin_convertvector(x, vu
 
 inline vf from_float16(vs x) {
   vu u = __builtin_convertvector(x, vu), magnitude = u & 0x7fff;
-  vu y = (vu)(floats((vi)(magnitude << 13)) * 0x1p112f);  // the exponents' offsets differ by 112; denormals come out right
+  vu y =
+      (vu)(floats((vi)(magnitude << 13)) * 0x1p112f);  // the exponents' offsets differ by 112; denormals come out right
   y |= magnitude >= 0x7c00 ? (vu)splat(0x7f800000) : vu{};
   return floats((vi)(y | (u & 0x8000) << 16));
 }
@@ -88,7 +89,8 @@ inline vs to_float16(vf x) {
   vu sign = (vu)x >> 16 & 0x8000;
   x = absolute(x);
   vu normal = ((vu)x - (112u << 23) + 0xfff + ((vu)x >> 13 & 1)) >> 13;
-  vu denormal = (vu)(x + 0.5f) - 0x3f000000u;  // a half's last digit is that of floats from 0.5 on: the sum is rounded to it
+  vu denormal =
+      (vu)(x + 0.5f) - 0x3f000000u;  // a half's last digit is that of floats from 0.5 on: the sum is rounded to it
   vu u = x < 0x1p-14f ? denormal : normal;
   u = x < 65520.0f ? u : x == x ? (vu)splat(0x7c00) : (vu)splat(0x7e00);
   return __builtin_convertvector(u | sign, vs);

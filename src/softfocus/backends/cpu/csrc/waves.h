@@ -46,7 +46,8 @@ inline int64_t wave_size(const Problem& p, bool backward) {
   return std::min(heads, std::max(p.threads, WAVE_BYTES / std::max<int64_t>(Head::bytes(p, backward), 1)));
 }
 
-inline void gather(const std::vector<std::vector<BrokenValue>>& from, int64_t first, int64_t n, std::vector<BrokenValue>& to) {
+inline void gather(const std::vector<std::vector<BrokenValue>>& from, int64_t first, int64_t n,
+                   std::vector<BrokenValue>& to) {
   to.clear();
   for (int64_t i = first; i < first + n; ++i) to.insert(to.end(), from[i].begin(), from[i].end());
 }
