@@ -1,5 +1,5 @@
-// The backward: key heads are packed, blocks of rows shared out among the threads, their sums added
-// in a fixed order.
+// The backward: threads share the blocks of rows of each key head. Their sums are added in a fixed
+// order, so that the result does not depend on timing.
 #include <memory>
 
 #include "gradients.h"
@@ -8,8 +8,8 @@
 namespace softfocus {
 namespace {
 
-// Where one task sums the gradients of a key head: in the results themselves where these are floats
-// in whole vectors and no other task adds to them
+// Where one task sums the gradients of a key head: in the result itself if that is float32 in whole
+// vectors and no other task adds to it
 struct KeyHeadSums {
   Buffer<float> key_space, value_space;
   float *key = nullptr, *value = nullptr;  // [Lk, width], [Lk, value_width]
@@ -22,8 +22,8 @@ bool backward(const Params& params, const GradientTensors& to) {
   int64_t width = round_up(params.head_dim, W), value_width = round_up(params.value_dim, W);
   int64_t wave = wave_size(params, true);
   if (!wave) return true;
-  // Tasks that add to the same bias gradient must not run at a time: one key head after another, or
-  // one task a head.
+  // Tasks that add to the same elements of grad_bias must not run at the same time. So there is one
+  // key head in a wave, or one task for a key head.
   const TensorView& bias = to.grad_bias;
   if (bias.data && ((!bias.stride[0] && params.batch > 1) || (!bias.stride[1] && params.heads > 1))) wave = 1;
   int64_t splits = wave >= params.threads || !blocks ? 1 : std::min((params.threads + wave - 1) / wave, blocks);
@@ -35,17 +35,17 @@ bool backward(const Params& params, const GradientTensors& to) {
   for (int64_t first = 0; first < key_heads; first += wave) {
     int64_t n = std::min(wave, key_heads - first);
     if (!pack_wave(params, heads, first, n, true)) return false;
-    // A task takes every splits-th block of rows of a key head
+    // A task takes every splits-th block of rows of a key head.
     bool done = parallel_for(params.threads, n * splits, [&](int64_t item) {
       auto& worker = workers[thread_number()];
       if (!worker) worker = std::make_unique<RowGradients<Phi>>(params);
       int64_t key_head = first + item / splits, split = item % splits;
       KeyHeadSums& sum = sums[item];
-      auto place = [&](Buffer<float>& space, float*& at, void* result, int64_t stride, int64_t dim) {
+      auto place = [&](Buffer<float>& space, float*& sums_at, void* result, int64_t stride, int64_t dim) {
         bool direct = split == 0 && stride == dim && params.dtype == FLOAT32;
         if (!direct) space.resize(params.key_length * stride);
-        at = direct ? static_cast<float*>(result) + key_head * params.key_length * dim : space;
-        std::fill(at, at + params.key_length * stride, 0.0f);
+        sums_at = direct ? static_cast<float*>(result) + key_head * params.key_length * dim : space;
+        std::fill(sums_at, sums_at + params.key_length * stride, 0.0f);
       };
       place(sum.key_space, sum.key, to.grad_key, width, params.head_dim);
       place(sum.value_space, sum.value, to.grad_value, value_width, params.value_dim);
@@ -55,7 +55,7 @@ bool backward(const Params& params, const GradientTensors& to) {
                       heads[key_head - first], to, sum.key, sum.value);
     });
     if (!done) return false;
-    // The splits' sums are added, and written in the query's dtype
+    // Adds the sums of the splits and writes them in the query's dtype.
     int64_t tiles = (params.key_length + BLOCK_K - 1) / BLOCK_K;
     done = parallel_for(params.threads, n * tiles, [&](int64_t item) {
       int64_t key_head = first + item / tiles, begin = item % tiles * BLOCK_K,

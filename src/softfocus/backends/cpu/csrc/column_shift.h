@@ -10,10 +10,10 @@ namespace softfocus {
 // earlier row. Values far above M are clamped and recorded.
 struct ColumnShift {
   Buffer<float> shift;  // [value_width]
-  Buffer<float> space;  // [BLOCK_K, value_width], e^(V - M) of a tile where M is not 0
+  Buffer<float> space;  // [BLOCK_K, value_width], e^(V - M) of a tile, unless M is 0
   std::vector<ValueIndex> large;
-  bool ordinary = false;  // M is 0
-  bool record_large = false;
+  bool ordinary = false;      // M is 0
+  bool record_large = false;  // in the first sweep
 
   // Chooses M for a block. `value_space` [BLOCK_K, value_width].
   template <typename Phi>

@@ -9,9 +9,9 @@
 
 namespace softfocus {
 
-// Keys from memory are read in so many streams at a time, which the hardware prefetches.
+// Keys are read from memory as this many streams at the same time: the hardware prefetches each.
 constexpr int STREAMS = 8;
-// Up to so many bytes of keys, of all heads together, may lie in a cache: then one stream is
+// Keys of at most this many bytes, all heads together, may lie in a cache: then one stream is
 // faster.
 constexpr int64_t CACHED_BYTES = 8 << 20;
 
@@ -46,31 +46,31 @@ class DecodeScores {
     b = block.b, key_head = block.h / (params.heads / params.key_heads);
     bool from_memory =
         params.batch * params.key_heads * params.key_length * params.head_dim * int64_t(sizeof(T)) > CACHED_BYTES;
-    int64_t tiles = (n + BLOCK_K - 1) / BLOCK_K, stream_tiles = in_place && from_memory ? tiles / STREAMS : 0;
+    int64_t tiles = (n + BLOCK_K - 1) / BLOCK_K, tiles_per_stream = in_place && from_memory ? tiles / STREAMS : 0;
     auto one_tile = [&](int64_t tile) {
       if (!block.tile_visible(tile * BLOCK_K)) return;
       int64_t begin = tile * BLOCK_K, end = std::min(begin + BLOCK_K, n);
       for (int64_t j = begin; j < end; j += W) score_vectors<T, 1>({j}, key_begin, queries, rows, address);
       scored(begin);
     };
-    for (int64_t tile = 0; tile < stream_tiles; ++tile) {
-      bool all = key_begin + (tile + (STREAMS - 1) * stream_tiles + 1) * BLOCK_K <= params.key_length;
-      for (int64_t i = 0; i < STREAMS; ++i) all &= block.tile_visible((tile + i * stream_tiles) * BLOCK_K);
+    for (int64_t tile = 0; tile < tiles_per_stream; ++tile) {
+      bool all = key_begin + (tile + (STREAMS - 1) * tiles_per_stream + 1) * BLOCK_K <= params.key_length;
+      for (int64_t i = 0; i < STREAMS; ++i) all &= block.tile_visible((tile + i * tiles_per_stream) * BLOCK_K);
       int64_t keys[STREAMS];
       for (int64_t j = tile * BLOCK_K; all && j < (tile + 1) * BLOCK_K; j += W) {
-        for (int64_t i = 0; i < STREAMS; ++i) keys[i] = j + i * stream_tiles * BLOCK_K;
+        for (int64_t i = 0; i < STREAMS; ++i) keys[i] = j + i * tiles_per_stream * BLOCK_K;
         score_vectors<T, STREAMS>(keys, key_begin, queries, rows, address);
       }
       for (int64_t i = 0; i < STREAMS; ++i)
         if (all)
-          scored((tile + i * stream_tiles) * BLOCK_K);
+          scored((tile + i * tiles_per_stream) * BLOCK_K);
         else
-          one_tile(tile + i * stream_tiles);
+          one_tile(tile + i * tiles_per_stream);
     }
-    for (int64_t tile = stream_tiles * STREAMS; tile < tiles; ++tile) one_tile(tile);
+    for (int64_t tile = tiles_per_stream * STREAMS; tile < tiles; ++tile) one_tile(tile);
   }
 
-  // Scores W keys of each of N streams, from the offsets `first` on.
+  // Scores of W keys of each of N streams; first[i] is the offset of stream i's first key.
   template <typename T, int N>
   __attribute__((always_inline)) inline void score_vectors(const int64_t (&first)[N], int64_t key_begin,
                                                            const float* queries, int64_t rows,

@@ -1,5 +1,5 @@
-// Which weights of a block are dropped: the bits that softfocus/dropout.py defines, made once a
-// block, read by every sweep.
+// Which weights of a block are dropped: the bits that softfocus/dropout.py defines. They are
+// generated once for a block and read by every sweep.
 #pragma once
 
 #include "visibility.h"
@@ -30,8 +30,7 @@ class DropoutMask {
     if (params.dropout_threshold) bits.resize(rows * (max_keys / WORD_KEYS), false);
   }
 
-  // Whether the weights of row r and of W keys from offset j on are dropped; and the factors of
-  // these weights
+  // Of row r and the W keys from offset j on: whether the weights are dropped, and their factors
   vi dropped(int64_t r, int64_t j) const {
     int32_t word = int32_t(bits[word_index(r, j)] >> (j % WORD_KEYS));
     return (splat(word) & (1 << lane_index())) != 0;
@@ -79,8 +78,8 @@ class DropoutMask {
   // The dropout bits of 64 keys: bit n is 1 where number n is below the threshold
 #if defined(__AVX512BW__)
   uint64_t random_word(uint64_t first, uint32_t row, uint32_t head) const {
-    // Which 16-bit parts of two words, 8 lanes each, belong to keys 0 to 31: the low part of each
-    // lane of the first word, the next part of each lane, and the same of the second word
+    // The 16-bit parts of two words that belong to keys 0 to 31: bits 0 to 15 of each of the 8
+    // lanes of the first word, bits 16 to 31 of each lane, and the same of the second word
     alignas(64) static constexpr uint16_t order[32] = {0,  4,  8,  12, 16, 20, 24, 28, 1,  5,  9,  13, 17, 21, 25, 29,
                                                        32, 36, 40, 44, 48, 52, 56, 60, 33, 37, 41, 45, 49, 53, 57, 61};
     vq words[4];
@@ -98,7 +97,7 @@ class DropoutMask {
       philox(first + lane, row, head, words);
       unroll<8>([&](int n) {
         vq number = (words[n / 2] >> n % 2 * 16) & 0xffffu;
-        dropped |= ((number - uint64_t(params.dropout_threshold)) >> 16 & 1) << 8 * n;  // borrows where number is less
+        dropped |= ((number - uint64_t(params.dropout_threshold)) >> 16 & 1) << 8 * n;  // less: borrows
       });
       for (int i = 0; i < W / 2; ++i) found |= dropped[i] << (lane + i);
     }

@@ -54,7 +54,7 @@ struct Worker {
     }
   }
 
-  // A e^(V - M) to log(A e^(V - M)) + M
+  // Turns A e^(V - M) into log(A e^(V - M)) + M.
   void laser_logarithm() {
     const Params& params = block.params;
     int64_t first = block.key_begin, n = block.key_end - block.key_begin;
@@ -76,7 +76,7 @@ struct Worker {
         copy_only_value(r);
   }
 
-  // A row that sees one key: its value, without the rounding of log(e^v)
+  // The output of a row that sees one key: its value, without the rounding of log(e^v)
   void copy_only_value(int64_t r) {
     int64_t key = block.window_begin[r];
     while (!block.sees(r, key)) ++key;

@@ -8,8 +8,8 @@
 // gradients_dense.h does the former, over all keys; gradients_reweighted.h the latter, over lists
 // of live keys.
 //
-// LASER (gradients_laser.h) passes on dL/d(A e^(V - M)) in place of dL/dO. The exact sums pass on A
-// * dL/dA, since dL/dA alone may overflow.
+// LASER (gradients_laser.h) passes on dL/d(A e^(V - M)) in place of dL/dO. The exact sums pass on
+// the product A dL/dA, since dL/dA alone may overflow.
 #pragma once
 
 #include "output.h"
@@ -46,8 +46,8 @@ class RowGradients {
     if (params.laser) exp_panels.resize(BLOCK_K * params.value_dim), exact_terms.resize(BLOCK_Q * block.max_row_stride);
   }
 
-  // The rows of query head h from start_q on. Adds to grad_keys [Lk, width] and grad_values [Lk,
-  // value_width], writes the rest.
+  // Gradients of the rows of query head h from start_q on. Adds to grad_keys [Lk, width] and
+  // grad_values [Lk, value_width], writes the others.
   void run(int64_t b, int64_t h, int64_t start_q, const KeyHead& head, const GradientTensors& to, float* grad_keys,
            float* grad_values) {
     block.compute(b, h, start_q, head);
@@ -74,7 +74,7 @@ class RowGradients {
   Buffer<float> grad_exp_values;  // [BLOCK_K, value_width], dL/d(e^(V - M)) of a tile
   Buffer<float> exp_panels;       // [BLOCK_K / PANEL, Dv, PANEL], e^(V - M) of a tile
   Buffer<float> grad_weights;   // dL/dA: [tiles, max_rows, BLOCK_K]; of re-weighted rows the live keys, list after list
-  Buffer<uint8_t> list_keys;    // in the same places: the live keys, counted from the tile's first
+  Buffer<uint8_t> list_keys;    // the live keys at the same indices, counted from the tile's first
   Buffer<float> list_u;         // and their u
   Buffer<int64_t> list_start;   // [tiles, BLOCK_Q], where the list of a tile and row begins
   Buffer<uint8_t> list_length;  // [tiles, BLOCK_Q], its length
@@ -120,8 +120,8 @@ class RowGradients {
         if (block.sees(r, key)) grad_out[r * block.value_width + d] = 0.0f;
   }
 
-  // One key of the row has all the weight, whatever its score: rounding must not give the score a
-  // gradient
+  // Whether one key has all the weight of a row, whatever its score. Rounding must not give that
+  // score a gradient.
   bool constant_weights(int64_t r) const {
     return block.params.normaliser == L1 && (block.count[r] == 1.0f || single_key[r]);
   }
@@ -139,7 +139,7 @@ class RowGradients {
   template <bool DROPOUT>
   void listed_grad_weights(const GradientTensors& to);
   float u_at(int64_t r, int64_t j) const;
-  void add_exact_terms(int64_t r, double& d, double& direct);
+  void add_exact_terms(int64_t r, double& d, double& exact_sum);
   template <bool DROPOUT>
   void listed_grad_scores(int64_t start_k, RowView v, float* grad_values);
   vf dropout_factor(vf u) const;

@@ -6,8 +6,8 @@
 
 namespace softfocus {
 
-// Computes the output again. Of an exact sum, whose share of key j is w_j = A_j e^(v_j - out), it
-// adds dO w_j to grad_values and to exact_terms; the other outputs are left to the products.
+// Computes the output again. An exact sum gives key j the share w_j = A_j e^(v_j - out): dO w_j is
+// added to grad_values and to exact_terms. The other outputs are left to the products.
 template <typename Phi>
 inline void RowGradients<Phi>::laser_backward(float* grad_values) {
   const Params& params = block.params;

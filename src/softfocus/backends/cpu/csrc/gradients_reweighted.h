@@ -6,7 +6,8 @@
 
 namespace softfocus {
 
-// Lists the live keys of all tiles with their dL/dA; the row sums delta, mean_grad and grad_power.
+// Lists the live keys of all tiles with their dL/dA. Sums delta, mean_grad and grad_power of the
+// rows.
 template <typename Phi>
 template <bool DROPOUT>
 inline void RowGradients<Phi>::listed_grad_weights(const GradientTensors& to) {
@@ -43,7 +44,7 @@ inline void RowGradients<Phi>::listed_grad_weights(const GradientTensors& to) {
               u = absolute(u);
             }
             powers(u, u_p, u_p1);
-            u_p = u == 0.0f ? vf{} : u_p;
+            u_p = u == 0.0f ? vf{} : u_p;  // padding
             u_p1 = u == 0.0f ? vf{} : u_p1;
             row.power.add(u_p), row.power_grad.add(u_p, grad);
             row.power1.add(u_p1), row.power1_grad.add(u_p1, grad);
@@ -96,8 +97,8 @@ inline void RowGradients<Phi>::add_exact_terms(int64_t r, double& d, double& exa
     }
 }
 
-// dL/ds of a tile, and A^T dO into grad_values. LIST_ROWS rows at a time: scattered floats are not
-// read back at once as vectors, which would stall.
+// dL/ds of a tile; adds A^T dO to grad_values. It works on LIST_ROWS rows at a time: reading
+// scattered floats back as vectors at once would stall.
 template <typename Phi>
 template <bool DROPOUT>
 inline void RowGradients<Phi>::listed_grad_scores(int64_t start_k, RowView v, float* grad_values) {
@@ -114,8 +115,8 @@ inline vf RowGradients<Phi>::dropout_factor(vf u) const {
   return bits(u) < 0 ? vf{} : splat(block.dropout.keep_scale);
 }
 
-// g * inverse_spread of a row's live keys into grad_scores, 0 for its other keys; A times dO into
-// grad_values
+// Writes g * inverse_spread of a row's live keys to grad_scores, 0 for its other keys. Adds A dO to
+// grad_values.
 template <typename Phi>
 template <bool DROPOUT>
 inline void RowGradients<Phi>::scatter_grad_phi(int64_t r, int64_t start_k, RowView v, float* grad_values) {

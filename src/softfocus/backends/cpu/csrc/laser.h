@@ -1,6 +1,5 @@
-// LASER's arithmetic: out = log(A e^(V - M)) + M. The product is right where e^(V - M) is of
-// ordinary size. The sums that it could lose, or overflow in, are made again as a log-sum-exp: the
-// exact sums.
+// LASER's arithmetic: out = log(A e^(V - M)) + M. The matrix product may overflow, or lose all
+// digits, for some rows and columns. These are computed again as a log-sum-exp: the exact sums.
 #pragma once
 
 #include "vector.h"
@@ -26,7 +25,7 @@ inline void exp_row(const float* x, const float* shift, int64_t width, float* to
   }
 }
 
-// log sum_j e^term(j), of which some term is finite; in double, since values may be large
+// log sum_j e^term(j), in double since values may be large. At least one term is finite.
 template <typename F>
 inline double log_sum_exp(int64_t n, F&& term) {
   double maximum = -INF, total = 0.0;

@@ -5,7 +5,7 @@
 
 namespace softfocus {
 
-constexpr int64_t LIST_ROWS = 16;  // rows that are listed before any is used: no row waits for the length of the last
+constexpr int64_t LIST_ROWS = 16;  // rows listed before any list is used: no loop waits for a length just computed
 
 // For each of LIST_ROWS rows the live keys of a tile and their u, later u^p
 template <typename Phi>
@@ -38,7 +38,7 @@ struct LiveKeys {
       for (int64_t e = 0; e < length[i]; e += W) {
         vf y = load(x + e), u = DROPOUT ? absolute(y) : y, u_p, u_p1;
         powers(u, u_p, u_p1);
-        u_p = u == 0.0f ? vf{} : u_p;
+        u_p = u == 0.0f ? vf{} : u_p;  // padding
         total += u_p;
         if constexpr (DROPOUT) u_p = bits(y) < 0 ? vf{} : u_p;
         store(x + e, u_p);
@@ -59,8 +59,8 @@ inline void prefetch_next_tile(const float* rows, int64_t stride, int64_t r, int
   for (int64_t d = 0; d < width && stride >= width; d += 16) __builtin_prefetch(rows + (BLOCK_K + r) * stride + d);
 }
 
-// out[0 .. VECTORS * W) += sum_e w[e] * values[keys[e]]; even and odd e are summed apart, so that
-// additions overlap
+// out[0 .. VECTORS * W) += sum_e w[e] * values[keys[e]]. Even and odd e have sums of their own, so
+// that additions overlap.
 template <int VECTORS, typename T>
 inline void add_listed_rows(int64_t n, const uint8_t* keys, const float* w, const T* values, int64_t stride,
                             float* out) {

@@ -26,8 +26,7 @@ class BlockOutput {
     block.params.dropout_threshold ? compute<true>(block) : compute<false>(block);
   }
 
-  // f(r, column, logs) for each output that LASER must sum exactly, row by row; `logs` as from
-  // RowBlock::row_logs
+  // f(r, column, logs) for each exact sum, row by row. `logs` is what RowBlock::row_logs wrote.
   template <typename F>
   void each_exact_sum(RowBlock<Phi>& block, F&& f) {
     const Params& params = block.params;
@@ -55,7 +54,7 @@ class BlockOutput {
   Buffer<float> weights;  // [MR, BLOCK_K], of a strip
   Buffer<float> logs;     // [row_stride], LASER's
 
-  // DROPOUT is a template argument because listing live keys takes most of the time.
+  // DROPOUT is a template argument: listing live keys takes most of the time.
   template <bool DROPOUT>
   void compute(const RowBlock<Phi>& block) {
     const Params& params = block.params;
@@ -179,7 +178,8 @@ class BlockOutput {
     return reduce_sum(power_sum);
   }
 
-  // Multiplies a row of `out` by what the weights in the product lacked.
+  // Applies the factors that the products left out: 1 / sum u^p and the dropout scale, or
+  // weight_scale.
   void scale_row(const RowBlock<Phi>& block, int64_t r, float power_sum) {
     float factor = 1.0f;
     inverse_power_sum[r] = 1.0f;

@@ -15,7 +15,8 @@ struct ValueIndex {  // an element of V
   int64_t key, column;
 };
 
-// What is prepared of one key head. Every block of the query heads that share it reads it.
+// Keys and values of one key head, prepared for the products. All query heads that share it read
+// it.
 struct KeyHead {
   Buffer<float> key_panels;       // [Lk / PANEL, D, PANEL]; unit vectors for cosine similarity
   Buffer<float> inverse_norm;     // [Lk], 1 / |k|; 1 without cosine similarity
@@ -51,7 +52,7 @@ struct KeyHead {
   }
 };
 
-// W rows of whole vectors to W columns of a panel [width, PANEL]
+// W rows become W columns of a panel [width, PANEL]. Rows are whole vectors in memory.
 inline void transpose_rows(const float* rows, int64_t row_stride, int64_t width, float* panel) {
   for (int64_t d = 0; d < width; d += W) {
     if (d + W <= width) {
@@ -65,7 +66,7 @@ inline void transpose_rows(const float* rows, int64_t row_stride, int64_t width,
 
 // Packs the keys [start, stop) of a head into its panels. A non-finite key becomes 0, and so do the
 // keys that fill the last panel. `start` is a multiple of BLOCK_K.
-inline void pack_keys(const Params& params, KeyHead& head, int64_t b, int64_t h, int64_t start, int64_t stop) {
+inline void pack_keys(const Params& params, KeyHead& head, int64_t b, int64_t key_head, int64_t start, int64_t stop) {
   int64_t width = params.head_dim;
   Buffer<float> rows(W * width);
   for (int64_t first = start; first < round_up(stop, PANEL); first += W) {
@@ -78,7 +79,7 @@ inline void pack_keys(const Params& params, KeyHead& head, int64_t b, int64_t h,
         std::fill(row, row + width, 0.0f);
         continue;
       }
-      read_row(params.key, params.dtype, b, h, key, width, row);
+      read_row(params.key, params.dtype, b, key_head, key, width, row);
       if (!all_finite(row, width)) {
         head.key_nonfinite[key] = 1;
         head.inverse_norm[key] = 0.0f;
@@ -91,9 +92,9 @@ inline void pack_keys(const Params& params, KeyHead& head, int64_t b, int64_t h,
   }
 }
 
-// Makes the forms of the values [start, stop) that the head has buffers for, and appends their
+// Reads the values [start, stop) of a head, fills those of its buffers that exist, and appends
 // non-finite and large values to the lists.
-inline void pack_values(const Params& params, KeyHead& head, int64_t b, int64_t h, int64_t start, int64_t stop,
+inline void pack_values(const Params& params, KeyHead& head, int64_t b, int64_t key_head, int64_t start, int64_t stop,
                         bool panels, std::vector<ValueIndex>& nonfinite, std::vector<ValueIndex>& large) {
   int64_t width = params.value_dim, stride = round_up(width, W);
   Buffer<float> rows(W * stride);
@@ -104,10 +105,10 @@ inline void pack_values(const Params& params, KeyHead& head, int64_t b, int64_t 
     for (int64_t j = 0; j < W; ++j) {
       int64_t key = first + j;
       float* row = rows + j * stride;
-      if (only_check && key < stop && all_finite(row_pointer(params.value, b, h, key), width)) continue;
+      if (only_check && key < stop && all_finite(row_pointer(params.value, b, key_head, key), width)) continue;
       std::fill(row, row + stride, 0.0f);
       if (key >= stop) continue;
-      read_row(params.value, params.dtype, b, h, key, width, row);
+      read_row(params.value, params.dtype, b, key_head, key, width, row);
       for (int64_t d = 0; d < width && !all_finite(row, width); ++d)
         if (!std::isfinite(row[d])) {
           nonfinite.push_back({key, d});
@@ -131,15 +132,15 @@ struct RowView {
 
 // The values [start, stop), 0 where non-finite: in place if they can be read there, else copied to
 // `space`
-inline RowView view_values(const Params& params, const KeyHead& head, int64_t b, int64_t h, int64_t start, int64_t stop,
-                           float* space) {
+inline RowView view_values(const Params& params, const KeyHead& head, int64_t b, int64_t key_head, int64_t start,
+                           int64_t stop, float* space) {
   int64_t width = params.value_dim, stride = round_up(width, W);
   if (contiguous_float_rows(params.value, params.dtype, width) && head.nonfinite_values.empty())
-    return {row_pointer(params.value, b, h, start), params.value.stride[2]};
+    return {row_pointer(params.value, b, key_head, start), params.value.stride[2]};
   if (head.value_rows) return {head.value_rows + start * stride, stride};
   for (int64_t key = start; key < stop; ++key) {
     float* row = space + (key - start) * stride;
-    read_row(params.value, params.dtype, b, h, key, width, row);
+    read_row(params.value, params.dtype, b, key_head, key, width, row);
     if (!head.nonfinite_values.empty() && !all_finite(row, width))
       for (int64_t d = 0; d < width; ++d) row[d] = std::isfinite(row[d]) ? row[d] : 0.0f;
     std::fill(row + width, row + stride, 0.0f);
@@ -149,18 +150,18 @@ inline RowView view_values(const Params& params, const KeyHead& head, int64_t b,
 
 // The keys [start, stop), unit vectors for cosine similarity, 0 where non-finite: in place, or
 // copied to `space`
-inline RowView view_keys(const Params& params, const KeyHead& head, int64_t b, int64_t h, int64_t start, int64_t stop,
-                         float* space) {
+inline RowView view_keys(const Params& params, const KeyHead& head, int64_t b, int64_t key_head, int64_t start,
+                         int64_t stop, float* space) {
   int64_t width = params.head_dim, stride = round_up(width, W);
   if (contiguous_float_rows(params.key, params.dtype, width) && !params.cosine && !head.any_nonfinite_key)
-    return {row_pointer(params.key, b, h, start), params.key.stride[2]};
+    return {row_pointer(params.key, b, key_head, start), params.key.stride[2]};
   for (int64_t key = start; key < stop; ++key) {
     float* row = space + (key - start) * stride;
     if (head.key_nonfinite[key]) {
       std::fill(row, row + stride, 0.0f);
       continue;
     }
-    read_row(params.key, params.dtype, b, h, key, width, row);
+    read_row(params.key, params.dtype, b, key_head, key, width, row);
     if (params.cosine) {
       float inverse = head.inverse_norm[key];
       if (inverse > 1e-30f && inverse < 1e30f)

@@ -1,5 +1,5 @@
-// Work shared out among the threads, and the packing of key heads. A wave is the key heads that are
-// packed together: as many as fit a cache, at least one for each thread.
+// A parallel loop, and the packing of key heads in waves. A wave is the key heads that are packed
+// at the same time: as many as fit a cache, and at least one for each thread.
 #pragma once
 
 #include <atomic>

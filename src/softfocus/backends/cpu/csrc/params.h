@@ -1,5 +1,5 @@
-// The arguments of a call: numbers and pointers, laid out as call.py packs them; and what they make
-// of a row's N.
+// The arguments of a call, numbers and pointers laid out as call.py packs them; and the scales of a
+// row that sees N keys.
 #pragma once
 
 #include <algorithm>
@@ -23,14 +23,14 @@ struct Params {
   int64_t batch, heads, key_heads, query_length, key_length, head_dim, value_dim;
   int64_t left, right;  // the window: keys before and after a row's own position; -1 for no bound
   int64_t dtype, cosine, length_scale, score_bias, phi, normaliser, reweighted, laser, threads;
-  int64_t seed, dropout_threshold;       // a weight is dropped where its 16 random bits are below; 0 without dropout
-  double scale, power;                   // scale(d), and the power of the re-weighting
+  int64_t seed, dropout_threshold;       // a weight is dropped if its 16 random bits are below; 0: no dropout
+  double scale, power;                   // scale(d); the power of the re-weighting
   TensorView query, key, value;          // [B, H, Lq, D], [B, Hk, Lk, D], [B, Hk, Lk, Dv], of dtype
   TensorView mask;                       // bool [B, H, Lq, Lk]
   TensorView key_mask;                   // bool [B, 1, 1, Lk]
   TensorView document_ids;               // int64 [B, 1, 1, Lk]
   TensorView bias;                       // float32 [B, H, Lq, Lk]
-  const float *head_scale, *head_power;  // [H], or null
+  const float *head_scale, *head_power;  // [H] or null; head_power takes the place of power
 };
 
 constexpr float TIE_TOLERANCE = 128 * std::numeric_limits<float>::epsilon();  // reference.tie_tolerance

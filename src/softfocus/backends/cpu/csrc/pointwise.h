@@ -26,7 +26,7 @@ struct Pointwise {
   static constexpr bool has_exp_tail = false;     // phi(s) = e^s far below zero: rows that lie there store e^(s - m)
   static constexpr bool has_zeros = false;        // phi(s) = 0 for all s < 0
   static constexpr bool stored_is_score = false;  // at least where s > 0
-  static constexpr float masked = 0.0f;           // the stored form of a key that the row does not see
+  static constexpr float stored_masked = 0.0f;    // the stored form of a key that the row does not see
   static vf to_stored(vf s) { return s; }
   static vf value(vf stored) { return stored; }
   static vf log_value(vf s) { return s < EXP_TAIL ? s : logarithm(Phi::value(Phi::to_stored(s))); }
@@ -76,7 +76,7 @@ struct Softplus : Pointwise<Softplus> {  // phi(s) is stored: sigmoid(s) = 1 - e
 struct Sigmoid : Pointwise<Sigmoid> {  // the score is stored: near 1 the derivative cannot be had from phi(s)
   using Pointwise::to_stored, Pointwise::derivative;
   static constexpr bool has_exp_tail = true;
-  static constexpr float masked = -INF;
+  static constexpr float stored_masked = -INF;
   static constexpr bool stored_is_score = true;
   static vf value(vf s) {
     vf e = exp_negative(-absolute(s));

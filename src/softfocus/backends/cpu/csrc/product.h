@@ -11,7 +11,8 @@ namespace softfocus {
 
 constexpr int64_t MAX_DEPTH = 64;  // dimensions of a dot product that are summed one after another
 
-// One register tile: A [M, depth], B [depth, VECTORS * W], C [M, VECTORS * W]
+// One register tile: A [M, depth], B [depth, VECTORS * W], C [M, VECTORS * W]. a_row and a_column
+// are strides, b_row and c_row, too.
 template <int M, int VECTORS, typename T>
 inline void register_tile(int64_t depth, const float* a, int64_t a_row, int64_t a_column, const T* b, int64_t b_row,
                           float* c, int64_t c_row, bool add) {

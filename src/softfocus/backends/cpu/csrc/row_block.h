@@ -1,5 +1,6 @@
-// A block of query rows with the scores of all keys that they may see: what forward and backward
-// share. row_scores.h makes the scores, row_statistics.h the rest of a row.
+// A block of query rows with the scores of all keys that they may see. Forward and backward share
+// it. row_scores.h makes the scores, row_statistics.h the statistics of the rows. docs/glossary.md
+// has the words.
 //
 // Scores are made once, tile by tile, and stored as phi needs them (pointwise.h). With whole rows
 // at hand no reduction needs an online correction, and every mechanism is three steps: scores, row
@@ -21,8 +22,8 @@ namespace softfocus {
 constexpr float MIN_ROW_SUM = 1e-25f;  // a row sum of phi below it counts as 0: 1 / norm must be finite
 constexpr int64_t SQUARING_LIMIT = 32;
 
-// The dense backward stores two numbers a score. Blocks of half as many rows keep them in cache at
-// great lengths.
+// The dense backward stores two numbers for each score. With many keys, half as many rows keep them
+// in cache.
 inline int64_t rows_per_block(const Params& params, bool backward) {
   return backward && !params.reweighted && params.key_length > 8192 ? BLOCK_Q / 2 : BLOCK_Q;
 }
@@ -31,12 +32,12 @@ template <typename Phi>
 class RowBlock : public BlockVisibility {
  public:
   const int64_t width, value_width;  // D and Dv in whole vectors
-  const KeyHead* head = nullptr;
-  Buffer<float> stored;          // [tiles, max_rows, BLOCK_K], scores in their stored form
-  Buffer<float> queries;         // [BLOCK_Q, width]; unit vectors for cosine similarity, 0 where non-finite
-  Buffer<float> scaled_queries;  // [BLOCK_Q, width], times score_scale: for the gradients of the keys
-  float base_scale[BLOCK_Q];     // c_i without the head scale
-  float score_scale[BLOCK_Q];    // c_i; applied to the dot products, not to the query: one rounding
+  const KeyHead* head = nullptr;     // that the rows read
+  Buffer<float> stored;              // [tiles, max_rows, BLOCK_K], scores in their stored form
+  Buffer<float> queries;             // [BLOCK_Q, width]; unit vectors for cosine similarity, 0 where non-finite
+  Buffer<float> scaled_queries;      // [BLOCK_Q, width], times score_scale: for the gradients of the keys
+  float base_scale[BLOCK_Q];         // c_i without the head scale
+  float score_scale[BLOCK_Q];        // c_i; applied to the dot products, not to the query: one rounding
   float row_bias[BLOCK_Q];
   float inverse_query_norm[BLOCK_Q];
   float maximum[BLOCK_Q], norm[BLOCK_Q], log_norm[BLOCK_Q], peak[BLOCK_Q];
@@ -61,8 +62,8 @@ class RowBlock : public BlockVisibility {
         maximum_first(Phi::needs_maximum && params.normaliser == L1),
         decode_scores(params, width) {}
 
-  // Turns to the rows of a head from `first` on: scores, statistics, and the constants of the
-  // weights.
+  // Moves to the rows of a head from `first` on: computes scores, statistics, and the constants of
+  // the weights.
   void compute(int64_t batch, int64_t query_head, int64_t first, const KeyHead& keys) {
     set_rows(batch, query_head, first);
     head = &keys;
@@ -76,7 +77,7 @@ class RowBlock : public BlockVisibility {
       if (live_above[r] > 0.0f) live_above[r] *= largest_kept_u(r);
   }
 
-  // Row r of a tile of x [tiles, max_rows, BLOCK_K], to be indexed by the offset j of a key
+  // Row r of a tile of x [tiles, max_rows, BLOCK_K]; its index is a key's offset j, not j - start_k
   template <typename T>
   T* tile_row(T* x, int64_t r, int64_t start_k) const {
     return x + start_k * max_rows + r * BLOCK_K - start_k;
@@ -92,8 +93,8 @@ class RowBlock : public BlockVisibility {
     f(Phi{});
   }
 
-  // Whether the stored scores are the weights but for weight_scale, which may then multiply the
-  // output
+  // Whether a weight is weight_scale times the stored score. Then weight_scale multiplies the
+  // output instead.
   bool stored_is_weight() const {
     return !params.dropout_threshold && params.normaliser == L1 &&
            (std::is_same_v<Phi, Exp> || std::is_same_v<Phi, Softplus>);
@@ -119,15 +120,15 @@ class RowBlock : public BlockVisibility {
       });
   }
 
-  // Multiplies weights of a row, or their gradients, by the dropout factors; indexed by the offset
-  // of a key
+  // Multiplies weights of a row, or their gradients, by the dropout factors. The index is a key's
+  // offset.
   void apply_dropout(int64_t r, KeyRange seen, float* weights) const {
     for (int64_t j = seen.begin; j < seen.end; j += W) store(weights + j, load(weights + j) * dropout.factors(r, j));
   }
 
-  // Writes the live keys of a re-weighted row in a tile, counted from the tile's first, and their
-  // u, negative where dropout drops the weight. Pads both lists with zeros to whole vectors.
-  // Returns their number.
+  // Lists the live keys of a re-weighted row in a tile: the keys, counted from start_k, and their
+  // u, negative where dropout drops the weight. Pads both lists to whole vectors with zeros.
+  // Returns the number of keys.
   template <bool DROPOUT>
   int64_t gather_live(int64_t r, int64_t start_k, uint8_t* keys, float* u) const {
     int64_t n_live = 0;
@@ -158,11 +159,12 @@ class RowBlock : public BlockVisibility {
       }
     });
     store(u + n_live, vf{});
-    *(vb_unaligned*)(keys + n_live) = vb{};  // key 0 exists: whole vectors of keys may be read
+    *(vb_unaligned*)(keys + n_live) = vb{};  // key 0 of the tile exists: padding may be read
     return n_live;
   }
 
-  // What LASER's exact sums need of a row
+  // For LASER's exact sums: log u of a row by offset, log A up to a constant of the row, and
+  // whether a key may have a weight above 0
   void row_logs(int64_t r, float* to);
   double log_weight(int64_t r, float log_u) const { return log_u == -INF ? -INF : double(power[r]) * log_u; }
   bool has_weight(int64_t r, int64_t key) const;

@@ -26,8 +26,8 @@ inline void RowBlock<Phi>::read_queries() {
   }
 }
 
-// Stored scores, norm and maximum of the rows [first, last): whole strips, or one row. `raw` stores
-// s itself.
+// Computes stored scores, norm and maximum of the rows [first, last): whole strips, or one row.
+// `raw` stores s itself.
 template <typename Phi>
 inline void RowBlock<Phi>::compute_scores(int64_t first, int64_t last, bool raw) {
   vf sums[BLOCK_Q], maxima[BLOCK_Q];
@@ -77,8 +77,7 @@ inline void RowBlock<Phi>::compute_scores(int64_t first, int64_t last, bool raw)
   for (int64_t r = first; r < last; ++r) norm[r] = reduce_sum(sums[r]), maximum[r] = reduce_max(maxima[r]);
 }
 
-// Prefetches a strip that will be written: a block of scores lies in the third-level cache, or
-// beyond.
+// Prefetches a strip for writing: a block of scores does not fit the second-level cache.
 template <typename Phi>
 inline void RowBlock<Phi>::prefetch_strip(float* to) {
   for (int64_t j = 0; j < MR * BLOCK_K; j += 16) __builtin_prefetch(to + j, 1, 2);
@@ -98,7 +97,7 @@ inline KeyRange RowBlock<Phi>::fully_seen(int64_t r, KeyRange range) const {
   return all && begin < end ? KeyRange{begin, end} : KeyRange{range.end, range.end};
 }
 
-// Dot products of a strip to stored scores, where all rows see all keys of the range
+// Turns dot products of a strip into stored scores. All rows see all keys of the range.
 template <typename Phi>
 template <bool RAW>
 inline void RowBlock<Phi>::convert_strip(int64_t r, int64_t start_k, KeyRange seen, vf* sums, vf* maxima) {
@@ -118,8 +117,8 @@ inline void RowBlock<Phi>::convert_strip(int64_t r, int64_t start_k, KeyRange se
   unroll<MR>([&](int i) { sums[i] = total[i], maxima[i] = top[i]; });
 }
 
-// Dot products of a row to stored scores, with bias and masks; NaN where the query or the key is
-// non-finite
+// Turns dot products of a row into stored scores, with bias and masks. A score is NaN where the
+// query or the key is non-finite.
 template <typename Phi>
 template <bool RAW>
 inline void RowBlock<Phi>::convert_row(int64_t r, int64_t start_k, KeyRange range, vf& total, vf& top) {
@@ -132,12 +131,12 @@ inline void RowBlock<Phi>::convert_row(int64_t r, int64_t start_k, KeyRange rang
     if (head->packed && head->any_nonfinite_key) s = widen(head->key_nonfinite + key_begin + j) != 0 ? nan : s;
     vi key = lane_index() + int32_t(key_begin + j);
     vi seen = (key >= int32_t(window_begin[r])) & (key < int32_t(window_end[r]));
-    if (masked) seen &= widen(visible + r * row_stride + j) != 0;
+    if (masks_given) seen &= widen(visible + r * row_stride + j) != 0;
     s = seen ? s : splat(-INF);
     top = max(s, top);
     vf x = s;
     if constexpr (!RAW) {
-      x = seen ? Phi::to_stored(s) : splat(Phi::masked);
+      x = seen ? Phi::to_stored(s) : splat(Phi::stored_masked);
       total += Phi::value(x);
     }
     store(row + j, x);
@@ -154,10 +153,10 @@ inline vf RowBlock<Phi>::load_bias(int64_t r, int64_t j) const {
     int64_t key = key_begin + j + i;
     if (key < params.key_length) y[i] = from[key * x.stride[3]];
   }
-  return y == y ? y : splat(std::numeric_limits<float>::quiet_NaN());  // the one NaN that the elementary functions keep
+  return y == y ? y : splat(std::numeric_limits<float>::quiet_NaN());  // the NaN that the elementary functions preserve
 }
 
-// Raw scores of a row to e^(s - m)
+// Turns raw scores of a row into e^(s - m). Sets norm and log_norm.
 template <typename Phi>
 inline void RowBlock<Phi>::exponentiate_row(int64_t r) {
   float top = maximum[r] == -INF ? 0.0f : maximum[r];

@@ -1,5 +1,5 @@
-// RowBlock: from the sum and the maximum of a row to what its weights need; and logarithms of
-// weights for LASER.
+// RowBlock: from the sum and the maximum of a row to the constants of its weights; and logarithms
+// of weights for LASER.
 #pragma once
 
 #include "row_block.h"
@@ -38,8 +38,8 @@ inline void RowBlock<Phi>::finish_row(int64_t r) {
   if (params.reweighted) set_reweighting(r);
 }
 
-// Threshold, spread and power of a row; a tied row, and one that sees a NaN, keeps threshold 0 and
-// p = 1
+// Threshold, spread and power of a row. A tied row, and a row that sees a NaN, keeps threshold 0
+// and p = 1.
 template <typename Phi>
 inline void RowBlock<Phi>::set_reweighting(int64_t r) {
   if (!std::isfinite(norm[r])) {
@@ -67,8 +67,7 @@ inline void RowBlock<Phi>::set_reweighting(int64_t r) {
   }
 }
 
-// The largest u of a re-weighted row that dropout keeps: what is negligible beside the largest u
-// may count beside this one
+// The largest u that dropout keeps in a re-weighted row: live_above is relative to it
 template <typename Phi>
 inline float RowBlock<Phi>::largest_kept_u(int64_t r) const {
   vf top = vf{};

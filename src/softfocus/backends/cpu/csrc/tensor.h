@@ -24,8 +24,8 @@ inline void read_row(const TensorView& x, int64_t dtype, int64_t b, int64_t h, i
   }
 }
 
-// Writes `width` floats into a contiguous tensor of a dtype, from its element `offset` on. Does
-// nothing if they lie there.
+// Writes `width` floats into a contiguous tensor of a dtype, from its element `offset` on. `from`
+// may already be that place.
 inline void write_row(void* tensor, int64_t dtype, int64_t offset, const float* from, int64_t width) {
   if (dtype == FLOAT32) {
     float* to = static_cast<float*>(tensor) + offset;
@@ -44,14 +44,14 @@ inline const T* row_pointer(const TensorView& x, int64_t b, int64_t h, int64_t i
   return static_cast<const T*>(x.data) + b * x.stride[0] + h * x.stride[1] + i * x.stride[2];
 }
 
-// Whether rows are contiguous and whole vectors, so that they can be read in place; and whether
-// they are floats, too
+// Whether rows are contiguous and whole vectors, so that vectors can be loaded in place; and
+// whether they are float32, too
 inline bool contiguous_rows(const TensorView& x, int64_t width) { return x.stride[3] == 1 && width % W == 0; }
 inline bool contiguous_float_rows(const TensorView& x, int64_t dtype, int64_t width) {
   return dtype == FLOAT32 && contiguous_rows(x, width);
 }
 
-// f(an element of the dtype): turns the number into a type
+// f(float{}), f(bfloat16{}) or f(float16{}): turns the number of a dtype into a type
 template <typename F>
 inline void with_element(int64_t dtype, F&& f) {
   if (dtype == FLOAT32) return f(float{});
@@ -97,7 +97,7 @@ inline float l2_normalise(float* x, int64_t n) {
 
 // dL/d(x / |x|) to dL/dx, in place. `direction` is x / |x|.
 inline void l2_normalise_backward(float* grad, const float* direction, float inverse_norm, int64_t n) {
-  if (n == 1) inverse_norm = 0.0f;  // the direction of a number is constant; rounding would give it a gradient
+  if (n == 1) inverse_norm = 0.0f;  // x / |x| of a number is constant; rounding would give it a gradient
   vf products = vf{};
   int64_t k = 0;
   for (; k + W <= n; k += W) products += load(grad + k) * load(direction + k);

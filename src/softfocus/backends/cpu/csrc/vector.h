@@ -35,8 +35,8 @@ constexpr int PANEL_VECTORS = 2;
 typedef float vf __attribute__((vector_size(W * 4)));
 typedef int32_t vi __attribute__((vector_size(W * 4)));
 typedef uint32_t vu __attribute__((vector_size(W * 4)));  // for sums that may wrap around: signed overflow is undefined
-typedef uint8_t vb __attribute__((vector_size(W)));
-typedef uint16_t vs __attribute__((vector_size(W * 2)));
+typedef uint8_t vb __attribute__((vector_size(W)));       // masks, and keys counted from a tile's first
+typedef uint16_t vs __attribute__((vector_size(W * 2)));  // the bits of bfloat16 or float16
 typedef float vf_unaligned __attribute__((vector_size(W * 4), aligned(4), may_alias));
 typedef uint16_t vs_unaligned __attribute__((vector_size(W * 2), aligned(2), may_alias));
 typedef uint8_t vb_unaligned __attribute__((vector_size(W), aligned(1), may_alias));

@@ -43,14 +43,14 @@ inline void read_masks(const Params& params, int64_t b, int64_t h, int64_t query
   }
 }
 
-// Keys [begin, end) of a tile in whole vectors, as offsets from the block's key_begin
+// Keys [begin, end) as offsets from the block's key_begin; both multiples of W
 struct KeyRange {
   int64_t begin, end;
   bool empty() const { return begin >= end; }
   int64_t vectors() const { return (end - begin) / W; }
 };
 
-// What the masks make of a tile, within the window
+// How much of a tile the masks show, within the window: nothing, some, all
 enum TileMask : uint8_t { EMPTY, PARTIAL, FULL };
 
 // A block of query rows and the keys that it sees. Offsets of keys (j, start_k) count from
@@ -58,26 +58,26 @@ enum TileMask : uint8_t { EMPTY, PARTIAL, FULL };
 class BlockVisibility {
  public:
   const Params& params;
-  const bool masked;
+  const bool masks_given;
   int64_t b = 0, h = 0, start_q = 0, n_rows = 0;  // batch, query head, first row, number of rows
   int64_t key_begin = 0, key_end = 0;             // the keys that some row sees; key_begin is a multiple of BLOCK_K
   int64_t row_stride = 0;                         // bytes between the rows of `visible`
   int64_t max_rows = 0;                           // of a block; a multiple of MR
-  int64_t max_row_stride = 0;                     // the largest row_stride of any block
+  int64_t max_row_stride = 0;                     // the largest row_stride of a block; all but W of it are whole tiles
   int64_t window_begin[BLOCK_Q], window_end[BLOCK_Q];  // the keys that the window shows each row
   float count[BLOCK_Q];                                // N_i
   bool fully_masked[BLOCK_Q];
 
-  BlockVisibility(const Params& call, int64_t most_rows) : params(call), masked(has_masks(params)) {
+  BlockVisibility(const Params& call, int64_t most_rows) : params(call), masks_given(has_masks(params)) {
     int64_t span = params.key_length;
     if (params.left >= 0 && params.right >= 0) span = std::min(span, params.left + params.right + BLOCK_Q);
     max_row_stride = round_up(span + BLOCK_K - 1, BLOCK_K) + W;
     max_rows = std::min(most_rows, round_up(params.query_length, MR));
-    if (masked) visible.resize(max_rows * max_row_stride);
+    if (masks_given) visible.resize(max_rows * max_row_stride);
     tile_masks.resize(max_row_stride / BLOCK_K + 1);
   }
 
-  // Turns to the rows of a head from start_q on.
+  // Moves to the rows of a head from `first` on.
   void set_rows(int64_t batch, int64_t query_head, int64_t first) {
     b = batch, h = query_head, start_q = first;
     n_rows = std::min(max_rows, params.query_length - first);
@@ -93,13 +93,13 @@ class BlockVisibility {
     key_begin = key_begin < key_end ? key_begin / BLOCK_K * BLOCK_K : 0;
     key_end = std::max(key_end, key_begin);
     row_stride = round_up(key_end - key_begin, BLOCK_K) + W;
-    if (masked) {
+    if (masks_given) {
       std::fill(tile_masks.begin(), tile_masks.end(), uint8_t(0));
       for (int64_t start_k = 0; start_k < key_end - key_begin; start_k += BLOCK_K) tile_masks[start_k / BLOCK_K] = FULL;
     }
     for (int64_t r = 0; r < n_rows; ++r) {
       count[r] = float(window_end[r] - window_begin[r]);
-      if (masked && window_begin[r] < window_end[r]) {
+      if (masks_given && window_begin[r] < window_end[r]) {
         uint8_t* row = visible + r * row_stride;
         read_masks(params, b, h, start_q + r, window_begin[r], window_end[r], row + window_begin[r] - key_begin);
         std::memset(row, 0, window_begin[r] - key_begin);
@@ -107,13 +107,13 @@ class BlockVisibility {
         int64_t seen = 0;
         for (int64_t j = window_begin[r] - key_begin; j < window_end[r] - key_begin; ++j) seen += row[j];
         count[r] = float(seen);
-      } else if (masked) {
+      } else if (masks_given) {
         std::memset(visible + r * row_stride, 0, row_stride);
       }
       fully_masked[r] = count[r] == 0.0f;
     }
     for (int64_t r = n_rows; r < padded_rows(); ++r) fully_masked[r] = true;
-    if (masked) classify_tiles();
+    if (masks_given) classify_tiles();
     for (int64_t strip = 0; strip < padded_rows() / MR; ++strip) {
       strip_begin[strip] = params.key_length, strip_end[strip] = 0;
       for (int64_t r = strip * MR; r < (strip + 1) * MR; ++r)
@@ -145,14 +145,14 @@ class BlockVisibility {
     return {begin, end};
   }
 
-  bool tile_visible(int64_t start_k) const { return !masked || tile_masks[start_k / BLOCK_K]; }
-  bool tile_full(int64_t start_k) const { return !masked || tile_masks[start_k / BLOCK_K] == FULL; }
+  bool tile_visible(int64_t start_k) const { return !masks_given || tile_masks[start_k / BLOCK_K]; }
+  bool tile_full(int64_t start_k) const { return !masks_given || tile_masks[start_k / BLOCK_K] == FULL; }
 
   // A row of `visible`; null without masks
-  const uint8_t* visible_row(int64_t r) const { return masked ? visible + r * row_stride : nullptr; }
+  const uint8_t* visible_row(int64_t r) const { return masks_given ? visible + r * row_stride : nullptr; }
 
   bool sees(int64_t r, int64_t key) const {
-    return key >= window_begin[r] && key < window_end[r] && (!masked || visible[r * row_stride + key - key_begin]);
+    return key >= window_begin[r] && key < window_end[r] && (!masks_given || visible[r * row_stride + key - key_begin]);
   }
 
  protected:
