@@ -428,6 +428,20 @@ def test_text_that_a_tokenizer_does_not_know_is_counted(make, tmp_path, caplog):
     ]
 
 
+def test_text_that_a_bpe_drops_is_counted(make, tmp_path, caplog):
+    backend = Tokenizer(models.BPE(vocab={"a": 0, "<end>": 1}, merges=[]))
+    folder = tmp_path / "few"
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>").save_pretrained(folder)
+    (tmp_path / "one.txt").write_text("aba aca")
+    store = make("one.txt", str(folder), validation_fraction=0.5)
+    (said,) = caplog.messages
+    assert said.startswith(
+        f"left out of {tmp_path / 'one.txt'}: characters (or bytes) that the tokenizer has no token for"
+    )
+    assert said.endswith(" and drops: 3 (the first: in 'aba ')")
+    assert store.n_train + store.n_validation == len("aaaa") + 1
+
+
 def test_a_store_pickles_as_its_folder(make, tmp_path):
     (tmp_path / "one.txt").write_text("x" * 100_000)
     store = make("one.txt")
