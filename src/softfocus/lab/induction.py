@@ -1,5 +1,6 @@
 """Induction: the loss of a language model on tokens that repeat something, by how far back it stood."""
 
+import logging
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -25,6 +26,8 @@ from softfocus.lab.results import (
 )
 from softfocus.lab.windows import EvaluationWindows
 
+_log = logging.getLogger(__name__)
+
 
 @measures
 def induction(
@@ -45,7 +48,7 @@ def induction(
     every length: at the longest the model is given all repeats, at 1x none that lie beyond the training length.
 
     Each row is written to induction.json as it is finished. Rows that are there already are kept, if they were measured
-    on the same text with the same n-grams.
+    on the same text with the same n-grams: what was killed goes on with those. Else they are replaced, with a warning.
 
     Args:
         folder: a finished run of a recipe with text.
@@ -142,8 +145,16 @@ def _earlier(folder: Path, fresh: Induction) -> Induction:
     if not (folder / INDUCTION).exists():
         return fresh
     found = load_induction(folder)
-    same = found.model_copy(update={"rows": [], "run": fresh.run}) == fresh
-    return found if same else fresh
+    if found.model_copy(update={"rows": [], "run": fresh.run}) == fresh:
+        return found
+    _log.warning(
+        "%s held %d losses with --ngram %d and %d tokens a span; other text or n-grams are measured now, and those are gone",
+        folder / INDUCTION,
+        len(found.rows),
+        found.ngram,
+        found.longest,
+    )
+    return fresh
 
 
 def _spans(spans: EvaluationWindows) -> Iterator[tuple[NDArray[np.int64], int]]:

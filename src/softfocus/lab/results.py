@@ -26,6 +26,7 @@ EVALUATION = "evaluation.json"
 UNFINISHED = "evaluation.unfinished.json"
 RECALL = "recall.json"
 INDUCTION = "induction.json"
+INSPECTION = "inspect"
 
 Status = Literal["running", "complete", "interrupted", "failed"]
 

@@ -24,11 +24,13 @@ from softfocus.lab.results import (
     CHECKPOINTS,
     EVALUATION,
     INDUCTION,
+    INSPECTION,
     MODEL,
     RECALL,
     RECIPE,
     RUN,
     TENSORBOARD,
+    UNFINISHED,
     RunInfo,
     load_run,
     save_run,
@@ -175,10 +177,12 @@ def _check(recipe: Recipe, folder: Path, resume: bool, overwrite: bool) -> RunIn
 def _clear(folder: Path) -> None:
     # run.json first: without it nothing that is left looks like a run. The recipe last: it marks the folder as the lab's
     (folder / RUN).unlink(missing_ok=True)
-    for name in (MODEL, CHECKPOINTS, TENSORBOARD):
+    for name in (MODEL, CHECKPOINTS, TENSORBOARD, INSPECTION):
         shutil.rmtree(folder / name, ignore_errors=True)
-    for name in (EVALUATION, RECALL, INDUCTION, RECIPE):
+    for name in (EVALUATION, UNFINISHED, RECALL, INDUCTION):
         (folder / name).unlink(missing_ok=True)
+        (folder / name).with_suffix(".png").unlink(missing_ok=True)
+    (folder / RECIPE).unlink(missing_ok=True)
 
 
 def _describe(recipe: Recipe, folder: Path, model: Any, source: data.Data, device: str) -> RunInfo:

@@ -46,7 +46,7 @@ def inspect(
     """
     from softfocus.lab.lengths import parse
     from softfocus.lab.progress import Display
-    from softfocus.lab.results import load_run
+    from softfocus.lab.results import INSPECTION, load_run
 
     wanted = [parse(lengths, load_run(run).train_length) for run in runs]
     shown = {"layers": _numbers("--layers", layers), "heads": _numbers("--heads", heads)}
@@ -60,7 +60,7 @@ def inspect(
             )
             for run, its in zip(runs, wanted, strict=True)
         ]  # fmt: skip
-    result, paths = write(found, out or (runs[0] / "inspect" if len(runs) == 1 else Path("runs/inspect")))
+    result, paths = write(found, out or (runs[0] / INSPECTION if len(runs) == 1 else Path("runs/inspect")))
     write_json(json, result)
     show(result, paths, beside(json))
 
