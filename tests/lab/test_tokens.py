@@ -360,6 +360,18 @@ def test_a_damaged_store_is_made_anew_and_that_is_said(make, tmp_path, damage, c
     assert stores(tmp_path) == [folder.name]
 
 
+def test_a_store_of_an_earlier_version_is_not_called_damaged(make, caplog):
+    folder = make().folder
+    before = content(folder)
+    (folder / "checksums.json").unlink()
+    about = json.loads((folder / "store.json").read_text())
+    del about["left_out"]
+    (folder / "store.json").write_text(json.dumps(about))
+    make()
+    assert caplog.messages == [f"the tokens in {folder} were made by an earlier version: they are made anew"]
+    assert content(folder) == before
+
+
 def test_a_whole_store_is_read_once_and_in_blocks(make, monkeypatch):
     size = sum(len(file) for name, file in content(make().folder).items() if name != "checksums.json")
     shares = []
