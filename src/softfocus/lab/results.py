@@ -28,6 +28,9 @@ RECALL = "recall.json"
 INDUCTION = "induction.json"
 INSPECTION = "inspect"
 
+GONE = "its process is gone"
+"""What is known of a run that was killed, or ended by NCCL, before it could write down why."""
+
 Status = Literal["running", "complete", "interrupted", "failed"]
 
 Rope = Literal["trained", "ntk", "yarn"]
@@ -316,7 +319,7 @@ def save_run(folder: Path, info: RunInfo) -> None:
 
 
 def load_run(folder: Path, *, complete: bool = True) -> RunInfo:
-    """Read run.json.
+    """Read run.json. A run that it calls running, but that no process owns, was killed: it is returned as interrupted.
 
     Args:
         folder: the run folder.
@@ -329,7 +332,12 @@ def load_run(folder: Path, *, complete: bool = True) -> RunInfo:
     train = "train one with `softfocus train RECIPE --out FOLDER`"
     if not folder.is_dir():
         raise LabError(f"there is no run at {folder}", train)
-    info = _load(folder / RUN, RunInfo, f"{folder} is not a run folder: it has no {RUN}", train)
+    missing = f"{folder} is not a run folder: it has no {RUN}"
+    info = _load(folder / RUN, RunInfo, missing, train)
+    if info.status == "running" and holder(folder) is None:
+        info = _load(folder / RUN, RunInfo, missing, train)  # it may just have finished
+        if info.status == "running":
+            info.status, info.error = "interrupted", GONE
     for part, token in ((RECIPE, _recipe_token(folder)), (MODEL, token_of(folder / MODEL))):
         if token not in (None, info.token):
             raise LabError(
@@ -345,8 +353,6 @@ def _refuse_unfinished(folder: Path, info: RunInfo) -> None:
     if info.status == "running" and (by := holder(folder)):
         raise LabError(f"the run {folder} is not finished: it is being trained by {by}", "wait until that is done")
     why = f" ({info.error})" if info.error else ""
-    if info.status == "running":
-        why = ", but its process is gone"
     raise LabError(
         f"the run {folder} is not finished: its status is {info.status}{why}",
         f"finish it with `softfocus train {folder / RECIPE} --out {folder} --resume`",

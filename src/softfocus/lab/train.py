@@ -23,6 +23,7 @@ from softfocus.lab.recipe import Recipe, load
 from softfocus.lab.results import (
     CHECKPOINTS,
     EVALUATION,
+    GONE,
     INDUCTION,
     INSPECTION,
     MODEL,
@@ -159,9 +160,9 @@ def _check(recipe: Recipe, folder: Path, resume: bool, overwrite: bool) -> RunIn
             if there.status == "complete"
             else "--resume to go on, --overwrite to start again"
         )
-        raise LabError(
-            f"there is already a run in {folder} (status: {there.status})", f"add {then}, or choose another --out"
-        )
+        # The folder is ours, so whoever was running is gone
+        status = f"interrupted: {GONE}" if there.status == "running" else there.status
+        raise LabError(f"there is already a run in {folder} (status: {status})", f"add {then}, or choose another --out")
     before = load(folder / RECIPE)
     for table in ("model", "data", "train"):
         was, now = getattr(before, table).model_dump(), getattr(recipe, table).model_dump()
