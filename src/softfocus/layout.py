@@ -78,7 +78,7 @@ class Heads:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Heads":
-        """The inverse of :meth:`to_dict`; ``mechanism`` may also be a name."""
+        """The inverse of :meth:`to_dict`; ``mechanism`` may also be a name or a ``Mechanism``."""
         known = [entry.name for entry in fields(cls)]
         for name in values:
             if name not in known:
@@ -294,7 +294,14 @@ def _layer(value: Any, key: Any, config: Any) -> Layer:
 def _group(value: Any) -> Heads:
     if isinstance(value, Heads):
         return value
-    return Heads.from_dict(value) if isinstance(value, Mapping) else Heads(mechanism=value)
+    if not isinstance(value, Mapping):
+        return Heads(mechanism=value)
+    own = value.get("mechanism")
+    if not isinstance(own, Mapping):
+        return Heads.from_dict(value)
+    if not own:
+        raise ValueError("mechanism: got no fields; write 'softmax' if softmax is what you want")
+    return Heads.from_dict({**value, "mechanism": Mechanism().replace(**own)})
 
 
 def _fitted(groups: Layer, config: Any) -> Layer:

@@ -104,8 +104,16 @@ class Mechanism:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Mechanism":
-        """The inverse of :meth:`to_dict`; missing fields take their defaults, unknown ones are a ValueError."""
+        """The inverse of :meth:`to_dict`.
+
+        Raises:
+            ValueError: an unknown field, a wrong value, or a missing field: with its default it would be another mechanism.
+        """
         _refuse_unknown(values)
+        if missing := [entry.name for entry in fields(cls) if entry.init and entry.name not in values]:
+            raise ValueError(
+                f"Mechanism: the description lacks {', '.join(missing)}; expected every field, as to_dict() writes them"
+            )
         return cls(**values)
 
     def to_json(self) -> str:

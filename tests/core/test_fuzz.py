@@ -1,4 +1,4 @@
-"""The CPU kernels on random problems: shapes, masks, strides, dtypes, mechanisms, magnitudes and threads, drawn from a seed.
+"""The CPU kernels on random problems: shapes, masks, dropout, strides, dtypes, mechanisms, magnitudes and threads, from a seed.
 
 ``--fuzz-cases 100000`` draws more than CI does, ``--fuzz-first`` begins elsewhere, ``--fuzz-only SEED`` repeats one problem,
 ``--fuzz-backend tiled`` holds another backend to the same.
@@ -148,6 +148,9 @@ def draw(seed):
         given["ties"] = ""
     elif not given["ties"] and (of_ties := random.Random(f"ties {seed}")).random() < 0.25:
         given["ties"] = of_ties.choice(["two", "three", "near"])
+    of_dropout = random.Random(f"dropout {seed}")  # apart, like that of ties: what else a seed draws stays
+    if not mechanism.laser and of_dropout.random() < 0.2:
+        given["dropout_p"] = of_dropout.choice([0.1, 0.5, of_dropout.random()])
     # LASER's dL/ds are differences of numbers of the size of dL/dO: the closer the values, the less is left of them
     given["spread"] = pick([1.0, 1.0, 50.0]) if mechanism.laser else pick([1.0, 1.0, 1e-3, 1e3])
 
@@ -251,9 +254,22 @@ def test_the_draws_reach_everything():
     assert {p.dtype for p in problems} == set(DTYPES)
     assert {c.bias for c in cases} == set(BIASES)
     assert {c.ties for c in cases} == {"", "keys", "some keys", "queries", "two", "three", "near"}
-    for field in ("window_size", "mask", "padding", "documents", "head_scale", "power", "poison", "zeros", "ties"):
+    for field in (
+        "window_size",
+        "mask",
+        "padding",
+        "documents",
+        "head_scale",
+        "power",
+        "poison",
+        "zeros",
+        "ties",
+        "dropout_p",
+    ):
         assert sum(bool(getattr(case, field)) for case in cases) >= 20, field
     assert sum(c.query_length <= 4 and c.key_length > 100 for c in cases) >= 20
     assert sum(c.query_length > 64 for c in cases) >= 100
+    assert {m.phi for m, c in zip(algebra, cases, strict=True) if c.dropout_p} == set(PHI)
+    assert sum(m.power is not None and c.dropout_p > 0 for m, c in zip(algebra, cases, strict=True)) >= 20
     assert sum(m.laser and m.power is not None for m in algebra) >= 20
     assert named("lssar") in algebra

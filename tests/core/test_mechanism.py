@@ -62,9 +62,18 @@ def _wrappable(mechanism: Mechanism) -> list[Mechanism]:
     return found
 
 
-def test_missing_fields_take_defaults_and_the_text_is_stable():
-    assert Mechanism.from_json("{}") == Mechanism()
-    assert Mechanism.from_dict({"power": 3}) == Mechanism(power=3.0)
+@pytest.mark.parametrize("left_out", [*Mechanism().to_dict(), "all"])
+def test_a_description_without_a_field_is_refused(left_out):
+    """With defaults in their place it would be another mechanism: softmax, where all are left out."""
+    whole = named("lssar").to_dict()
+    part = {} if left_out == "all" else {name: value for name, value in whole.items() if name != left_out}
+    lacks = ", ".join(whole) if left_out == "all" else left_out
+    for read in (Mechanism.from_dict, lambda values: Mechanism.from_json(json.dumps(values))):
+        with pytest.raises(ValueError, match=f"lacks {lacks}; expected every field"):
+            read(part)
+
+
+def test_the_text_is_stable():
     assert json.loads(Mechanism().to_json()) == {
         "similarity": "dot",
         "scale": "1/sqrt(d)",

@@ -134,11 +134,25 @@ def test_another_implementation_is_refused(build, tokens, tmp_path, implementati
 def test_a_damaged_entry_is_refused(build, tmp_path):
     build("llama", "lssar").save_pretrained(tmp_path)
     whole = json.loads((tmp_path / "config.json").read_text())
+    lssar = whole["softfocus"]["mechanism"]
+
+    def layout(*groups):
+        return {"layout": {"kinds": [list(groups)], "layers": [0, 0]}}
+
     for entry, message in (
+        ({}, r"expected \{'mechanism'"),
         ("lssar", r"expected \{'mechanism'"),
-        ({"mechanism": whole["softfocus"]["mechanism"], "learned": {"gamma": 1.0}}, "learned parameters among"),
-        ({"mechanism": {"phi": "softpuls"}, "learned": {}}, "did you mean 'softplus'"),
+        ({"mechanism": lssar}, r"expected \{'mechanism'"),
+        ({"mechanism": lssar, "learned": {"gamma": 1.0}}, "learned parameters among"),
+        ({"mechanism": {**lssar, "phi": "softpuls"}, "learned": {}}, "did you mean 'softplus'"),
         ({"mechanism": {"teperature": 1}, "learned": {}}, "no field 'teperature'"),
+        ({"mechanism": {}, "learned": {}}, "lacks similarity, scale, .*, laser; expected every field"),
+        ({"mechanism": {"power": 15}, "learned": {}}, "lacks similarity, .*, post, laser; expected every field"),
+        (layout({"mechanism": {}, "parameters": {}}), "lacks similarity, .*, laser; expected every field"),
+        (layout({"parameters": {}}), "needs a mechanism"),
+        (layout(), "groups that say how many heads"),
+        ({"layout": {"kinds": [[{"mechanism": lssar}]]}}, "a layout has the entries kinds and layers"),
+        ({"layout": {}}, "a layout has the entries kinds and layers"),
     ):
         (tmp_path / "config.json").write_text(json.dumps({**whole, "softfocus": entry}))
         with pytest.raises(ValueError, match=message):

@@ -5,6 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers import models as models_of_text
+from transformers import PreTrainedTokenizerFast
 
 from softfocus.lab import model as models
 from softfocus.lab.data.tokenizer import word_tokenizer
@@ -104,3 +107,21 @@ def test_a_tokenizer_that_is_damaged_or_another_models_is_refused(trained: Path,
     word_tokenizer([f"w{number}" for number in range(300)]).save_pretrained(run / "model")
     with pytest.raises(LabError, match="has 301 ids, its model knows 257: it is another one's"):
         generate(run, "w290")
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (models_of_text.WordLevel({"a": 0, "<end>": 1}, unk_token="?"), "of the prompt, the tokenizer cannot encode"),
+        (models_of_text.WordLevel({"a": 0, "<end>": 1, "?": 2}, unk_token="?"), "tokens that are only '\\?': 1"),
+        (models_of_text.BPE({"a": 0, "<end>": 1}, []), r"characters \(or bytes\) .* and drops: 1; leave them out"),
+    ],
+)
+def test_a_prompt_that_the_tokenizer_does_not_know_is_refused(trained: Path, tmp_path: Path, model, message) -> None:
+    run = shutil.copytree(trained, tmp_path / "run", ignore=shutil.ignore_patterns("tokenizer*", "manifest.json"))
+    backend = Tokenizer(model)
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>").save_pretrained(run / "model")
+    assert generate(run, "a <end> a", tokens=1, temperature=0).tokens == 3
+    with pytest.raises(LabError, match=message):
+        generate(run, "a b", tokens=1)

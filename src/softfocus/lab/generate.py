@@ -9,6 +9,7 @@ from pydantic import BaseModel
 from transformers import TextStreamer, set_seed
 
 from softfocus.lab import model as models
+from softfocus.lab.data.tokenizer import Encoder
 from softfocus.lab.errors import LabError, UsageError
 from softfocus.lab.run_folder.files import load_run
 
@@ -70,8 +71,8 @@ def generate(
 
     Raises:
         UsageError: a temperature that is negative or no number.
-        LabError: a run without a finished model, an empty prompt, or more tokens than the model has positions or the device
-            has memory.
+        LabError: a run without a finished model, a prompt that is empty or that the tokenizer has no tokens for, or more
+            tokens than the model has positions or the device has memory.
     """
     if not temperature >= 0:
         raise UsageError(f"--temperature {temperature} is not a temperature", "give 0 or more")
@@ -79,6 +80,7 @@ def generate(
     info = load_run(folder)
     model = models.load(folder)
     tokenizer = models.load_tokenizer(folder)
+    _check_prompt(tokenizer, prompt)
     inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).to(model.device)
     length = inputs["input_ids"].shape[1]
     if not length:
@@ -107,3 +109,15 @@ def generate(
         # What lies behind a window's keys belongs to a tensor that is freed with the next step
         cache_bytes=sum(x.numel() * x.element_size() for x in kept),
     )
+
+
+def _check_prompt(tokenizer: Any, prompt: str) -> None:
+    for special in tokenizer.all_special_tokens:  # an Encoder spells them out
+        prompt = prompt.replace(special, " ")
+    encode = Encoder(tokenizer)
+    try:
+        ((_, lost),) = encode([prompt])
+    except LabError as error:
+        raise LabError(f"of the prompt, {error.what}", "write what the model was trained on") from error
+    if lost:
+        raise LabError(f"the prompt has {encode.lost}: {lost}", "leave them out")

@@ -360,6 +360,18 @@ def test_a_damaged_store_is_made_anew_and_that_is_said(make, tmp_path, damage, c
     assert stores(tmp_path) == [folder.name]
 
 
+def test_a_store_of_an_earlier_version_is_not_called_damaged(make, caplog):
+    folder = make().folder
+    before = content(folder)
+    (folder / "checksums.json").unlink()
+    about = json.loads((folder / "store.json").read_text())
+    del about["left_out"]
+    (folder / "store.json").write_text(json.dumps(about))
+    make()
+    assert caplog.messages == [f"the tokens in {folder} were made by an earlier version: they are made anew"]
+    assert content(folder) == before
+
+
 def test_a_whole_store_is_read_once_and_in_blocks(make, monkeypatch):
     size = sum(len(file) for name, file in content(make().folder).items() if name != "checksums.json")
     shares = []
@@ -426,6 +438,20 @@ def test_text_that_a_tokenizer_does_not_know_is_counted(make, tmp_path, caplog):
     assert caplog.messages == [
         f"left out of {tmp_path / 'one.txt'}: tokens that are only '?': 3 (the first: in 'a b a c ')"
     ]
+
+
+def test_text_that_a_bpe_drops_is_counted(make, tmp_path, caplog):
+    backend = Tokenizer(models.BPE(vocab={"a": 0, "<end>": 1}, merges=[]))
+    folder = tmp_path / "few"
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>").save_pretrained(folder)
+    (tmp_path / "one.txt").write_text("aba aca")
+    store = make("one.txt", str(folder), validation_fraction=0.5)
+    (said,) = caplog.messages
+    assert said.startswith(
+        f"left out of {tmp_path / 'one.txt'}: characters (or bytes) that the tokenizer has no token for"
+    )
+    assert said.endswith(" and drops: 3 (the first: in 'aba ')")
+    assert store.n_train + store.n_validation == len("aaaa") + 1
 
 
 def test_a_store_pickles_as_its_folder(make, tmp_path):

@@ -75,7 +75,7 @@ def test_every_length_predicts_the_same_tokens_bucket_by_bucket(run: Path) -> No
     assert (run / INDUCTION).read_text() == json_text(found), "numbers stand on one line"
 
 
-def test_what_is_measured_is_kept(run: Path) -> None:
+def test_what_is_measured_is_kept(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     whole = induction(run, [32, 64], tokens=512)
     (run / INDUCTION).unlink()
 
@@ -89,7 +89,10 @@ def test_what_is_measured_is_kept(run: Path) -> None:
     events: list[Event] = []
     assert induction(run, [32, 64], tokens=512, progress=events.append).model_dump_json() == whole.model_dump_json()
     assert len([event for event in events if event.kind == "row"]) == 1
+    assert not caplog.messages
     assert len(induction(run, [32, 64], tokens=512, ngram=2).rows) == 2, "other n-grams are another measurement"
+    (said,) = caplog.messages
+    assert said.startswith(f"{run / 'induction.json'} held 2 rows that were measured otherwise")
     assert load_measured(run, Induction).ngram == 2
 
 

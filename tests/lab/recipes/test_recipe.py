@@ -27,6 +27,7 @@ SAYS = [
     (["data.mqar.pairs=8"], "data: source and mqar exclude one another", "give one of source, mqar, passkey"),
     (["train.steps"], "'train.steps' is not KEY=VALUE", "--set train.steps=100"),
     (['model.mechanism={ ph = "exp" }'], "model.mechanism: Mechanism has no field 'ph'", "did you mean 'phi'"),
+    (["model.mechanism={}"], "model.mechanism: mechanism: got no fields", "write 'softmax'"),
     (
         ['model.layout={ "0::2" = { widow = 8 } }'],
         "layout: '0::2': a group of heads has no entry",

@@ -90,7 +90,7 @@ def test_vocabularies_are_not_compared(fabricate, tmp_path, quiet):
     [
         ("nowhere", "there is no run at", "softfocus train"),
         ("empty", "is not a run folder", "softfocus train"),
-        ("unfinished", "its status is running", "--resume"),
+        ("unfinished", "its status is interrupted (its process is gone)", "--resume"),
         ("unevaluated", "has no evaluation.json", "softfocus evaluate"),
         ("garbled", "cannot be read", "softfocus evaluate"),
     ],

@@ -21,7 +21,7 @@ from softfocus.lab.generate import generate
 from softfocus.lab.inspect.run import inspect
 from softfocus.lab.progress import Event
 from softfocus.lab.recipes.loading import load
-from softfocus.lab.run_folder import owner
+from softfocus.lab.run_folder import files, owner
 from softfocus.lab.run_folder.files import (
     CHECKPOINTS,
     EVALUATION,
@@ -33,7 +33,7 @@ from softfocus.lab.run_folder.files import (
     save_measured,
     save_run,
 )
-from softfocus.lab.run_folder.owner import LOCK, OWNER, Displaced, Owner, owning
+from softfocus.lab.run_folder.owner import LOCK, OWNER, Displaced, Owner, holder, owning
 from softfocus.lab.run_folder.results import Evaluation
 from softfocus.lab.studies import worker
 from softfocus.lab.train.run import train
@@ -141,8 +141,48 @@ def test_a_run_that_is_being_trained_is_not_to_be_resumed(measure: Callable[...,
         with pytest.raises(LabError, match=f"being trained by process {process.pid} on .*; wait") as caught:
             measure(run, *arguments)
         assert "--resume" not in str(caught.value)
-    with pytest.raises(LabError, match=r"its status is running, but its process is gone; finish it with .* --resume"):
+        assert load_run(run, complete=False).status == "running"
+    with pytest.raises(LabError, match=r"status is interrupted \(its process is gone\); finish it with .* --resume"):
         measure(run, *arguments)
+
+
+def test_a_run_whose_process_was_killed_is_interrupted(tiny: Path, run: Path) -> None:
+    """As by SIGKILL, or by NCCL, which asks nobody: run.json says "running" for ever."""
+    running(run)
+    with another(run) as process:
+        process.kill()
+        process.wait()
+        there = load_run(run, complete=False)
+        assert (there.status, there.error) == ("interrupted", "its process is gone")
+        with pytest.raises(LabError, match=r"status: interrupted: its process is gone\); add --resume to go on"):
+            train(load(tiny), run)
+    assert '"status": "running"' in (run / RUN).read_text(), "whoever reads a folder does not write there"
+
+
+def test_a_run_that_finishes_while_it_is_looked_at_is_complete(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = load_run(run)
+    running(run)
+    monkeypatch.setattr(files, "holder", lambda folder: save_run(folder, info))
+    assert load_run(run).status == "complete"
+
+
+@pytest.mark.parametrize("host", [socket.gethostname(), "elsewhere"])
+def test_where_nothing_can_be_locked_the_process_is_looked_for(
+    run: Path, monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    """As in a folder of another user. Of another machine's process only the record is known."""
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    (run / LOCK).touch()
+
+    def closed(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(owner, "FileLock", closed)
+    for process, there in ((os.getpid(), True), (gone.pid, host == "elsewhere")):
+        record = Owner(host=host, process=process, since=datetime.now(UTC))
+        (run / OWNER).write_text(record.model_dump_json())
+        assert holder(run) == (str(record) if there else None)
 
 
 def someone_else(folder: Path) -> None:

@@ -31,7 +31,20 @@ from softfocus.lab.evaluate.loss import evaluate
 from softfocus.lab.progress import Event, silent
 from softfocus.lab.recipes.loading import load
 from softfocus.lab.recipes.recipe import Recipe
-from softfocus.lab.run_folder.files import CHECKPOINTS, EVALUATION, MODEL, RECIPE, RUN, TENSORBOARD, load_run, save_run
+from softfocus.lab.run_folder.files import (
+    CHECKPOINTS,
+    EVALUATION,
+    INDUCTION,
+    INSPECTION,
+    MODEL,
+    RECALL,
+    RECIPE,
+    RUN,
+    TENSORBOARD,
+    UNFINISHED,
+    load_run,
+    save_run,
+)
 from softfocus.lab.run_folder.owner import LOCK
 from softfocus.lab.train.checkpoints import newest
 from softfocus.lab.train.run import _save_model, train
@@ -276,7 +289,22 @@ def test_a_complete_run_is_not_overwritten_unless_told(tiny: Path, trained: Path
     with pytest.raises(LabError, match="--overwrite"):
         train(load(tiny), folder)
     recipe = load(tiny, ["model.mechanism=softmax", "train.steps=2"])
+    for measured in (
+        EVALUATION,
+        UNFINISHED,
+        RECALL,
+        "recall.png",
+        INDUCTION,
+        "induction.png",
+        f"{INSPECTION}/maps.png",
+    ):
+        (folder / measured).parent.mkdir(exist_ok=True)
+        (folder / measured).write_text("of the run that was there")
+    (folder / "notes.txt").write_text("a user's own")
     assert train(recipe, folder, overwrite=True).mechanism == "softmax"
+    train(recipe, tmp_path / "new")
+    left = {path.name for path in folder.iterdir()} - {path.name for path in (tmp_path / "new").iterdir()}
+    assert left == {"notes.txt"}
     assert not (folder / "checkpoints" / "checkpoint-10").exists()
 
 

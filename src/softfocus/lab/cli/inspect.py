@@ -44,7 +44,7 @@ def inspect(
     """
     from softfocus.lab.progress import Display
     from softfocus.lab.recipes.lengths import parse
-    from softfocus.lab.run_folder.files import load_run
+    from softfocus.lab.run_folder.files import INSPECTION, load_run
 
     wanted = [parse(lengths, load_run(run).train_length) for run in runs]
     shown = {"layers": _numbers("--layers", layers), "heads": _numbers("--heads", heads)}
@@ -58,7 +58,7 @@ def inspect(
             )
             for run, its in zip(runs, wanted, strict=True)
         ]  # fmt: skip
-    result, paths = write(found, out or (runs[0] / "inspect" if len(runs) == 1 else Path("runs/inspect")))
+    result, paths = write(found, out or (runs[0] / INSPECTION if len(runs) == 1 else Path("runs/inspect")))
     write_json(json, result)
     show(result, paths, beside(json))
 

@@ -67,7 +67,7 @@ def fill(folder: Path, plan: Plan, progress: Progress) -> dict[str, Any]:
     texts = None if shards else _training_texts(plan, cut, progress)
     tokenizer = tokenizers.load_tokenizer(plan.spec, texts)
     size, end = tokenizers.vocabulary(tokenizer), tokenizers.end_of_document(tokenizer)
-    encode = tokenizers.encoder(tokenizer)
+    encode = tokenizers.Encoder(tokenizer)
     with _Writer(folder, "train", size) as train, _Writer(folder, "validation", size) as validation:
         if shards:
             shards, held_out = (shards, []) if plan.validation else split_shards(shards)
@@ -75,13 +75,13 @@ def fill(folder: Path, plan: Plan, progress: Progress) -> dict[str, Any]:
             _copy(plan.train, held_out, end, validation, progress, VALIDATION_TOKENS)
         else:
             parts = _split(plan, cut)
-            for part, tokens in _tokenised(plan.train, parts, encode, tokenizer, progress):
+            for part, tokens in _tokenised(plan.train, parts, encode, end, progress):
                 (validation if part.held_out else train).append(tokens, np.zeros(1, np.int64))
         if plan.validation and (held_out := _shards(plan.validation)):
             _copy(plan.validation, held_out, end, validation, progress, VALIDATION_TOKENS)
         elif plan.validation:
             whole = map(_Part, plan.validation)
-            for _, tokens in _tokenised(plan.validation, whole, encode, tokenizer, progress):
+            for _, tokens in _tokenised(plan.validation, whole, encode, end, progress):
                 validation.append(tokens, np.zeros(1, np.int64))
         if train.count < 2:
             raise _empty(plan.train)
@@ -167,19 +167,16 @@ def _training_texts(plan: Plan, cut: int | None, progress: Progress) -> Iterator
 def _tokenised(
     corpus: Corpus,
     parts: Iterable[_Part],
-    encode: Callable[[list[str]], list[list[int]]],
-    tokenizer: Any,
+    encode: tokenizers.Encoder,
+    end: int,
     progress: Progress,
 ) -> Iterator[tuple[_Part, NDArray[Any]]]:
     """Each part of a corpus with its tokens; a document's include the end."""
-    end, unknown = tokenizers.end_of_document(tokenizer), tokenizers.unknown(tokenizer)
     for batch in _batches(parts):
-        for part, ids in zip(batch, encode([part.text for part in batch]), strict=True):
-            tokens = np.array([*ids, end] if part.ends else ids)
-            if unknown is not None and (lost := int(np.count_nonzero(tokens == unknown))):
-                kind = f"tokens that are only {tokenizer.unk_token!r}"
-                corpus.left_out.add(kind, f"in {part.text[:30]!r}", lost)
-            yield part, tokens
+        for part, (ids, lost) in zip(batch, encode([part.text for part in batch]), strict=True):
+            if lost:
+                corpus.left_out.add(encode.lost, f"in {part.text[:30]!r}", lost)
+            yield part, np.array([*ids, end] if part.ends else ids)
         progress(f"tokenising {corpus.source}", corpus.share)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ BYTES = "bytes"
 BPE = "bpe:"
 HUB = "hub:"
 END = "<|endoftext|>"
+_LOST = "\0lost\0"
+"""Stands where a tokenizer drops something. It is counted, and no ids hold it."""
 
 _LEAST = 257  # 256 bytes and the end of a document
 _MOST = 1 << 20  # several times the largest in use; the trainer claims memory for all at once, and aborts without it
@@ -60,22 +63,72 @@ def word_tokenizer(words: Sequence[str]) -> Any:
     return _wrapped(backend)
 
 
-def encoder(tokenizer: Any) -> Callable[[list[str]], list[list[int]]]:
-    """What turns a batch of texts into ids: nothing added, nothing truncated, special tokens spelt out as text.
+class Encoder:
+    """Turns texts into ids: nothing added, nothing truncated, special tokens spelt out as text.
 
     A document that writes about "<|endoftext|>" does not end there.
+
+    Attributes:
+        lost: in words, what is counted where the tokenizer has no token for a part of a text.
     """
-    if not tokenizer.is_fast:
-        return lambda texts: (
-            tokenizer(texts, add_special_tokens=False, split_special_tokens=True, verbose=False).input_ids
-        )
-    # A copy: the settings below are for corpora and not for whoever else uses the tokenizer. Three times as fast as
-    # calling the tokenizer, which also makes masks and offsets.
-    backend = type(tokenizer.backend_tokenizer).from_str(tokenizer.backend_tokenizer.to_str())
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._encode: Callable[[list[str]], list[list[int]]]
+        self._as_it_is: Callable[[list[str]], list[list[int]]] | None = None
+        unknown = tokenizer.unk_token if tokenizer.unk_token_id is not None else None
+        self._unknown: int | None = tokenizer.unk_token_id
+        if tokenizer.is_fast:
+            backend = type(tokenizer.backend_tokenizer)
+            described = json.loads(tokenizer.backend_tokenizer.to_str())
+            model = described["model"]
+            # Its own unknown token counts; Transformers may know of none, or of one that it never gives
+            unknown = model.get("unk_token") or None
+            self._unknown = model.get("unk_id") if unknown is None else tokenizer.backend_tokenizer.token_to_id(unknown)
+            if unknown is None and self._unknown is not None:
+                unknown = tokenizer.backend_tokenizer.id_to_token(self._unknown)
+            self._encode = _fast(backend.from_str(tokenizer.backend_tokenizer.to_str()))
+            if model["type"] == "BPE" and unknown is None:
+                # It drops what it has no token for. In a copy, an unknown token beyond the vocabulary takes that place
+                self._as_it_is, self._unknown = self._encode, vocabulary(tokenizer)
+                model |= {"unk_token": _LOST, "fuse_unk": False, "vocab": {**model["vocab"], _LOST: self._unknown}}
+                self._encode = _fast(backend.from_str(json.dumps(described)))
+        else:
+            self._encode = lambda texts: (
+                tokenizer(texts, add_special_tokens=False, split_special_tokens=True, verbose=False).input_ids
+            )
+        dropped = "characters (or bytes) that the tokenizer has no token for and drops"
+        self.lost = f"tokens that are only {unknown!r}" if unknown is not None else dropped
+
+    def __call__(self, texts: list[str]) -> list[tuple[list[int], int]]:
+        """The ids of each text, and how often the tokenizer had no token.
+
+        Raises:
+            LabError: the tokenizer fails on what it has no token for.
+        """
+        found = []
+        for text, ids in zip(texts, self._encode(texts), strict=True):
+            lost = 0 if self._unknown is None else ids.count(self._unknown)
+            found.append((self._as_it_is([text])[0] if lost and self._as_it_is else ids, lost))
+        return found
+
+
+def _fast(backend: Any) -> Callable[[list[str]], list[list[int]]]:
+    """What encodes with a copy of a tokenizer: the settings below are for corpora and not for whoever else uses it.
+
+    Three times as fast as calling the tokenizer, which also makes masks and offsets.
+    """
     backend.encode_special_tokens = True
     backend.no_truncation()
     backend.no_padding()
-    return lambda texts: [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def encode(texts: list[str]) -> list[list[int]]:
+        try:
+            return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
+        except Exception as error:  # tokenizers raises no other
+            remedy = "give the tokenizer an unknown token, or name another one"
+            raise LabError(f"the tokenizer cannot encode the text: {first_line(error)}", remedy) from error
+
+    return encode
 
 
 def vocabulary(tokenizer: Any) -> int:
@@ -88,12 +141,6 @@ def end_of_document(tokenizer: Any) -> int:
     end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
     assert end is not None, "load_tokenizer refuses such a tokenizer"
     return int(end)
-
-
-def unknown(tokenizer: Any) -> int | None:
-    """The id of what a tokenizer has no token for; None where there is none, or where it ends documents too (GPT-2)."""
-    found = tokenizer.unk_token_id
-    return None if found is None or found == end_of_document(tokenizer) else int(found)
 
 
 def save(tokenizer: Any, folder: Path) -> None:

@@ -162,7 +162,7 @@ def prepare(
             there = folder.exists()
             flaw = _flaw(folder, progress) if there else None
             if flaw:
-                _log.warning("the tokens in %s are damaged (%s): they are made anew", folder, flaw)
+                _log.warning("the tokens in %s %s: they are made anew", folder, flaw)
             if flaw or not there:
                 _build(folder, plan, progress)
     except OSError as error:  # of writing: whoever reads a source turns its errors into LabErrors
@@ -228,16 +228,25 @@ def _build(folder: Path, plan: Plan, progress: Progress) -> None:
 
 
 def _flaw(folder: Path, progress: Progress) -> str | None:
-    """What is wrong with the files in a folder of the cache; None where they are as they were written."""
+    """What is wrong with the files in a folder of the cache, for a sentence; None where they are as they were written."""
     try:
         written = dict(json.loads((folder / CHECKSUMS).read_text()))
         found = _checksums(folder, progress)
     except FileNotFoundError:
-        return "there are no checksums"
+        return "were made by an earlier version" if _is_early(folder) else "are damaged (there are no checksums)"
     except (OSError, ValueError, TypeError) as error:
-        return f"a file cannot be read: {error}"
+        return f"are damaged (a file cannot be read: {error})"
     other = sorted(name for name in written.keys() | found.keys() if written.get(name) != found.get(name))
-    return f"{other[0]} is not as it was written" if other else None
+    return f"are damaged ({other[0]} is not as it was written)" if other else None
+
+
+def _is_early(folder: Path) -> bool:
+    """Whether a store was made before there were checksums, and said nothing of what was left out."""
+    try:
+        about = json.loads((folder / STORE).read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(about, dict) and "left_out" not in about
 
 
 def _checksums(folder: Path, progress: Progress) -> dict[str, int]:

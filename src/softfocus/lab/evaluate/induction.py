@@ -38,7 +38,7 @@ def induction(
     every length: at the longest the model is given all repeats, at 1x none that lie beyond the training length.
 
     Each row is written to induction.json as it is finished. Rows that are there already are kept, if they were measured
-    on the same text with the same n-grams.
+    on the same text with the same n-grams: what was killed goes on with those. Else they are replaced, with a warning.
 
     Args:
         folder: a finished run of a recipe with text.

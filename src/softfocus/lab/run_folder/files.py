@@ -1,5 +1,6 @@
 """The files of a run folder: their names, writing them, and reading them back as parts of one run."""
 
+import logging
 from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
@@ -23,6 +24,8 @@ from softfocus.lab.run_folder.results import (
     json_text,
 )
 
+_log = logging.getLogger(__name__)
+
 RUN = "run.json"
 RECIPE = "recipe.toml"
 MODEL = "model"
@@ -33,6 +36,10 @@ UNFINISHED = "evaluation.unfinished.json"
 RECALL = "recall.json"
 INDUCTION = "induction.json"
 HEADS = "heads.json"
+INSPECTION = "inspect"
+
+GONE = "its process is gone"
+"""What is known of a run that was killed, or ended by NCCL, before it could write down why."""
 
 MEASURED: dict[type[BaseModel], tuple[str, str]] = {
     Evaluation: (EVALUATION, "evaluate it with `softfocus evaluate {}`"),
@@ -55,7 +62,7 @@ def save_run(folder: Path, info: RunInfo) -> None:
 
 
 def load_run(folder: Path, *, complete: bool = True) -> RunInfo:
-    """Read run.json.
+    """Read run.json. A run that it calls running, but that no process owns, was killed: it is returned as interrupted.
 
     Args:
         folder: the run folder.
@@ -67,7 +74,12 @@ def load_run(folder: Path, *, complete: bool = True) -> RunInfo:
     """
     if not folder.is_dir():
         raise LabError(f"there is no run at {folder}", _TRAIN)
-    info = read_json(folder / RUN, RunInfo, f"{folder} is not a run folder: it has no {RUN}", _TRAIN)
+    missing = f"{folder} is not a run folder: it has no {RUN}"
+    info = read_json(folder / RUN, RunInfo, missing, _TRAIN)
+    if info.status == "running" and holder(folder) is None:
+        info = read_json(folder / RUN, RunInfo, missing, _TRAIN)  # it may just have finished
+        if info.status == "running":
+            info.status, info.error = "interrupted", GONE
     for part, token in ((RECIPE, _recipe_token(folder)), (MODEL, token_of(folder / MODEL))):
         if token not in (None, info.token):
             raise LabError(
@@ -83,8 +95,6 @@ def _refuse_unfinished(folder: Path, info: RunInfo) -> None:
     if info.status == "running" and (by := holder(folder)):
         raise LabError(f"the run {folder} is not finished: it is being trained by {by}", "wait until that is done")
     why = f" ({info.error})" if info.error else ""
-    if info.status == "running":
-        why = ", but its process is gone"
     raise LabError(
         f"the run {folder} is not finished: its status is {info.status}{why}",
         f"finish it with `softfocus train {folder / RECIPE} --out {folder} --resume`",
@@ -152,7 +162,13 @@ def with_rows_so_far(folder: Path, fresh: _ByRow) -> _ByRow:
     if not (folder / MEASURED[type(fresh)][0]).exists():
         return fresh
     found = load_measured(folder, type(fresh))
-    return found if found.model_copy(update={"rows": [], "run": fresh.run}) == fresh else fresh
+    if found.model_copy(update={"rows": [], "run": fresh.run}) == fresh:
+        return found
+    path = folder / MEASURED[type(fresh)][0]
+    _log.warning(
+        "%s held %d rows that were measured otherwise (other text or options); they are gone", path, len(found.rows)
+    )
+    return fresh
 
 
 def save_unfinished(folder: Path, unfinished: Unfinished) -> None:

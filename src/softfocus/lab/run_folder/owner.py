@@ -39,6 +39,19 @@ class Owner(BaseModel):
     def __str__(self) -> str:
         return f"process {self.process} on {self.host}, since {self.since:%Y-%m-%d %H:%M:%S} UTC"
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether it ran on this machine and does no more. A process of another machine may run or not."""
+        if self.host != socket.gethostname():
+            return False
+        try:
+            os.kill(self.process, 0)
+        except ProcessLookupError:
+            return True
+        except OSError:  # it is another user's
+            return False
+        return False
+
     def check(self, folder: Path) -> None:
         """See that the folder is still this process's own.
 
@@ -106,7 +119,7 @@ def holder(folder: Path) -> str | None:
     except Timeout:
         return _holder(folder)
     except (OSError, NotImplementedError):  # we may not write there; the record is all there is to go by
-        return str(found) if (found := _recorded(folder)) else None
+        return str(found) if (found := _recorded(folder)) and not found.is_gone else None
 
 
 def _holder(folder: Path) -> str:

@@ -22,11 +22,14 @@ from softfocus.lab.run_folder import provenance
 from softfocus.lab.run_folder.disk import FULL, PARTIAL, disk_error
 from softfocus.lab.run_folder.files import (
     CHECKPOINTS,
+    GONE,
+    INSPECTION,
     MEASURED,
     MODEL,
     RECIPE,
     RUN,
     TENSORBOARD,
+    UNFINISHED,
     load_run,
     save_run,
     write_recipe,
@@ -158,9 +161,9 @@ def _check(recipe: Recipe, folder: Path, resume: bool, overwrite: bool) -> RunIn
             if there.status == "complete"
             else "--resume to go on, --overwrite to start again"
         )
-        raise LabError(
-            f"there is already a run in {folder} (status: {there.status})", f"add {then}, or choose another --out"
-        )
+        # The folder is ours, so whoever was running is gone
+        status = f"interrupted: {GONE}" if there.status == "running" else there.status
+        raise LabError(f"there is already a run in {folder} (status: {status})", f"add {then}, or choose another --out")
     before = load(folder / RECIPE)
     for table in ("model", "data", "train"):
         was, now = getattr(before, table).model_dump(), getattr(recipe, table).model_dump()
@@ -176,10 +179,12 @@ def _check(recipe: Recipe, folder: Path, resume: bool, overwrite: bool) -> RunIn
 def _clear(folder: Path) -> None:
     # run.json first: without it nothing that is left looks like a run. The recipe last: it marks the folder as the lab's
     (folder / RUN).unlink(missing_ok=True)
-    for name in (MODEL, CHECKPOINTS, TENSORBOARD):
+    for name in (MODEL, CHECKPOINTS, TENSORBOARD, INSPECTION):
         shutil.rmtree(folder / name, ignore_errors=True)
-    for name in (*(name for name, _ in MEASURED.values()), RECIPE):
+    for name in (UNFINISHED, *(name for name, _ in MEASURED.values())):
         (folder / name).unlink(missing_ok=True)
+        (folder / name).with_suffix(".png").unlink(missing_ok=True)
+    (folder / RECIPE).unlink(missing_ok=True)
 
 
 def _describe(recipe: Recipe, folder: Path, model: Any, source: data.Data, device: str) -> RunInfo:
