@@ -81,9 +81,10 @@ wheel: setup  ## build the wheel, install it into an environment of its own, and
 	.wheel/bin/python -m pip install --quiet --disable-pip-version-check dist/softfocus-*.whl 'torch>=2.11,<2.14'
 	cd dist && ../.wheel/bin/python -c 'import torch, softfocus; x = torch.randn(1, 2, 9, 8); print(softfocus.__version__, softfocus.attention(x, x, x).shape)'
 
-lint: setup  ## ruff and mypy
+lint: setup  ## ruff, clang-format and mypy
 	$(BIN)/ruff check src tests examples
 	$(BIN)/ruff format --check src tests examples
+	$(BIN)/clang-format --dry-run -Werror $$(find src tests -name '*.cpp' -o -name '*.h')
 	$(BIN)/mypy
 
 clean:  ## remove .venv and caches; runs/ stays

@@ -1,4 +1,4 @@
-"""The kernels' arguments, laid out as the structures of ``csrc/problem.h``: numbers of eight bytes, one after another."""
+"""The kernels' arguments, laid out as the structures of ``csrc/params.h``: numbers of eight bytes, one after another."""
 
 import os
 import struct
@@ -20,9 +20,9 @@ PHI = ("exp", "softplus", "sigmoid", "relu", "relu2", "relu6")
 NORMALISERS = ("l1", "none", "1/N", "1/L", "1/sqrt(N/2)")
 
 ARRAY = struct.Struct("5q")
-"""``struct Array``: where the data lies, and four strides in elements, 0 where broadcast."""
+"""``struct TensorView``: where the data lies, and four strides in elements, 0 where broadcast."""
 CALL = struct.Struct("20q2d" + 7 * "5q" + "2q")
-"""``struct Problem``."""
+"""``struct Params``."""
 ABSENT = (0, 0, 0, 0, 0)
 
 
