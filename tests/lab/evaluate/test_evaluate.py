@@ -23,9 +23,9 @@ from softfocus.lab.generate import generate
 from softfocus.lab.progress import Event
 from softfocus.lab.recipes import lengths
 from softfocus.lab.recipes.loading import load
-from softfocus.lab.run_folder.files import EVALUATION, UNFINISHED, load_evaluation, load_run, save_evaluation, save_run
+from softfocus.lab.run_folder.files import EVALUATION, UNFINISHED, load_measured, load_run, save_measured, save_run
 from softfocus.lab.run_folder.manifest import MANIFEST
-from softfocus.lab.run_folder.results import AS_TRAINED, Row, Setting, default_settings
+from softfocus.lab.run_folder.results import AS_TRAINED, Evaluation, Row, Setting, default_settings
 from softfocus.lab.train.run import train
 
 PLAIN, NTK, YARN = AS_TRAINED, Setting(rope="ntk"), Setting(rope="yarn")
@@ -48,7 +48,7 @@ def test_rows_buckets_and_events(run: Path) -> None:
     steps = [event.done for event in events if event.kind == "step"]
     assert steps == sorted(steps)
     assert steps[-1] == 9 * 2048
-    assert load_evaluation(run) == found
+    assert load_measured(run, Evaluation) == found
     assert (found.corpus_key, found.longest, found.documents, found.crossing) == (load_run(run).corpus_key, 128, 3, 0)
     for row in found.rows:
         assert row.windows == 2048 // row.length
@@ -111,7 +111,7 @@ def test_an_evaluation_that_stops_does_not_look_complete(run: Path) -> None:
         evaluate(run, [32, 64], tokens=512, progress=stop)
     assert not (run / EVALUATION).exists()
     with pytest.raises(LabError, match="softfocus evaluate"):
-        load_evaluation(run)
+        load_measured(run, Evaluation)
 
 
 def stopped_after(run: Path, rows: int, wanted: list[int], **options: Any) -> list[Row]:
@@ -151,7 +151,7 @@ def test_an_evaluation_that_was_stopped_goes_on(run: Path, tmp_path: Path, passe
     assert evaluate(run, [32, 64, 128], tokens=1024) == whole
     assert len(passes) == 2 * before, "nothing was measured twice"
     assert 0 < done < before
-    assert load_evaluation(run) == whole
+    assert load_measured(run, Evaluation) == whole
     assert {path.name for path in run.iterdir()} == {path.name for path in (tmp_path / "whole" / "run").iterdir()}
 
 
@@ -259,7 +259,7 @@ def test_rows_do_not_depend_on_the_other_lengths(setting: Setting, run: Path) ->
 def test_rows_measured_on_the_same_text_stay(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     whole = evaluate(run, [32, 64, 128], tokens=1024)
     assert evaluate(run, [128], settings=[PLAIN], tokens=1024) == whole
-    assert load_evaluation(run) == whole
+    assert load_measured(run, Evaluation) == whole
     assert evaluate(run, [32], settings=[PLAIN], tokens=1024) == whole, (
         "a shorter longest length reads the same text too"
     )
@@ -267,7 +267,7 @@ def test_rows_measured_on_the_same_text_stay(run: Path, caplog: pytest.LogCaptur
     other = evaluate(run, [32], tokens=512)
     assert ({row.length for row in other.rows}, other.longest) == ({32}, 32)
     assert "held 6 other losses" in caplog.text
-    save_evaluation(run, whole.model_copy(update={"seed": 5}))
+    save_measured(run, whole.model_copy(update={"seed": 5}))
     assert len(evaluate(run, [128], tokens=1024).rows) == 3, "those of another training do not"
 
 

@@ -19,7 +19,7 @@ from softfocus.lab.evaluate.heads import heads, narrowings
 from softfocus.lab.progress import Event, silent
 from softfocus.lab.recipes.loading import load
 from softfocus.lab.report.heads import gains, heads_table, mean, sentence
-from softfocus.lab.run_folder.files import HEADS, RECIPE, load_heads
+from softfocus.lab.run_folder.files import HEADS, RECIPE, load_measured
 from softfocus.lab.run_folder.manifest import seal, token_of
 from softfocus.lab.run_folder.results import HeadRow, HeadsMeasured
 from softfocus.layout import resolve
@@ -101,12 +101,12 @@ def test_what_is_measured_is_kept(run: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         heads(run, 64, tokens=512, progress=stop)
-    assert len(load_heads(run).rows) == 1
+    assert len(load_measured(run, HeadsMeasured).rows) == 1
     events: list[Event] = []
     assert heads(run, 64, tokens=512, progress=events.append) == whole
     assert len([event for event in events if event.kind == "row"]) == 3
     assert len(heads(run, 64, window=16, tokens=512).rows) == 4, "another window is another measurement"
-    assert load_heads(run).window == 16
+    assert load_measured(run, HeadsMeasured).window == 16
 
 
 def test_the_most_disturbed_head_is_named_where_it_is_certain() -> None:
@@ -132,7 +132,7 @@ def test_the_command_shows_a_table_and_a_figure(run: Path, capsys: pytest.Captur
         cli.main(["heads", str(run), "--length", "2x", "--tokens", "512", "-q"])
     assert not left.value.code
     out = capsys.readouterr().out
-    found = load_heads(run)
+    found = load_measured(run, HeadsMeasured)
     assert found.length == 64
     assert found.window == 32
     for row in found.rows:

@@ -18,8 +18,8 @@ from softfocus.lab.errors import LabError
 from softfocus.lab.evaluate.induction import edges, induction, repeats
 from softfocus.lab.progress import Event, silent
 from softfocus.lab.recipes.loading import load
-from softfocus.lab.run_folder.files import INDUCTION, RECIPE, load_induction
-from softfocus.lab.run_folder.results import json_text
+from softfocus.lab.run_folder.files import INDUCTION, RECIPE, load_measured
+from softfocus.lab.run_folder.results import Induction, json_text
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_every_length_predicts_the_same_tokens_bucket_by_bucket(run: Path) -> No
     counts = [[(part.start, part.tokens) for part in row.by_distance] for row in found.rows]
     assert counts[0] == counts[1]
     assert len(counts[0]) > 3, "the text repeats itself near and far"
-    assert load_induction(run) == found
+    assert load_measured(run, Induction) == found
     assert (run / INDUCTION).read_text() == json_text(found), "numbers stand on one line"
 
 
@@ -85,12 +85,12 @@ def test_what_is_measured_is_kept(run: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         induction(run, [32, 64], tokens=512, progress=stop)
-    assert len(load_induction(run).rows) == 1
+    assert len(load_measured(run, Induction).rows) == 1
     events: list[Event] = []
     assert induction(run, [32, 64], tokens=512, progress=events.append).model_dump_json() == whole.model_dump_json()
     assert len([event for event in events if event.kind == "row"]) == 1
     assert len(induction(run, [32, 64], tokens=512, ngram=2).rows) == 2, "other n-grams are another measurement"
-    assert load_induction(run).ngram == 2
+    assert load_measured(run, Induction).ngram == 2
 
 
 def test_a_window_changes_what_is_seen(run: Path) -> None:
@@ -108,7 +108,7 @@ def test_the_command_shows_a_table_and_a_figure(run: Path, capsys: pytest.Captur
         cli.main(["induction", str(run), "--lengths", "1x,4x", "--window", "1x", "--tokens", "512", "-q"])
     assert not left.value.code
     out = capsys.readouterr().out
-    for part in load_induction(run).rows[0].by_distance:
+    for part in load_measured(run, Induction).rows[0].by_distance:
         assert f"{part.loss:.3f}" in out
     assert "window 32" in out
     assert (run / "induction.png").read_bytes().startswith(b"\x89PNG")

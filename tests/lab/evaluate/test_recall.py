@@ -17,8 +17,8 @@ from softfocus.lab.errors import LabError
 from softfocus.lab.evaluate.recall import edges, reach, recall
 from softfocus.lab.progress import Event
 from softfocus.lab.recipes.loading import load, shipped
-from softfocus.lab.run_folder.files import MODEL, RECALL, load_recall, load_run
-from softfocus.lab.run_folder.results import json_text
+from softfocus.lab.run_folder.files import MODEL, RECALL, load_measured, load_run
+from softfocus.lab.run_folder.results import Recall, json_text
 from softfocus.lab.train.run import train
 
 T = 32
@@ -96,7 +96,7 @@ def test_a_row_is_what_a_loop_by_hand_counts(run: Path) -> None:
         assert sum(part.answers for part in row.by_distance if part.end <= row.length * 3 // 4) == sum(near)
         mean = sum(part.accuracy * part.answers for part in row.by_distance) / row.answers
         assert mean == pytest.approx(row.accuracy)
-    assert load_recall(run) == found
+    assert load_measured(run, Recall) == found
     assert (run / RECALL).read_text() == json_text(found), "numbers stand on one line"
 
 
@@ -113,7 +113,7 @@ def test_what_is_measured_is_kept(run: Path) -> None:
     (run / RECALL).unlink()
     with pytest.raises(KeyboardInterrupt):
         recall(run, [T, 2 * T, 4 * T], sequences=4, progress=stop_at(3, "row"))
-    kept = load_recall(run).rows
+    kept = load_measured(run, Recall).rows
     assert len(kept) == 3
     events: list[Event] = []
     again = recall(run, [T, 2 * T, 4 * T], sequences=4, progress=events.append)
@@ -121,7 +121,7 @@ def test_what_is_measured_is_kept(run: Path) -> None:
     assert len([event for event in events if event.kind == "row"]) == len(whole.rows) - 3
     kept = recall(run, [T], sequences=4)
     assert kept.model_dump_json() == whole.model_dump_json(), "nothing is left to measure, and nothing is lost"
-    other = load_recall(run).model_copy(update={"seed": 7})
+    other = load_measured(run, Recall).model_copy(update={"seed": 7})
     (run / RECALL).write_text(other.model_dump_json())
     assert len(recall(run, [T], sequences=4).rows) == 1, "rows of another training are not taken over"
 
@@ -203,7 +203,7 @@ def test_the_command_shows_tables_and_a_figure(run: Path, capsys: pytest.Capture
         cli.main(["recall", str(run), "--lengths", "1x,4x", "--window", "8,16", "--sequences", "3", "-q"])
     assert not left.value.code
     out = capsys.readouterr().out
-    found = load_recall(run)
+    found = load_measured(run, Recall)
     assert {row.window for row in found.rows} == {8, 16}
     for row in found.rows:
         assert f"{row.accuracy:.3f} ± {row.standard_error:.3f}{'*' if row.blind else ''}" in out

@@ -7,12 +7,12 @@ from rich.console import Console
 from softfocus.lab.errors import LabError
 from softfocus.lab.report.compare import compare
 from softfocus.lab.report.results import read
-from softfocus.lab.run_folder.files import EVALUATION, RECIPE, RUN, save_evaluation, save_run
+from softfocus.lab.run_folder.files import EVALUATION, RECIPE, RUN, save_measured, save_run
 
 
 def save(entry, folder: Path) -> Path:
     save_run(folder, entry.info)
-    save_evaluation(folder, entry.evaluation)
+    save_measured(folder, entry.evaluation)
     (folder / RECIPE).write_text(entry.recipe)
     return folder
 

@@ -28,12 +28,13 @@ from softfocus.lab.run_folder.files import (
     MODEL,
     RECIPE,
     RUN,
-    load_evaluation,
+    load_measured,
     load_run,
-    save_evaluation,
+    save_measured,
     save_run,
 )
 from softfocus.lab.run_folder.owner import LOCK, OWNER, Displaced, Owner, owning
+from softfocus.lab.run_folder.results import Evaluation
 from softfocus.lab.studies import worker
 from softfocus.lab.train.run import train
 
@@ -196,7 +197,7 @@ def test_files_of_two_trainings_are_not_taken_for_one(tiny: Path, run: Path, tmp
         assert train(load(tiny), mixed, overwrite=True).status == "complete"
     shutil.copy(other / EVALUATION, run / EVALUATION)
     with pytest.raises(LabError, match=r"is of another training than run\.json"):
-        load_evaluation(run)
+        load_measured(run, Evaluation)
 
 
 def test_measurements_of_another_training_are_replaced_with_a_word(
@@ -208,7 +209,7 @@ def test_measurements_of_another_training_are_replaced_with_a_word(
     assert {row.length for row in again.rows} == {64}
     assert "is of another training than run.json beside it: it is replaced" in caplog.text
     with pytest.raises(LabError, match="was trained again while it was measured"):
-        save_evaluation(run, found.model_copy(update={"token": "before"}))
+        save_measured(run, found.model_copy(update={"token": "before"}))
 
 
 def test_runs_from_before_there_were_tokens_are_read(run: Path) -> None:
@@ -218,7 +219,7 @@ def test_runs_from_before_there_were_tokens_are_read(run: Path) -> None:
     (run / RECIPE).write_text((run / RECIPE).read_text().partition("\n")[2])
     (run / MODEL / "manifest.json").unlink()
     evaluate(run, [32], tokens=256)
-    assert load_evaluation(run).rows
+    assert load_measured(run, Evaluation).rows
 
 
 def test_a_worker_waits_for_one_whose_parent_is_gone(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

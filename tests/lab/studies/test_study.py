@@ -21,7 +21,7 @@ from softfocus.lab.report.recall import recall_tables
 from softfocus.lab.report.recall_compare import RecallEntry, RecallReport, compare_recall
 from softfocus.lab.report.results import Report
 from softfocus.lab.run_folder.disk import write_atomically
-from softfocus.lab.run_folder.files import RECIPE, RUN, load_run, save_evaluation, save_recall, save_run
+from softfocus.lab.run_folder.files import RECIPE, RUN, load_run, save_measured, save_run
 from softfocus.lab.run_folder.results import Answers, Recall, RecallRow
 from softfocus.lab.studies import crew, study
 from softfocus.lab.studies.study import run_study
@@ -250,7 +250,7 @@ def written(folder: Path, *entries: RecallEntry) -> list[Path]:
     """Run folders, as far as comparing reads them."""
     for entry in entries:
         save_run(folder / entry.info.name, entry.info)
-        save_recall(folder / entry.info.name, entry.recall)
+        save_measured(folder / entry.info.name, entry.recall)
         write_atomically(folder / entry.info.name / RECIPE, entry.recipe)
     return [folder / entry.info.name for entry in entries]
 
@@ -284,7 +284,7 @@ def test_right_answers_are_not_compared_with_losses(fabricate: Any, tmp_path: Pa
     folder = written(tmp_path, recalled(fabricate, 0, (16, 8, 0.5)))[0]
     text = fabricate("softmax", [1.0], name="text")
     save_run(tmp_path / "text", text.info)
-    save_evaluation(tmp_path / "text", text.evaluation)
+    save_measured(tmp_path / "text", text.evaluation)
     compare([tmp_path / "text"], tmp_path / "losses", console=console())
     for other in (tmp_path / "text", tmp_path / "losses" / "results.json"):
         with pytest.raises(LabError, match=r"run-s0 holds shares of right answers, and .* holds losses"):

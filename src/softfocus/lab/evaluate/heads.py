@@ -15,7 +15,7 @@ from softfocus.lab.evaluate.forward import has_plain_head, token_losses
 from softfocus.lab.evaluate.means import ClusteredMeans
 from softfocus.lab.progress import Event, Listener, silent
 from softfocus.lab.recipes.loading import load
-from softfocus.lab.run_folder.files import HEADS, RECIPE, load_heads, load_run, measures, save_heads
+from softfocus.lab.run_folder.files import RECIPE, load_run, measures, save_measured, with_rows_so_far
 from softfocus.lab.run_folder.results import HeadRow, HeadsMeasured
 from softfocus.layout import Heads, Layer, Layout
 
@@ -60,7 +60,7 @@ def heads(
     store = data.tokens(recipe, progress)
     data.check_unchanged(store, folder, info)
     spans = EvaluationWindows(store, [length], tokens or recipe.evaluate.tokens)
-    found = _earlier(
+    found = with_rows_so_far(
         folder,
         HeadsMeasured(
             run=info.name,
@@ -94,7 +94,7 @@ def heads(
                 progress(Event(kind="step", run=info.name, done=done, total=total))
         sums = [round(value, 4) for value in means.sums(0)]
         found.rows.append(HeadRow(layer=layer, head=head, sums=sums, windows=means.windows))
-        save_heads(folder, found)
+        save_measured(folder, found)
         message = f"{name(layer, head)}: {means.mean()[0].value:.3f}"
         progress(Event(kind="row", run=info.name, message=message, done=done, total=total))
     return found
@@ -133,12 +133,3 @@ def _narrow(group: Heads, keys: int) -> Heads:
 def _of_layers(layers: list[Layer]) -> Layout:
     kinds = list(dict.fromkeys(layers))
     return Layout(tuple(kinds), tuple(kinds.index(layer) for layer in layers))
-
-
-def _earlier(folder: Path, fresh: HeadsMeasured) -> HeadsMeasured:
-    """What heads.json holds of the same measurement; else an empty one."""
-    if not (folder / HEADS).exists():
-        return fresh
-    found = load_heads(folder)
-    same = found.model_copy(update={"rows": [], "run": fresh.run}) == fresh
-    return found if same else fresh

@@ -15,7 +15,7 @@ from softfocus.lab.data.windows import EvaluationWindows
 from softfocus.lab.evaluate.forward import has_plain_head, token_losses, under_window
 from softfocus.lab.evaluate.means import Mean
 from softfocus.lab.progress import Event, Listener, silent
-from softfocus.lab.run_folder.files import INDUCTION, load_induction, measures, save_induction
+from softfocus.lab.run_folder.files import measures, save_measured, with_rows_so_far
 from softfocus.lab.run_folder.results import Induction, InductionRow, Repeats
 
 
@@ -59,7 +59,7 @@ def induction(
     store = data.tokens(recipe, progress)
     data.check_unchanged(store, folder, info)
     spans = EvaluationWindows(store, lengths, tokens or recipe.evaluate.tokens)
-    found = _earlier(
+    found = with_rows_so_far(
         folder,
         Induction(
             run=info.name,
@@ -95,7 +95,7 @@ def induction(
                 progress(Event(kind="step", run=info.name, done=done, total=total))
         row = InductionRow(length=length, window=window, by_distance=list(_buckets(limits, sums, counts)))
         found.rows = sorted([*found.rows, row], key=lambda row: (row.window or 0, row.length))
-        save_induction(folder, found)
+        save_measured(folder, found)
         message = f"length {length:>7,}: loss by distance of the repeat measured"
         progress(Event(kind="row", run=info.name, message=message, done=done, total=total))
     return found
@@ -128,15 +128,6 @@ def edges(train_length: int, longest: int) -> list[int]:
         found.append(edge)
         edge *= 2
     return [*found, longest + 1]
-
-
-def _earlier(folder: Path, fresh: Induction) -> Induction:
-    """What induction.json holds of the same measurement; else an empty one."""
-    if not (folder / INDUCTION).exists():
-        return fresh
-    found = load_induction(folder)
-    same = found.model_copy(update={"rows": [], "run": fresh.run}) == fresh
-    return found if same else fresh
 
 
 def _spans(spans: EvaluationWindows) -> Iterator[tuple[NDArray[np.int64], int]]:

@@ -32,11 +32,11 @@ from softfocus.lab.run_folder.files import (
     MODEL,
     RECIPE,
     UNFINISHED,
-    load_evaluation,
+    load_measured,
     load_run,
     load_unfinished,
     measures,
-    save_evaluation,
+    save_measured,
     save_unfinished,
 )
 from softfocus.lab.run_folder.results import (
@@ -147,7 +147,7 @@ def evaluate(
             progress(Event(kind="row", run=info.name, row=row, done=pace.done, total=pace.total))
     if before is not None:
         _keep_others(evaluation, before, folder)
-    save_evaluation(folder, evaluation)
+    save_measured(folder, evaluation)
     (folder / UNFINISHED).unlink(missing_ok=True)
     return evaluation
 
@@ -188,7 +188,7 @@ def _earlier(folder: Path, info: RunInfo) -> Evaluation | None:
     if not (folder / EVALUATION).exists():
         return None
     try:
-        found = load_evaluation(folder)
+        found = load_measured(folder, Evaluation)
     except LabError as error:
         _log.warning("%s: it is replaced", error.what)
         return None

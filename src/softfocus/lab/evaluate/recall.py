@@ -19,7 +19,7 @@ from softfocus.lab.evaluate.forward import has_plain_head, under_window
 from softfocus.lab.evaluate.means import Mean
 from softfocus.lab.progress import Event, Listener, silent
 from softfocus.lab.recipes.loading import load
-from softfocus.lab.run_folder.files import RECALL, RECIPE, load_recall, load_run, measures, save_recall
+from softfocus.lab.run_folder.files import RECIPE, load_run, measures, save_measured, with_rows_so_far
 from softfocus.lab.run_folder.results import Answers, Recall, RecallRow, RunInfo
 
 SEQUENCES = 64
@@ -90,7 +90,7 @@ def recall(
                 progress(Event(kind="step", run=info.name, done=done, total=total))
         row = counts.row(plan, info.train_length, window, reach(config))
         found.rows = sorted([*found.rows, row], key=lambda row: (row.window or 0, row.grown, row.length))
-        save_recall(folder, found)
+        save_measured(folder, found)
         progress(Event(kind="row", run=info.name, message=text(row), done=done, total=total))
     return found
 
@@ -136,30 +136,21 @@ def edges(train_length: int, length: int) -> list[int]:
     return sorted(edge for edge in found if edge <= length + 1)
 
 
-def _earlier(folder: Path, info: RunInfo, task: str) -> Recall:
-    """What recall.json holds of this training and this task; else an empty one."""
+def _left(
+    folder: Path, info: RunInfo, task: Task, lengths: Sequence[int], window: int | None, sequences: int
+) -> tuple[Recall, list[_Plan]]:
+    """What recall.json holds, and what is still to be measured."""
+    plans = list(_plans(task, sorted(set(lengths)), info.train_length))
     fresh = Recall(
         run=info.name,
         token=info.token,
         mechanism=info.mechanism,
         train_length=info.train_length,
         seed=info.seed,
-        task=task,
+        task=data.Generated(task).key,
         rows=[],
     )
-    if not (folder / RECALL).exists():
-        return fresh
-    found = load_recall(folder)
-    same = found.model_copy(update={"rows": [], "run": info.name}) == fresh
-    return found if same else fresh
-
-
-def _left(
-    folder: Path, info: RunInfo, task: Task, lengths: Sequence[int], window: int | None, sequences: int
-) -> tuple[Recall, list[_Plan]]:
-    """What recall.json holds, and what is still to be measured."""
-    plans = list(_plans(task, sorted(set(lengths)), info.train_length))
-    found = _earlier(folder, info, data.Generated(task).key)
+    found = with_rows_so_far(folder, fresh)
     there = {row.key for row in found.rows}
     return found, [plan for plan in plans if (plan.length, plan.grown, window, sequences) not in there]
 

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from rich import box
 from rich.table import Table
 
-from softfocus.lab.report.figure import PALETTE, STYLE, line_style
+from softfocus.lab.report.figure import PALETTE, STYLE, line_style, save_png
 
 
 @dataclass(frozen=True)
@@ -99,9 +99,4 @@ def save_curves(panels: Sequence[Panel], path: Path, *, title: str, train_length
             ax.set_ylabel(panel.y)
             ax.legend(fontsize=9)
         figure.suptitle(title, x=0.01, ha="left", fontsize=12, parse_math=False)
-        temporary = path.with_name(f".{path.name}.partial")
-        try:
-            figure.savefig(temporary, format="png", dpi=160, facecolor="white", metadata={"Title": title})
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        save_png(figure, path, title)

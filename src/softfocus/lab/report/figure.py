@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from softfocus.lab.report.points import Axis, Cell, Group, best_setting, cell, column_name, columns, settings, tokens_at
+from softfocus.lab.run_folder.disk import PARTIAL, writing
 from softfocus.lab.run_folder.results import AS_TRAINED, Bucket, RunInfo
 
 # Okabe and Ito's palette, which people with any of the common colour blindnesses can tell apart, in an order that also
@@ -110,13 +111,22 @@ def figure1(groups: Sequence[Group], *, title: str, axis: Axis = "multiple") -> 
 
 def save_figure1(groups: Sequence[Group], path: Path, *, title: str, axis: Axis = "multiple") -> None:
     """Write figure1 as a PNG, whole or not at all."""
-    temporary = path.with_name(f".{path.name}.partial")
-    figure = figure1(groups, title=title, axis=axis)
-    try:
-        figure.savefig(temporary, format="png", dpi=160, facecolor="white", metadata={"Title": title})
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    save_png(figure1(groups, title=title, axis=axis), path, title)
+
+
+def save_png(figure: Figure, path: Path, title: str, *, dpi: int = 160) -> None:
+    """Write a figure as a PNG, whole or not at all.
+
+    Raises:
+        LabError: the folder cannot be written to, or the disk is full.
+    """
+    temporary = path.with_name(f".{path.name}{PARTIAL}")
+    with writing(path, "free some space or use another folder"):
+        try:
+            figure.savefig(temporary, format="png", dpi=dpi, facecolor="white", metadata={"Title": title})
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def length_figures(groups: Sequence[Group], *, axis: Axis = "multiple") -> list[tuple[str, Figure]]:

@@ -4,20 +4,16 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
-
 from softfocus.lab.report.points import Axis, Cell, Group, best, column_name, shared_columns, tokens_at
-from softfocus.lab.run_folder.results import AS_TRAINED
+from softfocus.lab.run_folder.results import AS_TRAINED, Record
 
 _NAMED = 4  # groups that a sentence still can name
 
 Verdict = Literal["higher", "lower", "inconclusive"]
 
 
-class Difference(BaseModel):
+class Difference(Record):
     """A group's loss at one length less another's, each with its best setting there."""
-
-    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="strings")
 
     column: float
     label: str
@@ -34,10 +30,8 @@ class Difference(BaseModel):
     """"inconclusive" where noise alone may have made the difference (`Estimate.sure`), or where it is not a number."""
 
 
-class Finding(BaseModel):
+class Finding(Record):
     """What the runs show at the training length and at the longest length that all of them share."""
-
-    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="strings")
 
     sentence: str
     differences: list[Difference]

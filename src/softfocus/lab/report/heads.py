@@ -11,7 +11,7 @@ from rich.table import Table
 from softfocus.lab.evaluate.heads import name
 from softfocus.lab.evaluate.means import Mean, t_quantile
 from softfocus.lab.report.curves import Point, number
-from softfocus.lab.report.figure import PALETTE, STYLE
+from softfocus.lab.report.figure import PALETTE, STYLE, save_png
 from softfocus.lab.run_folder.results import HeadRow, HeadsMeasured
 
 FIGURE = "heads.png"
@@ -77,12 +77,7 @@ def save_heads_figure(found: HeadsMeasured, folder: Path) -> None:
         ax.set_xlabel("layer.head that keeps to the last keys")
         ax.set_ylabel("loss taken off (nats per token)")
         figure.suptitle(f"{found.run}: heads that far keys disturb", x=0.01, ha="left", fontsize=12, parse_math=False)
-        temporary = folder / f".{FIGURE}.partial"
-        try:
-            figure.savefig(temporary, format="png", dpi=160, facecolor="white", metadata={"Title": found.run})
-            temporary.replace(folder / FIGURE)
-        finally:
-            temporary.unlink(missing_ok=True)
+        save_png(figure, folder / FIGURE, found.run)
 
 
 def _sure(gain: Mean) -> bool:

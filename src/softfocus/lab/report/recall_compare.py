@@ -6,7 +6,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean, stdev
 
-from pydantic import BaseModel, ConfigDict
 from rich.console import Console
 
 from softfocus.lab.errors import LabError
@@ -14,17 +13,15 @@ from softfocus.lab.report.curves import Line, Panel, Point, curve_table, save_cu
 from softfocus.lab.report.points import count_text, labels, without_seed
 from softfocus.lab.report.recall import BLIND
 from softfocus.lab.report.results import FIGURE, RESULTS, load_recipe_text, read_as, refuse_twice
-from softfocus.lab.run_folder.disk import write_atomically, writing
-from softfocus.lab.run_folder.files import load_recall, load_run
-from softfocus.lab.run_folder.results import Recall, RunInfo, json_text
+from softfocus.lab.run_folder.disk import write_atomically
+from softfocus.lab.run_folder.files import load_measured, load_run
+from softfocus.lab.run_folder.results import Recall, Record, RunInfo, json_text
 
 _WAYS = ((False, "more filler"), (True, "more to remember"))
 
 
-class RecallEntry(BaseModel):
+class RecallEntry(Record):
     """One run."""
-
-    model_config = ConfigDict(extra="forbid")
 
     info: RunInfo
     recall: Recall
@@ -62,10 +59,8 @@ class RecallGroup:
         return found
 
 
-class RecallReport(BaseModel):
+class RecallReport(Record):
     """Everything that the table and the figure show. results.json is this, and reads back equal."""
-
-    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="strings")
 
     title: str
     created: datetime
@@ -135,8 +130,7 @@ def compare_recall(
             )
     for note in report.notes:
         console.print(f"Note: {note}", markup=False, highlight=False)
-    with writing(out / FIGURE, "free some space or use another folder"):
-        save_curves(panels, out / FIGURE, title="\n".join([title, *_errors(groups)]), train_length=first.train_length)
+    save_curves(panels, out / FIGURE, title="\n".join([title, *_errors(groups)]), train_length=first.train_length)
     for name in (RESULTS, FIGURE):
         console.print(f"  {out / name}", markup=False, highlight=False, soft_wrap=True)
     return report
@@ -145,7 +139,7 @@ def compare_recall(
 def _entries(path: Path) -> list[RecallEntry]:
     if path.suffix == ".json":
         return read_as(RecallReport, path).runs
-    return [RecallEntry(info=load_run(path), recall=load_recall(path), recipe=load_recipe_text(path))]
+    return [RecallEntry(info=load_run(path), recall=load_measured(path, Recall), recipe=load_recipe_text(path))]
 
 
 def _lines(groups: Sequence[RecallGroup], grown: bool) -> list[Line]:

@@ -10,7 +10,7 @@ from softfocus.lab.report.notes import notes, provenance
 from softfocus.lab.report.points import Axis
 from softfocus.lab.report.results import FIGURE, PAGE, RESULTS, Entry, Report
 from softfocus.lab.report.table import loss_table
-from softfocus.lab.run_folder.disk import write_atomically, writing
+from softfocus.lab.run_folder.disk import write_atomically
 from softfocus.lab.run_folder.results import json_text
 
 
@@ -43,15 +43,13 @@ def write(report: Report, folder: Path) -> list[Path]:
     Raises:
         LabError: the folder cannot be written to.
     """
-    from softfocus.lab.report.figure import (
-        save_figure1,  # matplotlib takes a second to load, and a table needs none of it
-    )
+    # matplotlib takes a second to load, and a table needs none of it
+    from softfocus.lab.report.figure import save_figure1
     from softfocus.lab.report.page import render
 
     paths = [folder / name for name in (RESULTS, FIGURE, PAGE)]
     write_atomically(paths[0], json_text(report))
-    with writing(paths[1], "free some space or use another folder"):
-        save_figure1(report.groups, paths[1], title=f"{report.title}\n{provenance(report)}", axis=report.axis)
+    save_figure1(report.groups, paths[1], title=f"{report.title}\n{provenance(report)}", axis=report.axis)
     write_atomically(paths[2], render(report))
     return paths
 

@@ -6,14 +6,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, computed_field, model_validator
+from pydantic import BaseModel, Field, ValidationError, computed_field, model_validator
 
 from softfocus.lab.errors import LabError
 from softfocus.lab.report.finding import Finding, finding
 from softfocus.lab.report.points import Axis, Group, groups
-from softfocus.lab.run_folder.files import RECIPE, load_evaluation, load_run
+from softfocus.lab.run_folder.files import RECIPE, load_measured, load_run
 from softfocus.lab.run_folder.provenance import without_folders
-from softfocus.lab.run_folder.results import Evaluation, RunInfo
+from softfocus.lab.run_folder.results import Evaluation, Record, RunInfo
 
 RESULTS = "results.json"
 FIGURE = "figure1.png"
@@ -23,23 +23,19 @@ SCHEMA_VERSION = 2
 _Kind = TypeVar("_Kind", bound=BaseModel)
 
 
-class Entry(BaseModel):
+class Entry(Record):
     """One run in a report."""
-
-    model_config = ConfigDict(extra="forbid")
 
     info: RunInfo
     evaluation: Evaluation
     recipe: str = Field(default="", description="the resolved recipe, as TOML")
 
 
-class Report(BaseModel):
+class Report(Record):
     """Everything that a report shows. results.json is this, and reads back equal.
 
     The finding follows from the runs, so it is computed anew when a file is read: early files hold another kind.
     """
-
-    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="strings")
 
     schema_version: int = SCHEMA_VERSION
     title: str
@@ -84,7 +80,7 @@ def load_entry(folder: Path) -> Entry:
     Raises:
         LabError: not a run folder, a run that did not finish, or one without an evaluation.
     """
-    return Entry(info=load_run(folder), evaluation=load_evaluation(folder), recipe=load_recipe_text(folder))
+    return Entry(info=load_run(folder), evaluation=load_measured(folder, Evaluation), recipe=load_recipe_text(folder))
 
 
 def load_recipe_text(folder: Path) -> str:

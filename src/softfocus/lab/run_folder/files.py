@@ -34,8 +34,17 @@ RECALL = "recall.json"
 INDUCTION = "induction.json"
 HEADS = "heads.json"
 
+MEASURED: dict[type[BaseModel], tuple[str, str]] = {
+    Evaluation: (EVALUATION, "evaluate it with `softfocus evaluate {}`"),
+    Recall: (RECALL, "run `softfocus recall {}`"),
+    Induction: (INDUCTION, "run `softfocus induction {}`"),
+    HeadsMeasured: (HEADS, "run `softfocus heads {}`"),
+}
+"""What a finished run may be measured by: the file, and how to make it."""
+
+Measured = TypeVar("Measured", Evaluation, Recall, Induction, HeadsMeasured)
+_ByRow = TypeVar("_ByRow", Recall, Induction, HeadsMeasured)
 _Model = TypeVar("_Model", bound=BaseModel)
-_Measured = TypeVar("_Measured", Evaluation, Recall, Induction, HeadsMeasured)
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -56,10 +65,9 @@ def load_run(folder: Path, *, complete: bool = True) -> RunInfo:
         LabError: no such folder, no run in it, a run that did not finish, files of two trainings, or a file that cannot
             be read.
     """
-    train = "train one with `softfocus train RECIPE --out FOLDER`"
     if not folder.is_dir():
-        raise LabError(f"there is no run at {folder}", train)
-    info = _load(folder / RUN, RunInfo, f"{folder} is not a run folder: it has no {RUN}", train)
+        raise LabError(f"there is no run at {folder}", _TRAIN)
+    info = read_json(folder / RUN, RunInfo, f"{folder} is not a run folder: it has no {RUN}", _TRAIN)
     for part, token in ((RECIPE, _recipe_token(folder)), (MODEL, token_of(folder / MODEL))):
         if token not in (None, info.token):
             raise LabError(
@@ -89,6 +97,7 @@ def write_recipe(folder: Path, recipe: str, token: str) -> None:
 
 
 _TOKEN_LINE = "# Resolved. Of the run "
+_TRAIN = "train one with `softfocus train RECIPE --out FOLDER`"
 
 
 def _recipe_token(folder: Path) -> str | None:
@@ -111,25 +120,39 @@ def measures(function: Callable[Concatenate[Path, _P], _R]) -> Callable[Concaten
     return alone
 
 
-def save_evaluation(folder: Path, evaluation: Evaluation) -> None:
-    """Write evaluation.json, whole or not at all.
+def save_measured(folder: Path, result: Measured) -> None:
+    """Write evaluation.json, or what else :data:`MEASURED` names, whole or not at all.
 
     Raises:
         LabError: the run is no longer the one that was measured, or the file cannot be written.
     """
-    _save_measured(folder / EVALUATION, evaluation)
+    if load_run(folder, complete=False).token != result.token:
+        raise LabError(f"the run {folder} was trained again while it was measured", "measure it again")
+    write_atomically(folder / MEASURED[type(result)][0], json_text(result))
 
 
-def load_evaluation(folder: Path) -> Evaluation:
-    """Read evaluation.json.
+def load_measured(folder: Path, kind: type[Measured]) -> Measured:
+    """Read evaluation.json, or what else :data:`MEASURED` names.
 
     Raises:
-        LabError: no such folder, no finished evaluation in it, one of another training, or a file that cannot be read.
+        LabError: no such folder, no such file in it, one of another training, or one that cannot be read.
     """
-    evaluate = f"evaluate it with `softfocus evaluate {folder}`"
+    name, command = MEASURED[kind]
     if not folder.is_dir():
-        raise LabError(f"there is no run at {folder}", "train one with `softfocus train RECIPE --out FOLDER`")
-    return _load_measured(folder / EVALUATION, Evaluation, evaluate)
+        raise LabError(f"there is no run at {folder}", _TRAIN)
+    remedy = command.format(folder)
+    found = read_json(folder / name, kind, f"the run {folder} has no {name}", remedy)
+    if found.token != load_run(folder, complete=False).token:
+        raise LabError(f"{folder / name} is of another training than {RUN} beside it", f"delete it; then {remedy}")
+    return found
+
+
+def with_rows_so_far(folder: Path, fresh: _ByRow) -> _ByRow:
+    """What the file of a measurement holds if it is of the same one, rows and the run's name aside; else the fresh one."""
+    if not (folder / MEASURED[type(fresh)][0]).exists():
+        return fresh
+    found = load_measured(folder, type(fresh))
+    return found if found.model_copy(update={"rows": [], "run": fresh.run}) == fresh else fresh
 
 
 def save_unfinished(folder: Path, unfinished: Unfinished) -> None:
@@ -146,62 +169,12 @@ def load_unfinished(folder: Path, key: str) -> list[Row]:
     return found.rows if found.key == key else []
 
 
-def save_recall(folder: Path, recall: Recall) -> None:
-    """Like :func:`save_evaluation`, recall.json."""
-    _save_measured(folder / RECALL, recall)
-
-
-def load_recall(folder: Path) -> Recall:
-    """Read recall.json.
+def read_json(path: Path, model: type[_Model], missing: str, remedy: str) -> _Model:
+    """Read what is kept as JSON.
 
     Raises:
-        LabError: there is none, or it cannot be read.
+        LabError: no such file (`missing`, `remedy`), or one that cannot be read.
     """
-    return _load_measured(folder / RECALL, Recall, f"run `softfocus recall {folder}`")
-
-
-def save_induction(folder: Path, induction: Induction) -> None:
-    """Like :func:`save_evaluation`, induction.json."""
-    _save_measured(folder / INDUCTION, induction)
-
-
-def load_induction(folder: Path) -> Induction:
-    """Read induction.json.
-
-    Raises:
-        LabError: there is none, or it cannot be read.
-    """
-    return _load_measured(folder / INDUCTION, Induction, f"run `softfocus induction {folder}`")
-
-
-def save_heads(folder: Path, found: HeadsMeasured) -> None:
-    """Like :func:`save_evaluation`, heads.json."""
-    _save_measured(folder / HEADS, found)
-
-
-def load_heads(folder: Path) -> HeadsMeasured:
-    """Read heads.json.
-
-    Raises:
-        LabError: there is none, or it cannot be read.
-    """
-    return _load_measured(folder / HEADS, HeadsMeasured, f"run `softfocus heads {folder}`")
-
-
-def _save_measured(path: Path, result: _Measured) -> None:
-    if load_run(path.parent, complete=False).token != result.token:
-        raise LabError(f"the run {path.parent} was trained again while it was measured", "measure it again")
-    write_atomically(path, json_text(result))
-
-
-def _load_measured(path: Path, model: type[_Measured], remedy: str) -> _Measured:
-    found = _load(path, model, f"the run {path.parent} has no {path.name}", remedy)
-    if found.token != load_run(path.parent, complete=False).token:
-        raise LabError(f"{path} is of another training than {RUN} beside it", f"delete it; then {remedy}")
-    return found
-
-
-def _load(path: Path, model: type[_Model], missing: str, remedy: str) -> _Model:
     try:
         return model.model_validate_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

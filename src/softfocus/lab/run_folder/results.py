@@ -15,12 +15,14 @@ Rope = Literal["trained", "ntk", "yarn"]
 """How the rotary embedding is scaled in an evaluation."""
 
 
-class _Record(BaseModel):
+class Record(BaseModel):
+    """What is kept as JSON."""
+
     # A diverged model has a loss of NaN; as a string it is valid JSON and reads back as NaN.
     model_config = ConfigDict(extra="forbid", ser_json_inf_nan="strings")
 
 
-class Machine(_Record):
+class Machine(Record):
     """What computed a result, without names of hosts, users or folders."""
 
     cpu: str
@@ -28,7 +30,7 @@ class Machine(_Record):
     device: str = Field(description="where the model ran: 'cpu', or the GPU's product name")
 
 
-class RunInfo(_Record):
+class RunInfo(Record):
     """What trained a model: enough to tell two runs apart and to do one again. Losses are in nats per token."""
 
     name: str = Field(description="the run's name: the folder's")
@@ -65,7 +67,7 @@ class RunInfo(_Record):
         return self.train_loss[-1][1] if self.train_loss else None
 
 
-class Setting(_Record):
+class Setting(Record):
     """What is changed in a trained model before it is evaluated."""
 
     model_config = ConfigDict(frozen=True)
@@ -98,7 +100,7 @@ def default_settings(train_length: int) -> tuple[Setting, ...]:
     return AS_TRAINED, Setting(rope="ntk"), Setting(window=train_length)
 
 
-class Bucket(_Record):
+class Bucket(Record):
     """Mean loss over the positions start <= i < end of every window; position 0 is a window's first prediction."""
 
     start: int
@@ -111,7 +113,7 @@ class Bucket(_Record):
     )
 
 
-class Row(_Record):
+class Row(Record):
     """Loss at one length under one setting, in nats per token, over all positions of all windows."""
 
     length: int
@@ -143,7 +145,7 @@ class Row(_Record):
         return f"{self.loss:.3f} ± {self.standard_error:.3f}"
 
 
-class Evaluation(_Record):
+class Evaluation(Record):
     """Loss over length of one run, on the same validation tokens at every length.
 
     What is measured follows from corpus_key, longest and tokens: evaluations that agree in them read the same text.
@@ -172,7 +174,7 @@ class Evaluation(_Record):
         return next((row for row in self.rows if (row.length, row.setting) == (length, setting)), None)
 
 
-class Unfinished(_Record):
+class Unfinished(Record):
     """The rows that an evaluation has finished so far. It lasts until evaluation.json is written."""
 
     key: str = Field(description="a digest of all that decides a row besides its length and setting")
@@ -190,7 +192,7 @@ def json_text(result: BaseModel | Sequence[BaseModel]) -> str:
     return _SHORT.sub(lambda found: re.sub(r"\n *", "", re.sub(r",\n *", ", ", found[0])), indented) + "\n"
 
 
-class Answers(_Record):
+class Answers(Record):
     """Answers that lie start <= distance < end tokens behind the token that is to be predicted."""
 
     start: int
@@ -200,7 +202,7 @@ class Answers(_Record):
     answers: int
 
 
-class RecallRow(_Record):
+class RecallRow(Record):
     """How many answers of a generated task were right at one length: the likeliest token is the answer."""
 
     length: int
@@ -233,7 +235,7 @@ class RecallRow(_Record):
         return *self.place, self.sequences
 
 
-class Recall(_Record):
+class Recall(Record):
     """Recall over length of one run, on the same sequences for all runs of one task."""
 
     run: str = Field(description="the run's name")
@@ -251,7 +253,7 @@ class Recall(_Record):
         return [row for row in self.rows if row is most[row.place]]
 
 
-class Repeats(_Record):
+class Repeats(Record):
     """Mean loss over tokens whose n-gram stood start <= distance < end tokens before; distance 0 is for never."""
 
     start: int
@@ -261,7 +263,7 @@ class Repeats(_Record):
     tokens: int
 
 
-class InductionRow(_Record):
+class InductionRow(Record):
     """Loss of the same tokens at one length, in nats per token, by how far back their n-gram stood in the span."""
 
     length: int
@@ -269,7 +271,7 @@ class InductionRow(_Record):
     by_distance: list[Repeats]
 
 
-class Induction(_Record):
+class Induction(Record):
     """Loss by distance of the latest repeat, of one run. Every row and bucket has the same tokens."""
 
     run: str = Field(description="the run's name")
@@ -285,7 +287,7 @@ class Induction(_Record):
     rows: list[InductionRow]
 
 
-class HeadRow(_Record):
+class HeadRow(Record):
     """Loss with one head narrowed to the last keys, in nats summed over the tokens of each document."""
 
     layer: int | None = Field(description="whose head; None for the model as it is (head None), or all heads (head 0)")
@@ -294,7 +296,7 @@ class HeadRow(_Record):
     windows: list[int] = Field(description="of each document")
 
 
-class HeadsMeasured(_Record):
+class HeadsMeasured(Record):
     """Loss in long windows with single heads narrowed to the last keys, of one run. Every row has the same tokens."""
 
     run: str = Field(description="the run's name")

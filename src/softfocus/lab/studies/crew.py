@@ -18,7 +18,7 @@ from softfocus.lab.recipes.lengths import parse
 from softfocus.lab.recipes.loading import load
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.run_folder.disk import write_atomically, writing
-from softfocus.lab.run_folder.files import RECIPE, RUN, load_evaluation, load_run
+from softfocus.lab.run_folder.files import RECIPE, RUN, load_measured, load_run
 from softfocus.lab.run_folder.provenance import cores
 from softfocus.lab.run_folder.results import Evaluation, default_settings
 from softfocus.lab.studies.screen import Job, Screen
@@ -117,7 +117,7 @@ def _is_finished(job: Job) -> bool:
             from softfocus.lab.evaluate.recall import is_measured  # torch: seconds, which text does without
 
             return is_measured(job.folder, job.lengths)
-        evaluation = load_evaluation(job.folder)
+        evaluation = load_measured(job.folder, Evaluation)
     except LabError:
         return False
     settings = default_settings(job.recipe.train.length)

@@ -22,11 +22,8 @@ from softfocus.lab.run_folder import provenance
 from softfocus.lab.run_folder.disk import FULL, PARTIAL, disk_error
 from softfocus.lab.run_folder.files import (
     CHECKPOINTS,
-    EVALUATION,
-    HEADS,
-    INDUCTION,
+    MEASURED,
     MODEL,
-    RECALL,
     RECIPE,
     RUN,
     TENSORBOARD,
@@ -181,7 +178,7 @@ def _clear(folder: Path) -> None:
     (folder / RUN).unlink(missing_ok=True)
     for name in (MODEL, CHECKPOINTS, TENSORBOARD):
         shutil.rmtree(folder / name, ignore_errors=True)
-    for name in (EVALUATION, RECALL, INDUCTION, HEADS, RECIPE):
+    for name in (*(name for name, _ in MEASURED.values()), RECIPE):
         (folder / name).unlink(missing_ok=True)
 
 
