@@ -82,8 +82,8 @@ wheel: setup  ## build the wheel, install it into an environment of its own, and
 	cd dist && ../.wheel/bin/python -c 'import torch, softfocus; x = torch.randn(1, 2, 9, 8); print(softfocus.__version__, softfocus.attention(x, x, x).shape)'
 
 lint: setup  ## ruff, clang-format and mypy
-	$(BIN)/ruff check src tests examples
-	$(BIN)/ruff format --check src tests examples
+	$(BIN)/ruff check src tests docs examples
+	$(BIN)/ruff format --check src tests docs examples
 	$(BIN)/clang-format --dry-run -Werror $$(find src tests -name '*.cpp' -o -name '*.h')
 	$(BIN)/mypy
 

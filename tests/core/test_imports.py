@@ -136,11 +136,12 @@ ROOMS = [
     "backends",
     "rows",
     "reference",
-    "visibility",
     "validation",
-    "catalog",
     "dropout",
     "pointwise",
+    "contract",
+    "visibility",
+    "catalog",
     "mechanism",
     "switches",
     "warn",
@@ -227,6 +228,8 @@ def wrong_ways(tree: Path) -> list[str]:
                 found.append(f"{module} imports {name}: the lab is imported by nothing")
             elif in_lab and _place(LAB, room(name, "softfocus.lab")) < _place(LAB, in_lab):
                 found.append(f"{module} imports {name}, on its left")
+            elif here in ("backends", "rows") and there == "reference":
+                found.append(f"{module} imports {name}: the oracle shares nothing with what is held against it")
             elif here == "ops" and there == "backends":
                 found.append(f"{module} imports {name}: ops imports no backend")
             elif module == "softfocus.backends.checked":
@@ -251,7 +254,7 @@ def circle_in_the_lab(tree: Path) -> list[str]:
 
 
 def _backend(module: str, tree: Path) -> str | None:
-    """The backend that a module is, or is a part of: a module or package of backends/ that has supports().
+    """The backend that a module is, or is a part of: a module or package of backends/ that has forward().
 
     Others there are helpers of any backend.
     """
@@ -261,7 +264,7 @@ def _backend(module: str, tree: Path) -> str | None:
     for path in (tree.joinpath(*parts).with_suffix(".py"), tree.joinpath(*parts, "__init__.py")):
         if path.exists():
             body = ast.parse(path.read_text(encoding="utf-8")).body
-            if any(isinstance(node, ast.FunctionDef) and node.name == "supports" for node in body):
+            if any(isinstance(node, ast.FunctionDef) and node.name == "forward" for node in body):
                 return ".".join(parts)
     return None
 
@@ -302,6 +305,9 @@ def test_the_tree_is_read_as_it_stands():
         ("mechanism.py", "def late():\n    from softfocus.catalog import named", "softfocus.catalog, on its left"),
         ("catalog.py", "import softfocus", "the package itself"),
         ("reference.py", "from softfocus.rows import forward", "softfocus.rows, on its left"),
+        ("rows.py", "from softfocus.reference import unit", "the oracle shares nothing"),
+        ("backends/fast.py", "from softfocus import reference", "the oracle shares nothing"),
+        ("contract.py", "from softfocus.pointwise import POINTWISE", "softfocus.pointwise, on its left"),
         ("ops.py", "from softfocus.backends import tiled", "ops imports no backend"),
         ("ops.py", "from softfocus.dispatch import choose", "softfocus.dispatch, on its left"),
         ("backends/fast.py", "from softfocus.backends.tiled import forward", "no backend imports another"),
@@ -330,7 +336,8 @@ def test_the_tree_is_read_as_it_stands():
 def test_each_wrong_way_would_be_noticed(tmp_path, file, line, expected):
     tree = tmp_path / "softfocus"
     for path in (
-        "__init__.py", "mechanism.py", "catalog.py", "rows.py", "reference.py", "ops.py", "dispatch.py", "functional.py",
+        "__init__.py", "mechanism.py", "catalog.py", "contract.py", "pointwise.py", "rows.py", "reference.py",
+        "ops.py", "dispatch.py", "functional.py",
         "backends/__init__.py", "backends/tiled.py", "backends/fast.py", "backends/fused/__init__.py",
         "backends/fused/build.py", "backends/fused/call.py", "hf/__init__.py", "lab/errors.py",
         "lab/cli/__init__.py", "lab/recipes/__init__.py", "lab/recipes/loading.py",
@@ -338,9 +345,9 @@ def test_each_wrong_way_would_be_noticed(tmp_path, file, line, expected):
         target = tree / path
         target.parent.mkdir(parents=True, exist_ok=True)
         is_backend = path in ("backends/tiled.py", "backends/fused/__init__.py")
-        target.write_text("def supports(call): ...\n" if is_backend else "")
+        target.write_text("def forward(call): ...\n" if is_backend else "")
     # The parts of a backend know one another
-    (tree / "backends/fused/call.py").write_text("from softfocus.backends.fused import build, supports")
+    (tree / "backends/fused/call.py").write_text("from softfocus.backends.fused import build, forward")
     assert wrong_ways(tree) == []
     target = tree / file
     target.write_text(line)

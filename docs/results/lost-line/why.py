@@ -22,12 +22,12 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 import softfocus
-from softfocus.lab.data import of_recipe as data
 from softfocus.lab import model as models
+from softfocus.lab.data import of_recipe as data
+from softfocus.lab.data.windows import EvaluationWindows
 from softfocus.lab.evaluate.forward import token_losses
 from softfocus.lab.progress import silent
 from softfocus.lab.recipes.loading import load
-from softfocus.lab.data.windows import EvaluationWindows
 
 T, LONG, TOKENS, POWER, BIN = 128, 2048, 16384, 15, 8
 D, BASE = 64, 10_000.0
@@ -54,6 +54,7 @@ class Probe:
     def __call__(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **_: Any
     ) -> tuple[Tensor, None]:
+        """What Transformers calls for attention: [B, L, H, D], and no weights."""
         out = softfocus.attention(query, key, value, is_causal=True, mechanism="lssar")
         if module.layer_idx == self.layer:
             weights = self.weights(query[:, self.head], key[:, self.head])
