@@ -2,6 +2,8 @@
 // digits, for some rows and columns. These are computed again as a log-sum-exp: the exact sums.
 #pragma once
 
+#include <algorithm>
+
 #include "vector.h"
 
 namespace softfocus {

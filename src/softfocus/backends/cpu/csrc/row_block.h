@@ -11,6 +11,8 @@
 // its l1 weights.
 #pragma once
 
+#include <type_traits>
+
 #include "decode.h"
 #include "dropout.h"
 #include "packing.h"
