@@ -72,7 +72,7 @@ $(NEON): tests/emulated/arm/call.cpp $(wildcard src/softfocus/backends/cpu/csrc/
 	  tests/emulated/arm/call.cpp src/softfocus/backends/cpu/csrc/*.cpp -o $@
 
 docs: setup  ## what the documentation says is held against code and committed results
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/test_readme.py tests/test_examples.py tests/hf/test_docs.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/test_readme.py tests/test_documents.py tests/test_examples.py tests/hf/test_docs.py
 
 wheel: setup  ## build the wheel, install it into an environment of its own, and use it there
 	rm -rf dist .wheel
@@ -81,9 +81,10 @@ wheel: setup  ## build the wheel, install it into an environment of its own, and
 	.wheel/bin/python -m pip install --quiet --disable-pip-version-check dist/softfocus-*.whl 'torch>=2.11,<2.14'
 	cd dist && ../.wheel/bin/python -c 'import torch, softfocus; x = torch.randn(1, 2, 9, 8); print(softfocus.__version__, softfocus.attention(x, x, x).shape)'
 
-lint: setup  ## ruff and mypy
-	$(BIN)/ruff check src tests examples
-	$(BIN)/ruff format --check src tests examples
+lint: setup  ## ruff, clang-format and mypy
+	$(BIN)/ruff check src tests docs examples
+	$(BIN)/ruff format --check src tests docs examples
+	$(BIN)/clang-format --dry-run -Werror $$(find src tests -name '*.cpp' -o -name '*.h')
 	$(BIN)/mypy
 
 clean:  ## remove .venv and caches; runs/ stays

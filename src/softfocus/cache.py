@@ -1,13 +1,11 @@
 """``attention_with_cache()``: new tokens against a cache of keys and values with room to spare, or one that lies in pages."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from softfocus import dispatch, functional, ops, validation
-from softfocus.mechanism import Mechanism
-from softfocus.reference import Problem, default_scale
+from softfocus import dispatch, ops, validation
+from softfocus.contract import Call
+from softfocus.mechanism import Mechanism, default_scale
 from softfocus.visibility import Cache, Visibility
 
 __all__ = ["attention_with_cache"]
@@ -79,59 +77,7 @@ def attention_with_cache(
     scale = default_scale(algebra, d) if scale is None else validation.scale_of(scale, algebra, d)
     most = key_cache.size(2) * (1 if page_table is None else page_table.size(1))
     left = min(left, query.size(2) + most)
-    problem = Problem(query, key_cache, value_cache, None, head_scale, power, scale, 0.0)
-    chosen = dispatch.choose(problem, Visibility(query.size(2), most, left, 0), algebra, backend)
-    chosen = dispatch.operator(chosen, backend)
-    out: Tensor = _attend_cache(
-        query, key_cache, value_cache, lengths, page_table, head_scale, power, left, scale, algebra.code, chosen
-    )
-    return out
-
-
-_library = torch.library.Library("softfocus", "FRAGMENT")
-_library.define(
-    "attend_cache(Tensor query, Tensor key, Tensor value, Tensor lengths, Tensor? page_table, Tensor? head_scale, "
-    "Tensor? power, int left, float scale, str mechanism, str backend) -> Tensor"
-)
-
-
-def _run(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lengths: Tensor,
-    page_table: Tensor | None,
-    head_scale: Tensor | None,
-    power: Tensor | None,
-    left: int,
-    scale: float,
-    mechanism: str,
-    backend: str,
-) -> Tensor:
-    algebra, cache = ops.decoded(mechanism), Cache(lengths, page_table)
-    own = ops.cache_of(backend)
-    if own is None or lengths.is_cpu:
-        numbers = validation.check_cache_values(key, lengths, page_table)
-    if own is not None:
-        problem = Problem(query, key, value, None, head_scale, power, scale, 0.0)
-        with ops.own_dtypes(query):
-            out: Tensor = own(problem, cache, left, algebra)
-            return out
-    out = query.new_empty(*query.shape[:3], value.size(-1))
-    with ops.own_dtypes(query):
-        for b, length in enumerate(numbers):
-            out[b : b + 1] = functional.attention(
-                query[b : b + 1], cache.of_sequence(key, b, length), cache.of_sequence(value, b, length), scale=scale,
-                is_causal=True, enable_gqa=True, mechanism=algebra, window_size=(left, 0), head_scale=head_scale,
-                power=power, backend=backend,
-            )  # fmt: skip
-    return out
-
-
-_library.impl("attend_cache", _run, "CompositeExplicitAutograd")
-_attend_cache = torch.ops.softfocus.attend_cache.default
-
-
-@torch.library.register_fake("softfocus::attend_cache", lib=_library)
-def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
-    return query.new_empty(*query.shape[:3], value.size(-1))
+    visibility = Visibility(query.size(2), most, left, 0)
+    cache = Cache(lengths, page_table)
+    call = Call(query, key_cache, value_cache, visibility, algebra, scale, None, head_scale, power, cache=cache)
+    return ops.run(call, dispatch.operator(dispatch.choose(call, backend), backend))[0]

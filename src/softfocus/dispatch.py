@@ -1,35 +1,23 @@
 """Which backend runs a call, and why each other one does not."""
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 
+from softfocus import reference
 from softfocus.backends import checked, cpu, tiled, triton
-from softfocus.mechanism import Mechanism
-from softfocus.reference import Problem
+from softfocus.contract import Backend, Call
 from softfocus.switches import switched_on
-from softfocus.visibility import Visibility
 
 TRITON = "SOFTFOCUS_TRITON"
 """Set to off, "auto" leaves the Triton kernels out; set to on, it takes them also where they run in Triton's interpreter; set
 to trusted, it takes them and does not hold the first call of each kind against the tiled backend."""
 
 
-def _reference_supports(problem: Problem, visibility: Visibility, mechanism: Mechanism) -> str | None:
-    return None
-
-
-BACKENDS: dict[str, Callable[[Problem, Visibility, Mechanism], str | None]] = {
-    "cpu": cpu.supports,
-    "triton": triton.supports,
-    "tiled": tiled.supports,
-    "reference": _reference_supports,
-}
-"""Fastest first: ``backend="auto"`` takes the first that supports the call and need not be asked for. A function gives None, or
-the sentence that says why not."""
+BACKENDS: dict[str, Backend] = {"cpu": cpu, "triton": triton, "tiled": tiled, "reference": reference}
+"""Fastest first: ``backend="auto"`` takes the first that supports the call and need not be asked for."""
 
 _DESCRIPTION = {
-    "cpu": "fused C++ kernels, compiled for this machine: memory O(L)",
+    "cpu": "fused C++ kernels, compiled for this machine at first use: memory O(L)",
     "tiled": "pure torch in blocks of rows: runs everywhere, memory O(L), slower than a fused kernel",
     "triton": "fused Triton kernels: memory O(L)",
     "reference": "the dense formula: memory O(L^2), differentiable twice",
@@ -57,11 +45,22 @@ def operator(chosen: str, asked: str) -> str:
     return "checked" if chosen == "triton" and asked == "auto" and not _trusted() else chosen
 
 
-def _refusal(name: str, problem: Problem, visibility: Visibility, mechanism: Mechanism) -> str | None:
+def supports(name: str, call: Call) -> str | None:
+    """None, or why a backend does not carry a call. Compiles nothing and touches no disk."""
+    backend = BACKENDS[name]
+    refuses = getattr(backend, "refuses", None)
+    return backend.CARRIES.lacks(call) or (refuses(call) if refuses else None)
+
+
+def _unavailable(name: str) -> str | None:
+    """Why a backend that supports a call cannot run here; this may compile it."""
+    unavailable = getattr(BACKENDS[name], "unavailable", None)
+    return unavailable() if unavailable else None
+
+
+def _refusal(name: str, call: Call) -> str | None:
     """Why "auto" does not take a backend that supports a call: what its first call has shown; or None."""
-    if name != "triton" or _trusted():
-        return None
-    return checked.refusal(problem, visibility, mechanism)
+    return None if name != "triton" or _trusted() else checked.refusal(call)
 
 
 @dataclass(frozen=True)
@@ -82,8 +81,8 @@ class Explanation:
         )
 
 
-def choose(problem: Problem, visibility: Visibility, mechanism: Mechanism, backend: str) -> str:
-    """The backend for a call.
+def choose(call: Call, backend: str, to_run: bool = True) -> str:
+    """The backend for a call. One that is about to run may be compiled to find out whether it does; otherwise nothing is.
 
     Raises:
         ValueError: a backend asked for by name is unknown, or does not support the call: it never falls back. SOFTFOCUS_TRITON
@@ -93,35 +92,35 @@ def choose(problem: Problem, visibility: Visibility, mechanism: Mechanism, backe
         unasked = [
             name for name in BACKENDS if _unasked(name)
         ]  # all of them: a misspelt switch is said on every machine
-        for name, supports in BACKENDS.items():
-            if name in unasked or supports(problem, visibility, mechanism) is not None:
+        for name in BACKENDS:
+            if name in unasked or supports(name, call) is not None or _refusal(name, call) is not None:
                 continue
-            if _refusal(name, problem, visibility, mechanism) is None:
+            if not to_run or _unavailable(name) is None:
                 return name
-        raise AssertionError("the tiled backend supports every call")
+        raise ValueError(f"mechanism: no backend carries it; of 'tiled' {supports('tiled', call)}")
     if not isinstance(backend, str) or backend not in BACKENDS:
         raise ValueError(f"backend: got {backend!r}, expected 'auto' or one of {', '.join(map(repr, BACKENDS))}")
-    if why := BACKENDS[backend](problem, visibility, mechanism):
+    if why := supports(backend, call) or (_unavailable(backend) if to_run else None):
         raise ValueError(f"backend: {backend!r} was asked for and does not support this call: {why}")
     return backend
 
 
-def account(problem: Problem, visibility: Visibility, mechanism: Mechanism, backend: str) -> Explanation:
-    """Choose a backend and say why."""
-    chosen = choose(problem, visibility, mechanism, backend)
+def account(call: Call, backend: str) -> Explanation:
+    """Choose a backend and say why. Compiles nothing: that one cannot be compiled is known once it has been tried."""
+    chosen = choose(call, backend, to_run=False)
     reasons = {}
-    for name, supports in BACKENDS.items():
+    for name in BACKENDS:
         if name == chosen:
             reasons[name] = "asked for by name" if backend != "auto" else _DESCRIPTION[name]
             if operator(chosen, backend) == "checked":
-                reasons[name] += f"; {checked.seen(problem, visibility, mechanism)}"
-        elif why := supports(problem, visibility, mechanism):
+                reasons[name] += f"; {checked.seen(call)}"
+        elif why := supports(name, call):
             reasons[name] = why
         elif backend != "auto":
             reasons[name] = f"{chosen!r} was asked for by name"
         elif unasked := _unasked(name):
             reasons[name] = f"{unasked}; {_DESCRIPTION[name]}"
-        elif refusal := _refusal(name, problem, visibility, mechanism):
+        elif refusal := _refusal(name, call):
             reasons[name] = refusal
         else:
             reasons[name] = f"slower than {chosen!r}; {_DESCRIPTION[name]}"

@@ -8,10 +8,10 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from softfocus import dispatch, ops, reference, validation
+from softfocus import dispatch, ops, validation
+from softfocus.contract import Call, Dropout, RowStatistics
 from softfocus.dispatch import Explanation
-from softfocus.mechanism import Mechanism
-from softfocus.reference import Problem, RowStatistics, default_scale
+from softfocus.mechanism import Mechanism, default_scale
 from softfocus.visibility import Visibility
 
 __all__ = ["HIDDEN", "RowStatistics", "attention", "explain"]
@@ -147,31 +147,19 @@ def attention(
         layout = _layout(query, key, value, is_causal, scale, enable_gqa, mechanism, window_size, backend)
         if ready := _ready.get(layout):
             return ready(query, key, value)
-    problem, visibility, algebra = prepared(
+    call = prepared(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, mechanism, window_size, key_mask,
         document_ids, bias, head_scale, power,
     )  # fmt: skip
-    chosen = dispatch.operator(dispatch.choose(problem, visibility, algebra, backend), backend)
-    if layout and (ready := ops.prepare(problem, visibility, algebra, chosen)):
+    chosen = dispatch.operator(dispatch.choose(call, backend), backend)
+    if layout and (ready := ops.prepare(call, chosen)):
         if len(_ready) >= _MOST_READY:
             _ready.clear()
         _ready[layout] = ready
-    seed = torch.randint(2**62, (), device="cpu") if dropout_p else None
-    if chosen == "reference":
-        out, statistics = _by_reference(problem, visibility, algebra, seed)
-    else:
-        ops.refuse_tangents(*problem[:6])
-        tensors = (*problem[:6], visibility.mask, visibility.key_mask, visibility.document_ids, seed)
-        if ops.unwatched(*(x for x in tensors if x is not None)):
-            out, rows = ops.run_unwatched(problem, visibility, algebra, seed, chosen)
-        else:
-            out, rows = ops.attend(
-                *tensors, visibility.left, visibility.right, problem.scale, problem.dropout_p, algebra.code, chosen
-            )
-        if not return_statistics:
-            return out
-        statistics = RowStatistics(*rows[:4].unbind(0))
-    return (out, statistics) if return_statistics else out
+    if dropout_p:
+        call = call._replace(dropout=Dropout(dropout_p, torch.randint(2**62, (), device="cpu")))
+    out, rows = ops.run(call, chosen)
+    return (out, RowStatistics(*rows[:4].unbind(0))) if return_statistics else out
 
 
 _ready: dict[tuple[Any, ...] | None, Callable[[Tensor, Tensor, Tensor], Tensor]] = {}
@@ -221,7 +209,7 @@ def explain(*arguments: Any, return_statistics: bool = False, backend: str = "au
     Raises:
         ValueError, TypeError: as ``attention()``.
     """
-    return dispatch.account(*prepared(*arguments, **keywords), backend)
+    return dispatch.account(prepared(*arguments, **keywords), backend)
 
 
 def prepared(
@@ -240,8 +228,8 @@ def prepared(
     bias: Tensor | None = None,
     head_scale: Tensor | None = None,
     power: Tensor | None = None,
-) -> tuple[Problem, Visibility, Mechanism]:
-    """The arguments of ``attention()`` checked, and sorted into numbers and who sees whom."""
+) -> Call:
+    """The arguments of ``attention()`` checked; the seed of dropout is not drawn yet."""
     algebra = validation.mechanism_of(mechanism)
     query, key, value = _autocast(query, key, value)
     validation.check_tensors(query, key, value, enable_gqa)
@@ -259,19 +247,8 @@ def prepared(
     validation.check_learned(head_scale, power, query, algebra)
     d = query.size(-1)
     scale = default_scale(algebra, d) if scale is None else validation.scale_of(scale, algebra, d)
-    problem = Problem(query, key, value, bias, head_scale, power, scale, dropout_p)
-    return problem, Visibility(query.size(2), key.size(2), left, right, mask, key_mask, document_ids), algebra
-
-
-def _by_reference(
-    problem: Problem, visibility: Visibility, mechanism: Mechanism, seed: Tensor | None
-) -> tuple[Tensor, RowStatistics]:
-    query, key = problem.query, problem.key
-    visible = visibility.block(0, query.size(2), 0, key.size(2), query.device)
-    visible = torch.ones((), dtype=torch.bool, device=query.device) if visible is None else visible
-    visible = visible.expand(query.size(0), query.size(1), query.size(2), key.size(2))
-    with ops.own_dtypes(query):
-        return reference.attention(problem, visible, mechanism, seed)
+    visibility = Visibility(query.size(2), key.size(2), left, right, mask, key_mask, document_ids)
+    return Call(query, key, value, visibility, algebra, scale, bias, head_scale, power, Dropout(dropout_p))
 
 
 def _autocast(*tensors: Any) -> tuple[Tensor, ...]:

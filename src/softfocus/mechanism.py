@@ -1,6 +1,7 @@
 """The algebra of attention mechanisms: a frozen record of names and numbers, and two combinators."""
 
 import json
+import math
 from dataclasses import asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
 from typing import Any
@@ -16,6 +17,10 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 SIGNED_PHI = ("gelu", "mish", "identity")
 """phi whose values may be negative: their l1 norm sums absolute values."""
+FREE_ROWS = 3
+"""Rows that see at most this many keys are not thresholded or re-centred: the papers' "first three rows"."""
+TIED = 128.0
+"""A row whose weights exceed their mean by no more than so many eps, relative to it, counts as all equal."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +148,18 @@ class Mechanism:
             weights = f"({weights} - mean)"
             return f"l1{weights}" if self.post == "recentre+l1" else weights
         return weights
+
+
+def default_scale(mechanism: Mechanism, head_dim: int) -> float:
+    """The d-dependent factor of the scores.
+
+    Raises:
+        ValueError: the name has no factor here.
+    """
+    factors = {"1/sqrt(d)": 1.0 / math.sqrt(head_dim), "log(d)": math.log(head_dim), "1": 1.0}
+    if mechanism.scale not in factors:
+        raise ValueError(f"scale={mechanism.scale!r} is not among {', '.join(factors)}")
+    return factors[mechanism.scale]
 
 
 def sharpened(mechanism: Mechanism, power: float) -> Mechanism:

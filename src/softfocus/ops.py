@@ -1,12 +1,12 @@
 """The two custom operators that every fused backend runs behind: schemas, shapes for tracing, and autograd.
 
-Imports no backend: the implementation is looked up by name when the operator runs, so that the very first call may stand
-inside ``torch.compile(fullgraph=True)``.
+All of it follows from the fields of :class:`softfocus.contract.Call`. No backend is imported here: the implementation is
+looked up by name when the operator runs, so that the very first call may stand inside ``torch.compile(fullgraph=True)``.
 """
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache, lru_cache
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -14,79 +14,32 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from softfocus.mechanism import Mechanism
-from softfocus.reference import Problem, compute_dtype
-from softfocus.visibility import Visibility
-
-decoded = lru_cache(maxsize=256)(Mechanism.from_json)
-
+from softfocus import reference, validation
+from softfocus.contract import GRADIENTS, LEAVES, Call, compute_dtype, pack, unpack
 
 # Defined by schema, not by decorating a function: torch's wrappers around such functions take longer than a decode step
 _library = torch.library.Library("softfocus", "DEF")
-_PROBLEM = (
-    "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? head_scale, Tensor? power, Tensor? mask, Tensor? key_mask, "
-    "Tensor? document_ids, Tensor? seed, int left, int right, float scale, float dropout_p, str mechanism, str backend"
-)
-_library.define(f"attend({_PROBLEM}) -> (Tensor, Tensor)")
+_CALL = ", ".join(f"{kind} {name}" for name, kind in LEAVES.items()) + ", str backend"
+_library.define(f"attend({_CALL}) -> (Tensor, Tensor)")
 _library.define(
-    f"attend_backward(Tensor grad, {_PROBLEM}, bool bias_grad, Tensor? out=None, Tensor? rows=None) -> "
-    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    f"attend_backward(Tensor grad, {_CALL}, bool bias_grad, Tensor? out, Tensor? rows) -> "
+    f"({', '.join('Tensor' for _ in GRADIENTS)})"
 )
 
 
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    head_scale: Tensor | None,
-    power: Tensor | None,
-    mask: Tensor | None,
-    key_mask: Tensor | None,
-    document_ids: Tensor | None,
-    seed: Tensor | None,
-    left: int,
-    right: int,
-    scale: float,
-    dropout_p: float,
-    mechanism: str,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
-    problem = Problem(query, key, value, bias, head_scale, power, scale, dropout_p)
-    visibility = Visibility(query.size(2), key.size(2), left, right, mask, key_mask, document_ids)
-    return run_unwatched(problem, visibility, decoded(mechanism), seed, backend)
+def _attend(*arguments: Any) -> tuple[Tensor, Tensor]:
+    *leaves, backend = arguments
+    return _forward(unpack(leaves), backend)
 
 
-def _attend_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    head_scale: Tensor | None,
-    power: Tensor | None,
-    mask: Tensor | None,
-    key_mask: Tensor | None,
-    document_ids: Tensor | None,
-    seed: Tensor | None,
-    left: int,
-    right: int,
-    scale: float,
-    dropout_p: float,
-    mechanism: str,
-    backend: str,
-    bias_grad: bool,
-    out: Tensor | None = None,
-    rows: Tensor | None = None,
-) -> tuple[Tensor, ...]:
-    problem = Problem(query, key, value, bias, head_scale, power, scale, dropout_p)
-    visibility = Visibility(query.size(2), key.size(2), left, right, mask, key_mask, document_ids)
-    with own_dtypes(query):
-        algebra = decoded(mechanism)
-        kept = (out, rows) if rows_of(backend, algebra, value) else ()
-        grads = _load(backend).backward(grad, problem, visibility, algebra, _item(seed), bias_grad, *kept)
+def _attend_backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    *leaves, backend, bias_grad, out, rows = arguments
+    call = unpack(leaves)
+    kept = () if rows is None else (out, rows)
+    with own_dtypes(grad):
+        grads = _load(backend).backward(call, grad, bias_grad, *kept)
     # an operator may neither return None nor one of its own arguments
-    return tuple(query.new_empty(0) if g is None else g for g in grads)
+    return tuple(grads[name] if name in grads else grad.new_empty(0) for name in GRADIENTS)
 
 
 _library.impl("attend", _attend, "CompositeExplicitAutograd")
@@ -95,34 +48,51 @@ _library.impl("attend_backward", _attend_backward, "CompositeExplicitAutograd")
 attend = torch.ops.softfocus.attend.default
 """Attention by a named backend: out [B, H, Lq, Dv] and vectors of the rows [4 or more, B, H, Lq], first the row statistics.
 
-``mechanism`` is ``Mechanism.code``; ``left`` and ``right`` are the window, -1 for no bound; ``seed`` is an int64 scalar when
-``dropout_p`` is not 0. Arguments are taken as checked: call ``softfocus.attention``.
+Takes what ``contract.pack`` makes of a call, and the backend. The call is taken as checked: use ``softfocus.attention``.
 """
 attend_backward = torch.ops.softfocus.attend_backward.default
-"""Gradients of query, key, value, bias, head_scale, power; what is not there or not wanted comes back empty.
+"""``contract.GRADIENTS`` of a call; what is not there or not wanted comes back empty.
 
 ``out`` and ``rows`` are what ``attend`` returned, for a backend that wants them back (:func:`rows_of`), else None.
 """
 
 
-def run_unwatched(
-    problem: Problem, visibility: Visibility, mechanism: Mechanism, seed: Tensor | None, backend: str
-) -> tuple[Tensor, Tensor]:
-    """What ``attend`` computes, without the dispatcher; only where :func:`unwatched`."""
-    with own_dtypes(problem.query):
-        result: tuple[Tensor, Tensor] = _load(backend).forward(problem, visibility, mechanism, _item(seed))
-        return result
+def run(call: Call, backend: str) -> tuple[Tensor, Tensor]:
+    """What ``attend`` returns. Without it run the reference, which torch differentiates, and what nothing watches."""
+    leaves = pack(call)
+    tensors = [x for x in leaves if isinstance(x, Tensor)]
+    if (backend == "reference" and call.cache is None) or unwatched(*tensors):
+        return _forward(call, backend)
+    refuse_tangents(*tensors)
+    result: tuple[Tensor, Tensor] = attend(*leaves, backend)
+    return result
 
 
-def prepare(
-    problem: Problem, visibility: Visibility, mechanism: Mechanism, backend: str
-) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
-    """A function of query, key and value laid out as the problem's, which does only what has to be done each time.
+def _forward(call: Call, backend: str) -> tuple[Tensor, Tensor]:
+    result: tuple[Tensor, Tensor]
+    with own_dtypes(call.query):
+        if call.cache is None:
+            result = _load(backend).forward(call)
+            return result
+        lengths, own = call.cache.lengths, "cache" in _load(backend).CARRIES.features
+        if lengths.is_cpu or not own:
+            numbers = validation.check_cache_values(call.key, lengths, call.cache.page_table)
+        if own:
+            result = _load(backend).forward(call)
+            return result
+        out, rows = _empty(call, backend)
+        for b, length in enumerate(numbers):
+            out[b : b + 1], rows[:, b : b + 1] = _load(backend).forward(call.of_sequence(b, length))
+        return out, rows
+
+
+def prepare(call: Call, backend: str) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+    """A function of query, key and value laid out as the call's, which does only what has to be done each time.
 
     None from a backend that has none. The function's ``out`` is ``attend``'s; call it only where :func:`unwatched`.
     """
-    prepared = None if backend == "reference" else getattr(_load(backend), "prepare", None)
-    return prepared(problem, visibility, mechanism) if prepared else None
+    prepared = getattr(_load(backend), "prepare", None)
+    return prepared(call) if prepared else None
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -191,62 +161,64 @@ def autocasts(kind: str) -> bool:
     return (kind == "cpu" or torch.amp.is_autocast_available(kind)) and torch.is_autocast_enabled(kind)
 
 
-@cache
 def _load(backend: str) -> Any:
+    return reference if backend == "reference" else _imported(backend)
+
+
+@cache
+def _imported(backend: str) -> Any:
     return import_module(f"softfocus.backends.{backend}")
 
 
-def rows_of(backend: str, mechanism: Mechanism, value: Tensor) -> int:
+def rows_of(call: Call, backend: str) -> int:
     """How many vectors of the rows a backend's forward leaves to its backward, with ``out``; 0 where that begins anew."""
-    kept: Callable[[Mechanism, Tensor], int] | None = getattr(_load(backend), "rows_kept", None)
-    return kept(mechanism, value) if kept else 0
+    kept: Callable[[Call], int] | None = getattr(_load(backend), "rows_kept", None)
+    return kept(call) if kept else 0
 
 
-def cache_of(backend: str) -> Callable[..., Tensor] | None:
-    """A backend's own ``attend_cache``, or None: it then takes the sequences one after another."""
-    return None if backend == "reference" else getattr(_load(backend), "attend_cache", None)
-
-
-def _item(seed: Tensor | None) -> int:
-    return 0 if seed is None else int(seed.item())
+def _empty(call: Call, backend: str) -> tuple[Tensor, Tensor]:
+    """Of the shapes that ``attend`` returns."""
+    query, vectors = call.query, rows_of(call, backend) or 4
+    out = query.new_empty(*query.shape[:3], call.value.size(-1))
+    return out, query.new_empty(vectors, *query.shape[:3], dtype=compute_dtype(query.dtype))
 
 
 @torch.library.register_fake("softfocus::attend", lib=_library)
-def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    b, h, lq, _d = query.shape
-    out = query.new_empty(b, h, lq, value.size(-1))
-    vectors = rows_of(rest[-1], decoded(rest[-2]), value) or 4
-    return out, query.new_empty(vectors, b, h, lq, dtype=compute_dtype(query.dtype))
+def _(*arguments: Any) -> tuple[Tensor, Tensor]:
+    *leaves, backend = arguments
+    return _empty(unpack(leaves), backend)
 
 
 @torch.library.register_fake("softfocus::attend_backward", lib=_library)
-def _(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    head_scale: Tensor | None,
-    power: Tensor | None,
-    *rest: Any,
-) -> tuple[Tensor, ...]:
-    bias_grad = rest[10]
-    like = [query, key, value, bias if bias_grad else None, head_scale, power]
-    return tuple(query.new_empty(0) if x is None else x.new_empty(x.shape) for x in like)
+def _(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    *leaves, _backend, bias_grad, _out, _rows = arguments
+    given = dict(zip(LEAVES, leaves, strict=True))
+    if not bias_grad:
+        given["bias"] = None
+    return tuple(
+        grad.new_empty(0) if given[name] is None else given[name].new_empty(given[name].shape) for name in GRADIENTS
+    )
+
+
+_ARE_TENSORS = [kind.startswith("Tensor") for kind in LEAVES.values()]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    tensors, ctx.rest = inputs[:10], inputs[10:]
+    *leaves, ctx.backend = inputs
     ctx.mark_non_differentiable(output[1])
-    kept = output if rows_of(ctx.rest[-1], decoded(ctx.rest[-2]), tensors[2]) else (None, None)
-    ctx.save_for_backward(*tensors, *kept)
+    ctx.numbers = [x for x, is_tensor in zip(leaves, _ARE_TENSORS, strict=True) if not is_tensor]
+    tensors = [x for x, is_tensor in zip(leaves, _ARE_TENSORS, strict=True) if is_tensor]
+    ctx.save_for_backward(*tensors, *(output if rows_of(unpack(leaves), ctx.backend) else (None, None)))
 
 
-def _backward(ctx: Any, grad: Tensor, _statistics: Tensor | None) -> tuple[Tensor | None, ...]:
-    *tensors, out, rows = ctx.saved_tensors
-    grads = attend_backward(grad, *tensors, *ctx.rest, ctx.needs_input_grad[3], out, rows)
-    wanted = [g if need else None for g, need in zip(grads, ctx.needs_input_grad, strict=False)]
-    return *wanted, *[None] * (len(ctx.needs_input_grad) - 6)
+def _backward(ctx: Any, grad: Tensor, _rows: Tensor | None) -> tuple[Tensor | None, ...]:
+    *saved, out, rows = ctx.saved_tensors
+    tensors, numbers = iter(saved), iter(ctx.numbers)
+    leaves = [next(tensors if is_tensor else numbers) for is_tensor in _ARE_TENSORS]
+    *needed, _ = ctx.needs_input_grad  # the last is the backend's
+    wanted = dict(zip(LEAVES, needed, strict=True))
+    grads = dict(zip(GRADIENTS, attend_backward(grad, *leaves, ctx.backend, wanted["bias"], out, rows), strict=True))
+    return *(grads[name] if need else None for name, need in wanted.items()), None
 
 
 def _no_second_derivative(ctx: Any, *grads: Tensor) -> None:

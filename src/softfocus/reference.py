@@ -11,62 +11,23 @@ import torch
 from torch import Tensor
 
 from softfocus import dropout
-from softfocus.mechanism import Mechanism
+from softfocus.contract import FLOATING, Call, Carries, RowStatistics, compute_dtype
+from softfocus.mechanism import FREE_ROWS, TIED, Mechanism
 from softfocus.pointwise import POINTWISE
 
-FREE_ROWS = 3
-"""Rows that see at most this many keys are not thresholded or re-centred: the papers' "first three rows"."""
-
-
-class Problem(NamedTuple):
-    """Arguments of one attention call, checked and broadcast: what the reference and every backend are handed.
-
-    Attributes:
-        query: [B, H, Lq, D].
-        key: [B, Hk, Lk, D]; Hk divides H.
-        value: [B, Hk, Lk, Dv].
-        bias: float, broadcastable to [B, H, Lq, Lk], or None.
-        head_scale: [H], multiplies the scores, or None.
-        power: [H], replaces the mechanism's power, or None.
-        scale: the d-dependent factor of the scores.
-        dropout_p: probability with which a weight is dropped.
-    """
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    bias: Tensor | None
-    head_scale: Tensor | None
-    power: Tensor | None
-    scale: float
-    dropout_p: float
-
-
-class RowStatistics(NamedTuple):
-    """What a row of attention went through; no gradient. Each [B, H, Lq], float32 or float64.
-
-    Attributes:
-        count: N_i, the number of visible keys.
-        maximum: the largest visible score s_ij; -inf where a row sees nothing.
-        log_norm: log sum_j |phi(s_ij)|, softmax's log-sum-exp; -inf where the sum is 0.
-        peak: max_j A_ij N_i - o, the highest weight over the row's mean before the power (o = 1, or 0 where N <= 3);
-            0 without re-weighting.
-    """
-
-    count: Tensor  # type: ignore[assignment]  # tuple has a method of that name
-    maximum: Tensor
-    log_norm: Tensor
-    peak: Tensor
-
-
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which scores, weights and statistics are held for inputs of a dtype."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def default_scale(mechanism: Mechanism, head_dim: int) -> float:
-    """The d-dependent factor of the scores."""
-    return {"1/sqrt(d)": 1.0 / math.sqrt(head_dim), "log(d)": math.log(head_dim), "1": 1.0}[mechanism.scale]
+CARRIES = Carries(
+    similarity=("dot", "cosine"),
+    length_scale=("1", "log(N)", "log512(N)"),
+    score_bias=("0", "-log(N)", "-log(L)"),
+    phi=tuple(POINTWISE),
+    normaliser=("l1", "none", "1/N", "1/L", "1/sqrt(N/2)"),
+    post=("none", "negate", "recentre", "recentre+l1"),
+    power=True,
+    laser=True,
+    dtypes=FLOATING,
+    devices=("any",),
+    features=("bias", "head_scale", "power", "mask", "key_mask", "document_ids", "dropout"),
+)
 
 
 def row_scale(mechanism: Mechanism, scale: float, count: Tensor) -> Tensor:
@@ -94,11 +55,6 @@ def row_factor(mechanism: Mechanism, count: Tensor, key_length: int) -> Tensor |
     return 1.0 / max(key_length, 1) if mechanism.normaliser == "1/L" else 1.0
 
 
-def tie_tolerance(dtype: torch.dtype) -> float:
-    """A row whose weights exceed their mean by no more than this, relative to it, counts as all equal."""
-    return 128.0 * torch.finfo(dtype).eps
-
-
 def unit(x: Tensor) -> Tensor:
     """x / |x| along the last dimension for any norm that the dtype can hold; zero vectors stay zero, with gradient zero."""
     largest = x.detach().abs().amax(-1, keepdim=True)
@@ -108,32 +64,24 @@ def unit(x: Tensor) -> Tensor:
     return torch.where(zero, 0.0, y / norm)
 
 
-def attention(
-    problem: Problem, visible: Tensor, mechanism: Mechanism, seed: Tensor | None = None
-) -> tuple[Tensor, RowStatistics]:
-    """Attention by the definition of :class:`Mechanism`.
-
-    Args:
-        problem: the tensors and numbers of the call.
-        visible: bool [B, H, Lq, Lk], True where the query may see the key.
-        mechanism: the algebra.
-        seed: of dropout, where ``dropout_p`` is not 0.
-
-    Returns:
-        out [B, H, Lq, Dv] in the dtype of the query, and the row statistics.
-    """
-    dtype = compute_dtype(problem.query.dtype)
-    rows = weigh(problem, visible, mechanism)
-    value = problem.value.to(dtype).repeat_interleave(problem.query.size(1) // problem.key.size(1), dim=1)
+def forward(call: Call) -> tuple[Tensor, Tensor]:
+    """Attention by the definition of :class:`Mechanism`: out [B, H, Lq, Dv] and the row statistics [4, B, H, Lq]."""
+    query, visibility = call.query, call.visibility
+    visible = visibility.block(0, query.size(2), 0, visibility.key_length, query.device)
+    visible = torch.ones((), dtype=torch.bool, device=query.device) if visible is None else visible
+    visible = visible.expand(*query.shape[:3], visibility.key_length)
+    dtype = compute_dtype(query.dtype)
+    rows = weigh(call, visible)
+    value = call.value.to(dtype).repeat_interleave(query.size(1) // call.key.size(1), dim=1)
     broken = visible.to(dtype) @ (~value.isfinite()).to(dtype) > 0  # [B, H, Lq, Dv]
     value = torch.where(value.isfinite(), value, 0.0)
     if rows.log_weights is None:
         weights = rows.weights
-        if seed is not None:
+        if call.dropout.seed is not None:
             batch, heads, query_length, key_length = weights.shape
             places = torch.arange(batch * heads, device=weights.device).view(batch, heads)
             weights = weights * dropout.factors(
-                seed, problem.dropout_p, places, (0, query_length), (0, key_length), dtype
+                call.dropout.seed, call.dropout.p, places, (0, query_length), (0, key_length), dtype
             )
         out = weights @ value
     else:
@@ -141,7 +89,7 @@ def attention(
     # rows that see nothing are cut off here, so that not even a NaN handed to them from above goes further
     blind = ~visible.any(-1, keepdim=True)
     out = torch.where(broken, math.nan, torch.where(blind, 0.0, out))
-    return out.to(problem.query.dtype), rows.statistics
+    return out.to(query.dtype), torch.stack(rows.statistics)
 
 
 class Weighed(NamedTuple):
@@ -158,17 +106,17 @@ class Weighed(NamedTuple):
     statistics: RowStatistics
 
 
-def weigh(problem: Problem, visible: Tensor, mechanism: Mechanism) -> Weighed:
-    """The weights A of :func:`attention`, which has the same arguments. The value is not read."""
-    dtype = compute_dtype(problem.query.dtype)
-    query = problem.query.to(dtype)
-    key = problem.key.to(dtype).repeat_interleave(query.size(1) // problem.key.size(1), dim=1)
+def weigh(call: Call, visible: Tensor) -> Weighed:
+    """The weights A of a call whose queries see the ``visible`` keys, bool [B, H, Lq, Lk]. The value is not read."""
+    dtype, mechanism = compute_dtype(call.query.dtype), call.mechanism
+    query = call.query.to(dtype)
+    key = call.key.to(dtype).repeat_interleave(query.size(1) // call.key.size(1), dim=1)
     count = visible.sum(-1, keepdim=True).to(dtype)  # [B, H, Lq, 1], N_i
 
-    scores = _scores(problem, query, key, count, mechanism)  # [B, H, Lq, Lk]
+    scores = _scores(call, query, key, count)  # [B, H, Lq, Lk]
     weights, log_weights, log_norm = _normalised(torch.where(visible, scores, 0.0), visible, count, mechanism)
     peak = torch.zeros_like(count)
-    power = mechanism.power if problem.power is None else problem.power.to(dtype)[:, None, None]
+    power = mechanism.power if call.power is None else call.power.to(dtype)[:, None, None]
     if power is not None:
         weights, log_weights, peak = sharpen(weights, count, power, log_weights)
     weights = _post(weights, visible, count, mechanism)
@@ -182,19 +130,19 @@ def weigh(problem: Problem, visible: Tensor, mechanism: Mechanism) -> Weighed:
     return Weighed(weights, log_weights, statistics)
 
 
-def _scores(problem: Problem, query: Tensor, key: Tensor, count: Tensor, mechanism: Mechanism) -> Tensor:
+def _scores(call: Call, query: Tensor, key: Tensor, count: Tensor) -> Tensor:
     """s = c_i * sim(q_i, k_j) + row bias + b_ij, NaN where q_i or k_j is not finite."""
     # A product of a masked NaN with the zero that autograd hands back would be NaN again: compute on finite stand-ins.
     broken = ~(query.isfinite().all(-1)[..., :, None] & key.isfinite().all(-1)[..., None, :])
     query, key = (torch.where(x.isfinite(), x, 0.0) for x in (query, key))
-    if mechanism.similarity == "cosine":
+    if call.mechanism.similarity == "cosine":
         query, key = unit(query), unit(key)
-    factor = row_scale(mechanism, problem.scale, count)
-    if problem.head_scale is not None:
-        factor = factor * problem.head_scale.to(query.dtype)[:, None, None]
-    scores = factor * (query @ key.mT) + score_bias(mechanism, count, key.size(-2))
-    if problem.bias is not None:
-        scores = scores + problem.bias.to(query.dtype)
+    factor = row_scale(call.mechanism, call.scale, count)
+    if call.head_scale is not None:
+        factor = factor * call.head_scale.to(query.dtype)[:, None, None]
+    scores = factor * (query @ key.mT) + score_bias(call.mechanism, count, key.size(-2))
+    if call.bias is not None:
+        scores = scores + call.bias.to(query.dtype)
     return torch.where(broken, math.nan, scores)
 
 
@@ -243,7 +191,7 @@ def sharpen(
     threshold = (count > FREE_ROWS).to(weights.dtype)
     u = torch.relu(weights * count - threshold)
     peak = u.detach().amax(-1, keepdim=True) if u.size(-1) else u.new_zeros(count.shape)
-    tied = peak <= tie_tolerance(weights.dtype)
+    tied = peak <= TIED * torch.finfo(weights.dtype).eps
     u = u / torch.where(tied, 1.0, peak)
     dead = u == 0
     base = torch.where(dead, 1.0, u)  # 0^p has no usable derivative in p, nor in u at p = 1
@@ -270,9 +218,8 @@ def _post(weights: Tensor, visible: Tensor, count: Tensor, mechanism: Mechanism)
     centred = torch.where(visible, weights - mean, 0.0)
     if mechanism.post == "recentre+l1":
         norm = centred.abs().sum(-1, keepdim=True)
-        flat = norm <= tie_tolerance(
-            weights.dtype
-        )  # equal weights: nothing but rounding is left, and l1 would blow it up
+        # equal weights: nothing but rounding is left, and l1 would blow it up
+        flat = norm <= TIED * torch.finfo(weights.dtype).eps
         centred = torch.where(flat, 0.0, centred / torch.where(flat, 1.0, norm))
     return torch.where(free, weights, centred)
 

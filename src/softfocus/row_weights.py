@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from softfocus import ops, reference, validation
+from softfocus import dispatch, ops, reference, validation
 from softfocus.functional import prepared
 from softfocus.mechanism import Mechanism
 
@@ -77,15 +77,16 @@ def blocks(
     query: Tensor, key: Tensor, *, rows: Sequence[int] | Tensor | None = None, **arguments: Any
 ) -> Iterator[Block]:
     """The weights that :func:`weights` returns, a block of rows at a time, with who sees whom; at least one block."""
-    problem, visibility, algebra = prepared(query, key, key, **arguments)
-    chosen = validation.rows_of(rows, problem.query)
-    batch, heads, _, _ = problem.query.shape
-    row = max(1, batch * heads * visibility.key_length)
+    call = prepared(query, key, key, **arguments)
+    dispatch.choose(call, "reference")
+    chosen = validation.rows_of(rows, call.query)
+    batch, heads, _, _ = call.query.shape
+    key_length, bias = call.visibility.key_length, call.bias
+    row = max(1, batch * heads * key_length)
     for some in chosen.split(max(1, BLOCK_ELEMENTS // row)):
-        visible = visibility.of_rows(some).expand(batch, heads, len(some), visibility.key_length)
-        bias = problem.bias
-        if bias is not None and bias.size(-2) > 1:
-            bias = bias[..., some, :]
-        part = problem._replace(query=problem.query[:, :, some], bias=bias)
+        visible = call.visibility.of_rows(some).expand(batch, heads, len(some), key_length)
+        part = call._replace(
+            query=call.query[:, :, some], bias=bias if bias is None or bias.size(-2) == 1 else bias[..., some, :]
+        )
         with ops.own_dtypes(query):
-            yield Block(some, reference.weigh(part, visible, algebra).weights, visible)
+            yield Block(some, reference.weigh(part, visible).weights, visible)

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from softfocus.mechanism import SIGNED_PHI, Mechanism
+from softfocus.mechanism import FREE_ROWS, SIGNED_PHI, TIED, Mechanism
 from softfocus.pointwise import POINTWISE
-from softfocus.reference import FREE_ROWS, row_factor, tie_tolerance
 
 SQUARING_LIMIT = 32
 _TAIL = -20.0
@@ -51,6 +50,27 @@ class Rows:
     tied: Tensor | None = None
 
 
+def length_scale(name: str, count: Tensor) -> Tensor:
+    """The factor of a row's scores that depends on N_i."""
+    log_n = count.clamp(min=1.0).log()
+    return {"1": torch.ones_like(log_n), "log(N)": log_n, "log512(N)": log_n / math.log(512)}[name]
+
+
+def score_bias(name: str, count: Tensor, length: int) -> Tensor | float | None:
+    """What is added to a row's scores; None for nothing."""
+    if name == "-log(N)":
+        return count.clamp(min=1.0).log().neg_()
+    return {"0": None, "-log(L)": -math.log(max(length, 1))}[name]
+
+
+def _row_factor(name: str, count: Tensor, length: int) -> Tensor | float:
+    """What multiplies a row's phi(s) where the normaliser does not depend on them."""
+    if name in ("1/N", "1/sqrt(N/2)"):
+        count = count.clamp(min=1.0)
+        return count.reciprocal() if name == "1/N" else (count / 2.0).rsqrt()
+    return {"none": 1.0, "1/L": 1.0 / max(length, 1)}[name]
+
+
 def forward(
     scores: Tensor,
     visible: Tensor | None,
@@ -85,7 +105,7 @@ def forward(
     elif mechanism.normaliser == "l1":
         rows.weights = f / norm
     else:
-        rows.weights = f * row_factor(mechanism, count, length) if mechanism.normaliser != "none" else f
+        rows.weights = f * _row_factor(mechanism.normaliser, count, length) if mechanism.normaliser != "none" else f
     rows.final = rows.weights
     if mechanism.post == "negate":
         rows.final = -rows.weights
@@ -125,7 +145,7 @@ def backward(
     elif mechanism.normaliser == "l1":
         grad = _l1_backward(rows.f, rows.weights, rows.norm, grad, mechanism.phi in SIGNED_PHI)
     elif mechanism.normaliser != "none":
-        grad.mul_(row_factor(mechanism, count, length))
+        grad.mul_(_row_factor(mechanism.normaliser, count, length))
     grad.mul_(_phi_derivative(rows, mechanism))
     if visible is not None:
         grad.masked_fill_(~visible, 0.0)
@@ -190,7 +210,7 @@ def _sharpen(rows: Rows, count: Tensor, power: Tensor | float) -> None:
     floor = threshold * norm / count.clamp(min=1.0)  # o mean(f)
     highest = f.amax(-1, keepdim=True)
     rows.peak = (highest * count / norm - threshold).clamp_(min=0.0)
-    tied = rows.peak <= tie_tolerance(f.dtype)
+    tied = rows.peak <= TIED * torch.finfo(f.dtype).eps
     rows.spread = (highest - floor).masked_fill_(tied, 1.0)
     rows.u = (f - floor).clamp_(min=0.0).div_(rows.spread)
     weights = _power(rows.u, power)
@@ -230,7 +250,7 @@ def _sharpen_backward(rows: Rows, grad: Tensor, count: Tensor, power: Tensor | f
 def _recentre(weights: Tensor, visible: Tensor | None, count: Tensor, mechanism: Mechanism) -> Tensor:
     centred, norm, free = _centred(weights, visible, count)
     if mechanism.post == "recentre+l1":
-        flat = norm <= tie_tolerance(weights.dtype)
+        flat = norm <= TIED * torch.finfo(weights.dtype).eps
         centred = torch.where(flat, 0.0, centred / norm.masked_fill(flat, 1.0))
     return torch.where(free, weights, centred)
 
@@ -249,7 +269,7 @@ def _recentre_backward(rows: Rows, grad: Tensor, visible: Tensor | None, count: 
     centred, norm, free = _centred(rows.weights, visible, count)
     inner = grad
     if mechanism.post == "recentre+l1":
-        flat = norm <= tie_tolerance(grad.dtype)
+        flat = norm <= TIED * torch.finfo(grad.dtype).eps
         norm = norm.masked_fill(flat, 1.0)
         inner = _l1_backward(centred, centred / norm, norm, grad.clone(), signed=True)
         inner = torch.where(flat, 0.0, inner)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from softfocus.catalog import named
+from softfocus.contract import FLOATING
 from softfocus.mechanism import Mechanism
 from softfocus.warn import warn
 
@@ -20,7 +21,6 @@ def _looked_up(name: str) -> Mechanism:
 _looked_up._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 _PAGES = "[pages, heads, page size, head_dim]"
-FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def _shape(x: Tensor) -> str:

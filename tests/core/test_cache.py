@@ -6,8 +6,10 @@ import os
 import pytest
 import torch
 
-from softfocus import attention, attention_with_cache, mechanisms, named
+from softfocus import attention, attention_with_cache, mechanisms, named, ops
+from softfocus.contract import Call, pack
 from softfocus.testing import Outcome, compare
+from softfocus.visibility import Cache, Visibility
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -191,8 +193,9 @@ def test_compiled_whole():
     plain = attention_with_cache(query, *pages[:2], lengths, pages[2])
     compiled = torch.compile(attention_with_cache, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(query, *pages[:2], lengths, pages[2]), plain)
-    arguments = (query, *pages[:2], lengths, pages[2], None, None, -1, 1.0, named("lssar").code, "tiled")
-    torch.library.opcheck(torch.ops.softfocus.attend_cache.default, arguments)
+    visibility = Visibility(query.size(2), pages[0].size(2) * pages[2].size(1), -1, 0)
+    call = Call(query, *pages[:2], visibility, named("lssar"), 1.0, cache=Cache(lengths, pages[2]))
+    torch.library.opcheck(ops.attend, (*pack(call), "tiled"))
 
 
 # The Triton kernels, which read lengths and pages themselves

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from softfocus import attention, attention_with_cache, dispatch, explain, named
-from softfocus.backends import checked, tiled, triton
+from softfocus import attention, attention_with_cache, explain, named
+from softfocus.backends import checked, cpu, tiled, triton
 from softfocus.functional import prepared
 from softfocus.testing import CASES
 
@@ -30,7 +30,7 @@ def taken(monkeypatch):
     import numpy
 
     monkeypatch.setenv("SOFTFOCUS_TRITON", "on")
-    monkeypatch.setitem(dispatch.BACKENDS, "cpu", lambda *call: "not here")
+    monkeypatch.setattr(cpu, "refuses", lambda call: "not here")
     monkeypatch.setattr(checked, "_refused", {})
     with numpy.errstate(all="ignore"):
         yield
@@ -40,7 +40,7 @@ def taken(monkeypatch):
 def calls(monkeypatch):
     """The backend that the check sees in place of Triton's, which counts its calls and can be made wrong: ``calls.spoil``
     is a function of what a direction returned."""
-    seen = SimpleNamespace(forward=0, backward=0, attend_cache=0, spoil={})
+    seen = SimpleNamespace(forward=0, backward=0, spoil={})
 
     def counted(way):
         def run(*arguments):
@@ -49,7 +49,7 @@ def calls(monkeypatch):
 
         return run
 
-    kernels = {way: counted(way) for way in ("forward", "backward", "attend_cache")}
+    kernels = {way: counted(way) for way in ("forward", "backward")}
     monkeypatch.setattr(
         checked, "triton", SimpleNamespace(**kernels, prepare=triton.prepare, compiled_as=triton.compiled_as)
     )
@@ -84,7 +84,7 @@ def largest_off(result):
 
 
 def keys_off(result):
-    largest_off(result[1])
+    largest_off(result["key"])
     return result
 
 
@@ -261,7 +261,7 @@ def test_caches(calls):
     assert equal(cached(), cached(backend="triton"))
     assert set(checked._refused.values()) == {None}
     assert len(checked._refused) == 2
-    calls.spoil["attend_cache"] = lambda out: out * 1.1
+    calls.spoil["forward"] = lambda result: (result[0] * 1.1, result[1])
     with pytest.warns(RuntimeWarning, match="not taken") as said:
         found = cached(mechanism="softmax")
     assert len(said) == 2
@@ -282,9 +282,8 @@ def test_the_part_holds_what_the_call_holds():
     """Queries, masks, bias, documents and learned tensors of a part belong together: its rows are the call's."""
     for case in CASES:
         arguments = case.arguments(named("lssar"), torch.float64)
-        problem, visibility, algebra = prepared(**{**arguments, "mechanism": named("lssar")})
-        whole = tiled.forward(problem, visibility, algebra, 0)[0]
-        part, sight = checked._part_of(problem, visibility)
-        out = tiled.forward(part, sight, algebra, 0)[0]
+        call = prepared(**{**arguments, "mechanism": named("lssar")})
+        whole = tiled.forward(call)[0]
+        out = tiled.forward(checked._part_of(call))[0]
         batch, heads, rows = out.shape[:3]
         assert torch.allclose(out, whole[:batch, :heads, whole.size(2) - rows :], rtol=1e-9, atol=1e-12), case.name

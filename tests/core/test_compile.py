@@ -8,7 +8,9 @@ import torch
 
 import softfocus
 from softfocus import ops, validation
+from softfocus.contract import Call, Dropout, pack, unpack
 from softfocus.testing import CASES
+from softfocus.visibility import Visibility
 
 BY_NAME = {case.name: case for case in CASES}
 
@@ -22,10 +24,9 @@ def _op_arguments(mechanism="lssar", dropout_p=0.0, requires_grad=True, backend=
     seed = torch.tensor(3) if dropout_p else None
     algebra = softfocus.named(mechanism)
     power = torch.full((4,), 3.0, requires_grad=requires_grad) if algebra.power else None
-    return (
-        query, key, value, bias, head_scale, power, None, key_mask, None, seed,
-        -1, 0, 0.3, dropout_p, algebra.code, backend,
-    )  # fmt: skip
+    visibility = Visibility(20, 30, -1, 0, key_mask=key_mask)
+    call = Call(query, key, value, visibility, algebra, 0.3, bias, head_scale, power, Dropout(dropout_p, seed))
+    return *pack(call), backend
 
 
 @pytest.mark.parametrize("backend", ["cpu", "tiled"])
@@ -40,10 +41,10 @@ def test_opcheck_forward_with_dropout():
 
 @pytest.mark.parametrize("backend", ["cpu", "tiled"])
 def test_opcheck_backward(backend):
-    *tensors, left, right, scale, dropout_p, code, _ = _op_arguments(requires_grad=False)
-    out, rows = ops.attend(*tensors, left, right, scale, dropout_p, code, backend)
-    kept = (out, rows) if ops.rows_of(backend, ops.decoded(code), tensors[2]) else (None, None)
-    arguments = (torch.randn_like(out), *tensors, left, right, scale, dropout_p, code, backend, True, *kept)
+    *leaves, _ = _op_arguments(requires_grad=False)
+    out, rows = ops.attend(*leaves, backend)
+    kept = (out, rows) if ops.rows_of(unpack(leaves), backend) else (None, None)
+    arguments = (torch.randn_like(out), *leaves, backend, True, *kept)
     torch.library.opcheck(ops.attend_backward, arguments)
 
 

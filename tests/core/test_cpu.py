@@ -17,8 +17,8 @@ import torch
 
 import softfocus
 from softfocus import Mechanism
-from softfocus.backends.cpu.call import PHI
 from softfocus.mechanism import CHOICES
+from softfocus.pointwise import FUSED
 from softfocus.testing import CASES, Case, check
 
 pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("poisoned_memory")]
@@ -125,7 +125,7 @@ def test_of_the_algebra_just_this_is_refused():
             why = why_not(mechanism=Mechanism(**{field: value}))
             assert (f"{field}={value!r} is not" in why) == ((field, value) in refused), why
             assert ("fused C++ kernels" in why) == ((field, value) not in refused), why
-    assert {value for field, value in refused if field == "phi"} == set(CHOICES["phi"]) - set(PHI)
+    assert {value for field, value in refused if field == "phi"} == set(CHOICES["phi"]) - set(FUSED)
 
 
 @pytest.mark.parametrize(

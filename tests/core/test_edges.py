@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from softfocus import Mechanism, attention, mechanisms, named, sharpened
-from softfocus.backends.cpu.call import PHI
+from softfocus.pointwise import FUSED
 
 NAMES = sorted(mechanisms())
 DISTINCT = sorted({named(name): name for name in reversed(NAMES)}.values())
@@ -29,7 +29,7 @@ SINGLE = ("cpu",)  # carry float32 and less, and not every mechanism
 def carried(backend, name):
     """Whether the backend takes the mechanism."""
     algebra = named(name)
-    return backend in BACKENDS or (algebra.phi in PHI and algebra.post == "none")
+    return backend in BACKENDS or (algebra.phi in FUSED and algebra.post == "none")
 
 
 def ways(names, dtypes=lambda name: (torch.float64, torch.float32)):

@@ -14,15 +14,15 @@ import pytest
 import torch
 
 from softfocus import Mechanism, attention, mechanisms, named
-from softfocus.backends.cpu.call import PHI
 from softfocus.mechanism import CHOICES
+from softfocus.pointwise import FUSED
 from softfocus.testing import Case, check
 
 pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("poisoned_memory")]
 
 TOGETHER = 25  # problems of one test
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-NAMED = tuple(e.mechanism for e in mechanisms().values() if e.mechanism.phi in PHI and e.mechanism.post == "none")
+NAMED = tuple(e.mechanism for e in mechanisms().values() if e.mechanism.phi in FUSED and e.mechanism.post == "none")
 BIASES = ("", "", "", "bhqk", "1h1k", "b1q1", "11qk", "bh1k", "1111", "b11k", "1hq1")
 
 
@@ -173,7 +173,7 @@ def draw(seed):
 def draw_mechanism(chance):
     """Any point of the algebra that the kernels carry."""
     fields = {name: chance.choice(CHOICES[name]) for name in ("similarity", "scale", "length_scale", "score_bias")}
-    mechanism = Mechanism(phi=chance.choice(PHI), normaliser=chance.choice(CHOICES["normaliser"]), **fields)
+    mechanism = Mechanism(phi=chance.choice(FUSED), normaliser=chance.choice(CHOICES["normaliser"]), **fields)
     if mechanism.phi == "exp" and mechanism.normaliser != "l1":  # nothing bounds e^s there
         mechanism = mechanism.replace(scale="1/sqrt(d)", length_scale="1")
     if mechanism.normaliser == "l1" and chance.random() < 0.3:
@@ -262,7 +262,7 @@ def test_the_draws_reach_everything():
     problems = [draw(seed) for seed in range(1000)]
     cases = [problem.case for problem in problems]
     algebra = [problem.mechanism for problem in problems]
-    assert {m.phi for m in algebra} == set(PHI)
+    assert {m.phi for m in algebra} == set(FUSED)
     assert {m.normaliser for m in algebra} == set(CHOICES["normaliser"])
     assert {p.dtype for p in problems} == set(DTYPES)
     assert {c.bias for c in cases} == set(BIASES)
@@ -282,7 +282,7 @@ def test_the_draws_reach_everything():
         assert sum(bool(getattr(case, field)) for case in cases) >= 20, field
     assert sum(c.query_length <= 4 and c.key_length > 100 for c in cases) >= 20
     assert sum(c.query_length > 64 for c in cases) >= 100
-    assert {m.phi for m, c in zip(algebra, cases, strict=True) if c.dropout_p} == set(PHI)
+    assert {m.phi for m, c in zip(algebra, cases, strict=True) if c.dropout_p} == set(FUSED)
     assert sum(m.power is not None and c.dropout_p > 0 for m, c in zip(algebra, cases, strict=True)) >= 20
     assert sum(m.laser and m.power is not None for m in algebra) >= 20
     assert named("lssar") in algebra

@@ -4,6 +4,7 @@ Each check comes with a second one that proves the first can fail.
 """
 
 import ast
+import graphlib
 import importlib.metadata
 import json
 import re
@@ -135,15 +136,35 @@ ROOMS = [
     "backends",
     "rows",
     "reference",
-    "visibility",
     "validation",
-    "catalog",
     "dropout",
     "pointwise",
+    "contract",
+    "visibility",
+    "catalog",
     "mechanism",
     "switches",
     "warn",
     "_version",
+]
+LAB = [
+    "__main__",
+    "cli",
+    "doctor",
+    "catalogue",
+    "studies",
+    "inspect",
+    "bench",
+    "report",
+    "generate",
+    "evaluate",
+    "train",
+    "model",
+    "data",
+    "recipes",
+    "progress",
+    "run_folder",
+    "errors",
 ]
 
 
@@ -176,9 +197,10 @@ def _module(path: Path, tree: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def room(module: str) -> str | None:
-    parts = module.split(".")
-    return parts[1] if len(parts) > 1 else None
+def room(module: str, of: str = "softfocus") -> str | None:
+    """The room of softfocus, or of softfocus.lab, that a module is in; None where it is in none of them."""
+    below = module.removeprefix(f"{of}.")
+    return below.partition(".")[0] if below != module else None
 
 
 def wrong_ways(tree: Path) -> list[str]:
@@ -191,6 +213,10 @@ def wrong_ways(tree: Path) -> list[str]:
         if here not in ROOMS:
             found.append(f"{module}: its room has no place in ROOMS")
             continue
+        in_lab = room(module, "softfocus.lab")
+        if in_lab not in (None, *LAB):
+            found.append(f"{module}: its room has no place in LAB")
+            continue
         for name in imported:
             there = room(name)
             if there is None:
@@ -200,6 +226,10 @@ def wrong_ways(tree: Path) -> list[str]:
                 found.append(f"{module} imports {name}, on its left")
             elif there == "lab" and here != "lab":
                 found.append(f"{module} imports {name}: the lab is imported by nothing")
+            elif in_lab and _place(LAB, room(name, "softfocus.lab")) < _place(LAB, in_lab):
+                found.append(f"{module} imports {name}, on its left")
+            elif here in ("backends", "rows") and there == "reference":
+                found.append(f"{module} imports {name}: the oracle shares nothing with what is held against it")
             elif here == "ops" and there == "backends":
                 found.append(f"{module} imports {name}: ops imports no backend")
             elif module == "softfocus.backends.checked":
@@ -209,8 +239,22 @@ def wrong_ways(tree: Path) -> list[str]:
     return sorted(found)
 
 
+def _place(rooms: list[str], name: str | None) -> int:
+    return rooms.index(name) if name in rooms else len(rooms)
+
+
+def circle_in_the_lab(tree: Path) -> list[str]:
+    """Modules of the lab that import one another in a circle, from room to room or inside one; empty where none do."""
+    lab = {module: names - {module} for module, names in imports(tree).items() if room(module) == "lab"}
+    try:
+        graphlib.TopologicalSorter(lab).prepare()
+    except graphlib.CycleError as error:
+        return error.args[1]
+    return []
+
+
 def _backend(module: str, tree: Path) -> str | None:
-    """The backend that a module is, or is a part of: a module or package of backends/ that has supports().
+    """The backend that a module is, or is a part of: a module or package of backends/ that has forward().
 
     Others there are helpers of any backend.
     """
@@ -220,7 +264,7 @@ def _backend(module: str, tree: Path) -> str | None:
     for path in (tree.joinpath(*parts).with_suffix(".py"), tree.joinpath(*parts, "__init__.py")):
         if path.exists():
             body = ast.parse(path.read_text(encoding="utf-8")).body
-            if any(isinstance(node, ast.FunctionDef) and node.name == "supports" for node in body):
+            if any(isinstance(node, ast.FunctionDef) and node.name == "forward" for node in body):
                 return ".".join(parts)
     return None
 
@@ -228,6 +272,14 @@ def _backend(module: str, tree: Path) -> str | None:
 def test_imports_go_one_way():
     assert len(imports(SOURCE)) > 15  # the tree was found
     assert wrong_ways(SOURCE) == []
+    assert circle_in_the_lab(SOURCE) == []
+
+
+def test_every_room_of_the_lab_is_there():
+    there = {
+        path.stem for path in (SOURCE / "lab").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
+    }
+    assert there - {"__init__"} == set(LAB)
 
 
 def test_the_tree_is_read_as_it_stands():
@@ -236,6 +288,7 @@ def test_the_tree_is_read_as_it_stands():
     assert "softfocus.rows" in edges["softfocus.backends.tiled"]  # from softfocus import rows as rowwise
     assert "softfocus.backends.laser" in edges["softfocus.backends.tiled"]  # from softfocus.backends.laser import ..
     assert "softfocus.mechanism" in edges["softfocus.catalog"]
+    assert "softfocus.lab.report.page" in edges["softfocus.lab.report.report"]  # inside a function
     assert _backend("softfocus.backends.tiled", SOURCE) == "backends.tiled"
     assert _backend("softfocus.backends.laser", SOURCE) is None
     assert _backend("softfocus.backends.cpu.build", SOURCE) == "backends.cpu"
@@ -252,6 +305,9 @@ def test_the_tree_is_read_as_it_stands():
         ("mechanism.py", "def late():\n    from softfocus.catalog import named", "softfocus.catalog, on its left"),
         ("catalog.py", "import softfocus", "the package itself"),
         ("reference.py", "from softfocus.rows import forward", "softfocus.rows, on its left"),
+        ("rows.py", "from softfocus.reference import unit", "the oracle shares nothing"),
+        ("backends/fast.py", "from softfocus import reference", "the oracle shares nothing"),
+        ("contract.py", "from softfocus.pointwise import POINTWISE", "softfocus.pointwise, on its left"),
         ("ops.py", "from softfocus.backends import tiled", "ops imports no backend"),
         ("ops.py", "from softfocus.dispatch import choose", "softfocus.dispatch, on its left"),
         ("backends/fast.py", "from softfocus.backends.tiled import forward", "no backend imports another"),
@@ -261,24 +317,51 @@ def test_the_tree_is_read_as_it_stands():
         ("backends/fused/build.py", "from softfocus.backends import tiled", "no backend imports another"),
         ("backends/fast.py", "from softfocus.ops import attend", "softfocus.ops, on its left"),
         ("functional.py", "from softfocus.hf import use", "softfocus.hf, on its left"),
-        ("hf/adapter.py", "from softfocus.lab.recipe import load", "softfocus.lab.recipe, on its left"),
+        (
+            "hf/adapter.py",
+            "from softfocus.lab.recipes.loading import load",
+            "softfocus.lab.recipes.loading, on its left",
+        ),
+        ("lab/recipes/loading.py", "from softfocus.lab.cli import main", "softfocus.lab.cli, on its left"),
+        ("lab/recipes/loading.py", "from softfocus.lab import cli", "softfocus.lab.cli, on its left"),
+        (
+            "lab/errors.py",
+            "from softfocus.lab.recipes.loading import load",
+            "softfocus.lab.recipes.loading, on its left",
+        ),
         ("utils.py", "import math", "no place in ROOMS"),
+        ("lab/utils.py", "import math", "no place in LAB"),
     ],
 )
 def test_each_wrong_way_would_be_noticed(tmp_path, file, line, expected):
     tree = tmp_path / "softfocus"
     for path in (
-        "__init__.py", "mechanism.py", "catalog.py", "rows.py", "reference.py", "ops.py", "dispatch.py", "functional.py",
+        "__init__.py", "mechanism.py", "catalog.py", "contract.py", "pointwise.py", "rows.py", "reference.py",
+        "ops.py", "dispatch.py", "functional.py",
         "backends/__init__.py", "backends/tiled.py", "backends/fast.py", "backends/fused/__init__.py",
-        "backends/fused/build.py", "backends/fused/call.py", "hf/__init__.py", "lab/recipe.py",
+        "backends/fused/build.py", "backends/fused/call.py", "hf/__init__.py", "lab/errors.py",
+        "lab/cli/__init__.py", "lab/recipes/__init__.py", "lab/recipes/loading.py",
     ):  # fmt: skip
         target = tree / path
         target.parent.mkdir(parents=True, exist_ok=True)
         is_backend = path in ("backends/tiled.py", "backends/fused/__init__.py")
-        target.write_text("def supports(call): ...\n" if is_backend else "")
+        target.write_text("def forward(call): ...\n" if is_backend else "")
     # The parts of a backend know one another
-    (tree / "backends/fused/call.py").write_text("from softfocus.backends.fused import build, supports")
+    (tree / "backends/fused/call.py").write_text("from softfocus.backends.fused import build, forward")
     assert wrong_ways(tree) == []
     target = tree / file
     target.write_text(line)
     assert any(expected in sentence for sentence in wrong_ways(tree))
+
+
+def test_a_circle_would_be_noticed(tmp_path):
+    page, report = (tmp_path / "softfocus" / "lab" / "report" / name for name in ("page.py", "report.py"))
+    page.parent.mkdir(parents=True)
+    page.write_text("from softfocus.lab.report.report import Report")
+    report.write_text("")
+    assert circle_in_the_lab(tmp_path / "softfocus") == []
+    report.write_text("def write():\n    from softfocus.lab.report import page")
+    assert set(circle_in_the_lab(tmp_path / "softfocus")) == {
+        "softfocus.lab.report.page",
+        "softfocus.lab.report.report",
+    }

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from softfocus import Mechanism, attention
-from softfocus.reference import FREE_ROWS
+from softfocus.mechanism import FREE_ROWS
 
 PHI = {
     "exp": mpmath.exp,

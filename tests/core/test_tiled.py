@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import softfocus
 from softfocus.backends import tiled as backend
 from softfocus.backends import tiles
-from softfocus.reference import Problem
+from softfocus.contract import Call
 from softfocus.testing import CASES, Case, Outcome, check, compare
 from softfocus.visibility import Visibility
 
@@ -139,10 +139,10 @@ def largest_inside(mechanism, visibility, forward=backend.forward):
     """Bytes of the largest tensor inside a forward and a backward, called directly: a mode sees nothing inside an operator."""
     query = torch.randn(2, 4, LENGTH, 8)
     key, value = (torch.randn(2, 2, LENGTH, 8) for _ in range(2))
-    problem = Problem(query, key, value, None, torch.ones(4), None, 0.3, 0.0)
+    call = Call(query, key, value, visibility, softfocus.named(mechanism), 0.3, head_scale=torch.ones(4))
     with Largest() as largest:
-        out, _ = forward(problem, visibility, softfocus.named(mechanism), 0)
-        backend.backward(torch.ones_like(out), problem, visibility, softfocus.named(mechanism), 0, False)
+        out, _ = forward(call)
+        backend.backward(call, torch.ones_like(out), False)
     return largest.size
 
 
@@ -156,17 +156,17 @@ def test_memory_grows_with_the_length_not_its_square(mask, mechanism):
 
 
 def test_a_dense_forward_would_be_noticed():
-    def dense(problem, visibility, mechanism, seed):
-        (problem.query @ problem.key.repeat_interleave(2, 1).mT).softmax(-1)
-        return backend.forward(problem, visibility, mechanism, seed)
+    def dense(call):
+        (call.query @ call.key.repeat_interleave(2, 1).mT).softmax(-1)
+        return backend.forward(call)
 
     assert largest_inside("softmax", Visibility(LENGTH, LENGTH), dense) >= 4 * LENGTH * LENGTH
 
 
 def test_long_rows_make_thin_tiles(monkeypatch):
     monkeypatch.setattr(tiles, "TILE_LIMIT", 8 * 256)
-    problem = Problem(*(torch.randn(1, 2, 256, 4) for _ in range(3)), None, None, None, 0.5, 0.0)
-    for chunk in tiles.chunks(problem, Visibility(256, 256), softfocus.named("softmax")):
+    query, key, value = (torch.randn(1, 2, 256, 4) for _ in range(3))
+    for chunk in tiles.chunks(Call(query, key, value, Visibility(256, 256), softfocus.named("softmax"), 0.5)):
         assert {tile.stop - tile.start for tile in chunk.tiles()} == {8}
 
 

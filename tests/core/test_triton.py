@@ -20,10 +20,11 @@ from torch._subclasses import FakeTensorMode
 
 from softfocus import Mechanism, attention, attention_with_cache, dispatch, explain, functional, mechanisms, ops
 from softfocus.backends import cpu, triton
+from softfocus.contract import Call, Dropout, pack
 from softfocus.mechanism import CHOICES, SIGNED_PHI
-from softfocus.pointwise import POINTWISE
+from softfocus.pointwise import FUSED, POINTWISE
 from softfocus.testing import CASES, check
-from softfocus.visibility import Cache
+from softfocus.visibility import Cache, Visibility
 
 pytest.importorskip("triton", reason="Triton is not installed")
 from triton import knobs
@@ -41,7 +42,7 @@ pytestmark = [pytest.mark.usefixtures("poisoned_memory"), *([pytest.mark.gpu] if
 CASE = {case.name: case for case in CASES}
 KERNELS = ("forward", "query_gradients", "key_gradients", "bias_gradients", "decode")
 CARRIED = sorted(
-    name for name, entry in mechanisms().items() if entry.mechanism.phi in triton.PHI and entry.mechanism.post == "none"
+    name for name, entry in mechanisms().items() if entry.mechanism.phi in FUSED and entry.mechanism.post == "none"
 )
 SINGLE, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16
 QUICK = [
@@ -128,8 +129,8 @@ def test_parity_of_keys_split_among_programs(quiet, monkeypatch, case, name, dty
     if not knobs.runtime.interpret:  # whose tiles are small
         monkeypatch.setattr(tuning, "tiles", lambda *a: (Tile(16, 16, 4, 2),))
     ran = []
-    decode = call.Call._decode
-    monkeypatch.setattr(call.Call, "_decode", lambda *a: ran.append(a[-1]) or decode(*a))
+    decode = call.Launcher._decode
+    monkeypatch.setattr(call.Launcher, "_decode", lambda *a: ran.append(a[-1]) or decode(*a))
     check(fused, CASE[case], name, dtype, device=DEVICE)
     assert min(ran) > 1
 
@@ -212,11 +213,14 @@ def test_the_operators(quiet, name):
     """What the forward leaves to the backward passes torch's own checks of an operator."""
     query, key, value = (torch.randn(1, 2, 20, 8, device=DEVICE) for _ in range(3))
     mechanism = mechanisms()[name].mechanism
-    rest = (*[None] * 7, -1, 0, 0.3, 0.0, mechanism.code, "triton")
-    torch.library.opcheck(ops.attend, (*(x.clone().requires_grad_() for x in (query, key, value)), *rest))
-    out, rows = ops.attend(query, key, value, *rest)
-    assert rows.size(0) == ops.rows_of("triton", mechanism, value)
-    torch.library.opcheck(ops.attend_backward, (torch.randn_like(out), query, key, value, *rest, True, out, rows))
+    call = Call(query, key, value, Visibility(20, 20, -1, 0), mechanism, 0.3)
+    watched = call._replace(
+        **{part: getattr(call, part).clone().requires_grad_() for part in ("query", "key", "value")}
+    )
+    torch.library.opcheck(ops.attend, (*pack(watched), "triton"))
+    out, rows = ops.attend(*pack(call), "triton")
+    assert rows.size(0) == ops.rows_of(call, "triton")
+    torch.library.opcheck(ops.attend_backward, (torch.randn_like(out), *pack(call), "triton", True, out, rows))
 
 
 @pytest.mark.parametrize(("power", "dtype"), [(1.5, SINGLE), (40.0, HALF), (40.0, SINGLE)])
@@ -371,7 +375,7 @@ def test_a_tile_that_does_not_fit_gives_way_to_a_smaller_one(quiet, monkeypatch)
     from softfocus.backends.triton import call
 
     query = torch.randn(1, 1, 40, 8, device=DEVICE)
-    problem, visibility, mechanism = functional.prepared(query, query, query, mechanism="softmax")
+    prepared = functional.prepared(query, query, query, mechanism="softmax")
     ran = []
 
     def run(tile, least=16):
@@ -379,7 +383,7 @@ def test_a_tile_that_does_not_fit_gives_way_to_a_smaller_one(quiet, monkeypatch)
         if tile.rows > least:
             raise OutOfResources(2, 1, "shared memory")
 
-    one = call.Call(problem, visibility, mechanism)
+    one = call.Launcher(prepared)
     assert one._in_a_tile("bias_gradients", run) == tuning.SMALLER[-1]
     assert len(ran) == 4
     with pytest.raises(OutOfResources):
@@ -412,9 +416,9 @@ def test_another_seed_is_no_other_kernel(quiet):
     from softfocus.backends.triton.given import given_of
 
     query = torch.randn(1, 2, 40, 8, device=DEVICE)
-    problem, _, mechanism = functional.prepared(query, query, query, mechanism="softmax", dropout_p=0.5)
+    call = functional.prepared(query, query, query, mechanism="softmax", dropout_p=0.5)
     for seed in (0, 8, 2**31, 2**62 - 1):
-        given = given_of(problem, 40, mechanism, None, seed)
+        given = given_of(call._replace(dropout=Dropout(0.5, torch.tensor(seed))))
         assert 2**63 < given.seed < 2**64
         assert given.seed % 16 != 0
     outs = []
@@ -472,8 +476,7 @@ def test_there_are_tiles_for_every_kernel_of_every_mechanism(monkeypatch):
         monkeypatch.setattr(tuning, "driver", SimpleNamespace(active=active))
         for name, width, kernel, dtype in product(CARRIED, (16, 64, 72, 128, 256), KERNELS, (SINGLE, BRAIN)):
             query = torch.ones(1, 1, 8, width, dtype=dtype)
-            problem, _visibility, mechanism = functional.prepared(query, query, query, mechanism=name)
-            taken.add(tuning.tiles(kernel, problem, mechanism))
+            taken.add(tuning.tiles(kernel, functional.prepared(query, query, query, mechanism=name)))
     assert taken == {tiles for table in TABLES for tiles in table.values()}
 
 
@@ -580,9 +583,8 @@ def test_another_length_is_no_other_kernel():
 
     def constants(length, pages=None):
         query, key = torch.ones(1, 1, 1, 8), torch.ones(1, 1, length, 8)
-        problem, _visibility, mechanism = functional.prepared(query, key, key, mechanism="lssar")
-        held = Cache(torch.tensor([length]), pages)
-        made = given_of(problem, length, mechanism, held, 0)
+        call = functional.prepared(query, key, key, mechanism="lssar")
+        made = given_of(call._replace(cache=Cache(torch.tensor([length]), pages)))
         return [x.value for x in made if isinstance(x, type(given.END))]
 
     assert constants(1040) == constants(1056) != []
@@ -641,7 +643,7 @@ def test_what_is_ready_keeps_no_tensor(quiet):
 def test_calls_of_one_kind():
     def kind(length, **given):
         query = torch.ones(1, 2, length, 8)
-        return tuning.kind("forward", *functional.prepared(query, query, query, **given))
+        return tuning.kind("forward", functional.prepared(query, query, query, **given))
 
     assert kind(65) == kind(128, is_causal=False) == kind(100)
     kinds = [
@@ -743,19 +745,18 @@ def test_one_table_of_what_is_carried():
     """Both kinds of kernels carry the same names, and the reference's and the catalogue's are these and what is not carried."""
     from softfocus.backends.triton.kernels.pointwise import PHI
 
-    assert tuple(PHI) == triton.PHI == cpu.PHI
-    assert set(CHOICES["phi"]) == set(POINTWISE) == set(cpu.PHI) | set(SIGNED_PHI)
+    assert tuple(PHI) == triton.CARRIES.phi == cpu.CARRIES.phi
+    assert set(CHOICES["phi"]) == set(POINTWISE) == set(FUSED) | set(SIGNED_PHI)
     drawn = [Mechanism(**{field: choice}) for field in CHOICES for choice in CHOICES[field] if field != "phi"]
     drawn += [Mechanism(phi=phi, normaliser=normaliser) for phi in POINTWISE for normaliser in CHOICES["normaliser"]]
-    drawn += [Mechanism(phi=phi, laser=True) for phi in cpu.PHI] + [Mechanism(phi=phi, power=15.0) for phi in cpu.PHI]
+    drawn += [Mechanism(phi=phi, laser=True) for phi in FUSED] + [Mechanism(phi=phi, power=15.0) for phi in FUSED]
     query = torch.ones(1, 1, 4, 8, device=DEVICE)
     carried = set()
     for mechanism in [*drawn, *(entry.mechanism for entry in mechanisms().values())]:
-        problem, visibility, algebra = functional.prepared(query, query, query, mechanism=mechanism)
-        on_cpu = [x.cpu() if isinstance(x, torch.Tensor) else x for x in problem]
-        whys = cpu.supports(type(problem)(*on_cpu), visibility, algebra), triton.supports(problem, visibility, algebra)
+        calls = [functional.prepared(x, x, x, mechanism=mechanism) for x in (query.cpu(), query)]
+        whys = [dispatch.supports(name, call) for name, call in zip(("cpu", "triton"), calls, strict=True)]
         assert (whys[0] is None) == (whys[1] is None), (mechanism, whys)
-        assert (whys[0] is None) == (mechanism.phi in cpu.PHI and mechanism.post == "none"), (mechanism, whys)
+        assert (whys[0] is None) == (mechanism.phi in FUSED and mechanism.post == "none"), (mechanism, whys)
         assert attention(query, query, query, mechanism=mechanism, backend="reference").isfinite().all()
         carried |= {(field, getattr(mechanism, field)) for field in CHOICES} if whys[0] is None else set()
     missed = {("phi", phi) for phi in SIGNED_PHI} | {("post", post) for post in CHOICES["post"] if post != "none"}
@@ -763,8 +764,8 @@ def test_one_table_of_what_is_carried():
 
 
 def test_auto_takes_them_where_the_environment_says_so(monkeypatch):
-    monkeypatch.setattr(cpu, "supports", lambda *call: "not here")
-    monkeypatch.setitem(dispatch.BACKENDS, "cpu", cpu.supports)
+    monkeypatch.setattr(cpu, "refuses", lambda call: "not here")
+    refuses = triton.refuses
     query = torch.ones(1, 1, 4, 8, device=DEVICE)
     for interpreted, said, chosen in (
         ("1", "", "tiled"), ("1", "off", "tiled"), ("1", "on", "triton"), ("0", "", "triton"), ("0", "off", "tiled")
@@ -772,10 +773,10 @@ def test_auto_takes_them_where_the_environment_says_so(monkeypatch):
         monkeypatch.setenv("TRITON_INTERPRET", interpreted)
         monkeypatch.setenv("SOFTFOCUS_TRITON", said)
         if interpreted == "0" and not GPU:  # as on a GPU
-            monkeypatch.setitem(dispatch.BACKENDS, "triton", lambda *call: None)
+            monkeypatch.setattr(triton, "refuses", lambda call: None)
         assert explain(query, query, query).backend == chosen
     if not GPU:
-        monkeypatch.setitem(dispatch.BACKENDS, "triton", triton.supports)
+        monkeypatch.setattr(triton, "refuses", refuses)
     wide = torch.ones(1, 1, 4, 264, device=DEVICE)
     assert explain(wide, wide, wide).backend == "tiled"
     monkeypatch.setenv("SOFTFOCUS_TRITON", "perhaps")

@@ -131,16 +131,16 @@ def main(
             "head_scale": torch.ones(2),
             "power": torch.ones(2) if softfocus.named(mechanism).power else None,
         }
-    problem, visibility, algebra = functional.prepared(
+    one = functional.prepared(
         query, key, key, dropout_p=dropout_p, is_causal=True, enable_gqa=True, mechanism=mechanism, **optional
     )
     if held:
         pages = key.view(2, 256, 16, head_dim).transpose(0, 1)
-        problem = problem._replace(key=pages, value=pages)
-    one = call.Call(problem, visibility, algebra, held)
-    out, rows = one.forward()
+        one = one._replace(key=pages, value=pages, cache=held)
+    launcher = call.Launcher(one)
+    out, rows = launcher.forward()
     if group * queries > call.FEW_ROWS:
-        one.backward(torch.zeros_like(out), given, out, rows)
+        launcher.backward(torch.zeros_like(out), given, out, rows)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from softfocus.lab.report import Entry
-from softfocus.lab.results import AS_TRAINED, Bucket, Evaluation, Machine, Row, RunInfo, Setting
+from softfocus.lab.report.results import Entry
+from softfocus.lab.run_folder.results import AS_TRAINED, Bucket, Evaluation, Machine, Row, RunInfo, Setting
 
 START = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 
@@ -198,8 +198,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def trained(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run of the tiny recipe. Shared: copy it before changing anything in it."""
-    from softfocus.lab.recipe import load
-    from softfocus.lab.train import train
+    from softfocus.lab.recipes.loading import load
+    from softfocus.lab.train.run import train
 
     folder = tmp_path_factory.mktemp("runs") / "trained"
     train(load(tiny), folder)

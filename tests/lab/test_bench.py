@@ -16,11 +16,11 @@ from softfocus import attention
 from softfocus.lab import cli
 from softfocus.lab.bench import flex, memory, parity, subjects, timing
 from softfocus.lab.bench.cells import WHATS, Cell, make
-from softfocus.lab.bench.command import _split
 from softfocus.lab.bench.results import Benchmark, CellResult, Memory, SubjectResult, load_benchmark
 from softfocus.lab.bench.run import Plan, measure
 from softfocus.lab.bench.screen import Screen, left
 from softfocus.lab.bench.subjects import SUBJECTS
+from softfocus.lab.cli.bench import _split
 from softfocus.lab.errors import LabError
 
 CELL = Cell("lssar", "forward", 64, heads=2, head_dim=16)

@@ -10,12 +10,12 @@ from tokenizers import models as models_of_text
 from transformers import PreTrainedTokenizerFast
 
 from softfocus.lab import model as models
+from softfocus.lab.data.tokenizer import word_tokenizer
 from softfocus.lab.errors import LabError, UsageError
 from softfocus.lab.generate import generate
-from softfocus.lab.recipe import load
-from softfocus.lab.results import RUN
-from softfocus.lab.tokenizer import word_tokenizer
-from softfocus.lab.train import train
+from softfocus.lab.recipes.loading import load
+from softfocus.lab.run_folder.files import RUN
+from softfocus.lab.train.run import train
 
 
 def test_greedy_text_is_the_argmax_of_full_forwards(trained: Path) -> None:

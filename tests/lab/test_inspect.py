@@ -20,9 +20,9 @@ from softfocus.lab.inspect import figure, report, run
 from softfocus.lab.inspect.measure import HIDDEN, MEASURES, measures, picture
 from softfocus.lab.inspect.results import Inspections, read
 from softfocus.lab.inspect.run import inspect
-from softfocus.lab.recipe import load
-from softfocus.lab.results import MODEL, RUN
-from softfocus.lab.train import train
+from softfocus.lab.recipes.loading import load
+from softfocus.lab.run_folder.files import MODEL, RUN
+from softfocus.lab.train.run import train
 
 LAYOUT = (
     'model.layout={ "*" = [{ mechanism = "softmax", window = 8, heads = 1 }, { mechanism = "lssar", rope = 0.0 }] }'

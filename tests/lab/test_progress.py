@@ -4,7 +4,7 @@ import pytest
 
 from softfocus.lab import progress
 from softfocus.lab.progress import Display, Event
-from softfocus.lab.results import Row, Setting
+from softfocus.lab.run_folder.results import Row, Setting
 
 
 def test_a_log_gets_a_line_every_ten_seconds(

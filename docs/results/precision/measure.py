@@ -30,8 +30,9 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 import softfocus.hf
 from softfocus import attention
-from softfocus.lab.results import write_atomically
-from softfocus.reference import FREE_ROWS, sharpen, unit
+from softfocus.lab.run_folder.disk import write_atomically
+from softfocus.mechanism import FREE_ROWS
+from softfocus.reference import sharpen, unit
 
 MECHANISMS = {
     "softmax": None,

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from softfocus.backends import tiled, triton
+from softfocus.contract import GRADIENTS, Call
 from softfocus.mechanism import Mechanism
-from softfocus.reference import Problem
-from softfocus.visibility import UNLIMITED, Cache, Visibility
+from softfocus.visibility import UNLIMITED, Visibility
 from softfocus.warn import warn
 
 ROWS = 128
@@ -38,94 +38,65 @@ Result = TypeVar("Result")
 _refused: dict[Hashable, str | None] = {}
 """Kind and direction -> None, or why the kernels are not taken."""
 
-rows_kept = triton.rows_kept
+CARRIES, rows_kept = triton.CARRIES, triton.rows_kept
 
 
-def forward(problem: Problem, visibility: Visibility, mechanism: Mechanism, seed: int) -> tuple[Tensor, Tensor]:
-    """As the Triton backend's; as the tiled backend's where that one is refused."""
-    if _fails("forward", problem, visibility, mechanism, seed):
-        out, statistics = tiled.forward(problem, visibility, mechanism, seed)
-        rows = statistics.new_zeros(rows_kept(mechanism, problem.value), *statistics.shape[1:])
-        rows[: len(statistics)] = statistics
-        return out, rows
-    return triton.forward(problem, visibility, mechanism, seed)
-
-
-def backward(
-    grad: Tensor,
-    problem: Problem,
-    visibility: Visibility,
-    mechanism: Mechanism,
-    seed: int,
-    bias_grad: bool,
-    out: Tensor,
-    rows: Tensor,
-) -> tuple[Tensor | None, ...]:
-    """As the Triton backend's; as the tiled backend's where that one is refused."""
-    forward_fails = _fails("forward", problem, visibility, mechanism, seed)
-    if forward_fails or _fails("backward", problem, visibility, mechanism, seed):
-        return tiled.backward(grad, problem, visibility, mechanism, seed, bias_grad)
-    return triton.backward(grad, problem, visibility, mechanism, seed, bias_grad, out, rows)
-
-
-def prepare(
-    problem: Problem, visibility: Visibility, mechanism: Mechanism
-) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
-    """The Triton backend's, once the kind has been seen to be right."""
-    right = _refused.get(("forward", _kind(problem, visibility, mechanism)), "not seen yet") is None
-    return triton.prepare(problem, visibility, mechanism) if right else None
-
-
-def attend_cache(problem: Problem, cache: Cache, left: int, mechanism: Mechanism) -> Tensor:
-    """As the Triton backend's; sequence by sequence on the tiled backend where that one is refused.
+def forward(call: Call) -> tuple[Tensor, Tensor]:
+    """As the Triton backend's; as the tiled backend's where that one is refused.
 
     Raises:
-        RuntimeError: a CUDA graph is captured, and the kernels are refused: the tiled backend waits for the device.
+        RuntimeError: a CUDA graph of a cache is captured, and the kernels are refused: the tiled backend waits for the device.
     """
-    query = problem.query
-    if not query.numel():
-        return triton.attend_cache(problem, cache, left, mechanism)
-    kind = "cache", _kind(problem, Visibility(query.size(2), 0, left, 0), mechanism), cache.page_table is None
-    if kind not in _refused and not _capturing(query):
-        b = int(cache.lengths.argmax())
-
-        def compared() -> Iterator[Compared]:
-            same, exact = (_sequence(b, problem, cache, left, mechanism, double) for double in (False, True))
-            got = _of_kernels(lambda: triton.attend_cache(problem, cache, left, mechanism))
-            yield got[b : b + 1], same, exact, _largest(exact)
-
-        _judge(kind, mechanism, compared)
-    if not _refused.get(kind):
-        return triton.attend_cache(problem, cache, left, mechanism)
-    if _capturing(query):
+    if not call.query.numel() or not _fails("forward", call):
+        return triton.forward(call)
+    if call.cache is None:
+        out, statistics = tiled.forward(call)
+    elif _capturing(call.query):
         raise RuntimeError(
             "softfocus: the Triton kernels are refused for this call, and what runs instead cannot be captured"
         )
-    return torch.cat([_sequence(b, problem, cache, left, mechanism) for b in range(query.size(0))])
+    else:
+        parts = [tiled.forward(_sequence(b, call)) for b in range(call.query.size(0))]
+        out, statistics = (torch.cat(some, dim) for some, dim in zip(zip(*parts, strict=True), (0, 1), strict=True))
+    rows = statistics.new_zeros(rows_kept(call), *statistics.shape[1:])
+    rows[: len(statistics)] = statistics
+    return out, rows
 
 
-def refusal(problem: Problem, visibility: Visibility, mechanism: Mechanism) -> str | None:
+def backward(call: Call, grad: Tensor, bias_grad: bool, out: Tensor, rows: Tensor) -> dict[str, Tensor]:
+    """As the Triton backend's; as the tiled backend's where that one is refused."""
+    if _fails("forward", call) or _fails("backward", call):
+        return tiled.backward(call, grad, bias_grad)
+    return triton.backward(call, grad, bias_grad, out, rows)
+
+
+def prepare(call: Call) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+    """The Triton backend's, once the kind has been seen to be right."""
+    right = _refused.get(("forward", _kind(call)), "not seen yet") is None
+    return triton.prepare(call) if right else None
+
+
+def refusal(call: Call) -> str | None:
     """Why the kernels are not taken for this kind, or None. None also where nothing has been compared yet."""
-    kind = _kind(problem, visibility, mechanism)
+    kind = _kind(call)
     return next((why for way in ("forward", "backward") if (why := _refused.get((way, kind)))), None)
 
 
-def seen(problem: Problem, visibility: Visibility, mechanism: Mechanism) -> str:
+def seen(call: Call) -> str:
     """What is known of this kind, as text for ``explain()``."""
-    kind = _kind(problem, visibility, mechanism)
+    kind = _kind(call)
     ways = [way for way in ("forward", "backward") if _refused.get((way, kind), "not seen yet") is None]
     return f"{' and '.join(ways)} seen to agree with 'tiled' here" if ways else "the first call is held against 'tiled'"
 
 
-def _fails(way: str, problem: Problem, visibility: Visibility, mechanism: Mechanism, seed: int) -> bool:
+def _fails(way: str, call: Call) -> bool:
     """Whether a direction ("forward" or "backward") of this kind is refused. Compares it at the first call."""
-    kind = way, _kind(problem, visibility, mechanism)
+    kind = way, _kind(call)
     if kind not in _refused:
-        if _capturing(problem.query) or not (problem.query.numel() and problem.key.numel()):
+        if _capturing(call.query) or not (call.query.numel() and call.key.numel()):
             return False  # a captured graph gives no numbers to compare, an empty tensor neither
-        part, sight = _part_of(problem, visibility)
-        looks = _forwards if way == "forward" else _backwards
-        _judge(kind, mechanism, lambda: looks(part, sight, mechanism, seed))
+        looks = _backwards if way == "backward" else _forwards if call.cache is None else _longest
+        _judge(kind, call.mechanism, lambda: looks(call))
     return _refused.get(kind) is not None
 
 
@@ -151,30 +122,37 @@ def _of_kernels(run: Callable[[], Result]) -> Result:
         ) from error
 
 
-def _forwards(part: Problem, sight: Visibility, mechanism: Mechanism, seed: int) -> Iterator[Compared]:
-    same, exact = (tiled.forward(numbers, sight, mechanism, seed)[0] for numbers in (part, _in_double(part)))
-    yield _of_kernels(lambda: triton.forward(part, sight, mechanism, seed)[0]), same, exact, _largest(exact)
+def _forwards(call: Call) -> Iterator[Compared]:
+    part = _part_of(call)
+    same, exact = (tiled.forward(numbers)[0] for numbers in (part, _in_double(part)))
+    yield _of_kernels(lambda: triton.forward(part)[0]), same, exact, _largest(exact)
 
 
-def _backwards(part: Problem, sight: Visibility, mechanism: Mechanism, seed: int) -> Iterator[Compared]:
+def _longest(call: Call) -> Iterator[Compared]:
+    """Of a cache its longest sequence."""
+    assert call.cache is not None
+    b = int(call.cache.lengths.argmax())
+    one = _sequence(b, call)
+    same, exact = (tiled.forward(numbers)[0] for numbers in (one, _in_double(one)))
+    got = _of_kernels(lambda: triton.forward(call)[0])
+    yield got[b : b + 1], same, exact, _largest(exact)
+
+
+def _backwards(call: Call) -> Iterator[Compared]:
+    part = _part_of(call)
     bias_grad = part.bias is not None
     generator = torch.Generator().manual_seed(0)
     shape = (*part.query.shape[:3], part.value.size(-1))
     grad = torch.randn(shape, generator=generator, dtype=torch.float64).to(part.query)
-    same = tiled.backward(grad, part, sight, mechanism, seed, bias_grad)
-    exact = tiled.backward(grad.double(), _in_double(part), sight, mechanism, seed, bias_grad)
-    sizes = _sizes_of_sums(grad, part, sight, mechanism, seed)
-
-    def gradients() -> tuple[Tensor | None, ...]:
-        out, rows = triton.forward(part, sight, mechanism, seed)
-        return triton.backward(grad, part, sight, mechanism, seed, bias_grad, out, rows)
-
-    for number, (g, s, e) in enumerate(zip(_of_kernels(gradients), same, exact, strict=True)):
-        if g is not None and s is not None and e is not None:
-            yield g, s, e, max(_largest(e), sizes.get(number, 0.0))
+    same = tiled.backward(part, grad, bias_grad)
+    exact = tiled.backward(_in_double(part), grad.double(), bias_grad)
+    sizes = _sizes_of_sums(part, grad)
+    got = _of_kernels(lambda: triton.backward(part, grad, bias_grad, *triton.forward(part)))
+    for name in exact:
+        yield got[name], same[name], exact[name], max(_largest(exact[name]), sizes.get(name, 0.0))
 
 
-def _sizes_of_sums(grad: Tensor, part: Problem, sight: Visibility, mechanism: Mechanism, seed: int) -> dict[int, float]:
+def _sizes_of_sums(part: Call, grad: Tensor) -> dict[str, float]:
     """Sums of absolute terms, of the gradients of query, key, bias and head_scale: sums that cancel, for many mechanisms and
     keys to nothing, so that their own size says nothing of their rounding.
 
@@ -184,11 +162,10 @@ def _sizes_of_sums(grad: Tensor, part: Problem, sight: Visibility, mechanism: Me
     query, key = double.query, double.key.repeat_interleave(part.query.size(1) // part.key.size(1), 1)
     shape = (*query.shape[:3], key.size(2))
     each = (query.new_zeros(()) if double.bias is None else double.bias).expand(shape).contiguous()
-    terms = tiled.backward(grad.double(), double._replace(bias=each), sight, mechanism, seed, True)[3]
-    assert terms is not None
+    terms = tiled.backward(double._replace(bias=each), grad.double(), True)["bias"]
     terms = terms.abs().nan_to_num(0.0, 0.0, 0.0)
-    scale = abs(part.scale) * math.log(max(sight.key_length, 3))
-    if mechanism.similarity == "dot":
+    scale = abs(part.scale) * math.log(max(part.visibility.key_length, 3))
+    if part.mechanism.similarity == "dot":
         of_query, of_key = terms @ key.abs(), terms.mT @ query.abs()
         largest = scale * float(query.norm(dim=-1).max() * key.norm(dim=-1).max())  # of |s|, by Cauchy and Schwarz
     else:
@@ -198,10 +175,10 @@ def _sizes_of_sums(grad: Tensor, part: Problem, sight: Visibility, mechanism: Me
     if double.head_scale is not None:
         scale *= float(double.head_scale.abs().max())
     return {
-        0: scale * _largest(of_query) / 8,
-        1: scale * _largest(of_key) / 8,
-        3: 0.0 if part.bias is None else _largest(terms.sum_to_size(part.bias.shape)),
-        4: _largest(terms.sum((0, 2, 3))) * largest,
+        "query": scale * _largest(of_query) / 8,
+        "key": scale * _largest(of_key) / 8,
+        "bias": 0.0 if part.bias is None else _largest(terms.sum_to_size(part.bias.shape)),
+        "head_scale": _largest(terms.sum((0, 2, 3))) * largest,
     }
 
 
@@ -253,10 +230,10 @@ def _largest(x: Tensor) -> float:
     return float(finite.abs().max()) if finite.numel() else 0.0
 
 
-def _part_of(problem: Problem, visibility: Visibility) -> tuple[Problem, Visibility]:
+def _part_of(call: Call) -> Call:
     """The last queries of one sequence and of the heads that share one head of keys, and all keys that they may see; of few
     queries those of all heads, and of some sequences."""
-    query, key, value, bias, head_scale, power = problem[:6]
+    query, key, value, visibility = call.query, call.key, call.value, call.visibility
     group = query.size(1) // key.size(1)
     batch, heads, first = 1, group, max(0, query.size(2) - max(ROWS, FEW_ROWS // group + 1))
     if group * query.size(2) <= FEW_ROWS:
@@ -267,47 +244,46 @@ def _part_of(problem: Problem, visibility: Visibility) -> tuple[Problem, Visibil
         return None if x is None else x[:batch, :heads, first if x.size(2) > 1 else 0 :]
 
     masks = (None if x is None else x[:batch] for x in (visibility.key_mask, visibility.document_ids))
-    sight = Visibility(
-        query.size(2) - first, key.size(2), visibility.left, visibility.right, part(visibility.mask), *masks
+    head_scale, power = (None if x is None else x[:heads] for x in (call.head_scale, call.power))
+    return call._replace(
+        query=query[:batch, :heads, first:],
+        key=key[:batch, : heads // group],
+        value=value[:batch, : heads // group],
+        visibility=Visibility(
+            query.size(2) - first, key.size(2), visibility.left, visibility.right, part(visibility.mask), *masks
+        ),
+        bias=part(call.bias),
+        head_scale=head_scale,
+        power=power,
     )
-    learned = (None if x is None else x[:heads] for x in (head_scale, power))
-    key, value = (x[:batch, : heads // group] for x in (key, value))
-    tensors = (query[:batch, :heads, first:], key, value, part(bias), *learned)
-    like: Any = problem
-    return like._replace(**dict(zip(Problem._fields, tensors, strict=False))), sight
 
 
-def _in_double(problem: Problem) -> Problem:
-    like: Any = problem
-    return like._replace(**{n: x.double() for n, x in zip(Problem._fields, problem[:6], strict=False) if x is not None})
+def _in_double(call: Call) -> Call:
+    like: Any = call
+    given = {name: x for name in GRADIENTS if (x := getattr(call, name)) is not None}
+    return like._replace(**{name: x.double() for name, x in given.items()})
 
 
-def _sequence(b: int, problem: Problem, cache: Cache, left: int, mechanism: Mechanism, double: bool = False) -> Tensor:
-    """out [1, H, Lq, Dv] of one sequence of a cache, by the tiled backend. Waits for the device."""
-    query, key, value = problem.query[b : b + 1], problem.key, problem.value
-    most = key.size(2) * (1 if cache.page_table is None else cache.page_table.size(1))
-    length = int(cache.lengths[b].clamp(0, most))
-    one = problem._replace(
-        query=query, key=cache.of_sequence(key, b, length), value=cache.of_sequence(value, b, length)
-    )
-    sight = Visibility(query.size(2), length, left, 0)
-    return tiled.forward(_in_double(one) if double else one, sight, mechanism, 0)[0]
+def _sequence(b: int, call: Call) -> Call:
+    """One sequence of a cache. Waits for the device."""
+    assert call.cache is not None
+    return call.of_sequence(b, int(call.cache.lengths[b].clamp(0, call.visibility.key_length)))
 
 
-def _kind(problem: Problem, visibility: Visibility, mechanism: Mechanism) -> Hashable:
+def _kind(call: Call) -> Hashable:
     """What decides which kernels run, but for sizes that they are told when they run, and for their tiles.
 
     With few queries the keys may be split among programs, which depends on how many keys and heads there are.
     """
-    query, key, value = problem.query, problem.key, problem.value
+    query, key, visibility = call.query, call.key, call.visibility
     few = query.size(1) // max(key.size(1), 1) * query.size(2) <= FEW_ROWS
     group = few and (key.size(2).bit_length(), (key.size(0) * key.size(1)).bit_length())
-    bias = None if problem.bias is None else tuple(size == 1 for size in problem.bias.shape)
-    given = (problem.head_scale, problem.power, visibility.mask, visibility.key_mask, visibility.document_ids)
+    bias = None if call.bias is None else tuple(size == 1 for size in call.bias.shape)
+    given = (call.head_scale, call.power, visibility.mask, visibility.key_mask, visibility.document_ids)
     return (
-        query.device, query.dtype, query.size(-1), value.size(-1), triton.compiled_as(mechanism), group, bias,
+        query.device, query.dtype, query.size(-1), call.value.size(-1), triton.compiled_as(call.mechanism), group, bias,
         *(x is not None for x in given), visibility.left != UNLIMITED, visibility.right != UNLIMITED,
-        bool(problem.dropout_p),
+        bool(call.dropout.p), call.cache and call.cache.page_table is None,
     )  # fmt: skip
 
 

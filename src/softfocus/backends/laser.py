@@ -5,9 +5,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from softfocus.mechanism import Mechanism
+from softfocus.mechanism import FREE_ROWS, Mechanism
 from softfocus.pointwise import POINTWISE
-from softfocus.reference import FREE_ROWS
 from softfocus.rows import Rows
 
 # A product loses the weights that are too small for float32: a million of them, of up to 1e-38 each, on values up to

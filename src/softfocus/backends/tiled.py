@@ -10,26 +10,34 @@ from torch import Tensor
 
 from softfocus import rows as rowwise
 from softfocus.backends.laser import Logarithms, ShiftedExponential
-from softfocus.backends.tiles import Gradients, chunks
-from softfocus.mechanism import Mechanism
-from softfocus.reference import Problem, compute_dtype
-from softfocus.visibility import Visibility
+from softfocus.backends.tiles import chunks, zero_gradients
+from softfocus.contract import FLOATING, Call, Carries, compute_dtype
+from softfocus.pointwise import POINTWISE
+
+CARRIES = Carries(
+    similarity=("dot", "cosine"),
+    length_scale=("1", "log(N)", "log512(N)"),
+    score_bias=("0", "-log(N)", "-log(L)"),
+    phi=tuple(POINTWISE),
+    normaliser=("l1", "none", "1/N", "1/L", "1/sqrt(N/2)"),
+    post=("none", "negate", "recentre", "recentre+l1"),
+    power=True,
+    laser=True,
+    dtypes=FLOATING,
+    devices=("any",),
+    features=("bias", "head_scale", "power", "mask", "key_mask", "document_ids", "dropout"),
+)
 
 
-def supports(problem: Problem, visibility: Visibility, mechanism: Mechanism) -> str | None:
-    """Every call."""
-    return None
-
-
-def forward(problem: Problem, visibility: Visibility, mechanism: Mechanism, seed: int) -> tuple[Tensor, Tensor]:
+def forward(call: Call) -> tuple[Tensor, Tensor]:
     """out [B, H, Lq, Dv] and the row statistics [4, B, H, Lq]."""
-    query, value = problem.query, problem.value
+    query, value, mechanism, seed = call.query, call.value, call.mechanism, call.dropout.number
     dtype = compute_dtype(query.dtype)
     out = query.new_zeros(*query.shape[:3], value.size(-1))
     statistics = query.new_zeros(4, *query.shape[:3], dtype=dtype)
-    if visibility.key_length == 0:
+    if call.visibility.key_length == 0:
         statistics[1:3] = -torch.inf
-    for chunk in chunks(problem, visibility, mechanism):
+    for chunk in chunks(call):
         exponential = ShiftedExponential(chunk.value) if mechanism.laser else None
         for tile in chunk.tiles():
             rows = chunk.rows(tile)
@@ -47,17 +55,10 @@ def forward(problem: Problem, visibility: Visibility, mechanism: Mechanism, seed
     return out, statistics
 
 
-def backward(
-    grad: Tensor,
-    problem: Problem,
-    visibility: Visibility,
-    mechanism: Mechanism,
-    seed: int,
-    bias_grad: bool,
-) -> tuple[Tensor | None, ...]:
-    """Gradients of query, key, value, bias, head_scale and power; None where there is nothing to differentiate."""
-    grads = Gradients.zeros(problem, bias_grad)
-    for chunk in chunks(problem, visibility, mechanism):
+def backward(call: Call, grad: Tensor, bias_grad: bool) -> dict[str, Tensor]:
+    """Gradients by name. The scores are made again."""
+    grads, mechanism, seed = zero_gradients(call, bias_grad), call.mechanism, call.dropout.number
+    for chunk in chunks(call):
         key_grad, value_grad = torch.zeros_like(chunk.key), torch.zeros_like(chunk.value)
         exponential = ShiftedExponential(chunk.value) if mechanism.laser else None
         for tile in chunk.tiles():
@@ -86,12 +87,12 @@ def backward(
                 tile.count,
                 mechanism,
                 chunk.power,
-                visibility.key_length,
+                call.visibility.key_length,
             )
             if exponential is not None and exact is not None:
                 score_grad = chunk.unflat(logs.correct(chunk.flat(score_grad), power_grad, *exact))
             chunk.score_backward(tile, score_grad, key_grad, grads)
-            if power_grad is not None and grads.power is not None:
-                grads.power[chunk.heads] += power_grad.sum((0, 3, 4)).flatten()
+            if power_grad is not None and "power" in grads:
+                grads["power"][chunk.heads] += power_grad.sum((0, 3, 4)).flatten()
         chunk.finish(key_grad, value_grad, grads)
-    return tuple(None if g is None or x is None else g.to(x.dtype) for g, x in zip(grads, problem[:6], strict=True))
+    return {name: x.to(getattr(call, name).dtype) for name, x in grads.items()}

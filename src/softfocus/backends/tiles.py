@@ -1,16 +1,14 @@
-"""A problem cut into tiles: what the tiled backend's forward and backward walk over."""
+"""A call cut into tiles: what the tiled backend's forward and backward walk over."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from softfocus import dropout
 from softfocus import rows as rowwise
-from softfocus.mechanism import Mechanism
-from softfocus.reference import Problem, compute_dtype, row_scale, score_bias
+from softfocus.contract import GRADIENTS, Call, compute_dtype
 from softfocus.rows import Rows
 from softfocus.visibility import Visibility
 
@@ -21,27 +19,16 @@ TILE_LIMIT = 1 << 23
 """Most scores of a tile, however long the rows: 32 MiB of float32. Fewer rows, down to one, keep to it."""
 
 
-class Gradients(NamedTuple):
-    """Of a problem's tensors, in its order; what is summed over tiles is held in the compute dtype."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    bias: Tensor | None
-    head_scale: Tensor | None
-    power: Tensor | None
-
-    @classmethod
-    def zeros(cls, problem: Problem, bias_grad: bool) -> "Gradients":
-        """Of a problem; without the bias's unless it is wanted."""
-        dtype = compute_dtype(problem.query.dtype)
-
-        def zeros(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-            return None if x is None else torch.zeros(x.shape, dtype=dtype, device=x.device)
-
-        query, key, value = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in problem[:3])
-        bias = zeros(problem.bias, dtype) if bias_grad else None
-        return cls(query, key, value, bias, zeros(problem.head_scale, dtype), zeros(problem.power, dtype))
+def zero_gradients(call: Call, bias_grad: bool) -> dict[str, Tensor]:
+    """Of a call's tensors, the bias's only if wanted; what is summed over tiles is held in the compute dtype."""
+    wide = compute_dtype(call.query.dtype)
+    given = {name: getattr(call, name) for name in GRADIENTS if name != "bias" or bias_grad}
+    summed = ("bias", "head_scale", "power")
+    return {
+        name: torch.zeros(x.shape, dtype=wide if name in summed else x.dtype, device=x.device)
+        for name, x in given.items()
+        if x is not None
+    }
 
 
 @dataclass
@@ -61,14 +48,15 @@ class Tile:
     factor: Tensor  # [b, h, G, R, 1], c_i without the head's own
 
 
-def chunks(problem: Problem, visibility: Visibility, mechanism: Mechanism) -> Iterator["Chunk"]:
+def chunks(call: Call) -> Iterator["Chunk"]:
     """Batches and heads in groups that keep a tile near TILE_ELEMENTS."""
-    if problem.query.numel() == 0 or problem.key.size(2) == 0:
+    visibility = call.visibility
+    if call.query.numel() == 0 or call.key.size(2) == 0:
         return
-    batch, heads = problem.query.shape[:2]
-    key_heads = problem.key.size(1)
+    batch, heads = call.query.shape[:2]
+    key_heads = call.key.size(1)
     groups = heads // key_heads
-    count = visibility.count(problem.query.device).to(compute_dtype(problem.query.dtype))
+    count = visibility.count(call.query.device).to(compute_dtype(call.query.dtype))
     low, high = visibility.span(max(0, visibility.query_length - TILE_ROWS), visibility.query_length)
     row = max(1, groups * (high - low))
     rows = max(1, min(TILE_ROWS, visibility.query_length, TILE_LIMIT // row))
@@ -78,40 +66,31 @@ def chunks(problem: Problem, visibility: Visibility, mechanism: Mechanism) -> It
     for b in range(0, batch, batch_step):
         for h in range(0, key_heads, head_step):
             batches, some_heads = slice(b, min(b + batch_step, batch)), slice(h, min(h + head_step, key_heads))
-            yield Chunk(problem, visibility, mechanism, count, batches, some_heads, rows)
+            yield Chunk(call, count, batches, some_heads, rows)
 
 
 class Chunk:
-    """Some batches and key heads of a problem, with their keys and values ready for the products."""
+    """Some batches and key heads of a call, with their keys and values ready for the products."""
 
-    def __init__(
-        self,
-        problem: Problem,
-        visibility: Visibility,
-        mechanism: Mechanism,
-        count: Tensor,
-        batches: slice,
-        key_heads: slice,
-        tile_rows: int,
-    ):
-        self.problem, self.visibility, self.mechanism = problem, visibility, mechanism
+    def __init__(self, call: Call, count: Tensor, batches: slice, key_heads: slice, tile_rows: int):
+        self.call, self.visibility, self.mechanism = call, call.visibility, call.mechanism
         self.batches, self.key_heads, self.tile_rows = batches, key_heads, tile_rows
-        self.groups = problem.query.size(1) // problem.key.size(1)
+        self.groups = call.query.size(1) // call.key.size(1)
         self.heads = slice(key_heads.start * self.groups, key_heads.stop * self.groups)
-        self.dtype = compute_dtype(problem.query.dtype)
+        self.dtype = compute_dtype(call.query.dtype)
         self.shape = (batches.stop - batches.start, key_heads.stop - key_heads.start, self.groups)
         self.count = self._five(count[..., None])
         # contiguous: a product would copy a [B, L, H, D] view every time
-        key = problem.key[batches, key_heads].to(self.dtype).contiguous()
-        value = problem.value[batches, key_heads].to(self.dtype).contiguous()
+        key = call.key[batches, key_heads].to(self.dtype).contiguous()
+        value = call.value[batches, key_heads].to(self.dtype).contiguous()
         # Products run on finite stand-ins: an invisible NaN times a weight of 0 would be NaN.
         self.broken_key = _broken_rows(key)
         self.broken_value = None if _all_finite(value) else ~value.isfinite()
         self.value = value if self.broken_value is None else value.masked_fill(self.broken_value, 0.0)
         self.key, self.key_norm = self._direction(_mended(key, self.broken_key))
-        head_scale, power = problem.head_scale, problem.power
+        head_scale, power = call.head_scale, call.power
         self.head_scale = None if head_scale is None else self._per_head(head_scale)
-        self.power: Tensor | float | None = mechanism.power if power is None else self._per_head(power)
+        self.power: Tensor | float | None = call.mechanism.power if power is None else self._per_head(power)
 
     def tiles(self) -> Iterator[Tile]:
         """Blocks of query rows, first to last."""
@@ -127,10 +106,10 @@ class Chunk:
             common: Tensor | slice | None = None
             if self.mechanism.laser:
                 common = _common(visibility, start, stop, low, high, visible, count, self.shape)
-            query = self.take(self.problem.query, start, stop)
+            query = self.take(self.call.query, start, stop)
             broken = _broken_rows(query)
             query, norm = self._direction(_mended(query, broken))
-            factor = row_scale(self.mechanism, self.problem.scale, count)
+            factor = self.call.scale * rowwise.length_scale(self.mechanism.length_scale, count)
             yield Tile(
                 start, stop, low, high, visible, common, count.expand(*self.shape, -1, 1), query, broken, norm, factor
             )
@@ -141,49 +120,49 @@ class Chunk:
         scores = (self.flat(scaled) @ self.key[..., tile.low : tile.high, :].mT).view(
             *self.shape, -1, tile.high - tile.low
         )
-        row_bias = score_bias(self.mechanism, tile.count, self.visibility.key_length)
-        if isinstance(row_bias, Tensor) or row_bias != 0.0:
+        row_bias = rowwise.score_bias(self.mechanism.score_bias, tile.count, self.visibility.key_length)
+        if row_bias is not None:
             scores += row_bias
-        if self.problem.bias is not None:
-            scores += self._bias(self.problem.bias, tile)
+        if self.call.bias is not None:
+            scores += self._bias(self.call.bias, tile)
         if tile.broken is not None:
             scores.masked_fill_(self.unflat(tile.broken), torch.nan)
         if self.broken_key is not None:
             scores.masked_fill_(self.broken_key[..., tile.low : tile.high, :].mT.unsqueeze(2), torch.nan)
         return rowwise.forward(scores, tile.visible, tile.count, self.mechanism, self.power, self.visibility.key_length)
 
-    def score_backward(self, tile: Tile, score_grad: Tensor, key_grad: Tensor, grads: Gradients) -> None:
+    def score_backward(self, tile: Tile, score_grad: Tensor, key_grad: Tensor, grads: dict[str, Tensor]) -> None:
         """dL/ds of a tile into the gradients of query, key, bias and head_scale."""
         query = tile.query
-        if grads.bias is not None:
-            target = self._bias(grads.bias, tile, keep_shape=True)
+        if "bias" in grads:
+            target = self._bias(grads["bias"], tile, keep_shape=True)
             target += score_grad.flatten(1, 2).sum_to_size(target.shape)
         flat = self.flat(score_grad)
         key_grad[..., tile.low : tile.high, :] += flat.mT @ self.flat(self.unflat(query) * self._full_factor(tile))
         plain = self.unflat(flat @ self.key[..., tile.low : tile.high, :]) * tile.factor  # without the head's factor
-        if grads.head_scale is not None:
-            grads.head_scale[self.heads] += (plain * self.unflat(query)).sum((0, 3, 4)).flatten()
+        if "head_scale" in grads:
+            grads["head_scale"][self.heads] += (plain * self.unflat(query)).sum((0, 3, 4)).flatten()
         if self.head_scale is not None:
             plain = plain * self.head_scale
         if tile.query_norm is not None:
             plain = _direction_backward(self.flat(plain), query, tile.query_norm)
             plain = self.unflat(plain)
-        self.view(grads.query, tile.start, tile.stop).copy_(plain)
+        self.view(grads["query"], tile.start, tile.stop).copy_(plain)
 
-    def finish(self, key_grad: Tensor, value_grad: Tensor, grads: Gradients) -> None:
+    def finish(self, key_grad: Tensor, value_grad: Tensor, grads: dict[str, Tensor]) -> None:
         """Write the gradients of this chunk's keys and values."""
         if self.key_norm is not None:
             key_grad = _direction_backward(key_grad, self.key, self.key_norm)
-        grads.key[self.batches, self.key_heads] = key_grad.to(grads.key.dtype)
-        grads.value[self.batches, self.key_heads] = value_grad.to(grads.value.dtype)
+        grads["key"][self.batches, self.key_heads] = key_grad.to(grads["key"].dtype)
+        grads["value"][self.batches, self.key_heads] = value_grad.to(grads["value"].dtype)
 
     def kept(self, tile: Tile, seed: int) -> Tensor | None:
         """What dropout multiplies the weights with: 0 or 1 / (1 - p)."""
-        p = self.problem.dropout_p
+        p = self.call.dropout.p
         if p == 0.0:
             return None
         batch, head = (torch.arange(x.start, x.stop, device=self.key.device) for x in (self.batches, self.heads))
-        places = (batch[:, None] * self.problem.query.size(1) + head).view(self.shape)
+        places = (batch[:, None] * self.call.query.size(1) + head).view(self.shape)
         return dropout.factors(seed, p, places, (tile.start, tile.stop), (tile.low, tile.high), self.dtype)
 
     def take(self, x: Tensor, start: int, stop: int) -> Tensor:

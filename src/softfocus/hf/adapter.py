@@ -13,7 +13,7 @@ from softfocus.hf.masks import EAGER, expected_by
 from softfocus.hf.rotary import at_first_window
 from softfocus.hf.watch import Call, listeners
 from softfocus.layout import Heads
-from softfocus.reference import default_scale
+from softfocus.mechanism import default_scale
 from softfocus.visibility import document_ids_from_lengths
 
 _REFUSED = {

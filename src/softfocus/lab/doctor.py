@@ -19,8 +19,8 @@ from rich.table import Table
 from rich.text import Text
 
 from softfocus._version import __version__
-from softfocus.lab import provenance
-from softfocus.lab.results import Machine
+from softfocus.lab.run_folder import provenance
+from softfocus.lab.run_folder.results import Machine
 
 Status = Literal["ok", "note", "fail"]
 
@@ -234,7 +234,7 @@ def _compilers() -> list[Check]:
 
 
 def _disk() -> list[Check]:
-    from softfocus.lab.tokens import CACHE, default_cache
+    from softfocus.lab.data.tokens import CACHE, default_cache
 
     found = []
     for name, folder in (("token cache", default_cache()), ("runs", Path("runs").resolve())):
@@ -250,9 +250,9 @@ def _disk() -> list[Check]:
 
 
 def _corpus() -> list[Check]:
-    from softfocus.lab.corpus import Corpus
+    from softfocus.lab.data.corpus import Corpus
+    from softfocus.lab.data.listing import STDLIB
     from softfocus.lab.errors import LabError
-    from softfocus.lab.listing import STDLIB
 
     try:
         files = Corpus(STDLIB).files

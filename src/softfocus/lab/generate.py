@@ -9,9 +9,9 @@ from pydantic import BaseModel
 from transformers import TextStreamer, set_seed
 
 from softfocus.lab import model as models
+from softfocus.lab.data.tokenizer import Encoder
 from softfocus.lab.errors import LabError, UsageError
-from softfocus.lab.results import load_run
-from softfocus.lab.tokenizer import Encoder
+from softfocus.lab.run_folder.files import load_run
 
 _COLDEST = 1e-6  # colder, logits divided by it may not fit float32; by then the likeliest token is as good as certain
 

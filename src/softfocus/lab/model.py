@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import softfocus.hf
-from softfocus.lab import tokenizer
+from softfocus.lab.data import tokenizer
 from softfocus.lab.errors import LabError, did_you_mean, first_line
-from softfocus.lab.manifest import MANIFEST, flaw
-from softfocus.lab.recipe import Recipe
-from softfocus.lab.results import MODEL, RECIPE
+from softfocus.lab.recipes.recipe import Recipe
+from softfocus.lab.run_folder.files import MODEL, RECIPE
+from softfocus.lab.run_folder.manifest import MANIFEST, flaw
 from softfocus.layout import Layout
 
 

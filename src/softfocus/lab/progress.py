@@ -11,7 +11,7 @@ from typing import Literal
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from softfocus.lab.results import Row
+from softfocus.lab.run_folder.results import Row
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from softfocus import catalog, functional, validation
-from softfocus.mechanism import Mechanism
-from softfocus.reference import default_scale, row_scale
+from softfocus.mechanism import Mechanism, default_scale
+from softfocus.reference import row_scale
 from softfocus.testing.cases import Case
 from softfocus.visibility import Visibility
 

@@ -16,7 +16,7 @@ import torch
 
 from softfocus import attention
 from softfocus.backends.triton import call
-from softfocus.lab import provenance
+from softfocus.lab.run_folder import provenance
 
 plugin.Launcher.__call__ = lambda self, *arguments: None
 call._programs = lambda device: 264

@@ -35,17 +35,17 @@ Step ternary(const Statement& s, F f) {
 }
 
 // Calls make<T>() for the type of that name.
-#define WITH_INTEGER(name, make)                                                                   \
-  if (name == "s16") return make.template operator()<int16_t>();                                   \
-  if (name == "u16" || name == "b16") return make.template operator()<uint16_t>();                 \
-  if (name == "s32") return make.template operator()<int32_t>();                                   \
-  if (name == "u32" || name == "b32") return make.template operator()<uint32_t>();                 \
-  if (name == "s64") return make.template operator()<int64_t>();                                   \
+#define WITH_INTEGER(name, make)                                                   \
+  if (name == "s16") return make.template operator()<int16_t>();                   \
+  if (name == "u16" || name == "b16") return make.template operator()<uint16_t>(); \
+  if (name == "s32") return make.template operator()<int32_t>();                   \
+  if (name == "u32" || name == "b32") return make.template operator()<uint32_t>(); \
+  if (name == "s64") return make.template operator()<int64_t>();                   \
   if (name == "u64" || name == "b64") return make.template operator()<uint64_t>();
-#define WITH_FLOAT(name, make)                                                                     \
-  if (name == "f32") return make.template operator()<float>();                                     \
-  if (name == "f64") return make.template operator()<double>();                                    \
-  if (name == "f16") return make.template operator()<Half>();                                      \
+#define WITH_FLOAT(name, make)                                  \
+  if (name == "f32") return make.template operator()<float>();  \
+  if (name == "f64") return make.template operator()<double>(); \
+  if (name == "f16") return make.template operator()<Half>();   \
   if (name == "bf16") return make.template operator()<Brain>();
 
 template <class T>
@@ -54,17 +54,22 @@ constexpr bool is_float = !std::is_integral_v<T>;
 // One rounding, whatever the type: float's results are taken in double.
 template <class T>
 T rounded(double x, bool flush) {
-  if constexpr (std::is_same_v<T, float>) return flush ? flushed(float(x)) : float(x);
-  else return T(x);
+  if constexpr (std::is_same_v<T, float>)
+    return flush ? flushed(float(x)) : float(x);
+  else
+    return T(x);
 }
 
 template <class T>
 double taken(T x, bool flush) {
-  if constexpr (std::is_same_v<T, float>) return flush ? flushed(x) : x;
-  else return double(x);
+  if constexpr (std::is_same_v<T, float>)
+    return flush ? flushed(x) : x;
+  else
+    return double(x);
 }
 
-// a b + c rounded once: the exact product of floats fits double, its sum with c may round twice, which 2^-29 of cases see.
+// a b + c rounded once: the exact product of floats fits double, its sum with c may round twice, which 2^-29 of cases
+// see.
 template <class T>
 T fused(T a, T b, T c, bool flush) {
   if constexpr (std::is_same_v<T, float>) {
@@ -92,7 +97,8 @@ template <class T, class F>
 uint64_t on_both(F f, uint64_t a, uint64_t b, uint64_t c) {
   uint64_t result = 0;
   for (int half = 0; half < 2; ++half)
-    result |= (bits_of(T(f(low<T>(a >> 16 * half), low<T>(b >> 16 * half), low<T>(c >> 16 * half)))) & 0xffff) << 16 * half;
+    result |= (bits_of(T(f(low<T>(a >> 16 * half), low<T>(b >> 16 * half), low<T>(c >> 16 * half)))) & 0xffff)
+              << 16 * half;
   return result;
 }
 
@@ -110,13 +116,20 @@ inline Step arithmetic(const Statement& s) {
   auto apply = [=]<class T>(T a, T b, T c) -> T {
     double x = taken(a, flush), y = taken(b, flush);
     switch (op) {
-      case FMA: return fused(a, b, c, flush);
-      case ADD: return rounded<T>(x + y, flush);
-      case SUB: return rounded<T>(x - y, flush);
-      case MUL: return rounded<T>(x * y, flush);
-      case NEG: return rounded<T>(-x, flush);
-      case ABS: return rounded<T>(std::fabs(x), flush);
-      default: return extreme(a, b, op == MAX, nan);
+      case FMA:
+        return fused(a, b, c, flush);
+      case ADD:
+        return rounded<T>(x + y, flush);
+      case SUB:
+        return rounded<T>(x - y, flush);
+      case MUL:
+        return rounded<T>(x * y, flush);
+      case NEG:
+        return rounded<T>(-x, flush);
+      case ABS:
+        return rounded<T>(std::fabs(x), flush);
+      default:
+        return extreme(a, b, op == MAX, nan);
     }
   };
   if (s.type() == "f16x2" || s.type() == "bf16x2") {
@@ -126,7 +139,8 @@ inline Step arithmetic(const Statement& s) {
     return [=](Warp& w, uint32_t mask) {
       auto& r = w.registers;
       each_lane(mask, [&](int l) {
-        r[d][l] = brain ? on_both<Brain>(apply, r[a][l], r[b][l], r[c][l]) : on_both<Half>(apply, r[a][l], r[b][l], r[c][l]);
+        r[d][l] =
+            brain ? on_both<Brain>(apply, r[a][l], r[b][l], r[c][l]) : on_both<Half>(apply, r[a][l], r[b][l], r[c][l]);
       });
     };
   }
@@ -151,7 +165,10 @@ inline Step integers(const Statement& s) {
     if (op == "add") return binary<T, T>(s, [](T a, T b) { return T(U(a) + U(b)); });
     if (op == "sub") return binary<T, T>(s, [](T a, T b) { return T(U(a) - U(b)); });
     if (op == "max" || op == "min")
-      return binary<T, T>(s, [=](T a, T b) { T x = extreme(a, b, op == "max", false); return relu && x < T(0) ? T(0) : x; });
+      return binary<T, T>(s, [=](T a, T b) {
+        T x = extreme(a, b, op == "max", false);
+        return relu && x < T(0) ? T(0) : x;
+      });
     if (op == "div" || op == "rem")
       return binary<T, T>(s, [=](T a, T b) {
         if (b == 0) throw Error("division by zero");
@@ -163,7 +180,8 @@ inline Step integers(const Statement& s) {
       return ternary<T, T>(s, [=](T a, T b, uint64_t c) { return T(U(upper(a, b)) + U(c)); });
     }
     if (op == "mul" && wide) return binary<Wide, T>(s, [](T a, T b) { return Wide(a) * Wide(b); });
-    if (op == "mad" && wide) return ternary<Wide, T>(s, [](T a, T b, uint64_t c) { return Wide(uint64_t(Wide(a) * Wide(b)) + c); });
+    if (op == "mad" && wide)
+      return ternary<Wide, T>(s, [](T a, T b, uint64_t c) { return Wide(uint64_t(Wide(a) * Wide(b)) + c); });
     if (op == "mul") return binary<T, T>(s, [](T a, T b) { return T(U(uint64_t(a) * uint64_t(b))); });
     if (op == "mad") return ternary<T, T>(s, [](T a, T b, uint64_t c) { return T(U(uint64_t(a) * uint64_t(b) + c)); });
     unknown();
@@ -188,7 +206,12 @@ inline Step bitwise(const Statement& s) {
     constexpr uint32_t width = 8 * sizeof(T);
     if (op == "not") return unary<T, T>(s, [](T a) { return T(~a); });
     if (op == "popc") return unary<uint32_t, T>(s, [](T a) { return uint32_t(__builtin_popcountll(a)); });
-    if (op == "brev") return unary<T, T>(s, [](T a) { T r = 0; for (uint32_t n = 0; n < width; ++n) r |= T(a >> n & 1) << (width - 1 - n); return r; });
+    if (op == "brev")
+      return unary<T, T>(s, [](T a) {
+        T r = 0;
+        for (uint32_t n = 0; n < width; ++n) r |= T(a >> n & 1) << (width - 1 - n);
+        return r;
+      });
     if (op == "and") return binary<T, T>(s, [](T a, T b) { return T(a & b); });
     if (op == "or") return binary<T, T>(s, [](T a, T b) { return T(a | b); });
     if (op == "xor") return binary<T, T>(s, [](T a, T b) { return T(a ^ b); });
@@ -244,9 +267,9 @@ enum class Compare { EQ, NE, LT, LE, GT, GE, NUM, NAN_ };
 // Whether a name means it also where one is NaN.
 inline std::pair<Compare, bool> comparison(const std::string& name) {
   static const std::map<std::string, Compare> names = {
-      {"eq", Compare::EQ}, {"ne", Compare::NE}, {"lt", Compare::LT}, {"le", Compare::LE},   {"gt", Compare::GT},
-      {"ge", Compare::GE}, {"lo", Compare::LT}, {"ls", Compare::LE}, {"hi", Compare::GT},   {"hs", Compare::GE},
-      {"num", Compare::NUM}, {"nan", Compare::NAN_}};
+      {"eq", Compare::EQ}, {"ne", Compare::NE}, {"lt", Compare::LT},   {"le", Compare::LE},
+      {"gt", Compare::GT}, {"ge", Compare::GE}, {"lo", Compare::LT},   {"ls", Compare::LE},
+      {"hi", Compare::GT}, {"hs", Compare::GE}, {"num", Compare::NUM}, {"nan", Compare::NAN_}};
   bool unordered = name.size() == 3 && name.back() == 'u';
   auto found = names.find(unordered ? name.substr(0, 2) : name);
   if (found == names.end()) unknown();
@@ -257,13 +280,20 @@ template <class T>
 bool compares(std::pair<Compare, bool> how, T a, T b) {
   auto ordered = [&](auto x, auto y) {
     switch (how.first) {
-      case Compare::EQ: return x == y;
-      case Compare::NE: return x != y;
-      case Compare::LT: return x < y;
-      case Compare::LE: return x <= y;
-      case Compare::GT: return x > y;
-      case Compare::GE: return x >= y;
-      default: return how.first == Compare::NUM;
+      case Compare::EQ:
+        return x == y;
+      case Compare::NE:
+        return x != y;
+      case Compare::LT:
+        return x < y;
+      case Compare::LE:
+        return x <= y;
+      case Compare::GT:
+        return x > y;
+      case Compare::GE:
+        return x >= y;
+      default:
+        return how.first == Compare::NUM;
     }
   };
   if constexpr (is_float<T>) {
@@ -287,7 +317,8 @@ inline Step predicate(const Statement& s) {
       each_lane(mask, [&](int l) {
         for (int half = 0; half < 2; ++half) {
           uint64_t x = w.registers[a][l] >> 16 * half, y = w.registers[b][l] >> 16 * half;
-          w.registers[d.at(half)][l] = brain ? compares(how, low<Brain>(x), low<Brain>(y)) : compares(how, low<Half>(x), low<Half>(y));
+          w.registers[d.at(half)][l] =
+              brain ? compares(how, low<Brain>(x), low<Brain>(y)) : compares(how, low<Half>(x), low<Half>(y));
         }
       });
     };
@@ -416,9 +447,12 @@ inline Step special_function(const Statement& s) {
   auto bits = [](float x) { return std::bit_cast<uint32_t>(x); };
   if (op == "ex2") return unary<float, float>(s, [=](float x) { return exp2_approx(x, flush); });
   if (op == "lg2") return unary<float, float>(s, [=](float x) { return log2_approx(x, flush); });
-  if (op == "sqrt") return flushes([=](float x) { return approximate ? off_by(std::sqrt(double(x)), 0x1p-23, bits(x)) : std::sqrt(x); });
+  if (op == "sqrt")
+    return flushes(
+        [=](float x) { return approximate ? off_by(std::sqrt(double(x)), 0x1p-23, bits(x)) : std::sqrt(x); });
   if (op == "rsqrt") return flushes([=](float x) { return off_by(1 / std::sqrt(double(x)), 0x1p-22, bits(x)); });
-  if (op == "rcp") return flushes([=](float x) { return approximate ? off_by(1 / double(x), 0x1p-23, mantissa(x)) : 1.0f / x; });
+  if (op == "rcp")
+    return flushes([=](float x) { return approximate ? off_by(1 / double(x), 0x1p-23, mantissa(x)) : 1.0f / x; });
   unknown();
 }
 
@@ -453,7 +487,8 @@ inline Step step_of(const Statement& s) {
   if (op == "selp") return selected(s);
   if (op == "cvt") return converted(s);
   if (op == "bar" && s.has("warp")) return [](Warp&, uint32_t) {};
-  if (op == "cvta" && s.has("local") && !s.has("to")) return unary<uint64_t, uint64_t>(s, [](uint64_t a) { return a + LOCAL; });
+  if (op == "cvta" && s.has("local") && !s.has("to"))
+    return unary<uint64_t, uint64_t>(s, [](uint64_t a) { return a + LOCAL; });
   if (op == "ld") return loaded(s);
   if (op == "st") return stored(s);
   if (op == "shfl") return shuffled(s);
@@ -462,7 +497,8 @@ inline Step step_of(const Statement& s) {
   if (op == "ldmatrix") return load_matrix(s);
   if (op == "stmatrix") return store_matrix(s);
   if (op == "mma") return mma(s);
-  if (op == "cp" && s.words[1] == "async" && s.words[2] == "commit_group") return [](Warp& w, uint32_t) { w.copies.commit(); };
+  if (op == "cp" && s.words[1] == "async" && s.words[2] == "commit_group")
+    return [](Warp& w, uint32_t) { w.copies.commit(); };
   if (op == "cp" && s.words[1] == "async" && s.words[2] == "wait_group") {
     int pending = s.operands[0].slot;
     return [=](Warp& w, uint32_t) { w.copies.wait(w.registers[pending][0]); };

@@ -31,9 +31,12 @@ class Kernel {
           block.now = launch.backwards ? warps - 1 - w : w;
           Warp& warp = *all[block.now];
           int stop = until_barrier(warp);
-          if (stop < 0) ++ended;
-          else if (waiting >= 0 && waiting != stop) throw Error("warps wait at different barriers");
-          else waiting = stop;
+          if (stop < 0)
+            ++ended;
+          else if (waiting >= 0 && waiting != stop)
+            throw Error("warps wait at different barriers");
+          else
+            waiting = stop;
         }
         if (ended && waiting >= 0) throw Error("some warps wait at a barrier, others have ended");
         going = waiting >= 0;
@@ -83,7 +86,8 @@ class Kernel {
             throw Error(std::string(e.what()) + "\n  in " + s.text + "\n  of " + s.source);
           }
         } else if (s.words[0] == "bra") {
-          if (acting == mask) next = s.target;
+          if (acting == mask)
+            next = s.target;
           else if (acting) {
             for (int lane = 0; lane < LANES; ++lane)
               if (mask >> lane & 1) warp.at[lane] = acting >> lane & 1 ? s.target : next;

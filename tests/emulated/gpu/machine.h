@@ -1,5 +1,5 @@
-// A block of threads at work: warps that run one after another from barrier to barrier, shared memory that knows who touched it
-// since the last one, and memory outside that belongs to the call's tensors or to nobody.
+// A block of threads at work: warps that run one after another from barrier to barrier, shared memory that knows who
+// touched it since the last one, and memory outside that belongs to the call's tensors or to nobody.
 #pragma once
 
 #include <array>
@@ -74,13 +74,15 @@ struct Block {
   }
 
   void reads(Touched& x, int warp, const char* where) {
-    if (x.written == phase && x.writer != warp) throw Error(race(where, x.writer, "wrote what " + std::to_string(warp) + " reads"));
+    if (x.written == phase && x.writer != warp)
+      throw Error(race(where, x.writer, "wrote what " + std::to_string(warp) + " reads"));
     if (x.read != phase) x.readers = 0;
     x.read = phase, x.readers |= 1 << warp;
   }
 
   void writes(Touched& x, int warp, const char* where) {
-    if (x.written == phase && x.writer != warp) throw Error(race(where, x.writer, "wrote what " + std::to_string(warp) + " writes"));
+    if (x.written == phase && x.writer != warp)
+      throw Error(race(where, x.writer, "wrote what " + std::to_string(warp) + " writes"));
     if (x.read == phase && x.readers & ~(1 << warp)) throw Error(race(where, warp, "writes what another has read"));
     x.written = phase, x.writer = uint16_t(warp);
   }
@@ -98,12 +100,16 @@ struct Block {
   }
 
   void load(uint64_t address, int bytes, void* to, int aligned = 0) {
-    if (address % (aligned ? aligned : bytes)) throw Error("not aligned: " + std::to_string(bytes) + " bytes at " + std::to_string(address));
+    if (address % (aligned ? aligned : bytes))
+      throw Error("not aligned: " + std::to_string(bytes) + " bytes at " + std::to_string(address));
     Region& one = launch.region(address, bytes);
     for (uint64_t at = address - one.begin; at < address + bytes - one.begin; ++at)
-      if (one.writer[at] && one.writer[at] != number + 1) throw Error("race: reads what another block of the grid writes");
-      else one.reader[at] = one.reader[at] && one.reader[at] != number + 1 ? MANY : number + 1;
-    for (uint64_t word = address & ~3ull; word < address + bytes && bytes >= 4; word += 4) reads(far[word], now, "global");
+      if (one.writer[at] && one.writer[at] != number + 1)
+        throw Error("race: reads what another block of the grid writes");
+      else
+        one.reader[at] = one.reader[at] && one.reader[at] != number + 1 ? MANY : number + 1;
+    for (uint64_t word = address & ~3ull; word < address + bytes && bytes >= 4; word += 4)
+      reads(far[word], now, "global");
     std::memcpy(to, reinterpret_cast<void*>(address), bytes);
   }
 
@@ -119,7 +125,8 @@ struct Block {
         throw Error("race: writes what another block of the grid reads");
       one.writer[at] = number + 1;
     }
-    for (uint64_t word = address; word < address + bytes && bytes >= 4 && !same; word += 4) writes(far[word], now, "global");
+    for (uint64_t word = address; word < address + bytes && bytes >= 4 && !same; word += 4)
+      writes(far[word], now, "global");
     std::memcpy(there, from, bytes);
   }
 };
@@ -149,7 +156,8 @@ struct Warp {
   Later copies, products;
   std::vector<uint8_t> local;  // each lane's own memory
 
-  Warp(Block& home, int which, const Program& program) : block(home), number(which), registers(program.slots), local(LANES * program.local_bytes, 0xff) {
+  Warp(Block& home, int which, const Program& program)
+      : block(home), number(which), registers(program.slots), local(LANES * program.local_bytes, 0xff) {
     for (auto& one : registers) one.fill(0x7fc0dead7fc0deadull);  // a number that no register holds by right
     for (auto& [slot, bits] : program.constants) registers[slot].fill(bits);
     uint32_t rest = home.number;
@@ -159,20 +167,28 @@ struct Warp {
       uint32_t place[3] = {rest % grid[0], rest / grid[0] % grid[1], rest / grid[0] / grid[1]};
       for (int lane = 0; lane < LANES; ++lane) {
         uint64_t& x = registers[slot][lane];
-        if (name == "%tid.x") x = LANES * which + lane;
-        else if (name == "%laneid") x = lane;
-        else if (name == "%warpid") x = which;
-        else if (name.rfind("%ctaid.", 0) == 0) x = place[axis - 'x'];
-        else if (name.rfind("%nctaid.", 0) == 0) x = grid[axis - 'x'];
-        else if (name == "%ntid.x") x = program.threads;
-        else throw Error("not emulated: " + name);
+        if (name == "%tid.x")
+          x = LANES * which + lane;
+        else if (name == "%laneid")
+          x = lane;
+        else if (name == "%warpid")
+          x = which;
+        else if (name.rfind("%ctaid.", 0) == 0)
+          x = place[axis - 'x'];
+        else if (name.rfind("%nctaid.", 0) == 0)
+          x = grid[axis - 'x'];
+        else if (name == "%ntid.x")
+          x = program.threads;
+        else
+          throw Error("not emulated: " + name);
       }
     }
   }
 
   uint8_t* own(int lane, uint64_t address, int bytes) {
     uint64_t each = local.size() / LANES, at = address - LOCAL;
-    if (at + bytes > each || at % bytes) throw Error("local memory: " + std::to_string(bytes) + " bytes at " + std::to_string(at));
+    if (at + bytes > each || at % bytes)
+      throw Error("local memory: " + std::to_string(bytes) + " bytes at " + std::to_string(at));
     return &local[lane * each + at];
   }
 };

@@ -70,9 +70,12 @@ inline Step stored(const Statement& s) {
       uint8_t line[16];
       for (size_t n = 0; n < from.size(); ++n) std::memcpy(line + n * bytes, &w.registers[from[n]][l], bytes);
       uint64_t at = w.registers[to.slot][l];
-      if (!shared && at >= LOCAL) std::memcpy(w.own(l, at + to.offset, all), line, all);
-      else if (shared) w.block.written_by(w.number, uint32_t(at + to.offset), all, line);
-      else w.block.store(at + to.offset, all, line);
+      if (!shared && at >= LOCAL)
+        std::memcpy(w.own(l, at + to.offset, all), line, all);
+      else if (shared)
+        w.block.written_by(w.number, uint32_t(at + to.offset), all, line);
+      else
+        w.block.store(at + to.offset, all, line);
     });
   };
 }
@@ -111,11 +114,16 @@ inline Step shuffled(const Statement& s) {
       uint32_t by = uint32_t(w.registers[b][l]), segments = w.registers[c][l] >> 8 & 31, clamp = w.registers[c][l] & 31;
       int most = (l & segments) | (clamp & ~segments), j;
       bool inside;
-      if (how == "bfly") j = l ^ int(by), inside = j <= most;
-      else if (how == "idx") j = int((l & segments) | (by & ~segments & 31)), inside = j <= most;
-      else if (how == "down") j = l + int(by), inside = j <= most;
-      else if (how == "up") j = l - int(by), inside = j >= most;
-      else unknown();
+      if (how == "bfly")
+        j = l ^ int(by), inside = j <= most;
+      else if (how == "idx")
+        j = int((l & segments) | (by & ~segments & 31)), inside = j <= most;
+      else if (how == "down")
+        j = l + int(by), inside = j <= most;
+      else if (how == "up")
+        j = l - int(by), inside = j >= most;
+      else
+        unknown();
       in[l] = inside;
       w.registers[d[0]][l] = before[inside ? j : l];
     });
@@ -133,13 +141,20 @@ inline Step reduced(const Statement& s) {
     for (int l = 1; l < LANES; ++l) {
       uint32_t x = uint32_t(w.registers[a][l]);
       bool more = is_signed ? int32_t(x) > int32_t(all) : x > all;
-      if (op == "add") all += x;
-      else if (op == "and") all &= x;
-      else if (op == "or") all |= x;
-      else if (op == "xor") all ^= x;
-      else if (op == "max") all = more ? x : all;
-      else if (op == "min") all = more ? all : x;
-      else unknown();
+      if (op == "add")
+        all += x;
+      else if (op == "and")
+        all &= x;
+      else if (op == "or")
+        all |= x;
+      else if (op == "xor")
+        all ^= x;
+      else if (op == "max")
+        all = more ? x : all;
+      else if (op == "min")
+        all = more ? all : x;
+      else
+        unknown();
     }
     w.registers[d].fill(all);
   };

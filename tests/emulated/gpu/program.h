@@ -18,8 +18,8 @@ struct Error : std::runtime_error {
 struct Operand {
   enum Kind { REGISTER, LIST, ADDRESS, PARAMETER, NONE } kind = NONE;
   int slot = 0;
-  bool negated = false;     // of a predicate
-  int64_t offset = 0;       // of an address
+  bool negated = false;  // of a predicate
+  int64_t offset = 0;    // of an address
   std::vector<Operand> list;
 };
 
@@ -46,8 +46,8 @@ class Program {
   std::vector<std::pair<int, int>> parameters;  // offset and bytes of each
   int parameter_bytes = 0;
   int slots = 0;
-  std::map<int, uint64_t> constants;        // slot -> bits
-  std::map<std::string, int> special;       // %tid.x ... -> slot
+  std::map<int, uint64_t> constants;   // slot -> bits
+  std::map<std::string, int> special;  // %tid.x ... -> slot
   int threads = 0, local_bytes = 0;
 
   explicit Program(const std::string& text) {
@@ -144,8 +144,10 @@ class Program {
     s.opcode = rest.substr(0, space);
     std::string word;
     for (char c : s.opcode + ".") {
-      if (c != '.') word += c;
-      else if (!word.empty()) s.words.push_back(word), word.clear();
+      if (c != '.')
+        word += c;
+      else if (!word.empty())
+        s.words.push_back(word), word.clear();
     }
     rest = space == std::string::npos ? "" : trimmed(rest.substr(space));
     if (s.words[0] == "bra") {
@@ -156,7 +158,8 @@ class Program {
         if (bar != std::string::npos && part[0] == '%') {
           Operand two;
           two.kind = Operand::LIST;
-          two.list = {operand(trimmed(part.substr(0, bar)), s.type()), operand(trimmed(part.substr(bar + 1)), s.type())};
+          two.list = {operand(trimmed(part.substr(0, bar)), s.type()),
+                      operand(trimmed(part.substr(bar + 1)), s.type())};
           s.operands.push_back(two);
         } else {
           s.operands.push_back(operand(part, s.type()));

@@ -104,7 +104,8 @@ inline Step mma(const Statement& s) {
   auto& kinds = s.words;
   Element kind = element(kinds[kinds.size() - 2]);
   if (s.type() != "f32" || (!wide && !(s.has("m16n8k8") && kind == Element::TF32))) throw Error("not emulated");
-  auto d = slots_of(s.operands[0]), a = slots_of(s.operands[1]), b = slots_of(s.operands[2]), c = slots_of(s.operands[3]);
+  auto d = slots_of(s.operands[0]), a = slots_of(s.operands[1]), b = slots_of(s.operands[2]),
+       c = slots_of(s.operands[3]);
   return [=](Warp& w, uint32_t mask) {
     together(mask, "mma");
     double right[16][8];
@@ -121,8 +122,12 @@ inline Step mma(const Statement& s) {
 class Described {
  public:
   Described(uint64_t bits, Element kind, bool turned)
-      : start_((bits & 0x3fff) << 4), leading_((bits >> 16 & 0x3fff) << 4), stride_((bits >> 32 & 0x3fff) << 4),
-        bytes_(kind == Element::TF32 ? 4 : 2), turned_(turned), kind_(kind) {
+      : start_((bits & 0x3fff) << 4),
+        leading_((bits >> 16 & 0x3fff) << 4),
+        stride_((bits >> 32 & 0x3fff) << 4),
+        bytes_(kind == Element::TF32 ? 4 : 2),
+        turned_(turned),
+        kind_(kind) {
     int mode = int(bits >> 62);  // 0: none, 1: 128 bytes, 2: 64, 3: 32
     swizzle_ = mode == 0 ? 0 : 4 - mode;
     if (bits >> 49 & 7) throw Error("wgmma: a base offset is not emulated");
@@ -173,7 +178,8 @@ inline Step wgmma(const Statement& s) {
   return [=](Warp& w, uint32_t mask) {
     together(mask, "wgmma");
     auto set = [&](int slot) { return slot >= 0 && w.registers[slot][0] != 0; };
-    if (w.registers[sign_a][0] != 1 || w.registers[sign_b][0] != 1) throw Error("wgmma: negative operands are not emulated");
+    if (w.registers[sign_a][0] != 1 || w.registers[sign_b][0] != 1)
+      throw Error("wgmma: negative operands are not emulated");
     bool adds = set(add), turned_a = set(turn_a), turned_b = set(turn_b);
     uint64_t of_a = w.registers[a[0]][0], of_b = w.registers[b][0];
     auto right_of = [=, &w](int n, double (*right)[8]) {

@@ -12,43 +12,38 @@ import torch
 from torch import Tensor
 
 from softfocus.backends.cpu import build as build
-from softfocus.backends.cpu.call import ARRAY, DTYPES, PHI, array, broadcast, call
-from softfocus.mechanism import Mechanism
-from softfocus.reference import Problem
-from softfocus.visibility import Visibility
+from softfocus.backends.cpu.call import ARRAY, CARRIES, array, broadcast, packed
+from softfocus.contract import Call
+
+__all__ = ["CARRIES", "backward", "build", "forward", "prepare", "refuses", "unavailable"]
 
 
-def supports(problem: Problem, visibility: Visibility, mechanism: Mechanism) -> str | None:
-    """Calls on the CPU, where the kernels can be compiled, with what they carry."""
-    if problem.query.device.type != "cpu":
-        return f"the tensors are on {problem.query.device.type!r}, not on the CPU"
-    if problem.query.dtype not in DTYPES:
-        return f"{problem.query.dtype} is not among float32, bfloat16 and float16"
-    if mechanism.phi not in PHI:
-        return f"phi={mechanism.phi!r} is not among {', '.join(PHI)}"
-    if mechanism.post != "none":
-        return f"post={mechanism.post!r} is not carried"
+def refuses(call: Call) -> str | None:
+    """Where the kernels are switched off, or have been found not to compile here."""
+    return build.why_unavailable(compiling=False)
+
+
+def unavailable() -> str | None:
+    """Compiles the kernels, unless they are there."""
     return build.why_unavailable()
 
 
-def forward(problem: Problem, visibility: Visibility, mechanism: Mechanism, seed: int) -> tuple[Tensor, Tensor]:
+def forward(call: Call) -> tuple[Tensor, Tensor]:
     """out [B, H, Lq, Dv] and the row statistics [4, B, H, Lq]."""
-    query, key, value = problem[:3]
+    query, key, value = call.query, call.key, call.value
     out = _empty(*query.shape[:3], value.size(-1), dtype=query.dtype)
     statistics = _empty(4, *query.shape[:3])
-    arguments, _made = call(problem, visibility, mechanism, seed)
+    arguments, _made = packed(call)
     _run("softfocus_forward", arguments, query, key, value, out, statistics)
     return out, statistics
 
 
-def prepare(
-    problem: Problem, visibility: Visibility, mechanism: Mechanism
-) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """A function from query, key and value, laid out as the problem's, to ``out``; for problems without other tensors."""
-    arguments, _made = call(problem, visibility, mechanism, seed=0)
+def prepare(call: Call) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """A function from query, key and value, laid out as the call's, to ``out``; for calls without other tensors."""
+    arguments, _made = packed(call)
     kernel = _kernel("softfocus_forward")
-    one = _empty(1, dtype=problem.query.dtype)
-    like = one.expand(*problem.query.shape[:3], problem.value.size(-1))  # takes torch half the time of a shape
+    one = _empty(1, dtype=call.query.dtype)
+    like = one.expand(*call.query.shape[:3], call.value.size(-1))  # takes torch half the time of a shape
 
     def ready(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         out = torch.empty_like(like)
@@ -59,27 +54,19 @@ def prepare(
     return ready
 
 
-def backward(
-    grad: Tensor,
-    problem: Problem,
-    visibility: Visibility,
-    mechanism: Mechanism,
-    seed: int,
-    bias_grad: bool,
-) -> tuple[Tensor | None, ...]:
-    """Gradients of query, key, value, bias, head_scale and power; None where there is nothing to differentiate."""
-    query, key, value, bias, head_scale, power = problem[:6]
-    arguments, _made = call(problem, visibility, mechanism, seed)
-    grads = [_empty(*x.shape, dtype=x.dtype) for x in (query, key, value)]
+def backward(call: Call, grad: Tensor, bias_grad: bool) -> dict[str, Tensor]:
+    """Gradients by name. The scores are made again."""
+    query, bias = call.query, call.bias
+    arguments, _made = packed(call)
+    grads = {name: _empty(*x.shape, dtype=x.dtype) for name, x in zip(("query", "key", "value"), call[:3], strict=True)}
     bias_to = _empty(*bias.shape).zero_() if bias is not None and bias_grad else None
-    rows = [None if x is None else _empty(*query.shape[:3]) for x in (head_scale, power)]
+    rows = {name: _empty(*query.shape[:3]) for name in ("head_scale", "power") if getattr(call, name) is not None}
     arrays = ARRAY.pack(*array(grad)), ARRAY.pack(*broadcast(bias_to))
-    _run("softfocus_backward", arguments, *arrays, *grads, *rows)
-    to_heads = (None if x is None else x.sum((0, 2)) for x in rows)
-    return tuple(
-        None if g is None or x is None else g.to(x.dtype)
-        for g, x in zip((*grads, bias_to, *to_heads), problem[:6], strict=True)
-    )
+    _run("softfocus_backward", arguments, *arrays, *grads.values(), rows.get("head_scale"), rows.get("power"))
+    grads |= {name: x.sum((0, 2)).to(getattr(call, name).dtype) for name, x in rows.items()}
+    if bias is not None and bias_to is not None:
+        grads["bias"] = bias_to.to(bias.dtype)
+    return grads
 
 
 _NO_MEMORY = "softfocus: a kernel could not get the memory it works in"

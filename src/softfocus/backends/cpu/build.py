@@ -82,13 +82,18 @@ def library() -> ctypes.CDLL:
     return _outcome[1]
 
 
-def why_unavailable() -> str | None:
-    """None where the kernels run, or the sentence that says why not; the first time also a RuntimeWarning."""
+def why_unavailable(compiling: bool = True) -> str | None:
+    """None where the kernels run, or the sentence that says why not; the first time also a RuntimeWarning.
+
+    Args:
+        compiling: find out, which may compile. Otherwise no disk is touched, and None also says that nobody has tried yet.
+    """
     global _warned
     try:
         if off := switched_off():
             return str(off)
-        library()
+        if compiling or isinstance(_outcome, Unavailable):
+            library()
     except Unavailable as error:
         if not _warned:
             _warned = True  # first: where warnings are errors, the next line does not return

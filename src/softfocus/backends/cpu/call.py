@@ -1,4 +1,4 @@
-"""The kernels' arguments, laid out as the structures of ``csrc/problem.h``: numbers of eight bytes, one after another."""
+"""The kernels' arguments, laid out as the structures of ``csrc/params.h``: numbers of eight bytes, one after another."""
 
 import os
 import struct
@@ -8,21 +8,29 @@ import torch
 from torch import Tensor
 
 from softfocus import dropout
+from softfocus.contract import Call, Carries
 from softfocus.mechanism import Mechanism
-from softfocus.reference import Problem
-from softfocus.visibility import Visibility
+from softfocus.pointwise import FUSED
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-LENGTH_SCALES = ("1", "log(N)", "log512(N)")
-SCORE_BIASES = ("0", "-log(N)", "-log(L)")
-PHI = ("exp", "softplus", "sigmoid", "relu", "relu2", "relu6")
-"""What ``csrc/pointwise.h`` holds, in its order."""
-NORMALISERS = ("l1", "none", "1/N", "1/L", "1/sqrt(N/2)")
+CARRIES = Carries(
+    similarity=("dot", "cosine"),
+    length_scale=("1", "log(N)", "log512(N)"),
+    score_bias=("0", "-log(N)", "-log(L)"),
+    phi=FUSED,
+    normaliser=("l1", "none", "1/N", "1/L", "1/sqrt(N/2)"),
+    post=("none",),
+    power=True,
+    laser=True,
+    dtypes=(torch.float32, torch.bfloat16, torch.float16),
+    devices=("cpu",),
+    features=("bias", "head_scale", "power", "mask", "key_mask", "document_ids", "dropout"),
+)
+"""In the order of the enumerations in ``csrc/``: a value's place here is its number there."""
 
 ARRAY = struct.Struct("5q")
-"""``struct Array``: where the data lies, and four strides in elements, 0 where broadcast."""
+"""``struct TensorView``: where the data lies, and four strides in elements, 0 where broadcast."""
 CALL = struct.Struct("20q2d" + 7 * "5q" + "2q")
-"""``struct Problem``."""
+"""``struct Params``."""
 ABSENT = (0, 0, 0, 0, 0)
 
 
@@ -61,19 +69,19 @@ def threads() -> int:
 @lru_cache(maxsize=256)
 def _numbers(mechanism: Mechanism) -> tuple[int, ...]:
     return (
-        mechanism.similarity == "cosine",
-        LENGTH_SCALES.index(mechanism.length_scale),
-        SCORE_BIASES.index(mechanism.score_bias),
-        PHI.index(mechanism.phi),
-        NORMALISERS.index(mechanism.normaliser),
+        CARRIES.similarity.index(mechanism.similarity),
+        CARRIES.length_scale.index(mechanism.length_scale),
+        CARRIES.score_bias.index(mechanism.score_bias),
+        CARRIES.phi.index(mechanism.phi),
+        CARRIES.normaliser.index(mechanism.normaliser),
         mechanism.power is not None,
         mechanism.laser,
     )
 
 
-def call(problem: Problem, visibility: Visibility, mechanism: Mechanism, seed: int) -> tuple[bytes, list[Tensor]]:
+def packed(call: Call) -> tuple[bytes, list[Tensor]]:
     """A call's arguments, and the tensors made for it, which must live as long as the call runs."""
-    query, key, value, *learned = problem[:6]
+    query, key, value, visibility, mechanism = call.query, call.key, call.value, call.visibility, call.mechanism
     made: list[Tensor] = []
 
     def held(x: Tensor | None) -> Tensor | None:
@@ -84,7 +92,7 @@ def call(problem: Problem, visibility: Visibility, mechanism: Mechanism, seed: i
         made.append(x if x.dim() == 4 else x.contiguous())
         return made[-1]
 
-    bias, head_scale, power = map(held, learned)
+    bias, head_scale, power = map(held, (call.bias, call.head_scale, call.power))
     documents, key_mask = visibility.document_ids, visibility.key_mask
     if documents is not None:
         documents = documents[:, None, None].long()
@@ -93,14 +101,14 @@ def call(problem: Problem, visibility: Visibility, mechanism: Mechanism, seed: i
         key_mask = key_mask[:, None, None]
     batch, heads, query_length, head_dim = query.shape
     _, key_heads, key_length, value_dim = value.shape
-    packed = CALL.pack(
+    numbers = CALL.pack(
         batch, heads, key_heads, query_length, key_length, head_dim, value_dim,
-        visibility.left, visibility.right, DTYPES[query.dtype], *_numbers(mechanism), threads(),
-        seed, dropout.threshold(problem.dropout_p),
-        problem.scale, mechanism.power or 0.0,
+        visibility.left, visibility.right, CARRIES.dtypes.index(query.dtype), *_numbers(mechanism), threads(),
+        call.dropout.number, dropout.threshold(call.dropout.p),
+        call.scale, mechanism.power or 0.0,
         *array(query), *array(key), *array(value),
         *broadcast(visibility.mask), *broadcast(key_mask), *broadcast(documents), *broadcast(bias),
         0 if head_scale is None else head_scale.data_ptr(),
         0 if power is None else power.data_ptr(),
     )  # fmt: skip
-    return packed, made
+    return numbers, made

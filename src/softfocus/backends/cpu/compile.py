@@ -2,6 +2,7 @@
 
 import ctypes
 import errno
+import itertools
 import os
 import re
 import shlex
@@ -11,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -27,8 +28,16 @@ def compile_kernels(plan: plans.Plan, compiler: Sequence[str], folder: Path) -> 
         Unavailable: the compiler or the linker refuses, or the library does not load.
     """
     plan.log.unlink(missing_ok=True)
+    sources = plans.sources("*.cpp")
+    objects = [str(folder / f"{source.stem}.o") for source in sources]
+    commands = [
+        [*compiler, *plan.flags, "-c", str(one), "-o", made] for one, made in zip(sources, objects, strict=True)
+    ]
     with _progress() as tick:
-        objects = _objects(plan, compiler, folder, tick)
+        _run(plan, folder, commands, tick)
+        if not all(map(os.path.isfile, objects)):
+            what = f"{shlex.join(compiler)!r} says that all is well, and has compiled nothing"
+            raise plans.Unavailable(what, "let CXX name a C++ compiler, or unset it")
         return _link(plan, compiler, folder, objects, tick)
 
 
@@ -44,32 +53,19 @@ def say(line: str, end: str = "\n") -> None:
         sys.stderr.flush()
 
 
-def _objects(plan: plans.Plan, compiler: Sequence[str], folder: Path, tick: Tick) -> list[Path]:
-    sources = plans.sources("*.cpp")
-    objects = [folder / f"{path.stem}.o" for path in sources]
-    commands = [
-        [*compiler, *plan.flags, "-c", str(source), "-o", str(made)]
-        for source, made in zip(sources, objects, strict=True)
-    ]
-    _run(plan, folder, commands, tick)
-    if not all(made.is_file() for made in objects):
-        what = f"{shlex.join(compiler)!r} says that all is well, and has compiled nothing"
-        raise plans.Unavailable(what, "let CXX name a C++ compiler, or unset it")
-    return objects
-
-
-def _link(plan: plans.Plan, compiler: Sequence[str], folder: Path, objects: Sequence[Path], tick: Tick) -> ctypes.CDLL:
+def _link(plan: plans.Plan, compiler: Sequence[str], folder: Path, objects: Sequence[str], tick: Tick) -> ctypes.CDLL:
     """Without OpenMP at first: threads are to come from the pool that torch runs on; another one would fight it for cores.
 
     Where torch's is not visible to all, it is named. The compiler's own comes last: for a torch that has none, and for clang
     on Linux, whose symbols GNU's library in torch does not have.
     """
     made = folder / plan.library.name
-    named = [(str(path), f"-Wl,-rpath,{path.parent}") for path in _openmp_libraries()]
+    torchs = (sorted(plans.torch_libraries().glob(name)) for name in ("libgomp*", "libomp*", "libiomp5*"))
+    named = [(str(path), f"-Wl,-rpath,{path.parent}") for path in itertools.chain.from_iterable(torchs)]
     why = ""
     for openmp in ((), *named, plans.OPENMP):
         made.unlink(missing_ok=True)  # a new file each time: the loader takes the same inode for the same library
-        command = [*compiler, *plans.SHARED, *plan.extra, *map(str, objects), *openmp, "-o", str(made)]
+        command = [*compiler, *plans.SHARED, *plan.extra, *objects, *openmp, "-o", str(made)]
         _run(plan, folder, [command], tick)
         try:
             return load(made)
@@ -81,41 +77,30 @@ def _link(plan: plans.Plan, compiler: Sequence[str], folder: Path, objects: Sequ
     raise plans.Unavailable(f"the compiled CPU kernels do not load: {why}", remedy)
 
 
-def _openmp_libraries() -> list[Path]:
-    folder = plans.torch_libraries()
-    return [path for name in ("libgomp*", "libomp*", "libiomp5*") for path in sorted(folder.glob(name))]
-
-
 def _run(plan: plans.Plan, folder: Path, commands: Sequence[Sequence[str]], tick: Tick) -> None:
-    """Run commands, as many at a time as there are cores; the first that fails ends them all."""
-    waiting = list(enumerate(commands))
-    logs = [folder / f"{number}.log" for number, _ in waiting]
-    running: dict[int, subprocess.Popen[bytes]] = {}
-    failed: int | None = None
+    """Run a few commands side by side; the first that fails ends the others."""
+    logs = [folder / f"{number}.log" for number in range(len(commands))]
+    running: list[subprocess.Popen[bytes]] = []
     try:
         with _ended_by_signals(running):
-            while failed is None and (waiting or running):
-                while waiting and len(running) < (os.cpu_count() or 1):
-                    number, command = waiting.pop(0)
-                    running[number] = _start(command, logs[number])
+            for command, log in zip(commands, logs, strict=True):
+                running.append(_start(command, log))
+            while None in (codes := [process.poll() for process in running]) and not any(codes):
                 time.sleep(0.02)
                 tick()
-                for number in [number for number, process in running.items() if process.poll() is not None]:
-                    if running.pop(number).returncode:
-                        failed = number
     finally:
-        for process in running.values():
-            _kill(process)
+        _kill(running)
+        for process in running:
             process.wait()
         with suppress(OSError), plan.log.open("a") as whole:
             whole.writelines(log.read_text(errors="replace") for log in logs if log.exists())
-    if failed is not None:
-        said = logs[failed].read_text(errors="replace").splitlines()[1:]
-        telling = [line for line in said if re.search(r"\berror: |undefined|cannot find", line)]
-        first = (telling or said[-1:] or ["the compiler does not say why"])[0].replace(f"{plans.SOURCES}{os.sep}", "")
+    for log in (log for log, code in zip(logs, codes, strict=True) if code):
+        said = log.read_text(errors="replace").splitlines()[1:]
         if full := _full(folder, said):
             remedy = f"free some space, or let {plans.CACHE}, and TMPDIR for the compiler's own files, name folders with more"
             raise plans.Unavailable(f"there is no room to compile the CPU kernels: {full}", remedy)
+        telling = [line for line in said if re.search(r"\berror: |undefined|cannot find", line)]
+        first = (telling or said[-1:] or ["the compiler does not say why"])[0].replace(f"{plans.SOURCES}{os.sep}", "")
         remedy = f"the whole log is {plan.log}, and CXX can name another compiler"
         raise plans.Unavailable(f"the CPU kernels do not compile: {first}", remedy)
 
@@ -128,7 +113,7 @@ def _full(folder: Path, said: Sequence[str]) -> str:
     for place in (folder, Path(tempfile.gettempdir())):
         try:
             with tempfile.TemporaryFile(dir=place) as file:
-                file.write(bytes(_SOME_ROOM))
+                file.write(bytes(1 << 16))
                 file.flush()
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -136,18 +121,14 @@ def _full(folder: Path, said: Sequence[str]) -> str:
     return ""
 
 
-_SOME_ROOM = 1 << 16
-
-
 @contextmanager
-def _ended_by_signals(running: Mapping[int, subprocess.Popen[bytes]]) -> Iterator[None]:
+def _ended_by_signals(running: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
     """Compilers end with this process where a signal ends it at once, without unwinding. Other handlers are left alone."""
     here = threading.current_thread() is threading.main_thread()  # Python lets no other thread set handlers
     numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if here and signal.getsignal(n) is signal.SIG_DFL]
 
     def end(number: int, frame: object) -> None:
-        for process in list(running.values()):
-            _kill(process)
+        _kill(running)
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
@@ -160,26 +141,21 @@ def _ended_by_signals(running: Mapping[int, subprocess.Popen[bytes]]) -> Iterato
             signal.signal(number, signal.SIG_DFL)
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """A compiler and those that it has started: g++ leaves the work to another process."""
-    if process.poll() is None:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+def _kill(running: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Compilers and those that they have started: g++ leaves the work to another process."""
+    for process in running:
+        if process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def _start(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
     with log.open("wb") as file:
         file.write(f"{shlex.join(command)}\n".encode())
         file.flush()
-        try:
-            return subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=file,
-                env=plans.environment(),
-                process_group=0,  # _kill
-            )
+        env, nothing = plans.environment(), subprocess.DEVNULL
+        try:  # in a group of its own, for _kill
+            return subprocess.Popen(command, stdin=nothing, stdout=file, stderr=file, env=env, process_group=0)
         except OSError as error:  # it ran a moment ago, when it was asked for its version
             what = f"the compiler {command[0]!r} does not start: {error.strerror or error}"
             raise plans.Unavailable(what, "let CXX name a C++ compiler") from None

@@ -13,13 +13,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from softfocus.contract import Call, Carries
 from softfocus.mechanism import Mechanism
-from softfocus.reference import Problem
-from softfocus.visibility import Cache, Visibility
+from softfocus.pointwise import FUSED
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-PHI = ("exp", "softplus", "sigmoid", "relu", "relu2", "relu6")
-"""What ``kernels/pointwise.py`` holds."""
+CARRIES = Carries(
+    similarity=("dot", "cosine"),
+    length_scale=("1", "log(N)", "log512(N)"),
+    score_bias=("0", "-log(N)", "-log(L)"),
+    phi=FUSED,
+    normaliser=("l1", "none", "1/N", "1/L", "1/sqrt(N/2)"),
+    post=("none",),
+    power=True,
+    laser=True,
+    dtypes=(torch.float32, torch.bfloat16, torch.float16),
+    devices=("cuda", "cpu"),
+    features=("bias", "head_scale", "power", "mask", "key_mask", "document_ids", "dropout", "cache"),
+)
+"""On the CPU in Triton's interpreter."""
 MOST_DIMENSIONS = 256
 OLDEST = (8, 0)
 MOST_HEADS = 65535
@@ -52,11 +63,11 @@ ROWS = 8
 largest score in the kernels' unit."""
 
 
-def rows_kept(mechanism: Mechanism, value: Tensor) -> int:
+def rows_kept(call: Call) -> int:
     """So many vectors of the rows come from the forward: ROWS, and after them in their memory what the backward wants beside
     out."""
-    rest = rest_dtype(mechanism, value.dtype)
-    return ROWS + (0 if rest is None else -(-value.size(-1) * rest.itemsize // 4))
+    rest = rest_dtype(call.mechanism, call.value.dtype)
+    return ROWS + (0 if rest is None else -(-call.value.size(-1) * rest.itemsize // 4))
 
 
 def rest_dtype(mechanism: Mechanism, dtype: torch.dtype) -> torch.dtype | None:
@@ -72,82 +83,56 @@ def exponential_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float16 else dtype
 
 
-def supports(problem: Problem, visibility: Visibility, mechanism: Mechanism) -> str | None:
-    """Calls on a CUDA device, with what the kernels carry."""
-    kind = problem.query.device.type
-    if kind != "cuda" and not (kind == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"):
-        return f"the tensors are on {kind!r}, not on 'cuda' (TRITON_INTERPRET=1 would run the kernels in Python)"
+def refuses(call: Call) -> str | None:
+    """Machines and sizes that the kernels are not for."""
+    query = call.query
+    kind = query.device.type
+    if kind == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        return "the tensors are on 'cpu', not on 'cuda' (TRITON_INTERPRET=1 would run the kernels in Python)"
     if torch.version.hip:
         return "the Triton kernels have not been compiled for AMD's GPUs"
-    if kind == "cuda" and torch.cuda.get_device_capability(problem.query.device) < OLDEST:
-        return f"{torch.cuda.get_device_name(problem.query.device)} is older than Ampere (compute capability 8.0)"
+    if kind == "cuda" and torch.cuda.get_device_capability(query.device) < OLDEST:
+        return f"{torch.cuda.get_device_name(query.device)} is older than Ampere (compute capability 8.0)"
     if not THERE:
         return "Triton is not installed (pip install triton)"
-    if problem.query.dtype not in DTYPES:
-        return f"{problem.query.dtype} is not among float32, bfloat16 and float16"
-    if mechanism.phi not in PHI:
-        return f"phi={mechanism.phi!r} is not among {', '.join(PHI)}"
-    if mechanism.post != "none":
-        return f"post={mechanism.post!r} is not carried"
-    for name, x in (("query", problem.query), ("key", problem.key), ("value", problem.value)):
+    for name, x in (("query", query), ("key", call.key), ("value", call.value)):
         if (x.size(2) - 1) * x.stride(2) + (x.size(3) - 1) * x.stride(3) >= 2**31:
             return f"a head of {name} reaches over 2^31 elements and more, within which places are counted in 32 bits"
-    heads = problem.query.size(0) * problem.query.size(1)
+    heads = query.size(0) * query.size(1)
     if heads > MOST_HEADS:
         return f"{heads} heads in all sequences are more than a grid of {MOST_HEADS} programs holds"
-    most = max(problem.query.size(-1), problem.value.size(-1))
+    most = max(query.size(-1), call.value.size(-1))
     return f"{most} dimensions a head are more than {MOST_DIMENSIONS}" if most > MOST_DIMENSIONS else None
 
 
-def forward(problem: Problem, visibility: Visibility, mechanism: Mechanism, seed: int) -> tuple[Tensor, Tensor]:
-    """out [B, H, Lq, Dv] and the rows' vectors [rows_kept, B, H, Lq]."""
-    from softfocus.backends.triton.call import forward_of
+def forward(call: Call) -> tuple[Tensor, Tensor]:
+    """out [B, H, Lq, Dv] and the rows' vectors [rows_kept, B, H, Lq]. Reads a cache where it lies."""
+    from softfocus.backends.triton.call import Launcher
 
-    with _current(problem.query):
-        return forward_of(problem, visibility, mechanism, seed=seed)
+    with _current(call.query):
+        return Launcher(call).forward()
 
 
-def prepare(
-    problem: Problem, visibility: Visibility, mechanism: Mechanism
-) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """A function from query, key and value, laid out as the problem's, to ``out``; for problems without other tensors."""
-    from softfocus.backends.triton.call import forward_of
+def prepare(call: Call) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """A function from query, key and value, laid out as the call's, to ``out``; for calls without other tensors."""
+    from softfocus.backends.triton.call import Launcher
 
-    like: Any = problem
+    like: Any = call
     like = like._replace(query=None, key=None, value=None)  # these tensors are not to live as long as the function
 
     def ready(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         with _current(query):
-            return forward_of(like._replace(query=query, key=key, value=value), visibility, mechanism)[0]
+            return Launcher(like._replace(query=query, key=key, value=value)).forward()[0]
 
     return ready
 
 
-def backward(
-    grad: Tensor,
-    problem: Problem,
-    visibility: Visibility,
-    mechanism: Mechanism,
-    seed: int,
-    bias_grad: bool,
-    out: Tensor,
-    rows: Tensor,
-) -> tuple[Tensor | None, ...]:
-    """Gradients of query, key, value, bias, head_scale and power; None where there is nothing to differentiate."""
-    from softfocus.backends.triton.call import backward_of
+def backward(call: Call, grad: Tensor, bias_grad: bool, out: Tensor, rows: Tensor) -> dict[str, Tensor]:
+    """Gradients by name, from what :func:`forward` returned."""
+    from softfocus.backends.triton.call import Launcher
 
-    with _current(problem.query):
-        return backward_of(problem, visibility, mechanism, seed, grad, bias_grad, out, rows)
-
-
-def attend_cache(problem: Problem, cache: Cache, left: int, mechanism: Mechanism) -> Tensor:
-    """out [B, H, Lq, Dv] of queries at the ends of the sequences of a cache, read where it lies."""
-    from softfocus.backends.triton.call import forward_of
-
-    pages = 1 if cache.page_table is None else cache.page_table.size(1)
-    visibility = Visibility(problem.query.size(2), problem.key.size(2) * pages, left, 0)
-    with _current(problem.query):
-        return forward_of(problem, visibility, mechanism, cache)[0]
+    with _current(call.query):
+        return Launcher(call).backward(grad, bias_grad, out, rows)
 
 
 def _current(x: Tensor) -> AbstractContextManager[Any]:

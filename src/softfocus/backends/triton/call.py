@@ -27,9 +27,8 @@ from softfocus.backends.triton.given import (
 from softfocus.backends.triton.kernels import decode, forward, gradients, laser, norms
 from softfocus.backends.triton.kernels import sight as see
 from softfocus.backends.triton.tuning import power_of_two
-from softfocus.mechanism import Mechanism
-from softfocus.reference import Problem
-from softfocus.visibility import UNLIMITED, Cache, Visibility
+from softfocus.contract import LEAVES, Call, pack
+from softfocus.visibility import UNLIMITED
 
 FEW_ROWS = 64
 """Up to so many queries, of all heads that share a head of keys, are decoded: the keys split among programs."""
@@ -39,27 +38,6 @@ ALIGNED = 16
 UNMEASURED = ("decode", "bias_gradients")
 FUSED = {"enable_fp_fusion": True}
 """Said, since Triton's default is about to change."""
-
-
-def forward_of(
-    problem: Problem, visibility: Visibility, mechanism: Mechanism, held: Cache | None = None, seed: int = 0
-) -> tuple[Tensor, Tensor]:
-    """out [B, H, Lq, Dv] and the rows' vectors [rows_kept, B, H, Lq]."""
-    return Call(problem, visibility, mechanism, held, seed).forward()
-
-
-def backward_of(
-    problem: Problem,
-    visibility: Visibility,
-    mechanism: Mechanism,
-    seed: int,
-    grad: Tensor,
-    bias_grad: bool,
-    out: Tensor,
-    saved: Tensor,
-) -> tuple[Tensor | None, ...]:
-    """The six gradients, from what :func:`forward_of` returned."""
-    return Call(problem, visibility, mechanism, seed=seed).backward(grad, bias_grad, out, saved)
 
 
 class Cut(NamedTuple):
@@ -72,25 +50,18 @@ class Cut(NamedTuple):
     key_grid: tuple[int, int]
 
 
-class Call:
-    """One call's arguments for the kernels, which live as long as it; with a ``held`` cache, for the forward alone."""
+class Launcher:
+    """One call's arguments for the kernels, which live as long as it; with a cache, for the forward alone."""
 
-    def __init__(
-        self,
-        problem: Problem,
-        visibility: Visibility,
-        mechanism: Mechanism,
-        held: Cache | None = None,
-        seed: int = 0,
-    ) -> None:
-        self.problem, self.visibility, self.mechanism, self.held = problem, visibility, mechanism, held
-        self._compiled = _compiled_for(_layout(problem, visibility, mechanism, held))
-        self.given = given_of(problem, visibility.key_length, mechanism, held, seed)
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        mechanism = call.mechanism
+        self._compiled = _compiled_for(_layout(call))
+        self.given = given_of(call)
         if mechanism.similarity == "cosine":
-            query_norm = array(self._reciprocal_norms("query", problem.query))
+            query_norm = array(self._reciprocal_norms("query", call.query))
             self.given = self.given._replace(query_norm=query_norm)
-        is_bounded = bounded(problem, mechanism, visibility.key_length)
-        self.algebra = algebra_of(mechanism, self.given.power is not None, is_bounded, problem.query.dtype)
+        self.algebra = algebra_of(mechanism, self.given.power is not None, bounded(call), call.query.dtype)
         self._cuts: dict[tuning.Tile, Cut] = {}
 
     def _launch(self, kernel: Any, variant: Hashable, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
@@ -107,10 +78,10 @@ class Call:
 
     def forward(self, split: bool = True) -> tuple[Tensor, Tensor]:
         """out [B, H, Lq, Dv] and the rows' vectors [rows_kept, B, H, Lq]. split: programs may share the keys of few rows."""
-        query, value = self.problem.query, self.problem.value
+        query, value = self.call.query, self.call.value
         out = query.new_empty(*query.shape[:3], value.size(-1))
-        saved = query.new_empty(rows_kept(self.mechanism, value), *query.shape[:3], dtype=torch.float32)
-        marked_heads = query.new_zeros(query.shape[:2], dtype=torch.int32) if self.mechanism.laser else None
+        saved = query.new_empty(rows_kept(self.call), *query.shape[:3], dtype=torch.float32)
+        marked_heads = query.new_zeros(query.shape[:2], dtype=torch.int32) if self.call.mechanism.laser else None
         made = self._made(out, saved, marked_heads)
         if not query.shape[:3].numel():
             return out, saved
@@ -128,7 +99,7 @@ class Call:
                 )  # fmt: skip
 
             tile = self._in_a_tile("forward", run)
-        if self.mechanism.laser:
+        if self.call.mechanism.laser:
             cut = self._cut(tile)
             self._launch(
                 laser.exact_forward, (tile, splits > 1), cut.row_grid,
@@ -136,25 +107,27 @@ class Call:
             )  # fmt: skip
         return out, saved
 
-    def backward(self, grad: Tensor, bias_grad: bool, out: Tensor, saved: Tensor) -> tuple[Tensor | None, ...]:
-        """The six gradients, from what :meth:`forward` returned."""
+    def backward(self, grad: Tensor, bias_grad: bool, out: Tensor, saved: Tensor) -> dict[str, Tensor]:
+        """The gradients by name, from what :meth:`forward` returned."""
         if self.algebra.sharp and self._splits() > 1:
             # It summed products and the keys' norms in another order than the kernels here: the last bits of scores differ,
             # which large powers multiply. The gradients are to be those of one and the same weights.
             out, saved = self.forward(split=False)
-        marked_heads = (saved[6] != 0.0).any(-1).int() if self.mechanism.laser else None
+        marked_heads = (saved[6] != 0.0).any(-1).int() if self.call.mechanism.laser else None
         made = self._made(out, saved, marked_heads)
-        query, key, value, bias, head_scale, power = self.problem[:6]
+        call = self.call
+        query, key, value, bias = call.query, call.key, call.value, call.bias
         passed = query.new_empty(gradients.PASSED, *query.shape[:3], dtype=torch.float32)
         to = [x.new_empty(x.shape) for x in (query, key, value)]
         rows = [
-            None if x is None else query.new_empty(query.shape[:3], dtype=torch.float32) for x in (head_scale, power)
+            None if x is None else query.new_empty(query.shape[:3], dtype=torch.float32)
+            for x in (call.head_scale, call.power)
         ]
         bias_to = None
         if bias is not None and bias_grad:
             bias_to = bias.new_empty(bias.shape, dtype=torch.float32)
         given = self._prepared(backward=True)
-        variants = (False, True) if self.mechanism.laser else (False,)
+        variants = (False, True) if self.call.mechanism.laser else (False,)
 
         incoming = array(grad)
         given_back = tuple((x.stride(), x.dtype, x.data_ptr() % ALIGNED) for x in (grad, out, saved))
@@ -186,15 +159,13 @@ class Call:
                 launch(gradients.bias_gradients, grid, tile, array(bias_to), bias_to.size(1), *everywhere)
 
             self._in_a_tile("bias_gradients", of_bias)
-        learned = [None if x is None else x.sum((0, 2)) for x in rows]
-        return tuple(
-            None if g is None or x is None else g.to(x.dtype)
-            for g, x in zip((*to, bias_to, *learned), self.problem[:6], strict=True)
-        )
+        learned = (None if x is None else x.sum((0, 2)) for x in rows)
+        grads = zip(("query", "key", "value", "bias", "head_scale", "power"), (*to, bias_to, *learned), strict=True)
+        return {name: x.to(getattr(call, name).dtype) for name, x in grads if x is not None}
 
     def _first(self, kernel: str) -> tuning.Tile:
         """The tile that a kernel works in where nothing is measured."""
-        return tuning.INTERPRETED if knobs.runtime.interpret else tuning.tiles(kernel, self.problem, self.mechanism)[0]
+        return tuning.INTERPRETED if knobs.runtime.interpret else tuning.tiles(kernel, self.call)[0]
 
     def _in_a_tile(self, kernel: str, run: Callable[[tuning.Tile], None]) -> tuning.Tile:
         """Run in the fastest tile, or, where a device has too little shared memory for it, in a smaller one."""
@@ -213,42 +184,42 @@ class Call:
         if (
             kernel in UNMEASURED
             or knobs.runtime.interpret
-            or self.held
-            or not (self.problem.query.numel() and self.problem.key.numel())
+            or self.call.cache
+            or not (self.call.query.numel() and self.call.key.numel())
         ):
             return self._first(kernel)
-        tiles = tuning.tiles(kernel, self.problem, self.mechanism)
-        kind = tuning.kind(kernel, self.problem, self.visibility, self.mechanism)
-        return tuning.fastest(kind, self.problem.query.device, tiles, run)
+        tiles = tuning.tiles(kernel, self.call)
+        kind = tuning.kind(kernel, self.call)
+        return tuning.fastest(kind, self.call.query.device, tiles, run)
 
     def _cut(self, tile: tuning.Tile) -> Cut:
         if tile not in self._cuts:
-            query, value = self.problem.query, self.problem.value
+            query, value = self.call.query, self.call.value
             blocks = blocks_of(query.size(-1), value.size(-1), query.dtype, tile)
-            batch, heads, query_length = self.problem.query.shape[:3]
+            batch, heads, query_length = self.call.query.shape[:3]
             self._cuts[tile] = Cut(
                 blocks,
                 self._sight(tile, blocks),
                 {**tile.options, **FUSED},
                 (over(query_length, tile.rows), batch * heads),
-                (over(self.visibility.key_length, tile.keys), batch * self.problem.key.size(1)),
+                (over(self.call.visibility.key_length, tile.keys), batch * self.call.key.size(1)),
             )
         return self._cuts[tile]
 
     def _prepared(self, backward: bool) -> Given:
         """With the keys' norms and LASER's e^V, for kernels that meet a key more than once; the others make them on the way."""
         given = self.given
-        if self.held:
+        if self.call.cache:
             return given
         if self.algebra.cosine.value:
-            given = given._replace(key_norm=array(self._reciprocal_norms("key", self.problem.key)))
-        if self.mechanism.laser:
-            mixed, flaws = self._exponentials(self.problem.value, backward)
+            given = given._replace(key_norm=array(self._reciprocal_norms("key", self.call.key)))
+        if self.call.mechanism.laser:
+            mixed, flaws = self._exponentials(self.call.value, backward)
             given = given._replace(mixed=array(mixed), flaws=array(flaws))
         return given
 
     def _made(self, out: Tensor, saved: Tensor, marked_heads: Tensor | None) -> Made:
-        kind, rest = rest_dtype(self.mechanism, out.dtype), None
+        kind, rest = rest_dtype(self.call.mechanism, out.dtype), None
         if kind is not None:
             rest = saved[ROWS:].flatten().view(kind)[: out.numel()].view(out.shape)
         return Made(array(out), array(rest), array(saved), marked_heads, END)
@@ -279,7 +250,7 @@ class Call:
         return mixed, flaws
 
     def _sight(self, tile: tuning.Tile, blocks: Blocks) -> Sight:
-        visibility, given = self.visibility, self.given
+        visibility, given = self.call.visibility, self.given
         mask, key_mask, documents = visibility.mask, visibility.key_mask, visibility.document_ids
         sight = Sight(
             visibility.left, visibility.right, visibility.offset,
@@ -307,21 +278,21 @@ class Call:
 
     def _splits(self) -> int:
         """How many programs share the keys of one head: more than one where queries are few and heads do not fill the GPU."""
-        query, key = self.problem.query, self.problem.key
-        if self.given.group * query.size(2) > FEW_ROWS or not key.numel() or self.problem.dropout_p:
+        query, key = self.call.query, self.call.key
+        if self.given.group * query.size(2) > FEW_ROWS or not key.numel() or self.call.dropout.p:
             return 1  # decoding kernels carry no dropout: it belongs to training
         tiles = over(self.given.key_length, self._first("decode").keys)
         return min(_programs(query.device) // (self.given.batch * key.size(1)), tiles // TILES_OF_A_SPLIT)
 
     def _decode(self, made: Made, tile: tuning.Tile, splits: int) -> None:
-        problem, cut = self.problem, self._cut(tile)
-        heads = self.given.batch * problem.key.size(1)
-        rows = power_of_two(self.given.group * problem.query.size(2))
+        query, cut = self.call.query, self._cut(tile)
+        heads = self.given.batch * self.call.key.size(1)
+        rows = power_of_two(self.given.group * query.size(2))
         few, stages = tl.constexpr(rows), tl.constexpr(tile.stages)
         blocks = cut.blocks._replace(rows=tl.constexpr(1 if rows == 1 else max(16, rows)))
 
         def floats(*shape: int) -> Tensor:
-            return problem.query.new_empty(shape, dtype=torch.float32)
+            return query.new_empty(shape, dtype=torch.float32)
 
         parts = floats(heads, splits, decode.PARTS.value, rows)
         sums = floats(heads, splits, rows, blocks.value_dim.value)
@@ -334,17 +305,13 @@ class Call:
         self._launch(decode.combine, variant, (1, heads), *shared, splits, made, few, blocks, **cut.options)
 
 
-def _layout(problem: Problem, visibility: Visibility, mechanism: Mechanism, held: Cache | None) -> Hashable:
+def _layout(call: Call) -> Hashable:
     """All that decides which compiled kernels a call takes: everything but the numbers, and whose they are."""
-    tensors: tuple[Tensor | None, ...] = (
-        *problem[:6], visibility.mask, visibility.key_mask, visibility.document_ids
-    )  # fmt: skip
-    if held is not None:
-        tensors = (*tensors, held.lengths, held.page_table)
-    places = (None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % ALIGNED) for x in tensors)
-    spans = visibility.query_length, visibility.key_length, visibility.left, visibility.right
-    numbers = problem.scale, problem.dropout_p
-    return problem.query.device, mechanism, numbers, held is None, spans, tuple(places)
+    return call.query.device, *(
+        (x.shape, x.stride(), x.dtype, x.data_ptr() % ALIGNED) if isinstance(x, Tensor) else x
+        for name, x in zip(LEAVES, pack(call), strict=True)
+        if name != "seed"
+    )
 
 
 @lru_cache(maxsize=1024)

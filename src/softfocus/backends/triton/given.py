@@ -16,9 +16,8 @@ from softfocus.backends.triton.arguments import Problem as Given
 from softfocus.backends.triton.kernels import sight as see
 from softfocus.backends.triton.kernels.pointwise import PHI
 from softfocus.backends.triton.tuning import power_of_two
+from softfocus.contract import Call
 from softfocus.mechanism import Mechanism
-from softfocus.reference import Problem
-from softfocus.visibility import Cache
 
 LARGEST_SCORE = 60.0
 """Up to it phi, its sums and what re-weighting divides by are numbers without a shift."""
@@ -53,13 +52,14 @@ def blocks_of(head_dim: int, value_dim: int, dtype: torch.dtype, tile: tuning.Ti
     return Blocks(*map(tl.constexpr, (tile.rows, tile.keys, *widths, whole, precision, widen)))
 
 
-def bounded(problem: Problem, mechanism: Mechanism, key_length: int) -> bool:
+def bounded(call: Call) -> bool:
     """Whether no score can be so small that phi leaves what float32 and bfloat16 hold: cosines times a known scale."""
-    if mechanism.similarity != "cosine" or mechanism.score_bias != "0" or problem.query.dtype == torch.float16:
+    mechanism = call.mechanism
+    if mechanism.similarity != "cosine" or mechanism.score_bias != "0" or call.query.dtype == torch.float16:
         return False
-    if problem.bias is not None or problem.head_scale is not None:
+    if call.bias is not None or call.head_scale is not None:
         return False
-    return abs(problem.scale) * max(1.0, math.log(max(key_length, 1))) < LARGEST_SCORE
+    return abs(call.scale) * max(1.0, math.log(max(call.visibility.key_length, 1))) < LARGEST_SCORE
 
 
 def _shifted(mechanism: Mechanism, bounded: bool, dtype: torch.dtype) -> bool:
@@ -90,9 +90,9 @@ def algebra_of(mechanism: Mechanism, power_given: bool, bounded: bool, dtype: to
     )
 
 
-def given_of(problem: Problem, key_length: int, mechanism: Mechanism, held: Cache | None, seed: int = 0) -> Given:
+def given_of(call: Call) -> Given:
     """The call's tensors and numbers; what kernels make of them beforehand (norms, e^V) is not there yet."""
-    query, key, value, bias, head_scale, power = problem[:6]
+    query, value, held, dropped, power = call.query, call.value, call.cache, call.dropout, call.power
     batch, heads, query_length, head_dim = query.shape
     _, key_heads, page_size, value_dim = value.shape
     table = None
@@ -100,21 +100,22 @@ def given_of(problem: Problem, key_length: int, mechanism: Mechanism, held: Cach
         table = held.page_table.int()[:, None, None]
     else:
         page_size = 0  # a constant to the compiler, which must not see another for each length
-    number = mechanism.power
+    number = call.mechanism.power
     if power is None and number is not None and not (number == int(number) and 1 <= number <= WHOLE_POWER):
         power = query.new_full((heads,), number, dtype=torch.float32)
     return Given(
-        array(query), array(key), array(value), array(value), None,
+        array(query), array(call.key), array(value), array(value), None,
         None,
         None,
-        array(bias),
-        None if head_scale is None else head_scale.detach().float().contiguous(),
+        array(call.bias),
+        None if call.head_scale is None else call.head_scale.detach().float().contiguous(),
         None if power is None else power.detach().float().contiguous(),
-        batch, heads, heads // max(key_heads, 1), query_length, key_length, head_dim, value_dim, problem.scale,
+        batch, heads, heads // max(key_heads, 1), query_length, call.visibility.key_length, head_dim, value_dim,
+        call.scale,
         None if held is None else held.lengths.int().contiguous(), array(table),
         # Odd and beyond 2^63: numbers that 16 divides, and those of fewer bits, are compiled for apart
-        2**63 + 2 * seed + 1 if problem.dropout_p else None,
-        tl.constexpr(dropout.threshold(problem.dropout_p)), tl.constexpr(dropout.growth(problem.dropout_p)),
+        2**63 + 2 * dropped.number + 1 if dropped.p else None,
+        tl.constexpr(dropout.threshold(dropped.p)), tl.constexpr(dropout.growth(dropped.p)),
         tl.constexpr(page_size),
     )  # fmt: skip
 

@@ -14,10 +14,8 @@ from triton.runtime.cache import get_cache_manager
 from triton.runtime.errors import OutOfResources, PTXASError
 
 from softfocus.backends.triton import compiled_as
-from softfocus.mechanism import Mechanism
-from softfocus.reference import Problem
+from softfocus.contract import Call
 from softfocus.switches import switched_on
-from softfocus.visibility import Visibility
 
 
 class Tile(NamedTuple):
@@ -118,10 +116,11 @@ TUNE = "SOFTFOCUS_TUNE"
 INTERPRETED = Tile(32, 32, 1, 1)
 
 
-def tiles(kernel: str, problem: Problem, mechanism: Mechanism) -> tuple[Tile, ...]:
+def tiles(kernel: str, call: Call) -> tuple[Tile, ...]:
     """What may be taken for a kernel of a call on the device that is current."""
-    most = max(problem.query.size(-1), problem.value.size(-1))
-    if problem.query.dtype == torch.float32 and kernel != "decode":
+    mechanism = call.mechanism
+    most = max(call.query.size(-1), call.value.size(-1))
+    if call.query.dtype == torch.float32 and kernel != "decode":
         return TILES_OF_SINGLES["very wide" if most > 128 else "wide" if most > 64 else "narrow"]
     if most > 128 and kernel in VERY_WIDE_TILES:
         return VERY_WIDE_TILES[kernel]
@@ -140,15 +139,15 @@ def tiles(kernel: str, problem: Problem, mechanism: Mechanism) -> tuple[Tile, ..
     return next(table[kernel, name] for name in names if (kernel, name) in table)
 
 
-def kind(direction: str, problem: Problem, visibility: Visibility, mechanism: Mechanism) -> tuple[Hashable, ...]:
+def kind(direction: str, call: Call) -> tuple[Hashable, ...]:
     """What calls have in common that are taken to be fastest in the same tiles: sizes count by powers of two."""
-    query, key, value, bias, head_scale, power = problem[:6]
+    query, key, visibility = call.query, call.key, call.visibility
     sizes = (query.size(0) * query.size(1), query.size(2), key.size(2), query.size(1) // key.size(1))
-    given = (bias, head_scale, power, visibility.mask, visibility.key_mask, visibility.document_ids)
+    given = (call.bias, call.head_scale, call.power, visibility.mask, visibility.key_mask, visibility.document_ids)
     return (
-        direction, compiled_as(mechanism).code, str(query.dtype), query.size(3), value.size(3),
+        direction, compiled_as(call.mechanism).code, str(query.dtype), query.size(3), call.value.size(3),
         *map(power_of_two, sizes),
-        visibility.left >= 0, visibility.right >= 0, problem.dropout_p > 0, *(x is not None for x in given),
+        visibility.left >= 0, visibility.right >= 0, call.dropout.p > 0, *(x is not None for x in given),
     )  # fmt: skip
 
 

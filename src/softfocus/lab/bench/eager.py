@@ -5,8 +5,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from softfocus.lab.bench.cells import Cell, Function
-from softfocus.mechanism import Mechanism
-from softfocus.reference import FREE_ROWS, default_scale, row_scale
+from softfocus.mechanism import FREE_ROWS, Mechanism, default_scale
+from softfocus.reference import row_scale
 
 COPIES = {"forward": 5, "backward": 10, "decode": 5}
 """How many tensors of the weights' size are alive at once, at most: an upper estimate, to refuse before memory ends."""

@@ -11,8 +11,7 @@ from matplotlib.lines import Line2D
 from softfocus.lab.bench.cells import TITLES
 from softfocus.lab.bench.results import Benchmark, Spread
 from softfocus.lab.bench.subjects import YARDSTICK
-from softfocus.lab.disk import writing
-from softfocus.lab.figure import PALETTE
+from softfocus.lab.report.figure import PALETTE, save_png
 
 _DASHES: tuple[Any, ...] = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)))
 _MARKERS = ("o", "s", "^", "D", "v")
@@ -40,13 +39,7 @@ def save_figure(benchmark: Benchmark, path: Path) -> None:
     Raises:
         LabError: the folder cannot be written to, or the disk is full.
     """
-    temporary = path.with_name(f".{path.name}.partial")
-    with writing(path, "name a folder that can be written to, with space left on its disk"):
-        try:
-            figure(benchmark).savefig(temporary, format="png", dpi=150, facecolor="white")
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+    save_png(figure(benchmark), path, _title(benchmark), dpi=150)
 
 
 def _names(benchmark: Benchmark) -> list[str]:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from softfocus.lab.bench import eager
 from softfocus.lab.bench.cells import Cell, Function
-from softfocus.reference import FREE_ROWS, default_scale, row_scale
+from softfocus.mechanism import FREE_ROWS, default_scale
+from softfocus.reference import row_scale
 
 NO_LSE = "re-weighting takes a second call that reads the first one's log-sum-exp, which FlexAttention does not return on a CPU"
 NO_BACKWARD = "FlexAttention has no backward on a CPU"

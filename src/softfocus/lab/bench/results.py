@@ -4,11 +4,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
-from softfocus.lab.disk import write_atomically
-from softfocus.lab.errors import LabError
-from softfocus.lab.results import Machine
+from softfocus.lab.run_folder.disk import write_atomically
+from softfocus.lab.run_folder.files import read_json
+from softfocus.lab.run_folder.results import Machine, Record
 
 RESULTS = "results.json"
 FIGURE = "figure.png"
@@ -16,11 +16,7 @@ FIGURE = "figure.png"
 Parity = Literal["passed", "failed", "not checked"]
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="strings")
-
-
-class Spread(_Record):
+class Spread(Record):
     """Numbers of several rounds: seconds, or ratios."""
 
     median: float
@@ -30,7 +26,7 @@ class Spread(_Record):
     rounds: int
 
 
-class Memory(_Record):
+class Memory(Record):
     """Peak memory of one call in a process of its own, above what the process held before the inputs were made."""
 
     bytes: int
@@ -40,7 +36,7 @@ class Memory(_Record):
     )
 
 
-class SubjectResult(_Record):
+class SubjectResult(Record):
     """One subject in one cell."""
 
     name: str
@@ -59,7 +55,7 @@ class SubjectResult(_Record):
     memory_message: str = Field(default="", description="why its memory could not be measured")
 
 
-class CellResult(_Record):
+class CellResult(Record):
     """One mechanism x what x length: everything in it was measured in turn, in one process."""
 
     mechanism: str
@@ -84,7 +80,7 @@ class CellResult(_Record):
         return next((one for one in self.subjects if one.name == name), None)
 
 
-class Benchmark(_Record):
+class Benchmark(Record):
     """A whole run, with what it takes to believe it."""
 
     commit: str = Field(description="of the source tree, '+dirty' when it was changed; or the package's version")
@@ -107,7 +103,7 @@ class Benchmark(_Record):
     seconds: float = Field(description="the budget of a cell")
     started: datetime
     finished: datetime | None = Field(default=None, description="None where the run was stopped")
-    cells: list[CellResult] = []
+    cells: list[CellResult] = Field(default=[])
 
     @property
     def failed(self) -> list[CellResult]:
@@ -127,9 +123,4 @@ def load_benchmark(folder: Path) -> Benchmark:
         LabError: there is none, or it cannot be read.
     """
     remedy = f"make it with `softfocus bench --out {folder}`"
-    try:
-        return Benchmark.model_validate_json((folder / RESULTS).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise LabError(f"{folder} holds no benchmark: it has no {RESULTS}", remedy) from None
-    except (OSError, UnicodeDecodeError, ValidationError) as error:
-        raise LabError(f"{folder / RESULTS} cannot be read: {str(error).splitlines()[0]}", remedy) from error
+    return read_json(folder / RESULTS, Benchmark, f"{folder} holds no benchmark: it has no {RESULTS}", remedy)

@@ -11,7 +11,6 @@ import torch
 from rich.console import Console
 
 from softfocus.catalog import named
-from softfocus.lab import provenance
 from softfocus.lab.bench import memory, parity, subjects, timing
 from softfocus.lab.bench.cells import Cell, Function, What, call, make
 from softfocus.lab.bench.figure import save_figure
@@ -19,6 +18,7 @@ from softfocus.lab.bench.results import FIGURE, RESULTS, Benchmark, CellResult, 
 from softfocus.lab.bench.screen import Screen
 from softfocus.lab.bench.subjects import YARDSTICK, Subject
 from softfocus.lab.errors import LabError, UsageError, did_you_mean, first_line
+from softfocus.lab.run_folder import provenance
 
 Say = Callable[[Cell, str], None]
 

@@ -14,11 +14,10 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 from numpy.typing import NDArray
 
-from softfocus.lab.disk import writing
-from softfocus.lab.figure import PALETTE, PANEL, STYLE, places
 from softfocus.lab.inspect.measure import HIDDEN
 from softfocus.lab.inspect.results import Inspection
 from softfocus.lab.inspect.run import Map
+from softfocus.lab.report.figure import PALETTE, PANEL, STYLE, places, save_png
 
 TITLES = {
     "zeros": "Exactly zero",
@@ -88,7 +87,7 @@ def save_maps(found: Sequence[tuple[str, Inspection, Sequence[Map]]], path: Path
                 ax.set_title(f"layer {shown.layer}, head {shown.head}", fontweight="normal")
             line[0].set_ylabel(f"{name}\n{tokens(one, length)}", parse_math=False)
         figure.suptitle(title, x=0.01, ha="left", fontsize=11, parse_math=False)
-        _save(figure, path, title)
+        save_png(figure, path, title, dpi=150)
 
 
 def save_measures(found: Sequence[tuple[str, Inspection]], path: Path, title: str) -> None:
@@ -108,7 +107,7 @@ def save_measures(found: Sequence[tuple[str, Inspection]], path: Path, title: st
         ]
         figure.legend(handles=handles, loc="outside lower left", ncols=len(handles))
         figure.suptitle(title, x=0.01, ha="left", fontsize=12, parse_math=False)
-        _save(figure, path, title)
+        save_png(figure, path, title, dpi=150)
 
 
 def measure_figures(inspections: Sequence[Inspection]) -> list[tuple[str, Figure]]:
@@ -168,13 +167,3 @@ def _draw(ax: Any, inspections: Sequence[Inspection], measure: str) -> None:
     ax.set_ylim(min(0.0, low), max(high, 0.01))
     if UNITS[measure].startswith("share"):
         ax.yaxis.set_major_formatter(PercentFormatter(1.0))
-
-
-def _save(figure: Figure, path: Path, title: str) -> None:
-    temporary = path.with_name(f".{path.name}.partial")
-    with writing(path, "free some space or use another folder"):
-        try:
-            figure.savefig(temporary, format="png", dpi=150, facecolor="white", metadata={"Title": title})
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)

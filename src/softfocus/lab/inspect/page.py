@@ -6,12 +6,12 @@ from typing import Any
 
 from markupsafe import Markup
 
-from softfocus.lab.figure import PALETTE
 from softfocus.lab.inspect import figure
 from softfocus.lab.inspect.results import Inspection, Inspections, Row, Value
 from softfocus.lab.inspect.run import Map
-from softfocus.lab.page import svg, template
-from softfocus.lab.report import short_commit
+from softfocus.lab.report.figure import PALETTE
+from softfocus.lab.report.notes import short_commit
+from softfocus.lab.report.page import svg, template
 
 COLUMNS = {
     "zeros": "Exactly 0",

@@ -9,19 +9,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from softfocus.lab.disk import write_atomically
 from softfocus.lab.inspect import figure, page
-from softfocus.lab.inspect.results import (
-    MAPS_FIGURE,
-    MEASURES_FIGURE,
-    PAGE,
-    RESULTS,
-    Inspection,
-    Inspections,
-    names,
-)
+from softfocus.lab.inspect.results import MAPS_FIGURE, MEASURES_FIGURE, PAGE, RESULTS, Inspection, Inspections, names
 from softfocus.lab.inspect.run import Map
-from softfocus.lab.points import mechanism_name
+from softfocus.lab.report.points import mechanism_name
+from softfocus.lab.run_folder.disk import write_atomically
 
 TITLE = "What attention looks at"
 

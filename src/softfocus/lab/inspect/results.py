@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
-from softfocus.lab.errors import LabError, first_line
+from softfocus.lab.run_folder.files import read_json
+from softfocus.lab.run_folder.results import Record
 
 RESULTS = "inspect.json"
 PAGE = "inspect.html"
@@ -14,18 +15,14 @@ MEASURES_FIGURE = "measures.png"
 MAPS_FIGURE = "maps.png"
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="strings")
-
-
-class Value(_Record):
+class Value(Record):
     """A mean over rows."""
 
     mean: float
     standard_error: float = Field(description="documents are what was drawn at random; NaN where there is only one")
 
 
-class Row(_Record):
+class Row(Record):
     """What the rows of attention are like at one length: means over the rows that were looked at.
 
     Of weights with signs the absolute values count. A row whose weights are all 0 has 0 everywhere but in `zeros`.
@@ -43,7 +40,7 @@ class Row(_Record):
     beyond: Value = Field(description="share of the weight on keys at least a training length away")
 
 
-class Length(_Record):
+class Length(Record):
     """What was read at one length."""
 
     length: int
@@ -52,7 +49,7 @@ class Length(_Record):
     rows: int = Field(description="of each window, evenly spaced, the last one among them")
 
 
-class Heads(_Record):
+class Heads(Record):
     """Heads of a layer that run the same."""
 
     layer: int
@@ -60,7 +57,7 @@ class Heads(_Record):
     runs: str = Field(description="the mechanism, its window, its share of RoPE")
 
 
-class Inspection(_Record):
+class Inspection(Record):
     """What was found in one run."""
 
     run: str = Field(description="the run's name")
@@ -91,7 +88,7 @@ class Inspection(_Record):
         return next(group.runs for group in self.heads if group.layer == layer and head in group.heads)
 
 
-class Inspections(_Record):
+class Inspections(Record):
     """Everything that inspect.json holds; it reads back equal."""
 
     schema_version: int = 1
@@ -106,12 +103,7 @@ def read(path: Path) -> Inspections:
         LabError: no such file, or not one that this version wrote.
     """
     remedy = "write it again with `softfocus inspect RUN`"
-    try:
-        return Inspections.model_validate_json(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise LabError(f"cannot read {path}: {error.strerror or error}", remedy) from None
-    except (ValidationError, UnicodeDecodeError) as error:
-        raise LabError(f"{path} cannot be read: {first_line(error)}", remedy) from None
+    return read_json(path, Inspections, f"cannot read {path}: No such file", remedy)
 
 
 def names(inspections: Sequence[Inspection], spelled: Sequence[str]) -> list[str]:

@@ -16,17 +16,18 @@ from softfocus.hf import Call
 from softfocus.hf.config import layer_of
 from softfocus.hf.learned import attention_modules
 from softfocus.hf.learned import heads as heads_of
-from softfocus.lab import data
 from softfocus.lab import model as models
+from softfocus.lab.data import of_recipe as data
+from softfocus.lab.data.tokens import TokenStore
+from softfocus.lab.data.windows import EvaluationWindows
 from softfocus.lab.errors import LabError, UsageError
+from softfocus.lab.evaluate.means import ClusteredMeans
 from softfocus.lab.inspect.measure import MEASURES, measures, picture
 from softfocus.lab.inspect.results import Heads, Inspection, Length, Row, Value
-from softfocus.lab.means import ClusteredMeans
 from softfocus.lab.progress import Event, Listener, silent
-from softfocus.lab.recipe import load
-from softfocus.lab.results import RECIPE, RunInfo, load_run
-from softfocus.lab.tokens import TokenStore
-from softfocus.lab.windows import EvaluationWindows
+from softfocus.lab.recipes.loading import load
+from softfocus.lab.run_folder.files import RECIPE, load_run
+from softfocus.lab.run_folder.results import RunInfo
 from softfocus.row_weights import blocks
 
 ROWS = 192

@@ -1,13 +1,14 @@
-// Which weights dropout drops: the bits that softfocus/dropout.py defines, made once for a block of rows and read by all its passes.
+// Which weights of a block are dropped: the bits that softfocus/dropout.py defines. They are
+// generated once for a block and read by every sweep.
 #pragma once
 
-#include "sight.h"
+#include "visibility.h"
 
 namespace softfocus {
 
 typedef uint64_t vq __attribute__((vector_size(W * 4)));
 
-// Products, 64 bits wide, of the lower halves of each lane
+// The low 32 bits of each lane times `factor`, 64 bits wide
 inline vq multiply(vq x, uint32_t factor) {
 #if defined(__AVX512F__)
   return (vq)_mm512_mul_epu32((__m512i)x, _mm512_set1_epi64(factor));
@@ -18,47 +19,53 @@ inline vq multiply(vq x, uint32_t factor) {
 #endif
 }
 
-class Drops {
+class DropoutMask {
  public:
-  const float growth;  // what multiplies a weight that is kept
+  const float keep_scale;  // 1 / (1 - p): what multiplies a weight that is kept; 0 where p is 1
 
-  Drops(const Problem& problem, int64_t block_rows, int64_t row_space)
-      : growth(problem.dropped < 1 << 16 ? 65536.0f / (65536 - problem.dropped) : 0.0f), p(problem), rows(block_rows) {
-    if (p.dropped) bits.resize(rows * (row_space / GROUP), false);
+  DropoutMask(const Params& call, int64_t max_rows, int64_t max_keys)
+      : keep_scale(call.dropout_threshold < 1 << 16 ? 65536.0f / (65536 - call.dropout_threshold) : 0.0f),
+        params(call),
+        rows(max_rows) {
+    if (params.dropout_threshold) bits.resize(rows * (max_keys / WORD_KEYS), false);
   }
 
-  // Which weights of W keys are dropped, at an offset from a block's base; and what multiplies them
+  // Of row r and the W keys from offset j on: whether the weights are dropped, and their factors
   vi dropped(int64_t r, int64_t j) const {
-    int32_t some = int32_t(bits[place(r, j)] >> (j % GROUP));
-    return (splat(some) & (1 << lanes())) != 0;
+    int32_t word = int32_t(bits[word_index(r, j)] >> (j % WORD_KEYS));
+    return (splat(word) & (1 << lane_index())) != 0;
   }
-  vf factors(int64_t r, int64_t j) const { return dropped(r, j) ? vf{} : splat(growth); }
+  vf factors(int64_t r, int64_t j) const { return dropped(r, j) ? vf{} : splat(keep_scale); }
 
-  void draw(const Sight& block) {
-    uint32_t head = uint32_t(block.b * p.heads + block.h);
-    block.chunks([&](int64_t at) {
-      for (int64_t r = 0; r < block.n; ++r) {
-        Range seen = block.range(r, at);
-        for (int64_t j = seen.low / GROUP * GROUP; j < seen.high; j += GROUP)
-          bits[place(r, j)] = group_bits(uint64_t(block.base + j) / GROUP * 8, uint32_t(block.start + r), head);
+  void generate(const BlockVisibility& block) {
+    uint32_t head = uint32_t(block.b * params.heads + block.h);
+    block.each_tile([&](int64_t start_k) {
+      for (int64_t r = 0; r < block.n_rows; ++r) {
+        KeyRange seen = block.strip_range(r, start_k);
+        for (int64_t j = seen.begin / WORD_KEYS * WORD_KEYS; j < seen.end; j += WORD_KEYS)
+          bits[word_index(r, j)] =
+              random_word(uint64_t(block.key_begin + j) / WORD_KEYS * 8, uint32_t(block.start_q + r), head);
       }
     });
   }
 
  private:
-  static constexpr int64_t GROUP = 64;  // keys whose bits are one word
-  const Problem& p;
+  static constexpr int64_t WORD_KEYS = 64;  // keys whose bits are one word: dropout.GROUP
+  const Params& params;
   const int64_t rows;
-  Buffer<uint64_t> bits;  // [chunks, rows, CHUNK / GROUP], a bit a key: 1 where its weight is dropped
+  Buffer<uint64_t> bits;  // [tiles, rows, BLOCK_K / WORD_KEYS], one bit a key: 1 where its weight is dropped
 
-  int64_t place(int64_t r, int64_t j) const { return (j / CHUNK * rows + r) * (CHUNK / GROUP) + j % CHUNK / GROUP; }
+  int64_t word_index(int64_t r, int64_t j) const {
+    return (j / BLOCK_K * rows + r) * (BLOCK_K / WORD_KEYS) + j % BLOCK_K / WORD_KEYS;
+  }
 
-  // Philox-4x32 of counters (first + lane, row, head, 0); of the upper halves of the words nothing may be read
+  // Philox-4x32 of the counters (first + lane, row, head, 0); the upper 32 bits of each lane are
+  // arbitrary
   void philox(uint64_t first, uint32_t row, uint32_t head, vq (&words)[4]) const {
     vq lane;
     for (int i = 0; i < W / 2; ++i) lane[i] = i;
     vq a = lane + first, b = vq{} + row, c = vq{} + head, d = vq{};
-    uint32_t k = uint32_t(p.seed), m = uint32_t(p.seed >> 32);
+    uint32_t k = uint32_t(params.seed), m = uint32_t(params.seed >> 32);
 #pragma GCC unroll 7
     for (int round = 0; round < 7; ++round) {
       vq x = multiply(a, 0xD2511F53), y = multiply(c, 0xCD9E8D57);
@@ -68,29 +75,31 @@ class Drops {
     words[0] = a, words[1] = b, words[2] = c, words[3] = d;
   }
 
+  // The dropout bits of 64 keys: bit n is 1 where number n is below the threshold
 #if defined(__AVX512BW__)
-  uint64_t group_bits(uint64_t first, uint32_t row, uint32_t head) const {
-    // 16 bits of a lane at a time: the lowest of two words, the next ones of both
+  uint64_t random_word(uint64_t first, uint32_t row, uint32_t head) const {
+    // The 16-bit parts of two words that belong to keys 0 to 31: bits 0 to 15 of each of the 8
+    // lanes of the first word, bits 16 to 31 of each lane, and the same of the second word
     alignas(64) static constexpr uint16_t order[32] = {0,  4,  8,  12, 16, 20, 24, 28, 1,  5,  9,  13, 17, 21, 25, 29,
                                                        32, 36, 40, 44, 48, 52, 56, 60, 33, 37, 41, 45, 49, 53, 57, 61};
     vq words[4];
     philox(first, row, head, words);
-    __m512i places = _mm512_load_si512(order), most = _mm512_set1_epi16(int16_t(p.dropped - 1));
-    __m512i low = _mm512_permutex2var_epi16((__m512i)words[0], places, (__m512i)words[1]);
-    __m512i high = _mm512_permutex2var_epi16((__m512i)words[2], places, (__m512i)words[3]);
-    return uint64_t(_mm512_cmple_epu16_mask(high, most)) << 32 | _mm512_cmple_epu16_mask(low, most);
+    __m512i indices = _mm512_load_si512(order), last = _mm512_set1_epi16(int16_t(params.dropout_threshold - 1));
+    __m512i low = _mm512_permutex2var_epi16((__m512i)words[0], indices, (__m512i)words[1]);
+    __m512i high = _mm512_permutex2var_epi16((__m512i)words[2], indices, (__m512i)words[3]);
+    return uint64_t(_mm512_cmple_epu16_mask(high, last)) << 32 | _mm512_cmple_epu16_mask(low, last);
   }
 #else
-  uint64_t group_bits(uint64_t first, uint32_t row, uint32_t head) const {
+  uint64_t random_word(uint64_t first, uint32_t row, uint32_t head) const {
     uint64_t found = 0;
     for (int lane = 0; lane < 8; lane += W / 2) {
-      vq words[4], some = vq{};
+      vq words[4], dropped = vq{};
       philox(first + lane, row, head, words);
-      each<8>([&](int n) {
+      unroll<8>([&](int n) {
         vq number = (words[n / 2] >> n % 2 * 16) & 0xffffu;
-        some |= ((number - uint64_t(p.dropped)) >> 16 & 1) << 8 * n;  // a borrow where it is less
+        dropped |= ((number - uint64_t(params.dropout_threshold)) >> 16 & 1) << 8 * n;  // less: borrows
       });
-      for (int i = 0; i < W / 2; ++i) found |= some[i] << (lane + i);
+      for (int i = 0; i < W / 2; ++i) found |= dropped[i] << (lane + i);
     }
     return found;
   }

@@ -1,44 +1,51 @@
-// out and the row statistics, a block of rows at a time.
+// The forward: out and the row statistics, a block of rows at a time.
 #include <memory>
 
-#include "mix.h"
-#include "waves.h"
+#include "output.h"
+#include "parallel.h"
 
 namespace softfocus {
 namespace {
 
+// What a thread works in
 template <typename Phi>
 struct Worker {
-  Block<Phi> block;
-  Mixer<Phi> mixer;
-  explicit Worker(const Problem& p) : block(p, block_rows(p, false)), mixer(block) {}
+  RowBlock<Phi> block;
+  BlockOutput<Phi> output;
+  explicit Worker(const Params& params) : block(params, rows_per_block(params, false)), output(block) {}
 
-  // A head with few queries. The values are looked through only when something that is not finite has come out, but for LASER,
-  // whose exponentials would hide it.
-  void run_few(int64_t b, int64_t h, void* out, float* statistics) {
-    const Problem& p = block.p;
-    Head head;
-    auto look = [&] { pack_values(p, head, b, h / (p.heads / p.key_heads), 0, p.key_length, false, head.broken_values, head.high_values); };
-    if (p.laser) look();
+  // A head of a decoding call. Values are searched for non-finite ones only if the output has one;
+  // with LASER always, since the exponentials would hide them.
+  void decode(int64_t b, int64_t h, void* out, float* statistics) {
+    const Params& params = block.params;
+    KeyHead head;
+    auto check_values = [&] {
+      pack_values(params, head, b, h / (params.heads / params.key_heads), 0, params.key_length, false,
+                  head.nonfinite_values, head.large_values);
+    };
+    if (params.laser) check_values();
     run(b, h, 0, head, out, statistics);
-    if (p.laser || all_finite(mixer.out, block.n * block.value_width)) return;
-    look();
-    if (!head.broken_values.empty()) run(b, h, 0, head, out, statistics);
+    if (params.laser || all_finite(output.out, block.n_rows * block.value_width)) return;
+    check_values();
+    if (!head.nonfinite_values.empty()) run(b, h, 0, head, out, statistics);
   }
 
-  void run(int64_t b, int64_t h, int64_t start, const Head& head, void* out, float* statistics) {
-    const Problem& p = block.p;
-    block.open(b, h, start, head);
-    mixer.mix(block);
-    if (p.laser) take_logarithm();
-    int64_t row = (b * p.heads + h) * p.query_length + start, rows = p.batch * p.heads * p.query_length;
-    for (int64_t r = 0; r < block.n; ++r)
-      if (float* made = mixer.out + r * block.value_width; block.blind[r]) std::fill(made, made + p.value_dim, 0.0f);
-    for (auto [key, d] : head.broken_values)
-      for (int64_t r = 0; r < block.n; ++r)
-        if (block.sees(r, key)) mixer.out[r * block.value_width + d] = std::numeric_limits<float>::quiet_NaN();
-    for (int64_t r = 0; r < block.n; ++r) {
-      write_row(out, p.dtype, (row + r) * p.value_dim, mixer.out + r * block.value_width, p.value_dim);
+  // The rows of query head h from start_q on
+  void run(int64_t b, int64_t h, int64_t start_q, const KeyHead& head, void* out, float* statistics) {
+    const Params& params = block.params;
+    block.compute(b, h, start_q, head);
+    output.compute(block);
+    if (params.laser) laser_logarithm();
+    int64_t row = (b * params.heads + h) * params.query_length + start_q,
+            rows = params.batch * params.heads * params.query_length;
+    for (int64_t r = 0; r < block.n_rows; ++r)
+      if (float* out_row = output.out + r * block.value_width; block.fully_masked[r])
+        std::fill(out_row, out_row + params.value_dim, 0.0f);
+    for (auto [key, d] : head.nonfinite_values)
+      for (int64_t r = 0; r < block.n_rows; ++r)
+        if (block.sees(r, key)) output.out[r * block.value_width + d] = std::numeric_limits<float>::quiet_NaN();
+    for (int64_t r = 0; r < block.n_rows; ++r) {
+      write_row(out, params.dtype, (row + r) * params.value_dim, output.out + r * block.value_width, params.value_dim);
       if (!statistics) continue;
       statistics[row + r] = block.count[r];
       statistics[rows + row + r] = block.maximum[r];
@@ -47,39 +54,43 @@ struct Worker {
     }
   }
 
-  void take_logarithm() {
-    const Problem& p = block.p;
-    int64_t first = block.base, n = block.end - block.base;
-    std::vector<std::pair<int64_t, float>> sums;
-    mixer.exact(block, [&](int64_t r, int64_t d, const float* logarithms) {
-      float scale = p.sharpened ? mixer.share[r] : block.scale[r];
+  // Turns A e^(V - M) into log(A e^(V - M)) + M.
+  void laser_logarithm() {
+    const Params& params = block.params;
+    int64_t first = block.key_begin, n = block.key_end - block.key_begin;
+    std::vector<std::pair<int64_t, float>> exact_sums;  // index into output.out, and the output
+    output.each_exact_sum(block, [&](int64_t r, int64_t d, const float* logs) {
+      float scale = params.reweighted ? output.inverse_power_sum[r] : block.weight_scale[r];
       auto value = value_column(d, first);
-      double total = log_sum(n, [&](int64_t j) { return block.log_weight(r, logarithms[j]) + value(j); });
-      sums.push_back({r * block.value_width + d, float(total + std::log(double(scale)))});
+      double total = log_sum_exp(n, [&](int64_t j) { return block.log_weight(r, logs[j]) + value(j); });
+      exact_sums.push_back({r * block.value_width + d, float(total + std::log(double(scale)))});
     });
-    for (int64_t r = 0; r < block.n; ++r)
-      for (int64_t d = 0; d < p.value_dim; ++d) {
-        float& x = mixer.out[r * block.value_width + d];
-        x = mixer.weightless[r] ? 0.0f : std::log(x) + mixer.shift.shift[d];
+    for (int64_t r = 0; r < block.n_rows; ++r)
+      for (int64_t d = 0; d < params.value_dim; ++d) {
+        float& x = output.out[r * block.value_width + d];
+        x = output.zero_weights[r] ? 0.0f : std::log(x) + output.shift.shift[d];
       }
-    for (auto [at, total] : sums) mixer.out[at] = total;
-    for (int64_t r = 0; r < block.n; ++r)
-      if (p.normaliser == L1 && block.count[r] == 1.0f && !mixer.weightless[r] && std::isfinite(block.norm[r])) take_only(r);
+    for (auto [index, total] : exact_sums) output.out[index] = total;
+    for (int64_t r = 0; r < block.n_rows; ++r)
+      if (params.normaliser == L1 && block.count[r] == 1.0f && !output.zero_weights[r] && std::isfinite(block.norm[r]))
+        copy_only_value(r);
   }
 
-  // The value of the one key that a row sees, without the detour through e^V
-  void take_only(int64_t r) {
-    int64_t key = block.low[r];
+  // The output of a row that sees one key: its value, without the rounding of log(e^v)
+  void copy_only_value(int64_t r) {
+    int64_t key = block.window_begin[r];
     while (!block.sees(r, key)) ++key;
-    for (int64_t d = 0; d < block.p.value_dim; ++d) mixer.out[r * block.value_width + d] = value_column(d, key)(0);
+    for (int64_t d = 0; d < block.params.value_dim; ++d)
+      output.out[r * block.value_width + d] = value_column(d, key)(0);
   }
 
-  // The values of one column by offset from the first key; 0 in place of what is not finite
+  // A function from j to element d of value first + j; 0 where non-finite
   auto value_column(int64_t d, int64_t first) {
-    const Problem& p = block.p;
-    Array column = p.value;
-    column.data = static_cast<const char*>(p.value.data) + d * p.value.stride[3] * (p.dtype == FLOAT32 ? 4 : 2);
-    int64_t b = block.b, h = block.h / (p.heads / p.key_heads), dtype = p.dtype;
+    const Params& params = block.params;
+    TensorView column = params.value;
+    column.data =
+        static_cast<const char*>(params.value.data) + d * params.value.stride[3] * (params.dtype == FLOAT32 ? 4 : 2);
+    int64_t b = block.b, h = block.h / (params.heads / params.key_heads), dtype = params.dtype;
     return [=](int64_t j) {
       float x;
       read_row(column, dtype, b, h, first + j, 1, &x);
@@ -89,28 +100,30 @@ struct Worker {
 };
 
 template <typename Phi>
-bool forward(const Problem& p, void* out, float* statistics) {
-  int64_t wave = wave_size(p, false), key_heads = p.batch * p.key_heads, group = p.heads / p.key_heads;
-  int64_t rows = block_rows(p, false), blocks = (p.query_length + rows - 1) / rows;
-  std::vector<std::unique_ptr<Worker<Phi>>> workers(p.threads);
-  if (p.query_length <= FEW_QUERIES) {
-    return share_out(p.threads, p.batch * p.heads, [&](int64_t item) {
+bool forward(const Params& params, void* out, float* statistics) {
+  int64_t wave = wave_size(params, false), key_heads = params.batch * params.key_heads,
+          group = params.heads / params.key_heads;
+  int64_t rows = rows_per_block(params, false), blocks = (params.query_length + rows - 1) / rows;
+  std::vector<std::unique_ptr<Worker<Phi>>> workers(params.threads);
+  if (params.query_length <= DECODE_QUERIES) {
+    return parallel_for(params.threads, params.batch * params.heads, [&](int64_t item) {
       auto& worker = workers[thread_number()];
-      if (!worker) worker = std::make_unique<Worker<Phi>>(p);
-      worker->run_few(item / p.heads, item % p.heads, out, statistics);
+      if (!worker) worker = std::make_unique<Worker<Phi>>(params);
+      worker->decode(item / params.heads, item % params.heads, out, statistics);
     });
   }
-  std::vector<Head> heads(wave);
-  for (Head& head : heads) head.reserve(p, false);
+  std::vector<KeyHead> heads(wave);
+  for (KeyHead& head : heads) head.reserve(params, false);
   for (int64_t first = 0; first < key_heads; first += wave) {
     int64_t n = std::min(wave, key_heads - first);
-    if (!pack(p, heads, first, n, false)) return false;
-    bool done = share_out(p.threads, n * group * blocks, [&](int64_t item) {
+    if (!pack_wave(params, heads, first, n, false)) return false;
+    bool done = parallel_for(params.threads, n * group * blocks, [&](int64_t item) {
       auto& worker = workers[thread_number()];
-      if (!worker) worker = std::make_unique<Worker<Phi>>(p);
-      int64_t block = blocks - 1 - item / group % blocks;  // with a causal mask the last rows are the longest
-      int64_t key_head = first + item / (group * blocks), h = key_head % p.key_heads * group + item % group;
-      worker->run(key_head / p.key_heads, h, block * rows, heads[key_head - first], out, statistics);
+      if (!worker) worker = std::make_unique<Worker<Phi>>(params);
+      int64_t block =
+          blocks - 1 - item / group % blocks;  // with a causal mask the last rows take longest: they go first
+      int64_t key_head = first + item / (group * blocks), h = key_head % params.key_heads * group + item % group;
+      worker->run(key_head / params.key_heads, h, block * rows, heads[key_head - first], out, statistics);
     });
     if (!done) return false;
   }
@@ -120,17 +133,20 @@ bool forward(const Problem& p, void* out, float* statistics) {
 }  // namespace
 }  // namespace softfocus
 
-// out [B, H, Lq, Dv], of the query's dtype, and, unless null, statistics [4, B, H, Lq], both contiguous. 0, or 1 if memory ran out. Where query, key
-// and value lie is told apart from the rest, which fits every call of the same layout.
-extern "C" __attribute__((visibility("default"))) int softfocus_forward(const softfocus::Problem* layout, const void* query,
-                                                                        const void* key, const void* value, void* out,
+// Writes out [B, H, Lq, Dv], of the query's dtype, and statistics [4, B, H, Lq] (count, maximum,
+// log_norm, peak) unless null; both contiguous. Returns 0, or 1 if memory ran out. The pointers of
+// query, key and value are arguments of their own: the rest fits every call of the same layout.
+extern "C" __attribute__((visibility("default"))) int softfocus_forward(const softfocus::Params* layout,
+                                                                        const void* query, const void* key,
+                                                                        const void* value, void* out,
                                                                         float* statistics) {
   bool done = false;
   try {
-    softfocus::Problem p = *layout;
-    p.query.data = query, p.key.data = key, p.value.data = value;
-    softfocus::with_phi(p.phi, [&](auto phi) { done = softfocus::forward<decltype(phi)>(p, out, statistics); });
-  } catch (...) {  // nothing but std::bad_alloc is thrown here, and nothing may leave
+    softfocus::Params params = *layout;
+    params.query.data = query, params.key.data = key, params.value.data = value;
+    softfocus::with_phi(params.phi,
+                        [&](auto phi) { done = softfocus::forward<decltype(phi)>(params, out, statistics); });
+  } catch (...) {  // only std::bad_alloc is thrown; it must not reach C
   }
   return done ? 0 : 1;
 }

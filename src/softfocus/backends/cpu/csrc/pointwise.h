@@ -1,130 +1,141 @@
-// phi as the kernels need it: what is kept of a score between the passes, phi and its slope from what is kept. Every phi here
-// is non-negative; adding one is a struct and a line in `with_phi`, and a name in the Python side's PHI.
+// phi as the kernels need it. Between the sweeps a block stores a number for each score, in the
+// form from which phi and its derivative follow best: the score s, phi(s), or e^(s - m). All phi
+// here are non-negative. To add one, write a struct, a line in `with_phi`, and its name in the
+// Python side's PHI.
 #pragma once
 
 #include "vector.h"
 
 namespace softfocus {
 
-inline vf positive(vf s) { return max(vf{}, s); }  // a NaN stays one
+inline vf positive(vf s) { return max(vf{}, s); }  // a NaN stays NaN
 
-constexpr float TAIL = -20.0f;  // far below zero, where softplus and sigmoid are e^s
-constexpr float SMALLEST = std::numeric_limits<float>::min();
+constexpr float EXP_TAIL = -20.0f;  // below it softplus and sigmoid equal e^s in float32
+constexpr float MIN_NORMAL = std::numeric_limits<float>::min();
 
-// What every phi has; `keep` and `slope` turn N vectors in place. LASER asks for two more, which are right where phi itself is too
-// small for a float: `rate`, phi' / phi from what is kept (0 where there is no weight), and `log`, of phi, from the score.
+// What every phi has. `to_stored` and `derivative` turn N vectors in place.
+//     to_stored(s)          the stored form of a score
+//     value(stored)         phi(s)
+//     derivative(stored)    phi'(s)
+// For LASER, right where phi(s) itself underflows:
+//     log_value(s)               log phi(s), from the score; -inf where phi(s) is 0
+//     log_derivative(stored)     phi'(s) / phi(s); finite also where phi(s) is 0
 template <typename Phi>
 struct Pointwise {
-  static constexpr bool after_maximum = false;
-  static constexpr bool runs_along_exp = false;  // far below zero phi(s) = e^s: rows that lie there take e^(s - max)
-  static constexpr bool vanishes = false;        // phi(s) = 0 for all s < 0
-  static constexpr bool keeps_scores = false;    // those above 0 at least
-  static constexpr float hidden = 0.0f;          // what stands for a key that cannot be seen
-  static vf keep(vf s) { return s; }
-  static vf value(vf kept) { return kept; }
-  static vf log(vf s) {
-    return s < TAIL ? s : logarithm(Phi::value(Phi::keep(s)));
+  static constexpr bool needs_maximum = false;    // with the l1 norm e^(s - m) is stored, once m is known
+  static constexpr bool has_exp_tail = false;     // phi(s) = e^s far below zero: rows that lie there store e^(s - m)
+  static constexpr bool has_zeros = false;        // phi(s) = 0 for all s < 0
+  static constexpr bool stored_is_score = false;  // at least where s > 0
+  static constexpr float stored_masked = 0.0f;    // the stored form of a key that the row does not see
+  static vf to_stored(vf s) { return s; }
+  static vf value(vf stored) { return stored; }
+  static vf log_value(vf s) { return s < EXP_TAIL ? s : logarithm(Phi::value(Phi::to_stored(s))); }
+  template <int N>
+  __attribute__((always_inline)) static void to_stored(vf (&s)[N]) {
+    unroll<N>([&](int i) { s[i] = Phi::to_stored(s[i]); });
   }
   template <int N>
-  __attribute__((always_inline)) static void keep(vf (&s)[N]) {
-    each<N>([&](int i) { s[i] = Phi::keep(s[i]); });
-  }
-  template <int N>
-  __attribute__((always_inline)) static void slope(vf (&kept)[N]) {
-    each<N>([&](int i) { kept[i] = Phi::slope(kept[i]); });
+  __attribute__((always_inline)) static void derivative(vf (&stored)[N]) {
+    unroll<N>([&](int i) { stored[i] = Phi::derivative(stored[i]); });
   }
 };
 
-struct Exp : Pointwise<Exp> {  // with the l1 norm the scores are kept first, and e^(s - max) once the maximum is known
-  using Pointwise::keep, Pointwise::slope;
-  static constexpr bool after_maximum = true;
-  static vf keep(vf s) { return exponential(s); }
-  static vf slope(vf kept) { return kept; }
-  static vf rate(vf) { return splat(1.0f); }
-  static vf log(vf s) { return s; }
+struct Exp : Pointwise<Exp> {  // softmax; without the l1 norm e^s is stored
+  using Pointwise::to_stored, Pointwise::derivative;
+  static constexpr bool needs_maximum = true;
+  static vf to_stored(vf s) { return exponential(s); }
+  static vf derivative(vf stored) { return stored; }
+  static vf log_derivative(vf) { return splat(1.0f); }
+  static vf log_value(vf s) { return s; }
 };
 
-struct Softplus : Pointwise<Softplus> {
-  static constexpr bool runs_along_exp = true;
-  static vf keep(vf s) {
+struct Softplus : Pointwise<Softplus> {  // phi(s) is stored: sigmoid(s) = 1 - e^-phi(s)
+  static constexpr bool has_exp_tail = true;
+  static vf to_stored(vf s) {
     vf x[1] = {s};
-    keep(x);
+    to_stored(x);
     return x[0];
   }
   template <int N>
-  __attribute__((always_inline)) static void keep(vf (&s)[N]) {
+  __attribute__((always_inline)) static void to_stored(vf (&s)[N]) {
     vf y[N];
     log1p_exp(s, y);
-    each<N>([&](int i) { s[i] = s[i] < -87.0f ? vf{} : positive(s[i]) + y[i]; });  // as exp_negative has it
+    unroll<N>([&](int i) { s[i] = s[i] < -87.0f ? vf{} : positive(s[i]) + y[i]; });  // 0 where exp_negative() is
   }
   template <int N>
-  __attribute__((always_inline)) static void slope(vf (&kept)[N]) {
-    one_minus_exp(kept);  // sigmoid(s)
+  __attribute__((always_inline)) static void derivative(vf (&stored)[N]) {
+    one_minus_exp(stored);
   }
-  static vf rate(vf kept) {
-    vf x[1] = {kept};
-    slope(x);
-    return kept == 0.0f ? splat(1.0f) : x[0] / kept;
+  static vf log_derivative(vf stored) {
+    vf x[1] = {stored};
+    derivative(x);
+    return stored == 0.0f ? splat(1.0f) : x[0] / stored;
   }
 };
 
-struct Sigmoid : Pointwise<Sigmoid> {  // near 1 its slope cannot be had from its value, so the score itself is kept
-  using Pointwise::keep, Pointwise::slope;
-  static constexpr bool runs_along_exp = true;
-  static constexpr float hidden = -INF;
-  static constexpr bool keeps_scores = true;
+struct Sigmoid : Pointwise<Sigmoid> {  // the score is stored: near 1 the derivative cannot be had from phi(s)
+  using Pointwise::to_stored, Pointwise::derivative;
+  static constexpr bool has_exp_tail = true;
+  static constexpr float stored_masked = -INF;
+  static constexpr bool stored_is_score = true;
   static vf value(vf s) {
     vf e = exp_negative(-absolute(s));
     return (s < 0.0f ? e : splat(1.0f)) / (1.0f + e);
   }
-  static vf slope(vf s) {
+  static vf derivative(vf s) {
     vf e = exp_negative(-absolute(s));
     return e / ((1.0f + e) * (1.0f + e));
   }
-  static vf rate(vf s) {
+  static vf log_derivative(vf s) {
     vf e = exp_negative(-absolute(s));
     return (s < 0.0f ? splat(1.0f) : e) / (1.0f + e);
   }
 };
 
 struct Relu : Pointwise<Relu> {
-  using Pointwise::keep, Pointwise::slope;
-  static constexpr bool vanishes = true, keeps_scores = true;
-  static vf keep(vf s) { return positive(s); }
-  static vf slope(vf kept) { return kept > 0.0f ? splat(1.0f) : vf{}; }
-  static vf rate(vf kept) { return kept < SMALLEST ? vf{} : 1.0f / kept; }
-  static vf log(vf s) { return s < SMALLEST ? splat(-INF) : logarithm(s); }
+  using Pointwise::to_stored, Pointwise::derivative;
+  static constexpr bool has_zeros = true, stored_is_score = true;
+  static vf to_stored(vf s) { return positive(s); }
+  static vf derivative(vf stored) { return stored > 0.0f ? splat(1.0f) : vf{}; }
+  static vf log_derivative(vf stored) { return stored < MIN_NORMAL ? vf{} : 1.0f / stored; }
+  static vf log_value(vf s) { return s < MIN_NORMAL ? splat(-INF) : logarithm(s); }
 };
 
-struct Relu2 : Pointwise<Relu2> {
-  using Pointwise::keep, Pointwise::slope;
-  static constexpr bool vanishes = true, keeps_scores = true;
-  static vf keep(vf s) { return positive(s); }
-  static vf value(vf kept) { return kept * kept; }
-  static vf slope(vf kept) { return 2.0f * kept; }
-  static vf rate(vf kept) { return 2.0f * Relu::rate(kept); }
-  static vf log(vf s) { return 2.0f * Relu::log(s); }
+struct Relu2 : Pointwise<Relu2> {  // relu(s)^2; relu(s) is stored
+  using Pointwise::to_stored, Pointwise::derivative;
+  static constexpr bool has_zeros = true, stored_is_score = true;
+  static vf to_stored(vf s) { return positive(s); }
+  static vf value(vf stored) { return stored * stored; }
+  static vf derivative(vf stored) { return 2.0f * stored; }
+  static vf log_derivative(vf stored) { return 2.0f * Relu::log_derivative(stored); }
+  static vf log_value(vf s) { return 2.0f * Relu::log_value(s); }
 };
 
-struct Relu6 : Pointwise<Relu6> {
-  using Pointwise::keep, Pointwise::slope;
-  static constexpr bool vanishes = true, keeps_scores = true;
-  static vf keep(vf s) { return min(splat(6.0f), positive(s)); }
-  static vf slope(vf kept) { return kept > 0.0f ? (kept < 6.0f ? splat(1.0f) : vf{}) : vf{}; }
-  static vf rate(vf kept) { return kept < 6.0f ? Relu::rate(kept) : vf{}; }
-  static vf log(vf s) { return Relu::log(keep(s)); }
+struct Relu6 : Pointwise<Relu6> {  // min(relu(s), 6)
+  using Pointwise::to_stored, Pointwise::derivative;
+  static constexpr bool has_zeros = true, stored_is_score = true;
+  static vf to_stored(vf s) { return min(splat(6.0f), positive(s)); }
+  static vf derivative(vf stored) { return stored > 0.0f ? (stored < 6.0f ? splat(1.0f) : vf{}) : vf{}; }
+  static vf log_derivative(vf stored) { return stored < 6.0f ? Relu::log_derivative(stored) : vf{}; }
+  static vf log_value(vf s) { return Relu::log_value(to_stored(s)); }
 };
 
-// Calls f with the phi of a number: the order of the Python side's PHI.
+// f(phi) of a phi's number: its place in the Python side's PHI
 template <typename F>
 inline void with_phi(int32_t number, F&& f) {
   switch (number) {
-    case 0: return f(Exp{});
-    case 1: return f(Softplus{});
-    case 2: return f(Sigmoid{});
-    case 3: return f(Relu{});
-    case 4: return f(Relu2{});
-    default: return f(Relu6{});
+    case 0:
+      return f(Exp{});
+    case 1:
+      return f(Softplus{});
+    case 2:
+      return f(Sigmoid{});
+    case 3:
+      return f(Relu{});
+    case 4:
+      return f(Relu2{});
+    default:
+      return f(Relu6{});
   }
 }
 

@@ -1,38 +1,39 @@
-// The one matrix product: C (+)= A B on a register tile, where B and C have rows of whole vectors and A is read element by
-// element with any two strides (so A may be transposed). What is there is added at the end: sums of sums lose less than one long
-// sum does.
+// The matrix product C (+)= A B on register tiles. B and C have rows of whole vectors. A is read
+// element by element, with a stride for rows and one for columns, so that it may be transposed. C
+// is added at the end: sums of partial sums round less than one long sum.
 #pragma once
 
 #include <algorithm>
 
-#include "vector.h"
+#include "tiling.h"
 
 namespace softfocus {
 
-constexpr int MR = 4;          // rows of C held in registers
-constexpr int64_t DEPTH = 64;  // dimensions of a dot product that are summed one after another
+constexpr int64_t MAX_DEPTH = 64;  // dimensions of a dot product that are summed one after another
 
-template <int ROWS, int VECTORS, typename T>
-inline void product_tile(int64_t depth, const float* a, int64_t a_row, int64_t a_step, const T* b, int64_t b_step,
-                         float* c, int64_t c_row, bool add) {
-  vf sums[ROWS][VECTORS];
+// One register tile: A [M, depth], B [depth, VECTORS * W], C [M, VECTORS * W]. a_row and a_column
+// are strides, b_row and c_row, too.
+template <int M, int VECTORS, typename T>
+inline void register_tile(int64_t depth, const float* a, int64_t a_row, int64_t a_column, const T* b, int64_t b_row,
+                          float* c, int64_t c_row, bool add) {
+  vf sums[M][VECTORS];
 #pragma GCC unroll 16
-  for (int m = 0; m < ROWS; ++m)
+  for (int m = 0; m < M; ++m)
 #pragma GCC unroll 16
     for (int n = 0; n < VECTORS; ++n) sums[m][n] = vf{};
   for (int64_t k = 0; k < depth; ++k) {
     vf row[VECTORS];
 #pragma GCC unroll 16
-    for (int n = 0; n < VECTORS; ++n) row[n] = load(b + k * b_step + n * W);
+    for (int n = 0; n < VECTORS; ++n) row[n] = load(b + k * b_row + n * W);
 #pragma GCC unroll 16
-    for (int m = 0; m < ROWS; ++m) {
-      vf x = splat(a[m * a_row + k * a_step]);
+    for (int m = 0; m < M; ++m) {
+      vf x = splat(a[m * a_row + k * a_column]);
 #pragma GCC unroll 16
       for (int n = 0; n < VECTORS; ++n) sums[m][n] += x * row[n];
     }
   }
 #pragma GCC unroll 16
-  for (int m = 0; m < ROWS; ++m)
+  for (int m = 0; m < M; ++m)
 #pragma GCC unroll 16
     for (int n = 0; n < VECTORS; ++n) {
       float* to = c + m * c_row + n * W;
@@ -40,25 +41,27 @@ inline void product_tile(int64_t depth, const float* a, int64_t a_row, int64_t a
     }
 }
 
-// ROWS rows of C, `vectors` vectors wide
-template <int ROWS, typename T>
-inline void product(int64_t vectors, int64_t depth, const float* a, int64_t a_row, int64_t a_step, const T* b,
-                    int64_t b_step, float* c, int64_t c_row, bool add) {
+// A [M, depth], B [depth, vectors * W], C [M, vectors * W]
+template <int M, typename T>
+inline void product(int64_t vectors, int64_t depth, const float* a, int64_t a_row, int64_t a_column, const T* b,
+                    int64_t b_row, float* c, int64_t c_row, bool add) {
   for (; vectors >= PANEL_VECTORS; vectors -= PANEL_VECTORS, b += PANEL_VECTORS * W, c += PANEL_VECTORS * W)
-    product_tile<ROWS, PANEL_VECTORS>(depth, a, a_row, a_step, b, b_step, c, c_row, add);
-  if (vectors == 1) product_tile<ROWS, 1>(depth, a, a_row, a_step, b, b_step, c, c_row, add);
+    register_tile<M, PANEL_VECTORS>(depth, a, a_row, a_column, b, b_row, c, c_row, add);
+  if (vectors == 1) register_tile<M, 1>(depth, a, a_row, a_column, b, b_row, c, c_row, add);
   if constexpr (PANEL_VECTORS > 2) {
-    if (vectors == 2) product_tile<ROWS, 2>(depth, a, a_row, a_step, b, b_step, c, c_row, add);
-    if (vectors == 3) product_tile<ROWS, 3>(depth, a, a_row, a_step, b, b_step, c, c_row, add);
+    if (vectors == 2) register_tile<M, 2>(depth, a, a_row, a_column, b, b_row, c, c_row, add);
+    if (vectors == 3) register_tile<M, 3>(depth, a, a_row, a_column, b, b_row, c, c_row, add);
   }
 }
 
-// Dot products of ROWS vectors with those of a panel's columns
-template <int ROWS>
-inline void dots(int64_t vectors, int64_t dims, const float* a, int64_t a_row, const float* panel, float* c, int64_t c_row) {
-  constexpr int64_t step = PANEL_VECTORS * W;
-  for (int64_t d = 0; d < dims; d += DEPTH)
-    product<ROWS>(vectors, std::min(DEPTH, dims - d), a + d, a_row, 1, panel + d * step, step, c, c_row, d > 0);
+// Dot products of M rows with `vectors * W` columns of a panel [dims, PANEL], in C [M, vectors * W]
+template <int M>
+inline void panel_dots(int64_t vectors, int64_t dims, const float* rows, int64_t row_stride, const float* panel,
+                       float* c, int64_t c_row) {
+  constexpr int64_t stride = PANEL_VECTORS * W;
+  for (int64_t d = 0; d < dims; d += MAX_DEPTH)
+    product<M>(vectors, std::min(MAX_DEPTH, dims - d), rows + d, row_stride, 1, panel + d * stride, stride, c, c_row,
+               d > 0);
 }
 
 }  // namespace softfocus

@@ -1,6 +1,6 @@
-// Vectors of floats as the compiler's own extension has them: AVX-512, AVX2, NEON or SSE, whatever the flags say the machine
-// has. Elementary functions are polynomials fitted for these ranges (relative error below 1e-7); a NaN comes out as one, but of
-// `logarithm`.
+// Vectors of W floats on the compilers' vector extension: AVX-512, AVX2, NEON or SSE, as the flags
+// say. The elementary functions are polynomials fitted to their ranges, with a relative error below
+// 1e-7. They return NaN for NaN; `logarithm` need not.
 #pragma once
 
 #include <cmath>
@@ -9,7 +9,7 @@
 #include <limits>
 #if defined(__AVX2__)
 #pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wuninitialized"  // gcc 12 finds its own header's undefined vectors suspicious
+#pragma GCC diagnostic ignored "-Wuninitialized"  // GCC 12 warns about its own header
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include <immintrin.h>
 #pragma GCC diagnostic pop
@@ -18,11 +18,11 @@
 namespace softfocus {
 
 #if defined(__AVX512F__)
-constexpr int W = 16;        // floats in a vector
-constexpr int PANEL_VECTORS = 4;  // of the 32 registers, 4 x 4 hold sums
+constexpr int W = 16;             // floats in a vector
+constexpr int PANEL_VECTORS = 4;  // vectors in a row of a panel: 4 x 4 of the 32 registers hold sums
 #elif defined(__AVX__)
 constexpr int W = 8;
-constexpr int PANEL_VECTORS = 2;  // of 16 registers, 4 x 2
+constexpr int PANEL_VECTORS = 2;  // 4 x 2 of the 16 registers hold sums
 #elif defined(__aarch64__)
 constexpr int W = 4;
 constexpr int PANEL_VECTORS = 4;
@@ -31,25 +31,27 @@ constexpr int W = 4;
 constexpr int PANEL_VECTORS = 2;
 #endif
 
-// The elements of these are read and written one by one only where nothing depends on speed.
+// Indexing the elements of a vector is slow: only code off the hot path does it.
 typedef float vf __attribute__((vector_size(W * 4)));
 typedef int32_t vi __attribute__((vector_size(W * 4)));
-typedef uint32_t vu __attribute__((vector_size(W * 4)));  // where a sum may go round: of signed numbers it must not
-typedef uint8_t vb __attribute__((vector_size(W)));
-typedef uint16_t vs __attribute__((vector_size(W * 2)));
-typedef float vf_anywhere __attribute__((vector_size(W * 4), aligned(4), may_alias));
-typedef uint16_t vs_anywhere __attribute__((vector_size(W * 2), aligned(2), may_alias));
-typedef uint8_t vb_anywhere __attribute__((vector_size(W), aligned(1), may_alias));
+typedef uint32_t vu __attribute__((vector_size(W * 4)));  // for sums that may wrap around: signed overflow is undefined
+typedef uint8_t vb __attribute__((vector_size(W)));       // masks, and keys counted from a tile's first
+typedef uint16_t vs __attribute__((vector_size(W * 2)));  // the bits of bfloat16 or float16
+typedef float vf_unaligned __attribute__((vector_size(W * 4), aligned(4), may_alias));
+typedef uint16_t vs_unaligned __attribute__((vector_size(W * 2), aligned(2), may_alias));
+typedef uint8_t vb_unaligned __attribute__((vector_size(W), aligned(1), may_alias));
 
 constexpr float INF = std::numeric_limits<float>::infinity();
 
-inline vf load(const float* p) { return *(const vf_anywhere*)p; }
-inline void store(float* p, vf x) { *(vf_anywhere*)p = x; }
+inline vf load(const float* p) { return *(const vf_unaligned*)p; }
+inline void store(float* p, vf x) { *(vf_unaligned*)p = x; }
+// All lanes x
 inline vf splat(float x) { return x - vf{}; }
 inline vi splat(int32_t x) { return x - vi{}; }
 inline vi bits(vf x) { return (vi)x; }
 inline vf floats(vi x) { return (vf)x; }
-// Of a NaN and a number, the number where the NaN is `a`, else the NaN: as the instructions have it
+// With a NaN in either argument both return b, as the x86 instructions do: max(NaN, x) = x, max(x,
+// NaN) = NaN.
 #if defined(__AVX512F__)
 inline vf max(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }
 inline vf min(vf a, vf b) { return (vf)_mm512_min_ps((__m512)a, (__m512)b); }
@@ -63,7 +65,7 @@ inline vf from_bfloat16(vs x) { return floats((vi)(__builtin_convertvector(x, vu
 
 inline vf from_float16(vs x) {
   vu u = __builtin_convertvector(x, vu), magnitude = u & 0x7fff;
-  vu y = (vu)(floats((vi)(magnitude << 13)) * 0x1p112f);  // the exponents' offsets differ by 112; denormals come out right
+  vu y = (vu)(floats((vi)(magnitude << 13)) * 0x1p112f);  // exponent biases differ by 112; denormals come out right
   y |= magnitude >= 0x7c00 ? (vu)splat(0x7f800000) : vu{};
   return floats((vi)(y | (u & 0x8000) << 16));
 }
@@ -74,10 +76,10 @@ struct bfloat16 {
 struct float16 {
   uint16_t bits;
 };
-inline vf load(const bfloat16* p) { return from_bfloat16(*(const vs_anywhere*)p); }
-inline vf load(const float16* p) { return from_float16(*(const vs_anywhere*)p); }
+inline vf load(const bfloat16* p) { return from_bfloat16(*(const vs_unaligned*)p); }
+inline vf load(const float16* p) { return from_float16(*(const vs_unaligned*)p); }
 
-// Rounded to the nearest, ties to even, as torch rounds
+// Rounds to nearest, ties to even, as torch does
 inline vs to_bfloat16(vf x) {
   vu u = (vu)x;
   u = x == x ? (u + 0x7fff + (u >> 16 & 1)) >> 16 : (vu)splat(0x7fc0);
@@ -88,19 +90,20 @@ inline vs to_float16(vf x) {
   vu sign = (vu)x >> 16 & 0x8000;
   x = absolute(x);
   vu normal = ((vu)x - (112u << 23) + 0xfff + ((vu)x >> 13 & 1)) >> 13;
-  vu denormal = (vu)(x + 0.5f) - 0x3f000000u;  // a half's last digit is that of floats from 0.5 on: the sum is rounded to it
+  vu denormal = (vu)(x + 0.5f) - 0x3f000000u;  // x + 0.5 has the last bit of a denormal half: the addition rounds
   vu u = x < 0x1p-14f ? denormal : normal;
   u = x < 65520.0f ? u : x == x ? (vu)splat(0x7c00) : (vu)splat(0x7e00);
   return __builtin_convertvector(u | sign, vs);
 }
 
-inline vi lanes() {
+// {0, 1, ..., W - 1}
+inline vi lane_index() {
   vi x;
   for (int i = 0; i < W; ++i) x[i] = i;
   return x;
 }
 
-// Lane i is lane which[i] of a and b laid end to end
+// Lane i is element which[i] of a and b laid end to end
 inline vf shuffle(vf a, vf b, vi which) {
 #if defined(__clang__)
   vf y;
@@ -111,13 +114,13 @@ inline vf shuffle(vf a, vf b, vi which) {
 #endif
 }
 
-inline float sum(vf x) {
-  for (int step = W / 2; step; step /= 2) x += shuffle(x, x, lanes() ^ step);
+inline float reduce_sum(vf x) {
+  for (int step = W / 2; step; step /= 2) x += shuffle(x, x, lane_index() ^ step);
   return x[0];
 }
 
-// A sum in double: what is left of sums that cancel is right, too
-class Sum {
+// A sum in double, for sums that cancel
+class DoubleSum {
  public:
   void add(vf x) { sum_ += half(x, 0) + half(x, 1); }
   void add(vf x, vf y) { sum_ += half(x, 0) * half(y, 0) + half(x, 1) * half(y, 1); }
@@ -139,8 +142,8 @@ class Sum {
   }
 };
 
-inline float largest(vf x) {
-  for (int step = W / 2; step; step /= 2) x = max(shuffle(x, x, lanes() ^ step), x);
+inline float reduce_max(vf x) {
+  for (int step = W / 2; step; step /= 2) x = max(shuffle(x, x, lane_index() ^ step), x);
   return x[0];
 }
 
@@ -165,13 +168,14 @@ inline bool any(vi x) {
 #endif
 }
 
-// Lane i is the sum of x[i]: halves are folded onto one another, so that W sums cost little more than two
-__attribute__((always_inline)) inline vf sums(vf (&x)[W]) {
+// Lane i of the result is reduce_sum(x[i]). Halves are folded onto one another: W sums cost little
+// more than two.
+__attribute__((always_inline)) inline vf reduce_each(vf (&x)[W]) {
 #pragma GCC unroll 4
   for (int s = W / 2; s; s /= 2)
 #pragma GCC unroll 8
     for (int i = 0; i < s; ++i) {
-      vi lane = lanes(), second = (lane & s) != 0;
+      vi lane = lane_index(), second = (lane & s) != 0;
       vf a = second ? x[i + s] : x[i];
       vf c = shuffle(x[i], x[i + s], second ? lane - s + W : lane + s);
       x[i] = a + c;
@@ -179,17 +183,18 @@ __attribute__((always_inline)) inline vf sums(vf (&x)[W]) {
   return x[0];
 }
 
-// Whether all of x[0 .. n) is finite
+// Whether x[0 .. n) holds no NaN and no infinity
 inline bool all_finite(const float* x, int64_t n) {
-  vf zero = vf{};  // 0 times what is not finite is NaN
+  vf zero = vf{};  // 0 * NaN and 0 * infinity are NaN
   int64_t k = 0;
   for (; k + W <= n; k += W) zero += load(x + k) * 0.0f;
-  float rest = sum(zero);
+  float rest = reduce_sum(zero);
   for (; k < n; ++k) rest += x[k] * 0.0f;
   return rest == 0.0f;
 }
 
-// A W x W block: column j of `to` is row j of `from`. W / 2 exchanges of ever smaller squares.
+// Transposes a [W, W] block: column j of `to` is row j of `from`. Each step exchanges squares of s
+// x s.
 inline void transpose_square(const float* from, int64_t from_step, float* to, int64_t to_step) {
   vf x[W];
 #pragma GCC unroll 16
@@ -200,7 +205,7 @@ inline void transpose_square(const float* from, int64_t from_step, float* to, in
     for (int i = 0; i < W; ++i) {
       if (i & s) continue;
       vf a = x[i], c = x[i + s];
-      vi lane = lanes(), odd = (lane & s) != 0;
+      vi lane = lane_index(), odd = (lane & s) != 0;
       x[i] = shuffle(a, c, odd ? lane - s + W : lane);
       x[i + s] = shuffle(a, c, odd ? lane + W : lane + s);
     }
@@ -209,79 +214,80 @@ inline void transpose_square(const float* from, int64_t from_step, float* to, in
   for (int i = 0; i < W; ++i) store(to + i * to_step, x[i]);
 }
 
-// Elementary functions take N vectors at once, step by step: their chains of dependent operations overlap, where one
-// vector after another would wait for the latency of each.
+// f(0) ... f(N - 1), unrolled. The elementary functions take N vectors at once, step by step, so
+// that N chains of dependent operations overlap.
 template <int N, typename F>
-__attribute__((always_inline)) inline void each(F f) {
+__attribute__((always_inline)) inline void unroll(F f) {
 #pragma GCC unroll 8
   for (int i = 0; i < N; ++i) f(i);
 }
 
-constexpr float ROUND = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, which the low bits then hold
+constexpr float ROUND = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer and leaves that in the low bits
 constexpr float LOG2_E = 1.44269504f, LN2 = 0.693147182f, LN2_REST = -1.90465430e-9f;
 
 // q = e^r - 1 for |r| <= ln 2 / 2
 template <int N>
-__attribute__((always_inline)) inline void expm1_near(const vf (&r)[N], vf (&q)[N]) {
-  each<N>([&](int i) { q[i] = r[i] * 0.001381459638f + 0.008368717091f; });
-  each<N>([&](int i) { q[i] = q[i] * r[i] + 0.04166838809f; });
-  each<N>([&](int i) { q[i] = q[i] * r[i] + 0.1666652063f; });
-  each<N>([&](int i) { q[i] = q[i] * r[i] + 0.4999999345f; });
-  each<N>([&](int i) { q[i] = q[i] * r[i] + 1.0f; });
-  each<N>([&](int i) { q[i] = q[i] * r[i]; });
+__attribute__((always_inline)) inline void expm1_reduced(const vf (&r)[N], vf (&q)[N]) {
+  unroll<N>([&](int i) { q[i] = r[i] * 0.001381459638f + 0.008368717091f; });
+  unroll<N>([&](int i) { q[i] = q[i] * r[i] + 0.04166838809f; });
+  unroll<N>([&](int i) { q[i] = q[i] * r[i] + 0.1666652063f; });
+  unroll<N>([&](int i) { q[i] = q[i] * r[i] + 0.4999999345f; });
+  unroll<N>([&](int i) { q[i] = q[i] * r[i] + 1.0f; });
+  unroll<N>([&](int i) { q[i] = q[i] * r[i]; });
 }
 
-// x = n ln 2 + r with |r| <= ln 2 / 2; the low bits of `shifted` hold n
+// x = n ln 2 + r with |r| <= ln 2 / 2; n stands in the low bits of `shifted`
 template <int N>
-__attribute__((always_inline)) inline void reduce(const vf (&x)[N], vf (&shifted)[N], vf (&r)[N]) {
-  each<N>([&](int i) { shifted[i] = x[i] * LOG2_E + ROUND; });
-  each<N>([&](int i) { r[i] = shifted[i] - ROUND; });
-  each<N>([&](int i) { r[i] = (x[i] - r[i] * LN2) - r[i] * LN2_REST; });
+__attribute__((always_inline)) inline void reduce_argument(const vf (&x)[N], vf (&shifted)[N], vf (&r)[N]) {
+  unroll<N>([&](int i) { shifted[i] = x[i] * LOG2_E + ROUND; });
+  unroll<N>([&](int i) { r[i] = shifted[i] - ROUND; });
+  unroll<N>([&](int i) { r[i] = (x[i] - r[i] * LN2) - r[i] * LN2_REST; });
 }
 
-// x * 2^n for the n that `reduce` leaves in the low bits; some number where a float cannot hold it
+// x * 2^n for the n that reduce_argument() leaves in the low bits; arbitrary where a float cannot
+// hold it
 inline vf times_power_of_two(vf x, vf shifted) { return (vf)((vu)x + ((vu)shifted << 23)); }
 
 // e^x for x <= 0; exactly 0 below -87
 template <int N>
 __attribute__((always_inline)) inline void exp_negative(vf (&x)[N]) {
   vf shifted[N], r[N], q[N];
-  reduce(x, shifted, r);
-  expm1_near(r, q);
-  each<N>([&](int i) { q[i] = times_power_of_two(q[i] + 1.0f, shifted[i]); });
-  each<N>([&](int i) { x[i] = x[i] < -87.0f ? vf{} : q[i]; });
+  reduce_argument(x, shifted, r);
+  expm1_reduced(r, q);
+  unroll<N>([&](int i) { q[i] = times_power_of_two(q[i] + 1.0f, shifted[i]); });
+  unroll<N>([&](int i) { x[i] = x[i] < -87.0f ? vf{} : q[i]; });
 }
 
-// log(1 + e^-|s|), to the last digits also where it is tiny; some number where s is not finite
+// log(1 + e^-|s|) with full relative precision; arbitrary where s is non-finite
 template <int N>
 __attribute__((always_inline)) inline void log1p_exp(const vf (&s)[N], vf (&y)[N]) {
   vf x[N], shifted[N], e[N];
-  each<N>([&](int i) { x[i] = min(absolute(s[i]), splat(87.0f)); });
-  each<N>([&](int i) { shifted[i] = x[i] * -LOG2_E + ROUND; });
-  each<N>([&](int i) { e[i] = shifted[i] - ROUND; });
-  each<N>([&](int i) { x[i] = -(e[i] * LN2) - x[i]; });  // what LN2_REST would add is far below the rounding of s
-  expm1_near(x, e);
-  each<N>([&](int i) { e[i] = times_power_of_two(e[i] + 1.0f, shifted[i]); });
-  each<N>([&](int i) { y[i] = e[i] * 0.005232690027f - 0.02950521992f; });
-  each<N>([&](int i) { y[i] = y[i] * e[i] + 0.07822591751f; });
-  each<N>([&](int i) { y[i] = y[i] * e[i] - 0.136632425f; });
-  each<N>([&](int i) { y[i] = y[i] * e[i] + 0.1910600499f; });
-  each<N>([&](int i) { y[i] = y[i] * e[i] - 0.2484298169f; });
-  each<N>([&](int i) { y[i] = y[i] * e[i] + 0.3331909673f; });
-  each<N>([&](int i) { y[i] = y[i] * e[i] - 0.4999949314f; });
-  each<N>([&](int i) { y[i] = y[i] * e[i] + 0.9999999699f; });
-  each<N>([&](int i) { y[i] = y[i] * e[i]; });
+  unroll<N>([&](int i) { x[i] = min(absolute(s[i]), splat(87.0f)); });
+  unroll<N>([&](int i) { shifted[i] = x[i] * -LOG2_E + ROUND; });
+  unroll<N>([&](int i) { e[i] = shifted[i] - ROUND; });
+  unroll<N>([&](int i) { x[i] = -(e[i] * LN2) - x[i]; });  // LN2_REST would add far less than the rounding of s
+  expm1_reduced(x, e);
+  unroll<N>([&](int i) { e[i] = times_power_of_two(e[i] + 1.0f, shifted[i]); });
+  unroll<N>([&](int i) { y[i] = e[i] * 0.005232690027f - 0.02950521992f; });
+  unroll<N>([&](int i) { y[i] = y[i] * e[i] + 0.07822591751f; });
+  unroll<N>([&](int i) { y[i] = y[i] * e[i] - 0.136632425f; });
+  unroll<N>([&](int i) { y[i] = y[i] * e[i] + 0.1910600499f; });
+  unroll<N>([&](int i) { y[i] = y[i] * e[i] - 0.2484298169f; });
+  unroll<N>([&](int i) { y[i] = y[i] * e[i] + 0.3331909673f; });
+  unroll<N>([&](int i) { y[i] = y[i] * e[i] - 0.4999949314f; });
+  unroll<N>([&](int i) { y[i] = y[i] * e[i] + 0.9999999699f; });
+  unroll<N>([&](int i) { y[i] = y[i] * e[i]; });
 }
 
-// 1 - e^-f for f >= 0, to the last digits also where f is tiny
+// 1 - e^-f for f >= 0, with full relative precision
 template <int N>
 __attribute__((always_inline)) inline void one_minus_exp(vf (&f)[N]) {
   vf shifted[N], r[N], q[N];
-  each<N>([&](int i) { f[i] = -min(splat(80.0f), f[i]); });
-  reduce(f, shifted, r);
-  expm1_near(r, q);
-  each<N>([&](int i) { r[i] = times_power_of_two(splat(1.0f), shifted[i]); });
-  each<N>([&](int i) { f[i] = (1.0f - r[i]) - r[i] * q[i]; });
+  unroll<N>([&](int i) { f[i] = -min(splat(80.0f), f[i]); });
+  reduce_argument(f, shifted, r);
+  expm1_reduced(r, q);
+  unroll<N>([&](int i) { r[i] = times_power_of_two(splat(1.0f), shifted[i]); });
+  unroll<N>([&](int i) { f[i] = (1.0f - r[i]) - r[i] * q[i]; });
 }
 
 inline vf exp_negative(vf x) {
@@ -290,20 +296,20 @@ inline vf exp_negative(vf x) {
   return y[0];
 }
 
-// e^x for every x; infinite where a float cannot hold it, 0 below -87
+// e^x for every x; infinity where a float cannot hold it, 0 below -87
 inline vf exponential(vf x) {
-  vf held[1] = {min(splat(88.8f), x)}, shifted[1], r[1], q[1];  // a NaN stays one
-  reduce(held, shifted, r);
-  expm1_near(r, q);
+  vf clamped[1] = {min(splat(88.8f), x)}, shifted[1], r[1], q[1];  // a NaN stays NaN
+  reduce_argument(clamped, shifted, r);
+  expm1_reduced(r, q);
   vi n = (vi)((vu)shifted[0] << 23) >> 23;
-  vi half = n >> 1;  // the exponent in two steps: 2^128 itself is no float
+  vi half = n >> 1;  // the exponent in two steps: 2^128 is not a float
   vf y = (q[0] + 1.0f) * floats((half + 127) << 23) * floats((n - half + 127) << 23);
   return x < -87.0f ? vf{} : x > 88.8f ? splat(INF) : y;
 }
 
 // ln u for normal positive u
 inline vf logarithm(vf u) {
-  vi exponent = (vi)((vu)u - 0x3f3504f3u) >> 23;  // so that the mantissa lies in [sqrt 1/2, sqrt 2)
+  vi exponent = (vi)((vu)u - 0x3f3504f3u) >> 23;  // the mantissa lies in [sqrt 1/2, sqrt 2)
   vf x = (vf)((vu)u - ((vu)exponent << 23)) - 1.0f;
   vf n = __builtin_convertvector(exponent, vf);
   vf q = splat(-0.07974216399f);
@@ -314,8 +320,8 @@ inline vf logarithm(vf u) {
   q = q * x + 0.2000120097f;
   q = q * x - 0.2500030392f;
   q = q * x + 0.3333332994f;
-  vf tail = q * x * x * x - 0.5f * (x * x) + n * -1.90465430e-9f;
-  return n * 0.693147182f + (x + tail);
+  vf correction = q * x * x * x - 0.5f * (x * x) + n * -1.90465430e-9f;
+  return n * 0.693147182f + (x + correction);
 }
 
 }  // namespace softfocus

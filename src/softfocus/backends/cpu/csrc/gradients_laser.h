@@ -1,0 +1,55 @@
+// RowGradients: LASER's part. Through out = log(A e^(V - M)) + M the gradient dL/dO becomes dL/dO /
+// (A e^(V - M)).
+#pragma once
+
+#include "gradients.h"
+
+namespace softfocus {
+
+// Computes the output again. An exact sum gives key j the share w_j = A_j e^(v_j - out): dO w_j is
+// added to grad_values and to exact_terms. The other outputs are left to the products.
+template <typename Phi>
+inline void RowGradients<Phi>::laser_backward(float* grad_values) {
+  const Params& params = block.params;
+  output.compute(block);
+  int64_t n = block.key_end - block.key_begin;
+  std::vector<int64_t> exact;  // indices into grad_out
+  output.each_exact_sum(block, [&](int64_t r, int64_t d, const float* logs) {
+    float* row = exact_terms + r * block.row_stride;
+    if (!has_exact[r]) {
+      std::fill(row, row + block.row_stride, 0.0f);  // whole vectors are read
+      single_key[r] = n - std::count(logs, logs + n, -INF) == 1;
+      exact_log_sum[r] = 0.0;
+    }
+    has_exact[r] = true;
+    exact.push_back(r * block.value_width + d);
+    float grad = grad_out[r * block.value_width + d];
+    auto term = [&](int64_t j) { return block.log_weight(r, logs[j]) + value_at(block.key_begin + j, d); };
+    double total = log_sum_exp(n, term);
+    for (int64_t j = 0; j < n && grad != 0.0f; ++j)
+      if (logs[j] != -INF) {
+        float share = grad * float(std::exp(term(j) - total));
+        row[j] += share;
+        exact_log_sum[r] += double(share) * logs[j];
+        grad_values[(block.key_begin + j) * block.value_width + d] += share;
+      }
+  });
+  for (int64_t r = 0; r < block.n_rows; ++r)
+    for (int64_t d = 0; d < params.value_dim; ++d) {
+      float &g = grad_out[r * block.value_width + d], total = output.out[r * block.value_width + d];
+      g = output.zero_weights[r] || g == 0.0f || std::isnan(total) ? 0.0f : g / total;
+    }
+  for (int64_t index : exact) grad_out[index] = 0.0f;
+}
+
+// One element of V, 0 where non-finite
+template <typename Phi>
+inline float RowGradients<Phi>::value_at(int64_t key, int64_t d) const {
+  TensorView column = block.params.value;
+  column.data = static_cast<const char*>(column.data) + d * column.stride[3] * (block.params.dtype == FLOAT32 ? 4 : 2);
+  float x;
+  read_row(column, block.params.dtype, block.b, key_head(), key, 1, &x);
+  return std::isfinite(x) ? x : 0.0f;
+}
+
+}  // namespace softfocus

@@ -1,0 +1,37 @@
+// LASER's arithmetic: out = log(A e^(V - M)) + M. The matrix product may overflow, or lose all
+// digits, for some rows and columns. These are computed again as a log-sum-exp: the exact sums.
+#pragma once
+
+#include "vector.h"
+
+namespace softfocus {
+
+constexpr float MAX_EXPONENT = 80.0f;  // exponents are clamped here: e^80 times a weight of 0 is 0, not NaN
+constexpr float LARGE = 30.0f;         // a value above M + 30 is large: rows that see it take the exact sum
+constexpr float ORDINARY_MAX = 20.0f;  // M is 0 while the columns' maxima are within this
+constexpr float SMALL_SUM = 1e-12f;    // below this a sum may have lost weights too small for a float, times e^LARGE
+
+// e^(x - shift) of a row of values, in whole vectors; calls large(column) for each large value. A
+// null shift is 0.
+template <typename F>
+inline void exp_row(const float* x, const float* shift, int64_t width, float* to, F&& large) {
+  for (int64_t d = 0; d < width; d += W) {
+    vf y = load(x + d) - (shift ? load(shift + d) : vf{});
+    vi above = y > LARGE;
+    if (any(above))
+      for (int i = 0; i < W; ++i)
+        if (above[i]) large(d + i);
+    store(to + d, exponential(min(y, splat(MAX_EXPONENT))));
+  }
+}
+
+// log sum_j e^term(j), in double since values may be large. At least one term is finite.
+template <typename F>
+inline double log_sum_exp(int64_t n, F&& term) {
+  double maximum = -INF, total = 0.0;
+  for (int64_t j = 0; j < n; ++j) maximum = std::max(maximum, term(j));
+  for (int64_t j = 0; j < n; ++j) total += std::exp(term(j) - maximum);
+  return maximum + std::log(total);
+}
+
+}  // namespace softfocus

@@ -1,0 +1,144 @@
+// The live keys of re-weighted rows, listed tile by tile, and the products over these lists.
+#pragma once
+
+#include "row_block.h"
+
+namespace softfocus {
+
+constexpr int64_t LIST_ROWS = 16;  // rows listed before any list is used: no loop waits for a length just computed
+
+// For each of LIST_ROWS rows the live keys of a tile and their u, later u^p
+template <typename Phi>
+struct LiveKeys {
+  int64_t length[LIST_ROWS];
+
+  LiveKeys() : keys(LIST_ROWS * (BLOCK_K + W)), u(LIST_ROWS * (BLOCK_K + W)) {}
+  uint8_t* keys_of(int64_t i) { return keys + i * (BLOCK_K + W); }
+  float* u_of(int64_t i) { return u + i * (BLOCK_K + W); }
+
+  // Lists the rows [first, first + LIST_ROWS) of a tile.
+  template <bool DROPOUT>
+  void gather(const RowBlock<Phi>& block, int64_t first, int64_t start_k) {
+    for (int64_t i = 0; i < LIST_ROWS; ++i) {
+      int64_t r = first + i;
+      length[i] = r < block.n_rows && !block.fully_masked[r]
+                      ? block.template gather_live<DROPOUT>(r, start_k, keys_of(i), u_of(i))
+                      : 0;
+    }
+  }
+
+  // Turns u into u^p, 0 where dropout drops it. Returns the lane-wise sum of u^p, the dropped ones
+  // included.
+  template <bool DROPOUT>
+  vf raise_to_power(int64_t i, float power) {
+    vf total = vf{};
+    if (!length[i]) return total;  // of a row beyond the block the power is undefined
+    float* x = u_of(i);
+    RowBlock<Phi>::with_powers(power, [&](auto powers) {
+      for (int64_t e = 0; e < length[i]; e += W) {
+        vf y = load(x + e), u = DROPOUT ? absolute(y) : y, u_p, u_p1;
+        powers(u, u_p, u_p1);
+        u_p = u == 0.0f ? vf{} : u_p;  // padding
+        total += u_p;
+        if constexpr (DROPOUT) u_p = bits(y) < 0 ? vf{} : u_p;
+        store(x + e, u_p);
+      }
+    });
+    return total;
+  }
+
+ private:
+  Buffer<uint8_t> keys;  // [LIST_ROWS, BLOCK_K + W], counted from the tile's first key
+  Buffer<float> u;       // [LIST_ROWS, BLOCK_K + W]
+};
+
+// Prefetches row r of the next tile of `rows` [Lk, stride]; addresses beyond the end do no harm.
+// The order of live keys defeats the hardware's prefetcher. Rows with a stride of 0 are in the
+// cache already.
+inline void prefetch_next_tile(const float* rows, int64_t stride, int64_t r, int64_t width) {
+  for (int64_t d = 0; d < width && stride >= width; d += 16) __builtin_prefetch(rows + (BLOCK_K + r) * stride + d);
+}
+
+// out[0 .. VECTORS * W) += sum_e w[e] * values[keys[e]]. Even and odd e have sums of their own, so
+// that additions overlap.
+template <int VECTORS, typename T>
+inline void add_listed_rows(int64_t n, const uint8_t* keys, const float* w, const T* values, int64_t stride,
+                            float* out) {
+  vf even[VECTORS], odd[VECTORS];
+  for (int v = 0; v < VECTORS; ++v) even[v] = load(out + v * W), odd[v] = vf{};
+  int64_t e = 0;
+  for (; e + 2 <= n; e += 2) {
+    const T *x = values + keys[e] * stride, *y = values + keys[e + 1] * stride;
+    for (int v = 0; v < VECTORS; ++v) even[v] += w[e] * load(x + v * W), odd[v] += w[e + 1] * load(y + v * W);
+  }
+  if (e < n)
+    for (int v = 0; v < VECTORS; ++v) even[v] += w[e] * load(values + keys[e] * stride + v * W);
+  for (int v = 0; v < VECTORS; ++v) store(out + v * W, even[v] + odd[v]);
+}
+
+template <typename T>
+inline void add_listed_rows(int64_t vectors, int64_t n, const uint8_t* keys, const float* w, const T* values,
+                            int64_t stride, float* out) {
+  for (; vectors >= 4; vectors -= 4, values += 4 * W, out += 4 * W) add_listed_rows<4>(n, keys, w, values, stride, out);
+  for (; vectors >= 1; vectors -= 1, values += W, out += W) add_listed_rows<1>(n, keys, w, values, stride, out);
+}
+
+// to[e] (+)= row . v[keys[e]] over VECTORS vectors; e runs in whole vectors, so the keys are padded
+template <int VECTORS>
+inline void listed_dots(const float* row, int64_t n, const uint8_t* keys, RowView v, float* to, bool add) {
+  vf own[VECTORS];
+  unroll<VECTORS>([&](int d) { own[d] = load(row + d * W); });
+  auto dot_products = [&](int64_t e, auto count) __attribute__((always_inline)) {
+    constexpr int N = decltype(count)::value;
+    vf x[W];
+#pragma GCC unroll 16
+    for (int i = 0; i < W; ++i) {
+      x[i] = vf{};
+      if (i >= N) continue;
+      const float* value = v.data + keys[e + i] * v.stride;
+      x[i] = own[0] * load(value);
+#pragma GCC unroll 4
+      for (int d = 1; d < VECTORS; ++d) x[i] += own[d] * load(value + d * W);
+    }
+    vf y = reduce_each(x);
+    store(to + e, add ? load(to + e) + y : y);
+  };
+  int64_t e = 0;
+  for (; e + W / 2 < n; e += W) dot_products(e, std::integral_constant<int, W>{});
+  if (e < n) dot_products(e, std::integral_constant<int, W / 2>{});
+}
+
+inline void listed_dots(const float* row, int64_t width, int64_t n, const uint8_t* keys, RowView v, float* to) {
+  int64_t d = 0;
+  for (; d + 4 * W <= width; d += 4 * W) listed_dots<4>(row + d, n, keys, {v.data + d, v.stride}, to, d > 0);
+  for (; d < width; d += W) listed_dots<1>(row + d, n, keys, {v.data + d, v.stride}, to, d > 0);
+  for (int64_t e = n; e < round_up(n, W); ++e) to[e] = 0.0f;
+}
+
+// to[keys[e]] += a[e] * row; with LASER times v[keys[e]], element by element
+template <int VECTORS, bool LASER>
+inline void scatter_add(const float* row, int64_t n, const uint8_t* keys, const float* a, RowView v, float* to,
+                        int64_t stride) {
+  vf own[VECTORS];
+  unroll<VECTORS>([&](int d) { own[d] = load(row + d * W); });
+  for (int64_t e = 0; e < n; ++e) {
+    float* target = to + keys[e] * stride;
+    vf weight = splat(a[e]);
+    unroll<VECTORS>([&](int d) {
+      vf x = own[d] * weight;
+      if constexpr (LASER) x = x * load(v.data + keys[e] * v.stride + d * W);
+      store(target + d * W, load(target + d * W) + x);
+    });
+  }
+}
+
+template <bool LASER>
+inline void scatter_add(const float* row, int64_t width, int64_t n, const uint8_t* keys, const float* a, RowView v,
+                        float* to) {
+  int64_t d = 0;
+  for (; d + 4 * W <= width; d += 4 * W)
+    scatter_add<4, LASER>(row + d, n, keys, a, {v.data + d, v.stride}, to + d, width);
+  for (; d < width; d += W) scatter_add<1, LASER>(row + d, n, keys, a, {v.data + d, v.stride}, to + d, width);
+}
+
+}  // namespace softfocus

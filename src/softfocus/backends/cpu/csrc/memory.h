@@ -1,0 +1,112 @@
+// Aligned memory, and a pool that keeps some of it between calls: on short sequences fresh pages
+// cost more than the work.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <mutex>
+#include <new>
+#include <utility>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+#if defined(__unix__) || defined(__APPLE__)
+#include <pthread.h>
+#endif
+
+#ifndef SOFTFOCUS_POOL_BYTES  // 0 shows every allocation to a sanitizer
+#define SOFTFOCUS_POOL_BYTES (16 << 20)
+#endif
+
+namespace softfocus {
+
+inline int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
+
+class Pool {
+ public:
+  // `huge_pages`: the caller uses all of the memory, so that huge pages waste none
+  static void* take(int64_t bytes, bool huge_pages) {
+    Pool& pool = instance();
+    {
+      std::lock_guard<std::mutex> lock(pool.mutex_);
+      for (Slot& slot : pool.slots_)
+        if (slot.data && slot.bytes == bytes) return pool.held_ -= bytes, std::exchange(slot.data, nullptr);
+    }
+    bool huge = huge_pages && bytes >= HUGE_PAGE;
+    void* data = std::aligned_alloc(huge ? HUGE_PAGE : 64, huge ? round_up(bytes, HUGE_PAGE) : bytes);
+    if (!data) throw std::bad_alloc();
+#if defined(__linux__)
+    if (huge) madvise(data, bytes / HUGE_PAGE * HUGE_PAGE, MADV_HUGEPAGE);  // a hint, which may fail
+#endif
+    return data;
+  }
+
+  static void give_back(void* data, int64_t bytes) {
+    Pool& pool = instance();
+    std::lock_guard<std::mutex> lock(pool.mutex_);
+    Slot& oldest = pool.slots_[pool.next_];
+    if (bytes > CAPACITY / 2) return std::free(data);
+    pool.next_ = (pool.next_ + 1) % SLOTS;
+    if (oldest.data) pool.held_ -= oldest.bytes, std::free(oldest.data);
+    oldest = {nullptr, 0};
+    if (pool.held_ + bytes > CAPACITY) return std::free(data);
+    oldest = {data, bytes};
+    pool.held_ += bytes;
+  }
+
+ private:
+  struct Slot {
+    void* data;
+    int64_t bytes;
+  };
+  static constexpr int64_t HUGE_PAGE = 2 << 20;
+  static constexpr int64_t CAPACITY = SOFTFOCUS_POOL_BYTES, SLOTS = 64;
+  static Pool& instance() {
+    static Pool* pool = make();
+    return *pool;
+  }
+  static Pool* make() {
+#if defined(__unix__) || defined(__APPLE__)
+    // fork() while another thread holds the lock would leave it locked in the child for ever
+    pthread_atfork([] { instance().mutex_.lock(); }, [] { instance().mutex_.unlock(); },
+                   [] { instance().mutex_.unlock(); });
+#endif
+    return new Pool;  // never destroyed: threads may outlive static objects
+  }
+  std::mutex mutex_;
+  Slot slots_[SLOTS] = {};
+  int64_t next_ = 0, held_ = 0;  // the slot to reuse; bytes in all slots
+};
+
+// Uninitialised elements, aligned to a cache line. An empty Buffer is null.
+template <typename T>
+class Buffer {
+ public:
+  Buffer() = default;
+  explicit Buffer(int64_t n, bool huge_pages = true) { resize(n, huge_pages); }
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+  ~Buffer() { release(); }
+  void resize(int64_t n, bool huge_pages = true) {
+    int64_t bytes = round_up(std::max<int64_t>(n, 1) * int64_t(sizeof(T)), 64);
+    if (bytes == bytes_) return;
+    release();
+    data_ = static_cast<T*>(Pool::take(bytes, huge_pages));
+    bytes_ = bytes;
+  }
+  operator T*() { return data_; }
+  operator const T*() const { return data_; }
+
+ private:
+  void release() {
+    if (data_) Pool::give_back(data_, bytes_);
+    data_ = nullptr;
+    bytes_ = 0;
+  }
+  T* data_ = nullptr;
+  int64_t bytes_ = 0;
+};
+
+}  // namespace softfocus

@@ -1,0 +1,201 @@
+// A block of query rows with the scores of all keys that they may see. Forward and backward share
+// it. row_scores.h makes the scores, row_statistics.h the statistics of the rows. docs/glossary.md
+// has the words.
+//
+// Scores are made once, tile by tile, and stored as phi needs them (pointwise.h). With whole rows
+// at hand no reduction needs an online correction, and every mechanism is three steps: scores, row
+// statistics, weights. Of a row
+//     A_j = value(stored_j) * weight_scale                                            or, re-weighted,
+//     u_j = (value(stored_j) - threshold) * inverse_spread,  A_j = u_j^p / sum u^p  where u_j > live_above, else 0.
+// A tied row, and a row that sees a NaN, is a re-weighted row with threshold 0 and p = 1: it keeps
+// its l1 weights.
+#pragma once
+
+#include "decode.h"
+#include "dropout.h"
+#include "packing.h"
+#include "pointwise.h"
+#include "product.h"
+
+namespace softfocus {
+
+constexpr float MIN_ROW_SUM = 1e-25f;  // a row sum of phi below it counts as 0: 1 / norm must be finite
+constexpr int64_t SQUARING_LIMIT = 32;
+
+// The dense backward stores two numbers for each score. With many keys, half as many rows keep them
+// in cache.
+inline int64_t rows_per_block(const Params& params, bool backward) {
+  return backward && !params.reweighted && params.key_length > 8192 ? BLOCK_Q / 2 : BLOCK_Q;
+}
+
+template <typename Phi>
+class RowBlock : public BlockVisibility {
+ public:
+  const int64_t width, value_width;  // D and Dv in whole vectors
+  const KeyHead* head = nullptr;     // that the rows read
+  Buffer<float> stored;              // [tiles, max_rows, BLOCK_K], scores in their stored form
+  Buffer<float> queries;             // [BLOCK_Q, width]; unit vectors for cosine similarity, 0 where non-finite
+  Buffer<float> scaled_queries;      // [BLOCK_Q, width], times score_scale: for the gradients of the keys
+  float base_scale[BLOCK_Q];         // c_i without the head scale
+  float score_scale[BLOCK_Q];        // c_i; applied to the dot products, not to the query: one rounding
+  float row_bias[BLOCK_Q];
+  float inverse_query_norm[BLOCK_Q];
+  float maximum[BLOCK_Q], norm[BLOCK_Q], log_norm[BLOCK_Q], peak[BLOCK_Q];
+  float weight_scale[BLOCK_Q];    // 1 / norm, or the normaliser's row_factor
+  float threshold[BLOCK_Q];       // o_i times the row mean
+  float inverse_spread[BLOCK_Q];  // 1 / (largest phi - threshold)
+  float live_above[BLOCK_Q];      // keys with a larger u are live
+  float power[BLOCK_Q];
+  float threshold_factor[BLOCK_Q];  // o_i
+  bool query_nonfinite[BLOCK_Q];
+  bool exp_tail[BLOCK_Q];  // rows of a phi with an exponential tail that store e^(s - m)
+  DropoutMask dropout;
+
+  RowBlock(const Params& call, int64_t most_rows)
+      : BlockVisibility(call, most_rows),
+        width(round_up(params.head_dim, W)),
+        value_width(round_up(params.value_dim, W)),
+        stored(max_rows * (max_row_stride - W)),
+        queries(BLOCK_Q * width),
+        scaled_queries(BLOCK_Q * width),
+        dropout(params, max_rows, max_row_stride - W),
+        maximum_first(Phi::needs_maximum && params.normaliser == L1),
+        decode_scores(params, width) {}
+
+  // Moves to the rows of a head from `first` on: computes scores, statistics, and the constants of
+  // the weights.
+  void compute(int64_t batch, int64_t query_head, int64_t first, const KeyHead& keys) {
+    set_rows(batch, query_head, first);
+    head = &keys;
+    read_queries();
+    compute_scores(0, n_rows, false);
+    for (int64_t r = 0; r < n_rows; ++r) finish_row(r);
+    for (int64_t r = n_rows; r < padded_rows(); ++r) weight_scale[r] = 0.0f, exp_tail[r] = false;
+    if (!params.dropout_threshold) return;
+    dropout.generate(*this);
+    for (int64_t r = 0; r < n_rows && params.reweighted; ++r)
+      if (live_above[r] > 0.0f) live_above[r] *= largest_kept_u(r);
+  }
+
+  // Row r of a tile of x [tiles, max_rows, BLOCK_K]; its index is a key's offset j, not j - start_k
+  template <typename T>
+  T* tile_row(T* x, int64_t r, int64_t start_k) const {
+    return x + start_k * max_rows + r * BLOCK_K - start_k;
+  }
+  float* tile_row(int64_t r, int64_t start_k) { return tile_row<float>(stored, r, start_k); }
+  const float* tile_row(int64_t r, int64_t start_k) const { return tile_row<const float>(stored, r, start_k); }
+
+  // f(phi) with the phi that turns a row's stored scores into values
+  template <typename F>
+  void with_row_phi(int64_t r, F&& f) const {
+    if constexpr (Phi::has_exp_tail)
+      if (exp_tail[r]) return f(Exp{});
+    f(Phi{});
+  }
+
+  // Whether a weight is weight_scale times the stored score. Then weight_scale multiplies the
+  // output instead.
+  bool stored_is_weight() const {
+    return !params.dropout_threshold && params.normaliser == L1 &&
+           (std::is_same_v<Phi, Exp> || std::is_same_v<Phi, Softplus>);
+  }
+
+  // f(powers); powers(u, u_p, u_p1) makes u_p = u^p and u_p1 = u^(p - 1) of a u in (0, 1]
+  template <typename F>
+  static void with_powers(float p, F&& f) {
+    if (p >= 1 && p <= SQUARING_LIMIT && p == int64_t(p))
+      f([e = int64_t(p) - 1](vf u, vf& u_p, vf& u_p1) {
+        vf square = u;
+        u_p1 = splat(1.0f);
+        for (int64_t bits_left = e; bits_left; bits_left >>= 1) {
+          if (bits_left & 1) u_p1 = u_p1 * square;
+          square = square * square;
+        }
+        u_p = u_p1 * u;
+      });
+    else
+      f([p](vf u, vf& u_p, vf& u_p1) {
+        u_p1 = exponential(logarithm(u) * (p - 1.0f));
+        u_p = u_p1 * u;
+      });
+  }
+
+  // Multiplies weights of a row, or their gradients, by the dropout factors. The index is a key's
+  // offset.
+  void apply_dropout(int64_t r, KeyRange seen, float* weights) const {
+    for (int64_t j = seen.begin; j < seen.end; j += W) store(weights + j, load(weights + j) * dropout.factors(r, j));
+  }
+
+  // Lists the live keys of a re-weighted row in a tile: the keys, counted from start_k, and their
+  // u, negative where dropout drops the weight. Pads both lists to whole vectors with zeros.
+  // Returns the number of keys.
+  template <bool DROPOUT>
+  int64_t gather_live(int64_t r, int64_t start_k, uint8_t* keys, float* u) const {
+    int64_t n_live = 0;
+    KeyRange seen = strip_range(r, start_k);
+    const float* row = tile_row(r, start_k);
+    for (int64_t j = 0; j < BLOCK_K; j += 16) __builtin_prefetch(row + start_k + max_rows * BLOCK_K + j, 0, 2);
+    vf subtract = splat(threshold[r]), multiply = splat(inverse_spread[r]), limit = splat(live_above[r]);
+    with_row_phi(r, [&](auto phi) {
+      vi key = lane_index() + int32_t(seen.begin - start_k);
+      for (int64_t j = seen.begin; j < seen.end; j += W, key += W) {
+        vf x = (phi.value(load(row + j)) - subtract) * multiply;
+#if defined(__AVX512F__)
+        __mmask16 live = _mm512_cmp_ps_mask((__m512)x, (__m512)limit, _CMP_NLE_UQ);  // true for NaN
+        if constexpr (DROPOUT) x = dropout.dropped(r, j) ? -x : x;
+        _mm512_storeu_ps(u + n_live, _mm512_maskz_compress_ps(live, (__m512)x));
+        _mm_storeu_si128((__m128i*)(keys + n_live),
+                         _mm512_cvtepi32_epi8(_mm512_maskz_compress_epi32(live, (__m512i)key)));
+        n_live += __builtin_popcount(live);
+#else
+        vi dead = x <= limit;
+        if constexpr (DROPOUT) x = dropout.dropped(r, j) ? -x : x;
+        for (int i = 0; i < W; ++i) {
+          u[n_live] = x[i];
+          keys[n_live] = uint8_t(key[i]);
+          n_live += dead[i] == 0;
+        }
+#endif
+      }
+    });
+    store(u + n_live, vf{});
+    *(vb_unaligned*)(keys + n_live) = vb{};  // key 0 of the tile exists: padding may be read
+    return n_live;
+  }
+
+  // For LASER's exact sums: log u of a row by offset, log A up to a constant of the row, and
+  // whether a key may have a weight above 0
+  void row_logs(int64_t r, float* to);
+  double log_weight(int64_t r, float log_u) const { return log_u == -INF ? -INF : double(power[r]) * log_u; }
+  bool has_weight(int64_t r, int64_t key) const;
+
+ private:
+  const bool maximum_first;  // s is stored first, and e^(s - m) once the row maximum m is known
+  DecodeScores decode_scores;
+
+  // row_scores.h
+  void read_queries();
+  void compute_scores(int64_t first, int64_t last, bool raw);
+  static void prefetch_strip(float* to);
+  KeyRange fully_seen(int64_t r, KeyRange range) const;
+  template <bool RAW>
+  void convert_strip(int64_t r, int64_t start_k, KeyRange seen, vf* sums, vf* maxima);
+  template <bool RAW>
+  void convert_row(int64_t r, int64_t start_k, KeyRange range, vf& total, vf& top);
+  static vi widen(const uint8_t* bytes) { return __builtin_convertvector(*(const vb_unaligned*)bytes, vi); }
+  vf load_bias(int64_t r, int64_t j) const;
+  void exponentiate_row(int64_t r);
+
+  // row_statistics.h
+  void finish_row(int64_t r);
+  void set_reweighting(int64_t r);
+  float largest_kept_u(int64_t r) const;
+  bool stores_shifted_exp(int64_t r) const { return maximum_first || exp_tail[r]; }
+  vf log_u(int64_t r, vf stored_scores) const;
+  vf log_phi(int64_t r, vf s) const;
+};
+
+}  // namespace softfocus
+
+#include "row_scores.h"
+#include "row_statistics.h"

@@ -1,0 +1,115 @@
+// Rows of tensors: read as floats, written in a dtype, and normalised for cosine similarity.
+#pragma once
+
+#include "params.h"
+#include "vector.h"
+
+namespace softfocus {
+
+// Row i of head h of x [B, H, L, width], as floats
+inline void read_row(const TensorView& x, int64_t dtype, int64_t b, int64_t h, int64_t i, int64_t width, float* to) {
+  int64_t offset = b * x.stride[0] + h * x.stride[1] + i * x.stride[2], stride = x.stride[3];
+  if (dtype == FLOAT32) {
+    const float* from = static_cast<const float*>(x.data) + offset;
+    if (stride == 1)
+      std::memcpy(to, from, width * sizeof(float));
+    else
+      for (int64_t k = 0; k < width; ++k) to[k] = from[k * stride];
+  } else {
+    const uint16_t* from = static_cast<const uint16_t*>(x.data) + offset;
+    auto widen = [&](vs y) { return dtype == BFLOAT16 ? from_bfloat16(y) : from_float16(y); };
+    int64_t k = 0;
+    for (; stride == 1 && k + W <= width; k += W) store(to + k, widen(*(const vs_unaligned*)(from + k)));
+    for (; k < width; ++k) to[k] = widen(vs{from[k * stride]})[0];
+  }
+}
+
+// Writes `width` floats into a contiguous tensor of a dtype, from its element `offset` on. `from`
+// may already be that place.
+inline void write_row(void* tensor, int64_t dtype, int64_t offset, const float* from, int64_t width) {
+  if (dtype == FLOAT32) {
+    float* to = static_cast<float*>(tensor) + offset;
+    if (to != from) std::copy_n(from, width, to);
+    return;
+  }
+  uint16_t* to = static_cast<uint16_t*>(tensor) + offset;
+  auto narrow = [&](vf x) { return dtype == BFLOAT16 ? to_bfloat16(x) : to_float16(x); };
+  int64_t d = 0;
+  for (; d + W <= width; d += W) *(vs_unaligned*)(to + d) = narrow(load(from + d));
+  for (; d < width; ++d) to[d] = narrow(splat(from[d]))[0];
+}
+
+template <typename T = float>
+inline const T* row_pointer(const TensorView& x, int64_t b, int64_t h, int64_t i) {
+  return static_cast<const T*>(x.data) + b * x.stride[0] + h * x.stride[1] + i * x.stride[2];
+}
+
+// Whether rows are contiguous and whole vectors, so that vectors can be loaded in place; and
+// whether they are float32, too
+inline bool contiguous_rows(const TensorView& x, int64_t width) { return x.stride[3] == 1 && width % W == 0; }
+inline bool contiguous_float_rows(const TensorView& x, int64_t dtype, int64_t width) {
+  return dtype == FLOAT32 && contiguous_rows(x, width);
+}
+
+// f(float{}), f(bfloat16{}) or f(float16{}): turns the number of a dtype into a type
+template <typename F>
+inline void with_element(int64_t dtype, F&& f) {
+  if (dtype == FLOAT32) return f(float{});
+  if (dtype == BFLOAT16) return f(bfloat16{});
+  f(float16{});
+}
+
+// The power of two that brings x, positive and normal, to [1, 2); clamped to what a float can hold
+inline float inverse_exponent(float x) {
+  uint32_t wide;
+  std::memcpy(&wide, &x, 4);
+  uint32_t exponent = std::clamp<uint32_t>(254 - (wide >> 23), 1, 253) << 23;
+  float y;
+  std::memcpy(&y, &exponent, 4);
+  return y;
+}
+
+// x / |x| in place; returns 1 / |x|. A zero vector stays zero and returns 0, so that no gradient
+// passes it.
+inline float l2_normalise(float* x, int64_t n) {
+  vf maxima = vf{};
+  int64_t k = 0;
+  for (; k + W <= n; k += W) maxima = max(absolute(load(x + k)), maxima);
+  float largest = reduce_max(maxima);
+  for (; k < n; ++k) largest = std::max(largest, std::fabs(x[k]));
+  if (largest < std::numeric_limits<float>::min()) {
+    std::fill(x, x + n, 0.0f);
+    return 0.0f;
+  }
+  float unit = inverse_exponent(largest);  // the squares of x * unit neither overflow nor underflow
+  vf squares = vf{};
+  for (k = 0; k + W <= n; k += W) {
+    vf y = load(x + k) * unit;
+    squares += y * y;
+  }
+  float total = reduce_sum(squares);
+  for (; k < n; ++k) total += (x[k] * unit) * (x[k] * unit);
+  float inverse = 1.0f / std::sqrt(total);
+  for (k = 0; k + W <= n; k += W) store(x + k, load(x + k) * unit * inverse);
+  for (; k < n; ++k) x[k] = x[k] * unit * inverse;
+  return inverse * unit;
+}
+
+// dL/d(x / |x|) to dL/dx, in place. `direction` is x / |x|.
+inline void l2_normalise_backward(float* grad, const float* direction, float inverse_norm, int64_t n) {
+  if (n == 1) inverse_norm = 0.0f;  // x / |x| of a number is constant; rounding would give it a gradient
+  vf products = vf{};
+  int64_t k = 0;
+  for (; k + W <= n; k += W) products += load(grad + k) * load(direction + k);
+  float parallel = reduce_sum(products);
+  for (; k < n; ++k) parallel += grad[k] * direction[k];
+  for (k = 0; k < n; ++k) grad[k] = (grad[k] - direction[k] * parallel) * inverse_norm;
+}
+
+inline float dot(const float* x, const float* y, int64_t width) {  // whole vectors
+  vf total = vf{};
+  for (int64_t d = 0; d < width; d += W) total += load(x + d) * load(y + d);
+  return reduce_sum(total);
+}
+
+}  // namespace softfocus

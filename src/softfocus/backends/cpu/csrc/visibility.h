@@ -1,0 +1,182 @@
+// Which keys the rows of a block see: the window gives each row a range of keys, the masks a byte
+// for each key. Tiles that no row sees are skipped.
+#pragma once
+
+#include <vector>
+
+#include "memory.h"
+#include "params.h"
+#include "tiling.h"
+
+namespace softfocus {
+
+// The half-open range of keys that the window shows a query
+inline void window_range(const Params& params, int64_t query, int64_t& begin, int64_t& end) {
+  int64_t position = query + params.key_length - params.query_length;
+  begin = params.left < 0 ? 0 : std::max<int64_t>(0, position - params.left);
+  end = params.right < 0 ? params.key_length : std::min(params.key_length, position + params.right + 1);
+  if (end < begin) end = begin;
+}
+
+inline bool has_masks(const Params& params) {
+  return params.mask.data || params.key_mask.data || params.document_ids.data;
+}
+
+// Whether the masks, the window aside, show a query each of the keys [begin, end)
+inline void read_masks(const Params& params, int64_t b, int64_t h, int64_t query, int64_t begin, int64_t end,
+                       uint8_t* to) {
+  std::memset(to, 1, end - begin);
+  if (params.key_mask.data) {
+    const uint8_t* x = static_cast<const uint8_t*>(params.key_mask.data) + b * params.key_mask.stride[0];
+    for (int64_t j = begin; j < end; ++j) to[j - begin] &= x[j * params.key_mask.stride[3]] != 0;
+  }
+  if (params.document_ids.data) {
+    const int64_t* x = static_cast<const int64_t*>(params.document_ids.data) + b * params.document_ids.stride[0];
+    int64_t stride = params.document_ids.stride[3],
+            document = x[(query + params.key_length - params.query_length) * stride];
+    for (int64_t j = begin; j < end; ++j) to[j - begin] &= uint8_t(x[j * stride] == document);
+  }
+  if (params.mask.data) {
+    const uint8_t* x = static_cast<const uint8_t*>(params.mask.data) + b * params.mask.stride[0] +
+                       h * params.mask.stride[1] + query * params.mask.stride[2];
+    for (int64_t j = begin; j < end; ++j) to[j - begin] &= x[j * params.mask.stride[3]] != 0;
+  }
+}
+
+// Keys [begin, end) as offsets from the block's key_begin; both multiples of W
+struct KeyRange {
+  int64_t begin, end;
+  bool empty() const { return begin >= end; }
+  int64_t vectors() const { return (end - begin) / W; }
+};
+
+// How much of a tile the masks show, within the window: nothing, some, all
+enum TileMask : uint8_t { EMPTY, PARTIAL, FULL };
+
+// A block of query rows and the keys that it sees. Offsets of keys (j, start_k) count from
+// key_begin; start_k is that of the first key of a tile.
+class BlockVisibility {
+ public:
+  const Params& params;
+  const bool masks_given;
+  int64_t b = 0, h = 0, start_q = 0, n_rows = 0;  // batch, query head, first row, number of rows
+  int64_t key_begin = 0, key_end = 0;             // the keys that some row sees; key_begin is a multiple of BLOCK_K
+  int64_t row_stride = 0;                         // bytes between the rows of `visible`
+  int64_t max_rows = 0;                           // of a block; a multiple of MR
+  int64_t max_row_stride = 0;                     // the largest row_stride of a block; all but W of it are whole tiles
+  int64_t window_begin[BLOCK_Q], window_end[BLOCK_Q];  // the keys that the window shows each row
+  float count[BLOCK_Q];                                // N_i
+  bool fully_masked[BLOCK_Q];
+
+  BlockVisibility(const Params& call, int64_t most_rows) : params(call), masks_given(has_masks(params)) {
+    int64_t span = params.key_length;
+    if (params.left >= 0 && params.right >= 0) span = std::min(span, params.left + params.right + BLOCK_Q);
+    max_row_stride = round_up(span + BLOCK_K - 1, BLOCK_K) + W;
+    max_rows = std::min(most_rows, round_up(params.query_length, MR));
+    if (masks_given) visible.resize(max_rows * max_row_stride);
+    tile_masks.resize(max_row_stride / BLOCK_K + 1);
+  }
+
+  // Moves to the rows of a head from `first` on.
+  void set_rows(int64_t batch, int64_t query_head, int64_t first) {
+    b = batch, h = query_head, start_q = first;
+    n_rows = std::min(max_rows, params.query_length - first);
+    key_begin = params.key_length, key_end = 0;
+    for (int64_t r = 0; r < padded_rows(); ++r) {
+      if (r < n_rows)
+        window_range(params, start_q + r, window_begin[r], window_end[r]);
+      else
+        window_begin[r] = window_end[r] = 0;
+      if (window_begin[r] < window_end[r])
+        key_begin = std::min(key_begin, window_begin[r]), key_end = std::max(key_end, window_end[r]);
+    }
+    key_begin = key_begin < key_end ? key_begin / BLOCK_K * BLOCK_K : 0;
+    key_end = std::max(key_end, key_begin);
+    row_stride = round_up(key_end - key_begin, BLOCK_K) + W;
+    if (masks_given) {
+      std::fill(tile_masks.begin(), tile_masks.end(), uint8_t(0));
+      for (int64_t start_k = 0; start_k < key_end - key_begin; start_k += BLOCK_K) tile_masks[start_k / BLOCK_K] = FULL;
+    }
+    for (int64_t r = 0; r < n_rows; ++r) {
+      count[r] = float(window_end[r] - window_begin[r]);
+      if (masks_given && window_begin[r] < window_end[r]) {
+        uint8_t* row = visible + r * row_stride;
+        read_masks(params, b, h, start_q + r, window_begin[r], window_end[r], row + window_begin[r] - key_begin);
+        std::memset(row, 0, window_begin[r] - key_begin);
+        std::memset(row + window_end[r] - key_begin, 0, row_stride - (window_end[r] - key_begin));
+        int64_t seen = 0;
+        for (int64_t j = window_begin[r] - key_begin; j < window_end[r] - key_begin; ++j) seen += row[j];
+        count[r] = float(seen);
+      } else if (masks_given) {
+        std::memset(visible + r * row_stride, 0, row_stride);
+      }
+      fully_masked[r] = count[r] == 0.0f;
+    }
+    for (int64_t r = n_rows; r < padded_rows(); ++r) fully_masked[r] = true;
+    if (masks_given) classify_tiles();
+    for (int64_t strip = 0; strip < padded_rows() / MR; ++strip) {
+      strip_begin[strip] = params.key_length, strip_end[strip] = 0;
+      for (int64_t r = strip * MR; r < (strip + 1) * MR; ++r)
+        if (!fully_masked[r]) {
+          strip_begin[strip] = std::min(strip_begin[strip], window_begin[r]);
+          strip_end[strip] = std::max(strip_end[strip], window_end[r]);
+        }
+    }
+  }
+
+  int64_t padded_rows() const { return round_up(n_rows, MR); }
+
+  // f(start_k) for each tile that some row sees
+  template <typename F>
+  void each_tile(F&& f) const {
+    for (int64_t start_k = 0; start_k < key_end - key_begin; start_k += BLOCK_K)
+      if (tile_visible(start_k)) f(start_k);
+  }
+
+  bool has_next_tile(int64_t start_k) const { return start_k + BLOCK_K < key_end - key_begin; }
+
+  // The keys among [start_k, start_k + n) that the window shows some row of the strip of row r, in
+  // whole vectors
+  KeyRange strip_range(int64_t r, int64_t start_k, int64_t n = BLOCK_K) const {
+    int64_t begin = strip_begin[r / MR] - key_begin, end = strip_end[r / MR] - key_begin;
+    if (begin >= end) return {0, 0};
+    begin = std::max(begin / W * W, start_k);
+    end = std::min(round_up(end, W), start_k + n);
+    return {begin, end};
+  }
+
+  bool tile_visible(int64_t start_k) const { return !masks_given || tile_masks[start_k / BLOCK_K]; }
+  bool tile_full(int64_t start_k) const { return !masks_given || tile_masks[start_k / BLOCK_K] == FULL; }
+
+  // A row of `visible`; null without masks
+  const uint8_t* visible_row(int64_t r) const { return masks_given ? visible + r * row_stride : nullptr; }
+
+  bool sees(int64_t r, int64_t key) const {
+    return key >= window_begin[r] && key < window_end[r] && (!masks_given || visible[r * row_stride + key - key_begin]);
+  }
+
+ protected:
+  Buffer<uint8_t> visible;  // [max_rows, row_stride], where masks are given
+
+ private:
+  int64_t strip_begin[BLOCK_Q / MR], strip_end[BLOCK_Q / MR];  // the keys that the window shows some row of a strip
+  std::vector<uint8_t> tile_masks;                             // TileMask of each tile
+
+  void classify_tiles() {
+    for (int64_t start_k = 0; start_k < key_end - key_begin; start_k += BLOCK_K) {
+      bool any = false, all = true;
+      for (int64_t r = 0; r < n_rows; ++r) {
+        const uint8_t* row = visible + r * row_stride + start_k;
+        int64_t begin = std::clamp<int64_t>(window_begin[r] - key_begin - start_k, 0, BLOCK_K),
+                end = std::clamp<int64_t>(window_end[r] - key_begin - start_k, 0, BLOCK_K);
+        int64_t seen = 0;
+        for (int64_t j = begin; j < end; ++j) seen += row[j];
+        any |= seen > 0;
+        all &= seen == end - begin;
+      }
+      tile_masks[start_k / BLOCK_K] = any ? (all ? FULL : PARTIAL) : EMPTY;
+    }
+  }
+};
+
+}  // namespace softfocus

@@ -1,0 +1,205 @@
+"""What ``attention()`` and its backends agree on: a call, what a backend declares that it carries, and what it returns.
+
+No maths stands here. A new optional tensor is a field of :class:`Call`: the operators' schema and the gradients follow from
+it, and a backend that does not name it among its features refuses calls that have it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from softfocus.mechanism import CHOICES, Mechanism
+from softfocus.visibility import Cache, Visibility
+
+
+class RowStatistics(NamedTuple):
+    """What a row of attention went through; no gradient. Each [B, H, Lq], float32 or float64.
+
+    Attributes:
+        count: N_i, the number of visible keys.
+        maximum: the largest visible score s_ij; -inf where a row sees nothing.
+        log_norm: log sum_j |phi(s_ij)|, softmax's log-sum-exp; -inf where the sum is 0.
+        peak: max_j A_ij N_i - o, the highest weight over the row's mean before the power (o = 1, or 0 where N <= 3);
+            0 without re-weighting.
+    """
+
+    count: Tensor  # type: ignore[assignment]  # tuple has a method of that name
+    maximum: Tensor
+    log_norm: Tensor
+    peak: Tensor
+
+
+class Dropout(NamedTuple):
+    """Which weights are dropped.
+
+    Attributes:
+        p: the probability of each.
+        seed: int64 scalar on the CPU, drawn when a backend has been chosen; None where p is 0.
+    """
+
+    p: float = 0.0
+    seed: Tensor | None = None
+
+    @property
+    def number(self) -> int:
+        """The seed as a Python number; 0 where there is none."""
+        return 0 if self.seed is None else int(self.seed.item())
+
+
+class Call(NamedTuple):
+    """One call, checked and broadcast. The tensors that stand here have gradients, those of its parts have none.
+
+    Attributes:
+        query: [B, H, Lq, D].
+        key: [B, Hk, Lk, D]; Hk divides H. With a cache as that says.
+        value: [B, Hk, Lk, Dv].
+        visibility: who sees whom.
+        mechanism: the algebra.
+        scale: the d-dependent factor of the scores.
+        bias: float, broadcastable to [B, H, Lq, Lk].
+        head_scale: [H], multiplies the scores.
+        power: [H], replaces the mechanism's power.
+        dropout: which weights are dropped.
+        cache: which keys and values belong to a sequence; None where all of them do.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    visibility: Visibility
+    mechanism: Mechanism
+    scale: float
+    bias: Tensor | None = None
+    head_scale: Tensor | None = None
+    power: Tensor | None = None
+    dropout: Dropout = Dropout()
+    cache: Cache | None = None
+
+    def of_sequence(self, b: int, length: int) -> "Call":
+        """The call of one sequence of a cache. Its keys and values are views, or copies of its pages."""
+        assert self.cache is not None
+        return self._replace(
+            query=self.query[b : b + 1],
+            key=self.cache.of_sequence(self.key, b, length),
+            value=self.cache.of_sequence(self.value, b, length),
+            visibility=Visibility(self.query.size(2), length, self.visibility.left, self.visibility.right),
+            cache=None,
+        )
+
+
+def _cache_of(lengths: Tensor | None, page_table: Tensor | None) -> Cache | None:
+    return None if lengths is None else Cache(lengths, page_table)
+
+
+PARTS: dict[str, tuple[dict[str, Any], Callable[..., Any]]] = {
+    "visibility": (Visibility.__annotations__, Visibility),
+    "mechanism": ({"code": str}, lru_cache(maxsize=256)(Mechanism.from_json)),
+    "dropout": (Dropout.__annotations__, Dropout),
+    "cache": (dict.fromkeys(Cache.__annotations__, Tensor | None), _cache_of),
+}
+"""The fields of a call that hold more than one thing, or one that no operator takes: their leaves, and how they are made."""
+_FIELDS = {name: PARTS.get(name, ({name: kind}, None)) for name, kind in Call.__annotations__.items()}
+_TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", int: "SymInt", float: "float", str: "str"}
+
+LEAVES = {name: _TYPES[kind] for leaves, _make in _FIELDS.values() for name, kind in leaves.items()}
+"""What a call is packed into: the type of each leaf in an operator's schema."""
+GRADIENTS = tuple(name for name, kind in Call.__annotations__.items() if kind in (Tensor, Tensor | None))
+"""What has a gradient, in the order of an operator's results."""
+_OPTIONAL = tuple(
+    name for name, kind in LEAVES.items() if kind == "Tensor?" and name not in ("seed", *Cache.__annotations__)
+)
+
+
+def pack(call: Call) -> list[Any]:
+    """The leaves of a call."""
+    found: list[Any] = []
+    for field, x in zip(_FIELDS, call, strict=True):
+        if field in PARTS:
+            found += [None if x is None else getattr(x, name) for name in PARTS[field][0]]
+        else:
+            found.append(x)
+    return found
+
+
+def unpack(leaves: Sequence[Any]) -> Call:
+    """The call of some leaves."""
+    rest = iter(leaves)
+    return Call(*(make(*(next(rest) for _ in names)) if make else next(rest) for names, make in _FIELDS.values()))
+
+
+FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""What attention computes in."""
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which scores, weights and statistics are held for inputs of a dtype."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@dataclass(frozen=True)
+class Carries:
+    """What a backend carries, field by field of the algebra. What is not named here is refused.
+
+    Attributes:
+        similarity, length_scale, score_bias, phi, normaliser, post: values of the fields of ``Mechanism``.
+        scale: the same; a backend gets the number.
+        power, laser: whether it re-weights, and whether it has LASER.
+        dtypes: of query, key and value.
+        devices: types of devices, "any" for all of them.
+        features: names of the optional tensors of a call, "dropout" and "cache". A backend without "cache" is handed the
+            sequences of a cache one after another.
+    """
+
+    similarity: tuple[str, ...]
+    length_scale: tuple[str, ...]
+    score_bias: tuple[str, ...]
+    phi: tuple[str, ...]
+    normaliser: tuple[str, ...]
+    post: tuple[str, ...]
+    power: bool
+    laser: bool
+    dtypes: tuple[torch.dtype, ...]
+    devices: tuple[str, ...]
+    features: tuple[str, ...]
+    scale: tuple[str, ...] = ("1/sqrt(d)", "log(d)", "1")
+
+    def lacks(self, call: Call) -> str | None:
+        """What of a call is not carried, as a sentence; None where all is."""
+        device, dtype, mechanism = call.query.device.type, call.query.dtype, call.mechanism
+        if device not in self.devices and "any" not in self.devices:
+            known = " or ".join("the CPU" if name == "cpu" else repr(name) for name in self.devices)
+            return f"the tensors are on {device!r}, not on {known}"
+        if dtype not in self.dtypes:
+            *most, last = (str(known).removeprefix("torch.") for known in self.dtypes)
+            return f"{dtype} is not among {', '.join(most)} and {last}"
+        for field in CHOICES:
+            value, values = getattr(mechanism, field), getattr(self, field)
+            if value not in values:
+                return f"{field}={value!r} is not " + (f"among {', '.join(values)}" if len(values) > 1 else "carried")
+        if mechanism.power is not None and not self.power:
+            return f"power={mechanism.power:g} is not carried"
+        if mechanism.laser and not self.laser:
+            return "laser=True is not carried"
+        given = [name for name, x in zip(LEAVES, pack(call), strict=True) if x is not None and name in _OPTIONAL]
+        given += ["dropout"] * (call.dropout.p > 0)
+        return next((f"{name} is not carried" for name in given if name not in self.features), None)
+
+
+class Backend(Protocol):
+    """A module of ``backends/``, or the reference. Where it has them, these are called too:
+
+    refuses(call) -> str | None               what is not declared, of machines and sizes; compiles nothing, touches no disk
+    unavailable() -> str | None               why no call can run here; may compile to find out
+    prepare(call) -> function | None          of query, key and value laid out as the call's, to ``out``
+    backward(call, grad, bias_grad) -> dict   gradients by name, the bias's only if wanted; the reference has none
+    rows_kept(call) -> int                    the backward takes also ``out`` and so many vectors of the rows, from the forward
+    """
+
+    CARRIES: Carries
+
+    def forward(self, call: Call) -> tuple[Tensor, Tensor]:
+        """out [B, H, Lq, Dv] and vectors of the rows [4 or more, B, H, Lq], first those of :class:`RowStatistics`."""

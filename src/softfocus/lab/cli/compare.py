@@ -1,0 +1,125 @@
+"""Commands about several runs: demo, compare, study."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from softfocus.lab.cli.options import SEEDS, Json, beside, seeds_of, write_json
+
+
+class Axis(StrEnum):
+    """What lengths are counted in."""
+
+    multiple = "multiple"
+    tokens = "tokens"
+
+
+def demo(
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            "-o",
+            metavar="FOLDER",
+            help="Where runs and report go.",
+            show_default="runs/demo, or runs/demo-N with --seed N",
+        ),
+    ] = None,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--model", "-m", metavar="NAME", help="Train these instead: mechanisms or recipes; may be repeated."
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, max=SEEDS - 1, help="Of the training.", show_default="the recipe's: 0")
+    ] = None,
+    fast: Annotated[
+        bool, typer.Option("--fast", help="A minute, to see that everything works; the numbers mean nothing.")
+    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Train again what is there.")] = False,
+    json: Json = None,
+) -> None:
+    """Train Softmax, LSSA, LSSAR, LASER and a layout of local and global layers side by side.
+
+    Shows what each costs at the training length and who is best at 16x.
+
+    At most 15 minutes on two CPU cores. Writes results.json, figure1.png and report.html. What is finished is kept:
+    started again after a failure or Ctrl-C, it goes on.
+
+    Several seeds: run it with --seed 0, 1, 2, 3, and then `softfocus compare runs/demo-?/demo-*`
+
+    Example: `softfocus demo --model softmax --model "sharpened(lssa, 7)" --out runs/two`
+    """
+    from softfocus.lab.studies.demo import FOLDER, run_demo
+
+    folder = out or (FOLDER if seed is None else FOLDER.with_name(f"{FOLDER.name}-{seed}"))
+    write_json(json, run_demo(folder, models=model, seed=seed, fast=fast, overwrite=overwrite, console=beside(json)))
+
+
+def compare(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN...", help="Evaluated run folders, or results.json of earlier comparisons."),
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FOLDER", help="Where the report goes.")] = Path(
+        "runs/compare"
+    ),
+    axis: Annotated[Axis, typer.Option(help="Count lengths in multiples of the training length, or in tokens.")] = (
+        Axis.multiple
+    ),
+    title: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="The report's heading.", show_default="Loss over length")
+    ] = None,
+    json: Json = None,
+) -> None:
+    """Who is better where, by how much, and whether that is more than noise: one table, one figure, one report.
+
+    Runs whose recipes differ by seed alone are grouped, and shown as mean and spread.
+
+    Example: `softfocus compare runs/demo-softmax runs/demo-lssar --out runs/two`
+    """
+    from softfocus.lab.report.compare import compare
+
+    write_json(json, compare(runs, out, axis=axis.value, title=title, console=beside(json)))
+
+
+def study(
+    study: Annotated[str, typer.Argument(metavar="STUDY", help="A shipped study's name, or a .toml file.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="FOLDER", help="Where runs go.", show_default="runs/STUDY")
+    ] = None,
+    seeds: Annotated[
+        str | None, typer.Option(metavar="LIST", help="0,1,2: train each row with these; the study's if left out.")
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Runs at a time.", show_default="as many as there are cores")
+    ] = None,
+    estimate: Annotated[bool, typer.Option("--estimate", help="Say what it will take, and stop.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Train again what is there.")] = False,
+    json: Json = None,
+) -> None:
+    """Train and measure a table of runs, several seeds each, and compare them.
+
+    A study is a TOML file: title, base (a recipe), seeds, and a table [rows.NAME] of changed keys for each row. What is
+    finished is kept: started again after a failure or Ctrl-C, it goes on.
+
+    Example: `softfocus study layouts --seeds 0,1,2 --jobs 2`
+    """
+    from softfocus.lab.studies.study import run_study
+
+    wanted = None if seeds is None else seeds_of(seeds)
+    folder = out or Path("runs") / Path(study).stem
+    made = run_study(
+        study,
+        folder,
+        seeds=wanted,
+        jobs=jobs,
+        overwrite=overwrite,
+        estimate_only=estimate,
+        console=beside(json),
+    )
+    if made is not None:
+        write_json(json, made)

@@ -1,0 +1,73 @@
+"""The command `softfocus inspect`: its options, and reading them. What looks inside is imported when it runs."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from softfocus.lab.cli.options import BatchTokens, Json, Quiet, beside, write_json
+from softfocus.lab.errors import UsageError
+
+
+def inspect(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, side by side on one page.")],
+    text: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Read this text.", show_default="the validation text of each run"),
+    ] = None,
+    lengths: Annotated[
+        str, typer.Option(metavar="LIST", help="1k,16k tokens, or 1x,16x the training length.")
+    ] = "1x,16x",
+    layers: Annotated[
+        str | None,
+        typer.Option(metavar="LIST", help="Draw maps of these layers, from 0.", show_default="four, evenly spaced"),
+    ] = None,
+    heads: Annotated[
+        str | None, typer.Option(metavar="LIST", help="And of these heads, from 0.", show_default="the first two")
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to read at each length.")] = 16384,
+    batch_tokens: BatchTokens = 4096,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", "-o", metavar="FOLDER", help="Where the page goes.", show_default="RUN/inspect, or runs/inspect"
+        ),
+    ] = None,
+    quiet: Quiet = False,
+    json: Json = None,
+) -> None:
+    """Look inside runs: attention maps, exact zeros, entropy, and how far attention reaches, by layer and length.
+
+    Writes inspect.html (one self-contained page), inspect.json, maps.png and measures.png.
+
+    Example: `softfocus inspect runs/demo-softmax runs/demo-lssar --out runs/look`
+    """
+    from softfocus.lab.progress import Display
+    from softfocus.lab.recipes.lengths import parse
+    from softfocus.lab.run_folder.files import INSPECTION, load_run
+
+    wanted = [parse(lengths, load_run(run).train_length) for run in runs]
+    shown = {"layers": _numbers("--layers", layers), "heads": _numbers("--heads", heads)}
+    from softfocus.lab.inspect.report import show, write
+    from softfocus.lab.inspect.run import inspect
+
+    with Display("tokens", quiet=quiet) as display:
+        found = [
+            inspect(
+                run, its, text=text, **shown, tokens=tokens, batch_tokens=batch_tokens, progress=display
+            )
+            for run, its in zip(runs, wanted, strict=True)
+        ]  # fmt: skip
+    result, paths = write(found, out or (runs[0] / INSPECTION if len(runs) == 1 else Path("runs/inspect")))
+    write_json(json, result)
+    show(result, paths, beside(json))
+
+
+def _numbers(option: str, text: str | None) -> list[int] | None:
+    """ "0,3" as numbers."""
+    if text is None:
+        return None
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise UsageError(f"{option}: {text!r} is not a list of numbers", f"write {option} like 0,3") from None

@@ -1,0 +1,230 @@
+"""Commands that ask a finished run: evaluate, recall, induction, heads, generate."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from softfocus.lab.cli.options import SEEDS, BatchTokens, Json, Quiet, Run, print_table, write_json
+
+Lengths = Annotated[str, typer.Option(metavar="LIST", help="1k,2k,16k, or 1x,2x,16x the training length.")]
+Tokens = Annotated[int | None, typer.Option(min=1, help="Validation tokens a length; the recipe's if left out.")]
+Windows = Annotated[
+    str | None,
+    typer.Option(metavar="LIST", help="Let every attention see only so many of the last keys: 64, or 1x,2x."),
+]
+
+
+def evaluate(
+    run: Run,
+    lengths: Annotated[
+        str | None,
+        typer.Option(metavar="LIST", help="1k,2k,16k, or 1x,2x,16x the training length; the recipe's if left out."),
+    ] = None,
+    tokens: Tokens = None,
+    rope: Annotated[
+        str, typer.Option(metavar="LIST", help="Scalings of RoPE: trained, ntk (dynamic) and yarn; or none.")
+    ] = "trained,ntk",
+    window: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEYS",
+            help="Attention windows, with RoPE as trained: 128, 1x the training length, or none; may be repeated.",
+            show_default="1x",
+        ),
+    ] = None,
+    sinks: Annotated[
+        int, typer.Option(min=0, help="Keys of each window that stay the first of the text (StreamingLLM).")
+    ] = 0,
+    buckets: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LIST", help="Edges of position buckets, in tokens or as 1x.", show_default="powers of two"
+        ),
+    ] = None,
+    batch_tokens: BatchTokens = 4096,
+    quiet: Quiet = False,
+    json: Json = None,
+) -> None:
+    """Loss of a run over length, with standard errors: as trained, with dynamic NTK scaling, and with a window.
+
+    Every length reads the same validation tokens. The result is kept in the run folder as evaluation.json; losses at
+    other lengths and settings that it held stay there, unless a new longest length or --tokens mean other text; that is
+    then said.
+
+    Example: `softfocus evaluate runs/demo-lssar --lengths 1x,4x,16x --rope trained,yarn --window 1x --sinks 4`
+    """
+    from softfocus.lab.progress import Display
+    from softfocus.lab.recipes.lengths import parse, settings_of
+    from softfocus.lab.recipes.loading import load
+    from softfocus.lab.run_folder.files import RECIPE, load_run
+
+    info = load_run(run)
+    wanted = parse(lengths or load(run / RECIPE).evaluate.lengths, info.train_length)
+    settings = settings_of(rope, window or ["1x"], sinks, info.train_length)
+    edges = parse(buckets, info.train_length, "--buckets") if buckets else None
+    from softfocus.lab.evaluate.loss import evaluate
+    from softfocus.lab.report.points import singles
+    from softfocus.lab.report.table import loss_table
+
+    with Display("tokens", quiet=quiet) as display:
+        found = evaluate(
+            run,
+            wanted,
+            settings=settings,
+            tokens=tokens,
+            buckets=edges,
+            batch_tokens=batch_tokens,
+            progress=display,
+        )
+    if not write_json(json, found):
+        print_table(loss_table(singles([found])))
+
+
+def recall(
+    run: Run,
+    lengths: Lengths = "1x,4x,16x,64x",
+    window: Windows = None,
+    sequences: Annotated[int, typer.Option(min=1, help="Sequences a length.")] = 64,
+    batch_tokens: BatchTokens = 4096,
+    quiet: Quiet = False,
+    json: Json = None,
+) -> None:
+    """Share of right answers over length, of a run that was trained on a generated task (`mqar-*`, `passkey-*`).
+
+    Beyond the training length every answer lies at least half the sequence back. Rows are kept in the run folder as
+    recall.json, with a figure; what is there is not measured again, so a run that was stopped goes on.
+
+    Example: `softfocus recall runs/mqar-lssar --lengths 1x,4x,16x,64x`
+    """
+    from softfocus.lab.progress import Display
+
+    wanted, windows = _lengths_and_windows(run, lengths, window)
+    from softfocus.lab.evaluate.recall import recall
+    from softfocus.lab.report.recall import recall_tables, save_recall_figure
+
+    with Display("tokens", quiet=quiet) as display:
+        for keys in windows:
+            found = recall(run, wanted, window=keys, sequences=sequences, batch_tokens=batch_tokens, progress=display)
+    save_recall_figure(found, run)
+    if not write_json(json, found):
+        print_table(recall_tables(found))
+
+
+def induction(
+    run: Run,
+    lengths: Lengths = "1x,16x",
+    ngram: Annotated[int, typer.Option(min=2, help="Tokens that have to repeat, the predicted one included.")] = 4,
+    window: Windows = None,
+    tokens: Tokens = None,
+    batch_tokens: BatchTokens = 4096,
+    quiet: Quiet = False,
+    json: Json = None,
+) -> None:
+    """Loss of a run on tokens that repeat something, by how far back it stood: does the model use far context?
+
+    Every length predicts the same tokens. Rows are kept in the run folder as induction.json, with a figure; what is there
+    is not measured again.
+
+    Example: `softfocus induction runs/repeats --lengths 1x,16x --ngram 4`
+    """
+    from softfocus.lab.progress import Display
+
+    wanted, windows = _lengths_and_windows(run, lengths, window)
+    from softfocus.lab.evaluate.induction import induction
+    from softfocus.lab.report.induction import induction_table, save_induction_figure
+
+    with Display("tokens", quiet=quiet) as display:
+        for keys in windows:
+            found = induction(
+                run, wanted, ngram=ngram, window=keys, tokens=tokens, batch_tokens=batch_tokens, progress=display
+            )
+    save_induction_figure(found, run)
+    if not write_json(json, found):
+        print_table(induction_table(found))
+
+
+def heads(
+    run: Run,
+    length: Annotated[str, typer.Option(metavar="LENGTH", help="2k, or 16x the training length.")] = "16x",
+    window: Annotated[
+        str, typer.Option(metavar="KEYS", help="What a narrowed head sees: 64, or 1x the training length.")
+    ] = "1x",
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Validation tokens a row; the recipe's if left out.")
+    ] = None,
+    batch_tokens: BatchTokens = 4096,
+    quiet: Quiet = False,
+    json: Json = None,
+) -> None:
+    """Which heads do far keys disturb? The loss in long windows when one head alone sees only the last keys.
+
+    A head that gains from a window can be given one in a layout. Rows are kept in the run folder as heads.json, with a
+    figure; what is there is not measured again.
+
+    Example: `softfocus heads runs/demo-lssar --length 16x`
+    """
+    from softfocus.lab.errors import UsageError
+    from softfocus.lab.progress import Display
+    from softfocus.lab.recipes.lengths import parse
+    from softfocus.lab.run_folder.files import load_run
+
+    trained = load_run(run).train_length
+    tokens_a_window, keys = parse(length, trained, "--length"), parse(window, trained, "--window")
+    if len(tokens_a_window) != 1 or len(keys) != 1 or keys[0] >= tokens_a_window[0]:
+        raise UsageError(f"--length {length} with --window {window}", "give one length, and one shorter window")
+    from softfocus.lab.evaluate.heads import heads
+    from softfocus.lab.report.heads import heads_table, save_heads_figure, sentence
+
+    with Display("tokens", quiet=quiet) as display:
+        found = heads(
+            run, tokens_a_window[0], window=keys[0], tokens=tokens, batch_tokens=batch_tokens, progress=display
+        )
+    save_heads_figure(found, run)
+    if not write_json(json, found):
+        print_table(heads_table(found))
+        print_table(sentence(found))
+
+
+def _lengths_and_windows(run: Path, lengths: str, window: str | None) -> tuple[list[int], Sequence[int | None]]:
+    """What --lengths and --window mean for a run, in tokens; a window of None is none."""
+    from softfocus.lab.recipes.lengths import parse
+    from softfocus.lab.run_folder.files import load_run
+
+    trained = load_run(run).train_length
+    return parse(lengths, trained), [None] if window is None else parse(window, trained, "--window")
+
+
+def generate(
+    run: Run,
+    prompt: Annotated[str, typer.Option("--prompt", "-p", help="What the text begins with.")] = "def ",
+    tokens: Annotated[int, typer.Option("--tokens", "-n", min=1, help="At most so many new tokens.")] = 256,
+    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token each time.")] = 0.8,
+    top_p: Annotated[float, typer.Option(min=0.0001, max=1, help="Sample from this much of the probability.")] = 0.95,
+    seed: Annotated[int, typer.Option(min=0, max=SEEDS - 1, help="The same seed gives the same text.")] = 0,
+    json: Json = None,
+) -> None:
+    """Text from a run, token by token with a KV cache, and what the cache takes.
+
+    Example: `softfocus generate runs/demo-lssar --prompt "class " --tokens 400`
+    """
+    from softfocus.lab.run_folder.files import load_run
+
+    load_run(run)  # before torch is imported: a wrong folder is answered soon
+    from softfocus.lab.generate import generate
+
+    aside = json is not None and str(json) == "-"
+    typer.echo(prompt, nl=False, err=aside)
+    made = generate(
+        run,
+        prompt,
+        tokens=tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        write=lambda text: typer.echo(text, nl=False, err=aside),
+    )
+    typer.echo(err=aside)
+    typer.echo(made.note, err=True)
+    write_json(json, made)

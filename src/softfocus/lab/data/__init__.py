@@ -1,0 +1,1 @@
+"""From a text or a task to the windows that a model reads."""

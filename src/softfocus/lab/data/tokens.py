@@ -1,0 +1,266 @@
+"""Tokenise once, keep the tokens on disk, map them into memory.
+
+A cache folder holds one folder for each combination of source, tokenizer and options:
+
+    store.json                  counts, sizes, what they were made from, and what was left out of it
+    tokenizer/                  as `save_pretrained` writes it
+    train.tokens                uint16, or uint32 where the vocabulary is larger than 65536
+    train.documents             int64: where each document starts
+    validation.{tokens,documents}
+    checksums.json              of all other files; every run looks once whether they are as they were written
+
+It is made as `.KEY.partial` and renamed, under a lock: what has the right name is complete, and of two processes that want
+the same tokens the second waits for the first. What is damaged is made anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import os
+import shutil
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from softfocus.lab.data.corpus import Corpus, hub_address
+from softfocus.lab.data.listing import HUB
+from softfocus.lab.data.tokenise import SPLITS, Plan, Progress, fill
+from softfocus.lab.errors import LabError
+
+CACHE = "SOFTFOCUS_CACHE"
+
+STORE = "store.json"
+CHECKSUMS = "checksums.json"
+
+_BLOCK = 1 << 24  # bytes that are read at once
+_LONG = 1 << 30  # bytes; to check fewer takes a second or two
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class TokenStore:
+    """Training and validation tokens of a corpus, memory-mapped and read-only. Pickles as the name of its folder.
+
+    Every document ends with the tokenizer's end-of-document token, except in shards, where it starts with it.
+
+    Attributes:
+        folder: in the cache.
+        train: token ids [n_train], uint16 or uint32.
+        validation: token ids [n_validation].
+        train_documents: where each training document starts in `train`, int64 [documents]; the first is 0.
+        validation_documents: the same for `validation`.
+        vocab_size: every id is below it.
+    """
+
+    folder: Path
+    train: NDArray[Any]
+    validation: NDArray[Any]
+    train_documents: NDArray[np.int64]
+    validation_documents: NDArray[np.int64]
+    vocab_size: int
+
+    @property
+    def n_train(self) -> int:
+        """Number of training tokens."""
+        return len(self.train)
+
+    @property
+    def n_validation(self) -> int:
+        """Number of validation tokens."""
+        return len(self.validation)
+
+    @property
+    def tokenizer(self) -> Path:
+        """The folder of the tokenizer, for `AutoTokenizer.from_pretrained`."""
+        return self.folder / "tokenizer"
+
+    @classmethod
+    def open(cls, folder: Path) -> TokenStore:
+        """Map what :func:`prepare` made.
+
+        Raises:
+            LabError: a file is missing, or its size is not what store.json says.
+        """
+        try:
+            about = json.loads((folder / STORE).read_text())
+            tokens = [np.memmap(folder / f"{split}.tokens", about["dtype"], "r") for split in SPLITS]
+            documents = [np.memmap(folder / f"{split}.documents", "<i8", "r") for split in SPLITS]
+            if [len(array) for array in tokens + documents] != about["counts"]:
+                raise ValueError("a file is not as long as it was")
+            return cls(folder, tokens[0], tokens[1], documents[0], documents[1], about["vocab_size"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise LabError(f"the tokens in {folder} are damaged: {error}", "delete that folder, run again") from error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TokenStore.open, (self.folder,)
+
+
+def prepare(
+    source: str,
+    tokenizer_spec: str,
+    *,
+    validation_source: str | None = None,
+    validation_fraction: float = 0.05,
+    cache_folder: Path | None = None,
+    text_field: str = "text",
+    max_documents: int | None = None,
+    seed: int = 0,
+    progress: Progress = lambda what, share: None,
+) -> TokenStore:
+    """The tokens of a source, from the cache if they are there. Memory is bounded by the longest document.
+
+    Without a validation source, one document in 1 / validation_fraction is held out, evenly from the first to the last;
+    where that gives none, the documents that start in the last validation_fraction of the tokens are, or else the end of
+    the last document. Of shards, which are copied into the cache, those with "val" in the name validate, or else the
+    first one, with the first 10,485,760 tokens; a shard that is alone is cut like text.
+
+    The cache notices a file that changed its path, size or time. It does not notice a dataset of the hub that changed.
+    Every call compares the cached files with their checksums, and makes them anew where they are damaged, with a warning.
+    What was left out of the sources is said in a warning, also where they were tokenised earlier.
+
+    Args:
+        source: what :class:`~softfocus.lab.data.corpus.Corpus` takes, or a file, folder or glob of .bin shards of tokens.
+        tokenizer_spec: what :func:`~softfocus.lab.data.tokenizer.load_tokenizer` takes. For shards, the tokenizer they were
+            made with: "hub:openai-community/gpt2" for FineWeb's.
+        validation_source: where all validation documents come from; `source` is then all for training.
+        validation_fraction: of the documents of `source`, between 0 and 1.
+        cache_folder: by default $SOFTFOCUS_CACHE, or ~/.cache/softfocus/tokens.
+        text_field: the field or column that holds the text.
+        max_documents: read no more documents of `source`, and of `validation_source`, than so many.
+        seed: of the order of "stdlib" and of the choice of held-out documents. Not a training seed: runs that are to be
+            compared need the same.
+        progress: called now and then.
+
+    Raises:
+        LabError: what Corpus and load_tokenizer raise; an empty corpus; a file or dataset that is in both sources; a shard
+            that is none, or holds ids that the tokenizer does not have; a disk that is full or cannot be written to.
+    """
+    if not 0 < validation_fraction < 1:
+        raise LabError(f"validation_fraction is {validation_fraction}", "choose a share between 0 and 1, such as 0.05")
+    options: dict[str, Any] = {"text_field": text_field, "max_documents": max_documents, "seed": seed}
+    training = Corpus(source, **options)
+    validation = Corpus(validation_source, **options) if validation_source is not None else None
+    if validation is not None and (both := _parts(training) & _parts(validation)):
+        raise LabError(f"{min(both)} is in the source and in the validation source", "take it out of one of them")
+    plan = Plan(training, validation, validation_fraction, seed, tokenizer_spec)
+    cache = cache_folder or default_cache()
+    folder = cache / plan.key
+    if folder.exists() and _flaw(folder, progress) is None:
+        return _opened(folder)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with _lock(cache / f".{plan.key}.lock"):
+            there = folder.exists()
+            flaw = _flaw(folder, progress) if there else None
+            if flaw:
+                _log.warning("the tokens in %s %s: they are made anew", folder, flaw)
+            if flaw or not there:
+                _build(folder, plan, progress)
+    except OSError as error:  # of writing: whoever reads a source turns its errors into LabErrors
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            what = f"no space is left for the tokens in {cache}"
+            remedy = f"free some, or let {CACHE} name a folder on a larger disk"
+        else:
+            what = f"cannot write the tokens to {cache}: {error.strerror or error}"
+            remedy = f"let {CACHE} name a folder that can be written to"
+        raise LabError(what, remedy) from error
+    return _opened(folder)
+
+
+def default_cache() -> Path:
+    """$SOFTFOCUS_CACHE, or ~/.cache/softfocus/tokens."""
+    return Path(os.environ.get(CACHE) or Path.home() / ".cache" / "softfocus" / "tokens")
+
+
+def _parts(corpus: Corpus) -> set[str]:
+    """What a corpus is made of, by names that do not depend on how it was spelt."""
+    if corpus.source.startswith(HUB):
+        name, config, split = hub_address(corpus.source)
+        return {f"{HUB}{name}{f':{config}' if config else ''}#{split}"}
+    return {str(path.resolve()) for path in corpus.files}
+
+
+@contextlib.contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(path)  # the operating system lets go of it when its process dies
+    try:
+        lock.acquire(timeout=1)
+    except Timeout:
+        _log.warning("waiting for another process that prepares the same tokens")
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _opened(folder: Path) -> TokenStore:
+    store = TokenStore.open(folder)
+    for line in json.loads((folder / STORE).read_text())["left_out"]:
+        _log.warning("%s", line)
+    return store
+
+
+def _build(folder: Path, plan: Plan, progress: Progress) -> None:
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # the lock is ours: what is there was left by a process that died
+    partial.mkdir()
+    try:
+        about = fill(partial, plan, progress)
+        (partial / STORE).write_text(json.dumps(about, indent=2) + "\n")
+        (partial / CHECKSUMS).write_text(json.dumps(_checksums(partial, progress), indent=2) + "\n")
+        shutil.rmtree(folder, ignore_errors=True)  # a damaged one
+        partial.rename(folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _flaw(folder: Path, progress: Progress) -> str | None:
+    """What is wrong with the files in a folder of the cache, for a sentence; None where they are as they were written."""
+    try:
+        written = dict(json.loads((folder / CHECKSUMS).read_text()))
+        found = _checksums(folder, progress)
+    except FileNotFoundError:
+        return "were made by an earlier version" if _is_early(folder) else "are damaged (there are no checksums)"
+    except (OSError, ValueError, TypeError) as error:
+        return f"are damaged (a file cannot be read: {error})"
+    other = sorted(name for name in written.keys() | found.keys() if written.get(name) != found.get(name))
+    return f"are damaged ({other[0]} is not as it was written)" if other else None
+
+
+def _is_early(folder: Path) -> bool:
+    """Whether a store was made before there were checksums, and said nothing of what was left out."""
+    try:
+        about = json.loads((folder / STORE).read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(about, dict) and "left_out" not in about
+
+
+def _checksums(folder: Path, progress: Progress) -> dict[str, int]:
+    """CRC-32 by file: it finds damage at more than twice the speed of SHA-256."""
+    sizes = {path: path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
+    sizes.pop(folder / CHECKSUMS, None)
+    found, done, total = {}, 0, sum(sizes.values())
+    for path in sizes:
+        value = 0
+        with path.open("rb") as file:
+            while block := file.read(_BLOCK):
+                value = zlib.crc32(block, value)
+                done += len(block)
+                if total >= _LONG:
+                    progress("checking the tokens", done / total)
+        found[path.relative_to(folder).as_posix()] = value
+    return found

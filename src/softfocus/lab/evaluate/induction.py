@@ -1,0 +1,154 @@
+"""Induction: the loss of a language model on tokens that repeat something, by how far back it stood."""
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from softfocus.lab import model as models
+from softfocus.lab.data import of_recipe as data
+from softfocus.lab.data.windows import EvaluationWindows
+from softfocus.lab.evaluate.forward import has_plain_head, token_losses, under_window
+from softfocus.lab.evaluate.means import Mean
+from softfocus.lab.progress import Event, Listener, silent
+from softfocus.lab.run_folder.files import measures, save_measured, with_rows_so_far
+from softfocus.lab.run_folder.results import Induction, InductionRow, Repeats
+
+
+@measures
+def induction(
+    folder: Path,
+    lengths: Sequence[int],
+    *,
+    ngram: int = 4,
+    window: int | None = None,
+    tokens: int | None = None,
+    batch_tokens: int = 4096,
+    progress: Listener = silent,
+) -> Induction:
+    """Mean loss of a run by how far back the n-gram that ends with the predicted token stood before.
+
+    A token that continues a repeat can be copied by a model that sees the repeat. Spans of the longest length are laid
+    out as for :func:`softfocus.lab.evaluate.loss.evaluate`, and the latest repeat of each token is looked for in its span.
+    Each length then predicts the same tokens in windows of that length, so that a token stands in the same bucket at
+    every length: at the longest the model is given all repeats, at 1x none that lie beyond the training length.
+
+    Each row is written to induction.json as it is finished. Rows that are there already are kept, if they were measured
+    on the same text with the same n-grams: what was killed goes on with those. Else they are replaced, with a warning.
+
+    Args:
+        folder: a finished run of a recipe with text.
+        lengths: tokens a window, in any order; each divides the longest.
+        ngram: tokens that have to repeat, the predicted one included; at least 2.
+        window: let every attention see only so many of the last keys; by default as trained.
+        tokens: validation tokens a length; by default the recipe's.
+        batch_tokens: tokens a forward pass, at least one window.
+        progress: called with a "row" event as each row is finished, and "step" events between.
+
+    Returns:
+        What induction.json holds.
+
+    Raises:
+        LabError: a run that is not finished, one that was trained on a task, or lengths that do not fit the text.
+    """
+    info, recipe, config = under_window(folder, lengths, window, "induction")
+    store = data.tokens(recipe, progress)
+    data.check_unchanged(store, folder, info)
+    spans = EvaluationWindows(store, lengths, tokens or recipe.evaluate.tokens)
+    found = with_rows_so_far(
+        folder,
+        Induction(
+            run=info.name,
+            token=info.token,
+            mechanism=info.mechanism,
+            train_length=info.train_length,
+            seed=info.seed,
+            corpus_key=store.folder.name,
+            ngram=ngram,
+            longest=spans.longest,
+            tokens=spans.tokens,
+            documents=spans.documents,
+            rows=[],
+        ),
+    )
+    there = {(row.length, row.window) for row in found.rows}
+    wanted = [length for length in sorted(set(lengths)) if (length, window) not in there]
+    if not wanted:
+        return found
+    model = models.load(folder, config)
+    plain, bf16 = has_plain_head(model), recipe.train.precision == "bf16"
+    limits = edges(info.train_length, spans.longest)
+    done, total = 0, spans.tokens * len(wanted)
+    for length in wanted:
+        sums, counts = (np.zeros((len(store.validation_documents), len(limits) - 1)) for _ in range(2))
+        with models.memory("lower --batch-tokens, or measure shorter lengths"):
+            for span, document in _spans(spans):
+                losses = _losses(model, span, length, batch_tokens, bf16=bf16, plain=plain)
+                bucket = np.searchsorted(limits, repeats(span, ngram), side="right") - 1
+                np.add.at(sums[document], bucket, losses)
+                np.add.at(counts[document], bucket, 1)
+                done += len(losses)
+                progress(Event(kind="step", run=info.name, done=done, total=total))
+        row = InductionRow(length=length, window=window, by_distance=list(_buckets(limits, sums, counts)))
+        found.rows = sorted([*found.rows, row], key=lambda row: (row.window or 0, row.length))
+        save_measured(folder, found)
+        message = f"length {length:>7,}: loss by distance of the repeat measured"
+        progress(Event(kind="row", run=info.name, message=message, done=done, total=total))
+    return found
+
+
+def repeats(tokens: NDArray[np.int64], ngram: int) -> NDArray[np.int64]:
+    """How far before each predicted token the n-gram that ends with it stood last.
+
+    Args:
+        tokens: [L + 1]; tokens[1:] are predicted.
+        ngram: at least 2.
+
+    Returns:
+        Distances [L], 0 where it never stood before.
+    """
+    found = np.zeros(len(tokens) - 1, np.int64)
+    if len(tokens) > ngram:
+        grams = np.lib.stride_tricks.sliding_window_view(tokens, ngram)  # [L + 2 - n, n]
+        _, kinds = np.unique(grams, axis=0, return_inverse=True)
+        order = np.argsort(kinds.ravel(), kind="stable")  # by n-gram, then by place
+        again = np.diff(kinds.ravel()[order]) == 0
+        found[order[1:][again] + ngram - 2] = np.diff(order)[again]
+    return found
+
+
+def edges(train_length: int, longest: int) -> list[int]:
+    """Bucket edges of distances: 0 (never), 1, and powers of two of the training length from a half on."""
+    found, edge = [0, 1], max(2, train_length // 2)
+    while edge < longest:
+        found.append(edge)
+        edge *= 2
+    return [*found, longest + 1]
+
+
+def _spans(spans: EvaluationWindows) -> Iterator[tuple[NDArray[np.int64], int]]:
+    for batch, documents in spans.batches(spans.longest, spans.longest):
+        yield from zip(batch, documents.tolist(), strict=True)
+
+
+def _losses(
+    model: Any, span: NDArray[np.int64], length: int, batch_tokens: int, *, bf16: bool, plain: bool
+) -> NDArray[np.float64]:
+    """The loss of every prediction of a span [longest], in windows of a length."""
+    starts = torch.arange(0, len(span) - 1, length)
+    windows = torch.from_numpy(span)[starts[:, None] + torch.arange(length + 1)]
+    batches = windows.split(max(1, batch_tokens // length))
+    found = torch.cat([token_losses(model, batch, bf16=bf16, plain=plain) for batch in batches])
+    return found.flatten().double().cpu().numpy()
+
+
+def _buckets(limits: list[int], sums: NDArray[np.float64], counts: NDArray[np.float64]) -> Iterator[Repeats]:
+    for index, (start, end) in enumerate(pairwise(limits)):
+        there = counts[:, index] > 0
+        if there.any():
+            mean, tokens = Mean.of(sums[there, index], counts[there, index]), int(counts[:, index].sum())
+            yield Repeats(start=start, end=end, loss=mean.value, standard_error=mean.standard_error, tokens=tokens)

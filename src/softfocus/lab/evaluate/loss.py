@@ -1,0 +1,285 @@
+"""Loss over length: how well a model trained on short windows predicts in long ones."""
+
+import hashlib
+import itertools
+import json
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+import softfocus.hf
+from softfocus.lab import model as models
+from softfocus.lab.data import of_recipe as data
+from softfocus.lab.data.tokens import TokenStore
+from softfocus.lab.data.windows import EvaluationWindows
+from softfocus.lab.errors import LabError
+from softfocus.lab.evaluate.forward import has_plain_head, token_losses
+from softfocus.lab.evaluate.means import ClusteredMeans, default_edges
+from softfocus.lab.evaluate.rope import scale_rope
+from softfocus.lab.progress import Event, Listener, silent
+from softfocus.lab.recipes.loading import load
+from softfocus.lab.recipes.recipe import Recipe
+from softfocus.lab.run_folder import provenance
+from softfocus.lab.run_folder.files import (
+    EVALUATION,
+    MODEL,
+    RECIPE,
+    UNFINISHED,
+    load_measured,
+    load_run,
+    load_unfinished,
+    measures,
+    save_measured,
+    save_unfinished,
+)
+from softfocus.lab.run_folder.results import (
+    AS_TRAINED,
+    Bucket,
+    Evaluation,
+    Row,
+    RunInfo,
+    Setting,
+    Unfinished,
+    default_settings,
+)
+
+_log = logging.getLogger(__name__)
+
+
+@measures
+def evaluate(
+    folder: Path,
+    lengths: Sequence[int],
+    *,
+    settings: Sequence[Setting] | None = None,
+    tokens: int | None = None,
+    buckets: Sequence[int] | None = None,
+    batch_tokens: int = 4096,
+    progress: Listener = silent,
+) -> Evaluation:
+    """Mean loss of a run at several lengths and under several settings, over all positions and by bucket of positions.
+
+    Every length reads the same validation tokens: spans of the longest length (of these, or of an earlier evaluation of
+    this run, if these divide it and as many tokens are asked for), cut into windows of that length
+    (:class:`softfocus.lab.data.windows.EvaluationWindows`). Spans lie inside documents as far as the documents are long
+    enough; how many cross the end of one is kept with the result. The standard error takes documents, not windows, as
+    what was drawn at random: windows of one document are correlated (:class:`softfocus.lab.evaluate.means.Mean` has the
+    formula). Sums by document are kept, so that runs can be compared on the same documents.
+
+    Each row is written to evaluation.unfinished.json as it is finished. An evaluation that was killed goes on with those, if
+    weights, text, batches, buckets and versions are the same.
+
+    Memory is bounded by `batch_tokens` for the model; of the logits only a part is held at once
+    (:data:`softfocus.lab.evaluate.forward.LOGITS`).
+
+    Args:
+        folder: a finished run.
+        lengths: tokens a window, in any order.
+        settings: scaling of RoPE, attention window and sinks; by default as trained, dynamic NTK, and a window of the
+            training length.
+        tokens: validation tokens a length; by default the recipe's.
+        buckets: edges of positions; by default quarters and powers of two of the training length, which is always one.
+        batch_tokens: tokens a forward pass, at least one window.
+        progress: called with a "row" event as each row is finished, and "step" events between.
+
+    Returns:
+        What evaluation.json holds: these rows, and those that it held already if they were measured on the same text.
+
+    Raises:
+        LabError: a run that is not finished, a length longer than the tokens at hand, no rotary embedding to scale.
+    """
+    models.quiet()
+    info = load_run(folder)
+    recipe = load(folder / RECIPE)
+    lengths = sorted(set(lengths))
+    wanted = tokens or recipe.evaluate.tokens
+    settings = sorted(set(settings or default_settings(info.train_length)), key=lambda setting: setting.order)
+    # All that can be refused is refused before the first pass
+    models.check_positions(models.load_config(folder), max(lengths), "evaluate --lengths up to {}")
+    for setting in settings:
+        _config(folder, setting, info.train_length, max(lengths))
+    store = data.tokens(recipe, progress)
+    data.check_unchanged(store, folder, info)
+    before = _earlier(folder, info)
+    windows = _windows(store, lengths, wanted, before)
+    evaluation = Evaluation(
+        run=info.name,
+        token=info.token,
+        mechanism=info.mechanism,
+        train_length=info.train_length,
+        vocabulary=info.vocabulary,
+        tokens=windows.tokens,
+        seed=info.seed,
+        corpus_key=store.folder.name,
+        longest=windows.longest,
+        documents=windows.documents,
+        crossing=windows.crossing,
+        rows=[],
+    )
+    pace = _Pace(info.name, len(lengths) * len(settings) * windows.tokens, progress)
+    key = _key(folder, recipe, evaluation, batch_tokens, buckets)
+    finished = {(row.length, row.setting): row for row in load_unfinished(folder, key)}
+    for setting in settings:
+        for length in lengths:
+            row = finished.get((length, setting))
+            if row is None and _changes_nothing(setting, info.train_length, length):
+                same = evaluation.row(length)
+                row = same and same.model_copy(update={"setting": setting})
+            if row is not None:
+                pace.skip(windows.tokens)
+            else:
+                model = models.load(folder, _config(folder, setting, info.train_length, length))
+                losses = partial(
+                    token_losses, model, bf16=recipe.train.precision == "bf16", plain=has_plain_head(model)
+                )
+                edges = _edges(buckets, info.train_length, length)
+                with models.memory("lower --batch-tokens, or evaluate shorter lengths"):
+                    row = _row(losses, windows.batches(length, batch_tokens), edges, setting, pace.add)
+            evaluation.rows.append(row)
+            save_unfinished(folder, Unfinished(key=key, rows=evaluation.rows))
+            progress(Event(kind="row", run=info.name, row=row, done=pace.done, total=pace.total))
+    if before is not None:
+        _keep_others(evaluation, before, folder)
+    save_measured(folder, evaluation)
+    (folder / UNFINISHED).unlink(missing_ok=True)
+    return evaluation
+
+
+def _key(folder: Path, recipe: Recipe, evaluation: Evaluation, batch_tokens: int, buckets: Sequence[int] | None) -> str:
+    """A digest of all that decides a row besides its length and setting."""
+    files = {}
+    for path in sorted(path for path in (folder / MODEL).iterdir() if path.is_file()):
+        with path.open("rb") as file:
+            files[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    measured = [evaluation.model_dump(mode="json"), batch_tokens, list(buckets or ()), recipe.train.precision]
+    code = [provenance.commit(), provenance.versions()]
+    return hashlib.sha256(json.dumps([files, measured, code]).encode()).hexdigest()
+
+
+def _config(folder: Path, setting: Setting, train_length: int, length: int) -> Any:
+    """The configuration of a run's model, changed as a setting says. YaRN's depends on the length."""
+    config = scale_rope(models.load_config(folder), setting.rope, train_length, length)
+    if setting.sinks and not getattr(config, "rope_parameters", None):
+        raise LabError(f"a {config.model_type} model has no rotary embedding, which sinks need", "leave out --sinks")
+    if setting.window is not None:
+        try:
+            softfocus.hf.window(config, setting.window, sinks=setting.sinks)
+        except ValueError as error:
+            raise LabError(str(error), "leave windows out with --window none") from error
+    return config
+
+
+def _changes_nothing(setting: Setting, train_length: int, length: int) -> bool:
+    """Whether a model computes the same as without the setting: a short window needs no scaling, and is all in sight."""
+    scaled = setting.rope != "trained" and length > train_length
+    hidden = setting.window is not None and length > setting.window
+    return setting != AS_TRAINED and not scaled and not hidden
+
+
+def _earlier(folder: Path, info: RunInfo) -> Evaluation | None:
+    """What evaluation.json holds of this training."""
+    if not (folder / EVALUATION).exists():
+        return None
+    try:
+        found = load_measured(folder, Evaluation)
+    except LabError as error:
+        _log.warning("%s: it is replaced", error.what)
+        return None
+    return found if (found.mechanism, found.seed) == (info.mechanism, info.seed) else None
+
+
+def _windows(store: TokenStore, lengths: list[int], tokens: int, before: Evaluation | None) -> EvaluationWindows:
+    """Windows on the text of an earlier evaluation, where these lengths divide its longest; else on their own."""
+    if before is not None and before.longest and not any(before.longest % length for length in lengths):
+        windows = EvaluationWindows(store, [*lengths, before.longest], tokens)
+        if (store.folder.name, windows.longest, windows.tokens) == before.text:
+            return windows
+    return EvaluationWindows(store, lengths, tokens)
+
+
+def _keep_others(evaluation: Evaluation, before: Evaluation, folder: Path) -> None:
+    """Take over the rows of an earlier evaluation that were not measured again, where they can stand beside the new ones."""
+    measured = {(row.length, row.setting) for row in evaluation.rows}
+    others = [row for row in before.rows if (row.length, row.setting) not in measured]
+    if before.text == evaluation.text:
+        evaluation.rows = sorted(evaluation.rows + others, key=lambda row: (row.setting.order, row.length))
+    elif others:
+        _log.warning(
+            "%s held %d other losses; they were measured on other text, which follows from the longest length "
+            "and --tokens, and are gone",
+            folder / EVALUATION,
+            len(others),
+        )
+
+
+class _Pace:
+    """Counts tokens and tells how fast they go."""
+
+    def __init__(self, run: str, total: int, progress: Listener):
+        self.run, self.total, self.done = run, total, 0
+        self._progress, self._start, self._skipped = progress, time.perf_counter(), 0
+
+    def skip(self, tokens: int) -> None:
+        """Count tokens that took no time."""
+        self.done += tokens
+        self._skipped += tokens
+
+    def add(self, tokens: int) -> None:
+        self.done += tokens
+        pace = (self.done - self._skipped) / (time.perf_counter() - self._start)
+        self._progress(Event(kind="step", run=self.run, done=self.done, total=self.total, tokens_per_second=pace))
+
+
+def _edges(buckets: Sequence[int] | None, train_length: int, length: int) -> list[int]:
+    if buckets is None:
+        return default_edges(train_length, length)
+    # The training length is always an edge: what is gained from context is measured from there
+    return sorted({0, length, *(edge for edge in (*buckets, train_length) if 0 < edge < length)})
+
+
+def _row(
+    losses: Callable[[torch.Tensor], torch.Tensor],
+    batches: Iterable[tuple[NDArray[np.int64], NDArray[np.int64]]],
+    edges: list[int],
+    setting: Setting,
+    add: Callable[[int], None],
+) -> Row:
+    means = ClusteredMeans(edges)
+    for batch, documents in batches:
+        found = losses(torch.from_numpy(batch))  # [B, L]
+        means.add(found.double().cpu().numpy(), documents)
+        add(found.numel())
+    buckets = []
+    for index, (start, end) in enumerate(itertools.pairwise(edges)):
+        mean, tokens = means.mean(index)
+        buckets.append(
+            Bucket(
+                start=start,
+                end=end,
+                loss=mean.value,
+                standard_error=mean.standard_error,
+                tokens=tokens,
+                sums=[
+                    round(total, 4) for total in means.sums(index)
+                ],  # 1e-4 of thousands; the rest would fill the file
+            )
+        )
+    mean, tokens = means.mean()
+    return Row(
+        length=edges[-1],
+        setting=setting,
+        loss=mean.value,
+        standard_error=mean.standard_error,
+        tokens=tokens,
+        windows=sum(means.windows),
+        documents=means.documents,
+        windows_by_document=means.windows,
+        buckets=buckets,
+    )

@@ -1,0 +1,62 @@
+"""Lengths and settings as people write them: "1k,2k,16k", or "1x,2x,16x" of the training length."""
+
+import re
+from collections.abc import Sequence
+from typing import cast, get_args
+
+from softfocus.lab.errors import UsageError, did_you_mean
+from softfocus.lab.run_folder.results import Rope, Setting
+
+
+def parse(text: str, train_length: int, option: str = "--lengths") -> list[int]:
+    """The lengths in ascending order, each once. k is 1024.
+
+    Args:
+        text: what was written.
+        train_length: what "x" stands for.
+        option: where it was written, for the error.
+
+    Raises:
+        UsageError: something that is not a length, or less than 2 tokens.
+    """
+    found = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKx]?)\s*", part)
+        if not match:
+            raise UsageError(f"{part.strip()!r} is not a length", f"write {option} like 1k,2k,16k or 1x,2x,16x")
+        length = float(match[1]) * {"": 1, "k": 1024, "K": 1024, "x": train_length}[match[2]]
+        if length != int(length) or length < 2:
+            raise UsageError(
+                f"{option}: {part.strip()!r} is {length:g} tokens", "give a whole number of tokens, at least 2"
+            )
+        found.add(int(length))
+    return sorted(found)
+
+
+def settings_of(rope: str, windows: Sequence[str], sinks: int, train_length: int) -> list[Setting]:
+    """The settings of an evaluation: each scaling of RoPE without a window, each window with RoPE as trained.
+
+    Args:
+        rope: scalings, with commas between them, or "none".
+        windows: lists of lengths, or "none".
+        sinks: keys of each window that are the first of the text.
+        train_length: what "x" stands for.
+
+    Raises:
+        UsageError: an unknown scaling, something that is not a length, sinks without a window, or nothing at all.
+    """
+    scalings = [] if rope.strip() == "none" else [part.strip() for part in rope.split(",")]
+    for name in scalings:
+        if name not in get_args(Rope):
+            known = f"they are {', '.join(get_args(Rope))}, or none"
+            raise UsageError(f"--rope: {name!r} is not a scaling of RoPE", did_you_mean(name, get_args(Rope), known))
+    keys = [size for text in windows if text.strip() != "none" for size in parse(text, train_length, "--window")]
+    if sinks >= min(keys, default=1) and sinks:
+        raise UsageError(
+            f"--sinks {sinks} does not fit into --window {min(keys) if keys else 'none'}",
+            "name a window that is longer, such as --window 1x",
+        )
+    found = [Setting(rope=cast(Rope, name)) for name in scalings] + [Setting(window=size, sinks=sinks) for size in keys]
+    if not found:
+        raise UsageError("--rope none and --window none leave nothing to evaluate", "name a scaling or a window")
+    return list(dict.fromkeys(found))

@@ -1,0 +1,155 @@
+"""From a name or a TOML file to a Recipe: what it inherits, what the command line changes, and what is wrong with it."""
+
+import copy
+import tomllib
+from importlib import resources
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import ValidationError
+
+from softfocus.lab.errors import LabError, UsageError, did_you_mean
+from softfocus.lab.recipes.recipe import Recipe
+
+
+def shipped() -> list[str]:
+    """The names of the recipes that come with softfocus."""
+    return sorted(file.name.removesuffix(".toml") for file in _shipped().iterdir() if file.name.endswith(".toml"))
+
+
+def load(name_or_path: str | Path, overrides: list[str] | None = None) -> Recipe:
+    """Read a recipe, with what it inherits (`base = "demo"`) and what the command line changes.
+
+    Args:
+        name_or_path: a shipped name, or a TOML file.
+        overrides: `"train.steps=100"`: a key and a TOML value; what is not TOML is taken as a string.
+
+    Raises:
+        LabError: a missing file, a key that does not exist (with the nearest one), a value out of range.
+        UsageError: the same, where an override brought it.
+    """
+    values = _read(str(name_or_path), ())
+    given = copy.deepcopy(values)
+    for override in overrides or []:
+        _override(values, override)
+    return _checked(values, f"recipe {name_or_path}", given)
+
+
+def derive(base: str, name: str, changes: dict[str, Any], near: Path | None = None) -> Recipe:
+    """A recipe that changes another one, as a file with a base does.
+
+    Args:
+        base: a shipped name, or a TOML file.
+        name: of the new recipe.
+        changes: tables and keys.
+        near: the folder in which a base that is a file is looked for first.
+
+    Raises:
+        LabError: as :func:`load`.
+    """
+    values = _merged(_read(base, (), near), changes) | {"name": name}
+    return _checked(values, name, values)
+
+
+def _checked(values: dict[str, Any], where: str, given: dict[str, Any]) -> Recipe:
+    """A recipe of these values, which are those given and what the command line changed."""
+    try:
+        return Recipe.model_validate(values)
+    except ValidationError as error:
+        mistakes = error.errors()
+    try:
+        Recipe.model_validate(given)
+        before = []
+    except ValidationError as error:
+        before = [(mistake["loc"], mistake["type"]) for mistake in error.errors()]
+    asked = [mistake for mistake in mistakes if (mistake["loc"], mistake["type"]) not in before]
+    what, remedy = _explain((asked or mistakes)[0], where)
+    raise UsageError(what, remedy) if asked else LabError(what, remedy)
+
+
+def _shipped() -> Any:
+    return resources.files("softfocus.lab") / "recipes"
+
+
+def _read(name_or_path: str, seen: tuple[str, ...], near: Path | None = None) -> dict[str, Any]:
+    path = Path(name_or_path)
+    if near is not None and (near / path).suffix == ".toml":
+        path = near / path
+    if str(path) in seen:
+        raise LabError(f"recipe {seen[0]} inherits from itself: {' -> '.join([*seen, str(path)])}", "change its base")
+    file = path if path.suffix == ".toml" else _shipped() / f"{name_or_path}.toml"
+    try:
+        values = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+        if path.suffix == ".toml":
+            raise LabError(f"there is no recipe file {path}", _recipes(path.stem)) from None
+        raise LabError(f"there is no recipe {name_or_path!r}", _recipes(name_or_path)) from None
+    except tomllib.TOMLDecodeError as error:
+        raise LabError(f"recipe {file} is not TOML: {error}", "correct that line") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise LabError(f"recipe {file} cannot be read: {error}", "it must be a text file in UTF-8") from None
+    values.setdefault("name", path.stem if path.suffix == ".toml" else name_or_path)
+    base = values.pop("base", None)
+    if base is None:
+        return values
+    if not isinstance(base, str):
+        raise LabError(f"recipe {file}: base = {base!r} is not a string", "name one recipe or one .toml file")
+    return _merged(_read(base, (*seen, str(path)), file.parent if isinstance(file, Path) else None), values)
+
+
+def _recipes(name: str) -> str:
+    known = f"the shipped recipes are {', '.join(shipped())}; any other is the path of a .toml file"
+    return did_you_mean(name, shipped(), known)
+
+
+def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in changes.items():
+        both = isinstance(value, dict) and isinstance(base.get(key), dict)
+        merged[key] = _merged(base[key], value) if both else value
+    return merged
+
+
+def _override(values: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key.strip():
+        raise UsageError(f"--set {override!r} is not KEY=VALUE", "write it like --set train.steps=100")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()  # so that --set model.mechanism=lssar needs no quotes inside quotes
+    *tables, last = key.strip().split(".")
+    for table in tables:
+        values = values.setdefault(table, {})
+        if not isinstance(values, dict):
+            raise UsageError(
+                f"--set {override!r}: {table!r} is a value, not a table", "write it like --set train.steps=100"
+            )
+    values[last] = value
+
+
+def _explain(mistake: Any, where: str) -> tuple[str, str]:
+    """One of pydantic's errors: the key, the value that came and what is allowed; and what to do."""
+    path = [str(part) for part in mistake["loc"]]
+    key, fields = ".".join(path), _fields(path[:-1])
+    if mistake["type"] == "extra_forbidden":
+        there = {".".join([*path[:-1], field]) for field in fields}
+        return f"{where} has no key {key!r}", did_you_mean(key, there, f"the keys here are {', '.join(fields)}")
+    if mistake["type"] == "missing":
+        about = fields[path[-1]].description if path[-1] in fields else None
+        return f"{where} lacks {key!r}", f"set it{f': {about}' if about else ''}"
+    message = mistake["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    if mistake["type"] == "value_error":
+        return ": ".join(filter(None, (where, key, message))), "correct it in the recipe or with --set"
+    return f"{where}: {key} = {mistake['input']!r} {message}", f"set it like --set {key}=VALUE"
+
+
+def _fields(path: list[str]) -> dict[str, Any]:
+    model: Any = Recipe
+    for part in path:
+        field = getattr(model, "model_fields", {}).get(part)
+        if field is None:
+            return {}
+        tables = [part for part in get_args(field.annotation) if hasattr(part, "model_fields")]  # of `Table | None`
+        model = tables[0] if tables else field.annotation
+    return dict(getattr(model, "model_fields", {}))

@@ -1,0 +1,263 @@
+"""What a recipe says, resolved: its tables, what they may hold, and what has to fit together."""
+
+import json
+import math
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from softfocus.lab.errors import LabError
+from softfocus.lab.recipes.lengths import parse
+
+if TYPE_CHECKING:
+    from softfocus.layout import Heads
+
+Count = Annotated[int, Field(ge=1)]
+
+
+class _Table(BaseModel):
+    # strict: `steps = "600"` and `steps = true` are mistakes, not numbers
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class ModelTable(_Table):
+    """What is trained: any causal language model of Transformers, with a mechanism in place of its attention."""
+
+    architecture: str = Field(description="a Transformers model_type: gpt_neox, llama, qwen3 ...")
+    mechanism: str | dict[str, Any] = Field(
+        description="a name of `softfocus mechanisms`, a combination of them, or a table of a Mechanism's fields"
+    )
+    parameters: dict[str, float] = Field(default={}, description="initial values of what the mechanism learns")
+    layout: dict[str, Any] = Field(
+        default={},
+        description="by layer type, number, slice ('0::2') or '*' (all others): a table of window, sinks, rope, heads, and "
+        "mechanism and parameters where they are not the model's; or a list of such tables, one a group of heads",
+    )
+    config: dict[str, Any] = Field(default={}, description="what the architecture's configuration takes")
+
+    @field_validator("mechanism")
+    @classmethod
+    def _known(cls, mechanism: str | dict[str, Any]) -> str | dict[str, Any]:
+        from softfocus.layout import groups_of  # here, because it imports torch, which --help must not
+
+        groups_of({"mechanism": mechanism})
+        return mechanism
+
+    @model_validator(mode="after")
+    def _describes_heads(self) -> "ModelTable":
+        from softfocus.layout import groups_of
+
+        for key, value in self.spec.items():
+            try:
+                groups_of(value)
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"layout: {key!r}: {error}" if self.layout else str(error)) from None
+        return self
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """What `softfocus.hf.use` takes as a layout, every group of heads with its mechanism."""
+        from softfocus.layout import REST
+
+        own = {"mechanism": self.mechanism, "parameters": self.parameters}
+
+        def whole(value: Any) -> Any:
+            if isinstance(value, list):
+                return [whole(group) for group in value]
+            return own | value if isinstance(value, dict) and "mechanism" not in value else value
+
+        return {key: whole(value) for key, value in ({REST: {}} | self.layout).items()}
+
+    @property
+    def groups(self) -> "list[tuple[Heads, ...]]":
+        """The groups of heads of each kind of layers, as they are written."""
+        from softfocus.layout import REST, groups_of
+
+        return [groups_of(value) for _, value in sorted(self.spec.items(), key=lambda item: item[0] == REST)]
+
+    @property
+    def label(self) -> str:
+        """What the model runs, for people: "lssar", or "softmax[128] / lssar" for a layout."""
+        from softfocus.layout import kind_text
+
+        if not self.layout:
+            return self.mechanism if isinstance(self.mechanism, str) else kind_text(self.groups[0])
+        return " / ".join(map(kind_text, self.groups))
+
+
+class MqarTable(_Table):
+    """Multi-query associative recall: :class:`softfocus.lab.data.tasks.Mqar`."""
+
+    pairs: Count = Field(default=8, description="of a key and a value, at the start of a sequence")
+    queries: Count = Field(default=8, description="how many keys are asked for, each equally often")
+    keys: Count = Field(default=512, description="different keys that there are")
+    values: Count = Field(default=64, description="different values that there are")
+    filler: Count = Field(default=64, description="different filler tokens that there are")
+
+    @model_validator(mode="after")
+    def _fit(self) -> "MqarTable":
+        if self.pairs > self.keys:
+            raise ValueError(f"pairs={self.pairs} is more than keys={self.keys}: lower pairs, or raise keys")
+        return self
+
+
+class PasskeyTable(_Table):
+    """Passkey retrieval: :class:`softfocus.lab.data.tasks.Passkey`."""
+
+    digits: Count = Field(default=5, description="of the number that is hidden")
+
+
+class DataTable(_Table):
+    """What it is trained on: text, which has a source, or one generated task. The other keys are of text."""
+
+    source: str | None = Field(
+        default=None, description="'stdlib', a file or folder, FineWeb .bin shards, or 'hub:NAME' of a datasets hub"
+    )
+    mqar: MqarTable | None = Field(default=None, description="a generated task: multi-query associative recall")
+    passkey: PasskeyTable | None = Field(default=None, description="a generated task: passkey retrieval")
+    text_field: str = Field(default="text", description="the field of JSONL, parquet and hub records")
+    tokenizer: str = Field(default="bytes", description="'bytes', 'bpe:VOCABULARY', a tokenizer folder, or 'hub:NAME'")
+    validation_source: str | None = Field(default=None, description="what to evaluate on, like source")
+    validation_fraction: float = Field(default=0.05, gt=0, lt=1, description="of the documents, held out for that")
+    max_documents: Count | None = Field(default=None, description="read no more than so many documents")
+
+    @model_validator(mode="after")
+    def _one(self) -> "DataTable":
+        kinds = ("source", "mqar", "passkey")
+        given = [kind for kind in kinds if getattr(self, kind) is not None]
+        if len(given) != 1:
+            what = f"{' and '.join(given)} exclude one another" if given else "there is nothing to train on"
+            raise ValueError(f"{what}: give one of {', '.join(kinds)}")
+        return self
+
+
+class PowerTable(_Table):
+    """How the power of all re-weighted heads grows to their own while the model trains."""
+
+    start: float = Field(default=1.0, ge=1, le=100, description="the power at the first step")
+    end: float | None = Field(default=None, ge=1, le=100, description="the mechanism's own power, if written: a check")
+    share: float = Field(gt=0, le=1, description="of the steps, after which it has its end")
+    shape: Literal["linear", "cosine", "geometric"] = "linear"
+
+    def at(self, power: float, progress: float) -> float:
+        """The power of heads whose own is given, at a share of the steps."""
+        done = min(1.0, progress / self.share)
+        if self.shape == "geometric":
+            return self.start * (power / self.start) ** done
+        return self.start + (power - self.start) * (
+            done if self.shape == "linear" else (1 - math.cos(math.pi * done)) / 2
+        )
+
+
+class TrainTable(_Table):
+    """How it is trained."""
+
+    length: int = Field(ge=2, le=1_048_576, description="tokens a window")
+    batch: Count = Field(description="windows an optimiser step, over all devices and accumulated micro-batches")
+    accumulate: Count = Field(default=1, description="micro-batches a step: less memory, the same result")
+    steps: Count = Field(description="optimiser steps")
+    learning_rate: float = Field(gt=0, le=1)
+    decay: Literal["linear", "cosine"] = Field(default="cosine", description="the shape of the warm-down")
+    warmup: int = Field(default=0, ge=0, description="steps of linear warm-up")
+    warmdown: int | None = Field(default=None, ge=0, description="last steps that decay; all after warm-up if left out")
+    final_learning_rate: float = Field(
+        default=0.0, ge=0, le=1, description="at the end, and where the warm-up starts: as a share"
+    )
+    betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(default=[0.9, 0.95], min_length=2, max_length=2)
+    weight_decay: float = Field(default=0.1, ge=0, le=10, description="on matrices; not on biases and norms")
+    clip: float = Field(default=1.0, ge=0, description="largest gradient norm; 0 for no clipping")
+    power: PowerTable | None = Field(default=None, description="{ start = 1, share = 0.6 }: the power is annealed")
+    precision: Literal["float32", "bf16"] = "float32"
+    seed: int = Field(default=0, ge=0, lt=2**32, description="of the initial weights and of the order of the data")
+    log_every: Count = Field(default=10, description="steps")
+    checkpoint_every: Count = Field(default=1000, description="steps")
+
+    @model_validator(mode="after")
+    def _fit(self) -> "TrainTable":
+        if self.batch % self.accumulate:
+            raise ValueError(f"batch={self.batch} is not a multiple of accumulate={self.accumulate}")
+        if self.warmup + (self.warmdown or 0) > self.steps:
+            raise ValueError(
+                f"warmup={self.warmup} + warmdown={self.warmdown or 0} is more than steps={self.steps}: lower train.warmup "
+                "or train.warmdown, or raise train.steps"
+            )
+        return self
+
+
+class EvaluateTable(_Table):
+    """What `softfocus evaluate` does when it is not told otherwise."""
+
+    lengths: str = Field(default="1x,2x,4x,8x,16x", description="'1k,2k,16k', or multiples of the training length")
+    tokens: Count = Field(default=65_536, description="validation tokens a length")
+
+    @field_validator("lengths", mode="before")
+    @classmethod
+    def _joined(cls, lengths: Any) -> Any:
+        """A list is as good as its elements with commas between them."""
+        return ",".join(map(str, lengths)) if isinstance(lengths, list) else lengths
+
+
+class Recipe(_Table):
+    """A model, its data and its training, resolved: no defaults left to look up elsewhere."""
+
+    name: str = Field(pattern=r"^[\w.+-]+$", description="the file's name, unless it says otherwise")
+    description: str = ""
+    model: ModelTable
+    data: DataTable
+    train: TrainTable
+    evaluate: EvaluateTable = EvaluateTable()
+
+    @model_validator(mode="after")
+    def _heads(self) -> "Recipe":
+        groups = [group for kind in self.model.groups for group in kind]
+        if wide := [group.window for group in groups if group.window is not None and group.window > self.train.length]:
+            raise ValueError(
+                f"model.layout: a window of {wide[0]} is longer than train.length={self.train.length}; leave it out"
+            )
+        powers = {group.mechanism.power for group in groups if group.mechanism.power and "power" not in group.learned}
+        if (schedule := self.train.power) is not None:
+            if not powers:
+                raise ValueError(
+                    "train.power: no head re-weights with a power that is not learned; leave train.power out"
+                )
+            if schedule.end is not None and powers != {schedule.end}:
+                ends = ", ".join(f"{power:g}" for power in sorted(powers))
+                raise ValueError(
+                    f"train.power.end: got {schedule.end:g}, but the heads end with {ends}; the end is the mechanism's own "
+                    "power: leave it out, or write it in the mechanism"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _lengths(self) -> "Recipe":
+        try:
+            parse(self.evaluate.lengths, self.train.length, "evaluate.lengths")
+        except LabError as error:
+            raise ValueError(f"evaluate.lengths: {error}") from None
+        return self
+
+    def to_toml(self) -> str:
+        """TOML that :func:`softfocus.lab.recipes.loading.load` reads back to an equal recipe."""
+        tables = self.model_dump(exclude_none=True)
+        lines = [f"{key} = {_toml(value)}" for key, value in tables.items() if not isinstance(value, dict)]
+        for name, table in tables.items():
+            if isinstance(table, dict):
+                lines += ["", f"[{name}]", *(f"{_toml_key(key)} = {_toml(value)}" for key, value in table.items())]
+        return "\n".join(lines) + "\n"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{_toml_key(key)} = {_toml(item)}" for key, item in value.items()) + " }"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return repr(value)
+
+
+def _toml_key(key: str) -> str:
+    bare = key.isascii() and key.replace("_", "").replace("-", "").isalnum()
+    return key if bare else _toml(key)

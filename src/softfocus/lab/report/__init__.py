@@ -1,0 +1,1 @@
+"""What measurements look like: tables, figures, pages, and comparisons of runs."""

@@ -1,0 +1,84 @@
+"""Any finished runs, held against each other: one table, one figure, one report."""
+
+import contextlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from softfocus.lab.errors import LabError
+from softfocus.lab.report.points import Axis
+from softfocus.lab.report.recall_compare import RecallReport, compare_recall
+from softfocus.lab.report.report import build, show, write
+from softfocus.lab.report.results import Entry, Report, load_entry, read, refuse_twice
+from softfocus.lab.run_folder.files import EVALUATION, RECALL
+
+Comparison = Report | RecallReport
+
+
+def compare(
+    folders: Sequence[Path],
+    out: Path,
+    *,
+    axis: Axis = "multiple",
+    title: str | None = None,
+    remarks: Sequence[str] = (),
+    console: Console | None = None,
+) -> Comparison:
+    """Compare runs: print the table and the finding, write results.json, figure1.png and report.html.
+
+    Runs that were trained on a generated task and measured by `softfocus recall` are compared by their right answers.
+
+    Runs need not share a training length, the lengths at which they were evaluated, a recipe or a tokenizer; in what
+    they differ is written into the report's notes.
+
+    Args:
+        folders: run folders, each trained and measured, in the order in which they are to stand. A results.json of an
+            earlier comparison stands for its runs.
+        out: where to write; made if need be.
+        axis: count lengths in multiples of each run's own training length, or in tokens.
+        title: the report's heading.
+        remarks: what the reader should know beyond what the runs themselves tell.
+        console: where to print; stdout if not given.
+
+    Raises:
+        LabError: no folder, the same run twice, one that is not finished and measured, runs of which some have losses
+            and some right answers, or `out` cannot be written to.
+    """
+    if not folders:
+        raise LabError("there is nothing to compare", "name at least one run folder")
+    resolved = [folder.resolve() for folder in folders]
+    for index, folder in enumerate(resolved):
+        if folder in resolved[:index]:
+            raise LabError(f"{folders[index]} is named twice", "name each run once")
+    console = console or Console()
+    kinds = {_kind(folder): folder for folder in folders}
+    if "recall" in kinds and "evaluation" in kinds:
+        raise LabError(
+            f"{kinds['recall']} holds shares of right answers, and {kinds['evaluation']} holds losses",
+            "compare runs that were measured alike",
+        )
+    if "recall" in kinds:
+        return compare_recall(folders, out, title=title or "Recall over length", remarks=remarks, console=console)
+    # All are read before anything is written, so that a broken one leaves an older report as it was
+    entries = [entry for folder in folders for entry in _entries(folder)]
+    refuse_twice([entry.info for entry in entries])
+    report = build(entries, title=title or "Loss over length", axis=axis, remarks=remarks)
+    show(report, write(report, out), console)
+    return report
+
+
+def _kind(path: Path) -> str | None:
+    """What was measured, "evaluation" or "recall"; None where neither can be told, which reading the path explains."""
+    if path.suffix != ".json":
+        return next(
+            (kind for kind, name in (("evaluation", EVALUATION), ("recall", RECALL)) if (path / name).exists()), None
+        )
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        return "recall" if "recall" in json.loads(path.read_text())["runs"][0] else "evaluation"
+    return None
+
+
+def _entries(path: Path) -> list[Entry]:
+    return read(path).runs if path.suffix == ".json" else [load_entry(path)]

@@ -1,0 +1,315 @@
+"""The figures: loss over length, loss over position, and training curves."""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from softfocus.lab.report.points import Axis, Cell, Group, best_setting, cell, column_name, columns, settings, tokens_at
+from softfocus.lab.run_folder.disk import PARTIAL, writing
+from softfocus.lab.run_folder.results import AS_TRAINED, Bucket, RunInfo
+
+# Okabe and Ito's palette, which people with any of the common colour blindnesses can tell apart, in an order that also
+# differs in lightness; the second entry is the shade for a dark page. Softmax comes first in every shipped comparison.
+PALETTE = (
+    ("#5c5c5c", "#b9b9b9"),
+    ("#0072b2", "#56b4e9"),
+    ("#d55e00", "#ff8a3d"),
+    ("#009e73", "#2fd3a4"),
+    ("#b5548f", "#e39ac6"),
+    ("#a67c00", "#f0e442"),
+)
+_PREFERRED = {"softmax": 0, "lssa": 1, "lssar": 2, "laser": 3}
+_MARKERS = ("o", "s", "D", "^", "v", "P")
+_STYLES = ("-", "--", "-.", ":")
+
+# Neutral colours that the page's stylesheet replaces in the SVG, so that one drawing suits light and dark
+TEXT, RULE = "#1f2329", "#d0d3d9"
+STYLE: dict[str, Any] = {
+    "font.family": "sans-serif",
+    "font.size": 11,
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": TEXT,
+    "axes.labelcolor": TEXT,
+    "text.color": TEXT,
+    "xtick.color": TEXT,
+    "ytick.color": TEXT,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "grid.color": RULE,
+    "grid.linewidth": 0.8,
+    "lines.linewidth": 2.0,
+    "lines.markersize": 5.5,
+    "legend.frameon": False,
+    "svg.fonttype": "none",  # text stays text: small, searchable, read aloud
+    "figure.dpi": 100,
+}
+PANEL = (5.4, 4.0)  # inches; narrow, so that text stays readable when a phone shrinks it
+_BEST = "each under its best setting"
+BANDS = (
+    "Bands: one standard error of the difference from the lowest line (of the loss itself, where there is one line).\n"
+    "Dots: every run of several seeds."
+)
+Ends = list[tuple[str, int, tuple[float, float] | None]]
+"""Label, colour and last point of each line; no point where nothing could be drawn."""
+Draw = Callable[[Any], Ends]
+
+
+def colours(groups: Sequence[Group]) -> list[int]:
+    """A place in the palette for each group. The demo's four keep theirs in every figure, where free."""
+    return places([group.first.mechanism for group in groups])
+
+
+def places(mechanisms: Sequence[str]) -> list[int]:
+    """A place in the palette for each of these, by mechanism."""
+    taken: list[int] = []
+    for mechanism in mechanisms:
+        free = [i for i in range(len(PALETTE)) if i not in taken] or [len(taken) % len(PALETTE)]
+        wanted = _PREFERRED.get(mechanism)
+        later = [i for i in free if i not in _PREFERRED.values()] or free
+        taken.append(wanted if wanted in free else later[0])
+    return taken
+
+
+def line_style(index: int) -> str:
+    """How the line of this number is drawn: in another way in each round of the palette."""
+    return _STYLES[index // len(PALETTE) % len(_STYLES)]
+
+
+def figure1(groups: Sequence[Group], *, title: str, axis: Axis = "multiple") -> Figure:
+    """Loss over length, two panels a row.
+
+    The first shows each group with its best setting at the longest length, on a y axis of its own: who
+    is ahead. Each of the others shows one setting, all on one y axis: what the setting does.
+    """
+    names = panels(groups)
+    across, down = min(2, len(names)), math.ceil(len(names) / 2)
+    with rc_context(STYLE):
+        figure = Figure(figsize=(max(8.0, 5.5 * across), 4.0 * down + 1), layout="constrained")
+        grid = figure.subplots(down, across, squeeze=False).flatten()
+        ends = [_draw_lengths(ax, groups, name, axis) for ax, name in zip(grid, names, strict=False)]
+        for ax in grid[len(names) :]:
+            ax.remove()
+        _same_limits([ax for ax, name in zip(grid, names, strict=False) if name != _BEST])
+        for ax, name, lines in zip(grid, names, ends, strict=False):
+            ax.set_title(name)
+            _label_ends(ax, lines)
+        figure.suptitle(title, x=0.01, ha="left", fontsize=12, parse_math=False)  # "$" is a dollar
+        figure.supxlabel(BANDS, x=0.01, ha="left", fontsize=9)
+        return figure
+
+
+def save_figure1(groups: Sequence[Group], path: Path, *, title: str, axis: Axis = "multiple") -> None:
+    """Write figure1 as a PNG, whole or not at all."""
+    save_png(figure1(groups, title=title, axis=axis), path, title)
+
+
+def save_png(figure: Figure, path: Path, title: str, *, dpi: int = 160) -> None:
+    """Write a figure as a PNG, whole or not at all.
+
+    Raises:
+        LabError: the folder cannot be written to, or the disk is full.
+    """
+    temporary = path.with_name(f".{path.name}{PARTIAL}")
+    with writing(path, "free some space or use another folder"):
+        try:
+            figure.savefig(temporary, format="png", dpi=dpi, facecolor="white", metadata={"Title": title})
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def length_figures(groups: Sequence[Group], *, axis: Axis = "multiple") -> list[tuple[str, Figure]]:
+    """Loss over length for a page: the panels of figure1 with their names, to stand side by side or not."""
+    names = panels(groups)
+    draws = [partial(_draw_lengths, groups=groups, name=name, axis=axis) for name in names]
+    apart = len(names) - len(settings(groups))  # the panel with a y axis of its own, if it is there
+    return list(zip(names, [*_figures(draws[:apart]), *_figures(draws[apart:])], strict=True))
+
+
+def position_figures(groups: Sequence[Group]) -> list[tuple[str, Figure]]:
+    """Loss over the position inside the longest window of each group, one drawing a setting, on the same y axis."""
+    names = settings(groups)
+    draws = [partial(_draw_positions, groups=groups, name=name) for name in names]
+    return list(zip(names, _figures(draws), strict=True))
+
+
+def training_figure(infos: Sequence[Sequence[RunInfo]], groups: Sequence[Group]) -> Figure:
+    """Training loss over steps: a line for each run, in the colour of its group."""
+    return _figures([partial(_draw_training, infos=infos, groups=groups)])[0]
+
+
+def panels(groups: Sequence[Group]) -> list[str]:
+    """The names of the panels of loss over length: the best of each group, then one for each setting."""
+    names = settings(groups)
+    return names if len(names) == 1 else [_BEST, *names]
+
+
+def _draw_lengths(ax: Any, groups: Sequence[Group], name: str, axis: Axis) -> Ends:
+    """Lines with bands of one standard error of the difference from the lowest line: what documents share cancels."""
+    ticks = columns(groups, axis)
+    chosen = [best_setting(group, groups, axis) if name == _BEST else name for group in groups]
+    grid = [[cell(group, x, setting, axis) for x in ticks] for group, setting in zip(groups, chosen, strict=True)]
+    lowest = [_lowest([line[place] for line in grid]) for place in range(len(ticks))]
+    ends: Ends = []
+    drawn = zip(groups, chosen, grid, colours(groups), strict=True)
+    for index, (group, setting, line, colour) in enumerate(drawn):
+        cells = [(x, there, low) for x, there, low in zip(ticks, line, lowest, strict=True) if there is not None]
+        points = [(x, there.loss, _error(there, low, len(groups))) for x, there, low in cells]
+        end = _line(ax, points, colour, line_style(index))
+        _every_run(ax, [(x, there) for x, there, _ in cells], colour)
+        label = f"{group.label}, {setting}" if name == _BEST and setting != AS_TRAINED.name() else group.label
+        ends.append((label, colour, end))
+        if axis == "tokens":
+            ax.axvline(group.first.train_length, color=PALETTE[colour][0], linestyle=":", linewidth=1.2)
+    if axis == "multiple":
+        ax.axvline(1, color=TEXT, linestyle=":", linewidth=1.2)
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(ticks, [_tick(groups, tick, axis) for tick in ticks])
+    ax.minorticks_off()
+    ax.set_xlabel("evaluation length (tokens); dotted: training length")
+    ax.set_ylabel("validation loss (nats per token)")
+    return ends
+
+
+def _lowest(cells: Sequence[Cell | None]) -> Cell | None:
+    finite = [there for there in cells if there is not None and math.isfinite(there.loss)]
+    return min(finite, key=lambda there: there.loss, default=None)
+
+
+def _error(there: Cell, lowest: Cell | None, lines: int) -> float:
+    """Of the difference from the lowest line, which has none; of the loss itself where there is one line."""
+    if lines == 1 or lowest is None:
+        return there.standard_error
+    return 0.0 if there is lowest else there.minus(lowest).standard_error
+
+
+def _every_run(ax: Any, cells: Sequence[tuple[float, Cell]], colour: int) -> None:
+    """A dot for each run, where there are several."""
+    points = [(x, value) for x, there in cells if len(there.rows) > 1 for value in there.values]
+    if points:
+        ax.scatter(*zip(*points, strict=True), s=14, color=PALETTE[colour][0], alpha=0.55, linewidth=0, zorder=3)
+
+
+def _draw_positions(ax: Any, groups: Sequence[Group], name: str) -> Ends:
+    ends: Ends = []
+    for index, (group, colour) in enumerate(zip(groups, colours(groups), strict=True)):
+        there = [one for x in columns([group]) if (one := cell(group, x, name)) is not None]
+        # A bucket stands at its geometric middle, which is its middle on a logarithmic axis; the first starts at 0
+        middles = [
+            (math.sqrt(max(some[0].start, 1) * some[0].end), fmean(bucket.loss for bucket in some), math.nan)
+            for some in (_alike(there[-1]) if there else [])
+        ]
+        ends.append((group.label, colour, _line(ax, middles, colour, line_style(index))))
+    for length in sorted({group.first.train_length for group in groups}):
+        ax.axvline(length, color=TEXT, linestyle=":", linewidth=1.2)
+    ax.set_xscale("log", base=2)
+    ax.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
+    ax.set_xlabel("position in the window (tokens); dotted: training length")
+    ax.set_ylabel("validation loss (nats per token)")
+    return ends
+
+
+def _alike(there: Cell) -> list[tuple[Bucket, ...]]:
+    """The buckets of all runs by position; none where the runs were not cut alike."""
+    cuts = {tuple((bucket.start, bucket.end) for bucket in row.buckets) for row in there.rows}
+    return list(zip(*(row.buckets for row in there.rows), strict=True)) if len(cuts) == 1 else []
+
+
+def _draw_training(ax: Any, infos: Sequence[Sequence[RunInfo]], groups: Sequence[Group]) -> Ends:
+    ends: Ends = []
+    for index, (members, group, colour) in enumerate(zip(infos, groups, colours(groups), strict=True)):
+        curves = [[(float(step), loss, math.nan) for step, loss in info.train_loss] for info in members]
+        last = [_line(ax, points, colour, line_style(index), markers=False) for points in curves]
+        ends.append((group.label, colour, next((end for end in last if end), None)))
+    ax.set_xlabel("optimiser step")
+    ax.set_ylabel("training loss (nats per token)")
+    return ends
+
+
+def _line(
+    ax: Any, points: Sequence[tuple[float, float, float]], colour: int, style: str, *, markers: bool = True
+) -> tuple[float, float] | None:
+    """One line with its band of one standard error, with gaps where a loss is not finite; returns its last point."""
+    shade, marker = PALETTE[colour][0], _MARKERS[colour] if markers else ""
+    finite = [(x, y if math.isfinite(y) else math.nan, e if math.isfinite(e) else 0.0) for x, y, e in points]
+    x, y, e = ([point[i] for point in finite] for i in range(3))
+    ax.plot(x, y, style, color=shade, marker=marker)
+    ax.fill_between(
+        x,
+        [a - b for a, b in zip(y, e, strict=True)],
+        [a + b for a, b in zip(y, e, strict=True)],
+        color=shade,
+        alpha=0.2,
+        linewidth=0,
+    )
+    drawn = [(a, b) for a, b, _ in finite if math.isfinite(b)]
+    return drawn[-1] if drawn else None
+
+
+def _label_ends(ax: Any, ends: Ends) -> None:
+    """Write each label beside the end of its line, moved apart where lines end close together."""
+    ax.yaxis.set_major_locator(MaxNLocator(6))
+    low, high = ax.get_ylim()
+    placed = sorted(ends, key=lambda end: end[2][1] if end[2] else math.inf)
+    heights = spread([end[1] if end else high for _, _, end in placed], gap=0.062 * (high - low))  # a line of text
+    for (label, colour, end), height in zip(placed, heights, strict=True):
+        ax.annotate(
+            label if end else f"{label}: diverged",
+            xy=(1.0, height),
+            xycoords=("axes fraction", "data"),
+            xytext=(6, 0),
+            textcoords="offset points",
+            va="center",
+            color=PALETTE[colour][0],
+            fontweight="bold",
+            annotation_clip=False,
+            parse_math=False,
+        )
+    ax.set_ylim(low, high)
+
+
+def spread(wanted: Sequence[float], gap: float) -> list[float]:
+    """Ascending heights, moved as little as possible (in least squares) so that neighbours lie at least a gap apart."""
+    # With i*gap taken off, "a gap apart" reads "not descending", and pooling neighbours that descend solves it
+    groups: list[list[float]] = []
+    for index, height in enumerate(wanted):
+        groups.append([height - index * gap])
+        while len(groups) > 1 and fmean(groups[-2]) > fmean(groups[-1]):
+            last = groups.pop()
+            groups[-1] += last
+    level = [fmean(group) for group in groups for _ in group]
+    return [height + index * gap for index, height in enumerate(level)]
+
+
+def _tick(groups: Sequence[Group], column: float, axis: Axis) -> str:
+    tokens, name = tokens_at(groups, column, axis), column_name(column, axis).replace("x", "×")
+    return f"{tokens:,}\n{name}" if tokens else name
+
+
+def _same_limits(panels: Sequence[Any]) -> None:
+    limits = [ax.get_ylim() for ax in panels]
+    for ax in panels:
+        ax.set_ylim(min(low for low, _ in limits), max(high for _, high in limits))
+
+
+def _figures(draws: Sequence[Draw]) -> list[Figure]:
+    """Each panel as a figure of its own, all with the y limits that hold every one."""
+    with rc_context(STYLE):
+        figures = [Figure(figsize=PANEL, layout="constrained") for _ in draws]
+        panels = [figure.subplots() for figure in figures]
+        ends = [draw(ax) for ax, draw in zip(panels, draws, strict=True)]
+        _same_limits(panels)
+        for ax, lines in zip(panels, ends, strict=True):
+            _label_ends(ax, lines)
+        return figures

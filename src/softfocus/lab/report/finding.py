@@ -1,0 +1,123 @@
+"""What was found: who is better where, by how much, and whether that is more than noise."""
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+from softfocus.lab.report.points import Axis, Cell, Group, best, column_name, shared_columns, tokens_at
+from softfocus.lab.run_folder.results import AS_TRAINED, Record
+
+_NAMED = 4  # groups that a sentence still can name
+
+Verdict = Literal["higher", "lower", "inconclusive"]
+
+
+class Difference(Record):
+    """A group's loss at one length less another's, each with its best setting there."""
+
+    column: float
+    label: str
+    setting: str
+    loss: float
+    against: str
+    against_setting: str
+    against_loss: float
+    difference: float
+    standard_error: float
+    training_noise: bool
+    """Whether the standard error holds the noise of training, which takes several seeds of both."""
+    verdict: Verdict
+    """"inconclusive" where noise alone may have made the difference (`Estimate.sure`), or where it is not a number."""
+
+
+class Finding(Record):
+    """What the runs show at the training length and at the longest length that all of them share."""
+
+    sentence: str
+    differences: list[Difference]
+
+
+def finding(groups: Sequence[Group], axis: Axis = "multiple") -> Finding:
+    """What was found, in a sentence for each length, with the numbers that they rest on.
+
+    Each group is shown with its best setting at that length. At the training length all are held against
+    Softmax, if one group is Softmax: that is the price of a mechanism. Elsewhere they are held against the lowest loss.
+    """
+    shared = shared_columns(groups, axis)
+    if not shared:
+        reason = "there is no run" if not groups else "no length is shared by all runs"
+        return Finding(sentence=f"Nothing can be said: {reason}.", differences=[])
+    if len({group.first.vocabulary for group in groups}) > 1:
+        return Finding(
+            sentence="Nothing can be said: nats per token of different vocabularies do not compare.", differences=[]
+        )
+    first = 1.0 if axis == "multiple" and 1.0 in shared else shared[0]
+    sentences: list[str] = []
+    differences: list[Difference] = []
+    for column in dict.fromkeys((first, shared[-1])):
+        cells = [there for group in groups if (there := best(group, column, axis)) is not None]
+        cells.sort(key=lambda there: there.loss if math.isfinite(there.loss) else math.inf)
+        softmax = [there for there in cells if there.group.first.mechanism == "softmax"]
+        priced = column == first and len(softmax) == 1 and math.isfinite(softmax[0].loss)
+        reference = softmax[0] if priced else cells[0]
+        found = [_difference(there, reference, column) for there in cells if there is not reference]
+        differences += found
+        tokens = tokens_at(groups, column, axis)
+        unit = f" ({tokens:,} tokens)" if tokens else " tokens" if axis == "tokens" else ""
+        chosen = ", each under its best setting," if len(cells) > 1 and (column != 1 or axis == "tokens") else ""
+        where = f"At {column_name(column, axis)}{unit}{chosen}"
+        sentences.append(_sentence(where, reference, found, column, price=priced))
+    counts = sorted({len(group.evaluations) for group in groups})
+    if counts[-1] > 1:
+        between = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else str(counts[0])
+        sentences.append(f"Losses are means over {between} trainings.")
+    if any(not one.training_noise for one in differences):
+        sentences.append("The noise of training is not known: that takes several seeds of each.")
+    return Finding(sentence=" ".join(sentences), differences=differences)
+
+
+def _difference(one: Cell, reference: Cell, column: float) -> Difference:
+    found = one.minus(reference)
+    return Difference(
+        column=column,
+        label=one.group.label,
+        setting=one.setting,
+        loss=one.loss,
+        against=reference.group.label,
+        against_setting=reference.setting,
+        against_loss=reference.loss,
+        difference=found.value,
+        standard_error=found.standard_error,
+        training_noise=found.training_noise,
+        verdict=("higher" if found.value > 0 else "lower") if found.sure else "inconclusive",
+    )
+
+
+def _sentence(where: str, reference: Cell, others: Sequence[Difference], column: float, *, price: bool) -> str:
+    """At 16x Softmax with window 1x has the lowest loss, 1.356; LSSAR as trained is 0.165 ± 0.012 higher."""
+    if not math.isfinite(reference.loss):
+        return f"{where} every loss diverged."
+    has = "has a loss of" if price or not others else "has the lowest loss,"
+    clauses = [f"{where} {_name(reference.group.label, reference.setting, column)} {has} {reference.loss:.3f}"]
+    decided, unsure = [], []
+    for one in others[:_NAMED]:
+        name = _name(one.label, one.setting, column)
+        error = f"{one.standard_error:.3f}" if math.isfinite(one.standard_error) else "unknown"
+        if not math.isfinite(one.loss):
+            decided.append(f"{name} diverged")
+        elif one.verdict == "inconclusive":
+            unsure.append(f"{name} ({one.difference:+.3f} ± {error})")
+        else:
+            decided.append(f"{name} is {abs(one.difference):.3f} ± {error} {one.verdict}")
+    for prefix, texts in (("", decided), ("inconclusive: ", unsure)):
+        if texts:
+            clauses.append(prefix + ", ".join([*texts[:-2], " and ".join(texts[-2:])]))
+    if len(others) > _NAMED:
+        clauses.append(f"{len(others) - _NAMED} more are in the report")
+    return "; ".join(clauses) + "."
+
+
+def _name(label: str, setting: str, column: float) -> str:
+    if setting != AS_TRAINED.name():
+        return f"{label} with {setting}"
+    return label if column == 1 else f"{label} {setting}"

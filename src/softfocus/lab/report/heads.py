@@ -1,0 +1,88 @@
+"""What `softfocus heads` shows: which heads far keys disturb, as a table, a sentence and a figure."""
+
+import math
+from pathlib import Path
+
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+from rich import box
+from rich.table import Table
+
+from softfocus.lab.evaluate.heads import name
+from softfocus.lab.evaluate.means import Mean, t_quantile
+from softfocus.lab.report.curves import Point, number
+from softfocus.lab.report.figure import PALETTE, STYLE, save_png
+from softfocus.lab.run_folder.results import HeadRow, HeadsMeasured
+
+FIGURE = "heads.png"
+
+
+def mean(found: HeadsMeasured, row: HeadRow) -> Mean:
+    """The mean loss of a row; differences of rows are paired by document."""
+    return Mean.of(row.sums, [windows * found.length for windows in row.windows], (found.corpus_key, len(row.sums)))
+
+
+def gains(found: HeadsMeasured) -> list[tuple[HeadRow, Mean]]:
+    """What each single head's window takes off the loss, the most first."""
+    base = mean(found, found.rows[0])
+    single = [(row, base - mean(found, row)) for row in found.rows if row.layer is not None]
+    return sorted(single, key=lambda pair: -pair[1].value)
+
+
+def heads_table(found: HeadsMeasured) -> Table:
+    """A row for each head, the most disturbed first, below the model as it is and with all heads narrowed."""
+    base = mean(found, found.rows[0])
+    table = Table(
+        title=f"Loss in windows of {found.length:,} tokens when a head sees the last {found.window:,} keys only; "
+        f"{found.tokens:,} tokens",
+        title_justify="left",
+        box=box.SIMPLE,
+    )
+    table.add_column("narrowed", no_wrap=True)
+    table.add_column("loss", justify="right")
+    table.add_column("less than without", justify="right")
+    table.add_row("none", _cell(base), "")
+    for row in found.rows[1:2]:
+        table.add_row("all", _cell(mean(found, row)), _cell(base - mean(found, row)))
+    for row, gain in gains(found):
+        table.add_row(name(row.layer, row.head), _cell(mean(found, row)), _cell(gain))
+    return table
+
+
+def sentence(found: HeadsMeasured) -> str:
+    """Whether far keys disturb some head for certain, and which most."""
+    if not (sure := [(row, gain) for row, gain in gains(found) if _sure(gain)]):
+        return "No head alone is better with the window for certain."
+    row, gain = sure[0]
+    others = len(sure) - 1
+    more = f", and {others} other{'s' * (others > 1)} for certain" if others else ""
+    return f"Far keys disturb {name(row.layer, row.head)} most: its window takes {gain.value:.3f} off the loss{more}."
+
+
+def save_heads_figure(found: HeadsMeasured, folder: Path) -> None:
+    """Write heads.png beside heads.json: a bar for each head, in the order of the model."""
+    by_place = sorted(gains(found), key=lambda pair: (pair[0].layer or 0, pair[0].head or 0))
+    with rc_context(STYLE):
+        figure = Figure(figsize=(max(5.5, 0.5 * len(by_place)), 4.2), layout="constrained")
+        ax = figure.subplots()
+        errors = [0.0 if math.isnan(gain.standard_error) else gain.standard_error for _, gain in by_place]
+        ax.bar(
+            [f"{row.layer}.{row.head}" for row, _ in by_place],
+            [gain.value for _, gain in by_place],
+            yerr=errors,
+            color=PALETTE[0][0],
+            capsize=3,
+        )
+        ax.axhline(0, color="black", linewidth=1.0)
+        ax.set_xlabel("layer.head that keeps to the last keys")
+        ax.set_ylabel("loss taken off (nats per token)")
+        figure.suptitle(f"{found.run}: heads that far keys disturb", x=0.01, ha="left", fontsize=12, parse_math=False)
+        save_png(figure, folder / FIGURE, found.run)
+
+
+def _sure(gain: Mean) -> bool:
+    return gain.value > t_quantile(gain.freedom) * gain.standard_error
+
+
+def _cell(value: Mean) -> str:
+    return number(Point(0, value.value, value.standard_error))

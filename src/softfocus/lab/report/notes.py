@@ -1,0 +1,134 @@
+"""What a report says beside its numbers: where they come from, how to read them, and what limits them."""
+
+from collections.abc import Callable, Sequence
+
+from softfocus.lab.report.points import Axis, Group, best, column_name, shared_columns
+from softfocus.lab.report.results import Entry, Report, grouped
+from softfocus.lab.run_folder.results import Evaluation
+
+
+def provenance(report: Report) -> str:
+    """Recipes, commits and seeds in one line: what a figure that is passed around must say about itself."""
+    infos = [entry.info for entry in report.runs]
+    return " · ".join(
+        _several(one, many, [str(read_out(info)) for info in infos])
+        for one, many, read_out in (
+            ("recipe", "recipes", lambda info: info.recipe),
+            ("commit", "commits", lambda info: short_commit(info.commit)),
+            ("seed", "seeds", lambda info: info.seed),
+        )
+    )
+
+
+def short_commit(commit: str) -> str:
+    """A commit's first 10 digits, with its "+dirty"; anything else as it is."""
+    digits, plus, dirty = commit.partition("+")
+    return (digits[:10] if len(digits) == 40 else digits) + plus + dirty
+
+
+def notes(entries: Sequence[Entry], axis: Axis = "multiple") -> list[str]:
+    """In what the runs differ although a comparison takes it to be equal, and what else limits what they show."""
+    found = _statistics(grouped(entries), axis)
+    for what, read_out, consequence in _COMMON:
+        values = list(dict.fromkeys(read_out(entry) for entry in entries))
+        if len(values) > 1:
+            found.append(f"The runs differ in {what} ({', '.join(values)}): {consequence}")
+    found += _text_notes(entries)
+    if any(entry.info.commit.endswith("+dirty") for entry in entries):
+        found.append("The source tree had changes that the commit does not hold (+dirty).")
+    for entry in entries:
+        if entry.evaluation.seed != entry.info.seed or entry.evaluation.mechanism != entry.info.mechanism:
+            found.append(f"{entry.info.name}: its evaluation belongs to another training; evaluate it again.")
+    return found
+
+
+def _statistics(found: Sequence[Group], axis: Axis) -> list[str]:
+    """How to read the numbers."""
+    shared = shared_columns(found, axis)
+    if not shared:
+        return []
+    ends = [there for group in found if (there := best(group, shared[-1], axis)) is not None]
+    said = [
+        "±: one standard error, from the documents and, where there are several seeds, from those. Differences are paired "
+        "by document and by seed. One within two standard errors is inconclusive. It takes more of them where there are "
+        "few seeds or documents: 14 with two, 4.5 with three, 3.3 with four (Student's t)."
+    ]
+    if any(there.gain for there in ends):
+        said.append(
+            f"Gain: in windows of {column_name(shared[-1], axis)}, the loss at the positions of the first training length "
+            "less the loss at all later positions of the same windows. Later text may be harder or easier for every "
+            "model, so hold gains against each other."
+        )
+    if len(found) > 1 and not all(row.documents for there in ends for row in there.rows):
+        said.append(
+            "Some results hold no losses by document: their differences are not paired, and their standard errors too wide."
+        )
+    return said
+
+
+_COMMON: tuple[tuple[str, Callable[[Entry], str], str], ...] = (
+    (
+        "vocabulary",
+        lambda e: f"{e.evaluation.vocabulary:,}",
+        "nats per token are not comparable, ratios to 1x only with care.",
+    ),
+    (
+        "training length",
+        lambda e: f"{e.evaluation.train_length:,}",
+        "the same multiple is not the same number of tokens.",
+    ),
+    ("commit", lambda e: short_commit(e.info.commit), "it was not the same code that trained them."),
+    (
+        "training tokens",
+        lambda e: f"{e.info.steps_done * e.info.tokens_per_step:,}",
+        "a lower loss may come from more training.",
+    ),
+    ("size", lambda e: f"{e.info.parameters / 1e6:.2f} M parameters", "a lower loss may come from a larger model."),
+)
+
+
+def same_text(evaluations: Sequence[Evaluation]) -> bool:
+    """Whether all are known to have read the same validation text, so that losses differ by model and length alone."""
+    return len({evaluation.text for evaluation in evaluations}) == 1 and all(e.corpus_key for e in evaluations)
+
+
+def _text_notes(entries: Sequence[Entry]) -> list[str]:
+    """What the losses were measured on."""
+    found = []
+    texts = {entry.evaluation.text: entry.evaluation for entry in entries}
+    for one in texts.values():
+        if one.documents:
+            found.append(
+                f"Evaluated on {one.tokens:,} validation tokens{_of(one, entries)}: spans of {one.longest:,}, at random "
+                f"places in {one.documents:,} documents, cut into windows of each length."
+            )
+        if one.crossing:
+            found.append(
+                f"{one.crossing} of the {one.tokens // one.longest} spans{_of(one, entries)} cross the end of a document: "
+                "there, a long context is partly another text."
+            )
+    if len(texts) > 1:
+        found.append("The runs were evaluated on different text: their losses are means over different tokens.")
+    changed = [
+        entry.info.name
+        for entry in entries
+        if "" not in (entry.info.corpus_key, entry.evaluation.corpus_key)
+        and entry.info.corpus_key != entry.evaluation.corpus_key
+    ]
+    if changed:
+        found.append(
+            f"The corpus of {', '.join(changed)} changed (or moved, or was copied) after training: what it was evaluated on "
+            "may have been trained on."
+        )
+    return found
+
+
+def _of(one: Evaluation, entries: Sequence[Entry]) -> str:
+    names = [entry.info.name for entry in entries if entry.evaluation.text == one.text]
+    return f" ({', '.join(names)})" if len(names) < len(entries) else ""
+
+
+def _several(one: str, many: str, values: Sequence[str]) -> str:
+    values = list(dict.fromkeys(values))
+    shown = ", ".join(values[:4]) + (f" and {len(values) - 4} more" if len(values) > 4 else "")
+    return f"{one if len(values) == 1 else many} {shown}"

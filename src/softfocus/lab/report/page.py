@@ -1,0 +1,174 @@
+"""report.html: one file that needs nothing but itself, for a wide screen, a phone, a dark room or a screen reader."""
+
+import io
+import math
+import re
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+from markupsafe import Markup
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+
+from softfocus.lab.report import figure
+from softfocus.lab.report.finding import Difference
+from softfocus.lab.report.notes import provenance, same_text, short_commit
+from softfocus.lab.report.points import (
+    Axis,
+    Cell,
+    Group,
+    cell,
+    column_name,
+    columns,
+    growth,
+    labels,
+    loss_text,
+    mechanism_name,
+    settings,
+    shared_columns,
+    tokens_at,
+)
+from softfocus.lab.report.results import Report
+from softfocus.lab.run_folder.results import RunInfo
+
+
+def template(name: str) -> Template:
+    """A page of the lab. All have the look of report/page.html.j2."""
+    environment = Environment(
+        loader=PackageLoader("softfocus.lab", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template(name)
+
+
+def render(report: Report) -> str:
+    """The page, as text."""
+    evaluations, infos, groups = report.evaluations, [entry.info for entry in report.runs], report.groups
+    names = labels(evaluations)
+    by_run = {id(entry.evaluation): entry.info for entry in report.runs}
+    members = [[by_run[id(evaluation)] for evaluation in group.evaluations] for group in groups]
+    has_buckets = any(row.buckets for evaluation in evaluations for row in evaluation.rows)
+    return template("report/page.html.j2").render(
+        report=report,
+        provenance=provenance(report),
+        palette=figure.PALETTE,
+        bands=figure.BANDS,
+        same_text=same_text(evaluations),
+        lengths=_drawings(figure.length_figures(groups, axis=report.axis)),
+        positions=_drawings(figure.position_figures(groups)) if has_buckets else [],
+        training=svg(figure.training_figure(members, groups)) if any(info.train_loss for info in infos) else None,
+        tables=_loss_tables(groups, report.axis),
+        differences=[_difference(one, report.axis) for one in report.finding.differences],
+        runs=[list(line) for line in zip(("", *_RUN), *map(_run, infos, names), strict=True)],
+        recipes=[(name, entry.recipe) for name, entry in zip(names, report.runs, strict=True) if entry.recipe],
+        machines=sorted({f"{i.machine.cpu}, {i.machine.cores} cores, on {i.machine.device}" for i in infos}),
+        versions=sorted({f"{name} {version}" for info in infos for name, version in info.versions.items()}),
+    )
+
+
+def _drawings(figures: list[tuple[str, Figure]]) -> list[tuple[str, Markup]]:
+    return [(name, svg(drawing)) for name, drawing in figures]
+
+
+def svg(drawing: Figure) -> Markup:
+    """A drawing to stand inside an HTML page: no header, no metadata, colours as the page's variables."""
+    buffer = io.StringIO()
+    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    with rc_context(figure.STYLE):  # text stays text
+        drawing.savefig(buffer, format="svg", transparent=True, metadata=nothing)
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", text, flags=re.DOTALL)  # it would style the whole page
+    text = re.sub(
+        r'(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1), count=1
+    )
+    text = re.sub(r'<g id="[^"]*"', "<g", text)  # nothing refers to them, and every drawing has the same ones
+    for index, (shade, _) in enumerate(figure.PALETTE):
+        text = text.replace(shade, f"var(--line-{index})")
+    return Markup(text.replace(figure.TEXT, "currentColor").replace(figure.RULE, "var(--rule)"))
+
+
+def _loss_tables(groups: list[Group], axis: Axis) -> list[dict[str, Any]]:
+    across, shared = columns(groups, axis), shared_columns(groups, axis)
+    heads = [(column_name(column, axis), tokens_at(groups, column, axis)) for column in across]
+    last = column_name(shared[-1], axis) if shared else "1x"
+    tables = []
+    for setting in settings(groups):
+        lines = []
+        for group in groups:
+            grown = growth(group, shared[-1], setting, axis) if shared else None
+            end = cell(group, shared[-1], setting, axis) if shared else None
+            gain = end.gain if end else None
+            lines.append(
+                (
+                    group.title,
+                    [_cell(cell(group, column, setting, axis)) for column in across],
+                    f"{grown:.3f}" if grown is not None and math.isfinite(grown) else "–",
+                    (f"{gain.value:z.3f}", _error(gain.standard_error))
+                    if gain and math.isfinite(gain.value)
+                    else ("–", ""),
+                )
+            )
+        tables.append({"setting": setting, "lines": lines, "heads": heads, "last": last})
+    return tables
+
+
+def _cell(one: Cell | None) -> tuple[str, ...]:
+    """A loss, its standard error, and the standard deviation over runs."""
+    if one is None:
+        return ("–",)
+    spread = f"sd {one.spread:.3f}" if math.isfinite(one.spread) else ""
+    return tuple(filter(None, (loss_text(one.loss), _error(one.standard_error), spread)))
+
+
+def _difference(one: Difference, axis: Axis) -> list[str]:
+    """A line of the table of differences: where, who, beside whom, how much, what it amounts to."""
+    more = f"{one.difference:+.3f}" if math.isfinite(one.difference) else "–"
+    verdict = f"more than noise: {one.verdict}" if one.verdict != "inconclusive" else one.verdict
+    known = "" if one.training_noise else " (noise of training unknown)"
+    return [
+        column_name(one.column, axis),
+        f"{one.label}, {one.setting}",
+        f"{one.against}, {one.against_setting}",
+        f"{more} {_error(one.standard_error)}".strip(),
+        verdict + known,
+    ]
+
+
+def _error(standard_error: float) -> str:
+    return f"± {standard_error:.3f}" if math.isfinite(standard_error) else ""
+
+
+_RUN = (
+    "Mechanism",
+    "Parameters",
+    "Training length",
+    "Steps",
+    "Training tokens",
+    "Last training loss",
+    "Tokens per second",
+    "Minutes",
+    "Seed",
+    "Commit",
+)
+
+
+def _run(info: RunInfo, name: str) -> list[str]:
+    """A column of the table of runs: a heading, then what _RUN names."""
+    took = (info.finished - info.started).total_seconds() / 60 if info.finished else None
+    return [
+        name,
+        mechanism_name(info.mechanism),
+        f"{info.parameters:,}",
+        f"{info.train_length:,}",
+        f"{info.steps_done:,}",
+        f"{info.steps_done * info.tokens_per_step:,}",
+        "–" if info.final_loss is None else loss_text(info.final_loss),
+        "–" if info.tokens_per_second is None else f"{info.tokens_per_second:,.0f}",
+        "–" if took is None else f"{took:.1f}",
+        str(info.seed),
+        short_commit(info.commit),
+    ]

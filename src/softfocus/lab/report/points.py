@@ -1,0 +1,267 @@
+"""What table, figure, page and finding read from evaluations: groups of runs, columns, and what stands where."""
+
+import contextlib
+import json
+import math
+import re
+import tomllib
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+from pydantic import ValidationError
+
+from softfocus.lab.evaluate.means import Estimate, Mean, difference, estimate
+from softfocus.lab.recipes.recipe import Recipe
+from softfocus.lab.run_folder.results import AS_TRAINED, Evaluation, Recall, Row, Setting
+
+Axis = Literal["multiple", "tokens"]
+"""What lengths are counted in: multiples of each run's own training length, or tokens."""
+
+_NAMES = {"softmax": "Softmax", "lssa": "LSSA", "lssar": "LSSAR", "laser": "LASER"}
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that differ by their seed alone; most often one."""
+
+    label: str
+    evaluations: tuple[Evaluation, ...]
+
+    @property
+    def first(self) -> Evaluation:
+        """The first run, for what all of them share."""
+        return self.evaluations[0]
+
+    @property
+    def title(self) -> str:
+        """The label, with the number of runs where there are several."""
+        return self.label if len(self.evaluations) == 1 else f"{self.label} ({self.count})"
+
+    @property
+    def count(self) -> str:
+        """ "4 seeds"; "4 runs" where two of them share a seed."""
+        return count_text([evaluation.seed for evaluation in self.evaluations])
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The losses of a group at one length under one setting."""
+
+    group: Group
+    setting: str
+    rows: tuple[Row, ...]
+    """One a run, in the group's order."""
+
+    @cached_property
+    def losses(self) -> list[tuple[int, Mean]]:
+        """(seed, mean loss) of each run."""
+        pairs = zip(self.group.evaluations, self.rows, strict=True)
+        return [(e.seed, _mean(e, row) or Mean(row.loss, row.standard_error)) for e, row in pairs]
+
+    @property
+    def values(self) -> list[float]:
+        """The loss of each run."""
+        return [row.loss for row in self.rows]
+
+    @property
+    def loss(self) -> float:
+        """The mean over the runs; not finite where one of them diverged."""
+        return float(np.mean(self.values))
+
+    @property
+    def spread(self) -> float:
+        """The standard deviation over the runs, NaN for one."""
+        return float(np.std(self.values, ddof=1)) if len(self.rows) > 1 else math.nan
+
+    @property
+    def standard_error(self) -> float:
+        """Of the loss: from the documents and, with several runs, from the seeds."""
+        return estimate(self.losses).standard_error
+
+    def minus(self, other: "Cell") -> Estimate:
+        """How much higher this loss is than another's, with the standard error of the difference."""
+        return difference(self.losses, other.losses)
+
+    @property
+    def gain(self) -> Estimate | None:
+        """The gain from context: how much lower the loss is beyond the first training length of the windows than in it.
+
+        The same documents make both means, so they are paired. None where sums by document are missing, or where the
+        windows are no longer than the training length.
+        """
+        gains = [_gain(e, row) for e, row in zip(self.group.evaluations, self.rows, strict=True)]
+        known = [gain for gain in gains if gain is not None]
+        if len(known) < len(gains):
+            return None
+        return estimate([(e.seed, gain) for e, gain in zip(self.group.evaluations, known, strict=True)])
+
+
+def _mean(evaluation: Evaluation, row: Row, start: int = 0, end: int | None = None) -> Mean | None:
+    """The mean loss over the positions start <= i < end of a row's windows; None where it is not known by document."""
+    buckets = [b for b in row.buckets if b.start >= start and b.end <= (end or row.length)]
+    if not row.documents or not buckets:
+        return None
+    sums = np.sum([bucket.sums for bucket in buckets], axis=0)
+    counts = np.array(row.windows_by_document) * sum(bucket.end - bucket.start for bucket in buckets)
+    return Mean.of(sums, counts, (evaluation.text, tuple(row.documents)))
+
+
+def _gain(evaluation: Evaluation, row: Row) -> Mean | None:
+    length = evaluation.train_length
+    first, later = _mean(evaluation, row, end=length), _mean(evaluation, row, start=length)
+    return None if first is None or later is None else first - later
+
+
+def groups(evaluations: Sequence[Evaluation], recipes: Sequence[str]) -> list[Group]:
+    """Runs whose resolved recipes differ by seed and name alone, evaluated on the same text, put together.
+
+    Args:
+        evaluations: of the runs.
+        recipes: their resolved recipes, as TOML; a run whose recipe is not known ("") is a group of its own.
+    """
+    kinds: dict[object, list[Evaluation]] = {}
+    for index, (evaluation, recipe) in enumerate(zip(evaluations, recipes, strict=True)):
+        kinds.setdefault((without_seed(recipe), evaluation.text) if recipe else index, []).append(evaluation)
+    names = labels([members[0] for members in kinds.values()])
+    return [Group(name, tuple(members)) for name, members in zip(names, kinds.values(), strict=True)]
+
+
+def singles(evaluations: Sequence[Evaluation]) -> list[Group]:
+    """Each run as a group of its own."""
+    return groups(evaluations, [""] * len(evaluations))
+
+
+def count_text(seeds: Sequence[int]) -> str:
+    """ "4 seeds"; "4 runs" where two of them share a seed."""
+    return f"{len(seeds)} {'runs' if len(set(seeds)) < len(seeds) else 'seeds'}"
+
+
+def without_seed(text: str) -> object:
+    """What has to agree: not the name, the description or the seed. A recipe of an earlier version has the defaults that it
+    does not name."""
+    try:
+        values = tomllib.loads(text)
+    except tomllib.TOMLDecodeError:  # edited by hand: like nothing but a copy of itself
+        return text
+    with contextlib.suppress(ValidationError):  # a recipe of another version, with keys that this one does not have
+        values = Recipe.model_validate(values).model_dump()
+    for said in ("name", "description"):
+        values.pop(said, None)
+    if isinstance(values.get("train"), dict):
+        values["train"].pop("seed", None)
+    return json.dumps(values, sort_keys=True)
+
+
+def setting_name(evaluation: Evaluation, setting: Setting) -> str:
+    """The name of a setting in reports. Windows are given in training lengths."""
+    return setting.name(evaluation.train_length)
+
+
+def settings(found: Iterable[Group]) -> list[str]:
+    """The names of all settings under which at least one run was evaluated, in a report's order."""
+    order: dict[str, tuple[float, int, int]] = {}
+    for evaluation in (evaluation for group in found for evaluation in group.evaluations):
+        for setting in {row.setting for row in evaluation.rows}:
+            window, sinks, rope = setting.order
+            order[setting_name(evaluation, setting)] = (window / evaluation.train_length, sinks, rope)
+    return sorted(order, key=lambda name: order[name]) or [AS_TRAINED.name()]
+
+
+def position(evaluation: Evaluation, row: Row, axis: Axis) -> float:
+    """Where a row stands on the axis."""
+    return float(row.length) if axis == "tokens" else round(row.length / evaluation.train_length, 4)
+
+
+def columns(found: Iterable[Group], axis: Axis = "multiple") -> list[float]:
+    """Every place on the axis where at least one run was evaluated, ascending."""
+    return sorted({position(e, row, axis) for group in found for e in group.evaluations for row in e.rows})
+
+
+def shared_columns(found: Sequence[Group], axis: Axis = "multiple") -> list[float]:
+    """The places on the axis where every group has a loss under at least one setting, ascending."""
+    return [column for column in columns(found, axis) if all(best(group, column, axis) is not None for group in found)]
+
+
+def cell(group: Group, column: float, setting: str, axis: Axis = "multiple") -> Cell | None:
+    """What stands at a place on the axis under a setting, if every run of the group was evaluated there."""
+    rows = [_row(evaluation, column, setting, axis) for evaluation in group.evaluations]
+    found = tuple(row for row in rows if row is not None)
+    return Cell(group, setting, found) if len(found) == len(rows) else None
+
+
+def _row(evaluation: Evaluation, column: float, setting: str, axis: Axis) -> Row | None:
+    """Up to the training length a scaling of RoPE changes nothing, so the row as trained stands for a missing one."""
+    there = {row.setting: row for row in evaluation.rows if position(evaluation, row, axis) == column}
+    for one, row in there.items():
+        if setting_name(evaluation, one) == setting:
+            return row
+    known = {row.setting for row in evaluation.rows if setting_name(evaluation, row.setting) == setting}
+    plain = there.get(AS_TRAINED)
+    scaled = any(one.window is None for one in known)
+    return plain if scaled and plain is not None and plain.length <= evaluation.train_length else None
+
+
+def best(group: Group, column: float, axis: Axis = "multiple") -> Cell | None:
+    """The losses of a group at a place on the axis with its best setting; a diverged loss comes last."""
+    found = [there for name in settings([group]) if (there := cell(group, column, name, axis)) is not None]
+    return min(found, key=lambda one: one.loss if math.isfinite(one.loss) else math.inf, default=None)
+
+
+def best_setting(group: Group, found: Sequence[Group], axis: Axis) -> str:
+    """A group's best setting at the longest length that all groups share, or at its own longest."""
+    at = (shared_columns(found, axis) or columns([group], axis))[-1]
+    there = best(group, at, axis)
+    return there.setting if there else AS_TRAINED.name()
+
+
+def growth(group: Group, column: float, setting: str, axis: Axis = "multiple") -> float | None:
+    """The loss at a place on the axis over the group's own at 1x, or None if not evaluated."""
+    first, last = cell(group, 1.0, setting), cell(group, column, setting, axis)
+    if first is None or last is None:
+        return None
+    return last.loss / first.loss if first.loss else math.nan
+
+
+def column_name(column: float, axis: Axis = "multiple") -> str:
+    """ "16x", or "2,048" when lengths are counted in tokens."""
+    return f"{column:,.0f}" if axis == "tokens" else f"{column:g}x"
+
+
+def tokens_at(found: Iterable[Group], column: float, axis: Axis) -> int | None:
+    """The tokens of a column that counts multiples, or None where the groups do not agree on them."""
+    lengths = {round(column * group.first.train_length) for group in found}
+    return lengths.pop() if axis == "multiple" and len(lengths) == 1 else None
+
+
+def mechanism_name(mechanism: str) -> str:
+    """A mechanism as the papers spell it."""
+    return _NAMES.get(mechanism.strip(), mechanism)
+
+
+def labels(evaluations: Sequence[Evaluation | Recall]) -> list[str]:
+    """A name for each run: its mechanism's, with the run's where two share a mechanism, numbered where those agree.
+
+    A layout is long to say, so such a run has its own name, without the seed.
+    """
+    mechanisms = Counter(evaluation.mechanism for evaluation in evaluations)
+    names = []
+    for e in evaluations:
+        if any(mark in e.mechanism for mark in "[/+"):
+            names.append(re.sub(r"-s\d+$", "", e.run))
+        else:
+            names.append(mechanism_name(e.mechanism) + (f" · {e.run}" if mechanisms[e.mechanism] > 1 else ""))
+    seen: Counter[str] = Counter()
+    unique = []
+    for name in names:
+        seen[name] += 1
+        unique.append(f"{name} ({seen[name]})" if seen[name] > 1 else name)
+    return unique
+
+
+def loss_text(loss: float) -> str:
+    """A loss for people: a diverged one is said to be so, never printed as a number."""
+    return f"{loss:.3f}" if math.isfinite(loss) else "diverged"

@@ -1,0 +1,174 @@
+"""Runs that were trained on one generated task, held against each other: results.json, a table and a figure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import fmean, stdev
+
+from rich.console import Console
+
+from softfocus.lab.errors import LabError
+from softfocus.lab.report.curves import Line, Panel, Point, curve_table, save_curves
+from softfocus.lab.report.points import count_text, labels, without_seed
+from softfocus.lab.report.recall import BLIND
+from softfocus.lab.report.results import FIGURE, RESULTS, load_recipe_text, read_as, refuse_twice
+from softfocus.lab.run_folder.disk import write_atomically
+from softfocus.lab.run_folder.files import load_measured, load_run
+from softfocus.lab.run_folder.results import Recall, Record, RunInfo, json_text
+
+_WAYS = ((False, "more filler"), (True, "more to remember"))
+
+
+class RecallEntry(Record):
+    """One run."""
+
+    info: RunInfo
+    recall: Recall
+    recipe: str
+
+
+@dataclass(frozen=True)
+class RecallGroup:
+    """Runs that differ by their seed alone; most often one."""
+
+    label: str
+    entries: tuple[RecallEntry, ...]
+
+    @property
+    def title(self) -> str:
+        """The label, with the number of runs where there are several."""
+        seeds = [entry.info.seed for entry in self.entries]
+        return self.label if len(seeds) == 1 else f"{self.label} ({count_text(seeds)})"
+
+    def points(self, grown: bool, window: int | None = None) -> list[Point]:
+        """The share of right answers by length: a mean and standard deviation over seeds; one run's standard error.
+
+        A length that one of the runs lacks is left out.
+        """
+        by_run = [
+            {row.length: row for row in entry.recall.shown if (row.grown, row.window) == (grown, window)}
+            for entry in self.entries
+        ]
+        found = []
+        for length in sorted(set.intersection(*map(set, by_run))):
+            rows = [run[length] for run in by_run]
+            values = [row.accuracy for row in rows]
+            spread = stdev(values) if len(rows) > 1 else rows[0].standard_error
+            found.append(Point(length, fmean(values), spread, BLIND if all(row.blind for row in rows) else ""))
+        return found
+
+
+class RecallReport(Record):
+    """Everything that the table and the figure show. results.json is this, and reads back equal."""
+
+    title: str
+    created: datetime
+    notes: list[str]
+    runs: list[RecallEntry]
+
+    @property
+    def groups(self) -> list[RecallGroup]:
+        """The runs, those together that differ by their seed alone."""
+        return grouped(self.runs)
+
+
+def grouped(entries: Sequence[RecallEntry]) -> list[RecallGroup]:
+    """The runs, those together that differ by their seed alone."""
+    kinds: dict[object, list[RecallEntry]] = {}
+    for index, entry in enumerate(entries):
+        kinds.setdefault(without_seed(entry.recipe) if entry.recipe else index, []).append(entry)
+    names = labels([members[0].recall for members in kinds.values()])
+    return [RecallGroup(name, tuple(members)) for name, members in zip(names, kinds.values(), strict=True)]
+
+
+def compare_recall(
+    paths: Sequence[Path], out: Path, *, title: str, remarks: Sequence[str] = (), console: Console
+) -> RecallReport:
+    """Compare runs of one task; those whose recipes differ by seed and name alone are grouped.
+
+    Args:
+        paths: run folders, or a results.json of an earlier comparison, which stands for its runs.
+        out: where to write.
+        title: the figure's heading.
+        remarks: what the reader should know beyond what the runs themselves tell.
+        console: where to print.
+
+    Raises:
+        LabError: a run that is not finished or not measured, runs of several tasks or training lengths, a run that
+            comes twice, seeds that share no length, or a folder that cannot be written to.
+    """
+    entries = [entry for path in paths for entry in _entries(path)]
+    refuse_twice([entry.info for entry in entries])
+    if len({(entry.recall.task, entry.recall.train_length) for entry in entries}) > 1:
+        raise LabError("the runs were trained on different tasks or lengths", "compare runs of one task")
+    groups = grouped(entries)
+    drawn = [_lines(groups, grown) for grown, _ in _WAYS]
+    if not any(drawn):
+        raise LabError(
+            "the seeds of each model share no length", "measure all of them at the same lengths with `softfocus recall`"
+        )
+    report = RecallReport(
+        title=title, created=datetime.now(UTC).replace(microsecond=0), notes=[*remarks, *_notes(groups)], runs=entries
+    )
+    write_atomically(out / RESULTS, json_text(report))
+    first = entries[0].recall
+    panels = []
+    for (_, name), lines in zip(_WAYS, drawn, strict=True):
+        if lines:
+            heads = {
+                float(length): f"{length / first.train_length:g}x\n{length:,}"
+                for length in sorted({int(point.at) for line in lines for point in line.points})
+            }
+            console.print(
+                curve_table(
+                    f"Right answers, lengthened by {name}; chance is {first.rows[0].chance:.3f}", "", lines, heads
+                )
+            )
+            panels.append(
+                Panel(f"sequence length (tokens), {name}", "share of right answers", lines, first.rows[0].chance)
+            )
+    for note in report.notes:
+        console.print(f"Note: {note}", markup=False, highlight=False)
+    save_curves(panels, out / FIGURE, title="\n".join([title, *_errors(groups)]), train_length=first.train_length)
+    for name in (RESULTS, FIGURE):
+        console.print(f"  {out / name}", markup=False, highlight=False, soft_wrap=True)
+    return report
+
+
+def _entries(path: Path) -> list[RecallEntry]:
+    if path.suffix == ".json":
+        return read_as(RecallReport, path).runs
+    return [RecallEntry(info=load_run(path), recall=load_measured(path, Recall), recipe=load_recipe_text(path))]
+
+
+def _lines(groups: Sequence[RecallGroup], grown: bool) -> list[Line]:
+    """One for each group and window in which all its runs share a length."""
+    lines = []
+    for group in groups:
+        windows = {row.window for entry in group.entries for row in entry.recall.shown}
+        for window in sorted(windows, key=lambda window: window or 0):
+            if points := group.points(grown, window):
+                lines.append(Line(group.title + (f", window {window}" if window else ""), points))
+    return lines
+
+
+def _notes(groups: Sequence[RecallGroup]) -> list[str]:
+    """How to read the numbers, and in what the runs differ although a comparison takes it to be equal."""
+    found = _errors(groups)
+    entries = [entry for group in groups for entry in group.entries]
+    if any(row.blind for entry in entries for row in entry.recall.shown):
+        found.append(f"{BLIND} every answer lies beyond what the windows reach through all layers.")
+    if any(len({frozenset(row.place for row in e.recall.shown) for e in group.entries}) > 1 for group in groups):
+        found.append("Some lengths or windows were not measured on every seed: they are left out.")
+    if len({entry.info.commit for entry in entries}) > 1:
+        found.append("The runs differ in commit: it was not the same code that trained them.")
+    return found
+
+
+def _errors(groups: Sequence[RecallGroup]) -> list[str]:
+    """What the errors are."""
+    sizes = {len(group.entries) > 1 for group in groups}
+    several = ["Several seeds: ± is their standard deviation."] if True in sizes else []
+    one = ["One seed: ± is the standard error over sequences, and the noise of training is not known."]
+    return several + (one if False in sizes else [])

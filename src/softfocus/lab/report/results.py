@@ -1,0 +1,125 @@
+"""results.json: the runs of a report with all that it shows, and reading it back."""
+
+from collections.abc import Sequence
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, Field, ValidationError, computed_field, model_validator
+
+from softfocus.lab.errors import LabError
+from softfocus.lab.report.finding import Finding, finding
+from softfocus.lab.report.points import Axis, Group, groups
+from softfocus.lab.run_folder.files import RECIPE, load_measured, load_run
+from softfocus.lab.run_folder.provenance import without_folders
+from softfocus.lab.run_folder.results import Evaluation, Record, RunInfo
+
+RESULTS = "results.json"
+FIGURE = "figure1.png"
+PAGE = "report.html"
+SCHEMA_VERSION = 2
+
+_Kind = TypeVar("_Kind", bound=BaseModel)
+
+
+class Entry(Record):
+    """One run in a report."""
+
+    info: RunInfo
+    evaluation: Evaluation
+    recipe: str = Field(default="", description="the resolved recipe, as TOML")
+
+
+class Report(Record):
+    """Everything that a report shows. results.json is this, and reads back equal.
+
+    The finding follows from the runs, so it is computed anew when a file is read: early files hold another kind.
+    """
+
+    schema_version: int = SCHEMA_VERSION
+    title: str
+    created: datetime
+    axis: Axis = "multiple"
+    notes: list[str] = Field(description="what to keep in mind when the runs are held against each other")
+    runs: list[Entry]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_finding(cls, values: Any) -> Any:
+        if isinstance(values, dict):
+            kept = {key: value for key, value in values.items() if key != "finding"}
+            return kept | ({"schema_version": SCHEMA_VERSION} if "schema_version" in kept else {})
+        return values
+
+    @computed_field(description="who is better where")  # type: ignore[prop-decorator]
+    @cached_property
+    def finding(self) -> Finding:
+        """Who is better where, by how much, and whether that is more than noise."""
+        return finding(self.groups, self.axis)
+
+    @cached_property
+    def groups(self) -> list[Group]:
+        """The runs, those together that differ by their seed alone."""
+        return grouped(self.runs)
+
+    @property
+    def evaluations(self) -> list[Evaluation]:
+        """The evaluations, in the report's order."""
+        return [entry.evaluation for entry in self.runs]
+
+
+def grouped(entries: Sequence[Entry]) -> list[Group]:
+    """The runs, those together that differ by their seed alone."""
+    return groups([entry.evaluation for entry in entries], [entry.recipe for entry in entries])
+
+
+def load_entry(folder: Path) -> Entry:
+    """Read what a run folder holds.
+
+    Raises:
+        LabError: not a run folder, a run that did not finish, or one without an evaluation.
+    """
+    return Entry(info=load_run(folder), evaluation=load_measured(folder, Evaluation), recipe=load_recipe_text(folder))
+
+
+def load_recipe_text(folder: Path) -> str:
+    """The resolved recipe of a run without names of folders; "" where there is none."""
+    recipe = folder / RECIPE
+    return without_folders(recipe.read_text(encoding="utf-8")) if recipe.is_file() else ""
+
+
+def refuse_twice(infos: Sequence[RunInfo]) -> None:
+    """Refuse a run that stands twice in a comparison, as a folder and in an earlier results.json.
+
+    Raises:
+        LabError: it does.
+    """
+    for index, info in enumerate(infos):
+        if info in infos[:index]:
+            raise LabError(f"the run {info.name} is there twice", "name its folder or the results.json that holds it")
+
+
+def read(path: Path) -> Report:
+    """Read a results.json.
+
+    Raises:
+        LabError: no such file, or not one that this version wrote.
+    """
+    return read_as(Report, path)
+
+
+def read_as(kind: type[_Kind], path: Path) -> _Kind:
+    """Read a results.json of a kind of report.
+
+    Raises:
+        LabError: no such file, or not one that this version wrote.
+    """
+    remedy = "write it again with `softfocus compare RUN... --out FOLDER`"
+    try:
+        return kind.model_validate_json(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise LabError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}", remedy) from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise LabError(f"{path} is not a report: {'.'.join(map(str, first['loc']))}: {first['msg']}", remedy) from None

@@ -1,0 +1,1 @@
+"""Several models trained and measured side by side. The shipped studies lie here, too."""

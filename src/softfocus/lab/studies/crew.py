@@ -1,0 +1,228 @@
+"""Several models trained and measured at a time, each in a process of its own: what the demo and studies run on."""
+
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TextIO
+
+from rich.console import Console
+
+from softfocus.lab.errors import Interrupted, LabError
+from softfocus.lab.progress import Event
+from softfocus.lab.recipes.lengths import parse
+from softfocus.lab.recipes.loading import load
+from softfocus.lab.recipes.recipe import Recipe
+from softfocus.lab.run_folder.disk import write_atomically, writing
+from softfocus.lab.run_folder.files import RECIPE, RUN, load_measured, load_run
+from softfocus.lab.run_folder.provenance import cores
+from softfocus.lab.run_folder.results import Evaluation, default_settings
+from softfocus.lab.studies.screen import Job, Screen
+from softfocus.lab.studies.worker import from_line
+
+LOGS = "logs"
+
+_PATIENCE = 30.0  # seconds for a worker that was asked to stop: it writes a checkpoint first
+
+
+def plan(folder: Path, recipes: Sequence[Recipe], labels: Sequence[str], *, overwrite: bool = False) -> list[Job]:
+    """A job for each recipe, in a folder of its name; those that an earlier call finished are finished.
+
+    Raises:
+        LabError: a folder holds a run of another recipe.
+    """
+    jobs = [
+        Job(
+            label=label,
+            recipe=recipe,
+            folder=folder / recipe.name,
+            log=folder / LOGS / f"{recipe.name}.log",
+            lengths=parse(recipe.evaluate.lengths, recipe.train.length),
+            evaluation=empty(recipe),
+        )
+        for recipe, label in zip(recipes, labels, strict=True)
+    ]
+    for job in jobs:
+        if not overwrite and _is_finished(job):
+            job.status = "finished"
+    return jobs
+
+
+def work(folder: Path, jobs: Sequence[Job], *, workers: int | None, overwrite: bool, console: Console) -> None:
+    """Run every job that is not finished, a few at a time, and show how far they are.
+
+    Args:
+        folder: gets the logs.
+        jobs: what to run; each says afterwards whether it is finished or failed, and why.
+        workers: jobs at a time; as many as there are cores by default.
+        overwrite: train again what is there.
+        console: where to draw.
+
+    Raises:
+        LabError: the folder cannot be written to, or Ctrl-C.
+    """
+    count = max(1, workers or min(len(jobs), cores()))
+    with writing(folder, "choose another folder with --out, or free some space"):
+        (folder / LOGS).mkdir(parents=True, exist_ok=True)
+        for job in jobs:
+            job.log.touch()
+    with Screen(console, jobs, count) as screen:
+        Crew(count, overwrite, screen).run([job for job in jobs if job.status == "waiting"])
+
+
+def missing(jobs: Sequence[Job]) -> list[str]:
+    """The report's lines about failed jobs, without paths."""
+    failed = [job for job in jobs if job.status == "failed"]
+    return [f"{job.label} is missing: {job.error.replace(str(job.folder), job.folder.name)}" for job in failed]
+
+
+def refuse_failed(jobs: Sequence[Job]) -> None:
+    """After the report on the others has been written.
+
+    Raises:
+        LabError: at least one job failed.
+    """
+    if failed := [job for job in jobs if job.status == "failed"]:
+        what = "; ".join(f"{job.label}: {job.error} (log: {job.log})" for job in failed)
+        raise LabError(f"{len(failed)} of {len(jobs)} models failed: {what}", "start again to go on with those")
+
+
+def empty(recipe: Recipe) -> Evaluation:
+    """An evaluation without rows, to be filled with those that a worker reports. For the screen; files come from disk."""
+    return Evaluation(
+        run=recipe.name,
+        mechanism=recipe.model.label,
+        train_length=recipe.train.length,
+        vocabulary=0,
+        tokens=recipe.evaluate.tokens,
+        seed=recipe.train.seed,
+        rows=[],
+    )
+
+
+def _is_finished(job: Job) -> bool:
+    """Whether an earlier call trained and measured all that the job asks for; an evaluation is put into the job."""
+    if not (job.folder / RUN).exists():
+        return False
+    there = load(job.folder / RECIPE)
+    if (there.model, there.data, there.train) != (job.recipe.model, job.recipe.data, job.recipe.train):
+        raise LabError(f"{job.folder} holds a run of another recipe", "choose another folder with --out, or delete it")
+    try:
+        load_run(job.folder)
+        if job.recipe.data.source is None:
+            from softfocus.lab.evaluate.recall import is_measured  # torch: seconds, which text does without
+
+            return is_measured(job.folder, job.lengths)
+        evaluation = load_measured(job.folder, Evaluation)
+    except LabError:
+        return False
+    settings = default_settings(job.recipe.train.length)
+    planned = {(length, setting) for length in job.lengths for setting in settings}
+    if there.evaluate != job.recipe.evaluate or not planned <= {(row.length, row.setting) for row in evaluation.rows}:
+        return False
+    job.evaluation = evaluation
+    return True
+
+
+class Crew:
+    """Worker processes, a few at a time, and what they say."""
+
+    def __init__(self, count: int, overwrite: bool, screen: Screen):
+        self._count, self._overwrite, self._screen = count, overwrite, screen
+        self._said: queue.Queue[tuple[Job, str | None]] = queue.Queue()
+        self._working: dict[str, subprocess.Popen[str]] = {}
+
+    def run(self, jobs: list[Job]) -> None:
+        """Run every job to its end, whatever happens to the others."""
+        waiting = list(jobs)
+        ready = False  # the first worker goes alone until it trains: by then the corpus is tokenised and cached for all
+        try:
+            while waiting or self._working:
+                while waiting and len(self._working) < (self._count if ready else 1):
+                    self._start(waiting.pop(0))
+                self._screen.update()
+                try:
+                    job, line = self._said.get(timeout=1.0)
+                except queue.Empty:
+                    continue
+                if line is None:
+                    self._end(job)
+                    ready = ready or job.status == "finished"
+                else:
+                    ready = self._hear(job, line) or ready
+        except KeyboardInterrupt:
+            raise Interrupted(
+                "training was interrupted", "start the command again to go on: nothing that was done is lost"
+            ) from None
+        finally:
+            self._stop()
+
+    def _start(self, job: Job) -> None:
+        recipe = job.log.with_suffix(".toml")
+        write_atomically(recipe, job.recipe.to_toml())
+        command = [sys.executable, "-m", "softfocus.lab.studies.worker", str(recipe), str(job.folder)]
+        command += ["--overwrite"] if self._overwrite else []
+        threads = str(max(1, cores() // self._count))
+        with job.log.open("w") as log:
+            worker = subprocess.Popen(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                text=True,
+                env=os.environ
+                | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"},
+                start_new_session=True,  # Ctrl-C is for this process, which then stops its workers one by one
+            )
+        self._working[job.recipe.name] = worker
+        job.status = "starting"
+        assert worker.stdout is not None
+        threading.Thread(target=self._listen, args=(job, worker.stdout), daemon=True).start()
+
+    def _listen(self, job: Job, lines: TextIO) -> None:
+        with lines:
+            for line in lines:
+                self._said.put((job, line))
+        self._said.put((job, None))
+
+    def _hear(self, job: Job, line: str) -> bool:
+        """Take in what a worker said. Returns whether it has begun to train, or is past that."""
+        said = from_line(line)
+        if isinstance(said, str):
+            job.error = said
+            return False
+        phase, event = said
+        job.status = "training" if phase == "train" else "evaluating"
+        self._note(job, event)
+        return event.kind == "step" or phase == "evaluate"
+
+    def _note(self, job: Job, event: Event) -> None:
+        job.take(event, time.monotonic())
+        if event.row is not None:
+            job.evaluation.rows.append(event.row)
+            self._screen.row(job, event.row)
+
+    def _end(self, job: Job) -> None:
+        code = self._working.pop(job.recipe.name).wait()
+        if code == 0:
+            job.status, job.error = "finished", ""
+        else:
+            job.status = "failed"
+            job.error = job.error or (f"killed by signal {-code}" if code < 0 else f"ended with exit code {code}")
+        self._screen.ended(job)
+
+    def _stop(self) -> None:
+        """Stop the workers that are left: politely, so that they keep a checkpoint, then for good."""
+        for worker in self._working.values():
+            worker.terminate()
+        deadline = time.monotonic() + _PATIENCE
+        try:
+            for worker in self._working.values():
+                worker.wait(max(0.0, deadline - time.monotonic()))
+        except (subprocess.TimeoutExpired, KeyboardInterrupt):
+            for worker in self._working.values():
+                worker.kill()

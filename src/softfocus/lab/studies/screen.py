@@ -1,0 +1,166 @@
+"""What a crew shows while it works: bars, a time estimate and the table on a terminal, plain lines in a log."""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Literal
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from softfocus.lab.progress import EVERY, Event
+from softfocus.lab.recipes.recipe import Recipe
+from softfocus.lab.report import points
+from softfocus.lab.report.points import column_name, position, setting_name
+from softfocus.lab.report.table import loss_table
+from softfocus.lab.run_folder.results import Evaluation, Row
+
+Status = Literal["waiting", "starting", "training", "evaluating", "finished", "failed"]
+
+TRAINING = 0.9
+"""The share of a model's time that is training, the rest being evaluation: measured on the demo's recipes, two cores."""
+
+
+@dataclass
+class Job:
+    """One model, and how far it is."""
+
+    label: str
+    recipe: Recipe
+    folder: Path
+    log: Path
+    lengths: list[int]
+    evaluation: Evaluation
+    status: Status = "waiting"
+    error: str = ""
+    event: Event | None = None
+    share: float = 0.0
+    _began: tuple[float, float] | None = field(default=None, repr=False)
+    _now: float = 0.0
+
+    def take(self, event: Event, now: float) -> None:
+        """Take in an event that reached us at `now`, on the monotonic clock."""
+        if event.kind not in ("step", "row") or not event.total:
+            return
+        if event.kind == "step":
+            self.event = event
+        part = event.done / event.total
+        self.share = TRAINING * part if self.status == "training" else TRAINING + (1 - TRAINING) * part
+        # A resumed run begins in the middle, so the pace is that of this session
+        self._began = self._began or (now, self.share)
+        self._now = now
+
+    @property
+    def pace(self) -> float | None:
+        """Seconds for the whole of a model at the speed so far, without start-up."""
+        if self._began is None or self.share <= self._began[1]:
+            return None
+        return (self._now - self._began[0]) / (self.share - self._began[1])
+
+    @property
+    def facts(self) -> str:
+        """Loss and speed."""
+        if self.status == "failed":
+            return self.error
+        if self.event is None or self.status not in ("training", "evaluating"):
+            return ""
+        loss = f"loss {self.event.loss:.3f}  " if self.event.loss is not None else ""
+        speed = self.event.tokens_per_second
+        return loss + (f"{speed:,.0f} tokens/s" if speed else "")
+
+
+def seconds_left(jobs: Sequence[Job], workers: int) -> float | None:
+    """How long all of them will still take, or None before anything is known."""
+    paces = [job.pace for job in jobs if job.pace is not None]
+    open_jobs = [job for job in jobs if job.status not in ("finished", "failed")]
+    if not open_jobs:
+        return 0.0
+    if not paces:
+        return None
+    usual = sum(paces) / len(paces)
+    left = [(1 - job.share) * (job.pace or usual) for job in open_jobs]
+    return max(*left, sum(left) / workers) if len(left) > 1 else left[0]
+
+
+def clock(seconds: float) -> str:
+    """Minutes and seconds."""
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+
+
+class Screen:
+    """The display, as a context manager."""
+
+    def __init__(self, console: Console, jobs: Sequence[Job], workers: int):
+        self._console, self._jobs, self._workers = console, jobs, workers
+        self._start = time.monotonic()
+        self._told = -math.inf
+        self._live = Live(console=console, get_renderable=self._draw, refresh_per_second=2, transient=True)
+
+    def __enter__(self) -> "Screen":
+        names = ", ".join(job.label for job in self._jobs)
+        self._say(
+            f"Training and evaluating {names}, {self._workers} at a time. Stop with Ctrl-C; started again, it goes on."
+        )
+        for job in self._jobs:
+            if job.status == "finished":
+                self._say(f"{job.label}: already done, in {job.folder}")
+        if self._console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._console.is_terminal:
+            self._live.stop()
+
+    def update(self) -> None:
+        """Tell how far everything is, where that is due. (A terminal redraws itself.)"""
+        if self._console.is_terminal or time.monotonic() - self._told < EVERY:
+            return
+        self._told = time.monotonic()
+        for job in self._jobs:
+            if job.status in ("starting", "training", "evaluating"):
+                self._say(f"{job.label}: {job.status} {job.share:.0%}  {job.facts}")
+        self._say(self._overall())
+
+    def row(self, job: Job, row: Row) -> None:
+        """A loss has come."""
+        if not self._console.is_terminal:
+            how = setting_name(job.evaluation, row.setting)
+            at = column_name(position(job.evaluation, row, "multiple"))
+            self._say(f"{job.label}: {at} ({row.length:,} tokens), {how}: {row.text}")
+
+    def ended(self, job: Job) -> None:
+        """A model is finished, or failed."""
+        self._say(f"{job.label}: {f'failed: {job.error} (log: {job.log})' if job.status == 'failed' else 'finished'}")
+
+    def _say(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def _overall(self) -> str:
+        done = sum(job.status == "finished" for job in self._jobs)
+        seconds = seconds_left(self._jobs, self._workers)
+        left = "time left not known yet" if seconds is None else f"about {clock(seconds)} left"
+        return f"{done} of {len(self._jobs)} done, {clock(time.monotonic() - self._start)} elapsed, {left}"
+
+    def _draw(self) -> Group:
+        bars = Table.grid(padding=(0, 1))
+        for job in self._jobs:
+            left = (1 - job.share) * job.pace if job.pace and job.status in ("training", "evaluating") else None
+            bars.add_row(
+                Text(job.label),
+                Text(job.status, style="red" if job.status == "failed" else "dim"),
+                ProgressBar(total=1, completed=1 if job.status == "finished" else job.share, width=20),
+                Text("" if left is None else f"{clock(left)} left"),
+                Text(job.facts, overflow="ellipsis", no_wrap=True),
+            )
+        planned = sorted({length / job.recipe.train.length for job in self._jobs for length in job.lengths})
+        table = loss_table([points.Group(job.label, (job.evaluation,)) for job in self._jobs], planned=planned)
+        return Group(table, bars, Text(self._overall(), style="bold"))

@@ -1,0 +1,206 @@
+"""Studies: a table of runs, each row with several seeds, trained a few at a time and held against each other."""
+
+import shutil
+import time
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from rich.console import Console
+
+from softfocus.lab.errors import LabError, UsageError, did_you_mean
+from softfocus.lab.recipes.loading import derive
+from softfocus.lab.recipes.recipe import Recipe
+from softfocus.lab.report.compare import Comparison, compare
+from softfocus.lab.report.points import without_seed
+from softfocus.lab.run_folder.provenance import cores
+from softfocus.lab.studies import crew
+from softfocus.lab.studies.screen import TRAINING, Job, clock
+
+TRIAL = 4
+"""Steps of each row that are timed for the estimate; the first, which sets things up, does not count."""
+
+
+class Study(BaseModel):
+    """A TOML file: what the rows have in common, and in what they differ."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    title: str
+    base: str = Field(default="demo", description="the recipe that every row changes, unless the row names another")
+    seeds: list[int] = Field(default=[0], min_length=1)
+    rows: dict[str, dict[str, Any]] = Field(min_length=1, description="name -> keys of the recipe that it changes")
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a study will take, from a trial of a few steps of each row."""
+
+    runs: int
+    left: int
+    seconds: float
+    bytes: int
+
+    @property
+    def text(self) -> str:
+        """In one line."""
+        return (
+            f"{self.runs} runs, {self.left} of them left: about {clock(self.seconds)} (minutes:seconds), and "
+            f"{self.bytes / 1e6:,.0f} MB on disk"
+        )
+
+
+def shipped() -> list[str]:
+    """The names of the studies that come with softfocus."""
+    return sorted(file.name.removesuffix(".toml") for file in _shipped().iterdir() if file.name.endswith(".toml"))
+
+
+def load(name_or_path: str) -> tuple[Study, Path | None]:
+    """Read a study, and the folder in which its bases are looked for first.
+
+    Raises:
+        LabError: no such file, or one that is not a study.
+    """
+    path = Path(name_or_path)
+    file = path if path.suffix == ".toml" else _shipped() / f"{name_or_path}.toml"
+    known = f"the shipped studies are {', '.join(shipped())}; any other is the path of a .toml file"
+    try:
+        return Study.model_validate(tomllib.loads(file.read_text(encoding="utf-8"))), (
+            path.parent if path.suffix == ".toml" else None
+        )
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+        raise LabError(f"there is no study {name_or_path}", did_you_mean(path.stem, shipped(), known)) from None
+    except (tomllib.TOMLDecodeError, OSError, UnicodeDecodeError) as error:
+        raise LabError(f"study {name_or_path} cannot be read: {error}", "it must be TOML in UTF-8") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise LabError(
+            f"study {name_or_path}: {place}: {first['msg']}", "a study has title, base, seeds and [rows.NAME] tables"
+        ) from None
+
+
+def recipes(study: Study, near: Path | None = None, seeds: Sequence[int] | None = None) -> list[Recipe]:
+    """A recipe for each row and seed: all rows of a seed before the next seed.
+
+    Raises:
+        LabError: a row that makes no recipe.
+    """
+    found = []
+    for seed in seeds or study.seeds:
+        for name, row in study.rows.items():
+            changes = {key: value for key, value in row.items() if key != "base"}
+            changes["train"] = {**changes.get("train", {}), "seed": seed}
+            found.append(derive(row.get("base", study.base), f"{name}-s{seed}", changes, near))
+    if len({recipe.data.source is None for recipe in found}) > 1:
+        raise LabError("some rows are trained on text and some on generated tasks", "make two studies of them")
+    return found
+
+
+def run_study(
+    name_or_path: str,
+    folder: Path,
+    *,
+    seeds: Sequence[int] | None = None,
+    jobs: int | None = None,
+    overwrite: bool = False,
+    estimate_only: bool = False,
+    console: Console | None = None,
+) -> Comparison | None:
+    """Train and measure every run of a study, and compare them. What is finished is kept, and a killed run goes on.
+
+    Args:
+        name_or_path: a shipped study, or a TOML file.
+        folder: gets a run folder for each row and seed, logs, and the comparison.
+        seeds: take these, not the study's.
+        jobs: runs at a time, which share the cores; as many as there are cores by default.
+        overwrite: train again what is there.
+        estimate_only: say what it will take and stop.
+        console: where to draw; stdout by default.
+
+    Returns:
+        The comparison of all that finished; None for an estimate, or where nothing did.
+
+    Raises:
+        LabError: a study that cannot be read, a row that makes no recipe, a run that failed (after the comparison of the
+            others has been written), or Ctrl-C.
+    """
+    console = console or Console()
+    if jobs is not None and jobs > cores():
+        raise UsageError(f"--jobs: {jobs} at a time on {cores()} cores", "each run needs a core of its own")
+    study, near = load(name_or_path)
+    plan = recipes(study, near, seeds)
+    found = crew.plan(folder, plan, [recipe.name for recipe in plan], overwrite=overwrite)
+    with console.status("timing a few steps of each row"):
+        expected = estimate(found, jobs or cores())
+    console.print(f"{study.title}: {expected.text}", markup=False, highlight=False)
+    if estimate_only:
+        return None
+    _check_disk(folder, expected)
+    crew.work(folder, found, workers=jobs, overwrite=overwrite, console=console)
+    finished = [job.folder for job in found if job.status == "finished"]
+    made = (
+        compare(finished, folder, title=study.title, remarks=crew.missing(found), console=console) if finished else None
+    )
+    crew.refuse_failed(found)
+    return made
+
+
+def estimate(jobs: Sequence[Job], workers: int) -> Expected:
+    """What the runs that are not finished will take. Rows that differ by seed alone are timed once."""
+    timed: dict[object, tuple[float, int]] = {}
+    left = [job for job in jobs if job.status != "finished"]
+    rows = [without_seed(job.recipe.to_toml()) for job in left]
+    for job, row in zip(left, rows, strict=True):
+        if row not in timed:
+            timed[row] = _trial(job.recipe, max(1, cores() // workers))
+    seconds, size = (sum(timed[row][n] for row in rows) for n in (0, 1))
+    return Expected(runs=len(jobs), left=len(left), seconds=seconds / min(workers, max(1, len(left))), bytes=int(size))
+
+
+def _trial(recipe: Recipe, threads: int) -> tuple[float, int]:
+    """Seconds for a whole run, evaluation included, and its bytes on disk: two checkpoints with moments, and the model."""
+    import torch
+
+    from softfocus.lab import model as models
+    from softfocus.lab.data import of_recipe as data
+    from softfocus.lab.progress import silent
+
+    models.quiet()
+    source = data.load(recipe, silent)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        model = models.build(recipe, source.vocab_size, source.end_of_document)
+        optimiser = torch.optim.AdamW(model.parameters(), lr=0.0)
+        tokens = torch.randint(source.vocab_size, (recipe.train.batch // recipe.train.accumulate, recipe.train.length))
+        start = 0.0
+        for step in range(TRIAL):
+            if step == 1:
+                start = time.perf_counter()
+            logits = model(input_ids=tokens, use_cache=False).logits.flatten(0, 1)
+            torch.nn.functional.cross_entropy(logits.float(), tokens.flatten()).backward()
+            optimiser.step()
+            optimiser.zero_grad()
+        a_step = (time.perf_counter() - start) / (TRIAL - 1) * recipe.train.accumulate
+    finally:
+        torch.set_num_threads(before)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return a_step * recipe.train.steps / TRAINING, 4 * parameters * (2 * 3 + 1)
+
+
+def _check_disk(folder: Path, expected: Expected) -> None:
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if (free := shutil.disk_usage(there).free) < expected.bytes:
+        raise LabError(
+            f"{folder} has {free / 1e9:.1f} GB free, and the study needs {expected.bytes / 1e9:.1f} GB",
+            "free some space, or choose another disk with --out",
+        )
+
+
+def _shipped() -> Any:
+    return resources.files("softfocus.lab") / "studies"

@@ -1,0 +1,109 @@
+"""One model of a crew, in a process of its own: train, measure, and tell the parent by lines of JSON on stdout.
+
+python -m softfocus.lab.studies.worker RECIPE FOLDER [--overwrite]
+"""
+
+import argparse
+import json
+import os
+import signal
+import sys
+import traceback
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal, TextIO
+
+from softfocus.lab.errors import LabError
+from softfocus.lab.progress import Event, Listener
+from softfocus.lab.run_folder.owner import LOCK, owning
+from softfocus.lab.run_folder.results import Row
+
+Phase = Literal["train", "evaluate"]
+
+
+def to_line(phase: Phase, event: Event) -> str:
+    """An event as one line of JSON; NaN goes through as Python's json writes and reads it."""
+    row = event.row.model_dump() if event.row else None
+    return json.dumps({"phase": phase, "event": asdict(event) | {"row": row}})
+
+
+def from_line(line: str) -> tuple[Phase, Event] | str:
+    """What a worker said: an event with its phase, or the message of the error that stopped it."""
+    message: dict[str, Any] = json.loads(line)
+    if "error" in message:
+        return str(message["error"])
+    fields = message["event"]
+    row = Row.model_validate(fields["row"]) if fields["row"] else None
+    return message["phase"], Event(**fields | {"row": row})
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the worker; the exit code is 1 when the model failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", help="a shipped name or a TOML file")
+    parser.add_argument("folder", type=Path, help="the run folder")
+    parser.add_argument("--overwrite", action="store_true", help="train again what is there")
+    options = parser.parse_args(arguments)
+    out = _own_stdout()
+    try:
+        options.folder.parent.mkdir(parents=True, exist_ok=True)
+        if (options.folder / LOCK).exists():
+            with owning(options.folder, wait=True):
+                pass  # a worker whose parent was killed may still have been writing its checkpoint
+        _work(options.recipe, options.folder, options.overwrite, out)
+    except LabError as error:
+        return _fail(out, str(error))
+    except KeyboardInterrupt:
+        return _fail(out, "interrupted")
+    except Exception as error:  # a bug, or a library's: the log has the traceback, the parent one line
+        traceback.print_exc()
+        return _fail(out, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
+    return 0
+
+
+def _work(name: str, folder: Path, overwrite: bool, out: TextIO) -> None:
+    # torch and Transformers take seconds to import, so the arguments are checked first
+    from softfocus.lab.evaluate.loss import evaluate
+    from softfocus.lab.evaluate.recall import recall
+    from softfocus.lab.recipes.lengths import parse
+    from softfocus.lab.recipes.loading import load
+    from softfocus.lab.train.run import train
+
+    recipe = load(name)
+    train(recipe, folder, resume=not overwrite, overwrite=overwrite, progress=_teller("train", out))
+    measure = evaluate if recipe.data.source is not None else recall
+    measure(folder, parse(recipe.evaluate.lengths, recipe.train.length), progress=_teller("evaluate", out))
+
+
+def _teller(phase: Phase, out: TextIO) -> Listener:
+    def tell(event: Event) -> None:
+        _say(out, to_line(phase, event))
+
+    return tell
+
+
+def _fail(out: TextIO, message: str) -> int:
+    print(message, file=sys.stderr)
+    _say(out, json.dumps({"error": message}))
+    return 1
+
+
+def _say(out: TextIO, line: str) -> None:
+    try:
+        out.write(line + "\n")
+        out.flush()
+    except OSError:
+        # The parent is gone, so nobody waits for this: end as on a request to stop, which keeps a checkpoint
+        os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _own_stdout() -> TextIO:
+    """Keep stdout for the lines to the parent; whatever a library prints goes to the log with stderr."""
+    own = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    return own
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""Checkpoints: whole with checksums, or not there; and the newest one that is still as it was written."""
+
+import logging
+import shutil
+from pathlib import Path
+
+from softfocus.lab.errors import LabError
+from softfocus.lab.progress import Event, Listener
+from softfocus.lab.run_folder.files import CHECKPOINTS
+from softfocus.lab.run_folder.manifest import flaw, seal
+
+UNFINISHED = ".unfinished"
+"""A folder beside the checkpoints, in which one is written until it is whole."""
+
+_log = logging.getLogger(__name__)
+
+
+def keep(written: Path, checkpoint: Path, before: Path | None, token: str) -> None:
+    """Make a checkpoint of what Trainer has written, and delete all others but one.
+
+    Args:
+        written: the folder, in `UNFINISHED`.
+        checkpoint: what it becomes.
+        before: the checkpoint that the run comes from; it stays, should something happen to the new one.
+        token: the run's.
+    """
+    seal(written, token)
+    shutil.rmtree(checkpoint, ignore_errors=True)  # a damaged one, which the run went back from
+    written.rename(checkpoint)
+    for other in _all(checkpoint.parent):
+        if other not in (checkpoint, before):
+            shutil.rmtree(other, ignore_errors=True)
+
+
+def clear_unfinished(folder: Path) -> None:
+    """Delete what is left of a checkpoint of a run folder that was never finished."""
+    shutil.rmtree(folder / CHECKPOINTS / UNFINISHED, ignore_errors=True)
+
+
+def newest(folder: Path, run: str, token: str, listener: Listener) -> Path | None:
+    """The newest checkpoint of a run folder that is as it was written; None where there is none at all.
+
+    A newer one that is damaged is named in a warning.
+
+    Args:
+        folder: the run folder.
+        run: the run's name, for the listener.
+        token: the run's; a checkpoint with another one is of another training.
+        listener: told how far the checking is.
+
+    Raises:
+        LabError: there are checkpoints, and all of them are damaged.
+    """
+
+    def tell(share: float) -> None:
+        listener(Event(kind="prepare", run=run, message="checking checkpoints", done=round(100 * share), total=100))
+
+    damaged: list[str] = []
+    for checkpoint in _all(folder / CHECKPOINTS):
+        why = flaw(checkpoint, token, tell)
+        if why is None:
+            if damaged:
+                _log.warning("%s goes on from %s: %s", folder, checkpoint.name, ", ".join(damaged))
+            return checkpoint
+        damaged.append(f"{checkpoint.name} is damaged ({why})")
+    if damaged:
+        raise LabError(
+            f"{folder} has no checkpoint to go on from: {', '.join(damaged)}",
+            "put the files back as they were, or start again with --overwrite (so, too, a run of a version of softfocus that "
+            "wrote no manifest.json)",
+        )
+    return None
+
+
+def _all(folder: Path) -> list[Path]:
+    """The newest first."""
+    steps = {path: path.name.removeprefix("checkpoint-") for path in folder.glob("checkpoint-*")}
+    return sorted((path for path, step in steps.items() if step.isdecimal()), key=lambda path: -int(steps[path]))

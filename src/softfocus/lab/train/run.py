@@ -1,0 +1,309 @@
+"""Train a recipe into a run folder."""
+
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
+from transformers import set_seed
+
+from softfocus.lab import model as models
+from softfocus.lab.data import of_recipe as data
+from softfocus.lab.errors import Interrupted, LabError
+from softfocus.lab.progress import Listener, silent
+from softfocus.lab.recipes.loading import load
+from softfocus.lab.recipes.recipe import Recipe
+from softfocus.lab.run_folder import provenance
+from softfocus.lab.run_folder.disk import FULL, PARTIAL, disk_error
+from softfocus.lab.run_folder.files import (
+    CHECKPOINTS,
+    GONE,
+    INSPECTION,
+    MEASURED,
+    MODEL,
+    RECIPE,
+    RUN,
+    TENSORBOARD,
+    UNFINISHED,
+    load_run,
+    save_run,
+    write_recipe,
+)
+from softfocus.lab.run_folder.manifest import seal
+from softfocus.lab.run_folder.owner import LOCK, Owner, owning
+from softfocus.lab.run_folder.results import RunInfo
+from softfocus.lab.train import checkpoints, processes
+from softfocus.lab.train.trainer import Interruptible, Keeping, Watch, WindowTrainer, make_trainer, stoppable
+
+
+@processes.together()
+def train(
+    recipe: Recipe,
+    folder: Path,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    progress: Listener = silent,
+) -> RunInfo:
+    """Train a recipe.
+
+    Runs as it is in one process, and under ``torchrun`` or ``accelerate launch`` in many: the result is that of one
+    process with the whole batch, and only the main process writes.
+
+    Args:
+        recipe: what to train.
+        folder: the run folder, made if need be.
+        resume: go on from the newest checkpoint, exactly: weights, optimiser, schedule and order of the data. Without a
+            checkpoint it starts again; a run that is complete is returned as it is.
+        overwrite: delete a run that is already there.
+        progress: called with every :class:`~softfocus.lab.progress.Event`.
+
+    Returns:
+        What run.json holds.
+
+    Raises:
+        LabError: a run is already there, the recipe is not the one to resume, the data or the model cannot be made, the
+            corpus is not the one to resume with, all checkpoints are damaged, training has diverged, the disk or the
+            device's memory is full, another process is gone, or the run was interrupted (its checkpoint is kept).
+    """
+    models.quiet()
+    state = processes.start()
+    _refuse_foreign(folder)
+    # Only the main process writes, and so it alone owns the folder
+    owning_it = owning(folder) if state.is_main_process else nullcontext(None)
+    with stoppable(), _made(folder), owning_it as owner:
+        return _train(recipe, folder, resume, overwrite, progress, state, owner)
+
+
+def _train(
+    recipe: Recipe,
+    folder: Path,
+    resume: bool,
+    overwrite: bool,
+    progress: Listener,
+    state: PartialState,
+    owner: Owner | None,
+) -> RunInfo:
+    """Train in a folder that is ours; without an owner, as one of the processes that do not write there."""
+    state.wait_for_everyone()  # the folder is owned before anybody looks at it
+    there = _check(recipe, folder, resume, overwrite)
+    state.wait_for_everyone()  # all have looked at it before one of them changes it
+    if there is not None and there.status == "complete":
+        return there
+    listener = silent if owner is None else progress
+    if owner is not None and there is None:
+        _clear(folder)  # what a run left whose run.json is gone must not be resumed or reported as this one's
+    with processes.main_first(state):
+        source = data.load(recipe, listener)
+    if there is not None and there.corpus_key not in ("", source.key):
+        raise LabError(
+            f"the corpus of {folder} has changed (or moved, or was copied) since the run was started",
+            "put it back as it was, or start again with --overwrite",
+        )
+    checkpoint = _checkpoint(folder, recipe, there.token, listener, owner is not None) if there is not None else None
+    windows = source.training_windows(recipe)
+    set_seed(recipe.train.seed)
+    model = models.build(recipe, source.vocab_size, source.end_of_document)
+    info = _describe(recipe, folder, model, source, str(state.device))
+    info.token = secrets.token_hex(8) if there is None else there.token
+    if owner is not None:
+        if there is None:
+            _check_disk(folder, info.parameters)
+        checkpoints.clear_unfinished(folder)
+        write_recipe(folder, recipe.to_toml(), info.token)
+    with _recording(folder, info, owner), processes.together():
+        if owner is not None:
+            save_run(folder, info)
+        watch = Watch(recipe, listener)
+        keeping = Keeping(checkpoint, info.token, lambda: owner.check(folder) if owner is not None else None)
+        trainer = make_trainer(recipe, folder, model, windows, watch, keeping)
+        try:
+            with models.memory(f"raise train.accumulate ({recipe.train.accumulate}), or lower train.length"):
+                _run(trainer, watch, folder, alone=state.num_processes == 1)
+        finally:
+            _take_stock(info, trainer, watch)
+            if owner is not None:
+                checkpoints.clear_unfinished(folder)
+        if owner is not None:
+            owner.check(folder)
+            _save_model(folder, trainer, source, info.token)
+    if owner is not None:
+        owner.check(folder)
+        info.status, info.finished = "complete", _now()
+        save_run(folder, info)
+    state.wait_for_everyone()
+    return info
+
+
+def _refuse_foreign(folder: Path) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise LabError(f"{folder} is a file, not a folder", "choose another folder with --out")
+    if not folder.is_dir() or (folder / RUN).exists() or (folder / RECIPE).exists():
+        return
+    # What is hidden may be the lab's own, left by a process that was killed before it had a corpus
+    if any(not path.name.startswith(".") for path in folder.iterdir()):
+        raise LabError(f"{folder} is not empty and holds no run", "choose a new folder with --out")
+
+
+def _check(recipe: Recipe, folder: Path, resume: bool, overwrite: bool) -> RunInfo | None:
+    """Refuse what would destroy or mix runs. Returns the run that is to be resumed, None where a new one begins."""
+    if overwrite or not (folder / RUN).exists():
+        return None
+    there = load_run(folder, complete=False)
+    if not resume:
+        then = (
+            "--overwrite to train it again"
+            if there.status == "complete"
+            else "--resume to go on, --overwrite to start again"
+        )
+        # The folder is ours, so whoever was running is gone
+        status = f"interrupted: {GONE}" if there.status == "running" else there.status
+        raise LabError(f"there is already a run in {folder} (status: {status})", f"add {then}, or choose another --out")
+    before = load(folder / RECIPE)
+    for table in ("model", "data", "train"):
+        was, now = getattr(before, table).model_dump(), getattr(recipe, table).model_dump()
+        for key in was:
+            if was[key] != now[key]:
+                raise LabError(
+                    f"the run in {folder} was started with {table}.{key} = {was[key]!r}, not {now[key]!r}",
+                    f"resume it with `softfocus train {folder / RECIPE} --out {folder} --resume`",
+                )
+    return there
+
+
+def _clear(folder: Path) -> None:
+    # run.json first: without it nothing that is left looks like a run. The recipe last: it marks the folder as the lab's
+    (folder / RUN).unlink(missing_ok=True)
+    for name in (MODEL, CHECKPOINTS, TENSORBOARD, INSPECTION):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    for name in (UNFINISHED, *(name for name, _ in MEASURED.values())):
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).with_suffix(".png").unlink(missing_ok=True)
+    (folder / RECIPE).unlink(missing_ok=True)
+
+
+def _describe(recipe: Recipe, folder: Path, model: Any, source: data.Data, device: str) -> RunInfo:
+    return RunInfo(
+        name=folder.resolve().name,
+        recipe=recipe.name,
+        mechanism=recipe.model.label,
+        status="running",
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        seed=recipe.train.seed,
+        commit=provenance.commit(),
+        versions=provenance.versions(),
+        machine=provenance.machine(device),
+        started=_now(),
+        train_length=recipe.train.length,
+        vocabulary=source.vocab_size,
+        corpus_key=source.key,
+        steps=recipe.train.steps,
+        tokens_per_step=recipe.train.batch * recipe.train.length,
+    )
+
+
+@contextmanager
+def _made(folder: Path) -> Iterator[None]:
+    """The folder, made before the corpus is prepared, which may take long; and taken away again if nothing came of it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LabError(f"cannot make the folder {folder}: {error.strerror}", "choose another one with --out") from error
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):  # not empty: a run, or another process of this one
+            if [path.name for path in folder.iterdir()] == [LOCK]:
+                (folder / LOCK).unlink()
+            folder.rmdir()
+        raise
+
+
+def _check_disk(folder: Path, parameters: int) -> None:
+    free = shutil.disk_usage(folder).free
+    # Three checkpoints (two are kept, one is being written) of float32 weights and two moments, and the model
+    need = parameters * 4 * (3 * 3 + 1)
+    if free < need:
+        raise LabError(
+            f"{folder} has {free / 1e9:.1f} GB free, and training needs {need / 1e9:.1f} GB for its checkpoints",
+            "free some space, or choose another disk with --out",
+        )
+
+
+@contextmanager
+def _recording(folder: Path, info: RunInfo, owner: Owner | None) -> Iterator[None]:
+    """Whatever ends the training early is written into run.json while the folder is ours."""
+    try:
+        yield
+    except BaseException as error:
+        why = disk_error(error)
+        if why is not None and why.errno in FULL:
+            error = LabError(f"cannot write to {folder}: {why.strerror}", "free some space; then --resume")
+        elif why is not None and why.errno is not None:  # without a number it is some library's own error
+            file = why.filename if str(why.filename).startswith(str(folder)) else folder
+            error = LabError(f"cannot read or write {file}: {why.strerror}", "put that right; then --resume")
+        elif isinstance(error, KeyboardInterrupt):
+            error = Interrupted("training was interrupted", _again(folder))
+        stopped = isinstance(error, Interrupted)
+        info.status, info.finished = "interrupted" if stopped else "failed", _now()
+        # Results say nothing about where on a machine they lay
+        what = error.what if isinstance(error, LabError) else str(error)  # the remedy depends on who asks
+        info.error = what.replace(str(folder), folder.name) or type(error).__name__
+        if owner is not None:
+            with suppress(LabError):  # on a full disk this fails too; what is there still says "running"
+                owner.check(folder)
+                save_run(folder, info)
+        raise error
+
+
+def _checkpoint(folder: Path, recipe: Recipe, token: str, listener: Listener, main: bool) -> Path | None:
+    """Where to go on: the main process looks, for all."""
+    found = [checkpoints.newest(folder, recipe.name, token, listener) if main else None]
+    broadcast_object_list(found)
+    return found[0]
+
+
+def _run(trainer: WindowTrainer, watch: Watch, folder: Path, alone: bool) -> None:
+    keeping = trainer.keeping
+    try:
+        with Interruptible(watch, enabled=alone):
+            trainer.train(resume_from_checkpoint=str(keeping.newest) if keeping.newest else None)
+    except KeyboardInterrupt:
+        kept = keeping.newest
+        what = f"its newest checkpoint, {kept.name}, is kept" if kept else "it had no checkpoint yet"
+        raise Interrupted(f"training was interrupted; {what}", _again(folder)) from None
+    if watch.interrupted and trainer.state.global_step < trainer.state.max_steps:
+        step = trainer.state.global_step
+        raise Interrupted(f"training was interrupted at step {step}; its checkpoint is kept", _again(folder))
+
+
+def _again(folder: Path) -> str:
+    return f"go on with `softfocus train {folder / RECIPE} --out {folder} --resume`"
+
+
+def _take_stock(info: RunInfo, trainer: WindowTrainer, watch: Watch) -> None:
+    info.steps_done = trainer.state.global_step
+    info.train_loss = [(entry["step"], entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
+    info.tokens_per_second = watch.tokens_per_second
+
+
+def _save_model(folder: Path, trainer: WindowTrainer, source: data.Data, token: str) -> None:
+    temporary = folder / f".{MODEL}{PARTIAL}"
+    try:
+        # safetensors is the only format that save_pretrained writes
+        trainer.accelerator.unwrap_model(trainer.model).save_pretrained(temporary)
+        source.save_tokenizer(temporary)
+        seal(temporary, token)
+        shutil.rmtree(folder / MODEL, ignore_errors=True)
+        temporary.rename(folder / MODEL)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _now() -> datetime:
+    return datetime.now(UTC).replace(microsecond=0)

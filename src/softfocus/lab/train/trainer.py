@@ -1,0 +1,322 @@
+"""Transformers' Trainer, told to train on windows of tokens, to measure, and to stop cleanly."""
+
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from tensorboard.compat.proto.event_pb2 import Event as EventRecord
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.record_writer import RecordWriter
+from torch.nn import functional as F
+from torch.utils.data import Dataset, SequentialSampler
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+
+import softfocus.hf
+from softfocus.lab.errors import LabError
+from softfocus.lab.progress import Event, Listener
+from softfocus.lab.recipes.recipe import Recipe
+from softfocus.lab.run_folder.files import CHECKPOINTS, TENSORBOARD
+from softfocus.lab.train import checkpoints
+from softfocus.lab.train.anneal import Annealing
+from softfocus.lab.train.divergence import Divergence
+
+WARM_UP_STEPS = 5
+"""Steps left out of tokens per second: allocators, caches and compilers settle in them."""
+
+
+@dataclass
+class Keeping:
+    """What a training does about checkpoints.
+
+    Attributes:
+        newest: the newest checkpoint, None before the first; at first the one to go on from.
+        token: the run's, which every checkpoint gets.
+        before: called before each one; what it raises ends the training.
+    """
+
+    newest: Path | None
+    token: str
+    before: Callable[[], None]
+
+
+class WindowTrainer(Trainer):
+    """Next-token training on windows of L + 1 tokens, in the order in which the dataset gives them.
+
+    A window of L + 1 tokens makes L predictions, so that every position of the model's length is trained.
+
+    Args:
+        recipe: what is trained.
+        keeping: which checkpoint to go on from, and how to keep others.
+        arguments: of Trainer.
+    """
+
+    def __init__(self, recipe: Recipe, keeping: Keeping, **arguments: Any):
+        super().__init__(**arguments)
+        self.keeping = keeping
+        self._recipe = recipe
+        self._divergence = Divergence(math.log(self.model.config.vocab_size), self.train_dataset, recipe.train.batch)
+        # All windows are equally long, so a step's loss is the plain mean of its micro-batches' means, over devices too.
+        # Trainer divides by the number of micro-batches only where it believes that the model does not.
+        self.model_accepts_loss_kwargs = False
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> SequentialSampler:
+        # The dataset's own seed decides the order; Trainer skips as many windows as a checkpoint has seen
+        return SequentialSampler(train_dataset if train_dataset is not None else self.train_dataset)
+
+    def training_step(self, *arguments: Any, **others: Any) -> torch.Tensor:
+        """Trainer's, and a note of the loss."""
+        loss = super().training_step(*arguments, **others)
+        self._divergence.add_loss(self.state.global_step + 1, loss)
+        return loss
+
+    def _get_grad_norm(self, *arguments: Any, **others: Any) -> Any:
+        norm = super()._get_grad_norm(*arguments, **others)
+        self._divergence.add_norm(self.state.global_step + 1, norm)
+        return norm
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Trainer's, and an end of a training that has gone wrong. Checkpoints come after it."""
+        first = next((entry["loss"] for entry in self.state.log_history if "loss" in entry), None)
+        super().log(logs, start_time)
+        if "loss" not in logs:
+            return
+        if (wrong := self._divergence.look(first, lambda facts: self.accelerator.reduce(facts, "mean"))) is not None:
+            train = self._recipe.train
+            newest = self.keeping.newest
+            kept = f"its last good checkpoint is {newest.name}" if newest else "it had no checkpoint yet"
+            raise LabError(
+                f"training {self._recipe.name}, {wrong}; {kept}",
+                f"lower train.learning_rate ({train.learning_rate}), raise train.warmup ({train.warmup}), or choose a "
+                "smaller power, and start again with --overwrite",
+            )
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        self.keeping.before()
+        super()._save_checkpoint(model, trial)
+        self.accelerator.wait_for_everyone()  # each process has written the state of its random numbers
+        unfinished, name = Path(self.args.output_dir), f"checkpoint-{self.state.global_step}"
+        if self.args.should_save:
+            checkpoints.keep(unfinished / name, unfinished.parent / name, self.keeping.newest, self.keeping.token)
+        self.keeping.newest = unfinished.parent / name
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        # Trainer's own leaves out, in silence, what a file holds under another name than the model: GPT-NeoX's untied head
+        model = self.model if model is None else model
+        model.load_state_dict(type(model).from_pretrained(resume_from_checkpoint).state_dict())
+
+    def get_decay_parameter_names(self, model: Any) -> list[str]:
+        """Matrices and embeddings: what a mechanism learns for each head is a scale, like a norm's, and does not decay."""
+        return [name for name, parameter in model.named_parameters() if parameter.dim() >= 2]
+
+    def compute_loss(self, model: Any, inputs: dict[str, torch.Tensor], return_outputs: bool = False, **_: Any) -> Any:
+        """Mean cross-entropy in nats, in float32 whatever the model computes in."""
+        outputs = model(input_ids=inputs["input_ids"], use_cache=False)
+        loss = F.cross_entropy(outputs.logits.flatten(0, 1).float(), inputs["labels"].flatten())
+        return (loss, outputs) if return_outputs else loss
+
+
+class Watch(TrainerCallback):
+    """Reports progress, measures speed, stops on Ctrl-C.
+
+    Attributes:
+        tokens_per_second: of this call, without the first steps; None until it is known.
+        interrupted: whether a signal ended the training early, after a checkpoint.
+    """
+
+    def __init__(self, recipe: Recipe, listener: Listener):
+        self.recipe = recipe
+        self.listener = listener
+        self.tokens_per_second: float | None = None
+        self.interrupted = False
+        self._loss: float | None = None
+        self._from: tuple[int, float] = (0, 0.0)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Start the clock."""
+        self._from = (state.global_step, time.perf_counter())
+        self._first_step = state.global_step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Measure and tell; ask for a checkpoint when a signal came."""
+        step, now = state.global_step, time.perf_counter()
+        warm_up = min(WARM_UP_STEPS, max(1, (state.max_steps - self._first_step) // 2))
+        if step == self._first_step + warm_up:
+            self._from = (step, now)
+        elif step > self._first_step + warm_up:
+            a_step = (now - self._from[1]) / (step - self._from[0])
+            self.tokens_per_second = self.recipe.train.batch * self.recipe.train.length / a_step
+        if self.interrupted:
+            control.should_save = control.should_training_stop = True
+        # A checkpoint starts a fresh mean of the loss, so that a resumed run logs the same numbers; and a model that has
+        # diverged is noticed before it is kept
+        control.should_log = control.should_log or control.should_save
+        self.listener(
+            Event(
+                kind="step",
+                run=self.recipe.name,
+                done=step,
+                total=state.max_steps,
+                loss=self._loss,
+                tokens_per_second=self.tokens_per_second,
+            )
+        )
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
+        """Remember the loss."""
+        if logs is not None and "loss" in logs:
+            self._loss = logs["loss"]
+
+
+class Curves(TrainerCallback):
+    """What Trainer logs, for TensorBoard. Its own callback names the file after the host and stores the arguments' paths."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._writer: RecordWriter | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Start a file; a resumed run has several."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._writer = RecordWriter((self._folder / f"events.out.tfevents.{time.time_ns()}").open("wb"))
+        self._write(file_version="brain.Event:2")
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
+        """Write the numbers."""
+        values = [Summary.Value(tag=f"train/{name}", simple_value=value) for name, value in (logs or {}).items()]
+        self._write(step=state.global_step, summary=Summary(value=values))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Close the file."""
+        if self._writer is not None:
+            self._writer.close()
+
+    def _write(self, **facts: Any) -> None:
+        assert self._writer is not None
+        self._writer.write(EventRecord(wall_time=time.time(), **facts).SerializeToString())
+        self._writer.flush()
+
+
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """While this is entered, SIGTERM and the end of the terminal raise KeyboardInterrupt, as Ctrl-C does.
+
+    Without it they end the process at once, and the run would look as if it went on.
+    """
+    here = threading.current_thread() is threading.main_thread()
+    numbers = [number for number in _ENDING if here and signal.getsignal(number) is signal.SIG_DFL]  # nohup's is not
+    for number in numbers:
+        signal.signal(number, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
+
+
+_ENDING = [signal.SIGTERM] + ([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])
+
+
+class Interruptible:
+    """While this is entered, the first signal to stop asks for a checkpoint and a clean end; the second one ends at once.
+
+    Signals are Ctrl-C, SIGTERM, and the end of the terminal unless nohup holds it off.
+    """
+
+    def __init__(self, watch: Watch, enabled: bool):
+        # Signals belong to the main thread; and processes of a group would stop at different steps and wait for one another
+        self._enabled = enabled and threading.current_thread() is threading.main_thread()
+        self._watch = watch
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> None:
+        if self._enabled:
+            asking = [n for n in _ENDING if n == signal.SIGTERM or signal.getsignal(n) != signal.SIG_IGN]
+            self._before = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, *asking)}
+
+    def __exit__(self, *_: object) -> None:
+        self._restore()
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        self._watch.interrupted = True
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+
+def make_trainer(
+    recipe: Recipe, folder: Path, model: Any, windows: Dataset[Any], watch: Watch, keeping: Keeping
+) -> WindowTrainer:
+    """A trainer for a recipe, which goes on from a checkpoint if there is one.
+
+    Raises:
+        LabError: the batch does not divide over devices, or this machine cannot compute in the precision asked for.
+    """
+    train = recipe.train
+    try:
+        arguments = TrainingArguments(
+            output_dir=str(folder / CHECKPOINTS / checkpoints.UNFINISHED),
+            max_steps=train.steps,
+            gradient_accumulation_steps=train.accumulate,
+            optim="adamw_torch",
+            learning_rate=train.learning_rate,
+            adam_beta1=train.betas[0],
+            adam_beta2=train.betas[1],
+            weight_decay=train.weight_decay,
+            max_grad_norm=train.clip,
+            warmup_steps=train.warmup,
+            # Warm-up, constant, warm-down covers them all: plain cosine or linear is a warm-down that starts at once
+            lr_scheduler_type="warmup_stable_decay",
+            lr_scheduler_kwargs={
+                "num_decay_steps": train.steps - train.warmup if train.warmdown is None else train.warmdown,
+                "decay_type": train.decay,
+                "min_lr_ratio": train.final_learning_rate,
+            },
+            use_cpu=not torch.accelerator.is_available(),  # without it Trainer refuses bf16 on a CPU
+            bf16=train.precision == "bf16",
+            seed=train.seed,
+            data_seed=train.seed,
+            logging_steps=train.log_every,
+            logging_nan_inf_filter=False,  # a loss of NaN must be seen, not smoothed over
+            save_steps=train.checkpoint_every,
+            report_to="none",
+            disable_tqdm=True,
+            remove_unused_columns=False,
+            dataloader_pin_memory=torch.cuda.is_available(),
+            ddp_find_unused_parameters=False,
+        )
+    except ValueError as error:
+        raise LabError(
+            f"this machine cannot train {recipe.name}: {error}", "try --set train.precision=float32"
+        ) from error
+    if arguments.parallel_mode.value == "not_distributed":
+        arguments._n_gpu = 1  # several devices are for torchrun; Trainer's DataParallel would change the batch
+    arguments.per_device_train_batch_size = _share(train.batch, train.accumulate, arguments.world_size)
+    trainer = WindowTrainer(recipe, keeping, model=model, args=arguments, train_dataset=windows, callbacks=[watch])
+    trainer.remove_callback(PrinterCallback)
+    layout = softfocus.hf.layout_of(model)
+    if train.power is not None and layout is not None:
+        trainer.add_callback(Annealing(train.power, layout))
+    if arguments.should_log:
+        trainer.add_callback(Curves(folder / TENSORBOARD))
+    return trainer
+
+
+def _share(batch: int, accumulate: int, devices: int) -> int:
+    share, rest = divmod(batch, accumulate * devices)
+    if rest or not share:
+        raise LabError(
+            f"train.batch={batch} does not divide over {devices} processes with train.accumulate={accumulate}",
+            "change train.batch, train.accumulate or the number of processes",
+        )
+    return share

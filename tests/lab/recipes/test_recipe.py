@@ -1,0 +1,231 @@
+"""Recipes: what is shipped loads, what is inherited merges, and every mistake is answered in one line."""
+
+from pathlib import Path
+
+import pytest
+
+import softfocus
+from softfocus import catalog
+from softfocus.lab.errors import LabError
+from softfocus.lab.recipes.loading import load, shipped
+
+SAYS = [
+    (["train.step=3"], "no key 'train.step'", "did you mean 'train.steps'?"),
+    (["trian.steps=3"], "no key 'trian'", "did you mean 'train'?"),
+    (["train.steps=0"], "train.steps = 0", "greater than or equal to 1"),
+    (["train.steps=many"], "train.steps = 'many'", "valid integer"),
+    (["train.steps=true"], "train.steps = True", "valid integer"),
+    (["train.learning_rate=-0.1"], "train.learning_rate = -0.1", "greater than 0"),
+    (["train.betas=[0.9]"], "train.betas", "at least 2"),
+    (["train.decay=lnear"], "train.decay = 'lnear'", "'linear' or 'cosine'"),
+    (["train.warmup=700", "train.warmdown=700"], "warmup=700 + warmdown=700", "more than steps=1100"),
+    (["train.accumulate=5"], "batch=16", "not a multiple of accumulate=5"),
+    (["model.mechanism=lsar"], "model.mechanism: mechanism 'lsar' is not known", "did you mean 'lssar'"),
+    (["model.mechanism=sharpened(lssa, 300)"], "model.mechanism", "outside [1, 100]"),
+    (["data.validation_fraction=1"], "data.validation_fraction = 1", "less than 1"),
+    (["evaluate.lengths=1x,long"], "evaluate.lengths: 'long' is not a length", "like 1k,2k,16k or 1x,2x,16x"),
+    (["data.mqar.pairs=8"], "data: source and mqar exclude one another", "give one of source, mqar, passkey"),
+    (["train.steps"], "'train.steps' is not KEY=VALUE", "--set train.steps=100"),
+    (['model.mechanism={ ph = "exp" }'], "model.mechanism: Mechanism has no field 'ph'", "did you mean 'phi'"),
+    (["model.mechanism={}"], "model.mechanism: mechanism: got no fields", "write 'softmax'"),
+    (
+        ['model.layout={ "0::2" = { widow = 8 } }'],
+        "layout: '0::2': a group of heads has no entry",
+        "did you mean 'window'",
+    ),
+    (['model.layout={ "0::2" = { window = 129 } }'], "a window of 129 is longer than train.length=128", "leave it out"),
+    (['model.layout={ "*" = { mechanism = "lsar" } }'], "layout: '*': mechanism 'lsar'", "did you mean 'lssar'"),
+    (["train.power={ share = 1.5 }"], "train.power.share = 1.5", "less than or equal to 1"),
+    (["train.power={ share = 0.6 }"], "train.power: no head re-weights", "leave train.power out"),
+    (
+        ["model.mechanism=lssar", "train.power={ end = 31, share = 0.6 }"],
+        "end: got 31, but the heads end with 15",
+        "leave it",
+    ),
+    (
+        ["model.mechanism=lssar", "model.parameters={ power = 9.0 }", "train.power={ share = 0.6 }"],
+        "train.power: no head re-weights with a power that is not learned",
+        "leave",
+    ),
+    (["train.steps.more=1"], "'steps' is a value, not a table", "--set"),
+]
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_shipped_recipes_load_and_round_trip(name: str, tmp_path: Path) -> None:
+    recipe = load(name)
+    assert recipe.name == name
+    written = tmp_path / "other-name.toml"
+    written.write_text(recipe.to_toml())
+    assert load(written) == recipe
+
+
+@pytest.mark.parametrize(
+    ("overrides", "what", "remedy"),
+    [
+        (["data.mqar.pair=4"], "no key 'data.mqar.pair'", "did you mean 'data.mqar.pairs'?"),
+        (["data.mqar.keys=4"], "pairs=8 is more than keys=4", "raise keys"),
+        (["data.mqar.values=0"], "data.mqar.values = 0", "greater than or equal to 1"),
+    ],
+    ids=str,
+)
+def test_mistakes_in_a_task_are_said_in_one_line(overrides: list[str], what: str, remedy: str) -> None:
+    with pytest.raises(LabError) as caught:
+        load("mqar", overrides)
+    assert what in str(caught.value)
+    assert remedy in str(caught.value)
+
+
+def test_demo_recipes_differ_in_the_mechanism_alone() -> None:
+    found = {name: load(f"demo-{name}") for name in ("softmax", "lssa", "lssar", "laser")}
+    for name, recipe in found.items():
+        assert recipe.model.mechanism == name
+        same = recipe.model_copy(
+            update={"name": "demo-softmax", "model": recipe.model.model_copy(update={"mechanism": "softmax"})}
+        )
+        assert same == found["softmax"]
+
+
+def test_paper_recipe_is_the_papers() -> None:
+    recipe = load("gpt2-124m-lssar")
+    assert recipe.train.batch * recipe.train.length == 524_288
+    assert recipe.train.steps == 18_865
+    assert (recipe.model.mechanism, recipe.train.length, recipe.train.precision) == ("lssar", 1024, "bf16")
+
+
+@pytest.mark.parametrize(("overrides", "what", "remedy"), SAYS, ids=[str(row[0]) for row in SAYS])
+def test_mistakes_are_said_in_one_line(overrides: list[str], what: str, remedy: str) -> None:
+    with pytest.raises(LabError) as caught:
+        load("demo", overrides)
+    message = str(caught.value)
+    assert what in message
+    assert remedy in message
+    assert "\n" not in message
+
+
+def test_overrides_are_toml_values_or_plain_strings() -> None:
+    recipe = load(
+        "demo",
+        [
+            "train.learning_rate=1e-4",
+            "train.betas=[0.5, 0.6]",
+            "data.source=/some/where",
+            "model.mechanism='lssa'",
+            "model.config.rope_parameters.rope_theta=5.0",
+            "model.config.attention_bias=false",
+        ],
+    )
+    assert recipe.train.learning_rate == 1e-4
+    assert recipe.train.betas == [0.5, 0.6]
+    assert recipe.data.source == "/some/where"
+    assert recipe.model.mechanism == "lssa"
+    assert recipe.model.config["rope_parameters"] == {
+        "rope_type": "default",
+        "rope_theta": 5.0,
+        "partial_rotary_factor": 1.0,
+    }
+    assert recipe.model.config["attention_bias"] is False
+
+
+def test_a_file_inherits_from_shipped_recipes_and_from_files_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text('base = "demo"\ntrain.steps = 700\ntrain.seed = 3\n')
+    (tmp_path / "b.toml").write_text('base = "a.toml"\ntrain.seed = 4\n')
+    recipe = load(tmp_path / "b.toml")
+    assert (recipe.name, recipe.train.steps, recipe.train.seed, recipe.train.batch) == (
+        "b",
+        700,
+        4,
+        load("demo").train.batch,
+    )
+
+
+def test_a_circle_of_bases_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text('base = "b.toml"\n')
+    (tmp_path / "b.toml").write_text('base = "a.toml"\n')
+    with pytest.raises(LabError, match="inherits from itself"):
+        load(tmp_path / "a.toml")
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("demo-lsar", "did you mean 'demo-lssar'"),
+        ("nowhere.toml", "no recipe file nowhere.toml"),
+        ("x", "shipped recipes are"),
+    ],
+)
+def test_a_recipe_that_is_not_there(name: str, says: str) -> None:
+    with pytest.raises(LabError, match=says):
+        load(name)
+
+
+def test_files_that_are_not_recipes(tmp_path: Path) -> None:
+    path = tmp_path / "r.toml"
+    path.write_text("[model\n")
+    with pytest.raises(LabError, match="not TOML"):
+        load(path)
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(LabError, match="UTF-8"):
+        load(path)
+    path.write_text("[model]\narchitecture='llama'\nmechanism='lssa'\n")
+    with pytest.raises(LabError, match="lacks 'data'"):
+        load(path)
+
+
+def test_lengths_may_be_a_list():
+    recipe = load("demo-lssar", ['evaluate.lengths=["1x", "256", "4x"]'])
+    assert recipe.evaluate.lengths == "1x,256,4x"
+
+
+LAYOUT = (
+    'model.layout={ "0::2" = { mechanism = "softmax", window = 64 }, "*" = [{ heads = 1, rope = 0.0 }, { heads = 1 }] }'
+)
+
+
+def test_what_a_layout_leaves_out_is_the_models() -> None:
+    recipe = load("demo", ["model.mechanism=ssmax", "model.parameters={ head_scale = 2.0 }", LAYOUT])
+    local, rest = recipe.model.groups
+    assert (str(local[0]), local[0].learned) == ("softmax[64]", {})
+    assert [(str(group), group.learned) for group in rest] == [
+        ("ssmax nope", {"head_scale": 2.0}),
+        ("ssmax", {"head_scale": 2.0}),
+    ]
+    assert recipe.model.label == "softmax[64] / 1x ssmax nope + 1x ssmax"
+
+
+def test_a_layout_round_trips(tmp_path: Path) -> None:
+    changes = ["model.mechanism=lssar", LAYOUT, "train.power={ start = 2, end = 15, share = 0.5 }", "name=written"]
+    recipe = load("demo", changes)
+    (tmp_path / "written.toml").write_text(recipe.to_toml())
+    assert load(tmp_path / "written.toml") == recipe
+
+
+def test_a_mechanism_may_be_a_table() -> None:
+    assert (
+        load("demo", ['model.mechanism={ phi = "sigmoid", score_bias = "-log(N)", power = 3 }']).model.label
+        == "sigmoid_log_n_l1_p3"
+    )
+    assert load("demo", ["model.mechanism=sharpened(lssa, 7)"]).model.label == "sharpened(lssa, 7)"  # as it is written
+
+
+@pytest.mark.parametrize(("shape", "half"), [("linear", 8.0), ("cosine", 8.0), ("geometric", 15**0.5)])
+def test_the_power_grows_from_start_to_end(shape: str, half: float) -> None:
+    power = load(
+        "demo", ["model.mechanism=lssar", f'train.power={{ start = 1, share = 0.6, shape = "{shape}" }}']
+    ).train.power
+    assert power is not None
+    assert power.at(15.0, 0.0) == pytest.approx(1.0)
+    assert power.at(15.0, 0.3) == pytest.approx(half)
+    assert power.at(15.0, 0.6) == power.at(15.0, 1.0) == pytest.approx(15.0)
+    path = [power.at(15.0, step / 100) for step in range(101)]
+    assert path == sorted(path)
+
+
+def test_a_registered_name_is_a_mechanism(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalog._CATALOG, "_entries", catalog._CATALOG._entries)
+    with pytest.raises(LabError, match="mechanism 'mine' is not known"):
+        load("demo", ["model.mechanism=mine"])
+    mine = softfocus.Mechanism(phi="sigmoid", power=3)
+    softfocus.register("mine", mine)
+    recipe = load("demo", ["model.mechanism=laser(mine)"])
+    assert recipe.model.groups[0][0].mechanism == softfocus.laser(mine)

@@ -1,0 +1,150 @@
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from softfocus.lab.errors import LabError
+from softfocus.lab.report.compare import compare
+from softfocus.lab.report.results import read
+from softfocus.lab.run_folder.files import EVALUATION, RECIPE, RUN, save_measured, save_run
+
+
+def save(entry, folder: Path) -> Path:
+    save_run(folder, entry.info)
+    save_measured(folder, entry.evaluation)
+    (folder / RECIPE).write_text(entry.recipe)
+    return folder
+
+
+@pytest.fixture
+def quiet():
+    return Console(file=io.StringIO(), width=100)
+
+
+def said(console: Console) -> str:
+    return console.file.getvalue()
+
+
+def test_any_runs_in_one_report(four, tmp_path, quiet):
+    folders = [save(entry, tmp_path / entry.info.name) for entry in four]
+    report = compare(folders, tmp_path / "out", console=quiet, title="A title")
+    assert [entry.info.name for entry in report.runs] == [entry.info.name for entry in four]
+    assert report.runs[2].recipe == four[2].recipe
+    assert read(tmp_path / "out" / "results.json").finding == report.finding
+    assert report.finding.sentence in " ".join(said(quiet).split())
+    assert "2.380" in said(quiet)
+    assert f"{tmp_path}/out/report.html" in said(quiet)
+    assert "A title" in (tmp_path / "out" / "report.html").read_text()
+    assert (tmp_path / "out" / "figure1.png").stat().st_size > 10_000
+
+
+def test_unequal_grids_meet_where_they_can(fabricate, tmp_path, quiet):
+    a = save(fabricate("softmax", [1.0, 1.1, 1.2, 1.6, 3.0]), tmp_path / "a")
+    b = save(fabricate("lssar", [2.0, 2.1, 2.2], train_length=512), tmp_path / "b")
+    report = compare([a, b], tmp_path / "out", console=quiet)
+    assert report.finding.sentence.startswith("At 1x Softmax has a loss of 1.000; LSSAR is 1.000 ")
+    assert "At 4x, each under its best setting, Softmax as trained has" in report.finding.sentence, (
+        "the longest they share"
+    )
+    assert "training length (128, 512)" in " ".join(report.notes)
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "16×" in page, "what only one run has is drawn too"
+
+
+def test_lengths_can_be_counted_in_tokens(fabricate, tmp_path, quiet):
+    a = save(fabricate("softmax", [1.0, 1.1, 1.2]), tmp_path / "a")
+    b = save(fabricate("lssar", [2.0, 2.1], train_length=256), tmp_path / "b")
+    compare([a, b], tmp_path / "out", axis="tokens", console=quiet)
+    head = next(line.split() for line in said(quiet).splitlines() if "setting" in line)
+    assert head == ["setting", "model", "128", "256", "512", "gain"]
+    assert read(tmp_path / "out" / "results.json").axis == "tokens"
+
+
+def test_seeds_are_put_together(fabricate, tmp_path, quiet):
+    runs = [
+        fabricate(name, [loss + seed / 100], (), seed=seed, name=f"{name}-{seed}")
+        for seed in range(3)
+        for name, loss in (("softmax", 1.0), ("lssar", 1.2))
+    ]
+    report = compare([save(run, tmp_path / run.info.name) for run in runs], tmp_path / "out", console=quiet)
+    assert report.finding.sentence == (
+        "At 1x (128 tokens) Softmax has a loss of 1.010; LSSAR is 0.200 ± 0.000 higher. "
+        "Losses are means over 3 trainings."
+    )
+    assert said(quiet).count("3 seeds") == 2
+    assert read(tmp_path / "out" / "results.json").finding == report.finding
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert page.count("sd 0.010") == 2
+    assert all(f"lssar-{seed}" in page for seed in range(3)), "the table of runs names each"
+
+
+def test_vocabularies_are_not_compared(fabricate, tmp_path, quiet):
+    a = save(fabricate("softmax", [1.0]), tmp_path / "a")
+    b = save(fabricate("lssar", [2.0], vocabulary=512), tmp_path / "b")
+    assert "different vocabularies" in compare([a, b], tmp_path / "out", console=quiet).finding.sentence
+
+
+@pytest.mark.parametrize(
+    ("broken", "what", "remedy"),
+    [
+        ("nowhere", "there is no run at", "softfocus train"),
+        ("empty", "is not a run folder", "softfocus train"),
+        ("unfinished", "its status is interrupted (its process is gone)", "--resume"),
+        ("unevaluated", "has no evaluation.json", "softfocus evaluate"),
+        ("garbled", "cannot be read", "softfocus evaluate"),
+    ],
+)
+def test_a_folder_that_is_not_a_finished_run_is_named_with_the_remedy(four, tmp_path, quiet, broken, what, remedy):
+    good, bad = save(four[0], tmp_path / "good"), tmp_path / broken
+    if broken == "empty":
+        bad.mkdir()
+    elif broken != "nowhere":
+        save(four[1], bad)
+    if broken == "unfinished":
+        save_run(bad, four[1].info.model_copy(update={"status": "running"}))
+    elif broken == "unevaluated":
+        (bad / EVALUATION).unlink()
+    elif broken == "garbled":
+        (bad / EVALUATION).write_text((bad / EVALUATION).read_text()[:-20])
+    with pytest.raises(LabError) as raised:
+        compare([good, bad], tmp_path / "out", console=quiet)
+    message = str(raised.value)
+    assert str(bad) in message
+    assert what in message
+    assert remedy in message
+    assert "\n" not in message
+    assert not (tmp_path / "out").exists(), "nothing half-made is left"
+
+
+def test_an_evaluation_of_another_training_is_pointed_out(four, tmp_path, quiet):
+    folder = save(four[0], tmp_path / "a")
+    save_run(folder, four[0].info.model_copy(update={"seed": 7}))
+    assert "belongs to another training" in compare([folder], tmp_path / "out", console=quiet).notes[-1]
+
+
+def test_a_report_names_no_folders_of_the_machine(four, tmp_path, quiet):
+    folder = save(four[0], tmp_path / "a")
+    paths = 'source = "/home/ann/my texts/*.txt"\ntokenizer = "~/tokenizers/one/"\nvalidation_source = "hub:a/b"\n'
+    (folder / RECIPE).write_text(paths)
+    assert compare([folder], tmp_path / "out", console=quiet).runs[0].recipe == (
+        'source = "*.txt"\ntokenizer = "one"\nvalidation_source = "hub:a/b"\n'
+    )
+
+
+def test_no_run_or_one_twice(four, tmp_path, quiet):
+    with pytest.raises(LabError, match="nothing to compare"):
+        compare([], tmp_path / "out", console=quiet)
+    folder = save(four[0], tmp_path / "a")
+    with pytest.raises(LabError, match="named twice"):
+        compare([folder, tmp_path / "b" / ".." / "a"], tmp_path / "out", console=quiet)
+    assert (folder / RUN).exists()
+
+
+def test_an_earlier_comparison_stands_for_its_runs(four, tmp_path, quiet):
+    folders = [save(entry, tmp_path / entry.info.name) for entry in four]
+    compare(folders[:3], tmp_path / "three", console=quiet)
+    report = compare([tmp_path / "three" / "results.json", folders[3]], tmp_path / "out", console=quiet)
+    assert report.runs == compare(folders, tmp_path / "all", console=quiet).runs
+    with pytest.raises(LabError, match=r"cannot read .*none\.json"):
+        compare([tmp_path / "none.json", folders[3]], tmp_path / "out", console=quiet)

@@ -1,0 +1,601 @@
+import json
+import math
+import re
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+
+import matplotlib.image
+import pytest
+from matplotlib.figure import Figure
+from rich.console import Console
+
+from softfocus.lab.errors import LabError
+from softfocus.lab.recipes.loading import load
+from softfocus.lab.report.curves import Line, Panel, Point, save_curves
+from softfocus.lab.report.figure import PALETTE, colours, figure1, save_figure1, spread
+from softfocus.lab.report.notes import provenance, same_text
+from softfocus.lab.report.page import render
+from softfocus.lab.report.points import Group, cell, columns, growth, labels, settings, shared_columns
+from softfocus.lab.report.report import build, write
+from softfocus.lab.report.results import Entry, read
+from softfocus.lab.report.table import loss_table
+from softfocus.lab.run_folder.results import json_text
+
+
+def grouped(*entries):
+    """The runs as groups, those together that differ by seed alone."""
+    return build(entries).groups
+
+
+def seeds(fabricate, mechanism, *losses, **fields):
+    """A run for each list of losses at 1x, 2x ..., with seeds 0, 1 ..."""
+    return [
+        fabricate(mechanism, one, (), seed=seed, name=f"{mechanism}-{seed}", **fields)
+        for seed, one in enumerate(losses)
+    ]
+
+
+def drawn(table, width=120):
+    console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(table)
+    return console.export_text()
+
+
+class TestGroups:
+    def test_runs_that_differ_by_seed_and_name_alone_are_one_group(self, fabricate):
+        lssar = seeds(fabricate, "lssar", [1.0, 1.1], [1.2, 1.5], [1.1, 1.3])
+        found = grouped(lssar[0], fabricate("softmax", [1.0]), *lssar[1:])
+        assert [(group.label, len(group.evaluations)) for group in found] == [("LSSAR", 3), ("Softmax", 1)]
+        at = cell(found[0], 2.0, "as trained")
+        assert at.values == [1.1, 1.5, 1.3]
+        assert (at.loss, at.spread) == (pytest.approx(1.3), pytest.approx(0.2))
+        assert found[0].title == "LSSAR (3 seeds)"
+
+    def test_another_length_rate_or_text_is_another_group(self, fabricate):
+        recipe = 'name = "{}"\n[train]\nseed = {}\nlearning_rate = {}\n'
+        runs = [
+            fabricate("lssar", [1.0], name=f"r{seed}", seed=seed, recipe=recipe.format("r", seed, rate), evaluated=text)
+            for seed, rate, text in ((0, 1, {}), (1, 1, {}), (2, 3, {}), (3, 1, {"tokens": 8192}))
+        ]
+        assert [len(group.evaluations) for group in grouped(*runs)] == [2, 1, 1]
+        assert [group.label for group in grouped(*runs)] == ["LSSAR · r0", "LSSAR · r2", "LSSAR · r3"]
+
+    def test_runs_without_a_recipe_and_a_recipe_that_is_not_toml_stand_alone(self, fabricate):
+        assert len(grouped(*[fabricate("lssar", [1.0], recipe="", name=name) for name in "ab"])) == 2
+        assert len(grouped(*[fabricate("lssar", [1.0], recipe=f"= {name}", name=name) for name in "ab"])) == 2
+
+    def test_a_default_that_an_earlier_recipe_does_not_name_is_no_difference(self, fabricate):
+        resolved = load("demo-lssar").to_toml()
+        earlier = resolved.replace("accumulate = 1\n", "").replace("seed = 0", "seed = 1")
+        assert "accumulate" not in earlier
+        runs = [fabricate("lssar", [1.0], recipe=text, seed=seed) for seed, text in enumerate((resolved, earlier))]
+        assert len(grouped(*runs)) == 1
+
+    def test_a_length_that_one_of_the_seeds_lacks_is_not_shown(self, fabricate):
+        (group,) = grouped(*seeds(fabricate, "lssar", [1.0, 1.1], [1.2]))
+        assert cell(group, 1.0, "as trained") is not None
+        assert cell(group, 2.0, "as trained") is None
+
+    def test_the_same_seed_twice_is_counted_as_runs(self, fabricate):
+        twice = [fabricate("lssar", [1.0], name=name) for name in "ab"]
+        assert grouped(*twice)[0].count == "2 runs"
+
+    def test_windows_count_in_training_lengths(self, fabricate):
+        short, long = fabricate("lssa", [1.0], (), [1.0]), fabricate("lssar", [1.0], (), [1.0], train_length=512)
+        assert settings(grouped(short, long)) == ["as trained", "window 1x"]
+
+    def test_up_to_the_training_length_the_row_without_scaling_stands_for_the_one_with_it(self, fabricate):
+        (group,) = grouped(fabricate("softmax", [1.0, 1.5], [1.25]))  # NTK from 2x on
+        assert growth(group, 2.0, "dynamic NTK") == 1.25
+        (group,) = grouped(fabricate("softmax", [1.0, 1.5], ()))
+        assert growth(group, 2.0, "dynamic NTK") is None
+        assert cell(group, 1.0, "dynamic NTK") is None
+
+
+class TestGain:
+    def test_is_the_loss_within_the_training_length_less_the_loss_beyond(self, fabricate):
+        (group,) = grouped(fabricate("lssar", [1.0, 1.0, 1.0], gain=0.25))
+        found = cell(group, 4.0, "as trained").gain
+        assert found.value == pytest.approx(0.25)
+        assert found.standard_error == pytest.approx(0, abs=1e-9), "both documents gain as much"
+        assert cell(group, 1.0, "as trained").gain is None, "there is nothing beyond"
+
+    def test_is_unknown_without_sums_by_document(self, fabricate):
+        (group,) = grouped(fabricate("lssar", [1.0, 1.0], gain=0.25, by_document=False))
+        assert cell(group, 2.0, "as trained").gain is None
+
+    def test_over_seeds_it_has_their_error(self, fabricate):
+        runs = [
+            fabricate("lssar", [1.0, 1.0], seed=seed, name=f"r{seed}", gain=gain)
+            for seed, gain in enumerate((0.1, 0.3))
+        ]
+        found = cell(grouped(*runs)[0], 2.0, "as trained").gain
+        assert (found.value, found.standard_error) == (pytest.approx(0.2), pytest.approx(0.1))
+
+
+class TestTable:
+    def test_has_a_line_a_setting_and_model_and_the_gain_last(self, four):
+        text = drawn(loss_table(grouped(*four)))
+        softmax = [line.split() for line in text.splitlines() if "Softmax" in line]
+        assert softmax == [
+            ["as", "trained", "Softmax", "1.400", "1.500", "1.800", "2.200", "2.800", "0.000"],
+            ["dynamic", "NTK", "Softmax", "1.400", "1.450", "1.600", "2.000", "2.380", "0.000"],
+            ["window", "1x", "Softmax", "1.400", "1.390", "1.380", "1.370", "1.360", "0.000"],
+        ]
+        assert "2,048" in text
+
+    def test_several_seeds_are_mean_spread_and_count(self, fabricate):
+        lines = [
+            line.split()
+            for line in drawn(loss_table(grouped(*seeds(fabricate, "lssar", [1.0, 1.5], [1.2, 1.5])))).splitlines()
+        ]
+        assert ["as", "trained", "LSSAR", "1.100", "1.500", "0.000"] in lines
+        assert ["sd", "of", "2", "seeds", "0.141", "0.000"] in lines
+
+    def test_fills(self, fabricate):
+        half = fabricate("softmax", [1.0, 1.5]).evaluation
+        nothing = half.model_copy(update={"rows": []})
+        text = drawn(loss_table([Group("Softmax", (half,)), Group("LSSAR", (nothing,))], planned=[1, 2, 4]))
+        lines = [line.split() for line in text.splitlines()]
+        assert ["as", "trained", "Softmax", "1.000", "1.500", "…", "…"] in lines
+        assert ["LSSAR", "…", "…", "…", "…"] in lines
+        assert ["as", "trained", "LSSAR", "…", "…"] in [
+            line.split() for line in drawn(loss_table([Group("LSSAR", (nothing,))], planned=[1])).splitlines()
+        ]
+
+    def test_a_final_table_does_not_promise_what_will_not_come(self, fabricate):
+        text = drawn(loss_table(grouped(fabricate("lssa", [1.0, 1.5]), fabricate("lssar", [1.0]))))
+        assert "…" not in text
+        assert "–" in text
+
+    def test_fits_eighty_columns(self, four, fabricate):
+        more = seeds(fabricate, "softmax", [1.0, 1.1, 1.2, 1.3, 1.4], [2.0, 2.1, 2.2, 2.3, 2.4])
+        for entries in (four, [*more, four[1]]):
+            text = drawn(loss_table(grouped(*entries)), width=80)
+            assert "2.380" in text or "1.900" in text
+            assert "…" not in text
+            assert max(map(len, text.splitlines())) <= 80
+
+    def test_a_diverged_loss_is_written_as_such(self, fabricate):
+        entry = fabricate("softmax", [1.0, math.nan, math.inf])
+        assert {"nan", "inf"} <= set(drawn(loss_table(grouped(entry))).split())
+
+
+class TestFinding:
+    def test_the_price_at_1x_and_who_is_best_at_the_longest_length(self, four):
+        assert build(four).finding.sentence == (
+            "At 1x (128 tokens) Softmax has a loss of 1.400; LASER is 0.010 ± 0.000 higher, LSSA is 0.020 ± 0.000 higher and "
+            "LSSAR is 0.100 ± 0.000 higher. At 16x (2,048 tokens), each under its best setting, Softmax with window 1x has "
+            "the lowest loss, 1.360; LSSAR as trained is 0.200 ± 0.000 higher, LASER with dynamic NTK is 1.090 ± 0.000 "
+            "higher and LSSA with dynamic NTK is 1.640 ± 0.000 higher. The noise of training is not known: that takes "
+            "several seeds of each."
+        )
+
+    def test_at_1x_a_mechanism_that_is_better_than_softmax_is_said_to_be(self, fabricate):
+        found = build([fabricate("softmax", [1.4]), fabricate("lssar", [1.3])]).finding
+        assert found.sentence.startswith(
+            "At 1x (128 tokens) Softmax has a loss of 1.400; LSSAR is 0.100 ± 0.000 lower."
+        )
+        assert [one.verdict for one in found.differences] == ["lower"]
+
+    def test_without_softmax_all_are_held_against_the_lowest(self, fabricate):
+        found = build([fabricate("lssa", [1.4]), fabricate("lssar", [1.3])]).finding
+        assert found.sentence.startswith(
+            "At 1x (128 tokens) LSSAR has the lowest loss, 1.300; LSSA is 0.100 ± 0.000 high"
+        )
+
+    @pytest.mark.parametrize(("second", "verdict"), [(0.02, "inconclusive"), (0.27, "inconclusive"), (0.29, "higher")])
+    def test_with_two_documents_fourteen_standard_errors_decide(self, fabricate, second, verdict):
+        """The documents of one run lie 0.01 from its mean, those of the other 0.03: the paired error is 0.02."""
+        runs = [
+            fabricate("softmax", [1.0]),
+            fabricate("lssar", [1.0 + second], standard_error=0.03),
+        ]
+        found = build(runs).finding
+        (difference,) = found.differences
+        assert (difference.difference, difference.standard_error) == (pytest.approx(second), pytest.approx(0.02))
+        assert difference.verdict == verdict
+        assert (f"inconclusive: LSSAR ({second:+.3f} ± 0.020)." in found.sentence) == (verdict == "inconclusive")
+
+    def test_without_sums_by_document_the_error_is_that_of_independent_means(self, fabricate):
+        runs = [fabricate(name, [loss], by_document=False) for name, loss in (("softmax", 1.0), ("lssar", 1.2))]
+        (difference,) = build(runs).finding.differences
+        assert difference.standard_error == pytest.approx(0.01 * math.sqrt(2))
+        assert "not paired" in " ".join(build(runs).notes)
+
+    def test_on_other_text_documents_of_the_same_number_are_not_paired(self, fabricate):
+        runs = [fabricate("softmax", [1.0]), fabricate("lssar", [1.2], evaluated={"longest": 1024})]
+        (difference,) = build(runs).finding.differences
+        assert difference.standard_error == pytest.approx(0.01 * math.sqrt(2))
+
+    def test_seeds_are_paired_and_their_noise_is_in_the_error(self, fabricate):
+        softmax = seeds(fabricate, "softmax", [1.0], [2.0], [3.0])
+        lssar = seeds(fabricate, "lssar", [1.1], [2.3], [3.2])
+        found = build([*softmax, *lssar]).finding
+        (difference,) = found.differences
+        assert difference.difference == pytest.approx(0.2)
+        assert difference.standard_error == pytest.approx(0.1 / math.sqrt(3)), "the differences are 0.1, 0.3, 0.2"
+        assert difference.training_noise
+        assert found.sentence.endswith(" Losses are means over 3 trainings.")
+        alone = build([*softmax, lssar[0]]).finding
+        assert alone.sentence.endswith(
+            " Losses are means over 1 to 3 trainings. The noise of training is not known: that takes several seeds of each."
+        )
+
+    def test_a_diverged_run_comes_last_and_is_said_to_have_diverged(self, fabricate):
+        for bad in (math.nan, math.inf):
+            found = build([fabricate("softmax", [1.0, bad]), fabricate("lssar", [1.1, 1.1])]).finding
+            assert "LSSAR as trained has the lowest loss, 1.100; Softmax as trained diverged." in found.sentence
+            assert found.differences[-1].verdict == "inconclusive"
+            every = build([fabricate("softmax", [bad]), fabricate("lssar", [bad])]).finding
+            assert every.sentence.startswith("At 1x (128 tokens) every loss diverged.")
+
+    def test_a_single_run(self, fabricate):
+        found = build([fabricate("lssar", [1.0, 1.5], [1.0, 1.25])]).finding
+        assert found.sentence == (
+            "At 1x (128 tokens) LSSAR has a loss of 1.000. At 2x (256 tokens) LSSAR with dynamic NTK has a loss of 1.250."
+        )
+        assert found.differences == []
+
+    def test_nothing_to_say(self, fabricate):
+        assert "there is no run" in build([]).finding.sentence
+        lone = [fabricate("lssa", [1.0], train_length=128), fabricate("lssar", [1.0], train_length=192)]
+        assert "no length is shared" in build(lone, axis="tokens").finding.sentence
+
+    def test_no_threshold_is_spoken_of(self, four):
+        text = render(build(four)) + " ".join(build(four).notes)
+        for word in ("expected shape", "it holds", "1.15", "1.5)"):
+            assert word not in text
+
+    def test_many_runs_are_not_all_named(self, fabricate):
+        names = ["softmax", "lssar", "lssa", "laser", "ssmax", "sharpened(lssa, 7)", "sharpened(lssa, 3)"]
+        found = build([fabricate(name, [1.0 + index]) for index, name in enumerate(names)]).finding
+        assert "; 2 more are in the report." in found.sentence
+        assert len(found.differences) == 6
+
+
+def looks(figure):
+    """(colour, style) of the lines that have more than one place, in the first panel."""
+    lines = [line for line in figure.axes[0].lines if len(set(line.get_xdata())) > 1 and line.get_linestyle() != "None"]
+    return {(line.get_color(), line.get_linestyle()) for line in lines}
+
+
+class TestFigure:
+    def test_eight_lines_look_different(self, fabricate, tmp_path, monkeypatch):
+        """In figures of losses and of shares: no two lines have both colour and style in common."""
+        names = [f"sharpened(lssa, {power})" for power in range(2, 10)]
+        groups = grouped(*(fabricate(name, [1.0, 1.1]) for name in names))
+        assert len(looks(figure1(groups, title="Eight"))) == 8
+        saved = []
+        monkeypatch.setattr(Figure, "savefig", lambda self, path, **_: (saved.append(self), path.touch()))
+        lines = [Line(name, [Point(1, 0.5, 0.1), Point(2, 0.4, 0.1)]) for name in names]
+        save_curves([Panel("x", "y", lines)], tmp_path / "f.png", title="Eight", train_length=1)
+        assert len(looks(saved[0])) == 8
+
+    def test_dollars_in_names_are_dollars(self, fabricate, tmp_path):
+        entries = [fabricate("lssa", [1.0, 2.0], name=name) for name in (r"$\frac{$", "a$b$")]
+        save_figure1(build(entries).groups, tmp_path / "f.png", title=r"costs $5 or $\frac{")
+        assert "a$b$" in render(build(entries))
+
+    def test_png_shows_every_run_in_its_colour(self, four, tmp_path):
+        path = tmp_path / "figure1.png"
+        save_figure1(grouped(*four), path, title="title")
+        image = matplotlib.image.imread(path)
+        height, width, _ = image.shape
+        assert (height, width) == (1440, 1760)
+        for index in colours(grouped(*four)):
+            wanted = [int(PALETTE[index][0][i : i + 2], 16) / 255 for i in (1, 3, 5)]
+            found = (abs(image[:, :, :3] - wanted).max(axis=2) < 0.01).nonzero()
+            assert len(found[0]) > 500, PALETTE[index]
+            for half in (found[1] < width / 2, found[1] > width / 2):
+                assert half.sum() > 200
+        assert list(tmp_path.iterdir()) == [path], "no temporary file is left"
+
+    def test_the_best_of_each_and_a_panel_a_setting(self, four):
+        drawn = figure1(grouped(*four), title="A title")
+        best, plain, ntk, window = drawn.axes
+        assert drawn.get_suptitle() == "A title"
+        assert plain.get_ylim() == ntk.get_ylim() == window.get_ylim()
+        assert best.get_ylim()[1] < plain.get_ylim()[1]
+        for ax, name, softmax in (
+            (best, "best", 1.36),
+            (plain, "as trained", 2.8),
+            (ntk, "NTK", 2.38),
+            (window, "1x", 1.36),
+        ):
+            assert name in ax.get_title(loc="left")
+            assert (ax.get_xscale(), list(ax.get_xticks())) == ("log", [1, 2, 4, 8, 16])
+            assert [label.get_text() for label in ax.get_xticklabels()][-1] == "2,048\n16×"
+            *lines, training_length = ax.lines
+            assert lines[0].get_ydata()[-1] == pytest.approx(softmax)
+            assert list(training_length.get_xdata()) == [1, 1]
+        assert {text.get_text() for text in plain.texts} == {"Softmax", "LSSA", "LSSAR", "LASER"}
+        assert {text.get_text() for text in best.texts} == {
+            "Softmax, window 1x",
+            "LSSA, dynamic NTK",
+            "LSSAR",
+            "LASER, dynamic NTK",
+        }
+
+    def test_bands_are_errors_of_differences_from_the_lowest_line(self, fabricate):
+        def heights(*entries):
+            bands = figure1(grouped(*entries), title="").axes[0].collections
+            return [float(band.get_paths()[0].vertices[:, 1].max()) for band in bands]
+
+        low, high = fabricate("softmax", [1.0], ()), fabricate("lssar", [1.5], (), standard_error=0.03)
+        assert heights(low, high) == pytest.approx([1.0, 1.52]), "what documents do to both cancels"
+        assert heights(high) == pytest.approx([1.53]), "of the loss itself, where there is one line"
+
+    def test_every_seed_is_a_dot_of_its_groups_colour(self, fabricate):
+        groups = grouped(*seeds(fabricate, "lssar", [1.0, 1.1], [1.2, 1.4]), fabricate("softmax", [1.0, 1.1], ()))
+        (ax,) = figure1(groups, title="").axes
+        dots = [one for one in ax.collections if one.get_offsets().shape[0] > 1]
+        assert [sorted(map(tuple, one.get_offsets().tolist())) for one in dots] == [
+            [(1, 1.0), (1, 1.2), (2, 1.1), (2, 1.4)]
+        ]
+        assert list(ax.lines[0].get_ydata()) == pytest.approx([1.1, 1.25]), "the line is the mean"
+
+    def test_the_same_mechanism_keeps_its_colour_and_no_two_groups_share_one(self, four, fabricate):
+        all_four = grouped(*four)
+        assert colours(all_four[2:]) == colours(all_four)[2:]
+        six = grouped(*four, fabricate("ssmax", [1.0]), fabricate("softmax", [1.0], recipe="", name="again"))
+        assert sorted(colours(six)) == list(range(len(PALETTE)))
+
+    def test_labels_move_apart_and_no_further(self):
+        assert spread([0.0, 1.0, 5.0], 1.0) == [0.0, 1.0, 5.0]
+        assert spread([1.0, 1.0], 1.0) == [0.5, 1.5]
+        placed = spread([0.0, 0.1, 0.2, 3.0], 1.0)
+        assert all(b - a >= 1.0 - 1e-12 for a, b in pairwise(placed))
+        assert sum(placed) == pytest.approx(3.3), "the whole does not drift"
+
+    def test_diverged_and_single_runs_can_be_drawn(self, fabricate, tmp_path):
+        entries = [
+            fabricate("softmax", [math.nan] * 3, train_loss=[(1, math.nan)]),
+            fabricate("lssar", [1.0, math.inf, 1.0], standard_error=math.nan, train_loss=[]),
+        ]
+        page = render(build(entries))
+        assert "Softmax: diverged" in page
+        save_figure1(build(entries).groups, tmp_path / "f.png", title="")
+
+
+def fabricate_early(entry):
+    """A run without the rows that early results could not hold."""
+    rows = [row for row in entry.evaluation.rows if row.setting.window is None]
+    return entry.model_copy(update={"evaluation": entry.evaluation.model_copy(update={"rows": rows})})
+
+
+class Page(HTMLParser):
+    VOID = frozenset(("meta", "br", "link", "img", "input", "hr"))
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.tags, self.text, self.ids = [], [], [], []
+        self.feed(text)
+        assert self.open == [], "every tag is closed"
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        self.ids += [value for name, value in attributes if name == "id"]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+@pytest.fixture(scope="module")
+def text(four):
+    return render(build(four))
+
+
+class TestPage:
+    def test_is_self_contained(self, text):
+        page = Page(text)
+        for tag, attributes in page.tags:
+            assert tag not in ("script", "link", "iframe", "object", "img"), tag
+            for name in ("src", "href", "xlink:href", "data", "srcset", "poster", "action"):
+                value = attributes.get(name) or "#"
+                assert value.startswith("#"), (tag, name, value)
+        assert not re.search(r"@import|url\((?!#)", text)
+        assert set(re.findall(r"\w+://[^\s\"'<]+", text)) == {
+            "http://www.w3.org/2000/svg",
+            "http://www.w3.org/1999/xlink",
+        }
+
+    def test_its_ids_are_unique_although_it_holds_several_drawings(self, text):
+        used = Page(text).ids
+        assert used
+        assert len(used) == len(set(used))
+
+    def test_is_accessible(self, text):
+        page = Page(text)
+        attributes = dict(page.tags[0:1])["html"] if page.tags[0][0] == "html" else {}
+        assert attributes["lang"] == "en"
+        names = [tag for tag, _ in page.tags]
+        images = [a for tag, a in page.tags if a.get("role") == "img"]
+        assert len(images) == names.count("svg") == 8
+        assert all(len(a["aria-label"]) > 20 for a in images)
+        assert names.count("table") == names.count("caption") == 5
+        assert all(a.get("scope") in ("row", "col") for tag, a in page.tags if tag == "th")
+        assert any(a.get("name") == "viewport" for tag, a in page.tags)
+
+    def test_has_light_and_dark_colours_for_every_line_and_none_that_stays(self, text):
+        assert "prefers-color-scheme: dark" in text
+        body = text[text.index("</style>") :]
+        assert not re.search(r"#[0-9a-f]{6}\b", body.split("<h2>How it was made")[0]), "every colour is a variable"
+        for used in set(re.findall(r"var\((--[\w-]+)\)", text)):
+            assert text.count(f"{used}: ") == 2, f"{used} is set for light and for dark"
+
+    def test_shows_what_the_runs_hold(self, text, four):
+        shown_text = " ".join(" ".join(Page(text).text).split())
+        report = build(four)
+        for shown in (
+            report.finding.sentence,
+            "more than noise: higher (noise of training unknown)",
+            "Softmax, window 1x",
+            "+0.200 ± 0.000",
+            "2.380",
+            "± 0.010",
+            "demo-lssar",
+            "0123456789",
+            "torch 2.13.0",
+            "A processor",
+            "15,322",
+            "3.5",
+            'mechanism = "lssar"',
+            "81,920",
+        ):
+            assert shown in shown_text, shown
+
+    def test_escapes_what_it_shows(self, fabricate):
+        entry = fabricate("softmax", [1.0, 2.0], name="<script>alert(1)</script>")
+        text = render(build([entry, fabricate("softmax", [1.0, 2.0], name="b")]))
+        assert "<script" not in text
+
+
+class TestReport:
+    def test_results_json_round_trip(self, four, tmp_path):
+        report = build(four, remarks=["a remark"])
+        paths = write(report, tmp_path / "new" / "folder")
+        assert [path.name for path in paths] == ["results.json", "figure1.png", "report.html"]
+        assert sorted(path.name for path in paths[0].parent.iterdir()) == ["figure1.png", "report.html", "results.json"]
+        assert read(paths[0]).model_dump_json() == report.model_dump_json()
+        values = json.loads(paths[0].read_text())
+        assert values["schema_version"] == 2
+        assert values["finding"]["differences"][0]["verdict"] == "higher"
+        assert values["runs"][2]["evaluation"]["rows"][4]["loss"] == 1.56
+        assert values["notes"][0] == "a remark"
+
+    def test_a_diverged_loss_survives_the_round_trip_as_strict_json(self, fabricate, tmp_path):
+        report = build([fabricate("softmax", [1.0, math.nan, math.inf])])
+        path = write(report, tmp_path)[0]
+
+        def refuse(constant):
+            raise AssertionError(f"{constant} is not JSON")
+
+        json.loads(path.read_text(), parse_constant=refuse)
+        rows = read(path).runs[0].evaluation.rows
+        assert math.isnan(rows[1].loss)
+        assert rows[2].loss == math.inf
+
+    def test_early_results_are_read_and_judged_anew(self, four, tmp_path):
+        """They know dynamic NTK alone, hold no sums by document, and another kind of finding."""
+        values = json.loads(json_text(build([fabricate_early(entry) for entry in four])))
+        for entry in values["runs"]:
+            for row in entry["evaluation"]["rows"]:
+                row["ntk"] = row.pop("setting")["rope"] == "ntk"
+                del row["documents"], row["windows_by_document"]
+                for bucket in row["buckets"]:
+                    del bucket["sums"]
+        values |= {"schema_version": 1, "finding": {"sentence": "so it holds", "verdict": "holds", "ratios": []}}
+        path = tmp_path / "results.json"
+        path.write_text(json.dumps(values))
+        report = read(path)
+        assert report.schema_version == 2
+        assert settings(report.groups) == ["as trained", "dynamic NTK"]
+        assert "LSSAR as trained has the lowest loss, 1.560;" in report.finding.sentence
+
+    def test_what_holds_numbers_alone_stands_on_one_line(self, fabricate):
+        losses = [(1, math.nan), (20, 2.25)]
+        report = build([fabricate("lssar", [1.0], recipe="betas = [\n 0.9,\n 0.95]\n", train_loss=losses)])
+        text = json_text(report)
+        assert json.loads(text) == json.loads(report.model_dump_json())
+        assert '"train_loss": [[1, "NaN"], [20, 2.25]],' in text
+        assert '"documents": [3, 8],' in text
+        assert re.search(r'^ *{"start": 0, "end": 128, "loss": .*"sums": \[[\d.]+, [\d.]+\]}', text, re.MULTILINE)
+        tricky = report.model_copy(update={"title": "{\n[\n1\n]}", "notes": ["]\n}", "{", "[,\n  1"]})
+        assert json.loads(json_text(tricky)) == json.loads(tricky.model_dump_json())
+
+    @pytest.mark.parametrize(
+        ("text", "said"), [("{", "not a report"), ('{"schema_version": 1}', "not a report"), (None, "cannot read")]
+    )
+    def test_reading_something_else_says_what_to_do(self, tmp_path, text, said):
+        path = tmp_path / "results.json"
+        if text is not None:
+            path.write_text(text)
+        with pytest.raises(LabError, match=f"{said}.*softfocus compare"):
+            read(path)
+
+    def test_a_folder_that_cannot_be_made_is_a_lab_error(self, four, tmp_path):
+        (tmp_path / "file").write_text("")
+        with pytest.raises(LabError, match="cannot write"):
+            write(build(four), tmp_path / "file" / "folder")
+
+    def test_provenance_names_recipes_commits_and_seeds(self, four, fabricate):
+        assert (
+            provenance(build(four))
+            == "recipes demo-softmax, demo-lssa, demo-lssar, demo-laser · commit 0123456789 · seed 1"
+        )
+        assert (
+            provenance(build([fabricate("lssa", [1.0], commit="v0.1", seed=3)]))
+            == "recipe demo-lssa · commit v0.1 · seed 3"
+        )
+
+    def test_notes_say_in_what_runs_differ(self, four, fabricate):
+        assert not any("differ" in note for note in build(four).notes)
+        other = fabricate("lssa", [1.0, 2.0], train_length=64, vocabulary=512, commit="a" * 40 + "+dirty")
+        text = " ".join(build([four[0], other]).notes)
+        for said in (
+            "vocabulary (256, 512)",
+            "training length (128, 64)",
+            "commit",
+            "The source tree had changes",
+        ):
+            assert said in text
+        stale = four[0].model_copy(update={"evaluation": four[1].evaluation})
+        assert "belongs to another training" in build([stale]).notes[-1]
+
+    def test_notes_say_on_what_text_the_losses_were_measured(self, fabricate):
+        def said(*evaluated, key="c0ffee"):
+            runs = [fabricate("lssa", [1.0, 2.0], name=f"run{n}", evaluated=one) for n, one in enumerate(evaluated)]
+            runs = [run.model_copy(update={"info": run.info.model_copy(update={"corpus_key": key})}) for run in runs]
+            return " ".join(build(runs).notes), same_text(build(runs).evaluations)
+
+        text, same = said({}, {})
+        assert "Evaluated on 4,096 validation tokens: spans of 2,048, at random places in 2 documents" in text
+        assert same
+        for unsaid in ("different text", "cross the end", "may have been trained on"):
+            assert unsaid not in text
+        for other in ({"corpus_key": "other"}, {"longest": 1024}, {"tokens": 8192}):
+            text, same = said({}, other)
+            assert "evaluated on different text" in text
+            assert not same
+        assert said({"crossing": 1})[0].count("1 of the 2 spans cross the end of a document") == 1
+        assert "The corpus of run0 changed" in said({}, key="before")[0]
+        assert said({"corpus_key": "", "longest": 0, "documents": 0})[1] is False, "an early evaluation does not know"
+
+    def test_the_page_says_that_the_text_is_the_same_only_where_it_is(self, text, fabricate):
+        assert "on the same validation tokens" in text
+        other = [fabricate("lssa", [1.0], evaluated={"corpus_key": key}) for key in "ab"]
+        assert "on the same validation tokens" not in render(build(other))
+
+
+def test_labels_tell_runs_of_one_mechanism_apart(fabricate):
+    runs = [fabricate("lssar", [1.0], name=name).evaluation for name in ("a", "b", "b")]
+    assert labels(runs) == ["LSSAR · a", "LSSAR · b", "LSSAR · b (2)"]
+
+
+def test_columns_of_unequal_grids(fabricate):
+    short, long = fabricate("lssa", [1.0, 2.0]), fabricate("lssar", [1.0, 1.0, 1.0], train_length=256)
+    both = grouped(short, long)
+    assert columns(both) == [1, 2, 4]
+    assert shared_columns(both) == [1, 2]
+    assert columns(both, "tokens") == [128, 256, 512, 1024]
+    assert shared_columns(both, "tokens") == [256]
+
+
+def test_an_entry_reads_back(four):
+    assert Entry.model_validate_json(four[0].model_dump_json()).info == four[0].info
+
+
+def test_the_template_is_shipped_with_the_package():
+    import softfocus.lab
+
+    assert (Path(softfocus.lab.__file__).parent / "report/page.html.j2").is_file()

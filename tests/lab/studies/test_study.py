@@ -1,0 +1,354 @@
+"""Studies: what rows and seeds make of a recipe, the estimate, a whole one, and what is refused."""
+
+import io
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from softfocus.lab.cli.options import seeds_of
+from softfocus.lab.errors import LabError, UsageError
+from softfocus.lab.evaluate.loss import evaluate
+from softfocus.lab.evaluate.recall import recall
+from softfocus.lab.progress import Event, Listener
+from softfocus.lab.recipes.lengths import parse
+from softfocus.lab.recipes.loading import load
+from softfocus.lab.recipes.recipe import Recipe
+from softfocus.lab.report.compare import compare
+from softfocus.lab.report.recall import recall_tables
+from softfocus.lab.report.recall_compare import RecallEntry, RecallReport, compare_recall
+from softfocus.lab.report.results import Report
+from softfocus.lab.run_folder.disk import write_atomically
+from softfocus.lab.run_folder.files import RECIPE, RUN, load_run, save_measured, save_run
+from softfocus.lab.run_folder.results import Answers, Recall, RecallRow
+from softfocus.lab.studies import crew, study
+from softfocus.lab.studies.study import run_study
+from softfocus.lab.train.run import train
+
+TASK = """
+title = "A task"
+base = "mqar"
+seeds = [0, 1]
+[rows.short.model.config]
+hidden_size = 16
+intermediate_size = 16
+[rows.short.data.mqar]
+pairs = 2
+queries = 2
+keys = 16
+values = 4
+filler = 4
+[rows.short.train]
+length = 16
+steps = 3
+warmup = 1
+batch = 4
+[rows.short.evaluate]
+lengths = "1x,2x"
+"""
+
+
+def console() -> Console:
+    return Console(file=io.StringIO(), width=200)
+
+
+def said(where: Console) -> str:
+    assert isinstance(where.file, io.StringIO)
+    return where.file.getvalue()
+
+
+def finish(recipe: Recipe, out: Path) -> None:
+    """Do here what a worker does: a process of its own takes seconds to start."""
+    train(recipe, out / recipe.name)
+    evaluate(out / recipe.name, parse(recipe.evaluate.lengths, recipe.train.length))
+
+
+def stop_at_row(count: int) -> Listener:
+    """A listener that stops the work when so many rows are finished."""
+    rows = []
+
+    def listen(event: Event) -> None:
+        rows.extend([event] if event.kind == "row" else [])
+        if len(rows) == count:
+            raise KeyboardInterrupt
+
+    return listen
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> Path:
+    """A study of one row and two seeds on a generated task."""
+    path = tmp_path / "task.toml"
+    path.write_text(TASK)
+    return path
+
+
+@pytest.fixture
+def two_rows(tiny: Path, tmp_path: Path) -> Path:
+    """A study of two rows and two seeds on the tiny recipe."""
+    path = tmp_path / "two.toml"
+    path.write_text(
+        f"""
+        title = "Two rows"
+        base = "{tiny}"
+        seeds = [3, 4]
+        [rows.plain]
+        model.mechanism = "softmax"
+        [rows.local]
+        model.layout."*" = [{{ heads = 1, window = 8 }}, {{ heads = 1 }}]
+        train.learning_rate = 2e-2
+        """
+    )
+    return path
+
+
+@pytest.mark.parametrize("name", study.shipped())
+def test_shipped_studies_make_recipes(name: str) -> None:
+    found, near = study.load(name)
+    made = study.recipes(found, near)
+    assert len(made) == len(found.seeds) * len(found.rows)
+    assert len({recipe.name for recipe in made}) == len(made)
+    of_one_seed = [recipe.model_copy(update={"name": ""}).to_toml() for recipe in study.recipes(found, near, [7])]
+    assert len(set(of_one_seed)) == len(found.rows), "two rows are the same"
+
+
+def test_rows_and_seeds(two_rows: Path, tiny: Path) -> None:
+    found = study.recipes(*study.load(str(two_rows)))
+    assert [recipe.name for recipe in found] == ["plain-s3", "local-s3", "plain-s4", "local-s4"]
+    assert [recipe.train.seed for recipe in found] == [3, 3, 4, 4]
+    by_hand = load(tiny, ["name=plain-s3", "model.mechanism=softmax", "train.seed=3"])
+    assert found[0] == by_hand
+    assert found[1].train.learning_rate == 2e-2
+
+
+def test_a_study_trains_what_is_left_and_compares_all(two_rows: Path, tmp_path: Path) -> None:
+    out, screen = tmp_path / "out", console()
+    *there, left = study.recipes(*study.load(str(two_rows)))
+    for recipe in there:
+        finish(recipe, out)
+    before = {recipe.name: (out / recipe.name / RUN).stat().st_mtime_ns for recipe in there}
+    made = run_study(str(two_rows), out, jobs=1, console=screen)
+    assert isinstance(made, Report)
+    assert [group.count for group in made.groups] == ["2 seeds", "2 seeds"]
+    assert "Two rows: 4 runs, 1 of them left: about" in said(screen)
+    assert before == {name: (out / name / RUN).stat().st_mtime_ns for name in before}
+    assert load_run(out / left.name).status == "complete"
+    assert "Losses are means over 2 trainings" in " ".join(said(screen).split())
+    for name in ("results.json", "figure1.png", "report.html", "logs/plain-s3.log"):
+        assert (out / name).exists()
+    again = console()
+    run_study(str(two_rows), out, jobs=1, console=again)
+    assert "4 runs, 0 of them left" in said(again)
+
+
+def test_a_row_that_fails_is_named_and_the_others_are_compared(two_rows: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    finish(study.recipes(*study.load(str(two_rows)))[0], out)
+    (out / "local-s3").write_text("in the way")
+    with pytest.raises(LabError, match=r"1 of 2 models failed: local-s3: .* is a file"):
+        run_study(str(two_rows), out, jobs=1, seeds=[3], console=console())
+    assert (out / "results.json").exists()
+
+
+def test_each_row_is_timed_once_whatever_its_name(two_rows: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    made = study.recipes(*study.load(str(two_rows)))
+    timed = []
+
+    def trial(recipe: Recipe, threads: int) -> tuple[float, int]:
+        timed.append(recipe.name)
+        return 1.0, 1
+
+    monkeypatch.setattr(study, "_trial", trial)
+    jobs = crew.plan(tmp_path, made, [recipe.name for recipe in made])
+    for job in jobs:
+        job.recipe = job.recipe.model_copy(update={"name": "x"})
+    assert study.estimate(jobs, 1).seconds == 4.0
+    assert timed == ["x", "x"]
+
+
+def test_the_estimate_trains_nothing(two_rows: Path, tmp_path: Path) -> None:
+    screen = console()
+    assert run_study(str(two_rows), tmp_path / "out", estimate_only=True, console=screen) is None
+    assert "4 runs, 4 of them left: about 0:0" in said(screen)
+    assert "MB on disk" in said(screen)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_study_of_a_task_goes_on_after_a_kill_and_compares_right_answers(task: Path, tmp_path: Path) -> None:
+    """One run was killed before its last row, the one with more to remember; the other is finished."""
+    out, screen = tmp_path / "out", console()
+    killed, finished = study.recipes(*study.load(str(task)))
+    for recipe in (killed, finished):
+        train(recipe, out / recipe.name)
+    recall(out / finished.name, [16, 32])
+    with pytest.raises(KeyboardInterrupt):
+        recall(out / killed.name, [16, 32], progress=stop_at_row(2))
+    before = (out / killed.name / RUN).stat().st_mtime_ns
+    made = run_study(str(task), out, jobs=1, console=screen)
+    assert isinstance(made, RecallReport)
+    assert "2 runs, 1 of them left" in said(screen)
+    assert before == (out / killed.name / RUN).stat().st_mtime_ns, "it was trained again"
+    keys = [[row.key for row in entry.recall.rows] for entry in made.runs]
+    assert keys == [[(16, False, None, 64), (32, False, None, 64), (32, True, None, 64)]] * 2
+    assert [entry.info.seed for entry in made.runs] == [0, 1]
+    assert "Right answers, lengthened by more filler; chance is 0.250" in " ".join(said(screen).split())
+    assert "short (2 seeds)" in said(screen)
+    again = RecallReport.model_validate_json((out / "results.json").read_text())
+    assert again == made
+    assert (out / "figure1.png").stat().st_size > 5_000
+    alone = compare([out / "short-s1"], tmp_path / "alone", console=console())
+    assert isinstance(alone, RecallReport)
+    assert any("One seed" in note for note in alone.notes)
+
+
+def test_rows_of_another_window_or_number_of_sequences_do_not_finish_a_run(task: Path, tmp_path: Path) -> None:
+    recipe = study.recipes(*study.load(str(task)))[0]
+
+    def status() -> str:
+        return crew.plan(tmp_path, [recipe], ["a run"])[0].status
+
+    folder = tmp_path / recipe.name
+    train(recipe, folder)
+    assert status() == "waiting"
+    recall(folder, [16, 32], window=8)
+    recall(folder, [16, 32], sequences=2)
+    assert status() == "waiting"
+    recall(folder, [16, 32])
+    assert status() == "finished"
+
+
+def recalled(fabricate: Any, seed: int, *rows: tuple[int, int, float]) -> RecallEntry:
+    """A run whose rows are given: length, sequences, share of right answers."""
+    common: dict[str, Any] = {"mechanism": "softmax", "seed": seed, "train_length": 16}
+    found = [
+        RecallRow(
+            length=length,
+            grown=False,
+            window=None,
+            nearest=0,
+            reach=None,
+            chance=0.25,
+            sequences=sequences,
+            answers=2 * sequences,
+            accuracy=accuracy,
+            standard_error=0.0,
+            complete=accuracy,
+            complete_error=0.0,
+            by_distance=[Answers(start=0, end=8, accuracy=accuracy, standard_error=0.0, answers=2 * sequences)],
+        )
+        for length, sequences, accuracy in rows
+    ]
+    entry = fabricate("softmax", [1.0], seed=seed, name=f"run-s{seed}", train_length=16)
+    return RecallEntry(
+        info=entry.info, recall=Recall(run=entry.info.name, task="t", rows=found, **common), recipe=entry.recipe
+    )
+
+
+def written(folder: Path, *entries: RecallEntry) -> list[Path]:
+    """Run folders, as far as comparing reads them."""
+    for entry in entries:
+        save_run(folder / entry.info.name, entry.info)
+        save_measured(folder / entry.info.name, entry.recall)
+        write_atomically(folder / entry.info.name / RECIPE, entry.recipe)
+    return [folder / entry.info.name for entry in entries]
+
+
+def test_recall_over_seeds_is_a_mean_with_its_standard_deviation(fabricate: Any, tmp_path: Path) -> None:
+    screen, values = console(), [0.25, 0.5, 1.0]
+    runs = [recalled(fabricate, seed, (16, 8, value)) for seed, value in enumerate(values)]
+    report = compare_recall(written(tmp_path, *runs), tmp_path / "out", title="Three", console=screen)
+    assert f"Softmax (3 seeds)   {statistics.fmean(values):.3f} ± {statistics.stdev(values):.3f}" in said(screen)
+    assert report.notes == ["Several seeds: ± is their standard deviation."]
+
+
+def test_an_earlier_comparison_of_recall_stands_for_its_runs(fabricate: Any, tmp_path: Path) -> None:
+    """Seeds that were compared earlier, and one that came later, are one row; the files are those of all folders."""
+    folders = written(tmp_path, *(recalled(fabricate, seed, (16, 8, seed / 4)) for seed in range(3)))
+    whole, merged = console(), console()
+    compare(folders, tmp_path / "all", console=whole)
+    compare(folders[:2], tmp_path / "two", console=console())
+    report = compare([tmp_path / "two" / "results.json", folders[2]], tmp_path / "out", console=merged)
+    assert isinstance(report, RecallReport)
+    assert [len(group.entries) for group in report.groups] == [3]
+    assert said(merged).replace("/out/", "/all/") == said(whole)
+    again = compare([tmp_path / "out" / "results.json"], tmp_path / "again", console=console())
+    assert again.model_copy(update={"created": report.created}) == report
+    with pytest.raises(LabError, match="the run run-s0 is there twice"):
+        compare([tmp_path / "two" / "results.json", folders[0]], tmp_path / "none", console=console())
+    assert not (tmp_path / "none").exists()
+
+
+def test_right_answers_are_not_compared_with_losses(fabricate: Any, tmp_path: Path) -> None:
+    folder = written(tmp_path, recalled(fabricate, 0, (16, 8, 0.5)))[0]
+    text = fabricate("softmax", [1.0], name="text")
+    save_run(tmp_path / "text", text.info)
+    save_measured(tmp_path / "text", text.evaluation)
+    compare([tmp_path / "text"], tmp_path / "losses", console=console())
+    for other in (tmp_path / "text", tmp_path / "losses" / "results.json"):
+        with pytest.raises(LabError, match=r"run-s0 holds shares of right answers, and .* holds losses"):
+            compare([folder, other], tmp_path / "none", console=console())
+    with pytest.raises(LabError, match="there is no run at"):
+        compare([folder, tmp_path / "nowhere"], tmp_path / "none", console=console())
+    (tmp_path / "torn.json").write_text('{"runs": [{"recall"')
+    with pytest.raises(LabError, match=r"torn.json is not a report"):
+        compare([folder, tmp_path / "torn.json"], tmp_path / "none", console=console())
+
+
+def test_a_row_measured_again_on_more_sequences_counts_once(fabricate: Any, tmp_path: Path) -> None:
+    run, screen = recalled(fabricate, 0, (16, 8, 0.125), (16, 512, 0.875), (32, 512, 0.75), (32, 8, 0.25)), console()
+    compare_recall(written(tmp_path, run), tmp_path / "out", title="One", console=screen)
+    assert "0.875 ± 0.000" in said(screen)
+    assert "0.750 ± 0.000" in said(screen)
+    screen.print(recall_tables(run.recall))
+    assert "0.125" not in said(screen)
+    assert [row.sequences for row in run.recall.shown] == [512, 512]
+
+
+def test_a_length_that_a_seed_lacks_is_left_out(fabricate: Any, tmp_path: Path) -> None:
+    screen = console()
+    runs = written(
+        tmp_path, recalled(fabricate, 0, (16, 8, 0.5)), recalled(fabricate, 1, (16, 8, 0.75), (32, 8, 0.125))
+    )
+    report = compare_recall(runs, tmp_path / "out", title="Two", console=screen)
+    assert "0.625 ± 0.177" in said(screen)
+    assert "0.125 ± 0.000" not in said(screen)
+    assert any("left out" in note for note in report.notes)
+    apart = written(tmp_path, recalled(fabricate, 0, (16, 8, 0.5)), recalled(fabricate, 1, (32, 8, 0.125)))
+    with pytest.raises(LabError, match="the seeds of each model share no length"):
+        compare_recall(apart, tmp_path / "none", title="None", console=console())
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("title = 1", "title: Input should be a valid string"),
+        ('title = "x"', "rows: Field required"),
+        ('title = "x"\n[rows]', "at least 1"),
+        ('title = "x"\nrow = 1\n[rows.a]', "row: Extra inputs are not permitted"),
+        ("title = ", "cannot be read"),
+        (
+            'title = "x"\n[rows.a]\nmodel.mechanims = "lssar"',
+            "a-s0 has no key 'model.mechanims'; did you mean 'model.mechanism'",
+        ),
+        ('title = "x"\n[rows.a]\nbase = "dem"', "there is no recipe 'dem'; did you mean 'demo'"),
+        ('title = "x"\n[rows.a]\n[rows.b]\nbase = "mqar"', "some rows are trained on text and some on generated tasks"),
+    ],
+)
+def test_mistakes_are_said_in_one_line(text: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "bad.toml").write_text(text)
+    with pytest.raises(LabError) as caught:
+        study.recipes(*study.load(str(tmp_path / "bad.toml")))
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(LabError, match=r"there is no study layout; did you mean 'layouts'"):
+        study.load("layout")
+    with pytest.raises(UsageError, match="--seeds: '1,x' is not a list"):
+        seeds_of("1,x")
+    with pytest.raises(UsageError, match="--jobs: 99 at a time"):
+        run_study("layouts", tmp_path / "out", jobs=99, console=console())

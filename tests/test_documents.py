@@ -1,0 +1,148 @@
+"""The documents hold together: links lead somewhere, prose wraps, numbers are those of the committed results."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from softfocus.lab.bench.results import CellResult, load_benchmark
+from softfocus.lab.report.results import read
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+RESULTS = ROOT / "docs" / "results"
+NAMES = {"lssar": "LSSAR", "lssa": "LSSA", "laser": "LASER, on softmax"}
+DIRECTIONS = {"forward": "forward", "backward": "forward + backward", "decode": "decode, one query"}
+page = pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+
+
+def without_code(text: str) -> str:
+    """The text without fenced blocks, blocks that are indented, and spans of code."""
+    text = re.sub(r"^ *```.*?^ *```", "", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"(?<=\n\n)(?:    .*\n|\n)+", "\n", text)
+    return re.sub(r"`[^`]*`", "", text)
+
+
+def anchors(text: str) -> set[str]:
+    """What GitHub calls the headings of a page."""
+    found: set[str] = set()
+    for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE):
+        name = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+        found.add(name if name not in found else f"{name}-1")
+    return found
+
+
+def broken_links(path: Path) -> list[str]:
+    """The links of a page that lead to no file, or to no heading."""
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", without_code(path.read_text())):
+        if re.match(r"https?://", target):
+            continue
+        name, _, anchor = target.partition("#")
+        there = (path.parent / name).resolve() if name else path
+        if not there.exists() or (anchor and anchor not in anchors(there.read_text())):
+            broken.append(target)
+    return broken
+
+
+@page
+def test_links_lead_somewhere(path):
+    assert broken_links(path) == []
+
+
+def test_a_broken_link_would_be_noticed(tmp_path):
+    there = tmp_path / "there.md"
+    there.write_text("# A heading, with `code`\n")
+    here = tmp_path / "here.md"
+    here.write_text("[a](there.md#a-heading-with-code) [b](there.md#other) [c](gone.md) `[d](gone.md)`\n")
+    assert broken_links(here) == ["there.md#other", "gone.md"]
+
+
+def wide_lines(text: str) -> list[str]:
+    """Lines of prose beyond 100 columns; tables, pictures and what a program wrote may be wider."""
+    text = re.sub(r"<!-- \w+:begin -->.*?<!-- \w+:end -->", "", text, flags=re.DOTALL)
+    text = re.sub(r"^ *```.*?^ *```", "", text, flags=re.DOTALL | re.MULTILINE)
+    return [line for line in text.splitlines() if len(line) > 100 and not line.startswith(("|", "![", "    "))]
+
+
+@page
+def test_prose_wraps_at_100_columns(path):
+    assert wide_lines(path.read_text()) == []
+
+
+def test_a_wide_line_would_be_noticed():
+    assert wide_lines(f"{'a' * 100}\n| {'b' * 100} |\n{'c' * 101}") == ["c" * 101]
+
+
+def test_the_design_stays_short():
+    assert len((ROOT / "DESIGN.md").read_text().splitlines()) <= 200
+
+
+def test_the_pages_name_files_that_exist():
+    """Where the kernels' pages end, each file of their folders stands once."""
+    for name, folder, kind in (
+        ("kernels-cpu", "backends/cpu/csrc", "*.[hc]*"),
+        ("kernels-gpu", "backends/triton/kernels", "*.py"),
+    ):
+        table = (ROOT / f"docs/{name}.md").read_text().split("## Where to look")[1]
+        named = re.findall(r"`([\w.]+)`", table)
+        there = {path.name for path in (ROOT / "src/softfocus" / folder).glob(kind)} - {"__init__.py"}
+        assert sorted(named) == sorted(there)
+
+
+def bench_table() -> str:
+    """Time and memory of the CPU kernels and of what they are measured beside, as shares of SDPA's."""
+    lines = [
+        "| | keys | time | memory | tiled, time | the formula by hand, time | FlexAttention, time |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for folder in ("bench-cpu", "bench-cpu-lssa-laser", "bench-cpu-bfloat16"):
+        benchmark = load_benchmark(RESULTS / folder)
+        for cell in sorted(
+            benchmark.cells, key=lambda cell: (cell.mechanism != "lssa", list(DIRECTIONS).index(cell.what))
+        ):
+            ours = cell.subject("softfocus")
+            assert cell.parity == ours.parity == "passed"
+            others = " | ".join(time_of(cell, name) for name in ("tiled", "eager", "flex"))
+            half = "" if benchmark.dtype == "float32" else f", {benchmark.dtype}"
+            lines.append(
+                f"| {NAMES[cell.mechanism]}, {DIRECTIONS[cell.what]}{half} | {cell.length // 1024}K "
+                f"| {ours.ratio.median:.2f} ({ours.ratio.lower_quartile:.2f} to {ours.ratio.upper_quartile:.2f}) "
+                f"| {ours.memory_ratio:.2f} | {others} |"
+            )
+    return "\n".join(lines)
+
+
+def time_of(cell: CellResult, name: str) -> str:
+    subject = cell.subject(name)
+    return f"{subject.ratio.median:.1f}" if subject.ratio else "refused"
+
+
+PERFORMANCE = (ROOT / "docs" / "performance.md").read_text()
+
+
+def test_the_table_of_performance_is_the_committed_one():
+    shown = re.search(r"<!-- bench:begin -->\n(.*?)\n?<!-- bench:end -->", PERFORMANCE, re.DOTALL)
+    assert shown[1] == bench_table(), f"docs/performance.md should show:\n{bench_table()}"
+
+
+def test_the_speed_of_training_is_the_committed_one():
+    speeds = {
+        entry.evaluation.mechanism: entry.info.tokens_per_second for entry in read(RESULTS / "demo/results.json").runs
+    }
+    shares = [speeds[name] / speeds["softmax"] for name in ("lssar", "lssa", "laser")]
+    said = "LSSAR trains at {:.2f} of Softmax's tokens per second, LSSA at {:.2f}, LASER at {:.2f}".format(*shares)
+    assert said in " ".join(PERFORMANCE.split())
+
+
+def test_the_time_on_the_host_is_the_committed_one():
+    """Medians of the newer of the two commits."""
+    runs = json.loads((RESULTS / "triton-host/results.json").read_text())
+    runs = [run["us"] for run in runs if run["commit"] == runs[-1]["commit"]]
+    ours, softmax = (
+        [sorted(run[f"{what} {name}"] for run in runs)[len(runs) // 2] for what in ("forward", "decode", "both")]
+        for name in ("lssar", "softmax")
+    )
+    said = "LSSAR takes {} microseconds forward, {} decoding, {} with gradients; softmax {}, {} and {}"
+    assert said.format(*(int(us + 0.5) for us in (*ours, *softmax))) in " ".join(PERFORMANCE.split())
