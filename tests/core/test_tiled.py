@@ -10,7 +10,7 @@ import softfocus
 from softfocus.backends import tiled as backend
 from softfocus.backends import tiles
 from softfocus.contract import Call
-from softfocus.testing import CASES, Case, check
+from softfocus.testing import CASES, Case, Outcome, check, compare
 from softfocus.visibility import Visibility
 
 COMBINATIONS = (
@@ -62,6 +62,25 @@ def test_a_wrong_gradient_is_caught():
 
     with pytest.raises(AssertionError, match=r"query.grad is off by"):
         check(off, CASES[0], "lssa", torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "summed", "ulp"),
+    [
+        (torch.float16, 0.0, 2.0**-24),  # the smallest number
+        (torch.float32, 3.0, 3 * 2.0**-23),
+        (torch.bfloat16, 3.0, 3 * 2.0**-23),  # the terms are float32's
+        (torch.float64, 3.0, 3 * 2.0**-52),
+    ],
+    ids=str,
+)
+def test_where_everything_cancels_four_units_of_the_terms_are_left(dtype, summed, ulp):
+    """The result is 0, and the eager formula gives just that."""
+    nothing = Outcome({"query.grad": torch.zeros(3, dtype=torch.float64)})
+    given = nothing, {"query.grad": 0.0}, {"query.grad": 0.0}, "case", {"query.grad": summed}
+    compare(Outcome({"query.grad": torch.tensor([0.0, -3 * ulp, 3 * ulp], dtype=dtype)}), *given)
+    with pytest.raises(AssertionError, match="off by"):
+        compare(Outcome({"query.grad": torch.tensor([0.0, 0.0, 5 * ulp], dtype=dtype)}), *given)
 
 
 def test_a_nan_is_caught():
