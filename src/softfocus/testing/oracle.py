@@ -124,8 +124,8 @@ def compare(
         yardstick: the eager formula's largest error, tensor by tensor.
         sizes: the size of what each tensor was summed from: what a unit in the last place is counted of.
         label: stands in the message.
-        summed: the size of the terms that a tensor is summed from in float32 or better, whatever its dtype. They may cancel
-            all but exactly, in the eager formula altogether: then what is left says nothing of their rounding.
+        summed: the size of the largest term that a tensor is summed from in float32 or better, whatever its dtype. Terms
+            may cancel all but exactly, in the eager formula altogether: then what is left says nothing of their rounding.
     """
     assert actual.tensors.keys() == expected.tensors.keys(), f"{label}: got {list(actual.tensors)}"
     for name, want in expected.tensors.items():
@@ -165,21 +165,21 @@ def _sizes(exact: dict[str, Any], expected: Outcome) -> dict[str, float]:
 
 
 def _summed(exact: dict[str, Any]) -> dict[str, float]:
-    """The largest sum of absolute terms that the gradients of queries and of keys are made of.
+    """The largest term that the gradients of queries and of keys are summed from.
 
-    dL/dq = c sum_j dL/ds_j ds_j/dq, where ds/dq is k, or for the cosine k/|q||k| - cos q/|q|^2; and so for k.
+    dL/dq = c sum_j dL/ds_j ds_j/dq, where ds/dq is k, or for the cosine k/|q||k| - cos q/|q|^2; and so for k. Where terms
+    cancel, no sum is more exact than a unit in the last place of its largest term.
     """
     query, key, terms = exact["query"].detach(), exact["key"].detach(), _terms(exact) * _scale(exact)
     if "head_scale" in exact:
         terms = terms * exact["head_scale"].detach().abs()[:, None, None]
     queries, keys = (x.norm(dim=-1, keepdim=True).nan_to_num(0.0) for x in (query, key))  # what is no number is hidden
-    keys = keys.repeat_interleave(query.size(1) // key.size(1), dim=1)
+    keys = keys.repeat_interleave(query.size(1) // key.size(1), dim=1).mT  # [B, H, 1, Lk]
     if exact["mechanism"].similarity == "dot":
-        to_query, to_key = terms @ keys, terms.mT @ queries
+        to_query, to_key = terms * keys, terms * queries
     else:
-        to_query = (2.0 * terms.sum(-1, keepdim=True) / queries).where(queries > 0, 0.0)
-        to_key = (2.0 * terms.sum(-2)[..., None] / keys).where(keys > 0, 0.0)
-    to_key = to_key.unflatten(1, (key.size(1), -1)).sum(2)
+        to_query = (2.0 * terms / queries).where(queries > 0, 0.0)
+        to_key = (2.0 * terms / keys).where(keys > 0, 0.0)
     sizes = {"query.grad": _largest(to_query), "key.grad": _largest(to_key)}
     return {name: size for name, size in sizes.items() if math.isfinite(size)}
 
