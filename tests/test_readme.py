@@ -190,7 +190,10 @@ def trials_table() -> str:
     lines = ["| layout | power over training | 1x | 2x | 4x | 8x | 16x |", "|---|---|---|---|---|---|---|"]
     for entry in report.runs:
         recipe = tomllib.loads(entry.recipe)
-        schedule, learned = recipe["train"].get("power"), recipe["model"].get("parameters", {})
+        schedule, learned = recipe["train"].get("power"), dict(recipe["model"].get("parameters", {}))
+        for kind in recipe["model"].get("layout", {}).values():
+            for group in kind if isinstance(kind, list) else [kind]:
+                learned |= group.get("parameters", {})
         texts = []
         if schedule:
             texts.append(f"{schedule['shape']} from {schedule['start']:g} in {schedule['share']:.0%} of the steps")
@@ -243,6 +246,15 @@ def test_the_head_that_lost_the_line_is_the_measured_one():
     row, gain = gains(heads)[0]
     said = f"head {row.head} of layer {row.layer} makes {gain.value:.3f} of {(base - whole).value:.3f}"
     assert said in text
+
+
+def test_recall_in_the_layout_of_the_demo_is_the_measured_one():
+    groups = read_as(RecallReport, ROOT / "docs/results/recall-demo/results.json").groups
+    by = {group.label: {point.at: f"{point.value:.2f}" for point in group.points(False)} for group in groups}
+    short, alone = by["half-short-head"], by["half"]
+    text = " ".join(LAYOUTS.split())
+    assert f"does not learn it within 1,500 steps ({alone[64]} at 1x)" in text
+    assert f"sees two tokens it does ({short[64]}), but falls to {short[256]} at 4x and {short[1024]} at 16x" in text
 
 
 def test_the_dip_of_half_of_rope_is_the_measured_one():
