@@ -1,5 +1,5 @@
 // phi as the kernels need it: what is kept of a score between the passes, phi and its slope from what is kept. Every phi here
-// is non-negative; adding one is a struct and a line in `with_phi`, and a name in the Python side's PHI.
+// is non-negative; adding one is a struct and a line in `with_phi`: docs/adding-a-phi.md.
 #pragma once
 
 #include "vector.h"
@@ -115,7 +115,7 @@ struct Relu6 : Pointwise<Relu6> {
   static vf log(vf s) { return Relu::log(keep(s)); }
 };
 
-// Calls f with the phi of a number: the order of the Python side's PHI.
+// Calls f with the phi of a number, its place among the names of pointwise.FUSED. It is not called for any other.
 template <typename F>
 inline void with_phi(int32_t number, F&& f) {
   switch (number) {
@@ -124,7 +124,7 @@ inline void with_phi(int32_t number, F&& f) {
     case 2: return f(Sigmoid{});
     case 3: return f(Relu{});
     case 4: return f(Relu2{});
-    default: return f(Relu6{});
+    case 5: return f(Relu6{});
   }
 }
 
