@@ -45,7 +45,7 @@ def question(name="cpu", **fields):
 def test_a_call_comes_back_from_its_leaves():
     query, key, value = (torch.randn(1, 2, 4, 8) for _ in range(3))
     mask, ids = torch.ones(1, 1, 4, 4, dtype=torch.bool), torch.zeros(1, 4, dtype=torch.int64)
-    visibility = Visibility(4, 4, 2, 0, mask, mask[0, 0, :1], ids)
+    visibility = Visibility(4, 8, 2, 0, mask, mask[0, 0, :1], ids)  # two pages of four
     learned = torch.randn(1, 1, 4, 4), torch.ones(2), torch.ones(2)
     cache = Cache(torch.tensor([3]), torch.tensor([[1, 0]]))
     full = Call(
@@ -55,7 +55,9 @@ def test_a_call_comes_back_from_its_leaves():
         again = unpack(pack(call))
         assert again.mechanism == call.mechanism
         assert (again.cache is None) == (call.cache is None)
-        assert len(pack(again)) == len(LEAVES) == len(pack(call))
+        assert len(pack(again)) == len(pack(call)) == len(LEAVES) - (0 if call.cache else 2)
+        assert vars(again.visibility).keys() == vars(call.visibility).keys()
+        assert again.visibility.key_length == call.visibility.key_length
         assert all(x is y or x == y for x, y in zip(pack(again), pack(call), strict=True))
     assert None not in pack(full)
 
@@ -64,7 +66,9 @@ def test_the_operators_follow_from_the_call():
     """Every tensor of a call that is no part of another thing has a gradient, in this order."""
     schema = ops.attend_backward._schema
     given = [argument.name for argument in schema.arguments]
-    assert given == ["grad", *LEAVES, "backend", "bias_grad", "out", "rows"]
+    leaves = [name for name in LEAVES if name not in ("lengths", "page_table")]
+    assert given == ["grad", *leaves, "backend", "bias_grad", "out", "rows"]
+    assert [argument.name for argument in ops.attend_cache._schema.arguments] == [*LEAVES, "backend"]
     assert GRADIENTS == ("query", "key", "value", "bias", "head_scale", "power")
     assert len(schema.returns) == len(GRADIENTS)
 

@@ -1,3 +1,4 @@
-"""One module or package a backend, with what ``contract.Backend`` says. None imports another, nor the reference. Nothing
-outside ``dispatch`` and ``ops`` reaches in, but for the lab, which has ``cpu.build`` compile ahead of time and say how it stands.
+"""One module or package a backend, with what ``contract.Backend`` says. None imports another, nor the reference.
+
+Nothing outside ``dispatch`` and ``ops`` reaches in, but for the lab, which has ``cpu.build`` compile and say how it stands.
 """
