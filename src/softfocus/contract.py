@@ -5,8 +5,10 @@ it, and a backend that does not name it among its features refuses calls that ha
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import islice
+from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -91,44 +93,47 @@ class Call(NamedTuple):
         )
 
 
-def _cache_of(lengths: Tensor | None, page_table: Tensor | None) -> Cache | None:
-    return None if lengths is None else Cache(lengths, page_table)
-
-
 PARTS: dict[str, tuple[dict[str, Any], Callable[..., Any]]] = {
-    "visibility": (Visibility.__annotations__, Visibility),
+    "visibility": ({k: x for k, x in Visibility.__annotations__.items() if not k.endswith("_length")}, lambda *x: x),
     "mechanism": ({"code": str}, lru_cache(maxsize=256)(Mechanism.from_json)),
     "dropout": (Dropout.__annotations__, Dropout),
-    "cache": (dict.fromkeys(Cache.__annotations__, Tensor | None), _cache_of),
+    "cache": (Cache.__annotations__, lambda *x: Cache(*x) if x else None),
 }
-"""The fields of a call that hold more than one thing, or one that no operator takes: their leaves, and how they are made."""
+"""The fields of a call that hold more than one thing, or one that no operator takes: their leaves, and how they are made.
+Lengths follow from the tensors: every argument of an operator costs microseconds."""
 _FIELDS = {name: PARTS.get(name, ({name: kind}, None)) for name, kind in Call.__annotations__.items()}
 _TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", int: "SymInt", float: "float", str: "str"}
 
 LEAVES = {name: _TYPES[kind] for leaves, _make in _FIELDS.values() for name, kind in leaves.items()}
-"""What a call is packed into: the type of each leaf in an operator's schema."""
+"""What a call is packed into: the type of each leaf in an operator's schema. Those of a cache come last, where there is one."""
 GRADIENTS = tuple(name for name, kind in Call.__annotations__.items() if kind in (Tensor, Tensor | None))
 """What has a gradient, in the order of an operator's results."""
 _OPTIONAL = tuple(
     name for name, kind in LEAVES.items() if kind == "Tensor?" and name not in ("seed", *Cache.__annotations__)
 )
+_PATHS = [
+    f"{name}.{x}" if make else name for name, (leaves, make) in _FIELDS.items() if name != "cache" for x in leaves
+]
+_take = attrgetter(*_PATHS)
 
 
-def pack(call: Call) -> list[Any]:
+def pack(call: Call) -> tuple[Any, ...]:
     """The leaves of a call."""
-    found: list[Any] = []
-    for field, x in zip(_FIELDS, call, strict=True):
-        if field in PARTS:
-            found += [None if x is None else getattr(x, name) for name in PARTS[field][0]]
-        else:
-            found.append(x)
-    return found
+    take = (
+        attrgetter(*_PATHS) if torch.compiler.is_compiling() else _take
+    )  # torch.compile traces those only that it sees made
+    cache = call.cache
+    return take(call) if cache is None else (*take(call), cache.lengths, cache.page_table)
 
 
 def unpack(leaves: Sequence[Any]) -> Call:
     """The call of some leaves."""
     rest = iter(leaves)
-    return Call(*(make(*(next(rest) for _ in names)) if make else next(rest) for names, make in _FIELDS.values()))
+    call = Call(*[make(*islice(rest, len(names))) if make else next(rest) for names, make in _FIELDS.values()])
+    seen: Any = call.visibility
+    table = None if call.cache is None else call.cache.page_table
+    key_length = call.key.size(2) * (1 if table is None else table.size(1))
+    return call._replace(visibility=Visibility(call.query.size(2), key_length, *seen))
 
 
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -166,6 +171,11 @@ class Carries:
     devices: tuple[str, ...]
     features: tuple[str, ...]
     scale: tuple[str, ...] = ("1/sqrt(d)", "log(d)", "1")
+    _without: tuple[str, ...] = field(init=False, repr=False, default=())
+
+    def __post_init__(self) -> None:
+        without = tuple(name for name in (*_OPTIONAL, "dropout") if name not in self.features)
+        object.__setattr__(self, "_without", without)
 
     def lacks(self, call: Call) -> str | None:
         """What of a call is not carried, as a sentence; None where all is."""
@@ -176,24 +186,25 @@ class Carries:
         if dtype not in self.dtypes:
             *most, last = (str(known).removeprefix("torch.") for known in self.dtypes)
             return f"{dtype} is not among {', '.join(most)} and {last}"
-        for field in CHOICES:
-            value, values = getattr(mechanism, field), getattr(self, field)
+        for name in CHOICES:
+            value, values = getattr(mechanism, name), getattr(self, name)
             if value not in values:
-                return f"{field}={value!r} is not " + (f"among {', '.join(values)}" if len(values) > 1 else "carried")
+                return f"{name}={value!r} is not " + (f"among {', '.join(values)}" if len(values) > 1 else "carried")
         if mechanism.power is not None and not self.power:
             return f"power={mechanism.power:g} is not carried"
         if mechanism.laser and not self.laser:
             return "laser=True is not carried"
-        given = [name for name, x in zip(LEAVES, pack(call), strict=True) if x is not None and name in _OPTIONAL]
-        given += ["dropout"] * (call.dropout.p > 0)
-        return next((f"{name} is not carried" for name in given if name not in self.features), None)
+        if not self._without:
+            return None
+        given = {name for name, x in zip(LEAVES, pack(call), strict=False) if x is not None}
+        given |= {"dropout"} if call.dropout.p else set()
+        return next((f"{name} is not carried" for name in self._without if name in given), None)
 
 
 class Backend(Protocol):
     """A module of ``backends/``, or the reference. Where it has them, these are called too:
 
-    refuses(call) -> str | None               what is not declared, of machines and sizes; compiles nothing, touches no disk
-    unavailable() -> str | None               why no call can run here; may compile to find out
+    refuses(call, to_run) -> str | None       of machines and sizes, why not; only to run it compiles or touches a disk
     prepare(call) -> function | None          of query, key and value laid out as the call's, to ``out``
     backward(call, grad, bias_grad) -> dict   gradients by name, the bias's only if wanted; the reference has none
     rows_kept(call) -> int                    the backward takes also ``out`` and so many vectors of the rows, from the forward

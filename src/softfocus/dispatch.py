@@ -45,17 +45,11 @@ def operator(chosen: str, asked: str) -> str:
     return "checked" if chosen == "triton" and asked == "auto" and not _trusted() else chosen
 
 
-def supports(name: str, call: Call) -> str | None:
-    """None, or why a backend does not carry a call. Compiles nothing and touches no disk."""
+def supports(name: str, call: Call, to_run: bool = False) -> str | None:
+    """None, or why a backend does not carry a call. Compiles nothing and touches no disk, unless the call is about to run."""
     backend = BACKENDS[name]
     refuses = getattr(backend, "refuses", None)
-    return backend.CARRIES.lacks(call) or (refuses(call) if refuses else None)
-
-
-def _unavailable(name: str) -> str | None:
-    """Why a backend that supports a call cannot run here; this may compile it."""
-    unavailable = getattr(BACKENDS[name], "unavailable", None)
-    return unavailable() if unavailable else None
+    return backend.CARRIES.lacks(call) or (refuses(call, to_run) if refuses else None)
 
 
 def _refusal(name: str, call: Call) -> str | None:
@@ -89,18 +83,15 @@ def choose(call: Call, backend: str, to_run: bool = True) -> str:
             says neither on nor off.
     """
     if backend == "auto":
-        unasked = [
-            name for name in BACKENDS if _unasked(name)
-        ]  # all of them: a misspelt switch is said on every machine
+        # Of all of them: a misspelt switch is said on every machine
+        unasked = [name for name in BACKENDS if _unasked(name)]
         for name in BACKENDS:
-            if name in unasked or supports(name, call) is not None or _refusal(name, call) is not None:
-                continue
-            if not to_run or _unavailable(name) is None:
+            if name not in unasked and not supports(name, call, to_run) and not _refusal(name, call):
                 return name
         raise ValueError(f"mechanism: no backend carries it; of 'tiled' {supports('tiled', call)}")
     if not isinstance(backend, str) or backend not in BACKENDS:
         raise ValueError(f"backend: got {backend!r}, expected 'auto' or one of {', '.join(map(repr, BACKENDS))}")
-    if why := supports(backend, call) or (_unavailable(backend) if to_run else None):
+    if why := supports(backend, call, to_run):
         raise ValueError(f"backend: {backend!r} was asked for and does not support this call: {why}")
     return backend
 

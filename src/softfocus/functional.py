@@ -1,7 +1,5 @@
 """``attention()``: one call shaped like ``torch.nn.functional.scaled_dot_product_attention``, for every mechanism."""
 
-import os
-from collections.abc import Callable
 from types import NoneType
 from typing import Any, Literal, overload
 
@@ -145,28 +143,19 @@ def attention(
         and ops.unwatched(query, key, value)
     ):
         layout = _layout(query, key, value, is_causal, scale, enable_gqa, mechanism, window_size, backend)
-        if ready := _ready.get(layout):
+        if ready := ops.ready.get(layout):
             return ready(query, key, value)
     call = prepared(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, mechanism, window_size, key_mask,
         document_ids, bias, head_scale, power,
     )  # fmt: skip
     chosen = dispatch.operator(dispatch.choose(call, backend), backend)
-    if layout and (ready := ops.prepare(call, chosen)):
-        if len(_ready) >= _MOST_READY:
-            _ready.clear()
-        _ready[layout] = ready
+    if layout:
+        ops.prepare(call, chosen, layout)
     if dropout_p:
         call = call._replace(dropout=Dropout(dropout_p, torch.randint(2**62, (), device="cpu")))
     out, rows = ops.run(call, chosen)
     return (out, RowStatistics(*rows[:4].unbind(0))) if return_statistics else out
-
-
-_ready: dict[tuple[Any, ...] | None, Callable[[Tensor, Tensor, Tensor], Tensor]] = {}
-"""What takes the tensors of a call whose like has been checked before: in decoding, checking costs more than a short cache."""
-_MOST_READY = 1024
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_ready.clear)  # a forked child computes on one thread
 
 
 def _layout(

@@ -1,13 +1,15 @@
-"""The two custom operators that every fused backend runs behind: schemas, shapes for tracing, and autograd.
+"""The custom operators that every fused backend runs behind: schemas, shapes for tracing, and autograd.
 
 All of it follows from the fields of :class:`softfocus.contract.Call`. No backend is imported here: the implementation is
 looked up by name when the operator runs, so that the very first call may stand inside ``torch.compile(fullgraph=True)``.
 """
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib import import_module
+from itertools import compress
 from typing import Any
 
 import torch
@@ -15,14 +17,17 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from softfocus import reference, validation
-from softfocus.contract import GRADIENTS, LEAVES, Call, compute_dtype, pack, unpack
+from softfocus.contract import GRADIENTS, LEAVES, PARTS, Call, compute_dtype, pack, unpack
 
 # Defined by schema, not by decorating a function: torch's wrappers around such functions take longer than a decode step
 _library = torch.library.Library("softfocus", "DEF")
-_CALL = ", ".join(f"{kind} {name}" for name, kind in LEAVES.items()) + ", str backend"
-_library.define(f"attend({_CALL}) -> (Tensor, Tensor)")
+_TYPES = {name: kind for name, kind in LEAVES.items() if name not in PARTS["cache"][0]}
+_CALL, _CACHED = (", ".join(f"{kind} {name}" for name, kind in leaves.items()) for leaves in (_TYPES, LEAVES))
+_HOLD_TENSORS = [kind.startswith("Tensor") for kind in LEAVES.values()]
+_library.define(f"attend({_CALL}, str backend) -> (Tensor, Tensor)")
+_library.define(f"attend_cache({_CACHED}, str backend) -> (Tensor, Tensor)")
 _library.define(
-    f"attend_backward(Tensor grad, {_CALL}, bool bias_grad, Tensor? out, Tensor? rows) -> "
+    f"attend_backward(Tensor grad, {_CALL}, str backend, bool bias_grad, Tensor? out, Tensor? rows) -> "
     f"({', '.join('Tensor' for _ in GRADIENTS)})"
 )
 
@@ -43,6 +48,7 @@ def _attend_backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
 
 
 _library.impl("attend", _attend, "CompositeExplicitAutograd")
+_library.impl("attend_cache", _attend, "CompositeExplicitAutograd")
 _library.impl("attend_backward", _attend_backward, "CompositeExplicitAutograd")
 
 attend = torch.ops.softfocus.attend.default
@@ -50,6 +56,8 @@ attend = torch.ops.softfocus.attend.default
 
 Takes what ``contract.pack`` makes of a call, and the backend. The call is taken as checked: use ``softfocus.attention``.
 """
+attend_cache = torch.ops.softfocus.attend_cache.default
+"""The same of a call with a cache, without gradient."""
 attend_backward = torch.ops.softfocus.attend_backward.default
 """``contract.GRADIENTS`` of a call; what is not there or not wanted comes back empty.
 
@@ -60,11 +68,11 @@ attend_backward = torch.ops.softfocus.attend_backward.default
 def run(call: Call, backend: str) -> tuple[Tensor, Tensor]:
     """What ``attend`` returns. Without it run the reference, which torch differentiates, and what nothing watches."""
     leaves = pack(call)
-    tensors = [x for x in leaves if isinstance(x, Tensor)]
+    tensors = [x for x in compress(leaves, _HOLD_TENSORS) if x is not None]
     if (backend == "reference" and call.cache is None) or unwatched(*tensors):
         return _forward(call, backend)
     refuse_tangents(*tensors)
-    result: tuple[Tensor, Tensor] = attend(*leaves, backend)
+    result: tuple[Tensor, Tensor] = (attend if call.cache is None else attend_cache)(*leaves, backend)
     return result
 
 
@@ -77,22 +85,48 @@ def _forward(call: Call, backend: str) -> tuple[Tensor, Tensor]:
         lengths, own = call.cache.lengths, "cache" in _load(backend).CARRIES.features
         if lengths.is_cpu or not own:
             numbers = validation.check_cache_values(call.key, lengths, call.cache.page_table)
-        if own:
-            result = _load(backend).forward(call)
-            return result
         out, rows = _empty(call, backend)
+        if own:
+            return _load(backend).forward(call)[0], rows
         for b, length in enumerate(numbers):
-            out[b : b + 1], rows[:, b : b + 1] = _load(backend).forward(call.of_sequence(b, length))
+            out[b : b + 1] = _of_sequence(call.of_sequence(b, length), backend)
         return out, rows
 
 
-def prepare(call: Call, backend: str) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
-    """A function of query, key and value laid out as the call's, which does only what has to be done each time.
+def _of_sequence(call: Call, backend: str) -> Tensor:
+    run = None
+    if call.head_scale is call.power is None:
+        tensors = call.query, call.key, call.value
+        sizes = [(x.shape, x.stride()) for x in tensors]
+        layout = (
+            backend, call.scale, call.mechanism, call.visibility.left, call.query.dtype, torch.get_num_threads(), *sizes
+        )  # fmt: skip
+        run = ready.get(layout) or prepare(call, backend, layout)
+    out: Tensor = run(*tensors) if run else _load(backend).forward(call)[0]
+    return out
+
+
+Prepared = Callable[[Tensor, Tensor, Tensor], Tensor]
+ready: dict[Hashable, Prepared] = {}
+"""What takes the tensors of a call whose like has been checked before: in decoding, checking costs more than a short cache."""
+MOST_READY = 1024
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=ready.clear)  # a forked child computes on one thread
+
+
+def prepare(call: Call, backend: str, layout: Hashable) -> Prepared | None:
+    """A function of query, key and value laid out as the call's, which does only what has to be done each time; kept as ready.
 
     None from a backend that has none. The function's ``out`` is ``attend``'s; call it only where :func:`unwatched`.
     """
     prepared = getattr(_load(backend), "prepare", None)
-    return prepared(call) if prepared else None
+    if not prepared or not (made := prepared(call)):
+        return None
+    if len(ready) >= MOST_READY:
+        ready.clear()
+    ready[layout] = made
+    result: Prepared = made
+    return result
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -177,12 +211,13 @@ def rows_of(call: Call, backend: str) -> int:
 
 
 def _empty(call: Call, backend: str) -> tuple[Tensor, Tensor]:
-    """Of the shapes that ``attend`` returns."""
-    query, vectors = call.query, rows_of(call, backend) or 4
+    """Of the shapes that ``attend`` returns; with a cache, which has no backward, no vectors of the rows."""
+    query, vectors = call.query, 0 if call.cache else rows_of(call, backend) or 4
     out = query.new_empty(*query.shape[:3], call.value.size(-1))
     return out, query.new_empty(vectors, *query.shape[:3], dtype=compute_dtype(query.dtype))
 
 
+@torch.library.register_fake("softfocus::attend_cache", lib=_library)
 @torch.library.register_fake("softfocus::attend", lib=_library)
 def _(*arguments: Any) -> tuple[Tensor, Tensor]:
     *leaves, backend = arguments
@@ -192,7 +227,7 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor]:
 @torch.library.register_fake("softfocus::attend_backward", lib=_library)
 def _(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     *leaves, _backend, bias_grad, _out, _rows = arguments
-    given = dict(zip(LEAVES, leaves, strict=True))
+    given = dict(zip(_TYPES, leaves, strict=True))
     if not bias_grad:
         given["bias"] = None
     return tuple(
@@ -200,25 +235,25 @@ def _(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     )
 
 
-_ARE_TENSORS = [kind.startswith("Tensor") for kind in LEAVES.values()]
+_ARE_TENSORS = _HOLD_TENSORS[: len(_TYPES)]
+_ARE_NUMBERS = [not is_tensor for is_tensor in _ARE_TENSORS]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *leaves, ctx.backend = inputs
+    ctx.backend = inputs[-1]
     ctx.mark_non_differentiable(output[1])
-    ctx.numbers = [x for x, is_tensor in zip(leaves, _ARE_TENSORS, strict=True) if not is_tensor]
-    tensors = [x for x, is_tensor in zip(leaves, _ARE_TENSORS, strict=True) if is_tensor]
-    ctx.save_for_backward(*tensors, *(output if rows_of(unpack(leaves), ctx.backend) else (None, None)))
+    ctx.numbers = tuple(compress(inputs, _ARE_NUMBERS))
+    kept = output if hasattr(_load(ctx.backend), "rows_kept") else (None, None)
+    ctx.save_for_backward(*compress(inputs, _ARE_TENSORS), *kept)
 
 
 def _backward(ctx: Any, grad: Tensor, _rows: Tensor | None) -> tuple[Tensor | None, ...]:
     *saved, out, rows = ctx.saved_tensors
     tensors, numbers = iter(saved), iter(ctx.numbers)
     leaves = [next(tensors if is_tensor else numbers) for is_tensor in _ARE_TENSORS]
-    *needed, _ = ctx.needs_input_grad  # the last is the backend's
-    wanted = dict(zip(LEAVES, needed, strict=True))
+    wanted = dict(zip(_TYPES, ctx.needs_input_grad, strict=False))  # the last is the backend's
     grads = dict(zip(GRADIENTS, attend_backward(grad, *leaves, ctx.backend, wanted["bias"], out, rows), strict=True))
-    return *(grads[name] if need else None for name, need in wanted.items()), None
+    return *[grads[name] if need else None for name, need in wanted.items()], None
 
 
 def _no_second_derivative(ctx: Any, *grads: Tensor) -> None:

@@ -19,7 +19,6 @@ class Pointwise:
         log: log phi(s) without underflow, -inf where phi(s) is 0; None for the phi that may be negative.
         rate: phi'(s) / phi(s) where phi(s) is not 0, without underflow; None as for ``log``.
         positive: whether phi(s) > 0 for every s. Far below zero all of these run along e^s, so log phi(s) is s there.
-        fused: whether the C++ and the Triton kernels have it.
     """
 
     value: Callable[[Tensor], Tensor]
@@ -27,7 +26,6 @@ class Pointwise:
     log: Callable[[Tensor], Tensor] | None = None
     rate: Callable[[Tensor], Tensor] | None = None
     positive: bool = False
-    fused: bool = False
 
 
 def softplus(s: Tensor) -> Tensor:
@@ -67,29 +65,22 @@ def _sigmoid_derivative(s: Tensor) -> Tensor:
 
 
 POINTWISE: dict[str, Pointwise] = {
-    "exp": Pointwise(torch.exp, torch.exp, lambda s: s, torch.ones_like, positive=True, fused=True),
-    "softplus": Pointwise(softplus, torch.sigmoid, _log_softplus, _softplus_rate, positive=True, fused=True),
-    "sigmoid": Pointwise(
-        torch.sigmoid, _sigmoid_derivative, F.logsigmoid, lambda s: torch.sigmoid(-s), positive=True, fused=True
-    ),
-    "relu": Pointwise(torch.relu, lambda s: (s > 0).to(s.dtype), _log_relu, torch.reciprocal, fused=True),
+    "exp": Pointwise(torch.exp, torch.exp, lambda s: s, torch.ones_like, positive=True),
+    "softplus": Pointwise(softplus, torch.sigmoid, _log_softplus, _softplus_rate, positive=True),
+    "sigmoid": Pointwise(torch.sigmoid, _sigmoid_derivative, F.logsigmoid, lambda s: torch.sigmoid(-s), positive=True),
+    "relu": Pointwise(torch.relu, lambda s: (s > 0).to(s.dtype), _log_relu, torch.reciprocal),
     "relu2": Pointwise(
-        lambda s: torch.relu(s).square(),
-        lambda s: 2.0 * torch.relu(s),
-        lambda s: 2.0 * _log_relu(s),
-        lambda s: 2.0 / s,
-        fused=True,
+        lambda s: torch.relu(s).square(), lambda s: 2.0 * torch.relu(s), lambda s: 2.0 * _log_relu(s), lambda s: 2.0 / s
     ),
     "relu6": Pointwise(
         F.relu6,
         lambda s: ((s > 0) & (s < 6)).to(s.dtype),
         lambda s: _log_relu(s.clamp(max=6.0)),
         lambda s: (s < 6).to(s.dtype) / s,
-        fused=True,
     ),
     "gelu": Pointwise(F.gelu, _gelu_derivative),
     "mish": Pointwise(lambda s: s * torch.tanh(softplus(s)), _mish_derivative),
     "identity": Pointwise(torch.clone, torch.ones_like),
 }
-FUSED = tuple(name for name, phi in POINTWISE.items() if phi.fused)
-"""What the kernels have, in the order of their numbers in C++."""
+FUSED = ("exp", "softplus", "sigmoid", "relu", "relu2", "relu6")
+"""What the C++ and the Triton kernels have, in the order of their numbers in C++."""

@@ -16,18 +16,12 @@ from softfocus.mechanism import FREE_ROWS, TIED, Mechanism
 from softfocus.pointwise import POINTWISE
 
 CARRIES = Carries(
-    similarity=("dot", "cosine"),
-    length_scale=("1", "log(N)", "log512(N)"),
-    score_bias=("0", "-log(N)", "-log(L)"),
-    phi=tuple(POINTWISE),
-    normaliser=("l1", "none", "1/N", "1/L", "1/sqrt(N/2)"),
-    post=("none", "negate", "recentre", "recentre+l1"),
-    power=True,
-    laser=True,
-    dtypes=FLOATING,
-    devices=("any",),
+    similarity=("dot", "cosine"), length_scale=("1", "log(N)", "log512(N)"), score_bias=("0", "-log(N)", "-log(L)"),
+    phi=tuple(POINTWISE), normaliser=("l1", "none", "1/N", "1/L", "1/sqrt(N/2)"),
+    post=("none", "negate", "recentre", "recentre+l1"), power=True, laser=True,
+    dtypes=FLOATING, devices=("any",),
     features=("bias", "head_scale", "power", "mask", "key_mask", "document_ids", "dropout"),
-)
+)  # fmt: skip
 
 
 def row_scale(mechanism: Mechanism, scale: float, count: Tensor) -> Tensor:

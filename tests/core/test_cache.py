@@ -195,7 +195,7 @@ def test_compiled_whole():
     assert torch.equal(compiled(query, *pages[:2], lengths, pages[2]), plain)
     visibility = Visibility(query.size(2), pages[0].size(2) * pages[2].size(1), -1, 0)
     call = Call(query, *pages[:2], visibility, named("lssar"), 1.0, cache=Cache(lengths, pages[2]))
-    torch.library.opcheck(ops.attend, (*pack(call), "tiled"))
+    torch.library.opcheck(ops.attend_cache, (*pack(call), "tiled"))
 
 
 # The Triton kernels, which read lengths and pages themselves

@@ -30,7 +30,7 @@ def taken(monkeypatch):
     import numpy
 
     monkeypatch.setenv("SOFTFOCUS_TRITON", "on")
-    monkeypatch.setattr(cpu, "refuses", lambda call: "not here")
+    monkeypatch.setattr(cpu, "refuses", lambda call, to_run: "not here")
     monkeypatch.setattr(checked, "_refused", {})
     with numpy.errstate(all="ignore"):
         yield

@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import softfocus
-from softfocus import functional
+from softfocus import ops
 
 pytestmark = pytest.mark.kernels
 NAMES = ("query", "key", "value")
@@ -18,9 +18,9 @@ NAMES = ("query", "key", "value")
 
 @pytest.fixture(autouse=True)
 def nothing_ready():
-    functional._ready.clear()
+    ops.ready.clear()
     yield
-    functional._ready.clear()
+    ops.ready.clear()
 
 
 def tensors(dtype=torch.float32, seed=0, heads=2, length=9, queries=9, width=8, value_width=5):
@@ -30,7 +30,7 @@ def tensors(dtype=torch.float32, seed=0, heads=2, length=9, queries=9, width=8, 
 
 
 def fresh(*arguments, **keywords):
-    functional._ready.clear()
+    ops.ready.clear()
     return softfocus.attention(*arguments, **keywords)
 
 
@@ -39,11 +39,11 @@ def test_it_gives_the_same_bits(dtype):
     for seed in range(3):
         given = tensors(dtype, seed)
         again = softfocus.attention(*given)
-        assert len(functional._ready) == 1
+        assert len(ops.ready) == 1
         assert again.dtype == dtype
-        ready = dict(functional._ready)
+        ready = dict(ops.ready)
         assert torch.equal(again, fresh(*given))
-        functional._ready.update(ready)
+        ops.ready.update(ready)
 
 
 def test_one_call_after_another():
@@ -58,11 +58,11 @@ def test_one_call_after_another():
         )
     ]  # fmt: skip
     want = [fresh(*given, **call) for call in calls]
-    functional._ready.clear()
+    ops.ready.clear()
     for _ in range(2):
         for call, out in zip(calls, want, strict=True):
             assert torch.equal(softfocus.attention(*given, **call), out), call
-    assert 5 < len(functional._ready) < len(calls)
+    assert 5 < len(ops.ready) < len(calls)
 
 
 def test_other_strides_of_the_same_shapes():
@@ -103,7 +103,7 @@ def test_a_flag_that_changes_is_looked_at():
     assert torch.equal(first, fresh(*given, is_causal=True))
     flag.fill_(False)
     assert torch.equal(softfocus.attention(*given, is_causal=flag), fresh(*given))
-    assert len(functional._ready) == 1
+    assert len(ops.ready) == 1
 
 
 SEEN = torch.ones(9, 9, dtype=torch.bool).tril()
@@ -223,7 +223,7 @@ def test_the_number_of_threads_is_the_one_of_the_call(threads):
         threads(number)
         outs.append(softfocus.attention(*given))
     assert torch.equal(outs[0], outs[1])
-    assert len(functional._ready) == 2
+    assert len(ops.ready) == 2
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -237,14 +237,14 @@ def test_a_forked_child_starts_anew(threads):
         signal.alarm(60)  # a child that waits for threads it does not have dies
         good = False
         try:
-            good = not functional._ready and torch.equal(softfocus.attention(*given), want)
+            good = not ops.ready and torch.equal(softfocus.attention(*given), want)
         finally:
             os._exit(0 if good else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_no_more_are_kept_than_fit(monkeypatch):
-    monkeypatch.setattr(functional, "_MOST_READY", 4)
+    monkeypatch.setattr(ops, "MOST_READY", 4)
     for length in range(1, 20):
         softfocus.attention(*tensors(length=length))
-        assert len(functional._ready) <= 4
+        assert len(ops.ready) <= 4

@@ -628,12 +628,12 @@ def test_calls_of_a_layout_ask_once_what_is_compiled(monkeypatch):
 
 
 def test_what_is_ready_keeps_no_tensor(quiet):
-    functional._ready.clear()
+    ops.ready.clear()
     query, key, value = (torch.randn(1, 1, 20, 8, device=DEVICE) for _ in range(3))
     alive = [weakref.ref(x) for x in (query, key, value)]
     with torch.no_grad():
         first = fused(query, key, value, mechanism="lssa")
-        assert len(functional._ready) == 1
+        assert len(ops.ready) == 1
         assert torch.equal(fused(query, key, value, mechanism="lssa"), first)
     del query, key, value
     gc.collect()
@@ -764,7 +764,7 @@ def test_one_table_of_what_is_carried():
 
 
 def test_auto_takes_them_where_the_environment_says_so(monkeypatch):
-    monkeypatch.setattr(cpu, "refuses", lambda call: "not here")
+    monkeypatch.setattr(cpu, "refuses", lambda call, to_run: "not here")
     refuses = triton.refuses
     query = torch.ones(1, 1, 4, 8, device=DEVICE)
     for interpreted, said, chosen in (
@@ -773,7 +773,7 @@ def test_auto_takes_them_where_the_environment_says_so(monkeypatch):
         monkeypatch.setenv("TRITON_INTERPRET", interpreted)
         monkeypatch.setenv("SOFTFOCUS_TRITON", said)
         if interpreted == "0" and not GPU:  # as on a GPU
-            monkeypatch.setattr(triton, "refuses", lambda call: None)
+            monkeypatch.setattr(triton, "refuses", lambda call, to_run: None)
         assert explain(query, query, query).backend == chosen
     if not GPU:
         monkeypatch.setattr(triton, "refuses", refuses)

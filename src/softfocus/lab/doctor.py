@@ -132,14 +132,17 @@ def _device() -> tuple[list[Check], str]:
 def _backends(device: str) -> list[Check]:
     import torch
 
-    from softfocus import explain
+    from softfocus.dispatch import account, choose
+    from softfocus.functional import prepared
 
     found = []
     for mechanism in ("softmax", "lssar", "laser"):
         tensors = [torch.randn(1, 2, 64, 64, device=device) for _ in range(3)]
         with warnings.catch_warnings():  # what a warning would say stands in the table
             warnings.simplefilter("ignore")
-            explanation = explain(tensors[0], tensors[1], tensors[2], mechanism=mechanism)
+            call = prepared(tensors[0], tensors[1], tensors[2], mechanism=mechanism)
+            choose(call, "auto")  # finds out whether the CPU kernels compile; a question alone does not
+            explanation = account(call, "auto")
         for name, why in explanation.reasons.items():
             runs = name == explanation.backend
             said = f"{'runs' if runs else 'not taken'}: {why}"

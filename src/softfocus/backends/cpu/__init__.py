@@ -15,17 +15,12 @@ from softfocus.backends.cpu import build as build
 from softfocus.backends.cpu.call import ARRAY, CARRIES, array, broadcast, packed
 from softfocus.contract import Call
 
-__all__ = ["CARRIES", "backward", "build", "forward", "prepare", "refuses", "unavailable"]
+__all__ = ["CARRIES", "backward", "build", "forward", "prepare", "refuses"]
 
 
-def refuses(call: Call) -> str | None:
-    """Where the kernels are switched off, or have been found not to compile here."""
-    return build.why_unavailable(compiling=False)
-
-
-def unavailable() -> str | None:
-    """Compiles the kernels, unless they are there."""
-    return build.why_unavailable()
+def refuses(call: Call, to_run: bool) -> str | None:
+    """Where the kernels are switched off, or do not compile; what nobody has tried is tried only to run."""
+    return build.why_unavailable(compiling=to_run)
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:

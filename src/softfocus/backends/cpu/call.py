@@ -13,18 +13,12 @@ from softfocus.mechanism import Mechanism
 from softfocus.pointwise import FUSED
 
 CARRIES = Carries(
-    similarity=("dot", "cosine"),
-    length_scale=("1", "log(N)", "log512(N)"),
-    score_bias=("0", "-log(N)", "-log(L)"),
-    phi=FUSED,
-    normaliser=("l1", "none", "1/N", "1/L", "1/sqrt(N/2)"),
-    post=("none",),
-    power=True,
-    laser=True,
-    dtypes=(torch.float32, torch.bfloat16, torch.float16),
-    devices=("cpu",),
+    similarity=("dot", "cosine"), length_scale=("1", "log(N)", "log512(N)"), score_bias=("0", "-log(N)", "-log(L)"),
+    phi=FUSED, normaliser=("l1", "none", "1/N", "1/L", "1/sqrt(N/2)"),
+    post=("none",), power=True, laser=True,
+    dtypes=(torch.float32, torch.bfloat16, torch.float16), devices=("cpu",),
     features=("bias", "head_scale", "power", "mask", "key_mask", "document_ids", "dropout"),
-)
+)  # fmt: skip
 """In the order of the enumerations in ``csrc/``: a value's place here is its number there."""
 
 ARRAY = struct.Struct("5q")

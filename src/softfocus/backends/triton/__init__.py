@@ -18,18 +18,12 @@ from softfocus.mechanism import Mechanism
 from softfocus.pointwise import FUSED
 
 CARRIES = Carries(
-    similarity=("dot", "cosine"),
-    length_scale=("1", "log(N)", "log512(N)"),
-    score_bias=("0", "-log(N)", "-log(L)"),
-    phi=FUSED,
-    normaliser=("l1", "none", "1/N", "1/L", "1/sqrt(N/2)"),
-    post=("none",),
-    power=True,
-    laser=True,
-    dtypes=(torch.float32, torch.bfloat16, torch.float16),
-    devices=("cuda", "cpu"),
+    similarity=("dot", "cosine"), length_scale=("1", "log(N)", "log512(N)"), score_bias=("0", "-log(N)", "-log(L)"),
+    phi=FUSED, normaliser=("l1", "none", "1/N", "1/L", "1/sqrt(N/2)"),
+    post=("none",), power=True, laser=True,
+    dtypes=(torch.float32, torch.bfloat16, torch.float16), devices=("cuda", "cpu"),
     features=("bias", "head_scale", "power", "mask", "key_mask", "document_ids", "dropout", "cache"),
-)
+)  # fmt: skip
 """On the CPU in Triton's interpreter."""
 MOST_DIMENSIONS = 256
 OLDEST = (8, 0)
@@ -83,7 +77,7 @@ def exponential_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float16 else dtype
 
 
-def refuses(call: Call) -> str | None:
+def refuses(call: Call, to_run: bool) -> str | None:
     """Machines and sizes that the kernels are not for."""
     query = call.query
     kind = query.device.type

@@ -18,6 +18,7 @@ from softfocus.backends.triton.kernels.pointwise import PHI
 from softfocus.backends.triton.tuning import power_of_two
 from softfocus.contract import Call
 from softfocus.mechanism import Mechanism
+from softfocus.pointwise import POINTWISE
 
 LARGEST_SCORE = 60.0
 """Up to it phi, its sums and what re-weighting divides by are numbers without a shift."""
@@ -65,7 +66,7 @@ def bounded(call: Call) -> bool:
 def _shifted(mechanism: Mechanism, bounded: bool, dtype: torch.dtype) -> bool:
     if mechanism.phi == "exp" or dtype == torch.float16:
         return True
-    return mechanism.phi in ("softplus", "sigmoid") and not bounded
+    return POINTWISE[mechanism.phi].positive and not bounded
 
 
 @lru_cache(maxsize=256)

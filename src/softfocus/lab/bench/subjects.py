@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from softfocus.functional import attention, explain
+from softfocus.dispatch import choose
+from softfocus.functional import attention, prepared
 from softfocus.lab.bench import eager, flex, timing
 from softfocus.lab.bench.cells import Cell, Function, call, make
 
@@ -100,7 +101,7 @@ def _backend(cell: Cell, backend: str = "auto") -> str:
         return torch.empty(shape, dtype=cell.torch_dtype, device=cell.device, requires_grad=backward)
 
     tensors = (empty(cell.queries), empty(cell.length), empty(cell.length))
-    return explain(*tensors, is_causal=cell.causal, mechanism=cell.algebra, backend=backend).backend
+    return choose(prepared(*tensors, is_causal=cell.causal, mechanism=cell.algebra), backend)
 
 
 def _tiled_refuses(cell: Cell) -> str | None:

@@ -1,7 +1,6 @@
 // phi as the kernels need it. Between the sweeps a block stores a number for each score, in the
 // form from which phi and its derivative follow best: the score s, phi(s), or e^(s - m). All phi
-// here are non-negative. To add one, write a struct, a line in `with_phi`, and its name in the
-// Python side's PHI.
+// here are non-negative. To add one, write a struct and a line in `with_phi`: docs/adding-a-phi.md.
 #pragma once
 
 #include "vector.h"
@@ -120,7 +119,7 @@ struct Relu6 : Pointwise<Relu6> {  // min(relu(s), 6)
   static vf log_value(vf s) { return Relu::log_value(to_stored(s)); }
 };
 
-// f(phi) of a phi's number: its place in the Python side's PHI
+// Calls f with the phi of a number: its place among the names of pointwise.FUSED. No other number calls it.
 template <typename F>
 inline void with_phi(int32_t number, F&& f) {
   switch (number) {
@@ -134,7 +133,7 @@ inline void with_phi(int32_t number, F&& f) {
       return f(Relu{});
     case 4:
       return f(Relu2{});
-    default:
+    case 5:
       return f(Relu6{});
   }
 }

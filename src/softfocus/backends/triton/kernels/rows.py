@@ -79,8 +79,10 @@ def length_scale_of(problem, algebra, count):
     log_n = tl.log(tl.maximum(count, 1.0))
     if algebra.length_scale == "log(N)":
         scale = scale * log_n
-    if algebra.length_scale == "log512(N)":
+    elif algebra.length_scale == "log512(N)":
         scale = scale * (log_n / 6.238324625039508)
+    else:
+        tl.static_assert(algebra.length_scale == "1")
     return scale
 
 
@@ -99,8 +101,10 @@ def lift_of(problem, algebra, count, b):
     lift = tl.zeros_like(count)
     if algebra.score_bias == "-log(N)":
         lift = -tl.log(tl.maximum(count, 1.0))
-    if algebra.score_bias == "-log(L)":
+    elif algebra.score_bias == "-log(L)":
         lift = lift - tl.log(tl.zeros_like(count) + see.length_of(problem, b))
+    else:
+        tl.static_assert(algebra.score_bias == "0")
     return lift * algebra.phi.score_unit
 
 
@@ -110,10 +114,12 @@ def row_factor(problem, algebra, count, b):
     factor = tl.full(count.shape, 1.0, tl.float32)
     if algebra.normaliser == "1/N":
         factor = 1.0 / tl.maximum(count, 1.0)
-    if algebra.normaliser == "1/sqrt(N/2)":
+    elif algebra.normaliser == "1/sqrt(N/2)":
         factor = 1.0 / tl.sqrt(tl.maximum(count, 1.0) / 2.0)
-    if algebra.normaliser == "1/L":
+    elif algebra.normaliser == "1/L":
         factor = factor / (tl.zeros_like(factor) + see.length_of(problem, b))
+    else:
+        tl.static_assert(algebra.normaliser == "none")
     return factor
 
 

@@ -1,0 +1,251 @@
+"""What a backend declares: it carries that, it refuses everything else by name, and asking costs nothing."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from softfocus import Mechanism, attention, attention_with_cache, dispatch, explain, ops, weights
+from softfocus.backends import cpu, tiled, triton
+from softfocus.backends.cpu import build
+from softfocus.contract import GRADIENTS, LEAVES, Call, Carries, Dropout, pack, unpack
+from softfocus.functional import prepared
+from softfocus.mechanism import CHOICES
+from softfocus.pointwise import FUSED
+from softfocus.testing import Case, check
+from softfocus.visibility import Cache, Visibility
+
+ROOT = Path(__file__).parents[2]
+CSRC = ROOT / "src" / "softfocus" / "backends" / "cpu" / "csrc"
+NAMES = [
+    pytest.param("cpu", marks=pytest.mark.kernels),
+    pytest.param("triton", marks=pytest.mark.skipif(not triton.THERE, reason="Triton is not installed")),
+    "tiled",
+    "reference",
+]
+DEVICE = {"triton": "cuda" if torch.cuda.is_available() else "cpu"}
+SMALL = Case("small", batch=1, heads=2, key_heads=1, query_length=7, key_length=9, head_dim=4, value_dim=3)
+
+
+def question(name="cpu", **fields):
+    query = torch.ones(1, 1, 4, 8, device=DEVICE.get(name, "cpu"))
+    return (query, query, query), {"mechanism": Mechanism(**fields)} if fields else {}
+
+
+# A call, packed and unpacked
+
+
+def test_a_call_comes_back_from_its_leaves():
+    query, key, value = (torch.randn(1, 2, 4, 8) for _ in range(3))
+    mask, ids = torch.ones(1, 1, 4, 4, dtype=torch.bool), torch.zeros(1, 4, dtype=torch.int64)
+    visibility = Visibility(4, 8, 2, 0, mask, mask[0, 0, :1], ids)  # two pages of four
+    learned = torch.randn(1, 1, 4, 4), torch.ones(2), torch.ones(2)
+    cache = Cache(torch.tensor([3]), torch.tensor([[1, 0]]))
+    full = Call(
+        query, key, value, visibility, Mechanism(phi="softplus"), 0.3, *learned, Dropout(0.5, torch.tensor(3)), cache
+    )
+    for call in (full, Call(query, key, value, Visibility(4, 4), Mechanism(), 1.0)):
+        again = unpack(pack(call))
+        assert again.mechanism == call.mechanism
+        assert (again.cache is None) == (call.cache is None)
+        assert len(pack(again)) == len(pack(call)) == len(LEAVES) - (0 if call.cache else 2)
+        assert vars(again.visibility).keys() == vars(call.visibility).keys()
+        assert again.visibility.key_length == call.visibility.key_length
+        assert all(x is y or x == y for x, y in zip(pack(again), pack(call), strict=True))
+    assert None not in pack(full)
+
+
+def test_the_operators_follow_from_the_call():
+    """Every tensor of a call that is no part of another thing has a gradient, in this order."""
+    schema = ops.attend_backward._schema
+    given = [argument.name for argument in schema.arguments]
+    leaves = [name for name in LEAVES if name not in ("lengths", "page_table")]
+    assert given == ["grad", *leaves, "backend", "bias_grad", "out", "rows"]
+    assert [argument.name for argument in ops.attend_cache._schema.arguments] == [*LEAVES, "backend"]
+    assert GRADIENTS == ("query", "key", "value", "bias", "head_scale", "power")
+    assert len(schema.returns) == len(GRADIENTS)
+
+
+# What is declared is the algebra, and what is carried
+
+
+def test_a_declaration_speaks_of_every_field_of_the_algebra():
+    assert set(CHOICES) | {"power", "laser"} <= {field.name for field in fields(Carries)}
+    for name, backend in dispatch.BACKENDS.items():
+        for field, choices in CHOICES.items():
+            assert set(getattr(backend.CARRIES, field)) <= set(choices), (name, field)
+    for field, choices in CHOICES.items():
+        assert set(getattr(tiled.CARRIES, field)) == set(choices), field
+
+
+def covering(carries):
+    """Mechanisms that have every value of every field that is carried, power and LASER once each."""
+    lists = {field: getattr(carries, field) for field in CHOICES}
+    for i in range(max(map(len, lists.values()))):
+        yield Mechanism(**{field: values[i % len(values)] for field, values in lists.items()})
+    yield Mechanism(phi="softplus", power=3.0)
+    yield Mechanism(laser=True)
+
+
+@pytest.mark.parametrize("name", NAMES[:3])
+def test_what_is_declared_is_computed(name):
+    """Parity over every value of every field."""
+    numpy = pytest.importorskip("numpy")
+    with numpy.errstate(all="ignore"):  # Triton's interpreter speaks of every infinity
+        for mechanism in covering(dispatch.BACKENDS[name].CARRIES):
+            run = partial(attention, backend=name)
+            check(run, SMALL, mechanism, torch.float32, device=DEVICE.get(name, "cpu"), draws=8)
+
+
+def test_numbers_in_c_are_places_in_the_declaration():
+    text = (CSRC / "pointwise.h").read_text()
+    cases = re.findall(r"case (\d+):\s+return f\((\w+)\{\}\);", text)
+    assert [(int(number), phi.lower()) for number, phi in cases] == list(enumerate(FUSED))
+    text = (CSRC / "params.h").read_text()
+    for enum, values in (
+        ("Dtype", cpu.CARRIES.dtypes),
+        ("LengthScale", cpu.CARRIES.length_scale),
+        ("ScoreBias", cpu.CARRIES.score_bias),
+        ("Normaliser", cpu.CARRIES.normaliser),
+    ):
+        (names,) = re.findall(rf"enum {enum} : int64_t {{([^}}]*)}};", text)
+        assert len(names.split(",")) == len(values), enum
+
+
+# What is not declared is refused
+
+
+@pytest.mark.parametrize("field", CHOICES)
+@pytest.mark.parametrize("name", [*NAMES, "auto"])
+def test_a_value_that_nobody_declares_is_refused_by_name(name, field, monkeypatch):
+    monkeypatch.setitem(CHOICES, field, (*CHOICES[field], "fake"))
+    tensors, mechanism = question(name, **{field: "fake"})
+    with pytest.raises(ValueError, match=f"{field}='fake' is not among|{field}='fake' is not carried"):
+        attention(*tensors, **mechanism, backend=name)
+    with pytest.raises(ValueError, match=f"{field}='fake' is not"):
+        weights(*tensors[:2], **mechanism)
+
+
+@pytest.mark.skipif(not triton.THERE, reason="Triton is not installed")
+@pytest.mark.parametrize("field", ["length_scale", "score_bias", "normaliser"])
+def test_a_kernel_knows_what_it_does_not_know(field, monkeypatch):
+    """Even past the declaration: no branch of a kernel stands for whatever is left."""
+    monkeypatch.setitem(CHOICES, field, (*CHOICES[field], "fake"))
+    tensors, mechanism = question("triton", **{field: "fake"})
+    with pytest.raises(Exception, match=r"(?i)assert"):
+        triton.forward(prepared(*tensors, **mechanism))
+
+
+@pytest.mark.parametrize(
+    ("changes", "arguments", "words"),
+    [
+        ({"features": ()}, {"bias": torch.zeros(4, 4)}, "bias is not carried"),
+        ({"features": ("bias",)}, {"key_mask": torch.ones(1, 4, dtype=torch.bool)}, "key_mask is not carried"),
+        ({"features": ("bias",)}, {"attn_mask": torch.ones(4, 4)}, "mask is not carried"),
+        ({"features": ("mask",)}, {"dropout_p": 0.5}, "dropout is not carried"),
+        ({"laser": False}, {"mechanism": "laser"}, "laser=True is not carried"),
+        ({"power": False}, {"mechanism": "lssar"}, "power=15 is not carried"),
+        ({"dtypes": (torch.float64, torch.float16)}, {}, "torch.float32 is not among float64 and float16"),
+        ({"devices": ("cuda", "xpu")}, {}, "the tensors are on 'cpu', not on 'cuda' or 'xpu'"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_a_shorter_declaration_refuses_more(changes, arguments, words, monkeypatch):
+    monkeypatch.setattr(tiled, "CARRIES", replace(tiled.CARRIES, **changes))
+    given = {"mechanism": "lssa", **arguments}
+    assert words in explain(*question()[0], **given).reasons["tiled"]
+    with pytest.raises(ValueError, match=words):
+        attention(*question()[0], **given, backend="tiled")
+
+
+# What a question costs
+
+
+def test_a_question_compiles_nothing_and_touches_no_disk(monkeypatch):
+    """A call then finds out, and the answer changes."""
+    asked = []
+
+    def no_compiler():
+        asked.append(True)
+        build._outcome = build.Unavailable("there is no compiler", "install one")
+        raise build._outcome
+
+    monkeypatch.setattr(build, "_outcome", None)
+    monkeypatch.setattr(build, "_warned", False)
+    monkeypatch.setattr(build, "_obtain", no_compiler)
+    query = torch.randn(1, 1, 5, 7)  # as no other test has: nothing is ready for it
+    assert explain(query, query, query).backend == "cpu"
+    assert dispatch.supports("cpu", prepared(query, query, query)) is None
+    assert not asked
+    with pytest.warns(RuntimeWarning, match="takes the slower tiled backend: there is no compiler"):
+        out = attention(query, query, query)
+    assert torch.equal(out, attention(query, query, query, backend="tiled"))
+    assert explain(query, query, query).reasons["cpu"] == "there is no compiler; install one"
+    with pytest.raises(ValueError, match="there is no compiler; install one"):
+        attention(query, query, query, backend="cpu")
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize("backend", ["tiled", "reference"])
+def test_a_cache_is_one_call(backend, monkeypatch):
+    """Its sequences are not checked and dispatched one by one."""
+    chosen = []
+    monkeypatch.setattr(dispatch, "choose", lambda call, name: chosen.append(name) or name)
+    query, key = torch.randn(3, 2, 1, 8), torch.randn(3, 2, 20, 8)
+    attention_with_cache(query, key, key, torch.tensor([3, 20, 0]), backend=backend)
+    assert chosen == [backend]
+
+
+# The guide
+
+FOLLOW = """
+import sys
+from functools import partial
+import torch
+from softfocus import attention, dispatch, explain
+from softfocus.testing import Case, check
+case = Case("small", batch=1, query_length=11, key_length=13, head_dim=8, value_dim=8)
+for backend in sys.argv[1:]:
+    for mechanism in ("relu3_l1", "sharpened(relu3_l1, 3)", "laser(relu3_l1)"):
+        check(partial(attention, backend=backend), case, mechanism, torch.float32)
+query = torch.ones(1, 1, 4, 8)
+print(explain(query, query, query, mechanism="relu3_l1").backend)
+"""
+
+
+def follow(tmp_path, *backends):
+    """Do what docs/adding-a-phi.md says to a copy of the sources, and hold some backends against the reference there."""
+    (diff,) = re.findall(r"```diff\n(.*?)```", (ROOT / "docs" / "adding-a-phi.md").read_text(), re.DOTALL)
+    touched = set(re.findall(r"^\+\+\+ b/src/softfocus/(\S+)", diff, re.MULTILINE))
+    assert {Path(path).name for path in touched} == {"mechanism.py", "catalog.py", "pointwise.py", "pointwise.h"}
+    assert len(touched) == 5
+    shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__", "lab"))
+    subprocess.run(["git", "apply", "-"], input=diff, text=True, check=True, cwd=tmp_path)
+    environment = {
+        **os.environ, "PYTHONPATH": str(tmp_path / "src"), "TRITON_INTERPRET": "1", "SOFTFOCUS_CXXFLAGS": "-O1",
+        "SOFTFOCUS_KERNEL_CACHE": str(tmp_path / "kernels"),
+    }  # fmt: skip
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FOLLOW, *backends], env=environment, capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout == "cpu\n"
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="git applies the diff")
+def test_the_guide_to_a_new_phi(tmp_path):
+    follow(tmp_path, "tiled", *(["triton"] if triton.THERE else []))
+
+
+@pytest.mark.slow  # compiles the kernels
+@pytest.mark.kernels
+@pytest.mark.skipif(shutil.which("git") is None, reason="git applies the diff")
+def test_the_guide_to_a_new_phi_in_cpp(tmp_path):
+    follow(tmp_path, "cpu")
