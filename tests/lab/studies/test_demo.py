@@ -301,7 +301,7 @@ class TestWhole:
         assert whole.report.notes[1:] == [note for note in whole.report.notes[1:] if "is missing" not in note]
 
     def test_a_killed_run_does_not_look_complete_and_goes_on_from_its_checkpoint(self, whole):
-        assert whole.killed.status == "running"
+        assert (whole.killed.status, whole.killed.error) == ("interrupted", "its process is gone")
         assert whole.resumed_at > 10
 
     def test_what_was_finished_is_kept(self, whole):
