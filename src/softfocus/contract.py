@@ -7,7 +7,7 @@ it, and a backend that does not name it among its features refuses calls that ha
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import islice
+from itertools import accumulate
 from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
@@ -126,14 +126,16 @@ def pack(call: Call) -> tuple[Any, ...]:
     return take(call) if cache is None else (*take(call), cache.lengths, cache.page_table)
 
 
+_ENDS = list(accumulate(len(leaves) for leaves, _make in _FIELDS.values()))
+_MADE_OF = [(make, end - len(leaves), end) for (leaves, make), end in zip(_FIELDS.values(), _ENDS, strict=True)]
+
+
 def unpack(leaves: Sequence[Any]) -> Call:
     """The call of some leaves."""
-    rest = iter(leaves)
-    call = Call(*[make(*islice(rest, len(names))) if make else next(rest) for names, make in _FIELDS.values()])
-    seen: Any = call.visibility
-    table = None if call.cache is None else call.cache.page_table
-    key_length = call.key.size(2) * (1 if table is None else table.size(1))
-    return call._replace(visibility=Visibility(call.query.size(2), key_length, *seen))
+    query, key, value, seen, *rest = [make(*leaves[low:end]) if make else leaves[low] for make, low, end in _MADE_OF]
+    table = leaves[-1] if len(leaves) == len(LEAVES) else None
+    key_length = key.size(2) * (1 if table is None else table.size(1))
+    return Call(query, key, value, Visibility(query.size(2), key_length, *seen), *rest)
 
 
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

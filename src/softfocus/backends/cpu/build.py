@@ -92,7 +92,7 @@ def why_unavailable(compiling: bool = True) -> str | None:
     try:
         if off := switched_off():
             return str(off)
-        if compiling or isinstance(_outcome, Unavailable):
+        if isinstance(_outcome, Unavailable) or (compiling and _outcome is None):
             library()
     except Unavailable as error:
         if not _warned:
