@@ -116,9 +116,9 @@ _REQUIRED = ("query", "key", "value", "left", "right", "code", "scale")
 """Leaves that every backend carries; of the mechanism's code :class:`Carries` looks at each field."""
 _OPTIONAL = tuple(name for name in LEAVES if name not in (*_REQUIRED, *Dropout.__annotations__, *Cache.__annotations__))
 _DEFAULTS = {**{entry.name: entry.default for entry in fields(Visibility)}, **Call._field_defaults}
-assert Call._fields[:4] == ("query", "key", "value", "visibility") and Call._fields[-1] == "cache", (
+assert (*Call._fields[:4], Call._fields[-1]) == ("query", "key", "value", "visibility", "cache"), (
     "the order of unpack()"
-)  # noqa: PT018
+)
 assert not (lacking := set(_OPTIONAL) - set(_DEFAULTS)), (
     f"{lacking}: a new leaf needs a default, that of not being given"
 )
@@ -231,11 +231,11 @@ class Backend(Protocol):
     """A module of ``backends/``, or the reference. A member that it does not have is None."""
 
     @property
-    def CARRIES(self) -> Carries:  # noqa: N802
+    def CARRIES(self) -> Carries:
         """What it declares."""
 
     @property
-    def ABOUT(self) -> str:  # noqa: N802
+    def ABOUT(self) -> str:
         """What it is, in some words, for ``explain()``."""
 
     def forward(self, call: Call) -> tuple[Tensor, Tensor]:

@@ -38,12 +38,14 @@ def row_scale(mechanism: Mechanism, scale: float, count: Tensor) -> Tensor:
 def score_bias(mechanism: Mechanism, count: Tensor, key_length: int) -> Tensor | float:
     """The term that sigmoid attention adds to a whole row of scores."""
     log_n = count.clamp(min=1.0).log()
-    return {"0": 0.0, "-log(N)": -log_n, "-log(L)": -math.log(max(key_length, 1))}[mechanism.score_bias]
+    terms: dict[str, Tensor | float] = {"0": 0.0, "-log(N)": -log_n, "-log(L)": -math.log(max(key_length, 1))}
+    return terms[mechanism.score_bias]
 
 
 def row_factor(mechanism: Mechanism, count: Tensor, key_length: int) -> Tensor | float:
     """What multiplies phi(s) where the normaliser does not depend on phi(s)."""
     n = count.clamp(min=1.0)
+    factors: dict[str, Tensor | float]
     factors = {"none": 1.0, "1/N": 1.0 / n, "1/L": 1.0 / max(key_length, 1), "1/sqrt(N/2)": (n / 2.0).rsqrt()}
     return factors[mechanism.normaliser]
 

@@ -287,7 +287,7 @@ def window_of(window_size: tuple[int, int] | None, is_causal: bool) -> tuple[int
 
 
 _WIDEST = 1 << 30
-"""Keys on a side of a window: more than a tensor has, and added to a place still an int32. No length of the call is in it, which
+"""Keys on a side of a window: more than a tensor has, and added to a place still an int32. It is no length of the call, which
 a trace would keep."""
 
 

@@ -160,7 +160,7 @@ def test_vmap_runs_and_functional_gradients_are_refused_by_name(backend):
         lambda: torch.func.jacrev(call)(*one),
         lambda: torch.func.grad(lambda *x: torch.vmap(call)(*x).sum())(*given),
     ):
-        with pytest.raises(NotImplementedError, match="only backend='reference' works under torch.func.grad"):
+        with pytest.raises(NotImplementedError, match=r"only backend='reference' works under torch\.func\.grad"):
             refused()
 
 
