@@ -76,7 +76,6 @@ def attention_with_cache(
     d = query.size(-1)
     scale = default_scale(algebra, d) if scale is None else validation.scale_of(scale, algebra, d)
     most = key_cache.size(2) * (1 if page_table is None else page_table.size(1))
-    left = min(left, query.size(2) + most)
     visibility = Visibility(query.size(2), most, left, 0)
     cache = Cache(lengths, page_table)
     call = Call(query, key_cache, value_cache, visibility, algebra, scale, None, head_scale, power, cache=cache)

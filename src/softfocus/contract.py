@@ -1,11 +1,12 @@
 """What ``attention()`` and its backends agree on: a call, what a backend declares that it carries, and what it returns.
 
-No maths stands here. A new optional tensor is a field of :class:`Call`: the operators' schema and the gradients follow from
-it, and a backend that does not name it among its features refuses calls that have it.
+No maths stands here. A new optional tensor or number is a field of :class:`Call` or :class:`Visibility` with a default: the
+operators' schema and the gradients follow from it, and a backend that does not name it among its features refuses calls in
+which it differs from the default.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from itertools import accumulate
 from operator import attrgetter
@@ -94,7 +95,10 @@ class Call(NamedTuple):
 
 
 PARTS: dict[str, tuple[dict[str, Any], Callable[..., Any]]] = {
-    "visibility": ({k: x for k, x in Visibility.__annotations__.items() if not k.endswith("_length")}, lambda *x: x),
+    "visibility": (
+        {name: kind for name, kind in Visibility.__annotations__.items() if name not in ("query_length", "key_length")},
+        lambda *x: x,
+    ),
     "mechanism": ({"code": str}, lru_cache(maxsize=256)(Mechanism.from_json)),
     "dropout": (Dropout.__annotations__, Dropout),
     "cache": (Cache.__annotations__, lambda *x: Cache(*x) if x else None),
@@ -108,8 +112,15 @@ LEAVES = {name: _TYPES[kind] for leaves, _make in _FIELDS.values() for name, kin
 """What a call is packed into: the type of each leaf in an operator's schema. Those of a cache come last, where there is one."""
 GRADIENTS = tuple(name for name, kind in Call.__annotations__.items() if kind in (Tensor, Tensor | None))
 """What has a gradient, in the order of an operator's results."""
-_OPTIONAL = tuple(
-    name for name, kind in LEAVES.items() if kind == "Tensor?" and name not in ("seed", *Cache.__annotations__)
+_REQUIRED = ("query", "key", "value", "left", "right", "code", "scale")
+"""Leaves that every backend carries; of the mechanism's code :class:`Carries` looks at each field."""
+_OPTIONAL = tuple(name for name in LEAVES if name not in (*_REQUIRED, *Dropout.__annotations__, *Cache.__annotations__))
+_DEFAULTS = {**{entry.name: entry.default for entry in fields(Visibility)}, **Call._field_defaults}
+assert (*Call._fields[:4], Call._fields[-1]) == ("query", "key", "value", "visibility", "cache"), (
+    "the order of unpack()"
+)
+assert not (lacking := set(_OPTIONAL) - set(_DEFAULTS)), (
+    f"{lacking}: a new leaf needs a default, that of not being given"
 )
 _PATHS = [
     f"{name}.{x}" if make else name for name, (leaves, make) in _FIELDS.items() if name != "cache" for x in leaves
@@ -128,6 +139,17 @@ def pack(call: Call) -> tuple[Any, ...]:
 
 _ENDS = list(accumulate(len(leaves) for leaves, _make in _FIELDS.values()))
 _MADE_OF = [(make, end - len(leaves), end) for (leaves, make), end in zip(_FIELDS.values(), _ENDS, strict=True)]
+
+
+def given(leaves: Sequence[Any]) -> frozenset[str]:
+    """The names of the optional leaves that differ from their defaults."""
+    return frozenset(
+        name
+        for name, leaf in zip(LEAVES, leaves, strict=False)
+        if name in _OPTIONAL
+        and leaf is not (default := _DEFAULTS[name])
+        and (isinstance(leaf, Tensor) or leaf != default)
+    )
 
 
 def unpack(leaves: Sequence[Any]) -> Call:
@@ -152,12 +174,12 @@ class Carries:
     """What a backend carries, field by field of the algebra. What is not named here is refused.
 
     Attributes:
-        similarity, length_scale, score_bias, phi, normaliser, post: values of the fields of ``Mechanism``.
-        scale: the same; a backend gets the number.
-        power, laser: whether it re-weights, and whether it has LASER.
+        similarity, length_scale, score_bias, phi, normaliser, post: values of the fields of ``Mechanism``. Of ``scale`` a
+            backend gets the number.
+        reweighting, laser: whether it re-weights rows by a power, and whether it has LASER.
         dtypes: of query, key and value.
         devices: types of devices, "any" for all of them.
-        features: names of the optional tensors of a call, "dropout" and "cache". A backend without "cache" is handed the
+        features: names of the optional leaves of a call, "dropout" and "cache". A backend without "cache" is handed the
             sequences of a cache one after another.
     """
 
@@ -167,12 +189,11 @@ class Carries:
     phi: tuple[str, ...]
     normaliser: tuple[str, ...]
     post: tuple[str, ...]
-    power: bool
+    reweighting: bool
     laser: bool
     dtypes: tuple[torch.dtype, ...]
     devices: tuple[str, ...]
     features: tuple[str, ...]
-    scale: tuple[str, ...] = ("1/sqrt(d)", "log(d)", "1")
     _without: tuple[str, ...] = field(init=False, repr=False, default=())
 
     def __post_init__(self) -> None:
@@ -188,31 +209,53 @@ class Carries:
         if dtype not in self.dtypes:
             *most, last = (str(known).removeprefix("torch.") for known in self.dtypes)
             return f"{dtype} is not among {', '.join(most)} and {last}"
-        for name in CHOICES:
+        for name in CHOICES.keys() - {"scale"}:
             value, values = getattr(mechanism, name), getattr(self, name)
             if value not in values:
                 return f"{name}={value!r} is not " + (f"among {', '.join(values)}" if len(values) > 1 else "carried")
-        if mechanism.power is not None and not self.power:
+        if mechanism.power is not None and not self.reweighting:
             return f"power={mechanism.power:g} is not carried"
         if mechanism.laser and not self.laser:
             return "laser=True is not carried"
         if not self._without:
             return None
-        given = {name for name, x in zip(LEAVES, pack(call), strict=False) if x is not None}
-        given |= {"dropout"} if call.dropout.p else set()
-        return next((f"{name} is not carried" for name in self._without if name in given), None)
+        there = given(pack(call)) | ({"dropout"} if call.dropout.p else set())
+        return next((f"{name} is not carried" for name in self._without if name in there), None)
+
+
+Prepared = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""From query, key and value to ``out``."""
 
 
 class Backend(Protocol):
-    """A module of ``backends/``, or the reference. Where it has them, these are called too:
+    """A module of ``backends/``, or the reference. A member that it does not have is None."""
 
-    refuses(call, to_run) -> str | None       of machines and sizes, why not; only to run it compiles or touches a disk
-    prepare(call) -> function | None          of query, key and value laid out as the call's, to ``out``
-    backward(call, grad, bias_grad) -> dict   gradients by name, the bias's only if wanted; the reference has none
-    rows_kept(call) -> int                    the backward takes also ``out`` and so many vectors of the rows, from the forward
-    """
+    @property
+    def CARRIES(self) -> Carries:
+        """What it declares."""
 
-    CARRIES: Carries
+    @property
+    def ABOUT(self) -> str:
+        """What it is, in some words, for ``explain()``."""
 
     def forward(self, call: Call) -> tuple[Tensor, Tensor]:
         """out [B, H, Lq, Dv] and vectors of the rows [4 or more, B, H, Lq], first those of :class:`RowStatistics`."""
+
+    @property
+    def backward(self) -> Callable[..., dict[str, Tensor]] | None:
+        """Of a call, grad_out and whether the bias's gradient is wanted: the gradients by name."""
+
+    @property
+    def rows_kept(self) -> Callable[[Call], int] | None:
+        """Of a call, how many vectors of the rows the backward wants from the forward; it then takes ``out`` and these, too."""
+
+    @property
+    def refuses(self) -> Callable[[Call, bool], str | None] | None:
+        """Of a call and whether it is about to run: why it does not run here or at these sizes, or None.
+
+        Only for a call that is about to run it compiles or touches a disk.
+        """
+
+    @property
+    def prepare(self) -> Callable[[Call], Prepared | None] | None:
+        """Of a call, a function of query, key and value laid out as the call's; None where there is none yet."""

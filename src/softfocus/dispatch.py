@@ -16,13 +16,6 @@ to trusted, it takes them and does not hold the first call of each kind against 
 BACKENDS: dict[str, Backend] = {"cpu": cpu, "triton": triton, "tiled": tiled, "reference": reference}
 """Fastest first: ``backend="auto"`` takes the first that supports the call and need not be asked for."""
 
-_DESCRIPTION = {
-    "cpu": "fused C++ kernels, compiled for this machine at first use: memory O(L)",
-    "tiled": "pure torch in blocks of rows: runs everywhere, memory O(L), slower than a fused kernel",
-    "triton": "fused Triton kernels: memory O(L)",
-    "reference": "the dense formula: memory O(L^2), differentiable twice",
-}
-
 
 def _unasked(name: str) -> str | None:
     """Why "auto" does not take a backend, whatever the call; or None."""
@@ -48,8 +41,7 @@ def operator(chosen: str, asked: str) -> str:
 def supports(name: str, call: Call, to_run: bool = False) -> str | None:
     """None, or why a backend does not carry a call. Compiles nothing and touches no disk, unless the call is about to run."""
     backend = BACKENDS[name]
-    refuses = getattr(backend, "refuses", None)
-    return backend.CARRIES.lacks(call) or (refuses(call, to_run) if refuses else None)
+    return backend.CARRIES.lacks(call) or (backend.refuses(call, to_run) if backend.refuses else None)
 
 
 def _refusal(name: str, call: Call) -> str | None:
@@ -88,7 +80,7 @@ def choose(call: Call, backend: str, to_run: bool = True) -> str:
         for name in BACKENDS:
             if name not in unasked and not supports(name, call, to_run) and not _refusal(name, call):
                 return name
-        raise ValueError(f"mechanism: no backend carries it; of 'tiled' {supports('tiled', call)}")
+        raise ValueError(f"no backend supports this call; of 'tiled': {supports('tiled', call)}")
     if not isinstance(backend, str) or backend not in BACKENDS:
         raise ValueError(f"backend: got {backend!r}, expected 'auto' or one of {', '.join(map(repr, BACKENDS))}")
     if why := supports(backend, call, to_run):
@@ -102,7 +94,7 @@ def account(call: Call, backend: str) -> Explanation:
     reasons = {}
     for name in BACKENDS:
         if name == chosen:
-            reasons[name] = "asked for by name" if backend != "auto" else _DESCRIPTION[name]
+            reasons[name] = "asked for by name" if backend != "auto" else BACKENDS[name].ABOUT
             if operator(chosen, backend) == "checked":
                 reasons[name] += f"; {checked.seen(call)}"
         elif why := supports(name, call):
@@ -110,9 +102,9 @@ def account(call: Call, backend: str) -> Explanation:
         elif backend != "auto":
             reasons[name] = f"{chosen!r} was asked for by name"
         elif unasked := _unasked(name):
-            reasons[name] = f"{unasked}; {_DESCRIPTION[name]}"
+            reasons[name] = f"{unasked}; {BACKENDS[name].ABOUT}"
         elif refusal := _refusal(name, call):
             reasons[name] = refusal
         else:
-            reasons[name] = f"slower than {chosen!r}; {_DESCRIPTION[name]}"
+            reasons[name] = f"slower than {chosen!r}; {BACKENDS[name].ABOUT}"
     return Explanation(chosen, reasons)

@@ -146,8 +146,8 @@ def attention(
         if ready := ops.ready.get(layout):
             return ready(query, key, value)
     call = prepared(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, mechanism, window_size, key_mask,
-        document_ids, bias, head_scale, power,
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, mechanism=mechanism,
+        window_size=window_size, key_mask=key_mask, document_ids=document_ids, bias=bias, head_scale=head_scale, power=power,
     )  # fmt: skip
     chosen = dispatch.operator(dispatch.choose(call, backend), backend)
     if layout:
@@ -210,6 +210,7 @@ def prepared(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    *,
     mechanism: str | Mechanism = "lssar",
     window_size: tuple[int, int] | None = None,
     key_mask: Tensor | None = None,
@@ -224,8 +225,6 @@ def prepared(
     validation.check_tensors(query, key, value, enable_gqa)
     validation.check_dropout(dropout_p, algebra)
     left, right = validation.window_of(window_size, is_causal)
-    most = query.size(2) + key.size(2)  # beyond that a window is no wider, but an integer may overflow
-    left, right = min(left, most), min(right, most)
     if variant := validation.causal_bias(attn_mask, query, key):
         attn_mask, right = _of_causal_bias(variant, query, key, right)
     mask, bias = _mask_and_bias(attn_mask, bias, query, key)

@@ -1,7 +1,8 @@
 """The custom operators that every fused backend runs behind: schemas, shapes for tracing, and autograd.
 
-All of it follows from the fields of :class:`softfocus.contract.Call`. No backend is imported here: the implementation is
-looked up by name when the operator runs, so that the very first call may stand inside ``torch.compile(fullgraph=True)``.
+All of it follows from the fields of :class:`softfocus.contract.Call`. No backend but the reference is imported here: the
+implementation is looked up by name when the operator runs, so that the very first call may stand inside
+``torch.compile(fullgraph=True)``.
 """
 
 import os
@@ -10,14 +11,14 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib import import_module
 from itertools import compress
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from softfocus import reference, validation
-from softfocus.contract import GRADIENTS, LEAVES, PARTS, Call, compute_dtype, pack, unpack
+from softfocus.contract import GRADIENTS, LEAVES, PARTS, Backend, Call, Prepared, compute_dtype, given, pack, unpack
 
 # Defined by schema, not by decorating a function: torch's wrappers around such functions take longer than a decode step
 _library = torch.library.Library("softfocus", "DEF")
@@ -41,8 +42,13 @@ def _attend_backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     *leaves, backend, bias_grad, out, rows = arguments
     call = unpack(leaves)
     kept = () if rows is None else (out, rows)
+    backward = _load(backend).backward
+    assert backward is not None, backend
     with own_dtypes(grad):
-        grads = _load(backend).backward(call, grad, bias_grad, *kept)
+        grads = backward(call, grad, bias_grad, *kept)
+    for name in GRADIENTS:
+        if name not in grads and getattr(call, name) is not None and (bias_grad or name != "bias"):
+            raise RuntimeError(f"softfocus: backend {backend!r} returned no gradient of {name}; please report this")
     # an operator may neither return None nor one of its own arguments
     return tuple(grads[name] if name in grads else grad.new_empty(0) for name in GRADIENTS)
 
@@ -72,6 +78,7 @@ def run(call: Call, backend: str) -> tuple[Tensor, Tensor]:
     if (backend == "reference" and call.cache is None) or unwatched(*tensors):
         return _forward(call, backend)
     refuse_tangents(*tensors)
+    _refuse_functional_gradients()
     result: tuple[Tensor, Tensor] = (attend if call.cache is None else attend_cache)(*leaves, backend)
     return result
 
@@ -88,25 +95,29 @@ def _forward(call: Call, backend: str) -> tuple[Tensor, Tensor]:
         out, rows = _empty(call, backend)
         if own:
             return _load(backend).forward(call)[0], rows
+        leaves = pack(call)
+        alike: tuple[Any, ...] | None = None
+        if not given(leaves):
+            alike = (
+                backend, call.query.dtype, torch.get_num_threads(),
+                *(x for x, is_tensor in zip(leaves, _HOLD_TENSORS, strict=True) if not is_tensor),
+            )  # fmt: skip
         for b, length in enumerate(numbers):
-            out[b : b + 1] = _of_sequence(call.of_sequence(b, length), backend)
+            out[b : b + 1] = _of_sequence(call.of_sequence(b, length), backend, alike)
         return out, rows
 
 
-def _of_sequence(call: Call, backend: str) -> Tensor:
+def _of_sequence(call: Call, backend: str, alike: tuple[Any, ...] | None) -> Tensor:
+    """One sequence of a cache. ``alike``: all that decides how it is computed but for sizes; None where it has more tensors."""
     run = None
-    if call.head_scale is call.power is None:
+    if alike:
         tensors = call.query, call.key, call.value
-        sizes = [(x.shape, x.stride()) for x in tensors]
-        layout = (
-            backend, call.scale, call.mechanism, call.visibility.left, call.query.dtype, torch.get_num_threads(), *sizes
-        )  # fmt: skip
+        layout = (*alike, *[(x.shape, x.stride()) for x in tensors])
         run = ready.get(layout) or prepare(call, backend, layout)
     out: Tensor = run(*tensors) if run else _load(backend).forward(call)[0]
     return out
 
 
-Prepared = Callable[[Tensor, Tensor, Tensor], Tensor]
 ready: dict[Hashable, Prepared] = {}
 """What takes the tensors of a call whose like has been checked before: in decoding, checking costs more than a short cache."""
 MOST_READY = 1024
@@ -119,14 +130,14 @@ def prepare(call: Call, backend: str, layout: Hashable) -> Prepared | None:
 
     None from a backend that has none. The function's ``out`` is ``attend``'s; call it only where :func:`unwatched`.
     """
-    prepared = getattr(_load(backend), "prepare", None)
-    if not prepared or not (made := prepared(call)):
+    prepared = _load(backend).prepare
+    made = None if prepared is None else prepared(call)
+    if made is None:
         return None
     if len(ready) >= MOST_READY:
         ready.clear()
     ready[layout] = made
-    result: Prepared = made
-    return result
+    return made
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -184,6 +195,22 @@ def refuse_tangents(*tensors: Tensor | None) -> None:
         )
 
 
+def _refuse_functional_gradients() -> None:
+    """torch.func's gradients cannot go through the operator; torch's own words for that speak of ``setup_context``.
+
+    Raises:
+        NotImplementedError: inside torch.func.grad, vjp or a jacobian.
+    """
+    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None:
+        return
+    levels = torch._C._functorch.get_interpreter_stack() or []
+    if any(level.key() == torch._C._functorch.TransformType.Grad for level in levels):
+        raise NotImplementedError(
+            "softfocus: only backend='reference' works under torch.func.grad, vjp and jacobians; torch.autograd.grad and "
+            ".backward() work with every backend"
+        )
+
+
 def own_dtypes(query: Tensor) -> AbstractContextManager[Any]:
     """Autocast has done its part before the operator; inside, it would round the statistics' products too."""
     kind = query.device.type
@@ -195,18 +222,18 @@ def autocasts(kind: str) -> bool:
     return (kind == "cpu" or torch.amp.is_autocast_available(kind)) and torch.is_autocast_enabled(kind)
 
 
-def _load(backend: str) -> Any:
+def _load(backend: str) -> Backend:
     return reference if backend == "reference" else _imported(backend)
 
 
 @cache
-def _imported(backend: str) -> Any:
-    return import_module(f"softfocus.backends.{backend}")
+def _imported(backend: str) -> Backend:
+    return cast(Backend, import_module(f"softfocus.backends.{backend}"))
 
 
 def rows_of(call: Call, backend: str) -> int:
     """How many vectors of the rows a backend's forward leaves to its backward, with ``out``; 0 where that begins anew."""
-    kept: Callable[[Call], int] | None = getattr(_load(backend), "rows_kept", None)
+    kept = _load(backend).rows_kept
     return kept(call) if kept else 0
 
 
@@ -243,7 +270,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.backend = inputs[-1]
     ctx.mark_non_differentiable(output[1])
     ctx.numbers = tuple(compress(inputs, _ARE_NUMBERS))
-    kept = output if hasattr(_load(ctx.backend), "rows_kept") else (None, None)
+    kept = output if _load(ctx.backend).rows_kept else (None, None)
     ctx.save_for_backward(*compress(inputs, _ARE_TENSORS), *kept)
 
 

@@ -18,10 +18,12 @@ from softfocus.pointwise import POINTWISE
 CARRIES = Carries(
     similarity=("dot", "cosine"), length_scale=("1", "log(N)", "log512(N)"), score_bias=("0", "-log(N)", "-log(L)"),
     phi=tuple(POINTWISE), normaliser=("l1", "none", "1/N", "1/L", "1/sqrt(N/2)"),
-    post=("none", "negate", "recentre", "recentre+l1"), power=True, laser=True,
+    post=("none", "negate", "recentre", "recentre+l1"), reweighting=True, laser=True,
     dtypes=FLOATING, devices=("any",),
     features=("bias", "head_scale", "power", "mask", "key_mask", "document_ids", "dropout"),
 )  # fmt: skip
+ABOUT = "the dense formula: memory O(L^2), differentiable twice"
+refuses = prepare = backward = rows_kept = None  # torch differentiates the formula
 
 
 def row_scale(mechanism: Mechanism, scale: float, count: Tensor) -> Tensor:
@@ -35,18 +37,17 @@ def row_scale(mechanism: Mechanism, scale: float, count: Tensor) -> Tensor:
 
 def score_bias(mechanism: Mechanism, count: Tensor, key_length: int) -> Tensor | float:
     """The term that sigmoid attention adds to a whole row of scores."""
-    if mechanism.score_bias == "-log(N)":
-        return -count.clamp(min=1.0).log()
-    return -math.log(max(key_length, 1)) if mechanism.score_bias == "-log(L)" else 0.0
+    log_n = count.clamp(min=1.0).log()
+    terms: dict[str, Tensor | float] = {"0": 0.0, "-log(N)": -log_n, "-log(L)": -math.log(max(key_length, 1))}
+    return terms[mechanism.score_bias]
 
 
 def row_factor(mechanism: Mechanism, count: Tensor, key_length: int) -> Tensor | float:
     """What multiplies phi(s) where the normaliser does not depend on phi(s)."""
-    if mechanism.normaliser == "1/N":
-        return 1.0 / count.clamp(min=1.0)
-    if mechanism.normaliser == "1/sqrt(N/2)":
-        return (count.clamp(min=1.0) / 2.0).rsqrt()
-    return 1.0 / max(key_length, 1) if mechanism.normaliser == "1/L" else 1.0
+    n = count.clamp(min=1.0)
+    factors: dict[str, Tensor | float]
+    factors = {"none": 1.0, "1/N": 1.0 / n, "1/L": 1.0 / max(key_length, 1), "1/sqrt(N/2)": (n / 2.0).rsqrt()}
+    return factors[mechanism.normaliser]
 
 
 def unit(x: Tensor) -> Tensor:
@@ -129,8 +130,8 @@ def _scores(call: Call, query: Tensor, key: Tensor, count: Tensor) -> Tensor:
     # A product of a masked NaN with the zero that autograd hands back would be NaN again: compute on finite stand-ins.
     broken = ~(query.isfinite().all(-1)[..., :, None] & key.isfinite().all(-1)[..., None, :])
     query, key = (torch.where(x.isfinite(), x, 0.0) for x in (query, key))
-    if call.mechanism.similarity == "cosine":
-        query, key = unit(query), unit(key)
+    direction = {"dot": lambda x: x, "cosine": unit}[call.mechanism.similarity]
+    query, key = direction(query), direction(key)
     factor = row_scale(call.mechanism, call.scale, count)
     if call.head_scale is not None:
         factor = factor * call.head_scale.to(query.dtype)[:, None, None]
@@ -203,19 +204,19 @@ def sharpen(
 
 def _post(weights: Tensor, visible: Tensor, count: Tensor, mechanism: Mechanism) -> Tensor:
     """Table 1 of arXiv 2501.13428."""
-    if mechanism.post == "negate":
-        return -weights
-    if mechanism.post == "none":
-        return weights
     free = count <= FREE_ROWS
     mean = weights.sum(-1, keepdim=True) / count.clamp(min=1.0)
     centred = torch.where(visible, weights - mean, 0.0)
-    if mechanism.post == "recentre+l1":
-        norm = centred.abs().sum(-1, keepdim=True)
-        # equal weights: nothing but rounding is left, and l1 would blow it up
-        flat = norm <= TIED * torch.finfo(weights.dtype).eps
-        centred = torch.where(flat, 0.0, centred / torch.where(flat, 1.0, norm))
-    return torch.where(free, weights, centred)
+    norm = centred.abs().sum(-1, keepdim=True)
+    # equal weights: nothing but rounding is left, and l1 would blow it up
+    flat = norm <= TIED * torch.finfo(weights.dtype).eps
+    rescaled = torch.where(flat, 0.0, centred / torch.where(flat, 1.0, norm))
+    return {
+        "none": weights,
+        "negate": -weights,
+        "recentre": torch.where(free, weights, centred),
+        "recentre+l1": torch.where(free, weights, rescaled),
+    }[mechanism.post]
 
 
 def _log_mean_exp(log_weights: Tensor, value: Tensor, visible: Tensor) -> Tensor:

@@ -68,7 +68,7 @@ def _row_factor(name: str, count: Tensor, length: int) -> Tensor | float:
     if name in ("1/N", "1/sqrt(N/2)"):
         count = count.clamp(min=1.0)
         return count.reciprocal() if name == "1/N" else (count / 2.0).rsqrt()
-    return {"none": 1.0, "1/L": 1.0 / max(length, 1)}[name]
+    return {"1/L": 1.0 / max(length, 1)}[name]
 
 
 def forward(
@@ -104,13 +104,15 @@ def forward(
         _sharpen(rows, count, power)
     elif mechanism.normaliser == "l1":
         rows.weights = f / norm
-    else:
-        rows.weights = f * _row_factor(mechanism.normaliser, count, length) if mechanism.normaliser != "none" else f
+    elif mechanism.normaliser != "none":
+        rows.weights = f * _row_factor(mechanism.normaliser, count, length)
     rows.final = rows.weights
     if mechanism.post == "negate":
         rows.final = -rows.weights
-    elif mechanism.post != "none":
+    elif mechanism.post in ("recentre", "recentre+l1"):
         rows.final = _recentre(rows.weights, visible, count, mechanism)
+    elif mechanism.post != "none":
+        raise KeyError(mechanism.post)
     if visible is not None and not bool(norm.isfinite().all()):
         rows.final = rows.final.masked_fill(~visible, 0.0)  # a row that sees a NaN is NaN only where it sees
     return rows

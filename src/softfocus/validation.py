@@ -282,8 +282,13 @@ def window_of(window_size: tuple[int, int] | None, is_causal: bool) -> tuple[int
                 f"window_size: got {window_size!r}, expected (left, right): how many keys on each side of its own "
                 "position a query sees, -1 for all; Transformers' sliding_window=W is (W - 1, 0)"
             )
-        left, right = window_size
+        left, right = (min(n, _WIDEST) for n in window_size)
     return left, 0 if is_causal else right
+
+
+_WIDEST = 1 << 30
+"""Keys on a side of a window: more than a tensor has, and added to a place still an int32. It is no length of the call, which
+a trace would keep."""
 
 
 def rows_of(rows: Sequence[int] | Tensor | None, query: Tensor) -> Tensor:

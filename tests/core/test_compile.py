@@ -145,6 +145,44 @@ def test_the_tensors_that_torch_traces_with_are_taken():
     assert torch.func.grad(dense)(*given).shape == given[0].shape
 
 
+@pytest.mark.parametrize("backend", ["cpu", "tiled"])
+def test_vmap_runs_and_functional_gradients_are_refused_by_name(backend):
+    given = [torch.randn(3, 1, 2, 5, 8) for _ in range(3)]
+
+    def call(*tensors):
+        return softfocus.attention(*tensors, backend=backend)
+
+    want = torch.stack([call(*one) for one in zip(*given, strict=True)])
+    torch.testing.assert_close(torch.vmap(call)(*given), want)
+    one = [x[0] for x in given]
+    for refused in (
+        lambda: torch.func.grad(lambda *x: call(*x).sum())(*one),
+        lambda: torch.func.jacrev(call)(*one),
+        lambda: torch.func.grad(lambda *x: torch.vmap(call)(*x).sum())(*given),
+    ):
+        with pytest.raises(NotImplementedError, match=r"only backend='reference' works under torch\.func\.grad"):
+            refused()
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_trace_keeps_no_length_in_its_window(cached):
+    """Traced on few keys, run on many."""
+
+    def call(query, key, lengths):
+        if cached:
+            return softfocus.attention_with_cache(query, key, key, lengths, window_size=(30, 0), backend="tiled")
+        return softfocus.attention(query, key, key, window_size=(30, 0), is_causal=True, backend="tiled")
+
+    def given(length):
+        query = torch.randn(1, 2, 9, 8)
+        return query if cached else torch.randn(1, 2, length, 8), torch.randn(1, 2, length, 8), torch.tensor([length])
+
+    few, many = given(9), given(64)
+    traced = torch.jit.trace(call, few, check_trace=False)
+    torch.testing.assert_close(traced(*many), call(*many))
+
+
 def test_a_causal_bias_compiles():
     from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
@@ -229,5 +267,5 @@ def test_a_second_derivative_is_refused_not_wrong(backend):
     query, key, value = (torch.randn(1, 1, 5, 4, requires_grad=True) for _ in range(3))
     out = softfocus.attention(query, key, value, mechanism="lssa", backend=backend)
     (grad,) = torch.autograd.grad(out.sum(), query, create_graph=True)
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match="differentiable once"):
         grad.sum().backward()

@@ -31,6 +31,7 @@ NAMES = [
     "reference",
 ]
 DEVICE = {"triton": "cuda" if torch.cuda.is_available() else "cpu"}
+DECLARED = [field for field in CHOICES if field != "scale"]  # of the scale a backend gets the number
 SMALL = Case("small", batch=1, heads=2, key_heads=1, query_length=7, key_length=9, head_dim=4, value_dim=3)
 
 
@@ -56,8 +57,9 @@ def test_a_call_comes_back_from_its_leaves():
         assert again.mechanism == call.mechanism
         assert (again.cache is None) == (call.cache is None)
         assert len(pack(again)) == len(pack(call)) == len(LEAVES) - (0 if call.cache else 2)
-        assert vars(again.visibility).keys() == vars(call.visibility).keys()
-        assert again.visibility.key_length == call.visibility.key_length
+        both = vars(again.visibility), vars(call.visibility)
+        assert both[0].keys() == both[1].keys()
+        assert all(x is y or x == y for x, y in zip(*(each.values() for each in both), strict=True))
         assert all(x is y or x == y for x, y in zip(pack(again), pack(call), strict=True))
     assert None not in pack(full)
 
@@ -77,17 +79,17 @@ def test_the_operators_follow_from_the_call():
 
 
 def test_a_declaration_speaks_of_every_field_of_the_algebra():
-    assert set(CHOICES) | {"power", "laser"} <= {field.name for field in fields(Carries)}
+    assert set(DECLARED) | {"reweighting", "laser"} <= {field.name for field in fields(Carries)}
     for name, backend in dispatch.BACKENDS.items():
-        for field, choices in CHOICES.items():
-            assert set(getattr(backend.CARRIES, field)) <= set(choices), (name, field)
-    for field, choices in CHOICES.items():
-        assert set(getattr(tiled.CARRIES, field)) == set(choices), field
+        for field in DECLARED:
+            assert set(getattr(backend.CARRIES, field)) <= set(CHOICES[field]), (name, field)
+    for field in DECLARED:
+        assert set(getattr(tiled.CARRIES, field)) == set(CHOICES[field]), field
 
 
 def covering(carries):
     """Mechanisms that have every value of every field that is carried, power and LASER once each."""
-    lists = {field: getattr(carries, field) for field in CHOICES}
+    lists = {field: getattr(carries, field) for field in DECLARED} | {"scale": CHOICES["scale"]}
     for i in range(max(map(len, lists.values()))):
         yield Mechanism(**{field: values[i % len(values)] for field, values in lists.items()})
     yield Mechanism(phi="softplus", power=3.0)
@@ -104,6 +106,14 @@ def test_what_is_declared_is_computed(name):
             check(run, SMALL, mechanism, torch.float32, device=DEVICE.get(name, "cpu"), draws=8)
 
 
+IN_C = {
+    "FLOAT32": torch.float32, "BFLOAT16": torch.bfloat16, "FLOAT16": torch.float16,
+    "CONSTANT": "1", "LOG_N": "log(N)", "LOG512_N": "log512(N)",
+    "NO_BIAS": "0", "MINUS_LOG_N": "-log(N)", "MINUS_LOG_L": "-log(L)",
+    "L1": "l1", "NONE": "none", "ONE_OVER_N": "1/N", "ONE_OVER_L": "1/L", "ONE_OVER_SQRT_HALF_N": "1/sqrt(N/2)",
+}  # fmt: skip
+
+
 def test_numbers_in_c_are_places_in_the_declaration():
     text = (CSRC / "pointwise.h").read_text()
     cases = re.findall(r"case (\d+):\s+return f\((\w+)\{\}\);", text)
@@ -116,13 +126,13 @@ def test_numbers_in_c_are_places_in_the_declaration():
         ("Normaliser", cpu.CARRIES.normaliser),
     ):
         (names,) = re.findall(rf"enum {enum} : int64_t {{([^}}]*)}};", text)
-        assert len(names.split(",")) == len(values), enum
+        assert [IN_C[name.strip()] for name in names.split(",")] == list(values), enum
 
 
 # What is not declared is refused
 
 
-@pytest.mark.parametrize("field", CHOICES)
+@pytest.mark.parametrize("field", DECLARED)
 @pytest.mark.parametrize("name", [*NAMES, "auto"])
 def test_a_value_that_nobody_declares_is_refused_by_name(name, field, monkeypatch):
     monkeypatch.setitem(CHOICES, field, (*CHOICES[field], "fake"))
@@ -143,6 +153,71 @@ def test_a_kernel_knows_what_it_does_not_know(field, monkeypatch):
         triton.forward(prepared(*tensors, **mechanism))
 
 
+@pytest.mark.parametrize("field", CHOICES)
+@pytest.mark.parametrize("name", ["tiled", "reference"])
+def test_a_formula_knows_what_it_does_not_know(name, field, monkeypatch):
+    """Even where somebody declares a value that nobody has written: none of them stands for whatever is left."""
+    monkeypatch.setitem(CHOICES, field, (*CHOICES[field], "fake"))
+    backend = dispatch.BACKENDS[name]
+    if field in DECLARED:
+        values = (*getattr(backend.CARRIES, field), "fake")
+        monkeypatch.setattr(backend, "CARRIES", replace(backend.CARRIES, **{field: values}))
+    tensors, mechanism = question(name, **{field: "fake"})
+    with pytest.raises((KeyError, ValueError), match="fake"):
+        attention(*tensors, **mechanism, backend=name)
+
+
+GROWN = """
+import torch
+from softfocus import Mechanism, dispatch
+from softfocus.contract import GRADIENTS, LEAVES, Call, given, pack, unpack
+from softfocus.visibility import Visibility
+
+x = torch.ones(1, 1, 4, 8)
+for changes, name in (({"softcap": 2.0}, "softcap"), ({"visibility": Visibility(4, 4, sink_length=3)}, "sink_length")):
+    call = Call(x, x, x, **{"visibility": Visibility(4, 4), "mechanism": Mechanism(), "scale": 1.0, **changes})
+    again = unpack(pack(call))
+    assert (again.softcap, again.visibility.sink_length) == (call.softcap, call.visibility.sink_length)
+    assert given(pack(call)) == {name}, given(pack(call))
+    for backend in dispatch.BACKENDS:
+        assert dispatch.supports(backend, call) == f"{name} is not carried", backend
+"""
+
+
+def test_a_new_number_is_refused_until_a_backend_names_it(tmp_path):
+    """In a copy of the sources, a field of the call and one of its visibility."""
+    shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__", "lab", "hf"))
+    for module, before, field in (
+        ("contract.py", "    cache: Cache | None = None\n\n    def of_sequence", "    softcap: float = 0.0\n"),
+        ("visibility.py", "\n    @property\n    def offset", "    sink_length: int = 0\n"),
+    ):
+        path = tmp_path / "src" / "softfocus" / module
+        text = path.read_text()
+        assert text.count(before) == 1
+        path.write_text(text.replace(before, field + before))
+    ran = subprocess.run(
+        [sys.executable, "-c", GROWN],
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "src")}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.parametrize("left_out", GRADIENTS[3:])
+def test_a_gradient_that_a_backend_forgets_is_said(left_out, monkeypatch):
+    """Of one head, an empty tensor would pass for its gradient."""
+
+    def forgetful(*arguments):
+        return {name: grad for name, grad in whole(*arguments).items() if name != left_out}
+
+    whole = tiled.backward
+    monkeypatch.setattr(tiled, "backward", forgetful)
+    given = {"bias": torch.zeros(4, 4), "head_scale": torch.ones(1), "power": torch.full((1,), 3.0)}
+    given = {name: x.requires_grad_() for name, x in given.items()}
+    out = attention(*question()[0], mechanism="lssar", backend="tiled", **given)
+    with pytest.raises(RuntimeError, match=f"'tiled' returned no gradient of {left_out}"):
+        out.sum().backward()
+
+
 @pytest.mark.parametrize(
     ("changes", "arguments", "words"),
     [
@@ -151,7 +226,7 @@ def test_a_kernel_knows_what_it_does_not_know(field, monkeypatch):
         ({"features": ("bias",)}, {"attn_mask": torch.ones(4, 4)}, "mask is not carried"),
         ({"features": ("mask",)}, {"dropout_p": 0.5}, "dropout is not carried"),
         ({"laser": False}, {"mechanism": "laser"}, "laser=True is not carried"),
-        ({"power": False}, {"mechanism": "lssar"}, "power=15 is not carried"),
+        ({"reweighting": False}, {"mechanism": "lssar"}, "power=15 is not carried"),
         ({"dtypes": (torch.float64, torch.float16)}, {}, "torch.float32 is not among float64 and float16"),
         ({"devices": ("cuda", "xpu")}, {}, "the tensors are on 'cpu', not on 'cuda' or 'xpu'"),
     ],
@@ -193,6 +268,24 @@ def test_a_question_compiles_nothing_and_touches_no_disk(monkeypatch):
     assert len(asked) == 1
 
 
+@pytest.mark.kernels
+def test_one_cached_call_after_another_is_computed_anew():
+    """What is kept of a sequence's layout must not serve a call that differs in one argument."""
+    query, key, value = (torch.randn(2, 4, n, 8, generator=torch.Generator().manual_seed(n)) for n in (1, 40, 41))
+    value, lengths = value[:, :, :40], torch.tensor([40, 33])
+    plain = {"mechanism": "lssar", "scale": None, "window_size": None, "head_scale": None, "power": None}
+    changes = [
+        {}, {"scale": 0.5}, {"scale": 3.0}, {"window_size": (3, 0)}, {"window_size": (9, 0)}, {"mechanism": "softmax"},
+        {"mechanism": "laser"}, {"head_scale": torch.tensor([1.0, 2.0, 0.5, 3.0])}, {"power": torch.full((4,), 2.0)},
+    ]  # fmt: skip
+    for change in [*changes, *changes]:
+        for backend in ("cpu", "tiled"):
+            arguments = {**plain, **change}
+            got = attention_with_cache(query, key, value, lengths, **arguments, backend=backend)
+            want = attention_with_cache(query.double(), key.double(), value.double(), lengths, **arguments)
+            torch.testing.assert_close(got.double(), want, atol=2e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("backend", ["tiled", "reference"])
 def test_a_cache_is_one_call(backend, monkeypatch):
     """Its sequences are not checked and dispatched one by one."""
@@ -207,14 +300,16 @@ def test_a_cache_is_one_call(backend, monkeypatch):
 
 FOLLOW = """
 import sys
+from dataclasses import replace
 from functools import partial
 import torch
 from softfocus import attention, dispatch, explain
 from softfocus.testing import Case, check
-case = Case("small", batch=1, query_length=11, key_length=13, head_dim=8, value_dim=8)
+small = Case("small", batch=1, query_length=11, key_length=13, head_dim=8, value_dim=8)
 for backend in sys.argv[1:]:
     for mechanism in ("relu3_l1", "sharpened(relu3_l1, 3)", "laser(relu3_l1)"):
-        check(partial(attention, backend=backend), case, mechanism, torch.float32)
+        for case in (small, replace(small, name="large scores", magnitude=6.0)):
+            check(partial(attention, backend=backend), case, mechanism, torch.float32)
 query = torch.ones(1, 1, 4, 8)
 print(explain(query, query, query, mechanism="relu3_l1").backend)
 """

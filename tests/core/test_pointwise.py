@@ -58,6 +58,18 @@ def test_the_table_covers_the_algebra():
     assert set(POINTWISE) == set(CHOICES["phi"]) == set(VALUE)
     # a logarithm for every strictly positive phi, and for no other
     assert {name for name, phi in POINTWISE.items() if phi.positive} == {"exp", "softplus", "sigmoid"}
+
+
+@pytest.mark.parametrize("name", [name for name in POINTWISE if name not in SIGNED_PHI])
+def test_what_the_backends_take_for_granted(name):
+    """docs/adding-a-phi.md: one that is positive everywhere is e^s far below zero; any other is 0 from there on."""
+    phi, below = POINTWISE[name], torch.tensor([-20.0, -25.0, -40.0, -80.0], dtype=torch.float64)
+    if phi.positive:
+        torch.testing.assert_close(phi.value(below), below.exp(), rtol=3e-9, atol=0.0)
+        torch.testing.assert_close(phi.derivative(below), below.exp(), rtol=5e-9, atol=0.0)
+    else:
+        assert not phi.value(torch.cat([below, below.new_zeros(1)])).any()
+        assert not phi.derivative(below).any()
     assert set(SIGNED_PHI) == {name for name in VALUE if VALUE[name](mpmath.mpf(-1)) < 0}
 
 

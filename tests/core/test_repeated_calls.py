@@ -97,6 +97,13 @@ def test_what_is_wrong_is_still_said(name):
             softfocus.attention(**given, **wrong)
 
 
+def test_grouped_heads_are_asked_for_each_time():
+    query, key = torch.randn(1, 4, 9, 8), torch.randn(1, 2, 9, 8)
+    softfocus.attention(query, key, key, enable_gqa=True)
+    with pytest.raises(ValueError, match="enable_gqa=True"):
+        softfocus.attention(query, key, key)
+
+
 def test_a_flag_that_changes_is_looked_at():
     given, flag = tensors(), torch.tensor(True)
     first = softfocus.attention(*given, is_causal=flag)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from softfocus.backends import tiled, triton
-from softfocus.contract import GRADIENTS, Call
+from softfocus.contract import GRADIENTS, Call, given, pack
 from softfocus.mechanism import Mechanism
 from softfocus.visibility import UNLIMITED, Visibility
 from softfocus.warn import warn
@@ -38,7 +38,7 @@ Result = TypeVar("Result")
 _refused: dict[Hashable, str | None] = {}
 """Kind and direction -> None, or why the kernels are not taken."""
 
-CARRIES, rows_kept = triton.CARRIES, triton.rows_kept
+ABOUT, CARRIES, refuses, rows_kept = triton.ABOUT, triton.CARRIES, triton.refuses, triton.rows_kept
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:
@@ -199,8 +199,9 @@ def _judge(kind: Hashable, mechanism: Mechanism, compared: Callable[[], Iterator
         return
     if not (shown or why):
         return
-    if len(_refused) >= MOST_KINDS:
-        _refused.clear()
+    if len(_refused) >= MOST_KINDS:  # those that were right are compared again; those that were refused stay so
+        for right in [kind for kind, refusal in _refused.items() if refusal is None]:
+            del _refused[right]
     _refused[kind] = why
     if why:
         warn(
@@ -278,11 +279,10 @@ def _kind(call: Call) -> Hashable:
     query, key, visibility = call.query, call.key, call.visibility
     few = query.size(1) // max(key.size(1), 1) * query.size(2) <= FEW_ROWS
     group = few and (key.size(2).bit_length(), (key.size(0) * key.size(1)).bit_length())
-    bias = None if call.bias is None else tuple(size == 1 for size in call.bias.shape)
-    given = (call.head_scale, call.power, visibility.mask, visibility.key_mask, visibility.document_ids)
+    bias = None if call.bias is None else (call.bias.dtype, *(size == 1 for size in call.bias.shape))
     return (
         query.device, query.dtype, query.size(-1), call.value.size(-1), triton.compiled_as(call.mechanism), group, bias,
-        *(x is not None for x in given), visibility.left != UNLIMITED, visibility.right != UNLIMITED,
+        given(pack(call)), visibility.left != UNLIMITED, visibility.right != UNLIMITED,
         bool(call.dropout.p), call.cache and call.cache.page_table is None,
     )  # fmt: skip
 

@@ -17,10 +17,12 @@ from softfocus.pointwise import POINTWISE
 CARRIES = Carries(
     similarity=("dot", "cosine"), length_scale=("1", "log(N)", "log512(N)"), score_bias=("0", "-log(N)", "-log(L)"),
     phi=tuple(POINTWISE), normaliser=("l1", "none", "1/N", "1/L", "1/sqrt(N/2)"),
-    post=("none", "negate", "recentre", "recentre+l1"), power=True, laser=True,
+    post=("none", "negate", "recentre", "recentre+l1"), reweighting=True, laser=True,
     dtypes=FLOATING, devices=("any",),
     features=("bias", "head_scale", "power", "mask", "key_mask", "document_ids", "dropout"),
 )  # fmt: skip
+ABOUT = "pure torch in blocks of rows: runs everywhere, memory O(L), slower than a fused kernel"
+refuses = prepare = rows_kept = None
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:

@@ -223,6 +223,8 @@ class Chunk:
         """x / |x| and |x| for cosine similarity; x and None for the dot product."""
         if self.mechanism.similarity == "dot":
             return x, None
+        if self.mechanism.similarity != "cosine":
+            raise KeyError(self.mechanism.similarity)
         largest = x.abs().amax(-1, keepdim=True)
         zero = largest < torch.finfo(x.dtype).tiny
         scaled = x / largest.masked_fill(zero, 1.0)

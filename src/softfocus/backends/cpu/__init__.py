@@ -15,7 +15,10 @@ from softfocus.backends.cpu import build as build
 from softfocus.backends.cpu.call import ARRAY, CARRIES, array, broadcast, packed
 from softfocus.contract import Call
 
-__all__ = ["CARRIES", "backward", "build", "forward", "prepare", "refuses"]
+__all__ = ["ABOUT", "CARRIES", "backward", "build", "forward", "prepare", "refuses", "rows_kept"]
+
+ABOUT = "fused C++ kernels, compiled for this machine at first use: memory O(L)"
+rows_kept = None
 
 
 def refuses(call: Call, to_run: bool) -> str | None:

@@ -20,11 +20,12 @@ from softfocus.pointwise import FUSED
 CARRIES = Carries(
     similarity=("dot", "cosine"), length_scale=("1", "log(N)", "log512(N)"), score_bias=("0", "-log(N)", "-log(L)"),
     phi=FUSED, normaliser=("l1", "none", "1/N", "1/L", "1/sqrt(N/2)"),
-    post=("none",), power=True, laser=True,
+    post=("none",), reweighting=True, laser=True,
     dtypes=(torch.float32, torch.bfloat16, torch.float16), devices=("cuda", "cpu"),
     features=("bias", "head_scale", "power", "mask", "key_mask", "document_ids", "dropout", "cache"),
 )  # fmt: skip
 """On the CPU in Triton's interpreter."""
+ABOUT = "fused Triton kernels: memory O(L)"
 MOST_DIMENSIONS = 256
 OLDEST = (8, 0)
 MOST_HEADS = 65535
