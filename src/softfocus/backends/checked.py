@@ -114,7 +114,11 @@ def seen(problem: Problem, visibility: Visibility, mechanism: Mechanism) -> str:
     """What is known of this kind, as text for ``explain()``."""
     kind = _kind(problem, visibility, mechanism)
     ways = [way for way in ("forward", "backward") if _refused.get((way, kind), "not seen yet") is None]
-    return f"{' and '.join(ways)} seen to agree with 'tiled' here" if ways else "the first call is held against 'tiled'"
+    if not ways:
+        return "the first call is held against 'tiled'"
+    return (
+        f"{' and '.join(ways)} seen to agree with 'tiled' here, on part of a call and in the tiles that suit the part"
+    )
 
 
 def _fails(way: str, problem: Problem, visibility: Visibility, mechanism: Mechanism, seed: int) -> bool:
