@@ -170,7 +170,11 @@ STAGES: dict[int, tuple[Item, ...]] = {
     ),
     3: (
         pytest_of(
-            "caches_and_graphs", "cache triton", chosen="cache or graph or waits or compiled", dry="waits", limit=150
+            "caches_and_graphs",
+            "cache triton",
+            chosen="cache or graph or waits or compiled",
+            dry="growing_cache",
+            limit=150,
         ),
         pytest_of("the_others", "triton", chosen="not test_parity", dry="test_statistics_in_float16", limit=200),
         script("training", dry=("--dry-run",), limit=120, call="training_checked", environment=WARNINGS_ARE_ERRORS),
