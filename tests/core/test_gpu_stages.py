@@ -139,6 +139,26 @@ def test_the_page_holds_what_is_predicted():
     assert page.split("<!-- predicted:begin -->")[1].split("<!-- predicted:end -->")[0].strip() == said.stdout.strip()
 
 
+def test_a_process_that_dies_costs_no_other_its_result(tmp_path):
+    code = """
+import os, sys
+
+def some(n):
+    if n == 1:
+        os._exit(7)
+    return {"n": n, "said": ""}
+
+if __name__ == "__main__":
+    sys.path.insert(0, sys.argv[1])
+    from lines import each_alone
+    print(sorted((line.get("n", -1), line["said"]) for line in each_alone(some, [(n,) for n in range(3)])))
+"""
+    path = tmp_path / "some.py"
+    path.write_text(code)
+    ran = subprocess.run([sys.executable, path, PATH.parent], capture_output=True, text=True, check=True, timeout=120)
+    assert ran.stdout.strip() == "[(-1, 'its process died'), (0, ''), (2, '')]", ran.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", sorted(stages.STAGES))
 def test_each_stage_runs_to_its_end_without_a_gpu(stage, tmp_path):

@@ -157,6 +157,7 @@ STAGES: dict[int, tuple[Item, ...]] = {
     ),
     2: (
         script("compile_all", dry=("--dry-run",), limit=120),
+        script("tuned", dry=("--dry-run",), limit=90),
         bench("narrow", Benchmark(MECHANISMS, BOTH, (4096, 16384), 64), 120),
         bench("decode", Benchmark(("lssar", "softmax", "lssa", "laser"), ("decode",), LONG_CACHES, 128), 60),
         bench("wide", Benchmark(MECHANISMS, BOTH, (4096, 16384), 128), 120),
@@ -237,10 +238,11 @@ def run(item: Item, folder: Path, log: Path, limit: float, dry: bool) -> dict[st
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Nothing that an item started outlives it."""
+    """Nothing that an item started outlives it. One that a driver keeps alive even then is not waited for."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(20.0)
 
 
 def _results(item: Item, folder: Path, said: str) -> dict[str, Any]:
