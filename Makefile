@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# What is run and tested is this tree, whatever copy is installed.
+export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 .PHONY: help setup demo bench test soak sanitize sanitize-gpu gpu emulated-gpu neon docs wheel lint clean
 help:  ## this list
@@ -51,19 +53,19 @@ sanitize-gpu: setup  ## the Triton kernels' tests under NVIDIA's compute-sanitiz
 # Runs from the source tree with the PYTHON that has torch: the machine may be one where nothing can be installed.
 STAGE ?= 1
 gpu:  ## the first half hour on a GPU: make gpu STAGE=1 to 4, each under nine minutes; writes runs/gpu/stage1.json (DRY=--dry-run: without one)
-	PYTHONPATH=src $(PYTHON) tests/gpu/stages.py $(STAGE) $(DRY)
+	$(PYTHON) tests/gpu/stages.py $(STAGE) $(DRY)
 
 # Nothing is timed: an emulator executes what Triton compiled, with errors, races and late copies as the hardware may have them.
 emulated-gpu: setup  ## the Triton kernels' tests as compiled for sm_80 and sm_90, on an emulated GPU (ten minutes at first, then two)
 	for arch in 80 90; do \
-	  SOFTFOCUS_EMULATED_ARCH=$$arch OMP_NUM_THREADS=1 PYTHONPATH=tests/emulated/gpu \
+	  SOFTFOCUS_EMULATED_ARCH=$$arch OMP_NUM_THREADS=1 PYTHONPATH="tests/emulated/gpu:$$PYTHONPATH" \
 	    $(BIN)/python -m pytest -p plugin -q tests/core/test_triton.py tests/core/test_cache.py || exit 1; \
 	done
 
 # Nobody here has such a machine: the kernels run under an emulator, called from the tests in this machine's Python.
 NEON := .emulated/neon
 neon: setup $(NEON)  ## the CPU kernels' parity tests as 64-bit ARM under qemu (an hour; Debian: apt install g++-aarch64-linux-gnu qemu-user-static)
-	SOFTFOCUS_EMULATED="qemu-aarch64-static $(NEON)" OMP_NUM_THREADS=1 PYTHONPATH=tests/emulated/arm \
+	SOFTFOCUS_EMULATED="qemu-aarch64-static $(NEON)" OMP_NUM_THREADS=1 PYTHONPATH="tests/emulated/arm:$$PYTHONPATH" \
 	$(BIN)/python -m pytest -p plugin -q tests/core/test_cpu.py -k "test_parity or few"
 
 $(NEON): tests/emulated/arm/call.cpp $(wildcard src/softfocus/backends/cpu/csrc/*)
@@ -79,7 +81,7 @@ wheel: setup  ## build the wheel, install it into an environment of its own, and
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 	$(PYTHON) -m venv .wheel
 	.wheel/bin/python -m pip install --quiet --disable-pip-version-check dist/softfocus-*.whl 'torch>=2.11,<2.14'
-	cd dist && ../.wheel/bin/python -c 'import torch, softfocus; x = torch.randn(1, 2, 9, 8); print(softfocus.__version__, softfocus.attention(x, x, x).shape)'
+	cd dist && env -u PYTHONPATH ../.wheel/bin/python -c 'import torch, softfocus; x = torch.randn(1, 2, 9, 8); print(softfocus.__version__, softfocus.attention(x, x, x).shape)'
 
 lint: setup  ## ruff, clang-format and mypy
 	$(BIN)/ruff check src tests docs examples

@@ -1,7 +1,9 @@
 """The README is true: its Python runs, and the numbers it shows are those of the committed result."""
 
 import json
+import os
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -354,6 +356,16 @@ def test_the_benchmark_table_is_the_committed_benchmark(folder, mechanism, name,
         ]
         assert len(ratios) >= 2
         assert f"| {name}, {labels[what]} | {' | '.join(ratios)} |" in README
+
+
+def test_make_runs_this_tree_and_keeps_other_paths():
+    makefile = (ROOT / "Makefile").read_text()
+    shown = "include Makefile\nshown:\n\t@echo $$PYTHONPATH\n"
+    environment = {**os.environ, "PYTHONPATH": "/one:/two"}
+    words = ["make", "--no-print-directory", "-f", "-", "shown"]
+    ran = subprocess.run(words, input=shown, env=environment, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == f"{ROOT / 'src'}:/one:/two"
+    assert all("$$PYTHONPATH" in line for line in makefile.splitlines() if re.search(r"\sPYTHONPATH=", line))
 
 
 def test_what_contributors_and_workflows_are_told_to_run_is_there():

@@ -98,10 +98,65 @@ def test_outcomes_of_tests_are_counted(plan, tmp_path):
     assert any("test_bad" in line for line in found["bad"])
 
 
+def test_every_goal_has_a_prediction():
+    rows = json.loads(predicted("import json, predicted; print(json.dumps([predicted.ROWS, list(predicted.COUNTED)]))"))
+    assert {(goal.mechanism, goal.what, goal.to) for goal in stages.GOALS} <= {tuple(row) for row in rows[0]}
+    assert {head_dim for goal in stages.GOALS for head_dim in goal.head_dims} == set(rows[1])
+
+
+def predicted(code):
+    words = [sys.executable, "-c", code]
+    return subprocess.run(words, capture_output=True, text=True, check=True, cwd=PATH.parent).stdout
+
+
+def test_a_stage_that_is_killed_leaves_what_it_has(tmp_path):
+    """SIGKILL, as where a command runs past its limit: nothing can be tidied up."""
+    code = """
+import pathlib, stages, sys
+words = lambda code: ("-c", code)
+first = words("print('first')")
+second = words("import time; print('a line of the second', flush=True); time.sleep(20)")
+stages.STAGES = {1: (stages.Item("first", first, first, 60.0), stages.Item("second", second, second, 60.0))}
+stages.main(1, pathlib.Path(sys.argv[1]))
+"""
+    results, log = tmp_path / "stage1.json", tmp_path / "stage1.log"
+    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=PATH.parent, stdout=subprocess.DEVNULL)
+    try:
+        until = time.monotonic() + 60
+        while "a line of the second\n" not in (log.read_text() if log.exists() else ""):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+    finally:
+        process.kill()
+        process.wait()
+    found = json.loads(results.read_text())
+    assert [(one["item"], one["exit"], one["tail"]) for one in found["items"]] == [("first", 0, "first\n")]
+
+
 def test_the_page_holds_what_is_predicted():
     said = subprocess.run([sys.executable, PATH.with_name("predicted.py")], capture_output=True, text=True, check=True)
     page = (stages.ROOT / "docs" / "performance-gpu.md").read_text()
     assert page.split("<!-- predicted:begin -->")[1].split("<!-- predicted:end -->")[0].strip() == said.stdout.strip()
+
+
+def test_a_process_that_dies_costs_no_other_its_result(tmp_path):
+    code = """
+import os, sys
+
+def some(n):
+    if n == 1:
+        os._exit(7)
+    return {"n": n, "said": ""}
+
+if __name__ == "__main__":
+    sys.path.insert(0, sys.argv[1])
+    from lines import each_alone
+    print(sorted((line.get("n", -1), line["said"]) for line in each_alone(some, [(n,) for n in range(3)])))
+"""
+    path = tmp_path / "some.py"
+    path.write_text(code)
+    ran = subprocess.run([sys.executable, path, PATH.parent], capture_output=True, text=True, check=True, timeout=120)
+    assert ran.stdout.strip() == "[(-1, 'its process died'), (0, ''), (2, '')]", ran.stderr
 
 
 @pytest.mark.slow
@@ -112,3 +167,4 @@ def test_each_stage_runs_to_its_end_without_a_gpu(stage, tmp_path):
     assert ran.returncode == 0, ran.stdout
     found = json.loads((tmp_path / f"stage{stage}.json").read_text())
     assert [one["exit"] for one in found["items"]] == [0] * len(stages.STAGES[stage])
+    assert all(one["tests"]["passed"] for one in found["items"] if "tests" in one)  # skipped tests rehearse nothing

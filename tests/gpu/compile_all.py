@@ -5,15 +5,12 @@ A line for each kind of call. Nothing is timed. What is compiled lies in Triton'
 
 import contextlib
 import itertools
-import os
 import time
 import traceback
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from multiprocessing import get_context
 from typing import Any
 
 import torch
-from lines import arguments, writer
+from lines import arguments, each_alone, writer
 
 NAMES = ("lssar", "lssa", "laser", "softmax")
 KINDS = [(name, head_dim, what) for what, head_dim, name in itertools.product(("causal", "decode"), (64, 128), NAMES)]
@@ -60,11 +57,9 @@ def main() -> int:
     write = writer(given.out)
     kinds = [("lssar", 16, "causal")] if given.dry_run else KINDS
     wrong = 0
-    with ProcessPoolExecutor(min(len(kinds), max(1, (os.cpu_count() or 2) - 2)), get_context("spawn")) as pool:
-        for done in as_completed([pool.submit(compiled, *kind, given.dry_run) for kind in kinds]):
-            line = done.result()
-            wrong += bool(line["said"])
-            write(**line)
+    for line in each_alone(compiled, [(*kind, given.dry_run) for kind in kinds]):
+        wrong += bool(line["said"])
+        write(**line)
     return wrong
 
 

@@ -7,9 +7,10 @@ import itertools
 import os
 import time
 from functools import partial
+from typing import Any
 
 import torch
-from lines import arguments, writer
+from lines import arguments, each_alone, writer
 
 from softfocus import attention
 from softfocus.testing import Case, check
@@ -24,29 +25,28 @@ CASES = (
 TINY = (Case("causal", batch=1, query_length=20, key_length=20),)
 
 
+def held(case: Case, dtype: torch.dtype, name: str, device: str) -> dict[str, Any]:
+    """Check a call."""
+    os.environ["SOFTFOCUS_TUNE"] = "off"
+    began, said = time.perf_counter(), ""
+    try:
+        check(partial(attention, backend="triton"), case, name, dtype, device=device)
+    except Exception as error:  # of whatever kind: it is what is looked for
+        said = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
+    seconds = round(time.perf_counter() - began, 2)
+    kind = {"case": case.name, "dtype": str(dtype).removeprefix("torch."), "mechanism": name}
+    return {**kind, "holds": not said, "seconds": seconds, "said": said}
+
+
 def main() -> int:
     given = arguments(__doc__)
     write = writer(given.out)
     device = "cpu" if given.dry_run else "cuda"
-    os.environ["SOFTFOCUS_TUNE"] = "off"
     names, dtypes, cases = (NAMES[:2], DTYPES[1:2], TINY) if given.dry_run else (NAMES, DTYPES, CASES)
     wrong = 0
-    for case, dtype, name in itertools.product(cases, dtypes, names):
-        began, said = time.perf_counter(), ""
-        try:
-            check(partial(attention, backend="triton"), case, name, dtype, device=device)
-        except Exception as error:  # of whatever kind: it is what is looked for
-            said = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
-            wrong += 1
-        seconds = round(time.perf_counter() - began, 2)
-        write(
-            case=case.name,
-            dtype=str(dtype).removeprefix("torch."),
-            mechanism=name,
-            holds=not said,
-            seconds=seconds,
-            said=said,
-        )
+    for line in each_alone(held, [(*kind, device) for kind in itertools.product(cases, dtypes, names)]):
+        wrong += bool(line["said"])
+        write(**line)
     return wrong
 
 

@@ -1,8 +1,12 @@
-"""What the programs of the stages share: lines of JSON that are written as they come, and their command line."""
+"""What the programs of the stages share: lines of JSON that are written as they come, processes, and their command line."""
 
 import argparse
 import json
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -28,3 +32,21 @@ def arguments(description: str | None, *flags: str) -> argparse.Namespace:
     for flag in ("--dry-run", *flags):
         parser.add_argument(flag, action="store_true")
     return parser.parse_args()
+
+
+def each_alone(function: Callable[..., dict[str, Any]], tasks: Sequence[tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
+    """What ``function(*task)`` gives, as it comes: many at a time, each in a process of its own.
+
+    An error of the device leaves a process unable to use it, and a crash ends it: neither is to cost the other tasks.
+    """
+
+    def alone(task: tuple[Any, ...]) -> dict[str, Any]:
+        try:
+            with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+                return pool.submit(function, *task).result()
+        except BrokenProcessPool:
+            return {"task": repr(task), "said": "its process died"}
+
+    with ThreadPoolExecutor(min(len(tasks), max(1, (os.cpu_count() or 2) - 2))) as threads:
+        for done in as_completed([threads.submit(alone, task) for task in tasks]):
+            yield done.result()

@@ -1,17 +1,27 @@
-"""What docs/performance-gpu.md predicts for the goals' cells, from counted instructions: its table, as text.
+"""What docs/performance-gpu.md predicts for the goals' cells, from counted instructions: its tables, as text.
 
     python tests/gpu/predicted.py
 
 A multiprocessor of an H200 issues 128 instructions of threads a clock, and does 4,096 operations of products in bfloat16. A
-kernel takes at least the larger of the two times, where they overlap whole, and about their sum where they take turns. Between
-the two lies the prediction. SDPA's times are those of published rates of its fastest kernels on a Hopper GPU.
+kernel takes at least the larger of the two times, where they overlap completely, and about their sum where they take turns. The
+prediction lies between the two. Its ratios do not depend on the length: launches and partial tiles, which weigh more in short
+calls, are left out. SDPA's times are those of published rates of its fastest kernels on a Hopper GPU.
 """
 
 from typing import NamedTuple
 
+from stages import GOALS
+
 INSTRUCTIONS, OPERATIONS = 128, 4096
 PEAK = 949.0
 """TFLOP/s of 132 multiprocessors at 1.755 GHz."""
+CLOCKS = 132 * 1.755e9
+"""A second, of all of them together."""
+BANDWIDTH = 4.8e12
+"""Bytes a second."""
+TOKENS, HEADS = 32768, 16
+"""Of every cell of `softfocus bench` on a GPU; decoding has one sequence."""
+LENGTHS, CACHES = (4096, 16384), (16384, 65536, 131072)
 RATES = {64: (430.0, 380.0), 128: (600.0, 500.0)}
 """TFLOP/s of causal attention in bfloat16 at 16K, forward and backward, by dimensions of a head."""
 
@@ -26,19 +36,23 @@ class Counted(NamedTuple):
 
 COUNTED = {
     64: {
-        "lssa": Counted(16.0, 19.5 + 28.2),
-        "lssar": Counted(14.8 + 21.8, 34.3 + 40.9, products=3),
+        "lssa": Counted(12.1, 15.1 + 24.7),
+        "lssar": Counted(13.6 + 19.8, 32.4 + 38.9, products=3),
         "laser": Counted(12.2, 8.5 + 25.8),
         "softmax": Counted(11.8, 8.6 + 19.2),
     },
     128: {
-        "lssa": Counted(21.1, 26.1 + 93.2),
-        "lssar": Counted(18.5 + 26.7, 78.4 + 120.0, products=3),
+        "lssa": Counted(16.4, 21.6 + 103.0),
+        "lssar": Counted(17.4 + 24.7, 74.2 + 116.0, products=3),
         "laser": Counted(21.2, 14.4 + 45.2),
         "softmax": Counted(13.9, 15.0 + 34.9),
     },
 }
 BACKWARD_PRODUCTS, SDPA_PRODUCTS = 7, (2, 5)
+READ = 0.13
+"""Of the values, in decoding: those that weigh more than rounding, of random keys."""
+FLEX_MORE = 25
+"""Instructions of its logarithm and its exponential of a score, at the least: 20 and 5, as counted in our kernels once."""
 
 
 def clocks(head_dim: int, instructions: float, products: int) -> tuple[float, float]:
@@ -67,15 +81,111 @@ def ratio(head_dim: int, mechanism: str, what: str) -> tuple[float, float]:
     return low / its, high / its
 
 
+def decoding(head_dim: int) -> tuple[float, float]:
+    """Of softmax's time, where bytes decide: LSSAR reads all keys and an eighth of the values. At worst it also moves a score
+    of each key through memory, once there and twice back."""
+    key, value, score = 2 * head_dim, 2 * head_dim, 4
+    low = key + READ * value
+    return low / (key + value), (low + 3 * score) / (key + value)
+
+
+def of_flex(head_dim: int, what: str) -> tuple[float, float]:
+    """Of the time of FlexAttention's two calls, if each takes our softmax's instructions and FLEX_MORE a score: the least that
+    can be assumed, so that the share is more likely below this than above."""
+    forward, backward = COUNTED[head_dim]["softmax"][:2]
+    theirs = clocks(head_dim, 2 * (forward + FLEX_MORE), 4)
+    ours = clocks(head_dim, *COUNTED[head_dim]["lssar"][::2])
+    if what == "backward":
+        their_more = clocks(head_dim, 2 * (backward + FLEX_MORE), 2 * BACKWARD_PRODUCTS)
+        our_more = clocks(head_dim, COUNTED[head_dim]["lssar"].backward, BACKWARD_PRODUCTS)
+        theirs = theirs[0] + their_more[0], theirs[1] + their_more[1]
+        ours = ours[0] + our_more[0], ours[1] + our_more[1]
+    low, high = sorted(mine / its for mine, its in zip(ours, theirs, strict=True))
+    return low, high
+
+
+ROWS = (
+    *(
+        (mechanism, what, "sdpa")
+        for mechanism in ("lssa", "lssar", "laser", "softmax")
+        for what in ("forward", "backward")
+    ),
+    ("lssar", "decode", "sdpa"),
+    ("lssar", "forward", "flex"),
+    ("lssar", "backward", "flex"),
+)
+"""mechanism, what, beside whose time: in the order of the table."""
+MOST = {(goal.mechanism, goal.what, goal.to): goal.most for goal in GOALS}
+
+
+def predicted(head_dim: int, mechanism: str, what: str, to: str) -> tuple[float, float]:
+    """Of the time of SDPA or of FlexAttention: at best and at worst."""
+    if what == "decode":
+        return decoding(head_dim)
+    return of_flex(head_dim, what) if to == "flex" else ratio(head_dim, mechanism, what)
+
+
+def verdict(most: float, span: tuple[float, float]) -> str:
+    """What a prediction says of a goal."""
+    return "met" if span[1] <= most else "missed" if span[0] > most else "open"
+
+
 def table() -> str:
-    """In Markdown."""
-    lines = ["| of SDPA's time | d = 64 | d = 128 |", "|---|---|---|"]
-    for mechanism in ("lssa", "lssar", "laser", "softmax"):
-        for what, said in (("forward", "forward"), ("backward", "forward and backward")):
-            spans = ("{:.1f} to {:.1f}".format(*ratio(d, mechanism, what)) for d in (64, 128))
-            lines.append(f"| {mechanism}, {said} | {' | '.join(spans)} |")
+    """In Markdown: of each goal whether it is met from one end of the prediction to the other, missed, or open."""
+    lines = ["| share of the time of | | goal | d = 64 | d = 128 |", "|---|---|---|---|---|"]
+    for mechanism, what, to in ROWS:
+        most, cells = MOST.get((mechanism, what, to)), []
+        for head_dim in (64, 128):
+            span = predicted(head_dim, mechanism, what, to)
+            text = f"{span[0]:.2f} to {span[1]:.2f}"
+            cells.append(text if most is None else f"{text}: {verdict(most, span)}")
+        said = "forward and backward" if what == "backward" else what
+        its = "FlexAttention's two calls" if to == "flex" else "SDPA"
+        lines.append(f"| {its} | {mechanism}, {said} | {most or ''} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
+def _two_digits(x: float) -> str:
+    return f"{x:.0f}" if x >= 10 else f"{x:.2g}"
+
+
+def _span(low: float, high: float) -> str:
+    return f"{_two_digits(low)} to {_two_digits(high)}"
+
+
+def times() -> str:
+    """In Markdown: of each cell of the goals at best and at worst, and SDPA's."""
+    cells = [(head_dim, length) for head_dim in (64, 128) for length in LENGTHS]
+    lines = [
+        "| milliseconds, causal | " + " | ".join(f"d = {d}, {length // 1024}K" for d, length in cells) + " |",
+        "|---" * 5 + "|",
+    ]
+    for what in ("forward", "backward"):
+        rows: dict[str, list[str]] = {"SDPA": []}
+        for head_dim, length in cells:
+            scores = HEADS * TOKENS * length / 2
+            forward, backward = sdpa(head_dim)
+            its = (forward + (backward if what == "backward" else 0.0)) * scores / CLOCKS * 1e3
+            rows["SDPA"].append(_two_digits(its))
+            for mechanism in COUNTED[head_dim]:
+                low, high = ratio(head_dim, mechanism, what)
+                rows.setdefault(mechanism, []).append(_span(low * its, high * its))
+        said = "forward and backward" if what == "backward" else what
+        lines += [f"| {name}, {said} | {' | '.join(texts)} |" for name, texts in rows.items()]
+    lines += [
+        "",
+        "| microseconds, one query | " + " | ".join(f"d = {d}, {n // 1024}K" for d in (64, 128) for n in CACHES) + " |",
+        "|---" * 7 + "|",
+    ]
+    softmax, ours = [], []
+    for head_dim in (64, 128):
+        for length in CACHES:
+            its = HEADS * length * 4 * head_dim / BANDWIDTH * 1e6
+            low, high = decoding(head_dim)
+            softmax.append(_two_digits(its))
+            ours.append(_span(low * its, high * its))
+    return "\n".join([*lines, f"| softmax, bytes alone | {' | '.join(softmax)} |", f"| lssar | {' | '.join(ours)} |"])
+
+
 if __name__ == "__main__":
-    print(table())
+    print(table(), times(), sep="\n\n")

@@ -157,6 +157,7 @@ STAGES: dict[int, tuple[Item, ...]] = {
     ),
     2: (
         script("compile_all", dry=("--dry-run",), limit=120),
+        script("tuned", dry=("--dry-run",), limit=90),
         bench("narrow", Benchmark(MECHANISMS, BOTH, (4096, 16384), 64), 120),
         bench("decode", Benchmark(("lssar", "softmax", "lssa", "laser"), ("decode",), LONG_CACHES, 128), 60),
         bench("wide", Benchmark(MECHANISMS, BOTH, (4096, 16384), 128), 120),
@@ -170,7 +171,11 @@ STAGES: dict[int, tuple[Item, ...]] = {
     ),
     3: (
         pytest_of(
-            "caches_and_graphs", "cache triton", chosen="cache or graph or waits or compiled", dry="waits", limit=150
+            "caches_and_graphs",
+            "cache triton",
+            chosen="cache or graph or waits or compiled",
+            dry="growing_cache",
+            limit=150,
         ),
         pytest_of("the_others", "triton", chosen="not test_parity", dry="test_statistics_in_float16", limit=200),
         script("training", dry=("--dry-run",), limit=120, call="training_checked", environment=WARNINGS_ARE_ERRORS),
@@ -233,10 +238,11 @@ def run(item: Item, folder: Path, log: Path, limit: float, dry: bool) -> dict[st
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Nothing that an item started outlives it."""
+    """Nothing that an item started outlives it. One that a driver keeps alive even then is not waited for."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(20.0)
 
 
 def _results(item: Item, folder: Path, said: str) -> dict[str, Any]:

@@ -86,7 +86,9 @@ def seen(call: Call) -> str:
     """What is known of this kind, as text for ``explain()``."""
     kind = _kind(call)
     ways = [way for way in ("forward", "backward") if _refused.get((way, kind), "not seen yet") is None]
-    return f"{' and '.join(ways)} seen to agree with 'tiled' here" if ways else "the first call is held against 'tiled'"
+    if not ways:
+        return "the first call is held against 'tiled'"
+    return f"{' and '.join(ways)} seen to agree with 'tiled' here, on part of a call and in tiles that suit the part"
 
 
 def _fails(way: str, call: Call) -> bool:

@@ -111,9 +111,9 @@ inline Step arithmetic(const Statement& s) {
   const char* names[] = {"fma", "add", "sub", "mul", "neg", "abs", "min", "max"};
   enum { FMA, ADD, SUB, MUL, NEG, ABS, MIN, MAX };
   int op = int(std::find(names, names + 8, s.words[0]) - names);
-  bool flush = s.has("ftz"), nan = s.has("NaN");
-  only(s, {"rn", "ftz", "NaN"});
-  auto apply = [=]<class T>(T a, T b, T c) -> T {
+  bool flush = s.has("ftz"), nan = s.has("NaN"), saturated = s.has("sat");
+  only(s, {"rn", "ftz", "NaN", "sat"});
+  auto plain = [=]<class T>(T a, T b, T c) -> T {
     double x = taken(a, flush), y = taken(b, flush);
     switch (op) {
       case FMA:
@@ -131,6 +131,11 @@ inline Step arithmetic(const Statement& s) {
       default:
         return extreme(a, b, op == MAX, nan);
     }
+  };
+  auto apply = [=]<class T>(T a, T b, T c) -> T {
+    T x = plain(a, b, c);
+    if (saturated) return double(x) > 0 ? T(std::min(double(x), 1.0)) : T(0);  // NaN too becomes 0
+    return x;
   };
   if (s.type() == "f16x2" || s.type() == "bf16x2") {
     int d = s.operands[0].slot, a = s.operands[1].slot, b = s.operands[s.operands.size() > 2 ? 2 : 1].slot,

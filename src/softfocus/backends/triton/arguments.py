@@ -70,6 +70,8 @@ class Problem(NamedTuple):
         flaws: LASER's, with that: of each key 0, 1 where a value is beyond its HIGH, NaN where one is not finite; or None.
         query_norm, key_norm: 1 / |q|, 1 / |k|, float32 [B, H, L, 1], or None without cosine; the latter also where the kernel
             makes it of the keys that it reads.
+        unit_key, unit_query: k / |k| and c q / |q| in float16, where scores are products of such; or None.
+        slope_key, slope_query: the same in the dtype of the call: what dL/ds is multiplied with.
         bias: added to the scores, or None.
         head_scale, power: float32 [H], or None.
         heads, group, batch: H, H / Hk, B.
@@ -90,6 +92,10 @@ class Problem(NamedTuple):
     flaws: Array | None
     query_norm: Array | None
     key_norm: Array | None
+    unit_key: Array | None
+    unit_query: Array | None
+    slope_key: Array | None
+    slope_query: Array | None
     bias: Array | None
     head_scale: Any
     power: Any

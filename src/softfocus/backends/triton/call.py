@@ -21,6 +21,7 @@ from softfocus.backends.triton.given import (
     bounded,
     bounds_of,
     given_of,
+    of_units,
     over,
     tiles_of,
 )
@@ -212,7 +213,13 @@ class Launcher:
         if self.call.cache:
             return given
         if self.algebra.cosine.value:
-            given = given._replace(key_norm=array(self._reciprocal_norms("key", self.call.key)))
+            query, key = self.call.query, self.call.key
+            unit, own = self._units(key, backward)
+            key_norm = self._reciprocal_norms("key", key, unit, own)
+            given = given._replace(key_norm=array(key_norm), unit_key=array(unit), slope_key=array(own))
+            if backward:
+                unit, own = self._units(query, backward)
+                given = given._replace(unit_query=array(unit), slope_query=array(own))
         if self.call.mechanism.laser:
             mixed, flaws = self._exponentials(self.call.value, backward)
             given = given._replace(mixed=array(mixed), flaws=array(flaws))
@@ -224,15 +231,24 @@ class Launcher:
             rest = saved[ROWS:].flatten().view(kind)[: out.numel()].view(out.shape)
         return Made(array(out), array(rest), array(saved), marked_heads, END)
 
-    def _reciprocal_norms(self, of: str, x: Tensor) -> Tensor:
-        """1 / |x|, float32 [B, H, L, 1]."""
+    def _units(self, x: Tensor, backward: bool) -> tuple[Tensor | None, Tensor | None]:
+        """Room for unit vectors beside x: in float16, and in the dtype of x, which the backward wants."""
+        if not of_units(self.call):
+            return None, None
+        return x.new_empty(x.shape, dtype=torch.float16), x.new_empty(x.shape) if backward else None
+
+    def _reciprocal_norms(self, of: str, x: Tensor, unit: Tensor | None = None, own: Tensor | None = None) -> Tensor:
+        """1 / |x|, float32 [B, H, L, 1]; and x / |x| to ``unit`` and ``own``."""
         batch, heads, length, width = x.shape
         to = x.new_empty(batch, heads, length, 1, dtype=torch.float32)
         columns = power_of_two(width)
         rows = max(1, 4096 // columns)
         if to.numel():
             grid = over(length, rows), batch * heads
-            self._launch(norms.norms, of, grid, array(x), array(to), heads, length, width, rows, columns, **FUSED)
+            self._launch(
+                norms.norms, (of, own is not None), grid,
+                array(x), array(to), array(unit), array(own), heads, length, width, rows, columns, **FUSED,
+            )  # fmt: skip
         return to
 
     def _exponentials(self, value: Tensor, backward: bool) -> tuple[Tensor, Tensor]:

@@ -81,6 +81,7 @@ TILES_BEFORE_HOPPER = {
     ("forward", "wide, softplus"): _tiles((128, 16, 8), (128, 32, 8), (128, 64, 8)),
     ("forward", "wide, more to do"): _tiles((128, 16, 8), (128, 32, 8), (64, 32, 8)),
     ("query_gradients", "narrow"): _tiles((64, 32, 4), (128, 64, 8), (64, 64, 4)),
+    ("query_gradients", "narrow, softplus"): _tiles((128, 16, 8), (64, 32, 4), (128, 64, 8)),
     ("query_gradients", "narrow, more to do"): _tiles((32, 32, 4), (64, 32, 4), (128, 32, 8)),
     ("query_gradients", "wide"): _tiles((128, 16, 8), (128, 32, 8), (64, 32, 8)),
     ("query_gradients", "wide, softplus"): _tiles((64, 32, 8), (128, 16, 8), (128, 32, 8)),
@@ -100,7 +101,7 @@ TILES_SINCE_BLACKWELL = {
     ("forward", "wide, LASER"): _tiles((64, 32, 8), (128, 32, 8), (128, 64, 8)),
     ("forward", "wide, softplus"): _tiles((64, 32, 8), (128, 32, 8), (128, 64, 8)),
     ("forward", "wide, more to do"): _tiles((64, 32, 8), (128, 32, 8), (128, 64, 8)),
-    ("query_gradients", "narrow, softplus"): _tiles((128, 32, 8), (128, 64, 8), (64, 64, 4)),
+    ("query_gradients", "narrow, softplus"): _tiles((64, 64, 4), (128, 32, 8), (128, 64, 8)),
     ("query_gradients", "wide, softplus"): _tiles((64, 32, 8), (128, 16, 8), (128, 32, 8)),
 }
 TILES_OF_SINGLES = {

@@ -20,9 +20,10 @@ def forward(problem, algebra, sight, made, blocks):
     count = see.count(sight, problem, b, h, rows)
     scale = of.scale_of(problem, algebra, count, h) * algebra.phi.score_unit
     lift = of.lift_of(problem, algebra, count, b)
+    query_norm = scale
     if algebra.cosine:
-        query, left = of.resting(query, of.per_row(problem.query_norm, b, h, rows, problem.query_length))
-        scale = scale * left
+        query_norm = of.per_row(problem.query_norm, b, h, rows, problem.query_length)
+    query, scale = of.score_operand(query, query_norm, scale, problem, algebra)
     span = see.key_tiles(sight, problem, blocks, b, block)
 
     top = tl.full([blocks.rows], float("-inf"), tl.float32)

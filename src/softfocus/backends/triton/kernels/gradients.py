@@ -121,12 +121,14 @@ def query_gradients(
     if EXACT:
         marked = laser.along(laser.marked_row(made.saved, problem, algebra, count, b, h, rows, inner), 1)
     scale, lift = of.scale_of(problem, algebra, count, h), of.lift_of(problem, algebra, count, b)
-    norm, left = scale, scale
-    rest = scale * algebra.phi.score_unit
+    norm = scale
     if algebra.cosine:
         norm = of.per_row(problem.query_norm, b, h, rows, problem.query_length)
-        query, left = of.resting(query, norm)
-        rest = rest * left
+    query, rest = of.score_operand(query, norm, scale * algebra.phi.score_unit, problem, algebra)
+    if problem.unit_key is not None and not EXACT:
+        single, length, width = query.to(tl.float32), problem.query_length, problem.head_dim
+        of.store_matrix(problem.unit_query, see.head_of(problem.unit_query, b, h), rows, dims, length, width, single)
+        of.store_matrix(problem.slope_query, see.head_of(problem.slope_query, b, h), rows, dims, length, width, single)
     steep = row.steep
     if EXACT:
         steep = tl.full(scale.shape, 1.0, tl.float32)
@@ -161,15 +163,18 @@ def query_gradients(
                 log_u = log2(tl.where(u > 0.0, u, 1.0), algebra.terms)
             if WHOLE == 0:
                 g = tl.where(seen, g, 0.0)  # of what is unseen the slope is 0
-                key = of.finite(key)
             power = 1.0  # what float16 might not hold is multiplied outside
-            if algebra.cosine:
+            if problem.unit_key is not None:
+                key = of.keys_of_slopes(problem, b, h, keys, WHOLE == 0, blocks)
+            elif algebra.cosine:
                 if algebra.narrow:
                     power = of.largest_power(norms)
                     norms = norms / power
                 slope = slope * norms[None, :]
                 if WHOLE == 0:
                     slope = tl.where(seen, slope, 0.0)
+            if WHOLE == 0:
+                key = of.finite(key)
             moved_keys = of.slope_product(g * slope, key, algebra, blocks)
             if algebra.narrow:
                 moved_keys *= power
@@ -210,7 +215,7 @@ def query_gradients(
         places = see.head_of(problem.query, b, h) + rows[:, None] * problem.query.l + dims[None, :] * problem.query.d
         unit = of.again(places, (rows[:, None] < problem.query_length) & (dims[None, :] < problem.head_dim))
         if algebra.cosine:
-            unit, _left = of.resting(unit, norm)
+            unit, left = of.resting(unit, norm)
             unit = unit.to(tl.float32) * left[:, None]
         along = tl.sum(moving * unit.to(tl.float32), 1)
         if scale_grad is not None:
@@ -254,7 +259,7 @@ def key_gradients(
     key, norms = of.keys_of(problem, algebra, b, key_head * problem.group, keys, True, blocks)
     value = of.mixed_of(problem, b, key_head * problem.group, keys, True, blocks)
     rest = norms
-    if algebra.cosine:
+    if algebra.cosine and problem.unit_key is None:
         key, rest = of.resting(key, norms)
     span = see.row_tiles(sight, problem, blocks, block)
     key_sum = tl.zeros([blocks.keys, blocks.head_dim], tl.float32)
@@ -266,7 +271,7 @@ def key_gradients(
                 start = see.tile(sight.tiles_of_keys, span, b, h, block, n, WHOLE == 0) * blocks.rows
                 rows = start + tl.arange(0, blocks.rows)
                 mine = _done_here(made, problem, algebra, b, h, rows, EXACT)
-                query = of.queries_of(problem, b, h, rows, blocks)
+                query, moved_query = of.queries_met(problem, b, h, rows, blocks)
                 above = _above(grad, made, problem, algebra, b, h, rows, mine, blocks)
                 ground, scale, lift, row = _passed(passed, algebra, b, h, rows, mine)
                 s, seen, _scaled = of.scores(
@@ -295,17 +300,19 @@ def key_gradients(
                 if algebra.sharp:
                     g = g - ground[None, :]
                 steep = row.steep
+                if problem.unit_key is not None:  # whose queries hold it
+                    scale = tl.full(scale.shape, 1.0, tl.float32)
                 if algebra.narrow:  # what float16 might not hold is multiplied outside
                     of_steep, of_scale = of.largest_power(steep), of.largest_power(scale)
                     steep, scale = steep / of_steep, scale / of_scale
                 g = (g * steep[None, :]) * slope * scale[None, :]
                 if WHOLE == 0:
                     weight, g = tl.where(seen, weight, 0.0), tl.where(seen, g, 0.0)
-                    query = of.finite(query)
+                    moved_query = of.finite(moved_query)
                     above = tl.where(row.weigh[:, None] == 0.0, 0.0, above)
                 if not EXACT:
                     value_sum += of.weighted_product(weight, above, algebra, blocks)
-                moved_queries = of.slope_product(g, query, algebra, blocks)
+                moved_queries = of.slope_product(g, moved_query, algebra, blocks)
                 if algebra.narrow:
                     moved_queries = moved_queries * of_steep * of_scale
                 key_sum += moved_queries
@@ -366,14 +373,15 @@ def bias_gradients(
                 above = _above(grad, made, problem, algebra, b, h, rows, mine, blocks)
                 ground, _scale, lift, row = _passed(passed, algebra, b, h, rows, mine)
                 count = see.count(sight, problem, b, h, rows)
-                rest = of.scale_of(problem, algebra, count, h) * algebra.phi.score_unit
+                scale = of.scale_of(problem, algebra, count, h) * algebra.phi.score_unit
+                norm = scale
                 if EXACT:
                     marked = laser.along(
                         laser.marked_row(made.saved, problem, algebra, count, b, h, rows, row.inner), 1
                     )
                 if algebra.cosine:
-                    query, left = of.resting(query, of.per_row(problem.query_norm, b, h, rows, problem.query_length))
-                    rest = rest * left
+                    norm = of.per_row(problem.query_norm, b, h, rows, problem.query_length)
+                query, rest = of.score_operand(query, norm, scale, problem, algebra)
                 start, _whole_start, _whole_stop, stop = see.key_tiles(sight, problem, blocks, b, row_block)
                 if EXACT:
                     stop = tl.where(tl.max(mine.to(tl.int32)) > 0, stop, start)

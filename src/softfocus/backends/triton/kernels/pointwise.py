@@ -6,7 +6,7 @@ below it has phi(s) 2^-shift. Rows of float16 have one whatever phi is, since th
 numbers; relu's is a whole number.
 
 Below zero nothing is lost: log2(1 + 2^s) = x y(x), x = 2^-|s|, with a polynomial y in place of a logarithm (20 instructions),
-of as many terms as the numbers multiplied can tell: its relative error is 2^-14 for bfloat16, 2^-17 for float16, 2^-22.5 for
+of as many terms as the numbers multiplied can tell: its relative error is 2^-11 for bfloat16, 2^-17 for float16, 2^-22.5 for
 float32.
 """
 
@@ -50,11 +50,10 @@ def _rate(x, TERMS: tl.constexpr):
         y = y * x - 0.720426142
         y = y * x + 1.44268286
     else:
-        tl.static_assert(TERMS == 5)
-        y = x * 0.0596515499 - 0.227119446
-        y = y * x + 0.441898823
-        y = y * x - 0.716987431
-        y = y * x + 1.44261324
+        tl.static_assert(TERMS == 4)
+        y = x * -0.10725442 + 0.36648062
+        y = y * x - 0.70174724
+        y = y * x + 1.4421281
     return y
 
 
@@ -74,8 +73,20 @@ if knobs.runtime.interpret or torch.version.hip:
     @triton.jit
     def _rounded_product(a, b):
         return a * b
+
+    @triton.jit
+    def saturated(a, b, c):
+        """a b + c within [0, 1], 0 where it is NaN: one instruction."""
+        return tl.minimum(tl.maximum(a * b + c, 0.0), 1.0)
 else:
     _fast_log2, _rounded_product = libdevice.fast_log2f, libdevice.mul_rn
+
+    @triton.jit
+    def saturated(a, b, c):
+        """a b + c within [0, 1], 0 where it is NaN: one instruction."""
+        return tl.inline_asm_elementwise(
+            "fma.rn.sat.f32 $0, $1, $2, $3;", "=f,f,f,f", [a, b, c], dtype=tl.float32, is_pure=True, pack=1
+        )
 
 
 @triton.jit

@@ -22,6 +22,14 @@ def matrix(array, start, rows, columns, length, width):
 
 
 @triton.jit
+def store_matrix(array, start, rows, columns, length, width, x):
+    """Store float32 [R, C] there, in the array's dtype."""
+    places = start + rows[:, None] * array.l + columns[None, :] * array.d
+    inside = (rows[:, None] < length) & (columns[None, :] < width)
+    tl.store(places, x.to(array.at.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def finite(x):
     """x, 0 where it is NaN or infinite."""
     return tl.where(tl.abs(x.to(tl.float32)) < float("inf"), x, 0.0)
@@ -164,6 +172,33 @@ def queries_of(problem, b, h, rows, blocks):
 
 
 @triton.jit
+def score_operand(query, norm, scale, problem, algebra):
+    """What a block of rows multiplies keys with, and what is left to multiply the products with.
+
+    Unit operands hold the whole scale: their products are the scores.
+    """
+    if algebra.cosine:
+        query, left = resting(query, norm)
+        scale = scale * left
+    if problem.unit_key is not None:
+        query = (query.to(tl.float32) * scale[:, None]).to(tl.float16)
+    return query, scale
+
+
+@triton.jit
+def queries_met(problem, b, h, rows, blocks):
+    """For a block of keys: queries [R, D] as scores are made of them, and as dL/ds is multiplied with them."""
+    if problem.unit_key is None:
+        query = queries_of(problem, b, h, rows, blocks)
+        moved = query
+    else:
+        dims, length, width = tl.arange(0, blocks.head_dim), problem.query_length, problem.head_dim
+        query = matrix(problem.unit_query, see.head_of(problem.unit_query, b, h), rows, dims, length, width)
+        moved = matrix(problem.slope_query, see.head_of(problem.slope_query, b, h), rows, dims, length, width)
+    return query, moved
+
+
+@triton.jit
 def again(places, inside):
     """A tile that was read before a loop and is not wanted in it. The cache is named so that the compiler does not see the same
     load twice and keep the first's registers through the loop."""
@@ -226,9 +261,12 @@ def _keys_or_values(array, problem, b, h, keys, width, COLUMNS: tl.constexpr, CU
 
 @triton.jit
 def keys_of(problem, algebra, b, h, keys, CUT: tl.constexpr, blocks):
-    """A tile's keys [K, D], and 1 / |k| with cosine; all of them are there unless it is CUT."""
-    key = keys_alone(problem, b, h, keys, CUT, blocks)
+    """A tile's keys [K, D] for scores, and 1 / |k| with cosine; all of them are there unless it is CUT."""
     norm = keys.to(tl.float32)
+    if problem.unit_key is not None:
+        key = _keys_or_values(problem.unit_key, problem, b, h, keys, problem.head_dim, blocks.head_dim, CUT, blocks)
+    else:
+        key = keys_alone(problem, b, h, keys, CUT, blocks)
     if algebra.cosine:
         if problem.key_norm is None:
             norm = reciprocal_norm(key.to(tl.float32))
@@ -241,6 +279,12 @@ def keys_of(problem, algebra, b, h, keys, CUT: tl.constexpr, blocks):
 def keys_alone(problem, b, h, keys, CUT: tl.constexpr, blocks):
     """A tile's keys [K, D]."""
     return _keys_or_values(problem.key, problem, b, h, keys, problem.head_dim, blocks.head_dim, CUT, blocks)
+
+
+@triton.jit
+def keys_of_slopes(problem, b, h, keys, CUT: tl.constexpr, blocks):
+    """A tile's keys [K, D] as dL/ds is multiplied with them, of unit length."""
+    return _keys_or_values(problem.slope_key, problem, b, h, keys, problem.head_dim, blocks.head_dim, CUT, blocks)
 
 
 @triton.jit
@@ -283,9 +327,11 @@ def scores(dots, problem, algebra, sight, b, h, rows, keys, scale, norm, lift, C
         rows, keys: positions, shaped so that they broadcast to the tile, in either order.
         scale, lift: of the rows, in the unit; norm: of the keys, or of both: what the products have to be multiplied with.
     """
-    s = pointwise.times(dots, scale, algebra)
-    if algebra.cosine:
-        s = pointwise.times(s, norm, algebra)
+    s = dots
+    if problem.unit_key is None:
+        s = pointwise.times(s, scale, algebra)
+        if algebra.cosine:
+            s = pointwise.times(s, norm, algebra)
     scaled = s
     if algebra.score_bias != "0":
         s = s + lift
@@ -363,12 +409,12 @@ def threshold(problem, algebra, count, norm, top):
 
 @triton.jit
 def excess(f, floor, over_spread, algebra):
-    """u; for halves in one instruction, though what it rounds is larger than the difference."""
+    """u, which is at most 1; for halves in one instruction, though what it rounds is larger than the difference."""
     if algebra.terms == 9:
-        u = (f - floor) * over_spread
+        u = tl.maximum((f - floor) * over_spread, 0.0, propagate_nan=tl.PropagateNan.ALL)
     else:
-        u = f * over_spread - floor * over_spread
-    return tl.maximum(u, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        u = pointwise.saturated(f, over_spread, floor * -over_spread)
+    return u
 
 
 class Row(NamedTuple):
@@ -381,7 +427,7 @@ class Row(NamedTuple):
 
     Attributes:
         shift: of phi, as the forward left it; the log of the whole sum where it is folded.
-        floor, spread: of re-weighted rows; a row that keeps its l1 weights, u = phi and p = 1, has spread -1.
+        floor, spread: of re-weighted rows; one that keeps its l1 weights, u = phi / top and p = 1, has a negative spread.
         weigh, steep: the former 0 where the row sees nothing; the latter where one key has all the weight, whatever its score:
             rounding must not give it a gradient.
         inner: D_i = sum_j A_ij dL/dA_ij, where the weights sum to one.
@@ -421,8 +467,9 @@ def row_of(saved, problem, algebra, count, b, h, rows, inner):
         negligible = (tl.zeros_like(norm) + power_of(problem, algebra, h)) >= LARGE_POWER
         alone = (count == 1.0) | ((sharp_norm == heaviest) & (tied == 0) & negligible)
         over, over_sharp = over_norm(norm, algebra), over_norm(sharp_norm, algebra)
-        floor, spread = tl.where(tied, 0.0, floor), tl.where(tied, -1.0, over_spread)
-        weigh = tl.where(tied, over, over_sharp)
+        highest = tl.where(largest > 0.0, largest, 1.0)
+        floor, spread = tl.where(tied, 0.0, floor), tl.where(tied, -1.0 / highest, over_spread)
+        weigh = tl.where(tied, over * highest, over_sharp)
         steep = tl.where(tied, over, power_of(problem, algebra, h) * over_sharp * over_spread)
         steep = tl.where(alone, 0.0, steep)
     elif algebra.normaliser == "l1":
