@@ -18,6 +18,8 @@ from softfocus.functional import prepared
 from softfocus.testing import CASES
 
 pytest.importorskip("triton", reason="Triton is not installed")
+from softfocus.backends.triton import given
+
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 pytestmark = [pytest.mark.gpu] if GPU else []
@@ -51,7 +53,9 @@ def calls(monkeypatch):
 
     kernels = {way: counted(way) for way in ("forward", "backward")}
     monkeypatch.setattr(
-        checked, "triton", SimpleNamespace(**kernels, prepare=triton.prepare, compiled_as=triton.compiled_as)
+        checked,
+        "triton",
+        SimpleNamespace(**kernels, **{n: getattr(triton, n) for n in ("prepare", "compiled_as", "variant")}),
     )
     return seen
 
@@ -202,6 +206,23 @@ def test_an_annealed_power_makes_no_new_kinds():
     for power in (1.25, 1.5, 7.75):
         attention(*leaves, **{**CALL, "mechanism": named("lssar").replace(power=power)})
     assert len(checked._refused) == 1
+
+
+def test_calls_of_one_kind_run_the_same_kernels():
+    """A scale or a length that makes the compiler choose otherwise makes a kind of its own."""
+    kinds: dict[object, set[object]] = {}
+    for name, scale, length, dtype in product(
+        ("lssa", "lssar", "softmax", "cosine_log_n", "laser(lssa)"),
+        (None, 1e-6, 1.0, 500.0),
+        (4, 40),
+        (torch.float32, torch.bfloat16, torch.float16),
+    ):
+        query = torch.ones(1, 1, length, 8, dtype=dtype, device=DEVICE)
+        call = prepared(query, query, query, mechanism=name, scale=scale)
+        launched = given.algebra_of(call.mechanism, False, given.bounded(call), dtype), given.of_units(call)
+        kinds.setdefault(checked._kind(call), set()).add(repr(launched))
+    assert all(len(kernels) == 1 for kernels in kinds.values())
+    assert len(kinds) > 15
 
 
 def test_what_is_seen_is_said():

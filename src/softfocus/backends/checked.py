@@ -284,7 +284,7 @@ def _kind(call: Call) -> Hashable:
     bias = None if call.bias is None else (call.bias.dtype, *(size == 1 for size in call.bias.shape))
     return (
         query.device, query.dtype, query.size(-1), call.value.size(-1), triton.compiled_as(call.mechanism), group, bias,
-        given(pack(call)), visibility.left != UNLIMITED, visibility.right != UNLIMITED,
+        triton.variant(call), given(pack(call)), visibility.left != UNLIMITED, visibility.right != UNLIMITED,
         bool(call.dropout.p), call.cache and call.cache.page_table is None,
     )  # fmt: skip
 

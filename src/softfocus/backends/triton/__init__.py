@@ -44,6 +44,13 @@ def compiled_as(mechanism: Mechanism) -> Mechanism:
     return mechanism.replace(power=1.5)
 
 
+def variant(call: Call) -> tuple[bool, bool]:
+    """What the scale and the length decide about the compiled kernels, beside the mechanism and the dtype."""
+    from softfocus.backends.triton.given import bounded, of_units
+
+    return bounded(call), of_units(call)
+
+
 def _there() -> bool:
     try:
         return find_spec("triton") is not None
