@@ -17,7 +17,7 @@ from softfocus.lab.report.points import best, cell, column_name, columns, settin
 from softfocus.lab.report.recall_compare import RecallReport
 from softfocus.lab.report.results import grouped, read, read_as
 from softfocus.lab.report.table import loss_table
-from softfocus.lab.run_folder.results import AS_TRAINED, HeadsMeasured
+from softfocus.lab.run_folder.results import AS_TRAINED, HeadsMeasured, Induction
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -210,6 +210,37 @@ def trials_table() -> str:
     return "\n".join(lines)
 
 
+def scale_table(study: str) -> str:
+    """Losses of a study at 1x and 16x, as trained and with the window, by layout."""
+    groups = read(ROOT / "docs/results" / study / "results.json").groups
+    lines = ["| layout | seeds | 1x | 16x, as trained | 16x, window |", "|---|---|---|---|---|"]
+    wanted = ((1.0, "as trained"), (16.0, "as trained"), (16.0, "window 1x"))
+    for group in sorted(groups, key=lambda group: cell(group, *wanted[0]).loss):
+        cells = [cell(group, *one) for one in wanted]
+        several = len(group.evaluations) > 1
+        losses = [f"{one.loss:.3f}" + (f" ± {one.spread:.3f}" if several else "") for one in cells]
+        lines.append(f"| {' | '.join([group.evaluations[0].mechanism, str(len(group.evaluations)), *losses])} |")
+    return "\n".join(lines)
+
+
+def larger_table() -> str:
+    return scale_table("layouts-larger")
+
+
+def bpe_table() -> str:
+    return scale_table("layouts-bpe")
+
+
+def test_what_repeats_far_back_is_the_measured_one():
+    """The gain of windows of 16x over those of 1x, of the layout, which sees all keys."""
+    found = read_as(Induction, ROOT / "docs/results/layouts-bpe/induction-hybrid-half-rope-s0.json")
+    rows = {(row.length, row.window): {part.start: part.loss for part in row.by_distance} for row in found.rows}
+    gain = {start: rows[128, None][start] - rows[2048, None][start] for start in rows[128, None]}
+    text = " ".join(LAYOUTS.split())
+    assert f"far back is lower by {gain[256]:.3f} (256 to 511 tokens) and {gain[512]:.3f} (512 to 1,023)" in text
+    assert f"by {gain[0]:.3f} on tokens that repeat nothing" in text
+
+
 def recall_table() -> str:
     """The table of recall of docs/layouts.md, from the committed study."""
     report = read_as(RecallReport, ROOT / "docs/results/recall-layouts/results.json")
@@ -226,7 +257,10 @@ def recall_table() -> str:
 
 @pytest.mark.parametrize(
     ("mark", "table"),
-    [("trials", trials_table), ("recall", recall_table), ("both", both_table), ("heads", heads_table)],
+    [
+        ("trials", trials_table), ("recall", recall_table), ("both", both_table), ("heads", heads_table),
+        ("larger", larger_table), ("bpe", bpe_table),
+    ],  # fmt: skip
 )
 def test_the_tables_of_layouts_are_the_committed_ones(mark, table):
     shown = re.search(rf"<!-- {mark}:begin -->\n(.*?)\n?<!-- {mark}:end -->", LAYOUTS, re.DOTALL)
