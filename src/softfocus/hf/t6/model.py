@@ -1,94 +1,24 @@
-"""T6: a Transformer with Tensor Product Attention (arXiv 2501.06425), as an architecture of Transformers.
-
-Attention whose queries, keys and values are sums of a few tensor products, each made from the token x_t (3.1)::
-
-    Q_t = 1/R_Q sum_r a_r^Q(x_t) (x) b_r^Q(x_t) = 1/R_Q A_Q(x_t)^T B_Q(x_t)         [h, d]
-    A_Q(x_t) = W^{aQ} x_t  [R_Q, h]        B_Q(x_t) = W^{bQ} x_t  [R_Q, d]
-
-and K_t with rank R_K, V_t with rank R_V, alike. The heads of a token share its B and differ in A. RoPE turns the rows of B_Q
-and B_K, which is to turn those of Q_t and K_t (3.5, 3.6). Head i is then any attention (3.2; here any mechanism)::
-
-    head_i = attention(Q_i, K_i, V_i)      TPA = Concat(head_1, ..., head_h) W^O     (3.3)
-
-The KV cache holds A_K, the turned B_K, A_V and B_V: (R_K + R_V)(h + d) numbers a token in place of 2 h d (section 3.3).
-
-The rest is Llama's, as in the authors' code: RMSNorm before each part, here without weights, SwiGLU of width floor(8/3 of the
-hidden size), no biases, tied embeddings. The factors' weights are initialised by Xavier (their appendix G), the projections
-that write into the residual stream as zeros, all others from N(0, initializer_range).
-"""
+"""T6 as modules: the factors and their attention, the decoder, the causal language model."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
-from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.modeling_rope_utils import RopeParameters
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, eager_attention_forward, rotate_half
 from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-
-@strict
-class T6Config(PreTrainedConfig):
-    """The sizes of a T6 model; by default those of the paper's small one (124 M parameters).
-
-    Attributes:
-        q_rank: R_Q, how many tensor products a query is the mean of.
-        k_rank: R_K, of a key.
-        v_rank: R_V, of a value.
-        head_dim: d. It need not be hidden_size / num_attention_heads: the paper has more heads than that.
-        intermediate_size: of the SwiGLU; floor(8/3 hidden_size) unless given.
-    """
-
-    model_type = "t6"
-    keys_to_ignore_at_inference: ClassVar = ["past_key_values"]
-
-    vocab_size: int = 50304
-    hidden_size: int = 768
-    intermediate_size: int | None = None
-    num_hidden_layers: int = 12
-    num_attention_heads: int = 34
-    head_dim: int = 64
-    q_rank: int = 6
-    k_rank: int = 2
-    v_rank: int = 2
-    max_position_embeddings: int = 1024
-    initializer_range: float = 0.02
-    rms_norm_eps: float = 1e-6
-    use_cache: bool = True
-    pad_token_id: int | None = None
-    bos_token_id: int | None = 50256
-    eos_token_id: int | list[int] | None = 50256
-    tie_word_embeddings: bool = True
-    rope_parameters: RopeParameters | dict | None = None
-    attention_dropout: float | int = 0.0
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        if self.intermediate_size is None:
-            self.intermediate_size = 8 * self.hidden_size // 3
-        super().__post_init__(**kwargs)
-
-    def validate_architecture(self) -> None:
-        """Called by ``strict`` when a config is made or saved.
-
-        Raises:
-            ValueError: a rank below 1, or an odd head_dim, which RoPE cannot turn in pairs.
-        """
-        for name in ("q_rank", "k_rank", "v_rank"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: got {getattr(self, name)}, expected 1 or more")
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim: got {self.head_dim}, expected an even number, as RoPE turns pairs")
+from softfocus.hf.t6.config import T6Config
 
 
 def apply_rotary_pos_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -108,7 +38,7 @@ def pack(a: Tensor, b: Tensor) -> Tensor:
     return torch.cat((a, b), dim=-1).flatten(2)[:, None]
 
 
-# Transformers initialises no module of ours that has no parameters of its own: so the projections themselves say how
+# Of modules outside its own files Transformers initialises those alone that own parameters: not the modules around them
 class FactorProjection(nn.Linear):
     """W^a or W^b of all products of a rank, one below the other: initialised by Xavier."""
 
@@ -138,7 +68,7 @@ class T6Factors(nn.Module):
 
 
 class T6Attention(nn.Module):
-    """Tensor Product Attention; see the top of the file."""
+    """Tensor Product Attention; see :mod:`softfocus.hf.t6`."""
 
     def __init__(self, config: T6Config, layer_idx: int):
         super().__init__()
@@ -342,10 +272,3 @@ class T6ForCausalLM(T6PreTrainedModel, GenerationMixin):
 
     def _get_static_cache_init_shape(self) -> None:
         """None: Transformers must not guess from heads and head_dim how large the keys of a static cache are."""
-
-
-def register() -> None:
-    """Make ``model_type`` "t6" known to Transformers' Auto classes."""
-    AutoConfig.register(T6Config.model_type, T6Config, exist_ok=True)
-    AutoModel.register(T6Config, T6Model, exist_ok=True)
-    AutoModelForCausalLM.register(T6Config, T6ForCausalLM, exist_ok=True)
