@@ -315,6 +315,17 @@ def test_the_size_of_caches_is_the_measured_one():
     assert text in " ".join(LAYOUTS.split())
 
 
+def test_the_size_of_t6s_cache_is_the_measured_one():
+    results = ROOT / "docs" / "results"
+    t6, softmax = (
+        json.loads((results / name).read_text()) for name in ("t6-cache/t6.json", "layout-cache/softmax.json")
+    )
+    sizes = [f"{one['cache_bytes'] / one['tokens']:,.0f} bytes a token" for one in (t6, softmax)]
+    guide = " ".join((ROOT / "docs" / "transformers.md").read_text().split())
+    assert f"takes {sizes[0]} ([results](results/t6-cache))" in guide
+    assert f"demo's Softmax (2 heads of 64) takes {sizes[1].split()[0]}." in guide
+
+
 @pytest.mark.parametrize(
     "path", sorted((ROOT / "docs" / "results").glob("*/results.json")), ids=lambda p: p.parent.name
 )

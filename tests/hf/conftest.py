@@ -20,6 +20,7 @@ from transformers import (
 )
 
 import softfocus.hf
+from softfocus.hf.t6 import T6Config, T6ForCausalLM
 
 WINDOW = 4
 # Weights of 0.02, the models' own choice, would leave attention all but uniform: no test of it could fail.
@@ -56,6 +57,10 @@ def _glm():
     return GlmForCausalLM, GlmConfig(**COMMON, **TOKENS, num_key_value_heads=2, head_dim=8)
 
 
+def _t6():
+    return T6ForCausalLM, T6Config(**COMMON, **TOKENS, head_dim=8, q_rank=3, k_rank=2, v_rank=1)
+
+
 FAMILIES = {
     "gpt_neox": _gpt_neox,
     "llama": _llama,
@@ -63,6 +68,7 @@ FAMILIES = {
     "bert": _bert,
     "cohere": _cohere,
     "glm": _glm,
+    "t6": _t6,
 }
 
 
@@ -76,6 +82,9 @@ def build():
             setattr(config, name, value)
         torch.manual_seed(0)
         model = kind(config).eval()
+        for parameter in model.parameters():  # T6 starts with projections of zeros, which no attention would pass
+            if parameter.dim() == 2 and not parameter.any():
+                torch.nn.init.normal_(parameter, std=0.4)
         return model if mechanism is None else softfocus.hf.use(model, mechanism, **(parameters or {}))
 
     return build

@@ -12,7 +12,7 @@ from transformers.masking_utils import sdpa_mask
 import softfocus.hf
 from softfocus.hf.adapter import attention_forward
 
-LMS = ("gpt_neox", "llama", "mistral")
+LMS = ("gpt_neox", "llama", "mistral", "t6")
 
 
 def oracle_lssar(module, query, key, value, attention_mask, **kwargs):

@@ -10,7 +10,7 @@ GUIDE = Path(__file__).parents[2] / "docs" / "transformers.md"
 
 def test_the_guide_runs(tmp_path, monkeypatch, capsys):
     blocks = re.findall(r"^```python\n(.*?)^```", GUIDE.read_text(), flags=re.DOTALL | re.MULTILINE)
-    assert len(blocks) == 12
+    assert len(blocks) == 13
     monkeypatch.chdir(tmp_path)
     names = {}
     for block in blocks:
@@ -25,5 +25,6 @@ def test_the_guide_runs(tmp_path, monkeypatch, capsys):
         "0.43",
         "softplus(log(d) * log(N) * cos(q,k))",
         "attn_implementation='sdpa' would run softmax",
+        "torch.Size([2, 1, 6, 48])",
     ):
         assert part in printed

@@ -5,7 +5,15 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 LENGTH = 10
-CASES = [("gpt_neox", "lssar"), ("llama", "lssar"), ("llama", "laser(lssa)"), ("llama", "ssmax"), ("mistral", "lssar")]
+CASES = [
+    ("gpt_neox", "lssar"),
+    ("llama", "lssar"),
+    ("llama", "laser(lssa)"),
+    ("llama", "ssmax"),
+    ("mistral", "lssar"),
+    ("t6", "lssar"),
+    ("t6", "laser(lssa)"),
+]
 
 
 def logits(model, *args, **kwargs):
@@ -46,9 +54,10 @@ def test_generate_writes_the_same_with_every_cache(build, tokens, in_double, fam
     assert not torch.equal(generated(in_double(build(family)), ids, num_beams=beams), want)  # softmax writes otherwise
 
 
+@pytest.mark.parametrize("family", ["llama", "t6"])
 @pytest.mark.parametrize("implementation", [None, "static"])
-def test_a_left_padded_batch_writes_what_each_prompt_does(build, tokens, in_double, implementation):
-    model = in_double(build("llama", "lssar"))
+def test_a_left_padded_batch_writes_what_each_prompt_does(build, tokens, in_double, implementation, family):
+    model = in_double(build(family, "lssar"))
     long, short = tokens(1, 7), tokens(1, 4, seed=2)
     ids = torch.cat([long, torch.cat([torch.zeros(1, 3, dtype=torch.long), short], dim=1)])
     together = generated(model, ids, attention_mask=(ids != 0).long(), cache_implementation=implementation)

@@ -171,7 +171,7 @@ def test_layers_without_rope_are_smollm3s(tokens):
 ROTARY = ["llama", "gpt_neox", "cohere", "glm"]  # halves twice, neighbours, neighbours by half a table
 
 
-@pytest.mark.parametrize("family", ROTARY)
+@pytest.mark.parametrize("family", [*ROTARY, "t6"])
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_a_share_of_rope_keeps_the_highest_frequencies(build, tokens, family, share):
     ids, model = tokens(2, LENGTH), build(family, "lssar")
@@ -362,7 +362,7 @@ def test_a_model_without_a_layout_keeps_its_cache(build, tokens):
 
 
 @pytest.mark.parametrize("mechanism", ["softmax", "lssar"])
-@pytest.mark.parametrize("family", ROTARY)
+@pytest.mark.parametrize("family", [*ROTARY, "t6"])
 def test_sinks_are_streaming_llms(build, tokens, in_double, mechanism, family):
     """Of one layer, keys and values depend on their own token alone: a fresh sequence of what is seen is the definition."""
     model, ids = in_double(build(family, mechanism, num_hidden_layers=1)), tokens(2, LENGTH)

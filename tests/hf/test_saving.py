@@ -55,7 +55,7 @@ def llava():
     return lambda: LlavaForConditionalGeneration(copy.deepcopy(config))
 
 
-@pytest.mark.parametrize("family", ["gpt_neox", "llama", "bert"])
+@pytest.mark.parametrize("family", ["gpt_neox", "llama", "bert", "t6"])
 @pytest.mark.parametrize("mechanism", MECHANISMS)
 def test_round_trip(build, tokens, tmp_path, family, mechanism):
     model, ids = shake(build(family, mechanism)), tokens(2, 9)

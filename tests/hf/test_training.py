@@ -30,7 +30,7 @@ def learned(model):
         ("sharpened(ssmax, 2)", {"power": 2.0, "head_scale": 0.5}),
     ],
 )
-@pytest.mark.parametrize("family", ["gpt_neox", "llama", "bert"])
+@pytest.mark.parametrize("family", ["gpt_neox", "llama", "bert", "t6"])
 def test_learned_parameters_train(build, tokens, family, mechanism, parameters):
     model = build(family, mechanism, parameters)
     before = {name: parameter.clone() for name, parameter in learned(model).items()}
@@ -46,7 +46,7 @@ def test_learned_parameters_train(build, tokens, family, mechanism, parameters):
 
 
 @pytest.mark.parametrize("mechanism", ["lssar", "laser(lssa)", "ssmax"])
-@pytest.mark.parametrize("family", ["gpt_neox", "llama"])
+@pytest.mark.parametrize("family", ["gpt_neox", "llama", "t6"])
 def test_gradient_checkpointing_changes_no_gradient(build, tokens, family, mechanism):
     plain, checkpointed, ids = build(family, mechanism), build(family, mechanism), tokens(2, 9)
     checkpointed.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

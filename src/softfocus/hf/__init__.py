@@ -12,6 +12,8 @@ Heads and layers may differ (:mod:`softfocus.layout`)::
 
     softfocus.hf.use(model, {"0::2": {"mechanism": "softmax", "window": 128}, "1::2": "lssar"})
 
+Transformers also gets to know T6, whose attention is factorised (:mod:`softfocus.hf.t6`).
+
 What a model runs is saved in config.json, with an ``attn_implementation`` that only this import makes known. Such a model
 does not come back as softmax: without the import Transformers refuses to load it and quotes what to do, and with it every
 other ``attn_implementation`` is refused. A model card says the same.
@@ -42,6 +44,7 @@ from softfocus.hf import classes as _classes
 from softfocus.hf import config as _config
 from softfocus.hf import learned as _learned
 from softfocus.hf import peft as _peft
+from softfocus.hf import t6 as _t6
 from softfocus.hf.adapter import attention_forward
 from softfocus.hf.masks import make_mask, mark
 from softfocus.hf.watch import Call, watch
@@ -61,6 +64,7 @@ _card.install()
 _learned.install()
 _cache.install()
 _peft.install()
+_t6.register()
 
 
 def use(target: Target, mechanism: str | Mechanism | Mapping[Any, Any] | Layout, **parameters: float) -> Target:

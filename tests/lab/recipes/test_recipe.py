@@ -86,6 +86,14 @@ def test_demo_recipes_differ_in_the_mechanism_alone() -> None:
         assert same == found["softmax"]
 
 
+def test_the_demo_as_t6_has_the_demos_data_and_training() -> None:
+    demo = load("demo")
+    for name, mechanism in (("demo-t6", "softmax"), ("demo-t6-lssar", "lssar")):
+        recipe = load(name)
+        assert (recipe.data, recipe.train, recipe.evaluate) == (demo.data, demo.train, demo.evaluate)
+        assert (recipe.model.architecture, recipe.model.mechanism) == ("t6", mechanism)
+
+
 def test_paper_recipe_is_the_papers() -> None:
     recipe = load("gpt2-124m-lssar")
     assert recipe.train.batch * recipe.train.length == 524_288
