@@ -73,7 +73,8 @@ def test_every_row_builds_at_every_scale(scale: Any) -> None:
         with torch.device("meta"):
             model = models.build(recipe, recipe.model.config.get("vocab_size") or 257)
         parameters = sum(parameter.numel() for parameter in model.parameters())
-        assert parameters == pytest.approx(sizes[scale], rel=0.2), recipe.name
+        if not recipe.name.endswith("_layers-s0"):  # which differ in size on purpose
+            assert parameters == pytest.approx(sizes[scale], rel=0.2), recipe.name
 
 
 def test_every_row_trains_two_steps() -> None:
@@ -253,6 +254,7 @@ def test_steeper_compares_the_largest_gradients(made: Any, norms: list[float], e
         run.info.gradient_norm = [(10, 0.5), (20, largest), (30, 0.25)]
     text = 'kind = "steeper"\nrow = "a"\nthan = "b"\nfactor = 10.0'
     assert verdict(text, results) == expected
+    assert verdict(text + '\nof = "median"', results) == "fails"  # 0.5 on both sides
     for run in results.of("a"):
         run.info.gradient_norm[1] = (20, math.inf)
     assert verdict(text, results) == "holds"

@@ -70,12 +70,13 @@ class Trains(_Statement):
 
 
 class Steeper(_Statement):
-    """The largest gradient of a training of each row has over so many times the norm of that of each of the others."""
+    """The gradients of each row have over so many times the norm of those of each of the others."""
 
     kind: Literal["steeper"]
     row: Names
     than: Names
     factor: float = Field(default=1.0, ge=1)
+    of: Literal["largest", "median"] = Field(default="largest", description="which gradient of a training")
 
 
 class Proved(_Statement):

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from statistics import median
 from typing import Any, Literal
 
 from softfocus.lab.claims.claim import (
@@ -114,14 +115,14 @@ def _flat(claim: Claim, results: Results | None, statement: Flat) -> list[Part]:
 
 
 def _steeper(claim: Claim, results: Results | None, statement: Steeper) -> list[Part]:
-    """Of natural logarithms of norms, over trainings alone: every seed has one largest norm."""
+    """Of natural logarithms of norms, over trainings alone: every seed has one."""
     parts = []
     for row, than in _pairs(claim, statement):
         sides = [results.of(name) if results else [] for name in (row, than)]
         if early := _too_few(row, sides[0]) or _too_few(than, sides[1]):
             parts.append(early)
             continue
-        ours, others = ([(run.info.seed, Mean(_log_norm(run), 0.0)) for run in runs] for runs in sides)
+        ours, others = ([(run.info.seed, Mean(_log_norm(run, statement.of), 0.0)) for run in runs] for runs in sides)
         if any(math.isinf(mean.value) for _, mean in (*ours, *others)):
             counts = [sum(math.isinf(mean.value) for _, mean in side) for side in (ours, others)]
             text = f"a gradient is not finite in {counts[0]} of {len(ours)} trainings of {row}, {counts[1]} of {than}"
@@ -129,7 +130,9 @@ def _steeper(claim: Claim, results: Results | None, statement: Steeper) -> list[
             continue
         found = difference(others, ours)
         ratio, error = math.exp(-found.value), found.standard_error
-        text = f"the largest gradient of {row} has {ratio:.3g} times the norm of that of {than} (log ± {error:.2f})"
+        text = (
+            f"the {statement.of} gradient of {row} has {ratio:.3g} times the norm of that of {than} (log ± {error:.2f})"
+        )
         parts.append(_decide(found, -math.log(statement.factor), text))
     return parts
 
@@ -220,11 +223,11 @@ def _cell(results: Results | None, place: Place) -> Cell | None:
     return cell(group, float(at.removesuffix("x")), setting) if group else None
 
 
-def _log_norm(run: Run) -> float:
+def _log_norm(run: Run, which: str) -> float:
     norms = [norm for _, norm in run.info.gradient_norm]
     if run.diverged or not norms or not all(map(math.isfinite, norms)):
         return math.inf
-    return math.log(max(max(norms), 1e-30))
+    return math.log(max(max(norms) if which == "largest" else median(norms), 1e-30))
 
 
 def _too_few(row: str, runs: Sequence[Run]) -> Part | None:
