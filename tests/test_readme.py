@@ -258,8 +258,12 @@ def recall_table() -> str:
 @pytest.mark.parametrize(
     ("mark", "table"),
     [
-        ("trials", trials_table), ("recall", recall_table), ("both", both_table), ("heads", heads_table),
-        ("larger", larger_table), ("bpe", bpe_table),
+        ("trials", trials_table),
+        ("recall", recall_table),
+        ("both", both_table),
+        ("heads", heads_table),
+        ("larger", larger_table),
+        ("bpe", bpe_table),
     ],  # fmt: skip
 )
 def test_the_tables_of_layouts_are_the_committed_ones(mark, table):

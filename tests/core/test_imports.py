@@ -152,6 +152,7 @@ LAB = [
     "cli",
     "doctor",
     "catalogue",
+    "claims",
     "studies",
     "inspect",
     "bench",

@@ -35,6 +35,10 @@ class UsageError(LabError):
     exit_code = 2
 
 
+class Diverged(LabError):
+    """Training has gone wrong for good. That is a result: the same recipe does it again."""
+
+
 class Interrupted(LabError):
     """Somebody stopped the work; what is said to do goes on with it."""
 

@@ -13,12 +13,27 @@ from typing import Any
 import pytest
 
 from softfocus.lab import cli
+from softfocus.lab.claims.claim import shipped as claims
 from softfocus.lab.cli.train import train
 from softfocus.lab.progress import Display, Event
 from softfocus.lab.recipes.loading import shipped
 from softfocus.lab.run_folder.results import Evaluation, RunInfo
 
-COMMANDS = ("demo", "train", "evaluate", "recall", "induction", "compare", "generate", "mechanisms", "build", "doctor")
+COMMANDS = (
+    "demo",
+    "train",
+    "evaluate",
+    "recall",
+    "induction",
+    "compare",
+    "generate",
+    "mechanisms",
+    "recipes",
+    "reproduce",
+    "report",
+    "build",
+    "doctor",
+)
 HEAVY = ("torch", "transformers", "numpy", "datasets", "matplotlib")
 
 
@@ -143,6 +158,7 @@ FAILURES: list[tuple[list[str], str]] = [
     (["demo", "--fast", "--out", "FILE"], "file: Not a directory; choose another folder with --out"),
     (["demo", "--fast", "--out", "/proc/none"], "cannot write /proc/none"),
     (["compare", "no-run"], "there is no run at no-run"),
+    (["report", "no-folder"], "there is no folder no-folder; name one that holds CLAIM/SCALE/results.json"),
     (["generate", "no-run"], "there is no run at no-run"),
     (["mechanisms", "--json", "/proc/none/x.json"], "name a folder that can be written to"),
 ]
@@ -175,6 +191,12 @@ WRONG_USE: list[tuple[list[str], str]] = [
     (["train", "BROKEN", "--set", "train.steps=0"], "train.steps = 0 should be greater than or equal to 1"),
     (["study", "layouts", "--seeds", "0,4294967296"], "'0,4294967296' is not a list of whole numbers below 2^32"),
     (["study", "layouts", "--seeds", "1" * 5000], "is not a list of whole numbers below 2^32"),
+    (["reproduce", "softplus-tabel-1"], "there is no claim 'softplus-tabel-1'; did you mean 'softplus-table-1'?"),
+    (
+        ["reproduce", "softplus-zero-shot"],
+        "cannot be run at the scale toy: a byte model of this size answers by chance",
+    ),
+    (["evaluate", "TRAINED", "--mechanism", "lsa"], "--mechanism: mechanism 'lsa' is not known; did you mean 'lssa'"),
     (["evaluate", "l\udce4ufe"], r"'l\udce4ufe' is not UTF-8; rename the file or folder"),
 ]
 
@@ -211,6 +233,13 @@ def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
     monkeypatch.setattr("softfocus.lab.catalogue.everything", interrupted)
     assert call(capsys, "mechanisms") == (1, "", "softfocus: interrupted; run the command again")
+
+
+def test_recipes_and_claims_have_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call(capsys, "recipes")
+    assert code == 0
+    listed = [line.split()[0] for line in out.splitlines() if line.startswith("  ")]
+    assert listed == [*shipped(), *claims()]
 
 
 def test_train_names_every_shipped_recipe() -> None:

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,15 @@ from softfocus.lab.generate import generate
 from softfocus.lab.progress import Event
 from softfocus.lab.recipes import lengths
 from softfocus.lab.recipes.loading import load
-from softfocus.lab.run_folder.files import EVALUATION, UNFINISHED, load_measured, load_run, save_measured, save_run
+from softfocus.lab.run_folder.files import (
+    EVALUATION,
+    MODEL,
+    UNFINISHED,
+    load_measured,
+    load_run,
+    save_measured,
+    save_run,
+)
 from softfocus.lab.run_folder.manifest import MANIFEST
 from softfocus.lab.run_folder.results import AS_TRAINED, Evaluation, Row, Setting, default_settings
 from softfocus.lab.train.run import train
@@ -65,6 +74,23 @@ def test_rows_buckets_and_events(run: Path) -> None:
     at_train = [found.row(32, setting) for setting in default_settings(32)]
     assert at_train[0] is not None
     assert at_train[1:] == [at_train[0].model_copy(update={"setting": s}) for s in default_settings(32)[1:]]
+
+
+def test_a_model_runs_another_mechanism_in_place_of_its_own(run: Path) -> None:
+    """Its own by name changes nothing; another gives the loss of a model that was switched by hand."""
+    own, other = Setting(mechanism="sharpened(lssa, 15)"), Setting(mechanism="lssar_p3")
+    found = evaluate(run, [32, 64], settings=[PLAIN, own, other], tokens=512)
+    plain, same, switched = ([row.loss for row in found.rows if row.setting == s] for s in (PLAIN, own, other))
+    assert same == plain
+    assert switched != plain
+    config = run / MODEL / "config.json"
+    by_hand, count = re.subn(r'"power": 15(\.0)?', '"power": 3.0', config.read_text())
+    assert count
+    config.write_text(by_hand)
+    (run / MODEL / MANIFEST).unlink()
+    assert [row.loss for row in evaluate(run, [32, 64], settings=[PLAIN], tokens=512).rows[:2]] == switched
+    with pytest.raises(LabError, match="--mechanism ssmax: what was trained, or is to run, learns head_scale"):
+        evaluate(run, [32], settings=[Setting(mechanism="ssmax")], tokens=512)
 
 
 def test_every_setting_reaches_the_model(run: Path) -> None:
@@ -365,6 +391,15 @@ def test_settings_of_the_command_line() -> None:
     assert names("yarn, trained", ["none"]) == ["YaRN", "as trained"]
     assert names("none", ["0.5x,128", "1x"], 4) == ["window 0.5x (4 sinks)", "window 1x (4 sinks)"]
     assert Setting(window=2048, sinks=4).name() == "window 2,048 (4 sinks)"
+    assert [setting.name() for setting in lengths.settings_of("trained,ntk", ["none"], 0, 128, ["lssa"])] == [
+        "as trained",
+        "dynamic NTK",
+        "run as lssa",
+        "dynamic NTK, run as lssa",
+    ]
+    assert lengths.settings_of("trained,ntk", ["1x"], 0, 128, ["lssa"]) == list(default_settings(128, ["lssa"]))
+    with pytest.raises(LabError, match="--mechanism: mechanism 'lsa' is not known; did you mean 'lssa'"):
+        lengths.settings_of("trained", ["none"], 0, 128, ["lsa"])
     for arguments, said in {
         ("yarm", ("1x",), 0): "did you mean 'yarn'",
         ("trained", ("none",), 4): "--sinks 4 does not fit into --window none",

@@ -341,8 +341,10 @@ def test_a_diverged_training_stops_and_says_where(
     with pytest.raises(LabError, match=says + r"lower train\.learning_rate \(0\.01\)"):
         train(recipe, folder)
     info = load_run(folder, complete=False)
-    assert info.status == "failed"
+    assert info.status == "diverged"
     assert "at step 3" in (info.error or "")
+    with pytest.raises(LabError, match=r"its status is diverged \(training .*\); train another recipe"):
+        load_run(folder)
     assert [path.name for path in (folder / CHECKPOINTS).iterdir()] == ["checkpoint-2"], "a diverged model was kept"
 
 

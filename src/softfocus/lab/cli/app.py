@@ -8,6 +8,7 @@ from typer.core import TyperGroup
 from softfocus._version import __version__
 from softfocus.lab.cli.about import build, doctor, mechanisms
 from softfocus.lab.cli.bench import bench
+from softfocus.lab.cli.claims import recipes, report, reproduce
 from softfocus.lab.cli.compare import compare, demo, study
 from softfocus.lab.cli.inspect import inspect
 from softfocus.lab.cli.measure import evaluate, generate, heads, induction, recall
@@ -61,6 +62,9 @@ _COMMANDS = (
     heads,
     compare,
     study,
+    recipes,
+    reproduce,
+    report,
     generate,
     mechanisms,
     doctor,

@@ -37,6 +37,10 @@ def evaluate(
     sinks: Annotated[
         int, typer.Option(min=0, help="Keys of each window that stay the first of the text (StreamingLLM).")
     ] = 0,
+    mechanism: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Run this in place of what was trained, too; may be repeated."),
+    ] = None,
     buckets: Annotated[
         str | None,
         typer.Option(
@@ -62,7 +66,7 @@ def evaluate(
 
     info = load_run(run)
     wanted = parse(lengths or load(run / RECIPE).evaluate.lengths, info.train_length)
-    settings = settings_of(rope, window or ["1x"], sinks, info.train_length)
+    settings = settings_of(rope, window or ["1x"], sinks, info.train_length, mechanism or ())
     edges = parse(buckets, info.train_length, "--buckets") if buckets else None
     from softfocus.lab.evaluate.loss import evaluate
     from softfocus.lab.report.points import singles

@@ -6,6 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 import softfocus.hf
+from softfocus.catalog import learned_parameters, named
 from softfocus.lab import model as models
 from softfocus.lab.data import of_recipe as data
 from softfocus.lab.data.tokens import TokenStore
@@ -82,8 +84,8 @@ def evaluate(
     Args:
         folder: a finished run.
         lengths: tokens a window, in any order.
-        settings: scaling of RoPE, attention window and sinks; by default as trained, dynamic NTK, and a window of the
-            training length.
+        settings: scaling of RoPE, attention window and sinks, another mechanism; by default as trained, dynamic NTK, a
+            window of the training length, and what the recipe's evaluate.mechanisms adds.
         tokens: validation tokens a length; by default the recipe's.
         buckets: edges of positions; by default quarters and powers of two of the training length, which is always one.
         batch_tokens: tokens a forward pass, at least one window.
@@ -100,7 +102,8 @@ def evaluate(
     recipe = load(folder / RECIPE)
     lengths = sorted(set(lengths))
     wanted = tokens or recipe.evaluate.tokens
-    settings = sorted(set(settings or default_settings(info.train_length)), key=lambda setting: setting.order)
+    usual = default_settings(info.train_length, recipe.evaluate.mechanisms)
+    settings = sorted(set(settings or usual), key=lambda setting: setting.order)
     # All that can be refused is refused before the first pass
     models.check_positions(models.load_config(folder), max(lengths), "evaluate --lengths up to {}")
     for setting in settings:
@@ -168,6 +171,8 @@ def _config(folder: Path, setting: Setting, train_length: int, length: int) -> A
     config = scale_rope(models.load_config(folder), setting.rope, train_length, length)
     if setting.sinks and not getattr(config, "rope_parameters", None):
         raise LabError(f"a {config.model_type} model has no rotary embedding, which sinks need", "leave out --sinks")
+    if setting.mechanism is not None:
+        _run_as(config, setting.mechanism)
     if setting.window is not None:
         try:
             softfocus.hf.window(config, setting.window, sinks=setting.sinks)
@@ -176,11 +181,24 @@ def _config(folder: Path, setting: Setting, train_length: int, length: int) -> A
     return config
 
 
+def _run_as(config: Any, name: str) -> None:
+    """Every head of a configuration runs another mechanism, with the windows and the share of RoPE that it has."""
+    layout = softfocus.hf.layout_of(config)
+    assert layout is not None  # load_config refuses a config without one
+    learned = sorted({*learned_parameters(name), *(key for group in layout.groups() for key in group.learned)})
+    if learned:
+        raise LabError(
+            f"--mechanism {name}: what was trained, or is to run, learns {', '.join(learned)}",
+            "choose a mechanism that learns nothing, and a model that has learned nothing for its heads",
+        )
+    softfocus.hf.assign(config, layout.map(lambda group: replace(group, mechanism=named(name))))
+
+
 def _changes_nothing(setting: Setting, train_length: int, length: int) -> bool:
     """Whether a model computes the same as without the setting: a short window needs no scaling, and is all in sight."""
     scaled = setting.rope != "trained" and length > train_length
     hidden = setting.window is not None and length > setting.window
-    return setting != AS_TRAINED and not scaled and not hidden
+    return setting != AS_TRAINED and setting.mechanism is None and not scaled and not hidden
 
 
 def _earlier(folder: Path, info: RunInfo) -> Evaluation | None:

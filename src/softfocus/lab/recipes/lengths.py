@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 from typing import cast, get_args
 
+from softfocus.catalog import named
 from softfocus.lab.errors import UsageError, did_you_mean
 from softfocus.lab.run_folder.results import Rope, Setting
 
@@ -33,7 +34,9 @@ def parse(text: str, train_length: int, option: str = "--lengths") -> list[int]:
     return sorted(found)
 
 
-def settings_of(rope: str, windows: Sequence[str], sinks: int, train_length: int) -> list[Setting]:
+def settings_of(
+    rope: str, windows: Sequence[str], sinks: int, train_length: int, mechanisms: Sequence[str] = ()
+) -> list[Setting]:
     """The settings of an evaluation: each scaling of RoPE without a window, each window with RoPE as trained.
 
     Args:
@@ -41,9 +44,10 @@ def settings_of(rope: str, windows: Sequence[str], sinks: int, train_length: int
         windows: lists of lengths, or "none".
         sinks: keys of each window that are the first of the text.
         train_length: what "x" stands for.
+        mechanisms: to be run in place of the trained one, under each scaling.
 
     Raises:
-        UsageError: an unknown scaling, something that is not a length, sinks without a window, or nothing at all.
+        UsageError: an unknown scaling or mechanism, something that is not a length, sinks without a window, or nothing at all.
     """
     scalings = [] if rope.strip() == "none" else [part.strip() for part in rope.split(",")]
     for name in scalings:
@@ -59,4 +63,12 @@ def settings_of(rope: str, windows: Sequence[str], sinks: int, train_length: int
     found = [Setting(rope=cast(Rope, name)) for name in scalings] + [Setting(window=size, sinks=sinks) for size in keys]
     if not found:
         raise UsageError("--rope none and --window none leave nothing to evaluate", "name a scaling or a window")
+    for name in mechanisms:
+        try:
+            named(name)
+        except ValueError as error:
+            raise UsageError(
+                f"--mechanism: {str(error).rstrip('.')}", "`softfocus mechanisms` lists them all"
+            ) from None
+        found += [Setting(rope=cast(Rope, scaling), mechanism=name) for scaling in scalings]
     return list(dict.fromkeys(found))

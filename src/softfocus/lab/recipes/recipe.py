@@ -189,6 +189,16 @@ class EvaluateTable(_Table):
 
     lengths: str = Field(default="1x,2x,4x,8x,16x", description="'1k,2k,16k', or multiples of the training length")
     tokens: Count = Field(default=65_536, description="validation tokens a length")
+    mechanisms: list[str] = Field(default=[], description="to be run in place of the trained one, beside it")
+
+    @field_validator("mechanisms")
+    @classmethod
+    def _known(cls, mechanisms: list[str]) -> list[str]:
+        from softfocus.catalog import named
+
+        for name in mechanisms:
+            named(name)
+        return mechanisms
 
     @field_validator("lengths", mode="before")
     @classmethod

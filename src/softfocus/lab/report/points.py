@@ -163,11 +163,11 @@ def setting_name(evaluation: Evaluation, setting: Setting) -> str:
 
 def settings(found: Iterable[Group]) -> list[str]:
     """The names of all settings under which at least one run was evaluated, in a report's order."""
-    order: dict[str, tuple[float, int, int]] = {}
+    order: dict[str, tuple[float, int, str, int]] = {}
     for evaluation in (evaluation for group in found for evaluation in group.evaluations):
         for setting in {row.setting for row in evaluation.rows}:
-            window, sinks, rope = setting.order
-            order[setting_name(evaluation, setting)] = (window / evaluation.train_length, sinks, rope)
+            window, sinks, mechanism, rope = setting.order
+            order[setting_name(evaluation, setting)] = (window / evaluation.train_length, sinks, mechanism, rope)
     return sorted(order, key=lambda name: order[name]) or [AS_TRAINED.name()]
 
 

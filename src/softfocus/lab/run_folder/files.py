@@ -95,8 +95,11 @@ def _refuse_unfinished(folder: Path, info: RunInfo) -> None:
     if info.status == "running" and (by := holder(folder)):
         raise LabError(f"the run {folder} is not finished: it is being trained by {by}", "wait until that is done")
     why = f" ({info.error})" if info.error else ""
+    what = f"the run {folder} is not finished: its status is {info.status}{why}"
+    if info.status == "diverged":
+        raise LabError(what, "train another recipe; this one diverges again")
     raise LabError(
-        f"the run {folder} is not finished: its status is {info.status}{why}",
+        what,
         f"finish it with `softfocus train {folder / RECIPE} --out {folder} --resume`",
     )
 

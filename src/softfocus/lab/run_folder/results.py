@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import to_json
 
-Status = Literal["running", "complete", "interrupted", "failed"]
+Status = Literal["running", "complete", "interrupted", "diverged", "failed"]
 
 Rope = Literal["trained", "ntk", "yarn"]
 """How the rotary embedding is scaled in an evaluation."""
@@ -58,8 +58,11 @@ class RunInfo(Record):
     steps_done: int = 0
     tokens_per_step: int
     train_loss: list[tuple[int, float]] = Field(default=[], description="(step, mean loss since the entry before)")
+    gradient_norm: list[tuple[int, float]] = Field(
+        default=[], description="(step, largest norm of a gradient since the entry before, not clipped)"
+    )
     tokens_per_second: float | None = Field(default=None, description="without the first steps, which warm up caches")
-    error: str | None = Field(default=None, description="what stopped a run that failed or was interrupted")
+    error: str | None = Field(default=None, description="what stopped a run that failed, diverged or was interrupted")
 
     @property
     def final_loss(self) -> float | None:
@@ -77,6 +80,9 @@ class Setting(Record):
         default=None, ge=1, description="so many keys each token sees, itself included; None: all"
     )
     sinks: int = Field(default=0, ge=0, description="so many of them are the text's first (StreamingLLM)")
+    mechanism: str | None = Field(
+        default=None, description="what all heads run in place of what they were trained with"
+    )
 
     def name(self, train_length: int | None = None) -> str:
         """ "as trained", "dynamic NTK", "window 1x (4 sinks)"; without a training length windows are in tokens."""
@@ -84,20 +90,23 @@ class Setting(Record):
         if self.window is not None:
             keys = f"{self.window:,}" if train_length is None else f"{self.window / train_length:.4g}x"
             parts.append(f"window {keys}" + (f" ({self.sinks} sinks)" if self.sinks else ""))
+        if self.mechanism is not None:
+            parts.append(f"run as {self.mechanism}")
         return ", ".join(parts) or "as trained"
 
     @property
-    def order(self) -> tuple[int, int, int]:
-        """The place in a report: without a window first."""
-        return self.window or 0, self.sinks, get_args(Rope).index(self.rope)
+    def order(self) -> tuple[int, int, str, int]:
+        """The place in a report: without a window first, and with its own mechanism."""
+        return self.window or 0, self.sinks, self.mechanism or "", get_args(Rope).index(self.rope)
 
 
 AS_TRAINED = Setting()
 
 
-def default_settings(train_length: int) -> tuple[Setting, ...]:
-    """What an evaluation measures when it is not told otherwise."""
-    return AS_TRAINED, Setting(rope="ntk"), Setting(window=train_length)
+def default_settings(train_length: int, mechanisms: Sequence[str] = ()) -> tuple[Setting, ...]:
+    """What an evaluation measures when it is not told otherwise, and what it runs beside the trained mechanism."""
+    own = (AS_TRAINED, Setting(rope="ntk"), Setting(window=train_length))
+    return *own, *(Setting(rope=rope, mechanism=name) for name in mechanisms for rope in ("trained", "ntk"))
 
 
 class Bucket(Record):

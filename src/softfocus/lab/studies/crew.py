@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -30,7 +31,7 @@ _PATIENCE = 30.0  # seconds for a worker that was asked to stop: it writes a che
 
 
 def plan(folder: Path, recipes: Sequence[Recipe], labels: Sequence[str], *, overwrite: bool = False) -> list[Job]:
-    """A job for each recipe, in a folder of its name; those that an earlier call finished are finished.
+    """A job for each recipe, in a folder of its name; those that an earlier call finished are finished, or diverged.
 
     Raises:
         LabError: a folder holds a run of another recipe.
@@ -49,10 +50,20 @@ def plan(folder: Path, recipes: Sequence[Recipe], labels: Sequence[str], *, over
     for job in jobs:
         if not overwrite and _is_finished(job):
             job.status = "finished"
+        elif not overwrite:
+            _look_for_divergence(job)
     return jobs
 
 
-def work(folder: Path, jobs: Sequence[Job], *, workers: int | None, overwrite: bool, console: Console) -> None:
+def work(
+    folder: Path,
+    jobs: Sequence[Job],
+    *,
+    workers: int | None,
+    overwrite: bool,
+    console: Console,
+    processes: int = 1,
+) -> None:
     """Run every job that is not finished, a few at a time, and show how far they are.
 
     Args:
@@ -61,6 +72,7 @@ def work(folder: Path, jobs: Sequence[Job], *, workers: int | None, overwrite: b
         workers: jobs at a time; as many as there are cores by default.
         overwrite: train again what is there.
         console: where to draw.
+        processes: of each job, a device each, under torchrun.
 
     Raises:
         LabError: the folder cannot be written to, or Ctrl-C.
@@ -71,13 +83,13 @@ def work(folder: Path, jobs: Sequence[Job], *, workers: int | None, overwrite: b
         for job in jobs:
             job.log.touch()
     with Screen(console, jobs, count) as screen:
-        Crew(count, overwrite, screen).run([job for job in jobs if job.status == "waiting"])
+        Crew(count, overwrite, screen, processes).run([job for job in jobs if job.status == "waiting"])
 
 
 def missing(jobs: Sequence[Job]) -> list[str]:
-    """The report's lines about failed jobs, without paths."""
-    failed = [job for job in jobs if job.status == "failed"]
-    return [f"{job.label} is missing: {job.error.replace(str(job.folder), job.folder.name)}" for job in failed]
+    """The report's lines about failed and diverged jobs, without paths."""
+    lost = [job for job in jobs if job.status in ("failed", "diverged")]
+    return [f"{job.label} is missing: {job.error.replace(str(job.folder), job.folder.name)}" for job in lost]
 
 
 def refuse_failed(jobs: Sequence[Job]) -> None:
@@ -120,19 +132,30 @@ def _is_finished(job: Job) -> bool:
         evaluation = load_measured(job.folder, Evaluation)
     except LabError:
         return False
-    settings = default_settings(job.recipe.train.length)
+    settings = default_settings(job.recipe.train.length, job.recipe.evaluate.mechanisms)
     planned = {(length, setting) for length in job.lengths for setting in settings}
-    if there.evaluate != job.recipe.evaluate or not planned <= {(row.length, row.setting) for row in evaluation.rows}:
+    if there.evaluate.tokens != job.recipe.evaluate.tokens or not planned <= {
+        (row.length, row.setting) for row in evaluation.rows
+    }:
         return False
     job.evaluation = evaluation
     return True
 
 
+def _look_for_divergence(job: Job) -> None:
+    """A training that has diverged does so again, so it is not repeated; the job says why."""
+    if (job.folder / RUN).exists():
+        with suppress(LabError):  # whoever trains there says what is wrong with the folder
+            info = load_run(job.folder, complete=False)
+            if info.status == "diverged":
+                job.status, job.error = "diverged", info.error or ""
+
+
 class Crew:
     """Worker processes, a few at a time, and what they say."""
 
-    def __init__(self, count: int, overwrite: bool, screen: Screen):
-        self._count, self._overwrite, self._screen = count, overwrite, screen
+    def __init__(self, count: int, overwrite: bool, screen: Screen, processes: int = 1):
+        self._count, self._overwrite, self._screen, self._processes = count, overwrite, screen, processes
         self._said: queue.Queue[tuple[Job, str | None]] = queue.Queue()
         self._working: dict[str, subprocess.Popen[str]] = {}
 
@@ -164,7 +187,10 @@ class Crew:
     def _start(self, job: Job) -> None:
         recipe = job.log.with_suffix(".toml")
         write_atomically(recipe, job.recipe.to_toml())
-        command = [sys.executable, "-m", "softfocus.lab.studies.worker", str(recipe), str(job.folder)]
+        command = [sys.executable, "-m"]
+        if self._processes > 1:
+            command += ["torch.distributed.run", "--standalone", f"--nproc-per-node={self._processes}", "-m"]
+        command += ["softfocus.lab.studies.worker", str(recipe), str(job.folder)]
         command += ["--overwrite"] if self._overwrite else []
         threads = str(max(1, cores() // self._count))
         with job.log.open("w") as log:
@@ -213,6 +239,7 @@ class Crew:
         else:
             job.status = "failed"
             job.error = job.error or (f"killed by signal {-code}" if code < 0 else f"ended with exit code {code}")
+            _look_for_divergence(job)
         self._screen.ended(job)
 
     def _stop(self) -> None:

@@ -21,7 +21,7 @@ from softfocus.lab.report.points import column_name, position, setting_name
 from softfocus.lab.report.table import loss_table
 from softfocus.lab.run_folder.results import Evaluation, Row
 
-Status = Literal["waiting", "starting", "training", "evaluating", "finished", "failed"]
+Status = Literal["waiting", "starting", "training", "evaluating", "finished", "diverged", "failed"]
 
 TRAINING = 0.9
 """The share of a model's time that is training, the rest being evaluation: measured on the demo's recipes, two cores."""
@@ -66,7 +66,7 @@ class Job:
     @property
     def facts(self) -> str:
         """Loss and speed."""
-        if self.status == "failed":
+        if self.status in ("failed", "diverged"):
             return self.error
         if self.event is None or self.status not in ("training", "evaluating"):
             return ""
@@ -78,7 +78,7 @@ class Job:
 def seconds_left(jobs: Sequence[Job], workers: int) -> float | None:
     """How long all of them will still take, or None before anything is known."""
     paces = [job.pace for job in jobs if job.pace is not None]
-    open_jobs = [job for job in jobs if job.status not in ("finished", "failed")]
+    open_jobs = [job for job in jobs if job.status not in ("finished", "diverged", "failed")]
     if not open_jobs:
         return 0.0
     if not paces:
@@ -110,6 +110,8 @@ class Screen:
         for job in self._jobs:
             if job.status == "finished":
                 self._say(f"{job.label}: already done, in {job.folder}")
+            elif job.status == "diverged":
+                self._say(f"{job.label}: has diverged already, in {job.folder}")
         if self._console.is_terminal:
             self._live.start()
         return self
@@ -138,14 +140,15 @@ class Screen:
             self._say(f"{job.label}: {at} ({row.length:,} tokens), {how}: {row.text}")
 
     def ended(self, job: Job) -> None:
-        """A model is finished, or failed."""
-        self._say(f"{job.label}: {f'failed: {job.error} (log: {job.log})' if job.status == 'failed' else 'finished'}")
+        """A model is finished, has diverged, or failed."""
+        why = f": {job.error} (log: {job.log})" if job.error else ""
+        self._say(f"{job.label}: {job.status}{why}")
 
     def _say(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _overall(self) -> str:
-        done = sum(job.status == "finished" for job in self._jobs)
+        done = sum(job.status in ("finished", "diverged") for job in self._jobs)
         seconds = seconds_left(self._jobs, self._workers)
         left = "time left not known yet" if seconds is None else f"about {clock(seconds)} left"
         return f"{done} of {len(self._jobs)} done, {clock(time.monotonic() - self._start)} elapsed, {left}"
@@ -156,7 +159,7 @@ class Screen:
             left = (1 - job.share) * job.pace if job.pace and job.status in ("training", "evaluating") else None
             bars.add_row(
                 Text(job.label),
-                Text(job.status, style="red" if job.status == "failed" else "dim"),
+                Text(job.status, style="red" if job.status in ("failed", "diverged") else "dim"),
                 ProgressBar(total=1, completed=1 if job.status == "finished" else job.share, width=20),
                 Text("" if left is None else f"{clock(left)} left"),
                 Text(job.facts, overflow="ellipsis", no_wrap=True),

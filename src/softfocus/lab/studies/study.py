@@ -1,6 +1,5 @@
 """Studies: a table of runs, each row with several seeds, trained a few at a time and held against each other."""
 
-import shutil
 import time
 import tomllib
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.report.compare import Comparison, compare
 from softfocus.lab.report.points import without_seed
 from softfocus.lab.run_folder.provenance import cores
-from softfocus.lab.studies import crew
+from softfocus.lab.studies import crew, fits
 from softfocus.lab.studies.screen import TRAINING, Job, clock
 
 TRIAL = 4
@@ -130,18 +129,13 @@ def run_study(
             others has been written), or Ctrl-C.
     """
     console = console or Console()
-    if jobs is not None and jobs > cores():
-        raise UsageError(f"--jobs: {jobs} at a time on {cores()} cores", "each run needs a core of its own")
     study, near = load(name_or_path)
     plan = recipes(study, near, seeds)
-    found = crew.plan(folder, plan, [recipe.name for recipe in plan], overwrite=overwrite)
-    with console.status("timing a few steps of each row"):
-        expected = estimate(found, jobs or cores())
-    console.print(f"{study.title}: {expected.text}", markup=False, highlight=False)
+    found = train_all(
+        study.title, plan, folder, jobs=jobs, overwrite=overwrite, estimate_only=estimate_only, console=console
+    )
     if estimate_only:
         return None
-    _check_disk(folder, expected)
-    crew.work(folder, found, workers=jobs, overwrite=overwrite, console=console)
     finished = [job.folder for job in found if job.status == "finished"]
     made = (
         compare(finished, folder, title=study.title, remarks=crew.missing(found), console=console) if finished else None
@@ -150,16 +144,63 @@ def run_study(
     return made
 
 
-def estimate(jobs: Sequence[Job], workers: int) -> Expected:
+def train_all(
+    title: str,
+    plan: Sequence[Recipe],
+    folder: Path,
+    *,
+    jobs: int | None,
+    console: Console,
+    overwrite: bool = False,
+    estimate_only: bool = False,
+    processes: int = 1,
+) -> list[Job]:
+    """Say what runs will take, then train and measure those that are not finished.
+
+    Args:
+        title: what they are together.
+        plan: their recipes, each with a name of its own.
+        folder: gets a run folder of each name.
+        jobs: runs at a time; by default as many as there are cores, or one on a GPU.
+        console: where to draw.
+        overwrite: train again what is there.
+        estimate_only: say what it will take and stop.
+        processes: of each run, a device each, under torchrun.
+
+    Returns:
+        A job for each recipe.
+
+    Raises:
+        LabError: what memory or disk cannot hold, a folder with another run in it, or Ctrl-C. A run that fails raises
+            nothing here.
+        UsageError: more jobs than cores.
+    """
+    if jobs is not None and jobs > cores():
+        raise UsageError(f"--jobs: {jobs} at a time on {cores()} cores", "each run needs a core of its own")
+    workers = jobs or fits.workers()
+    found = crew.plan(folder, plan, [recipe.name for recipe in plan], overwrite=overwrite)
+    left = [job for job in found if job.status == "waiting"]
+    fits.check_memory([job.recipe for job in left], workers, processes)
+    with console.status("timing a few steps of each row"):
+        expected = estimate(found, workers, processes)
+    console.print(f"{title}: {expected.text}", markup=False, highlight=False)
+    if not estimate_only:
+        fits.check_disk(folder, expected.bytes)
+        crew.work(folder, found, workers=workers, overwrite=overwrite, console=console, processes=processes)
+    return found
+
+
+def estimate(jobs: Sequence[Job], workers: int, processes: int = 1) -> Expected:
     """What the runs that are not finished will take. Rows that differ by seed alone are timed once."""
     timed: dict[object, tuple[float, int]] = {}
-    left = [job for job in jobs if job.status != "finished"]
+    left = [job for job in jobs if job.status == "waiting"]
     rows = [without_seed(job.recipe.to_toml()) for job in left]
     for job, row in zip(left, rows, strict=True):
         if row not in timed:
             timed[row] = _trial(job.recipe, max(1, cores() // workers))
     seconds, size = (sum(timed[row][n] for row in rows) for n in (0, 1))
-    return Expected(runs=len(jobs), left=len(left), seconds=seconds / min(workers, max(1, len(left))), bytes=int(size))
+    seconds /= min(workers, max(1, len(left))) * processes
+    return Expected(runs=len(jobs), left=len(left), seconds=seconds, bytes=int(size))
 
 
 def _trial(recipe: Recipe, threads: int) -> tuple[float, int]:
@@ -172,34 +213,30 @@ def _trial(recipe: Recipe, threads: int) -> tuple[float, int]:
 
     models.quiet()
     source = data.load(recipe, silent)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        model = models.build(recipe, source.vocab_size, source.end_of_document)
+        model = models.build(recipe, source.vocab_size, source.end_of_document).to(device)
         optimiser = torch.optim.AdamW(model.parameters(), lr=0.0)
-        tokens = torch.randint(source.vocab_size, (recipe.train.batch // recipe.train.accumulate, recipe.train.length))
+        shape = (recipe.train.batch // recipe.train.accumulate, recipe.train.length)
+        tokens = torch.randint(source.vocab_size, shape, device=device)
         start = 0.0
         for step in range(TRIAL):
             if step == 1:
                 start = time.perf_counter()
-            logits = model(input_ids=tokens, use_cache=False).logits.flatten(0, 1)
-            torch.nn.functional.cross_entropy(logits.float(), tokens.flatten()).backward()
+            with torch.autocast(device, torch.bfloat16, enabled=recipe.train.precision == "bf16"):
+                logits = model(input_ids=tokens, use_cache=False).logits.flatten(0, 1)
+            loss = torch.nn.functional.cross_entropy(logits.float(), tokens.flatten())
+            loss.backward()
             optimiser.step()
             optimiser.zero_grad()
+            loss.item()  # a GPU is waited for
         a_step = (time.perf_counter() - start) / (TRIAL - 1) * recipe.train.accumulate
     finally:
         torch.set_num_threads(before)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return a_step * recipe.train.steps / TRAINING, 4 * parameters * (2 * 3 + 1)
-
-
-def _check_disk(folder: Path, expected: Expected) -> None:
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if (free := shutil.disk_usage(there).free) < expected.bytes:
-        raise LabError(
-            f"{folder} has {free / 1e9:.1f} GB free, and the study needs {expected.bytes / 1e9:.1f} GB",
-            "free some space, or choose another disk with --out",
-        )
 
 
 def _shipped() -> Any:

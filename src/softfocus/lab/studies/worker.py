@@ -16,7 +16,7 @@ from typing import Any, Literal, TextIO
 from softfocus.lab.errors import LabError
 from softfocus.lab.progress import Event, Listener
 from softfocus.lab.run_folder.owner import LOCK, owning
-from softfocus.lab.run_folder.results import Row
+from softfocus.lab.run_folder.results import Row, default_settings
 
 Phase = Literal["train", "evaluate"]
 
@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
     out = _own_stdout()
     try:
         options.folder.parent.mkdir(parents=True, exist_ok=True)
-        if (options.folder / LOCK).exists():
+        if _is_first() and (options.folder / LOCK).exists():
             with owning(options.folder, wait=True):
                 pass  # a worker whose parent was killed may still have been writing its checkpoint
         _work(options.recipe, options.folder, options.overwrite, out)
@@ -71,8 +71,19 @@ def _work(name: str, folder: Path, overwrite: bool, out: TextIO) -> None:
 
     recipe = load(name)
     train(recipe, folder, resume=not overwrite, overwrite=overwrite, progress=_teller("train", out))
-    measure = evaluate if recipe.data.source is not None else recall
-    measure(folder, parse(recipe.evaluate.lengths, recipe.train.length), progress=_teller("evaluate", out))
+    if not _is_first():
+        return
+    lengths, tell = parse(recipe.evaluate.lengths, recipe.train.length), _teller("evaluate", out)
+    if recipe.data.source is None:
+        recall(folder, lengths, progress=tell)
+        return
+    settings = default_settings(recipe.train.length, recipe.evaluate.mechanisms)
+    evaluate(folder, lengths, settings=settings, progress=tell)
+
+
+def _is_first() -> bool:
+    """Whether this is the only process, or of several under torchrun the one that measures and speaks."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def _teller(phase: Phase, out: TextIO) -> Listener:
@@ -84,7 +95,8 @@ def _teller(phase: Phase, out: TextIO) -> Listener:
 
 def _fail(out: TextIO, message: str) -> int:
     print(message, file=sys.stderr)
-    _say(out, json.dumps({"error": message}))
+    if _is_first():
+        _say(out, json.dumps({"error": message}))
     return 1
 
 

@@ -34,6 +34,10 @@ class Divergence:
         """Of the gradient of a step."""
         self._norms[step] = norm.detach()
 
+    def largest_norm(self) -> float:
+        """Of the gradients since the last look; NaN if one of them is."""
+        return float(torch.stack(list(self._norms.values())).max())
+
     def look(self, first: float | None, mean: Callable[[torch.Tensor], torch.Tensor]) -> str | None:
         """What went wrong in the steps since the last look, None if nothing did.
 

@@ -14,7 +14,7 @@ from transformers import set_seed
 
 from softfocus.lab import model as models
 from softfocus.lab.data import of_recipe as data
-from softfocus.lab.errors import Interrupted, LabError
+from softfocus.lab.errors import Diverged, Interrupted, LabError
 from softfocus.lab.progress import Listener, silent
 from softfocus.lab.recipes.loading import load
 from softfocus.lab.recipes.recipe import Recipe
@@ -36,9 +36,17 @@ from softfocus.lab.run_folder.files import (
 )
 from softfocus.lab.run_folder.manifest import seal
 from softfocus.lab.run_folder.owner import LOCK, Owner, owning
-from softfocus.lab.run_folder.results import RunInfo
+from softfocus.lab.run_folder.results import RunInfo, Status
 from softfocus.lab.train import checkpoints, processes
-from softfocus.lab.train.trainer import Interruptible, Keeping, Watch, WindowTrainer, make_trainer, stoppable
+from softfocus.lab.train.trainer import (
+    LARGEST_NORM,
+    Interruptible,
+    Keeping,
+    Watch,
+    WindowTrainer,
+    make_trainer,
+    stoppable,
+)
 
 
 @processes.together()
@@ -249,8 +257,9 @@ def _recording(folder: Path, info: RunInfo, owner: Owner | None) -> Iterator[Non
             error = LabError(f"cannot read or write {file}: {why.strerror}", "put that right; then --resume")
         elif isinstance(error, KeyboardInterrupt):
             error = Interrupted("training was interrupted", _again(folder))
-        stopped = isinstance(error, Interrupted)
-        info.status, info.finished = "interrupted" if stopped else "failed", _now()
+        ends: tuple[tuple[type[LabError], Status], ...] = ((Interrupted, "interrupted"), (Diverged, "diverged"))
+        info.status = next((status for kind, status in ends if isinstance(error, kind)), "failed")
+        info.finished = _now()
         # Results say nothing about where on a machine they lay
         what = error.what if isinstance(error, LabError) else str(error)  # the remedy depends on who asks
         info.error = what.replace(str(folder), folder.name) or type(error).__name__
@@ -289,6 +298,11 @@ def _again(folder: Path) -> str:
 def _take_stock(info: RunInfo, trainer: WindowTrainer, watch: Watch) -> None:
     info.steps_done = trainer.state.global_step
     info.train_loss = [(entry["step"], entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
+    info.gradient_norm = [
+        (entry["step"], float(f"{entry[LARGEST_NORM]:.5g}"))
+        for entry in trainer.state.log_history
+        if LARGEST_NORM in entry
+    ]
     info.tokens_per_second = watch.tokens_per_second
 
 

@@ -20,7 +20,7 @@ from torch.utils.data import Dataset, SequentialSampler
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 import softfocus.hf
-from softfocus.lab.errors import LabError
+from softfocus.lab.errors import Diverged, LabError
 from softfocus.lab.progress import Event, Listener
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.run_folder.files import CHECKPOINTS, TENSORBOARD
@@ -28,6 +28,8 @@ from softfocus.lab.train import checkpoints
 from softfocus.lab.train.anneal import Annealing
 from softfocus.lab.train.divergence import Divergence
 
+LARGEST_NORM = "largest_grad_norm"
+"""In Trainer's logs: the largest norm of a gradient since the entry before, not clipped. Trainer's own is the last one."""
 WARM_UP_STEPS = 5
 """Steps left out of tokens per second: allocators, caches and compilers settle in them."""
 
@@ -85,6 +87,8 @@ class WindowTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Trainer's, and an end of a training that has gone wrong. Checkpoints come after it."""
         first = next((entry["loss"] for entry in self.state.log_history if "loss" in entry), None)
+        if "loss" in logs:
+            logs[LARGEST_NORM] = self._divergence.largest_norm()
         super().log(logs, start_time)
         if "loss" not in logs:
             return
@@ -92,7 +96,7 @@ class WindowTrainer(Trainer):
             train = self._recipe.train
             newest = self.keeping.newest
             kept = f"its last good checkpoint is {newest.name}" if newest else "it had no checkpoint yet"
-            raise LabError(
+            raise Diverged(
                 f"training {self._recipe.name}, {wrong}; {kept}",
                 f"lower train.learning_rate ({train.learning_rate}), raise train.warmup ({train.warmup}), or choose a "
                 "smaller power, and start again with --overwrite",

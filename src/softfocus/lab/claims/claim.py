@@ -1,0 +1,209 @@
+"""What a claim is: a TOML file with what the paper says, the runs that test it, and statements to be judged."""
+
+import tomllib
+from collections.abc import Sequence
+from importlib import resources
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from softfocus.lab.errors import LabError, UsageError, did_you_mean
+from softfocus.lab.recipes.recipe import Recipe
+from softfocus.lab.run_folder.results import AS_TRAINED
+from softfocus.lab.studies import study
+
+Scale = Literal["toy", "small", "gpt2"]
+SCALES: tuple[Scale, ...] = get_args(Scale)
+BASES: dict[Scale, str] = {"toy": "toy", "small": "small", "gpt2": "gpt2-124m"}
+"""The recipe that the rows of a claim change, at each scale."""
+
+Names = Annotated[str | list[str], Field(min_length=1)]
+Share = Annotated[float, Field(ge=0, le=10)]
+Multiple = Annotated[str, Field(pattern=r"^\d+x$")]
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class _Statement(_Table):
+    says: str = Field(description="what is to be judged, in one sentence")
+
+
+class Lower(_Statement):
+    """Each row has a lower loss than each of the others, by more than a share of theirs."""
+
+    kind: Literal["lower"]
+    row: Names
+    than: Names = Field(description="rows; '*' for all others")
+    at: Multiple | Annotated[list[Multiple], Field(min_length=1)] = "1x"
+    than_at: Multiple | None = Field(
+        default=None, description="where the others are read; at the same length if left out"
+    )
+    by: Share = 0.0
+    setting: str = Field(default=AS_TRAINED.name(), description="of the evaluation, as reports name it")
+    than_setting: str | None = Field(default=None, description="the same if left out")
+
+
+class Close(Lower):
+    """Each row's loss is within a share of that of each of the others, above or below."""
+
+    kind: Literal["close"]  # type: ignore[assignment]
+    by: Share = Field(description="the share")
+
+
+class Flat(_Statement):
+    """The loss of each row rises by no more than a share from the training length to another length."""
+
+    kind: Literal["flat"]
+    row: Names
+    to: Multiple
+    within: Share
+    setting: str = AS_TRAINED.name()
+
+
+class Trains(_Statement):
+    """No training of any row diverges."""
+
+    kind: Literal["trains"]
+    row: Names
+
+
+class Steeper(_Statement):
+    """The gradients of each row have over so many times the norm of those of each of the others."""
+
+    kind: Literal["steeper"]
+    row: Names
+    than: Names
+    factor: float = Field(default=1.0, ge=1)
+    of: Literal["largest", "median"] = Field(default="largest", description="which gradient of a training")
+
+
+class Proved(_Statement):
+    """True, by a test that trains nothing."""
+
+    kind: Literal["proved"]
+    by: str = Field(description="the test: tests/file.py::name")
+
+
+class Disproved(_Statement):
+    """Not true, by a test that trains nothing."""
+
+    kind: Literal["disproved"]
+    by: str
+
+
+Statement = Annotated[Lower | Close | Flat | Trains | Steeper | Proved | Disproved, Field(discriminator="kind")]
+
+
+class Reported(_Table):
+    """A table of the paper."""
+
+    columns: list[str] = Field(min_length=1)
+    rows: dict[str, list[float | str]] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _rectangular(self) -> "Reported":
+        for name, row in self.rows.items():
+            if len(row) != len(self.columns):
+                raise ValueError(f"paper.rows: {name!r} has {len(row)} cells for {len(self.columns)} columns")
+        return self
+
+
+class Claim(_Table):
+    """One table, figure or sentence of a paper."""
+
+    name: str = Field(description="the file's name")
+    title: str
+    source: str = Field(description="paper, version, and table or figure")
+    says: str = Field(description="what the paper says, in our words")
+    paper: Reported | None = Field(default=None, description="its numbers")
+    notes: list[str] = Field(default=[], description="what differs from the paper, or is not known of it")
+    rows: dict[str, dict[str, Any]] = Field(default={}, description="name -> keys of the recipe that it changes")
+    statements: list[Statement] = []
+    untestable: dict[Scale, str] = Field(
+        default={}, description="scale -> why it cannot be run, by this project or by you"
+    )
+
+    @model_validator(mode="after")
+    def _whole(self) -> "Claim":
+        for statement in self.statements:
+            asked = [*named_in(statement, "row"), *named_in(statement, "than")]
+            if "*" in asked and set(self.rows) <= set(named_in(statement, "row")):
+                raise ValueError(f"statement {statement.says!r}: there are no other rows")
+            if unknown := [name for name in asked if name not in (*self.rows, "*")]:
+                raise ValueError(f"statement {statement.says!r}: there is no row {unknown[0]!r}")
+        if not self.statements and set(self.untestable) != set(SCALES):
+            raise ValueError("there is nothing to judge: give statements, or say at every scale why it is untestable")
+        return self
+
+    @property
+    def scales(self) -> tuple[Scale, ...]:
+        """Where its runs can be made."""
+        return tuple(scale for scale in SCALES if self.rows and scale not in self.untestable)
+
+    @property
+    def exact(self) -> bool:
+        """Whether tests decide it, and no run does."""
+        return bool(self.statements) and not self.rows
+
+
+def named_in(statement: BaseModel, field: str) -> list[str]:
+    """One or several names in a field of a statement; none where it has no such field."""
+    value = getattr(statement, field, [])
+    return [value] if isinstance(value, str) else list(value)
+
+
+def shipped() -> list[str]:
+    """The names of all claims."""
+    return sorted(file.name.removesuffix(".toml") for file in _folder().iterdir() if file.name.endswith(".toml"))
+
+
+def load(name: str) -> Claim:
+    """Read a claim.
+
+    Raises:
+        UsageError: no such claim.
+        LabError: a file that is not a claim.
+    """
+    if name not in shipped():
+        remedy = did_you_mean(name, shipped(), "`softfocus recipes` lists them all")
+        raise UsageError(f"there is no claim {name!r}", remedy)
+    return parse(name, (_folder() / f"{name}.toml").read_text(encoding="utf-8"))
+
+
+def parse(name: str, text: str) -> Claim:
+    """A claim from TOML.
+
+    Raises:
+        LabError: it is not one.
+    """
+    remedy = "a claim has title, source, says, statements, and [rows] or [untestable]"
+    try:
+        return Claim.model_validate({"name": name, **tomllib.loads(text)})
+    except tomllib.TOMLDecodeError as error:
+        raise LabError(f"claim {name} is not TOML: {error}", "correct that line") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise LabError(f"claim {name}: {place}: {first['msg']}".replace(": : ", ": "), remedy) from None
+
+
+def recipes(claim: Claim, scale: Scale, seeds: Sequence[int]) -> list[Recipe]:
+    """A recipe for each row and seed: all rows of a seed before the next seed. Their names are "ROW-sSEED".
+
+    Raises:
+        UsageError: a scale at which the claim cannot be run.
+        LabError: a row that makes no recipe.
+    """
+    if scale not in claim.scales:
+        why = claim.untestable.get(scale, "tests decide it, and no run does")
+        elsewhere = (
+            f"it can be run with --scale {claim.scales[0]}" if claim.scales else "`softfocus report` has the rest"
+        )
+        raise UsageError(f"{claim.name} cannot be run at the scale {scale}: {why}", elsewhere)
+    return study.recipes(study.Study(title=claim.title, base=BASES[scale], rows=claim.rows), seeds=seeds)
+
+
+def _folder() -> Any:
+    return resources.files("softfocus.lab") / "claims"

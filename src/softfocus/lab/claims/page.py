@@ -1,0 +1,243 @@
+"""The pages: one for each claim, and the ledger of all. Made from the committed results alone, so they cannot drift."""
+
+import math
+import textwrap
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Literal
+
+from softfocus.lab.claims import claim as claims
+from softfocus.lab.claims import results as outcomes
+from softfocus.lab.claims.claim import BASES, SCALES, Claim, Scale, Steeper
+from softfocus.lab.claims.results import FIGURE, RESULTS, Results
+from softfocus.lab.claims.verdict import Judged, Verdict, judge, together
+from softfocus.lab.report.notes import short_commit
+from softfocus.lab.report.points import Group, cell, column_name, columns, count_text, loss_text, settings
+from softfocus.lab.run_folder.disk import write_atomically
+
+LEDGER = "README.md"
+YARDSTICK = ("softmax", "window 1x")
+"""What every row stands beside: softmax that sees a window of the training length."""
+
+AWAY: dict[Scale, str] = {
+    "gpt2": "124 M parameters on 9.9 billion tokens, for which the paper had eight A100, are out of reach of this project"
+}
+"""Scales that need more than the project has. A claim with committed results has a verdict there all the same."""
+
+Standing = Verdict | Literal["not testable here"]
+_ORDER: tuple[Standing, ...] = ("holds", "fails", "inconclusive", "too few seeds", "not run", "not testable here")
+
+
+def report(folder: Path) -> list[Path]:
+    """Write a page for each claim and the ledger, from the results in a folder: NAME/SCALE/results.json.
+
+    Returns:
+        What was written, the ledger first.
+
+    Raises:
+        LabError: results that cannot be read, or a folder that cannot be written to.
+    """
+    lines, written = [], []
+    for name in claims.shipped():
+        claim = claims.load(name)
+        found = {scale: outcomes.read(path) for scale in SCALES if (path := folder / name / scale / RESULTS).exists()}
+        written.append((folder / f"{name}.md", page(claim, found)))
+        lines.append((claim, {scale: standing(claim, scale, found.get(scale)) for scale in SCALES}))
+    written.insert(0, (folder / LEDGER, ledger(lines)))
+    for path, text in written:
+        write_atomically(path, text)
+    return [path for path, _ in written]
+
+
+def standing(claim: Claim, scale: Scale, results: Results | None) -> Standing:
+    """The verdict on a claim at one scale, or why there is none."""
+    if claim.exact or results is not None:
+        return together([judged.verdict for judged in judge(claim, results)])
+    return "not testable here" if scale in claim.untestable or scale in AWAY else "not run"
+
+
+def page(claim: Claim, found: dict[Scale, Results]) -> str:
+    """A claim: what the paper says, what was run, what came out, and the verdict."""
+    parts = [f"# {claim.title}", f"{claim.source}.", _wrapped(claim.says)]
+    if claim.paper is not None:
+        rows = [[name, *map(_number, row)] for name, row in claim.paper.rows.items()]
+        parts.append(_table(["the paper's numbers", *claim.paper.columns], rows))
+    parts += [_wrapped(note) for note in claim.notes]
+    if claim.exact:
+        judged = judge(claim, None)
+        parts += [f"**Verdict: {_exact(judged)}.**", _statements(judged)]
+    for scale in () if claim.exact else SCALES:
+        parts.append(f"## Scale `{scale}`")
+        if scale in found:
+            parts += _outcome(claim, scale, found[scale])
+            continue
+        why = claim.untestable.get(scale) or AWAY.get(scale)
+        parts.append(_wrapped(f"**Not testable here:** {why}." if why else "**Not run.**"))
+        if scale in claim.scales:
+            parts.append(f"`{_command(claim, scale)}` runs it.")
+    if not claim.exact and not found and claim.statements:
+        parts += ["## What will be judged", "\n".join(f"* {statement.says}" for statement in claim.statements)]
+    return "\n\n".join(parts) + "\n"
+
+
+def ledger(lines: Sequence[tuple[Claim, dict[Scale, Standing]]]) -> str:
+    """All claims with their verdicts, and how many there are of each."""
+    exact = [claim for claim, _ in lines if claim.exact]
+    counts: dict[str, Counter[Standing]] = {
+        scale: Counter(standings[scale] for claim, standings in lines if not claim.exact) for scale in SCALES
+    }
+    counts["exact"] = Counter(standings[SCALES[0]] for claim, standings in lines if claim.exact)
+    table = []
+    for claim, standings in lines:
+        cells = [f"{standings[SCALES[0]]}: exact, by test"] * len(SCALES) if claim.exact else list(standings.values())
+        table.append([f"[{claim.title}]({claim.name}.md)", claim.source, *cells])
+    head = (
+        f"{len(lines)} claims, {len(exact)} of them decided by tests that train nothing. A claim holds where all its "
+        "statements do, and fails where one of them does. A statement about losses is decided where more than two standard "
+        f"errors say so (more for few seeds: Student's t); with fewer than {3} seeds there is no verdict. A verdict at the "
+        "scales `toy` and `small` is about models of that size, and not about the paper's."
+    )
+    kinds = [kind for kind in _ORDER if any(count[kind] for count in counts.values())]
+    return (
+        "\n\n".join(
+            [
+                "# The papers' claims",
+                _wrapped(head),
+                _table(
+                    ["scale", *kinds], [[name, *(str(count[kind]) for kind in kinds)] for name, count in counts.items()]
+                ),
+                _table(["claim", "source", *SCALES], table),
+                _wrapped("Written by `softfocus report` from the results beside it. Scales: " + _scales() + "."),
+            ]
+        )
+        + "\n"
+    )
+
+
+def verdict_lines(claim: Claim, results: Results) -> list[str]:
+    """The verdict for a terminal, statement by statement."""
+    judged = judge(claim, results)
+    lines = [f"{one.verdict}: {one.statement.says} ({one.shown.text})" for one in judged]
+    return [*lines, f"{claim.name} at the scale {results.scale}: {together([one.verdict for one in judged])}"]
+
+
+def _outcome(claim: Claim, scale: Scale, results: Results) -> list[str]:
+    judged = judge(claim, results)
+    counts = Counter(one.verdict for one in judged)
+    said = ", ".join(f"{counts[kind]} {kind}" for kind in _ORDER if counts[kind])  # type: ignore[index]
+    parts = [f"**Verdict: {together([one.verdict for one in judged])}** ({said}).", _statements(judged)]
+    parts += [_wrapped(_runs(scale, results)), *(_wrapped(line) for line in results.missing)]
+    if lost := [run for run in results.runs if run.diverged]:
+        parts.append("\n".join(f"* Diverged: {run.row}, seed {run.info.seed}: {run.info.error}." for run in lost))
+    groups = [group for row in results.rows if (group := results.group(row)) is not None]
+    if groups:
+        parts.append(_wrapped(_reading(groups)))
+        parts += [_losses(groups, setting) for setting in settings(groups)]
+    if any(isinstance(statement, Steeper) for statement in claim.statements):
+        parts.append(_gradients(results))
+    if groups:
+        parts.append(f"![Loss over length]({claim.name}/{scale}/{FIGURE})")
+    return [*parts, f"`{_command(claim, scale, results)}` runs it again."]
+
+
+def _statements(judged: Sequence[Judged]) -> str:
+    """A line a statement, with the comparison that decided it."""
+    lines = []
+    for one in judged:
+        alike = sum(part.verdict == one.verdict for part in one.parts)
+        of = f" ({alike} of {len(one.parts)} comparisons; the one that says it least or fails most is shown)"
+        lines.append([one.verdict, one.statement.says, one.shown.text + (of if len(one.parts) > 1 else "")])
+    return _table(["verdict", "statement", "what came out"], lines)
+
+
+def _runs(scale: Scale, results: Results) -> str:
+    """What was run, by whom no matter: recipe, size, budget, seeds, commit, machine, versions."""
+    infos = [run.info for run in results.runs]
+    sizes = sorted({info.parameters for info in infos})
+    size = " to ".join(f"{parameters / 1e6:.2f}" for parameters in dict.fromkeys((sizes[0], sizes[-1])))
+    machines = sorted({f"{i.machine.cpu}, {i.machine.cores} cores, on {i.machine.device}" for i in infos})
+    commits = sorted({short_commit(info.commit) for info in infos})
+    torch = sorted({info.versions.get("torch", "?") for info in infos})
+    tokens = sorted({info.steps * info.tokens_per_step for info in infos})
+    seeds = sorted({info.seed for info in infos})
+    return (
+        f"What was run: {len(infos)} trainings of {len(results.rows)} rows on the recipe `{BASES[scale]}` ({size} M "
+        f"parameters, {_each(f'{count / 1e6:.2f}' for count in tokens)} M training tokens), seeds {_each(map(str, seeds))}; "
+        f"commit {_each(commits)}; torch {_each(torch)}; {_each(machines)}."
+    )
+
+
+def _reading(groups: Sequence[Group]) -> str:
+    last = column_name(columns(groups)[-1])
+    return (
+        "Validation loss in nats per token: mean ± standard deviation over seeds. The last column is the paired difference "
+        f"from {YARDSTICK[0]} with {YARDSTICK[1]} at {last}, ± one standard error, where there is such a row."
+    )
+
+
+def _losses(groups: Sequence[Group], setting: str) -> str:
+    """A table of the groups under one setting."""
+    across = columns(groups)
+    yard = next((group for group in groups if group.label == YARDSTICK[0]), None)
+    reference = cell(yard, across[-1], YARDSTICK[1]) if yard else None
+    lines = []
+    for group in groups:
+        cells = [cell(group, column, setting) for column in across]
+        if not any(cells):
+            continue
+        texts = ["" if one is None else _loss(one.loss, one.spread) for one in cells]
+        last = cells[-1]
+        apart = ""
+        if last is not None and reference is not None and (group.label, setting) != YARDSTICK:
+            found = last.minus(reference)
+            if math.isfinite(found.value):
+                apart = f"{found.value:+.3f} ± {found.standard_error:.3f}"
+        lines.append([group.label, count_text([e.seed for e in group.evaluations]), *texts, apart])
+    return _table([setting, "trained", *map(column_name, across), "beside the window"], lines)
+
+
+def _loss(loss: float, spread: float) -> str:
+    return loss_text(loss) + (f" ± {spread:.3f}" if math.isfinite(spread) else "")
+
+
+def _gradients(results: Results) -> str:
+    """The largest and the usual gradient of each row."""
+    lines = []
+    for row in results.rows:
+        norms = [[norm for _, norm in run.info.gradient_norm] for run in results.of(row)]
+        known = [one for one in norms if one]
+        if known:
+            lines.append([row, f"{median(max(one) for one in known):.3g}", f"{median(map(median, known)):.3g}"])
+    return _table(["gradient norm, median over seeds", "largest of a training", "median of a training"], lines)
+
+
+def _exact(judged: Sequence[Judged]) -> str:
+    return f"{together([one.verdict for one in judged])}: exact, by test"
+
+
+def _command(claim: Claim, scale: Scale, results: Results | None = None) -> str:
+    seeds = len({run.info.seed for run in results.runs}) if results else 3
+    return f"softfocus reproduce {claim.name} --scale {scale} --seeds {seeds}"
+
+
+def _scales() -> str:
+    return ", ".join(f"`{scale}` is the recipe `{base}`" for scale, base in BASES.items())
+
+
+def _each(texts: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(texts))
+
+
+def _number(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:g}"
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(text.replace("|", "\\|") for text in line) + " |" for line in lines)
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False)

@@ -1,0 +1,83 @@
+"""Run a claim: train what is left of its rows, keep what came out, and judge it."""
+
+from pathlib import Path
+
+from rich.console import Console
+
+from softfocus.lab.claims import claim as claims
+from softfocus.lab.claims.claim import Scale
+from softfocus.lab.claims.page import report, verdict_lines
+from softfocus.lab.claims.results import FIGURE, RESULTS, Results, collect
+from softfocus.lab.report.figure import save_figure1
+from softfocus.lab.run_folder.disk import write_atomically
+from softfocus.lab.run_folder.results import json_text
+from softfocus.lab.studies import crew
+from softfocus.lab.studies.study import train_all
+
+PUBLISHED = "results"
+"""In the folder of the runs: what `softfocus report` reads, NAME/SCALE/results.json and figure.png, and the pages."""
+
+
+def reproduce(
+    name: str,
+    folder: Path,
+    *,
+    scale: Scale = "toy",
+    seeds: int = 3,
+    jobs: int | None = None,
+    processes: int = 1,
+    overwrite: bool = False,
+    estimate_only: bool = False,
+    console: Console | None = None,
+) -> Results | None:
+    """Run every row of a claim at a scale, and judge its statements.
+
+    Rows that claims share have the same name, so in one folder they are trained once.
+
+    Args:
+        name: of the claim.
+        folder: gets a run folder for each row and seed, logs, and `results`.
+        scale: which recipe the rows change.
+        seeds: so many of each row, from 0 on.
+        jobs: runs at a time; by default as many as there are cores, or one on a GPU.
+        processes: of each run, a device each, under torchrun.
+        overwrite: train again what is there.
+        estimate_only: say what it will take and stop.
+        console: where to draw; stdout by default.
+
+    Returns:
+        What came out; None for an estimate.
+
+    Raises:
+        UsageError: no such claim, or one that cannot be run at this scale.
+        LabError: what memory or disk cannot hold, a run that failed (after the others have been judged), or Ctrl-C.
+    """
+    console = console or Console()
+    claim = claims.load(name)
+    plan = claims.recipes(claim, scale, range(seeds))
+    found = train_all(
+        claim.title,
+        plan,
+        folder,
+        jobs=jobs,
+        overwrite=overwrite,
+        estimate_only=estimate_only,
+        processes=processes,
+        console=console,
+    )
+    if estimate_only:
+        return None
+    over = [job.recipe for job in found if job.status in ("finished", "diverged")]
+    failed = [job for job in found if job.status == "failed"]
+    results = collect(claim, scale, over, folder, crew.missing(failed))
+    place = folder / PUBLISHED / name / scale
+    write_atomically(place / RESULTS, json_text(results))
+    groups = [group for row in results.rows if (group := results.group(row)) is not None]
+    if groups:
+        save_figure1(groups, place / FIGURE, title=f"{claim.title}\n{claim.source} · scale {scale}, {seeds} seeds")
+    report(folder / PUBLISHED)
+    for line in verdict_lines(claim, results):
+        console.print(line, markup=False, highlight=False)
+    console.print(f"  {folder / PUBLISHED / f'{name}.md'}", markup=False, highlight=False, soft_wrap=True)
+    crew.refuse_failed(found)
+    return results

@@ -1,0 +1,115 @@
+"""What the runs of a claim showed at one scale: results.json, and how it is made from run folders."""
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from pydantic import Field
+
+from softfocus.lab.claims.claim import Claim, Scale
+from softfocus.lab.recipes.recipe import Recipe
+from softfocus.lab.report.points import Group
+from softfocus.lab.report.results import load_recipe_text
+from softfocus.lab.run_folder.files import load_measured, load_run, read_json
+from softfocus.lab.run_folder.results import Bucket, Evaluation, Record, Row, RunInfo
+
+RESULTS = "results.json"
+FIGURE = "figure.png"
+
+
+class Run(Record):
+    """One training of a row."""
+
+    row: str
+    info: RunInfo
+    recipe: str = Field(description="the resolved recipe, as TOML, without names of folders")
+    evaluation: Evaluation | None = Field(description="None where training diverged")
+
+    @property
+    def diverged(self) -> bool:
+        """Whether training went wrong for good; info.error says at which step."""
+        return self.info.status == "diverged"
+
+
+class Results(Record):
+    """All runs of a claim at one scale."""
+
+    claim: str
+    scale: Scale
+    created: datetime
+    missing: list[str] = Field(default=[], description="runs that failed for reasons that say nothing about the claim")
+    runs: list[Run]
+
+    def of(self, row: str) -> list[Run]:
+        """The trainings of a row, by seed."""
+        return sorted((run for run in self.runs if run.row == row), key=lambda run: run.info.seed)
+
+    @cached_property
+    def rows(self) -> list[str]:
+        """The names of the rows that have runs."""
+        return list(dict.fromkeys(run.row for run in self.runs))
+
+    def group(self, row: str) -> Group | None:
+        """The evaluations of a row as reports take them; None where no training of it came to one."""
+        found = tuple(run.evaluation for run in self.of(row) if run.evaluation is not None)
+        return Group(row, found) if found else None
+
+
+def collect(claim: Claim, scale: Scale, plan: Sequence[Recipe], folder: Path, missing: Sequence[str] = ()) -> Results:
+    """Results from the run folders of those recipes whose training is over.
+
+    Args:
+        claim: whose rows they are.
+        scale: of the recipes.
+        plan: named "ROW-sSEED".
+        folder: holds a run folder of each name.
+        missing: what to say of runs that are not there.
+
+    Raises:
+        LabError: a folder that cannot be read.
+    """
+    runs = []
+    for recipe in plan:
+        place = folder / recipe.name
+        info = load_run(place, complete=False)
+        if info.status not in ("complete", "diverged"):
+            continue
+        measured = None if info.status == "diverged" else _slim(load_measured(place, Evaluation), recipe)
+        row = recipe.name.removesuffix(f"-s{recipe.train.seed}")
+        runs.append(Run(row=row, info=info, recipe=load_recipe_text(place), evaluation=measured))
+    now = datetime.now(UTC).replace(microsecond=0)
+    return Results(claim=claim.name, scale=scale, created=now, missing=list(missing), runs=runs)
+
+
+def _slim(evaluation: Evaluation, recipe: Recipe) -> Evaluation:
+    """Without what no statement reads: losses by position, and mechanisms that another claim had evaluated."""
+    wanted = {None, *recipe.evaluate.mechanisms}
+    rows = [_whole(row) for row in evaluation.rows if row.setting.mechanism in wanted]
+    return evaluation.model_copy(update={"rows": rows})
+
+
+def _whole(row: Row) -> Row:
+    """All positions in one bucket, which keeps the sums by document."""
+    if not row.buckets:
+        return row
+    sums = np.sum([bucket.sums for bucket in row.buckets], axis=0).round(4).tolist()
+    one = Bucket(
+        start=0,
+        end=row.length,
+        loss=row.loss,
+        standard_error=row.standard_error,
+        tokens=row.tokens,
+        sums=sums,
+    )
+    return row.model_copy(update={"buckets": [one]})
+
+
+def read(path: Path) -> Results:
+    """Read a results.json.
+
+    Raises:
+        LabError: no such file, or not one that this version wrote.
+    """
+    return read_json(path, Results, f"there is no {path}", "make it again with `softfocus reproduce NAME`")

@@ -1,0 +1,252 @@
+"""From runs to verdicts: each kind of statement is one small function."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from statistics import median
+from typing import Any, Literal
+
+from softfocus.lab.claims.claim import (
+    Claim,
+    Close,
+    Disproved,
+    Flat,
+    Lower,
+    Proved,
+    Statement,
+    Steeper,
+    Trains,
+    named_in,
+)
+from softfocus.lab.claims.results import Results, Run
+from softfocus.lab.evaluate.means import Estimate, Mean, difference, t_quantile
+from softfocus.lab.report.points import Cell, cell
+from softfocus.lab.run_folder.results import AS_TRAINED
+
+Verdict = Literal["holds", "fails", "inconclusive", "too few seeds", "not run"]
+SEEDS = 3
+"""With fewer trainings of a row there is no verdict."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one comparison within a statement shows."""
+
+    verdict: Verdict
+    text: str
+    sureness: float = math.nan
+    """How many of the standard errors that it takes lie between the estimate and the other verdict; NaN without one."""
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A statement with its verdict: it holds where all its comparisons hold, and fails where one of them fails."""
+
+    statement: Statement
+    verdict: Verdict
+    parts: tuple[Part, ...]
+
+    @property
+    def shown(self) -> Part:
+        """The comparison that decided: the one that speaks most against the statement."""
+        deciding = [part for part in self.parts if part.verdict == self.verdict]
+        return min(deciding, key=lambda part: -math.inf if math.isnan(part.sureness) else part.sureness)
+
+
+def together(verdicts: Sequence[Verdict]) -> Verdict:
+    """One verdict for several that all have to hold."""
+    order: tuple[Verdict, ...] = ("fails", "not run", "too few seeds", "inconclusive")
+    return next((verdict for verdict in order if verdict in verdicts), "holds")
+
+
+def judge(claim: Claim, results: Results | None) -> list[Judged]:
+    """Every statement of a claim. Without results only what tests decide has a verdict."""
+    found = []
+    for statement in claim.statements:
+        parts = tuple(_JUDGES[type(statement)](claim, results, statement))
+        found.append(Judged(statement, together([part.verdict for part in parts]), parts))
+    return found
+
+
+def _proved(claim: Claim, results: Results | None, statement: Proved) -> list[Part]:
+    return [Part("holds", f"exact, by `{statement.by}`")]
+
+
+def _disproved(claim: Claim, results: Results | None, statement: Disproved) -> list[Part]:
+    return [Part("fails", f"exact, by `{statement.by}`")]
+
+
+def _trains(claim: Claim, results: Results | None, statement: Trains) -> list[Part]:
+    parts = []
+    for row in named_in(statement, "row"):
+        runs = results.of(row) if results else []
+        count = sum(run.diverged for run in runs)
+        text = f"{count} of {len(runs)} trainings of {row} diverged"
+        parts.append(_too_few(row, runs) or Part("fails" if count else "holds", text))
+    return parts
+
+
+def _lower(claim: Claim, results: Results | None, statement: Lower) -> list[Part]:
+    lengths = [statement.at] if isinstance(statement.at, str) else statement.at
+    pairs = _pairs(claim, statement)
+    setting, other_setting = statement.setting, statement.than_setting or statement.setting
+    parts = []
+    for (row, than), at in product(pairs, lengths):
+        there = statement.than_at or at
+        parts.append(
+            _compare(
+                results,
+                (row, at, setting),
+                (than, there, other_setting),
+                partial(_within if isinstance(statement, Close) else _below, by=statement.by),
+            )
+        )
+    return parts
+
+
+def _flat(claim: Claim, results: Results | None, statement: Flat) -> list[Part]:
+    rule = partial(_below, by=-statement.within)
+    return [
+        _compare(results, (row, statement.to, statement.setting), (row, "1x", statement.setting), rule)
+        for row in named_in(statement, "row")
+    ]
+
+
+def _steeper(claim: Claim, results: Results | None, statement: Steeper) -> list[Part]:
+    """Of natural logarithms of norms, over trainings alone: every seed has one."""
+    parts = []
+    for row, than in _pairs(claim, statement):
+        sides = [results.of(name) if results else [] for name in (row, than)]
+        if early := _too_few(row, sides[0]) or _too_few(than, sides[1]):
+            parts.append(early)
+            continue
+        ours, others = ([(run.info.seed, Mean(_log_norm(run, statement.of), 0.0)) for run in runs] for runs in sides)
+        if any(math.isinf(mean.value) for _, mean in (*ours, *others)):
+            counts = [sum(math.isinf(mean.value) for _, mean in side) for side in (ours, others)]
+            text = f"a gradient is not finite in {counts[0]} of {len(ours)} trainings of {row}, {counts[1]} of {than}"
+            parts.append(Part(_of_infinite(counts[1], len(others), counts[0], len(ours)), text))
+            continue
+        found = difference(others, ours)
+        ratio, error = math.exp(-found.value), found.standard_error
+        text = (
+            f"the {statement.of} gradient of {row} has {ratio:.3g} times the norm of that of {than} (log ± {error:.2f})"
+        )
+        parts.append(_decide(found, -math.log(statement.factor), text))
+    return parts
+
+
+_JUDGES: dict[type, Callable[[Claim, Results | None, Any], list[Part]]] = {
+    Lower: _lower,
+    Close: _lower,
+    Flat: _flat,
+    Trains: _trains,
+    Steeper: _steeper,
+    Proved: _proved,
+    Disproved: _disproved,
+}
+
+Place = tuple[str, str, str]
+"""A row, a multiple of the training length, and a setting."""
+
+
+def _compare(results: Results | None, place: Place, other: Place, rule: Callable[[Estimate, float, str], Part]) -> Part:
+    """Two losses, paired by document and seed."""
+    sides = [results.of(row) if results else [] for row, _, _ in (place, other)]
+    for (row, _, _), runs in zip((place, other), sides, strict=True):
+        if early := _too_few(row, runs):
+            return early
+    cells = [_cell(results, one) for one in (place, other)]
+    for one, runs, there in zip((place, other), sides, cells, strict=True):
+        if there is None and not all(run.diverged for run in runs):
+            return Part("not run", f"{_name(one)} was not measured")
+    lost = [_lost(runs, there) for runs, there in zip(sides, cells, strict=True)]
+    if any(lost):
+        text = ", ".join(
+            f"{_name(one)} diverged in {count} of {len(runs)} trainings"
+            for one, count, runs in zip((place, other), lost, sides, strict=True)
+            if count
+        )
+        return Part(_of_infinite(lost[0], len(sides[0]), lost[1], len(sides[1])), text)
+    first, second = cells
+    assert first is not None  # nothing was lost
+    assert second is not None
+    found = first.minus(second)
+    text = (
+        f"{_name(place)} {first.loss:.3f}, {_name(other)} {second.loss:.3f}: "
+        f"{found.value:+.3f} ± {found.standard_error:.3f}"
+    )
+    return rule(found, second.loss, text)
+
+
+def _below(found: Estimate, reference: float, text: str, *, by: float) -> Part:
+    """Below a loss by a share of it; a negative share allows to be above it by as much."""
+    return _decide(found, -by * reference, text)
+
+
+def _within(found: Estimate, reference: float, text: str, *, by: float) -> Part:
+    """Two one-sided decisions, as tests of equivalence have them."""
+    above = Estimate(-found.value, found.standard_error, found.freedom, found.training_noise)
+    sides = [_decide(one, by * reference, text) for one in (found, above)]
+    return Part(together([side.verdict for side in sides]), text, min(side.sureness for side in sides))
+
+
+def _decide(found: Estimate, line: float, text: str) -> Part:
+    """Whether an estimate is below a line by more than noise, above it by more than noise, or neither."""
+    room = t_quantile(found.freedom) * found.standard_error
+    sureness = (line - found.value) / room if room > 0 else math.copysign(math.inf, line - found.value)
+    if not found.training_noise or math.isnan(sureness):
+        return Part("inconclusive", text)
+    return Part("holds" if sureness > 1 else "fails" if sureness < -1 else "inconclusive", text, sureness)
+
+
+def _of_infinite(first: int, of: int, second: int, of_second: int) -> Verdict:
+    """Whether a first loss is the lower one where some trainings diverged: they count as infinitely high.
+
+    Only where all of one row and none of the other did can that be said: the others would be chosen by their luck.
+    """
+    if first == 0 and second == of_second:
+        return "holds"
+    return "fails" if first == of and second == 0 else "inconclusive"
+
+
+def _lost(runs: Sequence[Run], there: Cell | None) -> int:
+    """How many trainings diverged, or have a loss there that is not a number."""
+    values = there.values if there is not None else []
+    return sum(run.diverged for run in runs) + sum(not math.isfinite(value) for value in values)
+
+
+def _cell(results: Results | None, place: Place) -> Cell | None:
+    row, at, setting = place
+    group = results.group(row) if results else None
+    return cell(group, float(at.removesuffix("x")), setting) if group else None
+
+
+def _log_norm(run: Run, which: str) -> float:
+    norms = [norm for _, norm in run.info.gradient_norm]
+    if run.diverged or not norms or not all(map(math.isfinite, norms)):
+        return math.inf
+    return math.log(max(max(norms) if which == "largest" else median(norms), 1e-30))
+
+
+def _too_few(row: str, runs: Sequence[Run]) -> Part | None:
+    seeds = {run.info.seed for run in runs}
+    if not seeds:
+        return Part("not run", f"{row} was not run")
+    return (
+        None if len(seeds) >= SEEDS else Part("too few seeds", f"{row} was trained with {len(seeds)} of {SEEDS} seeds")
+    )
+
+
+def _pairs(claim: Claim, statement: Lower | Steeper) -> list[tuple[str, str]]:
+    ours = named_in(statement, "row")
+    others = [name for name in claim.rows if name not in ours] if "*" in named_in(statement, "than") else None
+    return list(product(ours, others if others is not None else named_in(statement, "than")))
+
+
+def _name(place: Place) -> str:
+    row, at, setting = place
+    return f"{row} {at}" + (
+        "" if setting == AS_TRAINED.name() or (at == "1x" and setting == "dynamic NTK") else f", {setting}"
+    )

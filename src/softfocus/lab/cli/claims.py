@@ -1,0 +1,89 @@
+"""Commands about the papers' claims: recipes, reproduce, report."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from softfocus.lab.cli.options import Json, beside, write_json
+
+
+class Size(StrEnum):
+    """The size of the models that test a claim."""
+
+    toy = "toy"
+    small = "small"
+    gpt2 = "gpt2"
+
+
+def recipes() -> None:
+    """The shipped recipes and the papers' claims, a line each.
+
+    Example: `softfocus recipes`
+    """
+    from softfocus.lab.claims.listing import lines
+
+    typer.echo("\n".join(lines()))
+
+
+def reproduce(
+    claim: Annotated[str, typer.Argument(metavar="CLAIM", help="A name of `softfocus recipes`.")],
+    scale: Annotated[
+        Size, typer.Option(help="toy: minutes a run on a core; small: on one GPU; gpt2: the paper's own.")
+    ] = Size.toy,
+    seeds: Annotated[
+        int, typer.Option(min=1, max=1000, help="Trainings of each row; under 3 there is no verdict.")
+    ] = 3,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", metavar="FOLDER", help="Where runs go.", show_default="runs/claims-SCALE"),
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Runs at a time.", show_default="as many as there are cores; 1 on a GPU")
+    ] = None,
+    processes: Annotated[int, typer.Option(min=1, help="Processes a run, one a GPU, under torchrun.")] = 1,
+    estimate: Annotated[bool, typer.Option("--estimate", help="Say what it will take, and stop.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Train again what is there.")] = False,
+    json: Json = None,
+) -> None:
+    """Run every row of a table or figure of a paper, and judge what the paper says of it.
+
+    Says first what time and disk it will take. What is finished is kept: started again, it goes on. Claims that share
+    rows share their runs, in one folder. Writes FOLDER/results: results.json, a figure, a page with the verdict.
+
+    Example: `softfocus reproduce softplus-table-1 --scale toy --seeds 3`
+    """
+    from softfocus.lab.claims.reproduce import reproduce
+
+    made = reproduce(
+        claim,
+        out or Path("runs") / f"claims-{scale.value}",
+        scale=scale.value,
+        seeds=seeds,
+        jobs=jobs,
+        processes=processes,
+        overwrite=overwrite,
+        estimate_only=estimate,
+        console=beside(json),
+    )
+    if made is not None:
+        write_json(json, made)
+
+
+def report(
+    folder: Annotated[Path, typer.Argument(help="Holds CLAIM/SCALE/results.json of `softfocus reproduce`.")] = Path(
+        "docs/results/claims"
+    ),
+) -> None:
+    """Write the page of each claim and the ledger of all, from the results in a folder.
+
+    Example: `softfocus report runs/claims-toy/results`
+    """
+    from softfocus.lab.claims.page import report
+    from softfocus.lab.errors import LabError
+
+    if not folder.is_dir():
+        raise LabError(f"there is no folder {folder}", "name one that holds CLAIM/SCALE/results.json")
+    written = report(folder)
+    typer.echo(f"{written[0]}: the ledger, and {len(written) - 1} pages beside it")

@@ -1,0 +1,83 @@
+"""What cannot fit is refused before anything starts: memory and disk."""
+
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from softfocus.lab.errors import LabError
+from softfocus.lab.recipes.recipe import Recipe
+from softfocus.lab.run_folder.provenance import cores
+
+_STATE = 16
+"""Bytes a parameter: weight, gradient and two moments in float32."""
+_LOGITS = 12
+"""Bytes a logit: itself in float32, its probability, its gradient."""
+
+
+def workers() -> int:
+    """Runs at a time, unless it is said: one on a GPU, else as many as there are cores."""
+    import torch
+
+    return 1 if torch.cuda.is_available() else cores()
+
+
+def least_memory(recipe: Recipe, processes: int = 1) -> int:
+    """Bytes without which a run cannot train, in one of its processes: a lower bound, from parameters and logits alone."""
+    import torch
+
+    from softfocus.lab import model as models
+
+    kind, _, size = recipe.data.tokenizer.partition(":")
+    vocabulary = recipe.model.config.get("vocab_size") or (int(size) if kind == "bpe" else 256)
+    with torch.device("meta"):  # shapes without memory
+        parameters = sum(parameter.numel() for parameter in models.build(recipe, vocabulary).parameters())
+    rows = max(1, recipe.train.batch // (recipe.train.accumulate * processes))
+    return _STATE * parameters + _LOGITS * rows * recipe.train.length * vocabulary
+
+
+def check_memory(recipes: Sequence[Recipe], at_a_time: int, processes: int = 1) -> None:
+    """Refuse what certainly does not fit.
+
+    Raises:
+        LabError: it does not.
+    """
+    sizes = {recipe.name: least_memory(recipe, processes) for recipe in recipes}
+    if not sizes:
+        return
+    name = max(sizes, key=lambda one: sizes[one])
+    together = min(at_a_time, len(sizes))
+    place, free = _free_memory()
+    if sizes[name] * together > free:
+        times = f" in each of {together} at a time" if together > 1 else ""
+        raise LabError(
+            f"{name} needs at least {sizes[name] / 1e9:.1f} GB of memory{times}, and {place} has {free / 1e9:.1f} GB free",
+            "choose a smaller scale, lower --jobs, or use a larger machine",
+        )
+
+
+def _free_memory() -> tuple[str, int]:
+    """Whose memory models train in, and what is free of it."""
+    import torch
+
+    if torch.cuda.is_available():
+        return "the GPU", torch.cuda.mem_get_info()[0]
+    try:
+        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        return "this machine", 1024 * int(fields["MemAvailable"].split()[0])
+    except (OSError, KeyError):  # not Linux: all that there is
+        return "this machine", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def check_disk(folder: Path, needed: int) -> None:
+    """Refuse what the disk has no room for.
+
+    Raises:
+        LabError: it does not.
+    """
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if (free := shutil.disk_usage(there).free) < needed:
+        raise LabError(
+            f"{folder} has {free / 1e9:.1f} GB free, and {needed / 1e9:.1f} GB are needed",
+            "free some space, or choose another disk with --out",
+        )

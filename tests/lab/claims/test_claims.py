@@ -1,0 +1,452 @@
+"""Claims: what is shipped parses, builds and trains; each kind of statement judges runs whose verdict is known."""
+
+import io
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from softfocus.lab import model as models
+from softfocus.lab.claims import claim as claims
+from softfocus.lab.claims import page
+from softfocus.lab.claims.claim import SCALES, Claim, parse, recipes
+from softfocus.lab.claims.reproduce import PUBLISHED, reproduce
+from softfocus.lab.claims.results import Results, Run
+from softfocus.lab.claims.results import read as read_results
+from softfocus.lab.claims.verdict import judge, together
+from softfocus.lab.errors import Diverged, LabError, UsageError
+from softfocus.lab.evaluate.loss import evaluate
+from softfocus.lab.recipes.recipe import Recipe
+from softfocus.lab.run_folder.files import load_run
+from softfocus.lab.run_folder.results import default_settings, json_text
+from softfocus.lab.studies import fits
+from softfocus.lab.train.run import train
+from softfocus.lab.train.trainer import WindowTrainer
+
+ROOT = Path(__file__).resolve().parents[3]
+PUBLIC = ROOT / "docs" / "results" / "claims"
+
+
+def distinct(scale: Any) -> list[Recipe]:
+    """Every row of every claim at a scale, each once."""
+    rows = {
+        recipe.name: recipe
+        for name in claims.shipped()
+        if scale in claims.load(name).scales
+        for recipe in recipes(claims.load(name), scale, [0])
+    }
+    return list(rows.values())
+
+
+# What is shipped
+
+
+def test_every_claim_parses_and_says_what_is_to_be_judged() -> None:
+    found = [claims.load(name) for name in claims.shipped()]
+    assert len(found) >= 10
+    assert len({claim.title for claim in found}) == len(found)
+    for claim in found:
+        assert claim.says.strip()
+        assert claim.statements or claim.untestable
+
+
+def test_rows_of_one_name_are_the_same_in_every_claim() -> None:
+    """Claims share their runs, so a name stands for one model, and a model has one name."""
+    seen: dict[str, Any] = {}
+    for name in claims.shipped():
+        for row, changes in claims.load(name).rows.items():
+            trained = {key: value for key, value in changes.items() if key != "evaluate"}
+            assert seen.setdefault(row, trained) == trained, f"{row} in {name}"
+    assert len({str(sorted(row.items())) for row in seen.values()}) == len(seen)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_every_row_builds_at_every_scale(scale: Any) -> None:
+    """On no device: the paper's own models, too."""
+    sizes = {"toy": 0.3e6, "small": 10.4e6, "gpt2": 124e6}
+    for recipe in distinct(scale):
+        with torch.device("meta"):
+            model = models.build(recipe, recipe.model.config.get("vocab_size") or 257)
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        if not recipe.name.endswith("_layers-s0"):  # which differ in size on purpose
+            assert parameters == pytest.approx(sizes[scale], rel=0.2), recipe.name
+
+
+def test_every_row_trains_two_steps() -> None:
+    for recipe in distinct("toy"):
+        torch.manual_seed(0)
+        model = models.build(recipe, 257)
+        optimiser = torch.optim.AdamW(model.parameters(), lr=recipe.train.learning_rate)
+        tokens = torch.randint(257, (2, 16))
+        losses = []
+        for _ in range(3):
+            logits = model(input_ids=tokens, use_cache=False).logits
+            loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+            losses.append(loss.item())
+            loss.backward()
+            optimiser.step()
+            optimiser.zero_grad()
+        assert losses[-1] < losses[0], recipe.name
+
+
+def test_tests_that_claims_cite_exist() -> None:
+    cited = [
+        s.by for name in claims.shipped() for s in claims.load(name).statements if s.kind in ("proved", "disproved")
+    ]
+    for reference in cited:
+        file, _, name = reference.partition("::")
+        assert re.search(rf"^def {name}\(", (ROOT / file).read_text(), re.MULTILINE), reference
+
+
+def test_the_published_pages_are_those_of_the_published_results(tmp_path: Path) -> None:
+    """Byte for byte: `softfocus report` writes them."""
+    for results in PUBLIC.glob("*/*/results.json"):
+        copy = tmp_path / results.relative_to(PUBLIC)
+        copy.parent.mkdir(parents=True)
+        copy.write_bytes(results.read_bytes())
+    written = {path.name: path.read_bytes() for path in page.report(tmp_path)}
+    published = {path.name: path.read_bytes() for path in PUBLIC.glob("*.md")}
+    assert sorted(written) == sorted(published)
+    assert written == published, "run `softfocus report`"
+    for results in PUBLIC.glob("*/*/results.json"):
+        assert (results.parent / "figure.png").exists()
+
+
+# Verdicts on runs that are made up
+
+
+def statement(text: str) -> Claim:
+    """A claim of three rows and one statement."""
+    return parse(
+        "made-up",
+        f"""
+        title = "t"
+        source = "s"
+        says = "p"
+        [rows]
+        a = {{ model.mechanism = "softmax" }}
+        b = {{ model.mechanism = "lssa" }}
+        c = {{ model.mechanism = "lssar" }}
+        [[statements]]
+        says = "it"
+        {text}
+        """,
+    )
+
+
+Losses = Sequence[Sequence[float] | str]
+
+
+@pytest.fixture
+def made(fabricate: Any) -> Any:
+    """Results of rows: for each seed the losses at 1x, 2x, 4x, or "diverged"."""
+
+    def make(**rows: Losses) -> Results:
+        runs = []
+        for row, trainings in rows.items():
+            for seed, losses in enumerate(trainings):
+                gone = losses == "diverged"
+                entry = fabricate(row, [1.0] if gone else losses, seed=seed, name=f"{row}-s{seed}", standard_error=0.0)
+                info = entry.info
+                if gone:
+                    info = info.model_copy(update={"status": "diverged", "error": "the loss became nan at step 7"})
+                runs.append(Run(row=row, info=info, recipe=entry.recipe, evaluation=None if gone else entry.evaluation))
+        return Results(claim="made-up", scale="toy", created=runs[0].info.started, runs=runs)
+
+    return make
+
+
+def verdict(text: str, results: Results | None) -> str:
+    return judge(statement(text), results)[0].verdict
+
+
+LOWER = 'kind = "lower"\nrow = "a"\nthan = "b"'
+WIDE = [[1.0, 2.0], [1.01, 2.1], [0.99, 1.9]]
+"""Three trainings with a standard error of 0.0058 at 1x and 0.058 at 2x, and a t of 4.53: 0.026 and 0.26."""
+
+
+@pytest.mark.parametrize(
+    ("others", "expected"),
+    [
+        ([1.03, 1.05, 1.04], "holds"),  # paired: +0.03, +0.04, +0.05; 0.04 - 0.026 > 0
+        ([0.97, 0.97, 0.94], "fails"),
+        ([1.02, 1.01, 1.00], "inconclusive"),
+        ([1.03, 1.04, 1.02], "holds"),  # +0.03 each: noise that both share cancels
+    ],
+)
+def test_lower_takes_two_standard_errors_for_few_seeds(made: Any, others: list[float], expected: str) -> None:
+    results = made(a=WIDE, b=[[loss, 2.0] for loss in others])
+    assert verdict(LOWER, results) == expected
+
+
+def test_lower_by_a_share_and_at_two_lengths(made: Any) -> None:
+    results = made(a=[[1.0, 1.0]] * 3, b=[[1.5, 1.1]] * 3)
+    assert verdict(LOWER + "\nby = 0.3", results) == "holds"
+    assert verdict(LOWER + "\nby = 0.4", results) == "fails"
+    assert verdict(LOWER + '\nby = 0.3\nat = ["1x", "2x"]', results) == "fails"
+    assert verdict(LOWER + '\nat = "2x"\nthan_at = "1x"', results) == "holds"
+    assert verdict(LOWER + '\nat = "4x"', results) == "not run"
+    assert verdict(LOWER + '\nsetting = "window 1x"', results) == "not run"
+
+
+def test_lower_than_all_others(made: Any) -> None:
+    text = 'kind = "lower"\nrow = "a"\nthan = "*"'
+    assert verdict(text, made(a=[[1.0]] * 3, b=[[1.5]] * 3, c=[[2.0]] * 3)) == "holds"
+    judged = judge(statement(text), made(a=[[1.0]] * 3, b=[[1.5]] * 3, c=[[0.5]] * 3))[0]
+    assert judged.verdict == "fails"
+    assert judged.shown.text.startswith("a 1x 1.000, c 1x 0.500: +0.500")
+
+
+@pytest.mark.parametrize(
+    ("others", "expected"),
+    [([1.001] * 3, "holds"), ([1.1] * 3, "fails"), ([0.9] * 3, "fails"), ([1.03, 1.0, 0.97], "inconclusive")],
+)
+def test_close_is_a_test_of_equivalence(made: Any, others: list[float], expected: str) -> None:
+    text = 'kind = "close"\nrow = "a"\nthan = "b"\nby = 0.01'
+    assert verdict(text, made(a=[[1.0]] * 3, b=[[loss] for loss in others])) == expected
+
+
+@pytest.mark.parametrize(
+    ("at_length", "expected"),
+    [([1.02] * 3, "holds"), ([0.5] * 3, "holds"), ([1.2] * 3, "fails"), ([1.1, 1.0, 1.04], "inconclusive")],
+)
+def test_flat_allows_a_share(made: Any, at_length: list[float], expected: str) -> None:
+    text = 'kind = "flat"\nrow = "a"\nto = "2x"\nwithin = 0.05'
+    assert verdict(text, made(a=[[1.0, loss] for loss in at_length])) == expected
+
+
+def test_two_seeds_are_too_few(made: Any) -> None:
+    assert verdict(LOWER, made(a=[[1.0]] * 3, b=[[2.0]] * 2)) == "too few seeds"
+    assert verdict('kind = "trains"\nrow = "a"', made(a=[[1.0]] * 2)) == "too few seeds"
+    assert verdict(LOWER, made(a=[[1.0]] * 3)) == "not run"
+    assert verdict(LOWER, None) == "not run"
+
+
+def test_what_diverged_is_not_averaged(made: Any) -> None:
+    fine, gone = [[1.0]] * 3, ["diverged"] * 3
+    assert verdict(LOWER, made(a=fine, b=gone)) == "holds"
+    assert verdict(LOWER, made(a=gone, b=fine)) == "fails"
+    assert verdict(LOWER, made(a=gone, b=gone)) == "inconclusive"
+    assert verdict(LOWER, made(a=fine, b=[[2.0], [2.0], "diverged"])) == "inconclusive"
+    assert verdict(LOWER, made(a=[[1.0, math.nan]] * 3, b=[[2.0, 2.0]] * 3)) == "holds"
+    assert verdict(LOWER + '\nat = "2x"', made(a=[[1.0, math.nan]] * 3, b=[[2.0, 2.0]] * 3)) == "fails"
+
+
+def test_trains(made: Any) -> None:
+    text = 'kind = "trains"\nrow = "a"'
+    assert verdict(text, made(a=[[1.0]] * 3)) == "holds"
+    assert verdict(text, made(a=[[1.0], [1.0], "diverged"])) == "fails"
+
+
+@pytest.mark.parametrize(
+    ("norms", "expected"),
+    [([30.0, 30.0, 30.0], "holds"), ([5.0, 5.0, 5.0], "fails"), ([2.0, 50.0, 10.0], "inconclusive")],
+)
+def test_steeper_compares_the_largest_gradients(made: Any, norms: list[float], expected: str) -> None:
+    results = made(a=[[1.0]] * 3, b=[[1.0]] * 3)
+    for run in results.runs:
+        largest = norms[run.info.seed] if run.row == "a" else 1.0
+        run.info.gradient_norm = [(10, 0.5), (20, largest), (30, 0.25)]
+    text = 'kind = "steeper"\nrow = "a"\nthan = "b"\nfactor = 10.0'
+    assert verdict(text, results) == expected
+    assert verdict(text + '\nof = "median"', results) == "fails"  # 0.5 on both sides
+    for run in results.of("a"):
+        run.info.gradient_norm[1] = (20, math.inf)
+    assert verdict(text, results) == "holds"
+
+
+def test_what_tests_decide_needs_no_run() -> None:
+    claim = parse("x", 'title="t"\nsource="s"\nsays="p"\n[[statements]]\nsays="it"\nkind="proved"\nby="tests/x.py::y"')
+    assert claim.exact
+    assert page.standing(claim, "toy", None) == "holds"
+    assert "holds: exact, by test" in page.page(claim, {})
+    against = claim.model_copy(update={"statements": parse("x", _DISPROVED).statements})
+    assert page.standing(against, "gpt2", None) == "fails"
+
+
+_DISPROVED = 'title="t"\nsource="s"\nsays="p"\n[[statements]]\nsays="it"\nkind="disproved"\nby="tests/x.py::y"'
+
+
+def test_one_verdict_of_many() -> None:
+    assert together(["holds", "holds"]) == "holds"
+    assert together(["holds", "inconclusive"]) == "inconclusive"
+    assert together(["inconclusive", "too few seeds", "fails"]) == "fails"
+
+
+# The pages
+
+
+def test_a_page_says_what_was_run_and_what_came_out(made: Any) -> None:
+    claim = statement(LOWER + '\nat = "2x"')
+    results = made(a=[[1.0, 1.0]] * 3, b=[[2.0, 3.0], [2.0, 3.2], [2.0, 3.1]], c=["diverged"] * 3)
+    text = page.page(claim, {"toy": results})
+    for said in (
+        "**Verdict: holds** (1 holds).",
+        "| holds | it | a 2x 1.000, b 2x 3.100: -2.100 ± 0.058 |",
+        "9 trainings of 3 rows on the recipe `toy`",
+        "seeds 0, 1, 2; commit 0123456789",
+        "| b | 3 seeds | 2.000 ± 0.000 | 3.100 ± 0.100 |",
+        "* Diverged: c, seed 1: the loss became nan at step 7.",
+        "## Scale `gpt2`\n\n**Not testable here:** 124 M",
+        "## Scale `small`\n\n**Not run.**",
+        "`softfocus reproduce made-up --scale toy --seeds 3` runs it again.",
+    ):
+        assert " ".join(said.split()) in " ".join(text.split()), said
+
+
+def test_the_ledger_counts(made: Any) -> None:
+    claim = statement(LOWER)
+    exact = parse("x", _DISPROVED)
+    lines = [(one, {scale: page.standing(one, scale, None) for scale in SCALES}) for one in (claim, exact)]
+    text = page.ledger(lines)
+    assert "2 claims, 1 of them decided by tests" in " ".join(text.split())
+    assert "| scale | fails | not run | not testable here |" in text
+    assert "| toy | 0 | 1 | 0 |" in text
+    assert "| gpt2 | 0 | 0 | 1 |" in text
+    assert "| exact | 1 | 0 | 0 |" in text
+
+
+def test_results_read_back_equal(made: Any, tmp_path: Path) -> None:
+    results = made(a=[[1.0, math.nan], [1.0, 2.0], "diverged"])
+    (tmp_path / "results.json").write_text(json_text(results))
+    again = read_results(tmp_path / "results.json")
+    assert json_text(again) == json_text(results)
+    with pytest.raises(LabError, match="there is no"):
+        read_results(tmp_path / "gone.json")
+
+
+# Running one
+
+
+CLAIM = """
+title = "Two rows"
+source = "a paper, table 1"
+says = "b is lower than a."
+[rows]
+a = { model.mechanism = "softmax", evaluate.mechanisms = ["lssa"] }
+b = { model.mechanism = "lssar" }
+[[statements]]
+says = "b is lower than a"
+kind = "lower"
+row = "b"
+than = "a"
+[[statements]]
+says = "a run as LSSA is higher"
+kind = "lower"
+row = "a"
+than = "a"
+than_setting = "dynamic NTK, run as lssa"
+at = "2x"
+"""
+
+
+@pytest.fixture
+def two(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> Claim:
+    """A claim of two rows on the tiny recipe, in place of all that is shipped."""
+    claim = parse("two", CLAIM)
+    monkeypatch.setitem(claims.BASES, "toy", str(tiny))
+    monkeypatch.setattr(claims, "shipped", lambda: ["two"])
+    monkeypatch.setattr(claims, "load", lambda name: claim)
+    return claim
+
+
+def console() -> Console:
+    return Console(file=io.StringIO(), width=250)
+
+
+def said(where: Console) -> str:
+    assert isinstance(where.file, io.StringIO)
+    return where.file.getvalue()
+
+
+def finish(recipe: Recipe, folder: Path) -> None:
+    """Do here what a worker does: a process of its own takes seconds to start."""
+    train(recipe, folder / recipe.name)
+    length = recipe.train.length
+    settings = default_settings(length, recipe.evaluate.mechanisms)
+    evaluate(folder / recipe.name, [length, 2 * length, 4 * length], settings=settings)
+
+
+def test_reproduce_runs_what_is_left_and_judges_all(two: Claim, tmp_path: Path, monkeypatch: Any) -> None:
+    out, screen = tmp_path / "out", console()
+    *there, left = recipes(two, "toy", range(3))
+    for recipe in there[:-1]:
+        finish(recipe, out)
+    diverging = there[-1]
+    with monkeypatch.context() as patch:
+        patch.setattr(WindowTrainer, "compute_loss", _not_a_number)
+        with pytest.raises(Diverged):
+            train(diverging, out / diverging.name)
+    assert load_run(out / diverging.name, complete=False).status == "diverged"
+    made = reproduce("two", out, jobs=1, console=screen)
+    assert made is not None
+    assert "Two rows: 6 runs, 1 of them left: about" in said(screen)
+    assert f"{diverging.name}: has diverged already" in said(screen)
+    assert [len(made.of(row)) for row in ("a", "b")] == [3, 3]
+    assert [run.diverged for run in made.of("a")] == [False, False, True]
+    assert load_run(out / left.name).status == "complete"
+    assert all(run.info.gradient_norm for run in made.of("b"))
+    assert "two at the scale toy: inconclusive" in said(screen)
+    assert "a 1x diverged in 1 of 3 trainings" in said(screen)
+    place = out / PUBLISHED / "two" / "toy"
+    assert json_text(read_results(place / "results.json")) == json_text(made)
+    assert (place / "figure.png").stat().st_size > 5_000
+    text = (out / PUBLISHED / "two.md").read_text()
+    assert "the loss became nan at step 1" in text
+    assert "| dynamic NTK, run as lssa | trained |" in text
+    assert str(tmp_path) not in text + (place / "results.json").read_text()
+    before = (out / PUBLISHED / "two.md").read_bytes()
+    page.report(out / PUBLISHED)
+    assert before == (out / PUBLISHED / "two.md").read_bytes()
+
+
+def _not_a_number(self: WindowTrainer, model: Any, inputs: dict[str, torch.Tensor], **_: Any) -> torch.Tensor:
+    return model(input_ids=inputs["input_ids"]).logits.mean() * math.nan
+
+
+def test_what_cannot_fit_is_refused_before_anything_starts(two: Claim, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(fits, "_free_memory", lambda: ("this machine", 100_000))
+    with pytest.raises(
+        LabError, match=r"needs at least 0\.0 GB of memory in each of 2 at a time, and this machine has"
+    ):
+        reproduce("two", tmp_path / "out", jobs=2, console=console())
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_least_memory_of_the_papers_model() -> None:
+    """124 M parameters with 16 bytes each, and the logits of 32 windows of 1,024 tokens with 12."""
+    recipe = recipes(claims.load("softplus-figure-1"), "gpt2", [0])[0]
+    logits = 12 * 32 * 1024 * 50304
+    assert fits.least_memory(recipe) - logits == pytest.approx(16 * 124e6, rel=0.01)
+    assert fits.least_memory(recipe, 8) - logits / 8 == pytest.approx(16 * 124e6, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("title = ", "claim x is not TOML"),
+        ('title = "t"', "claim x: source: Field required"),
+        (CLAIM.replace('row = "b"', 'row = "d"'), "there is no row 'd'"),
+        (CLAIM.replace('kind = "lower"', 'kind = "lowest"'), "statements.0: Input tag 'lowest'"),
+        (CLAIM.replace('than = "a"\n[[', 'than = "a"\nat = "far"\n[['), "should match pattern"),
+        (CLAIM.split("[[")[0], "there is nothing to judge"),
+        (CLAIM + '[paper]\ncolumns = ["1x"]\nrows = { a = [1.0, 2.0] }', "'a' has 2 cells for 1 columns"),
+    ],
+)
+def test_mistakes_in_a_claim_are_one_line(text: str, says: str) -> None:
+    with pytest.raises(LabError) as caught:
+        parse("x", text)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_not_there_or_cannot_be_run() -> None:
+    with pytest.raises(UsageError, match="there is no claim 'softplus-table-11'; did you mean 'softplus-table-1'"):
+        claims.load("softplus-table-11")
+    with pytest.raises(UsageError, match="softplus-zero-shot cannot be run at the scale gpt2: it needs both"):
+        recipes(claims.load("softplus-zero-shot"), "gpt2", [0])
