@@ -326,6 +326,14 @@ def test_the_size_of_t6s_cache_is_the_measured_one():
     assert f"demo's Softmax (2 heads of 64) takes {sizes[1].split()[0]}." in guide
 
 
+def test_what_folding_lengths_into_factors_saves_is_the_measured():
+    lines = json.loads((ROOT / "docs" / "results" / "t6-fold" / "results.json").read_text())["lines"]
+    attention, step = (sorted(line[what][1] for line in lines) for what in ("attention", "step"))
+    guide = " ".join((ROOT / "docs" / "transformers.md").read_text().split())
+    assert f"Attention itself then takes {attention[0]:.2f} to {attention[-1]:.2f} of its time" in guide
+    assert f"takes {step[0]:.2f} to {step[-1]:.2f} of its time" in guide
+
+
 @pytest.mark.parametrize(
     "path", sorted((ROOT / "docs" / "results").glob("*/results.json")), ids=lambda p: p.parent.name
 )
