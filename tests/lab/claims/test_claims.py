@@ -405,6 +405,16 @@ def test_reproduce_runs_what_is_left_and_judges_all(two: Claim, tmp_path: Path, 
     assert before == (out / PUBLISHED / "two.md").read_bytes()
 
 
+@pytest.mark.slow
+def test_runs_of_two_processes_are_measured_once(two: Claim, tmp_path: Path) -> None:
+    """What a machine with several GPUs does, on the CPU."""
+    made = reproduce("two", tmp_path / "out", seeds=1, jobs=1, processes=2, console=console())
+    assert made is not None
+    assert [run.info.status for run in made.runs] == ["complete"] * 2
+    assert all(run.evaluation is not None and len(run.evaluation.rows) >= 9 for run in made.runs)
+    assert page.standing(two, "toy", made) == "too few seeds"
+
+
 def _not_a_number(self: WindowTrainer, model: Any, inputs: dict[str, torch.Tensor], **_: Any) -> torch.Tensor:
     return model(input_ids=inputs["input_ids"]).logits.mean() * math.nan
 

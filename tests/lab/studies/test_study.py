@@ -156,7 +156,7 @@ def test_each_row_is_timed_once_whatever_its_name(two_rows: Path, tmp_path: Path
     made = study.recipes(*study.load(str(two_rows)))
     timed = []
 
-    def trial(recipe: Recipe, threads: int) -> tuple[float, int]:
+    def trial(recipe: Recipe, threads: int, processes: int) -> tuple[float, int]:
         timed.append(recipe.name)
         return 1.0, 1
 
@@ -166,6 +166,8 @@ def test_each_row_is_timed_once_whatever_its_name(two_rows: Path, tmp_path: Path
         job.recipe = job.recipe.model_copy(update={"name": "x"})
     assert study.estimate(jobs, 1).seconds == 4.0
     assert timed == ["x", "x"]
+    monkeypatch.setattr(crew, "is_trained", lambda job: True)
+    assert study.estimate(jobs, 1).seconds == pytest.approx(0.4)  # the evaluations are left
 
 
 def test_the_estimate_trains_nothing(two_rows: Path, tmp_path: Path) -> None:

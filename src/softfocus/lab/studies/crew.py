@@ -116,6 +116,13 @@ def empty(recipe: Recipe) -> Evaluation:
     )
 
 
+def is_trained(job: Job) -> bool:
+    """Whether an earlier call trained a job to its end."""
+    with suppress(LabError):
+        return load_run(job.folder).status == "complete"
+    return False
+
+
 def _is_finished(job: Job) -> bool:
     """Whether an earlier call trained and measured all that the job asks for; an evaluation is put into the job."""
     if not (job.folder / RUN).exists():

@@ -191,19 +191,24 @@ def train_all(
 
 
 def estimate(jobs: Sequence[Job], workers: int, processes: int = 1) -> Expected:
-    """What the runs that are not finished will take. Rows that differ by seed alone are timed once."""
+    """What the runs that are not finished will take. Rows that differ by seed alone are timed once.
+
+    Of one that is trained the evaluation is left.
+    """
     timed: dict[object, tuple[float, int]] = {}
     left = [job for job in jobs if job.status == "waiting"]
     rows = [without_seed(job.recipe.to_toml()) for job in left]
     for job, row in zip(left, rows, strict=True):
         if row not in timed:
-            timed[row] = _trial(job.recipe, max(1, cores() // workers))
-    seconds, size = (sum(timed[row][n] for row in rows) for n in (0, 1))
-    seconds /= min(workers, max(1, len(left))) * processes
+            timed[row] = _trial(job.recipe, max(1, cores() // workers), processes)
+    shares = [1 - TRAINING if crew.is_trained(job) else 1.0 for job in left]
+    seconds = sum(share * timed[row][0] for share, row in zip(shares, rows, strict=True))
+    size = sum(timed[row][1] for row in rows)
+    seconds /= min(workers, max(1, len(left)))
     return Expected(runs=len(jobs), left=len(left), seconds=seconds, bytes=int(size))
 
 
-def _trial(recipe: Recipe, threads: int) -> tuple[float, int]:
+def _trial(recipe: Recipe, threads: int, processes: int) -> tuple[float, int]:
     """Seconds for a whole run, evaluation included, and its bytes on disk: two checkpoints with moments, and the model."""
     import torch
 
@@ -219,7 +224,7 @@ def _trial(recipe: Recipe, threads: int) -> tuple[float, int]:
     try:
         model = models.build(recipe, source.vocab_size, source.end_of_document).to(device)
         optimiser = torch.optim.AdamW(model.parameters(), lr=0.0)
-        shape = (recipe.train.batch // recipe.train.accumulate, recipe.train.length)
+        shape = (max(1, recipe.train.batch // (recipe.train.accumulate * processes)), recipe.train.length)
         tokens = torch.randint(source.vocab_size, shape, device=device)
         start = 0.0
         for step in range(TRIAL):
