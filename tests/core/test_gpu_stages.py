@@ -32,6 +32,10 @@ def test_a_cell_that_is_not_in_the_plan_is_noticed():
     assert [there for _length, _dim, there in stages.covered(goal)] == [True, True, False, False]
 
 
+def test_a_stage_takes_less_than_nine_minutes():
+    assert stages.SECONDS + stages.DYING < 9 * 60
+
+
 def test_what_the_items_name_is_there():
     names = [item.name for items in stages.STAGES.values() for item in items]
     for items in stages.STAGES.values():

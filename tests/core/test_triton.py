@@ -28,6 +28,7 @@ from softfocus.visibility import Cache, Visibility
 
 pytest.importorskip("triton", reason="Triton is not installed")
 from triton import knobs
+from triton.language import constexpr
 from triton.runtime import interpreter
 from triton.runtime.errors import OutOfResources
 from triton.runtime.interpreter import TensorHandle
@@ -413,12 +414,12 @@ def test_dropout_in_tiles_of_any_width(quiet, monkeypatch, shape):
 
 def test_another_seed_is_no_other_kernel(quiet):
     """Triton compiles anew for a number that 16 divides, for 1, and for one of fewer bits; here launches are kept by layout."""
-    from softfocus.backends.triton.given import given_of
+    from softfocus.backends.triton.inputs import inputs_of
 
     query = torch.randn(1, 2, 40, 8, device=DEVICE)
     call = functional.prepared(query, query, query, mechanism="softmax", dropout_p=0.5)
     for seed in (0, 8, 2**31, 2**62 - 1):
-        given = given_of(call._replace(dropout=Dropout(0.5, torch.tensor(seed))))
+        given = inputs_of(call._replace(dropout=Dropout(0.5, torch.tensor(seed))))
         assert 2**63 < given.seed < 2**64
         assert given.seed % 16 != 0
     outs = []
@@ -578,17 +579,48 @@ def test_nothing_is_remembered_where_nothing_could_be_measured(measured, monkeyp
 
 def test_another_length_is_no_other_kernel():
     """What is constant to the compiler, without pages, does not depend on how many keys there are."""
-    from softfocus.backends.triton import given
-    from softfocus.backends.triton.given import given_of
+    from softfocus.backends.triton import inputs
+    from softfocus.backends.triton.inputs import inputs_of
 
     def constants(length, pages=None):
         query, key = torch.ones(1, 1, 1, 8), torch.ones(1, 1, length, 8)
         call = functional.prepared(query, key, key, mechanism="lssar")
-        made = given_of(call._replace(cache=Cache(torch.tensor([length]), pages)))
-        return [x.value for x in made if isinstance(x, type(given.END))]
+        made = inputs_of(call._replace(cache=Cache(torch.tensor([length]), pages)))
+        return [x.value for x in made if isinstance(x, type(inputs.END))]
 
     assert constants(1040) == constants(1056) != []
     assert constants(16, torch.tensor([[0]])) != constants(32, torch.tensor([[0]]))
+
+
+def test_unit_vectors_know_no_norms(quiet):
+    """Powers of two in queries and keys change no bit of the output, and of gradients only the scale; zero vectors are fine."""
+    from softfocus.backends.triton.inputs import takes_unit_vectors
+
+    generator = torch.Generator().manual_seed(0)
+    query, key, value, grad = (torch.randn(1, 2, 40, 16, generator=generator).to(DEVICE, BRAIN) for _ in range(4))
+    query[:, :, 3], key[:, :, 5] = 0.0, 0.0
+    results = []
+    for scale in (1.0, 2.0**100):
+        leaves = [x.requires_grad_() for x in (query * scale, key / scale, value.clone())]
+        assert takes_unit_vectors(functional.prepared(*leaves, is_causal=True, mechanism="lssa"))
+        out = fused(*leaves, is_causal=True, mechanism="lssa")
+        grad_query, grad_key, grad_value = torch.autograd.grad(out, leaves, grad)
+        results.append([out, grad_query * scale, grad_key / scale, grad_value])
+    assert all(map(torch.equal, *results))
+    assert all(x.isfinite().all() and x.any() for x in results[0])
+    assert not results[0][1][:, :, 3].any()
+    assert not results[0][2][:, :, 5].any()
+
+
+@pytest.mark.parametrize("field", ["length_scale", "score_bias", "normaliser"])
+def test_no_kernel_takes_a_value_that_it_does_not_know(field):
+    from softfocus.backends.triton.call import Launcher
+
+    query = torch.ones(1, 1, 9, 24, device=DEVICE)
+    launcher = Launcher(functional.prepared(query, query, query, mechanism="softmax"))
+    launcher.algebra = launcher.algebra._replace(**{field: constexpr("another")})
+    with pytest.raises(Exception, match=f"{field} is not known"):
+        launcher.forward()
 
 
 def test_calls_of_a_layout_ask_once_what_is_compiled(monkeypatch):

@@ -94,7 +94,7 @@ def main(
         compiled = run(self, *arguments, grid=grid, warmup=True, **options)
         registers, stack = usage(compiled.asm["cubin"])
         blocks = arguments[-1]
-        scores = getattr(blocks, "rows", 1) * getattr(blocks, "keys", 1)
+        scores = getattr(blocks, "BLOCK_Q", 1) * getattr(blocks, "BLOCK_K", 1)
         exact = "gradients" in self.__name__ and arguments[-2] is True
         line = {
             "kernel": f"{self.__name__}{' exact' * exact}",

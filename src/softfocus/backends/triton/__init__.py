@@ -68,11 +68,11 @@ largest score in the kernels' unit."""
 def rows_kept(call: Call) -> int:
     """So many vectors of the rows come from the forward: ROWS, and after them in their memory what the backward wants beside
     out."""
-    rest = rest_dtype(call.mechanism, call.value.dtype)
+    rest = residual_dtype(call.mechanism, call.value.dtype)
     return ROWS + (0 if rest is None else -(-call.value.size(-1) * rest.itemsize // 4))
 
 
-def rest_dtype(mechanism: Mechanism, dtype: torch.dtype) -> torch.dtype | None:
+def residual_dtype(mechanism: Mechanism, dtype: torch.dtype) -> torch.dtype | None:
     """Of what the backward wants beside an output of a dtype: LASER's e^-out; of halves, what rounding has taken off, where the
     weights sum to one and the gradients hold D = sum(out dL/dout). Or None."""
     if mechanism.laser:

@@ -1,4 +1,4 @@
-"""What the kernels are handed: tensors as places with strides, and the algebra as compile-time constants.
+"""What the kernels are handed: tensors as pointers with strides, and the algebra as compile-time constants.
 
 A tuple that holds tuples ends with a constant: Triton 3.6 otherwise forgets, in loops, the constants in those (a stride of 1).
 """
@@ -9,26 +9,26 @@ import triton.language as tl
 
 
 class Array(NamedTuple):
-    """A tensor [B, H, L, D]: where it lies, and strides in elements, 0 where it is broadcast."""
+    """A tensor [B, H, L, D]: pointer, and strides in elements, 0 where it is broadcast."""
 
-    at: Any
-    b: Any
-    h: Any
-    l: Any
-    d: Any
+    pointer: Any
+    stride_b: Any
+    stride_h: Any
+    stride_l: Any
+    stride_d: Any
 
 
-class Sight(NamedTuple):
-    """Who sees whom: ``softfocus.visibility.Visibility``.
+class Masks(NamedTuple):
+    """Which keys a query sees: ``softfocus.visibility.Visibility``.
 
     Attributes:
         left, right: the window; meaningless where it has no such side.
         offset: the key position of query 0.
         mask: bool [B, H, Lq, Lk] as bytes, or None.
         key_mask: bool [B, 1, 1, Lk] as bytes, or None.
-        documents: integers [B, 1, 1, Lk], or None.
+        document_ids: integers [B, 1, 1, Lk], or None.
         counts: N_i, int32 [B, H, Lq, 1], or None where the window alone says it.
-        tiles, tiles_of_keys: which tiles to visit, row block by row block and key block by key block; None as ``counts``.
+        key_tiles, query_tiles: the tiles that a block of queries, or of keys, visits; None as ``counts``.
         has_left, has_right: constexpr, whether the window has these sides.
     """
 
@@ -37,65 +37,65 @@ class Sight(NamedTuple):
     offset: Any
     mask: Array | None
     key_mask: Array | None
-    documents: Array | None
+    document_ids: Array | None
     counts: Array | None
-    tiles: "Tiles | None"
-    tiles_of_keys: "Tiles | None"
+    key_tiles: "TileLists | None"
+    query_tiles: "TileLists | None"
     has_left: tl.constexpr
     has_right: tl.constexpr
 
 
-class Tiles(NamedTuple):
-    """For each block of one side, the tiles of the other that it meets: those that a mask cuts, and those that it does not.
+class TileLists(NamedTuple):
+    """For each block of one side, the partial and the full tiles of the other side.
 
     Attributes:
-        cut, whole: int32 [B, H, blocks, most].
-        cuts, wholes: how many of them count, int32 [B, H, blocks, 1].
+        partial, full: their indices, int32 [B, H, blocks, most].
+        partial_count, full_count: how many of them count, int32 [B, H, blocks, 1].
         end: see above.
     """
 
-    cut: Array
-    cuts: Array
-    whole: Array
-    wholes: Array
+    partial: Array
+    partial_count: Array
+    full: Array
+    full_count: Array
     end: tl.constexpr
 
 
-class Problem(NamedTuple):
+class Inputs(NamedTuple):
     """One call's tensors and sizes.
 
     Attributes:
         query, key, value: [B, H, L, D]; in pages, key and value are [pages, Hk, page size, D].
-        mixed: like value, what the weights are multiplied with: LASER's e^V, made once where keys are met more than once.
-        flaws: LASER's, with that: of each key 0, 1 where a value is beyond its HIGH, NaN where one is not finite; or None.
+        value_operand: like value, what the weights are multiplied with: LASER's e^V where it is made once a call.
+        value_flags: with that, of each key 0, 1 where a value is large, NaN or more where one is non-finite; or None.
         query_norm, key_norm: 1 / |q|, 1 / |k|, float32 [B, H, L, 1], or None without cosine; the latter also where the kernel
             makes it of the keys that it reads.
-        unit_key, unit_query: k / |k| and c q / |q| in float16, where scores are products of such; or None.
-        slope_key, slope_query: the same in the dtype of the call: what dL/ds is multiplied with.
+        unit_key_fp16, unit_query_fp16: k / |k| and c q / |q| where scores are products of such; or None.
+        unit_key_bf16, unit_query_bf16: the same, for products with the gradient of the scores.
         bias: added to the scores, or None.
         head_scale, power: float32 [H], or None.
-        heads, group, batch: H, H / Hk, B.
+        batch, heads, group: B, H, H / Hk.
         query_length, key_length, head_dim, value_dim: Lq, Lk, D, Dv.
         scale: the d-dependent factor of the scores.
-        lengths: of a cache: int32 [B], how many of its keys each sequence has (``sight.length_of``); or None.
-        pages: of a cache in pages: int32 [B, 1, 1, n], which page holds which keys; or None.
+        lengths: of a cache: int32 [B], how many of its keys each sequence has (``loading.sequence_length``); or None.
+        page_table: of a cache in pages: int32 [B, 1, 1, n], which page holds which keys; or None.
         seed: of dropout, 2^63 + 2 seed + 1; or None.
-        dropped: constexpr, weights whose 16 bits are less are dropped.
-        growth: constexpr, what multiplies the others.
+        drop_below: constexpr, weights whose 16 bits are less are dropped.
+        keep_scale: constexpr, what multiplies the others.
         page_size: constexpr.
     """
 
     query: Array
     key: Array
     value: Array
-    mixed: Array
-    flaws: Array | None
+    value_operand: Array
+    value_flags: Array | None
     query_norm: Array | None
     key_norm: Array | None
-    unit_key: Array | None
-    unit_query: Array | None
-    slope_key: Array | None
-    slope_query: Array | None
+    unit_key_fp16: Array | None
+    unit_query_fp16: Array | None
+    unit_key_bf16: Array | None
+    unit_query_bf16: Array | None
     bias: Array | None
     head_scale: Any
     power: Any
@@ -108,29 +108,29 @@ class Problem(NamedTuple):
     value_dim: Any
     scale: Any
     lengths: Any
-    pages: Array | None
+    page_table: Array | None
     seed: Any
-    dropped: tl.constexpr
-    growth: tl.constexpr
+    drop_below: tl.constexpr
+    keep_scale: tl.constexpr
     page_size: tl.constexpr
 
 
-class Made(NamedTuple):
+class Outputs(NamedTuple):
     """What the forward makes.
 
     Attributes:
         out: [B, H, Lq, Dv].
-        rest: like out, for the backward: of LASER e^-out, in marked rows what the rounding of out leaves; else what it
-            leaves, in ``rows.step`` s. Or None.
+        residual: like out, saved for the backward: what the rounding of out left, in ``weighting.rounding_step`` s. Of LASER
+            e^-out, and in marked rows the rounding itself. Or None.
         saved: vectors of the rows, float32 [rows_kept, B, H, Lq].
-        marked_heads: LASER's, int32 [B, H]: not 0 where rows of the head are marked; or None.
+        exact_heads: LASER's, int32 [B, H]: not 0 where rows of the head are marked; or None.
         end: see above.
     """
 
     out: Array
-    rest: Array | None
+    residual: Array | None
     saved: Array
-    marked_heads: Any
+    exact_heads: Any
     end: tl.constexpr
 
 
@@ -138,17 +138,17 @@ class Algebra(NamedTuple):
     """The mechanism, all of it constexpr: a kernel is compiled for each.
 
     Attributes:
-        cosine: cosine similarity instead of the dot product.
+        cosine: cosine similarity, or the dot product.
         length_scale, score_bias, normaliser: as in ``Mechanism``.
         phi: the functions of ``pointwise.py``.
-        sharp: re-weighting.
-        power: p where it is whole, at most 32 and the same for all heads; otherwise it stands in the problem.
+        reweighted: whether there is a power.
+        power: p where it is whole, at most 32 and the same for all heads; otherwise it stands in the inputs.
         laser: the logarithm of the mean of e^V in place of the mean of V.
         shifted: whether phi of a row is scaled by a power of two, which its largest score gives, where phi would overflow or
             vanish.
-        folded: whether it is the logarithm of the whole sum in the backward, so that phi is the weight.
+        shift_holds_norm: whether the shift is the logsumexp in the backward, so that phi is the weight.
         terms: of phi's polynomials.
-        narrow: whether what is multiplied has the range of float16.
+        float32, float16: whether the inputs have this dtype. Neither: bfloat16.
     """
 
     cosine: tl.constexpr
@@ -156,33 +156,35 @@ class Algebra(NamedTuple):
     score_bias: tl.constexpr
     normaliser: tl.constexpr
     phi: "Phi"
-    sharp: tl.constexpr
+    reweighted: tl.constexpr
     power: tl.constexpr
     laser: tl.constexpr
     shifted: tl.constexpr
-    folded: tl.constexpr
+    shift_holds_norm: tl.constexpr
     terms: tl.constexpr
-    narrow: tl.constexpr
+    float32: tl.constexpr
+    float16: tl.constexpr
 
 
 class Phi(NamedTuple):
     """Jit functions.
 
     Attributes:
-        value, slope: phi 2^-shift in its unit, and its slope times 2^-shift, from scores in theirs.
+        value, derivative: phi 2^-shift in its unit, and phi' 2^-shift, from scores in theirs.
         log: the value's logarithm, from score, shift and value; also where the value is too small for a float.
-        rate: slope over value of a score above which it is large beside its own, and the value may be too small for a float.
+        rate: derivative over value of a score above which it is large beside its own, and the value may be too small for a
+            float.
         shift: of a row, from its largest score.
-        vanishes: constexpr, whether phi is 0 below a score of 0.
+        has_zeros: constexpr, whether phi is 0 below a score of 0.
         score_unit, unit: constexpr, what scores and phi are multiplied by.
     """
 
     value: Any
-    slope: Any
+    derivative: Any
     log: Any
     rate: Any
     shift: Any
-    vanishes: tl.constexpr
+    has_zeros: tl.constexpr
     score_unit: tl.constexpr
     unit: tl.constexpr
 
@@ -191,17 +193,17 @@ class Blocks(NamedTuple):
     """The shape of a kernel's tiles, constexpr.
 
     Attributes:
-        rows, keys: of a tile.
-        head_dim, value_dim: D and Dv, rounded up to what the tensor cores multiply.
-        whole: whether they were that already.
+        BLOCK_Q, BLOCK_K: queries and keys of a tile.
+        BLOCK_D, BLOCK_DV: D and Dv, rounded up to what the tensor cores multiply.
+        exact_dims: whether D and Dv are these already.
         precision: of float32 products: "ieee", "tf32x3" or "tf32".
         widen: half operands are multiplied in float32, as Triton's interpreter needs.
     """
 
-    rows: tl.constexpr
-    keys: tl.constexpr
-    head_dim: tl.constexpr
-    value_dim: tl.constexpr
-    whole: tl.constexpr
+    BLOCK_Q: tl.constexpr
+    BLOCK_K: tl.constexpr
+    BLOCK_D: tl.constexpr
+    BLOCK_DV: tl.constexpr
+    exact_dims: tl.constexpr
     precision: tl.constexpr
     widen: tl.constexpr

@@ -10,23 +10,31 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime.errors import OutOfResources
 
-from softfocus.backends.triton import ROWS, exponential_dtype, rest_dtype, rows_kept, tuning
-from softfocus.backends.triton.arguments import Blocks, Made, Sight
-from softfocus.backends.triton.arguments import Problem as Given
-from softfocus.backends.triton.given import (
+from softfocus.backends.triton import ROWS, exponential_dtype, residual_dtype, rows_kept, tuning
+from softfocus.backends.triton.arguments import Blocks, Inputs, Masks, Outputs
+from softfocus.backends.triton.inputs import (
     END,
     algebra_of,
     array,
     blocks_of,
     bounded,
     bounds_of,
-    given_of,
-    of_units,
+    inputs_of,
     over,
-    tiles_of,
+    takes_unit_vectors,
+    tile_lists,
 )
-from softfocus.backends.triton.kernels import decode, forward, gradients, laser, norms
-from softfocus.backends.triton.kernels import sight as see
+from softfocus.backends.triton.kernels import (
+    backward_rows,
+    bias_gradients,
+    decode,
+    forward,
+    key_gradients,
+    laser,
+    masking,
+    norms,
+    query_gradients,
+)
 from softfocus.backends.triton.tuning import power_of_two
 from softfocus.contract import LEAVES, Call, pack
 from softfocus.visibility import UNLIMITED
@@ -42,10 +50,10 @@ FUSED = {"enable_fp_fusion": True}
 
 
 class Cut(NamedTuple):
-    """What a tile makes of a call: its shape, who sees whom in such tiles, what Triton is told, and how many programs."""
+    """What a tile makes of a call: its shape, the masks in such tiles, what Triton is told, and how many programs."""
 
     blocks: Blocks
-    sight: Sight
+    masks: Masks
     options: dict[str, Any]
     row_grid: tuple[int, int]
     key_grid: tuple[int, int]
@@ -58,11 +66,11 @@ class Launcher:
         self.call = call
         mechanism = call.mechanism
         self._compiled = _compiled_for(_layout(call))
-        self.given = given_of(call)
+        self.inputs = inputs_of(call)
         if mechanism.similarity == "cosine":
             query_norm = array(self._reciprocal_norms("query", call.query))
-            self.given = self.given._replace(query_norm=query_norm)
-        self.algebra = algebra_of(mechanism, self.given.power is not None, bounded(call), call.query.dtype)
+            self.inputs = self.inputs._replace(query_norm=query_norm)
+        self.algebra = algebra_of(mechanism, self.inputs.power is not None, bounded(call), call.query.dtype)
         self._cuts: dict[tuning.Tile, Cut] = {}
 
     def _launch(self, kernel: Any, variant: Hashable, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
@@ -82,21 +90,21 @@ class Launcher:
         query, value = self.call.query, self.call.value
         out = query.new_empty(*query.shape[:3], value.size(-1))
         saved = query.new_empty(rows_kept(self.call), *query.shape[:3], dtype=torch.float32)
-        marked_heads = query.new_zeros(query.shape[:2], dtype=torch.int32) if self.call.mechanism.laser else None
-        made = self._made(out, saved, marked_heads)
+        exact_heads = query.new_zeros(query.shape[:2], dtype=torch.int32) if self.call.mechanism.laser else None
+        outputs = self._outputs(out, saved, exact_heads)
         if not query.shape[:3].numel():
             return out, saved
-        given, splits = self.given, self._splits() if split else 1
+        inputs, splits = self.inputs, self._splits() if split else 1
         if splits > 1:
-            tile = self._in_a_tile("decode", lambda tile: self._decode(made, tile, splits))
+            tile = self._in_a_tile("decode", lambda tile: self._decode(outputs, tile, splits))
         else:
-            given = self._prepared(backward=False)
+            inputs = self._prepared(backward=False)
 
             def run(tile: tuning.Tile) -> None:
                 cut = self._cut(tile)
                 self._launch(
                     forward.forward, tile, cut.row_grid,
-                    given, self.algebra, cut.sight, made, cut.blocks, **cut.options,
+                    inputs, self.algebra, cut.masks, outputs, cut.blocks, **cut.options,
                 )  # fmt: skip
 
             tile = self._in_a_tile("forward", run)
@@ -104,21 +112,21 @@ class Launcher:
             cut = self._cut(tile)
             self._launch(
                 laser.exact_forward, (tile, splits > 1), cut.row_grid,
-                given, self.algebra, cut.sight, made, cut.blocks, **cut.options,
+                inputs, self.algebra, cut.masks, outputs, cut.blocks, **cut.options,
             )  # fmt: skip
         return out, saved
 
     def backward(self, grad: Tensor, bias_grad: bool, out: Tensor, saved: Tensor) -> dict[str, Tensor]:
         """The gradients by name, from what :meth:`forward` returned."""
-        if self.algebra.sharp and self._splits() > 1:
+        if self.algebra.reweighted and self._splits() > 1:
             # It summed products and the keys' norms in another order than the kernels here: the last bits of scores differ,
             # which large powers multiply. The gradients are to be those of one and the same weights.
             out, saved = self.forward(split=False)
-        marked_heads = (saved[6] != 0.0).any(-1).int() if self.call.mechanism.laser else None
-        made = self._made(out, saved, marked_heads)
+        exact_heads = (saved[6] != 0.0).any(-1).int() if self.call.mechanism.laser else None
+        outputs = self._outputs(out, saved, exact_heads)
         call = self.call
         query, key, value, bias = call.query, call.key, call.value, call.bias
-        passed = query.new_empty(gradients.PASSED, *query.shape[:3], dtype=torch.float32)
+        row_vectors = query.new_empty(backward_rows.ROW_VECTORS, *query.shape[:3], dtype=torch.float32)
         to = [x.new_empty(x.shape) for x in (query, key, value)]
         rows = [
             None if x is None else query.new_empty(query.shape[:3], dtype=torch.float32)
@@ -127,24 +135,24 @@ class Launcher:
         bias_to = None
         if bias is not None and bias_grad:
             bias_to = bias.new_empty(bias.shape, dtype=torch.float32)
-        given = self._prepared(backward=True)
+        inputs = self._prepared(backward=True)
         variants = (False, True) if self.call.mechanism.laser else (False,)
 
         incoming = array(grad)
-        given_back = tuple((x.stride(), x.dtype, x.data_ptr() % ALIGNED) for x in (grad, out, saved))
+        layouts_back = tuple((x.stride(), x.dtype, x.data_ptr() % ALIGNED) for x in (grad, out, saved))
 
         def launch(kernel: Any, grid: tuple[int, ...], tile: tuning.Tile, *arguments: Any) -> None:
             cut = self._cut(tile)
-            shared = given, self.algebra, cut.sight, incoming, made, array(passed)
+            shared = inputs, self.algebra, cut.masks, incoming, outputs, array(row_vectors)
             for exact in variants:
-                variant = tile, exact, given_back
+                variant = tile, exact, layouts_back
                 self._launch(kernel, variant, grid, *shared, *arguments, exact, cut.blocks, **cut.options)
 
         def queries(tile: tuning.Tile) -> None:
-            launch(gradients.query_gradients, self._cut(tile).row_grid, tile, array(to[0]), *rows)
+            launch(query_gradients.query_gradients, self._cut(tile).row_grid, tile, array(to[0]), *rows)
 
         def keys(tile: tuning.Tile) -> None:
-            launch(gradients.key_gradients, self._cut(tile).key_grid, tile, array(to[1]), array(to[2]))
+            launch(key_gradients.key_gradients, self._cut(tile).key_grid, tile, array(to[1]), array(to[2]))
 
         if query.numel():
             self._in_a_tile("query_gradients", queries)
@@ -157,7 +165,7 @@ class Launcher:
                 cut = self._cut(tile)
                 rows, keys = 1 if everywhere[2] else cut.row_grid[0], 1 if everywhere[3] else cut.key_grid[0]
                 grid = (rows, keys, bias_to.size(0) * bias_to.size(1))
-                launch(gradients.bias_gradients, grid, tile, array(bias_to), bias_to.size(1), *everywhere)
+                launch(bias_gradients.bias_gradients, grid, tile, array(bias_to), bias_to.size(1), *everywhere)
 
             self._in_a_tile("bias_gradients", of_bias)
         learned = (None if x is None else x.sum((0, 2)) for x in rows)
@@ -200,44 +208,44 @@ class Launcher:
             batch, heads, query_length = self.call.query.shape[:3]
             self._cuts[tile] = Cut(
                 blocks,
-                self._sight(tile, blocks),
+                self._masks(tile, blocks),
                 {**tile.options, **FUSED},
                 (over(query_length, tile.rows), batch * heads),
                 (over(self.call.visibility.key_length, tile.keys), batch * self.call.key.size(1)),
             )
         return self._cuts[tile]
 
-    def _prepared(self, backward: bool) -> Given:
+    def _prepared(self, backward: bool) -> Inputs:
         """With the keys' norms and LASER's e^V, for kernels that meet a key more than once; the others make them on the way."""
-        given = self.given
+        inputs = self.inputs
         if self.call.cache:
-            return given
+            return inputs
         if self.algebra.cosine.value:
             query, key = self.call.query, self.call.key
-            unit, own = self._units(key, backward)
-            key_norm = self._reciprocal_norms("key", key, unit, own)
-            given = given._replace(key_norm=array(key_norm), unit_key=array(unit), slope_key=array(own))
+            fp16, bf16 = self._units(key, backward)
+            key_norm = self._reciprocal_norms("key", key, fp16, bf16)
+            inputs = inputs._replace(key_norm=array(key_norm), unit_key_fp16=array(fp16), unit_key_bf16=array(bf16))
             if backward:
-                unit, own = self._units(query, backward)
-                given = given._replace(unit_query=array(unit), slope_query=array(own))
+                fp16, bf16 = self._units(query, backward)
+                inputs = inputs._replace(unit_query_fp16=array(fp16), unit_query_bf16=array(bf16))
         if self.call.mechanism.laser:
-            mixed, flaws = self._exponentials(self.call.value, backward)
-            given = given._replace(mixed=array(mixed), flaws=array(flaws))
-        return given
+            exp_values, flags = self._exponentials(self.call.value, backward)
+            inputs = inputs._replace(value_operand=array(exp_values), value_flags=array(flags))
+        return inputs
 
-    def _made(self, out: Tensor, saved: Tensor, marked_heads: Tensor | None) -> Made:
-        kind, rest = rest_dtype(self.call.mechanism, out.dtype), None
+    def _outputs(self, out: Tensor, saved: Tensor, exact_heads: Tensor | None) -> Outputs:
+        kind, residual = residual_dtype(self.call.mechanism, out.dtype), None
         if kind is not None:
-            rest = saved[ROWS:].flatten().view(kind)[: out.numel()].view(out.shape)
-        return Made(array(out), array(rest), array(saved), marked_heads, END)
+            residual = saved[ROWS:].flatten().view(kind)[: out.numel()].view(out.shape)
+        return Outputs(array(out), array(residual), array(saved), exact_heads, END)
 
     def _units(self, x: Tensor, backward: bool) -> tuple[Tensor | None, Tensor | None]:
         """Room for unit vectors beside x: in float16, and in the dtype of x, which the backward wants."""
-        if not of_units(self.call):
+        if not takes_unit_vectors(self.call):
             return None, None
         return x.new_empty(x.shape, dtype=torch.float16), x.new_empty(x.shape) if backward else None
 
-    def _reciprocal_norms(self, of: str, x: Tensor, unit: Tensor | None = None, own: Tensor | None = None) -> Tensor:
+    def _reciprocal_norms(self, of: str, x: Tensor, fp16: Tensor | None = None, bf16: Tensor | None = None) -> Tensor:
         """1 / |x|, float32 [B, H, L, 1]; and x / |x| to ``unit`` and ``own``."""
         batch, heads, length, width = x.shape
         to = x.new_empty(batch, heads, length, 1, dtype=torch.float32)
@@ -246,29 +254,29 @@ class Launcher:
         if to.numel():
             grid = over(length, rows), batch * heads
             self._launch(
-                norms.norms, (of, own is not None), grid,
-                array(x), array(to), array(unit), array(own), heads, length, width, rows, columns, **FUSED,
+                norms.reciprocal_norms, (of, bf16 is not None), grid,
+                array(x), array(to), array(fp16), array(bf16), heads, length, width, rows, columns, **FUSED,
             )  # fmt: skip
         return to
 
     def _exponentials(self, value: Tensor, backward: bool) -> tuple[Tensor, Tensor]:
-        """LASER's e^V, and [B, Hk, Lk, 1] ``flaws_of`` its keys; of the backward there are none."""
+        """LASER's e^V, and [B, Hk, Lk, 1] ``laser.flagged`` of its keys; of the backward there are none."""
         batch, heads, length, width = value.shape
-        mixed = value.new_empty(value.shape, dtype=exponential_dtype(value.dtype))
-        flaws = (value.new_zeros if backward else value.new_empty)(batch, heads, length, 1, dtype=torch.float32)
+        exp_values = value.new_empty(value.shape, dtype=exponential_dtype(value.dtype))
+        flags = (value.new_zeros if backward else value.new_empty)(batch, heads, length, 1, dtype=torch.float32)
         columns = power_of_two(width)
         rows = max(1, 4096 // columns)
-        if mixed.numel():
+        if exp_values.numel():
             self._launch(
                 laser.exponentials, backward, (over(length, rows), batch * heads),
-                array(value), array(mixed), array(flaws), heads, length, width, backward, rows, columns, **FUSED,
+                array(value), array(exp_values), array(flags), heads, length, width, backward, rows, columns, **FUSED,
             )  # fmt: skip
-        return mixed, flaws
+        return exp_values, flags
 
-    def _sight(self, tile: tuning.Tile, blocks: Blocks) -> Sight:
-        visibility, given = self.call.visibility, self.given
+    def _masks(self, tile: tuning.Tile, blocks: Blocks) -> Masks:
+        visibility, inputs = self.call.visibility, self.inputs
         mask, key_mask, documents = visibility.mask, visibility.key_mask, visibility.document_ids
-        sight = Sight(
+        masks = Masks(
             visibility.left, visibility.right, visibility.offset,
             None if mask is None else array(mask.view(torch.uint8)),
             None if key_mask is None else array(key_mask[:, None, None].view(torch.uint8)),
@@ -278,47 +286,47 @@ class Launcher:
         )  # fmt: skip
         parts = [part for part in (mask, key_mask, documents) if part is not None]
         if not parts:
-            return sight
+            return masks
         batch, heads = max(part.size(0) for part in parts), 1 if mask is None else mask.size(1)
-        row_blocks = over(given.query_length, blocks.rows.value)
-        key_blocks = over(given.key_length, blocks.keys.value)
-        counts = parts[0].new_empty(batch, heads, given.query_length, 1, dtype=torch.int32)
+        row_blocks = over(inputs.query_length, blocks.BLOCK_Q.value)
+        key_blocks = over(inputs.key_length, blocks.BLOCK_K.value)
+        counts = parts[0].new_empty(batch, heads, inputs.query_length, 1, dtype=torch.int32)
         states = parts[0].new_zeros(batch, heads, row_blocks, key_blocks, dtype=torch.int8)
         if counts.numel():
-            bounds = (None, None) if documents is None else bounds_of(documents, blocks.keys.value)
+            bounds = (None, None) if documents is None else bounds_of(documents, blocks.BLOCK_K.value)
             self._launch(
-                see.survey, tile, (row_blocks, batch, heads),
-                given, sight, *bounds, array(counts), array(states), blocks, **FUSED,
+                masking.survey, tile, (row_blocks, batch, heads),
+                inputs, masks, *bounds, array(counts), array(states), blocks, **FUSED,
             )  # fmt: skip
-        return sight._replace(counts=array(counts), tiles=tiles_of(states), tiles_of_keys=tiles_of(states.mT))
+        return masks._replace(counts=array(counts), key_tiles=tile_lists(states), query_tiles=tile_lists(states.mT))
 
     def _splits(self) -> int:
         """How many programs share the keys of one head: more than one where queries are few and heads do not fill the GPU."""
         query, key = self.call.query, self.call.key
-        if self.given.group * query.size(2) > FEW_ROWS or not key.numel() or self.call.dropout.p:
+        if self.inputs.group * query.size(2) > FEW_ROWS or not key.numel() or self.call.dropout.p:
             return 1  # decoding kernels carry no dropout: it belongs to training
-        tiles = over(self.given.key_length, self._first("decode").keys)
-        return min(_programs(query.device) // (self.given.batch * key.size(1)), tiles // TILES_OF_A_SPLIT)
+        tiles = over(self.inputs.key_length, self._first("decode").keys)
+        return min(_programs(query.device) // (self.inputs.batch * key.size(1)), tiles // TILES_OF_A_SPLIT)
 
-    def _decode(self, made: Made, tile: tuning.Tile, splits: int) -> None:
+    def _decode(self, outputs: Outputs, tile: tuning.Tile, splits: int) -> None:
         query, cut = self.call.query, self._cut(tile)
-        heads = self.given.batch * self.call.key.size(1)
-        rows = power_of_two(self.given.group * query.size(2))
+        heads = self.inputs.batch * self.call.key.size(1)
+        rows = power_of_two(self.inputs.group * query.size(2))
         few, stages = tl.constexpr(rows), tl.constexpr(tile.stages)
-        blocks = cut.blocks._replace(rows=tl.constexpr(1 if rows == 1 else max(16, rows)))
+        blocks = cut.blocks._replace(BLOCK_Q=tl.constexpr(1 if rows == 1 else max(16, rows)))
 
         def floats(*shape: int) -> Tensor:
             return query.new_empty(shape, dtype=torch.float32)
 
         parts = floats(heads, splits, decode.PARTS.value, rows)
-        sums = floats(heads, splits, rows, blocks.value_dim.value)
-        scores = floats(heads, self.given.group * self.given.query_length, self.given.key_length)
-        shared = self.given, self.algebra, cut.sight, parts, sums
+        sums = floats(heads, splits, rows, blocks.BLOCK_DV.value)
+        scores = floats(heads, self.inputs.group * self.inputs.query_length, self.inputs.key_length)
+        shared = self.inputs, self.algebra, cut.masks, parts, sums
         grid, variant = (splits, heads), (tile, splits)
         self._launch(decode.statistics, variant, grid, *shared, scores, few, stages, blocks, **cut.options)
-        if self.algebra.sharp.value:
+        if self.algebra.reweighted.value:
             self._launch(decode.weights, variant, grid, *shared, scores, few, stages, blocks, **cut.options)
-        self._launch(decode.combine, variant, (1, heads), *shared, splits, made, few, blocks, **cut.options)
+        self._launch(decode.combine, variant, (1, heads), *shared, splits, outputs, few, blocks, **cut.options)
 
 
 def _layout(call: Call) -> Hashable:

@@ -48,20 +48,20 @@ TILES = {
     ("forward", "wide"): _tiles((128, 64, 8), (128, 32, 8), (64, 64, 4), (128, 32, 8, 128)),
     ("forward", "wide, LASER"): _tiles((128, 32, 8), (128, 64, 8), (64, 64, 4)),
     ("forward", "wide, softplus"): _tiles((128, 32, 8), (128, 64, 8), (64, 64, 4)),
-    ("forward", "wide, more to do"): _tiles((128, 32, 8), (128, 64, 8), (64, 32, 4)),
+    ("forward", "wide, heavy"): _tiles((128, 32, 8), (128, 64, 8), (64, 32, 4)),
     ("query_gradients", "narrow"): _tiles((128, 64, 8), (128, 64, 8, 128), (64, 64, 4), (128, 64, 4)),
-    ("query_gradients", "narrow, more to do"): _tiles((128, 32, 8), (128, 64, 8), (64, 32, 4)),
+    ("query_gradients", "narrow, heavy"): _tiles((128, 32, 8), (128, 64, 8), (64, 32, 4)),
     ("query_gradients", "wide"): _tiles((128, 32, 8), (128, 64, 8), (64, 32, 4), (128, 32, 8, 128)),
-    ("query_gradients", "wide, more to do"): _tiles((64, 32, 8), (128, 32, 8), (128, 64, 8)),
+    ("query_gradients", "wide, heavy"): _tiles((64, 32, 8), (128, 32, 8), (128, 64, 8)),
     ("key_gradients", "narrow"): _tiles((32, 128, 8), (64, 128, 8), (32, 64, 4), (32, 128, 8, 128)),
-    ("key_gradients", "narrow, more to do"): _tiles((16, 128, 8), (32, 128, 8), (64, 128, 8)),
+    ("key_gradients", "narrow, heavy"): _tiles((16, 128, 8), (32, 128, 8), (64, 128, 8)),
     ("key_gradients", "wide"): _tiles((16, 128, 8), (32, 128, 8), (64, 128, 8)),
-    ("key_gradients", "wide, more to do"): _tiles((16, 64, 8), (32, 128, 8), (16, 128, 8)),
+    ("key_gradients", "wide, heavy"): _tiles((16, 64, 8), (32, 128, 8), (16, 128, 8)),
     ("bias_gradients", "narrow"): _tiles((64, 32, 8)),
     ("decode", "narrow"): _tiles((16, 64, 4), stages=4),
     ("decode", "wide"): _tiles((16, 32, 4), stages=4),
 }
-"""What may be taken for a kernel; the first where nothing is measured: it spills nothing from registers, as far as
+"""What may be taken for a kernel, by its name and kind; "heavy" kernels do more to a score. The first where nothing is measured: it spills nothing from registers, as far as
 test_triton_compile.py says. Rows of the queries' kernels and keys of the keys' are at least 16 a warp, or warps would do the
 same work twice; but where a head has many dimensions and two sums of them are held, that is how warps share the sums.
 
@@ -79,18 +79,18 @@ TILES_BEFORE_HOPPER = {
     ("forward", "narrow"): _tiles((64, 32, 4), (128, 64, 8), (64, 64, 4)),
     ("forward", "wide"): _tiles((128, 32, 8), (128, 64, 8), (64, 64, 4)),
     ("forward", "wide, softplus"): _tiles((128, 16, 8), (128, 32, 8), (128, 64, 8)),
-    ("forward", "wide, more to do"): _tiles((128, 16, 8), (128, 32, 8), (64, 32, 8)),
+    ("forward", "wide, heavy"): _tiles((128, 16, 8), (128, 32, 8), (64, 32, 8)),
     ("query_gradients", "narrow"): _tiles((64, 32, 4), (128, 64, 8), (64, 64, 4)),
     ("query_gradients", "narrow, softplus"): _tiles((128, 16, 8), (64, 32, 4), (128, 64, 8)),
-    ("query_gradients", "narrow, more to do"): _tiles((32, 32, 4), (64, 32, 4), (128, 32, 8)),
+    ("query_gradients", "narrow, heavy"): _tiles((32, 32, 4), (64, 32, 4), (128, 32, 8)),
     ("query_gradients", "wide"): _tiles((128, 16, 8), (128, 32, 8), (64, 32, 8)),
     ("query_gradients", "wide, softplus"): _tiles((64, 32, 8), (128, 16, 8), (128, 32, 8)),
-    ("query_gradients", "wide, more to do"): _tiles((32, 16, 8), (128, 16, 8), (64, 32, 8)),
+    ("query_gradients", "wide, heavy"): _tiles((32, 16, 8), (128, 16, 8), (64, 32, 8)),
     ("key_gradients", "narrow"): _tiles((16, 128, 8), (32, 128, 8), (32, 64, 4)),
-    ("key_gradients", "narrow, more to do"): _tiles((16, 32, 8), (16, 128, 8), (32, 128, 8)),
+    ("key_gradients", "narrow, heavy"): _tiles((16, 32, 8), (16, 128, 8), (32, 128, 8)),
     ("key_gradients", "LASER"): _tiles((16, 32, 8), (16, 64, 4), (32, 128, 8)),
     ("key_gradients", "wide"): _tiles((16, 64, 8), (16, 64, 4), (16, 128, 8)),
-    ("key_gradients", "wide, more to do"): _tiles((16, 32, 4), (16, 128, 8), (16, 64, 8)),
+    ("key_gradients", "wide, heavy"): _tiles((16, 32, 4), (16, 128, 8), (16, 64, 8)),
     ("bias_gradients", "narrow"): _tiles((32, 32, 8)),
 }
 """Where the operands of products lie in registers, too."""
@@ -100,7 +100,7 @@ TILES_SINCE_BLACKWELL = {
     ("forward", "wide"): _tiles((64, 32, 8), (128, 32, 8), (128, 64, 8)),
     ("forward", "wide, LASER"): _tiles((64, 32, 8), (128, 32, 8), (128, 64, 8)),
     ("forward", "wide, softplus"): _tiles((64, 32, 8), (128, 32, 8), (128, 64, 8)),
-    ("forward", "wide, more to do"): _tiles((64, 32, 8), (128, 32, 8), (128, 64, 8)),
+    ("forward", "wide, heavy"): _tiles((64, 32, 8), (128, 32, 8), (128, 64, 8)),
     ("query_gradients", "narrow, softplus"): _tiles((64, 64, 4), (128, 32, 8), (128, 64, 8)),
     ("query_gradients", "wide, softplus"): _tiles((64, 32, 8), (128, 16, 8), (128, 32, 8)),
 }
@@ -130,12 +130,12 @@ def tiles(kernel: str, call: Call) -> tuple[Tile, ...]:
     table = TILES_BEFORE_HOPPER if arch < 90 else TILES_SINCE_BLACKWELL if arch >= 100 else TILES
     width = "wide" if most > 64 else "narrow"
     sharp, laser = mechanism.power is not None, mechanism.laser
-    much = {
+    heavy = {
         "forward": sharp or mechanism.phi == "sigmoid",
         "query_gradients": sharp,
         "key_gradients": sharp or mechanism.phi != "exp" if width == "wide" else sharp and laser,
     }.get(kernel, False)
-    names = [f"{width}, LASER", "LASER"] * (laser and not sharp) + [f"{width}, more to do"] * much
+    names = [f"{width}, LASER", "LASER"] * (laser and not sharp) + [f"{width}, heavy"] * heavy
     names += [f"{width}, {mechanism.phi}", width, "narrow"]
     return next(table[kernel, name] for name in names if (kernel, name) in table)
 

@@ -1,303 +1,323 @@
 """A few queries against many keys, which are split among programs so that a whole GPU reads them.
 
-Up to three kernels: ``statistics`` of each split, with its weighted values unless rows are re-weighted; then re-weighted rows'
-``weights`` of each split, where only values that weigh more than rounding are read (with LASER, something); and what the splits
-``combine`` to.
+Up to three kernels: ``statistics`` of each split, with its weighted values unless rows are re-weighted; then ``weights`` of
+each split of re-weighted rows, where only values are read that weigh more than rounding (with LASER, more than 0); and
+``combine``.
 
-The queries of all heads that share a head of keys are the FEW rows of one problem. Tensor cores take them for sixteen, and a
-tile of products is held by all threads many times over, so what is done to a score is not done there: products go to memory
-(``scores``, 4 bytes beside the hundreds of a key), where as many threads as there are scores make weights of them, and come
-back to meet the values. One query is multiplied without tensor cores.
+The queries of all heads that share a key head are the rows of one tile. Tensor cores take them for sixteen, and many threads
+hold the same product. So products go to memory (``scores``, 4 bytes beside the hundreds of a key), where as many threads as
+there are scores make weights of them. The weights come back to meet the values. One query is multiplied without tensor cores.
+
+In shapes ROWS_STORED is the number of rows, rounded up to a power of two; BLOCK_Q is at least 16, or 1 for a single row.
 """
 
 import triton
 import triton.language as tl
 
-from softfocus.backends.triton.kernels import forward, laser
-from softfocus.backends.triton.kernels import rows as of
-from softfocus.backends.triton.kernels import sight as see
+from softfocus.backends.triton.kernels import forward, laser, loading, masking, norms, products, scoring, weighting
 from softfocus.backends.triton.kernels.pointwise import LOG2E
 
 PARTS = tl.constexpr(4)
 """Vectors of the rows that each split leaves: largest score, sum phi 2^-shift, sum u^p, and LASER's marks."""
-AT_ONCE = tl.constexpr(512)
+SCORES_AT_ONCE = tl.constexpr(512)
 """Scores that a program makes weights of at once."""
 
 
 @triton.jit
-def _rows(problem, ROWS: tl.constexpr):
-    """Positions of the rows, and their heads; a row too many has the position query_length."""
-    key_heads = problem.heads // problem.group
+def _query_rows(inputs, ROWS: tl.constexpr):
+    """b, a query head of this key head, and of each row its head and q_offset. A row too many has the offset query_length."""
+    key_heads = inputs.heads // inputs.group
     b, key_head = tl.program_id(1) // key_heads, tl.program_id(1) % key_heads
-    places = tl.arange(0, ROWS)
-    there = places < problem.group * problem.query_length
-    rows = tl.where(there, places % problem.query_length, problem.query_length)
-    heads = key_head * problem.group + tl.where(there, places // problem.query_length, 0)
-    return b, key_head * problem.group, heads, rows
+    rows = tl.arange(0, ROWS)
+    mask = rows < inputs.group * inputs.query_length
+    q_offsets = tl.where(mask, rows % inputs.query_length, inputs.query_length)
+    heads = key_head * inputs.group + tl.where(mask, rows // inputs.query_length, 0)
+    return b, key_head * inputs.group, heads, q_offsets
 
 
 @triton.jit
-def _span(problem, sight, b, blocks):
-    """The tiles of this program's split."""
-    length, offset = see.length_of(problem, b), see.offset_of(problem, sight, b)
-    last = problem.query_length - 1
+def _tile_range(inputs, masks, b, blocks):
+    """The tiles of keys of this program's split."""
+    length, offset = loading.sequence_length(inputs, b), masking.query_offset(inputs, masks, b)
+    last = inputs.query_length - 1
     start, stop = 0, length
-    if sight.has_left:
-        start = tl.minimum(tl.maximum(offset - sight.left, 0), length)
-    if sight.has_right:
-        stop = tl.maximum(tl.minimum(last + offset + sight.right + 1, length), start)
-    first = start // blocks.keys
-    number = (stop + blocks.keys - 1) // blocks.keys - first
+    if masks.has_left:
+        start = tl.minimum(tl.maximum(offset - masks.left, 0), length)
+    if masks.has_right:
+        stop = tl.maximum(tl.minimum(last + offset + masks.right + 1, length), start)
+    first = start // blocks.BLOCK_K
+    number = (stop + blocks.BLOCK_K - 1) // blocks.BLOCK_K - first
     each = (number + tl.num_programs(0) - 1) // tl.num_programs(0)
     begin = tl.minimum(tl.program_id(0) * each, number)
     return first + begin, first + tl.minimum(begin + each, number)
 
 
 @triton.jit
-def _part(parts, N: tl.constexpr, splits, split, FEW: tl.constexpr):
-    """Where the n-th vector of a split begins in [B Hk, splits, PARTS, FEW]."""
-    far = tl.full([], 0, tl.int64) + tl.program_id(1)
-    return parts + ((far * splits + split) * PARTS + N) * FEW
+def _part_pointers(parts, N: tl.constexpr, splits, split, ROWS_STORED: tl.constexpr):
+    """Pointer to the n-th vector of a split in [B Hk, splits, PARTS, ROWS_STORED]."""
+    program = tl.full([], 0, tl.int64) + tl.program_id(1)
+    return parts + ((program * splits + split) * PARTS + N) * ROWS_STORED
 
 
 @triton.jit
-def _sums(sums, splits, split, FEW: tl.constexpr, ROWS: tl.constexpr, blocks):
-    """Where the weighted values of a split lie in [B Hk, splits, FEW, Dv in a whole block], and which of the ROWS are there."""
-    far = tl.full([], 0, tl.int64) + tl.program_id(1)
-    rows = tl.arange(0, ROWS)[:, None]
-    places = rows * blocks.value_dim + tl.arange(0, blocks.value_dim)[None, :]
-    return sums + (far * splits + split) * (FEW * blocks.value_dim) + places, rows < FEW
+def _sum_pointers(sums, splits, split, ROWS_STORED: tl.constexpr, ROWS: tl.constexpr, blocks):
+    """Pointers to the weighted values of a split in [B Hk, splits, ROWS_STORED, BLOCK_DV], and which of the ROWS are stored."""
+    program = tl.full([], 0, tl.int64) + tl.program_id(1)
+    q_offsets = tl.arange(0, ROWS)[:, None]
+    pointers = q_offsets * blocks.BLOCK_DV + tl.arange(0, blocks.BLOCK_DV)[None, :]
+    return sums + (program * splits + split) * (ROWS_STORED * blocks.BLOCK_DV) + pointers, q_offsets < ROWS_STORED
 
 
 @triton.jit
-def _scores(scores, problem, keys, end, ROWS: tl.constexpr):
-    """Where the scores with some keys lie in [B Hk, the rows that there are, Lk], and which of them do, before ``end``."""
-    far = tl.full([], 0, tl.int64) + tl.program_id(1)
-    number = problem.group * problem.query_length
-    rows = tl.arange(0, ROWS)[:, None]
-    there = (rows < number) & (keys[None, :] < tl.minimum(end, problem.key_length))
-    return scores + (far * number + rows) * problem.key_length + keys[None, :], there
+def _score_pointers(scores, inputs, k_offsets, end, ROWS: tl.constexpr):
+    """Pointers to scores in [B Hk, rows, Lk], and which of them lie before ``end``."""
+    program = tl.full([], 0, tl.int64) + tl.program_id(1)
+    number = inputs.group * inputs.query_length
+    q_offsets = tl.arange(0, ROWS)[:, None]
+    mask = (q_offsets < number) & (k_offsets[None, :] < tl.minimum(end, inputs.key_length))
+    return scores + (program * number + q_offsets) * inputs.key_length + k_offsets[None, :], mask
 
 
 @triton.jit
-def _nothing(FEW: tl.constexpr):
-    """The sums before anything is seen: top, least, shift, norm."""
-    zeros = tl.zeros([FEW], tl.float32)
+def _initial_statistics(ROWS_STORED: tl.constexpr):
+    """Of rows that have seen nothing: row_max, smallest, shift, phi_sum."""
+    zeros = tl.zeros([ROWS_STORED], tl.float32)
     return zeros - float("inf"), zeros, zeros, zeros
 
 
 @triton.jit
-def _whole_rows(algebra, parts, splits, FEW: tl.constexpr):
-    """Largest score, shift and norm of whole rows."""
-    top, _least, shift, norm = _nothing(FEW)
-    few = tl.arange(0, FEW)
+def _whole_rows(algebra, parts, splits, ROWS_STORED: tl.constexpr):
+    """Largest score, shift and sum of phi of the rows, from all splits."""
+    row_max, _smallest, shift, phi_sum = _initial_statistics(ROWS_STORED)
+    rows = tl.arange(0, ROWS_STORED)
     for split in range(splits):
-        top_there = tl.load(_part(parts, 0, splits, split, FEW) + few)
-        norm_there = tl.load(_part(parts, 1, splits, split, FEW) + few)
-        top = tl.maximum(top, top_there)
+        split_max = tl.load(_part_pointers(parts, 0, splits, split, ROWS_STORED) + rows)
+        split_phi_sum = tl.load(_part_pointers(parts, 1, splits, split, ROWS_STORED) + rows)
+        row_max = tl.maximum(row_max, split_max)
         if algebra.shifted:
             before = shift
-            shift = algebra.phi.shift(top)
-            norm = norm * tl.exp2(tl.minimum(before - shift, 0.0))
-            norm_there = norm_there * tl.exp2(tl.minimum(algebra.phi.shift(top_there) - shift, 0.0))
-        norm += norm_there
-    return top, shift, norm
+            shift = algebra.phi.shift(row_max)
+            phi_sum = phi_sum * tl.exp2(tl.minimum(before - shift, 0.0))
+            split_phi_sum = split_phi_sum * tl.exp2(tl.minimum(algebra.phi.shift(split_max) - shift, 0.0))
+        phi_sum += split_phi_sum
+    return row_max, shift, phi_sum
 
 
 @triton.jit
-def statistics(problem, algebra, sight, parts, sums, scores, FEW: tl.constexpr, STAGES: tl.constexpr, blocks):
-    """The first two vectors of a split; its scores, of re-weighted rows, or of others its sums."""
+def statistics(inputs, algebra, masks, parts, sums, scores, ROWS_STORED: tl.constexpr, STAGES: tl.constexpr, blocks):
+    """Of a split the first two vectors, and its scores if rows are re-weighted, its weighted values if not."""
     splits, split = tl.num_programs(0), tl.program_id(0)
-    b, h, heads, rows = _rows(problem, FEW)
-    first, last = _span(problem, sight, b, blocks)
-    _multiply(problem, algebra, b, h, scores, first, last, STAGES, blocks)
+    b, h, heads, q_offsets = _query_rows(inputs, ROWS_STORED)
+    first, last = _tile_range(inputs, masks, b, blocks)
+    _store_products(inputs, algebra, b, h, scores, first, last, STAGES, blocks)
     tl.debug_barrier()
-    count = see.count(sight, problem, b, heads, rows)
-    scale = of.scale_of(problem, algebra, count, heads) * algebra.phi.score_unit
-    lift = of.lift_of(problem, algebra, count, b)
+    count = masking.visible_count(masks, inputs, b, heads, q_offsets)
+    scale = scoring.score_scale(inputs, algebra, count, heads) * algebra.phi.score_unit
+    row_bias = scoring.row_bias_of(inputs, algebra, count, b)
     if algebra.cosine:
-        norms = of.per_row(problem.query_norm, b, heads, rows, problem.query_length)
-        scale = scale * of.left_of_norm(norms)
-    top, least, shift, norm = _nothing(FEW)
-    end = last * blocks.keys
-    for start in range(first * blocks.keys, end, AT_ONCE // FEW):
-        keys = start + tl.arange(0, AT_ONCE // FEW)
-        places, there = _scores(scores, problem, keys, end, FEW)
-        s, _seen, scaled = of.scores(
-            tl.load(places, mask=there, other=0.0), problem, algebra, sight, b, heads[:, None], rows[:, None],
-            keys[None, :], scale[:, None], tl.full([1, 1], 1.0, tl.float32), lift[:, None], True,
+        query_norm = loading.load_vector(inputs.query_norm, b, heads, q_offsets, inputs.query_length)
+        scale = scale * norms.mantissa_of(query_norm)
+    row_max, smallest, shift, phi_sum = _initial_statistics(ROWS_STORED)
+    end = last * blocks.BLOCK_K
+    for start in range(first * blocks.BLOCK_K, end, SCORES_AT_ONCE // ROWS_STORED):
+        k_offsets = start + tl.arange(0, SCORES_AT_ONCE // ROWS_STORED)
+        pointers, mask = _score_pointers(scores, inputs, k_offsets, end, ROWS_STORED)
+        # s, scaled [ROWS_STORED, keys]
+        s, _visible, scaled = scoring.tile_scores(
+            tl.load(pointers, mask=mask, other=0.0), inputs, algebra, masks, b, heads[:, None], q_offsets[:, None],
+            k_offsets[None, :], scale[:, None], tl.full([1, 1], 1.0, tl.float32), row_bias[:, None], True,
         )  # fmt: skip
-        s, scaled = tl.where(there, s, float("-inf")), tl.where(there, scaled, 0.0)
-        _f, top, least, shift, norm, _fade = forward.online(s, scaled, top, least, shift, norm, algebra)
-        tl.store(places, s, mask=there)
-    few = tl.arange(0, FEW)
-    tl.store(_part(parts, 0, splits, split, FEW) + few, top)
-    tl.store(_part(parts, 1, splits, split, FEW) + few, forward.tainted(norm, top, least))
-    if not algebra.sharp:
+        s, scaled = tl.where(mask, s, float("-inf")), tl.where(mask, scaled, 0.0)
+        _f, row_max, smallest, shift, phi_sum, _rescale = forward.online_statistics(
+            s, scaled, row_max, smallest, shift, phi_sum, algebra
+        )
+        tl.store(pointers, s, mask=mask)
+    rows = tl.arange(0, ROWS_STORED)
+    tl.store(_part_pointers(parts, 0, splits, split, ROWS_STORED) + rows, row_max)
+    sum_pointers = _part_pointers(parts, 1, splits, split, ROWS_STORED) + rows
+    tl.store(sum_pointers, forward.nan_if_infinite(phi_sum, row_max, smallest))
+    if not algebra.reweighted:
         tl.debug_barrier()
-        for start in range(first * blocks.keys, end, AT_ONCE // FEW):
-            keys = start + tl.arange(0, AT_ONCE // FEW)
-            places, there = _scores(scores, problem, keys, end, FEW)
-            s = tl.load(places, mask=there, other=float("-inf"))
-            tl.store(places, algebra.phi.value(s, shift[:, None], algebra), mask=there)
+        for start in range(first * blocks.BLOCK_K, end, SCORES_AT_ONCE // ROWS_STORED):
+            k_offsets = start + tl.arange(0, SCORES_AT_ONCE // ROWS_STORED)
+            pointers, mask = _score_pointers(scores, inputs, k_offsets, end, ROWS_STORED)
+            s = tl.load(pointers, mask=mask, other=float("-inf"))
+            tl.store(pointers, algebra.phi.value(s, shift[:, None], algebra), mask=mask)
         tl.debug_barrier()
-        _mix(problem, algebra, sight, b, h, parts, sums, scores, first, last, FEW, STAGES, blocks)
+        _sum_values(inputs, algebra, masks, b, h, parts, sums, scores, first, last, ROWS_STORED, STAGES, blocks)
 
 
 @triton.jit
-def weights(problem, algebra, sight, parts, sums, scores, FEW: tl.constexpr, STAGES: tl.constexpr, blocks):
-    """The last two vectors of a split and its sums, where rows are re-weighted."""
+def weights(inputs, algebra, masks, parts, sums, scores, ROWS_STORED: tl.constexpr, STAGES: tl.constexpr, blocks):
+    """Of a split of re-weighted rows the other two vectors, and the weighted values."""
     splits, split = tl.num_programs(0), tl.program_id(0)
-    b, h, heads, rows = _rows(problem, FEW)
-    first, last = _span(problem, sight, b, blocks)
-    count = see.count(sight, problem, b, heads, rows)
-    top, shift, norm = _whole_rows(algebra, parts, splits, FEW)
-    largest = algebra.phi.value(top, shift, algebra)
-    floor, over_spread, tied, _peak = of.threshold(problem, algebra, count, norm, largest)
-    negligible = _negligible(problem, algebra, count, tied, heads)
-    sharp_norm = tl.zeros([FEW], tl.float32)
-    end = last * blocks.keys
-    for start in range(first * blocks.keys, end, AT_ONCE // FEW):
-        keys = start + tl.arange(0, AT_ONCE // FEW)
-        places, there = _scores(scores, problem, keys, end, FEW)
-        s = tl.load(places, mask=there, other=float("-inf"))
-        f = forward.sharpened(s, shift, floor, over_spread, tied, problem, algebra, heads[:, None])
+    b, h, heads, q_offsets = _query_rows(inputs, ROWS_STORED)
+    first, last = _tile_range(inputs, masks, b, blocks)
+    count = masking.visible_count(masks, inputs, b, heads, q_offsets)
+    row_max, shift, phi_sum = _whole_rows(algebra, parts, splits, ROWS_STORED)
+    largest = algebra.phi.value(row_max, shift, algebra)
+    threshold, over_spread, tied, _peak = weighting.row_threshold(inputs, algebra, count, phi_sum, largest)
+    negligible = _negligible(inputs, algebra, count, tied, heads)
+    u_sum = tl.zeros([ROWS_STORED], tl.float32)
+    end = last * blocks.BLOCK_K
+    for start in range(first * blocks.BLOCK_K, end, SCORES_AT_ONCE // ROWS_STORED):
+        k_offsets = start + tl.arange(0, SCORES_AT_ONCE // ROWS_STORED)
+        pointers, mask = _score_pointers(scores, inputs, k_offsets, end, ROWS_STORED)
+        s = tl.load(pointers, mask=mask, other=float("-inf"))
+        f = forward.reweighted(s, shift, threshold, over_spread, tied, inputs, algebra, heads[:, None])
         f = tl.where(f <= negligible[:, None], 0.0, f)
-        sharp_norm += tl.sum(f, 1)
-        tl.store(places, f, mask=there)
-    tl.store(_part(parts, 2, splits, split, FEW) + tl.arange(0, FEW), sharp_norm)
+        u_sum += tl.sum(f, 1)
+        tl.store(pointers, f, mask=mask)
+    tl.store(_part_pointers(parts, 2, splits, split, ROWS_STORED) + tl.arange(0, ROWS_STORED), u_sum)
     tl.debug_barrier()
-    _mix(problem, algebra, sight, b, h, parts, sums, scores, first, last, FEW, STAGES, blocks)
+    _sum_values(inputs, algebra, masks, b, h, parts, sums, scores, first, last, ROWS_STORED, STAGES, blocks)
 
 
 @triton.jit
-def _multiply(problem, algebra, b, h, scores, first, last, STAGES: tl.constexpr, blocks):
-    """Scores of a split's tiles but for what is the rows': q k, or with cosine q k / |k|, of a query scaled by a power of two.
-    Where the squares of some key are too large or too small to be summed, all are multiplied again with care."""
-    _b, _h, heads, rows = _rows(problem, blocks.rows)
-    dims = tl.arange(0, blocks.head_dim)
-    places = (
-        see.head_of(problem.query, b, heads)[:, None]
-        + rows[:, None] * problem.query.l
-        + dims[None, :] * problem.query.d
+def _store_products(inputs, algebra, b, h, scores, first, last, STAGES: tl.constexpr, blocks):
+    """Products of a split's tiles: q k, or with cosine q k / |k|, of a query scaled by a power of two.
+
+    Where the squares of a key are too large or too small to be summed, all are multiplied again with exact norms.
+    """
+    _b, _h, heads, q_offsets = _query_rows(inputs, blocks.BLOCK_Q)
+    d_offsets = tl.arange(0, blocks.BLOCK_D)
+    pointers = (
+        loading.head_pointer(inputs.query, b, heads)[:, None]
+        + q_offsets[:, None] * inputs.query.stride_l
+        + d_offsets[None, :] * inputs.query.stride_d
     )
-    inside = (rows[:, None] < problem.query_length) & (dims[None, :] < problem.head_dim)
-    query = tl.load(places, mask=inside, other=0.0)
+    mask = (q_offsets[:, None] < inputs.query_length) & (d_offsets[None, :] < inputs.head_dim)
+    query = tl.load(pointers, mask=mask, other=0.0)  # [BLOCK_Q, BLOCK_D]
     if algebra.cosine:
-        query, _left = of.resting(query, of.per_row(problem.query_norm, b, heads, rows, problem.query_length))
-    odd = tl.zeros([blocks.rows, blocks.keys], tl.int32)
+        query_norm = loading.load_vector(inputs.query_norm, b, heads, q_offsets, inputs.query_length)
+        query, _left = norms.scaled_operand(query, query_norm)
+    imprecise = tl.zeros([blocks.BLOCK_Q, blocks.BLOCK_K], tl.int32)
     for CAREFUL in tl.static_range(2 if algebra.cosine else 1):
         end = last
         if CAREFUL:
-            end = tl.where(tl.max(tl.max(odd, 1), 0) > 0, last, first)
-            tl.debug_barrier()  # what the threads have stored they store again, perhaps not each its own
+            end = tl.where(tl.max(tl.max(imprecise, 1), 0) > 0, last, first)
+            tl.debug_barrier()  # another thread may have stored what this one stores again
         for n in tl.range(first, end, num_stages=1 if CAREFUL else STAGES):
-            keys = n * blocks.keys + tl.arange(0, blocks.keys)
-            key = of.keys_alone(problem, b, h, keys, True, blocks)
-            dots = of.product(query, tl.trans(key), blocks)
+            k_offsets = n * blocks.BLOCK_K + tl.arange(0, blocks.BLOCK_K)
+            key = loading.load_keys(inputs, b, h, k_offsets, True, blocks)  # [BLOCK_K, BLOCK_D]
+            dots = products.dot(query, tl.trans(key), blocks)  # [BLOCK_Q, BLOCK_K]
             if algebra.cosine:
                 if CAREFUL:
-                    norms = of.reciprocal_norm(key.to(tl.float32))
+                    key_norms = norms.reciprocal_norm(key.to(tl.float32))
                 else:
-                    norms, plain = of.plain_reciprocal_norm(key)
-                    # Zero vectors are plain, though their squares look like those of tiny ones: all products with them are 0
-                    odd = odd | ((plain == 0)[None, :] & ((norms != 0.0)[None, :] | (dots != 0.0))).to(tl.int32)
-                dots = dots * norms[None, :]
-            to, there = _scores(scores, problem, keys, last * blocks.keys, blocks.rows)
-            tl.store(to, dots, mask=there)
+                    key_norms, precise = norms.fast_reciprocal_norm(key)
+                    # Zero vectors are fine, though their squares look like those of tiny ones: all products with them are 0
+                    not_zero = (key_norms != 0.0)[None, :] | (dots != 0.0)
+                    imprecise = imprecise | ((precise == 0)[None, :] & not_zero).to(tl.int32)
+                dots = dots * key_norms[None, :]
+            score_pointers, score_mask = _score_pointers(
+                scores, inputs, k_offsets, last * blocks.BLOCK_K, blocks.BLOCK_Q
+            )
+            tl.store(score_pointers, dots, mask=score_mask)
 
 
 @triton.jit
-def _mix(
-    problem, algebra, sight, b, h, parts, sums, scores, first, last, FEW: tl.constexpr, STAGES: tl.constexpr, blocks
+def _sum_values(
+    inputs, algebra, masks, b, h, parts, sums, scores, first, last, ROWS_STORED: tl.constexpr, STAGES: tl.constexpr, blocks
 ):  # fmt: skip
-    """The sums of a split, and LASER's marks. Only where a sum is no number, or a value beyond what LASER takes as it is, the
-    split is mixed again with a look at every value."""
+    """The weighted values of a split, and LASER's marks.
+
+    Only where a sum is non-finite, or a value too large for LASER, the split is summed again with a look at every value.
+    """
     splits, split = tl.num_programs(0), tl.program_id(0)
-    _b, _h, heads, rows = _rows(problem, blocks.rows)
-    columns = tl.arange(0, blocks.value_dim)
-    mixed = tl.zeros([blocks.rows, blocks.value_dim], tl.float32)
-    marked = tl.zeros([blocks.rows], tl.float32) > 0.0
-    flaws = tl.zeros([blocks.keys], tl.float32)
-    products = tl.zeros([blocks.keys, blocks.value_dim], tl.float32)  # of one row, added up over the keys at the end
-    largest = tl.zeros([blocks.keys], tl.float32)
+    _b, _h, heads, q_offsets = _query_rows(inputs, blocks.BLOCK_Q)
+    dv_offsets = tl.arange(0, blocks.BLOCK_DV)
+    acc = tl.zeros([blocks.BLOCK_Q, blocks.BLOCK_DV], tl.float32)
+    needs_exact = tl.zeros([blocks.BLOCK_Q], tl.float32) > 0.0
+    large_values = tl.zeros([blocks.BLOCK_K], tl.float32)
+    product_sums = tl.zeros(
+        [blocks.BLOCK_K, blocks.BLOCK_DV], tl.float32
+    )  # of one row; summed over the keys at the end
+    largest = tl.zeros([blocks.BLOCK_K], tl.float32)
     for CAREFUL in tl.static_range(2):
         end = last
         if CAREFUL:
-            if blocks.rows == 1:
-                mixed = tl.sum(products, 0)[None, :]
-            bad = tl.sum(mixed - mixed) != 0.0
+            if blocks.BLOCK_Q == 1:
+                acc = tl.sum(product_sums, 0)[None, :]
+            nonfinite = tl.sum(acc - acc) != 0.0
             if algebra.laser:
-                bad = bad | (tl.max(largest, 0) > laser.HIGH)
-            end = tl.where(bad, last, first)
-            mixed = tl.where(bad, 0.0, mixed)
+                nonfinite = nonfinite | (tl.max(largest, 0) > laser.LARGE_VALUE)
+            end = tl.where(nonfinite, last, first)
+            acc = tl.where(nonfinite, 0.0, acc)
         for n in tl.range(first, end, num_stages=1 if CAREFUL else STAGES):
-            keys = n * blocks.keys + tl.arange(0, blocks.keys)
-            kept, there = _scores(scores, problem, keys, last * blocks.keys, blocks.rows)
-            f = tl.load(kept, mask=there, other=0.0)
-            if algebra.sharp:
-                live = tl.max((f != 0.0).to(tl.int32), 0) > 0
-                at = of.key_places(problem.value, problem, b, h, keys)[:, None] + columns[None, :] * problem.value.d
-                value = tl.load(at, mask=live[:, None] & (columns[None, :] < problem.value_dim), other=0.0)
+            k_offsets = n * blocks.BLOCK_K + tl.arange(0, blocks.BLOCK_K)
+            pointers, mask = _score_pointers(scores, inputs, k_offsets, last * blocks.BLOCK_K, blocks.BLOCK_Q)
+            f = tl.load(pointers, mask=mask, other=0.0)  # [BLOCK_Q, BLOCK_K]
+            # value [BLOCK_K, BLOCK_DV]
+            if algebra.reweighted:
+                live = tl.max((f != 0.0).to(tl.int32), 0) > 0  # [BLOCK_K]: some row gives the key weight
+                pointers = loading.key_pointers(inputs.value, inputs, b, h, k_offsets)[:, None]
+                pointers = pointers + dv_offsets[None, :] * inputs.value.stride_d
+                value = tl.load(pointers, mask=live[:, None] & (dv_offsets[None, :] < inputs.value_dim), other=0.0)
             else:
-                value = of.mixed_of(problem, b, h, keys, True, blocks)
+                value = loading.load_value_operand(inputs, b, h, k_offsets, True, blocks)
             if CAREFUL:
-                value, mixed, marked, flaws = forward.inspected(
-                    value, mixed, marked, flaws, f if algebra.sharp else None,
-                    problem, algebra, sight, b, h, heads, rows, keys, True, blocks,
+                value, acc, needs_exact, large_values = forward.checked_values(
+                    value, acc, needs_exact, large_values, f if algebra.reweighted else None,
+                    inputs, algebra, masks, b, h, heads, q_offsets, k_offsets, True, blocks,
                 )  # fmt: skip
             elif algebra.laser:
                 x = value.to(tl.float32)
                 largest = tl.maximum(largest, tl.max(tl.abs(x), 1))
                 value = laser.operand(tl.exp2(x * LOG2E), value)
-            if CAREFUL or blocks.rows > 1:
-                mixed += of.weighted_product(f, value, algebra, blocks)
+            if CAREFUL or blocks.BLOCK_Q > 1:
+                acc += products.dot_weights(f, value, algebra, blocks)
             else:
-                products += tl.trans(f) * value.to(tl.float32)
-    row = tl.arange(0, blocks.rows)
-    tl.store(_part(parts, 3, splits, split, FEW) + row, marked.to(tl.float32), mask=row < FEW)
-    to, wanted = _sums(sums, splits, split, FEW, blocks.rows, blocks)
-    tl.store(to, mixed, mask=wanted)
+                product_sums += tl.trans(f) * value.to(tl.float32)
+    rows = tl.arange(0, blocks.BLOCK_Q)
+    pointers = _part_pointers(parts, 3, splits, split, ROWS_STORED) + rows
+    tl.store(pointers, needs_exact.to(tl.float32), mask=rows < ROWS_STORED)
+    pointers, mask = _sum_pointers(sums, splits, split, ROWS_STORED, blocks.BLOCK_Q, blocks)
+    tl.store(pointers, acc, mask=mask)
 
 
 @triton.jit
-def _negligible(problem, algebra, count, tied, heads):
-    """What a weight u^p counts as 0 up to: half of float32's rounding of the largest over p; and all together in long rows no
-    more than what the rounding of u makes of u^p. LASER takes the logarithm of what is small."""
+def _negligible(inputs, algebra, count, tied, heads):
+    """Up to where a weight u^p counts as 0: half of float32's rounding of the largest over p.
+
+    In long rows less, so that all of them together are no more than what the rounding of u makes of u^p. LASER takes the
+    logarithm of small weights, and leaves out none.
+    """
     negligible = tl.zeros_like(count)
     if not algebra.laser:
-        power = tl.maximum(negligible + of.power_of(problem, algebra, heads), 1.0)
+        power = tl.maximum(negligible + weighting.head_power(inputs, algebra, heads), 1.0)
         negligible = tl.where(tied, 0.0, 2.0**-24 / (power * tl.maximum(count / (power * power), 1.0)))
     return negligible
 
 
 @triton.jit
-def combine(problem, algebra, sight, parts, sums, splits, made, FEW: tl.constexpr, blocks):
+def combine(inputs, algebra, masks, parts, sums, splits, outputs, ROWS_STORED: tl.constexpr, blocks):
     """What the forward makes, from the splits in their order."""
-    b, _h, heads, rows = _rows(problem, FEW)
-    count = see.count(sight, problem, b, heads, rows)
-    top, shift, norm = _whole_rows(algebra, parts, splits, FEW)
-    few = tl.arange(0, FEW)
-    sharp_norm = tl.zeros([FEW], tl.float32)
-    mixed = tl.zeros([FEW, blocks.value_dim], tl.float32)
-    marked = sharp_norm > 0.0
+    b, _h, heads, q_offsets = _query_rows(inputs, ROWS_STORED)
+    count = masking.visible_count(masks, inputs, b, heads, q_offsets)
+    row_max, shift, phi_sum = _whole_rows(algebra, parts, splits, ROWS_STORED)
+    rows = tl.arange(0, ROWS_STORED)
+    u_sum = tl.zeros([ROWS_STORED], tl.float32)
+    acc = tl.zeros([ROWS_STORED, blocks.BLOCK_DV], tl.float32)
+    needs_exact = u_sum > 0.0
     for split in range(splits):
-        places, _all = _sums(sums, splits, split, FEW, FEW, blocks)
-        there = tl.load(places)
-        if algebra.sharp:
-            sharp_norm += tl.load(_part(parts, 2, splits, split, FEW) + few)
+        pointers, _all = _sum_pointers(sums, splits, split, ROWS_STORED, ROWS_STORED, blocks)
+        split_acc = tl.load(pointers)
+        if algebra.reweighted:
+            u_sum += tl.load(_part_pointers(parts, 2, splits, split, ROWS_STORED) + rows)
         elif algebra.shifted:
-            shift_there = algebra.phi.shift(tl.load(_part(parts, 0, splits, split, FEW) + few))
-            there = there * tl.exp2(tl.minimum(shift_there - shift, 0.0))[:, None]
+            split_shift = algebra.phi.shift(tl.load(_part_pointers(parts, 0, splits, split, ROWS_STORED) + rows))
+            split_acc = split_acc * tl.exp2(tl.minimum(split_shift - shift, 0.0))[:, None]
         if algebra.laser:
-            marked = marked | (tl.load(_part(parts, 3, splits, split, FEW) + few) > 0.0)
-        mixed += there
-    peak = tl.zeros_like(norm)
-    if algebra.sharp:
-        largest = algebra.phi.value(top, shift, algebra)
-        _floor, _over_spread, _tied, peak = of.threshold(problem, algebra, count, norm, largest)
-    whole = sharp_norm if algebra.sharp else norm
-    forward.finish(
-        problem, algebra, made, b, heads, rows, count, top, shift, norm, sharp_norm, whole, peak, mixed, marked,
-        tl.zeros([16], tl.float32), blocks,
+            marks = tl.load(_part_pointers(parts, 3, splits, split, ROWS_STORED) + rows)
+            needs_exact = needs_exact | (marks > 0.0)
+        acc += split_acc
+    peak = tl.zeros_like(phi_sum)
+    if algebra.reweighted:
+        largest = algebra.phi.value(row_max, shift, algebra)
+        _threshold, _over_spread, _tied, peak = weighting.row_threshold(inputs, algebra, count, phi_sum, largest)
+    weight_sum = u_sum if algebra.reweighted else phi_sum
+    forward.store_results(
+        inputs, algebra, outputs, b, heads, q_offsets, count, row_max, shift, phi_sum, u_sum, weight_sum, peak, acc,
+        needs_exact, tl.zeros([16], tl.float32), blocks,
     )  # fmt: skip

@@ -9,23 +9,23 @@ GROUP, LANES = tl.constexpr(64), tl.constexpr(8)
 
 
 @triton.jit
-def kept(problem, b, h, rows, first, KEYS: tl.constexpr, AXIS: tl.constexpr):
-    """bool [R, K], or [K, R] where the keys' AXIS is 0: which weights of ``KEYS`` keys from ``first`` on, a multiple of that.
+def kept(inputs, b, h, q_offsets, first, KEYS: tl.constexpr, AXIS: tl.constexpr):
+    """bool [Q, K], or [K, Q] where the keys' AXIS is 0: which weights of ``KEYS`` keys from ``first`` on, a multiple of that.
 
     A counter's eight columns lie eight apart, as those of a thread do in a product of tensor cores.
     """
     GROUPS: tl.constexpr = KEYS // GROUP if KEYS > GROUP else 1
     columns = first // GROUP * LANES + tl.arange(0, GROUPS * LANES)
-    places = tl.zeros_like(columns) + (b * problem.heads + h)
+    heads = tl.zeros_like(columns) + (b * inputs.heads + h)
     if AXIS == 1:
-        columns, places, rows = columns[None, :], places[None, :], rows[:, None]
+        columns, heads, q_offsets = columns[None, :], heads[None, :], q_offsets[:, None]
     else:
-        columns, places, rows = columns[:, None], places[:, None], rows[None, :]
-    seed = (problem.seed >> 1) & 0x3FFFFFFFFFFFFFFF
-    w, x, y, z = tl.philox(seed, columns, rows, places, tl.zeros_like(places), ROUNDS)
+        columns, heads, q_offsets = columns[:, None], heads[:, None], q_offsets[None, :]
+    seed = (inputs.seed >> 1) & 0x3FFFFFFFFFFFFFFF
+    w, x, y, z = tl.philox(seed, columns, q_offsets, heads, tl.zeros_like(heads), ROUNDS)
     if KEYS >= GROUP:
-        low = tl.join(_halves(w, problem.dropped), _halves(x, problem.dropped))
-        high = tl.join(_halves(y, problem.dropped), _halves(z, problem.dropped))
+        low = tl.join(_halves(w, inputs.drop_below), _halves(x, inputs.drop_below))
+        high = tl.join(_halves(y, inputs.drop_below), _halves(z, inputs.drop_below))
         bits = tl.join(low, high)
         if AXIS == 1:
             bits = bits.reshape(bits.shape[0], GROUPS, LANES, 2, 2, 2).permute(0, 1, 5, 4, 3, 2)
@@ -36,7 +36,7 @@ def kept(problem, b, h, rows, first, KEYS: tl.constexpr, AXIS: tl.constexpr):
     elif KEYS == GROUP // 2:
         upper = first // KEYS % 2 == 1
         w, x = tl.where(upper, y, w), tl.where(upper, z, x)
-        bits = tl.join(_halves(w, problem.dropped), _halves(x, problem.dropped))
+        bits = tl.join(_halves(w, inputs.drop_below), _halves(x, inputs.drop_below))
         if AXIS == 1:
             bits = bits.permute(0, 3, 2, 1).reshape(bits.shape[0], KEYS)
         else:
@@ -45,7 +45,7 @@ def kept(problem, b, h, rows, first, KEYS: tl.constexpr, AXIS: tl.constexpr):
         tl.static_assert(KEYS == GROUP // 4)
         quarter = first // KEYS % 4
         w, y = tl.where(quarter == 1, x, w), tl.where(quarter == 3, z, y)
-        bits = _halves(tl.where(quarter >= 2, y, w), problem.dropped)
+        bits = _halves(tl.where(quarter >= 2, y, w), inputs.drop_below)
         if AXIS == 1:
             bits = bits.permute(0, 2, 1).reshape(bits.shape[0], KEYS)
         else:

@@ -1,227 +1,242 @@
-"""The forward kernels: one sweep over the keys, or two where the rows are re-weighted: statistics, then weights."""
+"""The forward: one sweep exp_minus_out the keys, or two where rows are re-weighted, first for statistics, then for weights."""
 
 import triton
 import triton.language as tl
 
-from softfocus.backends.triton.kernels import dropout, laser
-from softfocus.backends.triton.kernels import rows as of
-from softfocus.backends.triton.kernels import sight as see
+from softfocus.backends.triton.kernels import dropout, laser, loading, masking, products, scoring, weighting
 from softfocus.backends.triton.kernels.pointwise import LN2, log2
 
 
 @triton.jit
-def forward(problem, algebra, sight, made, blocks):
-    """All that is ``made``, but for rows that it marks for ``laser.exact_forward``. A program: a block of rows of a head."""
+def forward(inputs, algebra, masks, outputs, blocks):
+    """Everything in ``outputs``, but rows that it marks for ``laser.exact_forward``. A program: BLOCK_Q rows of a head."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows first, where it is causal
-    b, h = tl.program_id(1) // problem.heads, tl.program_id(1) % problem.heads
-    rows = block * blocks.rows + tl.arange(0, blocks.rows)
-    heads = tl.zeros_like(rows) + h
-    query = of.queries_of(problem, b, h, rows, blocks)
-    count = see.count(sight, problem, b, h, rows)
-    scale = of.scale_of(problem, algebra, count, h) * algebra.phi.score_unit
-    lift = of.lift_of(problem, algebra, count, b)
+    b, h = tl.program_id(1) // inputs.heads, tl.program_id(1) % inputs.heads
+    q_offsets = block * blocks.BLOCK_Q + tl.arange(0, blocks.BLOCK_Q)  # [BLOCK_Q]
+    heads = tl.zeros_like(q_offsets) + h
+    query = loading.load_queries(inputs, b, h, q_offsets, blocks)  # [BLOCK_Q, BLOCK_D]
+    count = masking.visible_count(masks, inputs, b, h, q_offsets)  # [BLOCK_Q], as scale, row_bias and query_norm
+    scale = scoring.score_scale(inputs, algebra, count, h) * algebra.phi.score_unit
+    row_bias = scoring.row_bias_of(inputs, algebra, count, b)
     query_norm = scale
     if algebra.cosine:
-        query_norm = of.per_row(problem.query_norm, b, h, rows, problem.query_length)
-    query, scale = of.score_operand(query, query_norm, scale, problem, algebra)
-    span = see.key_tiles(sight, problem, blocks, b, block)
+        query_norm = loading.load_vector(inputs.query_norm, b, h, q_offsets, inputs.query_length)
+    query, scale = scoring.query_operand(query, query_norm, scale, inputs, algebra)
+    tile_range = masking.key_tile_range(masks, inputs, blocks, b, block)
 
-    top = tl.full([blocks.rows], float("-inf"), tl.float32)
-    least = tl.zeros([blocks.rows], tl.float32)
-    shift = tl.zeros([blocks.rows], tl.float32)
-    norm = tl.zeros([blocks.rows], tl.float32)
-    sharp_norm = tl.zeros([blocks.rows], tl.float32)
-    # Of weights as halves hold them: where one key dominates a row the output, of which D is made, is then that key's value.
-    # Other phi have a shift for it
+    row_max = tl.full([blocks.BLOCK_Q], float("-inf"), tl.float32)
+    smallest = tl.zeros([blocks.BLOCK_Q], tl.float32)
+    shift = tl.zeros([blocks.BLOCK_Q], tl.float32)
+    phi_sum = tl.zeros([blocks.BLOCK_Q], tl.float32)
+    u_sum = tl.zeros([blocks.BLOCK_Q], tl.float32)
+    # The sum of weights as halves hold them. Where one key dominates a row the output, of which delta is made, is then that
+    # key's value. Other phi have a shift for it
     rounding: tl.constexpr = (
-        algebra.phi.vanishes
-        and algebra.terms != 9
+        algebra.phi.has_zeros
+        and not algebra.float32
         and algebra.normaliser == "l1"
-        and not (algebra.sharp or algebra.laser)
+        and not (algebra.reweighted or algebra.laser)
     )
-    rounded = norm
-    floor, over_spread, peak = shift, shift, shift
-    tied = norm > 0.0
-    marked = tied
-    flaws = tl.zeros([blocks.keys], tl.float32)  # of what all rows see
-    for SWEEP in tl.static_range(1 if algebra.sharp else 0, -1, -1):
+    rounded_sum = phi_sum
+    threshold, over_spread, peak = shift, shift, shift
+    tied = phi_sum > 0.0
+    needs_exact = tied
+    large_values = tl.zeros([blocks.BLOCK_K], tl.float32)  # in full tiles
+    for SWEEP in tl.static_range(1 if algebra.reweighted else 0, -1, -1):
         if SWEEP == 0:
-            mixed = tl.zeros([blocks.rows, blocks.value_dim], tl.float32)
-        if algebra.sharp and SWEEP == 0:
-            shift = algebra.phi.shift(top) if algebra.shifted else shift
-            largest = algebra.phi.value(top, shift, algebra)
-            floor, over_spread, tied, peak = of.threshold(problem, algebra, count, norm, largest)
-        for WHOLE in tl.static_range(2):
-            for n in range(see.number(sight.tiles, span, b, h, block, WHOLE == 0)):
-                keys = of.keys_met(sight, span, b, h, block, n, WHOLE == 0, blocks)
+            acc = tl.zeros([blocks.BLOCK_Q, blocks.BLOCK_DV], tl.float32)
+        if algebra.reweighted and SWEEP == 0:
+            shift = algebra.phi.shift(row_max) if algebra.shifted else shift
+            largest = algebra.phi.value(row_max, shift, algebra)
+            threshold, over_spread, tied, peak = weighting.row_threshold(inputs, algebra, count, phi_sum, largest)
+        for FULL in tl.static_range(2):
+            for n in range(masking.tile_count(masks.key_tiles, tile_range, b, h, block, FULL == 0)):
+                k_offsets = scoring.key_offsets(masks, tile_range, b, h, block, n, FULL == 0, blocks)  # [BLOCK_K]
                 if SWEEP == 0:  # the values first: while there are no scores, registers are free
-                    value = of.mixed_of(problem, b, h, keys, WHOLE == 0, blocks)
-                    value, mixed, marked, flaws = inspected(
-                        value, mixed, marked, flaws, None, problem, algebra, sight, b, h, heads, rows, keys, WHOLE == 0, blocks
+                    # [BLOCK_K, BLOCK_DV]
+                    value = loading.load_value_operand(inputs, b, h, k_offsets, FULL == 0, blocks)
+                    value, acc, needs_exact, large_values = checked_values(
+                        value, acc, needs_exact, large_values, None, inputs, algebra, masks, b, h, heads, q_offsets,
+                        k_offsets, FULL == 0, blocks,
                     )  # fmt: skip
-                _key, _norms, s, _seen, scaled = of.tile_of_keys(
-                    query, problem, algebra, sight, b, h, rows, keys, scale, lift, WHOLE == 0, blocks
+                # s, scaled, f [BLOCK_Q, BLOCK_K]
+                _key, _norms, s, _visible, scaled = scoring.scores_of_keys(
+                    query, inputs, algebra, masks, b, h, q_offsets, k_offsets, scale, row_bias, FULL == 0, blocks
                 )
-                if algebra.sharp and SWEEP == 0:
-                    f = sharpened(s, shift, floor, over_spread, tied, problem, algebra, h)
-                    sharp_norm += tl.sum(f, 1)
+                if algebra.reweighted and SWEEP == 0:
+                    f = reweighted(s, shift, threshold, over_spread, tied, inputs, algebra, h)
+                    u_sum += tl.sum(f, 1)
                 else:
-                    f, top, least, shift, norm, fade = online(s, scaled, top, least, shift, norm, algebra)
+                    f, row_max, smallest, shift, phi_sum, rescale = online_statistics(
+                        s, scaled, row_max, smallest, shift, phi_sum, algebra
+                    )
                     if SWEEP == 0 and algebra.shifted:
-                        mixed = mixed * fade[:, None]
+                        acc = acc * rescale[:, None]
                     if rounding:
                         if algebra.shifted:
-                            rounded = rounded * fade
-                        rounded += tl.sum(f.to(value.dtype).to(tl.float32), 1)
+                            rounded_sum = rounded_sum * rescale
+                        rounded_sum += tl.sum(f.to(value.dtype).to(tl.float32), 1)
                 if SWEEP == 0:
-                    if problem.seed is not None:
-                        first = of.first_met(sight, span, b, h, block, n, WHOLE == 0, blocks)
-                        f = tl.where(dropout.kept(problem, b, h, rows, first, blocks.keys, 1), f, 0.0)
-                    mixed += of.weighted_product(f, value, algebra, blocks)
+                    if inputs.seed is not None:
+                        first = scoring.first_key(masks, tile_range, b, h, block, n, FULL == 0, blocks)
+                        f = tl.where(dropout.kept(inputs, b, h, q_offsets, first, blocks.BLOCK_K, 1), f, 0.0)
+                    acc += products.dot_weights(f, value, algebra, blocks)  # [BLOCK_Q, BLOCK_DV]
     if not rounding:
-        rounded = sharp_norm if algebra.sharp else norm
-    norm = tainted(norm, top, least)
-    if problem.seed is not None:
-        mixed = mixed * problem.growth
-    finish(
-        problem, algebra, made, b, heads, rows, count, top, shift, norm, sharp_norm, rounded, peak, mixed, marked, flaws, blocks
+        rounded_sum = u_sum if algebra.reweighted else phi_sum
+    phi_sum = nan_if_infinite(phi_sum, row_max, smallest)
+    if inputs.seed is not None:
+        acc = acc * inputs.keep_scale
+    store_results(
+        inputs, algebra, outputs, b, heads, q_offsets, count, row_max, shift, phi_sum, u_sum, rounded_sum, peak, acc,
+        needs_exact, large_values, blocks,
     )  # fmt: skip
 
 
 @triton.jit
-def online(s, scaled, top, least, shift, norm, algebra):
-    """phi 2^-shift of a tile's scores; the rows' largest score, least scaled product (where they are dot products), shift and
-    sum so far, and by what sums fade as the shift grows."""
-    top = tl.maximum(top, tl.max(s, 1))
+def online_statistics(s, scaled, row_max, smallest, shift, phi_sum, algebra):
+    """phi 2^-shift of a tile [BLOCK_Q, BLOCK_K], and the statistics of its rows so far, [BLOCK_Q].
+
+    These are the largest score, the smallest scaled product (of dot products), shift and sum. Last comes what multiplies sums
+    of earlier tiles where the shift has grown.
+    """
+    row_max = tl.maximum(row_max, tl.max(s, 1))
     if not algebra.cosine:
-        least = tl.minimum(least, tl.min(scaled, 1))
-    fade = norm
+        smallest = tl.minimum(smallest, tl.min(scaled, 1))
+    rescale = phi_sum
     if algebra.shifted:
         before = shift
-        shift = algebra.phi.shift(top)
-        fade = tl.exp2(tl.minimum(before - shift, 0.0))  # before is above only where nothing was there
-        norm = norm * fade
+        shift = algebra.phi.shift(row_max)
+        rescale = tl.exp2(tl.minimum(before - shift, 0.0))  # before is above only where nothing was there
+        phi_sum = phi_sum * rescale
     f = algebra.phi.value(s, shift[:, None], algebra)
-    return f, top, least, shift, norm + tl.sum(f, 1), fade
+    return f, row_max, smallest, shift, phi_sum + tl.sum(f, 1), rescale
 
 
 @triton.jit
-def tainted(norm, top, least):
-    """The rows' sums; NaN where a product was infinite, which is no number here. Cosines hold that in the keys' norms."""
-    return tl.where((top == float("inf")) | (least == float("-inf")), float("nan"), norm)
+def nan_if_infinite(phi_sum, row_max, smallest):
+    """The rows' sums, NaN where a product was infinite. Cosines hold that in the keys' norms."""
+    return tl.where((row_max == float("inf")) | (smallest == float("-inf")), float("nan"), phi_sum)
 
 
 @triton.jit
-def sharpened(s, shift, floor, over_spread, tied, problem, algebra, h):
-    """u^p of a tile's scores; phi in tied rows."""
+def reweighted(s, shift, threshold, over_spread, tied, inputs, algebra, h):
+    """u^p of a tile [BLOCK_Q, BLOCK_K]; phi in tied rows."""
     f = algebra.phi.value(s, shift[:, None], algebra)
-    u = of.excess(f, floor[:, None], over_spread[:, None], algebra)
-    return tl.where(tied[:, None], f, of.raised(u, problem, algebra, h, 0))
+    u = weighting.excess(f, threshold[:, None], over_spread[:, None], algebra)
+    return tl.where(tied[:, None], f, weighting.u_to_the_power(u, inputs, algebra, h, 0))
 
 
 @triton.jit
-def inspected(
-    value, mixed, marked, flaws, f, problem, algebra, sight, b, h, heads, rows, keys, CUT: tl.constexpr, blocks
+def checked_values(
+    value, acc, needs_exact, large_values, f, inputs, algebra, masks, b, h, heads, q_offsets, k_offsets,
+    PARTIAL: tl.constexpr, blocks,
 ):  # fmt: skip
-    """A tile of values, or LASER's e^V, as the weights are multiplied with it; mixed, marked and flaws after it.
+    """Values [BLOCK_K, BLOCK_DV], or LASER's e^V, as the weights are multiplied with them; then acc, needs_exact, large_values.
 
-    What is not finite reaches only the rows that see it, or, where the weights ``f`` are given, those in which it weighs
-    something. ``marked`` rows see a value beyond LASER's HIGH in a tile that is CUT; ``flaws`` is what all rows see.
+    A non-finite value reaches only the rows that see it, or, where the weights ``f`` are given, those that give it weight. In a
+    PARTIAL tile ``needs_exact`` holds the rows that see a large value. Of full tiles ``large_values`` says whether any has one.
 
     Args:
         heads: of the rows; h: any of them.
     """
-    if CUT:
+    if PARTIAL:
         if algebra.laser:
-            flawed = laser.flaws_of(value, problem, b, h, keys)
-            total = tl.max(flawed, 0)
-            bad = total >= 2.0
+            key_flags = laser.value_flags(value, inputs, b, h, k_offsets)
+            total = tl.max(key_flags, 0)
+            nonfinite = total >= 2.0
         else:
             x = value.to(tl.float32)
             total = tl.sum(x - x)
-            bad = total != total
-        # Also where it is NaN. Seldom: who sees what is asked anew, and takes no registers where it is not
+            nonfinite = total != total
+        # True of NaN, too. It is rare: visibility is computed again there, and takes no registers elsewhere
         if total != 0.0:
             if f is None:
-                seen = see.visible(sight, problem, b, heads[:, None], rows[:, None], keys[None, :])
+                visible = masking.visible(masks, inputs, b, heads[:, None], q_offsets[:, None], k_offsets[None, :])
             else:
-                seen = f != 0.0
+                visible = f != 0.0
             if algebra.laser:
-                high = (flawed == 1.0) | (flawed == 3.0)
-                marked = marked | (tl.max((seen & high[None, :]).to(tl.int32), 1) > 0)
-            if bad:
-                mixed = _spoilt(mixed, seen, problem, b, h, keys, blocks)
-                value = of.finite(value)
+                large = (key_flags == 1.0) | (key_flags == 3.0)
+                needs_exact = needs_exact | (tl.max((visible & large[None, :]).to(tl.int32), 1) > 0)
+            if nonfinite:
+                acc = _with_nonfinite(acc, visible, inputs, b, h, k_offsets, blocks)
+                value = products.finite_or_zero(value)
     elif algebra.laser:
-        flawed = laser.flaws_of(value, problem, b, h, keys)
-        flaws = tl.maximum(flaws, tl.where((flawed == 1.0) | (flawed == 3.0), 1.0, 0.0))
-    if algebra.laser and problem.flaws is None:
+        key_flags = laser.value_flags(value, inputs, b, h, k_offsets)
+        large_values = tl.maximum(large_values, tl.where((key_flags == 1.0) | (key_flags == 3.0), 1.0, 0.0))
+    if algebra.laser and inputs.value_flags is None:
         value = laser.exponential(value)
-    return value, mixed, marked, flaws
+    return value, acc, needs_exact, large_values
 
 
 @triton.jit
-def _spoilt(mixed, seen, problem, b, h, keys, blocks):
-    """``mixed``, NaN where a row sees a value that is not finite: column by column."""
-    columns = tl.arange(0, blocks.value_dim)
-    for c in range(problem.value_dim):
-        places = of.key_places(problem.value, problem, b, h, keys) + c * problem.value.d
-        value = tl.load(places, mask=keys < see.length_of(problem, b), other=0.0).to(tl.float32)
-        bad = (tl.abs(value) < float("inf")) == 0
-        hit = tl.max((seen & bad[None, :]).to(tl.int32), 1) > 0
-        mixed = tl.where(hit[:, None] & (columns[None, :] == c), float("nan"), mixed)
-    return mixed
+def _with_nonfinite(acc, visible, inputs, b, h, k_offsets, blocks):
+    """acc, NaN where a row sees a non-finite value: column by column."""
+    dv_offsets = tl.arange(0, blocks.BLOCK_DV)
+    for c in range(inputs.value_dim):
+        pointers = loading.key_pointers(inputs.value, inputs, b, h, k_offsets) + c * inputs.value.stride_d
+        value = tl.load(pointers, mask=k_offsets < loading.sequence_length(inputs, b), other=0.0).to(tl.float32)
+        nonfinite = (tl.abs(value) < float("inf")) == 0
+        sees_it = tl.max((visible & nonfinite[None, :]).to(tl.int32), 1) > 0
+        acc = tl.where(sees_it[:, None] & (dv_offsets[None, :] == c), float("nan"), acc)
+    return acc
 
 
 @triton.jit
-def finish(
-    problem, algebra, made, b, heads, rows, count, top, shift, norm, sharp_norm, rounded, peak, mixed, marked, flaws, blocks
+def store_results(
+    inputs, algebra, outputs, b, heads, q_offsets, count, row_max, shift, phi_sum, u_sum, rounded_sum, peak, acc,
+    needs_exact, large_values, blocks,
 ):  # fmt: skip
-    """What the sums come to, stored; ``heads`` are those of the rows. ``rounded`` is the sum of the weights that were
-    multiplied."""
-    inside = rows < problem.query_length
-    columns = tl.arange(0, blocks.value_dim)
-    whole = sharp_norm if algebra.sharp else norm
+    """Store ``outputs``, from acc [BLOCK_Q, BLOCK_DV] and vectors of the rows [BLOCK_Q]; ``heads`` are those of the rows.
+
+    ``rounded_sum`` is the sum of the weights as they were multiplied.
+    """
+    mask = q_offsets < inputs.query_length
+    dv_offsets = tl.arange(0, blocks.BLOCK_DV)
+    weight_sum = u_sum if algebra.reweighted else phi_sum
     if algebra.laser:
-        lowest = tl.min(tl.where(columns[None, :] < problem.value_dim, mixed, float("inf")), 1)
-        flawed = tl.zeros_like(whole) + tl.max(flaws, 0)
-        marked = marked | (flawed > 0.0) | (lowest < laser.LOW * tl.maximum(whole, 1.0))
-        marked = marked & (whole > 0.0)
-        tl.store(made.marked_heads + b * problem.heads + heads, 1, mask=marked & inside)
-        mean = mixed * (of.over_norm(whole, algebra) + (norm - norm))[:, None]
-        mean = tl.where((whole[:, None] == 0.0) | (mean <= 0.0), 1.0, mean)
-        mixed = log2(mean, algebra.terms)
-        over = tl.exp2(-mixed)
-        if algebra.terms == 9:
-            over = 1.0 / mean
-        laser.store(made.rest, b, heads, rows, inside, over, problem, blocks)
-        mixed = mixed * LN2
-    elif algebra.sharp or algebra.normaliser == "l1":
-        if algebra.phi.vanishes:  # whose sums may be so small that there is no number over them
-            rounded = tl.broadcast_to(tl.where(rounded == 0.0, 1.0, rounded)[:, None], mixed.shape)
-            if algebra.terms == 9:
-                mixed = tl.div_rn(mixed, rounded)
+        lowest = tl.min(tl.where(dv_offsets[None, :] < inputs.value_dim, acc, float("inf")), 1)
+        large = tl.zeros_like(weight_sum) + tl.max(large_values, 0)
+        needs_exact = needs_exact | (large > 0.0) | (lowest < laser.SMALL_SUM * tl.maximum(weight_sum, 1.0))
+        needs_exact = needs_exact & (weight_sum > 0.0)
+        tl.store(outputs.exact_heads + b * inputs.heads + heads, 1, mask=needs_exact & mask)
+        mean = acc * (weighting.reciprocal_sum(weight_sum, algebra) + (phi_sum - phi_sum))[:, None]
+        mean = tl.where((weight_sum[:, None] == 0.0) | (mean <= 0.0), 1.0, mean)
+        acc = log2(mean, algebra.terms)
+        exp_minus_out = tl.exp2(-acc)
+        if algebra.float32:
+            exp_minus_out = 1.0 / mean
+        loading.store_like_out(outputs.residual, b, heads, q_offsets, mask, exp_minus_out, inputs, blocks)
+        acc = acc * LN2
+    elif algebra.reweighted or algebra.normaliser == "l1":
+        if algebra.phi.has_zeros:  # the reciprocal of a small sum of these may be no number
+            rounded_sum = tl.broadcast_to(tl.where(rounded_sum == 0.0, 1.0, rounded_sum)[:, None], acc.shape)
+            if algebra.float32:
+                acc = tl.div_rn(acc, rounded_sum)
             else:
-                mixed = mixed / rounded
+                acc = acc / rounded_sum
         else:
-            mixed = mixed * of.over_norm(whole, algebra)[:, None]
+            acc = acc * weighting.reciprocal_sum(weight_sum, algebra)[:, None]
     else:
-        mixed = mixed * (of.row_factor(problem, algebra, count, b) / algebra.phi.unit)[:, None]
-    mixed = mixed + (mixed - mixed) + (norm - norm)[:, None]  # an infinity came from a value, or a product
-    mixed = tl.where(count[:, None] > 0.0, mixed, 0.0)
-    laser.store(made.out, b, heads, rows, inside, mixed, problem, blocks)
-    if made.rest is not None and not algebra.laser:
-        left = of.left_off(mixed, mixed.to(made.out.at.dtype.element_ty).to(tl.float32), algebra)
-        laser.store(made.rest, b, heads, rows, inside, left, problem, blocks)
-    top = tl.where(norm == norm, top, float("nan"))
-    to = of.saved_row(made.saved, b, heads, rows, 0)
-    log_norm = tl.where(norm == 0.0, float("-inf"), tl.log(tl.where(norm == 0.0, 1.0, norm) / algebra.phi.unit))
+        acc = acc * (weighting.row_factor(inputs, algebra, count, b) / algebra.phi.unit)[:, None]
+    acc = acc + (acc - acc) + (phi_sum - phi_sum)[:, None]  # NaN for infinity, which only values or products bring
+    acc = tl.where(count[:, None] > 0.0, acc, 0.0)
+    loading.store_like_out(outputs.out, b, heads, q_offsets, mask, acc, inputs, blocks)
+    if outputs.residual is not None and not algebra.laser:
+        left = weighting.rounding_residual(acc, acc.to(outputs.out.pointer.dtype.element_ty).to(tl.float32), algebra)
+        loading.store_like_out(outputs.residual, b, heads, q_offsets, mask, left, inputs, blocks)
+    row_max = tl.where(phi_sum == phi_sum, row_max, float("nan"))
+    pointers = loading.saved_pointers(
+        outputs.saved, b, heads, q_offsets, loading.COUNT
+    )  # the others follow in their order
+    log_norm = tl.where(
+        phi_sum == 0.0, float("-inf"), tl.log(tl.where(phi_sum == 0.0, 1.0, phi_sum) / algebra.phi.unit)
+    )
     log_norm = log_norm + shift * LN2
-    tl.store(to, count, mask=inside)
-    tl.store(to + made.saved.b, top / algebra.phi.score_unit, mask=inside)
-    tl.store(to + 2 * made.saved.b, log_norm, mask=inside)
-    tl.store(to + 3 * made.saved.b, peak, mask=inside)
-    tl.store(to + 4 * made.saved.b, norm, mask=inside)
-    tl.store(to + 5 * made.saved.b, sharp_norm, mask=inside)
-    tl.store(to + 6 * made.saved.b, marked.to(tl.float32), mask=inside)
-    tl.store(to + 7 * made.saved.b, top, mask=inside)
+    tl.store(pointers, count, mask=mask)
+    tl.store(pointers + outputs.saved.stride_b, row_max / algebra.phi.score_unit, mask=mask)
+    tl.store(pointers + 2 * outputs.saved.stride_b, log_norm, mask=mask)
+    tl.store(pointers + 3 * outputs.saved.stride_b, peak, mask=mask)
+    tl.store(pointers + 4 * outputs.saved.stride_b, phi_sum, mask=mask)
+    tl.store(pointers + 5 * outputs.saved.stride_b, u_sum, mask=mask)
+    tl.store(pointers + 6 * outputs.saved.stride_b, needs_exact.to(tl.float32), mask=mask)
+    tl.store(pointers + 7 * outputs.saved.stride_b, row_max, mask=mask)

@@ -1,13 +1,13 @@
-"""phi and its slope, and u^p, for the kernels: plugged in at compile time. Every phi here is non-negative.
+"""phi and its derivative, and u^p, for the kernels: plugged in at compile time. Every phi here is non-negative.
 
 Where phi is made of exponentials, scores come in units of log 2, multiplied by log2 e while they are scaled: the hardware has
-2^x in one instruction, e^x in five. ``shift``, in the same units, is taken off in the exponent: a row whose scores all lie
-below it has phi(s) 2^-shift. Rows of float16 have one whatever phi is, since their weights before they are normed may be any
-numbers; relu's is a whole number.
+2^x in one instruction, e^x in five. ``shift``, in the same units, is subtracted in the exponent: a row whose scores all lie
+below it has phi(s) 2^-shift. Rows of float16 have one for every phi, since their weights before they are normalised may be any
+numbers; that of relu is a whole number.
 
-Below zero nothing is lost: log2(1 + 2^s) = x y(x), x = 2^-|s|, with a polynomial y in place of a logarithm (20 instructions),
-of as many terms as the numbers multiplied can tell: its relative error is 2^-11 for bfloat16, 2^-17 for float16, 2^-22.5 for
-float32.
+Below zero nothing is lost: log2(1 + 2^s) = x y(x), x = 2^-|s|, with a polynomial y in place of a logarithm (20 instructions).
+It has as many terms as the dtype of the operands can tell: its relative error is 2^-11 for bfloat16, 2^-17 for float16, 2^-22.5
+for float32.
 """
 
 import torch
@@ -19,20 +19,20 @@ from triton.language.extra import libdevice
 from softfocus.backends.triton.arguments import Phi
 
 LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
-TAIL = tl.constexpr(-4.0)
-"""Rows of softplus and sigmoid whose scores are all below it have a shift: float16 would lose what is small."""
-VANISHED = tl.constexpr(-100.0)
+SHIFT_BELOW = tl.constexpr(-4.0)
+"""Rows of softplus and sigmoid whose scores are all below it have a shift: float16 would lose small phi."""
+UNDERFLOWS = tl.constexpr(-100.0)
 """Below it phi may be too small for a float, and its logarithm is the score's."""
 
 
 @triton.jit
-def _below(s):
-    """-|s|, as a product: Triton 3.6 makes 0 - |s| of the other, an instruction more, where this is none."""
+def _minus_abs(s):
+    """-|s|, as a product, which takes no instruction. Triton 3.6 makes 0 - |s| of a negation, which takes one."""
     return tl.abs(s) * -1.0
 
 
 @triton.jit
-def _rate(x, TERMS: tl.constexpr):
+def _log2_1p_over_x(x, TERMS: tl.constexpr):
     """y(x) = log2(1 + x) / x for x in [0, 1]: the least relative error among polynomials of so many terms."""
     if TERMS == 9:
         y = x * 0.00754918205 - 0.0425670631
@@ -49,19 +49,20 @@ def _rate(x, TERMS: tl.constexpr):
         y = y * x + 0.469174057
         y = y * x - 0.720426142
         y = y * x + 1.44268286
-    else:
-        tl.static_assert(TERMS == 4)
+    elif TERMS == 4:
         y = x * -0.10725442 + 0.36648062
         y = y * x - 0.70174724
         y = y * x + 1.4421281
+    else:
+        tl.static_assert(False, "there is no polynomial of so many terms")
     return y
 
 
 @triton.jit
-def _rest(s, TERMS: tl.constexpr):
+def _log2_1p_exp2_of_minus_abs(s, TERMS: tl.constexpr):
     """log2(1 + 2^-|s|)."""
-    x = tl.exp2(_below(s))
-    return _rate(x, TERMS) * x
+    x = tl.exp2(_minus_abs(s))
+    return _log2_1p_over_x(x, TERMS) * x
 
 
 if knobs.runtime.interpret or torch.version.hip:
@@ -91,9 +92,12 @@ else:
 
 @triton.jit
 def times(a, b, algebra):
-    """a b. In float32's re-weighted rows as a number of its own: where the compiler takes a sum with it for one fused operation
-    in some kernels or tiles and not in others, scores differ in what rounding leaves, of which u^p has p times as much."""
-    if algebra.sharp and algebra.terms == 9:
+    """a b; in float32's re-weighted rows rounded on its own.
+
+    The compiler might fuse it with a sum in some kernels or tiles and not in others. Scores would differ in the last bit, and
+    u^p by p times that.
+    """
+    if algebra.reweighted and algebra.float32:
         result = _rounded_product(a, b)
     else:
         result = a * b
@@ -145,20 +149,23 @@ def _shifted(f, shift, algebra):
 
 
 @triton.jit
-def _in_the_tail(largest, shift):
-    """log2 phi of the largest, so that its weight is 1, which halves do not round: in a row that one key dominates the output,
-    of which D is made, is then that key's value. Elsewhere 0."""
-    return tl.where((largest < TAIL) & (largest > float("-inf")), shift, 0.0)
+def _if_small(largest, shift):
+    """The shift log2 phi(largest) where that is small, else 0.
+
+    The largest weight is then 1, which halves do not round. In a row that one key dominates the output, of which delta is made,
+    is then that key's value.
+    """
+    return tl.where((largest < SHIFT_BELOW) & (largest > float("-inf")), shift, 0.0)
 
 
 @triton.jit
 def _softplus_shift(largest):
-    return _in_the_tail(largest, largest + tl.log2(_rate(tl.exp2(tl.minimum(largest, 0.0)), 9)))
+    return _if_small(largest, largest + tl.log2(_log2_1p_over_x(tl.exp2(tl.minimum(largest, 0.0)), 9)))
 
 
 @triton.jit
 def _sigmoid_shift(largest):
-    return _in_the_tail(largest, largest - _rest(largest, 9))
+    return _if_small(largest, largest - _log2_1p_exp2_of_minus_abs(largest, 9))
 
 
 @triton.jit
@@ -189,19 +196,21 @@ def _log_exp(s, shift, f):
 @triton.jit
 def _log_softplus(s, shift, f):
     """log(log2 e) more: the unit of softplus."""
-    return tl.where(s - shift < VANISHED, (s - shift) * LN2 + 0.36651292058166435, _log(f))
+    return tl.where(s - shift < UNDERFLOWS, (s - shift) * LN2 + 0.36651292058166435, _log(f))
 
 
 @triton.jit
 def _log_sigmoid(s, shift, f):
-    return tl.where(s - shift < VANISHED, (s - shift) * LN2, _log(f))
+    return tl.where(s - shift < UNDERFLOWS, (s - shift) * LN2, _log(f))
 
 
 @triton.jit
 def _exp2(x, algebra):
-    """2^x of x <= 126. In float32's re-weighted rows to the last bit: of nearly equal weights u is what little is left of them,
-    and the hardware's has two or three wrong."""
-    if algebra.sharp and algebra.terms == 9:
+    """2^x of x <= 126. In float32's re-weighted rows to the last bit, of which the hardware's has two or three wrong.
+
+    Of nearly equal weights u is a small difference.
+    """
+    if algebra.reweighted and algebra.float32:
         x = tl.maximum(x, -252.0, propagate_nan=tl.PropagateNan.ALL)
         whole = tl.floor(x + 0.5)
         r = x - whole
@@ -235,51 +244,53 @@ def _exp(s, shift, algebra):
 @triton.jit
 def _softplus(s, shift, algebra):
     """In units of log 2, too. A shift is below zero and so are then the scores."""
-    x = _below(s)
+    x = _minus_abs(s)
     if algebra.shifted:
         x = _exp2(x - shift, algebra)
-        y = _rate(x * tl.exp2(shift), algebra.terms)
+        y = _log2_1p_over_x(x * tl.exp2(shift), algebra.terms)
     else:
         x = _exp2(x, algebra)
-        y = _rate(x, algebra.terms)
+        y = _log2_1p_over_x(x, algebra.terms)
     return tl.maximum(s, 0.0) + y * x
 
 
 @triton.jit
 def _sigmoid(s, shift, algebra):
-    """2^(min(s, 0) - log2(1 + 2^-|s|)), without a division, which takes eight instructions; where it can be told, with one that
-    rounds: of rows whose weights are all but equal u is what little is left of them."""
+    """2^(min(s, 0) - log2(1 + 2^-|s|)), without a division, which takes eight instructions.
+
+    In float32 with a rounded division: of nearly equal weights u is a small difference.
+    """
     exponent = tl.minimum(s, 0.0)
     if algebra.shifted:
         exponent = exponent - shift
-    if algebra.terms == 9:
-        f = tl.div_rn(_exp2(exponent, algebra), 1.0 + _exp2(_below(s), algebra))
+    if algebra.float32:
+        f = tl.div_rn(_exp2(exponent, algebra), 1.0 + _exp2(_minus_abs(s), algebra))
     else:
-        f = tl.exp2(exponent - _rest(s, algebra.terms))
+        f = tl.exp2(exponent - _log2_1p_exp2_of_minus_abs(s, algebra.terms))
     return f
 
 
 @triton.jit
-def _softplus_slope(s, shift, algebra):
-    """The sigmoid: 2^(s - softplus), where the numbers multiplied do not tell what that loses of large scores."""
-    if algebra.shifted or algebra.terms == 9:
-        slope = _sigmoid(s, shift, algebra)
+def _softplus_derivative(s, shift, algebra):
+    """The sigmoid: in halves 2^(s - softplus), which is less exact for large scores."""
+    if algebra.shifted or algebra.float32:
+        derivative = _sigmoid(s, shift, algebra)
     else:
-        slope = tl.exp2(s - _softplus(s, shift, algebra))
-    return slope
+        derivative = tl.exp2(s - _softplus(s, shift, algebra))
+    return derivative
 
 
 @triton.jit
-def _sigmoid_slope(s, shift, algebra):
-    exponent = _below(s)
+def _sigmoid_derivative(s, shift, algebra):
+    exponent = _minus_abs(s)
     if algebra.shifted:
         exponent = exponent - shift
-    if algebra.terms == 9:
-        over = 1.0 + tl.exp2(_below(s))
-        slope = tl.exp2(exponent) / (over * over)
+    if algebra.float32:
+        over = 1.0 + tl.exp2(_minus_abs(s))
+        derivative = tl.exp2(exponent) / (over * over)
     else:
-        slope = tl.exp2(exponent - 2.0 * _rest(s, algebra.terms))
-    return slope
+        derivative = tl.exp2(exponent - 2.0 * _log2_1p_exp2_of_minus_abs(s, algebra.terms))
+    return derivative
 
 
 @triton.jit
@@ -288,7 +299,7 @@ def _relu(s, shift, algebra):
 
 
 @triton.jit
-def _relu_slope(s, shift, algebra):
+def _relu_derivative(s, shift, algebra):
     return _shifted(tl.where(s > 0.0, 1.0, 0.0), shift, algebra)
 
 
@@ -298,7 +309,7 @@ def _relu2(s, shift, algebra):
 
 
 @triton.jit
-def _relu2_slope(s, shift, algebra):
+def _relu2_derivative(s, shift, algebra):
     return _shifted(2.0 * _positive(s), shift, algebra)
 
 
@@ -308,34 +319,36 @@ def _relu6(s, shift, algebra):
 
 
 @triton.jit
-def _relu6_slope(s, shift, algebra):
+def _relu6_derivative(s, shift, algebra):
     return _shifted(tl.where((s > 0.0) & (s < 6.0), 1.0, 0.0), shift, algebra)
 
 
 @triton.jit
-def _its_own(s):
+def _rate_one(s):
     return tl.zeros_like(s) + 1.0
 
 
 @triton.jit
-def _over(s):
+def _rate_one_over(s):
     return 1.0 / s
 
 
 @triton.jit
-def _twice_over(s):
+def _rate_two_over(s):
     return 2.0 / s
 
 
 _ONE = tl.constexpr(1.0)
-_SMOOTH, _VANISHES = tl.constexpr(False), tl.constexpr(True)
+_POSITIVE, _HAS_ZEROS = tl.constexpr(False), tl.constexpr(True)
 PHI = {
-    "exp": Phi(_exp, _exp, _log_exp, _its_own, _exp_shift, _SMOOTH, LOG2E, _ONE),
-    "softplus": Phi(_softplus, _softplus_slope, _log_softplus, _its_own, _softplus_shift, _SMOOTH, LOG2E, LOG2E),
-    "sigmoid": Phi(_sigmoid, _sigmoid_slope, _log_sigmoid, _its_own, _sigmoid_shift, _SMOOTH, LOG2E, _ONE),
-    "relu": Phi(_relu, _relu_slope, _log_of_value, _over, _relu_shift, _VANISHES, _ONE, _ONE),
-    "relu2": Phi(_relu2, _relu2_slope, _log_relu2, _twice_over, _relu2_shift, _VANISHES, _ONE, _ONE),
-    "relu6": Phi(_relu6, _relu6_slope, _log_of_value, _over, _relu6_shift, _VANISHES, _ONE, _ONE),
+    "exp": Phi(_exp, _exp, _log_exp, _rate_one, _exp_shift, _POSITIVE, LOG2E, _ONE),
+    "softplus": Phi(
+        _softplus, _softplus_derivative, _log_softplus, _rate_one, _softplus_shift, _POSITIVE, LOG2E, LOG2E
+    ),
+    "sigmoid": Phi(_sigmoid, _sigmoid_derivative, _log_sigmoid, _rate_one, _sigmoid_shift, _POSITIVE, LOG2E, _ONE),
+    "relu": Phi(_relu, _relu_derivative, _log_of_value, _rate_one_over, _relu_shift, _HAS_ZEROS, _ONE, _ONE),
+    "relu2": Phi(_relu2, _relu2_derivative, _log_relu2, _rate_two_over, _relu2_shift, _HAS_ZEROS, _ONE, _ONE),
+    "relu6": Phi(_relu6, _relu6_derivative, _log_of_value, _rate_one_over, _relu6_shift, _HAS_ZEROS, _ONE, _ONE),
 }
 
 

@@ -11,9 +11,8 @@ from triton import knobs
 
 from softfocus import dropout
 from softfocus.backends.triton import WHOLE_POWER, tuning
-from softfocus.backends.triton.arguments import Algebra, Array, Blocks, Tiles
-from softfocus.backends.triton.arguments import Problem as Given
-from softfocus.backends.triton.kernels import sight as see
+from softfocus.backends.triton.arguments import Algebra, Array, Blocks, Inputs, TileLists
+from softfocus.backends.triton.kernels import masking
 from softfocus.backends.triton.kernels.pointwise import PHI
 from softfocus.backends.triton.tuning import power_of_two
 from softfocus.contract import Call
@@ -26,6 +25,7 @@ LEAST_SCALE = 0.1
 """Below it queries times their scale may be subnormal numbers of float16."""
 TERMS = {torch.float32: 9, torch.float16: 6, torch.bfloat16: 4}
 END = tl.constexpr(0)
+COSINE = {"dot": False, "cosine": True}
 
 
 def over(x: int, y: int) -> int:
@@ -69,7 +69,7 @@ def bounded(call: Call) -> bool:
     return _bounded_factor(call)
 
 
-def of_units(call: Call) -> bool:
+def takes_unit_vectors(call: Call) -> bool:
     """Whether scores are products of unit vectors in float16, which saves two to three instructions a score.
 
     Of bfloat16 alone, whose own rounding is eight times as large. Not in re-weighted rows: u^p multiplies it beyond what the
@@ -89,26 +89,28 @@ def _shifted(mechanism: Mechanism, bounded: bool, dtype: torch.dtype) -> bool:
 @lru_cache(maxsize=256)
 def algebra_of(mechanism: Mechanism, power_given: bool, bounded: bool, dtype: torch.dtype) -> Algebra:
     """The mechanism as constants; its power among them where it is whole and nobody gave others."""
+    assert mechanism.post == "none"
     power = 0 if mechanism.power is None or power_given else int(mechanism.power)
     l1 = mechanism.normaliser == "l1"
     plain_exp = mechanism.phi == "exp" and l1 and mechanism.power is None
     return Algebra(
-        cosine=tl.constexpr(mechanism.similarity == "cosine"),
+        cosine=tl.constexpr(COSINE[mechanism.similarity]),
         length_scale=tl.constexpr(mechanism.length_scale),
         score_bias=tl.constexpr(mechanism.score_bias),
         normaliser=tl.constexpr(mechanism.normaliser),
         phi=PHI[mechanism.phi],
-        sharp=tl.constexpr(mechanism.power is not None),
+        reweighted=tl.constexpr(mechanism.power is not None),
         power=tl.constexpr(power),
         laser=tl.constexpr(mechanism.laser),
         shifted=tl.constexpr(l1 and _shifted(mechanism, bounded, dtype)),
-        folded=tl.constexpr(plain_exp),
+        shift_holds_norm=tl.constexpr(plain_exp),
         terms=tl.constexpr(TERMS[dtype]),
-        narrow=tl.constexpr(dtype == torch.float16),
+        float32=tl.constexpr(dtype == torch.float32),
+        float16=tl.constexpr(dtype == torch.float16),
     )
 
 
-def given_of(call: Call) -> Given:
+def inputs_of(call: Call) -> Inputs:
     """The call's tensors and numbers; what kernels make of them beforehand (norms, e^V) is not there yet."""
     query, value, held, dropped, power = call.query, call.value, call.cache, call.dropout, call.power
     batch, heads, query_length, head_dim = query.shape
@@ -121,7 +123,7 @@ def given_of(call: Call) -> Given:
     number = call.mechanism.power
     if power is None and number is not None and not (number == int(number) and 1 <= number <= WHOLE_POWER):
         power = query.new_full((heads,), number, dtype=torch.float32)
-    return Given(
+    return Inputs(
         array(query), array(call.key), array(value), array(value), None,
         None, None, None, None, None, None,
         array(call.bias),
@@ -144,15 +146,15 @@ def bounds_of(documents: Tensor, width: int) -> tuple[Array, Array]:
     return array(low[:, None, None]), array(high[:, None, None])
 
 
-def tiles_of(states: Tensor) -> Tiles:
-    """For each block of the last dimension but one, the tiles of the last: those that are cut, those that are whole."""
-    cut, cuts, whole, wholes = (part for state in (see.CUT, see.WHOLE) for part in _listed(states == state.value))
-    return Tiles(cut, cuts, whole, wholes, END)
+def tile_lists(states: Tensor) -> TileLists:
+    """For each block of the last dimension but one, the partial and the full tiles of the last."""
+    partial, full = (_listed(states == state.value) for state in (masking.PARTIAL, masking.FULL))
+    return TileLists(*partial, *full, END)
 
 
-def _listed(there: Tensor) -> tuple[Any, Any]:
-    """Which are there, first of all, and how many."""
-    number = there.to(torch.int8)
+def _listed(chosen: Tensor) -> tuple[Any, Any]:
+    """Indices of those that are chosen, before all others, and how many they are."""
+    number = chosen.to(torch.int8)
     return (
         array(number.argsort(dim=-1, descending=True, stable=True).to(torch.int32)),
         array(number.sum(-1, keepdim=True, dtype=torch.int32)),

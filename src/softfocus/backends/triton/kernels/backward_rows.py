@@ -1,0 +1,103 @@
+"""What the backward's kernels share: which rows they compute, the gradient that comes in, and vectors of the rows.
+
+No kernel needs an atomic: each program owns what it writes. The queries' kernel runs first. Each kernel has an EXACT variant
+for the rows that LASER's forward marked, which the other variant leaves out. It writes these rows of grad_query, and adds to
+the other gradients.
+"""
+
+import triton
+import triton.language as tl
+
+from softfocus.backends.triton.kernels import laser, loading, weighting
+
+ROW_VECTORS = 9
+"""Vectors that the queries' kernel leaves to the others: mean_grad; c_i / |q_i| and the row bias in the scores' unit; shift,
+threshold, over_spread, weight_factor, grad_factor (over the unit) and delta of GradientRow.
+
+They are loaded again for each tile: along the second dimension of a tile a vector takes as many registers as a row of it."""
+
+
+@triton.jit
+def active_rows(outputs, inputs, algebra, b, h, q_offsets, EXACT: tl.constexpr):
+    """The rows [BLOCK_Q] that this variant computes: the EXACT one those that the forward marked, the other one the rest."""
+    active = q_offsets < inputs.query_length
+    if algebra.laser:
+        mark = tl.load(loading.saved_pointers(outputs.saved, b, h, q_offsets, loading.EXACT), mask=active, other=0.0)
+        active = active & ((mark > 0.0) == EXACT)
+    return active
+
+
+@triton.jit
+def load_grad_acc(grad_out, outputs, inputs, algebra, b, h, q_offsets, active, blocks):
+    """dL/d(A V) [BLOCK_Q, BLOCK_DV], or LASER's dL/d(A e^V), which is 0 in rows that are not active."""
+    grad_acc = loading.load_like_out(grad_out, inputs, b, h, q_offsets, blocks)
+    if algebra.laser:
+        exp_minus_out = loading.load_like_out(outputs.residual, inputs, b, h, q_offsets, blocks).to(tl.float32)
+        mask = (exp_minus_out == exp_minus_out) & active[:, None]  # an output that is NaN by rule passes nothing on
+        grad_acc = laser.operand(tl.where(mask, grad_acc.to(tl.float32) * exp_minus_out, 0.0), grad_acc)
+    return grad_acc
+
+
+@triton.jit
+def load_delta(grad_out, outputs, inputs, algebra, b, h, q_offsets, blocks):
+    """delta [BLOCK_Q], made of grad_out and out."""
+    grad_tile = loading.load_like_out(grad_out, inputs, b, h, q_offsets, blocks).to(tl.float32)  # [BLOCK_Q, BLOCK_DV]
+    out_tile = loading.load_like_out(outputs.out, inputs, b, h, q_offsets, blocks).to(tl.float32)
+    if algebra.laser:
+        return tl.sum(tl.where(out_tile == out_tile, grad_tile, 0.0), 1)
+    if outputs.residual is not None:
+        steps = loading.load_like_out(outputs.residual, inputs, b, h, q_offsets, blocks).to(tl.float32)
+        out_tile += steps * weighting.rounding_step(out_tile, algebra)
+    return tl.sum(grad_tile * out_tile, 1)
+
+
+@triton.jit
+def load_row_vectors(row_vectors, algebra, b, h, q_offsets, active):
+    """What the queries' kernel left, 0 in rows that are not active: (mean_grad, scale, row_bias, GradientRow).
+
+    ``scale`` is in the scores' unit, and ``grad_factor`` is divided by it. They are not multiplied beforehand: of a tiny query
+    the product may be no number.
+    """
+    zeros = tl.zeros(q_offsets.shape, tl.float32)
+    mean_grad, row_bias, shift, threshold, over_spread, delta = zeros, zeros, zeros, zeros, zeros, zeros
+    pointers = loading.saved_pointers(row_vectors, b, h, q_offsets, 0)
+    scale = tl.load(pointers + row_vectors.stride_b, mask=active, other=0.0)
+    weight_factor = tl.load(pointers + 6 * row_vectors.stride_b, mask=active, other=0.0)
+    grad_factor = tl.load(pointers + 7 * row_vectors.stride_b, mask=active, other=0.0)
+    if algebra.score_bias != "0":
+        row_bias = tl.load(pointers + 2 * row_vectors.stride_b, mask=active, other=0.0)
+    if algebra.shifted:
+        # Of rows that are not active e^bias may be no number: they weigh 2^-inf. Softplus cannot grow so
+        none: tl.constexpr = float("inf") if algebra.phi.unit == 1.0 else 0.0
+        shift = tl.load(pointers + 3 * row_vectors.stride_b, mask=active, other=none)
+    if algebra.reweighted:
+        mean_grad = tl.load(pointers, mask=active, other=0.0)
+        threshold = tl.load(pointers + 4 * row_vectors.stride_b, mask=active, other=0.0)
+        over_spread = tl.load(pointers + 5 * row_vectors.stride_b, mask=active, other=0.0)
+    if algebra.normaliser == "l1":
+        delta = tl.load(pointers + 8 * row_vectors.stride_b, mask=active, other=0.0)
+    row = weighting.GradientRow(shift, threshold, over_spread, weight_factor, grad_factor, delta)
+    return mean_grad, scale, row_bias, row
+
+
+@triton.jit
+def store_row_vectors(row_vectors, mean_grad, scale, row_bias, row, grad_factor, b, h, q_offsets, mask):
+    """Leave the vectors to the other kernels."""
+    pointers = loading.saved_pointers(row_vectors, b, h, q_offsets, 0)
+    tl.store(pointers, mean_grad, mask=mask)
+    tl.store(pointers + row_vectors.stride_b, scale, mask=mask)
+    tl.store(pointers + 2 * row_vectors.stride_b, row_bias, mask=mask)
+    tl.store(pointers + 3 * row_vectors.stride_b, row.shift, mask=mask)
+    tl.store(pointers + 4 * row_vectors.stride_b, row.threshold, mask=mask)
+    tl.store(pointers + 5 * row_vectors.stride_b, row.over_spread, mask=mask)
+    tl.store(pointers + 6 * row_vectors.stride_b, row.weight_factor, mask=mask)
+    tl.store(pointers + 7 * row_vectors.stride_b, grad_factor, mask=mask)
+    tl.store(pointers + 8 * row_vectors.stride_b, row.delta, mask=mask)
+
+
+@triton.jit
+def store_or_add(pointers, x, mask, ADD: tl.constexpr):
+    """Store x, or add it to what is there."""
+    if ADD:
+        x += tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+    tl.store(pointers, x.to(pointers.dtype.element_ty), mask=mask)

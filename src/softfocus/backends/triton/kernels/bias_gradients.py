@@ -1,0 +1,112 @@
+"""Gradients of an additive bias of any broadcast shape."""
+
+import triton
+import triton.language as tl
+
+from softfocus.backends.triton.kernels import (
+    backward_rows,
+    dropout,
+    laser,
+    loading,
+    masking,
+    products,
+    scoring,
+    weighting,
+)
+
+
+@triton.jit
+def bias_gradients(
+    inputs, algebra, masks, grad_out, outputs, row_vectors, grad_bias, heads, ALL_BATCH: tl.constexpr,
+    ALL_HEADS: tl.constexpr, ALL_ROWS: tl.constexpr, ALL_KEYS: tl.constexpr, EXACT: tl.constexpr, blocks,
+):  # fmt: skip
+    """grad_bias: a program has a tile of what the bias holds, and sums in a fixed order over all that it is broadcast to.
+
+    ALL_BATCH, ALL_HEADS, ALL_ROWS, ALL_KEYS: the dimensions along which it is. ``heads`` is the bias's own. EXACT as elsewhere.
+    """
+    q_range, k_range = tl.arange(0, blocks.BLOCK_Q), tl.arange(0, blocks.BLOCK_K)
+    total = tl.zeros([blocks.BLOCK_Q, blocks.BLOCK_K], tl.float32)
+    bias_b, bias_h = tl.program_id(2) // heads, tl.program_id(2) % heads
+    first_b, last_b = bias_b, bias_b + 1
+    if ALL_BATCH:
+        first_b, last_b = bias_b * 0, bias_b * 0 + inputs.batch
+    first_h, last_h = bias_h, bias_h + 1
+    if ALL_HEADS:
+        first_h, last_h = bias_h * 0, bias_h * 0 + inputs.heads
+    first_q_block, last_q_block = tl.program_id(0), tl.program_id(0) + 1
+    if ALL_ROWS:
+        last_q_block = first_q_block + (inputs.query_length + blocks.BLOCK_Q - 1) // blocks.BLOCK_Q
+    for b in range(first_b, last_b):
+        for h in range(first_h, last_h):
+            for q_block in range(first_q_block, last_q_block):
+                q_offsets = q_block * blocks.BLOCK_Q + q_range  # [BLOCK_Q]
+                active = backward_rows.active_rows(outputs, inputs, algebra, b, h, q_offsets, EXACT)
+                query = loading.load_queries(inputs, b, h, q_offsets, blocks)  # [BLOCK_Q, BLOCK_D]
+                # [BLOCK_Q, BLOCK_DV]
+                grad_acc = backward_rows.load_grad_acc(
+                    grad_out, outputs, inputs, algebra, b, h, q_offsets, active, blocks
+                )
+                mean_grad, _scale, row_bias, row = backward_rows.load_row_vectors(
+                    row_vectors, algebra, b, h, q_offsets, active
+                )
+                count = masking.visible_count(masks, inputs, b, h, q_offsets)
+                scale = scoring.score_scale(inputs, algebra, count, h) * algebra.phi.score_unit
+                query_norm = scale
+                if EXACT:
+                    exact = laser.exact_row(outputs.saved, inputs, algebra, count, b, h, q_offsets, row.delta)
+                    exact = laser.expanded(exact, 1)
+                if algebra.cosine:
+                    query_norm = loading.load_vector(inputs.query_norm, b, h, q_offsets, inputs.query_length)
+                query, query_scale = scoring.query_operand(query, query_norm, scale, inputs, algebra)
+                start, _full_start, _full_stop, stop = masking.key_tile_range(masks, inputs, blocks, b, q_block)
+                if EXACT:
+                    stop = tl.where(tl.max(active.to(tl.int32)) > 0, stop, start)
+                if not ALL_KEYS:
+                    start = tl.maximum(start, tl.program_id(1))
+                    stop = tl.minimum(stop, tl.program_id(1) + 1)
+                for k_block in range(start, stop):
+                    k_offsets = k_block * blocks.BLOCK_K + k_range  # [BLOCK_K]
+                    key, key_norms = scoring.load_score_keys(inputs, algebra, b, h, k_offsets, True, blocks)
+                    # s, visible, grad_weights, grad_u, derivative [BLOCK_Q, BLOCK_K]
+                    s, visible, _scaled = scoring.tile_scores(
+                        products.dot(query, tl.trans(key), blocks), inputs, algebra, masks, b, h, q_offsets[:, None],
+                        k_offsets[None, :], query_scale[:, None], key_norms[None, :], row_bias[:, None], True,
+                    )  # fmt: skip
+                    if EXACT:
+                        log_weights, _log_u = laser.log_weights(s, exact, inputs, algebra, h)
+                        terms, _none = laser.terms(
+                            log_weights, tl.zeros_like(s), None, grad_out, outputs, inputs, b, h, q_offsets, active,
+                            k_offsets, 0, blocks,
+                        )  # fmt: skip
+                        _weights, grad_u, derivative = laser.weights_and_gradients(s, terms, exact, inputs, algebra, h)
+                    else:
+                        value = loading.load_value_operand(inputs, b, h, k_offsets, True, blocks)
+                        grad_weights = products.dot(grad_acc, tl.trans(value), blocks)
+                        if inputs.seed is not None:
+                            kept = dropout.kept(inputs, b, h, q_offsets, k_block * blocks.BLOCK_K, blocks.BLOCK_K, 1)
+                            grad_weights = tl.where(kept, grad_weights * inputs.keep_scale, 0.0)
+                        _weights, grad_u, derivative, _u = weighting.weights_and_gradients(
+                            s, grad_weights, weighting.expanded(row, 1), inputs, algebra, h
+                        )
+                    total += tl.where(
+                        visible & active[:, None],
+                        (grad_u - mean_grad[:, None]) * derivative * row.grad_factor[:, None] * algebra.phi.score_unit,
+                        0.0,
+                    )
+    q_offsets = tl.program_id(0) * blocks.BLOCK_Q + q_range
+    k_offsets = tl.program_id(1) * blocks.BLOCK_K + k_range
+    start = loading.head_pointer(grad_bias, bias_b, bias_h)
+    if not (ALL_ROWS or ALL_KEYS):
+        q_offsets = q_offsets.to(tl.int64)  # one head's bias may hold more than 2^31 numbers
+    if ALL_ROWS and ALL_KEYS:
+        backward_rows.store_or_add(start, tl.sum(tl.sum(total, 1), 0), True, EXACT)
+    elif ALL_ROWS:
+        pointers = start + k_offsets * grad_bias.stride_d
+        backward_rows.store_or_add(pointers, tl.sum(total, 0), k_offsets < inputs.key_length, EXACT)
+    elif ALL_KEYS:
+        pointers = start + q_offsets * grad_bias.stride_l
+        backward_rows.store_or_add(pointers, tl.sum(total, 1), q_offsets < inputs.query_length, EXACT)
+    else:
+        mask = (q_offsets[:, None] < inputs.query_length) & (k_offsets[None, :] < inputs.key_length)
+        pointers = start + q_offsets[:, None] * grad_bias.stride_l + k_offsets[None, :] * grad_bias.stride_d
+        backward_rows.store_or_add(pointers, total, mask, EXACT)

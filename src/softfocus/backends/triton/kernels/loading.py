@@ -1,0 +1,170 @@
+"""Loads and stores: strided arrays, row vectors, keys and values in pages."""
+
+import triton
+import triton.language as tl
+
+COUNT, MAXIMUM, LOG_NORM, PEAK, PHI_SUM, U_SUM, EXACT, LARGEST_SCORE = (tl.constexpr(n) for n in range(8))
+"""The row vectors that the forward saves: ``RowStatistics``, then what the backward needs. EXACT are LASER's marks.
+LARGEST_SCORE is the maximum in the kernels' unit."""
+
+
+@triton.jit
+def head_pointer(array, b, h):
+    """Pointer to the matrix [L, D] of one head."""
+    zero = tl.full([], 0, tl.int64)  # offsets of whole heads may lie beyond 2^31
+    return array.pointer + (zero + b) * array.stride_b + (zero + h) * array.stride_h
+
+
+@triton.jit
+def sequence_length(inputs, b):
+    """How many keys a sequence has."""
+    length = inputs.key_length
+    if inputs.lengths is not None:
+        length = tl.minimum(tl.maximum(tl.load(inputs.lengths + b), 0), inputs.key_length)
+    return length
+
+
+@triton.jit
+def load_matrix(array, start, q_offsets, columns, length, width):
+    """[R, C] of the head's matrix at ``start``; 0 beyond its ends. ``length`` and ``width`` are its sizes."""
+    pointers = q_offsets[:, None] * array.stride_l + columns[None, :] * array.stride_d
+    return tl.load(start + pointers, mask=(q_offsets[:, None] < length) & (columns[None, :] < width), other=0.0)
+
+
+@triton.jit
+def store_matrix(array, start, q_offsets, columns, length, width, x):
+    """Store x [R, C] there, in the array's dtype."""
+    pointers = start + q_offsets[:, None] * array.stride_l + columns[None, :] * array.stride_d
+    mask = (q_offsets[:, None] < length) & (columns[None, :] < width)
+    tl.store(pointers, x.to(array.pointer.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_vector(array, b, h, q_offsets, length):
+    """A number of each row of an array [B, H, L, 1]: float32 [R]."""
+    return tl.load(head_pointer(array, b, h) + q_offsets * array.stride_l, mask=q_offsets < length, other=0.0).to(
+        tl.float32
+    )
+
+
+@triton.jit
+def saved_pointers(saved, b, h, q_offsets, N: tl.constexpr):
+    """Pointers [R] to the n-th of the saved vectors [n, B, H, Lq]."""
+    zero = tl.full([], 0, tl.int64)
+    return (
+        saved.pointer
+        + (zero + N) * saved.stride_b
+        + (zero + b) * saved.stride_h
+        + (zero + h) * saved.stride_l
+        + q_offsets
+    )
+
+
+@triton.jit
+def reload(pointers, mask):
+    """Load a tile again that was loaded before a loop and is not needed in it.
+
+    The cache modifier differs from the first load's. Otherwise the compiler would see one load, and keep its registers through
+    the loop.
+    """
+    return tl.load(pointers, mask=mask, other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+def _load_like_queries(array, inputs, b, h, q_offsets, blocks):
+    """A tile [BLOCK_Q, BLOCK_D] of an array shaped like the queries."""
+    d_offsets = tl.arange(0, blocks.BLOCK_D)
+    start = head_pointer(array, b, h)
+    return load_matrix(array, start, q_offsets, d_offsets, inputs.query_length, inputs.head_dim)
+
+
+@triton.jit
+def load_queries(inputs, b, h, q_offsets, blocks):
+    """Queries [BLOCK_Q, BLOCK_D]."""
+    return _load_like_queries(inputs.query, inputs, b, h, q_offsets, blocks)
+
+
+@triton.jit
+def store_queries(array, inputs, b, h, q_offsets, x, blocks):
+    """Store x [BLOCK_Q, BLOCK_D] to an array shaped like the queries."""
+    d_offsets = tl.arange(0, blocks.BLOCK_D)
+    store_matrix(array, head_pointer(array, b, h), q_offsets, d_offsets, inputs.query_length, inputs.head_dim, x)
+
+
+@triton.jit
+def load_query_operands(inputs, b, h, q_offsets, blocks):
+    """Queries [BLOCK_Q, BLOCK_D], twice: for products with keys, and for those with the gradient of the scores."""
+    if inputs.unit_key_fp16 is None:
+        query = load_queries(inputs, b, h, q_offsets, blocks)
+        grad_operand = query
+    else:
+        query = _load_like_queries(inputs.unit_query_fp16, inputs, b, h, q_offsets, blocks)
+        grad_operand = _load_like_queries(inputs.unit_query_bf16, inputs, b, h, q_offsets, blocks)
+    return query, grad_operand
+
+
+@triton.jit
+def load_like_out(array, inputs, b, h, q_offsets, blocks):
+    """A tile [BLOCK_Q, BLOCK_DV] of an array shaped like the output."""
+    columns = tl.arange(0, blocks.BLOCK_DV)
+    return load_matrix(array, head_pointer(array, b, h), q_offsets, columns, inputs.query_length, inputs.value_dim)
+
+
+@triton.jit
+def key_pointers(array, inputs, b, h, k_offsets):
+    """Pointers [BLOCK_K] to keys or values of a query head's key head, in pages where the cache has such."""
+    if inputs.page_table is None:
+        pointers = head_pointer(array, b, h // inputs.group) + k_offsets * array.stride_l
+    else:
+        number = k_offsets // inputs.page_size
+        table = head_pointer(inputs.page_table, b, 0) + number * inputs.page_table.stride_d
+        page = tl.load(table, mask=k_offsets < sequence_length(inputs, b), other=0)
+        pointers = (
+            head_pointer(array, page, h // inputs.group) + (k_offsets - number * inputs.page_size) * array.stride_l
+        )
+    return pointers
+
+
+@triton.jit
+def load_tile(array, inputs, b, h, k_offsets, width, COLUMNS: tl.constexpr, PARTIAL: tl.constexpr, blocks):
+    """Keys [BLOCK_K, BLOCK_D] or values [BLOCK_K, BLOCK_DV]; 0 beyond the ends, which only a PARTIAL tile can reach."""
+    columns = tl.arange(0, COLUMNS)
+    pointers = key_pointers(array, inputs, b, h, k_offsets)[:, None] + columns[None, :] * array.stride_d
+    if PARTIAL:
+        tile = tl.load(
+            pointers, mask=(k_offsets[:, None] < sequence_length(inputs, b)) & (columns[None, :] < width), other=0.0
+        )
+    elif blocks.exact_dims:
+        tile = tl.load(pointers)
+    else:
+        tile = tl.load(pointers, mask=tl.broadcast_to(columns[None, :] < width, pointers.shape), other=0.0)
+    return tile
+
+
+@triton.jit
+def load_keys(inputs, b, h, k_offsets, PARTIAL: tl.constexpr, blocks):
+    """Keys [BLOCK_K, BLOCK_D]."""
+    return load_tile(inputs.key, inputs, b, h, k_offsets, inputs.head_dim, blocks.BLOCK_D, PARTIAL, blocks)
+
+
+@triton.jit
+def load_bf16_unit_keys(inputs, b, h, k_offsets, PARTIAL: tl.constexpr, blocks):
+    """Keys of length 1 [BLOCK_K, BLOCK_D]: what the gradient of the scores is multiplied with."""
+    return load_tile(inputs.unit_key_bf16, inputs, b, h, k_offsets, inputs.head_dim, blocks.BLOCK_D, PARTIAL, blocks)
+
+
+@triton.jit
+def load_value_operand(inputs, b, h, k_offsets, PARTIAL: tl.constexpr, blocks):
+    """Values, or LASER's e^V, [BLOCK_K, BLOCK_DV]."""
+    return load_tile(inputs.value_operand, inputs, b, h, k_offsets, inputs.value_dim, blocks.BLOCK_DV, PARTIAL, blocks)
+
+
+@triton.jit
+def store_like_out(array, b, heads, q_offsets, mask, x, inputs, blocks):
+    """Store x [BLOCK_Q, BLOCK_DV] to an array shaped like the output; ``heads`` [BLOCK_Q] are those of the rows."""
+    columns = tl.arange(0, blocks.BLOCK_DV)
+    pointers = (
+        head_pointer(array, b, heads)[:, None] + q_offsets[:, None] * array.stride_l + columns[None, :] * array.stride_d
+    )
+    mask = mask[:, None] & (columns[None, :] < inputs.value_dim)
+    tl.store(pointers, x.to(array.pointer.dtype.element_ty), mask=mask)

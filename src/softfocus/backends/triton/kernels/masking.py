@@ -1,0 +1,195 @@
+"""Which tiles a block visits, what a query sees in one, and how many keys it sees in all."""
+
+import triton
+import triton.language as tl
+
+from softfocus.backends.triton.kernels import loading
+
+EMPTY, PARTIAL, FULL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+"""What the masks leave of a tile: nothing, some of it, all of it."""
+TILES_AT_ONCE = tl.constexpr(256)
+"""Tiles whose document numbers are looked at together."""
+
+
+@triton.jit
+def query_offset(inputs, masks, b):
+    """The key position of query 0 of a sequence."""
+    offset = masks.offset
+    if inputs.lengths is not None:
+        offset = loading.sequence_length(inputs, b) - inputs.query_length
+    return offset
+
+
+@triton.jit
+def visible(masks, inputs, b, h, q_offsets, k_offsets):
+    """Whether each query sees each key, for offsets of any shapes that broadcast. Queries beyond the end give anything."""
+    positions = q_offsets + query_offset(inputs, masks, b)
+    length = loading.sequence_length(inputs, b)
+    last = tl.zeros_like(q_offsets) + (length - 1)
+    if masks.has_right:
+        last = tl.minimum(last, positions + masks.right)
+    seen = k_offsets <= last
+    if masks.has_left:
+        seen = seen & (k_offsets >= positions - masks.left)
+    if masks.key_mask is not None:
+        real = tl.load(
+            loading.head_pointer(masks.key_mask, b, h) + k_offsets * masks.key_mask.stride_d,
+            mask=k_offsets < length,
+            other=0,
+        )
+        seen = seen & (real != 0)
+    if masks.document_ids is not None:
+        ids = loading.head_pointer(masks.document_ids, b, h)
+        own = tl.load(
+            ids + positions * masks.document_ids.stride_d,
+            mask=(q_offsets < inputs.query_length) & (positions >= 0),
+            other=-1,
+        )
+        theirs = tl.load(ids + k_offsets * masks.document_ids.stride_d, mask=k_offsets < length, other=-2)
+        seen = seen & (own == theirs)
+    if masks.mask is not None:
+        pointers = q_offsets.to(tl.int64) * masks.mask.stride_l + k_offsets.to(tl.int64) * masks.mask.stride_d
+        mask = (q_offsets < inputs.query_length) & (k_offsets < length)
+        seen = seen & (tl.load(loading.head_pointer(masks.mask, b, h) + pointers, mask=mask, other=0) != 0)
+    return seen
+
+
+@triton.jit
+def visible_count(masks, inputs, b, h, q_offsets):
+    """N_i, float32 [BLOCK_Q]."""
+    if masks.counts is not None:
+        pointers = loading.head_pointer(masks.counts, b, h) + q_offsets * masks.counts.stride_l
+        return tl.load(pointers, mask=q_offsets < inputs.query_length, other=0).to(tl.float32)
+    positions = q_offsets + query_offset(inputs, masks, b)
+    low = tl.zeros_like(q_offsets)
+    high = low + loading.sequence_length(inputs, b)
+    if masks.has_left:
+        low = tl.maximum(low, positions - masks.left)
+    if masks.has_right:
+        high = tl.minimum(high, positions + masks.right + 1)
+    return tl.maximum(high - low, 0).to(tl.float32)
+
+
+@triton.jit
+def _ceil_div(x, y):
+    return (x + y - 1) // y
+
+
+@triton.jit
+def _tile_range(
+    first, last, behind, ahead, HAS_BEHIND: tl.constexpr, HAS_AHEAD: tl.constexpr, length, TILE: tl.constexpr
+):
+    """Tiles that a block meets under the window alone: (start, full_start, full_stop, stop).
+
+    Positions ``first`` to ``last`` of the block see from ``behind`` before them to ``ahead`` after them. In a full tile all of
+    them see all of it.
+    """
+    start, full_start = 0, 0
+    stop, full_stop = length, length
+    if HAS_BEHIND:
+        start = tl.maximum(first - behind, 0)
+        full_start = tl.maximum(last - behind, 0)
+    if HAS_AHEAD:
+        stop = tl.minimum(last + ahead + 1, length)
+        full_stop = tl.minimum(first + ahead + 1, length)
+    stop = tl.maximum(stop, 0)
+    full_stop = tl.maximum(full_stop, 0)
+    start = start // TILE
+    stop = tl.maximum(_ceil_div(stop, TILE), start)
+    full_start = _ceil_div(full_start, TILE)
+    full_stop = tl.maximum(full_stop // TILE, full_start)
+    full_start = tl.minimum(full_start, stop)
+    full_stop = tl.minimum(full_stop, stop)
+    return start, full_start, full_stop, stop
+
+
+@triton.jit
+def key_tile_range(masks, inputs, blocks, b, block):
+    """The tiles of keys that a block of queries meets."""
+    offset = query_offset(inputs, masks, b)
+    first = block * blocks.BLOCK_Q + offset
+    last = tl.minimum((block + 1) * blocks.BLOCK_Q, inputs.query_length) - 1 + offset
+    length = loading.sequence_length(inputs, b)
+    return _tile_range(first, last, masks.left, masks.right, masks.has_left, masks.has_right, length, blocks.BLOCK_K)
+
+
+@triton.jit
+def query_tile_range(masks, inputs, blocks, block):
+    """The tiles of queries that meet a block of keys."""
+    first = block * blocks.BLOCK_K - masks.offset
+    last = tl.minimum((block + 1) * blocks.BLOCK_K, inputs.key_length) - 1 - masks.offset
+    return _tile_range(
+        first, last, masks.right, masks.left, masks.has_right, masks.has_left, inputs.query_length, blocks.BLOCK_Q
+    )
+
+
+@triton.jit
+def tile_count(lists, tile_range, b, h, block, PARTIAL: tl.constexpr):
+    """How many PARTIAL, or full, tiles a block meets."""
+    if lists is not None:
+        counts = lists.partial_count if PARTIAL else lists.full_count
+        return tl.load(loading.head_pointer(counts, b, h) + block * counts.stride_l)
+    start, full_start, full_stop, stop = tile_range
+    if PARTIAL:
+        return (full_start - start) + (stop - full_stop)
+    return full_stop - full_start
+
+
+@triton.jit
+def tile_index(lists, tile_range, b, h, block, n, PARTIAL: tl.constexpr):
+    """The n-th of them."""
+    if lists is not None:
+        indices = lists.partial if PARTIAL else lists.full
+        return tl.load(loading.head_pointer(indices, b, h) + block * indices.stride_l + n * indices.stride_d)
+    start, full_start, full_stop, _stop = tile_range
+    if PARTIAL:
+        before = full_start - start
+        return tl.where(n < before, start + n, full_stop + n - before)
+    return full_start + n
+
+
+@triton.jit
+def _tiles_of_these_documents(inputs, masks, lowest, highest, b, q_offsets, start, stop):
+    """Of the tiles from start to stop, the range in which documents of these rows may occur.
+
+    Packed documents follow one another, so that the range is short. In any other order it is longer, never too short.
+    """
+    last = tl.minimum(q_offsets, inputs.query_length - 1) + masks.offset
+    own = tl.load(loading.head_pointer(masks.document_ids, b, 0) + last * masks.document_ids.stride_d)
+    own_lowest, own_highest = tl.min(own, 0), tl.max(own, 0)
+    first, end = stop, start
+    for begin in range(start, stop, TILES_AT_ONCE):
+        tiles = begin + tl.arange(0, TILES_AT_ONCE)
+        mask = tiles < stop
+        low = tl.load(loading.head_pointer(lowest, b, 0) + tiles * lowest.stride_d, mask=mask, other=0)
+        high = tl.load(loading.head_pointer(highest, b, 0) + tiles * highest.stride_d, mask=mask, other=0)
+        met = mask & (low <= own_highest) & (high >= own_lowest)
+        first = tl.minimum(first, tl.min(tl.where(met, tiles, stop), 0))
+        end = tl.maximum(end, tl.max(tl.where(met, tiles + 1, start), 0))
+    return first, end
+
+
+@triton.jit
+def survey(inputs, masks, lowest, highest, counts, states, blocks):
+    """N_i int32 [B, H, Lq, 1]; and ``states``, EMPTY, PARTIAL or FULL, int8 [B, H, query blocks, key blocks], 0 before.
+
+    ``lowest`` and ``highest`` [B, 1, 1, key blocks] are the document numbers in a tile of keys; None without documents.
+    """
+    block = tl.program_id(0)
+    b, h = tl.program_id(1), tl.program_id(2)
+    q_offsets = block * blocks.BLOCK_Q + tl.arange(0, blocks.BLOCK_Q)
+    start, _full_start, _full_stop, stop = key_tile_range(masks, inputs, blocks, b, block)
+    if masks.document_ids is not None:
+        start, stop = _tiles_of_these_documents(inputs, masks, lowest, highest, b, q_offsets, start, stop)
+    count = tl.zeros([blocks.BLOCK_Q], tl.int32)
+    for n in range(start, stop):
+        k_offsets = n * blocks.BLOCK_K + tl.arange(0, blocks.BLOCK_K)
+        # [BLOCK_Q, BLOCK_K]
+        seen = visible(masks, inputs, b, h, q_offsets[:, None], k_offsets[None, :])
+        seen = (seen & (q_offsets[:, None] < inputs.query_length)).to(tl.int32)
+        count += tl.sum(seen, 1)
+        total = tl.sum(tl.sum(seen, 1), 0)
+        state = tl.where(total == blocks.BLOCK_Q * blocks.BLOCK_K, FULL, tl.where(total > 0, PARTIAL, EMPTY))
+        tl.store(loading.head_pointer(states, b, h) + block * states.stride_l + n * states.stride_d, state.to(tl.int8))
+    pointers = loading.head_pointer(counts, b, h) + q_offsets * counts.stride_l
+    tl.store(pointers, count, mask=q_offsets < inputs.query_length)

@@ -1,0 +1,184 @@
+"""Gradients of the queries, BLOCK_Q rows a program, and what the other kernels need of each row.
+
+In re-weighted rows dL/ds holds the mean of g over the whole row, which is known only after a sweep. So two sums over the keys
+are kept, one with g and one without; they are joined at the end.
+"""
+
+import triton
+import triton.language as tl
+
+from softfocus.backends.triton.kernels import (
+    backward_rows,
+    dropout,
+    laser,
+    loading,
+    masking,
+    norms,
+    products,
+    scoring,
+    weighting,
+)
+from softfocus.backends.triton.kernels.pointwise import LN2, log2
+
+
+@triton.jit
+def query_gradients(
+    inputs, algebra, masks, grad_out, outputs, row_vectors, grad_query, grad_head_scale, grad_power,
+    EXACT: tl.constexpr, blocks,
+):  # fmt: skip
+    """grad_query, and ``row_vectors`` for the other kernels.
+
+    Where wanted also each row's share of the gradients of head_scale and power, [B, H, Lq]. EXACT: LASER's marked rows alone;
+    else the others alone.
+    """
+    block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows first, where it is causal
+    b, h = tl.program_id(1) // inputs.heads, tl.program_id(1) % inputs.heads
+    q_offsets = block * blocks.BLOCK_Q + tl.arange(0, blocks.BLOCK_Q)  # [BLOCK_Q]
+    d_offsets = tl.arange(0, blocks.BLOCK_D)  # [BLOCK_D]
+    active = backward_rows.active_rows(outputs, inputs, algebra, b, h, q_offsets, EXACT)  # [BLOCK_Q]
+    if EXACT:
+        if tl.load(outputs.exact_heads + tl.program_id(1)) == 0:
+            return
+        if tl.max(active.to(tl.int32)) == 0:
+            return
+    query = loading.load_queries(inputs, b, h, q_offsets, blocks)  # [BLOCK_Q, BLOCK_D]
+    # [BLOCK_Q, BLOCK_DV]
+    grad_acc = backward_rows.load_grad_acc(grad_out, outputs, inputs, algebra, b, h, q_offsets, active, blocks)
+    delta = tl.where(active, backward_rows.load_delta(grad_out, outputs, inputs, algebra, b, h, q_offsets, blocks), 0.0)
+    count = masking.visible_count(masks, inputs, b, h, q_offsets)  # [BLOCK_Q]
+    row = weighting.gradient_row(outputs.saved, inputs, algebra, count, b, h, q_offsets, delta)
+    tile_row = weighting.expanded(row, 1)
+    if EXACT:
+        exact = laser.expanded(laser.exact_row(outputs.saved, inputs, algebra, count, b, h, q_offsets, delta), 1)
+    scale, row_bias = scoring.score_scale(inputs, algebra, count, h), scoring.row_bias_of(inputs, algebra, count, b)
+    query_norm = scale
+    if algebra.cosine:
+        query_norm = loading.load_vector(inputs.query_norm, b, h, q_offsets, inputs.query_length)
+    query, query_scale = scoring.query_operand(query, query_norm, scale * algebra.phi.score_unit, inputs, algebra)
+    if inputs.unit_key_fp16 is not None and not EXACT:
+        single = query.to(tl.float32)
+        loading.store_queries(inputs.unit_query_fp16, inputs, b, h, q_offsets, single, blocks)
+        loading.store_queries(inputs.unit_query_bf16, inputs, b, h, q_offsets, single, blocks)
+    grad_factor = row.grad_factor
+    if EXACT:
+        grad_factor = tl.full(scale.shape, 1.0, tl.float32)
+    tile_range = masking.key_tile_range(masks, inputs, blocks, b, block)
+
+    grad_sum = tl.zeros([blocks.BLOCK_Q, blocks.BLOCK_D], tl.float32)  # sum_j g phi' k
+    derivative_sum = tl.zeros([blocks.BLOCK_Q, blocks.BLOCK_D], tl.float32)  # sum_j phi' k
+    grad_u_sum = tl.zeros([blocks.BLOCK_Q], tl.float32)  # sum_j g
+    log_u_sum = tl.zeros([blocks.BLOCK_Q], tl.float32)  # sum_j A (dL/dA - delta) log u
+    for FULL in tl.static_range(2):
+        for n in range(masking.tile_count(masks.key_tiles, tile_range, b, h, block, FULL == 0)):
+            k_offsets = scoring.key_offsets(masks, tile_range, b, h, block, n, FULL == 0, blocks)  # [BLOCK_K]
+            # key [BLOCK_K, BLOCK_D], key_norms [BLOCK_K]; s, visible [BLOCK_Q, BLOCK_K]
+            key, key_norms, s, visible, _scaled = scoring.scores_of_keys(
+                query, inputs, algebra, masks, b, h, q_offsets, k_offsets, query_scale, row_bias, FULL == 0, blocks
+            )
+            # grad_weights, weighted_grad = A (dL/dA - delta), grad_u, derivative, log_u [BLOCK_Q, BLOCK_K]
+            if EXACT:
+                log_weights, log_u = laser.log_weights(s, exact, inputs, algebra, h)
+                terms, _none = laser.terms(
+                    log_weights, tl.zeros_like(s), None, grad_out, outputs, inputs, b, h, q_offsets, active, k_offsets,
+                    0, blocks,
+                )  # fmt: skip
+                weighted_grad, grad_u, derivative = laser.weights_and_gradients(s, terms, exact, inputs, algebra, h)
+                log_u = tl.where(log_u > float("-inf"), log_u, 0.0) / LN2
+            else:
+                value = loading.load_value_operand(inputs, b, h, k_offsets, FULL == 0, blocks)  # [BLOCK_K, BLOCK_DV]
+                grad_weights = products.dot(grad_acc, tl.trans(value), blocks)
+                if inputs.seed is not None:
+                    first = scoring.first_key(masks, tile_range, b, h, block, n, FULL == 0, blocks)
+                    kept = dropout.kept(inputs, b, h, q_offsets, first, blocks.BLOCK_K, 1)
+                    grad_weights = tl.where(kept, grad_weights * inputs.keep_scale, 0.0)
+                weights, grad_u, derivative, u = weighting.weights_and_gradients(
+                    s, grad_weights, tile_row, inputs, algebra, h
+                )
+                weighted_grad = weights * (grad_weights - tile_row.delta)
+                log_u = log2(tl.where(u > 0.0, u, 1.0), algebra.terms)
+            if FULL == 0:
+                grad_u = tl.where(visible, grad_u, 0.0)  # phi' of what is hidden is 0
+            power = 1.0  # what float16 might not hold is multiplied outside
+            if inputs.unit_key_fp16 is not None:
+                key = loading.load_bf16_unit_keys(inputs, b, h, k_offsets, FULL == 0, blocks)  # [BLOCK_K, BLOCK_D]
+            elif algebra.cosine:
+                if algebra.float16:
+                    power = norms.largest_power_of_two(key_norms)
+                    key_norms = key_norms / power
+                derivative = derivative * key_norms[None, :]
+                if FULL == 0:
+                    derivative = tl.where(visible, derivative, 0.0)
+            if FULL == 0:
+                key = products.finite_or_zero(key)
+            tile_sum = products.dot_grad_scores(grad_u * derivative, key, algebra, blocks)  # [BLOCK_Q, BLOCK_D]
+            if algebra.float16:
+                tile_sum *= power
+            grad_sum += tile_sum
+            if algebra.reweighted:
+                tile_sum = products.dot_grad_scores(derivative, key, algebra, blocks)
+                if algebra.float16:
+                    tile_sum *= power
+                derivative_sum += tile_sum
+                grad_u_sum += tl.sum(grad_u, 1)
+                if grad_power is not None:
+                    weighted_grad = weighted_grad * log_u
+                    if FULL == 0:
+                        weighted_grad = tl.where(visible, weighted_grad, 0.0)
+                    log_u_sum += tl.sum(weighted_grad, 1)
+
+    mean_grad = tl.zeros_like(grad_u_sum)  # [BLOCK_Q]
+    if algebra.reweighted:
+        without = (count <= weighting.FREE_ROWS) | (row.over_spread < 0.0)  # no threshold, or tied
+        mean_grad = tl.where(without, 0.0, grad_u_sum / tl.maximum(count, 1.0))
+        grad_sum = grad_sum - mean_grad[:, None] * derivative_sum
+    grad_sum = grad_sum * grad_factor[:, None]
+    mask = q_offsets < inputs.query_length
+    if EXACT:
+        mask = active
+    seeing = mask & (count > 0.0)
+    # Multiplied as in the forward: another order would round the scores otherwise
+    scale_in_unit = scale * algebra.phi.score_unit
+    if algebra.cosine:
+        scale_in_unit = scale_in_unit * query_norm
+    # Stored before the queries are read again: a load does not move above a store, and there are registers for it only now
+    backward_rows.store_row_vectors(
+        row_vectors,
+        mean_grad,
+        scale_in_unit,
+        row_bias,
+        row,
+        grad_factor / algebra.phi.score_unit,
+        b,
+        h,
+        q_offsets,
+        mask,
+    )
+    if grad_power is not None:
+        share = tl.where(seeing & (row.over_spread > 0.0), log_u_sum * LN2, 0.0)
+        tl.store(grad_power + tl.program_id(1) * inputs.query_length + q_offsets, share, mask=mask)
+    if algebra.cosine or grad_head_scale is not None:
+        pointers = (
+            loading.head_pointer(inputs.query, b, h)
+            + q_offsets[:, None] * inputs.query.stride_l
+            + d_offsets[None, :] * inputs.query.stride_d
+        )
+        query_mask = (q_offsets[:, None] < inputs.query_length) & (d_offsets[None, :] < inputs.head_dim)
+        unit = loading.reload(pointers, query_mask)  # [BLOCK_Q, BLOCK_D]
+        if algebra.cosine:
+            unit, left = norms.scaled_operand(unit, query_norm)
+            unit = unit.to(tl.float32) * left[:, None]
+        along = tl.sum(grad_sum * unit.to(tl.float32), 1)  # the gradient's part along the query, [BLOCK_Q]
+        if grad_head_scale is not None:
+            share = along * scoring.length_scale(inputs, algebra, count)
+            pointers = grad_head_scale + tl.program_id(1) * inputs.query_length + q_offsets
+            tl.store(pointers, tl.where(seeing, share, 0.0), mask=mask)
+        if algebra.cosine:
+            grad_sum = (grad_sum - along[:, None] * unit) * query_norm[:, None]
+    grad_sum = tl.where(seeing[:, None], grad_sum * scale[:, None], 0.0)
+    tl.store(
+        loading.head_pointer(grad_query, b, h)
+        + q_offsets[:, None] * grad_query.stride_l
+        + d_offsets[None, :] * grad_query.stride_d,
+        grad_sum.to(grad_query.pointer.dtype.element_ty),
+        mask=mask[:, None] & (d_offsets[None, :] < inputs.head_dim),
+    )

@@ -1,0 +1,128 @@
+"""Scores of a tile: s = c_i similarity(q_i, k_j) + b_i + b_ij. Every kernel makes them here, so that they agree to the bit."""
+
+import triton
+import triton.language as tl
+
+from softfocus.backends.triton.kernels import loading, masking, norms, pointwise, products
+
+
+@triton.jit
+def length_scale(inputs, algebra, count):
+    """c_i without the head scale [BLOCK_Q]: scale(d) times length scale."""
+    scale = tl.zeros_like(count) + inputs.scale
+    log_n = tl.log(tl.maximum(count, 1.0))
+    if algebra.length_scale == "log(N)":
+        scale = scale * log_n
+    elif algebra.length_scale == "log512(N)":
+        scale = scale * (log_n / 6.238324625039508)
+    elif algebra.length_scale != "1":
+        tl.static_assert(False, "length_scale is not known")
+    return scale
+
+
+@triton.jit
+def score_scale(inputs, algebra, count, h):
+    """c_i [BLOCK_Q]."""
+    scale = length_scale(inputs, algebra, count)
+    if inputs.head_scale is not None:
+        scale = scale * tl.load(inputs.head_scale + h)
+    return scale
+
+
+@triton.jit
+def row_bias_of(inputs, algebra, count, b):
+    """b_i [BLOCK_Q], in the unit of scores."""
+    row_bias = tl.zeros_like(count)
+    if algebra.score_bias == "-log(N)":
+        row_bias = -tl.log(tl.maximum(count, 1.0))
+    elif algebra.score_bias == "-log(L)":
+        row_bias = row_bias - tl.log(tl.zeros_like(count) + loading.sequence_length(inputs, b))
+    elif algebra.score_bias != "0":
+        tl.static_assert(False, "score_bias is not known")
+    return row_bias * algebra.phi.score_unit
+
+
+@triton.jit
+def query_operand(query, norm, scale, inputs, algebra):
+    """Queries [BLOCK_Q, BLOCK_D] as keys are multiplied with them, and what is left of c_i / |q_i| [BLOCK_Q] for the products.
+
+    Unit vectors hold all of it: their products are the scores.
+    """
+    if algebra.cosine:
+        query, left = norms.scaled_operand(query, norm)
+        scale = scale * left
+    if inputs.unit_key_fp16 is not None:
+        query = (query.to(tl.float32) * scale[:, None]).to(tl.float16)
+    return query, scale
+
+
+@triton.jit
+def load_score_keys(inputs, algebra, b, h, k_offsets, PARTIAL: tl.constexpr, blocks):
+    """Keys [BLOCK_K, BLOCK_D] as scores are made of them, and with cosine 1 / |k| [BLOCK_K]."""
+    norm = k_offsets.to(tl.float32)
+    if inputs.unit_key_fp16 is not None:
+        key = loading.load_tile(
+            inputs.unit_key_fp16, inputs, b, h, k_offsets, inputs.head_dim, blocks.BLOCK_D, PARTIAL, blocks
+        )
+    else:
+        key = loading.load_keys(inputs, b, h, k_offsets, PARTIAL, blocks)
+    if algebra.cosine:
+        if inputs.key_norm is None:
+            norm = norms.reciprocal_norm(key.to(tl.float32))
+        else:
+            norm = loading.load_vector(inputs.key_norm, b, h // inputs.group, k_offsets, inputs.key_length)
+    return key, norm
+
+
+@triton.jit
+def first_key(masks, tile_range, b, h, block, n, PARTIAL: tl.constexpr, blocks):
+    """The first key of the n-th PARTIAL, or full, tile of a block of rows."""
+    return masking.tile_index(masks.key_tiles, tile_range, b, h, block, n, PARTIAL) * blocks.BLOCK_K
+
+
+@triton.jit
+def key_offsets(masks, tile_range, b, h, block, n, PARTIAL: tl.constexpr, blocks):
+    """The keys [BLOCK_K] of that tile."""
+    return first_key(masks, tile_range, b, h, block, n, PARTIAL, blocks) + tl.arange(0, blocks.BLOCK_K)
+
+
+@triton.jit
+def tile_scores(dots, inputs, algebra, masks, b, h, q_offsets, k_offsets, scale, norm, row_bias, PARTIAL: tl.constexpr):
+    """Scores of a tile in their unit, -inf where hidden; which are visible; and the scaled products, 0 where hidden.
+
+    Args:
+        dots: products of queries and keys, [BLOCK_Q, BLOCK_K] or [BLOCK_K, BLOCK_Q].
+        q_offsets, k_offsets, scale, norm, row_bias: broadcast to that. ``scale`` and ``norm`` are still to be multiplied.
+    """
+    s = dots
+    if inputs.unit_key_fp16 is None:
+        s = pointwise.times(s, scale, algebra)
+        if algebra.cosine:
+            s = pointwise.times(s, norm, algebra)
+    scaled = s
+    if algebra.score_bias != "0":
+        s = s + row_bias
+    if inputs.bias is not None:
+        pointers = q_offsets.to(tl.int64) * inputs.bias.stride_l + k_offsets.to(tl.int64) * inputs.bias.stride_d
+        mask = (q_offsets < inputs.query_length) & (k_offsets < inputs.key_length)
+        bias = tl.load(loading.head_pointer(inputs.bias, b, h) + pointers, mask=mask, other=0.0).to(tl.float32)
+        s += pointwise.times(bias, algebra.phi.score_unit, algebra)
+    visible = tl.full(s.shape, True, tl.int1)
+    if PARTIAL:
+        visible = masking.visible(masks, inputs, b, h, q_offsets, k_offsets)
+        s = tl.where(visible, s, float("-inf"))
+        scaled = tl.where(visible, scaled, 0.0)
+    return s, visible, scaled
+
+
+@triton.jit
+def scores_of_keys(
+    query, inputs, algebra, masks, b, h, q_offsets, k_offsets, scale, row_bias, PARTIAL: tl.constexpr, blocks
+):
+    """Keys, 1 / |k| and what ``tile_scores`` gives, [BLOCK_Q, BLOCK_K]; ``scale`` and ``row_bias`` are [BLOCK_Q]."""
+    key, key_norms = load_score_keys(inputs, algebra, b, h, k_offsets, PARTIAL, blocks)
+    s, visible, scaled = tile_scores(
+        products.dot(query, tl.trans(key), blocks), inputs, algebra, masks, b, h,
+        q_offsets[:, None], k_offsets[None, :], scale[:, None], key_norms[None, :], row_bias[:, None], PARTIAL,
+    )  # fmt: skip
+    return key, key_norms, s, visible, scaled

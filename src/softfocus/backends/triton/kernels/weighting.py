@@ -1,0 +1,210 @@
+"""Weights of a tile from its scores: threshold, u^p, and what the backward needs of a row to make them again."""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from softfocus.backends.triton.kernels import loading, pointwise
+
+FREE_ROWS = tl.constexpr(3)
+"""Rows with so few visible keys have no threshold."""
+LARGE_POWER = tl.constexpr(12.0)
+"""From this p on u^(p - 1) is below 2^-22 where u^p is below 2^-24."""
+TIE_TOLERANCE = tl.constexpr(128.0 * 2.0**-23)
+"""Of float32: 128 eps."""
+
+
+@triton.jit
+def row_factor(inputs, algebra, count, b):
+    """What multiplies phi [BLOCK_Q] where no row sum divides it."""
+    factor = tl.full(count.shape, 1.0, tl.float32)
+    if algebra.normaliser == "1/N":
+        factor = 1.0 / tl.maximum(count, 1.0)
+    elif algebra.normaliser == "1/sqrt(N/2)":
+        factor = 1.0 / tl.sqrt(tl.maximum(count, 1.0) / 2.0)
+    elif algebra.normaliser == "1/L":
+        factor = factor / (tl.zeros_like(factor) + loading.sequence_length(inputs, b))
+    elif algebra.normaliser != "none":
+        tl.static_assert(False, "normaliser is not known")
+    return factor
+
+
+@triton.jit
+def reciprocal_sum(phi_sum, algebra):
+    """1 / phi_sum; 1 where it is 0. Rounded in float32: where one key dominates a row, delta is to be that key's dL/dA."""
+    phi_sum = tl.where(phi_sum == 0.0, 1.0, phi_sum)
+    if algebra.float32:
+        result = tl.div_rn(tl.full(phi_sum.shape, 1.0, tl.float32), phi_sum)
+    else:
+        result = 1.0 / phi_sum
+    return result
+
+
+@triton.jit
+def head_power(inputs, algebra, h):
+    """p of a head."""
+    if inputs.power is None:
+        power = algebra.power
+    else:
+        power = tl.load(inputs.power + h)
+    return power
+
+
+@triton.jit
+def u_to_the_power(u, inputs, algebra, h, LESS: tl.constexpr):
+    """u^(p - LESS), 0 where u is 0; LESS is 0 or 1."""
+    if inputs.power is None and algebra.power > LESS:
+        result = pointwise.whole_power(u, algebra.power - LESS)
+    elif inputs.power is None:
+        result = tl.where(u == 0.0, 0.0, 1.0)
+    else:
+        result = tl.where(u == 0.0, 0.0, pointwise.any_power(u, tl.load(inputs.power + h) - LESS, algebra.terms))
+    return result
+
+
+@triton.jit
+def row_threshold(inputs, algebra, count, phi_sum, largest):
+    """(threshold, 1 / spread, tied, peak) of rows with the sum ``phi_sum`` and the ``largest`` phi; eq. 5 of arXiv 2501.13428.
+
+    u = (phi - threshold) / spread. Tied rows keep phi.
+    """
+    divisor = tl.where(phi_sum == 0.0, 1.0, phi_sum)
+    o = tl.where(count > FREE_ROWS, 1.0, 0.0)
+    threshold = o * phi_sum / tl.maximum(count, 1.0)
+    peak = tl.maximum(largest * count / divisor - o, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    tied = peak <= TIE_TOLERANCE
+    return threshold, 1.0 / tl.where(tied, 1.0, largest - threshold), tied, peak
+
+
+@triton.jit
+def excess(f, threshold, over_spread, algebra):
+    """u, at most 1. In halves one instruction: its rounding is below theirs."""
+    if algebra.float32:
+        u = tl.maximum((f - threshold) * over_spread, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    else:
+        u = pointwise.saturated(f, over_spread, threshold * -over_spread)
+    return u
+
+
+class GradientRow(NamedTuple):
+    """What the backward knows of its rows: vectors, shaped so that they broadcast to a tile.
+
+        A = weight_factor phi            dL/dphi = grad_factor (dL/dA - delta)
+        A = weight_factor u^p            dL/dphi = grad_factor (dL/dA - delta) u^(p-1)      u = (phi - threshold) over_spread
+
+    where phi is in its unit to the left, and itself to the right.
+
+    Attributes:
+        shift: of phi, as in the forward; the logsumexp where ``shift_holds_norm``.
+        threshold, over_spread: of re-weighted rows. A tied row has u = phi / largest, p = 1 and over_spread below 0.
+        weight_factor: 0 in fully masked rows.
+        grad_factor: 0 where one key has all the weight, whatever its score: rounding must not give it a gradient.
+        delta: sum_j A_ij dL/dA_ij, where the weights sum to one; else 0.
+    """
+
+    shift: tl.tensor
+    threshold: tl.tensor
+    over_spread: tl.tensor
+    weight_factor: tl.tensor
+    grad_factor: tl.tensor
+    delta: tl.tensor
+
+
+@triton.jit
+def saved_statistics(saved, inputs, algebra, b, h, q_offsets):
+    """What the forward saved of the rows: shift, largest phi, sum phi 2^-shift, sum u^p."""
+    mask = q_offsets < inputs.query_length
+    row_max = tl.load(loading.saved_pointers(saved, b, h, q_offsets, loading.LARGEST_SCORE), mask=mask, other=0.0)
+    phi_sum = tl.load(loading.saved_pointers(saved, b, h, q_offsets, loading.PHI_SUM), mask=mask, other=1.0)
+    u_sum = tl.load(loading.saved_pointers(saved, b, h, q_offsets, loading.U_SUM), mask=mask, other=1.0)
+    shift = tl.zeros_like(row_max)
+    if algebra.shifted:
+        shift = algebra.phi.shift(row_max)
+    return shift, algebra.phi.value(row_max, shift, algebra), phi_sum, u_sum
+
+
+@triton.jit
+def gradient_row(saved, inputs, algebra, count, b, h, q_offsets, delta):
+    """The backward's rows, from what the forward saved."""
+    shift, largest, phi_sum, u_sum = saved_statistics(saved, inputs, algebra, b, h, q_offsets)
+    threshold = tl.zeros_like(shift)
+    over_spread = threshold - 1.0
+    if algebra.reweighted:
+        threshold, reciprocal_spread, tied, _peak = row_threshold(inputs, algebra, count, phi_sum, largest)
+        heaviest = u_to_the_power(excess(largest, threshold, reciprocal_spread, algebra), inputs, algebra, h, 0)
+        # What weighs less than the rounding of the heaviest may still have a gradient, u^(p - 1), where p is small
+        negligible = (tl.zeros_like(phi_sum) + head_power(inputs, algebra, h)) >= LARGE_POWER
+        one_key = (count == 1.0) | ((u_sum == heaviest) & (tied == 0) & negligible)
+        over, over_u_sum = reciprocal_sum(phi_sum, algebra), reciprocal_sum(u_sum, algebra)
+        highest = tl.where(largest > 0.0, largest, 1.0)
+        threshold, over_spread = tl.where(tied, 0.0, threshold), tl.where(tied, -1.0 / highest, reciprocal_spread)
+        weight_factor = tl.where(tied, over * highest, over_u_sum)
+        grad_factor = tl.where(tied, over, head_power(inputs, algebra, h) * over_u_sum * reciprocal_spread)
+        grad_factor = tl.where(one_key, 0.0, grad_factor)
+    elif algebra.normaliser == "l1":
+        weight_factor = reciprocal_sum(phi_sum, algebra)
+        if algebra.shift_holds_norm:
+            shift = shift - tl.log2(weight_factor)
+            weight_factor = tl.full(weight_factor.shape, 1.0, tl.float32)
+        grad_factor = tl.where((count == 1.0) | (phi_sum == largest), 0.0, weight_factor)
+    else:
+        # Of a row that saw an infinity the sum is NaN
+        weight_factor = row_factor(inputs, algebra, count, b) / algebra.phi.unit + (phi_sum - phi_sum)
+        grad_factor = weight_factor
+        delta = tl.zeros_like(weight_factor)
+    weight_factor = tl.where(count > 0.0, weight_factor, 0.0)
+    return GradientRow(shift, threshold, over_spread, weight_factor, grad_factor * algebra.phi.unit, delta)
+
+
+@triton.jit
+def expanded(row, AXIS: tl.constexpr):
+    """The vectors along one axis of a tile."""
+    return GradientRow(
+        tl.expand_dims(row.shift, AXIS), tl.expand_dims(row.threshold, AXIS), tl.expand_dims(row.over_spread, AXIS),
+        tl.expand_dims(row.weight_factor, AXIS), tl.expand_dims(row.grad_factor, AXIS), tl.expand_dims(row.delta, AXIS),
+    )  # fmt: skip
+
+
+@triton.jit
+def weights_and_gradients(s, grad_weights, row, inputs, algebra, h):
+    """A, g, phi' and u of a tile, from its scores and dL/dA.
+
+    dL/ds = grad_factor (g - mean_grad) phi'. What all keys of a row share, grad_factor, is left to the sums over keys.
+    """
+    f = algebra.phi.value(s, row.shift, algebra)
+    derivative = algebra.phi.derivative(s, row.shift, algebra)
+    u = f
+    grad_u = grad_weights
+    if algebra.normaliser == "l1":
+        grad_u = grad_weights - row.delta
+    if algebra.reweighted:
+        u = excess(f, row.threshold, tl.abs(row.over_spread), algebra)
+        u_less = tl.where(row.over_spread < 0.0, 1.0, u_to_the_power(u, inputs, algebra, h, 1))
+        grad_u = grad_u * u_less
+        f = u_less * u
+    if not algebra.shift_holds_norm:
+        f = f * row.weight_factor
+    return f, grad_u, derivative, u
+
+
+@triton.jit
+def rounding_step(rounded, algebra):
+    """A 127th of the distance between neighbours of a half's dtype, in which the rounding of the output is saved in eight bits.
+
+    delta is made of the output. In a row that one key dominates little is left of dL/dA - delta, less than that rounding. The
+    result is 0 where the step is tiny or no number.
+    """
+    bits = rounded.to(tl.int32, bitcast=True) & 0x7F800000
+    power = bits.to(tl.float32, bitcast=True)
+    part: tl.constexpr = (2.0**-10 if algebra.float16 else 2.0**-7) / 127.0
+    return tl.where((power > 2.0**-100) & (power < float("inf")), power * part, 0.0)
+
+
+@triton.jit
+def rounding_residual(x, rounded, algebra):
+    """x - rounded in steps, whole and at most 127."""
+    unit = rounding_step(rounded, algebra)
+    left = (x - rounded) / tl.where(unit > 0.0, unit, 1.0)
+    left = tl.where((unit > 0.0) & (tl.abs(left) <= 127.0), left, 0.0)
+    return left + tl.where(left < 0.0, -0.5, 0.5)  # cut off when it is stored
