@@ -18,7 +18,7 @@ from softfocus.functional import prepared
 from softfocus.testing import CASES
 
 pytest.importorskip("triton", reason="Triton is not installed")
-from softfocus.backends.triton import given
+from softfocus.backends.triton import inputs
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -219,7 +219,7 @@ def test_calls_of_one_kind_run_the_same_kernels():
     ):
         query = torch.ones(1, 1, length, 8, dtype=dtype, device=DEVICE)
         call = prepared(query, query, query, mechanism=name, scale=scale)
-        launched = given.algebra_of(call.mechanism, False, given.bounded(call), dtype), given.of_units(call)
+        launched = inputs.algebra_of(call.mechanism, False, inputs.bounded(call), dtype), inputs.of_units(call)
         kinds.setdefault(checked._kind(call), set()).add(repr(launched))
     assert all(len(kernels) == 1 for kernels in kinds.values())
     assert len(kinds) > 15

@@ -46,7 +46,7 @@ def compiled_as(mechanism: Mechanism) -> Mechanism:
 
 def variant(call: Call) -> tuple[bool, bool]:
     """What the scale and the length decide about the compiled kernels, beside the mechanism and the dtype."""
-    from softfocus.backends.triton.given import bounded, of_units
+    from softfocus.backends.triton.inputs import bounded, of_units
 
     return bounded(call), of_units(call)
 
