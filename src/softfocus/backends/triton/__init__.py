@@ -46,9 +46,9 @@ def compiled_as(mechanism: Mechanism) -> Mechanism:
 
 def variant(call: Call) -> tuple[bool, bool]:
     """What the scale and the length decide about the compiled kernels, beside the mechanism and the dtype."""
-    from softfocus.backends.triton.inputs import bounded, of_units
+    from softfocus.backends.triton.inputs import bounded, takes_unit_vectors
 
-    return bounded(call), of_units(call)
+    return bounded(call), takes_unit_vectors(call)
 
 
 def _there() -> bool:
