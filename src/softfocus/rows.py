@@ -143,9 +143,9 @@ def backward(
         grad = _recentre_backward(rows, grad, visible, count, mechanism)
     grad_power = None
     if power is not None:
-        grad, grad_power = _sharpen_backward(rows, grad, count, power)
+        grad, grad_power = _sharpen_backward(rows, grad, visible, count, power)
     elif mechanism.normaliser == "l1":
-        grad = _l1_backward(rows.f, rows.weights, rows.norm, grad, mechanism.phi in SIGNED_PHI)
+        grad = _l1_backward(rows.f, rows.weights, rows.norm, grad, visible, mechanism.phi in SIGNED_PHI)
     elif mechanism.normaliser != "none":
         grad.mul_(_row_factor(mechanism.normaliser, count, length))
     grad.mul_(_phi_derivative(rows, mechanism))
@@ -176,13 +176,24 @@ def _phi_derivative(rows: Rows, mechanism: Mechanism) -> Tensor:
     return derivative if rows.tail is None else torch.where(rows.tail, rows.f, derivative)
 
 
-def _l1_backward(f: Tensor, weights: Tensor, norm: Tensor, grad: Tensor, signed: bool) -> Tensor:
+def _delta(weights: Tensor, grad: Tensor, visible: Tensor | None) -> Tensor:
+    """D = sum_j A_j dA_j. Sets ``grad`` to 0 on invisible keys where the dA of one may have overflowed: 0 * inf is NaN."""
+    delta = (grad * weights).sum(-1, keepdim=True)
+    if visible is not None and not bool(delta.isfinite().all()):
+        grad.masked_fill_(~visible, 0.0)
+        delta = (grad * weights).sum(-1, keepdim=True)
+    return delta
+
+
+def _l1_backward(
+    f: Tensor, weights: Tensor, norm: Tensor, grad: Tensor, visible: Tensor | None, signed: bool
+) -> Tensor:
     """A = f / sum|f|: df = (dA - sign(f) sum_j dA_j A_j) / sum|f|. Overwrites grad.
 
     Where phi is not ``signed``, an f of 0 has phi' = 0 or is invisible, and its sign does not matter.
     """
-    inner = (grad * weights).sum(-1, keepdim=True)
-    return grad.sub_(f.sign().mul_(inner) if signed else inner).div_(norm)
+    delta = _delta(weights, grad, visible)
+    return grad.sub_(f.sign().mul_(delta) if signed else delta).div_(norm)
 
 
 def _power(u: Tensor, power: Tensor | float) -> Tensor:
@@ -223,7 +234,9 @@ def _sharpen(rows: Rows, count: Tensor, power: Tensor | float) -> None:
         rows.weights = torch.where(tied, f / norm, rows.weights)
 
 
-def _sharpen_backward(rows: Rows, grad: Tensor, count: Tensor, power: Tensor | float) -> tuple[Tensor, Tensor | None]:
+def _sharpen_backward(
+    rows: Rows, grad: Tensor, visible: Tensor | None, count: Tensor, power: Tensor | float
+) -> tuple[Tensor, Tensor | None]:
     """dL/df and dL/dp: with g = dL/du = p u^(p-1) (dA - D) / sum u^p and D = sum_j A dA,
 
     df = (g - o mean(g)) / spread on every visible key, since the floor of u is o times the row's mean.
@@ -231,7 +244,7 @@ def _sharpen_backward(rows: Rows, grad: Tensor, count: Tensor, power: Tensor | f
     assert rows.u is not None
     assert rows.spread is not None
     assert rows.sharp_norm is not None
-    grad.sub_((grad * rows.weights).sum(-1, keepdim=True))
+    grad.sub_(_delta(rows.weights, grad, visible))
     if rows.tied is not None:
         tied_grad = grad / rows.norm
     grad.mul_(rows.weights)
@@ -273,7 +286,7 @@ def _recentre_backward(rows: Rows, grad: Tensor, visible: Tensor | None, count: 
     if mechanism.post == "recentre+l1":
         flat = norm <= TIED * torch.finfo(grad.dtype).eps
         norm = norm.masked_fill(flat, 1.0)
-        inner = _l1_backward(centred, centred / norm, norm, grad.clone(), signed=True)
+        inner = _l1_backward(centred, centred / norm, norm, grad.clone(), visible, signed=True)
         inner = torch.where(flat, 0.0, inner)
     mean = (inner if visible is None else inner.masked_fill(~visible, 0.0)).sum(-1, keepdim=True) / count.clamp(min=1.0)
     return torch.where(free, grad, inner - mean)

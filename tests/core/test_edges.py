@@ -339,6 +339,70 @@ def test_a_visible_nan_is_seen_by_those_who_see_it_and_by_no_other(backend, dtyp
         assert torch.equal(out[~hit], clean[~hit])
 
 
+def _gradients(backend, name, query, key, value, grad_out, **arguments):
+    leaves = [x.clone().requires_grad_() for x in (query, key, value)]
+    out = attention(*leaves, mechanism=name, backend=backend, **arguments)
+    return torch.autograd.grad(out, leaves, grad_out)
+
+
+@ways((*VARIED, "relu2_l1", "sigmoid_log_n"), dtypes=lambda name: (torch.float32,))
+@pytest.mark.parametrize("hidden_by", ["key_mask", "is_causal"])
+def test_a_huge_value_that_a_row_does_not_see_leaves_its_gradients_alone(backend, dtype, name, hidden_by):
+    """dA = dO . v of that key overflows, and 0 * inf is NaN."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value, grad_out = (torch.randn(1, 2, 12, 16, generator=generator, dtype=dtype) for _ in range(4))
+    grad_out *= 10
+    huge, at = value.clone(), 3 if hidden_by == "key_mask" else 11
+    huge[:, :, at], value[:, :, at] = 3e38, 0.0
+    if hidden_by == "key_mask":
+        arguments = {"key_mask": (torch.arange(12) != at)[None]}
+    else:
+        arguments = {"is_causal": True}
+        grad_out[:, :, at] = 0.0  # of the row that sees it nothing comes
+        if name in LASERS:
+            pytest.skip("a row of LASER that sees 3e38 has a gradient of its own")
+    got, want = (_gradients(backend, name, query, key, v, grad_out, **arguments) for v in (huge, value))
+    rows = slice(None) if hidden_by == "key_mask" else slice(0, at)
+    assert torch.equal(got[0][:, :, rows], want[0][:, :, rows])
+    if hidden_by == "key_mask":
+        assert all(torch.equal(x, y) for x, y in zip(got[1:], want[1:], strict=True))
+
+
+@ways((*VARIED, "relu2_l1", "sigmoid_log_n"), dtypes=lambda name: (torch.float32,))
+def test_a_nan_in_grad_out_reaches_only_the_keys_that_its_row_sees(backend, dtype, name):
+    """The value's gradient is a product with all weights, in which 0 * NaN is NaN, as in eager attention."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value, grad_out = (torch.randn(1, 2, 12, 16, generator=generator, dtype=dtype) for _ in range(4))
+    grad_out[:, :, 5] = math.nan
+    grads = _gradients(backend, name, query, key, value, grad_out, is_causal=True)
+    others = torch.arange(12) != 5
+    assert grads[0][:, :, others].isfinite().all()
+    assert grads[1][:, :, 6:].isfinite().all()
+    assert grads[1][:, :, :6].isnan().any()
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, *SINGLE])
+@pytest.mark.parametrize("bits", [0x7FC00000, 0x7FC000FF, 0x7F800001])
+@pytest.mark.parametrize("name", ["softmax", "sigmoid_log_n", "lssa"])
+def test_a_head_scale_that_is_any_nan_makes_nan(backend, bits, name):
+    head_scale = torch.tensor([bits, 0x3F800000], dtype=torch.int32).view(torch.float32)
+    query = torch.randn(1, 2, 12, 16)
+    out = attention(query, query, query, mechanism=name, head_scale=head_scale, backend=backend)
+    assert out[:, 0].isnan().all()
+    assert out[:, 1].isfinite().all()
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, *SINGLE])
+def test_the_gradient_of_a_power_is_nan_where_a_row_is(backend):
+    query, power = torch.randn(1, 2, 12, 16), torch.full((2,), 3.0, requires_grad=True)
+    broken = query.clone()
+    broken[0, 0, 4, 0] = math.nan
+    out = attention(broken, query, query, mechanism="lssar", power=power, backend=backend)
+    (grad,) = torch.autograd.grad(out.sum(), power)
+    assert grad[0].isnan()
+    assert grad[1].isfinite()
+
+
 # Norms
 
 

@@ -39,7 +39,7 @@ inline void RowGradients<Phi>::dense_grad_weights() {
             for (int64_t j = seen.begin; j < seen.end; j += W) {
               vf f = phi.value(load(stored + j));
               vf term = f * load(da + j);
-              total[i] += params.laser ? (f == 0.0f ? vf{} : term) : term;
+              total[i] += f == 0.0f ? vf{} : term;  // dA of a key that the row does not see may overflow
               if constexpr (Phi::has_zeros) n_positive[i] += f == 0.0f ? vf{} : splat(1.0f);
             }
           });
@@ -88,9 +88,9 @@ inline void RowGradients<Phi>::dense_grad_scores(int64_t r, int64_t start_k) {
       phi.derivative(x);
       unroll<N>([&](int i) {
         vf grad = load(da + j + i * W);
-        if (params.laser) grad = f[i] == 0.0f ? vf{} : grad;
         vf grad_phi = (grad - d) * grad_scale;
-        vf s = grad_phi * x[i];
+        vf s =
+            x[i] == 0.0f ? vf{} : grad_phi * x[i];  // 0 for a key that the row does not see, whatever dA and delta are
         if (has_exact[r] && !constant_weights(r)) {
           s += load(exact_terms + r * block.row_stride + j + i * W) * phi.log_derivative(load(stored + j + i * W));
         }

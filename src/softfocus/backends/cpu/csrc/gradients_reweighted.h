@@ -72,7 +72,7 @@ inline void RowGradients<Phi>::listed_grad_weights(const GradientTensors& to) {
     power_factor[r] = power * inverse_power_sum[r];
     double g_sum = power_factor[r] * (row.power1_grad.total() - d * row.power1.total()) + power * exact_sum;
     mean_grad[r] = block.threshold_factor[r] == 0.0f ? 0.0f : float(-g_sum / block.count[r] * block.inverse_spread[r]);
-    if (to.grad_power && block.peak[r] > TIE_TOLERANCE)
+    if (to.grad_power && !(block.peak[r] <= TIE_TOLERANCE))  // a row that sees a NaN has a NaN for peak
       grad_power[r] = float((row.log_grad.total() - d * row.log.total()) * inverse_power_sum[r] +
                             (has_exact[r] ? exact_log_sum[r] : 0.0));
   }
@@ -166,7 +166,7 @@ inline void RowGradients<Phi>::multiply_by_derivative(int64_t r, int64_t start_k
       unroll<N>([&](int i) { x[i] = load(stored + j + i * W); });
       phi.derivative(x);
       unroll<N>([&](int i) {
-        vf s = x[i] * (load(ds + j + i * W) + mean);
+        vf s = x[i] == 0.0f ? vf{} : x[i] * (load(ds + j + i * W) + mean);  // also where a NaN is in the row's delta
         if (add_exact) {
           vf term = load(exact_terms + r * block.row_stride + j + i * W);
           vf old = load(stored + j + i * W), log_derivative = phi.log_derivative(old);  // of u

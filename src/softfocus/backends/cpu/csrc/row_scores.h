@@ -22,6 +22,8 @@ inline void RowBlock<Phi>::read_queries() {
       row_bias[r] = compute_row_bias(params, count[r]);
     }
     score_scale[r] = base_scale[r] * (params.head_scale ? params.head_scale[h] : 1.0f);
+    // the one NaN that the elementary functions preserve
+    if (std::isnan(score_scale[r])) score_scale[r] = std::numeric_limits<float>::quiet_NaN();
     for (int64_t d = 0; d < width; ++d) scaled[d] = query[d] * score_scale[r];
   }
 }
