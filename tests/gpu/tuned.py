@@ -42,7 +42,11 @@ def _watch() -> None:
     def _launch(self: Any, kernel: Any, variant: Any, *rest: Any, **options: Any) -> None:
         launch(self, kernel, variant, *rest, **options)
         if compiled := self._compiled.get((kernel, variant)):
-            kernels[f"{kernel.__name__} {variant}"] = compiled.n_regs, compiled.n_spills
+            parts = variant if isinstance(variant, tuple) and not isinstance(variant, tuning.Tile) else (variant,)
+            named = [
+                str(part) for part in parts if isinstance(part, tuning.Tile | bool)
+            ]  # not the layouts of gradients
+            kernels[" ".join([kernel.__name__, *named])] = compiled.n_regs, compiled.n_spills
 
     tuning._time, tuning.fastest, Launcher._launch = _time, fastest, _launch  # type: ignore[method-assign]
 

@@ -62,9 +62,9 @@ TILES = {
     ("decode", "wide"): _tiles((16, 32, 4), stages=4),
 }
 """What may be taken for a kernel, by its name and kind; "heavy" kernels do more to a score. The first where nothing is
-measured: it spills nothing from registers, as far as test_triton_compile.py says. Rows of the queries' kernels and keys of the
-keys' are at least 16 a warp, or warps would do the same work twice; but where a head has many dimensions and two sums of them
-are held, that is how warps share the sums.
+measured: it spills nothing from registers, as far as test_triton_compile.py says. Rows of the queries' kernels and keys of
+the keys' are at least 16 a warp, or warps would do the same work twice; but where a head has many dimensions and two sums of
+them are held, that is how warps share the sums.
 
 With at most 128 registers a thread two programs of eight warps lie on a multiprocessor, and one computes while the other waits;
 they spill some hundred bytes, most of them outside the loops.
