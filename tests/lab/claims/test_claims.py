@@ -283,7 +283,7 @@ def test_one_verdict_of_many() -> None:
 
 def test_a_page_says_what_was_run_and_what_came_out(made: Any) -> None:
     claim = statement(LOWER + '\nat = "2x"')
-    results = made(a=[[1.0, 1.0]] * 3, b=[[2.0, 3.0], [2.0, 3.2], [2.0, 3.1]], c=["diverged"] * 3)
+    results = made(a=[[1.0, 1.0]] * 3, b=[[2.0, 3.0], [2.0, 3.2], [2.0, 3.1]], c=[[1.5, 1.5], "diverged", [1.5, 1.5]])
     text = page.page(claim, {"toy": results})
     for said in (
         "**Verdict: holds** (1 holds).",
@@ -291,6 +291,7 @@ def test_a_page_says_what_was_run_and_what_came_out(made: Any) -> None:
         "9 trainings of 3 rows on the recipe `toy`",
         "seeds 0, 1, 2; commit 0123456789",
         "| b | 3 seeds | 2.000 ± 0.000 | 3.100 ± 0.100 |",
+        "| c | 3 seeds, 1 diverged | 1.500 ± 0.000 |",
         "* Diverged: c, seed 1: the loss became nan at step 7.",
         "## Scale `gpt2`\n\n**Not testable here:** 124 M",
         "## Scale `small`\n\n**Not run.**",

@@ -11,16 +11,13 @@ from typing import Literal
 from softfocus.lab.claims import claim as claims
 from softfocus.lab.claims import results as outcomes
 from softfocus.lab.claims.claim import BASES, SCALES, Claim, Scale, Steeper
-from softfocus.lab.claims.results import FIGURE, RESULTS, Results
+from softfocus.lab.claims.results import FIGURE, RESULTS, YARDSTICK, Results
 from softfocus.lab.claims.verdict import Judged, Verdict, judge, together
 from softfocus.lab.report.notes import short_commit
 from softfocus.lab.report.points import Group, cell, column_name, columns, count_text, loss_text, settings
 from softfocus.lab.run_folder.disk import write_atomically
 
 LEDGER = "README.md"
-YARDSTICK = ("softmax", "window 1x")
-"""What every row stands beside: softmax that sees a window of the training length."""
-
 AWAY: dict[Scale, str] = {
     "gpt2": "124 M parameters on 9.9 billion tokens, for which the paper had eight A100, are out of reach of this project"
 }
@@ -134,7 +131,7 @@ def _outcome(claim: Claim, scale: Scale, results: Results) -> list[str]:
     groups = [group for row in results.rows if (group := results.group(row)) is not None]
     if groups:
         parts.append(_wrapped(_reading(groups)))
-        parts += [_losses(groups, setting) for setting in settings(groups)]
+        parts += [_losses(results, groups, setting) for setting in settings(groups)]
     if any(isinstance(statement, Steeper) for statement in claim.statements):
         parts.append(_gradients(results))
     if groups:
@@ -147,7 +144,7 @@ def _statements(judged: Sequence[Judged]) -> str:
     lines = []
     for one in judged:
         alike = sum(part.verdict == one.verdict for part in one.parts)
-        of = f" ({alike} of {len(one.parts)} comparisons; the one that says it least or fails most is shown)"
+        of = f" ({alike} of {len(one.parts)} comparisons say {one.verdict}; this one speaks most against the statement)"
         lines.append([one.verdict, one.statement.says, one.shown.text + (of if len(one.parts) > 1 else "")])
     return _table(["verdict", "statement", "what came out"], lines)
 
@@ -177,7 +174,7 @@ def _reading(groups: Sequence[Group]) -> str:
     )
 
 
-def _losses(groups: Sequence[Group], setting: str) -> str:
+def _losses(results: Results, groups: Sequence[Group], setting: str) -> str:
     """A table of the groups under one setting."""
     across = columns(groups)
     yard = next((group for group in groups if group.label == YARDSTICK[0]), None)
@@ -194,7 +191,10 @@ def _losses(groups: Sequence[Group], setting: str) -> str:
             found = last.minus(reference)
             if math.isfinite(found.value):
                 apart = f"{found.value:+.3f} ± {found.standard_error:.3f}"
-        lines.append([group.label, count_text([e.seed for e in group.evaluations]), *texts, apart])
+        runs = results.of(group.label)
+        lost = sum(run.diverged for run in runs)
+        count = count_text([run.info.seed for run in runs]) + (f", {lost} diverged" if lost else "")
+        lines.append([group.label, count, *texts, apart])
     return _table([setting, "trained", *map(column_name, across), "beside the window"], lines)
 
 
