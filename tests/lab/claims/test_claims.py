@@ -235,6 +235,12 @@ def test_what_diverged_is_not_averaged(made: Any) -> None:
     assert verdict(LOWER, made(a=fine, b=[[2.0], [2.0], "diverged"])) == "inconclusive"
     assert verdict(LOWER, made(a=[[1.0, math.nan]] * 3, b=[[2.0, 2.0]] * 3)) == "holds"
     assert verdict(LOWER + '\nat = "2x"', made(a=[[1.0, math.nan]] * 3, b=[[2.0, 2.0]] * 3)) == "fails"
+    close = 'kind = "close"\nrow = "a"\nthan = "b"\nby = 0.5'
+    assert verdict(close, made(a=fine, b=gone)) == verdict(close, made(a=gone, b=fine)) == "fails"
+    assert verdict(close, made(a=gone, b=gone)) == "inconclusive"
+    flat = 'kind = "flat"\nrow = "a"\nto = "2x"\nwithin = 0.5'
+    assert verdict(flat, made(a=gone)) == verdict(flat, made(a=[[1.0, math.inf]] * 3)) == "fails"
+    assert verdict(flat, made(a=[[1.0, 1.0], [1.0, 1.0], "diverged"])) == "inconclusive"
 
 
 def test_trains(made: Any) -> None:
@@ -258,6 +264,9 @@ def test_steeper_compares_the_largest_gradients(made: Any, norms: list[float], e
     for run in results.of("a"):
         run.info.gradient_norm[1] = (20, math.inf)
     assert verdict(text, results) == "holds"
+    for run in results.of("b"):
+        run.info.gradient_norm = []
+    assert verdict(text, results) == "not run"
 
 
 def test_what_tests_decide_needs_no_run() -> None:
