@@ -12,7 +12,7 @@ from softfocus.lab.claims import claim as claims
 from softfocus.lab.claims import results as outcomes
 from softfocus.lab.claims.claim import BASES, SCALES, Claim, Scale, Steeper
 from softfocus.lab.claims.results import FIGURE, RESULTS, YARDSTICK, Results
-from softfocus.lab.claims.verdict import Judged, Verdict, judge, together
+from softfocus.lab.claims.verdict import SEEDS, Judged, Verdict, judge, together
 from softfocus.lab.report.notes import short_commit
 from softfocus.lab.report.points import Group, cell, column_name, columns, count_text, loss_text, settings
 from softfocus.lab.run_folder.disk import write_atomically
@@ -93,7 +93,7 @@ def ledger(lines: Sequence[tuple[Claim, dict[Scale, Standing]]]) -> str:
     head = (
         f"{len(lines)} claims, {len(exact)} of them decided by tests that train nothing. A claim holds where all its "
         "statements do, and fails where one of them does. A statement about losses is decided where more than two standard "
-        f"errors say so (more for few seeds: Student's t); with fewer than {3} seeds there is no verdict. A verdict at the "
+        f"errors say so (more for few seeds: Student's t); with fewer than {SEEDS} seeds there is no verdict. A verdict at the "
         "scales `toy` and `small` is about models of that size, and not about the paper's."
     )
     kinds = [kind for kind in _ORDER if any(count[kind] for count in counts.values())]
@@ -145,12 +145,13 @@ def _statements(judged: Sequence[Judged]) -> str:
     for one in judged:
         alike = sum(part.verdict == one.verdict for part in one.parts)
         of = f" ({alike} of {len(one.parts)} comparisons say {one.verdict}; this one speaks most against the statement)"
-        lines.append([one.verdict, one.statement.says, one.shown.text + (of if len(one.parts) > 1 else "")])
+        several = len(one.parts) > 1 and one.verdict in ("holds", "fails", "inconclusive")
+        lines.append([one.verdict, one.statement.says, one.shown.text + (of if several else "")])
     return _table(["verdict", "statement", "what came out"], lines)
 
 
 def _runs(scale: Scale, results: Results) -> str:
-    """What was run, by whom no matter: recipe, size, budget, seeds, commit, machine, versions."""
+    """What was run: recipe, size, budget, seeds, commit, versions, machine."""
     infos = [run.info for run in results.runs]
     sizes = sorted({info.parameters for info in infos})
     size = " to ".join(f"{parameters / 1e6:.2f}" for parameters in dict.fromkeys((sizes[0], sizes[-1])))
@@ -159,9 +160,10 @@ def _runs(scale: Scale, results: Results) -> str:
     torch = sorted({info.versions.get("torch", "?") for info in infos})
     tokens = sorted({info.steps * info.tokens_per_step for info in infos})
     seeds = sorted({info.seed for info in infos})
+    numbered = f"{'seeds' if len(seeds) > 1 else 'seed'} {_each(map(str, seeds))}"
     return (
         f"What was run: {len(infos)} trainings of {len(results.rows)} rows on the recipe `{BASES[scale]}` ({size} M "
-        f"parameters, {_each(f'{count / 1e6:.2f}' for count in tokens)} M training tokens), seeds {_each(map(str, seeds))}; "
+        f"parameters, {_each(f'{count / 1e6:.2f}' for count in tokens)} M training tokens), {numbered}; "
         f"commit {_each(commits)}; torch {_each(torch)}; {_each(machines)}."
     )
 
@@ -193,7 +195,8 @@ def _losses(results: Results, groups: Sequence[Group], setting: str) -> str:
                 apart = f"{found.value:+.3f} ± {found.standard_error:.3f}"
         runs = results.of(group.label)
         lost = sum(run.diverged for run in runs)
-        count = count_text([run.info.seed for run in runs]) + (f", {lost} diverged" if lost else "")
+        count = "1 seed" if len(runs) == 1 else count_text([run.info.seed for run in runs])
+        count += f", {lost} diverged" if lost else ""
         lines.append([group.label, count, *texts, apart])
     return _table([setting, "trained", *map(column_name, across), "beside the window"], lines)
 
@@ -218,7 +221,7 @@ def _exact(judged: Sequence[Judged]) -> str:
 
 
 def _command(claim: Claim, scale: Scale, results: Results | None = None) -> str:
-    seeds = len({run.info.seed for run in results.runs}) if results else 3
+    seeds = len({run.info.seed for run in results.runs}) if results else SEEDS
     return f"softfocus reproduce {claim.name} --scale {scale} --seeds {seeds}"
 
 
