@@ -235,6 +235,12 @@ def test_what_diverged_is_not_averaged(made: Any) -> None:
     assert verdict(LOWER, made(a=fine, b=[[2.0], [2.0], "diverged"])) == "inconclusive"
     assert verdict(LOWER, made(a=[[1.0, math.nan]] * 3, b=[[2.0, 2.0]] * 3)) == "holds"
     assert verdict(LOWER + '\nat = "2x"', made(a=[[1.0, math.nan]] * 3, b=[[2.0, 2.0]] * 3)) == "fails"
+    close = 'kind = "close"\nrow = "a"\nthan = "b"\nby = 0.5'
+    assert verdict(close, made(a=fine, b=gone)) == verdict(close, made(a=gone, b=fine)) == "fails"
+    assert verdict(close, made(a=gone, b=gone)) == "inconclusive"
+    flat = 'kind = "flat"\nrow = "a"\nto = "2x"\nwithin = 0.5'
+    assert verdict(flat, made(a=gone)) == verdict(flat, made(a=[[1.0, math.inf]] * 3)) == "fails"
+    assert verdict(flat, made(a=[[1.0, 1.0], [1.0, 1.0], "diverged"])) == "inconclusive"
 
 
 def test_trains(made: Any) -> None:
@@ -258,6 +264,9 @@ def test_steeper_compares_the_largest_gradients(made: Any, norms: list[float], e
     for run in results.of("a"):
         run.info.gradient_norm[1] = (20, math.inf)
     assert verdict(text, results) == "holds"
+    for run in results.of("b"):
+        run.info.gradient_norm = []
+    assert verdict(text, results) == "not run"
 
 
 def test_what_tests_decide_needs_no_run() -> None:
@@ -283,7 +292,7 @@ def test_one_verdict_of_many() -> None:
 
 def test_a_page_says_what_was_run_and_what_came_out(made: Any) -> None:
     claim = statement(LOWER + '\nat = "2x"')
-    results = made(a=[[1.0, 1.0]] * 3, b=[[2.0, 3.0], [2.0, 3.2], [2.0, 3.1]], c=["diverged"] * 3)
+    results = made(a=[[1.0, 1.0]] * 3, b=[[2.0, 3.0], [2.0, 3.2], [2.0, 3.1]], c=[[1.5, 1.5], "diverged", [1.5, 1.5]])
     text = page.page(claim, {"toy": results})
     for said in (
         "**Verdict: holds** (1 holds).",
@@ -291,6 +300,7 @@ def test_a_page_says_what_was_run_and_what_came_out(made: Any) -> None:
         "9 trainings of 3 rows on the recipe `toy`",
         "seeds 0, 1, 2; commit 0123456789",
         "| b | 3 seeds | 2.000 ± 0.000 | 3.100 ± 0.100 |",
+        "| c | 3 seeds, 1 diverged | 1.500 ± 0.000 |",
         "* Diverged: c, seed 1: the loss became nan at step 7.",
         "## Scale `gpt2`\n\n**Not testable here:** 124 M",
         "## Scale `small`\n\n**Not run.**",

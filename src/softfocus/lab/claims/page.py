@@ -11,16 +11,13 @@ from typing import Literal
 from softfocus.lab.claims import claim as claims
 from softfocus.lab.claims import results as outcomes
 from softfocus.lab.claims.claim import BASES, SCALES, Claim, Scale, Steeper
-from softfocus.lab.claims.results import FIGURE, RESULTS, Results
-from softfocus.lab.claims.verdict import Judged, Verdict, judge, together
+from softfocus.lab.claims.results import FIGURE, RESULTS, YARDSTICK, Results
+from softfocus.lab.claims.verdict import SEEDS, Judged, Verdict, judge, together
 from softfocus.lab.report.notes import short_commit
 from softfocus.lab.report.points import Group, cell, column_name, columns, count_text, loss_text, settings
 from softfocus.lab.run_folder.disk import write_atomically
 
 LEDGER = "README.md"
-YARDSTICK = ("softmax", "window 1x")
-"""What every row stands beside: softmax that sees a window of the training length."""
-
 AWAY: dict[Scale, str] = {
     "gpt2": "124 M parameters on 9.9 billion tokens, for which the paper had eight A100, are out of reach of this project"
 }
@@ -96,7 +93,7 @@ def ledger(lines: Sequence[tuple[Claim, dict[Scale, Standing]]]) -> str:
     head = (
         f"{len(lines)} claims, {len(exact)} of them decided by tests that train nothing. A claim holds where all its "
         "statements do, and fails where one of them does. A statement about losses is decided where more than two standard "
-        f"errors say so (more for few seeds: Student's t); with fewer than {3} seeds there is no verdict. A verdict at the "
+        f"errors say so (more for few seeds: Student's t); with fewer than {SEEDS} seeds there is no verdict. A verdict at the "
         "scales `toy` and `small` is about models of that size, and not about the paper's."
     )
     kinds = [kind for kind in _ORDER if any(count[kind] for count in counts.values())]
@@ -134,7 +131,7 @@ def _outcome(claim: Claim, scale: Scale, results: Results) -> list[str]:
     groups = [group for row in results.rows if (group := results.group(row)) is not None]
     if groups:
         parts.append(_wrapped(_reading(groups)))
-        parts += [_losses(groups, setting) for setting in settings(groups)]
+        parts += [_losses(results, groups, setting) for setting in settings(groups)]
     if any(isinstance(statement, Steeper) for statement in claim.statements):
         parts.append(_gradients(results))
     if groups:
@@ -147,13 +144,14 @@ def _statements(judged: Sequence[Judged]) -> str:
     lines = []
     for one in judged:
         alike = sum(part.verdict == one.verdict for part in one.parts)
-        of = f" ({alike} of {len(one.parts)} comparisons; the one that says it least or fails most is shown)"
-        lines.append([one.verdict, one.statement.says, one.shown.text + (of if len(one.parts) > 1 else "")])
+        of = f" ({alike} of {len(one.parts)} comparisons say {one.verdict}; this one speaks most against the statement)"
+        several = len(one.parts) > 1 and one.verdict in ("holds", "fails", "inconclusive")
+        lines.append([one.verdict, one.statement.says, one.shown.text + (of if several else "")])
     return _table(["verdict", "statement", "what came out"], lines)
 
 
 def _runs(scale: Scale, results: Results) -> str:
-    """What was run, by whom no matter: recipe, size, budget, seeds, commit, machine, versions."""
+    """What was run: recipe, size, budget, seeds, commit, versions, machine."""
     infos = [run.info for run in results.runs]
     sizes = sorted({info.parameters for info in infos})
     size = " to ".join(f"{parameters / 1e6:.2f}" for parameters in dict.fromkeys((sizes[0], sizes[-1])))
@@ -162,9 +160,10 @@ def _runs(scale: Scale, results: Results) -> str:
     torch = sorted({info.versions.get("torch", "?") for info in infos})
     tokens = sorted({info.steps * info.tokens_per_step for info in infos})
     seeds = sorted({info.seed for info in infos})
+    numbered = f"{'seeds' if len(seeds) > 1 else 'seed'} {_each(map(str, seeds))}"
     return (
         f"What was run: {len(infos)} trainings of {len(results.rows)} rows on the recipe `{BASES[scale]}` ({size} M "
-        f"parameters, {_each(f'{count / 1e6:.2f}' for count in tokens)} M training tokens), seeds {_each(map(str, seeds))}; "
+        f"parameters, {_each(f'{count / 1e6:.2f}' for count in tokens)} M training tokens), {numbered}; "
         f"commit {_each(commits)}; torch {_each(torch)}; {_each(machines)}."
     )
 
@@ -177,7 +176,7 @@ def _reading(groups: Sequence[Group]) -> str:
     )
 
 
-def _losses(groups: Sequence[Group], setting: str) -> str:
+def _losses(results: Results, groups: Sequence[Group], setting: str) -> str:
     """A table of the groups under one setting."""
     across = columns(groups)
     yard = next((group for group in groups if group.label == YARDSTICK[0]), None)
@@ -194,7 +193,11 @@ def _losses(groups: Sequence[Group], setting: str) -> str:
             found = last.minus(reference)
             if math.isfinite(found.value):
                 apart = f"{found.value:+.3f} ± {found.standard_error:.3f}"
-        lines.append([group.label, count_text([e.seed for e in group.evaluations]), *texts, apart])
+        runs = results.of(group.label)
+        lost = sum(run.diverged for run in runs)
+        count = "1 seed" if len(runs) == 1 else count_text([run.info.seed for run in runs])
+        count += f", {lost} diverged" if lost else ""
+        lines.append([group.label, count, *texts, apart])
     return _table([setting, "trained", *map(column_name, across), "beside the window"], lines)
 
 
@@ -218,7 +221,7 @@ def _exact(judged: Sequence[Judged]) -> str:
 
 
 def _command(claim: Claim, scale: Scale, results: Results | None = None) -> str:
-    seeds = len({run.info.seed for run in results.runs}) if results else 3
+    seeds = len({run.info.seed for run in results.runs}) if results else SEEDS
     return f"softfocus reproduce {claim.name} --scale {scale} --seeds {seeds}"
 
 

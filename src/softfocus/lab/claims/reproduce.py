@@ -5,10 +5,10 @@ from pathlib import Path
 from rich.console import Console
 
 from softfocus.lab.claims import claim as claims
+from softfocus.lab.claims import figure
 from softfocus.lab.claims.claim import Scale
 from softfocus.lab.claims.page import report, verdict_lines
 from softfocus.lab.claims.results import FIGURE, RESULTS, Results, collect
-from softfocus.lab.report.figure import save_figure1
 from softfocus.lab.run_folder.disk import write_atomically
 from softfocus.lab.run_folder.results import json_text
 from softfocus.lab.studies import crew
@@ -74,7 +74,7 @@ def reproduce(
     write_atomically(place / RESULTS, json_text(results))
     groups = [group for row in results.rows if (group := results.group(row)) is not None]
     if groups:
-        save_figure1(groups, place / FIGURE, title=f"{claim.title}\n{claim.source} · scale {scale}, {seeds} seeds")
+        figure.save(groups, place / FIGURE, title=f"{claim.title}\n{claim.source} · scale {scale}, {seeds} seeds")
     report(folder / PUBLISHED)
     for line in verdict_lines(claim, results):
         console.print(line, markup=False, highlight=False)

@@ -17,6 +17,8 @@ from softfocus.lab.run_folder.results import Bucket, Evaluation, Record, Row, Ru
 
 RESULTS = "results.json"
 FIGURE = "figure.png"
+YARDSTICK = ("softmax", "window 1x")
+"""What every row stands beside: softmax that sees a window of the training length."""
 
 
 class Run(Record):

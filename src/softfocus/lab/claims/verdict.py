@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
 from statistics import median
 from typing import Any, Literal
@@ -100,16 +99,17 @@ def _lower(claim: Claim, results: Results | None, statement: Lower) -> list[Part
                 results,
                 (row, at, setting),
                 (than, there, other_setting),
-                partial(_within if isinstance(statement, Close) else _below, by=statement.by),
+                *((_within, _lost_close) if isinstance(statement, Close) else (_below, _lost_lower)),
+                statement.by,
             )
         )
     return parts
 
 
 def _flat(claim: Claim, results: Results | None, statement: Flat) -> list[Part]:
-    rule = partial(_below, by=-statement.within)
+    here = statement.setting
     return [
-        _compare(results, (row, statement.to, statement.setting), (row, "1x", statement.setting), rule)
+        _compare(results, (row, statement.to, here), (row, "1x", here), _below, _lost_flat, -statement.within)
         for row in named_in(statement, "row")
     ]
 
@@ -122,11 +122,14 @@ def _steeper(claim: Claim, results: Results | None, statement: Steeper) -> list[
         if early := _too_few(row, sides[0]) or _too_few(than, sides[1]):
             parts.append(early)
             continue
+        if bare := [name for name, runs in zip((row, than), sides, strict=True) if not all(map(_has_norms, runs))]:
+            parts.append(Part("not run", f"{bare[0]} has no norms of gradients"))
+            continue
         ours, others = ([(run.info.seed, Mean(_log_norm(run, statement.of), 0.0)) for run in runs] for runs in sides)
         if any(math.isinf(mean.value) for _, mean in (*ours, *others)):
-            counts = [sum(math.isinf(mean.value) for _, mean in side) for side in (ours, others)]
-            text = f"a gradient is not finite in {counts[0]} of {len(ours)} trainings of {row}, {counts[1]} of {than}"
-            parts.append(Part(_of_infinite(counts[1], len(others), counts[0], len(ours)), text))
+            first, second = ((sum(math.isinf(mean.value) for _, mean in side), len(side)) for side in (ours, others))
+            text = f"{first[0]} of {first[1]} trainings of {row} diverged, {second[0]} of {second[1]} of {than}"
+            parts.append(Part(_lost_lower(second, first), text))
             continue
         found = difference(others, ours)
         ratio, error = math.exp(-found.value), found.standard_error
@@ -151,8 +154,19 @@ Place = tuple[str, str, str]
 """A row, a multiple of the training length, and a setting."""
 
 
-def _compare(results: Results | None, place: Place, other: Place, rule: Callable[[Estimate, float, str], Part]) -> Part:
-    """Two losses, paired by document and seed."""
+Lost = tuple[int, int]
+"""How many trainings of a row diverged, or have no finite loss at a place, and how many there are."""
+
+
+def _compare(
+    results: Results | None,
+    place: Place,
+    other: Place,
+    rule: Callable[[Estimate, float, str], Part],
+    rule_of_lost: Callable[[Lost, Lost], Verdict],
+    by: float,
+) -> Part:
+    """Two losses, paired by document and seed. The rules are told by how large a share of the other loss."""
     sides = [results.of(row) if results else [] for row, _, _ in (place, other)]
     for (row, _, _), runs in zip((place, other), sides, strict=True):
         if early := _too_few(row, runs):
@@ -161,14 +175,14 @@ def _compare(results: Results | None, place: Place, other: Place, rule: Callable
     for one, runs, there in zip((place, other), sides, cells, strict=True):
         if there is None and not all(run.diverged for run in runs):
             return Part("not run", f"{_name(one)} was not measured")
-    lost = [_lost(runs, there) for runs, there in zip(sides, cells, strict=True)]
-    if any(lost):
-        text = ", ".join(
-            f"{_name(one)} diverged in {count} of {len(runs)} trainings"
-            for one, count, runs in zip((place, other), lost, sides, strict=True)
+    lost = [(_lost(runs, there), len(runs)) for runs, there in zip(sides, cells, strict=True)]
+    if any(count for count, _ in lost):
+        said = [
+            f"{_name(one)} diverged in {count} of {of} trainings"
+            for one, (count, of) in zip((place, other), lost, strict=True)
             if count
-        )
-        return Part(_of_infinite(lost[0], len(sides[0]), lost[1], len(sides[1])), text)
+        ]
+        return Part(rule_of_lost(*lost), ", ".join(said))
     first, second = cells
     assert first is not None  # nothing was lost
     assert second is not None
@@ -177,18 +191,18 @@ def _compare(results: Results | None, place: Place, other: Place, rule: Callable
         f"{_name(place)} {first.loss:.3f}, {_name(other)} {second.loss:.3f}: "
         f"{found.value:+.3f} ± {found.standard_error:.3f}"
     )
-    return rule(found, second.loss, text)
+    return rule(found, by * second.loss, text)
 
 
-def _below(found: Estimate, reference: float, text: str, *, by: float) -> Part:
-    """Below a loss by a share of it; a negative share allows to be above it by as much."""
-    return _decide(found, -by * reference, text)
+def _below(found: Estimate, room: float, text: str) -> Part:
+    """Below another loss by more than some room; by negative room it may be above it."""
+    return _decide(found, -room, text)
 
 
-def _within(found: Estimate, reference: float, text: str, *, by: float) -> Part:
+def _within(found: Estimate, room: float, text: str) -> Part:
     """Two one-sided decisions, as tests of equivalence have them."""
     above = Estimate(-found.value, found.standard_error, found.freedom, found.training_noise)
-    sides = [_decide(one, by * reference, text) for one in (found, above)]
+    sides = [_decide(one, room, text) for one in (found, above)]
     return Part(together([side.verdict for side in sides]), text, min(side.sureness for side in sides))
 
 
@@ -201,14 +215,25 @@ def _decide(found: Estimate, line: float, text: str) -> Part:
     return Part("holds" if sureness > 1 else "fails" if sureness < -1 else "inconclusive", text, sureness)
 
 
-def _of_infinite(first: int, of: int, second: int, of_second: int) -> Verdict:
+def _lost_lower(first: Lost, second: Lost) -> Verdict:
     """Whether a first loss is the lower one where some trainings diverged: they count as infinitely high.
 
     Only where all of one row and none of the other did can that be said: the others would be chosen by their luck.
     """
-    if first == 0 and second == of_second:
+    if first[0] == 0 and second[0] == second[1]:
         return "holds"
-    return "fails" if first == of and second == 0 else "inconclusive"
+    return "fails" if first[0] == first[1] and second[0] == 0 else "inconclusive"
+
+
+def _lost_close(first: Lost, second: Lost) -> Verdict:
+    """A row that diverged is not close to one that did not."""
+    apart = {_lost_lower(first, second), _lost_lower(second, first)} == {"holds", "fails"}
+    return "fails" if apart else "inconclusive"
+
+
+def _lost_flat(there: Lost, at_first: Lost) -> Verdict:
+    """A row that diverged in every training is not flat."""
+    return "fails" if there[0] == there[1] else "inconclusive"
 
 
 def _lost(runs: Sequence[Run], there: Cell | None) -> int:
@@ -223,9 +248,14 @@ def _cell(results: Results | None, place: Place) -> Cell | None:
     return cell(group, float(at.removesuffix("x")), setting) if group else None
 
 
+def _has_norms(run: Run) -> bool:
+    return run.diverged or bool(run.info.gradient_norm)
+
+
 def _log_norm(run: Run, which: str) -> float:
+    """Infinite where training diverged."""
     norms = [norm for _, norm in run.info.gradient_norm]
-    if run.diverged or not norms or not all(map(math.isfinite, norms)):
+    if run.diverged or not all(map(math.isfinite, norms)):
         return math.inf
     return math.log(max(max(norms) if which == "largest" else median(norms), 1e-30))
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from softfocus.catalog import named
-from softfocus.lab.errors import UsageError
+from softfocus.lab.errors import LabError, UsageError
 from softfocus.lab.recipes.loading import load, shipped
 from softfocus.lab.report.points import labels
 from softfocus.lab.report.report import build, show, write
@@ -79,6 +79,8 @@ def run_demo(
         report = build(entries, title="softfocus demo: loss over length", remarks=remarks)
         show(report, write(report, folder), console)
     crew.refuse_failed(jobs)
+    if not entries:
+        raise LabError("every model diverged: " + "; ".join(remarks), "look into their logs")
     return report
 
 

@@ -1,0 +1,99 @@
+"""A claim's figure: loss over length of all rows, a panel for each setting, and softmax with a window in each of them."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+
+from softfocus.lab.claims.results import YARDSTICK
+from softfocus.lab.report.figure import PALETTE, STYLE, TEXT, line_style, places, save_png, spread
+from softfocus.lab.report.points import Cell, Group, cell, column_name, columns, settings
+
+_LINE, _MARGIN = 0.21, 0.9  # inches that a label takes, and that a panel has above and below its axes
+
+
+def save(groups: Sequence[Group], path: Path, *, title: str) -> None:
+    """Write the figure as a PNG, whole or not at all."""
+    save_png(draw(groups, title=title), path, title, dpi=110)
+
+
+def draw(groups: Sequence[Group], *, title: str) -> Figure:
+    """Means over seeds, with a bar of one standard deviation; a row that is not finite somewhere has a gap there."""
+    names = [name for name in settings(groups) if name != YARDSTICK[1]]
+    shades = places([group.first.mechanism for group in groups])
+    height = _height(groups)
+    down = math.ceil(len(names) / 2)
+    with rc_context(STYLE):
+        figure = Figure(figsize=(12.0, height * down + 0.6), layout="constrained")
+        grid = figure.subplots(down, 2, squeeze=False, sharey=True).flatten()
+        for panel, name in zip(grid, names, strict=False):
+            _panel(panel, groups, shades, name)
+        for panel, name in zip(grid, names, strict=False):  # once all have drawn, and the common y axis is known
+            _label(panel, groups, shades, name)
+        for panel in grid[len(names) :]:
+            panel.remove()
+        figure.suptitle(title, x=0.01, ha="left", fontsize=12, parse_math=False)  # "$" is a dollar
+        return figure
+
+
+def _height(groups: Sequence[Group]) -> float:
+    """Of a panel, in inches: there is room for every label."""
+    return max(3.6, _LINE * (len(groups) + 2) + _MARGIN)
+
+
+def _panel(panel: Any, groups: Sequence[Group], shades: Sequence[int], name: str) -> None:
+    across = columns(groups)
+    for index, (group, shade) in enumerate(zip(groups, shades, strict=True)):
+        if cells := _cells(group, name):
+            spreads = [0.0 if math.isnan(one.spread) else one.spread for _, one in cells]
+            panel.errorbar(*_points(cells), yerr=spreads, fmt=line_style(index), color=PALETTE[shade][0], capsize=2)
+    if yardstick := _yardstick(groups):
+        panel.plot(*_points(yardstick), ":", color=TEXT)
+    panel.set_xscale("log", base=2)
+    panel.set_xticks(across, [column_name(column).replace("x", "×") for column in across])
+    panel.minorticks_off()
+    panel.set_title(name)
+    panel.set_xlabel("evaluation length, in training lengths")
+    panel.set_ylabel("validation loss (nats per token)")
+    panel.tick_params(labelleft=True)
+
+
+def _label(panel: Any, groups: Sequence[Group], shades: Sequence[int], name: str) -> None:
+    """Each line's name beside its end, moved apart where lines end close together."""
+    drawn = [(group.label, shade, _cells(group, name)) for group, shade in zip(groups, shades, strict=True)]
+    ends = [(cells[-1][1].loss, label, PALETTE[shade][0]) for label, shade, cells in drawn if cells]
+    if yardstick := _yardstick(groups):
+        ends.append((yardstick[-1][1].loss, ", ".join(YARDSTICK), TEXT))
+    low, high = panel.get_ylim()
+    gap = _LINE / (_height(groups) - _MARGIN) * (high - low)
+    ends.sort()
+    heights = spread([end for end, _, _ in ends], gap)
+    lift = max(0.0, low - heights[0]) if heights else 0.0
+    for (_, label, shade), height in zip(ends, heights, strict=True):
+        panel.annotate(
+            label,
+            xy=(1.0, height + lift),
+            xycoords=("axes fraction", "data"),
+            xytext=(6, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=9,
+            color=shade,
+            annotation_clip=False,
+        )
+
+
+def _cells(group: Group, setting: str) -> list[tuple[float, Cell]]:
+    found = [(column, cell(group, column, setting)) for column in columns([group])]
+    return [(column, one) for column, one in found if one is not None and math.isfinite(one.loss)]
+
+
+def _points(cells: Sequence[tuple[float, Cell]]) -> tuple[list[float], list[float]]:
+    return [column for column, _ in cells], [one.loss for _, one in cells]
+
+
+def _yardstick(groups: Sequence[Group]) -> list[tuple[float, Cell]]:
+    return next((_cells(group, YARDSTICK[1]) for group in groups if group.label == YARDSTICK[0]), [])
