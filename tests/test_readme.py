@@ -334,6 +334,20 @@ def test_what_folding_lengths_into_factors_saves_is_the_measured():
     assert f"takes {step[0]:.2f} to {step[-1]:.2f} of its time" in guide
 
 
+def test_the_losses_of_t6_are_the_measured_ones():
+    report = read(ROOT / "docs" / "results" / "t6" / "results.json")
+    t6, lssar, full_rank, gpt_neox = (
+        {one.run: one.row(128).loss for one in report.evaluations}[run]
+        for run in ("demo-t6", "demo-t6-lssar", "t6k4", "lssar4")
+    )
+    guide = " ".join((ROOT / "docs" / "transformers.md").read_text().split())
+    assert (
+        f"`demo-t6` {t6:.3f}, `demo-t6-lssar` {lssar:.3f}, and {full_rank:.3f} with `q_rank=4` and `k_rank=4`" in guide
+    )
+    assert f"as many heads of that size {gpt_neox:.3f} (" in guide
+    assert f"T6 costs {lssar - t6:.2f} at" in " ".join((ROOT / "docs" / "limitations.md").read_text().split())
+
+
 @pytest.mark.parametrize(
     "path", sorted((ROOT / "docs" / "results").glob("*/results.json")), ids=lambda p: p.parent.name
 )
