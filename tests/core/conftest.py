@@ -2,6 +2,7 @@
 
 import shutil
 import sys
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -19,6 +20,34 @@ def pytest_runtest_setup(item):
             pytest.skip(str(off))
         if sys.platform == "win32" or not any(map(shutil.which, plan.COMPILERS)):
             pytest.skip("needs a C++ compiler")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def triton_interpreted_faster():
+    """Two thirds of the time of Triton's interpreter go away. It patches triton.language again at each call of a function by a
+    kernel; what the launch patched stays until the launch ends. It checks each sum of integers for overflow; problems of tests
+    are too small for one."""
+    try:
+        from triton import language
+        from triton.runtime import interpreter
+    except ImportError:
+        yield
+        return
+    patch, rooms = interpreter._patch_lang, {}
+
+    def patch_once(fn):
+        of_fn = rooms.get(fn.__module__)
+        if of_fn is None:
+            of_fn = [one for one in (language, language.core) if any(x is one for x in fn.__globals__.values())]
+            rooms[fn.__module__] = of_fn
+        unpatched = any(language.core.is_builtin(one.load) for one in of_fn)
+        return patch(fn) if unpatched else interpreter._LangPatchScope()
+
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(interpreter, "_patch_lang", patch_once)
+        options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
+        patches.setattr(interpreter.interpreter_builder, "options", options)
+        yield
 
 
 @pytest.fixture
