@@ -184,7 +184,7 @@ def test_no_pickle_of_a_checkpoint_is_executed(name: str, tiny: Path, run: Path,
     if name == "training_args.bin":  # Trainer writes it, and nobody reads it
         assert train(load(tiny), run, resume=True).status == "complete"
     else:
-        with pytest.raises(LabError, match="checkpoint-8 holds more than numbers, .*; softfocus has not written that"):
+        with pytest.raises(LabError, match=r"checkpoint-8 holds more than numbers, .*; softfocus has not written that"):
             train(load(tiny), run, resume=True)
     assert not mark.exists()
 
