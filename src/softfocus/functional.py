@@ -107,7 +107,7 @@ def attention(
         is_causal: a query sees no later key. Aligned **bottom-right**: the last query is at the last key, as a KV cache
             needs. SDPA's own ``is_causal`` is aligned top-left; the two agree where Lq = Lk.
         scale: takes the place of the mechanism's d-dependent factor 1/sqrt(d), log(d) or 1; the length factor stays. A
-            warning says, once, where softmax's 1/sqrt(d) takes log(d) away.
+            warning says, once, where softmax's 1/sqrt(d) takes the place of another.
         enable_gqa: grouped-query attention: head h of the query uses key head h // (H / Hk).
         mechanism: a name of :func:`softfocus.mechanisms`, a combination (``"laser(lssar)"``, ``"sharpened(lssa, 3)"``), or
             a :class:`softfocus.Mechanism`. The default is LSSAR with p = 15, not softmax.

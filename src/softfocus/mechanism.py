@@ -130,6 +130,13 @@ class Mechanism:
         """The inverse of :meth:`to_json`."""
         return cls.from_dict(json.loads(text))
 
+    @property
+    def counts_keys(self) -> bool:
+        """Whether N, the number of keys that a row may see, is in the equations."""
+        n_free = ("1", "0", "none", "negate", "l1", "1/L", "-log(L)")
+        parts = (self.length_scale, self.score_bias, self.normaliser, self.post)
+        return self.power is not None or any(part not in n_free for part in parts)
+
     def __str__(self) -> str:
         return f"A = {self._weights()};  out = {'log(A exp(V))' if self.laser else 'A V'}"
 

@@ -144,15 +144,11 @@ def _is_tensor(name: str, x: object, device: torch.device) -> None:
         raise ValueError(f"{name}: is on {x.device}, expected the query's device {device}")
 
 
-_SCALE_OF_SOFTMAX = (
-    "softfocus: scale is 1/sqrt(d), softmax's factor, and takes the place of log(d), with which this mechanism is defined; "
-    "leave scale out"
-)
 _warned_of_scale = False
 
 
 def scale_of(scale: object, mechanism: Mechanism, head_dim: int) -> float:
-    """A finite number; a warning, once, where it is softmax's 1/sqrt(d) in place of a mechanism's log(d)."""
+    """A finite number; a warning, once, where it is softmax's 1/sqrt(d) in place of a mechanism's log(d) or 1."""
     if isinstance(scale, bool) or not isinstance(scale, int | float):
         raise TypeError(
             f"scale: got {type(scale).__name__}, expected a Python number; what is learned goes into head_scale"
@@ -160,9 +156,14 @@ def scale_of(scale: object, mechanism: Mechanism, head_dim: int) -> float:
     if not -1e38 < scale < 1e38:  # NaN too; a comparison that torch.compile can trace
         raise ValueError(f"scale: got {scale}, expected a finite number")
     global _warned_of_scale
-    if mechanism.scale == "log(d)" and not _warned_of_scale and abs(scale * math.sqrt(head_dim) - 1.0) < 1e-6:
+    of_softmax = abs(scale * math.sqrt(head_dim) - 1.0) < 1e-6
+    if of_softmax and mechanism.scale != "1/sqrt(d)" and head_dim > 1 and not _warned_of_scale:
         _warned_of_scale = True  # first: where warnings are errors, the next line does not return
-        warn(_SCALE_OF_SOFTMAX, UserWarning)
+        warn(
+            f"softfocus: scale is 1/sqrt(d), softmax's factor, and takes the place of {mechanism.scale}, with which this "
+            "mechanism is defined; leave scale out",
+            UserWarning,
+        )
     return float(scale)
 
 

@@ -6,8 +6,9 @@ import math
 import pickle
 
 import pytest
+import torch
 
-from softfocus import Mechanism, laser, mechanisms, named, sharpened
+from softfocus import Mechanism, attention, laser, mechanisms, named, sharpened
 
 NAMES = sorted(mechanisms())
 
@@ -249,3 +250,14 @@ def test_different_mechanisms_print_differently():
 
 def test_repr_evaluates_to_the_same():
     assert eval(repr(named("lssar"))) == named("lssar")
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if named(name).phi != "identity"])
+def test_counts_keys(name):
+    """A key without weight changes the others' where it is counted, and only there."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, n, 8, generator=generator, dtype=torch.float64) for n in (3, 9, 9))
+    seen = torch.arange(9) < 6
+    hidden = attention(q, k, v, seen[None], mechanism=name)
+    counted = attention(q, k, v, bias=torch.where(seen, 0.0, -800.0)[None].double(), mechanism=name)
+    assert torch.allclose(hidden, counted) != named(name).counts_keys

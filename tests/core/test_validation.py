@@ -1,6 +1,7 @@
 """Every argument error of attention(): its type, and that the message names the argument, what came and what is expected."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -218,14 +219,16 @@ def test_tensors_that_are_not_one_block_of_memory_are_refused_with_what_to_do(tm
         attention(**tensors(attn_mask=causal_upper_left(LK, LQ)))
 
 
-def test_softmaxs_scale_in_place_of_log_d_is_said_once(monkeypatch):
+@pytest.mark.parametrize(("mechanism", "own"), [("lssar", "log(d)"), ("qknorm", "1")])
+def test_softmaxs_scale_in_place_of_another_is_said_once(mechanism, own, monkeypatch):
     monkeypatch.setattr(validation, "_warned_of_scale", False)
     same = tensors()
     for harmless in ({"mechanism": "softmax", "scale": D**-0.5}, {"scale": 0.3}, {"scale": math.log(D)}, {}):
         attention(**same, **harmless)
-    with pytest.warns(UserWarning, match=r"scale is 1/sqrt\(d\), softmax's factor, .* log\(d\)") as warned:
-        attention(**same, scale=1 / math.sqrt(D))
-    attention(**same, scale=D**-0.5)  # a second warning would be an error
+    says = rf"scale is 1/sqrt\(d\), softmax's factor, and takes the place of {re.escape(own)}, "
+    with pytest.warns(UserWarning, match=says) as warned:
+        attention(**same, scale=1 / math.sqrt(D), mechanism=mechanism)
+    attention(**same, scale=D**-0.5, mechanism=mechanism)  # a second warning would be an error
     assert [entry.filename for entry in warned] == [__file__]
 
 

@@ -289,12 +289,15 @@ def differ(actual, expected):
 
 def changed_at_the_end(model, inputs, before):
     """By how much a decoder's earlier outputs move when its last token changes; None where it is not seen to be one."""
-    name = "decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"
-    outputs = [k for k, x in before.items() if x.shape[:2] == (2, LENGTH) and re.search("logits|last_hidden", k)]
-    if name not in inputs or not outputs:
+    name = next((n for n in ("decoder_input_ids", "input_ids", "inputs_embeds") if n in inputs), None)
+    # A decoder of one frame's codes gives no logits for its first input
+    lengths = ((2, LENGTH), (2, LENGTH - 1))
+    outputs = [k for k, x in before.items() if x.shape[:2] in lengths and re.search("logits|last_hidden", k)]
+    if name is None or not outputs:
         return None
     other = inputs | {name: inputs[name].clone()}
-    other[name][:, -1] = other[name][:, -1] ^ 1
+    last = other[name][:, -1]
+    other[name][:, -1] = last + 1 if last.is_floating_point() else last ^ 1
     return (forward(model, other)[outputs[0]] - before[outputs[0]])[:, :-1].abs().max().item()
 
 

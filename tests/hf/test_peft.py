@@ -60,6 +60,22 @@ def test_learned_parameters_are_trained_saved_and_loaded(build, tokens, tmp_path
         assert parameter.requires_grad
 
 
+def disabled(model):
+    with model.disable_adapter():
+        pass
+
+
+@pytest.mark.parametrize("take_off", [disabled, lambda model: model.unload()], ids=["disable", "unload"])
+def test_what_the_heads_learned_stays_with_a_warning(build, tokens, take_off):
+    """As where the base model is the reference of preference training."""
+    model = peft.get_peft_model(build("llama", "ssmax"), lora())
+    train_a_step(model, tokens(2, 9))
+    with pytest.warns(UserWarning, match=r"softfocus_\* keep what was learned with it, so this is not the base model"):
+        take_off(model)
+    with warnings.catch_warnings(action="error", category=UserWarning):
+        take_off(peft.get_peft_model(build("llama", "lssar"), lora()))  # it learns nothing in its heads
+
+
 def test_transformers_own_adapters(build, tokens, tmp_path):
     ids, model = tokens(2, 9), build("llama", "ssmax")
     model.add_adapter(lora())
@@ -68,6 +84,8 @@ def test_transformers_own_adapters(build, tokens, tmp_path):
     back = build("llama", "ssmax")
     back.load_adapter(str(tmp_path))
     assert torch.equal(logits(back, ids), logits(model, ids))
+    with pytest.warns(UserWarning, match=r"disable_adapters\(\) takes the adapter off"):
+        back.disable_adapters()
     with pytest.raises(ValueError, match="was trained on a model that runs ssmax"):
         build("llama").load_adapter(str(tmp_path))
 

@@ -4,6 +4,7 @@ import copy
 import inspect
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ from transformers import (
     LongT5ForConditionalGeneration,
     PreTrainedConfig,
     PreTrainedModel,
+    SwinConfig,
+    SwinModel,
 )
 
 import softfocus
@@ -141,6 +144,18 @@ def test_attention_that_stays_softmax_is_named():
     ) as seen:
         softfocus.hf.use(model, "lssar")
     assert seen[0].filename == __file__  # it points at the caller
+
+
+def test_hidden_keys_that_count_are_said():
+    config = SwinConfig(image_size=32, patch_size=4, embed_dim=16, depths=[2], num_heads=[2], window_size=4)
+    model, seen = SwinModel(config).eval(), []
+    with pytest.warns(UserWarning, match=r"SwinLayer hides keys by adding -100 .* count in N"):
+        softfocus.hf.use(model, "lssar")
+    with softfocus.hf.watch(seen.append), torch.no_grad():
+        model(torch.zeros(1, 3, 32, 32))
+    assert min(call.arguments["attn_mask"].min().item() for call in seen) == -100.0  # what the warning is about
+    with warnings.catch_warnings(action="error"):
+        softfocus.hf.use(model, "softmax")  # N is not in it
 
 
 def test_a_model_of_ones_own_without_post_init(build, tokens):

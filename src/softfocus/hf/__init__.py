@@ -97,7 +97,7 @@ def use(target: Target, mechanism: str | Mechanism | Mapping[Any, Any] | Layout,
 
     Warns:
         UserWarning: some attention in the model (a pooling head, a block-sparse encoder) does not dispatch and keeps its
-            softmax; the message names the classes.
+            softmax; or hides keys by so small a number (Swin's -100) that they count in N. The message names the classes.
     """
     if not isinstance(target, PreTrainedConfig | PreTrainedModel):
         raise TypeError(
@@ -112,6 +112,8 @@ def use(target: Target, mechanism: str | Mechanism | Mapping[Any, Any] | Layout,
         return target
     modules = list(_learned.attention_modules(target))
     _refuse_without_dispatch(target, modules)
+    if any(group.mechanism.counts_keys for group in layout.groups()):
+        _warn_of_keys_that_count(target)
     if layout.layers is not None:
         _refuse_other_layers(modules, layout)
     for module in modules:
@@ -241,6 +243,15 @@ def _refuse_without_dispatch(model: PreTrainedModel, modules: list[torch.nn.Modu
     if kept := _learned.keeps_softmax(model):
         warn(
             f"softfocus.hf.use: {type(model).__name__} keeps softmax in {', '.join(kept)}, which computes it by itself",
+            UserWarning,
+        )
+
+
+def _warn_of_keys_that_count(model: PreTrainedModel) -> None:
+    if kinds := _learned.counts_hidden_keys(model):
+        warn(
+            f"softfocus.hf.use: {', '.join(kinds)} hides keys by adding -100 to their scores; they get next to no weight, but "
+            "count in N, the number of keys that a row sees",
             UserWarning,
         )
 

@@ -63,6 +63,15 @@ def keeps_softmax(model: nn.Module) -> list[str]:
     return sorted(kind.__name__ for kind in attention if _SOFTMAX.search(_source(kind)))
 
 
+def counts_hidden_keys(model: nn.Module) -> list[str]:
+    """The classes whose masks hide keys by adding -100, which ``softfocus.attention()`` adds to their scores, too.
+
+    Swin's. So few below 0 may also be a position bias, so that no line tells them apart.
+    """
+    kinds: set[Any] = {type(module) for module in model.modules() if any(attention_modules(module))}
+    return sorted(kind.__name__ for kind in kinds if re.search(r"mask\.masked_fill\([^)]*, -100\.0\)", _source(kind)))
+
+
 def heads(module: nn.Module) -> int:
     """How many query heads an attention module has.
 

@@ -7,18 +7,20 @@ An adapter that was trained on Transformers' own attention says nothing. On a me
 
 What the heads learn (``softfocus_head_scale``, ``softfocus_power``) is trained, saved and loaded with the adapter, for
 methods that inject layers (LoRA and its kind; not prompt learning). A model has one set of these values: adapters on the
-same model share it, and the last one that is loaded sets it.
+same model share it, and the last one that is loaded sets it. They stay where an adapter is disabled or unloaded, so that
+the model is not its base again; a warning says so.
 """
 
 import json
 import sys
+from collections.abc import Callable
 from functools import wraps
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from softfocus.hf.config import NAME, layouts
 from softfocus.hf.files import write_whole
@@ -40,6 +42,8 @@ def install() -> None:
     if hasattr(BaseTuner.inject_adapter, "_softfocus"):
         return
     inject_adapter, save_pretrained = BaseTuner.inject_adapter, PeftConfig.save_pretrained
+    disable, unload = BaseTuner.disable_adapter_layers, BaseTuner.unload
+    disable_in_transformers = PreTrainedModel.disable_adapters
     from_peft_type = PeftConfig.from_peft_type.__func__
 
     @wraps(inject_adapter)
@@ -80,6 +84,9 @@ def install() -> None:
 
     inject._softfocus = True  # type: ignore[attr-defined]
     BaseTuner.inject_adapter = inject
+    BaseTuner.disable_adapter_layers = _warning_of_what_stays(disable)
+    BaseTuner.unload = _warning_of_what_stays(unload)
+    PreTrainedModel.disable_adapters = _warning_of_what_stays(disable_in_transformers)
     PeftConfig.save_pretrained = save
     PeftConfig.from_peft_type = classmethod(load)
     for name, module in list(sys.modules.items()):
@@ -88,6 +95,22 @@ def install() -> None:
             and vars(module).get("get_peft_model_state_dict") is get_peft_model_state_dict
         ):
             module.get_peft_model_state_dict = adapter_state_dict  # type: ignore[attr-defined]
+
+
+def _warning_of_what_stays(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that takes adapters off a model, with a word about what they leave behind."""
+
+    @wraps(method)
+    def warned(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if any(PREFIX in name for name, _ in model.named_parameters()):
+            warn(
+                f"softfocus.hf: {method.__name__}() takes the adapter off, but {PREFIX}* keep what was learned with it, so "
+                "this is not the base model; load the base model anew to compare with it",
+                UserWarning,
+            )
+        return method(model, *args, **kwargs)
+
+    return warned
 
 
 def _runs(model: nn.Module) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import pytest
 from softfocus.lab import cli
 from softfocus.lab.claims.claim import shipped as claims
 from softfocus.lab.cli.train import train
+from softfocus.lab.errors import LabError
 from softfocus.lab.progress import Display, Event
 from softfocus.lab.recipes.loading import shipped
 from softfocus.lab.run_folder.results import Evaluation, RunInfo
@@ -233,6 +234,21 @@ def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
     monkeypatch.setattr("softfocus.lab.catalogue.everything", interrupted)
     assert call(capsys, "mechanisms") == (1, "", "softfocus: interrupted; run the command again")
+
+
+def test_a_stop_does_not_hide_what_had_failed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As torchrun sends SIGTERM to the others when one process is gone, while they are about to say so."""
+
+    def failing() -> None:
+        try:
+            raise LabError("another process is gone", "go on with --resume")
+        finally:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("softfocus.lab.catalogue.everything", failing)
+    assert call(capsys, "mechanisms") == (1, "", "softfocus: another process is gone; go on with --resume")
 
 
 def test_recipes_and_claims_have_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ from softfocus.lab.evaluate.loss import evaluate
 from softfocus.lab.progress import Event, silent
 from softfocus.lab.recipes.loading import load
 from softfocus.lab.run_folder.files import CHECKPOINTS, MODEL, load_run
-from softfocus.lab.run_folder.manifest import MANIFEST
+from softfocus.lab.run_folder.manifest import MANIFEST, seal
 from softfocus.lab.train.checkpoints import UNFINISHED, newest
 from softfocus.lab.train.run import train
 
@@ -162,6 +162,31 @@ def test_what_the_run_went_back_from_is_not_kept(tiny: Path, run: Path) -> None:
         train(recipe, run, resume=True, progress=stop_at(9))
     assert names(run) == {"checkpoint-4", "checkpoint-8"}
     assert newest(run, "tiny", load_run(run, complete=False).token, silent) == run / CHECKPOINTS / "checkpoint-8"
+
+
+class Attack:
+    """What unpickling would run."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
+        return os.mkdir, (str(self.mark),)
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin"])
+def test_no_pickle_of_a_checkpoint_is_executed(name: str, tiny: Path, run: Path, tmp_path: Path) -> None:
+    """By whoever can write a checksum, too."""
+    checkpoint, mark = run / CHECKPOINTS / "checkpoint-8", tmp_path / "executed"
+    torch.save(Attack(mark), checkpoint / name)
+    (checkpoint / MANIFEST).unlink()
+    seal(checkpoint, load_run(run, complete=False).token)
+    if name == "training_args.bin":  # Trainer writes it, and nobody reads it
+        assert train(load(tiny), run, resume=True).status == "complete"
+    else:
+        with pytest.raises(LabError, match=r"checkpoint-8 holds more than numbers, .*; softfocus has not written that"):
+            train(load(tiny), run, resume=True)
+    assert not mark.exists()
 
 
 @pytest.mark.parametrize("damage", [truncate, flip_a_bit, remove])

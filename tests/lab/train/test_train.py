@@ -248,7 +248,9 @@ def test_the_power_is_annealed_and_resuming_is_exact(
     assert all(math.isfinite(row.loss) for row in found.rows)
 
 
-def test_what_is_left_of_a_run_without_run_json_is_not_resumed(tiny: Path, trained: Path, tmp_path: Path) -> None:
+def test_what_is_left_of_a_run_without_run_json_is_not_resumed(
+    tiny: Path, trained: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """The remedy for a damaged run.json is to delete it and train again."""
     folder = tmp_path / "run"
     shutil.copytree(trained, folder)
@@ -257,6 +259,9 @@ def test_what_is_left_of_a_run_without_run_json_is_not_resumed(tiny: Path, train
     recipe = load(tiny, ["model.mechanism=softmax"])
     with pytest.raises(LabError, match="it had no checkpoint yet"):
         train(recipe, folder, progress=stop_at(2, crash))
+    assert caplog.messages == [
+        f"{folder} has no run.json: its model and checkpoints, of a run of which nothing is known, are deleted"
+    ]
     assert not (folder / EVALUATION).exists()
     resumed = train(recipe, folder, resume=True)
     assert resumed.train_loss == train(recipe, tmp_path / "alone").train_loss

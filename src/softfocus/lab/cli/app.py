@@ -13,7 +13,7 @@ from softfocus.lab.cli.compare import compare, demo, study
 from softfocus.lab.cli.inspect import inspect
 from softfocus.lab.cli.measure import evaluate, generate, heads, induction, recall
 from softfocus.lab.cli.train import train
-from softfocus.lab.errors import Interrupted
+from softfocus.lab.errors import Interrupted, LabError
 
 
 class _Commands(TyperGroup):
@@ -22,7 +22,10 @@ class _Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as stop:
+            # torchrun stops the processes that are left; what had failed before says more than that
+            if isinstance(stop.__context__, LabError):
+                raise stop.__context__ from None
             raise Interrupted("interrupted", "run the command again") from None
 
 

@@ -1,5 +1,7 @@
 """Train a recipe into a run folder."""
 
+import logging
+import pickle
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -14,7 +16,7 @@ from transformers import set_seed
 
 from softfocus.lab import model as models
 from softfocus.lab.data import of_recipe as data
-from softfocus.lab.errors import Diverged, Interrupted, LabError
+from softfocus.lab.errors import Diverged, Interrupted, LabError, first_line
 from softfocus.lab.progress import Listener, silent
 from softfocus.lab.recipes.loading import load
 from softfocus.lab.recipes.recipe import Recipe
@@ -47,6 +49,8 @@ from softfocus.lab.train.trainer import (
     make_trainer,
     stoppable,
 )
+
+_log = logging.getLogger(__name__)
 
 
 @processes.together()
@@ -105,7 +109,13 @@ def _train(
         return there
     listener = silent if owner is None else progress
     if owner is not None and there is None:
-        _clear(folder)  # what a run left whose run.json is gone must not be resumed or reported as this one's
+        # What a run left whose run.json is gone must not be resumed or reported as this one's
+        left = [name for name in (MODEL, CHECKPOINTS) if (folder / name).exists()]
+        if left and not (folder / RUN).exists():
+            _log.warning(
+                "%s has no %s: its %s, of a run of which nothing is known, are deleted", folder, RUN, " and ".join(left)
+            )
+        _clear(folder)
     with processes.main_first(state):
         source = data.load(recipe, listener)
     if there is not None and there.corpus_key not in ("", source.key):
@@ -282,6 +292,11 @@ def _run(trainer: WindowTrainer, watch: Watch, folder: Path, alone: bool) -> Non
     try:
         with Interruptible(watch, enabled=alone):
             trainer.train(resume_from_checkpoint=str(keeping.newest) if keeping.newest else None)
+    except pickle.UnpicklingError as error:
+        raise LabError(
+            f"{keeping.newest} holds more than numbers, which torch does not load: {first_line(error)}",
+            "softfocus has not written that: do not trust the folder, and start again with --overwrite",
+        ) from error
     except KeyboardInterrupt:
         kept = keeping.newest
         what = f"its newest checkpoint, {kept.name}, is kept" if kept else "it had no checkpoint yet"
