@@ -151,6 +151,14 @@ def test_the_checkpoint_before_gives_the_same_weights(
     assert not caplog.messages
 
 
+def test_what_a_kill_kept_from_being_deleted_goes(tiny: Path, run: Path) -> None:
+    """Killed after checkpoint 8 was whole, and before the one before the last was gone."""
+    shutil.copytree(run / CHECKPOINTS / "checkpoint-4", run / CHECKPOINTS / "checkpoint-2")
+    with pytest.raises(LabError, match="checkpoint-8, is kept"):
+        train(load(tiny), run, resume=True, progress=stop_at(9))
+    assert names(run) == {"checkpoint-4", "checkpoint-8"}
+
+
 def test_what_the_run_went_back_from_is_not_kept(tiny: Path, run: Path) -> None:
     """Else it would be one of the two, and the whole one before it would go."""
     remove(run / CHECKPOINTS / "checkpoint-8" / "optimizer.pt")

@@ -32,9 +32,18 @@ def keep(written: Path, checkpoint: Path, before: Path | None, token: str) -> No
             shutil.rmtree(other, ignore_errors=True)
 
 
-def clear_unfinished(folder: Path) -> None:
-    """Delete what is left of a checkpoint of a run folder that was never finished."""
+def clear(folder: Path, checkpoint: Path | None) -> None:
+    """Delete what a kill may have left in a run folder: an unfinished checkpoint, and those that `keep` had yet to delete.
+
+    Args:
+        folder: the run folder.
+        checkpoint: where the run goes on from; it stays, and so does the one before it.
+    """
     shutil.rmtree(folder / CHECKPOINTS / UNFINISHED, ignore_errors=True)
+    if checkpoint is not None:
+        older = [other for other in _all(checkpoint.parent) if _step(other) < _step(checkpoint)]
+        for other in older[1:]:
+            shutil.rmtree(other, ignore_errors=True)
 
 
 def newest(folder: Path, run: str, token: str, listener: Listener) -> Path | None:
@@ -74,5 +83,9 @@ def newest(folder: Path, run: str, token: str, listener: Listener) -> Path | Non
 
 def _all(folder: Path) -> list[Path]:
     """The newest first."""
-    steps = {path: path.name.removeprefix("checkpoint-") for path in folder.glob("checkpoint-*")}
-    return sorted((path for path, step in steps.items() if step.isdecimal()), key=lambda path: -int(steps[path]))
+    found = [path for path in folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdecimal()]
+    return sorted(found, key=_step, reverse=True)
+
+
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("checkpoint-"))

@@ -132,7 +132,7 @@ def _train(
     if owner is not None:
         if there is None:
             _check_disk(folder, info.parameters)
-        checkpoints.clear_unfinished(folder)
+        checkpoints.clear(folder, checkpoint)
         write_recipe(folder, recipe.to_toml(), info.token)
     with _recording(folder, info, owner), processes.together():
         if owner is not None:
@@ -146,7 +146,7 @@ def _train(
         finally:
             _take_stock(info, trainer, watch)
             if owner is not None:
-                checkpoints.clear_unfinished(folder)
+                checkpoints.clear(folder, keeping.newest)
         if owner is not None:
             owner.check(folder)
             _save_model(folder, trainer, source, info.token)
