@@ -430,6 +430,19 @@ def test_nan_in_masked_places_of_a_bias(mechanism, kind):
             assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True)), queries
 
 
+@pytest.mark.parametrize("mechanism", ["softmax", "lssa", "lssar", "relu_l1", "laser"])
+def test_a_bias_of_minus_infinity_over_a_row(mechanism):
+    """A bias is to be finite; one that is not makes this row 0 here, and changes no other."""
+    for queries in (3, 70):
+        inputs = [torch.randn(1, 1, n, 8, generator=seeded(n)) for n in (queries, 90, 90)]
+        bias = torch.randn(queries, 90, generator=seeded(0))
+        clean = cpu(*inputs, bias=bias, mechanism=mechanism)
+        bias[1] = -math.inf
+        out = cpu(*inputs, bias=bias, mechanism=mechanism)
+        assert (out[:, :, 1] == 0).all()
+        assert torch.equal(out[:, :, 2:], clean[:, :, 2:])
+
+
 # Few queries among many keys, as in decoding
 
 FEW = [
@@ -559,6 +572,20 @@ def test_a_value_that_weighs_nothing_is_not_read_in_decoding():
         out = cpu(queries, key, value, mechanism="lssar")[:, :, -1]
         assert out[..., 1].isnan().all()
         assert out[..., [0, 2, 3, 4, 5, 6, 7]].isfinite().all()
+
+
+def test_a_query_in_decoding_is_not_changed_by_what_another_reads():
+    query, key, value = (torch.randn(1, 1, 70, 8, generator=seeded(n)) for n in range(3))
+    query = query[:, :, -2:]
+    weights = cpu(query, key, torch.eye(70)[None, None], mechanism="lssar")[0, 0]
+    (only_first,) = torch.nonzero((weights[0] > 0) & (weights[1] == 0), as_tuple=True)
+    value[0, 0, only_first[weights[0, only_first].argmax()], 1] = math.nan
+    together = cpu(query, key, value, mechanism="lssar")
+    assert together[0, 0, 0, 1].isnan()
+    assert together[0, 0, 1].isfinite().all()
+    for i in range(2):
+        alone = cpu(query[:, :, i : i + 1], key, value, mechanism="lssar")
+        assert torch.equal(alone[0, 0, 0].nan_to_num(9.0), together[0, 0, i].nan_to_num(9.0))
 
 
 # Threads

@@ -9,38 +9,31 @@ namespace softfocus {
 // column, the maximum over the keys that every row of the block sees: no future value touches an
 // earlier row. Values far above M are clamped and recorded.
 struct ColumnShift {
-  Buffer<float> shift;  // [value_width]
-  Buffer<float> space;  // [BLOCK_K, value_width], e^(V - M) of a tile, unless M is 0
-  std::vector<ValueIndex> large;
-  bool ordinary = false;      // M is 0
-  bool record_large = false;  // in the first sweep
+  Buffer<float> shift;            // [padded_value_dim], M
+  Buffer<float> scratch;          // [BLOCK_K, padded_value_dim], e^(V - M) of a tile, unless M is 0
+  std::vector<ValueIndex> large;  // values above their M + LARGE that some row may see
+  bool ordinary = false;          // M is 0
+  bool record_large = false;      // in the first pass over the tiles, which meets them all
 
-  // Chooses M for a block. `value_space` [BLOCK_K, value_width].
+  // Chooses M for a block. `value_scratch` [BLOCK_K, padded_value_dim].
   template <typename Phi>
-  void choose(const RowBlock<Phi>& block, float* value_space) {
+  void choose(const RowBlock<Phi>& block, float* value_scratch) {
     const Params& params = block.params;
-    int64_t width = block.value_width, begin = block.key_begin, end = block.key_end;
-    shift.resize(width);
-    std::fill(shift + 0, shift + width, -INF);
-    std::vector<uint8_t> common;  // of the keys [begin, end): whether the masks show them to all rows
+    int64_t padded_value_dim = block.padded_value_dim, begin = block.key_begin, end = block.key_end;
+    shift.resize(padded_value_dim);
+    std::fill(shift + 0, shift + padded_value_dim, -INF);
     for (int64_t r = 0; r < block.n_rows; ++r)
       if (!block.fully_masked[r])
         begin = std::max(begin, block.window_begin[r]), end = std::min(end, block.window_end[r]);
-    if (begin < end && block.visible_row(0)) {
-      common.assign(end - begin, 1);
-      for (int64_t r = 0; r < block.n_rows; ++r)
-        for (int64_t j = 0; j < end - begin && !block.fully_masked[r]; ++j)
-          common[j] &= block.visible_row(r)[begin - block.key_begin + j];
-    }
+    std::vector<uint8_t> common = common_masks(block, begin, end);
     block.each_tile([&](int64_t start_k) {
       int64_t first = std::max(begin, block.key_begin + start_k),
               stop = std::min({block.key_begin + start_k + BLOCK_K, params.key_length, end});
       if (first >= stop) return;
-      RowView v = view_values(params, *block.head, block.b, block.h / (params.heads / params.key_heads), first, stop,
-                              value_space);
+      RowView v = view_values(params, *block.key_data, block.batch_index, block.key_head, first, stop, value_scratch);
       for (int64_t key = first; key < stop; ++key)
         if (common.empty() || common[key - begin])
-          for (int64_t d = 0; d < width; d += W)
+          for (int64_t d = 0; d < padded_value_dim; d += W)
             store(shift + d, max(load(v.data + (key - first) * v.stride + d), load(shift + d)));
     });
     bool near_zero = true;
@@ -48,25 +41,41 @@ struct ColumnShift {
       near_zero &= shift[d] == -INF || std::fabs(shift[d]) <= ORDINARY_MAX;
       shift[d] = shift[d] == -INF ? 0.0f : shift[d];
     }
-    ordinary = near_zero && block.head->exp_values;
+    ordinary = near_zero && block.key_data->exp_values;
     record_large = true;
-    if (ordinary) std::fill(shift + 0, shift + width, 0.0f);
     large.clear();
-    if (ordinary) large = block.head->large_values;
-    if (!ordinary) space.resize(BLOCK_K * width);
+    if (ordinary) {
+      std::fill(shift + 0, shift + padded_value_dim, 0.0f);
+      large = block.key_data->large_values;
+    } else {
+      scratch.resize(BLOCK_K * padded_value_dim);
+    }
   }
 
   // e^(V - M) of the keys [first, first + n); calls values() for V only where the key head does not
   // hold the result
   template <typename F>
-  RowView exp_values(const KeyHead& head, F&& values, int64_t first, int64_t n, int64_t width, int64_t value_dim) {
-    if (ordinary) return {head.exp_values + first * width, width};
+  RowView exp_values(const KeyHead& key_data, F&& values, int64_t first, int64_t n, int64_t padded_value_dim,
+                     int64_t value_dim) {
+    if (ordinary) return {key_data.exp_values + first * padded_value_dim, padded_value_dim};
     RowView v = values();
     for (int64_t j = 0; j < n; ++j)
-      exp_row(v.data + j * v.stride, shift, width, space + j * width, [&](int64_t d) {
+      exp_row(v.data + j * v.stride, shift, padded_value_dim, scratch + j * padded_value_dim, [&](int64_t d) {
         if (record_large && d < value_dim) large.push_back({first + j, d});
       });
-    return {space, width};
+    return {scratch, padded_value_dim};
+  }
+
+ private:
+  // Of the keys [begin, end), whether the masks show them to every row; empty without masks
+  template <typename Phi>
+  static std::vector<uint8_t> common_masks(const RowBlock<Phi>& block, int64_t begin, int64_t end) {
+    if (begin >= end || !block.masks_given) return {};
+    std::vector<uint8_t> common(end - begin, 1);
+    for (int64_t r = 0; r < block.n_rows; ++r)
+      for (int64_t j = 0; j < end - begin && !block.fully_masked[r]; ++j)
+        common[j] &= uint8_t(block.sees(r, begin + j));
+    return common;
   }
 };
 

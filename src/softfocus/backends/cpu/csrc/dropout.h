@@ -1,19 +1,19 @@
 // Which weights of a block are dropped: the bits that softfocus/dropout.py defines. They are
-// generated once for a block and read by every sweep.
+// generated once for a block and read by every pass over it.
 #pragma once
 
 #include "visibility.h"
 
 namespace softfocus {
 
-typedef uint64_t vq __attribute__((vector_size(W * 4)));
+typedef uint64_t vuint64 __attribute__((vector_size(W * 4)));
 
 // The low 32 bits of each lane times `factor`, 64 bits wide
-inline vq multiply(vq x, uint32_t factor) {
+inline vuint64 multiply(vuint64 x, uint32_t factor) {
 #if defined(__AVX512F__)
-  return (vq)_mm512_mul_epu32((__m512i)x, _mm512_set1_epi64(factor));
+  return (vuint64)_mm512_mul_epu32((__m512i)x, _mm512_set1_epi64(factor));
 #elif defined(__AVX2__)
-  return (vq)_mm256_mul_epu32((__m256i)x, _mm256_set1_epi64x(factor));
+  return (vuint64)_mm256_mul_epu32((__m256i)x, _mm256_set1_epi64x(factor));
 #else
   return (x & 0xffffffffu) * factor;
 #endif
@@ -21,7 +21,7 @@ inline vq multiply(vq x, uint32_t factor) {
 
 class DropoutMask {
  public:
-  const float keep_scale;  // 1 / (1 - p): what multiplies a weight that is kept; 0 where p is 1
+  const float keep_scale;  // 1 / (1 - p_drop): what multiplies a weight that is kept; 0 where p_drop is 1
 
   DropoutMask(const Params& call, int64_t max_rows, int64_t max_keys)
       : keep_scale(call.dropout_threshold < 1 << 16 ? 65536.0f / (65536 - call.dropout_threshold) : 0.0f),
@@ -31,14 +31,14 @@ class DropoutMask {
   }
 
   // Of row r and the W keys from offset j on: whether the weights are dropped, and their factors
-  vi dropped(int64_t r, int64_t j) const {
+  vint dropped(int64_t r, int64_t j) const {
     int32_t word = int32_t(bits[word_index(r, j)] >> (j % WORD_KEYS));
     return (splat(word) & (1 << lane_index())) != 0;
   }
-  vf factors(int64_t r, int64_t j) const { return dropped(r, j) ? vf{} : splat(keep_scale); }
+  vfloat factors(int64_t r, int64_t j) const { return dropped(r, j) ? vfloat{} : splat(keep_scale); }
 
   void generate(const BlockVisibility& block) {
-    uint32_t head = uint32_t(block.b * params.heads + block.h);
+    uint32_t head = uint32_t(block.batch_index * params.heads + block.query_head);
     block.each_tile([&](int64_t start_k) {
       for (int64_t r = 0; r < block.n_rows; ++r) {
         KeyRange seen = block.strip_range(r, start_k);
@@ -61,14 +61,14 @@ class DropoutMask {
 
   // Philox-4x32 of the counters (first + lane, row, head, 0); the upper 32 bits of each lane are
   // arbitrary
-  void philox(uint64_t first, uint32_t row, uint32_t head, vq (&words)[4]) const {
-    vq lane;
+  void philox(uint64_t first, uint32_t row, uint32_t head, vuint64 (&words)[4]) const {
+    vuint64 lane;
     for (int i = 0; i < W / 2; ++i) lane[i] = i;
-    vq a = lane + first, b = vq{} + row, c = vq{} + head, d = vq{};
+    vuint64 a = lane + first, b = vuint64{} + row, c = vuint64{} + head, d = vuint64{};
     uint32_t k = uint32_t(params.seed), m = uint32_t(params.seed >> 32);
 #pragma GCC unroll 7
     for (int round = 0; round < 7; ++round) {
-      vq x = multiply(a, 0xD2511F53), y = multiply(c, 0xCD9E8D57);
+      vuint64 x = multiply(a, 0xD2511F53), y = multiply(c, 0xCD9E8D57);
       a = (y >> 32) ^ b ^ k, b = y, c = (x >> 32) ^ d ^ m, d = x;
       k += 0x9E3779B9, m += 0xBB67AE85;
     }
@@ -82,7 +82,7 @@ class DropoutMask {
     // lanes of the first word, bits 16 to 31 of each lane, and the same of the second word
     alignas(64) static constexpr uint16_t order[32] = {0,  4,  8,  12, 16, 20, 24, 28, 1,  5,  9,  13, 17, 21, 25, 29,
                                                        32, 36, 40, 44, 48, 52, 56, 60, 33, 37, 41, 45, 49, 53, 57, 61};
-    vq words[4];
+    vuint64 words[4];
     philox(first, row, head, words);
     __m512i indices = _mm512_load_si512(order), last = _mm512_set1_epi16(int16_t(params.dropout_threshold - 1));
     __m512i low = _mm512_permutex2var_epi16((__m512i)words[0], indices, (__m512i)words[1]);
@@ -93,10 +93,10 @@ class DropoutMask {
   uint64_t random_word(uint64_t first, uint32_t row, uint32_t head) const {
     uint64_t found = 0;
     for (int lane = 0; lane < 8; lane += W / 2) {
-      vq words[4], dropped = vq{};
+      vuint64 words[4], dropped = vuint64{};
       philox(first + lane, row, head, words);
       unroll<8>([&](int n) {
-        vq number = (words[n / 2] >> n % 2 * 16) & 0xffffu;
+        vuint64 number = (words[n / 2] >> n % 2 * 16) & 0xffffu;
         dropped |= ((number - uint64_t(params.dropout_threshold)) >> 16 & 1) << 8 * n;  // less: borrows
       });
       for (int i = 0; i < W / 2; ++i) found |= dropped[i] << (lane + i);

@@ -1,6 +1,4 @@
 // The forward: out and the row statistics, a block of rows at a time.
-#include <memory>
-
 #include "output.h"
 #include "parallel.h"
 
@@ -16,36 +14,33 @@ struct Worker {
 
   // A head of a decoding call. Values are searched for non-finite ones only if the output has one;
   // with LASER always, since the exponentials would hide them.
-  void decode(int64_t b, int64_t h, void* out, float* statistics) {
+  void decode(int64_t b, int64_t query_head, void* out, float* statistics) {
     const Params& params = block.params;
-    KeyHead head;
-    auto check_values = [&] {
-      pack_values(params, head, b, h / (params.heads / params.key_heads), 0, params.key_length, false,
-                  head.nonfinite_values, head.large_values);
+    KeyHead key_data;
+    auto search_values = [&] {
+      pack_values(params, key_data, b, params.key_head_of(query_head), 0, params.key_length, false,
+                  key_data.nonfinite_values, key_data.large_values);
     };
-    if (params.laser) check_values();
-    run(b, h, 0, head, out, statistics);
-    if (params.laser || all_finite(output.out, block.n_rows * block.value_width)) return;
-    check_values();
-    if (!head.nonfinite_values.empty()) run(b, h, 0, head, out, statistics);
+    if (params.laser) search_values();
+    run(b, query_head, 0, key_data, out, statistics);
+    if (params.laser || all_finite(output.out, block.n_rows * block.padded_value_dim)) return;
+    search_values();
+    if (!key_data.nonfinite_values.empty()) run(b, query_head, 0, key_data, out, statistics);
   }
 
-  // The rows of query head h from start_q on
-  void run(int64_t b, int64_t h, int64_t start_q, const KeyHead& head, void* out, float* statistics) {
+  // The rows of a query head from start_q on
+  void run(int64_t b, int64_t query_head, int64_t start_q, const KeyHead& key_data, void* out, float* statistics) {
     const Params& params = block.params;
-    block.compute(b, h, start_q, head);
+    block.compute(b, query_head, start_q, key_data);
     output.compute(block);
     if (params.laser) laser_logarithm();
-    int64_t row = (b * params.heads + h) * params.query_length + start_q,
+    mark_nonfinite_values();
+    int64_t row = (b * params.heads + query_head) * params.query_length + start_q,
             rows = params.batch * params.heads * params.query_length;
-    for (int64_t r = 0; r < block.n_rows; ++r)
-      if (float* out_row = output.out + r * block.value_width; block.fully_masked[r])
-        std::fill(out_row, out_row + params.value_dim, 0.0f);
-    for (auto [key, d] : head.nonfinite_values)
-      for (int64_t r = 0; r < block.n_rows; ++r)
-        if (block.sees(r, key)) output.out[r * block.value_width + d] = std::numeric_limits<float>::quiet_NaN();
     for (int64_t r = 0; r < block.n_rows; ++r) {
-      write_row(out, params.dtype, (row + r) * params.value_dim, output.out + r * block.value_width, params.value_dim);
+      float* out_row = output.out + r * block.padded_value_dim;
+      if (block.fully_masked[r]) std::fill(out_row, out_row + params.value_dim, 0.0f);
+      write_row(out, params.dtype, (row + r) * params.value_dim, out_row, params.value_dim);
       if (!statistics) continue;
       statistics[row + r] = block.count[r];
       statistics[rows + row + r] = block.maximum[r];
@@ -54,23 +49,36 @@ struct Worker {
     }
   }
 
+  // NaN where a row sees a non-finite value. Decoding reads the values of a re-weighted row's live keys
+  // only: there a row that read no non-finite one stays as it is, whatever the call's other rows read.
+  void mark_nonfinite_values() {
+    bool live_only = block.params.reweighted && !block.params.laser && !block.key_data->packed;
+    bool finite[BLOCK_Q] = {};
+    for (int64_t r = 0; r < block.n_rows && live_only; ++r)
+      finite[r] = all_finite(output.out + r * block.padded_value_dim, block.params.value_dim);
+    for (auto [key, d] : block.key_data->nonfinite_values)
+      for (int64_t r = 0; r < block.n_rows; ++r)
+        if (!finite[r] && block.sees(r, key))
+          output.out[r * block.padded_value_dim + d] = std::numeric_limits<float>::quiet_NaN();
+  }
+
   // Turns A e^(V - M) into log(A e^(V - M)) + M.
   void laser_logarithm() {
     const Params& params = block.params;
-    int64_t first = block.key_begin, n = block.key_end - block.key_begin;
+    int64_t n = block.key_end - block.key_begin;
     std::vector<std::pair<int64_t, float>> exact_sums;  // index into output.out, and the output
     output.each_exact_sum(block, [&](int64_t r, int64_t d, const float* logs) {
       float scale = params.reweighted ? output.inverse_power_sum[r] : block.weight_scale[r];
-      auto value = value_column(d, first);
-      double total = log_sum_exp(n, [&](int64_t j) { return block.log_weight(r, logs[j]) + value(j); });
-      exact_sums.push_back({r * block.value_width + d, float(total + std::log(double(scale)))});
+      double log_sum = log_sum_exp(
+          n, [&](int64_t j) { return block.log_weight(r, logs[j]) + block.value_at(block.key_begin + j, d); });
+      exact_sums.push_back({r * block.padded_value_dim + d, float(log_sum + std::log(double(scale)))});
     });
     for (int64_t r = 0; r < block.n_rows; ++r)
       for (int64_t d = 0; d < params.value_dim; ++d) {
-        float& x = output.out[r * block.value_width + d];
+        float& x = output.out[r * block.padded_value_dim + d];
         x = output.zero_weights[r] ? 0.0f : std::log(x) + output.shift.shift[d];
       }
-    for (auto [index, total] : exact_sums) output.out[index] = total;
+    for (auto [index, exact] : exact_sums) output.out[index] = exact;
     for (int64_t r = 0; r < block.n_rows; ++r)
       if (params.normaliser == L1 && block.count[r] == 1.0f && !output.zero_weights[r] && std::isfinite(block.norm[r]))
         copy_only_value(r);
@@ -81,49 +89,31 @@ struct Worker {
     int64_t key = block.window_begin[r];
     while (!block.sees(r, key)) ++key;
     for (int64_t d = 0; d < block.params.value_dim; ++d)
-      output.out[r * block.value_width + d] = value_column(d, key)(0);
-  }
-
-  // A function from j to element d of value first + j; 0 where non-finite
-  auto value_column(int64_t d, int64_t first) {
-    const Params& params = block.params;
-    TensorView column = params.value;
-    column.data =
-        static_cast<const char*>(params.value.data) + d * params.value.stride[3] * (params.dtype == FLOAT32 ? 4 : 2);
-    int64_t b = block.b, h = block.h / (params.heads / params.key_heads), dtype = params.dtype;
-    return [=](int64_t j) {
-      float x;
-      read_row(column, dtype, b, h, first + j, 1, &x);
-      return std::isfinite(x) ? x : 0.0f;
-    };
+      output.out[r * block.padded_value_dim + d] = block.value_at(key, d);
   }
 };
 
 template <typename Phi>
 bool forward(const Params& params, void* out, float* statistics) {
-  int64_t wave = wave_size(params, false), key_heads = params.batch * params.key_heads,
-          group = params.heads / params.key_heads;
-  int64_t rows = rows_per_block(params, false), blocks = (params.query_length + rows - 1) / rows;
-  std::vector<std::unique_ptr<Worker<Phi>>> workers(params.threads);
-  if (params.query_length <= DECODE_QUERIES) {
+  PerThread<Worker<Phi>> workers(params);
+  if (params.query_length <= DECODE_QUERIES)
     return parallel_for(params.threads, params.batch * params.heads, [&](int64_t item) {
-      auto& worker = workers[thread_number()];
-      if (!worker) worker = std::make_unique<Worker<Phi>>(params);
-      worker->decode(item / params.heads, item % params.heads, out, statistics);
+      workers.mine().decode(item / params.heads, item % params.heads, out, statistics);
     });
-  }
-  std::vector<KeyHead> heads(wave);
-  for (KeyHead& head : heads) head.reserve(params, false);
-  for (int64_t first = 0; first < key_heads; first += wave) {
-    int64_t n = std::min(wave, key_heads - first);
-    if (!pack_wave(params, heads, first, n, false)) return false;
+  int64_t key_heads = params.batch * params.key_heads, at_once = key_heads_at_once(params, false);
+  int64_t rows = rows_per_block(params, false), blocks = ceil_div(params.query_length, rows), group = params.group();
+  std::vector<KeyHead> packed(at_once);
+  for (KeyHead& key_data : packed) key_data.reserve(params, false);
+  for (int64_t first = 0; first < key_heads; first += at_once) {
+    int64_t n = std::min(at_once, key_heads - first);
+    if (!pack_key_heads(params, packed, first, n, false)) return false;
     bool done = parallel_for(params.threads, n * group * blocks, [&](int64_t item) {
-      auto& worker = workers[thread_number()];
-      if (!worker) worker = std::make_unique<Worker<Phi>>(params);
-      int64_t block =
-          blocks - 1 - item / group % blocks;  // with a causal mask the last rows take longest: they go first
-      int64_t key_head = first + item / (group * blocks), h = key_head % params.key_heads * group + item % group;
-      worker->run(key_head / params.key_heads, h, block * rows, heads[key_head - first], out, statistics);
+      // with a causal mask the last rows take longest: they go first
+      int64_t block = blocks - 1 - item / group % blocks;
+      int64_t head_index = first + item / (group * blocks);  // of all B * Hk
+      int64_t query_head = head_index % params.key_heads * group + item % group;
+      workers.mine().run(head_index / params.key_heads, query_head, block * rows, packed[head_index - first], out,
+                         statistics);
     });
     if (!done) return false;
   }

@@ -5,10 +5,10 @@
 // o, p, u as in row_block.h:
 //     dS_j = (dA_j - D) * weight_scale * phi'(s_j)                                                without re-weighting
 //     dS_j = (g_j - o mean(g)) * inverse_spread * phi'(s_j),  g_j = p u_j^(p-1) (dA_j - D) / sum u^p   with it
-// gradients_dense.h does the former, over all keys; gradients_reweighted.h the latter, over lists
+// gradients_dense.inl.h does the former, over all keys; gradients_reweighted.inl.h the latter, over lists
 // of live keys.
 //
-// LASER (gradients_laser.h) passes on dL/d(A e^(V - M)) in place of dL/dO. The exact sums pass on
+// LASER (gradients_laser.inl.h) passes on dL/d(A e^(V - M)) in place of dL/dO. The exact sums pass on
 // the product A dL/dA, since dL/dA alone may overflow.
 #pragma once
 
@@ -31,47 +31,45 @@ class RowGradients {
   explicit RowGradients(const Params& params)
       : block(params, rows_per_block(params, true)),
         output(block),
-        grad_out(BLOCK_Q * block.value_width),
-        grad_queries(BLOCK_Q * block.width),
+        grad_out(BLOCK_Q * block.padded_value_dim),
+        grad_queries(BLOCK_Q * block.padded_dim),
         weights(params.reweighted ? 0 : BLOCK_Q * TILE_STRIDE),
         grad_scores(BLOCK_Q * TILE_STRIDE),
-        key_space(BLOCK_K * block.width),
-        value_space(BLOCK_K * block.value_width),
-        grad_exp_values(params.laser ? BLOCK_K * block.value_width : 0),
+        key_scratch(BLOCK_K * block.padded_dim),
+        grad_exp_values(params.laser ? BLOCK_K * block.padded_value_dim : 0),
         grad_weights(block.max_rows * block.max_row_stride, !params.reweighted),
         list_keys(params.reweighted ? block.max_rows * block.max_row_stride : 0, false),
         list_u(params.reweighted ? block.max_rows * block.max_row_stride : 0, false),
-        list_start(block.max_row_stride / BLOCK_K * BLOCK_Q + BLOCK_Q),
-        list_length(block.max_row_stride / BLOCK_K * BLOCK_Q + BLOCK_Q) {
+        list_start(list_index(BLOCK_Q, block.max_row_stride)),
+        list_length(list_index(BLOCK_Q, block.max_row_stride)) {
     if (params.laser) exp_panels.resize(BLOCK_K * params.value_dim), exact_terms.resize(BLOCK_Q * block.max_row_stride);
   }
 
-  // Gradients of the rows of query head h from start_q on. Adds to grad_keys [Lk, width] and
-  // grad_values [Lk, value_width], writes the others.
-  void run(int64_t b, int64_t h, int64_t start_q, const KeyHead& head, const GradientTensors& to, float* grad_keys,
-           float* grad_values) {
-    block.compute(b, h, start_q, head);
-    read_grad_out(to);
-    std::fill(grad_queries + 0, grad_queries + block.padded_rows() * block.width, 0.0f);
+  // Gradients of the rows of a query head from start_q on. Adds to grad_keys [Lk, padded_dim] and
+  // grad_values [Lk, padded_value_dim], writes the others.
+  void run(int64_t b, int64_t query_head, int64_t start_q, const KeyHead& key_data, const GradientTensors& grads,
+           float* grad_keys, float* grad_values) {
+    block.compute(b, query_head, start_q, key_data);
+    read_grad_out(grads);
+    std::fill(grad_queries + 0, grad_queries + block.padded_rows() * block.padded_dim, 0.0f);
     for (int64_t r = 0; r < BLOCK_Q; ++r) has_exact[r] = false;
     if (block.params.laser) laser_backward(grad_values);
     if (block.params.reweighted)
-      block.params.dropout_threshold ? listed_grad_weights<true>(to) : listed_grad_weights<false>(to);
+      block.params.dropout_threshold ? listed_grad_weights<true>(grads) : listed_grad_weights<false>(grads);
     else
       dense_grad_weights();
-    block.each_tile([&](int64_t start_k) { tile_gradients(start_k, to, grad_keys, grad_values); });
-    write_query_gradients(to);
+    block.each_tile([&](int64_t start_k) { tile_gradients(start_k, grads, grad_keys, grad_values); });
+    write_query_gradients(grads);
   }
 
  private:
   BlockOutput<Phi> output;
-  Buffer<float> grad_out;         // [BLOCK_Q, value_width], dL/dO; with LASER dL/d(A e^(V - M))
-  Buffer<float> grad_queries;     // [BLOCK_Q, width]
+  Buffer<float> grad_out;         // [BLOCK_Q, padded_value_dim], dL/dO; with LASER dL/d(A e^(V - M))
+  Buffer<float> grad_queries;     // [BLOCK_Q, padded_dim]
   Buffer<float> weights;          // [BLOCK_Q, TILE_STRIDE], A of a tile
   Buffer<float> grad_scores;      // [BLOCK_Q, TILE_STRIDE], dL/ds of a tile
-  Buffer<float> key_space;        // [BLOCK_K, width], keys of a tile that cannot be read in place
-  Buffer<float> value_space;      // [BLOCK_K, value_width], the same of values
-  Buffer<float> grad_exp_values;  // [BLOCK_K, value_width], dL/d(e^(V - M)) of a tile
+  Buffer<float> key_scratch;      // [BLOCK_K, padded_dim], keys of a tile that cannot be read in place
+  Buffer<float> grad_exp_values;  // [BLOCK_K, padded_value_dim], dL/d(e^(V - M)) of a tile
   Buffer<float> exp_panels;       // [BLOCK_K / PANEL, Dv, PANEL], e^(V - M) of a tile
   Buffer<float> grad_weights;   // dL/dA: [tiles, max_rows, BLOCK_K]; of re-weighted rows the live keys, list after list
   Buffer<uint8_t> list_keys;    // the live keys at the same indices, counted from the tile's first
@@ -83,41 +81,29 @@ class RowGradients {
   double exact_log_sum[BLOCK_Q];      // of these rows: sum_j A dL/dA log u
   KeyRange strip_keys[BLOCK_Q / MR];  // the keys that each strip sees in the tile at hand
   float delta[BLOCK_Q];               // D_i
-  float delta_rest[BLOCK_Q];  // its rounding error in re-weighted rows: dA - D may be small where one key dominates
-  float inverse_power_sum[BLOCK_Q];  // 1 / sum u^p
-  float power_factor[BLOCK_Q];       // p / sum u^p
-  float mean_grad[BLOCK_Q];          // -o mean(g) * inverse_spread: reaches all keys of the row
+  float delta_error[BLOCK_Q];         // D_i - delta in re-weighted rows: dA - D may be small where one key dominates
+  float inverse_power_sum[BLOCK_Q];   // 1 / sum u^p
+  float power_over_sum[BLOCK_Q];      // p / sum u^p
+  float mean_grad[BLOCK_Q];           // -o mean(g) * inverse_spread: reaches all keys of the row
   float grad_power[BLOCK_Q];
   bool single_key[BLOCK_Q];  // one key has all the weight
 
-  int64_t key_head() const { return block.h / (block.params.heads / block.params.key_heads); }
+  // Where the list of a row in a tile stands in list_start and list_length
+  static int64_t list_index(int64_t r, int64_t start_k) { return start_k / BLOCK_K * BLOCK_Q + r; }
 
-  RowView tile_values(int64_t start_k) {
-    int64_t first = block.key_begin + start_k, stop = std::min(first + BLOCK_K, block.params.key_length);
-    return view_values(block.params, *block.head, block.b, key_head(), first, stop, value_space);
-  }
-
-  // What the weights multiply: V, with LASER e^(V - M)
-  RowView tile_operand(int64_t start_k) {
-    if (!block.params.laser) return tile_values(start_k);
-    int64_t n = std::min(BLOCK_K, block.params.key_length - block.key_begin - start_k);
-    return output.shift.exp_values(
-        *block.head, [&] { return tile_values(start_k); }, block.key_begin + start_k, n, block.value_width,
-        block.params.value_dim);
-  }
-
-  void read_grad_out(const GradientTensors& to) {
+  void read_grad_out(const GradientTensors& grads) {
     const Params& params = block.params;
     for (int64_t r = 0; r < block.padded_rows(); ++r) {
-      float* row = grad_out + r * block.value_width;
-      std::fill(row, row + block.value_width, 0.0f);
+      float* row = grad_out + r * block.padded_value_dim;
+      std::fill(row, row + block.padded_value_dim, 0.0f);
       if (r < block.n_rows && !block.fully_masked[r])
-        read_row(to.grad_out, params.dtype, block.b, block.h, block.start_q + r, params.value_dim, row);
-      delta[r] = power_factor[r] = mean_grad[r] = grad_power[r] = 0.0f;
+        read_row(grads.grad_out, params.dtype, block.batch_index, block.query_head, block.start_q + r, params.value_dim,
+                 row);
+      delta[r] = power_over_sum[r] = mean_grad[r] = grad_power[r] = 0.0f;
     }
-    for (auto [key, d] : block.head->nonfinite_values)  // these outputs are NaN by definition and pass no gradient
+    for (auto [key, d] : block.key_data->nonfinite_values)  // these outputs are NaN by definition and pass no gradient
       for (int64_t r = 0; r < block.n_rows; ++r)
-        if (block.sees(r, key)) grad_out[r * block.value_width + d] = 0.0f;
+        if (block.sees(r, key)) grad_out[r * block.padded_value_dim + d] = 0.0f;
   }
 
   // Whether one key has all the weight of a row, whatever its score. Rounding must not give that
@@ -126,48 +112,51 @@ class RowGradients {
     return block.params.normaliser == L1 && (block.count[r] == 1.0f || single_key[r]);
   }
 
-  // gradients_laser.h
+  // gradients_laser.inl.h
   void laser_backward(float* grad_values);
-  float value_at(int64_t key, int64_t d) const;
 
-  // gradients_dense.h
+  // gradients_dense.inl.h
   void dense_grad_weights();
+  void pack_exp_values(int64_t start_k);
   void clear_row(float* to, int64_t r, int64_t start_k);
   void dense_grad_scores(int64_t r, int64_t start_k);
 
-  // gradients_reweighted.h
+  // gradients_reweighted.inl.h
   template <bool DROPOUT>
-  void listed_grad_weights(const GradientTensors& to);
+  void listed_grad_weights(const GradientTensors& grads);
   float u_at(int64_t r, int64_t j) const;
-  void add_exact_terms(int64_t r, double& d, double& exact_sum);
+  void add_exact_terms(int64_t r, double& delta_i, double& exact_sum);
   template <bool DROPOUT>
   void listed_grad_scores(int64_t start_k, RowView v, float* grad_values);
-  vf dropout_factor(vf u) const;
+  vfloat dropout_factor(vfloat u) const;
   template <bool DROPOUT>
   void scatter_grad_phi(int64_t r, int64_t start_k, RowView v, float* grad_values);
   void multiply_by_derivative(int64_t r, int64_t start_k);
 
   // A and dL/ds of a tile, and from them the gradients
-  void tile_gradients(int64_t start_k, const GradientTensors& to, float* grad_keys, float* grad_values) {
+  void tile_gradients(int64_t start_k, const GradientTensors& grads, float* grad_keys, float* grad_values) {
     const Params& params = block.params;
     int64_t first = block.key_begin + start_k, stop = std::min(first + BLOCK_K, params.key_length), n = stop - first;
-    int64_t width = block.width, value_width = block.value_width;
-    RowView k = view_keys(params, *block.head, block.b, key_head(), first, stop, key_space);
-    RowView v{nullptr, 0};
-    if (params.laser) v = tile_operand(start_k);
-    bool all_keys = true;  // every strip sees the whole tile
-    for (int64_t strip = 0; strip < block.padded_rows() / MR; ++strip) {
+    RowView k = view_keys(params, *block.key_data, block.batch_index, block.key_head, first, stop, key_scratch);
+    RowView exp_values{nullptr, 0};
+    if (params.laser) exp_values = output.tile_operand(block, start_k);
+    for (int64_t strip = 0; strip < block.padded_rows() / MR; ++strip)
       strip_keys[strip] = block.strip_range(strip * MR, start_k);
-      all_keys &= strip_keys[strip].begin == start_k && strip_keys[strip].end == start_k + BLOCK_K;
-    }
+    float *tile_grad_keys = grad_keys + first * block.padded_dim,
+          *tile_grad_values = grad_values + first * block.padded_value_dim;
     if (params.reweighted)
-      params.dropout_threshold ? listed_grad_scores<true>(start_k, v, grad_values + first * value_width)
-                               : listed_grad_scores<false>(start_k, v, grad_values + first * value_width);
+      params.dropout_threshold ? listed_grad_scores<true>(start_k, exp_values, tile_grad_values)
+                               : listed_grad_scores<false>(start_k, exp_values, tile_grad_values);
     else
       for (int64_t r = 0; r < block.padded_rows(); ++r) dense_grad_scores(r, start_k);
-    if (to.grad_bias.data) add_bias_gradient(start_k, n, to.grad_bias);
+    if (grads.grad_bias.data) add_bias_gradient(start_k, n, grads.grad_bias);
+    add_query_gradients(start_k, n, k);
+    add_key_gradients(start_k, n, tile_grad_keys, tile_grad_values, exp_values);
+  }
 
-    // dQ += dS K, strip by strip
+  // dQ += dS K, strip by strip
+  void add_query_gradients(int64_t start_k, int64_t n, RowView k) {
+    int64_t width = block.padded_dim;
     for (int64_t r = 0; r < block.n_rows; r += MR) {
       KeyRange keys = strip_keys[r / MR];
       int64_t skip = keys.begin - start_k, depth = std::min(keys.end - start_k, n) - skip;
@@ -175,30 +164,36 @@ class RowGradients {
         product<MR>(width / W, depth, grad_scores + r * TILE_STRIDE + skip, TILE_STRIDE, 1, k.data + skip * k.stride,
                     k.stride, grad_queries + r * width, width, true);
     }
-    // dK += dS^T (c Q) and, without re-weighting, dV += A^T dO, MR keys at a time over the rows
-    // that see one of them
-    for (int64_t j = 0; j < n;) {
-      int64_t step = j + MR <= n ? MR : 1, begin_q = all_keys ? 0 : BLOCK_Q, end_q = all_keys ? block.padded_rows() : 0;
+  }
+
+  // dK += dS^T (c Q) and, without re-weighting, dV += A^T dO: MR keys at a time, over the rows that see
+  // one of them
+  void add_key_gradients(int64_t start_k, int64_t n, float* to_keys, float* to_values, RowView exp_values) {
+    int64_t width = block.padded_dim, padded_value_dim = block.padded_value_dim;
+    bool laser = block.params.laser, dense = !block.params.reweighted;
+    bool all_keys = true;  // every strip sees the whole tile
+    for (int64_t strip = 0; strip < block.padded_rows() / MR; ++strip)
+      all_keys &= strip_keys[strip].begin == start_k && strip_keys[strip].end == start_k + BLOCK_K;
+    for (int64_t j = 0, step; j < n; j += step) {
+      step = j + MR <= n ? MR : 1;
+      int64_t begin_q = all_keys ? 0 : BLOCK_Q, end_q = all_keys ? block.padded_rows() : 0;
       for (int64_t r = 0; r < block.n_rows && !all_keys; r += MR)
         if (strip_keys[r / MR].begin < start_k + j + step && strip_keys[r / MR].end > start_k + j)
           begin_q = std::min(begin_q, r), end_q = r + MR;
-      if (begin_q < end_q) {
-        transposed_product(step, grad_scores + begin_q * TILE_STRIDE + j, end_q - begin_q,
-                           block.scaled_queries + begin_q * width, width, grad_keys + (first + j) * width, true);
-        if (!params.reweighted)
-          transposed_product(step, weights + begin_q * TILE_STRIDE + j, end_q - begin_q,
-                             grad_out + begin_q * value_width, value_width,
-                             params.laser ? grad_exp_values + j * value_width : grad_values + (first + j) * value_width,
-                             !params.laser);
-        if (!params.reweighted && params.laser)
-          for (int64_t i = j; i < j + step; ++i)
-            for (int64_t d = 0; d < value_width; d += W) {
-              float* target = grad_values + (first + i) * value_width + d;
-              store(target,
-                    load(target) + load(grad_exp_values + i * value_width + d) * load(v.data + i * v.stride + d));
-            }
-      }
-      j += step;
+      if (begin_q >= end_q) continue;
+      int64_t depth = end_q - begin_q;
+      transposed_product(step, grad_scores + begin_q * TILE_STRIDE + j, depth, block.scaled_queries + begin_q * width,
+                         width, to_keys + j * width, true);
+      if (!dense) continue;
+      float* to = laser ? grad_exp_values + j * padded_value_dim : to_values + j * padded_value_dim;
+      transposed_product(step, weights + begin_q * TILE_STRIDE + j, depth, grad_out + begin_q * padded_value_dim,
+                         padded_value_dim, to, !laser);
+      for (int64_t i = j; i < j + step && laser; ++i)
+        for (int64_t d = 0; d < padded_value_dim; d += W) {
+          float* target = to_values + i * padded_value_dim + d;
+          store(target, load(target) + load(grad_exp_values + i * padded_value_dim + d) *
+                                           load(exp_values.data + i * exp_values.stride + d));
+        }
     }
   }
 
@@ -211,33 +206,33 @@ class RowGradients {
       product<1>(width / W, depth, a, 1, TILE_STRIDE, b, width, c, width, add);
   }
 
-  void add_bias_gradient(int64_t start_k, int64_t n, const TensorView& to) {
+  void add_bias_gradient(int64_t start_k, int64_t n, const TensorView& grad_bias) {
     for (int64_t r = 0; r < block.n_rows; ++r) {
-      float* row = static_cast<float*>(const_cast<void*>(to.data)) + block.b * to.stride[0] + block.h * to.stride[1] +
-                   (block.start_q + r) * to.stride[2];
+      float* row = const_cast<float*>(row_pointer(grad_bias, block.batch_index, block.query_head, block.start_q + r));
       for (int64_t j = 0; j < n; ++j)
-        row[(block.key_begin + start_k + j) * to.stride[3]] += grad_scores[r * TILE_STRIDE + j];
+        row[(block.key_begin + start_k + j) * grad_bias.stride[3]] += grad_scores[r * TILE_STRIDE + j];
     }
   }
 
-  void write_query_gradients(const GradientTensors& to) {
+  void write_query_gradients(const GradientTensors& grads) {
     const Params& params = block.params;
-    int64_t first = (block.b * params.heads + block.h) * params.query_length + block.start_q;
+    int64_t first = (block.batch_index * params.heads + block.query_head) * params.query_length + block.start_q;
     for (int64_t r = 0; r < block.n_rows; ++r) {
-      float *grad = grad_queries + r * block.width, *query = block.queries + r * block.width;
-      for (int64_t d = 0; d < block.width; d += W) store(grad + d, load(grad + d) * block.base_scale[r]);
-      if (to.grad_head_scale) to.grad_head_scale[first + r] = dot(grad, query, block.width);
-      if (to.grad_power) to.grad_power[first + r] = grad_power[r];
+      float *grad = grad_queries + r * block.padded_dim, *query = block.queries + r * block.padded_dim;
+      for (int64_t d = 0; d < block.padded_dim; d += W) store(grad + d, load(grad + d) * block.base_scale[r]);
+      if (grads.grad_head_scale) grads.grad_head_scale[first + r] = dot(grad, query, block.padded_dim);
+      if (grads.grad_power) grads.grad_power[first + r] = grad_power[r];
       if (params.head_scale)
-        for (int64_t d = 0; d < block.width; d += W) store(grad + d, load(grad + d) * params.head_scale[block.h]);
+        for (int64_t d = 0; d < block.padded_dim; d += W)
+          store(grad + d, load(grad + d) * params.head_scale[block.query_head]);
       if (params.cosine) l2_normalise_backward(grad, query, block.inverse_query_norm[r], params.head_dim);
-      write_row(to.grad_query, params.dtype, (first + r) * params.head_dim, grad, params.head_dim);
+      write_row(grads.grad_query, params.dtype, (first + r) * params.head_dim, grad, params.head_dim);
     }
   }
 };
 
 }  // namespace softfocus
 
-#include "gradients_dense.h"
-#include "gradients_laser.h"
-#include "gradients_reweighted.h"
+#include "gradients_dense.inl.h"
+#include "gradients_laser.inl.h"
+#include "gradients_reweighted.inl.h"

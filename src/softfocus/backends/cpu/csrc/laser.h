@@ -4,22 +4,26 @@
 
 #include <algorithm>
 
-#include "vector.h"
+#include "elementary.h"
 
 namespace softfocus {
 
+// M is 0 while the columns' maxima are within this: e^-20 to e^20 leave the sums far from what a float
+// cannot hold.
+constexpr float ORDINARY_MAX = 20.0f;
+// A value above M + 30 is large: rows that see it take the exact sum. Weights too small for a float,
+// 1e-38, times e^30 = 1e13 are 1e-25: with up to 1e5 keys less than the last digit of SMALL_SUM, 6e-20.
+constexpr float LARGE = 30.0f;
+constexpr float SMALL_SUM = 1e-12f;    // smaller sums take the exact sum
 constexpr float MAX_EXPONENT = 80.0f;  // exponents are clamped here: e^80 times a weight of 0 is 0, not NaN
-constexpr float LARGE = 30.0f;         // a value above M + 30 is large: rows that see it take the exact sum
-constexpr float ORDINARY_MAX = 20.0f;  // M is 0 while the columns' maxima are within this
-constexpr float SMALL_SUM = 1e-12f;    // below this a sum may have lost weights too small for a float, times e^LARGE
 
 // e^(x - shift) of a row of values, in whole vectors; calls large(column) for each large value. A
 // null shift is 0.
 template <typename F>
 inline void exp_row(const float* x, const float* shift, int64_t width, float* to, F&& large) {
   for (int64_t d = 0; d < width; d += W) {
-    vf y = load(x + d) - (shift ? load(shift + d) : vf{});
-    vi above = y > LARGE;
+    vfloat y = load(x + d) - (shift ? load(shift + d) : vfloat{});
+    vint above = y > LARGE;
     if (any(above))
       for (int i = 0; i < W; ++i)
         if (above[i]) large(d + i);
@@ -30,10 +34,10 @@ inline void exp_row(const float* x, const float* shift, int64_t width, float* to
 // log sum_j e^term(j), in double since values may be large. At least one term is finite.
 template <typename F>
 inline double log_sum_exp(int64_t n, F&& term) {
-  double maximum = -INF, total = 0.0;
+  double maximum = -INF, sum = 0.0;
   for (int64_t j = 0; j < n; ++j) maximum = std::max(maximum, term(j));
-  for (int64_t j = 0; j < n; ++j) total += std::exp(term(j) - maximum);
-  return maximum + std::log(total);
+  for (int64_t j = 0; j < n; ++j) sum += std::exp(term(j) - maximum);
+  return maximum + std::log(sum);
 }
 
 }  // namespace softfocus

@@ -22,9 +22,9 @@ struct KeyHead {
   Buffer<float> inverse_norm;     // [Lk], 1 / |k|; 1 without cosine similarity
   Buffer<float> value_panels;     // [Lk / PANEL, Dv, PANEL]; e^V with LASER; for a backward without re-weighting
   Buffer<float> value_rows;       // [Lk, Dv in whole vectors], where values cannot be read in place
-  Buffer<float> exp_values;       // [Lk, Dv in whole vectors], LASER's e^V
+  Buffer<float> exp_values;       // [Lk, Dv in whole vectors], LASER's e^V; 1 in the padding, whose sums nobody reads
   Buffer<uint8_t> key_nonfinite;  // [Lk], whether a key has a non-finite element
-  std::vector<ValueIndex> nonfinite_values, large_values;
+  std::vector<ValueIndex> nonfinite_values, large_values;  // large: above LARGE, for LASER
   bool any_nonfinite_key = false;
   bool packed = false;  // false in decoding, which reads keys and values in place
 
@@ -52,7 +52,8 @@ struct KeyHead {
   }
 };
 
-// W rows become W columns of a panel [width, PANEL]. Rows are whole vectors in memory.
+// W rows become W columns of a panel [width, PANEL]. Dimensions beyond the last whole vector go one by
+// one.
 inline void transpose_rows(const float* rows, int64_t row_stride, int64_t width, float* panel) {
   for (int64_t d = 0; d < width; d += W) {
     if (d + W <= width) {
@@ -66,40 +67,42 @@ inline void transpose_rows(const float* rows, int64_t row_stride, int64_t width,
 
 // Packs the keys [start, stop) of a head into its panels. A non-finite key becomes 0, and so do the
 // keys that fill the last panel. `start` is a multiple of BLOCK_K.
-inline void pack_keys(const Params& params, KeyHead& head, int64_t b, int64_t key_head, int64_t start, int64_t stop) {
+inline void pack_keys(const Params& params, KeyHead& key_data, int64_t b, int64_t key_head, int64_t start,
+                      int64_t stop) {
   int64_t width = params.head_dim;
   Buffer<float> rows(W * width);
   for (int64_t first = start; first < round_up(stop, PANEL); first += W) {
     for (int64_t j = 0; j < W; ++j) {
       int64_t key = first + j;
       float* row = rows + j * width;
-      head.inverse_norm[key] = 1.0f;
-      head.key_nonfinite[key] = 0;
+      key_data.inverse_norm[key] = 1.0f;
+      key_data.key_nonfinite[key] = 0;
       if (key >= stop) {
         std::fill(row, row + width, 0.0f);
         continue;
       }
       read_row(params.key, params.dtype, b, key_head, key, width, row);
       if (!all_finite(row, width)) {
-        head.key_nonfinite[key] = 1;
-        head.inverse_norm[key] = 0.0f;
+        key_data.key_nonfinite[key] = 1;
+        key_data.inverse_norm[key] = 0.0f;
         std::fill(row, row + width, 0.0f);
       } else if (params.cosine) {
-        head.inverse_norm[key] = l2_normalise(row, width);
+        key_data.inverse_norm[key] = l2_normalise(row, width);
       }
     }
-    transpose_rows(rows, width, width, head.key_panels + (first / PANEL * width) * PANEL + first % PANEL);
+    transpose_rows(rows, width, width, key_data.key_panels + (first / PANEL * width) * PANEL + first % PANEL);
   }
 }
 
 // Reads the values [start, stop) of a head, fills those of its buffers that exist, and appends
 // non-finite and large values to the lists.
-inline void pack_values(const Params& params, KeyHead& head, int64_t b, int64_t key_head, int64_t start, int64_t stop,
-                        bool panels, std::vector<ValueIndex>& nonfinite, std::vector<ValueIndex>& large) {
+inline void pack_values(const Params& params, KeyHead& key_data, int64_t b, int64_t key_head, int64_t start,
+                        int64_t stop, bool panels, std::vector<ValueIndex>& nonfinite, std::vector<ValueIndex>& large) {
   int64_t width = params.value_dim, stride = round_up(width, W);
   Buffer<float> rows(W * stride);
+  // Values that are read in place elsewhere are only searched for non-finite elements.
   bool only_check =
-      params.dtype == FLOAT32 && params.value.stride[3] == 1 && !panels && !head.value_rows && !head.exp_values;
+      params.dtype == FLOAT32 && params.value.stride[3] == 1 && !panels && !key_data.value_rows && !key_data.exp_values;
   for (int64_t first = start; first < round_up(stop, PANEL); first += W) {
     if (!panels && first >= stop) break;
     for (int64_t j = 0; j < W; ++j) {
@@ -114,13 +117,13 @@ inline void pack_values(const Params& params, KeyHead& head, int64_t b, int64_t 
           nonfinite.push_back({key, d});
           row[d] = 0.0f;
         }
-      if (head.value_rows) std::copy_n(row, stride, head.value_rows + key * stride);
-      if (!head.exp_values) continue;
+      if (key_data.value_rows) std::copy_n(row, stride, key_data.value_rows + key * stride);
+      if (!key_data.exp_values) continue;
       exp_row(row, nullptr, stride, row, [&](int64_t d) { large.push_back({key, d}); });
-      std::copy_n(row, stride, head.exp_values + key * stride);
+      std::copy_n(row, stride, key_data.exp_values + key * stride);
     }
     if (panels)
-      transpose_rows(rows, stride, width, head.value_panels + (first / PANEL * width) * PANEL + first % PANEL);
+      transpose_rows(rows, stride, width, key_data.value_panels + (first / PANEL * width) * PANEL + first % PANEL);
   }
 }
 
@@ -131,48 +134,47 @@ struct RowView {
 };
 
 // The values [start, stop), 0 where non-finite: in place if they can be read there, else copied to
-// `space`
-inline RowView view_values(const Params& params, const KeyHead& head, int64_t b, int64_t key_head, int64_t start,
-                           int64_t stop, float* space) {
+// `scratch`
+inline RowView view_values(const Params& params, const KeyHead& key_data, int64_t b, int64_t key_head, int64_t start,
+                           int64_t stop, float* scratch) {
   int64_t width = params.value_dim, stride = round_up(width, W);
-  if (contiguous_float_rows(params.value, params.dtype, width) && head.nonfinite_values.empty())
+  if (contiguous_float_rows(params.value, params.dtype, width) && key_data.nonfinite_values.empty())
     return {row_pointer(params.value, b, key_head, start), params.value.stride[2]};
-  if (head.value_rows) return {head.value_rows + start * stride, stride};
+  if (key_data.value_rows) return {key_data.value_rows + start * stride, stride};
   for (int64_t key = start; key < stop; ++key) {
-    float* row = space + (key - start) * stride;
+    float* row = scratch + (key - start) * stride;
     read_row(params.value, params.dtype, b, key_head, key, width, row);
-    if (!head.nonfinite_values.empty() && !all_finite(row, width))
+    if (!key_data.nonfinite_values.empty() && !all_finite(row, width))
       for (int64_t d = 0; d < width; ++d) row[d] = std::isfinite(row[d]) ? row[d] : 0.0f;
     std::fill(row + width, row + stride, 0.0f);
   }
-  return {space, stride};
+  return {scratch, stride};
 }
 
 // The keys [start, stop), unit vectors for cosine similarity, 0 where non-finite: in place, or
-// copied to `space`
-inline RowView view_keys(const Params& params, const KeyHead& head, int64_t b, int64_t key_head, int64_t start,
-                         int64_t stop, float* space) {
+// copied to `scratch`
+inline RowView view_keys(const Params& params, const KeyHead& key_data, int64_t b, int64_t key_head, int64_t start,
+                         int64_t stop, float* scratch) {
   int64_t width = params.head_dim, stride = round_up(width, W);
-  if (contiguous_float_rows(params.key, params.dtype, width) && !params.cosine && !head.any_nonfinite_key)
+  if (contiguous_float_rows(params.key, params.dtype, width) && !params.cosine && !key_data.any_nonfinite_key)
     return {row_pointer(params.key, b, key_head, start), params.key.stride[2]};
   for (int64_t key = start; key < stop; ++key) {
-    float* row = space + (key - start) * stride;
-    if (head.key_nonfinite[key]) {
+    float* row = scratch + (key - start) * stride;
+    if (key_data.key_nonfinite[key]) {
       std::fill(row, row + stride, 0.0f);
       continue;
     }
     read_row(params.key, params.dtype, b, key_head, key, width, row);
     if (params.cosine) {
-      float inverse = head.inverse_norm[key];
-      if (inverse > 1e-30f && inverse < 1e30f)
-        for (int64_t d = 0; d < width; ++d)
-          row[d] *= inverse;  // bit-equal to l2_normalise(): its unit is a power of two
+      float inverse = key_data.inverse_norm[key];
+      if (inverse > SAFE_MIN && inverse < SAFE_MAX)  // bit-equal to l2_normalise(), whose unit is a power of two
+        for (int64_t d = 0; d < width; ++d) row[d] *= inverse;
       else
         l2_normalise(row, width);
     }
     std::fill(row + width, row + stride, 0.0f);
   }
-  return {space, stride};
+  return {scratch, stride};
 }
 
 }  // namespace softfocus

@@ -1,8 +1,8 @@
-// A parallel loop, and the packing of key heads in waves. A wave is the key heads that are packed
-// at the same time: as many as fit a cache, and at least one for each thread.
+// Parallel loops, what each thread works in, and the packing of key heads.
 #pragma once
 
 #include <atomic>
+#include <memory>
 
 #include "packing.h"
 
@@ -12,12 +12,18 @@ extern "C" int omp_get_thread_num(void);  // omp.h does not come with every comp
 
 namespace softfocus {
 
-constexpr int64_t WAVE_BYTES = 8 << 20;  // of packed keys and values
-constexpr int64_t PACK_KEYS = 1024;      // keys that one thread packs at a time; a multiple of BLOCK_K
+// Key heads are packed together until they fill this, at least one for each thread: what the threads
+// read at the same time is to lie in a shared cache. It is one head of 16K keys with D = Dv = 64 in
+// float32. Chosen, not measured.
+constexpr int64_t PACKED_BYTES = 8 << 20;
+// Keys that one thread packs at a time; a multiple of BLOCK_K. 256 KiB of keys of D = 64: enough work
+// beside the cost of handing it out, and a few thousand keys still keep several threads busy.
+constexpr int64_t PACK_KEYS = 1024;
 
 // body(item) for 0 <= item < n on the threads, in any order. False if memory ran out.
 template <typename F>
 inline bool parallel_for([[maybe_unused]] int64_t threads, int64_t n, F&& body) {
+  if (n <= 0) return true;
   std::atomic<bool> failed{false};
 #pragma omp parallel num_threads(int(std::min(threads, n))) if (std::min(threads, n) > 1)
   {
@@ -33,44 +39,64 @@ inline bool parallel_for([[maybe_unused]] int64_t threads, int64_t n, F&& body) 
   return !failed;
 }
 
-inline int thread_number() {
+// What each thread works in, made when it first asks
+template <typename Worker>
+class PerThread {
+ public:
+  explicit PerThread(const Params& call) : params(call), workers(params.threads) {}
+  Worker& mine() {
+    std::unique_ptr<Worker>& worker = workers[thread_number()];
+    if (!worker) worker = std::make_unique<Worker>(params);
+    return *worker;
+  }
+
+ private:
+  const Params& params;
+  std::vector<std::unique_ptr<Worker>> workers;
+
+  static int thread_number() {
 #if defined(_OPENMP)
-  return omp_get_thread_num();
+    return omp_get_thread_num();
 #else
-  return 0;
+    return 0;
 #endif
+  }
+};
+
+// How many key heads are packed at the same time
+inline int64_t key_heads_at_once(const Params& params, bool backward) {
+  int64_t bytes = std::max<int64_t>(KeyHead::bytes(params, backward), 1);
+  return std::min(params.batch * params.key_heads, std::max(params.threads, PACKED_BYTES / bytes));
 }
 
-// Key heads of a wave
-inline int64_t wave_size(const Params& params, bool backward) {
-  int64_t heads = params.batch * params.key_heads;
-  return std::min(heads, std::max(params.threads, WAVE_BYTES / std::max<int64_t>(KeyHead::bytes(params, backward), 1)));
-}
-
-inline void concatenate(const std::vector<std::vector<ValueIndex>>& from, int64_t first, int64_t n,
+inline void concatenate(const std::vector<std::vector<ValueIndex>>& lists, int64_t first, int64_t n,
                         std::vector<ValueIndex>& to) {
   to.clear();
-  for (int64_t i = first; i < first + n; ++i) to.insert(to.end(), from[i].begin(), from[i].end());
+  for (int64_t i = first; i < first + n; ++i) to.insert(to.end(), lists[i].begin(), lists[i].end());
 }
 
-// Packs the key heads [first, first + n) of all B * Hk.
-inline bool pack_wave(const Params& params, std::vector<KeyHead>& heads, int64_t first, int64_t n, bool backward) {
-  int64_t parts = (params.key_length + PACK_KEYS - 1) / PACK_KEYS;
+// Packs the key heads [first, first + n) of all B * Hk. False if memory ran out.
+inline bool pack_key_heads(const Params& params, std::vector<KeyHead>& packed, int64_t first, int64_t n,
+                           bool backward) {
+  int64_t parts = ceil_div(params.key_length, PACK_KEYS);
   std::vector<std::vector<ValueIndex>> nonfinite(n * parts), large(n * parts);
   bool done = parallel_for(params.threads, n * parts, [&](int64_t item) {
-    KeyHead& head = heads[item / parts];
-    int64_t b = (first + item / parts) / params.key_heads, h = (first + item / parts) % params.key_heads;
+    KeyHead& key_data = packed[item / parts];
+    int64_t head_index = first + item / parts;  // of all B * Hk
+    int64_t b = head_index / params.key_heads, key_head = head_index % params.key_heads;
     int64_t start = item % parts * PACK_KEYS, stop = std::min(start + PACK_KEYS, params.key_length);
-    pack_keys(params, head, b, h, start, stop);
-    pack_values(params, head, b, h, start, stop, backward && !params.reweighted, nonfinite[item], large[item]);
+    pack_keys(params, key_data, b, key_head, start, stop);
+    pack_values(params, key_data, b, key_head, start, stop, backward && !params.reweighted, nonfinite[item],
+                large[item]);
   });
+  if (!done) return false;
   for (int64_t i = 0; i < n; ++i) {
-    concatenate(nonfinite, i * parts, parts, heads[i].nonfinite_values);
-    concatenate(large, i * parts, parts, heads[i].large_values);
-    heads[i].any_nonfinite_key = false;
-    for (int64_t j = 0; j < params.key_length; ++j) heads[i].any_nonfinite_key |= heads[i].key_nonfinite[j];
+    concatenate(nonfinite, i * parts, parts, packed[i].nonfinite_values);
+    concatenate(large, i * parts, parts, packed[i].large_values);
+    packed[i].any_nonfinite_key = false;
+    for (int64_t j = 0; j < params.key_length; ++j) packed[i].any_nonfinite_key |= packed[i].key_nonfinite[j];
   }
-  return done;
+  return true;
 }
 
 }  // namespace softfocus

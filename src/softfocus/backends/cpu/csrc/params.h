@@ -1,11 +1,7 @@
-// The arguments of a call, numbers and pointers laid out as call.py packs them; and the scales of a
-// row that sees N keys.
+// The arguments of a call, numbers and pointers laid out as call.py packs them.
 #pragma once
 
-#include <algorithm>
-#include <cmath>
 #include <cstdint>
-#include <limits>
 
 namespace softfocus {
 
@@ -31,30 +27,10 @@ struct Params {
   TensorView document_ids;               // int64 [B, 1, 1, Lk]
   TensorView bias;                       // float32 [B, H, Lq, Lk]
   const float *head_scale, *head_power;  // [H] or null; head_power takes the place of power
+
+  int64_t group() const { return heads / key_heads; }  // query heads that share a key head
+  int64_t key_head_of(int64_t query_head) const { return query_head / group(); }
 };
-
-constexpr float TIE_TOLERANCE = 128 * std::numeric_limits<float>::epsilon();  // reference.tie_tolerance
-constexpr int64_t FREE_ROWS = 3;                                              // reference.FREE_ROWS
-
-// c_i without the head scale, of a row that sees `count` keys
-inline float compute_base_scale(const Params& params, float count) {
-  float log_n = std::log(std::max(count, 1.0f));
-  float length_scale = params.length_scale == LOG_N      ? log_n
-                       : params.length_scale == LOG512_N ? log_n / std::log(512.0f)
-                                                         : 1.0f;
-  return float(params.scale) * length_scale;
-}
-
-inline float compute_row_bias(const Params& params, float count) {
-  if (params.score_bias == MINUS_LOG_N) return -std::log(std::max(count, 1.0f));
-  return params.score_bias == MINUS_LOG_L ? -std::log(float(std::max<int64_t>(params.key_length, 1))) : 0.0f;
-}
-
-// What multiplies phi where the normaliser is not l1
-inline float row_factor(const Params& params, float count) {
-  if (params.normaliser == ONE_OVER_N) return 1.0f / std::max(count, 1.0f);
-  if (params.normaliser == ONE_OVER_SQRT_HALF_N) return 1.0f / std::sqrt(std::max(count, 1.0f) / 2.0f);
-  return params.normaliser == ONE_OVER_L ? 1.0f / float(std::max<int64_t>(params.key_length, 1)) : 1.0f;
-}
+static_assert(sizeof(Params) == 8 * 59, "call.py packs 59 numbers of eight bytes");
 
 }  // namespace softfocus

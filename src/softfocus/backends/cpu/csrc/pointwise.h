@@ -1,13 +1,13 @@
-// phi as the kernels need it. Between the sweeps a block stores a number for each score, in the
+// phi as the kernels need it. Until its rows are done a block stores a number for each score, in the
 // form from which phi and its derivative follow best: the score s, phi(s), or e^(s - m). All phi
 // here are non-negative. To add one, write a struct and a line in `with_phi`: docs/adding-a-phi.md.
 #pragma once
 
-#include "vector.h"
+#include "elementary.h"
 
 namespace softfocus {
 
-inline vf positive(vf s) { return max(vf{}, s); }  // a NaN stays NaN
+inline vfloat relu(vfloat s) { return max(vfloat{}, s); }  // a NaN stays NaN
 
 constexpr float EXP_TAIL = -20.0f;  // below it softplus and sigmoid equal e^s in float32
 constexpr float MIN_NORMAL = std::numeric_limits<float>::min();
@@ -21,52 +21,53 @@ constexpr float MIN_NORMAL = std::numeric_limits<float>::min();
 //     log_derivative(stored)     phi'(s) / phi(s); finite also where phi(s) is 0
 template <typename Phi>
 struct Pointwise {
-  static constexpr bool needs_maximum = false;    // with the l1 norm e^(s - m) is stored, once m is known
-  static constexpr bool has_exp_tail = false;     // phi(s) = e^s far below zero: rows that lie there store e^(s - m)
-  static constexpr bool has_zeros = false;        // phi(s) = 0 for all s < 0
-  static constexpr bool stored_is_score = false;  // at least where s > 0
-  static constexpr float stored_masked = 0.0f;    // the stored form of a key that the row does not see
-  static vf to_stored(vf s) { return s; }
-  static vf value(vf stored) { return stored; }
-  static vf log_value(vf s) { return s < EXP_TAIL ? s : logarithm(Phi::value(Phi::to_stored(s))); }
+  static constexpr bool shifted_by_maximum = false;  // with the l1 norm e^(s - m) is stored, once m is known
+  static constexpr bool has_exp_tail = false;        // phi(s) = e^s far below zero: rows that lie there store e^(s - m)
+  static constexpr bool has_zeros = false;           // phi(s) = 0 for all s < 0
+  // to_stored() and log_value() make the same of what is stored as of the score
+  static constexpr bool stored_stands_for_score = false;
+  static constexpr float stored_masked = 0.0f;  // the stored form of a key that the row does not see
+  static vfloat to_stored(vfloat s) { return s; }
+  static vfloat value(vfloat stored) { return stored; }
+  static vfloat log_value(vfloat s) { return s < EXP_TAIL ? s : logarithm(Phi::value(Phi::to_stored(s))); }
   template <int N>
-  __attribute__((always_inline)) static void to_stored(vf (&s)[N]) {
+  __attribute__((always_inline)) static void to_stored(vfloat (&s)[N]) {
     unroll<N>([&](int i) { s[i] = Phi::to_stored(s[i]); });
   }
   template <int N>
-  __attribute__((always_inline)) static void derivative(vf (&stored)[N]) {
+  __attribute__((always_inline)) static void derivative(vfloat (&stored)[N]) {
     unroll<N>([&](int i) { stored[i] = Phi::derivative(stored[i]); });
   }
 };
 
 struct Exp : Pointwise<Exp> {  // softmax; without the l1 norm e^s is stored
   using Pointwise::to_stored, Pointwise::derivative;
-  static constexpr bool needs_maximum = true;
-  static vf to_stored(vf s) { return exponential(s); }
-  static vf derivative(vf stored) { return stored; }
-  static vf log_derivative(vf) { return splat(1.0f); }
-  static vf log_value(vf s) { return s; }
+  static constexpr bool shifted_by_maximum = true;
+  static vfloat to_stored(vfloat s) { return exponential(s); }
+  static vfloat derivative(vfloat stored) { return stored; }
+  static vfloat log_derivative(vfloat) { return splat(1.0f); }
+  static vfloat log_value(vfloat s) { return s; }
 };
 
 struct Softplus : Pointwise<Softplus> {  // phi(s) is stored: sigmoid(s) = 1 - e^-phi(s)
   static constexpr bool has_exp_tail = true;
-  static vf to_stored(vf s) {
-    vf x[1] = {s};
+  static vfloat to_stored(vfloat s) {
+    vfloat x[1] = {s};
     to_stored(x);
     return x[0];
   }
   template <int N>
-  __attribute__((always_inline)) static void to_stored(vf (&s)[N]) {
-    vf y[N];
+  __attribute__((always_inline)) static void to_stored(vfloat (&s)[N]) {
+    vfloat y[N];
     log1p_exp(s, y);
-    unroll<N>([&](int i) { s[i] = s[i] < -87.0f ? vf{} : positive(s[i]) + y[i]; });  // 0 where exp_negative() is
+    unroll<N>([&](int i) { s[i] = s[i] < EXP_MIN ? vfloat{} : relu(s[i]) + y[i]; });  // 0 where exp_negative() is
   }
   template <int N>
-  __attribute__((always_inline)) static void derivative(vf (&stored)[N]) {
+  __attribute__((always_inline)) static void derivative(vfloat (&stored)[N]) {
     one_minus_exp(stored);
   }
-  static vf log_derivative(vf stored) {
-    vf x[1] = {stored};
+  static vfloat log_derivative(vfloat stored) {
+    vfloat x[1] = {stored};
     derivative(x);
     return stored == 0.0f ? splat(1.0f) : x[0] / stored;
   }
@@ -76,47 +77,49 @@ struct Sigmoid : Pointwise<Sigmoid> {  // the score is stored: near 1 the deriva
   using Pointwise::to_stored, Pointwise::derivative;
   static constexpr bool has_exp_tail = true;
   static constexpr float stored_masked = -INF;
-  static constexpr bool stored_is_score = true;
-  static vf value(vf s) {
-    vf e = exp_negative(-absolute(s));
+  static constexpr bool stored_stands_for_score = true;
+  static vfloat value(vfloat s) {
+    vfloat e = exp_negative(-absolute(s));
     return (s < 0.0f ? e : splat(1.0f)) / (1.0f + e);
   }
-  static vf derivative(vf s) {
-    vf e = exp_negative(-absolute(s));
+  static vfloat derivative(vfloat s) {
+    vfloat e = exp_negative(-absolute(s));
     return e / ((1.0f + e) * (1.0f + e));
   }
-  static vf log_derivative(vf s) {
-    vf e = exp_negative(-absolute(s));
+  static vfloat log_derivative(vfloat s) {
+    vfloat e = exp_negative(-absolute(s));
     return (s < 0.0f ? splat(1.0f) : e) / (1.0f + e);
   }
 };
 
 struct Relu : Pointwise<Relu> {
   using Pointwise::to_stored, Pointwise::derivative;
-  static constexpr bool has_zeros = true, stored_is_score = true;
-  static vf to_stored(vf s) { return positive(s); }
-  static vf derivative(vf stored) { return stored > 0.0f ? splat(1.0f) : vf{}; }
-  static vf log_derivative(vf stored) { return stored < MIN_NORMAL ? vf{} : 1.0f / stored; }
-  static vf log_value(vf s) { return s < MIN_NORMAL ? splat(-INF) : logarithm(s); }
+  static constexpr bool has_zeros = true, stored_stands_for_score = true;
+  static vfloat to_stored(vfloat s) { return relu(s); }
+  static vfloat derivative(vfloat stored) { return stored > 0.0f ? splat(1.0f) : vfloat{}; }
+  static vfloat log_derivative(vfloat stored) { return stored < MIN_NORMAL ? vfloat{} : 1.0f / stored; }
+  static vfloat log_value(vfloat s) { return s < MIN_NORMAL ? splat(-INF) : logarithm(s); }
 };
 
 struct Relu2 : Pointwise<Relu2> {  // relu(s)^2; relu(s) is stored
   using Pointwise::to_stored, Pointwise::derivative;
-  static constexpr bool has_zeros = true, stored_is_score = true;
-  static vf to_stored(vf s) { return positive(s); }
-  static vf value(vf stored) { return stored * stored; }
-  static vf derivative(vf stored) { return 2.0f * stored; }
-  static vf log_derivative(vf stored) { return 2.0f * Relu::log_derivative(stored); }
-  static vf log_value(vf s) { return 2.0f * Relu::log_value(s); }
+  static constexpr bool has_zeros = true, stored_stands_for_score = true;
+  static vfloat to_stored(vfloat s) { return relu(s); }
+  static vfloat value(vfloat stored) { return stored * stored; }
+  static vfloat derivative(vfloat stored) { return 2.0f * stored; }
+  static vfloat log_derivative(vfloat stored) { return 2.0f * Relu::log_derivative(stored); }
+  static vfloat log_value(vfloat s) { return 2.0f * Relu::log_value(s); }
 };
 
 struct Relu6 : Pointwise<Relu6> {  // min(relu(s), 6)
   using Pointwise::to_stored, Pointwise::derivative;
-  static constexpr bool has_zeros = true, stored_is_score = true;
-  static vf to_stored(vf s) { return min(splat(6.0f), positive(s)); }
-  static vf derivative(vf stored) { return stored > 0.0f ? (stored < 6.0f ? splat(1.0f) : vf{}) : vf{}; }
-  static vf log_derivative(vf stored) { return stored < 6.0f ? Relu::log_derivative(stored) : vf{}; }
-  static vf log_value(vf s) { return Relu::log_value(to_stored(s)); }
+  static constexpr bool has_zeros = true, stored_stands_for_score = true;
+  static vfloat to_stored(vfloat s) { return min(splat(6.0f), relu(s)); }
+  static vfloat derivative(vfloat stored) {
+    return stored > 0.0f ? (stored < 6.0f ? splat(1.0f) : vfloat{}) : vfloat{};
+  }
+  static vfloat log_derivative(vfloat stored) { return stored < 6.0f ? Relu::log_derivative(stored) : vfloat{}; }
+  static vfloat log_value(vfloat s) { return Relu::log_value(to_stored(s)); }
 };
 
 // Calls f with the phi of a number: its place among the names of pointwise.FUSED. No other number calls it.

@@ -1,74 +1,81 @@
 // A block of query rows with the scores of all keys that they may see. Forward and backward share
-// it. row_scores.h makes the scores, row_statistics.h the statistics of the rows. docs/glossary.md
-// has the words.
+// it. row_scores.inl.h makes the scores, row_statistics.inl.h the statistics of the rows, row_logs.inl.h
+// the logarithms of weights for LASER. docs/glossary.md has the words.
 //
 // Scores are made once, tile by tile, and stored as phi needs them (pointwise.h). With whole rows
 // at hand no reduction needs an online correction, and every mechanism is three steps: scores, row
 // statistics, weights. Of a row
 //     A_j = value(stored_j) * weight_scale                                            or, re-weighted,
-//     u_j = (value(stored_j) - threshold) * inverse_spread,  A_j = u_j^p / sum u^p  where u_j > live_above, else 0.
+//     u_j = (value(stored_j) - threshold) * inverse_spread,  A_j = u_j^p / sum u^p  where u_j > live_threshold, else 0.
 // A tied row, and a row that sees a NaN, is a re-weighted row with threshold 0 and p = 1: it keeps
 // its l1 weights.
 #pragma once
 
 #include <type_traits>
 
-#include "decode.h"
+#include "decode_scores.h"
 #include "dropout.h"
 #include "packing.h"
 #include "pointwise.h"
 #include "product.h"
+#include "row_constants.h"
 
 namespace softfocus {
 
-constexpr float MIN_ROW_SUM = 1e-25f;  // a row sum of phi below it counts as 0: 1 / norm must be finite
+// A row sum of phi below this counts as 0. Where a row is not tied its spread is at least TIE_TOLERANCE
+// times norm / N, and inverse_spread must be finite: for N up to 5e8 it is. Where a row has weights sum u^p
+// is at least 1, since its largest u is 1.
+constexpr float MIN_ROW_SUM = 1e-25f;
+// Whole powers up to this are made by squaring. At p = 31 that is five units in the last place off, where
+// the rounding of u alone makes thirty (docs/performance.md).
 constexpr int64_t SQUARING_LIMIT = 32;
+// Rows of more keys have 64 rows a block in the dense backward, which stores two numbers for each score:
+// 128 rows of them would be 8 MiB, as many as the scores alone of 16K keys.
+constexpr int64_t DENSE_BACKWARD_KEYS = 8192;
 
-// The dense backward stores two numbers for each score. With many keys, half as many rows keep them
-// in cache.
 inline int64_t rows_per_block(const Params& params, bool backward) {
-  return backward && !params.reweighted && params.key_length > 8192 ? BLOCK_Q / 2 : BLOCK_Q;
+  return backward && !params.reweighted && params.key_length > DENSE_BACKWARD_KEYS ? BLOCK_Q / 2 : BLOCK_Q;
 }
 
 template <typename Phi>
 class RowBlock : public BlockVisibility {
  public:
-  const int64_t width, value_width;  // D and Dv in whole vectors
-  const KeyHead* head = nullptr;     // that the rows read
-  Buffer<float> stored;              // [tiles, max_rows, BLOCK_K], scores in their stored form
-  Buffer<float> queries;             // [BLOCK_Q, width]; unit vectors for cosine similarity, 0 where non-finite
-  Buffer<float> scaled_queries;      // [BLOCK_Q, width], times score_scale: for the gradients of the keys
-  float base_scale[BLOCK_Q];         // c_i without the head scale
-  float score_scale[BLOCK_Q];        // c_i; applied to the dot products, not to the query: one rounding
+  const int64_t padded_dim, padded_value_dim;  // D and Dv in whole vectors
+  const KeyHead* key_data = nullptr;           // of the key head that the rows read
+  Buffer<float> stored;                        // [tiles, max_rows, BLOCK_K], scores in their stored form
+  Buffer<float> queries;         // [BLOCK_Q, padded_dim]; unit vectors for cosine similarity, 0 where non-finite
+  Buffer<float> scaled_queries;  // [BLOCK_Q, padded_dim], times score_scale: for the gradients of the keys
+  float base_scale[BLOCK_Q];     // c_i without the head scale
+  float score_scale[BLOCK_Q];    // c_i; applied to the dot products, not to the query: one rounding
   float row_bias[BLOCK_Q];
   float inverse_query_norm[BLOCK_Q];
   float maximum[BLOCK_Q], norm[BLOCK_Q], log_norm[BLOCK_Q], peak[BLOCK_Q];
   float weight_scale[BLOCK_Q];    // 1 / norm, or the normaliser's row_factor
   float threshold[BLOCK_Q];       // o_i times the row mean
   float inverse_spread[BLOCK_Q];  // 1 / (largest phi - threshold)
-  float live_above[BLOCK_Q];      // keys with a larger u are live
-  float power[BLOCK_Q];
-  float threshold_factor[BLOCK_Q];  // o_i
+  float live_threshold[BLOCK_Q];  // keys with a larger u are live
+  float power[BLOCK_Q] = {};      // p; of rows beyond the block it is read, and not used
+  float threshold_on[BLOCK_Q];    // o_i
   bool query_nonfinite[BLOCK_Q];
   bool exp_tail[BLOCK_Q];  // rows of a phi with an exponential tail that store e^(s - m)
   DropoutMask dropout;
 
   RowBlock(const Params& call, int64_t most_rows)
       : BlockVisibility(call, most_rows),
-        width(round_up(params.head_dim, W)),
-        value_width(round_up(params.value_dim, W)),
+        padded_dim(round_up(params.head_dim, W)),
+        padded_value_dim(round_up(params.value_dim, W)),
         stored(max_rows * (max_row_stride - W)),
-        queries(BLOCK_Q * width),
-        scaled_queries(BLOCK_Q * width),
+        queries(BLOCK_Q * padded_dim),
+        scaled_queries(BLOCK_Q * padded_dim),
         dropout(params, max_rows, max_row_stride - W),
-        maximum_first(Phi::needs_maximum && params.normaliser == L1),
-        decode_scores(params, width) {}
+        maximum_first(Phi::shifted_by_maximum && params.normaliser == L1),
+        decode_scores(params, padded_dim) {}
 
   // Moves to the rows of a head from `first` on: computes scores, statistics, and the constants of
   // the weights.
-  void compute(int64_t batch, int64_t query_head, int64_t first, const KeyHead& keys) {
-    set_rows(batch, query_head, first);
-    head = &keys;
+  void compute(int64_t batch, int64_t head, int64_t first, const KeyHead& keys) {
+    set_rows(batch, head, first);
+    key_data = &keys;
     read_queries();
     compute_scores(0, n_rows, false);
     for (int64_t r = 0; r < n_rows; ++r) finish_row(r);
@@ -76,10 +83,11 @@ class RowBlock : public BlockVisibility {
     if (!params.dropout_threshold) return;
     dropout.generate(*this);
     for (int64_t r = 0; r < n_rows && params.reweighted; ++r)
-      if (live_above[r] > 0.0f) live_above[r] *= largest_kept_u(r);
+      if (live_threshold[r] > 0.0f) live_threshold[r] *= largest_kept_u(r);
   }
 
-  // Row r of a tile of x [tiles, max_rows, BLOCK_K]; its index is a key's offset j, not j - start_k
+  // Row r of a tile of x [tiles, max_rows, BLOCK_K], as a pointer that a key's offset j indexes, not
+  // j - start_k. It lies within x: tiles before this one take start_k * max_rows elements.
   template <typename T>
   T* tile_row(T* x, int64_t r, int64_t start_k) const {
     return x + start_k * max_rows + r * BLOCK_K - start_k;
@@ -102,12 +110,18 @@ class RowBlock : public BlockVisibility {
            (std::is_same_v<Phi, Exp> || std::is_same_v<Phi, Softplus>);
   }
 
+  // One element of V, 0 where non-finite
+  float value_at(int64_t key, int64_t d) const {
+    float x = read_element(params.value, params.dtype, batch_index, key_head, key, d);
+    return std::isfinite(x) ? x : 0.0f;
+  }
+
   // f(powers); powers(u, u_p, u_p1) makes u_p = u^p and u_p1 = u^(p - 1) of a u in (0, 1]
   template <typename F>
   static void with_powers(float p, F&& f) {
     if (p >= 1 && p <= SQUARING_LIMIT && p == int64_t(p))
-      f([e = int64_t(p) - 1](vf u, vf& u_p, vf& u_p1) {
-        vf square = u;
+      f([e = int64_t(p) - 1](vfloat u, vfloat& u_p, vfloat& u_p1) {
+        vfloat square = u;
         u_p1 = splat(1.0f);
         for (int64_t bits_left = e; bits_left; bits_left >>= 1) {
           if (bits_left & 1) u_p1 = u_p1 * square;
@@ -116,16 +130,24 @@ class RowBlock : public BlockVisibility {
         u_p = u_p1 * u;
       });
     else
-      f([p](vf u, vf& u_p, vf& u_p1) {
+      f([p](vfloat u, vfloat& u_p, vfloat& u_p1) {
         u_p1 = exponential(logarithm(u) * (p - 1.0f));
         u_p = u_p1 * u;
       });
   }
 
-  // Multiplies weights of a row, or their gradients, by the dropout factors. The index is a key's
-  // offset.
+  // A function from phi to u, for a re-weighted row
+  auto phi_to_u(int64_t r) const {
+    return [subtract = splat(threshold[r]), multiply = splat(inverse_spread[r])](vfloat phi) {
+      return (phi - subtract) * multiply;
+    };
+  }
+
+  // Multiplies weights of a row, or their gradients, by the dropout factors. weights[0] belongs to the
+  // key at seen.begin.
   void apply_dropout(int64_t r, KeyRange seen, float* weights) const {
-    for (int64_t j = seen.begin; j < seen.end; j += W) store(weights + j, load(weights + j) * dropout.factors(r, j));
+    for (int64_t j = seen.begin; j < seen.end; j += W, weights += W)
+      store(weights, load(weights) * dropout.factors(r, j));
   }
 
   // Lists the live keys of a re-weighted row in a tile: the keys, counted from start_k, and their
@@ -137,11 +159,12 @@ class RowBlock : public BlockVisibility {
     KeyRange seen = strip_range(r, start_k);
     const float* row = tile_row(r, start_k);
     for (int64_t j = 0; j < BLOCK_K; j += 16) __builtin_prefetch(row + start_k + max_rows * BLOCK_K + j, 0, 2);
-    vf subtract = splat(threshold[r]), multiply = splat(inverse_spread[r]), limit = splat(live_above[r]);
+    vfloat limit = splat(live_threshold[r]);
+    auto to_u = phi_to_u(r);
     with_row_phi(r, [&](auto phi) {
-      vi key = lane_index() + int32_t(seen.begin - start_k);
+      vint key = lane_index() + int32_t(seen.begin - start_k);
       for (int64_t j = seen.begin; j < seen.end; j += W, key += W) {
-        vf x = (phi.value(load(row + j)) - subtract) * multiply;
+        vfloat x = to_u(phi.value(load(row + j)));
 #if defined(__AVX512F__)
         __mmask16 live = _mm512_cmp_ps_mask((__m512)x, (__m512)limit, _CMP_NLE_UQ);  // true for NaN
         if constexpr (DROPOUT) x = dropout.dropped(r, j) ? -x : x;
@@ -150,7 +173,7 @@ class RowBlock : public BlockVisibility {
                          _mm512_cvtepi32_epi8(_mm512_maskz_compress_epi32(live, (__m512i)key)));
         n_live += __builtin_popcount(live);
 #else
-        vi dead = x <= limit;
+        vint dead = x <= limit;
         if constexpr (DROPOUT) x = dropout.dropped(r, j) ? -x : x;
         for (int i = 0; i < W; ++i) {
           u[n_live] = x[i];
@@ -160,44 +183,52 @@ class RowBlock : public BlockVisibility {
 #endif
       }
     });
-    store(u + n_live, vf{});
-    *(vb_unaligned*)(keys + n_live) = vb{};  // key 0 of the tile exists: padding may be read
+    store(u + n_live, vfloat{});
+    *(vbyte_unaligned*)(keys + n_live) = vbyte{};  // key 0 of the tile exists: padding may be read
     return n_live;
   }
 
-  // For LASER's exact sums: log u of a row by offset, log A up to a constant of the row, and
-  // whether a key may have a weight above 0
-  void row_logs(int64_t r, float* to);
+  // For LASER's exact sums (row_logs.inl.h): log u of a row by offset, log A up to a constant of the
+  // row, and whether a key may have a weight above 0
+  void row_logs(int64_t r, float* logs);
   double log_weight(int64_t r, float log_u) const { return log_u == -INF ? -INF : double(power[r]) * log_u; }
   bool has_weight(int64_t r, int64_t key) const;
 
  private:
-  const bool maximum_first;  // s is stored first, and e^(s - m) once the row maximum m is known
+  const bool maximum_first;  // all rows store s first, and e^(s - m) once the row maximum m is known
   DecodeScores decode_scores;
 
-  // row_scores.h
+  // row_scores.inl.h
   void read_queries();
-  void compute_scores(int64_t first, int64_t last, bool raw);
+  void compute_scores(int64_t first, int64_t stop, bool keep_scores);
+  template <bool KEEP_SCORES>
+  void score_rows(int64_t first, int64_t stop, vfloat* phi_sums, vfloat* maxima);
+  template <bool KEEP_SCORES>
+  void score_tile(int64_t first, int64_t stop, int64_t start_k, vfloat* phi_sums, vfloat* maxima);
+  void strip_dots(int64_t r, int64_t start_k, KeyRange seen, bool one_row);
   static void prefetch_strip(float* to);
   KeyRange fully_seen(int64_t r, KeyRange range) const;
-  template <bool RAW>
-  void convert_strip(int64_t r, int64_t start_k, KeyRange seen, vf* sums, vf* maxima);
-  template <bool RAW>
-  void convert_row(int64_t r, int64_t start_k, KeyRange range, vf& total, vf& top);
-  static vi widen(const uint8_t* bytes) { return __builtin_convertvector(*(const vb_unaligned*)bytes, vi); }
-  vf load_bias(int64_t r, int64_t j) const;
+  template <bool KEEP_SCORES>
+  void convert_strip(int64_t r, int64_t start_k, KeyRange seen, vfloat* phi_sums, vfloat* maxima);
+  template <bool KEEP_SCORES>
+  void convert_row(int64_t r, int64_t start_k, KeyRange range, vfloat& phi_sum, vfloat& running_max);
+  static vint widen(const uint8_t* bytes) { return __builtin_convertvector(*(const vbyte_unaligned*)bytes, vint); }
+  vfloat load_bias(int64_t r, int64_t j) const;
   void exponentiate_row(int64_t r);
 
-  // row_statistics.h
+  // row_statistics.inl.h
   void finish_row(int64_t r);
   void set_reweighting(int64_t r);
   float largest_kept_u(int64_t r) const;
   bool stores_shifted_exp(int64_t r) const { return maximum_first || exp_tail[r]; }
-  vf log_u(int64_t r, vf stored_scores) const;
-  vf log_phi(int64_t r, vf s) const;
+
+  // row_logs.inl.h
+  vfloat log_u(int64_t r, vfloat stored_scores) const;
+  vfloat log_phi(int64_t r, vfloat s) const;
 };
 
 }  // namespace softfocus
 
-#include "row_scores.h"
-#include "row_statistics.h"
+#include "row_logs.inl.h"
+#include "row_scores.inl.h"
+#include "row_statistics.inl.h"

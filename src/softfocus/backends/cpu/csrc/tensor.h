@@ -1,10 +1,57 @@
-// Rows of tensors: read as floats, written in a dtype, and normalised for cosine similarity.
+// Elements and rows of tensors: read as floats, written in a dtype, and normalised for cosine
+// similarity.
 #pragma once
+
+#include <algorithm>
 
 #include "params.h"
 #include "vector.h"
 
 namespace softfocus {
+
+inline vfloat from_bfloat16(vhalf x) { return floats((vint)(__builtin_convertvector(x, vuint) << 16)); }
+
+inline vfloat from_float16(vhalf x) {
+  vuint u = __builtin_convertvector(x, vuint), magnitude = u & 0x7fff;
+  vuint y =
+      (vuint)(floats((vint)(magnitude << 13)) * 0x1p112f);  // exponent biases differ by 112; denormals come out right
+  y |= magnitude >= 0x7c00 ? (vuint)splat(0x7f800000) : vuint{};
+  return floats((vint)(y | (u & 0x8000) << 16));
+}
+
+struct bfloat16 {
+  uint16_t bits;
+};
+struct float16 {
+  uint16_t bits;
+};
+inline vfloat load(const bfloat16* p) { return from_bfloat16(*(const vhalf_unaligned*)p); }
+inline vfloat load(const float16* p) { return from_float16(*(const vhalf_unaligned*)p); }
+
+// Rounds to nearest, ties to even, as torch does
+inline vhalf to_bfloat16(vfloat x) {
+  vuint u = (vuint)x;
+  u = x == x ? (u + 0x7fff + (u >> 16 & 1)) >> 16 : (vuint)splat(0x7fc0);
+  return __builtin_convertvector(u, vhalf);
+}
+
+inline vhalf to_float16(vfloat x) {
+  vuint sign = (vuint)x >> 16 & 0x8000;
+  x = absolute(x);
+  vuint normal = ((vuint)x - (112u << 23) + 0xfff + ((vuint)x >> 13 & 1)) >> 13;
+  vuint denormal = (vuint)(x + 0.5f) - 0x3f000000u;  // x + 0.5 has the last bit of a denormal half: the addition rounds
+  vuint u = x < 0x1p-14f ? denormal : normal;
+  u = x < 65520.0f ? u : x == x ? (vuint)splat(0x7c00) : (vuint)splat(0x7e00);
+  return __builtin_convertvector(u | sign, vhalf);
+}
+
+// One element of x [B, H, L, width], as a float
+inline float read_element(const TensorView& x, int64_t dtype, int64_t b, int64_t h, int64_t i, int64_t d) {
+  int64_t offset = b * x.stride[0] + h * x.stride[1] + i * x.stride[2] + d * x.stride[3];
+  if (dtype == FLOAT32) return static_cast<const float*>(x.data)[offset];
+  vhalf y = vhalf{static_cast<const uint16_t*>(x.data)[offset]};
+  return (dtype == BFLOAT16 ? from_bfloat16(y) : from_float16(y))[0];
+}
 
 // Row i of head h of x [B, H, L, width], as floats
 inline void read_row(const TensorView& x, int64_t dtype, int64_t b, int64_t h, int64_t i, int64_t width, float* to) {
@@ -17,10 +64,10 @@ inline void read_row(const TensorView& x, int64_t dtype, int64_t b, int64_t h, i
       for (int64_t k = 0; k < width; ++k) to[k] = from[k * stride];
   } else {
     const uint16_t* from = static_cast<const uint16_t*>(x.data) + offset;
-    auto widen = [&](vs y) { return dtype == BFLOAT16 ? from_bfloat16(y) : from_float16(y); };
+    auto widen = [&](vhalf y) { return dtype == BFLOAT16 ? from_bfloat16(y) : from_float16(y); };
     int64_t k = 0;
-    for (; stride == 1 && k + W <= width; k += W) store(to + k, widen(*(const vs_unaligned*)(from + k)));
-    for (; k < width; ++k) to[k] = widen(vs{from[k * stride]})[0];
+    for (; stride == 1 && k + W <= width; k += W) store(to + k, widen(*(const vhalf_unaligned*)(from + k)));
+    for (; k < width; ++k) to[k] = widen(vhalf{from[k * stride]})[0];
   }
 }
 
@@ -33,9 +80,9 @@ inline void write_row(void* tensor, int64_t dtype, int64_t offset, const float* 
     return;
   }
   uint16_t* to = static_cast<uint16_t*>(tensor) + offset;
-  auto narrow = [&](vf x) { return dtype == BFLOAT16 ? to_bfloat16(x) : to_float16(x); };
+  auto narrow = [&](vfloat x) { return dtype == BFLOAT16 ? to_bfloat16(x) : to_float16(x); };
   int64_t d = 0;
-  for (; d + W <= width; d += W) *(vs_unaligned*)(to + d) = narrow(load(from + d));
+  for (; d + W <= width; d += W) *(vhalf_unaligned*)(to + d) = narrow(load(from + d));
   for (; d < width; ++d) to[d] = narrow(splat(from[d]))[0];
 }
 
@@ -59,6 +106,9 @@ inline void with_element(int64_t dtype, F&& f) {
   f(float16{});
 }
 
+// Between these neither a number nor its inverse is near what a float cannot hold.
+constexpr float SAFE_MIN = 1e-30f, SAFE_MAX = 1e30f;
+
 // The power of two that brings x, positive and normal, to [1, 2); clamped to what a float can hold
 inline float inverse_exponent(float x) {
   uint32_t wide;
@@ -72,7 +122,7 @@ inline float inverse_exponent(float x) {
 // x / |x| in place; returns 1 / |x|. A zero vector stays zero and returns 0, so that no gradient
 // passes it.
 inline float l2_normalise(float* x, int64_t n) {
-  vf maxima = vf{};
+  vfloat maxima = vfloat{};
   int64_t k = 0;
   for (; k + W <= n; k += W) maxima = max(absolute(load(x + k)), maxima);
   float largest = reduce_max(maxima);
@@ -82,14 +132,14 @@ inline float l2_normalise(float* x, int64_t n) {
     return 0.0f;
   }
   float unit = inverse_exponent(largest);  // the squares of x * unit neither overflow nor underflow
-  vf squares = vf{};
+  vfloat squares = vfloat{};
   for (k = 0; k + W <= n; k += W) {
-    vf y = load(x + k) * unit;
+    vfloat y = load(x + k) * unit;
     squares += y * y;
   }
-  float total = reduce_sum(squares);
-  for (; k < n; ++k) total += (x[k] * unit) * (x[k] * unit);
-  float inverse = 1.0f / std::sqrt(total);
+  float sum = reduce_sum(squares);
+  for (; k < n; ++k) sum += (x[k] * unit) * (x[k] * unit);
+  float inverse = 1.0f / std::sqrt(sum);
   for (k = 0; k + W <= n; k += W) store(x + k, load(x + k) * unit * inverse);
   for (; k < n; ++k) x[k] = x[k] * unit * inverse;
   return inverse * unit;
@@ -98,7 +148,7 @@ inline float l2_normalise(float* x, int64_t n) {
 // dL/d(x / |x|) to dL/dx, in place. `direction` is x / |x|.
 inline void l2_normalise_backward(float* grad, const float* direction, float inverse_norm, int64_t n) {
   if (n == 1) inverse_norm = 0.0f;  // x / |x| of a number is constant; rounding would give it a gradient
-  vf products = vf{};
+  vfloat products = vfloat{};
   int64_t k = 0;
   for (; k + W <= n; k += W) products += load(grad + k) * load(direction + k);
   float parallel = reduce_sum(products);
@@ -107,9 +157,9 @@ inline void l2_normalise_backward(float* grad, const float* direction, float inv
 }
 
 inline float dot(const float* x, const float* y, int64_t width) {  // whole vectors
-  vf total = vf{};
-  for (int64_t d = 0; d < width; d += W) total += load(x + d) * load(y + d);
-  return reduce_sum(total);
+  vfloat sums = vfloat{};
+  for (int64_t d = 0; d < width; d += W) sums += load(x + d) * load(y + d);
+  return reduce_sum(sums);
 }
 
 }  // namespace softfocus

@@ -59,69 +59,38 @@ class BlockVisibility {
  public:
   const Params& params;
   const bool masks_given;
-  int64_t b = 0, h = 0, start_q = 0, n_rows = 0;  // batch, query head, first row, number of rows
-  int64_t key_begin = 0, key_end = 0;             // the keys that some row sees; key_begin is a multiple of BLOCK_K
-  int64_t row_stride = 0;                         // bytes between the rows of `visible`
-  int64_t max_rows = 0;                           // of a block; a multiple of MR
-  int64_t max_row_stride = 0;                     // the largest row_stride of a block; all but W of it are whole tiles
+  int64_t batch_index = 0, query_head = 0;  // whose rows these are
+  int64_t key_head = 0;                     // whose keys and values they read
+  int64_t start_q = 0, n_rows = 0;          // the first row, the number of rows
+  int64_t key_begin = 0, key_end = 0;       // the keys that some row sees; key_begin is a multiple of BLOCK_K
+  int64_t row_stride = 0;                   // bytes between the rows of `visible`
+  int64_t max_rows = 0;                     // of a block; a multiple of MR
+  int64_t max_row_stride = 0;               // the largest row_stride of a block; all but W of it are whole tiles
   int64_t window_begin[BLOCK_Q], window_end[BLOCK_Q];  // the keys that the window shows each row
   float count[BLOCK_Q];                                // N_i
   bool fully_masked[BLOCK_Q];
 
   BlockVisibility(const Params& call, int64_t most_rows) : params(call), masks_given(has_masks(params)) {
     int64_t span = params.key_length;
+    // attention() cuts both sides of a window to 2^30, so that their sum does not overflow.
     if (params.left >= 0 && params.right >= 0) span = std::min(span, params.left + params.right + BLOCK_Q);
-    max_row_stride = round_up(span + BLOCK_K - 1, BLOCK_K) + W;
+    max_row_stride = round_up(span + BLOCK_K - 1, BLOCK_K) + W;  // a span may begin anywhere in a tile
     max_rows = std::min(most_rows, round_up(params.query_length, MR));
     if (masks_given) visible.resize(max_rows * max_row_stride);
     tile_masks.resize(max_row_stride / BLOCK_K + 1);
   }
 
   // Moves to the rows of a head from `first` on.
-  void set_rows(int64_t batch, int64_t query_head, int64_t first) {
-    b = batch, h = query_head, start_q = first;
+  void set_rows(int64_t batch, int64_t head, int64_t first) {
+    batch_index = batch, query_head = head, key_head = params.key_head_of(head), start_q = first;
     n_rows = std::min(max_rows, params.query_length - first);
-    key_begin = params.key_length, key_end = 0;
-    for (int64_t r = 0; r < padded_rows(); ++r) {
-      if (r < n_rows)
-        window_range(params, start_q + r, window_begin[r], window_end[r]);
-      else
-        window_begin[r] = window_end[r] = 0;
-      if (window_begin[r] < window_end[r])
-        key_begin = std::min(key_begin, window_begin[r]), key_end = std::max(key_end, window_end[r]);
-    }
-    key_begin = key_begin < key_end ? key_begin / BLOCK_K * BLOCK_K : 0;
-    key_end = std::max(key_end, key_begin);
-    row_stride = round_up(key_end - key_begin, BLOCK_K) + W;
+    set_windows();
     if (masks_given) {
-      std::fill(tile_masks.begin(), tile_masks.end(), uint8_t(0));
-      for (int64_t start_k = 0; start_k < key_end - key_begin; start_k += BLOCK_K) tile_masks[start_k / BLOCK_K] = FULL;
+      for (int64_t r = 0; r < n_rows; ++r) read_mask_row(r);
+      classify_tiles();
     }
-    for (int64_t r = 0; r < n_rows; ++r) {
-      count[r] = float(window_end[r] - window_begin[r]);
-      if (masks_given && window_begin[r] < window_end[r]) {
-        uint8_t* row = visible + r * row_stride;
-        read_masks(params, b, h, start_q + r, window_begin[r], window_end[r], row + window_begin[r] - key_begin);
-        std::memset(row, 0, window_begin[r] - key_begin);
-        std::memset(row + window_end[r] - key_begin, 0, row_stride - (window_end[r] - key_begin));
-        int64_t seen = 0;
-        for (int64_t j = window_begin[r] - key_begin; j < window_end[r] - key_begin; ++j) seen += row[j];
-        count[r] = float(seen);
-      } else if (masks_given) {
-        std::memset(visible + r * row_stride, 0, row_stride);
-      }
-      fully_masked[r] = count[r] == 0.0f;
-    }
-    for (int64_t r = n_rows; r < padded_rows(); ++r) fully_masked[r] = true;
-    if (masks_given) classify_tiles();
-    for (int64_t strip = 0; strip < padded_rows() / MR; ++strip) {
-      strip_begin[strip] = params.key_length, strip_end[strip] = 0;
-      for (int64_t r = strip * MR; r < (strip + 1) * MR; ++r)
-        if (!fully_masked[r]) {
-          strip_begin[strip] = std::min(strip_begin[strip], window_begin[r]);
-          strip_end[strip] = std::max(strip_end[strip], window_end[r]);
-        }
-    }
+    for (int64_t r = 0; r < padded_rows(); ++r) fully_masked[r] = r >= n_rows || count[r] == 0.0f;
+    set_strips();
   }
 
   int64_t padded_rows() const { return round_up(n_rows, MR); }
@@ -148,9 +117,6 @@ class BlockVisibility {
   bool tile_visible(int64_t start_k) const { return !masks_given || tile_masks[start_k / BLOCK_K]; }
   bool tile_full(int64_t start_k) const { return !masks_given || tile_masks[start_k / BLOCK_K] == FULL; }
 
-  // A row of `visible`; null without masks
-  const uint8_t* visible_row(int64_t r) const { return masks_given ? visible + r * row_stride : nullptr; }
-
   bool sees(int64_t r, int64_t key) const {
     return key >= window_begin[r] && key < window_end[r] && (!masks_given || visible[r * row_stride + key - key_begin]);
   }
@@ -161,6 +127,48 @@ class BlockVisibility {
  private:
   int64_t strip_begin[BLOCK_Q / MR], strip_end[BLOCK_Q / MR];  // the keys that the window shows some row of a strip
   std::vector<uint8_t> tile_masks;                             // TileMask of each tile
+
+  // The keys that the window shows each row, and their number
+  void set_windows() {
+    key_begin = params.key_length, key_end = 0;
+    for (int64_t r = 0; r < padded_rows(); ++r) {
+      window_begin[r] = window_end[r] = 0;
+      if (r < n_rows) window_range(params, start_q + r, window_begin[r], window_end[r]);
+      count[r] = float(window_end[r] - window_begin[r]);
+      if (window_begin[r] < window_end[r])
+        key_begin = std::min(key_begin, window_begin[r]), key_end = std::max(key_end, window_end[r]);
+    }
+    key_begin = key_begin < key_end ? key_begin / BLOCK_K * BLOCK_K : 0;
+    key_end = std::max(key_end, key_begin);
+    row_stride = round_up(key_end - key_begin, BLOCK_K) + W;
+  }
+
+  // Row r of `visible`, and its count from all masks
+  void read_mask_row(int64_t r) {
+    uint8_t* row = visible + r * row_stride;
+    int64_t begin = window_begin[r] - key_begin, end = window_end[r] - key_begin;
+    if (begin >= end) {
+      std::memset(row, 0, row_stride);
+      return;
+    }
+    std::memset(row, 0, begin);
+    read_masks(params, batch_index, query_head, start_q + r, window_begin[r], window_end[r], row + begin);
+    std::memset(row + end, 0, row_stride - end);
+    int64_t seen = 0;
+    for (int64_t j = begin; j < end; ++j) seen += row[j];
+    count[r] = float(seen);
+  }
+
+  void set_strips() {
+    for (int64_t strip = 0; strip < padded_rows() / MR; ++strip) {
+      strip_begin[strip] = params.key_length, strip_end[strip] = 0;
+      for (int64_t r = strip * MR; r < (strip + 1) * MR; ++r)
+        if (!fully_masked[r]) {
+          strip_begin[strip] = std::min(strip_begin[strip], window_begin[r]);
+          strip_end[strip] = std::max(strip_end[strip], window_end[r]);
+        }
+    }
+  }
 
   void classify_tiles() {
     for (int64_t start_k = 0; start_k < key_end - key_begin; start_k += BLOCK_K) {

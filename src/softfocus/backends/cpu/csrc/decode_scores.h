@@ -1,5 +1,6 @@
 // Scores of a few query rows, as in decoding. Packing the keys would cost more than it saves, so
-// they are read in place.
+// they are read in place. Plain code that calls back through std::function: as a template over phi it
+// took three times as long to compile, and was no faster.
 #pragma once
 
 #include <functional>
@@ -9,20 +10,21 @@
 
 namespace softfocus {
 
-// Keys are read from memory as this many streams at the same time: the hardware prefetches each.
+// Keys are read from memory as this many streams at the same time: the hardware prefetches each. That
+// takes 21 ns a key in place of 28; four streams gain half of it (docs/performance.md).
 constexpr int STREAMS = 8;
-// Keys of at most this many bytes, all heads together, may lie in a cache: then one stream is
-// faster.
+// Keys of at most this many bytes, all heads together, may lie in a cache: then one stream is 5 %
+// faster. The limit is a guess at a thread's part of a third-level cache.
 constexpr int64_t CACHED_BYTES = 8 << 20;
 
 class DecodeScores {
  public:
   using ScoreAddress = std::function<float*(int64_t, int64_t)>;
 
-  DecodeScores(const Params& call, int64_t row_width)
-      : params(call), width(row_width), in_place(contiguous_rows(params.key, params.head_dim)) {}
+  DecodeScores(const Params& call, int64_t row_floats)
+      : params(call), padded_dim(row_floats), in_place(contiguous_rows(params.key, params.head_dim)) {}
 
-  // Dot products of `queries` [rows, width] with the keys that a block sees: with unit vectors for
+  // Dot products of `queries` [rows, padded_dim] with the keys that a block sees: with unit vectors for
   // cosine similarity, NaN for a non-finite key. Row r's score with key key_begin + j goes to
   // address(r, j), in whole vectors. scored(start_k) is called once the scores of a tile are there.
   void compute(const BlockVisibility& block, const float* queries, int64_t rows, const ScoreAddress& address,
@@ -33,26 +35,27 @@ class DecodeScores {
 
  private:
   const Params& params;
-  const int64_t width;
+  const int64_t padded_dim;
   const bool in_place;
-  int64_t b = 0, key_head = 0;
-  Buffer<float> copies;    // [W, width], keys that cannot be read in place
-  Buffer<float> rescored;  // [width], one key
+  int64_t batch_index = 0, key_head = 0;  // of the call of compute()
+  Buffer<float> copies;                   // [W, padded_dim], keys that cannot be read in place
+  Buffer<float> rescored;                 // [padded_dim], one key
 
   template <typename T>
   void compute_elements(const BlockVisibility& block, const float* queries, int64_t rows, const ScoreAddress& address,
                         const std::function<void(int64_t)>& scored) {
     int64_t key_begin = block.key_begin, n = block.key_end - key_begin;
-    b = block.b, key_head = block.h / (params.heads / params.key_heads);
+    batch_index = block.batch_index, key_head = block.key_head;
     bool from_memory =
         params.batch * params.key_heads * params.key_length * params.head_dim * int64_t(sizeof(T)) > CACHED_BYTES;
-    int64_t tiles = (n + BLOCK_K - 1) / BLOCK_K, tiles_per_stream = in_place && from_memory ? tiles / STREAMS : 0;
+    int64_t tiles = ceil_div(n, BLOCK_K), tiles_per_stream = in_place && from_memory ? tiles / STREAMS : 0;
     auto one_tile = [&](int64_t tile) {
       if (!block.tile_visible(tile * BLOCK_K)) return;
       int64_t begin = tile * BLOCK_K, end = std::min(begin + BLOCK_K, n);
       for (int64_t j = begin; j < end; j += W) score_vectors<T, 1>({j}, key_begin, queries, rows, address);
       scored(begin);
     };
+    // Stream i reads the i-th part of the tiles; a step of this loop scores one tile of each.
     for (int64_t tile = 0; tile < tiles_per_stream; ++tile) {
       bool all = key_begin + (tile + (STREAMS - 1) * tiles_per_stream + 1) * BLOCK_K <= params.key_length;
       for (int64_t i = 0; i < STREAMS; ++i) all &= block.tile_visible((tile + i * tiles_per_stream) * BLOCK_K);
@@ -78,15 +81,16 @@ class DecodeScores {
     int64_t n_keys = std::min<int64_t>(W, params.key_length - key_begin - first[0]);
     if (in_place && n_keys == W) {
       const T* keys[N];
-      for (int i = 0; i < N; ++i) keys[i] = row_pointer<T>(params.key, b, key_head, key_begin + first[i]);
+      for (int i = 0; i < N; ++i) keys[i] = row_pointer<T>(params.key, batch_index, key_head, key_begin + first[i]);
       return score_rows(first, keys, params.key.stride[2], W, key_begin, queries, rows, address);
     }
-    if (!copies) copies.resize(W * width);
-    if (n_keys < W || params.head_dim < width) std::fill(copies + 0, copies + W * width, 0.0f);
+    if (!copies) copies.resize(W * padded_dim);
+    if (n_keys < W || params.head_dim < padded_dim) std::fill(copies + 0, copies + W * padded_dim, 0.0f);
     for (int64_t i = 0; i < n_keys; ++i)
-      read_row(params.key, params.dtype, b, key_head, key_begin + first[0] + i, params.head_dim, copies + i * width);
+      read_row(params.key, params.dtype, batch_index, key_head, key_begin + first[0] + i, params.head_dim,
+               copies + i * padded_dim);
     const float* copied[1] = {copies};
-    score_rows({first[0]}, copied, width, n_keys, key_begin, queries, rows, address);
+    score_rows({first[0]}, copied, padded_dim, n_keys, key_begin, queries, rows, address);
   }
 
   template <typename T, int N>
@@ -94,46 +98,46 @@ class DecodeScores {
                                                         int64_t key_stride, int64_t n_keys, int64_t key_begin,
                                                         const float* queries, int64_t rows,
                                                         const ScoreAddress& address) {
-    vf inverse[N];
-    vi suspect[N];  // non-finite keys, and keys whose squared norm may have overflowed or underflowed
-    for (int i = 0; i < N; ++i) inverse[i] = splat(1.0f), suspect[i] = vi{};
+    vfloat inverse[N];
+    vint score_again[N];  // non-finite keys, and keys whose squared norm may have overflowed or underflowed
+    for (int i = 0; i < N; ++i) inverse[i] = splat(1.0f), score_again[i] = vint{};
     for (int64_t r = 0; r < rows; ++r) {
-      vf products[N][W], squares[N][W];
+      vfloat products[N][W], squares[N][W];
       if (params.cosine && r == 0) {
         multiply<true>(queries, keys, key_stride, products, squares);
         for (int i = 0; i < N; ++i) {
-          vf norm = reduce_each(squares[i]);
-          suspect[i] = ~((norm > 1e-30f) & (norm < 1e30f));
-          inverse[i] = 1.0f / square_root(norm);
+          vfloat squared_norm = reduce_each(squares[i]);
+          score_again[i] = ~((squared_norm > SAFE_MIN) & (squared_norm < SAFE_MAX));
+          inverse[i] = 1.0f / square_root(squared_norm);
         }
       } else {
-        multiply<false>(queries + r * width, keys, key_stride, products, squares);
+        multiply<false>(queries + r * padded_dim, keys, key_stride, products, squares);
       }
       for (int i = 0; i < N; ++i) {
-        vf s = reduce_each(products[i]) * inverse[i];
+        vfloat s = reduce_each(products[i]) * inverse[i];
         store(address(r, first[i]), s);
-        suspect[i] |= ~(absolute(s) <= std::numeric_limits<float>::max());
+        score_again[i] |= ~(absolute(s) <= std::numeric_limits<float>::max());
       }
     }
     for (int i = 0; i < N; ++i)
-      if (suspect[i] &= lane_index() < int32_t(n_keys); any(suspect[i]))
-        rescore_suspects(first[i], key_begin, suspect[i], queries, rows, address);
+      if (score_again[i] &= lane_index() < int32_t(n_keys); any(score_again[i]))
+        rescore(first[i], key_begin, score_again[i], queries, rows, address);
   }
 
   // Lane-wise products of a query with W keys of each stream, and squares of these keys; to be
   // summed over the lanes
   template <bool SQUARES, typename T, int N>
   __attribute__((always_inline)) inline void multiply(const float* query, const T* const (&keys)[N], int64_t key_stride,
-                                                      vf (&products)[N][W], vf (&squares)[N][W]) const {
+                                                      vfloat (&products)[N][W], vfloat (&squares)[N][W]) const {
 #pragma GCC unroll 16
     for (int i = 0; i < W; ++i)
 #pragma GCC unroll 8
       for (int stream = 0; stream < N; ++stream) {
-        vf product = vf{}, square = vf{};
-        for (int64_t d = 0; d < width; d += 4 * W)
+        vfloat product = vfloat{}, square = vfloat{};
+        for (int64_t d = 0; d < padded_dim; d += 4 * W)
           unroll<4>([&](int v) {
-            if (d + v * W >= width) return;
-            vf x = load(keys[stream] + i * key_stride + d + v * W);
+            if (d + v * W >= padded_dim) return;
+            vfloat x = load(keys[stream] + i * key_stride + d + v * W);
             product += x * load(query + d + v * W);
             if constexpr (SQUARES) square += x * x;
           });
@@ -142,23 +146,21 @@ class DecodeScores {
       }
   }
 
-  // Scores suspects among W keys again: NaN for a non-finite key, else with a norm that neither
-  // overflows nor underflows. The other keys keep their scores, so that equal keys have equal
-  // scores.
-  __attribute__((noinline)) void rescore_suspects(int64_t j, int64_t key_begin, vi suspect, const float* queries,
-                                                  int64_t rows, const ScoreAddress& address) {
-    if (!rescored) rescored.resize(width);
+  // Scores some of W keys again: NaN for a non-finite key, else with a norm that neither overflows nor
+  // underflows. The other keys keep their scores, so that equal keys have equal scores.
+  __attribute__((noinline)) void rescore(int64_t j, int64_t key_begin, vint score_again, const float* queries,
+                                         int64_t rows, const ScoreAddress& address) {
+    if (!rescored) rescored.resize(padded_dim);
     float* key = rescored;
     for (int64_t i = 0; i < W; ++i) {
-      if (!suspect[i]) continue;
-      std::fill(key, key + width, 0.0f);
-      read_row(params.key, params.dtype, b, key_head, key_begin + j + i, params.head_dim, key);
+      if (!score_again[i]) continue;
+      std::fill(key, key + padded_dim, 0.0f);
+      read_row(params.key, params.dtype, batch_index, key_head, key_begin + j + i, params.head_dim, key);
       bool finite = all_finite(key, params.head_dim);
       if (finite && params.cosine) l2_normalise(key, params.head_dim);
       for (int64_t r = 0; r < rows; ++r) {
-        vf total = vf{};
-        for (int64_t d = 0; d < width; d += W) total += load(queries + r * width + d) * load(key + d);
-        address(r, j)[i] = finite ? reduce_sum(total) : std::numeric_limits<float>::quiet_NaN();
+        float s = dot(queries + r * padded_dim, key, padded_dim);
+        address(r, j)[i] = finite ? s : std::numeric_limits<float>::quiet_NaN();
       }
     }
   }

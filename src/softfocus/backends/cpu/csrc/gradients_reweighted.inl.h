@@ -10,46 +10,46 @@ namespace softfocus {
 // rows.
 template <typename Phi>
 template <bool DROPOUT>
-inline void RowGradients<Phi>::listed_grad_weights(const GradientTensors& to) {
+inline void RowGradients<Phi>::listed_grad_weights(const GradientTensors& grads) {
   struct RowSums {  // sums of u^p, u^(p-1) and u^p log u; each alone and times dA
     DoubleSum power, power_grad, power1, power1_grad, log, log_grad;
     int64_t n_live = 0;
   } sums[BLOCK_Q];
   int64_t next = 0;  // where the next list begins
   block.each_tile([&](int64_t start_k) {
-    RowView v = tile_operand(start_k);
+    RowView v = output.tile_operand(block, start_k);
     for (int64_t first = 0; first < block.n_rows; first += LIST_ROWS) {
-      int64_t last = std::min(first + LIST_ROWS, block.n_rows);
-      for (int64_t r = first; r < last; ++r) {
-        int64_t i = start_k / BLOCK_K * BLOCK_Q + r,
+      int64_t stop = std::min(first + LIST_ROWS, block.n_rows);
+      for (int64_t r = first; r < stop; ++r) {
+        int64_t i = list_index(r, start_k),
                 n = block.fully_masked[r]
                         ? 0
                         : block.template gather_live<DROPOUT>(r, start_k, list_keys + next, list_u + next);
         list_start[i] = next, list_length[i] = uint8_t(n), next += n;
       }
-      for (int64_t r = first; r < last; ++r) {
-        int64_t start = list_start[start_k / BLOCK_K * BLOCK_Q + r], n = list_length[start_k / BLOCK_K * BLOCK_Q + r];
+      for (int64_t r = first; r < stop; ++r) {
+        int64_t start = list_start[list_index(r, start_k)], n = list_length[list_index(r, start_k)];
         float* da = grad_weights + start;
         const float* u_list = list_u + start;
-        if (block.has_next_tile(start_k)) prefetch_next_tile(v.data, v.stride, r, block.value_width);
-        listed_dots(grad_out + r * block.value_width, block.value_width, n, list_keys + start, v, da);
+        if (block.has_next_tile(start_k)) prefetch_next_tile(v.data, v.stride, r, block.padded_value_dim);
+        listed_dots(grad_out + r * block.padded_value_dim, block.padded_value_dim, n, list_keys + start, v, da);
         RowSums& row = sums[r];
         row.n_live += n;
         RowBlock<Phi>::with_powers(block.power[r], [&](auto powers) {
           for (int64_t e = 0; e < n; e += W) {
-            vf u = lane_index() < int32_t(n - e) ? load(u_list + e) : vf{}, grad = load(da + e), u_p, u_p1;
+            vfloat u = lane_index() < int32_t(n - e) ? load(u_list + e) : vfloat{}, grad = load(da + e), u_p, u_p1;
             if constexpr (DROPOUT) {
               grad *= dropout_factor(u);
               store(da + e, grad);
               u = absolute(u);
             }
             powers(u, u_p, u_p1);
-            u_p = u == 0.0f ? vf{} : u_p;  // padding
-            u_p1 = u == 0.0f ? vf{} : u_p1;
+            u_p = u == 0.0f ? vfloat{} : u_p;  // padding
+            u_p1 = u == 0.0f ? vfloat{} : u_p1;
             row.power.add(u_p), row.power_grad.add(u_p, grad);
             row.power1.add(u_p1), row.power1_grad.add(u_p1, grad);
-            if (to.grad_power) {
-              vf u_p_log = u == 0.0f ? vf{} : u_p * logarithm(u);
+            if (grads.grad_power) {
+              vfloat u_p_log = u == 0.0f ? vfloat{} : u_p * logarithm(u);
               row.log.add(u_p_log), row.log_grad.add(u_p_log, grad);
             }
           }
@@ -61,19 +61,19 @@ inline void RowGradients<Phi>::listed_grad_weights(const GradientTensors& to) {
     if (block.fully_masked[r]) continue;
     const RowSums& row = sums[r];
     double power_sum = row.power.total(), power = block.power[r],
-           d = power_sum < MIN_ROW_SUM ? 0.0 : row.power_grad.total() / power_sum;
+           delta_i = power_sum < MIN_ROW_SUM ? 0.0 : row.power_grad.total() / power_sum;
     if (!has_exact[r]) single_key[r] = row.n_live == 1;
     inverse_power_sum[r] = power_sum < MIN_ROW_SUM ? 1.0f : float(1.0 / power_sum);
     double exact_sum = 0.0;  // of exact_terms / u
-    if (has_exact[r]) add_exact_terms(r, d, exact_sum);
-    delta[r] = float(d);
-    delta_rest[r] = float(d - delta[r]);
+    if (has_exact[r]) add_exact_terms(r, delta_i, exact_sum);
+    delta[r] = float(delta_i);
+    delta_error[r] = float(delta_i - delta[r]);
     if (constant_weights(r)) continue;
-    power_factor[r] = power * inverse_power_sum[r];
-    double g_sum = power_factor[r] * (row.power1_grad.total() - d * row.power1.total()) + power * exact_sum;
-    mean_grad[r] = block.threshold_factor[r] == 0.0f ? 0.0f : float(-g_sum / block.count[r] * block.inverse_spread[r]);
-    if (to.grad_power && !(block.peak[r] <= TIE_TOLERANCE))  // a row that sees a NaN has a NaN for peak
-      grad_power[r] = float((row.log_grad.total() - d * row.log.total()) * inverse_power_sum[r] +
+    power_over_sum[r] = power * inverse_power_sum[r];
+    double g_sum = power_over_sum[r] * (row.power1_grad.total() - delta_i * row.power1.total()) + power * exact_sum;
+    mean_grad[r] = block.threshold_on[r] == 0.0f ? 0.0f : float(-g_sum / block.count[r] * block.inverse_spread[r]);
+    if (grads.grad_power && !(block.peak[r] <= TIE_TOLERANCE))  // a row that sees a NaN has a NaN for peak
+      grad_power[r] = float((row.log_grad.total() - delta_i * row.log.total()) * inverse_power_sum[r] +
                             (has_exact[r] ? exact_log_sum[r] : 0.0));
   }
 }
@@ -82,17 +82,17 @@ inline void RowGradients<Phi>::listed_grad_weights(const GradientTensors& to) {
 template <typename Phi>
 inline float RowGradients<Phi>::u_at(int64_t r, int64_t j) const {
   int64_t vector = j / W * W;
-  vf f;
+  vfloat f;
   block.with_row_phi(r, [&](auto phi) { f = phi.value(load(block.tile_row(r, j / BLOCK_K * BLOCK_K) + vector)); });
-  return (f[j - vector] - block.threshold[r]) * block.inverse_spread[r];
+  return block.phi_to_u(r)(f)[j - vector];
 }
 
 // Adds the exact sums' part to delta, and with a threshold to the sum of g / p.
 template <typename Phi>
-inline void RowGradients<Phi>::add_exact_terms(int64_t r, double& d, double& exact_sum) {
+inline void RowGradients<Phi>::add_exact_terms(int64_t r, double& delta_i, double& exact_sum) {
   for (int64_t j = 0; j < block.key_end - block.key_begin; ++j)
     if (float x = exact_terms[r * block.row_stride + j]; x != 0.0f) {
-      d += x;
+      delta_i += x;
       if (block.threshold[r] != 0.0f) exact_sum += x / u_at(r, j);
     }
 }
@@ -103,16 +103,16 @@ template <typename Phi>
 template <bool DROPOUT>
 inline void RowGradients<Phi>::listed_grad_scores(int64_t start_k, RowView v, float* grad_values) {
   for (int64_t first = 0; first < block.padded_rows(); first += LIST_ROWS) {
-    int64_t last = std::min(first + LIST_ROWS, block.padded_rows());
-    for (int64_t r = first; r < last; ++r) scatter_grad_phi<DROPOUT>(r, start_k, v, grad_values);
-    for (int64_t r = first; r < last; ++r) multiply_by_derivative(r, start_k);
+    int64_t stop = std::min(first + LIST_ROWS, block.padded_rows());
+    for (int64_t r = first; r < stop; ++r) scatter_grad_phi<DROPOUT>(r, start_k, v, grad_values);
+    for (int64_t r = first; r < stop; ++r) multiply_by_derivative(r, start_k);
   }
 }
 
 // The dropout factor of a weight, by the sign of its u
 template <typename Phi>
-inline vf RowGradients<Phi>::dropout_factor(vf u) const {
-  return bits(u) < 0 ? vf{} : splat(block.dropout.keep_scale);
+inline vfloat RowGradients<Phi>::dropout_factor(vfloat u) const {
+  return bits(u) < 0 ? vfloat{} : splat(block.dropout.keep_scale);
 }
 
 // Writes g * inverse_spread of a row's live keys to grad_scores, 0 for its other keys. Adds A dO to
@@ -122,16 +122,16 @@ template <bool DROPOUT>
 inline void RowGradients<Phi>::scatter_grad_phi(int64_t r, int64_t start_k, RowView v, float* grad_values) {
   float* to = grad_scores + r * TILE_STRIDE;
   std::fill(to, to + BLOCK_K, 0.0f);
-  if (block.has_next_tile(start_k)) prefetch_next_tile(grad_values, block.value_width, r, block.value_width);
+  if (block.has_next_tile(start_k)) prefetch_next_tile(grad_values, block.padded_value_dim, r, block.padded_value_dim);
   if (block.fully_masked[r] || strip_keys[r / MR].empty()) return;
-  int64_t start = list_start[start_k / BLOCK_K * BLOCK_Q + r], n = list_length[start_k / BLOCK_K * BLOCK_Q + r],
-          width = block.value_width;
+  int64_t start = list_start[list_index(r, start_k)], n = list_length[list_index(r, start_k)],
+          width = block.padded_value_dim;
   const float *da = grad_weights + start, *u_list = list_u + start;
   const uint8_t* key = list_keys + start;
   float grad_phi[BLOCK_K + W], a[BLOCK_K + W];
   RowBlock<Phi>::with_powers(block.power[r], [&](auto powers) {
     for (int64_t e = 0; e < n; e += W) {
-      vf u = load(u_list + e), factor = splat(inverse_power_sum[r]), u_p, u_p1;
+      vfloat u = load(u_list + e), factor = splat(inverse_power_sum[r]), u_p, u_p1;
       if constexpr (DROPOUT) {
         factor *= dropout_factor(u);
         u = absolute(u);
@@ -139,7 +139,7 @@ inline void RowGradients<Phi>::scatter_grad_phi(int64_t r, int64_t start_k, RowV
       powers(u, u_p, u_p1);
       store(a + e, u_p * factor);
       store(grad_phi + e,
-            u_p1 * (load(da + e) - delta[r] - delta_rest[r]) * (power_factor[r] * block.inverse_spread[r]));
+            u_p1 * (load(da + e) - delta[r] - delta_error[r]) * (power_over_sum[r] * block.inverse_spread[r]));
     }
   });
   for (int64_t e = 0; e < n; ++e) to[key[e]] = grad_phi[e];
@@ -156,24 +156,26 @@ inline void RowGradients<Phi>::multiply_by_derivative(int64_t r, int64_t start_k
   KeyRange keys = strip_keys[r / MR];
   if (block.fully_masked[r]) return;
   const float* stored = block.tile_row(r, start_k);
-  float* ds = grad_scores + r * TILE_STRIDE - start_k;
-  vf mean = splat(mean_grad[r]);
+  float* ds = grad_scores + r * TILE_STRIDE;  // of the key at start_k
+  vfloat mean = splat(mean_grad[r]);
   bool add_exact = has_exact[r] && !constant_weights(r);
   block.with_row_phi(r, [&](auto phi) {
     auto vectors = [&](int64_t j, auto count) {
       constexpr int N = decltype(count)::value;
-      vf x[N];
+      vfloat x[N];
       unroll<N>([&](int i) { x[i] = load(stored + j + i * W); });
       phi.derivative(x);
       unroll<N>([&](int i) {
-        vf s = x[i] == 0.0f ? vf{} : x[i] * (load(ds + j + i * W) + mean);  // also where a NaN is in the row's delta
+        vfloat s = x[i] == 0.0f
+                       ? vfloat{}
+                       : x[i] * (load(ds + (j - start_k) + i * W) + mean);  // also where a NaN is in the row's delta
         if (add_exact) {
-          vf term = load(exact_terms + r * block.row_stride + j + i * W);
-          vf old = load(stored + j + i * W), log_derivative = phi.log_derivative(old);  // of u
+          vfloat term = load(exact_terms + r * block.row_stride + j + i * W);
+          vfloat old = load(stored + j + i * W), log_derivative = phi.log_derivative(old);  // of u
           if (block.threshold[r] != 0.0f) log_derivative = x[i] / (phi.value(old) - block.threshold[r]);
-          s += term == 0.0f ? vf{} : term * (block.power[r] * log_derivative);
+          s += term == 0.0f ? vfloat{} : term * (block.power[r] * log_derivative);
         }
-        store(ds + j + i * W, s);
+        store(ds + (j - start_k) + i * W, s);
       });
     };
     int64_t j = keys.begin;

@@ -22,34 +22,24 @@ inline void RowGradients<Phi>::laser_backward(float* grad_values) {
       exact_log_sum[r] = 0.0;
     }
     has_exact[r] = true;
-    exact.push_back(r * block.value_width + d);
-    float grad = grad_out[r * block.value_width + d];
-    auto term = [&](int64_t j) { return block.log_weight(r, logs[j]) + value_at(block.key_begin + j, d); };
-    double total = log_sum_exp(n, term);
+    exact.push_back(r * block.padded_value_dim + d);
+    float grad = grad_out[r * block.padded_value_dim + d];
+    auto term = [&](int64_t j) { return block.log_weight(r, logs[j]) + block.value_at(block.key_begin + j, d); };
+    double log_sum = log_sum_exp(n, term);
     for (int64_t j = 0; j < n && grad != 0.0f; ++j)
       if (logs[j] != -INF) {
-        float share = grad * float(std::exp(term(j) - total));
+        float share = grad * float(std::exp(term(j) - log_sum));
         row[j] += share;
         exact_log_sum[r] += double(share) * logs[j];
-        grad_values[(block.key_begin + j) * block.value_width + d] += share;
+        grad_values[(block.key_begin + j) * block.padded_value_dim + d] += share;
       }
   });
   for (int64_t r = 0; r < block.n_rows; ++r)
     for (int64_t d = 0; d < params.value_dim; ++d) {
-      float &g = grad_out[r * block.value_width + d], total = output.out[r * block.value_width + d];
-      g = output.zero_weights[r] || g == 0.0f || std::isnan(total) ? 0.0f : g / total;
+      float &g = grad_out[r * block.padded_value_dim + d], sum = output.out[r * block.padded_value_dim + d];
+      g = output.zero_weights[r] || g == 0.0f || std::isnan(sum) ? 0.0f : g / sum;
     }
   for (int64_t index : exact) grad_out[index] = 0.0f;
-}
-
-// One element of V, 0 where non-finite
-template <typename Phi>
-inline float RowGradients<Phi>::value_at(int64_t key, int64_t d) const {
-  TensorView column = block.params.value;
-  column.data = static_cast<const char*>(column.data) + d * column.stride[3] * (block.params.dtype == FLOAT32 ? 4 : 2);
-  float x;
-  read_row(column, block.params.dtype, block.b, key_head(), key, 1, &x);
-  return std::isfinite(x) ? x : 0.0f;
 }
 
 }  // namespace softfocus

@@ -1,0 +1,57 @@
+// BlockOutput: decoding a re-weighted row.
+#pragma once
+
+#include "output.h"
+
+namespace softfocus {
+
+// Adds u^p times the values of the live keys of a row to `out`. No other values are read. Returns sum
+// u^p. Tiles take the place of the rows that are listed together elsewhere: LIST_ROWS tiles are listed,
+// and their values prefetched, before any list is used.
+template <typename Phi>
+template <bool DROPOUT, typename T>
+inline float BlockOutput<Phi>::add_live_values(const RowBlock<Phi>& block, int64_t r) {
+  const Params& params = block.params;
+  int64_t padded_value_dim = block.padded_value_dim, batch_index = block.batch_index, key_head = block.key_head;
+  bool in_place = contiguous_rows(params.value, params.value_dim);
+  std::vector<int64_t> tiles;  // that are listed: start_k
+  vfloat power_sum = vfloat{};
+  auto add_listed = [&] {
+    for (size_t i = 0; i < tiles.size(); ++i) {
+      power_sum += live.template raise_to_power<DROPOUT>(i, block.power[r]);
+      int64_t n = live.length[i], first = block.key_begin + tiles[i];
+      const uint8_t* keys = live.keys_of(i);
+      auto add_values = [&](const auto* values, int64_t stride) {
+        add_listed_rows(padded_value_dim / W, n, keys, live.u_of(i), values, stride, out + r * padded_value_dim);
+      };
+      if (in_place) {
+        add_values(row_pointer<T>(params.value, batch_index, key_head, first), params.value.stride[2]);
+        continue;
+      }
+      for (int64_t e = 0; e < n; ++e) {
+        float* row = value_scratch + keys[e] * padded_value_dim;
+        read_row(params.value, params.dtype, batch_index, key_head, first + keys[e], params.value_dim, row);
+        std::fill(row + params.value_dim, row + padded_value_dim, 0.0f);
+      }
+      add_values(static_cast<const float*>(value_scratch), padded_value_dim);
+    }
+    tiles.clear();
+  };
+  if (!block.fully_masked[r])
+    block.each_tile([&](int64_t start_k) {
+      int64_t i = tiles.size();
+      live.length[i] = block.template gather_live<DROPOUT>(r, start_k, live.keys_of(i), live.u_of(i));
+      tiles.push_back(start_k);
+      if (in_place)
+        for (int64_t e = 0; e < live.length[i]; ++e) {
+          const T* row =
+              row_pointer<T>(params.value, batch_index, key_head, block.key_begin + start_k + live.keys_of(i)[e]);
+          for (int64_t d = 0; d < padded_value_dim; d += 64 / sizeof(T)) __builtin_prefetch(row + d);
+        }
+      if (tiles.size() == LIST_ROWS) add_listed();
+    });
+  add_listed();
+  return reduce_sum(power_sum);
+}
+
+}  // namespace softfocus

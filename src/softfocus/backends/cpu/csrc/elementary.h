@@ -1,0 +1,123 @@
+// Elementary functions on vectors: polynomials fitted to a reduced argument. Their largest relative
+// errors, measured over every range with fused multiply-adds: 8e-8 for e^x, 9e-8 for ln u, 1.2e-7
+// for 1 - e^-f, 2.1e-7 for log(1 + e^-|s|). Without such instructions (SSE) e^x reaches 4e-6 at the
+// ends of its range, since the argument is reduced less exactly.
+//
+// A function that keeps NaN does so for the quiet NaN of std::numeric_limits: other NaNs have bits
+// that the arithmetic on exponents would change. `logarithm` and `log1p_exp` keep none.
+//
+// The functions take N vectors at once, step by step, so that N chains of dependent operations
+// overlap.
+#pragma once
+
+#include "vector.h"
+
+namespace softfocus {
+
+constexpr float ROUND_MAGIC =
+    12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer and leaves that in the low bits
+constexpr float LOG2_E = 1.44269504f, LN2 = 0.693147182f, LN2_REST = -1.90465430e-9f;  // LN2 + LN2_REST = ln 2
+constexpr float EXP_MIN = -87.0f;  // e^-87 is near the smallest normal float: below it the exponentials return 0
+constexpr float EXP_MAX = 88.8f;   // just above the logarithm of the largest float, 88.72
+constexpr float EXP_LOST = 80.0f;  // 1 - e^-80 is 1 in float, and 2^n with n = -115 a normal one
+
+// q = e^r - 1 for |r| <= ln 2 / 2
+template <int N>
+__attribute__((always_inline)) inline void expm1_reduced(const vfloat (&r)[N], vfloat (&q)[N]) {
+  unroll<N>([&](int i) { q[i] = r[i] * 0.001381459638f + 0.008368717091f; });
+  unroll<N>([&](int i) { q[i] = q[i] * r[i] + 0.04166838809f; });
+  unroll<N>([&](int i) { q[i] = q[i] * r[i] + 0.1666652063f; });
+  unroll<N>([&](int i) { q[i] = q[i] * r[i] + 0.4999999345f; });
+  unroll<N>([&](int i) { q[i] = q[i] * r[i] + 1.0f; });
+  unroll<N>([&](int i) { q[i] = q[i] * r[i]; });
+}
+
+// x = n ln 2 + r with |r| <= ln 2 / 2; n stands in the low bits of `shifted`
+template <int N>
+__attribute__((always_inline)) inline void reduce_argument(const vfloat (&x)[N], vfloat (&shifted)[N], vfloat (&r)[N]) {
+  unroll<N>([&](int i) { shifted[i] = x[i] * LOG2_E + ROUND_MAGIC; });
+  unroll<N>([&](int i) { r[i] = shifted[i] - ROUND_MAGIC; });
+  unroll<N>([&](int i) { r[i] = (x[i] - r[i] * LN2) - r[i] * LN2_REST; });
+}
+
+// x * 2^n for the n that reduce_argument() leaves in the low bits; arbitrary where a float cannot
+// hold it
+inline vfloat times_power_of_two(vfloat x, vfloat shifted) { return (vfloat)((vuint)x + ((vuint)shifted << 23)); }
+
+// e^x for x <= 0; exactly 0 below EXP_MIN
+template <int N>
+__attribute__((always_inline)) inline void exp_negative(vfloat (&x)[N]) {
+  vfloat shifted[N], r[N], q[N];
+  reduce_argument(x, shifted, r);
+  expm1_reduced(r, q);
+  unroll<N>([&](int i) { q[i] = times_power_of_two(q[i] + 1.0f, shifted[i]); });
+  unroll<N>([&](int i) { x[i] = x[i] < EXP_MIN ? vfloat{} : q[i]; });
+}
+
+// log(1 + e^-|s|) with full relative precision; arbitrary where s is non-finite
+template <int N>
+__attribute__((always_inline)) inline void log1p_exp(const vfloat (&s)[N], vfloat (&y)[N]) {
+  vfloat x[N], shifted[N], e[N];
+  unroll<N>([&](int i) { x[i] = min(absolute(s[i]), splat(-EXP_MIN)); });
+  unroll<N>([&](int i) { shifted[i] = x[i] * -LOG2_E + ROUND_MAGIC; });
+  unroll<N>([&](int i) { e[i] = shifted[i] - ROUND_MAGIC; });
+  unroll<N>([&](int i) { x[i] = -(e[i] * LN2) - x[i]; });  // LN2_REST would add far less than the rounding of s
+  expm1_reduced(x, e);
+  unroll<N>([&](int i) { e[i] = times_power_of_two(e[i] + 1.0f, shifted[i]); });
+  unroll<N>([&](int i) { y[i] = e[i] * 0.005232690027f - 0.02950521992f; });
+  unroll<N>([&](int i) { y[i] = y[i] * e[i] + 0.07822591751f; });
+  unroll<N>([&](int i) { y[i] = y[i] * e[i] - 0.136632425f; });
+  unroll<N>([&](int i) { y[i] = y[i] * e[i] + 0.1910600499f; });
+  unroll<N>([&](int i) { y[i] = y[i] * e[i] - 0.2484298169f; });
+  unroll<N>([&](int i) { y[i] = y[i] * e[i] + 0.3331909673f; });
+  unroll<N>([&](int i) { y[i] = y[i] * e[i] - 0.4999949314f; });
+  unroll<N>([&](int i) { y[i] = y[i] * e[i] + 0.9999999699f; });
+  unroll<N>([&](int i) { y[i] = y[i] * e[i]; });
+}
+
+// 1 - e^-f for f >= 0, with full relative precision
+template <int N>
+__attribute__((always_inline)) inline void one_minus_exp(vfloat (&f)[N]) {
+  vfloat shifted[N], r[N], q[N];
+  unroll<N>([&](int i) { f[i] = -min(splat(EXP_LOST), f[i]); });
+  reduce_argument(f, shifted, r);
+  expm1_reduced(r, q);
+  unroll<N>([&](int i) { r[i] = times_power_of_two(splat(1.0f), shifted[i]); });
+  unroll<N>([&](int i) { f[i] = (1.0f - r[i]) - r[i] * q[i]; });
+}
+
+inline vfloat exp_negative(vfloat x) {
+  vfloat y[1] = {x};
+  exp_negative(y);
+  return y[0];
+}
+
+// e^x for every x; infinity where a float cannot hold it, 0 below EXP_MIN
+inline vfloat exponential(vfloat x) {
+  vfloat clamped[1] = {min(splat(EXP_MAX), x)}, shifted[1], r[1], q[1];  // a NaN stays NaN
+  reduce_argument(clamped, shifted, r);
+  expm1_reduced(r, q);
+  vint n = (vint)((vuint)shifted[0] << 23) >> 23;
+  vint half = n >> 1;  // the exponent in two steps: 2^128 is not a float
+  vfloat y = (q[0] + 1.0f) * floats((half + 127) << 23) * floats((n - half + 127) << 23);
+  return x < EXP_MIN ? vfloat{} : x > EXP_MAX ? splat(INF) : y;
+}
+
+// ln u for normal positive u
+inline vfloat logarithm(vfloat u) {
+  vint exponent = (vint)((vuint)u - 0x3f3504f3u) >> 23;  // the mantissa lies in [sqrt 1/2, sqrt 2)
+  vfloat x = (vfloat)((vuint)u - ((vuint)exponent << 23)) - 1.0f;
+  vfloat n = __builtin_convertvector(exponent, vfloat);
+  vfloat q = splat(-0.07974216399f);
+  q = q * x + 0.1265569779f;
+  q = q * x - 0.1298927653f;
+  q = q * x + 0.1420994565f;
+  q = q * x - 0.1664158159f;
+  q = q * x + 0.2000120097f;
+  q = q * x - 0.2500030392f;
+  q = q * x + 0.3333332994f;
+  vfloat correction = q * x * x * x - 0.5f * (x * x) + n * LN2_REST;
+  return n * LN2 + (x + correction);
+}
+
+}  // namespace softfocus

@@ -1,0 +1,201 @@
+// RowBlock: from queries and keys to stored scores, with the sum of phi and the maximum of each
+// row.
+#pragma once
+
+#include "row_block.h"
+
+namespace softfocus {
+
+template <typename Phi>
+inline void RowBlock<Phi>::read_queries() {
+  for (int64_t r = 0; r < padded_rows(); ++r) {
+    float *query = queries + r * padded_dim, *scaled = scaled_queries + r * padded_dim;
+    std::fill(query, query + padded_dim, 0.0f);
+    query_nonfinite[r] = false;
+    base_scale[r] = row_bias[r] = 0.0f;
+    if (r < n_rows) {
+      read_row(params.query, params.dtype, batch_index, query_head, start_q + r, params.head_dim, query);
+      query_nonfinite[r] = !all_finite(query, params.head_dim);
+      if (query_nonfinite[r]) std::fill(query, query + padded_dim, 0.0f);
+      inverse_query_norm[r] = params.cosine ? l2_normalise(query, params.head_dim) : 1.0f;
+      base_scale[r] = compute_base_scale(params, count[r]);
+      row_bias[r] = compute_row_bias(params, count[r]);
+    }
+    score_scale[r] = base_scale[r] * (params.head_scale ? params.head_scale[query_head] : 1.0f);
+    // the one NaN that the elementary functions preserve
+    if (std::isnan(score_scale[r])) score_scale[r] = std::numeric_limits<float>::quiet_NaN();
+    for (int64_t d = 0; d < padded_dim; ++d) scaled[d] = query[d] * score_scale[r];
+  }
+}
+
+// Computes stored scores, norm and maximum of the rows [first, stop): whole strips, or one row.
+// `keep_scores` stores s itself, and leaves the norm 0.
+template <typename Phi>
+inline void RowBlock<Phi>::compute_scores(int64_t first, int64_t stop, bool keep_scores) {
+  vfloat phi_sums[BLOCK_Q], maxima[BLOCK_Q];
+  for (int64_t r = first; r < stop; ++r) phi_sums[r] = vfloat{}, maxima[r] = splat(-INF);
+  if (keep_scores || maximum_first)
+    score_rows<true>(first, stop, phi_sums, maxima);
+  else
+    score_rows<false>(first, stop, phi_sums, maxima);
+  for (int64_t r = first; r < stop; ++r) norm[r] = reduce_sum(phi_sums[r]), maximum[r] = reduce_max(maxima[r]);
+}
+
+template <typename Phi>
+template <bool KEEP_SCORES>
+inline void RowBlock<Phi>::score_rows(int64_t first, int64_t stop, vfloat* phi_sums, vfloat* maxima) {
+  if (key_data->packed)
+    return each_tile([&](int64_t start_k) { score_tile<KEEP_SCORES>(first, stop, start_k, phi_sums, maxima); });
+  decode_scores.compute(
+      *this, queries + first * padded_dim, stop - first,
+      [&](int64_t r, int64_t j) { return tile_row(first + r, j / BLOCK_K * BLOCK_K) + j; },
+      [&](int64_t start_k) {
+        for (int64_t r = first; r < stop; ++r)
+          if (KeyRange seen = strip_range(r, start_k); !seen.empty())
+            convert_row<KEEP_SCORES>(r, start_k, seen, phi_sums[r], maxima[r]);
+      });
+}
+
+// The stored scores of a tile, from packed keys: strip by strip, or of one row
+template <typename Phi>
+template <bool KEEP_SCORES>
+inline void RowBlock<Phi>::score_tile(int64_t first, int64_t stop, int64_t start_k, vfloat* phi_sums, vfloat* maxima) {
+  bool one_row = stop - first == 1;
+  bool unmasked = !one_row && tile_full(start_k) && !params.bias.data && !key_data->any_nonfinite_key;
+  for (int64_t r = first; r < stop; r += one_row ? 1 : MR) {
+    KeyRange seen = strip_range(r, start_k);
+    if (seen.empty()) continue;
+    if (!one_row && has_next_tile(start_k)) prefetch_strip(tile_row(r, start_k) + start_k + max_rows * BLOCK_K);
+    strip_dots(r, start_k, seen, one_row);
+    KeyRange whole = unmasked ? fully_seen(r, seen) : KeyRange{seen.end, seen.end};
+    if (!whole.empty()) convert_strip<KEEP_SCORES>(r, start_k, whole, phi_sums + r, maxima + r);
+    for (KeyRange rest : {KeyRange{seen.begin, whole.begin}, KeyRange{whole.end, seen.end}})
+      for (int64_t i = r; i < std::min(r + (one_row ? 1 : MR), stop) && !rest.empty(); ++i)
+        convert_row<KEEP_SCORES>(i, start_k, rest, phi_sums[i], maxima[i]);
+  }
+}
+
+// Dot products of a strip, or of one row, with the keys that it sees in a tile: into `stored`
+template <typename Phi>
+inline void RowBlock<Phi>::strip_dots(int64_t r, int64_t start_k, KeyRange seen, bool one_row) {
+  const float* panels = key_data->key_panels + (key_begin + start_k) * params.head_dim;
+  for (int64_t panel = start_k; panel < start_k + BLOCK_K; panel += PANEL) {
+    KeyRange keys{std::max(seen.begin, panel), std::min(seen.end, panel + PANEL)};
+    if (keys.empty()) continue;
+    const float* columns = panels + (panel - start_k) * params.head_dim + keys.begin - panel;
+    float *row = tile_row(r, start_k) + keys.begin, *query = queries + r * padded_dim;
+    if (one_row)
+      panel_dots<1>(keys.vectors(), params.head_dim, query, padded_dim, columns, row, BLOCK_K);
+    else
+      panel_dots<MR>(keys.vectors(), params.head_dim, query, padded_dim, columns, row, BLOCK_K);
+  }
+}
+
+// Prefetches a strip for writing: a block of scores does not fit the second-level cache.
+template <typename Phi>
+inline void RowBlock<Phi>::prefetch_strip(float* to) {
+  for (int64_t j = 0; j < MR * BLOCK_K; j += 16) __builtin_prefetch(to + j, 1, 2);
+}
+
+// The part of a range, in whole vectors, that the window shows all rows of a strip. Empty, at the
+// range's end, where a row is beyond the block or its query non-finite.
+template <typename Phi>
+inline KeyRange RowBlock<Phi>::fully_seen(int64_t r, KeyRange range) const {
+  bool all = r + MR <= n_rows;
+  int64_t begin = range.begin, end = range.end;
+  for (int64_t i = r; i < r + MR; ++i) {
+    all &= !query_nonfinite[i];
+    begin = std::max(begin, round_up(window_begin[i] - key_begin, W)),
+    end = std::min(end, (window_end[i] - key_begin) / W * W);
+  }
+  return all && begin < end ? KeyRange{begin, end} : KeyRange{range.end, range.end};
+}
+
+// Turns dot products of a strip into stored scores. All rows see all keys of the range.
+template <typename Phi>
+template <bool KEEP_SCORES>
+inline void RowBlock<Phi>::convert_strip(int64_t r, int64_t start_k, KeyRange seen, vfloat* phi_sums, vfloat* maxima) {
+  vfloat phi_sum[MR], running_max[MR];
+  unroll<MR>([&](int i) { phi_sum[i] = phi_sums[i], running_max[i] = maxima[i]; });
+  float* row = tile_row(r, start_k);
+  for (int64_t j = seen.begin; j < seen.end; j += W) {
+    vfloat x[MR];
+    unroll<MR>([&](int i) { x[i] = load(row + i * BLOCK_K + j) * score_scale[r + i] + row_bias[r + i]; });
+    unroll<MR>([&](int i) { running_max[i] = max(x[i], running_max[i]); });
+    if constexpr (!KEEP_SCORES) {
+      Phi::to_stored(x);
+      unroll<MR>([&](int i) { phi_sum[i] += Phi::value(x[i]); });
+    }
+    unroll<MR>([&](int i) { store(row + i * BLOCK_K + j, x[i]); });
+  }
+  unroll<MR>([&](int i) { phi_sums[i] = phi_sum[i], maxima[i] = running_max[i]; });
+}
+
+// Turns dot products of a row into stored scores, with bias and masks. A score is NaN where the
+// query or the key is non-finite.
+template <typename Phi>
+template <bool KEEP_SCORES>
+inline void RowBlock<Phi>::convert_row(int64_t r, int64_t start_k, KeyRange range, vfloat& phi_sum,
+                                       vfloat& running_max) {
+  float* row = tile_row(r, start_k);
+  vfloat nan = splat(std::numeric_limits<float>::quiet_NaN());
+  for (int64_t j = range.begin; j < range.end; j += W) {
+    vfloat s = load(row + j) * score_scale[r] + row_bias[r];
+    if (params.bias.data) s += load_bias(r, j);
+    if (query_nonfinite[r]) s = nan;
+    if (key_data->packed && key_data->any_nonfinite_key)
+      s = widen(key_data->key_nonfinite + key_begin + j) != 0 ? nan : s;
+    vint key = lane_index() + int32_t(key_begin + j);
+    vint seen = (key >= int32_t(window_begin[r])) & (key < int32_t(window_end[r]));
+    if (masks_given) seen &= widen(visible + r * row_stride + j) != 0;
+    s = seen ? s : splat(-INF);
+    running_max = max(s, running_max);
+    vfloat x = s;
+    if constexpr (!KEEP_SCORES) {
+      x = seen ? Phi::to_stored(s) : splat(Phi::stored_masked);
+      phi_sum += Phi::value(x);
+    }
+    store(row + j, x);
+  }
+}
+
+template <typename Phi>
+inline vfloat RowBlock<Phi>::load_bias(int64_t r, int64_t j) const {
+  const TensorView& x = params.bias;
+  const float* from = static_cast<const float*>(x.data) + batch_index * x.stride[0] + query_head * x.stride[1] +
+                      (start_q + r) * x.stride[2];
+  vfloat y = vfloat{};
+  for (int i = 0; i < W; ++i) {
+    int64_t key = key_begin + j + i;
+    if (key < params.key_length) y[i] = from[key * x.stride[3]];
+  }
+  return y == y ? y : splat(std::numeric_limits<float>::quiet_NaN());  // the NaN that the elementary functions preserve
+}
+
+// Turns the scores of a row, stored as such, into e^(s - m). Sets norm and log_norm.
+template <typename Phi>
+inline void RowBlock<Phi>::exponentiate_row(int64_t r) {
+  float shift = maximum[r] == -INF ? 0.0f : maximum[r];
+  vfloat phi_sum = vfloat{};
+  each_tile([&](int64_t start_k) {
+    KeyRange seen = strip_range(r, start_k);
+    float* row = tile_row(r, start_k);
+    int64_t j = seen.begin;
+    for (; j + 4 * W <= seen.end; j += 4 * W) {
+      vfloat x[4];
+      unroll<4>([&](int i) { x[i] = load(row + j + i * W) - shift; });
+      exp_negative(x);
+      unroll<4>([&](int i) { store(row + j + i * W, x[i]); });
+      phi_sum += (x[0] + x[1]) + (x[2] + x[3]);
+    }
+    for (; j < seen.end; j += W) {
+      vfloat x = exp_negative(load(row + j) - shift);
+      store(row + j, x);
+      phi_sum += x;
+    }
+  });
+  norm[r] = reduce_sum(phi_sum);
+  log_norm[r] = std::log(norm[r]) + shift;
+}
+
+}  // namespace softfocus

@@ -1,0 +1,83 @@
+// RowBlock: from the sum and the maximum of a row to the constants of its weights.
+#pragma once
+
+#include "row_block.h"
+
+namespace softfocus {
+
+template <typename Phi>
+inline void RowBlock<Phi>::finish_row(int64_t r) {
+  exp_tail[r] = false;
+  threshold_on[r] = peak[r] = threshold[r] = live_threshold[r] = weight_scale[r] = 0.0f;
+  power[r] = inverse_spread[r] = 1.0f;  // with threshold 0: a row that keeps its l1 weights
+  if (fully_masked[r]) {
+    maximum[r] = log_norm[r] = -INF;
+    norm[r] = 0.0f;
+    if (maximum_first) exponentiate_row(r);  // to zeros: the products of its strip read the row
+    log_norm[r] = -INF;
+    return;
+  }
+  if (maximum_first) {
+    exponentiate_row(r);
+  } else if (Phi::has_exp_tail && params.normaliser == L1 && maximum[r] < EXP_TAIL && std::isfinite(norm[r])) {
+    exp_tail[r] = true;
+    compute_scores(r, r + 1, true);
+    exponentiate_row(r);
+  } else {
+    log_norm[r] = std::log(norm[r]);
+  }
+  if (std::isnan(norm[r])) maximum[r] = norm[r];
+  if (params.normaliser != L1) {
+    weight_scale[r] = compute_row_factor(params, count[r]);
+    return;
+  }
+  if (norm[r] < MIN_ROW_SUM) norm[r] = 1.0f, log_norm[r] = -INF;  // no phi is positive: all weights are 0
+  weight_scale[r] = std::isfinite(norm[r]) ? 1.0f / norm[r] : std::numeric_limits<float>::quiet_NaN();
+  if (params.reweighted && log_norm[r] != -INF) set_reweighting(r);
+}
+
+// Threshold, spread and power of a row. A tied row, and a row that sees a NaN, keeps threshold 0
+// and p = 1.
+template <typename Phi>
+inline void RowBlock<Phi>::set_reweighting(int64_t r) {
+  if (!std::isfinite(norm[r])) {
+    peak[r] = norm[r] - norm[r];  // NaN
+    return;
+  }
+  float largest_phi = stores_shifted_exp(r) ? 1.0f : Phi::value(Phi::to_stored(splat(maximum[r])))[0];
+  threshold_on[r] = count[r] > FREE_ROWS ? 1.0f : 0.0f;
+  float mean = norm[r] / count[r];
+  peak[r] = std::max(largest_phi * count[r] / norm[r] - threshold_on[r], 0.0f);
+  if (peak[r] <= TIE_TOLERANCE) {
+    threshold_on[r] = 0.0f;
+    return;
+  }
+  threshold[r] = threshold_on[r] * mean;
+  inverse_spread[r] = 1.0f / (largest_phi - threshold[r]);
+  power[r] = params.head_power ? params.head_power[query_head] : float(params.power);
+  // Below live_threshold the term p u^(p-1), which the gradients hold, is less than half a unit in the
+  // last place of the largest weight. In rows of more than p^2 keys all such terms together are
+  // less than what the rounding of u contributes.
+  float p = power[r];
+  if (p > 1.0f && !params.laser) {
+    float most = 0.5f * std::numeric_limits<float>::epsilon() / (p * std::max(count[r] / (p * p), 1.0f));
+    live_threshold[r] = std::pow(most, 1.0f / (p - 1.0f));
+  }
+}
+
+// The largest u that dropout keeps in a re-weighted row: live_threshold is relative to it
+template <typename Phi>
+inline float RowBlock<Phi>::largest_kept_u(int64_t r) const {
+  vfloat largest = vfloat{};
+  with_row_phi(r, [&](auto phi) {
+    each_tile([&](int64_t start_k) {
+      KeyRange seen = strip_range(r, start_k);
+      const float* row = tile_row(r, start_k);
+      for (int64_t j = seen.begin; j < seen.end; j += W)
+        largest = max(dropout.dropped(r, j) ? vfloat{} : phi.value(load(row + j)), largest);
+    });
+  });
+  return std::max(reduce_max(largest) - threshold[r], 0.0f) * inverse_spread[r];
+}
+
+}  // namespace softfocus
