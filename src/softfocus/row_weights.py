@@ -89,4 +89,4 @@ def blocks(
             query=call.query[:, :, some], bias=bias if bias is None or bias.size(-2) == 1 else bias[..., some, :]
         )
         with ops.own_dtypes(query):
-            yield Block(some, reference.weigh(part, visible).weights, visible)
+            yield Block(some, reference.weights_of(part, visible).weights, visible)

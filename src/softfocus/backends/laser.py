@@ -53,16 +53,16 @@ class Logarithms:
         """log A of some rows, [n, K]."""
         return self._logs(place)[2]
 
-    def correct(self, score_grad: Tensor, power_grad: Tensor | None, place: Place, total: Tensor) -> Tensor:
+    def correct(self, grad_scores: Tensor, grad_power: Tensor | None, place: Place, total: Tensor) -> Tensor:
         """dL/ds [b, h, R, K] with that of some rows made from A dL/dA [n, K]; dL/dp [b, h, G, R, 1] is written in place."""
-        rows = None if power_grad is None else power_grad.view(*power_grad.shape[:2], -1, 1)
+        rows = None if grad_power is None else grad_power.view(*grad_power.shape[:2], -1, 1)
         for some in _pieces(len(total), total.size(-1)):
             here = place[0][some], place[1][some], place[2][some]
             slopes, of_power = self._slopes(here, total[some])
-            score_grad[here] = slopes.to(score_grad.dtype)
+            grad_scores[here] = slopes.to(grad_scores.dtype)
             if rows is not None and of_power is not None:
                 rows[here] = of_power.to(rows.dtype)
-        return score_grad
+        return grad_scores
 
     def _slopes(self, place: Place, total: Tensor) -> tuple[Tensor, Tensor | None]:
         """From A dL/dA [n, K] of some rows: dL/ds [n, K], and dL/dp [n, 1] where there is a power.
@@ -77,11 +77,11 @@ class Logarithms:
         if self.power is None:
             return rate * x, None
         free, tied, power = self.count[place] <= FREE_ROWS, self.tied[place], self._power(place)
-        power_grad = torch.where(log_u > -torch.inf, x * log_u, 0.0).sum(-1, keepdim=True).masked_fill(tied, 0.0)
+        grad_power = torch.where(log_u > -torch.inf, x * log_u, 0.0).sum(-1, keepdim=True).masked_fill(tied, 0.0)
         x = torch.where(tied, x, power * x)
         weights, mean = log_l1.exp(), 1.0 / self.count[place].to(self.double)
         g = torch.where(weights > mean, x / (weights - mean), 0.0)
-        return rate * torch.where(free | tied, x, weights * (g - mean * g.sum(-1, keepdim=True))), power_grad
+        return rate * torch.where(free | tied, x, weights * (g - mean * g.sum(-1, keepdim=True))), grad_power
 
     def _logs(self, place: Place) -> tuple[Tensor, Tensor, Tensor]:
         """Of some rows log of phi(s) / sum phi(s), of u but for a factor of the row, and of A, [n, K]."""
@@ -118,16 +118,16 @@ class ShiftedExponential:
         self.exponential: Tensor | None = None
         self.high = False
 
-    def mix(self, weights: Tensor, logs: Logarithms, low: int, high: int, common: Tensor | slice | None) -> Tensor:
-        """log(A exp(V)) for A [b, h, R, K] over keys [low, high): [b, h, R, Dv]. Rows without weight give -inf or NaN."""
-        total, exact = self._sum(weights, logs, low, high, common)
+    def mix(self, weights: Tensor, logs: Logarithms, keys: slice, seen_by_all: Tensor | slice | None) -> Tensor:
+        """log(A exp(V)) for A [b, h, R, K] over some keys: [b, h, R, Dv]. Rows without weight give -inf or NaN."""
+        total, exact = self._sum(weights, logs, keys, seen_by_all)
         out = total.log().add_(self.shift)
-        for place, column, terms in self._exact(logs, exact, low, high):
+        for place, column, terms in self._exact(logs, exact, keys):
             out[*place, column] = torch.logsumexp(terms, -1).to(out.dtype)
         return out
 
     def mix_backward(
-        self, weights: Tensor, logs: Logarithms, grad: Tensor, low: int, high: int, common: Tensor | slice | None
+        self, weights: Tensor, logs: Logarithms, grad: Tensor, keys: slice, seen_by_all: Tensor | slice | None
     ) -> tuple[Tensor, Tensor, tuple[Place, Tensor] | None]:
         """Gradients of :meth:`mix`.
 
@@ -135,54 +135,54 @@ class ShiftedExponential:
             dL/dA [b, h, R, K], right in rows of which every entry is a product; the part of dL/dV [b, h, K, Dv] that these
             rows give; of the other rows their place and A dL/dA [n, K] in float64, or None where there are none.
         """
-        total, exact = self._sum(weights, logs, low, high, common)
+        total, exact = self._sum(weights, logs, keys, seen_by_all)
         # dL/d(A exp(V - M)). A row that sees a NaN has NaN weights where it sees, and those alone must carry it on.
         share = (grad / total).masked_fill_(exact | (grad == 0) | total.isnan(), 0.0)
         assert self.exponential is not None
-        exponential = self.exponential[..., low:high, :]
+        exponential = self.exponential[..., keys, :]
         # Where a weight is 0, or as good as that beside exp(V - out), exp(V - out) may be anything.
-        weight_grad = (share @ exponential.mT).masked_fill_(weights == 0, 0.0)
-        value_grad = (weights.mT @ share).mul_(exponential)
+        grad_weights = (share @ exponential.mT).masked_fill_(weights == 0, 0.0)
+        grad_value = (weights.mT @ share).mul_(exponential)
         if not bool(exact.any()):
-            return weight_grad, value_grad, None
+            return grad_weights, grad_value, None
         rows = exact.any(-1)
         b, h, row = rows.nonzero().unbind(-1)
         place = b, h, row
         number = rows.flatten().cumsum(0).view(rows.shape) - 1
-        scaled = weight_grad[place].to(logs.double)
-        for some in _pieces(len(row), high - low):
+        scaled = grad_weights[place].to(logs.double)
+        for some in _pieces(len(row), weights.size(-1)):
             scaled[some] *= logs.weights((b[some], h[some], row[some])).exp()
-        exact_grad = torch.zeros_like(value_grad.mT, dtype=logs.double, memory_format=torch.contiguous_format)
-        columns = exact_grad.view(-1, high - low)
-        for (b, h, row), column, terms in self._exact(logs, exact, low, high):
+        exact_grad = torch.zeros_like(grad_value.mT, dtype=logs.double, memory_format=torch.contiguous_format)
+        columns = exact_grad.view(-1, weights.size(-1))
+        for (b, h, row), column, terms in self._exact(logs, exact, keys):
             part = terms.softmax(-1) * grad[b, h, row, column, None]  # [n, K]
             _add_at(scaled, number[b, h, row], part)
-            _add_at(columns, (b * value_grad.size(1) + h) * value_grad.size(-1) + column, part)
-        return weight_grad, value_grad.add_(exact_grad.mT.to(value_grad.dtype)), (place, scaled)
+            _add_at(columns, (b * grad_value.size(1) + h) * grad_value.size(-1) + column, part)
+        return grad_weights, grad_value.add_(exact_grad.mT.to(grad_value.dtype)), (place, scaled)
 
     def _sum(
-        self, weights: Tensor, logs: Logarithms, low: int, high: int, common: Tensor | slice | None
+        self, weights: Tensor, logs: Logarithms, keys: slice, seen_by_all: Tensor | slice | None
     ) -> tuple[Tensor, Tensor]:
         """A exp(V - M), and which of its entries must be summed in logarithms."""
-        self._move(low, high, common)
+        self._move(keys, seen_by_all)
         assert self.exponential is not None
-        total = weights @ self.exponential[..., low:high, :]
+        total = weights @ self.exponential[..., keys, :]
         exact = total < LOW
         if self.high:
-            above = (self.value[..., low:high, :] > self.shift + HIGH).to(weights.dtype)
+            above = (self.value[..., keys, :] > self.shift + HIGH).to(weights.dtype)
             exact |= logs.alive().to(weights.dtype) @ above > 0
         if not bool(exact.any()):
             return total, exact
         return total, exact & (weights != 0).any(-1, keepdim=True) & ~total.isnan()
 
-    def _move(self, low: int, high: int, common: Tensor | slice | None) -> None:
-        seen = self.value[..., low:high, :]
-        if isinstance(common, slice):
-            seen = seen[..., common, :]
-        elif common is not None:
-            seen = seen.masked_fill(~common.mT, -torch.inf)
+    def _move(self, keys: slice, seen_by_all: Tensor | slice | None) -> None:
+        seen = self.value[..., keys, :]
+        if isinstance(seen_by_all, slice):
+            seen = seen[..., seen_by_all, :]
+        elif seen_by_all is not None:
+            seen = seen.masked_fill(~seen_by_all.mT, -torch.inf)
         far = None
-        if common is not None and seen.size(-2):
+        if seen_by_all is not None and seen.size(-2):
             maximum = seen.amax(-2, keepdim=True)
             far = (maximum - self.shift).abs().gt(REACH) & maximum.isfinite()
         if far is not None and bool(far.any()):
@@ -192,11 +192,11 @@ class ShiftedExponential:
             self.exponential = (self.value - self.shift).clamp_(max=CLAMP).exp_()
             self.high = bool((self.value > self.shift + HIGH).any())
 
-    def _exact(self, logs: Logarithms, exact: Tensor, low: int, high: int) -> Iterator[tuple[Place, Tensor, Tensor]]:
+    def _exact(self, logs: Logarithms, exact: Tensor, keys: slice) -> Iterator[tuple[Place, Tensor, Tensor]]:
         """For entries to be summed in logarithms, in pieces: their place, column, and log A + V, [n, K]."""
-        value = self.value[..., low:high, :].mT
+        value = self.value[..., keys, :].mT
         entries = exact.nonzero()
-        for some in _pieces(len(entries), high - low):
+        for some in _pieces(len(entries), value.size(-1)):
             piece = entries[some]
             rows, at = piece[:, :3].unique_consecutive(dim=0, return_inverse=True)
             b, h, row, column = piece.unbind(-1)
