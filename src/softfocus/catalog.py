@@ -4,11 +4,10 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from threading import Lock
 from typing import Any
 
-from softfocus.mechanism import Mechanism, laser, sharpened
+from softfocus.mechanism import Mechanism, did_you_mean, laser, sharpened
 
 SOFTPLUS_PAPER = "arXiv 2501.13428"
 LASER_PAPER = "arXiv 2411.03493"
@@ -281,9 +280,7 @@ def checked_parameters(mechanism: Mechanism, parameters: Mapping[str, Any]) -> d
     """
     for name, value in parameters.items():
         if name not in LEARNABLE:
-            near = get_close_matches(name, LEARNABLE, n=1)
-            hint = f"did you mean {near[0]!r}" if near else f"they are {', '.join(LEARNABLE)}"
-            raise TypeError(f"nothing is learned under the name {name!r}; {hint}")
+            raise TypeError(f"nothing is learned under the name {name!r}; {did_you_mean(name, LEARNABLE, 'they are')}")
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise ValueError(
                 f"{name}: got {value!r}, expected a finite number, the initial value for every head; set the parameters "
@@ -325,9 +322,8 @@ def named(text: str) -> Mechanism:
 
 
 def _unknown(name: object) -> str:
-    near = get_close_matches(str(name), list(_CATALOG), n=1)
-    guess = f"did you mean {near[0]!r}?" if near else f"the names are {', '.join(_CATALOG)}."
-    return f"mechanism {name!r} is not known; {guess}"
+    guess = did_you_mean(name, _CATALOG, "the names are")
+    return f"mechanism {name!r} is not known; {guess}{'' if guess.endswith('?') else '.'}"
 
 
 def name_of(mechanism: Mechanism) -> str:

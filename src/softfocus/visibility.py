@@ -10,7 +10,7 @@ UNLIMITED = -1
 """In a window: no bound on that side (FlashAttention's convention)."""
 
 _COUNT_ELEMENTS = 1 << 20
-"""Most booleans held at once while counting, but for one row of them: 1 MiB."""
+"""Most booleans held at once while counting, or those of one row: 1 MiB."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,7 +120,7 @@ class Visibility:
             low, high = self.span(start, stop)
             visible = self.block(start, stop, low, high, device)
             assert visible is not None
-            # A mask may be given as [.., 1] over the keys or over the queries: count what it stands for.
+            # A mask may have size 1 along queries or keys, and stands for all of them
             visible = visible.expand(*visible.shape[:2], stop - start, high - low)
             counts.append(visible.sum(-1))
         if not counts:
@@ -130,7 +130,7 @@ class Visibility:
 
 @dataclass(frozen=True, eq=False)
 class Cache:
-    """Which keys and values of a cache belong to a sequence, whose queries are its last tokens, causally.
+    """Which keys and values of a cache belong to which sequence. A sequence's queries are its last tokens.
 
     Attributes:
         lengths: integers [B].

@@ -1,4 +1,4 @@
-"""LASER's log(A exp(V)) for a block of rows: a product, logarithms where a product cannot be exact, and exactly causal."""
+"""LASER's log(A exp(V)) for a tile: a product, and sums of logarithms where a product cannot be exact. Exactly causal."""
 
 from collections.abc import Iterator
 
@@ -9,20 +9,20 @@ from softfocus.mechanism import FREE_ROWS, Mechanism
 from softfocus.pointwise import POINTWISE
 from softfocus.rows import Rows
 
-# A product loses the weights that are too small for float32: a million of them, of up to 1e-38 each, on values up to
-# shift + HIGH come to 1e-19, next to nothing beside a sum of LOW.
-HIGH = 30.0  # above shift + 30, a value that a row weighs is summed in logarithms
-LOW = 1e-12  # so is a sum below this: the row's weights lie on values far below the shift
-REACH = 20.0  # the shift is moved when the maximum has moved this far
-CLAMP = 80.0  # e^80 is finite in float32, and so is its product with a weight of 0
-ENTRY_ELEMENTS = 1 << 20  # keys times entries summed in logarithms at once
+# A product loses weights that are too small for float32. A million weights of 1e-38 on values up to shift + HIGH come to
+# 1e-19, which is nothing beside a sum of LOW.
+HIGH = 30.0  # values above shift + HIGH are large: rows that weigh one are summed in logarithms
+LOW = 1e-12  # so are sums below this: the row's weights lie on values far below the shift
+REACH = 20.0  # the shift moves when the maximum has moved this far
+CLAMP = 80.0  # e^80 is finite in float32, and 0 times it is 0
+ENTRY_ELEMENTS = 1 << 20  # most keys times entries that are summed in logarithms at once
 
 Place = tuple[Tensor, Tensor, Tensor]
-"""Of some rows: batch, head, row, each [n]."""
+"""Batch, head and row of some rows, each [n]."""
 
 
 class Logarithms:
-    """log A of rows, and dL/ds from A dL/dA, in float64: neither A nor dL/dA need be a number that a float can hold.
+    """log A of rows, and dL/ds from A dL/dA, in float64. Neither A nor dL/dA need be in the range of a float.
 
     Attributes:
         scores: [b, h, R, K], -inf on invisible keys.
@@ -42,12 +42,12 @@ class Logarithms:
         self.phi = POINTWISE[mechanism.phi]
         self.double = torch.float32 if rows.scores.device.type == "mps" else torch.float64
 
-    def alive(self) -> Tensor:
-        """bool [b, h, R, K], the keys that may weigh something, however little."""
-        alive = self.scores > (-torch.inf if self.phi.positive else 0.0)
+    def live(self) -> Tensor:
+        """bool [b, h, R, K], the keys whose weight may be above 0, however small."""
+        live = self.scores > (-torch.inf if self.phi.positive else 0.0)
         if self.u is not None:
-            alive &= (self.u > 0) | (self.count <= FREE_ROWS) | self.tied
-        return alive
+            live &= (self.u > 0) | (self.count <= FREE_ROWS) | self.tied
+        return live
 
     def weights(self, place: Place) -> Tensor:
         """log A of some rows, [n, K]."""
@@ -103,13 +103,12 @@ class Logarithms:
 
 
 class ShiftedExponential:
-    """exp(V - M) for the values of some heads, with a column shift M that no unseen value can touch.
+    """exp(V - M) for the values of some heads, with a shift M for each column that no unseen value can change.
 
-    M is the column maximum over the keys that *every* row of a block sees, so that a change in a row's future leaves the
-    row bit-equal; it moves only when that maximum has moved by more than REACH, so that exp(V - M) is seldom recomputed.
-    The exponent is clamped at CLAMP: an unseen value weighs exactly 0, whatever it is.
-    Entries (row, column) that weigh a value above M + HIGH, or whose sum comes out below LOW, are a log-sum-exp of log A + V
-    over the row's keys in place of a product. Ordinary values never take that path.
+    M is the column's maximum over the keys that *every* row of a tile sees, so that a change in a row's future leaves the row
+    bit-equal. M moves only when that maximum has moved by more than REACH; so exp(V - M) is seldom computed again. The exponent
+    is clamped at CLAMP, so that an unseen value contributes exactly 0. An entry (row, column) that weighs a value above
+    M + HIGH, or whose sum is below LOW, is the log-sum-exp of log A + V in place of the product. Ordinary values need none.
     """
 
     def __init__(self, value: Tensor):
@@ -132,15 +131,15 @@ class ShiftedExponential:
         """Gradients of :meth:`mix`.
 
         Returns:
-            dL/dA [b, h, R, K], right in rows of which every entry is a product; the part of dL/dV [b, h, K, Dv] that these
-            rows give; of the other rows their place and A dL/dA [n, K] in float64, or None where there are none.
+            dL/dA [b, h, R, K], right in rows without an exact entry; dL/dV [b, h, K, Dv]; and of rows with exact entries
+            their place and A dL/dA [n, K] in float64, or None where there are no such rows.
         """
         total, exact = self._sum(weights, logs, keys, seen_by_all)
-        # dL/d(A exp(V - M)). A row that sees a NaN has NaN weights where it sees, and those alone must carry it on.
+        # dL/d(A exp(V - M)). A row with a NaN score has NaN weights on its visible keys, and they alone pass it on
         share = (grad / total).masked_fill_(exact | (grad == 0) | total.isnan(), 0.0)
         assert self.exponential is not None
         exponential = self.exponential[..., keys, :]
-        # Where a weight is 0, or as good as that beside exp(V - out), exp(V - out) may be anything.
+        # Where the weight is 0 or tiny, exp(V - out) may be anything
         grad_weights = (share @ exponential.mT).masked_fill_(weights == 0, 0.0)
         grad_value = (weights.mT @ share).mul_(exponential)
         if not bool(exact.any()):
@@ -170,7 +169,7 @@ class ShiftedExponential:
         exact = total < LOW
         if self.high:
             above = (self.value[..., keys, :] > self.shift + HIGH).to(weights.dtype)
-            exact |= logs.alive().to(weights.dtype) @ above > 0
+            exact |= logs.live().to(weights.dtype) @ above > 0
         if not bool(exact.any()):
             return total, exact
         return total, exact & (weights != 0).any(-1, keepdim=True) & ~total.isnan()
@@ -193,7 +192,7 @@ class ShiftedExponential:
             self.high = bool((self.value > self.shift + HIGH).any())
 
     def _exact(self, logs: Logarithms, exact: Tensor, keys: slice) -> Iterator[tuple[Place, Tensor, Tensor]]:
-        """For entries to be summed in logarithms, in pieces: their place, column, and log A + V, [n, K]."""
+        """Place, column and log A + V [n, K] of the exact entries, in pieces."""
         value = self.value[..., keys, :].mT
         entries = exact.nonzero()
         for some in _pieces(len(entries), value.size(-1)):
@@ -205,15 +204,15 @@ class ShiftedExponential:
 
 
 def _pieces(rows: int, keys: int) -> Iterator[slice]:
-    """Of so many rows of keys, pieces of at most ENTRY_ELEMENTS, or of one row."""
+    """Slices of so many rows, each of at most ENTRY_ELEMENTS numbers or of one row."""
     step = max(1, ENTRY_ELEMENTS // max(1, keys))
     return (slice(start, start + step) for start in range(0, rows, step))
 
 
 def _add_at(target: Tensor, places: Tensor, rows: Tensor) -> None:
-    """target[places] += rows for [m, K], [n] and [n, K], where a place may stand more than once: in a fixed order.
+    """target[places] += rows for [m, K], [n] and [n, K], in a fixed order. A place may occur more than once.
 
-    ``index_put_(accumulate=True)`` and ``index_add_`` sum in whatever order the threads arrive.
+    ``index_put_(accumulate=True)`` and ``index_add_`` sum in the order in which threads arrive.
     """
     order = places.argsort(stable=True)
     there, lengths = places[order].unique_consecutive(return_counts=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime.errors import OutOfResources
 
-from softfocus.backends.triton import ROWS, exponential_dtype, residual_dtype, rows_kept, tuning
+from softfocus.backends.triton import FEW_ROWS, ROWS, exponential_dtype, residual_dtype, rows_kept, tuning
 from softfocus.backends.triton.arguments import Blocks, Inputs, Masks, Outputs
 from softfocus.backends.triton.inputs import (
     END,
@@ -39,18 +39,16 @@ from softfocus.backends.triton.tuning import power_of_two
 from softfocus.contract import LEAVES, Call, pack
 from softfocus.visibility import UNLIMITED
 
-FEW_ROWS = 64
-"""Up to so many queries, of all heads that share a head of keys, are decoded: the keys split among programs."""
 TILES_OF_A_SPLIT = 4
 ALIGNED = 16
-"""Bytes: what Triton asks of an address."""
+"""Triton compiles for addresses that so many bytes divide, and for others."""
 UNMEASURED = ("decode", "bias_gradients")
 FUSED = {"enable_fp_fusion": True}
-"""Said, since Triton's default is about to change."""
+"""Explicit, since Triton's default is about to change."""
 
 
 class Cut(NamedTuple):
-    """What a tile makes of a call: its shape, the masks in such tiles, what Triton is told, and how many programs."""
+    """A call cut into tiles of one shape: that shape, the masks by tile, Triton's options, and the grids of programs."""
 
     blocks: Blocks
     masks: Masks
@@ -60,7 +58,7 @@ class Cut(NamedTuple):
 
 
 class Launcher:
-    """One call's arguments for the kernels, which live as long as it; with a cache, for the forward alone."""
+    """One call's arguments for the kernels, held while these run. A call with a cache has no backward."""
 
     def __init__(self, call: Call) -> None:
         self.call = call
@@ -74,7 +72,7 @@ class Launcher:
         self._cuts: dict[tuning.Tile, Cut] = {}
 
     def _launch(self, kernel: Any, variant: Hashable, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-        """As ``kernel[grid](*arguments, **options)``, where calls of one layout do not ask again what is compiled.
+        """As ``kernel[grid](*arguments, **options)``; calls of one layout look the compiled kernel up once.
 
         Args:
             variant: what the constants depend on beside the layout.
@@ -86,7 +84,7 @@ class Launcher:
             self._compiled[key] = compiled
 
     def forward(self, split: bool = True) -> tuple[Tensor, Tensor]:
-        """out [B, H, Lq, Dv] and the rows' vectors [rows_kept, B, H, Lq]. split: programs may share the keys of few rows."""
+        """out [B, H, Lq, Dv] and the rows' vectors [rows_kept, B, H, Lq]. split: whether programs may share keys."""
         query, value = self.call.query, self.call.value
         out = query.new_empty(*query.shape[:3], value.size(-1))
         saved = query.new_empty(rows_kept(self.call), *query.shape[:3], dtype=torch.float32)
@@ -119,8 +117,8 @@ class Launcher:
     def backward(self, grad: Tensor, bias_grad: bool, out: Tensor, saved: Tensor) -> dict[str, Tensor]:
         """The gradients by name, from what :meth:`forward` returned."""
         if self.algebra.reweighted and self._splits() > 1:
-            # It summed products and the keys' norms in another order than the kernels here: the last bits of scores differ,
-            # which large powers multiply. The gradients are to be those of one and the same weights.
+            # Decoding sums products in another order, so that the last bits of scores differ, and large powers multiply
+            # that. Forward and backward must see the same weights.
             out, saved = self.forward(split=False)
         exact_heads = (saved[6] != 0.0).any(-1).int() if self.call.mechanism.laser else None
         outputs = self._outputs(out, saved, exact_heads)
@@ -216,7 +214,7 @@ class Launcher:
         return self._cuts[tile]
 
     def _prepared(self, backward: bool) -> Inputs:
-        """With the keys' norms and LASER's e^V, for kernels that meet a key more than once; the others make them on the way."""
+        """The inputs with norms and LASER's e^V, for kernels that read a key more than once. Decoding computes them itself."""
         inputs = self.inputs
         if self.call.cache:
             return inputs
@@ -240,13 +238,13 @@ class Launcher:
         return Outputs(array(out), array(residual), array(saved), exact_heads, END)
 
     def _units(self, x: Tensor, backward: bool) -> tuple[Tensor | None, Tensor | None]:
-        """Room for unit vectors beside x: in float16, and in the dtype of x, which the backward wants."""
+        """Empty tensors for the unit vectors of x: in float16, and for the backward in the dtype of x."""
         if not takes_unit_vectors(self.call):
             return None, None
         return x.new_empty(x.shape, dtype=torch.float16), x.new_empty(x.shape) if backward else None
 
     def _reciprocal_norms(self, of: str, x: Tensor, fp16: Tensor | None = None, bf16: Tensor | None = None) -> Tensor:
-        """1 / |x|, float32 [B, H, L, 1]; and x / |x| to ``unit`` and ``own``."""
+        """1 / |x|, float32 [B, H, L, 1]. The unit vectors are written to ``fp16`` and ``bf16``."""
         batch, heads, length, width = x.shape
         to = x.new_empty(batch, heads, length, 1, dtype=torch.float32)
         columns = power_of_two(width)
@@ -260,7 +258,7 @@ class Launcher:
         return to
 
     def _exponentials(self, value: Tensor, backward: bool) -> tuple[Tensor, Tensor]:
-        """LASER's e^V, and [B, Hk, Lk, 1] ``laser.flagged`` of its keys; of the backward there are none."""
+        """LASER's e^V, and for the forward the flags of its keys (``laser.flagged``), [B, Hk, Lk, 1]."""
         batch, heads, length, width = value.shape
         exp_values = value.new_empty(value.shape, dtype=exponential_dtype(value.dtype))
         flags = (value.new_zeros if backward else value.new_empty)(batch, heads, length, 1, dtype=torch.float32)
@@ -304,7 +302,7 @@ class Launcher:
         """How many programs share the keys of one head: more than one where queries are few and heads do not fill the GPU."""
         query, key = self.call.query, self.call.key
         if self.inputs.group * query.size(2) > FEW_ROWS or not key.numel() or self.call.dropout.p:
-            return 1  # decoding kernels carry no dropout: it belongs to training
+            return 1  # the decoding kernels carry no dropout, which belongs to training
         tiles = over(self.inputs.key_length, self._first("decode").keys)
         return min(_programs(query.device) // (self.inputs.batch * key.size(1)), tiles // TILES_OF_A_SPLIT)
 
@@ -330,7 +328,7 @@ class Launcher:
 
 
 def _layout(call: Call) -> Hashable:
-    """All that decides which compiled kernels a call takes: everything but the numbers, and whose they are."""
+    """All of a call that decides which compiled kernels it takes: everything but the numbers in its tensors."""
     return call.query.device, *(
         (x.shape, x.stride(), x.dtype, x.data_ptr() % ALIGNED) if isinstance(x, Tensor) else x
         for name, x in zip(LEAVES, pack(call), strict=False)
