@@ -8,6 +8,7 @@ given; lengths and values do not belong to it. ``SOFTFOCUS_TRITON=trusted`` leav
 
 import math
 from collections.abc import Callable, Hashable, Iterator
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +18,7 @@ from softfocus.backends import tiled, triton
 from softfocus.backends.triton import FEW_ROWS
 from softfocus.contract import GRADIENTS, Call, given, pack
 from softfocus.mechanism import Mechanism
-from softfocus.visibility import UNLIMITED, Visibility
+from softfocus.visibility import UNLIMITED
 from softfocus.warn import warn
 
 ROWS = 128
@@ -248,14 +249,18 @@ def _part_of(call: Call) -> Call:
         """Of a tensor that broadcasts to [B, H, Lq, Lk]."""
         return None if x is None else x[:batch, :heads, first if x.size(2) > 1 else 0 :]
 
-    masks = (None if x is None else x[:batch] for x in (visibility.key_mask, visibility.document_ids))
+    key_mask, document_ids = (None if x is None else x[:batch] for x in (visibility.key_mask, visibility.document_ids))
     head_scale, power = (None if x is None else x[:heads] for x in (call.head_scale, call.power))
     return call._replace(
         query=query[:batch, :heads, first:],
         key=key[:batch, : heads // group],
         value=value[:batch, : heads // group],
-        visibility=Visibility(
-            query.size(2) - first, key.size(2), visibility.left, visibility.right, part(visibility.mask), *masks
+        visibility=replace(
+            visibility,
+            query_length=query.size(2) - first,
+            mask=part(visibility.mask),
+            key_mask=key_mask,
+            document_ids=document_ids,
         ),
         bias=part(call.bias),
         head_scale=head_scale,
