@@ -57,13 +57,13 @@ def backward(call: Call, grad: Tensor, bias_grad: bool) -> dict[str, Tensor]:
     query, bias = call.query, call.bias
     arguments, _made = packed(call)
     grads = {name: _empty(*x.shape, dtype=x.dtype) for name, x in zip(("query", "key", "value"), call[:3], strict=True)}
-    bias_to = _empty(*bias.shape).zero_() if bias is not None and bias_grad else None
-    rows = {name: _empty(*query.shape[:3]) for name in ("head_scale", "power") if getattr(call, name) is not None}
-    arrays = ARRAY.pack(*array(grad)), ARRAY.pack(*broadcast(bias_to))
-    _run("softfocus_backward", arguments, *arrays, *grads.values(), rows.get("head_scale"), rows.get("power"))
-    grads |= {name: x.sum((0, 2)).to(getattr(call, name).dtype) for name, x in rows.items()}
-    if bias is not None and bias_to is not None:
-        grads["bias"] = bias_to.to(bias.dtype)
+    grad_bias = _empty(*bias.shape).zero_() if bias is not None and bias_grad else None
+    by_row = {name: _empty(*query.shape[:3]) for name in ("head_scale", "power") if getattr(call, name) is not None}
+    arrays = ARRAY.pack(*array(grad)), ARRAY.pack(*broadcast(grad_bias))
+    _run("softfocus_backward", arguments, *arrays, *grads.values(), by_row.get("head_scale"), by_row.get("power"))
+    grads |= {name: x.sum((0, 2)).to(getattr(call, name).dtype) for name, x in by_row.items()}
+    if bias is not None and grad_bias is not None:
+        grads["bias"] = grad_bias.to(bias.dtype)
     return grads
 
 

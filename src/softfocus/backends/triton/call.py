@@ -125,50 +125,49 @@ class Launcher:
         call = self.call
         query, key, value, bias = call.query, call.key, call.value, call.bias
         row_vectors = query.new_empty(backward_rows.ROW_VECTORS, *query.shape[:3], dtype=torch.float32)
-        to = [x.new_empty(x.shape) for x in (query, key, value)]
-        rows = [
-            None if x is None else query.new_empty(query.shape[:3], dtype=torch.float32)
-            for x in (call.head_scale, call.power)
-        ]
-        bias_to = None
-        if bias is not None and bias_grad:
-            bias_to = bias.new_empty(bias.shape, dtype=torch.float32)
+        grads = {name: x.new_empty(x.shape) for name, x in (("query", query), ("key", key), ("value", value))}
+        by_row = {
+            name: query.new_empty(query.shape[:3], dtype=torch.float32)
+            for name in ("head_scale", "power")
+            if getattr(call, name) is not None
+        }
         inputs = self._prepared(backward=True)
-        variants = (False, True) if self.call.mechanism.laser else (False,)
-
-        incoming = array(grad)
-        layouts_back = tuple((x.stride(), x.dtype, x.data_ptr() % ALIGNED) for x in (grad, out, saved))
+        layouts = tuple((x.stride(), x.dtype, x.data_ptr() % ALIGNED) for x in (grad, out, saved))
+        grad_out = array(grad)
 
         def launch(kernel: Any, grid: tuple[int, ...], tile: tuning.Tile, *arguments: Any) -> None:
             cut = self._cut(tile)
-            shared = inputs, self.algebra, cut.masks, incoming, outputs, array(row_vectors)
-            for exact in variants:
-                variant = tile, exact, layouts_back
+            shared = inputs, self.algebra, cut.masks, grad_out, outputs, array(row_vectors)
+            for exact in (False, True) if call.mechanism.laser else (False,):
+                variant = tile, exact, layouts
                 self._launch(kernel, variant, grid, *shared, *arguments, exact, cut.blocks, **cut.options)
 
         def queries(tile: tuning.Tile) -> None:
-            launch(query_gradients.query_gradients, self._cut(tile).row_grid, tile, array(to[0]), *rows)
+            arrays = array(grads["query"]), by_row.get("head_scale"), by_row.get("power")
+            launch(query_gradients.query_gradients, self._cut(tile).row_grid, tile, *arrays)
 
         def keys(tile: tuning.Tile) -> None:
-            launch(key_gradients.key_gradients, self._cut(tile).key_grid, tile, array(to[1]), array(to[2]))
+            arrays = array(grads["key"]), array(grads["value"])
+            launch(key_gradients.key_gradients, self._cut(tile).key_grid, tile, *arrays)
 
         if query.numel():
             self._in_a_tile("query_gradients", queries)
         if key.numel():
             self._in_a_tile("key_gradients", keys)
-        if bias_to is not None and bias_to.numel():
-            everywhere = [size == 1 for size in bias_to.shape]
+        if bias is not None and bias_grad:
+            grads["bias"] = grad_bias = bias.new_empty(bias.shape, dtype=torch.float32)
+            broadcast = [size == 1 for size in bias.shape]
 
             def of_bias(tile: tuning.Tile) -> None:
                 cut = self._cut(tile)
-                rows, keys = 1 if everywhere[2] else cut.row_grid[0], 1 if everywhere[3] else cut.key_grid[0]
-                grid = (rows, keys, bias_to.size(0) * bias_to.size(1))
-                launch(bias_gradients.bias_gradients, grid, tile, array(bias_to), bias_to.size(1), *everywhere)
+                rows, keys = 1 if broadcast[2] else cut.row_grid[0], 1 if broadcast[3] else cut.key_grid[0]
+                grid = (rows, keys, grad_bias.size(0) * grad_bias.size(1))
+                launch(bias_gradients.bias_gradients, grid, tile, array(grad_bias), grad_bias.size(1), *broadcast)
 
-            self._in_a_tile("bias_gradients", of_bias)
-        learned = (None if x is None else x.sum((0, 2)) for x in rows)
-        grads = zip(("query", "key", "value", "bias", "head_scale", "power"), (*to, bias_to, *learned), strict=True)
-        return {name: x.to(getattr(call, name).dtype) for name, x in grads if x is not None}
+            if grad_bias.numel():
+                self._in_a_tile("bias_gradients", of_bias)
+        grads |= {name: x.sum((0, 2)) for name, x in by_row.items()}
+        return {name: x.to(getattr(call, name).dtype) for name, x in grads.items()}
 
     def _first(self, kernel: str) -> tuning.Tile:
         """The tile that a kernel works in where nothing is measured."""
