@@ -4,11 +4,10 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from threading import Lock
 from typing import Any
 
-from softfocus.mechanism import Mechanism, laser, sharpened
+from softfocus.mechanism import Mechanism, did_you_mean, laser, sharpened
 
 SOFTPLUS_PAPER = "arXiv 2501.13428"
 LASER_PAPER = "arXiv 2411.03493"
@@ -79,10 +78,6 @@ class Catalog(Mapping[str, Entry]):
         return "\n".join(f"{e.name:24} {e.source:44} {e.equation}" for e in self._entries.values())
 
 
-def _phi_l1(phi: str) -> Mechanism:
-    return Mechanism(phi=phi)
-
-
 _SOFTMAX = Mechanism()
 _SIGMOID_LOG_N_L1 = Mechanism(phi="sigmoid", score_bias="-log(N)")
 _LSSA = Mechanism(similarity="cosine", scale="log(d)", length_scale="log(N)", phi="softplus")
@@ -126,18 +121,18 @@ _CATALOG = Catalog(
         ),
         Entry("scenario_iv", _SOFTMAX, f"{SOFTPLUS_PAPER} table 2, scenario IV", "Both: softmax."),
         # Table 3: phi with l1 (eq. 3)
-        Entry("relu_l1", _phi_l1("relu"), f"{SOFTPLUS_PAPER} eq. 3, table 3, ReLU"),
-        Entry("relu2_l1", _phi_l1("relu2"), f"{SOFTPLUS_PAPER} eq. 3, table 3, ReLU^2"),
-        Entry("relu6_l1", _phi_l1("relu6"), f"{SOFTPLUS_PAPER} eq. 3, table 3, ReLU6"),
-        Entry("gelu_l1", _phi_l1("gelu"), f"{SOFTPLUS_PAPER} eq. 3, table 3, GeLU", "The exact (erf) GELU."),
+        Entry("relu_l1", Mechanism(phi="relu"), f"{SOFTPLUS_PAPER} eq. 3, table 3, ReLU"),
+        Entry("relu2_l1", Mechanism(phi="relu2"), f"{SOFTPLUS_PAPER} eq. 3, table 3, ReLU^2"),
+        Entry("relu6_l1", Mechanism(phi="relu6"), f"{SOFTPLUS_PAPER} eq. 3, table 3, ReLU6"),
+        Entry("gelu_l1", Mechanism(phi="gelu"), f"{SOFTPLUS_PAPER} eq. 3, table 3, GeLU", "The exact (erf) GELU."),
         Entry(
             "sigmoid_l1",
-            _phi_l1("sigmoid"),
+            Mechanism(phi="sigmoid"),
             f"{SOFTPLUS_PAPER} eq. 3, table 3, Sigmoid; table 4, Sigmoid (Proposed)",
         ),
-        Entry("softplus_l1", _phi_l1("softplus"), f"{SOFTPLUS_PAPER} eq. 3, table 3, Softplus"),
-        Entry("mish_l1", _phi_l1("mish"), f"{SOFTPLUS_PAPER} eq. 3, table 3, Mish"),
-        Entry("exp_l1", _phi_l1("exp"), f"{SOFTPLUS_PAPER} eq. 3, table 3, e^x", "Softmax by another name."),
+        Entry("softplus_l1", Mechanism(phi="softplus"), f"{SOFTPLUS_PAPER} eq. 3, table 3, Softplus"),
+        Entry("mish_l1", Mechanism(phi="mish"), f"{SOFTPLUS_PAPER} eq. 3, table 3, Mish"),
+        Entry("exp_l1", Mechanism(phi="exp"), f"{SOFTPLUS_PAPER} eq. 3, table 3, e^x", "Softmax by another name."),
         # Table 4: the rivals without softmax, LSSA, and the re-weighted three
         Entry(
             "sigmoid_log_l",
@@ -157,7 +152,9 @@ _CATALOG = Catalog(
             f"{SOFTPLUS_PAPER} table 4, ReLU (Wortsman et al. 2023)",
             "relu(s) / L; L is the number of key positions given.",
         ),
-        Entry("relu_li", _phi_l1("relu"), f"{SOFTPLUS_PAPER} table 4, ReLU (Li et al. 2022)", "The same as relu_l1."),
+        Entry(
+            "relu_li", Mechanism(phi="relu"), f"{SOFTPLUS_PAPER} table 4, ReLU (Li et al. 2022)", "The same as relu_l1."
+        ),
         Entry(
             "relu_shen",
             Mechanism(phi="relu", normaliser="1/sqrt(N/2)"),
@@ -187,7 +184,7 @@ _CATALOG = Catalog(
         Entry("lssar_p3", sharpened(_LSSA, 3), f"{SOFTPLUS_PAPER} eq. 5, table 4, LSSAR p = 3"),
         Entry("lssar", _LSSAR, f"{SOFTPLUS_PAPER} eq. 5, table 4, LSSAR p = 15"),
         # LASER
-        Entry("laser", laser(_SOFTMAX), f"{LASER_PAPER}", "Over softmax. Only a summary of the paper was at hand."),
+        Entry("laser", laser(_SOFTMAX), LASER_PAPER, "Over softmax. Only a summary of the paper was at hand."),
         Entry("laser_lssa", laser(_LSSA), f"{LASER_PAPER} over {SOFTPLUS_PAPER} eq. 4", "A combination of our own."),
         Entry("laser_lssar", laser(_LSSAR), f"{LASER_PAPER} over {SOFTPLUS_PAPER} eq. 5", "A combination of our own."),
         # Rivals that scale the score with the length, or normalise q and k
@@ -281,9 +278,7 @@ def checked_parameters(mechanism: Mechanism, parameters: Mapping[str, Any]) -> d
     """
     for name, value in parameters.items():
         if name not in LEARNABLE:
-            near = get_close_matches(name, LEARNABLE, n=1)
-            hint = f"did you mean {near[0]!r}" if near else f"they are {', '.join(LEARNABLE)}"
-            raise TypeError(f"nothing is learned under the name {name!r}; {hint}")
+            raise TypeError(f"nothing is learned under the name {name!r}; {did_you_mean(name, LEARNABLE, 'they are')}")
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise ValueError(
                 f"{name}: got {value!r}, expected a finite number, the initial value for every head; set the parameters "
@@ -325,9 +320,8 @@ def named(text: str) -> Mechanism:
 
 
 def _unknown(name: object) -> str:
-    near = get_close_matches(str(name), list(_CATALOG), n=1)
-    guess = f"did you mean {near[0]!r}?" if near else f"the names are {', '.join(_CATALOG)}."
-    return f"mechanism {name!r} is not known; {guess}"
+    guess = did_you_mean(name, _CATALOG, "the names are")
+    return f"mechanism {name!r} is not known; {guess}{'' if guess.endswith('?') else '.'}"
 
 
 def name_of(mechanism: Mechanism) -> str:

@@ -1,8 +1,8 @@
 """What ``attention()`` and its backends agree on: a call, what a backend declares that it carries, and what it returns.
 
-No maths stands here. A new optional tensor or number is a field of :class:`Call` or :class:`Visibility` with a default: the
-operators' schema and the gradients follow from it, and a backend that does not name it among its features refuses calls in
-which it differs from the default.
+No maths stands here. A new optional tensor or number is a field of :class:`Call` or :class:`Visibility` with a default. The
+operators' schema and the gradients follow from it. A backend that does not name it among its features refuses calls that
+give it.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ from softfocus.visibility import Cache, Visibility
 
 
 class RowStatistics(NamedTuple):
-    """What a row of attention went through; no gradient. Each [B, H, Lq], float32 or float64.
+    """Statistics of each row, without gradient: [B, H, Lq], float32 or float64.
 
     Attributes:
         count: N_i, the number of visible keys.
@@ -54,7 +54,7 @@ class Dropout(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One call, checked and broadcast. The tensors that stand here have gradients, those of its parts have none.
+    """One checked call. Tensors that are fields have gradients; those inside visibility, dropout and cache have none.
 
     Attributes:
         query: [B, H, Lq, D].
@@ -67,7 +67,7 @@ class Call(NamedTuple):
         head_scale: [H], multiplies the scores.
         power: [H], replaces the mechanism's power.
         dropout: which weights are dropped.
-        cache: which keys and values belong to a sequence; None where all of them do.
+        cache: which keys and values belong to which sequence; None where there is no cache.
     """
 
     query: Tensor
@@ -103,17 +103,17 @@ PARTS: dict[str, tuple[dict[str, Any], Callable[..., Any]]] = {
     "dropout": (Dropout.__annotations__, Dropout),
     "cache": (Cache.__annotations__, lambda *x: Cache(*x) if x else None),
 }
-"""The fields of a call that hold more than one thing, or one that no operator takes: their leaves, and how they are made.
-Lengths follow from the tensors: every argument of an operator costs microseconds."""
+"""Fields of a call that an operator cannot take: their leaves, and how the field is made of these. Lengths are no leaves, since
+they follow from the tensors and every argument of an operator costs microseconds."""
 _FIELDS = {name: PARTS.get(name, ({name: kind}, None)) for name, kind in Call.__annotations__.items()}
 _TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", int: "SymInt", float: "float", str: "str"}
 
 LEAVES = {name: _TYPES[kind] for leaves, _make in _FIELDS.values() for name, kind in leaves.items()}
-"""What a call is packed into: the type of each leaf in an operator's schema. Those of a cache come last, where there is one."""
+"""The leaves that a call is packed into, with their types in an operator's schema. Those of a cache come last."""
 GRADIENTS = tuple(name for name, kind in Call.__annotations__.items() if kind in (Tensor, Tensor | None))
-"""What has a gradient, in the order of an operator's results."""
+"""The tensors that have a gradient, in the order of an operator's results."""
 _REQUIRED = ("query", "key", "value", "left", "right", "code", "scale")
-"""Leaves that every backend carries; of the mechanism's code :class:`Carries` looks at each field."""
+"""Leaves that every backend carries. What a mechanism's code stands for, :class:`Carries` declares field by field."""
 _OPTIONAL = tuple(name for name in LEAVES if name not in (*_REQUIRED, *Dropout.__annotations__, *Cache.__annotations__))
 _DEFAULTS = {**{entry.name: entry.default for entry in fields(Visibility)}, **Call._field_defaults}
 assert (*Call._fields[:4], Call._fields[-1]) == ("query", "key", "value", "visibility", "cache"), (
@@ -228,7 +228,7 @@ Prepared = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Backend(Protocol):
-    """A module of ``backends/``, or the reference. A member that it does not have is None."""
+    """A module of ``backends/``, or the reference. An optional member that it lacks is None."""
 
     @property
     def CARRIES(self) -> Carries:
@@ -247,7 +247,7 @@ class Backend(Protocol):
 
     @property
     def rows_kept(self) -> Callable[[Call], int] | None:
-        """Of a call, how many vectors of the rows the backward wants from the forward; it then takes ``out`` and these, too."""
+        """Of a call, how many vectors of the rows the backward takes from the forward, with ``out``."""
 
     @property
     def refuses(self) -> Callable[[Call, bool], str | None] | None:
@@ -258,4 +258,4 @@ class Backend(Protocol):
 
     @property
     def prepare(self) -> Callable[[Call], Prepared | None] | None:
-        """Of a call, a function of query, key and value laid out as the call's; None where there is none yet."""
+        """Of a call, a function from query, key and value, laid out as the call's, to ``out``; None where there is none yet."""

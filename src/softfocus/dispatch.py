@@ -9,9 +9,8 @@ from softfocus.contract import Backend, Call
 from softfocus.switches import switched_on
 
 TRITON = "SOFTFOCUS_TRITON"
-"""Set to off, "auto" leaves the Triton kernels out; set to on, it takes them also where they run in Triton's interpreter; set
-to trusted, it takes them and does not hold the first call of each kind against the tiled backend."""
-
+"""What "auto" does with the Triton kernels. off: leave them out. on: take them in Triton's interpreter, too. trusted: take them
+without comparing the first call of each kind with the tiled backend."""
 
 BACKENDS: dict[str, Backend] = {"cpu": cpu, "triton": triton, "tiled": tiled, "reference": reference}
 """Fastest first: ``backend="auto"`` takes the first that supports the call and need not be asked for."""
@@ -34,7 +33,7 @@ def _trusted() -> bool:
 
 
 def operator(chosen: str, asked: str) -> str:
-    """The name by which operators know a chosen backend: what "auto" takes of the Triton kernels runs checked."""
+    """The module that runs a chosen backend: for the Triton kernels, where "auto" took them, ``checked``."""
     return "checked" if chosen == "triton" and asked == "auto" and not _trusted() else chosen
 
 
@@ -45,7 +44,7 @@ def supports(name: str, call: Call, to_run: bool = False) -> str | None:
 
 
 def _refusal(name: str, call: Call) -> str | None:
-    """Why "auto" does not take a backend that supports a call: what its first call has shown; or None."""
+    """Why "auto" does not take a backend that supports a call, after comparing its first call; or None."""
     return None if name != "triton" or _trusted() else checked.refusal(call)
 
 
@@ -68,14 +67,14 @@ class Explanation:
 
 
 def choose(call: Call, backend: str, to_run: bool = True) -> str:
-    """The backend for a call. One that is about to run may be compiled to find out whether it does; otherwise nothing is.
+    """The backend for a call. Only where the call is about to run may a backend be compiled to find out whether it compiles.
 
     Raises:
         ValueError: a backend asked for by name is unknown, or does not support the call: it never falls back. SOFTFOCUS_TRITON
             says neither on nor off.
     """
     if backend == "auto":
-        # Of all of them: a misspelt switch is said on every machine
+        # Of every backend, so that a misspelt switch is an error on every machine
         unasked = [name for name in BACKENDS if _unasked(name)]
         for name in BACKENDS:
             if name not in unasked and not supports(name, call, to_run) and not _refusal(name, call):
@@ -89,7 +88,7 @@ def choose(call: Call, backend: str, to_run: bool = True) -> str:
 
 
 def account(call: Call, backend: str) -> Explanation:
-    """Choose a backend and say why. Compiles nothing: that one cannot be compiled is known once it has been tried."""
+    """Choose a backend and say why. Compiles nothing, so a backend that does not compile is known only once it was tried."""
     chosen = choose(call, backend, to_run=False)
     reasons = {}
     for name in BACKENDS:

@@ -68,7 +68,7 @@ def philox(
     """Philox-4x32 of words in int64, broadcast against one another."""
     (a, b, c, d), (k, m) = counter, key
     for _ in range(ROUNDS):
-        # Of 64 bits each; beyond 2^63 they are negative, and the bits still right. Lower halves are b and d
+        # Products of 64 bits: beyond 2^63 they are negative, and their bits still right. b and d are the lower halves
         x, y = a * 0xD2511F53, c * 0xCD9E8D57
         a, b, c, d = ((y >> 32) ^ b ^ k) & _WORD, y, ((x >> 32) ^ d ^ m) & _WORD, x
         k, m = k + 0x9E3779B9 & _WORD, m + 0xBB67AE85 & _WORD

@@ -16,11 +16,11 @@ __all__ = ["HIDDEN", "RowStatistics", "attention", "explain"]
 
 HIDDEN = -5.0e3
 """Entries of a floating attn_mask at or below this hide their key. Models write -inf, finfo.min, half of it, -1e9 or -1e4 for
-"hidden"; added to a score, each makes softmax's exp exactly zero. Taken as plain numbers they would count as visible keys in N.
+"hidden": softmax's exp is then exactly zero. As plain numbers they would count as visible keys in N.
 
-The line is half way between 0 and the highest of these: bfloat16 makes -9984 of -1e4, and models add position biases to their
-mask. Learned ones (T5, Swin) are within some hundred. ALiBi's steepest heads reach -5,000 at a distance of 5,000 to 10,000
-tokens, -1e4 at twice that, and no line tells their far keys from hidden ones: pass ALiBi as ``bias``, which hides none."""
+The line is half way between 0 and -1e4. bfloat16 makes -9984 of that, and models add position biases to their mask: learned
+ones (T5, Swin) are within some hundred. ALiBi's steepest heads reach -5,000 at 5,000 to 10,000 tokens, and no line tells their
+far keys from hidden ones. Pass ALiBi as ``bias``, which hides none."""
 
 
 @overload
@@ -169,9 +169,9 @@ def _layout(
     window_size: tuple[int, int] | None,
     backend: str,
 ) -> tuple[Any, ...] | None:
-    """All that a call without optional tensors is checked and dispatched by; None where this is no such call.
+    """The key of a call without optional tensors: all that decides how it is checked and dispatched.
 
-    Arguments of other types than these are for the checks: a key must not change, nor be equal to that of another call.
+    None for arguments of other types than these, which might change, or equal those of a different call.
     """
     device = None if query.is_cpu and key.is_cpu and value.is_cpu else query.device
     if (
@@ -240,7 +240,7 @@ def prepared(
 
 
 def _autocast(*tensors: Any) -> tuple[Tensor, ...]:
-    """Inside autocast, what SDPA does: floating inputs other than float64 take autocast's dtype."""
+    """As SDPA does inside autocast, casts floating inputs other than float64 to autocast's dtype."""
     kind = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
     if not ops.autocasts(kind):
         return tensors
@@ -261,7 +261,7 @@ def _of_causal_bias(variant: str, query: Tensor, key: Tensor, right: int) -> tup
 def _mask_and_bias(
     attn_mask: Tensor | None, bias: Tensor | None, query: Tensor, key: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
-    """SDPA's two kinds of mask apart: who is seen (bool), and what is added (floating)."""
+    """The mask (bool) and the bias (floating) that ``attn_mask`` and ``bias`` stand for."""
     mask = None
     if bias is not None:
         bias = validation.check_broadcast("bias", bias, query, key)
@@ -275,7 +275,7 @@ def _mask_and_bias(
             hidden = attn_mask <= HIDDEN
             mask = ~hidden
             added = attn_mask.masked_fill(hidden, 0.0)
-            if bias is not None:  # in float32 at least: the bias' gradient is summed from the sum's
+            if bias is not None:  # in float32 at least: the bias's gradient is a sum over this tensor's
                 wide = torch.promote_types(torch.promote_types(bias.dtype, added.dtype), torch.float32)
                 added = bias.to(wide) + added
             bias = added

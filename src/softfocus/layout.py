@@ -6,11 +6,10 @@ config.json. :func:`resolve` makes one from what a user writes.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from difflib import get_close_matches
 from typing import Any
 
 from softfocus.catalog import checked_parameters, learned_parameters, name_of
-from softfocus.mechanism import Mechanism
+from softfocus.mechanism import Mechanism, did_you_mean
 from softfocus.validation import mechanism_of
 
 REST = "*"
@@ -72,7 +71,7 @@ class Heads:
         return dict(self.parameters)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON types; what says nothing is left out."""
+        """As JSON types, without defaults."""
         values = {name: value for name, value in asdict(self).items() if value != _DEFAULTS.get(name)}
         return values | {"mechanism": self.mechanism.to_dict(), "parameters": self.learned}
 
@@ -82,9 +81,7 @@ class Heads:
         known = [entry.name for entry in fields(cls)]
         for name in values:
             if name not in known:
-                near = get_close_matches(str(name), known, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"they are {', '.join(known)}"
-                raise ValueError(f"a group of heads has no entry {name!r}; {hint}")
+                raise ValueError(f"a group of heads has no entry {name!r}; {did_you_mean(name, known, 'they are')}")
         if "mechanism" not in values:
             raise ValueError(f"a group of heads needs a mechanism; got {dict(values)!r}")
         mechanism = values["mechanism"]

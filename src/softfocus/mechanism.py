@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
 from typing import Any
@@ -210,10 +211,14 @@ def _algebra(mechanism: Mechanism) -> Mechanism:
     return mechanism
 
 
+def did_you_mean(word: object, known: Collection[str], intro: str) -> str:
+    """Of an unknown word the nearest known one, or ``intro`` and all of them."""
+    near = get_close_matches(str(word), known, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"{intro} {', '.join(known)}"
+
+
 def _refuse_unknown(values: dict[str, Any]) -> None:
     known = [entry.name for entry in fields(Mechanism) if entry.init]
     for name in values:
         if name not in known:
-            hint = get_close_matches(name, known, n=1)
-            guess = f"did you mean {hint[0]!r}?" if hint else f"its fields are {', '.join(known)}"
-            raise ValueError(f"Mechanism has no field {name!r}; {guess}")
+            raise ValueError(f"Mechanism has no field {name!r}; {did_you_mean(name, known, 'its fields are')}")

@@ -1,8 +1,7 @@
-"""The custom operators that every fused backend runs behind: schemas, shapes for tracing, and autograd.
+"""The custom operators behind which the backends run: schemas, shapes for tracing, and autograd.
 
-All of it follows from the fields of :class:`softfocus.contract.Call`. No backend but the reference is imported here: the
-implementation is looked up by name when the operator runs, so that the very first call may stand inside
-``torch.compile(fullgraph=True)``.
+All of it follows from the fields of :class:`softfocus.contract.Call`. A backend is looked up by name when an operator runs, so
+that the very first call may stand inside ``torch.compile(fullgraph=True)``.
 """
 
 import os
@@ -20,7 +19,7 @@ from torch.autograd import forward_ad
 from softfocus import reference, validation
 from softfocus.contract import GRADIENTS, LEAVES, PARTS, Backend, Call, Prepared, compute_dtype, given, pack, unpack
 
-# Defined by schema, not by decorating a function: torch's wrappers around such functions take longer than a decode step
+# Defined by schema: torch's wrappers around decorated functions take longer than a decode step
 _library = torch.library.Library("softfocus", "DEF")
 _TYPES = {name: kind for name, kind in LEAVES.items() if name not in PARTS["cache"][0]}
 _CALL, _CACHED = (", ".join(f"{kind} {name}" for name, kind in leaves.items()) for leaves in (_TYPES, LEAVES))
@@ -60,19 +59,19 @@ _library.impl("attend_backward", _attend_backward, "CompositeExplicitAutograd")
 attend = torch.ops.softfocus.attend.default
 """Attention by a named backend: out [B, H, Lq, Dv] and vectors of the rows [4 or more, B, H, Lq], first the row statistics.
 
-Takes what ``contract.pack`` makes of a call, and the backend. The call is taken as checked: use ``softfocus.attention``.
+Takes the leaves of a call (``contract.pack``) and the backend's name. Nothing is checked: use ``softfocus.attention``.
 """
 attend_cache = torch.ops.softfocus.attend_cache.default
 """The same of a call with a cache, without gradient."""
 attend_backward = torch.ops.softfocus.attend_backward.default
-"""``contract.GRADIENTS`` of a call; what is not there or not wanted comes back empty.
+"""The ``contract.GRADIENTS`` of a call; empty for those that are not there or not wanted.
 
-``out`` and ``rows`` are what ``attend`` returned, for a backend that wants them back (:func:`rows_of`), else None.
+``out`` and ``rows`` are what ``attend`` returned, for a backend that takes them (:func:`rows_of`), else None.
 """
 
 
 def run(call: Call, backend: str) -> tuple[Tensor, Tensor]:
-    """What ``attend`` returns. Without it run the reference, which torch differentiates, and what nothing watches."""
+    """What ``attend`` returns. The reference, which torch differentiates, and unwatched calls run without the operator."""
     leaves = pack(call)
     tensors = [x for x in compress(leaves, _HOLD_TENSORS) if x is not None]
     if (backend == "reference" and call.cache is None) or unwatched(*tensors):
@@ -108,7 +107,7 @@ def _forward(call: Call, backend: str) -> tuple[Tensor, Tensor]:
 
 
 def _of_sequence(call: Call, backend: str, alike: tuple[Any, ...] | None) -> Tensor:
-    """One sequence of a cache. ``alike``: all that decides how it is computed but for sizes; None where it has more tensors."""
+    """``out`` of one sequence. ``alike``: all but sizes that decides how it is computed; None where it has optional tensors."""
     run = None
     if alike:
         tensors = call.query, call.key, call.value
@@ -119,16 +118,16 @@ def _of_sequence(call: Call, backend: str, alike: tuple[Any, ...] | None) -> Ten
 
 
 ready: dict[Hashable, Prepared] = {}
-"""What takes the tensors of a call whose like has been checked before: in decoding, checking costs more than a short cache."""
+"""By layout, the functions that compute calls whose like has been checked. Checking takes longer than decoding."""
 MOST_READY = 1024
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=ready.clear)  # a forked child computes on one thread
 
 
 def prepare(call: Call, backend: str, layout: Hashable) -> Prepared | None:
-    """A function of query, key and value laid out as the call's, which does only what has to be done each time; kept as ready.
+    """A function from query, key and value, laid out as the call's, to ``attend``'s ``out``; None from a backend without one.
 
-    None from a backend that has none. The function's ``out`` is ``attend``'s; call it only where :func:`unwatched`.
+    It is kept in ``ready``. Call it only where :func:`unwatched`.
     """
     prepared = _load(backend).prepare
     made = None if prepared is None else prepared(call)
@@ -155,11 +154,10 @@ except (AttributeError, TypeError):
 
 
 def unwatched(*tensors: Tensor) -> bool:
-    """Whether nothing would see the operator go by, and a tensor's memory holds what the tensor says.
+    """Whether torch's dispatcher can be left out, which takes as long as a decode step on a short cache.
 
-    No gradient in either direction, no trace, no dispatch mode, no profiler, no tensor subclass; no lazy negation, no zeros
-    without memory. Then the dispatcher may be left out: its way through autograd takes as long as a decode step on a short
-    cache.
+    So it is where nothing would see the operator (gradient, forward-mode tangent, trace, dispatch mode, profiler, subclass),
+    and every tensor's memory holds its numbers (no lazy negation, no zeros without memory).
     """
     if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
         return False
@@ -182,7 +180,7 @@ def unwatched(*tensors: Tensor) -> bool:
 
 
 def refuse_tangents(*tensors: Tensor | None) -> None:
-    """The operator has no forward-mode derivative; torch would drop a tangent in silence where nothing requires grad.
+    """The operator has no forward-mode derivative, and torch would drop a tangent in silence where nothing requires grad.
 
     Raises:
         NotImplementedError: a tensor has a tangent.
@@ -196,7 +194,7 @@ def refuse_tangents(*tensors: Tensor | None) -> None:
 
 
 def _refuse_functional_gradients() -> None:
-    """torch.func's gradients cannot go through the operator; torch's own words for that speak of ``setup_context``.
+    """torch.func's gradients cannot go through the operator, and torch's own error speaks of ``setup_context``.
 
     Raises:
         NotImplementedError: inside torch.func.grad, vjp or a jacobian.
@@ -212,7 +210,7 @@ def _refuse_functional_gradients() -> None:
 
 
 def own_dtypes(query: Tensor) -> AbstractContextManager[Any]:
-    """Autocast has done its part before the operator; inside, it would round the statistics' products too."""
+    """Switches autocast off: its casts are done before, and inside a backend it would round the products of statistics."""
     kind = query.device.type
     return torch.autocast(kind, enabled=False) if autocasts(kind) else nullcontext()
 
@@ -232,13 +230,13 @@ def _imported(backend: str) -> Backend:
 
 
 def rows_of(call: Call, backend: str) -> int:
-    """How many vectors of the rows a backend's forward leaves to its backward, with ``out``; 0 where that begins anew."""
+    """How many vectors of the rows a backend's backward takes from its forward, with ``out``; 0 for none."""
     kept = _load(backend).rows_kept
     return kept(call) if kept else 0
 
 
 def _empty(call: Call, backend: str) -> tuple[Tensor, Tensor]:
-    """Of the shapes that ``attend`` returns; with a cache, which has no backward, no vectors of the rows."""
+    """Empty tensors like those that ``attend`` returns. A call with a cache has no backward, and no vectors of the rows."""
     query, vectors = call.query, 0 if call.cache else rows_of(call, backend) or 4
     out = query.new_empty(*query.shape[:3], call.value.size(-1))
     return out, query.new_empty(vectors, *query.shape[:3], dtype=compute_dtype(query.dtype))

@@ -1,4 +1,4 @@
-"""The maths, once: dense, readable, exact in float64, differentiable twice. Every backend is held against this page.
+"""The maths, once: dense, exact in float64, differentiable twice. Every backend is tested against it.
 
 Memory is O(Lq * Lk), and O(Lq * Lk * Dv) for LASER. Everything is computed in float64 for float64 inputs, in float32
 otherwise. A visible NaN or infinity makes a row NaN; one that a row cannot see never reaches it, in value or gradient.
@@ -29,14 +29,12 @@ refuses = prepare = backward = rows_kept = None  # torch differentiates the form
 def row_scale(mechanism: Mechanism, scale: float, count: Tensor) -> Tensor:
     """c_i without the head's own factor: scale(d) * length_scale(N_i). Shaped like ``count``, which is floating."""
     log_n = count.clamp(min=1.0).log()
-    return (
-        scale
-        * {"1": torch.ones_like(log_n), "log(N)": log_n, "log512(N)": log_n / math.log(512)}[mechanism.length_scale]
-    )
+    factors = {"1": torch.ones_like(log_n), "log(N)": log_n, "log512(N)": log_n / math.log(512)}
+    return scale * factors[mechanism.length_scale]
 
 
 def score_bias(mechanism: Mechanism, count: Tensor, key_length: int) -> Tensor | float:
-    """The term that sigmoid attention adds to a whole row of scores."""
+    """What is added to every score of a row: sigmoid attention's term."""
     log_n = count.clamp(min=1.0).log()
     terms: dict[str, Tensor | float] = {"0": 0.0, "-log(N)": -log_n, "-log(L)": -math.log(max(key_length, 1))}
     return terms[mechanism.score_bias]
@@ -51,10 +49,10 @@ def row_factor(mechanism: Mechanism, count: Tensor, key_length: int) -> Tensor |
 
 
 def unit(x: Tensor) -> Tensor:
-    """x / |x| along the last dimension for any norm that the dtype can hold; zero vectors stay zero, with gradient zero."""
+    """x / |x| along the last dimension, for any norm that the dtype holds. Zero vectors stay zero, with gradient zero."""
     largest = x.detach().abs().amax(-1, keepdim=True)
     zero = largest < torch.finfo(x.dtype).tiny
-    y = x / torch.where(zero, 1.0, largest)  # squares of y neither overflow nor vanish; |x| cancels exactly
+    y = x / torch.where(zero, 1.0, largest)  # squares of y neither overflow nor vanish, and the factor cancels
     norm = torch.where(zero, 1.0, y.square().sum(-1, keepdim=True)).sqrt()
     return torch.where(zero, 0.0, y / norm)
 
@@ -66,9 +64,9 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     visible = torch.ones((), dtype=torch.bool, device=query.device) if visible is None else visible
     visible = visible.expand(*query.shape[:3], visibility.key_length)
     dtype = compute_dtype(query.dtype)
-    rows = weigh(call, visible)
+    rows = weights_of(call, visible)
     value = call.value.to(dtype).repeat_interleave(query.size(1) // call.key.size(1), dim=1)
-    broken = visible.to(dtype) @ (~value.isfinite()).to(dtype) > 0  # [B, H, Lq, Dv]
+    sees_nonfinite = visible.to(dtype) @ (~value.isfinite()).to(dtype) > 0  # [B, H, Lq, Dv]
     value = torch.where(value.isfinite(), value, 0.0)
     if rows.log_weights is None:
         weights = rows.weights
@@ -81,17 +79,17 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
         out = weights @ value
     else:
         out = _log_mean_exp(rows.log_weights, value, visible)
-    # rows that see nothing are cut off here, so that not even a NaN handed to them from above goes further
-    blind = ~visible.any(-1, keepdim=True)
-    out = torch.where(broken, math.nan, torch.where(blind, 0.0, out))
+    # A fully masked row passes no gradient on, not even where grad_out is NaN
+    fully_masked = ~visible.any(-1, keepdim=True)
+    out = torch.where(sees_nonfinite, math.nan, torch.where(fully_masked, 0.0, out))
     return out.to(query.dtype), torch.stack(rows.statistics)
 
 
-class Weighed(NamedTuple):
-    """Rows of attention before they meet a value.
+class Weights(NamedTuple):
+    """Attention weights, and what comes with them.
 
     Attributes:
-        weights: A, [B, H, Lq, Lk], 0 on invisible keys; NaN on the visible ones of a row that sees no number.
+        weights: A, [B, H, Lq, Lk], 0 on invisible keys; NaN on the visible ones of a row with a NaN score.
         log_weights: log A for LASER, which takes no log of A itself; None otherwise.
         statistics: of the rows.
     """
@@ -101,7 +99,7 @@ class Weighed(NamedTuple):
     statistics: RowStatistics
 
 
-def weigh(call: Call, visible: Tensor) -> Weighed:
+def weights_of(call: Call, visible: Tensor) -> Weights:
     """The weights A of a call whose queries see the ``visible`` keys, bool [B, H, Lq, Lk]. The value is not read."""
     dtype, mechanism = compute_dtype(call.query.dtype), call.mechanism
     query = call.query.to(dtype)
@@ -113,7 +111,7 @@ def weigh(call: Call, visible: Tensor) -> Weighed:
     peak = torch.zeros_like(count)
     power = mechanism.power if call.power is None else call.power.to(dtype)[:, None, None]
     if power is not None:
-        weights, log_weights, peak = sharpen(weights, count, power, log_weights)
+        weights, log_weights, peak = reweight(weights, count, power, log_weights)
     weights = _post(weights, visible, count, mechanism)
     weights = torch.where(visible, weights, 0.0)  # also in a row that is NaN by what it sees
 
@@ -122,13 +120,13 @@ def weigh(call: Call, visible: Tensor) -> Weighed:
     statistics = RowStatistics(
         *(x.detach().expand(maximum.shape) for x in (count[..., 0], maximum, log_norm[..., 0], peak[..., 0]))
     )
-    return Weighed(weights, log_weights, statistics)
+    return Weights(weights, log_weights, statistics)
 
 
 def _scores(call: Call, query: Tensor, key: Tensor, count: Tensor) -> Tensor:
     """s = c_i * sim(q_i, k_j) + row bias + b_ij, NaN where q_i or k_j is not finite."""
-    # A product of a masked NaN with the zero that autograd hands back would be NaN again: compute on finite stand-ins.
-    broken = ~(query.isfinite().all(-1)[..., :, None] & key.isfinite().all(-1)[..., None, :])
+    # Autograd multiplies a hidden NaN by 0, which is NaN again: so the products take finite numbers
+    nonfinite = ~(query.isfinite().all(-1)[..., :, None] & key.isfinite().all(-1)[..., None, :])
     query, key = (torch.where(x.isfinite(), x, 0.0) for x in (query, key))
     direction = {"dot": lambda x: x, "cosine": unit}[call.mechanism.similarity]
     query, key = direction(query), direction(key)
@@ -138,7 +136,7 @@ def _scores(call: Call, query: Tensor, key: Tensor, count: Tensor) -> Tensor:
     scores = factor * (query @ key.mT) + score_bias(call.mechanism, count, key.size(-2))
     if call.bias is not None:
         scores = scores + call.bias.to(query.dtype)
-    return torch.where(broken, math.nan, scores)
+    return torch.where(nonfinite, math.nan, scores)
 
 
 def _normalised(
@@ -155,7 +153,7 @@ def _normalised(
         log_norm = torch.logsumexp(torch.where(count > 0, log_f, 0.0), -1, keepdim=True)
         log_norm = torch.where(count > 0, log_norm, -math.inf)
         if mechanism.normaliser == "l1":
-            # phi(s) / ||phi(s)||_1 = exp(log phi(s) - log ||phi(s)||_1), which no row of tiny phi(s) can upset
+            # exp(log phi(s) - log ||phi(s)||_1) is right however small the row's phi(s) are
             log_weights = log_f - torch.where(count > 0, log_norm, 0.0)
             weights = torch.where(visible, log_weights.exp(), 0.0)
             return weights, log_weights if mechanism.laser else None, log_norm
@@ -164,58 +162,58 @@ def _normalised(
     if not phi.positive:
         log_norm = norm.log()
     if mechanism.normaliser == "l1":
-        blank = norm == 0
-        norm = torch.where(blank, 1.0, norm)
-        weights = torch.where(blank, 0.0, f / norm)
+        empty = norm == 0
+        norm = torch.where(empty, 1.0, norm)
+        weights = torch.where(empty, 0.0, f / norm)
         if not mechanism.laser:
             return weights, None, log_norm
         assert phi.log is not None
-        log_f = torch.where(visible & ~blank, phi.log(scores), -math.inf)
+        log_f = torch.where(visible & ~empty, phi.log(scores), -math.inf)
         return weights, log_f - norm.log(), log_norm
     return f * row_factor(mechanism, count, scores.size(-1)), None, log_norm
 
 
-def sharpen(
+def reweight(
     weights: Tensor, count: Tensor, power: Tensor | float, log_weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Eq. 5 of arXiv 2501.13428: relu(A N - o)^p over its row sum; its log, if log A is given; max_j A N - o, [..., 1].
+    """Eq. 5 of arXiv 2501.13428: relu(A N - o)^p over its row sum; its log, if log A is given; the peak, [..., 1].
 
-    The power is taken of u / max(u), which cancels in the row sum and keeps u^p from overflowing. A row without spread
-    keeps its weights (the equation would divide 0 by 0).
+    The power is taken of u / max(u): the maximum cancels in the row sum, and u^p cannot overflow. A tied row keeps its
+    weights, since the equation would divide 0 by 0.
     """
-    threshold = (count > FREE_ROWS).to(weights.dtype)
-    u = torch.relu(weights * count - threshold)
+    o = (count > FREE_ROWS).to(weights.dtype)
+    u = torch.relu(weights * count - o)
     peak = u.detach().amax(-1, keepdim=True) if u.size(-1) else u.new_zeros(count.shape)
     tied = peak <= TIED * torch.finfo(weights.dtype).eps
     u = u / torch.where(tied, 1.0, peak)
-    dead = u == 0
-    base = torch.where(dead, 1.0, u)  # 0^p has no usable derivative in p, nor in u at p = 1
-    r = torch.where(dead, 0.0, base**power)
-    norm = torch.where(tied, 1.0, r.sum(-1, keepdim=True))
+    zero = u == 0
+    base = torch.where(zero, 1.0, u)  # 0^p has no usable derivative in p, nor in u at p = 1
+    r = torch.where(zero, 0.0, base**power)
+    power_sum = torch.where(tied, 1.0, r.sum(-1, keepdim=True))
     if log_weights is not None and u.size(-1):
-        # without a threshold log u is log A but for a constant of the row, and u may be too small for a float
+        # Where o is 0, log u is log A plus a constant of the row, and u may be too small for a float
         highest = log_weights.detach().amax(-1, keepdim=True).clamp(min=torch.finfo(u.dtype).min)
-        log_u = torch.where(threshold > 0, base.log(), log_weights - highest)
-        dead = torch.where(threshold > 0, dead, log_weights == -math.inf)
-        log_r = torch.where(dead, -math.inf, power * torch.where(dead, 0.0, log_u) - norm.log())
+        log_u = torch.where(o > 0, base.log(), log_weights - highest)
+        zero = torch.where(o > 0, zero, log_weights == -math.inf)
+        log_r = torch.where(zero, -math.inf, power * torch.where(zero, 0.0, log_u) - power_sum.log())
         log_weights = torch.where(tied, log_weights, log_r)
-    return torch.where(tied, weights, r / norm), log_weights, peak
+    return torch.where(tied, weights, r / power_sum), log_weights, peak
 
 
 def _post(weights: Tensor, visible: Tensor, count: Tensor, mechanism: Mechanism) -> Tensor:
     """Table 1 of arXiv 2501.13428."""
-    free = count <= FREE_ROWS
     mean = weights.sum(-1, keepdim=True) / count.clamp(min=1.0)
     centred = torch.where(visible, weights - mean, 0.0)
     norm = centred.abs().sum(-1, keepdim=True)
-    # equal weights: nothing but rounding is left, and l1 would blow it up
-    flat = norm <= TIED * torch.finfo(weights.dtype).eps
-    rescaled = torch.where(flat, 0.0, centred / torch.where(flat, 1.0, norm))
+    # Where all weights are equal only rounding is left, which l1 would enlarge
+    tied = norm <= TIED * torch.finfo(weights.dtype).eps
+    rescaled = torch.where(tied, 0.0, centred / torch.where(tied, 1.0, norm))
+    first_rows = count <= FREE_ROWS
     return {
         "none": weights,
         "negate": -weights,
-        "recentre": torch.where(free, weights, centred),
-        "recentre+l1": torch.where(free, weights, rescaled),
+        "recentre": torch.where(first_rows, weights, centred),
+        "recentre+l1": torch.where(first_rows, weights, rescaled),
     }[mechanism.post]
 
 

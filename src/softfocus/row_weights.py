@@ -11,7 +11,7 @@ from softfocus.functional import prepared
 from softfocus.mechanism import Mechanism
 
 BLOCK_ELEMENTS = 1 << 22
-"""Most weights of a block, but for one row of every head: 16 MiB of float32. The reference holds some ten such tensors."""
+"""Most weights of a block, or those of one row of every head: 16 MiB of float32. The reference holds some ten such tensors."""
 
 
 class Block(NamedTuple):
@@ -76,7 +76,7 @@ def weights(
 def blocks(
     query: Tensor, key: Tensor, *, rows: Sequence[int] | Tensor | None = None, **arguments: Any
 ) -> Iterator[Block]:
-    """The weights that :func:`weights` returns, a block of rows at a time, with who sees whom; at least one block."""
+    """What :func:`weights` returns, a block of rows at a time, with the visible keys. There is at least one block."""
     call = prepared(query, key, key, **arguments)
     dispatch.choose(call, "reference")
     chosen = validation.rows_of(rows, call.query)
@@ -89,4 +89,4 @@ def blocks(
             query=call.query[:, :, some], bias=bias if bias is None or bias.size(-2) == 1 else bias[..., some, :]
         )
         with ops.own_dtypes(query):
-            yield Block(some, reference.weigh(part, visible).weights, visible)
+            yield Block(some, reference.weights_of(part, visible).weights, visible)

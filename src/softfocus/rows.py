@@ -1,7 +1,7 @@
-"""The algebra on blocks of whole rows of scores, with hand-written derivatives: the core of a row-block backend.
+"""The algebra on blocks of whole rows of scores, with hand-written derivatives.
 
-Scores come as [..., R, K] with every key that the rows may see inside the block, so that no reduction needs a second
-sweep. Row vectors are [..., R, 1]. Derivations stand where they are used.
+Scores are [..., R, K] and hold every key that the rows may see, so that no reduction needs a second sweep. Row vectors are
+[..., R, 1]. Derivations stand where they are used.
 """
 
 import math
@@ -14,9 +14,9 @@ from softfocus.mechanism import FREE_ROWS, SIGNED_PHI, TIED, Mechanism
 from softfocus.pointwise import POINTWISE
 
 SQUARING_LIMIT = 32
-_TAIL = -20.0
-"""Where softplus and sigmoid are e^s to the last digit of float32 (relative error 1e-9) and nearly of float64."""
-_TAIL_DOUBLE = -36.0
+_EXP_TAIL = -20.0
+_EXP_TAIL_DOUBLE = -36.0
+"""Below these softplus and sigmoid equal e^s: within 1e-9 of it for float32, within rounding for float64."""
 
 
 @dataclass
@@ -27,11 +27,11 @@ class Rows:
         weights: A before ``post``, [..., R, K]; 0 on invisible keys.
         final: A, after ``post``; the same tensor where there is none.
         scores: s, [..., R, K]; -inf on invisible keys.
-        f: phi(s) times a constant of the row that cancels in A (1 unless the phi is exp or a row lies in the tail).
+        f: phi(s) times a factor of the row that cancels in A: 1 but for exp and in the exponential tail.
         norm: l1 norm of f, 1 where it is 0.
-        tail: bool [..., R, 1], rows computed along e^s; None if there are none.
+        exp_tail: bool [..., R, 1], rows in the exponential tail, whose f is e^(s - maximum); None if there are none.
         u: relu(f - o mean(f)) over its row maximum, or None without re-weighting.
-        spread: what u was divided by. sharp_norm: sum u^p. tied: rows that keep their l1 weights; None if there are none.
+        spread: what u was divided by. power_sum: sum u^p. tied: rows that keep their l1 weights; None if there are none.
         maximum, log_norm, peak: as in RowStatistics.
     """
 
@@ -40,13 +40,13 @@ class Rows:
     scores: Tensor
     f: Tensor
     norm: Tensor
-    tail: Tensor | None
+    exp_tail: Tensor | None
     maximum: Tensor
     log_norm: Tensor
     peak: Tensor
     u: Tensor | None = None
     spread: Tensor | None = None
-    sharp_norm: Tensor | None = None
+    power_sum: Tensor | None = None
     tied: Tensor | None = None
 
 
@@ -84,7 +84,7 @@ def forward(
     Args:
         scores: [..., R, K]; overwritten on invisible keys.
         visible: bool, broadcastable to the scores; None if all is visible.
-        count: floating N_i, broadcastable to [..., R, 1]; counts keys outside the block too (there are none visible).
+        count: floating N_i, broadcastable to [..., R, 1].
         mechanism: the algebra.
         power: number, or tensor broadcastable to [..., 1, 1]; None for no re-weighting.
         length: L, the number of key positions of the whole problem.
@@ -92,16 +92,16 @@ def forward(
     if visible is not None:
         scores.masked_fill_(~visible, -math.inf)
     maximum = scores.amax(-1, keepdim=True)
-    f, tail, shift = _phi(scores, maximum, mechanism)
+    f, exp_tail, shift = _phi(scores, maximum, mechanism)
     if visible is not None and not POINTWISE[mechanism.phi].positive:
         f.masked_fill_(~visible, 0.0)
     norm = (f.abs() if mechanism.phi in SIGNED_PHI else f).sum(-1, keepdim=True)
     log_norm = norm.log() + shift
     empty = norm == 0
     norm = norm.masked_fill(empty, 1.0)
-    rows = Rows(f, f, scores, f, norm, tail, maximum, log_norm, torch.zeros_like(norm))
+    rows = Rows(f, f, scores, f, norm, exp_tail, maximum, log_norm, torch.zeros_like(norm))
     if power is not None:
-        _sharpen(rows, count, power)
+        _reweight(rows, count, power)
     elif mechanism.normaliser == "l1":
         rows.weights = f / norm
     elif mechanism.normaliser != "none":
@@ -114,7 +114,7 @@ def forward(
     elif mechanism.post != "none":
         raise KeyError(mechanism.post)
     if visible is not None and not bool(norm.isfinite().all()):
-        rows.final = rows.final.masked_fill(~visible, 0.0)  # a row that sees a NaN is NaN only where it sees
+        rows.final = rows.final.masked_fill(~visible, 0.0)  # a NaN row is NaN on its visible keys alone
     return rows
 
 
@@ -143,7 +143,7 @@ def backward(
         grad = _recentre_backward(rows, grad, visible, count, mechanism)
     grad_power = None
     if power is not None:
-        grad, grad_power = _sharpen_backward(rows, grad, visible, count, power)
+        grad, grad_power = _reweight_backward(rows, grad, visible, count, power)
     elif mechanism.normaliser == "l1":
         grad = _l1_backward(rows.f, rows.weights, rows.norm, grad, visible, mechanism.phi in SIGNED_PHI)
     elif mechanism.normaliser != "none":
@@ -160,12 +160,11 @@ def _phi(scores: Tensor, maximum: Tensor, mechanism: Mechanism) -> tuple[Tensor,
         shift = maximum.masked_fill(maximum == -math.inf, 0.0)
         if mechanism.phi == "exp":
             return (scores - shift).exp_(), None, shift
-        # softplus and sigmoid run along e^s far below zero: a row that lies there altogether would underflow, and
-        # e^(s - max) has the same ratios
-        tail = maximum < (_TAIL if scores.dtype == torch.float32 else _TAIL_DOUBLE)
-        if tail.any():
-            f = torch.where(tail, (scores - shift).exp_(), POINTWISE[mechanism.phi].value(scores))
-            return f, tail, torch.where(tail, shift, 0.0)
+        # A whole row in the exponential tail would underflow; e^(s - maximum) has the same ratios
+        exp_tail = maximum < (_EXP_TAIL if scores.dtype == torch.float32 else _EXP_TAIL_DOUBLE)
+        if exp_tail.any():
+            f = torch.where(exp_tail, (scores - shift).exp_(), POINTWISE[mechanism.phi].value(scores))
+            return f, exp_tail, torch.where(exp_tail, shift, 0.0)
     return POINTWISE[mechanism.phi].value(scores), None, 0.0
 
 
@@ -173,11 +172,11 @@ def _phi_derivative(rows: Rows, mechanism: Mechanism) -> Tensor:
     if mechanism.phi == "exp":
         return rows.f
     derivative = POINTWISE[mechanism.phi].derivative(rows.scores)
-    return derivative if rows.tail is None else torch.where(rows.tail, rows.f, derivative)
+    return derivative if rows.exp_tail is None else torch.where(rows.exp_tail, rows.f, derivative)
 
 
 def _delta(weights: Tensor, grad: Tensor, visible: Tensor | None) -> Tensor:
-    """D = sum_j A_j dA_j. Sets ``grad`` to 0 on invisible keys where the dA of one may have overflowed: 0 * inf is NaN."""
+    """D = sum_j A_j dA_j. Where that is not finite, ``grad`` is first set to 0 on invisible keys: 0 * inf would be NaN."""
     delta = (grad * weights).sum(-1, keepdim=True)
     if visible is not None and not bool(delta.isfinite().all()):
         grad.masked_fill_(~visible, 0.0)
@@ -199,10 +198,11 @@ def _l1_backward(
 def _power(u: Tensor, power: Tensor | float) -> Tensor:
     """u^p for u in [0, 1]; small integers by repeated squaring, which costs a tenth of a general power.
 
-    Squaring doubles the relative error it is handed: p ulp in the end, as much as u itself brings, so not for large p.
+    Each squaring doubles the relative error. It comes to p ulp, as much as the error of u itself makes; so large p are not
+    squared.
     """
     if isinstance(power, Tensor):
-        return (u**power).masked_fill_(u == 0, 0.0)  # a learned power may reach 0, and 0^0 is 1, on hidden keys too
+        return (u**power).masked_fill_(u == 0, 0.0)  # a learned power may be 0, and 0^0 is 1
     if power != int(power) or power > SQUARING_LIMIT:
         return u**power
     exponent, square, result = int(power), u, None
@@ -216,34 +216,34 @@ def _power(u: Tensor, power: Tensor | float) -> Tensor:
         square = square * square
 
 
-def _sharpen(rows: Rows, count: Tensor, power: Tensor | float) -> None:
-    """u = relu(f - o mean(f)) / max, A = u^p / sum u^p: eq. 5, where any row factor of u cancels."""
+def _reweight(rows: Rows, count: Tensor, power: Tensor | float) -> None:
+    """Eq. 5: u = relu(f - threshold) / spread, A = u^p / sum u^p. Any factor of the row cancels."""
     f, norm = rows.f, rows.norm
-    threshold = (count > FREE_ROWS).to(f.dtype)
-    floor = threshold * norm / count.clamp(min=1.0)  # o mean(f)
+    o = (count > FREE_ROWS).to(f.dtype)
+    threshold = o * norm / count.clamp(min=1.0)
     highest = f.amax(-1, keepdim=True)
-    rows.peak = (highest * count / norm - threshold).clamp_(min=0.0)
+    rows.peak = (highest * count / norm - o).clamp_(min=0.0)
     tied = rows.peak <= TIED * torch.finfo(f.dtype).eps
-    rows.spread = (highest - floor).masked_fill_(tied, 1.0)
-    rows.u = (f - floor).clamp_(min=0.0).div_(rows.spread)
+    rows.spread = (highest - threshold).masked_fill_(tied, 1.0)
+    rows.u = (f - threshold).clamp_(min=0.0).div_(rows.spread)
     weights = _power(rows.u, power)
-    rows.sharp_norm = weights.sum(-1, keepdim=True).masked_fill_(tied, 1.0)
-    rows.weights = weights.div_(rows.sharp_norm)
+    rows.power_sum = weights.sum(-1, keepdim=True).masked_fill_(tied, 1.0)
+    rows.weights = weights.div_(rows.power_sum)
     if bool(tied.any()):
         rows.tied = tied
         rows.weights = torch.where(tied, f / norm, rows.weights)
 
 
-def _sharpen_backward(
+def _reweight_backward(
     rows: Rows, grad: Tensor, visible: Tensor | None, count: Tensor, power: Tensor | float
 ) -> tuple[Tensor, Tensor | None]:
     """dL/df and dL/dp: with g = dL/du = p u^(p-1) (dA - D) / sum u^p and D = sum_j A dA,
 
-    df = (g - o mean(g)) / spread on every visible key, since the floor of u is o times the row's mean.
+    df = (g - o mean(g)) / spread on every visible key, since the threshold is o times the row's mean.
     """
     assert rows.u is not None
     assert rows.spread is not None
-    assert rows.sharp_norm is not None
+    assert rows.power_sum is not None
     grad.sub_(_delta(rows.weights, grad, visible))
     if rows.tied is not None:
         tied_grad = grad / rows.norm
@@ -255,38 +255,38 @@ def _sharpen_backward(
             grad_power = grad_power.masked_fill_(rows.tied, 0.0)
     # u^(p-1) / sum u^p is A / u; where u is 0, so is A
     grad.div_(rows.u.clamp(min=torch.finfo(grad.dtype).tiny)).mul_(power)
-    threshold = (count > FREE_ROWS).to(grad.dtype)
-    grad.sub_(threshold * grad.sum(-1, keepdim=True) / count.clamp(min=1.0)).div_(rows.spread)
+    o = (count > FREE_ROWS).to(grad.dtype)
+    grad.sub_(o * grad.sum(-1, keepdim=True) / count.clamp(min=1.0)).div_(rows.spread)
     if rows.tied is not None:
         grad = torch.where(rows.tied, tied_grad, grad)
     return grad, grad_power
 
 
 def _recentre(weights: Tensor, visible: Tensor | None, count: Tensor, mechanism: Mechanism) -> Tensor:
-    centred, norm, free = _centred(weights, visible, count)
+    centred, norm, tied = _centred(weights, visible, count)
     if mechanism.post == "recentre+l1":
-        flat = norm <= TIED * torch.finfo(weights.dtype).eps
-        centred = torch.where(flat, 0.0, centred / norm.masked_fill(flat, 1.0))
-    return torch.where(free, weights, centred)
+        centred = torch.where(tied, 0.0, centred / norm)
+    return torch.where(count <= FREE_ROWS, weights, centred)
 
 
 def _centred(weights: Tensor, visible: Tensor | None, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    mean = weights.sum(-1, keepdim=True) / count.clamp(min=1.0)
-    centred = weights - mean
+    """A - mean(A), its l1 norm, and the rows in which that is rounding; the norm is 1 there."""
+    centred = weights - weights.sum(-1, keepdim=True) / count.clamp(min=1.0)
     if visible is not None:
         centred.masked_fill_(~visible, 0.0)
-    return centred, centred.abs().sum(-1, keepdim=True), count <= FREE_ROWS
+    norm = centred.abs().sum(-1, keepdim=True)
+    tied = norm <= TIED * torch.finfo(weights.dtype).eps
+    return centred, norm.masked_fill(tied, 1.0), tied
 
 
 def _recentre_backward(rows: Rows, grad: Tensor, visible: Tensor | None, count: Tensor, mechanism: Mechanism) -> Tensor:
     if visible is not None:
         grad.masked_fill_(~visible, 0.0)
-    centred, norm, free = _centred(rows.weights, visible, count)
-    inner = grad
+    centred, norm, tied = _centred(rows.weights, visible, count)
+    grad_centred = grad
     if mechanism.post == "recentre+l1":
-        flat = norm <= TIED * torch.finfo(grad.dtype).eps
-        norm = norm.masked_fill(flat, 1.0)
-        inner = _l1_backward(centred, centred / norm, norm, grad.clone(), visible, signed=True)
-        inner = torch.where(flat, 0.0, inner)
-    mean = (inner if visible is None else inner.masked_fill(~visible, 0.0)).sum(-1, keepdim=True) / count.clamp(min=1.0)
-    return torch.where(free, grad, inner - mean)
+        grad_centred = _l1_backward(centred, centred / norm, norm, grad.clone(), visible, signed=True)
+        grad_centred = torch.where(tied, 0.0, grad_centred)
+    seen = grad_centred if visible is None else grad_centred.masked_fill(~visible, 0.0)
+    mean = seen.sum(-1, keepdim=True) / count.clamp(min=1.0)
+    return torch.where(count <= FREE_ROWS, grad, grad_centred - mean)

@@ -16,8 +16,8 @@ def _looked_up(name: str) -> Mechanism:
     return named(name)
 
 
-# As torch.compiler.assume_constant_result marks a function, which imports the whole compiler, and with it Triton: under
-# torch.compile a name is looked up once, since the parser cannot be traced.
+# As torch.compiler.assume_constant_result does, without importing the whole compiler, and Triton with it. torch.compile cannot
+# trace the parser, and looks a name up once.
 _looked_up._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 _PAGES = "[pages, heads, page size, head_dim]"
@@ -95,7 +95,7 @@ def check_tensors(
 
 
 _TRACERS = ("torch._subclasses.", "torch.distributed._functional_collectives")
-"""Where the tensors live with which torch.compile and torch.export trace, and those that wait for a collective."""
+"""Modules of the tensors that torch.compile and torch.export trace with, and of those that wait for a collective."""
 _INSTEAD = {
     "DTensor": "pass its .to_local() (or .full_tensor()): softfocus does not know how heads and lengths are sharded",
     "NestedTensor": "pad it and pass key_mask, or pack it and pass document_ids",
@@ -104,7 +104,7 @@ _INSTEAD = {
 
 
 def check_class(name: str, x: object) -> None:
-    """A tensor whose memory holds what it says: a subclass may mean anything else, and torch would not object."""
+    """A plain tensor. A subclass may mean something else by its memory, and torch would not object."""
     kind = type(x)
     if kind in (Tensor, torch.nn.Parameter):
         assert isinstance(x, Tensor)
@@ -121,9 +121,9 @@ def check_class(name: str, x: object) -> None:
 
 
 def causal_bias(attn_mask: object, query: Tensor, key: Tensor) -> str | None:
-    """The variant of PyTorch's ``CausalBias`` ("UPPER_LEFT", "LOWER_RIGHT"), whose memory is never written; None of others.
+    """UPPER_LEFT or LOWER_RIGHT for PyTorch's ``CausalBias``, whose memory is never written; None for anything else.
 
-    By name: importing its class imports torch's compiler.
+    The class is known by its name: importing it imports torch's compiler.
     """
     kind = type(attn_mask)
     if (kind.__module__, kind.__name__) != ("torch.nn.attention.bias", "CausalBias"):
@@ -251,7 +251,7 @@ def check_cache(query: Tensor, key_cache: Tensor, lengths: Tensor, page_table: T
 
 
 def check_cache_values(key_cache: Tensor, lengths: Tensor, page_table: Tensor | None) -> list[int]:
-    """That lengths, which come back as numbers, and the pages before them point into the cache; this waits for a device."""
+    """The lengths as numbers. They and the pages within them must point into the cache. Waits for the device."""
     size, numbers = key_cache.size(2), lengths.tolist()
     most = size if page_table is None else size * page_table.size(1)
     for b, length in enumerate(numbers):
@@ -288,8 +288,8 @@ def window_of(window_size: tuple[int, int] | None, is_causal: bool) -> tuple[int
 
 
 _WIDEST = 1 << 30
-"""Keys on a side of a window: more than a tensor has, and added to a place still an int32. It is no length of the call, which
-a trace would keep."""
+"""Most keys on a side of a window: more than a tensor has, and a sum with a position is still an int32. The call's own length
+would be kept by a trace."""
 
 
 def rows_of(rows: Sequence[int] | Tensor | None, query: Tensor) -> Tensor:

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import and_
 
 import torch
 from torch import Tensor
@@ -10,7 +12,7 @@ UNLIMITED = -1
 """In a window: no bound on that side (FlashAttention's convention)."""
 
 _COUNT_ELEMENTS = 1 << 20
-"""Most booleans held at once while counting, but for one row of them: 1 MiB."""
+"""Most booleans held at once while counting, or those of one row: 1 MiB."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,25 +66,18 @@ class Visibility:
         if self.right != UNLIMITED and high > start + self.offset + self.right + 1:
             parts.append((columns <= rows + self.right)[None, None])
         parts += self._masks(slice(start, stop), slice(low, high))
-        if not parts:
-            return None
-        visible = parts[0]
-        for part in parts[1:]:
-            visible = visible & part
-        return visible
+        return reduce(and_, parts) if parts else None
 
     def of_rows(self, rows: Tensor) -> Tensor:
         """Which keys some queries see: bool, broadcastable to [B, H, R, Lk]. The queries' numbers are int64 [R]."""
         places = (rows + self.offset)[:, None]
         columns = torch.arange(self.key_length, device=rows.device)
-        visible = torch.ones(1, 1, len(rows), self.key_length, dtype=torch.bool, device=rows.device)
+        parts = [torch.ones(1, 1, len(rows), self.key_length, dtype=torch.bool, device=rows.device)]
         if self.left != UNLIMITED:
-            visible = visible & (columns >= places - self.left)
+            parts.append(columns >= places - self.left)
         if self.right != UNLIMITED:
-            visible = visible & (columns <= places + self.right)
-        for mask in self._masks(rows, slice(0, self.key_length)):
-            visible = visible & mask
-        return visible
+            parts.append(columns <= places + self.right)
+        return reduce(and_, parts + self._masks(rows, slice(0, self.key_length)))
 
     def _masks(self, rows: slice | Tensor, keys: slice) -> list[Tensor]:
         """Who sees whom by padding, documents and mask, for some queries and keys."""
@@ -120,7 +115,7 @@ class Visibility:
             low, high = self.span(start, stop)
             visible = self.block(start, stop, low, high, device)
             assert visible is not None
-            # A mask may be given as [.., 1] over the keys or over the queries: count what it stands for.
+            # A mask may have size 1 along queries or keys, and stands for all of them
             visible = visible.expand(*visible.shape[:2], stop - start, high - low)
             counts.append(visible.sum(-1))
         if not counts:
@@ -130,7 +125,7 @@ class Visibility:
 
 @dataclass(frozen=True, eq=False)
 class Cache:
-    """Which keys and values of a cache belong to a sequence, whose queries are its last tokens, causally.
+    """Which keys and values of a cache belong to which sequence. A sequence's queries are its last tokens.
 
     Attributes:
         lengths: integers [B].

@@ -32,7 +32,7 @@ import softfocus.hf
 from softfocus import attention
 from softfocus.lab.run_folder.disk import write_atomically
 from softfocus.mechanism import FREE_ROWS
-from softfocus.reference import sharpen, unit
+from softfocus.reference import reweight, unit
 
 MECHANISMS = {
     "softmax": None,
@@ -118,7 +118,7 @@ def formula(
         steep = scores * scores.sigmoid() / f
         if power is not None:
             steep = power * scores * scores.sigmoid() / (f - (count > FREE_ROWS) * f.sum(-1, keepdim=True) / count)
-            weights = sharpen(weights, count, power)[0]
+            weights = reweight(weights, count, power)[0]
     weights = at("weights", weights)
     return weights @ value, weights.detach(), scores.detach(), steep.detach()
 

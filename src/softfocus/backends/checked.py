@@ -1,51 +1,52 @@
-"""The Triton kernels under supervision: the first call of each kind is held against the tiled backend.
+"""The Triton kernels, compared with the tiled backend at the first call of each kind.
 
-``backend="auto"`` runs them through here, until somebody has seen them right on a GPU: a wrong kernel must not give wrong
-numbers in silence. What is compared is a part of the call itself, in float64 by the tiled backend. Kinds that disagree, or that
-cannot be compiled, run on the tiled backend from then on, after one warning. A kind is a mechanism with dtype, sizes of a head
-and the arguments that are given; neither lengths nor values belong to it. ``SOFTFOCUS_TRITON=trusted`` leaves the check out.
+``backend="auto"`` runs them through here, because no GPU of ours has run them, and a wrong kernel must not give wrong numbers
+in silence. A part of the call is compared with the tiled backend in float64. Kinds that disagree or do not compile run on the
+tiled backend from then on, after one warning. A kind is a mechanism, a dtype, the sizes of a head and the arguments that are
+given; lengths and values do not belong to it. ``SOFTFOCUS_TRITON=trusted`` leaves the check out.
 """
 
 import math
 from collections.abc import Callable, Hashable, Iterator
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from softfocus.backends import tiled, triton
+from softfocus.backends.triton import FEW_ROWS
 from softfocus.contract import GRADIENTS, Call, given, pack
 from softfocus.mechanism import Mechanism
-from softfocus.visibility import UNLIMITED, Visibility
+from softfocus.visibility import UNLIMITED
 from softfocus.warn import warn
 
 ROWS = 128
-"""Queries of a part: enough for whole tiles, and for the kernels of many queries."""
-FEW_ROWS = 64
-"""Up to so many queries, of all heads that share a head of keys, other kernels run, which share the keys of all heads."""
+"""Queries of a part: enough for whole tiles, and for the kernels of prefill."""
 MOST_KEYS = 1 << 24
-"""Numbers in the keys of a part, where other kernels run: they are copied in float64."""
+"""Most numbers in the keys of a part of few queries, which is copied in float64."""
 MARGIN = 8.0
-"""Times the tiled backend's own error in the dtype of the call. One draw of rounding errors can be lucky; a wrong kernel is
-wrong by far more."""
+"""A kernel's error may be so many times the tiled backend's in the same dtype. One draw of rounding errors can be lucky, and a
+wrong kernel is wrong by far more."""
 BAND = 4.0
-"""Units in the last place of the largest number that was summed, on top."""
+"""On top, so many units in the last place of the largest number that was summed."""
 
 TINY = 1e-30
 MOST_KINDS = 4096
 Result = TypeVar("Result")
 
 _refused: dict[Hashable, str | None] = {}
-"""Kind and direction -> None, or why the kernels are not taken."""
+"""Of a direction and kind why the kernels are refused; None where they agreed."""
 
 ABOUT, CARRIES, refuses, rows_kept = triton.ABOUT, triton.CARRIES, triton.refuses, triton.rows_kept
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:
-    """As the Triton backend's; as the tiled backend's where that one is refused.
+    """The Triton backend's, or the tiled backend's where the kernels are refused.
 
     Raises:
-        RuntimeError: a CUDA graph of a cache is captured, and the kernels are refused: the tiled backend waits for the device.
+        RuntimeError: a call with a cache is captured into a CUDA graph, and the kernels are refused. The tiled backend
+            waits for the device, which cannot be captured.
     """
     if not call.query.numel() or not _fails("forward", call):
         return triton.forward(call)
@@ -64,20 +65,20 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def backward(call: Call, grad: Tensor, bias_grad: bool, out: Tensor, rows: Tensor) -> dict[str, Tensor]:
-    """As the Triton backend's; as the tiled backend's where that one is refused."""
+    """The Triton backend's, or the tiled backend's where the kernels are refused."""
     if _fails("forward", call) or _fails("backward", call):
         return tiled.backward(call, grad, bias_grad)
     return triton.backward(call, grad, bias_grad, out, rows)
 
 
 def prepare(call: Call) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
-    """The Triton backend's, once the kind has been seen to be right."""
+    """The Triton backend's, once the kind has agreed."""
     right = _refused.get(("forward", _kind(call)), "not seen yet") is None
     return triton.prepare(call) if right else None
 
 
 def refusal(call: Call) -> str | None:
-    """Why the kernels are not taken for this kind, or None. None also where nothing has been compared yet."""
+    """Why the kernels are refused for this kind; None where they agreed or nothing has been compared yet."""
     kind = _kind(call)
     return next((why for way in ("forward", "backward") if (why := _refused.get((way, kind)))), None)
 
@@ -92,18 +93,18 @@ def seen(call: Call) -> str:
 
 
 def _fails(way: str, call: Call) -> bool:
-    """Whether a direction ("forward" or "backward") of this kind is refused. Compares it at the first call."""
+    """Whether a direction ("forward" or "backward") of this kind is refused. The first call of a kind is compared here."""
     kind = way, _kind(call)
     if kind not in _refused:
         if _capturing(call.query) or not (call.query.numel() and call.key.numel()):
-            return False  # a captured graph gives no numbers to compare, an empty tensor neither
+            return False  # neither a captured graph nor an empty tensor gives numbers to compare
         looks = _backwards if way == "backward" else _forwards if call.cache is None else _longest
         _judge(kind, call.mechanism, lambda: looks(call))
     return _refused.get(kind) is not None
 
 
 Compared = tuple[Tensor, Tensor, Tensor, float]
-"""Of the kernels, of the tiled backend in the same dtype, of the tiled backend in float64; and how large what was summed is."""
+"""Results of the kernels, of the tiled backend in the same dtype and in float64; and the size of what was summed."""
 
 
 class _Broken(Exception):
@@ -155,10 +156,10 @@ def _backwards(call: Call) -> Iterator[Compared]:
 
 
 def _sizes_of_sums(part: Call, grad: Tensor) -> dict[str, float]:
-    """Sums of absolute terms, of the gradients of query, key, bias and head_scale: sums that cancel, for many mechanisms and
-    keys to nothing, so that their own size says nothing of their rounding.
+    """The sums of absolute terms for the gradients of query, key, bias and head_scale.
 
-    Of query and key an eighth of it: with BAND half a unit in the last place of every dL/ds, which the kernels round.
+    These sums may cancel to nothing, so that their own size says nothing of their rounding. Query and key take an eighth:
+    with BAND that is half a unit in the last place of every dL/ds, which the kernels round.
     """
     double = _in_double(part)
     query, key = double.query, double.key.repeat_interleave(part.query.size(1) // part.key.size(1), 1)
@@ -201,7 +202,7 @@ def _judge(kind: Hashable, mechanism: Mechanism, compared: Callable[[], Iterator
         return
     if not (shown or why):
         return
-    if len(_refused) >= MOST_KINDS:  # those that were right are compared again; those that were refused stay so
+    if len(_refused) >= MOST_KINDS:  # kinds that agreed are compared again; refused ones stay refused
         for right in [kind for kind, refusal in _refused.items() if refusal is None]:
             del _refused[right]
     _refused[kind] = why
@@ -214,7 +215,7 @@ def _judge(kind: Hashable, mechanism: Mechanism, compared: Callable[[], Iterator
 
 
 def _difference(got: Tensor, same: Tensor, exact: Tensor, size: float) -> str | None:
-    """What is said of numbers that differ by more than rounding explains; None where they do not."""
+    """A sentence where the numbers differ by more than rounding explains; None where they do not."""
     there = exact.isfinite() & same.isfinite()
     if not there.any():
         return None
@@ -234,8 +235,10 @@ def _largest(x: Tensor) -> float:
 
 
 def _part_of(call: Call) -> Call:
-    """The last queries of one sequence and of the heads that share one head of keys, and all keys that they may see; of few
-    queries those of all heads, and of some sequences."""
+    """The last queries of the heads of one sequence that share a key head, with all keys that they may see.
+
+    Of few queries: those of all heads, of some sequences.
+    """
     query, key, value, visibility = call.query, call.key, call.value, call.visibility
     group = query.size(1) // key.size(1)
     batch, heads, first = 1, group, max(0, query.size(2) - max(ROWS, FEW_ROWS // group + 1))
@@ -243,17 +246,21 @@ def _part_of(call: Call) -> Call:
         batch, heads = max(1, MOST_KEYS // key[0].numel()), query.size(1)
 
     def part(x: Tensor | None) -> Tensor | None:
-        """Of something that is broadcastable to [B, H, Lq, Lk]."""
+        """Of a tensor that broadcasts to [B, H, Lq, Lk]."""
         return None if x is None else x[:batch, :heads, first if x.size(2) > 1 else 0 :]
 
-    masks = (None if x is None else x[:batch] for x in (visibility.key_mask, visibility.document_ids))
+    key_mask, document_ids = (None if x is None else x[:batch] for x in (visibility.key_mask, visibility.document_ids))
     head_scale, power = (None if x is None else x[:heads] for x in (call.head_scale, call.power))
     return call._replace(
         query=query[:batch, :heads, first:],
         key=key[:batch, : heads // group],
         value=value[:batch, : heads // group],
-        visibility=Visibility(
-            query.size(2) - first, key.size(2), visibility.left, visibility.right, part(visibility.mask), *masks
+        visibility=replace(
+            visibility,
+            query_length=query.size(2) - first,
+            mask=part(visibility.mask),
+            key_mask=key_mask,
+            document_ids=document_ids,
         ),
         bias=part(call.bias),
         head_scale=head_scale,
@@ -274,9 +281,9 @@ def _sequence(b: int, call: Call) -> Call:
 
 
 def _kind(call: Call) -> Hashable:
-    """What decides which kernels run, but for sizes that they are told when they run, and for their tiles.
+    """What decides which kernels run, but for tiles and for sizes that kernels read when they run.
 
-    With few queries the keys may be split among programs, which depends on how many keys and heads there are.
+    With few queries the keys may be split among programs, which depends on the numbers of keys and heads.
     """
     query, key, visibility = call.query, call.key, call.visibility
     few = query.size(1) // max(key.size(1), 1) * query.size(2) <= FEW_ROWS

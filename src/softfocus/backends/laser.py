@@ -1,4 +1,4 @@
-"""LASER's log(A exp(V)) for a block of rows: a product, logarithms where a product cannot be exact, and exactly causal."""
+"""LASER's log(A exp(V)) for a tile: a product, and sums of logarithms where a product cannot be exact. Exactly causal."""
 
 from collections.abc import Iterator
 
@@ -9,20 +9,20 @@ from softfocus.mechanism import FREE_ROWS, Mechanism
 from softfocus.pointwise import POINTWISE
 from softfocus.rows import Rows
 
-# A product loses the weights that are too small for float32: a million of them, of up to 1e-38 each, on values up to
-# shift + HIGH come to 1e-19, next to nothing beside a sum of LOW.
-HIGH = 30.0  # above shift + 30, a value that a row weighs is summed in logarithms
-LOW = 1e-12  # so is a sum below this: the row's weights lie on values far below the shift
-REACH = 20.0  # the shift is moved when the maximum has moved this far
-CLAMP = 80.0  # e^80 is finite in float32, and so is its product with a weight of 0
-ENTRY_ELEMENTS = 1 << 20  # keys times entries summed in logarithms at once
+# A product loses weights that are too small for float32. A million weights of 1e-38 on values up to shift + HIGH come to
+# 1e-19, which is nothing beside a sum of LOW.
+HIGH = 30.0  # values above shift + HIGH are large: rows that weigh one are summed in logarithms
+LOW = 1e-12  # so are sums below this: the row's weights lie on values far below the shift
+REACH = 20.0  # the shift moves when the maximum has moved this far
+CLAMP = 80.0  # e^80 is finite in float32, and 0 times it is 0
+ENTRY_ELEMENTS = 1 << 20  # most keys times entries that are summed in logarithms at once
 
 Place = tuple[Tensor, Tensor, Tensor]
-"""Of some rows: batch, head, row, each [n]."""
+"""Batch, head and row of some rows, each [n]."""
 
 
 class Logarithms:
-    """log A of rows, and dL/ds from A dL/dA, in float64: neither A nor dL/dA need be a number that a float can hold.
+    """log A of rows, and dL/ds from A dL/dA, in float64. Neither A nor dL/dA need be in the range of a float.
 
     Attributes:
         scores: [b, h, R, K], -inf on invisible keys.
@@ -42,27 +42,27 @@ class Logarithms:
         self.phi = POINTWISE[mechanism.phi]
         self.double = torch.float32 if rows.scores.device.type == "mps" else torch.float64
 
-    def alive(self) -> Tensor:
-        """bool [b, h, R, K], the keys that may weigh something, however little."""
-        alive = self.scores > (-torch.inf if self.phi.positive else 0.0)
+    def live(self) -> Tensor:
+        """bool [b, h, R, K], the keys whose weight may be above 0, however small."""
+        live = self.scores > (-torch.inf if self.phi.positive else 0.0)
         if self.u is not None:
-            alive &= (self.u > 0) | (self.count <= FREE_ROWS) | self.tied
-        return alive
+            live &= (self.u > 0) | (self.count <= FREE_ROWS) | self.tied
+        return live
 
     def weights(self, place: Place) -> Tensor:
         """log A of some rows, [n, K]."""
         return self._logs(place)[2]
 
-    def correct(self, score_grad: Tensor, power_grad: Tensor | None, place: Place, total: Tensor) -> Tensor:
+    def correct(self, grad_scores: Tensor, grad_power: Tensor | None, place: Place, total: Tensor) -> Tensor:
         """dL/ds [b, h, R, K] with that of some rows made from A dL/dA [n, K]; dL/dp [b, h, G, R, 1] is written in place."""
-        rows = None if power_grad is None else power_grad.view(*power_grad.shape[:2], -1, 1)
+        rows = None if grad_power is None else grad_power.view(*grad_power.shape[:2], -1, 1)
         for some in _pieces(len(total), total.size(-1)):
             here = place[0][some], place[1][some], place[2][some]
             slopes, of_power = self._slopes(here, total[some])
-            score_grad[here] = slopes.to(score_grad.dtype)
+            grad_scores[here] = slopes.to(grad_scores.dtype)
             if rows is not None and of_power is not None:
                 rows[here] = of_power.to(rows.dtype)
-        return score_grad
+        return grad_scores
 
     def _slopes(self, place: Place, total: Tensor) -> tuple[Tensor, Tensor | None]:
         """From A dL/dA [n, K] of some rows: dL/ds [n, K], and dL/dp [n, 1] where there is a power.
@@ -77,11 +77,11 @@ class Logarithms:
         if self.power is None:
             return rate * x, None
         free, tied, power = self.count[place] <= FREE_ROWS, self.tied[place], self._power(place)
-        power_grad = torch.where(log_u > -torch.inf, x * log_u, 0.0).sum(-1, keepdim=True).masked_fill(tied, 0.0)
+        grad_power = torch.where(log_u > -torch.inf, x * log_u, 0.0).sum(-1, keepdim=True).masked_fill(tied, 0.0)
         x = torch.where(tied, x, power * x)
         weights, mean = log_l1.exp(), 1.0 / self.count[place].to(self.double)
         g = torch.where(weights > mean, x / (weights - mean), 0.0)
-        return rate * torch.where(free | tied, x, weights * (g - mean * g.sum(-1, keepdim=True))), power_grad
+        return rate * torch.where(free | tied, x, weights * (g - mean * g.sum(-1, keepdim=True))), grad_power
 
     def _logs(self, place: Place) -> tuple[Tensor, Tensor, Tensor]:
         """Of some rows log of phi(s) / sum phi(s), of u but for a factor of the row, and of A, [n, K]."""
@@ -103,13 +103,12 @@ class Logarithms:
 
 
 class ShiftedExponential:
-    """exp(V - M) for the values of some heads, with a column shift M that no unseen value can touch.
+    """exp(V - M) for the values of some heads, with a shift M for each column that no unseen value can change.
 
-    M is the column maximum over the keys that *every* row of a block sees, so that a change in a row's future leaves the
-    row bit-equal; it moves only when that maximum has moved by more than REACH, so that exp(V - M) is seldom recomputed.
-    The exponent is clamped at CLAMP: an unseen value weighs exactly 0, whatever it is.
-    Entries (row, column) that weigh a value above M + HIGH, or whose sum comes out below LOW, are a log-sum-exp of log A + V
-    over the row's keys in place of a product. Ordinary values never take that path.
+    M is the column's maximum over the keys that *every* row of a tile sees, so that a change in a row's future leaves the row
+    bit-equal. M moves only when that maximum has moved by more than REACH; so exp(V - M) is seldom computed again. The exponent
+    is clamped at CLAMP, so that an unseen value contributes exactly 0. An entry (row, column) that weighs a value above
+    M + HIGH, or whose sum is below LOW, is the log-sum-exp of log A + V in place of the product. Ordinary values need none.
     """
 
     def __init__(self, value: Tensor):
@@ -118,71 +117,71 @@ class ShiftedExponential:
         self.exponential: Tensor | None = None
         self.high = False
 
-    def mix(self, weights: Tensor, logs: Logarithms, low: int, high: int, common: Tensor | slice | None) -> Tensor:
-        """log(A exp(V)) for A [b, h, R, K] over keys [low, high): [b, h, R, Dv]. Rows without weight give -inf or NaN."""
-        total, exact = self._sum(weights, logs, low, high, common)
+    def mix(self, weights: Tensor, logs: Logarithms, keys: slice, seen_by_all: Tensor | slice | None) -> Tensor:
+        """log(A exp(V)) for A [b, h, R, K] over some keys: [b, h, R, Dv]. Rows without weight give -inf or NaN."""
+        total, exact = self._sum(weights, logs, keys, seen_by_all)
         out = total.log().add_(self.shift)
-        for place, column, terms in self._exact(logs, exact, low, high):
+        for place, column, terms in self._exact(logs, exact, keys):
             out[*place, column] = torch.logsumexp(terms, -1).to(out.dtype)
         return out
 
     def mix_backward(
-        self, weights: Tensor, logs: Logarithms, grad: Tensor, low: int, high: int, common: Tensor | slice | None
+        self, weights: Tensor, logs: Logarithms, grad: Tensor, keys: slice, seen_by_all: Tensor | slice | None
     ) -> tuple[Tensor, Tensor, tuple[Place, Tensor] | None]:
         """Gradients of :meth:`mix`.
 
         Returns:
-            dL/dA [b, h, R, K], right in rows of which every entry is a product; the part of dL/dV [b, h, K, Dv] that these
-            rows give; of the other rows their place and A dL/dA [n, K] in float64, or None where there are none.
+            dL/dA [b, h, R, K], right in rows without an exact entry; dL/dV [b, h, K, Dv]; and of rows with exact entries
+            their place and A dL/dA [n, K] in float64, or None where there are no such rows.
         """
-        total, exact = self._sum(weights, logs, low, high, common)
-        # dL/d(A exp(V - M)). A row that sees a NaN has NaN weights where it sees, and those alone must carry it on.
+        total, exact = self._sum(weights, logs, keys, seen_by_all)
+        # dL/d(A exp(V - M)). A row with a NaN score has NaN weights on its visible keys, and they alone pass it on
         share = (grad / total).masked_fill_(exact | (grad == 0) | total.isnan(), 0.0)
         assert self.exponential is not None
-        exponential = self.exponential[..., low:high, :]
-        # Where a weight is 0, or as good as that beside exp(V - out), exp(V - out) may be anything.
-        weight_grad = (share @ exponential.mT).masked_fill_(weights == 0, 0.0)
-        value_grad = (weights.mT @ share).mul_(exponential)
+        exponential = self.exponential[..., keys, :]
+        # Where the weight is 0 or tiny, exp(V - out) may be anything
+        grad_weights = (share @ exponential.mT).masked_fill_(weights == 0, 0.0)
+        grad_value = (weights.mT @ share).mul_(exponential)
         if not bool(exact.any()):
-            return weight_grad, value_grad, None
+            return grad_weights, grad_value, None
         rows = exact.any(-1)
         b, h, row = rows.nonzero().unbind(-1)
         place = b, h, row
         number = rows.flatten().cumsum(0).view(rows.shape) - 1
-        scaled = weight_grad[place].to(logs.double)
-        for some in _pieces(len(row), high - low):
+        scaled = grad_weights[place].to(logs.double)
+        for some in _pieces(len(row), weights.size(-1)):
             scaled[some] *= logs.weights((b[some], h[some], row[some])).exp()
-        exact_grad = torch.zeros_like(value_grad.mT, dtype=logs.double, memory_format=torch.contiguous_format)
-        columns = exact_grad.view(-1, high - low)
-        for (b, h, row), column, terms in self._exact(logs, exact, low, high):
+        exact_grad = torch.zeros_like(grad_value.mT, dtype=logs.double, memory_format=torch.contiguous_format)
+        columns = exact_grad.view(-1, weights.size(-1))
+        for (b, h, row), column, terms in self._exact(logs, exact, keys):
             part = terms.softmax(-1) * grad[b, h, row, column, None]  # [n, K]
             _add_at(scaled, number[b, h, row], part)
-            _add_at(columns, (b * value_grad.size(1) + h) * value_grad.size(-1) + column, part)
-        return weight_grad, value_grad.add_(exact_grad.mT.to(value_grad.dtype)), (place, scaled)
+            _add_at(columns, (b * grad_value.size(1) + h) * grad_value.size(-1) + column, part)
+        return grad_weights, grad_value.add_(exact_grad.mT.to(grad_value.dtype)), (place, scaled)
 
     def _sum(
-        self, weights: Tensor, logs: Logarithms, low: int, high: int, common: Tensor | slice | None
+        self, weights: Tensor, logs: Logarithms, keys: slice, seen_by_all: Tensor | slice | None
     ) -> tuple[Tensor, Tensor]:
         """A exp(V - M), and which of its entries must be summed in logarithms."""
-        self._move(low, high, common)
+        self._move(keys, seen_by_all)
         assert self.exponential is not None
-        total = weights @ self.exponential[..., low:high, :]
+        total = weights @ self.exponential[..., keys, :]
         exact = total < LOW
         if self.high:
-            above = (self.value[..., low:high, :] > self.shift + HIGH).to(weights.dtype)
-            exact |= logs.alive().to(weights.dtype) @ above > 0
+            above = (self.value[..., keys, :] > self.shift + HIGH).to(weights.dtype)
+            exact |= logs.live().to(weights.dtype) @ above > 0
         if not bool(exact.any()):
             return total, exact
         return total, exact & (weights != 0).any(-1, keepdim=True) & ~total.isnan()
 
-    def _move(self, low: int, high: int, common: Tensor | slice | None) -> None:
-        seen = self.value[..., low:high, :]
-        if isinstance(common, slice):
-            seen = seen[..., common, :]
-        elif common is not None:
-            seen = seen.masked_fill(~common.mT, -torch.inf)
+    def _move(self, keys: slice, seen_by_all: Tensor | slice | None) -> None:
+        seen = self.value[..., keys, :]
+        if isinstance(seen_by_all, slice):
+            seen = seen[..., seen_by_all, :]
+        elif seen_by_all is not None:
+            seen = seen.masked_fill(~seen_by_all.mT, -torch.inf)
         far = None
-        if common is not None and seen.size(-2):
+        if seen_by_all is not None and seen.size(-2):
             maximum = seen.amax(-2, keepdim=True)
             far = (maximum - self.shift).abs().gt(REACH) & maximum.isfinite()
         if far is not None and bool(far.any()):
@@ -192,11 +191,11 @@ class ShiftedExponential:
             self.exponential = (self.value - self.shift).clamp_(max=CLAMP).exp_()
             self.high = bool((self.value > self.shift + HIGH).any())
 
-    def _exact(self, logs: Logarithms, exact: Tensor, low: int, high: int) -> Iterator[tuple[Place, Tensor, Tensor]]:
-        """For entries to be summed in logarithms, in pieces: their place, column, and log A + V, [n, K]."""
-        value = self.value[..., low:high, :].mT
+    def _exact(self, logs: Logarithms, exact: Tensor, keys: slice) -> Iterator[tuple[Place, Tensor, Tensor]]:
+        """Place, column and log A + V [n, K] of the exact entries, in pieces."""
+        value = self.value[..., keys, :].mT
         entries = exact.nonzero()
-        for some in _pieces(len(entries), high - low):
+        for some in _pieces(len(entries), value.size(-1)):
             piece = entries[some]
             rows, at = piece[:, :3].unique_consecutive(dim=0, return_inverse=True)
             b, h, row, column = piece.unbind(-1)
@@ -205,15 +204,15 @@ class ShiftedExponential:
 
 
 def _pieces(rows: int, keys: int) -> Iterator[slice]:
-    """Of so many rows of keys, pieces of at most ENTRY_ELEMENTS, or of one row."""
+    """Slices of so many rows, each of at most ENTRY_ELEMENTS numbers or of one row."""
     step = max(1, ENTRY_ELEMENTS // max(1, keys))
     return (slice(start, start + step) for start in range(0, rows, step))
 
 
 def _add_at(target: Tensor, places: Tensor, rows: Tensor) -> None:
-    """target[places] += rows for [m, K], [n] and [n, K], where a place may stand more than once: in a fixed order.
+    """target[places] += rows for [m, K], [n] and [n, K], in a fixed order. A place may occur more than once.
 
-    ``index_put_(accumulate=True)`` and ``index_add_`` sum in whatever order the threads arrive.
+    ``index_put_(accumulate=True)`` and ``index_add_`` sum in the order in which threads arrive.
     """
     order = places.argsort(stable=True)
     there, lengths = places[order].unique_consecutive(return_counts=True)

@@ -1,8 +1,8 @@
-"""Pure torch on every device and dtype: blocks of whole rows, memory O(Lk * tile), forward and hand-written backward.
+"""Pure torch on every device and dtype: tiles of whole rows, with a hand-written backward.
 
-A tile is a few heads times a block of query rows times all the keys that the rows may see, so that every mechanism of the
-algebra is carried and no row needs a second sweep. The backward recomputes the scores. Deterministic: no atomics, and
-sums run in a fixed order for a given shape and thread count.
+A tile is some query rows of a few heads against all keys that they may see. So every mechanism of the algebra is carried, and
+no row needs a second sweep. The backward computes the scores again. Deterministic: nothing is atomic, and sums run in a fixed
+order for a given shape and number of threads.
 """
 
 import torch
@@ -37,58 +37,51 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
         exponential = ShiftedExponential(chunk.value) if mechanism.laser else None
         for tile in chunk.tiles():
             rows = chunk.rows(tile)
-            keep = chunk.kept(tile, seed)
-            weights = rows.final if keep is None else rows.final * keep
+            dropout = chunk.dropout(tile, seed)
+            weights = chunk.flat(rows.final if dropout is None else rows.final * dropout)
             if exponential is None:
-                mixed = chunk.flat(weights) @ chunk.value[..., tile.low : tile.high, :]
+                mixed = weights @ chunk.value[..., tile.keys, :]
             else:
                 logs = Logarithms(rows, tile.count, mechanism, chunk.power)
-                mixed = exponential.mix(chunk.flat(weights), logs, tile.low, tile.high, tile.common)
-            mixed = chunk.poison(chunk.blank(mixed, rows), tile)
-            chunk.view(out, tile.start, tile.stop).copy_(chunk.unflat(mixed))
+                mixed = exponential.mix(weights, logs, tile.keys, tile.seen_by_all)
+            mixed = chunk.set_exceptional_rows(mixed, rows, tile, nonfinite=torch.nan)
+            chunk.view(out, tile.rows).copy_(chunk.unflat(mixed))
             for number, row_vector in enumerate((tile.count, rows.maximum, rows.log_norm, rows.peak)):
-                chunk.view(statistics[number], tile.start, tile.stop).copy_(row_vector[..., 0])
+                chunk.view(statistics[number], tile.rows).copy_(row_vector[..., 0])
     return out, statistics
 
 
 def backward(call: Call, grad: Tensor, bias_grad: bool) -> dict[str, Tensor]:
-    """Gradients by name. The scores are made again."""
+    """Gradients by name."""
     grads, mechanism, seed = zero_gradients(call, bias_grad), call.mechanism, call.dropout.number
     for chunk in chunks(call):
-        key_grad, value_grad = torch.zeros_like(chunk.key), torch.zeros_like(chunk.value)
+        grad_key, grad_value = torch.zeros_like(chunk.key), torch.zeros_like(chunk.value)
         exponential = ShiftedExponential(chunk.value) if mechanism.laser else None
         for tile in chunk.tiles():
             rows = chunk.rows(tile)
-            keep = chunk.kept(tile, seed)
-            weights = rows.final if keep is None else rows.final * keep
-            keys = slice(tile.low, tile.high)
-            # [b, h, G * R, Dv]; rows that see nothing, and outputs that are NaN by rule, pass nothing on
-            above = chunk.poison(chunk.blank(chunk.take(grad, tile.start, tile.stop), rows), tile, with_value=0.0)
+            dropout = chunk.dropout(tile, seed)
+            weights = chunk.flat(rows.final if dropout is None else rows.final * dropout)
+            # Outputs that are 0 or NaN by convention pass no gradient
+            grad_out = chunk.set_exceptional_rows(chunk.take(grad, tile.rows), rows, tile, nonfinite=0.0)
             if exponential is None:
-                value_grad[..., keys, :] += chunk.flat(weights).mT @ above
-                weight_grad = above @ chunk.value[..., keys, :].mT
+                grad_value[..., tile.keys, :] += weights.mT @ grad_out
+                grad_weights = grad_out @ chunk.value[..., tile.keys, :].mT
             else:
                 logs = Logarithms(rows, tile.count, mechanism, chunk.power)
-                weight_grad, part, exact = exponential.mix_backward(
-                    chunk.flat(weights), logs, above, tile.low, tile.high, tile.common
+                grad_weights, part, exact = exponential.mix_backward(
+                    weights, logs, grad_out, tile.keys, tile.seen_by_all
                 )
-                value_grad[..., keys, :] += part
-            weight_grad = weight_grad.view(rows.scores.shape)
-            if keep is not None:
-                weight_grad.mul_(keep)
-            score_grad, power_grad = rowwise.backward(
-                rows,
-                weight_grad,
-                tile.visible,
-                tile.count,
-                mechanism,
-                chunk.power,
-                call.visibility.key_length,
+                grad_value[..., tile.keys, :] += part
+            grad_weights = grad_weights.view(rows.scores.shape)
+            if dropout is not None:
+                grad_weights.mul_(dropout)
+            grad_scores, grad_power = rowwise.backward(
+                rows, grad_weights, tile.visible, tile.count, mechanism, chunk.power, call.visibility.key_length
             )
             if exponential is not None and exact is not None:
-                score_grad = chunk.unflat(logs.correct(chunk.flat(score_grad), power_grad, *exact))
-            chunk.score_backward(tile, score_grad, key_grad, grads)
-            if power_grad is not None and "power" in grads:
-                grads["power"][chunk.heads] += power_grad.sum((0, 3, 4)).flatten()
-        chunk.finish(key_grad, value_grad, grads)
+                grad_scores = chunk.unflat(logs.correct(chunk.flat(grad_scores), grad_power, *exact))
+            chunk.score_backward(tile, grad_scores, grad_key, grads)
+            if grad_power is not None and "power" in grads:
+                grads["power"][chunk.heads] += grad_power.sum((0, 3, 4)).flatten()
+        chunk.finish(grad_key, grad_value, grads)
     return {name: x.to(getattr(call, name).dtype) for name, x in grads.items()}

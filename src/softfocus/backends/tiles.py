@@ -1,4 +1,4 @@
-"""A call cut into tiles: what the tiled backend's forward and backward walk over."""
+"""A call cut into tiles, which the tiled backend walks over."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,17 +10,17 @@ from softfocus import dropout
 from softfocus import rows as rowwise
 from softfocus.contract import GRADIENTS, Call, compute_dtype
 from softfocus.rows import Rows
-from softfocus.visibility import Visibility
+from softfocus.visibility import UNLIMITED
 
 TILE_ROWS = 64
 TILE_ELEMENTS = 1 << 18
-"""Scores of a tile as long as rows are short: 1 MiB of float32, a few of which live at a time in the second-level cache."""
+"""Scores of a tile where rows are short: 1 MiB of float32. A few such tensors live in the second-level cache."""
 TILE_LIMIT = 1 << 23
-"""Most scores of a tile, however long the rows: 32 MiB of float32. Fewer rows, down to one, keep to it."""
+"""Most scores of a tile, however long its rows: 32 MiB of float32. Longer rows make tiles of fewer rows, down to one."""
 
 
 def zero_gradients(call: Call, bias_grad: bool) -> dict[str, Tensor]:
-    """Of a call's tensors, the bias's only if wanted; what is summed over tiles is held in the compute dtype."""
+    """Zeros for each gradient; the bias's only if wanted. Sums over tiles are held in the compute dtype."""
     wide = compute_dtype(call.query.dtype)
     given = {name: getattr(call, name) for name in GRADIENTS if name != "bias" or bias_grad}
     summed = ("bias", "head_scale", "power")
@@ -33,19 +33,19 @@ def zero_gradients(call: Call, bias_grad: bool) -> dict[str, Tensor]:
 
 @dataclass
 class Tile:
-    """Query rows [start, stop) against keys [low, high): visible 5-D bool or None, count 5-D, and what LASER needs."""
+    """Some query rows against all keys that they may see."""
 
-    start: int
-    stop: int
-    low: int
-    high: int
-    visible: Tensor | None  # [b|1, h|1, G|1, R, K]
-    common: Tensor | slice | None  # keys that every row sees
+    rows: slice
+    keys: slice
+    visible: Tensor | None  # bool [b|1, h|1, G|1, R, K]; None if all is visible
+    seen_by_all: (
+        Tensor | slice | None
+    )  # LASER's: the keys that every row sees, bool [b, h, 1, K] or a slice of the tile's
     count: Tensor  # [b, h, G, R, 1]
     query: Tensor  # [b, h, G * R, D], normalised for cosine, 0 where it is not finite
-    broken: Tensor | None  # [b, h, G * R, 1], which queries are not finite
-    query_norm: Tensor | None
-    factor: Tensor  # [b, h, G, R, 1], c_i without the head's own
+    nonfinite: Tensor | None  # bool [b, h, G * R, 1], which queries are not finite
+    query_norm: Tensor | None  # [b, h, G * R, 1], for cosine
+    score_scale: Tensor  # [b, h, G, R, 1], c_i without head_scale
 
 
 def chunks(call: Call) -> Iterator["Chunk"]:
@@ -79,15 +79,15 @@ class Chunk:
         self.heads = slice(key_heads.start * self.groups, key_heads.stop * self.groups)
         self.dtype = compute_dtype(call.query.dtype)
         self.shape = (batches.stop - batches.start, key_heads.stop - key_heads.start, self.groups)
-        self.count = self._five(count[..., None])
+        self.count = self._grouped(count[..., None])
         # contiguous: a product would copy a [B, L, H, D] view every time
         key = call.key[batches, key_heads].to(self.dtype).contiguous()
         value = call.value[batches, key_heads].to(self.dtype).contiguous()
-        # Products run on finite stand-ins: an invisible NaN times a weight of 0 would be NaN.
-        self.broken_key = _broken_rows(key)
-        self.broken_value = None if _all_finite(value) else ~value.isfinite()
-        self.value = value if self.broken_value is None else value.masked_fill(self.broken_value, 0.0)
-        self.key, self.key_norm = self._direction(_mended(key, self.broken_key))
+        # Non-finite numbers are 0 in products: an invisible NaN times a weight of 0 would be NaN
+        self.nonfinite_key = _nonfinite_rows(key)
+        self.nonfinite_value = None if _all_finite(value) else ~value.isfinite()
+        self.value = value if self.nonfinite_value is None else value.masked_fill(self.nonfinite_value, 0.0)
+        self.key, self.key_norm = self._direction(_zeroed(key, self.nonfinite_key))
         head_scale, power = call.head_scale, call.power
         self.head_scale = None if head_scale is None else self._per_head(head_scale)
         self.power: Tensor | float | None = call.mechanism.power if power is None else self._per_head(power)
@@ -99,79 +99,74 @@ class Chunk:
             stop = min(start + self.tile_rows, visibility.query_length)
             low, high = visibility.span(start, stop)
             if low == high:  # rows that see nothing: one hidden key keeps the reductions defined
-                low, high = min(low, visibility.key_length - 1), min(low, visibility.key_length - 1) + 1
+                low = min(low, visibility.key_length - 1)
+                high = low + 1
+            rows, keys = slice(start, stop), slice(low, high)
             visible = visibility.block(start, stop, low, high, self.key.device)
-            visible = None if visible is None else self._five(visible)
-            count = self.count[..., start:stop, :]
-            common: Tensor | slice | None = None
-            if self.mechanism.laser:
-                common = _common(visibility, start, stop, low, high, visible, count, self.shape)
-            query = self.take(self.call.query, start, stop)
-            broken = _broken_rows(query)
-            query, norm = self._direction(_mended(query, broken))
-            factor = self.call.scale * rowwise.length_scale(self.mechanism.length_scale, count)
-            yield Tile(
-                start, stop, low, high, visible, common, count.expand(*self.shape, -1, 1), query, broken, norm, factor
-            )
+            visible = None if visible is None else self._grouped(visible)
+            count = self.count[..., rows, :]
+            seen_by_all = self._seen_by_all(rows, keys, visible, count) if self.mechanism.laser else None
+            query = self.take(self.call.query, rows)
+            nonfinite = _nonfinite_rows(query)
+            query, norm = self._direction(_zeroed(query, nonfinite))
+            score_scale = self.call.scale * rowwise.length_scale(self.mechanism.length_scale, count)
+            count = count.expand(*self.shape, -1, 1)
+            yield Tile(rows, keys, visible, seen_by_all, count, query, nonfinite, norm, score_scale)
 
     def rows(self, tile: Tile) -> Rows:
         """Scores of a tile and everything up to the weights."""
-        scaled = self.unflat(tile.query) * self._full_factor(tile)
-        scores = (self.flat(scaled) @ self.key[..., tile.low : tile.high, :].mT).view(
-            *self.shape, -1, tile.high - tile.low
-        )
+        scores = self.unflat(self._scaled_query(tile) @ self.key[..., tile.keys, :].mT)
         row_bias = rowwise.score_bias(self.mechanism.score_bias, tile.count, self.visibility.key_length)
         if row_bias is not None:
             scores += row_bias
         if self.call.bias is not None:
             scores += self._bias(self.call.bias, tile)
-        if tile.broken is not None:
-            scores.masked_fill_(self.unflat(tile.broken), torch.nan)
-        if self.broken_key is not None:
-            scores.masked_fill_(self.broken_key[..., tile.low : tile.high, :].mT.unsqueeze(2), torch.nan)
+        if tile.nonfinite is not None:
+            scores.masked_fill_(self.unflat(tile.nonfinite), torch.nan)
+        if self.nonfinite_key is not None:
+            scores.masked_fill_(self.nonfinite_key[..., tile.keys, :].mT.unsqueeze(2), torch.nan)
         return rowwise.forward(scores, tile.visible, tile.count, self.mechanism, self.power, self.visibility.key_length)
 
-    def score_backward(self, tile: Tile, score_grad: Tensor, key_grad: Tensor, grads: dict[str, Tensor]) -> None:
+    def score_backward(self, tile: Tile, grad_scores: Tensor, grad_key: Tensor, grads: dict[str, Tensor]) -> None:
         """dL/ds of a tile into the gradients of query, key, bias and head_scale."""
-        query = tile.query
         if "bias" in grads:
-            target = self._bias(grads["bias"], tile, keep_shape=True)
-            target += score_grad.flatten(1, 2).sum_to_size(target.shape)
-        flat = self.flat(score_grad)
-        key_grad[..., tile.low : tile.high, :] += flat.mT @ self.flat(self.unflat(query) * self._full_factor(tile))
-        plain = self.unflat(flat @ self.key[..., tile.low : tile.high, :]) * tile.factor  # without the head's factor
+            grad_bias = self._bias(grads["bias"], tile, keep_shape=True)
+            grad_bias += grad_scores.flatten(1, 2).sum_to_size(grad_bias.shape)
+        flat = self.flat(grad_scores)
+        grad_key[..., tile.keys, :] += flat.mT @ self._scaled_query(tile)
+        grad_query = self.unflat(flat @ self.key[..., tile.keys, :]) * tile.score_scale
         if "head_scale" in grads:
-            grads["head_scale"][self.heads] += (plain * self.unflat(query)).sum((0, 3, 4)).flatten()
+            grads["head_scale"][self.heads] += (grad_query * self.unflat(tile.query)).sum((0, 3, 4)).flatten()
         if self.head_scale is not None:
-            plain = plain * self.head_scale
+            grad_query = grad_query * self.head_scale
         if tile.query_norm is not None:
-            plain = _direction_backward(self.flat(plain), query, tile.query_norm)
-            plain = self.unflat(plain)
-        self.view(grads["query"], tile.start, tile.stop).copy_(plain)
+            grad_query = self.unflat(_direction_backward(self.flat(grad_query), tile.query, tile.query_norm))
+        self.view(grads["query"], tile.rows).copy_(grad_query)
 
-    def finish(self, key_grad: Tensor, value_grad: Tensor, grads: dict[str, Tensor]) -> None:
+    def finish(self, grad_key: Tensor, grad_value: Tensor, grads: dict[str, Tensor]) -> None:
         """Write the gradients of this chunk's keys and values."""
         if self.key_norm is not None:
-            key_grad = _direction_backward(key_grad, self.key, self.key_norm)
-        grads["key"][self.batches, self.key_heads] = key_grad.to(grads["key"].dtype)
-        grads["value"][self.batches, self.key_heads] = value_grad.to(grads["value"].dtype)
+            grad_key = _direction_backward(grad_key, self.key, self.key_norm)
+        grads["key"][self.batches, self.key_heads] = grad_key.to(grads["key"].dtype)
+        grads["value"][self.batches, self.key_heads] = grad_value.to(grads["value"].dtype)
 
-    def kept(self, tile: Tile, seed: int) -> Tensor | None:
-        """What dropout multiplies the weights with: 0 or 1 / (1 - p)."""
+    def dropout(self, tile: Tile, seed: int) -> Tensor | None:
+        """What dropout multiplies the weights of a tile with, 0 or 1 / (1 - p); None where p is 0."""
         p = self.call.dropout.p
         if p == 0.0:
             return None
         batch, head = (torch.arange(x.start, x.stop, device=self.key.device) for x in (self.batches, self.heads))
         places = (batch[:, None] * self.call.query.size(1) + head).view(self.shape)
-        return dropout.factors(seed, p, places, (tile.start, tile.stop), (tile.low, tile.high), self.dtype)
+        rows, keys = ((x.start, x.stop) for x in (tile.rows, tile.keys))
+        return dropout.factors(seed, p, places, rows, keys, self.dtype)
 
-    def take(self, x: Tensor, start: int, stop: int) -> Tensor:
+    def take(self, x: Tensor, rows: slice) -> Tensor:
         """Rows of a [B, H, Lq, *] tensor as [b, h, G * R, *] in the compute dtype."""
-        return self.flat(self.view(x, start, stop).to(self.dtype))
+        return self.flat(self.view(x, rows).to(self.dtype))
 
-    def view(self, x: Tensor, start: int, stop: int) -> Tensor:
+    def view(self, x: Tensor, rows: slice) -> Tensor:
         """A view of rows of a [B, H, Lq(, *)] tensor as [b, h, G, R(, *)]."""
-        return x[self.batches, self.heads, start:stop].unflatten(1, (-1, self.groups))
+        return x[self.batches, self.heads, rows].unflatten(1, (-1, self.groups))
 
     def flat(self, x: Tensor) -> Tensor:
         """[b, h, G, R, *] to [b, h, G * R, *]: the heads of a group share their keys in one product."""
@@ -181,26 +176,44 @@ class Chunk:
         """The inverse of :meth:`flat`."""
         return x.view(*self.shape, -1, x.size(-1))
 
-    def blank(self, mixed: Tensor, rows: Rows) -> Tensor:
-        """Zero where a row has no weight at all; only LASER, and NaN in rows that see nothing, need it."""
+    def set_exceptional_rows(self, x: Tensor, rows: Rows, tile: Tile, nonfinite: float) -> Tensor:
+        """out or grad_out of a tile, [b, h, G * R, Dv], with its exceptional rows set.
+
+        Rows without any weight become 0: LASER's, and those that see nothing, which may be NaN. Entries that see a value
+        that is not finite become ``nonfinite``.
+        """
         empty = self.flat((rows.maximum == -torch.inf).expand(*self.shape, -1, 1))
         if self.mechanism.laser:
             empty = empty | (self.flat(rows.final) == 0).all(-1, keepdim=True)
-        return mixed.masked_fill(empty, 0.0) if bool(empty.any()) else mixed
-
-    def poison(self, mixed: Tensor, tile: Tile, with_value: float = torch.nan) -> Tensor:
-        """NaN (or ``with_value``) where a row sees a value that is not finite."""
-        if self.broken_value is None:
-            return mixed
-        broken = self.broken_value[..., tile.low : tile.high, :].to(self.dtype)
+        if bool(empty.any()):
+            x = x.masked_fill(empty, 0.0)
+        if self.nonfinite_value is None:
+            return x
+        counted = self.nonfinite_value[..., tile.keys, :].to(self.dtype)
         if tile.visible is None:
-            seen = broken.sum(-2, keepdim=True)
+            seen = counted.sum(-2, keepdim=True)
         else:
-            full = tile.visible.expand(*self.shape, tile.stop - tile.start, tile.high - tile.low)
-            seen = self.flat(full.to(self.dtype)) @ broken
-        return mixed.masked_fill(seen > 0, with_value)
+            seen = self.flat(tile.visible.expand(rows.scores.shape).to(self.dtype)) @ counted
+        return x.masked_fill(seen > 0, nonfinite)
 
-    def _five(self, x: Tensor) -> Tensor:
+    def _seen_by_all(self, rows: slice, keys: slice, visible: Tensor | None, count: Tensor) -> Tensor | slice | None:
+        """The keys that every row of a tile sees, fully masked rows aside: bool [b, h, 1, K] or a slice; None for no key."""
+        if visible is None:
+            return slice(0, keys.stop - keys.start)
+        visibility = self.visibility
+        if visibility.mask is None and visibility.key_mask is None and visibility.document_ids is None:
+            first = rows.start  # the first row that sees a key
+            if visibility.right != UNLIMITED:
+                first = max(first, -visibility.offset - visibility.right)
+            if first >= rows.stop:
+                return None
+            low, high = visibility.span(rows.stop - 1, rows.stop)[0], visibility.span(first, first + 1)[1]
+            return slice(low - keys.start, high - keys.start)
+        fully_masked = (count == 0).expand(*self.shape[:2], *count.shape[2:])
+        seen = (visible | fully_masked).all(3, keepdim=True).all(2, keepdim=True)  # [b, h, 1, 1, K]
+        return seen[:, :, 0]
+
+    def _grouped(self, x: Tensor) -> Tensor:
         """[B|1, H|1, R, K] to this chunk's [b|1, h|1, G|1, R, K]."""
         x = x if x.size(0) == 1 else x[self.batches]
         return x.unsqueeze(2) if x.size(1) == 1 else x[:, self.heads].unflatten(1, (-1, self.groups))
@@ -208,16 +221,18 @@ class Chunk:
     def _per_head(self, x: Tensor) -> Tensor:
         return x[self.heads].to(self.dtype).view(1, -1, self.groups, 1, 1)
 
-    def _full_factor(self, tile: Tile) -> Tensor:
-        return tile.factor if self.head_scale is None else tile.factor * self.head_scale
+    def _scaled_query(self, tile: Tile) -> Tensor:
+        """c_i q_i, [b, h, G * R, D]."""
+        scale = tile.score_scale if self.head_scale is None else tile.score_scale * self.head_scale
+        return self.flat(self.unflat(tile.query) * scale)
 
     def _bias(self, bias: Tensor, tile: Tile, keep_shape: bool = False) -> Tensor:
-        bias = bias if bias.size(2) == 1 else bias[:, :, tile.start : tile.stop]
-        bias = bias if bias.size(3) == 1 else bias[..., tile.low : tile.high]
+        bias = bias if bias.size(2) == 1 else bias[:, :, tile.rows]
+        bias = bias if bias.size(3) == 1 else bias[..., tile.keys]
         if keep_shape:
             bias = bias if bias.size(0) == 1 else bias[self.batches]
             return bias if bias.size(1) == 1 else bias[:, self.heads]
-        return self._five(bias).to(self.dtype)
+        return self._grouped(bias).to(self.dtype)
 
     def _direction(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """x / |x| and |x| for cosine similarity; x and None for the dot product."""
@@ -244,33 +259,10 @@ def _all_finite(x: Tensor) -> bool:
     return bool(x.sum().isfinite())
 
 
-def _broken_rows(x: Tensor) -> Tensor | None:
+def _nonfinite_rows(x: Tensor) -> Tensor | None:
     """bool [..., 1], the rows of x with a NaN or an infinity; None if there are none."""
     return None if _all_finite(x) else ~x.isfinite().all(-1, keepdim=True)
 
 
-def _mended(x: Tensor, broken: Tensor | None) -> Tensor:
-    return x if broken is None else x.masked_fill(broken, 0.0)
-
-
-def _common(
-    visibility: Visibility,
-    start: int,
-    stop: int,
-    low: int,
-    high: int,
-    visible: Tensor | None,
-    count: Tensor,
-    shape: tuple[int, int, int],
-) -> Tensor | slice | None:
-    """The keys that every row of a tile sees, rows that see nothing aside: bool [b|1, h|1, 1, K] or a slice."""
-    if visible is None:
-        return slice(0, high - low)
-    if visibility.mask is None and visibility.key_mask is None and visibility.document_ids is None:
-        first = start if visibility.right == -1 else max(start, -visibility.offset - visibility.right)
-        if first >= stop:
-            return None
-        return slice(visibility.span(stop - 1, stop)[0] - low, visibility.span(first, first + 1)[1] - low)
-    blind = (count == 0).expand(*shape[:2], *count.shape[2:])
-    everyone = (visible | blind).all(3, keepdim=True).all(2, keepdim=True)  # [b, h, 1, 1, K]
-    return everyone[:, :, 0]
+def _zeroed(x: Tensor, nonfinite: Tensor | None) -> Tensor:
+    return x if nonfinite is None else x.masked_fill(nonfinite, 0.0)

@@ -1,6 +1,6 @@
-"""Fused C++ kernels for CPUs: blocks of whole rows kept in cache, no pass over the scores more than the algebra needs.
+"""Fused C++ kernels for CPUs, compiled for the machine at first use (``build.py``).
 
-The kernels are compiled for the machine at first use (``build.py``). Deterministic: the forward for any number of threads,
+They work on blocks of whole rows that fit into the processor's cache. The forward is deterministic for any number of threads,
 the backward for a given number.
 """
 
@@ -22,7 +22,7 @@ rows_kept = None
 
 
 def refuses(call: Call, to_run: bool) -> str | None:
-    """Where the kernels are switched off, or do not compile; what nobody has tried is tried only to run."""
+    """Why the kernels are switched off or do not compile. Whether they compile is tried only for a call that is to run."""
     return build.why_unavailable(compiling=to_run)
 
 
@@ -41,7 +41,7 @@ def prepare(call: Call) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     arguments, _made = packed(call)
     kernel = _kernel("softfocus_forward")
     one = _empty(1, dtype=call.query.dtype)
-    like = one.expand(*call.query.shape[:3], call.value.size(-1))  # takes torch half the time of a shape
+    like = one.expand(*call.query.shape[:3], call.value.size(-1))  # empty_like() takes half the time of empty()
 
     def ready(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         out = torch.empty_like(like)
@@ -53,17 +53,17 @@ def prepare(call: Call) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
 
 
 def backward(call: Call, grad: Tensor, bias_grad: bool) -> dict[str, Tensor]:
-    """Gradients by name. The scores are made again."""
+    """Gradients by name."""
     query, bias = call.query, call.bias
     arguments, _made = packed(call)
     grads = {name: _empty(*x.shape, dtype=x.dtype) for name, x in zip(("query", "key", "value"), call[:3], strict=True)}
-    bias_to = _empty(*bias.shape).zero_() if bias is not None and bias_grad else None
-    rows = {name: _empty(*query.shape[:3]) for name in ("head_scale", "power") if getattr(call, name) is not None}
-    arrays = ARRAY.pack(*array(grad)), ARRAY.pack(*broadcast(bias_to))
-    _run("softfocus_backward", arguments, *arrays, *grads.values(), rows.get("head_scale"), rows.get("power"))
-    grads |= {name: x.sum((0, 2)).to(getattr(call, name).dtype) for name, x in rows.items()}
-    if bias is not None and bias_to is not None:
-        grads["bias"] = bias_to.to(bias.dtype)
+    grad_bias = _empty(*bias.shape).zero_() if bias is not None and bias_grad else None
+    by_row = {name: _empty(*query.shape[:3]) for name in ("head_scale", "power") if getattr(call, name) is not None}
+    arrays = ARRAY.pack(*array(grad)), ARRAY.pack(*broadcast(grad_bias))
+    _run("softfocus_backward", arguments, *arrays, *grads.values(), by_row.get("head_scale"), by_row.get("power"))
+    grads |= {name: x.sum((0, 2)).to(getattr(call, name).dtype) for name, x in by_row.items()}
+    if bias is not None and grad_bias is not None:
+        grads["bias"] = grad_bias.to(bias.dtype)
     return grads
 
 
@@ -71,7 +71,7 @@ _NO_MEMORY = "softfocus: a kernel could not get the memory it works in"
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="cpu")  # whatever torch's defaults are
+    return torch.empty(shape, dtype=dtype, device="cpu")  # whatever torch's default device is
 
 
 def _run(name: str, *arguments: bytes | Tensor | None) -> None:
@@ -84,7 +84,7 @@ _PARAMETERS = {"softfocus_forward": 6, "softfocus_backward": 8}
 
 
 def _kernel(name: str) -> Callable[..., int]:
-    """A kernel that takes bytes and addresses: told so, ctypes takes plain numbers for pointers."""
+    """A kernel, with its argument types declared, so that ctypes takes numbers for pointers."""
     kernel: Any = getattr(build.library(), name)
     if kernel.argtypes is None:
         kernel.argtypes = [c_char_p] + [c_void_p] * (_PARAMETERS[name] - 1)

@@ -1,7 +1,7 @@
 """The CPU kernels' library: compiled for this machine at first use, kept in a cache, loaded once a process.
 
-The sources in ``csrc/`` are plain C++17 with OpenMP pragmas, called through ctypes. They include neither torch's headers nor
-Python's, so a build takes seconds and fits any Python. What it must fit is the processor: that is why it is made here.
+The sources in ``csrc/`` are plain C++17 with OpenMP pragmas. They include neither torch's headers nor Python's, so that one
+library fits any Python. It must fit the processor, and is therefore compiled here.
 """
 
 import ctypes
@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from softfocus.backends.cpu.compile import compile_kernels, load, say
 from softfocus.backends.cpu.plan import CACHE, Plan, Unavailable, compiler, plan, switched_off
@@ -32,12 +33,7 @@ class _NoCache(Unavailable):
 
 @dataclass(frozen=True)
 class Built:
-    """A library that is there.
-
-    Attributes:
-        seconds: how long compiling it took.
-        fresh: whether it was compiled just now; otherwise it lay in the cache.
-    """
+    """A library that is there: how it was compiled, in how many seconds, and whether it was just now or lay in the cache."""
 
     library: Path
     compiler: str
@@ -50,15 +46,8 @@ class Built:
 _outcome: tuple[Built, ctypes.CDLL] | Unavailable | None = None
 _warned = False
 _lock = threading.Lock()
-
-
-def _unlock() -> None:
-    global _lock
-    _lock = threading.Lock()
-
-
 if hasattr(os, "register_at_fork"):  # a child forked while another thread compiles would wait for that thread for ever
-    os.register_at_fork(after_in_child=_unlock)
+    os.register_at_fork(after_in_child=lambda: globals().update(_lock=threading.Lock()))
 
 
 def library() -> ctypes.CDLL:
@@ -86,7 +75,7 @@ def why_unavailable(compiling: bool = True) -> str | None:
     """None where the kernels run, or the sentence that says why not; the first time also a RuntimeWarning.
 
     Args:
-        compiling: find out, which may compile. Otherwise no disk is touched, and None also says that nobody has tried yet.
+        compiling: try, which may compile. Otherwise no disk is touched, and None also stands for "not tried yet".
     """
     global _warned
     try:
@@ -102,8 +91,8 @@ def why_unavailable(compiling: bool = True) -> str | None:
     return None
 
 
-# As torch.compiler.assume_constant_result marks a function, without importing the whole compiler: under torch.compile the
-# answer is a constant, and what finds it out (locks, processes, ctypes) is not traced.
+# As torch.compiler.assume_constant_result does, without importing the whole compiler. Under torch.compile the answer is a
+# constant, and locks, processes and ctypes are not traced.
 why_unavailable._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -163,16 +152,15 @@ def _ready(planned: Plan, force: bool = False) -> tuple[Built, ctypes.CDLL]:
 
 
 def _load_cached(planned: Plan) -> tuple[Built, ctypes.CDLL] | None:
-    if found := _cached(planned):
-        with suppress(OSError):  # it does not load: it is compiled again
-            return found, load(found.library)
+    with suppress(OSError):  # one that does not load is compiled again
+        return (found, load(found.library)) if (found := _cached(planned)) else None
     return None
 
 
 def _cached(planned: Plan) -> Built | None:
-    """A library whose bytes are those that were written: one cut short by a full disk would crash where it is loaded.
+    """A library with the checksum that was written: one cut short by a full disk would crash the process.
 
-    Whoever can write a library can write its checksum, and what is loaded runs as whoever loads it. So nobody else may.
+    Whoever can write a library can write its checksum, and its code runs as the user who loads it. So nobody else may.
 
     Raises:
         _NoCache: others own the folder, or may write to it.
@@ -194,7 +182,7 @@ def _checksum(path: Path) -> str:
 
 
 def _others(path: Path) -> str:
-    """Why others decide what is in a file or a folder, or nothing. Root may do anything anyway."""
+    """Why others decide what is in a file or a folder; empty where they do not. Root may do anything anyway."""
     found = path.stat()
     if found.st_uid not in (0, os.getuid()):
         return f"belongs to another user (uid {found.st_uid})"
@@ -204,7 +192,7 @@ def _others(path: Path) -> str:
 
 
 def _refuse_others(folder: Path) -> None:
-    """A folder of the cache, and the cache itself, in which others could put one in its place; what is not there is fine."""
+    """Neither the folder nor the cache around it may be others' to write. A folder that is not there is fine."""
     for path in (folder.parent, folder):
         try:
             why = _others(path)
@@ -217,17 +205,17 @@ def _refuse_others(folder: Path) -> None:
 
 
 def _make(folder: Path) -> None:
-    """A folder and those above it, which nobody else may enter, whatever the umask."""
+    """A folder and those above it, closed to others whatever the umask."""
     if not folder.is_dir():
         _make(folder.parent)
-        with suppress(FileExistsError):  # another process was faster; what is no folder is found out next
+        with suppress(FileExistsError):  # another process was faster, or a file is in the way, which shows next
             folder.mkdir(mode=0o700)
             folder.chmod(0o700)
 
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """While this is entered no other process compiles into the folder. What cannot be written there is _NoCache."""
+    """Lets one process at a time compile into the folder. A folder that cannot be written to is _NoCache."""
     from filelock import FileLock, Timeout
 
     try:
@@ -252,7 +240,7 @@ def _alone(folder: Path) -> Iterator[None]:
 def _compile(planned: Plan, command: tuple[str, ...], version: str) -> tuple[Built, ctypes.CDLL]:
     """Into a folder beside, then renamed: a kill at any moment leaves nothing that looks whole and is not."""
     for left in planned.folder.glob("building-*"):
-        # By a process that died. Its compilers may live on: they write into their own folder, not into the next one's
+        # Of a process that died. Its compilers may live on: they write into their own folder, not into the next one's
         shutil.rmtree(left, ignore_errors=True)
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="building-", dir=planned.folder, ignore_cleanup_errors=True) as name:
@@ -260,13 +248,13 @@ def _compile(planned: Plan, command: tuple[str, ...], version: str) -> tuple[Bui
         kernels = compile_kernels(planned, command, Path(name))
         if plan().digest != planned.digest:
             raise Unavailable("the CPU kernels' sources changed while they were compiled", "start again")
-        words, flags = shlex.join(command), shlex.join(planned.flags)
-        seconds = round(time.monotonic() - started, 1)
-        built = Built(planned.library, words, version, flags, seconds, fresh=True)
-        about = {"compiler": words, "version": version, "flags": flags, "seconds": seconds}
+        about: dict[str, Any] = {
+            "compiler": shlex.join(command), "version": version, "flags": shlex.join(planned.flags),
+            "seconds": round(time.monotonic() - started, 1),
+        }  # fmt: skip
         text.write_text(json.dumps({**about, "sha256": _checksum(made)}, indent=2) + "\n")
         made.chmod(0o700)  # not what the umask left: a file that others can write is not loaded
         text.chmod(0o600)
         os.replace(made, planned.library)
         os.replace(text, planned.about)
-    return built, kernels
+    return Built(planned.library, fresh=True, **about), kernels

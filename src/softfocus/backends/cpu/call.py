@@ -1,4 +1,4 @@
-"""The kernels' arguments, laid out as the structures of ``csrc/params.h``: numbers of eight bytes, one after another."""
+"""The kernels' arguments as the structures of ``csrc/params.h``: numbers of eight bytes, one after another."""
 
 import os
 import struct
@@ -19,45 +19,36 @@ CARRIES = Carries(
     dtypes=(torch.float32, torch.bfloat16, torch.float16), devices=("cpu",),
     features=("bias", "head_scale", "power", "mask", "key_mask", "document_ids", "dropout"),
 )  # fmt: skip
-"""In the order of the enumerations in ``csrc/``: a value's place here is its number there."""
+"""In the order of the enumerations in ``csrc/``: a value's index here is its number there."""
 
 ARRAY = struct.Struct("5q")
-"""``struct TensorView``: where the data lies, and four strides in elements, 0 where broadcast."""
+"""``struct TensorView``: the data's address, and four strides in elements, 0 where broadcast."""
 CALL = struct.Struct("20q2d" + 7 * "5q" + "2q")
 """``struct Params``."""
 ABSENT = (0, 0, 0, 0, 0)
 
 
 def array(x: Tensor | None) -> tuple[int, ...]:
-    """A 4-D tensor; all zero for one that is not given."""
+    """A 4-D tensor as an ARRAY; zeros for None."""
     return ABSENT if x is None else (x.data_ptr(), *x.stride())
 
 
 def broadcast(x: Tensor | None) -> tuple[int, ...]:
-    """The same of one that is read beyond its sizes of 1."""
+    """The same, with a stride of 0 along every dimension of size 1."""
     if x is None:
         return ABSENT
     return (x.data_ptr(), *(0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True)))
 
 
-_forked = False
-
-
-def _note_fork() -> None:
-    global _forked
-    _forked = True
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_note_fork)
+_PROCESS = os.getpid()
 
 
 def threads() -> int:
     """How many to compute on: torch's number, but one in a forked child.
 
-    OpenMP's threads stay with the parent, and GNU's library, where they have worked there, waits in the child for ever.
+    OpenMP's threads stay with the parent. GNU's library, once they have worked, waits for them in the child for ever.
     """
-    return 1 if _forked else torch.get_num_threads()
+    return torch.get_num_threads() if os.getpid() == _PROCESS else 1
 
 
 @lru_cache(maxsize=256)
@@ -74,12 +65,12 @@ def _numbers(mechanism: Mechanism) -> tuple[int, ...]:
 
 
 def packed(call: Call) -> tuple[bytes, list[Tensor]]:
-    """A call's arguments, and the tensors made for it, which must live as long as the call runs."""
+    """A call's arguments, and the tensors made for them, which must live while the kernel runs."""
     query, key, value, visibility, mechanism = call.query, call.key, call.value, call.visibility, call.mechanism
     made: list[Tensor] = []
 
     def held(x: Tensor | None) -> Tensor | None:
-        """As contiguous float32, unless it is a bias, whose strides the kernels follow."""
+        """In float32, contiguous but for a bias, whose strides the kernels follow."""
         if x is None:
             return None
         x = x.detach().float()

@@ -1,8 +1,7 @@
-"""The CPU kernels' sources to a loaded library: compile side by side, link, try to load."""
+"""The CPU kernels' sources to a loaded library: compile side by side, link, load."""
 
 import ctypes
 import errno
-import itertools
 import os
 import re
 import shlex
@@ -28,21 +27,17 @@ def compile_kernels(plan: plans.Plan, compiler: Sequence[str], folder: Path) -> 
         Unavailable: the compiler or the linker refuses, or the library does not load.
     """
     plan.log.unlink(missing_ok=True)
-    sources = plans.sources("*.cpp")
-    objects = [str(folder / f"{source.stem}.o") for source in sources]
-    commands = [
-        [*compiler, *plan.flags, "-c", str(one), "-o", made] for one, made in zip(sources, objects, strict=True)
-    ]
+    objects = {source: str(folder / f"{source.stem}.o") for source in sorted(plans.SOURCES.glob("*.cpp"))}
     with _progress() as tick:
-        _run(plan, folder, commands, tick)
-        if not all(map(os.path.isfile, objects)):
+        _run(plan, folder, [[*compiler, *plan.flags, "-c", str(x), "-o", made] for x, made in objects.items()], tick)
+        if not all(map(os.path.isfile, objects.values())):
             what = f"{shlex.join(compiler)!r} says that all is well, and has compiled nothing"
             raise plans.Unavailable(what, "let CXX name a C++ compiler, or unset it")
-        return _link(plan, compiler, folder, objects, tick)
+        return _link(plan, compiler, folder, list(objects.values()), tick)
 
 
 def load(path: Path) -> ctypes.CDLL:
-    """Load a library whose OpenMP symbols are undefined: torch, imported with ``plan``, has loaded its own for all to see."""
+    """Load a library. Torch, imported with ``plan``, has loaded the OpenMP whose symbols it needs."""
     return ctypes.CDLL(str(path))
 
 
@@ -54,19 +49,19 @@ def say(line: str, end: str = "\n") -> None:
 
 
 def _link(plan: plans.Plan, compiler: Sequence[str], folder: Path, objects: Sequence[str], tick: Tick) -> ctypes.CDLL:
-    """Without OpenMP at first: threads are to come from the pool that torch runs on; another one would fight it for cores.
+    """Link without OpenMP first: threads shall come from torch's pool, since another one would fight it for cores.
 
-    Where torch's is not visible to all, it is named. The compiler's own comes last: for a torch that has none, and for clang
-    on Linux, whose symbols GNU's library in torch does not have.
+    Where torch's OpenMP is not visible to all, it is named. The compiler's own is the last resort: for a torch that has none,
+    and for clang on Linux, whose symbols the GNU library in torch lacks.
     """
     made = folder / plan.library.name
-    torchs = (sorted(plans.torch_libraries().glob(name)) for name in ("libgomp*", "libomp*", "libiomp5*"))
-    named = [(str(path), f"-Wl,-rpath,{path.parent}") for path in itertools.chain.from_iterable(torchs)]
+    found = [
+        path for name in ("libgomp*", "libomp*", "libiomp5*") for path in sorted(plans.torch_libraries().glob(name))
+    ]
     why = ""
-    for openmp in ((), *named, plans.OPENMP):
-        made.unlink(missing_ok=True)  # a new file each time: the loader takes the same inode for the same library
-        command = [*compiler, *plans.SHARED, *plan.extra, *objects, *openmp, "-o", str(made)]
-        _run(plan, folder, [command], tick)
+    for openmp in ((), *((str(path), f"-Wl,-rpath,{path.parent}") for path in found), plans.OPENMP):
+        made.unlink(missing_ok=True)  # the loader takes the same inode for the same library
+        _run(plan, folder, [[*compiler, *plans.SHARED, *plan.extra, *objects, *openmp, "-o", str(made)]], tick)
         try:
             return load(made)
         except OSError as error:
@@ -80,18 +75,14 @@ def _link(plan: plans.Plan, compiler: Sequence[str], folder: Path, objects: Sequ
 def _run(plan: plans.Plan, folder: Path, commands: Sequence[Sequence[str]], tick: Tick) -> None:
     """Run a few commands side by side; the first that fails ends the others."""
     logs = [folder / f"{number}.log" for number in range(len(commands))]
-    running: list[subprocess.Popen[bytes]] = []
     try:
-        with _ended_by_signals(running):
+        with _ended_with_this_process() as running:
             for command, log in zip(commands, logs, strict=True):
                 running.append(_start(command, log))
             while None in (codes := [process.poll() for process in running]) and not any(codes):
                 time.sleep(0.02)
                 tick()
     finally:
-        _kill(running)
-        for process in running:
-            process.wait()
         with suppress(OSError), plan.log.open("a") as whole:
             whole.writelines(log.read_text(errors="replace") for log in logs if log.exists())
     for log in (log for log, code in zip(logs, codes, strict=True) if code):
@@ -106,7 +97,7 @@ def _run(plan: plans.Plan, folder: Path, commands: Sequence[Sequence[str]], tick
 
 
 def _full(folder: Path, said: Sequence[str]) -> str:
-    """What says that a disk is full: the compiler, or, if its words found no room either, the disk itself."""
+    """What says that a disk is full: the compiler, or, if there was no room for its words, the disk itself."""
     for line in said:
         if re.search("No space left on device|Disk quota exceeded", line):
             return line
@@ -122,31 +113,33 @@ def _full(folder: Path, said: Sequence[str]) -> str:
 
 
 @contextmanager
-def _ended_by_signals(running: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
-    """Compilers end with this process where a signal ends it at once, without unwinding. Other handlers are left alone."""
-    here = threading.current_thread() is threading.main_thread()  # Python lets no other thread set handlers
-    numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if here and signal.getsignal(n) is signal.SIG_DFL]
+def _ended_with_this_process() -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Processes that end with this block, and with this process where a signal ends it. Other handlers are left alone."""
+    running: list[subprocess.Popen[bytes]] = []
+
+    def kill() -> None:  # whole groups: g++ leaves the work to another process
+        for process in running:
+            if process.poll() is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
 
     def end(number: int, frame: object) -> None:
-        _kill(running)
+        kill()
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
+    here = threading.current_thread() is threading.main_thread()  # Python lets no other thread set handlers
+    numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if here and signal.getsignal(n) is signal.SIG_DFL]
     for number in numbers:
         signal.signal(number, end)
     try:
-        yield
+        yield running
     finally:
+        kill()
+        for process in running:
+            process.wait()
         for number in numbers:
             signal.signal(number, signal.SIG_DFL)
-
-
-def _kill(running: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Compilers and those that they have started: g++ leaves the work to another process."""
-    for process in running:
-        if process.poll() is None:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
 
 
 def _start(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
@@ -154,7 +147,7 @@ def _start(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
         file.write(f"{shlex.join(command)}\n".encode())
         file.flush()
         env, nothing = plans.environment(), subprocess.DEVNULL
-        try:  # in a group of its own, for _kill
+        try:
             return subprocess.Popen(command, stdin=nothing, stdout=file, stderr=file, env=env, process_group=0)
         except OSError as error:  # it ran a moment ago, when it was asked for its version
             what = f"the compiler {command[0]!r} does not start: {error.strerror or error}"

@@ -1,4 +1,4 @@
-"""How the CPU kernels are compiled here: which flags, which folder of the cache, and with which compiler."""
+"""How the CPU kernels are compiled here: flags, folder of the cache, compiler."""
 
 import hashlib
 import os
@@ -21,21 +21,14 @@ CACHE = "SOFTFOCUS_KERNEL_CACHE"
 CXXFLAGS = "SOFTFOCUS_CXXFLAGS"
 
 COMPILERS = ("c++", "g++", "clang++")
-# Not -ffast-math: it takes for granted that there is no NaN and no infinity, and here both have a meaning
+# Not -ffast-math, which takes for granted that there is no NaN and no infinity
 FLAGS = (
-    "-std=c++17",
-    "-O3",
-    "-fPIC",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-fvisibility=hidden",
-    "-Wall",
-    "-Wextra",
-)
+    "-std=c++17", "-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-Wall", "-Wextra",
+)  # fmt: skip
 NATIVE = dict.fromkeys(("x86_64", "amd64", "i686"), "-march=native")
 NATIVE |= dict.fromkeys(("aarch64", "arm64", "ppc64le"), "-mcpu=native")
-# Written for macOS, never run there. Apple's driver refuses -fopenmp, its compiler proper takes it; its linker has to be
-# told that symbols may come from what the process has loaded
+# On macOS, where this has never run, the driver refuses -fopenmp and the compiler proper takes it. The linker has to be told
+# that symbols may come from what the process has loaded.
 _MACOS = sys.platform == "darwin"
 OPENMP = ("-Xclang", "-fopenmp") if _MACOS else ("-fopenmp",)
 SHARED = ("-shared", "-undefined", "dynamic_lookup") if _MACOS else ("-shared",)
@@ -45,10 +38,8 @@ class Unavailable(RuntimeError):
     """The kernels cannot run here. ``str(error)`` is one sentence, "what; remedy"."""
 
     def __init__(self, what: str, remedy: str) -> None:
-        what = " ".join(what.split())
-        super().__init__(what, remedy)
-        self.what = what
-        self.remedy = remedy
+        self.what, self.remedy = " ".join(what.split()), remedy
+        super().__init__(self.what, remedy)
 
     def __str__(self) -> str:
         return f"{self.what}; {self.remedy}"
@@ -56,12 +47,12 @@ class Unavailable(RuntimeError):
 
 @dataclass(frozen=True)
 class Plan:
-    """What the library would be. It takes no compiler to find one that is there already.
+    """What the library would be.
 
     Attributes:
         flags: what every source is compiled with, the user's own included.
         extra: the user's own, which go to the linker too.
-        digest: of the flags, the sources, the processor, torch's version and folder, and the compiler if the user named one.
+        digest: of all that decides what the library does: sources, flags, processor, torch, and CXX if it is set.
         folder: where the library lies; named after the digest.
     """
 
@@ -87,7 +78,7 @@ class Plan:
 
 
 def plan() -> Plan:
-    """How the library would be compiled here and now. Compiles nothing.
+    """How the library would be compiled now. Needs no compiler.
 
     Raises:
         Unavailable: switched off, Windows, or no sources.
@@ -96,7 +87,7 @@ def plan() -> Plan:
         raise off
     if sys.platform == "win32":
         raise Unavailable("the CPU kernels are not written for Windows' compiler", "run softfocus under WSL for them")
-    if not sources("*.cpp"):
+    if not any(SOURCES.glob("*.cpp")):
         raise Unavailable(f"the CPU kernels' sources are not in {SOURCES}", "install softfocus again")
     try:
         extra = tuple(shlex.split(os.environ.get(CXXFLAGS, "")))
@@ -104,61 +95,58 @@ def plan() -> Plan:
         raise Unavailable(f"{CXXFLAGS} cannot be read: {error}", "write it as a shell reads words") from None
     native = NATIVE.get(platform.machine())
     flags = (*FLAGS, *((native,) if native else ()), *OPENMP, *extra)
-    # The library may name torch's folder: see compile.py
     asked = os.environ.get("CXX", "").strip()
+    # The linker may write the path of torch's folder into the library
     parts = [asked, *flags, *SHARED, _processor(), torch.__version__, str(torch_libraries())]
     digest = hashlib.sha256("\0".join(parts).encode())
-    for path in sources("*.cpp", "*.h"):
+    for path in sorted(SOURCES.glob("*.[ch]*")):
         text = path.read_bytes()
         digest.update(f"\0{path.name}\0{len(text)}\0".encode() + text)
-    return Plan(flags, extra, digest.hexdigest(), _cache() / digest.hexdigest()[:16])
+    cache = Path(os.environ.get(CACHE) or "~/.cache/softfocus/kernels")
+    with suppress(RuntimeError):  # there is no home
+        cache = cache.expanduser()
+    return Plan(flags, extra, digest.hexdigest(), cache.absolute() / digest.hexdigest()[:16])
 
 
 def compiler() -> tuple[tuple[str, ...], str]:
-    """The compiler's command, in words, and the first line of what it says about itself.
+    """The words of the compiler's command, and the first line of what it says about itself.
 
     Raises:
         Unavailable: there is none, or it does not run.
     """
-    command = next(([found] for name in COMPILERS if (found := shutil.which(name))), [])
-    remedy = "install one (Debian: apt install g++; macOS: xcode-select --install) or name one with CXX"
-    if asked := os.environ.get("CXX", "").strip():
-        remedy = "let CXX name a C++ compiler, or unset it"
+    asked = os.environ.get("CXX", "").strip()
+    try:  # "ccache g++"
+        command = shlex.split(asked) or [path for name in COMPILERS if (path := shutil.which(name))][:1]
+    except ValueError:
         command = [asked]
-        with suppress(ValueError):
-            command = shlex.split(asked)  # "ccache g++"
+    remedy = "install one (Debian: apt install g++; macOS: xcode-select --install) or name one with CXX"
     if not command:
         raise Unavailable("there is no C++ compiler for the CPU kernels", remedy)
     try:
         said = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True, env=environment())
         return tuple(command), said.stdout.splitlines()[0]
     except (OSError, subprocess.CalledProcessError, IndexError, UnicodeDecodeError):
+        remedy = "let CXX name a C++ compiler, or unset it" if asked else remedy
         raise Unavailable(f"{shlex.join(command)!r} is no C++ compiler that runs", remedy) from None
 
 
 def switched_off() -> Unavailable | None:
-    """Set where the user does not want the kernels.
+    """What to raise where the user does not want the kernels; None where they are wanted.
 
     Raises:
-        Unavailable: nobody knows what the user wants.
+        Unavailable: the switch says neither.
     """
     said = os.environ.get(KERNELS, "")
     try:
-        if switched_on(KERNELS, default=True):
-            return None
+        on = switched_on(KERNELS, default=True)
     except ValueError as error:
         what = f"{KERNELS}={said} is neither on nor off"
         raise Unavailable(what, "set it to off, or unset it to have the CPU kernels") from error
-    return Unavailable(f"{KERNELS}={said} switches the CPU kernels off", "unset it to have them")
-
-
-def sources(*patterns: str) -> list[Path]:
-    """The sources that match, in order."""
-    return sorted(path for pattern in patterns for path in SOURCES.glob(pattern))
+    return None if on else Unavailable(f"{KERNELS}={said} switches the CPU kernels off", "unset it to have them")
 
 
 def environment() -> dict[str, str]:
-    """What the compiler runs in: English, in which its first error is looked for."""
+    """The compiler's, in English: its first error is looked for."""
     return {**os.environ, "LC_ALL": "C"}
 
 
@@ -177,10 +165,3 @@ def _processor() -> str:
     # arm has "CPU part" and the like
     kept = [line for line in first if line.partition(":")[0].strip() in names or line.startswith("CPU ")]
     return "\n".join([platform.machine(), *kept])
-
-
-def _cache() -> Path:
-    folder = Path(os.environ.get(CACHE) or "~/.cache/softfocus/kernels")
-    with suppress(RuntimeError):  # there is no home
-        folder = folder.expanduser()
-    return folder.absolute()

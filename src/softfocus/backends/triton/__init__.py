@@ -32,20 +32,25 @@ MOST_HEADS = 65535
 """Of all sequences together: CUDA's limit of the second dimension of a grid."""
 
 
+FEW_ROWS = 64
+"""Up to so many queries, of all heads that share a key head, are decoded: the keys split among programs."""
 WHOLE_POWER = 32
-"""Whole powers up to this are raised by squaring, with a kernel compiled for each; others are read when the kernel runs."""
+"""Whole powers up to this are raised by squaring, with a kernel compiled for each."""
+
+
+def runtime_power(mechanism: Mechanism) -> float | None:
+    """The power where kernels read it when they run; None where it is compiled in, or there is none."""
+    power = mechanism.power
+    return None if power is None or (power.is_integer() and power <= WHOLE_POWER) else power
 
 
 def compiled_as(mechanism: Mechanism) -> Mechanism:
-    """A mechanism that has the same compiled kernels: what stands for all powers that are read when a kernel runs."""
-    power = mechanism.power
-    if power is None or (power == int(power) and 1 <= power <= WHOLE_POWER):
-        return mechanism
-    return mechanism.replace(power=1.5)
+    """A mechanism with the same compiled kernels: one power stands for all that are read when a kernel runs."""
+    return mechanism if runtime_power(mechanism) is None else mechanism.replace(power=1.5)
 
 
 def variant(call: Call) -> tuple[bool, bool]:
-    """What the scale and the length decide about the compiled kernels, beside the mechanism and the dtype."""
+    """What decides about the compiled kernels beside mechanism and dtype; it follows from scale and length."""
     from softfocus.backends.triton.inputs import bounded, takes_unit_vectors
 
     return bounded(call), takes_unit_vectors(call)
@@ -61,27 +66,29 @@ def _there() -> bool:
 THERE = _there()
 """Triton; asked here since torch 2.11 cannot trace the question."""
 ROWS = 8
-"""Vectors of the rows that every forward leaves: the four of RowStatistics; sum phi(s) 2^-shift and sum u^p; LASER's marks; the
+"""Vectors of the rows that every forward saves: the four of RowStatistics; sum phi(s) 2^-shift; sum u^p; LASER's marks; the
 largest score in the kernels' unit."""
 
 
 def rows_kept(call: Call) -> int:
-    """So many vectors of the rows come from the forward: ROWS, and after them in their memory what the backward wants beside
-    out."""
-    rest = residual_dtype(call.mechanism, call.value.dtype)
-    return ROWS + (0 if rest is None else -(-call.value.size(-1) * rest.itemsize // 4))
+    """How many vectors of the rows the forward returns: ROWS, and behind them memory for the residual."""
+    residual = residual_dtype(call.mechanism, call.value.dtype)
+    return ROWS + (0 if residual is None else -(-call.value.size(-1) * residual.itemsize // 4))
 
 
 def residual_dtype(mechanism: Mechanism, dtype: torch.dtype) -> torch.dtype | None:
-    """Of what the backward wants beside an output of a dtype: LASER's e^-out; of halves, what rounding has taken off, where the
-    weights sum to one and the gradients hold D = sum(out dL/dout). Or None."""
+    """Of the residual that the backward wants beside an output of a dtype; or None.
+
+    It is LASER's e^-out. For halves whose weights sum to one it is the rounding error of out, since the gradients hold
+    D = sum(out dL/dout).
+    """
     if mechanism.laser:
         return exponential_dtype(dtype)
     return torch.int8 if dtype != torch.float32 and mechanism.normaliser == "l1" else None
 
 
 def exponential_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of LASER's e^V and e^-out beside values of a dtype: float16 could not hold them."""
+    """Of LASER's e^V and e^-out beside values of a dtype: float16 cannot hold them."""
     return torch.float32 if dtype == torch.float16 else dtype
 
 
@@ -99,7 +106,7 @@ def refuses(call: Call, to_run: bool) -> str | None:
         return "Triton is not installed (pip install triton)"
     for name, x in (("query", query), ("key", call.key), ("value", call.value)):
         if (x.size(2) - 1) * x.stride(2) + (x.size(3) - 1) * x.stride(3) >= 2**31:
-            return f"a head of {name} reaches over 2^31 elements and more, within which places are counted in 32 bits"
+            return f"a head of {name} spans 2^31 elements or more, and the kernels count places in 32 bits"
     heads = query.size(0) * query.size(1)
     if heads > MOST_HEADS:
         return f"{heads} heads in all sequences are more than a grid of {MOST_HEADS} programs holds"

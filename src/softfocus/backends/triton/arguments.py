@@ -1,6 +1,6 @@
-"""What the kernels are handed: tensors as pointers with strides, and the algebra as compile-time constants.
+"""The kernels' arguments: tensors as pointers with strides, and the algebra as compile-time constants.
 
-A tuple that holds tuples ends with a constant: Triton 3.6 otherwise forgets, in loops, the constants in those (a stride of 1).
+A tuple that holds tuples ends with a constant: in loops Triton 3.6 otherwise forgets the inner constants (a stride of 1).
 """
 
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ class Masks(NamedTuple):
     """Which keys a query sees: ``softfocus.visibility.Visibility``.
 
     Attributes:
-        left, right: the window; meaningless where it has no such side.
+        left, right: the window; unused on a side where it has no bound.
         offset: the key position of query 0.
         mask: bool [B, H, Lq, Lk] as bytes, or None.
         key_mask: bool [B, 1, 1, Lk] as bytes, or None.
@@ -66,11 +66,11 @@ class Inputs(NamedTuple):
 
     Attributes:
         query, key, value: [B, H, L, D]; in pages, key and value are [pages, Hk, page size, D].
-        value_operand: like value, what the weights are multiplied with: LASER's e^V where it is made once a call.
+        value_operand: like value, what the weights are multiplied with: value, or LASER's e^V where it is made once a call.
         value_flags: with that, of each key 0, 1 where a value is large, NaN or more where one is non-finite; or None.
-        query_norm, key_norm: 1 / |q|, 1 / |k|, float32 [B, H, L, 1], or None without cosine; the latter also where the kernel
-            makes it of the keys that it reads.
-        unit_key_fp16, unit_query_fp16: k / |k| and c q / |q| where scores are products of such; or None.
+        query_norm, key_norm: 1 / |q|, 1 / |k|, float32 [B, H, L, 1], or None without cosine; key_norm also where the kernel
+            computes it from the keys that it reads.
+        unit_key_fp16, unit_query_fp16: k / |k| and c q / |q| where scores are products of these; or None.
         unit_key_bf16, unit_query_bf16: the same, for products with the gradient of the scores.
         bias: added to the scores, or None.
         head_scale, power: float32 [H], or None.
@@ -116,14 +116,14 @@ class Inputs(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """What the forward makes.
+    """What the forward writes.
 
     Attributes:
         out: [B, H, Lq, Dv].
-        residual: like out, saved for the backward: what the rounding of out left, in ``weighting.rounding_step`` s. Of LASER
-            e^-out, and in marked rows the rounding itself. Or None.
+        residual: like out, saved for the backward: the rounding error of out in units of ``weighting.rounding_step``; for
+            LASER e^-out, and in marked rows the rounding error itself. Or None.
         saved: vectors of the rows, float32 [rows_kept, B, H, Lq].
-        exact_heads: LASER's, int32 [B, H]: not 0 where rows of the head are marked; or None.
+        exact_heads: LASER's, int32 [B, H]: not 0 where the head has marked rows; or None.
         end: see above.
     """
 
@@ -142,12 +142,12 @@ class Algebra(NamedTuple):
         length_scale, score_bias, normaliser: as in ``Mechanism``.
         phi: the functions of ``pointwise.py``.
         reweighted: whether there is a power.
-        power: p where it is whole, at most 32 and the same for all heads; otherwise it stands in the inputs.
+        power: p where it is whole, at most 32 and the same for all heads; otherwise 0, and it is in the inputs.
         laser: the logarithm of the mean of e^V in place of the mean of V.
-        shifted: whether phi of a row is scaled by a power of two, which its largest score gives, where phi would overflow or
-            vanish.
+        shifted: whether phi of a row is scaled by a power of two, found from its largest score, against overflow and
+            underflow.
         shift_holds_norm: whether the shift is the logsumexp in the backward, so that phi is the weight.
-        terms: of phi's polynomials.
+        terms: how many terms phi's polynomials have.
         float32, float16: whether the inputs have this dtype. Neither: bfloat16.
     """
 
@@ -171,12 +171,12 @@ class Phi(NamedTuple):
 
     Attributes:
         value, derivative: phi 2^-shift in its unit, and phi' 2^-shift, from scores in theirs.
-        log: the value's logarithm, from score, shift and value; also where the value is too small for a float.
+        log: the value's logarithm, from score, shift and value; right also where the value underflows.
         rate: derivative over value of a score above which it is large beside its own, and the value may be too small for a
             float.
         shift: of a row, from its largest score.
         has_zeros: constexpr, whether phi is 0 below a score of 0.
-        score_unit, unit: constexpr, what scores and phi are multiplied by.
+        score_unit, unit: constexpr, the factors of scores and of phi.
     """
 
     value: Any
@@ -194,10 +194,10 @@ class Blocks(NamedTuple):
 
     Attributes:
         BLOCK_Q, BLOCK_K: queries and keys of a tile.
-        BLOCK_D, BLOCK_DV: D and Dv, rounded up to what the tensor cores multiply.
-        exact_dims: whether D and Dv are these already.
+        BLOCK_D, BLOCK_DV: D and Dv, rounded up to sizes that tensor cores multiply.
+        exact_dims: whether D and Dv need no rounding up.
         precision: of float32 products: "ieee", "tf32x3" or "tf32".
-        widen: half operands are multiplied in float32, as Triton's interpreter needs.
+        widen: whether half operands are multiplied in float32, as Triton's interpreter needs.
     """
 
     BLOCK_Q: tl.constexpr

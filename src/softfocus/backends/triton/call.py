@@ -10,7 +10,7 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime.errors import OutOfResources
 
-from softfocus.backends.triton import ROWS, exponential_dtype, residual_dtype, rows_kept, tuning
+from softfocus.backends.triton import FEW_ROWS, ROWS, exponential_dtype, residual_dtype, rows_kept, tuning
 from softfocus.backends.triton.arguments import Blocks, Inputs, Masks, Outputs
 from softfocus.backends.triton.inputs import (
     END,
@@ -39,18 +39,16 @@ from softfocus.backends.triton.tuning import power_of_two
 from softfocus.contract import LEAVES, Call, pack
 from softfocus.visibility import UNLIMITED
 
-FEW_ROWS = 64
-"""Up to so many queries, of all heads that share a head of keys, are decoded: the keys split among programs."""
 TILES_OF_A_SPLIT = 4
 ALIGNED = 16
-"""Bytes: what Triton asks of an address."""
+"""Triton compiles for addresses that so many bytes divide, and for others."""
 UNMEASURED = ("decode", "bias_gradients")
 FUSED = {"enable_fp_fusion": True}
-"""Said, since Triton's default is about to change."""
+"""Explicit, since Triton's default is about to change."""
 
 
 class Cut(NamedTuple):
-    """What a tile makes of a call: its shape, the masks in such tiles, what Triton is told, and how many programs."""
+    """A call cut into tiles of one shape: that shape, the masks by tile, Triton's options, and the grids of programs."""
 
     blocks: Blocks
     masks: Masks
@@ -60,7 +58,7 @@ class Cut(NamedTuple):
 
 
 class Launcher:
-    """One call's arguments for the kernels, which live as long as it; with a cache, for the forward alone."""
+    """One call's arguments for the kernels, held while these run. A call with a cache has no backward."""
 
     def __init__(self, call: Call) -> None:
         self.call = call
@@ -74,7 +72,7 @@ class Launcher:
         self._cuts: dict[tuning.Tile, Cut] = {}
 
     def _launch(self, kernel: Any, variant: Hashable, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-        """As ``kernel[grid](*arguments, **options)``, where calls of one layout do not ask again what is compiled.
+        """As ``kernel[grid](*arguments, **options)``; calls of one layout look the compiled kernel up once.
 
         Args:
             variant: what the constants depend on beside the layout.
@@ -86,7 +84,7 @@ class Launcher:
             self._compiled[key] = compiled
 
     def forward(self, split: bool = True) -> tuple[Tensor, Tensor]:
-        """out [B, H, Lq, Dv] and the rows' vectors [rows_kept, B, H, Lq]. split: programs may share the keys of few rows."""
+        """out [B, H, Lq, Dv] and the rows' vectors [rows_kept, B, H, Lq]. split: whether programs may share keys."""
         query, value = self.call.query, self.call.value
         out = query.new_empty(*query.shape[:3], value.size(-1))
         saved = query.new_empty(rows_kept(self.call), *query.shape[:3], dtype=torch.float32)
@@ -119,58 +117,57 @@ class Launcher:
     def backward(self, grad: Tensor, bias_grad: bool, out: Tensor, saved: Tensor) -> dict[str, Tensor]:
         """The gradients by name, from what :meth:`forward` returned."""
         if self.algebra.reweighted and self._splits() > 1:
-            # It summed products and the keys' norms in another order than the kernels here: the last bits of scores differ,
-            # which large powers multiply. The gradients are to be those of one and the same weights.
+            # Decoding sums products in another order, so that the last bits of scores differ, and large powers multiply
+            # that. Forward and backward must see the same weights.
             out, saved = self.forward(split=False)
         exact_heads = (saved[6] != 0.0).any(-1).int() if self.call.mechanism.laser else None
         outputs = self._outputs(out, saved, exact_heads)
         call = self.call
         query, key, value, bias = call.query, call.key, call.value, call.bias
         row_vectors = query.new_empty(backward_rows.ROW_VECTORS, *query.shape[:3], dtype=torch.float32)
-        to = [x.new_empty(x.shape) for x in (query, key, value)]
-        rows = [
-            None if x is None else query.new_empty(query.shape[:3], dtype=torch.float32)
-            for x in (call.head_scale, call.power)
-        ]
-        bias_to = None
-        if bias is not None and bias_grad:
-            bias_to = bias.new_empty(bias.shape, dtype=torch.float32)
+        grads = {name: x.new_empty(x.shape) for name, x in (("query", query), ("key", key), ("value", value))}
+        by_row = {
+            name: query.new_empty(query.shape[:3], dtype=torch.float32)
+            for name in ("head_scale", "power")
+            if getattr(call, name) is not None
+        }
         inputs = self._prepared(backward=True)
-        variants = (False, True) if self.call.mechanism.laser else (False,)
-
-        incoming = array(grad)
-        layouts_back = tuple((x.stride(), x.dtype, x.data_ptr() % ALIGNED) for x in (grad, out, saved))
+        layouts = tuple((x.stride(), x.dtype, x.data_ptr() % ALIGNED) for x in (grad, out, saved))
+        grad_out = array(grad)
 
         def launch(kernel: Any, grid: tuple[int, ...], tile: tuning.Tile, *arguments: Any) -> None:
             cut = self._cut(tile)
-            shared = inputs, self.algebra, cut.masks, incoming, outputs, array(row_vectors)
-            for exact in variants:
-                variant = tile, exact, layouts_back
+            shared = inputs, self.algebra, cut.masks, grad_out, outputs, array(row_vectors)
+            for exact in (False, True) if call.mechanism.laser else (False,):
+                variant = tile, exact, layouts
                 self._launch(kernel, variant, grid, *shared, *arguments, exact, cut.blocks, **cut.options)
 
         def queries(tile: tuning.Tile) -> None:
-            launch(query_gradients.query_gradients, self._cut(tile).row_grid, tile, array(to[0]), *rows)
+            arrays = array(grads["query"]), by_row.get("head_scale"), by_row.get("power")
+            launch(query_gradients.query_gradients, self._cut(tile).row_grid, tile, *arrays)
 
         def keys(tile: tuning.Tile) -> None:
-            launch(key_gradients.key_gradients, self._cut(tile).key_grid, tile, array(to[1]), array(to[2]))
+            arrays = array(grads["key"]), array(grads["value"])
+            launch(key_gradients.key_gradients, self._cut(tile).key_grid, tile, *arrays)
 
         if query.numel():
             self._in_a_tile("query_gradients", queries)
         if key.numel():
             self._in_a_tile("key_gradients", keys)
-        if bias_to is not None and bias_to.numel():
-            everywhere = [size == 1 for size in bias_to.shape]
+        if bias is not None and bias_grad:
+            grads["bias"] = grad_bias = bias.new_empty(bias.shape, dtype=torch.float32)
+            broadcast = [size == 1 for size in bias.shape]
 
             def of_bias(tile: tuning.Tile) -> None:
                 cut = self._cut(tile)
-                rows, keys = 1 if everywhere[2] else cut.row_grid[0], 1 if everywhere[3] else cut.key_grid[0]
-                grid = (rows, keys, bias_to.size(0) * bias_to.size(1))
-                launch(bias_gradients.bias_gradients, grid, tile, array(bias_to), bias_to.size(1), *everywhere)
+                rows, keys = 1 if broadcast[2] else cut.row_grid[0], 1 if broadcast[3] else cut.key_grid[0]
+                grid = (rows, keys, grad_bias.size(0) * grad_bias.size(1))
+                launch(bias_gradients.bias_gradients, grid, tile, array(grad_bias), grad_bias.size(1), *broadcast)
 
-            self._in_a_tile("bias_gradients", of_bias)
-        learned = (None if x is None else x.sum((0, 2)) for x in rows)
-        grads = zip(("query", "key", "value", "bias", "head_scale", "power"), (*to, bias_to, *learned), strict=True)
-        return {name: x.to(getattr(call, name).dtype) for name, x in grads if x is not None}
+            if grad_bias.numel():
+                self._in_a_tile("bias_gradients", of_bias)
+        grads |= {name: x.sum((0, 2)) for name, x in by_row.items()}
+        return {name: x.to(getattr(call, name).dtype) for name, x in grads.items()}
 
     def _first(self, kernel: str) -> tuning.Tile:
         """The tile that a kernel works in where nothing is measured."""
@@ -216,7 +213,7 @@ class Launcher:
         return self._cuts[tile]
 
     def _prepared(self, backward: bool) -> Inputs:
-        """With the keys' norms and LASER's e^V, for kernels that meet a key more than once; the others make them on the way."""
+        """The inputs with norms and LASER's e^V, for kernels that read a key more than once. Decoding computes them itself."""
         inputs = self.inputs
         if self.call.cache:
             return inputs
@@ -240,13 +237,13 @@ class Launcher:
         return Outputs(array(out), array(residual), array(saved), exact_heads, END)
 
     def _units(self, x: Tensor, backward: bool) -> tuple[Tensor | None, Tensor | None]:
-        """Room for unit vectors beside x: in float16, and in the dtype of x, which the backward wants."""
+        """Empty tensors for the unit vectors of x: in float16, and for the backward in the dtype of x."""
         if not takes_unit_vectors(self.call):
             return None, None
         return x.new_empty(x.shape, dtype=torch.float16), x.new_empty(x.shape) if backward else None
 
     def _reciprocal_norms(self, of: str, x: Tensor, fp16: Tensor | None = None, bf16: Tensor | None = None) -> Tensor:
-        """1 / |x|, float32 [B, H, L, 1]; and x / |x| to ``unit`` and ``own``."""
+        """1 / |x|, float32 [B, H, L, 1]. The unit vectors are written to ``fp16`` and ``bf16``."""
         batch, heads, length, width = x.shape
         to = x.new_empty(batch, heads, length, 1, dtype=torch.float32)
         columns = power_of_two(width)
@@ -260,7 +257,7 @@ class Launcher:
         return to
 
     def _exponentials(self, value: Tensor, backward: bool) -> tuple[Tensor, Tensor]:
-        """LASER's e^V, and [B, Hk, Lk, 1] ``laser.flagged`` of its keys; of the backward there are none."""
+        """LASER's e^V, and for the forward the flags of its keys (``laser.flagged``), [B, Hk, Lk, 1]."""
         batch, heads, length, width = value.shape
         exp_values = value.new_empty(value.shape, dtype=exponential_dtype(value.dtype))
         flags = (value.new_zeros if backward else value.new_empty)(batch, heads, length, 1, dtype=torch.float32)
@@ -304,7 +301,7 @@ class Launcher:
         """How many programs share the keys of one head: more than one where queries are few and heads do not fill the GPU."""
         query, key = self.call.query, self.call.key
         if self.inputs.group * query.size(2) > FEW_ROWS or not key.numel() or self.call.dropout.p:
-            return 1  # decoding kernels carry no dropout: it belongs to training
+            return 1  # the decoding kernels carry no dropout, which belongs to training
         tiles = over(self.inputs.key_length, self._first("decode").keys)
         return min(_programs(query.device) // (self.inputs.batch * key.size(1)), tiles // TILES_OF_A_SPLIT)
 
@@ -330,7 +327,7 @@ class Launcher:
 
 
 def _layout(call: Call) -> Hashable:
-    """All that decides which compiled kernels a call takes: everything but the numbers, and whose they are."""
+    """All of a call that decides which compiled kernels it takes: everything but the numbers in its tensors."""
     return call.query.device, *(
         (x.shape, x.stride(), x.dtype, x.data_ptr() % ALIGNED) if isinstance(x, Tensor) else x
         for name, x in zip(LEAVES, pack(call), strict=False)

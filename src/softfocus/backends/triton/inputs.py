@@ -1,4 +1,4 @@
-"""What a call gives the kernels: its tensors as places with strides, its mechanism and its tiles as constants."""
+"""A call as the kernels' arguments: its tensors as pointers with strides, its mechanism and tiles as constants."""
 
 import math
 from functools import lru_cache
@@ -10,7 +10,7 @@ from torch import Tensor
 from triton import knobs
 
 from softfocus import dropout
-from softfocus.backends.triton import WHOLE_POWER, tuning
+from softfocus.backends.triton import runtime_power, tuning
 from softfocus.backends.triton.arguments import Algebra, Array, Blocks, Inputs, TileLists
 from softfocus.backends.triton.kernels import masking
 from softfocus.backends.triton.kernels.pointwise import PHI
@@ -20,7 +20,7 @@ from softfocus.mechanism import Mechanism
 from softfocus.pointwise import POINTWISE
 
 LARGEST_SCORE = 60.0
-"""Up to it phi, its sums and what re-weighting divides by are numbers without a shift."""
+"""Up to it phi, its sums and the spread neither overflow nor underflow without a shift."""
 LEAST_SCALE = 0.1
 """Below it queries times their scale may be subnormal numbers of float16."""
 TERMS = {torch.float32: 9, torch.float16: 6, torch.bfloat16: 4}
@@ -29,12 +29,12 @@ COSINE = {"dot": False, "cosine": True}
 
 
 def over(x: int, y: int) -> int:
-    """x / y, rounded up; Triton's own takes microseconds on the host."""
+    """x / y, rounded up. Triton's own function takes microseconds on the host."""
     return -(-x // y)
 
 
 def array(x: Tensor | None) -> Any:
-    """A 4-D tensor, read beyond its sizes of 1."""
+    """A 4-D tensor, with a stride of 0 along every dimension of size 1."""
     if x is None:
         return None
     strides = x.stride()
@@ -47,7 +47,7 @@ def array(x: Tensor | None) -> Any:
 def blocks_of(head_dim: int, value_dim: int, dtype: torch.dtype, tile: tuning.Tile) -> Blocks:
     """A tile's shape and how it is multiplied."""
     widths = [max(16, power_of_two(size)) for size in (head_dim, value_dim)]
-    # Of float16 only LASER's e^V is multiplied in float32, since float16 could not hold it
+    # With float16 inputs only LASER's e^V is multiplied in float32, since float16 cannot hold it
     precision = "tf32" if dtype == torch.float16 else "ieee"
     whole = widths == [head_dim, value_dim]
     # The interpreter gets products of bfloat16 wrong
@@ -72,8 +72,8 @@ def bounded(call: Call) -> bool:
 def takes_unit_vectors(call: Call) -> bool:
     """Whether scores are products of unit vectors in float16, which saves two to three instructions a score.
 
-    Of bfloat16 alone, whose own rounding is eight times as large. Not in re-weighted rows: u^p multiplies it beyond what the
-    tests allow. Not where the factor of the cosines is so small that float16 would lose it.
+    Only for bfloat16 inputs, whose own rounding is eight times as large. Not for re-weighted rows, where u^p multiplies that
+    rounding beyond what the tests allow. Not where the scale is so small that float16 would lose it.
     """
     if call.query.dtype != torch.bfloat16 or call.mechanism.power is not None or abs(call.scale) < LEAST_SCALE:
         return False
@@ -88,7 +88,7 @@ def _shifted(mechanism: Mechanism, bounded: bool, dtype: torch.dtype) -> bool:
 
 @lru_cache(maxsize=256)
 def algebra_of(mechanism: Mechanism, power_given: bool, bounded: bool, dtype: torch.dtype) -> Algebra:
-    """The mechanism as constants; its power among them where it is whole and nobody gave others."""
+    """The mechanism as constants, its power among them unless the inputs hold one."""
     assert mechanism.post == "none"
     power = 0 if mechanism.power is None or power_given else int(mechanism.power)
     l1 = mechanism.normaliser == "l1"
@@ -111,7 +111,7 @@ def algebra_of(mechanism: Mechanism, power_given: bool, bounded: bool, dtype: to
 
 
 def inputs_of(call: Call) -> Inputs:
-    """The call's tensors and numbers; what kernels make of them beforehand (norms, e^V) is not there yet."""
+    """The call's tensors and numbers, without what kernels compute from them first (norms, e^V)."""
     query, value, held, dropped, power = call.query, call.value, call.cache, call.dropout, call.power
     batch, heads, query_length, head_dim = query.shape
     _, key_heads, page_size, value_dim = value.shape
@@ -119,9 +119,8 @@ def inputs_of(call: Call) -> Inputs:
     if held is not None and held.page_table is not None:
         table = held.page_table.int()[:, None, None]
     else:
-        page_size = 0  # a constant to the compiler, which must not see another for each length
-    number = call.mechanism.power
-    if power is None and number is not None and not (number == int(number) and 1 <= number <= WHOLE_POWER):
+        page_size = 0  # a constant: each other number would compile other kernels
+    if power is None and (number := runtime_power(call.mechanism)) is not None:
         power = query.new_full((heads,), number, dtype=torch.float32)
     return Inputs(
         array(query), array(call.key), array(value), array(value), None,
@@ -132,7 +131,7 @@ def inputs_of(call: Call) -> Inputs:
         batch, heads, heads // max(key_heads, 1), query_length, call.visibility.key_length, head_dim, value_dim,
         call.scale,
         None if held is None else held.lengths.int().contiguous(), array(table),
-        # Odd and beyond 2^63: numbers that 16 divides, and those of fewer bits, are compiled for apart
+        # Odd and beyond 2^63: Triton compiles other kernels for numbers that 16 divides and for those of fewer bits
         2**63 + 2 * dropped.number + 1 if dropped.p else None,
         tl.constexpr(dropout.threshold(dropped.p)), tl.constexpr(dropout.growth(dropped.p)),
         tl.constexpr(page_size),
@@ -153,7 +152,7 @@ def tile_lists(states: Tensor) -> TileLists:
 
 
 def _listed(chosen: Tensor) -> tuple[Any, Any]:
-    """Indices of those that are chosen, before all others, and how many they are."""
+    """The indices, chosen ones first, and how many are chosen."""
     number = chosen.to(torch.int8)
     return (
         array(number.argsort(dim=-1, descending=True, stable=True).to(torch.int32)),

@@ -1,4 +1,4 @@
-"""Which tiles the kernels work in: of a few, the fastest for calls of a kind, measured once on a device and kept on disk."""
+"""Which tiles the kernels work in: the fastest of a few, measured once for a kind of calls and a device, and kept on disk."""
 
 import hashlib
 import json
@@ -14,13 +14,13 @@ from triton.runtime.cache import get_cache_manager
 from triton.runtime.errors import OutOfResources, PTXASError
 
 from softfocus.backends.triton import compiled_as
-from softfocus.contract import Call
+from softfocus.contract import Call, given, pack
 from softfocus.switches import switched_on
 
 
 class Tile(NamedTuple):
-    """Rows and keys of a tile, and what Triton is told of the kernels: warps of a program, stages of a pipeline, and the most
-    registers that a thread may have; 0: as many as the compiler takes."""
+    """Rows and keys of a tile, and Triton's options: warps of a program, stages of a pipeline, and the most registers of a
+    thread; 0 leaves these to the compiler."""
 
     rows: int
     keys: int
@@ -30,7 +30,7 @@ class Tile(NamedTuple):
 
     @property
     def options(self) -> dict[str, int]:
-        """As Triton calls them."""
+        """By Triton's names."""
         options = {"num_warps": self.warps, "num_stages": self.stages}
         if self.registers and not torch.version.hip:  # which has no such option
             options["maxnreg"] = self.registers
@@ -38,8 +38,10 @@ class Tile(NamedTuple):
 
 
 def _tiles(*shapes: tuple[int, ...], stages: int = 3) -> tuple[Tile, ...]:
-    """Of (rows, keys, warps) or (rows, keys, warps, registers). With two stages a tile is asked for at the end of the one
-    before and waited for at once; with three it comes meanwhile."""
+    """Tiles of (rows, keys, warps) or (rows, keys, warps, registers).
+
+    With two stages a tile is loaded at the end of the one before, and waited for at once. With three it is loaded meanwhile.
+    """
     return tuple(Tile(rows, keys, warps, stages, *most) for rows, keys, warps, *most in shapes)
 
 
@@ -61,20 +63,21 @@ TILES = {
     ("decode", "narrow"): _tiles((16, 64, 4), stages=4),
     ("decode", "wide"): _tiles((16, 32, 4), stages=4),
 }
-"""What may be taken for a kernel, by its name and kind; "heavy" kernels do more to a score. The first where nothing is
-measured: it spills nothing from registers, as far as test_triton_compile.py says. Rows of the queries' kernels and keys of
-the keys' are at least 16 a warp, or warps would do the same work twice; but where a head has many dimensions and two sums of
-them are held, that is how warps share the sums.
+"""The tiles to choose from, by kernel and kind; "heavy" kernels do more to a score.
 
-With at most 128 registers a thread two programs of eight warps lie on a multiprocessor, and one computes while the other waits;
-they spill some hundred bytes, most of them outside the loops.
+The first is taken where nothing is measured: test_triton_compile.py sees that it spills no registers. A warp has at least 16
+rows in the forward and in query_gradients, and 16 keys in key_gradients, or warps would do the same work twice. The exception
+is a head of many dimensions with two sums of them: there the warps share the sums.
+
+With at most 128 registers a thread, two programs of eight warps fit on a multiprocessor, and one computes while the other
+waits. They spill some hundred bytes, most of them outside the loops.
 """
 VERY_WIDE_TILES = {
     "forward": _tiles((64, 32, 8), (128, 32, 8)),
     "query_gradients": _tiles((64, 16, 8), (64, 32, 8)),
     "key_gradients": _tiles((16, 64, 8), (32, 64, 8)),
 }
-"""Of more than 128 dimensions a head."""
+"""For more than 128 dimensions a head."""
 TILES_BEFORE_HOPPER = {
     **TILES,
     ("forward", "narrow"): _tiles((64, 32, 4), (128, 64, 8), (64, 64, 4)),
@@ -94,7 +97,7 @@ TILES_BEFORE_HOPPER = {
     ("key_gradients", "wide, heavy"): _tiles((16, 32, 4), (16, 128, 8), (16, 64, 8)),
     ("bias_gradients", "narrow"): _tiles((32, 32, 8)),
 }
-"""Where the operands of products lie in registers, too."""
+"""Where the operands of products take registers, too."""
 TILES_SINCE_BLACKWELL = {
     **TILES,
     ("forward", "narrow"): _tiles((128, 32, 8), (128, 64, 8), (64, 64, 4)),
@@ -110,16 +113,16 @@ TILES_OF_SINGLES = {
     "wide": _tiles((32, 16, 8), (32, 32, 8), stages=2),
     "very wide": _tiles((16, 16, 8), (32, 16, 8), stages=2),
 }
-"""Of every kernel but decoding, in float32: without tensor cores a thread holds all that its products are made of, and more
-than eight of them spill by the thousand bytes. Products take so long that what they wait for hardly counts."""
+"""For float32, in every kernel but decode. Without tensor cores a thread holds the operands of its products in registers, and
+larger tiles spill thousands of bytes. Products take so long that waiting for loads hardly counts."""
 SMALLER = (Tile(32, 32, 4, 2), Tile(32, 16, 4, 1), Tile(16, 16, 4, 1))
-"""Where a device's shared memory holds none of these, as float32 of 128 dimensions on consumers' GPUs."""
+"""Where none of these fits into a device's shared memory, as float32 of 128 dimensions on consumers' GPUs."""
 TUNE = "SOFTFOCUS_TUNE"
 INTERPRETED = Tile(32, 32, 1, 1)
 
 
 def tiles(kernel: str, call: Call) -> tuple[Tile, ...]:
-    """What may be taken for a kernel of a call on the device that is current."""
+    """The tiles to choose from for a kernel of a call, on the current device."""
     mechanism = call.mechanism
     most = max(call.query.size(-1), call.value.size(-1))
     if call.query.dtype == torch.float32 and kernel != "decode":
@@ -127,7 +130,7 @@ def tiles(kernel: str, call: Call) -> tuple[Tile, ...]:
     if most > 128 and kernel in VERY_WIDE_TILES:
         return VERY_WIDE_TILES[kernel]
     arch = driver.active.get_current_target().arch
-    arch = arch if isinstance(arch, int) else 90  # other makers' have names
+    arch = arch if isinstance(arch, int) else 90  # a name on other makers' devices
     table = TILES_BEFORE_HOPPER if arch < 90 else TILES_SINCE_BLACKWELL if arch >= 100 else TILES
     width = "wide" if most > 64 else "narrow"
     sharp, laser = mechanism.power is not None, mechanism.laser
@@ -142,19 +145,18 @@ def tiles(kernel: str, call: Call) -> tuple[Tile, ...]:
 
 
 def kind(direction: str, call: Call) -> tuple[Hashable, ...]:
-    """What calls have in common that are taken to be fastest in the same tiles: sizes count by powers of two."""
+    """Calls of one kind are taken to be fastest in the same tiles. Sizes count by powers of two."""
     query, key, visibility = call.query, call.key, call.visibility
     sizes = (query.size(0) * query.size(1), query.size(2), key.size(2), query.size(1) // key.size(1))
-    given = (call.bias, call.head_scale, call.power, visibility.mask, visibility.key_mask, visibility.document_ids)
     return (
         direction, compiled_as(call.mechanism).code, str(query.dtype), query.size(3), call.value.size(3),
         *map(power_of_two, sizes),
-        visibility.left >= 0, visibility.right >= 0, call.dropout.p > 0, *(x is not None for x in given),
+        visibility.left >= 0, visibility.right >= 0, call.dropout.p > 0, *sorted(given(pack(call))),
     )  # fmt: skip
 
 
 def power_of_two(x: int) -> int:
-    """The next one from x on; Triton's own takes microseconds on the host."""
+    """The least that is not below x. Triton's own function takes microseconds on the host."""
     return 1 << max(x - 1, 0).bit_length()
 
 
@@ -171,10 +173,10 @@ def fastest(
 ) -> Tile:
     """The tile in which ``run`` takes the least time, for calls of a kind.
 
-    Measured when the first call of the kind comes, which then waits for the device and for compilers; then known, to later
-    processes too: in Triton's own cache, by device, Triton's version and the kernels' source. Where a CUDA graph is captured
-    before that it is the first of ``tiles``, for this once; always, where ``SOFTFOCUS_TUNE=off`` or torch is told to use
-    deterministic algorithms: two machines may measure differently, and tiles change the last bits.
+    It is measured at the first call of the kind, which waits for the device and for compilers. Later processes find it in
+    Triton's own cache, by device, Triton's version and the kernels' source. A call that is captured into a CUDA graph before
+    takes the first of ``tiles``. So does every call with ``SOFTFOCUS_TUNE=off`` or torch's deterministic algorithms: two
+    machines may measure differently, and tiles change the last bits.
 
     Raises:
         ValueError: SOFTFOCUS_TUNE says neither on nor off.
@@ -202,7 +204,7 @@ def _measured(tiles: tuple[Tile, ...], run: Callable[[Tile], Any]) -> Tile | Non
     for tile in tiles:
         try:
             times[tile] = _time(partial(run, tile))
-        except (OutOfResources, PTXASError, torch.OutOfMemoryError):  # the last: of what measuring takes besides
+        except (OutOfResources, PTXASError, torch.OutOfMemoryError):  # the last: measuring takes memory, too
             continue
     return min(times, key=times.__getitem__) if times else None
 
@@ -222,7 +224,7 @@ def _read(path: str) -> Tile | None:
 
 @cache
 def _source() -> str:
-    """What the kernels and the choice between tiles depend on."""
+    """A digest of the source on which the kernels and the choice between tiles depend."""
     folder = Path(__file__).parent
     files = sorted([*folder.glob("*.py"), *folder.glob("kernels/*.py")])
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
