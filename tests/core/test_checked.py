@@ -80,6 +80,11 @@ def equal(some, others):
     return all(torch.equal(x, y) for x, y in zip(some, others, strict=True))
 
 
+def ours(said):
+    """The warnings that are not the interpreter's (of Triton 3.6, where numpy is newer)."""
+    return [one for one in said if str(one.message).startswith("softfocus")]
+
+
 def largest_off(result):
     """The largest number of a result is off by a tenth: beyond rounding in each dtype, and not to be seen by eye."""
     out = result[0] if isinstance(result, tuple) else result
@@ -145,7 +150,7 @@ def test_a_wrong_kernel_gives_way_to_the_tiled_backend(calls, way, dtype):
     calls.spoil[way] = largest_off if way == "forward" else keys_off
     with pytest.warns(RuntimeWarning, match="not taken for .* off by") as said:
         found = results("auto", leaves)
-    assert len(said) == 1
+    assert len(ours(said)) == 1
     assert equal(found[1:], right[1:])
     assert equal(found[:1], right[:1] if way == "forward" else results("triton", leaves)[:1])
     explanation = explain(*leaves, **CALL)
@@ -288,7 +293,7 @@ def test_caches(calls):
     calls.spoil["forward"] = lambda result: (result[0] * 1.1, result[1])
     with pytest.warns(RuntimeWarning, match="not taken") as said:
         found = cached(mechanism="softmax")
-    assert len(said) == 2
+    assert len(ours(said)) == 2
     assert equal(found, cached(mechanism="softmax", backend="tiled"))
 
 
