@@ -144,12 +144,13 @@ _MADE_OF = [(make, end - len(leaves), end) for (leaves, make), end in zip(_FIELD
 def given(leaves: Sequence[Any]) -> frozenset[str]:
     """The names of the optional leaves that differ from their defaults."""
     return frozenset(
-        name
-        for name, leaf in zip(LEAVES, leaves, strict=False)
-        if name in _OPTIONAL
-        and leaf is not (default := _DEFAULTS[name])
-        and (isinstance(leaf, Tensor) or leaf != default)
+        name for name, leaf in zip(LEAVES, leaves, strict=False) if name in _OPTIONAL and _differs(name, leaf)
     )
+
+
+def _differs(name: str, leaf: Any) -> bool:
+    default = _DEFAULTS[name]
+    return leaf is not default and (isinstance(leaf, Tensor) or leaf != default)
 
 
 def unpack(leaves: Sequence[Any]) -> Call:

@@ -157,7 +157,7 @@ def test_a_wrong_kernel_gives_way_to_the_tiled_backend(calls, way, dtype):
     assert explanation.backend == "tiled"
     assert "off by" in explanation.reasons["triton"]
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.filterwarnings("error", message="softfocus")
         assert equal(results("auto", leaves), right)
         calls.spoil.clear()
         assert equal(results("auto", leaves, mechanism="lssa"), results("triton", leaves, mechanism="lssa"))

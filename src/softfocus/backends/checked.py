@@ -80,7 +80,7 @@ def prepare(call: Call) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
 def refusal(call: Call) -> str | None:
     """Why the kernels are refused for this kind; None where they agreed or nothing has been compared yet."""
     kind = _kind(call)
-    return next((why for way in ("forward", "backward") if (why := _refused.get((way, kind)))), None)
+    return _refused.get(("forward", kind)) or _refused.get(("backward", kind))
 
 
 def seen(call: Call) -> str:
@@ -270,8 +270,8 @@ def _part_of(call: Call) -> Call:
 
 def _in_double(call: Call) -> Call:
     like: Any = call
-    given = {name: x for name in GRADIENTS if (x := getattr(call, name)) is not None}
-    return like._replace(**{name: x.double() for name, x in given.items()})
+    tensors = {name: getattr(call, name) for name in GRADIENTS}
+    return like._replace(**{name: x.double() for name, x in tensors.items() if x is not None})
 
 
 def _sequence(b: int, call: Call) -> Call:
