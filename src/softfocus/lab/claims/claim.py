@@ -3,7 +3,7 @@
 import tomllib
 from collections.abc import Sequence
 from importlib import resources
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -79,6 +79,17 @@ class Steeper(_Statement):
     of: Literal["largest", "median"] = Field(default="largest", description="which gradient of a training")
 
 
+class Saves(_Statement):
+    """By power laws through their sizes, the rows have the loss of the largest of the others with fewer parameters."""
+
+    kind: Literal["saves"]
+    row: Annotated[list[str], Field(min_length=3)] = Field(description="one family of models in several sizes")
+    than: Annotated[list[str], Field(min_length=3)] = Field(description="the other family")
+    at: Multiple = "1x"
+    by: float = Field(default=0.0, ge=0, lt=1, description="the share of the parameters that is saved")
+    setting: str = AS_TRAINED.name()
+
+
 class Proved(_Statement):
     """True, by a test that trains nothing."""
 
@@ -93,7 +104,10 @@ class Disproved(_Statement):
     by: str
 
 
-Statement = Annotated[Lower | Close | Flat | Trains | Steeper | Proved | Disproved, Field(discriminator="kind")]
+Statement = Annotated[Lower | Close | Flat | Trains | Steeper | Saves | Proved | Disproved, Field(discriminator="kind")]
+
+
+_Kind = TypeVar("_Kind", bound=_Statement)
 
 
 class Reported(_Table):
@@ -141,6 +155,10 @@ class Claim(_Table):
     def scales(self) -> tuple[Scale, ...]:
         """Where its runs can be made."""
         return tuple(scale for scale in SCALES if self.rows and scale not in self.untestable)
+
+    def first(self, kind: type[_Kind]) -> _Kind | None:
+        """The first statement of a kind."""
+        return next((statement for statement in self.statements if isinstance(statement, kind)), None)
 
     @property
     def exact(self) -> bool:

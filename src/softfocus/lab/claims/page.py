@@ -10,8 +10,9 @@ from typing import Literal
 
 from softfocus.lab.claims import claim as claims
 from softfocus.lab.claims import results as outcomes
-from softfocus.lab.claims.claim import BASES, SCALES, Claim, Scale, Steeper
-from softfocus.lab.claims.results import FIGURE, RESULTS, YARDSTICK, Results
+from softfocus.lab.claims.claim import BASES, SCALES, Claim, Saves, Scale, Steeper
+from softfocus.lab.claims.power_law import families
+from softfocus.lab.claims.results import FIGURE, RESULTS, SIZES, YARDSTICK, Results
 from softfocus.lab.claims.verdict import SEEDS, Judged, Verdict, judge, together
 from softfocus.lab.report.notes import short_commit
 from softfocus.lab.report.points import Group, cell, column_name, columns, count_text, loss_text, settings
@@ -132,8 +133,10 @@ def _outcome(claim: Claim, scale: Scale, results: Results) -> list[str]:
     if groups:
         parts.append(_wrapped(_reading(groups)))
         parts += [_losses(results, groups, setting) for setting in settings(groups)]
-    if any(isinstance(statement, Steeper) for statement in claim.statements):
+    if claim.first(Steeper) is not None:
         parts.append(_gradients(results))
+    if (by_size := claim.first(Saves)) is not None and (table := _sizes(results, by_size)):
+        parts += [table, f"![Loss over size]({claim.name}/{scale}/{SIZES})"]
     if groups:
         parts.append(f"![Loss over length]({claim.name}/{scale}/{FIGURE})")
     return [*parts, f"`{_command(claim, scale, results)}` runs it again."]
@@ -214,6 +217,16 @@ def _gradients(results: Results) -> str:
         if known:
             lines.append([row, f"{median(max(one) for one in known):.3g}", f"{median(map(median, known)):.3g}"])
     return _table(["gradient norm, median over seeds", "largest of a training", "median of a training"], lines)
+
+
+def _sizes(results: Results, statement: Saves) -> str:
+    """The power law of each family; nothing where there is none."""
+    lines = []
+    for one in families(results, statement) or ():
+        sizes = " to ".join(f"{one.parameters[end] / 1e6:.2f} M" for end in (0, -1))
+        power = f"{one.exponent.value:.4f} ± {one.exponent.standard_error:.4f}"
+        lines.append([one.label, str(len(one.parameters)), sizes, power, f"{one.misfit:.2%}"])
+    return _table(["power law", "sizes", "parameters", "exponent", "largest misfit"], lines) if lines else ""
 
 
 def _exact(judged: Sequence[Judged]) -> str:

@@ -17,6 +17,7 @@ from softfocus.lab.run_folder.results import Bucket, Evaluation, Record, Row, Ru
 
 RESULTS = "results.json"
 FIGURE = "figure.png"
+SIZES = "sizes.png"
 YARDSTICK = ("softmax", "window 1x")
 """What every row stands beside: softmax that sees a window of the training length."""
 

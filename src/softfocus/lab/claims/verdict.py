@@ -14,11 +14,13 @@ from softfocus.lab.claims.claim import (
     Flat,
     Lower,
     Proved,
+    Saves,
     Statement,
     Steeper,
     Trains,
     named_in,
 )
+from softfocus.lab.claims.power_law import families, saved
 from softfocus.lab.claims.results import Results, Run
 from softfocus.lab.evaluate.means import Estimate, Mean, difference, t_quantile
 from softfocus.lab.report.points import Cell, cell
@@ -140,12 +142,32 @@ def _steeper(claim: Claim, results: Results | None, statement: Steeper) -> list[
     return parts
 
 
+def _saves(claim: Claim, results: Results | None, statement: Saves) -> list[Part]:
+    for row in (*statement.row, *statement.than):
+        if early := _too_few(row, results.of(row) if results else []):
+            return [early]
+    assert results is not None  # every row has runs
+    both = families(results, statement)
+    if both is None or both[0].losses.keys() != both[1].losses.keys():
+        return [Part("inconclusive", "a size diverged, was not measured, or has other seeds")]
+    ours, others = both
+    found = saved(ours, others)
+    if found is None:
+        return [Part("inconclusive", "the loss does not fall with the size")]
+    text = (
+        f"for the loss that the curve of the others has at {others.parameters[-1] / 1e6:.2f} M parameters, "
+        f"{math.expm1(found.value):+.1%} parameters (log {found.value:+.3f} ± {found.standard_error:.3f})"
+    )
+    return [_decide(found, math.log1p(-statement.by), text)]
+
+
 _JUDGES: dict[type, Callable[[Claim, Results | None, Any], list[Part]]] = {
     Lower: _lower,
     Close: _lower,
     Flat: _flat,
     Trains: _trains,
     Steeper: _steeper,
+    Saves: _saves,
     Proved: _proved,
     Disproved: _disproved,
 }
