@@ -12,6 +12,8 @@ from softfocus.lab.claims.claim import Claim, Saves, parse
 from softfocus.lab.claims.power_law import PowerLaw, families, saved
 from softfocus.lab.claims.results import Results, Run
 from softfocus.lab.claims.verdict import judge
+from softfocus.lab.inspect.results import Row as Attention
+from softfocus.lab.inspect.results import Value
 
 SIZES = (100_000, 200_000, 400_000, 800_000)
 
@@ -139,3 +141,118 @@ def test_a_page_has_the_power_laws_and_their_figure(by_size: Any, tmp_path: Path
     assert both is not None
     figure.save_sizes(both, tmp_path / "sizes.png", title="t")
     assert (tmp_path / "sizes.png").stat().st_size > 5_000
+
+
+# sooner
+
+
+def sooner(text: str = "") -> Claim:
+    return claim(["laser", "softmax"], f'kind = "sooner"\nrow = "laser"\nthan = "softmax"\n{text}')
+
+
+@pytest.fixture
+def curves(a_run: Any) -> Any:
+    """Standard attention has 2.0 at its end, after 100 steps; ours has it at the given steps, or never."""
+
+    def make(*steps: float, speed: float = 1.0) -> list[Run]:
+        runs = []
+        for seed, step in enumerate(steps):
+            runs.append(a_run("softmax", seed, validation_loss=[(50, 3.0), (100, 2.0)], tokens_per_second=1000.0))
+            # a line that falls by 1 in 50 steps and has 2.0 at the step
+            ours = [(at, 2.0 + (step - at) / 50) for at in (40, 100)]
+            runs.append(a_run("laser", seed, validation_loss=ours, tokens_per_second=1000.0 * speed))
+        return runs
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("steps", "text", "expected"),
+    [
+        ((90, 91, 92), "", "holds"),
+        ((90, 91, 92), "by = 0.05", "holds"),
+        ((90, 91, 92), "by = 0.2", "fails"),
+        ((70, 99, 92), "", "inconclusive"),
+        ((110, 120, 130), "", "fails"),  # never within the budget
+        ((90, 91, 130), "", "inconclusive"),
+        ((90, 91), "", "too few seeds"),
+    ],
+)
+def test_sooner_takes_the_share_of_steps(curves: Any, steps: Any, text: str, expected: str) -> None:
+    assert verdict(sooner(text), curves(*steps)) == expected
+
+
+def test_the_share_of_steps_and_of_time(curves: Any) -> None:
+    steps = (80, 85, 90)
+    (part,) = judge(sooner(), results(curves(*steps)))[0].parts
+    mean = np.mean(np.log(np.array(steps) / 100))
+    assert f"after {math.exp(mean):.1%} of its steps (log {mean:+.3f}" in part.text
+    slow = curves(*steps, speed=0.5)
+    assert verdict(sooner('of = "time"'), slow) == "fails"
+    assert verdict(sooner('of = "time"'), curves(*steps, speed=2.0)) == "holds"
+    assert verdict(sooner(), slow) == "holds"
+
+
+def test_sooner_needs_curves_and_trainings(curves: Any, a_run: Any) -> None:
+    assert verdict(sooner(), [a_run(row, seed) for row in ("laser", "softmax") for seed in range(3)]) == "not run"
+    fine = curves(90, 90, 90)
+    gone = [a_run(run.row, run.info.seed, status="diverged") if run.row == "laser" else run for run in fine]
+    assert verdict(sooner(), gone) == "fails"
+
+
+# steeper, of projections
+
+
+def test_projections_have_gradients_of_their_own(a_run: Any) -> None:
+    def made(value: float, query: float, seed: int, row: str) -> Run:
+        return a_run(row, seed, projection_norms={"query": [(10, query)], "value": [(10, value)]})
+
+    runs = [made(1.0, 3.0, seed, "laser") for seed in range(3)] + [made(2.0, 1.0, seed, "softmax") for seed in range(3)]
+
+    def of(part: str) -> str:
+        text = f'kind = "steeper"\nrow = "laser"\nthan = "softmax"\nof = "median"\npart = "{part}"'
+        return verdict(claim(["laser", "softmax"], text), runs)
+
+    assert [of(part) for part in ("query", "value", "key", "all")] == ["holds", "fails", "not run", "not run"]
+
+
+# faint
+
+
+@pytest.mark.parametrize(
+    ("shares", "expected"),
+    [((0.85, 0.86, 0.87), "holds"), ((0.7, 0.71, 0.72), "fails"), ((0.7, 0.8, 0.9), "inconclusive")],
+)
+def test_small_probabilities(a_run: Any, shares: Any, expected: str) -> None:
+    zero = Value(mean=0.0, standard_error=0.0)
+    names = ("zeros", "above_1e_9", "above_1e_3", "entropy", "uniform", "distance", "beyond")
+    runs = []
+    for seed, share in enumerate(shares):
+        row = Attention(
+            length=128,
+            layer=None,
+            head=None,
+            below_1e_3=Value(mean=share, standard_error=0.001),
+            **dict.fromkeys(names, zero),
+        )
+        runs.append(a_run("softmax", seed).model_copy(update={"attention": [row]}))
+    text = 'kind = "faint"\nrow = "softmax"\nshare = 0.8\nbelow = '
+    assert verdict(claim(["softmax"], text + '"1e-3"'), runs) == expected
+    assert verdict(claim(["softmax"], text + '"1e-7"'), runs) == "not run"  # early inspections lack it
+    assert verdict(claim(["softmax"], text + '"1e-3"\nat = "2x"'), runs) == "not run"
+
+
+def test_a_page_shows_what_was_noted_over_training(curves: Any, tmp_path: Path) -> None:
+    made, runs = sooner(), curves(90, 90, 90)
+    for run in runs:
+        run.info.gradient_norm = [(50, 4.0), (100, 2.0)]
+        run.info.projection_norms = {"query": [(50, 0.25), (100, 0.75)]}
+    found = results(runs)
+    assert "![Over training](made-up/toy/training.png)" in page.page(made, {"toy": found})
+    steeper = claim(["laser", "softmax"], 'kind = "steeper"\nrow = "laser"\nthan = "softmax"\npart = "query"')
+    assert "| softmax | 4 | 3 | 0.5 |" in page.page(steeper, {"toy": found})
+    drawn = figure.draw_training(found, title="t")
+    assert [panel.get_title("left") for panel in drawn.axes] == ["validation loss", "gradient of the query projections"]
+    assert [len(panel.lines) for panel in drawn.axes] == [6, 6]
+    figure.save_training(found, tmp_path / "training.png", title="t")
+    assert (tmp_path / "training.png").stat().st_size > 5_000

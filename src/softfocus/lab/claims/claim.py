@@ -77,6 +77,29 @@ class Steeper(_Statement):
     than: Names
     factor: float = Field(default=1.0, ge=1)
     of: Literal["largest", "median"] = Field(default="largest", description="which gradient of a training")
+    part: Literal["all", "query", "key", "value"] = Field(
+        default="all", description="of all parameters, or of a projection, which takes train.projection_norms"
+    )
+
+
+class Sooner(_Statement):
+    """Each row has the best validation loss of each of the others after fewer steps, or in less time, than they took."""
+
+    kind: Literal["sooner"]
+    row: Names
+    than: Names
+    of: Literal["steps", "time"] = "steps"
+    by: float = Field(default=0.0, ge=0, lt=1, description="the share that is saved")
+
+
+class Faint(_Statement):
+    """At least a share of the attention probabilities of each row is below a threshold."""
+
+    kind: Literal["faint"]
+    row: Names
+    below: Literal["1e-3", "1e-7"]
+    share: float = Field(gt=0, lt=1)
+    at: Multiple = "1x"
 
 
 class Saves(_Statement):
@@ -104,7 +127,9 @@ class Disproved(_Statement):
     by: str
 
 
-Statement = Annotated[Lower | Close | Flat | Trains | Steeper | Saves | Proved | Disproved, Field(discriminator="kind")]
+Statement = Annotated[
+    Lower | Close | Flat | Trains | Steeper | Sooner | Faint | Saves | Proved | Disproved, Field(discriminator="kind")
+]
 
 
 _Kind = TypeVar("_Kind", bound=_Statement)

@@ -1,4 +1,4 @@
-"""A claim's figures: loss over length of all rows, with softmax under a window in each panel; and loss over size."""
+"""A claim's figures: loss over length of all rows, softmax under a window in each panel; over size; over training."""
 
 import math
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from softfocus.lab.claims.power_law import Family
-from softfocus.lab.claims.results import YARDSTICK
+from softfocus.lab.claims.results import YARDSTICK, Results
 from softfocus.lab.report.figure import PALETTE, STYLE, TEXT, line_style, places, save_png, spread
 from softfocus.lab.report.points import Cell, Group, cell, column_name, columns, settings
 
@@ -45,6 +45,33 @@ def draw_sizes(families: Sequence[Family], *, title: str) -> Figure:
         panel.set_xlabel("parameters")
         panel.set_ylabel("validation loss (nats per token)")
         panel.legend(frameon=False)
+        figure.suptitle(title, x=0.01, ha="left", fontsize=12, parse_math=False)
+        return figure
+
+
+def save_training(results: Results, path: Path, *, title: str) -> None:
+    """Write what was noted over the trainings as a PNG, whole or not at all."""
+    save_png(draw_training(results, title=title), path, title, dpi=110)
+
+
+def draw_training(results: Results, *, title: str) -> Figure:
+    """A panel for each curve, with a line for each training, in the colour of its row."""
+    names = list(dict.fromkeys(name for run in results.runs for name in run.curves))
+    shades = places([results.of(row)[0].info.mechanism for row in results.rows])
+    with rc_context(STYLE):
+        figure = Figure(figsize=(12.0, 3.4 * math.ceil(len(names) / 2) + 0.6), layout="constrained")
+        grid = figure.subplots(math.ceil(len(names) / 2), 2, squeeze=False).flatten()
+        for panel, name in zip(grid, names, strict=False):
+            for row, shade in zip(results.rows, shades, strict=True):
+                for number, run in enumerate(run for run in results.of(row) if name in run.curves):
+                    label = row if number == 0 else None
+                    panel.plot(*zip(*run.curves[name], strict=True), color=PALETTE[shade][0], alpha=0.7, label=label)
+            panel.set_yscale("linear" if name == "validation loss" else "log")
+            panel.set_title(name)
+            panel.set_xlabel("step")
+            panel.legend(frameon=False)
+        for panel in grid[len(names) :]:
+            panel.remove()
         figure.suptitle(title, x=0.01, ha="left", fontsize=12, parse_math=False)
         return figure
 

@@ -12,7 +12,7 @@ from softfocus.lab.claims import claim as claims
 from softfocus.lab.claims import results as outcomes
 from softfocus.lab.claims.claim import BASES, SCALES, Claim, Saves, Scale, Steeper
 from softfocus.lab.claims.power_law import families
-from softfocus.lab.claims.results import FIGURE, RESULTS, SIZES, YARDSTICK, Results
+from softfocus.lab.claims.results import FIGURE, RESULTS, SIZES, TRAINING, YARDSTICK, Results, Run
 from softfocus.lab.claims.verdict import SEEDS, Judged, Verdict, judge, together
 from softfocus.lab.report.notes import short_commit
 from softfocus.lab.report.points import Group, cell, column_name, columns, count_text, loss_text, settings
@@ -135,6 +135,8 @@ def _outcome(claim: Claim, scale: Scale, results: Results) -> list[str]:
         parts += [_losses(results, groups, setting) for setting in settings(groups)]
     if claim.first(Steeper) is not None:
         parts.append(_gradients(results))
+    if any(run.curves for run in results.runs):
+        parts.append(f"![Over training]({claim.name}/{scale}/{TRAINING})")
     if (by_size := claim.first(Saves)) is not None and (table := _sizes(results, by_size)):
         parts += [table, f"![Loss over size]({claim.name}/{scale}/{SIZES})"]
     if groups:
@@ -209,14 +211,23 @@ def _loss(loss: float, spread: float) -> str:
 
 
 def _gradients(results: Results) -> str:
-    """The largest and the usual gradient of each row."""
+    """The largest and the usual gradient of each row, and the usual one of its projections where they were noted."""
     lines = []
+    parts = list(dict.fromkeys(name for run in results.runs for name in run.info.projection_norms))
     for row in results.rows:
         norms = [[norm for _, norm in run.info.gradient_norm] for run in results.of(row)]
         known = [one for one in norms if one]
         if known:
             lines.append([row, f"{median(max(one) for one in known):.3g}", f"{median(map(median, known)):.3g}"])
-    return _table(["gradient norm, median over seeds", "largest of a training", "median of a training"], lines)
+            lines[-1] += [_projection(results.of(row), name) for name in parts]
+    head = ["gradient norm, median over seeds", "largest of a training", "median of a training"]
+    return _table([*head, *(f"of the {name} projections" for name in parts)], lines)
+
+
+def _projection(runs: Sequence[Run], name: str) -> str:
+    """The usual gradient of a projection; nothing where it was not noted."""
+    noted = [[norm for _, norm in run.info.projection_norms[name]] for run in runs if name in run.info.projection_norms]
+    return f"{median(map(median, noted)):.3g}" if noted else ""
 
 
 def _sizes(results: Results, statement: Saves) -> str:

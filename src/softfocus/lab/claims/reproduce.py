@@ -9,7 +9,7 @@ from softfocus.lab.claims import figure
 from softfocus.lab.claims.claim import Saves, Scale
 from softfocus.lab.claims.page import report, verdict_lines
 from softfocus.lab.claims.power_law import families
-from softfocus.lab.claims.results import FIGURE, RESULTS, SIZES, Results, collect
+from softfocus.lab.claims.results import FIGURE, RESULTS, SIZES, TRAINING, Results, collect
 from softfocus.lab.run_folder.disk import write_atomically
 from softfocus.lab.run_folder.results import json_text
 from softfocus.lab.studies import crew
@@ -77,6 +77,8 @@ def reproduce(
     title = f"{claim.title}\n{claim.source} · scale {scale}, {seeds} seeds"
     if groups:
         figure.save(groups, place / FIGURE, title=title)
+    if any(run.curves for run in results.runs):
+        figure.save_training(results, place / TRAINING, title=title)
     if (by_size := claim.first(Saves)) is not None and (both := families(results, by_size)):
         figure.save_sizes(both, place / SIZES, title=title)
     report(folder / PUBLISHED)

@@ -11,10 +11,12 @@ from softfocus.lab.claims.claim import (
     Claim,
     Close,
     Disproved,
+    Faint,
     Flat,
     Lower,
     Proved,
     Saves,
+    Sooner,
     Statement,
     Steeper,
     Trains,
@@ -22,7 +24,8 @@ from softfocus.lab.claims.claim import (
 )
 from softfocus.lab.claims.power_law import families, saved
 from softfocus.lab.claims.results import Results, Run
-from softfocus.lab.evaluate.means import Estimate, Mean, difference, t_quantile
+from softfocus.lab.claims.speed import share
+from softfocus.lab.evaluate.means import Estimate, Mean, difference, estimate, t_quantile
 from softfocus.lab.report.points import Cell, cell
 from softfocus.lab.run_folder.results import AS_TRAINED
 
@@ -118,16 +121,18 @@ def _flat(claim: Claim, results: Results | None, statement: Flat) -> list[Part]:
 
 def _steeper(claim: Claim, results: Results | None, statement: Steeper) -> list[Part]:
     """Of natural logarithms of norms, over trainings alone: every seed has one."""
+    of = "" if statement.part == "all" else f" of the {statement.part} projections"
     parts = []
     for row, than in _pairs(claim, statement):
         sides = [results.of(name) if results else [] for name in (row, than)]
         if early := _too_few(row, sides[0]) or _too_few(than, sides[1]):
             parts.append(early)
             continue
-        if bare := [name for name, runs in zip((row, than), sides, strict=True) if not all(map(_has_norms, runs))]:
-            parts.append(Part("not run", f"{bare[0]} has no norms of gradients"))
+        known = [all(run.diverged or _norms(run, statement) for run in runs) for runs in sides]
+        if not all(known):
+            parts.append(Part("not run", f"{(row, than)[known.index(False)]} has no norms of gradients{of}"))
             continue
-        ours, others = ([(run.info.seed, Mean(_log_norm(run, statement.of), 0.0)) for run in runs] for runs in sides)
+        ours, others = ([(run.info.seed, Mean(_log_norm(run, statement), 0.0)) for run in runs] for runs in sides)
         if any(math.isinf(mean.value) for _, mean in (*ours, *others)):
             first, second = ((sum(math.isinf(mean.value) for _, mean in side), len(side)) for side in (ours, others))
             text = f"{first[0]} of {first[1]} trainings of {row} diverged, {second[0]} of {second[1]} of {than}"
@@ -136,9 +141,60 @@ def _steeper(claim: Claim, results: Results | None, statement: Steeper) -> list[
         found = difference(others, ours)
         ratio, error = math.exp(-found.value), found.standard_error
         text = (
-            f"the {statement.of} gradient of {row} has {ratio:.3g} times the norm of that of {than} (log ± {error:.2f})"
+            f"the {statement.of} gradient{of} of {row} has {ratio:.3g} times the norm of that of {than} "
+            f"(log ± {error:.2f})"
         )
         parts.append(_decide(found, -math.log(statement.factor), text))
+    return parts
+
+
+def _sooner(claim: Claim, results: Results | None, statement: Sooner) -> list[Part]:
+    """Of natural logarithms of shares, over trainings alone. A loss that is never reached counts as infinitely late."""
+    parts = []
+    for row, than in _pairs(claim, statement):
+        sides = [results.of(name) if results else [] for name in (row, than)]
+        if early := _too_few(row, sides[0]) or _too_few(than, sides[1]):
+            parts.append(early)
+            continue
+        ours, others = ({run.info.seed: run for run in runs} for runs in sides)
+        pairs = [(seed, ours[seed], others[seed]) for seed in sorted(ours.keys() & others.keys())]
+        lost = [sum(run.diverged for run in runs) for runs in sides]
+        if any(lost):
+            text = f"{lost[0]} of {len(ours)} trainings of {row} diverged, {lost[1]} of {len(others)} of {than}"
+            parts.append(Part(_lost_lower((lost[0], len(ours)), (lost[1], len(others))), text))
+            continue
+        if len(pairs) < SEEDS or not all(one.info.validation_loss for _, *both in pairs for one in both):
+            parts.append(Part("not run", f"{row} and {than} have no validation losses of {SEEDS} shared seeds"))
+            continue
+        shares = [(seed, share(one.info, other.info, of_time=statement.of == "time")) for seed, one, other in pairs]
+        never = sum(math.isinf(one) for _, one in shares)
+        if never:
+            text = f"{row} never has the best loss of {than} in {never} of {len(shares)} trainings"
+            parts.append(Part("fails" if never == len(shares) else "inconclusive", text))
+            continue
+        found = estimate([(seed, Mean(math.log(one), 0.0)) for seed, one in shares])
+        text = (
+            f"{row} has the best loss of {than} after {math.exp(found.value):.1%} of its {statement.of} "
+            f"(log {found.value:+.3f} ± {found.standard_error:.3f})"
+        )
+        parts.append(_decide(found, math.log1p(-statement.by), text))
+    return parts
+
+
+def _faint(claim: Claim, results: Results | None, statement: Faint) -> list[Part]:
+    parts = []
+    for row in named_in(statement, "row"):
+        runs = results.of(row) if results else []
+        known = [(run.info.seed, value) for run in runs if (value := _probabilities(run, statement)) is not None]
+        if early := _too_few(row, runs):
+            parts.append(early)
+        elif len(known) < len(runs):
+            parts.append(Part("not run", f"{row} {statement.at} has no probabilities: diverged, or not inspected"))
+        else:
+            found = estimate(known)
+            above = Estimate(-found.value, found.standard_error, found.freedom, found.training_noise)
+            text = f"{row} {statement.at}: {found.value:.1%} ± {found.standard_error:.1%} below {statement.below}"
+            parts.append(_decide(above, -statement.share, text))
     return parts
 
 
@@ -167,6 +223,8 @@ _JUDGES: dict[type, Callable[[Claim, Results | None, Any], list[Part]]] = {
     Flat: _flat,
     Trains: _trains,
     Steeper: _steeper,
+    Sooner: _sooner,
+    Faint: _faint,
     Saves: _saves,
     Proved: _proved,
     Disproved: _disproved,
@@ -270,16 +328,26 @@ def _cell(results: Results | None, place: Place) -> Cell | None:
     return cell(group, float(at.removesuffix("x")), setting) if group else None
 
 
-def _has_norms(run: Run) -> bool:
-    return run.diverged or bool(run.info.gradient_norm)
+def _norms(run: Run, statement: Steeper) -> list[float]:
+    """Over a training; none where they were not noted."""
+    noted = run.info.projection_norms
+    return [norm for _, norm in (run.info.gradient_norm if statement.part == "all" else noted.get(statement.part, []))]
 
 
-def _log_norm(run: Run, which: str) -> float:
+def _log_norm(run: Run, statement: Steeper) -> float:
     """Infinite where training diverged."""
-    norms = [norm for _, norm in run.info.gradient_norm]
+    norms = _norms(run, statement)
     if run.diverged or not all(map(math.isfinite, norms)):
         return math.inf
-    return math.log(max(max(norms) if which == "largest" else median(norms), 1e-30))
+    return math.log(max(max(norms) if statement.of == "largest" else median(norms), 1e-30))
+
+
+def _probabilities(run: Run, statement: Faint) -> Mean | None:
+    """The share of them that is below, if it was measured."""
+    length = int(statement.at.removesuffix("x")) * run.info.train_length
+    there = next((row for row in run.attention if row.length == length), None)
+    value = None if there is None else there.below_1e_3 if statement.below == "1e-3" else there.below_1e_7
+    return None if value is None else Mean(value.mean, value.standard_error)
 
 
 def _too_few(row: str, runs: Sequence[Run]) -> Part | None:
@@ -291,7 +359,7 @@ def _too_few(row: str, runs: Sequence[Run]) -> Part | None:
     )
 
 
-def _pairs(claim: Claim, statement: Lower | Steeper) -> list[tuple[str, str]]:
+def _pairs(claim: Claim, statement: Lower | Steeper | Sooner) -> list[tuple[str, str]]:
     ours = named_in(statement, "row")
     others = [name for name in claim.rows if name not in ours] if "*" in named_in(statement, "than") else None
     return list(product(ours, others if others is not None else named_in(statement, "than")))

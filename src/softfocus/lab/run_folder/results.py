@@ -61,6 +61,14 @@ class RunInfo(Record):
     gradient_norm: list[tuple[int, float]] = Field(
         default=[], description="(step, largest norm of a gradient since the entry before, not clipped)"
     )
+    validation_loss: list[tuple[int, float]] = Field(
+        default=[], description="(step, loss on held-out windows of the training length), with train.validations"
+    )
+    projection_norms: dict[str, list[tuple[int, float]]] = Field(
+        default={},
+        description="query, key, value -> (step, norm of the gradient of their projections, not clipped), with "
+        "train.projection_norms",
+    )
     tokens_per_second: float | None = Field(default=None, description="without the first steps, which warm up caches")
     error: str | None = Field(default=None, description="what stopped a run that failed, diverged or was interrupted")
 
