@@ -158,6 +158,9 @@ class Claim(_Table):
     says: str = Field(description="what the paper says, in our words")
     paper: Reported | None = Field(default=None, description="its numbers")
     notes: list[str] = Field(default=[], description="what differs from the paper, or is not known of it")
+    bases: dict[Scale, str] = Field(
+        default={}, description="scale -> recipe that its rows change, if not the usual one"
+    )
     rows: dict[str, dict[str, Any]] = Field(default={}, description="name -> keys of the recipe that it changes")
     statements: list[Statement] = []
     untestable: dict[Scale, str] = Field(
@@ -180,6 +183,10 @@ class Claim(_Table):
     def scales(self) -> tuple[Scale, ...]:
         """Where its runs can be made."""
         return tuple(scale for scale in SCALES if self.rows and scale not in self.untestable)
+
+    def base(self, scale: Scale) -> str:
+        """The recipe that its rows change."""
+        return self.bases.get(scale, BASES[scale])
 
     def first(self, kind: type[_Kind]) -> _Kind | None:
         """The first statement of a kind."""
@@ -245,7 +252,7 @@ def recipes(claim: Claim, scale: Scale, seeds: Sequence[int]) -> list[Recipe]:
             f"it can be run with --scale {claim.scales[0]}" if claim.scales else "`softfocus report` has the rest"
         )
         raise UsageError(f"{claim.name} cannot be run at the scale {scale}: {why}", elsewhere)
-    return study.recipes(study.Study(title=claim.title, base=BASES[scale], rows=claim.rows), seeds=seeds)
+    return study.recipes(study.Study(title=claim.title, base=claim.base(scale), rows=claim.rows), seeds=seeds)
 
 
 def _folder() -> Any:
