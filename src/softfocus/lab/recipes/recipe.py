@@ -156,6 +156,7 @@ class TrainTable(_Table):
     batch: Count = Field(description="windows an optimiser step, over all devices and accumulated micro-batches")
     accumulate: Count = Field(default=1, description="micro-batches a step: less memory, the same result")
     steps: Count = Field(description="optimiser steps")
+    optimizer: Literal["adamw", "lamb"] = Field(default="adamw", description="lamb (arXiv 1904.00962) takes an extra")
     learning_rate: float = Field(gt=0, le=1)
     decay: Literal["linear", "cosine"] = Field(default="cosine", description="the shape of the warm-down")
     warmup: int = Field(default=0, ge=0, description="steps of linear warm-up")

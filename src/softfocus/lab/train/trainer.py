@@ -22,7 +22,7 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 import softfocus.hf
 from softfocus.lab.errors import Diverged, LabError
 from softfocus.lab.progress import Event, Listener
-from softfocus.lab.recipes.recipe import Recipe
+from softfocus.lab.recipes.recipe import Recipe, TrainTable
 from softfocus.lab.run_folder.files import CHECKPOINTS, TENSORBOARD
 from softfocus.lab.train import checkpoints, records
 from softfocus.lab.train.anneal import Annealing
@@ -321,7 +321,16 @@ def make_trainer(
     if arguments.parallel_mode.value == "not_distributed":
         arguments._n_gpu = 1  # several devices are for torchrun; Trainer's DataParallel would change the batch
     arguments.per_device_train_batch_size = _share(train.batch, train.accumulate, arguments.world_size)
-    trainer = WindowTrainer(recipe, keeping, model=model, args=arguments, train_dataset=windows, callbacks=[watch])
+    optimizer = _lamb(train) if train.optimizer == "lamb" else None
+    trainer = WindowTrainer(
+        recipe,
+        keeping,
+        model=model,
+        args=arguments,
+        train_dataset=windows,
+        callbacks=[watch],
+        optimizer_cls_and_kwargs=optimizer,
+    )
     trainer.remove_callback(PrinterCallback)
     layout = softfocus.hf.layout_of(model)
     if train.power is not None and layout is not None:
@@ -335,6 +344,24 @@ def make_trainer(
     if arguments.should_log:
         trainer.add_callback(Curves(folder / TENSORBOARD))
     return trainer
+
+
+def _lamb(train: TrainTable) -> tuple[Any, dict[str, Any]]:
+    """The paper's (its version 3). Trainer sets the decay of each group of parameters."""
+    try:
+        from pytorch_optimizer import Lamb  # an extra, which takes seconds to import
+    except ModuleNotFoundError:
+        raise LabError(
+            "train.optimizer = 'lamb' needs the package pytorch-optimizer", "run `pip install 'softfocus[lamb]'`"
+        ) from None
+    # Decay is part of what the trust ratio scales, and the first steps are not divided by 1 - beta, as they are by default
+    return Lamb, {
+        "lr": train.learning_rate,
+        "betas": tuple(train.betas),
+        "eps": 1e-6,
+        "weight_decouple": False,
+        "adam_debias": True,
+    }
 
 
 def _share(batch: int, accumulate: int, devices: int) -> int:
