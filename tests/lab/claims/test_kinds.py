@@ -14,6 +14,7 @@ from softfocus.lab.claims.results import Results, Run
 from softfocus.lab.claims.verdict import judge
 from softfocus.lab.inspect.results import Row as Attention
 from softfocus.lab.inspect.results import Value
+from softfocus.lab.run_folder.results import Classification
 
 SIZES = (100_000, 200_000, 400_000, 800_000)
 
@@ -256,3 +257,37 @@ def test_a_page_shows_what_was_noted_over_training(curves: Any, tmp_path: Path) 
     assert [len(panel.lines) for panel in drawn.axes] == [6, 6]
     figure.save_training(found, tmp_path / "training.png", title="t")
     assert (tmp_path / "training.png").stat().st_size > 5_000
+
+
+# classifies
+
+
+@pytest.mark.parametrize(
+    ("better", "expected"),
+    [((6, 7, 8), "holds"), ((-6, -7, -8), "fails"), ((-6, 0, 8), "inconclusive")],
+)
+def test_accuracies_are_paired_by_document_and_seed(a_run: Any, better: Any, expected: str) -> None:
+    """Documents differ far more than the two models do, in the same way."""
+
+    def made(row: str, seed: int, more: int) -> Run:
+        right = [40 + more, 80 + more, 60 + more]
+        found = Classification(
+            run=row,
+            mechanism=row,
+            train_length=64,
+            seed=seed,
+            corpus_key="k",
+            length=64,
+            accuracy=sum(right) / 300,
+            standard_error=0.1,
+            documents=[1, 2, 3],
+            right=right,
+            counts=[100] * 3,
+        )
+        return a_run(row, seed).model_copy(update={"classification": found})
+
+    runs = [made("softmax", seed, 0) for seed in range(3)] + [made("laser", s, more) for s, more in enumerate(better)]
+    text = claim(["laser", "softmax"], 'kind = "classifies"\nrow = "laser"\nthan = "softmax"')
+    assert verdict(text, runs) == expected
+    assert f"{(60 + np.mean(better)) / 100:.1%}, softmax 60.0% right" in judge(text, results(runs))[0].shown.text
+    assert verdict(text, [*runs[:5], a_run("laser", 2)]) == "not run"

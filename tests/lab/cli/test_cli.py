@@ -25,6 +25,7 @@ COMMANDS = (
     "evaluate",
     "recall",
     "induction",
+    "classify",
     "compare",
     "generate",
     "mechanisms",

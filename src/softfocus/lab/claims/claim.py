@@ -102,6 +102,14 @@ class Faint(_Statement):
     at: Multiple = "1x"
 
 
+class Classifies(_Statement):
+    """Fine-tuned on classification, each row has a higher accuracy than each of the others."""
+
+    kind: Literal["classifies"]
+    row: Names
+    than: Names
+
+
 class Saves(_Statement):
     """By power laws through their sizes, the rows have the loss of the largest of the others with fewer parameters."""
 
@@ -128,7 +136,8 @@ class Disproved(_Statement):
 
 
 Statement = Annotated[
-    Lower | Close | Flat | Trains | Steeper | Sooner | Faint | Saves | Proved | Disproved, Field(discriminator="kind")
+    Lower | Close | Flat | Trains | Steeper | Sooner | Faint | Classifies | Saves | Proved | Disproved,
+    Field(discriminator="kind"),
 ]
 
 

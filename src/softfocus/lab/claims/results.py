@@ -16,7 +16,7 @@ from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.report.points import Group
 from softfocus.lab.report.results import load_recipe_text
 from softfocus.lab.run_folder.files import INSPECTION, load_measured, load_run, read_json
-from softfocus.lab.run_folder.results import Bucket, Evaluation, Record, Row, RunInfo
+from softfocus.lab.run_folder.results import Bucket, Classification, Evaluation, Record, Row, RunInfo
 
 RESULTS = "results.json"
 FIGURE = "figure.png"
@@ -36,6 +36,8 @@ class Run(Record):
     attention: list[Attention] = Field(
         default=[], description="what its attention is like, a row a length, with evaluate.also = ['attention']"
     )
+
+    classification: Classification | None = Field(default=None, description="with evaluate.also = ['classification']")
 
     @property
     def curves(self) -> dict[str, list[tuple[int, float]]]:
@@ -94,10 +96,17 @@ def collect(claim: Claim, scale: Scale, plan: Sequence[Recipe], folder: Path, mi
             continue
         measured = None if info.status == "diverged" else _slim(load_measured(place, Evaluation), recipe)
         row = recipe.name.removesuffix(f"-s{recipe.train.seed}")
-        inspected = measured is not None and "attention" in recipe.evaluate.also
-        attention = [one for one in _inspection(place).rows if one.layer is None] if inspected else []
-        text = load_recipe_text(place)
-        runs.append(Run(row=row, info=info, recipe=text, evaluation=measured, attention=attention))
+        also = recipe.evaluate.also if measured is not None else []
+        runs.append(
+            Run(
+                row=row,
+                info=info,
+                recipe=load_recipe_text(place),
+                evaluation=measured,
+                attention=[one for one in _inspection(place).rows if one.layer is None] if "attention" in also else [],
+                classification=load_measured(place, Classification) if "classification" in also else None,
+            )
+        )
     now = datetime.now(UTC).replace(microsecond=0)
     return Results(claim=claim.name, scale=scale, created=now, missing=list(missing), runs=runs)
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from softfocus.lab.claims.claim import (
     Claim,
+    Classifies,
     Close,
     Disproved,
     Faint,
@@ -27,7 +28,7 @@ from softfocus.lab.claims.results import Results, Run
 from softfocus.lab.claims.speed import share
 from softfocus.lab.evaluate.means import Estimate, Mean, difference, estimate, t_quantile
 from softfocus.lab.report.points import Cell, cell
-from softfocus.lab.run_folder.results import AS_TRAINED
+from softfocus.lab.run_folder.results import AS_TRAINED, Classification
 
 Verdict = Literal["holds", "fails", "inconclusive", "too few seeds", "not run"]
 SEEDS = 3
@@ -198,6 +199,31 @@ def _faint(claim: Claim, results: Results | None, statement: Faint) -> list[Part
     return parts
 
 
+def _classifies(claim: Claim, results: Results | None, statement: Classifies) -> list[Part]:
+    """Of errors, paired by document and seed as losses are."""
+    parts = []
+    for row, than in _pairs(claim, statement):
+        sides = [results.of(name) if results else [] for name in (row, than)]
+        errors = [
+            [(run.info.seed, _errors(run.classification)) for run in runs if run.classification] for runs in sides
+        ]
+        if early := _too_few(row, sides[0]) or _too_few(than, sides[1]):
+            parts.append(early)
+        elif any(len(known) < len(runs) for known, runs in zip(errors, sides, strict=True)):
+            parts.append(Part("not run", f"{row} or {than} diverged, or was not fine-tuned"))
+        else:
+            found = difference(*errors)
+            ours, others = (1 - estimate(known).value for known in errors)
+            text = f"{row} {ours:.1%}, {than} {others:.1%} right: {-found.value:+.1%} ± {found.standard_error:.1%}"
+            parts.append(_decide(found, 0.0, text))
+    return parts
+
+
+def _errors(found: Classification) -> Mean:
+    wrong = [count - right for count, right in zip(found.counts, found.right, strict=True)]
+    return Mean.of(wrong, found.counts, (found.corpus_key, found.length, *found.documents))
+
+
 def _saves(claim: Claim, results: Results | None, statement: Saves) -> list[Part]:
     for row in (*statement.row, *statement.than):
         if early := _too_few(row, results.of(row) if results else []):
@@ -225,6 +251,7 @@ _JUDGES: dict[type, Callable[[Claim, Results | None, Any], list[Part]]] = {
     Steeper: _steeper,
     Sooner: _sooner,
     Faint: _faint,
+    Classifies: _classifies,
     Saves: _saves,
     Proved: _proved,
     Disproved: _disproved,
@@ -359,7 +386,7 @@ def _too_few(row: str, runs: Sequence[Run]) -> Part | None:
     )
 
 
-def _pairs(claim: Claim, statement: Lower | Steeper | Sooner) -> list[tuple[str, str]]:
+def _pairs(claim: Claim, statement: Lower | Steeper | Sooner | Classifies) -> list[tuple[str, str]]:
     ours = named_in(statement, "row")
     others = [name for name in claim.rows if name not in ours] if "*" in named_in(statement, "than") else None
     return list(product(ours, others if others is not None else named_in(statement, "than")))

@@ -304,6 +304,23 @@ class Induction(Record):
     rows: list[InductionRow]
 
 
+class Classification(Record):
+    """Accuracy of one run's model after fine-tuning: does one piece of text go on where another one ends?"""
+
+    run: str = Field(description="the run's name")
+    token: str = Field(default="", description="the run's")
+    mechanism: str
+    train_length: int
+    seed: int = Field(description="the training seed, and that of the fine-tuning")
+    corpus_key: str
+    length: int = Field(description="tokens an example, both pieces together")
+    accuracy: float = Field(description="share of right answers on held-out documents; guessing has a half")
+    standard_error: float = Field(description="with documents as what was drawn")
+    documents: list[int] = Field(description="of the first pieces")
+    right: list[int] = Field(description="right answers of each document")
+    counts: list[int] = Field(description="examples of each document")
+
+
 class HeadRow(Record):
     """Loss with one head narrowed to the last keys, in nats summed over the tokens of each document."""
 

@@ -85,6 +85,10 @@ def _work(name: str, folder: Path, overwrite: bool, out: TextIO) -> None:
         from softfocus.lab.inspect.run import inspect
 
         write([inspect(folder, [recipe.train.length, max(lengths)], progress=tell)], folder / INSPECTION)
+    if "classification" in recipe.evaluate.also:
+        from softfocus.lab.evaluate.classify import classify
+
+        classify(folder, progress=tell)
 
 
 def _is_first() -> bool:
