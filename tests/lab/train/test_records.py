@@ -47,7 +47,7 @@ def test_the_last_held_out_loss_is_that_of_the_saved_model(noting: tuple[Recipe,
     recipe, info, folder = noting
     source = data.load(recipe, silent)
     assert isinstance(source, data.Text)
-    windows = source.held_out(recipe)
+    windows = source.validation_windows(recipe)
     assert windows.shape == (recipe.evaluate.tokens // recipe.train.length, recipe.train.length + 1)
     model = models.load(folder)
     with torch.no_grad():

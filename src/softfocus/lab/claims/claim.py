@@ -15,7 +15,7 @@ from softfocus.lab.studies import study
 Scale = Literal["toy", "small", "gpt2"]
 SCALES: tuple[Scale, ...] = get_args(Scale)
 BASES: dict[Scale, str] = {"toy": "toy", "small": "small", "gpt2": "gpt2-124m"}
-"""The recipe that the rows of a claim change, at each scale."""
+"""The recipe that the rows of a claim change, at each scale, unless the claim names another."""
 
 Names = Annotated[str | list[str], Field(min_length=1)]
 Share = Annotated[float, Field(ge=0, le=10)]
@@ -167,9 +167,7 @@ class Claim(_Table):
     says: str = Field(description="what the paper says, in our words")
     paper: Reported | None = Field(default=None, description="its numbers")
     notes: list[str] = Field(default=[], description="what differs from the paper, or is not known of it")
-    bases: dict[Scale, str] = Field(
-        default={}, description="scale -> recipe that its rows change, if not the usual one"
-    )
+    bases: dict[Scale, str] = Field(default={}, description="scale -> the recipe that the rows change, if not BASES'")
     rows: dict[str, dict[str, Any]] = Field(default={}, description="name -> keys of the recipe that it changes")
     statements: list[Statement] = []
     untestable: dict[Scale, str] = Field(
@@ -197,14 +195,14 @@ class Claim(_Table):
         """The recipe that its rows change."""
         return self.bases.get(scale, BASES[scale])
 
-    def first(self, kind: type[_Kind]) -> _Kind | None:
-        """The first statement of a kind."""
-        return next((statement for statement in self.statements if isinstance(statement, kind)), None)
-
     @property
     def exact(self) -> bool:
         """Whether tests decide it, and no run does."""
         return bool(self.statements) and not self.rows
+
+    def first(self, kind: type[_Kind]) -> _Kind | None:
+        """The first statement of a kind."""
+        return next((statement for statement in self.statements if isinstance(statement, kind)), None)
 
 
 def named_in(statement: BaseModel, field: str) -> list[str]:

@@ -126,7 +126,7 @@ def _outcome(claim: Claim, scale: Scale, results: Results) -> list[str]:
     counts = Counter(one.verdict for one in judged)
     said = ", ".join(f"{counts[kind]} {kind}" for kind in _ORDER if counts[kind])  # type: ignore[index]
     parts = [f"**Verdict: {together([one.verdict for one in judged])}** ({said}).", _statements(judged)]
-    parts += [_wrapped(_runs(claim.base(scale), results)), *(_wrapped(line) for line in results.missing)]
+    parts += [_wrapped(_runs(claim, scale, results)), *(_wrapped(line) for line in results.missing)]
     if lost := [run for run in results.runs if run.diverged]:
         parts.append("\n".join(f"* Diverged: {run.row}, seed {run.info.seed}: {run.info.error}." for run in lost))
     groups = [group for row in results.rows if (group := results.group(row)) is not None]
@@ -155,7 +155,7 @@ def _statements(judged: Sequence[Judged]) -> str:
     return _table(["verdict", "statement", "what came out"], lines)
 
 
-def _runs(base: str, results: Results) -> str:
+def _runs(claim: Claim, scale: Scale, results: Results) -> str:
     """What was run: recipe, size, budget, seeds, commit, versions, machine."""
     infos = [run.info for run in results.runs]
     sizes = sorted({info.parameters for info in infos})
@@ -167,7 +167,7 @@ def _runs(base: str, results: Results) -> str:
     seeds = sorted({info.seed for info in infos})
     numbered = f"{'seeds' if len(seeds) > 1 else 'seed'} {_each(map(str, seeds))}"
     return (
-        f"What was run: {len(infos)} trainings of {len(results.rows)} rows on the recipe `{base}` ({size} M "
+        f"What was run: {len(infos)} trainings of {len(results.rows)} rows on the recipe `{claim.base(scale)}` ({size} M "
         f"parameters, {_each(f'{count / 1e6:.2f}' for count in tokens)} M training tokens), {numbered}; "
         f"commit {_each(commits)}; torch {_each(torch)}; {_each(machines)}."
     )

@@ -75,7 +75,7 @@ class Text:
         train = recipe.train
         return TrainingWindows(self.store, train.length, seed=train.seed, count=train.steps * train.batch)
 
-    def held_out(self, recipe: Recipe) -> torch.Tensor:
+    def validation_windows(self, recipe: Recipe) -> torch.Tensor:
         """Windows of the training length with `evaluate.tokens` validation tokens, int64 [W, L + 1]."""
         windows = EvaluationWindows(self.store, [recipe.train.length], recipe.evaluate.tokens)
         ((found, _),) = windows.batches(recipe.train.length, windows.tokens)

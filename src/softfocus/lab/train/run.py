@@ -130,7 +130,7 @@ def _train(
         watch = Watch(recipe, listener)
         keeping = Keeping(checkpoint, info.token, lambda: owner.check(folder) if owner is not None else None)
         noted = recipe.train.validations > 0
-        held_out = source.held_out(recipe) if noted and isinstance(source, data.Text) else None
+        held_out = source.validation_windows(recipe) if noted and isinstance(source, data.Text) else None
         trainer = make_trainer(recipe, folder, model, windows, watch, keeping, held_out)
         try:
             with models.memory(f"raise train.accumulate ({recipe.train.accumulate}), or lower train.length"):
