@@ -15,10 +15,11 @@ from softfocus.lab import model as models
 from softfocus.lab.claims import claim as claims
 from softfocus.lab.claims import page
 from softfocus.lab.claims.claim import SCALES, Claim, parse, recipes
+from softfocus.lab.claims.parts import together
 from softfocus.lab.claims.reproduce import PUBLISHED, reproduce
 from softfocus.lab.claims.results import Results, Run
 from softfocus.lab.claims.results import read as read_results
-from softfocus.lab.claims.verdict import judge, together
+from softfocus.lab.claims.verdict import judge
 from softfocus.lab.errors import Diverged, LabError, UsageError
 from softfocus.lab.evaluate.loss import evaluate
 from softfocus.lab.recipes.recipe import Recipe

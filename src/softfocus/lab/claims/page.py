@@ -11,9 +11,10 @@ from typing import Literal
 from softfocus.lab.claims import claim as claims
 from softfocus.lab.claims import results as outcomes
 from softfocus.lab.claims.claim import BASES, SCALES, Claim, Saves, Scale, Steeper
+from softfocus.lab.claims.parts import SEEDS, Verdict, together
 from softfocus.lab.claims.power_law import families
 from softfocus.lab.claims.results import FIGURE, RESULTS, SIZES, TRAINING, YARDSTICK, Results, Run
-from softfocus.lab.claims.verdict import SEEDS, Judged, Verdict, judge, together
+from softfocus.lab.claims.verdict import Judged, judge
 from softfocus.lab.report.notes import short_commit
 from softfocus.lab.report.points import Group, cell, column_name, columns, count_text, loss_text, settings
 from softfocus.lab.run_folder.disk import write_atomically
