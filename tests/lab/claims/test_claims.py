@@ -115,8 +115,9 @@ def test_the_published_pages_are_those_of_the_published_results(tmp_path: Path) 
     published = {path.name: path.read_bytes() for path in PUBLIC.glob("*.md")}
     assert sorted(written) == sorted(published)
     assert written == published, "run `softfocus report`"
-    for results in PUBLIC.glob("*/*/results.json"):
-        assert (results.parent / "figure.png").exists()
+    for text in published.values():
+        for figure in re.findall(r"!\[[^]]*\]\(([^)]*)\)", text.decode()):
+            assert (PUBLIC / figure).exists(), figure
 
 
 # Verdicts on runs that are made up

@@ -118,5 +118,6 @@ def test_what_cannot_be_noted(tiny: Path, tmp_path: Path) -> None:
     overrides = ["model.architecture=gpt2", "model.config={ n_embd = 32, n_layer = 1, n_head = 2 }"]
     with pytest.raises(LabError, match="projections of the architecture 'gpt2' are not known"):
         train(load(tiny, [*overrides, "train.projection_norms=true"]), tmp_path / "run")
-    with pytest.raises(LabError, match="a generated task has no text held out"):
-        load("mqar-softmax", ["train.validations=5"])
+    for override in ("train.validations=5", "evaluate.also=['attention']"):
+        with pytest.raises(LabError, match="a generated task has no text held out"):
+            load("mqar-softmax", [override])

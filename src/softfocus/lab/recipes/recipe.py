@@ -251,9 +251,10 @@ class Recipe(_Table):
         return self
 
     @model_validator(mode="after")
-    def _validations(self) -> "Recipe":
-        if self.train.validations and self.data.source is None:
-            raise ValueError("train.validations: a generated task has no text held out; leave it out")
+    def _of_text(self) -> "Recipe":
+        asked = {"train.validations": self.train.validations, "evaluate.also": self.evaluate.also}
+        if self.data.source is None and (given := [key for key, value in asked.items() if value]):
+            raise ValueError(f"{given[0]}: a generated task has no text held out; leave it out")
         return self
 
     @model_validator(mode="after")
