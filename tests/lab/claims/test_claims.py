@@ -15,10 +15,11 @@ from softfocus.lab import model as models
 from softfocus.lab.claims import claim as claims
 from softfocus.lab.claims import page
 from softfocus.lab.claims.claim import SCALES, Claim, parse, recipes
+from softfocus.lab.claims.parts import together
 from softfocus.lab.claims.reproduce import PUBLISHED, reproduce
 from softfocus.lab.claims.results import Results, Run
 from softfocus.lab.claims.results import read as read_results
-from softfocus.lab.claims.verdict import judge, together
+from softfocus.lab.claims.verdict import judge
 from softfocus.lab.errors import Diverged, LabError, UsageError
 from softfocus.lab.evaluate.loss import evaluate
 from softfocus.lab.recipes.recipe import Recipe
@@ -59,8 +60,9 @@ def test_rows_of_one_name_are_the_same_in_every_claim() -> None:
     """Claims share their runs, so a name stands for one model, and a model has one name."""
     seen: dict[str, Any] = {}
     for name in claims.shipped():
-        for row, changes in claims.load(name).rows.items():
-            trained = {key: value for key, value in changes.items() if key != "evaluate"}
+        claim = claims.load(name)
+        for row, changes in claim.rows.items():
+            trained = {key: value for key, value in changes.items() if key != "evaluate"} | {"bases": claim.bases}
             assert seen.setdefault(row, trained) == trained, f"{row} in {name}"
     assert len({str(sorted(row.items())) for row in seen.values()}) == len(seen)
 
@@ -113,8 +115,9 @@ def test_the_published_pages_are_those_of_the_published_results(tmp_path: Path) 
     published = {path.name: path.read_bytes() for path in PUBLIC.glob("*.md")}
     assert sorted(written) == sorted(published)
     assert written == published, "run `softfocus report`"
-    for results in PUBLIC.glob("*/*/results.json"):
-        assert (results.parent / "figure.png").exists()
+    for text in published.values():
+        for figure in re.findall(r"!\[[^]]*\]\(([^)]*)\)", text.decode()):
+            assert (PUBLIC / figure).exists(), figure
 
 
 # Verdicts on runs that are made up

@@ -1,4 +1,4 @@
-"""Commands that ask a finished run: evaluate, recall, induction, heads, generate."""
+"""Commands that ask a finished run: evaluate, recall, induction, heads, classify, generate."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -189,6 +189,24 @@ def heads(
     if not write_json(json, found):
         print_table(heads_table(found))
         print_table(sentence(found))
+
+
+def classify(run: Run, quiet: Quiet = False, json: Json = None) -> None:
+    """Fine-tune a copy of a run's model on text classification: does one piece of text go on where another one ends?
+
+    The pieces are of the run's corpus: one after the other, or of two documents. Accuracy is that on held-out documents;
+    guessing has a half. The result is kept in the run folder as classification.json; the model stays as it is.
+
+    Example: `softfocus classify runs/demo-laser`
+    """
+    from softfocus.lab.evaluate.classify import classify
+    from softfocus.lab.progress import Display
+
+    with Display("steps", quiet=quiet) as display:
+        found = classify(run, progress=display)
+    if not write_json(json, found):
+        right = f"{found.accuracy:.1%} ± {found.standard_error:.1%}"
+        print_table(f"{found.run}: {right} of {sum(found.counts):,} held-out examples are right after fine-tuning")
 
 
 def _lengths_and_windows(run: Path, lengths: str, window: str | None) -> tuple[list[int], Sequence[int | None]]:

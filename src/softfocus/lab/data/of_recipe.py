@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch.utils.data import Dataset
 from transformers import AutoTokenizer
 
 from softfocus.lab.data import tokenizer
 from softfocus.lab.data.tasks import Mqar, Passkey, Task, random_for
 from softfocus.lab.data.tokens import TokenStore, prepare
-from softfocus.lab.data.windows import TaskWindows, TrainingWindows
+from softfocus.lab.data.windows import EvaluationWindows, TaskWindows, TrainingWindows
 from softfocus.lab.errors import LabError
 from softfocus.lab.progress import Event, Listener
 from softfocus.lab.recipes.recipe import Recipe
@@ -73,6 +74,12 @@ class Text:
         """Windows of the training tokens."""
         train = recipe.train
         return TrainingWindows(self.store, train.length, seed=train.seed, count=train.steps * train.batch)
+
+    def validation_windows(self, recipe: Recipe) -> torch.Tensor:
+        """Windows of the training length with `evaluate.tokens` validation tokens, int64 [W, L + 1]."""
+        windows = EvaluationWindows(self.store, [recipe.train.length], recipe.evaluate.tokens)
+        ((found, _),) = windows.batches(recipe.train.length, windows.tokens)
+        return torch.from_numpy(found)
 
     def save_tokenizer(self, folder: Path) -> None:
         """The files as they are in the token cache: evaluation compares them."""

@@ -156,6 +156,7 @@ class TrainTable(_Table):
     batch: Count = Field(description="windows an optimiser step, over all devices and accumulated micro-batches")
     accumulate: Count = Field(default=1, description="micro-batches a step: less memory, the same result")
     steps: Count = Field(description="optimiser steps")
+    optimizer: Literal["adamw", "lamb"] = Field(default="adamw", description="lamb (arXiv 1904.00962) takes an extra")
     learning_rate: float = Field(gt=0, le=1)
     decay: Literal["linear", "cosine"] = Field(default="cosine", description="the shape of the warm-down")
     warmup: int = Field(default=0, ge=0, description="steps of linear warm-up")
@@ -170,6 +171,12 @@ class TrainTable(_Table):
     precision: Literal["float32", "bf16"] = "float32"
     seed: int = Field(default=0, ge=0, lt=2**32, description="of the initial weights and of the order of the data")
     log_every: Count = Field(default=10, description="steps")
+    validations: int = Field(
+        default=0, ge=0, description="so many times, evenly, the loss on evaluate.tokens held-out tokens is noted"
+    )
+    projection_norms: bool = Field(
+        default=False, description="note the norms of the gradients of W_Q, W_K and W_V with every entry of the log"
+    )
     checkpoint_every: Count = Field(default=1000, description="steps")
 
     @model_validator(mode="after")
@@ -190,6 +197,11 @@ class EvaluateTable(_Table):
     lengths: str = Field(default="1x,2x,4x,8x,16x", description="'1k,2k,16k', or multiples of the training length")
     tokens: Count = Field(default=65_536, description="validation tokens a length")
     mechanisms: list[str] = Field(default=[], description="to be run in place of the trained one, beside it")
+    also: list[Literal["attention", "classification"]] = Field(
+        default=[],
+        description="what studies and claims measure, too: attention, as `softfocus inspect` does, or classification, as "
+        "`softfocus classify` does",
+    )
 
     @field_validator("mechanisms")
     @classmethod
@@ -236,6 +248,13 @@ class Recipe(_Table):
                     f"train.power.end: got {schedule.end:g}, but the heads end with {ends}; the end is the mechanism's own "
                     "power: leave it out, or write it in the mechanism"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _of_text(self) -> "Recipe":
+        asked = {"train.validations": self.train.validations, "evaluate.also": self.evaluate.also}
+        if self.data.source is None and (given := [key for key, value in asked.items() if value]):
+            raise ValueError(f"{given[0]}: a generated task has no text held out; leave it out")
         return self
 
     @model_validator(mode="after")

@@ -61,6 +61,14 @@ class RunInfo(Record):
     gradient_norm: list[tuple[int, float]] = Field(
         default=[], description="(step, largest norm of a gradient since the entry before, not clipped)"
     )
+    validation_loss: list[tuple[int, float]] = Field(
+        default=[], description="(step, loss on held-out windows of the training length), with train.validations"
+    )
+    projection_norms: dict[str, list[tuple[int, float]]] = Field(
+        default={},
+        description="query, key, value -> (step, norm of the gradient of their projections, not clipped), with "
+        "train.projection_norms",
+    )
     tokens_per_second: float | None = Field(default=None, description="without the first steps, which warm up caches")
     error: str | None = Field(default=None, description="what stopped a run that failed, diverged or was interrupted")
 
@@ -294,6 +302,23 @@ class Induction(Record):
     tokens: int = Field(description="predictions that each row makes")
     documents: int
     rows: list[InductionRow]
+
+
+class Classification(Record):
+    """Accuracy of one run's model after fine-tuning: does one piece of text go on where another one ends?"""
+
+    run: str = Field(description="the run's name")
+    token: str = Field(default="", description="the run's")
+    mechanism: str
+    train_length: int
+    seed: int = Field(description="the training seed, and that of the fine-tuning")
+    corpus_key: str
+    length: int = Field(description="tokens an example, both pieces together")
+    accuracy: float = Field(description="share of right answers on held-out documents; guessing has a half")
+    standard_error: float = Field(description="with documents as what was drawn")
+    documents: list[int] = Field(description="of the first pieces")
+    right: list[int] = Field(description="right answers of each document")
+    counts: list[int] = Field(description="examples of each document")
 
 
 class HeadRow(Record):

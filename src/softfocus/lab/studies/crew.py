@@ -14,12 +14,13 @@ from typing import TextIO
 from rich.console import Console
 
 from softfocus.lab.errors import Interrupted, LabError
+from softfocus.lab.inspect.results import RESULTS as INSPECTED
 from softfocus.lab.progress import Event
 from softfocus.lab.recipes.lengths import parse
 from softfocus.lab.recipes.loading import load
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.run_folder.disk import write_atomically, writing
-from softfocus.lab.run_folder.files import RECIPE, RUN, load_measured, load_run
+from softfocus.lab.run_folder.files import CLASSIFICATION, INSPECTION, RECIPE, RUN, load_measured, load_run
 from softfocus.lab.run_folder.provenance import cores
 from softfocus.lab.run_folder.results import Evaluation, default_settings
 from softfocus.lab.studies.screen import Job, Screen
@@ -146,7 +147,8 @@ def _is_finished(job: Job) -> bool:
     }:
         return False
     job.evaluation = evaluation
-    return True
+    files = {"attention": Path(INSPECTION) / INSPECTED, "classification": Path(CLASSIFICATION)}
+    return all((job.folder / files[one]).exists() for one in job.recipe.evaluate.also)
 
 
 def _look_for_divergence(job: Job) -> None:

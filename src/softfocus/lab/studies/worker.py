@@ -15,6 +15,7 @@ from typing import Any, Literal, TextIO
 
 from softfocus.lab.errors import LabError
 from softfocus.lab.progress import Event, Listener
+from softfocus.lab.run_folder.files import INSPECTION
 from softfocus.lab.run_folder.owner import LOCK, owning
 from softfocus.lab.run_folder.results import Row, default_settings
 
@@ -79,6 +80,15 @@ def _work(name: str, folder: Path, overwrite: bool, out: TextIO) -> None:
         return
     settings = default_settings(recipe.train.length, recipe.evaluate.mechanisms)
     evaluate(folder, lengths, settings=settings, progress=tell)
+    if "attention" in recipe.evaluate.also:
+        from softfocus.lab.inspect.report import write
+        from softfocus.lab.inspect.run import inspect
+
+        write([inspect(folder, [recipe.train.length, max(lengths)], progress=tell)], folder / INSPECTION)
+    if "classification" in recipe.evaluate.also:
+        from softfocus.lab.evaluate.classify import classify
+
+        classify(folder, progress=tell)
 
 
 def _is_first() -> bool:

@@ -22,9 +22,9 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 import softfocus.hf
 from softfocus.lab.errors import Diverged, LabError
 from softfocus.lab.progress import Event, Listener
-from softfocus.lab.recipes.recipe import Recipe
+from softfocus.lab.recipes.recipe import Recipe, TrainTable
 from softfocus.lab.run_folder.files import CHECKPOINTS, TENSORBOARD
-from softfocus.lab.train import checkpoints
+from softfocus.lab.train import checkpoints, records
 from softfocus.lab.train.anneal import Annealing
 from softfocus.lab.train.divergence import Divergence
 
@@ -68,6 +68,8 @@ class WindowTrainer(Trainer):
         # All windows are equally long, so a step's loss is the plain mean of its micro-batches' means, over devices too.
         # Trainer divides by the number of micro-batches only where it believes that the model does not.
         self.model_accepts_loss_kwargs = False
+        self._projections = records.projection_weights(self.model) if recipe.train.projection_norms else {}
+        self._norms: dict[str, torch.Tensor] = {}
 
     def _get_train_sampler(self, train_dataset: Any = None) -> SequentialSampler:
         # The dataset's own seed decides the order; Trainer skips as many windows as a checkpoint has seen
@@ -77,6 +79,7 @@ class WindowTrainer(Trainer):
         """Trainer's, and a note of the loss."""
         loss = super().training_step(*arguments, **others)
         self._divergence.add_loss(self.state.global_step + 1, loss)
+        self._norms = records.norms(self._projections)  # before clipping; after the last micro-batch they are whole
         return loss
 
     def _get_grad_norm(self, *arguments: Any, **others: Any) -> Any:
@@ -89,6 +92,7 @@ class WindowTrainer(Trainer):
         first = next((entry["loss"] for entry in self.state.log_history if "loss" in entry), None)
         if "loss" in logs:
             logs[LARGEST_NORM] = self._divergence.largest_norm()
+            logs |= {name + records.NORM: float(norm) for name, norm in self._norms.items()}
         super().log(logs, start_time)
         if "loss" not in logs:
             return
@@ -140,8 +144,13 @@ class Watch(TrainerCallback):
         self.listener = listener
         self.tokens_per_second: float | None = None
         self.interrupted = False
+        self._away = 0.0
         self._loss: float | None = None
         self._from: tuple[int, float] = (0, 0.0)
+
+    def leave_out(self, seconds: float) -> None:
+        """Time that is not training."""
+        self._away += seconds
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Start the clock."""
@@ -150,7 +159,7 @@ class Watch(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Measure and tell; ask for a checkpoint when a signal came."""
-        step, now = state.global_step, time.perf_counter()
+        step, now = state.global_step, time.perf_counter() - self._away
         warm_up = min(WARM_UP_STEPS, max(1, (state.max_steps - self._first_step) // 2))
         if step == self._first_step + warm_up:
             self._from = (step, now)
@@ -259,9 +268,15 @@ class Interruptible:
 
 
 def make_trainer(
-    recipe: Recipe, folder: Path, model: Any, windows: Dataset[Any], watch: Watch, keeping: Keeping
+    recipe: Recipe,
+    folder: Path,
+    model: Any,
+    windows: Dataset[Any],
+    watch: Watch,
+    keeping: Keeping,
+    held_out: torch.Tensor | None = None,
 ) -> WindowTrainer:
-    """A trainer for a recipe, which goes on from a checkpoint if there is one.
+    """A trainer for a recipe, which goes on from a checkpoint if there is one; train.validations read what is held out.
 
     Raises:
         LabError: the batch does not divide over devices, or this machine cannot compute in the precision asked for.
@@ -306,14 +321,47 @@ def make_trainer(
     if arguments.parallel_mode.value == "not_distributed":
         arguments._n_gpu = 1  # several devices are for torchrun; Trainer's DataParallel would change the batch
     arguments.per_device_train_batch_size = _share(train.batch, train.accumulate, arguments.world_size)
-    trainer = WindowTrainer(recipe, keeping, model=model, args=arguments, train_dataset=windows, callbacks=[watch])
+    optimizer = _lamb(train) if train.optimizer == "lamb" else None
+    trainer = WindowTrainer(
+        recipe,
+        keeping,
+        model=model,
+        args=arguments,
+        train_dataset=windows,
+        callbacks=[watch],
+        optimizer_cls_and_kwargs=optimizer,
+    )
     trainer.remove_callback(PrinterCallback)
     layout = softfocus.hf.layout_of(model)
     if train.power is not None and layout is not None:
         trainer.add_callback(Annealing(train.power, layout))
+    if held_out is not None:
+        batch = arguments.per_device_train_batch_size
+        bf16 = train.precision == "bf16"
+        trainer.add_callback(
+            records.Validation(held_out, train.validations, batch=batch, bf16=bf16, away=watch.leave_out)
+        )
     if arguments.should_log:
         trainer.add_callback(Curves(folder / TENSORBOARD))
     return trainer
+
+
+def _lamb(train: TrainTable) -> tuple[Any, dict[str, Any]]:
+    """The paper's (its version 3). Trainer sets the decay of each group of parameters."""
+    try:
+        from pytorch_optimizer import Lamb  # an extra, which takes seconds to import
+    except ModuleNotFoundError:
+        raise LabError(
+            "train.optimizer = 'lamb' needs the package pytorch-optimizer", "run `pip install 'softfocus[lamb]'`"
+        ) from None
+    # Decay is part of what the trust ratio scales, and the first steps are not divided by 1 - beta, as they are by default
+    return Lamb, {
+        "lr": train.learning_rate,
+        "betas": tuple(train.betas),
+        "eps": 1e-6,
+        "weight_decouple": False,
+        "adam_debias": True,
+    }
 
 
 def _share(batch: int, accumulate: int, devices: int) -> int:
