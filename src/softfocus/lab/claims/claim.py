@@ -15,7 +15,7 @@ from softfocus.lab.studies import study
 Scale = Literal["toy", "small", "gpt2"]
 SCALES: tuple[Scale, ...] = get_args(Scale)
 BASES: dict[Scale, str] = {"toy": "toy", "small": "small", "gpt2": "gpt2-124m"}
-"""The recipe that the rows of a claim change, at each scale."""
+"""The recipe that the rows of a claim change, at each scale, unless the claim names another."""
 
 Names = Annotated[str | list[str], Field(min_length=1)]
 Share = Annotated[float, Field(ge=0, le=10)]
@@ -119,8 +119,10 @@ class Claim(_Table):
     says: str = Field(description="what the paper says, in our words")
     paper: Reported | None = Field(default=None, description="its numbers")
     notes: list[str] = Field(default=[], description="what differs from the paper, or is not known of it")
+    bases: dict[Scale, str] = Field(default={}, description="scale -> the recipe that the rows change, if not BASES'")
     rows: dict[str, dict[str, Any]] = Field(default={}, description="name -> keys of the recipe that it changes")
     statements: list[Statement] = []
+    away: dict[Scale, str] = Field(default={}, description="scale -> why this project cannot run it, though you may")
     untestable: dict[Scale, str] = Field(
         default={}, description="scale -> why it cannot be run, by this project or by you"
     )
@@ -141,6 +143,10 @@ class Claim(_Table):
     def scales(self) -> tuple[Scale, ...]:
         """Where its runs can be made."""
         return tuple(scale for scale in SCALES if self.rows and scale not in self.untestable)
+
+    def base(self, scale: Scale) -> str:
+        """The recipe that its rows change."""
+        return self.bases.get(scale, BASES[scale])
 
     @property
     def exact(self) -> bool:
@@ -202,7 +208,7 @@ def recipes(claim: Claim, scale: Scale, seeds: Sequence[int]) -> list[Recipe]:
             f"it can be run with --scale {claim.scales[0]}" if claim.scales else "`softfocus report` has the rest"
         )
         raise UsageError(f"{claim.name} cannot be run at the scale {scale}: {why}", elsewhere)
-    return study.recipes(study.Study(title=claim.title, base=BASES[scale], rows=claim.rows), seeds=seeds)
+    return study.recipes(study.Study(title=claim.title, base=claim.base(scale), rows=claim.rows), seeds=seeds)
 
 
 def _folder() -> Any:

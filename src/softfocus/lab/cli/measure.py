@@ -64,8 +64,11 @@ def evaluate(
     from softfocus.lab.recipes.loading import load
     from softfocus.lab.run_folder.files import RECIPE, load_run
 
-    info = load_run(run)
-    wanted = parse(lengths or load(run / RECIPE).evaluate.lengths, info.train_length)
+    info, recipe = load_run(run), load(run / RECIPE)
+    if recipe.data.kind in ("masked", "images", "speech"):
+        _samples(run, batch_tokens, quiet, json)
+        return
+    wanted = parse(lengths or recipe.evaluate.lengths, info.train_length)
     settings = settings_of(rope, window or ["1x"], sinks, info.train_length, mechanism or ())
     edges = parse(buckets, info.train_length, "--buckets") if buckets else None
     from softfocus.lab.evaluate.loss import evaluate
@@ -84,6 +87,19 @@ def evaluate(
         )
     if not write_json(json, found):
         print_table(loss_table(singles([found])))
+
+
+def _samples(run: Path, batch_tokens: int, quiet: bool, json: Path | None) -> None:
+    """Loss and error rate of what is not read from left to right: lengths, RoPE and windows have no meaning there."""
+    from softfocus.lab.evaluate.samples import evaluate_samples
+    from softfocus.lab.progress import Display
+    from softfocus.lab.report.points import singles
+    from softfocus.lab.report.table import loss_table
+
+    with Display("tokens", quiet=quiet) as display:
+        found = evaluate_samples(run, batch_tokens=batch_tokens, progress=display)
+    if not write_json(json, found):
+        print_table(loss_table(singles([found]), title="Validation loss, nats per prediction, and share of wrong ones"))
 
 
 def recall(

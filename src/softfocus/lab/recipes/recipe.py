@@ -8,11 +8,24 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from softfocus.lab.errors import LabError
 from softfocus.lab.recipes.lengths import parse
+from softfocus.lab.run_folder.results import AS_TRAINED, WRONG, Setting, default_settings
 
 if TYPE_CHECKING:
     from softfocus.layout import Heads
 
 Count = Annotated[int, Field(ge=1)]
+
+Kind = Literal["text", "task", "masked", "images", "speech"]
+"""What a model learns: to go on with a text, a generated task, hidden tokens of a text, classes of images, speech."""
+
+MATTER: dict[Kind, str] = {
+    "text": "text",
+    "task": "a generated task",
+    "masked": "hidden tokens of a text",
+    "images": "images",
+    "speech": "speech",
+}
+"""What it is trained on, for people."""
 
 
 class _Table(BaseModel):
@@ -107,14 +120,42 @@ class PasskeyTable(_Table):
     digits: Count = Field(default=5, description="of the number that is hidden")
 
 
+class ImagesTable(_Table):
+    """Images and their classes: :mod:`softfocus.lab.data.images`. Generated, unless data.source names a folder."""
+
+    size: Count = Field(default=32, description="pixels a side")
+    glyphs: str = Field(default="0123456789", min_length=2, description="of generated images: a class each")
+    validation: Count = Field(default=1024, description="how many generated images are held out")
+
+    @field_validator("glyphs")
+    @classmethod
+    def _differ(cls, glyphs: str) -> str:
+        if len(set(glyphs)) < len(glyphs):
+            raise ValueError(f"glyphs={glyphs!r} has a character twice: a class each")
+        return glyphs
+
+
+class SpeechTable(_Table):
+    """Speech and what was said: :mod:`softfocus.lab.data.speech`. Synthesised, unless data.source names a folder."""
+
+    seconds: float = Field(default=2.0, ge=1, le=120, description="of the longest utterance")
+    rate: int = Field(default=16000, ge=4000, le=48000, description="samples a second")
+    validation: Count = Field(default=512, description="how many synthesised utterances are held out")
+
+
 class DataTable(_Table):
-    """What it is trained on: text, which has a source, or one generated task. The other keys are of text."""
+    """What it is trained on: text, which has a source, images, speech, or one generated task."""
 
     source: str | None = Field(
         default=None, description="'stdlib', a file or folder, FineWeb .bin shards, or 'hub:NAME' of a datasets hub"
     )
     mqar: MqarTable | None = Field(default=None, description="a generated task: multi-query associative recall")
     passkey: PasskeyTable | None = Field(default=None, description="a generated task: passkey retrieval")
+    masked: float | None = Field(
+        default=None, gt=0, lt=1, description="the share of a text's tokens to be hidden and predicted, as BERT's"
+    )
+    images: ImagesTable | None = Field(default=None, description="classes of images; the source is a folder of them")
+    speech: SpeechTable | None = Field(default=None, description="what was said; the source is a folder of LibriSpeech")
     text_field: str = Field(default="text", description="the field of JSONL, parquet and hub records")
     tokenizer: str = Field(default="bytes", description="'bytes', 'bpe:VOCABULARY', a tokenizer folder, or 'hub:NAME'")
     validation_source: str | None = Field(default=None, description="what to evaluate on, like source")
@@ -123,12 +164,23 @@ class DataTable(_Table):
 
     @model_validator(mode="after")
     def _one(self) -> "DataTable":
-        kinds = ("source", "mqar", "passkey")
+        kinds = ("source", "mqar", "passkey", "images", "speech")
         given = [kind for kind in kinds if getattr(self, kind) is not None]
-        if len(given) != 1:
+        if len(given) != 1 and given not in (["source", "images"], ["source", "speech"]):
             what = f"{' and '.join(given)} exclude one another" if given else "there is nothing to train on"
             raise ValueError(f"{what}: give one of {', '.join(kinds)}")
+        if self.masked is not None and given != ["source"]:
+            raise ValueError("masked: tokens of a text are hidden, and there is no text; leave it out")
         return self
+
+    @property
+    def kind(self) -> Kind:
+        """What a model learns from it."""
+        if self.images is not None or self.speech is not None:
+            return "images" if self.images is not None else "speech"
+        if self.source is None:
+            return "task"
+        return "text" if self.masked is None else "masked"
 
 
 class PowerTable(_Table):
@@ -152,7 +204,7 @@ class PowerTable(_Table):
 class TrainTable(_Table):
     """How it is trained."""
 
-    length: int = Field(ge=2, le=1_048_576, description="tokens a window")
+    length: int = Field(ge=2, le=1_048_576, description="tokens a window: patches of an image, frames of speech")
     batch: Count = Field(description="windows an optimiser step, over all devices and accumulated micro-batches")
     accumulate: Count = Field(default=1, description="micro-batches a step: less memory, the same result")
     steps: Count = Field(description="optimiser steps")
@@ -241,10 +293,25 @@ class Recipe(_Table):
     @model_validator(mode="after")
     def _lengths(self) -> "Recipe":
         try:
-            parse(self.evaluate.lengths, self.train.length, "evaluate.lengths")
+            lengths = parse(self.evaluate.lengths, self.train.length, "evaluate.lengths")
         except LabError as error:
             raise ValueError(f"evaluate.lengths: {error}") from None
+        if self.data.kind in ("text", "task"):
+            return self
+        if lengths != [self.train.length]:
+            raise ValueError(
+                f"evaluate.lengths: {self.evaluate.lengths} is for texts that are read from left to right; write '1x'"
+            )
+        if self.evaluate.mechanisms:
+            raise ValueError("evaluate.mechanisms: they are for texts that are read from left to right; leave them out")
         return self
+
+    @property
+    def settings(self) -> tuple[Setting, ...]:
+        """What is measured when nobody says otherwise."""
+        if self.data.kind in ("text", "task"):
+            return default_settings(self.train.length, self.evaluate.mechanisms)
+        return AS_TRAINED, WRONG
 
     def to_toml(self) -> str:
         """TOML that :func:`softfocus.lab.recipes.loading.load` reads back to an equal recipe."""
