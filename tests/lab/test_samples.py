@@ -1,5 +1,6 @@
 """Runs that are measured sample by sample: what is trained, what is measured, resuming, and what is refused."""
 
+import io
 import itertools
 import math
 from collections import Counter
@@ -11,12 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
 import softfocus.hf
+from softfocus.lab import cli, objective
 from softfocus.lab import model as models
-from softfocus.lab import objective
 from softfocus.lab.data import of_recipe as data
 from softfocus.lab.data.masked import hide
 from softfocus.lab.errors import LabError, UsageError
@@ -26,7 +28,9 @@ from softfocus.lab.generate import generate
 from softfocus.lab.progress import Event, silent
 from softfocus.lab.recipes.loading import load
 from softfocus.lab.recipes.recipe import Recipe
+from softfocus.lab.report.compare import compare
 from softfocus.lab.report.points import best, cell, singles
+from softfocus.lab.report.results import Report
 from softfocus.lab.run_folder.files import MODEL, load_run
 from softfocus.lab.run_folder.results import AS_TRAINED, WRONG
 from softfocus.lab.studies.study import _trial
@@ -269,6 +273,24 @@ def test_commands_for_texts_refuse_it(name: str, runs: Any) -> None:
         with pytest.raises(LabError, match=r"(is|was) trained on") as caught:
             command()
         assert "softfocus evaluate" in str(caught.value)
+
+
+def test_options_for_texts_are_refused(runs: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["evaluate", str(runs("vit-toy")), "--lengths", "1x,2x"])
+    assert caught.value.code == 2
+    assert "--lengths is for runs that go on with a text" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["evaluate", str(runs("vit-toy")), "--quiet"])
+    assert not caught.value.code
+    assert "share of wrong ones" in " ".join(capsys.readouterr().out.split())
+
+
+def test_runs_are_compared(runs: Any, tmp_path: Path) -> None:
+    evaluate_samples(runs("vit-toy"))
+    report = compare([runs("vit-toy")], tmp_path, console=Console(file=io.StringIO()))
+    assert isinstance(report, Report)
+    assert (tmp_path / "report.html").exists()
 
 
 @KINDS

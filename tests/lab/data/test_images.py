@@ -13,9 +13,11 @@ from softfocus.lab.data import of_recipe as data
 from softfocus.lab.data.images import Glyphs, _templates
 from softfocus.lab.data.samples import Passes, hold_out
 from softfocus.lab.errors import LabError
+from softfocus.lab.evaluate.samples import evaluate_samples
 from softfocus.lab.progress import silent
 from softfocus.lab.recipes.loading import load
 from softfocus.lab.recipes.recipe import ImagesTable
+from softfocus.lab.train.run import train
 
 SOME = Glyphs(ImagesTable(size=32, glyphs="0127"))
 
@@ -135,6 +137,16 @@ def test_a_folder_of_images(folder: Path) -> None:
         torch.testing.assert_close(sample["pixel_values"].mean((1, 2)), colour / 127.5 - 1, atol=0.02, rtol=0)
     assert Counter(int(windows[index]["labels"]) for index in range(6)) == {0: 3, 1: 3}
     assert source.key == data.sampled(recipe, silent).key
+
+
+def test_a_run_on_a_folder(folder: Path, tmp_path: Path) -> None:
+    """Trained by the trainer with its reading processes, and measured."""
+    recipe = of_folder(folder, f"data.validation_source={folder / 'val'}", "model.config.num_hidden_layers=1")
+    assert train(recipe, tmp_path / "run").status == "complete"
+    assert [row.tokens for row in evaluate_samples(tmp_path / "run").rows] == [2, 2]
+    (folder / "train" / "red" / "new.png").write_bytes((folder / "train" / "red" / "0.png").read_bytes())
+    with pytest.raises(LabError, match="have changed"):
+        evaluate_samples(tmp_path / "run")
 
 
 def test_a_share_of_a_folder_is_held_out(folder: Path) -> None:

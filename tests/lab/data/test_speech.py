@@ -10,9 +10,11 @@ import pytest
 from softfocus.lab.data import of_recipe as data
 from softfocus.lab.data.speech import _CONSONANTS, _VOWELS, SYLLABLES, Syllables, _consonant, _vowel, encode
 from softfocus.lab.errors import LabError
+from softfocus.lab.evaluate.samples import evaluate_samples
 from softfocus.lab.progress import silent
 from softfocus.lab.recipes.loading import load
 from softfocus.lab.recipes.recipe import SpeechTable
+from softfocus.lab.train.run import train
 
 TABLE = SpeechTable(seconds=2.0, rate=4000)
 SOME = Syllables(TABLE)
@@ -146,6 +148,16 @@ def test_a_folder_of_speech(folder: Path, caplog: pytest.LogCaptureFixture) -> N
         assert float(sample["input_values"][:length].std()) == pytest.approx(1, abs=1e-3)
     assert [text(held.sample(number)) for number in held.documents] == ["WHO"]
     assert source.key == data.sampled(recipe, silent).key
+
+
+def test_a_run_on_a_folder(folder: Path, tmp_path: Path) -> None:
+    """Trained by the trainer with its reading processes, and measured."""
+    small = ["hidden_size=16", "num_hidden_layers=1", "num_attention_heads=2", "intermediate_size=16"]
+    convolutions = ["conv_dim=[8,8,8,8,8,8,8]", "num_conv_pos_embeddings=4", "num_conv_pos_embedding_groups=4"]
+    recipe = of_folder(folder, "train.precision=float32", *(f"model.config.{one}" for one in small + convolutions))
+    assert train(recipe, tmp_path / "run").status == "complete"
+    loss, error = evaluate_samples(tmp_path / "run").rows
+    assert (loss.tokens, error.tokens) == (3, 1)  # "WHO": three characters, a word
 
 
 @pytest.mark.parametrize(

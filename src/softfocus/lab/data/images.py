@@ -163,9 +163,15 @@ class ImageFolder:
 
     @property
     def key(self) -> str:
-        """A digest of what is there: `datasets` makes it of names, sizes and times."""
-        both = "".join(split._fingerprint for split in self._splits)
-        return f"images-{hashlib.sha256(both.encode()).hexdigest()[:12]}"
+        """A digest of the names of what is there, with their folders."""
+        import datasets
+
+        digest = hashlib.sha256()
+        for split in self._splits:
+            for image in split.cast_column("image", datasets.Image(decode=False))["image"]:
+                digest.update(f"{Path(image['path']).parent.name}/{Path(image['path']).name}\n".encode())
+            digest.update(b"\n")
+        return f"images-{digest.hexdigest()[:12]}"
 
     @property
     def classes(self) -> int:
