@@ -9,6 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
+from softfocus.lab.data.tasks import random_for
+
 Inputs = Mapping[str, torch.Tensor]
 """What a model's forward takes, by name, and "labels"."""
 
@@ -44,8 +46,7 @@ class InOrder(Dataset[Any]):
     def __getitem__(self, index: int) -> Inputs:
         if not 0 <= index < self._count:
             raise IndexError(f"sample {index} of {self._count}")
-        # Three numbers: the order of a pass has two, and shares none with a sample
-        return self._make(np.random.default_rng((self._seed, index, 1)), self._place(index))
+        return self._make(random_for("training", self._seed, index), self._place(index))
 
     def _place(self, index: int) -> int:
         return index
@@ -71,7 +72,7 @@ class Passes(InOrder):
     def _place(self, index: int) -> int:
         number, place = divmod(index, self._there)
         if self._order[0] != number:
-            self._order = number, np.random.default_rng((self._seed, number)).permutation(self._there)
+            self._order = number, random_for("order", self._seed, number).permutation(self._there)
         return int(self._order[1][place])
 
 

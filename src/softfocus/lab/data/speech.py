@@ -109,7 +109,7 @@ class Syllables:
             sounds += parts
             words.append(word)
         sound = np.concatenate(sounds)[: round(self.table.seconds * rate)]
-        sound = sound + random.normal(0, random.uniform(0.02, 0.1), len(sound))
+        sound = sound + random.normal(0, random.uniform(0.05, 0.35), len(sound))
         return (sound - sound.mean()) / sound.std(), " ".join(words)
 
     def _sample(self, random: np.random.Generator, frames: int) -> Inputs:
