@@ -11,8 +11,9 @@ from softfocus.lab.data import tokenizer
 from softfocus.lab.data.images import COLOURED, GRAY
 from softfocus.lab.data.speech import BLANK
 from softfocus.lab.errors import LabError, did_you_mean, first_line
+from softfocus.lab.recipes.data import MATTER, Kind
 from softfocus.lab.recipes.loading import load as load_recipe
-from softfocus.lab.recipes.recipe import MATTER, Kind, Recipe
+from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.run_folder.files import MODEL, RECIPE
 from softfocus.lab.run_folder.manifest import MANIFEST, flaw
 from softfocus.layout import Layout

@@ -11,7 +11,7 @@ from softfocus.lab import model as models
 from softfocus.lab.data.samples import Inputs
 from softfocus.lab.data.speech import BLANK, SPACE
 from softfocus.lab.data.tasks import IGNORED
-from softfocus.lab.recipes.recipe import Kind
+from softfocus.lab.recipes.data import Kind
 
 
 class Scores(NamedTuple):

@@ -15,8 +15,8 @@ from softfocus.lab.data.samples import Passes, hold_out
 from softfocus.lab.errors import LabError
 from softfocus.lab.evaluate.samples import evaluate_samples
 from softfocus.lab.progress import silent
+from softfocus.lab.recipes.data import ImagesTable
 from softfocus.lab.recipes.loading import load
-from softfocus.lab.recipes.recipe import ImagesTable
 from softfocus.lab.train.run import train
 
 SOME = Glyphs(ImagesTable(size=32, glyphs="0127"))

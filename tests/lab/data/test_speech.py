@@ -12,8 +12,8 @@ from softfocus.lab.data.speech import _CONSONANTS, _VOWELS, SYLLABLES, Syllables
 from softfocus.lab.errors import LabError
 from softfocus.lab.evaluate.samples import evaluate_samples
 from softfocus.lab.progress import silent
+from softfocus.lab.recipes.data import SpeechTable
 from softfocus.lab.recipes.loading import load
-from softfocus.lab.recipes.recipe import SpeechTable
 from softfocus.lab.train.run import train
 
 TABLE = SpeechTable(seconds=2.0, rate=4000)

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from softfocus.lab.data.samples import HeldOut, InOrder, Inputs, Passes, hold_out
 from softfocus.lab.data.tasks import random_for
 from softfocus.lab.errors import LabError
-from softfocus.lab.recipes.recipe import ImagesTable, Recipe
+from softfocus.lab.recipes.data import ImagesTable
+from softfocus.lab.recipes.recipe import Recipe
 
 if TYPE_CHECKING:
     from PIL import Image

@@ -23,7 +23,8 @@ from softfocus.lab.data.tokens import TokenStore, prepare
 from softfocus.lab.data.windows import EvaluationWindows, TaskWindows, TrainingWindows
 from softfocus.lab.errors import LabError
 from softfocus.lab.progress import Event, Listener
-from softfocus.lab.recipes.recipe import MATTER, Recipe
+from softfocus.lab.recipes.data import MATTER
+from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.run_folder.files import MODEL, RECIPE
 from softfocus.lab.run_folder.results import RunInfo
 

@@ -19,7 +19,8 @@ from softfocus.lab.data.samples import HeldOut, InOrder, Inputs, Passes, hold_ou
 from softfocus.lab.data.tasks import IGNORED, random_for
 from softfocus.lab.errors import LabError
 from softfocus.lab.progress import Event, Listener
-from softfocus.lab.recipes.recipe import Recipe, SpeechTable
+from softfocus.lab.recipes.data import SpeechTable
+from softfocus.lab.recipes.recipe import Recipe
 
 BLANK, SPACE = 0, 1
 """The ids of nothing, which CTC puts between repeated characters, and of what parts words."""
@@ -41,9 +42,9 @@ _CONSONANTS = {
 _VOWELS = {"a": (750, 1250), "e": (480, 1600), "i": (290, 1750), "o": (500, 900), "u": (320, 650)}
 """Hertz of the two formants."""
 
-_KINDS, _COLOURS = "".join(_CONSONANTS), "".join(_VOWELS)
+_FIRST, _SECOND = "".join(_CONSONANTS), "".join(_VOWELS)
 
-SYLLABLES = " " + "".join(sorted(_KINDS + _COLOURS))
+SYLLABLES = " " + "".join(sorted(_FIRST + _SECOND))
 """What synthesised speech is written in."""
 
 _log = logging.getLogger(__name__)
@@ -90,7 +91,7 @@ class Syllables:
         )
 
     def speak(self, random: np.random.Generator) -> tuple[NDArray[np.float64], str]:
-        """An utterance, of mean 0 and variance 1, and what is said: 60 to 100 % of the longest there may be."""
+        """An utterance, of mean 0 and variance 1, and what is said. It ends before 60 to 100 % of the longest."""
         rate = self.table.rate
         pitch, tract, tempo = random.uniform(90, 220), random.uniform(0.85, 1.1), random.uniform(0.8, 1.2)
         room = random.uniform(0.6, 1) * self.table.seconds * rate
@@ -99,7 +100,7 @@ class Syllables:
         while True:
             parts, word = [np.zeros(round(random.uniform(0.06, 0.12) * tempo * rate))], ""
             for _ in range(random.integers(1, 3)):
-                consonant, vowel = (kinds[random.integers(len(kinds))] for kinds in (_KINDS, _COLOURS))
+                consonant, vowel = (kinds[random.integers(len(kinds))] for kinds in (_FIRST, _SECOND))
                 first, second = (round(random.uniform(*span) * tempo * rate) for span in ((0.05, 0.07), (0.08, 0.13)))
                 parts.append(_soft(_consonant(random, first, rate, tract, *_CONSONANTS[consonant]), rate))
                 parts.append(_soft(_vowel(random, second, rate, pitch, tract, *_VOWELS[vowel]), rate))
@@ -108,7 +109,7 @@ class Syllables:
                 break
             sounds += parts
             words.append(word)
-        sound = np.concatenate(sounds)[: round(self.table.seconds * rate)]
+        sound = np.concatenate(sounds)
         sound = sound + random.normal(0, random.uniform(0.05, 0.35), len(sound))
         return (sound - sound.mean()) / sound.std(), " ".join(words)
 

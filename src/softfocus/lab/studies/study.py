@@ -12,8 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rich.console import Console
 
 from softfocus.lab.errors import LabError, UsageError, did_you_mean
+from softfocus.lab.recipes.data import MATTER
 from softfocus.lab.recipes.loading import derive
-from softfocus.lab.recipes.recipe import MATTER, Recipe
+from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.report.compare import Comparison, compare
 from softfocus.lab.report.points import without_seed
 from softfocus.lab.run_folder.provenance import cores
