@@ -119,5 +119,5 @@ def test_what_cannot_be_noted(tiny: Path, tmp_path: Path) -> None:
     with pytest.raises(LabError, match="projections of the architecture 'gpt2' are not known"):
         train(load(tiny, [*overrides, "train.projection_norms=true"]), tmp_path / "run")
     for override in ("train.validations=5", "evaluate.also=['attention']"):
-        with pytest.raises(LabError, match="a generated task has no text held out"):
+        with pytest.raises(LabError, match="another kind than text has no text held out"):
             load("mqar-softmax", [override])

@@ -170,6 +170,7 @@ class Claim(_Table):
     bases: dict[Scale, str] = Field(default={}, description="scale -> the recipe that the rows change, if not BASES'")
     rows: dict[str, dict[str, Any]] = Field(default={}, description="name -> keys of the recipe that it changes")
     statements: list[Statement] = []
+    away: dict[Scale, str] = Field(default={}, description="scale -> why this project cannot run it, though you may")
     untestable: dict[Scale, str] = Field(
         default={}, description="scale -> why it cannot be run, by this project or by you"
     )

@@ -1,4 +1,7 @@
-"""A claim's figures: loss over length of all rows, softmax under a window in each panel; over size; over training."""
+"""A claim's figures: loss over length of all rows, softmax under a window in each panel; over size; over training.
+
+Of what is measured sample by sample: loss and error rate, a panel each.
+"""
 
 import math
 from collections.abc import Sequence
@@ -13,6 +16,7 @@ from softfocus.lab.claims.power_law import Family
 from softfocus.lab.claims.results import YARDSTICK, Results
 from softfocus.lab.report.figure import PALETTE, STYLE, TEXT, line_style, places, save_png, spread
 from softfocus.lab.report.points import Cell, Group, cell, column_name, columns, settings
+from softfocus.lab.run_folder.results import AS_TRAINED, WRONG
 
 _LINE, _MARGIN = 0.21, 0.9  # inches that a label takes, and that a panel has above and below its axes
 
@@ -79,6 +83,8 @@ def draw_training(results: Results, *, title: str) -> Figure:
 def draw(groups: Sequence[Group], *, title: str) -> Figure:
     """Means over seeds, with a bar of one standard deviation; a row that is not finite somewhere has a gap there."""
     names = [name for name in settings(groups) if name != YARDSTICK[1]]
+    if WRONG.name() in names:
+        return _draw_samples(groups, names, title=title)
     shades = places([group.first.mechanism for group in groups])
     height = _height(groups)
     down = math.ceil(len(names) / 2)
@@ -92,6 +98,23 @@ def draw(groups: Sequence[Group], *, title: str) -> Figure:
         for panel in grid[len(names) :]:
             panel.remove()
         figure.suptitle(title, x=0.01, ha="left", fontsize=12, parse_math=False)  # "$" is a dollar
+        return figure
+
+
+def _draw_samples(groups: Sequence[Group], names: Sequence[str], *, title: str) -> Figure:
+    """A dot for each training, and a line at each row's mean."""
+    shades = places([group.first.mechanism for group in groups])
+    with rc_context(STYLE):
+        figure = Figure(figsize=(4.5 * len(names), 3.6), layout="constrained")
+        for panel, name in zip(figure.subplots(1, len(names)), names, strict=True):
+            for place, (group, shade) in enumerate(zip(groups, shades, strict=True)):
+                for _, one in _cells(group, name):
+                    panel.plot([place] * len(one.values), one.values, "o", color=PALETTE[shade][0])
+                    panel.hlines(one.loss, place - 0.2, place + 0.2, color=PALETTE[shade][0])
+            panel.set_xticks(range(len(groups)), [group.label for group in groups])
+            panel.set_xlim(-0.5, len(groups) - 0.5)
+            panel.set_title("validation loss (nats per prediction)" if name == AS_TRAINED.name() else name)
+        figure.suptitle(title, x=0.01, ha="left", fontsize=12, parse_math=False)
         return figure
 
 

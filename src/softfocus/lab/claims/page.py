@@ -18,6 +18,7 @@ from softfocus.lab.claims.verdict import Judged, judge
 from softfocus.lab.report.notes import short_commit
 from softfocus.lab.report.points import Group, cell, column_name, columns, count_text, loss_text, settings
 from softfocus.lab.run_folder.disk import write_atomically
+from softfocus.lab.run_folder.results import WRONG
 
 LEDGER = "README.md"
 AWAY: dict[Scale, str] = {
@@ -54,7 +55,12 @@ def standing(claim: Claim, scale: Scale, results: Results | None) -> Standing:
     """The verdict on a claim at one scale, or why there is none."""
     if claim.exact or results is not None:
         return together([judged.verdict for judged in judge(claim, results)])
-    return "not testable here" if scale in claim.untestable or scale in AWAY else "not run"
+    return "not testable here" if _out_of_reach(claim, scale) else "not run"
+
+
+def _out_of_reach(claim: Claim, scale: Scale) -> str | None:
+    """Why this project cannot run a claim at a scale; None where it can."""
+    return claim.untestable.get(scale) or claim.away.get(scale) or AWAY.get(scale)
 
 
 def page(claim: Claim, found: dict[Scale, Results]) -> str:
@@ -72,7 +78,7 @@ def page(claim: Claim, found: dict[Scale, Results]) -> str:
         if scale in found:
             parts += _outcome(claim, scale, found[scale])
             continue
-        why = claim.untestable.get(scale) or AWAY.get(scale)
+        why = _out_of_reach(claim, scale)
         parts.append(_wrapped(f"**Not testable here:** {why}." if why else "**Not run.**"))
         if scale in claim.scales:
             parts.append(f"`{_command(claim, scale)}` runs it.")
@@ -108,7 +114,10 @@ def ledger(lines: Sequence[tuple[Claim, dict[Scale, Standing]]]) -> str:
                     ["scale", *kinds], [[name, *(str(count[kind]) for kind in kinds)] for name, count in counts.items()]
                 ),
                 _table(["claim", "source", *SCALES], table),
-                _wrapped("Written by `softfocus report` from the results beside it. Scales: " + _scales() + "."),
+                _wrapped(
+                    f"Written by `softfocus report` from the results beside it. Scales, where a claim's page names no other "
+                    f"recipes: {_scales()}."
+                ),
             ]
         )
         + "\n"
@@ -141,7 +150,8 @@ def _outcome(claim: Claim, scale: Scale, results: Results) -> list[str]:
     if (by_size := claim.first(Saves)) is not None and (table := _sizes(results, by_size)):
         parts += [table, f"![Loss over size]({claim.name}/{scale}/{SIZES})"]
     if groups:
-        parts.append(f"![Loss over length]({claim.name}/{scale}/{FIGURE})")
+        what = "Loss and error rate" if _sampled(groups) else "Loss over length"
+        parts.append(f"![{what}]({claim.name}/{scale}/{FIGURE})")
     return [*parts, f"`{_command(claim, scale, results)}` runs it again."]
 
 
@@ -174,7 +184,14 @@ def _runs(claim: Claim, scale: Scale, results: Results) -> str:
     )
 
 
+def _sampled(groups: Sequence[Group]) -> bool:
+    """Whether they were measured sample by sample: hidden tokens, images, speech."""
+    return WRONG.name() in settings(groups)
+
+
 def _reading(groups: Sequence[Group]) -> str:
+    if _sampled(groups):
+        return "Validation loss in nats per prediction, and the share of wrong answers: mean ± standard deviation over seeds."
     last = column_name(columns(groups)[-1])
     return (
         "Validation loss in nats per token: mean ± standard deviation over seeds. The last column is the paired difference "
@@ -203,8 +220,9 @@ def _losses(results: Results, groups: Sequence[Group], setting: str) -> str:
         lost = sum(run.diverged for run in runs)
         count = "1 seed" if len(runs) == 1 else count_text([run.info.seed for run in runs])
         count += f", {lost} diverged" if lost else ""
-        lines.append([group.label, count, *texts, apart])
-    return _table([setting, "trained", *map(column_name, across), "beside the window"], lines)
+        lines.append([group.label, count, *texts, *([] if _sampled(groups) else [apart])])
+    head = ["mean"] if _sampled(groups) else [*map(column_name, across), "beside the window"]
+    return _table([setting, "trained", *head], lines)
 
 
 def _loss(loss: float, spread: float) -> str:

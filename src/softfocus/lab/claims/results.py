@@ -125,7 +125,7 @@ def _slim(evaluation: Evaluation, recipe: Recipe) -> Evaluation:
 
 def _whole(row: Row) -> Row:
     """All positions in one bucket, which keeps the sums by document."""
-    if not row.buckets:
+    if len(row.buckets) < 2:
         return row
     sums = np.sum([bucket.sums for bucket in row.buckets], axis=0).round(4).tolist()
     one = Bucket(

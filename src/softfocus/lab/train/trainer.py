@@ -15,14 +15,15 @@ import torch
 from tensorboard.compat.proto.event_pb2 import Event as EventRecord
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
-from torch.nn import functional as F
 from torch.utils.data import Dataset, SequentialSampler
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 import softfocus.hf
+from softfocus.lab import objective
 from softfocus.lab.errors import Diverged, LabError
 from softfocus.lab.progress import Event, Listener
 from softfocus.lab.recipes.recipe import Recipe, TrainTable
+from softfocus.lab.run_folder import provenance
 from softfocus.lab.run_folder.files import CHECKPOINTS, TENSORBOARD
 from softfocus.lab.train import checkpoints, records
 from softfocus.lab.train.anneal import Annealing
@@ -50,9 +51,7 @@ class Keeping:
 
 
 class WindowTrainer(Trainer):
-    """Next-token training on windows of L + 1 tokens, in the order in which the dataset gives them.
-
-    A window of L + 1 tokens makes L predictions, so that every position of the model's length is trained.
+    """Training on windows of a text, or samples of another kind, in the order in which the dataset gives them.
 
     Args:
         recipe: what is trained.
@@ -64,9 +63,11 @@ class WindowTrainer(Trainer):
         super().__init__(**arguments)
         self.keeping = keeping
         self._recipe = recipe
-        self._divergence = Divergence(math.log(self.model.config.vocab_size), self.train_dataset, recipe.train.batch)
-        # All windows are equally long, so a step's loss is the plain mean of its micro-batches' means, over devices too.
-        # Trainer divides by the number of micro-batches only where it believes that the model does not.
+        config = self.model.config
+        outcomes = config.num_labels if recipe.data.images is not None else config.vocab_size
+        self._divergence = Divergence(math.log(outcomes), self.train_dataset, recipe.train.batch)
+        # All windows make as many predictions, so a step's loss is the plain mean of its micro-batches' means, over devices
+        # too. Trainer divides by the number of micro-batches only where it believes that the model does not.
         self.model_accepts_loss_kwargs = False
         self._projections = records.projection_weights(self.model) if recipe.train.projection_norms else {}
         self._norms: dict[str, torch.Tensor] = {}
@@ -124,11 +125,9 @@ class WindowTrainer(Trainer):
         """Matrices and embeddings: what a mechanism learns for each head is a scale, like a norm's, and does not decay."""
         return [name for name, parameter in model.named_parameters() if parameter.dim() >= 2]
 
-    def compute_loss(self, model: Any, inputs: dict[str, torch.Tensor], return_outputs: bool = False, **_: Any) -> Any:
-        """Mean cross-entropy in nats, in float32 whatever the model computes in."""
-        outputs = model(input_ids=inputs["input_ids"], use_cache=False)
-        loss = F.cross_entropy(outputs.logits.flatten(0, 1).float(), inputs["labels"].flatten())
-        return (loss, outputs) if return_outputs else loss
+    def compute_loss(self, model: Any, inputs: dict[str, torch.Tensor], *_: Any, **__: Any) -> torch.Tensor:
+        """That of the recipe's kind of data."""
+        return objective.loss(self._recipe.data.kind, model, inputs)
 
 
 class Watch(TrainerCallback):
@@ -312,6 +311,7 @@ def make_trainer(
             disable_tqdm=True,
             remove_unused_columns=False,
             dataloader_pin_memory=torch.cuda.is_available(),
+            dataloader_num_workers=_readers(recipe),
             ddp_find_unused_parameters=False,
         )
     except ValueError as error:
@@ -362,6 +362,12 @@ def _lamb(train: TrainTable) -> tuple[Any, dict[str, Any]]:
         "weight_decouple": False,
         "adam_debias": True,
     }
+
+
+def _readers(recipe: Recipe) -> int:
+    """Processes that read and decode files meanwhile; all else is made faster than it would be handed over."""
+    files = recipe.data.kind in ("images", "speech") and recipe.data.source is not None
+    return min(8, provenance.cores()) if files else 0
 
 
 def _share(batch: int, accumulate: int, devices: int) -> int:
