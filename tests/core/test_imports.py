@@ -160,6 +160,7 @@ LAB = [
     "generate",
     "evaluate",
     "train",
+    "objective",
     "model",
     "data",
     "recipes",

@@ -60,7 +60,7 @@ def test_uniform_weights() -> None:
 def test_one_key() -> None:
     found = measured([0, 0, 1, 0, 0, 0, 0, 0])
     assert found == {
-        "zeros": 7 / 8, "above_1e_9": 1 / 8, "above_1e_3": 1 / 8,
+        "zeros": 7 / 8, "above_1e_9": 1 / 8, "above_1e_3": 1 / 8, "below_1e_3": 7 / 8, "below_1e_7": 7 / 8,
         "entropy": 0, "uniform": pytest.approx(math.log(8)), "distance": 5, "beyond": 1,
     }  # fmt: skip
 
@@ -70,6 +70,14 @@ def test_thresholds_are_of_the_rows_largest_and_zeros_are_exact() -> None:
     assert found["zeros"] == 2 / 8
     assert found["above_1e_9"] == 4 / 8
     assert found["above_1e_3"] == 2 / 8
+
+
+def test_probabilities_are_shares_of_the_row() -> None:
+    """Twice the weights are the same probabilities; what the row cannot see is none."""
+    row = [1.0, 0.9e-3, 1.1e-3, 0.9e-7, 1.1e-7, 0.0, 0.0, 0.0]
+    found = measured([2 * weight for weight in row], [True] * 6 + [False] * 2)
+    assert found["below_1e_3"] == pytest.approx(4 / 6)
+    assert found["below_1e_7"] == pytest.approx(2 / 6)
 
 
 def test_what_a_row_cannot_see_does_not_count() -> None:
@@ -85,7 +93,9 @@ def test_signs_and_rows_without_weight() -> None:
     signed, plain = measured([-0.5, 0.25, 0, 1.0]), measured([0.5, 0.25, 0, 1.0])
     assert signed == plain
     nothing = measured([0.0] * 4)
-    assert nothing == dict.fromkeys(MEASURES, 0) | {"zeros": 1, "uniform": pytest.approx(math.log(4))}
+    assert nothing == dict.fromkeys(MEASURES, 0) | {
+        "zeros": 1, "below_1e_3": 1, "below_1e_7": 1, "uniform": pytest.approx(math.log(4)),
+    }  # fmt: skip
 
 
 def test_a_picture_keeps_the_highest_of_its_cells() -> None:

@@ -4,41 +4,63 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import softfocus.hf
 from softfocus.lab.data import tokenizer
+from softfocus.lab.data.images import COLOURED, GRAY
+from softfocus.lab.data.speech import BLANK
 from softfocus.lab.errors import LabError, did_you_mean, first_line
+from softfocus.lab.recipes.data import MATTER, Kind
+from softfocus.lab.recipes.loading import load as load_recipe
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.run_folder.files import MODEL, RECIPE
 from softfocus.lab.run_folder.manifest import MANIFEST, flaw
 from softfocus.layout import Layout
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_LANGUAGE = ("AutoModelForCausalLM", "a causal language model", "gpt_neox or llama")
+_CLASSES: dict[Kind, tuple[str, str, str]] = {
+    "text": _LANGUAGE,
+    "task": _LANGUAGE,
+    "masked": ("AutoModelForMaskedLM", "a masked language model", "bert or modernbert"),
+    "images": ("AutoModelForImageClassification", "a classifier of images", "vit or deit"),
+    "speech": ("AutoModelForCTC", "a recogniser of speech", "wav2vec2-conformer or wav2vec2"),
+}
+"""Transformers' class for what a model learns, the name of such models, and examples."""
+
 
 def build(recipe: Recipe, vocabulary: int, end: int | None = None) -> Any:
-    """A freshly initialised causal language model.
+    """A freshly initialised model, of the class that fits what it is to learn.
 
     Weights come from torch's global generator: seed it first.
 
     Args:
         recipe: what to build.
-        vocabulary: size of the tokenizer's vocabulary.
+        vocabulary: size of the tokenizer's vocabulary, or how many classes there are.
         end: the id that ends a document, where generation stops.
 
     Raises:
         LabError: an architecture or a configuration key that Transformers does not know, a vocabulary that is too small.
     """
-    from transformers import AutoModelForCausalLM
-
     config = build_config(recipe, vocabulary, end)
+    _, what, examples = _CLASSES[recipe.data.kind]
     try:
-        model = AutoModelForCausalLM.from_config(config)
+        model = _auto(recipe.data.kind).from_config(config)
     except ValueError as error:
         raise LabError(
-            f"architecture {recipe.model.architecture!r} does not make a causal language model: {first_line(error)}",
-            "choose another model.architecture, such as gpt_neox or llama, or correct [model.config]",
+            f"architecture {recipe.model.architecture!r} does not make {what}: {first_line(error)}",
+            f"choose another model.architecture, such as {examples}, or correct [model.config]",
         ) from error
     return _use(model, recipe)
+
+
+def _auto(kind: Kind) -> Any:
+    import transformers
+
+    return getattr(transformers, _CLASSES[kind][0])
 
 
 def build_config(recipe: Recipe, vocabulary: int, end: int | None = None) -> Any:
@@ -56,10 +78,8 @@ def build_config(recipe: Recipe, vocabulary: int, end: int | None = None) -> Any
         if key not in known:
             guess = did_you_mean(key, known, f"see {cls.__name__} of Transformers", "model.config.")
             raise LabError(f"architecture {architecture!r} has no key 'model.config.{key}'", guess)
-    # The architecture's own special ids mean other tokens in our vocabulary, or none
-    values: dict[str, Any] = {"vocab_size": vocabulary, "bos_token_id": end, "eos_token_id": end, "pad_token_id": None}
-    values |= recipe.model.config
-    if values["vocab_size"] < vocabulary:
+    values = _of_data(recipe, vocabulary, end) | recipe.model.config
+    if values.get("vocab_size", vocabulary) < vocabulary:
         raise LabError(
             f"model.config.vocab_size={values['vocab_size']} is less than the tokenizer's {vocabulary}",
             "raise it, or leave it out",
@@ -74,7 +94,45 @@ def build_config(recipe: Recipe, vocabulary: int, end: int | None = None) -> Any
         why = " ".join(str(error).split())  # Transformers gives the cause on a line of its own
         raise LabError(f"[model.config] is refused by {cls.__name__}: {why}", "correct it") from error
     check_positions(config, recipe.train.length, f"raise model.config.{positions}, or lower train.length to {{}}")
+    _check_length(config, recipe)
     return config
+
+
+def _of_data(recipe: Recipe, vocabulary: int, end: int | None) -> dict[str, Any]:
+    """What a configuration takes from the data."""
+    images = recipe.data.images
+    if images is not None:
+        channels = GRAY if recipe.data.source is None else COLOURED
+        return {"num_labels": vocabulary, "image_size": images.size, "num_channels": channels}
+    if recipe.data.speech is not None:
+        return {"vocab_size": vocabulary, "pad_token_id": BLANK, "bos_token_id": None, "eos_token_id": None}
+    # The architecture's own special ids mean other tokens in our vocabulary, or none
+    return {"vocab_size": vocabulary, "bos_token_id": end, "eos_token_id": end, "pad_token_id": None}
+
+
+def _check_length(config: Any, recipe: Recipe) -> None:
+    """Refuse a length that is not what the model makes of a sample: speeds and estimates would be wrong."""
+    speech, patch = recipe.data.speech, getattr(config, "patch_size", None)
+    if recipe.data.images is not None and isinstance(patch, int):
+        made = (config.image_size // patch) ** 2
+        what = f"an image of {config.image_size} x {config.image_size} pixels is {made} patches of {patch} x {patch}"
+    elif speech is not None and hasattr(config, "conv_stride"):
+        made = frames(config, round(speech.seconds * speech.rate))
+        what = f"{speech.seconds:g} seconds of {speech.rate} samples are {made} frames of this model"
+    else:
+        return
+    if made != recipe.train.length:
+        raise LabError(f"train.length={recipe.train.length}, and {what}", f"set train.length={made}")
+
+
+Samples = TypeVar("Samples", int, "Tensor")
+
+
+def frames(config: Any, samples: Samples) -> Samples:
+    """How many frames the convolutions of a speech model make of so many samples."""
+    for kernel, stride in zip(config.conv_kernel, config.conv_stride, strict=True):
+        samples = (samples - kernel) // stride + 1
+    return samples
 
 
 def check_positions(config: Any, tokens: int, remedy: str) -> None:
@@ -103,29 +161,33 @@ def memory(remedy: str) -> Iterator[None]:
         raise LabError(f"the device's memory is full: {first_line(error)}", remedy) from error
 
 
-def load(folder: Path, config: Any = None) -> Any:
+def load(folder: Path, config: Any = None, kind: Kind = "text") -> Any:
     """The trained model of a run folder, in evaluation mode, on the best device.
 
     Args:
         folder: a finished run.
         config: a changed configuration to load it with; by default its own.
+        kind: what the caller takes it to have learned; "text" stands for a generated task, too.
 
     Raises:
-        LabError: it is not as training saved it, or cannot be loaded.
+        LabError: it is not as training saved it, cannot be loaded, or has learned something else.
     """
     import torch
     from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
 
+    learned = load_recipe(folder / RECIPE).data.kind
+    if _CLASSES[learned] != _CLASSES[kind]:
+        raise LabError(
+            f"{folder} was trained on {MATTER[learned]}, and this is for models that go on with a text",
+            f"measure it with `softfocus evaluate {folder}`",
+        )
     # Models of early runs have no manifest
     if (folder / MODEL / MANIFEST).exists() and (why := flaw(folder / MODEL)) is not None:
         raise LabError(
             f"the model in {folder / MODEL} is damaged ({why})", f"put the file back as it was, or {_again(folder)}"
         )
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            folder / MODEL, config=config or load_config(folder), use_safetensors=True
-        )
+        model = _auto(kind).from_pretrained(folder / MODEL, config=config or load_config(folder), use_safetensors=True)
     except (OSError, ValueError, SafetensorError) as error:
         raise LabError(
             f"the model in {folder / MODEL} cannot be loaded: {first_line(error)}", _again(folder)

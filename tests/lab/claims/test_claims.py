@@ -10,20 +10,25 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from torch.utils.data import default_collate
 
 from softfocus.lab import model as models
+from softfocus.lab import objective
 from softfocus.lab.claims import claim as claims
-from softfocus.lab.claims import page
+from softfocus.lab.claims import figure, page
 from softfocus.lab.claims.claim import SCALES, Claim, parse, recipes
+from softfocus.lab.claims.parts import together
 from softfocus.lab.claims.reproduce import PUBLISHED, reproduce
 from softfocus.lab.claims.results import Results, Run
 from softfocus.lab.claims.results import read as read_results
-from softfocus.lab.claims.verdict import judge, together
+from softfocus.lab.claims.verdict import judge
+from softfocus.lab.data import of_recipe as data
 from softfocus.lab.errors import Diverged, LabError, UsageError
 from softfocus.lab.evaluate.loss import evaluate
+from softfocus.lab.progress import silent
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.run_folder.files import load_run
-from softfocus.lab.run_folder.results import default_settings, json_text
+from softfocus.lab.run_folder.results import WRONG, Bucket, default_settings, json_text
 from softfocus.lab.studies import fits
 from softfocus.lab.train.run import train
 from softfocus.lab.train.trainer import WindowTrainer
@@ -59,8 +64,9 @@ def test_rows_of_one_name_are_the_same_in_every_claim() -> None:
     """Claims share their runs, so a name stands for one model, and a model has one name."""
     seen: dict[str, Any] = {}
     for name in claims.shipped():
-        for row, changes in claims.load(name).rows.items():
-            trained = {key: value for key, value in changes.items() if key != "evaluate"}
+        claim = claims.load(name)
+        for row, changes in claim.rows.items():
+            trained = {key: value for key, value in changes.items() if key != "evaluate"} | {"bases": claim.bases}
             assert seen.setdefault(row, trained) == trained, f"{row} in {name}"
     assert len({str(sorted(row.items())) for row in seen.values()}) == len(seen)
 
@@ -73,20 +79,27 @@ def test_every_row_builds_at_every_scale(scale: Any) -> None:
         with torch.device("meta"):
             model = models.build(recipe, recipe.model.config.get("vocab_size") or 257)
         parameters = sum(parameter.numel() for parameter in model.parameters())
-        if not recipe.name.endswith("_layers-s0"):  # which differ in size on purpose
+        # Layers differ in size on purpose
+        if recipe.data.kind == "text" and not recipe.name.endswith("_layers-s0"):
             assert parameters == pytest.approx(sizes[scale], rel=0.2), recipe.name
 
 
 def test_every_row_trains_two_steps() -> None:
     for recipe in distinct("toy"):
         torch.manual_seed(0)
-        model = models.build(recipe, 257)
+        kind = recipe.data.kind
+        if kind in ("text", "masked"):
+            vocabulary, tokens = 257, torch.randint(257, (2, 17))
+            batch = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
+        else:
+            source = data.sampled(recipe, silent)
+            vocabulary, windows = source.vocab_size, source.training_windows(recipe)
+            batch = default_collate([windows[0], windows[1]])
+        model = models.build(recipe, vocabulary)
         optimiser = torch.optim.AdamW(model.parameters(), lr=recipe.train.learning_rate)
-        tokens = torch.randint(257, (2, 16))
         losses = []
         for _ in range(3):
-            logits = model(input_ids=tokens, use_cache=False).logits
-            loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+            loss = objective.loss(kind, model, batch)
             losses.append(loss.item())
             loss.backward()
             optimiser.step()
@@ -113,8 +126,9 @@ def test_the_published_pages_are_those_of_the_published_results(tmp_path: Path) 
     published = {path.name: path.read_bytes() for path in PUBLIC.glob("*.md")}
     assert sorted(written) == sorted(published)
     assert written == published, "run `softfocus report`"
-    for results in PUBLIC.glob("*/*/results.json"):
-        assert (results.parent / "figure.png").exists()
+    for text in published.values():
+        for drawn in re.findall(r"!\[[^]]*\]\(([^)]*)\)", text.decode()):
+            assert (PUBLIC / drawn).exists(), drawn
 
 
 # Verdicts on runs that are made up
@@ -328,6 +342,36 @@ def test_results_read_back_equal(made: Any, tmp_path: Path) -> None:
     assert json_text(again) == json_text(results)
     with pytest.raises(LabError, match="there is no"):
         read_results(tmp_path / "gone.json")
+
+
+def test_a_page_of_what_is_measured_sample_by_sample(made: Any, tmp_path: Path) -> None:
+    """Loss and error rate stand in tables of their own, and a statement may be about either."""
+    text = LOWER + '\nsetting = "error rate"'
+    results = made(a=[[1.0]] * 3, b=[[2.0]] * 3)
+    for run in results.runs:
+        row = run.evaluation.rows[0]
+        share = 0.5 if run.row == "a" else 0.25
+        bucket = Bucket(start=0, end=1, loss=share, standard_error=0.1, tokens=8, sums=[4 * share, 4 * share])
+        error = row.model_copy(
+            update={"setting": WRONG, "loss": share, "windows_by_document": [4, 4], "buckets": [bucket]}
+        )
+        run.evaluation.rows = [row, error]
+    assert verdict(text, results) == "fails"
+    assert verdict(LOWER, results) == "holds"
+    claim = statement(text).model_copy(update={"bases": {"toy": "vit-toy"}, "away": {"gpt2": "ImageNet is far"}})
+    shown = " ".join(page.page(claim, {"toy": results}).split())
+    for said in (
+        "| fails | it | a 1x, error rate 0.500, b 1x, error rate 0.250: +0.250 ± 0.000 |",
+        "on the recipe `vit-toy`",
+        "| error rate | trained | mean | | --- | --- | --- | | a | 3 seeds | 0.500 ± 0.000 |",
+        "| as trained | trained | mean | | --- | --- | --- | | a | 3 seeds | 1.000 ± 0.000 |",
+        "**Not testable here:** ImageNet is far.",
+    ):
+        assert said in shown
+    assert page.standing(claim, "gpt2", None) == "not testable here"
+    groups = [group for row in results.rows if (group := results.group(row)) is not None]
+    figure.save(groups, tmp_path / "figure.png", title="t")
+    assert (tmp_path / "figure.png").stat().st_size > 1000
 
 
 # Running one

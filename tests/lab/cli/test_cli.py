@@ -26,6 +26,7 @@ COMMANDS = (
     "evaluate",
     "recall",
     "induction",
+    "classify",
     "compare",
     "generate",
     "mechanisms",

@@ -237,3 +237,10 @@ def test_a_registered_name_is_a_mechanism(monkeypatch: pytest.MonkeyPatch) -> No
     softfocus.register("mine", mine)
     recipe = load("demo", ["model.mechanism=laser(mine)"])
     assert recipe.model.groups[0][0].mechanism == softfocus.laser(mine)
+
+
+@pytest.mark.parametrize("name", ["toy", "small", "gpt2-124m"])
+def test_a_llama_is_trained_as_its_model_is(name: str) -> None:
+    """They stand in files of their own, because an architecture's keys cannot be taken back."""
+    one, other = load(name), load(f"{name}-llama")
+    assert (one.data, one.train, one.evaluate) == (other.data, other.train, other.evaluate)

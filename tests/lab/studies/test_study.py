@@ -336,7 +336,10 @@ def test_a_length_that_a_seed_lacks_is_left_out(fabricate: Any, tmp_path: Path) 
             "a-s0 has no key 'model.mechanims'; did you mean 'model.mechanism'",
         ),
         ('title = "x"\n[rows.a]\nbase = "dem"', "there is no recipe 'dem'; did you mean 'demo'"),
-        ('title = "x"\n[rows.a]\n[rows.b]\nbase = "mqar"', "some rows are trained on text and some on generated tasks"),
+        (
+            'title = "x"\n[rows.a]\n[rows.b]\nbase = "mqar"',
+            "some rows are trained on text and some on a generated task",
+        ),
     ],
 )
 def test_mistakes_are_said_in_one_line(text: str, says: str, tmp_path: Path) -> None:

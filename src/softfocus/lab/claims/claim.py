@@ -3,7 +3,7 @@
 import tomllib
 from collections.abc import Sequence
 from importlib import resources
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -15,7 +15,7 @@ from softfocus.lab.studies import study
 Scale = Literal["toy", "small", "gpt2"]
 SCALES: tuple[Scale, ...] = get_args(Scale)
 BASES: dict[Scale, str] = {"toy": "toy", "small": "small", "gpt2": "gpt2-124m"}
-"""The recipe that the rows of a claim change, at each scale."""
+"""The recipe that the rows of a claim change, at each scale, unless the claim names another."""
 
 Names = Annotated[str | list[str], Field(min_length=1)]
 Share = Annotated[float, Field(ge=0, le=10)]
@@ -77,6 +77,48 @@ class Steeper(_Statement):
     than: Names
     factor: float = Field(default=1.0, ge=1)
     of: Literal["largest", "median"] = Field(default="largest", description="which gradient of a training")
+    part: Literal["all", "query", "key", "value"] = Field(
+        default="all", description="of all parameters, or of a projection, which takes train.projection_norms"
+    )
+
+
+class Sooner(_Statement):
+    """Each row has the best validation loss of each of the others after fewer steps, or in less time, than they took."""
+
+    kind: Literal["sooner"]
+    row: Names
+    than: Names
+    of: Literal["steps", "time"] = "steps"
+    by: float = Field(default=0.0, ge=0, lt=1, description="the share that is saved")
+
+
+class Faint(_Statement):
+    """At least a share of the attention probabilities of each row is below a threshold."""
+
+    kind: Literal["faint"]
+    row: Names
+    below: Literal["1e-3", "1e-7"]
+    share: float = Field(gt=0, lt=1)
+    at: Multiple = "1x"
+
+
+class Classifies(_Statement):
+    """Fine-tuned on classification, each row has a higher accuracy than each of the others."""
+
+    kind: Literal["classifies"]
+    row: Names
+    than: Names
+
+
+class Saves(_Statement):
+    """By power laws through their sizes, the rows have the loss of the largest of the others with fewer parameters."""
+
+    kind: Literal["saves"]
+    row: Annotated[list[str], Field(min_length=3)] = Field(description="one family of models in several sizes")
+    than: Annotated[list[str], Field(min_length=3)] = Field(description="the other family")
+    at: Multiple = "1x"
+    by: float = Field(default=0.0, ge=0, lt=1, description="the share of the parameters that is saved")
+    setting: str = AS_TRAINED.name()
 
 
 class Proved(_Statement):
@@ -93,7 +135,13 @@ class Disproved(_Statement):
     by: str
 
 
-Statement = Annotated[Lower | Close | Flat | Trains | Steeper | Proved | Disproved, Field(discriminator="kind")]
+Statement = Annotated[
+    Lower | Close | Flat | Trains | Steeper | Sooner | Faint | Classifies | Saves | Proved | Disproved,
+    Field(discriminator="kind"),
+]
+
+
+_Kind = TypeVar("_Kind", bound=_Statement)
 
 
 class Reported(_Table):
@@ -119,8 +167,10 @@ class Claim(_Table):
     says: str = Field(description="what the paper says, in our words")
     paper: Reported | None = Field(default=None, description="its numbers")
     notes: list[str] = Field(default=[], description="what differs from the paper, or is not known of it")
+    bases: dict[Scale, str] = Field(default={}, description="scale -> the recipe that the rows change, if not BASES'")
     rows: dict[str, dict[str, Any]] = Field(default={}, description="name -> keys of the recipe that it changes")
     statements: list[Statement] = []
+    away: dict[Scale, str] = Field(default={}, description="scale -> why this project cannot run it, though you may")
     untestable: dict[Scale, str] = Field(
         default={}, description="scale -> why it cannot be run, by this project or by you"
     )
@@ -142,10 +192,18 @@ class Claim(_Table):
         """Where its runs can be made."""
         return tuple(scale for scale in SCALES if self.rows and scale not in self.untestable)
 
+    def base(self, scale: Scale) -> str:
+        """The recipe that its rows change."""
+        return self.bases.get(scale, BASES[scale])
+
     @property
     def exact(self) -> bool:
         """Whether tests decide it, and no run does."""
         return bool(self.statements) and not self.rows
+
+    def first(self, kind: type[_Kind]) -> _Kind | None:
+        """The first statement of a kind."""
+        return next((statement for statement in self.statements if isinstance(statement, kind)), None)
 
 
 def named_in(statement: BaseModel, field: str) -> list[str]:
@@ -202,7 +260,7 @@ def recipes(claim: Claim, scale: Scale, seeds: Sequence[int]) -> list[Recipe]:
             f"it can be run with --scale {claim.scales[0]}" if claim.scales else "`softfocus report` has the rest"
         )
         raise UsageError(f"{claim.name} cannot be run at the scale {scale}: {why}", elsewhere)
-    return study.recipes(study.Study(title=claim.title, base=BASES[scale], rows=claim.rows), seeds=seeds)
+    return study.recipes(study.Study(title=claim.title, base=claim.base(scale), rows=claim.rows), seeds=seeds)
 
 
 def _folder() -> Any:

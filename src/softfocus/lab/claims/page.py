@@ -10,12 +10,15 @@ from typing import Literal
 
 from softfocus.lab.claims import claim as claims
 from softfocus.lab.claims import results as outcomes
-from softfocus.lab.claims.claim import BASES, SCALES, Claim, Scale, Steeper
-from softfocus.lab.claims.results import FIGURE, RESULTS, YARDSTICK, Results
-from softfocus.lab.claims.verdict import SEEDS, Judged, Verdict, judge, together
+from softfocus.lab.claims.claim import BASES, SCALES, Claim, Saves, Scale, Steeper
+from softfocus.lab.claims.parts import SEEDS, Verdict, together
+from softfocus.lab.claims.power_law import families
+from softfocus.lab.claims.results import FIGURE, RESULTS, SIZES, TRAINING, YARDSTICK, Results, Run
+from softfocus.lab.claims.verdict import Judged, judge
 from softfocus.lab.report.notes import short_commit
 from softfocus.lab.report.points import Group, cell, column_name, columns, count_text, loss_text, settings
 from softfocus.lab.run_folder.disk import write_atomically
+from softfocus.lab.run_folder.results import WRONG
 
 LEDGER = "README.md"
 AWAY: dict[Scale, str] = {
@@ -52,7 +55,12 @@ def standing(claim: Claim, scale: Scale, results: Results | None) -> Standing:
     """The verdict on a claim at one scale, or why there is none."""
     if claim.exact or results is not None:
         return together([judged.verdict for judged in judge(claim, results)])
-    return "not testable here" if scale in claim.untestable or scale in AWAY else "not run"
+    return "not testable here" if _out_of_reach(claim, scale) else "not run"
+
+
+def _out_of_reach(claim: Claim, scale: Scale) -> str | None:
+    """Why this project cannot run a claim at a scale; None where it can."""
+    return claim.untestable.get(scale) or claim.away.get(scale) or AWAY.get(scale)
 
 
 def page(claim: Claim, found: dict[Scale, Results]) -> str:
@@ -70,7 +78,7 @@ def page(claim: Claim, found: dict[Scale, Results]) -> str:
         if scale in found:
             parts += _outcome(claim, scale, found[scale])
             continue
-        why = claim.untestable.get(scale) or AWAY.get(scale)
+        why = _out_of_reach(claim, scale)
         parts.append(_wrapped(f"**Not testable here:** {why}." if why else "**Not run.**"))
         if scale in claim.scales:
             parts.append(f"`{_command(claim, scale)}` runs it.")
@@ -106,7 +114,10 @@ def ledger(lines: Sequence[tuple[Claim, dict[Scale, Standing]]]) -> str:
                     ["scale", *kinds], [[name, *(str(count[kind]) for kind in kinds)] for name, count in counts.items()]
                 ),
                 _table(["claim", "source", *SCALES], table),
-                _wrapped("Written by `softfocus report` from the results beside it. Scales: " + _scales() + "."),
+                _wrapped(
+                    f"Written by `softfocus report` from the results beside it. Scales, where a claim's page names no other "
+                    f"recipes: {_scales()}."
+                ),
             ]
         )
         + "\n"
@@ -125,17 +136,22 @@ def _outcome(claim: Claim, scale: Scale, results: Results) -> list[str]:
     counts = Counter(one.verdict for one in judged)
     said = ", ".join(f"{counts[kind]} {kind}" for kind in _ORDER if counts[kind])  # type: ignore[index]
     parts = [f"**Verdict: {together([one.verdict for one in judged])}** ({said}).", _statements(judged)]
-    parts += [_wrapped(_runs(scale, results)), *(_wrapped(line) for line in results.missing)]
+    parts += [_wrapped(_runs(claim, scale, results)), *(_wrapped(line) for line in results.missing)]
     if lost := [run for run in results.runs if run.diverged]:
         parts.append("\n".join(f"* Diverged: {run.row}, seed {run.info.seed}: {run.info.error}." for run in lost))
     groups = [group for row in results.rows if (group := results.group(row)) is not None]
     if groups:
         parts.append(_wrapped(_reading(groups)))
         parts += [_losses(results, groups, setting) for setting in settings(groups)]
-    if any(isinstance(statement, Steeper) for statement in claim.statements):
+    if claim.first(Steeper) is not None:
         parts.append(_gradients(results))
+    if any(run.curves for run in results.runs):
+        parts.append(f"![Over training]({claim.name}/{scale}/{TRAINING})")
+    if (by_size := claim.first(Saves)) is not None and (table := _sizes(results, by_size)):
+        parts += [table, f"![Loss over size]({claim.name}/{scale}/{SIZES})"]
     if groups:
-        parts.append(f"![Loss over length]({claim.name}/{scale}/{FIGURE})")
+        what = "Loss and error rate" if _sampled(groups) else "Loss over length"
+        parts.append(f"![{what}]({claim.name}/{scale}/{FIGURE})")
     return [*parts, f"`{_command(claim, scale, results)}` runs it again."]
 
 
@@ -150,7 +166,7 @@ def _statements(judged: Sequence[Judged]) -> str:
     return _table(["verdict", "statement", "what came out"], lines)
 
 
-def _runs(scale: Scale, results: Results) -> str:
+def _runs(claim: Claim, scale: Scale, results: Results) -> str:
     """What was run: recipe, size, budget, seeds, commit, versions, machine."""
     infos = [run.info for run in results.runs]
     sizes = sorted({info.parameters for info in infos})
@@ -162,13 +178,20 @@ def _runs(scale: Scale, results: Results) -> str:
     seeds = sorted({info.seed for info in infos})
     numbered = f"{'seeds' if len(seeds) > 1 else 'seed'} {_each(map(str, seeds))}"
     return (
-        f"What was run: {len(infos)} trainings of {len(results.rows)} rows on the recipe `{BASES[scale]}` ({size} M "
+        f"What was run: {len(infos)} trainings of {len(results.rows)} rows on the recipe `{claim.base(scale)}` ({size} M "
         f"parameters, {_each(f'{count / 1e6:.2f}' for count in tokens)} M training tokens), {numbered}; "
         f"commit {_each(commits)}; torch {_each(torch)}; {_each(machines)}."
     )
 
 
+def _sampled(groups: Sequence[Group]) -> bool:
+    """Whether they were measured sample by sample: hidden tokens, images, speech."""
+    return WRONG.name() in settings(groups)
+
+
 def _reading(groups: Sequence[Group]) -> str:
+    if _sampled(groups):
+        return "Validation loss in nats per prediction, and the share of wrong answers: mean ± standard deviation over seeds."
     last = column_name(columns(groups)[-1])
     return (
         "Validation loss in nats per token: mean ± standard deviation over seeds. The last column is the paired difference "
@@ -197,8 +220,9 @@ def _losses(results: Results, groups: Sequence[Group], setting: str) -> str:
         lost = sum(run.diverged for run in runs)
         count = "1 seed" if len(runs) == 1 else count_text([run.info.seed for run in runs])
         count += f", {lost} diverged" if lost else ""
-        lines.append([group.label, count, *texts, apart])
-    return _table([setting, "trained", *map(column_name, across), "beside the window"], lines)
+        lines.append([group.label, count, *texts, *([] if _sampled(groups) else [apart])])
+    head = ["mean"] if _sampled(groups) else [*map(column_name, across), "beside the window"]
+    return _table([setting, "trained", *head], lines)
 
 
 def _loss(loss: float, spread: float) -> str:
@@ -206,14 +230,33 @@ def _loss(loss: float, spread: float) -> str:
 
 
 def _gradients(results: Results) -> str:
-    """The largest and the usual gradient of each row."""
+    """The largest and the usual gradient of each row, and the usual one of its projections where they were noted."""
     lines = []
+    parts = list(dict.fromkeys(name for run in results.runs for name in run.info.projection_norms))
     for row in results.rows:
         norms = [[norm for _, norm in run.info.gradient_norm] for run in results.of(row)]
         known = [one for one in norms if one]
         if known:
             lines.append([row, f"{median(max(one) for one in known):.3g}", f"{median(map(median, known)):.3g}"])
-    return _table(["gradient norm, median over seeds", "largest of a training", "median of a training"], lines)
+            lines[-1] += [_projection(results.of(row), name) for name in parts]
+    head = ["gradient norm, median over seeds", "largest of a training", "median of a training"]
+    return _table([*head, *(f"of the {name} projections" for name in parts)], lines)
+
+
+def _projection(runs: Sequence[Run], name: str) -> str:
+    """The usual gradient of a projection; nothing where it was not noted."""
+    noted = [[norm for _, norm in run.info.projection_norms[name]] for run in runs if name in run.info.projection_norms]
+    return f"{median(map(median, noted)):.3g}" if noted else ""
+
+
+def _sizes(results: Results, statement: Saves) -> str:
+    """The power law of each family; nothing where there is none."""
+    lines = []
+    for one in families(results, statement) or ():
+        sizes = " to ".join(f"{one.parameters[end] / 1e6:.2f} M" for end in (0, -1))
+        power = f"{one.exponent.value:.4f} ± {one.exponent.standard_error:.4f}"
+        lines.append([one.label, str(len(one.parameters)), sizes, power, f"{one.misfit:.2%}"])
+    return _table(["power law", "sizes", "parameters", "exponent", "largest misfit"], lines) if lines else ""
 
 
 def _exact(judged: Sequence[Judged]) -> str:

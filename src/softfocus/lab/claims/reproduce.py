@@ -6,9 +6,10 @@ from rich.console import Console
 
 from softfocus.lab.claims import claim as claims
 from softfocus.lab.claims import figure
-from softfocus.lab.claims.claim import Scale
+from softfocus.lab.claims.claim import Saves, Scale
 from softfocus.lab.claims.page import report, verdict_lines
-from softfocus.lab.claims.results import FIGURE, RESULTS, Results, collect
+from softfocus.lab.claims.power_law import families
+from softfocus.lab.claims.results import FIGURE, RESULTS, SIZES, TRAINING, Results, collect
 from softfocus.lab.run_folder.disk import write_atomically
 from softfocus.lab.run_folder.results import json_text
 from softfocus.lab.studies import crew
@@ -73,8 +74,13 @@ def reproduce(
     place = folder / PUBLISHED / name / scale
     write_atomically(place / RESULTS, json_text(results))
     groups = [group for row in results.rows if (group := results.group(row)) is not None]
+    title = f"{claim.title}\n{claim.source} · scale {scale}, {seeds} seeds"
     if groups:
-        figure.save(groups, place / FIGURE, title=f"{claim.title}\n{claim.source} · scale {scale}, {seeds} seeds")
+        figure.save(groups, place / FIGURE, title=title)
+    if any(run.curves for run in results.runs):
+        figure.save_training(results, place / TRAINING, title=title)
+    if (by_size := claim.first(Saves)) is not None and (both := families(results, by_size)):
+        figure.save_sizes(both, place / SIZES, title=title)
     report(folder / PUBLISHED)
     for line in verdict_lines(claim, results):
         console.print(line, markup=False, highlight=False)

@@ -9,14 +9,19 @@ import numpy as np
 from pydantic import Field
 
 from softfocus.lab.claims.claim import Claim, Scale
+from softfocus.lab.inspect import results as inspections
+from softfocus.lab.inspect.results import Inspection
+from softfocus.lab.inspect.results import Row as Attention
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.report.points import Group
 from softfocus.lab.report.results import load_recipe_text
-from softfocus.lab.run_folder.files import load_measured, load_run, read_json
-from softfocus.lab.run_folder.results import Bucket, Evaluation, Record, Row, RunInfo
+from softfocus.lab.run_folder.files import INSPECTION, load_measured, load_run, read_json
+from softfocus.lab.run_folder.results import Bucket, Classification, Evaluation, Record, Row, RunInfo
 
 RESULTS = "results.json"
 FIGURE = "figure.png"
+SIZES = "sizes.png"
+TRAINING = "training.png"
 YARDSTICK = ("softmax", "window 1x")
 """What every row stands beside: softmax that sees a window of the training length."""
 
@@ -28,6 +33,17 @@ class Run(Record):
     info: RunInfo
     recipe: str = Field(description="the resolved recipe, as TOML, without names of folders")
     evaluation: Evaluation | None = Field(description="None where training diverged")
+    attention: list[Attention] = Field(
+        default=[], description="what its attention is like, a row a length, with evaluate.also = ['attention']"
+    )
+
+    classification: Classification | None = Field(default=None, description="with evaluate.also = ['classification']")
+
+    @property
+    def curves(self) -> dict[str, list[tuple[int, float]]]:
+        """What was noted over the training: (step, value) by name."""
+        losses = {"validation loss": self.info.validation_loss} if self.info.validation_loss else {}
+        return losses | {f"gradient of the {name} projections": c for name, c in self.info.projection_norms.items()}
 
     @property
     def diverged(self) -> bool:
@@ -80,9 +96,24 @@ def collect(claim: Claim, scale: Scale, plan: Sequence[Recipe], folder: Path, mi
             continue
         measured = None if info.status == "diverged" else _slim(load_measured(place, Evaluation), recipe)
         row = recipe.name.removesuffix(f"-s{recipe.train.seed}")
-        runs.append(Run(row=row, info=info, recipe=load_recipe_text(place), evaluation=measured))
+        also = recipe.evaluate.also if measured is not None else []
+        runs.append(
+            Run(
+                row=row,
+                info=info,
+                recipe=load_recipe_text(place),
+                evaluation=measured,
+                attention=[one for one in _inspection(place).rows if one.layer is None] if "attention" in also else [],
+                classification=load_measured(place, Classification) if "classification" in also else None,
+            )
+        )
     now = datetime.now(UTC).replace(microsecond=0)
     return Results(claim=claim.name, scale=scale, created=now, missing=list(missing), runs=runs)
+
+
+def _inspection(place: Path) -> Inspection:
+    (found,) = inspections.read(place / INSPECTION / inspections.RESULTS).runs
+    return found
 
 
 def _slim(evaluation: Evaluation, recipe: Recipe) -> Evaluation:
@@ -94,7 +125,7 @@ def _slim(evaluation: Evaluation, recipe: Recipe) -> Evaluation:
 
 def _whole(row: Row) -> Row:
     """All positions in one bucket, which keeps the sums by document."""
-    if not row.buckets:
+    if len(row.buckets) < 2:
         return row
     sums = np.sum([bucket.sums for bucket in row.buckets], axis=0).round(4).tolist()
     one = Bucket(

@@ -4,39 +4,30 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
-from statistics import median
-from typing import Any, Literal
+from typing import Any
 
+from softfocus.lab.claims import kinds
 from softfocus.lab.claims.claim import (
     Claim,
+    Classifies,
     Close,
     Disproved,
+    Faint,
     Flat,
     Lower,
     Proved,
+    Saves,
+    Sooner,
     Statement,
     Steeper,
     Trains,
     named_in,
 )
+from softfocus.lab.claims.parts import Lost, Part, Verdict, decide, lost_lower, pairs_of, together, too_few
 from softfocus.lab.claims.results import Results, Run
-from softfocus.lab.evaluate.means import Estimate, Mean, difference, t_quantile
+from softfocus.lab.evaluate.means import Estimate
 from softfocus.lab.report.points import Cell, cell
 from softfocus.lab.run_folder.results import AS_TRAINED
-
-Verdict = Literal["holds", "fails", "inconclusive", "too few seeds", "not run"]
-SEEDS = 3
-"""With fewer trainings of a row there is no verdict."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """What one comparison within a statement shows."""
-
-    verdict: Verdict
-    text: str
-    sureness: float = math.nan
-    """How many of the standard errors that it takes lie between the estimate and the other verdict; NaN without one."""
 
 
 @dataclass(frozen=True)
@@ -52,12 +43,6 @@ class Judged:
         """The comparison that decided: the one that speaks most against the statement."""
         deciding = [part for part in self.parts if part.verdict == self.verdict]
         return min(deciding, key=lambda part: -math.inf if math.isnan(part.sureness) else part.sureness)
-
-
-def together(verdicts: Sequence[Verdict]) -> Verdict:
-    """One verdict for several that all have to hold."""
-    order: tuple[Verdict, ...] = ("fails", "not run", "too few seeds", "inconclusive")
-    return next((verdict for verdict in order if verdict in verdicts), "holds")
 
 
 def judge(claim: Claim, results: Results | None) -> list[Judged]:
@@ -83,13 +68,13 @@ def _trains(claim: Claim, results: Results | None, statement: Trains) -> list[Pa
         runs = results.of(row) if results else []
         count = sum(run.diverged for run in runs)
         text = f"{count} of {len(runs)} trainings of {row} diverged"
-        parts.append(_too_few(row, runs) or Part("fails" if count else "holds", text))
+        parts.append(too_few(row, runs) or Part("fails" if count else "holds", text))
     return parts
 
 
 def _lower(claim: Claim, results: Results | None, statement: Lower) -> list[Part]:
     lengths = [statement.at] if isinstance(statement.at, str) else statement.at
-    pairs = _pairs(claim, statement)
+    pairs = pairs_of(claim, statement)
     setting, other_setting = statement.setting, statement.than_setting or statement.setting
     parts = []
     for (row, than), at in product(pairs, lengths):
@@ -99,7 +84,7 @@ def _lower(claim: Claim, results: Results | None, statement: Lower) -> list[Part
                 results,
                 (row, at, setting),
                 (than, there, other_setting),
-                *((_within, _lost_close) if isinstance(statement, Close) else (_below, _lost_lower)),
+                *((_within, _lost_close) if isinstance(statement, Close) else (_below, lost_lower)),
                 statement.by,
             )
         )
@@ -114,48 +99,22 @@ def _flat(claim: Claim, results: Results | None, statement: Flat) -> list[Part]:
     ]
 
 
-def _steeper(claim: Claim, results: Results | None, statement: Steeper) -> list[Part]:
-    """Of natural logarithms of norms, over trainings alone: every seed has one."""
-    parts = []
-    for row, than in _pairs(claim, statement):
-        sides = [results.of(name) if results else [] for name in (row, than)]
-        if early := _too_few(row, sides[0]) or _too_few(than, sides[1]):
-            parts.append(early)
-            continue
-        if bare := [name for name, runs in zip((row, than), sides, strict=True) if not all(map(_has_norms, runs))]:
-            parts.append(Part("not run", f"{bare[0]} has no norms of gradients"))
-            continue
-        ours, others = ([(run.info.seed, Mean(_log_norm(run, statement.of), 0.0)) for run in runs] for runs in sides)
-        if any(math.isinf(mean.value) for _, mean in (*ours, *others)):
-            first, second = ((sum(math.isinf(mean.value) for _, mean in side), len(side)) for side in (ours, others))
-            text = f"{first[0]} of {first[1]} trainings of {row} diverged, {second[0]} of {second[1]} of {than}"
-            parts.append(Part(_lost_lower(second, first), text))
-            continue
-        found = difference(others, ours)
-        ratio, error = math.exp(-found.value), found.standard_error
-        text = (
-            f"the {statement.of} gradient of {row} has {ratio:.3g} times the norm of that of {than} (log ± {error:.2f})"
-        )
-        parts.append(_decide(found, -math.log(statement.factor), text))
-    return parts
-
-
 _JUDGES: dict[type, Callable[[Claim, Results | None, Any], list[Part]]] = {
     Lower: _lower,
     Close: _lower,
     Flat: _flat,
     Trains: _trains,
-    Steeper: _steeper,
+    Steeper: kinds.steeper,
+    Sooner: kinds.sooner,
+    Faint: kinds.faint,
+    Classifies: kinds.classifies,
+    Saves: kinds.saves,
     Proved: _proved,
     Disproved: _disproved,
 }
 
 Place = tuple[str, str, str]
 """A row, a multiple of the training length, and a setting."""
-
-
-Lost = tuple[int, int]
-"""How many trainings of a row diverged, or have no finite loss at a place, and how many there are."""
 
 
 def _compare(
@@ -169,7 +128,7 @@ def _compare(
     """Two losses, paired by document and seed. The rules are told by how large a share of the other loss."""
     sides = [results.of(row) if results else [] for row, _, _ in (place, other)]
     for (row, _, _), runs in zip((place, other), sides, strict=True):
-        if early := _too_few(row, runs):
+        if early := too_few(row, runs):
             return early
     cells = [_cell(results, one) for one in (place, other)]
     for one, runs, there in zip((place, other), sides, cells, strict=True):
@@ -196,38 +155,19 @@ def _compare(
 
 def _below(found: Estimate, room: float, text: str) -> Part:
     """Below another loss by more than some room; by negative room it may be above it."""
-    return _decide(found, -room, text)
+    return decide(found, -room, text)
 
 
 def _within(found: Estimate, room: float, text: str) -> Part:
     """Two one-sided decisions, as tests of equivalence have them."""
     above = Estimate(-found.value, found.standard_error, found.freedom, found.training_noise)
-    sides = [_decide(one, room, text) for one in (found, above)]
+    sides = [decide(one, room, text) for one in (found, above)]
     return Part(together([side.verdict for side in sides]), text, min(side.sureness for side in sides))
-
-
-def _decide(found: Estimate, line: float, text: str) -> Part:
-    """Whether an estimate is below a line by more than noise, above it by more than noise, or neither."""
-    room = t_quantile(found.freedom) * found.standard_error
-    sureness = (line - found.value) / room if room > 0 else math.copysign(math.inf, line - found.value)
-    if not found.training_noise or math.isnan(sureness):
-        return Part("inconclusive", text)
-    return Part("holds" if sureness > 1 else "fails" if sureness < -1 else "inconclusive", text, sureness)
-
-
-def _lost_lower(first: Lost, second: Lost) -> Verdict:
-    """Whether a first loss is the lower one where some trainings diverged: they count as infinitely high.
-
-    Only where all of one row and none of the other did can that be said: the others would be chosen by their luck.
-    """
-    if first[0] == 0 and second[0] == second[1]:
-        return "holds"
-    return "fails" if first[0] == first[1] and second[0] == 0 else "inconclusive"
 
 
 def _lost_close(first: Lost, second: Lost) -> Verdict:
     """A row that diverged is not close to one that did not."""
-    apart = {_lost_lower(first, second), _lost_lower(second, first)} == {"holds", "fails"}
+    apart = {lost_lower(first, second), lost_lower(second, first)} == {"holds", "fails"}
     return "fails" if apart else "inconclusive"
 
 
@@ -246,33 +186,6 @@ def _cell(results: Results | None, place: Place) -> Cell | None:
     row, at, setting = place
     group = results.group(row) if results else None
     return cell(group, float(at.removesuffix("x")), setting) if group else None
-
-
-def _has_norms(run: Run) -> bool:
-    return run.diverged or bool(run.info.gradient_norm)
-
-
-def _log_norm(run: Run, which: str) -> float:
-    """Infinite where training diverged."""
-    norms = [norm for _, norm in run.info.gradient_norm]
-    if run.diverged or not all(map(math.isfinite, norms)):
-        return math.inf
-    return math.log(max(max(norms) if which == "largest" else median(norms), 1e-30))
-
-
-def _too_few(row: str, runs: Sequence[Run]) -> Part | None:
-    seeds = {run.info.seed for run in runs}
-    if not seeds:
-        return Part("not run", f"{row} was not run")
-    return (
-        None if len(seeds) >= SEEDS else Part("too few seeds", f"{row} was trained with {len(seeds)} of {SEEDS} seeds")
-    )
-
-
-def _pairs(claim: Claim, statement: Lower | Steeper) -> list[tuple[str, str]]:
-    ours = named_in(statement, "row")
-    others = [name for name in claim.rows if name not in ours] if "*" in named_in(statement, "than") else None
-    return list(product(ours, others if others is not None else named_in(statement, "than")))
 
 
 def _name(place: Place) -> str:

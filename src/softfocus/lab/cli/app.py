@@ -11,7 +11,7 @@ from softfocus.lab.cli.bench import bench
 from softfocus.lab.cli.claims import recipes, report, reproduce
 from softfocus.lab.cli.compare import compare, demo, study
 from softfocus.lab.cli.inspect import inspect
-from softfocus.lab.cli.measure import evaluate, generate, heads, induction, recall
+from softfocus.lab.cli.measure import classify, evaluate, generate, heads, induction, recall
 from softfocus.lab.cli.train import train
 from softfocus.lab.errors import Interrupted, LabError
 
@@ -63,6 +63,7 @@ _COMMANDS = (
     recall,
     induction,
     heads,
+    classify,
     compare,
     study,
     recipes,

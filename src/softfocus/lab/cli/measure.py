@@ -1,12 +1,13 @@
-"""Commands that ask a finished run: evaluate, recall, induction, heads, generate."""
+"""Commands that ask a finished run: evaluate, recall, induction, heads, classify, generate."""
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from softfocus.lab.cli.options import SEEDS, BatchTokens, Json, Quiet, Run, print_table, write_json
+from softfocus.lab.errors import UsageError
 
 Lengths = Annotated[str, typer.Option(metavar="LIST", help="1k,2k,16k, or 1x,2x,16x the training length.")]
 Tokens = Annotated[int | None, typer.Option(min=1, help="Validation tokens a length; the recipe's if left out.")]
@@ -64,8 +65,12 @@ def evaluate(
     from softfocus.lab.recipes.loading import load
     from softfocus.lab.run_folder.files import RECIPE, load_run
 
-    info = load_run(run)
-    wanted = parse(lengths or load(run / RECIPE).evaluate.lengths, info.train_length)
+    info, recipe = load_run(run), load(run / RECIPE)
+    if recipe.data.kind in ("masked", "images", "speech"):
+        given = {"lengths": lengths, "tokens": tokens, "window": window, "sinks": sinks, "mechanism": mechanism}
+        _samples(run, given | {"buckets": buckets}, batch_tokens, quiet, json)
+        return
+    wanted = parse(lengths or recipe.evaluate.lengths, info.train_length)
     settings = settings_of(rope, window or ["1x"], sinks, info.train_length, mechanism or ())
     edges = parse(buckets, info.train_length, "--buckets") if buckets else None
     from softfocus.lab.evaluate.loss import evaluate
@@ -84,6 +89,21 @@ def evaluate(
         )
     if not write_json(json, found):
         print_table(loss_table(singles([found])))
+
+
+def _samples(run: Path, options: dict[str, Any], batch_tokens: int, quiet: bool, json: Path | None) -> None:
+    """Loss and error rate of what is not read from left to right: lengths, RoPE and windows have no meaning there."""
+    if given := [name for name, value in options.items() if value]:
+        raise UsageError(f"--{given[0]} is for runs that go on with a text, and {run} is none", "leave it out")
+    from softfocus.lab.evaluate.samples import evaluate_samples
+    from softfocus.lab.progress import Display
+    from softfocus.lab.report.points import singles
+    from softfocus.lab.report.table import loss_table
+
+    with Display("tokens", quiet=quiet) as display:
+        found = evaluate_samples(run, batch_tokens=batch_tokens, progress=display)
+    if not write_json(json, found):
+        print_table(loss_table(singles([found]), title="Validation loss, nats per prediction, and share of wrong ones"))
 
 
 def recall(
@@ -189,6 +209,24 @@ def heads(
     if not write_json(json, found):
         print_table(heads_table(found))
         print_table(sentence(found))
+
+
+def classify(run: Run, quiet: Quiet = False, json: Json = None) -> None:
+    """Fine-tune a copy of a run's model on text classification: does one piece of text go on where another one ends?
+
+    The pieces are of the run's corpus: one after the other, or of two documents. Accuracy is that on held-out documents;
+    guessing has a half. The result is kept in the run folder as classification.json; the model stays as it is.
+
+    Example: `softfocus classify runs/demo-laser`
+    """
+    from softfocus.lab.evaluate.classify import classify
+    from softfocus.lab.progress import Display
+
+    with Display("steps", quiet=quiet) as display:
+        found = classify(run, progress=display)
+    if not write_json(json, found):
+        right = f"{found.accuracy:.1%} ± {found.standard_error:.1%}"
+        print_table(f"{found.run}: {right} of {sum(found.counts):,} held-out examples are right after fine-tuning")
 
 
 def _lengths_and_windows(run: Path, lengths: str, window: str | None) -> tuple[list[int], Sequence[int | None]]:

@@ -24,11 +24,12 @@ def train(
 ) -> None:
     """Train a recipe into a run folder.
 
-    Shipped recipes, each alone or with one of the endings in brackets: demo(-softmax, -lssa, -lssar, -laser,
-    -hybrid, -larger, -t6, -t6-lssar); toy; small; gpt2-124m(-softmax, -lssa, -lssar, -laser); repeats; mqar(-softmax, -ssmax,
-    -cosine-log-n, -lssa, -lssar-3, -lssar-7, -lssar, -laser, -window, -nope, -nope-lssar); passkey(-softmax,
-    -ssmax, -cosine-log-n, -lssa, -lssar-3, -lssar-7, -lssar, -laser, -window, -nope, -nope-lssar). Ctrl-C keeps a
-    checkpoint; --resume goes on exactly there.
+    Shipped recipes, each alone or with one of the endings in brackets: demo(-softmax, -lssa, -lssar, -laser, -hybrid,
+    -larger, -t6, -t6-lssar); toy(-llama); small(-llama); gpt2-124m(-softmax, -lssa, -lssar, -laser, -llama); repeats;
+    mqar(-softmax, -ssmax, -cosine-log-n, -lssa, -lssar-3, -lssar-7, -lssar, -laser, -window, -nope, -nope-lssar);
+    passkey(-softmax, -ssmax, -cosine-log-n, -lssa, -lssar-3, -lssar-7, -lssar, -laser, -window, -nope,
+    -nope-lssar); vit-toy; vit-small; vit-s16; bert-toy; bert-small; bert-base; conformer-toy; conformer-small;
+    conformer-librispeech. Ctrl-C keeps a checkpoint; --resume goes on exactly there.
 
     Example: `softfocus train demo-lssar --out runs/p7 --set "model.mechanism=sharpened(lssa, 7)"`
 
@@ -53,7 +54,7 @@ def train(
             display.console.print(f"{folder} holds no run to resume: training begins at step 0", highlight=False)
         info = train(chosen, folder, resume=resume, overwrite=overwrite, progress=display)
     if PartialState().is_main_process:
-        measure = "recall" if chosen.data.source is None else "evaluate"
+        measure = "recall" if chosen.data.kind == "task" else "evaluate"
         pace = f", {info.tokens_per_second:,.0f} tokens/s" if info.tokens_per_second else ""
         display.console.print(
             f"{folder}: {info.mechanism}, {info.parameters / 1e6:.2f} M parameters, {info.steps_done} steps, "

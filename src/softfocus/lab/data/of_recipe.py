@@ -1,4 +1,4 @@
-"""What a recipe's [data] table stands for, text or a generated task: what training reads of it, and how it is named."""
+"""What a recipe's [data] table stands for, text, images, speech, a task: what training reads, and its name."""
 
 import filecmp
 import hashlib
@@ -8,15 +8,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch.utils.data import Dataset
 from transformers import AutoTokenizer
 
 from softfocus.lab.data import tokenizer
+from softfocus.lab.data.images import Glyphs, ImageFolder
+from softfocus.lab.data.masked import hide
+from softfocus.lab.data.samples import HeldOut, InOrder, Inputs
+from softfocus.lab.data.speech import LibriSpeech, Syllables
 from softfocus.lab.data.tasks import Mqar, Passkey, Task, random_for
 from softfocus.lab.data.tokens import TokenStore, prepare
-from softfocus.lab.data.windows import TaskWindows, TrainingWindows
+from softfocus.lab.data.windows import EvaluationWindows, TaskWindows, TrainingWindows
 from softfocus.lab.errors import LabError
 from softfocus.lab.progress import Event, Listener
+from softfocus.lab.recipes.data import MATTER
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.run_folder.files import MODEL, RECIPE
 from softfocus.lab.run_folder.results import RunInfo
@@ -35,17 +43,24 @@ class Data(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Every id is below it."""
+        """Every id is below it; of images, every class."""
 
     @property
-    def end_of_document(self) -> int:
-        """The id that ends a document."""
+    def end_of_document(self) -> int | None:
+        """The id that ends a document, None where there are none."""
 
     def training_windows(self, recipe: Recipe) -> Dataset[Any]:
         """Exactly the windows that the steps of a recipe read, in their order."""
 
     def save_tokenizer(self, folder: Path) -> None:
-        """Put the tokenizer's files into a folder, for `AutoTokenizer.from_pretrained`."""
+        """Put the tokenizer's files into a folder, for `AutoTokenizer.from_pretrained`; nothing where there is none."""
+
+
+class Sampled(Data, Protocol):
+    """What is measured sample by sample, too."""
+
+    def held_out(self, recipe: Recipe) -> HeldOut:
+        """What no step reads."""
 
 
 @dataclass(frozen=True)
@@ -69,14 +84,54 @@ class Text:
         """The id that ends a document."""
         return tokenizer.end_of_document(AutoTokenizer.from_pretrained(self.store.tokenizer))
 
-    def training_windows(self, recipe: Recipe) -> TrainingWindows:
+    def training_windows(self, recipe: Recipe) -> Dataset[Any]:
         """Windows of the training tokens."""
         train = recipe.train
         return TrainingWindows(self.store, train.length, seed=train.seed, count=train.steps * train.batch)
 
+    def validation_windows(self, recipe: Recipe) -> torch.Tensor:
+        """Windows of the training length with `evaluate.tokens` validation tokens, int64 [W, L + 1]."""
+        windows = EvaluationWindows(self.store, [recipe.train.length], recipe.evaluate.tokens)
+        ((found, _),) = windows.batches(recipe.train.length, windows.tokens)
+        return torch.from_numpy(found)
+
     def save_tokenizer(self, folder: Path) -> None:
         """The files as they are in the token cache: evaluation compares them."""
         shutil.copytree(self.store.tokenizer, folder, dirs_exist_ok=True)
+
+
+@dataclass(frozen=True)
+class Masked(Text):
+    """Windows of a corpus with a share of the tokens hidden. The mask is one token more than the tokenizer has."""
+
+    share: float
+
+    @property
+    def vocab_size(self) -> int:
+        """With the mask."""
+        return self.store.vocab_size + 1
+
+    def training_windows(self, recipe: Recipe) -> Dataset[Any]:
+        """The windows of the text; what is hidden is drawn anew in every pass."""
+        train = recipe.train
+        count = train.steps * train.batch
+        text = TrainingWindows(self.store, train.length, seed=train.seed, count=count)
+        return InOrder(
+            lambda random, index: self._hide(text[index]["input_ids"].numpy(), random), seed=train.seed, count=count
+        )
+
+    def held_out(self, recipe: Recipe) -> HeldOut:
+        """Windows of the validation documents. What is hidden is the same for every run."""
+        length = recipe.train.length
+        spans = EvaluationWindows(self.store, [length], recipe.evaluate.tokens)
+        found = [(row[:-1], int(document)) for (row,), (document,) in spans.batches(length, length)]
+        return HeldOut(
+            lambda index: self._hide(found[index][0], random_for("evaluation", 0, index)),
+            [document for _, document in found],
+        )
+
+    def _hide(self, tokens: NDArray[np.int64], random: np.random.Generator) -> Inputs:
+        return hide(tokens, self.share, self.store.vocab_size, random)
 
 
 @dataclass(frozen=True)
@@ -112,10 +167,80 @@ class Generated:
         tokenizer.save(tokenizer.word_tokenizer(self.task.words), folder)
 
 
+@dataclass(frozen=True)
+class Images:
+    """Images and their classes."""
+
+    images: Glyphs | ImageFolder
+    end_of_document = None
+
+    @property
+    def key(self) -> str:
+        """A digest."""
+        return self.images.key
+
+    @property
+    def vocab_size(self) -> int:
+        """How many classes there are."""
+        return self.images.classes
+
+    def training_windows(self, recipe: Recipe) -> Dataset[Any]:
+        """Images in their order."""
+        return self.images.training(recipe)
+
+    def held_out(self, recipe: Recipe) -> HeldOut:
+        """Other images."""
+        return self.images.held_out(recipe)
+
+    def save_tokenizer(self, folder: Path) -> None:
+        """There is none."""
+
+
+@dataclass(frozen=True)
+class Speech:
+    """Utterances and what was said."""
+
+    speech: Syllables | LibriSpeech
+    end_of_document = None
+
+    @property
+    def key(self) -> str:
+        """A digest."""
+        return self.speech.key
+
+    @property
+    def vocab_size(self) -> int:
+        """The characters, and CTC's blank."""
+        return len(self.speech.characters) + 1
+
+    def training_windows(self, recipe: Recipe) -> Dataset[Any]:
+        """Utterances in their order."""
+        return self.speech.training(recipe)
+
+    def held_out(self, recipe: Recipe) -> HeldOut:
+        """Other utterances."""
+        return self.speech.held_out(recipe)
+
+    def save_tokenizer(self, folder: Path) -> None:
+        """There is none."""
+
+
 def load(recipe: Recipe, listener: Listener) -> Data:
     """What a recipe is trained on."""
+    if recipe.data.kind in ("masked", "images", "speech"):
+        return sampled(recipe, listener)
     task = task_of(recipe)
     return Text(tokens(recipe, listener)) if task is None else Generated(task)
+
+
+def sampled(recipe: Recipe, listener: Listener) -> Sampled:
+    """What a recipe is trained on and measured on, sample by sample."""
+    if recipe.data.masked is not None:
+        return Masked(_tokens(recipe, listener), recipe.data.masked)
+    if recipe.data.speech is not None:
+        return Speech(Syllables(recipe.data.speech) if recipe.data.source is None else LibriSpeech(recipe, listener))
+    assert recipe.data.images is not None
+    return Images(Glyphs(recipe.data.images) if recipe.data.source is None else ImageFolder(recipe))
 
 
 def task_of(recipe: Recipe) -> Task | None:
@@ -132,18 +257,24 @@ def tokens(recipe: Recipe, listener: Listener) -> TokenStore:
     The order of documents and what is held out do not depend on train.seed: runs with several seeds share their data.
 
     Raises:
-        LabError: what `prepare` raises, or a recipe that is trained on a generated task.
+        LabError: what `prepare` raises, or a recipe whose model does not learn to go on with a text.
     """
+    kind = recipe.data.kind
+    if kind != "text":
+        command = "recall" if kind == "task" else "evaluate"
+        raise LabError(
+            f"{recipe.name} is trained on {MATTER[kind]} and not on text", f"measure it with `softfocus {command} RUN`"
+        )
+    return _tokens(recipe, listener)
 
+
+def _tokens(recipe: Recipe, listener: Listener) -> TokenStore:
     def tell(what: str, share: float | None) -> None:
         done, total = (0, 0) if share is None else (round(PERCENT * share), PERCENT)
         listener(Event(kind="prepare", run=recipe.name, message=what, done=done, total=total))
 
     table = recipe.data
-    if table.source is None:
-        raise LabError(
-            f"{recipe.name} is trained on a generated task and not on text", "measure it with `softfocus recall RUN`"
-        )
+    assert table.source is not None  # of text
     return prepare(
         table.source,
         table.tokenizer,

@@ -227,9 +227,9 @@ class Passkey:
         return {word: number for number, word in enumerate(self.words)}
 
 
-def random_for(use: Literal["training", "evaluation"], seed: int, index: int) -> np.random.Generator:
-    """The random numbers of one sequence. Training and evaluation never share them."""
-    return np.random.default_rng((("training", "evaluation").index(use), seed, index))
+def random_for(use: Literal["training", "evaluation", "order"], seed: int, index: int) -> np.random.Generator:
+    """The random numbers of one sequence, or of the order of a pass. No two uses share them."""
+    return np.random.default_rng((("training", "evaluation", "order").index(use), seed, index))
 
 
 def check_room(task: Task, length: int, nearest: int = 0) -> None:

@@ -49,7 +49,6 @@ from softfocus.lab.run_folder.results import (
     RunInfo,
     Setting,
     Unfinished,
-    default_settings,
 )
 
 _log = logging.getLogger(__name__)
@@ -102,8 +101,7 @@ def evaluate(
     recipe = load(folder / RECIPE)
     lengths = sorted(set(lengths))
     wanted = tokens or recipe.evaluate.tokens
-    usual = default_settings(info.train_length, recipe.evaluate.mechanisms)
-    settings = sorted(set(settings or usual), key=lambda setting: setting.order)
+    settings = sorted(set(settings or recipe.settings), key=lambda setting: setting.order)
     # All that can be refused is refused before the first pass
     models.check_positions(models.load_config(folder), max(lengths), "evaluate --lengths up to {}")
     for setting in settings:

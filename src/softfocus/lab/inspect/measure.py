@@ -3,7 +3,9 @@
 import torch
 from torch import Tensor
 
-MEASURES = ("zeros", "above_1e_9", "above_1e_3", "entropy", "uniform", "distance", "beyond")
+MEASURES = (
+    "zeros", "above_1e_9", "above_1e_3", "below_1e_3", "below_1e_7", "entropy", "uniform", "distance", "beyond"
+)  # fmt: skip
 HIDDEN = -1.0
 """In a map: no key of the cell is visible."""
 
@@ -18,7 +20,7 @@ def measures(weights: Tensor, visible: Tensor, places: Tensor, train_length: int
         train_length: the distance from which a key is beyond what training showed.
 
     Returns:
-        [B, H, R, 7], in the order of :data:`MEASURES`.
+        [B, H, R, 9], in the order of :data:`MEASURES`.
     """
     size = weights.abs()
     count = visible.sum(-1).clamp(min=1)
@@ -31,6 +33,8 @@ def measures(weights: Tensor, visible: Tensor, places: Tensor, train_length: int
             ((weights == 0) & visible).sum(-1) / count,
             (size > 1e-9 * largest).sum(-1) / count,
             (size > 1e-3 * largest).sum(-1) / count,
+            ((share < 1e-3) & visible).sum(-1) / count,
+            ((share < 1e-7) & visible).sum(-1) / count,
             torch.special.entr(share).sum(-1),
             count.to(share.dtype).log(),
             (share * distance).sum(-1),

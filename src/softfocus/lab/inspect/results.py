@@ -25,7 +25,8 @@ class Value(Record):
 class Row(Record):
     """What the rows of attention are like at one length: means over the rows that were looked at.
 
-    Of weights with signs the absolute values count. A row whose weights are all 0 has 0 everywhere but in `zeros`.
+    Of weights with signs the absolute values count. A row whose weights are all 0 has 0 everywhere but
+    in `zeros` and below thresholds.
     """
 
     length: int
@@ -34,6 +35,10 @@ class Row(Record):
     zeros: Value = Field(description="share of the visible weights that are exactly 0")
     above_1e_9: Value = Field(description="share of the visible weights above 1e-9 of their row's largest")
     above_1e_3: Value = Field(description="the same, above 1e-3")
+    below_1e_3: Value | None = Field(
+        default=None, description="share of the visible weights below 1e-3 of their row's sum; early results lack it"
+    )
+    below_1e_7: Value | None = Field(default=None, description="the same, below 1e-7")
     entropy: Value = Field(description="of the row's weights, in nats")
     uniform: Value = Field(description="the entropy that uniform weights would have: log of the number of visible keys")
     distance: Value = Field(description="mean distance to what is attended to, in tokens")

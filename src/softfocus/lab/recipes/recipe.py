@@ -4,24 +4,19 @@ import json
 import math
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from softfocus.lab.errors import LabError
+from softfocus.lab.recipes.data import Count, DataTable, Table
 from softfocus.lab.recipes.lengths import parse
+from softfocus.lab.run_folder.results import AS_TRAINED, WRONG, Setting, default_settings
 
 if TYPE_CHECKING:
     from softfocus.layout import Heads
 
-Count = Annotated[int, Field(ge=1)]
 
-
-class _Table(BaseModel):
-    # strict: `steps = "600"` and `steps = true` are mistakes, not numbers
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
-class ModelTable(_Table):
-    """What is trained: any causal language model of Transformers, with a mechanism in place of its attention."""
+class ModelTable(Table):
+    """What is trained: a model of Transformers, with a mechanism in place of its attention."""
 
     architecture: str = Field(description="a Transformers model_type: gpt_neox, llama, qwen3 ...")
     mechanism: str | dict[str, Any] = Field(
@@ -85,53 +80,7 @@ class ModelTable(_Table):
         return " / ".join(map(kind_text, self.groups))
 
 
-class MqarTable(_Table):
-    """Multi-query associative recall: :class:`softfocus.lab.data.tasks.Mqar`."""
-
-    pairs: Count = Field(default=8, description="of a key and a value, at the start of a sequence")
-    queries: Count = Field(default=8, description="how many keys are asked for, each equally often")
-    keys: Count = Field(default=512, description="different keys that there are")
-    values: Count = Field(default=64, description="different values that there are")
-    filler: Count = Field(default=64, description="different filler tokens that there are")
-
-    @model_validator(mode="after")
-    def _fit(self) -> "MqarTable":
-        if self.pairs > self.keys:
-            raise ValueError(f"pairs={self.pairs} is more than keys={self.keys}: lower pairs, or raise keys")
-        return self
-
-
-class PasskeyTable(_Table):
-    """Passkey retrieval: :class:`softfocus.lab.data.tasks.Passkey`."""
-
-    digits: Count = Field(default=5, description="of the number that is hidden")
-
-
-class DataTable(_Table):
-    """What it is trained on: text, which has a source, or one generated task. The other keys are of text."""
-
-    source: str | None = Field(
-        default=None, description="'stdlib', a file or folder, FineWeb .bin shards, or 'hub:NAME' of a datasets hub"
-    )
-    mqar: MqarTable | None = Field(default=None, description="a generated task: multi-query associative recall")
-    passkey: PasskeyTable | None = Field(default=None, description="a generated task: passkey retrieval")
-    text_field: str = Field(default="text", description="the field of JSONL, parquet and hub records")
-    tokenizer: str = Field(default="bytes", description="'bytes', 'bpe:VOCABULARY', a tokenizer folder, or 'hub:NAME'")
-    validation_source: str | None = Field(default=None, description="what to evaluate on, like source")
-    validation_fraction: float = Field(default=0.05, gt=0, lt=1, description="of the documents, held out for that")
-    max_documents: Count | None = Field(default=None, description="read no more than so many documents")
-
-    @model_validator(mode="after")
-    def _one(self) -> "DataTable":
-        kinds = ("source", "mqar", "passkey")
-        given = [kind for kind in kinds if getattr(self, kind) is not None]
-        if len(given) != 1:
-            what = f"{' and '.join(given)} exclude one another" if given else "there is nothing to train on"
-            raise ValueError(f"{what}: give one of {', '.join(kinds)}")
-        return self
-
-
-class PowerTable(_Table):
+class PowerTable(Table):
     """How the power of all re-weighted heads grows to their own while the model trains."""
 
     start: float = Field(default=1.0, ge=1, le=100, description="the power at the first step")
@@ -149,13 +98,14 @@ class PowerTable(_Table):
         )
 
 
-class TrainTable(_Table):
+class TrainTable(Table):
     """How it is trained."""
 
-    length: int = Field(ge=2, le=1_048_576, description="tokens a window")
+    length: int = Field(ge=2, le=1_048_576, description="tokens a window: patches of an image, frames of speech")
     batch: Count = Field(description="windows an optimiser step, over all devices and accumulated micro-batches")
     accumulate: Count = Field(default=1, description="micro-batches a step: less memory, the same result")
     steps: Count = Field(description="optimiser steps")
+    optimizer: Literal["adamw", "lamb"] = Field(default="adamw", description="lamb (arXiv 1904.00962) takes an extra")
     learning_rate: float = Field(gt=0, le=1)
     decay: Literal["linear", "cosine"] = Field(default="cosine", description="the shape of the warm-down")
     warmup: int = Field(default=0, ge=0, description="steps of linear warm-up")
@@ -170,6 +120,12 @@ class TrainTable(_Table):
     precision: Literal["float32", "bf16"] = "float32"
     seed: int = Field(default=0, ge=0, lt=2**32, description="of the initial weights and of the order of the data")
     log_every: Count = Field(default=10, description="steps")
+    validations: int = Field(
+        default=0, ge=0, description="so many times, evenly, the loss on evaluate.tokens held-out tokens is noted"
+    )
+    projection_norms: bool = Field(
+        default=False, description="note the norms of the gradients of W_Q, W_K and W_V with every entry of the log"
+    )
     checkpoint_every: Count = Field(default=1000, description="steps")
 
     @model_validator(mode="after")
@@ -184,12 +140,17 @@ class TrainTable(_Table):
         return self
 
 
-class EvaluateTable(_Table):
+class EvaluateTable(Table):
     """What `softfocus evaluate` does when it is not told otherwise."""
 
     lengths: str = Field(default="1x,2x,4x,8x,16x", description="'1k,2k,16k', or multiples of the training length")
     tokens: Count = Field(default=65_536, description="validation tokens a length")
     mechanisms: list[str] = Field(default=[], description="to be run in place of the trained one, beside it")
+    also: list[Literal["attention", "classification"]] = Field(
+        default=[],
+        description="what studies and claims measure, too: attention, as `softfocus inspect` does, or classification, as "
+        "`softfocus classify` does",
+    )
 
     @field_validator("mechanisms")
     @classmethod
@@ -207,7 +168,7 @@ class EvaluateTable(_Table):
         return ",".join(map(str, lengths)) if isinstance(lengths, list) else lengths
 
 
-class Recipe(_Table):
+class Recipe(Table):
     """A model, its data and its training, resolved: no defaults left to look up elsewhere."""
 
     name: str = Field(pattern=r"^[\w.+-]+$", description="the file's name, unless it says otherwise")
@@ -239,12 +200,34 @@ class Recipe(_Table):
         return self
 
     @model_validator(mode="after")
+    def _of_text(self) -> "Recipe":
+        asked = {"train.validations": self.train.validations, "evaluate.also": self.evaluate.also}
+        if self.data.kind != "text" and (given := [key for key, value in asked.items() if value]):
+            raise ValueError(f"{given[0]}: a recipe of another kind than text has no text held out; leave it out")
+        return self
+
+    @model_validator(mode="after")
     def _lengths(self) -> "Recipe":
         try:
-            parse(self.evaluate.lengths, self.train.length, "evaluate.lengths")
+            lengths = parse(self.evaluate.lengths, self.train.length, "evaluate.lengths")
         except LabError as error:
             raise ValueError(f"evaluate.lengths: {error}") from None
+        if self.data.kind in ("text", "task"):
+            return self
+        if lengths != [self.train.length]:
+            raise ValueError(
+                f"evaluate.lengths: {self.evaluate.lengths} is for texts that are read from left to right; write '1x'"
+            )
+        if self.evaluate.mechanisms:
+            raise ValueError("evaluate.mechanisms: they are for texts that are read from left to right; leave them out")
         return self
+
+    @property
+    def settings(self) -> tuple[Setting, ...]:
+        """What is measured when nobody says otherwise."""
+        if self.data.kind in ("text", "task"):
+            return default_settings(self.train.length, self.evaluate.mechanisms)
+        return AS_TRAINED, WRONG
 
     def to_toml(self) -> str:
         """TOML that :func:`softfocus.lab.recipes.loading.load` reads back to an equal recipe."""

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from softfocus.lab.evaluate.means import Estimate, Mean, difference, estimate
 from softfocus.lab.recipes.recipe import Recipe
-from softfocus.lab.run_folder.results import AS_TRAINED, Evaluation, Recall, Row, Setting
+from softfocus.lab.run_folder.results import AS_TRAINED, WRONG, Evaluation, Recall, Row, Setting
 
 Axis = Literal["multiple", "tokens"]
 """What lengths are counted in: multiples of each run's own training length, or tokens."""
@@ -201,13 +201,14 @@ def _row(evaluation: Evaluation, column: float, setting: str, axis: Axis) -> Row
             return row
     known = {row.setting for row in evaluation.rows if setting_name(evaluation, row.setting) == setting}
     plain = there.get(AS_TRAINED)
-    scaled = any(one.window is None for one in known)
+    scaled = any(one.window is None and not one.wrong for one in known)
     return plain if scaled and plain is not None and plain.length <= evaluation.train_length else None
 
 
 def best(group: Group, column: float, axis: Axis = "multiple") -> Cell | None:
     """The losses of a group at a place on the axis with its best setting; a diverged loss comes last."""
-    found = [there for name in settings([group]) if (there := cell(group, column, name, axis)) is not None]
+    names = [name for name in settings([group]) if name != WRONG.name()]
+    found = [there for name in names if (there := cell(group, column, name, axis)) is not None]
     return min(found, key=lambda one: one.loss if math.isfinite(one.loss) else math.inf, default=None)
 
 

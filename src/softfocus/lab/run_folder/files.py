@@ -14,6 +14,7 @@ from softfocus.lab.run_folder.disk import write_atomically
 from softfocus.lab.run_folder.manifest import token_of
 from softfocus.lab.run_folder.owner import holder, owning
 from softfocus.lab.run_folder.results import (
+    Classification,
     Evaluation,
     HeadsMeasured,
     Induction,
@@ -36,6 +37,7 @@ UNFINISHED = "evaluation.unfinished.json"
 RECALL = "recall.json"
 INDUCTION = "induction.json"
 HEADS = "heads.json"
+CLASSIFICATION = "classification.json"
 INSPECTION = "inspect"
 
 GONE = "its process is gone"
@@ -46,10 +48,11 @@ MEASURED: dict[type[BaseModel], tuple[str, str]] = {
     Recall: (RECALL, "run `softfocus recall {}`"),
     Induction: (INDUCTION, "run `softfocus induction {}`"),
     HeadsMeasured: (HEADS, "run `softfocus heads {}`"),
+    Classification: (CLASSIFICATION, "run `softfocus classify {}`"),
 }
 """What a finished run may be measured by: the file, and how to make it."""
 
-Measured = TypeVar("Measured", Evaluation, Recall, Induction, HeadsMeasured)
+Measured = TypeVar("Measured", Evaluation, Recall, Induction, HeadsMeasured, Classification)
 _ByRow = TypeVar("_ByRow", Recall, Induction, HeadsMeasured)
 _Model = TypeVar("_Model", bound=BaseModel)
 _P = ParamSpec("_P")

@@ -61,6 +61,14 @@ class RunInfo(Record):
     gradient_norm: list[tuple[int, float]] = Field(
         default=[], description="(step, largest norm of a gradient since the entry before, not clipped)"
     )
+    validation_loss: list[tuple[int, float]] = Field(
+        default=[], description="(step, loss on held-out windows of the training length), with train.validations"
+    )
+    projection_norms: dict[str, list[tuple[int, float]]] = Field(
+        default={},
+        description="query, key, value -> (step, norm of the gradient of their projections, not clipped), with "
+        "train.projection_norms",
+    )
     tokens_per_second: float | None = Field(default=None, description="without the first steps, which warm up caches")
     error: str | None = Field(default=None, description="what stopped a run that failed, diverged or was interrupted")
 
@@ -71,7 +79,7 @@ class RunInfo(Record):
 
 
 class Setting(Record):
-    """What is changed in a trained model before it is evaluated."""
+    """What is changed in a trained model before it is evaluated; or that not its loss is measured."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -84,8 +92,14 @@ class Setting(Record):
         default=None, description="what all heads run in place of what they were trained with"
     )
 
+    wrong: bool = Field(
+        default=False, description="the share of wrong predictions (hidden tokens, images, words) in place of the loss"
+    )
+
     def name(self, train_length: int | None = None) -> str:
         """ "as trained", "dynamic NTK", "window 1x (4 sinks)"; without a training length windows are in tokens."""
+        if self.wrong:
+            return "error rate"
         parts = [] if self.rope == "trained" else [{"ntk": "dynamic NTK", "yarn": "YaRN"}[self.rope]]
         if self.window is not None:
             keys = f"{self.window:,}" if train_length is None else f"{self.window / train_length:.4g}x"
@@ -96,11 +110,14 @@ class Setting(Record):
 
     @property
     def order(self) -> tuple[int, int, str, int]:
-        """The place in a report: without a window first, and with its own mechanism."""
-        return self.window or 0, self.sinks, self.mechanism or "", get_args(Rope).index(self.rope)
+        """The place in a report: without a window first, and with its own mechanism; losses before error rates."""
+        scalings = get_args(Rope)
+        place = len(scalings) if self.wrong else scalings.index(self.rope)
+        return self.window or 0, self.sinks, self.mechanism or "", place
 
 
 AS_TRAINED = Setting()
+WRONG = Setting(wrong=True)
 
 
 def default_settings(train_length: int, mechanisms: Sequence[str] = ()) -> tuple[Setting, ...]:
@@ -123,7 +140,10 @@ class Bucket(Record):
 
 
 class Row(Record):
-    """Loss at one length under one setting, in nats per token, over all positions of all windows."""
+    """Loss at one length under one setting, in nats per token, over all positions of all windows.
+
+    Of images, speech and hidden tokens a window is one prediction. The "loss" of an error rate is a share.
+    """
 
     length: int
     setting: Setting = AS_TRAINED
@@ -294,6 +314,23 @@ class Induction(Record):
     tokens: int = Field(description="predictions that each row makes")
     documents: int
     rows: list[InductionRow]
+
+
+class Classification(Record):
+    """Accuracy of one run's model after fine-tuning: does one piece of text go on where another one ends?"""
+
+    run: str = Field(description="the run's name")
+    token: str = Field(default="", description="the run's")
+    mechanism: str
+    train_length: int
+    seed: int = Field(description="the training seed, and that of the fine-tuning")
+    corpus_key: str
+    length: int = Field(description="tokens an example, both pieces together")
+    accuracy: float = Field(description="share of right answers on held-out documents; guessing has a half")
+    standard_error: float = Field(description="with documents as what was drawn")
+    documents: list[int] = Field(description="of the first pieces")
+    right: list[int] = Field(description="right answers of each document")
+    counts: list[int] = Field(description="examples of each document")
 
 
 class HeadRow(Record):

@@ -14,14 +14,15 @@ from typing import TextIO
 from rich.console import Console
 
 from softfocus.lab.errors import Interrupted, LabError
+from softfocus.lab.inspect.results import RESULTS as INSPECTED
 from softfocus.lab.progress import Event
 from softfocus.lab.recipes.lengths import parse
 from softfocus.lab.recipes.loading import load
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.run_folder.disk import write_atomically, writing
-from softfocus.lab.run_folder.files import RECIPE, RUN, load_measured, load_run
+from softfocus.lab.run_folder.files import CLASSIFICATION, INSPECTION, RECIPE, RUN, load_measured, load_run
 from softfocus.lab.run_folder.provenance import cores
-from softfocus.lab.run_folder.results import Evaluation, default_settings
+from softfocus.lab.run_folder.results import Evaluation
 from softfocus.lab.studies.screen import Job, Screen
 from softfocus.lab.studies.worker import from_line
 
@@ -132,21 +133,21 @@ def _is_finished(job: Job) -> bool:
         raise LabError(f"{job.folder} holds a run of another recipe", "choose another folder with --out, or delete it")
     try:
         load_run(job.folder)
-        if job.recipe.data.source is None:
+        if job.recipe.data.kind == "task":
             from softfocus.lab.evaluate.recall import is_measured  # torch: seconds, which text does without
 
             return is_measured(job.folder, job.lengths)
         evaluation = load_measured(job.folder, Evaluation)
     except LabError:
         return False
-    settings = default_settings(job.recipe.train.length, job.recipe.evaluate.mechanisms)
-    planned = {(length, setting) for length in job.lengths for setting in settings}
+    planned = {(length, setting) for length in job.lengths for setting in job.recipe.settings}
     if there.evaluate.tokens != job.recipe.evaluate.tokens or not planned <= {
         (row.length, row.setting) for row in evaluation.rows
     }:
         return False
     job.evaluation = evaluation
-    return True
+    files = {"attention": Path(INSPECTION) / INSPECTED, "classification": Path(CLASSIFICATION)}
+    return all((job.folder / files[one]).exists() for one in job.recipe.evaluate.also)
 
 
 def _look_for_divergence(job: Job) -> None:

@@ -29,7 +29,8 @@ def least_memory(recipe: Recipe, processes: int = 1) -> int:
     from softfocus.lab import model as models
 
     kind, _, size = recipe.data.tokenizer.partition(":")
-    vocabulary = recipe.model.config.get("vocab_size") or (int(size) if kind == "bpe" else 256)
+    least = 2 if recipe.data.kind in ("images", "speech") else int(size) if kind == "bpe" else 256
+    vocabulary = recipe.model.config.get("vocab_size") or least
     with torch.device("meta"):  # shapes without memory
         parameters = sum(parameter.numel() for parameter in models.build(recipe, vocabulary).parameters())
     rows = max(1, recipe.train.batch // (recipe.train.accumulate * processes))

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rich.console import Console
 
 from softfocus.lab.errors import LabError, UsageError, did_you_mean
+from softfocus.lab.recipes.data import MATTER
 from softfocus.lab.recipes.loading import derive
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.report.compare import Comparison, compare
@@ -95,8 +96,9 @@ def recipes(study: Study, near: Path | None = None, seeds: Sequence[int] | None 
             changes = {key: value for key, value in row.items() if key != "base"}
             changes["train"] = {**changes.get("train", {}), "seed": seed}
             found.append(derive(row.get("base", study.base), f"{name}-s{seed}", changes, near))
-    if len({recipe.data.source is None for recipe in found}) > 1:
-        raise LabError("some rows are trained on text and some on generated tasks", "make two studies of them")
+    if len(kinds := {recipe.data.kind for recipe in found}) > 1:
+        what = " and some on ".join(MATTER[kind] for kind in sorted(kinds, reverse=True))
+        raise LabError(f"some rows are trained on {what}", "make a study of each")
     return found
 
 
@@ -211,8 +213,10 @@ def estimate(jobs: Sequence[Job], workers: int, processes: int = 1) -> Expected:
 def _trial(recipe: Recipe, threads: int, processes: int) -> tuple[float, int]:
     """Seconds for a whole run, evaluation included, and its bytes on disk: two checkpoints with moments, and the model."""
     import torch
+    from torch.utils.data import default_collate
 
     from softfocus.lab import model as models
+    from softfocus.lab import objective
     from softfocus.lab.data import of_recipe as data
     from softfocus.lab.progress import silent
 
@@ -224,15 +228,16 @@ def _trial(recipe: Recipe, threads: int, processes: int) -> tuple[float, int]:
     try:
         model = models.build(recipe, source.vocab_size, source.end_of_document).to(device)
         optimiser = torch.optim.AdamW(model.parameters(), lr=0.0)
-        shape = (max(1, recipe.train.batch // (recipe.train.accumulate * processes)), recipe.train.length)
-        tokens = torch.randint(source.vocab_size, shape, device=device)
+        windows = source.training_windows(recipe)
+        rows = max(1, recipe.train.batch // (recipe.train.accumulate * processes))
         start = 0.0
         for step in range(TRIAL):
             if step == 1:
                 start = time.perf_counter()
+            batch = default_collate([windows[index] for index in range(rows)])
+            batch = {name: value.to(device) for name, value in batch.items()}
             with torch.autocast(device, torch.bfloat16, enabled=recipe.train.precision == "bf16"):
-                logits = model(input_ids=tokens, use_cache=False).logits.flatten(0, 1)
-            loss = torch.nn.functional.cross_entropy(logits.float(), tokens.flatten())
+                loss = objective.loss(recipe.data.kind, model, batch)
             loss.backward()
             optimiser.step()
             optimiser.zero_grad()

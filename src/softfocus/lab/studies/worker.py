@@ -15,8 +15,9 @@ from typing import Any, Literal, TextIO
 
 from softfocus.lab.errors import LabError
 from softfocus.lab.progress import Event, Listener
+from softfocus.lab.run_folder.files import INSPECTION
 from softfocus.lab.run_folder.owner import LOCK, owning
-from softfocus.lab.run_folder.results import Row, default_settings
+from softfocus.lab.run_folder.results import Row
 
 Phase = Literal["train", "evaluate"]
 
@@ -65,6 +66,7 @@ def _work(name: str, folder: Path, overwrite: bool, out: TextIO) -> None:
     # torch and Transformers take seconds to import, so the arguments are checked first
     from softfocus.lab.evaluate.loss import evaluate
     from softfocus.lab.evaluate.recall import recall
+    from softfocus.lab.evaluate.samples import evaluate_samples
     from softfocus.lab.recipes.lengths import parse
     from softfocus.lab.recipes.loading import load
     from softfocus.lab.train.run import train
@@ -74,11 +76,21 @@ def _work(name: str, folder: Path, overwrite: bool, out: TextIO) -> None:
     if not _is_first():
         return
     lengths, tell = parse(recipe.evaluate.lengths, recipe.train.length), _teller("evaluate", out)
-    if recipe.data.source is None:
+    if recipe.data.kind == "task":
         recall(folder, lengths, progress=tell)
-        return
-    settings = default_settings(recipe.train.length, recipe.evaluate.mechanisms)
-    evaluate(folder, lengths, settings=settings, progress=tell)
+    elif recipe.data.kind == "text":
+        evaluate(folder, lengths, settings=recipe.settings, progress=tell)
+        if "attention" in recipe.evaluate.also:
+            from softfocus.lab.inspect.report import write
+            from softfocus.lab.inspect.run import inspect
+
+            write([inspect(folder, [recipe.train.length, max(lengths)], progress=tell)], folder / INSPECTION)
+        if "classification" in recipe.evaluate.also:
+            from softfocus.lab.evaluate.classify import classify
+
+            classify(folder, progress=tell)
+    else:
+        evaluate_samples(folder, progress=tell)
 
 
 def _is_first() -> bool:

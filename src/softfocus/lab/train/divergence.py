@@ -66,7 +66,7 @@ class Divergence:
 
 
 def fingerprint(windows: Dataset[Any], step: int, batch: int) -> str:
-    """A digest of the tokens and labels that a step reads: the same wherever they are the same.
+    """A digest of all that a step reads, such as tokens and labels: the same wherever they are the same.
 
     Args:
         windows: what the steps read, in order.
@@ -76,6 +76,6 @@ def fingerprint(windows: Dataset[Any], step: int, batch: int) -> str:
     digest = hashlib.sha256()
     for index in range((step - 1) * batch, step * batch):
         window = windows[index]
-        for name in ("input_ids", "labels"):
+        for name in sorted(window):
             digest.update(window[name].numpy().tobytes())
     return digest.hexdigest()[:12]

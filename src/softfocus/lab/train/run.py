@@ -39,7 +39,7 @@ from softfocus.lab.run_folder.files import (
 from softfocus.lab.run_folder.manifest import seal
 from softfocus.lab.run_folder.owner import LOCK, Owner, owning
 from softfocus.lab.run_folder.results import RunInfo, Status
-from softfocus.lab.train import checkpoints, processes
+from softfocus.lab.train import checkpoints, processes, records
 from softfocus.lab.train.trainer import (
     LARGEST_NORM,
     Interruptible,
@@ -139,7 +139,9 @@ def _train(
             save_run(folder, info)
         watch = Watch(recipe, listener)
         keeping = Keeping(checkpoint, info.token, lambda: owner.check(folder) if owner is not None else None)
-        trainer = make_trainer(recipe, folder, model, windows, watch, keeping)
+        noted = recipe.train.validations > 0
+        held_out = source.validation_windows(recipe) if noted and isinstance(source, data.Text) else None
+        trainer = make_trainer(recipe, folder, model, windows, watch, keeping, held_out)
         try:
             with models.memory(f"raise train.accumulate ({recipe.train.accumulate}), or lower train.length"):
                 _run(trainer, watch, folder, alone=state.num_processes == 1)
@@ -312,13 +314,18 @@ def _again(folder: Path) -> str:
 
 def _take_stock(info: RunInfo, trainer: WindowTrainer, watch: Watch) -> None:
     info.steps_done = trainer.state.global_step
-    info.train_loss = [(entry["step"], entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
-    info.gradient_norm = [
-        (entry["step"], float(f"{entry[LARGEST_NORM]:.5g}"))
-        for entry in trainer.state.log_history
-        if LARGEST_NORM in entry
-    ]
+    info.train_loss = _logged(trainer, "loss")
+    info.gradient_norm = _logged(trainer, LARGEST_NORM, 5)
+    info.validation_loss = _logged(trainer, records.VALIDATION, 6)
+    by_name = {name: _logged(trainer, name + records.NORM, 5) for name in records.PROJECTIONS}
+    info.projection_norms = {name: norms for name, norms in by_name.items() if norms}
     info.tokens_per_second = watch.tokens_per_second
+
+
+def _logged(trainer: WindowTrainer, name: str, digits: int | None = None) -> list[tuple[int, float]]:
+    """(step, value) of every entry that holds a name, rounded to so many digits."""
+    found = [(entry["step"], entry[name]) for entry in trainer.state.log_history if name in entry]
+    return found if digits is None else [(step, float(f"{value:.{digits}g}")) for step, value in found]
 
 
 def _save_model(folder: Path, trainer: WindowTrainer, source: data.Data, token: str) -> None:

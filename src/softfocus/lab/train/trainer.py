@@ -15,16 +15,17 @@ import torch
 from tensorboard.compat.proto.event_pb2 import Event as EventRecord
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
-from torch.nn import functional as F
 from torch.utils.data import Dataset, SequentialSampler
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 import softfocus.hf
+from softfocus.lab import objective
 from softfocus.lab.errors import Diverged, LabError
 from softfocus.lab.progress import Event, Listener
-from softfocus.lab.recipes.recipe import Recipe
+from softfocus.lab.recipes.recipe import Recipe, TrainTable
+from softfocus.lab.run_folder import provenance
 from softfocus.lab.run_folder.files import CHECKPOINTS, TENSORBOARD
-from softfocus.lab.train import checkpoints
+from softfocus.lab.train import checkpoints, records
 from softfocus.lab.train.anneal import Annealing
 from softfocus.lab.train.divergence import Divergence
 
@@ -50,9 +51,7 @@ class Keeping:
 
 
 class WindowTrainer(Trainer):
-    """Next-token training on windows of L + 1 tokens, in the order in which the dataset gives them.
-
-    A window of L + 1 tokens makes L predictions, so that every position of the model's length is trained.
+    """Training on windows of a text, or samples of another kind, in the order in which the dataset gives them.
 
     Args:
         recipe: what is trained.
@@ -64,10 +63,14 @@ class WindowTrainer(Trainer):
         super().__init__(**arguments)
         self.keeping = keeping
         self._recipe = recipe
-        self._divergence = Divergence(math.log(self.model.config.vocab_size), self.train_dataset, recipe.train.batch)
-        # All windows are equally long, so a step's loss is the plain mean of its micro-batches' means, over devices too.
-        # Trainer divides by the number of micro-batches only where it believes that the model does not.
+        config = self.model.config
+        outcomes = config.num_labels if recipe.data.images is not None else config.vocab_size
+        self._divergence = Divergence(math.log(outcomes), self.train_dataset, recipe.train.batch)
+        # All windows make as many predictions, so a step's loss is the plain mean of its micro-batches' means, over devices
+        # too. Trainer divides by the number of micro-batches only where it believes that the model does not.
         self.model_accepts_loss_kwargs = False
+        self._projections = records.projection_weights(self.model) if recipe.train.projection_norms else {}
+        self._norms: dict[str, torch.Tensor] = {}
 
     def _get_train_sampler(self, train_dataset: Any = None) -> SequentialSampler:
         # The dataset's own seed decides the order; Trainer skips as many windows as a checkpoint has seen
@@ -77,6 +80,7 @@ class WindowTrainer(Trainer):
         """Trainer's, and a note of the loss."""
         loss = super().training_step(*arguments, **others)
         self._divergence.add_loss(self.state.global_step + 1, loss)
+        self._norms = records.norms(self._projections)  # before clipping; after the last micro-batch they are whole
         return loss
 
     def _get_grad_norm(self, *arguments: Any, **others: Any) -> Any:
@@ -89,6 +93,7 @@ class WindowTrainer(Trainer):
         first = next((entry["loss"] for entry in self.state.log_history if "loss" in entry), None)
         if "loss" in logs:
             logs[LARGEST_NORM] = self._divergence.largest_norm()
+            logs |= {name + records.NORM: float(norm) for name, norm in self._norms.items()}
         super().log(logs, start_time)
         if "loss" not in logs:
             return
@@ -120,11 +125,9 @@ class WindowTrainer(Trainer):
         """Matrices and embeddings: what a mechanism learns for each head is a scale, like a norm's, and does not decay."""
         return [name for name, parameter in model.named_parameters() if parameter.dim() >= 2]
 
-    def compute_loss(self, model: Any, inputs: dict[str, torch.Tensor], return_outputs: bool = False, **_: Any) -> Any:
-        """Mean cross-entropy in nats, in float32 whatever the model computes in."""
-        outputs = model(input_ids=inputs["input_ids"], use_cache=False)
-        loss = F.cross_entropy(outputs.logits.flatten(0, 1).float(), inputs["labels"].flatten())
-        return (loss, outputs) if return_outputs else loss
+    def compute_loss(self, model: Any, inputs: dict[str, torch.Tensor], *_: Any, **__: Any) -> torch.Tensor:
+        """That of the recipe's kind of data."""
+        return objective.loss(self._recipe.data.kind, model, inputs)
 
 
 class Watch(TrainerCallback):
@@ -140,8 +143,13 @@ class Watch(TrainerCallback):
         self.listener = listener
         self.tokens_per_second: float | None = None
         self.interrupted = False
+        self._away = 0.0
         self._loss: float | None = None
         self._from: tuple[int, float] = (0, 0.0)
+
+    def leave_out(self, seconds: float) -> None:
+        """Time that is not training."""
+        self._away += seconds
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Start the clock."""
@@ -150,7 +158,7 @@ class Watch(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Measure and tell; ask for a checkpoint when a signal came."""
-        step, now = state.global_step, time.perf_counter()
+        step, now = state.global_step, time.perf_counter() - self._away
         warm_up = min(WARM_UP_STEPS, max(1, (state.max_steps - self._first_step) // 2))
         if step == self._first_step + warm_up:
             self._from = (step, now)
@@ -259,9 +267,15 @@ class Interruptible:
 
 
 def make_trainer(
-    recipe: Recipe, folder: Path, model: Any, windows: Dataset[Any], watch: Watch, keeping: Keeping
+    recipe: Recipe,
+    folder: Path,
+    model: Any,
+    windows: Dataset[Any],
+    watch: Watch,
+    keeping: Keeping,
+    held_out: torch.Tensor | None = None,
 ) -> WindowTrainer:
-    """A trainer for a recipe, which goes on from a checkpoint if there is one.
+    """A trainer for a recipe, which goes on from a checkpoint if there is one; train.validations read what is held out.
 
     Raises:
         LabError: the batch does not divide over devices, or this machine cannot compute in the precision asked for.
@@ -297,6 +311,7 @@ def make_trainer(
             disable_tqdm=True,
             remove_unused_columns=False,
             dataloader_pin_memory=torch.cuda.is_available(),
+            dataloader_num_workers=_readers(recipe),
             ddp_find_unused_parameters=False,
         )
     except ValueError as error:
@@ -306,14 +321,53 @@ def make_trainer(
     if arguments.parallel_mode.value == "not_distributed":
         arguments._n_gpu = 1  # several devices are for torchrun; Trainer's DataParallel would change the batch
     arguments.per_device_train_batch_size = _share(train.batch, train.accumulate, arguments.world_size)
-    trainer = WindowTrainer(recipe, keeping, model=model, args=arguments, train_dataset=windows, callbacks=[watch])
+    optimizer = _lamb(train) if train.optimizer == "lamb" else None
+    trainer = WindowTrainer(
+        recipe,
+        keeping,
+        model=model,
+        args=arguments,
+        train_dataset=windows,
+        callbacks=[watch],
+        optimizer_cls_and_kwargs=optimizer,
+    )
     trainer.remove_callback(PrinterCallback)
     layout = softfocus.hf.layout_of(model)
     if train.power is not None and layout is not None:
         trainer.add_callback(Annealing(train.power, layout))
+    if held_out is not None:
+        batch = arguments.per_device_train_batch_size
+        bf16 = train.precision == "bf16"
+        trainer.add_callback(
+            records.Validation(held_out, train.validations, batch=batch, bf16=bf16, away=watch.leave_out)
+        )
     if arguments.should_log:
         trainer.add_callback(Curves(folder / TENSORBOARD))
     return trainer
+
+
+def _lamb(train: TrainTable) -> tuple[Any, dict[str, Any]]:
+    """The paper's (its version 3). Trainer sets the decay of each group of parameters."""
+    try:
+        from pytorch_optimizer import Lamb  # an extra, which takes seconds to import
+    except ModuleNotFoundError:
+        raise LabError(
+            "train.optimizer = 'lamb' needs the package pytorch-optimizer", "run `pip install 'softfocus[lamb]'`"
+        ) from None
+    # Decay is part of what the trust ratio scales, and the first steps are not divided by 1 - beta, as they are by default
+    return Lamb, {
+        "lr": train.learning_rate,
+        "betas": tuple(train.betas),
+        "eps": 1e-6,
+        "weight_decouple": False,
+        "adam_debias": True,
+    }
+
+
+def _readers(recipe: Recipe) -> int:
+    """Processes that read and decode files meanwhile; all else is made faster than it would be handed over."""
+    files = recipe.data.kind in ("images", "speech") and recipe.data.source is not None
+    return min(8, provenance.cores()) if files else 0
 
 
 def _share(batch: int, accumulate: int, devices: int) -> int:

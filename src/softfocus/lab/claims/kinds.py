@@ -1,0 +1,159 @@
+"""Statements about more than the losses of an evaluation: gradients, speed, probabilities, classification, sizes."""
+
+import math
+from statistics import median
+
+from softfocus.lab.claims.claim import Claim, Classifies, Faint, Saves, Sooner, Steeper, named_in
+from softfocus.lab.claims.parts import SEEDS, Part, decide, lost_lower, pairs_of, too_few
+from softfocus.lab.claims.power_law import families, saved
+from softfocus.lab.claims.results import Results, Run
+from softfocus.lab.claims.speed import share
+from softfocus.lab.evaluate.means import Estimate, Mean, difference, estimate
+from softfocus.lab.run_folder.results import Classification
+
+
+def steeper(claim: Claim, results: Results | None, statement: Steeper) -> list[Part]:
+    """Of natural logarithms of norms, over trainings alone: every seed has one."""
+    of = "" if statement.part == "all" else f" of the {statement.part} projections"
+    parts = []
+    for row, than in pairs_of(claim, statement):
+        sides = [results.of(name) if results else [] for name in (row, than)]
+        if early := too_few(row, sides[0]) or too_few(than, sides[1]):
+            parts.append(early)
+            continue
+        known = [all(run.diverged or _norms(run, statement) for run in runs) for runs in sides]
+        if not all(known):
+            parts.append(Part("not run", f"{(row, than)[known.index(False)]} has no norms of gradients{of}"))
+            continue
+        ours, others = ([(run.info.seed, Mean(_log_norm(run, statement), 0.0)) for run in runs] for runs in sides)
+        if any(math.isinf(mean.value) for _, mean in (*ours, *others)):
+            first, second = ((sum(math.isinf(mean.value) for _, mean in side), len(side)) for side in (ours, others))
+            text = f"{first[0]} of {first[1]} trainings of {row} diverged, {second[0]} of {second[1]} of {than}"
+            parts.append(Part(lost_lower(second, first), text))
+            continue
+        found = difference(others, ours)
+        ratio, error = math.exp(-found.value), found.standard_error
+        text = (
+            f"the {statement.of} gradient{of} of {row} has {ratio:.3g} times the norm of that of {than} "
+            f"(log ± {error:.2f})"
+        )
+        parts.append(decide(found, -math.log(statement.factor), text))
+    return parts
+
+
+def sooner(claim: Claim, results: Results | None, statement: Sooner) -> list[Part]:
+    """Of natural logarithms of shares, over trainings alone. A loss that is never reached counts as infinitely late."""
+    parts = []
+    for row, than in pairs_of(claim, statement):
+        sides = [results.of(name) if results else [] for name in (row, than)]
+        if early := too_few(row, sides[0]) or too_few(than, sides[1]):
+            parts.append(early)
+            continue
+        ours, others = ({run.info.seed: run for run in runs} for runs in sides)
+        pairs = [(seed, ours[seed], others[seed]) for seed in sorted(ours.keys() & others.keys())]
+        lost = [sum(run.diverged for run in runs) for runs in sides]
+        if any(lost):
+            text = f"{lost[0]} of {len(ours)} trainings of {row} diverged, {lost[1]} of {len(others)} of {than}"
+            parts.append(Part(lost_lower((lost[0], len(ours)), (lost[1], len(others))), text))
+            continue
+        if len(pairs) < SEEDS or not all(one.info.validation_loss for _, *both in pairs for one in both):
+            parts.append(Part("not run", f"{row} and {than} have no validation losses of {SEEDS} shared seeds"))
+            continue
+        shares = [(seed, share(one.info, other.info, of_time=statement.of == "time")) for seed, one, other in pairs]
+        never = sum(math.isinf(one) for _, one in shares)
+        if never:
+            text = f"{row} never has the best loss of {than} in {never} of {len(shares)} trainings"
+            parts.append(Part("fails" if never == len(shares) else "inconclusive", text))
+            continue
+        found = estimate([(seed, Mean(math.log(one), 0.0)) for seed, one in shares])
+        text = (
+            f"{row} has the best loss of {than} after {math.exp(found.value):.1%} of its {statement.of} "
+            f"(log {found.value:+.3f} ± {found.standard_error:.3f})"
+        )
+        parts.append(decide(found, math.log1p(-statement.by), text))
+    return parts
+
+
+def faint(claim: Claim, results: Results | None, statement: Faint) -> list[Part]:
+    """Of shares, over documents and trainings."""
+    parts = []
+    for row in named_in(statement, "row"):
+        runs = results.of(row) if results else []
+        known = [(run.info.seed, value) for run in runs if (value := _probabilities(run, statement)) is not None]
+        if early := too_few(row, runs):
+            parts.append(early)
+        elif len(known) < len(runs):
+            parts.append(Part("not run", f"{row} {statement.at} has no probabilities: diverged, or not inspected"))
+        else:
+            found = estimate(known)
+            above = Estimate(-found.value, found.standard_error, found.freedom, found.training_noise)
+            text = f"{row} {statement.at}: {found.value:.1%} ± {found.standard_error:.1%} below {statement.below}"
+            parts.append(decide(above, -statement.share, text))
+    return parts
+
+
+def classifies(claim: Claim, results: Results | None, statement: Classifies) -> list[Part]:
+    """Of errors, paired by document and seed as losses are."""
+    parts = []
+    for row, than in pairs_of(claim, statement):
+        sides = [results.of(name) if results else [] for name in (row, than)]
+        errors = [
+            [(run.info.seed, _errors(run.classification)) for run in runs if run.classification] for runs in sides
+        ]
+        if early := too_few(row, sides[0]) or too_few(than, sides[1]):
+            parts.append(early)
+        elif any(len(known) < len(runs) for known, runs in zip(errors, sides, strict=True)):
+            parts.append(Part("not run", f"{row} or {than} diverged, or was not fine-tuned"))
+        else:
+            found = difference(*errors)
+            ours, others = (1 - estimate(known).value for known in errors)
+            text = f"{row} {ours:.1%}, {than} {others:.1%} right: {-found.value:+.1%} ± {found.standard_error:.1%}"
+            parts.append(decide(found, 0.0, text))
+    return parts
+
+
+def _errors(found: Classification) -> Mean:
+    wrong = [count - right for count, right in zip(found.counts, found.right, strict=True)]
+    return Mean.of(wrong, found.counts, (found.corpus_key, found.length, *found.documents))
+
+
+def saves(claim: Claim, results: Results | None, statement: Saves) -> list[Part]:
+    """Of power laws, over trainings alone."""
+    for row in (*statement.row, *statement.than):
+        if early := too_few(row, results.of(row) if results else []):
+            return [early]
+    assert results is not None  # every row has runs
+    both = families(results, statement)
+    if both is None or both[0].losses.keys() != both[1].losses.keys():
+        return [Part("inconclusive", "a size diverged, was not measured, or has other seeds")]
+    ours, others = both
+    found = saved(ours, others)
+    if found is None:
+        return [Part("inconclusive", "the loss does not fall with the size")]
+    text = (
+        f"for the loss that the curve of the others has at {others.parameters[-1] / 1e6:.2f} M parameters, "
+        f"{math.expm1(found.value):+.1%} parameters (log {found.value:+.3f} ± {found.standard_error:.3f})"
+    )
+    return [decide(found, math.log1p(-statement.by), text)]
+
+
+def _norms(run: Run, statement: Steeper) -> list[float]:
+    """Over a training; none where they were not noted."""
+    noted = run.info.projection_norms
+    return [norm for _, norm in (run.info.gradient_norm if statement.part == "all" else noted.get(statement.part, []))]
+
+
+def _log_norm(run: Run, statement: Steeper) -> float:
+    """Infinite where training diverged."""
+    norms = _norms(run, statement)
+    if run.diverged or not all(map(math.isfinite, norms)):
+        return math.inf
+    return math.log(max(max(norms) if statement.of == "largest" else median(norms), 1e-30))
+
+
+def _probabilities(run: Run, statement: Faint) -> Mean | None:
+    """The share of them that is below, if it was measured."""
+    length = int(statement.at.removesuffix("x")) * run.info.train_length
+    there = next((row for row in run.attention if row.length == length), None)
+    value = None if there is None else there.below_1e_3 if statement.below == "1e-3" else there.below_1e_7
+    return None if value is None else Mean(value.mean, value.standard_error)

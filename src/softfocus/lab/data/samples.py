@@ -1,0 +1,83 @@
+"""Samples that are not windows of a text to be gone on with: images, speech, windows with hidden tokens."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import Dataset
+
+from softfocus.lab.data.tasks import random_for
+
+Inputs = Mapping[str, torch.Tensor]
+"""What a model's forward takes, by name, and "labels"."""
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """What is measured.
+
+    Attributes:
+        sample: makes one, from its number.
+        documents: what each sample is a part of. Samples of different documents are independent.
+    """
+
+    sample: Callable[[int], Inputs]
+    documents: Sequence[int]
+
+
+class InOrder(Dataset[Any]):
+    """Samples that the index and the seed alone decide: resuming is exact.
+
+    Args:
+        make: makes a sample, of random numbers and its number.
+        seed: of the random numbers.
+        count: how many are read.
+    """
+
+    def __init__(self, make: Callable[[np.random.Generator, int], Inputs], *, seed: int, count: int) -> None:
+        self._make, self._seed, self._count = make, seed, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> Inputs:
+        if not 0 <= index < self._count:
+            raise IndexError(f"sample {index} of {self._count}")
+        return self._make(random_for("training", self._seed, index), self._place(index))
+
+    def _place(self, index: int) -> int:
+        return index
+
+
+class Passes(InOrder):
+    """As many samples as there are in each pass, every one once, in a new random order.
+
+    Args:
+        make: makes a sample, of random numbers for what varies from pass to pass, and which of those there are.
+        there: how many different ones there are.
+        seed: of the order, and of what varies.
+        count: how many are read.
+    """
+
+    def __init__(
+        self, make: Callable[[np.random.Generator, int], Inputs], there: int, *, seed: int, count: int
+    ) -> None:
+        super().__init__(make, seed=seed, count=count)
+        self._there = there
+        self._order: tuple[int, NDArray[np.int64]] = (-1, np.array([], np.int64))
+
+    def _place(self, index: int) -> int:
+        number, place = divmod(index, self._there)
+        if self._order[0] != number:
+            self._order = number, random_for("order", self._seed, number).permutation(self._there)
+        return int(self._order[1][place])
+
+
+def hold_out(count: int, share: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(training, held out): numbers below a count, each ascending; the same ones for every run."""
+    order = np.random.default_rng(0).permutation(count)
+    held = max(1, round(share * count))
+    return np.sort(order[held:]), np.sort(order[:held])

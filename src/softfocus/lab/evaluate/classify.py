@@ -1,0 +1,191 @@
+"""Fine-tuning on text classification: does one piece of text go on where another one ends? Accuracy on held-out text."""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import Dataset
+from transformers import (
+    AutoModelForSequenceClassification,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
+
+from softfocus.lab import model as models
+from softfocus.lab.data import of_recipe as data
+from softfocus.lab.data.tasks import random_for
+from softfocus.lab.errors import LabError, first_line
+from softfocus.lab.evaluate.means import Mean
+from softfocus.lab.progress import Event, Listener, silent
+from softfocus.lab.recipes.loading import load
+from softfocus.lab.recipes.recipe import Recipe
+from softfocus.lab.run_folder.files import MODEL, RECIPE, load_run, measures, save_measured
+from softfocus.lab.run_folder.results import Classification, RunInfo
+
+LONGEST = 128
+"""Tokens an example, both pieces together; fewer where the training length is shorter."""
+TRAINING, EPOCHS, TEST, BATCH = 4096, 3, 2048, 32
+RATE = 0.25
+"""The learning rate at the start, as a share of that of the training before; it falls linearly to 0."""
+
+
+class Pairs(Dataset[dict[str, torch.Tensor]]):
+    """Two pieces of text of one length, after one another: of one document, where the second follows the first, or of two.
+
+    The seed decides all of them, so every run sees the same ones.
+
+    Args:
+        tokens: of all documents, one after another.
+        starts: where each document starts.
+        length: of both pieces together.
+        count: how many pairs.
+        random: draws them.
+
+    Attributes:
+        inputs: int64 [count, length].
+        labels: int64 [count], 1 where the second piece follows.
+        documents: of the first piece, int64 [count].
+
+    Raises:
+        LabError: fewer than two documents are long enough.
+    """
+
+    def __init__(
+        self, tokens: NDArray[Any], starts: NDArray[np.int64], length: int, count: int, random: np.random.Generator
+    ) -> None:
+        ends = np.append(starts[1:], len(tokens)) - 1  # a document's first or last token is the mark of its end
+        starts, half = starts + 1, length // 2
+        long = np.flatnonzero(ends - starts >= 2 * half)
+        if len(long) < 2:
+            raise LabError(
+                f"{len(long)} documents have the {2 * half} tokens of an example, and two pieces need two documents",
+                "classify with a corpus of longer documents",
+            )
+        first = random.integers(len(long), size=count)
+        other = (first + random.integers(1, len(long), size=count)) % len(long)
+        self.labels = random.integers(2, size=count)
+        self.documents = long[first]
+        begin = starts[self.documents] + random.integers(ends[self.documents] - starts[self.documents] - 2 * half + 1)
+        apart = starts[long[other]] + random.integers(ends[long[other]] - starts[long[other]] - half + 1)
+        second = np.where(self.labels == 1, begin + half, apart)
+        places = np.stack([begin, second], axis=1)[:, :, None] + np.arange(half)  # [count, 2, half]
+        self.inputs = np.asarray(tokens[places.reshape(count, -1)], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": torch.from_numpy(self.inputs[index]), "labels": torch.tensor(self.labels[index])}
+
+
+@measures
+def classify(folder: Path, *, progress: Listener = silent) -> Classification:
+    """Fine-tune a run's model, with a new head of two classes, and measure its accuracy on documents that are held out.
+
+    The model of the run stays as it is. Examples are the same for every run of a corpus and a training length; the run's
+    seed decides the head's first weights and the order of the examples. It takes minutes and starts anew if it is stopped.
+
+    Args:
+        folder: a finished run of a recipe with text.
+        progress: called with "step" events.
+
+    Returns:
+        What classification.json holds.
+
+    Raises:
+        LabError: a run that is not finished or was trained on a task, an architecture that has no classifier in
+            Transformers, or too few documents.
+    """
+    models.quiet()
+    info, recipe = load_run(folder), load(folder / RECIPE)
+    source = data.Text(data.tokens(recipe, progress))
+    store = source.store
+    data.check_unchanged(store, folder, info)
+    length = min(LONGEST, info.train_length)
+    examples = Pairs(store.train, store.train_documents, length, TRAINING, random_for("training", 0, 0))
+    test = Pairs(store.validation, store.validation_documents, length, TEST, random_for("evaluation", 0, 0))
+    set_seed(info.seed)
+    model = _classifier(folder, source.end_of_document)
+    with models.memory("classify on a device with more memory"), tempfile.TemporaryDirectory() as scratch:
+        right = _fine_tuned(model, recipe, info, examples, test, Path(scratch), progress)
+    documents = np.unique(test.documents)
+    counts = [int((test.documents == document).sum()) for document in documents]
+    by_document = [int(right[test.documents == document].sum()) for document in documents]
+    mean = Mean.of(by_document, counts)
+    found = Classification(
+        run=info.name,
+        token=info.token,
+        mechanism=info.mechanism,
+        train_length=info.train_length,
+        seed=info.seed,
+        corpus_key=store.folder.name,
+        length=length,
+        accuracy=mean.value,
+        standard_error=mean.standard_error,
+        documents=documents.tolist(),
+        right=by_document,
+        counts=counts,
+    )
+    save_measured(folder, found)
+    return found
+
+
+def _classifier(folder: Path, end: int) -> Any:
+    """The model with a head of two classes on its last token. Padding has to be named, though no example has any."""
+    try:
+        config = models.load_config(folder)
+        config.num_labels, config.pad_token_id = 2, end
+        return AutoModelForSequenceClassification.from_pretrained(folder / MODEL, config=config, use_safetensors=True)
+    except (OSError, ValueError) as error:
+        raise LabError(
+            f"Transformers makes no classifier of the model in {folder}: {first_line(error)}",
+            "classify a run of another architecture",
+        ) from error
+
+
+def _fine_tuned(
+    model: Any, recipe: Recipe, info: RunInfo, examples: Pairs, test: Pairs, scratch: Path, progress: Listener
+) -> NDArray[np.bool_]:
+    """Which test examples the fine-tuned model has right, bool [TEST]."""
+    arguments = TrainingArguments(
+        output_dir=str(scratch),
+        num_train_epochs=EPOCHS,
+        per_device_train_batch_size=BATCH,
+        per_device_eval_batch_size=BATCH,
+        learning_rate=RATE * recipe.train.learning_rate,
+        lr_scheduler_type="linear",
+        warmup_steps=BATCH,
+        weight_decay=recipe.train.weight_decay,
+        use_cpu=not torch.accelerator.is_available(),
+        bf16=recipe.train.precision == "bf16",
+        seed=info.seed,
+        save_strategy="no",
+        logging_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        dataloader_pin_memory=torch.cuda.is_available(),
+    )
+    arguments._n_gpu = min(1, arguments._n_gpu)  # Trainer's DataParallel would change the batch
+    trainer = Trainer(model=model, args=arguments, train_dataset=examples, callbacks=[_Steps(info.name, progress)])
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+    predicted: Any = trainer.predict(test).predictions
+    right: NDArray[np.bool_] = predicted.argmax(-1) == test.labels
+    return right
+
+
+class _Steps(TrainerCallback):
+    """Tells how far fine-tuning is."""
+
+    def __init__(self, run: str, progress: Listener) -> None:
+        self._run, self._progress = run, progress
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Tell it."""
+        self._progress(Event(kind="step", run=self._run, done=state.global_step, total=state.max_steps))

@@ -1,0 +1,293 @@
+"""Kinds of statements with an estimator of their own, on made-up runs whose answer is known."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from softfocus.lab.claims import figure, page
+from softfocus.lab.claims.claim import Claim, Saves, parse
+from softfocus.lab.claims.power_law import PowerLaw, families, saved
+from softfocus.lab.claims.results import Results, Run
+from softfocus.lab.claims.verdict import judge
+from softfocus.lab.inspect.results import Row as Attention
+from softfocus.lab.inspect.results import Value
+from softfocus.lab.run_folder.results import Classification
+
+SIZES = (100_000, 200_000, 400_000, 800_000)
+
+
+def claim(rows: list[str], text: str) -> Claim:
+    """A claim of these rows and one statement."""
+    tables = "\n".join(f'{row} = {{ model.mechanism = "softmax" }}' for row in rows)
+    head = 'title = "t"\nsource = "s"\nsays = "p"\n'
+    return parse("made-up", f'{head}[rows]\n{tables}\n[[statements]]\nsays = "it"\n{text}')
+
+
+@pytest.fixture
+def a_run(fabricate: Any) -> Any:
+    """A finished training of a row, with what is to be changed in its run.json."""
+
+    def make(row: str, seed: int, loss: float = 1.0, **info: Any) -> Run:
+        mechanism = row.partition("_")[0]
+        entry = fabricate(mechanism, [loss], seed=seed, name=f"{row}-s{seed}", standard_error=0.0)
+        return Run(
+            row=row,
+            info=entry.info.model_copy(update=info),
+            recipe=entry.recipe,
+            evaluation=None if info.get("status") == "diverged" else entry.evaluation,
+        )
+
+    return make
+
+
+def results(runs: list[Run]) -> Results:
+    return Results(claim="made-up", scale="toy", created=runs[0].info.started, runs=runs)
+
+
+def verdict(made: Claim, runs: list[Run]) -> str:
+    return judge(made, results(runs))[0].verdict
+
+
+# saves
+
+
+def rows_of(name: str) -> list[str]:
+    return [f"{name}_{size}" for size in SIZES]
+
+
+def saves(by: float = 0.0) -> Claim:
+    ours, others = (str(rows_of(name)).replace("'", '"') for name in ("laser", "softmax"))
+    text = f'kind = "saves"\nrow = {ours}\nthan = {others}\nby = {by}'
+    return claim([*rows_of("laser"), *rows_of("softmax")], text)
+
+
+@pytest.fixture
+def by_size(a_run: Any) -> Any:
+    """Trainings whose losses are power laws; ours need the given share of the parameters in each seed."""
+
+    def make(*shares: float, slope: float = -0.1) -> list[Run]:
+        runs = []
+        for seed, share in enumerate(shares):
+            for size in SIZES:
+                noise = 1 + 0.05 * seed  # of a seed, which both families share
+                loss = noise * 5 * size**slope
+                runs.append(a_run(f"softmax_{size}", seed, loss, parameters=size))
+                runs.append(a_run(f"laser_{size}", seed, loss * share**-slope, parameters=size))
+        return runs
+
+    return make
+
+
+def test_a_power_law_is_found_again() -> None:
+    law = PowerLaw.through(SIZES, [5 * size**-0.1 for size in SIZES])
+    assert law.slope == pytest.approx(-0.1)
+    assert math.exp(law.intercept) == pytest.approx(5)
+    assert law.log_loss(1000) == pytest.approx(math.log(5 * 1000**-0.1))
+    assert law.log_parameters(law.log_loss(12345)) == pytest.approx(math.log(12345))
+    assert math.isnan(PowerLaw(0.0, 0.1).log_parameters(1.0))
+
+
+@pytest.mark.parametrize(
+    ("shares", "by", "expected"),
+    [
+        ((0.80, 0.82, 0.81), 0.0, "holds"),
+        ((0.80, 0.82, 0.81), 0.1, "holds"),
+        ((0.80, 0.82, 0.81), 0.3, "fails"),
+        ((1.20, 1.22, 1.21), 0.0, "fails"),
+        ((0.80, 1.20, 1.00), 0.0, "inconclusive"),
+        ((0.80, 0.82), 0.0, "too few seeds"),
+    ],
+)
+def test_saved_parameters_are_judged_over_seeds(by_size: Any, shares: Any, by: float, expected: str) -> None:
+    assert verdict(saves(by), by_size(*shares)) == expected
+
+
+def test_the_share_that_is_saved_is_exact(by_size: Any) -> None:
+    """Log of the shares: their mean, and their standard error over three seeds."""
+    shares = (0.7, 0.8, 0.9)
+    both = families(results(by_size(*shares)), saves().statements[0])  # type: ignore[arg-type]
+    assert both is not None
+    found = saved(*both)
+    assert found is not None
+    assert found.value == pytest.approx(np.mean(np.log(shares)))
+    assert found.standard_error == pytest.approx(np.std(np.log(shares), ddof=1) / math.sqrt(3))
+    assert both[0].misfit == pytest.approx(0, abs=1e-9)
+    assert both[0].exponent.value == pytest.approx(-0.1)
+    middle, low, high = both[1].band(SIZES[1])
+    seeds = np.log([(1 + 0.05 * seed) * 5 * SIZES[1] ** -0.1 for seed in range(3)])
+    assert math.log(middle) == pytest.approx(np.mean(seeds))
+    t = 4.526_55  # of two degrees of freedom, 95.45 % inside
+    assert math.log(high / low) == pytest.approx(2 * t * np.std(seeds, ddof=1) / math.sqrt(3), rel=1e-4)
+
+
+def test_no_power_law_no_verdict(by_size: Any, a_run: Any) -> None:
+    assert verdict(saves(), by_size(0.8, 0.8, 0.8, slope=0.1)) == "inconclusive"  # larger is worse
+    runs = by_size(0.8, 0.8, 0.8)
+    lost = [a_run(run.row, 1, status="diverged") if run is runs[9] else run for run in runs]
+    assert verdict(saves(), lost) == "inconclusive"
+    judged = judge(saves(), None)[0]
+    assert (judged.verdict, judged.shown.text) == ("not run", f"laser_{SIZES[0]} was not run")
+
+
+def test_a_page_has_the_power_laws_and_their_figure(by_size: Any, tmp_path: Path) -> None:
+    made, found = saves(), results(by_size(0.8, 0.8, 0.8))
+    text = page.page(made, {"toy": found})
+    assert "| laser | 4 | 0.10 M to 0.80 M | -0.1000 ± 0.0000 | 0.00% |" in text
+    assert "-20.0% parameters" in text
+    assert "![Loss over size](made-up/toy/sizes.png)" in text
+    both = families(found, made.first(Saves))  # type: ignore[arg-type]
+    assert both is not None
+    figure.save_sizes(both, tmp_path / "sizes.png", title="t")
+    assert (tmp_path / "sizes.png").stat().st_size > 5_000
+
+
+# sooner
+
+
+def sooner(text: str = "") -> Claim:
+    return claim(["laser", "softmax"], f'kind = "sooner"\nrow = "laser"\nthan = "softmax"\n{text}')
+
+
+@pytest.fixture
+def curves(a_run: Any) -> Any:
+    """Standard attention has 2.0 at its end, after 100 steps; ours has it at the given steps, or never."""
+
+    def make(*steps: float, speed: float = 1.0) -> list[Run]:
+        runs = []
+        for seed, step in enumerate(steps):
+            runs.append(a_run("softmax", seed, validation_loss=[(50, 3.0), (100, 2.0)], tokens_per_second=1000.0))
+            # a line that falls by 1 in 50 steps and has 2.0 at the step
+            ours = [(at, 2.0 + (step - at) / 50) for at in (40, 100)]
+            runs.append(a_run("laser", seed, validation_loss=ours, tokens_per_second=1000.0 * speed))
+        return runs
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("steps", "text", "expected"),
+    [
+        ((90, 91, 92), "", "holds"),
+        ((90, 91, 92), "by = 0.05", "holds"),
+        ((90, 91, 92), "by = 0.2", "fails"),
+        ((70, 99, 92), "", "inconclusive"),
+        ((110, 120, 130), "", "fails"),  # never within the budget
+        ((90, 91, 130), "", "inconclusive"),
+        ((90, 91), "", "too few seeds"),
+    ],
+)
+def test_sooner_takes_the_share_of_steps(curves: Any, steps: Any, text: str, expected: str) -> None:
+    assert verdict(sooner(text), curves(*steps)) == expected
+
+
+def test_the_share_of_steps_and_of_time(curves: Any) -> None:
+    steps = (80, 85, 90)
+    (part,) = judge(sooner(), results(curves(*steps)))[0].parts
+    mean = np.mean(np.log(np.array(steps) / 100))
+    assert f"after {math.exp(mean):.1%} of its steps (log {mean:+.3f}" in part.text
+    slow = curves(*steps, speed=0.5)
+    assert verdict(sooner('of = "time"'), slow) == "fails"
+    assert verdict(sooner('of = "time"'), curves(*steps, speed=2.0)) == "holds"
+    assert verdict(sooner(), slow) == "holds"
+
+
+def test_sooner_needs_curves_and_trainings(curves: Any, a_run: Any) -> None:
+    assert verdict(sooner(), [a_run(row, seed) for row in ("laser", "softmax") for seed in range(3)]) == "not run"
+    fine = curves(90, 90, 90)
+    gone = [a_run(run.row, run.info.seed, status="diverged") if run.row == "laser" else run for run in fine]
+    assert verdict(sooner(), gone) == "fails"
+
+
+# steeper, of projections
+
+
+def test_projections_have_gradients_of_their_own(a_run: Any) -> None:
+    def made(value: float, query: float, seed: int, row: str) -> Run:
+        return a_run(row, seed, projection_norms={"query": [(10, query)], "value": [(10, value)]})
+
+    runs = [made(1.0, 3.0, seed, "laser") for seed in range(3)] + [made(2.0, 1.0, seed, "softmax") for seed in range(3)]
+
+    def of(part: str) -> str:
+        text = f'kind = "steeper"\nrow = "laser"\nthan = "softmax"\nof = "median"\npart = "{part}"'
+        return verdict(claim(["laser", "softmax"], text), runs)
+
+    assert [of(part) for part in ("query", "value", "key", "all")] == ["holds", "fails", "not run", "not run"]
+
+
+# faint
+
+
+@pytest.mark.parametrize(
+    ("shares", "expected"),
+    [((0.85, 0.86, 0.87), "holds"), ((0.7, 0.71, 0.72), "fails"), ((0.7, 0.8, 0.9), "inconclusive")],
+)
+def test_small_probabilities(a_run: Any, shares: Any, expected: str) -> None:
+    zero = Value(mean=0.0, standard_error=0.0)
+    names = ("zeros", "above_1e_9", "above_1e_3", "entropy", "uniform", "distance", "beyond")
+    runs = []
+    for seed, share in enumerate(shares):
+        row = Attention(
+            length=128,
+            layer=None,
+            head=None,
+            below_1e_3=Value(mean=share, standard_error=0.001),
+            **dict.fromkeys(names, zero),
+        )
+        runs.append(a_run("softmax", seed).model_copy(update={"attention": [row]}))
+    text = 'kind = "faint"\nrow = "softmax"\nshare = 0.8\nbelow = '
+    assert verdict(claim(["softmax"], text + '"1e-3"'), runs) == expected
+    assert verdict(claim(["softmax"], text + '"1e-7"'), runs) == "not run"  # early inspections lack it
+    assert verdict(claim(["softmax"], text + '"1e-3"\nat = "2x"'), runs) == "not run"
+
+
+def test_a_page_shows_what_was_noted_over_training(curves: Any, tmp_path: Path) -> None:
+    made, runs = sooner(), curves(90, 90, 90)
+    for run in runs:
+        run.info.gradient_norm = [(50, 4.0), (100, 2.0)]
+        run.info.projection_norms = {"query": [(50, 0.25), (100, 0.75)]}
+    found = results(runs)
+    assert "![Over training](made-up/toy/training.png)" in page.page(made, {"toy": found})
+    steeper = claim(["laser", "softmax"], 'kind = "steeper"\nrow = "laser"\nthan = "softmax"\npart = "query"')
+    assert "| softmax | 4 | 3 | 0.5 |" in page.page(steeper, {"toy": found})
+    drawn = figure.draw_training(found, title="t")
+    assert [panel.get_title("left") for panel in drawn.axes] == ["validation loss", "gradient of the query projections"]
+    assert [len(panel.lines) for panel in drawn.axes] == [6, 6]
+    figure.save_training(found, tmp_path / "training.png", title="t")
+    assert (tmp_path / "training.png").stat().st_size > 5_000
+
+
+# classifies
+
+
+@pytest.mark.parametrize(
+    ("better", "expected"),
+    [((6, 7, 8), "holds"), ((-6, -7, -8), "fails"), ((-6, 0, 8), "inconclusive")],
+)
+def test_accuracies_are_paired_by_document_and_seed(a_run: Any, better: Any, expected: str) -> None:
+    """Documents differ far more than the two models do, in the same way."""
+
+    def made(row: str, seed: int, more: int) -> Run:
+        right = [40 + more, 80 + more, 60 + more]
+        found = Classification(
+            run=row,
+            mechanism=row,
+            train_length=64,
+            seed=seed,
+            corpus_key="k",
+            length=64,
+            accuracy=sum(right) / 300,
+            standard_error=0.1,
+            documents=[1, 2, 3],
+            right=right,
+            counts=[100] * 3,
+        )
+        return a_run(row, seed).model_copy(update={"classification": found})
+
+    runs = [made("softmax", seed, 0) for seed in range(3)] + [made("laser", s, more) for s, more in enumerate(better)]
+    text = claim(["laser", "softmax"], 'kind = "classifies"\nrow = "laser"\nthan = "softmax"')
+    assert verdict(text, runs) == expected
+    assert f"{(60 + np.mean(better)) / 100:.1%}, softmax 60.0% right" in judge(text, results(runs))[0].shown.text
+    assert verdict(text, [*runs[:5], a_run("laser", 2)]) == "not run"

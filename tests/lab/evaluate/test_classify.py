@@ -1,0 +1,138 @@
+"""Fine-tuning on text classification: pairs are what they say, a task that can be learned is, and a run stays as it is."""
+
+import io
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import softfocus
+import softfocus.hf
+from softfocus.lab.data.of_recipe import Text, tokens
+from softfocus.lab.errors import LabError
+from softfocus.lab.evaluate import classify as room
+from softfocus.lab.evaluate.classify import Pairs, classify
+from softfocus.lab.progress import silent
+from softfocus.lab.recipes.loading import load
+from softfocus.lab.run_folder.files import load_measured
+from softfocus.lab.run_folder.results import Classification
+from softfocus.lab.studies import crew, worker
+from softfocus.lab.train.run import train
+
+
+def pairs(count: int = 3000, seed: int = 0) -> tuple[Pairs, np.ndarray]:
+    """Of documents of 12, 40, 9 and 30 tokens, in which every token is its own place."""
+    starts = np.array([0, 12, 52, 61])
+    return Pairs(np.arange(91), starts, 10, count, np.random.default_rng(seed)), starts
+
+
+def test_pairs_follow_one_another_or_are_of_two_documents() -> None:
+    found, starts = pairs()
+    of = np.searchsorted(starts, found.inputs, side="right") - 1  # the document of every token
+    first, second = found.inputs[:, :5], found.inputs[:, 5:]
+    assert (np.diff(first) == 1).all()
+    assert (np.diff(second) == 1).all()
+    assert (of[:, :5] == found.documents[:, None]).all()
+    follows = found.labels == 1
+    assert (second[follows, 0] == first[follows, -1] + 1).all()
+    assert (of[follows, 5:] == found.documents[follows, None]).all()
+    assert (of[~follows, 5] == of[~follows, 9]).all()
+    assert (of[~follows, 5] != found.documents[~follows]).all()
+    assert set(found.documents.tolist()) == {0, 1, 3}  # the third has no room
+    edges = {0, 11, 12, 51, 52, 60, 61, 90}  # where documents begin and end, and the mark of the end may stand
+    assert not edges & set(found.inputs.flatten().tolist())
+    assert {1, 10, 13, 50, 62, 89} <= set(found.inputs.flatten().tolist())  # all else is used
+    assert 1350 < follows.sum() < 1650
+
+
+def test_the_seed_decides_the_pairs() -> None:
+    (one, _), (same, _), (other, _) = pairs(), pairs(), pairs(seed=1)
+    assert (one.inputs == same.inputs).all()
+    assert (one.labels == same.labels).all()
+    assert (one.inputs != other.inputs).any()
+
+
+def test_two_documents_are_needed() -> None:
+    with pytest.raises(LabError, match="1 documents have the 10 tokens"):
+        Pairs(np.arange(30), np.array([0, 5]), 10, 4, np.random.default_rng(0))
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"TRAINING": 64, "EPOCHS": 1, "TEST": 64}.items():
+        monkeypatch.setattr(room, name, value)
+
+
+def test_the_run_stays_and_the_mechanism_is_its_own(
+    trained: Path, tmp_path: Path, short: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "trained"
+    shutil.copytree(trained, folder)
+    before = {path: path.read_bytes() for path in (folder / "model").iterdir()}
+    layouts = []
+    true = room._classifier
+
+    def classifier(*arguments: object) -> object:
+        model = true(*arguments)  # type: ignore[arg-type]
+        layouts.append(softfocus.hf.layout_of(model))
+        return model
+
+    monkeypatch.setattr(room, "_classifier", classifier)
+    found = classify(folder)
+    assert layouts[0].layer(0)[0].mechanism == softfocus.named("lssar")
+    assert {path: path.read_bytes() for path in (folder / "model").iterdir()} == before
+    assert load_measured(folder, Classification) == found
+    assert sum(found.counts) == 64
+    assert found.accuracy == pytest.approx(sum(found.right) / 64)
+    store = Text(tokens(load(folder / "recipe.toml"), silent)).store
+    assert set(found.documents) <= set(range(len(store.validation_documents)))
+    assert classify(folder) == found  # the same head, order and examples
+
+
+def test_a_task_that_can_be_learned_is_learned(
+    tmp_path: Path, tiny: Path, short: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Documents of one letter each: the second piece follows where its letter is that of the first."""
+    for split in ("training", "held-out"):
+        (tmp_path / split).mkdir()
+        for letter in "abcd":
+            (tmp_path / split / f"{letter}.txt").write_text(letter * 400)
+    sources = [f"data.source={tmp_path}/training", f"data.validation_source={tmp_path}/held-out"]
+    others = ["train.length=4", "train.steps=40", "train.checkpoint_every=100", "evaluate.lengths=1x"]
+    recipe = load(tiny, [*sources, *others])
+    train(recipe, tmp_path / "run")
+    monkeypatch.setattr(room, "TRAINING", 1024)
+    monkeypatch.setattr(room, "EPOCHS", 6)
+    monkeypatch.setattr(room, "RATE", 1.0)
+    assert classify(tmp_path / "run").accuracy > 0.9
+
+
+def test_a_study_measures_what_its_recipe_asks_for(tiny: Path, tmp_path: Path, short: None) -> None:
+    recipe = load(tiny, ["evaluate.also=['attention', 'classification']"])
+    (file := tmp_path / "one.toml").write_text(recipe.model_copy(update={"name": "one"}).to_toml())
+    train(load(file), tmp_path / "one")
+    (job,) = crew.plan(tmp_path, [load(file)], ["one"])
+    assert job.status == "waiting"
+    worker._work(str(file), tmp_path / "one", False, io.StringIO())
+    (job,) = crew.plan(tmp_path, [load(file)], ["one"])
+    assert job.status == "finished"
+    for name in ("classification.json", "inspect/inspect.json"):
+        (tmp_path / "one" / name).rename(tmp_path / "away")
+        (job,) = crew.plan(tmp_path, [load(file)], ["one"])
+        assert job.status == "waiting", name
+        (tmp_path / "away").rename(tmp_path / "one" / name)
+
+
+def test_what_cannot_be_classified(tmp_path: Path, tiny: Path) -> None:
+    with pytest.raises(LabError, match="there is no run"):
+        classify(tmp_path / "gone")
+    overrides = [
+        "model.architecture=t6",
+        "model.config={ hidden_size = 32, num_hidden_layers = 1, num_attention_heads = 2, head_dim = 16 }",
+        "train.steps=1",
+        "train.warmup=0",
+    ]
+    train(load(tiny, overrides), tmp_path / "t6")
+    with pytest.raises(LabError, match="makes no classifier of the model"):
+        classify(tmp_path / "t6")
