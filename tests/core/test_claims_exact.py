@@ -199,3 +199,24 @@ def test_a_growing_power_moves_all_weight_to_the_largest(count: int, seed: int) 
         ratio = (first / first.max()).clamp(min=0) ** power
         torch.testing.assert_close(weights, ratio / ratio.sum(), rtol=1e-7, atol=1e-12)
     assert all(later >= earlier - 1e-12 for earlier, later in pairwise(gaps))
+
+
+# Softplus paper, table 1
+
+
+def test_negated_weights_change_the_sign_of_the_output_projection() -> None:
+    """Outputs and all gradients are bitwise equal, but that of the projection W_O, which has the other sign."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, 4, 33, 8, generator=generator).requires_grad_() for _ in range(3))
+    projection = torch.randn(32, 32, generator=generator)
+    grad_out = torch.randn(2, 33, 32, generator=generator)
+    results = []
+    for mechanism, sign in (("softmax", 1.0), ("softmax_negated", -1.0)):
+        weight = (sign * projection).requires_grad_()
+        heads = softfocus.attention(query, key, value, mechanism=mechanism, is_causal=True, backend="tiled")
+        out = heads.transpose(1, 2).reshape(2, 33, 32) @ weight
+        grads = torch.autograd.grad(out, (query, key, value, weight), grad_out)
+        results.append([out.detach(), *grads[:3], sign * grads[3]])
+    for plain, negated in zip(*results, strict=True):
+        assert plain.any()
+        assert torch.equal(plain, negated)

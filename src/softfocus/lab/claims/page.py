@@ -102,7 +102,9 @@ def ledger(lines: Sequence[tuple[Claim, dict[Scale, Standing]]]) -> str:
         f"{len(lines)} claims, {len(exact)} of them decided by tests that train nothing. A claim holds where all its "
         "statements do, and fails where one of them does. A statement about losses is decided where more than two standard "
         f"errors say so (more for few seeds: Student's t); with fewer than {SEEDS} seeds there is no verdict. A verdict at the "
-        "scales `toy` and `small` is about models of that size, and not about the paper's."
+        "scales `toy` and `small` is about models of that size, and not about the paper's. By chance up to one statement in "
+        "twenty is judged wrongly, and statements that share a row err together. "
+        "[Negated weights](softplus-table-1.md) show how far noise goes: they are softmax under another name."
     )
     kinds = [kind for kind in _ORDER if any(count[kind] for count in counts.values())]
     return (
