@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import statistics
 import subprocess
 import tomllib
 from pathlib import Path
@@ -229,6 +230,29 @@ def larger_table() -> str:
 
 def bpe_table() -> str:
     return scale_table("layouts-bpe")
+
+
+def test_the_lead_of_global_cosine_softmax_is_the_measured_one():
+    """The mean of all trainings' differences from Softmax of the same seed, and its standard error."""
+    lead = {"1x": [], "16x": []}
+    for study in ("layouts", "layouts-larger", "layouts-bpe"):
+        groups = {
+            group.evaluations[0].mechanism: group
+            for group in read(ROOT / "docs/results" / study / "results.json").groups
+        }
+        for at, place in (("1x", (1.0, "as trained")), ("16x", (16.0, "window 1x"))):
+            ours, plain = (
+                {one.seed: loss for one, loss in zip(group.evaluations, cell(group, *place).values, strict=True)}
+                for group in (groups["softmax[64] / cosine_log_n"], groups["softmax"])
+            )
+            lead[at] += [plain[seed] - loss for seed, loss in ours.items()]
+    said = {at: f"{statistics.mean(x):.3f} ± {statistics.stdev(x) / len(x) ** 0.5:.3f}" for at, x in lead.items()}
+    text = " ".join(LAYOUTS.split())
+    assert f"Over the {len(lead['1x'])} trainings of this page's three sizes" in text
+    assert (
+        f"its loss is lower by {said['1x']} at 1x. At 16 times the length, both with the window, it is lower by {said['16x']}."
+        in text
+    )
 
 
 def test_what_repeats_far_back_is_the_measured_one():
