@@ -190,7 +190,10 @@ def heads_table() -> str:
 def trials_table() -> str:
     """The table of docs/layouts.md that stands between its marks, from the committed trials."""
     report = read(ROOT / "docs/results/layout-trials/results.json")
-    lines = ["| layout | power over training | 1x | 2x | 4x | 8x | 16x |", "|---|---|---|---|---|---|---|"]
+    lines = [
+        "| layout | power over training, and what else differs | 1x | 2x | 4x | 8x | 16x |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for entry in report.runs:
         recipe = tomllib.loads(entry.recipe)
         schedule, learned = recipe["train"].get("power"), dict(recipe["model"].get("parameters", {}))
@@ -201,6 +204,8 @@ def trials_table() -> str:
         if schedule:
             texts.append(f"{schedule['shape']} from {schedule['start']:g} in {schedule['share']:.0%} of the steps")
         texts += [f"learned {name}, from {value:g}" for name, value in learned.items()]
+        base = recipe["model"]["config"]["rope_parameters"]["rope_theta"]
+        texts += [f"RoPE's base {base:g}"] if base != 10_000 else []
         losses = {row.length // 128: row.loss for row in entry.evaluation.rows if row.setting == AS_TRAINED}
         cells = [
             entry.evaluation.mechanism,
