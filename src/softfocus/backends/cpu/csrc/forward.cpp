@@ -50,16 +50,15 @@ struct Worker {
   }
 
   // NaN where a row sees a non-finite value. Decoding reads the values of a re-weighted row's live keys
-  // only: there a row that read no non-finite one stays as it is, whatever the call's other rows read.
+  // only: there an output that read no non-finite one stays as it is, whatever its row's and the call's other
+  // outputs read.
   void mark_nonfinite_values() {
     bool live_only = block.params.reweighted && !block.params.laser && !block.key_data->packed;
-    bool finite[BLOCK_Q] = {};
-    for (int64_t r = 0; r < block.n_rows && live_only; ++r)
-      finite[r] = all_finite(output.out + r * block.padded_value_dim, block.params.value_dim);
     for (auto [key, d] : block.key_data->nonfinite_values)
-      for (int64_t r = 0; r < block.n_rows; ++r)
-        if (!finite[r] && block.sees(r, key))
-          output.out[r * block.padded_value_dim + d] = std::numeric_limits<float>::quiet_NaN();
+      for (int64_t r = 0; r < block.n_rows; ++r) {
+        float& x = output.out[r * block.padded_value_dim + d];
+        if ((!live_only || !std::isfinite(x)) && block.sees(r, key)) x = std::numeric_limits<float>::quiet_NaN();
+      }
   }
 
   // Turns A e^(V - M) into log(A e^(V - M)) + M.

@@ -61,9 +61,9 @@ inline void RowGradients<Phi>::listed_grad_weights(const GradientTensors& grads)
     if (block.fully_masked[r]) continue;
     const RowSums& row = sums[r];
     double power_sum = row.power.total(), power = block.power[r],
-           delta_i = power_sum < MIN_ROW_SUM ? 0.0 : row.power_grad.total() / power_sum;
+           delta_i = power_sum == 0.0 ? 0.0 : row.power_grad.total() / power_sum;
     if (!has_exact[r]) single_key[r] = row.n_live == 1;
-    inverse_power_sum[r] = power_sum < MIN_ROW_SUM ? 1.0f : float(1.0 / power_sum);
+    inverse_power_sum[r] = power_sum == 0.0 ? 1.0f : float(1.0 / power_sum);
     double exact_sum = 0.0;  // of exact_terms / u
     if (has_exact[r]) add_exact_terms(r, delta_i, exact_sum);
     delta[r] = float(delta_i);

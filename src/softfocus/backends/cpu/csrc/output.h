@@ -48,7 +48,7 @@ class BlockOutput {
     for (int64_t r = 0; r < block.n_rows; ++r) {
       if (zero_weights[r] || block.fully_masked[r] || !std::isfinite(block.norm[r])) continue;
       bool ready = false;
-      // the largest u is 1, but all phi of a row may be small
+      // A largest u is 1, but in a tied row, whose u is phi. Without re-weighting all phi of a row may be small.
       float small = params.reweighted ? SMALL_SUM : SMALL_SUM / std::min(block.norm[r], 1.0f);
       for (int64_t d = 0; d < params.value_dim; ++d) {
         if (!sees_large[r * params.value_dim + d] && !(out[r * block.padded_value_dim + d] < small)) continue;
@@ -168,7 +168,7 @@ class BlockOutput {
     inverse_power_sum[r] = 1.0f;
     zero_weights[r] = block.params.normaliser == L1 && block.log_norm[r] == -INF;
     if (block.params.reweighted)
-      factor = (inverse_power_sum[r] = power_sum < MIN_ROW_SUM ? 1.0f : 1.0f / power_sum) * block.dropout.keep_scale;
+      factor = (inverse_power_sum[r] = power_sum == 0.0f ? 1.0f : 1.0f / power_sum) * block.dropout.keep_scale;
     else if (block.stored_is_weight())
       factor = block.weight_scale[r];
     float* row = out + r * block.padded_value_dim;

@@ -22,9 +22,9 @@
 
 namespace softfocus {
 
-// A row sum of phi below this counts as 0. Where a row is not tied its spread is at least TIE_TOLERANCE
-// times norm / N, and inverse_spread must be finite: for N up to 5e8 it is. Where a row has weights sum u^p
-// is at least 1, since its largest u is 1.
+// A row sum of phi below this counts as 0: the row is without weights, its u and sum u^p are 0. Every other
+// row that is not tied has a spread of at least TIE_TOLERANCE * norm / N, so that inverse_spread is finite
+// for N up to 5e8. Its largest u is 1, and sum u^p at least 1. In a tied row sum u^p is norm.
 constexpr float MIN_ROW_SUM = 1e-25f;
 // Whole powers up to this are made by squaring. At p = 31 that is five units in the last place off, where
 // the rounding of u alone makes thirty (docs/performance.md).

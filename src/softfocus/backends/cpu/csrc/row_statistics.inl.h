@@ -31,9 +31,12 @@ inline void RowBlock<Phi>::finish_row(int64_t r) {
     weight_scale[r] = compute_row_factor(params, count[r]);
     return;
   }
-  if (norm[r] < MIN_ROW_SUM) norm[r] = 1.0f, log_norm[r] = -INF;  // no phi is positive: all weights are 0
+  if (norm[r] < MIN_ROW_SUM) {  // a row without weights: weight_scale stays 0, and u is 0
+    norm[r] = 1.0f, log_norm[r] = -INF, inverse_spread[r] = 0.0f;
+    return;
+  }
   weight_scale[r] = std::isfinite(norm[r]) ? 1.0f / norm[r] : std::numeric_limits<float>::quiet_NaN();
-  if (params.reweighted && log_norm[r] != -INF) set_reweighting(r);
+  if (params.reweighted) set_reweighting(r);
 }
 
 // Threshold, spread and power of a row. A tied row, and a row that sees a NaN, keeps threshold 0

@@ -13,8 +13,9 @@ inline vfloat from_bfloat16(vhalf x) { return floats((vint)(__builtin_convertvec
 
 inline vfloat from_float16(vhalf x) {
   vuint u = __builtin_convertvector(x, vuint), magnitude = u & 0x7fff;
-  vuint y =
-      (vuint)(floats((vint)(magnitude << 13)) * 0x1p112f);  // exponent biases differ by 112; denormals come out right
+  // Exponent biases differ by 112. Denormals come out right, unless the processor flushes them
+  // (torch.set_flush_denormal).
+  vuint y = (vuint)(floats((vint)(magnitude << 13)) * 0x1p112f);
   y |= magnitude >= 0x7c00 ? (vuint)splat(0x7f800000) : vuint{};
   return floats((vint)(y | (u & 0x8000) << 16));
 }
