@@ -47,7 +47,7 @@ class RowGradients {
 
   // Gradients of the rows of a query head from start_q on. Adds to grad_keys [Lk, padded_dim] and
   // grad_values [Lk, padded_value_dim], writes the others.
-  void run(int64_t b, int64_t query_head, int64_t start_q, const KeyHead& key_data, const GradientTensors& grads,
+  void run(int64_t b, int64_t query_head, int64_t start_q, const KeyHeadData& key_data, const GradientTensors& grads,
            float* grad_keys, float* grad_values) {
     block.compute(b, query_head, start_q, key_data);
     read_grad_out(grads);
@@ -125,7 +125,7 @@ class RowGradients {
   template <bool DROPOUT>
   void listed_grad_weights(const GradientTensors& grads);
   float u_at(int64_t r, int64_t j) const;
-  void add_exact_terms(int64_t r, double& delta_i, double& exact_sum);
+  void add_exact_terms(int64_t r, double& delta_i, double& exact_g_sum);
   template <bool DROPOUT>
   void listed_grad_scores(int64_t start_k, RowView v, float* grad_values);
   vfloat dropout_factor(vfloat u) const;

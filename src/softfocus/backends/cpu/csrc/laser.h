@@ -10,7 +10,7 @@ namespace softfocus {
 
 // M is 0 while the columns' maxima are within this: e^-20 to e^20 leave the sums far from what a float
 // cannot hold.
-constexpr float ORDINARY_MAX = 20.0f;
+constexpr float ZERO_SHIFT_MAX = 20.0f;
 // A value above M + 30 is large: rows that see it take the exact sum. Weights too small for a float,
 // 1e-38, times e^30 = 1e13 are 1e-25: with up to 1e5 keys less than the last digit of SMALL_SUM, 6e-20.
 constexpr float LARGE = 30.0f;

@@ -13,7 +13,7 @@
 
 #include <type_traits>
 
-#include "decode_scores.h"
+#include "decode_dots.h"
 #include "dropout.h"
 #include "packing.h"
 #include "pointwise.h"
@@ -41,7 +41,7 @@ template <typename Phi>
 class RowBlock : public BlockVisibility {
  public:
   const int64_t padded_dim, padded_value_dim;  // D and Dv in whole vectors
-  const KeyHead* key_data = nullptr;           // of the key head that the rows read
+  const KeyHeadData* key_data = nullptr;       // of the key head that the rows read
   Buffer<float> stored;                        // [tiles, max_rows, BLOCK_K], scores in their stored form
   Buffer<float> queries;         // [BLOCK_Q, padded_dim]; unit vectors for cosine similarity, 0 where non-finite
   Buffer<float> scaled_queries;  // [BLOCK_Q, padded_dim], times score_scale: for the gradients of the keys
@@ -69,13 +69,13 @@ class RowBlock : public BlockVisibility {
         scaled_queries(BLOCK_Q * padded_dim),
         dropout(params, max_rows, max_row_stride - W),
         maximum_first(Phi::shifted_by_maximum && params.normaliser == L1),
-        decode_scores(params, padded_dim) {}
+        decode_dots(params, padded_dim) {}
 
-  // Moves to the rows of a head from `first` on: computes scores, statistics, and the constants of
-  // the weights.
-  void compute(int64_t batch, int64_t head, int64_t first, const KeyHead& keys) {
-    set_rows(batch, head, first);
-    key_data = &keys;
+  // Moves to the rows of query head h from first_q on: computes scores, statistics, and the constants
+  // of the weights.
+  void compute(int64_t b, int64_t h, int64_t first_q, const KeyHeadData& data) {
+    set_rows(b, h, first_q);
+    key_data = &data;
     read_queries();
     compute_scores(0, n_rows, false);
     for (int64_t r = 0; r < n_rows; ++r) finish_row(r);
@@ -143,11 +143,10 @@ class RowBlock : public BlockVisibility {
     };
   }
 
-  // Multiplies weights of a row, or their gradients, by the dropout factors. weights[0] belongs to the
-  // key at seen.begin.
-  void apply_dropout(int64_t r, KeyRange seen, float* weights) const {
-    for (int64_t j = seen.begin; j < seen.end; j += W, weights += W)
-      store(weights, load(weights) * dropout.factors(r, j));
+  // Multiplies weights of row r, or their gradients, by the dropout factors. row[0] belongs to the key
+  // at seen.begin.
+  void apply_dropout(int64_t r, KeyRange seen, float* row) const {
+    for (int64_t j = seen.begin; j < seen.end; j += W, row += W) store(row, load(row) * dropout.factors(r, j));
   }
 
   // Lists the live keys of a re-weighted row in a tile: the keys, counted from start_k, and their
@@ -196,7 +195,7 @@ class RowBlock : public BlockVisibility {
 
  private:
   const bool maximum_first;  // all rows store s first, and e^(s - m) once the row maximum m is known
-  DecodeScores decode_scores;
+  DecodeDots decode_dots;
 
   // row_scores.inl.h
   void read_queries();

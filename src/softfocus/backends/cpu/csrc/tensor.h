@@ -111,12 +111,12 @@ inline void with_element(int64_t dtype, F&& f) {
 constexpr float SAFE_MIN = 1e-30f, SAFE_MAX = 1e30f;
 
 // The power of two that brings x, positive and normal, to [1, 2); clamped to what a float can hold
-inline float inverse_exponent(float x) {
-  uint32_t wide;
-  std::memcpy(&wide, &x, 4);
-  uint32_t exponent = std::clamp<uint32_t>(254 - (wide >> 23), 1, 253) << 23;
+inline float inverse_power_of_two(float x) {
+  uint32_t x_bits;
+  std::memcpy(&x_bits, &x, 4);
+  uint32_t y_bits = std::clamp<uint32_t>(254 - (x_bits >> 23), 1, 253) << 23;
   float y;
-  std::memcpy(&y, &exponent, 4);
+  std::memcpy(&y, &y_bits, 4);
   return y;
 }
 
@@ -132,18 +132,18 @@ inline float l2_normalise(float* x, int64_t n) {
     std::fill(x, x + n, 0.0f);
     return 0.0f;
   }
-  float unit = inverse_exponent(largest);  // the squares of x * unit neither overflow nor underflow
+  float prescale = inverse_power_of_two(largest);  // the squares of x * prescale neither overflow nor underflow
   vfloat squares = vfloat{};
   for (k = 0; k + W <= n; k += W) {
-    vfloat y = load(x + k) * unit;
+    vfloat y = load(x + k) * prescale;
     squares += y * y;
   }
   float sum = reduce_sum(squares);
-  for (; k < n; ++k) sum += (x[k] * unit) * (x[k] * unit);
+  for (; k < n; ++k) sum += (x[k] * prescale) * (x[k] * prescale);
   float inverse = 1.0f / std::sqrt(sum);
-  for (k = 0; k + W <= n; k += W) store(x + k, load(x + k) * unit * inverse);
-  for (; k < n; ++k) x[k] = x[k] * unit * inverse;
-  return inverse * unit;
+  for (k = 0; k + W <= n; k += W) store(x + k, load(x + k) * prescale * inverse);
+  for (; k < n; ++k) x[k] = x[k] * prescale * inverse;
+  return inverse * prescale;
 }
 
 // dL/d(x / |x|) to dL/dx, in place. `direction` is x / |x|.

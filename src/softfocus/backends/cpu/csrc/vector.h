@@ -83,11 +83,11 @@ inline float reduce_sum(vfloat x) {
   return x[0];
 }
 
-// A sum in double, for sums that cancel
+// A sum in double, lane by lane, for sums that cancel
 class DoubleSum {
  public:
   void add(vfloat x) { sum_ += half(x, 0) + half(x, 1); }
-  void add(vfloat x, vfloat y) { sum_ += half(x, 0) * half(y, 0) + half(x, 1) * half(y, 1); }
+  void add_product(vfloat x, vfloat y) { sum_ += half(x, 0) * half(y, 0) + half(x, 1) * half(y, 1); }
   double total() const {
     double y = 0.0;
     for (int i = 0; i < W / 2; ++i) y += sum_[i];

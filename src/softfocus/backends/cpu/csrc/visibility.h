@@ -80,10 +80,10 @@ class BlockVisibility {
     tile_masks.resize(max_row_stride / BLOCK_K + 1);
   }
 
-  // Moves to the rows of a head from `first` on.
-  void set_rows(int64_t batch, int64_t head, int64_t first) {
-    batch_index = batch, query_head = head, key_head = params.key_head_of(head), start_q = first;
-    n_rows = std::min(max_rows, params.query_length - first);
+  // Moves to the rows of query head h from first_q on.
+  void set_rows(int64_t b, int64_t h, int64_t first_q) {
+    batch_index = b, query_head = h, key_head = params.key_head_of(h), start_q = first_q;
+    n_rows = std::min(max_rows, params.query_length - first_q);
     set_windows();
     if (masks_given) {
       for (int64_t r = 0; r < n_rows; ++r) read_mask_row(r);
