@@ -1,5 +1,6 @@
-// The backward: threads share the blocks of rows of each key head. Their sums are added in a fixed
-// order, so that the result does not depend on timing.
+// The backward: each task sums the gradients of a key head over all blocks of rows, or over every
+// splits-th where there are fewer key heads at once than threads. The sums of tasks are added in a fixed
+// order, so that the result depends on the number of threads but not on timing.
 #include "gradients.h"
 #include "parallel.h"
 
@@ -9,6 +10,7 @@ namespace {
 // Where one task sums the gradients of a key head: in the result itself if that is float32 in whole
 // vectors and this is the first of its tasks
 struct KeyHeadSums {
+  // [Lk, padded_dim], [Lk, padded_value_dim]; unused where the result itself is summed in
   Buffer<float> key_scratch, value_scratch;
   float *key = nullptr, *value = nullptr;  // [Lk, padded_dim], [Lk, padded_value_dim]
 };
@@ -23,8 +25,9 @@ struct Schedule {
         splits(1),
         block_rows(rows_per_block(params, true)),
         blocks(ceil_div(params.query_length, block_rows)) {
-    // Tasks that add to the same elements of grad_bias must not run at the same time. So there is one
-    // key head at once, or one task for a key head.
+    // Tasks that add to the same elements of grad_bias must not run at the same time. Heads that share
+    // elements are not worked on together: at_once = 1. Rows that share elements stay in one task:
+    // splits = 1.
     bool shared_by_heads = (!bias.stride[0] && params.batch > 1) || (!bias.stride[1] && params.heads > 1);
     bool shared_by_rows = !bias.stride[2] && params.query_length > 1;
     if (bias.data && shared_by_heads) at_once = std::min<int64_t>(at_once, 1);
@@ -56,7 +59,7 @@ void run_task(const Params& params, const GradientTensors& grads, const Schedule
 inline void add_tasks(const Params& params, const GradientTensors& grads, int64_t splits, int64_t head_index,
                       int64_t begin, int64_t end, const KeyHeadData& key_data, KeyHeadSums* sums) {
   int64_t padded_dim = round_up(params.head_dim, W), padded_value_dim = round_up(params.value_dim, W);
-  Buffer<float> scratch(params.cosine ? BLOCK_K * padded_dim : 0);
+  Buffer<float> scratch(params.cosine ? BLOCK_K * padded_dim : 0);  // [BLOCK_K, padded_dim]
   RowView directions{nullptr, 0};
   if (params.cosine)
     directions =

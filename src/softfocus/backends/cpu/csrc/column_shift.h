@@ -13,7 +13,9 @@ struct ColumnShift {
   Buffer<float> scratch;          // [BLOCK_K, padded_value_dim], e^(V - M) of a tile, unless M is 0
   std::vector<ValueIndex> large;  // values above their M + LARGE that some row may see
   bool zero_shift = false;        // M is 0
-  bool record_large = false;      // in the first pass over the tiles, which meets them all
+  // true in the first pass over the tiles after choose(), in which exp_values() appends to `large`; later
+  // passes would append the same again
+  bool record_large = false;
 
   // Chooses M for a block. `value_scratch` [BLOCK_K, padded_value_dim].
   template <typename Phi>
@@ -71,7 +73,7 @@ struct ColumnShift {
   template <typename Phi>
   static std::vector<uint8_t> common_masks(const RowBlock<Phi>& block, int64_t begin, int64_t end) {
     if (begin >= end || !block.masks_given) return {};
-    std::vector<uint8_t> common(end - begin, 1);
+    std::vector<uint8_t> common(end - begin, 1);  // [end - begin]
     for (int64_t r = 0; r < block.n_rows; ++r)
       for (int64_t j = 0; j < end - begin && !block.fully_masked[r]; ++j)
         common[j] &= uint8_t(block.sees(r, begin + j));

@@ -1,6 +1,6 @@
-// Dot products of a few query rows with their keys, as in decoding. Packing the keys would cost more than it saves, so
-// they are read in place. Plain code that calls back through std::function: as a template over phi it
-// took three times as long to compile, and was no faster.
+// Dot products of a few query rows with their keys, as in decoding. Packing the keys would cost more
+// than it saves, so they are read in place. Plain code that calls back through std::function: as a
+// template over phi it took three times as long to compile, and was no faster.
 #pragma once
 
 #include <functional>
@@ -39,7 +39,7 @@ class DecodeDots {
   const bool in_place;
   int64_t batch_index = 0, key_head = 0;  // of the call of compute()
   Buffer<float> copies;                   // [W, padded_dim], keys that cannot be read in place
-  Buffer<float> one_key;                  // [padded_dim], one key
+  Buffer<float> one_key;                  // [padded_dim]
 
   template <typename T>
   void compute_elements(const BlockVisibility& block, const float* queries, int64_t rows, const DotAddress& address,

@@ -46,7 +46,7 @@ inline float BlockOutput<Phi>::add_live_values(const RowBlock<Phi>& block, int64
         for (int64_t e = 0; e < live.length[i]; ++e) {
           const T* row =
               row_pointer<T>(params.value, batch_index, key_head, block.key_begin + start_k + live.keys_of(i)[e]);
-          for (int64_t d = 0; d < padded_value_dim; d += 64 / sizeof(T)) __builtin_prefetch(row + d);
+          for (int64_t d = 0; d < padded_value_dim; d += CACHE_LINE / sizeof(T)) __builtin_prefetch(row + d);
         }
       if (tiles.size() == LISTS) add_listed();
     });

@@ -50,6 +50,7 @@ class DropoutMask {
   }
 
  private:
+  static constexpr int ROUNDS = 7;          // dropout.ROUNDS: the fewest that pass BigCrush
   static constexpr int64_t WORD_KEYS = 64;  // keys whose bits are one word: dropout.GROUP
   const Params& params;
   const int64_t rows;
@@ -59,7 +60,7 @@ class DropoutMask {
     return (j / BLOCK_K * rows + r) * (BLOCK_K / WORD_KEYS) + j % BLOCK_K / WORD_KEYS;
   }
 
-  // Philox-4x32 of the counters (first + lane, row, head_index, 0); the upper 32 bits of each lane are
+  // Philox-4x32-7 of the counters (first + lane, row, head_index, 0); the upper 32 bits of each lane are
   // arbitrary
   void philox(uint64_t first, uint32_t row, uint32_t head_index, vuint64 (&words)[4]) const {
     vuint64 lane;
@@ -67,7 +68,7 @@ class DropoutMask {
     vuint64 a = lane + first, b = vuint64{} + row, c = vuint64{} + head_index, d = vuint64{};
     uint32_t k = uint32_t(params.seed), m = uint32_t(params.seed >> 32);
 #pragma GCC unroll 7
-    for (int round = 0; round < 7; ++round) {
+    for (int round = 0; round < ROUNDS; ++round) {
       vuint64 x = multiply(a, 0xD2511F53), y = multiply(c, 0xCD9E8D57);
       a = (y >> 32) ^ b ^ k, b = y, c = (x >> 32) ^ d ^ m, d = x;
       k += 0x9E3779B9, m += 0xBB67AE85;
@@ -78,8 +79,9 @@ class DropoutMask {
   // The dropout bits of 64 keys: bit n is 1 where number n is below the threshold
 #if defined(__AVX512BW__)
   uint64_t random_word(uint64_t first, uint32_t row, uint32_t head_index) const {
-    // The 16-bit parts of two words that belong to keys 0 to 31: bits 0 to 15 of each of the 8
-    // lanes of the first word, bits 16 to 31 of each lane, and the same of the second word
+    // Element 4 l + h of a word is the 16-bit half h, 0 for the lower, of lane l's 32 bits; elements
+    // 4 l + 2 and 4 l + 3 are its arbitrary upper bits. Elements from 32 on are the second word's. Bit
+    // 8 n + l of the result is lane l's number n (dropout.py).
     alignas(64) static constexpr uint16_t order[32] = {0,  4,  8,  12, 16, 20, 24, 28, 1,  5,  9,  13, 17, 21, 25, 29,
                                                        32, 36, 40, 44, 48, 52, 56, 60, 33, 37, 41, 45, 49, 53, 57, 61};
     vuint64 words[4];
@@ -97,7 +99,8 @@ class DropoutMask {
       philox(first + lane, row, head_index, words);
       unroll<8>([&](int n) {
         vuint64 number = (words[n / 2] >> n % 2 * 16) & 0xffffu;
-        dropped |= ((number - uint64_t(params.dropout_threshold)) >> 16 & 1) << 8 * n;  // less: borrows
+        // number < threshold borrows from bit 16
+        dropped |= ((number - uint64_t(params.dropout_threshold)) >> 16 & 1) << 8 * n;
       });
       for (int i = 0; i < W / 2; ++i) found |= dropped[i] << (lane + i);
     }

@@ -98,9 +98,8 @@ inline void RowGradients<Phi>::dense_grad_scores(int64_t r, int64_t start_k) {
       unroll<N>([&](int i) {
         vfloat da_j = load(da + j + i * W);
         vfloat grad_phi = (da_j - delta_i) * grad_scale;
-        vfloat grad_s = x[i] == 0.0f
-                            ? vfloat{}
-                            : grad_phi * x[i];  // 0 for a key that the row does not see, whatever dA and delta are
+        // 0 for a key that the row does not see, whatever dA and delta are
+        vfloat grad_s = x[i] == 0.0f ? vfloat{} : grad_phi * x[i];
         if (has_exact[r] && !constant_weights(r)) {
           grad_s += load(exact_terms + r * block.row_stride + j + i * W) * phi.log_derivative(load(stored + j + i * W));
         }

@@ -5,8 +5,9 @@
 
 namespace softfocus {
 
-// Rows listed before any list is used: no loop waits for a length just computed. With the next tile's
-// values prefetched this took a third off the forward; other numbers were not measured.
+// Lists made before any is used, of as many rows, or in decoding of as many tiles: no loop waits for a
+// length just computed. With the next tile's values prefetched this took a third off the forward; other
+// numbers were not measured.
 constexpr int64_t LISTS = 16;
 
 // For each of LISTS rows the live keys of a tile and their u, later u^p
@@ -58,7 +59,8 @@ struct LiveKeys {
 // The order of live keys defeats the hardware's prefetcher. Rows with a stride of 0 are in the
 // cache already.
 inline void prefetch_next_tile(const float* rows, int64_t stride, int64_t r, int64_t width) {
-  for (int64_t d = 0; d < width && stride >= width; d += 16) __builtin_prefetch(rows + (BLOCK_K + r) * stride + d);
+  for (int64_t d = 0; d < width && stride >= width; d += LINE_FLOATS)
+    __builtin_prefetch(rows + (BLOCK_K + r) * stride + d);
 }
 
 // out[0 .. VECTORS * W) += sum_e w[e] * values[keys[e]]. Even and odd e have sums of their own, so
@@ -85,7 +87,8 @@ inline void add_listed_rows(int64_t vectors, int64_t n, const uint8_t* keys, con
   for (; vectors >= 1; vectors -= 1, values += W, out += W) add_listed_rows<1>(n, keys, w, values, stride, out);
 }
 
-// to[e] (+)= row . v[keys[e]] over VECTORS vectors; e runs in whole vectors, so the keys are padded
+// to[e] (+)= row . v[keys[e]] over VECTORS vectors. Up to W - 1 keys behind the list are read, and must
+// be keys of the tile.
 template <int VECTORS>
 inline void listed_dots(const float* row, int64_t n, const uint8_t* keys, RowView v, float* to, bool add) {
   vfloat row_part[VECTORS];  // of the row, kept in registers

@@ -41,7 +41,7 @@ class BlockOutput {
   template <typename F>
   void each_exact_sum(RowBlock<Phi>& block, F&& f) {
     const Params& params = block.params;
-    std::vector<uint8_t> sees_large(block.n_rows * params.value_dim, 0);
+    std::vector<uint8_t> sees_large(block.n_rows * params.value_dim, 0);  // [n_rows, Dv]
     for (auto [key, d] : column_shift.large)
       for (int64_t r = 0; r < block.n_rows; ++r)
         if (!block.fully_masked[r] && block.sees(r, key) && block.has_weight(r, key))
@@ -66,7 +66,8 @@ class BlockOutput {
   Buffer<float> weights;        // [MR, BLOCK_K], of a strip
   Buffer<float> logs;           // [row_stride], LASER's
 
-  // DROPOUT is a template argument: listing live keys takes most of the time.
+  // DROPOUT is a template argument: listing live keys takes most of the time, and a test in its loop
+  // would cost every call.
   template <bool DROPOUT>
   void compute(const RowBlock<Phi>& block) {
     const Params& params = block.params;

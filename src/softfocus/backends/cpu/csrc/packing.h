@@ -19,7 +19,7 @@ struct ValueIndex {  // an element of V
 // it.
 struct KeyHeadData {
   Buffer<float> key_panels;       // [Lk / PANEL, D, PANEL]; unit vectors for cosine similarity
-  Buffer<float> inverse_norm;     // [Lk], 1 / |k|; 1 without cosine similarity
+  Buffer<float> inverse_norm;     // [Lk], 1 / |k|, 0 for |k| = 0; 1 without cosine similarity; 0 if non-finite
   Buffer<float> value_panels;     // [Lk / PANEL, Dv, PANEL]; e^V with LASER; for a backward without re-weighting
   Buffer<float> value_rows;       // [Lk, Dv in whole vectors], where values cannot be read in place
   Buffer<float> exp_values;       // [Lk, Dv in whole vectors], LASER's e^V; 1 in the padding, whose sums nobody reads
@@ -70,7 +70,7 @@ inline void transpose_rows(const float* rows, int64_t row_stride, int64_t width,
 inline void pack_keys(const Params& params, KeyHeadData& key_data, int64_t b, int64_t key_head, int64_t start,
                       int64_t stop) {
   int64_t width = params.head_dim;
-  Buffer<float> rows(W * width);
+  Buffer<float> rows(W * width);  // [W, D]
   for (int64_t first = start; first < round_up(stop, PANEL); first += W) {
     for (int64_t j = 0; j < W; ++j) {
       int64_t key = first + j;
@@ -99,7 +99,7 @@ inline void pack_keys(const Params& params, KeyHeadData& key_data, int64_t b, in
 inline void pack_values(const Params& params, KeyHeadData& key_data, int64_t b, int64_t key_head, int64_t start,
                         int64_t stop, bool panels, std::vector<ValueIndex>& nonfinite, std::vector<ValueIndex>& large) {
   int64_t width = params.value_dim, stride = round_up(width, W);
-  Buffer<float> rows(W * stride);
+  Buffer<float> rows(W * stride);  // [W, Dv in whole vectors]
   // Values that are read in place elsewhere are only searched for non-finite elements.
   bool only_check =
       params.dtype == FLOAT32 && params.value.stride[3] == 1 && !panels && !key_data.value_rows && !key_data.exp_values;

@@ -26,7 +26,7 @@ inline void RowBlock<Phi>::finish_row(int64_t r) {
   } else {
     log_norm[r] = std::log(norm[r]);
   }
-  if (std::isnan(norm[r])) maximum[r] = norm[r];
+  if (std::isnan(norm[r])) maximum[r] = norm[r];  // which max() passed by
   if (params.normaliser != L1) {
     weight_scale[r] = compute_row_factor(params, count[r]);
     return;
@@ -58,9 +58,9 @@ inline void RowBlock<Phi>::set_reweighting(int64_t r) {
   threshold[r] = threshold_on[r] * mean;
   inverse_spread[r] = 1.0f / (largest_phi - threshold[r]);
   power[r] = params.head_power ? params.head_power[query_head] : float(params.power);
-  // Below live_threshold the term p u^(p-1), which the gradients hold, is less than half a unit in the
-  // last place of the largest weight. In rows of more than p^2 keys all such terms together are
-  // less than what the rounding of u contributes.
+  // The gradients hold p u^(p-1). Of a key at or below live_threshold it is at most eps/2, and of all N
+  // such keys together at most p^2 eps/2. Rounding u by eps/2 changes it by about p^2 eps/2 at u = 1:
+  // the terms left out are no larger than that.
   float p = power[r];
   if (p > 1.0f && !params.laser) {
     float most = 0.5f * std::numeric_limits<float>::epsilon() / (p * std::max(count[r] / (p * p), 1.0f));

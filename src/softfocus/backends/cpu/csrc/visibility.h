@@ -65,7 +65,7 @@ class BlockVisibility {
   int64_t key_begin = 0, key_end = 0;       // the keys that some row sees; key_begin is a multiple of BLOCK_K
   int64_t row_stride = 0;                   // bytes between the rows of `visible`
   int64_t max_rows = 0;                     // of a block; a multiple of MR
-  int64_t max_row_stride = 0;               // the largest row_stride of a block; all but W of it are whole tiles
+  int64_t max_row_stride = 0;               // the largest row_stride of a block: whole tiles, and W more
   int64_t window_begin[BLOCK_Q], window_end[BLOCK_Q];  // the keys that the window shows each row
   float count[BLOCK_Q];                                // N_i
   bool fully_masked[BLOCK_Q];
@@ -95,7 +95,7 @@ class BlockVisibility {
 
   int64_t padded_rows() const { return round_up(n_rows, MR); }
 
-  // f(start_k) for each tile that some row sees
+  // f(start_k) for each tile from key_begin to key_end, but those that the masks hide from all rows
   template <typename F>
   void each_tile(F&& f) const {
     for (int64_t start_k = 0; start_k < key_end - key_begin; start_k += BLOCK_K)
@@ -126,7 +126,7 @@ class BlockVisibility {
 
  private:
   int64_t strip_begin[BLOCK_Q / MR], strip_end[BLOCK_Q / MR];  // the keys that the window shows some row of a strip
-  std::vector<uint8_t> tile_masks;                             // TileMask of each tile
+  std::vector<uint8_t> tile_masks;                             // [tiles], TileMask of each
 
   // The keys that the window shows each row, and their number
   void set_windows() {
@@ -140,6 +140,8 @@ class BlockVisibility {
     }
     key_begin = key_begin < key_end ? key_begin / BLOCK_K * BLOCK_K : 0;
     key_end = std::max(key_end, key_begin);
+    // + W: as of TILE_STRIDE; chosen, not measured. Lists of live keys, too, write up to W elements past
+    // their end (gradients.h).
     row_stride = round_up(key_end - key_begin, BLOCK_K) + W;
   }
 
