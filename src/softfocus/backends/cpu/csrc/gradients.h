@@ -36,13 +36,14 @@ class RowGradients {
         weights(params.reweighted ? 0 : BLOCK_Q * TILE_STRIDE),
         grad_scores(BLOCK_Q * TILE_STRIDE),
         key_scratch(BLOCK_K * block.padded_dim),
-        grad_exp_values(params.laser ? BLOCK_K * block.padded_value_dim : 0),
+        grad_exp_values(params.laser && !params.reweighted ? BLOCK_K * block.padded_value_dim : 0),
         grad_weights(block.max_rows * block.max_row_stride, !params.reweighted),
         list_keys(params.reweighted ? block.max_rows * block.max_row_stride : 0, false),
         list_u(params.reweighted ? block.max_rows * block.max_row_stride : 0, false),
         list_start(list_index(BLOCK_Q, block.max_row_stride)),
         list_length(list_index(BLOCK_Q, block.max_row_stride)) {
-    if (params.laser) exp_panels.resize(BLOCK_K * params.value_dim), exact_terms.resize(BLOCK_Q * block.max_row_stride);
+    if (params.laser) exact_terms.resize(BLOCK_Q * block.max_row_stride);
+    if (params.laser && !params.reweighted) exp_panels.resize(BLOCK_K * params.value_dim);
   }
 
   // Gradients of the rows of a query head from start_q on. Adds to grad_keys [Lk, padded_dim] and

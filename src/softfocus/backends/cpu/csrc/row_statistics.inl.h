@@ -14,7 +14,6 @@ inline void RowBlock<Phi>::finish_row(int64_t r) {
     maximum[r] = log_norm[r] = -INF;
     norm[r] = 0.0f;
     if (maximum_first) exponentiate_row(r);  // to zeros: the products of its strip read the row
-    log_norm[r] = -INF;
     return;
   }
   if (maximum_first) {

@@ -77,7 +77,7 @@ class BlockVisibility {
     max_row_stride = round_up(span + BLOCK_K - 1, BLOCK_K) + W;  // a span may begin anywhere in a tile
     max_rows = std::min(most_rows, round_up(params.query_length, MR));
     if (masks_given) visible.resize(max_rows * max_row_stride);
-    tile_masks.resize(max_row_stride / BLOCK_K + 1);
+    tile_masks.resize(max_row_stride / BLOCK_K);
   }
 
   // Moves to the rows of query head h from first_q on.
@@ -140,8 +140,8 @@ class BlockVisibility {
     }
     key_begin = key_begin < key_end ? key_begin / BLOCK_K * BLOCK_K : 0;
     key_end = std::max(key_end, key_begin);
-    // + W: as of TILE_STRIDE; chosen, not measured. Lists of live keys, too, write up to W elements past
-    // their end (gradients.h).
+    // + W as in TILE_STRIDE. Chosen, not measured. Lists of live keys, too, are written up to W elements
+    // past their end (gradients.h).
     row_stride = round_up(key_end - key_begin, BLOCK_K) + W;
   }
 
