@@ -395,6 +395,30 @@ def test_phi_that_add_up_to_next_to_nothing(mechanism, size):
         torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("queries", [1, 16])
+@pytest.mark.parametrize(
+    ("mechanism", "size"),
+    [("relu_l1", 1e-28), ("relu2_l1", 1e-14), ("relu6_l1", 1e-28), ("sharpened(relu_l1, 3)", 1e-28),
+     ("sharpened(relu2_l1, 2.5)", 1e-14), ("laser(relu_l1)", 1e-28), ("laser(sharpened(relu_l1, 3))", 1e-28)],
+)  # fmt: skip
+def test_a_row_whose_phi_add_up_to_too_little_is_without_weights(mechanism, size, queries):
+    """docs/limitations.md: below 1e-25 a row sum counts as 0, and so do the output and every gradient of the row."""
+    algebra = softfocus.named(mechanism)
+    key, value, grad = (torch.randn(1, 2, n, 64, generator=seeded(i)) for i, n in enumerate((18, 18, queries)))
+    given = {"query": torch.full((1, 2, queries, 64), size), "key": key, "value": value}
+    assert (given["query"] @ key.mT > 0).any(-1).all()
+    given |= {"bias": torch.zeros(1, 2, queries, 18), "head_scale": torch.ones(2)}
+    if algebra.power is not None:
+        given["power"] = torch.full((2,), algebra.power)
+    for x in given.values():
+        x.requires_grad_()
+    for dropout_p in (0.0, 0.3)[: 1 if algebra.laser else 2]:
+        out = cpu(**given, mechanism=mechanism, dropout_p=dropout_p)
+        assert (out == 0).all()
+        for name, x in zip(given, torch.autograd.grad(out, list(given.values()), grad), strict=True):
+            assert (x == 0).all(), name
+
+
 def test_a_bool_is_true_whatever_its_byte():
     """As a mask that is another type's memory may have it."""
     query, key, value = (torch.randn(1, 2, 40, 16) for _ in range(3))
@@ -586,6 +610,22 @@ def test_a_query_in_decoding_is_not_changed_by_what_another_reads():
     for i in range(2):
         alone = cpu(query[:, :, i : i + 1], key, value, mechanism="lssar")
         assert torch.equal(alone[0, 0, 0].nan_to_num(9.0), together[0, 0, i].nan_to_num(9.0))
+
+
+@pytest.mark.parametrize("width", [8, 64])
+def test_a_column_in_decoding_is_not_changed_by_what_another_column_reads(width):
+    """A live key's infinity in one column does not make another column see the NaN of a key that is not read."""
+    query, key = (torch.randn(1, 1, n, 8, generator=seeded(n)) for n in (1, 70))
+    value = torch.randn(1, 1, 70, width, generator=seeded(0))
+    weights = cpu(query, key, torch.eye(70)[None, None], mechanism="lssar")[0, 0, 0]
+    assert weights.min() == 0
+    value[0, 0, weights.argmin(), 3] = math.nan
+    clean = cpu(query, key, value, mechanism="lssar")
+    assert clean.isfinite().all()
+    value[0, 0, weights.argmax(), 0] = math.inf
+    out = cpu(query, key, value, mechanism="lssar")
+    assert out[..., 0].isnan().all()
+    assert torch.equal(out[..., 1:], clean[..., 1:])
 
 
 # Threads

@@ -1,5 +1,6 @@
-// The backward: threads share the blocks of rows of each key head. Their sums are added in a fixed
-// order, so that the result does not depend on timing.
+// The backward: each task sums the gradients of a key head over all blocks of rows, or over every
+// splits-th where there are fewer key heads at once than threads. The sums of tasks are added in a fixed
+// order, so that the result depends on the number of threads but not on timing.
 #include "gradients.h"
 #include "parallel.h"
 
@@ -9,6 +10,7 @@ namespace {
 // Where one task sums the gradients of a key head: in the result itself if that is float32 in whole
 // vectors and this is the first of its tasks
 struct KeyHeadSums {
+  // [Lk, padded_dim], [Lk, padded_value_dim]; unused where the result itself is summed in
   Buffer<float> key_scratch, value_scratch;
   float *key = nullptr, *value = nullptr;  // [Lk, padded_dim], [Lk, padded_value_dim]
 };
@@ -16,15 +18,16 @@ struct KeyHeadSums {
 // How a call is shared out: `at_once` key heads are packed together, and each is the work of `splits`
 // tasks, which take every splits-th block of rows.
 struct Schedule {
-  int64_t at_once, splits, rows, blocks;
+  int64_t at_once, splits, block_rows, blocks;
 
   Schedule(const Params& params, const TensorView& bias)
       : at_once(key_heads_at_once(params, true)),
         splits(1),
-        rows(rows_per_block(params, true)),
-        blocks(ceil_div(params.query_length, rows)) {
-    // Tasks that add to the same elements of grad_bias must not run at the same time. So there is one
-    // key head at once, or one task for a key head.
+        block_rows(rows_per_block(params, true)),
+        blocks(ceil_div(params.query_length, block_rows)) {
+    // Tasks that add to the same elements of grad_bias must not run at the same time. Heads that share
+    // elements are not worked on together: at_once = 1. Rows that share elements stay in one task:
+    // splits = 1.
     bool shared_by_heads = (!bias.stride[0] && params.batch > 1) || (!bias.stride[1] && params.heads > 1);
     bool shared_by_rows = !bias.stride[2] && params.query_length > 1;
     if (bias.data && shared_by_heads) at_once = std::min<int64_t>(at_once, 1);
@@ -36,7 +39,7 @@ struct Schedule {
 // One task: every splits-th block of rows of a key head
 template <typename Phi>
 void run_task(const Params& params, const GradientTensors& grads, const Schedule& schedule, int64_t head_index,
-              int64_t split, const KeyHead& key_data, KeyHeadSums& sums, RowGradients<Phi>& worker) {
+              int64_t split, const KeyHeadData& key_data, KeyHeadSums& sums, RowGradients<Phi>& worker) {
   int64_t padded_dim = round_up(params.head_dim, W), padded_value_dim = round_up(params.value_dim, W);
   auto place = [&](Buffer<float>& scratch, float*& sums_at, void* result, int64_t stride, int64_t dim) {
     bool direct = split == 0 && stride == dim && params.dtype == FLOAT32;
@@ -47,16 +50,16 @@ void run_task(const Params& params, const GradientTensors& grads, const Schedule
   place(sums.key_scratch, sums.key, grads.grad_key, padded_dim, params.head_dim);
   place(sums.value_scratch, sums.value, grads.grad_value, padded_value_dim, params.value_dim);
   for (int64_t g = 0; g < params.group(); ++g)
-    for (int64_t block = split; block < schedule.blocks; block += schedule.splits)
+    for (int64_t block_index = split; block_index < schedule.blocks; block_index += schedule.splits)
       worker.run(head_index / params.key_heads, head_index % params.key_heads * params.group() + g,
-                 block * schedule.rows, key_data, grads, sums.key, sums.value);
+                 block_index * schedule.block_rows, key_data, grads, sums.key, sums.value);
 }
 
 // Adds the sums of a key head's tasks for the keys [begin, end), and writes them in the query's dtype.
 inline void add_tasks(const Params& params, const GradientTensors& grads, int64_t splits, int64_t head_index,
-                      int64_t begin, int64_t end, const KeyHead& key_data, KeyHeadSums* sums) {
+                      int64_t begin, int64_t end, const KeyHeadData& key_data, KeyHeadSums* sums) {
   int64_t padded_dim = round_up(params.head_dim, W), padded_value_dim = round_up(params.value_dim, W);
-  Buffer<float> scratch(params.cosine ? BLOCK_K * padded_dim : 0);
+  Buffer<float> scratch(params.cosine ? BLOCK_K * padded_dim : 0);  // [BLOCK_K, padded_dim]
   RowView directions{nullptr, 0};
   if (params.cosine)
     directions =
@@ -81,21 +84,21 @@ bool backward(const Params& params, const GradientTensors& grads) {
   Schedule schedule(params, grads.grad_bias);
   int64_t at_once = schedule.at_once, splits = schedule.splits, key_heads = params.batch * params.key_heads;
   PerThread<RowGradients<Phi>> workers(params);
-  std::vector<KeyHead> packed(at_once);
-  for (KeyHead& key_data : packed) key_data.reserve(params, true);
+  std::vector<KeyHeadData> key_data_at_once(at_once);
+  for (KeyHeadData& key_data : key_data_at_once) key_data.reserve(params, true);
   std::vector<KeyHeadSums> sums(at_once * splits);
   for (int64_t first = 0; first < key_heads; first += at_once) {
     int64_t n = std::min(at_once, key_heads - first);
-    if (!pack_key_heads(params, packed, first, n, true)) return false;
+    if (!pack_key_heads(params, key_data_at_once, first, n, true)) return false;
     bool done = parallel_for(params.threads, n * splits, [&](int64_t item) {
       int64_t i = item / splits;
-      run_task<Phi>(params, grads, schedule, first + i, item % splits, packed[i], sums[item], workers.mine());
+      run_task<Phi>(params, grads, schedule, first + i, item % splits, key_data_at_once[i], sums[item], workers.mine());
     });
     if (!done) return false;
     int64_t tiles = ceil_div(params.key_length, BLOCK_K);
     done = parallel_for(params.threads, n * tiles, [&](int64_t item) {
       int64_t i = item / tiles, begin = item % tiles * BLOCK_K, end = std::min(begin + BLOCK_K, params.key_length);
-      add_tasks(params, grads, splits, first + i, begin, end, packed[i], &sums[i * splits]);
+      add_tasks(params, grads, splits, first + i, begin, end, key_data_at_once[i], &sums[i * splits]);
     });
     if (!done) return false;
   }

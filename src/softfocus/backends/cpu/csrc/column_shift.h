@@ -5,15 +5,17 @@
 
 namespace softfocus {
 
-// M is 0 for values of ordinary size, whose e^V the key head holds ready. Else M is, for each
-// column, the maximum over the keys that every row of the block sees: no future value touches an
-// earlier row. Values far above M are clamped and recorded.
+// M is 0 where no column maximum is beyond ZERO_SHIFT_MAX: e^V lies ready in the key head's data. Else
+// M is, for each column, the maximum over the keys that every row of the block sees: no future value
+// touches an earlier row. Values far above M are clamped and recorded.
 struct ColumnShift {
   Buffer<float> shift;            // [padded_value_dim], M
   Buffer<float> scratch;          // [BLOCK_K, padded_value_dim], e^(V - M) of a tile, unless M is 0
   std::vector<ValueIndex> large;  // values above their M + LARGE that some row may see
-  bool ordinary = false;          // M is 0
-  bool record_large = false;      // in the first pass over the tiles, which meets them all
+  bool zero_shift = false;        // M is 0
+  // true in the first pass over the tiles after choose(), in which exp_values() appends to `large`; later
+  // passes would append the same again
+  bool record_large = false;
 
   // Chooses M for a block. `value_scratch` [BLOCK_K, padded_value_dim].
   template <typename Phi>
@@ -36,15 +38,15 @@ struct ColumnShift {
           for (int64_t d = 0; d < padded_value_dim; d += W)
             store(shift + d, max(load(v.data + (key - first) * v.stride + d), load(shift + d)));
     });
-    bool near_zero = true;
+    bool all_small = true;
     for (int64_t d = 0; d < params.value_dim; ++d) {
-      near_zero &= shift[d] == -INF || std::fabs(shift[d]) <= ORDINARY_MAX;
+      all_small &= shift[d] == -INF || std::fabs(shift[d]) <= ZERO_SHIFT_MAX;
       shift[d] = shift[d] == -INF ? 0.0f : shift[d];
     }
-    ordinary = near_zero && block.key_data->exp_values;
+    zero_shift = all_small && block.key_data->exp_values;
     record_large = true;
     large.clear();
-    if (ordinary) {
+    if (zero_shift) {
       std::fill(shift + 0, shift + padded_value_dim, 0.0f);
       large = block.key_data->large_values;
     } else {
@@ -55,9 +57,9 @@ struct ColumnShift {
   // e^(V - M) of the keys [first, first + n); calls values() for V only where the key head does not
   // hold the result
   template <typename F>
-  RowView exp_values(const KeyHead& key_data, F&& values, int64_t first, int64_t n, int64_t padded_value_dim,
+  RowView exp_values(const KeyHeadData& key_data, F&& values, int64_t first, int64_t n, int64_t padded_value_dim,
                      int64_t value_dim) {
-    if (ordinary) return {key_data.exp_values + first * padded_value_dim, padded_value_dim};
+    if (zero_shift) return {key_data.exp_values + first * padded_value_dim, padded_value_dim};
     RowView v = values();
     for (int64_t j = 0; j < n; ++j)
       exp_row(v.data + j * v.stride, shift, padded_value_dim, scratch + j * padded_value_dim, [&](int64_t d) {
@@ -71,7 +73,7 @@ struct ColumnShift {
   template <typename Phi>
   static std::vector<uint8_t> common_masks(const RowBlock<Phi>& block, int64_t begin, int64_t end) {
     if (begin >= end || !block.masks_given) return {};
-    std::vector<uint8_t> common(end - begin, 1);
+    std::vector<uint8_t> common(end - begin, 1);  // [end - begin]
     for (int64_t r = 0; r < block.n_rows; ++r)
       for (int64_t j = 0; j < end - begin && !block.fully_masked[r]; ++j)
         common[j] &= uint8_t(block.sees(r, begin + j));

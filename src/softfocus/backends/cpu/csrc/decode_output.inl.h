@@ -6,7 +6,7 @@
 namespace softfocus {
 
 // Adds u^p times the values of the live keys of a row to `out`. No other values are read. Returns sum
-// u^p. Tiles take the place of the rows that are listed together elsewhere: LIST_ROWS tiles are listed,
+// u^p. Tiles take the place of the rows that are listed together elsewhere: LISTS tiles are listed,
 // and their values prefetched, before any list is used.
 template <typename Phi>
 template <bool DROPOUT, typename T>
@@ -46,9 +46,9 @@ inline float BlockOutput<Phi>::add_live_values(const RowBlock<Phi>& block, int64
         for (int64_t e = 0; e < live.length[i]; ++e) {
           const T* row =
               row_pointer<T>(params.value, batch_index, key_head, block.key_begin + start_k + live.keys_of(i)[e]);
-          for (int64_t d = 0; d < padded_value_dim; d += 64 / sizeof(T)) __builtin_prefetch(row + d);
+          for (int64_t d = 0; d < padded_value_dim; d += CACHE_LINE / sizeof(T)) __builtin_prefetch(row + d);
         }
-      if (tiles.size() == LIST_ROWS) add_listed();
+      if (tiles.size() == LISTS) add_listed();
     });
   add_listed();
   return reduce_sum(power_sum);

@@ -27,47 +27,48 @@ class DropoutMask {
       : keep_scale(call.dropout_threshold < 1 << 16 ? 65536.0f / (65536 - call.dropout_threshold) : 0.0f),
         params(call),
         rows(max_rows) {
-    if (params.dropout_threshold) bits.resize(rows * (max_keys / WORD_KEYS), false);
+    if (params.dropout_threshold) dropped_bits.resize(rows * (max_keys / WORD_KEYS), false);
   }
 
   // Of row r and the W keys from offset j on: whether the weights are dropped, and their factors
   vint dropped(int64_t r, int64_t j) const {
-    int32_t word = int32_t(bits[word_index(r, j)] >> (j % WORD_KEYS));
+    int32_t word = int32_t(dropped_bits[word_index(r, j)] >> (j % WORD_KEYS));
     return (splat(word) & (1 << lane_index())) != 0;
   }
   vfloat factors(int64_t r, int64_t j) const { return dropped(r, j) ? vfloat{} : splat(keep_scale); }
 
   void generate(const BlockVisibility& block) {
-    uint32_t head = uint32_t(block.batch_index * params.heads + block.query_head);
+    uint32_t head_index = uint32_t(block.batch_index * params.heads + block.query_head);  // of all B * H
     block.each_tile([&](int64_t start_k) {
       for (int64_t r = 0; r < block.n_rows; ++r) {
         KeyRange seen = block.strip_range(r, start_k);
         for (int64_t j = seen.begin / WORD_KEYS * WORD_KEYS; j < seen.end; j += WORD_KEYS)
-          bits[word_index(r, j)] =
-              random_word(uint64_t(block.key_begin + j) / WORD_KEYS * 8, uint32_t(block.start_q + r), head);
+          dropped_bits[word_index(r, j)] =
+              random_word(uint64_t(block.key_begin + j) / WORD_KEYS * 8, uint32_t(block.start_q + r), head_index);
       }
     });
   }
 
  private:
+  static constexpr int ROUNDS = 7;          // dropout.ROUNDS: the fewest that pass BigCrush
   static constexpr int64_t WORD_KEYS = 64;  // keys whose bits are one word: dropout.GROUP
   const Params& params;
   const int64_t rows;
-  Buffer<uint64_t> bits;  // [tiles, rows, BLOCK_K / WORD_KEYS], one bit a key: 1 where its weight is dropped
+  Buffer<uint64_t> dropped_bits;  // [tiles, rows, BLOCK_K / WORD_KEYS], one bit a key: 1 where its weight is dropped
 
   int64_t word_index(int64_t r, int64_t j) const {
     return (j / BLOCK_K * rows + r) * (BLOCK_K / WORD_KEYS) + j % BLOCK_K / WORD_KEYS;
   }
 
-  // Philox-4x32 of the counters (first + lane, row, head, 0); the upper 32 bits of each lane are
+  // Philox-4x32-7 of the counters (first + lane, row, head_index, 0); the upper 32 bits of each lane are
   // arbitrary
-  void philox(uint64_t first, uint32_t row, uint32_t head, vuint64 (&words)[4]) const {
+  void philox(uint64_t first, uint32_t row, uint32_t head_index, vuint64 (&words)[4]) const {
     vuint64 lane;
     for (int i = 0; i < W / 2; ++i) lane[i] = i;
-    vuint64 a = lane + first, b = vuint64{} + row, c = vuint64{} + head, d = vuint64{};
+    vuint64 a = lane + first, b = vuint64{} + row, c = vuint64{} + head_index, d = vuint64{};
     uint32_t k = uint32_t(params.seed), m = uint32_t(params.seed >> 32);
 #pragma GCC unroll 7
-    for (int round = 0; round < 7; ++round) {
+    for (int round = 0; round < ROUNDS; ++round) {
       vuint64 x = multiply(a, 0xD2511F53), y = multiply(c, 0xCD9E8D57);
       a = (y >> 32) ^ b ^ k, b = y, c = (x >> 32) ^ d ^ m, d = x;
       k += 0x9E3779B9, m += 0xBB67AE85;
@@ -77,27 +78,29 @@ class DropoutMask {
 
   // The dropout bits of 64 keys: bit n is 1 where number n is below the threshold
 #if defined(__AVX512BW__)
-  uint64_t random_word(uint64_t first, uint32_t row, uint32_t head) const {
-    // The 16-bit parts of two words that belong to keys 0 to 31: bits 0 to 15 of each of the 8
-    // lanes of the first word, bits 16 to 31 of each lane, and the same of the second word
+  uint64_t random_word(uint64_t first, uint32_t row, uint32_t head_index) const {
+    // Element 4 l + h of a word is the 16-bit half h, 0 for the lower, of lane l's 32 bits; elements
+    // 4 l + 2 and 4 l + 3 are its arbitrary upper bits. Elements from 32 on are the second word's. Bit
+    // 8 n + l of the result is lane l's number n (dropout.py).
     alignas(64) static constexpr uint16_t order[32] = {0,  4,  8,  12, 16, 20, 24, 28, 1,  5,  9,  13, 17, 21, 25, 29,
                                                        32, 36, 40, 44, 48, 52, 56, 60, 33, 37, 41, 45, 49, 53, 57, 61};
     vuint64 words[4];
-    philox(first, row, head, words);
+    philox(first, row, head_index, words);
     __m512i indices = _mm512_load_si512(order), last = _mm512_set1_epi16(int16_t(params.dropout_threshold - 1));
     __m512i low = _mm512_permutex2var_epi16((__m512i)words[0], indices, (__m512i)words[1]);
     __m512i high = _mm512_permutex2var_epi16((__m512i)words[2], indices, (__m512i)words[3]);
     return uint64_t(_mm512_cmple_epu16_mask(high, last)) << 32 | _mm512_cmple_epu16_mask(low, last);
   }
 #else
-  uint64_t random_word(uint64_t first, uint32_t row, uint32_t head) const {
+  uint64_t random_word(uint64_t first, uint32_t row, uint32_t head_index) const {
     uint64_t found = 0;
     for (int lane = 0; lane < 8; lane += W / 2) {
       vuint64 words[4], dropped = vuint64{};
-      philox(first + lane, row, head, words);
+      philox(first + lane, row, head_index, words);
       unroll<8>([&](int n) {
         vuint64 number = (words[n / 2] >> n % 2 * 16) & 0xffffu;
-        dropped |= ((number - uint64_t(params.dropout_threshold)) >> 16 & 1) << 8 * n;  // less: borrows
+        // number < threshold borrows from bit 16
+        dropped |= ((number - uint64_t(params.dropout_threshold)) >> 16 & 1) << 8 * n;
       });
       for (int i = 0; i < W / 2; ++i) found |= dropped[i] << (lane + i);
     }

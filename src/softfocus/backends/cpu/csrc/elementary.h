@@ -17,9 +17,9 @@ namespace softfocus {
 constexpr float ROUND_MAGIC =
     12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer and leaves that in the low bits
 constexpr float LOG2_E = 1.44269504f, LN2 = 0.693147182f, LN2_REST = -1.90465430e-9f;  // LN2 + LN2_REST = ln 2
-constexpr float EXP_MIN = -87.0f;  // e^-87 is near the smallest normal float: below it the exponentials return 0
-constexpr float EXP_MAX = 88.8f;   // just above the logarithm of the largest float, 88.72
-constexpr float EXP_LOST = 80.0f;  // 1 - e^-80 is 1 in float, and 2^n with n = -115 a normal one
+constexpr float EXP_MIN = -87.0f;   // e^-87 is near the smallest normal float: below it the exponentials return 0
+constexpr float EXP_MAX = 88.8f;    // just above the logarithm of the largest float, 88.72
+constexpr float EXPM1_MAX = 80.0f;  // 1 - e^-f is 1 in float from f = 18 on. At f = 80 2^n is still a normal float
 
 // q = e^r - 1 for |r| <= ln 2 / 2
 template <int N>
@@ -79,7 +79,7 @@ __attribute__((always_inline)) inline void log1p_exp(const vfloat (&s)[N], vfloa
 template <int N>
 __attribute__((always_inline)) inline void one_minus_exp(vfloat (&f)[N]) {
   vfloat shifted[N], r[N], q[N];
-  unroll<N>([&](int i) { f[i] = -min(splat(EXP_LOST), f[i]); });
+  unroll<N>([&](int i) { f[i] = -min(splat(EXPM1_MAX), f[i]); });
   reduce_argument(f, shifted, r);
   expm1_reduced(r, q);
   unroll<N>([&](int i) { r[i] = times_power_of_two(splat(1.0f), shifted[i]); });

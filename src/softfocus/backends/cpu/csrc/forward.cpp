@@ -16,7 +16,7 @@ struct Worker {
   // with LASER always, since the exponentials would hide them.
   void decode(int64_t b, int64_t query_head, void* out, float* statistics) {
     const Params& params = block.params;
-    KeyHead key_data;
+    KeyHeadData key_data;
     auto search_values = [&] {
       pack_values(params, key_data, b, params.key_head_of(query_head), 0, params.key_length, false,
                   key_data.nonfinite_values, key_data.large_values);
@@ -29,37 +29,37 @@ struct Worker {
   }
 
   // The rows of a query head from start_q on
-  void run(int64_t b, int64_t query_head, int64_t start_q, const KeyHead& key_data, void* out, float* statistics) {
+  void run(int64_t b, int64_t query_head, int64_t start_q, const KeyHeadData& key_data, void* out, float* statistics) {
     const Params& params = block.params;
     block.compute(b, query_head, start_q, key_data);
     output.compute(block);
     if (params.laser) laser_logarithm();
     mark_nonfinite_values();
-    int64_t row = (b * params.heads + query_head) * params.query_length + start_q,
-            rows = params.batch * params.heads * params.query_length;
+    // statistics [4, all_rows]
+    int64_t first_row = (b * params.heads + query_head) * params.query_length + start_q,
+            all_rows = params.batch * params.heads * params.query_length;
     for (int64_t r = 0; r < block.n_rows; ++r) {
       float* out_row = output.out + r * block.padded_value_dim;
       if (block.fully_masked[r]) std::fill(out_row, out_row + params.value_dim, 0.0f);
-      write_row(out, params.dtype, (row + r) * params.value_dim, out_row, params.value_dim);
+      write_row(out, params.dtype, (first_row + r) * params.value_dim, out_row, params.value_dim);
       if (!statistics) continue;
-      statistics[row + r] = block.count[r];
-      statistics[rows + row + r] = block.maximum[r];
-      statistics[2 * rows + row + r] = block.log_norm[r];
-      statistics[3 * rows + row + r] = block.peak[r];
+      statistics[first_row + r] = block.count[r];
+      statistics[all_rows + first_row + r] = block.maximum[r];
+      statistics[2 * all_rows + first_row + r] = block.log_norm[r];
+      statistics[3 * all_rows + first_row + r] = block.peak[r];
     }
   }
 
   // NaN where a row sees a non-finite value. Decoding reads the values of a re-weighted row's live keys
-  // only: there a row that read no non-finite one stays as it is, whatever the call's other rows read.
+  // only: there an output that read no non-finite one stays as it is, whatever its row's and the call's other
+  // outputs read.
   void mark_nonfinite_values() {
     bool live_only = block.params.reweighted && !block.params.laser && !block.key_data->packed;
-    bool finite[BLOCK_Q] = {};
-    for (int64_t r = 0; r < block.n_rows && live_only; ++r)
-      finite[r] = all_finite(output.out + r * block.padded_value_dim, block.params.value_dim);
     for (auto [key, d] : block.key_data->nonfinite_values)
-      for (int64_t r = 0; r < block.n_rows; ++r)
-        if (!finite[r] && block.sees(r, key))
-          output.out[r * block.padded_value_dim + d] = std::numeric_limits<float>::quiet_NaN();
+      for (int64_t r = 0; r < block.n_rows; ++r) {
+        float& x = output.out[r * block.padded_value_dim + d];
+        if ((!live_only || !std::isfinite(x)) && block.sees(r, key)) x = std::numeric_limits<float>::quiet_NaN();
+      }
   }
 
   // Turns A e^(V - M) into log(A e^(V - M)) + M.
@@ -76,7 +76,7 @@ struct Worker {
     for (int64_t r = 0; r < block.n_rows; ++r)
       for (int64_t d = 0; d < params.value_dim; ++d) {
         float& x = output.out[r * block.padded_value_dim + d];
-        x = output.zero_weights[r] ? 0.0f : std::log(x) + output.shift.shift[d];
+        x = output.zero_weights[r] ? 0.0f : std::log(x) + output.column_shift.shift[d];
       }
     for (auto [index, exact] : exact_sums) output.out[index] = exact;
     for (int64_t r = 0; r < block.n_rows; ++r)
@@ -101,19 +101,21 @@ bool forward(const Params& params, void* out, float* statistics) {
       workers.mine().decode(item / params.heads, item % params.heads, out, statistics);
     });
   int64_t key_heads = params.batch * params.key_heads, at_once = key_heads_at_once(params, false);
-  int64_t rows = rows_per_block(params, false), blocks = ceil_div(params.query_length, rows), group = params.group();
-  std::vector<KeyHead> packed(at_once);
-  for (KeyHead& key_data : packed) key_data.reserve(params, false);
+  int64_t block_rows = rows_per_block(params, false), blocks = ceil_div(params.query_length, block_rows),
+          group = params.group();
+  std::vector<KeyHeadData> key_data_at_once(at_once);
+  for (KeyHeadData& key_data : key_data_at_once) key_data.reserve(params, false);
   for (int64_t first = 0; first < key_heads; first += at_once) {
     int64_t n = std::min(at_once, key_heads - first);
-    if (!pack_key_heads(params, packed, first, n, false)) return false;
+    if (!pack_key_heads(params, key_data_at_once, first, n, false)) return false;
+    // item = ((key head - first) * blocks + block, counted from the last) * group + query head in its group
     bool done = parallel_for(params.threads, n * group * blocks, [&](int64_t item) {
       // with a causal mask the last rows take longest: they go first
-      int64_t block = blocks - 1 - item / group % blocks;
+      int64_t block_index = blocks - 1 - item / group % blocks;
       int64_t head_index = first + item / (group * blocks);  // of all B * Hk
       int64_t query_head = head_index % params.key_heads * group + item % group;
-      workers.mine().run(head_index / params.key_heads, query_head, block * rows, packed[head_index - first], out,
-                         statistics);
+      workers.mine().run(head_index / params.key_heads, query_head, block_index * block_rows,
+                         key_data_at_once[head_index - first], out, statistics);
     });
     if (!done) return false;
   }

@@ -36,18 +36,19 @@ class RowGradients {
         weights(params.reweighted ? 0 : BLOCK_Q * TILE_STRIDE),
         grad_scores(BLOCK_Q * TILE_STRIDE),
         key_scratch(BLOCK_K * block.padded_dim),
-        grad_exp_values(params.laser ? BLOCK_K * block.padded_value_dim : 0),
+        grad_exp_values(params.laser && !params.reweighted ? BLOCK_K * block.padded_value_dim : 0),
         grad_weights(block.max_rows * block.max_row_stride, !params.reweighted),
         list_keys(params.reweighted ? block.max_rows * block.max_row_stride : 0, false),
         list_u(params.reweighted ? block.max_rows * block.max_row_stride : 0, false),
         list_start(list_index(BLOCK_Q, block.max_row_stride)),
         list_length(list_index(BLOCK_Q, block.max_row_stride)) {
-    if (params.laser) exp_panels.resize(BLOCK_K * params.value_dim), exact_terms.resize(BLOCK_Q * block.max_row_stride);
+    if (params.laser) exact_terms.resize(BLOCK_Q * block.max_row_stride);
+    if (params.laser && !params.reweighted) exp_panels.resize(BLOCK_K * params.value_dim);
   }
 
   // Gradients of the rows of a query head from start_q on. Adds to grad_keys [Lk, padded_dim] and
   // grad_values [Lk, padded_value_dim], writes the others.
-  void run(int64_t b, int64_t query_head, int64_t start_q, const KeyHead& key_data, const GradientTensors& grads,
+  void run(int64_t b, int64_t query_head, int64_t start_q, const KeyHeadData& key_data, const GradientTensors& grads,
            float* grad_keys, float* grad_values) {
     block.compute(b, query_head, start_q, key_data);
     read_grad_out(grads);
@@ -66,14 +67,14 @@ class RowGradients {
   BlockOutput<Phi> output;
   Buffer<float> grad_out;         // [BLOCK_Q, padded_value_dim], dL/dO; with LASER dL/d(A e^(V - M))
   Buffer<float> grad_queries;     // [BLOCK_Q, padded_dim]
-  Buffer<float> weights;          // [BLOCK_Q, TILE_STRIDE], A of a tile
+  Buffer<float> weights;          // [BLOCK_Q, TILE_STRIDE], A of a tile; without re-weighting
   Buffer<float> grad_scores;      // [BLOCK_Q, TILE_STRIDE], dL/ds of a tile
   Buffer<float> key_scratch;      // [BLOCK_K, padded_dim], keys of a tile that cannot be read in place
-  Buffer<float> grad_exp_values;  // [BLOCK_K, padded_value_dim], dL/d(e^(V - M)) of a tile
-  Buffer<float> exp_panels;       // [BLOCK_K / PANEL, Dv, PANEL], e^(V - M) of a tile
+  Buffer<float> grad_exp_values;  // [BLOCK_K, padded_value_dim], dL/d(e^(V - M)) of a tile; without re-weighting
+  Buffer<float> exp_panels;       // [BLOCK_K / PANEL, Dv, PANEL], e^(V - M) of a tile; without re-weighting
   Buffer<float> grad_weights;   // dL/dA: [tiles, max_rows, BLOCK_K]; of re-weighted rows the live keys, list after list
-  Buffer<uint8_t> list_keys;    // the live keys at the same indices, counted from the tile's first
-  Buffer<float> list_u;         // and their u
+  Buffer<uint8_t> list_keys;    // the live keys at the same indices, counted from the tile's first; one vector of slack
+  Buffer<float> list_u;         // and their u; one vector of slack
   Buffer<int64_t> list_start;   // [tiles, BLOCK_Q], where the list of a tile and row begins
   Buffer<uint8_t> list_length;  // [tiles, BLOCK_Q], its length
   Buffer<float> exact_terms;    // [BLOCK_Q, row_stride], A * dL/dA of the exact sums
@@ -81,10 +82,10 @@ class RowGradients {
   double exact_log_sum[BLOCK_Q];      // of these rows: sum_j A dL/dA log u
   KeyRange strip_keys[BLOCK_Q / MR];  // the keys that each strip sees in the tile at hand
   float delta[BLOCK_Q];               // D_i
-  float delta_error[BLOCK_Q];         // D_i - delta in re-weighted rows: dA - D may be small where one key dominates
-  float inverse_power_sum[BLOCK_Q];   // 1 / sum u^p
-  float power_over_sum[BLOCK_Q];      // p / sum u^p
-  float mean_grad[BLOCK_Q];           // -o mean(g) * inverse_spread: reaches all keys of the row
+  float delta_error[BLOCK_Q];  // re-weighted rows: D_i is delta + delta_error; dA - D cancels where one key dominates
+  float inverse_power_sum[BLOCK_Q];  // 1 / sum u^p
+  float power_over_sum[BLOCK_Q];     // p / sum u^p
+  float mean_grad[BLOCK_Q];          // -o mean(g) * inverse_spread: reaches all keys of the row
   float grad_power[BLOCK_Q];
   bool single_key[BLOCK_Q];  // one key has all the weight
 
@@ -125,7 +126,7 @@ class RowGradients {
   template <bool DROPOUT>
   void listed_grad_weights(const GradientTensors& grads);
   float u_at(int64_t r, int64_t j) const;
-  void add_exact_terms(int64_t r, double& delta_i, double& exact_sum);
+  void add_exact_terms(int64_t r, double& delta_i, double& exact_g_sum);
   template <bool DROPOUT>
   void listed_grad_scores(int64_t start_k, RowView v, float* grad_values);
   vfloat dropout_factor(vfloat u) const;

@@ -9,11 +9,11 @@ namespace softfocus {
 template <typename Phi>
 inline void RowGradients<Phi>::dense_grad_weights() {
   const Params& params = block.params;
-  vfloat phi_grad[BLOCK_Q], n_positive[BLOCK_Q];  // lane-wise: sum of phi dA, number of keys with a weight
-  for (int64_t r = 0; r < BLOCK_Q; ++r) phi_grad[r] = n_positive[r] = vfloat{};
+  vfloat phi_da_sum[BLOCK_Q], n_positive[BLOCK_Q];  // lane-wise: sum of phi dA, number of keys with a weight
+  for (int64_t r = 0; r < BLOCK_Q; ++r) phi_da_sum[r] = n_positive[r] = vfloat{};
   block.each_tile([&](int64_t start_k) {
     const float* panels = block.key_data->value_panels + (block.key_begin + start_k) * params.value_dim;
-    if (params.laser && !output.shift.ordinary) {
+    if (params.laser && !output.column_shift.zero_shift) {
       pack_exp_values(start_k);
       panels = exp_panels;
     }
@@ -33,20 +33,20 @@ inline void RowGradients<Phi>::dense_grad_weights() {
                         *da = block.tile_row(static_cast<float*>(grad_weights), i, start_k);
             for (int64_t j = seen.begin; j < seen.end; j += W) {
               vfloat f = phi.value(load(stored + j));
-              vfloat term = f * load(da + j);
-              phi_grad[i] += f == 0.0f ? vfloat{} : term;  // dA of a key that the row does not see may overflow
+              vfloat phi_da = f * load(da + j);
+              phi_da_sum[i] += f == 0.0f ? vfloat{} : phi_da;  // dA of a key that the row does not see may overflow
               if constexpr (Phi::has_zeros) n_positive[i] += f == 0.0f ? vfloat{} : splat(1.0f);
             }
           });
       }
   });
   for (int64_t r = 0; r < block.n_rows && params.normaliser == L1; ++r) {
-    delta[r] = reduce_sum(phi_grad[r]) * block.weight_scale[r];
+    delta[r] = reduce_sum(phi_da_sum[r]) * block.weight_scale[r];
     if (!has_exact[r]) single_key[r] = Phi::has_zeros && reduce_sum(n_positive[r]) == 1.0f;
-    double exact_sum = 0.0;
+    double exact_delta = 0.0;  // sum of exact_terms
     for (int64_t j = 0; j < block.key_end - block.key_begin && has_exact[r]; ++j)
-      exact_sum += exact_terms[r * block.row_stride + j];
-    delta[r] += exact_sum;
+      exact_delta += exact_terms[r * block.row_stride + j];
+    delta[r] += exact_delta;
   }
 }
 
@@ -56,7 +56,7 @@ inline void RowGradients<Phi>::pack_exp_values(int64_t start_k) {
   int64_t value_dim = block.params.value_dim;
   RowView v = output.tile_operand(block, start_k);
   int64_t n = std::min(BLOCK_K, block.params.key_length - block.key_begin - start_k);
-  Buffer<float>& scratch = output.shift.scratch;  // where these rows lie
+  Buffer<float>& scratch = output.column_shift.scratch;  // where these rows lie
   std::fill(scratch + n * v.stride, scratch + BLOCK_K * v.stride, 0.0f);
   for (int64_t j = 0; j < BLOCK_K; j += W)
     transpose_rows(v.data + j * v.stride, v.stride, value_dim, exp_panels + j / PANEL * PANEL * value_dim + j % PANEL);
@@ -96,15 +96,15 @@ inline void RowGradients<Phi>::dense_grad_scores(int64_t r, int64_t start_k) {
       unroll<N>([&](int i) { f[i] = phi.value(x[i]); });
       phi.derivative(x);
       unroll<N>([&](int i) {
-        vfloat grad = load(da + j + i * W);
-        vfloat grad_phi = (grad - delta_i) * grad_scale;
-        vfloat s = x[i] == 0.0f ? vfloat{}
-                                : grad_phi * x[i];  // 0 for a key that the row does not see, whatever dA and delta are
+        vfloat da_j = load(da + j + i * W);
+        vfloat grad_phi = (da_j - delta_i) * grad_scale;
+        // 0 for a key that the row does not see, whatever dA and delta are
+        vfloat grad_s = x[i] == 0.0f ? vfloat{} : grad_phi * x[i];
         if (has_exact[r] && !constant_weights(r)) {
-          s += load(exact_terms + r * block.row_stride + j + i * W) * phi.log_derivative(load(stored + j + i * W));
+          grad_s += load(exact_terms + r * block.row_stride + j + i * W) * phi.log_derivative(load(stored + j + i * W));
         }
         store(a + (j - start_k) + i * W, f[i] * scale);
-        store(ds + (j - start_k) + i * W, s);
+        store(ds + (j - start_k) + i * W, grad_s);
       });
     };
     int64_t j = seen.begin;

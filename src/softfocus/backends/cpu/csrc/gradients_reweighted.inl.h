@@ -11,15 +11,18 @@ namespace softfocus {
 template <typename Phi>
 template <bool DROPOUT>
 inline void RowGradients<Phi>::listed_grad_weights(const GradientTensors& grads) {
-  struct RowSums {  // sums of u^p, u^(p-1) and u^p log u; each alone and times dA
-    DoubleSum power, power_grad, power1, power1_grad, log, log_grad;
+  struct RowSums {  // sums of u^p, u^(p-1) and u^p log u; _grad: times dA
+    DoubleSum u_p, u_p_grad, u_p1, u_p1_grad, u_p_log, u_p_log_grad;
     int64_t n_live = 0;
   } sums[BLOCK_Q];
+  // The lists of all rows and tiles follow one another without gaps. Behind a list stands the next row's,
+  // of the same tile, or zeros: such a key exists in the tile, so that its value may be read. Its u is
+  // masked out.
   int64_t next = 0;  // where the next list begins
   block.each_tile([&](int64_t start_k) {
     RowView v = output.tile_operand(block, start_k);
-    for (int64_t first = 0; first < block.n_rows; first += LIST_ROWS) {
-      int64_t stop = std::min(first + LIST_ROWS, block.n_rows);
+    for (int64_t first = 0; first < block.n_rows; first += LISTS) {
+      int64_t stop = std::min(first + LISTS, block.n_rows);
       for (int64_t r = first; r < stop; ++r) {
         int64_t i = list_index(r, start_k),
                 n = block.fully_masked[r]
@@ -37,20 +40,20 @@ inline void RowGradients<Phi>::listed_grad_weights(const GradientTensors& grads)
         row.n_live += n;
         RowBlock<Phi>::with_powers(block.power[r], [&](auto powers) {
           for (int64_t e = 0; e < n; e += W) {
-            vfloat u = lane_index() < int32_t(n - e) ? load(u_list + e) : vfloat{}, grad = load(da + e), u_p, u_p1;
+            vfloat u = lane_index() < int32_t(n - e) ? load(u_list + e) : vfloat{}, da_e = load(da + e), u_p, u_p1;
             if constexpr (DROPOUT) {
-              grad *= dropout_factor(u);
-              store(da + e, grad);
+              da_e *= dropout_factor(u);
+              store(da + e, da_e);
               u = absolute(u);
             }
             powers(u, u_p, u_p1);
             u_p = u == 0.0f ? vfloat{} : u_p;  // padding
             u_p1 = u == 0.0f ? vfloat{} : u_p1;
-            row.power.add(u_p), row.power_grad.add(u_p, grad);
-            row.power1.add(u_p1), row.power1_grad.add(u_p1, grad);
+            row.u_p.add(u_p), row.u_p_grad.add_product(u_p, da_e);
+            row.u_p1.add(u_p1), row.u_p1_grad.add_product(u_p1, da_e);
             if (grads.grad_power) {
               vfloat u_p_log = u == 0.0f ? vfloat{} : u_p * logarithm(u);
-              row.log.add(u_p_log), row.log_grad.add(u_p_log, grad);
+              row.u_p_log.add(u_p_log), row.u_p_log_grad.add_product(u_p_log, da_e);
             }
           }
         });
@@ -60,20 +63,20 @@ inline void RowGradients<Phi>::listed_grad_weights(const GradientTensors& grads)
   for (int64_t r = 0; r < block.n_rows; ++r) {
     if (block.fully_masked[r]) continue;
     const RowSums& row = sums[r];
-    double power_sum = row.power.total(), power = block.power[r],
-           delta_i = power_sum < MIN_ROW_SUM ? 0.0 : row.power_grad.total() / power_sum;
+    double power_sum = row.u_p.total(), power = block.power[r],
+           delta_i = power_sum == 0.0 ? 0.0 : row.u_p_grad.total() / power_sum;
     if (!has_exact[r]) single_key[r] = row.n_live == 1;
-    inverse_power_sum[r] = power_sum < MIN_ROW_SUM ? 1.0f : float(1.0 / power_sum);
-    double exact_sum = 0.0;  // of exact_terms / u
-    if (has_exact[r]) add_exact_terms(r, delta_i, exact_sum);
+    inverse_power_sum[r] = power_sum == 0.0 ? 1.0f : float(1.0 / power_sum);
+    double exact_g_sum = 0.0;  // sum of exact_terms / u: the exact sums' part of sum g / p
+    if (has_exact[r]) add_exact_terms(r, delta_i, exact_g_sum);
     delta[r] = float(delta_i);
     delta_error[r] = float(delta_i - delta[r]);
     if (constant_weights(r)) continue;
     power_over_sum[r] = power * inverse_power_sum[r];
-    double g_sum = power_over_sum[r] * (row.power1_grad.total() - delta_i * row.power1.total()) + power * exact_sum;
+    double g_sum = power_over_sum[r] * (row.u_p1_grad.total() - delta_i * row.u_p1.total()) + power * exact_g_sum;
     mean_grad[r] = block.threshold_on[r] == 0.0f ? 0.0f : float(-g_sum / block.count[r] * block.inverse_spread[r]);
     if (grads.grad_power && !(block.peak[r] <= TIE_TOLERANCE))  // a row that sees a NaN has a NaN for peak
-      grad_power[r] = float((row.log_grad.total() - delta_i * row.log.total()) * inverse_power_sum[r] +
+      grad_power[r] = float((row.u_p_log_grad.total() - delta_i * row.u_p_log.total()) * inverse_power_sum[r] +
                             (has_exact[r] ? exact_log_sum[r] : 0.0));
   }
 }
@@ -89,21 +92,21 @@ inline float RowGradients<Phi>::u_at(int64_t r, int64_t j) const {
 
 // Adds the exact sums' part to delta, and with a threshold to the sum of g / p.
 template <typename Phi>
-inline void RowGradients<Phi>::add_exact_terms(int64_t r, double& delta_i, double& exact_sum) {
+inline void RowGradients<Phi>::add_exact_terms(int64_t r, double& delta_i, double& exact_g_sum) {
   for (int64_t j = 0; j < block.key_end - block.key_begin; ++j)
     if (float x = exact_terms[r * block.row_stride + j]; x != 0.0f) {
       delta_i += x;
-      if (block.threshold[r] != 0.0f) exact_sum += x / u_at(r, j);
+      if (block.threshold[r] != 0.0f) exact_g_sum += x / u_at(r, j);
     }
 }
 
-// dL/ds of a tile; adds A^T dO to grad_values. It works on LIST_ROWS rows at a time: reading
-// scattered floats back as vectors at once would stall.
+// dL/ds of a tile; adds A^T dO to grad_values. It works on LISTS rows at a time: a vector load right
+// after the scalar stores that it covers waits until these have left the store buffer.
 template <typename Phi>
 template <bool DROPOUT>
 inline void RowGradients<Phi>::listed_grad_scores(int64_t start_k, RowView v, float* grad_values) {
-  for (int64_t first = 0; first < block.padded_rows(); first += LIST_ROWS) {
-    int64_t stop = std::min(first + LIST_ROWS, block.padded_rows());
+  for (int64_t first = 0; first < block.padded_rows(); first += LISTS) {
+    int64_t stop = std::min(first + LISTS, block.padded_rows());
     for (int64_t r = first; r < stop; ++r) scatter_grad_phi<DROPOUT>(r, start_k, v, grad_values);
     for (int64_t r = first; r < stop; ++r) multiply_by_derivative(r, start_k);
   }
@@ -166,16 +169,16 @@ inline void RowGradients<Phi>::multiply_by_derivative(int64_t r, int64_t start_k
       unroll<N>([&](int i) { x[i] = load(stored + j + i * W); });
       phi.derivative(x);
       unroll<N>([&](int i) {
-        vfloat s = x[i] == 0.0f
-                       ? vfloat{}
-                       : x[i] * (load(ds + (j - start_k) + i * W) + mean);  // also where a NaN is in the row's delta
+        // 0 where phi' is 0, as for a key that the row does not see, even if delta or mean_grad is NaN
+        vfloat grad_s = x[i] == 0.0f ? vfloat{} : x[i] * (load(ds + (j - start_k) + i * W) + mean);
         if (add_exact) {
           vfloat term = load(exact_terms + r * block.row_stride + j + i * W);
-          vfloat old = load(stored + j + i * W), log_derivative = phi.log_derivative(old);  // of u
-          if (block.threshold[r] != 0.0f) log_derivative = x[i] / (phi.value(old) - block.threshold[r]);
-          s += term == 0.0f ? vfloat{} : term * (block.power[r] * log_derivative);
+          // d log u / ds: without a threshold u is phi but for a factor, with one phi' / (phi - threshold)
+          vfloat stored_j = load(stored + j + i * W), log_derivative = phi.log_derivative(stored_j);
+          if (block.threshold[r] != 0.0f) log_derivative = x[i] / (phi.value(stored_j) - block.threshold[r]);
+          grad_s += term == 0.0f ? vfloat{} : term * (block.power[r] * log_derivative);
         }
-        store(ds + (j - start_k) + i * W, s);
+        store(ds + (j - start_k) + i * W, grad_s);
       });
     };
     int64_t j = keys.begin;

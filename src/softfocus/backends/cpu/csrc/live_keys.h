@@ -5,23 +5,24 @@
 
 namespace softfocus {
 
-// Rows listed before any list is used: no loop waits for a length just computed. With the next tile's
-// values prefetched this took a third off the forward; other numbers were not measured.
-constexpr int64_t LIST_ROWS = 16;
+// Lists made before any is used, of as many rows, or in decoding of as many tiles: no loop waits for a
+// length just computed. With the next tile's values prefetched this took a third off the forward; other
+// numbers were not measured.
+constexpr int64_t LISTS = 16;
 
-// For each of LIST_ROWS rows the live keys of a tile and their u, later u^p
+// For each of LISTS rows the live keys of a tile and their u, later u^p
 template <typename Phi>
 struct LiveKeys {
-  int64_t length[LIST_ROWS];
+  int64_t length[LISTS];
 
-  LiveKeys() : keys(LIST_ROWS * (BLOCK_K + W)), u(LIST_ROWS * (BLOCK_K + W)) {}
+  LiveKeys() : keys(LISTS * (BLOCK_K + W)), u(LISTS * (BLOCK_K + W)) {}
   uint8_t* keys_of(int64_t i) { return keys + i * (BLOCK_K + W); }
   float* u_of(int64_t i) { return u + i * (BLOCK_K + W); }
 
-  // Lists the rows [first, first + LIST_ROWS) of a tile.
+  // Lists the rows [first, first + LISTS) of a tile.
   template <bool DROPOUT>
   void gather(const RowBlock<Phi>& block, int64_t first, int64_t start_k) {
-    for (int64_t i = 0; i < LIST_ROWS; ++i) {
+    for (int64_t i = 0; i < LISTS; ++i) {
       int64_t r = first + i;
       length[i] = r < block.n_rows && !block.fully_masked[r]
                       ? block.template gather_live<DROPOUT>(r, start_k, keys_of(i), u_of(i))
@@ -50,15 +51,16 @@ struct LiveKeys {
   }
 
  private:
-  Buffer<uint8_t> keys;  // [LIST_ROWS, BLOCK_K + W], counted from the tile's first key
-  Buffer<float> u;       // [LIST_ROWS, BLOCK_K + W]
+  Buffer<uint8_t> keys;  // [LISTS, BLOCK_K + W], counted from the tile's first key
+  Buffer<float> u;       // [LISTS, BLOCK_K + W]
 };
 
 // Prefetches row r of the next tile of `rows` [Lk, stride]; addresses beyond the end do no harm.
 // The order of live keys defeats the hardware's prefetcher. Rows with a stride of 0 are in the
 // cache already.
 inline void prefetch_next_tile(const float* rows, int64_t stride, int64_t r, int64_t width) {
-  for (int64_t d = 0; d < width && stride >= width; d += 16) __builtin_prefetch(rows + (BLOCK_K + r) * stride + d);
+  for (int64_t d = 0; d < width && stride >= width; d += LINE_FLOATS)
+    __builtin_prefetch(rows + (BLOCK_K + r) * stride + d);
 }
 
 // out[0 .. VECTORS * W) += sum_e w[e] * values[keys[e]]. Even and odd e have sums of their own, so
@@ -85,11 +87,12 @@ inline void add_listed_rows(int64_t vectors, int64_t n, const uint8_t* keys, con
   for (; vectors >= 1; vectors -= 1, values += W, out += W) add_listed_rows<1>(n, keys, w, values, stride, out);
 }
 
-// to[e] (+)= row . v[keys[e]] over VECTORS vectors; e runs in whole vectors, so the keys are padded
+// to[e] (+)= row . v[keys[e]] over VECTORS vectors. Up to W - 1 keys behind the list are read, and must
+// be keys of the tile.
 template <int VECTORS>
 inline void listed_dots(const float* row, int64_t n, const uint8_t* keys, RowView v, float* to, bool add) {
-  vfloat own[VECTORS];
-  unroll<VECTORS>([&](int d) { own[d] = load(row + d * W); });
+  vfloat row_part[VECTORS];  // of the row, kept in registers
+  unroll<VECTORS>([&](int d) { row_part[d] = load(row + d * W); });
   auto dot_products = [&](int64_t e, auto count) __attribute__((always_inline)) {
     constexpr int N = decltype(count)::value;
     vfloat x[W];
@@ -98,9 +101,9 @@ inline void listed_dots(const float* row, int64_t n, const uint8_t* keys, RowVie
       x[i] = vfloat{};
       if (i >= N) continue;
       const float* value = v.data + keys[e + i] * v.stride;
-      x[i] = own[0] * load(value);
+      x[i] = row_part[0] * load(value);
 #pragma GCC unroll 4
-      for (int d = 1; d < VECTORS; ++d) x[i] += own[d] * load(value + d * W);
+      for (int d = 1; d < VECTORS; ++d) x[i] += row_part[d] * load(value + d * W);
     }
     vfloat y = reduce_each(x);
     store(to + e, add ? load(to + e) + y : y);
@@ -121,13 +124,13 @@ inline void listed_dots(const float* row, int64_t width, int64_t n, const uint8_
 template <int VECTORS, bool LASER>
 inline void scatter_add(const float* row, int64_t n, const uint8_t* keys, const float* a, RowView v, float* to,
                         int64_t stride) {
-  vfloat own[VECTORS];
-  unroll<VECTORS>([&](int d) { own[d] = load(row + d * W); });
+  vfloat row_part[VECTORS];  // of the row, kept in registers
+  unroll<VECTORS>([&](int d) { row_part[d] = load(row + d * W); });
   for (int64_t e = 0; e < n; ++e) {
     float* target = to + keys[e] * stride;
     vfloat weight = splat(a[e]);
     unroll<VECTORS>([&](int d) {
-      vfloat x = own[d] * weight;
+      vfloat x = row_part[d] * weight;
       if constexpr (LASER) x = x * load(v.data + keys[e] * v.stride + d * W);
       store(target + d * W, load(target + d * W) + x);
     });

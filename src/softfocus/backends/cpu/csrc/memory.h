@@ -24,6 +24,9 @@
 
 namespace softfocus {
 
+constexpr int64_t CACHE_LINE = 64;  // bytes
+constexpr int64_t LINE_FLOATS = CACHE_LINE / int64_t(sizeof(float));
+
 inline int64_t ceil_div(int64_t n, int64_t step) { return (n + step - 1) / step; }
 inline int64_t round_up(int64_t n, int64_t step) { return ceil_div(n, step) * step; }
 
@@ -38,7 +41,7 @@ class Pool {
         if (slot.data && slot.bytes == bytes) return pool.held_ -= bytes, std::exchange(slot.data, nullptr);
     }
     bool huge = huge_pages && bytes >= HUGE_PAGE;
-    void* data = std::aligned_alloc(huge ? HUGE_PAGE : 64, huge ? round_up(bytes, HUGE_PAGE) : bytes);
+    void* data = std::aligned_alloc(huge ? HUGE_PAGE : CACHE_LINE, huge ? round_up(bytes, HUGE_PAGE) : bytes);
     if (!data) throw std::bad_alloc();
 #if defined(__linux__)
     if (huge) madvise(data, bytes / HUGE_PAGE * HUGE_PAGE, MADV_HUGEPAGE);  // a hint, which may fail
@@ -50,7 +53,7 @@ class Pool {
     Pool& pool = instance();
     std::lock_guard<std::mutex> lock(pool.mutex_);
     Slot& oldest = pool.slots_[pool.next_];
-    if (bytes > CAPACITY / 2) return std::free(data);
+    if (bytes > CAPACITY / 2) return std::free(data);  // one buffer is not to push out all others
     pool.next_ = (pool.next_ + 1) % SLOTS;
     if (oldest.data) pool.held_ -= oldest.bytes, std::free(oldest.data);
     oldest = {nullptr, 0};
@@ -84,7 +87,7 @@ class Pool {
   int64_t next_ = 0, held_ = 0;  // the slot to reuse; bytes in all slots
 };
 
-// Uninitialised elements, aligned to a cache line. An empty Buffer is null.
+// Uninitialised elements, aligned to a cache line. A Buffer is null until its first resize(), be it to 0.
 template <typename T>
 class Buffer {
  public:
@@ -94,7 +97,7 @@ class Buffer {
   Buffer& operator=(const Buffer&) = delete;
   ~Buffer() { release(); }
   void resize(int64_t n, bool huge_pages = true) {
-    int64_t bytes = round_up(std::max<int64_t>(n, 1) * int64_t(sizeof(T)), 64);
+    int64_t bytes = round_up(std::max<int64_t>(n, 1) * int64_t(sizeof(T)), CACHE_LINE);
     if (bytes == bytes_) return;
     release();
     data_ = static_cast<T*>(Pool::take(bytes, huge_pages));

@@ -13,7 +13,7 @@ class BlockOutput {
   Buffer<float> out;                 // [BLOCK_Q, padded_value_dim]
   float inverse_power_sum[BLOCK_Q];  // 1 / sum u^p of re-weighted rows
   bool zero_weights[BLOCK_Q];        // rows whose weights are all 0
-  ColumnShift shift;
+  ColumnShift column_shift;
 
   explicit BlockOutput(const RowBlock<Phi>& block)
       : out(BLOCK_Q * block.padded_value_dim),
@@ -33,22 +33,24 @@ class BlockOutput {
       return view_values(params, *block.key_data, block.batch_index, block.key_head, first, stop, value_scratch);
     };
     if (!params.laser) return values();
-    return shift.exp_values(*block.key_data, values, first, stop - first, block.padded_value_dim, params.value_dim);
+    return column_shift.exp_values(*block.key_data, values, first, stop - first, block.padded_value_dim,
+                                   params.value_dim);
   }
 
   // f(r, column, logs) for each exact sum, row by row. `logs` is what RowBlock::row_logs wrote.
   template <typename F>
   void each_exact_sum(RowBlock<Phi>& block, F&& f) {
     const Params& params = block.params;
-    std::vector<uint8_t> sees_large(block.n_rows * params.value_dim, 0);
-    for (auto [key, d] : shift.large)
+    std::vector<uint8_t> sees_large(block.n_rows * params.value_dim, 0);  // [n_rows, Dv]
+    for (auto [key, d] : column_shift.large)
       for (int64_t r = 0; r < block.n_rows; ++r)
         if (!block.fully_masked[r] && block.sees(r, key) && block.has_weight(r, key))
           sees_large[r * params.value_dim + d] = 1;
     for (int64_t r = 0; r < block.n_rows; ++r) {
       if (zero_weights[r] || block.fully_masked[r] || !std::isfinite(block.norm[r])) continue;
       bool ready = false;
-      // the largest u is 1, but all phi of a row may be small
+      // The largest u of a row is 1, unless the row is tied: then u is phi. Without re-weighting all phi of a
+      // row may be small.
       float small = params.reweighted ? SMALL_SUM : SMALL_SUM / std::min(block.norm[r], 1.0f);
       for (int64_t d = 0; d < params.value_dim; ++d) {
         if (!sees_large[r * params.value_dim + d] && !(out[r * block.padded_value_dim + d] < small)) continue;
@@ -65,13 +67,14 @@ class BlockOutput {
   Buffer<float> weights;        // [MR, BLOCK_K], of a strip
   Buffer<float> logs;           // [row_stride], LASER's
 
-  // DROPOUT is a template argument: listing live keys takes most of the time.
+  // DROPOUT is a template argument: listing live keys takes most of the time, and a test in its loop
+  // would cost every call.
   template <bool DROPOUT>
   void compute(const RowBlock<Phi>& block) {
     const Params& params = block.params;
     std::fill(out + 0, out + block.padded_rows() * block.padded_value_dim, 0.0f);
     float power_sum[BLOCK_Q] = {};  // sum u^p of re-weighted rows
-    if (params.laser) shift.choose(block, value_scratch);
+    if (params.laser) column_shift.choose(block, value_scratch);
     if (params.reweighted && !params.laser && !block.key_data->packed)
       with_element(params.dtype, [&](auto zero) {
         for (int64_t r = 0; r < block.n_rows; ++r) power_sum[r] = add_live_values<DROPOUT, decltype(zero)>(block, r);
@@ -81,7 +84,7 @@ class BlockOutput {
     else
       add_dense_tiles(block);
     for (int64_t r = 0; r < block.n_rows; ++r) scale_row(block, r, power_sum[r]);
-    shift.record_large = false;
+    column_shift.record_large = false;
   }
 
   // out += u^p times values, over the live keys of re-weighted rows
@@ -92,9 +95,9 @@ class BlockOutput {
     for (int64_t r = 0; r < BLOCK_Q; ++r) lane_sums[r] = vfloat{};
     block.each_tile([&](int64_t start_k) {
       RowView v = tile_operand(block, start_k);
-      for (int64_t r = 0; r < block.n_rows; r += LIST_ROWS) {
+      for (int64_t r = 0; r < block.n_rows; r += LISTS) {
         live.template gather<DROPOUT>(block, r, start_k);
-        for (int64_t i = 0; i < LIST_ROWS; ++i) {
+        for (int64_t i = 0; i < LISTS; ++i) {
           lane_sums[r + i] += live.template raise_to_power<DROPOUT>(i, block.power[r + i]);
           if (block.has_next_tile(start_k)) prefetch_next_tile(v.data, v.stride, r + i, padded_value_dim);
           add_listed_rows(padded_value_dim / W, live.length[i], live.keys_of(i), live.u_of(i), v.data, v.stride,
@@ -168,7 +171,7 @@ class BlockOutput {
     inverse_power_sum[r] = 1.0f;
     zero_weights[r] = block.params.normaliser == L1 && block.log_norm[r] == -INF;
     if (block.params.reweighted)
-      factor = (inverse_power_sum[r] = power_sum < MIN_ROW_SUM ? 1.0f : 1.0f / power_sum) * block.dropout.keep_scale;
+      factor = (inverse_power_sum[r] = power_sum == 0.0f ? 1.0f : 1.0f / power_sum) * block.dropout.keep_scale;
     else if (block.stored_is_weight())
       factor = block.weight_scale[r];
     float* row = out + r * block.padded_value_dim;

@@ -17,9 +17,9 @@ struct ValueIndex {  // an element of V
 
 // Keys and values of one key head, prepared for the products. All query heads that share it read
 // it.
-struct KeyHead {
+struct KeyHeadData {
   Buffer<float> key_panels;       // [Lk / PANEL, D, PANEL]; unit vectors for cosine similarity
-  Buffer<float> inverse_norm;     // [Lk], 1 / |k|; 1 without cosine similarity
+  Buffer<float> inverse_norm;     // [Lk], 1 / |k|, 0 for |k| = 0; 1 without cosine similarity; 0 if non-finite
   Buffer<float> value_panels;     // [Lk / PANEL, Dv, PANEL]; e^V with LASER; for a backward without re-weighting
   Buffer<float> value_rows;       // [Lk, Dv in whole vectors], where values cannot be read in place
   Buffer<float> exp_values;       // [Lk, Dv in whole vectors], LASER's e^V; 1 in the padding, whose sums nobody reads
@@ -67,10 +67,10 @@ inline void transpose_rows(const float* rows, int64_t row_stride, int64_t width,
 
 // Packs the keys [start, stop) of a head into its panels. A non-finite key becomes 0, and so do the
 // keys that fill the last panel. `start` is a multiple of BLOCK_K.
-inline void pack_keys(const Params& params, KeyHead& key_data, int64_t b, int64_t key_head, int64_t start,
+inline void pack_keys(const Params& params, KeyHeadData& key_data, int64_t b, int64_t key_head, int64_t start,
                       int64_t stop) {
   int64_t width = params.head_dim;
-  Buffer<float> rows(W * width);
+  Buffer<float> rows(W * width);  // [W, D]
   for (int64_t first = start; first < round_up(stop, PANEL); first += W) {
     for (int64_t j = 0; j < W; ++j) {
       int64_t key = first + j;
@@ -96,10 +96,10 @@ inline void pack_keys(const Params& params, KeyHead& key_data, int64_t b, int64_
 
 // Reads the values [start, stop) of a head, fills those of its buffers that exist, and appends
 // non-finite and large values to the lists.
-inline void pack_values(const Params& params, KeyHead& key_data, int64_t b, int64_t key_head, int64_t start,
+inline void pack_values(const Params& params, KeyHeadData& key_data, int64_t b, int64_t key_head, int64_t start,
                         int64_t stop, bool panels, std::vector<ValueIndex>& nonfinite, std::vector<ValueIndex>& large) {
   int64_t width = params.value_dim, stride = round_up(width, W);
-  Buffer<float> rows(W * stride);
+  Buffer<float> rows(W * stride);  // [W, Dv in whole vectors]
   // Values that are read in place elsewhere are only searched for non-finite elements.
   bool only_check =
       params.dtype == FLOAT32 && params.value.stride[3] == 1 && !panels && !key_data.value_rows && !key_data.exp_values;
@@ -135,8 +135,8 @@ struct RowView {
 
 // The values [start, stop), 0 where non-finite: in place if they can be read there, else copied to
 // `scratch`
-inline RowView view_values(const Params& params, const KeyHead& key_data, int64_t b, int64_t key_head, int64_t start,
-                           int64_t stop, float* scratch) {
+inline RowView view_values(const Params& params, const KeyHeadData& key_data, int64_t b, int64_t key_head,
+                           int64_t start, int64_t stop, float* scratch) {
   int64_t width = params.value_dim, stride = round_up(width, W);
   if (contiguous_float_rows(params.value, params.dtype, width) && key_data.nonfinite_values.empty())
     return {row_pointer(params.value, b, key_head, start), params.value.stride[2]};
@@ -153,7 +153,7 @@ inline RowView view_values(const Params& params, const KeyHead& key_data, int64_
 
 // The keys [start, stop), unit vectors for cosine similarity, 0 where non-finite: in place, or
 // copied to `scratch`
-inline RowView view_keys(const Params& params, const KeyHead& key_data, int64_t b, int64_t key_head, int64_t start,
+inline RowView view_keys(const Params& params, const KeyHeadData& key_data, int64_t b, int64_t key_head, int64_t start,
                          int64_t stop, float* scratch) {
   int64_t width = params.head_dim, stride = round_up(width, W);
   if (contiguous_float_rows(params.key, params.dtype, width) && !params.cosine && !key_data.any_nonfinite_key)
@@ -167,7 +167,7 @@ inline RowView view_keys(const Params& params, const KeyHead& key_data, int64_t 
     read_row(params.key, params.dtype, b, key_head, key, width, row);
     if (params.cosine) {
       float inverse = key_data.inverse_norm[key];
-      if (inverse > SAFE_MIN && inverse < SAFE_MAX)  // bit-equal to l2_normalise(), whose unit is a power of two
+      if (inverse > SAFE_MIN && inverse < SAFE_MAX)  // bit-equal to l2_normalise(), whose prescale is a power of two
         for (int64_t d = 0; d < width; ++d) row[d] *= inverse;
       else
         l2_normalise(row, width);

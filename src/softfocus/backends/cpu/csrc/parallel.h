@@ -13,8 +13,9 @@ extern "C" int omp_get_thread_num(void);  // omp.h does not come with every comp
 namespace softfocus {
 
 // Key heads are packed together until they fill this, at least one for each thread: what the threads
-// read at the same time is to lie in a shared cache. It is one head of 16K keys with D = Dv = 64 in
-// float32. Chosen, not measured.
+// read at the same time is to lie in a shared cache. It is one head of 16K keys with D = Dv = 64 where
+// values are packed, too (16-bit inputs, LASER, a dense backward), two where they are read in place.
+// Chosen, not measured.
 constexpr int64_t PACKED_BYTES = 8 << 20;
 // Keys that one thread packs at a time; a multiple of BLOCK_K. 256 KiB of keys of D = 64: enough work
 // beside the cost of handing it out, and a few thousand keys still keep several threads busy.
@@ -65,7 +66,7 @@ class PerThread {
 
 // How many key heads are packed at the same time
 inline int64_t key_heads_at_once(const Params& params, bool backward) {
-  int64_t bytes = std::max<int64_t>(KeyHead::bytes(params, backward), 1);
+  int64_t bytes = std::max<int64_t>(KeyHeadData::bytes(params, backward), 1);
   return std::min(params.batch * params.key_heads, std::max(params.threads, PACKED_BYTES / bytes));
 }
 
@@ -76,12 +77,12 @@ inline void concatenate(const std::vector<std::vector<ValueIndex>>& lists, int64
 }
 
 // Packs the key heads [first, first + n) of all B * Hk. False if memory ran out.
-inline bool pack_key_heads(const Params& params, std::vector<KeyHead>& packed, int64_t first, int64_t n,
+inline bool pack_key_heads(const Params& params, std::vector<KeyHeadData>& key_data_at_once, int64_t first, int64_t n,
                            bool backward) {
   int64_t parts = ceil_div(params.key_length, PACK_KEYS);
   std::vector<std::vector<ValueIndex>> nonfinite(n * parts), large(n * parts);
   bool done = parallel_for(params.threads, n * parts, [&](int64_t item) {
-    KeyHead& key_data = packed[item / parts];
+    KeyHeadData& key_data = key_data_at_once[item / parts];
     int64_t head_index = first + item / parts;  // of all B * Hk
     int64_t b = head_index / params.key_heads, key_head = head_index % params.key_heads;
     int64_t start = item % parts * PACK_KEYS, stop = std::min(start + PACK_KEYS, params.key_length);
@@ -91,10 +92,11 @@ inline bool pack_key_heads(const Params& params, std::vector<KeyHead>& packed, i
   });
   if (!done) return false;
   for (int64_t i = 0; i < n; ++i) {
-    concatenate(nonfinite, i * parts, parts, packed[i].nonfinite_values);
-    concatenate(large, i * parts, parts, packed[i].large_values);
-    packed[i].any_nonfinite_key = false;
-    for (int64_t j = 0; j < params.key_length; ++j) packed[i].any_nonfinite_key |= packed[i].key_nonfinite[j];
+    concatenate(nonfinite, i * parts, parts, key_data_at_once[i].nonfinite_values);
+    concatenate(large, i * parts, parts, key_data_at_once[i].large_values);
+    key_data_at_once[i].any_nonfinite_key = false;
+    for (int64_t j = 0; j < params.key_length; ++j)
+      key_data_at_once[i].any_nonfinite_key |= key_data_at_once[i].key_nonfinite[j];
   }
   return true;
 }

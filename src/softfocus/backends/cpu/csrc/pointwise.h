@@ -124,7 +124,7 @@ struct Relu6 : Pointwise<Relu6> {  // min(relu(s), 6)
 
 // Calls f with the phi of a number: its place among the names of pointwise.FUSED. No other number calls it.
 template <typename F>
-inline void with_phi(int32_t number, F&& f) {
+inline void with_phi(int64_t number, F&& f) {
   switch (number) {
     case 0:
       return f(Exp{});

@@ -7,13 +7,13 @@
 // statistics, weights. Of a row
 //     A_j = value(stored_j) * weight_scale                                            or, re-weighted,
 //     u_j = (value(stored_j) - threshold) * inverse_spread,  A_j = u_j^p / sum u^p  where u_j > live_threshold, else 0.
-// A tied row, and a row that sees a NaN, is a re-weighted row with threshold 0 and p = 1: it keeps
-// its l1 weights.
+// A tied row, and a row that sees a NaN, is a re-weighted row with threshold 0, inverse_spread 1 and
+// p = 1: its u is phi, and it keeps its l1 weights.
 #pragma once
 
 #include <type_traits>
 
-#include "decode_scores.h"
+#include "decode_dots.h"
 #include "dropout.h"
 #include "packing.h"
 #include "pointwise.h"
@@ -22,15 +22,16 @@
 
 namespace softfocus {
 
-// A row sum of phi below this counts as 0. Where a row is not tied its spread is at least TIE_TOLERANCE
-// times norm / N, and inverse_spread must be finite: for N up to 5e8 it is. Where a row has weights sum u^p
-// is at least 1, since its largest u is 1.
+// A row sum of phi below this counts as 0: the row is without weights, its u and sum u^p are 0. Every other
+// row that is not tied has a spread of at least TIE_TOLERANCE * norm / N, so that inverse_spread is finite
+// for N up to 5e8. Its largest u is 1, and sum u^p at least 1. In a tied row sum u^p is norm.
 constexpr float MIN_ROW_SUM = 1e-25f;
 // Whole powers up to this are made by squaring. At p = 31 that is five units in the last place off, where
-// the rounding of u alone makes thirty (docs/performance.md).
+// the rounding of u alone makes thirty (docs/performance.md). The limit itself is chosen, not measured.
 constexpr int64_t SQUARING_LIMIT = 32;
-// Rows of more keys have 64 rows a block in the dense backward, which stores two numbers for each score:
-// 128 rows of them would be 8 MiB, as many as the scores alone of 16K keys.
+// With more keys than this a block of the dense backward has 64 query rows. It stores two numbers for
+// each score: 128 rows would take more than 8 MiB, which is what the scores of 16K keys take in the
+// forward.
 constexpr int64_t DENSE_BACKWARD_KEYS = 8192;
 
 inline int64_t rows_per_block(const Params& params, bool backward) {
@@ -41,7 +42,7 @@ template <typename Phi>
 class RowBlock : public BlockVisibility {
  public:
   const int64_t padded_dim, padded_value_dim;  // D and Dv in whole vectors
-  const KeyHead* key_data = nullptr;           // of the key head that the rows read
+  const KeyHeadData* key_data = nullptr;       // of the key head that the rows read
   Buffer<float> stored;                        // [tiles, max_rows, BLOCK_K], scores in their stored form
   Buffer<float> queries;         // [BLOCK_Q, padded_dim]; unit vectors for cosine similarity, 0 where non-finite
   Buffer<float> scaled_queries;  // [BLOCK_Q, padded_dim], times score_scale: for the gradients of the keys
@@ -49,6 +50,8 @@ class RowBlock : public BlockVisibility {
   float score_scale[BLOCK_Q];    // c_i; applied to the dot products, not to the query: one rounding
   float row_bias[BLOCK_Q];
   float inverse_query_norm[BLOCK_Q];
+  // norm is the sum of value(stored): Z_i, or Z_i e^(-m_i) where e^(s - m) is stored; 1 in a row without
+  // weights. log_norm is log Z_i, whatever is stored; -inf in a row without weights.
   float maximum[BLOCK_Q], norm[BLOCK_Q], log_norm[BLOCK_Q], peak[BLOCK_Q];
   float weight_scale[BLOCK_Q];    // 1 / norm, or the normaliser's row_factor
   float threshold[BLOCK_Q];       // o_i times the row mean
@@ -69,13 +72,13 @@ class RowBlock : public BlockVisibility {
         scaled_queries(BLOCK_Q * padded_dim),
         dropout(params, max_rows, max_row_stride - W),
         maximum_first(Phi::shifted_by_maximum && params.normaliser == L1),
-        decode_scores(params, padded_dim) {}
+        decode_dots(params, padded_dim) {}
 
-  // Moves to the rows of a head from `first` on: computes scores, statistics, and the constants of
-  // the weights.
-  void compute(int64_t batch, int64_t head, int64_t first, const KeyHead& keys) {
-    set_rows(batch, head, first);
-    key_data = &keys;
+  // Moves to the rows of query head h from first_q on: computes scores, statistics, and the constants
+  // of the weights.
+  void compute(int64_t b, int64_t h, int64_t first_q, const KeyHeadData& data) {
+    set_rows(b, h, first_q);
+    key_data = &data;
     read_queries();
     compute_scores(0, n_rows, false);
     for (int64_t r = 0; r < n_rows; ++r) finish_row(r);
@@ -86,8 +89,9 @@ class RowBlock : public BlockVisibility {
       if (live_threshold[r] > 0.0f) live_threshold[r] *= largest_kept_u(r);
   }
 
-  // Row r of a tile of x [tiles, max_rows, BLOCK_K], as a pointer that a key's offset j indexes, not
-  // j - start_k. It lies within x: tiles before this one take start_k * max_rows elements.
+  // Row r of the tile at start_k of x [tiles, max_rows, BLOCK_K]. The pointer is moved back by start_k,
+  // so that it is indexed by j, a key's offset from key_begin, and not by j - start_k. It is still
+  // inside x, since max_rows >= 1.
   template <typename T>
   T* tile_row(T* x, int64_t r, int64_t start_k) const {
     return x + start_k * max_rows + r * BLOCK_K - start_k;
@@ -143,22 +147,22 @@ class RowBlock : public BlockVisibility {
     };
   }
 
-  // Multiplies weights of a row, or their gradients, by the dropout factors. weights[0] belongs to the
-  // key at seen.begin.
-  void apply_dropout(int64_t r, KeyRange seen, float* weights) const {
-    for (int64_t j = seen.begin; j < seen.end; j += W, weights += W)
-      store(weights, load(weights) * dropout.factors(r, j));
+  // Multiplies weights of row r, or their gradients, by the dropout factors. row[0] belongs to the key
+  // at seen.begin.
+  void apply_dropout(int64_t r, KeyRange seen, float* row) const {
+    for (int64_t j = seen.begin; j < seen.end; j += W, row += W) store(row, load(row) * dropout.factors(r, j));
   }
 
   // Lists the live keys of a re-weighted row in a tile: the keys, counted from start_k, and their
-  // u, negative where dropout drops the weight. Pads both lists to whole vectors with zeros.
+  // u, negative where dropout drops the weight. Writes zeros behind both lists, one vector each.
   // Returns the number of keys.
   template <bool DROPOUT>
   int64_t gather_live(int64_t r, int64_t start_k, uint8_t* keys, float* u) const {
     int64_t n_live = 0;
     KeyRange seen = strip_range(r, start_k);
     const float* row = tile_row(r, start_k);
-    for (int64_t j = 0; j < BLOCK_K; j += 16) __builtin_prefetch(row + start_k + max_rows * BLOCK_K + j, 0, 2);
+    // into the second-level cache: it is used one tile later
+    for (int64_t j = 0; j < BLOCK_K; j += LINE_FLOATS) __builtin_prefetch(row + start_k + max_rows * BLOCK_K + j, 0, 2);
     vfloat limit = splat(live_threshold[r]);
     auto to_u = phi_to_u(r);
     with_row_phi(r, [&](auto phi) {
@@ -184,7 +188,7 @@ class RowBlock : public BlockVisibility {
       }
     });
     store(u + n_live, vfloat{});
-    *(vbyte_unaligned*)(keys + n_live) = vbyte{};  // key 0 of the tile exists: padding may be read
+    *(vbyte_unaligned*)(keys + n_live) = vbyte{};  // key 0 of the tile exists: its value may be read
     return n_live;
   }
 
@@ -196,7 +200,7 @@ class RowBlock : public BlockVisibility {
 
  private:
   const bool maximum_first;  // all rows store s first, and e^(s - m) once the row maximum m is known
-  DecodeScores decode_scores;
+  DecodeDots decode_dots;
 
   // row_scores.inl.h
   void read_queries();

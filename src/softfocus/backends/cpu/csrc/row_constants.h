@@ -9,7 +9,8 @@
 
 namespace softfocus {
 
-constexpr float TIE_TOLERANCE = 128 * std::numeric_limits<float>::epsilon();  // mechanism.TIED * eps
+// mechanism.TIED * eps. Chosen, not measured.
+constexpr float TIE_TOLERANCE = 128 * std::numeric_limits<float>::epsilon();
 constexpr int64_t FREE_ROWS = 3;  // mechanism.FREE_ROWS: a row of at most so many keys has no threshold
 
 // c_i without the head scale, of a row that sees `count` keys

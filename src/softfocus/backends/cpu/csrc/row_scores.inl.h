@@ -46,7 +46,7 @@ template <bool KEEP_SCORES>
 inline void RowBlock<Phi>::score_rows(int64_t first, int64_t stop, vfloat* phi_sums, vfloat* maxima) {
   if (key_data->packed)
     return each_tile([&](int64_t start_k) { score_tile<KEEP_SCORES>(first, stop, start_k, phi_sums, maxima); });
-  decode_scores.compute(
+  decode_dots.compute(
       *this, queries + first * padded_dim, stop - first,
       [&](int64_t r, int64_t j) { return tile_row(first + r, j / BLOCK_K * BLOCK_K) + j; },
       [&](int64_t start_k) {
@@ -61,13 +61,14 @@ template <typename Phi>
 template <bool KEEP_SCORES>
 inline void RowBlock<Phi>::score_tile(int64_t first, int64_t stop, int64_t start_k, vfloat* phi_sums, vfloat* maxima) {
   bool one_row = stop - first == 1;
-  bool unmasked = !one_row && tile_full(start_k) && !params.bias.data && !key_data->any_nonfinite_key;
+  // no mask, bias or non-finite key in the tile: whole strips are converted at once
+  bool plain = !one_row && tile_full(start_k) && !params.bias.data && !key_data->any_nonfinite_key;
   for (int64_t r = first; r < stop; r += one_row ? 1 : MR) {
     KeyRange seen = strip_range(r, start_k);
     if (seen.empty()) continue;
     if (!one_row && has_next_tile(start_k)) prefetch_strip(tile_row(r, start_k) + start_k + max_rows * BLOCK_K);
     strip_dots(r, start_k, seen, one_row);
-    KeyRange whole = unmasked ? fully_seen(r, seen) : KeyRange{seen.end, seen.end};
+    KeyRange whole = plain ? fully_seen(r, seen) : KeyRange{seen.end, seen.end};
     if (!whole.empty()) convert_strip<KEEP_SCORES>(r, start_k, whole, phi_sums + r, maxima + r);
     for (KeyRange rest : {KeyRange{seen.begin, whole.begin}, KeyRange{whole.end, seen.end}})
       for (int64_t i = r; i < std::min(r + (one_row ? 1 : MR), stop) && !rest.empty(); ++i)
@@ -91,10 +92,11 @@ inline void RowBlock<Phi>::strip_dots(int64_t r, int64_t start_k, KeyRange seen,
   }
 }
 
-// Prefetches a strip for writing: a block of scores does not fit the second-level cache.
+// Prefetches a strip for writing, into the second-level cache: it is used one tile later, and a block of
+// scores does not fit.
 template <typename Phi>
 inline void RowBlock<Phi>::prefetch_strip(float* to) {
-  for (int64_t j = 0; j < MR * BLOCK_K; j += 16) __builtin_prefetch(to + j, 1, 2);
+  for (int64_t j = 0; j < MR * BLOCK_K; j += LINE_FLOATS) __builtin_prefetch(to + j, 1, 2);
 }
 
 // The part of a range, in whole vectors, that the window shows all rows of a strip. Empty, at the

@@ -14,7 +14,6 @@ inline void RowBlock<Phi>::finish_row(int64_t r) {
     maximum[r] = log_norm[r] = -INF;
     norm[r] = 0.0f;
     if (maximum_first) exponentiate_row(r);  // to zeros: the products of its strip read the row
-    log_norm[r] = -INF;
     return;
   }
   if (maximum_first) {
@@ -26,14 +25,17 @@ inline void RowBlock<Phi>::finish_row(int64_t r) {
   } else {
     log_norm[r] = std::log(norm[r]);
   }
-  if (std::isnan(norm[r])) maximum[r] = norm[r];
+  if (std::isnan(norm[r])) maximum[r] = norm[r];  // which max() passed by
   if (params.normaliser != L1) {
     weight_scale[r] = compute_row_factor(params, count[r]);
     return;
   }
-  if (norm[r] < MIN_ROW_SUM) norm[r] = 1.0f, log_norm[r] = -INF;  // no phi is positive: all weights are 0
+  if (norm[r] < MIN_ROW_SUM) {  // a row without weights: weight_scale stays 0, and u is 0
+    norm[r] = 1.0f, log_norm[r] = -INF, inverse_spread[r] = 0.0f;
+    return;
+  }
   weight_scale[r] = std::isfinite(norm[r]) ? 1.0f / norm[r] : std::numeric_limits<float>::quiet_NaN();
-  if (params.reweighted && log_norm[r] != -INF) set_reweighting(r);
+  if (params.reweighted) set_reweighting(r);
 }
 
 // Threshold, spread and power of a row. A tied row, and a row that sees a NaN, keeps threshold 0
@@ -55,9 +57,9 @@ inline void RowBlock<Phi>::set_reweighting(int64_t r) {
   threshold[r] = threshold_on[r] * mean;
   inverse_spread[r] = 1.0f / (largest_phi - threshold[r]);
   power[r] = params.head_power ? params.head_power[query_head] : float(params.power);
-  // Below live_threshold the term p u^(p-1), which the gradients hold, is less than half a unit in the
-  // last place of the largest weight. In rows of more than p^2 keys all such terms together are
-  // less than what the rounding of u contributes.
+  // The gradients hold p u^(p-1). Of a key at or below live_threshold it is at most eps/2, and of all N
+  // such keys together at most p^2 eps/2. Rounding u by eps/2 changes it by about p^2 eps/2 at u = 1:
+  // the terms left out are no larger than that.
   float p = power[r];
   if (p > 1.0f && !params.laser) {
     float most = 0.5f * std::numeric_limits<float>::epsilon() / (p * std::max(count[r] / (p * p), 1.0f));

@@ -13,8 +13,9 @@ inline vfloat from_bfloat16(vhalf x) { return floats((vint)(__builtin_convertvec
 
 inline vfloat from_float16(vhalf x) {
   vuint u = __builtin_convertvector(x, vuint), magnitude = u & 0x7fff;
-  vuint y =
-      (vuint)(floats((vint)(magnitude << 13)) * 0x1p112f);  // exponent biases differ by 112; denormals come out right
+  // Exponent biases differ by 112. Denormals come out right, unless the processor flushes them
+  // (torch.set_flush_denormal).
+  vuint y = (vuint)(floats((vint)(magnitude << 13)) * 0x1p112f);
   y |= magnitude >= 0x7c00 ? (vuint)splat(0x7f800000) : vuint{};
   return floats((vint)(y | (u & 0x8000) << 16));
 }
@@ -110,17 +111,17 @@ inline void with_element(int64_t dtype, F&& f) {
 constexpr float SAFE_MIN = 1e-30f, SAFE_MAX = 1e30f;
 
 // The power of two that brings x, positive and normal, to [1, 2); clamped to what a float can hold
-inline float inverse_exponent(float x) {
-  uint32_t wide;
-  std::memcpy(&wide, &x, 4);
-  uint32_t exponent = std::clamp<uint32_t>(254 - (wide >> 23), 1, 253) << 23;
+inline float inverse_power_of_two(float x) {
+  uint32_t x_bits;
+  std::memcpy(&x_bits, &x, 4);
+  uint32_t y_bits = std::clamp<uint32_t>(254 - (x_bits >> 23), 1, 253) << 23;
   float y;
-  std::memcpy(&y, &exponent, 4);
+  std::memcpy(&y, &y_bits, 4);
   return y;
 }
 
-// x / |x| in place; returns 1 / |x|. A zero vector stays zero and returns 0, so that no gradient
-// passes it.
+// x / |x| in place; returns 1 / |x|. A vector without a normal element becomes zero and returns 0, as in
+// reference.unit, so that no gradient passes it.
 inline float l2_normalise(float* x, int64_t n) {
   vfloat maxima = vfloat{};
   int64_t k = 0;
@@ -131,18 +132,18 @@ inline float l2_normalise(float* x, int64_t n) {
     std::fill(x, x + n, 0.0f);
     return 0.0f;
   }
-  float unit = inverse_exponent(largest);  // the squares of x * unit neither overflow nor underflow
+  float prescale = inverse_power_of_two(largest);  // the squares of x * prescale neither overflow nor underflow
   vfloat squares = vfloat{};
   for (k = 0; k + W <= n; k += W) {
-    vfloat y = load(x + k) * unit;
+    vfloat y = load(x + k) * prescale;
     squares += y * y;
   }
   float sum = reduce_sum(squares);
-  for (; k < n; ++k) sum += (x[k] * unit) * (x[k] * unit);
+  for (; k < n; ++k) sum += (x[k] * prescale) * (x[k] * prescale);
   float inverse = 1.0f / std::sqrt(sum);
-  for (k = 0; k + W <= n; k += W) store(x + k, load(x + k) * unit * inverse);
-  for (; k < n; ++k) x[k] = x[k] * unit * inverse;
-  return inverse * unit;
+  for (k = 0; k + W <= n; k += W) store(x + k, load(x + k) * prescale * inverse);
+  for (; k < n; ++k) x[k] = x[k] * prescale * inverse;
+  return inverse * prescale;
 }
 
 // dL/d(x / |x|) to dL/dx, in place. `direction` is x / |x|.

@@ -65,7 +65,7 @@ class BlockVisibility {
   int64_t key_begin = 0, key_end = 0;       // the keys that some row sees; key_begin is a multiple of BLOCK_K
   int64_t row_stride = 0;                   // bytes between the rows of `visible`
   int64_t max_rows = 0;                     // of a block; a multiple of MR
-  int64_t max_row_stride = 0;               // the largest row_stride of a block; all but W of it are whole tiles
+  int64_t max_row_stride = 0;               // the largest row_stride of a block: whole tiles, and W more
   int64_t window_begin[BLOCK_Q], window_end[BLOCK_Q];  // the keys that the window shows each row
   float count[BLOCK_Q];                                // N_i
   bool fully_masked[BLOCK_Q];
@@ -77,13 +77,13 @@ class BlockVisibility {
     max_row_stride = round_up(span + BLOCK_K - 1, BLOCK_K) + W;  // a span may begin anywhere in a tile
     max_rows = std::min(most_rows, round_up(params.query_length, MR));
     if (masks_given) visible.resize(max_rows * max_row_stride);
-    tile_masks.resize(max_row_stride / BLOCK_K + 1);
+    tile_masks.resize(max_row_stride / BLOCK_K);
   }
 
-  // Moves to the rows of a head from `first` on.
-  void set_rows(int64_t batch, int64_t head, int64_t first) {
-    batch_index = batch, query_head = head, key_head = params.key_head_of(head), start_q = first;
-    n_rows = std::min(max_rows, params.query_length - first);
+  // Moves to the rows of query head h from first_q on.
+  void set_rows(int64_t b, int64_t h, int64_t first_q) {
+    batch_index = b, query_head = h, key_head = params.key_head_of(h), start_q = first_q;
+    n_rows = std::min(max_rows, params.query_length - first_q);
     set_windows();
     if (masks_given) {
       for (int64_t r = 0; r < n_rows; ++r) read_mask_row(r);
@@ -95,7 +95,7 @@ class BlockVisibility {
 
   int64_t padded_rows() const { return round_up(n_rows, MR); }
 
-  // f(start_k) for each tile that some row sees
+  // f(start_k) for each tile from key_begin to key_end, but those that the masks hide from all rows
   template <typename F>
   void each_tile(F&& f) const {
     for (int64_t start_k = 0; start_k < key_end - key_begin; start_k += BLOCK_K)
@@ -126,7 +126,7 @@ class BlockVisibility {
 
  private:
   int64_t strip_begin[BLOCK_Q / MR], strip_end[BLOCK_Q / MR];  // the keys that the window shows some row of a strip
-  std::vector<uint8_t> tile_masks;                             // TileMask of each tile
+  std::vector<uint8_t> tile_masks;                             // [tiles], TileMask of each
 
   // The keys that the window shows each row, and their number
   void set_windows() {
@@ -140,6 +140,8 @@ class BlockVisibility {
     }
     key_begin = key_begin < key_end ? key_begin / BLOCK_K * BLOCK_K : 0;
     key_end = std::max(key_end, key_begin);
+    // + W as in TILE_STRIDE. Chosen, not measured. Lists of live keys, too, are written up to W elements
+    // past their end (gradients.h).
     row_stride = round_up(key_end - key_begin, BLOCK_K) + W;
   }
 

@@ -1,6 +1,6 @@
-// Scores of a few query rows, as in decoding. Packing the keys would cost more than it saves, so
-// they are read in place. Plain code that calls back through std::function: as a template over phi it
-// took three times as long to compile, and was no faster.
+// Dot products of a few query rows with their keys, as in decoding. Packing the keys would cost more
+// than it saves, so they are read in place. Plain code that calls back through std::function: as a
+// template over phi it took three times as long to compile, and was no faster.
 #pragma once
 
 #include <functional>
@@ -17,20 +17,20 @@ constexpr int STREAMS = 8;
 // faster. The limit is a guess at a thread's part of a third-level cache.
 constexpr int64_t CACHED_BYTES = 8 << 20;
 
-class DecodeScores {
+class DecodeDots {
  public:
-  using ScoreAddress = std::function<float*(int64_t, int64_t)>;
+  using DotAddress = std::function<float*(int64_t, int64_t)>;
 
-  DecodeScores(const Params& call, int64_t row_floats)
+  DecodeDots(const Params& call, int64_t row_floats)
       : params(call), padded_dim(row_floats), in_place(contiguous_rows(params.key, params.head_dim)) {}
 
   // Dot products of `queries` [rows, padded_dim] with the keys that a block sees: with unit vectors for
-  // cosine similarity, NaN for a non-finite key. Row r's score with key key_begin + j goes to
-  // address(r, j), in whole vectors. scored(start_k) is called once the scores of a tile are there.
-  void compute(const BlockVisibility& block, const float* queries, int64_t rows, const ScoreAddress& address,
-               const std::function<void(int64_t)>& scored) {
+  // cosine similarity, NaN for a non-finite key. Row r's dot product with key key_begin + j goes to
+  // address(r, j), in whole vectors. tile_done(start_k) is called once the dot products of a tile are there.
+  void compute(const BlockVisibility& block, const float* queries, int64_t rows, const DotAddress& address,
+               const std::function<void(int64_t)>& tile_done) {
     with_element(params.dtype,
-                 [&](auto zero) { compute_elements<decltype(zero)>(block, queries, rows, address, scored); });
+                 [&](auto zero) { compute_elements<decltype(zero)>(block, queries, rows, address, tile_done); });
   }
 
  private:
@@ -39,11 +39,11 @@ class DecodeScores {
   const bool in_place;
   int64_t batch_index = 0, key_head = 0;  // of the call of compute()
   Buffer<float> copies;                   // [W, padded_dim], keys that cannot be read in place
-  Buffer<float> rescored;                 // [padded_dim], one key
+  Buffer<float> one_key;                  // [padded_dim]
 
   template <typename T>
-  void compute_elements(const BlockVisibility& block, const float* queries, int64_t rows, const ScoreAddress& address,
-                        const std::function<void(int64_t)>& scored) {
+  void compute_elements(const BlockVisibility& block, const float* queries, int64_t rows, const DotAddress& address,
+                        const std::function<void(int64_t)>& tile_done) {
     int64_t key_begin = block.key_begin, n = block.key_end - key_begin;
     batch_index = block.batch_index, key_head = block.key_head;
     bool from_memory =
@@ -52,37 +52,37 @@ class DecodeScores {
     auto one_tile = [&](int64_t tile) {
       if (!block.tile_visible(tile * BLOCK_K)) return;
       int64_t begin = tile * BLOCK_K, end = std::min(begin + BLOCK_K, n);
-      for (int64_t j = begin; j < end; j += W) score_vectors<T, 1>({j}, key_begin, queries, rows, address);
-      scored(begin);
+      for (int64_t j = begin; j < end; j += W) dot_vectors<T, 1>({j}, key_begin, queries, rows, address);
+      tile_done(begin);
     };
-    // Stream i reads the i-th part of the tiles; a step of this loop scores one tile of each.
+    // Stream i reads the i-th part of the tiles; a step of this loop does one tile of each.
     for (int64_t tile = 0; tile < tiles_per_stream; ++tile) {
       bool all = key_begin + (tile + (STREAMS - 1) * tiles_per_stream + 1) * BLOCK_K <= params.key_length;
       for (int64_t i = 0; i < STREAMS; ++i) all &= block.tile_visible((tile + i * tiles_per_stream) * BLOCK_K);
       int64_t keys[STREAMS];
       for (int64_t j = tile * BLOCK_K; all && j < (tile + 1) * BLOCK_K; j += W) {
         for (int64_t i = 0; i < STREAMS; ++i) keys[i] = j + i * tiles_per_stream * BLOCK_K;
-        score_vectors<T, STREAMS>(keys, key_begin, queries, rows, address);
+        dot_vectors<T, STREAMS>(keys, key_begin, queries, rows, address);
       }
       for (int64_t i = 0; i < STREAMS; ++i)
         if (all)
-          scored((tile + i * tiles_per_stream) * BLOCK_K);
+          tile_done((tile + i * tiles_per_stream) * BLOCK_K);
         else
           one_tile(tile + i * tiles_per_stream);
     }
     for (int64_t tile = tiles_per_stream * STREAMS; tile < tiles; ++tile) one_tile(tile);
   }
 
-  // Scores of W keys of each of N streams; first[i] is the offset of stream i's first key.
+  // Dot products with W keys of each of N streams; first[i] is the offset of stream i's first key.
   template <typename T, int N>
-  __attribute__((always_inline)) inline void score_vectors(const int64_t (&first)[N], int64_t key_begin,
-                                                           const float* queries, int64_t rows,
-                                                           const ScoreAddress& address) {
+  __attribute__((always_inline)) inline void dot_vectors(const int64_t (&first)[N], int64_t key_begin,
+                                                         const float* queries, int64_t rows,
+                                                         const DotAddress& address) {
     int64_t n_keys = std::min<int64_t>(W, params.key_length - key_begin - first[0]);
     if (in_place && n_keys == W) {
       const T* keys[N];
       for (int i = 0; i < N; ++i) keys[i] = row_pointer<T>(params.key, batch_index, key_head, key_begin + first[i]);
-      return score_rows(first, keys, params.key.stride[2], W, key_begin, queries, rows, address);
+      return dot_rows(first, keys, params.key.stride[2], W, key_begin, queries, rows, address);
     }
     if (!copies) copies.resize(W * padded_dim);
     if (n_keys < W || params.head_dim < padded_dim) std::fill(copies + 0, copies + W * padded_dim, 0.0f);
@@ -90,38 +90,37 @@ class DecodeScores {
       read_row(params.key, params.dtype, batch_index, key_head, key_begin + first[0] + i, params.head_dim,
                copies + i * padded_dim);
     const float* copied[1] = {copies};
-    score_rows({first[0]}, copied, padded_dim, n_keys, key_begin, queries, rows, address);
+    dot_rows({first[0]}, copied, padded_dim, n_keys, key_begin, queries, rows, address);
   }
 
   template <typename T, int N>
-  __attribute__((always_inline)) inline void score_rows(const int64_t (&first)[N], const T* const (&keys)[N],
-                                                        int64_t key_stride, int64_t n_keys, int64_t key_begin,
-                                                        const float* queries, int64_t rows,
-                                                        const ScoreAddress& address) {
+  __attribute__((always_inline)) inline void dot_rows(const int64_t (&first)[N], const T* const (&keys)[N],
+                                                      int64_t key_stride, int64_t n_keys, int64_t key_begin,
+                                                      const float* queries, int64_t rows, const DotAddress& address) {
     vfloat inverse[N];
-    vint score_again[N];  // non-finite keys, and keys whose squared norm may have overflowed or underflowed
-    for (int i = 0; i < N; ++i) inverse[i] = splat(1.0f), score_again[i] = vint{};
+    vint dot_again[N];  // non-finite keys, and keys whose squared norm may have overflowed or underflowed
+    for (int i = 0; i < N; ++i) inverse[i] = splat(1.0f), dot_again[i] = vint{};
     for (int64_t r = 0; r < rows; ++r) {
       vfloat products[N][W], squares[N][W];
       if (params.cosine && r == 0) {
         multiply<true>(queries, keys, key_stride, products, squares);
         for (int i = 0; i < N; ++i) {
           vfloat squared_norm = reduce_each(squares[i]);
-          score_again[i] = ~((squared_norm > SAFE_MIN) & (squared_norm < SAFE_MAX));
+          dot_again[i] = ~((squared_norm > SAFE_MIN) & (squared_norm < SAFE_MAX));
           inverse[i] = 1.0f / square_root(squared_norm);
         }
       } else {
         multiply<false>(queries + r * padded_dim, keys, key_stride, products, squares);
       }
       for (int i = 0; i < N; ++i) {
-        vfloat s = reduce_each(products[i]) * inverse[i];
-        store(address(r, first[i]), s);
-        score_again[i] |= ~(absolute(s) <= std::numeric_limits<float>::max());
+        vfloat dot_product = reduce_each(products[i]) * inverse[i];
+        store(address(r, first[i]), dot_product);
+        dot_again[i] |= ~(absolute(dot_product) <= std::numeric_limits<float>::max());
       }
     }
     for (int i = 0; i < N; ++i)
-      if (score_again[i] &= lane_index() < int32_t(n_keys); any(score_again[i]))
-        rescore(first[i], key_begin, score_again[i], queries, rows, address);
+      if (dot_again[i] &= lane_index() < int32_t(n_keys); any(dot_again[i]))
+        dot_safely(first[i], key_begin, dot_again[i], queries, rows, address);
   }
 
   // Lane-wise products of a query with W keys of each stream, and squares of these keys; to be
@@ -146,21 +145,21 @@ class DecodeScores {
       }
   }
 
-  // Scores some of W keys again: NaN for a non-finite key, else with a norm that neither overflows nor
-  // underflows. The other keys keep their scores, so that equal keys have equal scores.
-  __attribute__((noinline)) void rescore(int64_t j, int64_t key_begin, vint score_again, const float* queries,
-                                         int64_t rows, const ScoreAddress& address) {
-    if (!rescored) rescored.resize(padded_dim);
-    float* key = rescored;
+  // Makes the dot products with some of W keys again: NaN for a non-finite key, else with a norm that
+  // neither overflows nor underflows. The other keys keep theirs, so that equal keys have equal ones.
+  __attribute__((noinline)) void dot_safely(int64_t j, int64_t key_begin, vint dot_again, const float* queries,
+                                            int64_t rows, const DotAddress& address) {
+    if (!one_key) one_key.resize(padded_dim);
+    float* key = one_key;
     for (int64_t i = 0; i < W; ++i) {
-      if (!score_again[i]) continue;
+      if (!dot_again[i]) continue;
       std::fill(key, key + padded_dim, 0.0f);
       read_row(params.key, params.dtype, batch_index, key_head, key_begin + j + i, params.head_dim, key);
       bool finite = all_finite(key, params.head_dim);
       if (finite && params.cosine) l2_normalise(key, params.head_dim);
       for (int64_t r = 0; r < rows; ++r) {
-        float s = dot(queries + r * padded_dim, key, padded_dim);
-        address(r, j)[i] = finite ? s : std::numeric_limits<float>::quiet_NaN();
+        float dot_product = dot(queries + r * padded_dim, key, padded_dim);
+        address(r, j)[i] = finite ? dot_product : std::numeric_limits<float>::quiet_NaN();
       }
     }
   }
