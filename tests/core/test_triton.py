@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -228,6 +229,36 @@ def test_the_operators(quiet, name):
 def test_powers(quiet, power, dtype):
     mechanism = Mechanism(phi="softplus", similarity="cosine", scale="log(d)", length_scale="log(N)", power=power)
     check(fused, CASE["causal"], mechanism, dtype, device=DEVICE)
+
+
+class OneKeyDominates(NamedTuple):
+    """Rows with one score of ``high`` and the others near ``low``. Their weights are small, and so is dL/dA - delta."""
+
+    high: float
+    low: float
+    name: str = "one key dominates"
+
+    def arguments(self, mechanism, dtype, seed=0, device="cpu"):
+        generator = torch.Generator().manual_seed(seed)
+        query, key, value = (torch.randn(1, 1, n, 16, generator=generator, dtype=torch.float64) for n in (8, 40, 40))
+        query, key = 0.1 * query, 0.1 * key
+        query[..., 0], key[..., 0], key[:, :, 5, 0] = 4.0, self.low / 4, self.high / 4
+        leaves = {"query": query, "key": key, "value": value}
+        given = {name: x.to(device, dtype).requires_grad_() for name, x in leaves.items()}
+        return {**given, "mechanism": mechanism, "is_causal": False, "scale": 1.0}
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize(
+    ("phi", "high", "low"), [("softplus", 40.3, -8), ("softplus", -5, -15), ("sigmoid", 2, -10), ("exp", 2, -8)]
+)
+def test_delta_is_of_the_rounded_weights_where_one_key_dominates(quiet, monkeypatch, phi, high, low, split):
+    from softfocus.backends.triton import call
+
+    if split:
+        monkeypatch.setattr(call, "_programs", lambda device: 64)
+        monkeypatch.setattr(call, "TILES_OF_A_SPLIT", 1)
+    check(fused, OneKeyDominates(high, low), Mechanism(phi=phi), BRAIN, device=DEVICE)
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e30])

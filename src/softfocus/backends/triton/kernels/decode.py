@@ -265,8 +265,10 @@ def _sum_values(
                 x = value.to(tl.float32)
                 largest = tl.maximum(largest, tl.max(tl.abs(x), 1))
                 value = laser.operand(tl.exp2(x * LOG2E), value)
-            if CAREFUL or blocks.BLOCK_Q > 1:
+            if blocks.BLOCK_Q > 1:
                 acc += products.dot_weights(f, value, algebra, blocks)
+            elif CAREFUL:
+                acc += products.dot(f, value, blocks)
             else:
                 product_sums += tl.trans(f) * value.to(tl.float32)
     rows = tl.arange(0, blocks.BLOCK_Q)
@@ -316,8 +318,7 @@ def combine(inputs, algebra, masks, parts, sums, splits, outputs, ROWS_STORED: t
     if algebra.reweighted:
         largest = algebra.phi.value(row_max, shift, algebra)
         _threshold, _over_spread, _tied, peak = weighting.row_threshold(inputs, algebra, count, phi_sum, largest)
-    weight_sum = u_sum if algebra.reweighted else phi_sum
     forward.store_results(
-        inputs, algebra, outputs, b, heads, q_offsets, count, row_max, shift, phi_sum, u_sum, weight_sum, peak, acc,
+        inputs, algebra, outputs, b, heads, q_offsets, count, row_max, shift, phi_sum, u_sum, ROWS_STORED > 1, peak, acc,
         needs_exact, tl.zeros([16], tl.float32), blocks,
     )  # fmt: skip

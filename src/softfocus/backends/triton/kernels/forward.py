@@ -29,15 +29,6 @@ def forward(inputs, algebra, masks, outputs, blocks):
     shift = tl.zeros([blocks.BLOCK_Q], tl.float32)
     phi_sum = tl.zeros([blocks.BLOCK_Q], tl.float32)
     u_sum = tl.zeros([blocks.BLOCK_Q], tl.float32)
-    # The sum of weights as halves hold them. Where one key dominates a row the output, of which delta is made, is then that
-    # key's value. Other phi have a shift for it
-    rounding: tl.constexpr = (
-        algebra.phi.has_zeros
-        and not algebra.float32
-        and algebra.normaliser == "l1"
-        and not (algebra.reweighted or algebra.laser)
-    )
-    rounded_sum = phi_sum
     threshold, over_spread, peak = shift, shift, shift
     tied = phi_sum > 0.0
     needs_exact = tied
@@ -72,22 +63,16 @@ def forward(inputs, algebra, masks, outputs, blocks):
                     )
                     if SWEEP == 0 and algebra.shifted:
                         acc = acc * rescale[:, None]
-                    if rounding:
-                        if algebra.shifted:
-                            rounded_sum = rounded_sum * rescale
-                        rounded_sum += tl.sum(f.to(value.dtype).to(tl.float32), 1)
                 if SWEEP == 0:
                     if inputs.seed is not None:
                         first = scoring.first_key(masks, tile_range, b, h, block, n, FULL == 0, blocks)
                         f = tl.where(dropout.kept(inputs, b, h, q_offsets, first, blocks.BLOCK_K, 1), f, 0.0)
                     acc += products.dot_weights(f, value, algebra, blocks)  # [BLOCK_Q, BLOCK_DV]
-    if not rounding:
-        rounded_sum = u_sum if algebra.reweighted else phi_sum
     phi_sum = nan_if_infinite(phi_sum, row_max, smallest)
     if inputs.seed is not None:
         acc = acc * inputs.keep_scale
     store_results(
-        inputs, algebra, outputs, b, heads, q_offsets, count, row_max, shift, phi_sum, u_sum, rounded_sum, peak, acc,
+        inputs, algebra, outputs, b, heads, q_offsets, count, row_max, shift, phi_sum, u_sum, True, peak, acc,
         needs_exact, large_values, blocks,
     )  # fmt: skip
 
@@ -183,12 +168,12 @@ def _with_nonfinite(acc, visible, inputs, b, h, k_offsets, blocks):
 
 @triton.jit
 def store_results(
-    inputs, algebra, outputs, b, heads, q_offsets, count, row_max, shift, phi_sum, u_sum, rounded_sum, peak, acc,
-    needs_exact, large_values, blocks,
+    inputs, algebra, outputs, b, heads, q_offsets, count, row_max, shift, phi_sum, u_sum, ROUNDED: tl.constexpr,
+    peak, acc, needs_exact, large_values, blocks,
 ):  # fmt: skip
     """Store ``outputs``, from acc [BLOCK_Q, BLOCK_DV] and vectors of the rows [BLOCK_Q]; ``heads`` are those of the rows.
 
-    ``rounded_sum`` is the sum of the weights as they were multiplied.
+    ROUNDED: whether the weights were rounded to the values' dtype before they were multiplied.
     """
     mask = q_offsets < inputs.query_length
     dv_offsets = tl.arange(0, blocks.BLOCK_DV)
@@ -208,12 +193,15 @@ def store_results(
         loading.store_like_out(outputs.residual, b, heads, q_offsets, mask, exp_minus_out, inputs, blocks)
         acc = acc * LN2
     elif algebra.reweighted or algebra.normaliser == "l1":
+        if ROUNDED and not algebra.float32 and not algebra.reweighted:
+            element_type = inputs.value_operand.pointer.dtype.element_ty
+            weight_sum = weighting.rounded_sum(phi_sum, row_max, shift, algebra, element_type)
         if algebra.phi.has_zeros:  # the reciprocal of a small sum of these may be no number
-            rounded_sum = tl.broadcast_to(tl.where(rounded_sum == 0.0, 1.0, rounded_sum)[:, None], acc.shape)
+            weight_sum = tl.broadcast_to(tl.where(weight_sum == 0.0, 1.0, weight_sum)[:, None], acc.shape)
             if algebra.float32:
-                acc = tl.div_rn(acc, rounded_sum)
+                acc = tl.div_rn(acc, weight_sum)
             else:
-                acc = acc / rounded_sum
+                acc = acc / weight_sum
         else:
             acc = acc * weighting.reciprocal_sum(weight_sum, algebra)[:, None]
     else:

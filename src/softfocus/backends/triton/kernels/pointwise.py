@@ -150,11 +150,7 @@ def _shifted(f, shift, algebra):
 
 @triton.jit
 def _if_small(largest, shift):
-    """The shift log2 phi(largest) where that is small, else 0.
-
-    The largest weight is then 1, which halves do not round. In a row that one key dominates the output, of which delta is made,
-    is then that key's value.
-    """
+    """The shift log2 phi(largest) where that is small, else 0."""
     return tl.where((largest < SHIFT_BELOW) & (largest > float("-inf")), shift, 0.0)
 
 

@@ -42,6 +42,17 @@ def reciprocal_sum(phi_sum, algebra):
 
 
 @triton.jit
+def rounded_sum(phi_sum, row_max, shift, algebra, element_type):
+    """The sum of phi [BLOCK_Q] with its largest term as products take it: rounded to ``element_type``.
+
+    Where one key dominates a row, dL/dA - delta is smaller than that rounding. Divided by this sum the output, of which delta
+    is made, is then that key's value. The other terms' rounding is below that of the gradient itself.
+    """
+    largest = algebra.phi.value(row_max, shift, algebra)
+    return phi_sum + (largest.to(element_type).to(tl.float32) - largest)
+
+
+@triton.jit
 def head_power(inputs, algebra, h):
     """p of a head."""
     if inputs.power is None:
