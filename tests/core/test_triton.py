@@ -261,6 +261,21 @@ def test_delta_is_of_the_rounded_weights_where_one_key_dominates(quiet, monkeypa
     check(fused, OneKeyDominates(high, low), Mechanism(phi=phi), BRAIN, device=DEVICE)
 
 
+def test_a_gradient_that_spans_too_much_is_copied(quiet, monkeypatch):
+    """Within a head the kernels count in 32 bits. They see no tensor beyond that, here with a smaller number of bits."""
+    from softfocus.backends.triton import call
+
+    query, wide = (torch.randn(1, 1, 20, n, generator=torch.Generator().manual_seed(n)).to(DEVICE) for n in (8, 80))
+    grad = wide[..., :8]
+    query.requires_grad_()
+    expected = torch.autograd.grad(fused(query, query, query), query, grad)[0]
+    array, spans = call.array, []
+    monkeypatch.setattr(triton, "MOST_PLACES", 1000)
+    monkeypatch.setattr(call, "array", lambda x: spans.append(0 if x is None else x.size(2) * x.stride(2)) or array(x))
+    assert torch.equal(torch.autograd.grad(fused(query, query, query), query, grad)[0], expected)
+    assert 0 < max(spans) < 1000
+
+
 @pytest.mark.parametrize("size", [1e-30, 1e30])
 def test_norms_that_no_product_could_hold(quiet, size):
     inputs = [torch.randn(1, 2, 40, 8, generator=torch.Generator().manual_seed(s)).to(DEVICE) for s in range(3)]

@@ -30,7 +30,8 @@ MOST_DIMENSIONS = 256
 OLDEST = (8, 0)
 MOST_HEADS = 65535
 """Of all sequences together: CUDA's limit of the second dimension of a grid."""
-
+MOST_PLACES = 2**31
+"""Of elements that a head may span: the kernels count within a head in 32 bits."""
 
 FEW_ROWS = 64
 """Up to so many queries, of all heads that share a key head, are decoded: the keys split among programs."""
@@ -92,6 +93,11 @@ def exponential_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float16 else dtype
 
 
+def spans_too_much(x: Tensor) -> bool:
+    """Whether a head of x [B, H, L, D] spans more elements than the kernels can count."""
+    return (x.size(2) - 1) * x.stride(2) + (x.size(3) - 1) * x.stride(3) >= MOST_PLACES
+
+
 def refuses(call: Call, to_run: bool) -> str | None:
     """Machines and sizes that the kernels are not for."""
     query = call.query
@@ -105,7 +111,7 @@ def refuses(call: Call, to_run: bool) -> str | None:
     if not THERE:
         return "Triton is not installed (pip install triton)"
     for name, x in (("query", query), ("key", call.key), ("value", call.value)):
-        if (x.size(2) - 1) * x.stride(2) + (x.size(3) - 1) * x.stride(3) >= 2**31:
+        if spans_too_much(x):
             return f"a head of {name} spans 2^31 elements or more, and the kernels count places in 32 bits"
     heads = query.size(0) * query.size(1)
     if heads > MOST_HEADS:

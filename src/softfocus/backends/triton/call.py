@@ -10,7 +10,15 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime.errors import OutOfResources
 
-from softfocus.backends.triton import FEW_ROWS, ROWS, exponential_dtype, residual_dtype, rows_kept, tuning
+from softfocus.backends.triton import (
+    FEW_ROWS,
+    ROWS,
+    exponential_dtype,
+    residual_dtype,
+    rows_kept,
+    spans_too_much,
+    tuning,
+)
 from softfocus.backends.triton.arguments import Blocks, Inputs, Masks, Outputs
 from softfocus.backends.triton.inputs import (
     END,
@@ -132,6 +140,8 @@ class Launcher:
             if getattr(call, name) is not None
         }
         inputs = self._prepared(backward=True)
+        if spans_too_much(grad):  # ``refuses`` has not seen this tensor
+            grad = grad.contiguous()
         layouts = tuple((x.stride(), x.dtype, x.data_ptr() % ALIGNED) for x in (grad, out, saved))
         grad_out = array(grad)
 
