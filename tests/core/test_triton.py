@@ -437,6 +437,31 @@ def test_a_tile_that_does_not_fit_gives_way_to_a_smaller_one(quiet, monkeypatch)
         one._in_a_tile("bias_gradients", partial(run, least=8))
 
 
+def test_marked_rows_whose_tile_does_not_fit_take_a_smaller_one(quiet, monkeypatch):
+    """LASER's second kernel needs more memory than the forward, whose tile it tries first."""
+    from softfocus.backends.triton import call
+    from softfocus.backends.triton.kernels import laser
+
+    launch, tried = call.Launcher._launch, []
+
+    def full(self, kernel, variant, *rest, **options):
+        if kernel is laser.exact_forward:
+            tried.append(variant[0].rows)
+            if variant[0].rows > 16:
+                raise OutOfResources(2, 1, "shared memory")
+        launch(self, kernel, variant, *rest, **options)
+
+    query, key, value = (
+        torch.randn(1, 1, n, 8, generator=torch.Generator().manual_seed(n)).to(DEVICE) for n in (9, 40, 41)
+    )
+    value = value[:, :, :40] + 50.0
+    expected = fused(query, key, value, mechanism="laser")
+    monkeypatch.setattr(call.Launcher, "_launch", full)
+    torch.testing.assert_close(fused(query, key, value, mechanism="laser"), expected)
+    assert len(tried) > 1
+    assert tried[-1] == 16
+
+
 def test_documents_in_any_order(quiet):
     """Counts and results do not depend on their standing one after another; only how many tiles are looked at does."""
     generator = torch.Generator().manual_seed(0)

@@ -115,11 +115,15 @@ class Launcher:
 
             tile = self._in_a_tile("forward", run)
         if self.call.mechanism.laser:
-            cut = self._cut(tile)
-            self._launch(
-                laser.exact_forward, (tile, splits > 1), cut.row_grid,
-                inputs, self.algebra, cut.masks, outputs, cut.blocks, **cut.options,
-            )  # fmt: skip
+
+            def marked_rows(tile: tuning.Tile) -> None:
+                cut = self._cut(tile)
+                self._launch(
+                    laser.exact_forward, (tile, splits > 1), cut.row_grid,
+                    inputs, self.algebra, cut.masks, outputs, cut.blocks, **cut.options,
+                )  # fmt: skip
+
+            _where_it_fits(tile, marked_rows)
         return out, saved
 
     def backward(self, grad: Tensor, bias_grad: bool, out: Tensor, saved: Tensor) -> dict[str, Tensor]:
@@ -184,17 +188,8 @@ class Launcher:
         return tuning.INTERPRETED if knobs.runtime.interpret else tuning.tiles(kernel, self.call)[0]
 
     def _in_a_tile(self, kernel: str, run: Callable[[tuning.Tile], None]) -> tuning.Tile:
-        """Run in the fastest tile, or, where a device has too little shared memory for it, in a smaller one."""
-        tiles = (self._fastest(kernel, run), *tuning.SMALLER)
-        for tile in tiles:
-            try:
-                run(tile)
-            except OutOfResources:
-                if tile == tiles[-1]:
-                    raise
-            else:
-                return tile
-        raise AssertionError("unreachable")
+        """Run in the fastest tile, or in a smaller one; which one, is returned."""
+        return _where_it_fits(self._fastest(kernel, run), run)
 
     def _fastest(self, kernel: str, run: Callable[[tuning.Tile], None]) -> tuning.Tile:
         if (
@@ -334,6 +329,20 @@ class Launcher:
         if self.algebra.reweighted.value:
             self._launch(decode.weights, variant, grid, *shared, scores, few, stages, blocks, **cut.options)
         self._launch(decode.combine, variant, (1, heads), *shared, splits, outputs, few, blocks, **cut.options)
+
+
+def _where_it_fits(tile: tuning.Tile, run: Callable[[tuning.Tile], None]) -> tuning.Tile:
+    """Run in a tile, or, where a device has too little shared memory for it, in a smaller one."""
+    tiles = (tile, *tuning.SMALLER)
+    for tile in tiles:
+        try:
+            run(tile)
+        except OutOfResources:
+            if tile == tiles[-1]:
+                raise
+        else:
+            return tile
+    raise AssertionError("unreachable")
 
 
 def _layout(call: Call) -> Hashable:
