@@ -462,6 +462,24 @@ def test_marked_rows_whose_tile_does_not_fit_take_a_smaller_one(quiet, monkeypat
     assert tried[-1] == 16
 
 
+@pytest.mark.parametrize("shape", [(1, 1, 1, -1), (1, 1, -1, 1), (1, 1, -1, -1)], ids=str)
+def test_only_the_first_dimension_of_a_grid_grows_with_the_length(quiet, monkeypatch, shape):
+    """CUDA's others end at 65535."""
+    from softfocus.backends.triton import call
+
+    launch, grids = call.Launcher._launch, []
+    monkeypatch.setattr(call.Launcher, "_launch", lambda *a, **k: grids.append(a[3][1:]) or launch(*a, **k))
+
+    def others(length):
+        grids.clear()
+        x = torch.randn(1, 1, length, 8, device=DEVICE)
+        bias = torch.zeros([length if size == -1 else size for size in shape], device=DEVICE, requires_grad=True)
+        torch.autograd.grad(fused(x, x, x, bias=bias).sum(), bias)
+        return list(grids)
+
+    assert others(20) == others(70)
+
+
 def test_documents_in_any_order(quiet):
     """Counts and results do not depend on their standing one after another; only how many tiles are looked at does."""
     generator = torch.Generator().manual_seed(0)

@@ -174,8 +174,8 @@ class Launcher:
 
             def of_bias(tile: tuning.Tile) -> None:
                 cut = self._cut(tile)
-                rows, keys = 1 if broadcast[2] else cut.row_grid[0], 1 if broadcast[3] else cut.key_grid[0]
-                grid = (rows, keys, grad_bias.size(0) * grad_bias.size(1))
+                row_blocks, key_blocks = 1 if broadcast[2] else cut.row_grid[0], 1 if broadcast[3] else cut.key_grid[0]
+                grid = row_blocks * key_blocks, grad_bias.size(0) * grad_bias.size(1)
                 launch(bias_gradients.bias_gradients, grid, tile, array(grad_bias), grad_bias.size(1), *broadcast)
 
             if grad_bias.numel():
