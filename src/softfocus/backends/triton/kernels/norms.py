@@ -8,13 +8,13 @@ from softfocus.backends.triton.kernels import loading
 
 @triton.jit
 def reciprocal_norm(x):
-    """1 / |x| of each row, for any norm that float32 holds: 0 of a zero vector, NaN of one that is not finite.
+    """1 / |x| of each row [R] of x [R, C]. NaN of one that is not finite; 0 of one whose entries are all below 2^-126.
 
-    The divisions are rounded, since large powers multiply what they lose.
+    Of most of these 1 / |x| is beyond float32. The divisions are rounded, since large powers multiply what they lose.
     """
     largest = tl.max(tl.abs(x), 1)
     exponent = tl.minimum(largest.to(tl.int32, bitcast=True) >> 23, 253)
-    over = ((254 - exponent) << 23).to(tl.float32, bitcast=True)  # of the power of two in the largest
+    over = ((254 - exponent) << 23).to(tl.float32, bitcast=True)  # 1 / the power of two in the largest
     scaled = x * over[:, None]
     total = tl.sum(scaled * scaled, 1)
     norm = over * tl.div_rn(tl.full(total.shape, 1.0, tl.float32), tl.sqrt_rn(total))
