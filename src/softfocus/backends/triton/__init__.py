@@ -34,7 +34,8 @@ MOST_PLACES = 2**31
 """Of elements that a head may span: the kernels count within a head in 32 bits."""
 
 FEW_ROWS = 64
-"""Up to so many queries, of all heads that share a key head, are decoded: the keys split among programs."""
+"""Up to so many queries, of all heads that share a key head, are decoded: the keys split among programs. Chosen, not
+measured."""
 WHOLE_POWER = 32
 """Whole powers up to this are raised by squaring, with a kernel compiled for each."""
 

@@ -48,6 +48,9 @@ from softfocus.contract import LEAVES, Call, pack
 from softfocus.visibility import UNLIMITED
 
 TILES_OF_A_SPLIT = 4
+"""A split has at least so many tiles of keys. Chosen, not measured."""
+ELEMENTS_AT_ONCE = 4096
+"""Of a tensor whose norms or exponentials a program makes. Chosen, not measured."""
 ALIGNED = 16
 """Triton compiles for addresses that so many bytes divide, and for others."""
 UNMEASURED = ("decode", "bias_gradients")
@@ -252,7 +255,7 @@ class Launcher:
         batch, heads, length, width = x.shape
         to = x.new_empty(batch, heads, length, 1, dtype=torch.float32)
         columns = power_of_two(width)
-        rows = max(1, 4096 // columns)
+        rows = max(1, ELEMENTS_AT_ONCE // columns)
         if to.numel():
             grid = over(length, rows), batch * heads
             self._launch(
@@ -267,7 +270,7 @@ class Launcher:
         exp_values = value.new_empty(value.shape, dtype=exponential_dtype(value.dtype))
         flags = (value.new_zeros if backward else value.new_empty)(batch, heads, length, 1, dtype=torch.float32)
         columns = power_of_two(width)
-        rows = max(1, 4096 // columns)
+        rows = max(1, ELEMENTS_AT_ONCE // columns)
         if exp_values.numel():
             self._launch(
                 laser.exponentials, backward, (over(length, rows), batch * heads),

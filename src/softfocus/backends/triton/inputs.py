@@ -47,7 +47,8 @@ def array(x: Tensor | None) -> Any:
 def blocks_of(head_dim: int, value_dim: int, dtype: torch.dtype, tile: tuning.Tile) -> Blocks:
     """A tile's shape and how it is multiplied."""
     widths = [max(16, power_of_two(size)) for size in (head_dim, value_dim)]
-    # With float16 inputs only LASER's e^V is multiplied in float32, since float16 cannot hold it
+    # Only float16 calls reach this with float32 operands that came from halves: LASER's e^V, and weights and gradients that
+    # float16 might not hold
     precision = "tf32" if dtype == torch.float16 else "ieee"
     whole = widths == [head_dim, value_dim]
     # The interpreter gets products of bfloat16 wrong

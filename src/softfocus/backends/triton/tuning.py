@@ -137,7 +137,7 @@ def tiles(kernel: str, call: Call) -> tuple[Tile, ...]:
     heavy = {
         "forward": sharp or mechanism.phi == "sigmoid",
         "query_gradients": sharp,
-        "key_gradients": sharp or mechanism.phi != "exp" if width == "wide" else sharp and laser,
+        "key_gradients": (sharp or mechanism.phi != "exp") if width == "wide" else (sharp and laser),
     }.get(kernel, False)
     names = [f"{width}, LASER", "LASER"] * (laser and not sharp) + [f"{width}, heavy"] * heavy
     names += [f"{width}, {mechanism.phi}", width, "narrow"]
@@ -211,7 +211,7 @@ def _measured(tiles: tuple[Tile, ...], run: Callable[[Tile], Any]) -> Tile | Non
 
 def _time(run: Callable[[], Any]) -> float:
     """Milliseconds, median."""
-    took: float = triton.testing.do_bench(run, warmup=20, rep=80, return_mode="median")
+    took: float = triton.testing.do_bench(run, warmup=20, rep=80, return_mode="median")  # milliseconds, too
     return took
 
 

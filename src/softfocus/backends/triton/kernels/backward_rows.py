@@ -1,8 +1,8 @@
 """What the backward's kernels share: which rows they compute, the gradient that comes in, and vectors of the rows.
 
-No kernel needs an atomic: each program owns what it writes. The queries' kernel runs first. Each kernel has an EXACT variant
-for the rows that LASER's forward marked, which the other variant leaves out. It writes these rows of grad_query, and adds to
-the other gradients.
+No kernel needs an atomic: each program owns what it writes. The queries' kernel runs first. Each kernel has two variants: EXACT
+computes the rows that LASER's forward marked, the other all other rows. Both write their own rows of grad_query. EXACT runs
+second and adds to grad_key, grad_value and grad_bias.
 """
 
 import triton
@@ -67,7 +67,8 @@ def load_row_vectors(row_vectors, algebra, b, h, q_offsets, active):
     if algebra.score_bias != "0":
         row_bias = tl.load(pointers + 2 * row_vectors.stride_b, mask=active, other=0.0)
     if algebra.shifted:
-        # Of rows that are not active e^bias may be no number: they weigh 2^-inf. Softplus cannot grow so
+        # Rows that are not active have no shift of their own, and e^bias may overflow: with shift = inf they weigh 2^-inf = 0.
+        # Softplus, the only phi whose unit is not 1, grows linearly, and its polynomial would make 0 * inf of that
         none: tl.constexpr = float("inf") if algebra.phi.unit == 1.0 else 0.0
         shift = tl.load(pointers + 3 * row_vectors.stride_b, mask=active, other=none)
     if algebra.reweighted:

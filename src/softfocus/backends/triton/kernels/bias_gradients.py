@@ -56,7 +56,7 @@ def bias_gradients(
                 )
                 count = masking.visible_count(masks, inputs, b, h, q_offsets)
                 scale = scoring.score_scale(inputs, algebra, count, h) * algebra.phi.score_unit
-                query_norm = scale
+                query_norm = scale  # not used otherwise: Triton wants the name in both branches
                 if EXACT:
                     exact = laser.exact_row(outputs.saved, inputs, algebra, count, b, h, q_offsets, row.delta)
                     exact = laser.expanded(exact, 1)
@@ -71,6 +71,7 @@ def bias_gradients(
                     stop = tl.minimum(stop, block_k + 1)
                 for k_block in range(start, stop):
                     k_offsets = k_block * blocks.BLOCK_K + k_range  # [BLOCK_K]
+                    # key [BLOCK_K, BLOCK_D], key_norms [BLOCK_K], value [BLOCK_K, BLOCK_DV]
                     key, key_norms = scoring.load_score_keys(inputs, algebra, b, h, k_offsets, True, blocks)
                     # s, visible, grad_weights, grad_u, derivative [BLOCK_Q, BLOCK_K]
                     s, visible, _scaled = scoring.tile_scores(

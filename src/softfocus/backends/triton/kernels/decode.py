@@ -4,9 +4,10 @@ Up to three kernels: ``statistics`` of each split, with its weighted values unle
 each split of re-weighted rows, where only values are read that weigh more than rounding (with LASER, more than 0); and
 ``combine``.
 
-The queries of all heads that share a key head are the rows of one tile. Tensor cores take them for sixteen, and many threads
-hold the same product. So products go to memory (``scores``, 4 bytes beside the hundreds of a key), where as many threads as
-there are scores make weights of them. The weights come back to meet the values. One query is multiplied without tensor cores.
+The queries of all heads that share a key head are the rows of one tile. A product on tensor cores has at least sixteen rows,
+most of them padding here, and scores in its layout would be computed several times. So the products are written to ``scores``
+(4 bytes, beside the hundreds of a key), read again one score a thread, made weights, and written back. The product with the
+values reads them a third time. One query is multiplied without tensor cores.
 
 In shapes ROWS_STORED is the number of rows, rounded up to a power of two; BLOCK_Q is at least 16, or 1 for a single row.
 """
@@ -20,7 +21,8 @@ from softfocus.backends.triton.kernels.pointwise import LOG2E
 PARTS = tl.constexpr(4)
 """Vectors of the rows that each split leaves: largest score, sum phi 2^-shift, sum u^p, and LASER's marks."""
 SCORES_AT_ONCE = tl.constexpr(512)
-"""Scores that a program makes weights of at once."""
+"""Scores that a program makes weights of at once, four a thread of 128. Not fewer than threads, which would then hold the same
+score: each is stored where it was loaded from, without a barrier in between."""
 
 
 @triton.jit
@@ -105,7 +107,7 @@ def _whole_rows(algebra, parts, splits, ROWS_STORED: tl.constexpr):
 
 @triton.jit
 def statistics(inputs, algebra, masks, parts, sums, scores, ROWS_STORED: tl.constexpr, STAGES: tl.constexpr, blocks):
-    """Of a split the first two vectors, and its scores if rows are re-weighted, its weighted values if not."""
+    """Of a split the first two vectors; also its scores where rows are re-weighted, else weighted values and LASER's marks."""
     splits, split = tl.num_programs(0), tl.program_id(0)
     b, h, heads, q_offsets = _query_rows(inputs, ROWS_STORED)
     first, last = _tile_range(inputs, masks, b, blocks)
@@ -122,7 +124,7 @@ def statistics(inputs, algebra, masks, parts, sums, scores, ROWS_STORED: tl.cons
     for start in range(first * blocks.BLOCK_K, end, SCORES_AT_ONCE // ROWS_STORED):
         k_offsets = start + tl.arange(0, SCORES_AT_ONCE // ROWS_STORED)
         pointers, mask = _score_pointers(scores, inputs, k_offsets, end, ROWS_STORED)
-        # s, scaled [ROWS_STORED, keys]
+        # s, scaled [ROWS_STORED, SCORES_AT_ONCE / ROWS_STORED]
         s, _visible, scaled = scoring.tile_scores(
             tl.load(pointers, mask=mask, other=0.0), inputs, algebra, masks, b, heads[:, None], q_offsets[:, None],
             k_offsets[None, :], scale[:, None], tl.full([1, 1], 1.0, tl.float32), row_bias[:, None], True,
@@ -141,7 +143,7 @@ def statistics(inputs, algebra, masks, parts, sums, scores, ROWS_STORED: tl.cons
         for start in range(first * blocks.BLOCK_K, end, SCORES_AT_ONCE // ROWS_STORED):
             k_offsets = start + tl.arange(0, SCORES_AT_ONCE // ROWS_STORED)
             pointers, mask = _score_pointers(scores, inputs, k_offsets, end, ROWS_STORED)
-            s = tl.load(pointers, mask=mask, other=float("-inf"))
+            s = tl.load(pointers, mask=mask, other=float("-inf"))  # as above, [ROWS_STORED, keys]
             tl.store(pointers, algebra.phi.value(s, shift[:, None], algebra), mask=mask)
         tl.debug_barrier()
         _sum_values(inputs, algebra, masks, b, h, parts, sums, scores, first, last, ROWS_STORED, STAGES, blocks)
@@ -163,7 +165,7 @@ def weights(inputs, algebra, masks, parts, sums, scores, ROWS_STORED: tl.constex
     for start in range(first * blocks.BLOCK_K, end, SCORES_AT_ONCE // ROWS_STORED):
         k_offsets = start + tl.arange(0, SCORES_AT_ONCE // ROWS_STORED)
         pointers, mask = _score_pointers(scores, inputs, k_offsets, end, ROWS_STORED)
-        s = tl.load(pointers, mask=mask, other=float("-inf"))
+        s = tl.load(pointers, mask=mask, other=float("-inf"))  # s, f [ROWS_STORED, SCORES_AT_ONCE / ROWS_STORED]
         f = forward.reweighted(s, shift, threshold, over_spread, tied, inputs, algebra, heads[:, None])
         f = tl.where(f <= negligible[:, None], 0.0, f)
         u_sum += tl.sum(f, 1)
@@ -177,7 +179,8 @@ def weights(inputs, algebra, masks, parts, sums, scores, ROWS_STORED: tl.constex
 def _store_products(inputs, algebra, b, h, scores, first, last, STAGES: tl.constexpr, blocks):
     """Products of a split's tiles: q k, or with cosine q k / |k|, of a query scaled by a power of two.
 
-    Where the squares of a key are too large or too small to be summed, all are multiplied again with exact norms.
+    The mantissa of 1 / |q| is multiplied in ``statistics``. Where the squares of a key are too large or too small to be summed,
+    all are multiplied again with exact norms.
     """
     _b, _h, heads, q_offsets = _query_rows(inputs, blocks.BLOCK_Q)
     d_offsets = tl.arange(0, blocks.BLOCK_D)
@@ -232,7 +235,7 @@ def _sum_values(
     large_values = tl.zeros([blocks.BLOCK_K], tl.float32)
     product_sums = tl.zeros(
         [blocks.BLOCK_K, blocks.BLOCK_DV], tl.float32
-    )  # of one row; summed over the keys at the end
+    )  # of a single row: weight times value of each key, summed over the keys at the end
     largest = tl.zeros([blocks.BLOCK_K], tl.float32)
     for CAREFUL in tl.static_range(2):
         end = last
@@ -280,10 +283,10 @@ def _sum_values(
 
 @triton.jit
 def _negligible(inputs, algebra, count, tied, heads):
-    """Up to where a weight u^p counts as 0: half of float32's rounding of the largest over p.
+    """Up to where a weight u^p counts as 0: 2^-24 / p, half an ulp of the largest weight over p.
 
-    In long rows less, so that all of them together are no more than what the rounding of u makes of u^p. LASER takes the
-    logarithm of small weights, and leaves out none.
+    In rows of N > p^2 keys it is 2^-24 p / N, so that all dropped weights together stay below 2^-24 p: the rounding of u times
+    p. LASER takes the logarithm of small weights, and leaves out none.
     """
     negligible = tl.zeros_like(count)
     if not algebra.laser:
@@ -304,7 +307,7 @@ def combine(inputs, algebra, masks, parts, sums, splits, outputs, ROWS_STORED: t
     needs_exact = u_sum > 0.0
     for split in range(splits):
         pointers, _all = _sum_pointers(sums, splits, split, ROWS_STORED, ROWS_STORED, blocks)
-        split_acc = tl.load(pointers)
+        split_acc = tl.load(pointers)  # [ROWS_STORED, BLOCK_DV]
         if algebra.reweighted:
             u_sum += tl.load(_part_pointers(parts, 2, splits, split, ROWS_STORED) + rows)
         elif algebra.shifted:

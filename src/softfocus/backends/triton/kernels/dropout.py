@@ -4,8 +4,9 @@ import triton
 import triton.language as tl
 
 ROUNDS = tl.constexpr(7)
+"""As ``softfocus.dropout``, which says why."""
 GROUP, LANES = tl.constexpr(64), tl.constexpr(8)
-"""Columns whose counters follow one another, and how many counters these are."""
+"""As in ``softfocus.dropout``: GROUP columns of a row share LANES counters, each of which gives eight numbers of 16 bits."""
 
 
 @triton.jit
@@ -21,11 +22,14 @@ def kept(inputs, b, h, q_offsets, first, KEYS: tl.constexpr, AXIS: tl.constexpr)
         columns, heads, q_offsets = columns[None, :], heads[None, :], q_offsets[:, None]
     else:
         columns, heads, q_offsets = columns[:, None], heads[:, None], q_offsets[None, :]
+    # ``Inputs.seed`` is 2^63 + 2 seed + 1
     seed = (inputs.seed >> 1) & 0x3FFFFFFFFFFFFFFF
     w, x, y, z = tl.philox(seed, columns, q_offsets, heads, tl.zeros_like(heads), ROUNDS)
     if KEYS >= GROUP:
         low = tl.join(_halves(w, inputs.drop_below), _halves(x, inputs.drop_below))
         high = tl.join(_halves(y, inputs.drop_below), _halves(z, inputs.drop_below))
+        # bits [Q, GROUPS * LANES, half, word of two, pair of words], or [GROUPS * LANES, Q, ...]; column = span * 64 +
+        # (4 pair + 2 word + half) * 8 + lane
         bits = tl.join(low, high)
         if AXIS == 1:
             bits = bits.reshape(bits.shape[0], GROUPS, LANES, 2, 2, 2).permute(0, 1, 5, 4, 3, 2)

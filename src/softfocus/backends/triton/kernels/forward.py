@@ -1,4 +1,4 @@
-"""The forward: one sweep exp_minus_out the keys, or two where rows are re-weighted, first for statistics, then for weights."""
+"""The forward: one sweep over the keys, or two where rows are re-weighted, first for statistics, then for weights."""
 
 import triton
 import triton.language as tl
@@ -18,7 +18,7 @@ def forward(inputs, algebra, masks, outputs, blocks):
     count = masking.visible_count(masks, inputs, b, h, q_offsets)  # [BLOCK_Q], as scale, row_bias and query_norm
     scale = scoring.score_scale(inputs, algebra, count, h) * algebra.phi.score_unit
     row_bias = scoring.row_bias_of(inputs, algebra, count, b)
-    query_norm = scale
+    query_norm = scale  # not used otherwise: Triton wants the name in both branches
     if algebra.cosine:
         query_norm = loading.load_vector(inputs.query_norm, b, h, q_offsets, inputs.query_length)
     query, scale = scoring.query_operand(query, query_norm, scale, inputs, algebra)
@@ -87,7 +87,7 @@ def online_statistics(s, scaled, row_max, smallest, shift, phi_sum, algebra):
     row_max = tl.maximum(row_max, tl.max(s, 1))
     if not algebra.cosine:
         smallest = tl.minimum(smallest, tl.min(scaled, 1))
-    rescale = phi_sum
+    rescale = phi_sum  # not used otherwise: Triton wants the name in both branches
     if algebra.shifted:
         before = shift
         shift = algebra.phi.shift(row_max)
@@ -99,7 +99,10 @@ def online_statistics(s, scaled, row_max, smallest, shift, phi_sum, algebra):
 
 @triton.jit
 def nan_if_infinite(phi_sum, row_max, smallest):
-    """The rows' sums, NaN where a product was infinite. Cosines hold that in the keys' norms."""
+    """The rows' sums [BLOCK_Q], NaN where a product was infinite.
+
+    With cosine an infinite query or key has the norm NaN, and so have its scores.
+    """
     return tl.where((row_max == float("inf")) | (smallest == float("-inf")), float("nan"), phi_sum)
 
 
@@ -133,7 +136,8 @@ def checked_values(
             x = value.to(tl.float32)
             total = tl.sum(x - x)
             nonfinite = total != total
-        # True of NaN, too. It is rare: visibility is computed again there, and takes no registers elsewhere
+        # NaN != 0 is true. Large and non-finite values are rare, so visibility is computed again here and takes no registers
+        # in the loop
         if total != 0.0:
             if f is None:
                 visible = masking.visible(masks, inputs, b, heads[:, None], q_offsets[:, None], k_offsets[None, :])
@@ -181,9 +185,11 @@ def store_results(
     if algebra.laser:
         lowest = tl.min(tl.where(dv_offsets[None, :] < inputs.value_dim, acc, float("inf")), 1)
         large = tl.zeros_like(weight_sum) + tl.max(large_values, 0)
+        # At least 1: below that (relu without a shift) the products themselves may be too small for a float
         needs_exact = needs_exact | (large > 0.0) | (lowest < laser.SMALL_SUM * tl.maximum(weight_sum, 1.0))
         needs_exact = needs_exact & (weight_sum > 0.0)
         tl.store(outputs.exact_heads + b * inputs.heads + heads, 1, mask=needs_exact & mask)
+        # NaN where phi_sum is
         mean = acc * (weighting.reciprocal_sum(weight_sum, algebra) + (phi_sum - phi_sum))[:, None]
         mean = tl.where((weight_sum[:, None] == 0.0) | (mean <= 0.0), 1.0, mean)
         acc = log2(mean, algebra.terms)

@@ -1,8 +1,8 @@
 """LASER: log(A e^V), column by column (arXiv 2411.03493).
 
-The kernels multiply e^V in place of V, for values up to LARGE_VALUE as they are, so that nothing that a row cannot see touches
-it. A row that sees a large value is marked, and so is one whose sum is so small that weights too small for a float might count.
-EXACT variants of the kernels compute marked rows in logarithms.
+The kernels multiply the weights with e^V in place of V. No shift M is subtracted: it could come from a key that the row does
+not see. Values above LARGE_VALUE are clamped instead, and every row that sees one is marked. So is a row whose sum is so small
+that weights too small for a float might count. EXACT variants of the kernels compute marked rows in logarithms.
 """
 
 from typing import NamedTuple
@@ -14,8 +14,10 @@ from softfocus.backends.triton.kernels import loading, masking, products, scorin
 from softfocus.backends.triton.kernels.pointwise import LOG2E
 
 LARGE_VALUE = tl.constexpr(30.0)
+"""e^30 is 1e13, so that sums stay far below float32's largest number. Chosen, not measured."""
 SMALL_SUM = tl.constexpr(1e-12)
-"""Of A e^V, as a share of the sum of the weights: rows with less are marked."""
+"""Of A e^V, as a share of the sum of the weights: rows with less are marked. A weight that float32 loses is below 1e-38; times
+e^LARGE_VALUE that is 1e-25, which does not count beside 1e-12."""
 ONE_KEY = tl.constexpr(2.0)
 """The mark of a row of which one key has all the weight; 1 of others."""
 
@@ -62,6 +64,7 @@ def exponentials(
     b, h = tl.program_id(1) // heads, tl.program_id(1) % heads
     k_offsets = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     dv_offsets = tl.arange(0, WIDTH)
+    # [ROWS, WIDTH]
     x = loading.load_matrix(value, loading.head_pointer(value, b, h), k_offsets, dv_offsets, length, width)
     if FINITE:
         x = products.finite_or_zero(x)
@@ -122,7 +125,9 @@ def expanded(row, AXIS: tl.constexpr):
 
 @triton.jit
 def log_weights(s, row, inputs, algebra, h):
-    """log A and log u of a tile, -inf where they are 0. Not the logarithms of A and u, which may be too small for a float."""
+    """log A and log u of a tile [BLOCK_Q, BLOCK_K], or [BLOCK_K, BLOCK_Q], -inf where they are 0.
+
+    Not the logarithms of A and u, which may be too small for a float."""
     f = algebra.phi.value(s, row.shift, algebra)
     log_f = algebra.phi.log(s, row.shift, f)
     result = log_f - tl.log(row.phi_sum)
@@ -138,7 +143,7 @@ def log_weights(s, row, inputs, algebra, h):
 
 @triton.jit
 def weights_and_gradients(s, total, row, inputs, algebra, h):
-    """A (dL/dA - delta), g and phi' of a tile, from its scores and ``total`` = A dL/dA.
+    """A (dL/dA - delta), g and phi' of a tile [BLOCK_Q, BLOCK_K], or [BLOCK_K, BLOCK_Q], from scores and ``total`` = A dL/dA.
 
     As ``weighting.weights_and_gradients``, but of A dL/dA, which is a number where A is too small for a float and dL/dA too
     large.
@@ -149,7 +154,9 @@ def weights_and_gradients(s, total, row, inputs, algebra, h):
     above_threshold = f
     power = 1.0
     small = 2.0**-100
-    if algebra.phi.has_zeros:  # without a threshold; with one u is 0, or large beside the rounding of phi
+    # Up to ``small`` phi' / phi is taken from the score (``rate``): f is close to the least float. relu's f has lost digits
+    # already at 2^-60. With a threshold f - threshold is 0 or well above the rounding of f, and no such case exists
+    if algebra.phi.has_zeros:
         small = tl.where(row.threshold == 0.0, 2.0**-60, 0.0)
     if algebra.reweighted:
         u = weighting.excess(f, row.threshold, row.over_spread, algebra)
@@ -186,6 +193,7 @@ def terms(
         # Of large numbers the difference is exact, the sum is not
         difference = tl.expand_dims(value, ROWS) - tl.expand_dims(tl.where(out == out, out, 0.0), 1 - ROWS)
         exponent = log_weights + (difference - tl.expand_dims(tl.where(out == out, residual, 0.0), 1 - ROWS))
+        # In active rows A e^(v - out) is at most 1. In others, of gradient 0, it is not to be infinite: e^88 is
         term = tl.expand_dims(grad, 1 - ROWS) * tl.exp(tl.minimum(exponent, 80.0))
         total += term
         if value_sum is not None:
@@ -215,12 +223,12 @@ def exact_forward(inputs, algebra, masks, outputs, blocks):
     mask_exact = load_marks(outputs.saved, inputs, b, h, q_offsets) > 0.0
     if tl.max(mask_exact.to(tl.int32)) == 0:
         return
-    query = loading.load_queries(inputs, b, h, q_offsets, blocks)
+    query = loading.load_queries(inputs, b, h, q_offsets, blocks)  # [BLOCK_Q, BLOCK_D]
     count = masking.visible_count(masks, inputs, b, h, q_offsets)
     row = expanded(exact_row(outputs.saved, inputs, algebra, count, b, h, q_offsets, tl.zeros_like(count)), 1)
     scale = scoring.score_scale(inputs, algebra, count, h) * algebra.phi.score_unit
     row_bias = scoring.row_bias_of(inputs, algebra, count, b)
-    query_norm = scale
+    query_norm = scale  # not used otherwise: Triton wants the name in both branches
     if algebra.cosine:
         query_norm = loading.load_vector(inputs.query_norm, b, h, q_offsets, inputs.query_length)
     query, scale = scoring.query_operand(query, query_norm, scale, inputs, algebra)
@@ -231,6 +239,7 @@ def exact_forward(inputs, algebra, masks, outputs, blocks):
     for FULL in tl.static_range(2):
         for n in range(masking.tile_count(masks.key_tiles, tile_range, b, h, block, FULL == 0)):
             k_offsets = scoring.key_offsets(masks, tile_range, b, h, block, n, FULL == 0, blocks)
+            # s, visible [BLOCK_Q, BLOCK_K]
             _key, _norms, s, visible, _scaled = scoring.scores_of_keys(
                 query, inputs, algebra, masks, b, h, q_offsets, k_offsets, scale, row_bias, FULL == 0, blocks
             )

@@ -49,7 +49,10 @@ def load_vector(array, b, h, q_offsets, length):
 
 @triton.jit
 def saved_pointers(saved, b, h, q_offsets, N: tl.constexpr):
-    """Pointers [R] to the n-th of the saved vectors [n, B, H, Lq]."""
+    """Pointers [R] to the n-th of the saved vectors [n, B, H, Lq].
+
+    The array has n in place of B, B in place of H and H in place of L: stride_b is from one vector to the next.
+    """
     zero = tl.full([], 0, tl.int64)
     return (
         saved.pointer

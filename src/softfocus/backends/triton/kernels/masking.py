@@ -8,7 +8,7 @@ from softfocus.backends.triton.kernels import loading
 EMPTY, PARTIAL, FULL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 """What the masks leave of a tile: nothing, some of it, all of it."""
 TILES_AT_ONCE = tl.constexpr(256)
-"""Tiles whose document numbers are looked at together."""
+"""Tiles whose document numbers are looked at together: two a thread of 128. Chosen, not measured."""
 
 
 @triton.jit
@@ -82,7 +82,8 @@ def _tile_range(
     """Tiles that a block meets under the window alone: (start, full_start, full_stop, stop).
 
     Positions ``first`` to ``last`` of the block see from ``behind`` before them to ``ahead`` after them. In a full tile all of
-    them see all of it.
+    them see all of it. Full tiles are full_start..full_stop; the partial ones lie on both sides, start..full_start and
+    full_stop..stop.
     """
     start, full_start = 0, 0
     stop, full_stop = length, length

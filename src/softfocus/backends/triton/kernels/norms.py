@@ -13,6 +13,7 @@ def reciprocal_norm(x):
     Of most of these 1 / |x| is beyond float32. The divisions are rounded, since large powers multiply what they lose.
     """
     largest = tl.max(tl.abs(x), 1)
+    # 253: the last whose inverse is no subnormal number
     exponent = tl.minimum(largest.to(tl.int32, bitcast=True) >> 23, 253)
     over = ((254 - exponent) << 23).to(tl.float32, bitcast=True)  # 1 / the power of two in the largest
     scaled = x * over[:, None]
@@ -31,6 +32,7 @@ def fast_reciprocal_norm(x):
         norm = tl.div_rn(tl.full(total.shape, 1.0, tl.float32), tl.sqrt_rn(total))
     else:
         norm = tl.rsqrt(total)
+    # Sums of squares in between have all their digits
     return tl.where(total == 0.0, 0.0, norm), (total > 2.0**-100) & (total < 2.0**100)
 
 
@@ -40,7 +42,7 @@ def power_of_two_in(norm):
     bits = norm.to(tl.int32, bitcast=True) & 0x7F800000
     power = bits.to(tl.float32, bitcast=True)
     tiny: tl.constexpr = 2.0**-126
-    return tl.where((norm > 0.0) & (norm < tiny), 2.0**-128, power)
+    return tl.where((norm > 0.0) & (norm < tiny), 2.0**-128, power)  # of subnormal norms; see ``mantissa_of``
 
 
 @triton.jit

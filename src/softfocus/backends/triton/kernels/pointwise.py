@@ -1,9 +1,9 @@
 """phi and its derivative, and u^p, for the kernels: plugged in at compile time. Every phi here is non-negative.
 
 Where phi is made of exponentials, scores come in units of log 2, multiplied by log2 e while they are scaled: the hardware has
-2^x in one instruction, e^x in five. ``shift``, in the same units, is subtracted in the exponent: a row whose scores all lie
-below it has phi(s) 2^-shift. Rows of float16 have one for every phi, since their weights before they are normalised may be any
-numbers; that of relu is a whole number.
+2^x in one instruction, e^x in five. ``shift``, in the same units, is subtracted in the exponent, so that a row of small scores
+(for exp: of any) has phi(s) 2^-shift, whose largest is about 1. Rows of float16 have one for every phi, since their weights
+before they are normalised may be any numbers; that of relu is a whole number.
 
 Below zero nothing is lost: log2(1 + 2^s) = x y(x), x = 2^-|s|, with a polynomial y in place of a logarithm (20 instructions).
 It has as many terms as the dtype of the operands can tell: its relative error is 2^-11 for bfloat16, 2^-17 for float16, 2^-22.5
@@ -20,9 +20,13 @@ from softfocus.backends.triton.arguments import Phi
 
 LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 SHIFT_BELOW = tl.constexpr(-4.0)
-"""Rows of softplus and sigmoid whose scores are all below it have a shift: float16 would lose small phi."""
+"""Rows of softplus and sigmoid whose scores are all below it have a shift: their phi may be too small for the dtype of the
+weights, or for float32. phi(-4 log 2) is 0.06, which every dtype holds. Chosen, not measured."""
 UNDERFLOWS = tl.constexpr(-100.0)
 """Below it phi may be too small for a float, and its logarithm is the score's."""
+MOST_TERMS = tl.constexpr(9)
+"""Of float32 (``inputs.TERMS``): the most exact polynomial."""
+LOG_LOG2E = tl.constexpr(0.36651292058166435)
 
 
 @triton.jit
@@ -34,7 +38,7 @@ def _minus_abs(s):
 @triton.jit
 def _log2_1p_over_x(x, TERMS: tl.constexpr):
     """y(x) = log2(1 + x) / x for x in [0, 1]: the least relative error among polynomials of so many terms."""
-    if TERMS == 9:
+    if TERMS == MOST_TERMS:
         y = x * 0.00754918205 - 0.0425670631
         y = y * x + 0.112856194
         y = y * x - 0.197118968
@@ -107,7 +111,7 @@ def times(a, b, algebra):
 @triton.jit
 def log2(x, TERMS: tl.constexpr):
     """log2 x of a positive number: for halves in one instruction, to 2^-22, in place of 20."""
-    if TERMS == 9:
+    if TERMS == MOST_TERMS:
         result = tl.log2(x)
     else:
         result = _fast_log2(x)
@@ -156,12 +160,12 @@ def _if_small(largest, shift):
 
 @triton.jit
 def _softplus_shift(largest):
-    return _if_small(largest, largest + tl.log2(_log2_1p_over_x(tl.exp2(tl.minimum(largest, 0.0)), 9)))
+    return _if_small(largest, largest + tl.log2(_log2_1p_over_x(tl.exp2(tl.minimum(largest, 0.0)), MOST_TERMS)))
 
 
 @triton.jit
 def _sigmoid_shift(largest):
-    return _if_small(largest, largest - _log2_1p_exp2_of_minus_abs(largest, 9))
+    return _if_small(largest, largest - _log2_1p_exp2_of_minus_abs(largest, MOST_TERMS))
 
 
 @triton.jit
@@ -191,8 +195,8 @@ def _log_exp(s, shift, f):
 
 @triton.jit
 def _log_softplus(s, shift, f):
-    """log(log2 e) more: the unit of softplus."""
-    return tl.where(s - shift < UNDERFLOWS, (s - shift) * LN2 + 0.36651292058166435, _log(f))
+    """LOG_LOG2E more: the unit of softplus."""
+    return tl.where(s - shift < UNDERFLOWS, (s - shift) * LN2 + LOG_LOG2E, _log(f))
 
 
 @triton.jit
@@ -207,7 +211,7 @@ def _exp2(x, algebra):
     Of nearly equal weights u is a small difference.
     """
     if algebra.reweighted and algebra.float32:
-        x = tl.maximum(x, -252.0, propagate_nan=tl.PropagateNan.ALL)
+        x = tl.maximum(x, -252.0, propagate_nan=tl.PropagateNan.ALL)  # 2^-252 = 2^-126 2^-126 is 0 in float32
         whole = tl.floor(x + 0.5)
         r = x - whole
         y = r * 1.5252734e-05 + 1.5403530e-04
@@ -356,7 +360,7 @@ def whole_power(u, POWER: tl.constexpr):
     if POWER > 0 and POWER % 3 == 0:
         square = u * u * u
     result = tl.full(u.shape, 1.0, u.dtype)
-    for bit in tl.static_range(6):
+    for bit in tl.static_range(6):  # the bits of WHOLE_POWER
         if (n >> bit) & 1:
             result = result * square
         if n >> (bit + 1):

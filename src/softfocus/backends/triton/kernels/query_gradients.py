@@ -51,7 +51,7 @@ def query_gradients(
     if EXACT:
         exact = laser.expanded(laser.exact_row(outputs.saved, inputs, algebra, count, b, h, q_offsets, delta), 1)
     scale, row_bias = scoring.score_scale(inputs, algebra, count, h), scoring.row_bias_of(inputs, algebra, count, b)
-    query_norm = scale
+    query_norm = scale  # not used otherwise: Triton wants the name in both branches
     if algebra.cosine:
         query_norm = loading.load_vector(inputs.query_norm, b, h, q_offsets, inputs.query_length)
     query, query_scale = scoring.query_operand(query, query_norm, scale * algebra.phi.score_unit, inputs, algebra)

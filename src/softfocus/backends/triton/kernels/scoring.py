@@ -5,6 +5,8 @@ import triton.language as tl
 
 from softfocus.backends.triton.kernels import loading, masking, norms, pointwise, products
 
+LOG_512 = tl.constexpr(6.238324625039508)
+
 
 @triton.jit
 def length_scale(inputs, algebra, count):
@@ -14,7 +16,7 @@ def length_scale(inputs, algebra, count):
     if algebra.length_scale == "log(N)":
         scale = scale * log_n
     elif algebra.length_scale == "log512(N)":
-        scale = scale * (log_n / 6.238324625039508)
+        scale = scale * (log_n / LOG_512)
     elif algebra.length_scale != "1":
         tl.static_assert(False, "length_scale is not known")
     return scale
@@ -44,9 +46,10 @@ def row_bias_of(inputs, algebra, count, b):
 
 @triton.jit
 def query_operand(query, norm, scale, inputs, algebra):
-    """Queries [BLOCK_Q, BLOCK_D] as keys are multiplied with them, and what is left of c_i / |q_i| [BLOCK_Q] for the products.
+    """Queries [BLOCK_Q, BLOCK_D] as keys are multiplied with them, and the factor [BLOCK_Q] that makes products scores.
 
-    Unit vectors hold all of it: their products are the scores.
+    The factor is c_i, with cosine times the mantissa of 1 / |q_i|. With unit vectors the queries hold all of it, and the factor
+    is not used.
     """
     if algebra.cosine:
         query, left = norms.scaled_operand(query, norm)
@@ -59,7 +62,7 @@ def query_operand(query, norm, scale, inputs, algebra):
 @triton.jit
 def load_score_keys(inputs, algebra, b, h, k_offsets, PARTIAL: tl.constexpr, blocks):
     """Keys [BLOCK_K, BLOCK_D] as scores are made of them, and with cosine 1 / |k| [BLOCK_K]."""
-    norm = k_offsets.to(tl.float32)
+    norm = k_offsets.to(tl.float32)  # not used otherwise: Triton wants the name in both branches
     if inputs.unit_key_fp16 is not None:
         key = loading.load_tile(
             inputs.unit_key_fp16, inputs, b, h, k_offsets, inputs.head_dim, blocks.BLOCK_D, PARTIAL, blocks
@@ -92,7 +95,8 @@ def tile_scores(dots, inputs, algebra, masks, b, h, q_offsets, k_offsets, scale,
 
     Args:
         dots: products of queries and keys, [BLOCK_Q, BLOCK_K] or [BLOCK_K, BLOCK_Q].
-        q_offsets, k_offsets, scale, norm, row_bias: broadcast to that. ``scale`` and ``norm`` are still to be multiplied.
+        q_offsets, k_offsets, scale, norm, row_bias: broadcast to that. ``scale`` (of the query) and ``norm`` (1 / |k|, or its
+            mantissa) are multiplied here, unless unit vectors hold them.
     """
     s = dots
     if inputs.unit_key_fp16 is None:

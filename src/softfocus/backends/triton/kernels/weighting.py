@@ -90,7 +90,7 @@ def row_threshold(inputs, algebra, count, phi_sum, largest):
 
 @triton.jit
 def excess(f, threshold, over_spread, algebra):
-    """u, at most 1. In halves one instruction: its rounding is below theirs."""
+    """u, at most 1: in halves one instruction. It rounds threshold / spread once more, by less than float16 and bfloat16 do."""
     if algebra.float32:
         u = tl.maximum((f - threshold) * over_spread, 0.0, propagate_nan=tl.PropagateNan.ALL)
     else:
@@ -104,7 +104,7 @@ class GradientRow(NamedTuple):
         A = weight_factor phi            dL/dphi = grad_factor (dL/dA - delta)
         A = weight_factor u^p            dL/dphi = grad_factor (dL/dA - delta) u^(p-1)      u = (phi - threshold) over_spread
 
-    where phi is in its unit to the left, and itself to the right.
+    phi on the left is what ``Phi.value`` gives: in phi's unit, times 2^-shift. dL/dphi on the right is of phi without unit.
 
     Attributes:
         shift: of phi, as in the forward; the logsumexp where ``shift_holds_norm``.
@@ -144,9 +144,9 @@ def gradient_row(saved, inputs, algebra, count, b, h, q_offsets, delta):
     if algebra.reweighted:
         threshold, reciprocal_spread, tied, _peak = row_threshold(inputs, algebra, count, phi_sum, largest)
         heaviest = u_to_the_power(excess(largest, threshold, reciprocal_spread, algebra), inputs, algebra, h, 0)
-        # What weighs less than the rounding of the heaviest may still have a gradient, u^(p - 1), where p is small
-        negligible = (tl.zeros_like(phi_sum) + head_power(inputs, algebra, h)) >= LARGE_POWER
-        one_key = (count == 1.0) | ((u_sum == heaviest) & (tied == 0) & negligible)
+        # Keys that are lost in the rounding of u_sum still have a gradient, u^(p - 1), unless p is large
+        large_power = (tl.zeros_like(phi_sum) + head_power(inputs, algebra, h)) >= LARGE_POWER
+        one_key = (count == 1.0) | ((u_sum == heaviest) & (tied == 0) & large_power)
         over, over_u_sum = reciprocal_sum(phi_sum, algebra), reciprocal_sum(u_sum, algebra)
         highest = tl.where(largest > 0.0, largest, 1.0)
         threshold, over_spread = tl.where(tied, 0.0, threshold), tl.where(tied, -1.0 / highest, reciprocal_spread)
@@ -179,7 +179,7 @@ def expanded(row, AXIS: tl.constexpr):
 
 @triton.jit
 def weights_and_gradients(s, grad_weights, row, inputs, algebra, h):
-    """A, g, phi' and u of a tile, from its scores and dL/dA.
+    """A, g, phi' and u of a tile [BLOCK_Q, BLOCK_K], or [BLOCK_K, BLOCK_Q], from its scores and dL/dA.
 
     dL/ds = grad_factor (g - mean_grad) phi'. What all keys of a row share, grad_factor, is left to the sums over keys.
     """
