@@ -541,7 +541,7 @@ TABLES = (
     tuning.TILES_BEFORE_HOPPER,
     tuning.TILES_SINCE_BLACKWELL,
     tuning.VERY_WIDE_TILES,
-    tuning.TILES_OF_SINGLES,
+    tuning.TILES_FP32,
 )
 ALL_TILES = {tile for table in TABLES for tiles in table.values() for tile in tiles}
 SHAPES = sorted({(tile.rows, tile.keys) for tile in ALL_TILES})

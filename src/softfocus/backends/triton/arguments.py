@@ -69,7 +69,7 @@ class Inputs(NamedTuple):
         query, key, value: [B, H, L, D]; in pages, key and value are [pages, Hk, page size, D].
         value_operand: like value, what the weights are multiplied with: value, or LASER's e^V where it is made once a call.
         value_flags: with that, of each key 1 where a value is large, plus 2 where one is non-finite; or None.
-        query_norm, key_norm: 1 / |q|, 1 / |k|, float32 [B, H, L, 1], or None without cosine; key_norm also where the kernel
+        query_rnorm, key_rnorm: 1 / |q|, 1 / |k|, float32 [B, H, L, 1], or None without cosine; key_rnorm also where the kernel
             computes it from the keys that it reads.
         unit_key_fp16, unit_query_fp16: k / |k| and c q / |q| (in the score unit) where scores are products of these; or None.
         unit_key_bf16, unit_query_bf16: the same, for products with the gradient of the scores.
@@ -91,8 +91,8 @@ class Inputs(NamedTuple):
     value: Array
     value_operand: Array
     value_flags: Array | None
-    query_norm: Array | None
-    key_norm: Array | None
+    query_rnorm: Array | None
+    key_rnorm: Array | None
     unit_key_fp16: Array | None
     unit_query_fp16: Array | None
     unit_key_bf16: Array | None
@@ -196,7 +196,7 @@ class Blocks(NamedTuple):
     Attributes:
         BLOCK_Q, BLOCK_K: queries and keys of a tile.
         BLOCK_D, BLOCK_DV: D and Dv, rounded up to sizes that tensor cores multiply.
-        exact_dims: whether D and Dv need no rounding up.
+        dims_fill_tile: whether D and Dv need no rounding up.
         precision: of float32 products: "ieee" or "tf32".
         widen: whether half operands are multiplied in float32, as Triton's interpreter needs.
     """
@@ -205,6 +205,6 @@ class Blocks(NamedTuple):
     BLOCK_K: tl.constexpr
     BLOCK_D: tl.constexpr
     BLOCK_DV: tl.constexpr
-    exact_dims: tl.constexpr
+    dims_fill_tile: tl.constexpr
     precision: tl.constexpr
     widen: tl.constexpr

@@ -56,13 +56,13 @@ def bias_gradients(
                 )
                 count = masking.visible_count(masks, inputs, b, h, q_offsets)
                 scale = scoring.score_scale(inputs, algebra, count, h) * algebra.phi.score_unit
-                query_norm = scale  # not used otherwise: Triton wants the name in both branches
+                query_rnorm = scale  # not used otherwise: Triton wants the name in both branches
                 if EXACT:
                     exact = laser.exact_row(outputs.saved, inputs, algebra, count, b, h, q_offsets, row.delta)
                     exact = laser.expanded(exact, 1)
                 if algebra.cosine:
-                    query_norm = loading.load_vector(inputs.query_norm, b, h, q_offsets, inputs.query_length)
-                query, query_scale = scoring.query_operand(query, query_norm, scale, inputs, algebra)
+                    query_rnorm = loading.load_vector(inputs.query_rnorm, b, h, q_offsets, inputs.query_length)
+                query, query_scale = scoring.query_operand(query, query_rnorm, scale, inputs, algebra)
                 start, _full_start, _full_stop, stop = masking.key_tile_range(masks, inputs, blocks, b, q_block)
                 if EXACT:
                     stop = tl.where(tl.max(active.to(tl.int32)) > 0, stop, start)
@@ -71,20 +71,22 @@ def bias_gradients(
                     stop = tl.minimum(stop, block_k + 1)
                 for k_block in range(start, stop):
                     k_offsets = k_block * blocks.BLOCK_K + k_range  # [BLOCK_K]
-                    # key [BLOCK_K, BLOCK_D], key_norms [BLOCK_K], value [BLOCK_K, BLOCK_DV]
-                    key, key_norms = scoring.load_score_keys(inputs, algebra, b, h, k_offsets, True, blocks)
+                    # key [BLOCK_K, BLOCK_D], key_rnorm [BLOCK_K], value [BLOCK_K, BLOCK_DV]
+                    key, key_rnorm = scoring.load_score_keys(inputs, algebra, b, h, k_offsets, True, blocks)
                     # s, visible, grad_weights, grad_u, derivative [BLOCK_Q, BLOCK_K]
-                    s, visible, _scaled = scoring.tile_scores(
+                    s, visible, _scaled_dots = scoring.tile_scores(
                         products.dot(query, tl.trans(key), blocks), inputs, algebra, masks, b, h, q_offsets[:, None],
-                        k_offsets[None, :], query_scale[:, None], key_norms[None, :], row_bias[:, None], True,
+                        k_offsets[None, :], query_scale[:, None], key_rnorm[None, :], row_bias[:, None], True,
                     )  # fmt: skip
                     if EXACT:
                         log_weights, _log_u = laser.log_weights(s, exact, inputs, algebra, h)
-                        terms, _none = laser.terms(
+                        weighted_total, _none = laser.weighted_grads(
                             log_weights, tl.zeros_like(s), None, grad_out, outputs, inputs, b, h, q_offsets, active,
                             k_offsets, 0, blocks,
                         )  # fmt: skip
-                        _weights, grad_u, derivative = laser.weights_and_gradients(s, terms, exact, inputs, algebra, h)
+                        _weighted_grad, grad_u, derivative = laser.gradients_of_marked(
+                            s, weighted_total, exact, inputs, algebra, h
+                        )
                     else:
                         value = loading.load_value_operand(inputs, b, h, k_offsets, True, blocks)
                         grad_weights = products.dot(grad_acc, tl.trans(value), blocks)

@@ -48,9 +48,9 @@ def visible(masks, inputs, b, h, q_offsets, k_offsets):
         theirs = tl.load(ids + k_offsets * masks.document_ids.stride_d, mask=k_offsets < length, other=-2)
         seen = seen & (own == theirs)
     if masks.mask is not None:
-        pointers = q_offsets.to(tl.int64) * masks.mask.stride_l + k_offsets.to(tl.int64) * masks.mask.stride_d
+        offsets = q_offsets.to(tl.int64) * masks.mask.stride_l + k_offsets.to(tl.int64) * masks.mask.stride_d
         mask = (q_offsets < inputs.query_length) & (k_offsets < length)
-        seen = seen & (tl.load(loading.head_pointer(masks.mask, b, h) + pointers, mask=mask, other=0) != 0)
+        seen = seen & (tl.load(loading.head_pointer(masks.mask, b, h) + offsets, mask=mask, other=0) != 0)
     return seen
 
 
@@ -155,8 +155,8 @@ def _tiles_of_these_documents(inputs, masks, lowest, highest, b, q_offsets, star
 
     Packed documents follow one another, so that the range is short. In any other order it is longer, never too short.
     """
-    last = tl.minimum(q_offsets, inputs.query_length - 1) + masks.offset
-    own = tl.load(loading.head_pointer(masks.document_ids, b, 0) + last * masks.document_ids.stride_d)
+    positions = tl.minimum(q_offsets, inputs.query_length - 1) + masks.offset
+    own = tl.load(loading.head_pointer(masks.document_ids, b, 0) + positions * masks.document_ids.stride_d)
     own_lowest, own_highest = tl.min(own, 0), tl.max(own, 0)
     first, end = stop, start
     for begin in range(start, stop, TILES_AT_ONCE):

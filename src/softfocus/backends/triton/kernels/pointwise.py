@@ -124,25 +124,25 @@ def _positive(s):
 
 
 @triton.jit
-def _power_of_two(x):
+def _floor_log2(x):
     """The exponent of the largest power of two in x > 0; 0 of others."""
     bits = (x.to(tl.int32, bitcast=True) >> 23) - 127
     return tl.where((x > 0.0) & (x < float("inf")), bits.to(tl.float32), 0.0)
 
 
 @triton.jit
-def _relu_shift(largest):
-    return _power_of_two(largest)
+def _relu_shift(row_max):
+    return _floor_log2(row_max)
 
 
 @triton.jit
-def _relu2_shift(largest):
-    return _power_of_two(largest * largest)
+def _relu2_shift(row_max):
+    return _floor_log2(row_max * row_max)
 
 
 @triton.jit
-def _relu6_shift(largest):
-    return _power_of_two(tl.minimum(largest, 6.0))
+def _relu6_shift(row_max):
+    return _floor_log2(tl.minimum(row_max, 6.0))
 
 
 @triton.jit
@@ -153,24 +153,24 @@ def _shifted(f, shift, algebra):
 
 
 @triton.jit
-def _if_small(largest, shift):
-    """The shift log2 phi(largest) where that is small, else 0."""
-    return tl.where((largest < SHIFT_BELOW) & (largest > float("-inf")), shift, 0.0)
+def _if_small(row_max, shift):
+    """The shift log2 phi(row_max) where that is small, else 0."""
+    return tl.where((row_max < SHIFT_BELOW) & (row_max > float("-inf")), shift, 0.0)
 
 
 @triton.jit
-def _softplus_shift(largest):
-    return _if_small(largest, largest + tl.log2(_log2_1p_over_x(tl.exp2(tl.minimum(largest, 0.0)), MOST_TERMS)))
+def _softplus_shift(row_max):
+    return _if_small(row_max, row_max + tl.log2(_log2_1p_over_x(tl.exp2(tl.minimum(row_max, 0.0)), MOST_TERMS)))
 
 
 @triton.jit
-def _sigmoid_shift(largest):
-    return _if_small(largest, largest - _log2_1p_exp2_of_minus_abs(largest, MOST_TERMS))
+def _sigmoid_shift(row_max):
+    return _if_small(row_max, row_max - _log2_1p_exp2_of_minus_abs(row_max, MOST_TERMS))
 
 
 @triton.jit
-def _exp_shift(largest):
-    return tl.where(largest > float("-inf"), largest, 0.0)
+def _exp_shift(row_max):
+    return tl.where(row_max > float("-inf"), row_max, 0.0)
 
 
 @triton.jit
@@ -222,14 +222,14 @@ def _exp2(x, algebra):
         y = y * r + 6.9314718e-01
         y = y * r + 1.0
         half = tl.floor(whole * 0.5)
-        result = y * _power(half) * _power(whole - half)
+        result = y * _exp2_of_whole(half) * _exp2_of_whole(whole - half)
     else:
         result = tl.exp2(x)
     return result
 
 
 @triton.jit
-def _power(n):
+def _exp2_of_whole(n):
     """2^n of a whole number from -126 to 127."""
     return ((n.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
 
@@ -286,8 +286,8 @@ def _sigmoid_derivative(s, shift, algebra):
     if algebra.shifted:
         exponent = exponent - shift
     if algebra.float32:
-        over = 1.0 + tl.exp2(_minus_abs(s))
-        derivative = tl.exp2(exponent) / (over * over)
+        denominator = 1.0 + tl.exp2(_minus_abs(s))
+        derivative = tl.exp2(exponent) / (denominator * denominator)
     else:
         derivative = tl.exp2(exponent - 2.0 * _log2_1p_exp2_of_minus_abs(s, algebra.terms))
     return derivative
