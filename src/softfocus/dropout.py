@@ -21,7 +21,7 @@ ROUNDS = 7
 SPAN = 64
 """Columns whose counters follow one another."""
 LANES = 8
-"""Counters of a group."""
+"""Counters of a span."""
 _WORD = 2**32 - 1
 
 
@@ -57,7 +57,7 @@ def factors(
     words = philox((column, row, heads[..., None, None], torch.zeros_like(row)), (seed & _WORD, seed >> 32))
     least = threshold(p)
     halves = [half >= least for word in words for half in (word & 0xFFFF, word >> 16)]
-    kept = torch.stack(halves, -2).unflatten(-1, (-1, LANES))  # [..., R, 8, groups, LANES]
+    kept = torch.stack(halves, -2).unflatten(-1, (-1, LANES))  # [..., R, 8, spans, LANES]
     kept = kept.transpose(-3, -2).flatten(-3)  # [..., R, columns]
     return kept[..., columns[0] - first * SPAN : columns[1] - first * SPAN].to(dtype).mul_(growth(p))
 

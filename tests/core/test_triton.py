@@ -272,7 +272,7 @@ def test_a_gradient_that_spans_too_much_is_copied(quiet, monkeypatch):
     array, spans = call.array, []
     monkeypatch.setattr(triton, "MOST_PLACES", 1000)
     monkeypatch.setattr(call, "array", lambda x: spans.append(0 if x is None else x.size(2) * x.stride(2)) or array(x))
-    assert torch.equal(torch.autograd.grad(fused(query, query, query), query, grad)[0], expected)
+    torch.testing.assert_close(torch.autograd.grad(fused(query, query, query), query, grad)[0], expected)
     assert 0 < max(spans) < 1000
 
 

@@ -29,6 +29,7 @@ def forward(inputs, algebra, masks, outputs, blocks):
     shift = tl.zeros([blocks.BLOCK_Q], tl.float32)
     phi_sum = tl.zeros([blocks.BLOCK_Q], tl.float32)
     power_sum = tl.zeros([blocks.BLOCK_Q], tl.float32)
+    # Not used where rows are not re-weighted: Triton wants the names
     threshold, reciprocal_spread, peak = shift, shift, shift
     tied = phi_sum > 0.0
     needs_exact = tied

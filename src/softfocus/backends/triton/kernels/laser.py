@@ -101,7 +101,7 @@ class ExactRow(NamedTuple):
 
 @triton.jit
 def exact_row(saved, inputs, algebra, count, b, h, q_offsets, delta):
-    """From what the forward saved of the rows."""
+    """From what the forward saved of the rows, [BLOCK_Q]."""
     shift, largest_phi, phi_sum, power_sum = weighting.saved_statistics(saved, inputs, algebra, b, h, q_offsets)
     phi_sum = tl.where(phi_sum == 0.0, 1.0, phi_sum)
     power_sum = tl.where(power_sum == 0.0, 1.0, power_sum)
@@ -224,8 +224,8 @@ def exact_forward(inputs, algebra, masks, outputs, blocks):
     b, h = tl.program_id(1) // inputs.heads, tl.program_id(1) % inputs.heads
     q_offsets = block * blocks.BLOCK_Q + tl.arange(0, blocks.BLOCK_Q)  # [BLOCK_Q]
     dv_offsets = tl.arange(0, blocks.BLOCK_DV)
-    mask_exact = load_marks(outputs.saved, inputs, b, h, q_offsets) > 0.0
-    if tl.max(mask_exact.to(tl.int32)) == 0:
+    marked = load_marks(outputs.saved, inputs, b, h, q_offsets) > 0.0
+    if tl.max(marked.to(tl.int32)) == 0:
         return
     query = loading.load_queries(inputs, b, h, q_offsets, blocks)  # [BLOCK_Q, BLOCK_D]
     count = masking.visible_count(masks, inputs, b, h, q_offsets)
@@ -265,9 +265,9 @@ def exact_forward(inputs, algebra, masks, outputs, blocks):
                 total = tl.where(this_column, total * rescale[:, None] + tile_sum[:, None], total)
                 running_max = tl.where(this_column, now[:, None], running_max)
     pointers = loading.saved_pointers(outputs.saved, b, h, q_offsets, loading.MARK)
-    tl.store(pointers, tl.where(live_keys == 1.0, ONE_KEY, 1.0), mask=mask_exact)
+    tl.store(pointers, tl.where(live_keys == 1.0, ONE_KEY, 1.0), mask=marked)
     row_heads, log_total = tl.zeros_like(q_offsets) + h, tl.log(total)
     rounded = (running_max + log_total).to(outputs.out.pointer.dtype.element_ty)
-    loading.store_like_out(outputs.out, b, row_heads, q_offsets, mask_exact, rounded, inputs, blocks)
+    loading.store_like_out(outputs.out, b, row_heads, q_offsets, marked, rounded, inputs, blocks)
     residual = (running_max - rounded.to(tl.float32)) + log_total
-    loading.store_like_out(outputs.residual, b, row_heads, q_offsets, mask_exact, residual, inputs, blocks)
+    loading.store_like_out(outputs.residual, b, row_heads, q_offsets, marked, residual, inputs, blocks)

@@ -25,7 +25,10 @@ def reciprocal_norm(x):
 
 @triton.jit
 def fast_reciprocal_norm(x):
-    """1 / |x| of each row, of halves to 2^-22, 0 where all squares are 0; and whether float32 holds the squares."""
+    """1 / |x| of each row [R] of x [R, C], 0 where all squares are 0; and whether float32 holds the squares.
+
+    Of halves it is exact to 2^-22.
+    """
     x_fp32 = x.to(tl.float32)
     total = tl.sum(x_fp32 * x_fp32, 1)
     if x.dtype == tl.float32:
@@ -78,6 +81,7 @@ def reciprocal_norms(
     b, h = tl.program_id(1) // heads, tl.program_id(1) % heads
     row_offsets = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     columns = tl.arange(0, WIDTH)
+    # [BLOCK_ROWS, WIDTH]
     x_tile = loading.load_matrix(x, loading.head_pointer(x, b, h), row_offsets, columns, length, width).to(tl.float32)
     x_rnorm = reciprocal_norm(x_tile)
     tl.store(loading.head_pointer(rnorm, b, h) + row_offsets * rnorm.stride_l, x_rnorm, mask=row_offsets < length)

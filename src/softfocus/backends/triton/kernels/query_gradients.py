@@ -67,7 +67,7 @@ def query_gradients(
     grad_sum = tl.zeros([blocks.BLOCK_Q, blocks.BLOCK_D], tl.float32)  # sum_j g phi' k
     derivative_sum = tl.zeros([blocks.BLOCK_Q, blocks.BLOCK_D], tl.float32)  # sum_j phi' k
     grad_u_sum = tl.zeros([blocks.BLOCK_Q], tl.float32)  # sum_j g
-    log_u_sum = tl.zeros([blocks.BLOCK_Q], tl.float32)  # sum_j A (dL/dA - delta) log u
+    log2_u_sum = tl.zeros([blocks.BLOCK_Q], tl.float32)  # sum_j A (dL/dA - delta) log2 u
     for PARTIAL in tl.static_range(1, -1, -1):
         for n in range(masking.tile_count(masks.key_tiles, tile_range, b, h, block, PARTIAL)):
             k_offsets = scoring.key_offsets(masks, tile_range, b, h, block, n, PARTIAL, blocks)  # [BLOCK_K]
@@ -75,7 +75,7 @@ def query_gradients(
             key, key_rnorm, s, visible, _scaled_dots = scoring.scores_of_keys(
                 query, inputs, algebra, masks, b, h, q_offsets, k_offsets, query_scale, row_bias, PARTIAL, blocks
             )
-            # grad_weights, weighted_grad = A (dL/dA - delta), grad_u, derivative, log_u [BLOCK_Q, BLOCK_K]
+            # grad_weights, weighted_grad = A (dL/dA - delta), grad_u, derivative, log2_u [BLOCK_Q, BLOCK_K]
             if EXACT:
                 log_weights, log_u = laser.log_weights(s, exact, inputs, algebra, h)
                 weighted_total, _none = laser.weighted_grads(
@@ -85,7 +85,7 @@ def query_gradients(
                 weighted_grad, grad_u, derivative = laser.gradients_of_marked(
                     s, weighted_total, exact, inputs, algebra, h
                 )
-                log_u = tl.where(log_u > float("-inf"), log_u, 0.0) / LN2
+                log2_u = tl.where(log_u > float("-inf"), log_u, 0.0) / LN2
             else:
                 value = loading.load_value_operand(inputs, b, h, k_offsets, PARTIAL, blocks)  # [BLOCK_K, BLOCK_DV]
                 grad_weights = products.dot(grad_acc, tl.trans(value), blocks)
@@ -97,7 +97,7 @@ def query_gradients(
                     s, grad_weights, tile_row, inputs, algebra, h
                 )
                 weighted_grad = weights * (grad_weights - tile_row.delta)
-                log_u = log2(tl.where(u > 0.0, u, 1.0), algebra.terms)
+                log2_u = log2(tl.where(u > 0.0, u, 1.0), algebra.terms)
             if PARTIAL:
                 grad_u = tl.where(visible, grad_u, 0.0)  # phi' of what is hidden is 0
             rnorm_pow2 = 1.0  # what float16 might not hold is multiplied outside
@@ -123,10 +123,10 @@ def query_gradients(
                 derivative_sum += tile_sum
                 grad_u_sum += tl.sum(grad_u, 1)
                 if grad_power is not None:
-                    weighted_grad = weighted_grad * log_u
+                    weighted_grad = weighted_grad * log2_u
                     if PARTIAL:
                         weighted_grad = tl.where(visible, weighted_grad, 0.0)
-                    log_u_sum += tl.sum(weighted_grad, 1)
+                    log2_u_sum += tl.sum(weighted_grad, 1)
 
     mean_grad = tl.zeros_like(grad_u_sum)  # [BLOCK_Q]
     if algebra.reweighted:
@@ -156,7 +156,7 @@ def query_gradients(
         mask,
     )
     if grad_power is not None:
-        share = tl.where(seeing & (row.reciprocal_spread > 0.0), log_u_sum * LN2, 0.0)
+        share = tl.where(seeing & (row.reciprocal_spread > 0.0), log2_u_sum * LN2, 0.0)
         tl.store(grad_power + tl.program_id(1) * inputs.query_length + q_offsets, share, mask=mask)
     if algebra.cosine or grad_head_scale is not None:
         pointers = (

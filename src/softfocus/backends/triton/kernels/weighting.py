@@ -104,8 +104,8 @@ class GradientRow(NamedTuple):
         A = weight_factor phi            dL/dphi = grad_factor (dL/dA - delta)
         A = weight_factor u^p            dL/dphi = grad_factor (dL/dA - delta) u^(p-1)
 
-    with u = (phi - threshold) reciprocal_spread.
-    phi on the left is what ``Phi.value`` gives: in phi's unit, times 2^-shift. dL/dphi on the right is of phi without unit.
+    with u = (phi - threshold) reciprocal_spread. phi on the left is what ``Phi.value`` gives: in phi's unit, times 2^-shift.
+    dL/dphi on the right is of phi without unit.
 
     Attributes:
         shift: of phi, as in the forward; the logsumexp where ``shift_holds_norm``.
@@ -139,7 +139,7 @@ def saved_statistics(saved, inputs, algebra, b, h, q_offsets):
 
 @triton.jit
 def gradient_row(saved, inputs, algebra, count, b, h, q_offsets, delta):
-    """The backward's rows, from what the forward saved."""
+    """The backward's rows [BLOCK_Q], from what the forward saved."""
     shift, largest_phi, phi_sum, power_sum = saved_statistics(saved, inputs, algebra, b, h, q_offsets)
     threshold = tl.zeros_like(shift)
     reciprocal_spread = threshold - 1.0
