@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 ROUNDS = 7
-GROUP = 64
+SPAN = 64
 """Columns whose counters follow one another."""
 LANES = 8
-"""Counters of a group."""
+"""Counters of a span."""
 _WORD = 2**32 - 1
 
 
@@ -51,15 +51,15 @@ def factors(
     Returns:
         [..., R, K], on the device of ``heads``.
     """
-    first, last = columns[0] // GROUP, -(-columns[1] // GROUP)
+    first, last = columns[0] // SPAN, -(-columns[1] // SPAN)
     row = torch.arange(*rows, device=heads.device)[:, None]
     column = torch.arange(first * LANES, last * LANES, device=heads.device)
     words = philox((column, row, heads[..., None, None], torch.zeros_like(row)), (seed & _WORD, seed >> 32))
     least = threshold(p)
     halves = [half >= least for word in words for half in (word & 0xFFFF, word >> 16)]
-    kept = torch.stack(halves, -2).unflatten(-1, (-1, LANES))  # [..., R, 8, groups, LANES]
+    kept = torch.stack(halves, -2).unflatten(-1, (-1, LANES))  # [..., R, 8, spans, LANES]
     kept = kept.transpose(-3, -2).flatten(-3)  # [..., R, columns]
-    return kept[..., columns[0] - first * GROUP : columns[1] - first * GROUP].to(dtype).mul_(growth(p))
+    return kept[..., columns[0] - first * SPAN : columns[1] - first * SPAN].to(dtype).mul_(growth(p))
 
 
 def philox(

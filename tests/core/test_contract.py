@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 CSRC = ROOT / "src" / "softfocus" / "backends" / "cpu" / "csrc"
 NAMES = [
     pytest.param("cpu", marks=pytest.mark.kernels),
-    pytest.param("triton", marks=pytest.mark.skipif(not triton.THERE, reason="Triton is not installed")),
+    pytest.param("triton", marks=pytest.mark.skipif(not triton.TRITON_FOUND, reason="Triton is not installed")),
     "tiled",
     "reference",
 ]
@@ -143,7 +143,7 @@ def test_a_value_that_nobody_declares_is_refused_by_name(name, field, monkeypatc
         weights(*tensors[:2], **mechanism)
 
 
-@pytest.mark.skipif(not triton.THERE, reason="Triton is not installed")
+@pytest.mark.skipif(not triton.TRITON_FOUND, reason="Triton is not installed")
 @pytest.mark.parametrize("field", ["length_scale", "score_bias", "normaliser"])
 def test_a_kernel_knows_what_it_does_not_know(field, monkeypatch):
     """Even past the declaration: no branch of a kernel stands for whatever is left."""
@@ -336,7 +336,7 @@ def follow(tmp_path, *backends):
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="git applies the diff")
 def test_the_guide_to_a_new_phi(tmp_path):
-    follow(tmp_path, "tiled", *(["triton"] if triton.THERE else []))
+    follow(tmp_path, "tiled", *(["triton"] if triton.TRITON_FOUND else []))
 
 
 @pytest.mark.slow  # compiles the kernels

@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -230,6 +231,51 @@ def test_powers(quiet, power, dtype):
     check(fused, CASE["causal"], mechanism, dtype, device=DEVICE)
 
 
+class OneKeyDominates(NamedTuple):
+    """Rows with one score of ``high`` and the others near ``low``. Their weights are small, and so is dL/dA - delta."""
+
+    high: float
+    low: float
+    name: str = "one key dominates"
+
+    def arguments(self, mechanism, dtype, seed=0, device="cpu"):
+        generator = torch.Generator().manual_seed(seed)
+        query, key, value = (torch.randn(1, 1, n, 16, generator=generator, dtype=torch.float64) for n in (8, 40, 40))
+        query, key = 0.1 * query, 0.1 * key
+        query[..., 0], key[..., 0], key[:, :, 5, 0] = 4.0, self.low / 4, self.high / 4
+        leaves = {"query": query, "key": key, "value": value}
+        given = {name: x.to(device, dtype).requires_grad_() for name, x in leaves.items()}
+        return {**given, "mechanism": mechanism, "is_causal": False, "scale": 1.0}
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize(
+    ("phi", "high", "low"), [("softplus", 40.3, -8), ("softplus", -5, -15), ("sigmoid", 2, -10), ("exp", 2, -8)]
+)
+def test_delta_is_of_the_rounded_weights_where_one_key_dominates(quiet, monkeypatch, phi, high, low, split):
+    from softfocus.backends.triton import call
+
+    if split:
+        monkeypatch.setattr(call, "_programs", lambda device: 64)
+        monkeypatch.setattr(call, "TILES_OF_A_SPLIT", 1)
+    check(fused, OneKeyDominates(high, low), Mechanism(phi=phi), BRAIN, device=DEVICE)
+
+
+def test_a_gradient_that_spans_too_much_is_copied(quiet, monkeypatch):
+    """Within a head the kernels count in 32 bits. They see no tensor beyond that, here with a smaller number of bits."""
+    from softfocus.backends.triton import call
+
+    query, wide = (torch.randn(1, 1, 20, n, generator=torch.Generator().manual_seed(n)).to(DEVICE) for n in (8, 80))
+    grad = wide[..., :8]
+    query.requires_grad_()
+    expected = torch.autograd.grad(fused(query, query, query), query, grad)[0]
+    array, spans = call.array, []
+    monkeypatch.setattr(triton, "MOST_PLACES", 1000)
+    monkeypatch.setattr(call, "array", lambda x: spans.append(0 if x is None else x.size(2) * x.stride(2)) or array(x))
+    torch.testing.assert_close(torch.autograd.grad(fused(query, query, query), query, grad)[0], expected)
+    assert 0 < max(spans) < 1000
+
+
 @pytest.mark.parametrize("size", [1e-30, 1e30])
 def test_norms_that_no_product_could_hold(quiet, size):
     inputs = [torch.randn(1, 2, 40, 8, generator=torch.Generator().manual_seed(s)).to(DEVICE) for s in range(3)]
@@ -391,6 +437,49 @@ def test_a_tile_that_does_not_fit_gives_way_to_a_smaller_one(quiet, monkeypatch)
         one._in_a_tile("bias_gradients", partial(run, least=8))
 
 
+def test_marked_rows_whose_tile_does_not_fit_take_a_smaller_one(quiet, monkeypatch):
+    """LASER's second kernel needs more memory than the forward, whose tile it tries first."""
+    from softfocus.backends.triton import call
+    from softfocus.backends.triton.kernels import laser
+
+    launch, tried = call.Launcher._launch, []
+
+    def full(self, kernel, variant, *rest, **options):
+        if kernel is laser.exact_forward:
+            tried.append(variant[0].rows)
+            if variant[0].rows > 16:
+                raise OutOfResources(2, 1, "shared memory")
+        launch(self, kernel, variant, *rest, **options)
+
+    query, key, value = (
+        torch.randn(1, 1, n, 8, generator=torch.Generator().manual_seed(n)).to(DEVICE) for n in (9, 40, 41)
+    )
+    value = value[:, :, :40] + 50.0
+    expected = fused(query, key, value, mechanism="laser")
+    monkeypatch.setattr(call.Launcher, "_launch", full)
+    torch.testing.assert_close(fused(query, key, value, mechanism="laser"), expected)
+    assert len(tried) > 1
+    assert tried[-1] == 16
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, -1), (1, 1, -1, 1), (1, 1, -1, -1)], ids=str)
+def test_only_the_first_dimension_of_a_grid_grows_with_the_length(quiet, monkeypatch, shape):
+    """CUDA's others end at 65535."""
+    from softfocus.backends.triton import call
+
+    launch, grids = call.Launcher._launch, []
+    monkeypatch.setattr(call.Launcher, "_launch", lambda *a, **k: grids.append(a[3][1:]) or launch(*a, **k))
+
+    def others(length):
+        grids.clear()
+        x = torch.randn(1, 1, length, 8, device=DEVICE)
+        bias = torch.zeros([length if size == -1 else size for size in shape], device=DEVICE, requires_grad=True)
+        torch.autograd.grad(fused(x, x, x, bias=bias).sum(), bias)
+        return list(grids)
+
+    assert others(20) == others(70)
+
+
 def test_documents_in_any_order(quiet):
     """Counts and results do not depend on their standing one after another; only how many tiles are looked at does."""
     generator = torch.Generator().manual_seed(0)
@@ -452,7 +541,7 @@ TABLES = (
     tuning.TILES_BEFORE_HOPPER,
     tuning.TILES_SINCE_BLACKWELL,
     tuning.VERY_WIDE_TILES,
-    tuning.TILES_OF_SINGLES,
+    tuning.TILES_FP32,
 )
 ALL_TILES = {tile for table in TABLES for tiles in table.values() for tile in tiles}
 SHAPES = sorted({(tile.rows, tile.keys) for tile in ALL_TILES})

@@ -27,13 +27,15 @@ CARRIES = Carries(
 """On the CPU in Triton's interpreter."""
 ABOUT = "fused Triton kernels: memory O(L)"
 MOST_DIMENSIONS = 256
-OLDEST = (8, 0)
+OLDEST_CAPABILITY = (8, 0)
 MOST_HEADS = 65535
 """Of all sequences together: CUDA's limit of the second dimension of a grid."""
-
+MOST_PLACES = 2**31
+"""Of elements that a head may span: the kernels count within a head in 32 bits."""
 
 FEW_ROWS = 64
-"""Up to so many queries, of all heads that share a key head, are decoded: the keys split among programs."""
+"""Up to so many queries, of all heads that share a key head, are decoded: the keys split among programs. Chosen, not
+measured."""
 WHOLE_POWER = 32
 """Whole powers up to this are raised by squaring, with a kernel compiled for each."""
 
@@ -56,24 +58,24 @@ def variant(call: Call) -> tuple[bool, bool]:
     return bounded(call), takes_unit_vectors(call)
 
 
-def _there() -> bool:
+def _triton_found() -> bool:
     try:
         return find_spec("triton") is not None
     except ImportError:
         return False
 
 
-THERE = _there()
+TRITON_FOUND = _triton_found()
 """Triton; asked here since torch 2.11 cannot trace the question."""
-ROWS = 8
+SAVED_VECTORS = 8
 """Vectors of the rows that every forward saves: the four of RowStatistics; sum phi(s) 2^-shift; sum u^p; LASER's marks; the
 largest score in the kernels' unit."""
 
 
 def rows_kept(call: Call) -> int:
-    """How many vectors of the rows the forward returns: ROWS, and behind them memory for the residual."""
+    """How many vectors of the rows the forward returns: SAVED_VECTORS, and behind them memory for the residual."""
     residual = residual_dtype(call.mechanism, call.value.dtype)
-    return ROWS + (0 if residual is None else -(-call.value.size(-1) * residual.itemsize // 4))
+    return SAVED_VECTORS + (0 if residual is None else -(-call.value.size(-1) * residual.itemsize // 4))
 
 
 def residual_dtype(mechanism: Mechanism, dtype: torch.dtype) -> torch.dtype | None:
@@ -92,6 +94,11 @@ def exponential_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float16 else dtype
 
 
+def spans_too_much(x: Tensor) -> bool:
+    """Whether a head of x [B, H, L, D] spans more elements than the kernels can count."""
+    return (x.size(2) - 1) * x.stride(2) + (x.size(3) - 1) * x.stride(3) >= MOST_PLACES
+
+
 def refuses(call: Call, to_run: bool) -> str | None:
     """Machines and sizes that the kernels are not for."""
     query = call.query
@@ -100,18 +107,18 @@ def refuses(call: Call, to_run: bool) -> str | None:
         return "the tensors are on 'cpu', not on 'cuda' (TRITON_INTERPRET=1 would run the kernels in Python)"
     if torch.version.hip:
         return "the Triton kernels have not been compiled for AMD's GPUs"
-    if kind == "cuda" and torch.cuda.get_device_capability(query.device) < OLDEST:
+    if kind == "cuda" and torch.cuda.get_device_capability(query.device) < OLDEST_CAPABILITY:
         return f"{torch.cuda.get_device_name(query.device)} is older than Ampere (compute capability 8.0)"
-    if not THERE:
+    if not TRITON_FOUND:
         return "Triton is not installed (pip install triton)"
     for name, x in (("query", query), ("key", call.key), ("value", call.value)):
-        if (x.size(2) - 1) * x.stride(2) + (x.size(3) - 1) * x.stride(3) >= 2**31:
+        if spans_too_much(x):
             return f"a head of {name} spans 2^31 elements or more, and the kernels count places in 32 bits"
     heads = query.size(0) * query.size(1)
     if heads > MOST_HEADS:
         return f"{heads} heads in all sequences are more than a grid of {MOST_HEADS} programs holds"
-    most = max(query.size(-1), call.value.size(-1))
-    return f"{most} dimensions a head are more than {MOST_DIMENSIONS}" if most > MOST_DIMENSIONS else None
+    widest = max(query.size(-1), call.value.size(-1))
+    return f"{widest} dimensions a head are more than {MOST_DIMENSIONS}" if widest > MOST_DIMENSIONS else None
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:

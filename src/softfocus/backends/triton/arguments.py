@@ -1,6 +1,7 @@
 """The kernels' arguments: tensors as pointers with strides, and the algebra as compile-time constants.
 
-A tuple that holds tuples ends with a constant: in loops Triton 3.6 otherwise forgets the inner constants (a stride of 1).
+A NamedTuple whose last field would be another tuple gets a constant ``end`` after it: otherwise Triton 3.6 forgets, inside
+loops, that values of the inner tuple (a stride of 1) are constants.
 """
 
 from typing import Any, NamedTuple
@@ -67,10 +68,10 @@ class Inputs(NamedTuple):
     Attributes:
         query, key, value: [B, H, L, D]; in pages, key and value are [pages, Hk, page size, D].
         value_operand: like value, what the weights are multiplied with: value, or LASER's e^V where it is made once a call.
-        value_flags: with that, of each key 0, 1 where a value is large, NaN or more where one is non-finite; or None.
-        query_norm, key_norm: 1 / |q|, 1 / |k|, float32 [B, H, L, 1], or None without cosine; key_norm also where the kernel
+        value_flags: with that, of each key 1 where a value is large, plus 2 where one is non-finite; or None.
+        query_rnorm, key_rnorm: 1 / |q|, 1 / |k|, float32 [B, H, L, 1], or None without cosine; key_rnorm also where the kernel
             computes it from the keys that it reads.
-        unit_key_fp16, unit_query_fp16: k / |k| and c q / |q| where scores are products of these; or None.
+        unit_key_fp16, unit_query_fp16: k / |k| and c q / |q| (in the score unit) where scores are products of these; or None.
         unit_key_bf16, unit_query_bf16: the same, for products with the gradient of the scores.
         bias: added to the scores, or None.
         head_scale, power: float32 [H], or None.
@@ -90,8 +91,8 @@ class Inputs(NamedTuple):
     value: Array
     value_operand: Array
     value_flags: Array | None
-    query_norm: Array | None
-    key_norm: Array | None
+    query_rnorm: Array | None
+    key_rnorm: Array | None
     unit_key_fp16: Array | None
     unit_query_fp16: Array | None
     unit_key_bf16: Array | None
@@ -172,8 +173,8 @@ class Phi(NamedTuple):
     Attributes:
         value, derivative: phi 2^-shift in its unit, and phi' 2^-shift, from scores in theirs.
         log: the value's logarithm, from score, shift and value; right also where the value underflows.
-        rate: derivative over value of a score above which it is large beside its own, and the value may be too small for a
-            float.
+        rate: phi' / phi, from the score, for scores where phi is too small to be divided by: 1 in the exponential tail,
+            1 / s of relu, 2 / s of relu2.
         shift: of a row, from its largest score.
         has_zeros: constexpr, whether phi is 0 below a score of 0.
         score_unit, unit: constexpr, the factors of scores and of phi.
@@ -195,8 +196,8 @@ class Blocks(NamedTuple):
     Attributes:
         BLOCK_Q, BLOCK_K: queries and keys of a tile.
         BLOCK_D, BLOCK_DV: D and Dv, rounded up to sizes that tensor cores multiply.
-        exact_dims: whether D and Dv need no rounding up.
-        precision: of float32 products: "ieee", "tf32x3" or "tf32".
+        dims_fill_tile: whether D and Dv need no rounding up.
+        precision: of float32 products: "ieee" or "tf32".
         widen: whether half operands are multiplied in float32, as Triton's interpreter needs.
     """
 
@@ -204,6 +205,6 @@ class Blocks(NamedTuple):
     BLOCK_K: tl.constexpr
     BLOCK_D: tl.constexpr
     BLOCK_DV: tl.constexpr
-    exact_dims: tl.constexpr
+    dims_fill_tile: tl.constexpr
     precision: tl.constexpr
     widen: tl.constexpr

@@ -10,7 +10,15 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime.errors import OutOfResources
 
-from softfocus.backends.triton import FEW_ROWS, ROWS, exponential_dtype, residual_dtype, rows_kept, tuning
+from softfocus.backends.triton import (
+    FEW_ROWS,
+    SAVED_VECTORS,
+    exponential_dtype,
+    residual_dtype,
+    rows_kept,
+    spans_too_much,
+    tuning,
+)
 from softfocus.backends.triton.arguments import Blocks, Inputs, Masks, Outputs
 from softfocus.backends.triton.inputs import (
     END,
@@ -19,8 +27,8 @@ from softfocus.backends.triton.inputs import (
     blocks_of,
     bounded,
     bounds_of,
+    ceil_div,
     inputs_of,
-    over,
     takes_unit_vectors,
     tile_lists,
 )
@@ -31,15 +39,19 @@ from softfocus.backends.triton.kernels import (
     forward,
     key_gradients,
     laser,
+    loading,
     masking,
     norms,
     query_gradients,
 )
-from softfocus.backends.triton.tuning import power_of_two
+from softfocus.backends.triton.tuning import next_power_of_two
 from softfocus.contract import LEAVES, Call, pack
 from softfocus.visibility import UNLIMITED
 
 TILES_OF_A_SPLIT = 4
+"""A split has at least so many tiles of keys. Chosen, not measured."""
+ELEMENTS_AT_ONCE = 4096
+"""Of a tensor whose norms or exponentials a program makes. Chosen, not measured."""
 ALIGNED = 16
 """Triton compiles for addresses that so many bytes divide, and for others."""
 UNMEASURED = ("decode", "bias_gradients")
@@ -47,7 +59,7 @@ FUSED = {"enable_fp_fusion": True}
 """Explicit, since Triton's default is about to change."""
 
 
-class Cut(NamedTuple):
+class LaunchShape(NamedTuple):
     """A call cut into tiles of one shape: that shape, the masks by tile, Triton's options, and the grids of programs."""
 
     blocks: Blocks
@@ -66,10 +78,10 @@ class Launcher:
         self._compiled = _compiled_for(_layout(call))
         self.inputs = inputs_of(call)
         if mechanism.similarity == "cosine":
-            query_norm = array(self._reciprocal_norms("query", call.query))
-            self.inputs = self.inputs._replace(query_norm=query_norm)
+            query_rnorm = array(self._reciprocal_norms("query", call.query))
+            self.inputs = self.inputs._replace(query_rnorm=query_rnorm)
         self.algebra = algebra_of(mechanism, self.inputs.power is not None, bounded(call), call.query.dtype)
-        self._cuts: dict[tuning.Tile, Cut] = {}
+        self._launch_shapes: dict[tuning.Tile, LaunchShape] = {}
 
     def _launch(self, kernel: Any, variant: Hashable, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
         """As ``kernel[grid](*arguments, **options)``; calls of one layout look the compiled kernel up once.
@@ -99,19 +111,23 @@ class Launcher:
             inputs = self._prepared(backward=False)
 
             def run(tile: tuning.Tile) -> None:
-                cut = self._cut(tile)
+                shape = self._launch_shape(tile)
                 self._launch(
-                    forward.forward, tile, cut.row_grid,
-                    inputs, self.algebra, cut.masks, outputs, cut.blocks, **cut.options,
+                    forward.forward, tile, shape.row_grid,
+                    inputs, self.algebra, shape.masks, outputs, shape.blocks, **shape.options,
                 )  # fmt: skip
 
             tile = self._in_a_tile("forward", run)
         if self.call.mechanism.laser:
-            cut = self._cut(tile)
-            self._launch(
-                laser.exact_forward, (tile, splits > 1), cut.row_grid,
-                inputs, self.algebra, cut.masks, outputs, cut.blocks, **cut.options,
-            )  # fmt: skip
+
+            def marked_rows(tile: tuning.Tile) -> None:
+                shape = self._launch_shape(tile)
+                self._launch(
+                    laser.exact_forward, (tile, splits > 1), shape.row_grid,
+                    inputs, self.algebra, shape.masks, outputs, shape.blocks, **shape.options,
+                )  # fmt: skip
+
+            _where_it_fits(tile, marked_rows)
         return out, saved
 
     def backward(self, grad: Tensor, bias_grad: bool, out: Tensor, saved: Tensor) -> dict[str, Tensor]:
@@ -120,35 +136,37 @@ class Launcher:
             # Decoding sums products in another order, so that the last bits of scores differ, and large powers multiply
             # that. Forward and backward must see the same weights.
             out, saved = self.forward(split=False)
-        exact_heads = (saved[6] != 0.0).any(-1).int() if self.call.mechanism.laser else None
+        exact_heads = (saved[loading.MARK.value] != 0.0).any(-1).int() if self.call.mechanism.laser else None
         outputs = self._outputs(out, saved, exact_heads)
         call = self.call
         query, key, value, bias = call.query, call.key, call.value, call.bias
         row_vectors = query.new_empty(backward_rows.ROW_VECTORS, *query.shape[:3], dtype=torch.float32)
         grads = {name: x.new_empty(x.shape) for name, x in (("query", query), ("key", key), ("value", value))}
-        by_row = {
+        grads_by_row = {
             name: query.new_empty(query.shape[:3], dtype=torch.float32)
             for name in ("head_scale", "power")
             if getattr(call, name) is not None
         }
         inputs = self._prepared(backward=True)
+        if spans_too_much(grad):  # ``refuses`` has not seen this tensor
+            grad = grad.contiguous()
         layouts = tuple((x.stride(), x.dtype, x.data_ptr() % ALIGNED) for x in (grad, out, saved))
         grad_out = array(grad)
 
         def launch(kernel: Any, grid: tuple[int, ...], tile: tuning.Tile, *arguments: Any) -> None:
-            cut = self._cut(tile)
-            shared = inputs, self.algebra, cut.masks, grad_out, outputs, array(row_vectors)
+            shape = self._launch_shape(tile)
+            shared = inputs, self.algebra, shape.masks, grad_out, outputs, array(row_vectors)
             for exact in (False, True) if call.mechanism.laser else (False,):
                 variant = tile, exact, layouts
-                self._launch(kernel, variant, grid, *shared, *arguments, exact, cut.blocks, **cut.options)
+                self._launch(kernel, variant, grid, *shared, *arguments, exact, shape.blocks, **shape.options)
 
         def queries(tile: tuning.Tile) -> None:
-            arrays = array(grads["query"]), by_row.get("head_scale"), by_row.get("power")
-            launch(query_gradients.query_gradients, self._cut(tile).row_grid, tile, *arrays)
+            arrays = array(grads["query"]), grads_by_row.get("head_scale"), grads_by_row.get("power")
+            launch(query_gradients.query_gradients, self._launch_shape(tile).row_grid, tile, *arrays)
 
         def keys(tile: tuning.Tile) -> None:
             arrays = array(grads["key"]), array(grads["value"])
-            launch(key_gradients.key_gradients, self._cut(tile).key_grid, tile, *arrays)
+            launch(key_gradients.key_gradients, self._launch_shape(tile).key_grid, tile, *arrays)
 
         if query.numel():
             self._in_a_tile("query_gradients", queries)
@@ -159,14 +177,15 @@ class Launcher:
             broadcast = [size == 1 for size in bias.shape]
 
             def of_bias(tile: tuning.Tile) -> None:
-                cut = self._cut(tile)
-                rows, keys = 1 if broadcast[2] else cut.row_grid[0], 1 if broadcast[3] else cut.key_grid[0]
-                grid = (rows, keys, grad_bias.size(0) * grad_bias.size(1))
+                shape = self._launch_shape(tile)
+                row_blocks = 1 if broadcast[2] else shape.row_grid[0]
+                key_blocks = 1 if broadcast[3] else shape.key_grid[0]
+                grid = row_blocks * key_blocks, grad_bias.size(0) * grad_bias.size(1)
                 launch(bias_gradients.bias_gradients, grid, tile, array(grad_bias), grad_bias.size(1), *broadcast)
 
             if grad_bias.numel():
                 self._in_a_tile("bias_gradients", of_bias)
-        grads |= {name: x.sum((0, 2)) for name, x in by_row.items()}
+        grads |= {name: x.sum((0, 2)) for name, x in grads_by_row.items()}
         return {name: x.to(getattr(call, name).dtype) for name, x in grads.items()}
 
     def _first(self, kernel: str) -> tuning.Tile:
@@ -174,17 +193,8 @@ class Launcher:
         return tuning.INTERPRETED if knobs.runtime.interpret else tuning.tiles(kernel, self.call)[0]
 
     def _in_a_tile(self, kernel: str, run: Callable[[tuning.Tile], None]) -> tuning.Tile:
-        """Run in the fastest tile, or, where a device has too little shared memory for it, in a smaller one."""
-        tiles = (self._fastest(kernel, run), *tuning.SMALLER)
-        for tile in tiles:
-            try:
-                run(tile)
-            except OutOfResources:
-                if tile == tiles[-1]:
-                    raise
-            else:
-                return tile
-        raise AssertionError("unreachable")
+        """Run in the fastest tile, or in a smaller one; which one, is returned."""
+        return _where_it_fits(self._fastest(kernel, run), run)
 
     def _fastest(self, kernel: str, run: Callable[[tuning.Tile], None]) -> tuning.Tile:
         if (
@@ -198,19 +208,19 @@ class Launcher:
         kind = tuning.kind(kernel, self.call)
         return tuning.fastest(kind, self.call.query.device, tiles, run)
 
-    def _cut(self, tile: tuning.Tile) -> Cut:
-        if tile not in self._cuts:
+    def _launch_shape(self, tile: tuning.Tile) -> LaunchShape:
+        if tile not in self._launch_shapes:
             query, value = self.call.query, self.call.value
             blocks = blocks_of(query.size(-1), value.size(-1), query.dtype, tile)
             batch, heads, query_length = self.call.query.shape[:3]
-            self._cuts[tile] = Cut(
+            self._launch_shapes[tile] = LaunchShape(
                 blocks,
                 self._masks(tile, blocks),
                 {**tile.options, **FUSED},
-                (over(query_length, tile.rows), batch * heads),
-                (over(self.call.visibility.key_length, tile.keys), batch * self.call.key.size(1)),
+                (ceil_div(query_length, tile.rows), batch * heads),
+                (ceil_div(self.call.visibility.key_length, tile.keys), batch * self.call.key.size(1)),
             )
-        return self._cuts[tile]
+        return self._launch_shapes[tile]
 
     def _prepared(self, backward: bool) -> Inputs:
         """The inputs with norms and LASER's e^V, for kernels that read a key more than once. Decoding computes them itself."""
@@ -220,8 +230,8 @@ class Launcher:
         if self.algebra.cosine.value:
             query, key = self.call.query, self.call.key
             fp16, bf16 = self._units(key, backward)
-            key_norm = self._reciprocal_norms("key", key, fp16, bf16)
-            inputs = inputs._replace(key_norm=array(key_norm), unit_key_fp16=array(fp16), unit_key_bf16=array(bf16))
+            key_rnorm = self._reciprocal_norms("key", key, fp16, bf16)
+            inputs = inputs._replace(key_rnorm=array(key_rnorm), unit_key_fp16=array(fp16), unit_key_bf16=array(bf16))
             if backward:
                 fp16, bf16 = self._units(query, backward)
                 inputs = inputs._replace(unit_query_fp16=array(fp16), unit_query_bf16=array(bf16))
@@ -231,9 +241,9 @@ class Launcher:
         return inputs
 
     def _outputs(self, out: Tensor, saved: Tensor, exact_heads: Tensor | None) -> Outputs:
-        kind, residual = residual_dtype(self.call.mechanism, out.dtype), None
-        if kind is not None:
-            residual = saved[ROWS:].flatten().view(kind)[: out.numel()].view(out.shape)
+        dtype, residual = residual_dtype(self.call.mechanism, out.dtype), None
+        if dtype is not None:
+            residual = saved[SAVED_VECTORS:].flatten().view(dtype)[: out.numel()].view(out.shape)
         return Outputs(array(out), array(residual), array(saved), exact_heads, END)
 
     def _units(self, x: Tensor, backward: bool) -> tuple[Tensor | None, Tensor | None]:
@@ -245,28 +255,28 @@ class Launcher:
     def _reciprocal_norms(self, of: str, x: Tensor, fp16: Tensor | None = None, bf16: Tensor | None = None) -> Tensor:
         """1 / |x|, float32 [B, H, L, 1]. The unit vectors are written to ``fp16`` and ``bf16``."""
         batch, heads, length, width = x.shape
-        to = x.new_empty(batch, heads, length, 1, dtype=torch.float32)
-        columns = power_of_two(width)
-        rows = max(1, 4096 // columns)
-        if to.numel():
-            grid = over(length, rows), batch * heads
+        rnorm = x.new_empty(batch, heads, length, 1, dtype=torch.float32)
+        columns = next_power_of_two(width)
+        block_rows = max(1, ELEMENTS_AT_ONCE // columns)
+        if rnorm.numel():
+            grid = ceil_div(length, block_rows), batch * heads
             self._launch(
                 norms.reciprocal_norms, (of, bf16 is not None), grid,
-                array(x), array(to), array(fp16), array(bf16), heads, length, width, rows, columns, **FUSED,
+                array(x), array(rnorm), array(fp16), array(bf16), heads, length, width, block_rows, columns, **FUSED,
             )  # fmt: skip
-        return to
+        return rnorm
 
     def _exponentials(self, value: Tensor, backward: bool) -> tuple[Tensor, Tensor]:
         """LASER's e^V, and for the forward the flags of its keys (``laser.flagged``), [B, Hk, Lk, 1]."""
         batch, heads, length, width = value.shape
         exp_values = value.new_empty(value.shape, dtype=exponential_dtype(value.dtype))
         flags = (value.new_zeros if backward else value.new_empty)(batch, heads, length, 1, dtype=torch.float32)
-        columns = power_of_two(width)
-        rows = max(1, 4096 // columns)
+        columns = next_power_of_two(width)
+        block_rows = max(1, ELEMENTS_AT_ONCE // columns)
         if exp_values.numel():
             self._launch(
-                laser.exponentials, backward, (over(length, rows), batch * heads),
-                array(value), array(exp_values), array(flags), heads, length, width, backward, rows, columns, **FUSED,
+                laser.exponentials, backward, (ceil_div(length, block_rows), batch * heads),
+                array(value), array(exp_values), array(flags), heads, length, width, backward, block_rows, columns, **FUSED,
             )  # fmt: skip
         return exp_values, flags
 
@@ -285,8 +295,8 @@ class Launcher:
         if not parts:
             return masks
         batch, heads = max(part.size(0) for part in parts), 1 if mask is None else mask.size(1)
-        row_blocks = over(inputs.query_length, blocks.BLOCK_Q.value)
-        key_blocks = over(inputs.key_length, blocks.BLOCK_K.value)
+        row_blocks = ceil_div(inputs.query_length, blocks.BLOCK_Q.value)
+        key_blocks = ceil_div(inputs.key_length, blocks.BLOCK_K.value)
         counts = parts[0].new_empty(batch, heads, inputs.query_length, 1, dtype=torch.int32)
         states = parts[0].new_zeros(batch, heads, row_blocks, key_blocks, dtype=torch.int8)
         if counts.numel():
@@ -302,28 +312,43 @@ class Launcher:
         query, key = self.call.query, self.call.key
         if self.inputs.group * query.size(2) > FEW_ROWS or not key.numel() or self.call.dropout.p:
             return 1  # the decoding kernels carry no dropout, which belongs to training
-        tiles = over(self.inputs.key_length, self._first("decode").keys)
+        tiles = ceil_div(self.inputs.key_length, self._first("decode").keys)
         return min(_programs(query.device) // (self.inputs.batch * key.size(1)), tiles // TILES_OF_A_SPLIT)
 
     def _decode(self, outputs: Outputs, tile: tuning.Tile, splits: int) -> None:
-        query, cut = self.call.query, self._cut(tile)
+        query, shape = self.call.query, self._launch_shape(tile)
         heads = self.inputs.batch * self.call.key.size(1)
-        rows = power_of_two(self.inputs.group * query.size(2))
-        few, stages = tl.constexpr(rows), tl.constexpr(tile.stages)
-        blocks = cut.blocks._replace(BLOCK_Q=tl.constexpr(1 if rows == 1 else max(16, rows)))
+        rows = next_power_of_two(self.inputs.group * query.size(2))
+        rows_stored, stages = tl.constexpr(rows), tl.constexpr(tile.stages)
+        blocks = shape.blocks._replace(BLOCK_Q=tl.constexpr(1 if rows == 1 else max(16, rows)))
 
-        def floats(*shape: int) -> Tensor:
-            return query.new_empty(shape, dtype=torch.float32)
+        def floats(*sizes: int) -> Tensor:
+            return query.new_empty(sizes, dtype=torch.float32)
 
         parts = floats(heads, splits, decode.PARTS.value, rows)
         sums = floats(heads, splits, rows, blocks.BLOCK_DV.value)
         scores = floats(heads, self.inputs.group * self.inputs.query_length, self.inputs.key_length)
-        shared = self.inputs, self.algebra, cut.masks, parts, sums
+        shared = self.inputs, self.algebra, shape.masks, parts, sums
         grid, variant = (splits, heads), (tile, splits)
-        self._launch(decode.statistics, variant, grid, *shared, scores, few, stages, blocks, **cut.options)
+        self._launch(decode.statistics, variant, grid, *shared, scores, rows_stored, stages, blocks, **shape.options)
         if self.algebra.reweighted.value:
-            self._launch(decode.weights, variant, grid, *shared, scores, few, stages, blocks, **cut.options)
-        self._launch(decode.combine, variant, (1, heads), *shared, splits, outputs, few, blocks, **cut.options)
+            self._launch(decode.weights, variant, grid, *shared, scores, rows_stored, stages, blocks, **shape.options)
+        grid = 1, heads
+        self._launch(decode.combine, variant, grid, *shared, splits, outputs, rows_stored, blocks, **shape.options)
+
+
+def _where_it_fits(tile: tuning.Tile, run: Callable[[tuning.Tile], None]) -> tuning.Tile:
+    """Run in a tile, or, where a device has too little shared memory for it, in a smaller one."""
+    tiles = (tile, *tuning.SMALLER)
+    for tile in tiles:
+        try:
+            run(tile)
+        except OutOfResources:
+            if tile == tiles[-1]:
+                raise
+        else:
+            return tile
+    raise AssertionError("unreachable")
 
 
 def _layout(call: Call) -> Hashable:

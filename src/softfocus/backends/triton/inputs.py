@@ -14,12 +14,12 @@ from softfocus.backends.triton import runtime_power, tuning
 from softfocus.backends.triton.arguments import Algebra, Array, Blocks, Inputs, TileLists
 from softfocus.backends.triton.kernels import masking
 from softfocus.backends.triton.kernels.pointwise import PHI
-from softfocus.backends.triton.tuning import power_of_two
+from softfocus.backends.triton.tuning import next_power_of_two
 from softfocus.contract import Call
 from softfocus.mechanism import Mechanism
 from softfocus.pointwise import POINTWISE
 
-LARGEST_SCORE = 60.0
+BOUND_OF_SCORES = 60.0
 """Up to it phi, its sums and the spread neither overflow nor underflow without a shift."""
 LEAST_SCALE = 0.1
 """Below it queries times their scale may be subnormal numbers of float16."""
@@ -28,7 +28,7 @@ END = tl.constexpr(0)
 COSINE = {"dot": False, "cosine": True}
 
 
-def over(x: int, y: int) -> int:
+def ceil_div(x: int, y: int) -> int:
     """x / y, rounded up. Triton's own function takes microseconds on the host."""
     return -(-x // y)
 
@@ -46,8 +46,9 @@ def array(x: Tensor | None) -> Any:
 @lru_cache(maxsize=256)
 def blocks_of(head_dim: int, value_dim: int, dtype: torch.dtype, tile: tuning.Tile) -> Blocks:
     """A tile's shape and how it is multiplied."""
-    widths = [max(16, power_of_two(size)) for size in (head_dim, value_dim)]
-    # With float16 inputs only LASER's e^V is multiplied in float32, since float16 cannot hold it
+    widths = [max(16, next_power_of_two(size)) for size in (head_dim, value_dim)]
+    # Only float16 calls reach this with float32 operands that came from halves: LASER's e^V, and weights and gradients that
+    # float16 might not hold
     precision = "tf32" if dtype == torch.float16 else "ieee"
     whole = widths == [head_dim, value_dim]
     # The interpreter gets products of bfloat16 wrong
@@ -56,10 +57,10 @@ def blocks_of(head_dim: int, value_dim: int, dtype: torch.dtype, tile: tuning.Ti
 
 
 def _bounded_factor(call: Call) -> bool:
-    """Whether scores before any bias are bounded by ``LARGEST_SCORE``: cosines times a known scale."""
+    """Whether scores before any bias are bounded by ``BOUND_OF_SCORES``: cosines times a known scale."""
     if call.mechanism.similarity != "cosine" or call.head_scale is not None:
         return False
-    return abs(call.scale) * max(1.0, math.log(max(call.visibility.key_length, 1))) < LARGEST_SCORE
+    return abs(call.scale) * max(1.0, math.log(max(call.visibility.key_length, 1))) < BOUND_OF_SCORES
 
 
 def bounded(call: Call) -> bool:
@@ -112,16 +113,16 @@ def algebra_of(mechanism: Mechanism, power_given: bool, bounded: bool, dtype: to
 
 def inputs_of(call: Call) -> Inputs:
     """The call's tensors and numbers, without what kernels compute from them first (norms, e^V)."""
-    query, value, held, dropped, power = call.query, call.value, call.cache, call.dropout, call.power
+    query, value, cache, dropout_of_call, power = call.query, call.value, call.cache, call.dropout, call.power
     batch, heads, query_length, head_dim = query.shape
     _, key_heads, page_size, value_dim = value.shape
     table = None
-    if held is not None and held.page_table is not None:
-        table = held.page_table.int()[:, None, None]
+    if cache is not None and cache.page_table is not None:
+        table = cache.page_table.int()[:, None, None]
     else:
         page_size = 0  # a constant: each other number would compile other kernels
-    if power is None and (number := runtime_power(call.mechanism)) is not None:
-        power = query.new_full((heads,), number, dtype=torch.float32)
+    if power is None and (power_number := runtime_power(call.mechanism)) is not None:
+        power = query.new_full((heads,), power_number, dtype=torch.float32)
     return Inputs(
         array(query), array(call.key), array(value), array(value), None,
         None, None, None, None, None, None,
@@ -130,10 +131,10 @@ def inputs_of(call: Call) -> Inputs:
         None if power is None else power.detach().float().contiguous(),
         batch, heads, heads // max(key_heads, 1), query_length, call.visibility.key_length, head_dim, value_dim,
         call.scale,
-        None if held is None else held.lengths.int().contiguous(), array(table),
+        None if cache is None else cache.lengths.int().contiguous(), array(table),
         # Odd and beyond 2^63: Triton compiles other kernels for numbers that 16 divides and for those of fewer bits
-        2**63 + 2 * dropped.number + 1 if dropped.p else None,
-        tl.constexpr(dropout.threshold(dropped.p)), tl.constexpr(dropout.growth(dropped.p)),
+        2**63 + 2 * dropout_of_call.number + 1 if dropout_of_call.p else None,
+        tl.constexpr(dropout.threshold(dropout_of_call.p)), tl.constexpr(dropout.growth(dropout_of_call.p)),
         tl.constexpr(page_size),
     )  # fmt: skip
 
@@ -153,8 +154,8 @@ def tile_lists(states: Tensor) -> TileLists:
 
 def _listed(chosen: Tensor) -> tuple[Any, Any]:
     """The indices, chosen ones first, and how many are chosen."""
-    number = chosen.to(torch.int8)
+    flags = chosen.to(torch.int8)
     return (
-        array(number.argsort(dim=-1, descending=True, stable=True).to(torch.int32)),
-        array(number.sum(-1, keepdim=True, dtype=torch.int32)),
+        array(flags.argsort(dim=-1, descending=True, stable=True).to(torch.int32)),
+        array(flags.sum(-1, keepdim=True, dtype=torch.int32)),
     )

@@ -108,7 +108,7 @@ TILES_SINCE_BLACKWELL = {
     ("query_gradients", "narrow, softplus"): _tiles((64, 64, 4), (128, 32, 8), (128, 64, 8)),
     ("query_gradients", "wide, softplus"): _tiles((64, 32, 8), (128, 16, 8), (128, 32, 8)),
 }
-TILES_OF_SINGLES = {
+TILES_FP32 = {
     "narrow": _tiles((32, 32, 8), (64, 32, 8), stages=2),
     "wide": _tiles((32, 16, 8), (32, 32, 8), stages=2),
     "very wide": _tiles((16, 16, 8), (32, 16, 8), stages=2),
@@ -124,22 +124,22 @@ INTERPRETED = Tile(32, 32, 1, 1)
 def tiles(kernel: str, call: Call) -> tuple[Tile, ...]:
     """The tiles to choose from for a kernel of a call, on the current device."""
     mechanism = call.mechanism
-    most = max(call.query.size(-1), call.value.size(-1))
+    widest = max(call.query.size(-1), call.value.size(-1))
     if call.query.dtype == torch.float32 and kernel != "decode":
-        return TILES_OF_SINGLES["very wide" if most > 128 else "wide" if most > 64 else "narrow"]
-    if most > 128 and kernel in VERY_WIDE_TILES:
+        return TILES_FP32["very wide" if widest > 128 else "wide" if widest > 64 else "narrow"]
+    if widest > 128 and kernel in VERY_WIDE_TILES:
         return VERY_WIDE_TILES[kernel]
     arch = driver.active.get_current_target().arch
     arch = arch if isinstance(arch, int) else 90  # a name on other makers' devices
     table = TILES_BEFORE_HOPPER if arch < 90 else TILES_SINCE_BLACKWELL if arch >= 100 else TILES
-    width = "wide" if most > 64 else "narrow"
-    sharp, laser = mechanism.power is not None, mechanism.laser
+    width = "wide" if widest > 64 else "narrow"
+    reweighted, laser = mechanism.power is not None, mechanism.laser
     heavy = {
-        "forward": sharp or mechanism.phi == "sigmoid",
-        "query_gradients": sharp,
-        "key_gradients": sharp or mechanism.phi != "exp" if width == "wide" else sharp and laser,
+        "forward": reweighted or mechanism.phi == "sigmoid",
+        "query_gradients": reweighted,
+        "key_gradients": (reweighted or mechanism.phi != "exp") if width == "wide" else (reweighted and laser),
     }.get(kernel, False)
-    names = [f"{width}, LASER", "LASER"] * (laser and not sharp) + [f"{width}, heavy"] * heavy
+    names = [f"{width}, LASER", "LASER"] * (laser and not reweighted) + [f"{width}, heavy"] * heavy
     names += [f"{width}, {mechanism.phi}", width, "narrow"]
     return next(table[kernel, name] for name in names if (kernel, name) in table)
 
@@ -150,12 +150,12 @@ def kind(direction: str, call: Call) -> tuple[Hashable, ...]:
     sizes = (query.size(0) * query.size(1), query.size(2), key.size(2), query.size(1) // key.size(1))
     return (
         direction, compiled_as(call.mechanism).code, str(query.dtype), query.size(3), call.value.size(3),
-        *map(power_of_two, sizes),
+        *map(next_power_of_two, sizes),
         visibility.left >= 0, visibility.right >= 0, call.dropout.p > 0, *sorted(given(pack(call))),
     )  # fmt: skip
 
 
-def power_of_two(x: int) -> int:
+def next_power_of_two(x: int) -> int:
     """The least that is not below x. Triton's own function takes microseconds on the host."""
     return 1 << max(x - 1, 0).bit_length()
 
@@ -211,7 +211,7 @@ def _measured(tiles: tuple[Tile, ...], run: Callable[[Tile], Any]) -> Tile | Non
 
 def _time(run: Callable[[], Any]) -> float:
     """Milliseconds, median."""
-    took: float = triton.testing.do_bench(run, warmup=20, rep=80, return_mode="median")
+    took: float = triton.testing.do_bench(run, warmup=20, rep=80, return_mode="median")  # milliseconds, too
     return took
 
 

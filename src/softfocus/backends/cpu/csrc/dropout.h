@@ -51,7 +51,7 @@ class DropoutMask {
 
  private:
   static constexpr int ROUNDS = 7;          // dropout.ROUNDS: the fewest that pass BigCrush
-  static constexpr int64_t WORD_KEYS = 64;  // keys whose bits are one word: dropout.GROUP
+  static constexpr int64_t WORD_KEYS = 64;  // keys whose bits are one word: dropout.SPAN
   const Params& params;
   const int64_t rows;
   Buffer<uint64_t> dropped_bits;  // [tiles, rows, BLOCK_K / WORD_KEYS], one bit a key: 1 where its weight is dropped

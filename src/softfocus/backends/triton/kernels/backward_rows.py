@@ -1,8 +1,8 @@
 """What the backward's kernels share: which rows they compute, the gradient that comes in, and vectors of the rows.
 
-No kernel needs an atomic: each program owns what it writes. The queries' kernel runs first. Each kernel has an EXACT variant
-for the rows that LASER's forward marked, which the other variant leaves out. It writes these rows of grad_query, and adds to
-the other gradients.
+No kernel needs an atomic: each program owns what it writes. The queries' kernel runs first. Each kernel has two variants: EXACT
+computes the rows that LASER's forward marked, the other all other rows. Both write their own rows of grad_query. EXACT runs
+second and adds to grad_key, grad_value and grad_bias.
 """
 
 import triton
@@ -11,10 +11,14 @@ import triton.language as tl
 from softfocus.backends.triton.kernels import laser, loading, weighting
 
 ROW_VECTORS = 9
-"""Vectors that the queries' kernel leaves to the others: mean_grad; c_i / |q_i| and the row bias in the scores' unit; shift,
-threshold, over_spread, weight_factor, grad_factor (over the unit) and delta of GradientRow.
+"""Vectors that the queries' kernel leaves to the others.
 
 They are loaded again for each tile: along the second dimension of a tile a vector takes as many registers as a row of it."""
+MEAN_GRAD, SCALE, ROW_BIAS, SHIFT, THRESHOLD, SPREAD, WEIGHT_FACTOR, GRAD_FACTOR, DELTA = (
+    tl.constexpr(n) for n in range(9)
+)
+"""SCALE is c_i / |q_i| and ROW_BIAS the row bias, both in the score unit. SHIFT and the rest are of GradientRow: SPREAD is
+reciprocal_spread, and GRAD_FACTOR is divided by the score unit."""
 
 
 @triton.jit
@@ -22,7 +26,7 @@ def active_rows(outputs, inputs, algebra, b, h, q_offsets, EXACT: tl.constexpr):
     """The rows [BLOCK_Q] that this variant computes: the EXACT one those that the forward marked, the other one the rest."""
     active = q_offsets < inputs.query_length
     if algebra.laser:
-        mark = tl.load(loading.saved_pointers(outputs.saved, b, h, q_offsets, loading.EXACT), mask=active, other=0.0)
+        mark = tl.load(loading.saved_pointers(outputs.saved, b, h, q_offsets, loading.MARK), mask=active, other=0.0)
         active = active & ((mark > 0.0) == EXACT)
     return active
 
@@ -59,24 +63,25 @@ def load_row_vectors(row_vectors, algebra, b, h, q_offsets, active):
     the product may be no number.
     """
     zeros = tl.zeros(q_offsets.shape, tl.float32)
-    mean_grad, row_bias, shift, threshold, over_spread, delta = zeros, zeros, zeros, zeros, zeros, zeros
+    mean_grad, row_bias, shift, threshold, reciprocal_spread, delta = zeros, zeros, zeros, zeros, zeros, zeros
     pointers = loading.saved_pointers(row_vectors, b, h, q_offsets, 0)
-    scale = tl.load(pointers + row_vectors.stride_b, mask=active, other=0.0)
-    weight_factor = tl.load(pointers + 6 * row_vectors.stride_b, mask=active, other=0.0)
-    grad_factor = tl.load(pointers + 7 * row_vectors.stride_b, mask=active, other=0.0)
+    scale = tl.load(pointers + SCALE * row_vectors.stride_b, mask=active, other=0.0)
+    weight_factor = tl.load(pointers + WEIGHT_FACTOR * row_vectors.stride_b, mask=active, other=0.0)
+    grad_factor = tl.load(pointers + GRAD_FACTOR * row_vectors.stride_b, mask=active, other=0.0)
     if algebra.score_bias != "0":
-        row_bias = tl.load(pointers + 2 * row_vectors.stride_b, mask=active, other=0.0)
+        row_bias = tl.load(pointers + ROW_BIAS * row_vectors.stride_b, mask=active, other=0.0)
     if algebra.shifted:
-        # Of rows that are not active e^bias may be no number: they weigh 2^-inf. Softplus cannot grow so
+        # Rows that are not active have no shift of their own, and e^bias may overflow: with shift = inf they weigh 2^-inf = 0.
+        # Softplus, the only phi whose unit is not 1, grows linearly, and its polynomial would make 0 * inf of that
         none: tl.constexpr = float("inf") if algebra.phi.unit == 1.0 else 0.0
-        shift = tl.load(pointers + 3 * row_vectors.stride_b, mask=active, other=none)
+        shift = tl.load(pointers + SHIFT * row_vectors.stride_b, mask=active, other=none)
     if algebra.reweighted:
-        mean_grad = tl.load(pointers, mask=active, other=0.0)
-        threshold = tl.load(pointers + 4 * row_vectors.stride_b, mask=active, other=0.0)
-        over_spread = tl.load(pointers + 5 * row_vectors.stride_b, mask=active, other=0.0)
+        mean_grad = tl.load(pointers + MEAN_GRAD * row_vectors.stride_b, mask=active, other=0.0)
+        threshold = tl.load(pointers + THRESHOLD * row_vectors.stride_b, mask=active, other=0.0)
+        reciprocal_spread = tl.load(pointers + SPREAD * row_vectors.stride_b, mask=active, other=0.0)
     if algebra.normaliser == "l1":
-        delta = tl.load(pointers + 8 * row_vectors.stride_b, mask=active, other=0.0)
-    row = weighting.GradientRow(shift, threshold, over_spread, weight_factor, grad_factor, delta)
+        delta = tl.load(pointers + DELTA * row_vectors.stride_b, mask=active, other=0.0)
+    row = weighting.GradientRow(shift, threshold, reciprocal_spread, weight_factor, grad_factor, delta)
     return mean_grad, scale, row_bias, row
 
 
@@ -84,15 +89,15 @@ def load_row_vectors(row_vectors, algebra, b, h, q_offsets, active):
 def store_row_vectors(row_vectors, mean_grad, scale, row_bias, row, grad_factor, b, h, q_offsets, mask):
     """Leave the vectors to the other kernels."""
     pointers = loading.saved_pointers(row_vectors, b, h, q_offsets, 0)
-    tl.store(pointers, mean_grad, mask=mask)
-    tl.store(pointers + row_vectors.stride_b, scale, mask=mask)
-    tl.store(pointers + 2 * row_vectors.stride_b, row_bias, mask=mask)
-    tl.store(pointers + 3 * row_vectors.stride_b, row.shift, mask=mask)
-    tl.store(pointers + 4 * row_vectors.stride_b, row.threshold, mask=mask)
-    tl.store(pointers + 5 * row_vectors.stride_b, row.over_spread, mask=mask)
-    tl.store(pointers + 6 * row_vectors.stride_b, row.weight_factor, mask=mask)
-    tl.store(pointers + 7 * row_vectors.stride_b, grad_factor, mask=mask)
-    tl.store(pointers + 8 * row_vectors.stride_b, row.delta, mask=mask)
+    tl.store(pointers + MEAN_GRAD * row_vectors.stride_b, mean_grad, mask=mask)
+    tl.store(pointers + SCALE * row_vectors.stride_b, scale, mask=mask)
+    tl.store(pointers + ROW_BIAS * row_vectors.stride_b, row_bias, mask=mask)
+    tl.store(pointers + SHIFT * row_vectors.stride_b, row.shift, mask=mask)
+    tl.store(pointers + THRESHOLD * row_vectors.stride_b, row.threshold, mask=mask)
+    tl.store(pointers + SPREAD * row_vectors.stride_b, row.reciprocal_spread, mask=mask)
+    tl.store(pointers + WEIGHT_FACTOR * row_vectors.stride_b, row.weight_factor, mask=mask)
+    tl.store(pointers + GRAD_FACTOR * row_vectors.stride_b, grad_factor, mask=mask)
+    tl.store(pointers + DELTA * row_vectors.stride_b, row.delta, mask=mask)
 
 
 @triton.jit

@@ -24,16 +24,21 @@ def bias_gradients(
 
     ALL_BATCH, ALL_HEADS, ALL_ROWS, ALL_KEYS: the dimensions along which it is. ``heads`` is the bias's own. EXACT as elsewhere.
     """
+    key_blocks = 1
+    if not ALL_KEYS:
+        key_blocks = (inputs.key_length + blocks.BLOCK_K - 1) // blocks.BLOCK_K
+    # Both in the first dimension of the grid: CUDA's others end at 65535
+    block_q, block_k = tl.program_id(0) // key_blocks, tl.program_id(0) % key_blocks
     q_range, k_range = tl.arange(0, blocks.BLOCK_Q), tl.arange(0, blocks.BLOCK_K)
     total = tl.zeros([blocks.BLOCK_Q, blocks.BLOCK_K], tl.float32)
-    bias_b, bias_h = tl.program_id(2) // heads, tl.program_id(2) % heads
+    bias_b, bias_h = tl.program_id(1) // heads, tl.program_id(1) % heads
     first_b, last_b = bias_b, bias_b + 1
     if ALL_BATCH:
         first_b, last_b = bias_b * 0, bias_b * 0 + inputs.batch
     first_h, last_h = bias_h, bias_h + 1
     if ALL_HEADS:
         first_h, last_h = bias_h * 0, bias_h * 0 + inputs.heads
-    first_q_block, last_q_block = tl.program_id(0), tl.program_id(0) + 1
+    first_q_block, last_q_block = block_q, block_q + 1
     if ALL_ROWS:
         last_q_block = first_q_block + (inputs.query_length + blocks.BLOCK_Q - 1) // blocks.BLOCK_Q
     for b in range(first_b, last_b):
@@ -51,34 +56,37 @@ def bias_gradients(
                 )
                 count = masking.visible_count(masks, inputs, b, h, q_offsets)
                 scale = scoring.score_scale(inputs, algebra, count, h) * algebra.phi.score_unit
-                query_norm = scale
+                query_rnorm = scale  # not used otherwise: Triton wants the name in both branches
                 if EXACT:
                     exact = laser.exact_row(outputs.saved, inputs, algebra, count, b, h, q_offsets, row.delta)
                     exact = laser.expanded(exact, 1)
                 if algebra.cosine:
-                    query_norm = loading.load_vector(inputs.query_norm, b, h, q_offsets, inputs.query_length)
-                query, query_scale = scoring.query_operand(query, query_norm, scale, inputs, algebra)
+                    query_rnorm = loading.load_vector(inputs.query_rnorm, b, h, q_offsets, inputs.query_length)
+                query, query_scale = scoring.query_operand(query, query_rnorm, scale, inputs, algebra)
                 start, _full_start, _full_stop, stop = masking.key_tile_range(masks, inputs, blocks, b, q_block)
                 if EXACT:
                     stop = tl.where(tl.max(active.to(tl.int32)) > 0, stop, start)
                 if not ALL_KEYS:
-                    start = tl.maximum(start, tl.program_id(1))
-                    stop = tl.minimum(stop, tl.program_id(1) + 1)
+                    start = tl.maximum(start, block_k)
+                    stop = tl.minimum(stop, block_k + 1)
                 for k_block in range(start, stop):
                     k_offsets = k_block * blocks.BLOCK_K + k_range  # [BLOCK_K]
-                    key, key_norms = scoring.load_score_keys(inputs, algebra, b, h, k_offsets, True, blocks)
+                    # key [BLOCK_K, BLOCK_D], key_rnorm [BLOCK_K], value [BLOCK_K, BLOCK_DV]
+                    key, key_rnorm = scoring.load_score_keys(inputs, algebra, b, h, k_offsets, True, blocks)
                     # s, visible, grad_weights, grad_u, derivative [BLOCK_Q, BLOCK_K]
-                    s, visible, _scaled = scoring.tile_scores(
+                    s, visible, _scaled_dots = scoring.tile_scores(
                         products.dot(query, tl.trans(key), blocks), inputs, algebra, masks, b, h, q_offsets[:, None],
-                        k_offsets[None, :], query_scale[:, None], key_norms[None, :], row_bias[:, None], True,
+                        k_offsets[None, :], query_scale[:, None], key_rnorm[None, :], row_bias[:, None], True,
                     )  # fmt: skip
                     if EXACT:
                         log_weights, _log_u = laser.log_weights(s, exact, inputs, algebra, h)
-                        terms, _none = laser.terms(
+                        weighted_total, _none = laser.weighted_grads(
                             log_weights, tl.zeros_like(s), None, grad_out, outputs, inputs, b, h, q_offsets, active,
                             k_offsets, 0, blocks,
                         )  # fmt: skip
-                        _weights, grad_u, derivative = laser.weights_and_gradients(s, terms, exact, inputs, algebra, h)
+                        _weighted_grad, grad_u, derivative = laser.gradients_of_marked(
+                            s, weighted_total, exact, inputs, algebra, h
+                        )
                     else:
                         value = loading.load_value_operand(inputs, b, h, k_offsets, True, blocks)
                         grad_weights = products.dot(grad_acc, tl.trans(value), blocks)
@@ -93,8 +101,8 @@ def bias_gradients(
                         (grad_u - mean_grad[:, None]) * derivative * row.grad_factor[:, None] * algebra.phi.score_unit,
                         0.0,
                     )
-    q_offsets = tl.program_id(0) * blocks.BLOCK_Q + q_range
-    k_offsets = tl.program_id(1) * blocks.BLOCK_K + k_range
+    q_offsets = block_q * blocks.BLOCK_Q + q_range
+    k_offsets = block_k * blocks.BLOCK_K + k_range
     start = loading.head_pointer(grad_bias, bias_b, bias_h)
     if not (ALL_ROWS or ALL_KEYS):
         q_offsets = q_offsets.to(tl.int64)  # one head's bias may hold more than 2^31 numbers

@@ -4,9 +4,10 @@ Up to three kernels: ``statistics`` of each split, with its weighted values unle
 each split of re-weighted rows, where only values are read that weigh more than rounding (with LASER, more than 0); and
 ``combine``.
 
-The queries of all heads that share a key head are the rows of one tile. Tensor cores take them for sixteen, and many threads
-hold the same product. So products go to memory (``scores``, 4 bytes beside the hundreds of a key), where as many threads as
-there are scores make weights of them. The weights come back to meet the values. One query is multiplied without tensor cores.
+The queries of all heads that share a key head are the rows of one tile. A product on tensor cores has at least sixteen rows,
+most of them padding here, and scores in its layout would be computed several times. So the products are written to ``scores``
+(4 bytes, beside the hundreds of a key), read again one score a thread, made weights, and written back. The product with the
+values reads them a third time. One query is multiplied without tensor cores.
 
 In shapes ROWS_STORED is the number of rows, rounded up to a power of two; BLOCK_Q is at least 16, or 1 for a single row.
 """
@@ -18,9 +19,12 @@ from softfocus.backends.triton.kernels import forward, laser, loading, masking, 
 from softfocus.backends.triton.kernels.pointwise import LOG2E
 
 PARTS = tl.constexpr(4)
-"""Vectors of the rows that each split leaves: largest score, sum phi 2^-shift, sum u^p, and LASER's marks."""
+"""Vectors of the rows that each split leaves."""
+PART_MAX, PART_PHI_SUM, PART_POWER_SUM, PART_MARK = (tl.constexpr(n) for n in range(4))
+"""Largest score, sum phi 2^-shift, sum u^p, and LASER's marks."""
 SCORES_AT_ONCE = tl.constexpr(512)
-"""Scores that a program makes weights of at once."""
+"""Scores that a program makes weights of at once, four a thread of 128. Not fewer than threads, which would then hold the same
+score: each is stored where it was loaded from, without a barrier in between."""
 
 
 @triton.jit
@@ -31,25 +35,25 @@ def _query_rows(inputs, ROWS: tl.constexpr):
     rows = tl.arange(0, ROWS)
     mask = rows < inputs.group * inputs.query_length
     q_offsets = tl.where(mask, rows % inputs.query_length, inputs.query_length)
-    heads = key_head * inputs.group + tl.where(mask, rows // inputs.query_length, 0)
-    return b, key_head * inputs.group, heads, q_offsets
+    row_heads = key_head * inputs.group + tl.where(mask, rows // inputs.query_length, 0)
+    return b, key_head * inputs.group, row_heads, q_offsets
 
 
 @triton.jit
-def _tile_range(inputs, masks, b, blocks):
+def _split_tiles(inputs, masks, b, blocks):
     """The tiles of keys of this program's split."""
     length, offset = loading.sequence_length(inputs, b), masking.query_offset(inputs, masks, b)
-    last = inputs.query_length - 1
+    last_query = inputs.query_length - 1
     start, stop = 0, length
     if masks.has_left:
         start = tl.minimum(tl.maximum(offset - masks.left, 0), length)
     if masks.has_right:
-        stop = tl.maximum(tl.minimum(last + offset + masks.right + 1, length), start)
+        stop = tl.maximum(tl.minimum(last_query + offset + masks.right + 1, length), start)
     first = start // blocks.BLOCK_K
-    number = (stop + blocks.BLOCK_K - 1) // blocks.BLOCK_K - first
-    each = (number + tl.num_programs(0) - 1) // tl.num_programs(0)
-    begin = tl.minimum(tl.program_id(0) * each, number)
-    return first + begin, first + tl.minimum(begin + each, number)
+    tiles = (stop + blocks.BLOCK_K - 1) // blocks.BLOCK_K - first
+    each = (tiles + tl.num_programs(0) - 1) // tl.num_programs(0)
+    begin = tl.minimum(tl.program_id(0) * each, tiles)
+    return first + begin, first + tl.minimum(begin + each, tiles)
 
 
 @triton.jit
@@ -63,24 +67,24 @@ def _part_pointers(parts, N: tl.constexpr, splits, split, ROWS_STORED: tl.conste
 def _sum_pointers(sums, splits, split, ROWS_STORED: tl.constexpr, ROWS: tl.constexpr, blocks):
     """Pointers to the weighted values of a split in [B Hk, splits, ROWS_STORED, BLOCK_DV], and which of the ROWS are stored."""
     program = tl.full([], 0, tl.int64) + tl.program_id(1)
-    q_offsets = tl.arange(0, ROWS)[:, None]
-    pointers = q_offsets * blocks.BLOCK_DV + tl.arange(0, blocks.BLOCK_DV)[None, :]
-    return sums + (program * splits + split) * (ROWS_STORED * blocks.BLOCK_DV) + pointers, q_offsets < ROWS_STORED
+    rows = tl.arange(0, ROWS)[:, None]
+    pointers = rows * blocks.BLOCK_DV + tl.arange(0, blocks.BLOCK_DV)[None, :]
+    return sums + (program * splits + split) * (ROWS_STORED * blocks.BLOCK_DV) + pointers, rows < ROWS_STORED
 
 
 @triton.jit
 def _score_pointers(scores, inputs, k_offsets, end, ROWS: tl.constexpr):
     """Pointers to scores in [B Hk, rows, Lk], and which of them lie before ``end``."""
     program = tl.full([], 0, tl.int64) + tl.program_id(1)
-    number = inputs.group * inputs.query_length
-    q_offsets = tl.arange(0, ROWS)[:, None]
-    mask = (q_offsets < number) & (k_offsets[None, :] < tl.minimum(end, inputs.key_length))
-    return scores + (program * number + q_offsets) * inputs.key_length + k_offsets[None, :], mask
+    row_count = inputs.group * inputs.query_length
+    rows = tl.arange(0, ROWS)[:, None]
+    mask = (rows < row_count) & (k_offsets[None, :] < tl.minimum(end, inputs.key_length))
+    return scores + (program * row_count + rows) * inputs.key_length + k_offsets[None, :], mask
 
 
 @triton.jit
 def _initial_statistics(ROWS_STORED: tl.constexpr):
-    """Of rows that have seen nothing: row_max, smallest, shift, phi_sum."""
+    """Of rows that have seen nothing: row_max, smallest_product, shift, phi_sum."""
     zeros = tl.zeros([ROWS_STORED], tl.float32)
     return zeros - float("inf"), zeros, zeros, zeros
 
@@ -88,11 +92,11 @@ def _initial_statistics(ROWS_STORED: tl.constexpr):
 @triton.jit
 def _whole_rows(algebra, parts, splits, ROWS_STORED: tl.constexpr):
     """Largest score, shift and sum of phi of the rows, from all splits."""
-    row_max, _smallest, shift, phi_sum = _initial_statistics(ROWS_STORED)
+    row_max, _smallest_product, shift, phi_sum = _initial_statistics(ROWS_STORED)
     rows = tl.arange(0, ROWS_STORED)
     for split in range(splits):
-        split_max = tl.load(_part_pointers(parts, 0, splits, split, ROWS_STORED) + rows)
-        split_phi_sum = tl.load(_part_pointers(parts, 1, splits, split, ROWS_STORED) + rows)
+        split_max = tl.load(_part_pointers(parts, PART_MAX, splits, split, ROWS_STORED) + rows)
+        split_phi_sum = tl.load(_part_pointers(parts, PART_PHI_SUM, splits, split, ROWS_STORED) + rows)
         row_max = tl.maximum(row_max, split_max)
         if algebra.shifted:
             before = shift
@@ -105,97 +109,98 @@ def _whole_rows(algebra, parts, splits, ROWS_STORED: tl.constexpr):
 
 @triton.jit
 def statistics(inputs, algebra, masks, parts, sums, scores, ROWS_STORED: tl.constexpr, STAGES: tl.constexpr, blocks):
-    """Of a split the first two vectors, and its scores if rows are re-weighted, its weighted values if not."""
+    """Of a split the first two vectors; also its scores where rows are re-weighted, else weighted values and LASER's marks."""
     splits, split = tl.num_programs(0), tl.program_id(0)
-    b, h, heads, q_offsets = _query_rows(inputs, ROWS_STORED)
-    first, last = _tile_range(inputs, masks, b, blocks)
-    _store_products(inputs, algebra, b, h, scores, first, last, STAGES, blocks)
+    b, h, row_heads, q_offsets = _query_rows(inputs, ROWS_STORED)
+    first, stop = _split_tiles(inputs, masks, b, blocks)
+    _store_products(inputs, algebra, b, h, scores, first, stop, STAGES, blocks)
     tl.debug_barrier()
-    count = masking.visible_count(masks, inputs, b, heads, q_offsets)
-    scale = scoring.score_scale(inputs, algebra, count, heads) * algebra.phi.score_unit
+    count = masking.visible_count(masks, inputs, b, row_heads, q_offsets)
+    scale = scoring.score_scale(inputs, algebra, count, row_heads) * algebra.phi.score_unit
     row_bias = scoring.row_bias_of(inputs, algebra, count, b)
     if algebra.cosine:
-        query_norm = loading.load_vector(inputs.query_norm, b, heads, q_offsets, inputs.query_length)
-        scale = scale * norms.mantissa_of(query_norm)
-    row_max, smallest, shift, phi_sum = _initial_statistics(ROWS_STORED)
-    end = last * blocks.BLOCK_K
+        query_rnorm = loading.load_vector(inputs.query_rnorm, b, row_heads, q_offsets, inputs.query_length)
+        scale = scale * norms.mantissa_of(query_rnorm)
+    row_max, smallest_product, shift, phi_sum = _initial_statistics(ROWS_STORED)
+    end = stop * blocks.BLOCK_K
     for start in range(first * blocks.BLOCK_K, end, SCORES_AT_ONCE // ROWS_STORED):
         k_offsets = start + tl.arange(0, SCORES_AT_ONCE // ROWS_STORED)
         pointers, mask = _score_pointers(scores, inputs, k_offsets, end, ROWS_STORED)
-        # s, scaled [ROWS_STORED, keys]
-        s, _visible, scaled = scoring.tile_scores(
-            tl.load(pointers, mask=mask, other=0.0), inputs, algebra, masks, b, heads[:, None], q_offsets[:, None],
+        # s, scaled_dots [ROWS_STORED, SCORES_AT_ONCE / ROWS_STORED]
+        s, _visible, scaled_dots = scoring.tile_scores(
+            tl.load(pointers, mask=mask, other=0.0), inputs, algebra, masks, b, row_heads[:, None], q_offsets[:, None],
             k_offsets[None, :], scale[:, None], tl.full([1, 1], 1.0, tl.float32), row_bias[:, None], True,
         )  # fmt: skip
-        s, scaled = tl.where(mask, s, float("-inf")), tl.where(mask, scaled, 0.0)
-        _f, row_max, smallest, shift, phi_sum, _rescale = forward.online_statistics(
-            s, scaled, row_max, smallest, shift, phi_sum, algebra
+        s, scaled_dots = tl.where(mask, s, float("-inf")), tl.where(mask, scaled_dots, 0.0)
+        _f, row_max, smallest_product, shift, phi_sum, _rescale = forward.online_statistics(
+            s, scaled_dots, row_max, smallest_product, shift, phi_sum, algebra
         )
         tl.store(pointers, s, mask=mask)
     rows = tl.arange(0, ROWS_STORED)
-    tl.store(_part_pointers(parts, 0, splits, split, ROWS_STORED) + rows, row_max)
-    sum_pointers = _part_pointers(parts, 1, splits, split, ROWS_STORED) + rows
-    tl.store(sum_pointers, forward.nan_if_infinite(phi_sum, row_max, smallest))
+    tl.store(_part_pointers(parts, PART_MAX, splits, split, ROWS_STORED) + rows, row_max)
+    sum_pointers = _part_pointers(parts, PART_PHI_SUM, splits, split, ROWS_STORED) + rows
+    tl.store(sum_pointers, forward.nan_if_infinite(phi_sum, row_max, smallest_product))
     if not algebra.reweighted:
         tl.debug_barrier()
         for start in range(first * blocks.BLOCK_K, end, SCORES_AT_ONCE // ROWS_STORED):
             k_offsets = start + tl.arange(0, SCORES_AT_ONCE // ROWS_STORED)
             pointers, mask = _score_pointers(scores, inputs, k_offsets, end, ROWS_STORED)
-            s = tl.load(pointers, mask=mask, other=float("-inf"))
+            s = tl.load(pointers, mask=mask, other=float("-inf"))  # as above, [ROWS_STORED, keys]
             tl.store(pointers, algebra.phi.value(s, shift[:, None], algebra), mask=mask)
         tl.debug_barrier()
-        _sum_values(inputs, algebra, masks, b, h, parts, sums, scores, first, last, ROWS_STORED, STAGES, blocks)
+        _sum_values(inputs, algebra, masks, b, h, parts, sums, scores, first, stop, ROWS_STORED, STAGES, blocks)
 
 
 @triton.jit
 def weights(inputs, algebra, masks, parts, sums, scores, ROWS_STORED: tl.constexpr, STAGES: tl.constexpr, blocks):
     """Of a split of re-weighted rows the other two vectors, and the weighted values."""
     splits, split = tl.num_programs(0), tl.program_id(0)
-    b, h, heads, q_offsets = _query_rows(inputs, ROWS_STORED)
-    first, last = _tile_range(inputs, masks, b, blocks)
-    count = masking.visible_count(masks, inputs, b, heads, q_offsets)
+    b, h, row_heads, q_offsets = _query_rows(inputs, ROWS_STORED)
+    first, stop = _split_tiles(inputs, masks, b, blocks)
+    count = masking.visible_count(masks, inputs, b, row_heads, q_offsets)
     row_max, shift, phi_sum = _whole_rows(algebra, parts, splits, ROWS_STORED)
-    largest = algebra.phi.value(row_max, shift, algebra)
-    threshold, over_spread, tied, _peak = weighting.row_threshold(inputs, algebra, count, phi_sum, largest)
-    negligible = _negligible(inputs, algebra, count, tied, heads)
-    u_sum = tl.zeros([ROWS_STORED], tl.float32)
-    end = last * blocks.BLOCK_K
+    largest_phi = algebra.phi.value(row_max, shift, algebra)
+    threshold, reciprocal_spread, tied, _peak = weighting.row_threshold(inputs, algebra, count, phi_sum, largest_phi)
+    negligible = _negligible(inputs, algebra, count, tied, row_heads)
+    power_sum = tl.zeros([ROWS_STORED], tl.float32)
+    end = stop * blocks.BLOCK_K
     for start in range(first * blocks.BLOCK_K, end, SCORES_AT_ONCE // ROWS_STORED):
         k_offsets = start + tl.arange(0, SCORES_AT_ONCE // ROWS_STORED)
         pointers, mask = _score_pointers(scores, inputs, k_offsets, end, ROWS_STORED)
-        s = tl.load(pointers, mask=mask, other=float("-inf"))
-        f = forward.reweighted(s, shift, threshold, over_spread, tied, inputs, algebra, heads[:, None])
+        s = tl.load(pointers, mask=mask, other=float("-inf"))  # s, f [ROWS_STORED, SCORES_AT_ONCE / ROWS_STORED]
+        f = forward.power_of_scores(s, shift, threshold, reciprocal_spread, tied, inputs, algebra, row_heads[:, None])
         f = tl.where(f <= negligible[:, None], 0.0, f)
-        u_sum += tl.sum(f, 1)
+        power_sum += tl.sum(f, 1)
         tl.store(pointers, f, mask=mask)
-    tl.store(_part_pointers(parts, 2, splits, split, ROWS_STORED) + tl.arange(0, ROWS_STORED), u_sum)
+    tl.store(_part_pointers(parts, PART_POWER_SUM, splits, split, ROWS_STORED) + tl.arange(0, ROWS_STORED), power_sum)
     tl.debug_barrier()
-    _sum_values(inputs, algebra, masks, b, h, parts, sums, scores, first, last, ROWS_STORED, STAGES, blocks)
+    _sum_values(inputs, algebra, masks, b, h, parts, sums, scores, first, stop, ROWS_STORED, STAGES, blocks)
 
 
 @triton.jit
-def _store_products(inputs, algebra, b, h, scores, first, last, STAGES: tl.constexpr, blocks):
+def _store_products(inputs, algebra, b, h, scores, first, stop, STAGES: tl.constexpr, blocks):
     """Products of a split's tiles: q k, or with cosine q k / |k|, of a query scaled by a power of two.
 
-    Where the squares of a key are too large or too small to be summed, all are multiplied again with exact norms.
+    The mantissa of 1 / |q| is multiplied in ``statistics``. Where the squares of a key are too large or too small to be summed,
+    all are multiplied again with exact norms.
     """
-    _b, _h, heads, q_offsets = _query_rows(inputs, blocks.BLOCK_Q)
+    _b, _h, row_heads, q_offsets = _query_rows(inputs, blocks.BLOCK_Q)
     d_offsets = tl.arange(0, blocks.BLOCK_D)
     pointers = (
-        loading.head_pointer(inputs.query, b, heads)[:, None]
+        loading.head_pointer(inputs.query, b, row_heads)[:, None]
         + q_offsets[:, None] * inputs.query.stride_l
         + d_offsets[None, :] * inputs.query.stride_d
     )
     mask = (q_offsets[:, None] < inputs.query_length) & (d_offsets[None, :] < inputs.head_dim)
     query = tl.load(pointers, mask=mask, other=0.0)  # [BLOCK_Q, BLOCK_D]
     if algebra.cosine:
-        query_norm = loading.load_vector(inputs.query_norm, b, heads, q_offsets, inputs.query_length)
-        query, _left = norms.scaled_operand(query, query_norm)
+        query_rnorm = loading.load_vector(inputs.query_rnorm, b, row_heads, q_offsets, inputs.query_length)
+        query, _mantissa = norms.scaled_operand(query, query_rnorm)
     imprecise = tl.zeros([blocks.BLOCK_Q, blocks.BLOCK_K], tl.int32)
     for CAREFUL in tl.static_range(2 if algebra.cosine else 1):
-        end = last
+        end = stop
         if CAREFUL:
-            end = tl.where(tl.max(tl.max(imprecise, 1), 0) > 0, last, first)
+            end = tl.where(tl.max(tl.max(imprecise, 1), 0) > 0, stop, first)
             tl.debug_barrier()  # another thread may have stored what this one stores again
         for n in tl.range(first, end, num_stages=1 if CAREFUL else STAGES):
             k_offsets = n * blocks.BLOCK_K + tl.arange(0, blocks.BLOCK_K)
@@ -203,50 +208,50 @@ def _store_products(inputs, algebra, b, h, scores, first, last, STAGES: tl.const
             dots = products.dot(query, tl.trans(key), blocks)  # [BLOCK_Q, BLOCK_K]
             if algebra.cosine:
                 if CAREFUL:
-                    key_norms = norms.reciprocal_norm(key.to(tl.float32))
+                    key_rnorm = norms.reciprocal_norm(key.to(tl.float32))
                 else:
-                    key_norms, precise = norms.fast_reciprocal_norm(key)
+                    key_rnorm, precise = norms.fast_reciprocal_norm(key)
                     # Zero vectors are fine, though their squares look like those of tiny ones: all products with them are 0
-                    not_zero = (key_norms != 0.0)[None, :] | (dots != 0.0)
+                    not_zero = (key_rnorm != 0.0)[None, :] | (dots != 0.0)
                     imprecise = imprecise | ((precise == 0)[None, :] & not_zero).to(tl.int32)
-                dots = dots * key_norms[None, :]
+                dots = dots * key_rnorm[None, :]
             score_pointers, score_mask = _score_pointers(
-                scores, inputs, k_offsets, last * blocks.BLOCK_K, blocks.BLOCK_Q
+                scores, inputs, k_offsets, stop * blocks.BLOCK_K, blocks.BLOCK_Q
             )
             tl.store(score_pointers, dots, mask=score_mask)
 
 
 @triton.jit
 def _sum_values(
-    inputs, algebra, masks, b, h, parts, sums, scores, first, last, ROWS_STORED: tl.constexpr, STAGES: tl.constexpr, blocks
+    inputs, algebra, masks, b, h, parts, sums, scores, first, stop, ROWS_STORED: tl.constexpr, STAGES: tl.constexpr, blocks
 ):  # fmt: skip
     """The weighted values of a split, and LASER's marks.
 
     Only where a sum is non-finite, or a value too large for LASER, the split is summed again with a look at every value.
     """
     splits, split = tl.num_programs(0), tl.program_id(0)
-    _b, _h, heads, q_offsets = _query_rows(inputs, blocks.BLOCK_Q)
+    _b, _h, row_heads, q_offsets = _query_rows(inputs, blocks.BLOCK_Q)
     dv_offsets = tl.arange(0, blocks.BLOCK_DV)
     acc = tl.zeros([blocks.BLOCK_Q, blocks.BLOCK_DV], tl.float32)
     needs_exact = tl.zeros([blocks.BLOCK_Q], tl.float32) > 0.0
     large_values = tl.zeros([blocks.BLOCK_K], tl.float32)
     product_sums = tl.zeros(
         [blocks.BLOCK_K, blocks.BLOCK_DV], tl.float32
-    )  # of one row; summed over the keys at the end
-    largest = tl.zeros([blocks.BLOCK_K], tl.float32)
+    )  # of a single row: weight times value of each key, summed over the keys at the end
+    largest_value = tl.zeros([blocks.BLOCK_K], tl.float32)
     for CAREFUL in tl.static_range(2):
-        end = last
+        end = stop
         if CAREFUL:
             if blocks.BLOCK_Q == 1:
                 acc = tl.sum(product_sums, 0)[None, :]
             nonfinite = tl.sum(acc - acc) != 0.0
             if algebra.laser:
-                nonfinite = nonfinite | (tl.max(largest, 0) > laser.LARGE_VALUE)
-            end = tl.where(nonfinite, last, first)
+                nonfinite = nonfinite | (tl.max(largest_value, 0) > laser.LARGE_VALUE)
+            end = tl.where(nonfinite, stop, first)
             acc = tl.where(nonfinite, 0.0, acc)
         for n in tl.range(first, end, num_stages=1 if CAREFUL else STAGES):
             k_offsets = n * blocks.BLOCK_K + tl.arange(0, blocks.BLOCK_K)
-            pointers, mask = _score_pointers(scores, inputs, k_offsets, last * blocks.BLOCK_K, blocks.BLOCK_Q)
+            pointers, mask = _score_pointers(scores, inputs, k_offsets, stop * blocks.BLOCK_K, blocks.BLOCK_Q)
             f = tl.load(pointers, mask=mask, other=0.0)  # [BLOCK_Q, BLOCK_K]
             # value [BLOCK_K, BLOCK_DV]
             if algebra.reweighted:
@@ -259,33 +264,35 @@ def _sum_values(
             if CAREFUL:
                 value, acc, needs_exact, large_values = forward.checked_values(
                     value, acc, needs_exact, large_values, f if algebra.reweighted else None,
-                    inputs, algebra, masks, b, h, heads, q_offsets, k_offsets, True, blocks,
+                    inputs, algebra, masks, b, h, row_heads, q_offsets, k_offsets, True, blocks,
                 )  # fmt: skip
             elif algebra.laser:
                 x = value.to(tl.float32)
-                largest = tl.maximum(largest, tl.max(tl.abs(x), 1))
+                largest_value = tl.maximum(largest_value, tl.max(tl.abs(x), 1))
                 value = laser.operand(tl.exp2(x * LOG2E), value)
-            if CAREFUL or blocks.BLOCK_Q > 1:
+            if blocks.BLOCK_Q > 1:
                 acc += products.dot_weights(f, value, algebra, blocks)
+            elif CAREFUL:
+                acc += products.dot(f, value, blocks)
             else:
                 product_sums += tl.trans(f) * value.to(tl.float32)
     rows = tl.arange(0, blocks.BLOCK_Q)
-    pointers = _part_pointers(parts, 3, splits, split, ROWS_STORED) + rows
+    pointers = _part_pointers(parts, PART_MARK, splits, split, ROWS_STORED) + rows
     tl.store(pointers, needs_exact.to(tl.float32), mask=rows < ROWS_STORED)
     pointers, mask = _sum_pointers(sums, splits, split, ROWS_STORED, blocks.BLOCK_Q, blocks)
     tl.store(pointers, acc, mask=mask)
 
 
 @triton.jit
-def _negligible(inputs, algebra, count, tied, heads):
-    """Up to where a weight u^p counts as 0: half of float32's rounding of the largest over p.
+def _negligible(inputs, algebra, count, tied, row_heads):
+    """Up to where a weight u^p counts as 0: 2^-24 / p, half an ulp of the largest weight over p.
 
-    In long rows less, so that all of them together are no more than what the rounding of u makes of u^p. LASER takes the
-    logarithm of small weights, and leaves out none.
+    In rows of N > p^2 keys it is 2^-24 p / N, so that all dropped weights together stay below 2^-24 p: the rounding of u times
+    p. LASER takes the logarithm of small weights, and leaves out none.
     """
     negligible = tl.zeros_like(count)
     if not algebra.laser:
-        power = tl.maximum(negligible + weighting.head_power(inputs, algebra, heads), 1.0)
+        power = tl.maximum(negligible + weighting.head_power(inputs, algebra, row_heads), 1.0)
         negligible = tl.where(tied, 0.0, 2.0**-24 / (power * tl.maximum(count / (power * power), 1.0)))
     return negligible
 
@@ -293,31 +300,32 @@ def _negligible(inputs, algebra, count, tied, heads):
 @triton.jit
 def combine(inputs, algebra, masks, parts, sums, splits, outputs, ROWS_STORED: tl.constexpr, blocks):
     """What the forward makes, from the splits in their order."""
-    b, _h, heads, q_offsets = _query_rows(inputs, ROWS_STORED)
-    count = masking.visible_count(masks, inputs, b, heads, q_offsets)
+    b, _h, row_heads, q_offsets = _query_rows(inputs, ROWS_STORED)
+    count = masking.visible_count(masks, inputs, b, row_heads, q_offsets)
     row_max, shift, phi_sum = _whole_rows(algebra, parts, splits, ROWS_STORED)
     rows = tl.arange(0, ROWS_STORED)
-    u_sum = tl.zeros([ROWS_STORED], tl.float32)
+    power_sum = tl.zeros([ROWS_STORED], tl.float32)
     acc = tl.zeros([ROWS_STORED, blocks.BLOCK_DV], tl.float32)
-    needs_exact = u_sum > 0.0
+    needs_exact = power_sum > 0.0
     for split in range(splits):
         pointers, _all = _sum_pointers(sums, splits, split, ROWS_STORED, ROWS_STORED, blocks)
-        split_acc = tl.load(pointers)
+        split_acc = tl.load(pointers)  # [ROWS_STORED, BLOCK_DV]
         if algebra.reweighted:
-            u_sum += tl.load(_part_pointers(parts, 2, splits, split, ROWS_STORED) + rows)
+            power_sum += tl.load(_part_pointers(parts, PART_POWER_SUM, splits, split, ROWS_STORED) + rows)
         elif algebra.shifted:
-            split_shift = algebra.phi.shift(tl.load(_part_pointers(parts, 0, splits, split, ROWS_STORED) + rows))
+            split_shift = algebra.phi.shift(tl.load(_part_pointers(parts, PART_MAX, splits, split, ROWS_STORED) + rows))
             split_acc = split_acc * tl.exp2(tl.minimum(split_shift - shift, 0.0))[:, None]
         if algebra.laser:
-            marks = tl.load(_part_pointers(parts, 3, splits, split, ROWS_STORED) + rows)
+            marks = tl.load(_part_pointers(parts, PART_MARK, splits, split, ROWS_STORED) + rows)
             needs_exact = needs_exact | (marks > 0.0)
         acc += split_acc
     peak = tl.zeros_like(phi_sum)
     if algebra.reweighted:
-        largest = algebra.phi.value(row_max, shift, algebra)
-        _threshold, _over_spread, _tied, peak = weighting.row_threshold(inputs, algebra, count, phi_sum, largest)
-    weight_sum = u_sum if algebra.reweighted else phi_sum
+        largest_phi = algebra.phi.value(row_max, shift, algebra)
+        _threshold, _reciprocal_spread, _tied, peak = weighting.row_threshold(
+            inputs, algebra, count, phi_sum, largest_phi
+        )
     forward.store_results(
-        inputs, algebra, outputs, b, heads, q_offsets, count, row_max, shift, phi_sum, u_sum, weight_sum, peak, acc,
-        needs_exact, tl.zeros([16], tl.float32), blocks,
+        inputs, algebra, outputs, b, row_heads, q_offsets, count, row_max, shift, phi_sum, power_sum, ROWS_STORED > 1,
+        peak, acc, needs_exact, tl.zeros([16], tl.float32), blocks,
     )  # fmt: skip

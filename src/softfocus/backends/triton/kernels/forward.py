@@ -1,4 +1,4 @@
-"""The forward: one sweep exp_minus_out the keys, or two where rows are re-weighted, first for statistics, then for weights."""
+"""The forward: one sweep over the keys, or two where rows are re-weighted, first for statistics, then for weights."""
 
 import triton
 import triton.language as tl
@@ -13,32 +13,24 @@ def forward(inputs, algebra, masks, outputs, blocks):
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows first, where it is causal
     b, h = tl.program_id(1) // inputs.heads, tl.program_id(1) % inputs.heads
     q_offsets = block * blocks.BLOCK_Q + tl.arange(0, blocks.BLOCK_Q)  # [BLOCK_Q]
-    heads = tl.zeros_like(q_offsets) + h
+    row_heads = tl.zeros_like(q_offsets) + h
     query = loading.load_queries(inputs, b, h, q_offsets, blocks)  # [BLOCK_Q, BLOCK_D]
-    count = masking.visible_count(masks, inputs, b, h, q_offsets)  # [BLOCK_Q], as scale, row_bias and query_norm
+    count = masking.visible_count(masks, inputs, b, h, q_offsets)  # [BLOCK_Q], as scale, row_bias and query_rnorm
     scale = scoring.score_scale(inputs, algebra, count, h) * algebra.phi.score_unit
     row_bias = scoring.row_bias_of(inputs, algebra, count, b)
-    query_norm = scale
+    query_rnorm = scale  # not used otherwise: Triton wants the name in both branches
     if algebra.cosine:
-        query_norm = loading.load_vector(inputs.query_norm, b, h, q_offsets, inputs.query_length)
-    query, scale = scoring.query_operand(query, query_norm, scale, inputs, algebra)
+        query_rnorm = loading.load_vector(inputs.query_rnorm, b, h, q_offsets, inputs.query_length)
+    query, scale = scoring.query_operand(query, query_rnorm, scale, inputs, algebra)
     tile_range = masking.key_tile_range(masks, inputs, blocks, b, block)
 
     row_max = tl.full([blocks.BLOCK_Q], float("-inf"), tl.float32)
-    smallest = tl.zeros([blocks.BLOCK_Q], tl.float32)
+    smallest_product = tl.zeros([blocks.BLOCK_Q], tl.float32)
     shift = tl.zeros([blocks.BLOCK_Q], tl.float32)
     phi_sum = tl.zeros([blocks.BLOCK_Q], tl.float32)
-    u_sum = tl.zeros([blocks.BLOCK_Q], tl.float32)
-    # The sum of weights as halves hold them. Where one key dominates a row the output, of which delta is made, is then that
-    # key's value. Other phi have a shift for it
-    rounding: tl.constexpr = (
-        algebra.phi.has_zeros
-        and not algebra.float32
-        and algebra.normaliser == "l1"
-        and not (algebra.reweighted or algebra.laser)
-    )
-    rounded_sum = phi_sum
-    threshold, over_spread, peak = shift, shift, shift
+    power_sum = tl.zeros([blocks.BLOCK_Q], tl.float32)
+    # Not used where rows are not re-weighted: Triton wants the names
+    threshold, reciprocal_spread, peak = shift, shift, shift
     tied = phi_sum > 0.0
     needs_exact = tied
     large_values = tl.zeros([blocks.BLOCK_K], tl.float32)  # in full tiles
@@ -47,53 +39,49 @@ def forward(inputs, algebra, masks, outputs, blocks):
             acc = tl.zeros([blocks.BLOCK_Q, blocks.BLOCK_DV], tl.float32)
         if algebra.reweighted and SWEEP == 0:
             shift = algebra.phi.shift(row_max) if algebra.shifted else shift
-            largest = algebra.phi.value(row_max, shift, algebra)
-            threshold, over_spread, tied, peak = weighting.row_threshold(inputs, algebra, count, phi_sum, largest)
-        for FULL in tl.static_range(2):
-            for n in range(masking.tile_count(masks.key_tiles, tile_range, b, h, block, FULL == 0)):
-                k_offsets = scoring.key_offsets(masks, tile_range, b, h, block, n, FULL == 0, blocks)  # [BLOCK_K]
+            largest_phi = algebra.phi.value(row_max, shift, algebra)
+            threshold, reciprocal_spread, tied, peak = weighting.row_threshold(
+                inputs, algebra, count, phi_sum, largest_phi
+            )
+        for PARTIAL in tl.static_range(1, -1, -1):
+            for n in range(masking.tile_count(masks.key_tiles, tile_range, b, h, block, PARTIAL)):
+                k_offsets = scoring.key_offsets(masks, tile_range, b, h, block, n, PARTIAL, blocks)  # [BLOCK_K]
                 if SWEEP == 0:  # the values first: while there are no scores, registers are free
                     # [BLOCK_K, BLOCK_DV]
-                    value = loading.load_value_operand(inputs, b, h, k_offsets, FULL == 0, blocks)
+                    value = loading.load_value_operand(inputs, b, h, k_offsets, PARTIAL, blocks)
                     value, acc, needs_exact, large_values = checked_values(
-                        value, acc, needs_exact, large_values, None, inputs, algebra, masks, b, h, heads, q_offsets,
-                        k_offsets, FULL == 0, blocks,
+                        value, acc, needs_exact, large_values, None, inputs, algebra, masks, b, h, row_heads, q_offsets,
+                        k_offsets, PARTIAL, blocks,
                     )  # fmt: skip
-                # s, scaled, f [BLOCK_Q, BLOCK_K]
-                _key, _norms, s, _visible, scaled = scoring.scores_of_keys(
-                    query, inputs, algebra, masks, b, h, q_offsets, k_offsets, scale, row_bias, FULL == 0, blocks
+                # s, scaled_dots, f [BLOCK_Q, BLOCK_K]
+                _key, _rnorm, s, _visible, scaled_dots = scoring.scores_of_keys(
+                    query, inputs, algebra, masks, b, h, q_offsets, k_offsets, scale, row_bias, PARTIAL, blocks
                 )
                 if algebra.reweighted and SWEEP == 0:
-                    f = reweighted(s, shift, threshold, over_spread, tied, inputs, algebra, h)
-                    u_sum += tl.sum(f, 1)
+                    f = power_of_scores(s, shift, threshold, reciprocal_spread, tied, inputs, algebra, h)
+                    power_sum += tl.sum(f, 1)
                 else:
-                    f, row_max, smallest, shift, phi_sum, rescale = online_statistics(
-                        s, scaled, row_max, smallest, shift, phi_sum, algebra
+                    f, row_max, smallest_product, shift, phi_sum, rescale = online_statistics(
+                        s, scaled_dots, row_max, smallest_product, shift, phi_sum, algebra
                     )
                     if SWEEP == 0 and algebra.shifted:
                         acc = acc * rescale[:, None]
-                    if rounding:
-                        if algebra.shifted:
-                            rounded_sum = rounded_sum * rescale
-                        rounded_sum += tl.sum(f.to(value.dtype).to(tl.float32), 1)
                 if SWEEP == 0:
                     if inputs.seed is not None:
-                        first = scoring.first_key(masks, tile_range, b, h, block, n, FULL == 0, blocks)
+                        first = scoring.first_key(masks, tile_range, b, h, block, n, PARTIAL, blocks)
                         f = tl.where(dropout.kept(inputs, b, h, q_offsets, first, blocks.BLOCK_K, 1), f, 0.0)
                     acc += products.dot_weights(f, value, algebra, blocks)  # [BLOCK_Q, BLOCK_DV]
-    if not rounding:
-        rounded_sum = u_sum if algebra.reweighted else phi_sum
-    phi_sum = nan_if_infinite(phi_sum, row_max, smallest)
+    phi_sum = nan_if_infinite(phi_sum, row_max, smallest_product)
     if inputs.seed is not None:
         acc = acc * inputs.keep_scale
     store_results(
-        inputs, algebra, outputs, b, heads, q_offsets, count, row_max, shift, phi_sum, u_sum, rounded_sum, peak, acc,
+        inputs, algebra, outputs, b, row_heads, q_offsets, count, row_max, shift, phi_sum, power_sum, True, peak, acc,
         needs_exact, large_values, blocks,
     )  # fmt: skip
 
 
 @triton.jit
-def online_statistics(s, scaled, row_max, smallest, shift, phi_sum, algebra):
+def online_statistics(s, scaled_dots, row_max, smallest_product, shift, phi_sum, algebra):
     """phi 2^-shift of a tile [BLOCK_Q, BLOCK_K], and the statistics of its rows so far, [BLOCK_Q].
 
     These are the largest score, the smallest scaled product (of dot products), shift and sum. Last comes what multiplies sums
@@ -101,34 +89,37 @@ def online_statistics(s, scaled, row_max, smallest, shift, phi_sum, algebra):
     """
     row_max = tl.maximum(row_max, tl.max(s, 1))
     if not algebra.cosine:
-        smallest = tl.minimum(smallest, tl.min(scaled, 1))
-    rescale = phi_sum
+        smallest_product = tl.minimum(smallest_product, tl.min(scaled_dots, 1))
+    rescale = phi_sum  # not used otherwise: Triton wants the name in both branches
     if algebra.shifted:
         before = shift
         shift = algebra.phi.shift(row_max)
         rescale = tl.exp2(tl.minimum(before - shift, 0.0))  # before is above only where nothing was there
         phi_sum = phi_sum * rescale
     f = algebra.phi.value(s, shift[:, None], algebra)
-    return f, row_max, smallest, shift, phi_sum + tl.sum(f, 1), rescale
+    return f, row_max, smallest_product, shift, phi_sum + tl.sum(f, 1), rescale
 
 
 @triton.jit
-def nan_if_infinite(phi_sum, row_max, smallest):
-    """The rows' sums, NaN where a product was infinite. Cosines hold that in the keys' norms."""
-    return tl.where((row_max == float("inf")) | (smallest == float("-inf")), float("nan"), phi_sum)
+def nan_if_infinite(phi_sum, row_max, smallest_product):
+    """The rows' sums [BLOCK_Q], NaN where a product was infinite.
+
+    With cosine an infinite query or key has the norm NaN, and so have its scores.
+    """
+    return tl.where((row_max == float("inf")) | (smallest_product == float("-inf")), float("nan"), phi_sum)
 
 
 @triton.jit
-def reweighted(s, shift, threshold, over_spread, tied, inputs, algebra, h):
+def power_of_scores(s, shift, threshold, reciprocal_spread, tied, inputs, algebra, h):
     """u^p of a tile [BLOCK_Q, BLOCK_K]; phi in tied rows."""
     f = algebra.phi.value(s, shift[:, None], algebra)
-    u = weighting.excess(f, threshold[:, None], over_spread[:, None], algebra)
+    u = weighting.excess(f, threshold[:, None], reciprocal_spread[:, None], algebra)
     return tl.where(tied[:, None], f, weighting.u_to_the_power(u, inputs, algebra, h, 0))
 
 
 @triton.jit
 def checked_values(
-    value, acc, needs_exact, large_values, f, inputs, algebra, masks, b, h, heads, q_offsets, k_offsets,
+    value, acc, needs_exact, large_values, f, inputs, algebra, masks, b, h, row_heads, q_offsets, k_offsets,
     PARTIAL: tl.constexpr, blocks,
 ):  # fmt: skip
     """Values [BLOCK_K, BLOCK_DV], or LASER's e^V, as the weights are multiplied with them; then acc, needs_exact, large_values.
@@ -137,7 +128,7 @@ def checked_values(
     PARTIAL tile ``needs_exact`` holds the rows that see a large value. Of full tiles ``large_values`` says whether any has one.
 
     Args:
-        heads: of the rows; h: any of them.
+        row_heads: of the rows; h: any of them.
     """
     if PARTIAL:
         if algebra.laser:
@@ -148,10 +139,11 @@ def checked_values(
             x = value.to(tl.float32)
             total = tl.sum(x - x)
             nonfinite = total != total
-        # True of NaN, too. It is rare: visibility is computed again there, and takes no registers elsewhere
+        # NaN != 0 is true. Large and non-finite values are rare, so visibility is computed again here and takes no registers
+        # in the loop
         if total != 0.0:
             if f is None:
-                visible = masking.visible(masks, inputs, b, heads[:, None], q_offsets[:, None], k_offsets[None, :])
+                visible = masking.visible(masks, inputs, b, row_heads[:, None], q_offsets[:, None], k_offsets[None, :])
             else:
                 visible = f != 0.0
             if algebra.laser:
@@ -183,60 +175,63 @@ def _with_nonfinite(acc, visible, inputs, b, h, k_offsets, blocks):
 
 @triton.jit
 def store_results(
-    inputs, algebra, outputs, b, heads, q_offsets, count, row_max, shift, phi_sum, u_sum, rounded_sum, peak, acc,
-    needs_exact, large_values, blocks,
+    inputs, algebra, outputs, b, row_heads, q_offsets, count, row_max, shift, phi_sum, power_sum, ROUNDED: tl.constexpr,
+    peak, acc, needs_exact, large_values, blocks,
 ):  # fmt: skip
-    """Store ``outputs``, from acc [BLOCK_Q, BLOCK_DV] and vectors of the rows [BLOCK_Q]; ``heads`` are those of the rows.
+    """Store ``outputs``, from acc [BLOCK_Q, BLOCK_DV] and vectors of the rows [BLOCK_Q]; ``row_heads`` are those of the rows.
 
-    ``rounded_sum`` is the sum of the weights as they were multiplied.
+    ROUNDED: whether the weights were rounded to the values' dtype before they were multiplied.
     """
     mask = q_offsets < inputs.query_length
     dv_offsets = tl.arange(0, blocks.BLOCK_DV)
-    weight_sum = u_sum if algebra.reweighted else phi_sum
+    weight_sum = power_sum if algebra.reweighted else phi_sum
     if algebra.laser:
         lowest = tl.min(tl.where(dv_offsets[None, :] < inputs.value_dim, acc, float("inf")), 1)
         large = tl.zeros_like(weight_sum) + tl.max(large_values, 0)
+        # At least 1: below that (relu without a shift) the products themselves may be too small for a float
         needs_exact = needs_exact | (large > 0.0) | (lowest < laser.SMALL_SUM * tl.maximum(weight_sum, 1.0))
         needs_exact = needs_exact & (weight_sum > 0.0)
-        tl.store(outputs.exact_heads + b * inputs.heads + heads, 1, mask=needs_exact & mask)
+        tl.store(outputs.exact_heads + b * inputs.heads + row_heads, 1, mask=needs_exact & mask)
+        # NaN where phi_sum is
         mean = acc * (weighting.reciprocal_sum(weight_sum, algebra) + (phi_sum - phi_sum))[:, None]
         mean = tl.where((weight_sum[:, None] == 0.0) | (mean <= 0.0), 1.0, mean)
         acc = log2(mean, algebra.terms)
         exp_minus_out = tl.exp2(-acc)
         if algebra.float32:
             exp_minus_out = 1.0 / mean
-        loading.store_like_out(outputs.residual, b, heads, q_offsets, mask, exp_minus_out, inputs, blocks)
+        loading.store_like_out(outputs.residual, b, row_heads, q_offsets, mask, exp_minus_out, inputs, blocks)
         acc = acc * LN2
     elif algebra.reweighted or algebra.normaliser == "l1":
+        if ROUNDED and not algebra.float32 and not algebra.reweighted:
+            element_type = inputs.value_operand.pointer.dtype.element_ty
+            weight_sum = weighting.rounded_sum(phi_sum, row_max, shift, algebra, element_type)
         if algebra.phi.has_zeros:  # the reciprocal of a small sum of these may be no number
-            rounded_sum = tl.broadcast_to(tl.where(rounded_sum == 0.0, 1.0, rounded_sum)[:, None], acc.shape)
+            weight_sum = tl.broadcast_to(tl.where(weight_sum == 0.0, 1.0, weight_sum)[:, None], acc.shape)
             if algebra.float32:
-                acc = tl.div_rn(acc, rounded_sum)
+                acc = tl.div_rn(acc, weight_sum)
             else:
-                acc = acc / rounded_sum
+                acc = acc / weight_sum
         else:
             acc = acc * weighting.reciprocal_sum(weight_sum, algebra)[:, None]
     else:
         acc = acc * (weighting.row_factor(inputs, algebra, count, b) / algebra.phi.unit)[:, None]
     acc = acc + (acc - acc) + (phi_sum - phi_sum)[:, None]  # NaN for infinity, which only values or products bring
     acc = tl.where(count[:, None] > 0.0, acc, 0.0)
-    loading.store_like_out(outputs.out, b, heads, q_offsets, mask, acc, inputs, blocks)
+    loading.store_like_out(outputs.out, b, row_heads, q_offsets, mask, acc, inputs, blocks)
     if outputs.residual is not None and not algebra.laser:
-        left = weighting.rounding_residual(acc, acc.to(outputs.out.pointer.dtype.element_ty).to(tl.float32), algebra)
-        loading.store_like_out(outputs.residual, b, heads, q_offsets, mask, left, inputs, blocks)
+        steps = weighting.rounding_residual(acc, acc.to(outputs.out.pointer.dtype.element_ty).to(tl.float32), algebra)
+        loading.store_like_out(outputs.residual, b, row_heads, q_offsets, mask, steps, inputs, blocks)
     row_max = tl.where(phi_sum == phi_sum, row_max, float("nan"))
-    pointers = loading.saved_pointers(
-        outputs.saved, b, heads, q_offsets, loading.COUNT
-    )  # the others follow in their order
+    pointers = loading.saved_pointers(outputs.saved, b, row_heads, q_offsets, 0)
     log_norm = tl.where(
         phi_sum == 0.0, float("-inf"), tl.log(tl.where(phi_sum == 0.0, 1.0, phi_sum) / algebra.phi.unit)
     )
     log_norm = log_norm + shift * LN2
-    tl.store(pointers, count, mask=mask)
-    tl.store(pointers + outputs.saved.stride_b, row_max / algebra.phi.score_unit, mask=mask)
-    tl.store(pointers + 2 * outputs.saved.stride_b, log_norm, mask=mask)
-    tl.store(pointers + 3 * outputs.saved.stride_b, peak, mask=mask)
-    tl.store(pointers + 4 * outputs.saved.stride_b, phi_sum, mask=mask)
-    tl.store(pointers + 5 * outputs.saved.stride_b, u_sum, mask=mask)
-    tl.store(pointers + 6 * outputs.saved.stride_b, needs_exact.to(tl.float32), mask=mask)
-    tl.store(pointers + 7 * outputs.saved.stride_b, row_max, mask=mask)
+    tl.store(pointers + loading.COUNT * outputs.saved.stride_b, count, mask=mask)
+    tl.store(pointers + loading.MAXIMUM * outputs.saved.stride_b, row_max / algebra.phi.score_unit, mask=mask)
+    tl.store(pointers + loading.LOG_NORM * outputs.saved.stride_b, log_norm, mask=mask)
+    tl.store(pointers + loading.PEAK * outputs.saved.stride_b, peak, mask=mask)
+    tl.store(pointers + loading.PHI_SUM * outputs.saved.stride_b, phi_sum, mask=mask)
+    tl.store(pointers + loading.POWER_SUM * outputs.saved.stride_b, power_sum, mask=mask)
+    tl.store(pointers + loading.MARK * outputs.saved.stride_b, needs_exact.to(tl.float32), mask=mask)
+    tl.store(pointers + loading.MAXIMUM_IN_UNIT * outputs.saved.stride_b, row_max, mask=mask)

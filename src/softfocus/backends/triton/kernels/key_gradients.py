@@ -35,20 +35,20 @@ def key_gradients(
             return
     k_offsets = block * blocks.BLOCK_K + tl.arange(0, blocks.BLOCK_K)  # [BLOCK_K]
     d_offsets, dv_offsets = tl.arange(0, blocks.BLOCK_D), tl.arange(0, blocks.BLOCK_DV)
-    # key [BLOCK_K, BLOCK_D], key_norms [BLOCK_K], value [BLOCK_K, BLOCK_DV]
-    key, key_norms = scoring.load_score_keys(inputs, algebra, b, key_head * inputs.group, k_offsets, True, blocks)
+    # key [BLOCK_K, BLOCK_D], key_rnorm [BLOCK_K], value [BLOCK_K, BLOCK_DV]
+    key, key_rnorm = scoring.load_score_keys(inputs, algebra, b, key_head * inputs.group, k_offsets, True, blocks)
     value = loading.load_value_operand(inputs, b, key_head * inputs.group, k_offsets, True, blocks)
-    key_scale = key_norms
+    key_scale = key_rnorm
     if algebra.cosine and inputs.unit_key_fp16 is None:
-        key, key_scale = norms.scaled_operand(key, key_norms)
+        key, key_scale = norms.scaled_operand(key, key_rnorm)
     tile_range = masking.query_tile_range(masks, inputs, blocks, block)
     key_sum = tl.zeros([blocks.BLOCK_K, blocks.BLOCK_D], tl.float32)
     value_sum = tl.zeros([blocks.BLOCK_K, blocks.BLOCK_DV], tl.float32)
     for head_of_group in range(inputs.group):
         h = key_head * inputs.group + head_of_group
-        for FULL in tl.static_range(2):
-            for n in range(masking.tile_count(masks.query_tiles, tile_range, b, h, block, FULL == 0)):
-                start = masking.tile_index(masks.query_tiles, tile_range, b, h, block, n, FULL == 0) * blocks.BLOCK_Q
+        for PARTIAL in tl.static_range(1, -1, -1):
+            for n in range(masking.tile_count(masks.query_tiles, tile_range, b, h, block, PARTIAL)):
+                start = masking.tile_index(masks.query_tiles, tile_range, b, h, block, n, PARTIAL) * blocks.BLOCK_Q
                 q_offsets = start + tl.arange(0, blocks.BLOCK_Q)  # [BLOCK_Q]
                 active = backward_rows.active_rows(outputs, inputs, algebra, b, h, q_offsets, EXACT)
                 # query, grad_operand [BLOCK_Q, BLOCK_D], grad_acc [BLOCK_Q, BLOCK_DV]; vectors [BLOCK_Q]
@@ -60,9 +60,9 @@ def key_gradients(
                     row_vectors, algebra, b, h, q_offsets, active
                 )
                 # s, visible, weights, grad_weights, grad_u, derivative [BLOCK_K, BLOCK_Q]
-                s, visible, _scaled = scoring.tile_scores(
+                s, visible, _scaled_dots = scoring.tile_scores(
                     products.dot(key, tl.trans(query), blocks), inputs, algebra, masks, b, h,
-                    q_offsets[None, :], k_offsets[:, None], scale[None, :], key_scale[:, None], row_bias[None, :], FULL == 0,
+                    q_offsets[None, :], k_offsets[:, None], scale[None, :], key_scale[:, None], row_bias[None, :], PARTIAL,
                 )  # fmt: skip
                 if EXACT:
                     count = masking.visible_count(masks, inputs, b, h, q_offsets)
@@ -70,11 +70,13 @@ def key_gradients(
                     exact = laser.expanded(exact, 0)
                     log_weights, _log_u = laser.log_weights(s, exact, inputs, algebra, h)
                     log_weights = tl.where(visible, log_weights, float("-inf"))
-                    terms, value_sum = laser.terms(
+                    weighted_total, value_sum = laser.weighted_grads(
                         log_weights, tl.zeros_like(s), value_sum, grad_out, outputs, inputs, b, h, q_offsets, active,
                         k_offsets, 1, blocks,
                     )  # fmt: skip
-                    weights, grad_u, derivative = laser.weights_and_gradients(s, terms, exact, inputs, algebra, h)
+                    _weighted_grad, grad_u, derivative = laser.gradients_of_marked(
+                        s, weighted_total, exact, inputs, algebra, h
+                    )
                 else:
                     grad_weights = products.dot(value, tl.trans(grad_acc), blocks)
                     if inputs.seed is not None:
@@ -91,50 +93,52 @@ def key_gradients(
                 if inputs.unit_key_fp16 is not None:  # grad_operand holds the scale
                     scale = tl.full(scale.shape, 1.0, tl.float32)
                 if algebra.float16:  # what float16 might not hold is multiplied outside
-                    factor_power, scale_power = (
+                    factor_pow2, scale_pow2 = (
                         norms.largest_power_of_two(grad_factor),
                         norms.largest_power_of_two(scale),
                     )
-                    grad_factor, scale = grad_factor / factor_power, scale / scale_power
+                    grad_factor, scale = grad_factor / factor_pow2, scale / scale_pow2
                 grad_scores = (grad_u * grad_factor[None, :]) * derivative * scale[None, :]
-                if FULL == 0:
-                    weights, grad_scores = tl.where(visible, weights, 0.0), tl.where(visible, grad_scores, 0.0)
+                if PARTIAL:
+                    grad_scores = tl.where(visible, grad_scores, 0.0)
                     grad_operand = products.finite_or_zero(grad_operand)
-                    grad_acc = tl.where(row.weight_factor[:, None] == 0.0, 0.0, grad_acc)
                 if not EXACT:
+                    if PARTIAL:
+                        weights = tl.where(visible, weights, 0.0)
+                        grad_acc = tl.where(row.weight_factor[:, None] == 0.0, 0.0, grad_acc)
                     value_sum += products.dot_weights(weights, grad_acc, algebra, blocks)
                 tile_sum = products.dot_grad_scores(grad_scores, grad_operand, algebra, blocks)  # [BLOCK_K, BLOCK_D]
                 if algebra.float16:
-                    tile_sum = tile_sum * factor_power * scale_power
+                    tile_sum = tile_sum * factor_pow2 * scale_pow2
                 key_sum += tile_sum
     mask = k_offsets < inputs.key_length
-    key_mask = mask[:, None] & (d_offsets[None, :] < inputs.head_dim)
-    value_mask = mask[:, None] & (dv_offsets[None, :] < inputs.value_dim)
+    key_bounds = mask[:, None] & (d_offsets[None, :] < inputs.head_dim)
+    value_bounds = mask[:, None] & (dv_offsets[None, :] < inputs.value_dim)
     if algebra.laser and not EXACT:  # d e^V = e^V dV
         pointers = loading.key_pointers(inputs.value_operand, inputs, b, key_head * inputs.group, k_offsets)[:, None]
         pointers = pointers + dv_offsets * inputs.value_operand.stride_d
-        value_sum = value_sum * loading.reload(pointers, value_mask).to(tl.float32)
+        value_sum = value_sum * loading.reload(pointers, value_bounds).to(tl.float32)
     backward_rows.store_or_add(
         loading.head_pointer(grad_value, b, key_head)
         + k_offsets[:, None] * grad_value.stride_l
         + dv_offsets[None, :] * grad_value.stride_d,
         value_sum,
-        value_mask,
+        value_bounds,
         EXACT,
     )
     if algebra.cosine:  # after the store, as with the queries
         pointers = loading.key_pointers(inputs.key, inputs, b, key_head * inputs.group, k_offsets)[:, None]
         pointers = pointers + d_offsets * inputs.key.stride_d
         # A non-finite key has gradient 0 where nobody sees it. Where somebody does, its sum is NaN already
-        key_norms = tl.where(key_norms == key_norms, key_norms, 0.0)
-        key, key_scale = norms.scaled_operand(products.finite_or_zero(loading.reload(pointers, key_mask)), key_norms)
-        unit = key.to(tl.float32) * key_scale[:, None]
-        key_sum = (key_sum - tl.sum(key_sum * unit, 1)[:, None] * unit) * key_norms[:, None]
+        key_rnorm = tl.where(key_rnorm == key_rnorm, key_rnorm, 0.0)
+        key, key_scale = norms.scaled_operand(products.finite_or_zero(loading.reload(pointers, key_bounds)), key_rnorm)
+        unit_key = key.to(tl.float32) * key_scale[:, None]
+        key_sum = (key_sum - tl.sum(key_sum * unit_key, 1)[:, None] * unit_key) * key_rnorm[:, None]
     backward_rows.store_or_add(
         loading.head_pointer(grad_key, b, key_head)
         + k_offsets[:, None] * grad_key.stride_l
         + d_offsets[None, :] * grad_key.stride_d,
         key_sum,
-        key_mask,
+        key_bounds,
         EXACT,
     )

@@ -1,8 +1,8 @@
 """LASER: log(A e^V), column by column (arXiv 2411.03493).
 
-The kernels multiply e^V in place of V, for values up to LARGE_VALUE as they are, so that nothing that a row cannot see touches
-it. A row that sees a large value is marked, and so is one whose sum is so small that weights too small for a float might count.
-EXACT variants of the kernels compute marked rows in logarithms.
+The kernels multiply the weights with e^V in place of V. No shift M is subtracted: it could come from a key that the row does
+not see. Values above LARGE_VALUE are clamped instead, and every row that sees one is marked. So is a row whose sum is so small
+that weights too small for a float might count. EXACT variants of the kernels compute marked rows in logarithms.
 """
 
 from typing import NamedTuple
@@ -14,8 +14,10 @@ from softfocus.backends.triton.kernels import loading, masking, products, scorin
 from softfocus.backends.triton.kernels.pointwise import LOG2E
 
 LARGE_VALUE = tl.constexpr(30.0)
+"""e^30 is 1e13, so that sums stay far below float32's largest number. Chosen, not measured."""
 SMALL_SUM = tl.constexpr(1e-12)
-"""Of A e^V, as a share of the sum of the weights: rows with less are marked."""
+"""Of A e^V, as a share of the sum of the weights: rows with less are marked. A weight that float32 loses is below 1e-38; times
+e^LARGE_VALUE that is 1e-25, which does not count beside 1e-12."""
 ONE_KEY = tl.constexpr(2.0)
 """The mark of a row of which one key has all the weight; 1 of others."""
 
@@ -56,20 +58,25 @@ def flagged(x):
 
 @triton.jit
 def exponentials(
-    value, to, flags, heads, length, width, FINITE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
+    value, exp_values, flags, heads, length, width, FINITE: tl.constexpr, BLOCK_ROWS: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
     """e^V, and flags of the keys. FINITE, for the backward: 1 in place of NaN, and no flags."""
     b, h = tl.program_id(1) // heads, tl.program_id(1) % heads
-    k_offsets = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row_offsets = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     dv_offsets = tl.arange(0, WIDTH)
-    x = loading.load_matrix(value, loading.head_pointer(value, b, h), k_offsets, dv_offsets, length, width)
+    # [BLOCK_ROWS, WIDTH]
+    x = loading.load_matrix(value, loading.head_pointer(value, b, h), row_offsets, dv_offsets, length, width)
     if FINITE:
         x = products.finite_or_zero(x)
     else:
-        pointers = loading.head_pointer(flags, b, h) + k_offsets * flags.stride_l
-        tl.store(pointers, flagged(x.to(tl.float32)), mask=k_offsets < length)
-    pointers = loading.head_pointer(to, b, h) + k_offsets[:, None] * to.stride_l + dv_offsets[None, :] * to.stride_d
-    tl.store(pointers, exponential(x), mask=(k_offsets[:, None] < length) & (dv_offsets[None, :] < width))
+        pointers = loading.head_pointer(flags, b, h) + row_offsets * flags.stride_l
+        tl.store(pointers, flagged(x.to(tl.float32)), mask=row_offsets < length)
+    pointers = (
+        loading.head_pointer(exp_values, b, h)
+        + row_offsets[:, None] * exp_values.stride_l
+        + dv_offsets[None, :] * exp_values.stride_d
+    )
+    tl.store(pointers, exponential(x), mask=(row_offsets[:, None] < length) & (dv_offsets[None, :] < width))
 
 
 class ExactRow(NamedTuple):
@@ -77,7 +84,7 @@ class ExactRow(NamedTuple):
 
     Attributes:
         shift, phi_sum: sum_j phi(s_ij) 2^-shift, in phi's unit.
-        threshold, over_spread, tied: of re-weighted rows, as ``weighting.row_threshold`` gives them; u_sum: sum u^p.
+        threshold, reciprocal_spread, tied: of re-weighted rows, as ``weighting.row_threshold`` gives them; power_sum: sum u^p.
         delta: sum_j A_ij dL/dA_ij.
         one_key: whether one key has all the weight, whatever its score; for the backward.
     """
@@ -85,28 +92,28 @@ class ExactRow(NamedTuple):
     shift: tl.tensor
     phi_sum: tl.tensor
     threshold: tl.tensor
-    over_spread: tl.tensor
+    reciprocal_spread: tl.tensor
     tied: tl.tensor
-    u_sum: tl.tensor
+    power_sum: tl.tensor
     delta: tl.tensor
     one_key: tl.tensor
 
 
 @triton.jit
 def exact_row(saved, inputs, algebra, count, b, h, q_offsets, delta):
-    """From what the forward saved of the rows."""
-    shift, largest, phi_sum, u_sum = weighting.saved_statistics(saved, inputs, algebra, b, h, q_offsets)
+    """From what the forward saved of the rows, [BLOCK_Q]."""
+    shift, largest_phi, phi_sum, power_sum = weighting.saved_statistics(saved, inputs, algebra, b, h, q_offsets)
     phi_sum = tl.where(phi_sum == 0.0, 1.0, phi_sum)
-    u_sum = tl.where(u_sum == 0.0, 1.0, u_sum)
-    threshold, over_spread, tied, _peak = weighting.row_threshold(inputs, algebra, count, phi_sum, largest)
+    power_sum = tl.where(power_sum == 0.0, 1.0, power_sum)
+    threshold, reciprocal_spread, tied, _peak = weighting.row_threshold(inputs, algebra, count, phi_sum, largest_phi)
     marks = load_marks(saved, inputs, b, h, q_offsets)
-    return ExactRow(shift, phi_sum, threshold, over_spread, tied, u_sum, delta, marks == ONE_KEY)
+    return ExactRow(shift, phi_sum, threshold, reciprocal_spread, tied, power_sum, delta, marks == ONE_KEY)
 
 
 @triton.jit
 def load_marks(saved, inputs, b, h, q_offsets):
     """0 of rows that are not marked, [BLOCK_Q]."""
-    pointers = loading.saved_pointers(saved, b, h, q_offsets, loading.EXACT)
+    pointers = loading.saved_pointers(saved, b, h, q_offsets, loading.MARK)
     return tl.load(pointers, mask=q_offsets < inputs.query_length, other=0.0)
 
 
@@ -115,30 +122,32 @@ def expanded(row, AXIS: tl.constexpr):
     """The vectors along one axis of a tile."""
     return ExactRow(
         tl.expand_dims(row.shift, AXIS), tl.expand_dims(row.phi_sum, AXIS), tl.expand_dims(row.threshold, AXIS),
-        tl.expand_dims(row.over_spread, AXIS), tl.expand_dims(row.tied, AXIS), tl.expand_dims(row.u_sum, AXIS),
+        tl.expand_dims(row.reciprocal_spread, AXIS), tl.expand_dims(row.tied, AXIS), tl.expand_dims(row.power_sum, AXIS),
         tl.expand_dims(row.delta, AXIS), tl.expand_dims(row.one_key, AXIS),
     )  # fmt: skip
 
 
 @triton.jit
 def log_weights(s, row, inputs, algebra, h):
-    """log A and log u of a tile, -inf where they are 0. Not the logarithms of A and u, which may be too small for a float."""
+    """log A and log u of a tile [BLOCK_Q, BLOCK_K], or [BLOCK_K, BLOCK_Q], -inf where they are 0.
+
+    Not the logarithms of A and u, which may be too small for a float."""
     f = algebra.phi.value(s, row.shift, algebra)
     log_f = algebra.phi.log(s, row.shift, f)
     result = log_f - tl.log(row.phi_sum)
     log_u = result
     if algebra.reweighted:
-        u = weighting.excess(f, row.threshold, row.over_spread, algebra)
+        u = weighting.excess(f, row.threshold, row.reciprocal_spread, algebra)
         log_u = tl.where(u > 0.0, tl.log(tl.where(u > 0.0, u, 1.0)), float("-inf"))
-        log_u = tl.where(row.threshold == 0.0, log_f + tl.log(row.over_spread), log_u)
-        log_reweighted = weighting.head_power(inputs, algebra, h) * log_u - tl.log(row.u_sum)
+        log_u = tl.where(row.threshold == 0.0, log_f + tl.log(row.reciprocal_spread), log_u)
+        log_reweighted = weighting.head_power(inputs, algebra, h) * log_u - tl.log(row.power_sum)
         result = tl.where(row.tied, result, log_reweighted)
     return result, log_u
 
 
 @triton.jit
-def weights_and_gradients(s, total, row, inputs, algebra, h):
-    """A (dL/dA - delta), g and phi' of a tile, from its scores and ``total`` = A dL/dA.
+def gradients_of_marked(s, total, row, inputs, algebra, h):
+    """A (dL/dA - delta), g and phi' of a tile [BLOCK_Q, BLOCK_K], or [BLOCK_K, BLOCK_Q], from scores and ``total`` = A dL/dA.
 
     As ``weighting.weights_and_gradients``, but of A dL/dA, which is a number where A is too small for a float and dL/dA too
     large.
@@ -149,11 +158,13 @@ def weights_and_gradients(s, total, row, inputs, algebra, h):
     above_threshold = f
     power = 1.0
     small = 2.0**-100
-    if algebra.phi.has_zeros:  # without a threshold; with one u is 0, or large beside the rounding of phi
+    # Up to ``small`` phi' / phi is taken from the score (``rate``): f is close to the least float. relu's f has lost digits
+    # already at 2^-60. With a threshold f - threshold is 0 or well above the rounding of f, and no such case exists
+    if algebra.phi.has_zeros:
         small = tl.where(row.threshold == 0.0, 2.0**-60, 0.0)
     if algebra.reweighted:
-        u = weighting.excess(f, row.threshold, row.over_spread, algebra)
-        weight = tl.where(row.tied, weight, weighting.u_to_the_power(u, inputs, algebra, h, 0) / row.u_sum)
+        u = weighting.excess(f, row.threshold, row.reciprocal_spread, algebra)
+        weight = tl.where(row.tied, weight, weighting.u_to_the_power(u, inputs, algebra, h, 0) / row.power_sum)
         above_threshold = tl.where(row.tied, f, tl.maximum(f - row.threshold, 0.0))
         power = tl.where(row.tied, 1.0, weighting.head_power(inputs, algebra, h))
     grad_log_weight = tl.where(row.one_key, 0.0, total - weight * row.delta)
@@ -164,8 +175,8 @@ def weights_and_gradients(s, total, row, inputs, algebra, h):
 
 
 @triton.jit
-def terms(
-    log_weights, total, value_sum, grad_out, outputs, inputs, b, h, q_offsets, active, k_offsets, ROWS: tl.constexpr, blocks
+def weighted_grads(
+    log_weights, total, value_sum, grad_out, outputs, inputs, b, h, q_offsets, active, k_offsets, ROW_AXIS: tl.constexpr, blocks
 ):  # fmt: skip
     """A dL/dA of a tile: the sum over columns c of grad_out e^(log A + v - out), added to ``total``. Summed over rows, dL/dV.
 
@@ -173,7 +184,7 @@ def terms(
         total: [BLOCK_Q, BLOCK_K] or [BLOCK_K, BLOCK_Q].
         value_sum: [BLOCK_K, BLOCK_DV], or None.
         active: the rows that count, [BLOCK_Q].
-        ROWS: the axis of the rows in the tile, 0 or 1.
+        ROW_AXIS: the axis of the rows in the tile, 0 or 1.
     """
     dv_offsets = tl.arange(0, blocks.BLOCK_DV)
     for c in range(inputs.value_dim):
@@ -184,12 +195,13 @@ def terms(
         value = _column(inputs.value, b, h // inputs.group, k_offsets, k_offsets < inputs.key_length, c)  # [BLOCK_K]
         value = products.finite_or_zero(value)
         # Of large numbers the difference is exact, the sum is not
-        difference = tl.expand_dims(value, ROWS) - tl.expand_dims(tl.where(out == out, out, 0.0), 1 - ROWS)
-        exponent = log_weights + (difference - tl.expand_dims(tl.where(out == out, residual, 0.0), 1 - ROWS))
-        term = tl.expand_dims(grad, 1 - ROWS) * tl.exp(tl.minimum(exponent, 80.0))
+        difference = tl.expand_dims(value, ROW_AXIS) - tl.expand_dims(tl.where(out == out, out, 0.0), 1 - ROW_AXIS)
+        exponent = log_weights + (difference - tl.expand_dims(tl.where(out == out, residual, 0.0), 1 - ROW_AXIS))
+        # In active rows A e^(v - out) is at most 1. In others, of gradient 0, it is not to be infinite: e^88 is
+        term = tl.expand_dims(grad, 1 - ROW_AXIS) * tl.exp(tl.minimum(exponent, 80.0))
         total += term
         if value_sum is not None:
-            value_sum += tl.where(dv_offsets[None, :] == c, tl.sum(term, ROWS)[:, None], 0.0)
+            value_sum += tl.where(dv_offsets[None, :] == c, tl.sum(term, ROW_AXIS)[:, None], 0.0)
     second = total  # Triton 3.6 returns no None
     if value_sum is not None:
         second = value_sum
@@ -212,27 +224,28 @@ def exact_forward(inputs, algebra, masks, outputs, blocks):
     b, h = tl.program_id(1) // inputs.heads, tl.program_id(1) % inputs.heads
     q_offsets = block * blocks.BLOCK_Q + tl.arange(0, blocks.BLOCK_Q)  # [BLOCK_Q]
     dv_offsets = tl.arange(0, blocks.BLOCK_DV)
-    mask_exact = load_marks(outputs.saved, inputs, b, h, q_offsets) > 0.0
-    if tl.max(mask_exact.to(tl.int32)) == 0:
+    marked = load_marks(outputs.saved, inputs, b, h, q_offsets) > 0.0
+    if tl.max(marked.to(tl.int32)) == 0:
         return
-    query = loading.load_queries(inputs, b, h, q_offsets, blocks)
+    query = loading.load_queries(inputs, b, h, q_offsets, blocks)  # [BLOCK_Q, BLOCK_D]
     count = masking.visible_count(masks, inputs, b, h, q_offsets)
     row = expanded(exact_row(outputs.saved, inputs, algebra, count, b, h, q_offsets, tl.zeros_like(count)), 1)
     scale = scoring.score_scale(inputs, algebra, count, h) * algebra.phi.score_unit
     row_bias = scoring.row_bias_of(inputs, algebra, count, b)
-    query_norm = scale
+    query_rnorm = scale  # not used otherwise: Triton wants the name in both branches
     if algebra.cosine:
-        query_norm = loading.load_vector(inputs.query_norm, b, h, q_offsets, inputs.query_length)
-    query, scale = scoring.query_operand(query, query_norm, scale, inputs, algebra)
+        query_rnorm = loading.load_vector(inputs.query_rnorm, b, h, q_offsets, inputs.query_length)
+    query, scale = scoring.query_operand(query, query_rnorm, scale, inputs, algebra)
     tile_range = masking.key_tile_range(masks, inputs, blocks, b, block)
     running_max = tl.full([blocks.BLOCK_Q, blocks.BLOCK_DV], float("-inf"), tl.float32)
     total = tl.zeros([blocks.BLOCK_Q, blocks.BLOCK_DV], tl.float32)
     live_keys = tl.zeros([blocks.BLOCK_Q], tl.float32)
-    for FULL in tl.static_range(2):
-        for n in range(masking.tile_count(masks.key_tiles, tile_range, b, h, block, FULL == 0)):
-            k_offsets = scoring.key_offsets(masks, tile_range, b, h, block, n, FULL == 0, blocks)
-            _key, _norms, s, visible, _scaled = scoring.scores_of_keys(
-                query, inputs, algebra, masks, b, h, q_offsets, k_offsets, scale, row_bias, FULL == 0, blocks
+    for PARTIAL in tl.static_range(1, -1, -1):
+        for n in range(masking.tile_count(masks.key_tiles, tile_range, b, h, block, PARTIAL)):
+            k_offsets = scoring.key_offsets(masks, tile_range, b, h, block, n, PARTIAL, blocks)
+            # s, visible [BLOCK_Q, BLOCK_K]
+            _key, _rnorm, s, visible, _scaled_dots = scoring.scores_of_keys(
+                query, inputs, algebra, masks, b, h, q_offsets, k_offsets, scale, row_bias, PARTIAL, blocks
             )
             log_weight, _log_u = log_weights(s, row, inputs, algebra, h)  # [BLOCK_Q, BLOCK_K]
             log_weight = tl.where(visible, log_weight, float("-inf"))
@@ -251,10 +264,10 @@ def exact_forward(inputs, algebra, masks, outputs, blocks):
                 tile_sum = tl.sum(tl.exp(log_weight + (value - base[:, None])), 1) + nonfinite
                 total = tl.where(this_column, total * rescale[:, None] + tile_sum[:, None], total)
                 running_max = tl.where(this_column, now[:, None], running_max)
-    pointers = loading.saved_pointers(outputs.saved, b, h, q_offsets, loading.EXACT)
-    tl.store(pointers, tl.where(live_keys == 1.0, ONE_KEY, 1.0), mask=mask_exact)
-    heads, log_total = tl.zeros_like(q_offsets) + h, tl.log(total)
+    pointers = loading.saved_pointers(outputs.saved, b, h, q_offsets, loading.MARK)
+    tl.store(pointers, tl.where(live_keys == 1.0, ONE_KEY, 1.0), mask=marked)
+    row_heads, log_total = tl.zeros_like(q_offsets) + h, tl.log(total)
     rounded = (running_max + log_total).to(outputs.out.pointer.dtype.element_ty)
-    loading.store_like_out(outputs.out, b, heads, q_offsets, mask_exact, rounded, inputs, blocks)
+    loading.store_like_out(outputs.out, b, row_heads, q_offsets, marked, rounded, inputs, blocks)
     residual = (running_max - rounded.to(tl.float32)) + log_total
-    loading.store_like_out(outputs.residual, b, heads, q_offsets, mask_exact, residual, inputs, blocks)
+    loading.store_like_out(outputs.residual, b, row_heads, q_offsets, marked, residual, inputs, blocks)

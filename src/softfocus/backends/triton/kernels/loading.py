@@ -3,9 +3,9 @@
 import triton
 import triton.language as tl
 
-COUNT, MAXIMUM, LOG_NORM, PEAK, PHI_SUM, U_SUM, EXACT, LARGEST_SCORE = (tl.constexpr(n) for n in range(8))
-"""The row vectors that the forward saves: ``RowStatistics``, then what the backward needs. EXACT are LASER's marks.
-LARGEST_SCORE is the maximum in the kernels' unit."""
+COUNT, MAXIMUM, LOG_NORM, PEAK, PHI_SUM, POWER_SUM, MARK, MAXIMUM_IN_UNIT = (tl.constexpr(n) for n in range(8))
+"""The row vectors that the forward saves: ``RowStatistics``, then what the backward needs. MARK are LASER's marks.
+MAXIMUM_IN_UNIT is the maximum in the kernels' unit."""
 
 
 @triton.jit
@@ -25,31 +25,34 @@ def sequence_length(inputs, b):
 
 
 @triton.jit
-def load_matrix(array, start, q_offsets, columns, length, width):
+def load_matrix(array, start, row_offsets, columns, length, width):
     """[R, C] of the head's matrix at ``start``; 0 beyond its ends. ``length`` and ``width`` are its sizes."""
-    pointers = q_offsets[:, None] * array.stride_l + columns[None, :] * array.stride_d
-    return tl.load(start + pointers, mask=(q_offsets[:, None] < length) & (columns[None, :] < width), other=0.0)
+    offsets = row_offsets[:, None] * array.stride_l + columns[None, :] * array.stride_d
+    return tl.load(start + offsets, mask=(row_offsets[:, None] < length) & (columns[None, :] < width), other=0.0)
 
 
 @triton.jit
-def store_matrix(array, start, q_offsets, columns, length, width, x):
+def store_matrix(array, start, row_offsets, columns, length, width, x):
     """Store x [R, C] there, in the array's dtype."""
-    pointers = start + q_offsets[:, None] * array.stride_l + columns[None, :] * array.stride_d
-    mask = (q_offsets[:, None] < length) & (columns[None, :] < width)
+    pointers = start + row_offsets[:, None] * array.stride_l + columns[None, :] * array.stride_d
+    mask = (row_offsets[:, None] < length) & (columns[None, :] < width)
     tl.store(pointers, x.to(array.pointer.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def load_vector(array, b, h, q_offsets, length):
+def load_vector(array, b, h, row_offsets, length):
     """A number of each row of an array [B, H, L, 1]: float32 [R]."""
-    return tl.load(head_pointer(array, b, h) + q_offsets * array.stride_l, mask=q_offsets < length, other=0.0).to(
+    return tl.load(head_pointer(array, b, h) + row_offsets * array.stride_l, mask=row_offsets < length, other=0.0).to(
         tl.float32
     )
 
 
 @triton.jit
 def saved_pointers(saved, b, h, q_offsets, N: tl.constexpr):
-    """Pointers [R] to the n-th of the saved vectors [n, B, H, Lq]."""
+    """Pointers [R] to the n-th of the saved vectors [n, B, H, Lq].
+
+    The array has n in place of B, B in place of H and H in place of L: stride_b is from one vector to the next.
+    """
     zero = tl.full([], 0, tl.int64)
     return (
         saved.pointer
@@ -116,11 +119,11 @@ def key_pointers(array, inputs, b, h, k_offsets):
     if inputs.page_table is None:
         pointers = head_pointer(array, b, h // inputs.group) + k_offsets * array.stride_l
     else:
-        number = k_offsets // inputs.page_size
-        table = head_pointer(inputs.page_table, b, 0) + number * inputs.page_table.stride_d
+        page_index = k_offsets // inputs.page_size
+        table = head_pointer(inputs.page_table, b, 0) + page_index * inputs.page_table.stride_d
         page = tl.load(table, mask=k_offsets < sequence_length(inputs, b), other=0)
         pointers = (
-            head_pointer(array, page, h // inputs.group) + (k_offsets - number * inputs.page_size) * array.stride_l
+            head_pointer(array, page, h // inputs.group) + (k_offsets - page_index * inputs.page_size) * array.stride_l
         )
     return pointers
 
@@ -134,7 +137,7 @@ def load_tile(array, inputs, b, h, k_offsets, width, COLUMNS: tl.constexpr, PART
         tile = tl.load(
             pointers, mask=(k_offsets[:, None] < sequence_length(inputs, b)) & (columns[None, :] < width), other=0.0
         )
-    elif blocks.exact_dims:
+    elif blocks.dims_fill_tile:
         tile = tl.load(pointers)
     else:
         tile = tl.load(pointers, mask=tl.broadcast_to(columns[None, :] < width, pointers.shape), other=0.0)
@@ -160,11 +163,13 @@ def load_value_operand(inputs, b, h, k_offsets, PARTIAL: tl.constexpr, blocks):
 
 
 @triton.jit
-def store_like_out(array, b, heads, q_offsets, mask, x, inputs, blocks):
-    """Store x [BLOCK_Q, BLOCK_DV] to an array shaped like the output; ``heads`` [BLOCK_Q] are those of the rows."""
+def store_like_out(array, b, row_heads, q_offsets, mask, x, inputs, blocks):
+    """Store x [BLOCK_Q, BLOCK_DV] to an array shaped like the output; ``row_heads`` [BLOCK_Q] are those of the rows."""
     columns = tl.arange(0, blocks.BLOCK_DV)
     pointers = (
-        head_pointer(array, b, heads)[:, None] + q_offsets[:, None] * array.stride_l + columns[None, :] * array.stride_d
+        head_pointer(array, b, row_heads)[:, None]
+        + q_offsets[:, None] * array.stride_l
+        + columns[None, :] * array.stride_d
     )
     mask = mask[:, None] & (columns[None, :] < inputs.value_dim)
     tl.store(pointers, x.to(array.pointer.dtype.element_ty), mask=mask)

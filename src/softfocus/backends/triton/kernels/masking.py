@@ -8,7 +8,7 @@ from softfocus.backends.triton.kernels import loading
 EMPTY, PARTIAL, FULL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 """What the masks leave of a tile: nothing, some of it, all of it."""
 TILES_AT_ONCE = tl.constexpr(256)
-"""Tiles whose document numbers are looked at together."""
+"""Tiles whose document numbers are looked at together: two a thread of 128. Chosen, not measured."""
 
 
 @triton.jit
@@ -48,9 +48,9 @@ def visible(masks, inputs, b, h, q_offsets, k_offsets):
         theirs = tl.load(ids + k_offsets * masks.document_ids.stride_d, mask=k_offsets < length, other=-2)
         seen = seen & (own == theirs)
     if masks.mask is not None:
-        pointers = q_offsets.to(tl.int64) * masks.mask.stride_l + k_offsets.to(tl.int64) * masks.mask.stride_d
+        offsets = q_offsets.to(tl.int64) * masks.mask.stride_l + k_offsets.to(tl.int64) * masks.mask.stride_d
         mask = (q_offsets < inputs.query_length) & (k_offsets < length)
-        seen = seen & (tl.load(loading.head_pointer(masks.mask, b, h) + pointers, mask=mask, other=0) != 0)
+        seen = seen & (tl.load(loading.head_pointer(masks.mask, b, h) + offsets, mask=mask, other=0) != 0)
     return seen
 
 
@@ -82,7 +82,8 @@ def _tile_range(
     """Tiles that a block meets under the window alone: (start, full_start, full_stop, stop).
 
     Positions ``first`` to ``last`` of the block see from ``behind`` before them to ``ahead`` after them. In a full tile all of
-    them see all of it.
+    them see all of it. Full tiles are full_start..full_stop; the partial ones lie on both sides, start..full_start and
+    full_stop..stop.
     """
     start, full_start = 0, 0
     stop, full_stop = length, length
@@ -154,8 +155,8 @@ def _tiles_of_these_documents(inputs, masks, lowest, highest, b, q_offsets, star
 
     Packed documents follow one another, so that the range is short. In any other order it is longer, never too short.
     """
-    last = tl.minimum(q_offsets, inputs.query_length - 1) + masks.offset
-    own = tl.load(loading.head_pointer(masks.document_ids, b, 0) + last * masks.document_ids.stride_d)
+    positions = tl.minimum(q_offsets, inputs.query_length - 1) + masks.offset
+    own = tl.load(loading.head_pointer(masks.document_ids, b, 0) + positions * masks.document_ids.stride_d)
     own_lowest, own_highest = tl.min(own, 0), tl.max(own, 0)
     first, end = stop, start
     for begin in range(start, stop, TILES_AT_ONCE):

@@ -1,9 +1,9 @@
 """phi and its derivative, and u^p, for the kernels: plugged in at compile time. Every phi here is non-negative.
 
 Where phi is made of exponentials, scores come in units of log 2, multiplied by log2 e while they are scaled: the hardware has
-2^x in one instruction, e^x in five. ``shift``, in the same units, is subtracted in the exponent: a row whose scores all lie
-below it has phi(s) 2^-shift. Rows of float16 have one for every phi, since their weights before they are normalised may be any
-numbers; that of relu is a whole number.
+2^x in one instruction, e^x in five. ``shift``, in the same units, is subtracted in the exponent, so that a row of small scores
+(for exp: of any) has phi(s) 2^-shift, whose largest is about 1. Rows of float16 have one for every phi, since their weights
+before they are normalised may be any numbers; that of relu is a whole number.
 
 Below zero nothing is lost: log2(1 + 2^s) = x y(x), x = 2^-|s|, with a polynomial y in place of a logarithm (20 instructions).
 It has as many terms as the dtype of the operands can tell: its relative error is 2^-11 for bfloat16, 2^-17 for float16, 2^-22.5
@@ -20,9 +20,13 @@ from softfocus.backends.triton.arguments import Phi
 
 LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 SHIFT_BELOW = tl.constexpr(-4.0)
-"""Rows of softplus and sigmoid whose scores are all below it have a shift: float16 would lose small phi."""
+"""Rows of softplus and sigmoid whose scores are all below it have a shift: their phi may be too small for the dtype of the
+weights, or for float32. phi(-4 log 2) is 0.06, which every dtype holds. Chosen, not measured."""
 UNDERFLOWS = tl.constexpr(-100.0)
 """Below it phi may be too small for a float, and its logarithm is the score's."""
+MOST_TERMS = tl.constexpr(9)
+"""Of float32 (``inputs.TERMS``): the most exact polynomial."""
+LOG_LOG2E = tl.constexpr(0.36651292058166435)
 
 
 @triton.jit
@@ -34,7 +38,7 @@ def _minus_abs(s):
 @triton.jit
 def _log2_1p_over_x(x, TERMS: tl.constexpr):
     """y(x) = log2(1 + x) / x for x in [0, 1]: the least relative error among polynomials of so many terms."""
-    if TERMS == 9:
+    if TERMS == MOST_TERMS:
         y = x * 0.00754918205 - 0.0425670631
         y = y * x + 0.112856194
         y = y * x - 0.197118968
@@ -107,7 +111,7 @@ def times(a, b, algebra):
 @triton.jit
 def log2(x, TERMS: tl.constexpr):
     """log2 x of a positive number: for halves in one instruction, to 2^-22, in place of 20."""
-    if TERMS == 9:
+    if TERMS == MOST_TERMS:
         result = tl.log2(x)
     else:
         result = _fast_log2(x)
@@ -120,25 +124,25 @@ def _positive(s):
 
 
 @triton.jit
-def _power_of_two(x):
+def _floor_log2(x):
     """The exponent of the largest power of two in x > 0; 0 of others."""
     bits = (x.to(tl.int32, bitcast=True) >> 23) - 127
     return tl.where((x > 0.0) & (x < float("inf")), bits.to(tl.float32), 0.0)
 
 
 @triton.jit
-def _relu_shift(largest):
-    return _power_of_two(largest)
+def _relu_shift(row_max):
+    return _floor_log2(row_max)
 
 
 @triton.jit
-def _relu2_shift(largest):
-    return _power_of_two(largest * largest)
+def _relu2_shift(row_max):
+    return _floor_log2(row_max * row_max)
 
 
 @triton.jit
-def _relu6_shift(largest):
-    return _power_of_two(tl.minimum(largest, 6.0))
+def _relu6_shift(row_max):
+    return _floor_log2(tl.minimum(row_max, 6.0))
 
 
 @triton.jit
@@ -149,28 +153,24 @@ def _shifted(f, shift, algebra):
 
 
 @triton.jit
-def _if_small(largest, shift):
-    """The shift log2 phi(largest) where that is small, else 0.
-
-    The largest weight is then 1, which halves do not round. In a row that one key dominates the output, of which delta is made,
-    is then that key's value.
-    """
-    return tl.where((largest < SHIFT_BELOW) & (largest > float("-inf")), shift, 0.0)
+def _if_small(row_max, shift):
+    """The shift log2 phi(row_max) where that is small, else 0."""
+    return tl.where((row_max < SHIFT_BELOW) & (row_max > float("-inf")), shift, 0.0)
 
 
 @triton.jit
-def _softplus_shift(largest):
-    return _if_small(largest, largest + tl.log2(_log2_1p_over_x(tl.exp2(tl.minimum(largest, 0.0)), 9)))
+def _softplus_shift(row_max):
+    return _if_small(row_max, row_max + tl.log2(_log2_1p_over_x(tl.exp2(tl.minimum(row_max, 0.0)), MOST_TERMS)))
 
 
 @triton.jit
-def _sigmoid_shift(largest):
-    return _if_small(largest, largest - _log2_1p_exp2_of_minus_abs(largest, 9))
+def _sigmoid_shift(row_max):
+    return _if_small(row_max, row_max - _log2_1p_exp2_of_minus_abs(row_max, MOST_TERMS))
 
 
 @triton.jit
-def _exp_shift(largest):
-    return tl.where(largest > float("-inf"), largest, 0.0)
+def _exp_shift(row_max):
+    return tl.where(row_max > float("-inf"), row_max, 0.0)
 
 
 @triton.jit
@@ -195,8 +195,8 @@ def _log_exp(s, shift, f):
 
 @triton.jit
 def _log_softplus(s, shift, f):
-    """log(log2 e) more: the unit of softplus."""
-    return tl.where(s - shift < UNDERFLOWS, (s - shift) * LN2 + 0.36651292058166435, _log(f))
+    """LOG_LOG2E more: the unit of softplus."""
+    return tl.where(s - shift < UNDERFLOWS, (s - shift) * LN2 + LOG_LOG2E, _log(f))
 
 
 @triton.jit
@@ -211,7 +211,7 @@ def _exp2(x, algebra):
     Of nearly equal weights u is a small difference.
     """
     if algebra.reweighted and algebra.float32:
-        x = tl.maximum(x, -252.0, propagate_nan=tl.PropagateNan.ALL)
+        x = tl.maximum(x, -252.0, propagate_nan=tl.PropagateNan.ALL)  # 2^-252 = 2^-126 2^-126 is 0 in float32
         whole = tl.floor(x + 0.5)
         r = x - whole
         y = r * 1.5252734e-05 + 1.5403530e-04
@@ -222,14 +222,14 @@ def _exp2(x, algebra):
         y = y * r + 6.9314718e-01
         y = y * r + 1.0
         half = tl.floor(whole * 0.5)
-        result = y * _power(half) * _power(whole - half)
+        result = y * _exp2_of_whole(half) * _exp2_of_whole(whole - half)
     else:
         result = tl.exp2(x)
     return result
 
 
 @triton.jit
-def _power(n):
+def _exp2_of_whole(n):
     """2^n of a whole number from -126 to 127."""
     return ((n.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
 
@@ -286,8 +286,8 @@ def _sigmoid_derivative(s, shift, algebra):
     if algebra.shifted:
         exponent = exponent - shift
     if algebra.float32:
-        over = 1.0 + tl.exp2(_minus_abs(s))
-        derivative = tl.exp2(exponent) / (over * over)
+        denominator = 1.0 + tl.exp2(_minus_abs(s))
+        derivative = tl.exp2(exponent) / (denominator * denominator)
     else:
         derivative = tl.exp2(exponent - 2.0 * _log2_1p_exp2_of_minus_abs(s, algebra.terms))
     return derivative
@@ -360,7 +360,7 @@ def whole_power(u, POWER: tl.constexpr):
     if POWER > 0 and POWER % 3 == 0:
         square = u * u * u
     result = tl.full(u.shape, 1.0, u.dtype)
-    for bit in tl.static_range(6):
+    for bit in tl.static_range(6):  # the bits of WHOLE_POWER
         if (n >> bit) & 1:
             result = result * square
         if n >> (bit + 1):

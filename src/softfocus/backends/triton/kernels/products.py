@@ -34,7 +34,10 @@ def dot_weights(weights, x, algebra, blocks):
 
 @triton.jit
 def dot_grad_scores(grad_scores, x, algebra, blocks):
-    """grad_scores x; in float32 where float16 might not hold them: without an l1 norm, or where scores may be tiny."""
+    """grad_scores x; in float32 where float16 might not hold them.
+
+    That is without an l1 norm, and for relu's, whose phi' 2^-shift is huge in a row of tiny scores.
+    """
     if algebra.float16 and (algebra.phi.has_zeros or algebra.normaliser != "l1"):
         result = dot(grad_scores, x.to(tl.float32), blocks)
     else:

@@ -51,14 +51,14 @@ def query_gradients(
     if EXACT:
         exact = laser.expanded(laser.exact_row(outputs.saved, inputs, algebra, count, b, h, q_offsets, delta), 1)
     scale, row_bias = scoring.score_scale(inputs, algebra, count, h), scoring.row_bias_of(inputs, algebra, count, b)
-    query_norm = scale
+    query_rnorm = scale  # not used otherwise: Triton wants the name in both branches
     if algebra.cosine:
-        query_norm = loading.load_vector(inputs.query_norm, b, h, q_offsets, inputs.query_length)
-    query, query_scale = scoring.query_operand(query, query_norm, scale * algebra.phi.score_unit, inputs, algebra)
+        query_rnorm = loading.load_vector(inputs.query_rnorm, b, h, q_offsets, inputs.query_length)
+    query, query_scale = scoring.query_operand(query, query_rnorm, scale * algebra.phi.score_unit, inputs, algebra)
     if inputs.unit_key_fp16 is not None and not EXACT:
-        single = query.to(tl.float32)
-        loading.store_queries(inputs.unit_query_fp16, inputs, b, h, q_offsets, single, blocks)
-        loading.store_queries(inputs.unit_query_bf16, inputs, b, h, q_offsets, single, blocks)
+        query_fp32 = query.to(tl.float32)
+        loading.store_queries(inputs.unit_query_fp16, inputs, b, h, q_offsets, query_fp32, blocks)
+        loading.store_queries(inputs.unit_query_bf16, inputs, b, h, q_offsets, query_fp32, blocks)
     grad_factor = row.grad_factor
     if EXACT:
         grad_factor = tl.full(scale.shape, 1.0, tl.float32)
@@ -67,68 +67,70 @@ def query_gradients(
     grad_sum = tl.zeros([blocks.BLOCK_Q, blocks.BLOCK_D], tl.float32)  # sum_j g phi' k
     derivative_sum = tl.zeros([blocks.BLOCK_Q, blocks.BLOCK_D], tl.float32)  # sum_j phi' k
     grad_u_sum = tl.zeros([blocks.BLOCK_Q], tl.float32)  # sum_j g
-    log_u_sum = tl.zeros([blocks.BLOCK_Q], tl.float32)  # sum_j A (dL/dA - delta) log u
-    for FULL in tl.static_range(2):
-        for n in range(masking.tile_count(masks.key_tiles, tile_range, b, h, block, FULL == 0)):
-            k_offsets = scoring.key_offsets(masks, tile_range, b, h, block, n, FULL == 0, blocks)  # [BLOCK_K]
-            # key [BLOCK_K, BLOCK_D], key_norms [BLOCK_K]; s, visible [BLOCK_Q, BLOCK_K]
-            key, key_norms, s, visible, _scaled = scoring.scores_of_keys(
-                query, inputs, algebra, masks, b, h, q_offsets, k_offsets, query_scale, row_bias, FULL == 0, blocks
+    log2_u_sum = tl.zeros([blocks.BLOCK_Q], tl.float32)  # sum_j A (dL/dA - delta) log2 u
+    for PARTIAL in tl.static_range(1, -1, -1):
+        for n in range(masking.tile_count(masks.key_tiles, tile_range, b, h, block, PARTIAL)):
+            k_offsets = scoring.key_offsets(masks, tile_range, b, h, block, n, PARTIAL, blocks)  # [BLOCK_K]
+            # key [BLOCK_K, BLOCK_D], key_rnorm [BLOCK_K]; s, visible [BLOCK_Q, BLOCK_K]
+            key, key_rnorm, s, visible, _scaled_dots = scoring.scores_of_keys(
+                query, inputs, algebra, masks, b, h, q_offsets, k_offsets, query_scale, row_bias, PARTIAL, blocks
             )
-            # grad_weights, weighted_grad = A (dL/dA - delta), grad_u, derivative, log_u [BLOCK_Q, BLOCK_K]
+            # grad_weights, weighted_grad = A (dL/dA - delta), grad_u, derivative, log2_u [BLOCK_Q, BLOCK_K]
             if EXACT:
                 log_weights, log_u = laser.log_weights(s, exact, inputs, algebra, h)
-                terms, _none = laser.terms(
+                weighted_total, _none = laser.weighted_grads(
                     log_weights, tl.zeros_like(s), None, grad_out, outputs, inputs, b, h, q_offsets, active, k_offsets,
                     0, blocks,
                 )  # fmt: skip
-                weighted_grad, grad_u, derivative = laser.weights_and_gradients(s, terms, exact, inputs, algebra, h)
-                log_u = tl.where(log_u > float("-inf"), log_u, 0.0) / LN2
+                weighted_grad, grad_u, derivative = laser.gradients_of_marked(
+                    s, weighted_total, exact, inputs, algebra, h
+                )
+                log2_u = tl.where(log_u > float("-inf"), log_u, 0.0) / LN2
             else:
-                value = loading.load_value_operand(inputs, b, h, k_offsets, FULL == 0, blocks)  # [BLOCK_K, BLOCK_DV]
+                value = loading.load_value_operand(inputs, b, h, k_offsets, PARTIAL, blocks)  # [BLOCK_K, BLOCK_DV]
                 grad_weights = products.dot(grad_acc, tl.trans(value), blocks)
                 if inputs.seed is not None:
-                    first = scoring.first_key(masks, tile_range, b, h, block, n, FULL == 0, blocks)
+                    first = scoring.first_key(masks, tile_range, b, h, block, n, PARTIAL, blocks)
                     kept = dropout.kept(inputs, b, h, q_offsets, first, blocks.BLOCK_K, 1)
                     grad_weights = tl.where(kept, grad_weights * inputs.keep_scale, 0.0)
                 weights, grad_u, derivative, u = weighting.weights_and_gradients(
                     s, grad_weights, tile_row, inputs, algebra, h
                 )
                 weighted_grad = weights * (grad_weights - tile_row.delta)
-                log_u = log2(tl.where(u > 0.0, u, 1.0), algebra.terms)
-            if FULL == 0:
+                log2_u = log2(tl.where(u > 0.0, u, 1.0), algebra.terms)
+            if PARTIAL:
                 grad_u = tl.where(visible, grad_u, 0.0)  # phi' of what is hidden is 0
-            power = 1.0  # what float16 might not hold is multiplied outside
+            rnorm_pow2 = 1.0  # what float16 might not hold is multiplied outside
             if inputs.unit_key_fp16 is not None:
-                key = loading.load_bf16_unit_keys(inputs, b, h, k_offsets, FULL == 0, blocks)  # [BLOCK_K, BLOCK_D]
+                key = loading.load_bf16_unit_keys(inputs, b, h, k_offsets, PARTIAL, blocks)  # [BLOCK_K, BLOCK_D]
             elif algebra.cosine:
                 if algebra.float16:
-                    power = norms.largest_power_of_two(key_norms)
-                    key_norms = key_norms / power
-                derivative = derivative * key_norms[None, :]
-                if FULL == 0:
+                    rnorm_pow2 = norms.largest_power_of_two(key_rnorm)
+                    key_rnorm = key_rnorm / rnorm_pow2
+                derivative = derivative * key_rnorm[None, :]
+                if PARTIAL:
                     derivative = tl.where(visible, derivative, 0.0)
-            if FULL == 0:
+            if PARTIAL:
                 key = products.finite_or_zero(key)
             tile_sum = products.dot_grad_scores(grad_u * derivative, key, algebra, blocks)  # [BLOCK_Q, BLOCK_D]
             if algebra.float16:
-                tile_sum *= power
+                tile_sum *= rnorm_pow2
             grad_sum += tile_sum
             if algebra.reweighted:
                 tile_sum = products.dot_grad_scores(derivative, key, algebra, blocks)
                 if algebra.float16:
-                    tile_sum *= power
+                    tile_sum *= rnorm_pow2
                 derivative_sum += tile_sum
                 grad_u_sum += tl.sum(grad_u, 1)
                 if grad_power is not None:
-                    weighted_grad = weighted_grad * log_u
-                    if FULL == 0:
+                    weighted_grad = weighted_grad * log2_u
+                    if PARTIAL:
                         weighted_grad = tl.where(visible, weighted_grad, 0.0)
-                    log_u_sum += tl.sum(weighted_grad, 1)
+                    log2_u_sum += tl.sum(weighted_grad, 1)
 
     mean_grad = tl.zeros_like(grad_u_sum)  # [BLOCK_Q]
     if algebra.reweighted:
-        without = (count <= weighting.FREE_ROWS) | (row.over_spread < 0.0)  # no threshold, or tied
+        without = (count <= weighting.FREE_ROWS) | (row.reciprocal_spread < 0.0)  # no threshold, or tied
         mean_grad = tl.where(without, 0.0, grad_u_sum / tl.maximum(count, 1.0))
         grad_sum = grad_sum - mean_grad[:, None] * derivative_sum
     grad_sum = grad_sum * grad_factor[:, None]
@@ -139,7 +141,7 @@ def query_gradients(
     # Multiplied as in the forward: another order would round the scores otherwise
     scale_in_unit = scale * algebra.phi.score_unit
     if algebra.cosine:
-        scale_in_unit = scale_in_unit * query_norm
+        scale_in_unit = scale_in_unit * query_rnorm
     # Stored before the queries are read again: a load does not move above a store, and there are registers for it only now
     backward_rows.store_row_vectors(
         row_vectors,
@@ -154,7 +156,7 @@ def query_gradients(
         mask,
     )
     if grad_power is not None:
-        share = tl.where(seeing & (row.over_spread > 0.0), log_u_sum * LN2, 0.0)
+        share = tl.where(seeing & (row.reciprocal_spread > 0.0), log2_u_sum * LN2, 0.0)
         tl.store(grad_power + tl.program_id(1) * inputs.query_length + q_offsets, share, mask=mask)
     if algebra.cosine or grad_head_scale is not None:
         pointers = (
@@ -162,18 +164,18 @@ def query_gradients(
             + q_offsets[:, None] * inputs.query.stride_l
             + d_offsets[None, :] * inputs.query.stride_d
         )
-        query_mask = (q_offsets[:, None] < inputs.query_length) & (d_offsets[None, :] < inputs.head_dim)
-        unit = loading.reload(pointers, query_mask)  # [BLOCK_Q, BLOCK_D]
+        query_bounds = (q_offsets[:, None] < inputs.query_length) & (d_offsets[None, :] < inputs.head_dim)
+        unit_query = loading.reload(pointers, query_bounds)  # [BLOCK_Q, BLOCK_D]
         if algebra.cosine:
-            unit, left = norms.scaled_operand(unit, query_norm)
-            unit = unit.to(tl.float32) * left[:, None]
-        along = tl.sum(grad_sum * unit.to(tl.float32), 1)  # the gradient's part along the query, [BLOCK_Q]
+            unit_query, mantissa = norms.scaled_operand(unit_query, query_rnorm)
+            unit_query = unit_query.to(tl.float32) * mantissa[:, None]
+        along = tl.sum(grad_sum * unit_query.to(tl.float32), 1)  # the gradient's part along the query, [BLOCK_Q]
         if grad_head_scale is not None:
-            share = along * scoring.length_scale(inputs, algebra, count)
+            share = along * scoring.scale_of_length(inputs, algebra, count)
             pointers = grad_head_scale + tl.program_id(1) * inputs.query_length + q_offsets
             tl.store(pointers, tl.where(seeing, share, 0.0), mask=mask)
         if algebra.cosine:
-            grad_sum = (grad_sum - along[:, None] * unit) * query_norm[:, None]
+            grad_sum = (grad_sum - along[:, None] * unit_query) * query_rnorm[:, None]
     grad_sum = tl.where(seeing[:, None], grad_sum * scale[:, None], 0.0)
     tl.store(
         loading.head_pointer(grad_query, b, h)

@@ -5,16 +5,18 @@ import triton.language as tl
 
 from softfocus.backends.triton.kernels import loading, masking, norms, pointwise, products
 
+LOG_512 = tl.constexpr(6.238324625039508)
+
 
 @triton.jit
-def length_scale(inputs, algebra, count):
-    """c_i without the head scale [BLOCK_Q]: scale(d) times length scale."""
+def scale_of_length(inputs, algebra, count):
+    """c_i without the head scale [BLOCK_Q]: scale(d) · length_scale."""
     scale = tl.zeros_like(count) + inputs.scale
     log_n = tl.log(tl.maximum(count, 1.0))
     if algebra.length_scale == "log(N)":
         scale = scale * log_n
     elif algebra.length_scale == "log512(N)":
-        scale = scale * (log_n / 6.238324625039508)
+        scale = scale * (log_n / LOG_512)
     elif algebra.length_scale != "1":
         tl.static_assert(False, "length_scale is not known")
     return scale
@@ -23,7 +25,7 @@ def length_scale(inputs, algebra, count):
 @triton.jit
 def score_scale(inputs, algebra, count, h):
     """c_i [BLOCK_Q]."""
-    scale = length_scale(inputs, algebra, count)
+    scale = scale_of_length(inputs, algebra, count)
     if inputs.head_scale is not None:
         scale = scale * tl.load(inputs.head_scale + h)
     return scale
@@ -43,14 +45,15 @@ def row_bias_of(inputs, algebra, count, b):
 
 
 @triton.jit
-def query_operand(query, norm, scale, inputs, algebra):
-    """Queries [BLOCK_Q, BLOCK_D] as keys are multiplied with them, and what is left of c_i / |q_i| [BLOCK_Q] for the products.
+def query_operand(query, rnorm, scale, inputs, algebra):
+    """Queries [BLOCK_Q, BLOCK_D] as keys are multiplied with them, and the factor [BLOCK_Q] that makes products scores.
 
-    Unit vectors hold all of it: their products are the scores.
+    The factor is c_i, with cosine times the mantissa of 1 / |q_i|. With unit vectors the queries hold all of it, and the factor
+    is not used.
     """
     if algebra.cosine:
-        query, left = norms.scaled_operand(query, norm)
-        scale = scale * left
+        query, mantissa = norms.scaled_operand(query, rnorm)
+        scale = scale * mantissa
     if inputs.unit_key_fp16 is not None:
         query = (query.to(tl.float32) * scale[:, None]).to(tl.float16)
     return query, scale
@@ -59,7 +62,7 @@ def query_operand(query, norm, scale, inputs, algebra):
 @triton.jit
 def load_score_keys(inputs, algebra, b, h, k_offsets, PARTIAL: tl.constexpr, blocks):
     """Keys [BLOCK_K, BLOCK_D] as scores are made of them, and with cosine 1 / |k| [BLOCK_K]."""
-    norm = k_offsets.to(tl.float32)
+    rnorm = k_offsets.to(tl.float32)  # not used otherwise: Triton wants the name in both branches
     if inputs.unit_key_fp16 is not None:
         key = loading.load_tile(
             inputs.unit_key_fp16, inputs, b, h, k_offsets, inputs.head_dim, blocks.BLOCK_D, PARTIAL, blocks
@@ -67,11 +70,11 @@ def load_score_keys(inputs, algebra, b, h, k_offsets, PARTIAL: tl.constexpr, blo
     else:
         key = loading.load_keys(inputs, b, h, k_offsets, PARTIAL, blocks)
     if algebra.cosine:
-        if inputs.key_norm is None:
-            norm = norms.reciprocal_norm(key.to(tl.float32))
+        if inputs.key_rnorm is None:
+            rnorm = norms.reciprocal_norm(key.to(tl.float32))
         else:
-            norm = loading.load_vector(inputs.key_norm, b, h // inputs.group, k_offsets, inputs.key_length)
-    return key, norm
+            rnorm = loading.load_vector(inputs.key_rnorm, b, h // inputs.group, k_offsets, inputs.key_length)
+    return key, rnorm
 
 
 @triton.jit
@@ -87,32 +90,35 @@ def key_offsets(masks, tile_range, b, h, block, n, PARTIAL: tl.constexpr, blocks
 
 
 @triton.jit
-def tile_scores(dots, inputs, algebra, masks, b, h, q_offsets, k_offsets, scale, norm, row_bias, PARTIAL: tl.constexpr):
+def tile_scores(
+    dots, inputs, algebra, masks, b, h, q_offsets, k_offsets, scale, rnorm, row_bias, PARTIAL: tl.constexpr
+):
     """Scores of a tile in their unit, -inf where hidden; which are visible; and the scaled products, 0 where hidden.
 
     Args:
         dots: products of queries and keys, [BLOCK_Q, BLOCK_K] or [BLOCK_K, BLOCK_Q].
-        q_offsets, k_offsets, scale, norm, row_bias: broadcast to that. ``scale`` and ``norm`` are still to be multiplied.
+        q_offsets, k_offsets, scale, rnorm, row_bias: broadcast to that. ``scale`` (of the query) and ``rnorm`` (1 / |k|, or its
+            mantissa) are multiplied here, unless unit vectors hold them.
     """
     s = dots
     if inputs.unit_key_fp16 is None:
         s = pointwise.times(s, scale, algebra)
         if algebra.cosine:
-            s = pointwise.times(s, norm, algebra)
-    scaled = s
+            s = pointwise.times(s, rnorm, algebra)
+    scaled_dots = s
     if algebra.score_bias != "0":
         s = s + row_bias
     if inputs.bias is not None:
-        pointers = q_offsets.to(tl.int64) * inputs.bias.stride_l + k_offsets.to(tl.int64) * inputs.bias.stride_d
+        offsets = q_offsets.to(tl.int64) * inputs.bias.stride_l + k_offsets.to(tl.int64) * inputs.bias.stride_d
         mask = (q_offsets < inputs.query_length) & (k_offsets < inputs.key_length)
-        bias = tl.load(loading.head_pointer(inputs.bias, b, h) + pointers, mask=mask, other=0.0).to(tl.float32)
+        bias = tl.load(loading.head_pointer(inputs.bias, b, h) + offsets, mask=mask, other=0.0).to(tl.float32)
         s += pointwise.times(bias, algebra.phi.score_unit, algebra)
     visible = tl.full(s.shape, True, tl.int1)
     if PARTIAL:
         visible = masking.visible(masks, inputs, b, h, q_offsets, k_offsets)
         s = tl.where(visible, s, float("-inf"))
-        scaled = tl.where(visible, scaled, 0.0)
-    return s, visible, scaled
+        scaled_dots = tl.where(visible, scaled_dots, 0.0)
+    return s, visible, scaled_dots
 
 
 @triton.jit
@@ -120,9 +126,9 @@ def scores_of_keys(
     query, inputs, algebra, masks, b, h, q_offsets, k_offsets, scale, row_bias, PARTIAL: tl.constexpr, blocks
 ):
     """Keys, 1 / |k| and what ``tile_scores`` gives, [BLOCK_Q, BLOCK_K]; ``scale`` and ``row_bias`` are [BLOCK_Q]."""
-    key, key_norms = load_score_keys(inputs, algebra, b, h, k_offsets, PARTIAL, blocks)
-    s, visible, scaled = tile_scores(
+    key, key_rnorm = load_score_keys(inputs, algebra, b, h, k_offsets, PARTIAL, blocks)
+    s, visible, scaled_dots = tile_scores(
         products.dot(query, tl.trans(key), blocks), inputs, algebra, masks, b, h,
-        q_offsets[:, None], k_offsets[None, :], scale[:, None], key_norms[None, :], row_bias[:, None], PARTIAL,
+        q_offsets[:, None], k_offsets[None, :], scale[:, None], key_rnorm[None, :], row_bias[:, None], PARTIAL,
     )  # fmt: skip
-    return key, key_norms, s, visible, scaled
+    return key, key_rnorm, s, visible, scaled_dots

@@ -42,6 +42,17 @@ def reciprocal_sum(phi_sum, algebra):
 
 
 @triton.jit
+def rounded_sum(phi_sum, row_max, shift, algebra, element_type):
+    """The sum of phi [BLOCK_Q] with its largest term as products take it: rounded to ``element_type``.
+
+    Where one key dominates a row, dL/dA - delta is smaller than that rounding. Divided by this sum the output, of which delta
+    is made, is then that key's value. The other terms' rounding is below that of the gradient itself.
+    """
+    largest_phi = algebra.phi.value(row_max, shift, algebra)
+    return phi_sum + (largest_phi.to(element_type).to(tl.float32) - largest_phi)
+
+
+@triton.jit
 def head_power(inputs, algebra, h):
     """p of a head."""
     if inputs.power is None:
@@ -64,26 +75,26 @@ def u_to_the_power(u, inputs, algebra, h, LESS: tl.constexpr):
 
 
 @triton.jit
-def row_threshold(inputs, algebra, count, phi_sum, largest):
-    """(threshold, 1 / spread, tied, peak) of rows with the sum ``phi_sum`` and the ``largest`` phi; eq. 5 of arXiv 2501.13428.
+def row_threshold(inputs, algebra, count, phi_sum, largest_phi):
+    """(threshold, 1 / spread, tied, peak) of rows [BLOCK_Q], from the sum and the largest of phi; eq. 5 of arXiv 2501.13428.
 
     u = (phi - threshold) / spread. Tied rows keep phi.
     """
     divisor = tl.where(phi_sum == 0.0, 1.0, phi_sum)
     o = tl.where(count > FREE_ROWS, 1.0, 0.0)
     threshold = o * phi_sum / tl.maximum(count, 1.0)
-    peak = tl.maximum(largest * count / divisor - o, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    peak = tl.maximum(largest_phi * count / divisor - o, 0.0, propagate_nan=tl.PropagateNan.ALL)
     tied = peak <= TIE_TOLERANCE
-    return threshold, 1.0 / tl.where(tied, 1.0, largest - threshold), tied, peak
+    return threshold, 1.0 / tl.where(tied, 1.0, largest_phi - threshold), tied, peak
 
 
 @triton.jit
-def excess(f, threshold, over_spread, algebra):
-    """u, at most 1. In halves one instruction: its rounding is below theirs."""
+def excess(f, threshold, reciprocal_spread, algebra):
+    """u, at most 1: in halves one instruction. It rounds threshold / spread once more, by less than float16 and bfloat16 do."""
     if algebra.float32:
-        u = tl.maximum((f - threshold) * over_spread, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        u = tl.maximum((f - threshold) * reciprocal_spread, 0.0, propagate_nan=tl.PropagateNan.ALL)
     else:
-        u = pointwise.saturated(f, over_spread, threshold * -over_spread)
+        u = pointwise.saturated(f, reciprocal_spread, threshold * -reciprocal_spread)
     return u
 
 
@@ -91,13 +102,15 @@ class GradientRow(NamedTuple):
     """What the backward knows of its rows: vectors, shaped so that they broadcast to a tile.
 
         A = weight_factor phi            dL/dphi = grad_factor (dL/dA - delta)
-        A = weight_factor u^p            dL/dphi = grad_factor (dL/dA - delta) u^(p-1)      u = (phi - threshold) over_spread
+        A = weight_factor u^p            dL/dphi = grad_factor (dL/dA - delta) u^(p-1)
 
-    where phi is in its unit to the left, and itself to the right.
+    with u = (phi - threshold) reciprocal_spread. phi on the left is what ``Phi.value`` gives: in phi's unit, times 2^-shift.
+    dL/dphi on the right is of phi without unit.
 
     Attributes:
         shift: of phi, as in the forward; the logsumexp where ``shift_holds_norm``.
-        threshold, over_spread: of re-weighted rows. A tied row has u = phi / largest, p = 1 and over_spread below 0.
+        threshold, reciprocal_spread: of re-weighted rows. A negative reciprocal_spread marks a tied row: it has p = 1 and
+            u = phi |reciprocal_spread|, which is phi over the row's largest.
         weight_factor: 0 in fully masked rows.
         grad_factor: 0 where one key has all the weight, whatever its score: rounding must not give it a gradient.
         delta: sum_j A_ij dL/dA_ij, where the weights sum to one; else 0.
@@ -105,7 +118,7 @@ class GradientRow(NamedTuple):
 
     shift: tl.tensor
     threshold: tl.tensor
-    over_spread: tl.tensor
+    reciprocal_spread: tl.tensor
     weight_factor: tl.tensor
     grad_factor: tl.tensor
     delta: tl.tensor
@@ -113,62 +126,63 @@ class GradientRow(NamedTuple):
 
 @triton.jit
 def saved_statistics(saved, inputs, algebra, b, h, q_offsets):
-    """What the forward saved of the rows: shift, largest phi, sum phi 2^-shift, sum u^p."""
+    """What the forward saved of the rows [BLOCK_Q]: shift, largest phi, sum phi 2^-shift, sum u^p."""
     mask = q_offsets < inputs.query_length
-    row_max = tl.load(loading.saved_pointers(saved, b, h, q_offsets, loading.LARGEST_SCORE), mask=mask, other=0.0)
+    row_max = tl.load(loading.saved_pointers(saved, b, h, q_offsets, loading.MAXIMUM_IN_UNIT), mask=mask, other=0.0)
     phi_sum = tl.load(loading.saved_pointers(saved, b, h, q_offsets, loading.PHI_SUM), mask=mask, other=1.0)
-    u_sum = tl.load(loading.saved_pointers(saved, b, h, q_offsets, loading.U_SUM), mask=mask, other=1.0)
+    power_sum = tl.load(loading.saved_pointers(saved, b, h, q_offsets, loading.POWER_SUM), mask=mask, other=1.0)
     shift = tl.zeros_like(row_max)
     if algebra.shifted:
         shift = algebra.phi.shift(row_max)
-    return shift, algebra.phi.value(row_max, shift, algebra), phi_sum, u_sum
+    return shift, algebra.phi.value(row_max, shift, algebra), phi_sum, power_sum
 
 
 @triton.jit
 def gradient_row(saved, inputs, algebra, count, b, h, q_offsets, delta):
-    """The backward's rows, from what the forward saved."""
-    shift, largest, phi_sum, u_sum = saved_statistics(saved, inputs, algebra, b, h, q_offsets)
+    """The backward's rows [BLOCK_Q], from what the forward saved."""
+    shift, largest_phi, phi_sum, power_sum = saved_statistics(saved, inputs, algebra, b, h, q_offsets)
     threshold = tl.zeros_like(shift)
-    over_spread = threshold - 1.0
+    reciprocal_spread = threshold - 1.0
     if algebra.reweighted:
-        threshold, reciprocal_spread, tied, _peak = row_threshold(inputs, algebra, count, phi_sum, largest)
-        heaviest = u_to_the_power(excess(largest, threshold, reciprocal_spread, algebra), inputs, algebra, h, 0)
-        # What weighs less than the rounding of the heaviest may still have a gradient, u^(p - 1), where p is small
-        negligible = (tl.zeros_like(phi_sum) + head_power(inputs, algebra, h)) >= LARGE_POWER
-        one_key = (count == 1.0) | ((u_sum == heaviest) & (tied == 0) & negligible)
-        over, over_u_sum = reciprocal_sum(phi_sum, algebra), reciprocal_sum(u_sum, algebra)
-        highest = tl.where(largest > 0.0, largest, 1.0)
-        threshold, over_spread = tl.where(tied, 0.0, threshold), tl.where(tied, -1.0 / highest, reciprocal_spread)
-        weight_factor = tl.where(tied, over * highest, over_u_sum)
-        grad_factor = tl.where(tied, over, head_power(inputs, algebra, h) * over_u_sum * reciprocal_spread)
+        threshold, reciprocal_spread, tied, _peak = row_threshold(inputs, algebra, count, phi_sum, largest_phi)
+        heaviest = u_to_the_power(excess(largest_phi, threshold, reciprocal_spread, algebra), inputs, algebra, h, 0)
+        # Keys that are lost in the rounding of power_sum still have a gradient, u^(p - 1), unless p is large
+        large_power = (tl.zeros_like(phi_sum) + head_power(inputs, algebra, h)) >= LARGE_POWER
+        one_key = (count == 1.0) | ((power_sum == heaviest) & (tied == 0) & large_power)
+        reciprocal_phi_sum, reciprocal_power_sum = reciprocal_sum(phi_sum, algebra), reciprocal_sum(power_sum, algebra)
+        highest = tl.where(largest_phi > 0.0, largest_phi, 1.0)
+        weight_factor = tl.where(tied, reciprocal_phi_sum * highest, reciprocal_power_sum)
+        untied_factor = head_power(inputs, algebra, h) * reciprocal_power_sum * reciprocal_spread
+        grad_factor = tl.where(tied, reciprocal_phi_sum, untied_factor)
+        threshold, reciprocal_spread = tl.where(tied, 0.0, threshold), tl.where(tied, -1.0 / highest, reciprocal_spread)
         grad_factor = tl.where(one_key, 0.0, grad_factor)
     elif algebra.normaliser == "l1":
         weight_factor = reciprocal_sum(phi_sum, algebra)
         if algebra.shift_holds_norm:
             shift = shift - tl.log2(weight_factor)
             weight_factor = tl.full(weight_factor.shape, 1.0, tl.float32)
-        grad_factor = tl.where((count == 1.0) | (phi_sum == largest), 0.0, weight_factor)
+        grad_factor = tl.where((count == 1.0) | (phi_sum == largest_phi), 0.0, weight_factor)
     else:
         # Of a row that saw an infinity the sum is NaN
         weight_factor = row_factor(inputs, algebra, count, b) / algebra.phi.unit + (phi_sum - phi_sum)
         grad_factor = weight_factor
         delta = tl.zeros_like(weight_factor)
     weight_factor = tl.where(count > 0.0, weight_factor, 0.0)
-    return GradientRow(shift, threshold, over_spread, weight_factor, grad_factor * algebra.phi.unit, delta)
+    return GradientRow(shift, threshold, reciprocal_spread, weight_factor, grad_factor * algebra.phi.unit, delta)
 
 
 @triton.jit
 def expanded(row, AXIS: tl.constexpr):
     """The vectors along one axis of a tile."""
     return GradientRow(
-        tl.expand_dims(row.shift, AXIS), tl.expand_dims(row.threshold, AXIS), tl.expand_dims(row.over_spread, AXIS),
+        tl.expand_dims(row.shift, AXIS), tl.expand_dims(row.threshold, AXIS), tl.expand_dims(row.reciprocal_spread, AXIS),
         tl.expand_dims(row.weight_factor, AXIS), tl.expand_dims(row.grad_factor, AXIS), tl.expand_dims(row.delta, AXIS),
     )  # fmt: skip
 
 
 @triton.jit
 def weights_and_gradients(s, grad_weights, row, inputs, algebra, h):
-    """A, g, phi' and u of a tile, from its scores and dL/dA.
+    """A, g, phi' and u of a tile [BLOCK_Q, BLOCK_K], or [BLOCK_K, BLOCK_Q], from its scores and dL/dA.
 
     dL/ds = grad_factor (g - mean_grad) phi'. What all keys of a row share, grad_factor, is left to the sums over keys.
     """
@@ -179,8 +193,8 @@ def weights_and_gradients(s, grad_weights, row, inputs, algebra, h):
     if algebra.normaliser == "l1":
         grad_u = grad_weights - row.delta
     if algebra.reweighted:
-        u = excess(f, row.threshold, tl.abs(row.over_spread), algebra)
-        u_less = tl.where(row.over_spread < 0.0, 1.0, u_to_the_power(u, inputs, algebra, h, 1))
+        u = excess(f, row.threshold, tl.abs(row.reciprocal_spread), algebra)
+        u_less = tl.where(row.reciprocal_spread < 0.0, 1.0, u_to_the_power(u, inputs, algebra, h, 1))
         grad_u = grad_u * u_less
         f = u_less * u
     if not algebra.shift_holds_norm:
@@ -196,15 +210,15 @@ def rounding_step(rounded, algebra):
     result is 0 where the step is tiny or no number.
     """
     bits = rounded.to(tl.int32, bitcast=True) & 0x7F800000
-    power = bits.to(tl.float32, bitcast=True)
+    pow2 = bits.to(tl.float32, bitcast=True)
     part: tl.constexpr = (2.0**-10 if algebra.float16 else 2.0**-7) / 127.0
-    return tl.where((power > 2.0**-100) & (power < float("inf")), power * part, 0.0)
+    return tl.where((pow2 > 2.0**-100) & (pow2 < float("inf")), pow2 * part, 0.0)
 
 
 @triton.jit
 def rounding_residual(x, rounded, algebra):
     """x - rounded in steps, whole and at most 127."""
-    unit = rounding_step(rounded, algebra)
-    left = (x - rounded) / tl.where(unit > 0.0, unit, 1.0)
-    left = tl.where((unit > 0.0) & (tl.abs(left) <= 127.0), left, 0.0)
-    return left + tl.where(left < 0.0, -0.5, 0.5)  # cut off when it is stored
+    step = rounding_step(rounded, algebra)
+    steps = (x - rounded) / tl.where(step > 0.0, step, 1.0)
+    steps = tl.where((step > 0.0) & (tl.abs(steps) <= 127.0), steps, 0.0)
+    return steps + tl.where(steps < 0.0, -0.5, 0.5)  # cut off when it is stored
