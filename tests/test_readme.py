@@ -329,6 +329,28 @@ def test_the_dip_of_half_of_rope_is_the_measured_one():
     assert f"It dips to {at_four:.2f} at 4 times the length" in " ".join(LAYOUTS.split())
 
 
+def test_eight_trainings_on_the_tiled_backend_kept_their_line():
+    (group,) = read(ROOT / "docs/results/layouts-tiled/results.json").groups
+    first, last = (cell(group, at, "as trained") for at in (1.0, 16.0))
+    assert len(group.evaluations) == 8
+    assert max(one.row(2048).loss - one.row(128).loss for one in group.evaluations) < 0.01, "no line is lost"
+    said = f"{first.loss:.3f} ± {first.spread:.3f} at 1x, {last.loss:.3f} ± {last.spread:.3f} at 16x"
+    assert said in " ".join(LAYOUTS.split())
+
+
+def test_the_power_under_a_window_is_the_measured_one():
+    runs = {one.info.name: one.evaluation for one in read(ROOT / "docs/results/layout-trials/results.json").runs}
+    runs |= {one.info.name: one.evaluation for one in read(RESULT / "results.json").runs}
+    losses = []
+    for run in ("p3-s0", "p7-s0", "hybrid-half-rope-s0"):
+        (loss,) = (
+            r.loss for r in runs[run].rows if r.length == 2048 and r.setting.window == 128 and not r.setting.sinks
+        )
+        losses.append(f"{loss:.3f}")
+    said = f"{losses[0]} at 16 times the length with a power of 3, {losses[1]} with 7, {losses[2]} with 31"
+    assert said in " ".join(LAYOUTS.split())
+
+
 def test_the_spread_of_seeds_is_the_measured_one():
     runs = read(RESULT / "results.json").evaluations
     losses = sorted(one.row(128).loss for one in runs if one.run.startswith("hybrid-s"))
