@@ -284,9 +284,22 @@ def recall_table() -> str:
     return "\n".join(lines)
 
 
+def layout_recall_table() -> str:
+    """Every training of the demo's layout on recall, with a head of two tokens."""
+    report = read_as(RecallReport, ROOT / "docs/results/recall-demo/results.json")
+    columns = ((64, False), (256, False), (1024, False), (1024, True))
+    lines = ["| global layers | 1x | 4x, filler | 16x, filler | 16x, pairs |", "|---|---|---|---|---|"]
+    for label in ("cosine", "lssar", "softmax"):
+        (group,) = (one for one in report.groups if one.label == label)
+        runs = [{(row.length, row.grown): row.accuracy for row in one.recall.shown} for one in group.entries]
+        cells = [", ".join(f"{run[at]:.2f}" for run in runs) for at in columns]
+        lines.append(f"| {group.entries[0].info.mechanism.split(' / ')[-1]} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 TABLES = {
     "trials": trials_table, "recall": recall_table, "both": both_table, "heads": heads_table, "larger": larger_table,
-    "bpe": bpe_table,
+    "bpe": bpe_table, "layout_recall": layout_recall_table,
 }  # fmt: skip
 
 
@@ -320,6 +333,9 @@ def test_recall_in_the_layout_of_the_demo_is_the_measured_one():
     text = " ".join(LAYOUTS.split())
     assert f"does not learn it within 1,500 steps ({alone[64]} at 1x)" in text
     assert f"sees two tokens it does ({short[64]}), but falls to {short[256]} at 4x and {short[1024]} at 16x" in text
+    learned = {group.label: sum(entry.recall.shown[0].accuracy > 0.9 for entry in group.entries) for group in groups}
+    assert {name: learned[name] for name in ("cosine", "lssar", "softmax")} == {"cosine": 3, "lssar": 1, "softmax": 0}
+    assert f"with each of three seeds** ({by['cosine'][1024]} at 16x), LSSAR with one of three" in text
 
 
 def test_the_dip_of_half_of_rope_is_the_measured_one():
