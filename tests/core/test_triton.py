@@ -249,16 +249,17 @@ class OneKeyDominates(NamedTuple):
 
 
 @pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("laser", [False, True])
 @pytest.mark.parametrize(
     ("phi", "high", "low"), [("softplus", 40.3, -8), ("softplus", -5, -15), ("sigmoid", 2, -10), ("exp", 2, -8)]
 )
-def test_delta_is_of_the_rounded_weights_where_one_key_dominates(quiet, monkeypatch, phi, high, low, split):
+def test_delta_is_of_what_was_rounded_where_one_key_dominates(quiet, monkeypatch, phi, high, low, laser, split):
     from softfocus.backends.triton import call
 
     if split:
         monkeypatch.setattr(call, "_programs", lambda device: 64)
         monkeypatch.setattr(call, "TILES_OF_A_SPLIT", 1)
-    check(fused, OneKeyDominates(high, low), Mechanism(phi=phi), BRAIN, device=DEVICE)
+    check(fused, OneKeyDominates(high, low), Mechanism(phi=phi, laser=laser), BRAIN, device=DEVICE)
 
 
 def test_a_gradient_that_spans_too_much_is_copied(quiet, monkeypatch):

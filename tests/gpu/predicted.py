@@ -38,13 +38,13 @@ COUNTED = {
     64: {
         "lssa": Counted(12.1, 15.1 + 24.7),
         "lssar": Counted(13.6 + 19.8, 32.4 + 38.9, products=3),
-        "laser": Counted(12.2, 8.5 + 25.8),
+        "laser": Counted(12.2, 8.5 + 21.5),
         "softmax": Counted(11.8, 8.6 + 19.2),
     },
     128: {
         "lssa": Counted(16.4, 21.6 + 103.0),
         "lssar": Counted(17.4 + 24.7, 74.2 + 116.0, products=3),
-        "laser": Counted(21.2, 14.4 + 45.2),
+        "laser": Counted(21.1, 14.4 + 36.5),
         "softmax": Counted(13.9, 15.0 + 34.9),
     },
 }

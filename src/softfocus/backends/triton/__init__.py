@@ -81,16 +81,16 @@ def rows_kept(call: Call) -> int:
 def residual_dtype(mechanism: Mechanism, dtype: torch.dtype) -> torch.dtype | None:
     """Of the residual that the backward wants beside an output of a dtype; or None.
 
-    It is LASER's e^-out. For halves whose weights sum to one it is the rounding error of out, since the gradients hold
+    It is LASER's A e^V. For halves whose weights sum to one it is the rounding error of out, since the gradients hold
     D = sum(out dL/dout).
     """
     if mechanism.laser:
-        return exponential_dtype(dtype)
+        return torch.float32
     return torch.int8 if dtype != torch.float32 and mechanism.normaliser == "l1" else None
 
 
 def exponential_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of LASER's e^V and e^-out beside values of a dtype: float16 cannot hold them."""
+    """Of LASER's e^V and dL/d(A e^V) beside values of a dtype: float16 cannot hold them."""
     return torch.float32 if dtype == torch.float16 else dtype
 
 

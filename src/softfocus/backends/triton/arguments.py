@@ -122,7 +122,7 @@ class Outputs(NamedTuple):
     Attributes:
         out: [B, H, Lq, Dv].
         residual: like out, saved for the backward: the rounding error of out in units of ``weighting.rounding_step``; for
-            LASER e^-out, and in marked rows the rounding error itself. Or None.
+            LASER A e^V, and in marked rows the rounding error itself. Or None.
         saved: vectors of the rows, float32 [rows_kept, B, H, Lq].
         exact_heads: LASER's, int32 [B, H]: not 0 where the head has marked rows; or None.
         end: see above.

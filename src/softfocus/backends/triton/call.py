@@ -152,16 +152,20 @@ class Launcher:
             grad = grad.contiguous()
         layouts = tuple((x.stride(), x.dtype, x.data_ptr() % ALIGNED) for x in (grad, out, saved))
         grad_out = array(grad)
+        grad_acc = None  # LASER's dL/d(A e^V), which the queries' kernel makes of grad_out once for the others
+        if call.mechanism.laser:
+            grad_acc = array(torch.empty_like(out, dtype=exponential_dtype(value.dtype)))
 
         def launch(kernel: Any, grid: tuple[int, ...], tile: tuning.Tile, *arguments: Any) -> None:
             shape = self._launch_shape(tile)
-            shared = inputs, self.algebra, shape.masks, grad_out, outputs, array(row_vectors)
             for exact in (False, True) if call.mechanism.laser else (False,):
+                made = grad_acc is not None and not exact and kernel is not query_gradients.query_gradients
+                shared = inputs, self.algebra, shape.masks, grad_acc if made else grad_out, outputs, array(row_vectors)
                 variant = tile, exact, layouts
                 self._launch(kernel, variant, grid, *shared, *arguments, exact, shape.blocks, **shape.options)
 
         def queries(tile: tuning.Tile) -> None:
-            arrays = array(grads["query"]), grads_by_row.get("head_scale"), grads_by_row.get("power")
+            arrays = array(grads["query"]), grad_acc, grads_by_row.get("head_scale"), grads_by_row.get("power")
             launch(query_gradients.query_gradients, self._launch_shape(tile).row_grid, tile, *arrays)
 
         def keys(tile: tuning.Tile) -> None:

@@ -32,14 +32,17 @@ def active_rows(outputs, inputs, algebra, b, h, q_offsets, EXACT: tl.constexpr):
 
 
 @triton.jit
-def load_grad_acc(grad_out, outputs, inputs, algebra, b, h, q_offsets, active, blocks):
-    """dL/d(A V) [BLOCK_Q, BLOCK_DV], or LASER's dL/d(A e^V), which is 0 in rows that are not active."""
-    grad_acc = loading.load_like_out(grad_out, inputs, b, h, q_offsets, blocks)
-    if algebra.laser:
-        exp_minus_out = loading.load_like_out(outputs.residual, inputs, b, h, q_offsets, blocks).to(tl.float32)
-        mask = (exp_minus_out == exp_minus_out) & active[:, None]  # an output that is NaN by rule passes nothing on
-        grad_acc = laser.operand(tl.where(mask, grad_acc.to(tl.float32) * exp_minus_out, 0.0), grad_acc)
-    return grad_acc
+def laser_grad_acc(grad_out, outputs, inputs, b, h, q_offsets, active, blocks):
+    """dL/d(A e^V) [BLOCK_Q, BLOCK_DV] as products take it, 0 in rows that are not active; and delta [BLOCK_Q].
+
+    delta is that of the rounded gradient: where one key dominates a row, dL/dA - delta is smaller than the rounding, which
+    cancels.
+    """
+    grad_tile = loading.load_like_out(grad_out, inputs, b, h, q_offsets, blocks)
+    exp_out = loading.load_like_out(outputs.residual, inputs, b, h, q_offsets, blocks)  # A e^V
+    mask = (exp_out > 0.0) & active[:, None]  # an output that is NaN by rule passes nothing on
+    grad_acc = laser.operand(tl.where(mask, grad_tile.to(tl.float32) / exp_out, 0.0), grad_tile)
+    return grad_acc, tl.sum(tl.where(mask, grad_acc.to(tl.float32) * exp_out, 0.0), 1)
 
 
 @triton.jit

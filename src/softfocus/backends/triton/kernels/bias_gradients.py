@@ -22,7 +22,8 @@ def bias_gradients(
 ):  # fmt: skip
     """grad_bias: a program has a tile of what the bias holds, and sums in a fixed order over all that it is broadcast to.
 
-    ALL_BATCH, ALL_HEADS, ALL_ROWS, ALL_KEYS: the dimensions along which it is. ``heads`` is the bias's own. EXACT as elsewhere.
+    ALL_BATCH, ALL_HEADS, ALL_ROWS, ALL_KEYS: the dimensions along which it is. ``heads`` is the bias's own. ``grad_out``
+    and EXACT as in key_gradients.
     """
     key_blocks = 1
     if not ALL_KEYS:
@@ -47,10 +48,7 @@ def bias_gradients(
                 q_offsets = q_block * blocks.BLOCK_Q + q_range  # [BLOCK_Q]
                 active = backward_rows.active_rows(outputs, inputs, algebra, b, h, q_offsets, EXACT)
                 query = loading.load_queries(inputs, b, h, q_offsets, blocks)  # [BLOCK_Q, BLOCK_D]
-                # [BLOCK_Q, BLOCK_DV]
-                grad_acc = backward_rows.load_grad_acc(
-                    grad_out, outputs, inputs, algebra, b, h, q_offsets, active, blocks
-                )
+                grad_acc = loading.load_like_out(grad_out, inputs, b, h, q_offsets, blocks)  # [BLOCK_Q, BLOCK_DV]
                 mean_grad, _scale, row_bias, row = backward_rows.load_row_vectors(
                     row_vectors, algebra, b, h, q_offsets, active
                 )

@@ -185,6 +185,11 @@ def store_results(
     mask = q_offsets < inputs.query_length
     dv_offsets = tl.arange(0, blocks.BLOCK_DV)
     weight_sum = power_sum if algebra.reweighted else phi_sum
+    # LASER in float16 multiplies with float32
+    rounded: tl.constexpr = not (algebra.float32 or (algebra.float16 and algebra.laser))
+    if ROUNDED and rounded and algebra.normaliser == "l1" and not algebra.reweighted:
+        element_type = inputs.value_operand.pointer.dtype.element_ty
+        weight_sum = weighting.rounded_sum(phi_sum, row_max, shift, algebra, element_type)
     if algebra.laser:
         lowest = tl.min(tl.where(dv_offsets[None, :] < inputs.value_dim, acc, float("inf")), 1)
         large = tl.zeros_like(weight_sum) + tl.max(large_values, 0)
@@ -195,16 +200,9 @@ def store_results(
         # NaN where phi_sum is
         mean = acc * (weighting.reciprocal_sum(weight_sum, algebra) + (phi_sum - phi_sum))[:, None]
         mean = tl.where((weight_sum[:, None] == 0.0) | (mean <= 0.0), 1.0, mean)
-        acc = log2(mean, algebra.terms)
-        exp_minus_out = tl.exp2(-acc)
-        if algebra.float32:
-            exp_minus_out = 1.0 / mean
-        loading.store_like_out(outputs.residual, b, row_heads, q_offsets, mask, exp_minus_out, inputs, blocks)
-        acc = acc * LN2
+        loading.store_like_out(outputs.residual, b, row_heads, q_offsets, mask, mean, inputs, blocks)
+        acc = log2(mean, algebra.terms) * LN2
     elif algebra.reweighted or algebra.normaliser == "l1":
-        if ROUNDED and not algebra.float32 and not algebra.reweighted:
-            element_type = inputs.value_operand.pointer.dtype.element_ty
-            weight_sum = weighting.rounded_sum(phi_sum, row_max, shift, algebra, element_type)
         if algebra.phi.has_zeros:  # the reciprocal of a small sum of these may be no number
             weight_sum = tl.broadcast_to(tl.where(weight_sum == 0.0, 1.0, weight_sum)[:, None], acc.shape)
             if algebra.float32:

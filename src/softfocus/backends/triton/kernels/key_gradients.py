@@ -22,6 +22,7 @@ def key_gradients(
 ):  # fmt: skip
     """grad_key and grad_value, summed over the query heads that share the key head.
 
+    ``grad_out`` is LASER's dL/d(A e^V), but in the EXACT variant.
     EXACT: the share of LASER's marked rows, added to what is there; else that of the others.
     """
     block = tl.program_id(0)
@@ -53,9 +54,7 @@ def key_gradients(
                 active = backward_rows.active_rows(outputs, inputs, algebra, b, h, q_offsets, EXACT)
                 # query, grad_operand [BLOCK_Q, BLOCK_D], grad_acc [BLOCK_Q, BLOCK_DV]; vectors [BLOCK_Q]
                 query, grad_operand = loading.load_query_operands(inputs, b, h, q_offsets, blocks)
-                grad_acc = backward_rows.load_grad_acc(
-                    grad_out, outputs, inputs, algebra, b, h, q_offsets, active, blocks
-                )
+                grad_acc = loading.load_like_out(grad_out, inputs, b, h, q_offsets, blocks)
                 mean_grad, scale, row_bias, row = backward_rows.load_row_vectors(
                     row_vectors, algebra, b, h, q_offsets, active
                 )

@@ -23,10 +23,10 @@ from softfocus.backends.triton.kernels.pointwise import LN2, log2
 
 @triton.jit
 def query_gradients(
-    inputs, algebra, masks, grad_out, outputs, row_vectors, grad_query, grad_head_scale, grad_power,
+    inputs, algebra, masks, grad_out, outputs, row_vectors, grad_query, grad_acc_out, grad_head_scale, grad_power,
     EXACT: tl.constexpr, blocks,
 ):  # fmt: skip
-    """grad_query, and ``row_vectors`` for the other kernels.
+    """grad_query, and ``row_vectors`` for the other kernels; of LASER also ``grad_acc_out``, dL/d(A e^V) like out.
 
     Where wanted also each row's share of the gradients of head_scale and power, [B, H, Lq]. EXACT: LASER's marked rows alone;
     else the others alone.
@@ -42,9 +42,16 @@ def query_gradients(
         if tl.max(active.to(tl.int32)) == 0:
             return
     query = loading.load_queries(inputs, b, h, q_offsets, blocks)  # [BLOCK_Q, BLOCK_D]
-    # [BLOCK_Q, BLOCK_DV]
-    grad_acc = backward_rows.load_grad_acc(grad_out, outputs, inputs, algebra, b, h, q_offsets, active, blocks)
-    delta = tl.where(active, backward_rows.load_delta(grad_out, outputs, inputs, algebra, b, h, q_offsets, blocks), 0.0)
+    # grad_acc = dL/d(A V), or LASER's dL/d(A e^V) [BLOCK_Q, BLOCK_DV]; delta [BLOCK_Q]
+    if algebra.laser and not EXACT:
+        grad_acc, delta = backward_rows.laser_grad_acc(grad_out, outputs, inputs, b, h, q_offsets, active, blocks)
+        row_heads = tl.zeros_like(q_offsets) + h
+        bounds = q_offsets < inputs.query_length
+        loading.store_like_out(grad_acc_out, b, row_heads, q_offsets, bounds, grad_acc, inputs, blocks)
+    else:
+        grad_acc = loading.load_like_out(grad_out, inputs, b, h, q_offsets, blocks)
+        delta = backward_rows.load_delta(grad_out, outputs, inputs, algebra, b, h, q_offsets, blocks)
+    delta = tl.where(active, delta, 0.0)
     count = masking.visible_count(masks, inputs, b, h, q_offsets)  # [BLOCK_Q]
     row = weighting.gradient_row(outputs.saved, inputs, algebra, count, b, h, q_offsets, delta)
     tile_row = weighting.expanded(row, 1)
