@@ -206,6 +206,7 @@ def trials_table() -> str:
         texts += [f"learned {name}, from {value:g}" for name, value in learned.items()]
         base = recipe["model"]["config"]["rope_parameters"]["rope_theta"]
         texts += [f"RoPE's base {base:g}"] if base != 10_000 else []
+        texts += ["three global layers"] if set(recipe["model"].get("layout", {})) == {"0", "*"} else []
         losses = {row.length // 128: row.loss for row in entry.evaluation.rows if row.setting == AS_TRAINED}
         cells = [
             entry.evaluation.mechanism,
@@ -336,6 +337,7 @@ def test_recall_in_the_layout_of_the_demo_is_the_measured_one():
     learned = {group.label: sum(entry.recall.shown[0].accuracy > 0.9 for entry in group.entries) for group in groups}
     assert {name: learned[name] for name in ("cosine", "lssar", "softmax")} == {"cosine": 3, "lssar": 1, "softmax": 0}
     assert f"with each of three seeds** ({by['cosine'][1024]} at 16x), LSSAR with one of three" in text
+    assert "three trainings of three, LSSAR in one, softmax in none" in " ".join(README.split())
 
 
 def test_the_dip_of_half_of_rope_is_the_measured_one():
