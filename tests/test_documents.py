@@ -146,3 +146,14 @@ def test_the_time_on_the_host_is_the_committed_one():
     )
     said = "LSSAR takes {} microseconds forward, {} decoding, {} with gradients; softmax {}, {} and {}"
     assert said.format(*(int(us + 0.5) for us in (*ours, *softmax))) in " ".join(PERFORMANCE.split())
+
+
+def test_every_name_of_the_glossary_is_in_the_code():
+    text = "\n".join(path.read_text() for path in (ROOT / "src").rglob("*") if path.suffix in (".py", ".cpp", ".h"))
+    known, names = set(re.findall(r"[A-Za-z_]\w*", text)), []
+    for line in (ROOT / "docs" / "glossary.md").read_text().splitlines():
+        cells = re.split(r"(?<!\\)\|", line)  # of | symbol | term | our name | meaning |
+        if len(cells) > 4:
+            names += re.findall(r"[A-Za-z_]\w*", " ".join(re.findall(r"`([^`]+)`", cells[3])))
+    assert len(names) > 80
+    assert not set(names) - known
