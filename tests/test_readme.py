@@ -149,6 +149,8 @@ def rates_table() -> str:
         ("softmax", "Softmax"),
         ("local-cosine", "local-cosine"),
         ("hybrid-half-rope",) * 2,
+        ("hybrid", "hybrid"),
+        ("local-softmax", "local-softmax"),
         ("lssar", "LSSAR"),
     ):
         losses = (other[f"{row}-half-s0"], at[label], other[f"{row}-twice-s0"])
