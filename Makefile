@@ -32,8 +32,8 @@ test: setup  ## every test (some eight minutes on two cores)
 soak: setup  ## trainings killed at 50 random points must end with the same weights (some five minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m soak -q
 
-# The compiler runs without the sanitizer that is loaded into Python. Fresh memory is filled with NaN, and none is kept for the next
-# call: what is never written, or no longer there, is noticed.
+# The compiler runs without the sanitizer that is loaded into Python. Fresh memory is filled with
+# NaN, and none is kept for the next call: what is never written, or no longer there, is noticed.
 SANITIZE := -O2 -g1 -fsanitize=address,undefined -fno-sanitize-recover=undefined -DSOFTFOCUS_POOL_BYTES=0
 sanitize: setup  ## the CPU kernels' tests under the address and undefined-behaviour sanitizers (some 20 minutes; needs GCC)
 	SOFTFOCUS_KERNEL_CACHE=$(CURDIR)/.sanitized SOFTFOCUS_CXXFLAGS="$(SANITIZE)" CXX="env -u LD_PRELOAD g++" \
@@ -50,19 +50,22 @@ sanitize-gpu: setup  ## the Triton kernels' tests under NVIDIA's compute-sanitiz
 	    $(BIN)/python -m pytest -x -q -m gpu tests/core/test_triton.py tests/core/test_cache.py -k "not cuda_graph and not compiled" || exit 1; \
 	done
 
-# Runs from the source tree with the PYTHON that has torch: the machine may be one where nothing can be installed.
+# Runs from the source tree with the PYTHON that has torch: the machine may be one where nothing can
+# be installed.
 STAGE ?= 1
 gpu:  ## the first half hour on a GPU: make gpu STAGE=1 to 4, each under nine minutes; writes runs/gpu/stage1.json (DRY=--dry-run: without one)
 	$(PYTHON) tests/gpu/stages.py $(STAGE) $(DRY)
 
-# Nothing is timed: an emulator executes what Triton compiled, with errors, races and late copies as the hardware may have them.
+# Nothing is timed: an emulator executes what Triton compiled, with errors, races and late copies as
+# the hardware may have them.
 emulated-gpu: setup  ## the Triton kernels' tests as compiled for sm_80 and sm_90, on an emulated GPU (ten minutes at first, then two)
 	for arch in 80 90; do \
 	  SOFTFOCUS_EMULATED_ARCH=$$arch OMP_NUM_THREADS=1 PYTHONPATH="tests/emulated/gpu:$$PYTHONPATH" \
 	    $(BIN)/python -m pytest -p plugin -q tests/core/test_triton.py tests/core/test_cache.py || exit 1; \
 	done
 
-# Nobody here has such a machine: the kernels run under an emulator, called from the tests in this machine's Python.
+# Nobody here has such a machine: the kernels run under an emulator, called from the tests in this
+# machine's Python.
 NEON := .emulated/neon
 neon: setup $(NEON)  ## the CPU kernels' parity tests as 64-bit ARM under qemu (an hour; Debian: apt install g++-aarch64-linux-gnu qemu-user-static)
 	SOFTFOCUS_EMULATED="qemu-aarch64-static $(NEON)" OMP_NUM_THREADS=1 PYTHONPATH="tests/emulated/arm:$$PYTHONPATH" \

@@ -1,4 +1,6 @@
-"""A small GPT in plain PyTorch, trained on this file's own text with LSSAR. Change MECHANISM and run it again."""
+"""A small GPT in plain PyTorch, trained on this file's own text with LSSAR. Change MECHANISM and
+run it again.
+"""
 
 from pathlib import Path
 

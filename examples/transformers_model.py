@@ -1,4 +1,6 @@
-"""A layout inside a Transformers model: local softmax layers, global LSSAR layers; saved, loaded, generated from."""
+"""A layout inside a Transformers model: local softmax layers, global LSSAR layers; saved, loaded,
+generated from.
+"""
 
 import tempfile
 

@@ -1,4 +1,6 @@
-"""The documents hold together: links lead somewhere, prose wraps, numbers are those of the committed results."""
+"""The documents hold together: links lead somewhere, prose wraps, numbers are those of the
+committed results.
+"""
 
 import json
 import re
@@ -92,7 +94,9 @@ def test_the_pages_name_files_that_exist():
 
 
 def bench_table() -> str:
-    """Time and memory of the CPU kernels and of what they are measured beside, as shares of SDPA's."""
+    """Time and memory of the CPU kernels and of what they are measured beside, as shares of
+    SDPA's.
+    """
     lines = [
         "| | keys | time | memory | tiled, time | the formula by hand, time | FlexAttention, time |",
         "|---|---|---|---|---|---|---|",

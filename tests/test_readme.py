@@ -1,4 +1,6 @@
-"""The README is true: its Python runs, and the numbers it shows are those of the committed result."""
+"""The README is true: its Python runs, and the numbers it shows are those of the committed
+result.
+"""
 
 import json
 import os
@@ -96,7 +98,9 @@ def said(found) -> str:
 
 
 def both_table() -> str:
-    """Loss of the demo's model and recall of the small one, by what turns the keys of the global LSSAR layers."""
+    """Loss of the demo's model and recall of the small one, by what turns the keys of the global
+    LSSAR layers.
+    """
     losses = {
         group.label: group
         for name in ("layouts", "loss-and-recall")
@@ -166,7 +170,9 @@ LAYOUTS = (ROOT / "docs" / "layouts.md").read_text()
 
 
 def heads_table() -> str:
-    """Who is disturbed by far keys: the loss at 16 times the length, and with one head or all narrowed."""
+    """Who is disturbed by far keys: the loss at 16 times the length, and with one head or all
+    narrowed.
+    """
     rows = {
         "lssar-half-s0": "LSSAR, p = 15, at 1e-3, which lost its line",
         "lssar-s3": "LSSAR, p = 15",
@@ -241,7 +247,9 @@ def bpe_table() -> str:
 
 
 def test_the_lead_of_global_cosine_softmax_is_the_measured_one():
-    """The mean of all trainings' differences from Softmax of the same seed, and its standard error."""
+    """The mean of all trainings' differences from Softmax of the same seed, and its standard
+    error.
+    """
     lead = {"1x": [], "16x": []}
     for study in ("layouts", "layouts-larger", "layouts-bpe"):
         groups = {
@@ -258,8 +266,8 @@ def test_the_lead_of_global_cosine_softmax_is_the_measured_one():
     text = " ".join(LAYOUTS.split())
     assert f"Over the {len(lead['1x'])} trainings of this page's three sizes" in text
     assert (
-        f"its loss is lower by {said['1x']} at 1x. At 16 times the length, both with the window, it is lower by {said['16x']}."
-        in text
+        f"its loss is lower by {said['1x']} at 1x. At 16 times the length, both with the window, "
+        f"it is lower by {said['16x']}." in text
     )
 
 
@@ -383,7 +391,10 @@ def test_the_size_of_caches_is_the_measured_one():
     folder = ROOT / "docs" / "results" / "layout-cache"
     hybrid, softmax = (json.loads((folder / f"{name}.json").read_text()) for name in ("hybrid", "softmax"))
     sizes = [f"{one['cache_bytes'] / one['tokens']:,.0f}" for one in (hybrid, softmax)]
-    text = f"At {hybrid['tokens']:,} tokens the cache of `demo-hybrid` takes {sizes[0]} bytes a token, Softmax's {sizes[1]}"
+    text = (
+        f"At {hybrid['tokens']:,} tokens the cache of `demo-hybrid` takes {sizes[0]} bytes a token, "
+        f"Softmax's {sizes[1]}"
+    )
     assert hybrid["tokens"] == softmax["tokens"]
     assert text in " ".join(LAYOUTS.split())
 
@@ -468,7 +479,8 @@ def test_the_numbers_of_the_maps_are_the_committed_ones():
     softmax, lssar = (one.row(2048) for one in read_inspections(ROOT / "docs/results/inspect/inspect.json").runs)
     said = " ".join(README.split())
     for text in (
-        f"{lssar.zeros.mean:.1%} of LSSAR's visible weights are exactly zero, and {softmax.zeros.mean:.1%} of Softmax's",
+        f"{lssar.zeros.mean:.1%} of LSSAR's visible weights are exactly zero, "
+        f"and {softmax.zeros.mean:.1%} of Softmax's",
         f"of a row is {lssar.entropy.mean:.2f} nats, against {softmax.entropy.mean:.2f}",
         f"{lssar.beyond.mean:.1%} lies a training length away or farther, against {softmax.beyond.mean:.1%}",
     ):

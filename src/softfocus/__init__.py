@@ -1,6 +1,8 @@
-"""Softplus attention that stays in focus: one call shaped like PyTorch's own, for LSSA, LSSAR, LASER and their rivals.
+"""Softplus attention that stays in focus: one call shaped like PyTorch's own, for LSSA, LSSAR,
+LASER and their rivals.
 
-Names are resolved on first use, so importing the package loads nothing, and using it needs torch alone.
+Names are resolved on first use, so importing the package loads nothing, and using it needs torch
+alone.
 """
 
 from importlib import import_module
@@ -32,7 +34,8 @@ __all__ = [
     "weights",
 ]
 
-# No submodule may bear one of these names: importing it would put the module in the function's place.
+# No submodule may bear one of these names: importing it would put the module in the function's
+# place.
 _HOME = {
     "Mechanism": "softfocus.mechanism",
     "laser": "softfocus.mechanism",

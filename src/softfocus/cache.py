@@ -1,4 +1,6 @@
-"""``attention_with_cache()``: new tokens against a cache of keys and values with room to spare, or one that lies in pages."""
+"""``attention_with_cache()``: new tokens against a cache of keys and values with room to spare, or
+one that lies in pages.
+"""
 
 import torch
 from torch import Tensor
@@ -26,27 +28,34 @@ def attention_with_cache(
     power: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Attention of the last tokens of each sequence to all of its tokens, which are in a cache already.
+    """Attention of the last tokens of each sequence to all of its tokens, which are in a cache
+    already.
 
-    For each sequence b what ``attention(query[b], keys[b], values[b], is_causal=True)`` gives, where keys and values are the
-    first ``lengths[b]`` that the cache holds for it: causal, the last query at the last of them, N_i counted from them. What
-    the cache holds beyond them is never looked at. Queries before the first token (more of them than ``lengths[b]``) see
-    nothing and are zero.
+    For each sequence b what ``attention(query[b], keys[b], values[b], is_causal=True)`` gives,
+    where keys and values are the first ``lengths[b]`` that the cache holds for it: causal, the last
+    query at the last of them, N_i counted from them. What the cache holds beyond them is never
+    looked at. Queries before the first token (more of them than ``lengths[b]``) see nothing and are
+    zero.
 
-    The triton backend reads lengths and pages on the device: no synchronisation, so that a step can be captured in a CUDA
-    graph. The others take the sequences one after another by what ``attention()`` runs on, and copy pages together first.
+    The triton backend reads lengths and pages on the device: no synchronisation, so that a step can
+    be captured in a CUDA graph. The others take the sequences one after another by what
+    ``attention()`` runs on, and copy pages together first.
 
     Args:
         query: [B, H, Lq, D], the last Lq tokens of each sequence.
-        key_cache: [B, Hk, most, D], or with ``page_table`` [pages, Hk, page size, D]; any strides (of pages that
-            are [pages, page size, Hk, D], as in vLLM and FlashAttention, pass ``.transpose(1, 2)``); the query's dtype:
-            autocast leaves a cache alone, so cast the query to it.
+        key_cache: [B, Hk, most, D], or with ``page_table`` [pages, Hk, page size, D]; any strides
+            (of pages that are [pages, page size, Hk, D], as in vLLM and FlashAttention, pass
+            ``.transpose(1, 2)``); the query's dtype: autocast leaves a cache alone, so cast the
+            query to it.
         value_cache: the same with Dv.
-        lengths: int32 or int64 [B], how many tokens each sequence has, the new ones among them. They are checked, but not by
-            the triton backend on a device, where that would wait for it: there they are cut to 0, and to what the cache holds.
-        page_table: int32 or int64 [B, n]: the page that holds tokens j * page size and following of a sequence stands at j.
-            Entries beyond a sequence's length are not read; those before are checked where lengths are.
-        scale, enable_gqa, mechanism, window_size, head_scale, power, backend: as in :func:`softfocus.attention`.
+        lengths: int32 or int64 [B], how many tokens each sequence has, the new ones among them.
+            They are checked, but not by the triton backend on a device, where that would wait for
+            it: there they are cut to 0, and to what the cache holds.
+        page_table: int32 or int64 [B, n]: the page that holds tokens j * page size and following of
+            a sequence stands at j. Entries beyond a sequence's length are not read; those before
+            are checked where lengths are.
+        scale, enable_gqa, mechanism, window_size, head_scale, power, backend: as in
+        :func:`softfocus.attention`.
 
     Returns:
         out [B, H, Lq, Dv] in the query's dtype, without gradient.

@@ -1,4 +1,6 @@
-"""Every named mechanism, its equation and the row of the paper where it stands. The one place to add one."""
+"""Every named mechanism, its equation and the row of the paper where it stands. The one place to
+add one.
+"""
 
 import math
 import re
@@ -25,9 +27,9 @@ class Entry:
         mechanism: the algebra.
         source: paper, and equation or table row.
         note: what a user should know; says so where the source was not at hand.
-        learned: parameters with gradient that the mechanism is defined with, as (argument of ``attention()``, initial
-            value) pairs, one value a head. ``attention()`` without them computes with 1; ``softfocus.hf.use()`` adds them
-            to a model.
+        learned: parameters with gradient that the mechanism is defined with, as (argument of
+            ``attention()``, initial value) pairs, one value a head. ``attention()`` without them
+            computes with 1; ``softfocus.hf.use()`` adds them to a model.
     """
 
     name: str
@@ -100,7 +102,8 @@ _CATALOG = Catalog(
             f"{SOFTPLUS_PAPER} table 1, Re-centered & l1-norm",
             "Rows with N <= 3 keep their weights (the paper's footnote 1).",
         ),
-        # Table 2: softmax taken apart. The check marks of the table were not legible at hand; read from the text.
+        # Table 2: softmax taken apart. The check marks of the table were not legible at hand; read
+        # from the text.
         Entry(
             "scenario_i",
             Mechanism(phi="identity", normaliser="none"),
@@ -192,7 +195,8 @@ _CATALOG = Catalog(
             "ssmax",
             Mechanism(length_scale="log(N)"),
             "arXiv 2501.19399 (SSMax)",
-            "head_scale is the paper's s, one a head. The initial value is the s of the paper's figure 1; how the paper "
+            "head_scale is the paper's s, one a head. The initial value is the s of the paper's figure 1; "
+            "how the paper "
             "initialises training could not be verified.",
             learned=(("head_scale", 0.43),),
         ),
@@ -226,19 +230,22 @@ def mechanisms() -> Catalog:
 
 
 def register(name: str, mechanism: Mechanism, *, note: str = "", learned: Mapping[str, float] | None = None) -> Entry:
-    """A name of your own for a mechanism, which then stands wherever the catalogue's names do, for this process.
+    """A name of your own for a mechanism, which then stands wherever the catalogue's names do, for
+    this process.
 
-    ``attention(mechanism=)``, combinations (``"laser(mine)"``), ``softfocus.hf.use()``, recipes and :func:`mechanisms` know it.
-    Names are not given away again. A saved model or a pickle holds the algebra and not the name, so it comes back where
-    nothing was registered. A run's recipe holds the name: for use by the command line, write the algebra as the recipe's table
+    ``attention(mechanism=)``, combinations (``"laser(mine)"``), ``softfocus.hf.use()``, recipes and
+    :func:`mechanisms` know it. Names are not given away again. A saved model or a pickle holds the
+    algebra and not the name, so it comes back where nothing was registered. A run's recipe holds
+    the name: for use by the command line, write the algebra as the recipe's table
     ``[model.mechanism]``.
 
     Args:
         name: a lower-case letter, then lower-case letters, digits and underscores.
         mechanism: the algebra. Other names may stand for the same.
         note: what a user should know.
-        learned: parameters that the mechanism is defined with and their initial values, ``{"head_scale": 0.43}``, as
-            :class:`Entry` has it. They belong to the algebra: an equal one in the catalogue must learn the same.
+        learned: parameters that the mechanism is defined with and their initial values,
+            ``{"head_scale": 0.43}``, as :class:`Entry` has it. They belong to the algebra: an equal
+            one in the catalogue must learn the same.
 
     Returns:
         The new entry of the catalogue; the old one where this very mechanism has that name already.
@@ -261,7 +268,8 @@ def register(name: str, mechanism: Mechanism, *, note: str = "", learned: Mappin
     wanted = known | checked_parameters(mechanism, learned or {})
     if wanted != known and (equal := [entry.name for entry in _CATALOG.values() if entry.mechanism == mechanism]):
         raise ValueError(
-            f"learned: got {wanted}, but {equal[0]!r} is the same mechanism and learns {known or 'nothing'}; hand initial "
+            f"learned: got {wanted}, but {equal[0]!r} is the same mechanism and learns {known or 'nothing'}; "
+            f"hand initial "
             "values to softfocus.hf.use() instead"
         )
     entry = Entry(name, mechanism, "registered", note, tuple(wanted.items()))
@@ -281,7 +289,8 @@ def checked_parameters(mechanism: Mechanism, parameters: Mapping[str, Any]) -> d
             raise TypeError(f"nothing is learned under the name {name!r}; {did_you_mean(name, LEARNABLE, 'they are')}")
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise ValueError(
-                f"{name}: got {value!r}, expected a finite number, the initial value for every head; set the parameters "
+                f"{name}: got {value!r}, expected a finite number, the initial value for every head; "
+                f"set the parameters "
                 f"softfocus_{name} of a model afterwards for one value each"
             )
     if "power" in parameters:
@@ -297,8 +306,8 @@ def named(text: str) -> Mechanism:
     """The mechanism that a name or a combination of names stands for.
 
     Args:
-        text: a name of the catalogue (``"lssar"``, capitals do not matter), or combinators around one:
-            ``"sharpened(softmax, 3)"``, ``"laser(lssa)"``, ``"laser(sharpened(lssa, 7.5))"``.
+        text: a name of the catalogue (``"lssar"``, capitals do not matter), or combinators around
+            one: ``"sharpened(softmax, 3)"``, ``"laser(lssa)"``, ``"laser(sharpened(lssa, 7.5))"``.
 
     Raises:
         ValueError: an unknown name, with the nearest one, or words that do not parse.
@@ -347,7 +356,8 @@ def _number(power: float | None) -> str:
 
 
 def learned_parameters(mechanism: str | Mechanism) -> dict[str, float]:
-    """The parameters that a mechanism is defined with, and their initial values: ``{"head_scale": 0.43}`` for SSMax.
+    """The parameters that a mechanism is defined with, and their initial values: ``{"head_scale":
+    0.43}`` for SSMax.
 
     A combination (``"laser(ssmax)"``) needs what its base needs; so does an equal ``Mechanism``.
     """

@@ -1,8 +1,9 @@
-"""What ``attention()`` and its backends agree on: a call, what a backend declares that it carries, and what it returns.
+"""What ``attention()`` and its backends agree on: a call, what a backend declares that it carries,
+and what it returns.
 
-No maths stands here. A new optional tensor or number is a field of :class:`Call` or :class:`Visibility` with a default. The
-operators' schema and the gradients follow from it. A backend that does not name it among its features refuses calls that
-give it.
+No maths stands here. A new optional tensor or number is a field of :class:`Call` or
+:class:`Visibility` with a default. The operators' schema and the gradients follow from it. A
+backend that does not name it among its features refuses calls that give it.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,8 +27,8 @@ class RowStatistics(NamedTuple):
         count: N_i, the number of visible keys.
         maximum: the largest visible score s_ij; -inf where a row sees nothing.
         log_norm: log sum_j |phi(s_ij)|, softmax's log-sum-exp; -inf where the sum is 0.
-        peak: max_j A_ij N_i - o, the highest weight over the row's mean before the power (o = 1, or 0 where N <= 3);
-            0 without re-weighting.
+        peak: max_j A_ij N_i - o, the highest weight over the row's mean before the power (o = 1, or
+            0 where N <= 3); 0 without re-weighting.
     """
 
     count: Tensor  # type: ignore[assignment]  # tuple has a method of that name
@@ -54,7 +55,8 @@ class Dropout(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One checked call. Tensors that are fields have gradients; those inside visibility, dropout and cache have none.
+    """One checked call. Tensors that are fields have gradients; those inside visibility, dropout
+    and cache have none.
 
     Attributes:
         query: [B, H, Lq, D].
@@ -83,7 +85,9 @@ class Call(NamedTuple):
     cache: Cache | None = None
 
     def of_sequence(self, b: int, length: int) -> "Call":
-        """The call of one sequence of a cache. Its keys and values are views, or copies of its pages."""
+        """The call of one sequence of a cache. Its keys and values are views, or copies of its
+        pages.
+        """
         assert self.cache is not None
         return self._replace(
             query=self.query[b : b + 1],
@@ -103,17 +107,23 @@ PARTS: dict[str, tuple[dict[str, Any], Callable[..., Any]]] = {
     "dropout": (Dropout.__annotations__, Dropout),
     "cache": (Cache.__annotations__, lambda *x: Cache(*x) if x else None),
 }
-"""Fields of a call that an operator cannot take: their leaves, and how the field is made of these. Lengths are no leaves, since
-they follow from the tensors and every argument of an operator costs microseconds."""
+"""Fields of a call that an operator cannot take: their leaves, and how the field is made of these.
+Lengths are no leaves, since they follow from the tensors and every argument of an operator costs
+microseconds.
+"""
 _FIELDS = {name: PARTS.get(name, ({name: kind}, None)) for name, kind in Call.__annotations__.items()}
 _TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", int: "SymInt", float: "float", str: "str"}
 
 LEAVES = {name: _TYPES[kind] for leaves, _make in _FIELDS.values() for name, kind in leaves.items()}
-"""The leaves that a call is packed into, with their types in an operator's schema. Those of a cache come last."""
+"""The leaves that a call is packed into, with their types in an operator's schema. Those of a cache
+come last.
+"""
 GRADIENTS = tuple(name for name, kind in Call.__annotations__.items() if kind in (Tensor, Tensor | None))
 """The tensors that have a gradient, in the order of an operator's results."""
 _REQUIRED = ("query", "key", "value", "left", "right", "code", "scale")
-"""Leaves that every backend carries. What a mechanism's code stands for, :class:`Carries` declares field by field."""
+"""Leaves that every backend carries. What a mechanism's code stands for, :class:`Carries` declares
+field by field.
+"""
 _OPTIONAL = tuple(name for name in LEAVES if name not in (*_REQUIRED, *Dropout.__annotations__, *Cache.__annotations__))
 _DEFAULTS = {**{entry.name: entry.default for entry in fields(Visibility)}, **Call._field_defaults}
 assert (*Call._fields[:4], Call._fields[-1]) == ("query", "key", "value", "visibility", "cache"), (
@@ -175,13 +185,13 @@ class Carries:
     """What a backend carries, field by field of the algebra. What is not named here is refused.
 
     Attributes:
-        similarity, length_scale, score_bias, phi, normaliser, post: values of the fields of ``Mechanism``. Of ``scale`` a
-            backend gets the number.
+        similarity, length_scale, score_bias, phi, normaliser, post: values of the fields of
+            ``Mechanism``. Of ``scale`` a backend gets the number.
         reweighting, laser: whether it re-weights rows by a power, and whether it has LASER.
         dtypes: of query, key and value.
         devices: types of devices, "any" for all of them.
-        features: names of the optional leaves of a call, "dropout" and "cache". A backend without "cache" is handed the
-            sequences of a cache one after another.
+        features: names of the optional leaves of a call, "dropout" and "cache". A backend without
+            "cache" is handed the sequences of a cache one after another.
     """
 
     similarity: tuple[str, ...]
@@ -240,7 +250,9 @@ class Backend(Protocol):
         """What it is, in some words, for ``explain()``."""
 
     def forward(self, call: Call) -> tuple[Tensor, Tensor]:
-        """out [B, H, Lq, Dv] and vectors of the rows [4 or more, B, H, Lq], first those of :class:`RowStatistics`."""
+        """out [B, H, Lq, Dv] and vectors of the rows [4 or more, B, H, Lq], first those of
+        :class:`RowStatistics`.
+        """
 
     @property
     def backward(self) -> Callable[..., dict[str, Tensor]] | None:
@@ -248,15 +260,20 @@ class Backend(Protocol):
 
     @property
     def rows_kept(self) -> Callable[[Call], int] | None:
-        """Of a call, how many vectors of the rows the backward takes from the forward, with ``out``."""
+        """Of a call, how many vectors of the rows the backward takes from the forward, with
+        ``out``.
+        """
 
     @property
     def refuses(self) -> Callable[[Call, bool], str | None] | None:
-        """Of a call and whether it is about to run: why it does not run here or at these sizes, or None.
+        """Of a call and whether it is about to run: why it does not run here or at these sizes, or
+        None.
 
         Only for a call that is about to run it compiles or touches a disk.
         """
 
     @property
     def prepare(self) -> Callable[[Call], Prepared | None] | None:
-        """Of a call, a function from query, key and value, laid out as the call's, to ``out``; None where there is none yet."""
+        """Of a call, a function from query, key and value, laid out as the call's, to ``out``; None
+        where there is none yet.
+        """

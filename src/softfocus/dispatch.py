@@ -9,11 +9,15 @@ from softfocus.contract import Backend, Call
 from softfocus.switches import switched_on
 
 TRITON = "SOFTFOCUS_TRITON"
-"""What "auto" does with the Triton kernels. off: leave them out. on: take them in Triton's interpreter, too. trusted: take them
-without comparing the first call of each kind with the tiled backend."""
+"""What "auto" does with the Triton kernels. off: leave them out. on: take them in Triton's
+interpreter, too. trusted: take them without comparing the first call of each kind with the tiled
+backend.
+"""
 
 BACKENDS: dict[str, Backend] = {"cpu": cpu, "triton": triton, "tiled": tiled, "reference": reference}
-"""Fastest first: ``backend="auto"`` takes the first that supports the call and need not be asked for."""
+"""Fastest first: ``backend="auto"`` takes the first that supports the call and need not be asked
+for.
+"""
 
 
 def _unasked(name: str) -> str | None:
@@ -33,18 +37,24 @@ def _trusted() -> bool:
 
 
 def operator(chosen: str, asked: str) -> str:
-    """The module that runs a chosen backend: for the Triton kernels, where "auto" took them, ``checked``."""
+    """The module that runs a chosen backend: for the Triton kernels, where "auto" took them,
+    ``checked``.
+    """
     return "checked" if chosen == "triton" and asked == "auto" and not _trusted() else chosen
 
 
 def supports(name: str, call: Call, to_run: bool = False) -> str | None:
-    """None, or why a backend does not carry a call. Compiles nothing and touches no disk, unless the call is about to run."""
+    """None, or why a backend does not carry a call. Compiles nothing and touches no disk, unless
+    the call is about to run.
+    """
     backend = BACKENDS[name]
     return backend.CARRIES.lacks(call) or (backend.refuses(call, to_run) if backend.refuses else None)
 
 
 def _refusal(name: str, call: Call) -> str | None:
-    """Why "auto" does not take a backend that supports a call, after comparing its first call; or None."""
+    """Why "auto" does not take a backend that supports a call, after comparing its first call; or
+    None.
+    """
     return None if name != "triton" or _trusted() else checked.refusal(call)
 
 
@@ -67,11 +77,12 @@ class Explanation:
 
 
 def choose(call: Call, backend: str, to_run: bool = True) -> str:
-    """The backend for a call. Only where the call is about to run may a backend be compiled to find out whether it compiles.
+    """The backend for a call. Only where the call is about to run may a backend be compiled to find
+    out whether it compiles.
 
     Raises:
-        ValueError: a backend asked for by name is unknown, or does not support the call: it never falls back. SOFTFOCUS_TRITON
-            says neither on nor off.
+        ValueError: a backend asked for by name is unknown, or does not support the call: it never
+            falls back. SOFTFOCUS_TRITON says neither on nor off.
     """
     if backend == "auto":
         # Of every backend, so that a misspelt switch is an error on every machine
@@ -88,7 +99,9 @@ def choose(call: Call, backend: str, to_run: bool = True) -> str:
 
 
 def account(call: Call, backend: str) -> Explanation:
-    """Choose a backend and say why. Compiles nothing, so a backend that does not compile is known only once it was tried."""
+    """Choose a backend and say why. Compiles nothing, so a backend that does not compile is known
+    only once it was tried.
+    """
     chosen = choose(call, backend, to_run=False)
     reasons = {}
     for name in BACKENDS:

@@ -1,17 +1,21 @@
-"""Which weights dropout drops: one definition, a function of the call's seed and a weight's place alone.
+"""Which weights dropout drops: one definition, a function of the call's seed and a weight's place
+alone.
 
-Philox-4x32 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) turns a counter and a key into four
-words of 32 bits. The key is the seed. One counter serves eight keys (columns) of a row:
+Philox-4x32 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) turns a counter
+and a key into four words of 32 bits. The key is the seed. One counter serves eight keys (columns)
+of a row:
 
     counter = (8 * (column // 64) + column % 8,  row,  batch * H + head,  0)
     number  = 16 bits of word n // 2, the lower ones where n is even, with n = column // 8 % 8
 
-A weight is dropped where its number is below p * 2^16, rounded; the others grow by 1 / (1 - p) of the p so rounded, which
-leaves the expectation exact. Seven rounds, as in FlashAttention: the fewest that pass BigCrush.
+A weight is dropped where its number is below p * 2^16, rounded; the others grow by 1 / (1 - p) of
+the p so rounded, which leaves the expectation exact. Seven rounds, as in FlashAttention: the fewest
+that pass BigCrush.
 
-Every backend makes the same bits, whatever its tiles and threads, and makes them again in the backward instead of keeping
-them. The eight columns of a counter lie eight apart because that is where a thread of a GPU finds its columns of a
-product of tensor cores, and where 64 columns come out in order when a CPU's vector holds eight counters.
+Every backend makes the same bits, whatever its tiles and threads, and makes them again in the
+backward instead of keeping them. The eight columns of a counter lie eight apart because that is
+where a thread of a GPU finds its columns of a product of tensor cores, and where 64 columns come
+out in order when a CPU's vector holds eight counters.
 """
 
 import torch
@@ -68,7 +72,8 @@ def philox(
     """Philox-4x32 of words in int64, broadcast against one another."""
     (a, b, c, d), (k, m) = counter, key
     for _ in range(ROUNDS):
-        # Products of 64 bits: beyond 2^63 they are negative, and their bits still right. b and d are the lower halves
+        # Products of 64 bits: beyond 2^63 they are negative, and their bits still right. b and d
+        # are the lower halves
         x, y = a * 0xD2511F53, c * 0xCD9E8D57
         a, b, c, d = ((y >> 32) ^ b ^ k) & _WORD, y, ((x >> 32) ^ d ^ m) & _WORD, x
         k, m = k + 0x9E3779B9 & _WORD, m + 0xBB67AE85 & _WORD

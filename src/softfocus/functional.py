@@ -1,4 +1,6 @@
-"""``attention()``: one call shaped like ``torch.nn.functional.scaled_dot_product_attention``, for every mechanism."""
+"""``attention()``: one call shaped like ``torch.nn.functional.scaled_dot_product_attention``, for
+every mechanism.
+"""
 
 from types import NoneType
 from typing import Any, Literal, overload
@@ -15,12 +17,15 @@ from softfocus.visibility import Visibility
 __all__ = ["HIDDEN", "RowStatistics", "attention", "explain"]
 
 HIDDEN = -5.0e3
-"""Entries of a floating attn_mask at or below this hide their key. Models write -inf, finfo.min, half of it, -1e9 or -1e4 for
-"hidden": softmax's exp is then exactly zero. As plain numbers they would count as visible keys in N.
+"""Entries of a floating attn_mask at or below this hide their key. Models write -inf, finfo.min,
+half of it, -1e9 or -1e4 for "hidden": softmax's exp is then exactly zero. As plain numbers they
+would count as visible keys in N.
 
-The line is half way between 0 and -1e4. bfloat16 makes -9984 of that, and models add position biases to their mask: learned
-ones (T5, Swin) are within some hundred. ALiBi's steepest heads reach -5,000 at 5,000 to 10,000 tokens, and no line tells their
-far keys from hidden ones. Pass ALiBi as ``bias``, which hides none."""
+The line is half way between 0 and -1e4. bfloat16 makes -9984 of that, and models add position
+biases to their mask: learned ones (T5, Swin) are within some hundred. ALiBi's steepest heads reach
+-5,000 at 5,000 to 10,000 tokens, and no line tells their far keys from hidden ones. Pass ALiBi as
+``bias``, which hides none.
+"""
 
 
 @overload
@@ -87,52 +92,65 @@ def attention(
 ) -> Tensor | tuple[Tensor, RowStatistics]:
     """Attention by any mechanism of the algebra.
 
-    A query sees the keys that *all* of the masking arguments allow; N_i, the number of keys that row i sees, is counted
-    from them. A row that sees nothing is zero and passes no gradient. NaN and infinities that a row cannot see never
-    reach it; those that it sees make it NaN, and so does a NaN in a floating mask or bias. Scores, weights and statistics
-    are held in float32 (float64 for float64).
+    A query sees the keys that *all* of the masking arguments allow; N_i, the number of keys that
+    row i sees, is counted from them. A row that sees nothing is zero and passes no gradient. NaN
+    and infinities that a row cannot see never reach it; those that it sees make it NaN, and so does
+    a NaN in a floating mask or bias. Scores, weights and statistics are held in float32 (float64
+    for float64).
 
     Args:
         query: [B, H, Lq, D], float64, float32, bfloat16 or float16.
         key: [B, Hk, Lk, D], same dtype and device. Hk = H, or a divisor of it with ``enable_gqa``.
         value: [B, Hk, Lk, Dv]. Dv need not be D, but at least 1.
-        attn_mask: bool, True where the key may be seen, or floating: added to the scores, and hiding keys where it is
-            -5,000 or lower (:data:`HIDDEN`; position biases that go so far, as ALiBi's may, are a ``bias``). Broadcastable
-            to [B, H, Lq, Lk]. A floating mask is split into a bool and an additive tensor of its size; with ``bias`` as
-            well, into their sum, in float32 at least. Or a ``torch.nn.attention.bias.CausalBias``: ``causal_upper_left``
-            is SDPA's ``is_causal``, ``causal_lower_right`` the ``is_causal`` here.
-        dropout_p: probability with which a weight is dropped (the others grow by 1 / (1 - p)), as a multiple of 2^-16; 0
-            when not training. Which weights these are follows from a seed that the call takes of torch's generator for the
-            CPU, on every backend and device the same: :mod:`softfocus.dropout`. Not for LASER.
-        is_causal: a query sees no later key. Aligned **bottom-right**: the last query is at the last key, as a KV cache
-            needs. SDPA's own ``is_causal`` is aligned top-left; the two agree where Lq = Lk.
-        scale: takes the place of the mechanism's d-dependent factor 1/sqrt(d), log(d) or 1; the length factor stays. A
-            warning says, once, where softmax's 1/sqrt(d) takes the place of another.
+        attn_mask: bool, True where the key may be seen, or floating: added to the scores, and
+            hiding keys where it is -5,000 or lower (:data:`HIDDEN`; position biases that go so far,
+            as ALiBi's may, are a ``bias``). Broadcastable to [B, H, Lq, Lk]. A floating mask is
+            split into a bool and an additive tensor of its size; with ``bias`` as well, into their
+            sum, in float32 at least. Or a ``torch.nn.attention.bias.CausalBias``:
+            ``causal_upper_left`` is SDPA's ``is_causal``, ``causal_lower_right`` the ``is_causal``
+            here.
+        dropout_p: probability with which a weight is dropped (the others grow by 1 / (1 - p)), as a
+            multiple of 2^-16; 0 when not training. Which weights these are follows from a seed that
+            the call takes of torch's generator for the CPU, on every backend and device the same:
+            :mod:`softfocus.dropout`. Not for LASER.
+        is_causal: a query sees no later key. Aligned **bottom-right**: the last query is at the
+            last key, as a KV cache needs. SDPA's own ``is_causal`` is aligned top-left; the two
+            agree where Lq = Lk.
+        scale: takes the place of the mechanism's d-dependent factor 1/sqrt(d), log(d) or 1; the
+            length factor stays. A warning says, once, where softmax's 1/sqrt(d) takes the place of
+            another.
         enable_gqa: grouped-query attention: head h of the query uses key head h // (H / Hk).
-        mechanism: a name of :func:`softfocus.mechanisms`, a combination (``"laser(lssar)"``, ``"sharpened(lssa, 3)"``), or
-            a :class:`softfocus.Mechanism`. The default is LSSAR with p = 15, not softmax.
-        window_size: (left, right), how many keys on each side of its own position a query sees, -1 for all.
-        key_mask: bool [B, Lk], True where the key is real, False for padding: as ``attn_mask``, the opposite of
-            ``torch.nn.MultiheadAttention``'s key_padding_mask.
-        document_ids: integer [B, Lk]; a query sees the keys of its own document only (packed sequences). The queries are
-            the last Lq of the keys. From lengths: :func:`softfocus.document_ids_from_lengths`.
-        bias: floating and finite, added to the scores after scaling, with gradient. Broadcastable to [B, H, Lq, Lk]. It
-            hides no key, however low: that is ``attn_mask``'s part.
-        head_scale: [H], multiplies the scores, with gradient: the learned factor of SSMax, QK-norm and Shen's ReLU, which
-            without it compute with 1.
-        power: [H], takes the place of the mechanism's power, with gradient. Values below 1 have unbounded slopes.
+        mechanism: a name of :func:`softfocus.mechanisms`, a combination (``"laser(lssar)"``,
+            ``"sharpened(lssa, 3)"``), or a :class:`softfocus.Mechanism`. The default is LSSAR with
+            p = 15, not softmax.
+        window_size: (left, right), how many keys on each side of its own position a query sees, -1
+            for all.
+        key_mask: bool [B, Lk], True where the key is real, False for padding: as ``attn_mask``, the
+            opposite of ``torch.nn.MultiheadAttention``'s key_padding_mask.
+        document_ids: integer [B, Lk]; a query sees the keys of its own document only (packed
+            sequences). The queries are the last Lq of the keys. From lengths:
+            :func:`softfocus.document_ids_from_lengths`.
+        bias: floating and finite, added to the scores after scaling, with gradient. Broadcastable
+            to [B, H, Lq, Lk]. It hides no key, however low: that is ``attn_mask``'s part.
+        head_scale: [H], multiplies the scores, with gradient: the learned factor of SSMax, QK-norm
+            and Shen's ReLU, which without it compute with 1.
+        power: [H], takes the place of the mechanism's power, with gradient. Values below 1 have
+            unbounded slopes.
         return_statistics: also return :class:`RowStatistics`, without gradient.
-        backend: "auto", or one by name, which then never falls back; :func:`softfocus.explain` says what "auto" takes.
-            "reference" is differentiable twice.
+        backend: "auto", or one by name, which then never falls back; :func:`softfocus.explain` says
+            what "auto" takes. "reference" is differentiable twice.
 
     Returns:
-        out [B, H, Lq, Dv] in the query's dtype; with ``return_statistics`` the pair (out, RowStatistics).
+        out [B, H, Lq, Dv] in the query's dtype; with ``return_statistics`` the pair (out,
+        RowStatistics).
 
     Raises:
         ValueError, TypeError: an argument that does not fit; the message names it.
-        NotImplementedError: a tensor has a forward-mode tangent, which only the reference carries on.
+        NotImplementedError: a tensor has a forward-mode tangent, which only the reference carries
+            on.
 
-    Source: arXiv 2501.13428 (softplus attention and the whole catalogue of its tables), arXiv 2411.03493 (LASER).
+    Source: arXiv 2501.13428 (softplus attention and the whole catalogue of its tables), arXiv
+    2411.03493 (LASER).
     """
     layout: tuple[Any, ...] | None = None
     if (
@@ -147,7 +165,8 @@ def attention(
             return ready(query, key, value)
     call = prepared(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, mechanism=mechanism,
-        window_size=window_size, key_mask=key_mask, document_ids=document_ids, bias=bias, head_scale=head_scale, power=power,
+        window_size=window_size, key_mask=key_mask, document_ids=document_ids, bias=bias, head_scale=head_scale,
+        power=power,
     )  # fmt: skip
     chosen = dispatch.operator(dispatch.choose(call, backend), backend)
     if layout:
@@ -169,9 +188,11 @@ def _layout(
     window_size: tuple[int, int] | None,
     backend: str,
 ) -> tuple[Any, ...] | None:
-    """The key of a call without optional tensors: all that decides how it is checked and dispatched.
+    """The key of a call without optional tensors: all that decides how it is checked and
+    dispatched.
 
-    None for arguments of other types than these, which might change, or equal those of a different call.
+    None for arguments of other types than these, which might change, or equal those of a different
+    call.
     """
     device = None if query.is_cpu and key.is_cpu and value.is_cpu else query.device
     if (
@@ -193,7 +214,8 @@ def _layout(
 
 
 def explain(*arguments: Any, return_statistics: bool = False, backend: str = "auto", **keywords: Any) -> Explanation:
-    """Which backend ``attention()`` with these same arguments runs on, and why each other one does not. Print it.
+    """Which backend ``attention()`` with these same arguments runs on, and why each other one does
+    not. Print it.
 
     Raises:
         ValueError, TypeError: as ``attention()``.
@@ -240,7 +262,9 @@ def prepared(
 
 
 def _autocast(*tensors: Any) -> tuple[Tensor, ...]:
-    """As SDPA does inside autocast, casts floating inputs other than float64 to autocast's dtype."""
+    """As SDPA does inside autocast, casts floating inputs other than float64 to autocast's
+    dtype.
+    """
     kind = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
     if not ops.autocasts(kind):
         return tensors

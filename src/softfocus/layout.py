@@ -1,7 +1,8 @@
-"""Layouts: which heads of which layers of a model run which mechanism, with which window and how much of RoPE.
+"""Layouts: which heads of which layers of a model run which mechanism, with which window and how
+much of RoPE.
 
-A layout is a frozen description. It holds names and numbers only, so it compares, hashes, goes through JSON, and stands in
-config.json. :func:`resolve` makes one from what a user writes.
+A layout is a frozen description. It holds names and numbers only, so it compares, hashes, goes
+through JSON, and stands in config.json. :func:`resolve` makes one from what a user writes.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,15 +24,16 @@ class Heads:
     Attributes:
         mechanism: a name, a combination of names or a ``Mechanism``; held as a ``Mechanism``.
         heads: how many query heads; None for all of the layer, or all that its other groups leave.
-        window: how many keys a query sees, itself included (to each side, where attention is not causal). None: no
-            window beyond the model's own.
-        sinks: how many of the first keys a query sees beside its window, at StreamingLLM's positions (arXiv 2309.17453,
-            section 3.2): from the end of the first window on, their distance to a query stays what it was there. Without
-            a KV cache only.
-        rope: share of the rotary embedding that is kept, its highest frequencies first; 1 is the model as it is, 0 is
-            NoPE, between them p-RoPE (arXiv 2410.06205).
-        parameters: initial values of what the heads learn, by argument of ``softfocus.attention()``: ``head_scale``,
-            ``power``. What the mechanism is defined with (SSMax's ``head_scale``) is added. Held as pairs.
+        window: how many keys a query sees, itself included (to each side, where attention is not
+            causal). None: no window beyond the model's own.
+        sinks: how many of the first keys a query sees beside its window, at StreamingLLM's
+            positions (arXiv 2309.17453, section 3.2): from the end of the first window on, their
+            distance to a query stays what it was there. Without a KV cache only.
+        rope: share of the rotary embedding that is kept, its highest frequencies first; 1 is the
+            model as it is, 0 is NoPE, between them p-RoPE (arXiv 2410.06205).
+        parameters: initial values of what the heads learn, by argument of
+            ``softfocus.attention()``: ``head_scale``, ``power``. What the mechanism is defined with
+            (SSMax's ``head_scale``) is added. Held as pairs.
 
     Raises:
         ValueError, TypeError: a value out of range; the message names it.
@@ -55,7 +57,8 @@ class Heads:
             raise ValueError(f"sinks: got {self.sinks!r}, expected a whole number of at least 0")
         if self.sinks and (self.window is None or self.sinks >= self.window):
             raise ValueError(
-                f"sinks: got {self.sinks} with window={self.window}; sinks stand beside a window that is longer than they are"
+                f"sinks: got {self.sinks} with window={self.window}; sinks stand beside a window that is "
+                f"longer than they are"
             )
         if isinstance(self.rope, bool) or not isinstance(self.rope, int | float) or not 0 <= self.rope <= 1:
             raise ValueError(
@@ -114,8 +117,8 @@ class Layout:
 
     Attributes:
         kinds: the different layers that there are.
-        layers: for each layer of the model its place in ``kinds``; None where all attention modules are alike, numbered
-            or not.
+        layers: for each layer of the model its place in ``kinds``; None where all attention modules
+            are alike, numbered or not.
     """
 
     kinds: tuple[Layer, ...]
@@ -177,7 +180,9 @@ class Layout:
         return cls(kinds, None if values["layers"] is None else tuple(values["layers"]))
 
     def __str__(self) -> str:
-        """ "softmax[128] / lssar": the kinds of layers in the order in which they come, their groups of heads with "+"."""
+        """ "softmax[128] / lssar": the kinds of layers in the order in which they come, their
+        groups of heads with "+".
+        """
         return " / ".join(kind_text(kind) for kind in self.kinds)
 
     def table(self) -> str:
@@ -195,13 +200,14 @@ def resolve(spec: Mapping[Any, Any], config: Any) -> Layout:
     """A layout from what a user writes, for the model of a config.
 
     Args:
-        spec: what runs (a mechanism, a dict with the fields of :class:`Heads`, or a list of such groups of heads), by which
-            layers: a layer type of the config (``"full_attention"``), a number (``3``, ``-1``), a slice (``"0::2"``), or
-            ``"*"`` for all that are left.
+        spec: what runs (a mechanism, a dict with the fields of :class:`Heads`, or a list of such
+            groups of heads), by which layers: a layer type of the config (``"full_attention"``), a
+            number (``3``, ``-1``), a slice (``"0::2"``), or ``"*"`` for all that are left.
         config: of a Transformers model with one stack of layers.
 
     Raises:
-        ValueError: a layer that is chosen twice, or not at all, or does not exist; heads that do not add up.
+        ValueError: a layer that is chosen twice, or not at all, or does not exist; heads that do
+            not add up.
         TypeError: something that is no mechanism.
     """
     if not spec:
@@ -214,7 +220,8 @@ def resolve(spec: Mapping[Any, Any], config: Any) -> Layout:
         which = rest if key == REST else _layers(key, config, count)
         if not which:
             raise ValueError(
-                f"layout: other keys choose all {count} layers, so {kind_text(groups_of(value))!r}, for the rest of them, runs "
+                f"layout: other keys choose all {count} layers, so {kind_text(groups_of(value))!r}, "
+                f"for the rest of them, runs "
                 "nowhere; write '*' in place of one of the keys"
             )
         if twice := [layer for layer in which if layer in chosen]:
@@ -270,7 +277,8 @@ def _layers(key: Any, config: Any, count: int) -> list[int]:
 
 
 def groups_of(value: Any) -> Layer:
-    """The groups of heads that a value of a layout names: a mechanism, a dict of the fields of :class:`Heads`, or a list.
+    """The groups of heads that a value of a layout names: a mechanism, a dict of the fields of
+    :class:`Heads`, or a list.
 
     Raises:
         ValueError, TypeError: something else, or a value out of range.

@@ -1,4 +1,6 @@
-"""The algebra of attention mechanisms: a frozen record of names and numbers, and two combinators."""
+"""The algebra of attention mechanisms: a frozen record of names and numbers, and two
+combinators.
+"""
 
 import json
 import math
@@ -19,9 +21,13 @@ CHOICES: dict[str, tuple[str, ...]] = {
 SIGNED_PHI = ("gelu", "mish", "identity")
 """phi whose values may be negative: their l1 norm sums absolute values."""
 FREE_ROWS = 3
-"""Rows that see at most this many keys are not thresholded or re-centred: the papers' "first three rows"."""
+"""Rows that see at most this many keys are not thresholded or re-centred: the papers' "first three
+rows".
+"""
 TIED = 128.0
-"""A row whose weights exceed their mean by no more than so many eps, relative to it, counts as all equal."""
+"""A row whose weights exceed their mean by no more than so many eps, relative to it, counts as all
+equal.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,23 +36,29 @@ class Mechanism:
 
     For row i with N visible keys out of L, head dimension d and head h::
 
-        s_ij = scale(d) * length_scale(N) * head_scale[h] * similarity(q_i, k_j) + score_bias + bias_ij
-        f_ij = phi(s_ij)                                   on the visible keys, 0 elsewhere
-        A_ij = f_ij / sum_j |f_ij|                         normaliser "l1"; or f_ij times "1/N", "1/L", "1/sqrt(N/2)"
-        A_ij = relu(A_ij * N - o)^p, divided by its row sum     when power = p is given; o = 1, or 0 where N <= 3
-        A_ij = -A_ij, or A_ij - mean_j A_ij (and l1 again)      post
+        c_ij = similarity(q_i, k_j)
+        s_ij = scale(d) * length_scale(N) * head_scale[h] * c_ij + score_bias + bias_ij
+        f_ij = phi(s_ij)                            on the visible keys, 0 elsewhere
+        A_ij = f_ij / sum_j |f_ij|                  normaliser "l1"
+               f_ij times "1/N", "1/L", "1/sqrt(N/2)"    the other normalisers
+        A_ij = relu(A_ij * N - o)^p / row sum        when power = p; o = 1, or 0 where N <= 3
+        A_ij = -A_ij, or A_ij - mean_j A_ij         post; "recentre+l1" normalises once more
         out  = A V, or log(A exp(V)) column by column when laser
 
     Attributes:
         similarity: "dot" (q.k) or "cosine" (q.k / |q||k|).
-        scale: the factor that depends on the head dimension d. ``attention(scale=)`` takes its place when given.
-        length_scale: the factor that depends on the number N of keys that the row may see; log is natural.
+        scale: the factor that depends on the head dimension d. ``attention(scale=)`` takes its
+            place when given.
+        length_scale: the factor that depends on the number N of keys that the row may see; log is
+            natural.
         score_bias: "-log(N)" or "-log(L)", added to every score of the row (sigmoid attention).
         phi: the non-linearity.
         normaliser: what divides (or multiplies) a row of phi(s).
-        power: the exponent p >= 1 of the re-weighting (eq. 5 of arXiv 2501.13428), None for no re-weighting.
+        power: the exponent p >= 1 of the re-weighting (eq. 5 of arXiv 2501.13428), None for no
+            re-weighting.
         post: what table 1 of arXiv 2501.13428 does to the finished weights.
-        laser: weighted log-mean-exp of the values in place of their weighted mean (arXiv 2411.03493).
+        laser: weighted log-mean-exp of the values in place of their weighted mean (arXiv
+            2411.03493).
 
     Raises:
         ValueError: an unknown name, a power outside [1, 100], or parts that do not go together.
@@ -62,7 +74,9 @@ class Mechanism:
     post: str = "none"
     laser: bool = False
     code: str = field(init=False, repr=False, compare=False, default="")
-    """The fields as one string: how a mechanism is handed to a custom operator, which takes no objects."""
+    """The fields as one string: how a mechanism is handed to a custom operator, which takes no
+    objects.
+    """
 
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():
@@ -81,7 +95,8 @@ class Mechanism:
                 raise ValueError(f"Mechanism: power={self.power!r} is outside [1, 100]; None leaves re-weighting out")
             if self.normaliser != "l1" or self.phi in SIGNED_PHI:
                 raise ValueError(
-                    f"Mechanism: power={self.power:g} re-weights rows that sum to one, which needs normaliser='l1' and a "
+                    f"Mechanism: power={self.power:g} re-weights rows that sum to one, "
+                    f"which needs normaliser='l1' and a "
                     f"non-negative phi; got normaliser={self.normaliser!r}, phi={self.phi!r}"
                 )
         self._check_laser()
@@ -98,7 +113,9 @@ class Mechanism:
             )
 
     def replace(self, **changes: Any) -> "Mechanism":
-        """A copy with some fields changed: ``lssar.replace(power=3)``. Unknown fields are a ValueError."""
+        """A copy with some fields changed: ``lssar.replace(power=3)``. Unknown fields are a
+        ValueError.
+        """
         _refuse_unknown(changes)
         return replace(self, **changes)
 
@@ -113,7 +130,8 @@ class Mechanism:
         """The inverse of :meth:`to_dict`.
 
         Raises:
-            ValueError: an unknown field, a wrong value, or a missing field: with its default it would be another mechanism.
+            ValueError: an unknown field, a wrong value, or a missing field: with its default it
+                would be another mechanism.
         """
         _refuse_unknown(values)
         if missing := [entry.name for entry in fields(cls) if entry.init and entry.name not in values]:
@@ -173,15 +191,17 @@ def default_scale(mechanism: Mechanism, head_dim: int) -> float:
 def sharpened(mechanism: Mechanism, power: float) -> Mechanism:
     """The re-weighting of arXiv 2501.13428, eq. 5, on top of any mechanism whose rows sum to one.
 
-    Example: ``sharpened(named("softmax"), 3)``. The power belongs to training: a model trained with one power and run
-    with another is a different model.
+    Example: ``sharpened(named("softmax"), 3)``. The power belongs to training: a model trained with
+    one power and run with another is a different model.
 
     Raises:
-        ValueError: the mechanism is re-weighted already, its rows do not sum to one, or the power is outside [1, 100].
+        ValueError: the mechanism is re-weighted already, its rows do not sum to one, or the power
+            is outside [1, 100].
     """
     if _algebra(mechanism).power is not None:
         raise ValueError(
-            f"sharpened: the mechanism is re-weighted already, with power {mechanism.power:g}, and the algebra has one power; "
+            f"sharpened: the mechanism is re-weighted already, with power {mechanism.power:g}, "
+            f"and the algebra has one power; "
             "start from the mechanism without it (lssa, not lssar), or change the power with .replace(power=...)"
         )
     if power is None:
@@ -190,10 +210,12 @@ def sharpened(mechanism: Mechanism, power: float) -> Mechanism:
 
 
 def laser(mechanism: Mechanism) -> Mechanism:
-    """LASER (arXiv 2411.03493) over any mechanism whose rows are non-negative and sum to one: log(A exp(V)).
+    """LASER (arXiv 2411.03493) over any mechanism whose rows are non-negative and sum to one: log(A
+    exp(V)).
 
     Raises:
-        ValueError: the mechanism is LASER already, or its rows may be negative or do not sum to one.
+        ValueError: the mechanism is LASER already, or its rows may be negative or do not sum to
+            one.
     """
     if _algebra(mechanism).laser:
         raise ValueError(
@@ -205,7 +227,8 @@ def laser(mechanism: Mechanism) -> Mechanism:
 def _algebra(mechanism: Mechanism) -> Mechanism:
     if not isinstance(mechanism, Mechanism):
         raise TypeError(
-            f"mechanism: got {mechanism!r}, expected a softfocus.Mechanism: look the name up with softfocus.named(), or write "
+            f"mechanism: got {mechanism!r}, expected a softfocus.Mechanism: "
+            f"look the name up with softfocus.named(), or write "
             "the combination as a name, 'sharpened(lssa, 3)'"
         )
     return mechanism

@@ -16,20 +16,24 @@ __all__ = ["MultiheadAttention"]
 
 
 class MultiheadAttention(torch.nn.MultiheadAttention):
-    """``torch.nn.MultiheadAttention`` with a mechanism: the same arguments, masks, parameters and state dict.
+    """``torch.nn.MultiheadAttention`` with a mechanism: the same arguments, masks, parameters and
+    state dict.
 
-    Its masks are PyTorch's: in a bool ``key_padding_mask`` or ``attn_mask`` True hides a key, the opposite of
-    :func:`softfocus.attention`. A floating one is added to the scores, and hides keys at -5,000 or lower.
+    Its masks are PyTorch's: in a bool ``key_padding_mask`` or ``attn_mask`` True hides a key, the
+    opposite of :func:`softfocus.attention`. A floating one is added to the scores, and hides keys
+    at -5,000 or lower.
 
-    It differs in this: ``attn_mask`` is read whether ``is_causal`` calls it causal or not; a row that sees nothing is the
-    output projection's bias, not NaN; the weights that it returns are those before dropout. It has no fast path, and keeps
-    ``torch.nn.TransformerEncoder`` and ``TransformerEncoderLayer`` from theirs, which would run softmax.
+    It differs in this: ``attn_mask`` is read whether ``is_causal`` calls it causal or not; a row
+    that sees nothing is the output projection's bias, not NaN; the weights that it returns are
+    those before dropout. It has no fast path, and keeps ``torch.nn.TransformerEncoder`` and
+    ``TransformerEncoderLayer`` from theirs, which would run softmax.
 
     Args:
-        embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype: as in
-            ``torch.nn.MultiheadAttention``. LASER takes no dropout.
-        mechanism: a name of :func:`softfocus.mechanisms`, a combination, or a :class:`softfocus.Mechanism`. What it is
-            defined to learn, as SSMax's factor, is a parameter ``softfocus_head_scale`` [num_heads].
+        embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first,
+            device, dtype: as in ``torch.nn.MultiheadAttention``. LASER takes no dropout.
+        mechanism: a name of :func:`softfocus.mechanisms`, a combination, or a
+            :class:`softfocus.Mechanism`. What it is defined to learn, as SSMax's factor, is a
+            parameter ``softfocus_head_scale`` [num_heads].
 
     Raises:
         ValueError, TypeError: an argument that does not fit.
@@ -57,7 +61,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """As ``torch.nn.MultiheadAttention.forward``; ``need_weights=True``, the default, costs memory O(L^2).
+        """As ``torch.nn.MultiheadAttention.forward``; ``need_weights=True``, the default, costs
+        memory O(L^2).
 
         Returns:
             out, shaped as the query; and the weights [N, L, S], or [N, num_heads, L, S] with
@@ -119,7 +124,9 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
 
 
 def _of_padding(mask: Tensor | None, more: int) -> dict[str, Tensor | None]:
-    """key_padding_mask [N, S] as ``attention()`` has it: which keys are real, and what is added to the scores."""
+    """key_padding_mask [N, S] as ``attention()`` has it: which keys are real, and what is added to
+    the scores.
+    """
     if mask is None:
         return {}
     if mask.dtype == torch.bool:
@@ -134,7 +141,9 @@ def _of_padding(mask: Tensor | None, more: int) -> dict[str, Tensor | None]:
 
 
 def _of_attn_mask(mask: Tensor | None, heads: int, more: int) -> Tensor | None:
-    """attn_mask [L, S] or [N * H, L, S] as ``attention()`` has it: True where a key may be seen, and four dimensions."""
+    """attn_mask [L, S] or [N * H, L, S] as ``attention()`` has it: True where a key may be seen,
+    and four dimensions.
+    """
     if mask is None:
         return None
     validation.check_class("attn_mask", mask)

@@ -1,7 +1,8 @@
 """The custom operators behind which the backends run: schemas, shapes for tracing, and autograd.
 
-All of it follows from the fields of :class:`softfocus.contract.Call`. A backend is looked up by name when an operator runs, so
-that the very first call may stand inside ``torch.compile(fullgraph=True)``.
+All of it follows from the fields of :class:`softfocus.contract.Call`. A backend is looked up by
+name when an operator runs, so that the very first call may stand inside
+``torch.compile(fullgraph=True)``.
 """
 
 import os
@@ -57,21 +58,26 @@ _library.impl("attend_cache", _attend, "CompositeExplicitAutograd")
 _library.impl("attend_backward", _attend_backward, "CompositeExplicitAutograd")
 
 attend = torch.ops.softfocus.attend.default
-"""Attention by a named backend: out [B, H, Lq, Dv] and vectors of the rows [4 or more, B, H, Lq], first the row statistics.
+"""Attention by a named backend: out [B, H, Lq, Dv] and vectors of the rows [4 or more, B, H, Lq],
+first the row statistics.
 
-Takes the leaves of a call (``contract.pack``) and the backend's name. Nothing is checked: use ``softfocus.attention``.
+Takes the leaves of a call (``contract.pack``) and the backend's name. Nothing is checked: use
+``softfocus.attention``.
 """
 attend_cache = torch.ops.softfocus.attend_cache.default
 """The same of a call with a cache, without gradient."""
 attend_backward = torch.ops.softfocus.attend_backward.default
 """The ``contract.GRADIENTS`` of a call; empty for those that are not there or not wanted.
 
-``out`` and ``rows`` are what ``attend`` returned, for a backend that takes them (:func:`rows_of`), else None.
+``out`` and ``rows`` are what ``attend`` returned, for a backend that takes them (:func:`rows_of`),
+else None.
 """
 
 
 def run(call: Call, backend: str) -> tuple[Tensor, Tensor]:
-    """What ``attend`` returns. The reference, which torch differentiates, and unwatched calls run without the operator."""
+    """What ``attend`` returns. The reference, which torch differentiates, and unwatched calls run
+    without the operator.
+    """
     leaves = pack(call)
     tensors = [x for x in compress(leaves, _HOLD_TENSORS) if x is not None]
     if (backend == "reference" and call.cache is None) or unwatched(*tensors):
@@ -107,7 +113,9 @@ def _forward(call: Call, backend: str) -> tuple[Tensor, Tensor]:
 
 
 def _of_sequence(call: Call, backend: str, alike: tuple[Any, ...] | None) -> Tensor:
-    """``out`` of one sequence. ``alike``: all but sizes that decides how it is computed; None where it has optional tensors."""
+    """``out`` of one sequence. ``alike``: all but sizes that decides how it is computed; None where
+    it has optional tensors.
+    """
     run = None
     if alike:
         tensors = call.query, call.key, call.value
@@ -118,14 +126,17 @@ def _of_sequence(call: Call, backend: str, alike: tuple[Any, ...] | None) -> Ten
 
 
 ready: dict[Hashable, Prepared] = {}
-"""By layout, the functions that compute calls whose like has been checked. Checking takes longer than decoding."""
+"""By layout, the functions that compute calls whose like has been checked. Checking takes longer
+than decoding.
+"""
 MOST_READY = 1024
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=ready.clear)  # a forked child computes on one thread
 
 
 def prepare(call: Call, backend: str, layout: Hashable) -> Prepared | None:
-    """A function from query, key and value, laid out as the call's, to ``attend``'s ``out``; None from a backend without one.
+    """A function from query, key and value, laid out as the call's, to ``attend``'s ``out``; None
+    from a backend without one.
 
     It is kept in ``ready``. Call it only where :func:`unwatched`.
     """
@@ -154,10 +165,12 @@ except (AttributeError, TypeError):
 
 
 def unwatched(*tensors: Tensor) -> bool:
-    """Whether torch's dispatcher can be left out, which takes as long as a decode step on a short cache.
+    """Whether torch's dispatcher can be left out, which takes as long as a decode step on a short
+    cache.
 
-    So it is where nothing would see the operator (gradient, forward-mode tangent, trace, dispatch mode, profiler, subclass),
-    and every tensor's memory holds its numbers (no lazy negation, no zeros without memory).
+    So it is where nothing would see the operator (gradient, forward-mode tangent, trace, dispatch
+    mode, profiler, subclass), and every tensor's memory holds its numbers (no lazy negation, no
+    zeros without memory).
     """
     if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
         return False
@@ -180,7 +193,8 @@ def unwatched(*tensors: Tensor) -> bool:
 
 
 def refuse_tangents(*tensors: Tensor | None) -> None:
-    """The operator has no forward-mode derivative, and torch would drop a tangent in silence where nothing requires grad.
+    """The operator has no forward-mode derivative, and torch would drop a tangent in silence where
+    nothing requires grad.
 
     Raises:
         NotImplementedError: a tensor has a tangent.
@@ -194,7 +208,8 @@ def refuse_tangents(*tensors: Tensor | None) -> None:
 
 
 def _refuse_functional_gradients() -> None:
-    """torch.func's gradients cannot go through the operator, and torch's own error speaks of ``setup_context``.
+    """torch.func's gradients cannot go through the operator, and torch's own error speaks of
+    ``setup_context``.
 
     Raises:
         NotImplementedError: inside torch.func.grad, vjp or a jacobian.
@@ -204,13 +219,16 @@ def _refuse_functional_gradients() -> None:
     levels = torch._C._functorch.get_interpreter_stack() or []
     if any(level.key() == torch._C._functorch.TransformType.Grad for level in levels):
         raise NotImplementedError(
-            "softfocus: only backend='reference' works under torch.func.grad, vjp and jacobians; torch.autograd.grad and "
+            "softfocus: only backend='reference' works under torch.func.grad, vjp and jacobians; "
+            "torch.autograd.grad and "
             ".backward() work with every backend"
         )
 
 
 def own_dtypes(query: Tensor) -> AbstractContextManager[Any]:
-    """Switches autocast off: its casts are done before, and inside a backend it would round the products of statistics."""
+    """Switches autocast off: its casts are done before, and inside a backend it would round the
+    products of statistics.
+    """
     kind = query.device.type
     return torch.autocast(kind, enabled=False) if autocasts(kind) else nullcontext()
 
@@ -230,13 +248,17 @@ def _imported(backend: str) -> Backend:
 
 
 def rows_of(call: Call, backend: str) -> int:
-    """How many vectors of the rows a backend's backward takes from its forward, with ``out``; 0 for none."""
+    """How many vectors of the rows a backend's backward takes from its forward, with ``out``; 0 for
+    none.
+    """
     kept = _load(backend).rows_kept
     return kept(call) if kept else 0
 
 
 def _empty(call: Call, backend: str) -> tuple[Tensor, Tensor]:
-    """Empty tensors like those that ``attend`` returns. A call with a cache has no backward, and no vectors of the rows."""
+    """Empty tensors like those that ``attend`` returns. A call with a cache has no backward, and no
+    vectors of the rows.
+    """
     query, vectors = call.query, 0 if call.cache else rows_of(call, backend) or 4
     out = query.new_empty(*query.shape[:3], call.value.size(-1))
     return out, query.new_empty(vectors, *query.shape[:3], dtype=compute_dtype(query.dtype))

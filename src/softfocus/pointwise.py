@@ -1,4 +1,6 @@
-"""phi, its derivative and its logarithm, for every phi of the algebra (eq. 3 and table 3 of arXiv 2501.13428)."""
+"""phi, its derivative and its logarithm, for every phi of the algebra (eq. 3 and table 3 of arXiv
+2501.13428).
+"""
 
 import math
 from collections.abc import Callable
@@ -16,9 +18,11 @@ class Pointwise:
     Attributes:
         value: phi(s); differentiable twice by autograd.
         derivative: phi'(s); 0 at the kinks of ReLU and ReLU6, as torch has it.
-        log: log phi(s) without underflow, -inf where phi(s) is 0; None for the phi that may be negative.
+        log: log phi(s) without underflow, -inf where phi(s) is 0; None for the phi that may be
+            negative.
         rate: phi'(s) / phi(s) where phi(s) is not 0, without underflow; None as for ``log``.
-        positive: whether phi(s) > 0 for every s. Far below zero all of these run along e^s, so log phi(s) is s there.
+        positive: whether phi(s) > 0 for every s. Far below zero all of these run along e^s, so log
+            phi(s) is s there.
     """
 
     value: Callable[[Tensor], Tensor]
@@ -29,13 +33,15 @@ class Pointwise:
 
 
 def softplus(s: Tensor) -> Tensor:
-    """log(1 + e^s), to the last digit of its dtype (torch's own default is linear above 20: 2e-9 off in float64)."""
+    """log(1 + e^s), to the last digit of its dtype (torch's own default is linear above 20: 2e-9
+    off in float64).
+    """
     return F.softplus(s, threshold=700.0 if s.dtype == torch.float64 else 20.0)
 
 
 def _log_softplus(s: Tensor) -> Tensor:
-    # Below -20: log(log1p(x)) with x = e^s is s - x/2, up to x^2 < 2e-17. Both branches see harmless arguments, so that
-    # autograd's 0 * inf never arises.
+    # Below -20: log(log1p(x)) with x = e^s is s - x/2, up to x^2 < 2e-17. Both branches see
+    # harmless arguments, so that autograd's 0 * inf never arises.
     far = s < -20.0
     return torch.where(far, s - 0.5 * s.clamp(max=0.0).exp(), softplus(torch.where(far, 0.0, s)).log())
 

@@ -1,7 +1,9 @@
-"""The maths, once: dense, exact in float64, differentiable twice. Every backend is tested against it.
+"""The maths, once: dense, exact in float64, differentiable twice. Every backend is tested against
+it.
 
-Memory is O(Lq * Lk), and O(Lq * Lk * Dv) for LASER. Everything is computed in float64 for float64 inputs, in float32
-otherwise. A visible NaN or infinity makes a row NaN; one that a row cannot see never reaches it, in value or gradient.
+Memory is O(Lq * Lk), and O(Lq * Lk * Dv) for LASER. Everything is computed in float64 for float64
+inputs, in float32 otherwise. A visible NaN or infinity makes a row NaN; one that a row cannot see
+never reaches it, in value or gradient.
 """
 
 import math
@@ -27,7 +29,9 @@ refuses = prepare = backward = rows_kept = None  # torch differentiates the form
 
 
 def row_scale(mechanism: Mechanism, scale: float, count: Tensor) -> Tensor:
-    """c_i without the head's own factor: scale(d) * length_scale(N_i). Shaped like ``count``, which is floating."""
+    """c_i without the head's own factor: scale(d) * length_scale(N_i). Shaped like ``count``, which
+    is floating.
+    """
     log_n = count.clamp(min=1.0).log()
     factors = {"1": torch.ones_like(log_n), "log(N)": log_n, "log512(N)": log_n / math.log(512)}
     return scale * factors[mechanism.length_scale]
@@ -49,7 +53,9 @@ def row_factor(mechanism: Mechanism, count: Tensor, key_length: int) -> Tensor |
 
 
 def unit(x: Tensor) -> Tensor:
-    """x / |x| along the last dimension, for any norm that the dtype holds. Zero vectors stay zero, with gradient zero."""
+    """x / |x| along the last dimension, for any norm that the dtype holds. Zero vectors stay zero,
+    with gradient zero.
+    """
     largest = x.detach().abs().amax(-1, keepdim=True)
     zero = largest < torch.finfo(x.dtype).tiny
     y = x / torch.where(zero, 1.0, largest)  # squares of y neither overflow nor vanish, and the factor cancels
@@ -58,7 +64,9 @@ def unit(x: Tensor) -> Tensor:
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:
-    """Attention by the definition of :class:`Mechanism`: out [B, H, Lq, Dv] and the row statistics [4, B, H, Lq]."""
+    """Attention by the definition of :class:`Mechanism`: out [B, H, Lq, Dv] and the row statistics
+    [4, B, H, Lq].
+    """
     query, visibility = call.query, call.visibility
     visible = visibility.block(0, query.size(2), 0, visibility.key_length, query.device)
     visible = torch.ones((), dtype=torch.bool, device=query.device) if visible is None else visible
@@ -89,7 +97,8 @@ class Weights(NamedTuple):
     """Attention weights, and what comes with them.
 
     Attributes:
-        weights: A, [B, H, Lq, Lk], 0 on invisible keys; NaN on the visible ones of a row with a NaN score.
+        weights: A, [B, H, Lq, Lk], 0 on invisible keys; NaN on the visible ones of a row with a NaN
+            score.
         log_weights: log A for LASER, which takes no log of A itself; None otherwise.
         statistics: of the rows.
     """
@@ -100,7 +109,9 @@ class Weights(NamedTuple):
 
 
 def weights_of(call: Call, visible: Tensor) -> Weights:
-    """The weights A of a call whose queries see the ``visible`` keys, bool [B, H, Lq, Lk]. The value is not read."""
+    """The weights A of a call whose queries see the ``visible`` keys, bool [B, H, Lq, Lk]. The
+    value is not read.
+    """
     dtype, mechanism = compute_dtype(call.query.dtype), call.mechanism
     query = call.query.to(dtype)
     key = call.key.to(dtype).repeat_interleave(query.size(1) // call.key.size(1), dim=1)
@@ -142,9 +153,11 @@ def _scores(call: Call, query: Tensor, key: Tensor, count: Tensor) -> Tensor:
 def _normalised(
     scores: Tensor, visible: Tensor, count: Tensor, mechanism: Mechanism
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """A = phi(s) over the normaliser, 0 on invisible keys; log A for LASER; and log ||phi(s)||_1, [..., 1].
+    """A = phi(s) over the normaliser, 0 on invisible keys; log A for LASER; and log ||phi(s)||_1,
+    [..., 1].
 
-    A weight of e^-110 is 0 in float32, but a value 200 above the others brings it back: LASER takes no log of A itself.
+    A weight of e^-110 is 0 in float32, but a value 200 above the others brings it back: LASER takes
+    no log of A itself.
     """
     phi = POINTWISE[mechanism.phi]
     if phi.positive:
@@ -176,10 +189,11 @@ def _normalised(
 def reweight(
     weights: Tensor, count: Tensor, power: Tensor | float, log_weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Eq. 5 of arXiv 2501.13428: relu(A N - o)^p over its row sum; its log, if log A is given; the peak, [..., 1].
+    """Eq. 5 of arXiv 2501.13428: relu(A N - o)^p over its row sum; its log, if log A is given; the
+    peak, [..., 1].
 
-    The power is taken of u / max(u): the maximum cancels in the row sum, and u^p cannot overflow. A tied row keeps its
-    weights, since the equation would divide 0 by 0.
+    The power is taken of u / max(u): the maximum cancels in the row sum, and u^p cannot overflow. A
+    tied row keeps its weights, since the equation would divide 0 by 0.
     """
     o = (count > FREE_ROWS).to(weights.dtype)
     u = torch.relu(weights * count - o)
@@ -191,7 +205,8 @@ def reweight(
     r = torch.where(zero, 0.0, base**power)
     power_sum = torch.where(tied, 1.0, r.sum(-1, keepdim=True))
     if log_weights is not None and u.size(-1):
-        # Where o is 0, log u is log A plus a constant of the row, and u may be too small for a float
+        # Where o is 0, log u is log A plus a constant of the row, and u may be too small for a
+        # float
         highest = log_weights.detach().amax(-1, keepdim=True).clamp(min=torch.finfo(u.dtype).min)
         log_u = torch.where(o > 0, base.log(), log_weights - highest)
         zero = torch.where(o > 0, zero, log_weights == -math.inf)
@@ -218,7 +233,9 @@ def _post(weights: Tensor, visible: Tensor, count: Tensor, mechanism: Mechanism)
 
 
 def _log_mean_exp(log_weights: Tensor, value: Tensor, visible: Tensor) -> Tensor:
-    """LASER's log(A exp(V)) of arXiv 2411.03493, column by column; 0 for rows whose weights are all 0."""
+    """LASER's log(A exp(V)) of arXiv 2411.03493, column by column; 0 for rows whose weights are all
+    0.
+    """
     empty = ~(visible & (log_weights != -math.inf)).any(-1, keepdim=True)  # [B, H, Lq, 1]
     log_weights = torch.where(empty, 0.0, log_weights)
     terms = log_weights[..., :, :, None] + value[..., None, :, :]  # [B, H, Lq, Lk, Dv]

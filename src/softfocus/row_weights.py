@@ -1,4 +1,6 @@
-"""``weights()``: the attention weights of chosen rows, by the reference's maths. (A module ``weights`` would hide it.)"""
+"""``weights()``: the attention weights of chosen rows, by the reference's maths. (A module
+``weights`` would hide it.)
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -11,7 +13,9 @@ from softfocus.functional import prepared
 from softfocus.mechanism import Mechanism
 
 BLOCK_ELEMENTS = 1 << 22
-"""Most weights of a block, or those of one row of every head: 16 MiB of float32. The reference holds some ten such tensors."""
+"""Most weights of a block, or those of one row of every head: 16 MiB of float32. The reference
+holds some ten such tensors.
+"""
 
 
 class Block(NamedTuple):
@@ -47,15 +51,18 @@ def weights(
 ) -> Tensor:
     """The attention weights A of any mechanism, for chosen query rows.
 
-    Exact by the reference's maths, differentiable, and 0 on every key that a row does not see. LASER's are those of its
-    A in log(A exp(V)). The rows are computed in blocks: beside the result itself, memory is that of a few rows.
+    Exact by the reference's maths, differentiable, and 0 on every key that a row does not see.
+    LASER's are those of its A in log(A exp(V)). The rows are computed in blocks: beside the result
+    itself, memory is that of a few rows.
 
     Args:
         query: [B, H, Lq, D].
         key: [B, Hk, Lk, D].
-        rows: integers [R], which of the queries, in the order wanted; -1 is the last one. All of them if left out.
-        attn_mask, is_causal, scale, enable_gqa, mechanism, window_size, key_mask, document_ids, bias, head_scale, power:
+        rows: integers [R], which of the queries, in the order wanted; -1 is the last one. All of
+            them if left out.
+        attn_mask, is_causal, scale, enable_gqa, mechanism, window_size, key_mask, document_ids:
             as in :func:`softfocus.attention`, for all Lq queries.
+        bias, head_scale, power: likewise.
 
     Returns:
         [B, H, R, Lk], float64 for float64 inputs and float32 for all others.
@@ -63,7 +70,8 @@ def weights(
     Raises:
         ValueError, TypeError: an argument that does not fit; the message names it.
 
-    Example: ``weights(q, k, rows=[-1], is_causal=True, mechanism="lssar")`` is what the last token looks at.
+    Example: ``weights(q, k, rows=[-1], is_causal=True, mechanism="lssar")`` is what the last token
+    looks at.
     """
     found = blocks(
         query, key, rows=rows, attn_mask=attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
@@ -76,7 +84,9 @@ def weights(
 def blocks(
     query: Tensor, key: Tensor, *, rows: Sequence[int] | Tensor | None = None, **arguments: Any
 ) -> Iterator[Block]:
-    """What :func:`weights` returns, a block of rows at a time, with the visible keys. There is at least one block."""
+    """What :func:`weights` returns, a block of rows at a time, with the visible keys. There is at
+    least one block.
+    """
     call = prepared(query, key, key, **arguments)
     dispatch.choose(call, "reference")
     chosen = validation.rows_of(rows, call.query)

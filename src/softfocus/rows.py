@@ -1,7 +1,7 @@
 """The algebra on blocks of whole rows of scores, with hand-written derivatives.
 
-Scores are [..., R, K] and hold every key that the rows may see, so that no reduction needs a second sweep. Row vectors are
-[..., R, 1]. Derivations stand where they are used.
+Scores are [..., R, K] and hold every key that the rows may see, so that no reduction needs a second
+sweep. Row vectors are [..., R, 1]. Derivations stand where they are used.
 """
 
 import math
@@ -16,7 +16,9 @@ from softfocus.pointwise import POINTWISE
 SQUARING_LIMIT = 32
 _EXP_TAIL = -20.0
 _EXP_TAIL_DOUBLE = -36.0
-"""Below these softplus and sigmoid equal e^s: within 1e-9 of it for float32, within rounding for float64."""
+"""Below these softplus and sigmoid equal e^s: within 1e-9 of it for float32, within rounding for
+float64.
+"""
 
 
 @dataclass
@@ -27,11 +29,14 @@ class Rows:
         weights: A before ``post``, [..., R, K]; 0 on invisible keys.
         final: A, after ``post``; the same tensor where there is none.
         scores: s, [..., R, K]; -inf on invisible keys.
-        f: phi(s) times a factor of the row that cancels in A: 1 but for exp and in the exponential tail.
+        f: phi(s) times a factor of the row that cancels in A: 1 but for exp and in the exponential
+            tail.
         norm: l1 norm of f, 1 where it is 0.
-        exp_tail: bool [..., R, 1], rows in the exponential tail, whose f is e^(s - maximum); None if there are none.
+        exp_tail: bool [..., R, 1], rows in the exponential tail, whose f is e^(s - maximum); None
+            if there are none.
         u: relu(f - o mean(f)) over its row maximum, or None without re-weighting.
-        spread: what u was divided by. power_sum: sum u^p. tied: rows that keep their l1 weights; None if there are none.
+        spread: what u was divided by. power_sum: sum u^p. tied: rows that keep their l1 weights;
+            None if there are none.
         maximum, log_norm, peak: as in RowStatistics.
     """
 
@@ -176,7 +181,9 @@ def _phi_derivative(rows: Rows, mechanism: Mechanism) -> Tensor:
 
 
 def _delta(weights: Tensor, grad: Tensor, visible: Tensor | None) -> Tensor:
-    """D = sum_j A_j dA_j. Where that is not finite, ``grad`` is first set to 0 on invisible keys: 0 * inf would be NaN."""
+    """D = sum_j A_j dA_j. Where that is not finite, ``grad`` is first set to 0 on invisible keys: 0
+    * inf would be NaN.
+    """
     delta = (grad * weights).sum(-1, keepdim=True)
     if visible is not None and not bool(delta.isfinite().all()):
         grad.masked_fill_(~visible, 0.0)
@@ -189,17 +196,19 @@ def _l1_backward(
 ) -> Tensor:
     """A = f / sum|f|: df = (dA - sign(f) sum_j dA_j A_j) / sum|f|. Overwrites grad.
 
-    Where phi is not ``signed``, an f of 0 has phi' = 0 or is invisible, and its sign does not matter.
+    Where phi is not ``signed``, an f of 0 has phi' = 0 or is invisible, and its sign does not
+    matter.
     """
     delta = _delta(weights, grad, visible)
     return grad.sub_(f.sign().mul_(delta) if signed else delta).div_(norm)
 
 
 def _power(u: Tensor, power: Tensor | float) -> Tensor:
-    """u^p for u in [0, 1]; small integers by repeated squaring, which costs a tenth of a general power.
+    """u^p for u in [0, 1]; small integers by repeated squaring, which costs a tenth of a general
+    power.
 
-    Each squaring doubles the relative error. It comes to p ulp, as much as the error of u itself makes; so large p are not
-    squared.
+    Each squaring doubles the relative error. It comes to p ulp, as much as the error of u itself
+    makes; so large p are not squared.
     """
     if isinstance(power, Tensor):
         return (u**power).masked_fill_(u == 0, 0.0)  # a learned power may be 0, and 0^0 is 1
@@ -239,7 +248,8 @@ def _reweight_backward(
 ) -> tuple[Tensor, Tensor | None]:
     """dL/df and dL/dp: with g = dL/du = p u^(p-1) (dA - D) / sum u^p and D = sum_j A dA,
 
-    df = (g - o mean(g)) / spread on every visible key, since the threshold is o times the row's mean.
+    df = (g - o mean(g)) / spread on every visible key, since the threshold is o times the row's
+    mean.
     """
     assert rows.u is not None
     assert rows.spread is not None

@@ -1,4 +1,6 @@
-"""Every argument error of ``attention()``, in the caller's words: the argument, what came, what was expected, what to do."""
+"""Every argument error of ``attention()``, in the caller's words: the argument, what came, what was
+expected, what to do.
+"""
 
 import math
 from collections.abc import Sequence
@@ -16,8 +18,8 @@ def _looked_up(name: str) -> Mechanism:
     return named(name)
 
 
-# As torch.compiler.assume_constant_result does, without importing the whole compiler, and Triton with it. torch.compile cannot
-# trace the parser, and looks a name up once.
+# As torch.compiler.assume_constant_result does, without importing the whole compiler, and Triton
+# with it. torch.compile cannot trace the parser, and looks a name up once.
 _looked_up._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 _PAGES = "[pages, heads, page size, head_dim]"
@@ -46,7 +48,8 @@ def check_tensors(
     names: tuple[str, str] = ("key", "value"),
     paged: bool = False,
 ) -> None:
-    """Shapes, dtypes and devices of query [B, H, Lq, D], key [B, Hk, Lk, D] and value [B, Hk, Lk, Dv].
+    """Shapes, dtypes and devices of query [B, H, Lq, D], key [B, Hk, Lk, D] and value [B, Hk, Lk,
+    Dv].
 
     Args:
         names: what the caller calls key and value.
@@ -60,7 +63,8 @@ def check_tensors(
         if x.dim() != 4:
             raise ValueError(
                 f"{name}: got shape {_shape(x)}, expected four dimensions "
-                f"{_PAGES if paged and x is not query else '[batch, heads, length, head_dim]'}; unsqueeze what is missing"
+                f"{_PAGES if paged and x is not query else '[batch, heads, length, head_dim]'}; "
+                f"unsqueeze what is missing"
             )
         if x.dtype not in FLOATING:
             raise TypeError(f"{name}: got dtype {x.dtype}, expected one of {', '.join(map(str, FLOATING))}")
@@ -85,7 +89,8 @@ def check_tensors(
     divides = key_heads > 0 and heads % key_heads == 0
     if heads != key_heads and not enable_gqa and (divides or not paged):
         raise ValueError(
-            f"{key_name}: got {key_heads} heads where query has {heads}; pass enable_gqa=True for grouped-query attention"
+            f"{key_name}: got {key_heads} heads where query has {heads}; pass enable_gqa=True for "
+            f"grouped-query attention"
         )
     if not divides:
         layout = f" in {_shape(key)}; expected {_PAGES}: other libraries keep [pages, page size, heads, head_dim]"
@@ -95,7 +100,9 @@ def check_tensors(
 
 
 _TRACERS = ("torch._subclasses.", "torch.distributed._functional_collectives")
-"""Modules of the tensors that torch.compile and torch.export trace with, and of those that wait for a collective."""
+"""Modules of the tensors that torch.compile and torch.export trace with, and of those that wait for
+a collective.
+"""
 _INSTEAD = {
     "DTensor": "pass its .to_local() (or .full_tensor()): softfocus does not know how heads and lengths are sharded",
     "NestedTensor": "pad it and pass key_mask, or pack it and pass document_ids",
@@ -104,7 +111,9 @@ _INSTEAD = {
 
 
 def check_class(name: str, x: object) -> None:
-    """A plain tensor. A subclass may mean something else by its memory, and torch would not object."""
+    """A plain tensor. A subclass may mean something else by its memory, and torch would not
+    object.
+    """
     kind = type(x)
     if kind in (Tensor, torch.nn.Parameter):
         assert isinstance(x, Tensor)
@@ -121,7 +130,8 @@ def check_class(name: str, x: object) -> None:
 
 
 def causal_bias(attn_mask: object, query: Tensor, key: Tensor) -> str | None:
-    """UPPER_LEFT or LOWER_RIGHT for PyTorch's ``CausalBias``, whose memory is never written; None for anything else.
+    """UPPER_LEFT or LOWER_RIGHT for PyTorch's ``CausalBias``, whose memory is never written; None
+    for anything else.
 
     The class is known by its name: importing it imports torch's compiler.
     """
@@ -148,7 +158,9 @@ _warned_of_scale = False
 
 
 def scale_of(scale: object, mechanism: Mechanism, head_dim: int) -> float:
-    """A finite number; a warning, once, where it is softmax's 1/sqrt(d) in place of a mechanism's log(d) or 1."""
+    """A finite number; a warning, once, where it is softmax's 1/sqrt(d) in place of a mechanism's
+    log(d) or 1.
+    """
     if isinstance(scale, bool) or not isinstance(scale, int | float):
         raise TypeError(
             f"scale: got {type(scale).__name__}, expected a Python number; what is learned goes into head_scale"
@@ -160,7 +172,8 @@ def scale_of(scale: object, mechanism: Mechanism, head_dim: int) -> float:
     if of_softmax and mechanism.scale != "1/sqrt(d)" and head_dim > 1 and not _warned_of_scale:
         _warned_of_scale = True  # first: where warnings are errors, the next line does not return
         warn(
-            f"softfocus: scale is 1/sqrt(d), softmax's factor, and takes the place of {mechanism.scale}, with which this "
+            f"softfocus: scale is 1/sqrt(d), softmax's factor, and takes the place of {mechanism.scale}, "
+            f"with which this "
             "mechanism is defined; leave scale out",
             UserWarning,
         )
@@ -251,7 +264,9 @@ def check_cache(query: Tensor, key_cache: Tensor, lengths: Tensor, page_table: T
 
 
 def check_cache_values(key_cache: Tensor, lengths: Tensor, page_table: Tensor | None) -> list[int]:
-    """The lengths as numbers. They and the pages within them must point into the cache. Waits for the device."""
+    """The lengths as numbers. They and the pages within them must point into the cache. Waits for
+    the device.
+    """
     size, numbers = key_cache.size(2), lengths.tolist()
     most = size if page_table is None else size * page_table.size(1)
     for b, length in enumerate(numbers):
@@ -288,12 +303,15 @@ def window_of(window_size: tuple[int, int] | None, is_causal: bool) -> tuple[int
 
 
 _WIDEST = 1 << 30
-"""Most keys on a side of a window: more than a tensor has, and a sum with a position is still an int32. The call's own length
-would be kept by a trace."""
+"""Most keys on a side of a window: more than a tensor has, and a sum with a position is still an
+int32. The call's own length would be kept by a trace.
+"""
 
 
 def rows_of(rows: Sequence[int] | Tensor | None, query: Tensor) -> Tensor:
-    """The numbers of the query rows that were asked for, int64 [R] from 0 on; all of them for None."""
+    """The numbers of the query rows that were asked for, int64 [R] from 0 on; all of them for
+    None.
+    """
     length = query.size(2)
     if rows is None:
         return torch.arange(length, device=query.device)

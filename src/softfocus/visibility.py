@@ -1,4 +1,6 @@
-"""What each query row may see, in one place: the number N_i of visible keys is counted here and nowhere else."""
+"""What each query row may see, in one place: the number N_i of visible keys is counted here and
+nowhere else.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,8 +21,9 @@ _COUNT_ELEMENTS = 1 << 20
 class Visibility:
     """The keys that each query may see: the intersection of all that is given.
 
-    Queries stand at the end of the keys: query i is at key position ``i + key_length - query_length`` (bottom-right
-    aligned, as a KV cache needs; for square problems the same as top-left).
+    Queries stand at the end of the keys: query i is at key position ``i + key_length -
+    query_length`` (bottom-right aligned, as a KV cache needs; for square problems the same as
+    top-left).
 
     Attributes:
         query_length, key_length: Lq and Lk.
@@ -28,8 +31,8 @@ class Visibility:
         right: the same to the right; 0 is causal.
         mask: bool, broadcastable to [B, H, Lq, Lk]; True where the key may be seen.
         key_mask: bool [B, Lk]; True where the key is real, False where it is padding.
-        document_ids: integer [B, Lk]; a query sees the keys of its own document only. The queries' documents are those
-            of the last Lq keys.
+        document_ids: integer [B, Lk]; a query sees the keys of its own document only. The queries'
+            documents are those of the last Lq keys.
     """
 
     query_length: int
@@ -46,7 +49,9 @@ class Visibility:
         return self.key_length - self.query_length
 
     def span(self, start: int, stop: int) -> tuple[int, int]:
-        """The half-open range of keys outside of which no query in [start, stop) sees anything, by the window alone."""
+        """The half-open range of keys outside of which no query in [start, stop) sees anything, by
+        the window alone.
+        """
         low = 0 if self.left == UNLIMITED else max(0, start + self.offset - self.left)
         high = self.key_length if self.right == UNLIMITED else min(self.key_length, stop + self.offset + self.right)
         high = max(high, 0)
@@ -56,7 +61,8 @@ class Visibility:
         """Who sees whom among queries [start, stop) and keys [low, high).
 
         Returns:
-            bool, broadcastable to [B, H, stop - start, high - low]; None where every query sees every key.
+            bool, broadcastable to [B, H, stop - start, high - low]; None where every query sees
+            every key.
         """
         parts = []
         rows = torch.arange(start + self.offset, stop + self.offset, device=device)[:, None]
@@ -69,7 +75,9 @@ class Visibility:
         return reduce(and_, parts) if parts else None
 
     def of_rows(self, rows: Tensor) -> Tensor:
-        """Which keys some queries see: bool, broadcastable to [B, H, R, Lk]. The queries' numbers are int64 [R]."""
+        """Which keys some queries see: bool, broadcastable to [B, H, R, Lk]. The queries' numbers
+        are int64 [R].
+        """
         places = (rows + self.offset)[:, None]
         columns = torch.arange(self.key_length, device=rows.device)
         parts = [torch.ones(1, 1, len(rows), self.key_length, dtype=torch.bool, device=rows.device)]
@@ -125,11 +133,13 @@ class Visibility:
 
 @dataclass(frozen=True, eq=False)
 class Cache:
-    """Which keys and values of a cache belong to which sequence. A sequence's queries are its last tokens.
+    """Which keys and values of a cache belong to which sequence. A sequence's queries are its last
+    tokens.
 
     Attributes:
         lengths: integers [B].
-        page_table: integers [B, n] into pages [pages, Hk, page size, D]; None where the cache is [B, Hk, most, D].
+        page_table: integers [B, n] into pages [pages, Hk, page size, D]; None where the cache is
+            [B, Hk, most, D].
     """
 
     lengths: Tensor
@@ -144,13 +154,14 @@ class Cache:
 
 
 def document_ids_from_lengths(lengths: Tensor | Sequence[int], total: int | None = None) -> Tensor:
-    """Document numbers for documents packed one after another: ``attention(document_ids=)`` for a batch of one.
+    """Document numbers for documents packed one after another: ``attention(document_ids=)`` for a
+    batch of one.
 
     Args:
-        lengths: integers [n], a list or a tensor: how many tokens each document has. For FlashAttention's ``cu_seqlens`` pass
-            ``cu_seqlens.diff()``.
-        total: their sum, where it is known (it must be, to be traced by torch.compile); tokens beyond the last document
-            make one of their own.
+        lengths: integers [n], a list or a tensor: how many tokens each document has. For
+            FlashAttention's ``cu_seqlens`` pass ``cu_seqlens.diff()``.
+        total: their sum, where it is known (it must be, to be traced by torch.compile); tokens
+            beyond the last document make one of their own.
 
     Returns:
         int64 [1, total].

@@ -12,6 +12,6 @@ def warn(line: str, category: type[Warning]) -> None:
     warnings.warn(line, category, stacklevel=levels)
 
 
-# As torch.compiler.assume_constant_result does, without importing the whole compiler: torch.compile cannot trace this, and
-# warns while it compiles.
+# As torch.compiler.assume_constant_result does, without importing the whole compiler: torch.compile
+# cannot trace this, and warns while it compiles.
 warn._dynamo_marked_constant = True  # type: ignore[attr-defined]

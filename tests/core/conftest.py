@@ -1,4 +1,6 @@
-"""What the backends' tests share: poisoned memory, the number of threads, and the kernels where there is a compiler."""
+"""What the backends' tests share: poisoned memory, the number of threads, and the kernels where
+there is a compiler.
+"""
 
 import shutil
 import sys
@@ -13,7 +15,9 @@ from softfocus.testing import check
 
 
 def pytest_runtest_setup(item):
-    """Without a compiler the kernels are not tested. One that is there must do: its errors are failures."""
+    """Without a compiler the kernels are not tested. One that is there must do: its errors are
+    failures.
+    """
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
     if item.get_closest_marker("kernels") or parameters.get("backend") == "cpu":
         if off := plan.switched_off():
@@ -24,9 +28,10 @@ def pytest_runtest_setup(item):
 
 @pytest.fixture(scope="session", autouse=True)
 def triton_interpreted_faster():
-    """Two thirds of the time of Triton's interpreter go away. It patches triton.language again at each call of a function by a
-    kernel; what the launch patched stays until the launch ends. It checks each sum of integers for overflow; problems of tests
-    are too small for one."""
+    """Two thirds of the time of Triton's interpreter go away. It patches triton.language again at
+    each call of a function by a kernel; what the launch patched stays until the launch ends. It
+    checks each sum of integers for overflow; problems of tests are too small for one.
+    """
     try:
         from triton import language
         from triton.runtime import interpreter

@@ -1,4 +1,6 @@
-"""The CPU kernels' build, on a stand-in of a few lines: the cache, its accidents, and what is said where it cannot be."""
+"""The CPU kernels' build, on a stand-in of a few lines: the cache, its accidents, and what is said
+where it cannot be.
+"""
 
 import ast
 import ctypes
@@ -36,7 +38,9 @@ needs_compiler = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def fresh(tmp_path, monkeypatch):
-    """An empty cache, the stand-in for the sources, and a module that has not tried anything yet."""
+    """An empty cache, the stand-in for the sources, and a module that has not tried anything
+    yet.
+    """
     sources = tmp_path / "csrc"
     sources.mkdir()
     (sources / "total.cpp").write_text(STAND_IN)
@@ -158,7 +162,8 @@ def test_two_processes_at_once_compile_once(sources, tmp_path):
     slow = tmp_path / "slow"
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     slow.write_text(
-        f'#!/bin/sh\nif [ "$1" != --version ]; then echo x >> {gate}.runs; while [ ! -e {gate} ]; do sleep 0.05; done; fi\n'
+        f'#!/bin/sh\nif [ "$1" != --version ]; then echo x >> {gate}.runs; while [ ! -e {gate} ]; '
+        f"do sleep 0.05; done; fi\n"
         f'exec {compiler} "$@"\n'
     )
     slow.chmod(0o755)
@@ -217,7 +222,9 @@ replace, build.os.replace = os.replace, killed
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_build_that_is_told_to_end_ends_its_compilers(sources, tmp_path, number):
-    """And what they have started, as g++ starts another process for the work; the signal goes to the one process."""
+    """And what they have started, as g++ starts another process for the work; the signal goes to
+    the one process.
+    """
     beat = tmp_path / "beat"
     slow = tmp_path / "slow"
     slow.write_text(
@@ -529,7 +536,9 @@ def test_a_symbol_that_nobody_has(sources):
 
 @needs_compiler
 def test_a_cache_that_cannot_be_written(sources, monkeypatch, tmp_path, capfd):
-    """The process compiles for itself, and leaves nothing; ahead of time there is nothing to gain."""
+    """The process compiles for itself, and leaves nothing; ahead of time there is nothing to
+    gain.
+    """
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(plan.CACHE, str(tmp_path / "file" / "kernels"))
     (temporary := tmp_path / "temporary").mkdir()
@@ -602,7 +611,9 @@ def test_importing_compiles_nothing(sources, tmp_path):
 
 
 def test_the_build_needs_python_and_torch_alone():
-    """filelock is torch's own requirement; softfocus.switches reads the environment, softfocus.warn warns."""
+    """filelock is torch's own requirement; softfocus.switches reads the environment, softfocus.warn
+    warns.
+    """
     allowed = {*sys.stdlib_module_names, "torch", "filelock"}
     for name in ("build.py", "compile.py", "plan.py"):
         for node in ast.walk(ast.parse((ROOM / name).read_text(encoding="utf-8"))):

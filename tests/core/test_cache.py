@@ -1,4 +1,6 @@
-"""``attention_with_cache()``: each sequence as ``attention()`` takes it alone, whatever else the cache holds."""
+"""``attention_with_cache()``: each sequence as ``attention()`` takes it alone, whatever else the
+cache holds.
+"""
 
 import math
 import os
@@ -19,7 +21,9 @@ PAGE = 16
 
 
 def problem(lengths=LENGTHS, heads=4, key_heads=2, queries=1, head_dim=16, value_dim=8, dtype=torch.float32):
-    """query, key and value, the latter [B, Hk, most, D] and NaN beyond the lengths, and the lengths."""
+    """query, key and value, the latter [B, Hk, most, D] and NaN beyond the lengths, and the
+    lengths.
+    """
     generator = torch.Generator().manual_seed(3)
     most = max(lengths)
     query, key, value = (
@@ -33,7 +37,9 @@ def problem(lengths=LENGTHS, heads=4, key_heads=2, queries=1, head_dim=16, value
 
 
 def in_pages(key, value, size=PAGE):
-    """The same in pages that lie in any order, among others that nobody points to; a table for more than there is."""
+    """The same in pages that lie in any order, among others that nobody points to; a table for more
+    than there is.
+    """
     batch, _, most, _ = key.shape
     each = -(-most // size) + 2
     table = torch.randperm(batch * each + 3, generator=torch.Generator().manual_seed(4))[: batch * each].view(
@@ -56,7 +62,8 @@ def alone(query, key, value, lengths, mechanism, dtype, window=-1, **learned):
     rows = [
         attention(
             query[b : b + 1].to(dtype), key[b : b + 1, :, :n].to(dtype), value[b : b + 1, :, :n].to(dtype),
-            is_causal=True, enable_gqa=True, mechanism=mechanism, window_size=(window, 0), backend="reference", **learned,
+            is_causal=True, enable_gqa=True, mechanism=mechanism, window_size=(window, 0), backend="reference",
+            **learned,
         )
         for b, n in enumerate(lengths.tolist())
     ]  # fmt: skip
@@ -64,7 +71,9 @@ def alone(query, key, value, lengths, mechanism, dtype, window=-1, **learned):
 
 
 def hold(got, query, key, value, lengths, mechanism, **given):
-    """Twice the dense formula's own error in the same dtype, and the rounding band, as ``softfocus.testing.check``."""
+    """Twice the dense formula's own error in the same dtype, and the rounding band, as
+    ``softfocus.testing.check``.
+    """
     expected = alone(query, key, value, lengths, mechanism, torch.float64, **given)
     eager = alone(query, key, value, lengths, mechanism, query.dtype, **given)
     error = float((eager - expected).abs().max())

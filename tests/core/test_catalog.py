@@ -1,12 +1,15 @@
-"""The catalogue holds every row of the paper's tables, and its small grammar reads what people write."""
+"""The catalogue holds every row of the paper's tables, and its small grammar reads what people
+write.
+"""
 
 import pytest
 
 from softfocus import Mechanism, laser, mechanisms, named, sharpened
 from softfocus.catalog import Catalog, Entry, learned_parameters
 
-# Every row of tables 1 to 4 of arXiv 2501.13428, and the rivals that the issue lists, written out by hand: field values
-# that differ from softmax, and a word of the row's name as the paper prints it.
+# Every row of tables 1 to 4 of arXiv 2501.13428, and the rivals that the issue lists, written out
+# by hand: field values that differ from softmax, and a word of the row's name as the paper prints
+# it.
 LSSA = {"similarity": "cosine", "scale": "log(d)", "length_scale": "log(N)", "phi": "softplus"}
 ROWS = {
     "softmax": ({}, "tables 1-4"),
@@ -26,7 +29,9 @@ ROWS = {
     "mish_l1": ({"phi": "mish"}, "table 3, Mish"),
     "exp_l1": ({}, "table 3, e^x"),
     "sigmoid_log_l": ({"phi": "sigmoid", "score_bias": "-log(L)", "normaliser": "none"}, "table 4, Sigmoid (Ramapuram"),
-    "sigmoid_log_n": ({"phi": "sigmoid", "score_bias": "-log(N)", "normaliser": "none"}, "table 4, Sigmoid (b = -log N)"),
+    "sigmoid_log_n": (
+        {"phi": "sigmoid", "score_bias": "-log(N)", "normaliser": "none"}, "table 4, Sigmoid (b = -log N)",
+    ),
     "sigmoid_log_n_l1": ({"phi": "sigmoid", "score_bias": "-log(N)"}, "table 4, Sigmoid (b = -log N, l1-norm)"),
     "relu_wortsman": ({"phi": "relu", "normaliser": "1/L"}, "table 4, ReLU (Wortsman"),
     "relu_li": ({"phi": "relu"}, "table 4, ReLU (Li"),

@@ -1,4 +1,5 @@
-"""Calls that "auto" gives to the Triton kernels: the first of each kind is held against the tiled backend.
+"""Calls that "auto" gives to the Triton kernels: the first of each kind is held against the tiled
+backend.
 
 On a GPU where there is one, elsewhere under Triton's interpreter.
 """
@@ -28,7 +29,9 @@ CALL = {"is_causal": True, "enable_gqa": True, "mechanism": "lssar"}
 
 @pytest.fixture(autouse=True)
 def taken(monkeypatch):
-    """Nothing has been seen of the Triton kernels, which "auto" takes. (The interpreter speaks of every infinity.)"""
+    """Nothing has been seen of the Triton kernels, which "auto" takes. (The interpreter speaks of
+    every infinity.)
+    """
     import numpy
 
     monkeypatch.setenv("SOFTFOCUS_TRITON", "on")
@@ -40,8 +43,9 @@ def taken(monkeypatch):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The backend that the check sees in place of Triton's, which counts its calls and can be made wrong: ``calls.spoil``
-    is a function of what a direction returned."""
+    """The backend that the check sees in place of Triton's, which counts its calls and can be made
+    wrong: ``calls.spoil`` is a function of what a direction returned.
+    """
     seen = SimpleNamespace(forward=0, backward=0, spoil={})
 
     def counted(way):
@@ -86,7 +90,9 @@ def ours(said):
 
 
 def largest_off(result):
-    """The largest number of a result is off by a tenth: beyond rounding in each dtype, and not to be seen by eye."""
+    """The largest number of a result is off by a tenth: beyond rounding in each dtype, and not to
+    be seen by eye.
+    """
     out = result[0] if isinstance(result, tuple) else result
     out.view(-1)[out.abs().argmax()] *= 1.1
     return result
@@ -133,7 +139,9 @@ def raises_no_alarm(case, name, dtype):
 
 
 def test_a_kind_is_looked_into_once(calls):
-    """Neither another length nor other numbers make another kind; another mechanism and another head do."""
+    """Neither another length nor other numbers make another kind; another mechanism and another
+    head do.
+    """
     for length in (40, 44, 40):
         results("auto", tensors(keys=length, queries=length))
     assert (calls.forward, calls.backward) == (1 + 3 + 1, 1 + 3)  # to look: one forward, and one of each to go back
@@ -308,7 +316,9 @@ def test_compiled_code_falls_back_too(calls):
 
 
 def test_the_part_holds_what_the_call_holds():
-    """Queries, masks, bias, documents and learned tensors of a part belong together: its rows are the call's."""
+    """Queries, masks, bias, documents and learned tensors of a part belong together: its rows are
+    the call's.
+    """
     for case in CASES:
         arguments = case.arguments(named("lssar"), torch.float64)
         call = prepared(**{**arguments, "mechanism": named("lssar")})

@@ -1,7 +1,9 @@
-"""What the papers say of their formulas, decided without training. The ledger of claims cites these tests by name.
+"""What the papers say of their formulas, decided without training. The ledger of claims cites these
+tests by name.
 
-Formulas of the papers are written out here, and the library is held against them: `attention()` in float64 with torch's
-own gradients. One head, one query and keys of one number each: with q = 1 and d = 1 a key is its own score.
+Formulas of the papers are written out here, and the library is held against them: `attention()` in
+float64 with torch's own gradients. One head, one query and keys of one number each: with q = 1 and
+d = 1 a key is its own score.
 """
 
 import math
@@ -39,7 +41,9 @@ def random_row(count: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def two_keys(weight: float, value: float) -> tuple[float, float]:
-    """The derivatives of softmax and LASER by the first score, for values (value, 0) and a weight of the first key."""
+    """The derivatives of softmax and LASER by the first score, for values (value, 0) and a weight
+    of the first key.
+    """
     scores = torch.tensor([math.log(weight) - math.log1p(-weight), 0.0], dtype=torch.float64)
     values = torch.tensor([value, 0.0], dtype=torch.float64)
     plain, ours = (float(output_and_jacobian(name, scores, values)[1][0]) for name in ("softmax", "laser"))
@@ -69,7 +73,9 @@ def test_laser_in_the_limit_has_one_factor_of_the_sigmoid(weight: float) -> None
 
 @pytest.mark.parametrize("value", [0.1, 1.0, 5.0, 20.0])
 def test_laser_has_the_larger_jacobian_below_a_weight(value: float) -> None:
-    """The key of the larger value, by v: below 1/v - 1/(e^v - 1) LASER's derivative is the larger one."""
+    """The key of the larger value, by v: below 1/v - 1/(e^v - 1) LASER's derivative is the larger
+    one.
+    """
     line = 1 / value - 1 / math.expm1(value)
     assert 0 < line < 0.5
     for share in (0.001, 0.5, 0.99):
@@ -78,7 +84,9 @@ def test_laser_has_the_larger_jacobian_below_a_weight(value: float) -> None:
 
 
 def test_softmax_has_the_larger_jacobian_where_it_attends_to_the_larger_value() -> None:
-    """The counterexample: above that weight LASER's derivative is the smaller one, and the more saturated, the more so."""
+    """The counterexample: above that weight LASER's derivative is the smaller one, and the more
+    saturated, the more so.
+    """
     for value in (0.1, 1.0, 5.0, 20.0):
         line = 1 / value - 1 / math.expm1(value)
         for share in (0.01, 0.5, 0.999):
@@ -91,7 +99,9 @@ def test_softmax_has_the_larger_jacobian_where_it_attends_to_the_larger_value() 
 @untimed
 @given(st.integers(2, 40), st.integers(0, 2**31))
 def test_jacobians_of_any_number_of_keys(count: int, seed: int) -> None:
-    """Softmax: a_j (v_j - o). LASER: b_j - a_j, where b is softmax of the scores plus the values."""
+    """Softmax: a_j (v_j - o). LASER: b_j - a_j, where b is softmax of the scores plus the
+    values.
+    """
     scores, values = random_row(count, seed)
     weights = scores.softmax(0)
     out, jacobian = output_and_jacobian("softmax", scores, values)
@@ -118,7 +128,9 @@ def test_softmax_passes_no_more_gradient_than_its_probability(count: int, seed: 
 @untimed
 @given(st.lists(st.floats(-500, 500), min_size=1, max_size=50))
 def test_log_sum_exp_lies_within_log_n_of_the_maximum(numbers: list[float]) -> None:
-    """And LASER over equal weights is that less log n, so it lies between the maximum less log n and the maximum."""
+    """And LASER over equal weights is that less log n, so it lies between the maximum less log n
+    and the maximum.
+    """
     values = torch.tensor(numbers, dtype=torch.float64)
     count, largest = len(numbers), max(numbers)
     tolerance = 1e-12 * max(1.0, abs(largest))
@@ -142,7 +154,8 @@ def test_laser_lies_between_the_mean_and_the_maximum(count: int, seed: int) -> N
 
 @pytest.mark.parametrize("largest", [89.0, 200.0])
 def test_without_the_shift_laser_overflows(largest: float) -> None:
-    """log(A e^V) as it is written: infinite in float32 from V = 88.8 on, with gradients that are not numbers.
+    """log(A e^V) as it is written: infinite in float32 from V = 88.8 on, with gradients that are
+    not numbers.
 
     With the shift it is finite and right, on every backend that runs here.
     """
@@ -185,7 +198,9 @@ def test_below_the_limit_the_shift_changes_nothing() -> None:
 @untimed
 @given(st.integers(4, 40), st.integers(0, 2**31))
 def test_a_growing_power_moves_all_weight_to_the_largest(count: int, seed: int) -> None:
-    """Equations 6 and 7: the distance from the largest weight to any other grows with p, towards 1."""
+    """Equations 6 and 7: the distance from the largest weight to any other grows with p, towards
+    1.
+    """
     scores, _ = random_row(count, seed)
     query = torch.ones(1, 1, 1, 2, dtype=torch.float64)
     key = torch.stack([scores.cos(), scores.sin()], -1).view(1, 1, count, 2)
@@ -205,7 +220,9 @@ def test_a_growing_power_moves_all_weight_to_the_largest(count: int, seed: int) 
 
 
 def test_negated_weights_change_the_sign_of_the_output_projection() -> None:
-    """Outputs and all gradients are bitwise equal, but that of the projection W_O, which has the other sign."""
+    """Outputs and all gradients are bitwise equal, but that of the projection W_O, which has the
+    other sign.
+    """
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(2, 4, 33, 8, generator=generator).requires_grad_() for _ in range(3))
     projection = torch.randn(32, 32, generator=generator)

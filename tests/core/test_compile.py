@@ -1,4 +1,6 @@
-"""The custom operators: schema, fakes, autograd registration, torch.compile on the first call, autocast, checkpointing."""
+"""The custom operators: schema, fakes, autograd registration, torch.compile on the first call,
+autocast, checkpointing.
+"""
 
 import ast
 import subprocess
@@ -119,7 +121,9 @@ def test_the_scale_of_softmax_compiles_with_its_warning(dynamic, monkeypatch):
 
 
 def test_the_tensors_that_torch_traces_with_are_taken():
-    """They are subclasses, too: FakeTensor here, FunctionalTensor in export and functionalize, vmap's and autograd's own."""
+    """They are subclasses, too: FakeTensor here, FunctionalTensor in export and functionalize,
+    vmap's and autograd's own.
+    """
     from torch._subclasses import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -275,8 +279,9 @@ def test_a_second_derivative_is_refused_not_wrong(backend):
 
 @pytest.mark.parametrize("room", ["", "backends", "backends/cpu", "backends/triton"])
 def test_no_comprehension_assigns(room):
-    """torch 2.11 traces none whose ``:=`` sets a variable of the function around it ("Read uninitialized cell"). Which torch
-    runs the tests is one of three, so this looks at the text."""
+    """torch 2.11 traces none whose ``:=`` sets a variable of the function around it ("Read
+    uninitialized cell"). Which torch runs the tests is one of three, so this looks at the text.
+    """
     comprehensions = ast.GeneratorExp, ast.ListComp, ast.SetComp, ast.DictComp
     for path in (Path(softfocus.__file__).parent / room).glob("*.py"):
         if path.name == "plan.py":  # of the compiler: no call comes through

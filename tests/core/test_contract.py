@@ -1,4 +1,6 @@
-"""What a backend declares: it carries that, it refuses everything else by name, and asking costs nothing."""
+"""What a backend declares: it carries that, it refuses everything else by name, and asking costs
+nothing.
+"""
 
 import os
 import re
@@ -88,7 +90,9 @@ def test_a_declaration_speaks_of_every_field_of_the_algebra():
 
 
 def covering(carries):
-    """Mechanisms that have every value of every field that is carried, power and LASER once each."""
+    """Mechanisms that have every value of every field that is carried, power and LASER once
+    each.
+    """
     lists = {field: getattr(carries, field) for field in DECLARED} | {"scale": CHOICES["scale"]}
     for i in range(max(map(len, lists.values()))):
         yield Mechanism(**{field: values[i % len(values)] for field, values in lists.items()})
@@ -156,7 +160,9 @@ def test_a_kernel_knows_what_it_does_not_know(field, monkeypatch):
 @pytest.mark.parametrize("field", CHOICES)
 @pytest.mark.parametrize("name", ["tiled", "reference"])
 def test_a_formula_knows_what_it_does_not_know(name, field, monkeypatch):
-    """Even where somebody declares a value that nobody has written: none of them stands for whatever is left."""
+    """Even where somebody declares a value that nobody has written: none of them stands for
+    whatever is left.
+    """
     monkeypatch.setitem(CHOICES, field, (*CHOICES[field], "fake"))
     backend = dispatch.BACKENDS[name]
     if field in DECLARED:
@@ -316,7 +322,9 @@ print(explain(query, query, query, mechanism="relu3_l1").backend)
 
 
 def follow(tmp_path, *backends):
-    """Do what docs/adding-a-phi.md says to a copy of the sources, and hold some backends against the reference there."""
+    """Do what docs/adding-a-phi.md says to a copy of the sources, and hold some backends against
+    the reference there.
+    """
     (diff,) = re.findall(r"```diff\n(.*?)```", (ROOT / "docs" / "adding-a-phi.md").read_text(), re.DOTALL)
     touched = set(re.findall(r"^\+\+\+ b/src/softfocus/(\S+)", diff, re.MULTILINE))
     assert {Path(path).name for path in touched} == {"mechanism.py", "catalog.py", "pointwise.py", "pointwise.h"}

@@ -1,5 +1,6 @@
-"""The CPU kernels against the float64 reference: what they carry of the catalogue, every case, three dtypes; and what is
-their own: the borders of their blocks, strides, few queries, threads, forks.
+"""The CPU kernels against the float64 reference: what they carry of the catalogue, every case,
+three dtypes; and what is their own: the borders of their blocks, strides, few queries, threads,
+forks.
 
 Every comparison is ``softfocus.testing.check`` as it stands, or bit by bit.
 """
@@ -76,7 +77,9 @@ def test_parity(mechanism, dtype):
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)
 def test_statistics_equal_the_reference(mechanism):
-    """As outputs: within twice the eager formula's error in float32 and four units in the last place."""
+    """As outputs: within twice the eager formula's error in float32 and four units in the last
+    place.
+    """
     algebra = softfocus.named(mechanism)
     for case in CASES:
         arguments = case.arguments(algebra, torch.float32)
@@ -117,7 +120,9 @@ def test_of_the_catalogue_just_this_is_refused():
 
 
 def test_of_the_algebra_just_this_is_refused():
-    """Every name that a field may have, one at a time: a new one is carried, or refused here by name."""
+    """Every name that a field may have, one at a time: a new one is carried, or refused here by
+    name.
+    """
     refused = {("phi", "gelu"), ("phi", "mish"), ("phi", "identity")}
     refused |= {("post", "negate"), ("post", "recentre"), ("post", "recentre+l1")}
     for field, values in CHOICES.items():
@@ -148,9 +153,11 @@ def test_asked_for_by_name_it_does_not_fall_back(mechanism):
     assert REFUSED[mechanism] in str(caught.value)
 
 
-# Borders: rows come in blocks of 64 and groups of 4, keys in chunks of 128, in panels, and in vectors
+# Borders: rows come in blocks of 64 and groups of 4, keys in chunks of 128, in panels, and in
+# vectors
 
-# Few rows come many times over: the eager formula's worst error is a yardstick where it is the worst of many
+# Few rows come many times over: the eager formula's worst error is a yardstick where it is the
+# worst of many
 
 LENGTHS = [
     Case(f"{n} of {n}", batch=max(1, 64 // n), query_length=n, key_length=n, head_dim=8, value_dim=8)
@@ -307,7 +314,9 @@ def test_learned_scales_and_powers(holds, threads, cases, mechanism, dtype, numb
 
 @dataclass(frozen=True)
 class WideValues(Case):
-    """Values of standard deviation 50, and powers up to 100: u^p lies far below what a float holds, and e^V far above."""
+    """Values of standard deviation 50, and powers up to 100: u^p lies far below what a float holds,
+    and e^V far above.
+    """
 
     def arguments(self, mechanism, dtype, seed=0, device="cpu"):
         arguments = super().arguments(mechanism, dtype, seed, device)
@@ -402,7 +411,9 @@ def test_phi_that_add_up_to_next_to_nothing(mechanism, size):
      ("sharpened(relu2_l1, 2.5)", 1e-14), ("laser(relu_l1)", 1e-28), ("laser(sharpened(relu_l1, 3))", 1e-28)],
 )  # fmt: skip
 def test_a_row_whose_phi_add_up_to_too_little_is_without_weights(mechanism, size, queries):
-    """docs/limitations.md: below 1e-25 a row sum counts as 0, and so do the output and every gradient of the row."""
+    """docs/limitations.md: below 1e-25 a row sum counts as 0, and so do the output and every
+    gradient of the row.
+    """
     algebra = softfocus.named(mechanism)
     key, value, grad = (torch.randn(1, 2, n, 64, generator=seeded(i)) for i, n in enumerate((18, 18, queries)))
     given = {"query": torch.full((1, 2, queries, 64), size), "key": key, "value": value}
@@ -530,7 +541,9 @@ def every(dtype):
 @pytest.mark.parametrize("keys", [2, 4])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_results_are_rounded_to_the_nearest_as_torch_rounds(dtype, keys, queries):
-    """A half, and quarters, of the way between every number and the next: of keys alike the weights are 1/2 or 1/4."""
+    """A half, and quarters, of the way between every number and the next: of keys alike the weights
+    are 1/2 or 1/4.
+    """
     one, other = every(dtype)
     for some in range(1, keys):
         value = torch.stack([other] * some + [one] * (keys - some))[None, None]
@@ -580,8 +593,10 @@ def test_a_value_that_is_not_finite_is_seen_by_few_queries(mechanism, dtype, wid
 
 
 def test_a_value_that_weighs_nothing_is_not_read_in_decoding():
-    """The one exception to the rule that a visible NaN makes the output NaN: a query by itself fetches only the values whose
-    weights are not 0, which is what makes it fast. Among many queries the rule holds."""
+    """The one exception to the rule that a visible NaN makes the output NaN: a query by itself
+    fetches only the values whose weights are not 0, which is what makes it fast. Among many queries
+    the rule holds.
+    """
     query, key, value = (torch.randn(1, 2, 70, 8, generator=seeded(n)) for n in range(3))
     weights = cpu(query[:, :, -1:], key, torch.eye(70).expand(1, 2, -1, -1), mechanism="lssar")[0, :, 0]
     least, most = weights.argmin(-1), weights.argmax(-1)
@@ -614,7 +629,9 @@ def test_a_query_in_decoding_is_not_changed_by_what_another_reads():
 
 @pytest.mark.parametrize("width", [8, 64])
 def test_a_column_in_decoding_is_not_changed_by_what_another_column_reads(width):
-    """A live key's infinity in one column does not make another column see the NaN of a key that is not read."""
+    """A live key's infinity in one column does not make another column see the NaN of a key that is
+    not read.
+    """
     query, key = (torch.randn(1, 1, n, 8, generator=seeded(n)) for n in (1, 70))
     value = torch.randn(1, 1, 70, width, generator=seeded(0))
     weights = cpu(query, key, torch.eye(70)[None, None], mechanism="lssar")[0, 0, 0]
@@ -674,9 +691,10 @@ def test_the_same_number_of_threads_gives_the_same_bits(threads, mechanism, numb
 
 @pytest.mark.parametrize("mechanism", WAYS)
 def test_the_number_of_threads_changes_sums_over_the_queries_alone(threads, mechanism):
-    """Where heads are fewer than threads their rows are dealt out, so that what is summed over the rows of a head comes
-    in another order: the gradients of key, value and of a bias that the rows share. All else is equal to the bit, and with a
-    head for every thread everything is."""
+    """Where heads are fewer than threads their rows are dealt out, so that what is summed over the
+    rows of a head comes in another order: the gradients of key, value and of a bias that the rows
+    share. All else is equal to the bit, and with a head for every thread everything is.
+    """
     for case in SHARED:
         results = []
         for number in (1, 2, 3, 5):

@@ -1,6 +1,8 @@
-"""Dropout: one mask for every backend, from the seed and a weight's place; its statistics; results and gradients.
+"""Dropout: one mask for every backend, from the seed and a weight's place; its statistics; results
+and gradients.
 
-The mask is read through V = identity, which makes the output the weights, and held against Philox in plain Python.
+The mask is read through V = identity, which makes the output the weights, and held against Philox
+in plain Python.
 """
 
 import math
@@ -126,7 +128,9 @@ def test_the_mask_does_not_depend_on_the_threads(threads):
 
 @pytest.mark.parametrize("p", [0.001, 0.1, 0.5, 0.9])
 def test_the_share_that_is_dropped(p):
-    """Within five standard deviations of the binomial distribution, and the expectation of a weight is the weight."""
+    """Within five standard deviations of the binomial distribution, and the expectation of a weight
+    is the weight.
+    """
     found = factors(7, p, torch.arange(16), (0, 256), (0, 512))
     n = found.numel()
     rounded = dropout.threshold(p) / 2**16
@@ -139,7 +143,9 @@ def test_the_share_that_is_dropped(p):
     "shift", [(0, 0, 1), (0, 0, 8), (0, 0, 16), (0, 0, 64), (0, 1, 0), (1, 0, 0), (1, 1, 1)], ids=str
 )
 def test_neighbours_are_independent(shift):
-    """In columns, the halves, words and counters of a group; in rows, in heads: both dropped with probability p^2."""
+    """In columns, the halves, words and counters of a group; in rows, in heads: both dropped with
+    probability p^2.
+    """
     p = 0.25
     gone = factors(11, p, torch.arange(17), (0, 257), (0, 576)) == 0
     here = gone[tuple(slice(0, n - s) for n, s in zip(gone.shape, shift, strict=True))]
@@ -199,7 +205,9 @@ def test_parity_of_the_tiled_backend(mechanism):
 
 @pytest.mark.kernels
 def test_small_weights_count_when_the_large_ones_are_dropped():
-    """LSSAR's kernels pass over weights below the rounding of a row's largest, which may be the one that is dropped."""
+    """LSSAR's kernels pass over weights below the rounding of a row's largest, which may be the one
+    that is dropped.
+    """
     length, p, mechanism = 64, 0.5, "sharpened(softmax, 15)"
     kept = drawn("reference", p, (1, 1, length, length), torch_seed=1, key_heads=1)[0, 0]
     # In each row a key that is dropped scores far higher than the others, which are all but equal

@@ -1,9 +1,12 @@
-"""Where attention goes wrong in practice: empty rows, ties, NaN, padding, caches, packing, huge numbers, dropout.
+"""Where attention goes wrong in practice: empty rows, ties, NaN, padding, caches, packing, huge
+numbers, dropout.
 
-Tolerances. float64: 1e-12 of the largest expected number, as in test_reference.py. float32 is never compared with a fixed
-number: an error against float64 may be at most twice the error of a plain float32 computation of the same thing (the
-eager formula written here, or the unpadded run), plus a rounding band of four units in the last place of the largest
-number, for results that the plain computation happens to hit exactly. What must be *equal* is compared bit by bit.
+Tolerances. float64: 1e-12 of the largest expected number, as in test_reference.py. float32 is never
+compared with a fixed
+number: an error against float64 may be at most twice the error of a plain float32 computation of
+the same thing (the eager formula written here, or the unpadded run), plus a rounding band of four
+units in the last place of the largest number, for results that the plain computation happens to hit
+exactly. What must be *equal* is compared bit by bit.
 """
 
 import math
@@ -54,8 +57,9 @@ def everywhere(test):
 
 
 def everywhere_for(names):
-    """Every mechanism in float64, or in float32 where a backend has no better; besides, in float32 on every backend, those
-    that each take another way through the code."""
+    """Every mechanism in float64, or in float32 where a backend has no better; besides, in float32
+    on every backend, those that each take another way through the code.
+    """
     return ways(names, lambda name: (torch.float64, *([torch.float32] if name in VARIED else [])))
 
 
@@ -65,7 +69,9 @@ def length_for(backend, tiles=1):
 
 
 def normal(*shape, seed=0, dtype=torch.float64):
-    """Random numbers that float32 and float64 share exactly, so that inputs of both dtypes are the same problem."""
+    """Random numbers that float32 and float64 share exactly, so that inputs of both dtypes are the
+    same problem.
+    """
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
@@ -80,8 +86,9 @@ def run(inputs, grad=None, **arguments):
 def within(actual, exact, plain=None, plain_exact=None, conditioning=0.0):
     """``actual`` against float64, with the tolerance of this file's docstring.
 
-    ``plain`` is the eager float32 result and ``plain_exact`` its own float64 twin, if it has more rows than ``actual``.
-    ``conditioning`` is how much rounding the problem's own numbers magnifies, relative to the result.
+    ``plain`` is the eager float32 result and ``plain_exact`` its own float64 twin, if it has more
+    rows than ``actual``. ``conditioning`` is how much rounding the problem's own numbers magnifies,
+    relative to the result.
     """
     exact = exact.double()
     scale = exact.abs().max().item() if exact.numel() else 0.0
@@ -109,7 +116,8 @@ def same_problem(actual, exact, plain, conditioning=0.0):
 def worst_order(compute, inputs, exact):
     """Eager results with the head dimension summed in sixteen orders, of each tensor the worst.
 
-    One order is one draw of the rounding errors; where few rows make out the error, it can be lucky.
+    One order is one draw of the rounding errors; where few rows make out the error, it can be
+    lucky.
     """
     results = []
     for seed in range(16):
@@ -134,7 +142,9 @@ def doubled(inputs):
 
 @everywhere_for(DISTINCT)
 def test_rows_that_see_nothing_are_zero_and_pass_nothing(backend, dtype, name):
-    """... also when their query, or what comes down to them, is NaN. The other rows do not notice."""
+    """... also when their query, or what comes down to them, is NaN. The other rows do not
+    notice.
+    """
     inputs = [normal(2, 2, 7, 4, seed=s, dtype=dtype) for s in range(3)]
     grad = normal(2, 2, 7, 4, seed=3, dtype=dtype)
     mask = torch.rand(2, 1, 7, 7, generator=torch.Generator().manual_seed(4)) < 0.7
@@ -207,7 +217,9 @@ def tie(kind, length, dtype):
 )
 @everywhere
 def test_equal_scores_give_uniform_weights_and_finite_gradients(backend, dtype, name, kind):
-    """Eq. 5 divides 0 by 0 there. Uniform: out is the running mean of V, and dV what a uniform A gives."""
+    """Eq. 5 divides 0 by 0 there. Uniform: out is the running mean of V, and dV what a uniform A
+    gives.
+    """
     length = length_for(backend)
     inputs = tie(kind, length, dtype)
     grad = normal(1, 2, length, 16, seed=5, dtype=dtype)
@@ -235,9 +247,11 @@ def test_one_identical_token_repeated(backend, dtype, name):
 
 @everywhere_for(DISTINCT)
 def test_a_zero_key_among_positive_scores(backend, dtype, name):
-    """One score of exactly 0, where ReLU6 has its kink and |phi| of GELU, Mish and the identity has its own.
+    """One score of exactly 0, where ReLU6 has its kink and |phi| of GELU, Mish and the identity has
+    its own.
 
-    The gradient must be the one that autograd gives the dense formula, whatever the other rows of a tile hold.
+    The gradient must be the one that autograd gives the dense formula, whatever the other rows of a
+    tile hold.
     """
     query, key = (normal(1, 1, 6, 4, seed=s).abs() + 0.1 for s in range(2))
     key[:, :, 2] = 0
@@ -256,7 +270,9 @@ def test_a_zero_key_among_positive_scores(backend, dtype, name):
 
 @everywhere
 def test_a_zero_keys_gradient_is_zero_through_relu6(backend, dtype):
-    """torch's own relu6 has slope 0 at 0. Dot products with a zero key are 0, so that is where the key would learn."""
+    """torch's own relu6 has slope 0 at 0. Dot products with a zero key are 0, so that is where the
+    key would learn.
+    """
     query = normal(1, 1, 6, 4).abs().to(dtype) + 0.1
     key = query.clone()
     key[:, :, 2] = 0
@@ -292,8 +308,10 @@ def hidden(kind, length):
 @pytest.mark.parametrize("kind", ["key_mask", "attn_mask", "window", "documents"])
 @everywhere_for(DISTINCT)
 def test_nan_and_infinity_reach_only_who_sees_them(backend, dtype, name, kind):
-    """Poisoned keys and values change no bit of a row that does not see them, and none of the gradients that only such
-    rows contribute to. In the first batch alone: the second does not change at all."""
+    """Poisoned keys and values change no bit of a row that does not see them, and none of the
+    gradients that only such rows contribute to. In the first batch alone: the second does not
+    change at all.
+    """
     length = 14
     arguments, sees, at = hidden(kind, length)
     inputs = [normal(2, 2, length, 4, seed=s, dtype=dtype) for s in range(3)]
@@ -370,7 +388,9 @@ def test_a_huge_value_that_a_row_does_not_see_leaves_its_gradients_alone(backend
 
 @ways((*VARIED, "relu2_l1", "sigmoid_log_n"), dtypes=lambda name: (torch.float32,))
 def test_a_nan_in_grad_out_reaches_only_the_keys_that_its_row_sees(backend, dtype, name):
-    """The value's gradient is a product with all weights, in which 0 * NaN is NaN, as in eager attention."""
+    """The value's gradient is a product with all weights, in which 0 * NaN is NaN, as in eager
+    attention.
+    """
     generator = torch.Generator().manual_seed(0)
     query, key, value, grad_out = (torch.randn(1, 2, 12, 16, generator=generator, dtype=dtype) for _ in range(4))
     grad_out[:, :, 5] = math.nan
@@ -410,7 +430,9 @@ def test_the_gradient_of_a_power_is_nan_where_a_row_is(backend):
 @pytest.mark.parametrize("name", ["lssa", "lssar", "qknorm", "cosine_log_n", "laser_lssar"])
 @everywhere
 def test_cosines_do_not_depend_on_the_norm(backend, dtype, name, exponent):
-    """Norms of about 1e30 and 1e-30. A power of two changes no mantissa: the output is bit-equal, gradients scale exactly."""
+    """Norms of about 1e30 and 1e-30. A power of two changes no mantissa: the output is bit-equal,
+    gradients scale exactly.
+    """
     inputs = [normal(1, 2, 9, 8, seed=s, dtype=dtype) for s in range(3)]
     grad = normal(1, 2, 9, 8, seed=4, dtype=dtype)
     plain = run(inputs, grad, is_causal=True, mechanism=name, backend=backend)
@@ -460,7 +482,9 @@ def test_a_subnormal_vector_counts_as_zero_or_as_its_direction(backend, dtype, n
 
 @everywhere
 def test_huge_scores_in_softmax_pick_the_largest(backend, dtype):
-    """Scores in the tens of thousands, thousands apart: e^(s - max) is 0 for all but one key, so out is that value."""
+    """Scores in the tens of thousands, thousands apart: e^(s - max) is 0 for all but one key, so
+    out is that value.
+    """
     length = 9
     query = torch.ones(1, 1, length, 1, dtype=dtype)
     key = torch.tensor([3.0, -7, 1, 9, -2, 8, 10, -10, 5], dtype=dtype).view(1, 1, length, 1) * 1e4
@@ -506,17 +530,21 @@ def test_all_negative_scores_stay_a_distribution(backend, dtype, phi, level):
         bias=bias,
         backend=backend,
     )
-    # each weight is rounded a few times, and a row has up to 70 of them: half a unit each, in the worst case
+    # each weight is rounded a few times, and a row has up to 70 of them: half a unit each, in the
+    # worst case
     assert (rows.sum(-1) - 1).abs().max() <= length * torch.finfo(dtype).eps
 
 
 @pytest.mark.parametrize("level", [-200.0, -30.0])
 @everywhere
 def test_re_weighting_of_all_negative_scores(backend, dtype, level):
-    """LSSAR's threshold and power work on ratios: a shift of all scores far below zero is a softmax, sharpened."""
+    """LSSAR's threshold and power work on ratios: a shift of all scores far below zero is a
+    softmax, sharpened.
+    """
     inputs = [normal(1, 1, 8, 4, seed=s, dtype=dtype) for s in range(3)]
     got = attention(
-        *inputs, mechanism=Mechanism(phi="softplus", power=3), is_causal=True, bias=torch.full((1, 1), level, dtype=dtype),
+        *inputs, mechanism=Mechanism(phi="softplus", power=3), is_causal=True,
+        bias=torch.full((1, 1), level, dtype=dtype),
         backend=backend,
     )  # fmt: skip
 
@@ -558,7 +586,9 @@ def eager_log_power(s, v, keys):
 
 
 def dense(name, query, key, value, sees, kept=None):
-    """The plain formula in the inputs' dtype, as one would write it without a thought for its rounding."""
+    """The plain formula in the inputs' dtype, as one would write it without a thought for its
+    rounding.
+    """
     dtype, d = query.dtype, query.size(-1)
     count = sees.sum(-1, keepdim=True).to(dtype)
     if "lssa" in name:
@@ -605,7 +635,8 @@ def sight(kind, length):
 @pytest.mark.parametrize("name", LASERS)
 @everywhere
 def test_one_future_outlier_leaves_lasers_earlier_rows_bit_equal(backend, dtype, name, kind):
-    """1e4, infinity or NaN in V, at tile borders and inside: no row before it changes a bit, in value or gradient.
+    """1e4, infinity or NaN in V, at tile borders and inside: no row before it changes a bit, in
+    value or gradient.
 
     Rows after it that do not see it (a window, another document) may round otherwise, and no more.
     """
@@ -654,9 +685,11 @@ def test_one_future_outlier_at_every_side_of_a_tile_border(backend, name, at):
 @pytest.mark.parametrize("name", LASERS)
 @everywhere
 def test_laser_on_values_that_no_exponential_could_hold(backend, dtype, name, spread):
-    """exp(200) overflows float32, and exp(-1e4) is 0 in float64: finite, and equal to log-sum-exp over log A + V.
+    """exp(200) overflows float32, and exp(-1e4) is 0 in float64: finite, and equal to log-sum-exp
+    over log A + V.
 
-    log A + V is rounded to |V| eps, in the expected values as well, and exp makes that a relative error of the gradients.
+    log A + V is rounded to |V| eps, in the expected values as well, and exp makes that a relative
+    error of the gradients.
     """
     length = TILE + 16
     inputs = [normal(1, 2, length, 8, seed=s, dtype=dtype) for s in range(3)]
@@ -718,8 +751,9 @@ def test_laser_sees_a_weight_that_no_float32_holds(backend, dtype, phi, rows):
 
 @pytest.mark.parametrize("phi", ["softplus", "sigmoid"])
 def test_laser_sees_many_such_weights_where_all_are_small(phi):
-    """A thousand phi of e^-87, each beside a value that is not large enough to be looked at alone, in rows whose largest is
-    e^-20: what float32 drops is a fifteenth of the sum."""
+    """A thousand phi of e^-87, each beside a value that is not large enough to be looked at alone,
+    in rows whose largest is e^-20: what float32 drops is a fifteenth of the sum.
+    """
     rows, length = 128, 1024
     query, value = torch.ones(1, 1, rows, 1), torch.full((1, 1, length, 1), 29.99)
     key = -87.05 - 0.1 * normal(1, 1, length, 1, dtype=torch.float32).abs()
@@ -757,7 +791,9 @@ def test_padding_equals_the_run_without(backend, dtype, name):
 
 @everywhere_for(DISTINCT)
 def test_a_cache_gives_the_rows_of_the_full_run(backend, dtype, name):
-    """The last row alone, and the last five, among all keys: N comes from what they see, not from where they stand."""
+    """The last row alone, and the last five, among all keys: N comes from what they see, not from
+    where they stand.
+    """
     inputs = [normal(1, 2, length_for(backend), 4, seed=s, dtype=dtype) for s in range(3)]
     exact = attention(*doubled(inputs), is_causal=True, mechanism=name, backend="reference")
     full = attention(*inputs, is_causal=True, mechanism=name, backend=backend)
@@ -842,7 +878,9 @@ def dropped(name, inputs, p, seed, **arguments):
 @pytest.mark.parametrize("name", ["softmax", "lssar", "sigmoid_log_n"])
 @everywhere
 def test_dropout_acts_on_the_weights(backend, dtype, name):
-    """Read through V = identity: each weight is 0 or A / (1 - p), a fraction p of them 0, differently in every place."""
+    """Read through V = identity: each weight is 0 or A / (1 - p), a fraction p of them 0,
+    differently in every place.
+    """
     p, length = 0.25, length_for(backend, tiles=2)  # of a p that 16 bits hold 1 / (1 - p) is exact
     query, key = (normal(2, 2, length, 4, seed=s, dtype=dtype) for s in range(2))
     identity = torch.eye(length, dtype=dtype).expand(2, 2, -1, -1)
@@ -868,7 +906,9 @@ def test_dropout_acts_on_the_weights(backend, dtype, name):
 
 @everywhere
 def test_dropout_leaves_the_expectation(backend, dtype):
-    """2,000 copies of one problem, each with its own mask: their mean is within 5 standard errors of the undropped output."""
+    """2,000 copies of one problem, each with its own mask: their mean is within 5 standard errors
+    of the undropped output.
+    """
     inputs = [normal(1, 1, 5, 4, seed=s, dtype=dtype) for s in range(3)]
     many = dropped(
         "lssa", [x.expand(2000, -1, -1, -1) for x in inputs], 0.4, 3, backend=backend, is_causal=True
@@ -882,7 +922,9 @@ def test_dropout_leaves_the_expectation(backend, dtype):
 @pytest.mark.parametrize("name", ["softmax", "lssa", "lssar"])
 @everywhere
 def test_the_backward_of_dropout_drops_the_same_weights(backend, dtype, name):
-    """The gradients are those of (A * M) V, with the M of the forward pass read through V = identity and the same seed."""
+    """The gradients are those of (A * M) V, with the M of the forward pass read through V =
+    identity and the same seed.
+    """
     length, p = length_for(backend), 0.25
     inputs = [normal(1, 2, length, length, seed=s, dtype=dtype) for s in range(3)]
     identity = torch.eye(length, dtype=dtype).expand(1, 2, -1, -1)
@@ -913,8 +955,8 @@ def test_half_inputs_return_their_dtype(name, backend, half):
     assert all(x.isfinite().all() for x in results)
     _, statistics = attention(*inputs, is_causal=True, mechanism=name, return_statistics=True, backend=backend)
     assert all(x.dtype == torch.float32 for x in statistics)
-    # Everything is computed in float32 or better: what is left is the rounding of the result, half a unit in its last
-    # place, and float32's own error, 1000 times smaller than that
+    # Everything is computed in float32 or better: what is left is the rounding of the result, half
+    # a unit in its last place, and float32's own error, 1000 times smaller than that
     exact = run(doubled(inputs), is_causal=True, mechanism=name, backend="reference")
     allowed = 0.5 * torch.finfo(half).eps * exact[0].abs() * 1.01 + 1e-3 * torch.finfo(half).eps * exact[0].abs().max()
     assert ((results[0].double() - exact[0]).abs() <= allowed + torch.finfo(half).smallest_normal).all()
@@ -987,7 +1029,9 @@ def test_statistics_of_the_norm(backend, dtype, name):
 @pytest.mark.parametrize("name", ["lssar", "lssar_p3", "softmax_p15"])
 @everywhere
 def test_the_peak_is_the_highest_weight_over_the_mean(backend, dtype, name):
-    """max_j A_ij N_i - o before the power: 0 in a row of equal weights, and without o in the first three rows."""
+    """max_j A_ij N_i - o before the power: 0 in a row of equal weights, and without o in the first
+    three rows.
+    """
     inputs = [normal(1, 1, TILE + 5, 4, seed=s, dtype=dtype) for s in range(3)]
     inputs[1][:, :, :5] = inputs[1][:, :, :1]  # rows 1 to 5 see equal keys
     _, got = attention(*inputs, is_causal=True, mechanism=name, return_statistics=True, backend=backend)

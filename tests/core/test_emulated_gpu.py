@@ -1,6 +1,8 @@
-"""The Triton kernels as they are compiled for a GPU, on an emulated one; and that the emulator refuses what a GPU gets wrong.
+"""The Triton kernels as they are compiled for a GPU, on an emulated one; and that the emulator
+refuses what a GPU gets wrong.
 
-Some of their tests, each on one of two architectures; ``make emulated-gpu`` has all of them run on both.
+Some of their tests, each on one of two architectures; ``make emulated-gpu`` has all of them run on
+both.
 """
 
 import ctypes

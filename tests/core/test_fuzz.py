@@ -1,7 +1,8 @@
-"""The CPU kernels on random problems: shapes, masks, dropout, strides, dtypes, mechanisms, magnitudes and threads, from a seed.
+"""The CPU kernels on random problems: shapes, masks, dropout, strides, dtypes, mechanisms,
+magnitudes and threads, from a seed.
 
-``--fuzz-cases 100000`` draws more than CI does, ``--fuzz-first`` begins elsewhere, ``--fuzz-only SEED`` repeats one problem,
-``--fuzz-backend tiled`` holds another backend to the same.
+``--fuzz-cases 100000`` draws more than CI does, ``--fuzz-first`` begins elsewhere, ``--fuzz-only
+SEED`` repeats one problem, ``--fuzz-backend tiled`` holds another backend to the same.
 """
 
 import math
@@ -42,10 +43,11 @@ class Drawn(Case):
     Attributes:
         query_size, key_size: factors of all queries and keys.
         zeros: this share of the queries and of the keys are zero vectors.
-        ties: "keys" makes all keys of the first head equal (of the only one it would leave rounding alone in the gradients),
-            "some keys" some of all heads', "queries" all queries. "two" makes each key one of two vectors; "three" one vector
-            times 1, 2 or 3, so that rows of relu have keys at their very mean; "near" one vector but for some parts in 10^5,
-            about where re-weighting takes a row for equal.
+        ties: "keys" makes all keys of the first head equal (of the only one it would leave rounding
+            alone in the gradients), "some keys" some of all heads', "queries" all queries. "two"
+            makes each key one of two vectors; "three" one vector times 1, 2 or 3, so that rows of
+            relu have keys at their very mean; "near" one vector but for some parts in 10^5, about
+            where re-weighting takes a row for equal.
         poison: NaN and infinity stand in the padding, in keys and in values.
         spread: factor of the values.
     """
@@ -151,7 +153,8 @@ def draw(seed):
     of_dropout = random.Random(f"dropout {seed}")  # apart, like that of ties: what else a seed draws stays
     if not mechanism.laser and of_dropout.random() < 0.2:
         given["dropout_p"] = of_dropout.choice([0.1, 0.5, of_dropout.random()])
-    # LASER's dL/ds are differences of numbers of the size of dL/dO: the closer the values, the less is left of them
+    # LASER's dL/ds are differences of numbers of the size of dL/dO: the closer the values, the less
+    # is left of them
     given["spread"] = pick([1.0, 1.0, 50.0]) if mechanism.laser else pick([1.0, 1.0, 1e-3, 1e3])
 
     if mechanism.similarity == "cosine":

@@ -1,4 +1,6 @@
-"""The stages of the first half hour on a GPU: what is in the plan, and that nothing of it is lost to one bad item."""
+"""The stages of the first half hour on a GPU: what is in the plan, and that nothing of it is lost
+to one bad item.
+"""
 
 import importlib.util
 import json

@@ -1,4 +1,5 @@
-"""What an import imports, asked in a fresh interpreter, and the one direction of imports, read from the source.
+"""What an import imports, asked in a fresh interpreter, and the one direction of imports, read from
+the source.
 
 Each check comes with a second one that proves the first can fail.
 """
@@ -50,7 +51,9 @@ def torchs_own() -> set[str]:
 
 
 def strangers(after: set[str], before: set[str]) -> set[str]:
-    """Top-level names of installed packages that were not loaded before and are not torch's (nor softfocus itself)."""
+    """Top-level names of installed packages that were not loaded before and are not torch's (nor
+    softfocus itself).
+    """
     tops = {name.partition(".")[0] for name in after} - {name.partition(".")[0] for name in before}
     return (tops & set(importlib.metadata.packages_distributions())) - torchs_own() - {"softfocus"}
 
@@ -121,7 +124,8 @@ def test_every_public_name_is_there_and_no_module_hides_it():
         softfocus.atention  # noqa: B018
 
 
-# The direction of imports. Rooms from left (who uses) to right (who is used); no room imports one on its left.
+# The direction of imports. Rooms from left (who uses) to right (who is used); no room imports one
+# on its left.
 ROOMS = [
     "lab",
     "hf",
@@ -171,7 +175,9 @@ LAB = [
 
 
 def imports(tree: Path) -> dict[str, set[str]]:
-    """For every module of a source tree, the modules of the package that it imports, anywhere in its text."""
+    """For every module of a source tree, the modules of the package that it imports, anywhere in
+    its text.
+    """
     package = tree.name
     files = {_module(path, tree): path for path in tree.rglob("*.py")}
     found: dict[str, set[str]] = {}
@@ -200,7 +206,9 @@ def _module(path: Path, tree: Path) -> str:
 
 
 def room(module: str, of: str = "softfocus") -> str | None:
-    """The room of softfocus, or of softfocus.lab, that a module is in; None where it is in none of them."""
+    """The room of softfocus, or of softfocus.lab, that a module is in; None where it is in none of
+    them.
+    """
     below = module.removeprefix(f"{of}.")
     return below.partition(".")[0] if below != module else None
 
@@ -246,7 +254,9 @@ def _place(rooms: list[str], name: str | None) -> int:
 
 
 def circle_in_the_lab(tree: Path) -> list[str]:
-    """Modules of the lab that import one another in a circle, from room to room or inside one; empty where none do."""
+    """Modules of the lab that import one another in a circle, from room to room or inside one;
+    empty where none do.
+    """
     lab = {module: names - {module} for module, names in imports(tree).items() if room(module) == "lab"}
     try:
         graphlib.TopologicalSorter(lab).prepare()
@@ -256,7 +266,8 @@ def circle_in_the_lab(tree: Path) -> list[str]:
 
 
 def _backend(module: str, tree: Path) -> str | None:
-    """The backend that a module is, or is a part of: a module or package of backends/ that has forward().
+    """The backend that a module is, or is a part of: a module or package of backends/ that has
+    forward().
 
     Others there are helpers of any backend.
     """

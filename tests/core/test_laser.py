@@ -1,4 +1,6 @@
-"""LASER on scores and values that no float's exponential holds, forward and backward, against arbitrary precision."""
+"""LASER on scores and values that no float's exponential holds, forward and backward, against
+arbitrary precision.
+"""
 
 import random
 from functools import cache
@@ -36,7 +38,9 @@ def digits():
 
 
 def weights(phi, power, scores):
-    """A of one row by the definition; None for a row near a tie, where another definition takes over."""
+    """A of one row by the definition; None for a row near a tie, where another definition takes
+    over.
+    """
     f = [PHI[phi](s) for s in scores]
     a = [x / mpmath.fsum(f) for x in f]
     if power is None:
@@ -54,8 +58,9 @@ def mixed(a, column):
 
 @cache
 def exactly(phi, power, scores, value):
-    """Of one row of numbers: out [Dv], dL/ds [K], dL/dV [K, Dv] and dL/dp [1] in one list each; and the size of what the last
-    is summed from."""
+    """Of one row of numbers: out [Dv], dL/ds [K], dL/dV [K, Dv] and dL/dp [1] in one list each; and
+    the size of what the last is summed from.
+    """
     a = weights(phi, power, scores)
     columns = list(zip(*value, strict=True))
     out = [mixed(a, column) for column in columns]
@@ -99,8 +104,9 @@ def drawn(phi, rng):
 
 
 def holds(phi, power, scores, value, backend, dtype):
-    """Query and scale are 1, so that the scores are the keys. What is left to err is the rounding of p log A + V, which exp
-    makes a relative error of the gradients."""
+    """Query and scale are 1, so that the scores are the keys. What is left to err is the rounding
+    of p log A + V, which exp makes a relative error of the gradients.
+    """
     key = scores.to(dtype)[None, None, :, None].requires_grad_()
     given = value.to(dtype)[None, None].requires_grad_()
     learned = None if power is None else torch.tensor([power], dtype=dtype, requires_grad=True)
@@ -177,7 +183,9 @@ def test_a_weight_that_is_no_number_on_a_value_that_brings_it_back(gap, far, bac
 
 
 def test_exact_rows_among_ordinary_ones():
-    """Rows in logarithms beside rows that are products, heads with a learned power, grouped queries, a mask: one tile."""
+    """Rows in logarithms beside rows that are products, heads with a learned power, grouped
+    queries, a mask: one tile.
+    """
     generator = torch.Generator().manual_seed(3)
     query, key, value = (torch.randn(2, heads, 20, 8, generator=generator) for heads in (4, 2, 2))
     value[0, 1, 5, 2], value[1, 0, 9, :3] = 200.0, -300.0

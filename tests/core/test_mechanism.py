@@ -1,4 +1,6 @@
-"""The algebra: a frozen record that hashes, prints and round-trips, and refuses what makes no sense, in the caller's words."""
+"""The algebra: a frozen record that hashes, prints and round-trips, and refuses what makes no
+sense, in the caller's words.
+"""
 
 import dataclasses
 import json
@@ -65,7 +67,9 @@ def _wrappable(mechanism: Mechanism) -> list[Mechanism]:
 
 @pytest.mark.parametrize("left_out", [*Mechanism().to_dict(), "all"])
 def test_a_description_without_a_field_is_refused(left_out):
-    """With defaults in their place it would be another mechanism: softmax, where all are left out."""
+    """With defaults in their place it would be another mechanism: softmax, where all are left
+    out.
+    """
     whole = named("lssar").to_dict()
     part = {} if left_out == "all" else {name: value for name, value in whole.items() if name != left_out}
     lacks = ", ".join(whole) if left_out == "all" else left_out
@@ -111,7 +115,9 @@ def test_combinators():
 
 
 def test_a_combinator_twice_is_refused():
-    """The algebra has one power and one logarithm: the second would take the first one's place in silence."""
+    """The algebra has one power and one logarithm: the second would take the first one's place in
+    silence.
+    """
     with pytest.raises(
         ValueError, match=r"re-weighted already, with power 15, .* \(lssa, not lssar\), .*replace\(power="
     ):

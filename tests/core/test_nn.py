@@ -1,4 +1,6 @@
-"""softfocus.nn.MultiheadAttention beside torch's: with softmax the same, with a mechanism that mechanism everywhere."""
+"""softfocus.nn.MultiheadAttention beside torch's: with softmax the same, with a mechanism that
+mechanism everywhere.
+"""
 
 import re
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""phi, phi' and log phi against arbitrary-precision values, far beyond where scores should ever be."""
+"""phi, phi' and log phi against arbitrary-precision values, far beyond where scores should ever
+be.
+"""
 
 import math
 
@@ -62,7 +64,9 @@ def test_the_table_covers_the_algebra():
 
 @pytest.mark.parametrize("name", [name for name in POINTWISE if name not in SIGNED_PHI])
 def test_what_the_backends_take_for_granted(name):
-    """docs/adding-a-phi.md: one that is positive everywhere is e^s far below zero; any other is 0 from there on."""
+    """docs/adding-a-phi.md: one that is positive everywhere is e^s far below zero; any other is 0
+    from there on.
+    """
     phi, below = POINTWISE[name], torch.tensor([-20.0, -25.0, -40.0, -80.0], dtype=torch.float64)
     if phi.positive:
         torch.testing.assert_close(phi.value(below), below.exp(), rtol=3e-9, atol=0.0)
@@ -76,7 +80,8 @@ def test_what_the_backends_take_for_granted(name):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("name", VALUE)
 def test_value(name, dtype):
-    """Within 8 units in the last place (torch's vectorised exp and tanh promise 1; they are composed up to four deep).
+    """Within 8 units in the last place (torch's vectorised exp and tanh promise 1; they are
+    composed up to four deep).
 
     GELU is s (1 + erf) / 2, whose sum cancels below zero: there the unit is |s| eps.
     """
@@ -95,7 +100,9 @@ def test_value(name, dtype):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("name", VALUE)
 def test_derivative(name, dtype):
-    """Within 16 units in the last place of max(|exact|, |s| phi'): sums that cancel lose what they cancel."""
+    """Within 16 units in the last place of max(|exact|, |s| phi'): sums that cancel lose what they
+    cancel.
+    """
     s = torch.tensor([p for p in POINTS if p not in KINKS.get(name, ())], dtype=dtype)
     eps = torch.finfo(dtype).eps
     for point, got in zip(s.tolist(), POINTWISE[name].derivative(s).tolist(), strict=True):
@@ -105,7 +112,8 @@ def test_derivative(name, dtype):
         if abs(exact) > torch.finfo(dtype).max:
             assert got == math.inf
             continue
-        # GELU', Mish' and sigmoid' add or multiply terms of size up to 1, which cancel for large |s|
+        # GELU', Mish' and sigmoid' add or multiply terms of size up to 1, which cancel for large
+        # |s|
         terms = {"gelu": 1.0, "mish": min(1.0, abs(point)), "sigmoid": 0.25}.get(name, 0.0)
         if name == "mish" and abs(exact) < eps:
             terms = float(abs(exact)) * 4
@@ -115,7 +123,9 @@ def test_derivative(name, dtype):
 
 @pytest.mark.parametrize("name", VALUE)
 def test_derivative_is_what_autograd_gives(name):
-    """The hand-written derivative runs in the tiled backend, autograd's in the reference: also at the kinks."""
+    """The hand-written derivative runs in the tiled backend, autograd's in the reference: also at
+    the kinks.
+    """
     s = torch.tensor(POINTS, dtype=torch.float64, requires_grad=True)
     value = POINTWISE[name].value(s)
     (slope,) = torch.autograd.grad(value.sum(), s)
@@ -130,14 +140,17 @@ def test_derivative_is_what_autograd_gives(name):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("name", ["exp", "softplus", "sigmoid"])
 def test_log(name, dtype):
-    """log phi(s) to its last digits from -700 to 700 (and beyond), where phi itself has long vanished."""
+    """log phi(s) to its last digits from -700 to 700 (and beyond), where phi itself has long
+    vanished.
+    """
     s = torch.tensor([*POINTS, *[x / 7.0 for x in range(-4900, 4901, 50)]], dtype=dtype)
     got = POINTWISE[name].log(s)
     assert got.isfinite().all()
     eps, tiny = torch.finfo(dtype).eps, torch.finfo(dtype).tiny
     for point, value in zip(s.tolist(), got.tolist(), strict=True):
         exact = LOG[name](mpmath.mpf(point))
-        # log(softplus(s)) crosses zero at s = 0.54, where the error of its argument, relative to 1, remains
+        # log(softplus(s)) crosses zero at s = 0.54, where the error of its argument, relative to 1,
+        # remains
         unit = eps * max(abs(exact), 1.0 if name == "softplus" else 0.0) + tiny
         assert abs(mpmath.mpf(value) - exact) <= 8 * unit, (point, value, float(exact))
 

@@ -1,8 +1,10 @@
-"""The reference against the papers' equations, worked out here one number at a time in plain Python.
+"""The reference against the papers' equations, worked out here one number at a time in plain
+Python.
 
-Nothing below calls softfocus to learn what to expect: ``ROWS`` writes every mechanism of the catalogue as the paper does,
-on the list of one row's scores. Tolerance in float64: 1e-12 of the largest expected number. Six keys and sums of at most
-six terms lose a few units of 2e-16 each; the power p = 15 multiplies a relative error by 15, p = 100 by 100.
+Nothing below calls softfocus to learn what to expect: ``ROWS`` writes every mechanism of the
+catalogue as the paper does, on the list of one row's scores. Tolerance in float64: 1e-12 of the
+largest expected number. Six keys and sums of at most six terms lose a few units of 2e-16 each; the
+power p = 15 multiplies a relative error by 15, p = 100 by 100.
 """
 
 import math
@@ -333,7 +335,9 @@ def test_log512_is_softmax_at_512_keys():
 
 @pytest.mark.parametrize("power", [1, 2.5, 3, 15])
 def test_lssar_is_relu_of_softplus_minus_its_mean(power):
-    """Without the inner l1 norm: the weights are proportional to relu(f_ij - o_i fbar_i)^p, with no l1 norm in between."""
+    """Without the inner l1 norm: the weights are proportional to relu(f_ij - o_i fbar_i)^p, with no
+    l1 norm in between.
+    """
     drawn = draw(8, heads=2, queries=6, keys=6, d=5, dv=3)
 
     def rows(r: Row) -> list[float]:
@@ -414,7 +418,8 @@ def test_softmax_is_sdpa(backend):
     expected = F.scaled_dot_product_attention(q, small_k, small_v, is_causal=True, enable_gqa=True)
     got = attention(q, small_k, small_v, is_causal=True, enable_gqa=True, mechanism="softmax", backend=backend)
     same(got, expected)
-    # rectangular: SDPA aligns causality top-left, softfocus bottom-right, as SDPA's own causal_lower_right does
+    # rectangular: SDPA aligns causality top-left, softfocus bottom-right, as SDPA's own
+    # causal_lower_right does
     from torch.nn.attention.bias import causal_lower_right
 
     long_k, long_v = normal(2, 4, 11, 8), normal(2, 4, 11, 5)
@@ -482,10 +487,12 @@ def test_pytorchs_causal_bias_is_the_mask_that_it_stands_for(lengths, name):
 
 
 def smooth_inputs(mechanism: Mechanism) -> list[torch.Tensor]:
-    """Small inputs away from every kink: scores further than 0.02 from those of ReLU (0), ReLU6 (0 and 6) and |s| (0), weights
-    further than 1e-4 from the row's mean (the re-weighting's threshold, and the zero of |A - mean|).
+    """Small inputs away from every kink: scores further than 0.02 from those of ReLU (0), ReLU6 (0
+    and 6) and |s| (0), weights further than 1e-4 from the row's mean (the re-weighting's threshold,
+    and the zero of |A - mean|).
 
-    gradcheck moves each number by 1e-6, which moves a score by less than 1e-5. Seeds are tried in order; none is trusted.
+    gradcheck moves each number by 1e-6, which moves a score by less than 1e-5. Seeds are tried in
+    order; none is trusted.
     """
     for seed in range(200):
         drawn = draw(seed, heads=1, queries=5, keys=5, d=3, dv=2, spread=1.2)
@@ -552,7 +559,9 @@ def test_gradients_of_bias_head_scale_and_power(name):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("power", [1.0, 2.5, 15.0])
 def test_lssar_backward_is_the_closed_form(power, backend):
-    """The closed form of DESIGN.md, line by line; Q and K are unit vectors there, the last lines go on to those given."""
+    """The closed form of DESIGN.md, line by line; Q and K are unit vectors there, the last lines go
+    on to those given.
+    """
     n, d, dv = 9, 5, 4
     generator = torch.Generator().manual_seed(3)
     q, k = (torch.randn(n, d, dtype=torch.float64, generator=generator) for _ in range(2))

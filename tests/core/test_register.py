@@ -1,4 +1,6 @@
-"""Names of one's own: usable wherever names are, never given away twice, and not needed to read what was saved."""
+"""Names of one's own: usable wherever names are, never given away twice, and not needed to read
+what was saved.
+"""
 
 import pickle
 import re

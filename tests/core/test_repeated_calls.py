@@ -1,4 +1,6 @@
-"""A call like one before is not checked again: the same bits must come, and whatever makes it another call must be noticed."""
+"""A call like one before is not checked again: the same bits must come, and whatever makes it
+another call must be noticed.
+"""
 
 import os
 import signal
@@ -53,7 +55,8 @@ def test_one_call_after_another():
         {"enable_gqa": True} | more
         for more in (
             {}, {"is_causal": True}, {"scale": 2.0}, {"mechanism": "softmax"}, {"mechanism": softfocus.named("laser")},
-            {"window_size": (2, 0)}, {"window_size": (3, 0)}, {"window_size": [3, 0]}, {"backend": "tiled"}, {"backend": "cpu"},
+            {"window_size": (2, 0)}, {"window_size": (3, 0)}, {"window_size": [3, 0]}, {"backend": "tiled"},
+    {"backend": "cpu"},
             {"backend": "reference"}, {"mechanism": "lssar", "is_causal": True, "scale": 2.0},
         )
     ]  # fmt: skip

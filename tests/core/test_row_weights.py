@@ -13,7 +13,9 @@ ALGEBRAS = sorted({entry.mechanism: name for name, entry in reversed(list(mechan
 
 
 def by_identity(arguments):
-    """The weights as attention shows them: the output on an identity for a value, LASER's A under a plain mean."""
+    """The weights as attention shows them: the output on an identity for a value, LASER's A under a
+    plain mean.
+    """
     key, mechanism = arguments["key"], arguments["mechanism"]
     eye = torch.eye(key.size(2), dtype=key.dtype).expand(*key.shape[:2], -1, -1)
     plain = mechanism.replace(laser=False)

@@ -1,4 +1,6 @@
-"""The tiled backend against the float64 reference: the whole catalogue, every case, four dtypes; and what is its own."""
+"""The tiled backend against the float64 reference: the whole catalogue, every case, four dtypes;
+and what is its own.
+"""
 
 from functools import partial
 
@@ -136,7 +138,9 @@ MASKS = {
 
 
 def largest_inside(mechanism, visibility, forward=backend.forward):
-    """Bytes of the largest tensor inside a forward and a backward, called directly: a mode sees nothing inside an operator."""
+    """Bytes of the largest tensor inside a forward and a backward, called directly: a mode sees
+    nothing inside an operator.
+    """
     query = torch.randn(2, 4, LENGTH, 8)
     key, value = (torch.randn(2, 2, LENGTH, 8) for _ in range(2))
     call = Call(query, key, value, visibility, softfocus.named(mechanism), 0.3, head_scale=torch.ones(4))
@@ -172,7 +176,9 @@ def test_long_rows_make_thin_tiles(monkeypatch):
 
 @either
 def test_lasers_exact_sums_are_deterministic_with_threads(threads, backend):
-    """Values 400 apart take the path that is not a product; with index_put_ or index_add_ its sums came in any order."""
+    """Values 400 apart take the path that is not a product; with index_put_ or index_add_ its sums
+    came in any order.
+    """
     torch.use_deterministic_algorithms(False)
     threads(2)
     query, key, value = (torch.randn(1, 2, 512, 16) for _ in range(3))

@@ -1,7 +1,9 @@
-"""The Triton kernels against the reference: on a GPU where there is one (``-m gpu``), elsewhere under Triton's interpreter.
+"""The Triton kernels against the reference: on a GPU where there is one (``-m gpu``), elsewhere
+under Triton's interpreter.
 
-The interpreter takes seconds for a problem. What every run tests meets each kind of mask, each phi and each dtype once; all of
-them together are marked slow (``pytest -m slow tests/core/test_triton.py``).
+The interpreter takes seconds for a problem. What every run tests meets each kind of mask, each phi
+and each dtype once; all of them together are marked slow (``pytest -m slow
+tests/core/test_triton.py``).
 """
 
 import gc
@@ -71,9 +73,10 @@ QUICK = [
 
 @pytest.fixture
 def quiet(monkeypatch):
-    """The interpreter computes with numpy, which speaks of every infinity, and sums a product in another order where its
-    operands change sides: compiled products do not, and the backward counts on the forward's scores. Numbers of bfloat16 it
-    cuts off, where GPUs round."""
+    """The interpreter computes with numpy, which speaks of every infinity, and sums a product in
+    another order where its operands change sides: compiled products do not, and the backward counts
+    on the forward's scores. Numbers of bfloat16 it cuts off, where GPUs round.
+    """
     import numpy
 
     def dot(self, a, b, d, *rest):
@@ -161,7 +164,9 @@ def test_values_that_weigh_nothing_or_less_than_rounding_are_not_read_in_decodin
 
 
 def test_how_many_values_decoding_reads():
-    """The shares of random keys that docs/performance-gpu.md names, by the threshold of ``decode._negligible``."""
+    """The shares of random keys that docs/performance-gpu.md names, by the threshold of
+    ``decode._negligible``.
+    """
     generator, length = torch.Generator().manual_seed(0), 16384
     query, key = (torch.randn(1, 1, n, 64, generator=generator, dtype=torch.float64) for n in (4, length))
     score = (
@@ -179,8 +184,10 @@ def test_how_many_values_decoding_reads():
 @pytest.mark.parametrize("heads", [1, 3])
 @pytest.mark.parametrize("name", ["softmax", "lssa", "lssar", "relu_l1", "laser", "laser_lssar"])
 def test_decoding_numbers_out_of_the_ordinary(quiet, monkeypatch, name, heads):
-    """A query alone, and a few: norms whose squares float32 does not hold, values beyond what LASER takes as it is, values and
-    keys that are no numbers where nobody sees them, and where somebody does."""
+    """A query alone, and a few: norms whose squares float32 does not hold, values beyond what LASER
+    takes as it is, values and keys that are no numbers where nobody sees them, and where somebody
+    does.
+    """
     from softfocus.backends.triton import call
 
     monkeypatch.setattr(call, "_programs", lambda device: 4)
@@ -232,7 +239,9 @@ def test_powers(quiet, power, dtype):
 
 
 class OneKeyDominates(NamedTuple):
-    """Rows with one score of ``high`` and the others near ``low``. Their weights are small, and so is dL/dA - delta."""
+    """Rows with one score of ``high`` and the others near ``low``. Their weights are small, and so
+    is dL/dA - delta.
+    """
 
     high: float
     low: float
@@ -263,7 +272,9 @@ def test_delta_is_of_what_was_rounded_where_one_key_dominates(quiet, monkeypatch
 
 
 def test_a_gradient_that_spans_too_much_is_copied(quiet, monkeypatch):
-    """Within a head the kernels count in 32 bits. They see no tensor beyond that, here with a smaller number of bits."""
+    """Within a head the kernels count in 32 bits. They see no tensor beyond that, here with a
+    smaller number of bits.
+    """
     from softfocus.backends.triton import call
 
     query, wide = (torch.randn(1, 1, 20, n, generator=torch.Generator().manual_seed(n)).to(DEVICE) for n in (8, 80))
@@ -288,7 +299,9 @@ def test_norms_that_no_product_could_hold(quiet, size):
 
 @pytest.mark.parametrize("name", ["softmax", pytest.param("lssar", marks=pytest.mark.slow)])
 def test_a_nan_that_a_row_cannot_see_never_reaches_it(quiet, name):
-    """In the future of a row and in its padding, in queries, keys and values; a visible one makes the row NaN."""
+    """In the future of a row and in its padding, in queries, keys and values; a visible one makes
+    the row NaN.
+    """
     length, at = 50, 37
     inputs = [torch.randn(1, 1, length, 8, generator=torch.Generator().manual_seed(s)).to(DEVICE) for s in range(3)]
     real = torch.ones(1, length, dtype=torch.bool, device=DEVICE)
@@ -336,7 +349,9 @@ def test_what_nobody_sees_changes_no_gradient(quiet, name, bad):
     ["laser(softmax)", *(pytest.param(f"laser({name})", marks=pytest.mark.slow) for name in ("lssar", "relu2_l1"))],
 )
 def test_laser_on_values_that_no_exponential_could_hold(quiet, name):
-    """Rows that see them are summed in logarithms; the others, before them, do not change by a bit, nor do their gradients."""
+    """Rows that see them are summed in logarithms; the others, before them, do not change by a bit,
+    nor do their gradients.
+    """
     length, at = 40, 25
     inputs = [torch.randn(1, 1, length, 8, generator=torch.Generator().manual_seed(s)).to(DEVICE) for s in range(3)]
     inputs[2] = inputs[2][..., :2].contiguous()
@@ -357,12 +372,15 @@ def test_laser_on_values_that_no_exponential_could_hold(quiet, name):
         got = run(value, slice(None), backend="triton")
         exact = run(value.double(), slice(None), torch.float64, backend="reference")
         for name_of, x, y in zip(("out", "query", "key", "value", "bias"), got, exact, strict=True):
-            # The dense formula rounds log A + V to |V| eps, and the square makes that a part of the gradients
+            # The dense formula rounds log A + V to |V| eps, and the square makes that a part of the
+            # gradients
             assert (x - y).abs().max() <= 4 * abs(size) * torch.finfo(SINGLE).eps * y.abs().max(), (size, name_of)
 
 
 def test_laser_on_a_key_with_a_nan_and_a_huge_value(quiet):
-    """The one makes its column NaN, the other's is summed in logarithms: neither hides the other."""
+    """The one makes its column NaN, the other's is summed in logarithms: neither hides the
+    other.
+    """
     query, key, value = (
         torch.randn(1, 1, n, 6, generator=torch.Generator().manual_seed(n)).to(DEVICE) for n in (9, 40, 41)
     )
@@ -403,8 +421,9 @@ def test_statistics_in_float16(quiet, name):
 
 
 def test_gradients_of_keys_beside_a_tiny_query(quiet):
-    """Cosines do not know how long a query is, and a power of two of its length changes not a bit: also where keys
-    are nearly alike, so that what multiplies their gradients is large."""
+    """Cosines do not know how long a query is, and a power of two of its length changes not a bit:
+    also where keys are nearly alike, so that what multiplies their gradients is large.
+    """
     query, key, value = (
         torch.randn(1, 1, n, 8, generator=torch.Generator().manual_seed(n)).to(DEVICE) for n in (9, 40, 41)
     )
@@ -482,7 +501,9 @@ def test_only_the_first_dimension_of_a_grid_grows_with_the_length(quiet, monkeyp
 
 
 def test_documents_in_any_order(quiet):
-    """Counts and results do not depend on their standing one after another; only how many tiles are looked at does."""
+    """Counts and results do not depend on their standing one after another; only how many tiles are
+    looked at does.
+    """
     generator = torch.Generator().manual_seed(0)
     for ids in (torch.randint(-2, 3, (2, 100), generator=generator), torch.arange(100).expand(2, -1) // 30 * -7):
         query, key, value = (torch.randn(2, 1, 100, 8, generator=generator).to(DEVICE) for _ in range(3))
@@ -495,7 +516,9 @@ def test_documents_in_any_order(quiet):
 
 @pytest.mark.parametrize("shape", [(16, 16), (16, 64), (16, 128)], ids=str)
 def test_dropout_in_tiles_of_any_width(quiet, monkeypatch, shape):
-    """A group of 64 keys lies in four tiles, or one, or two in one tile; parity is tested with two to a group."""
+    """A group of 64 keys lies in four tiles, or one, or two in one tile; parity is tested with two
+    to a group.
+    """
     monkeypatch.setattr(tuning, "INTERPRETED", Tile(*shape, 1, 1))
     monkeypatch.setattr(tuning, "tiles", lambda *a: (Tile(*shape, 4, 1),))
     case = replace(CASE["dropout"], batch=1, heads=2, key_heads=1, query_length=20, key_length=150, bias="1hqk")
@@ -503,7 +526,9 @@ def test_dropout_in_tiles_of_any_width(quiet, monkeypatch, shape):
 
 
 def test_another_seed_is_no_other_kernel(quiet):
-    """Triton compiles anew for a number that 16 divides, for 1, and for one of fewer bits; here launches are kept by layout."""
+    """Triton compiles anew for a number that 16 divides, for 1, and for one of fewer bits; here
+    launches are kept by layout.
+    """
     from softfocus.backends.triton.inputs import inputs_of
 
     query = torch.randn(1, 2, 40, 8, device=DEVICE)
@@ -585,7 +610,9 @@ MEASURED = (Tile(64, 32, 8, 2), Tile(128, 32, 8, 2), Tile(64, 64, 8, 2))
 
 @pytest.fixture
 def measured(monkeypatch, tmp_path):
-    """The tiles that are timed, in order, on a device that is not there: the more keys, the faster."""
+    """The tiles that are timed, in order, on a device that is not there: the more keys, the
+    faster.
+    """
     timed = []
 
     def run(tile):
@@ -668,7 +695,9 @@ def test_nothing_is_remembered_where_nothing_could_be_measured(measured, monkeyp
 
 
 def test_another_length_is_no_other_kernel():
-    """What is constant to the compiler, without pages, does not depend on how many keys there are."""
+    """What is constant to the compiler, without pages, does not depend on how many keys there
+    are.
+    """
     from softfocus.backends.triton import inputs
     from softfocus.backends.triton.inputs import inputs_of
 
@@ -683,7 +712,9 @@ def test_another_length_is_no_other_kernel():
 
 
 def test_unit_vectors_know_no_norms(quiet):
-    """Powers of two in queries and keys change no bit of the output, and of gradients only the scale; zero vectors are fine."""
+    """Powers of two in queries and keys change no bit of the output, and of gradients only the
+    scale; zero vectors are fine.
+    """
     from softfocus.backends.triton.inputs import takes_unit_vectors
 
     generator = torch.Generator().manual_seed(0)
@@ -864,7 +895,9 @@ def test_compiled_whole_on_a_gpu(on_gpu):
 
 
 def test_one_table_of_what_is_carried():
-    """Both kinds of kernels carry the same names, and the reference's and the catalogue's are these and what is not carried."""
+    """Both kinds of kernels carry the same names, and the reference's and the catalogue's are these
+    and what is not carried.
+    """
     from softfocus.backends.triton.kernels.pointwise import PHI
 
     assert tuple(PHI) == triton.CARRIES.phi == cpu.CARRIES.phi

@@ -1,7 +1,9 @@
-"""The Triton kernels compile for GPUs that nobody here has, and keep what they work on in registers.
+"""The Triton kernels compile for GPUs that nobody here has, and keep what they work on in
+registers.
 
-All of them take half an hour: marked slow (``pytest -m slow tests/core/test_triton_compile.py``). What every run compiles is
-one mechanism, for one architecture, and one with everything that may be given. Another Triton's: PYTHONPATH.
+All of them take half an hour: marked slow (``pytest -m slow tests/core/test_triton_compile.py``).
+What every run compiles is one mechanism, for one architecture, and one with everything that may be
+given. Another Triton's: PYTHONPATH.
 """
 
 import json
@@ -60,8 +62,10 @@ def test_every_kernel_compiles_and_spills_nothing(arch, mechanism):
 
 
 def test_the_inner_loop_stays_short():
-    """What an attention kernel does beside its products decides how fast it is (docs/performance-gpu.md): LSSA's forward takes
-    12 instructions a score in tiles that nothing cuts; it once took 75."""
+    """What an attention kernel does beside its products decides how fast it is
+    (docs/performance-gpu.md): LSSA's forward takes 12 instructions a score in tiles that nothing
+    cuts; it once took 75.
+    """
     (forward,) = (kernel for kernel in compiled(90, "lssa", 64, 4096) if kernel["kernel"] == "forward")
     assert 8 < forward["loops"][-1] < 14
 

@@ -1,4 +1,6 @@
-"""Every argument error of attention(): its type, and that the message names the argument, what came and what is expected."""
+"""Every argument error of attention(): its type, and that the message names the argument, what came
+and what is expected.
+"""
 
 import math
 import re
@@ -57,7 +59,9 @@ REFUSED = {
     "value longer than key": (
         {"value": torch.randn(B, H, 6, DV)}, ValueError, ["value", "[2, 4, 6, 6]", "length of key [2, 4, 5, 8]"],
     ),
-    "value without a dimension": ({"value": torch.randn(B, H, LK, 0)}, ValueError, ["value", "head_dim 0", "at least 1"]),
+    "value without a dimension": (
+        {"value": torch.randn(B, H, LK, 0)}, ValueError, ["value", "head_dim 0", "at least 1"],
+    ),
     "value with other heads": (
         {"value": torch.randn(B, 2, LK, DV)}, ValueError, ["value", "[2, 2, 5, 6]", "heads and length of key"],
     ),
@@ -76,7 +80,8 @@ REFUSED = {
     "attn_mask is no tensor": ({"attn_mask": [[True]]}, TypeError, ["attn_mask", "list", "torch.Tensor"]),
     "attn_mask is True": ({"attn_mask": True}, TypeError, ["attn_mask", "bool", "torch.Tensor"]),
     "attn_mask of one dimension": (
-        {"attn_mask": torch.ones(LK, dtype=torch.bool)}, ValueError, ["attn_mask", "[5]", "broadcasts to", "[2, 4, 3, 5]"],
+        {"attn_mask": torch.ones(LK, dtype=torch.bool)}, ValueError,
+        ["attn_mask", "[5]", "broadcasts to", "[2, 4, 3, 5]"],
     ),
     "attn_mask of five dimensions": (
         {"attn_mask": torch.ones(1, 1, 1, LQ, LK)}, ValueError, ["attn_mask", "[1, 1, 1, 3, 5]", "[2, 4, 3, 5]"],
@@ -94,12 +99,14 @@ REFUSED = {
     "bias is no tensor": ({"bias": 1.0}, TypeError, ["bias", "float", "torch.Tensor"]),
     "bias of a wrong shape": ({"bias": torch.ones(LQ, 4)}, ValueError, ["bias", "[3, 4]", "[2, 4, 3, 5]"]),
     "bias is bool": (
-        {"bias": torch.ones(LQ, LK, dtype=torch.bool)}, TypeError, ["bias", "torch.bool", "floating point", "attn_mask"],
+        {"bias": torch.ones(LQ, LK, dtype=torch.bool)}, TypeError,
+        ["bias", "torch.bool", "floating point", "attn_mask"],
     ),
     "bias elsewhere": ({"bias": meta(torch.ones(LQ, LK))}, ValueError, ["bias", "meta", "device cpu"]),
     "key_mask is no tensor": ({"key_mask": [True] * LK}, TypeError, ["key_mask", "list", "torch.Tensor"]),
     "key_mask of a wrong shape": (
-        {"key_mask": torch.ones(B, LQ, dtype=torch.bool)}, ValueError, ["key_mask", "[2, 3]", "[batch, key length] = [2, 5]"],
+        {"key_mask": torch.ones(B, LQ, dtype=torch.bool)}, ValueError,
+        ["key_mask", "[2, 3]", "[batch, key length] = [2, 5]"],
     ),
     "key_mask of integers": (
         {"key_mask": torch.ones(B, LK, dtype=torch.int64)}, TypeError, ["key_mask", "torch.int64", "torch.bool"],
@@ -111,7 +118,9 @@ REFUSED = {
     "document_ids of a wrong shape": (
         {"document_ids": torch.zeros(1, LK, dtype=torch.int64)}, ValueError, ["document_ids", "[1, 5]", "[2, 5]"],
     ),
-    "document_ids of floats": ({"document_ids": torch.zeros(B, LK)}, TypeError, ["document_ids", "float32", "integers"]),
+    "document_ids of floats": (
+        {"document_ids": torch.zeros(B, LK)}, TypeError, ["document_ids", "float32", "integers"],
+    ),
     "document_ids of bools": (
         {"document_ids": torch.zeros(B, LK, dtype=torch.bool)}, TypeError, ["document_ids", "bool", "integers"],
     ),
@@ -152,7 +161,9 @@ REFUSED = {
     "mechanism is no name": ({"mechanism": 3}, TypeError, ["mechanism", "int", "'lssar'", "Mechanism"]),
     "mechanism is None": ({"mechanism": None}, TypeError, ["mechanism", "NoneType", "'lssar'"]),
     "mechanism misspelt": ({"mechanism": "lsar"}, ValueError, ["mechanism", "'lsar'", "did you mean 'lssar'"]),
-    "backend unknown": ({"backend": "tilde"}, ValueError, ["backend", "'tilde'", "'auto'", "'cpu'", "'tiled'", "'reference'"]),
+    "backend unknown": (
+        {"backend": "tilde"}, ValueError, ["backend", "'tilde'", "'auto'", "'cpu'", "'tiled'", "'reference'"],
+    ),
     "backend is no name": ({"backend": ["tiled"]}, (TypeError, ValueError), ["backend", "'auto'"]),
 }  # fmt: skip
 

@@ -15,7 +15,9 @@ FEW = settings(max_examples=120, deadline=None, derandomize=True)
 
 @st.composite
 def visibilities(draw, least_queries=0, least_keys=0):
-    """Any combination of window, mask, padding and documents; the heads and batch that it is meant for."""
+    """Any combination of window, mask, padding and documents; the heads and batch that it is meant
+    for.
+    """
     batch, heads = draw(st.integers(1, 3)), draw(st.integers(1, 2))
     keys = draw(st.integers(least_keys, 9))
     with_documents = draw(st.booleans())
@@ -123,7 +125,9 @@ def test_span_never_cuts_off_a_visible_key(drawn, data):
 @FEW
 @given(visibilities(least_queries=1, least_keys=1), st.data())
 def test_span_is_tight_for_windows(drawn, data):
-    """A window alone: the first and the last key of the span are each seen by some query, or it is empty."""
+    """A window alone: the first and the last key of the span are each seen by some query, or it is
+    empty.
+    """
     _batch, _heads, drawn_v = drawn
     v = Visibility(drawn_v.query_length, drawn_v.key_length, drawn_v.left, drawn_v.right)
     start = data.draw(st.integers(0, v.query_length - 1))
@@ -141,7 +145,9 @@ def test_span_is_tight_for_windows(drawn, data):
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(visibilities(least_queries=1, least_keys=1))
 def test_attention_counts_and_weighs_what_is_seen(backend, dtype, drawn):
-    """The number that reaches the maths: attention()'s own statistics, and uniform weights read through V = identity."""
+    """The number that reaches the maths: attention()'s own statistics, and uniform weights read
+    through V = identity.
+    """
     batch, heads, v = drawn
     expected = one_by_one(*drawn)
     query = torch.zeros(batch, heads, v.query_length, 2, dtype=dtype)

@@ -1,14 +1,17 @@
-"""Compiles every Triton kernel that a call launches, for a GPU that need not be there: one line of JSON a kernel.
+"""Compiles every Triton kernel that a call launches, for a GPU that need not be there: one line of
+JSON a kernel.
 
     python triton_machines.py ARCH MECHANISM HEAD_DIM QUERIES [--given] [--group N] [--dropout P]
 
-QUERIES 0: of one query against a cache in pages. --group: heads of queries to one of keys. --given: with a mask, padding,
-documents, a window, a bias with gradient, learned scales and powers.
+QUERIES 0: of one query against a cache in pages. --group: heads of queries to one of keys. --given:
+with a mask, padding, documents, a window, a bias with gradient, learned scales and powers.
 
-A process of its own: Triton must not have been told to interpret. The line holds the kernel's name, registers a thread, bytes
-of stack (spilled registers) and of shared memory; and of each loop with tensor-core products how many instructions a score
-takes, in the order of the code: of tiles that something cuts, then of whole ones, for each sweep. In decoding of every loop of
-100 instructions or more, by the scores of a tile (those that make weights of scores have 512 a turn, whatever the tile).
+A process of its own: Triton must not have been told to interpret. The line holds the kernel's name,
+registers a thread, bytes of stack (spilled registers) and of shared memory; and of each loop with
+tensor-core products how many instructions a score
+takes, in the order of the code: of tiles that something cuts, then of whole ones, for each sweep.
+In decoding of every loop of 100 instructions or more, by the scores of a tile (those that make
+weights of scores have 512 a turn, whatever the tile).
 """
 
 import argparse
@@ -64,7 +67,9 @@ def usage(cubin: bytes) -> tuple[int, int]:
 
 
 def loops(cubin: bytes, at_least: int | None = None) -> list[int]:
-    """How many instructions each innermost loop has that multiplies on tensor cores, or that is so long."""
+    """How many instructions each innermost loop has that multiplies on tensor cores, or that is so
+    long.
+    """
     labels: dict[str, int] = {}
     code: list[str] = []
     for line in said_of(cubin, "nvdisasm", "-c").splitlines():

@@ -1,4 +1,5 @@
-"""Compile every tile of the kernels that the other items run, many at a time: the compilers' time is the device's otherwise.
+"""Compile every tile of the kernels that the other items run, many at a time: the compilers' time
+is the device's otherwise.
 
 A line for each kind of call. Nothing is timed. What is compiled lies in Triton's cache.
 """

@@ -1,4 +1,5 @@
-"""One call of each skeleton of the kernels, forward and backward, in each dtype, against the float64 reference.
+"""One call of each skeleton of the kernels, forward and backward, in each dtype, against the
+float64 reference.
 
 A line each: whether it holds, the first call's seconds (which compiles), and what was wrong.
 """

@@ -1,4 +1,6 @@
-"""What the programs of the stages share: lines of JSON that are written as they come, processes, and their command line."""
+"""What the programs of the stages share: lines of JSON that are written as they come, processes,
+and their command line.
+"""
 
 import argparse
 import json
@@ -37,7 +39,8 @@ def arguments(description: str | None, *flags: str) -> argparse.Namespace:
 def each_alone(function: Callable[..., dict[str, Any]], tasks: Sequence[tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
     """What ``function(*task)`` gives, as it comes: many at a time, each in a process of its own.
 
-    An error of the device leaves a process unable to use it, and a crash ends it: neither is to cost the other tasks.
+    An error of the device leaves a process unable to use it, and a crash ends it: neither is to
+    cost the other tasks.
     """
 
     def alone(task: tuple[Any, ...]) -> dict[str, Any]:

@@ -1,11 +1,13 @@
-"""What docs/performance-gpu.md predicts for the goals' cells, from counted instructions: its tables, as text.
+"""What docs/performance-gpu.md predicts for the goals' cells, from counted instructions: its
+tables, as text.
 
     python tests/gpu/predicted.py
 
-A multiprocessor of an H200 issues 128 instructions of threads a clock, and does 4,096 operations of products in bfloat16. A
-kernel takes at least the larger of the two times, where they overlap completely, and about their sum where they take turns. The
-prediction lies between the two. Its ratios do not depend on the length: launches and partial tiles, which weigh more in short
-calls, are left out. SDPA's times are those of published rates of its fastest kernels on a Hopper GPU.
+A multiprocessor of an H200 issues 128 instructions of threads a clock, and does 4,096 operations of
+products in bfloat16. A kernel takes at least the larger of the two times, where they overlap
+completely, and about their sum where they take turns. The prediction lies between the two. Its
+ratios do not depend on the length: launches and partial tiles, which weigh more in short calls, are
+left out. SDPA's times are those of published rates of its fastest kernels on a Hopper GPU.
 """
 
 from typing import NamedTuple
@@ -52,7 +54,9 @@ BACKWARD_PRODUCTS, SDPA_PRODUCTS = 7, (2, 5)
 READ = 0.13
 """Of the values, in decoding: those that weigh more than rounding, of random keys."""
 FLEX_MORE = 25
-"""Instructions of its logarithm and its exponential of a score, at the least: 20 and 5, as counted in our kernels once."""
+"""Instructions of its logarithm and its exponential of a score, at the least: 20 and 5, as counted
+in our kernels once.
+"""
 
 
 def clocks(head_dim: int, instructions: float, products: int) -> tuple[float, float]:
@@ -82,16 +86,19 @@ def ratio(head_dim: int, mechanism: str, what: str) -> tuple[float, float]:
 
 
 def decoding(head_dim: int) -> tuple[float, float]:
-    """Of softmax's time, where bytes decide: LSSAR reads all keys and an eighth of the values. At worst it also moves a score
-    of each key through memory, once there and twice back."""
+    """Of softmax's time, where bytes decide: LSSAR reads all keys and an eighth of the values. At
+    worst it also moves a score of each key through memory, once there and twice back.
+    """
     key, value, score = 2 * head_dim, 2 * head_dim, 4
     low = key + READ * value
     return low / (key + value), (low + 3 * score) / (key + value)
 
 
 def of_flex(head_dim: int, what: str) -> tuple[float, float]:
-    """Of the time of FlexAttention's two calls, if each takes our softmax's instructions and FLEX_MORE a score: the least that
-    can be assumed, so that the share is more likely below this than above."""
+    """Of the time of FlexAttention's two calls, if each takes our softmax's instructions and
+    FLEX_MORE a score: the least that can be assumed, so that the share is more likely below this
+    than above.
+    """
     forward, backward = COUNTED[head_dim]["softmax"][:2]
     theirs = clocks(head_dim, 2 * (forward + FLEX_MORE), 4)
     ours = clocks(head_dim, *COUNTED[head_dim]["lssar"][::2])
@@ -131,7 +138,9 @@ def verdict(most: float, span: tuple[float, float]) -> str:
 
 
 def table() -> str:
-    """In Markdown: of each goal whether it is met from one end of the prediction to the other, missed, or open."""
+    """In Markdown: of each goal whether it is met from one end of the prediction to the other,
+    missed, or open.
+    """
     lines = ["| share of the time of | | goal | d = 64 | d = 128 |", "|---|---|---|---|---|"]
     for mechanism, what, to in ROWS:
         most, cells = MOST.get((mechanism, what, to)), []

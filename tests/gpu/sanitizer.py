@@ -1,4 +1,5 @@
-"""A few calls under NVIDIA's compute-sanitizer: accesses out of bounds (memcheck) and races (racecheck).
+"""A few calls under NVIDIA's compute-sanitizer: accesses out of bounds (memcheck) and races
+(racecheck).
 
 A line for each tool. `make sanitize-gpu` runs many tests so, for hours.
 """

@@ -2,10 +2,12 @@
 
     PYTHONPATH=src python tests/gpu/stages.py 1 --out runs/gpu
 
-Needs a source tree and installed packages, no installation and no network. A stage is a list of items, the most valuable first.
-Each item is a process under a time limit of its own: one that hangs costs the others nothing but its limit. After each item
-`stage1.json` is written whole; `stage1.log` has what the items print. What an item had written when it was stopped is kept.
---dry-run goes through a stage without a GPU, on tiny shapes, in Triton's interpreter: it shows typing errors, not speed.
+Needs a source tree and installed packages, no installation and no network. A stage is a list of
+items, the most valuable first. Each item is a process under a time limit of its own: one that hangs
+costs the others nothing but its limit. After each item `stage1.json` is written whole; `stage1.log`
+has what the items print. What an item had written when it was stopped is kept. --dry-run goes
+through a stage without a GPU, on tiny shapes, in Triton's interpreter: it shows typing errors, not
+speed.
 """
 
 import argparse
@@ -26,7 +28,9 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 SECONDS = 515.0
-"""Of a stage: what does not begin within it is recorded as left out, and what is not done then is stopped."""
+"""Of a stage: what does not begin within it is recorded as left out, and what is not done then is
+stopped.
+"""
 DYING = 20.0
 """Seconds that a stopped item is waited for."""
 MECHANISMS = ("lssar", "lssa", "laser", "softmax")
@@ -115,7 +119,9 @@ def script(
     call: str = "",
     environment: Mapping[str, str] | None = None,
 ) -> Item:
-    """One of the programs beside this file; it writes a line of JSON for each thing that it has done."""
+    """One of the programs beside this file; it writes a line of JSON for each thing that it has
+    done.
+    """
     call = call or name
     shared = (str(HERE / f"{name}.py"), "--out", f"{{folder}}/{call}.jsonl")
     return Item(call, (*shared, *arguments), (*shared, *dry), limit, TRUSTED if environment is None else environment)
@@ -240,7 +246,9 @@ def run(item: Item, folder: Path, log: Path, limit: float, dry: bool) -> dict[st
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Nothing that an item started outlives it. One that a driver keeps alive even then is not waited for."""
+    """Nothing that an item started outlives it. One that a driver keeps alive even then is not
+    waited for.
+    """
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -272,8 +280,10 @@ def provenance() -> dict[str, Any]:
     """What it takes to believe the results."""
     code = (
         "import json, torch, triton, platform;"
-        "print(json.dumps({'python': platform.python_version(), 'torch': torch.__version__, 'triton': triton.__version__,"
-        "'device': torch.cuda.get_device_name() if torch.cuda.is_available() else 'no GPU', 'cuda': torch.version.cuda}))"
+        "print(json.dumps({'python': platform.python_version(), 'torch': torch.__version__, 'triton': "
+        "triton.__version__,"
+        "'device': torch.cuda.get_device_name() if torch.cuda.is_available() else 'no GPU', 'cuda': "
+        "torch.version.cuda}))"
     )
     versions: dict[str, Any] = json.loads(_said([sys.executable, "-c", code]) or "{}")
     return {"commit": _said(["git", "describe", "--always", "--dirty"]) or "unknown", **versions}
@@ -321,7 +331,9 @@ def main(stage: int, out: Path, work: Path | None = None, dry: bool = False, sec
 
 
 def summary(found: dict[str, Any]) -> str:
-    """The results in a few lines: the ratios of each cell, tests that failed, items that did not end."""
+    """The results in a few lines: the ratios of each cell, tests that failed, items that did not
+    end.
+    """
     lines = [f"stage {found['stage']} on {found.get('device')}, commit {found['commit']}"]
     for one in found["items"]:
         lines.append(f"{one['item']}: exit {one['exit']}")

@@ -1,7 +1,9 @@
-"""Training tokens per second of GPT-2 (124 M parameters, 1,024 tokens) with each mechanism, in turn.
+"""Training tokens per second of GPT-2 (124 M parameters, 1,024 tokens) with each mechanism, in
+turn.
 
-A line for each round and a last one with medians: ratios are to torch's own softmax in the same round. Optimiser: fused AdamW
-in float32, the model under bfloat16 autocast. --compile: the model is compiled.
+A line for each round and a last one with medians: ratios are to torch's own softmax in the same
+round. Optimiser: fused AdamW in float32, the model under bfloat16 autocast. --compile: the model is
+compiled.
 """
 
 import statistics

@@ -1,7 +1,8 @@
-"""What the tuner measures for the cells of the goals and what it chooses, and what each compiled kernel takes of a device.
+"""What the tuner measures for the cells of the goals and what it chooses, and what each compiled
+kernel takes of a device.
 
-A line for each kind of call: milliseconds of each tile and the chosen one (which `softfocus bench` then finds), registers of a
-thread and bytes that it spills.
+A line for each kind of call: milliseconds of each tile and the chosen one (which `softfocus bench`
+then finds), registers of a thread and bytes that it spills.
 """
 
 import itertools

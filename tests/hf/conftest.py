@@ -23,7 +23,8 @@ import softfocus.hf
 from softfocus.hf.t6 import T6Config, T6ForCausalLM
 
 WINDOW = 4
-# Weights of 0.02, the models' own choice, would leave attention all but uniform: no test of it could fail.
+# Weights of 0.02, the models' own choice, would leave attention all but uniform: no test of it
+# could fail.
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 61}
 COMMON = {**SIZES, "max_position_embeddings": 64, "initializer_range": 0.4}
 TOKENS = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
@@ -74,7 +75,9 @@ FAMILIES = {
 
 @pytest.fixture
 def build():
-    """``build("llama", "lssar", **config)``: a model in eval mode, the same weights at every call; None leaves it alone."""
+    """``build("llama", "lssar", **config)``: a model in eval mode, the same weights at every call;
+    None leaves it alone.
+    """
 
     def build(family, mechanism=None, parameters=None, **changes):
         kind, config = FAMILIES[family]()
@@ -110,8 +113,9 @@ def in_double():
 def agree():
     """``agree(actual, expected, single)``: two float64 runs are the same mathematics.
 
-    They may differ by a thousandth of what float32 makes of the expected run (``single``). Runs that differ by rounding
-    alone come out a million times closer than that, and no slip in a mask or a scale comes close.
+    They may differ by a thousandth of what float32 makes of the expected run (``single``). Runs
+    that differ by rounding alone come out a million times closer than that, and no slip in a mask
+    or a scale comes close.
     """
 
     def agree(actual, expected, single):

@@ -1,4 +1,6 @@
-"""A model under softfocus computes what the mechanism says, whatever Transformers hands to the adapter."""
+"""A model under softfocus computes what the mechanism says, whatever Transformers hands to the
+adapter.
+"""
 
 import math
 from types import SimpleNamespace
@@ -41,7 +43,9 @@ def logits(model, *args, **kwargs):
 
 
 def padded(rows, length, side):
-    """Rows of ids [1, n] in one batch [len(rows), length], with the mask and positions of the real tokens."""
+    """Rows of ids [1, n] in one batch [len(rows), length], with the mask and positions of the real
+    tokens.
+    """
     ids, mask = torch.zeros(len(rows), length, dtype=torch.long), torch.zeros(len(rows), length, dtype=torch.long)
     for i, row in enumerate(rows):
         at = slice(0, row.shape[1]) if side == "right" else slice(length - row.shape[1], length)
@@ -125,7 +129,9 @@ def test_float_masks_hide_keys_from_the_count(build, tokens):
 
 
 class Call:
-    """The adapter called directly: a stand-in for an attention module, [B, H, L, D] tensors, defaults."""
+    """The adapter called directly: a stand-in for an attention module, [B, H, L, D] tensors,
+    defaults.
+    """
 
     def __init__(self, mechanism, causal=True, lengths=(6, 6), learned=None):
         heads = softfocus.hf.Heads(mechanism=mechanism, parameters=learned or ())

@@ -1,7 +1,9 @@
-"""Every architecture that dispatches its attention, tiny and random, held against its own eager attention.
+"""Every architecture that dispatches its attention, tiny and random, held against its own eager
+attention.
 
-A model is built from each config class by a generic shrinker (known size fields, recursively for configs inside). What that
-does not fit stands in architectures.toml: sizes of its own, what is refused, what cannot be built or compared and why.
+A model is built from each config class by a generic shrinker (known size fields, recursively for
+configs inside). What that does not fit stands in architectures.toml: sizes of its own, what is
+refused, what cannot be built or compared and why.
 """
 
 import copy
@@ -59,7 +61,9 @@ TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_star
 
 
 def shrunk(kind):
-    """Keyword arguments that make a config of a class tiny. Fields that the class derives are left to it."""
+    """Keyword arguments that make a config of a class tiny. Fields that the class derives are left
+    to it.
+    """
     small = {}
     for field in dataclasses.fields(kind):
         name, value = field.name, field.default
@@ -152,7 +156,9 @@ def ids(config, seed):
 
 
 def number(config, *names, default):
-    """The first of some fields that a config, or one inside it, holds as a number or a list of numbers."""
+    """The first of some fields that a config, or one inside it, holds as a number or a list of
+    numbers.
+    """
     for place in [config, *(value for value in vars(config).values() if isinstance(value, PreTrainedConfig))]:
         for name in names:
             value = getattr(place, name, None)
@@ -163,7 +169,9 @@ def number(config, *names, default):
 
 
 def guesses(model):
-    """Inputs that a model may take, by what its forward is called with. The first that eager attention runs on is taken."""
+    """Inputs that a model may take, by what its forward is called with. The first that eager
+    attention runs on is taken.
+    """
     config, takes = model.config, inspect.signature(model.forward).parameters
     channels = number(config, "num_channels", "in_channels", "in_chans", default=3)
     side = number(config, "image_size", "input_size", "img_size", default=32)
@@ -249,7 +257,8 @@ def forward(model, inputs):
 
 
 def tiny(config, kinds):
-    """(model, eager twin, inputs, what the twin returns) for the first class that can be compared, else why none can.
+    """(model, eager twin, inputs, what the twin returns) for the first class that can be compared,
+    else why none can.
 
     No reasons where nothing in the models dispatches.
     """
@@ -288,7 +297,9 @@ def differ(actual, expected):
 
 
 def changed_at_the_end(model, inputs, before):
-    """By how much a decoder's earlier outputs move when its last token changes; None where it is not seen to be one."""
+    """By how much a decoder's earlier outputs move when its last token changes; None where it is
+    not seen to be one.
+    """
     name = next((n for n in ("decoder_input_ids", "input_ids", "inputs_embeds") if n in inputs), None)
     # A decoder of one frame's codes gives no logits for its first input
     lengths = ((2, LENGTH), (2, LENGTH - 1))
@@ -302,7 +313,8 @@ def changed_at_the_end(model, inputs, before):
 
 
 DEFAULT = [
-    "bert", "bigbird_pegasus", "bridgetower", "clip", "deepseek_v3", "git", "informer", "llama", "nllb_moe", "pegasus_x",
+    "bert", "bigbird_pegasus", "bridgetower", "clip", "deepseek_v3", "git", "informer", "llama", "nllb_moe",
+    "pegasus_x",
     "sam", "sam_hq", "t5", "whisper",
 ]  # fmt: skip
 
@@ -366,7 +378,9 @@ def compare(name, model, eager, inputs, expected, folder):
 
 @pytest.mark.filterwarnings("ignore")
 def test_parts_of_both_kinds():
-    """Gemma 4's audio tower computes attention itself, on eager masks; its language model supports SDPA."""
+    """Gemma 4's audio tower computes attention itself, on eager masks; its language model supports
+    SDPA.
+    """
     config = transformers.Gemma4Config
     audio = {"audio_config": shrunk(transformers.Gemma4AudioConfig)}
     model = spread(transformers.Gemma4ForConditionalGeneration(config(**shrunk(config) | audio)).eval())

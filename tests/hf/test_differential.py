@@ -1,4 +1,6 @@
-"""Differential attention with a mechanism: what Transformers' DiffLlama makes of it, held against the formula."""
+"""Differential attention with a mechanism: what Transformers' DiffLlama makes of it, held against
+the formula.
+"""
 
 from typing import Any
 
@@ -14,7 +16,9 @@ PAIRS, HEAD, LENGTH = 2, 8, 11
 
 @pytest.mark.parametrize("mechanism", ["softmax", "laser"])
 def test_the_difference_is_taken_of_two_whole_attentions(mechanism: str) -> None:
-    """LASER(A1, V) - lambda LASER(A2, V), in float64: the logarithm of the difference itself need not exist."""
+    """LASER(A1, V) - lambda LASER(A2, V), in float64: the logarithm of the difference itself need
+    not exist.
+    """
     torch.manual_seed(0)
     config = DiffLlamaConfig(
         vocab_size=30,

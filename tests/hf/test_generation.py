@@ -1,4 +1,6 @@
-"""Decoding with a cache is the full forward, and generate() writes the same text with every kind of cache."""
+"""Decoding with a cache is the full forward, and generate() writes the same text with every kind of
+cache.
+"""
 
 import pytest
 import torch
@@ -32,7 +34,8 @@ def in_chunks(model, ids, cache, sizes):
 def test_cached_decoding_is_the_full_forward(build, tokens, in_double, agree, family, mechanism, sizes, kind):
     model, ids = build(family, mechanism), tokens(2, LENGTH)
     double = in_double(model)
-    # A static cache is longer than what it holds: its empty slots must not be counted among the visible keys.
+    # A static cache is longer than what it holds: its empty slots must not be counted among the
+    # visible keys.
     cache = DynamicCache(config=double.config) if kind == "dynamic" else StaticCache(double.config, LENGTH + 5)
     agree(in_chunks(double, ids, cache, sizes), logits(double, ids), logits(model, ids))
 

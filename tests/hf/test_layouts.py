@@ -1,4 +1,6 @@
-"""Layouts in models: held against other architectures that have the same thing, and against separate calls."""
+"""Layouts in models: held against other architectures that have the same thing, and against
+separate calls.
+"""
 
 import copy
 import json
@@ -42,7 +44,9 @@ def logits(model, *args, **kwargs):
 
 
 def padded(tokens, side):
-    """Sequences of 12 and 7 tokens in one batch, with its mask and the places of the real tokens."""
+    """Sequences of 12 and 7 tokens in one batch, with its mask and the places of the real
+    tokens.
+    """
     ids, mask = torch.zeros(2, LENGTH, dtype=torch.long), torch.zeros(2, LENGTH, dtype=torch.long)
     for row, length in enumerate((LENGTH, 7)):
         at = slice(0, length) if side == "right" else slice(LENGTH - length, LENGTH)
@@ -132,7 +136,9 @@ def test_encoder_decoders_take_no_window(tmp_path):
     [((3, 1), "heads: got 3, expected a multiple of 2"), ((2, 4), "hands over 4 query heads"), ((2,), "hands over 4")],
 )
 def test_heads_that_do_not_fit_a_model_are_refused(build, tokens, heads, error):
-    """A Layout object, and a config.json that was changed by hand, do not go through what use() checks."""
+    """A Layout object, and a config.json that was changed by hand, do not go through what use()
+    checks.
+    """
     kind = tuple(softfocus.hf.Heads(mechanism="lssar", heads=count) for count in heads)
     model = softfocus.hf.use(build("llama"), softfocus.hf.Layout((kind,)))
     with pytest.raises(ValueError, match=error):
@@ -151,7 +157,8 @@ def smol(layers):
     """SmolLM3 with rotary embeddings in the layers given as 1."""
     torch.manual_seed(0)
     config = SmolLM3Config(
-        **SIZES | {"num_hidden_layers": len(layers)}, initializer_range=0.4, num_key_value_heads=2, no_rope_layers=layers,
+        **SIZES | {"num_hidden_layers": len(layers)}, initializer_range=0.4, num_key_value_heads=2,
+        no_rope_layers=layers,
         pad_token_id=0, bos_token_id=None, eos_token_id=None, max_position_embeddings=64,
     )  # fmt: skip
     return SmolLM3ForCausalLM(config).eval()
@@ -364,7 +371,9 @@ def test_a_model_without_a_layout_keeps_its_cache(build, tokens):
 @pytest.mark.parametrize("mechanism", ["softmax", "lssar"])
 @pytest.mark.parametrize("family", [*ROTARY, "t6"])
 def test_sinks_are_streaming_llms(build, tokens, in_double, mechanism, family):
-    """Of one layer, keys and values depend on their own token alone: a fresh sequence of what is seen is the definition."""
+    """Of one layer, keys and values depend on their own token alone: a fresh sequence of what is
+    seen is the definition.
+    """
     model, ids = in_double(build(family, mechanism, num_hidden_layers=1)), tokens(2, LENGTH)
     sinks, keys = 2, 6
     want = []

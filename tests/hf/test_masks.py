@@ -1,4 +1,6 @@
-"""Which masks a model gets: found out from its classes, never saved, and an error where nobody has found out."""
+"""Which masks a model gets: found out from its classes, never saved, and an error where nobody has
+found out.
+"""
 
 import copy
 import json
@@ -80,7 +82,9 @@ def test_a_window_is_refused_where_masks_do_not_say_who_is_where(tokens):
 
 @pytest.mark.parametrize("mechanism", ["softmax", "lssar"])
 def test_models_that_drop_queries_keep_their_places(tokens, mechanism):
-    """Gemma 4 computes its last layers, which share keys, for the queries whose logits are wanted."""
+    """Gemma 4 computes its last layers, which share keys, for the queries whose logits are
+    wanted.
+    """
     config = Gemma4TextConfig(
         vocab_size=64, vocab_size_per_layer_input=64, hidden_size=32, intermediate_size=48, num_hidden_layers=4,
         num_attention_heads=4, num_key_value_heads=2, head_dim=8, global_head_dim=8, hidden_size_per_layer_input=8,

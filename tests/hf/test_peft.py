@@ -1,4 +1,6 @@
-"""Adapters of PEFT belong to the mechanism that they were trained on, and hold what the heads learned."""
+"""Adapters of PEFT belong to the mechanism that they were trained on, and hold what the heads
+learned.
+"""
 
 import json
 import subprocess

@@ -1,4 +1,6 @@
-"""What others meet who load or serve a saved model: the card beside it, and programs run with the import."""
+"""What others meet who load or serve a saved model: the card beside it, and programs run with the
+import.
+"""
 
 import subprocess
 import sys

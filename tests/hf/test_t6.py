@@ -1,4 +1,6 @@
-"""T6 is what arXiv 2501.06425 says: its equations by hand, its gradients, its cache of factors, its initial weights."""
+"""T6 is what arXiv 2501.06425 says: its equations by hand, its gradients, its cache of factors, its
+initial weights.
+"""
 
 import math
 
@@ -29,7 +31,9 @@ def turn(row, position, base=10000.0):
 
 
 def products(weights, name, x, config, rank, position):
-    """(3.1): 1/R sum_r a_r (x) b_r of one token, [h, d], b turned where there is a position (3.5)."""
+    """(3.1): 1/R sum_r a_r (x) b_r of one token, [h, d], b turned where there is a position
+    (3.5).
+    """
     total = torch.zeros(config.num_attention_heads, config.head_dim, dtype=x.dtype)
     a, b = weights[f"{name}.a.weight"] @ x, weights[f"{name}.b.weight"] @ x
     for r in range(rank):
@@ -105,7 +109,9 @@ def test_transformers_own_attention_runs(build, tokens, in_double, implementatio
 
 @pytest.mark.parametrize("mechanism", ["softmax", "lssar", "laser"])
 def test_gradients(build, mechanism):
-    """Of one attention module, by finite differences: through the factors, RoPE, the mechanism and the output."""
+    """Of one attention module, by finite differences: through the factors, RoPE, the mechanism and
+    the output.
+    """
     model = build("t6", mechanism).double()
     module = model.model.layers[0].self_attn
     x = torch.randn(1, 6, 32, dtype=torch.float64, requires_grad=True)
@@ -156,7 +162,9 @@ def test_heads_of_a_layer_share_what_rope_turns(build):
 
 
 def test_the_length_of_a_key_is_in_its_row_of_a(build, tokens):
-    """Cosine similarity does not see it. So with one product the heads differ in the signs of their keys alone."""
+    """Cosine similarity does not see it. So with one product the heads differ in the signs of their
+    keys alone.
+    """
     ids, scaled = tokens(1, LENGTH), {}
     for mechanism in ("softmax", "lssar"):
         model = build("t6", mechanism).double()
@@ -177,7 +185,9 @@ def test_a_static_cache_filled_in_chunks(build, tokens, in_double):
 
 
 def test_initial_weights():
-    """Appendix G: uniform within sqrt(6 / (in + out)). What writes into the residual stream starts as zeros."""
+    """Appendix G: uniform within sqrt(6 / (in + out)). What writes into the residual stream starts
+    as zeros.
+    """
     torch.manual_seed(0)
     model = T6ForCausalLM(T6Config(vocab_size=64, hidden_size=128, num_hidden_layers=1, bos_token_id=0, eos_token_id=0))
     layer = model.model.layers[0]
@@ -194,7 +204,9 @@ def test_initial_weights():
 
 
 def test_the_papers_small_model():
-    """124 M parameters: table 1's d_model (R_Q + R_K + R_V)(h + d) + d_model h d a layer, SwiGLU, tied embeddings."""
+    """124 M parameters: table 1's d_model (R_Q + R_K + R_V)(h + d) + d_model h d a layer, SwiGLU,
+    tied embeddings.
+    """
     with torch.device("meta"):
         model = T6ForCausalLM(T6Config())
     attention = 768 * (6 + 2 + 2) * (34 + 64) + 768 * 34 * 64

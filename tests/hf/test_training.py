@@ -1,4 +1,6 @@
-"""Models under softfocus train: gradients, learned parameters, checkpointing, bfloat16, the compiler, the Trainer."""
+"""Models under softfocus train: gradients, learned parameters, checkpointing, bfloat16, the
+compiler, the Trainer.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,6 @@
-"""use(): what it takes, what it refuses and in which words, and switching from one mechanism to another."""
+"""use(): what it takes, what it refuses and in which words, and switching from one mechanism to
+another.
+"""
 
 import copy
 import inspect
@@ -95,7 +97,9 @@ def test_calling_it_again_switches(build, tokens):
 
 
 def test_initialising_again_keeps_what_was_learned(build):
-    """Transformers does so for every outer model; its own parameters are flagged by then, and so are ours."""
+    """Transformers does so for every outer model; its own parameters are flagged by then, and so
+    are ours.
+    """
     model = build("llama", "ssmax")
     scale = model.model.layers[0].self_attn.softfocus_head_scale
     with torch.no_grad():

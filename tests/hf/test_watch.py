@@ -1,4 +1,6 @@
-"""What a listener is shown is what the model computes: weights times values make the module's output."""
+"""What a listener is shown is what the model computes: weights times values make the module's
+output.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,6 @@
-"""Runs made up for the tests of reports, where no number was ever measured; and a tiny recipe with a real run of it."""
+"""Runs made up for the tests of reports, where no number was ever measured; and a tiny recipe with
+a real run of it.
+"""
 
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
@@ -23,7 +25,8 @@ def make_row(
     gain: float = 0.0,
     by_document: bool = True,
 ) -> Row:
-    """A row over two documents of equal size, one as much above the loss as the other is below: its standard error.
+    """A row over two documents of equal size, one as much above the loss as the other is below: its
+    standard error.
 
     Beyond the training length the loss is lower than within it by the gain.
     """
@@ -72,7 +75,8 @@ def make_entry(
     evaluated: dict[str, Any] | None = None,
     recipe: str | None = None,
 ) -> Entry:
-    """A finished run whose losses at 1x, 2x, 4x ... are given: as trained, with NTK (from 1x or from 2x on), with a window.
+    """A finished run whose losses at 1x, 2x, 4x ... are given: as trained, with NTK (from 1x or
+    from 2x on), with a window.
 
     With NTK they are the same unless they are given; () for a run that was not measured with it.
     """
@@ -155,7 +159,9 @@ def four() -> list[Entry]:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A recipe that trains in a second, on a corpus of its own; the token cache is the tests' own too."""
+    """A recipe that trains in a second, on a corpus of its own; the token cache is the tests' own
+    too.
+    """
     folder = tmp_path_factory.mktemp("tiny")
     words = [
         f"line {i}: {'abcdefgh'[i % 8] * (i % 5 + 1)} is {i * i % 97} and not {i * 7 % 89}.\n" for i in range(4000)

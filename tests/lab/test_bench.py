@@ -1,4 +1,6 @@
-"""`softfocus bench`: who is measured, the order, the gate, the memory, what is written. No test asserts a time."""
+"""`softfocus bench`: who is measured, the order, the gate, the memory, what is written. No test
+asserts a time.
+"""
 
 import dataclasses
 import json
@@ -47,7 +49,9 @@ def cell(mechanism: str = "lssar", what: Any = "forward", **changes: Any) -> Cel
 
 
 def test_the_yardstick_on_a_gpu_is_the_fastest_of_torchs_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU that is not there: flash takes 3 seconds, cuDNN 2, and the last is not in this build."""
+    """On a GPU that is not there: flash takes 3 seconds, cuDNN 2, and the last is not in this
+    build.
+    """
     enabled = []
 
     def clock(ready: object) -> float:
@@ -336,7 +340,9 @@ def test_the_formula_by_hand_computes_the_mechanism(mechanism: str, what: Any) -
 @pytest.mark.parametrize("what", ["forward", "decode"])
 @pytest.mark.parametrize("mechanism", ["lssa", "lssar", "laser(softmax_p3)", "ssmax"])
 def test_flex_computes_the_mechanism(mechanism: str, what: Any) -> None:
-    """By torch's dense stand-in, which needs no compiler and has the log-sum-exp that LSSAR takes."""
+    """By torch's dense stand-in, which needs no compiler and has the log-sum-exp that LSSAR
+    takes.
+    """
     one = cell(mechanism, what, length=32)
     query, key, value, _ = make(one)
     want = attention(query, key, value, is_causal=one.causal, mechanism=mechanism, backend="reference")

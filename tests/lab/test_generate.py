@@ -1,4 +1,6 @@
-"""Generation: with a cache as without, repeatable, streamed, and refused where there is no model."""
+"""Generation: with a cache as without, repeatable, streamed, and refused where there is no
+model.
+"""
 
 import shutil
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""Looking inside: numbers with known answers, a run's own weights, and a page that needs nothing but itself."""
+"""Looking inside: numbers with known answers, a run's own weights, and a page that needs nothing
+but itself.
+"""
 
 import math
 import re

@@ -1,4 +1,6 @@
-"""`softfocus build`, and what the doctor says about the kernels, on a stand-in of two lines for their sources."""
+"""`softfocus build`, and what the doctor says about the kernels, on a stand-in of two lines for
+their sources.
+"""
 
 import json
 import re

@@ -1,4 +1,6 @@
-"""Runs that are measured sample by sample: what is trained, what is measured, resuming, and what is refused."""
+"""Runs that are measured sample by sample: what is trained, what is measured, resuming, and what is
+refused.
+"""
 
 import io
 import itertools
@@ -199,7 +201,9 @@ def test_hidden_tokens_by_hand(runs: Any) -> None:
 
 
 def test_speech_by_hand(runs: Any) -> None:
-    """CTC's loss as a sum over all alignments, of a model whose logits are given; and words as the edit distance of strings."""
+    """CTC's loss as a sum over all alignments, of a model whose logits are given; and words as the
+    edit distance of strings.
+    """
 
     class Fixed(torch.nn.Module):
         """Says what it is told, one frame for each sample."""

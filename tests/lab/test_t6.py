@@ -1,4 +1,6 @@
-"""T6 in the lab: its recipes train, and whatever measures a run of another architecture measures one of T6."""
+"""T6 in the lab: its recipes train, and whatever measures a run of another architecture measures
+one of T6.
+"""
 
 from pathlib import Path
 

@@ -1,10 +1,12 @@
-"""Why a head of a model that lost its flat line attends to far keys: its weight by distance, and what of RoPE does it.
+"""Why a head of a model that lost its flat line attends to far keys: its weight by distance, and
+what of RoPE does it.
 
     PYTHONPATH=src python docs/results/lost-line/why.py RUN LAYER HEAD
 
-RUN is a run of the recipe demo-lssar (GPT-NeoX, all of RoPE, LSSAR in every layer). One head is computed by hand, with the
-rotation of some frequencies clipped: a key farther away than the training length is scored as if it stood at the training
-length. Writes RUN/why.json and RUN/why.png.
+RUN is a run of the recipe demo-lssar (GPT-NeoX, all of RoPE, LSSAR in every layer). One head is
+computed by hand, with the rotation of some frequencies clipped: a key farther away than the
+training length is scored as if it stood at the training length. Writes RUN/why.json and
+RUN/why.png.
 """
 
 import json
@@ -91,7 +93,9 @@ def turn(x: Tensor, by: Tensor) -> Tensor:
 
 
 def by_distance(weights: Tensor) -> Tensor:
-    """Weight a query, by distance in bins, summed over the sequences; of queries in the second half."""
+    """Weight a query, by distance in bins, summed over the sequences; of queries in the second
+    half.
+    """
     places = torch.arange(LONG)
     bins = ((places[:, None] - places).clamp(min=0) // BIN)[LONG // 2 :].flatten()
     found = torch.zeros(LONG // BIN)

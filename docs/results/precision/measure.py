@@ -1,17 +1,20 @@
-"""What rounding to bfloat16 does to mechanisms, place by place, and to the gradients of a small model.
+"""What rounding to bfloat16 does to mechanisms, place by place, and to the gradients of a small
+model.
 
     python docs/results/precision/measure.py
     python docs/results/precision/measure.py --tables
 
-Writes results.json beside itself, line by line as they are measured: some half an hour on a core. --tables prints what stands
-in docs/transformers.md, "Precision", from it.
+Writes results.json beside itself, line by line as they are measured: some half an hour on a core.
+--tables prints what stands in docs/transformers.md, "Precision", from it.
 
-``places``: attention in float64, with one place rounded to bfloat16 and all others exact. Rounding has slope 1. 64 queries at
-the end of N keys of 64 dimensions, causal. "random": q, k, v are normal. "peaked": keys in clusters of 8 around directions,
-and each query near one of these, so that some eight keys have a cosine of 0.7 with it.
+``places``: attention in float64, with one place rounded to bfloat16 and all others exact. Rounding
+has slope 1. 64 queries at the end of N keys of 64 dimensions, causal. "random": q, k, v are normal.
+"peaked": keys in clusters of 8 around directions, and each query near one of these, so that some
+eight keys have a cosine of 0.7 with it.
 
-``model``: a GPT-NeoX of 2 layers, trained in float32 on the standard library's sources, then its gradients on held-out text in
-several precisions, held against float64's. ``trainings``: the loss of trainings in several precisions.
+``model``: a GPT-NeoX of 2 layers, trained in float32 on the standard library's sources, then its
+gradients on held-out text in several precisions, held against float64's. ``trainings``: the loss of
+trainings in several precisions.
 """
 
 import argparse
@@ -46,8 +49,10 @@ PLACES = ("query and key", "unit query and key", "scores", "weights", "value", "
 LENGTHS = (128, 1024, 4096)
 QUERIES, DIM = 64, 64
 HALF = 2.0**-7 * math.sqrt(0.541 / 12)
-"""The root of the mean square of bfloat16's relative error: a step is 2^-7 of the power of two below a number, whose logarithm
-is taken to be uniform: the mean of 1/x^2 over 1 <= x < 2 is then (1 - 1/4) / (2 log 2)."""
+"""The root of the mean square of bfloat16's relative error: a step is 2^-7 of the power of two
+below a number, whose logarithm is taken to be uniform: the mean of 1/x^2 over 1 <= x < 2 is then (1
+- 1/4) / (2 log 2).
+"""
 
 
 def name_of(mechanism: str) -> Any:
@@ -95,7 +100,9 @@ def drawn(kind: str, length: int, seed: int) -> tuple[Tensor, ...]:
 def formula(
     mechanism: str, place: str, query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Out, the weights, the scores, and the relative error of each weight in units of its score's."""
+    """Out, the weights, the scores, and the relative error of each weight in units of its
+    score's.
+    """
 
     def at(here: str, x: Tensor) -> Tensor:
         return rounded(x) if here == place else x
@@ -143,7 +150,9 @@ def relative(got: Tensor, want: Tensor) -> float:
 
 
 def predicted(mechanism: str, tensors: tuple[Tensor, ...]) -> tuple[float, float]:
-    """The error of out from rounded scores to first order; and the mean of a weight's error in units of its score's."""
+    """The error of out from rounded scores to first order; and the mean of a weight's error in
+    units of its score's.
+    """
     out, weights, _scores, steep = formula(mechanism, "", *tensors[:3])
     steep = torch.where(weights > 0, steep, 0.0)
     apart = (tensors[2][None] - out[:, None]).square().sum(-1)
@@ -277,7 +286,9 @@ def by_group(got: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float
 
 
 def measure_model(mechanism: str, seed: int, steps: int, data: tuple[Tensor, Tensor]) -> dict[str, Any]:
-    """The relative errors of one model's gradients, and the share of parameters that a step of bfloat16 leaves as they are."""
+    """The relative errors of one model's gradients, and the share of parameters that a step of
+    bfloat16 leaves as they are.
+    """
     model = trained(mechanism, seed, steps, data[0])
     ids = batch(data[1], torch.Generator().manual_seed(1000 + seed))
     state = {name: x.clone() for name, x in model.state_dict().items()}

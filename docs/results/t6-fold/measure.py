@@ -1,12 +1,14 @@
-"""What it would save to fold 1/|k_h| into row h of T6's A_K before it is cached, so that LSSAR needs no lengths of keys.
+"""What it would save to fold 1/|k_h| into row h of T6's A_K before it is cached, so that LSSAR
+needs no lengths of keys.
 
     OMP_NUM_THREADS=1 python docs/results/t6-fold/measure.py
 
-Writes results.json beside itself. One query meets a cache of L tokens, ranks of 2, heads of 64, float32, LSSAR. |k_h|^2 is
-a_h^T (B B^T) a_h / R^2, so it needs no key. ``attention``: the call of attention alone, on unit keys without their lengths
-divided out again, as a share of the usual one. ``step``: with the keys and values made from the factors, and with the lengths
-of the one new token. Quartiles of 200 pairs of runs, one after the other in changing order. ``error``: the largest difference
-from the formula in float64, of the folded and of the usual call.
+Writes results.json beside itself. One query meets a cache of L tokens, ranks of 2, heads of 64,
+float32, LSSAR. |k_h|^2 is a_h^T (B B^T) a_h / R^2, so it needs no key. ``attention``: the call of
+attention alone, on unit keys without their lengths divided out again, as a share of the usual one.
+``step``: with the keys and values made from the factors, and with the lengths of the one new token.
+Quartiles of 200 pairs of runs, one after the other in changing order. ``error``: the largest
+difference from the formula in float64, of the folded and of the usual call.
 """
 
 import json

@@ -1,9 +1,10 @@
 """The Triton kernels, compared with the tiled backend at the first call of each kind.
 
-``backend="auto"`` runs them through here, because no GPU of ours has run them, and a wrong kernel must not give wrong numbers
-in silence. A part of the call is compared with the tiled backend in float64. Kinds that disagree or do not compile run on the
-tiled backend from then on, after one warning. A kind is a mechanism, a dtype, the sizes of a head and the arguments that are
-given; lengths and values do not belong to it. ``SOFTFOCUS_TRITON=trusted`` leaves the check out.
+``backend="auto"`` runs them through here, because no GPU of ours has run them, and a wrong kernel
+must not give wrong numbers in silence. A part of the call is compared with the tiled backend in
+float64. Kinds that disagree or do not compile run on the tiled backend from then on, after one
+warning. A kind is a mechanism, a dtype, the sizes of a head and the arguments that are given;
+lengths and values do not belong to it. ``SOFTFOCUS_TRITON=trusted`` leaves the check out.
 """
 
 import math
@@ -26,8 +27,9 @@ ROWS = 128
 MOST_KEYS = 1 << 24
 """Most numbers in the keys of a part of few queries, which is copied in float64."""
 MARGIN = 8.0
-"""A kernel's error may be so many times the tiled backend's in the same dtype. One draw of rounding errors can be lucky, and a
-wrong kernel is wrong by far more."""
+"""A kernel's error may be so many times the tiled backend's in the same dtype. One draw of rounding
+errors can be lucky, and a wrong kernel is wrong by far more.
+"""
 BAND = 4.0
 """On top, so many units in the last place of the largest number that was summed."""
 
@@ -45,8 +47,8 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     """The Triton backend's, or the tiled backend's where the kernels are refused.
 
     Raises:
-        RuntimeError: a call with a cache is captured into a CUDA graph, and the kernels are refused. The tiled backend
-            waits for the device, which cannot be captured.
+        RuntimeError: a call with a cache is captured into a CUDA graph, and the kernels are
+            refused. The tiled backend waits for the device, which cannot be captured.
     """
     if not call.query.numel() or not _fails("forward", call):
         return triton.forward(call)
@@ -78,7 +80,9 @@ def prepare(call: Call) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
 
 
 def refusal(call: Call) -> str | None:
-    """Why the kernels are refused for this kind; None where they agreed or nothing has been compared yet."""
+    """Why the kernels are refused for this kind; None where they agreed or nothing has been
+    compared yet.
+    """
     kind = _kind(call)
     return _refused.get(("forward", kind)) or _refused.get(("backward", kind))
 
@@ -93,7 +97,9 @@ def seen(call: Call) -> str:
 
 
 def _fails(way: str, call: Call) -> bool:
-    """Whether a direction ("forward" or "backward") of this kind is refused. The first call of a kind is compared here."""
+    """Whether a direction ("forward" or "backward") of this kind is refused. The first call of a
+    kind is compared here.
+    """
     kind = way, _kind(call)
     if kind not in _refused:
         if _capturing(call.query) or not (call.query.numel() and call.key.numel()):
@@ -104,7 +110,9 @@ def _fails(way: str, call: Call) -> bool:
 
 
 Compared = tuple[Tensor, Tensor, Tensor, float]
-"""Results of the kernels, of the tiled backend in the same dtype and in float64; and the size of what was summed."""
+"""Results of the kernels, of the tiled backend in the same dtype and in float64; and the size of
+what was summed.
+"""
 
 
 class _Broken(Exception):
@@ -158,8 +166,9 @@ def _backwards(call: Call) -> Iterator[Compared]:
 def _sizes_of_sums(part: Call, grad: Tensor) -> dict[str, float]:
     """The sums of absolute terms for the gradients of query, key, bias and head_scale.
 
-    These sums may cancel to nothing, so that their own size says nothing of their rounding. Query and key take an eighth:
-    with BAND that is half a unit in the last place of every dL/ds, which the kernels round.
+    These sums may cancel to nothing, so that their own size says nothing of their rounding. Query
+    and key take an eighth: with BAND that is half a unit in the last place of every dL/ds, which
+    the kernels round.
     """
     double = _in_double(part)
     query, key = double.query, double.key.repeat_interleave(part.query.size(1) // part.key.size(1), 1)
@@ -188,7 +197,8 @@ def _sizes_of_sums(part: Call, grad: Tensor) -> dict[str, float]:
 def _judge(kind: Hashable, mechanism: Mechanism, compared: Callable[[], Iterator[Compared]]) -> None:
     """Compare and remember the outcome. Warn where the kernels are wrong or do not run.
 
-    A comparison that shows nothing (all zeros) or runs out of memory is not remembered. The next call is compared instead.
+    A comparison that shows nothing (all zeros) or runs out of memory is not remembered. The next
+    call is compared instead.
     """
     why, shown = None, False
     try:
@@ -208,14 +218,17 @@ def _judge(kind: Hashable, mechanism: Mechanism, compared: Callable[[], Iterator
     _refused[kind] = why
     if why:
         warn(
-            f"softfocus: the Triton kernels are not taken for {mechanism} on this device: {why}. The tiled backend runs, "
+            f"softfocus: the Triton kernels are not taken for {mechanism} on this device: {why}. "
+            f"The tiled backend runs, "
             "which is slower. Please report this.",
             RuntimeWarning,
         )
 
 
 def _difference(got: Tensor, same: Tensor, exact: Tensor, size: float) -> str | None:
-    """A sentence where the numbers differ by more than rounding explains; None where they do not."""
+    """A sentence where the numbers differ by more than rounding explains; None where they do
+    not.
+    """
     there = exact.isfinite() & same.isfinite()
     if not there.any():
         return None
@@ -235,7 +248,8 @@ def _largest(x: Tensor) -> float:
 
 
 def _part_of(call: Call) -> Call:
-    """The last queries of the heads of one sequence that share a key head, with all keys that they may see.
+    """The last queries of the heads of one sequence that share a key head, with all keys that they
+    may see.
 
     Of few queries: those of all heads, of some sequences.
     """
@@ -283,7 +297,8 @@ def _sequence(b: int, call: Call) -> Call:
 def _kind(call: Call) -> Hashable:
     """What decides which kernels run, but for tiles and for sizes that kernels read when they run.
 
-    With few queries the keys may be split among programs, which depends on the numbers of keys and heads.
+    With few queries the keys may be split among programs, which depends on the numbers of keys and
+    heads.
     """
     query, key, visibility = call.query, call.key, call.visibility
     few = query.size(1) // max(key.size(1), 1) * query.size(2) <= FEW_ROWS

@@ -1,4 +1,6 @@
-"""LASER's log(A exp(V)) for a tile: a product, and sums of logarithms where a product cannot be exact. Exactly causal."""
+"""LASER's log(A exp(V)) for a tile: a product, and sums of logarithms where a product cannot be
+exact. Exactly causal.
+"""
 
 from collections.abc import Iterator
 
@@ -9,8 +11,8 @@ from softfocus.mechanism import FREE_ROWS, Mechanism
 from softfocus.pointwise import POINTWISE
 from softfocus.rows import Rows
 
-# A product loses weights that are too small for float32. A million weights of 1e-38 on values up to shift + HIGH come to
-# 1e-19, which is nothing beside a sum of LOW.
+# A product loses weights that are too small for float32. A million weights of 1e-38 on values up to
+# shift + HIGH come to 1e-19, which is nothing beside a sum of LOW.
 HIGH = 30.0  # values above shift + HIGH are large: rows that weigh one are summed in logarithms
 LOW = 1e-12  # so are sums below this: the row's weights lie on values far below the shift
 REACH = 20.0  # the shift moves when the maximum has moved this far
@@ -22,7 +24,8 @@ Place = tuple[Tensor, Tensor, Tensor]
 
 
 class Logarithms:
-    """log A of rows, and dL/ds from A dL/dA, in float64. Neither A nor dL/dA need be in the range of a float.
+    """log A of rows, and dL/ds from A dL/dA, in float64. Neither A nor dL/dA need be in the range
+    of a float.
 
     Attributes:
         scores: [b, h, R, K], -inf on invisible keys.
@@ -54,7 +57,9 @@ class Logarithms:
         return self._logs(place)[2]
 
     def correct(self, grad_scores: Tensor, grad_power: Tensor | None, place: Place, total: Tensor) -> Tensor:
-        """dL/ds [b, h, R, K] with that of some rows made from A dL/dA [n, K]; dL/dp [b, h, G, R, 1] is written in place."""
+        """dL/ds [b, h, R, K] with that of some rows made from A dL/dA [n, K]; dL/dp [b, h, G, R, 1]
+        is written in place.
+        """
         rows = None if grad_power is None else grad_power.view(*grad_power.shape[:2], -1, 1)
         for some in _pieces(len(total), total.size(-1)):
             here = place[0][some], place[1][some], place[2][some]
@@ -67,8 +72,8 @@ class Logarithms:
     def _slopes(self, place: Place, total: Tensor) -> tuple[Tensor, Tensor | None]:
         """From A dL/dA [n, K] of some rows: dL/ds [n, K], and dL/dp [n, 1] where there is a power.
 
-        With x = A dL/dA - A D, D = sum_j A_j dL/dA_j, which is dL/d log A: in l1 rows ds = x phi'/phi, and in re-weighted ones
-        df = g - o mean(g) with g = p x / (f - o mean(f)).
+        With x = A dL/dA - A D, D = sum_j A_j dL/dA_j, which is dL/d log A: in l1 rows ds = x
+        phi'/phi, and in re-weighted ones df = g - o mean(g) with g = p x / (f - o mean(f)).
         """
         log_l1, log_u, log_a = self._logs(place)
         x = total - log_a.exp() * total.sum(-1, keepdim=True)
@@ -84,7 +89,9 @@ class Logarithms:
         return rate * torch.where(free | tied, x, weights * (g - mean * g.sum(-1, keepdim=True))), grad_power
 
     def _logs(self, place: Place) -> tuple[Tensor, Tensor, Tensor]:
-        """Of some rows log of phi(s) / sum phi(s), of u but for a factor of the row, and of A, [n, K]."""
+        """Of some rows log of phi(s) / sum phi(s), of u but for a factor of the row, and of A, [n,
+        K].
+        """
         assert self.phi.log is not None
         log_f = self.phi.log(self.scores[place].to(self.double))
         log_l1 = log_f - log_f.logsumexp(-1, keepdim=True)
@@ -103,12 +110,15 @@ class Logarithms:
 
 
 class ShiftedExponential:
-    """exp(V - M) for the values of some heads, with a shift M for each column that no unseen value can change.
+    """exp(V - M) for the values of some heads, with a shift M for each column that no unseen value
+    can change.
 
-    M is the column's maximum over the keys that *every* row of a tile sees, so that a change in a row's future leaves the row
-    bit-equal. M moves only when that maximum has moved by more than REACH; so exp(V - M) is seldom computed again. The exponent
-    is clamped at CLAMP, so that an unseen value contributes exactly 0. An entry (row, column) that weighs a value above
-    M + HIGH, or whose sum is below LOW, is the log-sum-exp of log A + V in place of the product. Ordinary values need none.
+    M is the column's maximum over the keys that *every* row of a tile sees, so that a change in a
+    row's future leaves the row bit-equal. M moves only when that maximum has moved by more than
+    REACH; so exp(V - M) is seldom computed again. The exponent is clamped at CLAMP, so that an
+    unseen value contributes exactly 0. An entry (row, column) that weighs a value above M + HIGH,
+    or whose sum is below LOW, is the log-sum-exp of log A + V in place of the product. Ordinary
+    values need none.
     """
 
     def __init__(self, value: Tensor):
@@ -118,7 +128,9 @@ class ShiftedExponential:
         self.high = False
 
     def mix(self, weights: Tensor, logs: Logarithms, keys: slice, seen_by_all: Tensor | slice | None) -> Tensor:
-        """log(A exp(V)) for A [b, h, R, K] over some keys: [b, h, R, Dv]. Rows without weight give -inf or NaN."""
+        """log(A exp(V)) for A [b, h, R, K] over some keys: [b, h, R, Dv]. Rows without weight give
+        -inf or NaN.
+        """
         total, exact = self._sum(weights, logs, keys, seen_by_all)
         out = total.log().add_(self.shift)
         for place, column, terms in self._exact(logs, exact, keys):
@@ -131,11 +143,13 @@ class ShiftedExponential:
         """Gradients of :meth:`mix`.
 
         Returns:
-            dL/dA [b, h, R, K], right in rows without an exact entry; dL/dV [b, h, K, Dv]; and of rows with exact entries
-            their place and A dL/dA [n, K] in float64, or None where there are no such rows.
+            dL/dA [b, h, R, K], right in rows without an exact entry; dL/dV [b, h, K, Dv]; and of
+            rows with exact entries their place and A dL/dA [n, K] in float64, or None where there
+            are no such rows.
         """
         total, exact = self._sum(weights, logs, keys, seen_by_all)
-        # dL/d(A exp(V - M)). A row with a NaN score has NaN weights on its visible keys, and they alone pass it on
+        # dL/d(A exp(V - M)). A row with a NaN score has NaN weights on its visible keys, and they
+        # alone pass it on
         share = (grad / total).masked_fill_(exact | (grad == 0) | total.isnan(), 0.0)
         assert self.exponential is not None
         exponential = self.exponential[..., keys, :]
@@ -210,7 +224,8 @@ def _pieces(rows: int, keys: int) -> Iterator[slice]:
 
 
 def _add_at(target: Tensor, places: Tensor, rows: Tensor) -> None:
-    """target[places] += rows for [m, K], [n] and [n, K], in a fixed order. A place may occur more than once.
+    """target[places] += rows for [m, K], [n] and [n, K], in a fixed order. A place may occur more
+    than once.
 
     ``index_put_(accumulate=True)`` and ``index_add_`` sum in the order in which threads arrive.
     """

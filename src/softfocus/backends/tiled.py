@@ -1,8 +1,9 @@
 """Pure torch on every device and dtype: tiles of whole rows, with a hand-written backward.
 
-A tile is some query rows of a few heads against all keys that they may see. So every mechanism of the algebra is carried, and
-no row needs a second sweep. The backward computes the scores again. Deterministic: nothing is atomic, and sums run in a fixed
-order for a given shape and number of threads.
+A tile is some query rows of a few heads against all keys that they may see. So every mechanism of
+the algebra is carried, and no row needs a second sweep. The backward computes the scores again.
+Deterministic: nothing is atomic, and sums run in a fixed order for a given shape and number of
+threads.
 """
 
 import torch

@@ -14,13 +14,19 @@ from softfocus.visibility import UNLIMITED
 
 TILE_ROWS = 64
 TILE_ELEMENTS = 1 << 18
-"""Scores of a tile where rows are short: 1 MiB of float32. A few such tensors live in the second-level cache."""
+"""Scores of a tile where rows are short: 1 MiB of float32. A few such tensors live in the
+second-level cache.
+"""
 TILE_LIMIT = 1 << 23
-"""Most scores of a tile, however long its rows: 32 MiB of float32. Longer rows make tiles of fewer rows, down to one."""
+"""Most scores of a tile, however long its rows: 32 MiB of float32. Longer rows make tiles of fewer
+rows, down to one.
+"""
 
 
 def zero_gradients(call: Call, bias_grad: bool) -> dict[str, Tensor]:
-    """Zeros for each gradient; the bias's only if wanted. Sums over tiles are held in the compute dtype."""
+    """Zeros for each gradient; the bias's only if wanted. Sums over tiles are held in the compute
+    dtype.
+    """
     wide = compute_dtype(call.query.dtype)
     given = {name: getattr(call, name) for name in GRADIENTS if name != "bias" or bias_grad}
     summed = ("bias", "head_scale", "power")
@@ -151,7 +157,9 @@ class Chunk:
         grads["value"][self.batches, self.key_heads] = grad_value.to(grads["value"].dtype)
 
     def dropout(self, tile: Tile, seed: int) -> Tensor | None:
-        """What dropout multiplies the weights of a tile with, 0 or 1 / (1 - p); None where p is 0."""
+        """What dropout multiplies the weights of a tile with, 0 or 1 / (1 - p); None where p is
+        0.
+        """
         p = self.call.dropout.p
         if p == 0.0:
             return None
@@ -169,7 +177,9 @@ class Chunk:
         return x[self.batches, self.heads, rows].unflatten(1, (-1, self.groups))
 
     def flat(self, x: Tensor) -> Tensor:
-        """[b, h, G, R, *] to [b, h, G * R, *]: the heads of a group share their keys in one product."""
+        """[b, h, G, R, *] to [b, h, G * R, *]: the heads of a group share their keys in one
+        product.
+        """
         return x.reshape(x.size(0), x.size(1), -1, x.size(-1))
 
     def unflat(self, x: Tensor) -> Tensor:
@@ -179,8 +189,8 @@ class Chunk:
     def set_exceptional_rows(self, x: Tensor, rows: Rows, tile: Tile, nonfinite: float) -> Tensor:
         """out or grad_out of a tile, [b, h, G * R, Dv], with its exceptional rows set.
 
-        Rows without any weight become 0: LASER's, and those that see nothing, which may be NaN. Entries that see a value
-        that is not finite become ``nonfinite``.
+        Rows without any weight become 0: LASER's, and those that see nothing, which may be NaN.
+        Entries that see a value that is not finite become ``nonfinite``.
         """
         empty = self.flat((rows.maximum == -torch.inf).expand(*self.shape, -1, 1))
         if self.mechanism.laser:
@@ -197,7 +207,9 @@ class Chunk:
         return x.masked_fill(seen > 0, nonfinite)
 
     def _seen_by_all(self, rows: slice, keys: slice, visible: Tensor | None, count: Tensor) -> Tensor | slice | None:
-        """The keys that every row of a tile sees, fully masked rows aside: bool [b, h, 1, K] or a slice; None for no key."""
+        """The keys that every row of a tile sees, fully masked rows aside: bool [b, h, 1, K] or a
+        slice; None for no key.
+        """
         if visible is None:
             return slice(0, keys.stop - keys.start)
         visibility = self.visibility
@@ -245,7 +257,8 @@ class Chunk:
         scaled = x / largest.masked_fill(zero, 1.0)
         norm = scaled.square().sum(-1, keepdim=True).sqrt_()
         direction = scaled.div_(norm.masked_fill(zero, 1.0)).masked_fill_(zero, 0.0)
-        # |x| itself may overflow or vanish; so then does its gradient, which a dtype could not hold either
+        # |x| itself may overflow or vanish; so then does its gradient, which a dtype could not hold
+        # either
         return direction, (norm * largest).masked_fill_(zero, torch.inf)
 
 
@@ -255,7 +268,9 @@ def _direction_backward(grad: Tensor, direction: Tensor, norm: Tensor) -> Tensor
 
 
 def _all_finite(x: Tensor) -> bool:
-    """Whether x holds neither NaN nor infinity; False, at worst, for finite numbers whose sum overflows."""
+    """Whether x holds neither NaN nor infinity; False, at worst, for finite numbers whose sum
+    overflows.
+    """
     return bool(x.sum().isfinite())
 
 

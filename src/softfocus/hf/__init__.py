@@ -1,7 +1,9 @@
-"""Any mechanism in any Transformers architecture that dispatches its attention: GPT-NeoX, Llama, Qwen, BERT, ViT, ...
+"""Any mechanism in any Transformers architecture that dispatches its attention: GPT-NeoX, Llama,
+Qwen, BERT, ViT, ...
 
-Importing this module registers the attention implementation "softfocus" and its mask function with Transformers, and
-teaches configs and models about the mechanisms that :func:`use` writes into them::
+Importing this module registers the attention implementation "softfocus" and its mask function with
+Transformers, and teaches configs and models about the mechanisms that :func:`use` writes into
+them::
 
     import softfocus.hf
     from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
@@ -14,12 +16,13 @@ Heads and layers may differ (:mod:`softfocus.layout`)::
 
 Transformers also gets to know T6, whose attention is factorised (:mod:`softfocus.hf.t6`).
 
-What a model runs is saved in config.json, with an ``attn_implementation`` that only this import makes known. Such a model
-does not come back as softmax: without the import Transformers refuses to load it and quotes what to do, and with it every
-other ``attn_implementation`` is refused. A model card says the same.
-What cannot be caught: ``from_pretrained(..., attn_implementation="sdpa")`` in a process that never imports softfocus;
-an entry taken out of config.json by hand; engines with attention of their own (vLLM, TGI, llama.cpp, ONNX and GGUF
-exports), which run softmax whatever the config says: do not serve such a model there.
+What a model runs is saved in config.json, with an ``attn_implementation`` that only this import
+makes known. Such a model does not come back as softmax: without the import Transformers refuses to
+load it and quotes what to do, and with it every other ``attn_implementation`` is refused. A model
+card says the same. What cannot be caught: ``from_pretrained(..., attn_implementation="sdpa")`` in a
+process that never imports softfocus; an entry taken out of config.json by hand; engines with
+attention of their own (vLLM, TGI, llama.cpp, ONNX and GGUF exports), which run softmax whatever the
+config says: do not serve such a model there.
 """
 
 from collections.abc import Mapping
@@ -68,36 +71,42 @@ _t6.register()
 
 
 def use(target: Target, mechanism: str | Mechanism | Mapping[Any, Any] | Layout, **parameters: float) -> Target:
-    """Put a mechanism into a model, or into a config from which a model will be built. Again to switch to another.
+    """Put a mechanism into a model, or into a config from which a model will be built. Again to
+    switch to another.
 
     Args:
-        target: a model, changed in place, or a config. A composite model (vision and language, encoder and decoder) is
-            changed throughout; give an inner model, such as ``model.language_model``, to change that part alone.
-        mechanism: a name of ``softfocus.mechanisms()``, a combination (``"laser(lssar)"``) or a ``Mechanism`` for all heads
-            of all layers. Or a layout, for models with one stack of layers: what runs by layer type, number or slice of
-            layers, each a mechanism, a dict of the fields of :class:`Heads`, or a list of these, one for each group of heads::
+        target: a model, changed in place, or a config. A composite model (vision and language,
+            encoder and decoder) is changed throughout; give an inner model, such as
+            ``model.language_model``, to change that part alone.
+        mechanism: a name of ``softfocus.mechanisms()``, a combination (``"laser(lssar)"``) or a
+            ``Mechanism`` for all heads of all layers. Or a layout, for models with one stack of
+            layers: what runs by layer type, number or slice of layers, each a mechanism, a dict of
+            the fields of :class:`Heads`, or a list of these, one for each group of heads::
 
-                {"sliding_attention": "softmax", "full_attention": "lssar"}
-                {"0::2": {"mechanism": "softmax", "window": 128}, "*": {"mechanism": "lssar", "rope": 0}}
-                {"*": [{"mechanism": "softmax", "window": 128, "heads": 6}, "lssar"]}
+                {"sliding_attention": "softmax", "full_attention": "lssar"} {"0::2": {"mechanism":
+                "softmax", "window": 128}, "*": {"mechanism": "lssar", "rope": 0}} {"*":
+                [{"mechanism": "softmax", "window": 128, "heads": 6}, "lssar"]}
 
-        parameters: initial values of what the attention modules learn, one value for all heads: ``head_scale``
-            multiplies the scores; ``power`` takes the place of the mechanism's power. What the mechanism is defined with
-            (SSMax, QK-norm and Shen's ReLU learn a ``head_scale``) is added anyway, with its usual initial value. In a
-            layout they stand with the heads, ``{"mechanism": "lssar", "parameters": {"power": 15}}``.
+        parameters: initial values of what the attention modules learn, one value for all heads:
+            ``head_scale`` multiplies the scores; ``power`` takes the place of the mechanism's
+            power. What the mechanism is defined with (SSMax, QK-norm and Shen's ReLU learn a
+            ``head_scale``) is added anyway, with its usual initial value. In a layout they stand
+            with the heads, ``{"mechanism": "lssar", "parameters": {"power": 15}}``.
 
     Returns:
-        The target. A model's attention modules own ``softfocus_head_scale`` and ``softfocus_power``, one value for each head
-        that learns one, in the dtype of their weights: build the optimizer afterwards. Values learned before are reset.
+        The target. A model's attention modules own ``softfocus_head_scale`` and
+        ``softfocus_power``, one value for each head that learns one, in the dtype of their weights:
+        build the optimizer afterwards. Values learned before are reset.
 
     Raises:
-        ValueError: an unknown mechanism or parameter value, a layout that does not fit the model, or an architecture that
-            computes its attention itself.
+        ValueError: an unknown mechanism or parameter value, a layout that does not fit the model,
+            or an architecture that computes its attention itself.
         TypeError: not a model, config, mechanism or layout, or an unknown parameter.
 
     Warns:
-        UserWarning: some attention in the model (a pooling head, a block-sparse encoder) does not dispatch and keeps its
-            softmax; or hides keys by so small a number (Swin's -100) that they count in N. The message names the classes.
+        UserWarning: some attention in the model (a pooling head, a block-sparse encoder) does not
+            dispatch and keeps its softmax; or hides keys by so small a number (Swin's -100) that
+            they count in N. The message names the classes.
     """
     if not isinstance(target, PreTrainedConfig | PreTrainedModel):
         raise TypeError(
@@ -127,28 +136,33 @@ def use(target: Target, mechanism: str | Mechanism | Mapping[Any, Any] | Layout,
 
 
 def layout_of(target: PreTrainedModel | PreTrainedConfig) -> Layout | None:
-    """What the attention of a model or of a config's models runs; None where :func:`use` was never called."""
+    """What the attention of a model or of a config's models runs; None where :func:`use` was never
+    called.
+    """
     return _config.layout_of(target if isinstance(target, PreTrainedConfig) else target.config)
 
 
 def window(target: Target, keys: int, sinks: int = 0) -> Target:
-    """Narrow every attention of a model, or of a config's models, to the last keys: what a user of softmax would try first.
+    """Narrow every attention of a model, or of a config's models, to the last keys: what a user of
+    softmax would try first.
 
-    Heads that have a window as narrow already keep theirs. Nothing is learned anew. What :func:`use` put in is changed in
-    place; call ``use(model, "softmax")`` first where it was never called.
+    Heads that have a window as narrow already keep theirs. Nothing is learned anew. What
+    :func:`use` put in is changed in place; call ``use(model, "softmax")`` first where it was never
+    called.
 
     Args:
         target: a model or config that :func:`use` has changed.
         keys: how many keys a query sees, itself (and the sinks) included.
-        sinks: how many of them are the first of the text, at StreamingLLM's positions (arXiv 2309.17453). For evaluation
-            without a KV cache.
+        sinks: how many of them are the first of the text, at StreamingLLM's positions (arXiv
+            2309.17453). For evaluation without a KV cache.
 
     Returns:
         The target.
 
     Raises:
-        ValueError: no mechanism in the target, a window that holds no key, more sinks than keys, sinks beside heads that
-            keep a window of their own, or a model with an encoder and a decoder.
+        ValueError: no mechanism in the target, a window that holds no key, more sinks than keys,
+            sinks beside heads that keep a window of their own, or a model with an encoder and a
+            decoder.
     """
     layout = layout_of(target)
     if layout is None:
@@ -158,7 +172,8 @@ def window(target: Target, keys: int, sinks: int = 0) -> Target:
         if group.window is not None and group.window <= keys:
             if sinks and group.sinks != sinks:
                 raise ValueError(
-                    f"window: got keys={keys} and sinks={sinks}, but heads that run {group} keep their own window; ask for "
+                    f"window: got keys={keys} and sinks={sinks}, but heads that run {group} keep their own "
+                    f"window; ask for "
                     f"fewer than {group.window} keys, or write the sinks into the layout"
                 )
             return group
@@ -169,7 +184,8 @@ def window(target: Target, keys: int, sinks: int = 0) -> Target:
 
 
 def assign(target: PreTrainedModel | PreTrainedConfig, layout: Layout) -> None:
-    """Write a layout into a model or config and keep what its heads have learned: for windows and powers that change.
+    """Write a layout into a model or config and keep what its heads have learned: for windows and
+    powers that change.
 
     The heads and what they learn must be those of the layout that is there.
     """
@@ -181,9 +197,11 @@ def assign(target: PreTrainedModel | PreTrainedConfig, layout: Layout) -> None:
 
 
 def explain(model: PreTrainedModel) -> str:
-    """What each layer of a model runs, in words, and on which backend as the model is now. Print it.
+    """What each layer of a model runs, in words, and on which backend as the model is now. Print
+    it.
 
-    A backend is chosen at every call: masks, lengths and autocast may lead to another one than is named here.
+    A backend is chosen at every call: masks, lengths and autocast may lead to another one than is
+    named here.
 
     Raises:
         ValueError: :func:`use` was never called on the model.
@@ -211,7 +229,9 @@ def _layout(mechanism: Any, parameters: dict[str, float], config: PreTrainedConf
 
 
 def _write(target: PreTrainedModel | PreTrainedConfig, layout: Layout) -> None:
-    """Into the config and those inside it. Decoders may hold copies, so a model's modules are asked for theirs, too."""
+    """Into the config and those inside it. Decoders may hold copies, so a model's modules are asked
+    for theirs, too.
+    """
     owners = [target] if isinstance(target, PreTrainedConfig) else []
     if isinstance(target, PreTrainedModel):
         owners = [m.config for m in target.modules() if isinstance(getattr(m, "config", None), PreTrainedConfig)]
@@ -224,13 +244,16 @@ def _refuse_other_layers(modules: list[torch.nn.Module], layout: Layout) -> None
     if sorted(numbers, key=str) != sorted(range(len(layout.layers or ())), key=str):
         kinds = ", ".join(sorted({type(module).__name__ for module in modules}))
         raise ValueError(
-            f"layout: it needs one attention module a layer, numbered as layer_idx from 0; the model's ({kinds}) are numbered "
+            f"layout: it needs one attention module a layer, numbered as layer_idx from 0; "
+            f"the model's ({kinds}) are numbered "
             f"{numbers}"
         )
 
 
 def _refuse_class_without_dispatch(config: PreTrainedConfig) -> None:
-    """A config says nothing about dispatch, its model class does; a class that Transformers does not list is let pass."""
+    """A config says nothing about dispatch, its model class does; a class that Transformers does
+    not list is let pass.
+    """
     kinds = MODEL_MAPPING.get(type(config), ())
     kinds = kinds if isinstance(kinds, tuple | list) else (kinds,)
     if kinds and not any(kind._can_set_attn_implementation() for kind in kinds):
@@ -250,7 +273,8 @@ def _refuse_without_dispatch(model: PreTrainedModel, modules: list[torch.nn.Modu
 def _warn_of_keys_that_count(model: PreTrainedModel) -> None:
     if kinds := _learned.counts_hidden_keys(model):
         warn(
-            f"softfocus.hf.use: {', '.join(kinds)} hides keys by adding -100 to their scores; they get next to no weight, but "
+            f"softfocus.hf.use: {', '.join(kinds)} hides keys by adding -100 to their scores; "
+            f"they get next to no weight, but "
             "count in N, the number of keys that a row sees",
             UserWarning,
         )
@@ -259,6 +283,7 @@ def _warn_of_keys_that_count(model: PreTrainedModel) -> None:
 def _no_dispatch(name: str) -> str:
     return (
         f"{name} computes its attention itself instead of dispatching through Transformers' AttentionInterface, so no "
-        "mechanism can be put into it. Take an architecture that dispatches (GPT-NeoX, Llama, Qwen, Mistral, BERT, ViT), "
+        "mechanism can be put into it. Take an architecture that dispatches (GPT-NeoX, Llama, Qwen, Mistral, "
+        "BERT, ViT), "
         "or call softfocus.attention() in a model of your own."
     )

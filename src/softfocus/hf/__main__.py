@@ -1,4 +1,5 @@
-"""Run another program's module with ``softfocus.hf`` imported, so that it loads models with a mechanism.
+"""Run another program's module with ``softfocus.hf`` imported, so that it loads models with a
+mechanism.
 
 python -m softfocus.hf lm_eval --model hf --model_args pretrained=checkpoint --tasks lambada_openai
 """

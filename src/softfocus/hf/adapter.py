@@ -1,4 +1,6 @@
-"""What Transformers calls in place of its attention: its arguments, translated for ``softfocus.attention()``."""
+"""What Transformers calls in place of its attention: its arguments, translated for
+``softfocus.attention()``.
+"""
 
 import math
 from typing import Any
@@ -43,31 +45,36 @@ def attention_forward(
     """The function behind ``attn_implementation="softfocus"``.
 
     Args:
-        module: the attention module; its config says what its heads run, and it owns what they learn.
+        module: the attention module; its config says what its heads run, and it owns what they
+            learn.
         query: [B, H, Lq, D].
         key: [B, Hk, Lk, D]; Hk divides H.
         value: [B, Hk, Lk, Dv].
-        attention_mask: what :func:`transformers.masking_utils.sdpa_mask` makes, bool [B, 1, Lq, Lk] (True where a query
-            may see a key) or None; or a model's own float mask, which is added to the scores and hides keys at -5,000 or less.
-            None means causal if the module is causal. Then one query sees every key, and of more keys than queries
-            those after the first Lq are the empty slots of a static cache: Transformers makes a mask in all other cases.
-            Models that expect the masks of eager attention (:mod:`softfocus.hf.masks`) mean no mask by None.
+        attention_mask: what :func:`transformers.masking_utils.sdpa_mask` makes, bool [B, 1, Lq, Lk]
+            (True where a query may see a key) or None; or a model's own float mask, which is added
+            to the scores and hides keys at -5,000 or less. None means causal if the module is
+            causal. Then one query sees every key, and of more keys than queries those after the
+            first Lq are the empty slots of a static cache: Transformers makes a mask in all other
+            cases. Models that expect the masks of eager attention (:mod:`softfocus.hf.masks`) mean
+            no mask by None.
         dropout: probability with which a weight is dropped.
-        scaling: the model's own factor of the scores. It takes the place of 1/sqrt(d), also where a model deviates from
-            it; a mechanism with another scale, such as log(d), keeps its own.
+        scaling: the model's own factor of the scores. It takes the place of 1/sqrt(d), also where a
+            model deviates from it; a mechanism with another scale, such as log(d), keeps its own.
         is_causal: takes the place of ``module.is_causal`` when given.
-        sliding_window: the model's own: how many keys a query sees, itself included; to each side, where attention is not
-            causal (the convention of Transformers' FlashAttention). Used only without a mask: a mask carries its window
-            already. A window of the layout comes on top.
+        sliding_window: the model's own: how many keys a query sees, itself included; to each side,
+            where attention is not causal (the convention of Transformers' FlashAttention). Used
+            only without a mask: a mask carries its window already. A window of the layout comes on
+            top.
         position_bias: float, broadcastable to [B, H, Lq, Lk], added to the scores.
-        kwargs: ``cu_seq_lens_q`` of padding-free batches is honoured; what the models pass on for others is ignored.
+        kwargs: ``cu_seq_lens_q`` of padding-free batches is honoured; what the models pass on for
+            others is ignored.
 
     Returns:
         [B, Lq, H, Dv], and None for the weights.
 
     Raises:
-        ValueError: the config names no mechanism, or the model asks for what cannot be honoured (soft-capping, sinks,
-            attention weights).
+        ValueError: the config names no mechanism, or the model asks for what cannot be honoured
+            (soft-capping, sinks, attention weights).
     """
     layer = layer_of(module)
     if layer is None:
@@ -81,7 +88,8 @@ def attention_forward(
     if expected_by(module.config) == EAGER:
         if any(group.window is not None for group in layer):
             raise ValueError(
-                f"window: {type(module).__name__} belongs to a model without SDPA support, whose masks do not say at which "
+                f"window: {type(module).__name__} belongs to a model without SDPA support, "
+                f"whose masks do not say at which "
                 "position a query stands; leave the window out"
             )
         # The whole visibility is in the mask, the model's own window and causality included
@@ -93,7 +101,8 @@ def attention_forward(
     total, shared = query.shape[1], query.shape[1] // key.shape[1]
     if total != sum(group.heads or total for group in layer):
         raise ValueError(
-            f"{type(module).__name__} hands over {total} query heads, and its layout describes {[g.heads for g in layer]}; "
+            f"{type(module).__name__} hands over {total} query heads, and its layout describes "
+            f"{[g.heads for g in layer]}; "
             "a layout by heads needs all heads of a layer in one call"
         )
     if len(layer) > 1 and (odd := [group.heads for group in layer if (group.heads or 0) % shared]):
@@ -103,7 +112,8 @@ def attention_forward(
         heads = slice(start, start + (group.heads or total))
         keys = slice(heads.start // shared, heads.stop // shared)
         start = heads.stop
-        # The model's window is in its mask; where it hands over none, it is the layer's number of keys
+        # The model's window is in its mask; where it hands over none, it is the layer's number of
+        # keys
         window = sliding_window if attention_mask is None else None
         if group.window is not None:
             window = group.window if window is None else min(window, group.window)
@@ -153,7 +163,8 @@ def _attend(
     elif window is not None:
         if group.window is not None and not causal and query.shape[2] != key.shape[2]:
             raise ValueError(
-                f"window: {type(module).__name__} is not causal and hands over {query.shape[2]} queries and {key.shape[2]} "
+                f"window: {type(module).__name__} is not causal and hands over {query.shape[2]} queries and "
+                f"{key.shape[2]} "
                 "keys, as cross-attention does; a window needs queries and keys at the same positions. Leave it out"
             )
         if mask is not None:
@@ -179,10 +190,12 @@ def _of_heads(x: Tensor | None, heads: slice, total: int) -> Tensor | None:
 
 
 def _windowed(mask: Tensor, rows: int, window: int) -> Tensor:
-    """A mask [.., Lq or 1, Lk] that hides, beside what it hid, what lies beyond a window to either side.
+    """A mask [.., Lq or 1, Lk] that hides, beside what it hid, what lies beyond a window to either
+    side.
 
-    As many rows as columns stand at the same positions. In a cache the last row stands at the last key that is seen, and
-    the others before it. Empty slots of a static cache and padding do not count.
+    As many rows as columns stand at the same positions. In a cache the last row stands at the last
+    key that is seen, and the others before it. Empty slots of a static cache and padding do not
+    count.
 
     Raises:
         ValueError: the mask of several rows in a cache does not say where they stand.
@@ -196,8 +209,10 @@ def _windowed(mask: Tensor, rows: int, window: int) -> Tensor:
         # Compiled code cannot look at values
         if rows > 1 and not torch.compiler.is_compiling() and (last - own).amax() > before:
             raise ValueError(
-                f"window: got a mask of {rows} queries and {mask.shape[-1]} keys that shows queries their future or ends in "
-                "padding, so that their positions are not known; pad on the left, and pass the whole prompt at once, with a "
+                f"window: got a mask of {rows} queries and {mask.shape[-1]} keys that shows queries their "
+                f"future or ends in "
+                "padding, so that their positions are not known; pad on the left, "
+                "and pass the whole prompt at once, with a "
                 "dynamic cache or none"
             )
         own = own + before
@@ -215,10 +230,11 @@ def _with_sinks(
     causal: bool,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, float]:
-    """Queries and keys of twice the dimensions, whose product is StreamingLLM's score, and who sees whom.
+    """Queries and keys of twice the dimensions, whose product is StreamingLLM's score, and who sees
+    whom.
 
-    A sink is met by the query as it stands at the end of the first window, every other key by the query as it is. So the
-    query is [as it is, as there], a sink [0, key] and another key [key, 0].
+    A sink is met by the query as it stands at the end of the first window, every other key by the
+    query as it is. So the query is [as it is, as there], a sink [0, key] and another key [key, 0].
     """
     length, window = query.shape[2], group.window
     assert window is not None
@@ -246,13 +262,16 @@ def _refuse(module: nn.Module, kwargs: dict[str, Any]) -> None:
     if kwargs.get("output_attentions"):
         raise ValueError(
             "output_attentions=True: softfocus never holds the whole matrix of weights, so a model cannot return it. "
-            "softfocus.hf.watch() shows the query and key of each layer, and softfocus.weights() their weights, for the rows "
+            "softfocus.hf.watch() shows the query and key of each layer, and softfocus.weights() their "
+            "weights, for the rows "
             "that you choose."
         )
 
 
 def _documents(cu_seq_lens: Tensor | None, key: Tensor) -> Tensor | None:
-    """int [1, Lk] from the cumulated lengths of the sequences in a padding-free batch, None where there are none."""
+    """int [1, Lk] from the cumulated lengths of the sequences in a padding-free batch, None where
+    there are none.
+    """
     if cu_seq_lens is None:
         return None
     if key.shape[0] != 1:

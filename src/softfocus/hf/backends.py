@@ -1,4 +1,6 @@
-"""Which backend runs each layer of a model: ``softfocus.explain()`` on tensors like those that the layer will hand over."""
+"""Which backend runs each layer of a model: ``softfocus.explain()`` on tensors like those that the
+layer will hand over.
+"""
 
 import torch
 from torch import nn
@@ -24,7 +26,9 @@ def table(model: PreTrainedModel, layout: Layout) -> str:
 
 
 def _backend(module: nn.Module, group: Heads) -> str:
-    """The backend of one group of heads, as the module is now: its device, dtype, and dropout while it trains."""
+    """The backend of one group of heads, as the module is now: its device, dtype, and dropout while
+    it trains.
+    """
     weight = next((p for p in module.parameters() if p.is_floating_point()), torch.empty(0))
     size = _head_size(module)
     if size is None:

@@ -11,7 +11,9 @@ from softfocus.layout import Layer, Layout
 
 
 def install() -> None:
-    """Hook :class:`DynamicCache`, once: a cache made for a config keeps, in layers with a window, the window's keys only."""
+    """Hook :class:`DynamicCache`, once: a cache made for a config keeps, in layers with a window,
+    the window's keys only.
+    """
     if hasattr(DynamicCache.__init__, "_softfocus"):
         return
     original = DynamicCache.__init__
@@ -31,9 +33,10 @@ def install() -> None:
 def _trim(cache: DynamicCache, layout: Layout) -> None:
     """Put sliding layers in place of those that keep everything, where the layout lets them forget.
 
-    Transformers sizes a model's masks by the first layer that keeps everything, or else by layer 0. So where no such layer
-    would be left all have to keep as many keys. A model with sliding layers of its own sizes masks by these, too, and layers
-    that share keys may need more than the one that makes them: such caches are left alone.
+    Transformers sizes a model's masks by the first layer that keeps everything, or else by layer 0.
+    So where no such layer would be left all have to keep as many keys. A model with sliding layers
+    of its own sizes masks by these, too, and layers that share keys may need more than the one that
+    makes them: such caches are left alone.
     """
     if any(type(layer) is not DynamicLayer for layer in cache.layers):
         return

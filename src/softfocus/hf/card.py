@@ -1,4 +1,6 @@
-"""The model card (README.md) that is saved beside a model: what its attention runs, how to load it, what cannot serve it."""
+"""The model card (README.md) that is saved beside a model: what its attention runs, how to load it,
+what cannot serve it.
+"""
 
 import hashlib
 import os
@@ -16,7 +18,9 @@ _SEAL = re.compile(r"<!-- Written by softfocus, which replaces this card while i
 
 
 def install() -> None:
-    """Hook :meth:`PreTrainedConfig.save_pretrained`, once. ``save_pretrained`` of a model calls it, before any upload."""
+    """Hook :meth:`PreTrainedConfig.save_pretrained`, once. ``save_pretrained`` of a model calls it,
+    before any upload.
+    """
     if hasattr(PreTrainedConfig.save_pretrained, "_softfocus"):
         return
     original = PreTrainedConfig.save_pretrained

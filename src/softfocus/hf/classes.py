@@ -1,7 +1,9 @@
-"""Modeling files that look up the class of an attention by the name of the attention implementation.
+"""Modeling files that look up the class of an attention by the name of the attention
+implementation.
 
-SAM, GIT and others have such tables, with entries "eager" and "sdpa" only. The classes in them compute their softmax
-themselves and keep it (:func:`softfocus.hf.use` says so). Without an entry of our name the model could not be built.
+SAM, GIT and others have such tables, with entries "eager" and "sdpa" only. The classes in them
+compute their softmax themselves and keep it (:func:`softfocus.hf.use` says so). Without an entry of
+our name the model could not be built.
 """
 
 import sys
@@ -15,7 +17,9 @@ from softfocus.hf.config import NAME, layout_of, tree
 
 
 def install() -> None:
-    """Hook :class:`PreTrainedModel`, once: before a model with a mechanism builds its layers, the tables know our name."""
+    """Hook :class:`PreTrainedModel`, once: before a model with a mechanism builds its layers, the
+    tables know our name.
+    """
     if hasattr(PreTrainedModel.__init__, "_softfocus"):
         return
     original = PreTrainedModel.__init__
@@ -31,7 +35,9 @@ def install() -> None:
 
 
 def _complete_tables(model: type[PreTrainedModel]) -> None:
-    """Enter our name where the class of attention is that which the model would have taken by default."""
+    """Enter our name where the class of attention is that which the model would have taken by
+    default.
+    """
     default = "sdpa" if model._supports_sdpa else "eager"
     for module in {kind.__module__ for kind in model.__mro__}:
         for table in vars(sys.modules[module]).values():

@@ -1,10 +1,13 @@
-"""The entry ``softfocus`` of a Transformers config, and the hooks that keep it and the attention implementation together.
+"""The entry ``softfocus`` of a Transformers config, and the hooks that keep it and the attention
+implementation together.
 
-The entry is the single place where it stands what a model's attention runs: ``{"mechanism": {...}, "learned": {"head_scale":
-0.43}}`` where all heads of all layers run the same, else ``{"layout": {...}}`` (:class:`softfocus.layout.Layout`). The
-adapter reads it at every call and ``save_pretrained`` writes it. While a config has the entry, its attention
-implementation is "softfocus" and nothing else: ``model.set_attn_implementation``, ``from_pretrained`` and
-``from_config`` all end up assigning ``config._attn_implementation_internal``, so that one assignment is guarded.
+The entry is the single place where it stands what a model's attention runs: ``{"mechanism": {...},
+"learned": {"head_scale": 0.43}}`` where all heads of all layers run the same, else ``{"layout":
+{...}}`` (:class:`softfocus.layout.Layout`). The adapter reads it at every call and
+``save_pretrained`` writes it. While a config has the entry, its attention implementation is
+"softfocus" and nothing else: ``model.set_attn_implementation``, ``from_pretrained`` and
+``from_config`` all end up assigning ``config._attn_implementation_internal``, so that one
+assignment is guarded.
 """
 
 from collections.abc import Iterator
@@ -20,20 +23,24 @@ from softfocus.mechanism import Mechanism
 NAME = "softfocus"
 """Of the attention implementation, its mask function, and the entry in the config.
 
-Transformers matches implementations by substring ("flash", "sdpa", "flex_attention", "paged|", "/"): this has none.
+Transformers matches implementations by substring ("flash", "sdpa", "flex_attention", "paged|",
+"/"): this has none.
 """
 SAVED = "softfocus: import softfocus.hf before loading this model"
-"""What config.json says in place of the name. Transformers quotes it when it refuses to load a model without softfocus."""
+"""What config.json says in place of the name. Transformers quotes it when it refuses to load a
+model without softfocus.
+"""
 _INTERNAL = "_attn_implementation_internal"
 
 
 class Entry(dict[str, Any]):
-    """The entry as JSON types, with the layout that it was parsed into once: torch.compile traces no parsing.
+    """The entry as JSON types, with the layout that it was parsed into once: torch.compile traces
+    no parsing.
 
     Attributes:
         layout: what the attention of the config's models runs.
-        masks: which masks these models expect, a name of :mod:`softfocus.hf.masks`. A model says so when it is built or
-            changed; None until then. Never saved.
+        masks: which masks these models expect, a name of :mod:`softfocus.hf.masks`. A model says so
+            when it is built or changed; None until then. Never saved.
     """
 
     def __init__(self, layout: Layout, masks: str | None = None):
@@ -56,7 +63,8 @@ def _parse(entry: Any) -> Layout:
     """The layout of an entry, as :func:`_to_json` writes it.
 
     Raises:
-        ValueError: something else; an unknown field or value is the mechanism's or the layout's own error.
+        ValueError: something else; an unknown field or value is the mechanism's or the layout's own
+            error.
     """
     if isinstance(entry, dict) and isinstance(entry.get("layout"), dict) and len(entry) == 1:
         try:
@@ -66,7 +74,8 @@ def _parse(entry: Any) -> Layout:
     known = isinstance(entry, dict) and isinstance(entry.get("mechanism"), dict)
     if not known or not isinstance(entry.get("learned"), dict) or not set(entry["learned"]) <= set(LEARNABLE):
         raise ValueError(
-            "config.softfocus: expected {'mechanism': {...}, 'learned': {...}} or {'layout': {...}} as softfocus.hf.use() "
+            "config.softfocus: expected {'mechanism': {...}, 'learned': {...}} or {'layout': "
+            "{...}} as softfocus.hf.use() "
             f"writes it, with learned parameters among {', '.join(LEARNABLE)}; got {entry!r}"
         )
     mechanism = Mechanism.from_dict(entry["mechanism"])
@@ -80,7 +89,9 @@ def layout_of(config: PreTrainedConfig) -> Layout | None:
 
 
 def layouts(config: PreTrainedConfig, path: str = "") -> dict[str, Layout]:
-    """What a config and those inside it run, by their place in it: "" is the outermost, "text_config" one inside."""
+    """What a config and those inside it run, by their place in it: "" is the outermost,
+    "text_config" one inside.
+    """
     found = {} if (own := layout_of(config)) is None else {path: own}
     for key in config.sub_configs:
         if isinstance(inner := getattr(config, key, None), PreTrainedConfig):
@@ -115,11 +126,14 @@ def _get_entry(config: PreTrainedConfig) -> Entry | None:
 
 
 def _set_entry(config: PreTrainedConfig, entry: dict[str, Any] | None) -> None:
-    """What ``config.softfocus = entry`` does, loading included: check it, and refuse another attention implementation."""
+    """What ``config.softfocus = entry`` does, loading included: check it, and refuse another
+    attention implementation.
+    """
     if entry is None:
         if config.__dict__.get(_INTERNAL) == NAME:  # as in a config.json that was edited; the first forward would fail
             raise ValueError(
-                "config.softfocus: expected a mechanism or a layout, since attn_implementation is 'softfocus'; got None. "
+                "config.softfocus: expected a mechanism or a layout, since attn_implementation is "
+                "'softfocus'; got None. "
                 "Call softfocus.hf.use(model, 'softmax') if softmax is what you want."
             )
         return
@@ -159,16 +173,18 @@ def _refuse_conflict(asked: str | None, entry: Entry) -> None:
 def _refuse_window(config: PreTrainedConfig, layout: Layout) -> None:
     if getattr(config, "is_encoder_decoder", False) and any(group.window is not None for group in layout.groups()):
         raise ValueError(
-            f"window: a {config.model_type} model is an encoder and a decoder, whose cross-attention a window would cut to "
+            f"window: a {config.model_type} model is an encoder and a decoder, "
+            f"whose cross-attention a window would cut to "
             "the wrong keys; leave the window out"
         )
 
 
 def _implementation_to_save(config: PreTrainedConfig) -> str | dict[str, Any] | None:
-    """What ``attn_implementation`` must say in config.json, so that Transformers without softfocus refuses to load.
+    """What ``attn_implementation`` must say in config.json, so that Transformers without softfocus
+    refuses to load.
 
-    A composite config whose parts are not all ours says it part by part, from the top: Transformers resets the
-    implementation of the inner configs to what the outermost says.
+    A composite config whose parts are not all ours says it part by part, from the top: Transformers
+    resets the implementation of the inner configs to what the outermost says.
     """
     inner = {key: getattr(config, key, None) for key in config.sub_configs}
     parts = {k: _implementation_to_save(c) for k, c in inner.items() if isinstance(c, PreTrainedConfig)}
@@ -179,10 +195,12 @@ def _implementation_to_save(config: PreTrainedConfig) -> str | dict[str, Any] | 
 
 
 def install() -> None:
-    """Hook :class:`PreTrainedConfig`, once: two guarded attributes, and ``attn_implementation`` in what is saved.
+    """Hook :class:`PreTrainedConfig`, once: two guarded attributes, and ``attn_implementation`` in
+    what is saved.
 
-    The attributes are properties on the base class, not a ``__setattr__``: config classes that were defined before
-    this import have bound the old ``__setattr__`` (the ``@strict`` decorator does), but all of them meet a property.
+    The attributes are properties on the base class, not a ``__setattr__``: config classes that were
+    defined before this import have bound the old ``__setattr__`` (the ``@strict`` decorator does),
+    but all of them meet a property.
     """
     if NAME in vars(PreTrainedConfig):
         return

@@ -1,8 +1,8 @@
 """Parameters that a mechanism owns in a model: which modules get them, when, and with which values.
 
-They are ``softfocus_head_scale`` and ``softfocus_power``, one value for each head that learns one, on every attention module
-whose layout asks for them. A model gets them while it is built, before any weight is loaded, so they train, save and load
-like its own.
+They are ``softfocus_head_scale`` and ``softfocus_power``, one value for each head that learns one,
+on every attention module whose layout asks for them. A model gets them while it is built, before
+any weight is loaded, so they train, save and load like its own.
 """
 
 import inspect
@@ -29,7 +29,9 @@ _SOFTMAX = re.compile(r"softmax\(|Softmax\(|scaled_dot_product_attention\(|multi
 
 @cache
 def _source(kind: Any) -> str:
-    """The source of a class and its bases below ``nn.Module``; empty where there is none to read."""
+    """The source of a class and its bases below ``nn.Module``; empty where there is none to
+    read.
+    """
     sources = []
     for base in kind.__mro__:
         if base is nn.Module:
@@ -46,9 +48,11 @@ def _dispatches(kind: Any) -> bool:
 
 
 def attention_modules(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules that call the attention function registered under their config's attention implementation.
+    """The modules that call the attention function registered under their config's attention
+    implementation.
 
-    Read off their source, as Transformers itself does to tell whether a model's attention can be set.
+    Read off their source, as Transformers itself does to tell whether a model's attention can be
+    set.
     """
     for module in model.modules():
         has_config = isinstance(getattr(module, "config", None), PreTrainedConfig)
@@ -57,14 +61,17 @@ def attention_modules(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def keeps_softmax(model: nn.Module) -> list[str]:
-    """The classes of attention in a model that compute their softmax themselves, whatever the config says."""
+    """The classes of attention in a model that compute their softmax themselves, whatever the
+    config says.
+    """
     kinds: set[Any] = {type(module) for module in model.modules()}
     attention = [kind for kind in kinds if re.search(r"Att(entio)?n", kind.__name__) and not _dispatches(kind)]
     return sorted(kind.__name__ for kind in attention if _SOFTMAX.search(_source(kind)))
 
 
 def counts_hidden_keys(model: nn.Module) -> list[str]:
-    """The classes whose masks hide keys by adding -100, which ``softfocus.attention()`` adds to their scores, too.
+    """The classes whose masks hide keys by adding -100, which ``softfocus.attention()`` adds to
+    their scores, too.
 
     Swin's. So few below 0 may also be a position bias, so that no line tells them apart.
     """
@@ -94,9 +101,11 @@ def names() -> list[str]:
 
 
 def equip(module: nn.Module) -> None:
-    """Give an attention module the parameters that its layout asks for, and take away those it does not. Keeps what fits.
+    """Give an attention module the parameters that its layout asks for, and take away those it does
+    not. Keeps what fits.
 
-    New parameters are in the device (meta included) and dtype of the module's weights, and hold their initial values.
+    New parameters are in the device (meta included) and dtype of the module's weights, and hold
+    their initial values.
     """
     layer = layer_of(module) or ()
     for argument in LEARNABLE:
@@ -123,7 +132,8 @@ def _count(module: nn.Module, group: Heads) -> int:
 
 
 def parameter_of(module: nn.Module, layer: Layer, number: int, argument: str) -> Tensor | None:
-    """What a group of heads learns for an argument of ``softfocus.attention()``, [its heads]; None if it learns no such.
+    """What a group of heads learns for an argument of ``softfocus.attention()``, [its heads]; None
+    if it learns no such.
 
     Args:
         module: the attention module, which owns the parameters.
@@ -150,15 +160,18 @@ def parameter_of(module: nn.Module, layer: Layer, number: int, argument: str) ->
 
 
 def install() -> None:
-    """Hook :class:`PreTrainedModel`, once: parameters are added when a model is built, and given their values."""
+    """Hook :class:`PreTrainedModel`, once: parameters are added when a model is built, and given
+    their values.
+    """
     if hasattr(PreTrainedModel.post_init, "_softfocus"):
         return
     original_post_init, original_initialize = PreTrainedModel.post_init, PreTrainedModel._initialize_weights
 
     @wraps(original_post_init)
     def post_init(self: PreTrainedModel) -> None:
-        # The end of every model's __init__, under from_pretrained's meta device too, and before weights are loaded.
-        # Inner models come here first; for the outer ones their modules are equipped already.
+        # The end of every model's __init__, under from_pretrained's meta device too, and before
+        # weights are loaded. Inner models come here first; for the outer ones their modules are
+        # equipped already.
         if any(layout_of(config) for config in tree(self.config)):
             mark(self)
             for module in attention_modules(self):
@@ -167,8 +180,9 @@ def install() -> None:
 
     @wraps(original_initialize)
     def _initialize_weights(self: PreTrainedModel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        # A checkpoint without our parameters (one trained with softmax, say) leaves them empty; no model's own
-        # _init_weights knows them. init.copy_ leaves alone what a checkpoint has filled.
+        # A checkpoint without our parameters (one trained with softmax, say) leaves them empty; no
+        # model's own _init_weights knows them. init.copy_ leaves alone what a checkpoint has
+        # filled.
         fresh = not getattr(module, "_is_hf_initialized", False)
         original_initialize(self, module, *args, **kwargs)
         if fresh:

@@ -1,11 +1,13 @@
 """The masks that a model's attention is handed: SDPA's conventions, or eager attention's.
 
-Transformers makes masks for the attention implementation of a config. For SDPA they are bool, and None stands for a plain
-causal mask. Models whose class declares no SDPA support (``_supports_sdpa``) never see such masks: some add the mask to
-scores, some take None for no mask. They get the masks of eager attention: float, and None for no mask.
+Transformers makes masks for the attention implementation of a config. For SDPA they are bool, and
+None stands for a plain causal mask. Models whose class declares no SDPA support
+(``_supports_sdpa``) never see such masks: some add the mask to scores, some take None for no mask.
+They get the masks of eager attention: float, and None for no mask.
 
-Some classes keep an exception for ``_attn_implementation == "sdpa"`` and None: Gemma 4 drops queries early, so that None
-would no longer mean what it says. They get SDPA's masks in full, never None for a causal one.
+Some classes keep an exception for ``_attn_implementation == "sdpa"`` and None: Gemma 4 drops
+queries early, so that None would no longer mean what it says. They get SDPA's masks in full, never
+None for a causal one.
 """
 
 import inspect
@@ -22,7 +24,9 @@ SDPA, FULL, EAGER = "sdpa", "full", "eager"
 
 
 def make_mask(*args: Any, config: PreTrainedConfig | None = None, **kwargs: Any) -> Tensor | None:
-    """The mask function behind ``attn_implementation="softfocus"``. Transformers hands over the config of the model."""
+    """The mask function behind ``attn_implementation="softfocus"``. Transformers hands over the
+    config of the model.
+    """
     expected = SDPA if config is None else expected_by(config)
     if expected == FULL:
         kwargs["allow_is_causal_skip"] = False
@@ -42,7 +46,8 @@ def expected_by(config: PreTrainedConfig) -> str:
         return SDPA
     if entry.masks is None:
         raise ValueError(
-            f"{type(config).__name__}: its mechanism was set after its model was built; call softfocus.hf.use(model, ...) on "
+            f"{type(config).__name__}: its mechanism was set after its model was built; "
+            f"call softfocus.hf.use(model, ...) on "
             "the model itself"
         )
     expected: str = entry.masks
@@ -52,7 +57,8 @@ def expected_by(config: PreTrainedConfig) -> str:
 def mark(model: PreTrainedModel) -> None:
     """Note in each config of a model which masks its models expect.
 
-    One config may serve several models. Then masks of eager attention serve them all: they say everything, None included.
+    One config may serve several models. Then masks of eager attention serve them all: they say
+    everything, None included.
     """
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     eager = {id(owner.config) for owner in models if not owner._supports_sdpa}

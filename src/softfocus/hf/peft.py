@@ -1,14 +1,17 @@
-"""Adapters of PEFT on models with a mechanism: they remember what they were trained on, and hold what the heads learned.
+"""Adapters of PEFT on models with a mechanism: they remember what they were trained on, and hold
+what the heads learned.
 
-An adapter is a change to one model. On a base that runs another attention it is a change to a different function, and
-nothing in PEFT would notice. So the adapter's config says what the base ran, and another base is refused. A process that
-never imports softfocus is refused by PEFT itself: the saved task type is one that it does not know, and quotes what to do.
-An adapter that was trained on Transformers' own attention says nothing. On a mechanism it loads with a warning.
+An adapter is a change to one model. On a base that runs another attention it is a change to a
+different function, and nothing in PEFT would notice. So the adapter's config says what the base
+ran, and another base is refused. A process that never imports softfocus is refused by PEFT itself:
+the saved task type is one that it does not know, and quotes what to do. An adapter that was trained
+on Transformers' own attention says nothing. On a mechanism it loads with a warning.
 
-What the heads learn (``softfocus_head_scale``, ``softfocus_power``) is trained, saved and loaded with the adapter, for
-methods that inject layers (LoRA and its kind; not prompt learning). A model has one set of these values: adapters on the
-same model share it, and the last one that is loaded sets it. They stay where an adapter is disabled or unloaded, so that
-the model is not its base again; a warning says so.
+What the heads learn (``softfocus_head_scale``, ``softfocus_power``) is trained, saved and loaded
+with the adapter, for methods that inject layers (LoRA and its kind; not prompt learning). A model
+has one set of these values: adapters on the same model share it, and the last one that is loaded
+sets it. They stay where an adapter is disabled or unloaded, so that the model is not its base
+again; a warning says so.
 """
 
 import json
@@ -104,7 +107,8 @@ def _warning_of_what_stays(method: Callable[..., Any]) -> Callable[..., Any]:
     def warned(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if any(PREFIX in name for name, _ in model.named_parameters()):
             warn(
-                f"softfocus.hf: {method.__name__}() takes the adapter off, but {PREFIX}* keep what was learned with it, so "
+                f"softfocus.hf: {method.__name__}() takes the adapter off, but {PREFIX}* keep what was "
+                f"learned with it, so "
                 "this is not the base model; load the base model anew to compare with it",
                 UserWarning,
             )
@@ -114,7 +118,9 @@ def _warning_of_what_stays(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _runs(model: nn.Module) -> dict[str, Any]:
-    """What a base model runs, JSON types by the place of the config; empty for Transformers' own attention."""
+    """What a base model runs, JSON types by the place of the config; empty for Transformers' own
+    attention.
+    """
     config = getattr(model, "config", None)
     if not isinstance(config, PreTrainedConfig):
         return {}
@@ -132,7 +138,8 @@ def _refuse_another(name: str, trained_on: dict[str, Any] | None, runs: dict[str
         )
         return
     raise ValueError(
-        f"adapter {name!r} was trained on a model that runs {_text(trained_on)}; this one runs {_text(runs)}. Load the model "
+        f"adapter {name!r} was trained on a model that runs {_text(trained_on)}; this one runs {_text(runs)}. "
+        f"Load the model "
         "that it was trained on, or put the same mechanism in with softfocus.hf.use() before the adapter is loaded."
     )
 

@@ -1,9 +1,11 @@
-"""The share of a model's rotary embedding that each group of heads keeps, and the positions of attention sinks.
+"""The share of a model's rotary embedding that each group of heads keeps, and the positions of
+attention sinks.
 
-Transformers' models compute (cos, sin) once, hand them to every attention module as ``position_embeddings``, and turn queries
-and keys by the modeling file's own ``apply_rotary_pos_emb``. A hook before the module's forward changes the tables: where cos
-is 1 and sin is 0 nothing is turned. Tables that differ from head to head have a dimension more, which that function does
-not know, so it is wrapped once for each modeling file.
+Transformers' models compute (cos, sin) once, hand them to every attention module as
+``position_embeddings``, and turn queries and keys by the modeling file's own
+``apply_rotary_pos_emb``. A hook before the module's forward changes the tables: where cos is 1 and
+sin is 0 nothing is turned. Tables that differ from head to head have a dimension more, which that
+function does not know, so it is wrapped once for each modeling file.
 """
 
 import inspect
@@ -25,9 +27,11 @@ class _Form(NamedTuple):
     """How an architecture turns queries by its tables (cos, sin).
 
     Attributes:
-        neighbours: dimensions 0 and 1, 2 and 3 turn together; else each with the one half the rotary dimensions on.
+        neighbours: dimensions 0 and 1, 2 and 3 turn together; else each with the one half the
+            rotary dimensions on.
         half: only the first half of a table is read, one entry for each pair.
-        cuts: the function takes whole heads and leaves what lies beyond the rotary dimensions as it is.
+        cuts: the function takes whole heads and leaves what lies beyond the rotary dimensions as it
+            is.
     """
 
     neighbours: bool
@@ -47,7 +51,8 @@ def install(module: nn.Module, layer: Layer) -> None:
     kind, modeling = type(module).__name__, sys.modules[type(module).__module__]
     if _TABLES not in inspect.signature(module.forward).parameters or not hasattr(modeling, _FUNCTION):
         raise ValueError(
-            f"rope, sinks: {kind} takes no {_TABLES} (cos, sin), so softfocus cannot change its rotary embedding; leave "
+            f"rope, sinks: {kind} takes no {_TABLES} (cos, sin), so softfocus cannot change its rotary "
+            f"embedding; leave "
             "out rope and sinks, or take an architecture such as GPT-NeoX, Llama or Qwen3"
         )
     if any(group.rope > 0 for group in partial) or any(group.sinks for group in layer):
@@ -84,7 +89,9 @@ def _change_tables(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tupl
 
 
 def _kept(module: nn.Module, share: float, cos: Tensor) -> Tensor:
-    """Which rotary dimensions stay turned, bool [rotary dimensions]: those of the highest frequencies, which come first."""
+    """Which rotary dimensions stay turned, bool [rotary dimensions]: those of the highest
+    frequencies, which come first.
+    """
     size = cos.shape[-1]
     if share in (0.0, 1.0):
         return torch.full((size,), bool(share), device=cos.device)
@@ -115,7 +122,9 @@ def _form(module: nn.Module, modeling: Any) -> _Form:
 
 
 def _form_of(function: Any) -> _Form | None:
-    """The form that turns marked queries by marked tables as a rotary function does; None where none does."""
+    """The form that turns marked queries by marked tables as a rotary function does; None where
+    none does.
+    """
     cos, sin = torch.arange(1.0, 9.0), torch.arange(11.0, 19.0)
     for beyond in (4, 0):
         head = torch.arange(1.0, 9.0 + beyond)
@@ -157,7 +166,9 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, form: _Form) -> Tensor:
 
 
 def _by_head(original: Any) -> Any:
-    """``apply_rotary_pos_emb`` that also takes tables of every query head, [B, H, L, rotary dimensions]."""
+    """``apply_rotary_pos_emb`` that also takes tables of every query head, [B, H, L, rotary
+    dimensions].
+    """
 
     @wraps(original)
     def apply_rotary_pos_emb(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -179,19 +190,24 @@ def _by_head(original: Any) -> Any:
 
 
 def _each_alone(original: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """The original function on every head as a sequence of one head: tables [B, H, L, n] are then tables [B H, L, n]."""
+    """The original function on every head as a sequence of one head: tables [B, H, L, n] are then
+    tables [B H, L, n].
+    """
     cos, sin = (table.expand(q.shape[0], -1, -1, -1).flatten(0, 1) for table in (cos, sin))
     query, key = original(q.flatten(0, 1)[:, None], k.flatten(0, 1)[:, None], cos, sin)
     return query.view(q.shape), key.view(k.shape)
 
 
 def at_first_window(module: nn.Module, query: Tensor, heads: slice, window: int) -> Tensor:
-    """Queries [B, H, L, D] as they would be turned at the end of the first window, where they stand beyond it.
+    """Queries [B, H, L, D] as they would be turned at the end of the first window, where they stand
+    beyond it.
 
-    A query that was turned to its position is turned back by the difference, cos(a - b) = cos a cos b + sin a sin b.
+    A query that was turned to its position is turned back by the difference, cos(a - b) = cos a cos
+    b + sin a sin b.
 
     Raises:
-        ValueError: there is no table, or not that of these queries from the first position on, or it turns an unknown part.
+        ValueError: there is no table, or not that of these queries from the first position on, or
+            it turns an unknown part.
     """
     tables = getattr(module, "_softfocus_tables", None)
     if tables is None or tables[0].shape[-2] != query.shape[2]:
@@ -199,7 +215,8 @@ def at_first_window(module: nn.Module, query: Tensor, heads: slice, window: int)
     form: _Form = module._softfocus_form  # type: ignore[assignment]
     if tables[0].shape[-1] != query.shape[-1] and not form.cuts:
         raise ValueError(
-            f"sinks: {type(module).__name__} turns a part of each head, and softfocus cannot tell which; leave sinks out"
+            f"sinks: {type(module).__name__} turns a part of each head, and softfocus cannot tell which; "
+            f"leave sinks out"
         )
     cos, sin = (table[:, heads] if table.dim() == 4 else table[:, None] for table in tables)
     last = torch.arange(query.shape[2], device=query.device).clamp(max=window - 1)

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 
 class Call(NamedTuple):
-    """One call of ``softfocus.attention()``: a group of heads of an attention module that run the same.
+    """One call of ``softfocus.attention()``: a group of heads of an attention module that run the
+    same.
 
     Attributes:
         module: the attention module.
@@ -30,12 +31,13 @@ listeners: list[Callable[[Call], None]] = []
 
 @contextmanager
 def watch(listener: Callable[[Call], None]) -> Iterator[None]:
-    """While this is entered, every call of attention in every model is shown to a listener before it is computed.
+    """While this is entered, every call of attention in every model is shown to a listener before
+    it is computed.
 
     Example::
 
-        with softfocus.hf.watch(lambda call: print(softfocus.weights(call.query, call.key, **call.arguments))):
-            model(input_ids)
+        with softfocus.hf.watch(lambda call: print(softfocus.weights(call.query, call.key,
+            **call.arguments))): model(input_ids)
     """
     listeners.append(listener)
     try:

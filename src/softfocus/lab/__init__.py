@@ -1,1 +1,3 @@
-"""The lab: recipes, corpora, training, evaluation and reports. Imports all of softfocus, is imported by none of it."""
+"""The lab: recipes, corpora, training, evaluation and reports. Imports all of softfocus, is
+imported by none of it.
+"""

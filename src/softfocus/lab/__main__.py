@@ -1,4 +1,6 @@
-"""`python -m softfocus.lab`: the same as `softfocus`, for `torchrun` and `accelerate launch`, which start modules."""
+"""`python -m softfocus.lab`: the same as `softfocus`, for `torchrun` and `accelerate launch`, which
+start modules.
+"""
 
 from softfocus.lab.cli import main
 

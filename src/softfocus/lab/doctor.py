@@ -44,7 +44,9 @@ class Findings(BaseModel):
 
 
 def examine() -> Findings:
-    """Look at everything. Needs the lab extra; a missing or unsuitable package is a finding, not an error."""
+    """Look at everything. Needs the lab extra; a missing or unsuitable package is a finding, not an
+    error.
+    """
     checks = [*_packages()]
     device = "cpu"
     if importlib.util.find_spec("torch"):
@@ -181,8 +183,8 @@ def _kernels() -> list[Check]:
 
 
 def agreement(device: str) -> Check:
-    """Whether the Triton kernels agree with the float64 reference on this device, forward and backward, within what rounding
-    explains. Compiles them first, which takes a minute once.
+    """Whether the Triton kernels agree with the float64 reference on this device, forward and
+    backward, within what rounding explains. Compiles them first, which takes a minute once.
     """
     import torch
 

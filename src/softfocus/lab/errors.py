@@ -7,10 +7,12 @@ from difflib import get_close_matches
 
 
 class LabError(Exception):
-    """Something that the reader of the command line can put right: a missing file, a misspelt field, a full disk.
+    """Something that the reader of the command line can put right: a missing file, a misspelt
+    field, a full disk.
 
-    `str(error)` is one line, "what; remedy": what is wrong with which thing, then what to do about it. The command line
-    prints that line and leaves with exit code 1; anything that is not a LabError is a bug and keeps its traceback.
+    `str(error)` is one line, "what; remedy": what is wrong with which thing, then what to do about
+    it. The command line prints that line and leaves with exit code 1; anything that is not a
+    LabError is a bug and keeps its traceback.
 
     Args:
         what: what is wrong, naming the thing ("corpus.jsonl, line 3: no field 'text'").
@@ -30,7 +32,9 @@ class LabError(Exception):
 
 
 class UsageError(LabError):
-    """An option of the command line that cannot be read: wrong use, where a LabError is a failure."""
+    """An option of the command line that cannot be read: wrong use, where a LabError is a
+    failure.
+    """
 
     exit_code = 2
 

@@ -23,7 +23,9 @@ class Generation(BaseModel):
     mechanism: str
     text: str
     tokens: int
-    """In the sequence whose keys and values the cache holds: the prompt and all new tokens but the last."""
+    """In the sequence whose keys and values the cache holds: the prompt and all new tokens but the
+    last.
+    """
     cache_bytes: int
     """Of the keys and values of all layers."""
 
@@ -61,7 +63,8 @@ def generate(
         folder: a finished run.
         prompt: at least one token.
         tokens: at most so many new ones.
-        temperature: divides the logits; 0, or less than a millionth, takes the likeliest token each time.
+        temperature: divides the logits; 0, or less than a millionth, takes the likeliest token each
+            time.
         top_p: sample from the fewest tokens whose probabilities reach this.
         seed: below 2^32; the same seed gives the same text on the same machine.
         write: called with pieces of text as they come.
@@ -71,8 +74,8 @@ def generate(
 
     Raises:
         UsageError: a temperature that is negative or no number.
-        LabError: a run without a finished model, a prompt that is empty or that the tokenizer has no tokens for, or more
-            tokens than the model has positions or the device has memory.
+        LabError: a run without a finished model, a prompt that is empty or that the tokenizer has
+            no tokens for, or more tokens than the model has positions or the device has memory.
     """
     if not temperature >= 0:
         raise UsageError(f"--temperature {temperature} is not a temperature", "give 0 or more")

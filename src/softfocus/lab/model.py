@@ -43,7 +43,8 @@ def build(recipe: Recipe, vocabulary: int, end: int | None = None) -> Any:
         end: the id that ends a document, where generation stops.
 
     Raises:
-        LabError: an architecture or a configuration key that Transformers does not know, a vocabulary that is too small.
+        LabError: an architecture or a configuration key that Transformers does not know, a
+            vocabulary that is too small.
     """
     config = build_config(recipe, vocabulary, end)
     _, what, examples = _CLASSES[recipe.data.kind]
@@ -86,7 +87,8 @@ def build_config(recipe: Recipe, vocabulary: int, end: int | None = None) -> Any
         )
     positions = cls.attribute_map.get("max_position_embeddings", "max_position_embeddings")  # GPT-2: n_positions
     if positions in known:
-        # Dynamic NTK scales by the ratio to this length, so it has to be the length that was trained
+        # Dynamic NTK scales by the ratio to this length, so it has to be the length that was
+        # trained
         values.setdefault(positions, recipe.train.length)
     try:
         config = cls(**values)
@@ -111,7 +113,9 @@ def _of_data(recipe: Recipe, vocabulary: int, end: int | None) -> dict[str, Any]
 
 
 def _check_length(config: Any, recipe: Recipe) -> None:
-    """Refuse a length that is not what the model makes of a sample: speeds and estimates would be wrong."""
+    """Refuse a length that is not what the model makes of a sample: speeds and estimates would be
+    wrong.
+    """
     speech, patch = recipe.data.speech, getattr(config, "patch_size", None)
     if recipe.data.images is not None and isinstance(patch, int):
         made = (config.image_size // patch) ** 2
@@ -229,7 +233,9 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def quiet() -> None:
-    """Keep Transformers' own progress bars and notices off the terminal: the lab says what matters in its own words."""
+    """Keep Transformers' own progress bars and notices off the terminal: the lab says what matters
+    in its own words.
+    """
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()

@@ -1,4 +1,6 @@
-"""What a model is trained for, and measured by: the loss of a batch, and which of its predictions are wrong."""
+"""What a model is trained for, and measured by: the loss of a batch, and which of its predictions
+are wrong.
+"""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -45,7 +47,8 @@ def loss(kind: Kind, model: Any, inputs: Inputs) -> Tensor:
 def scores(kind: Kind, model: Any, inputs: Inputs) -> Scores:
     """What is measured of a batch. The likeliest prediction is the answer.
 
-    Of speech, predictions are characters and answers are words. The likeliest id of each frame is taken, without a search.
+    Of speech, predictions are characters and answers are words. The likeliest id of each frame is
+    taken, without a search.
     """
     if kind == "speech":
         logits, each, lengths, frames = _transcribed(model, inputs)
@@ -70,7 +73,9 @@ def _logits(kind: Kind, model: Any, inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 
 def _transcribed(model: Any, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(logits [B, frames, characters], CTC's loss [B] in nats, characters of the text [B], frames that were heard [B])."""
+    """(logits [B, frames, characters], CTC's loss [B] in nats, characters of the text [B], frames
+    that were heard [B]).
+    """
     mask, labels = inputs["attention_mask"], inputs["labels"]
     logits = model(input_values=inputs["input_values"], attention_mask=mask).logits.float()
     frames = models.frames(getattr(model, "module", model).config, mask.sum(1))  # DDP's model is in another one
@@ -98,7 +103,9 @@ def _words(ids: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def edits(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """How many insertions, deletions and replacements make one sequence of the other (Levenshtein's distance)."""
+    """How many insertions, deletions and replacements make one sequence of the other (Levenshtein's
+    distance).
+    """
     distances = list(range(len(other) + 1))
     for count, item in enumerate(one, start=1):
         before, distances = distances, [count]

@@ -1,4 +1,6 @@
-"""How long work tells what it is doing: events to a callback, and a callback that shows them as a progress bar."""
+"""How long work tells what it is doing: events to a callback, and a callback that shows them as a
+progress bar.
+"""
 
 import math
 import time
@@ -19,8 +21,9 @@ class Event:
     """One thing that happened in a run. Plain data: it pickles, so it can cross to another process.
 
     Attributes:
-        kind: "prepare" (the corpus: `message` says what, `done` of `total` how far), "step" (of training or evaluation:
-            so far `done` of `total`), "row" (a finished row: `row` of an evaluation, `message` of anything else).
+        kind: "prepare" (the corpus: `message` says what, `done` of `total` how far), "step" (of
+            training or evaluation: so far `done` of `total`), "row" (a finished row: `row` of an
+            evaluation, `message` of anything else).
         run: the run's name.
         message: for people.
         done: optimiser steps, or evaluated tokens.
@@ -53,7 +56,8 @@ def silent(event: Event) -> None:
 class Display:
     """A progress bar, fed by events; use it as a context manager and as a listener.
 
-    Writes to stderr, so that stdout stays free for results; where that is no terminal, a plain line every ten seconds.
+    Writes to stderr, so that stdout stays free for results; where that is no terminal, a plain line
+    every ten seconds.
     """
 
     def __init__(self, unit: str, quiet: bool = False):
@@ -85,7 +89,9 @@ class Display:
                 self._bar.stop()
 
     def __call__(self, event: Event) -> None:
-        """Show an event. A terminal that is gone, or a log without room, does not end what is told of."""
+        """Show an event. A terminal that is gone, or a log without room, does not end what is told
+        of.
+        """
         with suppress(OSError):
             self._tell(event)
 

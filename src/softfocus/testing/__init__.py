@@ -1,4 +1,5 @@
-"""What softfocus holds its own backends against, shipped so that others can hold theirs: cases, an oracle, tolerances.
+"""What softfocus holds its own backends against, shipped so that others can hold theirs: cases, an
+oracle, tolerances.
 
     from softfocus.testing import CASES, check
     check(my_attention, CASES[0], "lssar", torch.bfloat16)

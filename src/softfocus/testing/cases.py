@@ -1,4 +1,6 @@
-"""Problems that a backend must get right: shapes that divide nothing, every kind of mask, every learned tensor."""
+"""Problems that a backend must get right: shapes that divide nothing, every kind of mask, every
+learned tensor.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,13 +16,15 @@ class Case:
     """One problem, without its numbers.
 
     Attributes:
-        name: for test ids.
-        batch, heads, key_heads, query_length, key_length, head_dim, value_dim: B, H, Hk, Lq, Lk, D, Dv.
+        name: for test ids. batch, heads, key_heads, query_length, key_length, head_dim, value_dim:
+        B, H, Hk, Lq, Lk, D, Dv.
         is_causal, window_size: as in ``attention()``.
         mask: share of keys that a random bool mask [1, H, Lq, Lk] hides; 0 for no mask.
-        padding: "left" or "right": the second half of the batch is padded to a quarter on that side; "" for none.
+        padding: "left" or "right": the second half of the batch is padded to a quarter on that
+            side; "" for none.
         documents: how many documents are packed; 0 for none.
-        bias: shape of an additive bias with gradient, "" for none: of letters b, h, q, k for a full dimension and 1.
+        bias: shape of an additive bias with gradient, "" for none: of letters b, h, q, k for a full
+            dimension and 1.
         head_scale: a per-head scale with gradient.
         power: a per-head power with gradient, for mechanisms that re-weight.
         transposed: query, key, value are views of [B, L, H, D].
@@ -53,7 +57,9 @@ class Case:
     additive: bool = False
 
     def arguments(self, mechanism: Mechanism, dtype: torch.dtype, seed: int = 0, device: str = "cpu") -> dict[str, Any]:
-        """Arguments of ``attention()``; every floating tensor requires grad. The numbers depend on the seed alone."""
+        """Arguments of ``attention()``; every floating tensor requires grad. The numbers depend on
+        the seed alone.
+        """
         generator = torch.Generator().manual_seed(seed)
 
         def normal(*shape: int) -> Tensor:

@@ -1,4 +1,6 @@
-"""The float64 reference as oracle, and tolerances that are computed from what the eager formula loses in the same dtype."""
+"""The float64 reference as oracle, and tolerances that are computed from what the eager formula
+loses in the same dtype.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -17,18 +19,26 @@ from softfocus.testing.cases import Case
 from softfocus.visibility import Visibility
 
 REPLICAS = 16
-"""One evaluation of the eager formula is one draw of its rounding errors, and can be lucky. Shuffling the head dimension and
-the keys leaves the mathematics alone and draws again; the worst of so many draws is the yardstick."""
+"""One evaluation of the eager formula is one draw of its rounding errors, and can be lucky.
+Shuffling the head dimension and the keys leaves the mathematics alone and draws again; the worst of
+so many draws is the yardstick.
+"""
 NUDGE = 2.0**-12
-"""Where little is summed every order gives the same errors. All replicas but the first therefore move the queries' numbers as
-well, each by up to this part of it (or an ulp, if that is more), and are held against the exact result of those."""
+"""Where little is summed every order gives the same errors. All replicas but the first therefore
+move the queries' numbers as well, each by up to this part of it (or an ulp, if that is more), and
+are held against the exact result of those.
+"""
 BAND = 4.0
-"""Rounding band: this many units in the last place of a tensor's largest value, on top of twice the eager error."""
+"""Rounding band: this many units in the last place of a tensor's largest value, on top of twice the
+eager error.
+"""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Everything that a call and its backward gave, by name: "out", "query.grad", "bias.grad", ..., "log_norm"."""
+    """Everything that a call and its backward gave, by name: "out", "query.grad", "bias.grad", ...,
+    "log_norm".
+    """
 
     tensors: dict[str, Tensor]
 
@@ -39,8 +49,8 @@ def run(attention: Callable[..., Any], arguments: dict[str, Any], seed: int = 1)
     Args:
         attention: takes ``arguments``; returns out [B, H, Lq, Dv].
         arguments: of ``attention()``; gradients are taken of every tensor that requires them.
-        seed: of the upstream gradient, which does not depend on dtype or device; and of torch's own generator, from which
-            dropout draws.
+        seed: of the upstream gradient, which does not depend on dtype or device; and of torch's own
+            generator, from which dropout draws.
     """
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(
@@ -62,16 +72,18 @@ def check(
     device: str = "cpu",
     draws: int = 1,
 ) -> None:
-    """Hold an implementation against the float64 reference, with the eager formula's error as the yardstick.
+    """Hold an implementation against the float64 reference, with the eager formula's error as the
+    yardstick.
 
     Args:
-        attention: takes the arguments of ``softfocus.attention`` that the case uses, ``mechanism=`` among them.
+        attention: takes the arguments of ``softfocus.attention`` that the case uses, ``mechanism=``
+            among them.
         case: the problem.
         mechanism: a name or a Mechanism.
         dtype, device: of the inputs.
-        draws: the yardstick is the eager formula's worst error over so many draws of the case's numbers; what is held against
-            it is always the first draw's result. More than one for cases of few rows, over which the formula may be lucky in
-            every order of summation.
+        draws: the yardstick is the eager formula's worst error over so many draws of the case's
+            numbers; what is held against it is always the first draw's result. More than one for
+            cases of few rows, over which the formula may be lucky in every order of summation.
 
     Raises:
         AssertionError: naming the tensor, its error, and the tolerance.
@@ -99,15 +111,17 @@ def _yardsticks(
     device: str,
     draws: int,
 ) -> Iterator[dict[str, float]]:
-    """The eager formula's worst errors over more and more draws. They only grow: who is content needs no further draw.
+    """The eager formula's worst errors over more and more draws. They only grow: who is content
+    needs no further draw.
 
     The first is 0, which costs nothing: the rounding band alone often suffices.
     """
     yardstick = dict.fromkeys(expected.tensors, 0.0)
     yield yardstick
-    # In float64 nothing is more exact than the oracle, whose own errors are as large as the eager formula's and come on top:
-    # half as much again of the yardstick. Shuffling does not show all of them, so that what float32 loses on the same
-    # problem, in units of the last place, counts as well.
+    # In float64 nothing is more exact than the oracle, whose own errors are as large as the eager
+    # formula's and come on top: half as much again of the yardstick. Shuffling does not show all of
+    # them, so that what float32 loses on the same problem, in units of the last place, counts as
+    # well.
     double = dtype == torch.float64
     share = 1.5 if double else 1.0
     for draw in range(draws):
@@ -136,16 +150,19 @@ def compare(
     label: str,
     summed: Mapping[str, float] = MappingProxyType({}),
 ) -> None:
-    """Every tensor's largest error is at most twice the eager formula's, plus BAND units in the last place.
+    """Every tensor's largest error is at most twice the eager formula's, plus BAND units in the
+    last place.
 
     Args:
         actual: of the implementation.
         expected: of the dense formula in float64 on the same numbers.
         yardstick: the eager formula's largest error, tensor by tensor.
-        sizes: the size of what each tensor was summed from: what a unit in the last place is counted of.
+        sizes: the size of what each tensor was summed from: what a unit in the last place is
+            counted of.
         label: stands in the message.
-        summed: the size of the largest term that a tensor is summed from in float32 or better, whatever its dtype. Terms
-            may cancel all but exactly, in the eager formula altogether: then what is left says nothing of their rounding.
+        summed: the size of the largest term that a tensor is summed from in float32 or better,
+            whatever its dtype. Terms may cancel all but exactly, in the eager formula altogether:
+            then what is left says nothing of their rounding.
     """
     assert actual.tensors.keys() == expected.tensors.keys(), f"{label}: got {list(actual.tensors)}"
     for name, want in expected.tensors.items():
@@ -159,16 +176,19 @@ def compare(
         ulp = finfo.eps * max(size, finfo.smallest_normal) + min(finfo.eps, torch.finfo(torch.float32).eps) * terms
         tolerance = 2.0 * unavoidable + BAND * ulp
         assert error <= tolerance, (
-            f"{label}: {name} is off by {error:.3g}, more than the tolerance {tolerance:.3g} = twice the eager formula's "
+            f"{label}: {name} is off by {error:.3g}, more than the tolerance {tolerance:.3g} = twice the "
+            f"eager formula's "
             f"error {unavoidable:.3g} + {BAND:g} ulp of {size:.3g}, summed from {terms:.3g}"
         )
 
 
 def _sizes(exact: dict[str, Any], expected: Outcome) -> dict[str, float]:
-    """The largest value of each tensor; for the gradients of a bias and of head_scale, of the sum of absolute terms.
+    """The largest value of each tensor; for the gradients of a bias and of head_scale, of the sum
+    of absolute terms.
 
-    These two are long sums of dL/ds and of s dL/ds, which for many mechanisms cancel (softmax does not see a constant added
-    to a row, nor l1 of the identity a factor), so that their own size says nothing of their rounding.
+    These two are long sums of dL/ds and of s dL/ds, which for many mechanisms cancel (softmax does
+    not see a constant added to a row, nor l1 of the identity a factor), so that their own size says
+    nothing of their rounding.
     """
     sizes = {name: _largest(x) for name, x in expected.tensors.items()}
     if "bias" not in exact and "head_scale" not in exact:
@@ -187,8 +207,9 @@ def _sizes(exact: dict[str, Any], expected: Outcome) -> dict[str, float]:
 def _summed(exact: dict[str, Any]) -> dict[str, float]:
     """The largest term that the gradients of queries and of keys are summed from.
 
-    dL/dq = c sum_j dL/ds_j ds_j/dq, where ds/dq is k, or for the cosine k/|q||k| - cos q/|q|^2; and so for k. Where terms
-    cancel, no sum is more exact than a unit in the last place of its largest term.
+    dL/dq = c sum_j dL/ds_j ds_j/dq, where ds/dq is k, or for the cosine k/|q||k| - cos q/|q|^2; and
+    so for k. Where terms cancel, no sum is more exact than a unit in the last place of its largest
+    term.
     """
     query, key, terms = exact["query"].detach(), exact["key"].detach(), _terms(exact) * _scale(exact)
     if "head_scale" in exact:
@@ -242,8 +263,9 @@ def _exactly(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _eager_errors(seed: int, arguments: dict[str, Any], exact: Outcome) -> dict[str, float]:
-    """The largest errors of the eager formula, summed in one order. Where it is NaN (its numbers too large for
-    the dtype) it measures nothing; infinite where it is NaN altogether."""
+    """The largest errors of the eager formula, summed in one order. Where it is NaN (its numbers
+    too large for the dtype) it measures nothing; infinite where it is NaN altogether.
+    """
     eager = run(partial(_shuffled, seed), arguments).tensors
     errors = {}
     for name, want in exact.tensors.items():
@@ -253,7 +275,9 @@ def _eager_errors(seed: int, arguments: dict[str, Any], exact: Outcome) -> dict[
 
 
 def _shuffled(seed: int, **arguments: Any) -> Tensor:
-    """The reference with the head dimension and the keys in another order; seed 0 is the order as given."""
+    """The reference with the head dimension and the keys in another order; seed 0 is the order as
+    given.
+    """
     query, key, value = (arguments.pop(name) for name in ("query", "key", "value"))
     given = {name: arguments.pop(name, None) for name in ("attn_mask", "key_mask", "document_ids", "window_size")}
     left, right = validation.window_of(given["window_size"], arguments.pop("is_causal"))
@@ -285,13 +309,17 @@ def _shuffled(seed: int, **arguments: Any) -> Tensor:
 
 
 def _error(got: Tensor, want: Tensor) -> float:
-    """The largest difference; what the dtype cannot hold counts as the largest number that it can."""
+    """The largest difference; what the dtype cannot hold counts as the largest number that it
+    can.
+    """
     most = torch.finfo(got.dtype).max
     return _largest(got.double().clamp(-most, most) - want.clamp(-most, most))
 
 
 def _largest(x: Tensor) -> float:
-    """The largest absolute value; inf where anything is NaN, so that no comparison with it passes by accident."""
+    """The largest absolute value; inf where anything is NaN, so that no comparison with it passes
+    by accident.
+    """
     if x.numel() == 0:
         return 0.0
     value = float(x.detach().abs().max())

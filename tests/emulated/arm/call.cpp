@@ -1,8 +1,10 @@
-// Runs one call of the kernels on memory that comes in a file, and writes that memory back: see plugin.py.
+// Runs one call of the kernels on memory that comes in a file, and writes that memory back: see
+// plugin.py.
 //
-// The file, in 64-bit words: whether it is the backward, the numbers of regions and of arguments; address and bytes of
-// each region; the arguments; what the regions hold. An argument is -1 and a pointer, or a structure: the number of its
-// words, the words, and how many and which of them are pointers.
+// The file, in 64-bit words: whether it is the backward, the numbers of regions and of arguments;
+// address and bytes of each region; the arguments; what the regions hold. An argument is -1 and a
+// pointer, or a structure: the number of its words, the words, and how many and which of them are
+// pointers.
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>

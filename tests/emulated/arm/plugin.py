@@ -1,7 +1,9 @@
-"""A pytest plugin: the CPU kernels as another processor's program, under an emulator, inside this processor's torch.
+"""A pytest plugin: the CPU kernels as another processor's program, under an emulator, inside this
+processor's torch.
 
-``make neon`` has the tests of the kernels run so on 64-bit ARM, for which nobody here has a machine. Each call writes the
-memory that it may touch into a file, ``call.cpp`` runs it, and the memory is read back.
+``make neon`` has the tests of the kernels run so on 64-bit ARM, for which nobody here has a
+machine. Each call writes the memory that it may touch into a file, ``call.cpp`` runs it, and the
+memory is read back.
 """
 
 import ctypes

@@ -1,4 +1,5 @@
-// A GPU that is slow and strict: Triton's PTX, instruction by instruction, for the tests (see plugin.py).
+// A GPU that is slow and strict: Triton's PTX, instruction by instruction, for the tests (see
+// plugin.py).
 #include "kernel.h"
 
 namespace {
@@ -10,7 +11,8 @@ int said(const std::exception& e, char* to, int bytes) {
 
 extern "C" {
 
-// parameters: offset and bytes of each, [n][2], with room for `most`; their number comes back in `count`.
+// parameters: offset and bytes of each, [n][2], with room for `most`; their number comes back in
+// `count`.
 int load(const char* text, void** kernel, int* parameters, int most, int* count, char* error, int error_bytes) {
   try {
     auto made = std::make_unique<Kernel>(text);

@@ -1,8 +1,10 @@
-"""How long a call's Python takes on the Triton kernels, with launches that do nothing; writes medians in microseconds.
+"""How long a call's Python takes on the Triton kernels, with launches that do nothing; writes
+medians in microseconds.
 
     PYTHONPATH=tests/emulated/gpu:src python tests/emulated/gpu/host.py RESULT.json
 
-Another commit's package: another ``src``. Run the two in turn, on one core that does nothing else (OMP_NUM_THREADS=1).
+Another commit's package: another ``src``. Run the two in turn, on one core that does nothing else
+(OMP_NUM_THREADS=1).
 """
 
 import json

@@ -68,8 +68,8 @@ double taken(T x, bool flush) {
     return double(x);
 }
 
-// a b + c rounded once: the exact product of floats fits double, its sum with c may round twice, which 2^-29 of cases
-// see.
+// a b + c rounded once: the exact product of floats fits double, its sum with c may round twice,
+// which 2^-29 of cases see.
 template <class T>
 T fused(T a, T b, T c, bool flush) {
   if constexpr (std::is_same_v<T, float>) {

@@ -56,7 +56,8 @@ class Kernel {
     return (s.words[0] == "bar" || s.words[0] == "barrier") && !s.has("warp");
   }
 
-  // The barrier a warp waits at, -1 where it has ended. Lanes that have parted run from the one furthest behind.
+  // The barrier a warp waits at, -1 where it has ended. Lanes that have parted run from the one
+  // furthest behind.
   int until_barrier(Warp& warp) const {
     while (warp.live) {
       int now = INT32_MAX;

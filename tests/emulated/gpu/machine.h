@@ -1,5 +1,6 @@
-// A block of threads at work: warps that run one after another from barrier to barrier, shared memory that knows who
-// touched it since the last one, and memory outside that belongs to the call's tensors or to nobody.
+// A block of threads at work: warps that run one after another from barrier to barrier, shared
+// memory that knows who touched it since the last one, and memory outside that belongs to the
+// call's tensors or to nobody.
 #pragma once
 
 #include <array>

@@ -1,4 +1,5 @@
-// Numbers as the hardware has them: halves, and approximations that err by as much as the PTX manual allows.
+// Numbers as the hardware has them: halves, and approximations that err by as much as the PTX
+// manual allows.
 #pragma once
 
 #include <bit>

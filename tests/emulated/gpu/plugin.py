@@ -1,12 +1,15 @@
-"""A pytest plugin: the Triton kernels compiled for a GPU that is not there, and run from their PTX by ``gpu.cpp``.
+"""A pytest plugin: the Triton kernels compiled for a GPU that is not there, and run from their PTX
+by ``gpu.cpp``.
 
-``make emulated-gpu`` has the kernels' tests run so. Triton's interpreter runs the source; here runs what the compiler made of
-it, on tensor cores and approximate functions that err as the PTX manual allows. The emulator refuses what memcheck, racecheck
-and synccheck would: accesses beyond the call's tensors, misaligned ones, races in shared memory and between programs, barriers
-that not all threads meet, and results of asynchronous copies and products that are not waited for (they come no sooner).
+``make emulated-gpu`` has the kernels' tests run so. Triton's interpreter runs the source; here runs
+what the compiler made of it, on tensor cores and approximate functions that err as the PTX manual
+allows. The emulator refuses what memcheck, racecheck and synccheck would: accesses beyond the
+call's tensors, misaligned ones, races in shared memory and between programs, barriers that not all
+threads meet, and results of asynchronous copies and products that are not waited for (they come no
+sooner).
 
-SOFTFOCUS_EMULATED_ARCH: 80 or 90 (tensor cores of Ampere or Hopper); SOFTFOCUS_EMULATED_BACKWARDS=1: programs and warps run
-from the last to the first.
+SOFTFOCUS_EMULATED_ARCH: 80 or 90 (tensor cores of Ampere or Hopper);
+SOFTFOCUS_EMULATED_BACKWARDS=1: programs and warps run from the last to the first.
 """
 
 import ctypes
@@ -67,7 +70,9 @@ class Emulator(Absent):
     def unload_module(self, module: int) -> None: ...
 
     def load_binary(self, name: str, ptx: bytes, shared: int, device: int) -> tuple[int, int, int, int, int]:
-        """module, function, registers, spills, most threads: the function is the number of the kernel in ``loaded``."""
+        """module, function, registers, spills, most threads: the function is the number of the
+        kernel in ``loaded``.
+        """
         kernel, count, most = ctypes.c_void_p(), ctypes.c_int(), 256
         parameters, said = (ctypes.c_int * (2 * most))(), ctypes.create_string_buffer(4096)
         if self.library.load(ptx, ctypes.byref(kernel), parameters, most, ctypes.byref(count), said, len(said)):

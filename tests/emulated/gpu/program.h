@@ -1,4 +1,5 @@
-// PTX as text, taken apart: statements with operands, each operand a slot of the register file or an address.
+// PTX as text, taken apart: statements with operands, each operand a slot of the register file or
+// an address.
 #pragma once
 
 #include <cctype>
@@ -14,7 +15,8 @@ struct Error : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// A register, a constant (which has a register, too), a list of them in braces, or an address in brackets.
+// A register, a constant (which has a register, too), a list of them in braces, or an address in
+// brackets.
 struct Operand {
   enum Kind { REGISTER, LIST, ADDRESS, PARAMETER, NONE } kind = NONE;
   int slot = 0;

@@ -15,7 +15,8 @@ inline void together(uint32_t mask, const char* what) {
   if (mask != ALL) throw Error(std::string(what) + " needs all lanes of a warp");
 }
 
-// 8 x 8 matrices of 16 bits, a row at the address of each lane; lane l gets two elements of row l / 4, or of column.
+// 8 x 8 matrices of 16 bits, a row at the address of each lane; lane l gets two elements of row l /
+// 4, or of column.
 inline Step load_matrix(const Statement& s) {
   auto to = slots_of(s.operands[0]);
   auto from = s.operands[1];
@@ -88,7 +89,8 @@ inline Left left_of(const Warp& w, const std::vector<int>& slots, Element kind) 
   return a;
 }
 
-// c += a b for 8 columns: registers c[0..3] of each lane have rows l / 4 and 8 + l / 4, columns 2 (l % 4) and the next.
+// c += a b for 8 columns: registers c[0..3] of each lane have rows l / 4 and 8 + l / 4, columns 2
+// (l % 4) and the next.
 inline void multiply(Warp& w, const int* d, const int* c, const Left& a, const double (*b)[8], int depth, bool add) {
   for (int lane = 0; lane < LANES; ++lane)
     for (int r = 0; r < 4; ++r) {
@@ -118,7 +120,8 @@ inline Step mma(const Statement& s) {
   };
 }
 
-// An operand of wgmma in shared memory, as its descriptor says: cores of 8 rows by 16 bytes, swizzled.
+// An operand of wgmma in shared memory, as its descriptor says: cores of 8 rows by 16 bytes,
+// swizzled.
 class Described {
  public:
   Described(uint64_t bits, Element kind, bool turned)
@@ -194,7 +197,8 @@ inline Step wgmma(const Statement& s) {
         for (int k = 0; k < depth; ++k) left[i][k] = memory.at(w, 16 * (w.number % 4) + i, k);
       return left;
     };
-    // It may read from now on; what it reads counts at the end, and both are held against what other warps write.
+    // It may read from now on; what it reads counts at the end, and both are held against what
+    // other warps write.
     double read[16][8];
     for (int n = 0; n < columns; n += 8) right_of(n, read);
     if (!in_registers) left_in_memory();

@@ -1,4 +1,6 @@
-"""Claims: what is shipped parses, builds and trains; each kind of statement judges runs whose verdict is known."""
+"""Claims: what is shipped parses, builds and trains; each kind of statement judges runs whose
+verdict is known.
+"""
 
 import io
 import math
@@ -182,7 +184,9 @@ def verdict(text: str, results: Results | None) -> str:
 
 LOWER = 'kind = "lower"\nrow = "a"\nthan = "b"'
 WIDE = [[1.0, 2.0], [1.01, 2.1], [0.99, 1.9]]
-"""Three trainings with a standard error of 0.0058 at 1x and 0.058 at 2x, and a t of 4.53: 0.026 and 0.26."""
+"""Three trainings with a standard error of 0.0058 at 1x and 0.058 at 2x, and a t of 4.53: 0.026 and
+0.26.
+"""
 
 
 @pytest.mark.parametrize(

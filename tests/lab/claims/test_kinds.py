@@ -66,7 +66,9 @@ def saves(by: float = 0.0) -> Claim:
 
 @pytest.fixture
 def by_size(a_run: Any) -> Any:
-    """Trainings whose losses are power laws; ours need the given share of the parameters in each seed."""
+    """Trainings whose losses are power laws; ours need the given share of the parameters in each
+    seed.
+    """
 
     def make(*shares: float, slope: float = -0.1) -> list[Run]:
         runs = []
@@ -153,7 +155,9 @@ def sooner(text: str = "") -> Claim:
 
 @pytest.fixture
 def curves(a_run: Any) -> Any:
-    """Standard attention has 2.0 at its end, after 100 steps; ours has it at the given steps, or never."""
+    """Standard attention has 2.0 at its end, after 100 steps; ours has it at the given steps, or
+    never.
+    """
 
     def make(*steps: float, speed: float = 1.0) -> list[Run]:
         runs = []

@@ -240,7 +240,9 @@ def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 def test_a_stop_does_not_hide_what_had_failed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As torchrun sends SIGTERM to the others when one process is gone, while they are about to say so."""
+    """As torchrun sends SIGTERM to the others when one process is gone, while they are about to say
+    so.
+    """
 
     def failing() -> None:
         try:

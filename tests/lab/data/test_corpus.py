@@ -247,7 +247,10 @@ def test_damaged_packed_files_are_refused(tmp_path, suffix):
     [
         (lines({"text": "good"}) + b"{'text'}\n", "line 2 is not JSON"),
         (lines({"text": "good"}) + b"\n\n[1]\n", "line 4 is not a JSON object"),
-        (lines({"txt": "x", "id": 3}), "line 1 has no field 'text'; name the right one with text_field; there are 'txt', 'id'"),
+        (
+            lines({"txt": "x", "id": 3}),
+            "line 1 has no field 'text'; name the right one with text_field; there are 'txt', 'id'",
+        ),
         (lines({"text": 3}), "line 1: the field 'text' holds no text"),
         (b'{"text": "\xff"}\n', "line 1 is not JSON"),
         (b"\0\1\2\3", "line 1 is not JSON"),

@@ -1,4 +1,6 @@
-"""Images: what is drawn has its class in it and nowhere else; folders are read as they lie there."""
+"""Images: what is drawn has its class in it and nowhere else; folders are read as they lie
+there.
+"""
 
 from collections import Counter
 from pathlib import Path
@@ -47,7 +49,9 @@ def test_classes_are_uniform_and_brightness_tells_nothing() -> None:
 
 
 def test_the_nearest_template_finds_the_class() -> None:
-    """A known answer without a model: correlation with every glyph, font and place beats chance by far."""
+    """A known answer without a model: correlation with every glyph, font and place beats chance by
+    far.
+    """
     templates = [
         (label, np.asarray(image.resize((28, 28)), float))
         for label, row in enumerate(_templates("0127"))
@@ -110,7 +114,9 @@ COLOURS = {"blue": (0, 0, 255), "red": (255, 0, 0)}
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Six images in two classes, one colour each, of several sizes and formats; and one of each held out."""
+    """Six images in two classes, one colour each, of several sizes and formats; and one of each
+    held out.
+    """
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     for split, count in (("train", 3), ("val", 1)):
         for name, colour in COLOURS.items():

@@ -1,4 +1,6 @@
-"""Speech: what is synthesised says its text, and only that; folders are read as LibriSpeech lays them out."""
+"""Speech: what is synthesised says its text, and only that; folders are read as LibriSpeech lays
+them out.
+"""
 
 from collections import Counter
 from pathlib import Path
@@ -51,7 +53,9 @@ def spectrum(sound: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], np.ndar
 
 @pytest.mark.parametrize("vowel", _VOWELS)
 def test_a_vowel_is_loud_at_its_formants(vowel: str) -> None:
-    """And nowhere else: within 250 hertz of the two, of a voice of 100 hertz, lies nearly all of its power."""
+    """And nowhere else: within 250 hertz of the two, of a voice of 100 hertz, lies nearly all of
+    its power.
+    """
     sound = _vowel(np.random.default_rng(0), 4000, 4000, 100.0, 1.0, *_VOWELS[vowel])
     hertz, power = spectrum(sound)
     near = np.min([abs(hertz - formant) for formant in _VOWELS[vowel]], axis=0) < 250

@@ -1,4 +1,6 @@
-"""Generated tasks: what a sequence holds, where the answers lie, and that nothing within a window's reach tells them."""
+"""Generated tasks: what a sequence holds, where the answers lie, and that nothing within a window's
+reach tells them.
+"""
 
 import itertools
 from collections import Counter

@@ -26,7 +26,9 @@ def silent(what: str, share: float | None) -> None:
 
 @pytest.fixture
 def make(tmp_path):
-    """prepare(), into a cache of the test's own, from documents d0, d1 ... or from any other source."""
+    """prepare(), into a cache of the test's own, from documents d0, d1 ... or from any other
+    source.
+    """
 
     def make(source="corpus", tokenizer="bytes", **options):
         options = {"cache_folder": tmp_path / "cache", "progress": silent, **options}

@@ -41,7 +41,9 @@ def test_a_pass_predicts_every_token_once_but_for_the_ends(tokens, length):
 
 @pytest.mark.parametrize(("tokens", "length"), [(29, 10), (100, 8), (17, 8), (9, 8)])
 def test_passes_leave_no_token_out_for_good(tokens, length):
-    """Documents that are shorter than a window, wherever they stand, are trained on: windows run across their ends."""
+    """Documents that are shorter than a window, wherever they stand, are trained on: windows run
+    across their ends.
+    """
     windows = TrainingWindows(store(tokens), length, count=2000)
     assert {int(label) for item in windows for label in item["labels"]} == set(range(1, tokens))
 
@@ -117,7 +119,9 @@ def test_spans_stay_inside_documents_and_come_from_all_of_them():
 
 
 def test_a_position_in_the_window_is_not_one_in_the_file():
-    """Files begin with licences and imports: spans lie anywhere in their documents, and the seed says where."""
+    """Files begin with licences and imports: spans lie anywhere in their documents, and the seed
+    says where.
+    """
     documents = (10 * 32,) * 200
     starts = np.cumsum((0, *documents[:-1]))
     places = EvaluationWindows(store(documents=documents), [8, 32], 200 * 32).starts - starts

@@ -1,4 +1,6 @@
-"""Fine-tuning on text classification: pairs are what they say, a task that can be learned is, and a run stays as it is."""
+"""Fine-tuning on text classification: pairs are what they say, a task that can be learned is, and a
+run stays as it is.
+"""
 
 import io
 import shutil
@@ -93,7 +95,9 @@ def test_the_run_stays_and_the_mechanism_is_its_own(
 def test_a_task_that_can_be_learned_is_learned(
     tmp_path: Path, tiny: Path, short: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Documents of one letter each: the second piece follows where its letter is that of the first."""
+    """Documents of one letter each: the second piece follows where its letter is that of the
+    first.
+    """
     for split in ("training", "held-out"):
         (tmp_path / split).mkdir()
         for letter in "abcd":

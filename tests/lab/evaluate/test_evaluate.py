@@ -1,4 +1,6 @@
-"""Evaluation: losses, their standard errors, the rotary base at each length, and what cannot be evaluated."""
+"""Evaluation: losses, their standard errors, the rotary base at each length, and what cannot be
+evaluated.
+"""
 
 import math
 import os
@@ -77,7 +79,9 @@ def test_rows_buckets_and_events(run: Path) -> None:
 
 
 def test_a_model_runs_another_mechanism_in_place_of_its_own(run: Path) -> None:
-    """Its own by name changes nothing; another gives the loss of a model that was switched by hand."""
+    """Its own by name changes nothing; another gives the loss of a model that was switched by
+    hand.
+    """
     own, other = Setting(mechanism="sharpened(lssa, 15)"), Setting(mechanism="lssar_p3")
     found = evaluate(run, [32, 64], settings=[PLAIN, own, other], tokens=512)
     plain, same, switched = ([row.loss for row in found.rows if row.setting == s] for s in (PLAIN, own, other))
@@ -94,7 +98,9 @@ def test_a_model_runs_another_mechanism_in_place_of_its_own(run: Path) -> None:
 
 
 def test_every_setting_reaches_the_model(run: Path) -> None:
-    """Beyond the training length each computes something else; a window as long as the text hides nothing."""
+    """Beyond the training length each computes something else; a window as long as the text hides
+    nothing.
+    """
     settings = [PLAIN, NTK, YARN, Setting(window=8), Setting(window=8, sinks=2), Setting(window=64)]
     found = evaluate(run, [16, 64], settings=settings, tokens=512)
     longest = [row.loss for row in found.rows if row.length == 64 and row.setting != Setting(window=64)]
@@ -105,7 +111,9 @@ def test_every_setting_reaches_the_model(run: Path) -> None:
 
 
 def test_a_window_shows_the_last_keys_alone(run: Path) -> None:
-    """Of a window of 8 keys, one layer: a change of the token 8 places before is seen by no later position."""
+    """Of a window of 8 keys, one layer: a change of the token 8 places before is seen by no later
+    position.
+    """
     config = models.load_config(run)
     softfocus.hf.window(config, 8)
     model = models.load(run, config)
@@ -258,7 +266,9 @@ def test_the_rotary_base_is_the_formulas_at_every_length(rotary: float, tiny: Pa
 
 @pytest.mark.parametrize("length", [16, 32, 64, 512])
 def test_yarn_is_the_papers(length: int, tiny: Path) -> None:
-    """A frequency that turns more often in 32 tokens stays, the slow ones are divided by L / 32, scores are sharpened."""
+    """A frequency that turns more often in 32 tokens stays, the slow ones are divided by L / 32,
+    scores are sharpened.
+    """
     whole = 'model.config.rope_parameters={rope_type = "default", rope_theta = 10000.0, partial_rotary_factor = 1.0}'
     config = models.build_config(load(tiny, [whole]), 257)
     model = AutoModelForCausalLM.from_config(scale_rope(config, "yarn", 32, length))

@@ -1,4 +1,6 @@
-"""Heads under a window: which layouts are measured, losses against a model with that layout, a head that does nothing."""
+"""Heads under a window: which layouts are measured, losses against a model with that layout, a head
+that does nothing.
+"""
 
 import shutil
 from pathlib import Path
@@ -32,7 +34,8 @@ def run(trained: Path, tmp_path: Path) -> Path:
 
 def made_up(*rows: HeadRow) -> HeadsMeasured:
     return HeadsMeasured(
-        run="a", mechanism="lssar", train_length=32, seed=0, corpus_key="c", length=64, window=32, tokens=256, rows=[*rows]
+        run="a", mechanism="lssar", train_length=32, seed=0, corpus_key="c", length=64, window=32, tokens=256,
+        rows=[*rows]
     )  # fmt: skip
 
 

@@ -1,4 +1,6 @@
-"""Induction: repeats against a search by hand, losses by distance against the model's own, stopped and gone on with."""
+"""Induction: repeats against a search by hand, losses by distance against the model's own, stopped
+and gone on with.
+"""
 
 import shutil
 from pathlib import Path

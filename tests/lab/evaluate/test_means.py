@@ -81,7 +81,9 @@ class TestPairing:
         assert found.standard_error == pytest.approx(ordinary((first - second).mean(1)))
 
     def test_what_documents_do_to_both_cancels_and_two_errors_cover_the_truth(self) -> None:
-        """Losses of documents correlate at 0.99: the paired error is a tenth of the other, and still honest."""
+        """Losses of documents correlate at 0.99: the paired error is a tenth of the other, and
+        still honest.
+        """
         rng, hits, ratios = random(3), 0, []
         for _ in range(400):
             sizes, hard = rng.integers(1, 9, 30), rng.normal(0, 1, 30)
@@ -106,7 +108,9 @@ class TestPairing:
         assert (first - first).standard_error > 0
 
     def test_a_gain_within_the_same_documents_is_paired_although_the_tokens_are_others(self) -> None:
-        """Early positions are few, later ones many; documents of equal size, so the closed form is that of differences."""
+        """Early positions are few, later ones many; documents of equal size, so the closed form is
+        that of differences.
+        """
         rng = random(4)
         early, later = rng.normal(3, 1, (25, 2)), rng.normal(2, 1, (25, 30))
         found = by_document(early) - by_document(later)
@@ -195,7 +199,9 @@ class TestSeeds:
     @pytest.mark.parametrize("count", [2, 3, 4])
     @pytest.mark.parametrize("paired", [True, False])
     def test_few_seeds_without_a_true_difference_are_rarely_sure(self, count: int, paired: bool) -> None:
-        """As rarely as two standard errors of a normal distribution, 4.6 of 100, whatever the number of seeds."""
+        """As rarely as two standard errors of a normal distribution, 4.6 of 100, whatever the
+        number of seeds.
+        """
         rng, wrong = random(9), 0
         for values in rng.normal(1, 0.02, (4000, 2, count)):
             first, second = self.exact(*values[0]), self.exact(*values[1])
@@ -208,7 +214,9 @@ class TestSeeds:
         assert difference(self.exact(*(1 + noise)), self.exact(1.2, 1.21, 1.19)).sure
 
     def test_degrees_of_freedom(self) -> None:
-        """Those of the only noise there is; of two equal ones their sum; never more than all together."""
+        """Those of the only noise there is; of two equal ones their sum; never more than all
+        together.
+        """
         values, many = [1.0, 1.3, 1.1], by_document(random(11).normal(3, 1, (40, 4)))
         assert estimate(self.exact(*values)).freedom == pytest.approx(2)
         assert estimate([(0, many)]).freedom == 39
@@ -224,7 +232,9 @@ class TestSeeds:
         assert estimate([(0, Mean(1.0, 0.1))]).freedom == math.inf
 
     def test_two_standard_errors_cover_the_truth_whatever_the_noise_is_due_to(self) -> None:
-        """Six seeds and twenty documents, crossed, both noisy: trained again on other seeds and documents, 95 of 100."""
+        """Six seeds and twenty documents, crossed, both noisy: trained again on other seeds and
+        documents, 95 of 100.
+        """
         rng, hits, documents_alone = random(7), 0, 0
         for _ in range(400):
             hard, seeds = rng.normal(0, 1.0, 20), rng.normal(0, 0.05, (2, 6))

@@ -1,4 +1,6 @@
-"""Recall over length: against a count by hand, under a window that hides every answer, stopped and gone on with."""
+"""Recall over length: against a count by hand, under a window that hides every answer, stopped and
+gone on with.
+"""
 
 import shutil
 from pathlib import Path
@@ -143,7 +145,9 @@ def test_training_again_forgets_what_was_measured(run: Path) -> None:
 
 
 def test_a_window_that_hides_every_answer_leaves_nothing_of_it(run: Path) -> None:
-    """The model, too: other answers do not change a bit of what it says where they are asked for."""
+    """The model, too: other answers do not change a bit of what it says where they are asked
+    for.
+    """
     window, length = 8, 64
     found = recall(run, [T, length], window=window, sequences=4)
     assert [(row.grown, row.reach, row.blind) for row in found.rows] == [

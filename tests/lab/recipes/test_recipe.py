@@ -1,4 +1,6 @@
-"""Recipes: what is shipped loads, what is inherited merges, and every mistake is answered in one line."""
+"""Recipes: what is shipped loads, what is inherited merges, and every mistake is answered in one
+line.
+"""
 
 from pathlib import Path
 

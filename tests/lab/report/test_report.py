@@ -165,8 +165,10 @@ class TestTable:
 class TestFinding:
     def test_the_price_at_1x_and_who_is_best_at_the_longest_length(self, four):
         assert build(four).finding.sentence == (
-            "At 1x (128 tokens) Softmax has a loss of 1.400; LASER is 0.010 ± 0.000 higher, LSSA is 0.020 ± 0.000 higher and "
-            "LSSAR is 0.100 ± 0.000 higher. At 16x (2,048 tokens), each under its best setting, Softmax with window 1x has "
+            "At 1x (128 tokens) Softmax has a loss of 1.400; LASER is 0.010 ± 0.000 higher, "
+            "LSSA is 0.020 ± 0.000 higher and "
+            "LSSAR is 0.100 ± 0.000 higher. At 16x (2,048 tokens), each under its best setting, "
+            "Softmax with window 1x has "
             "the lowest loss, 1.360; LSSAR as trained is 0.200 ± 0.000 higher, LASER with dynamic NTK is 1.090 ± 0.000 "
             "higher and LSSA with dynamic NTK is 1.640 ± 0.000 higher. The noise of training is not known: that takes "
             "several seeds of each."
@@ -187,7 +189,9 @@ class TestFinding:
 
     @pytest.mark.parametrize(("second", "verdict"), [(0.02, "inconclusive"), (0.27, "inconclusive"), (0.29, "higher")])
     def test_with_two_documents_fourteen_standard_errors_decide(self, fabricate, second, verdict):
-        """The documents of one run lie 0.01 from its mean, those of the other 0.03: the paired error is 0.02."""
+        """The documents of one run lie 0.01 from its mean, those of the other 0.03: the paired
+        error is 0.02.
+        """
         runs = [
             fabricate("softmax", [1.0]),
             fabricate("lssar", [1.0 + second], standard_error=0.03),
@@ -220,7 +224,8 @@ class TestFinding:
         assert found.sentence.endswith(" Losses are means over 3 trainings.")
         alone = build([*softmax, lssar[0]]).finding
         assert alone.sentence.endswith(
-            " Losses are means over 1 to 3 trainings. The noise of training is not known: that takes several seeds of each."
+            " Losses are means over 1 to 3 trainings. The noise of training is not known: "
+            "that takes several seeds of each."
         )
 
     def test_a_diverged_run_comes_last_and_is_said_to_have_diverged(self, fabricate):
@@ -234,7 +239,8 @@ class TestFinding:
     def test_a_single_run(self, fabricate):
         found = build([fabricate("lssar", [1.0, 1.5], [1.0, 1.25])]).finding
         assert found.sentence == (
-            "At 1x (128 tokens) LSSAR has a loss of 1.000. At 2x (256 tokens) LSSAR with dynamic NTK has a loss of 1.250."
+            "At 1x (128 tokens) LSSAR has a loss of 1.000. At 2x (256 tokens) LSSAR with dynamic NTK has a "
+            "loss of 1.250."
         )
         assert found.differences == []
 

@@ -191,7 +191,9 @@ def someone_else(folder: Path) -> None:
 
 
 def test_a_trainer_that_wakes_up_leaves_a_run_that_another_finished(tiny: Path, trained: Path, tmp_path: Path) -> None:
-    """As where a file system's locks are not seen by other machines: the other one came in while this one was stopped."""
+    """As where a file system's locks are not seen by other machines: the other one came in while
+    this one was stopped.
+    """
     folder = tmp_path / "run"
 
     def finish() -> None:

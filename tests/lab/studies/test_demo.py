@@ -1,4 +1,6 @@
-"""The demo: its screen and its scheduling in-process, and the whole with real training of tiny models in real workers."""
+"""The demo: its screen and its scheduling in-process, and the whole with real training of tiny
+models in real workers.
+"""
 
 import io
 import json

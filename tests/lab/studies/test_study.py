@@ -179,7 +179,9 @@ def test_the_estimate_trains_nothing(two_rows: Path, tmp_path: Path) -> None:
 
 
 def test_a_study_of_a_task_goes_on_after_a_kill_and_compares_right_answers(task: Path, tmp_path: Path) -> None:
-    """One run was killed before its last row, the one with more to remember; the other is finished."""
+    """One run was killed before its last row, the one with more to remember; the other is
+    finished.
+    """
     out, screen = tmp_path / "out", console()
     killed, finished = study.recipes(*study.load(str(task)))
     for recipe in (killed, finished):
@@ -266,7 +268,9 @@ def test_recall_over_seeds_is_a_mean_with_its_standard_deviation(fabricate: Any,
 
 
 def test_an_earlier_comparison_of_recall_stands_for_its_runs(fabricate: Any, tmp_path: Path) -> None:
-    """Seeds that were compared earlier, and one that came later, are one row; the files are those of all folders."""
+    """Seeds that were compared earlier, and one that came later, are one row; the files are those
+    of all folders.
+    """
     folders = written(tmp_path, *(recalled(fabricate, seed, (16, 8, seed / 4)) for seed in range(3)))
     whole, merged = console(), console()
     compare(folders, tmp_path / "all", console=whole)

@@ -1,4 +1,5 @@
-"""Trains while being killed: at random points, anew after each kill, until it is through; and the weights must be the same.
+"""Trains while being killed: at random points, anew after each kill, until it is through; and the
+weights must be the same.
 
 python kills.py RECIPE FOLDER KILLS SEED
 
@@ -22,12 +23,14 @@ from softfocus.lab.train.run import train
 
 
 def attempt(recipe: Path, run: Path, points: Path | None = None, at: int | None = None, size: int | None = None) -> int:
-    """Go on with a run in a process of its own. Returns the signal that killed it, 0 where it came to its end.
+    """Go on with a run in a process of its own. Returns the signal that killed it, 0 where it came
+    to its end.
 
     Args:
         recipe: of the run.
         run: its folder.
-        points: a file to write down how many points the process passed: whenever it touched the run's files, and steps.
+        points: a file to write down how many points the process passed: whenever it touched the
+            run's files, and steps.
         at: the point at which it is killed.
         size: it is killed when a file becomes larger, so that a part of it is written.
     """
@@ -102,7 +105,9 @@ def main(recipe: Path, folder: Path, kills: int, seed: int) -> None:
 
 
 def files(run: Path) -> set[str]:
-    """What a run has left behind, but for the curves (each start has a file of its own) and half-written JSON."""
+    """What a run has left behind, but for the curves (each start has a file of its own) and
+    half-written JSON.
+    """
     found = {str(path.relative_to(run)) for path in run.rglob("*") if "tensorboard" not in path.parts}
     return {name for name in found if not name.startswith((f".{RUN}.", f".{RECIPE}."))}
 

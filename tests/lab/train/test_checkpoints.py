@@ -1,4 +1,6 @@
-"""Checkpoints: a damaged one is named and never gone on from; runs that are killed anywhere end with the same weights."""
+"""Checkpoints: a damaged one is named and never gone on from; runs that are killed anywhere end
+with the same weights.
+"""
 
 import logging
 import os
@@ -119,11 +121,16 @@ def test_a_file_that_cannot_be_read(run: Path, caplog: pytest.LogCaptureFixture)
 
 
 def test_without_a_whole_checkpoint_nothing_begins(tiny: Path, run: Path) -> None:
-    """The run is not started again by itself: whoever has a copy of the file would lose all of it."""
+    """The run is not started again by itself: whoever has a copy of the file would lose all of
+    it.
+    """
     before = load_run(run, complete=False)
     flip_a_bit(run / CHECKPOINTS / "checkpoint-4" / "model.safetensors")
     remove(run / CHECKPOINTS / "checkpoint-8" / "scheduler.pt")
-    says = r"checkpoint-8 is damaged \(scheduler.pt is missing\), checkpoint-4 is damaged \(model.safetensors is not .*\); put"
+    says = (
+        r"checkpoint-8 is damaged \(scheduler.pt is missing\), "
+        r"checkpoint-4 is damaged \(model.safetensors is not .*\); put"
+    )
     with pytest.raises(LabError, match=says):
         train(load(tiny), run, resume=True)
     assert names(run) == {"checkpoint-4", "checkpoint-8"}
@@ -218,7 +225,9 @@ def test_a_model_without_checksums(trained: Path, tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="forks, and limits the size of files as Linux does")
 @pytest.mark.parametrize("kills", [3, pytest.param(50, marks=pytest.mark.soak)])
 def test_killed_anywhere_a_run_ends_with_the_same_weights(kills: int, tiny: Path, tmp_path: Path) -> None:
-    """At random: between any two touches of the run's files, at a step, or in the middle of writing a file."""
+    """At random: between any two touches of the run's files, at a step, or in the middle of writing
+    a file.
+    """
     seed = random.SystemRandom().randrange(10**6)
     command = [
         sys.executable,

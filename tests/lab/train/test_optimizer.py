@@ -1,4 +1,6 @@
-"""LAMB in place of AdamW: the paper's update by hand, exact resuming, and what is said where the package is missing."""
+"""LAMB in place of AdamW: the paper's update by hand, exact resuming, and what is said where the
+package is missing.
+"""
 
 import sys
 from pathlib import Path
@@ -26,7 +28,9 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def by_hand(recipe: Recipe) -> list[float]:
-    """Algorithm 2 of arXiv 1904.00962, without bias correction (its version 3): r = m / sqrt(v), one trust ratio a tensor."""
+    """Algorithm 2 of arXiv 1904.00962, without bias correction (its version 3): r = m / sqrt(v),
+    one trust ratio a tensor.
+    """
     table, source = recipe.train, data.load(recipe, silent)
     windows = source.training_windows(recipe)
     set_seed(table.seed)

@@ -1,4 +1,6 @@
-"""What a training notes of itself: held-out losses and gradients of projections, without a change to the training."""
+"""What a training notes of itself: held-out losses and gradients of projections, without a change
+to the training.
+"""
 
 import shutil
 from pathlib import Path

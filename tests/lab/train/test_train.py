@@ -1,4 +1,6 @@
-"""Training: against a loop written by hand in float64, resumed against uninterrupted, and what stops it."""
+"""Training: against a loop written by hand in float64, resumed against uninterrupted, and what
+stops it.
+"""
 
 import hashlib
 import json
@@ -52,7 +54,9 @@ from softfocus.lab.train.trainer import WindowTrainer
 
 GOLDEN = (5.520126, 5.520464, 5.254534, 4.851624, 4.537739, 4.221053, 3.994657, 3.844819, 3.756013, 3.712585)
 ROUNDING = 2e-4
-"""Relative. float32 and float64 differ by up to 1.4e-5 over these ten steps, as two processors may: about ten times that."""
+"""Relative. float32 and float64 differ by up to 1.4e-5 over these ten steps, as two processors may:
+about ten times that.
+"""
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -60,7 +64,9 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def by_hand(recipe: Recipe, dtype: torch.dtype) -> list[float]:
-    """The recipe's losses, from a loop that shares with the lab the model, the data and nothing else."""
+    """The recipe's losses, from a loop that shares with the lab the model, the data and nothing
+    else.
+    """
     table = recipe.train
     source = data.load(recipe, silent)
     windows = source.training_windows(recipe)
@@ -97,8 +103,9 @@ LINEAR = ["train.decay=linear", "train.warmdown=5", "train.final_learning_rate=0
 def test_ten_steps_are_those_of_a_loop_by_hand(overrides: list[str], tiny: Path, trained: Path, tmp_path: Path) -> None:
     """Order of data, schedule, betas, decay and clipping, all at once.
 
-    The tolerance is computed: twice the error that the same loop makes in float32 against float64, as different orders of
-    summation are free to make, and a band of 8 float32 roundings of a loss, for the first steps where that error is luck.
+    The tolerance is computed: twice the error that the same loop makes in float32 against float64,
+    as different orders of summation are free to make, and a band of 8 float32 roundings of a loss,
+    for the first steps where that error is luck.
     """
     recipe = load(tiny, overrides)
     exact = torch.tensor(by_hand(recipe, torch.float64), dtype=torch.float64)
@@ -112,7 +119,8 @@ def test_ten_steps_are_those_of_a_loop_by_hand(overrides: list[str], tiny: Path,
 def test_golden_losses(trained: Path) -> None:
     """The losses of the loop by hand, in float64, on the day that they were written down.
 
-    A change of data, seed, model, schedule or optimiser shows in the second digit; rounding stays far below.
+    A change of data, seed, model, schedule or optimiser shows in the second digit; rounding stays
+    far below.
     """
     assert [loss for _, loss in load_run(trained).train_loss] == pytest.approx(GOLDEN, rel=ROUNDING)
 
@@ -135,7 +143,9 @@ def test_the_run_folder_says_what_made_it(tiny: Path, trained: Path) -> None:
 def test_the_run_folder_does_not_say_where_it_was_made(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No host's name in any file or file name; no folder of the machine in what is passed around: run.json and model."""
+    """No host's name in any file or file name; no folder of the machine in what is passed around:
+    run.json and model.
+    """
     host, folder = "a-telling-host-name", tmp_path / "run"
     for module, name in ((socket, "gethostname"), (socket, "getfqdn"), (platform, "node")):
         monkeypatch.setattr(module, name, lambda *_: host)
@@ -354,7 +364,9 @@ def test_a_diverged_training_stops_and_says_where(
 
 
 def test_a_gradient_that_is_not_finite(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loss is still a number when the weights are none: a checkpoint of that step must not be kept."""
+    """The loss is still a number when the weights are none: a checkpoint of that step must not be
+    kept.
+    """
     true_loss = WindowTrainer.compute_loss
 
     def compute_loss(self: WindowTrainer, model: Any, *arguments: Any, **others: Any) -> Any:
@@ -436,7 +448,9 @@ def files_up_to(size: int) -> Iterator[None]:
 def test_a_disk_that_fills_up(
     size: int, tiny: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights are written by safetensors, the twice as large optimiser by torch: neither raises an OSError."""
+    """Weights are written by safetensors, the twice as large optimiser by torch: neither raises an
+    OSError.
+    """
     folder = tmp_path / "trained"
     with pytest.raises(LabError, match=r"cannot write to .*; free some space; then --resume"), files_up_to(size):
         train(load(tiny), folder)
@@ -536,7 +550,9 @@ def test_two_processes_are_one(tiny: Path, trained: Path, tmp_path: Path) -> Non
 
 
 def node(rank: int, port: int, arguments: list[str], patience: int, log: Path) -> subprocess.Popen[bytes]:
-    """One of two processes of a training, each as on a machine of its own: nobody ends one when the other is gone."""
+    """One of two processes of a training, each as on a machine of its own: nobody ends one when the
+    other is gone.
+    """
     code = (
         "import sys, datetime; from softfocus.lab import cli; from softfocus.lab.train import processes; "
         f"processes.PATIENCE = datetime.timedelta(seconds={patience}); cli.main(sys.argv[1:])"

@@ -1,7 +1,7 @@
 """Fused C++ kernels for CPUs, compiled for the machine at first use (``build.py``).
 
-They work on blocks of whole rows that fit into the processor's cache. The forward is deterministic for any number of threads,
-the backward for a given number.
+They work on blocks of whole rows that fit into the processor's cache. The forward is deterministic
+for any number of threads, the backward for a given number.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,9 @@ rows_kept = None
 
 
 def refuses(call: Call, to_run: bool) -> str | None:
-    """Why the kernels are switched off or do not compile. Whether they compile is tried only for a call that is to run."""
+    """Why the kernels are switched off or do not compile. Whether they compile is tried only for a
+    call that is to run.
+    """
     return build.why_unavailable(compiling=to_run)
 
 
@@ -37,7 +39,9 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def prepare(call: Call) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """A function from query, key and value, laid out as the call's, to ``out``; for calls without other tensors."""
+    """A function from query, key and value, laid out as the call's, to ``out``; for calls without
+    other tensors.
+    """
     arguments, _made = packed(call)
     kernel = _kernel("softfocus_forward")
     one = _empty(1, dtype=call.query.dtype)

@@ -1,7 +1,9 @@
-"""The CPU kernels' library: compiled for this machine at first use, kept in a cache, loaded once a process.
+"""The CPU kernels' library: compiled for this machine at first use, kept in a cache, loaded once a
+process.
 
-The sources in ``csrc/`` are plain C++17 with OpenMP pragmas. They include neither torch's headers nor Python's, so that one
-library fits any Python. It must fit the processor, and is therefore compiled here.
+The sources in ``csrc/`` are plain C++17 with OpenMP pragmas. They include neither torch's headers
+nor Python's, so that one library fits any Python. It must fit the processor, and is therefore
+compiled here.
 """
 
 import ctypes
@@ -33,7 +35,9 @@ class _NoCache(Unavailable):
 
 @dataclass(frozen=True)
 class Built:
-    """A library that is there: how it was compiled, in how many seconds, and whether it was just now or lay in the cache."""
+    """A library that is there: how it was compiled, in how many seconds, and whether it was just
+    now or lay in the cache.
+    """
 
     library: Path
     compiler: str
@@ -54,7 +58,8 @@ def library() -> ctypes.CDLL:
     """The kernels, compiled at the first use on this machine. Safe to call from any thread.
 
     Raises:
-        Unavailable: switched off; or they cannot be compiled or loaded, which is found out once a process.
+        Unavailable: switched off; or they cannot be compiled or loaded, which is found out once a
+            process.
     """
     global _outcome
     if off := switched_off():  # as long as it says so
@@ -72,10 +77,12 @@ def library() -> ctypes.CDLL:
 
 
 def why_unavailable(compiling: bool = True) -> str | None:
-    """None where the kernels run, or the sentence that says why not; the first time also a RuntimeWarning.
+    """None where the kernels run, or the sentence that says why not; the first time also a
+    RuntimeWarning.
 
     Args:
-        compiling: try, which may compile. Otherwise no disk is touched, and None also stands for "not tried yet".
+        compiling: try, which may compile. Otherwise no disk is touched, and None also stands for
+            "not tried yet".
     """
     global _warned
     try:
@@ -91,8 +98,8 @@ def why_unavailable(compiling: bool = True) -> str | None:
     return None
 
 
-# As torch.compiler.assume_constant_result does, without importing the whole compiler. Under torch.compile the answer is a
-# constant, and locks, processes and ctypes are not traced.
+# As torch.compiler.assume_constant_result does, without importing the whole compiler. Under
+# torch.compile the answer is a constant, and locks, processes and ctypes are not traced.
 why_unavailable._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -103,13 +110,15 @@ def build(force: bool = False) -> Built:
         force: compile again what lies in the cache.
 
     Raises:
-        Unavailable: no compiler, an error while compiling or loading, a cache that cannot be written to.
+        Unavailable: no compiler, an error while compiling or loading, a cache that cannot be
+            written to.
     """
     return _ready(plan(), force)[0]
 
 
 def state() -> Built | None:
-    """The library of this process, or else of the cache; None where it is not compiled yet. Compiles nothing.
+    """The library of this process, or else of the cache; None where it is not compiled yet.
+    Compiles nothing.
 
     Raises:
         Unavailable: this process has tried in vain, or sees that it would.
@@ -158,9 +167,11 @@ def _load_cached(planned: Plan) -> tuple[Built, ctypes.CDLL] | None:
 
 
 def _cached(planned: Plan) -> Built | None:
-    """A library with the checksum that was written: one cut short by a full disk would crash the process.
+    """A library with the checksum that was written: one cut short by a full disk would crash the
+    process.
 
-    Whoever can write a library can write its checksum, and its code runs as the user who loads it. So nobody else may.
+    Whoever can write a library can write its checksum, and its code runs as the user who loads it.
+    So nobody else may.
 
     Raises:
         _NoCache: others own the folder, or may write to it.
@@ -182,7 +193,9 @@ def _checksum(path: Path) -> str:
 
 
 def _others(path: Path) -> str:
-    """Why others decide what is in a file or a folder; empty where they do not. Root may do anything anyway."""
+    """Why others decide what is in a file or a folder; empty where they do not. Root may do
+    anything anyway.
+    """
     found = path.stat()
     if found.st_uid not in (0, os.getuid()):
         return f"belongs to another user (uid {found.st_uid})"
@@ -192,7 +205,9 @@ def _others(path: Path) -> str:
 
 
 def _refuse_others(folder: Path) -> None:
-    """Neither the folder nor the cache around it may be others' to write. A folder that is not there is fine."""
+    """Neither the folder nor the cache around it may be others' to write. A folder that is not
+    there is fine.
+    """
     for path in (folder.parent, folder):
         try:
             why = _others(path)
@@ -215,7 +230,9 @@ def _make(folder: Path) -> None:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Lets one process at a time compile into the folder. A folder that cannot be written to is _NoCache."""
+    """Lets one process at a time compile into the folder. A folder that cannot be written to is
+    _NoCache.
+    """
     from filelock import FileLock, Timeout
 
     try:
@@ -238,9 +255,12 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _compile(planned: Plan, command: tuple[str, ...], version: str) -> tuple[Built, ctypes.CDLL]:
-    """Into a folder beside, then renamed: a kill at any moment leaves nothing that looks whole and is not."""
+    """Into a folder beside, then renamed: a kill at any moment leaves nothing that looks whole and
+    is not.
+    """
     for left in planned.folder.glob("building-*"):
-        # Of a process that died. Its compilers may live on: they write into their own folder, not into the next one's
+        # Of a process that died. Its compilers may live on: they write into their own folder, not
+        # into the next one's
         shutil.rmtree(left, ignore_errors=True)
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="building-", dir=planned.folder, ignore_cleanup_errors=True) as name:

@@ -1,4 +1,6 @@
-"""The kernels' arguments as the structures of ``csrc/params.h``: numbers of eight bytes, one after another."""
+"""The kernels' arguments as the structures of ``csrc/params.h``: numbers of eight bytes, one after
+another.
+"""
 
 import os
 import struct
@@ -46,7 +48,8 @@ _PROCESS = os.getpid()
 def threads() -> int:
     """How many to compute on: torch's number, but one in a forked child.
 
-    OpenMP's threads stay with the parent. GNU's library, once they have worked, waits for them in the child for ever.
+    OpenMP's threads stay with the parent. GNU's library, once they have worked, waits for them in
+    the child for ever.
     """
     return torch.get_num_threads() if os.getpid() == _PROCESS else 1
 

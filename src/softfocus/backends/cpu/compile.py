@@ -37,7 +37,9 @@ def compile_kernels(plan: plans.Plan, compiler: Sequence[str], folder: Path) -> 
 
 
 def load(path: Path) -> ctypes.CDLL:
-    """Load a library. Torch, imported with ``plan``, has loaded the OpenMP whose symbols it needs."""
+    """Load a library. Torch, imported with ``plan``, has loaded the OpenMP whose symbols it
+    needs.
+    """
     return ctypes.CDLL(str(path))
 
 
@@ -49,10 +51,11 @@ def say(line: str, end: str = "\n") -> None:
 
 
 def _link(plan: plans.Plan, compiler: Sequence[str], folder: Path, objects: Sequence[str], tick: Tick) -> ctypes.CDLL:
-    """Link without OpenMP first: threads shall come from torch's pool, since another one would fight it for cores.
+    """Link without OpenMP first: threads shall come from torch's pool, since another one would
+    fight it for cores.
 
-    Where torch's OpenMP is not visible to all, it is named. The compiler's own is the last resort: for a torch that has none,
-    and for clang on Linux, whose symbols the GNU library in torch lacks.
+    Where torch's OpenMP is not visible to all, it is named. The compiler's own is the last resort:
+    for a torch that has none, and for clang on Linux, whose symbols the GNU library in torch lacks.
     """
     made = folder / plan.library.name
     found = [
@@ -88,7 +91,10 @@ def _run(plan: plans.Plan, folder: Path, commands: Sequence[Sequence[str]], tick
     for log in (log for log, code in zip(logs, codes, strict=True) if code):
         said = log.read_text(errors="replace").splitlines()[1:]
         if full := _full(folder, said):
-            remedy = f"free some space, or let {plans.CACHE}, and TMPDIR for the compiler's own files, name folders with more"
+            remedy = (
+                f"free some space, or let {plans.CACHE}, and TMPDIR for the compiler's own files, "
+                "name folders with more"
+            )
             raise plans.Unavailable(f"there is no room to compile the CPU kernels: {full}", remedy)
         telling = [line for line in said if re.search(r"\berror: |undefined|cannot find", line)]
         first = (telling or said[-1:] or ["the compiler does not say why"])[0].replace(f"{plans.SOURCES}{os.sep}", "")
@@ -97,7 +103,9 @@ def _run(plan: plans.Plan, folder: Path, commands: Sequence[Sequence[str]], tick
 
 
 def _full(folder: Path, said: Sequence[str]) -> str:
-    """What says that a disk is full: the compiler, or, if there was no room for its words, the disk itself."""
+    """What says that a disk is full: the compiler, or, if there was no room for its words, the disk
+    itself.
+    """
     for line in said:
         if re.search("No space left on device|Disk quota exceeded", line):
             return line
@@ -114,7 +122,9 @@ def _full(folder: Path, said: Sequence[str]) -> str:
 
 @contextmanager
 def _ended_with_this_process() -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Processes that end with this block, and with this process where a signal ends it. Other handlers are left alone."""
+    """Processes that end with this block, and with this process where a signal ends it. Other
+    handlers are left alone.
+    """
     running: list[subprocess.Popen[bytes]] = []
 
     def kill() -> None:  # whole groups: g++ leaves the work to another process
@@ -156,7 +166,9 @@ def _start(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
 
 @contextmanager
 def _progress() -> Iterator[Tick]:
-    """Two lines on stderr; on a terminal the first one counts the seconds. Yields what to call now and then."""
+    """Two lines on stderr; on a terminal the first one counts the seconds. Yields what to call now
+    and then.
+    """
     line = "softfocus: compiling the CPU kernels for this machine (once, half a minute or more) ..."
     counts = sys.stderr is not None and sys.stderr.isatty()
     started, shown = time.monotonic(), 0

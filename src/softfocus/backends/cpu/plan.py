@@ -27,8 +27,8 @@ FLAGS = (
 )  # fmt: skip
 NATIVE = dict.fromkeys(("x86_64", "amd64", "i686"), "-march=native")
 NATIVE |= dict.fromkeys(("aarch64", "arm64", "ppc64le"), "-mcpu=native")
-# On macOS, where this has never run, the driver refuses -fopenmp and the compiler proper takes it. The linker has to be told
-# that symbols may come from what the process has loaded.
+# On macOS, where this has never run, the driver refuses -fopenmp and the compiler proper takes it.
+# The linker has to be told that symbols may come from what the process has loaded.
 _MACOS = sys.platform == "darwin"
 OPENMP = ("-Xclang", "-fopenmp") if _MACOS else ("-fopenmp",)
 SHARED = ("-shared", "-undefined", "dynamic_lookup") if _MACOS else ("-shared",)
@@ -52,7 +52,8 @@ class Plan:
     Attributes:
         flags: what every source is compiled with, the user's own included.
         extra: the user's own, which go to the linker too.
-        digest: of all that decides what the library does: sources, flags, processor, torch, and CXX if it is set.
+        digest: of all that decides what the library does: sources, flags, processor, torch, and CXX
+            if it is set.
         folder: where the library lies; named after the digest.
     """
 

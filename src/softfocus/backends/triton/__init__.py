@@ -1,7 +1,9 @@
-"""Fused Triton kernels: two sweeps over the keys where rows are re-weighted, one otherwise, memory O(L), no atomics.
+"""Fused Triton kernels: two sweeps over the keys where rows are re-weighted, one otherwise, memory
+O(L), no atomics.
 
-Triton is imported when a call runs, never before. The same kernels run on the CPU under Triton's interpreter
-(``TRITON_INTERPRET=1`` before Triton is imported), which is how they are tested where there is no GPU.
+Triton is imported when a call runs, never before. The same kernels run on the CPU under Triton's
+interpreter (``TRITON_INTERPRET=1`` before Triton is imported), which is how they are tested where
+there is no GPU.
 """
 
 import os
@@ -34,25 +36,32 @@ MOST_PLACES = 2**31
 """Of elements that a head may span: the kernels count within a head in 32 bits."""
 
 FEW_ROWS = 64
-"""Up to so many queries, of all heads that share a key head, are decoded: the keys split among programs. Chosen, not
-measured."""
+"""Up to so many queries, of all heads that share a key head, are decoded: the keys split among
+programs. Chosen, not measured.
+"""
 WHOLE_POWER = 32
 """Whole powers up to this are raised by squaring, with a kernel compiled for each."""
 
 
 def runtime_power(mechanism: Mechanism) -> float | None:
-    """The power where kernels read it when they run; None where it is compiled in, or there is none."""
+    """The power where kernels read it when they run; None where it is compiled in, or there is
+    none.
+    """
     power = mechanism.power
     return None if power is None or (power.is_integer() and power <= WHOLE_POWER) else power
 
 
 def compiled_as(mechanism: Mechanism) -> Mechanism:
-    """A mechanism with the same compiled kernels: one power stands for all that are read when a kernel runs."""
+    """A mechanism with the same compiled kernels: one power stands for all that are read when a
+    kernel runs.
+    """
     return mechanism if runtime_power(mechanism) is None else mechanism.replace(power=1.5)
 
 
 def variant(call: Call) -> tuple[bool, bool]:
-    """What decides about the compiled kernels beside mechanism and dtype; it follows from scale and length."""
+    """What decides about the compiled kernels beside mechanism and dtype; it follows from scale and
+    length.
+    """
     from softfocus.backends.triton.inputs import bounded, takes_unit_vectors
 
     return bounded(call), takes_unit_vectors(call)
@@ -68,12 +77,15 @@ def _triton_found() -> bool:
 TRITON_FOUND = _triton_found()
 """Triton; asked here since torch 2.11 cannot trace the question."""
 SAVED_VECTORS = 8
-"""Vectors of the rows that every forward saves: the four of RowStatistics; sum phi(s) 2^-shift; sum u^p; LASER's marks; the
-largest score in the kernels' unit."""
+"""Vectors of the rows that every forward saves: the four of RowStatistics; sum phi(s) 2^-shift; sum
+u^p; LASER's marks; the largest score in the kernels' unit.
+"""
 
 
 def rows_kept(call: Call) -> int:
-    """How many vectors of the rows the forward returns: SAVED_VECTORS, and behind them memory for the residual."""
+    """How many vectors of the rows the forward returns: SAVED_VECTORS, and behind them memory for
+    the residual.
+    """
     residual = residual_dtype(call.mechanism, call.value.dtype)
     return SAVED_VECTORS + (0 if residual is None else -(-call.value.size(-1) * residual.itemsize // 4))
 
@@ -81,8 +93,8 @@ def rows_kept(call: Call) -> int:
 def residual_dtype(mechanism: Mechanism, dtype: torch.dtype) -> torch.dtype | None:
     """Of the residual that the backward wants beside an output of a dtype; or None.
 
-    It is LASER's A e^V. For halves whose weights sum to one it is the rounding error of out, since the gradients hold
-    D = sum(out dL/dout).
+    It is LASER's A e^V. For halves whose weights sum to one it is the rounding error of out, since
+    the gradients hold D = sum(out dL/dout).
     """
     if mechanism.laser:
         return torch.float32
@@ -122,7 +134,9 @@ def refuses(call: Call, to_run: bool) -> str | None:
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:
-    """out [B, H, Lq, Dv] and the rows' vectors [rows_kept, B, H, Lq]. Reads a cache where it lies."""
+    """out [B, H, Lq, Dv] and the rows' vectors [rows_kept, B, H, Lq]. Reads a cache where it
+    lies.
+    """
     from softfocus.backends.triton.call import Launcher
 
     with _current(call.query):
@@ -130,7 +144,9 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def prepare(call: Call) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """A function from query, key and value, laid out as the call's, to ``out``; for calls without other tensors."""
+    """A function from query, key and value, laid out as the call's, to ``out``; for calls without
+    other tensors.
+    """
     from softfocus.backends.triton.call import Launcher
 
     like: Any = call

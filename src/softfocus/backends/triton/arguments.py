@@ -1,7 +1,8 @@
-"""The kernels' arguments: tensors as pointers with strides, and the algebra as compile-time constants.
+"""The kernels' arguments: tensors as pointers with strides, and the algebra as compile-time
+constants.
 
-A NamedTuple whose last field would be another tuple gets a constant ``end`` after it: otherwise Triton 3.6 forgets, inside
-loops, that values of the inner tuple (a stride of 1) are constants.
+A NamedTuple whose last field would be another tuple gets a constant ``end`` after it: otherwise
+Triton 3.6 forgets, inside loops, that values of the inner tuple (a stride of 1) are constants.
 """
 
 from typing import Any, NamedTuple
@@ -29,7 +30,8 @@ class Masks(NamedTuple):
         key_mask: bool [B, 1, 1, Lk] as bytes, or None.
         document_ids: integers [B, 1, 1, Lk], or None.
         counts: N_i, int32 [B, H, Lq, 1], or None where the window alone says it.
-        key_tiles, query_tiles: the tiles that a block of queries, or of keys, visits; None as ``counts``.
+        key_tiles, query_tiles: the tiles that a block of queries, or of keys, visits; None as
+            ``counts``.
         has_left, has_right: constexpr, whether the window has these sides.
     """
 
@@ -67,18 +69,22 @@ class Inputs(NamedTuple):
 
     Attributes:
         query, key, value: [B, H, L, D]; in pages, key and value are [pages, Hk, page size, D].
-        value_operand: like value, what the weights are multiplied with: value, or LASER's e^V where it is made once a call.
-        value_flags: with that, of each key 1 where a value is large, plus 2 where one is non-finite; or None.
-        query_rnorm, key_rnorm: 1 / |q|, 1 / |k|, float32 [B, H, L, 1], or None without cosine; key_rnorm also where the kernel
-            computes it from the keys that it reads.
-        unit_key_fp16, unit_query_fp16: k / |k| and c q / |q| (in the score unit) where scores are products of these; or None.
+        value_operand: like value, what the weights are multiplied with: value, or LASER's e^V where
+            it is made once a call.
+        value_flags: with that, of each key 1 where a value is large, plus 2 where one is
+            non-finite; or None.
+        query_rnorm, key_rnorm: 1 / |q|, 1 / |k|, float32 [B, H, L, 1], or None without cosine;
+            key_rnorm also where the kernel computes it from the keys that it reads.
+        unit_key_fp16, unit_query_fp16: k / |k| and c q / |q| (in the score unit) where scores are
+            products of these; or None.
         unit_key_bf16, unit_query_bf16: the same, for products with the gradient of the scores.
         bias: added to the scores, or None.
         head_scale, power: float32 [H], or None.
         batch, heads, group: B, H, H / Hk.
         query_length, key_length, head_dim, value_dim: Lq, Lk, D, Dv.
         scale: the d-dependent factor of the scores.
-        lengths: of a cache: int32 [B], how many of its keys each sequence has (``loading.sequence_length``); or None.
+        lengths: of a cache: int32 [B], how many of its keys each sequence has
+            (``loading.sequence_length``); or None.
         page_table: of a cache in pages: int32 [B, 1, 1, n], which page holds which keys; or None.
         seed: of dropout, 2^63 + 2 seed + 1; or None.
         drop_below: constexpr, weights whose 16 bits are less are dropped.
@@ -121,8 +127,9 @@ class Outputs(NamedTuple):
 
     Attributes:
         out: [B, H, Lq, Dv].
-        residual: like out, saved for the backward: the rounding error of out in units of ``weighting.rounding_step``; for
-            LASER A e^V, and in marked rows the rounding error itself. Or None.
+        residual: like out, saved for the backward: the rounding error of out in units of
+            ``weighting.rounding_step``; for LASER A e^V, and in marked rows the rounding error
+            itself. Or None.
         saved: vectors of the rows, float32 [rows_kept, B, H, Lq].
         exact_heads: LASER's, int32 [B, H]: not 0 where the head has marked rows; or None.
         end: see above.
@@ -143,11 +150,13 @@ class Algebra(NamedTuple):
         length_scale, score_bias, normaliser: as in ``Mechanism``.
         phi: the functions of ``pointwise.py``.
         reweighted: whether there is a power.
-        power: p where it is whole, at most 32 and the same for all heads; otherwise 0, and it is in the inputs.
+        power: p where it is whole, at most 32 and the same for all heads; otherwise 0, and it is in
+            the inputs.
         laser: the logarithm of the mean of e^V in place of the mean of V.
-        shifted: whether phi of a row is scaled by a power of two, found from its largest score, against overflow and
-            underflow.
-        shift_holds_norm: whether the shift is the logsumexp in the backward, so that phi is the weight.
+        shifted: whether phi of a row is scaled by a power of two, found from its largest score,
+            against overflow and underflow.
+        shift_holds_norm: whether the shift is the logsumexp in the backward, so that phi is the
+            weight.
         terms: how many terms phi's polynomials have.
         float32, float16: whether the inputs have this dtype. Neither: bfloat16.
     """
@@ -172,9 +181,10 @@ class Phi(NamedTuple):
 
     Attributes:
         value, derivative: phi 2^-shift in its unit, and phi' 2^-shift, from scores in theirs.
-        log: the value's logarithm, from score, shift and value; right also where the value underflows.
-        rate: phi' / phi, from the score, for scores where phi is too small to be divided by: 1 in the exponential tail,
-            1 / s of relu, 2 / s of relu2.
+        log: the value's logarithm, from score, shift and value; right also where the value
+            underflows.
+        rate: phi' / phi, from the score, for scores where phi is too small to be divided by: 1 in
+            the exponential tail, 1 / s of relu, 2 / s of relu2.
         shift: of a row, from its largest score.
         has_zeros: constexpr, whether phi is 0 below a score of 0.
         score_unit, unit: constexpr, the factors of scores and of phi.

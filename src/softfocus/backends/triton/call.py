@@ -1,4 +1,6 @@
-"""The kernels of a call one after another, each in its tile, and what is compiled for calls of one layout."""
+"""The kernels of a call one after another, each in its tile, and what is compiled for calls of one
+layout.
+"""
 
 from collections.abc import Callable, Hashable
 from functools import cache, lru_cache
@@ -60,7 +62,9 @@ FUSED = {"enable_fp_fusion": True}
 
 
 class LaunchShape(NamedTuple):
-    """A call cut into tiles of one shape: that shape, the masks by tile, Triton's options, and the grids of programs."""
+    """A call cut into tiles of one shape: that shape, the masks by tile, Triton's options, and the
+    grids of programs.
+    """
 
     blocks: Blocks
     masks: Masks
@@ -70,7 +74,9 @@ class LaunchShape(NamedTuple):
 
 
 class Launcher:
-    """One call's arguments for the kernels, held while these run. A call with a cache has no backward."""
+    """One call's arguments for the kernels, held while these run. A call with a cache has no
+    backward.
+    """
 
     def __init__(self, call: Call) -> None:
         self.call = call
@@ -84,7 +90,8 @@ class Launcher:
         self._launch_shapes: dict[tuning.Tile, LaunchShape] = {}
 
     def _launch(self, kernel: Any, variant: Hashable, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-        """As ``kernel[grid](*arguments, **options)``; calls of one layout look the compiled kernel up once.
+        """As ``kernel[grid](*arguments, **options)``; calls of one layout look the compiled kernel
+        up once.
 
         Args:
             variant: what the constants depend on beside the layout.
@@ -96,7 +103,9 @@ class Launcher:
             self._compiled[key] = compiled
 
     def forward(self, split: bool = True) -> tuple[Tensor, Tensor]:
-        """out [B, H, Lq, Dv] and the rows' vectors [rows_kept, B, H, Lq]. split: whether programs may share keys."""
+        """out [B, H, Lq, Dv] and the rows' vectors [rows_kept, B, H, Lq]. split: whether programs
+        may share keys.
+        """
         query, value = self.call.query, self.call.value
         out = query.new_empty(*query.shape[:3], value.size(-1))
         saved = query.new_empty(rows_kept(self.call), *query.shape[:3], dtype=torch.float32)
@@ -133,8 +142,8 @@ class Launcher:
     def backward(self, grad: Tensor, bias_grad: bool, out: Tensor, saved: Tensor) -> dict[str, Tensor]:
         """The gradients by name, from what :meth:`forward` returned."""
         if self.algebra.reweighted and self._splits() > 1:
-            # Decoding sums products in another order, so that the last bits of scores differ, and large powers multiply
-            # that. Forward and backward must see the same weights.
+            # Decoding sums products in another order, so that the last bits of scores differ, and
+            # large powers multiply that. Forward and backward must see the same weights.
             out, saved = self.forward(split=False)
         exact_heads = (saved[loading.MARK.value] != 0.0).any(-1).int() if self.call.mechanism.laser else None
         outputs = self._outputs(out, saved, exact_heads)
@@ -227,7 +236,9 @@ class Launcher:
         return self._launch_shapes[tile]
 
     def _prepared(self, backward: bool) -> Inputs:
-        """The inputs with norms and LASER's e^V, for kernels that read a key more than once. Decoding computes them itself."""
+        """The inputs with norms and LASER's e^V, for kernels that read a key more than once.
+        Decoding computes them itself.
+        """
         inputs = self.inputs
         if self.call.cache:
             return inputs
@@ -251,7 +262,9 @@ class Launcher:
         return Outputs(array(out), array(residual), array(saved), exact_heads, END)
 
     def _units(self, x: Tensor, backward: bool) -> tuple[Tensor | None, Tensor | None]:
-        """Empty tensors for the unit vectors of x: in float16, and for the backward in the dtype of x."""
+        """Empty tensors for the unit vectors of x: in float16, and for the backward in the dtype of
+        x.
+        """
         if not takes_unit_vectors(self.call):
             return None, None
         return x.new_empty(x.shape, dtype=torch.float16), x.new_empty(x.shape) if backward else None
@@ -271,7 +284,9 @@ class Launcher:
         return rnorm
 
     def _exponentials(self, value: Tensor, backward: bool) -> tuple[Tensor, Tensor]:
-        """LASER's e^V, and for the forward the flags of its keys (``laser.flagged``), [B, Hk, Lk, 1]."""
+        """LASER's e^V, and for the forward the flags of its keys (``laser.flagged``), [B, Hk, Lk,
+        1].
+        """
         batch, heads, length, width = value.shape
         exp_values = value.new_empty(value.shape, dtype=exponential_dtype(value.dtype))
         flags = (value.new_zeros if backward else value.new_empty)(batch, heads, length, 1, dtype=torch.float32)
@@ -280,7 +295,8 @@ class Launcher:
         if exp_values.numel():
             self._launch(
                 laser.exponentials, backward, (ceil_div(length, block_rows), batch * heads),
-                array(value), array(exp_values), array(flags), heads, length, width, backward, block_rows, columns, **FUSED,
+                array(value), array(exp_values), array(flags), heads, length, width, backward, block_rows, columns,
+                **FUSED,
             )  # fmt: skip
         return exp_values, flags
 
@@ -312,7 +328,9 @@ class Launcher:
         return masks._replace(counts=array(counts), key_tiles=tile_lists(states), query_tiles=tile_lists(states.mT))
 
     def _splits(self) -> int:
-        """How many programs share the keys of one head: more than one where queries are few and heads do not fill the GPU."""
+        """How many programs share the keys of one head: more than one where queries are few and
+        heads do not fill the GPU.
+        """
         query, key = self.call.query, self.call.key
         if self.inputs.group * query.size(2) > FEW_ROWS or not key.numel() or self.call.dropout.p:
             return 1  # the decoding kernels carry no dropout, which belongs to training
@@ -356,7 +374,9 @@ def _where_it_fits(tile: tuning.Tile, run: Callable[[tuning.Tile], None]) -> tun
 
 
 def _layout(call: Call) -> Hashable:
-    """All of a call that decides which compiled kernels it takes: everything but the numbers in its tensors."""
+    """All of a call that decides which compiled kernels it takes: everything but the numbers in its
+    tensors.
+    """
     return call.query.device, *(
         (x.shape, x.stride(), x.dtype, x.data_ptr() % ALIGNED) if isinstance(x, Tensor) else x
         for name, x in zip(LEAVES, pack(call), strict=False)

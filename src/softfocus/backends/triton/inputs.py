@@ -1,4 +1,6 @@
-"""A call as the kernels' arguments: its tensors as pointers with strides, its mechanism and tiles as constants."""
+"""A call as the kernels' arguments: its tensors as pointers with strides, its mechanism and tiles
+as constants.
+"""
 
 import math
 from functools import lru_cache
@@ -47,8 +49,8 @@ def array(x: Tensor | None) -> Any:
 def blocks_of(head_dim: int, value_dim: int, dtype: torch.dtype, tile: tuning.Tile) -> Blocks:
     """A tile's shape and how it is multiplied."""
     widths = [max(16, next_power_of_two(size)) for size in (head_dim, value_dim)]
-    # Only float16 calls reach this with float32 operands that came from halves: LASER's e^V, and weights and gradients that
-    # float16 might not hold
+    # Only float16 calls reach this with float32 operands that came from halves: LASER's e^V, and
+    # weights and gradients that float16 might not hold
     precision = "tf32" if dtype == torch.float16 else "ieee"
     whole = widths == [head_dim, value_dim]
     # The interpreter gets products of bfloat16 wrong
@@ -57,7 +59,9 @@ def blocks_of(head_dim: int, value_dim: int, dtype: torch.dtype, tile: tuning.Ti
 
 
 def _bounded_factor(call: Call) -> bool:
-    """Whether scores before any bias are bounded by ``BOUND_OF_SCORES``: cosines times a known scale."""
+    """Whether scores before any bias are bounded by ``BOUND_OF_SCORES``: cosines times a known
+    scale.
+    """
     if call.mechanism.similarity != "cosine" or call.head_scale is not None:
         return False
     return abs(call.scale) * max(1.0, math.log(max(call.visibility.key_length, 1))) < BOUND_OF_SCORES
@@ -71,10 +75,12 @@ def bounded(call: Call) -> bool:
 
 
 def takes_unit_vectors(call: Call) -> bool:
-    """Whether scores are products of unit vectors in float16, which saves two to three instructions a score.
+    """Whether scores are products of unit vectors in float16, which saves two to three instructions
+    a score.
 
-    Only for bfloat16 inputs, whose own rounding is eight times as large. Not for re-weighted rows, where u^p multiplies that
-    rounding beyond what the tests allow. Not where the scale is so small that float16 would lose it.
+    Only for bfloat16 inputs, whose own rounding is eight times as large. Not for re-weighted rows,
+    where u^p multiplies that rounding beyond what the tests allow. Not where the scale is so small
+    that float16 would lose it.
     """
     if call.query.dtype != torch.bfloat16 or call.mechanism.power is not None or abs(call.scale) < LEAST_SCALE:
         return False
@@ -132,7 +138,8 @@ def inputs_of(call: Call) -> Inputs:
         batch, heads, heads // max(key_heads, 1), query_length, call.visibility.key_length, head_dim, value_dim,
         call.scale,
         None if cache is None else cache.lengths.int().contiguous(), array(table),
-        # Odd and beyond 2^63: Triton compiles other kernels for numbers that 16 divides and for those of fewer bits
+        # Odd and beyond 2^63: Triton compiles other kernels for numbers that 16 divides and for
+        # those of fewer bits
         2**63 + 2 * dropout_of_call.number + 1 if dropout_of_call.p else None,
         tl.constexpr(dropout.threshold(dropout_of_call.p)), tl.constexpr(dropout.growth(dropout_of_call.p)),
         tl.constexpr(page_size),

@@ -1,4 +1,6 @@
-"""Which tiles the kernels work in: the fastest of a few, measured once for a kind of calls and a device, and kept on disk."""
+"""Which tiles the kernels work in: the fastest of a few, measured once for a kind of calls and a
+device, and kept on disk.
+"""
 
 import hashlib
 import json
@@ -19,8 +21,9 @@ from softfocus.switches import switched_on
 
 
 class Tile(NamedTuple):
-    """Rows and keys of a tile, and Triton's options: warps of a program, stages of a pipeline, and the most registers of a
-    thread; 0 leaves these to the compiler."""
+    """Rows and keys of a tile, and Triton's options: warps of a program, stages of a pipeline, and
+    the most registers of a thread; 0 leaves these to the compiler.
+    """
 
     rows: int
     keys: int
@@ -40,7 +43,8 @@ class Tile(NamedTuple):
 def _tiles(*shapes: tuple[int, ...], stages: int = 3) -> tuple[Tile, ...]:
     """Tiles of (rows, keys, warps) or (rows, keys, warps, registers).
 
-    With two stages a tile is loaded at the end of the one before, and waited for at once. With three it is loaded meanwhile.
+    With two stages a tile is loaded at the end of the one before, and waited for at once. With
+    three it is loaded meanwhile.
     """
     return tuple(Tile(rows, keys, warps, stages, *most) for rows, keys, warps, *most in shapes)
 
@@ -65,12 +69,13 @@ TILES = {
 }
 """The tiles to choose from, by kernel and kind; "heavy" kernels do more to a score.
 
-The first is taken where nothing is measured: test_triton_compile.py sees that it spills no registers. A warp has at least 16
-rows in the forward and in query_gradients, and 16 keys in key_gradients, or warps would do the same work twice. The exception
-is a head of many dimensions with two sums of them: there the warps share the sums.
+The first is taken where nothing is measured: test_triton_compile.py sees that it spills no
+registers. A warp has at least 16 rows in the forward and in query_gradients, and 16 keys in
+key_gradients, or warps would do the same work twice. The exception is a head of many dimensions
+with two sums of them: there the warps share the sums.
 
-With at most 128 registers a thread, two programs of eight warps fit on a multiprocessor, and one computes while the other
-waits. They spill some hundred bytes, most of them outside the loops.
+With at most 128 registers a thread, two programs of eight warps fit on a multiprocessor, and one
+computes while the other waits. They spill some hundred bytes, most of them outside the loops.
 """
 VERY_WIDE_TILES = {
     "forward": _tiles((64, 32, 8), (128, 32, 8)),
@@ -113,10 +118,14 @@ TILES_FP32 = {
     "wide": _tiles((32, 16, 8), (32, 32, 8), stages=2),
     "very wide": _tiles((16, 16, 8), (32, 16, 8), stages=2),
 }
-"""For float32, in every kernel but decode. Without tensor cores a thread holds the operands of its products in registers, and
-larger tiles spill thousands of bytes. Products take so long that waiting for loads hardly counts."""
+"""For float32, in every kernel but decode. Without tensor cores a thread holds the operands of its
+products in registers, and larger tiles spill thousands of bytes. Products take so long that waiting
+for loads hardly counts.
+"""
 SMALLER = (Tile(32, 32, 4, 2), Tile(32, 16, 4, 1), Tile(16, 16, 4, 1))
-"""Where none of these fits into a device's shared memory, as float32 of 128 dimensions on consumers' GPUs."""
+"""Where none of these fits into a device's shared memory, as float32 of 128 dimensions on
+consumers' GPUs.
+"""
 TUNE = "SOFTFOCUS_TUNE"
 INTERPRETED = Tile(32, 32, 1, 1)
 
@@ -173,10 +182,11 @@ def fastest(
 ) -> Tile:
     """The tile in which ``run`` takes the least time, for calls of a kind.
 
-    It is measured at the first call of the kind, which waits for the device and for compilers. Later processes find it in
-    Triton's own cache, by device, Triton's version and the kernels' source. A call that is captured into a CUDA graph before
-    takes the first of ``tiles``. So does every call with ``SOFTFOCUS_TUNE=off`` or torch's deterministic algorithms: two
-    machines may measure differently, and tiles change the last bits.
+    It is measured at the first call of the kind, which waits for the device and for compilers.
+    Later processes find it in Triton's own cache, by device, Triton's version and the kernels'
+    source. A call that is captured into a CUDA graph before takes the first of ``tiles``. So does
+    every call with ``SOFTFOCUS_TUNE=off`` or torch's deterministic algorithms: two machines may
+    measure differently, and tiles change the last bits.
 
     Raises:
         ValueError: SOFTFOCUS_TUNE says neither on nor off.

@@ -15,7 +15,8 @@ class T6Config(PreTrainedConfig):
         q_rank: R_Q, how many tensor products a query is the mean of.
         k_rank: R_K, of a key.
         v_rank: R_V, of a value.
-        head_dim: d. It need not be hidden_size / num_attention_heads: the paper has more heads than that.
+        head_dim: d. It need not be hidden_size / num_attention_heads: the paper has more heads than
+            that.
         intermediate_size: of the SwiGLU; floor(8/3 hidden_size) unless given.
     """
 

@@ -34,11 +34,14 @@ def combine(a: Tensor, b: Tensor) -> Tensor:
 
 
 def pack(a: Tensor, b: Tensor) -> Tensor:
-    """Factors A [B, L, R, h] and B [B, L, R, d] as a cache takes keys or values: of one head, [B, 1, L, R (h + d)]."""
+    """Factors A [B, L, R, h] and B [B, L, R, d] as a cache takes keys or values: of one head, [B,
+    1, L, R (h + d)].
+    """
     return torch.cat((a, b), dim=-1).flatten(2)[:, None]
 
 
-# Of modules outside its own files Transformers initialises those alone that own parameters: not the modules around them
+# Of modules outside its own files Transformers initialises those alone that own parameters: not the
+# modules around them
 class FactorProjection(nn.Linear):
     """W^a or W^b of all products of a rank, one below the other: initialised by Xavier."""
 
@@ -48,7 +51,9 @@ class ResidualProjection(nn.Linear):
 
 
 class T6Factors(nn.Module):
-    """The factors of the queries, the keys or the values of some tokens: A [B, L, R, h] and B [B, L, R, d]."""
+    """The factors of the queries, the keys or the values of some tokens: A [B, L, R, h] and B [B,
+    L, R, d].
+    """
 
     def __init__(self, config: T6Config, rank: int):
         super().__init__()
@@ -92,7 +97,9 @@ class T6Attention(nn.Module):
         past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """The output [B, L, hidden size], and the attention weights where the implementation returns them."""
+        """The output [B, L, hidden size], and the attention weights where the implementation
+        returns them.
+        """
         (q_a, q_b), (k_a, k_b), (v_a, v_b) = (make(hidden_states) for make in (self.query, self.key, self.value))
         cos, sin = position_embeddings
         q_b, k_b = apply_rotary_pos_emb(q_b, cos, sin), apply_rotary_pos_emb(k_b, cos, sin)
@@ -247,7 +254,9 @@ class T6ForCausalLM(T6PreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """As every causal language model of Transformers: the loss where labels are given, the last logits where asked."""
+        """As every causal language model of Transformers: the loss where labels are given, the last
+        logits where asked.
+        """
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -271,4 +280,6 @@ class T6ForCausalLM(T6PreTrainedModel, GenerationMixin):
         )
 
     def _get_static_cache_init_shape(self) -> None:
-        """None: Transformers must not guess from heads and head_dim how large the keys of a static cache are."""
+        """None: Transformers must not guess from heads and head_dim how large the keys of a static
+        cache are.
+        """

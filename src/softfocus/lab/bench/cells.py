@@ -1,4 +1,6 @@
-"""What is measured: a cell is one mechanism, at one length, in one direction; and the tensors that its subjects share."""
+"""What is measured: a cell is one mechanism, at one length, in one direction; and the tensors that
+its subjects share.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,12 +26,13 @@ Function = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Cell:
-    """One mechanism x what x length; picklable and JSON-able, so that it can cross to a process of its own.
+    """One mechanism x what x length; picklable and JSON-able, so that it can cross to a process of
+    its own.
 
     Attributes:
         mechanism: a name or a combination.
-        what: "forward" and "backward" (which is forward and backward) are causal, Lq = L; "decode" is one query that sees
-            all L keys, as with a KV cache.
+        what: "forward" and "backward" (which is forward and backward) are causal, Lq = L; "decode"
+            is one query that sees all L keys, as with a KV cache.
         length: L, in tokens.
         batch, heads, head_dim: B, H, D.
         dtype: "float32", "bfloat16" or "float16".
@@ -59,7 +62,9 @@ class Cell:
 
     @property
     def causal(self) -> bool:
-        """Whether a query sees no later key. A single query at the end of its keys sees them all."""
+        """Whether a query sees no later key. A single query at the end of its keys sees them
+        all.
+        """
         return self.what != "decode"
 
     @property
@@ -69,7 +74,8 @@ class Cell:
 
     @property
     def operations(self) -> float:
-        """Floating-point operations of the matrix products that an attention kernel needs, whatever the mechanism.
+        """Floating-point operations of the matrix products that an attention kernel needs, whatever
+        the mechanism.
 
         Two products forward, five backward, over the pairs that see one another.
         """
@@ -93,7 +99,9 @@ class Inputs(NamedTuple):
 
 
 def make(cell: Cell) -> Inputs:
-    """Normal numbers that depend on the seed alone, not on dtype or device. They require grad where the cell goes backward."""
+    """Normal numbers that depend on the seed alone, not on dtype or device. They require grad where
+    the cell goes backward.
+    """
     generator = torch.Generator().manual_seed(cell.seed)
 
     def normal(length: int) -> Tensor:

@@ -1,4 +1,6 @@
-"""The formulas as people write them by hand in PyTorch: dense [L, L] weights. What a user has without any kernel."""
+"""The formulas as people write them by hand in PyTorch: dense [L, L] weights. What a user has
+without any kernel.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -9,7 +11,9 @@ from softfocus.mechanism import FREE_ROWS, Mechanism, default_scale
 from softfocus.reference import row_scale
 
 COPIES = {"forward": 5, "backward": 10, "decode": 5}
-"""How many tensors of the weights' size are alive at once, at most: an upper estimate, to refuse before memory ends."""
+"""How many tensors of the weights' size are alive at once, at most: an upper estimate, to refuse
+before memory ends.
+"""
 
 
 def refuses(mechanism: Mechanism) -> str | None:
@@ -28,7 +32,9 @@ def needs(cell: Cell) -> int:
 
 
 def build(cell: Cell) -> Function:
-    """The formula for a cell. Its mask and its N_i are made here, once, as in a model: they are not part of the time."""
+    """The formula for a cell. Its mask and its N_i are made here, once, as in a model: they are not
+    part of the time.
+    """
     mechanism = cell.algebra
     visible = torch.ones(cell.queries, cell.length, dtype=torch.bool, device=cell.device)  # [Lq, L]
     if cell.causal:

@@ -19,7 +19,9 @@ _NICE = (1, 2, 5)
 
 
 def figure(benchmark: Benchmark) -> Figure:
-    """A panel for each of forward, backward and decode; a colour a mechanism, a line style a subject; quartiles as bands."""
+    """A panel for each of forward, backward and decode; a colour a mechanism, a line style a
+    subject; quartiles as bands.
+    """
     style = {"font.size": 11, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False}
     with rc_context(style):
         drawn = Figure(figsize=(max(6.5, 4.4 * len(benchmark.what)), 5.4), layout="constrained")

@@ -1,4 +1,6 @@
-"""FlexAttention as its users write these mechanisms: a score_mod, compiled. LSSAR takes two calls, LASER exp and log."""
+"""FlexAttention as its users write these mechanisms: a score_mod, compiled. LSSAR takes two calls,
+LASER exp and log.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +15,10 @@ from softfocus.lab.bench.cells import Cell, Function
 from softfocus.mechanism import FREE_ROWS, default_scale
 from softfocus.reference import row_scale
 
-NO_LSE = "re-weighting takes a second call that reads the first one's log-sum-exp, which FlexAttention does not return on a CPU"
+NO_LSE = (
+    "re-weighting takes a second call that reads the first one's log-sum-exp, "
+    "which FlexAttention does not return on a CPU"
+)
 NO_BACKWARD = "FlexAttention has no backward on a CPU"
 
 
@@ -31,14 +36,16 @@ def build(cell: Cell, compiled: bool = True) -> Function:
 
     Args:
         cell: one that is not refused.
-        compiled: False runs torch's own dense stand-in, to look at the formula without waiting for a compiler.
+        compiled: False runs torch's own dense stand-in, to look at the formula without waiting for
+            a compiler.
     """
     from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
     mechanism = cell.algebra
     flex: Callable[..., Any] = flex_attention
     if compiled:
-        # A process that went through many cells would meet dynamo's limit of recompilations, and then run uncompiled
+        # A process that went through many cells would meet dynamo's limit of recompilations, and
+        # then run uncompiled
         torch.compiler.reset()
         flex = torch.compile(flex_attention, dynamic=False, fullgraph=True)
     mask = None

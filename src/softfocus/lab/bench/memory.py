@@ -1,4 +1,6 @@
-"""Peak memory of a subject, in a process of its own: `python -m softfocus.lab.bench.memory CELL`, which prints JSON."""
+"""Peak memory of a subject, in a process of its own: `python -m softfocus.lab.bench.memory CELL`,
+which prints JSON.
+"""
 
 import gc
 import json
@@ -20,10 +22,13 @@ STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 WARM = 64
 """Tokens of the call that loads libraries and starts threads before anything is counted."""
 PATIENCE = 900.0
-"""Seconds beyond which a process is given up: it imports torch, may compile, and makes two calls."""
+"""Seconds beyond which a process is given up: it imports torch, may compile, and makes two
+calls.
+"""
 FRUGAL = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
-"""glibc's own initial values, held there: it then gives freed tensors back at once, and the peak is what was really needed,
-not what the allocator kept from the warm-up."""
+"""glibc's own initial values, held there: it then gives freed tensors back at once, and the peak is
+what was really needed, not what the allocator kept from the warm-up.
+"""
 
 
 def peak(subject: str, cell: Cell, threads: int) -> Memory | str:
@@ -50,7 +55,9 @@ def peak(subject: str, cell: Cell, threads: int) -> Memory | str:
 
 
 def measure(subject: str, cell: Cell) -> Memory:
-    """In the process that is measured: warm up, note what is held, make the inputs, call once, read the peak."""
+    """In the process that is measured: warm up, note what is held, make the inputs, call once, read
+    the peak.
+    """
     chosen = SUBJECTS[subject]
     cell = chosen.cell(cell)
     # Compiling takes memory of its own, and would happen at this length inside the count
@@ -80,7 +87,9 @@ def measure(subject: str, cell: Cell) -> Memory:
 
 
 def _reset() -> Literal["VmHWM", "ru_maxrss"]:
-    """Set the peak back to what is held now, where the system can; and which peak to read from here on."""
+    """Set the peak back to what is held now, where the system can; and which peak to read from here
+    on.
+    """
     try:
         CLEAR.write_text("5")
         _status("VmHWM")

@@ -1,8 +1,10 @@
-"""The gate: before a cell is timed, what softfocus computes there is held against the float64 reference.
+"""The gate: before a cell is timed, what softfocus computes there is held against the float64
+reference.
 
-The tolerance is computed, as in softfocus.testing: twice what the dense formula loses in the cell's own dtype, and a rounding
-band. Where the dense float64 formula is too large for all rows, the subject runs at the full length and some of its rows are
-compared (gradients: with an upstream gradient on those rows), and all rows at a shorter length.
+The tolerance is computed, as in softfocus.testing: twice what the dense formula loses in the cell's
+own dtype, and a rounding band. Where the dense float64 formula is too large for all rows, the
+subject runs at the full length and some of its rows are compared (gradients: with an upstream
+gradient on those rows), and all rows at a shorter length.
 """
 
 from collections.abc import Callable
@@ -17,7 +19,9 @@ from softfocus.lab.errors import LabError, first_line
 from softfocus.testing.oracle import REPLICAS, Outcome, compare
 
 DENSE = 2**23
-"""Elements of the dense formula's largest tensor, in float64: 64 MiB, of which several are alive at once."""
+"""Elements of the dense formula's largest tensor, in float64: 64 MiB, of which several are alive at
+once.
+"""
 ASSERTIONS = __debug__
 """False under python -O, where a comparison that fails would say nothing."""
 LEAST, MOST = 8, 64
@@ -53,7 +57,9 @@ def check(function: Function, cell: Cell, inputs: Inputs) -> str | None:
 
 
 def _row(cell: Cell) -> int:
-    """Elements of the dense formula's largest tensor in one row of all heads: LASER's has the columns of V as well."""
+    """Elements of the dense formula's largest tensor in one row of all heads: LASER's has the
+    columns of V as well.
+    """
     return cell.batch * cell.heads * (cell.head_dim if cell.algebra.laser else 1)
 
 
@@ -66,7 +72,9 @@ def _short(cell: Cell) -> int:
 
 
 def _rows(cell: Cell) -> Tensor:
-    """The rows that are compared: all where they fit; else some spread over the length, and the last ones."""
+    """The rows that are compared: all where they fit; else some spread over the length, and the
+    last ones.
+    """
     if cell.queries * cell.length * _row(cell) <= DENSE:
         return torch.arange(cell.queries)
     many = max(LEAST, min(MOST, DENSE // (_row(cell) * cell.length)))

@@ -27,7 +27,9 @@ class Spread(Record):
 
 
 class Memory(Record):
-    """Peak memory of one call in a process of its own, above what the process held before the inputs were made."""
+    """Peak memory of one call in a process of its own, above what the process held before the
+    inputs were made.
+    """
 
     bytes: int
     method: Literal["VmHWM", "ru_maxrss", "cuda"] = Field(
@@ -71,7 +73,9 @@ class CellResult(Record):
 
     @property
     def noise(self) -> float:
-        """How much the time of the same call varied: sdpa's upper quartile over its lower one; 1 where it was not timed."""
+        """How much the time of the same call varied: sdpa's upper quartile over its lower one; 1
+        where it was not timed.
+        """
         sdpa = self.subject("sdpa")
         return sdpa.seconds.upper_quartile / sdpa.seconds.lower_quartile if sdpa and sdpa.seconds else 1.0
 

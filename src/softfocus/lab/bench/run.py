@@ -1,4 +1,6 @@
-"""The benchmark: for each cell parity, then times in turn, then memory; written down as each cell is finished."""
+"""The benchmark: for each cell parity, then times in turn, then memory; written down as each cell
+is finished.
+"""
 
 import gc
 import itertools
@@ -29,10 +31,12 @@ class Plan:
 
     Attributes:
         device, dtype, batch, heads, head_dim, seed: of every cell.
-        tokens: B L of every cell that is not decoding, in place of the batch; None for the same batch at every length.
+        tokens: B L of every cell that is not decoding, in place of the batch; None for the same
+            batch at every length.
         mechanisms, lengths, whats: every combination is a cell.
         threads: of torch on the CPU; None for as many as torch takes.
-        subjects: who is measured, by names of ``subjects.SUBJECTS``; None for all. The yardstick always is.
+        subjects: who is measured, by names of ``subjects.SUBJECTS``; None for all. The yardstick
+            always is.
         seconds: of timing, a cell.
         memory: also peak memory, a process for each subject of each cell.
     """
@@ -53,7 +57,9 @@ class Plan:
     seed: int = 0
 
     def cells(self) -> list[Cell]:
-        """In the order in which they are measured: short ones first, so that there is soon something to see."""
+        """In the order in which they are measured: short ones first, so that there is soon
+        something to see.
+        """
         return [
             Cell(
                 name,
@@ -201,7 +207,9 @@ def measure(
 
 
 def _forget(device: str) -> None:
-    """What torch keeps of freed memory goes back to the device: other processes are measured, and asked for, what is free."""
+    """What torch keeps of freed memory goes back to the device: other processes are measured, and
+    asked for, what is free.
+    """
     if device == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
@@ -225,7 +233,9 @@ def _built(subject: Subject, cell: Cell, result: SubjectResult) -> Function | No
 
 
 def _raised(ours: bool, result: SubjectResult, error: Exception) -> None:
-    """An error ends no benchmark: of a rival it is a finding, of softfocus as bad as a wrong result."""
+    """An error ends no benchmark: of a rival it is a finding, of softfocus as bad as a wrong
+    result.
+    """
     said = f"raised {type(error).__name__}: {first_line(error)}"
     if ours:
         result.parity, result.parity_message = "failed", said
@@ -234,7 +244,9 @@ def _raised(ours: bool, result: SubjectResult, error: Exception) -> None:
 
 
 def _warm(made: Mapping[str, timing.Call], results: list[SubjectResult], clock: timing.Clock) -> dict[str, timing.Call]:
-    """Everything that can be called, called before it is timed: the first call compiles, packs or loads."""
+    """Everything that can be called, called before it is timed: the first call compiles, packs or
+    loads.
+    """
     calls: dict[str, timing.Call] = {}
     for result in results:
         if (ready := made.get(result.name)) is None:

@@ -1,4 +1,6 @@
-"""What a benchmark shows while it runs: a few lines as each cell is finished, and how much time is left."""
+"""What a benchmark shows while it runs: a few lines as each cell is finished, and how much time is
+left.
+"""
 
 import time
 from collections.abc import Callable
@@ -29,7 +31,9 @@ BUSY = 2.0
 
 
 def weight(cell: Cell) -> float:
-    """How long a cell takes beside others, roughly: a budget that each spends, and calls that outgrow it."""
+    """How long a cell takes beside others, roughly: a budget that each spends, and calls that
+    outgrow it.
+    """
     square = (cell.length / 4096) ** 2 * {"forward": 1, "backward": 3, "decode": 0}[cell.what]
     return 1.0 + square * cell.batch * cell.heads / 4
 

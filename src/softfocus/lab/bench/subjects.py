@@ -1,4 +1,6 @@
-"""Who is measured: the one registry. A subject says what it computes, whether it can, and builds the function to call."""
+"""Who is measured: the one registry. A subject says what it computes, whether it can, and builds
+the function to call.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -28,7 +30,8 @@ class Subject:
         refuses: None, or a sentence that says why it cannot compute a cell.
         build: the function of (query, key, value) to call; what is done here is not timed.
         ours: held against the float64 reference before it is timed.
-        backend: which of softfocus's backends runs a cell, or which of torch's kernels; "" where there is nothing to choose.
+        backend: which of softfocus's backends runs a cell, or which of torch's kernels; "" where
+            there is nothing to choose.
         cell: the cell whose inputs it gets and whose function it builds, of one that is measured.
         compiles: its first call at a length compiles; that, too, is not what is measured.
     """
@@ -48,7 +51,9 @@ def _never(cell: Cell) -> str | None:
 
 
 def _sdpa(cell: Cell) -> Function:
-    """On a GPU torch is told to take only the fastest of its kernels, for the whole process: nobody else here asks SDPA."""
+    """On a GPU torch is told to take only the fastest of its kernels, for the whole process: nobody
+    else here asks SDPA.
+    """
     if chosen := _fastest_sdpa(cell):
         _only(chosen)
     return partial(F.scaled_dot_product_attention, is_causal=cell.causal)
@@ -64,8 +69,9 @@ def _only(chosen: str) -> None:
 
 
 def _fastest_sdpa(cell: Cell) -> str:
-    """Which of torch's kernels takes the least time for a cell on a GPU, whatever the mechanism; "" elsewhere, where torch
-    chooses."""
+    """Which of torch's kernels takes the least time for a cell on a GPU, whatever the mechanism; ""
+    elsewhere, where torch chooses.
+    """
     return _fastest_of_shape(replace(cell, mechanism="softmax")) if cell.device == "cuda" else ""
 
 

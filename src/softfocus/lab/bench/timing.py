@@ -30,8 +30,10 @@ def wall(call: Call) -> float:
 
 
 HEAD_START = 6_000_000
-"""Cycles for which a GPU sleeps before it is timed, some three milliseconds: the host has put everything in its queue by then,
-and what Python takes, which is not the kernels' time, lies before the first event."""
+"""Cycles for which a GPU sleeps before it is timed, some three milliseconds: the host has put
+everything in its queue by then, and what Python takes, which is not the kernels' time, lies before
+the first event.
+"""
 
 
 def cuda(call: Call) -> float:
@@ -55,7 +57,8 @@ def clock_of(device: str) -> Clock:
 def interleave(calls: Mapping[str, Call], clock: Clock, seconds: float, seed: int) -> dict[str, list[float]]:
     """Time calls in turn: every round runs each of them once, in an order of its own.
 
-    A machine that grows slower or faster for a while does so to all of them alike, and a ratio within a round hardly sees it.
+    A machine that grows slower or faster for a while does so to all of them alike, and a ratio
+    within a round hardly sees it.
 
     Args:
         calls: by name, warmed up.

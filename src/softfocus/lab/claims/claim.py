@@ -1,4 +1,6 @@
-"""What a claim is: a TOML file with what the paper says, the runs that test it, and statements to be judged."""
+"""What a claim is: a TOML file with what the paper says, the runs that test it, and statements to
+be judged.
+"""
 
 import tomllib
 from collections.abc import Sequence
@@ -53,7 +55,9 @@ class Close(Lower):
 
 
 class Flat(_Statement):
-    """The loss of each row rises by no more than a share from the training length to another length."""
+    """The loss of each row rises by no more than a share from the training length to another
+    length.
+    """
 
     kind: Literal["flat"]
     row: Names
@@ -83,7 +87,9 @@ class Steeper(_Statement):
 
 
 class Sooner(_Statement):
-    """Each row has the best validation loss of each of the others after fewer steps, or in less time, than they took."""
+    """Each row has the best validation loss of each of the others after fewer steps, or in less
+    time, than they took.
+    """
 
     kind: Literal["sooner"]
     row: Names
@@ -111,7 +117,9 @@ class Classifies(_Statement):
 
 
 class Saves(_Statement):
-    """By power laws through their sizes, the rows have the loss of the largest of the others with fewer parameters."""
+    """By power laws through their sizes, the rows have the loss of the largest of the others with
+    fewer parameters.
+    """
 
     kind: Literal["saves"]
     row: Annotated[list[str], Field(min_length=3)] = Field(description="one family of models in several sizes")
@@ -248,7 +256,8 @@ def parse(name: str, text: str) -> Claim:
 
 
 def recipes(claim: Claim, scale: Scale, seeds: Sequence[int]) -> list[Recipe]:
-    """A recipe for each row and seed: all rows of a seed before the next seed. Their names are "ROW-sSEED".
+    """A recipe for each row and seed: all rows of a seed before the next seed. Their names are
+    "ROW-sSEED".
 
     Raises:
         UsageError: a scale at which the claim cannot be run.

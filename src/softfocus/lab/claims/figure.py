@@ -1,4 +1,5 @@
-"""A claim's figures: loss over length of all rows, softmax under a window in each panel; over size; over training.
+"""A claim's figures: loss over length of all rows, softmax under a window in each panel; over size;
+over training.
 
 Of what is measured sample by sample: loss and error rate, a panel each.
 """
@@ -32,7 +33,9 @@ def save_sizes(families: Sequence[Family], path: Path, *, title: str) -> None:
 
 
 def draw_sizes(families: Sequence[Family], *, title: str) -> Figure:
-    """The loss of every training over its parameters, and each family's power law with its confidence band."""
+    """The loss of every training over its parameters, and each family's power law with its
+    confidence band.
+    """
     with rc_context(STYLE):
         figure = Figure(figsize=(8.0, 4.6), layout="constrained")
         panel = figure.subplots()
@@ -81,7 +84,9 @@ def draw_training(results: Results, *, title: str) -> Figure:
 
 
 def draw(groups: Sequence[Group], *, title: str) -> Figure:
-    """Means over seeds, with a bar of one standard deviation; a row that is not finite somewhere has a gap there."""
+    """Means over seeds, with a bar of one standard deviation; a row that is not finite somewhere
+    has a gap there.
+    """
     names = [name for name in settings(groups) if name != YARDSTICK[1]]
     if WRONG.name() in names:
         return _draw_samples(groups, names, title=title)

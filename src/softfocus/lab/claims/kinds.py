@@ -1,4 +1,6 @@
-"""Statements about more than the losses of an evaluation: gradients, speed, probabilities, classification, sizes."""
+"""Statements about more than the losses of an evaluation: gradients, speed, probabilities,
+classification, sizes.
+"""
 
 import math
 from statistics import median
@@ -42,7 +44,9 @@ def steeper(claim: Claim, results: Results | None, statement: Steeper) -> list[P
 
 
 def sooner(claim: Claim, results: Results | None, statement: Sooner) -> list[Part]:
-    """Of natural logarithms of shares, over trainings alone. A loss that is never reached counts as infinitely late."""
+    """Of natural logarithms of shares, over trainings alone. A loss that is never reached counts as
+    infinitely late.
+    """
     parts = []
     for row, than in pairs_of(claim, statement):
         sides = [results.of(name) if results else [] for name in (row, than)]

@@ -1,4 +1,6 @@
-"""The pages: one for each claim, and the ledger of all. Made from the committed results alone, so they cannot drift."""
+"""The pages: one for each claim, and the ledger of all. Made from the committed results alone, so
+they cannot drift.
+"""
 
 import math
 import textwrap
@@ -22,16 +24,20 @@ from softfocus.lab.run_folder.results import WRONG
 
 LEDGER = "README.md"
 AWAY: dict[Scale, str] = {
-    "gpt2": "124 M parameters on 9.9 billion tokens, for which the paper had eight A100, are out of reach of this project"
+    "gpt2": "124 M parameters on 9.9 billion tokens, for which the paper had eight A100, "
+    "are out of reach of this project"
 }
-"""Scales that need more than the project has. A claim with committed results has a verdict there all the same."""
+"""Scales that need more than the project has. A claim with committed results has a verdict there
+all the same.
+"""
 
 Standing = Verdict | Literal["not testable here"]
 _ORDER: tuple[Standing, ...] = ("holds", "fails", "inconclusive", "too few seeds", "not run", "not testable here")
 
 
 def report(folder: Path) -> list[Path]:
-    """Write a page for each claim and the ledger, from the results in a folder: NAME/SCALE/results.json.
+    """Write a page for each claim and the ledger, from the results in a folder:
+    NAME/SCALE/results.json.
 
     Returns:
         What was written, the ledger first.
@@ -100,9 +106,12 @@ def ledger(lines: Sequence[tuple[Claim, dict[Scale, Standing]]]) -> str:
         table.append([f"[{claim.title}]({claim.name}.md)", claim.source, *cells])
     head = (
         f"{len(lines)} claims, {len(exact)} of them decided by tests that train nothing. A claim holds where all its "
-        "statements do, and fails where one of them does. A statement about losses is decided where more than two standard "
-        f"errors say so (more for few seeds: Student's t); with fewer than {SEEDS} seeds there is no verdict. A verdict at the "
-        "scales `toy` and `small` is about models of that size, and not about the paper's. By chance up to one statement in "
+        "statements do, and fails where one of them does. A statement about losses is decided where more than "
+        "two standard "
+        f"errors say so (more for few seeds: Student's t); with fewer than {SEEDS} seeds there is no verdict. "
+        f"A verdict at the "
+        "scales `toy` and `small` is about models of that size, and not about the paper's. "
+        "By chance up to one statement in "
         "twenty is judged wrongly, and statements that share a row err together. "
         "[Negated weights](softplus-table-1.md) show how far noise goes: they are softmax under another name."
     )
@@ -117,7 +126,8 @@ def ledger(lines: Sequence[tuple[Claim, dict[Scale, Standing]]]) -> str:
                 ),
                 _table(["claim", "source", *SCALES], table),
                 _wrapped(
-                    f"Written by `softfocus report` from the results beside it. Scales, where a claim's page names no other "
+                    f"Written by `softfocus report` from the results beside it. Scales, "
+                    f"where a claim's page names no other "
                     f"recipes: {_scales()}."
                 ),
             ]
@@ -180,7 +190,8 @@ def _runs(claim: Claim, scale: Scale, results: Results) -> str:
     seeds = sorted({info.seed for info in infos})
     numbered = f"{'seeds' if len(seeds) > 1 else 'seed'} {_each(map(str, seeds))}"
     return (
-        f"What was run: {len(infos)} trainings of {len(results.rows)} rows on the recipe `{claim.base(scale)}` ({size} M "
+        f"What was run: {len(infos)} trainings of {len(results.rows)} rows on the recipe "
+        f"`{claim.base(scale)}` ({size} M "
         f"parameters, {_each(f'{count / 1e6:.2f}' for count in tokens)} M training tokens), {numbered}; "
         f"commit {_each(commits)}; torch {_each(torch)}; {_each(machines)}."
     )
@@ -193,10 +204,14 @@ def _sampled(groups: Sequence[Group]) -> bool:
 
 def _reading(groups: Sequence[Group]) -> str:
     if _sampled(groups):
-        return "Validation loss in nats per prediction, and the share of wrong answers: mean ± standard deviation over seeds."
+        return (
+            "Validation loss in nats per prediction, and the share of wrong answers: "
+            "mean ± standard deviation over seeds."
+        )
     last = column_name(columns(groups)[-1])
     return (
-        "Validation loss in nats per token: mean ± standard deviation over seeds. The last column is the paired difference "
+        "Validation loss in nats per token: mean ± standard deviation over seeds. "
+        "The last column is the paired difference "
         f"from {YARDSTICK[0]} with {YARDSTICK[1]} at {last}, ± one standard error, where there is such a row."
     )
 
@@ -232,7 +247,9 @@ def _loss(loss: float, spread: float) -> str:
 
 
 def _gradients(results: Results) -> str:
-    """The largest and the usual gradient of each row, and the usual one of its projections where they were noted."""
+    """The largest and the usual gradient of each row, and the usual one of its projections where
+    they were noted.
+    """
     lines = []
     parts = list(dict.fromkeys(name for run in results.runs for name in run.info.projection_norms))
     for row in results.rows:

@@ -22,7 +22,9 @@ class Part:
     verdict: Verdict
     text: str
     sureness: float = math.nan
-    """How many of the standard errors that it takes lie between the estimate and the other verdict; NaN without one."""
+    """How many of the standard errors that it takes lie between the estimate and the other verdict;
+    NaN without one.
+    """
 
 
 def together(verdicts: Sequence[Verdict]) -> Verdict:
@@ -32,7 +34,9 @@ def together(verdicts: Sequence[Verdict]) -> Verdict:
 
 
 def decide(found: Estimate, line: float, text: str) -> Part:
-    """Whether an estimate is below a line by more than noise, above it by more than noise, or neither."""
+    """Whether an estimate is below a line by more than noise, above it by more than noise, or
+    neither.
+    """
     room = t_quantile(found.freedom) * found.standard_error
     sureness = (line - found.value) / room if room > 0 else math.copysign(math.inf, line - found.value)
     if not found.training_noise or math.isnan(sureness):
@@ -41,13 +45,17 @@ def decide(found: Estimate, line: float, text: str) -> Part:
 
 
 Lost = tuple[int, int]
-"""How many trainings of a row diverged, or have no finite loss at a place, and how many there are."""
+"""How many trainings of a row diverged, or have no finite loss at a place, and how many there
+are.
+"""
 
 
 def lost_lower(first: Lost, second: Lost) -> Verdict:
-    """Whether a first loss is the lower one where some trainings diverged: they count as infinitely high.
+    """Whether a first loss is the lower one where some trainings diverged: they count as infinitely
+    high.
 
-    Only where all of one row and none of the other did can that be said: the others would be chosen by their luck.
+    Only where all of one row and none of the other did can that be said: the others would be chosen
+    by their luck.
     """
     if first[0] == 0 and second[0] == second[1]:
         return "holds"

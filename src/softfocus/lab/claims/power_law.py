@@ -1,4 +1,6 @@
-"""Loss against the number of parameters: power laws, and how many parameters one family of models saves."""
+"""Loss against the number of parameters: power laws, and how many parameters one family of models
+saves.
+"""
 
 import math
 from collections.abc import Sequence
@@ -14,7 +16,9 @@ from softfocus.lab.report.points import cell
 
 @dataclass(frozen=True)
 class PowerLaw:
-    """The line of least squares through logarithms: log loss = intercept + slope * log parameters."""
+    """The line of least squares through logarithms: log loss = intercept + slope * log
+    parameters.
+    """
 
     intercept: float
     slope: float
@@ -30,7 +34,9 @@ class PowerLaw:
         return self.intercept + self.slope * math.log(parameters)
 
     def log_parameters(self, log_loss: float) -> float:
-        """Natural logarithm of the size that has a loss; NaN where the loss does not fall with the size."""
+        """Natural logarithm of the size that has a loss; NaN where the loss does not fall with the
+        size.
+        """
         return (log_loss - self.intercept) / self.slope if self.slope < 0 else math.nan
 
 
@@ -66,7 +72,9 @@ class Family:
         return max(abs(math.expm1(mean - law.log_loss(n))) for n, mean in zip(self.parameters, means, strict=True))
 
     def band(self, parameters: float) -> tuple[float, float, float]:
-        """The curve's loss at a size, and the lower and upper end of its 95 % confidence band, over trainings."""
+        """The curve's loss at a size, and the lower and upper end of its 95 % confidence band, over
+        trainings.
+        """
         found = estimate([(seed, Mean(law.log_loss(parameters), 0.0)) for seed, law in self.laws.items()])
         room = t_quantile(found.freedom) * found.standard_error
         low, middle, high = (math.exp(found.value + side * room) for side in (-1, 0, 1))
@@ -100,9 +108,11 @@ def _family(results: Results, rows: Sequence[str], statement: Saves) -> Family |
 
 
 def saved(ours: Family, others: Family) -> Estimate | None:
-    """Log of how many times the parameters of the largest of the others we need for the loss that their curve has there.
+    """Log of how many times the parameters of the largest of the others we need for the loss that
+    their curve has there.
 
-    Each seed has its two curves and one answer, so the error is that over trainings. None where a curve does not fall.
+    Each seed has its two curves and one answer, so the error is that over trainings. None where a
+    curve does not fall.
     """
     largest = others.parameters[-1]
     mine, theirs = ours.laws, others.laws

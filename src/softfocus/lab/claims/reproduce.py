@@ -16,7 +16,9 @@ from softfocus.lab.studies import crew
 from softfocus.lab.studies.study import train_all
 
 PUBLISHED = "results"
-"""In the folder of the runs: what `softfocus report` reads, NAME/SCALE/results.json and figure.png, and the pages."""
+"""In the folder of the runs: what `softfocus report` reads, NAME/SCALE/results.json and figure.png,
+and the pages.
+"""
 
 
 def reproduce(
@@ -51,7 +53,8 @@ def reproduce(
 
     Raises:
         UsageError: no such claim, or one that cannot be run at this scale.
-        LabError: what memory or disk cannot hold, a run that failed (after the others have been judged), or Ctrl-C.
+        LabError: what memory or disk cannot hold, a run that failed (after the others have been
+            judged), or Ctrl-C.
     """
     console = console or Console()
     claim = claims.load(name)

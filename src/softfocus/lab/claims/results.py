@@ -1,4 +1,6 @@
-"""What the runs of a claim showed at one scale: results.json, and how it is made from run folders."""
+"""What the runs of a claim showed at one scale: results.json, and how it is made from run
+folders.
+"""
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -70,7 +72,9 @@ class Results(Record):
         return list(dict.fromkeys(run.row for run in self.runs))
 
     def group(self, row: str) -> Group | None:
-        """The evaluations of a row as reports take them; None where no training of it came to one."""
+        """The evaluations of a row as reports take them; None where no training of it came to
+        one.
+        """
         found = tuple(run.evaluation for run in self.of(row) if run.evaluation is not None)
         return Group(row, found) if found else None
 
@@ -117,7 +121,9 @@ def _inspection(place: Path) -> Inspection:
 
 
 def _slim(evaluation: Evaluation, recipe: Recipe) -> Evaluation:
-    """Without what no statement reads: losses by position, and mechanisms that another claim had evaluated."""
+    """Without what no statement reads: losses by position, and mechanisms that another claim had
+    evaluated.
+    """
     wanted = {None, *recipe.evaluate.mechanisms}
     rows = [_whole(row) for row in evaluation.rows if row.setting.mechanism in wanted]
     return evaluation.model_copy(update={"rows": rows})

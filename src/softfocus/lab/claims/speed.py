@@ -7,7 +7,9 @@ from softfocus.lab.run_folder.results import RunInfo
 
 
 def reached(curve: Sequence[tuple[int, float]], loss: float) -> float:
-    """The step at which a curve first has a loss, on straight lines between its points; infinite where it never has it."""
+    """The step at which a curve first has a loss, on straight lines between its points; infinite
+    where it never has it.
+    """
     for number, (step, there) in enumerate(curve):
         if there <= loss:
             if number == 0:
@@ -18,7 +20,8 @@ def reached(curve: Sequence[tuple[int, float]], loss: float) -> float:
 
 
 def share(ours: RunInfo, other: RunInfo, *, of_time: bool) -> float:
-    """Our steps, or seconds, to the other's best validation loss, as a share of those that the other took to it.
+    """Our steps, or seconds, to the other's best validation loss, as a share of those that the
+    other took to it.
 
     Seconds come from tokens per second, which leave validations out.
     """

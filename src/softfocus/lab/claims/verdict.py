@@ -32,7 +32,9 @@ from softfocus.lab.run_folder.results import AS_TRAINED
 
 @dataclass(frozen=True)
 class Judged:
-    """A statement with its verdict: it holds where all its comparisons hold, and fails where one of them fails."""
+    """A statement with its verdict: it holds where all its comparisons hold, and fails where one of
+    them fails.
+    """
 
     statement: Statement
     verdict: Verdict
@@ -125,7 +127,9 @@ def _compare(
     rule_of_lost: Callable[[Lost, Lost], Verdict],
     by: float,
 ) -> Part:
-    """Two losses, paired by document and seed. The rules are told by how large a share of the other loss."""
+    """Two losses, paired by document and seed. The rules are told by how large a share of the other
+    loss.
+    """
     sides = [results.of(row) if results else [] for row, _, _ in (place, other)]
     for (row, _, _), runs in zip((place, other), sides, strict=True):
         if early := too_few(row, runs):

@@ -11,7 +11,8 @@ def main(arguments: list[str] | None = None) -> None:
         arguments: the words after `softfocus`; by default those of the command line.
 
     Raises:
-        SystemExit: always: 0, 1 (failed or interrupted, said in one line on stderr) or 2 (wrong use).
+        SystemExit: always: 0, 1 (failed or interrupted, said in one line on stderr) or 2 (wrong
+            use).
     """
     _widen_output()
     try:
@@ -52,7 +53,9 @@ def _run(arguments: list[str]) -> None:
 
 
 def _widen_output() -> None:
-    """What the locale cannot spell is no reason to stop: it is written as UTF-8 in one that has no more than ASCII."""
+    """What the locale cannot spell is no reason to stop: it is written as UTF-8 in one that has no
+    more than ASCII.
+    """
     for stream in (sys.stdout, sys.stderr):
         encoding = getattr(stream, "encoding", None) or "utf-8"
         if encoding == "ascii":
@@ -62,7 +65,9 @@ def _widen_output() -> None:
 
 
 def _stdout_is_lost() -> bool:
-    """Whether nothing can be written to stdout. What is still to go there is dropped, or Python would try at its end."""
+    """Whether nothing can be written to stdout. What is still to go there is dropped, or Python
+    would try at its end.
+    """
     try:
         sys.stdout.write("\n")
         sys.stdout.flush()

@@ -14,7 +14,8 @@ def mechanisms(
     ] = None,
     json: Json = None,
 ) -> None:
-    """The catalogue: every mechanism's name, equation and source; with a NAME, all there is to know about it.
+    """The catalogue: every mechanism's name, equation and source; with a NAME, all there is to know
+    about it.
 
     Example: `softfocus mechanisms lssar`
     """
@@ -48,9 +49,9 @@ def build(
 ) -> None:
     """Compile the CPU kernels for this machine, ahead of the first call that would.
 
-    They are kept in $SOFTFOCUS_KERNEL_CACHE or ~/.cache/softfocus/kernels. $CXX names the compiler, $SOFTFOCUS_CXXFLAGS
-    adds flags; what is compiled with either is found where they are set alike. SOFTFOCUS_KERNELS=off does without the
-    kernels: attention then runs on the slower tiled backend.
+    They are kept in $SOFTFOCUS_KERNEL_CACHE or ~/.cache/softfocus/kernels. $CXX names the compiler,
+    $SOFTFOCUS_CXXFLAGS adds flags; what is compiled with either is found where they are set alike.
+    SOFTFOCUS_KERNELS=off does without the kernels: attention then runs on the slower tiled backend.
 
     Example: `softfocus build --force`
     """

@@ -1,4 +1,6 @@
-"""The commands and what they have in common. What a command needs is imported when it runs, so that --help stays fast."""
+"""The commands and what they have in common. What a command needs is imported when it runs, so that
+--help stays fast.
+"""
 
 from typing import Annotated, Any
 
@@ -17,7 +19,9 @@ from softfocus.lab.errors import Interrupted, LabError
 
 
 class _Commands(TyperGroup):
-    """The commands; Ctrl-C in one that does not answer it in its own way is an error like the others."""
+    """The commands; Ctrl-C in one that does not answer it in its own way is an error like the
+    others.
+    """
 
     def invoke(self, ctx: Any) -> Any:
         try:

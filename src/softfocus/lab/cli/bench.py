@@ -1,4 +1,6 @@
-"""The command `softfocus bench`: its options, and reading them. What measures is imported when it runs."""
+"""The command `softfocus bench`: its options, and reading them. What measures is imported when it
+runs.
+"""
 
 import re
 from enum import StrEnum
@@ -93,13 +95,16 @@ def bench(
     ] = False,
     json: Json = None,
 ) -> None:
-    """Time attention backends beside torch's own softmax, FlexAttention and the formulas by hand; measure their memory.
+    """Time attention backends beside torch's own softmax, FlexAttention and the formulas by hand;
+    measure their memory.
 
-    In each cell (mechanism, direction, length) all take turns in one process, and every ratio is to the time of
-    F.scaled_dot_product_attention in the same round. What softfocus computes is held against the float64 reference
-    first: where that fails there is no ratio, and the exit code is 1. Writes results.json and figure.png.
+    In each cell (mechanism, direction, length) all take turns in one process, and every ratio is to
+    the time of F.scaled_dot_product_attention in the same round. What softfocus computes is held
+    against the float64 reference first: where that fails there is no ratio, and the exit code is 1.
+    Writes results.json and figure.png.
 
-    Example: `softfocus bench --device cpu --lengths 1k,4k --mechanisms "lssar,sharpened(softmax, 3)"`
+    Example: `softfocus bench --device cpu --lengths 1k,4k --mechanisms "lssar,sharpened(softmax,
+    3)"`
     """
     default = {**SHAPES[device.value], **(QUICK if quick else {**FULL, "lengths": SHAPES[device.value]["lengths"]})}
     if batch is not None and tokens is not None:

@@ -46,8 +46,8 @@ def demo(
 
     Shows what each costs at the training length and who is best at 16x.
 
-    At most 15 minutes on two CPU cores. Writes results.json, figure1.png and report.html. What is finished is kept:
-    started again after a failure or Ctrl-C, it goes on.
+    At most 15 minutes on two CPU cores. Writes results.json, figure1.png and report.html. What is
+    finished is kept: started again after a failure or Ctrl-C, it goes on.
 
     Several seeds: run it with --seed 0, 1, 2, 3, and then `softfocus compare runs/demo-?/demo-*`
 
@@ -75,7 +75,8 @@ def compare(
     ] = None,
     json: Json = None,
 ) -> None:
-    """Who is better where, by how much, and whether that is more than noise: one table, one figure, one report.
+    """Who is better where, by how much, and whether that is more than noise: one table, one figure,
+    one report.
 
     Runs whose recipes differ by seed alone are grouped, and shown as mean and spread.
 
@@ -103,7 +104,8 @@ def study(
 ) -> None:
     """Train and measure a table of runs, several seeds each, and compare them.
 
-    A study is a TOML file: title, base (a recipe), seeds, and a table [rows.NAME] of changed keys for each row. What is
+    A study is a TOML file: title, base (a recipe), seeds, and a table [rows.NAME] of changed keys
+    for each row. What is
     finished is kept: started again after a failure or Ctrl-C, it goes on.
 
     Example: `softfocus study layouts --seeds 0,1,2 --jobs 2`

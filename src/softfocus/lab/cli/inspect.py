@@ -1,4 +1,6 @@
-"""The command `softfocus inspect`: its options, and reading them. What looks inside is imported when it runs."""
+"""The command `softfocus inspect`: its options, and reading them. What looks inside is imported
+when it runs.
+"""
 
 from pathlib import Path
 from typing import Annotated
@@ -36,7 +38,8 @@ def inspect(
     quiet: Quiet = False,
     json: Json = None,
 ) -> None:
-    """Look inside runs: attention maps, exact zeros, entropy, and how far attention reaches, by layer and length.
+    """Look inside runs: attention maps, exact zeros, entropy, and how far attention reaches, by
+    layer and length.
 
     Writes inspect.html (one self-contained page), inspect.json, maps.png and measures.png.
 

@@ -52,13 +52,15 @@ def evaluate(
     quiet: Quiet = False,
     json: Json = None,
 ) -> None:
-    """Loss of a run over length, with standard errors: as trained, with dynamic NTK scaling, and with a window.
+    """Loss of a run over length, with standard errors: as trained, with dynamic NTK scaling, and
+    with a window.
 
-    Every length reads the same validation tokens. The result is kept in the run folder as evaluation.json; losses at
-    other lengths and settings that it held stay there, unless a new longest length or --tokens mean other text; that is
-    then said.
+    Every length reads the same validation tokens. The result is kept in the run folder as
+    evaluation.json; losses at other lengths and settings that it held stay there, unless a new
+    longest length or --tokens mean other text; that is then said.
 
-    Example: `softfocus evaluate runs/demo-lssar --lengths 1x,4x,16x --rope trained,yarn --window 1x --sinks 4`
+    Example: `softfocus evaluate runs/demo-lssar --lengths 1x,4x,16x --rope trained,yarn --window 1x
+    --sinks 4`
     """
     from softfocus.lab.progress import Display
     from softfocus.lab.recipes.lengths import parse, settings_of
@@ -92,7 +94,9 @@ def evaluate(
 
 
 def _samples(run: Path, options: dict[str, Any], batch_tokens: int, quiet: bool, json: Path | None) -> None:
-    """Loss and error rate of what is not read from left to right: lengths, RoPE and windows have no meaning there."""
+    """Loss and error rate of what is not read from left to right: lengths, RoPE and windows have no
+    meaning there.
+    """
     if given := [name for name, value in options.items() if value]:
         raise UsageError(f"--{given[0]} is for runs that go on with a text, and {run} is none", "leave it out")
     from softfocus.lab.evaluate.samples import evaluate_samples
@@ -115,10 +119,12 @@ def recall(
     quiet: Quiet = False,
     json: Json = None,
 ) -> None:
-    """Share of right answers over length, of a run that was trained on a generated task (`mqar-*`, `passkey-*`).
+    """Share of right answers over length, of a run that was trained on a generated task (`mqar-*`,
+    `passkey-*`).
 
-    Beyond the training length every answer lies at least half the sequence back. Rows are kept in the run folder as
-    recall.json, with a figure; what is there is not measured again, so a run that was stopped goes on.
+    Beyond the training length every answer lies at least half the sequence back. Rows are kept in
+    the run folder as recall.json, with a figure; what is there is not measured again, so a run that
+    was stopped goes on.
 
     Example: `softfocus recall runs/mqar-lssar --lengths 1x,4x,16x,64x`
     """
@@ -146,10 +152,11 @@ def induction(
     quiet: Quiet = False,
     json: Json = None,
 ) -> None:
-    """Loss of a run on tokens that repeat something, by how far back it stood: does the model use far context?
+    """Loss of a run on tokens that repeat something, by how far back it stood: does the model use
+    far context?
 
-    Every length predicts the same tokens. Rows are kept in the run folder as induction.json, with a figure; what is there
-    is not measured again.
+    Every length predicts the same tokens. Rows are kept in the run folder as induction.json, with a
+    figure; what is there is not measured again.
 
     Example: `softfocus induction runs/repeats --lengths 1x,16x --ngram 4`
     """
@@ -182,10 +189,11 @@ def heads(
     quiet: Quiet = False,
     json: Json = None,
 ) -> None:
-    """Which heads do far keys disturb? The loss in long windows when one head alone sees only the last keys.
+    """Which heads do far keys disturb? The loss in long windows when one head alone sees only the
+    last keys.
 
-    A head that gains from a window can be given one in a layout. Rows are kept in the run folder as heads.json, with a
-    figure; what is there is not measured again.
+    A head that gains from a window can be given one in a layout. Rows are kept in the run folder as
+    heads.json, with a figure; what is there is not measured again.
 
     Example: `softfocus heads runs/demo-lssar --length 16x`
     """
@@ -212,10 +220,12 @@ def heads(
 
 
 def classify(run: Run, quiet: Quiet = False, json: Json = None) -> None:
-    """Fine-tune a copy of a run's model on text classification: does one piece of text go on where another one ends?
+    """Fine-tune a copy of a run's model on text classification: does one piece of text go on where
+    another one ends?
 
-    The pieces are of the run's corpus: one after the other, or of two documents. Accuracy is that on held-out documents;
-    guessing has a half. The result is kept in the run folder as classification.json; the model stays as it is.
+    The pieces are of the run's corpus: one after the other, or of two documents. Accuracy is that
+    on held-out documents; guessing has a half. The result is kept in the run folder as
+    classification.json; the model stays as it is.
 
     Example: `softfocus classify runs/demo-laser`
     """

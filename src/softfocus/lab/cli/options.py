@@ -44,7 +44,9 @@ def print_table(table: Any) -> None:
 
 
 def write_json(path: Path | None, result: Any) -> bool:
-    """Write what pydantic can dump where --json says. Whether it did so to stdout, where a table would be in the way."""
+    """Write what pydantic can dump where --json says. Whether it did so to stdout, where a table
+    would be in the way.
+    """
     if path is None:
         return False
     from softfocus.lab.run_folder.disk import write_atomically

@@ -1,8 +1,9 @@
-"""A source, in one string, to its documents: the standard library, files and folders, or a dataset of the hub.
+"""A source, in one string, to its documents: the standard library, files and folders, or a dataset
+of the hub.
 
-stdlib                                  the sources of this Python's standard library: every machine has them
-path/to/file, path/to/folder, "*.txt"   text, JSONL and parquet, mixed; .gz, .xz and .zst are unpacked on the way
-hub:NAME[:CONFIG][#SPLIT]               streamed with `datasets`: hub:HuggingFaceFW/fineweb:sample-10BT#train
+stdlib                           the sources of this Python's standard library
+path/to/file, folder, "*.txt"    text, JSONL and parquet, mixed; .gz, .xz and .zst are unpacked
+hub:NAME[:CONFIG][#SPLIT]        streamed with `datasets`: hub:HuggingFaceFW/fineweb:sample-10BT
 """
 
 from __future__ import annotations
@@ -30,26 +31,30 @@ _NO_TEXT, _NOT_TEXT, _EMPTY = "documents without text", "files that are not UTF-
 
 
 class Corpus:
-    """The documents of a source, in an order that is the same every time. Iterate as often as needed.
+    """The documents of a source, in an order that is the same every time. Iterate as often as
+    needed.
 
-    A text file is one document; one of more than 1 Mi characters is cut at line ends into documents of about that
-    length, so that memory stays bounded. A line of JSONL, or a row of parquet, is a document. In a folder hidden files
-    are not looked at. A file that is named outright has to be text, and .json is then read as JSONL.
+    A text file is one document; one of more than 1 Mi characters is cut at line ends into documents
+    of about that length, so that memory stays bounded. A line of JSONL, or a row of parquet, is a
+    document. In a folder hidden files are not looked at. A file that is named outright has to be
+    text, and .json is then read as JSONL.
 
-    Whatever else is not read is in `left_out`: documents without text, empty files, files that are not UTF-8 text, links
-    to folders (which may lead in circles), broken links, and second names of the same file.
+    Whatever else is not read is in `left_out`: documents without text, empty files, files that are
+    not UTF-8 text, links to folders (which may lead in circles), broken links, and second names of
+    the same file.
 
     Args:
         source: "stdlib", a path or glob, or "hub:NAME[:CONFIG][#SPLIT]" (see the module).
-        text_field: the field of JSONL, or the column of parquet and of hub datasets, that holds the text.
+        text_field: the field of JSONL, or the column of parquet and of hub datasets, that holds the
+            text.
         max_documents: stop after so many.
-        seed: shuffles the files of "stdlib", whose folders would otherwise follow one another; files and folders that
-            are named come sorted by path.
+        seed: shuffles the files of "stdlib", whose folders would otherwise follow one another;
+            files and folders that are named come sorted by path.
 
     Raises:
-        LabError: from the constructor where there is nothing at a path, or a folder cannot be read; while iterating, for
-            a file that cannot be read (naming file and line) or changed meanwhile, a field that is not there, or a hub
-            dataset that cannot be loaded.
+        LabError: from the constructor where there is nothing at a path, or a folder cannot be read;
+            while iterating, for a file that cannot be read (naming file and line) or changed
+            meanwhile, a field that is not there, or a hub dataset that cannot be loaded.
     """
 
     def __init__(
@@ -70,7 +75,8 @@ class Corpus:
             self.files = standard_library(seed)
         else:
             self.files = files(source, self.left_out)
-        # Only what changes the documents: a changed identity makes everything that is cached from them stale.
+        # Only what changes the documents: a changed identity makes everything that is cached from
+        # them stale.
         self.identity: dict[str, Any] = {"source": source, "text_field": text_field, "max_documents": max_documents}
         if self.files:
             self._stats = {path: stat(path) for path in self.files}
@@ -81,7 +87,9 @@ class Corpus:
 
     @property
     def share(self) -> float | None:
-        """How much of the corpus the iteration under way has read, 0 to 1; None where the source has no known end."""
+        """How much of the corpus the iteration under way has read, 0 to 1; None where the source
+        has no known end.
+        """
         shares = []
         if self.files:
             shares.append(
@@ -93,7 +101,8 @@ class Corpus:
         return min(1.0, max(shares)) if shares else None
 
     def check_unchanged(self, path: Path) -> None:
-        """Refuse a file that is no longer what it was when the corpus was made, whose tokens might be of both.
+        """Refuse a file that is no longer what it was when the corpus was made, whose tokens might
+        be of both.
 
         Raises:
             LabError: its size or time is another one.
@@ -164,7 +173,8 @@ def _unpacked(path: Path, raw: io.BufferedReader) -> io.BufferedReader:
     elif suffix == ".zst":
         import pyarrow
 
-        # Not the reader of `zstandard`: at the end of a truncated file that one stops without a word.
+        # Not the reader of `zstandard`: at the end of a truncated file that one stops without a
+        # word.
         stream = pyarrow.CompressedInputStream(raw, "zstd")
     else:
         return raw

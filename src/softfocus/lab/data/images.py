@@ -35,8 +35,8 @@ _SCRAPS = 3
 class Glyphs:
     """Images of one character each, whose class is its place in `glyphs`.
 
-    Font, size, slant, turn, place and contrast are drawn at random. Scraps of other characters lie at the border, and
-    noise over everything. The class is uniform and independent of all these.
+    Font, size, slant, turn, place and contrast are drawn at random. Scraps of other characters lie
+    at the border, and noise over everything. The class is uniform and independent of all these.
 
     Args:
         table: of the recipe.
@@ -108,7 +108,9 @@ def _templates(glyphs: str) -> list[list["Image.Image"]]:
 def _placed(
     template: "Image.Image", size: int, scale: float, turn: float, slant: float, shift: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """A template in an image [size, size]: scaled to a share of it, turned, slanted, shifted from its middle by pixels."""
+    """A template in an image [size, size]: scaled to a share of it, turned, slanted, shifted from
+    its middle by pixels.
+    """
     from PIL import Image
 
     # From a place in the image to one in the template
@@ -126,12 +128,12 @@ def _placed(
 class ImageFolder:
     """Images on disk, FOLDER/CLASS/NAME.png (or .jpg, ...), read by `datasets`.
 
-    Training images are cropped at random (a share of 35 to 100 % of the area) and mirrored at random. Those held out are
-    scaled and cropped in the middle.
+    Training images are cropped at random (a share of 35 to 100 % of the area) and mirrored at
+    random. Those held out are scaled and cropped in the middle.
 
     Args:
-        recipe: whose data.source is a folder, and data.validation_source another one with the same classes. Without the
-            latter a share of the first is held out.
+        recipe: whose data.source is a folder, and data.validation_source another one with the same
+            classes. Without the latter a share of the first is held out.
     """
 
     recipe: Recipe
@@ -221,7 +223,9 @@ def _middle(shape: tuple[int, int], size: int) -> tuple[float, float, float, flo
 
 
 def _anywhere(shape: tuple[int, int], random: np.random.Generator) -> tuple[float, float, float, float]:
-    """A part of an image: 35 to 100 % of its area, sides from 3:4 to 4:3, as far as the image allows."""
+    """A part of an image: 35 to 100 % of its area, sides from 3:4 to 4:3, as far as the image
+    allows.
+    """
     width, height = shape
     area, sides = random.uniform(0.35, 1) * width * height, math.exp(random.uniform(-1, 1) * math.log(4 / 3))
     across, down = min(width, math.sqrt(area * sides)), min(height, math.sqrt(area / sides))

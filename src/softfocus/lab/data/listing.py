@@ -42,7 +42,8 @@ class LeftOut:
 
 
 def files(source: str, left_out: LeftOut) -> list[Path]:
-    """The files at a path or glob, folders searched to the bottom, hidden ones not looked at, sorted, each once.
+    """The files at a path or glob, folders searched to the bottom, hidden ones not looked at,
+    sorted, each once.
 
     Raises:
         LabError: there are none, or a folder cannot be read.
@@ -70,7 +71,8 @@ def files(source: str, left_out: LeftOut) -> list[Path]:
 def _expand(folder: Path, parts: Sequence[str], left_out: LeftOut) -> Iterator[Path]:
     """What a glob matches below a folder, as `glob.glob` would have it, but for two things.
 
-    "**" follows no links to folders, which may lead in circles. A folder that cannot be read is an OSError.
+    "**" follows no links to folders, which may lead in circles. A folder that cannot be read is an
+    OSError.
     """
     if not parts:
         yield folder
@@ -92,7 +94,9 @@ def _expand(folder: Path, parts: Sequence[str], left_out: LeftOut) -> Iterator[P
 
 
 def _kept(found: list[Path], left_out: LeftOut) -> list[Path]:
-    """The files among the paths that a glob matched, each once: a second name of a document could be held out."""
+    """The files among the paths that a glob matched, each once: a second name of a document could
+    be held out.
+    """
     known: dict[Path, Path] = {}
     folders = []
     for path in found:
@@ -113,7 +117,8 @@ def _kept(found: list[Path], left_out: LeftOut) -> list[Path]:
 def _walk(
     folder: Path, without: Collection[str] = (), left_out: LeftOut | None = None
 ) -> Iterator[tuple[Path, list[str]]]:
-    """Each folder at or below one with the names of its files, without what is hidden or has one of the names.
+    """Each folder at or below one with the names of its files, without what is hidden or has one of
+    the names.
 
     Raises:
         OSError: a folder cannot be read.

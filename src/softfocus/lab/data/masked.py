@@ -1,4 +1,6 @@
-"""Windows of a text in which some tokens are hidden, to be predicted from both sides: what BERT is trained on."""
+"""Windows of a text in which some tokens are hidden, to be predicted from both sides: what BERT is
+trained on.
+"""
 
 import numpy as np
 import torch
@@ -9,9 +11,11 @@ from softfocus.lab.data.tasks import IGNORED
 
 
 def hide(tokens: NDArray[np.int64], share: float, vocabulary: int, random: np.random.Generator) -> Inputs:
-    """A window with a share of its tokens hidden, always as many, so that all windows weigh the same.
+    """A window with a share of its tokens hidden, always as many, so that all windows weigh the
+    same.
 
-    Of those 80 % become the mask, 10 % any token, and 10 % stay as they are (Devlin et al. 2018, arXiv 1810.04805).
+    Of those 80 % become the mask, 10 % any token, and 10 % stay as they are (Devlin et al. 2018,
+    arXiv 1810.04805).
 
     Args:
         tokens: [L].

@@ -1,4 +1,6 @@
-"""What a recipe's [data] table stands for, text, images, speech, a task: what training reads, and its name."""
+"""What a recipe's [data] table stands for, text, images, speech, a task: what training reads, and
+its name.
+"""
 
 import filecmp
 import hashlib
@@ -53,7 +55,9 @@ class Data(Protocol):
         """Exactly the windows that the steps of a recipe read, in their order."""
 
     def save_tokenizer(self, folder: Path) -> None:
-        """Put the tokenizer's files into a folder, for `AutoTokenizer.from_pretrained`; nothing where there is none."""
+        """Put the tokenizer's files into a folder, for `AutoTokenizer.from_pretrained`; nothing
+        where there is none.
+        """
 
 
 class Sampled(Data, Protocol):
@@ -90,7 +94,9 @@ class Text:
         return TrainingWindows(self.store, train.length, seed=train.seed, count=train.steps * train.batch)
 
     def validation_windows(self, recipe: Recipe) -> torch.Tensor:
-        """Windows of the training length with `evaluate.tokens` validation tokens, int64 [W, L + 1]."""
+        """Windows of the training length with `evaluate.tokens` validation tokens, int64 [W, L +
+        1].
+        """
         windows = EvaluationWindows(self.store, [recipe.train.length], recipe.evaluate.tokens)
         ((found, _),) = windows.batches(recipe.train.length, windows.tokens)
         return torch.from_numpy(found)
@@ -102,7 +108,9 @@ class Text:
 
 @dataclass(frozen=True)
 class Masked(Text):
-    """Windows of a corpus with a share of the tokens hidden. The mask is one token more than the tokenizer has."""
+    """Windows of a corpus with a share of the tokens hidden. The mask is one token more than the
+    tokenizer has.
+    """
 
     share: float
 
@@ -254,10 +262,12 @@ def task_of(recipe: Recipe) -> Task | None:
 def tokens(recipe: Recipe, listener: Listener) -> TokenStore:
     """The tokens of a recipe, from the cache if they are there.
 
-    The order of documents and what is held out do not depend on train.seed: runs with several seeds share their data.
+    The order of documents and what is held out do not depend on train.seed: runs with several seeds
+    share their data.
 
     Raises:
-        LabError: what `prepare` raises, or a recipe whose model does not learn to go on with a text.
+        LabError: what `prepare` raises, or a recipe whose model does not learn to go on with a
+            text.
     """
     kind = recipe.data.kind
     if kind != "text":
@@ -287,7 +297,8 @@ def _tokens(recipe: Recipe, listener: Listener) -> TokenStore:
 
 
 def check_unchanged(store: TokenStore, folder: Path, info: RunInfo) -> None:
-    """Refuse other ids than a run was trained on, which would make losses meaningless; warn of another corpus.
+    """Refuse other ids than a run was trained on, which would make losses meaningless; warn of
+    another corpus.
 
     Raises:
         LabError: the tokenizer is another one.
@@ -296,13 +307,15 @@ def check_unchanged(store: TokenStore, folder: Path, info: RunInfo) -> None:
     same = not (now.is_file() and then.is_file()) or filecmp.cmp(now, then, shallow=False)
     if not same or store.vocab_size != info.vocabulary:
         raise LabError(
-            f"the tokenizer of {folder} is not the one that its recipe now gives: what it was made from has changed, or "
+            f"the tokenizer of {folder} is not the one that its recipe now gives: "
+            f"what it was made from has changed, or "
             f"{folder / MODEL} is damaged",
             f"put it back, or train again with `softfocus train {folder / RECIPE} --out {folder} --overwrite`",
         )
     if info.corpus_key and info.corpus_key != store.folder.name:
         _log.warning(
-            "the corpus of %s has changed since it was trained (or moved, or was copied): what is held out now may have "
+            "the corpus of %s has changed since it was trained (or moved, or was copied): "
+            "what is held out now may have "
             "been trained on",
             folder,
         )

@@ -1,4 +1,6 @@
-"""Samples that are not windows of a text to be gone on with: images, speech, windows with hidden tokens."""
+"""Samples that are not windows of a text to be gone on with: images, speech, windows with hidden
+tokens.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -56,7 +58,8 @@ class Passes(InOrder):
     """As many samples as there are in each pass, every one once, in a new random order.
 
     Args:
-        make: makes a sample, of random numbers for what varies from pass to pass, and which of those there are.
+        make: makes a sample, of random numbers for what varies from pass to pass, and which of
+            those there are.
         there: how many different ones there are.
         seed: of the order, and of what varies.
         count: how many are read.

@@ -1,6 +1,8 @@
-"""Shards of tokens, as FineWeb comes for GPT-2 (`kjj0/fineweb10B-gpt2`): a header of 256 int32, then uint16.
+"""Shards of tokens, as FineWeb comes for GPT-2 (`kjj0/fineweb10B-gpt2`): a header of 256 int32,
+then uint16.
 
-The header holds 20240520, the version 1, and how many tokens follow; the other 253 numbers are zeros.
+The header holds 20240520, the version 1, and how many tokens follow; the other 253 numbers are
+zeros.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ def read_shard(path: Path) -> NDArray[np.uint16]:
 
 
 def split_shards(shards: list[Path]) -> tuple[list[Path], list[Path]]:
-    """(training, validation): what has "val" in its name validates, or else the first shard. One shard alone trains."""
+    """(training, validation): what has "val" in its name validates, or else the first shard. One
+    shard alone trains.
+    """
     if len(shards) < 2:
         return shards, []
     named = [shard for shard in shards if "val" in shard.stem]

@@ -1,7 +1,9 @@
-"""Speech and what was said: syllables that are synthesised from a seed, or a folder in LibriSpeech's layout.
+"""Speech and what was said: syllables that are synthesised from a seed, or a folder in
+LibriSpeech's layout.
 
-A sample is {"input_values": float32 [samples], "attention_mask": int64 [samples], "labels": int64 [frames]}. All are padded
-to the longest utterance, with labels of -100: a model's convolutions see padding, so it must not depend on the batch.
+A sample is {"input_values": float32 [samples], "attention_mask": int64 [samples], "labels": int64
+[frames]}. All are padded to the longest utterance, with labels of -100: a model's convolutions see
+padding, so it must not depend on the batch.
 """
 
 import hashlib
@@ -52,11 +54,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Syllables:
-    """Words of one or two syllables, each a consonant and a vowel, spoken by a voice of its own in every utterance.
+    """Words of one or two syllables, each a consonant and a vowel, spoken by a voice of its own in
+    every utterance.
 
-    A consonant is a short sweep with more or less noise; a vowel is harmonics of the voice's pitch under two formants. The
-    voice shifts all formants by one factor, so that a vowel is told best by hearing others of the same voice. Pitch,
-    tempo, gaps and the noise over everything are drawn at random, and so are all syllables, uniformly.
+    A consonant is a short sweep with more or less noise; a vowel is harmonics of the voice's pitch
+    under two formants. The voice shifts all formants by one factor, so that a vowel is told best by
+    hearing others of the same voice. Pitch, tempo, gaps and the noise over everything are drawn at
+    random, and so are all syllables, uniformly.
 
     Args:
         table: of the recipe.
@@ -91,7 +95,9 @@ class Syllables:
         )
 
     def speak(self, random: np.random.Generator) -> tuple[NDArray[np.float64], str]:
-        """An utterance, of mean 0 and variance 1, and what is said. It ends before 60 to 100 % of the longest."""
+        """An utterance, of mean 0 and variance 1, and what is said. It ends before 60 to 100 % of
+        the longest.
+        """
         rate = self.table.rate
         pitch, tract, tempo = random.uniform(90, 220), random.uniform(0.85, 1.1), random.uniform(0.8, 1.2)
         room = random.uniform(0.6, 1) * self.table.seconds * rate
@@ -149,13 +155,14 @@ def _vowel(
 
 @dataclass(frozen=True)
 class LibriSpeech:
-    """Utterances on disk: files NAME.flac (or .wav), and beside them *.trans.txt with lines "NAME TEXT".
+    """Utterances on disk: files NAME.flac (or .wav), and beside them *.trans.txt with lines "NAME
+    TEXT".
 
     What is longer than the recipe's seconds is left out, with a warning.
 
     Args:
-        recipe: whose data.source is a folder, such as LibriSpeech/train-clean-100, and data.validation_source another
-            one. Without the latter a share of the first is held out.
+        recipe: whose data.source is a folder, such as LibriSpeech/train-clean-100, and
+            data.validation_source another one. Without the latter a share of the first is held out.
         listener: told how far the reading of lengths is.
     """
 

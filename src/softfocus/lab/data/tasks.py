@@ -1,7 +1,8 @@
 """Generated tasks: sequences that ask, at the end, for something that stood far before.
 
-Every answer is drawn uniformly and independently of all other tokens. So a model that cannot see the tokens that hold an
-answer is right with probability `chance`, whatever else it sees and however well it was trained.
+Every answer is drawn uniformly and independently of all other tokens. So a model that cannot see
+the tokens that hold an answer is right with probability `chance`, whatever else it sees and however
+well it was trained.
 """
 
 import re
@@ -25,10 +26,10 @@ class Sample:
 
     Attributes:
         tokens: what the model reads, int64 [length].
-        labels: the answer at each position that asks for one, else -100; int64 [length]. labels[i] is the token that
-            follows tokens[i], as in training windows.
-        distances: at each position that asks, how many tokens the answer lies behind the token that is to be predicted
-            (its latest mention), else 0; int64 [length].
+        labels: the answer at each position that asks for one, else -100; int64 [length]. labels[i]
+            is the token that follows tokens[i], as in training windows.
+        distances: at each position that asks, how many tokens the answer lies behind the token that
+            is to be predicted (its latest mention), else 0; int64 [length].
     """
 
     tokens: NDArray[np.int64]
@@ -58,29 +59,33 @@ class Task(Protocol):
         """The largest `nearest` that a sequence of this length has room for."""
 
     def sample(self, random: np.random.Generator, length: int, nearest: int = 0) -> Sample:
-        """A sequence of exactly `length` tokens in which no answer lies nearer than `nearest` tokens.
+        """A sequence of exactly `length` tokens in which no answer lies nearer than `nearest`
+        tokens.
 
         Raises:
             LabError: the length has no room for that.
         """
 
     def grown(self, factor: int) -> "Task | None":
-        """The task with so many times more to remember, on the same vocabulary; None where it cannot grow."""
+        """The task with so many times more to remember, on the same vocabulary; None where it
+        cannot grow.
+        """
 
 
 @dataclass(frozen=True)
 class Mqar:
     """Multi-query associative recall (Arora et al. 2023, arXiv 2312.04927).
 
-    First come pairs of a key and its value, then filler with queries in it. A query is one of the keys; the answer is that
-    key's value. Keys of a sequence differ, values may repeat. The answer does not follow its query in the sequence, so a
-    pair is the only place that tells a value. Queries lie anywhere after the pairs with equal probability; the paper
-    prefers short distances.
+    First come pairs of a key and its value, then filler with queries in it. A query is one of the
+    keys; the answer is that key's value. Keys of a sequence differ, values may repeat. The answer
+    does not follow its query in the sequence, so a pair is the only place that tells a value.
+    Queries lie anywhere after the pairs with equal probability; the paper prefers short distances.
 
     Args:
         pairs: of a key and a value.
-        queries: how many there are. Where they are fewer than the pairs, some keys are not asked for; where they are more,
-            each key is asked for as often as the others, give or take one: more to learn from a sequence.
+        queries: how many there are. Where they are fewer than the pairs, some keys are not asked
+            for; where they are more, each key is asked for as often as the others, give or take
+            one: more to learn from a sequence.
         keys: different keys that there are.
         values: different values that there are.
         filler: different filler tokens that there are.
@@ -158,10 +163,12 @@ def _split(text: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Passkey:
-    """Passkey retrieval (Mohtashami and Jaggi 2023, arXiv 2305.16300): a number hidden in filler text, asked for at the end.
+    """Passkey retrieval (Mohtashami and Jaggi 2023, arXiv 2305.16300): a number hidden in filler
+    text, asked for at the end.
 
-    The sentences are the paper's, every word and every digit a token. The number stands at a random depth, all depths
-    with equal probability; the filler before and after it begins with its first sentence.
+    The sentences are the paper's, every word and every digit a token. The number stands at a random
+    depth, all depths with equal probability; the filler before and after it begins with its first
+    sentence.
 
     Args:
         digits: of the number.

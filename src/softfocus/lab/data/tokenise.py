@@ -1,4 +1,6 @@
-"""The documents of a corpus, or the shards, to the files of a token store. `softfocus.lab.data.tokens` says when and where."""
+"""The documents of a corpus, or the shards, to the files of a token store.
+`softfocus.lab.data.tokens` says when and where.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ FORMAT = 2
 SPLITS = ("train", "validation")
 
 Progress = Callable[[str, float | None], None]
-"""Called with what is being done, and the share of it that is done, 0 to 1, or None where the end is not known."""
+"""Called with what is being done, and the share of it that is done, 0 to 1, or None where the end
+is not known.
+"""
 
 _BATCH = 1 << 20  # characters that are tokenised at once
 _CHUNK = 1 << 22  # tokens of a shard that are copied at once
@@ -41,7 +45,9 @@ class Plan:
         self.key = hashlib.sha256(json.dumps([FORMAT, *parts]).encode()).hexdigest()[:24]
 
     def holds_out(self, index: int) -> bool:
-        """Whether document `index` of the training source validates; decided without knowing how many there are."""
+        """Whether document `index` of the training source validates; decided without knowing how
+        many there are.
+        """
         if self.validation is not None:
             return False
         return math.floor((index + 1) * self.fraction + self._phase) > math.floor(index * self.fraction + self._phase)
@@ -125,9 +131,11 @@ class _Part(NamedTuple):
 
 
 def _cut(plan: Plan) -> int | None:
-    """Where to cut, in characters, if the documents are too few for one of them to be held out; else None.
+    """Where to cut, in characters, if the documents are too few for one of them to be held out;
+    else None.
 
-    Decided on the text, before there is a tokenizer, so that a BPE sees nothing of what is held out.
+    Decided on the text, before there is a tokenizer, so that a BPE sees nothing of what is held
+    out.
     """
     starts, total, text = [], 0, ""
     for index, text in enumerate(plan.train):
@@ -196,7 +204,9 @@ def _batches(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
 def _copy(
     corpus: Corpus, paths: list[Path], end: int, writer: _Writer, progress: Progress, limit: int | None = None
 ) -> None:
-    """Copy whole shards, or their first `limit` tokens. A document starts at each `end`, as GPT-2's shards have it."""
+    """Copy whole shards, or their first `limit` tokens. A document starts at each `end`, as GPT-2's
+    shards have it.
+    """
     for number, path in enumerate(paths):
         whole = read_shard(path)
         shard = whole[: None if limit is None else limit - writer.count]
@@ -238,7 +248,9 @@ class _Writer:
         self.documents += len(starts)
 
     def cut(self, fraction: float) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """Take the documents off that start in the last fraction, or else the last fraction itself: (tokens, starts)."""
+        """Take the documents off that start in the last fraction, or else the last fraction itself:
+        (tokens, starts).
+        """
         self._starts.seek(0)
         starts = np.frombuffer(self._starts.read(), "<i8")
         at = min(max(1, round(self.count * (1 - fraction))), self.count - 1)

@@ -1,4 +1,6 @@
-"""A specification, in one string, to a Transformers tokenizer: bytes, a byte-level BPE, a folder, or one of the hub's."""
+"""A specification, in one string, to a Transformers tokenizer: bytes, a byte-level BPE, a folder,
+or one of the hub's.
+"""
 
 from __future__ import annotations
 
@@ -25,21 +27,24 @@ _TRAINING_CHARACTERS = 100_000_000  # what a BPE is trained on at most: its merg
 def load_tokenizer(spec: str, corpus_documents: Iterable[str] | None = None) -> Any:
     """A tokenizer that `save_pretrained` writes and `AutoTokenizer` reads back, without softfocus.
 
-    The two that are made here give back any text exactly, and spell out special tokens that a text happens to contain.
+    The two that are made here give back any text exactly, and spell out special tokens that a text
+    happens to contain.
 
     Args:
         spec: "bytes": the 256 byte values, each its own id, and 256 for the end of a document;
-            "bpe:VOCAB": a byte-level BPE of VOCAB tokens, trained on `corpus_documents` (their first 100 million
-            characters), the same for the same documents; id 0 ends a document. A small corpus may give fewer tokens;
-            the path of a Transformers tokenizer folder, or "hub:NAME".
+            "bpe:VOCAB": a byte-level BPE of VOCAB tokens, trained on `corpus_documents` (their
+            first 100 million characters), the same for the same documents; id 0 ends a document. A
+            small corpus may give fewer tokens; the path of a Transformers tokenizer folder, or
+            "hub:NAME".
         corpus_documents: what a BPE is trained on; the others leave it alone.
 
     Returns:
         A `transformers.PreTrainedTokenizerBase`, with an `eos_token`.
 
     Raises:
-        LabError: a spec that says nothing, a VOCAB below 257 or above 2^20, a BPE without documents, a folder or a name
-            that cannot be loaded, or a tokenizer that has no token to end a document with.
+        LabError: a spec that says nothing, a VOCAB below 257 or above 2^20, a BPE without
+            documents, a folder or a name that cannot be loaded, or a tokenizer that has no token to
+            end a document with.
     """
     if spec == BYTES:
         return _bytes()
@@ -54,7 +59,9 @@ def load_tokenizer(spec: str, corpus_documents: Iterable[str] | None = None) -> 
 
 
 def word_tokenizer(words: Sequence[str]) -> Any:
-    """A tokenizer for a generated task: each word is its place in the list, and the id after them ends a document."""
+    """A tokenizer for a generated task: each word is its place in the list, and the id after them
+    ends a document.
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     vocabulary = {word: number for number, word in enumerate([*words, END])}
@@ -81,14 +88,16 @@ class Encoder:
             backend = type(tokenizer.backend_tokenizer)
             described = json.loads(tokenizer.backend_tokenizer.to_str())
             model = described["model"]
-            # Its own unknown token counts; Transformers may know of none, or of one that it never gives
+            # Its own unknown token counts; Transformers may know of none, or of one that it never
+            # gives
             unknown = model.get("unk_token") or None
             self._unknown = model.get("unk_id") if unknown is None else tokenizer.backend_tokenizer.token_to_id(unknown)
             if unknown is None and self._unknown is not None:
                 unknown = tokenizer.backend_tokenizer.id_to_token(self._unknown)
             self._encode = _fast(backend.from_str(tokenizer.backend_tokenizer.to_str()))
             if model["type"] == "BPE" and unknown is None:
-                # It drops what it has no token for. In a copy, an unknown token beyond the vocabulary takes that place
+                # It drops what it has no token for. In a copy, an unknown token beyond the
+                # vocabulary takes that place
                 self._as_it_is, self._unknown = self._encode, vocabulary(tokenizer)
                 model |= {"unk_token": _LOST, "fuse_unk": False, "vocab": {**model["vocab"], _LOST: self._unknown}}
                 self._encode = _fast(backend.from_str(json.dumps(described)))
@@ -113,7 +122,8 @@ class Encoder:
 
 
 def _fast(backend: Any) -> Callable[[list[str]], list[list[int]]]:
-    """What encodes with a copy of a tokenizer: the settings below are for corpora and not for whoever else uses it.
+    """What encodes with a copy of a tokenizer: the settings below are for corpora and not for
+    whoever else uses it.
 
     Three times as fast as calling the tokenizer, which also makes masks and offsets.
     """
@@ -132,7 +142,9 @@ def _fast(backend: Any) -> Callable[[list[str]], list[list[int]]]:
 
 
 def vocabulary(tokenizer: Any) -> int:
-    """How many rows an embedding needs: one more than the largest id, which can be more than there are tokens."""
+    """How many rows an embedding needs: one more than the largest id, which can be more than there
+    are tokens.
+    """
     return int(max(tokenizer.get_vocab().values())) + 1
 
 
@@ -160,13 +172,16 @@ def save(tokenizer: Any, folder: Path) -> None:
 def _bytes() -> Any:
     from tokenizers import models
 
-    # Without merges a byte-level BPE is its alphabet; sorted into the order of the bytes, ids are byte values
+    # Without merges a byte-level BPE is its alphabet; sorted into the order of the bytes, ids are
+    # byte values
     alphabet = {character: byte for byte, character in enumerate(_byte_characters())}
     return _wrapped(_byte_level(models.BPE(vocab={**alphabet, END: len(alphabet)}, merges=[]), use_regex=False))
 
 
 def _byte_characters() -> list[str]:
-    """The printable characters that stand for the bytes 0 to 255 in a byte-level vocabulary: GPT-2's table."""
+    """The printable characters that stand for the bytes 0 to 255 in a byte-level vocabulary:
+    GPT-2's table.
+    """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
@@ -231,7 +246,8 @@ def _pretrained(spec: str) -> Any:
 
 
 def load_saved(name: Path | str, remedy: str, spec: str | None = None) -> Any:
-    """The tokenizer of a folder, or of a name of the hub; an error calls it by its spec, where there is one.
+    """The tokenizer of a folder, or of a name of the hub; an error calls it by its spec, where
+    there is one.
 
     Raises:
         LabError: it cannot be loaded.

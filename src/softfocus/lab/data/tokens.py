@@ -7,10 +7,11 @@ A cache folder holds one folder for each combination of source, tokenizer and op
     train.tokens                uint16, or uint32 where the vocabulary is larger than 65536
     train.documents             int64: where each document starts
     validation.{tokens,documents}
-    checksums.json              of all other files; every run looks once whether they are as they were written
+    checksums.json              of all other files; every run checks them once
 
-It is made as `.KEY.partial` and renamed, under a lock: what has the right name is complete, and of two processes that want
-the same tokens the second waits for the first. What is damaged is made anew.
+It is made as `.KEY.partial` and renamed, under a lock: what has the right name is complete, and of
+two processes that want the same tokens the second waits for the first. What is damaged is made
+anew.
 """
 
 from __future__ import annotations
@@ -48,15 +49,18 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class TokenStore:
-    """Training and validation tokens of a corpus, memory-mapped and read-only. Pickles as the name of its folder.
+    """Training and validation tokens of a corpus, memory-mapped and read-only. Pickles as the name
+    of its folder.
 
-    Every document ends with the tokenizer's end-of-document token, except in shards, where it starts with it.
+    Every document ends with the tokenizer's end-of-document token, except in shards, where it
+    starts with it.
 
     Attributes:
         folder: in the cache.
         train: token ids [n_train], uint16 or uint32.
         validation: token ids [n_validation].
-        train_documents: where each training document starts in `train`, int64 [documents]; the first is 0.
+        train_documents: where each training document starts in `train`, int64 [documents]; the
+            first is 0.
         validation_documents: the same for `validation`.
         vocab_size: every id is below it.
     """
@@ -116,33 +120,39 @@ def prepare(
     seed: int = 0,
     progress: Progress = lambda what, share: None,
 ) -> TokenStore:
-    """The tokens of a source, from the cache if they are there. Memory is bounded by the longest document.
+    """The tokens of a source, from the cache if they are there. Memory is bounded by the longest
+    document.
 
-    Without a validation source, one document in 1 / validation_fraction is held out, evenly from the first to the last;
-    where that gives none, the documents that start in the last validation_fraction of the tokens are, or else the end of
-    the last document. Of shards, which are copied into the cache, those with "val" in the name validate, or else the
-    first one, with the first 10,485,760 tokens; a shard that is alone is cut like text.
+    Without a validation source, one document in 1 / validation_fraction is held out, evenly from
+    the first to the last; where that gives none, the documents that start in the last
+    validation_fraction of the tokens are, or else the end of the last document. Of shards, which
+    are copied into the cache, those with "val" in the name validate, or else the first one, with
+    the first 10,485,760 tokens; a shard that is alone is cut like text.
 
-    The cache notices a file that changed its path, size or time. It does not notice a dataset of the hub that changed.
-    Every call compares the cached files with their checksums, and makes them anew where they are damaged, with a warning.
-    What was left out of the sources is said in a warning, also where they were tokenised earlier.
+    The cache notices a file that changed its path, size or time. It does not notice a dataset of
+    the hub that changed. Every call compares the cached files with their checksums, and makes them
+    anew where they are damaged, with a warning. What was left out of the sources is said in a
+    warning, also where they were tokenised earlier.
 
     Args:
-        source: what :class:`~softfocus.lab.data.corpus.Corpus` takes, or a file, folder or glob of .bin shards of tokens.
-        tokenizer_spec: what :func:`~softfocus.lab.data.tokenizer.load_tokenizer` takes. For shards, the tokenizer they were
-            made with: "hub:openai-community/gpt2" for FineWeb's.
-        validation_source: where all validation documents come from; `source` is then all for training.
+        source: what :class:`~softfocus.lab.data.corpus.Corpus` takes, or a file, folder or glob of
+            .bin shards of tokens.
+        tokenizer_spec: what :func:`~softfocus.lab.data.tokenizer.load_tokenizer` takes. For shards,
+            the tokenizer they were made with: "hub:openai-community/gpt2" for FineWeb's.
+        validation_source: where all validation documents come from; `source` is then all for
+            training.
         validation_fraction: of the documents of `source`, between 0 and 1.
         cache_folder: by default $SOFTFOCUS_CACHE, or ~/.cache/softfocus/tokens.
         text_field: the field or column that holds the text.
         max_documents: read no more documents of `source`, and of `validation_source`, than so many.
-        seed: of the order of "stdlib" and of the choice of held-out documents. Not a training seed: runs that are to be
-            compared need the same.
+        seed: of the order of "stdlib" and of the choice of held-out documents. Not a training seed:
+            runs that are to be compared need the same.
         progress: called now and then.
 
     Raises:
-        LabError: what Corpus and load_tokenizer raise; an empty corpus; a file or dataset that is in both sources; a shard
-            that is none, or holds ids that the tokenizer does not have; a disk that is full or cannot be written to.
+        LabError: what Corpus and load_tokenizer raise; an empty corpus; a file or dataset that is
+            in both sources; a shard that is none, or holds ids that the tokenizer does not have; a
+            disk that is full or cannot be written to.
     """
     if not 0 < validation_fraction < 1:
         raise LabError(f"validation_fraction is {validation_fraction}", "choose a share between 0 and 1, such as 0.05")
@@ -228,7 +238,9 @@ def _build(folder: Path, plan: Plan, progress: Progress) -> None:
 
 
 def _flaw(folder: Path, progress: Progress) -> str | None:
-    """What is wrong with the files in a folder of the cache, for a sentence; None where they are as they were written."""
+    """What is wrong with the files in a folder of the cache, for a sentence; None where they are as
+    they were written.
+    """
     try:
         written = dict(json.loads((folder / CHECKSUMS).read_text()))
         found = _checksums(folder, progress)
@@ -241,7 +253,9 @@ def _flaw(folder: Path, progress: Progress) -> str | None:
 
 
 def _is_early(folder: Path) -> bool:
-    """Whether a store was made before there were checksums, and said nothing of what was left out."""
+    """Whether a store was made before there were checksums, and said nothing of what was left
+    out.
+    """
     try:
         about = json.loads((folder / STORE).read_text())
     except (OSError, ValueError):

@@ -18,14 +18,16 @@ _log = logging.getLogger(__name__)
 
 
 class TrainingWindows(Dataset[dict[str, torch.Tensor]]):
-    """Windows of the training tokens, in an order that the index and the seed alone decide: resuming is exact.
+    """Windows of the training tokens, in an order that the index and the seed alone decide:
+    resuming is exact.
 
-    Read them in order of index; a sampler that shuffles is not needed. One pass over the tokens cuts them into windows
-    that do not overlap and gives each once, in random order; the next pass cuts them elsewhere and orders them anew.
-    Windows run across the ends of documents, as in GPT-2's training.
+    Read them in order of index; a sampler that shuffles is not needed. One pass over the tokens
+    cuts them into windows that do not overlap and gives each once, in random order; the next pass
+    cuts them elsewhere and orders them anew. Windows run across the ends of documents, as in
+    GPT-2's training.
 
-    An item is {"input_ids": int64 [length], "labels": int64 [length]}, where labels[i] is the token after input_ids[i]:
-    they are shifted already, so that a window makes `length` predictions.
+    An item is {"input_ids": int64 [length], "labels": int64 [length]}, where labels[i] is the token
+    after input_ids[i]: they are shifted already, so that a window makes `length` predictions.
 
     Args:
         store: the tokens.
@@ -70,7 +72,8 @@ class TrainingWindows(Dataset[dict[str, torch.Tensor]]):
 
 
 class TaskWindows(Dataset[dict[str, torch.Tensor]]):
-    """Sequences of a generated task, each of which its index and the seed alone decide: resuming is exact.
+    """Sequences of a generated task, each of which its index and the seed alone decide: resuming is
+    exact.
 
     An item is like one of :class:`TrainingWindows`; labels are -100 where nothing is asked for.
 
@@ -100,19 +103,22 @@ class TaskWindows(Dataset[dict[str, torch.Tensor]]):
 
 
 class EvaluationWindows:
-    """Windows of several lengths that make the very same predictions, so that their losses can be compared.
+    """Windows of several lengths that make the very same predictions, so that their losses can be
+    compared.
 
-    Spans of the longest length are laid out first, each inside one document, and then cut into the windows of a shorter
-    length: every length predicts the same tokens, each once, and differs only in what it sees before them. One span of
-    each document comes first, then another of each, so that few tokens still come from many documents. Where in its
-    document a span lies is random, so that a position in the window is not one in the file: files begin with licences
-    and imports. Where the documents are too short to hold enough spans, further spans run across the ends of documents,
-    with a warning.
+    Spans of the longest length are laid out first, each inside one document, and then cut into the
+    windows of a shorter length: every length predicts the same tokens, each once, and differs only
+    in what it sees before them. One span of each document comes first, then another of each, so
+    that few tokens still come from many documents. Where in its document a span lies is random, so
+    that a position in the window is not one in the file: files begin with licences and imports.
+    Where the documents are too short to hold enough spans, further spans run across the ends of
+    documents, with a warning.
 
     Args:
         store: the validation tokens.
         lengths: predictions a window; each divides the longest.
-        tokens: predictions at each length, rounded down to whole spans (at least one), fewer if there are not as many.
+        tokens: predictions at each length, rounded down to whole spans (at least one), fewer if
+            there are not as many.
         seed: of the places; the same for all runs that are to be compared.
 
     Attributes:
@@ -123,7 +129,8 @@ class EvaluationWindows:
         crossing: how many of them cross the end of a document.
 
     Raises:
-        LabError: fewer validation tokens than one span takes, or a length that does not divide the longest.
+        LabError: fewer validation tokens than one span takes, or a length that does not divide the
+            longest.
     """
 
     def __init__(self, store: TokenStore, lengths: Sequence[int], tokens: int, *, seed: int = 0) -> None:
@@ -135,7 +142,8 @@ class EvaluationWindows:
             )
         if store.n_validation <= self.longest:
             raise LabError(
-                f"there are {store.n_validation} validation tokens, one window of {self.longest} takes {self.longest + 1}",
+                f"there are {store.n_validation} validation tokens, one window of {self.longest} takes "
+                f"{self.longest + 1}",
                 "evaluate shorter lengths, or hold out more of the corpus",
             )
         wanted = max(1, tokens // self.longest)
@@ -159,7 +167,8 @@ class EvaluationWindows:
             batch_tokens: predictions a batch, at least one window.
 
         Yields:
-            (tokens [B, length + 1], documents [B]): the model reads tokens[:, :-1] and predicts tokens[:, 1:].
+            (tokens [B, length + 1], documents [B]): the model reads tokens[:, :-1] and predicts
+            tokens[:, 1:].
         """
         assert self.longest % length == 0, f"{length} is not among the lengths"
         starts = (self.starts[:, None] + np.arange(0, self.longest, length)).ravel()
@@ -173,7 +182,9 @@ class EvaluationWindows:
         return np.searchsorted(self.store.validation_documents, tokens, side="right") - 1
 
     def _inside(self, random: np.random.Generator) -> NDArray[np.int64]:
-        """Starts of as many spans as fit inside documents: one of each document, another of each, and so on."""
+        """Starts of as many spans as fit inside documents: one of each document, another of each,
+        and so on.
+        """
         starts = np.asarray(self.store.validation_documents)
         sizes = np.diff(starts, append=self.store.n_validation)
         counts = np.maximum(0, sizes - 1) // self.longest  # a span ends with the last token that it predicts
@@ -185,7 +196,9 @@ class EvaluationWindows:
         return found[np.lexsort((document, number))]
 
     def _across(self, taken: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Starts of the spans that fit between those that are taken, from the first token to the last."""
+        """Starts of the spans that fit between those that are taken, from the first token to the
+        last.
+        """
         taken = np.sort(taken)
         gaps = zip([0, *(taken + self.longest)], [*taken, self.store.n_validation - 1], strict=True)
         found = [np.arange(first, last - self.longest + 1, self.longest) for first, last in gaps]

@@ -1,4 +1,6 @@
-"""Fine-tuning on text classification: does one piece of text go on where another one ends? Accuracy on held-out text."""
+"""Fine-tuning on text classification: does one piece of text go on where another one ends? Accuracy
+on held-out text.
+"""
 
 import tempfile
 from pathlib import Path
@@ -32,11 +34,14 @@ LONGEST = 128
 """Tokens an example, both pieces together; fewer where the training length is shorter."""
 TRAINING, EPOCHS, TEST, BATCH = 4096, 3, 2048, 32
 RATE = 0.25
-"""The learning rate at the start, as a share of that of the training before; it falls linearly to 0."""
+"""The learning rate at the start, as a share of that of the training before; it falls linearly to
+0.
+"""
 
 
 class Pairs(Dataset[dict[str, torch.Tensor]]):
-    """Two pieces of text of one length, after one another: of one document, where the second follows the first, or of two.
+    """Two pieces of text of one length, after one another: of one document, where the second
+    follows the first, or of two.
 
     The seed decides all of them, so every run sees the same ones.
 
@@ -86,10 +91,12 @@ class Pairs(Dataset[dict[str, torch.Tensor]]):
 
 @measures
 def classify(folder: Path, *, progress: Listener = silent) -> Classification:
-    """Fine-tune a run's model, with a new head of two classes, and measure its accuracy on documents that are held out.
+    """Fine-tune a run's model, with a new head of two classes, and measure its accuracy on
+    documents that are held out.
 
-    The model of the run stays as it is. Examples are the same for every run of a corpus and a training length; the run's
-    seed decides the head's first weights and the order of the examples. It takes minutes and starts anew if it is stopped.
+    The model of the run stays as it is. Examples are the same for every run of a corpus and a
+    training length; the run's seed decides the head's first weights and the order of the examples.
+    It takes minutes and starts anew if it is stopped.
 
     Args:
         folder: a finished run of a recipe with text.
@@ -99,8 +106,8 @@ def classify(folder: Path, *, progress: Listener = silent) -> Classification:
         What classification.json holds.
 
     Raises:
-        LabError: a run that is not finished or was trained on a task, an architecture that has no classifier in
-            Transformers, or too few documents.
+        LabError: a run that is not finished or was trained on a task, an architecture that has no
+            classifier in Transformers, or too few documents.
     """
     models.quiet()
     info, recipe = load_run(folder), load(folder / RECIPE)
@@ -137,7 +144,9 @@ def classify(folder: Path, *, progress: Listener = silent) -> Classification:
 
 
 def _classifier(folder: Path, end: int) -> Any:
-    """The model with a head of two classes on its last token. Padding has to be named, though no example has any."""
+    """The model with a head of two classes on its last token. Padding has to be named, though no
+    example has any.
+    """
     try:
         config = models.load_config(folder)
         config.num_labels, config.pad_token_id = 2, end

@@ -1,4 +1,6 @@
-"""Forward passes of a run's model: under a window, and the loss of every token without ever holding all logits."""
+"""Forward passes of a run's model: under a window, and the loss of every token without ever holding
+all logits.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +21,8 @@ LOGITS = 2**24
 
 
 def under_window(folder: Path, lengths: Sequence[int], window: int | None, command: str) -> tuple[RunInfo, Recipe, Any]:
-    """A run, its recipe, and its model's configuration, for attention that sees so many of the last keys.
+    """A run, its recipe, and its model's configuration, for attention that sees so many of the last
+    keys.
 
     Args:
         folder: a finished run.
@@ -40,9 +43,11 @@ def under_window(folder: Path, lengths: Sequence[int], window: int | None, comma
 
 @torch.inference_mode()
 def has_plain_head(model: Any) -> bool:
-    """Whether the logits are the output embeddings of the body's last hidden state, and nothing more.
+    """Whether the logits are the output embeddings of the body's last hidden state, and nothing
+    more.
 
-    Some architectures scale or cap them (Cohere, Granite, Gemma); asking the model is the only way to know.
+    Some architectures scale or cap them (Cohere, Granite, Gemma); asking the model is the only way
+    to know.
     """
     tokens = torch.arange(2, device=model.device)[None]
     whole = model(input_ids=tokens, use_cache=False).logits

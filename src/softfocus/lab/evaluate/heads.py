@@ -1,4 +1,6 @@
-"""Which heads do far keys disturb: the loss in long windows when one head alone keeps to the last keys."""
+"""Which heads do far keys disturb: the loss in long windows when one head alone keeps to the last
+keys.
+"""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -30,19 +32,21 @@ def heads(
     batch_tokens: int = 4096,
     progress: Listener = silent,
 ) -> HeadsMeasured:
-    """Mean loss of a run in windows of one length: as it is, with all heads narrowed, and with each head narrowed alone.
+    """Mean loss of a run in windows of one length: as it is, with all heads narrowed, and with each
+    head narrowed alone.
 
-    A narrowed head sees the last keys only. Where that lowers the loss, far keys disturb the head. Query heads that share
-    a key head are narrowed together. Nothing is trained. Every row reads the same validation tokens.
+    A narrowed head sees the last keys only. Where that lowers the loss, far keys disturb the head.
+    Query heads that share a key head are narrowed together. Nothing is trained. Every row reads the
+    same validation tokens.
 
-    Each row is written to heads.json as it is finished. Rows that are there already are kept, if they were measured on the
-    same text.
+    Each row is written to heads.json as it is finished. Rows that are there already are kept, if
+    they were measured on the same text.
 
     Args:
         folder: a finished run of a recipe with text.
         length: tokens a window, longer than `window`.
-        window: keys that a narrowed head sees, itself included; by default the training length. A head with a narrower
-            window of its own keeps that, and is not measured.
+        window: keys that a narrowed head sees, itself included; by default the training length. A
+            head with a narrower window of its own keeps that, and is not measured.
         tokens: validation tokens a row; by default the recipe's.
         batch_tokens: tokens a forward pass, at least one window.
         progress: called with a "row" event as each row is finished, and "step" events between.
@@ -51,7 +55,8 @@ def heads(
         What heads.json holds.
 
     Raises:
-        LabError: a run that is not finished, one that was trained on a task, or a length that does not fit the text.
+        LabError: a run that is not finished, one that was trained on a task, or a length that does
+            not fit the text.
     """
     models.quiet()
     info, recipe, config = load_run(folder), load(folder / RECIPE), models.load_config(folder)
@@ -108,7 +113,8 @@ def name(layer: int | None, head: int | None) -> str:
 
 
 def narrowings(layout: Layout, config: Any, keys: int) -> Iterator[tuple[int | None, int | None, Layout]]:
-    """The layout as it is, (None, None); with every head narrowed, (None, 0); and each head alone, (layer, head).
+    """The layout as it is, (None, None); with every head narrowed, (None, 0); and each head alone,
+    (layer, head).
 
     Heads that share a key head go together, under the number of the first.
     """

@@ -1,4 +1,6 @@
-"""Induction: the loss of a language model on tokens that repeat something, by how far back it stood."""
+"""Induction: the loss of a language model on tokens that repeat something, by how far back it
+stood.
+"""
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -30,15 +32,18 @@ def induction(
     batch_tokens: int = 4096,
     progress: Listener = silent,
 ) -> Induction:
-    """Mean loss of a run by how far back the n-gram that ends with the predicted token stood before.
+    """Mean loss of a run by how far back the n-gram that ends with the predicted token stood
+    before.
 
-    A token that continues a repeat can be copied by a model that sees the repeat. Spans of the longest length are laid
-    out as for :func:`softfocus.lab.evaluate.loss.evaluate`, and the latest repeat of each token is looked for in its span.
-    Each length then predicts the same tokens in windows of that length, so that a token stands in the same bucket at
-    every length: at the longest the model is given all repeats, at 1x none that lie beyond the training length.
+    A token that continues a repeat can be copied by a model that sees the repeat. Spans of the
+    longest length are laid out as for :func:`softfocus.lab.evaluate.loss.evaluate`, and the latest
+    repeat of each token is looked for in its span. Each length then predicts the same tokens in
+    windows of that length, so that a token stands in the same bucket at every length: at the
+    longest the model is given all repeats, at 1x none that lie beyond the training length.
 
-    Each row is written to induction.json as it is finished. Rows that are there already are kept, if they were measured
-    on the same text with the same n-grams: what was killed goes on with those. Else they are replaced, with a warning.
+    Each row is written to induction.json as it is finished. Rows that are there already are kept,
+    if they were measured on the same text with the same n-grams: what was killed goes on with
+    those. Else they are replaced, with a warning.
 
     Args:
         folder: a finished run of a recipe with text.
@@ -53,7 +58,8 @@ def induction(
         What induction.json holds.
 
     Raises:
-        LabError: a run that is not finished, one that was trained on a task, or lengths that do not fit the text.
+        LabError: a run that is not finished, one that was trained on a task, or lengths that do not
+            fit the text.
     """
     info, recipe, config = under_window(folder, lengths, window, "induction")
     store = data.tokens(recipe, progress)
@@ -122,7 +128,9 @@ def repeats(tokens: NDArray[np.int64], ngram: int) -> NDArray[np.int64]:
 
 
 def edges(train_length: int, longest: int) -> list[int]:
-    """Bucket edges of distances: 0 (never), 1, and powers of two of the training length from a half on."""
+    """Bucket edges of distances: 0 (never), 1, and powers of two of the training length from a half
+    on.
+    """
     found, edge = [0, 1], max(2, train_length // 2)
     while edge < longest:
         found.append(edge)

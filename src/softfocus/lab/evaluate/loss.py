@@ -65,17 +65,19 @@ def evaluate(
     batch_tokens: int = 4096,
     progress: Listener = silent,
 ) -> Evaluation:
-    """Mean loss of a run at several lengths and under several settings, over all positions and by bucket of positions.
+    """Mean loss of a run at several lengths and under several settings, over all positions and by
+    bucket of positions.
 
-    Every length reads the same validation tokens: spans of the longest length (of these, or of an earlier evaluation of
-    this run, if these divide it and as many tokens are asked for), cut into windows of that length
-    (:class:`softfocus.lab.data.windows.EvaluationWindows`). Spans lie inside documents as far as the documents are long
-    enough; how many cross the end of one is kept with the result. The standard error takes documents, not windows, as
-    what was drawn at random: windows of one document are correlated (:class:`softfocus.lab.evaluate.means.Mean` has the
+    Every length reads the same validation tokens: spans of the longest length (of these, or of an
+    earlier evaluation of this run, if these divide it and as many tokens are asked for), cut into
+    windows of that length (:class:`softfocus.lab.data.windows.EvaluationWindows`). Spans lie inside
+    documents as far as the documents are long enough; how many cross the end of one is kept with
+    the result. The standard error takes documents, not windows, as what was drawn at random:
+    windows of one document are correlated (:class:`softfocus.lab.evaluate.means.Mean` has the
     formula). Sums by document are kept, so that runs can be compared on the same documents.
 
-    Each row is written to evaluation.unfinished.json as it is finished. An evaluation that was killed goes on with those, if
-    weights, text, batches, buckets and versions are the same.
+    Each row is written to evaluation.unfinished.json as it is finished. An evaluation that was
+    killed goes on with those, if weights, text, batches, buckets and versions are the same.
 
     Memory is bounded by `batch_tokens` for the model; of the logits only a part is held at once
     (:data:`softfocus.lab.evaluate.forward.LOGITS`).
@@ -83,18 +85,22 @@ def evaluate(
     Args:
         folder: a finished run.
         lengths: tokens a window, in any order.
-        settings: scaling of RoPE, attention window and sinks, another mechanism; by default as trained, dynamic NTK, a
-            window of the training length, and what the recipe's evaluate.mechanisms adds.
+        settings: scaling of RoPE, attention window and sinks, another mechanism; by default as
+            trained, dynamic NTK, a window of the training length, and what the recipe's
+            evaluate.mechanisms adds.
         tokens: validation tokens a length; by default the recipe's.
-        buckets: edges of positions; by default quarters and powers of two of the training length, which is always one.
+        buckets: edges of positions; by default quarters and powers of two of the training length,
+            which is always one.
         batch_tokens: tokens a forward pass, at least one window.
         progress: called with a "row" event as each row is finished, and "step" events between.
 
     Returns:
-        What evaluation.json holds: these rows, and those that it held already if they were measured on the same text.
+        What evaluation.json holds: these rows, and those that it held already if they were measured
+            on the same text.
 
     Raises:
-        LabError: a run that is not finished, a length longer than the tokens at hand, no rotary embedding to scale.
+        LabError: a run that is not finished, a length longer than the tokens at hand, no rotary
+            embedding to scale.
     """
     models.quiet()
     info = load_run(folder)
@@ -165,7 +171,9 @@ def _key(folder: Path, recipe: Recipe, evaluation: Evaluation, batch_tokens: int
 
 
 def _config(folder: Path, setting: Setting, train_length: int, length: int) -> Any:
-    """The configuration of a run's model, changed as a setting says. YaRN's depends on the length."""
+    """The configuration of a run's model, changed as a setting says. YaRN's depends on the
+    length.
+    """
     config = scale_rope(models.load_config(folder), setting.rope, train_length, length)
     if setting.sinks and not getattr(config, "rope_parameters", None):
         raise LabError(f"a {config.model_type} model has no rotary embedding, which sinks need", "leave out --sinks")
@@ -180,7 +188,9 @@ def _config(folder: Path, setting: Setting, train_length: int, length: int) -> A
 
 
 def _run_as(config: Any, name: str) -> None:
-    """Every head of a configuration runs another mechanism, with the windows and the share of RoPE that it has."""
+    """Every head of a configuration runs another mechanism, with the windows and the share of RoPE
+    that it has.
+    """
     layout = softfocus.hf.layout_of(config)
     assert layout is not None  # load_config refuses a config without one
     learned = sorted({*learned_parameters(name), *(key for group in layout.groups() for key in group.learned)})
@@ -193,7 +203,9 @@ def _run_as(config: Any, name: str) -> None:
 
 
 def _changes_nothing(setting: Setting, train_length: int, length: int) -> bool:
-    """Whether a model computes the same as without the setting: a short window needs no scaling, and is all in sight."""
+    """Whether a model computes the same as without the setting: a short window needs no scaling,
+    and is all in sight.
+    """
     scaled = setting.rope != "trained" and length > train_length
     hidden = setting.window is not None and length > setting.window
     return setting != AS_TRAINED and setting.mechanism is None and not scaled and not hidden
@@ -212,7 +224,9 @@ def _earlier(folder: Path, info: RunInfo) -> Evaluation | None:
 
 
 def _windows(store: TokenStore, lengths: list[int], tokens: int, before: Evaluation | None) -> EvaluationWindows:
-    """Windows on the text of an earlier evaluation, where these lengths divide its longest; else on their own."""
+    """Windows on the text of an earlier evaluation, where these lengths divide its longest; else on
+    their own.
+    """
     if before is not None and before.longest and not any(before.longest % length for length in lengths):
         windows = EvaluationWindows(store, [*lengths, before.longest], tokens)
         if (store.folder.name, windows.longest, windows.tokens) == before.text:
@@ -221,7 +235,9 @@ def _windows(store: TokenStore, lengths: list[int], tokens: int, before: Evaluat
 
 
 def _keep_others(evaluation: Evaluation, before: Evaluation, folder: Path) -> None:
-    """Take over the rows of an earlier evaluation that were not measured again, where they can stand beside the new ones."""
+    """Take over the rows of an earlier evaluation that were not measured again, where they can
+    stand beside the new ones.
+    """
     measured = {(row.length, row.setting) for row in evaluation.rows}
     others = [row for row in before.rows if (row.length, row.setting) not in measured]
     if before.text == evaluation.text:

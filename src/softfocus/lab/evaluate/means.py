@@ -1,4 +1,6 @@
-"""Means of losses and their differences, with standard errors that respect what belongs together."""
+"""Means of losses and their differences, with standard errors that respect what belongs
+together.
+"""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +13,9 @@ from numpy.typing import ArrayLike, NDArray
 
 
 def default_edges(train_length: int, length: int) -> list[int]:
-    """Bucket edges at quarters and powers of two of the training length: 0, L/4, L/2, L, 2L, 4L ... length."""
+    """Bucket edges at quarters and powers of two of the training length: 0, L/4, L/2, L, 2L, 4L ...
+    length.
+    """
     edges = {0, train_length // 4, train_length // 2, length}
     edge = train_length
     while edge < length:
@@ -24,17 +28,19 @@ def default_edges(train_length: int, length: int) -> list[int]:
 class Mean:
     """A mean over the tokens of several documents, or a difference of such means.
 
-    Two windows of one document tell less than two of different ones: their losses are correlated. So the document is the
-    unit that is taken to be drawn at random. With S_c the summed loss of document c, n_c its tokens, and the mean
-    m = sum S_c / sum n_c, each document moves the mean by its part::
+    Two windows of one document tell less than two of different ones: their losses are correlated.
+    So the document is the unit that is taken to be drawn at random. With S_c the summed loss of
+    document c, n_c its tokens, and the mean m = sum S_c / sum n_c, each document moves the mean by
+    its part::
 
         parts_c = (S_c - m n_c) / sum n_c
         standard error^2 = C / (C - 1) * sum_c parts_c^2
 
-    which is the linearised variance of a ratio over C documents (Cochran, Sampling Techniques, 1977, section 9A), and the
-    ordinary standard error of the mean where every window is a document of its own. It is NaN for a single document.
-    Parts add up as the means do, so a difference of two means over the same documents has the difference of their parts:
-    what a document does to both cancels.
+    which is the linearised variance of a ratio over C documents (Cochran, Sampling Techniques,
+    1977, section 9A), and the ordinary standard error of the mean where every window is a document
+    of its own. It is NaN for a single document. Parts add up as the means do, so a difference of
+    two means over the same documents has the difference of their parts: what a document does to
+    both cancels.
 
     Attributes:
         value: the mean.
@@ -65,7 +71,9 @@ class Mean:
         return cls(value, error, parts, documents, count - 1 if count > 1 else inf)
 
     def __sub__(self, other: "Mean") -> "Mean":
-        """The difference; unpaired means are taken to be independent, which is too wide where they share documents."""
+        """The difference; unpaired means are taken to be independent, which is too wide where they
+        share documents.
+        """
         value = self.value - other.value
         if parts := _paired([self, other]):
             return self._from_parts(value, parts[0] - parts[1], self.documents)
@@ -74,7 +82,9 @@ class Mean:
 
 
 def average(means: Sequence[Mean]) -> Mean:
-    """The mean of several means. Unpaired errors are taken to be fully correlated, which is the widest they can be."""
+    """The mean of several means. Unpaired errors are taken to be fully correlated, which is the
+    widest they can be.
+    """
     value = fmean(mean.value for mean in means)
     if parts := _paired(means):
         return Mean._from_parts(value, np.mean(parts, axis=0), means[0].documents)
@@ -82,7 +92,9 @@ def average(means: Sequence[Mean]) -> Mean:
 
 
 def _paired(means: Sequence[Mean]) -> list[NDArray[np.float64]]:
-    """The parts of each, where all are known document by document over the same documents; else nothing."""
+    """The parts of each, where all are known document by document over the same documents; else
+    nothing.
+    """
     parts = [mean.parts for mean in means if mean.parts is not None and mean.documents is not None]
     same = len({mean.documents for mean in means}) == 1
     return parts if same and len(parts) == len(means) else []
@@ -93,7 +105,9 @@ Error = tuple[float, float]
 
 
 def _sum(*errors: Error) -> Error:
-    """The error of a sum of independent numbers, with its degrees of freedom by Welch and Satterthwaite."""
+    """The error of a sum of independent numbers, with its degrees of freedom by Welch and
+    Satterthwaite.
+    """
     total = hypot(*(error for error, _ in errors))
     if not total > 0:
         return total, inf
@@ -108,8 +122,9 @@ _PLACES, _WEIGHTS = np.polynomial.legendre.leggauss(64)
 def t_quantile(freedom: float, inside: float = erf(sqrt(2))) -> float:
     """How many standard errors to either side hold a share of Student's t distribution.
 
-    The default share is that of two standard errors of the normal distribution, 0.9545. With T = sqrt(freedom) tan(angle)
-    the density becomes cos(angle)^(freedom - 1), which is integrated by Gauss and Legendre's rule. Exact to 1e-6.
+    The default share is that of two standard errors of the normal distribution, 0.9545. With T =
+    sqrt(freedom) tan(angle) the density becomes cos(angle)^(freedom - 1), which is integrated by
+    Gauss and Legendre's rule. Exact to 1e-6.
 
     Args:
         freedom: degrees of freedom, at least 1.
@@ -137,10 +152,12 @@ class Estimate:
 
     Attributes:
         value: the mean over the trainings, or a difference of two.
-        standard_error: from the documents and, where it is known, from the training seeds. The two are added as
-            independent variances. Noise of one seed on one document is counted in both, so this is on the safe side.
+        standard_error: from the documents and, where it is known, from the training seeds. The two
+            are added as independent variances. Noise of one seed on one document is counted in
+            both, so this is on the safe side.
         freedom: degrees of freedom of the standard error.
-        training_noise: whether the error holds all that of the seeds; with one training it is unknown.
+        training_noise: whether the error holds all that of the seeds; with one training it is
+            unknown.
     """
 
     value: float
@@ -152,8 +169,8 @@ class Estimate:
     def sure(self) -> bool:
         """Whether the value is farther from zero than noise brings it in 95 of 100 cases.
 
-        That is two standard errors where documents and seeds are many. An error from a few of them is itself uncertain,
-        so it takes more: 4.5 standard errors with three seeds, 14 with two.
+        That is two standard errors where documents and seeds are many. An error from a few of them
+        is itself uncertain, so it takes more: 4.5 standard errors with three seeds, 14 with two.
         """
         return abs(self.value) > t_quantile(self.freedom) * self.standard_error
 
@@ -164,7 +181,9 @@ def estimate(runs: Runs) -> Estimate:
 
 
 def difference(first: Runs, second: Runs) -> Estimate:
-    """The first mean less the second, paired by document, and by seed where both have the same seeds, each once."""
+    """The first mean less the second, paired by document, and by seed where both have the same
+    seeds, each once.
+    """
     documents = average([mean for _, mean in first]) - average([mean for _, mean in second])
     a, b = ({seed: mean.value for seed, mean in runs} for runs in (first, second))
     if a.keys() == b.keys() and len(a) == len(first) == len(second):
@@ -185,7 +204,9 @@ def _with_noise(documents: Mean, *noises: Error | None) -> Estimate:
 
 @dataclass
 class ClusteredMeans:
-    """Sums of losses by document and bucket of positions, from windows that come one batch after another."""
+    """Sums of losses by document and bucket of positions, from windows that come one batch after
+    another.
+    """
 
     edges: list[int]
     _sums: dict[int, NDArray[np.float64]] = field(default_factory=dict)

@@ -1,4 +1,6 @@
-"""Recall over length: how many answers of a generated task a run finds, and how far back they lie."""
+"""Recall over length: how many answers of a generated task a run finds, and how far back they
+lie.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -46,14 +48,17 @@ def recall(
     batch_tokens: int = 4096,
     progress: Listener = silent,
 ) -> Recall:
-    """Share of right answers of a run at several lengths, over all answers and by how far back they lie.
+    """Share of right answers of a run at several lengths, over all answers and by how far back they
+    lie.
 
-    Sequences are lengthened in two ways: by filler alone, and with as many times more to remember (where the task has
-    that, and keys enough). Up to the training length they are like those of training. Beyond it every answer lies at
-    least half the sequence back, or as far as there is room: at a length of 4 times the training length or more, a window
-    of the training length in two layers reaches none.
+    Sequences are lengthened in two ways: by filler alone, and with as many times more to remember
+    (where the task has that, and keys enough). Up to the training length they are like those of
+    training. Beyond it every answer lies at least half the sequence back, or as far as there is
+    room: at a length of 4 times the training length or more, a window of the training length in two
+    layers reaches none.
 
-    Each row is written to recall.json as it is finished. Rows that are there already are kept and not measured again.
+    Each row is written to recall.json as it is finished. Rows that are there already are kept and
+    not measured again.
 
     Args:
         folder: a finished run of a recipe with a generated task.
@@ -67,7 +72,8 @@ def recall(
         What recall.json holds.
 
     Raises:
-        LabError: a run that is not finished, one that was trained on text, or a length that cannot hold a sequence.
+        LabError: a run that is not finished, one that was trained on text, or a length that cannot
+            hold a sequence.
     """
     info, recipe, config = under_window(folder, lengths, window, "recall")
     task = data.task_of(recipe)
@@ -96,17 +102,21 @@ def recall(
 
 
 def is_measured(folder: Path, lengths: Sequence[int]) -> bool:
-    """Whether recall.json holds all that :func:`recall` measures at these lengths when nothing else is asked for.
+    """Whether recall.json holds all that :func:`recall` measures at these lengths when nothing else
+    is asked for.
 
     Raises:
-        LabError: a run that is not finished, a recall.json that cannot be read, or a length that cannot hold a sequence.
+        LabError: a run that is not finished, a recall.json that cannot be read, or a length that
+            cannot hold a sequence.
     """
     task = data.task_of(load(folder / RECIPE))
     return task is not None and not _left(folder, load_run(folder), task, lengths, None, SEQUENCES)[1]
 
 
 def reach(config: Any) -> int | None:
-    """How many tokens back can matter to a prediction: windows add up through the layers. None where there is no limit."""
+    """How many tokens back can matter to a prediction: windows add up through the layers. None
+    where there is no limit.
+    """
     layout = softfocus.hf.layout_of(config)
     assert layout is not None, "every run has a mechanism"
     total = 0
@@ -128,7 +138,9 @@ def text(row: RecallRow) -> str:
 
 
 def edges(train_length: int, length: int) -> list[int]:
-    """Bucket edges of distances: powers of two of the training length from a quarter on, and the midpoints between them."""
+    """Bucket edges of distances: powers of two of the training length from a quarter on, and the
+    midpoints between them.
+    """
     found, edge = {0, length + 1}, train_length // 4
     while edge < length:
         found |= {edge, edge + edge // 2}
@@ -171,7 +183,9 @@ def _plans(task: Task, lengths: Sequence[int], train_length: int) -> Iterator[_P
 def _answers(
     model: Any, plan: _Plan, indices: Sequence[int], *, bf16: bool, plain: bool
 ) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
-    """(right [B, answers], distances [B, answers]) of some sequences. Logits are made where something is asked for."""
+    """(right [B, answers], distances [B, answers]) of some sequences. Logits are made where
+    something is asked for.
+    """
     samples = [plan.task.sample(random_for("evaluation", 0, index), plan.length, plan.nearest) for index in indices]
     tokens, labels, distances = (
         torch.from_numpy(np.stack([getattr(sample, name) for sample in samples]))
@@ -191,7 +205,9 @@ def _answers(
 
 
 def _share(right: NDArray[np.bool_], of: NDArray[np.bool_]) -> tuple[float, float]:
-    """Share of right answers among some [sequences, answers], and its standard error, for which a sequence is the unit."""
+    """Share of right answers among some [sequences, answers], and its standard error, for which a
+    sequence is the unit.
+    """
     counts = of.sum(1)
     mean = Mean.of((right & of).sum(1)[counts > 0], counts[counts > 0])
     return mean.value, mean.standard_error

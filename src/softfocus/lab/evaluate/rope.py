@@ -12,9 +12,9 @@ def scale_rope(config: Any, rope: Rope, train_length: int, length: int) -> Any:
     Up to the training length L0 nothing changes. For L tokens beyond it and a rotary dimension d:
 
     * dynamic NTK (`rope_type="dynamic"`, factor 1): the base becomes base * (L / L0)^(d / (d - 2));
-    * YaRN (arXiv 2309.00071; `rope_type="yarn"`, factor L / L0): frequencies that turn less than once in L0 tokens are
-      divided by the factor, those that turn more than 32 times stay, those between are blended; and the cosines and
-      sines are multiplied by 0.1 ln(L / L0) + 1.
+    * YaRN (arXiv 2309.00071; `rope_type="yarn"`, factor L / L0): frequencies that turn less than
+      once in L0 tokens are divided by the factor, those that turn more than 32 times stay, those
+      between are blended; and the cosines and sines are multiplied by 0.1 ln(L / L0) + 1.
 
     Args:
         config: of a model with rotary embeddings; changed in place.
@@ -31,7 +31,8 @@ def scale_rope(config: Any, rope: Rope, train_length: int, length: int) -> Any:
     parameters = getattr(config, "rope_parameters", None)
     if not parameters:
         raise LabError(f"a {config.model_type} model has no rotary embedding that {rope} could scale", alone)
-    # Some architectures hold one table for each kind of layer, and none for layers without a rotary embedding
+    # Some architectures hold one table for each kind of layer, and none for layers without a rotary
+    # embedding
     tables = [parameters] if "rope_type" in parameters else [table for table in parameters.values() if table]
     for table in tables:
         if table["rope_type"] not in ("default", "dynamic"):

@@ -1,4 +1,6 @@
-"""The loss and the error rate of a run that is measured sample by sample: hidden tokens, images, speech."""
+"""The loss and the error rate of a run that is measured sample by sample: hidden tokens, images,
+speech.
+"""
 
 import time
 from collections.abc import Sequence
@@ -25,8 +27,8 @@ from softfocus.lab.run_folder.results import AS_TRAINED, WRONG, Bucket, Evaluati
 def evaluate_samples(folder: Path, *, batch_tokens: int = 4096, progress: Listener = silent) -> Evaluation:
     """Mean loss and share of wrong answers of a run, over all samples that were held out.
 
-    The standard errors take documents as what was drawn at random: an image, an utterance, a text. Sums by document are
-    kept, so that runs can be compared on the same documents.
+    The standard errors take documents as what was drawn at random: an image, an utterance, a text.
+    Sums by document are kept, so that runs can be compared on the same documents.
 
     Args:
         folder: a finished run of a recipe with hidden tokens, images or speech.
@@ -45,7 +47,8 @@ def evaluate_samples(folder: Path, *, batch_tokens: int = 4096, progress: Listen
     if source.key != info.corpus_key:
         raise LabError(
             f"the data of {folder} have changed (or moved, or were copied) since it was trained",
-            f"put them back as they were, or train again with `softfocus train {folder / RECIPE} --out {folder} --overwrite`",
+            f"put them back as they were, or train again with `softfocus train {folder / RECIPE} --out "
+            f"{folder} --overwrite`",
         )
     held = source.held_out(recipe)
     length, count = info.train_length, len(held.documents)

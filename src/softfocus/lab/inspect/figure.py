@@ -1,4 +1,6 @@
-"""Figures of an inspection: maps of attention, and what layers are like. As PNG for files, as parts of the page."""
+"""Figures of an inspection: maps of attention, and what layers are like. As PNG for files, as parts
+of the page.
+"""
 
 import io
 from base64 import b64encode
@@ -43,7 +45,9 @@ _UNSEEN = (128, 128, 128, 40)
 
 
 def shade(shares: NDArray[np.float32]) -> NDArray[np.uint8]:
-    """The colours of a map, RGBA [R, cells, 4]. On a logarithmic scale; a weight of exactly 0 is fully transparent."""
+    """The colours of a map, RGBA [R, cells, 4]. On a logarithmic scale; a weight of exactly 0 is
+    fully transparent.
+    """
     strength = np.clip(1 + np.log10(np.maximum(shares, 1e-30)) / _DECADES, 0, 1)[..., None]  # 0 at 1e-9, 1 at 1
     colour = _WEAK + (_STRONG - _WEAK) * strength
     alpha = np.where(shares[..., None] > 0, 255 * (0.12 + 0.88 * strength**2), 0)
@@ -111,7 +115,9 @@ def save_measures(found: Sequence[tuple[str, Inspection]], path: Path, title: st
 
 
 def measure_figures(inspections: Sequence[Inspection]) -> list[tuple[str, Figure]]:
-    """The panels of :func:`save_measures` with their titles, each a figure of its own for a page."""
+    """The panels of :func:`save_measures` with their titles, each a figure of its own for a
+    page.
+    """
     drawn = []
     with rc_context(STYLE):
         for measure, title in TITLES.items():

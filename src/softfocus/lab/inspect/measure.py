@@ -45,7 +45,8 @@ def measures(weights: Tensor, visible: Tensor, places: Tensor, train_length: int
 
 
 def picture(weights: Tensor, visible: Tensor, cells: int) -> Tensor:
-    """Rows of weights as shares of their largest, [R, cells]: the highest of the keys in a cell, HIDDEN where none is visible.
+    """Rows of weights as shares of their largest, [R, cells]: the highest of the keys in a cell,
+    HIDDEN where none is visible.
 
     Args:
         weights: [R, Lk].

@@ -1,4 +1,6 @@
-"""inspect.html: maps, charts and tables of an inspection in one file that needs nothing but itself."""
+"""inspect.html: maps, charts and tables of an inspection in one file that needs nothing but
+itself.
+"""
 
 import math
 from collections.abc import Sequence
@@ -58,7 +60,8 @@ def sentence(name: str, one: Inspection) -> str:
     length = one.lengths[-1].length
     row = one.row(length)
     return (
-        f"{name}, at {figure.tokens(one, length)}: {_phrase('zeros', row.zeros)} of the visible weights are exactly zero and "
+        f"{name}, at {figure.tokens(one, length)}: {_phrase('zeros', row.zeros)} of the visible weights are "
+        f"exactly zero and "
         f"{_phrase('above_1e_3', row.above_1e_3)} exceed 1e-3 of their row's largest. The entropy of a row is "
         f"{_phrase('entropy', row.entropy)} nats, where uniform weights would have {row.uniform.mean:.2f}; "
         f"{_phrase('beyond', row.beyond)} of the weight lies a training length away or farther."
@@ -81,7 +84,9 @@ def lines(one: Inspection, length: int) -> list[tuple[str, Row]]:
 
 
 def _with_error(measure: str, value: Value) -> tuple[str, str, str]:
-    """(mean, "± error", unit), with as many digits as the error allows; no error where it is unknown or 0."""
+    """(mean, "± error", unit), with as many digits as the error allows; no error where it is
+    unknown or 0.
+    """
     unit = " %" if measure in _SHARES else ""
     factor, least = 100 if unit else 1, 1 if unit or measure == "distance" else 2
     error = factor * value.standard_error
@@ -99,7 +104,9 @@ def _phrase(measure: str, value: Value) -> str:
 def _maps(
     named: Sequence[tuple[str, Inspection]], maps: Sequence[Sequence[Map]]
 ) -> list[tuple[str, str, list[dict[str, Any]]]]:
-    """(run, length, its maps), the longest lengths first, where the runs stand one below the other."""
+    """(run, length, its maps), the longest lengths first, where the runs stand one below the
+    other.
+    """
     groups = []
     for place in range(max(len(one.lengths) for _, one in named)):
         for (name, one), its in zip(named, maps, strict=True):
@@ -136,6 +143,7 @@ def _method(name: str, one: Inspection) -> str:
     for length in one.lengths:
         rows = f"all {length.rows:,}" if length.rows == length.length else f"{length.rows:,} evenly spaced"
         parts.append(
-            f"{length.windows:,} windows of {length.length:,} tokens from {length.documents:,} documents, {rows} rows of each"
+            f"{length.windows:,} windows of {length.length:,} tokens from {length.documents:,} documents, "
+            f"{rows} rows of each"
         )
     return f"{name}: {'; '.join(parts)}."

@@ -1,4 +1,6 @@
-"""Inspections of several runs together: inspect.json, two figures, one page, and a table for the terminal."""
+"""Inspections of several runs together: inspect.json, two figures, one page, and a table for the
+terminal.
+"""
 
 from collections.abc import Sequence
 from datetime import UTC, datetime

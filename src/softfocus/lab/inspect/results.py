@@ -25,8 +25,8 @@ class Value(Record):
 class Row(Record):
     """What the rows of attention are like at one length: means over the rows that were looked at.
 
-    Of weights with signs the absolute values count. A row whose weights are all 0 has 0 everywhere but
-    in `zeros` and below thresholds.
+    Of weights with signs the absolute values count. A row whose weights are all 0 has 0 everywhere
+    but in `zeros` and below thresholds.
     """
 
     length: int

@@ -1,4 +1,6 @@
-"""Looking inside a run: its model reads text, and every call of attention is measured as it is made."""
+"""Looking inside a run: its model reads text, and every call of attention is measured as it is
+made.
+"""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -66,9 +68,10 @@ def inspect(
 ) -> tuple[Inspection, list[Map]]:
     """Measure the attention of a run, and draw some of it.
 
-    All layers and heads are measured, at every length on the same text. Of a window longer than :data:`ROWS` so many rows
-    are looked at, evenly spaced; the weights of a row are always whole. Memory is bounded by `batch_tokens` for the model
-    and by :data:`softfocus.row_weights.BLOCK_ELEMENTS` for the weights.
+    All layers and heads are measured, at every length on the same text. Of a window longer than
+    :data:`ROWS` so many rows are looked at, evenly spaced; the weights of a row are always whole.
+    Memory is bounded by `batch_tokens` for the model and by
+    :data:`softfocus.row_weights.BLOCK_ELEMENTS` for the weights.
 
     Args:
         folder: a finished run.
@@ -81,8 +84,8 @@ def inspect(
         progress: called with "step" events.
 
     Raises:
-        LabError: a run that is not finished, a text that cannot be read or is too short, more tokens than the model has
-            positions or the device has memory.
+        LabError: a run that is not finished, a text that cannot be read or is too short, more
+            tokens than the model has positions or the device has memory.
         UsageError: a layer or head that the model has not got.
     """
     models.quiet()

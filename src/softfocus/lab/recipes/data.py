@@ -7,7 +7,9 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 Count = Annotated[int, Field(ge=1)]
 
 Kind = Literal["text", "task", "masked", "images", "speech"]
-"""What a model learns: to go on with a text, a generated task, hidden tokens of a text, classes of images, speech."""
+"""What a model learns: to go on with a text, a generated task, hidden tokens of a text, classes of
+images, speech.
+"""
 
 MATTER: dict[Kind, str] = {
     "text": "text",
@@ -49,7 +51,9 @@ class PasskeyTable(Table):
 
 
 class ImagesTable(Table):
-    """Images and their classes: :mod:`softfocus.lab.data.images`. Generated, unless data.source names a folder."""
+    """Images and their classes: :mod:`softfocus.lab.data.images`. Generated, unless data.source
+    names a folder.
+    """
 
     size: Count = Field(default=32, description="pixels a side")
     glyphs: str = Field(default="0123456789", min_length=2, description="of generated images: a class each")
@@ -64,7 +68,9 @@ class ImagesTable(Table):
 
 
 class SpeechTable(Table):
-    """Speech and what was said: :mod:`softfocus.lab.data.speech`. Synthesised, unless data.source names a folder."""
+    """Speech and what was said: :mod:`softfocus.lab.data.speech`. Synthesised, unless data.source
+    names a folder.
+    """
 
     seconds: float = Field(default=2.0, ge=1, le=120, description="of the longest utterance")
     rate: int = Field(default=16000, ge=4000, le=48000, description="samples a second")

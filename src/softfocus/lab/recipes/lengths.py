@@ -37,7 +37,8 @@ def parse(text: str, train_length: int, option: str = "--lengths") -> list[int]:
 def settings_of(
     rope: str, windows: Sequence[str], sinks: int, train_length: int, mechanisms: Sequence[str] = ()
 ) -> list[Setting]:
-    """The settings of an evaluation: each scaling of RoPE without a window, each window with RoPE as trained.
+    """The settings of an evaluation: each scaling of RoPE without a window, each window with RoPE
+    as trained.
 
     Args:
         rope: scalings, with commas between them, or "none".
@@ -47,7 +48,8 @@ def settings_of(
         mechanisms: to be run in place of the trained one, under each scaling.
 
     Raises:
-        UsageError: an unknown scaling or mechanism, something that is not a length, sinks without a window, or nothing at all.
+        UsageError: an unknown scaling or mechanism, something that is not a length, sinks without a
+            window, or nothing at all.
     """
     scalings = [] if rope.strip() == "none" else [part.strip() for part in rope.split(",")]
     for name in scalings:

@@ -1,4 +1,6 @@
-"""From a name or a TOML file to a Recipe: what it inherits, what the command line changes, and what is wrong with it."""
+"""From a name or a TOML file to a Recipe: what it inherits, what the command line changes, and what
+is wrong with it.
+"""
 
 import copy
 import tomllib
@@ -22,10 +24,12 @@ def load(name_or_path: str | Path, overrides: list[str] | None = None) -> Recipe
 
     Args:
         name_or_path: a shipped name, or a TOML file.
-        overrides: `"train.steps=100"`: a key and a TOML value; what is not TOML is taken as a string.
+        overrides: `"train.steps=100"`: a key and a TOML value; what is not TOML is taken as a
+            string.
 
     Raises:
-        LabError: a missing file, a key that does not exist (with the nearest one), a value out of range.
+        LabError: a missing file, a key that does not exist (with the nearest one), a value out of
+            range.
         UsageError: the same, where an override brought it.
     """
     values = _read(str(name_or_path), ())
@@ -129,7 +133,9 @@ def _override(values: dict[str, Any], override: str) -> None:
 
 
 def _explain(mistake: Any, where: str) -> tuple[str, str]:
-    """One of pydantic's errors: the key, the value that came and what is allowed; and what to do."""
+    """One of pydantic's errors: the key, the value that came and what is allowed; and what to
+    do.
+    """
     path = [str(part) for part in mistake["loc"]]
     key, fields = ".".join(path), _fields(path[:-1])
     if mistake["type"] == "extra_forbidden":

@@ -25,7 +25,8 @@ class ModelTable(Table):
     parameters: dict[str, float] = Field(default={}, description="initial values of what the mechanism learns")
     layout: dict[str, Any] = Field(
         default={},
-        description="by layer type, number, slice ('0::2') or '*' (all others): a table of window, sinks, rope, heads, and "
+        description="by layer type, number, slice ('0::2') or '*' (all others): a table of window, sinks, "
+        "rope, heads, and "
         "mechanism and parameters where they are not the model's; or a list of such tables, one a group of heads",
     )
     config: dict[str, Any] = Field(default={}, description="what the architecture's configuration takes")
@@ -134,7 +135,8 @@ class TrainTable(Table):
             raise ValueError(f"batch={self.batch} is not a multiple of accumulate={self.accumulate}")
         if self.warmup + (self.warmdown or 0) > self.steps:
             raise ValueError(
-                f"warmup={self.warmup} + warmdown={self.warmdown or 0} is more than steps={self.steps}: lower train.warmup "
+                f"warmup={self.warmup} + warmdown={self.warmdown or 0} is more than steps={self.steps}: "
+                f"lower train.warmup "
                 "or train.warmdown, or raise train.steps"
             )
         return self
@@ -148,7 +150,8 @@ class EvaluateTable(Table):
     mechanisms: list[str] = Field(default=[], description="to be run in place of the trained one, beside it")
     also: list[Literal["attention", "classification"]] = Field(
         default=[],
-        description="what studies and claims measure, too: attention, as `softfocus inspect` does, or classification, as "
+        description="what studies and claims measure, too: attention, as `softfocus inspect` does, "
+        "or classification, as "
         "`softfocus classify` does",
     )
 
@@ -194,7 +197,8 @@ class Recipe(Table):
             if schedule.end is not None and powers != {schedule.end}:
                 ends = ", ".join(f"{power:g}" for power in sorted(powers))
                 raise ValueError(
-                    f"train.power.end: got {schedule.end:g}, but the heads end with {ends}; the end is the mechanism's own "
+                    f"train.power.end: got {schedule.end:g}, but the heads end with {ends}; "
+                    f"the end is the mechanism's own "
                     "power: leave it out, or write it in the mechanism"
                 )
         return self

@@ -26,16 +26,18 @@ def compare(
     remarks: Sequence[str] = (),
     console: Console | None = None,
 ) -> Comparison:
-    """Compare runs: print the table and the finding, write results.json, figure1.png and report.html.
+    """Compare runs: print the table and the finding, write results.json, figure1.png and
+    report.html.
 
-    Runs that were trained on a generated task and measured by `softfocus recall` are compared by their right answers.
+    Runs that were trained on a generated task and measured by `softfocus recall` are compared by
+    their right answers.
 
-    Runs need not share a training length, the lengths at which they were evaluated, a recipe or a tokenizer; in what
-    they differ is written into the report's notes.
+    Runs need not share a training length, the lengths at which they were evaluated, a recipe or a
+    tokenizer; in what they differ is written into the report's notes.
 
     Args:
-        folders: run folders, each trained and measured, in the order in which they are to stand. A results.json of an
-            earlier comparison stands for its runs.
+        folders: run folders, each trained and measured, in the order in which they are to stand. A
+            results.json of an earlier comparison stands for its runs.
         out: where to write; made if need be.
         axis: count lengths in multiples of each run's own training length, or in tokens.
         title: the report's heading.
@@ -43,8 +45,8 @@ def compare(
         console: where to print; stdout if not given.
 
     Raises:
-        LabError: no folder, the same run twice, one that is not finished and measured, runs of which some have losses
-            and some right answers, or `out` cannot be written to.
+        LabError: no folder, the same run twice, one that is not finished and measured, runs of
+            which some have losses and some right answers, or `out` cannot be written to.
     """
     if not folders:
         raise LabError("there is nothing to compare", "name at least one run folder")
@@ -70,7 +72,9 @@ def compare(
 
 
 def _kind(path: Path) -> str | None:
-    """What was measured, "evaluation" or "recall"; None where neither can be told, which reading the path explains."""
+    """What was measured, "evaluation" or "recall"; None where neither can be told, which reading
+    the path explains.
+    """
     if path.suffix != ".json":
         return next(
             (kind for kind, name in (("evaluation", EVALUATION), ("recall", RECALL)) if (path / name).exists()), None

@@ -1,4 +1,6 @@
-"""Tables and figures of anything measured with its standard error at several places: a line is a name and its points."""
+"""Tables and figures of anything measured with its standard error at several places: a line is a
+name and its points.
+"""
 
 import math
 from collections.abc import Sequence
@@ -79,7 +81,9 @@ def curve_table(title: str, first: str, lines: Sequence[Line], heads: dict[float
 
 
 def save_curves(panels: Sequence[Panel], path: Path, *, title: str, train_length: int) -> None:
-    """Write a figure as a PNG, whole or not at all: bars are the points' errors, dotted is the training length."""
+    """Write a figure as a PNG, whole or not at all: bars are the points' errors, dotted is the
+    training length.
+    """
     with rc_context(STYLE):
         figure = Figure(figsize=(5.5 * len(panels), 4.6), layout="constrained")
         grid = figure.subplots(1, len(panels), squeeze=False)[0]

@@ -15,8 +15,9 @@ from softfocus.lab.report.points import Axis, Cell, Group, best_setting, cell, c
 from softfocus.lab.run_folder.disk import PARTIAL, writing
 from softfocus.lab.run_folder.results import AS_TRAINED, Bucket, RunInfo
 
-# Okabe and Ito's palette, which people with any of the common colour blindnesses can tell apart, in an order that also
-# differs in lightness; the second entry is the shade for a dark page. Softmax comes first in every shipped comparison.
+# Okabe and Ito's palette, which people with any of the common colour blindnesses can tell apart, in
+# an order that also differs in lightness; the second entry is the shade for a dark page. Softmax
+# comes first in every shipped comparison.
 PALETTE = (
     ("#5c5c5c", "#b9b9b9"),
     ("#0072b2", "#56b4e9"),
@@ -29,7 +30,8 @@ _PREFERRED = {"softmax": 0, "lssa": 1, "lssar": 2, "laser": 3}
 _MARKERS = ("o", "s", "D", "^", "v", "P")
 _STYLES = ("-", "--", "-.", ":")
 
-# Neutral colours that the page's stylesheet replaces in the SVG, so that one drawing suits light and dark
+# Neutral colours that the page's stylesheet replaces in the SVG, so that one drawing suits light
+# and dark
 TEXT, RULE = "#1f2329", "#d0d3d9"
 STYLE: dict[str, Any] = {
     "font.family": "sans-serif",
@@ -66,7 +68,9 @@ Draw = Callable[[Any], Ends]
 
 
 def colours(groups: Sequence[Group]) -> list[int]:
-    """A place in the palette for each group. The demo's four keep theirs in every figure, where free."""
+    """A place in the palette for each group. The demo's four keep theirs in every figure, where
+    free.
+    """
     return places([group.first.mechanism for group in groups])
 
 
@@ -89,8 +93,8 @@ def line_style(index: int) -> str:
 def figure1(groups: Sequence[Group], *, title: str, axis: Axis = "multiple") -> Figure:
     """Loss over length, two panels a row.
 
-    The first shows each group with its best setting at the longest length, on a y axis of its own: who
-    is ahead. Each of the others shows one setting, all on one y axis: what the setting does.
+    The first shows each group with its best setting at the longest length, on a y axis of its own:
+    who is ahead. Each of the others shows one setting, all on one y axis: what the setting does.
     """
     names = panels(groups)
     across, down = min(2, len(names)), math.ceil(len(names) / 2)
@@ -130,7 +134,9 @@ def save_png(figure: Figure, path: Path, title: str, *, dpi: int = 160) -> None:
 
 
 def length_figures(groups: Sequence[Group], *, axis: Axis = "multiple") -> list[tuple[str, Figure]]:
-    """Loss over length for a page: the panels of figure1 with their names, to stand side by side or not."""
+    """Loss over length for a page: the panels of figure1 with their names, to stand side by side or
+    not.
+    """
     names = panels(groups)
     draws = [partial(_draw_lengths, groups=groups, name=name, axis=axis) for name in names]
     apart = len(names) - len(settings(groups))  # the panel with a y axis of its own, if it is there
@@ -138,7 +144,9 @@ def length_figures(groups: Sequence[Group], *, axis: Axis = "multiple") -> list[
 
 
 def position_figures(groups: Sequence[Group]) -> list[tuple[str, Figure]]:
-    """Loss over the position inside the longest window of each group, one drawing a setting, on the same y axis."""
+    """Loss over the position inside the longest window of each group, one drawing a setting, on the
+    same y axis.
+    """
     names = settings(groups)
     draws = [partial(_draw_positions, groups=groups, name=name) for name in names]
     return list(zip(names, _figures(draws), strict=True))
@@ -150,13 +158,17 @@ def training_figure(infos: Sequence[Sequence[RunInfo]], groups: Sequence[Group])
 
 
 def panels(groups: Sequence[Group]) -> list[str]:
-    """The names of the panels of loss over length: the best of each group, then one for each setting."""
+    """The names of the panels of loss over length: the best of each group, then one for each
+    setting.
+    """
     names = settings(groups)
     return names if len(names) == 1 else [_BEST, *names]
 
 
 def _draw_lengths(ax: Any, groups: Sequence[Group], name: str, axis: Axis) -> Ends:
-    """Lines with bands of one standard error of the difference from the lowest line: what documents share cancels."""
+    """Lines with bands of one standard error of the difference from the lowest line: what documents
+    share cancels.
+    """
     ticks = columns(groups, axis)
     chosen = [best_setting(group, groups, axis) if name == _BEST else name for group in groups]
     grid = [[cell(group, x, setting, axis) for x in ticks] for group, setting in zip(groups, chosen, strict=True)]
@@ -188,7 +200,9 @@ def _lowest(cells: Sequence[Cell | None]) -> Cell | None:
 
 
 def _error(there: Cell, lowest: Cell | None, lines: int) -> float:
-    """Of the difference from the lowest line, which has none; of the loss itself where there is one line."""
+    """Of the difference from the lowest line, which has none; of the loss itself where there is one
+    line.
+    """
     if lines == 1 or lowest is None:
         return there.standard_error
     return 0.0 if there is lowest else there.minus(lowest).standard_error
@@ -205,7 +219,8 @@ def _draw_positions(ax: Any, groups: Sequence[Group], name: str) -> Ends:
     ends: Ends = []
     for index, (group, colour) in enumerate(zip(groups, colours(groups), strict=True)):
         there = [one for x in columns([group]) if (one := cell(group, x, name)) is not None]
-        # A bucket stands at its geometric middle, which is its middle on a logarithmic axis; the first starts at 0
+        # A bucket stands at its geometric middle, which is its middle on a logarithmic axis; the
+        # first starts at 0
         middles = [
             (math.sqrt(max(some[0].start, 1) * some[0].end), fmean(bucket.loss for bucket in some), math.nan)
             for some in (_alike(there[-1]) if there else [])
@@ -240,7 +255,9 @@ def _draw_training(ax: Any, infos: Sequence[Sequence[RunInfo]], groups: Sequence
 def _line(
     ax: Any, points: Sequence[tuple[float, float, float]], colour: int, style: str, *, markers: bool = True
 ) -> tuple[float, float] | None:
-    """One line with its band of one standard error, with gaps where a loss is not finite; returns its last point."""
+    """One line with its band of one standard error, with gaps where a loss is not finite; returns
+    its last point.
+    """
     shade, marker = PALETTE[colour][0], _MARKERS[colour] if markers else ""
     finite = [(x, y if math.isfinite(y) else math.nan, e if math.isfinite(e) else 0.0) for x, y, e in points]
     x, y, e = ([point[i] for point in finite] for i in range(3))
@@ -280,8 +297,11 @@ def _label_ends(ax: Any, ends: Ends) -> None:
 
 
 def spread(wanted: Sequence[float], gap: float) -> list[float]:
-    """Ascending heights, moved as little as possible (in least squares) so that neighbours lie at least a gap apart."""
-    # With i*gap taken off, "a gap apart" reads "not descending", and pooling neighbours that descend solves it
+    """Ascending heights, moved as little as possible (in least squares) so that neighbours lie at
+    least a gap apart.
+    """
+    # With i*gap taken off, "a gap apart" reads "not descending", and pooling neighbours that
+    # descend solves it
     groups: list[list[float]] = []
     for index, height in enumerate(wanted):
         groups.append([height - index * gap])

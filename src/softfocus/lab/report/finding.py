@@ -27,11 +27,15 @@ class Difference(Record):
     training_noise: bool
     """Whether the standard error holds the noise of training, which takes several seeds of both."""
     verdict: Verdict
-    """"inconclusive" where noise alone may have made the difference (`Estimate.sure`), or where it is not a number."""
+    """"inconclusive" where noise alone may have made the difference (`Estimate.sure`), or where it
+    is not a number.
+    """
 
 
 class Finding(Record):
-    """What the runs show at the training length and at the longest length that all of them share."""
+    """What the runs show at the training length and at the longest length that all of them
+    share.
+    """
 
     sentence: str
     differences: list[Difference]
@@ -40,8 +44,9 @@ class Finding(Record):
 def finding(groups: Sequence[Group], axis: Axis = "multiple") -> Finding:
     """What was found, in a sentence for each length, with the numbers that they rest on.
 
-    Each group is shown with its best setting at that length. At the training length all are held against
-    Softmax, if one group is Softmax: that is the price of a mechanism. Elsewhere they are held against the lowest loss.
+    Each group is shown with its best setting at that length. At the training length all are held
+    against Softmax, if one group is Softmax: that is the price of a mechanism. Elsewhere they are
+    held against the lowest loss.
     """
     shared = shared_columns(groups, axis)
     if not shared:
@@ -94,7 +99,9 @@ def _difference(one: Cell, reference: Cell, column: float) -> Difference:
 
 
 def _sentence(where: str, reference: Cell, others: Sequence[Difference], column: float, *, price: bool) -> str:
-    """At 16x Softmax with window 1x has the lowest loss, 1.356; LSSAR as trained is 0.165 ± 0.012 higher."""
+    """At 16x Softmax with window 1x has the lowest loss, 1.356; LSSAR as trained is 0.165 ± 0.012
+    higher.
+    """
     if not math.isfinite(reference.loss):
         return f"{where} every loss diverged."
     has = "has a loss of" if price or not others else "has the lowest loss,"

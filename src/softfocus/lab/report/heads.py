@@ -1,4 +1,6 @@
-"""What `softfocus heads` shows: which heads far keys disturb, as a table, a sentence and a figure."""
+"""What `softfocus heads` shows: which heads far keys disturb, as a table, a sentence and a
+figure.
+"""
 
 import math
 from pathlib import Path
@@ -30,7 +32,9 @@ def gains(found: HeadsMeasured) -> list[tuple[HeadRow, Mean]]:
 
 
 def heads_table(found: HeadsMeasured) -> Table:
-    """A row for each head, the most disturbed first, below the model as it is and with all heads narrowed."""
+    """A row for each head, the most disturbed first, below the model as it is and with all heads
+    narrowed.
+    """
     base = mean(found, found.rows[0])
     table = Table(
         title=f"Loss in windows of {found.length:,} tokens when a head sees the last {found.window:,} keys only; "

@@ -1,4 +1,6 @@
-"""What `softfocus induction` shows: a table and a figure of the loss by distance of the latest repeat."""
+"""What `softfocus induction` shows: a table and a figure of the loss by distance of the latest
+repeat.
+"""
 
 import math
 from collections.abc import Iterator
@@ -25,7 +27,9 @@ def induction_table(found: Induction) -> Table:
 
 
 def save_induction_figure(found: Induction, folder: Path) -> None:
-    """Write induction.png beside induction.json. Tokens that repeat nothing are in the table alone."""
+    """Write induction.png beside induction.json. Tokens that repeat nothing are in the table
+    alone.
+    """
     lines = [Line(line.name, [point for point in line.points if point.at > 0]) for line in _lines(found)]
     panel = Panel("distance to the latest repeat (tokens)", "loss (nats per token)", lines)
     title = f"{found.run}: loss on repeated {found.ngram}-grams (dotted: training length)"

@@ -1,4 +1,6 @@
-"""What a report says beside its numbers: where they come from, how to read them, and what limits them."""
+"""What a report says beside its numbers: where they come from, how to read them, and what limits
+them.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -8,7 +10,9 @@ from softfocus.lab.run_folder.results import Evaluation
 
 
 def provenance(report: Report) -> str:
-    """Recipes, commits and seeds in one line: what a figure that is passed around must say about itself."""
+    """Recipes, commits and seeds in one line: what a figure that is passed around must say about
+    itself.
+    """
     infos = [entry.info for entry in report.runs]
     return " · ".join(
         _several(one, many, [str(read_out(info)) for info in infos])
@@ -27,7 +31,9 @@ def short_commit(commit: str) -> str:
 
 
 def notes(entries: Sequence[Entry], axis: Axis = "multiple") -> list[str]:
-    """In what the runs differ although a comparison takes it to be equal, and what else limits what they show."""
+    """In what the runs differ although a comparison takes it to be equal, and what else limits what
+    they show.
+    """
     found = _statistics(grouped(entries), axis)
     for what, read_out, consequence in _COMMON:
         values = list(dict.fromkeys(read_out(entry) for entry in entries))
@@ -49,19 +55,23 @@ def _statistics(found: Sequence[Group], axis: Axis) -> list[str]:
         return []
     ends = [there for group in found if (there := best(group, shared[-1], axis)) is not None]
     said = [
-        "±: one standard error, from the documents and, where there are several seeds, from those. Differences are paired "
-        "by document and by seed. One within two standard errors is inconclusive. It takes more of them where there are "
+        "±: one standard error, from the documents and, where there are several seeds, from those. "
+        "Differences are paired "
+        "by document and by seed. One within two standard errors is inconclusive. "
+        "It takes more of them where there are "
         "few seeds or documents: 14 with two, 4.5 with three, 3.3 with four (Student's t)."
     ]
     if any(there.gain for there in ends):
         said.append(
-            f"Gain: in windows of {column_name(shared[-1], axis)}, the loss at the positions of the first training length "
+            f"Gain: in windows of {column_name(shared[-1], axis)}, the loss at the positions of the first "
+            f"training length "
             "less the loss at all later positions of the same windows. Later text may be harder or easier for every "
             "model, so hold gains against each other."
         )
     if len(found) > 1 and not all(row.documents for there in ends for row in there.rows):
         said.append(
-            "Some results hold no losses by document: their differences are not paired, and their standard errors too wide."
+            "Some results hold no losses by document: their differences are not paired, "
+            "and their standard errors too wide."
         )
     return said
 
@@ -88,7 +98,9 @@ _COMMON: tuple[tuple[str, Callable[[Entry], str], str], ...] = (
 
 
 def same_text(evaluations: Sequence[Evaluation]) -> bool:
-    """Whether all are known to have read the same validation text, so that losses differ by model and length alone."""
+    """Whether all are known to have read the same validation text, so that losses differ by model
+    and length alone.
+    """
     return len({evaluation.text for evaluation in evaluations}) == 1 and all(e.corpus_key for e in evaluations)
 
 
@@ -99,12 +111,14 @@ def _text_notes(entries: Sequence[Entry]) -> list[str]:
     for one in texts.values():
         if one.documents:
             found.append(
-                f"Evaluated on {one.tokens:,} validation tokens{_of(one, entries)}: spans of {one.longest:,}, at random "
+                f"Evaluated on {one.tokens:,} validation tokens{_of(one, entries)}: spans of {one.longest:,}, "
+                f"at random "
                 f"places in {one.documents:,} documents, cut into windows of each length."
             )
         if one.crossing:
             found.append(
-                f"{one.crossing} of the {one.tokens // one.longest} spans{_of(one, entries)} cross the end of a document: "
+                f"{one.crossing} of the {one.tokens // one.longest} spans{_of(one, entries)} cross the end of "
+                f"a document: "
                 "there, a long context is partly another text."
             )
     if len(texts) > 1:
@@ -117,7 +131,8 @@ def _text_notes(entries: Sequence[Entry]) -> list[str]:
     ]
     if changed:
         found.append(
-            f"The corpus of {', '.join(changed)} changed (or moved, or was copied) after training: what it was evaluated on "
+            f"The corpus of {', '.join(changed)} changed (or moved, or was copied) after training: "
+            f"what it was evaluated on "
             "may have been trained on."
         )
     return found

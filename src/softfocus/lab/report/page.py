@@ -1,4 +1,6 @@
-"""report.html: one file that needs nothing but itself, for a wide screen, a phone, a dark room or a screen reader."""
+"""report.html: one file that needs nothing but itself, for a wide screen, a phone, a dark room or a
+screen reader.
+"""
 
 import io
 import math
@@ -74,7 +76,9 @@ def _drawings(figures: list[tuple[str, Figure]]) -> list[tuple[str, Markup]]:
 
 
 def svg(drawing: Figure) -> Markup:
-    """A drawing to stand inside an HTML page: no header, no metadata, colours as the page's variables."""
+    """A drawing to stand inside an HTML page: no header, no metadata, colours as the page's
+    variables.
+    """
     buffer = io.StringIO()
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     with rc_context(figure.STYLE):  # text stays text

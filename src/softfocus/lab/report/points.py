@@ -1,4 +1,6 @@
-"""What table, figure, page and finding read from evaluations: groups of runs, columns, and what stands where."""
+"""What table, figure, page and finding read from evaluations: groups of runs, columns, and what
+stands where.
+"""
 
 import contextlib
 import json
@@ -83,15 +85,18 @@ class Cell:
         return estimate(self.losses).standard_error
 
     def minus(self, other: "Cell") -> Estimate:
-        """How much higher this loss is than another's, with the standard error of the difference."""
+        """How much higher this loss is than another's, with the standard error of the
+        difference.
+        """
         return difference(self.losses, other.losses)
 
     @property
     def gain(self) -> Estimate | None:
-        """The gain from context: how much lower the loss is beyond the first training length of the windows than in it.
+        """The gain from context: how much lower the loss is beyond the first training length of the
+        windows than in it.
 
-        The same documents make both means, so they are paired. None where sums by document are missing, or where the
-        windows are no longer than the training length.
+        The same documents make both means, so they are paired. None where sums by document are
+        missing, or where the windows are no longer than the training length.
         """
         gains = [_gain(e, row) for e, row in zip(self.group.evaluations, self.rows, strict=True)]
         known = [gain for gain in gains if gain is not None]
@@ -101,7 +106,9 @@ class Cell:
 
 
 def _mean(evaluation: Evaluation, row: Row, start: int = 0, end: int | None = None) -> Mean | None:
-    """The mean loss over the positions start <= i < end of a row's windows; None where it is not known by document."""
+    """The mean loss over the positions start <= i < end of a row's windows; None where it is not
+    known by document.
+    """
     buckets = [b for b in row.buckets if b.start >= start and b.end <= (end or row.length)]
     if not row.documents or not buckets:
         return None
@@ -117,11 +124,13 @@ def _gain(evaluation: Evaluation, row: Row) -> Mean | None:
 
 
 def groups(evaluations: Sequence[Evaluation], recipes: Sequence[str]) -> list[Group]:
-    """Runs whose resolved recipes differ by seed and name alone, evaluated on the same text, put together.
+    """Runs whose resolved recipes differ by seed and name alone, evaluated on the same text, put
+    together.
 
     Args:
         evaluations: of the runs.
-        recipes: their resolved recipes, as TOML; a run whose recipe is not known ("") is a group of its own.
+        recipes: their resolved recipes, as TOML; a run whose recipe is not known ("") is a group of
+            its own.
     """
     kinds: dict[object, list[Evaluation]] = {}
     for index, (evaluation, recipe) in enumerate(zip(evaluations, recipes, strict=True)):
@@ -141,8 +150,9 @@ def count_text(seeds: Sequence[int]) -> str:
 
 
 def without_seed(text: str) -> object:
-    """What has to agree: not the name, the description or the seed. A recipe of an earlier version has the defaults that it
-    does not name."""
+    """What has to agree: not the name, the description or the seed. A recipe of an earlier version
+    has the defaults that it does not name.
+    """
     try:
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError:  # edited by hand: like nothing but a copy of itself
@@ -187,14 +197,18 @@ def shared_columns(found: Sequence[Group], axis: Axis = "multiple") -> list[floa
 
 
 def cell(group: Group, column: float, setting: str, axis: Axis = "multiple") -> Cell | None:
-    """What stands at a place on the axis under a setting, if every run of the group was evaluated there."""
+    """What stands at a place on the axis under a setting, if every run of the group was evaluated
+    there.
+    """
     rows = [_row(evaluation, column, setting, axis) for evaluation in group.evaluations]
     found = tuple(row for row in rows if row is not None)
     return Cell(group, setting, found) if len(found) == len(rows) else None
 
 
 def _row(evaluation: Evaluation, column: float, setting: str, axis: Axis) -> Row | None:
-    """Up to the training length a scaling of RoPE changes nothing, so the row as trained stands for a missing one."""
+    """Up to the training length a scaling of RoPE changes nothing, so the row as trained stands for
+    a missing one.
+    """
     there = {row.setting: row for row in evaluation.rows if position(evaluation, row, axis) == column}
     for one, row in there.items():
         if setting_name(evaluation, one) == setting:
@@ -206,7 +220,9 @@ def _row(evaluation: Evaluation, column: float, setting: str, axis: Axis) -> Row
 
 
 def best(group: Group, column: float, axis: Axis = "multiple") -> Cell | None:
-    """The losses of a group at a place on the axis with its best setting; a diverged loss comes last."""
+    """The losses of a group at a place on the axis with its best setting; a diverged loss comes
+    last.
+    """
     names = [name for name in settings([group]) if name != WRONG.name()]
     found = [there for name in names if (there := cell(group, column, name, axis)) is not None]
     return min(found, key=lambda one: one.loss if math.isfinite(one.loss) else math.inf, default=None)
@@ -233,7 +249,9 @@ def column_name(column: float, axis: Axis = "multiple") -> str:
 
 
 def tokens_at(found: Iterable[Group], column: float, axis: Axis) -> int | None:
-    """The tokens of a column that counts multiples, or None where the groups do not agree on them."""
+    """The tokens of a column that counts multiples, or None where the groups do not agree on
+    them.
+    """
     lengths = {round(column * group.first.train_length) for group in found}
     return lengths.pop() if axis == "multiple" and len(lengths) == 1 else None
 
@@ -244,7 +262,8 @@ def mechanism_name(mechanism: str) -> str:
 
 
 def labels(evaluations: Sequence[Evaluation | Recall]) -> list[str]:
-    """A name for each run: its mechanism's, with the run's where two share a mechanism, numbered where those agree.
+    """A name for each run: its mechanism's, with the run's where two share a mechanism, numbered
+    where those agree.
 
     A layout is long to say, so such a run has its own name, without the seed.
     """

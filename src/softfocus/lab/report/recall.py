@@ -61,7 +61,9 @@ def _complete(recall: Recall) -> Iterator[Line]:
 
 
 def _by_distance(recall: Recall) -> Iterator[Line]:
-    """One length has room for few distances, so the lengths are put together; the shortest counts where they meet."""
+    """One length has room for few distances, so the lengths are put together; the shortest counts
+    where they meet.
+    """
     for name, rows in _groups(recall):
         found: dict[float, Point] = {}
         for row in rows:

@@ -1,4 +1,6 @@
-"""Runs that were trained on one generated task, held against each other: results.json, a table and a figure."""
+"""Runs that were trained on one generated task, held against each other: results.json, a table and
+a figure.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,7 +44,8 @@ class RecallGroup:
         return self.label if len(seeds) == 1 else f"{self.label} ({count_text(seeds)})"
 
     def points(self, grown: bool, window: int | None = None) -> list[Point]:
-        """The share of right answers by length: a mean and standard deviation over seeds; one run's standard error.
+        """The share of right answers by length: a mean and standard deviation over seeds; one run's
+        standard error.
 
         A length that one of the runs lacks is left out.
         """
@@ -95,8 +98,9 @@ def compare_recall(
         console: where to print.
 
     Raises:
-        LabError: a run that is not finished or not measured, runs of several tasks or training lengths, a run that
-            comes twice, seeds that share no length, or a folder that cannot be written to.
+        LabError: a run that is not finished or not measured, runs of several tasks or training
+            lengths, a run that comes twice, seeds that share no length, or a folder that cannot be
+            written to.
     """
     entries = [entry for path in paths for entry in _entries(path)]
     refuse_twice([entry.info for entry in entries])
@@ -154,7 +158,9 @@ def _lines(groups: Sequence[RecallGroup], grown: bool) -> list[Line]:
 
 
 def _notes(groups: Sequence[RecallGroup]) -> list[str]:
-    """How to read the numbers, and in what the runs differ although a comparison takes it to be equal."""
+    """How to read the numbers, and in what the runs differ although a comparison takes it to be
+    equal.
+    """
     found = _errors(groups)
     entries = [entry for group in groups for entry in group.entries]
     if any(row.blind for entry in entries for row in entry.recall.shown):

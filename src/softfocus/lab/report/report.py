@@ -1,4 +1,6 @@
-"""A report on finished runs: results.json, figure1.png and report.html, all computed from what the run folders hold."""
+"""A report on finished runs: results.json, figure1.png and report.html, all computed from what the
+run folders hold.
+"""
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -23,7 +25,8 @@ def build(
         entries: the runs, in the order in which they are to stand.
         title: the page's heading.
         axis: what lengths are counted in, in the figure and the table.
-        remarks: what the reader should know beyond what the runs themselves tell; stands first among the notes.
+        remarks: what the reader should know beyond what the runs themselves tell; stands first
+            among the notes.
     """
     return Report(
         title=title,

@@ -34,7 +34,8 @@ class Entry(Record):
 class Report(Record):
     """Everything that a report shows. results.json is this, and reads back equal.
 
-    The finding follows from the runs, so it is computed anew when a file is read: early files hold another kind.
+    The finding follows from the runs, so it is computed anew when a file is read: early files hold
+    another kind.
     """
 
     schema_version: int = SCHEMA_VERSION

@@ -30,18 +30,21 @@ def loss_table(
     axis: Axis = "multiple",
     title: str | None = "Validation loss, nats per token",
 ) -> Table:
-    """Losses over length: one line a group of runs and setting, the lowest loss of each column in bold.
+    """Losses over length: one line a group of runs and setting, the lowest loss of each column in
+    bold.
 
     Args:
         groups: what is known so far.
-        planned: the columns of a table that is still filling; what is missing in them shows as "…". Without it the
-            table is final, and a length at which a run was not evaluated shows as "–".
+        planned: the columns of a table that is still filling; what is missing in them shows as "…".
+            Without it the table is final, and a length at which a run was not evaluated shows as
+            "–".
         axis: what lengths are counted in.
         title: above the table.
 
     Returns:
-        A table of means over the runs of each group, with their standard deviation below where there are several. Its
-        last column is the gain from context at the longest length that all groups share.
+        A table of means over the runs of each group, with their standard deviation below where
+        there are several. Its last column is the gain from context at the longest length that all
+        groups share.
     """
     across = list(planned) if planned is not None else columns(groups, axis)
     ends = across if planned is not None else shared_columns(groups, axis)

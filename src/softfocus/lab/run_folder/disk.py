@@ -1,4 +1,6 @@
-"""Files that are written whole or not at all, and what goes wrong there, whichever library writes them."""
+"""Files that are written whole or not at all, and what goes wrong there, whichever library writes
+them.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +18,22 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """What freeing space helps against."""
 
 PARTIAL = ".partial"
-"""Ends the name of a file or folder that is being written: ".run.json.k3x.partial". A writer that is killed leaves it."""
+"""Ends the name of a file or folder that is being written: ".run.json.k3x.partial". A writer that
+is killed leaves it.
+"""
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a text file in UTF-8 under a temporary name and rename it, so that a crash leaves the old file or none.
+    """Write a text file in UTF-8 under a temporary name and rename it, so that a crash leaves the
+    old file or none.
 
     What is no file, such as /dev/null, is written to as it is.
 
     Raises:
         LabError: the folder cannot be written to, or the disk is full.
     """
-    # A path that this locale cannot spell has bytes that stand in for its letters; they are written as they came
+    # A path that this locale cannot spell has bytes that stand in for its letters; they are written
+    # as they came
     data = text.encode("utf-8", "surrogateescape")
     with writing(path, "name a folder that can be written to, with space left on its disk"):
         if path.exists() and not path.is_file() and not path.is_dir():
@@ -69,8 +75,8 @@ def writing(path: Path, remedy: str) -> Iterator[None]:
 def disk_error(error: BaseException) -> OSError | None:
     """The OSError that an error is, or stands for; None where it is about something else.
 
-    tokenizers raises a bare Exception and safetensors its own, both ending in "(os error 28)"; torch.save raises a
-    RuntimeError of its C++ writer, which keeps the reason to itself.
+    tokenizers raises a bare Exception and safetensors its own, both ending in "(os error 28)";
+    torch.save raises a RuntimeError of its C++ writer, which keeps the reason to itself.
     """
     if isinstance(error, OSError):
         return error

@@ -1,4 +1,6 @@
-"""The files of a run folder: their names, writing them, and reading them back as parts of one run."""
+"""The files of a run folder: their names, writing them, and reading them back as parts of one
+run.
+"""
 
 import logging
 from collections.abc import Callable
@@ -65,15 +67,16 @@ def save_run(folder: Path, info: RunInfo) -> None:
 
 
 def load_run(folder: Path, *, complete: bool = True) -> RunInfo:
-    """Read run.json. A run that it calls running, but that no process owns, was killed: it is returned as interrupted.
+    """Read run.json. A run that it calls running, but that no process owns, was killed: it is
+    returned as interrupted.
 
     Args:
         folder: the run folder.
         complete: refuse a run that has not finished.
 
     Raises:
-        LabError: no such folder, no run in it, a run that did not finish, files of two trainings, or a file that cannot
-            be read.
+        LabError: no such folder, no run in it, a run that did not finish, files of two trainings,
+            or a file that cannot be read.
     """
     if not folder.is_dir():
         raise LabError(f"there is no run at {folder}", _TRAIN)
@@ -125,7 +128,9 @@ def _recipe_token(folder: Path) -> str | None:
 
 
 def measures(function: Callable[Concatenate[Path, _P], _R]) -> Callable[Concatenate[Path, _P], _R]:
-    """Decorates what measures a finished run and writes into its folder, which nobody else then does meanwhile."""
+    """Decorates what measures a finished run and writes into its folder, which nobody else then
+    does meanwhile.
+    """
 
     @wraps(function)
     def alone(folder: Path, *arguments: _P.args, **options: _P.kwargs) -> _R:
@@ -151,7 +156,8 @@ def load_measured(folder: Path, kind: type[Measured]) -> Measured:
     """Read evaluation.json, or what else :data:`MEASURED` names.
 
     Raises:
-        LabError: no such folder, no such file in it, one of another training, or one that cannot be read.
+        LabError: no such folder, no such file in it, one of another training, or one that cannot be
+            read.
     """
     name, command = MEASURED[kind]
     if not folder.is_dir():
@@ -164,7 +170,9 @@ def load_measured(folder: Path, kind: type[Measured]) -> Measured:
 
 
 def with_rows_so_far(folder: Path, fresh: _ByRow) -> _ByRow:
-    """What the file of a measurement holds if it is of the same one, rows and the run's name aside; else the fresh one."""
+    """What the file of a measurement holds if it is of the same one, rows and the run's name aside;
+    else the fresh one.
+    """
     if not (folder / MEASURED[type(fresh)][0]).exists():
         return fresh
     found = load_measured(folder, type(fresh))
@@ -183,7 +191,9 @@ def save_unfinished(folder: Path, unfinished: Unfinished) -> None:
 
 
 def load_unfinished(folder: Path, key: str) -> list[Row]:
-    """The rows of an evaluation of the same key that was stopped; none where the file is of another key or damaged."""
+    """The rows of an evaluation of the same key that was stopped; none where the file is of another
+    key or damaged.
+    """
     try:
         found = Unfinished.model_validate_json((folder / UNFINISHED).read_text(encoding="utf-8"))
     except (OSError, ValueError):

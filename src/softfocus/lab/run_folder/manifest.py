@@ -1,4 +1,6 @@
-"""A folder's files with their checksums: what is missing, cut off or changed is found before it is used."""
+"""A folder's files with their checksums: what is missing, cut off or changed is found before it is
+used.
+"""
 
 import hashlib
 import os
@@ -31,7 +33,9 @@ class Manifest(BaseModel):
 
 
 def seal(folder: Path, token: str) -> None:
-    """Write down the files of a folder that is complete, and the token of the run they belong to."""
+    """Write down the files of a folder that is complete, and the token of the run they belong
+    to.
+    """
     files = {}
     for path in sorted(folder.iterdir()):
         with path.open("r+b") as file:
@@ -41,7 +45,9 @@ def seal(folder: Path, token: str) -> None:
 
 
 def token_of(folder: Path) -> str | None:
-    """The token of the run that wrote a folder; None where there is no manifest that can be read."""
+    """The token of the run that wrote a folder; None where there is no manifest that can be
+    read.
+    """
     try:
         return Manifest.model_validate_json((folder / MANIFEST).read_bytes()).token
     except (OSError, ValidationError):

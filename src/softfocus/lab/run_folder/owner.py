@@ -16,7 +16,9 @@ from softfocus.lab.errors import LabError
 from softfocus.lab.run_folder.disk import PARTIAL, write_atomically
 
 LOCK = ".lock"
-"""Is locked while a process owns the folder. The operating system lets go of it when that process dies."""
+"""Is locked while a process owns the folder. The operating system lets go of it when that process
+dies.
+"""
 OWNER = ".owner.json"
 """Says which process that is, and is there no longer than the process owns the folder."""
 
@@ -41,7 +43,9 @@ class Owner(BaseModel):
 
     @property
     def is_gone(self) -> bool:
-        """Whether it ran on this machine and does no more. A process of another machine may run or not."""
+        """Whether it ran on this machine and does no more. A process of another machine may run or
+        not.
+        """
         if self.host != socket.gethostname():
             return False
         try:
@@ -55,8 +59,8 @@ class Owner(BaseModel):
     def check(self, folder: Path) -> None:
         """See that the folder is still this process's own.
 
-        The lock alone does not say so. Somebody may have deleted the folder and made it again while this process was
-        stopped, and some file systems have locks that other machines do not see.
+        The lock alone does not say so. Somebody may have deleted the folder and made it again while
+        this process was stopped, and some file systems have locks that other machines do not see.
 
         Raises:
             Displaced: it is not.
@@ -68,7 +72,8 @@ class Owner(BaseModel):
 
 @contextmanager
 def owning(folder: Path, *, wait: bool = False) -> Iterator[Owner]:
-    """While this is entered no other process owns the folder. What a writer that was killed left there is cleaned up.
+    """While this is entered no other process owns the folder. What a writer that was killed left
+    there is cleaned up.
 
     Args:
         folder: is there already.

@@ -16,10 +16,11 @@ QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def commit() -> str:
-    """The source tree's commit, with "+dirty" when tracked files differ from it; else the package's version.
+    """The source tree's commit, with "+dirty" when tracked files differ from it; else the package's
+    version.
 
-    Only the tree that this package is imported from counts: an installed wheel inside somebody else's repository does
-    not borrow that repository's commit.
+    Only the tree that this package is imported from counts: an installed wheel inside somebody
+    else's repository does not borrow that repository's commit.
     """
     root = Path(__file__).resolve().parents[4]
     try:
@@ -67,7 +68,9 @@ def cores() -> int:
 
 
 def without_folders(recipe: str) -> str:
-    """A recipe for others to read: of the files and folders that it names outright, only their own names."""
+    """A recipe for others to read: of the files and folders that it names outright, only their own
+    names.
+    """
     return re.sub(r'"[/~][^"]*?([^"/]*)/*"', r'"\1"', recipe)
 
 

@@ -1,4 +1,6 @@
-"""What is known of a run: how it was trained, and what was measured. The one schema, written and read by everybody."""
+"""What is known of a run: how it was trained, and what was measured. The one schema, written and
+read by everybody.
+"""
 
 import math
 import re
@@ -31,7 +33,9 @@ class Machine(Record):
 
 
 class RunInfo(Record):
-    """What trained a model: enough to tell two runs apart and to do one again. Losses are in nats per token."""
+    """What trained a model: enough to tell two runs apart and to do one again. Losses are in nats
+    per token.
+    """
 
     name: str = Field(description="the run's name: the folder's")
     token: str = Field(
@@ -79,7 +83,9 @@ class RunInfo(Record):
 
 
 class Setting(Record):
-    """What is changed in a trained model before it is evaluated; or that not its loss is measured."""
+    """What is changed in a trained model before it is evaluated; or that not its loss is
+    measured.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -97,7 +103,9 @@ class Setting(Record):
     )
 
     def name(self, train_length: int | None = None) -> str:
-        """ "as trained", "dynamic NTK", "window 1x (4 sinks)"; without a training length windows are in tokens."""
+        """ "as trained", "dynamic NTK", "window 1x (4 sinks)"; without a training length windows
+        are in tokens.
+        """
         if self.wrong:
             return "error rate"
         parts = [] if self.rope == "trained" else [{"ntk": "dynamic NTK", "yarn": "YaRN"}[self.rope]]
@@ -110,7 +118,9 @@ class Setting(Record):
 
     @property
     def order(self) -> tuple[int, int, str, int]:
-        """The place in a report: without a window first, and with its own mechanism; losses before error rates."""
+        """The place in a report: without a window first, and with its own mechanism; losses before
+        error rates.
+        """
         scalings = get_args(Rope)
         place = len(scalings) if self.wrong else scalings.index(self.rope)
         return self.window or 0, self.sinks, self.mechanism or "", place
@@ -121,13 +131,17 @@ WRONG = Setting(wrong=True)
 
 
 def default_settings(train_length: int, mechanisms: Sequence[str] = ()) -> tuple[Setting, ...]:
-    """What an evaluation measures when it is not told otherwise, and what it runs beside the trained mechanism."""
+    """What an evaluation measures when it is not told otherwise, and what it runs beside the
+    trained mechanism.
+    """
     own = (AS_TRAINED, Setting(rope="ntk"), Setting(window=train_length))
     return *own, *(Setting(rope=rope, mechanism=name) for name in mechanisms for rope in ("trained", "ntk"))
 
 
 class Bucket(Record):
-    """Mean loss over the positions start <= i < end of every window; position 0 is a window's first prediction."""
+    """Mean loss over the positions start <= i < end of every window; position 0 is a window's first
+    prediction.
+    """
 
     start: int
     end: int
@@ -142,7 +156,8 @@ class Bucket(Record):
 class Row(Record):
     """Loss at one length under one setting, in nats per token, over all positions of all windows.
 
-    Of images, speech and hidden tokens a window is one prediction. The "loss" of an error rate is a share.
+    Of images, speech and hidden tokens a window is one prediction. The "loss" of an error rate is a
+    share.
     """
 
     length: int
@@ -177,7 +192,8 @@ class Row(Record):
 class Evaluation(Record):
     """Loss over length of one run, on the same validation tokens at every length.
 
-    What is measured follows from corpus_key, longest and tokens: evaluations that agree in them read the same text.
+    What is measured follows from corpus_key, longest and tokens: evaluations that agree in them
+    read the same text.
     """
 
     run: str = Field(description="the run's name")
@@ -195,7 +211,9 @@ class Evaluation(Record):
 
     @property
     def text(self) -> tuple[str, int, int]:
-        """What decides which tokens are predicted: equal where two evaluations read the same text."""
+        """What decides which tokens are predicted: equal where two evaluations read the same
+        text.
+        """
         return self.corpus_key, self.longest, self.tokens
 
     def row(self, length: int, setting: Setting = AS_TRAINED) -> Row | None:
@@ -204,14 +222,18 @@ class Evaluation(Record):
 
 
 class Unfinished(Record):
-    """The rows that an evaluation has finished so far. It lasts until evaluation.json is written."""
+    """The rows that an evaluation has finished so far. It lasts until evaluation.json is
+    written.
+    """
 
     key: str = Field(description="a digest of all that decides a row besides its length and setting")
     rows: list[Row]
 
 
 _SHORT = re.compile(r'\[\n(?:[^"{}]|"NaN"|"-?Infinity")*\n *\]|\{\n[^{}]*\n *\}')
-"""In indented JSON: an array of numbers or of arrays of numbers, or an object that holds no other."""
+"""In indented JSON: an array of numbers or of arrays of numbers, or an object that holds no
+other.
+"""
 
 
 def json_text(result: BaseModel | Sequence[BaseModel]) -> str:
@@ -232,7 +254,9 @@ class Answers(Record):
 
 
 class RecallRow(Record):
-    """How many answers of a generated task were right at one length: the likeliest token is the answer."""
+    """How many answers of a generated task were right at one length: the likeliest token is the
+    answer.
+    """
 
     length: int
     grown: bool = Field(description="whether there is more to remember in longer sequences, or only more filler")
@@ -283,7 +307,9 @@ class Recall(Record):
 
 
 class Repeats(Record):
-    """Mean loss over tokens whose n-gram stood start <= distance < end tokens before; distance 0 is for never."""
+    """Mean loss over tokens whose n-gram stood start <= distance < end tokens before; distance 0 is
+    for never.
+    """
 
     start: int
     end: int
@@ -293,7 +319,9 @@ class Repeats(Record):
 
 
 class InductionRow(Record):
-    """Loss of the same tokens at one length, in nats per token, by how far back their n-gram stood in the span."""
+    """Loss of the same tokens at one length, in nats per token, by how far back their n-gram stood
+    in the span.
+    """
 
     length: int
     window: int | None = Field(description="keys that every attention saw, itself included; None for all")
@@ -301,7 +329,9 @@ class InductionRow(Record):
 
 
 class Induction(Record):
-    """Loss by distance of the latest repeat, of one run. Every row and bucket has the same tokens."""
+    """Loss by distance of the latest repeat, of one run. Every row and bucket has the same
+    tokens.
+    """
 
     run: str = Field(description="the run's name")
     token: str = Field(default="", description="the run's")
@@ -317,7 +347,9 @@ class Induction(Record):
 
 
 class Classification(Record):
-    """Accuracy of one run's model after fine-tuning: does one piece of text go on where another one ends?"""
+    """Accuracy of one run's model after fine-tuning: does one piece of text go on where another one
+    ends?
+    """
 
     run: str = Field(description="the run's name")
     token: str = Field(default="", description="the run's")
@@ -334,7 +366,9 @@ class Classification(Record):
 
 
 class HeadRow(Record):
-    """Loss with one head narrowed to the last keys, in nats summed over the tokens of each document."""
+    """Loss with one head narrowed to the last keys, in nats summed over the tokens of each
+    document.
+    """
 
     layer: int | None = Field(description="whose head; None for the model as it is (head None), or all heads (head 0)")
     head: int | None = Field(description="the first of the query heads that share its key head")
@@ -343,7 +377,9 @@ class HeadRow(Record):
 
 
 class HeadsMeasured(Record):
-    """Loss in long windows with single heads narrowed to the last keys, of one run. Every row has the same tokens."""
+    """Loss in long windows with single heads narrowed to the last keys, of one run. Every row has
+    the same tokens.
+    """
 
     run: str = Field(description="the run's name")
     token: str = Field(default="", description="the run's")

@@ -1,4 +1,6 @@
-"""Several models trained and measured at a time, each in a process of its own: what the demo and studies run on."""
+"""Several models trained and measured at a time, each in a process of its own: what the demo and
+studies run on.
+"""
 
 import os
 import queue
@@ -32,7 +34,8 @@ _PATIENCE = 30.0  # seconds for a worker that was asked to stop: it writes a che
 
 
 def plan(folder: Path, recipes: Sequence[Recipe], labels: Sequence[str], *, overwrite: bool = False) -> list[Job]:
-    """A job for each recipe, in a folder of its name; those that an earlier call finished are finished, or diverged.
+    """A job for each recipe, in a folder of its name; those that an earlier call finished are
+    finished, or diverged.
 
     Raises:
         LabError: a folder holds a run of another recipe.
@@ -105,7 +108,9 @@ def refuse_failed(jobs: Sequence[Job]) -> None:
 
 
 def empty(recipe: Recipe) -> Evaluation:
-    """An evaluation without rows, to be filled with those that a worker reports. For the screen; files come from disk."""
+    """An evaluation without rows, to be filled with those that a worker reports. For the screen;
+    files come from disk.
+    """
     return Evaluation(
         run=recipe.name,
         mechanism=recipe.model.label,
@@ -125,7 +130,9 @@ def is_trained(job: Job) -> bool:
 
 
 def _is_finished(job: Job) -> bool:
-    """Whether an earlier call trained and measured all that the job asks for; an evaluation is put into the job."""
+    """Whether an earlier call trained and measured all that the job asks for; an evaluation is put
+    into the job.
+    """
     if not (job.folder / RUN).exists():
         return False
     there = load(job.folder / RECIPE)
@@ -251,7 +258,9 @@ class Crew:
         self._screen.ended(job)
 
     def _stop(self) -> None:
-        """Stop the workers that are left: politely, so that they keep a checkpoint, then for good."""
+        """Stop the workers that are left: politely, so that they keep a checkpoint, then for
+        good.
+        """
         for worker in self._working.values():
             worker.terminate()
         deadline = time.monotonic() + _PATIENCE

@@ -1,4 +1,6 @@
-"""The demo: train and evaluate five small models side by side, show the table as it fills, and write the report."""
+"""The demo: train and evaluate five small models side by side, show the table as it fills, and
+write the report.
+"""
 
 import re
 from collections.abc import Sequence
@@ -46,13 +48,13 @@ def run_demo(
 ) -> Report:
     """Train and evaluate models side by side, then print and write the report.
 
-    Each model has a process of its own. What is finished is kept: started again after a failure, a kill or Ctrl-C, the
-    demo goes on from the checkpoints.
+    Each model has a process of its own. What is finished is kept: started again after a failure, a
+    kill or Ctrl-C, the demo goes on from the checkpoints.
 
     Args:
         folder: gets a run folder for each model, logs, results.json, figure1.png and report.html.
-        models: shipped recipes ("demo-lssar"), mechanisms ("lssar", "sharpened(lssa, 3)") to put into the demo's recipe,
-            or recipe files; the five of the headline figure by default.
+        models: shipped recipes ("demo-lssar"), mechanisms ("lssar", "sharpened(lssa, 3)") to put
+            into the demo's recipe, or recipe files; the five of the headline figure by default.
         seed: of the training; the recipes' own by default. A folder holds the runs of one seed.
         fast: tiny models and a few steps.
         overwrite: train again what is already there.
@@ -63,8 +65,8 @@ def run_demo(
         The report.
 
     Raises:
-        LabError: an unknown model, runs of other recipes in the folder, a model that failed (after the report on the
-            others has been written), or Ctrl-C.
+        LabError: an unknown model, runs of other recipes in the folder, a model that failed (after
+            the report on the others has been written), or Ctrl-C.
     """
     console = console or Console()
     overrides = (*(FAST if fast else ()), *(() if seed is None else (f"train.seed={seed}",)))

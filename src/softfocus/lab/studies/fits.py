@@ -23,7 +23,9 @@ def workers() -> int:
 
 
 def least_memory(recipe: Recipe, processes: int = 1) -> int:
-    """Bytes without which a run cannot train, in one of its processes: a lower bound, from parameters and logits alone."""
+    """Bytes without which a run cannot train, in one of its processes: a lower bound, from
+    parameters and logits alone.
+    """
     import torch
 
     from softfocus.lab import model as models
@@ -52,7 +54,8 @@ def check_memory(recipes: Sequence[Recipe], at_a_time: int, processes: int = 1) 
     if sizes[name] * together > free:
         times = f" in each of {together} at a time" if together > 1 else ""
         raise LabError(
-            f"{name} needs at least {sizes[name] / 1e9:.1f} GB of memory{times}, and {place} has {free / 1e9:.1f} GB free",
+            f"{name} needs at least {sizes[name] / 1e9:.1f} GB of memory{times}, "
+            f"and {place} has {free / 1e9:.1f} GB free",
             "choose a smaller scale, lower --jobs, or use a larger machine",
         )
 

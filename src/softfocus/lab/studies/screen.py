@@ -1,4 +1,6 @@
-"""What a crew shows while it works: bars, a time estimate and the table on a terminal, plain lines in a log."""
+"""What a crew shows while it works: bars, a time estimate and the table on a terminal, plain lines
+in a log.
+"""
 
 import math
 import time
@@ -24,7 +26,9 @@ from softfocus.lab.run_folder.results import Evaluation, Row
 Status = Literal["waiting", "starting", "training", "evaluating", "finished", "diverged", "failed"]
 
 TRAINING = 0.9
-"""The share of a model's time that is training, the rest being evaluation: measured on the demo's recipes, two cores."""
+"""The share of a model's time that is training, the rest being evaluation: measured on the demo's
+recipes, two cores.
+"""
 
 
 @dataclass

@@ -1,4 +1,6 @@
-"""Studies: a table of runs, each row with several seeds, trained a few at a time and held against each other."""
+"""Studies: a table of runs, each row with several seeds, trained a few at a time and held against
+each other.
+"""
 
 import time
 import tomllib
@@ -22,7 +24,9 @@ from softfocus.lab.studies import crew, fits
 from softfocus.lab.studies.screen import TRAINING, Job, clock
 
 TRIAL = 4
-"""Steps of each row that are timed for the estimate; the first, which sets things up, does not count."""
+"""Steps of each row that are timed for the estimate; the first, which sets things up, does not
+count.
+"""
 
 
 class Study(BaseModel):
@@ -112,7 +116,8 @@ def run_study(
     estimate_only: bool = False,
     console: Console | None = None,
 ) -> Comparison | None:
-    """Train and measure every run of a study, and compare them. What is finished is kept, and a killed run goes on.
+    """Train and measure every run of a study, and compare them. What is finished is kept, and a
+    killed run goes on.
 
     Args:
         name_or_path: a shipped study, or a TOML file.
@@ -127,8 +132,8 @@ def run_study(
         The comparison of all that finished; None for an estimate, or where nothing did.
 
     Raises:
-        LabError: a study that cannot be read, a row that makes no recipe, a run that failed (after the comparison of the
-            others has been written), or Ctrl-C.
+        LabError: a study that cannot be read, a row that makes no recipe, a run that failed (after
+            the comparison of the others has been written), or Ctrl-C.
     """
     console = console or Console()
     study, near = load(name_or_path)
@@ -173,8 +178,8 @@ def train_all(
         A job for each recipe.
 
     Raises:
-        LabError: what memory or disk cannot hold, a folder with another run in it, or Ctrl-C. A run that fails raises
-            nothing here.
+        LabError: what memory or disk cannot hold, a folder with another run in it, or Ctrl-C. A run
+            that fails raises nothing here.
         UsageError: more jobs than cores.
     """
     if jobs is not None and jobs > cores():
@@ -211,7 +216,9 @@ def estimate(jobs: Sequence[Job], workers: int, processes: int = 1) -> Expected:
 
 
 def _trial(recipe: Recipe, threads: int, processes: int) -> tuple[float, int]:
-    """Seconds for a whole run, evaluation included, and its bytes on disk: two checkpoints with moments, and the model."""
+    """Seconds for a whole run, evaluation included, and its bytes on disk: two checkpoints with
+    moments, and the model.
+    """
     import torch
     from torch.utils.data import default_collate
 

@@ -1,4 +1,5 @@
-"""One model of a crew, in a process of its own: train, measure, and tell the parent by lines of JSON on stdout.
+"""One model of a crew, in a process of its own: train, measure, and tell the parent by lines of
+JSON on stdout.
 
 python -m softfocus.lab.studies.worker RECIPE FOLDER [--overwrite]
 """
@@ -94,7 +95,9 @@ def _work(name: str, folder: Path, overwrite: bool, out: TextIO) -> None:
 
 
 def _is_first() -> bool:
-    """Whether this is the only process, or of several under torchrun the one that measures and speaks."""
+    """Whether this is the only process, or of several under torchrun the one that measures and
+    speaks.
+    """
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -117,13 +120,16 @@ def _say(out: TextIO, line: str) -> None:
         out.write(line + "\n")
         out.flush()
     except OSError:
-        # The parent is gone, so nobody waits for this: end as on a request to stop, which keeps a checkpoint
+        # The parent is gone, so nobody waits for this: end as on a request to stop, which keeps a
+        # checkpoint
         os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _own_stdout() -> TextIO:
-    """Keep stdout for the lines to the parent; whatever a library prints goes to the log with stderr."""
+    """Keep stdout for the lines to the parent; whatever a library prints goes to the log with
+    stderr.
+    """
     own = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     return own

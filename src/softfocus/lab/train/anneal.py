@@ -1,4 +1,6 @@
-"""The power of re-weighted heads, annealed: small powers let many keys learn, the last one is the model's own."""
+"""The power of re-weighted heads, annealed: small powers let many keys learn, the last one is the
+model's own.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -11,7 +13,8 @@ from softfocus.layout import Heads, Layout
 
 
 class Annealing(TrainerCallback):
-    """Sets the power before each step, and the model's own at the end. The step alone decides: resuming is exact.
+    """Sets the power before each step, and the model's own at the end. The step alone decides:
+    resuming is exact.
 
     Args:
         table: the schedule.

@@ -1,4 +1,6 @@
-"""Checkpoints: whole with checksums, or not there; and the newest one that is still as it was written."""
+"""Checkpoints: whole with checksums, or not there; and the newest one that is still as it was
+written.
+"""
 
 import logging
 import shutil
@@ -21,7 +23,8 @@ def keep(written: Path, checkpoint: Path, before: Path | None, token: str) -> No
     Args:
         written: the folder, in `UNFINISHED`.
         checkpoint: what it becomes.
-        before: the checkpoint that the run comes from; it stays, should something happen to the new one.
+        before: the checkpoint that the run comes from; it stays, should something happen to the new
+            one.
         token: the run's.
     """
     seal(written, token)
@@ -33,7 +36,8 @@ def keep(written: Path, checkpoint: Path, before: Path | None, token: str) -> No
 
 
 def clear(folder: Path, checkpoint: Path | None) -> None:
-    """Delete what a kill may have left in a run folder: an unfinished checkpoint, and those that `keep` had yet to delete.
+    """Delete what a kill may have left in a run folder: an unfinished checkpoint, and those that
+    `keep` had yet to delete.
 
     Args:
         folder: the run folder.
@@ -47,7 +51,8 @@ def clear(folder: Path, checkpoint: Path | None) -> None:
 
 
 def newest(folder: Path, run: str, token: str, listener: Listener) -> Path | None:
-    """The newest checkpoint of a run folder that is as it was written; None where there is none at all.
+    """The newest checkpoint of a run folder that is as it was written; None where there is none at
+    all.
 
     A newer one that is damaged is named in a warning.
 
@@ -75,7 +80,8 @@ def newest(folder: Path, run: str, token: str, listener: Listener) -> Path | Non
     if damaged:
         raise LabError(
             f"{folder} has no checkpoint to go on from: {', '.join(damaged)}",
-            "put the files back as they were, or start again with --overwrite (so, too, a run of a version of softfocus that "
+            "put the files back as they were, or start again with --overwrite (so, too, "
+            "a run of a version of softfocus that "
             "wrote no manifest.json)",
         )
     return None

@@ -9,11 +9,14 @@ import torch
 from torch.utils.data import Dataset
 
 EXPLODED = 3.0
-"""A mean loss so many times that of guessing, or that of the run's first steps if it was higher, has exploded."""
+"""A mean loss so many times that of guessing, or that of the run's first steps if it was higher,
+has exploded.
+"""
 
 
 class Divergence:
-    """Keeps the loss and the gradient's norm of every step, where they are computed, until they are looked at.
+    """Keeps the loss and the gradient's norm of every step, where they are computed, until they are
+    looked at.
 
     Args:
         guessing: the loss of a model that has learned nothing, in nats.
@@ -66,7 +69,8 @@ class Divergence:
 
 
 def fingerprint(windows: Dataset[Any], step: int, batch: int) -> str:
-    """A digest of all that a step reads, such as tokens and labels: the same wherever they are the same.
+    """A digest of all that a step reads, such as tokens and labels: the same wherever they are the
+    same.
 
     Args:
         windows: what the steps read, in order.

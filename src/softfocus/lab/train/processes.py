@@ -1,4 +1,6 @@
-"""Several processes that train as one: how they wait for one another, and what is said when one of them is gone."""
+"""Several processes that train as one: how they wait for one another, and what is said when one of
+them is gone.
+"""
 
 import os
 from collections.abc import Iterator
@@ -13,7 +15,9 @@ from torch import distributed
 from softfocus.lab.errors import LabError, first_line
 
 PATIENCE = timedelta(minutes=30)
-"""How long processes wait for one that says nothing: one whose machine is gone, say. Checkpoints are written in between."""
+"""How long processes wait for one that says nothing: one whose machine is gone, say. Checkpoints
+are written in between.
+"""
 
 PREPARATION = timedelta(days=1)
 """How long they wait for the main one, which may have a large corpus to tokenise."""
@@ -60,6 +64,7 @@ def together() -> Iterator[None]:
             raise
         # What torch says may name machines, which run.json does not: it stands where it is not kept
         raise LabError(
-            f"another process of this training is gone, or said nothing for {PATIENCE.total_seconds() / 60:.0f} minutes",
+            f"another process of this training is gone, or said nothing for "
+            f"{PATIENCE.total_seconds() / 60:.0f} minutes",
             f"read what it said last, then go on with --resume (torch: {shorten(first_line(error), 160)})",
         ) from error

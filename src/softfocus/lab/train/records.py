@@ -1,4 +1,6 @@
-"""What a training notes of itself where its recipe asks: the loss on held-out text, and gradients of projections."""
+"""What a training notes of itself where its recipe asks: the loss on held-out text, and gradients
+of projections.
+"""
 
 import time
 from collections.abc import Callable
@@ -20,7 +22,8 @@ NORM = "_projection_norm"
 
 
 class Validation(TrainerCallback):
-    """Measures the loss on held-out windows so many times in a training, evenly, the last time at its end.
+    """Measures the loss on held-out windows so many times in a training, evenly, the last time at
+    its end.
 
     It draws no random numbers and changes nothing, so the training stays what it is without it.
 

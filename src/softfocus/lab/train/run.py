@@ -64,14 +64,15 @@ def train(
 ) -> RunInfo:
     """Train a recipe.
 
-    Runs as it is in one process, and under ``torchrun`` or ``accelerate launch`` in many: the result is that of one
-    process with the whole batch, and only the main process writes.
+    Runs as it is in one process, and under ``torchrun`` or ``accelerate launch`` in many: the
+    result is that of one process with the whole batch, and only the main process writes.
 
     Args:
         recipe: what to train.
         folder: the run folder, made if need be.
-        resume: go on from the newest checkpoint, exactly: weights, optimiser, schedule and order of the data. Without a
-            checkpoint it starts again; a run that is complete is returned as it is.
+        resume: go on from the newest checkpoint, exactly: weights, optimiser, schedule and order of
+            the data. Without a checkpoint it starts again; a run that is complete is returned as it
+            is.
         overwrite: delete a run that is already there.
         progress: called with every :class:`~softfocus.lab.progress.Event`.
 
@@ -79,9 +80,10 @@ def train(
         What run.json holds.
 
     Raises:
-        LabError: a run is already there, the recipe is not the one to resume, the data or the model cannot be made, the
-            corpus is not the one to resume with, all checkpoints are damaged, training has diverged, the disk or the
-            device's memory is full, another process is gone, or the run was interrupted (its checkpoint is kept).
+        LabError: a run is already there, the recipe is not the one to resume, the data or the model
+            cannot be made, the corpus is not the one to resume with, all checkpoints are damaged,
+            training has diverged, the disk or the device's memory is full, another process is gone,
+            or the run was interrupted (its checkpoint is kept).
     """
     models.quiet()
     state = processes.start()
@@ -101,7 +103,9 @@ def _train(
     state: PartialState,
     owner: Owner | None,
 ) -> RunInfo:
-    """Train in a folder that is ours; without an owner, as one of the processes that do not write there."""
+    """Train in a folder that is ours; without an owner, as one of the processes that do not write
+    there.
+    """
     state.wait_for_everyone()  # the folder is owned before anybody looks at it
     there = _check(recipe, folder, resume, overwrite)
     state.wait_for_everyone()  # all have looked at it before one of them changes it
@@ -171,7 +175,9 @@ def _refuse_foreign(folder: Path) -> None:
 
 
 def _check(recipe: Recipe, folder: Path, resume: bool, overwrite: bool) -> RunInfo | None:
-    """Refuse what would destroy or mix runs. Returns the run that is to be resumed, None where a new one begins."""
+    """Refuse what would destroy or mix runs. Returns the run that is to be resumed, None where a
+    new one begins.
+    """
     if overwrite or not (folder / RUN).exists():
         return None
     there = load_run(folder, complete=False)
@@ -197,7 +203,8 @@ def _check(recipe: Recipe, folder: Path, resume: bool, overwrite: bool) -> RunIn
 
 
 def _clear(folder: Path) -> None:
-    # run.json first: without it nothing that is left looks like a run. The recipe last: it marks the folder as the lab's
+    # run.json first: without it nothing that is left looks like a run. The recipe last: it marks
+    # the folder as the lab's
     (folder / RUN).unlink(missing_ok=True)
     for name in (MODEL, CHECKPOINTS, TENSORBOARD, INSPECTION):
         shutil.rmtree(folder / name, ignore_errors=True)
@@ -229,7 +236,9 @@ def _describe(recipe: Recipe, folder: Path, model: Any, source: data.Data, devic
 
 @contextmanager
 def _made(folder: Path) -> Iterator[None]:
-    """The folder, made before the corpus is prepared, which may take long; and taken away again if nothing came of it."""
+    """The folder, made before the corpus is prepared, which may take long; and taken away again if
+    nothing came of it.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -246,7 +255,8 @@ def _made(folder: Path) -> Iterator[None]:
 
 def _check_disk(folder: Path, parameters: int) -> None:
     free = shutil.disk_usage(folder).free
-    # Three checkpoints (two are kept, one is being written) of float32 weights and two moments, and the model
+    # Three checkpoints (two are kept, one is being written) of float32 weights and two moments, and
+    # the model
     need = parameters * 4 * (3 * 3 + 1)
     if free < need:
         raise LabError(

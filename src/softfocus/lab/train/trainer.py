@@ -30,7 +30,9 @@ from softfocus.lab.train.anneal import Annealing
 from softfocus.lab.train.divergence import Divergence
 
 LARGEST_NORM = "largest_grad_norm"
-"""In Trainer's logs: the largest norm of a gradient since the entry before, not clipped. Trainer's own is the last one."""
+"""In Trainer's logs: the largest norm of a gradient since the entry before, not clipped. Trainer's
+own is the last one.
+"""
 WARM_UP_STEPS = 5
 """Steps left out of tokens per second: allocators, caches and compilers settle in them."""
 
@@ -51,7 +53,8 @@ class Keeping:
 
 
 class WindowTrainer(Trainer):
-    """Training on windows of a text, or samples of another kind, in the order in which the dataset gives them.
+    """Training on windows of a text, or samples of another kind, in the order in which the dataset
+    gives them.
 
     Args:
         recipe: what is trained.
@@ -66,14 +69,16 @@ class WindowTrainer(Trainer):
         config = self.model.config
         outcomes = config.num_labels if recipe.data.images is not None else config.vocab_size
         self._divergence = Divergence(math.log(outcomes), self.train_dataset, recipe.train.batch)
-        # All windows make as many predictions, so a step's loss is the plain mean of its micro-batches' means, over devices
-        # too. Trainer divides by the number of micro-batches only where it believes that the model does not.
+        # All windows make as many predictions, so a step's loss is the plain mean of its
+        # micro-batches' means, over devices too. Trainer divides by the number of micro-batches
+        # only where it believes that the model does not.
         self.model_accepts_loss_kwargs = False
         self._projections = records.projection_weights(self.model) if recipe.train.projection_norms else {}
         self._norms: dict[str, torch.Tensor] = {}
 
     def _get_train_sampler(self, train_dataset: Any = None) -> SequentialSampler:
-        # The dataset's own seed decides the order; Trainer skips as many windows as a checkpoint has seen
+        # The dataset's own seed decides the order; Trainer skips as many windows as a checkpoint
+        # has seen
         return SequentialSampler(train_dataset if train_dataset is not None else self.train_dataset)
 
     def training_step(self, *arguments: Any, **others: Any) -> torch.Tensor:
@@ -117,12 +122,15 @@ class WindowTrainer(Trainer):
         self.keeping.newest = unfinished.parent / name
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        # Trainer's own leaves out, in silence, what a file holds under another name than the model: GPT-NeoX's untied head
+        # Trainer's own leaves out, in silence, what a file holds under another name than the model:
+        # GPT-NeoX's untied head
         model = self.model if model is None else model
         model.load_state_dict(type(model).from_pretrained(resume_from_checkpoint).state_dict())
 
     def get_decay_parameter_names(self, model: Any) -> list[str]:
-        """Matrices and embeddings: what a mechanism learns for each head is a scale, like a norm's, and does not decay."""
+        """Matrices and embeddings: what a mechanism learns for each head is a scale, like a norm's,
+        and does not decay.
+        """
         return [name for name, parameter in model.named_parameters() if parameter.dim() >= 2]
 
     def compute_loss(self, model: Any, inputs: dict[str, torch.Tensor], *_: Any, **__: Any) -> torch.Tensor:
@@ -167,8 +175,8 @@ class Watch(TrainerCallback):
             self.tokens_per_second = self.recipe.train.batch * self.recipe.train.length / a_step
         if self.interrupted:
             control.should_save = control.should_training_stop = True
-        # A checkpoint starts a fresh mean of the loss, so that a resumed run logs the same numbers; and a model that has
-        # diverged is noticed before it is kept
+        # A checkpoint starts a fresh mean of the loss, so that a resumed run logs the same numbers;
+        # and a model that has diverged is noticed before it is kept
         control.should_log = control.should_log or control.should_save
         self.listener(
             Event(
@@ -188,7 +196,9 @@ class Watch(TrainerCallback):
 
 
 class Curves(TrainerCallback):
-    """What Trainer logs, for TensorBoard. Its own callback names the file after the host and stores the arguments' paths."""
+    """What Trainer logs, for TensorBoard. Its own callback names the file after the host and stores
+    the arguments' paths.
+    """
 
     def __init__(self, folder: Path):
         self._folder = folder
@@ -218,7 +228,8 @@ class Curves(TrainerCallback):
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """While this is entered, SIGTERM and the end of the terminal raise KeyboardInterrupt, as Ctrl-C does.
+    """While this is entered, SIGTERM and the end of the terminal raise KeyboardInterrupt, as Ctrl-C
+    does.
 
     Without it they end the process at once, and the run would look as if it went on.
     """
@@ -237,13 +248,15 @@ _ENDING = [signal.SIGTERM] + ([signal.SIGHUP] if hasattr(signal, "SIGHUP") else 
 
 
 class Interruptible:
-    """While this is entered, the first signal to stop asks for a checkpoint and a clean end; the second one ends at once.
+    """While this is entered, the first signal to stop asks for a checkpoint and a clean end; the
+    second one ends at once.
 
     Signals are Ctrl-C, SIGTERM, and the end of the terminal unless nohup holds it off.
     """
 
     def __init__(self, watch: Watch, enabled: bool):
-        # Signals belong to the main thread; and processes of a group would stop at different steps and wait for one another
+        # Signals belong to the main thread; and processes of a group would stop at different steps
+        # and wait for one another
         self._enabled = enabled and threading.current_thread() is threading.main_thread()
         self._watch = watch
         self._before: dict[int, Any] = {}
@@ -275,10 +288,12 @@ def make_trainer(
     keeping: Keeping,
     held_out: torch.Tensor | None = None,
 ) -> WindowTrainer:
-    """A trainer for a recipe, which goes on from a checkpoint if there is one; train.validations read what is held out.
+    """A trainer for a recipe, which goes on from a checkpoint if there is one; train.validations
+    read what is held out.
 
     Raises:
-        LabError: the batch does not divide over devices, or this machine cannot compute in the precision asked for.
+        LabError: the batch does not divide over devices, or this machine cannot compute in the
+            precision asked for.
     """
     train = recipe.train
     try:
@@ -293,7 +308,8 @@ def make_trainer(
             weight_decay=train.weight_decay,
             max_grad_norm=train.clip,
             warmup_steps=train.warmup,
-            # Warm-up, constant, warm-down covers them all: plain cosine or linear is a warm-down that starts at once
+            # Warm-up, constant, warm-down covers them all: plain cosine or linear is a warm-down
+            # that starts at once
             lr_scheduler_type="warmup_stable_decay",
             lr_scheduler_kwargs={
                 "num_decay_steps": train.steps - train.warmup if train.warmdown is None else train.warmdown,
@@ -354,7 +370,8 @@ def _lamb(train: TrainTable) -> tuple[Any, dict[str, Any]]:
         raise LabError(
             "train.optimizer = 'lamb' needs the package pytorch-optimizer", "run `pip install 'softfocus[lamb]'`"
         ) from None
-    # Decay is part of what the trust ratio scales, and the first steps are not divided by 1 - beta, as they are by default
+    # Decay is part of what the trust ratio scales, and the first steps are not divided by 1 - beta,
+    # as they are by default
     return Lamb, {
         "lr": train.learning_rate,
         "betas": tuple(train.betas),
@@ -365,7 +382,9 @@ def _lamb(train: TrainTable) -> tuple[Any, dict[str, Any]]:
 
 
 def _readers(recipe: Recipe) -> int:
-    """Processes that read and decode files meanwhile; all else is made faster than it would be handed over."""
+    """Processes that read and decode files meanwhile; all else is made faster than it would be
+    handed over.
+    """
     files = recipe.data.kind in ("images", "speech") and recipe.data.source is not None
     return min(8, provenance.cores()) if files else 0
 

@@ -1,6 +1,6 @@
 // The backward: each task sums the gradients of a key head over all blocks of rows, or over every
-// splits-th where there are fewer key heads at once than threads. The sums of tasks are added in a fixed
-// order, so that the result depends on the number of threads but not on timing.
+// splits-th where there are fewer key heads at once than threads. The sums of tasks are added in a
+// fixed order, so that the result depends on the number of threads but not on timing.
 #include "gradients.h"
 #include "parallel.h"
 
@@ -15,8 +15,8 @@ struct KeyHeadSums {
   float *key = nullptr, *value = nullptr;  // [Lk, padded_dim], [Lk, padded_value_dim]
 };
 
-// How a call is shared out: `at_once` key heads are packed together, and each is the work of `splits`
-// tasks, which take every splits-th block of rows.
+// How a call is shared out: `at_once` key heads are packed together, and each is the work of
+// `splits` tasks, which take every splits-th block of rows.
 struct Schedule {
   int64_t at_once, splits, block_rows, blocks;
 
@@ -25,9 +25,9 @@ struct Schedule {
         splits(1),
         block_rows(rows_per_block(params, true)),
         blocks(ceil_div(params.query_length, block_rows)) {
-    // Tasks that add to the same elements of grad_bias must not run at the same time. Heads that share
-    // elements are not worked on together: at_once = 1. Rows that share elements stay in one task:
-    // splits = 1.
+    // Tasks that add to the same elements of grad_bias must not run at the same time. Heads that
+    // share elements are not worked on together: at_once = 1. Rows that share elements stay in one
+    // task: splits = 1.
     bool shared_by_heads = (!bias.stride[0] && params.batch > 1) || (!bias.stride[1] && params.heads > 1);
     bool shared_by_rows = !bias.stride[2] && params.query_length > 1;
     if (bias.data && shared_by_heads) at_once = std::min<int64_t>(at_once, 1);
@@ -55,7 +55,8 @@ void run_task(const Params& params, const GradientTensors& grads, const Schedule
                  block_index * schedule.block_rows, key_data, grads, sums.key, sums.value);
 }
 
-// Adds the sums of a key head's tasks for the keys [begin, end), and writes them in the query's dtype.
+// Adds the sums of a key head's tasks for the keys [begin, end), and writes them in the query's
+// dtype.
 inline void add_tasks(const Params& params, const GradientTensors& grads, int64_t splits, int64_t head_index,
                       int64_t begin, int64_t end, const KeyHeadData& key_data, KeyHeadSums* sums) {
   int64_t padded_dim = round_up(params.head_dim, W), padded_value_dim = round_up(params.value_dim, W);

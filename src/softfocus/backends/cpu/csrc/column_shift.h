@@ -5,16 +5,16 @@
 
 namespace softfocus {
 
-// M is 0 where no column maximum is beyond ZERO_SHIFT_MAX: e^V lies ready in the key head's data. Else
-// M is, for each column, the maximum over the keys that every row of the block sees: no future value
-// touches an earlier row. Values far above M are clamped and recorded.
+// M is 0 where no column maximum is beyond ZERO_SHIFT_MAX: e^V lies ready in the key head's data.
+// Else M is, for each column, the maximum over the keys that every row of the block sees: no future
+// value touches an earlier row. Values far above M are clamped and recorded.
 struct ColumnShift {
   Buffer<float> shift;            // [padded_value_dim], M
   Buffer<float> scratch;          // [BLOCK_K, padded_value_dim], e^(V - M) of a tile, unless M is 0
   std::vector<ValueIndex> large;  // values above their M + LARGE that some row may see
   bool zero_shift = false;        // M is 0
-  // true in the first pass over the tiles after choose(), in which exp_values() appends to `large`; later
-  // passes would append the same again
+  // true in the first pass over the tiles after choose(), in which exp_values() appends to `large`;
+  // later passes would append the same again
   bool record_large = false;
 
   // Chooses M for a block. `value_scratch` [BLOCK_K, padded_value_dim].

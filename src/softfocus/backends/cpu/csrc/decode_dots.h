@@ -1,6 +1,6 @@
-// Dot products of a few query rows with their keys, as in decoding. Packing the keys would cost more
-// than it saves, so they are read in place. Plain code that calls back through std::function: as a
-// template over phi it took three times as long to compile, and was no faster.
+// Dot products of a few query rows with their keys, as in decoding. Packing the keys would cost
+// more than it saves, so they are read in place. Plain code that calls back through std::function:
+// as a template over phi it took three times as long to compile, and was no faster.
 #pragma once
 
 #include <functional>
@@ -10,8 +10,8 @@
 
 namespace softfocus {
 
-// Keys are read from memory as this many streams at the same time: the hardware prefetches each. That
-// takes 21 ns a key in place of 28; four streams gain half of it (docs/performance.md).
+// Keys are read from memory as this many streams at the same time: the hardware prefetches each.
+// That takes 21 ns a key in place of 28; four streams gain half of it (docs/performance.md).
 constexpr int STREAMS = 8;
 // Keys of at most this many bytes, all heads together, may lie in a cache: then one stream is 5 %
 // faster. The limit is a guess at a thread's part of a third-level cache.
@@ -24,9 +24,10 @@ class DecodeDots {
   DecodeDots(const Params& call, int64_t row_floats)
       : params(call), padded_dim(row_floats), in_place(contiguous_rows(params.key, params.head_dim)) {}
 
-  // Dot products of `queries` [rows, padded_dim] with the keys that a block sees: with unit vectors for
-  // cosine similarity, NaN for a non-finite key. Row r's dot product with key key_begin + j goes to
-  // address(r, j), in whole vectors. tile_done(start_k) is called once the dot products of a tile are there.
+  // Dot products of `queries` [rows, padded_dim] with the keys that a block sees: with unit vectors
+  // for cosine similarity, NaN for a non-finite key. Row r's dot product with key key_begin + j
+  // goes to address(r, j), in whole vectors. tile_done(start_k) is called once the dot products of
+  // a tile are there.
   void compute(const BlockVisibility& block, const float* queries, int64_t rows, const DotAddress& address,
                const std::function<void(int64_t)>& tile_done) {
     with_element(params.dtype,
@@ -145,8 +146,9 @@ class DecodeDots {
       }
   }
 
-  // Makes the dot products with some of W keys again: NaN for a non-finite key, else with a norm that
-  // neither overflows nor underflows. The other keys keep theirs, so that equal keys have equal ones.
+  // Makes the dot products with some of W keys again: NaN for a non-finite key, else with a norm
+  // that neither overflows nor underflows. The other keys keep theirs, so that equal keys have
+  // equal ones.
   __attribute__((noinline)) void dot_safely(int64_t j, int64_t key_begin, vint dot_again, const float* queries,
                                             int64_t rows, const DotAddress& address) {
     if (!one_key) one_key.resize(padded_dim);

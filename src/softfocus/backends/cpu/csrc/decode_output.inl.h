@@ -5,9 +5,9 @@
 
 namespace softfocus {
 
-// Adds u^p times the values of the live keys of a row to `out`. No other values are read. Returns sum
-// u^p. Tiles take the place of the rows that are listed together elsewhere: LISTS tiles are listed,
-// and their values prefetched, before any list is used.
+// Adds u^p times the values of the live keys of a row to `out`. No other values are read. Returns
+// sum u^p. Tiles take the place of the rows that are listed together elsewhere: LISTS tiles are
+// listed, and their values prefetched, before any list is used.
 template <typename Phi>
 template <bool DROPOUT, typename T>
 inline float BlockOutput<Phi>::add_live_values(const RowBlock<Phi>& block, int64_t r) {

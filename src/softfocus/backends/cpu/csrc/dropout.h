@@ -60,8 +60,8 @@ class DropoutMask {
     return (j / BLOCK_K * rows + r) * (BLOCK_K / WORD_KEYS) + j % BLOCK_K / WORD_KEYS;
   }
 
-  // Philox-4x32-7 of the counters (first + lane, row, head_index, 0); the upper 32 bits of each lane are
-  // arbitrary
+  // Philox-4x32-7 of the counters (first + lane, row, head_index, 0); the upper 32 bits of each
+  // lane are arbitrary
   void philox(uint64_t first, uint32_t row, uint32_t head_index, vuint64 (&words)[4]) const {
     vuint64 lane;
     for (int i = 0; i < W / 2; ++i) lane[i] = i;
@@ -79,9 +79,9 @@ class DropoutMask {
   // The dropout bits of 64 keys: bit n is 1 where number n is below the threshold
 #if defined(__AVX512BW__)
   uint64_t random_word(uint64_t first, uint32_t row, uint32_t head_index) const {
-    // Element 4 l + h of a word is the 16-bit half h, 0 for the lower, of lane l's 32 bits; elements
-    // 4 l + 2 and 4 l + 3 are its arbitrary upper bits. Elements from 32 on are the second word's. Bit
-    // 8 n + l of the result is lane l's number n (dropout.py).
+    // Element 4 l + h of a word is the 16-bit half h, 0 for the lower, of lane l's 32 bits;
+    // elements 4 l + 2 and 4 l + 3 are its arbitrary upper bits. Elements from 32 on are the second
+    // word's. Bit 8 n + l of the result is lane l's number n (dropout.py).
     alignas(64) static constexpr uint16_t order[32] = {0,  4,  8,  12, 16, 20, 24, 28, 1,  5,  9,  13, 17, 21, 25, 29,
                                                        32, 36, 40, 44, 48, 52, 56, 60, 33, 37, 41, 45, 49, 53, 57, 61};
     vuint64 words[4];

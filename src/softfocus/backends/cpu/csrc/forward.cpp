@@ -50,9 +50,9 @@ struct Worker {
     }
   }
 
-  // NaN where a row sees a non-finite value. Decoding reads the values of a re-weighted row's live keys
-  // only: there an output that read no non-finite one stays as it is, whatever its row's and the call's other
-  // outputs read.
+  // NaN where a row sees a non-finite value. Decoding reads the values of a re-weighted row's live
+  // keys only: there an output that read no non-finite one stays as it is, whatever its row's and
+  // the call's other outputs read.
   void mark_nonfinite_values() {
     bool live_only = block.params.reweighted && !block.params.laser && !block.key_data->packed;
     for (auto [key, d] : block.key_data->nonfinite_values)
@@ -108,7 +108,8 @@ bool forward(const Params& params, void* out, float* statistics) {
   for (int64_t first = 0; first < key_heads; first += at_once) {
     int64_t n = std::min(at_once, key_heads - first);
     if (!pack_key_heads(params, key_data_at_once, first, n, false)) return false;
-    // item = ((key head - first) * blocks + block, counted from the last) * group + query head in its group
+    // item = ((key head - first) * blocks + block, counted from the last) * group + query head in
+    // its group
     bool done = parallel_for(params.threads, n * group * blocks, [&](int64_t item) {
       // with a causal mask the last rows take longest: they go first
       int64_t block_index = blocks - 1 - item / group % blocks;

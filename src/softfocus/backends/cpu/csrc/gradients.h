@@ -3,13 +3,13 @@
 //
 // With D_i = sum_j A_ij dA_ij, the delta of FlashAttention (0 where the normaliser is not l1), and
 // o, p, u as in row_block.h:
-//     dS_j = (dA_j - D) * weight_scale * phi'(s_j)                                                without re-weighting
+//     dS_j = (dA_j - D) * weight_scale * phi'(s_j)                without re-weighting
 //     dS_j = (g_j - o mean(g)) * inverse_spread * phi'(s_j),  g_j = p u_j^(p-1) (dA_j - D) / sum u^p   with it
-// gradients_dense.inl.h does the former, over all keys; gradients_reweighted.inl.h the latter, over lists
-// of live keys.
+// gradients_dense.inl.h does the former, over all keys; gradients_reweighted.inl.h the latter, over
+// lists of live keys.
 //
-// LASER (gradients_laser.inl.h) passes on dL/d(A e^(V - M)) in place of dL/dO. The exact sums pass on
-// the product A dL/dA, since dL/dA alone may overflow.
+// LASER (gradients_laser.inl.h) passes on dL/d(A e^(V - M)) in place of dL/dO. The exact sums pass
+// on the product A dL/dA, since dL/dA alone may overflow.
 #pragma once
 
 #include "output.h"
@@ -167,8 +167,8 @@ class RowGradients {
     }
   }
 
-  // dK += dS^T (c Q) and, without re-weighting, dV += A^T dO: MR keys at a time, over the rows that see
-  // one of them
+  // dK += dS^T (c Q) and, without re-weighting, dV += A^T dO: MR keys at a time, over the rows that
+  // see one of them
   void add_key_gradients(int64_t start_k, int64_t n, float* to_keys, float* to_values, RowView exp_values) {
     int64_t width = block.padded_dim, padded_value_dim = block.padded_value_dim;
     bool laser = block.params.laser, dense = !block.params.reweighted;

@@ -15,9 +15,9 @@ inline void RowGradients<Phi>::listed_grad_weights(const GradientTensors& grads)
     DoubleSum u_p, u_p_grad, u_p1, u_p1_grad, u_p_log, u_p_log_grad;
     int64_t n_live = 0;
   } sums[BLOCK_Q];
-  // The lists of all rows and tiles follow one another without gaps. Behind a list stands the next row's,
-  // of the same tile, or zeros: such a key exists in the tile, so that its value may be read. Its u is
-  // masked out.
+  // The lists of all rows and tiles follow one another without gaps. Behind a list stands the next
+  // row's, of the same tile, or zeros: such a key exists in the tile, so that its value may be
+  // read. Its u is masked out.
   int64_t next = 0;  // where the next list begins
   block.each_tile([&](int64_t start_k) {
     RowView v = output.tile_operand(block, start_k);
@@ -100,8 +100,8 @@ inline void RowGradients<Phi>::add_exact_terms(int64_t r, double& delta_i, doubl
     }
 }
 
-// dL/ds of a tile; adds A^T dO to grad_values. It works on LISTS rows at a time: a vector load right
-// after the scalar stores that it covers waits until these have left the store buffer.
+// dL/ds of a tile; adds A^T dO to grad_values. It works on LISTS rows at a time: a vector load
+// right after the scalar stores that it covers waits until these have left the store buffer.
 template <typename Phi>
 template <bool DROPOUT>
 inline void RowGradients<Phi>::listed_grad_scores(int64_t start_k, RowView v, float* grad_values) {
@@ -169,11 +169,13 @@ inline void RowGradients<Phi>::multiply_by_derivative(int64_t r, int64_t start_k
       unroll<N>([&](int i) { x[i] = load(stored + j + i * W); });
       phi.derivative(x);
       unroll<N>([&](int i) {
-        // 0 where phi' is 0, as for a key that the row does not see, even if delta or mean_grad is NaN
+        // 0 where phi' is 0, as for a key that the row does not see, even if delta or mean_grad is
+        // NaN
         vfloat grad_s = x[i] == 0.0f ? vfloat{} : x[i] * (load(ds + (j - start_k) + i * W) + mean);
         if (add_exact) {
           vfloat term = load(exact_terms + r * block.row_stride + j + i * W);
-          // d log u / ds: without a threshold u is phi but for a factor, with one phi' / (phi - threshold)
+          // d log u / ds: without a threshold u is phi but for a factor, with one phi' / (phi -
+          // threshold)
           vfloat stored_j = load(stored + j + i * W), log_derivative = phi.log_derivative(stored_j);
           if (block.threshold[r] != 0.0f) log_derivative = x[i] / (phi.value(stored_j) - block.threshold[r]);
           grad_s += term == 0.0f ? vfloat{} : term * (block.power[r] * log_derivative);

@@ -8,12 +8,12 @@
 
 namespace softfocus {
 
-// M is 0 while the columns' maxima are within this: e^-20 to e^20 leave the sums far from what a float
-// cannot hold.
+// M is 0 while the columns' maxima are within this: e^-20 to e^20 leave the sums far from what a
+// float cannot hold.
 constexpr float ZERO_SHIFT_MAX = 20.0f;
-// A value above M + 30 is large: rows that see it take the exact sum. A weight below 1e-38 is lost. With
-// a value up to M + 30 it would add at most 1e-38 e^30 = 1e-25 to a sum; 1e5 such keys add 1e-20, less
-// than the rounding of the smallest sum that is kept, 6e-8 * SMALL_SUM = 6e-20.
+// A value above M + 30 is large: rows that see it take the exact sum. A weight below 1e-38 is lost.
+// With a value up to M + 30 it would add at most 1e-38 e^30 = 1e-25 to a sum; 1e5 such keys add
+// 1e-20, less than the rounding of the smallest sum that is kept, 6e-8 * SMALL_SUM = 6e-20.
 constexpr float LARGE = 30.0f;
 constexpr float SMALL_SUM = 1e-12f;    // smaller sums take the exact sum
 constexpr float MAX_EXPONENT = 80.0f;  // exponents are clamped here: e^80 times a weight of 0 is 0, not NaN

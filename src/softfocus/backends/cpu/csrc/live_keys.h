@@ -5,9 +5,9 @@
 
 namespace softfocus {
 
-// Lists made before any is used, of as many rows, or in decoding of as many tiles: no loop waits for a
-// length just computed. With the next tile's values prefetched this took a third off the forward; other
-// numbers were not measured.
+// Lists made before any is used, of as many rows, or in decoding of as many tiles: no loop waits
+// for a length just computed. With the next tile's values prefetched this took a third off the
+// forward; other numbers were not measured.
 constexpr int64_t LISTS = 16;
 
 // For each of LISTS rows the live keys of a tile and their u, later u^p
@@ -87,8 +87,8 @@ inline void add_listed_rows(int64_t vectors, int64_t n, const uint8_t* keys, con
   for (; vectors >= 1; vectors -= 1, values += W, out += W) add_listed_rows<1>(n, keys, w, values, stride, out);
 }
 
-// to[e] (+)= row . v[keys[e]] over VECTORS vectors. Up to W - 1 keys behind the list are read, and must
-// be keys of the tile.
+// to[e] (+)= row . v[keys[e]] over VECTORS vectors. Up to W - 1 keys behind the list are read, and
+// must be keys of the tile.
 template <int VECTORS>
 inline void listed_dots(const float* row, int64_t n, const uint8_t* keys, RowView v, float* to, bool add) {
   vfloat row_part[VECTORS];  // of the row, kept in registers

@@ -16,8 +16,8 @@
 #include <pthread.h>
 #endif
 
-// What the pool may hold. On short sequences page faults were 5 % of a call (docs/performance.md); on
-// long ones they do not matter. 0 shows every allocation to a sanitizer.
+// What the pool may hold. On short sequences page faults were 5 % of a call (docs/performance.md);
+// on long ones they do not matter. 0 shows every allocation to a sanitizer.
 #ifndef SOFTFOCUS_POOL_BYTES
 #define SOFTFOCUS_POOL_BYTES (16 << 20)
 #endif
@@ -87,7 +87,8 @@ class Pool {
   int64_t next_ = 0, held_ = 0;  // the slot to reuse; bytes in all slots
 };
 
-// Uninitialised elements, aligned to a cache line. A Buffer is null until its first resize(), be it to 0.
+// Uninitialised elements, aligned to a cache line. A Buffer is null until its first resize(), be it
+// to 0.
 template <typename T>
 class Buffer {
  public:

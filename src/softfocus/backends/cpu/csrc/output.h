@@ -49,8 +49,8 @@ class BlockOutput {
     for (int64_t r = 0; r < block.n_rows; ++r) {
       if (zero_weights[r] || block.fully_masked[r] || !std::isfinite(block.norm[r])) continue;
       bool ready = false;
-      // The largest u of a row is 1, unless the row is tied: then u is phi. Without re-weighting all phi of a
-      // row may be small.
+      // The largest u of a row is 1, unless the row is tied: then u is phi. Without re-weighting
+      // all phi of a row may be small.
       float small = params.reweighted ? SMALL_SUM : SMALL_SUM / std::min(block.norm[r], 1.0f);
       for (int64_t d = 0; d < params.value_dim; ++d) {
         if (!sees_large[r * params.value_dim + d] && !(out[r * block.padded_value_dim + d] < small)) continue;
@@ -67,8 +67,8 @@ class BlockOutput {
   Buffer<float> weights;        // [MR, BLOCK_K], of a strip
   Buffer<float> logs;           // [row_stride], LASER's
 
-  // DROPOUT is a template argument: listing live keys takes most of the time, and a test in its loop
-  // would cost every call.
+  // DROPOUT is a template argument: listing live keys takes most of the time, and a test in its
+  // loop would cost every call.
   template <bool DROPOUT>
   void compute(const RowBlock<Phi>& block) {
     const Params& params = block.params;

@@ -52,8 +52,8 @@ struct KeyHeadData {
   }
 };
 
-// W rows become W columns of a panel [width, PANEL]. Dimensions beyond the last whole vector go one by
-// one.
+// W rows become W columns of a panel [width, PANEL]. Dimensions beyond the last whole vector go one
+// by one.
 inline void transpose_rows(const float* rows, int64_t row_stride, int64_t width, float* panel) {
   for (int64_t d = 0; d < width; d += W) {
     if (d + W <= width) {

@@ -12,13 +12,13 @@ extern "C" int omp_get_thread_num(void);  // omp.h does not come with every comp
 
 namespace softfocus {
 
-// Key heads are packed together until they fill this, at least one for each thread: what the threads
-// read at the same time is to lie in a shared cache. It is one head of 16K keys with D = Dv = 64 where
-// values are packed, too (16-bit inputs, LASER, a dense backward), two where they are read in place.
-// Chosen, not measured.
+// Key heads are packed together until they fill this, at least one for each thread: what the
+// threads read at the same time is to lie in a shared cache. It is one head of 16K keys with D = Dv
+// = 64 where values are packed, too (16-bit inputs, LASER, a dense backward), two where they are
+// read in place. Chosen, not measured.
 constexpr int64_t PACKED_BYTES = 8 << 20;
-// Keys that one thread packs at a time; a multiple of BLOCK_K. 256 KiB of keys of D = 64: enough work
-// beside the cost of handing it out, and a few thousand keys still keep several threads busy.
+// Keys that one thread packs at a time; a multiple of BLOCK_K. 256 KiB of keys of D = 64: enough
+// work beside the cost of handing it out, and a few thousand keys still keep several threads busy.
 constexpr int64_t PACK_KEYS = 1024;
 
 // body(item) for 0 <= item < n on the threads, in any order. False if memory ran out.

@@ -1,6 +1,7 @@
-// phi as the kernels need it. Until its rows are done a block stores a number for each score, in the
-// form from which phi and its derivative follow best: the score s, phi(s), or e^(s - m). All phi
-// here are non-negative. To add one, write a struct and a line in `with_phi`: docs/adding-a-phi.md.
+// phi as the kernels need it. Until its rows are done a block stores a number for each score, in
+// the form from which phi and its derivative follow best: the score s, phi(s), or e^(s - m). All
+// phi here are non-negative. To add one, write a struct and a line in `with_phi`:
+// docs/adding-a-phi.md.
 #pragma once
 
 #include "elementary.h"
@@ -122,7 +123,8 @@ struct Relu6 : Pointwise<Relu6> {  // min(relu(s), 6)
   static vfloat log_value(vfloat s) { return Relu::log_value(to_stored(s)); }
 };
 
-// Calls f with the phi of a number: its place among the names of pointwise.FUSED. No other number calls it.
+// Calls f with the phi of a number: its place among the names of pointwise.FUSED. No other number
+// calls it.
 template <typename F>
 inline void with_phi(int64_t number, F&& f) {
   switch (number) {

@@ -9,8 +9,8 @@
 
 namespace softfocus {
 
-// Dimensions of a dot product that are summed one after another. Longer sums round too much: scores of
-// 256 dimensions were two to five times as far off as the formula's (docs/performance.md).
+// Dimensions of a dot product that are summed one after another. Longer sums round too much: scores
+// of 256 dimensions were two to five times as far off as the formula's (docs/performance.md).
 constexpr int64_t MAX_DEPTH = 64;
 
 // One register tile: A [M, depth], B [depth, VECTORS * W], C [M, VECTORS * W]. a_row and a_column

@@ -1,14 +1,14 @@
 // A block of query rows with the scores of all keys that they may see. Forward and backward share
-// it. row_scores.inl.h makes the scores, row_statistics.inl.h the statistics of the rows, row_logs.inl.h
-// the logarithms of weights for LASER. docs/glossary.md has the words.
+// it. row_scores.inl.h makes the scores, row_statistics.inl.h the statistics of the rows,
+// row_logs.inl.h the logarithms of weights for LASER. docs/glossary.md has the words.
 //
 // Scores are made once, tile by tile, and stored as phi needs them (pointwise.h). With whole rows
 // at hand no reduction needs an online correction, and every mechanism is three steps: scores, row
 // statistics, weights. Of a row
-//     A_j = value(stored_j) * weight_scale                                            or, re-weighted,
+//     A_j = value(stored_j) * weight_scale      or, re-weighted,
 //     u_j = (value(stored_j) - threshold) * inverse_spread,  A_j = u_j^p / sum u^p  where u_j > live_threshold, else 0.
-// A tied row, and a row that sees a NaN, is a re-weighted row with threshold 0, inverse_spread 1 and
-// p = 1: its u is phi, and it keeps its l1 weights.
+// A tied row, and a row that sees a NaN, is a re-weighted row with threshold 0, inverse_spread 1
+// and p = 1: its u is phi, and it keeps its l1 weights.
 #pragma once
 
 #include <type_traits>
@@ -22,16 +22,18 @@
 
 namespace softfocus {
 
-// A row sum of phi below this counts as 0: the row is without weights, its u and sum u^p are 0. Every other
-// row that is not tied has a spread of at least TIE_TOLERANCE * norm / N, so that inverse_spread is finite
-// for N up to 5e8. Its largest u is 1, and sum u^p at least 1. In a tied row sum u^p is norm.
+// A row sum of phi below this counts as 0: the row is without weights, its u and sum u^p are 0.
+// Every other row that is not tied has a spread of at least TIE_TOLERANCE * norm / N, so that
+// inverse_spread is finite for N up to 5e8. Its largest u is 1, and sum u^p at least 1. In a tied
+// row sum u^p is norm.
 constexpr float MIN_ROW_SUM = 1e-25f;
-// Whole powers up to this are made by squaring. At p = 31 that is five units in the last place off, where
-// the rounding of u alone makes thirty (docs/performance.md). The limit itself is chosen, not measured.
+// Whole powers up to this are made by squaring. At p = 31 that is five units in the last place off,
+// where the rounding of u alone makes thirty (docs/performance.md). The limit itself is chosen, not
+// measured.
 constexpr int64_t SQUARING_LIMIT = 32;
-// With more keys than this a block of the dense backward has 64 query rows. It stores two numbers for
-// each score: 128 rows would take more than 8 MiB, which is what the scores of 16K keys take in the
-// forward.
+// With more keys than this a block of the dense backward has 64 query rows. It stores two numbers
+// for each score: 128 rows would take more than 8 MiB, which is what the scores of 16K keys take in
+// the forward.
 constexpr int64_t DENSE_BACKWARD_KEYS = 8192;
 
 inline int64_t rows_per_block(const Params& params, bool backward) {
@@ -50,8 +52,8 @@ class RowBlock : public BlockVisibility {
   float score_scale[BLOCK_Q];    // c_i; applied to the dot products, not to the query: one rounding
   float row_bias[BLOCK_Q];
   float inverse_query_norm[BLOCK_Q];
-  // norm is the sum of value(stored): Z_i, or Z_i e^(-m_i) where e^(s - m) is stored; 1 in a row without
-  // weights. log_norm is log Z_i, whatever is stored; -inf in a row without weights.
+  // norm is the sum of value(stored): Z_i, or Z_i e^(-m_i) where e^(s - m) is stored; 1 in a row
+  // without weights. log_norm is log Z_i, whatever is stored; -inf in a row without weights.
   float maximum[BLOCK_Q], norm[BLOCK_Q], log_norm[BLOCK_Q], peak[BLOCK_Q];
   float weight_scale[BLOCK_Q];    // 1 / norm, or the normaliser's row_factor
   float threshold[BLOCK_Q];       // o_i times the row mean
@@ -74,8 +76,8 @@ class RowBlock : public BlockVisibility {
         maximum_first(Phi::shifted_by_maximum && params.normaliser == L1),
         decode_dots(params, padded_dim) {}
 
-  // Moves to the rows of query head h from first_q on: computes scores, statistics, and the constants
-  // of the weights.
+  // Moves to the rows of query head h from first_q on: computes scores, statistics, and the
+  // constants of the weights.
   void compute(int64_t b, int64_t h, int64_t first_q, const KeyHeadData& data) {
     set_rows(b, h, first_q);
     key_data = &data;
@@ -89,9 +91,9 @@ class RowBlock : public BlockVisibility {
       if (live_threshold[r] > 0.0f) live_threshold[r] *= largest_kept_u(r);
   }
 
-  // Row r of the tile at start_k of x [tiles, max_rows, BLOCK_K]. The pointer is moved back by start_k,
-  // so that it is indexed by j, a key's offset from key_begin, and not by j - start_k. It is still
-  // inside x, since max_rows >= 1.
+  // Row r of the tile at start_k of x [tiles, max_rows, BLOCK_K]. The pointer is moved back by
+  // start_k, so that it is indexed by j, a key's offset from key_begin, and not by j - start_k. It
+  // is still inside x, since max_rows >= 1.
   template <typename T>
   T* tile_row(T* x, int64_t r, int64_t start_k) const {
     return x + start_k * max_rows + r * BLOCK_K - start_k;
@@ -147,8 +149,8 @@ class RowBlock : public BlockVisibility {
     };
   }
 
-  // Multiplies weights of row r, or their gradients, by the dropout factors. row[0] belongs to the key
-  // at seen.begin.
+  // Multiplies weights of row r, or their gradients, by the dropout factors. row[0] belongs to the
+  // key at seen.begin.
   void apply_dropout(int64_t r, KeyRange seen, float* row) const {
     for (int64_t j = seen.begin; j < seen.end; j += W, row += W) store(row, load(row) * dropout.factors(r, j));
   }
@@ -192,8 +194,8 @@ class RowBlock : public BlockVisibility {
     return n_live;
   }
 
-  // For LASER's exact sums (row_logs.inl.h): log u of a row by offset, log A up to a constant of the
-  // row, and whether a key may have a weight above 0
+  // For LASER's exact sums (row_logs.inl.h): log u of a row by offset, log A up to a constant of
+  // the row, and whether a key may have a weight above 0
   void row_logs(int64_t r, float* logs);
   double log_weight(int64_t r, float log_u) const { return log_u == -INF ? -INF : double(power[r]) * log_u; }
   bool has_weight(int64_t r, int64_t key) const;

@@ -6,9 +6,9 @@
 namespace softfocus {
 
 // log u of a re-weighted row, or log phi up to a constant of the row, by offset j; -inf in tiles
-// that no row sees. With a threshold it is made from the stored scores. Without one u is phi times a
-// constant of the row and may underflow: its logarithm is made from the scores s. Where the block stores
-// phi(s) or e^(s - m), s is computed again, and the stored form is put back at the end.
+// that no row sees. With a threshold it is made from the stored scores. Without one u is phi times
+// a constant of the row and may underflow: its logarithm is made from the scores s. Where the block
+// stores phi(s) or e^(s - m), s is computed again, and the stored form is put back at the end.
 template <typename Phi>
 inline void RowBlock<Phi>::row_logs(int64_t r, float* logs) {
   std::fill(logs, logs + (row_stride - W), -INF);

@@ -92,8 +92,8 @@ inline void RowBlock<Phi>::strip_dots(int64_t r, int64_t start_k, KeyRange seen,
   }
 }
 
-// Prefetches a strip for writing, into the second-level cache: it is used one tile later, and a block of
-// scores does not fit.
+// Prefetches a strip for writing, into the second-level cache: it is used one tile later, and a
+// block of scores does not fit.
 template <typename Phi>
 inline void RowBlock<Phi>::prefetch_strip(float* to) {
   for (int64_t j = 0; j < MR * BLOCK_K; j += LINE_FLOATS) __builtin_prefetch(to + j, 1, 2);

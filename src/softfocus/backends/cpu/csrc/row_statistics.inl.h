@@ -57,9 +57,9 @@ inline void RowBlock<Phi>::set_reweighting(int64_t r) {
   threshold[r] = threshold_on[r] * mean;
   inverse_spread[r] = 1.0f / (largest_phi - threshold[r]);
   power[r] = params.head_power ? params.head_power[query_head] : float(params.power);
-  // The gradients hold p u^(p-1). Of a key at or below live_threshold it is at most eps/2, and of all N
-  // such keys together at most p^2 eps/2. Rounding u by eps/2 changes it by about p^2 eps/2 at u = 1:
-  // the terms left out are no larger than that.
+  // The gradients hold p u^(p-1). Of a key at or below live_threshold it is at most eps/2, and of
+  // all N such keys together at most p^2 eps/2. Rounding u by eps/2 changes it by about p^2 eps/2
+  // at u = 1: the terms left out are no larger than that.
   float p = power[r];
   if (p > 1.0f && !params.laser) {
     float most = 0.5f * std::numeric_limits<float>::epsilon() / (p * std::max(count[r] / (p * p), 1.0f));

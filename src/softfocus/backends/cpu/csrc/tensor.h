@@ -120,8 +120,8 @@ inline float inverse_power_of_two(float x) {
   return y;
 }
 
-// x / |x| in place; returns 1 / |x|. A vector without a normal element becomes zero and returns 0, as in
-// reference.unit, so that no gradient passes it.
+// x / |x| in place; returns 1 / |x|. A vector without a normal element becomes zero and returns 0,
+// as in reference.unit, so that no gradient passes it.
 inline float l2_normalise(float* x, int64_t n) {
   vfloat maxima = vfloat{};
   int64_t k = 0;

@@ -13,14 +13,15 @@
 
 namespace softfocus {
 
-// Measured sizes are in the log of docs/performance.md.
-// Rows of a strip. 5, 6, 7 and 8 rows were measured: no faster. 12 rows of fewer vectors were slower.
+// Measured sizes are in the log of docs/performance.md. Rows of a strip. 5, 6, 7 and 8 rows were
+// measured: no faster. 12 rows of fewer vectors were slower.
 constexpr int MR = 4;
 constexpr int64_t PANEL = PANEL_VECTORS * W;  // keys of a panel [D, PANEL]
 // Query rows of a block, at most. 64 were slower: keys, values and their gradients pass the caches
 // twice as often. More rows would take more memory for scores.
 constexpr int64_t BLOCK_Q = 128;
-// Keys of a tile: 128 rows of 64 floats fill a first-level cache of 32 KiB. 64 and 256 keys were as fast.
+// Keys of a tile: 128 rows of 64 floats fill a first-level cache of 32 KiB. 64 and 256 keys were as
+// fast.
 constexpr int64_t BLOCK_K = 128;
 constexpr int64_t TILE_STRIDE = BLOCK_K + W;  // of a scratch tile; a power of two would crowd few cache sets
 // Calls of at most this many queries do not pack the keys: one strip of rows, so that every key is

@@ -132,9 +132,9 @@ inline bool any(vint x) {
 #endif
 }
 
-// Lane i of the result is reduce_sum(x[i]). Each step folds x[i] and x[i + s] into one vector: lanes
-// without bit s of their index keep sums of x[i], those with it of x[i + s]. That is W - 1 additions in
-// place of W log2(W).
+// Lane i of the result is reduce_sum(x[i]). Each step folds x[i] and x[i + s] into one vector:
+// lanes without bit s of their index keep sums of x[i], those with it of x[i + s]. That is W - 1
+// additions in place of W log2(W).
 __attribute__((always_inline)) inline vfloat reduce_each(vfloat (&x)[W]) {
 #pragma GCC unroll 4
   for (int s = W / 2; s; s /= 2)
@@ -158,8 +158,8 @@ inline bool all_finite(const float* x, int64_t n) {
   return sum == 0.0f;
 }
 
-// Transposes a [W, W] block: column j of `to` is row j of `from`. Step s exchanges, in every square of
-// 2s x 2s, the upper right and the lower left square of s x s.
+// Transposes a [W, W] block: column j of `to` is row j of `from`. Step s exchanges, in every square
+// of 2s x 2s, the upper right and the lower left square of s x s.
 inline void transpose_square(const float* from, int64_t from_step, float* to, int64_t to_step) {
   vfloat x[W];
 #pragma GCC unroll 16

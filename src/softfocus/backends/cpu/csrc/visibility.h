@@ -140,8 +140,8 @@ class BlockVisibility {
     }
     key_begin = key_begin < key_end ? key_begin / BLOCK_K * BLOCK_K : 0;
     key_end = std::max(key_end, key_begin);
-    // + W as in TILE_STRIDE. Chosen, not measured. Lists of live keys, too, are written up to W elements
-    // past their end (gradients.h).
+    // + W as in TILE_STRIDE. Chosen, not measured. Lists of live keys, too, are written up to W
+    // elements past their end (gradients.h).
     row_stride = round_up(key_end - key_begin, BLOCK_K) + W;
   }
 

@@ -1,8 +1,10 @@
-"""What the backward's kernels share: which rows they compute, the gradient that comes in, and vectors of the rows.
+"""What the backward's kernels share: which rows they compute, the gradient that comes in, and
+vectors of the rows.
 
-No kernel needs an atomic: each program owns what it writes. The queries' kernel runs first. Each kernel has two variants: EXACT
-computes the rows that LASER's forward marked, the other all other rows. Both write their own rows of grad_query. EXACT runs
-second and adds to grad_key, grad_value and grad_bias.
+No kernel needs an atomic: each program owns what it writes. The queries' kernel runs first. Each
+kernel has two variants: EXACT computes the rows that LASER's forward marked, the other all other
+rows. Both write their own rows of grad_query. EXACT runs second and adds to grad_key, grad_value
+and grad_bias.
 """
 
 import triton
@@ -13,17 +15,22 @@ from softfocus.backends.triton.kernels import laser, loading, weighting
 ROW_VECTORS = 9
 """Vectors that the queries' kernel leaves to the others.
 
-They are loaded again for each tile: along the second dimension of a tile a vector takes as many registers as a row of it."""
+They are loaded again for each tile: along the second dimension of a tile a vector takes as many
+registers as a row of it.
+"""
 MEAN_GRAD, SCALE, ROW_BIAS, SHIFT, THRESHOLD, SPREAD, WEIGHT_FACTOR, GRAD_FACTOR, DELTA = (
     tl.constexpr(n) for n in range(9)
 )
-"""SCALE is c_i / |q_i| and ROW_BIAS the row bias, both in the score unit. SHIFT and the rest are of GradientRow: SPREAD is
-reciprocal_spread, and GRAD_FACTOR is divided by the score unit."""
+"""SCALE is c_i / |q_i| and ROW_BIAS the row bias, both in the score unit. SHIFT and the rest are of
+GradientRow: SPREAD is reciprocal_spread, and GRAD_FACTOR is divided by the score unit.
+"""
 
 
 @triton.jit
 def active_rows(outputs, inputs, algebra, b, h, q_offsets, EXACT: tl.constexpr):
-    """The rows [BLOCK_Q] that this variant computes: the EXACT one those that the forward marked, the other one the rest."""
+    """The rows [BLOCK_Q] that this variant computes: the EXACT one those that the forward marked,
+    the other one the rest.
+    """
     active = q_offsets < inputs.query_length
     if algebra.laser:
         mark = tl.load(loading.saved_pointers(outputs.saved, b, h, q_offsets, loading.MARK), mask=active, other=0.0)
@@ -33,10 +40,11 @@ def active_rows(outputs, inputs, algebra, b, h, q_offsets, EXACT: tl.constexpr):
 
 @triton.jit
 def laser_grad_acc(grad_out, outputs, inputs, b, h, q_offsets, active, blocks):
-    """dL/d(A e^V) [BLOCK_Q, BLOCK_DV] as products take it, 0 in rows that are not active; and delta [BLOCK_Q].
+    """dL/d(A e^V) [BLOCK_Q, BLOCK_DV] as products take it, 0 in rows that are not active; and delta
+    [BLOCK_Q].
 
-    delta is that of the rounded gradient: where one key dominates a row, dL/dA - delta is smaller than the rounding, which
-    cancels.
+    delta is that of the rounded gradient: where one key dominates a row, dL/dA - delta is smaller
+    than the rounding, which cancels.
     """
     grad_tile = loading.load_like_out(grad_out, inputs, b, h, q_offsets, blocks)
     exp_out = loading.load_like_out(outputs.residual, inputs, b, h, q_offsets, blocks)  # A e^V
@@ -60,10 +68,11 @@ def load_delta(grad_out, outputs, inputs, algebra, b, h, q_offsets, blocks):
 
 @triton.jit
 def load_row_vectors(row_vectors, algebra, b, h, q_offsets, active):
-    """What the queries' kernel left, 0 in rows that are not active: (mean_grad, scale, row_bias, GradientRow).
+    """What the queries' kernel left, 0 in rows that are not active: (mean_grad, scale, row_bias,
+    GradientRow).
 
-    ``scale`` is in the scores' unit, and ``grad_factor`` is divided by it. They are not multiplied beforehand: of a tiny query
-    the product may be no number.
+    ``scale`` is in the scores' unit, and ``grad_factor`` is divided by it. They are not multiplied
+    beforehand: of a tiny query the product may be no number.
     """
     zeros = tl.zeros(q_offsets.shape, tl.float32)
     mean_grad, row_bias, shift, threshold, reciprocal_spread, delta = zeros, zeros, zeros, zeros, zeros, zeros
@@ -74,8 +83,9 @@ def load_row_vectors(row_vectors, algebra, b, h, q_offsets, active):
     if algebra.score_bias != "0":
         row_bias = tl.load(pointers + ROW_BIAS * row_vectors.stride_b, mask=active, other=0.0)
     if algebra.shifted:
-        # Rows that are not active have no shift of their own, and e^bias may overflow: with shift = inf they weigh 2^-inf = 0.
-        # Softplus, the only phi whose unit is not 1, grows linearly, and its polynomial would make 0 * inf of that
+        # Rows that are not active have no shift of their own, and e^bias may overflow: with shift =
+        # inf they weigh 2^-inf = 0. Softplus, the only phi whose unit is not 1, grows linearly, and
+        # its polynomial would make 0 * inf of that
         none: tl.constexpr = float("inf") if algebra.phi.unit == 1.0 else 0.0
         shift = tl.load(pointers + SHIFT * row_vectors.stride_b, mask=active, other=none)
     if algebra.reweighted:

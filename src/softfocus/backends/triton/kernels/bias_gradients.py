@@ -20,10 +20,11 @@ def bias_gradients(
     inputs, algebra, masks, grad_out, outputs, row_vectors, grad_bias, heads, ALL_BATCH: tl.constexpr,
     ALL_HEADS: tl.constexpr, ALL_ROWS: tl.constexpr, ALL_KEYS: tl.constexpr, EXACT: tl.constexpr, blocks,
 ):  # fmt: skip
-    """grad_bias: a program has a tile of what the bias holds, and sums in a fixed order over all that it is broadcast to.
+    """grad_bias: a program has a tile of what the bias holds, and sums in a fixed order over all
+    that it is broadcast to.
 
-    ALL_BATCH, ALL_HEADS, ALL_ROWS, ALL_KEYS: the dimensions along which it is. ``heads`` is the bias's own. ``grad_out``
-    and EXACT as in key_gradients.
+    ALL_BATCH, ALL_HEADS, ALL_ROWS, ALL_KEYS: the dimensions along which it is. ``heads`` is the
+    bias's own. ``grad_out`` and EXACT as in key_gradients.
     """
     key_blocks = 1
     if not ALL_KEYS:

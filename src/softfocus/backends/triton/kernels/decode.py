@@ -1,15 +1,17 @@
 """A few queries against many keys, which are split among programs so that a whole GPU reads them.
 
-Up to three kernels: ``statistics`` of each split, with its weighted values unless rows are re-weighted; then ``weights`` of
-each split of re-weighted rows, where only values are read that weigh more than rounding (with LASER, more than 0); and
-``combine``.
+Up to three kernels: ``statistics`` of each split, with its weighted values unless rows are
+re-weighted; then ``weights`` of each split of re-weighted rows, where only values are read that
+weigh more than rounding (with LASER, more than 0); and ``combine``.
 
-The queries of all heads that share a key head are the rows of one tile. A product on tensor cores has at least sixteen rows,
-most of them padding here, and scores in its layout would be computed several times. So the products are written to ``scores``
-(4 bytes, beside the hundreds of a key), read again one score a thread, made weights, and written back. The product with the
-values reads them a third time. One query is multiplied without tensor cores.
+The queries of all heads that share a key head are the rows of one tile. A product on tensor cores
+has at least sixteen rows, most of them padding here, and scores in its layout would be computed
+several times. So the products are written to ``scores`` (4 bytes, beside the hundreds of a key),
+read again one score a thread, made weights, and written back. The product with the values reads
+them a third time. One query is multiplied without tensor cores.
 
-In shapes ROWS_STORED is the number of rows, rounded up to a power of two; BLOCK_Q is at least 16, or 1 for a single row.
+In shapes ROWS_STORED is the number of rows, rounded up to a power of two; BLOCK_Q is at least 16,
+or 1 for a single row.
 """
 
 import triton
@@ -23,13 +25,17 @@ PARTS = tl.constexpr(4)
 PART_MAX, PART_PHI_SUM, PART_POWER_SUM, PART_MARK = (tl.constexpr(n) for n in range(4))
 """Largest score, sum phi 2^-shift, sum u^p, and LASER's marks."""
 SCORES_AT_ONCE = tl.constexpr(512)
-"""Scores that a program makes weights of at once, four a thread of 128. Not fewer than threads, which would then hold the same
-score: each is stored where it was loaded from, without a barrier in between."""
+"""Scores that a program makes weights of at once, four a thread of 128. Not fewer than threads,
+which would then hold the same score: each is stored where it was loaded from, without a barrier in
+between.
+"""
 
 
 @triton.jit
 def _query_rows(inputs, ROWS: tl.constexpr):
-    """b, a query head of this key head, and of each row its head and q_offset. A row too many has the offset query_length."""
+    """b, a query head of this key head, and of each row its head and q_offset. A row too many has
+    the offset query_length.
+    """
     key_heads = inputs.heads // inputs.group
     b, key_head = tl.program_id(1) // key_heads, tl.program_id(1) % key_heads
     rows = tl.arange(0, ROWS)
@@ -65,7 +71,9 @@ def _part_pointers(parts, N: tl.constexpr, splits, split, ROWS_STORED: tl.conste
 
 @triton.jit
 def _sum_pointers(sums, splits, split, ROWS_STORED: tl.constexpr, ROWS: tl.constexpr, blocks):
-    """Pointers to the weighted values of a split in [B Hk, splits, ROWS_STORED, BLOCK_DV], and which of the ROWS are stored."""
+    """Pointers to the weighted values of a split in [B Hk, splits, ROWS_STORED, BLOCK_DV], and
+    which of the ROWS are stored.
+    """
     program = tl.full([], 0, tl.int64) + tl.program_id(1)
     rows = tl.arange(0, ROWS)[:, None]
     pointers = rows * blocks.BLOCK_DV + tl.arange(0, blocks.BLOCK_DV)[None, :]
@@ -109,7 +117,9 @@ def _whole_rows(algebra, parts, splits, ROWS_STORED: tl.constexpr):
 
 @triton.jit
 def statistics(inputs, algebra, masks, parts, sums, scores, ROWS_STORED: tl.constexpr, STAGES: tl.constexpr, blocks):
-    """Of a split the first two vectors; also its scores where rows are re-weighted, else weighted values and LASER's marks."""
+    """Of a split the first two vectors; also its scores where rows are re-weighted, else weighted
+    values and LASER's marks.
+    """
     splits, split = tl.num_programs(0), tl.program_id(0)
     b, h, row_heads, q_offsets = _query_rows(inputs, ROWS_STORED)
     first, stop = _split_tiles(inputs, masks, b, blocks)
@@ -179,10 +189,11 @@ def weights(inputs, algebra, masks, parts, sums, scores, ROWS_STORED: tl.constex
 
 @triton.jit
 def _store_products(inputs, algebra, b, h, scores, first, stop, STAGES: tl.constexpr, blocks):
-    """Products of a split's tiles: q k, or with cosine q k / |k|, of a query scaled by a power of two.
+    """Products of a split's tiles: q k, or with cosine q k / |k|, of a query scaled by a power of
+    two.
 
-    The mantissa of 1 / |q| is multiplied in ``statistics``. Where the squares of a key are too large or too small to be summed,
-    all are multiplied again with exact norms.
+    The mantissa of 1 / |q| is multiplied in ``statistics``. Where the squares of a key are too
+    large or too small to be summed, all are multiplied again with exact norms.
     """
     _b, _h, row_heads, q_offsets = _query_rows(inputs, blocks.BLOCK_Q)
     d_offsets = tl.arange(0, blocks.BLOCK_D)
@@ -211,7 +222,8 @@ def _store_products(inputs, algebra, b, h, scores, first, stop, STAGES: tl.const
                     key_rnorm = norms.reciprocal_norm(key.to(tl.float32))
                 else:
                     key_rnorm, precise = norms.fast_reciprocal_norm(key)
-                    # Zero vectors are fine, though their squares look like those of tiny ones: all products with them are 0
+                    # Zero vectors are fine, though their squares look like those of tiny ones: all
+                    # products with them are 0
                     not_zero = (key_rnorm != 0.0)[None, :] | (dots != 0.0)
                     imprecise = imprecise | ((precise == 0)[None, :] & not_zero).to(tl.int32)
                 dots = dots * key_rnorm[None, :]
@@ -223,11 +235,13 @@ def _store_products(inputs, algebra, b, h, scores, first, stop, STAGES: tl.const
 
 @triton.jit
 def _sum_values(
-    inputs, algebra, masks, b, h, parts, sums, scores, first, stop, ROWS_STORED: tl.constexpr, STAGES: tl.constexpr, blocks
+    inputs, algebra, masks, b, h, parts, sums, scores, first, stop, ROWS_STORED: tl.constexpr,
+    STAGES: tl.constexpr, blocks
 ):  # fmt: skip
     """The weighted values of a split, and LASER's marks.
 
-    Only where a sum is non-finite, or a value too large for LASER, the split is summed again with a look at every value.
+    Only where a sum is non-finite, or a value too large for LASER, the split is summed again with a
+    look at every value.
     """
     splits, split = tl.num_programs(0), tl.program_id(0)
     _b, _h, row_heads, q_offsets = _query_rows(inputs, blocks.BLOCK_Q)
@@ -287,8 +301,8 @@ def _sum_values(
 def _negligible(inputs, algebra, count, tied, row_heads):
     """Up to where a weight u^p counts as 0: 2^-24 / p, half an ulp of the largest weight over p.
 
-    In rows of N > p^2 keys it is 2^-24 p / N, so that all dropped weights together stay below 2^-24 p: the rounding of u times
-    p. LASER takes the logarithm of small weights, and leaves out none.
+    In rows of N > p^2 keys it is 2^-24 p / N, so that all dropped weights together stay below 2^-24
+    p: the rounding of u times p. LASER takes the logarithm of small weights, and leaves out none.
     """
     negligible = tl.zeros_like(count)
     if not algebra.laser:

@@ -1,4 +1,6 @@
-"""Which weights dropout keeps: the bits that ``softfocus.dropout`` defines, made where a tile is, and again in the backward."""
+"""Which weights dropout keeps: the bits that ``softfocus.dropout`` defines, made where a tile is,
+and again in the backward.
+"""
 
 import triton
 import triton.language as tl
@@ -6,12 +8,15 @@ import triton.language as tl
 ROUNDS = tl.constexpr(7)
 """As ``softfocus.dropout``, which says why."""
 SPAN, LANES = tl.constexpr(64), tl.constexpr(8)
-"""As in ``softfocus.dropout``: SPAN columns of a row share LANES counters, each of which gives eight numbers of 16 bits."""
+"""As in ``softfocus.dropout``: SPAN columns of a row share LANES counters, each of which gives
+eight numbers of 16 bits.
+"""
 
 
 @triton.jit
 def kept(inputs, b, h, q_offsets, first, KEYS: tl.constexpr, AXIS: tl.constexpr):
-    """bool [Q, K], or [K, Q] where the keys' AXIS is 0: which weights of ``KEYS`` keys from ``first`` on, a multiple of that.
+    """bool [Q, K], or [K, Q] where the keys' AXIS is 0: which weights of ``KEYS`` keys from
+    ``first`` on, a multiple of that.
 
     A counter's eight columns lie eight apart, as those of a thread do in a product of tensor cores.
     """
@@ -28,8 +33,8 @@ def kept(inputs, b, h, q_offsets, first, KEYS: tl.constexpr, AXIS: tl.constexpr)
     if KEYS >= SPAN:
         low = tl.join(_kept_of_word(w, inputs.drop_below), _kept_of_word(x, inputs.drop_below))
         high = tl.join(_kept_of_word(y, inputs.drop_below), _kept_of_word(z, inputs.drop_below))
-        # bits [Q, GROUPS * LANES, half, word of two, pair of words], or [GROUPS * LANES, Q, ...]; column = span * 64 +
-        # (4 pair + 2 word + half) * 8 + lane
+        # bits [Q, GROUPS * LANES, half, word of two, pair of words], or [GROUPS * LANES, Q, ...];
+        # column = span * 64 + (4 pair + 2 word + half) * 8 + lane
         bits = tl.join(low, high)
         if AXIS == 1:
             bits = bits.reshape(bits.shape[0], GROUPS, LANES, 2, 2, 2).permute(0, 1, 5, 4, 3, 2)

@@ -1,4 +1,6 @@
-"""The forward: one sweep over the keys, or two where rows are re-weighted, first for statistics, then for weights."""
+"""The forward: one sweep over the keys, or two where rows are re-weighted, first for statistics,
+then for weights.
+"""
 
 import triton
 import triton.language as tl
@@ -9,7 +11,9 @@ from softfocus.backends.triton.kernels.pointwise import LN2, log2
 
 @triton.jit
 def forward(inputs, algebra, masks, outputs, blocks):
-    """Everything in ``outputs``, but rows that it marks for ``laser.exact_forward``. A program: BLOCK_Q rows of a head."""
+    """Everything in ``outputs``, but rows that it marks for ``laser.exact_forward``. A program:
+    BLOCK_Q rows of a head.
+    """
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows first, where it is causal
     b, h = tl.program_id(1) // inputs.heads, tl.program_id(1) % inputs.heads
     q_offsets = block * blocks.BLOCK_Q + tl.arange(0, blocks.BLOCK_Q)  # [BLOCK_Q]
@@ -84,8 +88,8 @@ def forward(inputs, algebra, masks, outputs, blocks):
 def online_statistics(s, scaled_dots, row_max, smallest_product, shift, phi_sum, algebra):
     """phi 2^-shift of a tile [BLOCK_Q, BLOCK_K], and the statistics of its rows so far, [BLOCK_Q].
 
-    These are the largest score, the smallest scaled product (of dot products), shift and sum. Last comes what multiplies sums
-    of earlier tiles where the shift has grown.
+    These are the largest score, the smallest scaled product (of dot products), shift and sum. Last
+    comes what multiplies sums of earlier tiles where the shift has grown.
     """
     row_max = tl.maximum(row_max, tl.max(s, 1))
     if not algebra.cosine:
@@ -122,10 +126,12 @@ def checked_values(
     value, acc, needs_exact, large_values, f, inputs, algebra, masks, b, h, row_heads, q_offsets, k_offsets,
     PARTIAL: tl.constexpr, blocks,
 ):  # fmt: skip
-    """Values [BLOCK_K, BLOCK_DV], or LASER's e^V, as the weights are multiplied with them; then acc, needs_exact, large_values.
+    """Values [BLOCK_K, BLOCK_DV], or LASER's e^V, as the weights are multiplied with them; then
+    acc, needs_exact, large_values.
 
-    A non-finite value reaches only the rows that see it, or, where the weights ``f`` are given, those that give it weight. In a
-    PARTIAL tile ``needs_exact`` holds the rows that see a large value. Of full tiles ``large_values`` says whether any has one.
+    A non-finite value reaches only the rows that see it, or, where the weights ``f`` are given,
+    those that give it weight. In a PARTIAL tile ``needs_exact`` holds the rows that see a large
+    value. Of full tiles ``large_values`` says whether any has one.
 
     Args:
         row_heads: of the rows; h: any of them.
@@ -139,8 +145,8 @@ def checked_values(
             x = value.to(tl.float32)
             total = tl.sum(x - x)
             nonfinite = total != total
-        # NaN != 0 is true. Large and non-finite values are rare, so visibility is computed again here and takes no registers
-        # in the loop
+        # NaN != 0 is true. Large and non-finite values are rare, so visibility is computed again
+        # here and takes no registers in the loop
         if total != 0.0:
             if f is None:
                 visible = masking.visible(masks, inputs, b, row_heads[:, None], q_offsets[:, None], k_offsets[None, :])
@@ -178,7 +184,8 @@ def store_results(
     inputs, algebra, outputs, b, row_heads, q_offsets, count, row_max, shift, phi_sum, power_sum, ROUNDED: tl.constexpr,
     peak, acc, needs_exact, large_values, blocks,
 ):  # fmt: skip
-    """Store ``outputs``, from acc [BLOCK_Q, BLOCK_DV] and vectors of the rows [BLOCK_Q]; ``row_heads`` are those of the rows.
+    """Store ``outputs``, from acc [BLOCK_Q, BLOCK_DV] and vectors of the rows [BLOCK_Q];
+    ``row_heads`` are those of the rows.
 
     ROUNDED: whether the weights were rounded to the values' dtype before they were multiplied.
     """
@@ -193,7 +200,8 @@ def store_results(
     if algebra.laser:
         lowest = tl.min(tl.where(dv_offsets[None, :] < inputs.value_dim, acc, float("inf")), 1)
         large = tl.zeros_like(weight_sum) + tl.max(large_values, 0)
-        # At least 1: below that (relu without a shift) the products themselves may be too small for a float
+        # At least 1: below that (relu without a shift) the products themselves may be too small for
+        # a float
         needs_exact = needs_exact | (large > 0.0) | (lowest < laser.SMALL_SUM * tl.maximum(weight_sum, 1.0))
         needs_exact = needs_exact & (weight_sum > 0.0)
         tl.store(outputs.exact_heads + b * inputs.heads + row_heads, 1, mask=needs_exact & mask)

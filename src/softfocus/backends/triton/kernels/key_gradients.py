@@ -1,4 +1,6 @@
-"""Gradients of the keys and values, BLOCK_K keys of a key head a program. Tiles lie the other way round: [BLOCK_K, BLOCK_Q]."""
+"""Gradients of the keys and values, BLOCK_K keys of a key head a program. Tiles lie the other way
+round: [BLOCK_K, BLOCK_Q].
+"""
 
 import triton
 import triton.language as tl
@@ -52,7 +54,8 @@ def key_gradients(
                 start = masking.tile_index(masks.query_tiles, tile_range, b, h, block, n, PARTIAL) * blocks.BLOCK_Q
                 q_offsets = start + tl.arange(0, blocks.BLOCK_Q)  # [BLOCK_Q]
                 active = backward_rows.active_rows(outputs, inputs, algebra, b, h, q_offsets, EXACT)
-                # query, grad_operand [BLOCK_Q, BLOCK_D], grad_acc [BLOCK_Q, BLOCK_DV]; vectors [BLOCK_Q]
+                # query, grad_operand [BLOCK_Q, BLOCK_D], grad_acc [BLOCK_Q, BLOCK_DV]; vectors
+                # [BLOCK_Q]
                 query, grad_operand = loading.load_query_operands(inputs, b, h, q_offsets, blocks)
                 grad_acc = loading.load_like_out(grad_out, inputs, b, h, q_offsets, blocks)
                 mean_grad, scale, row_bias, row = backward_rows.load_row_vectors(
@@ -61,7 +64,8 @@ def key_gradients(
                 # s, visible, weights, grad_weights, grad_u, derivative [BLOCK_K, BLOCK_Q]
                 s, visible, _scaled_dots = scoring.tile_scores(
                     products.dot(key, tl.trans(query), blocks), inputs, algebra, masks, b, h,
-                    q_offsets[None, :], k_offsets[:, None], scale[None, :], key_scale[:, None], row_bias[None, :], PARTIAL,
+                    q_offsets[None, :], k_offsets[:, None], scale[None, :], key_scale[:, None], row_bias[None, :],
+                    PARTIAL,
                 )  # fmt: skip
                 if EXACT:
                     count = masking.visible_count(masks, inputs, b, h, q_offsets)
@@ -128,7 +132,8 @@ def key_gradients(
     if algebra.cosine:  # after the store, as with the queries
         pointers = loading.key_pointers(inputs.key, inputs, b, key_head * inputs.group, k_offsets)[:, None]
         pointers = pointers + d_offsets * inputs.key.stride_d
-        # A non-finite key has gradient 0 where nobody sees it. Where somebody does, its sum is NaN already
+        # A non-finite key has gradient 0 where nobody sees it. Where somebody does, its sum is NaN
+        # already
         key_rnorm = tl.where(key_rnorm == key_rnorm, key_rnorm, 0.0)
         key, key_scale = norms.scaled_operand(products.finite_or_zero(loading.reload(pointers, key_bounds)), key_rnorm)
         unit_key = key.to(tl.float32) * key_scale[:, None]

@@ -1,8 +1,9 @@
 """LASER: log(A e^V), column by column (arXiv 2411.03493).
 
-The kernels multiply the weights with e^V in place of V. No shift M is subtracted: it could come from a key that the row does
-not see. Values above LARGE_VALUE are clamped instead, and every row that sees one is marked. So is a row whose sum is so small
-that weights too small for a float might count. EXACT variants of the kernels compute marked rows in logarithms.
+The kernels multiply the weights with e^V in place of V. No shift M is subtracted: it could come
+from a key that the row does not see. Values above LARGE_VALUE are clamped instead, and every row
+that sees one is marked. So is a row whose sum is so small that weights too small for a float might
+count. EXACT variants of the kernels compute marked rows in logarithms.
 """
 
 from typing import NamedTuple
@@ -16,15 +17,18 @@ from softfocus.backends.triton.kernels.pointwise import LOG2E
 LARGE_VALUE = tl.constexpr(30.0)
 """e^30 is 1e13, so that sums stay far below float32's largest number. Chosen, not measured."""
 SMALL_SUM = tl.constexpr(1e-12)
-"""Of A e^V, as a share of the sum of the weights: rows with less are marked. A weight that float32 loses is below 1e-38; times
-e^LARGE_VALUE that is 1e-25, which does not count beside 1e-12."""
+"""Of A e^V, as a share of the sum of the weights: rows with less are marked. A weight that float32
+loses is below 1e-38; times e^LARGE_VALUE that is 1e-25, which does not count beside 1e-12.
+"""
 ONE_KEY = tl.constexpr(2.0)
 """The mark of a row of which one key has all the weight; 1 of others."""
 
 
 @triton.jit
 def operand(x, like):
-    """x in the dtype of the products with ``like``: bfloat16 beside bfloat16, else float32, since float16 could not hold it."""
+    """x in the dtype of the products with ``like``: bfloat16 beside bfloat16, else float32, since
+    float16 could not hold it.
+    """
     if like.dtype == tl.bfloat16:
         x = x.to(tl.bfloat16)
     return x
@@ -50,7 +54,9 @@ def value_flags(value, inputs, b, h, k_offsets):
 
 @triton.jit
 def flagged(x):
-    """Of each key's values [BLOCK_K, BLOCK_DV]: 1 where one is large, and 2 more where one is non-finite, [BLOCK_K]."""
+    """Of each key's values [BLOCK_K, BLOCK_DV]: 1 where one is large, and 2 more where one is
+    non-finite, [BLOCK_K].
+    """
     nonfinite = tl.max(((tl.abs(x) < float("inf")) == 0).to(tl.int32), 1)
     large = tl.max((products.finite_or_zero(x) > LARGE_VALUE).to(tl.int32), 1)
     return (large + 2 * nonfinite).to(tl.float32)
@@ -84,7 +90,8 @@ class ExactRow(NamedTuple):
 
     Attributes:
         shift, phi_sum: sum_j phi(s_ij) 2^-shift, in phi's unit.
-        threshold, reciprocal_spread, tied: of re-weighted rows, as ``weighting.row_threshold`` gives them; power_sum: sum u^p.
+        threshold, reciprocal_spread, tied: of re-weighted rows, as ``weighting.row_threshold``
+            gives them; power_sum: sum u^p.
         delta: sum_j A_ij dL/dA_ij.
         one_key: whether one key has all the weight, whatever its score; for the backward.
     """
@@ -122,7 +129,8 @@ def expanded(row, AXIS: tl.constexpr):
     """The vectors along one axis of a tile."""
     return ExactRow(
         tl.expand_dims(row.shift, AXIS), tl.expand_dims(row.phi_sum, AXIS), tl.expand_dims(row.threshold, AXIS),
-        tl.expand_dims(row.reciprocal_spread, AXIS), tl.expand_dims(row.tied, AXIS), tl.expand_dims(row.power_sum, AXIS),
+        tl.expand_dims(row.reciprocal_spread, AXIS), tl.expand_dims(row.tied, AXIS),
+        tl.expand_dims(row.power_sum, AXIS),
         tl.expand_dims(row.delta, AXIS), tl.expand_dims(row.one_key, AXIS),
     )  # fmt: skip
 
@@ -147,10 +155,11 @@ def log_weights(s, row, inputs, algebra, h):
 
 @triton.jit
 def gradients_of_marked(s, total, row, inputs, algebra, h):
-    """A (dL/dA - delta), g and phi' of a tile [BLOCK_Q, BLOCK_K], or [BLOCK_K, BLOCK_Q], from scores and ``total`` = A dL/dA.
+    """A (dL/dA - delta), g and phi' of a tile [BLOCK_Q, BLOCK_K], or [BLOCK_K, BLOCK_Q], from
+    scores and ``total`` = A dL/dA.
 
-    As ``weighting.weights_and_gradients``, but of A dL/dA, which is a number where A is too small for a float and dL/dA too
-    large.
+    As ``weighting.weights_and_gradients``, but of A dL/dA, which is a number where A is too small
+    for a float and dL/dA too large.
     """
     f = algebra.phi.value(s, row.shift, algebra)
     derivative = algebra.phi.derivative(s, row.shift, algebra) * algebra.phi.unit
@@ -158,8 +167,9 @@ def gradients_of_marked(s, total, row, inputs, algebra, h):
     above_threshold = f
     power = 1.0
     small = 2.0**-100
-    # Up to ``small`` phi' / phi is taken from the score (``rate``): f is close to the least float. relu's f has lost digits
-    # already at 2^-60. With a threshold f - threshold is 0 or well above the rounding of f, and no such case exists
+    # Up to ``small`` phi' / phi is taken from the score (``rate``): f is close to the least float.
+    # relu's f has lost digits already at 2^-60. With a threshold f - threshold is 0 or well above
+    # the rounding of f, and no such case exists
     if algebra.phi.has_zeros:
         small = tl.where(row.threshold == 0.0, 2.0**-60, 0.0)
     if algebra.reweighted:
@@ -176,9 +186,11 @@ def gradients_of_marked(s, total, row, inputs, algebra, h):
 
 @triton.jit
 def weighted_grads(
-    log_weights, total, value_sum, grad_out, outputs, inputs, b, h, q_offsets, active, k_offsets, ROW_AXIS: tl.constexpr, blocks
+    log_weights, total, value_sum, grad_out, outputs, inputs, b, h, q_offsets, active, k_offsets,
+    ROW_AXIS: tl.constexpr, blocks
 ):  # fmt: skip
-    """A dL/dA of a tile: the sum over columns c of grad_out e^(log A + v - out), added to ``total``. Summed over rows, dL/dV.
+    """A dL/dA of a tile: the sum over columns c of grad_out e^(log A + v - out), added to
+    ``total``. Summed over rows, dL/dV.
 
     Args:
         total: [BLOCK_Q, BLOCK_K] or [BLOCK_K, BLOCK_Q].
@@ -197,7 +209,8 @@ def weighted_grads(
         # Of large numbers the difference is exact, the sum is not
         difference = tl.expand_dims(value, ROW_AXIS) - tl.expand_dims(tl.where(out == out, out, 0.0), 1 - ROW_AXIS)
         exponent = log_weights + (difference - tl.expand_dims(tl.where(out == out, residual, 0.0), 1 - ROW_AXIS))
-        # In active rows A e^(v - out) is at most 1. In others, of gradient 0, it is not to be infinite: e^88 is
+        # In active rows A e^(v - out) is at most 1. In others, of gradient 0, it is not to be
+        # infinite: e^88 is
         term = tl.expand_dims(grad, 1 - ROW_AXIS) * tl.exp(tl.minimum(exponent, 80.0))
         total += term
         if value_sum is not None:
@@ -217,7 +230,9 @@ def _column(array, b, h, offsets, mask, c):
 
 @triton.jit
 def exact_forward(inputs, algebra, masks, outputs, blocks):
-    """The output of the marked rows, by a logsumexp with a running maximum of each row and column."""
+    """The output of the marked rows, by a logsumexp with a running maximum of each row and
+    column.
+    """
     if tl.load(outputs.exact_heads + tl.program_id(1)) == 0:
         return
     block = tl.program_id(0)

@@ -4,8 +4,9 @@ import triton
 import triton.language as tl
 
 COUNT, MAXIMUM, LOG_NORM, PEAK, PHI_SUM, POWER_SUM, MARK, MAXIMUM_IN_UNIT = (tl.constexpr(n) for n in range(8))
-"""The row vectors that the forward saves: ``RowStatistics``, then what the backward needs. MARK are LASER's marks.
-MAXIMUM_IN_UNIT is the maximum in the kernels' unit."""
+"""The row vectors that the forward saves: ``RowStatistics``, then what the backward needs. MARK are
+LASER's marks. MAXIMUM_IN_UNIT is the maximum in the kernels' unit.
+"""
 
 
 @triton.jit
@@ -26,7 +27,9 @@ def sequence_length(inputs, b):
 
 @triton.jit
 def load_matrix(array, start, row_offsets, columns, length, width):
-    """[R, C] of the head's matrix at ``start``; 0 beyond its ends. ``length`` and ``width`` are its sizes."""
+    """[R, C] of the head's matrix at ``start``; 0 beyond its ends. ``length`` and ``width`` are its
+    sizes.
+    """
     offsets = row_offsets[:, None] * array.stride_l + columns[None, :] * array.stride_d
     return tl.load(start + offsets, mask=(row_offsets[:, None] < length) & (columns[None, :] < width), other=0.0)
 
@@ -51,7 +54,8 @@ def load_vector(array, b, h, row_offsets, length):
 def saved_pointers(saved, b, h, q_offsets, N: tl.constexpr):
     """Pointers [R] to the n-th of the saved vectors [n, B, H, Lq].
 
-    The array has n in place of B, B in place of H and H in place of L: stride_b is from one vector to the next.
+    The array has n in place of B, B in place of H and H in place of L: stride_b is from one vector
+    to the next.
     """
     zero = tl.full([], 0, tl.int64)
     return (
@@ -67,8 +71,8 @@ def saved_pointers(saved, b, h, q_offsets, N: tl.constexpr):
 def reload(pointers, mask):
     """Load a tile again that was loaded before a loop and is not needed in it.
 
-    The cache modifier differs from the first load's. Otherwise the compiler would see one load, and keep its registers through
-    the loop.
+    The cache modifier differs from the first load's. Otherwise the compiler would see one load, and
+    keep its registers through the loop.
     """
     return tl.load(pointers, mask=mask, other=0.0, cache_modifier=".cg")
 
@@ -96,7 +100,9 @@ def store_queries(array, inputs, b, h, q_offsets, x, blocks):
 
 @triton.jit
 def load_query_operands(inputs, b, h, q_offsets, blocks):
-    """Queries [BLOCK_Q, BLOCK_D], twice: for products with keys, and for those with the gradient of the scores."""
+    """Queries [BLOCK_Q, BLOCK_D], twice: for products with keys, and for those with the gradient of
+    the scores.
+    """
     if inputs.unit_key_fp16 is None:
         query = load_queries(inputs, b, h, q_offsets, blocks)
         grad_operand = query
@@ -115,7 +121,9 @@ def load_like_out(array, inputs, b, h, q_offsets, blocks):
 
 @triton.jit
 def key_pointers(array, inputs, b, h, k_offsets):
-    """Pointers [BLOCK_K] to keys or values of a query head's key head, in pages where the cache has such."""
+    """Pointers [BLOCK_K] to keys or values of a query head's key head, in pages where the cache has
+    such.
+    """
     if inputs.page_table is None:
         pointers = head_pointer(array, b, h // inputs.group) + k_offsets * array.stride_l
     else:
@@ -130,7 +138,9 @@ def key_pointers(array, inputs, b, h, k_offsets):
 
 @triton.jit
 def load_tile(array, inputs, b, h, k_offsets, width, COLUMNS: tl.constexpr, PARTIAL: tl.constexpr, blocks):
-    """Keys [BLOCK_K, BLOCK_D] or values [BLOCK_K, BLOCK_DV]; 0 beyond the ends, which only a PARTIAL tile can reach."""
+    """Keys [BLOCK_K, BLOCK_D] or values [BLOCK_K, BLOCK_DV]; 0 beyond the ends, which only a
+    PARTIAL tile can reach.
+    """
     columns = tl.arange(0, COLUMNS)
     pointers = key_pointers(array, inputs, b, h, k_offsets)[:, None] + columns[None, :] * array.stride_d
     if PARTIAL:
@@ -164,7 +174,9 @@ def load_value_operand(inputs, b, h, k_offsets, PARTIAL: tl.constexpr, blocks):
 
 @triton.jit
 def store_like_out(array, b, row_heads, q_offsets, mask, x, inputs, blocks):
-    """Store x [BLOCK_Q, BLOCK_DV] to an array shaped like the output; ``row_heads`` [BLOCK_Q] are those of the rows."""
+    """Store x [BLOCK_Q, BLOCK_DV] to an array shaped like the output; ``row_heads`` [BLOCK_Q] are
+    those of the rows.
+    """
     columns = tl.arange(0, blocks.BLOCK_DV)
     pointers = (
         head_pointer(array, b, row_heads)[:, None]

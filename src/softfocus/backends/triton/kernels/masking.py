@@ -8,7 +8,9 @@ from softfocus.backends.triton.kernels import loading
 EMPTY, PARTIAL, FULL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 """What the masks leave of a tile: nothing, some of it, all of it."""
 TILES_AT_ONCE = tl.constexpr(256)
-"""Tiles whose document numbers are looked at together: two a thread of 128. Chosen, not measured."""
+"""Tiles whose document numbers are looked at together: two a thread of 128. Chosen, not
+measured.
+"""
 
 
 @triton.jit
@@ -22,7 +24,9 @@ def query_offset(inputs, masks, b):
 
 @triton.jit
 def visible(masks, inputs, b, h, q_offsets, k_offsets):
-    """Whether each query sees each key, for offsets of any shapes that broadcast. Queries beyond the end give anything."""
+    """Whether each query sees each key, for offsets of any shapes that broadcast. Queries beyond
+    the end give anything.
+    """
     positions = q_offsets + query_offset(inputs, masks, b)
     length = loading.sequence_length(inputs, b)
     last = tl.zeros_like(q_offsets) + (length - 1)
@@ -81,9 +85,9 @@ def _tile_range(
 ):
     """Tiles that a block meets under the window alone: (start, full_start, full_stop, stop).
 
-    Positions ``first`` to ``last`` of the block see from ``behind`` before them to ``ahead`` after them. In a full tile all of
-    them see all of it. Full tiles are full_start..full_stop; the partial ones lie on both sides, start..full_start and
-    full_stop..stop.
+    Positions ``first`` to ``last`` of the block see from ``behind`` before them to ``ahead`` after
+    them. In a full tile all of them see all of it. Full tiles are full_start..full_stop; the
+    partial ones lie on both sides, start..full_start and full_stop..stop.
     """
     start, full_start = 0, 0
     stop, full_stop = length, length
@@ -153,7 +157,8 @@ def tile_index(lists, tile_range, b, h, block, n, PARTIAL: tl.constexpr):
 def _tiles_of_these_documents(inputs, masks, lowest, highest, b, q_offsets, start, stop):
     """Of the tiles from start to stop, the range in which documents of these rows may occur.
 
-    Packed documents follow one another, so that the range is short. In any other order it is longer, never too short.
+    Packed documents follow one another, so that the range is short. In any other order it is
+    longer, never too short.
     """
     positions = tl.minimum(q_offsets, inputs.query_length - 1) + masks.offset
     own = tl.load(loading.head_pointer(masks.document_ids, b, 0) + positions * masks.document_ids.stride_d)
@@ -172,9 +177,11 @@ def _tiles_of_these_documents(inputs, masks, lowest, highest, b, q_offsets, star
 
 @triton.jit
 def survey(inputs, masks, lowest, highest, counts, states, blocks):
-    """N_i int32 [B, H, Lq, 1]; and ``states``, EMPTY, PARTIAL or FULL, int8 [B, H, query blocks, key blocks], 0 before.
+    """N_i int32 [B, H, Lq, 1]; and ``states``, EMPTY, PARTIAL or FULL, int8 [B, H, query blocks,
+    key blocks], 0 before.
 
-    ``lowest`` and ``highest`` [B, 1, 1, key blocks] are the document numbers in a tile of keys; None without documents.
+    ``lowest`` and ``highest`` [B, 1, 1, key blocks] are the document numbers in a tile of keys;
+    None without documents.
     """
     block = tl.program_id(0)
     b, h = tl.program_id(1), tl.program_id(2)

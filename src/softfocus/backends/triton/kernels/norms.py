@@ -8,9 +8,11 @@ from softfocus.backends.triton.kernels import loading
 
 @triton.jit
 def reciprocal_norm(x):
-    """1 / |x| of each row [R] of x [R, C]. NaN of one that is not finite; 0 of one whose entries are all below 2^-126.
+    """1 / |x| of each row [R] of x [R, C]. NaN of one that is not finite; 0 of one whose entries
+    are all below 2^-126.
 
-    Of most of these 1 / |x| is beyond float32. The divisions are rounded, since large powers multiply what they lose.
+    Of most of these 1 / |x| is beyond float32. The divisions are rounded, since large powers
+    multiply what they lose.
     """
     largest = tl.max(tl.abs(x), 1)
     # 253: the last whose inverse is no subnormal number
@@ -25,7 +27,8 @@ def reciprocal_norm(x):
 
 @triton.jit
 def fast_reciprocal_norm(x):
-    """1 / |x| of each row [R] of x [R, C], 0 where all squares are 0; and whether float32 holds the squares.
+    """1 / |x| of each row [R] of x [R, C], 0 where all squares are 0; and whether float32 holds the
+    squares.
 
     Of halves it is exact to 2^-22.
     """
@@ -60,7 +63,8 @@ def mantissa_of(rnorm):
 def scaled_operand(x, rnorm):
     """x [R, C] as it is multiplied, with norms in (1/2, 1], and what is left of 1 / |x| [R].
 
-    Powers of two scale exactly. No product overflows or vanishes, and every kernel makes the same score of the same numbers.
+    Powers of two scale exactly. No product overflows or vanishes, and every kernel makes the same
+    score of the same numbers.
     """
     return (x.to(tl.float32) * power_of_two_in(rnorm)[:, None]).to(x.dtype), mantissa_of(rnorm)
 
@@ -77,7 +81,9 @@ def largest_power_of_two(x):
 def reciprocal_norms(
     x, rnorm, unit_fp16, unit_bf16, heads, length, width, BLOCK_ROWS: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """1 / |x| of every row to ``rnorm`` [B, H, L, 1]; where given, x / |x| to ``unit_fp16`` and ``unit_bf16`` [B, H, L, D]."""
+    """1 / |x| of every row to ``rnorm`` [B, H, L, 1]; where given, x / |x| to ``unit_fp16`` and
+    ``unit_bf16`` [B, H, L, D].
+    """
     b, h = tl.program_id(1) // heads, tl.program_id(1) % heads
     row_offsets = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     columns = tl.arange(0, WIDTH)

@@ -1,13 +1,15 @@
-"""phi and its derivative, and u^p, for the kernels: plugged in at compile time. Every phi here is non-negative.
+"""phi and its derivative, and u^p, for the kernels: plugged in at compile time. Every phi here is
+non-negative.
 
-Where phi is made of exponentials, scores come in units of log 2, multiplied by log2 e while they are scaled: the hardware has
-2^x in one instruction, e^x in five. ``shift``, in the same units, is subtracted in the exponent, so that a row of small scores
-(for exp: of any) has phi(s) 2^-shift, whose largest is about 1. Rows of float16 have one for every phi, since their weights
-before they are normalised may be any numbers; that of relu is a whole number.
+Where phi is made of exponentials, scores come in units of log 2, multiplied by log2 e while they
+are scaled: the hardware has 2^x in one instruction, e^x in five. ``shift``, in the same units, is
+subtracted in the exponent, so that a row of small scores (for exp: of any) has phi(s) 2^-shift,
+whose largest is about 1. Rows of float16 have one for every phi, since their weights before they
+are normalised may be any numbers; that of relu is a whole number.
 
-Below zero nothing is lost: log2(1 + 2^s) = x y(x), x = 2^-|s|, with a polynomial y in place of a logarithm (20 instructions).
-It has as many terms as the dtype of the operands can tell: its relative error is 2^-11 for bfloat16, 2^-17 for float16, 2^-22.5
-for float32.
+Below zero nothing is lost: log2(1 + 2^s) = x y(x), x = 2^-|s|, with a polynomial y in place of a
+logarithm (20 instructions). It has as many terms as the dtype of the operands can tell: its
+relative error is 2^-11 for bfloat16, 2^-17 for float16, 2^-22.5 for float32.
 """
 
 import torch
@@ -20,8 +22,10 @@ from softfocus.backends.triton.arguments import Phi
 
 LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 SHIFT_BELOW = tl.constexpr(-4.0)
-"""Rows of softplus and sigmoid whose scores are all below it have a shift: their phi may be too small for the dtype of the
-weights, or for float32. phi(-4 log 2) is 0.06, which every dtype holds. Chosen, not measured."""
+"""Rows of softplus and sigmoid whose scores are all below it have a shift: their phi may be too
+small for the dtype of the weights, or for float32. phi(-4 log 2) is 0.06, which every dtype holds.
+Chosen, not measured.
+"""
 UNDERFLOWS = tl.constexpr(-100.0)
 """Below it phi may be too small for a float, and its logarithm is the score's."""
 MOST_TERMS = tl.constexpr(9)
@@ -31,13 +35,17 @@ LOG_LOG2E = tl.constexpr(0.36651292058166435)
 
 @triton.jit
 def _minus_abs(s):
-    """-|s|, as a product, which takes no instruction. Triton 3.6 makes 0 - |s| of a negation, which takes one."""
+    """-|s|, as a product, which takes no instruction. Triton 3.6 makes 0 - |s| of a negation, which
+    takes one.
+    """
     return tl.abs(s) * -1.0
 
 
 @triton.jit
 def _log2_1p_over_x(x, TERMS: tl.constexpr):
-    """y(x) = log2(1 + x) / x for x in [0, 1]: the least relative error among polynomials of so many terms."""
+    """y(x) = log2(1 + x) / x for x in [0, 1]: the least relative error among polynomials of so many
+    terms.
+    """
     if TERMS == MOST_TERMS:
         y = x * 0.00754918205 - 0.0425670631
         y = y * x + 0.112856194
@@ -98,8 +106,8 @@ else:
 def times(a, b, algebra):
     """a b; in float32's re-weighted rows rounded on its own.
 
-    The compiler might fuse it with a sum in some kernels or tiles and not in others. Scores would differ in the last bit, and
-    u^p by p times that.
+    The compiler might fuse it with a sum in some kernels or tiles and not in others. Scores would
+    differ in the last bit, and u^p by p times that.
     """
     if algebra.reweighted and algebra.float32:
         result = _rounded_product(a, b)
@@ -206,7 +214,8 @@ def _log_sigmoid(s, shift, f):
 
 @triton.jit
 def _exp2(x, algebra):
-    """2^x of x <= 126. In float32's re-weighted rows to the last bit, of which the hardware's has two or three wrong.
+    """2^x of x <= 126. In float32's re-weighted rows to the last bit, of which the hardware's has
+    two or three wrong.
 
     Of nearly equal weights u is a small difference.
     """
@@ -372,6 +381,7 @@ def whole_power(u, POWER: tl.constexpr):
 def any_power(u, power, TERMS: tl.constexpr):
     """u^p for 0 < u <= 1 and a number p that is known when the kernel runs.
 
-    Its relative error grows with p |log u|, which is large only where u^p is small beside the row's largest.
+    Its relative error grows with p |log u|, which is large only where u^p is small beside the row's
+    largest.
     """
     return tl.exp2(power * log2(tl.where(u > 0.0, u, 1.0), TERMS))

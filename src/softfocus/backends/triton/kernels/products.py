@@ -12,7 +12,9 @@ def finite_or_zero(x):
 
 @triton.jit
 def dot(a, b, blocks):
-    """The matrix product a b, summed in float32; of one row without tensor cores, which would take it for sixteen."""
+    """The matrix product a b, summed in float32; of one row without tensor cores, which would take
+    it for sixteen.
+    """
     if a.shape[0] == 1:
         result = tl.sum(tl.trans(a.to(tl.float32)) * b.to(tl.float32), 0)[None, :]
     elif blocks.widen:

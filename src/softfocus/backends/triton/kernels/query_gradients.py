@@ -1,7 +1,7 @@
 """Gradients of the queries, BLOCK_Q rows a program, and what the other kernels need of each row.
 
-In re-weighted rows dL/ds holds the mean of g over the whole row, which is known only after a sweep. So two sums over the keys
-are kept, one with g and one without; they are joined at the end.
+In re-weighted rows dL/ds holds the mean of g over the whole row, which is known only after a sweep.
+So two sums over the keys are kept, one with g and one without; they are joined at the end.
 """
 
 import triton
@@ -26,10 +26,11 @@ def query_gradients(
     inputs, algebra, masks, grad_out, outputs, row_vectors, grad_query, grad_acc_out, grad_head_scale, grad_power,
     EXACT: tl.constexpr, blocks,
 ):  # fmt: skip
-    """grad_query, and ``row_vectors`` for the other kernels; of LASER also ``grad_acc_out``, dL/d(A e^V) like out.
+    """grad_query, and ``row_vectors`` for the other kernels; of LASER also ``grad_acc_out``, dL/d(A
+    e^V) like out.
 
-    Where wanted also each row's share of the gradients of head_scale and power, [B, H, Lq]. EXACT: LASER's marked rows alone;
-    else the others alone.
+    Where wanted also each row's share of the gradients of head_scale and power, [B, H, Lq]. EXACT:
+    LASER's marked rows alone; else the others alone.
     """
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows first, where it is causal
     b, h = tl.program_id(1) // inputs.heads, tl.program_id(1) % inputs.heads
@@ -82,7 +83,8 @@ def query_gradients(
             key, key_rnorm, s, visible, _scaled_dots = scoring.scores_of_keys(
                 query, inputs, algebra, masks, b, h, q_offsets, k_offsets, query_scale, row_bias, PARTIAL, blocks
             )
-            # grad_weights, weighted_grad = A (dL/dA - delta), grad_u, derivative, log2_u [BLOCK_Q, BLOCK_K]
+            # grad_weights, weighted_grad = A (dL/dA - delta), grad_u, derivative, log2_u [BLOCK_Q,
+            # BLOCK_K]
             if EXACT:
                 log_weights, log_u = laser.log_weights(s, exact, inputs, algebra, h)
                 weighted_total, _none = laser.weighted_grads(
@@ -149,7 +151,8 @@ def query_gradients(
     scale_in_unit = scale * algebra.phi.score_unit
     if algebra.cosine:
         scale_in_unit = scale_in_unit * query_rnorm
-    # Stored before the queries are read again: a load does not move above a store, and there are registers for it only now
+    # Stored before the queries are read again: a load does not move above a store, and there are
+    # registers for it only now
     backward_rows.store_row_vectors(
         row_vectors,
         mean_grad,

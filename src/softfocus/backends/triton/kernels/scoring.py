@@ -1,4 +1,6 @@
-"""Scores of a tile: s = c_i similarity(q_i, k_j) + b_i + b_ij. Every kernel makes them here, so that they agree to the bit."""
+"""Scores of a tile: s = c_i similarity(q_i, k_j) + b_i + b_ij. Every kernel makes them here, so
+that they agree to the bit.
+"""
 
 import triton
 import triton.language as tl
@@ -46,10 +48,11 @@ def row_bias_of(inputs, algebra, count, b):
 
 @triton.jit
 def query_operand(query, rnorm, scale, inputs, algebra):
-    """Queries [BLOCK_Q, BLOCK_D] as keys are multiplied with them, and the factor [BLOCK_Q] that makes products scores.
+    """Queries [BLOCK_Q, BLOCK_D] as keys are multiplied with them, and the factor [BLOCK_Q] that
+    makes products scores.
 
-    The factor is c_i, with cosine times the mantissa of 1 / |q_i|. With unit vectors the queries hold all of it, and the factor
-    is not used.
+    The factor is c_i, with cosine times the mantissa of 1 / |q_i|. With unit vectors the queries
+    hold all of it, and the factor is not used.
     """
     if algebra.cosine:
         query, mantissa = norms.scaled_operand(query, rnorm)
@@ -93,12 +96,14 @@ def key_offsets(masks, tile_range, b, h, block, n, PARTIAL: tl.constexpr, blocks
 def tile_scores(
     dots, inputs, algebra, masks, b, h, q_offsets, k_offsets, scale, rnorm, row_bias, PARTIAL: tl.constexpr
 ):
-    """Scores of a tile in their unit, -inf where hidden; which are visible; and the scaled products, 0 where hidden.
+    """Scores of a tile in their unit, -inf where hidden; which are visible; and the scaled
+    products, 0 where hidden.
 
     Args:
         dots: products of queries and keys, [BLOCK_Q, BLOCK_K] or [BLOCK_K, BLOCK_Q].
-        q_offsets, k_offsets, scale, rnorm, row_bias: broadcast to that. ``scale`` (of the query) and ``rnorm`` (1 / |k|, or its
-            mantissa) are multiplied here, unless unit vectors hold them.
+        q_offsets, k_offsets, scale, rnorm, row_bias: broadcast to that. ``scale`` (of the query)
+            and ``rnorm`` (1 / |k|, or its mantissa) are multiplied here, unless unit vectors hold
+            them.
     """
     s = dots
     if inputs.unit_key_fp16 is None:
@@ -125,7 +130,9 @@ def tile_scores(
 def scores_of_keys(
     query, inputs, algebra, masks, b, h, q_offsets, k_offsets, scale, row_bias, PARTIAL: tl.constexpr, blocks
 ):
-    """Keys, 1 / |k| and what ``tile_scores`` gives, [BLOCK_Q, BLOCK_K]; ``scale`` and ``row_bias`` are [BLOCK_Q]."""
+    """Keys, 1 / |k| and what ``tile_scores`` gives, [BLOCK_Q, BLOCK_K]; ``scale`` and ``row_bias``
+    are [BLOCK_Q].
+    """
     key, key_rnorm = load_score_keys(inputs, algebra, b, h, k_offsets, PARTIAL, blocks)
     s, visible, scaled_dots = tile_scores(
         products.dot(query, tl.trans(key), blocks), inputs, algebra, masks, b, h,

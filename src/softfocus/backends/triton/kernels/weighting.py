@@ -1,4 +1,6 @@
-"""Weights of a tile from its scores: threshold, u^p, and what the backward needs of a row to make them again."""
+"""Weights of a tile from its scores: threshold, u^p, and what the backward needs of a row to make
+them again.
+"""
 
 from typing import NamedTuple
 
@@ -32,7 +34,9 @@ def row_factor(inputs, algebra, count, b):
 
 @triton.jit
 def reciprocal_sum(phi_sum, algebra):
-    """1 / phi_sum; 1 where it is 0. Rounded in float32: where one key dominates a row, delta is to be that key's dL/dA."""
+    """1 / phi_sum; 1 where it is 0. Rounded in float32: where one key dominates a row, delta is to
+    be that key's dL/dA.
+    """
     phi_sum = tl.where(phi_sum == 0.0, 1.0, phi_sum)
     if algebra.float32:
         result = tl.div_rn(tl.full(phi_sum.shape, 1.0, tl.float32), phi_sum)
@@ -43,10 +47,12 @@ def reciprocal_sum(phi_sum, algebra):
 
 @triton.jit
 def rounded_sum(phi_sum, row_max, shift, algebra, element_type):
-    """The sum of phi [BLOCK_Q] with its largest term as products take it: rounded to ``element_type``.
+    """The sum of phi [BLOCK_Q] with its largest term as products take it: rounded to
+    ``element_type``.
 
-    Where one key dominates a row, dL/dA - delta is smaller than that rounding. Divided by this sum the output, of which delta
-    is made, is then that key's value. The other terms' rounding is below that of the gradient itself.
+    Where one key dominates a row, dL/dA - delta is smaller than that rounding. Divided by this sum
+    the output, of which delta is made, is then that key's value. The other terms' rounding is below
+    that of the gradient itself.
     """
     largest_phi = algebra.phi.value(row_max, shift, algebra)
     return phi_sum + (largest_phi.to(element_type).to(tl.float32) - largest_phi)
@@ -76,7 +82,8 @@ def u_to_the_power(u, inputs, algebra, h, LESS: tl.constexpr):
 
 @triton.jit
 def row_threshold(inputs, algebra, count, phi_sum, largest_phi):
-    """(threshold, 1 / spread, tied, peak) of rows [BLOCK_Q], from the sum and the largest of phi; eq. 5 of arXiv 2501.13428.
+    """(threshold, 1 / spread, tied, peak) of rows [BLOCK_Q], from the sum and the largest of phi;
+    eq. 5 of arXiv 2501.13428.
 
     u = (phi - threshold) / spread. Tied rows keep phi.
     """
@@ -90,7 +97,9 @@ def row_threshold(inputs, algebra, count, phi_sum, largest_phi):
 
 @triton.jit
 def excess(f, threshold, reciprocal_spread, algebra):
-    """u, at most 1: in halves one instruction. It rounds threshold / spread once more, by less than float16 and bfloat16 do."""
+    """u, at most 1: in halves one instruction. It rounds threshold / spread once more, by less than
+    float16 and bfloat16 do.
+    """
     if algebra.float32:
         u = tl.maximum((f - threshold) * reciprocal_spread, 0.0, propagate_nan=tl.PropagateNan.ALL)
     else:
@@ -104,15 +113,16 @@ class GradientRow(NamedTuple):
         A = weight_factor phi            dL/dphi = grad_factor (dL/dA - delta)
         A = weight_factor u^p            dL/dphi = grad_factor (dL/dA - delta) u^(p-1)
 
-    with u = (phi - threshold) reciprocal_spread. phi on the left is what ``Phi.value`` gives: in phi's unit, times 2^-shift.
-    dL/dphi on the right is of phi without unit.
+    with u = (phi - threshold) reciprocal_spread. phi on the left is what ``Phi.value`` gives: in
+    phi's unit, times 2^-shift. dL/dphi on the right is of phi without unit.
 
     Attributes:
         shift: of phi, as in the forward; the logsumexp where ``shift_holds_norm``.
-        threshold, reciprocal_spread: of re-weighted rows. A negative reciprocal_spread marks a tied row: it has p = 1 and
-            u = phi |reciprocal_spread|, which is phi over the row's largest.
+        threshold, reciprocal_spread: of re-weighted rows. A negative reciprocal_spread marks a tied
+            row: it has p = 1 and u = phi |reciprocal_spread|, which is phi over the row's largest.
         weight_factor: 0 in fully masked rows.
-        grad_factor: 0 where one key has all the weight, whatever its score: rounding must not give it a gradient.
+        grad_factor: 0 where one key has all the weight, whatever its score: rounding must not give
+            it a gradient.
         delta: sum_j A_ij dL/dA_ij, where the weights sum to one; else 0.
     """
 
@@ -126,7 +136,9 @@ class GradientRow(NamedTuple):
 
 @triton.jit
 def saved_statistics(saved, inputs, algebra, b, h, q_offsets):
-    """What the forward saved of the rows [BLOCK_Q]: shift, largest phi, sum phi 2^-shift, sum u^p."""
+    """What the forward saved of the rows [BLOCK_Q]: shift, largest phi, sum phi 2^-shift, sum
+    u^p.
+    """
     mask = q_offsets < inputs.query_length
     row_max = tl.load(loading.saved_pointers(saved, b, h, q_offsets, loading.MAXIMUM_IN_UNIT), mask=mask, other=0.0)
     phi_sum = tl.load(loading.saved_pointers(saved, b, h, q_offsets, loading.PHI_SUM), mask=mask, other=1.0)
@@ -146,7 +158,8 @@ def gradient_row(saved, inputs, algebra, count, b, h, q_offsets, delta):
     if algebra.reweighted:
         threshold, reciprocal_spread, tied, _peak = row_threshold(inputs, algebra, count, phi_sum, largest_phi)
         heaviest = u_to_the_power(excess(largest_phi, threshold, reciprocal_spread, algebra), inputs, algebra, h, 0)
-        # Keys that are lost in the rounding of power_sum still have a gradient, u^(p - 1), unless p is large
+        # Keys that are lost in the rounding of power_sum still have a gradient, u^(p - 1), unless p
+        # is large
         large_power = (tl.zeros_like(phi_sum) + head_power(inputs, algebra, h)) >= LARGE_POWER
         one_key = (count == 1.0) | ((power_sum == heaviest) & (tied == 0) & large_power)
         reciprocal_phi_sum, reciprocal_power_sum = reciprocal_sum(phi_sum, algebra), reciprocal_sum(power_sum, algebra)
@@ -175,16 +188,19 @@ def gradient_row(saved, inputs, algebra, count, b, h, q_offsets, delta):
 def expanded(row, AXIS: tl.constexpr):
     """The vectors along one axis of a tile."""
     return GradientRow(
-        tl.expand_dims(row.shift, AXIS), tl.expand_dims(row.threshold, AXIS), tl.expand_dims(row.reciprocal_spread, AXIS),
+        tl.expand_dims(row.shift, AXIS), tl.expand_dims(row.threshold, AXIS),
+        tl.expand_dims(row.reciprocal_spread, AXIS),
         tl.expand_dims(row.weight_factor, AXIS), tl.expand_dims(row.grad_factor, AXIS), tl.expand_dims(row.delta, AXIS),
     )  # fmt: skip
 
 
 @triton.jit
 def weights_and_gradients(s, grad_weights, row, inputs, algebra, h):
-    """A, g, phi' and u of a tile [BLOCK_Q, BLOCK_K], or [BLOCK_K, BLOCK_Q], from its scores and dL/dA.
+    """A, g, phi' and u of a tile [BLOCK_Q, BLOCK_K], or [BLOCK_K, BLOCK_Q], from its scores and
+    dL/dA.
 
-    dL/ds = grad_factor (g - mean_grad) phi'. What all keys of a row share, grad_factor, is left to the sums over keys.
+    dL/ds = grad_factor (g - mean_grad) phi'. What all keys of a row share, grad_factor, is left to
+    the sums over keys.
     """
     f = algebra.phi.value(s, row.shift, algebra)
     derivative = algebra.phi.derivative(s, row.shift, algebra)
@@ -204,10 +220,11 @@ def weights_and_gradients(s, grad_weights, row, inputs, algebra, h):
 
 @triton.jit
 def rounding_step(rounded, algebra):
-    """A 127th of the distance between neighbours of a half's dtype, in which the rounding of the output is saved in eight bits.
+    """A 127th of the distance between neighbours of a half's dtype, in which the rounding of the
+    output is saved in eight bits.
 
-    delta is made of the output. In a row that one key dominates little is left of dL/dA - delta, less than that rounding. The
-    result is 0 where the step is tiny or no number.
+    delta is made of the output. In a row that one key dominates little is left of dL/dA - delta,
+    less than that rounding. The result is 0 where the step is tiny or no number.
     """
     bits = rounded.to(tl.int32, bitcast=True) & 0x7F800000
     pow2 = bits.to(tl.float32, bitcast=True)
