@@ -469,12 +469,6 @@ def test_the_commands_it_names_exist():
     assert set(re.findall(r"^softfocus (\w+)", README, re.MULTILINE)) <= known
 
 
-def test_the_number_of_mechanisms_is_right():
-    import softfocus
-
-    assert f"the catalogue: {len(softfocus.mechanisms())} names" in README
-
-
 def test_the_numbers_of_the_maps_are_the_committed_ones():
     softmax, lssar = (one.row(2048) for one in read_inspections(ROOT / "docs/results/inspect/inspect.json").runs)
     said = " ".join(README.split())

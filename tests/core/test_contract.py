@@ -329,7 +329,9 @@ def follow(tmp_path, *backends):
     touched = set(re.findall(r"^\+\+\+ b/src/softfocus/(\S+)", diff, re.MULTILINE))
     assert {Path(path).name for path in touched} == {"mechanism.py", "catalog.py", "pointwise.py", "pointwise.h"}
     assert len(touched) == 5
-    shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__", "lab"))
+    for folder in ("src", "tests"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__", "lab"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
     subprocess.run(["git", "apply", "-"], input=diff, text=True, check=True, cwd=tmp_path)
     environment = {
         **os.environ, "PYTHONPATH": str(tmp_path / "src"), "TRITON_INTERPRET": "1", "SOFTFOCUS_CXXFLAGS": "-O1",
@@ -340,11 +342,19 @@ def follow(tmp_path, *backends):
     )
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout == "cpu\n"
+    return environment
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="git applies the diff")
 def test_the_guide_to_a_new_phi(tmp_path):
-    follow(tmp_path, "tiled", *(["triton"] if triton.TRITON_FOUND else []))
+    environment = follow(tmp_path, "tiled", *(["triton"] if triton.TRITON_FOUND else []))
+    changed = [f"tests/core/test_{name}.py" for name in ("catalog", "reference", "pointwise")]
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *changed,
+         "-k", "test_catalog or relu3 or table or every"],
+        env=environment, cwd=tmp_path, capture_output=True, text=True,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stdout
 
 
 @pytest.mark.slow  # compiles the kernels
