@@ -220,7 +220,7 @@ class Carries:
         if dtype not in self.dtypes:
             *most, last = (str(known).removeprefix("torch.") for known in self.dtypes)
             return f"{dtype} is not among {', '.join(most)} and {last}"
-        for name in CHOICES.keys() - {"scale"}:
+        for name in [name for name in CHOICES if name != "scale"]:
             value, values = getattr(mechanism, name), getattr(self, name)
             if value not in values:
                 return f"{name}={value!r} is not " + (f"among {', '.join(values)}" if len(values) > 1 else "carried")

@@ -24,10 +24,8 @@ FREE_ROWS = 3
 """Rows that see at most this many keys are not thresholded or re-centred: the papers' "first three
 rows".
 """
-TIED = 128.0
-"""A row whose weights exceed their mean by no more than so many eps, relative to it, counts as all
-equal.
-"""
+TIE_EPS = 128.0
+"""A row is tied if its largest weight exceeds the mean by at most this many eps, relative to it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from softfocus import dropout
 from softfocus.contract import FLOATING, Call, Carries, RowStatistics, compute_dtype
-from softfocus.mechanism import FREE_ROWS, TIED, Mechanism
+from softfocus.mechanism import FREE_ROWS, TIE_EPS, Mechanism
 from softfocus.pointwise import POINTWISE
 
 CARRIES = Carries(
@@ -28,7 +28,7 @@ ABOUT = "the dense formula: memory O(L^2), differentiable twice"
 refuses = prepare = backward = rows_kept = None  # torch differentiates the formula
 
 
-def row_scale(mechanism: Mechanism, scale: float, count: Tensor) -> Tensor:
+def base_scale(mechanism: Mechanism, scale: float, count: Tensor) -> Tensor:
     """c_i without the head's own factor: scale(d) * length_scale(N_i). Shaped like ``count``, which
     is floating.
     """
@@ -141,7 +141,7 @@ def _scores(call: Call, query: Tensor, key: Tensor, count: Tensor) -> Tensor:
     query, key = (torch.where(x.isfinite(), x, 0.0) for x in (query, key))
     direction = {"dot": lambda x: x, "cosine": unit}[call.mechanism.similarity]
     query, key = direction(query), direction(key)
-    factor = row_scale(call.mechanism, call.scale, count)
+    factor = base_scale(call.mechanism, call.scale, count)
     if call.head_scale is not None:
         factor = factor * call.head_scale.to(query.dtype)[:, None, None]
     scores = factor * (query @ key.mT) + score_bias(call.mechanism, count, key.size(-2))
@@ -198,7 +198,7 @@ def reweight(
     o = (count > FREE_ROWS).to(weights.dtype)
     u = torch.relu(weights * count - o)
     peak = u.detach().amax(-1, keepdim=True) if u.size(-1) else u.new_zeros(count.shape)
-    tied = peak <= TIED * torch.finfo(weights.dtype).eps
+    tied = peak <= TIE_EPS * torch.finfo(weights.dtype).eps
     u = u / torch.where(tied, 1.0, peak)
     zero = u == 0
     base = torch.where(zero, 1.0, u)  # 0^p has no usable derivative in p, nor in u at p = 1
@@ -221,7 +221,7 @@ def _post(weights: Tensor, visible: Tensor, count: Tensor, mechanism: Mechanism)
     centred = torch.where(visible, weights - mean, 0.0)
     norm = centred.abs().sum(-1, keepdim=True)
     # Where all weights are equal only rounding is left, which l1 would enlarge
-    tied = norm <= TIED * torch.finfo(weights.dtype).eps
+    tied = norm <= TIE_EPS * torch.finfo(weights.dtype).eps
     rescaled = torch.where(tied, 0.0, centred / torch.where(tied, 1.0, norm))
     first_rows = count <= FREE_ROWS
     return {

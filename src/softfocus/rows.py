@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from softfocus.mechanism import FREE_ROWS, SIGNED_PHI, TIED, Mechanism
+from softfocus.mechanism import FREE_ROWS, SIGNED_PHI, TIE_EPS, Mechanism
 from softfocus.pointwise import POINTWISE
 
 SQUARING_LIMIT = 32
@@ -232,7 +232,7 @@ def _reweight(rows: Rows, count: Tensor, power: Tensor | float) -> None:
     threshold = o * norm / count.clamp(min=1.0)
     highest = f.amax(-1, keepdim=True)
     rows.peak = (highest * count / norm - o).clamp_(min=0.0)
-    tied = rows.peak <= TIED * torch.finfo(f.dtype).eps
+    tied = rows.peak <= TIE_EPS * torch.finfo(f.dtype).eps
     rows.spread = (highest - threshold).masked_fill_(tied, 1.0)
     rows.u = (f - threshold).clamp_(min=0.0).div_(rows.spread)
     weights = _power(rows.u, power)
@@ -285,7 +285,7 @@ def _centred(weights: Tensor, visible: Tensor | None, count: Tensor) -> tuple[Te
     if visible is not None:
         centred.masked_fill_(~visible, 0.0)
     norm = centred.abs().sum(-1, keepdim=True)
-    tied = norm <= TIED * torch.finfo(weights.dtype).eps
+    tied = norm <= TIE_EPS * torch.finfo(weights.dtype).eps
     return centred, norm.masked_fill(tied, 1.0), tied
 
 

@@ -233,8 +233,8 @@ def test_calls_of_one_kind_run_the_same_kernels():
         query = torch.ones(1, 1, length, 8, dtype=dtype, device=DEVICE)
         call = prepared(query, query, query, mechanism=name, scale=scale)
         launched = (
-            inputs.algebra_of(call.mechanism, False, inputs.bounded(call), dtype),
-            inputs.takes_unit_vectors(call),
+            inputs.algebra_of(call.mechanism, False, triton.bounded(call), dtype),
+            triton.takes_unit_vectors(call),
         )
         kinds.setdefault(checked._kind(call), set()).add(repr(launched))
     assert all(len(kernels) == 1 for kernels in kinds.values())

@@ -274,6 +274,32 @@ def test_a_question_compiles_nothing_and_touches_no_disk(monkeypatch):
     assert len(asked) == 1
 
 
+QUESTIONS = """
+import sys
+import torch
+from softfocus import explain, mechanisms, named
+opened = []
+tensors = {dtype: torch.ones(1, 2, 4, 8, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)}
+names = list(mechanisms())
+sys.addaudithook(lambda event, arguments: opened.append(arguments[0]) if event in ("open", "subprocess.Popen") else None)
+for query in tensors.values():
+    for name in names:
+        asked = explain(query, query, query, mechanism=name, is_causal=True)
+assert not opened, opened
+assert "triton.language" not in sys.modules
+print(asked.reasons["triton"])
+"""
+
+
+@pytest.mark.skipif(not triton.TRITON_FOUND, reason="Triton is not installed")
+def test_a_question_opens_no_file_and_imports_no_triton():
+    """Not even where Triton is a candidate: its kernels are declared in a module without it."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    ran = subprocess.run([sys.executable, "-c", QUESTIONS], env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert "the first call is held against" in ran.stdout
+
+
 @pytest.mark.kernels
 def test_one_cached_call_after_another_is_computed_anew():
     """What is kept of a sequence's layout must not serve a call that differs in one argument."""

@@ -38,7 +38,7 @@ from triton.runtime.interpreter import TensorHandle
 from triton.runtime.jit import JITFunction
 
 from softfocus.backends.triton import tuning
-from softfocus.backends.triton.tuning import Tile
+from softfocus.backends.triton.tuning import TileShape
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -132,7 +132,7 @@ def test_parity_of_keys_split_among_programs(quiet, monkeypatch, case, name, dty
     monkeypatch.setattr(call, "TILES_OF_A_SPLIT", 1)
     monkeypatch.setattr(call, "FEW_ROWS", 512)
     if not knobs.runtime.interpret:  # whose tiles are small
-        monkeypatch.setattr(tuning, "tiles", lambda *a: (Tile(16, 16, 4, 2),))
+        monkeypatch.setattr(tuning, "tiles", lambda *a: (TileShape(16, 16, 4, 2),))
     ran = []
     decode = call.Launcher._decode
     monkeypatch.setattr(call.Launcher, "_decode", lambda *a: ran.append(a[-1]) or decode(*a))
@@ -519,8 +519,8 @@ def test_dropout_in_tiles_of_any_width(quiet, monkeypatch, shape):
     """A group of 64 keys lies in four tiles, or one, or two in one tile; parity is tested with two
     to a group.
     """
-    monkeypatch.setattr(tuning, "INTERPRETED", Tile(*shape, 1, 1))
-    monkeypatch.setattr(tuning, "tiles", lambda *a: (Tile(*shape, 4, 1),))
+    monkeypatch.setattr(tuning, "INTERPRETED", TileShape(*shape, 1, 1))
+    monkeypatch.setattr(tuning, "tiles", lambda *a: (TileShape(*shape, 4, 1),))
     case = replace(CASE["dropout"], batch=1, heads=2, key_heads=1, query_length=20, key_length=150, bias="1hqk")
     check(fused, case, "softmax", SINGLE, device=DEVICE)
 
@@ -578,7 +578,7 @@ SHAPES = sorted({(tile.rows, tile.keys) for tile in ALL_TILES})
 )
 def test_every_tile_that_may_be_chosen_is_right(quiet, monkeypatch, shape):
     """Whatever it is made for: a GPU that cannot hold it takes a smaller one."""
-    monkeypatch.setattr(tuning, "INTERPRETED", Tile(*shape, 1, 1))
+    monkeypatch.setattr(tuning, "INTERPRETED", TileShape(*shape, 1, 1))
     most = max(tile for tile in ALL_TILES if (tile.rows, tile.keys) == shape)
     monkeypatch.setattr(tuning, "tiles", lambda *call: (most,))
     check(fused, replace(CASE["cache"], batch=1), "lssar", SINGLE if knobs.runtime.interpret else BRAIN, device=DEVICE)
@@ -599,13 +599,13 @@ def test_there_are_tiles_for_every_kernel_of_every_mechanism(monkeypatch):
 def test_a_tile_of_few_registers_is_compiled_so(monkeypatch):
     """But on AMD's GPUs, whose compiler has no such option."""
     assert {tile.registers for tile in ALL_TILES} == {0, 128}
-    assert Tile(128, 64, 8, 3).options == {"num_warps": 8, "num_stages": 3}
-    assert Tile(128, 64, 8, 3, 128).options == {"num_warps": 8, "num_stages": 3, "maxnreg": 128}
+    assert TileShape(128, 64, 8, 3).options == {"num_warps": 8, "num_stages": 3}
+    assert TileShape(128, 64, 8, 3, 128).options == {"num_warps": 8, "num_stages": 3, "maxnreg": 128}
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    assert Tile(128, 64, 8, 3, 128).options == {"num_warps": 8, "num_stages": 3}
+    assert TileShape(128, 64, 8, 3, 128).options == {"num_warps": 8, "num_stages": 3}
 
 
-MEASURED = (Tile(64, 32, 8, 2), Tile(128, 32, 8, 2), Tile(64, 64, 8, 2))
+MEASURED = (TileShape(64, 32, 8, 2), TileShape(128, 32, 8, 2), TileShape(64, 64, 8, 2))
 
 
 @pytest.fixture
@@ -640,11 +640,11 @@ def measured(monkeypatch, tmp_path):
 
 
 def test_the_fastest_tile_is_taken_and_remembered(measured, monkeypatch):
-    assert measured() == Tile(64, 64, 8, 2)
+    assert measured() == TileShape(64, 64, 8, 2)
     assert measured.timed == [tile for tile in MEASURED if tile.rows == 64]
-    assert measured() == Tile(64, 64, 8, 2)
+    assert measured() == TileShape(64, 64, 8, 2)
     monkeypatch.setattr(tuning, "_known", {})  # as in another process
-    assert measured() == Tile(64, 64, 8, 2)
+    assert measured() == TileShape(64, 64, 8, 2)
     assert len(measured.timed) == 2
     measured(("forward", 2))
     assert len(measured.timed) == 4
@@ -656,7 +656,7 @@ def test_a_broken_record_is_measured_again(measured, monkeypatch, tmp_path):
     for broken in ("", "[1, 2]", "[64, 48, 8, 2]", "{}"):
         record.write_text(broken)
         monkeypatch.setattr(tuning, "_known", {})
-        assert measured() == Tile(64, 64, 8, 2)
+        assert measured() == TileShape(64, 64, 8, 2)
 
 
 def test_nothing_is_measured_while_a_graph_is_captured_or_when_told_so(measured, monkeypatch):
@@ -691,7 +691,7 @@ def test_nothing_is_remembered_where_nothing_could_be_measured(measured, monkeyp
     with monkeypatch.context() as patched:
         patched.setattr(tuning, "_time", full)
         assert measured() == MEASURED[0]
-    assert measured() == Tile(64, 64, 8, 2)
+    assert measured() == TileShape(64, 64, 8, 2)
 
 
 def test_another_length_is_no_other_kernel():
@@ -715,7 +715,7 @@ def test_unit_vectors_know_no_norms(quiet):
     """Powers of two in queries and keys change no bit of the output, and of gradients only the
     scale; zero vectors are fine.
     """
-    from softfocus.backends.triton.inputs import takes_unit_vectors
+    from softfocus.backends.triton import takes_unit_vectors
 
     generator = torch.Generator().manual_seed(0)
     query, key, value, grad = (torch.randn(1, 2, 40, 16, generator=generator).to(DEVICE, BRAIN) for _ in range(4))

@@ -34,7 +34,7 @@ def _watch() -> None:
         noted[str(tile)] = took = measure(run)
         return took
 
-    def fastest(kind: Any, *rest: Any) -> tuning.Tile:
+    def fastest(kind: Any, *rest: Any) -> tuning.TileShape:
         noted.clear()
         tile = choose(kind, *rest)
         times[kind[0]], chosen[kind[0]] = dict(noted), str(tile)
@@ -43,9 +43,9 @@ def _watch() -> None:
     def _launch(self: Any, kernel: Any, variant: Any, *rest: Any, **options: Any) -> None:
         launch(self, kernel, variant, *rest, **options)
         if compiled := self._compiled.get((kernel, variant)):
-            parts = variant if isinstance(variant, tuple) and not isinstance(variant, tuning.Tile) else (variant,)
+            parts = variant if isinstance(variant, tuple) and not isinstance(variant, tuning.TileShape) else (variant,)
             named = [
-                str(part) for part in parts if isinstance(part, tuning.Tile | bool)
+                str(part) for part in parts if isinstance(part, tuning.TileShape | bool)
             ]  # not the layouts of gradients
             kernels[" ".join([kernel.__name__, *named])] = compiled.n_regs, compiled.n_spills
 

@@ -1,7 +1,7 @@
 """The Triton kernels, compared with the tiled backend at the first call of each kind.
 
 ``backend="auto"`` runs them through here, because no GPU of ours has run them, and a wrong kernel
-must not give wrong numbers in silence. A part of the call is compared with the tiled backend in
+must not silently give wrong numbers. A part of the call is compared with the tiled backend in
 float64. Kinds that disagree or do not compile run on the tiled backend from then on, after one
 warning. A kind is a mechanism, a dtype, the sizes of a head and the arguments that are given;
 lengths and values do not belong to it. ``SOFTFOCUS_TRITON=trusted`` leaves the check out.
@@ -115,20 +115,17 @@ what was summed.
 """
 
 
-class _Broken(Exception):
+class _KernelError(Exception):
     """The kernels raised."""
 
 
 def _of_kernels(run: Callable[[], Result]) -> Result:
     try:
         return run()
-    except (
-        torch.OutOfMemoryError,
-        torch.AcceleratorError,
-    ):  # the memory is short, or the device lost: not the kernels' fault
-        raise
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise  # the memory is short, or the device lost: not the kernels' fault
     except Exception as error:  # Triton's compilers have exceptions of their own
-        raise _Broken(
+        raise _KernelError(
             f"they do not run here ({type(error).__name__}: {(str(error).splitlines() or [''])[0]})"
         ) from error
 
@@ -206,7 +203,7 @@ def _judge(kind: Hashable, mechanism: Mechanism, compared: Callable[[], Iterator
             shown = shown or _largest(exact) > 0.0
             if why := _difference(got, same, exact, size):
                 break
-    except _Broken as error:
+    except _KernelError as error:
         why = str(error)
     except torch.OutOfMemoryError:
         return
@@ -219,8 +216,7 @@ def _judge(kind: Hashable, mechanism: Mechanism, compared: Callable[[], Iterator
     if why:
         warn(
             f"softfocus: the Triton kernels are not taken for {mechanism} on this device: {why}. "
-            f"The tiled backend runs, "
-            "which is slower. Please report this.",
+            "The tiled backend runs, which is slower. Please report this.",
             RuntimeWarning,
         )
 
@@ -259,26 +255,27 @@ def _part_of(call: Call) -> Call:
     if group * query.size(2) <= FEW_ROWS:
         batch, heads = max(1, MOST_KEYS // key[0].numel()), query.size(1)
 
-    def part(x: Tensor | None) -> Tensor | None:
-        """Of a tensor that broadcasts to [B, H, Lq, Lk]."""
-        return None if x is None else x[:batch, :heads, first if x.size(2) > 1 else 0 :]
+    def part(x: Tensor) -> Tensor:
+        """Of a tensor [H], or of one that broadcasts to [B, H, Lq, Lk]."""
+        if x.dim() == 1:
+            return x[:heads]
+        return x[:batch, :heads, first if x.size(2) > 1 else 0 :]
 
-    key_mask, document_ids = (None if x is None else x[:batch] for x in (visibility.key_mask, visibility.document_ids))
-    head_scale, power = (None if x is None else x[:heads] for x in (call.head_scale, call.power))
-    return call._replace(
+    keys = ("query", "key", "value")
+    optional = {name: getattr(call, name) for name in GRADIENTS if name not in keys}
+    like: Any = call
+    return like._replace(
         query=query[:batch, :heads, first:],
         key=key[:batch, : heads // group],
         value=value[:batch, : heads // group],
         visibility=replace(
             visibility,
             query_length=query.size(2) - first,
-            mask=part(visibility.mask),
-            key_mask=key_mask,
-            document_ids=document_ids,
+            mask=None if visibility.mask is None else part(visibility.mask),
+            key_mask=None if visibility.key_mask is None else visibility.key_mask[:batch],
+            document_ids=None if visibility.document_ids is None else visibility.document_ids[:batch],
         ),
-        bias=part(call.bias),
-        head_scale=head_scale,
-        power=power,
+        **{name: part(x) for name, x in optional.items() if x is not None},
     )
 
 
@@ -295,7 +292,7 @@ def _sequence(b: int, call: Call) -> Call:
 
 
 def _kind(call: Call) -> Hashable:
-    """What decides which kernels run, but for tiles and for sizes that kernels read when they run.
+    """What decides which kernels run, except tiles and sizes that kernels read when they run.
 
     With few queries the keys may be split among programs, which depends on the numbers of keys and
     heads.

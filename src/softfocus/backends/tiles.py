@@ -51,7 +51,7 @@ class Tile:
     query: Tensor  # [b, h, G * R, D], normalised for cosine, 0 where it is not finite
     nonfinite: Tensor | None  # bool [b, h, G * R, 1], which queries are not finite
     query_norm: Tensor | None  # [b, h, G * R, 1], for cosine
-    score_scale: Tensor  # [b, h, G, R, 1], c_i without head_scale
+    base_scale: Tensor  # [b, h, G, R, 1], c_i without head_scale
 
 
 def chunks(call: Call) -> Iterator["Chunk"]:
@@ -115,9 +115,9 @@ class Chunk:
             query = self.take(self.call.query, rows)
             nonfinite = _nonfinite_rows(query)
             query, norm = self._direction(_zeroed(query, nonfinite))
-            score_scale = self.call.scale * rowwise.length_scale(self.mechanism.length_scale, count)
+            base_scale = self.call.scale * rowwise.length_scale(self.mechanism.length_scale, count)
             count = count.expand(*self.shape, -1, 1)
-            yield Tile(rows, keys, visible, seen_by_all, count, query, nonfinite, norm, score_scale)
+            yield Tile(rows, keys, visible, seen_by_all, count, query, nonfinite, norm, base_scale)
 
     def rows(self, tile: Tile) -> Rows:
         """Scores of a tile and everything up to the weights."""
@@ -140,7 +140,7 @@ class Chunk:
             grad_bias += grad_scores.flatten(1, 2).sum_to_size(grad_bias.shape)
         flat = self.flat(grad_scores)
         grad_key[..., tile.keys, :] += flat.mT @ self._scaled_query(tile)
-        grad_query = self.unflat(flat @ self.key[..., tile.keys, :]) * tile.score_scale
+        grad_query = self.unflat(flat @ self.key[..., tile.keys, :]) * tile.base_scale
         if "head_scale" in grads:
             grads["head_scale"][self.heads] += (grad_query * self.unflat(tile.query)).sum((0, 3, 4)).flatten()
         if self.head_scale is not None:
@@ -235,7 +235,7 @@ class Chunk:
 
     def _scaled_query(self, tile: Tile) -> Tensor:
         """c_i q_i, [b, h, G * R, D]."""
-        scale = tile.score_scale if self.head_scale is None else tile.score_scale * self.head_scale
+        scale = tile.base_scale if self.head_scale is None else tile.base_scale * self.head_scale
         return self.flat(self.unflat(tile.query) * scale)
 
     def _bias(self, bias: Tensor, tile: Tile, keep_shape: bool = False) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from softfocus import catalog, functional, validation
 from softfocus.mechanism import Mechanism, default_scale
-from softfocus.reference import row_scale
+from softfocus.reference import base_scale
 from softfocus.testing.cases import Case
 from softfocus.visibility import Visibility
 
@@ -237,7 +237,7 @@ def _scale(exact: dict[str, Any]) -> Tensor:
     """What multiplies the similarity in a row that sees every key."""
     query, mechanism = exact["query"], exact["mechanism"]
     count = query.new_tensor(float(exact["key"].size(2)))
-    return row_scale(mechanism, default_scale(mechanism, query.size(-1)), count)
+    return base_scale(mechanism, default_scale(mechanism, query.size(-1)), count)
 
 
 def _nudged(arguments: dict[str, Any], seed: int) -> dict[str, Any]:

@@ -1,11 +1,13 @@
 """Fused Triton kernels: two sweeps over the keys where rows are re-weighted, one otherwise, memory
 O(L), no atomics.
 
-Triton is imported when a call runs, never before. The same kernels run on the CPU under Triton's
+Triton is imported when a call runs, never before: what ``supports()`` and ``explain()`` ask stands
+in this module. The same kernels run on the CPU under Triton's
 interpreter (``TRITON_INTERPRET=1`` before Triton is imported), which is how they are tested where
 there is no GPU.
 """
 
+import math
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -39,6 +41,10 @@ FEW_ROWS = 64
 """Up to so many queries, of all heads that share a key head, are decoded: the keys split among
 programs. Chosen, not measured.
 """
+BOUND_OF_SCORES = 60.0
+"""Up to it phi, its sums and the spread neither overflow nor underflow without a shift."""
+LEAST_SCALE = 0.1
+"""Below it queries times their scale may be subnormal numbers of float16."""
 WHOLE_POWER = 32
 """Whole powers up to this are raised by squaring, with a kernel compiled for each."""
 
@@ -58,12 +64,39 @@ def compiled_as(mechanism: Mechanism) -> Mechanism:
     return mechanism if runtime_power(mechanism) is None else mechanism.replace(power=1.5)
 
 
-def variant(call: Call) -> tuple[bool, bool]:
-    """What decides about the compiled kernels beside mechanism and dtype; it follows from scale and
-    length.
+def _bounded_factor(call: Call) -> bool:
+    """Whether scores before any bias are bounded by ``BOUND_OF_SCORES``: cosines times a known
+    scale.
     """
-    from softfocus.backends.triton.inputs import bounded, takes_unit_vectors
+    if call.mechanism.similarity != "cosine" or call.head_scale is not None:
+        return False
+    return abs(call.scale) * max(1.0, math.log(max(call.visibility.key_length, 1))) < BOUND_OF_SCORES
 
+
+def bounded(call: Call) -> bool:
+    """Whether no score can be so small that phi leaves what float32 and bfloat16 hold."""
+    if call.mechanism.score_bias != "0" or call.query.dtype == torch.float16 or call.bias is not None:
+        return False
+    return _bounded_factor(call)
+
+
+def takes_unit_vectors(call: Call) -> bool:
+    """Whether scores are products of unit vectors in float16, which saves two to three instructions
+    a score.
+
+    Only for bfloat16 inputs, whose own rounding is eight times as large. Not for re-weighted rows,
+    where u^p multiplies that rounding beyond what the tests allow. Not where the scale is so small
+    that float16 would lose it.
+    """
+    if call.query.dtype != torch.bfloat16 or call.mechanism.power is not None or abs(call.scale) < LEAST_SCALE:
+        return False
+    return _bounded_factor(call)
+
+
+def variant(call: Call) -> tuple[bool, bool]:
+    """What decides, besides mechanism and dtype, which compiled kernels run: it follows from scale
+    and length.
+    """
     return bounded(call), takes_unit_vectors(call)
 
 

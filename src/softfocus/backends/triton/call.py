@@ -15,10 +15,12 @@ from triton.runtime.errors import OutOfResources
 from softfocus.backends.triton import (
     FEW_ROWS,
     SAVED_VECTORS,
+    bounded,
     exponential_dtype,
     residual_dtype,
     rows_kept,
     spans_too_much,
+    takes_unit_vectors,
     tuning,
 )
 from softfocus.backends.triton.arguments import Blocks, Inputs, Masks, Outputs
@@ -27,11 +29,9 @@ from softfocus.backends.triton.inputs import (
     algebra_of,
     array,
     blocks_of,
-    bounded,
     bounds_of,
     ceil_div,
     inputs_of,
-    takes_unit_vectors,
     tile_lists,
 )
 from softfocus.backends.triton.kernels import (
@@ -87,7 +87,7 @@ class Launcher:
             query_rnorm = array(self._reciprocal_norms("query", call.query))
             self.inputs = self.inputs._replace(query_rnorm=query_rnorm)
         self.algebra = algebra_of(mechanism, self.inputs.power is not None, bounded(call), call.query.dtype)
-        self._launch_shapes: dict[tuning.Tile, LaunchShape] = {}
+        self._launch_shapes: dict[tuning.TileShape, LaunchShape] = {}
 
     def _launch(self, kernel: Any, variant: Hashable, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
         """As ``kernel[grid](*arguments, **options)``; calls of one layout look the compiled kernel
@@ -119,7 +119,7 @@ class Launcher:
         else:
             inputs = self._prepared(backward=False)
 
-            def run(tile: tuning.Tile) -> None:
+            def run(tile: tuning.TileShape) -> None:
                 shape = self._launch_shape(tile)
                 self._launch(
                     forward.forward, tile, shape.row_grid,
@@ -129,7 +129,7 @@ class Launcher:
             tile = self._in_a_tile("forward", run)
         if self.call.mechanism.laser:
 
-            def marked_rows(tile: tuning.Tile) -> None:
+            def marked_rows(tile: tuning.TileShape) -> None:
                 shape = self._launch_shape(tile)
                 self._launch(
                     laser.exact_forward, (tile, splits > 1), shape.row_grid,
@@ -165,7 +165,7 @@ class Launcher:
         if call.mechanism.laser:
             grad_acc = array(torch.empty_like(out, dtype=exponential_dtype(value.dtype)))
 
-        def launch(kernel: Any, grid: tuple[int, ...], tile: tuning.Tile, *arguments: Any) -> None:
+        def launch(kernel: Any, grid: tuple[int, ...], tile: tuning.TileShape, *arguments: Any) -> None:
             shape = self._launch_shape(tile)
             for exact in (False, True) if call.mechanism.laser else (False,):
                 made = grad_acc is not None and not exact and kernel is not query_gradients.query_gradients
@@ -173,11 +173,11 @@ class Launcher:
                 variant = tile, exact, layouts
                 self._launch(kernel, variant, grid, *shared, *arguments, exact, shape.blocks, **shape.options)
 
-        def queries(tile: tuning.Tile) -> None:
+        def queries(tile: tuning.TileShape) -> None:
             arrays = array(grads["query"]), grad_acc, grads_by_row.get("head_scale"), grads_by_row.get("power")
             launch(query_gradients.query_gradients, self._launch_shape(tile).row_grid, tile, *arrays)
 
-        def keys(tile: tuning.Tile) -> None:
+        def keys(tile: tuning.TileShape) -> None:
             arrays = array(grads["key"]), array(grads["value"])
             launch(key_gradients.key_gradients, self._launch_shape(tile).key_grid, tile, *arrays)
 
@@ -189,7 +189,7 @@ class Launcher:
             grads["bias"] = grad_bias = bias.new_empty(bias.shape, dtype=torch.float32)
             broadcast = [size == 1 for size in bias.shape]
 
-            def of_bias(tile: tuning.Tile) -> None:
+            def of_bias(tile: tuning.TileShape) -> None:
                 shape = self._launch_shape(tile)
                 row_blocks = 1 if broadcast[2] else shape.row_grid[0]
                 key_blocks = 1 if broadcast[3] else shape.key_grid[0]
@@ -201,15 +201,15 @@ class Launcher:
         grads |= {name: x.sum((0, 2)) for name, x in grads_by_row.items()}
         return {name: x.to(getattr(call, name).dtype) for name, x in grads.items()}
 
-    def _first(self, kernel: str) -> tuning.Tile:
+    def _first(self, kernel: str) -> tuning.TileShape:
         """The tile that a kernel works in where nothing is measured."""
         return tuning.INTERPRETED if knobs.runtime.interpret else tuning.tiles(kernel, self.call)[0]
 
-    def _in_a_tile(self, kernel: str, run: Callable[[tuning.Tile], None]) -> tuning.Tile:
+    def _in_a_tile(self, kernel: str, run: Callable[[tuning.TileShape], None]) -> tuning.TileShape:
         """Run in the fastest tile, or in a smaller one; which one, is returned."""
         return _where_it_fits(self._fastest(kernel, run), run)
 
-    def _fastest(self, kernel: str, run: Callable[[tuning.Tile], None]) -> tuning.Tile:
+    def _fastest(self, kernel: str, run: Callable[[tuning.TileShape], None]) -> tuning.TileShape:
         if (
             kernel in UNMEASURED
             or knobs.runtime.interpret
@@ -221,7 +221,7 @@ class Launcher:
         kind = tuning.kind(kernel, self.call)
         return tuning.fastest(kind, self.call.query.device, tiles, run)
 
-    def _launch_shape(self, tile: tuning.Tile) -> LaunchShape:
+    def _launch_shape(self, tile: tuning.TileShape) -> LaunchShape:
         if tile not in self._launch_shapes:
             query, value = self.call.query, self.call.value
             blocks = blocks_of(query.size(-1), value.size(-1), query.dtype, tile)
@@ -300,7 +300,7 @@ class Launcher:
             )  # fmt: skip
         return exp_values, flags
 
-    def _masks(self, tile: tuning.Tile, blocks: Blocks) -> Masks:
+    def _masks(self, tile: tuning.TileShape, blocks: Blocks) -> Masks:
         visibility, inputs = self.call.visibility, self.inputs
         mask, key_mask, documents = visibility.mask, visibility.key_mask, visibility.document_ids
         masks = Masks(
@@ -337,7 +337,7 @@ class Launcher:
         tiles = ceil_div(self.inputs.key_length, self._first("decode").keys)
         return min(_programs(query.device) // (self.inputs.batch * key.size(1)), tiles // TILES_OF_A_SPLIT)
 
-    def _decode(self, outputs: Outputs, tile: tuning.Tile, splits: int) -> None:
+    def _decode(self, outputs: Outputs, tile: tuning.TileShape, splits: int) -> None:
         query, shape = self.call.query, self._launch_shape(tile)
         heads = self.inputs.batch * self.call.key.size(1)
         rows = next_power_of_two(self.inputs.group * query.size(2))
@@ -359,7 +359,7 @@ class Launcher:
         self._launch(decode.combine, variant, grid, *shared, splits, outputs, rows_stored, blocks, **shape.options)
 
 
-def _where_it_fits(tile: tuning.Tile, run: Callable[[tuning.Tile], None]) -> tuning.Tile:
+def _where_it_fits(tile: tuning.TileShape, run: Callable[[tuning.TileShape], None]) -> tuning.TileShape:
     """Run in a tile, or, where a device has too little shared memory for it, in a smaller one."""
     tiles = (tile, *tuning.SMALLER)
     for tile in tiles:

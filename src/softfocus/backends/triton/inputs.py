@@ -2,7 +2,6 @@
 as constants.
 """
 
-import math
 from functools import lru_cache
 from typing import Any
 
@@ -21,10 +20,6 @@ from softfocus.contract import Call
 from softfocus.mechanism import Mechanism
 from softfocus.pointwise import POINTWISE
 
-BOUND_OF_SCORES = 60.0
-"""Up to it phi, its sums and the spread neither overflow nor underflow without a shift."""
-LEAST_SCALE = 0.1
-"""Below it queries times their scale may be subnormal numbers of float16."""
 TERMS = {torch.float32: 9, torch.float16: 6, torch.bfloat16: 4}
 END = tl.constexpr(0)
 COSINE = {"dot": False, "cosine": True}
@@ -46,7 +41,7 @@ def array(x: Tensor | None) -> Any:
 
 
 @lru_cache(maxsize=256)
-def blocks_of(head_dim: int, value_dim: int, dtype: torch.dtype, tile: tuning.Tile) -> Blocks:
+def blocks_of(head_dim: int, value_dim: int, dtype: torch.dtype, tile: tuning.TileShape) -> Blocks:
     """A tile's shape and how it is multiplied."""
     widths = [max(16, next_power_of_two(size)) for size in (head_dim, value_dim)]
     # Only float16 calls reach this with float32 operands that came from halves: LASER's e^V, and
@@ -56,35 +51,6 @@ def blocks_of(head_dim: int, value_dim: int, dtype: torch.dtype, tile: tuning.Ti
     # The interpreter gets products of bfloat16 wrong
     widen = knobs.runtime.interpret and dtype == torch.bfloat16
     return Blocks(*map(tl.constexpr, (tile.rows, tile.keys, *widths, whole, precision, widen)))
-
-
-def _bounded_factor(call: Call) -> bool:
-    """Whether scores before any bias are bounded by ``BOUND_OF_SCORES``: cosines times a known
-    scale.
-    """
-    if call.mechanism.similarity != "cosine" or call.head_scale is not None:
-        return False
-    return abs(call.scale) * max(1.0, math.log(max(call.visibility.key_length, 1))) < BOUND_OF_SCORES
-
-
-def bounded(call: Call) -> bool:
-    """Whether no score can be so small that phi leaves what float32 and bfloat16 hold."""
-    if call.mechanism.score_bias != "0" or call.query.dtype == torch.float16 or call.bias is not None:
-        return False
-    return _bounded_factor(call)
-
-
-def takes_unit_vectors(call: Call) -> bool:
-    """Whether scores are products of unit vectors in float16, which saves two to three instructions
-    a score.
-
-    Only for bfloat16 inputs, whose own rounding is eight times as large. Not for re-weighted rows,
-    where u^p multiplies that rounding beyond what the tests allow. Not where the scale is so small
-    that float16 would lose it.
-    """
-    if call.query.dtype != torch.bfloat16 or call.mechanism.power is not None or abs(call.scale) < LEAST_SCALE:
-        return False
-    return _bounded_factor(call)
 
 
 def _shifted(mechanism: Mechanism, bounded: bool, dtype: torch.dtype) -> bool:

@@ -20,7 +20,7 @@ from softfocus.contract import Call, given, pack
 from softfocus.switches import switched_on
 
 
-class Tile(NamedTuple):
+class TileShape(NamedTuple):
     """Rows and keys of a tile, and Triton's options: warps of a program, stages of a pipeline, and
     the most registers of a thread; 0 leaves these to the compiler.
     """
@@ -40,13 +40,13 @@ class Tile(NamedTuple):
         return options
 
 
-def _tiles(*shapes: tuple[int, ...], stages: int = 3) -> tuple[Tile, ...]:
+def _tiles(*shapes: tuple[int, ...], stages: int = 3) -> tuple[TileShape, ...]:
     """Tiles of (rows, keys, warps) or (rows, keys, warps, registers).
 
     With two stages a tile is loaded at the end of the one before, and waited for at once. With
     three it is loaded meanwhile.
     """
-    return tuple(Tile(rows, keys, warps, stages, *most) for rows, keys, warps, *most in shapes)
+    return tuple(TileShape(rows, keys, warps, stages, *most) for rows, keys, warps, *most in shapes)
 
 
 TILES = {
@@ -122,15 +122,15 @@ TILES_FP32 = {
 products in registers, and larger tiles spill thousands of bytes. Products take so long that waiting
 for loads hardly counts.
 """
-SMALLER = (Tile(32, 32, 4, 2), Tile(32, 16, 4, 1), Tile(16, 16, 4, 1))
+SMALLER = (TileShape(32, 32, 4, 2), TileShape(32, 16, 4, 1), TileShape(16, 16, 4, 1))
 """Where none of these fits into a device's shared memory, as float32 of 128 dimensions on
 consumers' GPUs.
 """
 TUNE = "SOFTFOCUS_TUNE"
-INTERPRETED = Tile(32, 32, 1, 1)
+INTERPRETED = TileShape(32, 32, 1, 1)
 
 
-def tiles(kernel: str, call: Call) -> tuple[Tile, ...]:
+def tiles(kernel: str, call: Call) -> tuple[TileShape, ...]:
     """The tiles to choose from for a kernel of a call, on the current device."""
     mechanism = call.mechanism
     widest = max(call.query.size(-1), call.value.size(-1))
@@ -174,12 +174,12 @@ def _name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device)
 
 
-_known: dict[tuple[Hashable, ...], Tile] = {}
+_known: dict[tuple[Hashable, ...], TileShape] = {}
 
 
 def fastest(
-    kind: tuple[Hashable, ...], device: torch.device, tiles: tuple[Tile, ...], run: Callable[[Tile], Any]
-) -> Tile:
+    kind: tuple[Hashable, ...], device: torch.device, tiles: tuple[TileShape, ...], run: Callable[[TileShape], Any]
+) -> TileShape:
     """The tile in which ``run`` takes the least time, for calls of a kind.
 
     It is measured at the first call of the kind, which waits for the device and for compilers.
@@ -209,7 +209,7 @@ def fastest(
     return _known[kind]
 
 
-def _measured(tiles: tuple[Tile, ...], run: Callable[[Tile], Any]) -> Tile | None:
+def _measured(tiles: tuple[TileShape, ...], run: Callable[[TileShape], Any]) -> TileShape | None:
     times = {}
     for tile in tiles:
         try:
@@ -225,9 +225,9 @@ def _time(run: Callable[[], Any]) -> float:
     return took
 
 
-def _read(path: str) -> Tile | None:
+def _read(path: str) -> TileShape | None:
     try:
-        return Tile(*json.loads(Path(path).read_text()))
+        return TileShape(*json.loads(Path(path).read_text()))
     except (OSError, ValueError, TypeError):
         return None
 

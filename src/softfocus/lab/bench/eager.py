@@ -8,7 +8,7 @@ from torch import Tensor
 
 from softfocus.lab.bench.cells import Cell, Function
 from softfocus.mechanism import FREE_ROWS, Mechanism, default_scale
-from softfocus.reference import row_scale
+from softfocus.reference import base_scale
 
 COPIES = {"forward": 5, "backward": 10, "decode": 5}
 """How many tensors of the weights' size are alive at once, at most: an upper estimate, to refuse
@@ -40,7 +40,7 @@ def build(cell: Cell) -> Function:
     if cell.causal:
         visible = visible.tril()
     count = visible.sum(-1, keepdim=True).to(cell.torch_dtype)  # [Lq, 1], N_i
-    factor = row_scale(mechanism, default_scale(mechanism, cell.head_dim), count)
+    factor = base_scale(mechanism, default_scale(mechanism, cell.head_dim), count)
     threshold = (count > FREE_ROWS).to(count)
 
     def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from softfocus.lab.bench import eager
 from softfocus.lab.bench.cells import Cell, Function
 from softfocus.mechanism import FREE_ROWS, default_scale
-from softfocus.reference import row_scale
+from softfocus.reference import base_scale
 
 NO_LSE = (
     "re-weighting takes a second call that reads the first one's log-sum-exp, "
@@ -56,7 +56,7 @@ def build(cell: Cell, compiled: bool = True) -> Function:
     scale = default_scale(mechanism, cell.head_dim)
     counts = torch.arange(1, cell.length + 1, device=cell.device) if cell.causal else torch.tensor([cell.length])
     count = counts.to(device=cell.device, dtype=torch.float32)  # [Lq], N_i
-    factor = row_scale(mechanism, scale, count)  # [Lq], c_i
+    factor = base_scale(mechanism, scale, count)  # [Lq], c_i
     threshold = (count > FREE_ROWS).float()
 
     def log_phi(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:

@@ -226,7 +226,7 @@ class RowGradients {
       if (params.head_scale)
         for (int64_t d = 0; d < block.padded_dim; d += W)
           store(grad + d, load(grad + d) * params.head_scale[block.query_head]);
-      if (params.cosine) l2_normalise_backward(grad, query, block.inverse_query_norm[r], params.head_dim);
+      if (params.cosine) l2_normalise_backward(grad, query, block.query_rnorm[r], params.head_dim);
       write_row(grads.grad_query, params.dtype, (first + r) * params.head_dim, grad, params.head_dim);
     }
   }

@@ -11,14 +11,17 @@
 // and p = 1: its u is phi, and it keeps its l1 weights.
 #pragma once
 
+#include <algorithm>
+#include <cmath>
+#include <limits>
 #include <type_traits>
 
 #include "decode_dots.h"
 #include "dropout.h"
 #include "packing.h"
+#include "params.h"
 #include "pointwise.h"
 #include "product.h"
-#include "row_constants.h"
 
 namespace softfocus {
 
@@ -36,6 +39,55 @@ constexpr int64_t SQUARING_LIMIT = 32;
 // the forward.
 constexpr int64_t DENSE_BACKWARD_KEYS = 8192;
 
+// mechanism.TIE_EPS * eps. Chosen, not measured.
+constexpr float TIE_TOLERANCE = 128 * std::numeric_limits<float>::epsilon();
+constexpr int64_t FREE_ROWS = 3;  // mechanism.FREE_ROWS: a row of at most so many keys has no threshold
+
+// The constants of a row that sees `count` keys. Each switch names every value (-Wswitch); a number
+// that names none makes the row NaN.
+constexpr float UNKNOWN = std::numeric_limits<float>::quiet_NaN();
+
+// c_i without the head scale
+inline float compute_base_scale(const Params& params, float count) {
+  switch (LengthScale(params.length_scale)) {
+    case CONSTANT:
+      return float(params.scale);
+    case LOG_N:
+      return float(params.scale) * std::log(std::max(count, 1.0f));
+    case LOG512_N:
+      return float(params.scale) * (std::log(std::max(count, 1.0f)) / std::log(512.0f));
+  }
+  return UNKNOWN;
+}
+
+inline float compute_row_bias(const Params& params, float count) {
+  switch (ScoreBias(params.score_bias)) {
+    case NO_BIAS:
+      return 0.0f;
+    case MINUS_LOG_N:
+      return -std::log(std::max(count, 1.0f));
+    case MINUS_LOG_L:
+      return -std::log(float(std::max<int64_t>(params.key_length, 1)));
+  }
+  return UNKNOWN;
+}
+
+// What multiplies phi where the normaliser is not l1; 1 where it is
+inline float compute_row_factor(const Params& params, float count) {
+  switch (Normaliser(params.normaliser)) {
+    case L1:
+    case NONE:
+      return 1.0f;
+    case ONE_OVER_N:
+      return 1.0f / std::max(count, 1.0f);
+    case ONE_OVER_L:
+      return 1.0f / float(std::max<int64_t>(params.key_length, 1));
+    case ONE_OVER_SQRT_HALF_N:
+      return 1.0f / std::sqrt(std::max(count, 1.0f) / 2.0f);
+  }
+  return UNKNOWN;
+}
+
 inline int64_t rows_per_block(const Params& params, bool backward) {
   return backward && !params.reweighted && params.key_length > DENSE_BACKWARD_KEYS ? BLOCK_Q / 2 : BLOCK_Q;
 }
@@ -51,7 +103,7 @@ class RowBlock : public BlockVisibility {
   float base_scale[BLOCK_Q];     // c_i without the head scale
   float score_scale[BLOCK_Q];    // c_i; applied to the dot products, not to the query: one rounding
   float row_bias[BLOCK_Q];
-  float inverse_query_norm[BLOCK_Q];
+  float query_rnorm[BLOCK_Q];
   // norm is the sum of value(stored): Z_i, or Z_i e^(-m_i) where e^(s - m) is stored; 1 in a row
   // without weights. log_norm is log Z_i, whatever is stored; -inf in a row without weights.
   float maximum[BLOCK_Q], norm[BLOCK_Q], log_norm[BLOCK_Q], peak[BLOCK_Q];

@@ -17,7 +17,7 @@ inline void RowBlock<Phi>::read_queries() {
       read_row(params.query, params.dtype, batch_index, query_head, start_q + r, params.head_dim, query);
       query_nonfinite[r] = !all_finite(query, params.head_dim);
       if (query_nonfinite[r]) std::fill(query, query + padded_dim, 0.0f);
-      inverse_query_norm[r] = params.cosine ? l2_normalise(query, params.head_dim) : 1.0f;
+      query_rnorm[r] = params.cosine ? l2_normalise(query, params.head_dim) : 1.0f;
       base_scale[r] = compute_base_scale(params, count[r]);
       row_bias[r] = compute_row_bias(params, count[r]);
     }

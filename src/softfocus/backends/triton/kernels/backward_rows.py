@@ -18,11 +18,11 @@ ROW_VECTORS = 9
 They are loaded again for each tile: along the second dimension of a tile a vector takes as many
 registers as a row of it.
 """
-MEAN_GRAD, SCALE, ROW_BIAS, SHIFT, THRESHOLD, SPREAD, WEIGHT_FACTOR, GRAD_FACTOR, DELTA = (
+MEAN_GRAD, SCALE, ROW_BIAS, SHIFT, THRESHOLD, INVERSE_SPREAD, WEIGHT_FACTOR, GRAD_FACTOR, DELTA = (
     tl.constexpr(n) for n in range(9)
 )
 """SCALE is c_i / |q_i| and ROW_BIAS the row bias, both in the score unit. SHIFT and the rest are of
-GradientRow: SPREAD is reciprocal_spread, and GRAD_FACTOR is divided by the score unit.
+GradientRow: INVERSE_SPREAD is inverse_spread, and GRAD_FACTOR is divided by the score unit.
 """
 
 
@@ -75,7 +75,7 @@ def load_row_vectors(row_vectors, algebra, b, h, q_offsets, active):
     beforehand: of a tiny query the product may be no number.
     """
     zeros = tl.zeros(q_offsets.shape, tl.float32)
-    mean_grad, row_bias, shift, threshold, reciprocal_spread, delta = zeros, zeros, zeros, zeros, zeros, zeros
+    mean_grad, row_bias, shift, threshold, inverse_spread, delta = zeros, zeros, zeros, zeros, zeros, zeros
     pointers = loading.saved_pointers(row_vectors, b, h, q_offsets, 0)
     scale = tl.load(pointers + SCALE * row_vectors.stride_b, mask=active, other=0.0)
     weight_factor = tl.load(pointers + WEIGHT_FACTOR * row_vectors.stride_b, mask=active, other=0.0)
@@ -91,10 +91,10 @@ def load_row_vectors(row_vectors, algebra, b, h, q_offsets, active):
     if algebra.reweighted:
         mean_grad = tl.load(pointers + MEAN_GRAD * row_vectors.stride_b, mask=active, other=0.0)
         threshold = tl.load(pointers + THRESHOLD * row_vectors.stride_b, mask=active, other=0.0)
-        reciprocal_spread = tl.load(pointers + SPREAD * row_vectors.stride_b, mask=active, other=0.0)
+        inverse_spread = tl.load(pointers + INVERSE_SPREAD * row_vectors.stride_b, mask=active, other=0.0)
     if algebra.normaliser == "l1":
         delta = tl.load(pointers + DELTA * row_vectors.stride_b, mask=active, other=0.0)
-    row = weighting.GradientRow(shift, threshold, reciprocal_spread, weight_factor, grad_factor, delta)
+    row = weighting.GradientRow(shift, threshold, inverse_spread, weight_factor, grad_factor, delta)
     return mean_grad, scale, row_bias, row
 
 
@@ -107,7 +107,7 @@ def store_row_vectors(row_vectors, mean_grad, scale, row_bias, row, grad_factor,
     tl.store(pointers + ROW_BIAS * row_vectors.stride_b, row_bias, mask=mask)
     tl.store(pointers + SHIFT * row_vectors.stride_b, row.shift, mask=mask)
     tl.store(pointers + THRESHOLD * row_vectors.stride_b, row.threshold, mask=mask)
-    tl.store(pointers + SPREAD * row_vectors.stride_b, row.reciprocal_spread, mask=mask)
+    tl.store(pointers + INVERSE_SPREAD * row_vectors.stride_b, row.inverse_spread, mask=mask)
     tl.store(pointers + WEIGHT_FACTOR * row_vectors.stride_b, row.weight_factor, mask=mask)
     tl.store(pointers + GRAD_FACTOR * row_vectors.stride_b, grad_factor, mask=mask)
     tl.store(pointers + DELTA * row_vectors.stride_b, row.delta, mask=mask)

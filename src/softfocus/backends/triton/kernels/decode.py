@@ -170,7 +170,7 @@ def weights(inputs, algebra, masks, parts, sums, scores, ROWS_STORED: tl.constex
     count = masking.visible_count(masks, inputs, b, row_heads, q_offsets)
     row_max, shift, phi_sum = _whole_rows(algebra, parts, splits, ROWS_STORED)
     largest_phi = algebra.phi.value(row_max, shift, algebra)
-    threshold, reciprocal_spread, tied, _peak = weighting.row_threshold(inputs, algebra, count, phi_sum, largest_phi)
+    threshold, inverse_spread, tied, _peak = weighting.row_threshold(inputs, algebra, count, phi_sum, largest_phi)
     negligible = _negligible(inputs, algebra, count, tied, row_heads)
     power_sum = tl.zeros([ROWS_STORED], tl.float32)
     end = stop * blocks.BLOCK_K
@@ -178,7 +178,7 @@ def weights(inputs, algebra, masks, parts, sums, scores, ROWS_STORED: tl.constex
         k_offsets = start + tl.arange(0, SCORES_AT_ONCE // ROWS_STORED)
         pointers, mask = _score_pointers(scores, inputs, k_offsets, end, ROWS_STORED)
         s = tl.load(pointers, mask=mask, other=float("-inf"))  # s, f [ROWS_STORED, SCORES_AT_ONCE / ROWS_STORED]
-        f = forward.power_of_scores(s, shift, threshold, reciprocal_spread, tied, inputs, algebra, row_heads[:, None])
+        f = forward.power_of_scores(s, shift, threshold, inverse_spread, tied, inputs, algebra, row_heads[:, None])
         f = tl.where(f <= negligible[:, None], 0.0, f)
         power_sum += tl.sum(f, 1)
         tl.store(pointers, f, mask=mask)
@@ -336,9 +336,7 @@ def combine(inputs, algebra, masks, parts, sums, splits, outputs, ROWS_STORED: t
     peak = tl.zeros_like(phi_sum)
     if algebra.reweighted:
         largest_phi = algebra.phi.value(row_max, shift, algebra)
-        _threshold, _reciprocal_spread, _tied, peak = weighting.row_threshold(
-            inputs, algebra, count, phi_sum, largest_phi
-        )
+        _threshold, _inverse_spread, _tied, peak = weighting.row_threshold(inputs, algebra, count, phi_sum, largest_phi)
     forward.store_results(
         inputs, algebra, outputs, b, row_heads, q_offsets, count, row_max, shift, phi_sum, power_sum, ROWS_STORED > 1,
         peak, acc, needs_exact, tl.zeros([16], tl.float32), blocks,

@@ -34,7 +34,7 @@ def forward(inputs, algebra, masks, outputs, blocks):
     phi_sum = tl.zeros([blocks.BLOCK_Q], tl.float32)
     power_sum = tl.zeros([blocks.BLOCK_Q], tl.float32)
     # Not used where rows are not re-weighted: Triton wants the names
-    threshold, reciprocal_spread, peak = shift, shift, shift
+    threshold, inverse_spread, peak = shift, shift, shift
     tied = phi_sum > 0.0
     needs_exact = tied
     large_values = tl.zeros([blocks.BLOCK_K], tl.float32)  # in full tiles
@@ -44,7 +44,7 @@ def forward(inputs, algebra, masks, outputs, blocks):
         if algebra.reweighted and SWEEP == 0:
             shift = algebra.phi.shift(row_max) if algebra.shifted else shift
             largest_phi = algebra.phi.value(row_max, shift, algebra)
-            threshold, reciprocal_spread, tied, peak = weighting.row_threshold(
+            threshold, inverse_spread, tied, peak = weighting.row_threshold(
                 inputs, algebra, count, phi_sum, largest_phi
             )
         for PARTIAL in tl.static_range(1, -1, -1):
@@ -62,7 +62,7 @@ def forward(inputs, algebra, masks, outputs, blocks):
                     query, inputs, algebra, masks, b, h, q_offsets, k_offsets, scale, row_bias, PARTIAL, blocks
                 )
                 if algebra.reweighted and SWEEP == 0:
-                    f = power_of_scores(s, shift, threshold, reciprocal_spread, tied, inputs, algebra, h)
+                    f = power_of_scores(s, shift, threshold, inverse_spread, tied, inputs, algebra, h)
                     power_sum += tl.sum(f, 1)
                 else:
                     f, row_max, smallest_product, shift, phi_sum, rescale = online_statistics(
@@ -114,10 +114,10 @@ def nan_if_infinite(phi_sum, row_max, smallest_product):
 
 
 @triton.jit
-def power_of_scores(s, shift, threshold, reciprocal_spread, tied, inputs, algebra, h):
+def power_of_scores(s, shift, threshold, inverse_spread, tied, inputs, algebra, h):
     """u^p of a tile [BLOCK_Q, BLOCK_K]; phi in tied rows."""
     f = algebra.phi.value(s, shift[:, None], algebra)
-    u = weighting.excess(f, threshold[:, None], reciprocal_spread[:, None], algebra)
+    u = weighting.excess(f, threshold[:, None], inverse_spread[:, None], algebra)
     return tl.where(tied[:, None], f, weighting.u_to_the_power(u, inputs, algebra, h, 0))
 
 

@@ -90,7 +90,7 @@ class ExactRow(NamedTuple):
 
     Attributes:
         shift, phi_sum: sum_j phi(s_ij) 2^-shift, in phi's unit.
-        threshold, reciprocal_spread, tied: of re-weighted rows, as ``weighting.row_threshold``
+        threshold, inverse_spread, tied: of re-weighted rows, as ``weighting.row_threshold``
             gives them; power_sum: sum u^p.
         delta: sum_j A_ij dL/dA_ij.
         one_key: whether one key has all the weight, whatever its score; for the backward.
@@ -99,7 +99,7 @@ class ExactRow(NamedTuple):
     shift: tl.tensor
     phi_sum: tl.tensor
     threshold: tl.tensor
-    reciprocal_spread: tl.tensor
+    inverse_spread: tl.tensor
     tied: tl.tensor
     power_sum: tl.tensor
     delta: tl.tensor
@@ -112,9 +112,9 @@ def exact_row(saved, inputs, algebra, count, b, h, q_offsets, delta):
     shift, largest_phi, phi_sum, power_sum = weighting.saved_statistics(saved, inputs, algebra, b, h, q_offsets)
     phi_sum = tl.where(phi_sum == 0.0, 1.0, phi_sum)
     power_sum = tl.where(power_sum == 0.0, 1.0, power_sum)
-    threshold, reciprocal_spread, tied, _peak = weighting.row_threshold(inputs, algebra, count, phi_sum, largest_phi)
+    threshold, inverse_spread, tied, _peak = weighting.row_threshold(inputs, algebra, count, phi_sum, largest_phi)
     marks = load_marks(saved, inputs, b, h, q_offsets)
-    return ExactRow(shift, phi_sum, threshold, reciprocal_spread, tied, power_sum, delta, marks == ONE_KEY)
+    return ExactRow(shift, phi_sum, threshold, inverse_spread, tied, power_sum, delta, marks == ONE_KEY)
 
 
 @triton.jit
@@ -129,7 +129,7 @@ def expanded(row, AXIS: tl.constexpr):
     """The vectors along one axis of a tile."""
     return ExactRow(
         tl.expand_dims(row.shift, AXIS), tl.expand_dims(row.phi_sum, AXIS), tl.expand_dims(row.threshold, AXIS),
-        tl.expand_dims(row.reciprocal_spread, AXIS), tl.expand_dims(row.tied, AXIS),
+        tl.expand_dims(row.inverse_spread, AXIS), tl.expand_dims(row.tied, AXIS),
         tl.expand_dims(row.power_sum, AXIS),
         tl.expand_dims(row.delta, AXIS), tl.expand_dims(row.one_key, AXIS),
     )  # fmt: skip
@@ -145,9 +145,9 @@ def log_weights(s, row, inputs, algebra, h):
     result = log_f - tl.log(row.phi_sum)
     log_u = result
     if algebra.reweighted:
-        u = weighting.excess(f, row.threshold, row.reciprocal_spread, algebra)
+        u = weighting.excess(f, row.threshold, row.inverse_spread, algebra)
         log_u = tl.where(u > 0.0, tl.log(tl.where(u > 0.0, u, 1.0)), float("-inf"))
-        log_u = tl.where(row.threshold == 0.0, log_f + tl.log(row.reciprocal_spread), log_u)
+        log_u = tl.where(row.threshold == 0.0, log_f + tl.log(row.inverse_spread), log_u)
         log_reweighted = weighting.head_power(inputs, algebra, h) * log_u - tl.log(row.power_sum)
         result = tl.where(row.tied, result, log_reweighted)
     return result, log_u
@@ -173,7 +173,7 @@ def gradients_of_marked(s, total, row, inputs, algebra, h):
     if algebra.phi.has_zeros:
         small = tl.where(row.threshold == 0.0, 2.0**-60, 0.0)
     if algebra.reweighted:
-        u = weighting.excess(f, row.threshold, row.reciprocal_spread, algebra)
+        u = weighting.excess(f, row.threshold, row.inverse_spread, algebra)
         weight = tl.where(row.tied, weight, weighting.u_to_the_power(u, inputs, algebra, h, 0) / row.power_sum)
         above_threshold = tl.where(row.tied, f, tl.maximum(f - row.threshold, 0.0))
         power = tl.where(row.tied, 1.0, weighting.head_power(inputs, algebra, h))

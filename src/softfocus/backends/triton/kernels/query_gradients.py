@@ -139,7 +139,7 @@ def query_gradients(
 
     mean_grad = tl.zeros_like(grad_u_sum)  # [BLOCK_Q]
     if algebra.reweighted:
-        without = (count <= weighting.FREE_ROWS) | (row.reciprocal_spread < 0.0)  # no threshold, or tied
+        without = (count <= weighting.FREE_ROWS) | (row.inverse_spread < 0.0)  # no threshold, or tied
         mean_grad = tl.where(without, 0.0, grad_u_sum / tl.maximum(count, 1.0))
         grad_sum = grad_sum - mean_grad[:, None] * derivative_sum
     grad_sum = grad_sum * grad_factor[:, None]
@@ -166,7 +166,7 @@ def query_gradients(
         mask,
     )
     if grad_power is not None:
-        share = tl.where(seeing & (row.reciprocal_spread > 0.0), log2_u_sum * LN2, 0.0)
+        share = tl.where(seeing & (row.inverse_spread > 0.0), log2_u_sum * LN2, 0.0)
         tl.store(grad_power + tl.program_id(1) * inputs.query_length + q_offsets, share, mask=mask)
     if algebra.cosine or grad_head_scale is not None:
         pointers = (
@@ -181,7 +181,7 @@ def query_gradients(
             unit_query = unit_query.to(tl.float32) * mantissa[:, None]
         along = tl.sum(grad_sum * unit_query.to(tl.float32), 1)  # the gradient's part along the query, [BLOCK_Q]
         if grad_head_scale is not None:
-            share = along * scoring.scale_of_length(inputs, algebra, count)
+            share = along * scoring.base_scale(inputs, algebra, count)
             pointers = grad_head_scale + tl.program_id(1) * inputs.query_length + q_offsets
             tl.store(pointers, tl.where(seeing, share, 0.0), mask=mask)
         if algebra.cosine:

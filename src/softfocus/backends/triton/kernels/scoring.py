@@ -11,7 +11,7 @@ LOG_512 = tl.constexpr(6.238324625039508)
 
 
 @triton.jit
-def scale_of_length(inputs, algebra, count):
+def base_scale(inputs, algebra, count):
     """c_i without the head scale [BLOCK_Q]: scale(d) · length_scale."""
     scale = tl.zeros_like(count) + inputs.scale
     log_n = tl.log(tl.maximum(count, 1.0))
@@ -27,7 +27,7 @@ def scale_of_length(inputs, algebra, count):
 @triton.jit
 def score_scale(inputs, algebra, count, h):
     """c_i [BLOCK_Q]."""
-    scale = scale_of_length(inputs, algebra, count)
+    scale = base_scale(inputs, algebra, count)
     if inputs.head_scale is not None:
         scale = scale * tl.load(inputs.head_scale + h)
     return scale

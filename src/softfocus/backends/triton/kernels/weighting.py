@@ -96,14 +96,14 @@ def row_threshold(inputs, algebra, count, phi_sum, largest_phi):
 
 
 @triton.jit
-def excess(f, threshold, reciprocal_spread, algebra):
+def excess(f, threshold, inverse_spread, algebra):
     """u, at most 1: in halves one instruction. It rounds threshold / spread once more, by less than
     float16 and bfloat16 do.
     """
     if algebra.float32:
-        u = tl.maximum((f - threshold) * reciprocal_spread, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        u = tl.maximum((f - threshold) * inverse_spread, 0.0, propagate_nan=tl.PropagateNan.ALL)
     else:
-        u = pointwise.saturated(f, reciprocal_spread, threshold * -reciprocal_spread)
+        u = pointwise.saturated(f, inverse_spread, threshold * -inverse_spread)
     return u
 
 
@@ -113,13 +113,13 @@ class GradientRow(NamedTuple):
         A = weight_factor phi            dL/dphi = grad_factor (dL/dA - delta)
         A = weight_factor u^p            dL/dphi = grad_factor (dL/dA - delta) u^(p-1)
 
-    with u = (phi - threshold) reciprocal_spread. phi on the left is what ``Phi.value`` gives: in
+    with u = (phi - threshold) inverse_spread. phi on the left is what ``Phi.value`` gives: in
     phi's unit, times 2^-shift. dL/dphi on the right is of phi without unit.
 
     Attributes:
         shift: of phi, as in the forward; the logsumexp where ``shift_holds_norm``.
-        threshold, reciprocal_spread: of re-weighted rows. A negative reciprocal_spread marks a tied
-            row: it has p = 1 and u = phi |reciprocal_spread|, which is phi over the row's largest.
+        threshold, inverse_spread: of re-weighted rows. A negative inverse_spread marks a tied
+            row: it has p = 1 and u = phi |inverse_spread|, which is phi over the row's largest.
         weight_factor: 0 in fully masked rows.
         grad_factor: 0 where one key has all the weight, whatever its score: rounding must not give
             it a gradient.
@@ -128,7 +128,7 @@ class GradientRow(NamedTuple):
 
     shift: tl.tensor
     threshold: tl.tensor
-    reciprocal_spread: tl.tensor
+    inverse_spread: tl.tensor
     weight_factor: tl.tensor
     grad_factor: tl.tensor
     delta: tl.tensor
@@ -154,10 +154,10 @@ def gradient_row(saved, inputs, algebra, count, b, h, q_offsets, delta):
     """The backward's rows [BLOCK_Q], from what the forward saved."""
     shift, largest_phi, phi_sum, power_sum = saved_statistics(saved, inputs, algebra, b, h, q_offsets)
     threshold = tl.zeros_like(shift)
-    reciprocal_spread = threshold - 1.0
+    inverse_spread = threshold - 1.0
     if algebra.reweighted:
-        threshold, reciprocal_spread, tied, _peak = row_threshold(inputs, algebra, count, phi_sum, largest_phi)
-        heaviest = u_to_the_power(excess(largest_phi, threshold, reciprocal_spread, algebra), inputs, algebra, h, 0)
+        threshold, inverse_spread, tied, _peak = row_threshold(inputs, algebra, count, phi_sum, largest_phi)
+        heaviest = u_to_the_power(excess(largest_phi, threshold, inverse_spread, algebra), inputs, algebra, h, 0)
         # Keys that are lost in the rounding of power_sum still have a gradient, u^(p - 1), unless p
         # is large
         large_power = (tl.zeros_like(phi_sum) + head_power(inputs, algebra, h)) >= LARGE_POWER
@@ -165,9 +165,9 @@ def gradient_row(saved, inputs, algebra, count, b, h, q_offsets, delta):
         reciprocal_phi_sum, reciprocal_power_sum = reciprocal_sum(phi_sum, algebra), reciprocal_sum(power_sum, algebra)
         highest = tl.where(largest_phi > 0.0, largest_phi, 1.0)
         weight_factor = tl.where(tied, reciprocal_phi_sum * highest, reciprocal_power_sum)
-        untied_factor = head_power(inputs, algebra, h) * reciprocal_power_sum * reciprocal_spread
+        untied_factor = head_power(inputs, algebra, h) * reciprocal_power_sum * inverse_spread
         grad_factor = tl.where(tied, reciprocal_phi_sum, untied_factor)
-        threshold, reciprocal_spread = tl.where(tied, 0.0, threshold), tl.where(tied, -1.0 / highest, reciprocal_spread)
+        threshold, inverse_spread = tl.where(tied, 0.0, threshold), tl.where(tied, -1.0 / highest, inverse_spread)
         grad_factor = tl.where(one_key, 0.0, grad_factor)
     elif algebra.normaliser == "l1":
         weight_factor = reciprocal_sum(phi_sum, algebra)
@@ -181,7 +181,7 @@ def gradient_row(saved, inputs, algebra, count, b, h, q_offsets, delta):
         grad_factor = weight_factor
         delta = tl.zeros_like(weight_factor)
     weight_factor = tl.where(count > 0.0, weight_factor, 0.0)
-    return GradientRow(shift, threshold, reciprocal_spread, weight_factor, grad_factor * algebra.phi.unit, delta)
+    return GradientRow(shift, threshold, inverse_spread, weight_factor, grad_factor * algebra.phi.unit, delta)
 
 
 @triton.jit
@@ -189,7 +189,7 @@ def expanded(row, AXIS: tl.constexpr):
     """The vectors along one axis of a tile."""
     return GradientRow(
         tl.expand_dims(row.shift, AXIS), tl.expand_dims(row.threshold, AXIS),
-        tl.expand_dims(row.reciprocal_spread, AXIS),
+        tl.expand_dims(row.inverse_spread, AXIS),
         tl.expand_dims(row.weight_factor, AXIS), tl.expand_dims(row.grad_factor, AXIS), tl.expand_dims(row.delta, AXIS),
     )  # fmt: skip
 
@@ -209,8 +209,8 @@ def weights_and_gradients(s, grad_weights, row, inputs, algebra, h):
     if algebra.normaliser == "l1":
         grad_u = grad_weights - row.delta
     if algebra.reweighted:
-        u = excess(f, row.threshold, tl.abs(row.reciprocal_spread), algebra)
-        u_less = tl.where(row.reciprocal_spread < 0.0, 1.0, u_to_the_power(u, inputs, algebra, h, 1))
+        u = excess(f, row.threshold, tl.abs(row.inverse_spread), algebra)
+        u_less = tl.where(row.inverse_spread < 0.0, 1.0, u_to_the_power(u, inputs, algebra, h, 1))
         grad_u = grad_u * u_less
         f = u_less * u
     if not algebra.shift_holds_norm:
