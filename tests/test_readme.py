@@ -341,9 +341,9 @@ def test_the_head_that_lost_the_line_is_the_measured_one():
 def test_recall_in_the_layout_of_the_demo_is_the_measured_one():
     groups = read_as(RecallReport, ROOT / "docs/results/recall-demo/results.json").groups
     by = {group.label: {point.at: f"{point.value:.2f}" for point in group.points(False)} for group in groups}
-    short, alone = by["half-short-head"], by["half"]
+    short, single = by["half-short-head"], by["half"]
     text = " ".join(LAYOUTS.split())
-    assert f"does not learn it within 1,500 steps ({alone[64]} at 1x)" in text
+    assert f"does not learn it within 1,500 steps ({single[64]} at 1x)" in text
     assert f"sees two tokens it does ({short[64]}), but falls to {short[256]} at 4x and {short[1024]} at 16x" in text
     learned = {group.label: sum(entry.recall.shown[0].accuracy > 0.9 for entry in group.entries) for group in groups}
     del learned["half"], learned["half-short-head"]

@@ -57,7 +57,7 @@ def in_pages(key, value, size=PAGE):
     return *pages, table
 
 
-def alone(query, key, value, lengths, mechanism, dtype, window=-1, **learned):
+def single(query, key, value, lengths, mechanism, dtype, window=-1, **learned):
     """By the definition: the dense formula for every sequence on its own keys, in another dtype."""
     rows = [
         attention(
@@ -74,8 +74,8 @@ def hold(got, query, key, value, lengths, mechanism, **given):
     """Twice the dense formula's own error in the same dtype, and the rounding band, as
     ``softfocus.testing.check``.
     """
-    expected = alone(query, key, value, lengths, mechanism, torch.float64, **given)
-    eager = alone(query, key, value, lengths, mechanism, query.dtype, **given)
+    expected = single(query, key, value, lengths, mechanism, torch.float64, **given)
+    eager = single(query, key, value, lengths, mechanism, query.dtype, **given)
     error = float((eager - expected).abs().max())
     size = float(expected.abs().max())
     compare(Outcome({"out": got}), Outcome({"out": expected}), {"out": error}, {"out": size}, str(mechanism))
@@ -124,7 +124,7 @@ def test_dtypes_and_strides(dtype):
     got = attention_with_cache(query, *strided, lengths, enable_gqa=True)
     assert got.dtype == dtype
     if dtype == torch.float64:  # which has no formula more exact than itself to be held against
-        torch.testing.assert_close(got, alone(query, key, value, lengths, "lssar", dtype), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(got, single(query, key, value, lengths, "lssar", dtype), rtol=1e-12, atol=1e-12)
     else:
         hold(got, query, key, value, lengths, "lssar")
 

@@ -255,8 +255,8 @@ def test_checkpointing_computes_again(backend):
         return softfocus.attention(q.sin(), k, v, is_causal=True, mechanism="lssar", backend=backend)
 
     plain = torch.autograd.grad(f(*leaves).square().sum(), leaves)
-    again = torch.autograd.grad(checkpoint(f, *leaves, use_reentrant=False).square().sum(), leaves)
-    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+    second = torch.autograd.grad(checkpoint(f, *leaves, use_reentrant=False).square().sum(), leaves)
+    assert all(torch.equal(a, b) for a, b in zip(plain, second, strict=True))
 
 
 @pytest.mark.parametrize("backend", ["cpu", "tiled"])

@@ -55,14 +55,14 @@ def test_a_call_comes_back_from_its_leaves():
         query, key, value, visibility, Mechanism(phi="softplus"), 0.3, *learned, Dropout(0.5, torch.tensor(3)), cache
     )
     for call in (full, Call(query, key, value, Visibility(4, 4), Mechanism(), 1.0)):
-        again = unpack(pack(call))
-        assert again.mechanism == call.mechanism
-        assert (again.cache is None) == (call.cache is None)
-        assert len(pack(again)) == len(pack(call)) == len(LEAVES) - (0 if call.cache else 2)
-        both = vars(again.visibility), vars(call.visibility)
+        second = unpack(pack(call))
+        assert second.mechanism == call.mechanism
+        assert (second.cache is None) == (call.cache is None)
+        assert len(pack(second)) == len(pack(call)) == len(LEAVES) - (0 if call.cache else 2)
+        both = vars(second.visibility), vars(call.visibility)
         assert both[0].keys() == both[1].keys()
         assert all(x is y or x == y for x, y in zip(*(each.values() for each in both), strict=True))
-        assert all(x is y or x == y for x, y in zip(pack(again), pack(call), strict=True))
+        assert all(x is y or x == y for x, y in zip(pack(second), pack(call), strict=True))
     assert None not in pack(full)
 
 
@@ -281,7 +281,7 @@ from softfocus import explain, mechanisms, named
 opened = []
 tensors = {dtype: torch.ones(1, 2, 4, 8, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)}
 names = list(mechanisms())
-sys.addaudithook(lambda event, arguments: opened.append(arguments[0]) if event in ("open", "subprocess.Popen") else None)
+sys.addaudithook(lambda event, _: opened.append(event) if event in ("open", "subprocess.Popen") else None)
 for query in tensors.values():
     for name in names:
         asked = explain(query, query, query, mechanism=name, is_causal=True)
@@ -294,7 +294,7 @@ print(asked.reasons["triton"])
 @pytest.mark.skipif(not triton.TRITON_FOUND, reason="Triton is not installed")
 def test_a_question_opens_no_file_and_imports_no_triton():
     """Not even where Triton is a candidate: its kernels are declared in a module without it."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "SOFTFOCUS_TRITON": "on", "SOFTFOCUS_KERNELS": "off"}
     ran = subprocess.run([sys.executable, "-c", QUESTIONS], env=environment, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     assert "the first call is held against" in ran.stdout

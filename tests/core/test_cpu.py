@@ -623,8 +623,8 @@ def test_a_query_in_decoding_is_not_changed_by_what_another_reads():
     assert together[0, 0, 0, 1].isnan()
     assert together[0, 0, 1].isfinite().all()
     for i in range(2):
-        alone = cpu(query[:, :, i : i + 1], key, value, mechanism="lssar")
-        assert torch.equal(alone[0, 0, 0].nan_to_num(9.0), together[0, 0, i].nan_to_num(9.0))
+        single = cpu(query[:, :, i : i + 1], key, value, mechanism="lssar")
+        assert torch.equal(single[0, 0, 0].nan_to_num(9.0), together[0, 0, i].nan_to_num(9.0))
 
 
 @pytest.mark.parametrize("width", [8, 64])
@@ -710,7 +710,7 @@ def test_threads_of_python_may_call_at_once(threads):
     """... each with a problem of its own, forward and backward, on two threads each."""
     threads(2)
     problems = [(case, mechanism) for case in SHARED[:3] for mechanism in ("softmax", "lssar", "laser_lssar")]
-    alone = [outcome(*problem) for problem in problems]
+    single = [outcome(*problem) for problem in problems]
 
     def work(first):
         torch.set_num_threads(2)  # OpenMP has a number for every thread of Python's
@@ -719,7 +719,7 @@ def test_threads_of_python_may_call_at_once(threads):
 
     with ThreadPoolExecutor(8) as pool:
         for results in pool.map(work, range(8)):
-            assert not [n for n, result in results.items() if differing(alone[n], result)]
+            assert not [n for n, result in results.items() if differing(single[n], result)]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

@@ -182,11 +182,11 @@ def test_more_queries_than_keys(backend, dtype, name):
     out, *grads = run(inputs, is_causal=True, mechanism=name, backend=backend)
     assert (out[:, :, :67] == 0).all()
     assert (grads[0][:, :, :67] == 0).all()
-    alone = attention(inputs[0][:, :, 67:], *inputs[1:], is_causal=True, mechanism=name, backend="reference")
+    single = attention(inputs[0][:, :, 67:], *inputs[1:], is_causal=True, mechanism=name, backend="reference")
     exact = attention(
         *doubled([inputs[0][:, :, 67:], *inputs[1:]]), is_causal=True, mechanism=name, backend="reference"
     )
-    within(out[:, :, 67:], exact, alone)
+    within(out[:, :, 67:], exact, single)
 
 
 @everywhere_for([n for n in DISTINCT if "relu" in n])

@@ -71,12 +71,12 @@ def sharp(weights: list[float], p: float) -> list[float]:
     return l1([max(w * n - o, 0.0) ** p for w in weights])
 
 
-def recentred(weights: list[float], again: bool) -> list[float]:
+def recentred(weights: list[float], second: bool) -> list[float]:
     if len(weights) <= 3:  # footnote 1: the first three rows were left unmodified
         return weights
     mean = math.fsum(weights) / len(weights)
     centred = [w - mean for w in weights]
-    return l1(centred) if again else centred
+    return l1(centred) if second else centred
 
 
 def sigmoid(s: float) -> float:
@@ -102,8 +102,8 @@ def sigmoid_log_n_l1(r: Row) -> list[float]:
 ROWS: dict[str, Callable[[Row], list[float]]] = {
     "softmax": softmax,
     "softmax_negated": lambda r: [-w for w in softmax(r)],
-    "softmax_recentred": lambda r: recentred(softmax(r), again=False),
-    "softmax_recentred_l1": lambda r: recentred(softmax(r), again=True),
+    "softmax_recentred": lambda r: recentred(softmax(r), second=False),
+    "softmax_recentred_l1": lambda r: recentred(softmax(r), second=True),
     "scenario_i": lambda r: r.plain(),
     "scenario_ii": lambda r: each(math.exp, r.plain()),
     "scenario_iii": lambda r: l1(r.plain()),

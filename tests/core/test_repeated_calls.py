@@ -40,11 +40,11 @@ def fresh(*arguments, **keywords):
 def test_it_gives_the_same_bits(dtype):
     for seed in range(3):
         given = tensors(dtype, seed)
-        again = softfocus.attention(*given)
+        second = softfocus.attention(*given)
         assert len(ops.ready) == 1
-        assert again.dtype == dtype
+        assert second.dtype == dtype
         ready = dict(ops.ready)
-        assert torch.equal(again, fresh(*given))
+        assert torch.equal(second, fresh(*given))
         ops.ready.update(ready)
 
 

@@ -762,7 +762,7 @@ def test_calls_of_a_layout_ask_once_what_is_compiled(monkeypatch):
 
     first = gradients(query, key, value)
     assert "forward" not in asked
-    again = gradients(query, key, value)
+    repeated = gradients(query, key, value)
     assert not asked
     away = []
     for x in (query, key, value):
@@ -770,7 +770,7 @@ def test_calls_of_a_layout_ask_once_what_is_compiled(monkeypatch):
         away.append(memory.copy_(x))
     fused(*away, is_causal=True)
     assert "forward" in asked
-    for wanted, *got in zip(first, again, gradients(*away), strict=True):
+    for wanted, *got in zip(first, repeated, gradients(*away), strict=True):
         assert all(torch.equal(x, wanted) for x in got)
     with torch.no_grad():
         for length in (1, 40, 17):  # what is compiled does not depend on numbers

@@ -43,7 +43,7 @@ def each_alone(function: Callable[..., dict[str, Any]], tasks: Sequence[tuple[An
     cost the other tasks.
     """
 
-    def alone(task: tuple[Any, ...]) -> dict[str, Any]:
+    def single(task: tuple[Any, ...]) -> dict[str, Any]:
         try:
             with ProcessPoolExecutor(1, get_context("spawn")) as pool:
                 return pool.submit(function, *task).result()
@@ -51,5 +51,5 @@ def each_alone(function: Callable[..., dict[str, Any]], tasks: Sequence[tuple[An
             return {"task": repr(task), "said": "its process died"}
 
     with ThreadPoolExecutor(min(len(tasks), max(1, (os.cpu_count() or 2) - 2))) as threads:
-        for done in as_completed([threads.submit(alone, task) for task in tasks]):
+        for done in as_completed([threads.submit(single, task) for task in tasks]):
             yield done.result()

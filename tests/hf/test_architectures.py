@@ -371,9 +371,9 @@ def compare(name, model, eager, inputs, expected, folder):
     if name in TABLE["not_loaded_back"]:
         return
     model.save_pretrained(folder)
-    again = forward(type(model).from_pretrained(folder).eval(), inputs)
-    assert ours.keys() == again.keys()
-    assert all(torch.equal(again[key], x) for key, x in ours.items())
+    second = forward(type(model).from_pretrained(folder).eval(), inputs)
+    assert ours.keys() == second.keys()
+    assert all(torch.equal(second[key], x) for key, x in ours.items())
 
 
 @pytest.mark.filterwarnings("ignore")

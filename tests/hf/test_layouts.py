@@ -148,9 +148,9 @@ def test_heads_that_do_not_fit_a_model_are_refused(build, tokens, heads, error):
 def test_the_narrower_of_two_windows_holds(build, tokens):
     narrow, ids = {"*": {"mechanism": "lssar", "window": 3}}, tokens(1, LENGTH)
     model = softfocus.hf.use(build("mistral"), narrow)  # its own window is 4
-    alone = softfocus.hf.use(build("llama"), narrow)
-    alone.load_state_dict(model.state_dict())
-    assert torch.equal(logits(model, ids), logits(alone, ids))
+    single = softfocus.hf.use(build("llama"), narrow)
+    single.load_state_dict(model.state_dict())
+    assert torch.equal(logits(model, ids), logits(single, ids))
 
 
 def smol(layers):
@@ -296,8 +296,8 @@ def test_generate_writes_the_same_with_every_cache(build, tokens, in_double, lay
     how = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "num_beams": beams}
     together = model.generate(ids, attention_mask=(ids != 0).long(), cache_implementation=implementation, **how)
     for row, prompt in enumerate((long, short)):
-        alone = model.generate(prompt, attention_mask=torch.ones_like(prompt), use_cache=False, **how)
-        assert torch.equal(together[row, -8:], alone[0, -8:])
+        single = model.generate(prompt, attention_mask=torch.ones_like(prompt), use_cache=False, **how)
+        assert torch.equal(together[row, -8:], single[0, -8:])
 
 
 @pytest.mark.parametrize(

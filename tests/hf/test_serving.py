@@ -89,9 +89,9 @@ def test_a_program_runs_with_the_import(build, tmp_path):
     def run(*command):
         return subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, check=False)
 
-    alone = run("-m", "harness", "model")
-    assert alone.returncode == 1
-    assert "import softfocus.hf before loading this model" in alone.stderr
+    single = run("-m", "harness", "model")
+    assert single.returncode == 1
+    assert "import softfocus.hf before loading this model" in single.stderr
     done = run("-m", "softfocus.hf", "harness", "model")
     assert (done.returncode, done.stdout) == (0, "softfocus\n"), done.stderr
 

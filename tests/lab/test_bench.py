@@ -171,9 +171,9 @@ def test_everybody_is_called_once_a_round_in_changing_orders() -> None:
     assert [sorted(one) for one in fake.rounds()] == [["a", "b", "c"]] * 10  # as many as fit the budget, no more
     assert len({tuple(one) for one in fake.rounds()}) > 2
     assert times == {"a": [0.25] * 10, "b": [0.5] * 10, "c": [0.25] * 10}
-    again = Fake(a=0.25, b=0.5, c=0.25)
-    timing.interleave(again.calls, again.clock, seconds=10.0, seed=3)
-    assert again.order == fake.order
+    second = Fake(a=0.25, b=0.5, c=0.25)
+    timing.interleave(second.calls, second.clock, seconds=10.0, seed=3)
+    assert second.order == fake.order
 
 
 @pytest.mark.parametrize(("seconds", "rounds"), [(0.5, 5), (5.5, 3), (1e-6, 1000)])

@@ -137,9 +137,9 @@ def test_resumed_is_uninterrupted(name: str, runs: Any, tmp_path: Path) -> None:
 @KINDS
 def test_measuring_twice_gives_the_same_whatever_the_batch(name: str, runs: Any) -> None:
     first = evaluate_samples(runs(name))
-    again = evaluate_samples(runs(name), batch_tokens=1)
+    second = evaluate_samples(runs(name), batch_tokens=1)
     assert [row.setting for row in first.rows] == [AS_TRAINED, WRONG]
-    for one, other in zip(first.rows, again.rows, strict=True):
+    for one, other in zip(first.rows, second.rows, strict=True):
         assert one.documents == other.documents
         assert one.loss == pytest.approx(other.loss, rel=1e-5)
         assert one.windows_by_document == other.windows_by_document

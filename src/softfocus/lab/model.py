@@ -15,7 +15,7 @@ from softfocus.lab.recipes.data import MATTER, Kind
 from softfocus.lab.recipes.loading import load as load_recipe
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.run_folder.files import MODEL, RECIPE
-from softfocus.lab.run_folder.manifest import MANIFEST, flaw
+from softfocus.lab.run_folder.manifest import MANIFEST, damage
 from softfocus.layout import Layout
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ def load(folder: Path, config: Any = None, kind: Kind = "text") -> Any:
             f"measure it with `softfocus evaluate {folder}`",
         )
     # Models of early runs have no manifest
-    if (folder / MODEL / MANIFEST).exists() and (why := flaw(folder / MODEL)) is not None:
+    if (folder / MODEL / MANIFEST).exists() and (why := damage(folder / MODEL)) is not None:
         raise LabError(
             f"the model in {folder / MODEL} is damaged ({why})", f"put the file back as it was, or {_again(folder)}"
         )

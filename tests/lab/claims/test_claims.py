@@ -343,8 +343,8 @@ def test_the_ledger_counts(made: Any) -> None:
 def test_results_read_back_equal(made: Any, tmp_path: Path) -> None:
     results = made(a=[[1.0, math.nan], [1.0, 2.0], "diverged"])
     (tmp_path / "results.json").write_text(json_text(results))
-    again = read_results(tmp_path / "results.json")
-    assert json_text(again) == json_text(results)
+    second = read_results(tmp_path / "results.json")
+    assert json_text(second) == json_text(results)
     with pytest.raises(LabError, match="there is no"):
         read_results(tmp_path / "gone.json")
 

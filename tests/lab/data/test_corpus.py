@@ -102,8 +102,8 @@ def test_a_folder_is_sorted_and_mixed(tmp_path):
     assert corpus.left_out.text == f"documents without text: 2 (the first: {where}); {empty}"
     (tmp_path / "photo.png").write_bytes(b"\x89PNG\0\0")
     (tmp_path / "latin.txt").write_bytes("é".encode("latin-1"))
-    assert len(list(again := Corpus(str(tmp_path)))) == 7
-    assert f"files that are not UTF-8 text: 2 (the first: {tmp_path / 'latin.txt'})" in again.left_out.text
+    assert len(list(second := Corpus(str(tmp_path)))) == 7
+    assert f"files that are not UTF-8 text: 2 (the first: {tmp_path / 'latin.txt'})" in second.left_out.text
 
 
 def test_a_folder_that_cannot_be_read_is_an_error(tmp_path, monkeypatch):

@@ -29,9 +29,9 @@ def drawn(count: int) -> list[tuple[np.ndarray[Any, Any], int]]:
 
 
 def test_an_image_follows_from_its_random_numbers() -> None:
-    first, again, other = (SOME.draw(np.random.default_rng(seed)) for seed in (5, 5, 6))
-    assert np.array_equal(first[0], again[0])
-    assert first[1] == again[1]
+    first, second, other = (SOME.draw(np.random.default_rng(seed)) for seed in (5, 5, 6))
+    assert np.array_equal(first[0], second[0])
+    assert first[1] == second[1]
     assert not np.array_equal(first[0], other[0])
     assert first[0].shape == (32, 32)
     assert np.abs(first[0]).max() <= 1

@@ -23,9 +23,9 @@ SOME = Syllables(TABLE)
 
 
 def test_an_utterance_follows_from_its_random_numbers() -> None:
-    first, again, other = (SOME.speak(np.random.default_rng(seed)) for seed in (3, 3, 4))
-    assert np.array_equal(first[0], again[0])
-    assert first[1] == again[1]
+    first, second, other = (SOME.speak(np.random.default_rng(seed)) for seed in (3, 3, 4))
+    assert np.array_equal(first[0], second[0])
+    assert first[1] == second[1]
     assert first[1] != other[1]
 
 

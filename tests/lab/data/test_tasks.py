@@ -152,9 +152,9 @@ def test_training_sequences_follow_from_seed_and_index(task: Task) -> None:
     length = task.least() + 10
     windows = TaskWindows(task, length, seed=3, count=5)
     assert len(windows) == 5
-    again, other = TaskWindows(task, length, seed=3, count=9), TaskWindows(task, length, seed=4, count=5)
+    second, other = TaskWindows(task, length, seed=3, count=9), TaskWindows(task, length, seed=4, count=5)
     for index in (4, 0, 2):  # in any order
-        torch.testing.assert_close(windows[index], again[index])
+        torch.testing.assert_close(windows[index], second[index])
         assert not torch.equal(windows[index]["input_ids"], other[index]["input_ids"])
         assert not np.array_equal(windows[index]["input_ids"].numpy(), sample(task, length, index=index).tokens)
     assert not torch.equal(windows[0]["input_ids"], windows[1]["input_ids"])

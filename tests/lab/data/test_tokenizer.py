@@ -76,19 +76,19 @@ def test_saved_beside_a_model_it_comes_back_without_softfocus(tmp_path, spec):
     tokenizer = load_tokenizer(spec, TEXTS)
     GPTNeoXConfig().save_pretrained(tmp_path)  # whose own tokenizer class must not take over
     tokenizer.save_pretrained(tmp_path)
-    again = AutoTokenizer.from_pretrained(tmp_path)
+    second = AutoTokenizer.from_pretrained(tmp_path)
     text = "Wörter <|endoftext|>\n  日本"
-    assert again(text).input_ids == tokenizer(text).input_ids == ids_of(again)([text])[0]
-    assert again.decode(again(text).input_ids) == text
-    assert vocabulary(again) == vocabulary(tokenizer)
-    assert end_of_document(again) == end_of_document(tokenizer)
+    assert second(text).input_ids == tokenizer(text).input_ids == ids_of(second)([text])[0]
+    assert second.decode(second(text).input_ids) == text
+    assert vocabulary(second) == vocabulary(tokenizer)
+    assert end_of_document(second) == end_of_document(tokenizer)
     assert "softfocus" not in (tmp_path / "tokenizer_config.json").read_text()
     assert ids_of(load_tokenizer(str(tmp_path)))([text]) == ids_of(tokenizer)([text])
 
 
 def test_a_bpe_is_the_same_for_the_same_documents(bpe):
-    again = load_tokenizer("bpe:300", iter(TEXTS))
-    assert again.backend_tokenizer.to_str() == bpe.backend_tokenizer.to_str()
+    second = load_tokenizer("bpe:300", iter(TEXTS))
+    assert second.backend_tokenizer.to_str() == bpe.backend_tokenizer.to_str()
     other = load_tokenizer("bpe:300", ["something else entirely, again and again and again"] * 3)
     assert other.backend_tokenizer.to_str() != bpe.backend_tokenizer.to_str()
 

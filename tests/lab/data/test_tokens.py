@@ -461,9 +461,9 @@ def test_a_store_pickles_as_its_folder(make, tmp_path):
     store = make("one.txt")
     pickled = pickle.dumps(store)
     assert len(pickled) < 1000
-    again = pickle.loads(pickled)
-    assert isinstance(again.train, np.memmap)
-    assert np.array_equal(again.train, store.train)
+    repeated = pickle.loads(pickled)
+    assert isinstance(repeated.train, np.memmap)
+    assert np.array_equal(repeated.train, store.train)
 
 
 def test_the_store_says_what_it_was_made_from(make, tmp_path):

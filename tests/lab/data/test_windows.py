@@ -49,9 +49,9 @@ def test_passes_leave_no_token_out_for_good(tokens, length):
 
 
 def test_the_index_and_the_seed_decide():
-    first, again, other = (TrainingWindows(store(500), 8, seed=seed, count=300) for seed in (0, 0, 1))
+    first, second, other = (TrainingWindows(store(500), 8, seed=seed, count=300) for seed in (0, 0, 1))
     order = [int(first[index]["input_ids"][0]) for index in range(300)]
-    assert [int(again[index]["input_ids"][0]) for index in reversed(range(300))][::-1] == order, "in any order"
+    assert [int(second[index]["input_ids"][0]) for index in reversed(range(300))][::-1] == order, "in any order"
     assert [int(other[index]["input_ids"][0]) for index in range(300)] != order
     one, two = order[: first.per_pass], order[first.per_pass : 2 * first.per_pass]
     assert one != sorted(one)
@@ -127,9 +127,9 @@ def test_a_position_in_the_window_is_not_one_in_the_file():
     places = EvaluationWindows(store(documents=documents), [8, 32], 200 * 32).starts - starts
     assert abs(places.mean() - 144) < 30, "the mean of 0 to 288, but for chance: three standard errors are 18"
     assert len(np.unique(places)) > 100
-    again, other = (EvaluationWindows(store(documents=documents), [8, 32], 999, seed=seed).starts for seed in (0, 1))
-    assert again.tolist() == (places + starts)[: len(again)].tolist()
-    assert again.tolist() != other.tolist()
+    second, other = (EvaluationWindows(store(documents=documents), [8, 32], 999, seed=seed).starts for seed in (0, 1))
+    assert second.tolist() == (places + starts)[: len(second)].tolist()
+    assert second.tolist() != other.tolist()
 
 
 def test_spans_that_cross_are_a_last_resort_and_said_to_be(caplog):

@@ -71,8 +71,9 @@ def test_rows_buckets_and_events(run: Path) -> None:
         assert (len(row.documents), sum(row.windows_by_document)) == (3, row.windows)
         for bucket in row.buckets:  # what is kept by document makes the mean and its error again
             counts = [count * (bucket.end - bucket.start) for count in row.windows_by_document]
-            again = Mean.of(bucket.sums, counts)
-            assert (again.value, again.standard_error) == pytest.approx((bucket.loss, bucket.standard_error), abs=1e-5)
+            repeated = Mean.of(bucket.sums, counts)
+            got = repeated.value, repeated.standard_error
+            assert got == pytest.approx((bucket.loss, bucket.standard_error), abs=1e-5)
     at_train = [found.row(32, setting) for setting in default_settings(32)]
     assert at_train[0] is not None
     assert at_train[1:] == [at_train[0].model_copy(update={"setting": s}) for s in default_settings(32)[1:]]
@@ -288,8 +289,8 @@ def test_rows_do_not_depend_on_the_other_lengths(setting: Setting, run: Path) ->
     assert row is not None
     assert row.loss != together.row(128).loss
     (run / EVALUATION).unlink()
-    alone = evaluate(run, [128], settings=[setting], tokens=1024).rows[0]
-    assert alone.loss == row.loss
+    lone = evaluate(run, [128], settings=[setting], tokens=1024).rows[0]
+    assert lone.loss == row.loss
 
 
 def test_rows_measured_on_the_same_text_stay(run: Path, caplog: pytest.LogCaptureFixture) -> None:

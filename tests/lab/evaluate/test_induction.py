@@ -102,10 +102,10 @@ def test_a_window_changes_what_is_seen(run: Path) -> None:
     found = induction(run, [32, 64], tokens=512)
     narrow = induction(run, [64], window=8, tokens=512)
     assert [(row.length, row.window) for row in narrow.rows] == [(32, None), (64, None), (64, 8)]
-    again = induction(run, [32, 64], window=8, tokens=512)
-    assert [(row.length, row.window) for row in again.rows] == [(32, None), (64, None), (32, 8), (64, 8)]
-    assert found.rows == again.rows[:2]
-    assert all(again.rows[i].by_distance != again.rows[i + 2].by_distance for i in (0, 1))
+    second = induction(run, [32, 64], window=8, tokens=512)
+    assert [(row.length, row.window) for row in second.rows] == [(32, None), (64, None), (32, 8), (64, 8)]
+    assert found.rows == second.rows[:2]
+    assert all(second.rows[i].by_distance != second.rows[i + 2].by_distance for i in (0, 1))
 
 
 def test_the_command_shows_a_table_and_a_figure(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -245,7 +245,7 @@ class TestSeeds:
                 runs.append([(seed, by_document(one[:, None])) for seed, one in enumerate(losses)])
             found = difference(*runs)
             hits += abs(found.value) < 2 * found.standard_error
-            alone = average([mean for _, mean in runs[0]]) - average([mean for _, mean in runs[1]])
-            documents_alone += abs(found.value) < 2 * alone.standard_error
+            single = average([mean for _, mean in runs[0]]) - average([mean for _, mean in runs[1]])
+            documents_alone += abs(found.value) < 2 * single.standard_error
         assert 0.92 < hits / 400 < 0.985
         assert documents_alone < hits, "the documents alone claim too much"

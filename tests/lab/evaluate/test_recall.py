@@ -118,8 +118,8 @@ def test_what_is_measured_is_kept(run: Path) -> None:
     kept = load_measured(run, Recall).rows
     assert len(kept) == 3
     events: list[Event] = []
-    again = recall(run, [T, 2 * T, 4 * T], sequences=4, progress=events.append)
-    assert again.model_dump_json() == whole.model_dump_json()  # the error of a single answer is NaN
+    second = recall(run, [T, 2 * T, 4 * T], sequences=4, progress=events.append)
+    assert second.model_dump_json() == whole.model_dump_json()  # the error of a single answer is NaN
     assert len([event for event in events if event.kind == "row"]) == len(whole.rows) - 3
     kept = recall(run, [T], sequences=4)
     assert kept.model_dump_json() == whole.model_dump_json(), "nothing is left to measure, and nothing is lost"

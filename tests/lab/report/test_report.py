@@ -222,8 +222,8 @@ class TestFinding:
         assert difference.standard_error == pytest.approx(0.1 / math.sqrt(3)), "the differences are 0.1, 0.3, 0.2"
         assert difference.training_noise
         assert found.sentence.endswith(" Losses are means over 3 trainings.")
-        alone = build([*softmax, lssar[0]]).finding
-        assert alone.sentence.endswith(
+        single = build([*softmax, lssar[0]]).finding
+        assert single.sentence.endswith(
             " Losses are means over 1 to 3 trainings. The noise of training is not known: "
             "that takes several seeds of each."
         )

@@ -247,8 +247,8 @@ def test_measurements_of_another_training_are_replaced_with_a_word(
 ) -> None:
     found = evaluate(run, [32], tokens=256)
     (run / EVALUATION).write_text((run / EVALUATION).read_text().replace(found.token, "another"))
-    again = evaluate(run, [64], tokens=256)
-    assert {row.length for row in again.rows} == {64}
+    second = evaluate(run, [64], tokens=256)
+    assert {row.length for row in second.rows} == {64}
     assert "is of another training than run.json beside it: it is replaced" in caplog.text
     with pytest.raises(LabError, match="was trained again while it was measured"):
         save_measured(run, found.model_copy(update={"token": "before"}))

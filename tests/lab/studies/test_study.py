@@ -138,9 +138,9 @@ def test_a_study_trains_what_is_left_and_compares_all(two_rows: Path, tmp_path: 
     assert "Losses are means over 2 trainings" in " ".join(said(screen).split())
     for name in ("results.json", "figure1.png", "report.html", "logs/plain-s3.log"):
         assert (out / name).exists()
-    again = console()
-    run_study(str(two_rows), out, jobs=1, console=again)
-    assert "4 runs, 0 of them left" in said(again)
+    second = console()
+    run_study(str(two_rows), out, jobs=1, console=second)
+    assert "4 runs, 0 of them left" in said(second)
 
 
 def test_a_row_that_fails_is_named_and_the_others_are_compared(two_rows: Path, tmp_path: Path) -> None:
@@ -199,12 +199,12 @@ def test_a_study_of_a_task_goes_on_after_a_kill_and_compares_right_answers(task:
     assert [entry.info.seed for entry in made.runs] == [0, 1]
     assert "Right answers, lengthened by more filler; chance is 0.250" in " ".join(said(screen).split())
     assert "short (2 seeds)" in said(screen)
-    again = RecallReport.model_validate_json((out / "results.json").read_text())
-    assert again == made
+    second = RecallReport.model_validate_json((out / "results.json").read_text())
+    assert second == made
     assert (out / "figure1.png").stat().st_size > 5_000
-    alone = compare([out / "short-s1"], tmp_path / "alone", console=console())
-    assert isinstance(alone, RecallReport)
-    assert any("One seed" in note for note in alone.notes)
+    single = compare([out / "short-s1"], tmp_path / "alone", console=console())
+    assert isinstance(single, RecallReport)
+    assert any("One seed" in note for note in single.notes)
 
 
 def test_rows_of_another_window_or_number_of_sequences_do_not_finish_a_run(task: Path, tmp_path: Path) -> None:
@@ -279,8 +279,8 @@ def test_an_earlier_comparison_of_recall_stands_for_its_runs(fabricate: Any, tmp
     assert isinstance(report, RecallReport)
     assert [len(group.entries) for group in report.groups] == [3]
     assert said(merged).replace("/out/", "/all/") == said(whole)
-    again = compare([tmp_path / "out" / "results.json"], tmp_path / "again", console=console())
-    assert again.model_copy(update={"created": report.created}) == report
+    second = compare([tmp_path / "out" / "results.json"], tmp_path / "again", console=console())
+    assert second.model_copy(update={"created": report.created}) == report
     with pytest.raises(LabError, match="the run run-s0 is there twice"):
         compare([tmp_path / "two" / "results.json", folders[0]], tmp_path / "none", console=console())
     assert not (tmp_path / "none").exists()

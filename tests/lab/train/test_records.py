@@ -81,8 +81,8 @@ def test_micro_batches_have_the_gradient_of_the_whole(
     _, whole, _ = noting
     info = train(load(tiny, [*NOTING, "train.accumulate=2"]), tmp_path / "run")
     for name, noted in whole.projection_norms.items():
-        first, again = noted[0][1], info.projection_norms[name][0][1]
-        assert again == pytest.approx(first, rel=1e-3), name
+        first, second = noted[0][1], info.projection_norms[name][0][1]
+        assert second == pytest.approx(first, rel=1e-3), name
 
 
 @pytest.mark.parametrize("architecture", ["gpt_neox", "llama"])

@@ -545,8 +545,8 @@ def test_two_processes_are_one(tiny: Path, trained: Path, tmp_path: Path) -> Non
     told = re.findall(r"(\d+) of 10 steps", done.stderr)
     assert told
     assert len(told) == len(set(told))
-    ours, alone = load_run(tmp_path / "run"), load_run(trained)
-    assert [loss for _, loss in ours.train_loss] == pytest.approx([loss for _, loss in alone.train_loss], rel=ROUNDING)
+    ours, lone = load_run(tmp_path / "run"), load_run(trained)
+    assert [loss for _, loss in ours.train_loss] == pytest.approx([loss for _, loss in lone.train_loss], rel=ROUNDING)
 
 
 def node(rank: int, port: int, arguments: list[str], patience: int, log: Path) -> subprocess.Popen[bytes]:

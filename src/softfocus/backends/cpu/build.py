@@ -155,7 +155,7 @@ def _ready(planned: Plan, force: bool = False) -> tuple[Built, ctypes.CDLL]:
     if not force and (found := _load_cached(planned)):
         return found
     made_with = compiler()
-    with _alone(planned.folder):
+    with _locked(planned.folder):
         # Another process may have compiled it while this one waited
         return (None if force else _load_cached(planned)) or _compile(planned, *made_with)
 
@@ -229,7 +229,7 @@ def _make(folder: Path) -> None:
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
+def _locked(folder: Path) -> Iterator[None]:
     """Lets one process at a time compile into the folder. A folder that cannot be written to is
     _NoCache.
     """

@@ -164,16 +164,16 @@ def prepare(
     plan = Plan(training, validation, validation_fraction, seed, tokenizer_spec)
     cache = cache_folder or default_cache()
     folder = cache / plan.key
-    if folder.exists() and _flaw(folder, progress) is None:
+    if folder.exists() and _damage(folder, progress) is None:
         return _opened(folder)
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with _lock(cache / f".{plan.key}.lock"):
             there = folder.exists()
-            flaw = _flaw(folder, progress) if there else None
-            if flaw:
-                _log.warning("the tokens in %s %s: they are made anew", folder, flaw)
-            if flaw or not there:
+            damage = _damage(folder, progress) if there else None
+            if damage:
+                _log.warning("the tokens in %s %s: they are made anew", folder, damage)
+            if damage or not there:
                 _build(folder, plan, progress)
     except OSError as error:  # of writing: whoever reads a source turns its errors into LabErrors
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -237,7 +237,7 @@ def _build(folder: Path, plan: Plan, progress: Progress) -> None:
         raise
 
 
-def _flaw(folder: Path, progress: Progress) -> str | None:
+def _damage(folder: Path, progress: Progress) -> str | None:
     """What is wrong with the files in a folder of the cache, for a sentence; None where they are as
     they were written.
     """

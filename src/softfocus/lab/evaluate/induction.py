@@ -122,8 +122,8 @@ def repeats(tokens: NDArray[np.int64], ngram: int) -> NDArray[np.int64]:
         grams = np.lib.stride_tricks.sliding_window_view(tokens, ngram)  # [L + 2 - n, n]
         _, kinds = np.unique(grams, axis=0, return_inverse=True)
         order = np.argsort(kinds.ravel(), kind="stable")  # by n-gram, then by place
-        again = np.diff(kinds.ravel()[order]) == 0
-        found[order[1:][again] + ngram - 2] = np.diff(order)[again]
+        repeated = np.diff(kinds.ravel()[order]) == 0
+        found[order[1:][repeated] + ngram - 2] = np.diff(order)[repeated]
     return found
 
 

@@ -27,16 +27,16 @@ def scale_rope(config: Any, rope: Rope, train_length: int, length: int) -> Any:
     """
     if rope == "trained":
         return config
-    alone = "evaluate it as trained: --rope trained"
+    remedy = "evaluate it as trained: --rope trained"
     parameters = getattr(config, "rope_parameters", None)
     if not parameters:
-        raise LabError(f"a {config.model_type} model has no rotary embedding that {rope} could scale", alone)
+        raise LabError(f"a {config.model_type} model has no rotary embedding that {rope} could scale", remedy)
     # Some architectures hold one table for each kind of layer, and none for layers without a rotary
     # embedding
     tables = [parameters] if "rope_type" in parameters else [table for table in parameters.values() if table]
     for table in tables:
         if table["rope_type"] not in ("default", "dynamic"):
-            raise LabError(f"the rotary embedding is already scaled, by {table['rope_type']!r}", alone)
+            raise LabError(f"the rotary embedding is already scaled, by {table['rope_type']!r}", remedy)
         if rope == "ntk":
             table.update(rope_type="dynamic", factor=1.0)
         else:

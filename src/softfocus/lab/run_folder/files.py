@@ -133,12 +133,12 @@ def measures(function: Callable[Concatenate[Path, _P], _R]) -> Callable[Concaten
     """
 
     @wraps(function)
-    def alone(folder: Path, *arguments: _P.args, **options: _P.kwargs) -> _R:
+    def locked(folder: Path, *arguments: _P.args, **options: _P.kwargs) -> _R:
         load_run(folder)  # where there is no finished run, nothing is written
         with owning(folder):
             return function(folder, *arguments, **options)
 
-    return alone
+    return locked
 
 
 def save_measured(folder: Path, result: Measured) -> None:

@@ -54,7 +54,7 @@ def token_of(folder: Path) -> str | None:
         return None
 
 
-def flaw(folder: Path, token: str | None = None, tell: Callable[[float], None] = lambda share: None) -> str | None:
+def damage(folder: Path, token: str | None = None, tell: Callable[[float], None] = lambda share: None) -> str | None:
     """What is not as it was sealed, naming the file; None if all is.
 
     Args:

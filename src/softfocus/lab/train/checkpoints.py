@@ -9,7 +9,7 @@ from pathlib import Path
 from softfocus.lab.errors import LabError
 from softfocus.lab.progress import Event, Listener
 from softfocus.lab.run_folder.files import CHECKPOINTS
-from softfocus.lab.run_folder.manifest import flaw, seal
+from softfocus.lab.run_folder.manifest import damage, seal
 
 UNFINISHED = ".unfinished"
 """A folder beside the checkpoints, in which one is written until it is whole."""
@@ -71,7 +71,7 @@ def newest(folder: Path, run: str, token: str, listener: Listener) -> Path | Non
 
     damaged: list[str] = []
     for checkpoint in _all(folder / CHECKPOINTS):
-        why = flaw(checkpoint, token, tell)
+        why = damage(checkpoint, token, tell)
         if why is None:
             if damaged:
                 _log.warning("%s goes on from %s: %s", folder, checkpoint.name, ", ".join(damaged))

@@ -148,7 +148,7 @@ def _train(
         trainer = make_trainer(recipe, folder, model, windows, watch, keeping, held_out)
         try:
             with models.memory(f"raise train.accumulate ({recipe.train.accumulate}), or lower train.length"):
-                _run(trainer, watch, folder, alone=state.num_processes == 1)
+                _run(trainer, watch, folder, single_process=state.num_processes == 1)
         finally:
             _take_stock(info, trainer, watch)
             if owner is not None:
@@ -299,10 +299,10 @@ def _checkpoint(folder: Path, recipe: Recipe, token: str, listener: Listener, ma
     return found[0]
 
 
-def _run(trainer: WindowTrainer, watch: Watch, folder: Path, alone: bool) -> None:
+def _run(trainer: WindowTrainer, watch: Watch, folder: Path, single_process: bool) -> None:
     keeping = trainer.keeping
     try:
-        with Interruptible(watch, enabled=alone):
+        with Interruptible(watch, enabled=single_process):
             trainer.train(resume_from_checkpoint=str(keeping.newest) if keeping.newest else None)
     except pickle.UnpicklingError as error:
         raise LabError(
