@@ -22,7 +22,7 @@ import softfocus.hf
 from softfocus.lab import cli, objective
 from softfocus.lab import model as models
 from softfocus.lab.data import of_recipe as data
-from softfocus.lab.data.masked import hide
+from softfocus.lab.data.samples import hide
 from softfocus.lab.errors import LabError, UsageError
 from softfocus.lab.evaluate.loss import evaluate
 from softfocus.lab.evaluate.samples import evaluate_samples

@@ -1,4 +1,8 @@
-"""The CPU kernels' sources to a loaded library: compile side by side, link, load."""
+"""The CPU kernels' sources to a loaded library: compile side by side, link, load.
+
+The two compilers are started and ended here, not by ``concurrent.futures``: a pool waits for its
+processes, but a build that fails or is told to end must end its compilers.
+"""
 
 import ctypes
 import errno

@@ -3,15 +3,15 @@ classification, sizes.
 """
 
 import math
+from collections.abc import Sequence
 from statistics import median
 
 from softfocus.lab.claims.claim import Claim, Classifies, Faint, Saves, Sooner, Steeper, named_in
 from softfocus.lab.claims.parts import SEEDS, Part, decide, lost_lower, pairs_of, too_few
 from softfocus.lab.claims.power_law import families, saved
 from softfocus.lab.claims.results import Results, Run
-from softfocus.lab.claims.speed import share
 from softfocus.lab.evaluate.means import Estimate, Mean, difference, estimate
-from softfocus.lab.run_folder.results import Classification
+from softfocus.lab.run_folder.results import Classification, RunInfo
 
 
 def steeper(claim: Claim, results: Results | None, statement: Steeper) -> list[Part]:
@@ -63,7 +63,7 @@ def sooner(claim: Claim, results: Results | None, statement: Sooner) -> list[Par
         if len(pairs) < SEEDS or not all(one.info.validation_loss for _, *both in pairs for one in both):
             parts.append(Part("not run", f"{row} and {than} have no validation losses of {SEEDS} shared seeds"))
             continue
-        shares = [(seed, share(one.info, other.info, of_time=statement.of == "time")) for seed, one, other in pairs]
+        shares = [(seed, _share(one.info, other.info, of_time=statement.of == "time")) for seed, one, other in pairs]
         never = sum(math.isinf(one) for _, one in shares)
         if never:
             text = f"{row} never has the best loss of {than} in {never} of {len(shares)} trainings"
@@ -161,3 +161,33 @@ def _probabilities(run: Run, statement: Faint) -> Mean | None:
     there = next((row for row in run.attention if row.length == length), None)
     value = None if there is None else there.below_1e_3 if statement.below == "1e-3" else there.below_1e_7
     return None if value is None else Mean(value.mean, value.standard_error)
+
+
+def _reached(curve: Sequence[tuple[int, float]], loss: float) -> float:
+    """The step at which a curve first has a loss, on straight lines between its points; infinite
+    where it never has it.
+    """
+    for number, (step, there) in enumerate(curve):
+        if there <= loss:
+            if number == 0:
+                return step
+            before, higher = curve[number - 1]
+            return before + (step - before) * (higher - loss) / (higher - there)
+    return math.inf
+
+
+def _share(ours: RunInfo, other: RunInfo, *, of_time: bool) -> float:
+    """Our steps, or seconds, to the other's best validation loss, as a share of those that the
+    other took to it.
+
+    Seconds come from tokens per second, which leave validations out.
+    """
+    step, best = min(other.validation_loss, key=lambda point: point[1])
+    steps = _reached(ours.validation_loss, best) / step
+    if not of_time:
+        return steps
+    return steps * (_seconds_a_step(ours) / _seconds_a_step(other))
+
+
+def _seconds_a_step(info: RunInfo) -> float:
+    return info.tokens_per_step / (info.tokens_per_second or math.nan)

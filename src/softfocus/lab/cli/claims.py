@@ -22,9 +22,19 @@ def recipes() -> None:
 
     Example: `softfocus recipes`
     """
-    from softfocus.lab.claims.listing import lines
+    from softfocus.lab.claims import claim as claims
+    from softfocus.lab.recipes import loading
 
-    typer.echo("\n".join(lines()))
+    shipped = [(name, loading.load(name)) for name in loading.shipped()]
+    found = [(name, claims.load(name)) for name in claims.shipped()]
+    width = 2 + max(len(name) for name, _ in (*shipped, *found))
+    typer.echo("Recipes: softfocus train NAME")
+    for name, recipe in shipped:
+        typer.echo(f"  {name:{width}}{recipe.model.label}: {recipe.description}")
+    typer.echo(f"Claims: softfocus reproduce NAME --scale {'|'.join(claims.SCALES)}")
+    for name, claim in found:
+        cannot_run = ": decided by tests" if claim.exact else ": not testable here"
+        typer.echo(f"  {name:{width}}{claim.title} ({claim.source}){'' if claim.scales else cannot_run}")
 
 
 def reproduce(

@@ -18,8 +18,7 @@ from transformers import AutoTokenizer
 
 from softfocus.lab.data import tokenizer
 from softfocus.lab.data.images import Glyphs, ImageFolder
-from softfocus.lab.data.masked import hide
-from softfocus.lab.data.samples import HeldOut, InOrder, Inputs
+from softfocus.lab.data.samples import HeldOut, InOrder, Inputs, hide
 from softfocus.lab.data.speech import LibriSpeech, Syllables
 from softfocus.lab.data.tasks import Mqar, Passkey, Task, random_for
 from softfocus.lab.data.tokens import TokenStore, prepare

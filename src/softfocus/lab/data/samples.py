@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from softfocus.lab.data.tasks import random_for
+from softfocus.lab.data.tasks import IGNORED, random_for
 
 Inputs = Mapping[str, torch.Tensor]
 """What a model's forward takes, by name, and "labels"."""
@@ -84,3 +84,30 @@ def hold_out(count: int, share: float) -> tuple[NDArray[np.int64], NDArray[np.in
     order = np.random.default_rng(0).permutation(count)
     held = max(1, round(share * count))
     return np.sort(order[held:]), np.sort(order[:held])
+
+
+def hide(tokens: NDArray[np.int64], share: float, vocabulary: int, random: np.random.Generator) -> Inputs:
+    """A window with a share of its tokens hidden, always as many, so that all windows weigh the
+    same.
+
+    Of those 80 % become the mask, 10 % any token, and 10 % stay as they are (Devlin et al. 2018,
+    arXiv 1810.04805).
+
+    Args:
+        tokens: [L].
+        share: of them.
+        vocabulary: size of the tokenizer's; the mask is the id after its last.
+        random: decides which and how.
+
+    Returns:
+        {"input_ids": int64 [L], "labels": int64 [L]}; labels are -100 where nothing is hidden.
+    """
+    count = max(1, round(share * len(tokens)))
+    places = random.choice(len(tokens), count, replace=False)
+    labels = np.full_like(tokens, IGNORED)
+    labels[places] = tokens[places]
+    kind = random.random(count)
+    shown = np.where(kind < 0.9, random.integers(vocabulary, size=count), tokens[places])
+    seen = tokens.copy()
+    seen[places] = np.where(kind < 0.8, vocabulary, shown)
+    return {"input_ids": torch.from_numpy(seen), "labels": torch.from_numpy(labels)}
