@@ -81,6 +81,17 @@ def test_the_design_stays_short():
     assert len((ROOT / "DESIGN.md").read_text().splitlines()) <= 200
 
 
+def test_a_long_file_says_why_at_its_top():
+    long = [
+        path
+        for folder in ("src", "tests", "examples")
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in (".py", ".h", ".cpp") and len(path.read_text().splitlines()) > 400
+    ]
+    silent = [str(path.relative_to(ROOT)) for path in long if "Over 400 lines:" not in path.read_text()[:1500]]
+    assert not silent, f"more than 400 lines without a reason: {silent}"
+
+
 def test_the_pages_name_files_that_exist():
     """Where the kernels' pages end, each file of their folders stands once."""
     for name, folder, kind in (

@@ -193,8 +193,8 @@ def unwatched(*tensors: Tensor) -> bool:
 
 
 def refuse_tangents(*tensors: Tensor | None) -> None:
-    """The operator has no forward-mode derivative, and torch would drop a tangent in silence where
-    nothing requires grad.
+    """The operator has no forward-mode derivative, and torch would silently drop a tangent
+    where nothing requires grad.
 
     Raises:
         NotImplementedError: a tensor has a tangent.

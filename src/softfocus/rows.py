@@ -29,8 +29,8 @@ class Rows:
         weights: A before ``post``, [..., R, K]; 0 on invisible keys.
         final: A, after ``post``; the same tensor where there is none.
         scores: s, [..., R, K]; -inf on invisible keys.
-        f: phi(s) times a factor of the row that cancels in A: 1 but for exp and in the exponential
-            tail.
+        f: phi(s) times a factor of the row that cancels in A: 1, except for exp and in the
+            exponential tail.
         norm: l1 norm of f, 1 where it is 0.
         exp_tail: bool [..., R, 1], rows in the exponential tail, whose f is e^(s - maximum); None
             if there are none.

@@ -3,6 +3,8 @@ three dtypes; and what is their own: the borders of their blocks, strides, few q
 forks.
 
 Every comparison is ``softfocus.testing.check`` as it stands, or bit by bit.
+
+Over 400 lines: one backend, and its cases share the lists of mechanisms and shapes.
 """
 
 import math

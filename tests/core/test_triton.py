@@ -4,6 +4,8 @@ under Triton's interpreter.
 The interpreter takes seconds for a problem. What every run tests meets each kind of mask, each phi
 and each dtype once; all of them together are marked slow (``pytest -m slow
 tests/core/test_triton.py``).
+
+Over 400 lines: one backend, and its cases share the lists of cases and the tuner's stand-ins.
 """
 
 import gc

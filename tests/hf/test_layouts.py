@@ -1,5 +1,7 @@
 """Layouts in models: held against other architectures that have the same thing, and against
 separate calls.
+
+Over 400 lines: the cases share the small models and the separate calls that they are compared with.
 """
 
 import copy

@@ -1,6 +1,5 @@
-"""One module or package a backend, with what ``contract.Backend`` says. None imports another, nor
-the reference.
+"""The backends: each module or package implements ``contract.Backend``.
 
-Nothing outside ``dispatch`` and ``ops`` reaches in, but for the lab, which has ``cpu.build``
-compile and say how it stands.
+Only ``checked`` imports others. None imports the reference. Only ``dispatch`` and ``ops`` import
+them, and the lab, which calls ``cpu.build`` to compile the kernels and to report their state.
 """

@@ -89,8 +89,8 @@ class Logarithms:
         return rate * torch.where(free | tied, x, weights * (g - mean * g.sum(-1, keepdim=True))), grad_power
 
     def _logs(self, place: Place) -> tuple[Tensor, Tensor, Tensor]:
-        """Of some rows log of phi(s) / sum phi(s), of u but for a factor of the row, and of A, [n,
-        K].
+        """Logarithms [n, K] for some rows: of phi(s) / sum phi(s), of u up to a factor per row, and
+        of A.
         """
         assert self.phi.log is not None
         log_f = self.phi.log(self.scores[place].to(self.double))

@@ -256,8 +256,8 @@ def _refuse(module: nn.Module, kwargs: dict[str, Any]) -> None:
     for name, what in _REFUSED.items():
         if kwargs.get(name) is not None:
             raise ValueError(
-                f"{type(module).__name__} passes {name}, which {what}; softfocus has no such thing and would leave it "
-                f"out in silence. Use an architecture without {name}."
+                f"{type(module).__name__} passes {name}, which {what}; softfocus has no such thing and would "
+                f"silently leave it out. Use an architecture without {name}."
             )
     if kwargs.get("output_attentions"):
         raise ValueError(

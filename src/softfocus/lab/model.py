@@ -75,7 +75,7 @@ def build_config(recipe: Recipe, vocabulary: int, end: int | None = None) -> Any
     cls = CONFIG_MAPPING[architecture]
     known = cls().to_dict()
     for key in recipe.model.config:
-        # Transformers keeps keys that it does not know in silence: a typo would train another model
+        # Transformers silently keeps keys that it does not know: a typo would train another model
         if key not in known:
             guess = did_you_mean(key, known, f"see {cls.__name__} of Transformers", "model.config.")
             raise LabError(f"architecture {architecture!r} has no key 'model.config.{key}'", guess)

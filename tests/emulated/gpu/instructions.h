@@ -1,4 +1,5 @@
 // What each instruction does to the registers of a warp's lanes.
+// Over 400 lines: one table of instructions.
 #pragma once
 
 #include <algorithm>

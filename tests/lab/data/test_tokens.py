@@ -1,3 +1,8 @@
+"""The token store: what it holds, when it is made again, and faults of its files.
+
+Over 400 lines: every fault of the token store shares the small store.
+"""
+
 import errno
 import json
 import os

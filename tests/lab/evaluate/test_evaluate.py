@@ -1,5 +1,7 @@
 """Evaluation: losses, their standard errors, the rotary base at each length, and what cannot be
 evaluated.
+
+Over 400 lines: the cases share the trained model.
 """
 
 import math

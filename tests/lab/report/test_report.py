@@ -1,3 +1,8 @@
+"""Reports: tables, figures, pages, and the sentences about noise.
+
+Over 400 lines: the cases share the made-up evaluations.
+"""
+
 import json
 import math
 import re

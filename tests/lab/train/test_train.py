@@ -1,5 +1,7 @@
 """Training: against a loop written by hand in float64, resumed against uninterrupted, and what
 stops it.
+
+Over 400 lines: the cases share the tiny recipe and its uninterrupted run.
 """
 
 import hashlib

@@ -69,7 +69,7 @@ def files(source: str, left_out: LeftOut) -> list[Path]:
 
 
 def _expand(folder: Path, parts: Sequence[str], left_out: LeftOut) -> Iterator[Path]:
-    """What a glob matches below a folder, as `glob.glob` would have it, but for two things.
+    """What a glob matches below a folder, as `glob.glob` would have it, with two exceptions.
 
     "**" follows no links to folders, which may lead in circles. A folder that cannot be read is an
     OSError.

@@ -122,7 +122,7 @@ class WindowTrainer(Trainer):
         self.keeping.newest = unfinished.parent / name
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        # Trainer's own leaves out, in silence, what a file holds under another name than the model:
+        # Trainer's own silently leaves out what a file holds under another name than the model:
         # GPT-NeoX's untied head
         model = self.model if model is None else model
         model.load_state_dict(type(model).from_pretrained(resume_from_checkpoint).state_dict())
