@@ -2,11 +2,10 @@
 numbers, dropout.
 
 Tolerances. float64: 1e-12 of the largest expected number, as in test_reference.py. float32 is never
-compared with a fixed
-number: an error against float64 may be at most twice the error of a plain float32 computation of
-the same thing (the eager formula written here, or the unpadded run), plus a rounding band of four
-units in the last place of the largest number, for results that the plain computation happens to hit
-exactly. What must be *equal* is compared bit by bit.
+compared with a fixed number: an error against float64 may be at most twice the error of a plain
+float32 computation of the same thing (the eager formula written here, or the unpadded run), plus a
+rounding band of four units in the last place of the largest number, for results that the plain
+computation happens to hit exactly. What must be *equal* is compared bit by bit.
 
 Over 400 lines: every edge runs on all backends through the same parametrisation.
 """

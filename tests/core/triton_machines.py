@@ -8,10 +8,10 @@ with a mask, padding, documents, a window, a bias with gradient, learned scales 
 
 A process of its own: Triton must not have been told to interpret. The line holds the kernel's name,
 registers a thread, bytes of stack (spilled registers) and of shared memory; and of each loop with
-tensor-core products how many instructions a score
-takes, in the order of the code: of tiles that something cuts, then of whole ones, for each sweep.
-In decoding of every loop of 100 instructions or more, by the scores of a tile (those that make
-weights of scores have 512 a turn, whatever the tile).
+tensor-core products how many instructions a score takes, in the order of the code: of tiles that
+something cuts, then of whole ones, for each sweep. In decoding of every loop of 100 instructions or
+more, by the scores of a tile (those that make weights of scores have 512 a turn, whatever the
+tile).
 """
 
 import argparse
