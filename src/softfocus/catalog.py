@@ -196,8 +196,7 @@ _CATALOG = Catalog(
             Mechanism(length_scale="log(N)"),
             "arXiv 2501.19399 (SSMax)",
             "head_scale is the paper's s, one a head. The initial value is the s of the paper's figure 1; "
-            "how the paper "
-            "initialises training could not be verified.",
+            "how the paper initialises training could not be verified.",
             learned=(("head_scale", 0.43),),
         ),
         Entry(
@@ -269,8 +268,7 @@ def register(name: str, mechanism: Mechanism, *, note: str = "", learned: Mappin
     if wanted != known and (equal := [entry.name for entry in _CATALOG.values() if entry.mechanism == mechanism]):
         raise ValueError(
             f"learned: got {wanted}, but {equal[0]!r} is the same mechanism and learns {known or 'nothing'}; "
-            f"hand initial "
-            "values to softfocus.hf.use() instead"
+            "hand initial values to softfocus.hf.use() instead"
         )
     entry = Entry(name, mechanism, "registered", note, tuple(wanted.items()))
     _CATALOG.add(entry)
@@ -290,8 +288,7 @@ def checked_parameters(mechanism: Mechanism, parameters: Mapping[str, Any]) -> d
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise ValueError(
                 f"{name}: got {value!r}, expected a finite number, the initial value for every head; "
-                f"set the parameters "
-                f"softfocus_{name} of a model afterwards for one value each"
+                f"set the parameters softfocus_{name} of a model afterwards for one value each"
             )
     if "power" in parameters:
         if mechanism.power is None:

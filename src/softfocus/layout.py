@@ -221,8 +221,7 @@ def resolve(spec: Mapping[Any, Any], config: Any) -> Layout:
         if not which:
             raise ValueError(
                 f"layout: other keys choose all {count} layers, so {kind_text(groups_of(value))!r}, "
-                f"for the rest of them, runs "
-                "nowhere; write '*' in place of one of the keys"
+                "for the rest of them, runs nowhere; write '*' in place of one of the keys"
             )
         if twice := [layer for layer in which if layer in chosen]:
             raise ValueError(f"layout: {key!r} chooses layer {twice[0]}, which another key has chosen already")

@@ -220,8 +220,7 @@ def _refuse_functional_gradients() -> None:
     if any(level.key() == torch._C._functorch.TransformType.Grad for level in levels):
         raise NotImplementedError(
             "softfocus: only backend='reference' works under torch.func.grad, vjp and jacobians; "
-            "torch.autograd.grad and "
-            ".backward() work with every backend"
+            "torch.autograd.grad and .backward() work with every backend"
         )
 
 

@@ -173,8 +173,7 @@ def scale_of(scale: object, mechanism: Mechanism, head_dim: int) -> float:
         _warned_of_scale = True  # first: where warnings are errors, the next line does not return
         warn(
             f"softfocus: scale is 1/sqrt(d), softmax's factor, and takes the place of {mechanism.scale}, "
-            f"with which this "
-            "mechanism is defined; leave scale out",
+            "with which this mechanism is defined; leave scale out",
             UserWarning,
         )
     return float(scale)

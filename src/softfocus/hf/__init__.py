@@ -173,8 +173,7 @@ def window(target: Target, keys: int, sinks: int = 0) -> Target:
             if sinks and group.sinks != sinks:
                 raise ValueError(
                     f"window: got keys={keys} and sinks={sinks}, but heads that run {group} keep their own "
-                    f"window; ask for "
-                    f"fewer than {group.window} keys, or write the sinks into the layout"
+                    f"window; ask for fewer than {group.window} keys, or write the sinks into the layout"
                 )
             return group
         return replace(group, window=keys, sinks=sinks)
@@ -245,8 +244,7 @@ def _refuse_other_layers(modules: list[torch.nn.Module], layout: Layout) -> None
         kinds = ", ".join(sorted({type(module).__name__ for module in modules}))
         raise ValueError(
             f"layout: it needs one attention module a layer, numbered as layer_idx from 0; "
-            f"the model's ({kinds}) are numbered "
-            f"{numbers}"
+            f"the model's ({kinds}) are numbered {numbers}"
         )
 
 
@@ -274,8 +272,7 @@ def _warn_of_keys_that_count(model: PreTrainedModel) -> None:
     if kinds := _learned.counts_hidden_keys(model):
         warn(
             f"softfocus.hf.use: {', '.join(kinds)} hides keys by adding -100 to their scores; "
-            f"they get next to no weight, but "
-            "count in N, the number of keys that a row sees",
+            "they get next to no weight, but count in N, the number of keys that a row sees",
             UserWarning,
         )
 
@@ -284,6 +281,5 @@ def _no_dispatch(name: str) -> str:
     return (
         f"{name} computes its attention itself instead of dispatching through Transformers' AttentionInterface, so no "
         "mechanism can be put into it. Take an architecture that dispatches (GPT-NeoX, Llama, Qwen, Mistral, "
-        "BERT, ViT), "
-        "or call softfocus.attention() in a model of your own."
+        "BERT, ViT), or call softfocus.attention() in a model of your own."
     )

@@ -89,8 +89,7 @@ def attention_forward(
         if any(group.window is not None for group in layer):
             raise ValueError(
                 f"window: {type(module).__name__} belongs to a model without SDPA support, "
-                f"whose masks do not say at which "
-                "position a query stands; leave the window out"
+                "whose masks do not say at which position a query stands; leave the window out"
             )
         # The whole visibility is in the mask, the model's own window and causality included
         sliding_window, causal = None, False
@@ -102,8 +101,7 @@ def attention_forward(
     if total != sum(group.heads or total for group in layer):
         raise ValueError(
             f"{type(module).__name__} hands over {total} query heads, and its layout describes "
-            f"{[g.heads for g in layer]}; "
-            "a layout by heads needs all heads of a layer in one call"
+            f"{[g.heads for g in layer]}; a layout by heads needs all heads of a layer in one call"
         )
     if len(layer) > 1 and (odd := [group.heads for group in layer if (group.heads or 0) % shared]):
         raise ValueError(f"heads: got {odd[0]}, expected a multiple of {shared}: so many query heads share a key head")
@@ -210,10 +208,8 @@ def _windowed(mask: Tensor, rows: int, window: int) -> Tensor:
         if rows > 1 and not torch.compiler.is_compiling() and (last - own).amax() > before:
             raise ValueError(
                 f"window: got a mask of {rows} queries and {mask.shape[-1]} keys that shows queries their "
-                f"future or ends in "
-                "padding, so that their positions are not known; pad on the left, "
-                "and pass the whole prompt at once, with a "
-                "dynamic cache or none"
+                "future or ends in padding, so that their positions are not known; pad on the left, "
+                "and pass the whole prompt at once, with a dynamic cache or none"
             )
         own = own + before
     near = (places - own[:, None]).abs() < window
@@ -263,8 +259,7 @@ def _refuse(module: nn.Module, kwargs: dict[str, Any]) -> None:
         raise ValueError(
             "output_attentions=True: softfocus never holds the whole matrix of weights, so a model cannot return it. "
             "softfocus.hf.watch() shows the query and key of each layer, and softfocus.weights() their "
-            "weights, for the rows "
-            "that you choose."
+            "weights, for the rows that you choose."
         )
 
 

@@ -133,8 +133,7 @@ def _set_entry(config: PreTrainedConfig, entry: dict[str, Any] | None) -> None:
         if config.__dict__.get(_INTERNAL) == NAME:  # as in a config.json that was edited; the first forward would fail
             raise ValueError(
                 "config.softfocus: expected a mechanism or a layout, since attn_implementation is "
-                "'softfocus'; got None. "
-                "Call softfocus.hf.use(model, 'softmax') if softmax is what you want."
+                "'softfocus'; got None. Call softfocus.hf.use(model, 'softmax') if softmax is what you want."
             )
         return
     # A new one: two configs that share an entry would share what their models say of masks
@@ -174,8 +173,7 @@ def _refuse_window(config: PreTrainedConfig, layout: Layout) -> None:
     if getattr(config, "is_encoder_decoder", False) and any(group.window is not None for group in layout.groups()):
         raise ValueError(
             f"window: a {config.model_type} model is an encoder and a decoder, "
-            f"whose cross-attention a window would cut to "
-            "the wrong keys; leave the window out"
+            "whose cross-attention a window would cut to the wrong keys; leave the window out"
         )
 
 

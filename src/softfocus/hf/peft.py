@@ -108,8 +108,7 @@ def _warning_of_what_stays(method: Callable[..., Any]) -> Callable[..., Any]:
         if any(PREFIX in name for name, _ in model.named_parameters()):
             warn(
                 f"softfocus.hf: {method.__name__}() takes the adapter off, but {PREFIX}* keep what was "
-                f"learned with it, so "
-                "this is not the base model; load the base model anew to compare with it",
+                "learned with it, so this is not the base model; load the base model anew to compare with it",
                 UserWarning,
             )
         return method(model, *args, **kwargs)

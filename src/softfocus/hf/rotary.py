@@ -52,8 +52,7 @@ def install(module: nn.Module, layer: Layer) -> None:
     if _TABLES not in inspect.signature(module.forward).parameters or not hasattr(modeling, _FUNCTION):
         raise ValueError(
             f"rope, sinks: {kind} takes no {_TABLES} (cos, sin), so softfocus cannot change its rotary "
-            f"embedding; leave "
-            "out rope and sinks, or take an architecture such as GPT-NeoX, Llama or Qwen3"
+            "embedding; leave out rope and sinks, or take an architecture such as GPT-NeoX, Llama or Qwen3"
         )
     if any(group.rope > 0 for group in partial) or any(group.sinks for group in layer):
         module._softfocus_form = _form(module, modeling)  # type: ignore[assignment]

@@ -177,8 +177,7 @@ def compare(
         tolerance = 2.0 * unavoidable + BAND * ulp
         assert error <= tolerance, (
             f"{label}: {name} is off by {error:.3g}, more than the tolerance {tolerance:.3g} = twice the "
-            f"eager formula's "
-            f"error {unavoidable:.3g} + {BAND:g} ulp of {size:.3g}, summed from {terms:.3g}"
+            f"eager formula's error {unavoidable:.3g} + {BAND:g} ulp of {size:.3g}, summed from {terms:.3g}"
         )
 
 

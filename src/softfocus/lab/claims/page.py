@@ -109,10 +109,8 @@ def ledger(lines: Sequence[tuple[Claim, dict[Scale, Standing]]]) -> str:
         "statements do, and fails where one of them does. A statement about losses is decided where more than "
         "two standard "
         f"errors say so (more for few seeds: Student's t); with fewer than {SEEDS} seeds there is no verdict. "
-        f"A verdict at the "
-        "scales `toy` and `small` is about models of that size, and not about the paper's. "
-        "By chance up to one statement in "
-        "twenty is judged wrongly, and statements that share a row err together. "
+        "A verdict at the scales `toy` and `small` is about models of that size, and not about the paper's. "
+        "By chance up to one statement in twenty is judged wrongly, and statements that share a row err together. "
         "[Negated weights](softplus-table-1.md) show how far noise goes: they are softmax under another name."
     )
     kinds = [kind for kind in _ORDER if any(count[kind] for count in counts.values())]
@@ -127,8 +125,7 @@ def ledger(lines: Sequence[tuple[Claim, dict[Scale, Standing]]]) -> str:
                 _table(["claim", "source", *SCALES], table),
                 _wrapped(
                     f"Written by `softfocus report` from the results beside it. Scales, "
-                    f"where a claim's page names no other "
-                    f"recipes: {_scales()}."
+                    f"where a claim's page names no other recipes: {_scales()}."
                 ),
             ]
         )

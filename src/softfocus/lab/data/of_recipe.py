@@ -307,14 +307,12 @@ def check_unchanged(store: TokenStore, folder: Path, info: RunInfo) -> None:
     if not same or store.vocab_size != info.vocabulary:
         raise LabError(
             f"the tokenizer of {folder} is not the one that its recipe now gives: "
-            f"what it was made from has changed, or "
-            f"{folder / MODEL} is damaged",
+            f"what it was made from has changed, or {folder / MODEL} is damaged",
             f"put it back, or train again with `softfocus train {folder / RECIPE} --out {folder} --overwrite`",
         )
     if info.corpus_key and info.corpus_key != store.folder.name:
         _log.warning(
             "the corpus of %s has changed since it was trained (or moved, or was copied): "
-            "what is held out now may have "
-            "been trained on",
+            "what is held out now may have been trained on",
             folder,
         )

@@ -136,8 +136,7 @@ class TrainTable(Table):
         if self.warmup + (self.warmdown or 0) > self.steps:
             raise ValueError(
                 f"warmup={self.warmup} + warmdown={self.warmdown or 0} is more than steps={self.steps}: "
-                f"lower train.warmup "
-                "or train.warmdown, or raise train.steps"
+                "lower train.warmup or train.warmdown, or raise train.steps"
             )
         return self
 
@@ -151,8 +150,7 @@ class EvaluateTable(Table):
     also: list[Literal["attention", "classification"]] = Field(
         default=[],
         description="what studies and claims measure, too: attention, as `softfocus inspect` does, "
-        "or classification, as "
-        "`softfocus classify` does",
+        "or classification, as `softfocus classify` does",
     )
 
     @field_validator("mechanisms")
@@ -198,8 +196,7 @@ class Recipe(Table):
                 ends = ", ".join(f"{power:g}" for power in sorted(powers))
                 raise ValueError(
                     f"train.power.end: got {schedule.end:g}, but the heads end with {ends}; "
-                    f"the end is the mechanism's own "
-                    "power: leave it out, or write it in the mechanism"
+                    "the end is the mechanism's own power: leave it out, or write it in the mechanism"
                 )
         return self
 

@@ -56,8 +56,7 @@ def _statistics(found: Sequence[Group], axis: Axis) -> list[str]:
     ends = [there for group in found if (there := best(group, shared[-1], axis)) is not None]
     said = [
         "±: one standard error, from the documents and, where there are several seeds, from those. "
-        "Differences are paired "
-        "by document and by seed. One within two standard errors is inconclusive. "
+        "Differences are paired by document and by seed. One within two standard errors is inconclusive. "
         "It takes more of them where there are "
         "few seeds or documents: 14 with two, 4.5 with three, 3.3 with four (Student's t)."
     ]
@@ -112,14 +111,12 @@ def _text_notes(entries: Sequence[Entry]) -> list[str]:
         if one.documents:
             found.append(
                 f"Evaluated on {one.tokens:,} validation tokens{_of(one, entries)}: spans of {one.longest:,}, "
-                f"at random "
-                f"places in {one.documents:,} documents, cut into windows of each length."
+                f"at random places in {one.documents:,} documents, cut into windows of each length."
             )
         if one.crossing:
             found.append(
                 f"{one.crossing} of the {one.tokens // one.longest} spans{_of(one, entries)} cross the end of "
-                f"a document: "
-                "there, a long context is partly another text."
+                "a document: there, a long context is partly another text."
             )
     if len(texts) > 1:
         found.append("The runs were evaluated on different text: their losses are means over different tokens.")
@@ -132,8 +129,7 @@ def _text_notes(entries: Sequence[Entry]) -> list[str]:
     if changed:
         found.append(
             f"The corpus of {', '.join(changed)} changed (or moved, or was copied) after training: "
-            f"what it was evaluated on "
-            "may have been trained on."
+            "what it was evaluated on may have been trained on."
         )
     return found
 

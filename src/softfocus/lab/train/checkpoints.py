@@ -81,8 +81,7 @@ def newest(folder: Path, run: str, token: str, listener: Listener) -> Path | Non
         raise LabError(
             f"{folder} has no checkpoint to go on from: {', '.join(damaged)}",
             "put the files back as they were, or start again with --overwrite (so, too, "
-            "a run of a version of softfocus that "
-            "wrote no manifest.json)",
+            "a run of a version of softfocus that wrote no manifest.json)",
         )
     return None
 
