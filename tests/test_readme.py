@@ -10,6 +10,7 @@ import re
 import statistics
 import subprocess
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -140,32 +141,6 @@ def both_table() -> str:
             ]
         lines.append(f"| {said_of} | {' | '.join([*cells, *found])} |")
     return "\n".join(lines)
-
-
-def rates_table() -> str:
-    """Losses at 1x by learning rate: of one seed, and at 2e-3 of the study `layouts`."""
-    at = {group.label: cell(group, 1.0, "as trained").loss for group in read(RESULT / "results.json").groups}
-    other = {
-        evaluation.run: cell(group, 1.0, "as trained").loss
-        for group in read(ROOT / "docs/results/learning-rates/results.json").groups
-        for evaluation in group.evaluations
-    }
-    lines = ["| loss at 1x | 1e-3 | 2e-3 | 4e-3 |", "|---|---|---|---|"]
-    for row, label in (
-        ("softmax", "Softmax"),
-        ("local-cosine", "local-cosine"),
-        ("hybrid-half-rope",) * 2,
-        ("hybrid", "hybrid"),
-        ("local-softmax", "local-softmax"),
-        ("lssar", "LSSAR"),
-    ):
-        losses = (other[f"{row}-half-s0"], at[label], other[f"{row}-twice-s0"])
-        lines.append(f"| {NAMES.get(label, label)} | {' | '.join(f'{loss:.3f}' for loss in losses)} |")
-    return "\n".join(lines)
-
-
-def test_the_table_of_learning_rates_is_the_measured_one():
-    assert LAYOUTS.split("<!-- rates:begin -->")[1].split("<!-- rates:end -->")[0].strip() == rates_table()
 
 
 LAYOUTS = (ROOT / "docs" / "layouts.md").read_text()
@@ -311,9 +286,57 @@ def layout_recall_table() -> str:
     return "\n".join(lines)
 
 
+def rates_table(study: str, sweep: str, rates: dict[str, str], rows: Sequence[str]) -> str:
+    """Losses at 1x by learning rate: of one seed, and at the study's own rate the mean of its.
+
+    Args:
+        study, sweep: folders of results.
+        rates: the learning rates by the ending of a row's name; "" is the study's own.
+        rows: names in the sweep.
+    """
+    own = {
+        evaluation.run.rpartition("-s")[0]: cell(group, 1.0, "as trained").loss
+        for group in read(ROOT / "docs/results" / study / "results.json").groups
+        for evaluation in group.evaluations
+    }
+    swept = {
+        evaluation.run.rpartition("-s")[0]: cell(group, 1.0, "as trained").loss
+        for group in read(ROOT / "docs/results" / sweep / "results.json").groups
+        for evaluation in group.evaluations
+    }
+    lines = [f"| loss at 1x | {' | '.join(rates.values())} |", "|---" * (len(rates) + 1) + "|"]
+    for row in rows:
+        losses = [swept[f"{row}-{ending}"] if ending else own[row] for ending in rates]
+        label = {"softmax": "Softmax", "lssar": "LSSAR"}.get(row, row)
+        lines.append(f"| {NAMES.get(label, label)} | {' | '.join(f'{loss:.3f}' for loss in losses)} |")
+    return "\n".join(lines)
+
+
+def demo_rates() -> str:
+    rows = ("softmax", "local-cosine", "hybrid-half-rope", "hybrid", "local-softmax", "lssar")
+    return rates_table("layouts", "learning-rates", {"half": "1e-3", "": "2e-3", "twice": "4e-3"}, rows)
+
+
+def larger_rates() -> str:
+    rates = {"half": "5e-4", "": "1e-3", "twice": "2e-3"}
+    return rates_table(
+        "layouts-larger", "learning-rates-larger", rates, ("softmax", "local-cosine", "hybrid-half-rope")
+    )
+
+
+def bpe_rates() -> str:
+    rates = {"half": "1e-3", "": "2e-3", "twice": "4e-3", "four-times": "8e-3"}
+    return rates_table("layouts-bpe", "learning-rates-bpe", rates, THREE)
+
+
+def bpe_tuned_table() -> str:
+    return scale_table("layouts-bpe-tuned")
+
+
 TABLES = {
     "trials": trials_table, "recall": recall_table, "both": both_table, "heads": heads_table, "larger": larger_table,
-    "bpe": bpe_table, "layout_recall": layout_recall_table,
+    "bpe": bpe_table, "layout_recall": layout_recall_table, "rates": demo_rates, "larger_rates": larger_rates,
+    "bpe_rates": bpe_rates, "bpe_tuned": bpe_tuned_table,
 }  # fmt: skip
 
 

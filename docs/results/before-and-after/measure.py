@@ -1,0 +1,107 @@
+"""The CPU kernels of two commits, timed in turn: a process for each, one call each a round.
+
+    python docs/results/before-and-after/measure.py OLD/src NEW/src RESULT.json
+
+Writes for every cell the median and quartiles, over rounds, of the new time as a share of the old
+one; then the same with NEW on both sides, which shows the noise. One thread each: idle threads of
+one process would slow the other. Nothing else should run.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+HEADS, DIM = 4, 64  # as `softfocus bench`
+MECHANISMS = ("lssar", "lssa", "softmax", "laser")
+LENGTHS = {"forward": (1024, 4096, 16384), "backward": (1024, 4096), "decode": (4096, 16384)}
+CELLS = [(what, length, name) for what, lengths in LENGTHS.items() for length in lengths for name in MECHANISMS]
+
+WORKER = f"""
+import json, sys, time
+import torch
+from softfocus import attention
+
+torch.set_num_threads(1)
+
+def prepare(what, length, mechanism):
+    torch.manual_seed(0)
+    rows = 1 if what == "decode" else length
+    grad = what == "backward"
+    query, key, value = (torch.randn(1, {HEADS}, n, {DIM}, requires_grad=grad) for n in (rows, length, length))
+    above = torch.randn(1, {HEADS}, rows, {DIM})
+    def run():
+        out = attention(query, key, value, is_causal=True, mechanism=mechanism, backend="cpu")
+        if grad:
+            torch.autograd.grad(out, (query, key, value), above)
+    return run
+
+print("ready", flush=True)
+for line in sys.stdin:
+    asked = json.loads(line)
+    if isinstance(asked, list):
+        run = prepare(*asked)
+        run(), run()
+        print(0.0, flush=True)
+    else:
+        started = time.perf_counter()
+        for _ in range(asked):
+            run()
+        print(time.perf_counter() - started, flush=True)
+"""
+
+
+class Side:
+    """A process that runs calls with one source tree."""
+
+    def __init__(self, source):
+        environment = {**os.environ, "PYTHONPATH": str(Path(source).resolve()), "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", WORKER],
+            env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert self.process.stdout.readline() == "ready\n"
+
+    def ask(self, what):
+        """Prepare a cell (a list), or time so many calls of it (a number): seconds."""
+        self.process.stdin.write(json.dumps(what) + "\n")
+        self.process.stdin.flush()
+        return float(self.process.stdout.readline())
+
+
+def compare(old_source, new_source, cell):
+    """Median and quartiles of new / old. A round asks both, in turn the one and the other first.
+
+    Every fifth of the rounds starts two processes: where their memory lies makes a difference, too.
+    """
+    ratios = []
+    for _ in range(5):
+        old, new = Side(old_source), Side(new_source)
+        for side in (old, new):
+            side.ask(list(cell))
+        calls = max(1, int(0.04 / old.ask(1)))
+        for number in range(9 if old.ask(calls) < 0.2 else 3):
+            order = (old, new) if number % 2 else (new, old)
+            took = {side: side.ask(calls) for side in order}
+            ratios.append(took[new] / took[old])
+        for side in (old, new):
+            side.process.communicate()
+    low, median, high = statistics.quantiles(ratios, n=4)
+    return {"median": round(median, 3), "lower_quartile": round(low, 3), "upper_quartile": round(high, 3)}
+
+
+def main(old_source, new_source, to):
+    """Time every cell and write as it goes."""
+    cells = []
+    for what, length, mechanism in CELLS:
+        found = {"new_over_old": compare(old_source, new_source, (what, length, mechanism))}
+        found["new_over_new"] = compare(new_source, new_source, (what, length, mechanism))
+        cells.append({"what": what, "length": length, "mechanism": mechanism, **found})
+        print(f"{what:9} {length:6} {mechanism:8} {found['new_over_old']}  noise {found['new_over_new']['median']}")
+        Path(to).write_text(json.dumps({"heads": HEADS, "head_dim": DIM, "cells": cells}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
