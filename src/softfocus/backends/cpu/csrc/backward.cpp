@@ -1,22 +1,23 @@
-// The backward: each task sums the gradients of a key head over all blocks of rows, or over every
-// splits-th where there are fewer key heads at once than threads. The sums of tasks are added in a
-// fixed order, so that the result depends on the number of threads but not on timing.
+// The backward. A task sums the gradients of a key head over all blocks of rows. If fewer key heads
+// are packed together than there are threads, each key head has several tasks, `splits`, and each
+// task takes every splits-th block. The sums of the tasks are added in a fixed order, so that the
+// result depends on the number of threads but not on timing.
 #include "gradients.h"
 #include "parallel.h"
 
 namespace softfocus {
 namespace {
 
-// Where one task sums the gradients of a key head: in the result itself if that is float32 in whole
-// vectors and this is the first of its tasks
+// Where one task sums the gradients of a key head. The first task of a key head sums in the result
+// itself if that is float32 in whole vectors.
 struct KeyHeadSums {
-  // [Lk, padded_dim], [Lk, padded_value_dim]; unused where the result itself is summed in
+  // [Lk, padded_dim], [Lk, padded_value_dim]; unused if the sums are in the result itself
   Buffer<float> key_scratch, value_scratch;
   float *key = nullptr, *value = nullptr;  // [Lk, padded_dim], [Lk, padded_value_dim]
 };
 
-// How a call is shared out: `at_once` key heads are packed together, and each is the work of
-// `splits` tasks, which take every splits-th block of rows.
+// How a call is divided into tasks: `at_once` key heads are packed together. Each has `splits`
+// tasks, which take every splits-th block of rows.
 struct Schedule {
   int64_t at_once, splits, block_rows, blocks;
 
@@ -25,9 +26,8 @@ struct Schedule {
         splits(1),
         block_rows(rows_per_block(params, true)),
         blocks(ceil_div(params.query_length, block_rows)) {
-    // Tasks that add to the same elements of grad_bias must not run at the same time. Heads that
-    // share elements are not worked on together: at_once = 1. Rows that share elements stay in one
-    // task: splits = 1.
+    // Tasks that add to the same elements of grad_bias must not run at the same time. If heads
+    // share elements, at_once is 1. If rows share elements, splits is 1.
     bool shared_by_heads = (!bias.stride[0] && params.batch > 1) || (!bias.stride[1] && params.heads > 1);
     bool shared_by_rows = !bias.stride[2] && params.query_length > 1;
     if (bias.data && shared_by_heads) at_once = std::min<int64_t>(at_once, 1);

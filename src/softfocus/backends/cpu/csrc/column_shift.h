@@ -5,16 +5,17 @@
 
 namespace softfocus {
 
-// M is 0 where no column maximum is beyond ZERO_SHIFT_MAX: e^V lies ready in the key head's data.
-// Else M is, for each column, the maximum over the keys that every row of the block sees: no future
-// value touches an earlier row. Values far above M are clamped and recorded.
+// The maximum of a column is taken over the keys that every row of the block sees, so that no
+// future value affects an earlier row. M is 0 if all column maxima are within ZERO_SHIFT_MAX and
+// the key head's data holds e^V, which it does not in decoding. Otherwise M is the maximum of each
+// column. Values above M + LARGE are recorded, and exponents are clamped to MAX_EXPONENT (laser.h).
 struct ColumnShift {
   Buffer<float> shift;            // [padded_value_dim], M
   Buffer<float> scratch;          // [BLOCK_K, padded_value_dim], e^(V - M) of a tile, unless M is 0
   std::vector<ValueIndex> large;  // values above their M + LARGE that some row may see
   bool zero_shift = false;        // M is 0
-  // true in the first pass over the tiles after choose(), in which exp_values() appends to `large`;
-  // later passes would append the same again
+  // True in the first pass over the tiles after choose(), in which exp_values() appends to `large`.
+  // Later passes would append the same values again.
   bool record_large = false;
 
   // Chooses M for a block. `value_scratch` [BLOCK_K, padded_value_dim].
@@ -69,7 +70,8 @@ struct ColumnShift {
   }
 
  private:
-  // Of the keys [begin, end), whether the masks show them to every row; empty without masks
+  // Whether every row sees each of the keys [begin, end); empty without masks. Fully masked rows do
+  // not count.
   template <typename Phi>
   static std::vector<uint8_t> common_masks(const RowBlock<Phi>& block, int64_t begin, int64_t end) {
     if (begin >= end || !block.masks_given) return {};

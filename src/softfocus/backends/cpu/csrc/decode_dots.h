@@ -1,6 +1,6 @@
 // Dot products of a few query rows with their keys, as in decoding. Packing the keys would cost
-// more than it saves, so they are read in place. Plain code that calls back through std::function:
-// as a template over phi it took three times as long to compile, and was no faster.
+// more than it saves, so they are read in place. The class is not a template over phi and calls
+// back through std::function: the template took three times as long to compile, and was no faster.
 #pragma once
 
 #include <functional>
@@ -10,11 +10,12 @@
 
 namespace softfocus {
 
-// Keys are read from memory as this many streams at the same time: the hardware prefetches each.
-// That takes 21 ns a key in place of 28; four streams gain half of it (docs/performance.md).
+// Keys are read from memory as this many concurrent streams, because the hardware prefetches each
+// stream. That takes 21 ns per key instead of 28; four streams save half of it
+// (docs/performance.md).
 constexpr int STREAMS = 8;
-// Keys of at most this many bytes, all heads together, may lie in a cache: then one stream is 5 %
-// faster. The limit is a guess at a thread's part of a third-level cache.
+// Keys of at most this many bytes, counted over all heads, may be in a cache. Then one stream is
+// 5 % faster. The limit is a guess at a thread's share of a third-level cache.
 constexpr int64_t CACHED_BYTES = 8 << 20;
 
 class DecodeDots {
@@ -24,10 +25,10 @@ class DecodeDots {
   DecodeDots(const Params& call, int64_t row_floats)
       : params(call), padded_dim(row_floats), in_place(contiguous_rows(params.key, params.head_dim)) {}
 
-  // Dot products of `queries` [rows, padded_dim] with the keys that a block sees: with unit vectors
-  // for cosine similarity, NaN for a non-finite key. Row r's dot product with key key_begin + j
-  // goes to address(r, j), in whole vectors. tile_done(start_k) is called once the dot products of
-  // a tile are there.
+  // Computes the dot products of `queries` [rows, padded_dim] with the keys that a block sees: with
+  // unit vectors for cosine similarity, NaN for a non-finite key. Row r's dot product with key
+  // key_begin + j is written to address(r, j), in whole vectors. tile_done(start_k) is called after
+  // the dot products of a tile are written.
   void compute(const BlockVisibility& block, const float* queries, int64_t rows, const DotAddress& address,
                const std::function<void(int64_t)>& tile_done) {
     with_element(params.dtype,
@@ -38,7 +39,7 @@ class DecodeDots {
   const Params& params;
   const int64_t padded_dim;
   const bool in_place;
-  int64_t batch_index = 0, key_head = 0;  // of the call of compute()
+  int64_t batch_index = 0, key_head = 0;  // of the block in compute()
   Buffer<float> copies;                   // [W, padded_dim], keys that cannot be read in place
   Buffer<float> one_key;                  // [padded_dim]
 
@@ -75,6 +76,7 @@ class DecodeDots {
   }
 
   // Dot products with W keys of each of N streams; first[i] is the offset of stream i's first key.
+  // Keys that cannot be read in place, or fewer than W, have one stream.
   template <typename T, int N>
   __attribute__((always_inline)) inline void dot_vectors(const int64_t (&first)[N], int64_t key_begin,
                                                          const float* queries, int64_t rows,
@@ -99,7 +101,7 @@ class DecodeDots {
                                                       int64_t key_stride, int64_t n_keys, int64_t key_begin,
                                                       const float* queries, int64_t rows, const DotAddress& address) {
     vfloat inverse[N];
-    vint dot_again[N];  // non-finite keys, and keys whose squared norm may have overflowed or underflowed
+    vint dot_again[N];  // non-finite dot products, and keys whose squared norm may have overflowed or underflowed
     for (int i = 0; i < N; ++i) inverse[i] = splat(1.0f), dot_again[i] = vint{};
     for (int64_t r = 0; r < rows; ++r) {
       vfloat products[N][W], squares[N][W];
@@ -124,8 +126,8 @@ class DecodeDots {
         dot_safely(first[i], key_begin, dot_again[i], queries, rows, address);
   }
 
-  // Lane-wise products of a query with W keys of each stream, and squares of these keys; to be
-  // summed over the lanes
+  // Lane-wise products of a query with W keys of each stream, and squares of these keys. The caller
+  // sums them over the lanes.
   template <bool SQUARES, typename T, int N>
   __attribute__((always_inline)) inline void multiply(const float* query, const T* const (&keys)[N], int64_t key_stride,
                                                       vfloat (&products)[N][W], vfloat (&squares)[N][W]) const {
@@ -146,9 +148,9 @@ class DecodeDots {
       }
   }
 
-  // Makes the dot products with some of W keys again: NaN for a non-finite key, else with a norm
-  // that neither overflows nor underflows. The other keys keep theirs, so that equal keys have
-  // equal ones.
+  // Computes the dot products with some of W keys again: NaN for a non-finite key, else with a norm
+  // that neither overflows nor underflows. The other keys keep their dot products, so that equal
+  // keys have equal dot products.
   __attribute__((noinline)) void dot_safely(int64_t j, int64_t key_begin, vint dot_again, const float* queries,
                                             int64_t rows, const DotAddress& address) {
     if (!one_key) one_key.resize(padded_dim);

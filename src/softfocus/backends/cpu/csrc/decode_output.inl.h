@@ -1,4 +1,4 @@
-// BlockOutput: decoding a re-weighted row.
+// BlockOutput: the output of a re-weighted row in decoding.
 #pragma once
 
 #include "output.h"
@@ -6,15 +6,15 @@
 namespace softfocus {
 
 // Adds u^p times the values of the live keys of a row to `out`. No other values are read. Returns
-// sum u^p. Tiles take the place of the rows that are listed together elsewhere: LISTS tiles are
-// listed, and their values prefetched, before any list is used.
+// sum u^p. The live keys of LISTS tiles of the row are listed, and their values prefetched, before
+// any list is used. (Outside decoding the lists are those of LISTS rows of one tile.)
 template <typename Phi>
 template <bool DROPOUT, typename T>
 inline float BlockOutput<Phi>::add_live_values(const RowBlock<Phi>& block, int64_t r) {
   const Params& params = block.params;
   int64_t padded_value_dim = block.padded_value_dim, batch_index = block.batch_index, key_head = block.key_head;
   bool in_place = contiguous_rows(params.value, params.value_dim);
-  std::vector<int64_t> tiles;  // that are listed: start_k
+  std::vector<int64_t> tiles;  // start_k of each tile whose live keys are listed
   vfloat power_sum = vfloat{};
   auto add_listed = [&] {
     for (size_t i = 0; i < tiles.size(); ++i) {

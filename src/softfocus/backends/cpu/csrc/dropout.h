@@ -1,5 +1,5 @@
 // Which weights of a block are dropped: the bits that softfocus/dropout.py defines. They are
-// generated once for a block and read by every pass over it.
+// generated once per block, and every pass over the block reads them.
 #pragma once
 
 #include "visibility.h"
@@ -8,7 +8,7 @@ namespace softfocus {
 
 typedef uint64_t vuint64 __attribute__((vector_size(W * 4)));
 
-// The low 32 bits of each lane times `factor`, 64 bits wide
+// The low 32 bits of each lane times `factor`: the 64-bit product
 inline vuint64 multiply(vuint64 x, uint32_t factor) {
 #if defined(__AVX512F__)
   return (vuint64)_mm512_mul_epu32((__m512i)x, _mm512_set1_epi64(factor));
@@ -21,7 +21,7 @@ inline vuint64 multiply(vuint64 x, uint32_t factor) {
 
 class DropoutMask {
  public:
-  const float keep_scale;  // 1 / (1 - p_drop): what multiplies a weight that is kept; 0 where p_drop is 1
+  const float keep_scale;  // 1 / (1 - p_drop), which multiplies the weights that are kept; 0 where p_drop is 1
 
   DropoutMask(const Params& call, int64_t max_rows, int64_t max_keys)
       : keep_scale(call.dropout_threshold < 1 << 16 ? 65536.0f / (65536 - call.dropout_threshold) : 0.0f),
@@ -30,7 +30,8 @@ class DropoutMask {
     if (params.dropout_threshold) dropped_bits.resize(rows * (max_keys / WORD_KEYS), false);
   }
 
-  // Of row r and the W keys from offset j on: whether the weights are dropped, and their factors
+  // For row r and the W keys from offset j on: dropped() is -1 in the lanes of dropped weights,
+  // else 0; factors() is 0 in these lanes, else keep_scale.
   vint dropped(int64_t r, int64_t j) const {
     int32_t word = int32_t(dropped_bits[word_index(r, j)] >> (j % WORD_KEYS));
     return (splat(word) & (1 << lane_index())) != 0;
@@ -60,8 +61,8 @@ class DropoutMask {
     return (j / BLOCK_K * rows + r) * (BLOCK_K / WORD_KEYS) + j % BLOCK_K / WORD_KEYS;
   }
 
-  // Philox-4x32-7 of the counters (first + lane, row, head_index, 0); the upper 32 bits of each
-  // lane are arbitrary
+  // Philox-4x32-7 of W / 2 counters (first + lane, row, head_index, 0): four words of 32 bits per
+  // lane. The upper 32 bits of each lane are arbitrary.
   void philox(uint64_t first, uint32_t row, uint32_t head_index, vuint64 (&words)[4]) const {
     vuint64 lane;
     for (int i = 0; i < W / 2; ++i) lane[i] = i;
@@ -76,12 +77,14 @@ class DropoutMask {
     words[0] = a, words[1] = b, words[2] = c, words[3] = d;
   }
 
-  // The dropout bits of 64 keys: bit n is 1 where number n is below the threshold
+  // The dropout bits of the 64 keys whose first counter is `first`: a bit is 1 where the key's
+  // 16-bit random number is below dropout_threshold
 #if defined(__AVX512BW__)
   uint64_t random_word(uint64_t first, uint32_t row, uint32_t head_index) const {
-    // Element 4 l + h of a word is the 16-bit half h, 0 for the lower, of lane l's 32 bits;
-    // elements 4 l + 2 and 4 l + 3 are its arbitrary upper bits. Elements from 32 on are the second
-    // word's. Bit 8 n + l of the result is lane l's number n (dropout.py).
+    // The permutation counts in 16-bit elements. Elements 4 l and 4 l + 1 of words[i] are the lower
+    // and the upper half of lane l's 32 bits; elements 4 l + 2 and 4 l + 3 are arbitrary. Indices
+    // from 32 on select from the second operand. Bit 8 n + l of the result belongs to number n of
+    // lane l (dropout.py).
     alignas(64) static constexpr uint16_t order[32] = {0,  4,  8,  12, 16, 20, 24, 28, 1,  5,  9,  13, 17, 21, 25, 29,
                                                        32, 36, 40, 44, 48, 52, 56, 60, 33, 37, 41, 45, 49, 53, 57, 61};
     vuint64 words[4];
@@ -99,7 +102,7 @@ class DropoutMask {
       philox(first + lane, row, head_index, words);
       unroll<8>([&](int n) {
         vuint64 number = (words[n / 2] >> n % 2 * 16) & 0xffffu;
-        // number < threshold borrows from bit 16
+        // if number < threshold, the subtraction borrows, and bit 16 is 1
         dropped |= ((number - uint64_t(params.dropout_threshold)) >> 16 & 1) << 8 * n;
       });
       for (int i = 0; i < W / 2; ++i) found |= dropped[i] << (lane + i);

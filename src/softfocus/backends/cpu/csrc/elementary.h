@@ -1,13 +1,14 @@
 // Elementary functions on vectors: polynomials fitted to a reduced argument. Their largest relative
 // errors, measured over every range with fused multiply-adds: 8e-8 for e^x, 9e-8 for ln u, 1.2e-7
-// for 1 - e^-f, 2.1e-7 for log(1 + e^-|s|). Without such instructions (SSE) e^x reaches 4e-6 at the
-// ends of its range, since the argument is reduced less exactly.
+// for 1 - e^-f, 2.1e-7 for log(1 + e^-|s|). Without fused multiply-adds (SSE) the error of e^x
+// reaches 4e-6 at the ends of its range, since the argument is reduced less exactly.
 //
-// A function that keeps NaN does so for the quiet NaN of std::numeric_limits: other NaNs have bits
-// that the arithmetic on exponents would change. `logarithm` and `log1p_exp` keep none.
+// A function that propagates NaN does so only for the quiet NaN of std::numeric_limits. Other NaNs
+// have bits that the arithmetic on exponents would change. `logarithm` and `log1p_exp` propagate no
+// NaN.
 //
-// The functions take N vectors at once, step by step, so that N chains of dependent operations
-// overlap.
+// The functions take N vectors at once and apply each step to all of them, so that N chains of
+// dependent operations overlap.
 #pragma once
 
 #include "vector.h"
@@ -32,7 +33,7 @@ __attribute__((always_inline)) inline void expm1_reduced(const vfloat (&r)[N], v
   unroll<N>([&](int i) { q[i] = q[i] * r[i]; });
 }
 
-// x = n ln 2 + r with |r| <= ln 2 / 2; n stands in the low bits of `shifted`
+// x = n ln 2 + r with |r| <= ln 2 / 2; n is in the low bits of `shifted`
 template <int N>
 __attribute__((always_inline)) inline void reduce_argument(const vfloat (&x)[N], vfloat (&shifted)[N], vfloat (&r)[N]) {
   unroll<N>([&](int i) { shifted[i] = x[i] * LOG2_E + ROUND_MAGIC; });
@@ -40,8 +41,8 @@ __attribute__((always_inline)) inline void reduce_argument(const vfloat (&x)[N],
   unroll<N>([&](int i) { r[i] = (x[i] - r[i] * LN2) - r[i] * LN2_REST; });
 }
 
-// x * 2^n for the n that reduce_argument() leaves in the low bits; arbitrary where a float cannot
-// hold it
+// x * 2^n for the n in the low bits of `shifted` (reduce_argument()). The result is arbitrary if it
+// is not a normal float.
 inline vfloat times_power_of_two(vfloat x, vfloat shifted) { return (vfloat)((vuint)x + ((vuint)shifted << 23)); }
 
 // e^x for x <= 0; exactly 0 below EXP_MIN

@@ -1,19 +1,19 @@
-// The forward: out and the row statistics, a block of rows at a time.
+// The forward: out and the row statistics, one block of rows at a time.
 #include "output.h"
 #include "parallel.h"
 
 namespace softfocus {
 namespace {
 
-// What a thread works in
+// The buffers of one thread
 template <typename Phi>
 struct Worker {
   RowBlock<Phi> block;
   BlockOutput<Phi> output;
   explicit Worker(const Params& params) : block(params, rows_per_block(params, false)), output(block) {}
 
-  // A head of a decoding call. Values are searched for non-finite ones only if the output has one;
-  // with LASER always, since the exponentials would hide them.
+  // Computes a query head of a decoding call. Values are searched for non-finite elements only if
+  // the output has one; with LASER always, since the exponentials would hide them.
   void decode(int64_t b, int64_t query_head, void* out, float* statistics) {
     const Params& params = block.params;
     KeyHeadData key_data;
@@ -28,7 +28,7 @@ struct Worker {
     if (!key_data.nonfinite_values.empty()) run(b, query_head, 0, key_data, out, statistics);
   }
 
-  // The rows of a query head from start_q on
+  // Computes the rows of a query head from start_q on.
   void run(int64_t b, int64_t query_head, int64_t start_q, const KeyHeadData& key_data, void* out, float* statistics) {
     const Params& params = block.params;
     block.compute(b, query_head, start_q, key_data);
@@ -50,9 +50,9 @@ struct Worker {
     }
   }
 
-  // NaN where a row sees a non-finite value. Decoding reads the values of a re-weighted row's live
-  // keys only: there an output that read no non-finite one stays as it is, whatever its row's and
-  // the call's other outputs read.
+  // Sets an output to NaN where its row sees a non-finite value. In decoding, a re-weighted row
+  // reads only the values of its live keys. There an output stays finite if it has read no
+  // non-finite value, whatever other outputs of its row or of the call have read.
   void mark_nonfinite_values() {
     bool live_only = block.params.reweighted && !block.params.laser && !block.key_data->packed;
     for (auto [key, d] : block.key_data->nonfinite_values)
@@ -108,10 +108,10 @@ bool forward(const Params& params, void* out, float* statistics) {
   for (int64_t first = 0; first < key_heads; first += at_once) {
     int64_t n = std::min(at_once, key_heads - first);
     if (!pack_key_heads(params, key_data_at_once, first, n, false)) return false;
-    // item = ((key head - first) * blocks + block, counted from the last) * group + query head in
-    // its group
+    // item = ((key head - first) * blocks + n) * group + query head in its group, where n counts
+    // the blocks from the last
     bool done = parallel_for(params.threads, n * group * blocks, [&](int64_t item) {
-      // with a causal mask the last rows take longest: they go first
+      // The last rows go first, because they take longest under a causal mask.
       int64_t block_index = blocks - 1 - item / group % blocks;
       int64_t head_index = first + item / (group * blocks);  // of all B * Hk
       int64_t query_head = head_index % params.key_heads * group + item % group;
@@ -128,7 +128,7 @@ bool forward(const Params& params, void* out, float* statistics) {
 
 // Writes out [B, H, Lq, Dv], of the query's dtype, and statistics [4, B, H, Lq] (count, maximum,
 // log_norm, peak) unless null; both contiguous. Returns 0, or 1 if memory ran out. The pointers of
-// query, key and value are arguments of their own: the rest fits every call of the same layout.
+// query, key and value are separate arguments, so that calls of one layout can share `layout`.
 extern "C" __attribute__((visibility("default"))) int softfocus_forward(const softfocus::Params* layout,
                                                                         const void* query, const void* key,
                                                                         const void* value, void* out,

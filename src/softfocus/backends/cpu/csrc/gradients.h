@@ -1,5 +1,6 @@
-// The gradients of a block of rows: the scores are computed again, then dL/dA and its row sums,
-// then dL/ds tile by tile, and from that the gradients of queries, keys, values and bias.
+// The gradients of a block of rows. The scores are computed again, then dL/dA and its row sums,
+// then dL/ds tile by tile. From dL/ds follow the gradients of queries, keys and bias, from A that
+// of the values.
 //
 // With D_i = sum_j A_ij dA_ij, the delta of FlashAttention (0 where the normaliser is not l1), and
 // o, p, u as in row_block.h:
@@ -19,7 +20,7 @@ namespace softfocus {
 struct GradientTensors {
   TensorView grad_out;                       // [B, H, Lq, Dv]
   void *grad_query, *grad_key, *grad_value;  // contiguous, of the query's dtype
-  TensorView grad_bias;                      // float32; absent where nobody asks for it
+  TensorView grad_bias;                      // float32; data is null if it is not wanted
   float *grad_head_scale, *grad_power;       // [B, H, Lq], for the caller to sum over B and Lq; or null
 };
 
@@ -46,8 +47,8 @@ class RowGradients {
     if (params.laser && !params.reweighted) exp_panels.resize(BLOCK_K * params.value_dim);
   }
 
-  // Gradients of the rows of a query head from start_q on. Adds to grad_keys [Lk, padded_dim] and
-  // grad_values [Lk, padded_value_dim], writes the others.
+  // Computes the gradients of the rows of a query head from start_q on. Adds to grad_keys [Lk,
+  // padded_dim], grad_values [Lk, padded_value_dim] and grad_bias; writes the others.
   void run(int64_t b, int64_t query_head, int64_t start_q, const KeyHeadData& key_data, const GradientTensors& grads,
            float* grad_keys, float* grad_values) {
     block.compute(b, query_head, start_q, key_data);
@@ -72,24 +73,26 @@ class RowGradients {
   Buffer<float> key_scratch;      // [BLOCK_K, padded_dim], keys of a tile that cannot be read in place
   Buffer<float> grad_exp_values;  // [BLOCK_K, padded_value_dim], dL/d(e^(V - M)) of a tile; without re-weighting
   Buffer<float> exp_panels;       // [BLOCK_K / PANEL, Dv, PANEL], e^(V - M) of a tile; without re-weighting
-  Buffer<float> grad_weights;   // dL/dA: [tiles, max_rows, BLOCK_K]; of re-weighted rows the live keys, list after list
+  // dL/dA: [tiles, max_rows, BLOCK_K] without re-weighting; with it, one number per live key, list
+  // after list
+  Buffer<float> grad_weights;
   Buffer<uint8_t> list_keys;    // the live keys at the same indices, counted from the tile's first; one vector of slack
-  Buffer<float> list_u;         // and their u; one vector of slack
-  Buffer<int64_t> list_start;   // [tiles, BLOCK_Q], where the list of a tile and row begins
+  Buffer<float> list_u;         // u of the live keys, at the same indices; one vector of slack
+  Buffer<int64_t> list_start;   // [tiles, BLOCK_Q], the index at which the list of a tile and row begins
   Buffer<uint8_t> list_length;  // [tiles, BLOCK_Q], its length
   Buffer<float> exact_terms;    // [BLOCK_Q, row_stride], A * dL/dA of the exact sums
-  bool has_exact[BLOCK_Q];      // rows with exact sums
+  bool has_exact[BLOCK_Q];      // rows with at least one exact sum
   double exact_log_sum[BLOCK_Q];      // of these rows: sum_j A dL/dA log u
   KeyRange strip_keys[BLOCK_Q / MR];  // the keys that each strip sees in the tile at hand
   float delta[BLOCK_Q];               // D_i
   float delta_error[BLOCK_Q];  // re-weighted rows: D_i is delta + delta_error; dA - D cancels where one key dominates
   float inverse_power_sum[BLOCK_Q];  // 1 / sum u^p
   float power_over_sum[BLOCK_Q];     // p / sum u^p
-  float mean_grad[BLOCK_Q];          // -o mean(g) * inverse_spread: reaches all keys of the row
+  float mean_grad[BLOCK_Q];          // -o mean(g) * inverse_spread, which every visible key of the row receives
   float grad_power[BLOCK_Q];
   bool single_key[BLOCK_Q];  // one key has all the weight
 
-  // Where the list of a row in a tile stands in list_start and list_length
+  // The index of a row and tile in list_start and list_length
   static int64_t list_index(int64_t r, int64_t start_k) { return start_k / BLOCK_K * BLOCK_Q + r; }
 
   void read_grad_out(const GradientTensors& grads) {
@@ -107,8 +110,8 @@ class RowGradients {
         if (block.sees(r, key)) grad_out[r * block.padded_value_dim + d] = 0.0f;
   }
 
-  // Whether one key has all the weight of a row, whatever its score. Rounding must not give that
-  // score a gradient.
+  // Whether one key has all the weight of a row, whatever its score. The gradient of that score is
+  // then 0, and rounding must not change it.
   bool constant_weights(int64_t r) const {
     return block.params.normaliser == L1 && (block.count[r] == 1.0f || single_key[r]);
   }
@@ -134,7 +137,7 @@ class RowGradients {
   void scatter_grad_phi(int64_t r, int64_t start_k, RowView v, float* grad_values);
   void multiply_by_derivative(int64_t r, int64_t start_k);
 
-  // A and dL/ds of a tile, and from them the gradients
+  // Computes A and dL/ds of a tile, and from them the gradients.
   void tile_gradients(int64_t start_k, const GradientTensors& grads, float* grad_keys, float* grad_values) {
     const Params& params = block.params;
     int64_t first = block.key_begin + start_k, stop = std::min(first + BLOCK_K, params.key_length), n = stop - first;
@@ -167,8 +170,8 @@ class RowGradients {
     }
   }
 
-  // dK += dS^T (c Q) and, without re-weighting, dV += A^T dO: MR keys at a time, over the rows that
-  // see one of them
+  // dK += dS^T (c Q) and, without re-weighting, dV += A^T dO: MR keys at a time. The sum runs from
+  // the first to the last strip that sees one of them.
   void add_key_gradients(int64_t start_k, int64_t n, float* to_keys, float* to_values, RowView exp_values) {
     int64_t width = block.padded_dim, padded_value_dim = block.padded_value_dim;
     bool laser = block.params.laser, dense = !block.params.reweighted;

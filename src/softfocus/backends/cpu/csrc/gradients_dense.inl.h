@@ -1,4 +1,4 @@
-// RowGradients: rows without re-weighting, over all keys that they see.
+// RowGradients: rows without re-weighting. The sums run over all keys that a row sees.
 #pragma once
 
 #include "gradients.h"
@@ -56,13 +56,13 @@ inline void RowGradients<Phi>::pack_exp_values(int64_t start_k) {
   int64_t value_dim = block.params.value_dim;
   RowView v = output.tile_operand(block, start_k);
   int64_t n = std::min(BLOCK_K, block.params.key_length - block.key_begin - start_k);
-  Buffer<float>& scratch = output.column_shift.scratch;  // where these rows lie
+  Buffer<float>& scratch = output.column_shift.scratch;  // the buffer that v points into
   std::fill(scratch + n * v.stride, scratch + BLOCK_K * v.stride, 0.0f);
   for (int64_t j = 0; j < BLOCK_K; j += W)
     transpose_rows(v.data + j * v.stride, v.stride, value_dim, exp_panels + j / PANEL * PANEL * value_dim + j % PANEL);
 }
 
-// Zeros a row of a scratch tile, unless all of it will be written.
+// Sets a row of a scratch tile to 0, unless all of it will be written.
 template <typename Phi>
 inline void RowGradients<Phi>::clear_row(float* to, int64_t r, int64_t start_k) {
   KeyRange keys = strip_keys[r / MR];
@@ -79,7 +79,7 @@ inline void RowGradients<Phi>::dense_grad_scores(int64_t r, int64_t start_k) {
   clear_row(weights, r, start_k), clear_row(grad_scores, r, start_k);
   if (seen.empty() || block.fully_masked[r]) return;
   const float *stored = block.tile_row(r, start_k), *da = block.tile_row(static_cast<float*>(grad_weights), r, start_k);
-  float *a = weights + r * TILE_STRIDE, *ds = grad_scores + r * TILE_STRIDE;  // of the key at start_k
+  float *a = weights + r * TILE_STRIDE, *ds = grad_scores + r * TILE_STRIDE;  // a[0], ds[0]: the key at start_k
   if (!std::isfinite(block.weight_scale[r])) {  // a row that sees a NaN: NaN for the keys that it sees
     for (int64_t j = seen.begin; j < std::min(seen.end, params.key_length - block.key_begin); ++j)
       if (block.sees(r, block.key_begin + j))

@@ -1,13 +1,14 @@
-// RowGradients: LASER's part. Through out = log(A e^(V - M)) + M the gradient dL/dO becomes dL/dO /
-// (A e^(V - M)).
+// RowGradients: LASER's part. With out = log(A e^(V - M)) + M, the gradient of A e^(V - M) is
+// dL/dO / (A e^(V - M)).
 #pragma once
 
 #include "gradients.h"
 
 namespace softfocus {
 
-// Computes the output again. An exact sum gives key j the share w_j = A_j e^(v_j - out): dO w_j is
-// added to grad_values and to exact_terms. The other outputs are left to the products.
+// Computes the output again. An exact sum gives key j the share w_j = A_j e^(v_j - out), and dO w_j
+// is added to grad_values and to exact_terms. For the other outputs it turns grad_out into dL/d(A
+// e^(V - M)), which the matrix products use.
 template <typename Phi>
 inline void RowGradients<Phi>::laser_backward(float* grad_values) {
   const Params& params = block.params;

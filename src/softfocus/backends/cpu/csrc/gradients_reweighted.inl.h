@@ -1,5 +1,5 @@
-// RowGradients: re-weighted rows. dL/dA, A and g are needed for live keys only, which stand in
-// lists. The threshold makes dL/ds dense: through the row mean every visible key gets -o mean(g).
+// RowGradients: re-weighted rows. dL/dA, A and g are needed for live keys only, which are listed.
+// The threshold makes dL/ds dense: through the row mean every visible key gets -o mean(g).
 #pragma once
 
 #include "gradients.h"
@@ -11,13 +11,13 @@ namespace softfocus {
 template <typename Phi>
 template <bool DROPOUT>
 inline void RowGradients<Phi>::listed_grad_weights(const GradientTensors& grads) {
-  struct RowSums {  // sums of u^p, u^(p-1) and u^p log u; _grad: times dA
+  struct RowSums {  // sums of u^p, u^(p-1) and u^p log u over the live keys; _grad: each term times dA
     DoubleSum u_p, u_p_grad, u_p1, u_p1_grad, u_p_log, u_p_log_grad;
     int64_t n_live = 0;
   } sums[BLOCK_Q];
-  // The lists of all rows and tiles follow one another without gaps. Behind a list stands the next
-  // row's, of the same tile, or zeros: such a key exists in the tile, so that its value may be
-  // read. Its u is masked out.
+  // The lists of all rows and tiles follow one another without gaps. A loop over whole vectors
+  // reads past the end of a list. It then reads the list of the next row of the same tile, or
+  // zeros. Both are keys of the tile, so that their values may be read. Their u is set to 0.
   int64_t next = 0;  // where the next list begins
   block.each_tile([&](int64_t start_k) {
     RowView v = output.tile_operand(block, start_k);
@@ -47,7 +47,7 @@ inline void RowGradients<Phi>::listed_grad_weights(const GradientTensors& grads)
               u = absolute(u);
             }
             powers(u, u_p, u_p1);
-            u_p = u == 0.0f ? vfloat{} : u_p;  // padding
+            u_p = u == 0.0f ? vfloat{} : u_p;  // entries after the list's end
             u_p1 = u == 0.0f ? vfloat{} : u_p1;
             row.u_p.add(u_p), row.u_p_grad.add_product(u_p, da_e);
             row.u_p1.add(u_p1), row.u_p1_grad.add_product(u_p1, da_e);
@@ -75,7 +75,7 @@ inline void RowGradients<Phi>::listed_grad_weights(const GradientTensors& grads)
     power_over_sum[r] = power * inverse_power_sum[r];
     double g_sum = power_over_sum[r] * (row.u_p1_grad.total() - delta_i * row.u_p1.total()) + power * exact_g_sum;
     mean_grad[r] = block.threshold_on[r] == 0.0f ? 0.0f : float(-g_sum / block.count[r] * block.inverse_spread[r]);
-    if (grads.grad_power && !(block.peak[r] <= TIE_TOLERANCE))  // a row that sees a NaN has a NaN for peak
+    if (grads.grad_power && !(block.peak[r] <= TIE_TOLERANCE))  // peak is NaN in a row that sees a NaN
       grad_power[r] = float((row.u_p_log_grad.total() - delta_i * row.u_p_log.total()) * inverse_power_sum[r] +
                             (has_exact[r] ? exact_log_sum[r] : 0.0));
   }
@@ -90,7 +90,7 @@ inline float RowGradients<Phi>::u_at(int64_t r, int64_t j) const {
   return block.phi_to_u(r)(f)[j - vector];
 }
 
-// Adds the exact sums' part to delta, and with a threshold to the sum of g / p.
+// Adds the exact sums' part to delta, and in a row with a threshold to the sum of g / p.
 template <typename Phi>
 inline void RowGradients<Phi>::add_exact_terms(int64_t r, double& delta_i, double& exact_g_sum) {
   for (int64_t j = 0; j < block.key_end - block.key_begin; ++j)
@@ -100,8 +100,9 @@ inline void RowGradients<Phi>::add_exact_terms(int64_t r, double& delta_i, doubl
     }
 }
 
-// dL/ds of a tile; adds A^T dO to grad_values. It works on LISTS rows at a time: a vector load
-// right after the scalar stores that it covers waits until these have left the store buffer.
+// Computes dL/ds of a tile; adds A^T dO to grad_values. It scatters LISTS rows before it reads any
+// of them: a vector load right after scalar stores to the same addresses stalls until the stores
+// have left the store buffer (store forwarding fails).
 template <typename Phi>
 template <bool DROPOUT>
 inline void RowGradients<Phi>::listed_grad_scores(int64_t start_k, RowView v, float* grad_values) {
@@ -152,14 +153,14 @@ inline void RowGradients<Phi>::scatter_grad_phi(int64_t r, int64_t start_k, RowV
     scatter_add<false>(grad_out + r * width, width, n, key, a, v, grad_values);
 }
 
-// From g * inverse_spread of a row to dL/ds: adds mean_grad, multiplies by phi'(s), adds the exact
-// sums' part.
+// Turns g * inverse_spread of a row into dL/ds: adds mean_grad, multiplies by phi'(s), adds the
+// exact sums' part.
 template <typename Phi>
 inline void RowGradients<Phi>::multiply_by_derivative(int64_t r, int64_t start_k) {
   KeyRange keys = strip_keys[r / MR];
   if (block.fully_masked[r]) return;
   const float* stored = block.tile_row(r, start_k);
-  float* ds = grad_scores + r * TILE_STRIDE;  // of the key at start_k
+  float* ds = grad_scores + r * TILE_STRIDE;  // ds[0]: the key at start_k
   vfloat mean = splat(mean_grad[r]);
   bool add_exact = has_exact[r] && !constant_weights(r);
   block.with_row_phi(r, [&](auto phi) {
@@ -174,8 +175,8 @@ inline void RowGradients<Phi>::multiply_by_derivative(int64_t r, int64_t start_k
         vfloat grad_s = x[i] == 0.0f ? vfloat{} : x[i] * (load(ds + (j - start_k) + i * W) + mean);
         if (add_exact) {
           vfloat term = load(exact_terms + r * block.row_stride + j + i * W);
-          // d log u / ds: without a threshold u is phi but for a factor, with one phi' / (phi -
-          // threshold)
+          // d log u / ds is phi' / (phi - threshold). Without a threshold it is phi' / phi, which
+          // log_derivative() gives even where phi underflows.
           vfloat stored_j = load(stored + j + i * W), log_derivative = phi.log_derivative(stored_j);
           if (block.threshold[r] != 0.0f) log_derivative = x[i] / (phi.value(stored_j) - block.threshold[r]);
           grad_s += term == 0.0f ? vfloat{} : term * (block.power[r] * log_derivative);

@@ -1,5 +1,5 @@
-// LASER's arithmetic: out = log(A e^(V - M)) + M. The matrix product may overflow, or lose all
-// digits, for some rows and columns. These are computed again as a log-sum-exp: the exact sums.
+// LASER's arithmetic: out = log(A e^(V - M)) + M. For some rows and columns the matrix product may
+// overflow or lose all digits. These outputs are computed again as a log-sum-exp, the exact sum.
 #pragma once
 
 #include <algorithm>
@@ -8,10 +8,11 @@
 
 namespace softfocus {
 
-// M is 0 while the columns' maxima are within this: e^-20 to e^20 leave the sums far from what a
-// float cannot hold.
+// M may be 0 while the columns' maxima are within this: with e^-20 to e^20 the sums are far from
+// overflow and underflow.
 constexpr float ZERO_SHIFT_MAX = 20.0f;
-// A value above M + 30 is large: rows that see it take the exact sum. A weight below 1e-38 is lost.
+// A value above M + 30 is large: rows that give it weight take the exact sum. A weight below 1e-38
+// underflows.
 // With a value up to M + 30 it would add at most 1e-38 e^30 = 1e-25 to a sum; 1e5 such keys add
 // 1e-20, less than the rounding of the smallest sum that is kept, 6e-8 * SMALL_SUM = 6e-20.
 constexpr float LARGE = 30.0f;
@@ -32,7 +33,8 @@ inline void exp_row(const float* x, const float* shift, int64_t width, float* to
   }
 }
 
-// log sum_j e^term(j), in double since values may be large. At least one term is finite.
+// log sum_j e^term(j) for 0 <= j < n, in double since values may be large. At least one term is
+// finite.
 template <typename F>
 inline double log_sum_exp(int64_t n, F&& term) {
   double maximum = -INF, sum = 0.0;

@@ -5,12 +5,13 @@
 
 namespace softfocus {
 
-// Lists made before any is used, of as many rows, or in decoding of as many tiles: no loop waits
-// for a length just computed. With the next tile's values prefetched this took a third off the
-// forward; other numbers were not measured.
+// Number of lists that are made before any of them is used, so that no loop waits for a length that
+// was just computed. The lists belong to as many rows of a tile, or in decoding to as many tiles of
+// a row. Together with prefetching the next tile's values this reduced the time of the forward by a
+// third. Other numbers were not measured.
 constexpr int64_t LISTS = 16;
 
-// For each of LISTS rows the live keys of a tile and their u, later u^p
+// LISTS lists of live keys, each of one row and one tile, with their u, later u^p
 template <typename Phi>
 struct LiveKeys {
   int64_t length[LISTS];
@@ -30,8 +31,8 @@ struct LiveKeys {
     }
   }
 
-  // Turns u into u^p, 0 where dropout drops it. Returns the lane-wise sum of u^p, the dropped ones
-  // included.
+  // Turns the u of list i into u^p, 0 where dropout drops the weight. Returns the lane-wise sum of
+  // u^p, including the dropped ones.
   template <bool DROPOUT>
   vfloat raise_to_power(int64_t i, float power) {
     vfloat power_sum = vfloat{};
@@ -41,7 +42,7 @@ struct LiveKeys {
       for (int64_t e = 0; e < length[i]; e += W) {
         vfloat y = load(x + e), u = DROPOUT ? absolute(y) : y, u_p, u_p1;
         powers(u, u_p, u_p1);
-        u_p = u == 0.0f ? vfloat{} : u_p;  // padding
+        u_p = u == 0.0f ? vfloat{} : u_p;  // entries after the list's end
         power_sum += u_p;
         if constexpr (DROPOUT) u_p = bits(y) < 0 ? vfloat{} : u_p;
         store(x + e, u_p);
@@ -51,20 +52,20 @@ struct LiveKeys {
   }
 
  private:
-  Buffer<uint8_t> keys;  // [LISTS, BLOCK_K + W], counted from the tile's first key
+  Buffer<uint8_t> keys;  // [LISTS, BLOCK_K + W], keys counted from the tile's first
   Buffer<float> u;       // [LISTS, BLOCK_K + W]
 };
 
-// Prefetches row r of the next tile of `rows` [Lk, stride]; addresses beyond the end do no harm.
-// The order of live keys defeats the hardware's prefetcher. Rows with a stride of 0 are in the
-// cache already.
+// Prefetches row r of the next tile of `rows` [Lk, stride], because the order of live keys defeats
+// the hardware's prefetcher. `rows` points to this tile's first row. Addresses after the end of
+// memory do no harm. Rows with a stride of 0 are in the cache already.
 inline void prefetch_next_tile(const float* rows, int64_t stride, int64_t r, int64_t width) {
   for (int64_t d = 0; d < width && stride >= width; d += LINE_FLOATS)
     __builtin_prefetch(rows + (BLOCK_K + r) * stride + d);
 }
 
-// out[0 .. VECTORS * W) += sum_e w[e] * values[keys[e]]. Even and odd e have sums of their own, so
-// that additions overlap.
+// out[0 .. VECTORS * W) += sum_e w[e] * values[keys[e]]. Even and odd e have separate sums, so that
+// additions overlap.
 template <int VECTORS, typename T>
 inline void add_listed_rows(int64_t n, const uint8_t* keys, const float* w, const T* values, int64_t stride,
                             float* out) {
@@ -87,8 +88,8 @@ inline void add_listed_rows(int64_t vectors, int64_t n, const uint8_t* keys, con
   for (; vectors >= 1; vectors -= 1, values += W, out += W) add_listed_rows<1>(n, keys, w, values, stride, out);
 }
 
-// to[e] (+)= row . v[keys[e]] over VECTORS vectors. Up to W - 1 keys behind the list are read, and
-// must be keys of the tile.
+// to[e] (+)= row . v[keys[e]] over VECTORS vectors. Up to W - 1 entries of `keys` after the list's
+// end are read; they must be keys of the tile.
 template <int VECTORS>
 inline void listed_dots(const float* row, int64_t n, const uint8_t* keys, RowView v, float* to, bool add) {
   vfloat row_part[VECTORS];  // of the row, kept in registers

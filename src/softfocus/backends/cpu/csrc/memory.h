@@ -1,5 +1,5 @@
-// Aligned memory, and a pool that keeps some of it between calls: on short sequences fresh pages
-// cost more than the work.
+// Aligned memory, and a pool that keeps some of it between calls, because page faults cost time on
+// short sequences.
 #pragma once
 
 #include <algorithm>
@@ -16,8 +16,8 @@
 #include <pthread.h>
 #endif
 
-// What the pool may hold. On short sequences page faults were 5 % of a call (docs/performance.md);
-// on long ones they do not matter. 0 shows every allocation to a sanitizer.
+// The most bytes that the pool may hold. On short sequences page faults were 5 % of a call
+// (docs/performance.md); on long ones they do not matter. With 0 a sanitizer sees every allocation.
 #ifndef SOFTFOCUS_POOL_BYTES
 #define SOFTFOCUS_POOL_BYTES (16 << 20)
 #endif
@@ -53,7 +53,7 @@ class Pool {
     Pool& pool = instance();
     std::lock_guard<std::mutex> lock(pool.mutex_);
     Slot& oldest = pool.slots_[pool.next_];
-    if (bytes > CAPACITY / 2) return std::free(data);  // one buffer is not to push out all others
+    if (bytes > CAPACITY / 2) return std::free(data);  // one buffer must not evict all others
     pool.next_ = (pool.next_ + 1) % SLOTS;
     if (oldest.data) pool.held_ -= oldest.bytes, std::free(oldest.data);
     oldest = {nullptr, 0};
@@ -69,7 +69,7 @@ class Pool {
   };
   static constexpr int64_t HUGE_PAGE = 2 << 20;
   static constexpr int64_t CAPACITY = SOFTFOCUS_POOL_BYTES;
-  static constexpr int64_t SLOTS = 64;  // a thread's backward has some 30 buffers: those of two threads
+  static constexpr int64_t SLOTS = 64;  // a thread's backward has some 30 buffers: room for two threads
   static Pool& instance() {
     static Pool* pool = make();
     return *pool;
@@ -87,8 +87,9 @@ class Pool {
   int64_t next_ = 0, held_ = 0;  // the slot to reuse; bytes in all slots
 };
 
-// Uninitialised elements, aligned to a cache line. A Buffer is null until its first resize(), be it
-// to 0.
+// Uninitialised elements, aligned to a cache line. A Buffer is null until its first resize();
+// resize(0) allocates, too. resize() does not keep the elements unless the size in bytes is the
+// same.
 template <typename T>
 class Buffer {
  public:

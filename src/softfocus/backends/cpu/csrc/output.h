@@ -1,5 +1,5 @@
-// The output of a block: A V, or with LASER A e^(V - M); over all keys, or over the live keys of
-// re-weighted rows.
+// The output of a block: A V, or with LASER A e^(V - M). The sum runs over all keys, or over the
+// live keys of re-weighted rows.
 #pragma once
 
 #include "column_shift.h"
@@ -12,7 +12,7 @@ class BlockOutput {
  public:
   Buffer<float> out;                 // [BLOCK_Q, padded_value_dim]
   float inverse_power_sum[BLOCK_Q];  // 1 / sum u^p of re-weighted rows
-  bool zero_weights[BLOCK_Q];        // rows whose weights are all 0
+  bool zero_weights[BLOCK_Q];        // rows whose weights are all 0; with the l1 norm only
   ColumnShift column_shift;
 
   explicit BlockOutput(const RowBlock<Phi>& block)
@@ -37,7 +37,8 @@ class BlockOutput {
                                    params.value_dim);
   }
 
-  // f(r, column, logs) for each exact sum, row by row. `logs` is what RowBlock::row_logs wrote.
+  // Calls f(r, column, logs) for each exact sum, row by row. `logs` is the result of
+  // RowBlock::row_logs().
   template <typename F>
   void each_exact_sum(RowBlock<Phi>& block, F&& f) {
     const Params& params = block.params;
@@ -49,8 +50,9 @@ class BlockOutput {
     for (int64_t r = 0; r < block.n_rows; ++r) {
       if (zero_weights[r] || block.fully_masked[r] || !std::isfinite(block.norm[r])) continue;
       bool ready = false;
-      // The largest u of a row is 1, unless the row is tied: then u is phi. Without re-weighting
-      // all phi of a row may be small.
+      // A re-weighted row sums u^p, whose largest is 1; in a tied row all u are nearly equal.
+      // Neither loses a weight that counts. Without re-weighting all phi of a row may be tiny, and
+      // phi is lost below 1e-38: the weight is phi / norm.
       float small = params.reweighted ? SMALL_SUM : SMALL_SUM / std::min(block.norm[r], 1.0f);
       for (int64_t d = 0; d < params.value_dim; ++d) {
         if (!sees_large[r * params.value_dim + d] && !(out[r * block.padded_value_dim + d] < small)) continue;
@@ -64,11 +66,11 @@ class BlockOutput {
  private:
   LiveKeys<Phi> live;
   Buffer<float> value_scratch;  // [BLOCK_K, padded_value_dim], values of a tile that cannot be read in place
-  Buffer<float> weights;        // [MR, BLOCK_K], of a strip
-  Buffer<float> logs;           // [row_stride], LASER's
+  Buffer<float> weights;        // [MR, BLOCK_K], the weights of a strip in a tile
+  Buffer<float> logs;           // [row_stride], for LASER: log u of a row (RowBlock::row_logs())
 
-  // DROPOUT is a template argument: listing live keys takes most of the time, and a test in its
-  // loop would cost every call.
+  // DROPOUT is a template argument because listing live keys takes most of the time: a test inside
+  // that loop would slow down calls without dropout.
   template <bool DROPOUT>
   void compute(const RowBlock<Phi>& block) {
     const Params& params = block.params;
@@ -123,7 +125,7 @@ class BlockOutput {
     });
   }
 
-  // In decoding each value is read once: in place, whatever the dtype
+  // In decoding each value is read only once, so that it is read in place in every dtype.
   static bool values_in_place(const RowBlock<Phi>& block) {
     const Params& params = block.params;
     return !block.key_data->packed && !params.laser && block.key_data->nonfinite_values.empty() &&

@@ -1,5 +1,5 @@
 // Keys and values of a key head in the forms that the products read: packed panels, or rows of
-// whole vectors. Non-finite elements are replaced by 0 and remembered.
+// whole vectors. Non-finite elements are replaced by 0, and their positions are recorded.
 #pragma once
 
 #include <vector>
@@ -15,16 +15,16 @@ struct ValueIndex {  // an element of V
   int64_t key, column;
 };
 
-// Keys and values of one key head, prepared for the products. All query heads that share it read
-// it.
+// Keys and values of one key head, prepared for the products. All query heads of its group read
+// them. The panels' last keys, up to a multiple of PANEL, are 0.
 struct KeyHeadData {
   Buffer<float> key_panels;       // [Lk / PANEL, D, PANEL]; unit vectors for cosine similarity
   Buffer<float> inverse_norm;     // [Lk], 1 / |k|, 0 for |k| = 0; 1 without cosine similarity; 0 if non-finite
   Buffer<float> value_panels;     // [Lk / PANEL, Dv, PANEL]; e^V with LASER; for a backward without re-weighting
   Buffer<float> value_rows;       // [Lk, Dv in whole vectors], where values cannot be read in place
-  Buffer<float> exp_values;       // [Lk, Dv in whole vectors], LASER's e^V; 1 in the padding, whose sums nobody reads
+  Buffer<float> exp_values;       // [Lk, Dv in whole vectors], LASER's e^V; the padding is 1, its sums are not used
   Buffer<uint8_t> key_nonfinite;  // [Lk], whether a key has a non-finite element
-  std::vector<ValueIndex> nonfinite_values, large_values;  // large: above LARGE, for LASER
+  std::vector<ValueIndex> nonfinite_values, large_values;  // large: above LARGE (laser.h), for LASER
   bool any_nonfinite_key = false;
   bool packed = false;  // false in decoding, which reads keys and values in place
 
@@ -52,8 +52,8 @@ struct KeyHeadData {
   }
 };
 
-// W rows become W columns of a panel [width, PANEL]. Dimensions beyond the last whole vector go one
-// by one.
+// W rows become W columns of a panel [width, PANEL]. Dimensions after the last whole vector are
+// copied one by one.
 inline void transpose_rows(const float* rows, int64_t row_stride, int64_t width, float* panel) {
   for (int64_t d = 0; d < width; d += W) {
     if (d + W <= width) {
@@ -94,8 +94,8 @@ inline void pack_keys(const Params& params, KeyHeadData& key_data, int64_t b, in
   }
 }
 
-// Reads the values [start, stop) of a head, fills those of its buffers that exist, and appends
-// non-finite and large values to the lists.
+// Reads the values [start, stop) of a head, fills value_rows and exp_values where they are
+// allocated, and value_panels if `panels`. Appends non-finite and large values to the lists.
 inline void pack_values(const Params& params, KeyHeadData& key_data, int64_t b, int64_t key_head, int64_t start,
                         int64_t stop, bool panels, std::vector<ValueIndex>& nonfinite, std::vector<ValueIndex>& large) {
   int64_t width = params.value_dim, stride = round_up(width, W);
@@ -167,7 +167,7 @@ inline RowView view_keys(const Params& params, const KeyHeadData& key_data, int6
     read_row(params.key, params.dtype, b, key_head, key, width, row);
     if (params.cosine) {
       float inverse = key_data.inverse_norm[key];
-      if (inverse > SAFE_MIN && inverse < SAFE_MAX)  // bit-equal to l2_normalise(), whose prescale is a power of two
+      if (inverse > SAFE_MIN && inverse < SAFE_MAX)  // equals l2_normalise(), whose prescale is a power of two
         for (int64_t d = 0; d < width; ++d) row[d] *= inverse;
       else
         l2_normalise(row, width);

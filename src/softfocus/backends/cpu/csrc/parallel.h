@@ -1,4 +1,4 @@
-// Parallel loops, what each thread works in, and the packing of key heads.
+// Parallel loops, the buffers of each thread, and the packing of key heads.
 #pragma once
 
 #include <atomic>
@@ -12,16 +12,16 @@ extern "C" int omp_get_thread_num(void);  // omp.h does not come with every comp
 
 namespace softfocus {
 
-// Key heads are packed together until they fill this, at least one for each thread: what the
-// threads read at the same time is to lie in a shared cache. It is one head of 16K keys with D = Dv
-// = 64 where values are packed, too (16-bit inputs, LASER, a dense backward), two where they are
-// read in place. Chosen, not measured.
+// Key heads are packed together until their packed data take this many bytes, but at least one head
+// per thread: what the threads read at the same time should fit in a shared cache. The limit is one
+// head of 16K keys with D = Dv = 64 where values are packed, too (16-bit inputs, LASER, a dense
+// backward), and two heads where values are read in place. Chosen, not measured.
 constexpr int64_t PACKED_BYTES = 8 << 20;
-// Keys that one thread packs at a time; a multiple of BLOCK_K. 256 KiB of keys of D = 64: enough
-// work beside the cost of handing it out, and a few thousand keys still keep several threads busy.
+// Keys that one task packs; a multiple of BLOCK_K. With D = 64 they take 256 KiB: enough work to
+// outweigh the cost of a task, and a few thousand keys still keep several threads busy.
 constexpr int64_t PACK_KEYS = 1024;
 
-// body(item) for 0 <= item < n on the threads, in any order. False if memory ran out.
+// Calls body(item) for 0 <= item < n on the threads, in any order. Returns false if memory ran out.
 template <typename F>
 inline bool parallel_for([[maybe_unused]] int64_t threads, int64_t n, F&& body) {
   if (n <= 0) return true;
@@ -40,7 +40,7 @@ inline bool parallel_for([[maybe_unused]] int64_t threads, int64_t n, F&& body) 
   return !failed;
 }
 
-// What each thread works in, made when it first asks
+// One Worker per thread, which holds its buffers; created at the thread's first call of mine()
 template <typename Worker>
 class PerThread {
  public:
@@ -76,7 +76,7 @@ inline void concatenate(const std::vector<std::vector<ValueIndex>>& lists, int64
   for (int64_t i = first; i < first + n; ++i) to.insert(to.end(), lists[i].begin(), lists[i].end());
 }
 
-// Packs the key heads [first, first + n) of all B * Hk. False if memory ran out.
+// Packs the key heads [first, first + n) of all B * Hk. Returns false if memory ran out.
 inline bool pack_key_heads(const Params& params, std::vector<KeyHeadData>& key_data_at_once, int64_t first, int64_t n,
                            bool backward) {
   int64_t parts = ceil_div(params.key_length, PACK_KEYS);

@@ -1,7 +1,6 @@
-// phi as the kernels need it. Until its rows are done a block stores a number for each score, in
-// the form from which phi and its derivative follow best: the score s, phi(s), or e^(s - m). All
-// phi here are non-negative. To add one, write a struct and a line in `with_phi`:
-// docs/adding-a-phi.md.
+// phi as the kernels need it. A block stores one number per score, in the form from which phi and
+// its derivative are best computed: the score s, phi(s), or e^(s - m). All phi here are
+// non-negative. To add one, write a struct and a line in `with_phi` (docs/adding-a-phi.md).
 #pragma once
 
 #include "elementary.h"
@@ -13,19 +12,20 @@ inline vfloat relu(vfloat s) { return max(vfloat{}, s); }  // a NaN stays NaN
 constexpr float EXP_TAIL = -20.0f;  // below it softplus and sigmoid equal e^s in float32
 constexpr float MIN_NORMAL = std::numeric_limits<float>::min();
 
-// What every phi has. `to_stored` and `derivative` turn N vectors in place.
+// What every phi has. `to_stored` and `derivative` also have forms that convert N vectors in place.
 //     to_stored(s)          the stored form of a score
 //     value(stored)         phi(s)
 //     derivative(stored)    phi'(s)
-// For LASER, right where phi(s) itself underflows:
+// For LASER, accurate even where phi(s) itself underflows:
 //     log_value(s)               log phi(s), from the score; -inf where phi(s) is 0
 //     log_derivative(stored)     phi'(s) / phi(s); finite also where phi(s) is 0
 template <typename Phi>
 struct Pointwise {
   static constexpr bool shifted_by_maximum = false;  // with the l1 norm e^(s - m) is stored, once m is known
-  static constexpr bool has_exp_tail = false;        // phi(s) = e^s far below zero: rows that lie there store e^(s - m)
-  static constexpr bool has_zeros = false;           // phi(s) = 0 for all s < 0
-  // to_stored() and log_value() make the same of what is stored as of the score
+  // phi(s) = e^s far below zero: with the l1 norm, rows whose scores all lie there store e^(s - m)
+  static constexpr bool has_exp_tail = false;
+  static constexpr bool has_zeros = false;  // phi(s) = 0 for all s < 0
+  // to_stored(stored) = to_stored(s) and log_value(stored) = log_value(s): s need not be known
   static constexpr bool stored_stands_for_score = false;
   static constexpr float stored_masked = 0.0f;  // the stored form of a key that the row does not see
   static vfloat to_stored(vfloat s) { return s; }
@@ -61,7 +61,7 @@ struct Softplus : Pointwise<Softplus> {  // phi(s) is stored: sigmoid(s) = 1 - e
   __attribute__((always_inline)) static void to_stored(vfloat (&s)[N]) {
     vfloat y[N];
     log1p_exp(s, y);
-    unroll<N>([&](int i) { s[i] = s[i] < EXP_MIN ? vfloat{} : relu(s[i]) + y[i]; });  // 0 where exp_negative() is
+    unroll<N>([&](int i) { s[i] = s[i] < EXP_MIN ? vfloat{} : relu(s[i]) + y[i]; });  // 0, as of exp_negative()
   }
   template <int N>
   __attribute__((always_inline)) static void derivative(vfloat (&stored)[N]) {
@@ -74,7 +74,7 @@ struct Softplus : Pointwise<Softplus> {  // phi(s) is stored: sigmoid(s) = 1 - e
   }
 };
 
-struct Sigmoid : Pointwise<Sigmoid> {  // the score is stored: near 1 the derivative cannot be had from phi(s)
+struct Sigmoid : Pointwise<Sigmoid> {  // s is stored: where phi(s) is near 1, it does not determine phi'(s)
   using Pointwise::to_stored, Pointwise::derivative;
   static constexpr bool has_exp_tail = true;
   static constexpr float stored_masked = -INF;

@@ -1,6 +1,7 @@
 // The matrix product C (+)= A B on register tiles. B and C have rows of whole vectors. A is read
-// element by element, with a stride for rows and one for columns, so that it may be transposed. C
-// is added at the end: sums of partial sums round less than one long sum.
+// element by element, with a stride for rows and one for columns, so that it may be transposed. The
+// register sums start at 0, and C is added at the end: a sum of partial sums rounds less than one
+// long sum.
 #pragma once
 
 #include <algorithm>
@@ -9,12 +10,12 @@
 
 namespace softfocus {
 
-// Dimensions of a dot product that are summed one after another. Longer sums round too much: scores
-// of 256 dimensions were two to five times as far off as the formula's (docs/performance.md).
+// The most dimensions of a dot product in one running sum. Longer sums round too much: errors of
+// scores of 256 dimensions were two to five times those of the reference (docs/performance.md).
 constexpr int64_t MAX_DEPTH = 64;
 
-// One register tile: A [M, depth], B [depth, VECTORS * W], C [M, VECTORS * W]. a_row and a_column
-// are strides, b_row and c_row, too.
+// One register tile: A [M, depth], B [depth, VECTORS * W], C [M, VECTORS * W]. a_row, a_column,
+// b_row and c_row are strides.
 template <int M, int VECTORS, typename T>
 inline void register_tile(int64_t depth, const float* a, int64_t a_row, int64_t a_column, const T* b, int64_t b_row,
                           float* c, int64_t c_row, bool add) {

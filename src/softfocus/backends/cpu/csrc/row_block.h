@@ -1,10 +1,10 @@
 // A block of query rows with the scores of all keys that they may see. Forward and backward share
-// it. row_scores.inl.h makes the scores, row_statistics.inl.h the statistics of the rows,
-// row_logs.inl.h the logarithms of weights for LASER. docs/glossary.md has the words.
+// it. row_scores.inl.h computes the scores, row_statistics.inl.h the statistics of the rows,
+// row_logs.inl.h the logarithms of weights for LASER. docs/glossary.md defines the terms.
 //
-// Scores are made once, tile by tile, and stored as phi needs them (pointwise.h). With whole rows
-// at hand no reduction needs an online correction, and every mechanism is three steps: scores, row
-// statistics, weights. Of a row
+// Scores are computed tile by tile and stored in the form that phi needs (pointwise.h). The block
+// holds whole rows, so that no reduction needs an online correction. Every mechanism takes three
+// steps: scores, row statistics, weights. In each row
 //     A_j = value(stored_j) * weight_scale      or, re-weighted,
 //     u_j = (value(stored_j) - threshold) * inverse_spread,  A_j = u_j^p / sum u^p  where u_j > live_threshold, else 0.
 // A tied row, and a row that sees a NaN, is a re-weighted row with threshold 0, inverse_spread 1
@@ -25,14 +25,14 @@
 
 namespace softfocus {
 
-// A row sum of phi below this counts as 0: the row is without weights, its u and sum u^p are 0.
+// A row sum of phi below this counts as 0: the row has no weights, and its u and sum u^p are 0.
 // Every other row that is not tied has a spread of at least TIE_TOLERANCE * norm / N, so that
-// inverse_spread is finite for N up to 5e8. Its largest u is 1, and sum u^p at least 1. In a tied
-// row sum u^p is norm.
+// inverse_spread is finite for N up to 5e8. Its largest u is 1, and sum u^p is at least 1. In a
+// tied row sum u^p is norm.
 constexpr float MIN_ROW_SUM = 1e-25f;
-// Whole powers up to this are made by squaring. At p = 31 that is five units in the last place off,
-// where the rounding of u alone makes thirty (docs/performance.md). The limit itself is chosen, not
-// measured.
+// Integer powers up to this are computed by squaring. At p = 31 that has an error of five units in
+// the last place, while the rounding of u alone causes thirty (docs/performance.md). The limit
+// itself is chosen, not measured.
 constexpr int64_t SQUARING_LIMIT = 32;
 // With more keys than this a block of the dense backward has 64 query rows. It stores two numbers
 // for each score: 128 rows would take more than 8 MiB, which is what the scores of 16K keys take in
@@ -41,10 +41,10 @@ constexpr int64_t DENSE_BACKWARD_KEYS = 8192;
 
 // mechanism.TIE_EPS * eps. Chosen, not measured.
 constexpr float TIE_TOLERANCE = 128 * std::numeric_limits<float>::epsilon();
-constexpr int64_t FREE_ROWS = 3;  // mechanism.FREE_ROWS: a row of at most so many keys has no threshold
+constexpr int64_t FREE_ROWS = 3;  // mechanism.FREE_ROWS: a row that sees at most so many keys has no threshold
 
-// The constants of a row that sees `count` keys. Each switch names every value (-Wswitch); a number
-// that names none makes the row NaN.
+// The constants of a row that sees `count` keys. Each switch has a case for every value (-Wswitch);
+// a number without a case makes the row NaN.
 constexpr float UNKNOWN = std::numeric_limits<float>::quiet_NaN();
 
 // c_i without the head scale
@@ -101,17 +101,18 @@ class RowBlock : public BlockVisibility {
   Buffer<float> queries;         // [BLOCK_Q, padded_dim]; unit vectors for cosine similarity, 0 where non-finite
   Buffer<float> scaled_queries;  // [BLOCK_Q, padded_dim], times score_scale: for the gradients of the keys
   float base_scale[BLOCK_Q];     // c_i without the head scale
-  float score_scale[BLOCK_Q];    // c_i; applied to the dot products, not to the query: one rounding
+  float score_scale[BLOCK_Q];    // c_i; multiplies the dot products, not the query, which would round once more
   float row_bias[BLOCK_Q];
   float query_rnorm[BLOCK_Q];
-  // norm is the sum of value(stored): Z_i, or Z_i e^(-m_i) where e^(s - m) is stored; 1 in a row
-  // without weights. log_norm is log Z_i, whatever is stored; -inf in a row without weights.
+  // norm is the sum of value(stored): Z_i, or Z_i e^(-m_i) where e^(s - m) is stored. log_norm is
+  // log Z_i, whatever is stored. In a row without weights (MIN_ROW_SUM) norm is 1 and log_norm
+  // -inf; in a fully masked row norm is 0 and log_norm -inf.
   float maximum[BLOCK_Q], norm[BLOCK_Q], log_norm[BLOCK_Q], peak[BLOCK_Q];
   float weight_scale[BLOCK_Q];    // 1 / norm, or the normaliser's row_factor
   float threshold[BLOCK_Q];       // o_i times the row mean
   float inverse_spread[BLOCK_Q];  // 1 / (largest phi - threshold)
   float live_threshold[BLOCK_Q];  // keys with a larger u are live
-  float power[BLOCK_Q] = {};      // p; of rows beyond the block it is read, and not used
+  float power[BLOCK_Q] = {};      // p; read for rows after n_rows, too, but then not used
   float threshold_on[BLOCK_Q];    // o_i
   bool query_nonfinite[BLOCK_Q];
   bool exp_tail[BLOCK_Q];  // rows of a phi with an exponential tail that store e^(s - m)
@@ -144,8 +145,8 @@ class RowBlock : public BlockVisibility {
   }
 
   // Row r of the tile at start_k of x [tiles, max_rows, BLOCK_K]. The pointer is moved back by
-  // start_k, so that it is indexed by j, a key's offset from key_begin, and not by j - start_k. It
-  // is still inside x, since max_rows >= 1.
+  // start_k: its index is j, a key's offset from key_begin, and not j - start_k. It still points
+  // into x, since max_rows >= 1.
   template <typename T>
   T* tile_row(T* x, int64_t r, int64_t start_k) const {
     return x + start_k * max_rows + r * BLOCK_K - start_k;
@@ -153,7 +154,7 @@ class RowBlock : public BlockVisibility {
   float* tile_row(int64_t r, int64_t start_k) { return tile_row<float>(stored, r, start_k); }
   const float* tile_row(int64_t r, int64_t start_k) const { return tile_row<const float>(stored, r, start_k); }
 
-  // f(phi) with the phi that turns a row's stored scores into values
+  // Calls f(phi) with the phi that turns a row's stored scores into values.
   template <typename F>
   void with_row_phi(int64_t r, F&& f) const {
     if constexpr (Phi::has_exp_tail)
@@ -161,8 +162,8 @@ class RowBlock : public BlockVisibility {
     f(Phi{});
   }
 
-  // Whether a weight is weight_scale times the stored score. Then weight_scale multiplies the
-  // output instead.
+  // Whether every weight is weight_scale times its stored score. Then weight_scale multiplies the
+  // output instead of each weight.
   bool stored_is_weight() const {
     return !params.dropout_threshold && params.normaliser == L1 &&
            (std::is_same_v<Phi, Exp> || std::is_same_v<Phi, Softplus>);
@@ -174,7 +175,7 @@ class RowBlock : public BlockVisibility {
     return std::isfinite(x) ? x : 0.0f;
   }
 
-  // f(powers); powers(u, u_p, u_p1) makes u_p = u^p and u_p1 = u^(p - 1) of a u in (0, 1]
+  // Calls f(powers); powers(u, u_p, u_p1) sets u_p = u^p and u_p1 = u^(p - 1) for a u in (0, 1]
   template <typename F>
   static void with_powers(float p, F&& f) {
     if (p >= 1 && p <= SQUARING_LIMIT && p == int64_t(p))
@@ -208,14 +209,14 @@ class RowBlock : public BlockVisibility {
   }
 
   // Lists the live keys of a re-weighted row in a tile: the keys, counted from start_k, and their
-  // u, negative where dropout drops the weight. Writes zeros behind both lists, one vector each.
-  // Returns the number of keys.
+  // u, negative where dropout drops the weight. Writes one vector of zeros after the end of each
+  // list. Returns the number of keys.
   template <bool DROPOUT>
   int64_t gather_live(int64_t r, int64_t start_k, uint8_t* keys, float* u) const {
     int64_t n_live = 0;
     KeyRange seen = strip_range(r, start_k);
     const float* row = tile_row(r, start_k);
-    // into the second-level cache: it is used one tile later
+    // Prefetches this row of the next tile into the second-level cache: it is used one tile later.
     for (int64_t j = 0; j < BLOCK_K; j += LINE_FLOATS) __builtin_prefetch(row + start_k + max_rows * BLOCK_K + j, 0, 2);
     vfloat limit = splat(live_threshold[r]);
     auto to_u = phi_to_u(r);
@@ -246,14 +247,15 @@ class RowBlock : public BlockVisibility {
     return n_live;
   }
 
-  // For LASER's exact sums (row_logs.inl.h): log u of a row by offset, log A up to a constant of
-  // the row, and whether a key may have a weight above 0
+  // For LASER's exact sums (row_logs.inl.h). row_logs() writes log u of each key, by its offset;
+  // log_weight() is log A, up to a constant of the row; has_weight() says whether the weight of a
+  // key that the row sees may be above 0.
   void row_logs(int64_t r, float* logs);
   double log_weight(int64_t r, float log_u) const { return log_u == -INF ? -INF : double(power[r]) * log_u; }
   bool has_weight(int64_t r, int64_t key) const;
 
  private:
-  const bool maximum_first;  // all rows store s first, and e^(s - m) once the row maximum m is known
+  const bool maximum_first;  // all rows first store s, then e^(s - m) once the row maximum m is known
   DecodeDots decode_dots;
 
   // row_scores.inl.h

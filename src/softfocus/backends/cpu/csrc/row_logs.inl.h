@@ -5,10 +5,11 @@
 
 namespace softfocus {
 
-// log u of a re-weighted row, or log phi up to a constant of the row, by offset j; -inf in tiles
-// that no row sees. With a threshold it is made from the stored scores. Without one u is phi times
-// a constant of the row and may underflow: its logarithm is made from the scores s. Where the block
-// stores phi(s) or e^(s - m), s is computed again, and the stored form is put back at the end.
+// Writes log u of a row with a threshold, or log phi up to a constant of the row, by offset j; -inf
+// in tiles that no row sees. With a threshold the logarithm is computed from the stored scores.
+// Without one u is phi times a constant of the row and may underflow, so that the logarithm is
+// computed from the scores s. If the block stores phi(s) or e^(s - m), s is computed again, and the
+// stored form is restored at the end.
 template <typename Phi>
 inline void RowBlock<Phi>::row_logs(int64_t r, float* logs) {
   std::fill(logs, logs + (row_stride - W), -INF);
@@ -50,8 +51,9 @@ inline vfloat RowBlock<Phi>::log_u(int64_t r, vfloat stored_scores) const {
   return y < MIN_NORMAL ? splat(-INF) : logarithm(y);
 }
 
-// log phi of scores up to a constant of the row. Near u = 1 the logarithm of u is more exact than a
-// difference of two.
+// log phi of scores up to a constant of the row: log(phi * inverse_spread). Except where that
+// product underflows, its logarithm is more accurate than log phi + log inverse_spread, which
+// cancel near u = 1.
 template <typename Phi>
 inline vfloat RowBlock<Phi>::log_phi(int64_t r, vfloat s) const {
   if (stores_shifted_exp(r)) return s - maximum[r];

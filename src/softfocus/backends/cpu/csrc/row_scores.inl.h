@@ -28,8 +28,8 @@ inline void RowBlock<Phi>::read_queries() {
   }
 }
 
-// Computes stored scores, norm and maximum of the rows [first, stop): whole strips, or one row.
-// `keep_scores` stores s itself, and leaves the norm 0.
+// Computes stored scores, norm and maximum of the rows [first, stop): all rows of the block, or one
+// row. With `keep_scores` it stores s itself, and norm is 0.
 template <typename Phi>
 inline void RowBlock<Phi>::compute_scores(int64_t first, int64_t stop, bool keep_scores) {
   vfloat phi_sums[BLOCK_Q], maxima[BLOCK_Q];
@@ -56,12 +56,12 @@ inline void RowBlock<Phi>::score_rows(int64_t first, int64_t stop, vfloat* phi_s
       });
 }
 
-// The stored scores of a tile, from packed keys: strip by strip, or of one row
+// Computes the stored scores of a tile from packed keys: strip by strip, or for one row.
 template <typename Phi>
 template <bool KEEP_SCORES>
 inline void RowBlock<Phi>::score_tile(int64_t first, int64_t stop, int64_t start_k, vfloat* phi_sums, vfloat* maxima) {
   bool one_row = stop - first == 1;
-  // no mask, bias or non-finite key in the tile: whole strips are converted at once
+  // Without masks, bias and non-finite keys in the tile, whole strips are converted at once.
   bool plain = !one_row && tile_full(start_k) && !params.bias.data && !key_data->any_nonfinite_key;
   for (int64_t r = first; r < stop; r += one_row ? 1 : MR) {
     KeyRange seen = strip_range(r, start_k);
@@ -76,7 +76,8 @@ inline void RowBlock<Phi>::score_tile(int64_t first, int64_t stop, int64_t start
   }
 }
 
-// Dot products of a strip, or of one row, with the keys that it sees in a tile: into `stored`
+// Writes to `stored` the dot products of a strip, or of one row, with the keys that it sees in a
+// tile.
 template <typename Phi>
 inline void RowBlock<Phi>::strip_dots(int64_t r, int64_t start_k, KeyRange seen, bool one_row) {
   const float* panels = key_data->key_panels + (key_begin + start_k) * params.head_dim;
@@ -99,8 +100,8 @@ inline void RowBlock<Phi>::prefetch_strip(float* to) {
   for (int64_t j = 0; j < MR * BLOCK_K; j += LINE_FLOATS) __builtin_prefetch(to + j, 1, 2);
 }
 
-// The part of a range, in whole vectors, that the window shows all rows of a strip. Empty, at the
-// range's end, where a row is beyond the block or its query non-finite.
+// The part of a range, in whole vectors, that the window lets all rows of a strip see. It is empty,
+// at the range's end, if the block has fewer rows or a query is non-finite.
 template <typename Phi>
 inline KeyRange RowBlock<Phi>::fully_seen(int64_t r, KeyRange range) const {
   bool all = r + MR <= n_rows;

@@ -1,4 +1,4 @@
-// RowBlock: from the sum and the maximum of a row to the constants of its weights.
+// RowBlock: computes the constants of a row's weights from its sum and maximum.
 #pragma once
 
 #include "row_block.h"
@@ -9,11 +9,11 @@ template <typename Phi>
 inline void RowBlock<Phi>::finish_row(int64_t r) {
   exp_tail[r] = false;
   threshold_on[r] = peak[r] = threshold[r] = live_threshold[r] = weight_scale[r] = 0.0f;
-  power[r] = inverse_spread[r] = 1.0f;  // with threshold 0: a row that keeps its l1 weights
+  power[r] = inverse_spread[r] = 1.0f;  // with threshold 0 the row keeps its l1 weights
   if (fully_masked[r]) {
     maximum[r] = log_norm[r] = -INF;
     norm[r] = 0.0f;
-    if (maximum_first) exponentiate_row(r);  // to zeros: the products of its strip read the row
+    if (maximum_first) exponentiate_row(r);  // writes zeros: the products of its strip read the row
     return;
   }
   if (maximum_first) {
@@ -25,7 +25,7 @@ inline void RowBlock<Phi>::finish_row(int64_t r) {
   } else {
     log_norm[r] = std::log(norm[r]);
   }
-  if (std::isnan(norm[r])) maximum[r] = norm[r];  // which max() passed by
+  if (std::isnan(norm[r])) maximum[r] = norm[r];  // max() has ignored the NaN
   if (params.normaliser != L1) {
     weight_scale[r] = compute_row_factor(params, count[r]);
     return;
@@ -57,9 +57,9 @@ inline void RowBlock<Phi>::set_reweighting(int64_t r) {
   threshold[r] = threshold_on[r] * mean;
   inverse_spread[r] = 1.0f / (largest_phi - threshold[r]);
   power[r] = params.head_power ? params.head_power[query_head] : float(params.power);
-  // The gradients hold p u^(p-1). Of a key at or below live_threshold it is at most eps/2, and of
-  // all N such keys together at most p^2 eps/2. Rounding u by eps/2 changes it by about p^2 eps/2
-  // at u = 1: the terms left out are no larger than that.
+  // The gradients contain p u^(p-1). For a key at or below live_threshold that term is at most
+  // eps/2, and for all N such keys together it is at most p^2 eps/2. Rounding u by eps/2 changes
+  // the term by about p^2 eps/2 at u = 1. The omitted terms are no larger than that.
   float p = power[r];
   if (p > 1.0f && !params.laser) {
     float most = 0.5f * std::numeric_limits<float>::epsilon() / (p * std::max(count[r] / (p * p), 1.0f));

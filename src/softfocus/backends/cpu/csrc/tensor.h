@@ -13,8 +13,8 @@ inline vfloat from_bfloat16(vhalf x) { return floats((vint)(__builtin_convertvec
 
 inline vfloat from_float16(vhalf x) {
   vuint u = __builtin_convertvector(x, vuint), magnitude = u & 0x7fff;
-  // Exponent biases differ by 112. Denormals come out right, unless the processor flushes them
-  // (torch.set_flush_denormal).
+  // The exponent biases differ by 112. Denormals are converted exactly, unless the processor
+  // flushes them (torch.set_flush_denormal).
   vuint y = (vuint)(floats((vint)(magnitude << 13)) * 0x1p112f);
   y |= magnitude >= 0x7c00 ? (vuint)splat(0x7f800000) : vuint{};
   return floats((vint)(y | (u & 0x8000) << 16));
@@ -72,8 +72,8 @@ inline void read_row(const TensorView& x, int64_t dtype, int64_t b, int64_t h, i
   }
 }
 
-// Writes `width` floats into a contiguous tensor of a dtype, from its element `offset` on. `from`
-// may already be that place.
+// Writes `width` floats to a contiguous tensor, from its element `offset` on, in the tensor's
+// dtype. `from` may point to that element itself.
 inline void write_row(void* tensor, int64_t dtype, int64_t offset, const float* from, int64_t width) {
   if (dtype == FLOAT32) {
     float* to = static_cast<float*>(tensor) + offset;
@@ -92,14 +92,14 @@ inline const T* row_pointer(const TensorView& x, int64_t b, int64_t h, int64_t i
   return static_cast<const T*>(x.data) + b * x.stride[0] + h * x.stride[1] + i * x.stride[2];
 }
 
-// Whether rows are contiguous and whole vectors, so that vectors can be loaded in place; and
-// whether they are float32, too
+// Whether rows are contiguous and whole vectors, so that vectors can be loaded in place; the second
+// function also asks for float32
 inline bool contiguous_rows(const TensorView& x, int64_t width) { return x.stride[3] == 1 && width % W == 0; }
 inline bool contiguous_float_rows(const TensorView& x, int64_t dtype, int64_t width) {
   return dtype == FLOAT32 && contiguous_rows(x, width);
 }
 
-// f(float{}), f(bfloat16{}) or f(float16{}): turns the number of a dtype into a type
+// Calls f(float{}), f(bfloat16{}) or f(float16{}): turns a Dtype number into a type
 template <typename F>
 inline void with_element(int64_t dtype, F&& f) {
   if (dtype == FLOAT32) return f(float{});
@@ -107,10 +107,11 @@ inline void with_element(int64_t dtype, F&& f) {
   f(float16{});
 }
 
-// Between these neither a number nor its inverse is near what a float cannot hold.
+// Between these bounds a number and its inverse are both far from overflow and underflow.
 constexpr float SAFE_MIN = 1e-30f, SAFE_MAX = 1e30f;
 
-// The power of two that brings x, positive and normal, to [1, 2); clamped to what a float can hold
+// The power of two whose product with x, positive and normal, is in [1, 2); clamped to normal
+// floats
 inline float inverse_power_of_two(float x) {
   uint32_t x_bits;
   std::memcpy(&x_bits, &x, 4);
@@ -120,8 +121,8 @@ inline float inverse_power_of_two(float x) {
   return y;
 }
 
-// x / |x| in place; returns 1 / |x|. A vector without a normal element becomes zero and returns 0,
-// as in reference.unit, so that no gradient passes it.
+// Replaces x by x / |x|; returns 1 / |x|. A vector without a normal element becomes 0, and 0 is
+// returned, as in reference.unit, so that no gradient passes through it.
 inline float l2_normalise(float* x, int64_t n) {
   vfloat maxima = vfloat{};
   int64_t k = 0;
@@ -146,7 +147,7 @@ inline float l2_normalise(float* x, int64_t n) {
   return inverse * prescale;
 }
 
-// dL/d(x / |x|) to dL/dx, in place. `direction` is x / |x|.
+// Turns dL/d(x / |x|) into dL/dx, in place. `direction` is x / |x|.
 inline void l2_normalise_backward(float* grad, const float* direction, float inverse_norm, int64_t n) {
   if (n == 1) inverse_norm = 0.0f;  // x / |x| of a number is constant; rounding would give it a gradient
   vfloat products = vfloat{};

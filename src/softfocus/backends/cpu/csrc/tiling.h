@@ -13,19 +13,22 @@
 
 namespace softfocus {
 
-// Measured sizes are in the log of docs/performance.md. Rows of a strip. 5, 6, 7 and 8 rows were
-// measured: no faster. 12 rows of fewer vectors were slower.
+// The measurements are in the log of docs/performance.md.
+//
+// Rows of a strip. 5, 6, 7 and 8 rows were no faster. 12 rows of fewer vectors were slower.
 constexpr int MR = 4;
 constexpr int64_t PANEL = PANEL_VECTORS * W;  // keys of a panel [D, PANEL]
-// Query rows of a block, at most. 64 were slower: keys, values and their gradients pass the caches
-// twice as often. More rows would take more memory for scores.
+// The most query rows of a block. 64 rows were slower: keys, values and their gradients are then
+// read twice as often. More rows would need more memory for scores.
 constexpr int64_t BLOCK_Q = 128;
-// Keys of a tile: 128 rows of 64 floats fill a first-level cache of 32 KiB. 64 and 256 keys were as
+// Keys of a tile. 128 keys of 64 floats fill a first-level cache of 32 KiB. 64 and 256 keys were as
 // fast.
 constexpr int64_t BLOCK_K = 128;
-constexpr int64_t TILE_STRIDE = BLOCK_K + W;  // of a scratch tile; a power of two would crowd few cache sets
-// Calls of at most this many queries do not pack the keys: one strip of rows, so that every key is
-// read once. One query was measured; the limit itself was not.
+// Floats from one row of a scratch tile to the next. With a power of two all rows would map to the
+// same few cache sets.
+constexpr int64_t TILE_STRIDE = BLOCK_K + W;
+// Calls of at most this many queries do not pack the keys. Their rows fit one strip, so that every
+// key is read once. One query was measured; the limit itself was not.
 constexpr int64_t DECODE_QUERIES = 4;
 
 static_assert(BLOCK_K % PANEL == 0, "a tile is whole panels");

@@ -1,5 +1,5 @@
-// Vectors of W floats on the compilers' vector extension: AVX-512, AVX2, NEON or SSE, as the flags
-// say. A comparison of vectors gives -1 in the lanes where it holds, else 0.
+// Vectors of W floats on the compilers' vector extension: AVX-512, AVX2, NEON or SSE, as the
+// compiler's flags select. A comparison of vectors gives -1 in the lanes where it holds, else 0.
 #pragma once
 
 #include <cmath>
@@ -49,8 +49,8 @@ inline vfloat splat(float x) { return x - vfloat{}; }
 inline vint splat(int32_t x) { return x - vint{}; }
 inline vint bits(vfloat x) { return (vint)x; }
 inline vfloat floats(vint x) { return (vfloat)x; }
-// With a NaN in either argument both return b, as the x86 instructions do: max(NaN, x) = x, max(x,
-// NaN) = NaN.
+// If either argument is NaN, max and min return b, as the x86 instructions do: max(NaN, x) = x and
+// max(x, NaN) = NaN.
 #if defined(__AVX512F__)
 inline vfloat max(vfloat a, vfloat b) { return (vfloat)_mm512_max_ps((__m512)a, (__m512)b); }
 inline vfloat min(vfloat a, vfloat b) { return (vfloat)_mm512_min_ps((__m512)a, (__m512)b); }
@@ -83,7 +83,7 @@ inline float reduce_sum(vfloat x) {
   return x[0];
 }
 
-// A sum in double, lane by lane, for sums that cancel
+// A sum in double, lane by lane, for terms that cancel
 class DoubleSum {
  public:
   void add(vfloat x) { sum_ += half(x, 0) + half(x, 1); }
@@ -132,9 +132,9 @@ inline bool any(vint x) {
 #endif
 }
 
-// Lane i of the result is reduce_sum(x[i]). Each step folds x[i] and x[i + s] into one vector:
-// lanes without bit s of their index keep sums of x[i], those with it of x[i + s]. That is W - 1
-// additions in place of W log2(W).
+// Lane i of the result is reduce_sum(x[i]). Each step folds x[i] and x[i + s] into one vector.
+// Lanes whose index has bit s clear keep sums of x[i]; the other lanes keep sums of x[i + s]. That
+// takes W - 1 additions instead of W log2(W).
 __attribute__((always_inline)) inline vfloat reduce_each(vfloat (&x)[W]) {
 #pragma GCC unroll 4
   for (int s = W / 2; s; s /= 2)

@@ -1,5 +1,5 @@
-// Which keys the rows of a block see: the window gives each row a range of keys, the masks a byte
-// for each key. Tiles that no row sees are skipped.
+// Which keys the rows of a block see. The window gives each row a range of keys; the masks give one
+// byte per row and key. Tiles that no row sees are skipped.
 #pragma once
 
 #include <vector>
@@ -10,7 +10,7 @@
 
 namespace softfocus {
 
-// The half-open range of keys that the window shows a query
+// The half-open range of keys that the window lets a query see
 inline void window_range(const Params& params, int64_t query, int64_t& begin, int64_t& end) {
   int64_t position = query + params.key_length - params.query_length;
   begin = params.left < 0 ? 0 : std::max<int64_t>(0, position - params.left);
@@ -22,7 +22,8 @@ inline bool has_masks(const Params& params) {
   return params.mask.data || params.key_mask.data || params.document_ids.data;
 }
 
-// Whether the masks, the window aside, show a query each of the keys [begin, end)
+// For each of the keys [begin, end): 1 if all masks let a query see it, else 0. The window is not
+// applied.
 inline void read_masks(const Params& params, int64_t b, int64_t h, int64_t query, int64_t begin, int64_t end,
                        uint8_t* to) {
   std::memset(to, 1, end - begin);
@@ -50,11 +51,11 @@ struct KeyRange {
   int64_t vectors() const { return (end - begin) / W; }
 };
 
-// How much of a tile the masks show, within the window: nothing, some, all
+// How much of a tile's part inside the window the masks leave visible: nothing, some, all
 enum TileMask : uint8_t { EMPTY, PARTIAL, FULL };
 
-// A block of query rows and the keys that it sees. Offsets of keys (j, start_k) count from
-// key_begin; start_k is that of the first key of a tile.
+// A block of query rows and the keys that it sees. The offset j of a key counts from key_begin;
+// start_k is the offset of a tile's first key.
 class BlockVisibility {
  public:
   const Params& params;
@@ -64,15 +65,15 @@ class BlockVisibility {
   int64_t start_q = 0, n_rows = 0;          // the first row, the number of rows
   int64_t key_begin = 0, key_end = 0;       // the keys that some row sees; key_begin is a multiple of BLOCK_K
   int64_t row_stride = 0;                   // bytes between the rows of `visible`
-  int64_t max_rows = 0;                     // of a block; a multiple of MR
+  int64_t max_rows = 0;                     // the most rows of a block; a multiple of MR
   int64_t max_row_stride = 0;               // the largest row_stride of a block: whole tiles, and W more
-  int64_t window_begin[BLOCK_Q], window_end[BLOCK_Q];  // the keys that the window shows each row
+  int64_t window_begin[BLOCK_Q], window_end[BLOCK_Q];  // the keys that the window lets each row see
   float count[BLOCK_Q];                                // N_i
   bool fully_masked[BLOCK_Q];
 
   BlockVisibility(const Params& call, int64_t most_rows) : params(call), masks_given(has_masks(params)) {
     int64_t span = params.key_length;
-    // attention() cuts both sides of a window to 2^30, so that their sum does not overflow.
+    // attention() limits both sides of a window to 2^30, so that their sum does not overflow.
     if (params.left >= 0 && params.right >= 0) span = std::min(span, params.left + params.right + BLOCK_Q);
     max_row_stride = round_up(span + BLOCK_K - 1, BLOCK_K) + W;  // a span may begin anywhere in a tile
     max_rows = std::min(most_rows, round_up(params.query_length, MR));
@@ -95,7 +96,8 @@ class BlockVisibility {
 
   int64_t padded_rows() const { return round_up(n_rows, MR); }
 
-  // f(start_k) for each tile from key_begin to key_end, but those that the masks hide from all rows
+  // Calls f(start_k) for each tile from key_begin to key_end, except those that the masks hide from
+  // all rows.
   template <typename F>
   void each_tile(F&& f) const {
     for (int64_t start_k = 0; start_k < key_end - key_begin; start_k += BLOCK_K)
@@ -104,8 +106,8 @@ class BlockVisibility {
 
   bool has_next_tile(int64_t start_k) const { return start_k + BLOCK_K < key_end - key_begin; }
 
-  // The keys among [start_k, start_k + n) that the window shows some row of the strip of row r, in
-  // whole vectors
+  // The part of [start_k, start_k + n) that the window lets at least one row of row r's strip see,
+  // widened to whole vectors. Fully masked rows do not count.
   KeyRange strip_range(int64_t r, int64_t start_k, int64_t n = BLOCK_K) const {
     int64_t begin = strip_begin[r / MR] - key_begin, end = strip_end[r / MR] - key_begin;
     if (begin >= end) return {0, 0};
@@ -125,10 +127,11 @@ class BlockVisibility {
   Buffer<uint8_t> visible;  // [max_rows, row_stride], where masks are given
 
  private:
-  int64_t strip_begin[BLOCK_Q / MR], strip_end[BLOCK_Q / MR];  // the keys that the window shows some row of a strip
-  std::vector<uint8_t> tile_masks;                             // [tiles], TileMask of each
+  // The keys that the window lets at least one row of a strip see, except fully masked rows
+  int64_t strip_begin[BLOCK_Q / MR], strip_end[BLOCK_Q / MR];
+  std::vector<uint8_t> tile_masks;  // [tiles], TileMask of each
 
-  // The keys that the window shows each row, and their number
+  // Sets the keys that the window lets each row see, their number, and the range of the block.
   void set_windows() {
     key_begin = params.key_length, key_end = 0;
     for (int64_t r = 0; r < padded_rows(); ++r) {
@@ -140,12 +143,13 @@ class BlockVisibility {
     }
     key_begin = key_begin < key_end ? key_begin / BLOCK_K * BLOCK_K : 0;
     key_end = std::max(key_end, key_begin);
-    // + W as in TILE_STRIDE. Chosen, not measured. Lists of live keys, too, are written up to W
-    // elements past their end (gradients.h).
+    // W more, so that the stride is no power of two, as with TILE_STRIDE. Chosen, not measured. The
+    // lists of live keys in gradients.h need it, too: they are written up to W elements past their
+    // end.
     row_stride = round_up(key_end - key_begin, BLOCK_K) + W;
   }
 
-  // Row r of `visible`, and its count from all masks
+  // Fills row r of `visible` and counts the keys that it sees.
   void read_mask_row(int64_t r) {
     uint8_t* row = visible + r * row_stride;
     int64_t begin = window_begin[r] - key_begin, end = window_end[r] - key_begin;
