@@ -1,8 +1,9 @@
 """The kernels' arguments: tensors as pointers with strides, and the algebra as compile-time
 constants.
 
-A NamedTuple whose last field would be another tuple gets a constant ``end`` after it: otherwise
-Triton 3.6 forgets, inside loops, that values of the inner tuple (a stride of 1) are constants.
+A NamedTuple whose last field would be another tuple gets a constant ``end`` after it. Without it
+Triton 3.6 forgets, inside loops, that values of the inner tuple, such as a stride of 1, are
+constants.
 """
 
 from typing import Any, NamedTuple
@@ -29,10 +30,12 @@ class Masks(NamedTuple):
         mask: bool [B, H, Lq, Lk] as bytes, or None.
         key_mask: bool [B, 1, 1, Lk] as bytes, or None.
         document_ids: integers [B, 1, 1, Lk], or None.
-        counts: N_i, int32 [B, H, Lq, 1], or None where the window alone says it.
-        key_tiles, query_tiles: the tiles that a block of queries, or of keys, visits; None as
-            ``counts``.
-        has_left, has_right: constexpr, whether the window has these sides.
+        counts: N_i, int32 [B, H, Lq, 1]; None where the window alone determines it.
+        key_tiles: for each block of queries, the tiles of keys that it visits; None where
+            ``counts`` is.
+        query_tiles: for each block of keys, the tiles of queries that it visits; None where
+            ``counts`` is.
+        has_left, has_right: constexpr, whether the window has a bound on this side.
     """
 
     left: Any
@@ -52,9 +55,10 @@ class TileLists(NamedTuple):
     """For each block of one side, the partial and the full tiles of the other side.
 
     Attributes:
-        partial, full: their indices, int32 [B, H, blocks, most].
-        partial_count, full_count: how many of them count, int32 [B, H, blocks, 1].
-        end: see above.
+        partial, full: indices of tiles, int32 [B, H, blocks, tiles of the other side].
+        partial_count, full_count: how many of these are valid, from the first on, int32 [B, H,
+            blocks, 1].
+        end: a constant; see the module's docstring.
     """
 
     partial: Array
@@ -69,15 +73,16 @@ class Inputs(NamedTuple):
 
     Attributes:
         query, key, value: [B, H, L, D]; in pages, key and value are [pages, Hk, page size, D].
-        value_operand: like value, what the weights are multiplied with: value, or LASER's e^V where
-            it is made once a call.
-        value_flags: with that, of each key 1 where a value is large, plus 2 where one is
-            non-finite; or None.
-        query_rnorm, key_rnorm: 1 / |q|, 1 / |k|, float32 [B, H, L, 1], or None without cosine;
-            key_rnorm also where the kernel computes it from the keys that it reads.
+        value_operand: what the weights are multiplied with, shaped like value: value, or LASER's
+            e^V where it is computed once per call.
+        value_flags: of that e^V, float32 [B, Hk, Lk, 1]: for each key 1 if a value is large, plus 2
+            if one is non-finite; or None.
+        query_rnorm, key_rnorm: 1 / |q|, 1 / |k|, float32 [B, H, L, 1], or None without cosine.
+            key_rnorm is also None where the kernel computes it from the keys that it reads.
         unit_key_fp16, unit_query_fp16: k / |k| and c q / |q| (in the score unit) where scores are
             products of these; or None.
-        unit_key_bf16, unit_query_bf16: the same, for products with the gradient of the scores.
+        unit_key_bf16, unit_query_bf16: the same in bfloat16, for products with the gradient of the
+            scores.
         bias: added to the scores, or None.
         head_scale, power: float32 [H], or None.
         batch, heads, group: B, H, H / Hk.
@@ -85,11 +90,12 @@ class Inputs(NamedTuple):
         scale: the d-dependent factor of the scores.
         lengths: of a cache: int32 [B], how many of its keys each sequence has
             (``loading.sequence_length``); or None.
-        page_table: of a cache in pages: int32 [B, 1, 1, n], which page holds which keys; or None.
+        page_table: of a cache in pages: int32 [B, 1, 1, n], the page of each page_size keys; or
+            None.
         seed: of dropout, 2^63 + 2 seed + 1; or None.
-        drop_below: constexpr, weights whose 16 bits are less are dropped.
-        keep_scale: constexpr, what multiplies the others.
-        page_size: constexpr.
+        drop_below: constexpr; a weight whose 16 random bits are below it is dropped.
+        keep_scale: constexpr, what multiplies the weights that are kept.
+        page_size: constexpr, keys of a page; 0 without pages.
     """
 
     query: Array
@@ -127,12 +133,12 @@ class Outputs(NamedTuple):
 
     Attributes:
         out: [B, H, Lq, Dv].
-        residual: like out, saved for the backward: the rounding error of out in units of
-            ``weighting.rounding_step``; for LASER A e^V, and in marked rows the rounding error
-            itself. Or None.
-        saved: vectors of the rows, float32 [rows_kept, B, H, Lq].
+        residual: shaped like out, saved for the backward: the rounding error of out in units of
+            ``weighting.rounding_step``. For LASER it is A e^V, and in marked rows the rounding
+            error itself. Or None.
+        saved: row vectors, float32 [rows_kept, B, H, Lq].
         exact_heads: LASER's, int32 [B, H]: not 0 where the head has marked rows; or None.
-        end: see above.
+        end: a constant; see the module's docstring.
     """
 
     out: Array
@@ -150,14 +156,14 @@ class Algebra(NamedTuple):
         length_scale, score_bias, normaliser: as in ``Mechanism``.
         phi: the functions of ``pointwise.py``.
         reweighted: whether there is a power.
-        power: p where it is whole, at most 32 and the same for all heads; otherwise 0, and it is in
-            the inputs.
-        laser: the logarithm of the mean of e^V in place of the mean of V.
-        shifted: whether phi of a row is scaled by a power of two, found from its largest score,
-            against overflow and underflow.
+        power: p where it is an integer, at most 32 and the same for all heads. Otherwise 0, and
+            ``Inputs`` holds p.
+        laser: the logarithm of the weighted mean of e^V instead of the weighted mean of V.
+        shifted: whether phi of a row is multiplied by 2^-shift, where the shift follows from the
+            row's largest score, against overflow and underflow.
         shift_holds_norm: whether the shift is the logsumexp in the backward, so that phi is the
             weight.
-        terms: how many terms phi's polynomials have.
+        terms: the number of terms of phi's polynomials (``inputs.TERMS``).
         float32, float16: whether the inputs have this dtype. Neither: bfloat16.
     """
 
@@ -177,15 +183,16 @@ class Algebra(NamedTuple):
 
 
 class Phi(NamedTuple):
-    """Jit functions.
+    """phi as jit functions. Scores s are in the score unit: multiplied by ``score_unit``.
 
     Attributes:
-        value, derivative: phi 2^-shift in its unit, and phi' 2^-shift, from scores in theirs.
-        log: the value's logarithm, from score, shift and value; right also where the value
+        value: (s, shift, algebra) to phi 2^-shift, multiplied by ``unit``.
+        derivative: (s, shift, algebra) to phi' 2^-shift, without a unit.
+        log: (s, shift, value) to the natural logarithm of the value; accurate even where the value
             underflows.
-        rate: phi' / phi, from the score, for scores where phi is too small to be divided by: 1 in
-            the exponential tail, 1 / s of relu, 2 / s of relu2.
-        shift: of a row, from its largest score.
+        rate: s to phi' / phi, where phi is too small to be divided by: 1 in the exponential tail,
+            1 / s of relu, 2 / s of relu2.
+        shift: a row's largest s to its shift.
         has_zeros: constexpr, whether phi is 0 below a score of 0.
         score_unit, unit: constexpr, the factors of scores and of phi.
     """
@@ -206,9 +213,9 @@ class Blocks(NamedTuple):
     Attributes:
         BLOCK_Q, BLOCK_K: queries and keys of a tile.
         BLOCK_D, BLOCK_DV: D and Dv, rounded up to sizes that tensor cores multiply.
-        dims_fill_tile: whether D and Dv need no rounding up.
+        dims_fill_tile: whether D and Dv equal BLOCK_D and BLOCK_DV.
         precision: of float32 products: "ieee" or "tf32".
-        widen: whether half operands are multiplied in float32, as Triton's interpreter needs.
+        widen: whether bfloat16 operands are multiplied in float32, as Triton's interpreter needs.
     """
 
     BLOCK_Q: tl.constexpr

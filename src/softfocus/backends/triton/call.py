@@ -1,5 +1,5 @@
-"""The kernels of a call one after another, each in its tile, and what is compiled for calls of one
-layout.
+"""Launches the kernels of a call one after another, each with its tile shape, and keeps the
+compiled kernels of each layout of calls.
 """
 
 from collections.abc import Callable, Hashable
@@ -51,19 +51,23 @@ from softfocus.contract import LEAVES, Call, pack
 from softfocus.visibility import UNLIMITED
 
 TILES_OF_A_SPLIT = 4
-"""A split has at least so many tiles of keys. Chosen, not measured."""
+"""A split has at least this many tiles of keys. Chosen, not measured."""
 ELEMENTS_AT_ONCE = 4096
-"""Of a tensor whose norms or exponentials a program makes. Chosen, not measured."""
+"""Elements of a tensor whose norms or exponentials one program computes. Chosen, not measured."""
 ALIGNED = 16
-"""Triton compiles for addresses that so many bytes divide, and for others."""
+"""Bytes. Triton compiles one kernel for addresses that are multiples of it, and one for others."""
+# Kernels that always take the first of their tile shapes
 UNMEASURED = ("decode", "bias_gradients")
 FUSED = {"enable_fp_fusion": True}
 """Explicit, since Triton's default is about to change."""
 
 
 class LaunchShape(NamedTuple):
-    """A call cut into tiles of one shape: that shape, the masks by tile, Triton's options, and the
-    grids of programs.
+    """A call divided into tiles of one shape: that shape, the masks with the tiles that they leave,
+    Triton's options, and the grids of programs.
+
+    ``row_grid`` has a program per block of queries and query head, ``key_grid`` one per block of
+    keys and key head.
     """
 
     blocks: Blocks
@@ -74,7 +78,7 @@ class LaunchShape(NamedTuple):
 
 
 class Launcher:
-    """One call's arguments for the kernels, held while these run. A call with a cache has no
+    """Holds one call's arguments for the kernels while these run. A call with a cache has no
     backward.
     """
 
@@ -90,21 +94,21 @@ class Launcher:
         self._launch_shapes: dict[tuning.TileShape, LaunchShape] = {}
 
     def _launch(self, kernel: Any, variant: Hashable, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-        """As ``kernel[grid](*arguments, **options)``; calls of one layout look the compiled kernel
-        up once.
+        """Does what ``kernel[grid](*arguments, **options)`` does, but looks up the compiled kernel
+        only once per layout of calls.
 
         Args:
-            variant: what the constants depend on beside the layout.
+            variant: everything besides the layout on which the constants depend.
         """
         key = kernel, variant
         if compiled := self._compiled.get(key):
             compiled[(*grid, 1, 1)[:3]](*arguments)
-        elif compiled := kernel[grid](*arguments, **options):  # the interpreter has nothing to keep
+        elif compiled := kernel[grid](*arguments, **options):  # None in the interpreter
             self._compiled[key] = compiled
 
     def forward(self, split: bool = True) -> tuple[Tensor, Tensor]:
-        """out [B, H, Lq, Dv] and the rows' vectors [rows_kept, B, H, Lq]. split: whether programs
-        may share keys.
+        """out [B, H, Lq, Dv] and the row vectors [rows_kept, B, H, Lq]. ``split``: whether the keys
+        of a head may be split among programs.
         """
         query, value = self.call.query, self.call.value
         out = query.new_empty(*query.shape[:3], value.size(-1))
@@ -143,7 +147,8 @@ class Launcher:
         """The gradients by name, from what :meth:`forward` returned."""
         if self.algebra.reweighted and self._splits() > 1:
             # Decoding sums products in another order, so that the last bits of scores differ, and
-            # large powers multiply that. Forward and backward must see the same weights.
+            # large powers multiply the difference. Forward and backward must compute the same
+            # weights.
             out, saved = self.forward(split=False)
         exact_heads = (saved[loading.MARK.value] != 0.0).any(-1).int() if self.call.mechanism.laser else None
         outputs = self._outputs(out, saved, exact_heads)
@@ -157,11 +162,11 @@ class Launcher:
             if getattr(call, name) is not None
         }
         inputs = self._prepared(backward=True)
-        if spans_too_much(grad):  # ``refuses`` has not seen this tensor
+        if spans_too_much(grad):  # ``refuses`` checks the tensors of the forward only
             grad = grad.contiguous()
         layouts = tuple((x.stride(), x.dtype, x.data_ptr() % ALIGNED) for x in (grad, out, saved))
         grad_out = array(grad)
-        grad_acc = None  # LASER's dL/d(A e^V), which the queries' kernel makes of grad_out once for the others
+        grad_acc = None  # LASER's dL/d(A e^V): query_gradients computes it from grad_out for the other kernels
         if call.mechanism.laser:
             grad_acc = array(torch.empty_like(out, dtype=exponential_dtype(value.dtype)))
 
@@ -202,11 +207,11 @@ class Launcher:
         return {name: x.to(getattr(call, name).dtype) for name, x in grads.items()}
 
     def _first(self, kernel: str) -> tuning.TileShape:
-        """The tile that a kernel works in where nothing is measured."""
+        """The tile shape of a kernel where nothing is measured."""
         return tuning.INTERPRETED if knobs.runtime.interpret else tuning.tiles(kernel, self.call)[0]
 
     def _in_a_tile(self, kernel: str, run: Callable[[tuning.TileShape], None]) -> tuning.TileShape:
-        """Run in the fastest tile, or in a smaller one; which one, is returned."""
+        """Run with the fastest tile shape, or a smaller one if it does not fit. Return that."""
         return _where_it_fits(self._fastest(kernel, run), run)
 
     def _fastest(self, kernel: str, run: Callable[[tuning.TileShape], None]) -> tuning.TileShape:
@@ -236,8 +241,10 @@ class Launcher:
         return self._launch_shapes[tile]
 
     def _prepared(self, backward: bool) -> Inputs:
-        """The inputs with norms and LASER's e^V, for kernels that read a key more than once.
-        Decoding computes them itself.
+        """The inputs with the keys' norms and LASER's e^V, for kernels that read a key more than
+        once.
+
+        With a cache, and in decoding, the kernels compute both from the tile that they read.
         """
         inputs = self.inputs
         if self.call.cache:
@@ -262,15 +269,19 @@ class Launcher:
         return Outputs(array(out), array(residual), array(saved), exact_heads, END)
 
     def _units(self, x: Tensor, backward: bool) -> tuple[Tensor | None, Tensor | None]:
-        """Empty tensors for the unit vectors of x: in float16, and for the backward in the dtype of
-        x.
+        """Empty tensors for the unit vectors of x: one in float16, and for the backward one in the
+        dtype of x. None where scores are not products of unit vectors.
         """
         if not takes_unit_vectors(self.call):
             return None, None
         return x.new_empty(x.shape, dtype=torch.float16), x.new_empty(x.shape) if backward else None
 
     def _reciprocal_norms(self, of: str, x: Tensor, fp16: Tensor | None = None, bf16: Tensor | None = None) -> Tensor:
-        """1 / |x|, float32 [B, H, L, 1]. The unit vectors are written to ``fp16`` and ``bf16``."""
+        """1 / |x|, float32 [B, H, L, 1]. Unit vectors are written to ``fp16`` and ``bf16``, if
+        given.
+
+        ``of``: which tensor x is, "query" or "key".
+        """
         batch, heads, length, width = x.shape
         rnorm = x.new_empty(batch, heads, length, 1, dtype=torch.float32)
         columns = next_power_of_two(width)
@@ -284,8 +295,8 @@ class Launcher:
         return rnorm
 
     def _exponentials(self, value: Tensor, backward: bool) -> tuple[Tensor, Tensor]:
-        """LASER's e^V, and for the forward the flags of its keys (``laser.flagged``), [B, Hk, Lk,
-        1].
+        """LASER's e^V [B, Hk, Lk, Dv], and the flags of its keys (``laser.flagged``), [B, Hk, Lk,
+        1], which are 0 in the backward.
         """
         batch, heads, length, width = value.shape
         exp_values = value.new_empty(value.shape, dtype=exponential_dtype(value.dtype))
@@ -328,8 +339,8 @@ class Launcher:
         return masks._replace(counts=array(counts), key_tiles=tile_lists(states), query_tiles=tile_lists(states.mT))
 
     def _splits(self) -> int:
-        """How many programs share the keys of one head: more than one where queries are few and
-        heads do not fill the GPU.
+        """How many programs split the keys of one key head among them: more than one where queries
+        are few and heads do not fill the GPU.
         """
         query, key = self.call.query, self.call.key
         if self.inputs.group * query.size(2) > FEW_ROWS or not key.numel() or self.call.dropout.p:
@@ -360,7 +371,9 @@ class Launcher:
 
 
 def _where_it_fits(tile: tuning.TileShape, run: Callable[[tuning.TileShape], None]) -> tuning.TileShape:
-    """Run in a tile, or, where a device has too little shared memory for it, in a smaller one."""
+    """Run with a tile shape, or with a smaller one if the device has too little shared memory for
+    it. Return the shape.
+    """
     tiles = (tile, *tuning.SMALLER)
     for tile in tiles:
         try:
@@ -374,8 +387,8 @@ def _where_it_fits(tile: tuning.TileShape, run: Callable[[tuning.TileShape], Non
 
 
 def _layout(call: Call) -> Hashable:
-    """All of a call that decides which compiled kernels it takes: everything but the numbers in its
-    tensors.
+    """Everything of a call that decides which compiled kernels it takes: all except the seed and
+    the numbers in its tensors.
     """
     return call.query.device, *(
         (x.shape, x.stride(), x.dtype, x.data_ptr() % ALIGNED) if isinstance(x, Tensor) else x

@@ -1,5 +1,5 @@
-"""A call as the kernels' arguments: its tensors as pointers with strides, its mechanism and tiles
-as constants.
+"""Turns a call into the kernels' arguments: its tensors into pointers with strides, its mechanism
+and tiles into constants.
 """
 
 from functools import lru_cache
@@ -20,6 +20,7 @@ from softfocus.contract import Call
 from softfocus.mechanism import Mechanism
 from softfocus.pointwise import POINTWISE
 
+# The number of terms of phi's polynomials (kernels/pointwise.py), by the dtype of the inputs
 TERMS = {torch.float32: 9, torch.float16: 6, torch.bfloat16: 4}
 END = tl.constexpr(0)
 COSINE = {"dot": False, "cosine": True}
@@ -44,8 +45,8 @@ def array(x: Tensor | None) -> Any:
 def blocks_of(head_dim: int, value_dim: int, dtype: torch.dtype, tile: tuning.TileShape) -> Blocks:
     """A tile's shape and how it is multiplied."""
     widths = [max(16, next_power_of_two(size)) for size in (head_dim, value_dim)]
-    # Only float16 calls reach this with float32 operands that came from halves: LASER's e^V, and
-    # weights and gradients that float16 might not hold
+    # A float16 call multiplies LASER's e^V, and weights and gradients that float16 might not hold,
+    # in float32. They are computed from halves, so that tf32 is precise enough
     precision = "tf32" if dtype == torch.float16 else "ieee"
     whole = widths == [head_dim, value_dim]
     # The interpreter gets products of bfloat16 wrong
@@ -84,7 +85,7 @@ def algebra_of(mechanism: Mechanism, power_given: bool, bounded: bool, dtype: to
 
 
 def inputs_of(call: Call) -> Inputs:
-    """The call's tensors and numbers, without what kernels compute from them first (norms, e^V)."""
+    """The call's tensors and numbers, without norms and e^V, which kernels compute first."""
     query, value, cache, dropout_of_call, power = call.query, call.value, call.cache, call.dropout, call.power
     batch, heads, query_length, head_dim = query.shape
     _, key_heads, page_size, value_dim = value.shape
@@ -92,7 +93,7 @@ def inputs_of(call: Call) -> Inputs:
     if cache is not None and cache.page_table is not None:
         table = cache.page_table.int()[:, None, None]
     else:
-        page_size = 0  # a constant: each other number would compile other kernels
+        page_size = 0  # a constexpr: without pages one number serves the calls of every length
     if power is None and (power_number := runtime_power(call.mechanism)) is not None:
         power = query.new_full((heads,), power_number, dtype=torch.float32)
     return Inputs(
@@ -104,8 +105,8 @@ def inputs_of(call: Call) -> Inputs:
         batch, heads, heads // max(key_heads, 1), query_length, call.visibility.key_length, head_dim, value_dim,
         call.scale,
         None if cache is None else cache.lengths.int().contiguous(), array(table),
-        # Odd and beyond 2^63: Triton compiles other kernels for numbers that 16 divides and for
-        # those of fewer bits
+        # Triton specialises kernels on integers that 16 divides and on their number of bits. This
+        # number is odd and at least 2^63, so that one kernel serves every seed
         2**63 + 2 * dropout_of_call.number + 1 if dropout_of_call.p else None,
         tl.constexpr(dropout.threshold(dropout_of_call.p)), tl.constexpr(dropout.growth(dropout_of_call.p)),
         tl.constexpr(page_size),
@@ -113,20 +114,23 @@ def inputs_of(call: Call) -> Inputs:
 
 
 def bounds_of(documents: Tensor, width: int) -> tuple[Array, Array]:
-    """The lowest and the highest document number of each tile of keys."""
+    """The lowest and the highest document number of each tile of keys, [B, 1, 1, tiles]."""
     beyond = documents[:, -1:].expand(-1, -documents.size(1) % width)
     low, high = torch.cat([documents, beyond], 1).unflatten(1, (-1, width)).aminmax(dim=-1)
     return array(low[:, None, None]), array(high[:, None, None])
 
 
 def tile_lists(states: Tensor) -> TileLists:
-    """For each block of the last dimension but one, the partial and the full tiles of the last."""
+    """The partial and the full tiles of the last dimension, for each block of the one before it.
+
+    ``states`` [B, H, blocks, tiles] are ``masking.EMPTY``, ``PARTIAL`` or ``FULL``.
+    """
     partial, full = (_listed(states == state.value) for state in (masking.PARTIAL, masking.FULL))
     return TileLists(*partial, *full, END)
 
 
 def _listed(chosen: Tensor) -> tuple[Any, Any]:
-    """The indices, chosen ones first, and how many are chosen."""
+    """Indices of the last dimension, the chosen tiles first, and the number of chosen tiles."""
     flags = chosen.to(torch.int8)
     return (
         array(flags.argsort(dim=-1, descending=True, stable=True).to(torch.int32)),

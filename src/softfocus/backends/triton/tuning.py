@@ -1,4 +1,4 @@
-"""Which tiles the kernels work in: the fastest of a few, measured once for a kind of calls and a
+"""Which tile shapes the kernels take: the fastest of a few, measured once per kind of calls and
 device, and kept on disk.
 """
 
@@ -21,8 +21,8 @@ from softfocus.switches import switched_on
 
 
 class TileShape(NamedTuple):
-    """Rows and keys of a tile, and Triton's options: warps of a program, stages of a pipeline, and
-    the most registers of a thread; 0 leaves these to the compiler.
+    """Rows and keys of a tile, and Triton's options: warps of a program, stages of the pipeline,
+    and the most registers of a thread, where 0 leaves the number to the compiler.
     """
 
     rows: int
@@ -33,9 +33,9 @@ class TileShape(NamedTuple):
 
     @property
     def options(self) -> dict[str, int]:
-        """By Triton's names."""
+        """Triton's options, by its names."""
         options = {"num_warps": self.warps, "num_stages": self.stages}
-        if self.registers and not torch.version.hip:  # which has no such option
+        if self.registers and not torch.version.hip:  # AMD's compiler has no such option
             options["maxnreg"] = self.registers
         return options
 
@@ -43,8 +43,8 @@ class TileShape(NamedTuple):
 def _tiles(*shapes: tuple[int, ...], stages: int = 3) -> tuple[TileShape, ...]:
     """Tiles of (rows, keys, warps) or (rows, keys, warps, registers).
 
-    With two stages a tile is loaded at the end of the one before, and waited for at once. With
-    three it is loaded meanwhile.
+    With two stages the load of a tile starts at the end of the tile before it, and the program
+    waits for it at once. With three stages the load overlaps the work on the tile before it.
     """
     return tuple(TileShape(rows, keys, warps, stages, *most) for rows, keys, warps, *most in shapes)
 
@@ -67,22 +67,24 @@ TILES = {
     ("decode", "narrow"): _tiles((16, 64, 4), stages=4),
     ("decode", "wide"): _tiles((16, 32, 4), stages=4),
 }
-"""The tiles to choose from, by kernel and kind; "heavy" kernels do more to a score.
+"""The tile shapes to choose from, by kernel and kind. "heavy" kernels compute more per score.
 
-The first is taken where nothing is measured: test_triton_compile.py sees that it spills no
-registers. A warp has at least 16 rows in the forward and in query_gradients, and 16 keys in
-key_gradients, or warps would do the same work twice. The exception is a head of many dimensions
-with two sums of them: there the warps share the sums.
+The first shape is taken where nothing is measured; test_triton_compile.py checks that it spills no
+registers. In this table a warp has at least 16 rows in the forward and in query_gradients, and 16
+keys in key_gradients: with fewer, several warps would do the same work. The exceptions are "wide,
+heavy" backward kernels, which have two accumulators of many columns: there the warps divide the
+columns among them.
 
-With at most 128 registers a thread, two programs of eight warps fit on a multiprocessor, and one
-computes while the other waits. They spill some hundred bytes, most of them outside the loops.
+With at most 128 registers per thread, two programs of eight warps fit on a multiprocessor, so that
+one computes while the other waits. Shapes with this limit spill some hundred bytes, most of them
+outside the loops.
 """
 VERY_WIDE_TILES = {
     "forward": _tiles((64, 32, 8), (128, 32, 8)),
     "query_gradients": _tiles((64, 16, 8), (64, 32, 8)),
     "key_gradients": _tiles((16, 64, 8), (32, 64, 8)),
 }
-"""For more than 128 dimensions a head."""
+"""For heads of more than 128 dimensions."""
 TILES_BEFORE_HOPPER = {
     **TILES,
     ("forward", "narrow"): _tiles((64, 32, 4), (128, 64, 8), (64, 64, 4)),
@@ -102,7 +104,8 @@ TILES_BEFORE_HOPPER = {
     ("key_gradients", "wide, heavy"): _tiles((16, 32, 4), (16, 128, 8), (16, 64, 8)),
     ("bias_gradients", "narrow"): _tiles((32, 32, 8)),
 }
-"""Where the operands of products take registers, too."""
+"""For GPUs before Hopper, on which the operands of products take registers, too."""
+# For GPUs from Blackwell on
 TILES_SINCE_BLACKWELL = {
     **TILES,
     ("forward", "narrow"): _tiles((128, 32, 8), (128, 64, 8), (64, 64, 4)),
@@ -119,19 +122,19 @@ TILES_FP32 = {
     "very wide": _tiles((16, 16, 8), (32, 16, 8), stages=2),
 }
 """For float32, in every kernel but decode. Without tensor cores a thread holds the operands of its
-products in registers, and larger tiles spill thousands of bytes. Products take so long that waiting
-for loads hardly counts.
+products in registers, and larger tiles spill thousands of bytes. Two stages are enough, because
+products take so long that waiting for loads hardly matters.
 """
 SMALLER = (TileShape(32, 32, 4, 2), TileShape(32, 16, 4, 1), TileShape(16, 16, 4, 1))
-"""Where none of these fits into a device's shared memory, as float32 of 128 dimensions on
-consumers' GPUs.
+"""Tile shapes for devices whose shared memory is too small for all others, as with float32 and 128
+dimensions on consumers' GPUs.
 """
 TUNE = "SOFTFOCUS_TUNE"
 INTERPRETED = TileShape(32, 32, 1, 1)
 
 
 def tiles(kernel: str, call: Call) -> tuple[TileShape, ...]:
-    """The tiles to choose from for a kernel of a call, on the current device."""
+    """The tile shapes to choose from for a kernel of a call, on the current device."""
     mechanism = call.mechanism
     widest = max(call.query.size(-1), call.value.size(-1))
     if call.query.dtype == torch.float32 and kernel != "decode":
@@ -139,7 +142,7 @@ def tiles(kernel: str, call: Call) -> tuple[TileShape, ...]:
     if widest > 128 and kernel in VERY_WIDE_TILES:
         return VERY_WIDE_TILES[kernel]
     arch = driver.active.get_current_target().arch
-    arch = arch if isinstance(arch, int) else 90  # a name on other makers' devices
+    arch = arch if isinstance(arch, int) else 90  # a string on GPUs that are not NVIDIA's
     table = TILES_BEFORE_HOPPER if arch < 90 else TILES_SINCE_BLACKWELL if arch >= 100 else TILES
     width = "wide" if widest > 64 else "narrow"
     reweighted, laser = mechanism.power is not None, mechanism.laser
@@ -154,7 +157,9 @@ def tiles(kernel: str, call: Call) -> tuple[TileShape, ...]:
 
 
 def kind(direction: str, call: Call) -> tuple[Hashable, ...]:
-    """Calls of one kind are taken to be fastest in the same tiles. Sizes count by powers of two."""
+    """What a call is measured for: calls of one kind share the fastest tile shape. Sizes are
+    rounded up to powers of two.
+    """
     query, key, visibility = call.query, call.key, call.visibility
     sizes = (query.size(0) * query.size(1), query.size(2), key.size(2), query.size(1) // key.size(1))
     return (
@@ -165,7 +170,9 @@ def kind(direction: str, call: Call) -> tuple[Hashable, ...]:
 
 
 def next_power_of_two(x: int) -> int:
-    """The least that is not below x. Triton's own function takes microseconds on the host."""
+    """The smallest power of two that is at least x. Triton's own function takes microseconds on the
+    host.
+    """
     return 1 << max(x - 1, 0).bit_length()
 
 
@@ -180,16 +187,16 @@ _known: dict[tuple[Hashable, ...], TileShape] = {}
 def fastest(
     kind: tuple[Hashable, ...], device: torch.device, tiles: tuple[TileShape, ...], run: Callable[[TileShape], Any]
 ) -> TileShape:
-    """The tile in which ``run`` takes the least time, for calls of a kind.
+    """The tile shape with which ``run`` takes the least time, for calls of a kind.
 
     It is measured at the first call of the kind, which waits for the device and for compilers.
     Later processes find it in Triton's own cache, by device, Triton's version and the kernels'
-    source. A call that is captured into a CUDA graph before takes the first of ``tiles``. So does
-    every call with ``SOFTFOCUS_TUNE=off`` or torch's deterministic algorithms: two machines may
-    measure differently, and tiles change the last bits.
+    source. A call that is captured into a CUDA graph before the measurement takes the first of
+    ``tiles``. So does every call with ``SOFTFOCUS_TUNE=off`` or torch's deterministic algorithms:
+    two machines may measure different shapes, and the shape changes the last bits of a result.
 
     Raises:
-        ValueError: SOFTFOCUS_TUNE says neither on nor off.
+        ValueError: SOFTFOCUS_TUNE is neither on nor off.
     """
     if not switched_on(TUNE, default=True) or torch.are_deterministic_algorithms_enabled():
         return tiles[0]
@@ -214,14 +221,14 @@ def _measured(tiles: tuple[TileShape, ...], run: Callable[[TileShape], Any]) -> 
     for tile in tiles:
         try:
             times[tile] = _time(partial(run, tile))
-        except (OutOfResources, PTXASError, torch.OutOfMemoryError):  # the last: measuring takes memory, too
+        except (OutOfResources, PTXASError, torch.OutOfMemoryError):  # OutOfMemoryError: measuring takes memory, too
             continue
     return min(times, key=times.__getitem__) if times else None
 
 
 def _time(run: Callable[[], Any]) -> float:
-    """Milliseconds, median."""
-    took: float = triton.testing.do_bench(run, warmup=20, rep=80, return_mode="median")  # milliseconds, too
+    """The median time of ``run`` in milliseconds."""
+    took: float = triton.testing.do_bench(run, warmup=20, rep=80, return_mode="median")  # warmup, rep: ms
     return took
 
 
