@@ -1,10 +1,10 @@
-"""What the backward's kernels share: which rows they compute, the gradient that comes in, and
-vectors of the rows.
+"""What the backward's kernels share: which rows they compute, grad_out and delta, and the row
+vectors.
 
-No kernel needs an atomic: each program owns what it writes. The queries' kernel runs first. Each
-kernel has two variants: EXACT computes the rows that LASER's forward marked, the other all other
-rows. Both write their own rows of grad_query. EXACT runs second and adds to grad_key, grad_value
-and grad_bias.
+No kernel needs an atomic: each program owns the memory that it writes. query_gradients runs first.
+With LASER each kernel has two variants: EXACT computes the rows that the forward marked, the other
+variant computes all other rows. Each writes its own rows of grad_query. EXACT runs second and adds
+to grad_key, grad_value and grad_bias.
 """
 
 import triton
@@ -13,23 +13,24 @@ import triton.language as tl
 from softfocus.backends.triton.kernels import laser, loading, weighting
 
 ROW_VECTORS = 9
-"""Vectors that the queries' kernel leaves to the others.
+"""The row vectors that query_gradients writes for the other kernels.
 
-They are loaded again for each tile: along the second dimension of a tile a vector takes as many
-registers as a row of it.
+The other kernels load them for each tile. A vector along the second dimension of a tile, as in
+key_gradients, takes as many registers as a row of the tile.
 """
 MEAN_GRAD, SCALE, ROW_BIAS, SHIFT, THRESHOLD, INVERSE_SPREAD, WEIGHT_FACTOR, GRAD_FACTOR, DELTA = (
     tl.constexpr(n) for n in range(9)
 )
-"""SCALE is c_i / |q_i| and ROW_BIAS the row bias, both in the score unit. SHIFT and the rest are of
-GradientRow: INVERSE_SPREAD is inverse_spread, and GRAD_FACTOR is divided by the score unit.
+"""Indices of the row vectors. SCALE is c_i, with cosine c_i / |q_i|, and ROW_BIAS is the row bias,
+both in the score unit. SHIFT and the rest are fields of GradientRow, except that GRAD_FACTOR is
+divided by the score unit.
 """
 
 
 @triton.jit
 def active_rows(outputs, inputs, algebra, b, h, q_offsets, EXACT: tl.constexpr):
-    """The rows [BLOCK_Q] that this variant computes: the EXACT one those that the forward marked,
-    the other one the rest.
+    """Whether this variant computes each row, bool [BLOCK_Q]: EXACT computes the rows that the
+    forward marked, the other variant the rest.
     """
     active = q_offsets < inputs.query_length
     if algebra.laser:
@@ -40,22 +41,26 @@ def active_rows(outputs, inputs, algebra, b, h, q_offsets, EXACT: tl.constexpr):
 
 @triton.jit
 def laser_grad_acc(grad_out, outputs, inputs, b, h, q_offsets, active, blocks):
-    """dL/d(A e^V) [BLOCK_Q, BLOCK_DV] as products take it, 0 in rows that are not active; and delta
-    [BLOCK_Q].
+    """dL/d(A e^V) [BLOCK_Q, BLOCK_DV] in the dtype of the products, 0 in rows that are not active;
+    and delta [BLOCK_Q].
 
-    delta is that of the rounded gradient: where one key dominates a row, dL/dA - delta is smaller
-    than the rounding, which cancels.
+    delta is computed from the rounded gradient. Where one key dominates a row, dL/dA - delta is
+    smaller than this rounding, and the rounding cancels.
     """
     grad_tile = loading.load_like_out(grad_out, inputs, b, h, q_offsets, blocks)
     exp_out = loading.load_like_out(outputs.residual, inputs, b, h, q_offsets, blocks)  # A e^V
-    mask = (exp_out > 0.0) & active[:, None]  # an output that is NaN by rule passes nothing on
+    mask = (exp_out > 0.0) & active[:, None]  # an output that is NaN passes no gradient on
     grad_acc = laser.operand(tl.where(mask, grad_tile.to(tl.float32) / exp_out, 0.0), grad_tile)
     return grad_acc, tl.sum(tl.where(mask, grad_acc.to(tl.float32) * exp_out, 0.0), 1)
 
 
 @triton.jit
 def load_delta(grad_out, outputs, inputs, algebra, b, h, q_offsets, blocks):
-    """delta [BLOCK_Q], made of grad_out and out."""
+    """delta [BLOCK_Q], from grad_out and out.
+
+    For LASER's marked rows it is the sum of grad_out: out is a logsumexp, whose terms' shares sum
+    to one in each column.
+    """
     grad_tile = loading.load_like_out(grad_out, inputs, b, h, q_offsets, blocks).to(tl.float32)  # [BLOCK_Q, BLOCK_DV]
     out_tile = loading.load_like_out(outputs.out, inputs, b, h, q_offsets, blocks).to(tl.float32)
     if algebra.laser:
@@ -68,11 +73,11 @@ def load_delta(grad_out, outputs, inputs, algebra, b, h, q_offsets, blocks):
 
 @triton.jit
 def load_row_vectors(row_vectors, algebra, b, h, q_offsets, active):
-    """What the queries' kernel left, 0 in rows that are not active: (mean_grad, scale, row_bias,
-    GradientRow).
+    """The row vectors [BLOCK_Q] that query_gradients wrote, 0 in rows that are not active:
+    (mean_grad, scale, row_bias, GradientRow).
 
-    ``scale`` is in the scores' unit, and ``grad_factor`` is divided by it. They are not multiplied
-    beforehand: of a tiny query the product may be no number.
+    ``scale`` is in the score unit, and ``grad_factor`` is divided by it. Both are factors of
+    grad_key. They are stored separately, because for a tiny query their product may overflow.
     """
     zeros = tl.zeros(q_offsets.shape, tl.float32)
     mean_grad, row_bias, shift, threshold, inverse_spread, delta = zeros, zeros, zeros, zeros, zeros, zeros
@@ -83,9 +88,9 @@ def load_row_vectors(row_vectors, algebra, b, h, q_offsets, active):
     if algebra.score_bias != "0":
         row_bias = tl.load(pointers + ROW_BIAS * row_vectors.stride_b, mask=active, other=0.0)
     if algebra.shifted:
-        # Rows that are not active have no shift of their own, and e^bias may overflow: with shift =
-        # inf they weigh 2^-inf = 0. Softplus, the only phi whose unit is not 1, grows linearly, and
-        # its polynomial would make 0 * inf of that
+        # Rows that are not active load no shift. Their score may be a large bias, whose exponential
+        # overflows; with shift = inf their weight is 2^-inf = 0. Softplus, the only phi whose unit
+        # is not 1, grows linearly and needs no such shift: its polynomial would compute 0 * inf
         none: tl.constexpr = float("inf") if algebra.phi.unit == 1.0 else 0.0
         shift = tl.load(pointers + SHIFT * row_vectors.stride_b, mask=active, other=none)
     if algebra.reweighted:
@@ -100,7 +105,9 @@ def load_row_vectors(row_vectors, algebra, b, h, q_offsets, active):
 
 @triton.jit
 def store_row_vectors(row_vectors, mean_grad, scale, row_bias, row, grad_factor, b, h, q_offsets, mask):
-    """Leave the vectors to the other kernels."""
+    """Store the row vectors for the other kernels; ``row.grad_factor`` is replaced by
+    ``grad_factor``.
+    """
     pointers = loading.saved_pointers(row_vectors, b, h, q_offsets, 0)
     tl.store(pointers + MEAN_GRAD * row_vectors.stride_b, mean_grad, mask=mask)
     tl.store(pointers + SCALE * row_vectors.stride_b, scale, mask=mask)
@@ -115,7 +122,7 @@ def store_row_vectors(row_vectors, mean_grad, scale, row_bias, row, grad_factor,
 
 @triton.jit
 def store_or_add(pointers, x, mask, ADD: tl.constexpr):
-    """Store x, or add it to what is there."""
+    """Store x, or add it to what the memory holds."""
     if ADD:
         x += tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
     tl.store(pointers, x.to(pointers.dtype.element_ty), mask=mask)

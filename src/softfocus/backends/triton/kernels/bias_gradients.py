@@ -20,16 +20,16 @@ def bias_gradients(
     inputs, algebra, masks, grad_out, outputs, row_vectors, grad_bias, heads, ALL_BATCH: tl.constexpr,
     ALL_HEADS: tl.constexpr, ALL_ROWS: tl.constexpr, ALL_KEYS: tl.constexpr, EXACT: tl.constexpr, blocks,
 ):  # fmt: skip
-    """grad_bias: a program has a tile of what the bias holds, and sums in a fixed order over all
-    that it is broadcast to.
+    """Stores grad_bias. A program has a tile of the bias, and sums in a fixed order over all
+    positions that the tile is broadcast to.
 
-    ALL_BATCH, ALL_HEADS, ALL_ROWS, ALL_KEYS: the dimensions along which it is. ``heads`` is the
-    bias's own. ``grad_out`` and EXACT as in key_gradients.
+    ALL_BATCH, ALL_HEADS, ALL_ROWS, ALL_KEYS: whether the bias is broadcast along this dimension.
+    ``heads`` is the bias's number of heads. ``grad_out`` and EXACT are as in key_gradients.
     """
     key_blocks = 1
     if not ALL_KEYS:
         key_blocks = (inputs.key_length + blocks.BLOCK_K - 1) // blocks.BLOCK_K
-    # Both in the first dimension of the grid: CUDA's others end at 65535
+    # Both are in the first dimension of the grid, since CUDA limits the others to 65535
     block_q, block_k = tl.program_id(0) // key_blocks, tl.program_id(0) % key_blocks
     q_range, k_range = tl.arange(0, blocks.BLOCK_Q), tl.arange(0, blocks.BLOCK_K)
     total = tl.zeros([blocks.BLOCK_Q, blocks.BLOCK_K], tl.float32)
@@ -55,7 +55,7 @@ def bias_gradients(
                 )
                 count = masking.visible_count(masks, inputs, b, h, q_offsets)
                 scale = scoring.score_scale(inputs, algebra, count, h) * algebra.phi.score_unit
-                query_rnorm = scale  # not used otherwise: Triton wants the name in both branches
+                query_rnorm = scale  # not used without cosine, but Triton needs the name in both branches
                 if EXACT:
                     exact = laser.exact_row(outputs.saved, inputs, algebra, count, b, h, q_offsets, row.delta)
                     exact = laser.expanded(exact, 1)
@@ -104,7 +104,7 @@ def bias_gradients(
     k_offsets = block_k * blocks.BLOCK_K + k_range
     start = loading.head_pointer(grad_bias, bias_b, bias_h)
     if not (ALL_ROWS or ALL_KEYS):
-        q_offsets = q_offsets.to(tl.int64)  # one head's bias may hold more than 2^31 numbers
+        q_offsets = q_offsets.to(tl.int64)  # the bias of one head may have more than 2^31 elements
     if ALL_ROWS and ALL_KEYS:
         backward_rows.store_or_add(start, tl.sum(tl.sum(total, 1), 0), True, EXACT)
     elif ALL_ROWS:

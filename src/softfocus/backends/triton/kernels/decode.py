@@ -1,17 +1,19 @@
-"""A few queries against many keys, which are split among programs so that a whole GPU reads them.
+"""A few queries and many keys. The keys are split among programs so that the whole GPU reads them.
 
-Up to three kernels: ``statistics`` of each split, with its weighted values unless rows are
-re-weighted; then ``weights`` of each split of re-weighted rows, where only values are read that
-weigh more than rounding (with LASER, more than 0); and ``combine``.
+There are up to three kernels. ``statistics`` computes the row statistics of each split, and its
+weighted values unless rows are re-weighted. ``weights`` computes the weighted values of each split
+of re-weighted rows. It reads a value only if its weight is above rounding (with LASER, above 0).
+``combine`` adds the splits.
 
 The queries of all heads that share a key head are the rows of one tile. A product on tensor cores
-has at least sixteen rows, most of them padding here, and scores in its layout would be computed
-several times. So the products are written to ``scores`` (4 bytes, beside the hundreds of a key),
-read again one score a thread, made weights, and written back. The product with the values reads
-them a third time. One query is multiplied without tensor cores.
+has at least sixteen rows, most of which are padding here. In the layout of its result several
+threads would compute the same score. The products are therefore written to ``scores``, 4 bytes per
+score, while a key has hundreds. They are read with one score per thread, turned into weights, and
+written back. The product with the values reads the weights. A single query is multiplied without
+tensor cores.
 
-In shapes ROWS_STORED is the number of rows, rounded up to a power of two; BLOCK_Q is at least 16,
-or 1 for a single row.
+In shapes ROWS_STORED is the number of rows, rounded up to a power of two. BLOCK_Q is ROWS_STORED,
+but at least 16 unless there is a single row.
 """
 
 import triton
@@ -21,20 +23,20 @@ from softfocus.backends.triton.kernels import forward, laser, loading, masking, 
 from softfocus.backends.triton.kernels.pointwise import LOG2E
 
 PARTS = tl.constexpr(4)
-"""Vectors of the rows that each split leaves."""
+"""The number of row vectors that each split stores."""
 PART_MAX, PART_PHI_SUM, PART_POWER_SUM, PART_MARK = (tl.constexpr(n) for n in range(4))
-"""Largest score, sum phi 2^-shift, sum u^p, and LASER's marks."""
+"""Indices of these vectors: largest score, sum phi 2^-shift, sum u^p, and LASER's marks."""
 SCORES_AT_ONCE = tl.constexpr(512)
-"""Scores that a program makes weights of at once, four a thread of 128. Not fewer than threads,
-which would then hold the same score: each is stored where it was loaded from, without a barrier in
-between.
+"""Scores that a program turns into weights at once: four per thread of 128. With fewer scores than
+threads, several threads would hold the same score. One could store its result before another has
+loaded the score, since there is no barrier between the load and the store.
 """
 
 
 @triton.jit
 def _query_rows(inputs, ROWS: tl.constexpr):
-    """b, a query head of this key head, and of each row its head and q_offset. A row too many has
-    the offset query_length.
+    """The program's b, a query head of its key head, and the query head [ROWS] and query offset
+    [ROWS] of each row. Padding rows have the offset query_length.
     """
     key_heads = inputs.heads // inputs.group
     b, key_head = tl.program_id(1) // key_heads, tl.program_id(1) % key_heads
@@ -47,7 +49,7 @@ def _query_rows(inputs, ROWS: tl.constexpr):
 
 @triton.jit
 def _split_tiles(inputs, masks, b, blocks):
-    """The tiles of keys of this program's split."""
+    """The tiles of keys of this program's split: the first, and the one after the last."""
     length, offset = loading.sequence_length(inputs, b), masking.query_offset(inputs, masks, b)
     last_query = inputs.query_length - 1
     start, stop = 0, length
@@ -71,8 +73,8 @@ def _part_pointers(parts, N: tl.constexpr, splits, split, ROWS_STORED: tl.conste
 
 @triton.jit
 def _sum_pointers(sums, splits, split, ROWS_STORED: tl.constexpr, ROWS: tl.constexpr, blocks):
-    """Pointers to the weighted values of a split in [B Hk, splits, ROWS_STORED, BLOCK_DV], and
-    which of the ROWS are stored.
+    """Pointers [ROWS, BLOCK_DV] to the weighted values of a split in [B Hk, splits, ROWS_STORED,
+    BLOCK_DV], and which of the ROWS are stored, [ROWS, 1].
     """
     program = tl.full([], 0, tl.int64) + tl.program_id(1)
     rows = tl.arange(0, ROWS)[:, None]
@@ -82,7 +84,9 @@ def _sum_pointers(sums, splits, split, ROWS_STORED: tl.constexpr, ROWS: tl.const
 
 @triton.jit
 def _score_pointers(scores, inputs, k_offsets, end, ROWS: tl.constexpr):
-    """Pointers to scores in [B Hk, rows, Lk], and which of them lie before ``end``."""
+    """Pointers [ROWS, keys] to scores in [B Hk, rows, Lk], and which of them exist and are before
+    ``end``.
+    """
     program = tl.full([], 0, tl.int64) + tl.program_id(1)
     row_count = inputs.group * inputs.query_length
     rows = tl.arange(0, ROWS)[:, None]
@@ -92,14 +96,16 @@ def _score_pointers(scores, inputs, k_offsets, end, ROWS: tl.constexpr):
 
 @triton.jit
 def _initial_statistics(ROWS_STORED: tl.constexpr):
-    """Of rows that have seen nothing: row_max, smallest_product, shift, phi_sum."""
+    """The statistics of rows before the first tile: row_max, smallest_product, shift, phi_sum, each
+    [ROWS_STORED].
+    """
     zeros = tl.zeros([ROWS_STORED], tl.float32)
     return zeros - float("inf"), zeros, zeros, zeros
 
 
 @triton.jit
 def _whole_rows(algebra, parts, splits, ROWS_STORED: tl.constexpr):
-    """Largest score, shift and sum of phi of the rows, from all splits."""
+    """Largest score, shift and sum of phi 2^-shift of the rows, [ROWS_STORED], from all splits."""
     row_max, _smallest_product, shift, phi_sum = _initial_statistics(ROWS_STORED)
     rows = tl.arange(0, ROWS_STORED)
     for split in range(splits):
@@ -117,14 +123,15 @@ def _whole_rows(algebra, parts, splits, ROWS_STORED: tl.constexpr):
 
 @triton.jit
 def statistics(inputs, algebra, masks, parts, sums, scores, ROWS_STORED: tl.constexpr, STAGES: tl.constexpr, blocks):
-    """Of a split the first two vectors; also its scores where rows are re-weighted, else weighted
-    values and LASER's marks.
+    """Stores a split's PART_MAX and PART_PHI_SUM. If rows are re-weighted it also stores the
+    split's scores, otherwise the weighted values and LASER's marks.
     """
     splits, split = tl.num_programs(0), tl.program_id(0)
     b, h, row_heads, q_offsets = _query_rows(inputs, ROWS_STORED)
     first, stop = _split_tiles(inputs, masks, b, blocks)
     _store_products(inputs, algebra, b, h, scores, first, stop, STAGES, blocks)
     tl.debug_barrier()
+    # count, scale, row_bias and the statistics [ROWS_STORED]
     count = masking.visible_count(masks, inputs, b, row_heads, q_offsets)
     scale = scoring.score_scale(inputs, algebra, count, row_heads) * algebra.phi.score_unit
     row_bias = scoring.row_bias_of(inputs, algebra, count, b)
@@ -155,7 +162,7 @@ def statistics(inputs, algebra, masks, parts, sums, scores, ROWS_STORED: tl.cons
         for start in range(first * blocks.BLOCK_K, end, SCORES_AT_ONCE // ROWS_STORED):
             k_offsets = start + tl.arange(0, SCORES_AT_ONCE // ROWS_STORED)
             pointers, mask = _score_pointers(scores, inputs, k_offsets, end, ROWS_STORED)
-            s = tl.load(pointers, mask=mask, other=float("-inf"))  # as above, [ROWS_STORED, keys]
+            s = tl.load(pointers, mask=mask, other=float("-inf"))  # [ROWS_STORED, SCORES_AT_ONCE / ROWS_STORED]
             tl.store(pointers, algebra.phi.value(s, shift[:, None], algebra), mask=mask)
         tl.debug_barrier()
         _sum_values(inputs, algebra, masks, b, h, parts, sums, scores, first, stop, ROWS_STORED, STAGES, blocks)
@@ -163,7 +170,7 @@ def statistics(inputs, algebra, masks, parts, sums, scores, ROWS_STORED: tl.cons
 
 @triton.jit
 def weights(inputs, algebra, masks, parts, sums, scores, ROWS_STORED: tl.constexpr, STAGES: tl.constexpr, blocks):
-    """Of a split of re-weighted rows the other two vectors, and the weighted values."""
+    """Stores PART_POWER_SUM, PART_MARK and the weighted values of a split of re-weighted rows."""
     splits, split = tl.num_programs(0), tl.program_id(0)
     b, h, row_heads, q_offsets = _query_rows(inputs, ROWS_STORED)
     first, stop = _split_tiles(inputs, masks, b, blocks)
@@ -189,11 +196,12 @@ def weights(inputs, algebra, masks, parts, sums, scores, ROWS_STORED: tl.constex
 
 @triton.jit
 def _store_products(inputs, algebra, b, h, scores, first, stop, STAGES: tl.constexpr, blocks):
-    """Products of a split's tiles: q k, or with cosine q k / |k|, of a query scaled by a power of
-    two.
+    """Stores the products of a split's tiles in ``scores``: q k, or with cosine q k / |k|, where
+    the query is scaled by a power of two.
 
-    The mantissa of 1 / |q| is multiplied in ``statistics``. Where the squares of a key are too
-    large or too small to be summed, all are multiplied again with exact norms.
+    ``statistics`` multiplies by the mantissa of 1 / |q|. If the sum of a key's squares is too large
+    or too small for float32, all products of the split are computed again with exact norms
+    (CAREFUL).
     """
     _b, _h, row_heads, q_offsets = _query_rows(inputs, blocks.BLOCK_Q)
     d_offsets = tl.arange(0, blocks.BLOCK_D)
@@ -212,7 +220,7 @@ def _store_products(inputs, algebra, b, h, scores, first, stop, STAGES: tl.const
         end = stop
         if CAREFUL:
             end = tl.where(tl.max(tl.max(imprecise, 1), 0) > 0, stop, first)
-            tl.debug_barrier()  # another thread may have stored what this one stores again
+            tl.debug_barrier()  # one thread may overwrite what another has stored
         for n in tl.range(first, end, num_stages=1 if CAREFUL else STAGES):
             k_offsets = n * blocks.BLOCK_K + tl.arange(0, blocks.BLOCK_K)
             key = loading.load_keys(inputs, b, h, k_offsets, True, blocks)  # [BLOCK_K, BLOCK_D]
@@ -222,8 +230,8 @@ def _store_products(inputs, algebra, b, h, scores, first, stop, STAGES: tl.const
                     key_rnorm = norms.reciprocal_norm(key.to(tl.float32))
                 else:
                     key_rnorm, precise = norms.fast_reciprocal_norm(key)
-                    # Zero vectors are fine, though their squares look like those of tiny ones: all
-                    # products with them are 0
+                    # The sum of squares of a zero vector looks like that of a tiny one. It is
+                    # precise, because all products with it are 0
                     not_zero = (key_rnorm != 0.0)[None, :] | (dots != 0.0)
                     imprecise = imprecise | ((precise == 0)[None, :] & not_zero).to(tl.int32)
                 dots = dots * key_rnorm[None, :]
@@ -238,10 +246,10 @@ def _sum_values(
     inputs, algebra, masks, b, h, parts, sums, scores, first, stop, ROWS_STORED: tl.constexpr,
     STAGES: tl.constexpr, blocks
 ):  # fmt: skip
-    """The weighted values of a split, and LASER's marks.
+    """Stores the weighted values of a split, and LASER's marks.
 
-    Only where a sum is non-finite, or a value too large for LASER, the split is summed again with a
-    look at every value.
+    If a sum is non-finite, or a value too large for LASER, the split is summed again, and every
+    value is checked (CAREFUL).
     """
     splits, split = tl.num_programs(0), tl.program_id(0)
     _b, _h, row_heads, q_offsets = _query_rows(inputs, blocks.BLOCK_Q)
@@ -251,8 +259,8 @@ def _sum_values(
     large_values = tl.zeros([blocks.BLOCK_K], tl.float32)
     product_sums = tl.zeros(
         [blocks.BLOCK_K, blocks.BLOCK_DV], tl.float32
-    )  # of a single row: weight times value of each key, summed over the keys at the end
-    largest_value = tl.zeros([blocks.BLOCK_K], tl.float32)
+    )  # for a single row: weights times values, summed over the first dimension at the end
+    largest_value = tl.zeros([blocks.BLOCK_K], tl.float32)  # the largest |v| so far, for LASER
     for CAREFUL in tl.static_range(2):
         end = stop
         if CAREFUL:
@@ -299,10 +307,11 @@ def _sum_values(
 
 @triton.jit
 def _negligible(inputs, algebra, count, tied, row_heads):
-    """Up to where a weight u^p counts as 0: 2^-24 / p, half an ulp of the largest weight over p.
+    """The largest u^p of each row that counts as 0, [ROWS_STORED]: 2^-24 / p, where 2^-24 is half
+    an ulp of the row's largest u^p.
 
-    In rows of N > p^2 keys it is 2^-24 p / N, so that all dropped weights together stay below 2^-24
-    p: the rounding of u times p. LASER takes the logarithm of small weights, and leaves out none.
+    In rows of N > p^2 keys it is 2^-24 p / N. All omitted u^p together are then below 2^-24 p,
+    which is p times the rounding of u. LASER takes the logarithm of small sums and omits no weight.
     """
     negligible = tl.zeros_like(count)
     if not algebra.laser:
@@ -313,7 +322,7 @@ def _negligible(inputs, algebra, count, tied, row_heads):
 
 @triton.jit
 def combine(inputs, algebra, masks, parts, sums, splits, outputs, ROWS_STORED: tl.constexpr, blocks):
-    """What the forward makes, from the splits in their order."""
+    """Stores the forward's outputs. Sums are added in the order of the splits."""
     b, _h, row_heads, q_offsets = _query_rows(inputs, ROWS_STORED)
     count = masking.visible_count(masks, inputs, b, row_heads, q_offsets)
     row_max, shift, phi_sum = _whole_rows(algebra, parts, splits, ROWS_STORED)

@@ -1,5 +1,5 @@
-"""The forward: one sweep over the keys, or two where rows are re-weighted, first for statistics,
-then for weights.
+"""The forward: one sweep over the keys, or two where rows are re-weighted: the first for
+statistics, the second for weights.
 """
 
 import triton
@@ -11,10 +11,10 @@ from softfocus.backends.triton.kernels.pointwise import LN2, log2
 
 @triton.jit
 def forward(inputs, algebra, masks, outputs, blocks):
-    """Everything in ``outputs``, but rows that it marks for ``laser.exact_forward``. A program:
-    BLOCK_Q rows of a head.
+    """Computes all of ``outputs``, except the rows that it marks for ``laser.exact_forward``. A
+    program has BLOCK_Q rows of a head.
     """
-    block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows first, where it is causal
+    block = tl.num_programs(0) - 1 - tl.program_id(0)  # the last rows first: under a causal mask they take longest
     b, h = tl.program_id(1) // inputs.heads, tl.program_id(1) % inputs.heads
     q_offsets = block * blocks.BLOCK_Q + tl.arange(0, blocks.BLOCK_Q)  # [BLOCK_Q]
     row_heads = tl.zeros_like(q_offsets) + h
@@ -22,7 +22,7 @@ def forward(inputs, algebra, masks, outputs, blocks):
     count = masking.visible_count(masks, inputs, b, h, q_offsets)  # [BLOCK_Q], as scale, row_bias and query_rnorm
     scale = scoring.score_scale(inputs, algebra, count, h) * algebra.phi.score_unit
     row_bias = scoring.row_bias_of(inputs, algebra, count, b)
-    query_rnorm = scale  # not used otherwise: Triton wants the name in both branches
+    query_rnorm = scale  # not used without cosine, but Triton needs the name in both branches
     if algebra.cosine:
         query_rnorm = loading.load_vector(inputs.query_rnorm, b, h, q_offsets, inputs.query_length)
     query, scale = scoring.query_operand(query, query_rnorm, scale, inputs, algebra)
@@ -33,11 +33,11 @@ def forward(inputs, algebra, masks, outputs, blocks):
     shift = tl.zeros([blocks.BLOCK_Q], tl.float32)
     phi_sum = tl.zeros([blocks.BLOCK_Q], tl.float32)
     power_sum = tl.zeros([blocks.BLOCK_Q], tl.float32)
-    # Not used where rows are not re-weighted: Triton wants the names
+    # [BLOCK_Q]; not used where rows are not re-weighted, but Triton needs the names
     threshold, inverse_spread, peak = shift, shift, shift
-    tied = phi_sum > 0.0
+    tied = phi_sum > 0.0  # all False
     needs_exact = tied
-    large_values = tl.zeros([blocks.BLOCK_K], tl.float32)  # in full tiles
+    large_values = tl.zeros([blocks.BLOCK_K], tl.float32)  # 1 where a key of a full tile has a large value
     for SWEEP in tl.static_range(1 if algebra.reweighted else 0, -1, -1):
         if SWEEP == 0:
             acc = tl.zeros([blocks.BLOCK_Q, blocks.BLOCK_DV], tl.float32)
@@ -50,7 +50,7 @@ def forward(inputs, algebra, masks, outputs, blocks):
         for PARTIAL in tl.static_range(1, -1, -1):
             for n in range(masking.tile_count(masks.key_tiles, tile_range, b, h, block, PARTIAL)):
                 k_offsets = scoring.key_offsets(masks, tile_range, b, h, block, n, PARTIAL, blocks)  # [BLOCK_K]
-                if SWEEP == 0:  # the values first: while there are no scores, registers are free
+                if SWEEP == 0:  # load the values before the scores take registers
                     # [BLOCK_K, BLOCK_DV]
                     value = loading.load_value_operand(inputs, b, h, k_offsets, PARTIAL, blocks)
                     value, acc, needs_exact, large_values = checked_values(
@@ -88,17 +88,18 @@ def forward(inputs, algebra, masks, outputs, blocks):
 def online_statistics(s, scaled_dots, row_max, smallest_product, shift, phi_sum, algebra):
     """phi 2^-shift of a tile [BLOCK_Q, BLOCK_K], and the statistics of its rows so far, [BLOCK_Q].
 
-    These are the largest score, the smallest scaled product (of dot products), shift and sum. Last
-    comes what multiplies sums of earlier tiles where the shift has grown.
+    The statistics are the largest score, the smallest scaled product (without cosine), the shift,
+    and the sum of phi 2^-shift. The last result, ``rescale`` [BLOCK_Q], multiplies the caller's
+    sums over earlier tiles, because the shift may have grown.
     """
     row_max = tl.maximum(row_max, tl.max(s, 1))
     if not algebra.cosine:
         smallest_product = tl.minimum(smallest_product, tl.min(scaled_dots, 1))
-    rescale = phi_sum  # not used otherwise: Triton wants the name in both branches
+    rescale = phi_sum  # not used unless shifted, but Triton needs the name in both branches
     if algebra.shifted:
         before = shift
         shift = algebra.phi.shift(row_max)
-        rescale = tl.exp2(tl.minimum(before - shift, 0.0))  # before is above only where nothing was there
+        rescale = tl.exp2(tl.minimum(before - shift, 0.0))  # the shift falls only if all phi so far are 0
         phi_sum = phi_sum * rescale
     f = algebra.phi.value(s, shift[:, None], algebra)
     return f, row_max, smallest_product, shift, phi_sum + tl.sum(f, 1), rescale
@@ -106,9 +107,9 @@ def online_statistics(s, scaled_dots, row_max, smallest_product, shift, phi_sum,
 
 @triton.jit
 def nan_if_infinite(phi_sum, row_max, smallest_product):
-    """The rows' sums [BLOCK_Q], NaN where a product was infinite.
+    """The sums of phi [BLOCK_Q], NaN in rows where a product of query and key was infinite.
 
-    With cosine an infinite query or key has the norm NaN, and so have its scores.
+    With cosine the reciprocal norm of an infinite query or key is NaN, and so are its scores.
     """
     return tl.where((row_max == float("inf")) | (smallest_product == float("-inf")), float("nan"), phi_sum)
 
@@ -126,27 +127,30 @@ def checked_values(
     value, acc, needs_exact, large_values, f, inputs, algebra, masks, b, h, row_heads, q_offsets, k_offsets,
     PARTIAL: tl.constexpr, blocks,
 ):  # fmt: skip
-    """Values [BLOCK_K, BLOCK_DV], or LASER's e^V, as the weights are multiplied with them; then
-    acc, needs_exact, large_values.
+    """Returns the operand [BLOCK_K, BLOCK_DV] that the weights are multiplied with, values or
+    LASER's e^V; then acc [BLOCK_Q, BLOCK_DV], needs_exact [BLOCK_Q] and large_values [BLOCK_K],
+    updated.
 
-    A non-finite value reaches only the rows that see it, or, where the weights ``f`` are given,
-    those that give it weight. In a PARTIAL tile ``needs_exact`` holds the rows that see a large
-    value. Of full tiles ``large_values`` says whether any has one.
+    In a PARTIAL tile a non-finite value makes ``acc`` NaN only in the rows that see it, or, if the
+    weights ``f`` [BLOCK_Q, BLOCK_K] are given, in the rows that give it weight. ``needs_exact``
+    then becomes true in the rows that see a large value. In a full tile, which all rows see,
+    ``large_values`` becomes 1 where a key has a large value.
 
     Args:
-        row_heads: of the rows; h: any of them.
+        row_heads: the query heads of the rows, [BLOCK_Q].
+        h: any of these heads; they share a key head.
     """
     if PARTIAL:
         if algebra.laser:
-            key_flags = laser.value_flags(value, inputs, b, h, k_offsets)
+            key_flags = laser.value_flags(value, inputs, b, h, k_offsets)  # [BLOCK_K]
             total = tl.max(key_flags, 0)
             nonfinite = total >= 2.0
         else:
             x = value.to(tl.float32)
             total = tl.sum(x - x)
             nonfinite = total != total
-        # NaN != 0 is true. Large and non-finite values are rare, so visibility is computed again
-        # here and takes no registers in the loop
+        # True for NaN, too. Large and non-finite values are rare. Visibility is therefore computed
+        # again here, and takes no registers in the rest of the loop. visible [BLOCK_Q, BLOCK_K]
         if total != 0.0:
             if f is None:
                 visible = masking.visible(masks, inputs, b, row_heads[:, None], q_offsets[:, None], k_offsets[None, :])
@@ -168,7 +172,7 @@ def checked_values(
 
 @triton.jit
 def _with_nonfinite(acc, visible, inputs, b, h, k_offsets, blocks):
-    """acc, NaN where a row sees a non-finite value: column by column."""
+    """acc [BLOCK_Q, BLOCK_DV], with NaN in the columns in which a row sees a non-finite value."""
     dv_offsets = tl.arange(0, blocks.BLOCK_DV)
     for c in range(inputs.value_dim):
         pointers = loading.key_pointers(inputs.value, inputs, b, h, k_offsets) + c * inputs.value.stride_d
@@ -184,15 +188,15 @@ def store_results(
     inputs, algebra, outputs, b, row_heads, q_offsets, count, row_max, shift, phi_sum, power_sum, ROUNDED: tl.constexpr,
     peak, acc, needs_exact, large_values, blocks,
 ):  # fmt: skip
-    """Store ``outputs``, from acc [BLOCK_Q, BLOCK_DV] and vectors of the rows [BLOCK_Q];
-    ``row_heads`` are those of the rows.
+    """Store ``outputs``, from acc [BLOCK_Q, BLOCK_DV] and vectors [BLOCK_Q]; ``row_heads``
+    [BLOCK_Q] are the query heads of the rows.
 
-    ROUNDED: whether the weights were rounded to the values' dtype before they were multiplied.
+    ROUNDED: whether the weights were rounded to the values' dtype before the product.
     """
     mask = q_offsets < inputs.query_length
     dv_offsets = tl.arange(0, blocks.BLOCK_DV)
     weight_sum = power_sum if algebra.reweighted else phi_sum
-    # LASER in float16 multiplies with float32
+    # LASER in float16 multiplies float32 operands
     rounded: tl.constexpr = not (algebra.float32 or (algebra.float16 and algebra.laser))
     if ROUNDED and rounded and algebra.normaliser == "l1" and not algebra.reweighted:
         element_type = inputs.value_operand.pointer.dtype.element_ty
@@ -200,18 +204,18 @@ def store_results(
     if algebra.laser:
         lowest = tl.min(tl.where(dv_offsets[None, :] < inputs.value_dim, acc, float("inf")), 1)
         large = tl.zeros_like(weight_sum) + tl.max(large_values, 0)
-        # At least 1: below that (relu without a shift) the products themselves may be too small for
-        # a float
+        # The sum of the weights counts as at least 1: if it is less (relu without a shift), the
+        # products themselves may underflow
         needs_exact = needs_exact | (large > 0.0) | (lowest < laser.SMALL_SUM * tl.maximum(weight_sum, 1.0))
         needs_exact = needs_exact & (weight_sum > 0.0)
         tl.store(outputs.exact_heads + b * inputs.heads + row_heads, 1, mask=needs_exact & mask)
-        # NaN where phi_sum is
+        # mean [BLOCK_Q, BLOCK_DV] is A e^V; NaN where phi_sum is
         mean = acc * (weighting.reciprocal_sum(weight_sum, algebra) + (phi_sum - phi_sum))[:, None]
         mean = tl.where((weight_sum[:, None] == 0.0) | (mean <= 0.0), 1.0, mean)
         loading.store_like_out(outputs.residual, b, row_heads, q_offsets, mask, mean, inputs, blocks)
         acc = log2(mean, algebra.terms) * LN2
     elif algebra.reweighted or algebra.normaliser == "l1":
-        if algebra.phi.has_zeros:  # the reciprocal of a small sum of these may be no number
+        if algebra.phi.has_zeros:  # the reciprocal of a small sum of such phi may overflow
             weight_sum = tl.broadcast_to(tl.where(weight_sum == 0.0, 1.0, weight_sum)[:, None], acc.shape)
             if algebra.float32:
                 acc = tl.div_rn(acc, weight_sum)
@@ -221,7 +225,7 @@ def store_results(
             acc = acc * weighting.reciprocal_sum(weight_sum, algebra)[:, None]
     else:
         acc = acc * (weighting.row_factor(inputs, algebra, count, b) / algebra.phi.unit)[:, None]
-    acc = acc + (acc - acc) + (phi_sum - phi_sum)[:, None]  # NaN for infinity, which only values or products bring
+    acc = acc + (acc - acc) + (phi_sum - phi_sum)[:, None]  # infinity, of values or products, becomes NaN
     acc = tl.where(count[:, None] > 0.0, acc, 0.0)
     loading.store_like_out(outputs.out, b, row_heads, q_offsets, mask, acc, inputs, blocks)
     if outputs.residual is not None and not algebra.laser:

@@ -1,5 +1,5 @@
-"""Gradients of the keys and values, BLOCK_K keys of a key head a program. Tiles lie the other way
-round: [BLOCK_K, BLOCK_Q].
+"""Gradients of the keys and values, BLOCK_K keys of a key head per program. Tiles are transposed:
+[BLOCK_K, BLOCK_Q].
 """
 
 import triton
@@ -22,10 +22,10 @@ from softfocus.backends.triton.kernels import (
 def key_gradients(
     inputs, algebra, masks, grad_out, outputs, row_vectors, grad_key, grad_value, EXACT: tl.constexpr, blocks
 ):  # fmt: skip
-    """grad_key and grad_value, summed over the query heads that share the key head.
+    """Stores grad_key and grad_value, summed over the query heads that share the key head.
 
-    ``grad_out`` is LASER's dL/d(A e^V), but in the EXACT variant.
-    EXACT: the share of LASER's marked rows, added to what is there; else that of the others.
+    With LASER ``grad_out`` is dL/d(A e^V), except in the EXACT variant. EXACT computes the share of
+    LASER's marked rows and adds it to what the other variant stored for all other rows.
     """
     block = tl.program_id(0)
     key_heads = inputs.heads // inputs.group
@@ -45,8 +45,8 @@ def key_gradients(
     if algebra.cosine and inputs.unit_key_fp16 is None:
         key, key_scale = norms.scaled_operand(key, key_rnorm)
     tile_range = masking.query_tile_range(masks, inputs, blocks, block)
-    key_sum = tl.zeros([blocks.BLOCK_K, blocks.BLOCK_D], tl.float32)
-    value_sum = tl.zeros([blocks.BLOCK_K, blocks.BLOCK_DV], tl.float32)
+    key_sum = tl.zeros([blocks.BLOCK_K, blocks.BLOCK_D], tl.float32)  # sum_i dL/ds_ij c_i q_i
+    value_sum = tl.zeros([blocks.BLOCK_K, blocks.BLOCK_DV], tl.float32)  # sum_i A_ij grad_acc_i
     for head_of_group in range(inputs.group):
         h = key_head * inputs.group + head_of_group
         for PARTIAL in tl.static_range(1, -1, -1):
@@ -54,8 +54,8 @@ def key_gradients(
                 start = masking.tile_index(masks.query_tiles, tile_range, b, h, block, n, PARTIAL) * blocks.BLOCK_Q
                 q_offsets = start + tl.arange(0, blocks.BLOCK_Q)  # [BLOCK_Q]
                 active = backward_rows.active_rows(outputs, inputs, algebra, b, h, q_offsets, EXACT)
-                # query, grad_operand [BLOCK_Q, BLOCK_D], grad_acc [BLOCK_Q, BLOCK_DV]; vectors
-                # [BLOCK_Q]
+                # query, grad_operand [BLOCK_Q, BLOCK_D]; grad_acc [BLOCK_Q, BLOCK_DV]; mean_grad,
+                # scale, row_bias and the fields of row [BLOCK_Q]
                 query, grad_operand = loading.load_query_operands(inputs, b, h, q_offsets, blocks)
                 grad_acc = loading.load_like_out(grad_out, inputs, b, h, q_offsets, blocks)
                 mean_grad, scale, row_bias, row = backward_rows.load_row_vectors(
@@ -93,9 +93,9 @@ def key_gradients(
                 if algebra.reweighted:
                     grad_u = grad_u - mean_grad[None, :]
                 grad_factor = row.grad_factor
-                if inputs.unit_key_fp16 is not None:  # grad_operand holds the scale
+                if inputs.unit_key_fp16 is not None:  # grad_operand includes the scale
                     scale = tl.full(scale.shape, 1.0, tl.float32)
-                if algebra.float16:  # what float16 might not hold is multiplied outside
+                if algebra.float16:  # factors that may overflow float16 multiply the product instead
                     factor_pow2, scale_pow2 = (
                         norms.largest_power_of_two(grad_factor),
                         norms.largest_power_of_two(scale),
@@ -117,7 +117,7 @@ def key_gradients(
     mask = k_offsets < inputs.key_length
     key_bounds = mask[:, None] & (d_offsets[None, :] < inputs.head_dim)
     value_bounds = mask[:, None] & (dv_offsets[None, :] < inputs.value_dim)
-    if algebra.laser and not EXACT:  # d e^V = e^V dV
+    if algebra.laser and not EXACT:  # dL/dV = e^V dL/d(e^V)
         pointers = loading.key_pointers(inputs.value_operand, inputs, b, key_head * inputs.group, k_offsets)[:, None]
         pointers = pointers + dv_offsets * inputs.value_operand.stride_d
         value_sum = value_sum * loading.reload(pointers, value_bounds).to(tl.float32)
@@ -129,11 +129,11 @@ def key_gradients(
         value_bounds,
         EXACT,
     )
-    if algebra.cosine:  # after the store, as with the queries
+    if algebra.cosine:  # the key is loaded again after the store, as in query_gradients
         pointers = loading.key_pointers(inputs.key, inputs, b, key_head * inputs.group, k_offsets)[:, None]
         pointers = pointers + d_offsets * inputs.key.stride_d
-        # A non-finite key has gradient 0 where nobody sees it. Where somebody does, its sum is NaN
-        # already
+        # A non-finite key that no row sees has the gradient 0. If a row sees it, its sum is already
+        # NaN
         key_rnorm = tl.where(key_rnorm == key_rnorm, key_rnorm, 0.0)
         key, key_scale = norms.scaled_operand(products.finite_or_zero(loading.reload(pointers, key_bounds)), key_rnorm)
         unit_key = key.to(tl.float32) * key_scale[:, None]

@@ -1,9 +1,9 @@
 """LASER: log(A e^V), column by column (arXiv 2411.03493).
 
-The kernels multiply the weights with e^V in place of V. No shift M is subtracted: it could come
-from a key that the row does not see. Values above LARGE_VALUE are clamped instead, and every row
-that sees one is marked. So is a row whose sum is so small that weights too small for a float might
-count. EXACT variants of the kernels compute marked rows in logarithms.
+The kernels multiply the weights with e^V in place of V. No shift M is subtracted, because it could
+come from a key that the row does not see. Values above LARGE_VALUE are clamped instead, and every
+row that sees one is marked. A row is also marked if its sum is so small that weights which
+underflow might count. The EXACT variants of the kernels compute the marked rows in logarithms.
 """
 
 from typing import NamedTuple
@@ -17,17 +17,19 @@ from softfocus.backends.triton.kernels.pointwise import LOG2E
 LARGE_VALUE = tl.constexpr(30.0)
 """e^30 is 1e13, so that sums stay far below float32's largest number. Chosen, not measured."""
 SMALL_SUM = tl.constexpr(1e-12)
-"""Of A e^V, as a share of the sum of the weights: rows with less are marked. A weight that float32
-loses is below 1e-38; times e^LARGE_VALUE that is 1e-25, which does not count beside 1e-12.
+"""A row is marked if its sum of weights times e^V, before the division by the sum of the weights,
+is below SMALL_SUM max(sum of the weights, 1). A weight that underflows in float32 is below 1e-38;
+times e^LARGE_VALUE it is 1e-25, which is negligible compared with 1e-12.
 """
 ONE_KEY = tl.constexpr(2.0)
-"""The mark of a row of which one key has all the weight; 1 of others."""
+"""The mark of a marked row in which one key has all the weight. The mark of other marked rows is 1.
+"""
 
 
 @triton.jit
 def operand(x, like):
-    """x in the dtype of the products with ``like``: bfloat16 beside bfloat16, else float32, since
-    float16 could not hold it.
+    """x as an operand of products: bfloat16 if ``like`` is bfloat16, else float32, since x may
+    overflow float16.
     """
     if like.dtype == tl.bfloat16:
         x = x.to(tl.bfloat16)
@@ -36,7 +38,7 @@ def operand(x, like):
 
 @triton.jit
 def exponential(value):
-    """e^V; any number for values beyond LARGE_VALUE, NaN for non-finite ones."""
+    """e^V; e^LARGE_VALUE for larger values, NaN for non-finite ones."""
     x = value.to(tl.float32)
     x = tl.minimum(x + (x - x), LARGE_VALUE, propagate_nan=tl.PropagateNan.ALL)
     return operand(tl.exp2(x * LOG2E), value)
@@ -44,7 +46,9 @@ def exponential(value):
 
 @triton.jit
 def value_flags(value, inputs, b, h, k_offsets):
-    """What ``flagged`` says of the keys of a tile, [BLOCK_K]."""
+    """The flags of the keys of a tile (see ``flagged``), [BLOCK_K]: loaded, or computed from the
+    values [BLOCK_K, BLOCK_DV].
+    """
     if inputs.value_flags is not None:
         flags = loading.load_vector(inputs.value_flags, b, h // inputs.group, k_offsets, inputs.key_length)
     else:
@@ -54,8 +58,8 @@ def value_flags(value, inputs, b, h, k_offsets):
 
 @triton.jit
 def flagged(x):
-    """Of each key's values [BLOCK_K, BLOCK_DV]: 1 where one is large, and 2 more where one is
-    non-finite, [BLOCK_K].
+    """Flags [BLOCK_K] of the keys with values x [BLOCK_K, BLOCK_DV]: 1 if a value is large, plus 2
+    if one is non-finite.
     """
     nonfinite = tl.max(((tl.abs(x) < float("inf")) == 0).to(tl.int32), 1)
     large = tl.max((products.finite_or_zero(x) > LARGE_VALUE).to(tl.int32), 1)
@@ -66,7 +70,9 @@ def flagged(x):
 def exponentials(
     value, exp_values, flags, heads, length, width, FINITE: tl.constexpr, BLOCK_ROWS: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """e^V, and flags of the keys. FINITE, for the backward: 1 in place of NaN, and no flags."""
+    """Stores e^V and the flags of the keys. FINITE, for the backward: e^0 = 1 for non-finite
+    values, and no flags.
+    """
     b, h = tl.program_id(1) // heads, tl.program_id(1) % heads
     row_offsets = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     dv_offsets = tl.arange(0, WIDTH)
@@ -86,12 +92,15 @@ def exponentials(
 
 
 class ExactRow(NamedTuple):
-    """What the EXACT kernels know of their rows: vectors, shaped so that they broadcast to a tile.
+    """The constants of the EXACT kernels' rows: vectors [BLOCK_Q], or ``expanded`` to broadcast to
+    a tile.
 
     Attributes:
-        shift, phi_sum: sum_j phi(s_ij) 2^-shift, in phi's unit.
+        shift: of phi, as in the forward.
+        phi_sum: sum_j phi(s_ij) 2^-shift, in phi's unit.
         threshold, inverse_spread, tied: of re-weighted rows, as ``weighting.row_threshold``
-            gives them; power_sum: sum u^p.
+            returns them.
+        power_sum: sum_j u_ij^p.
         delta: sum_j A_ij dL/dA_ij.
         one_key: whether one key has all the weight, whatever its score; for the backward.
     """
@@ -108,7 +117,7 @@ class ExactRow(NamedTuple):
 
 @triton.jit
 def exact_row(saved, inputs, algebra, count, b, h, q_offsets, delta):
-    """From what the forward saved of the rows, [BLOCK_Q]."""
+    """The ``ExactRow`` of the rows [BLOCK_Q], from what the forward saved."""
     shift, largest_phi, phi_sum, power_sum = weighting.saved_statistics(saved, inputs, algebra, b, h, q_offsets)
     phi_sum = tl.where(phi_sum == 0.0, 1.0, phi_sum)
     power_sum = tl.where(power_sum == 0.0, 1.0, power_sum)
@@ -119,14 +128,14 @@ def exact_row(saved, inputs, algebra, count, b, h, q_offsets, delta):
 
 @triton.jit
 def load_marks(saved, inputs, b, h, q_offsets):
-    """0 of rows that are not marked, [BLOCK_Q]."""
+    """The marks of the rows [BLOCK_Q]: ONE_KEY, 1, or 0 for rows that are not marked."""
     pointers = loading.saved_pointers(saved, b, h, q_offsets, loading.MARK)
     return tl.load(pointers, mask=q_offsets < inputs.query_length, other=0.0)
 
 
 @triton.jit
 def expanded(row, AXIS: tl.constexpr):
-    """The vectors along one axis of a tile."""
+    """The vectors [BLOCK_Q] as [BLOCK_Q, 1] for AXIS 1, or [1, BLOCK_Q] for AXIS 0."""
     return ExactRow(
         tl.expand_dims(row.shift, AXIS), tl.expand_dims(row.phi_sum, AXIS), tl.expand_dims(row.threshold, AXIS),
         tl.expand_dims(row.inverse_spread, AXIS), tl.expand_dims(row.tied, AXIS),
@@ -137,9 +146,9 @@ def expanded(row, AXIS: tl.constexpr):
 
 @triton.jit
 def log_weights(s, row, inputs, algebra, h):
-    """log A and log u of a tile [BLOCK_Q, BLOCK_K], or [BLOCK_K, BLOCK_Q], -inf where they are 0.
+    """log A and log u of a tile [BLOCK_Q, BLOCK_K], or [BLOCK_K, BLOCK_Q], -inf where A or u is 0.
 
-    Not the logarithms of A and u, which may be too small for a float."""
+    They are not computed as log(A) and log(u), because A and u may underflow."""
     f = algebra.phi.value(s, row.shift, algebra)
     log_f = algebra.phi.log(s, row.shift, f)
     result = log_f - tl.log(row.phi_sum)
@@ -158,8 +167,8 @@ def gradients_of_marked(s, total, row, inputs, algebra, h):
     """A (dL/dA - delta), g and phi' of a tile [BLOCK_Q, BLOCK_K], or [BLOCK_K, BLOCK_Q], from
     scores and ``total`` = A dL/dA.
 
-    As ``weighting.weights_and_gradients``, but of A dL/dA, which is a number where A is too small
-    for a float and dL/dA too large.
+    It does the work of ``weighting.weights_and_gradients``, but from A dL/dA, which is finite even
+    where A underflows and dL/dA overflows. g includes all factors of the row.
     """
     f = algebra.phi.value(s, row.shift, algebra)
     derivative = algebra.phi.derivative(s, row.shift, algebra) * algebra.phi.unit
@@ -167,9 +176,9 @@ def gradients_of_marked(s, total, row, inputs, algebra, h):
     above_threshold = f
     power = 1.0
     small = 2.0**-100
-    # Up to ``small`` phi' / phi is taken from the score (``rate``): f is close to the least float.
-    # relu's f has lost digits already at 2^-60. With a threshold f - threshold is 0 or well above
-    # the rounding of f, and no such case exists
+    # Where f is at most ``small``, it is near underflow, and phi' / phi is computed from the score
+    # (``Phi.rate``). The f of the relu family loses precision already at 2^-60. With a threshold
+    # this is not needed: f - threshold is 0 or well above the rounding of f
     if algebra.phi.has_zeros:
         small = tl.where(row.threshold == 0.0, 2.0**-60, 0.0)
     if algebra.reweighted:
@@ -189,13 +198,13 @@ def weighted_grads(
     log_weights, total, value_sum, grad_out, outputs, inputs, b, h, q_offsets, active, k_offsets,
     ROW_AXIS: tl.constexpr, blocks
 ):  # fmt: skip
-    """A dL/dA of a tile: the sum over columns c of grad_out e^(log A + v - out), added to
-    ``total``. Summed over rows, dL/dV.
+    """(total, value_sum) with this tile's terms grad_out e^(log A + v - out) added. Summed over the
+    columns c, the terms are A dL/dA; summed over the rows, they are dL/dV.
 
     Args:
         total: [BLOCK_Q, BLOCK_K] or [BLOCK_K, BLOCK_Q].
-        value_sum: [BLOCK_K, BLOCK_DV], or None.
-        active: the rows that count, [BLOCK_Q].
+        value_sum: [BLOCK_K, BLOCK_DV], or None, which returns ``total`` in its place.
+        active: the rows that count, [BLOCK_Q]. The others have grad_out 0.
         ROW_AXIS: the axis of the rows in the tile, 0 or 1.
     """
     dv_offsets = tl.arange(0, blocks.BLOCK_DV)
@@ -203,19 +212,20 @@ def weighted_grads(
         grad = _column(grad_out, b, h, q_offsets, active, c)  # [BLOCK_Q], as out and residual
         out = _column(outputs.out, b, h, q_offsets, active, c)
         residual = _column(outputs.residual, b, h, q_offsets, active, c)
-        grad = tl.where(out == out, grad, 0.0)  # an output that is NaN by rule passes nothing on
+        grad = tl.where(out == out, grad, 0.0)  # an output that is NaN passes no gradient on
         value = _column(inputs.value, b, h // inputs.group, k_offsets, k_offsets < inputs.key_length, c)  # [BLOCK_K]
         value = products.finite_or_zero(value)
-        # Of large numbers the difference is exact, the sum is not
+        # v - out first: for large values the difference is exact, but a sum with log A is not.
+        # difference, exponent and term are shaped like ``total``
         difference = tl.expand_dims(value, ROW_AXIS) - tl.expand_dims(tl.where(out == out, out, 0.0), 1 - ROW_AXIS)
         exponent = log_weights + (difference - tl.expand_dims(tl.where(out == out, residual, 0.0), 1 - ROW_AXIS))
-        # In active rows A e^(v - out) is at most 1. In others, of gradient 0, it is not to be
-        # infinite: e^88 is
+        # In active rows A e^(v - out) is at most 1. In the others, whose gradient is 0, it must not
+        # be infinite, as e^89 is
         term = tl.expand_dims(grad, 1 - ROW_AXIS) * tl.exp(tl.minimum(exponent, 80.0))
         total += term
         if value_sum is not None:
             value_sum += tl.where(dv_offsets[None, :] == c, tl.sum(term, ROW_AXIS)[:, None], 0.0)
-    second = total  # Triton 3.6 returns no None
+    second = total  # Triton 3.6 cannot return None
     if value_sum is not None:
         second = value_sum
     return total, second
@@ -223,15 +233,15 @@ def weighted_grads(
 
 @triton.jit
 def _column(array, b, h, offsets, mask, c):
-    """Column c of a head's matrix, float32; 0 beyond the mask."""
+    """Column c of a head's matrix, float32, shaped like ``offsets``; 0 where ``mask`` is false."""
     pointers = loading.head_pointer(array, b, h) + offsets * array.stride_l + c * array.stride_d
     return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def exact_forward(inputs, algebra, masks, outputs, blocks):
-    """The output of the marked rows, by a logsumexp with a running maximum of each row and
-    column.
+    """Stores the output and the residual of the marked rows, and ONE_KEY marks. The output is a
+    logsumexp with a running maximum per row and column.
     """
     if tl.load(outputs.exact_heads + tl.program_id(1)) == 0:
         return
@@ -247,11 +257,12 @@ def exact_forward(inputs, algebra, masks, outputs, blocks):
     row = expanded(exact_row(outputs.saved, inputs, algebra, count, b, h, q_offsets, tl.zeros_like(count)), 1)
     scale = scoring.score_scale(inputs, algebra, count, h) * algebra.phi.score_unit
     row_bias = scoring.row_bias_of(inputs, algebra, count, b)
-    query_rnorm = scale  # not used otherwise: Triton wants the name in both branches
+    query_rnorm = scale  # not used without cosine, but Triton needs the name in both branches
     if algebra.cosine:
         query_rnorm = loading.load_vector(inputs.query_rnorm, b, h, q_offsets, inputs.query_length)
     query, scale = scoring.query_operand(query, query_rnorm, scale, inputs, algebra)
     tile_range = masking.key_tile_range(masks, inputs, blocks, b, block)
+    # The largest log A + v of each row and column, and the sum of e^(log A + v - running_max)
     running_max = tl.full([blocks.BLOCK_Q, blocks.BLOCK_DV], float("-inf"), tl.float32)
     total = tl.zeros([blocks.BLOCK_Q, blocks.BLOCK_DV], tl.float32)
     live_keys = tl.zeros([blocks.BLOCK_Q], tl.float32)
@@ -271,7 +282,8 @@ def exact_forward(inputs, algebra, masks, outputs, blocks):
                 # [BLOCK_Q]: NaN where a row sees a non-finite value, else 0
                 nonfinite = tl.sum(tl.where(visible, (value - value)[None, :], 0.0), 1)
                 value = products.finite_or_zero(value)[None, :]
-                this_column = dv_offsets[None, :] == c
+                this_column = dv_offsets[None, :] == c  # [1, BLOCK_DV]
+                # before, now, base, rescale, tile_sum [BLOCK_Q]
                 before = tl.max(tl.where(this_column, running_max, float("-inf")), 1)
                 now = tl.maximum(before, tl.max(log_weight + value, 1))
                 base = tl.where(now == float("-inf"), 0.0, now)

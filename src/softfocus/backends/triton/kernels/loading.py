@@ -4,8 +4,9 @@ import triton
 import triton.language as tl
 
 COUNT, MAXIMUM, LOG_NORM, PEAK, PHI_SUM, POWER_SUM, MARK, MAXIMUM_IN_UNIT = (tl.constexpr(n) for n in range(8))
-"""The row vectors that the forward saves: ``RowStatistics``, then what the backward needs. MARK are
-LASER's marks. MAXIMUM_IN_UNIT is the maximum in the kernels' unit.
+"""Indices of the row vectors that the forward saves: first ``RowStatistics``, then what the
+backward needs. MARK is not 0 in LASER's marked rows. MAXIMUM_IN_UNIT is the maximum in the score
+unit.
 """
 
 
@@ -27,8 +28,8 @@ def sequence_length(inputs, b):
 
 @triton.jit
 def load_matrix(array, start, row_offsets, columns, length, width):
-    """[R, C] of the head's matrix at ``start``; 0 beyond its ends. ``length`` and ``width`` are its
-    sizes.
+    """Load the rows ``row_offsets`` [R] and the columns ``columns`` [C] of a head's matrix [length,
+    width], whose pointer is ``start``: [R, C], 0 beyond the matrix.
     """
     offsets = row_offsets[:, None] * array.stride_l + columns[None, :] * array.stride_d
     return tl.load(start + offsets, mask=(row_offsets[:, None] < length) & (columns[None, :] < width), other=0.0)
@@ -36,7 +37,7 @@ def load_matrix(array, start, row_offsets, columns, length, width):
 
 @triton.jit
 def store_matrix(array, start, row_offsets, columns, length, width, x):
-    """Store x [R, C] there, in the array's dtype."""
+    """Store x [R, C] in the array's dtype at the elements that ``load_matrix`` loads."""
     pointers = start + row_offsets[:, None] * array.stride_l + columns[None, :] * array.stride_d
     mask = (row_offsets[:, None] < length) & (columns[None, :] < width)
     tl.store(pointers, x.to(array.pointer.dtype.element_ty), mask=mask)
@@ -44,7 +45,7 @@ def store_matrix(array, start, row_offsets, columns, length, width, x):
 
 @triton.jit
 def load_vector(array, b, h, row_offsets, length):
-    """A number of each row of an array [B, H, L, 1]: float32 [R]."""
+    """The rows ``row_offsets`` [R] of an array [B, H, L, 1]: float32 [R]."""
     return tl.load(head_pointer(array, b, h) + row_offsets * array.stride_l, mask=row_offsets < length, other=0.0).to(
         tl.float32
     )
@@ -52,10 +53,10 @@ def load_vector(array, b, h, row_offsets, length):
 
 @triton.jit
 def saved_pointers(saved, b, h, q_offsets, N: tl.constexpr):
-    """Pointers [R] to the n-th of the saved vectors [n, B, H, Lq].
+    """Pointers [R] to elements of vector N of the row vectors [vectors, B, H, Lq].
 
-    The array has n in place of B, B in place of H and H in place of L: stride_b is from one vector
-    to the next.
+    The array's names are shifted by one dimension: stride_b is the stride of the vectors, stride_h
+    that of B and stride_l that of H.
     """
     zero = tl.full([], 0, tl.int64)
     return (
@@ -69,10 +70,10 @@ def saved_pointers(saved, b, h, q_offsets, N: tl.constexpr):
 
 @triton.jit
 def reload(pointers, mask):
-    """Load a tile again that was loaded before a loop and is not needed in it.
+    """Load again a tile that was loaded before a loop and is not needed inside it.
 
-    The cache modifier differs from the first load's. Otherwise the compiler would see one load, and
-    keep its registers through the loop.
+    The cache modifier differs from that of the first load. Otherwise the compiler would merge both
+    loads and keep the tile in registers through the loop.
     """
     return tl.load(pointers, mask=mask, other=0.0, cache_modifier=".cg")
 
@@ -100,8 +101,8 @@ def store_queries(array, inputs, b, h, q_offsets, x, blocks):
 
 @triton.jit
 def load_query_operands(inputs, b, h, q_offsets, blocks):
-    """Queries [BLOCK_Q, BLOCK_D], twice: for products with keys, and for those with the gradient of
-    the scores.
+    """Two tiles [BLOCK_Q, BLOCK_D]: the queries for products with keys, and the queries for
+    products with the gradient of the scores. They differ where scores are products of unit vectors.
     """
     if inputs.unit_key_fp16 is None:
         query = load_queries(inputs, b, h, q_offsets, blocks)
@@ -121,8 +122,8 @@ def load_like_out(array, inputs, b, h, q_offsets, blocks):
 
 @triton.jit
 def key_pointers(array, inputs, b, h, k_offsets):
-    """Pointers [BLOCK_K] to keys or values of a query head's key head, in pages where the cache has
-    such.
+    """Pointers [BLOCK_K] to rows of keys or values of the key head of query head h, in their pages
+    if there is a page table.
     """
     if inputs.page_table is None:
         pointers = head_pointer(array, b, h // inputs.group) + k_offsets * array.stride_l
@@ -138,8 +139,8 @@ def key_pointers(array, inputs, b, h, k_offsets):
 
 @triton.jit
 def load_tile(array, inputs, b, h, k_offsets, width, COLUMNS: tl.constexpr, PARTIAL: tl.constexpr, blocks):
-    """Keys [BLOCK_K, BLOCK_D] or values [BLOCK_K, BLOCK_DV]; 0 beyond the ends, which only a
-    PARTIAL tile can reach.
+    """Keys [BLOCK_K, BLOCK_D] or values [BLOCK_K, BLOCK_DV]; 0 beyond the last key and the last
+    column. Only a PARTIAL tile can reach beyond the last key.
     """
     columns = tl.arange(0, COLUMNS)
     pointers = key_pointers(array, inputs, b, h, k_offsets)[:, None] + columns[None, :] * array.stride_d
@@ -162,7 +163,7 @@ def load_keys(inputs, b, h, k_offsets, PARTIAL: tl.constexpr, blocks):
 
 @triton.jit
 def load_bf16_unit_keys(inputs, b, h, k_offsets, PARTIAL: tl.constexpr, blocks):
-    """Keys of length 1 [BLOCK_K, BLOCK_D]: what the gradient of the scores is multiplied with."""
+    """Unit vectors k / |k| [BLOCK_K, BLOCK_D], for products with the gradient of the scores."""
     return load_tile(inputs.unit_key_bf16, inputs, b, h, k_offsets, inputs.head_dim, blocks.BLOCK_D, PARTIAL, blocks)
 
 
@@ -174,8 +175,10 @@ def load_value_operand(inputs, b, h, k_offsets, PARTIAL: tl.constexpr, blocks):
 
 @triton.jit
 def store_like_out(array, b, row_heads, q_offsets, mask, x, inputs, blocks):
-    """Store x [BLOCK_Q, BLOCK_DV] to an array shaped like the output; ``row_heads`` [BLOCK_Q] are
-    those of the rows.
+    """Store x [BLOCK_Q, BLOCK_DV] to an array shaped like the output.
+
+    ``row_heads`` [BLOCK_Q] are the query heads of the rows, and ``mask`` [BLOCK_Q] says which rows
+    are stored.
     """
     columns = tl.arange(0, blocks.BLOCK_DV)
     pointers = (

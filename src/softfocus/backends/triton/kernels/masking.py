@@ -1,4 +1,4 @@
-"""Which tiles a block visits, what a query sees in one, and how many keys it sees in all."""
+"""Which tiles a block visits, which keys of a tile a query sees, and how many it sees in all."""
 
 import triton
 import triton.language as tl
@@ -6,10 +6,10 @@ import triton.language as tl
 from softfocus.backends.triton.kernels import loading
 
 EMPTY, PARTIAL, FULL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-"""What the masks leave of a tile: nothing, some of it, all of it."""
+"""How much of a tile the masks and the ends of the tensors leave visible: nothing, some, all."""
 TILES_AT_ONCE = tl.constexpr(256)
-"""Tiles whose document numbers are looked at together: two a thread of 128. Chosen, not
-measured.
+"""Tiles whose document numbers are compared at once: two per thread of a program of 128 threads.
+Chosen, not measured.
 """
 
 
@@ -24,9 +24,13 @@ def query_offset(inputs, masks, b):
 
 @triton.jit
 def visible(masks, inputs, b, h, q_offsets, k_offsets):
-    """Whether each query sees each key, for offsets of any shapes that broadcast. Queries beyond
-    the end give anything.
+    """Whether each query sees each key: bool, of the shape to which ``q_offsets`` and ``k_offsets``
+    broadcast. Rows after the last query are arbitrary.
+
+    A tile has offsets [BLOCK_Q, 1] and [1, BLOCK_K], or [1, BLOCK_Q] and [BLOCK_K, 1].
     """
+    # positions, last and own are shaped like q_offsets; real and theirs like k_offsets, broadcast
+    # to h where that is a vector of heads
     positions = q_offsets + query_offset(inputs, masks, b)
     length = loading.sequence_length(inputs, b)
     last = tl.zeros_like(q_offsets) + (length - 1)
@@ -60,10 +64,11 @@ def visible(masks, inputs, b, h, q_offsets, k_offsets):
 
 @triton.jit
 def visible_count(masks, inputs, b, h, q_offsets):
-    """N_i, float32 [BLOCK_Q]."""
+    """N_i, float32, shaped like ``q_offsets`` [BLOCK_Q]."""
     if masks.counts is not None:
         pointers = loading.head_pointer(masks.counts, b, h) + q_offsets * masks.counts.stride_l
         return tl.load(pointers, mask=q_offsets < inputs.query_length, other=0).to(tl.float32)
+    # The window's first key and the end of its keys, [BLOCK_Q]
     positions = q_offsets + query_offset(inputs, masks, b)
     low = tl.zeros_like(q_offsets)
     high = low + loading.sequence_length(inputs, b)
@@ -83,11 +88,12 @@ def _ceil_div(x, y):
 def _tile_range(
     first, last, behind, ahead, HAS_BEHIND: tl.constexpr, HAS_AHEAD: tl.constexpr, length, TILE: tl.constexpr
 ):
-    """Tiles that a block meets under the window alone: (start, full_start, full_stop, stop).
+    """Tiles that a block visits where only the window masks: (start, full_start, full_stop, stop).
 
-    Positions ``first`` to ``last`` of the block see from ``behind`` before them to ``ahead`` after
-    them. In a full tile all of them see all of it. Full tiles are full_start..full_stop; the
-    partial ones lie on both sides, start..full_start and full_stop..stop.
+    The block has the positions ``first`` to ``last``. Each sees the positions from ``behind``
+    before its own to ``ahead`` after it, up to ``length``. In a full tile every position of the
+    block sees all of the tile. The full tiles are full_start..full_stop, ends excluded. The partial
+    tiles are start..full_start and full_stop..stop.
     """
     start, full_start = 0, 0
     stop, full_stop = length, length
@@ -110,7 +116,7 @@ def _tile_range(
 
 @triton.jit
 def key_tile_range(masks, inputs, blocks, b, block):
-    """The tiles of keys that a block of queries meets."""
+    """The tiles of keys that a block of queries visits: see ``_tile_range``."""
     offset = query_offset(inputs, masks, b)
     first = block * blocks.BLOCK_Q + offset
     last = tl.minimum((block + 1) * blocks.BLOCK_Q, inputs.query_length) - 1 + offset
@@ -120,7 +126,7 @@ def key_tile_range(masks, inputs, blocks, b, block):
 
 @triton.jit
 def query_tile_range(masks, inputs, blocks, block):
-    """The tiles of queries that meet a block of keys."""
+    """The tiles of queries that a block of keys visits: see ``_tile_range``."""
     first = block * blocks.BLOCK_K - masks.offset
     last = tl.minimum((block + 1) * blocks.BLOCK_K, inputs.key_length) - 1 - masks.offset
     return _tile_range(
@@ -130,7 +136,7 @@ def query_tile_range(masks, inputs, blocks, block):
 
 @triton.jit
 def tile_count(lists, tile_range, b, h, block, PARTIAL: tl.constexpr):
-    """How many PARTIAL, or full, tiles a block meets."""
+    """How many partial tiles a block visits, or full tiles unless PARTIAL."""
     if lists is not None:
         counts = lists.partial_count if PARTIAL else lists.full_count
         return tl.load(loading.head_pointer(counts, b, h) + block * counts.stride_l)
@@ -142,7 +148,7 @@ def tile_count(lists, tile_range, b, h, block, PARTIAL: tl.constexpr):
 
 @triton.jit
 def tile_index(lists, tile_range, b, h, block, n, PARTIAL: tl.constexpr):
-    """The n-th of them."""
+    """The index of the n-th of the tiles that ``tile_count`` counts."""
     if lists is not None:
         indices = lists.partial if PARTIAL else lists.full
         return tl.load(loading.head_pointer(indices, b, h) + block * indices.stride_l + n * indices.stride_d)
@@ -155,17 +161,18 @@ def tile_index(lists, tile_range, b, h, block, n, PARTIAL: tl.constexpr):
 
 @triton.jit
 def _tiles_of_these_documents(inputs, masks, lowest, highest, b, q_offsets, start, stop):
-    """Of the tiles from start to stop, the range in which documents of these rows may occur.
+    """The range of tiles, within start..stop, in which documents of these rows may occur.
 
-    Packed documents follow one another, so that the range is short. In any other order it is
-    longer, never too short.
+    Packed documents follow one another, so that the range is short. If they are in another order
+    the range is longer, but never too short.
     """
+    # positions, own [BLOCK_Q]
     positions = tl.minimum(q_offsets, inputs.query_length - 1) + masks.offset
     own = tl.load(loading.head_pointer(masks.document_ids, b, 0) + positions * masks.document_ids.stride_d)
     own_lowest, own_highest = tl.min(own, 0), tl.max(own, 0)
     first, end = stop, start
     for begin in range(start, stop, TILES_AT_ONCE):
-        tiles = begin + tl.arange(0, TILES_AT_ONCE)
+        tiles = begin + tl.arange(0, TILES_AT_ONCE)  # [TILES_AT_ONCE], as mask, low, high and met
         mask = tiles < stop
         low = tl.load(loading.head_pointer(lowest, b, 0) + tiles * lowest.stride_d, mask=mask, other=0)
         high = tl.load(loading.head_pointer(highest, b, 0) + tiles * highest.stride_d, mask=mask, other=0)
@@ -177,22 +184,23 @@ def _tiles_of_these_documents(inputs, masks, lowest, highest, b, q_offsets, star
 
 @triton.jit
 def survey(inputs, masks, lowest, highest, counts, states, blocks):
-    """N_i int32 [B, H, Lq, 1]; and ``states``, EMPTY, PARTIAL or FULL, int8 [B, H, query blocks,
-    key blocks], 0 before.
+    """Stores N_i in ``counts``, int32 [B, H, Lq, 1], and EMPTY, PARTIAL or FULL in ``states``, int8
+    [B, H, query blocks, key blocks]. A program has a block of queries.
 
-    ``lowest`` and ``highest`` [B, 1, 1, key blocks] are the document numbers in a tile of keys;
-    None without documents.
+    The caller has set ``states`` to 0, which is EMPTY. ``lowest`` and ``highest`` [B, 1, 1, key
+    blocks] are the lowest and the highest document number of each tile of keys; None without
+    documents.
     """
     block = tl.program_id(0)
     b, h = tl.program_id(1), tl.program_id(2)
-    q_offsets = block * blocks.BLOCK_Q + tl.arange(0, blocks.BLOCK_Q)
+    q_offsets = block * blocks.BLOCK_Q + tl.arange(0, blocks.BLOCK_Q)  # [BLOCK_Q]
     start, _full_start, _full_stop, stop = key_tile_range(masks, inputs, blocks, b, block)
     if masks.document_ids is not None:
         start, stop = _tiles_of_these_documents(inputs, masks, lowest, highest, b, q_offsets, start, stop)
     count = tl.zeros([blocks.BLOCK_Q], tl.int32)
     for n in range(start, stop):
-        k_offsets = n * blocks.BLOCK_K + tl.arange(0, blocks.BLOCK_K)
-        # [BLOCK_Q, BLOCK_K]
+        k_offsets = n * blocks.BLOCK_K + tl.arange(0, blocks.BLOCK_K)  # [BLOCK_K]
+        # seen [BLOCK_Q, BLOCK_K]
         seen = visible(masks, inputs, b, h, q_offsets[:, None], k_offsets[None, :])
         seen = (seen & (q_offsets[:, None] < inputs.query_length)).to(tl.int32)
         count += tl.sum(seen, 1)

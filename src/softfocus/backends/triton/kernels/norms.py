@@ -1,4 +1,4 @@
-"""Norms of queries and keys for cosine similarity, and the kernel that makes them once a call."""
+"""Norms of queries and keys for cosine similarity, and the kernel that computes them per call."""
 
 import triton
 import triton.language as tl
@@ -8,14 +8,14 @@ from softfocus.backends.triton.kernels import loading
 
 @triton.jit
 def reciprocal_norm(x):
-    """1 / |x| of each row [R] of x [R, C]. NaN of one that is not finite; 0 of one whose entries
-    are all below 2^-126.
+    """1 / |x| [R] of the rows of x [R, C]. NaN for a row with a non-finite entry; 0 for a row whose
+    entries are all below 2^-126.
 
-    Of most of these 1 / |x| is beyond float32. The divisions are rounded, since large powers
-    multiply what they lose.
+    For most of the latter 1 / |x| would overflow float32. Division and square root are correctly
+    rounded, since large powers multiply their errors.
     """
     largest = tl.max(tl.abs(x), 1)
-    # 253: the last whose inverse is no subnormal number
+    # 253 is the largest exponent whose reciprocal power of two is a normal number
     exponent = tl.minimum(largest.to(tl.int32, bitcast=True) >> 23, 253)
     reciprocal_pow2 = ((254 - exponent) << 23).to(tl.float32, bitcast=True)  # 1 / the power of two in the largest
     scaled = x * reciprocal_pow2[:, None]
@@ -27,10 +27,10 @@ def reciprocal_norm(x):
 
 @triton.jit
 def fast_reciprocal_norm(x):
-    """1 / |x| of each row [R] of x [R, C], 0 where all squares are 0; and whether float32 holds the
-    squares.
+    """1 / |x| [R] of the rows of x [R, C], 0 where the sum of squares is 0; and whether that sum is
+    far from overflow and underflow in float32, bool [R].
 
-    Of halves it is exact to 2^-22.
+    For halves the error is 2^-22.
     """
     x_fp32 = x.to(tl.float32)
     total = tl.sum(x_fp32 * x_fp32, 1)
@@ -38,7 +38,7 @@ def fast_reciprocal_norm(x):
         rnorm = tl.div_rn(tl.full(total.shape, 1.0, tl.float32), tl.sqrt_rn(total))
     else:
         rnorm = tl.rsqrt(total)
-    # Sums of squares in between have all their digits
+    # A sum of squares between these bounds has its full precision
     return tl.where(total == 0.0, 0.0, rnorm), (total > 2.0**-100) & (total < 2.0**100)
 
 
@@ -48,12 +48,14 @@ def power_of_two_in(rnorm):
     bits = rnorm.to(tl.int32, bitcast=True) & 0x7F800000
     pow2 = bits.to(tl.float32, bitcast=True)
     tiny: tl.constexpr = 2.0**-126
-    return tl.where((rnorm > 0.0) & (rnorm < tiny), 2.0**-128, pow2)  # of subnormal norms; see ``mantissa_of``
+    return tl.where((rnorm > 0.0) & (rnorm < tiny), 2.0**-128, pow2)  # of subnormal rnorm; see ``mantissa_of``
 
 
 @triton.jit
 def mantissa_of(rnorm):
-    """``rnorm`` over its power of two. By its bits: a division would be approximate."""
+    """``rnorm`` over its power of two, in [1, 2). It is taken from the bits, since a division would
+    be approximate.
+    """
     bits = (rnorm.to(tl.int32, bitcast=True) & 0x007FFFFF) | 0x3F800000
     mantissa = tl.where(rnorm < 2.0**-126, rnorm * 2.0**64 * 2.0**64, bits.to(tl.float32, bitcast=True))
     return tl.where(rnorm == rnorm, mantissa, rnorm)
@@ -61,17 +63,20 @@ def mantissa_of(rnorm):
 
 @triton.jit
 def scaled_operand(x, rnorm):
-    """x [R, C] as it is multiplied, with norms in (1/2, 1], and what is left of 1 / |x| [R].
+    """x [R, C] scaled by powers of two to norms in (1/2, 1], and the rest of 1 / |x|, its mantissa
+    [R].
 
-    Powers of two scale exactly. No product overflows or vanishes, and every kernel makes the same
-    score of the same numbers.
+    Powers of two scale exactly. No product overflows or underflows to 0, and every kernel computes
+    the same score from the same numbers.
     """
     return (x.to(tl.float32) * power_of_two_in(rnorm)[:, None]).to(x.dtype), mantissa_of(rnorm)
 
 
 @triton.jit
 def largest_power_of_two(x):
-    """The power of two below the largest |x| of a vector; 1 where there is no such number."""
+    """The largest power of two that is at most max |x| of a vector x [R]; 1 if max |x| is 0,
+    subnormal or not finite.
+    """
     bits = tl.max(tl.abs(x), 0).to(tl.int32, bitcast=True) & 0x7F800000
     pow2 = bits.to(tl.float32, bitcast=True)
     return tl.where((pow2 > 0.0) & (pow2 < float("inf")), pow2, 1.0)
@@ -81,13 +86,13 @@ def largest_power_of_two(x):
 def reciprocal_norms(
     x, rnorm, unit_fp16, unit_bf16, heads, length, width, BLOCK_ROWS: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """1 / |x| of every row to ``rnorm`` [B, H, L, 1]; where given, x / |x| to ``unit_fp16`` and
-    ``unit_bf16`` [B, H, L, D].
+    """Store 1 / |x| of every row in ``rnorm`` [B, H, L, 1] and, where given, x / |x| in
+    ``unit_fp16`` and ``unit_bf16`` [B, H, L, D].
     """
     b, h = tl.program_id(1) // heads, tl.program_id(1) % heads
     row_offsets = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     columns = tl.arange(0, WIDTH)
-    # [BLOCK_ROWS, WIDTH]
+    # x_tile [BLOCK_ROWS, WIDTH], x_rnorm [BLOCK_ROWS]
     x_tile = loading.load_matrix(x, loading.head_pointer(x, b, h), row_offsets, columns, length, width).to(tl.float32)
     x_rnorm = reciprocal_norm(x_tile)
     tl.store(loading.head_pointer(rnorm, b, h) + row_offsets * rnorm.stride_l, x_rnorm, mask=row_offsets < length)

@@ -1,15 +1,17 @@
-"""phi and its derivative, and u^p, for the kernels: plugged in at compile time. Every phi here is
+"""phi and its derivative, and u^p, for the kernels: selected at compile time. Every phi here is
 non-negative.
 
-Where phi is made of exponentials, scores come in units of log 2, multiplied by log2 e while they
-are scaled: the hardware has 2^x in one instruction, e^x in five. ``shift``, in the same units, is
-subtracted in the exponent, so that a row of small scores (for exp: of any) has phi(s) 2^-shift,
-whose largest is about 1. Rows of float16 have one for every phi, since their weights before they
-are normalised may be any numbers; that of relu is a whole number.
+If phi is computed from exponentials, scores are in units of log 2: the score scale includes log2 e.
+2^x takes one instruction, e^x five. phi is multiplied by 2^-shift, which an exponential does by
+subtracting ``shift`` in the exponent. For exp the shift is the row maximum. For softplus and
+sigmoid it is 0, except in rows whose scores are all below SHIFT_BELOW. The largest phi(s) 2^-shift
+of a row with such a shift is about 1. The relu family has a shift in float16 only, where weights
+that are not normalised yet might overflow or underflow; it is an integer.
 
-Below zero nothing is lost: log2(1 + 2^s) = x y(x), x = 2^-|s|, with a polynomial y in place of a
-logarithm (20 instructions). It has as many terms as the dtype of the operands can tell: its
-relative error is 2^-11 for bfloat16, 2^-17 for float16, 2^-22.5 for float32.
+Far below zero softplus keeps its relative precision: for s <= 0, log2(1 + 2^s) = x y(x) with
+x = 2^s. A polynomial y replaces the logarithm, which takes 20 instructions. The number of its terms
+follows the precision of the operands' dtype: its relative error is 2^-11 for bfloat16, 2^-17 for
+float16, 2^-22.5 for float32.
 """
 
 import torch
@@ -22,29 +24,30 @@ from softfocus.backends.triton.arguments import Phi
 
 LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 SHIFT_BELOW = tl.constexpr(-4.0)
-"""Rows of softplus and sigmoid whose scores are all below it have a shift: their phi may be too
-small for the dtype of the weights, or for float32. phi(-4 log 2) is 0.06, which every dtype holds.
-Chosen, not measured.
+"""In the score unit. Rows of softplus and sigmoid whose scores are all below it have a shift: their
+phi may be too small for the dtype of the weights, or for float32. phi(-4 log 2) is 0.06, which
+every dtype holds. Chosen, not measured.
 """
 UNDERFLOWS = tl.constexpr(-100.0)
-"""Below it phi may be too small for a float, and its logarithm is the score's."""
+"""Where s - shift is below it, phi 2^-shift may underflow, and its log is computed from s."""
 MOST_TERMS = tl.constexpr(9)
-"""Of float32 (``inputs.TERMS``): the most exact polynomial."""
+"""The terms of the most accurate polynomial, that of float32 (``inputs.TERMS``)."""
+# log(log2 e), the logarithm of the unit of softplus
 LOG_LOG2E = tl.constexpr(0.36651292058166435)
 
 
 @triton.jit
 def _minus_abs(s):
-    """-|s|, as a product, which takes no instruction. Triton 3.6 makes 0 - |s| of a negation, which
-    takes one.
+    """-|s|, written as a product, which takes no instruction of its own. Triton 3.6 turns a
+    negation into 0 - |s|, which takes one.
     """
     return tl.abs(s) * -1.0
 
 
 @triton.jit
 def _log2_1p_over_x(x, TERMS: tl.constexpr):
-    """y(x) = log2(1 + x) / x for x in [0, 1]: the least relative error among polynomials of so many
-    terms.
+    """y(x) = log2(1 + x) / x for x in [0, 1], by the polynomial of TERMS terms with the smallest
+    relative error.
     """
     if TERMS == MOST_TERMS:
         y = x * 0.00754918205 - 0.0425670631
@@ -104,10 +107,10 @@ else:
 
 @triton.jit
 def times(a, b, algebra):
-    """a b; in float32's re-weighted rows rounded on its own.
+    """a b; rounded separately in re-weighted rows of float32.
 
-    The compiler might fuse it with a sum in some kernels or tiles and not in others. Scores would
-    differ in the last bit, and u^p by p times that.
+    Otherwise the compiler might fuse the product with a sum in some kernels or tiles and not in
+    others. Scores would then differ in the last bit, and u^p by p times that.
     """
     if algebra.reweighted and algebra.float32:
         result = _rounded_product(a, b)
@@ -118,7 +121,7 @@ def times(a, b, algebra):
 
 @triton.jit
 def log2(x, TERMS: tl.constexpr):
-    """log2 x of a positive number: for halves in one instruction, to 2^-22, in place of 20."""
+    """log2 x for x > 0. For halves: one instruction instead of 20, with an error of 2^-22."""
     if TERMS == MOST_TERMS:
         result = tl.log2(x)
     else:
@@ -133,7 +136,7 @@ def _positive(s):
 
 @triton.jit
 def _floor_log2(x):
-    """The exponent of the largest power of two in x > 0; 0 of others."""
+    """floor(log2 x) for a finite x > 0, else 0."""
     bits = (x.to(tl.int32, bitcast=True) >> 23) - 127
     return tl.where((x > 0.0) & (x < float("inf")), bits.to(tl.float32), 0.0)
 
@@ -162,7 +165,7 @@ def _shifted(f, shift, algebra):
 
 @triton.jit
 def _if_small(row_max, shift):
-    """The shift log2 phi(row_max) where that is small, else 0."""
+    """``shift`` = log2 phi(row_max) where row_max is below SHIFT_BELOW and not -inf; else 0."""
     return tl.where((row_max < SHIFT_BELOW) & (row_max > float("-inf")), shift, 0.0)
 
 
@@ -203,7 +206,7 @@ def _log_exp(s, shift, f):
 
 @triton.jit
 def _log_softplus(s, shift, f):
-    """LOG_LOG2E more: the unit of softplus."""
+    """LOG_LOG2E is added because the value f is in the unit of softplus."""
     return tl.where(s - shift < UNDERFLOWS, (s - shift) * LN2 + LOG_LOG2E, _log(f))
 
 
@@ -214,10 +217,10 @@ def _log_sigmoid(s, shift, f):
 
 @triton.jit
 def _exp2(x, algebra):
-    """2^x of x <= 126. In float32's re-weighted rows to the last bit, of which the hardware's has
-    two or three wrong.
+    """2^x for x <= 126. In re-weighted rows of float32 it is accurate to the last bit, while the
+    hardware's last two or three bits are wrong.
 
-    Of nearly equal weights u is a small difference.
+    If the phi of a row are nearly equal, u is a small difference of them, and their errors count.
     """
     if algebra.reweighted and algebra.float32:
         x = tl.maximum(x, -252.0, propagate_nan=tl.PropagateNan.ALL)  # 2^-252 = 2^-126 2^-126 is 0 in float32
@@ -239,7 +242,7 @@ def _exp2(x, algebra):
 
 @triton.jit
 def _exp2_of_whole(n):
-    """2^n of a whole number from -126 to 127."""
+    """2^n of an integer n from -126 to 127."""
     return ((n.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
 
 
@@ -252,7 +255,9 @@ def _exp(s, shift, algebra):
 
 @triton.jit
 def _softplus(s, shift, algebra):
-    """In units of log 2, too. A shift is below zero and so are then the scores."""
+    """softplus in units of log 2. If the shift is not 0, all scores of the row are below zero, so
+    that max(s, 0) needs no shift.
+    """
     x = _minus_abs(s)
     if algebra.shifted:
         x = _exp2(x - shift, algebra)
@@ -267,7 +272,8 @@ def _softplus(s, shift, algebra):
 def _sigmoid(s, shift, algebra):
     """2^(min(s, 0) - log2(1 + 2^-|s|)), without a division, which takes eight instructions.
 
-    In float32 with a rounded division: of nearly equal weights u is a small difference.
+    Float32 uses a correctly rounded division: if the phi of a row are nearly equal, u is a small
+    difference of them, and their errors count.
     """
     exponent = tl.minimum(s, 0.0)
     if algebra.shifted:
@@ -281,7 +287,7 @@ def _sigmoid(s, shift, algebra):
 
 @triton.jit
 def _softplus_derivative(s, shift, algebra):
-    """The sigmoid: in halves 2^(s - softplus), which is less exact for large scores."""
+    """The sigmoid. For halves it is 2^(s - softplus), which is less accurate for large scores."""
     if algebra.shifted or algebra.float32:
         derivative = _sigmoid(s, shift, algebra)
     else:
@@ -363,7 +369,7 @@ PHI = {
 
 @triton.jit
 def whole_power(u, POWER: tl.constexpr):
-    """u^n for a whole n >= 0 by squaring, of the cube where n is a multiple of 3."""
+    """u^POWER for an integer POWER >= 0, by squaring u, or u^3 if POWER is a multiple of 3."""
     n: tl.constexpr = POWER if POWER % 3 else POWER // 3
     square = u
     if POWER > 0 and POWER % 3 == 0:
@@ -379,9 +385,9 @@ def whole_power(u, POWER: tl.constexpr):
 
 @triton.jit
 def any_power(u, power, TERMS: tl.constexpr):
-    """u^p for 0 < u <= 1 and a number p that is known when the kernel runs.
+    """u^p for 0 < u <= 1 and a p that the kernel loads at run time.
 
-    Its relative error grows with p |log u|, which is large only where u^p is small beside the row's
-    largest.
+    The relative error grows with p |log u|, which is large only where u^p is small compared with
+    the row's largest.
     """
     return tl.exp2(power * log2(tl.where(u > 0.0, u, 1.0), TERMS))

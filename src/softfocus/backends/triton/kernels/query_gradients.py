@@ -1,7 +1,8 @@
-"""Gradients of the queries, BLOCK_Q rows a program, and what the other kernels need of each row.
+"""Gradients of the queries, BLOCK_Q rows per program, and the row vectors for the other kernels.
 
-In re-weighted rows dL/ds holds the mean of g over the whole row, which is known only after a sweep.
-So two sums over the keys are kept, one with g and one without; they are joined at the end.
+In re-weighted rows dL/ds contains the mean of g over the whole row, which is known only after a
+sweep. The kernel therefore keeps two sums over the keys, one with g and one without, and combines
+them at the end.
 """
 
 import triton
@@ -26,13 +27,13 @@ def query_gradients(
     inputs, algebra, masks, grad_out, outputs, row_vectors, grad_query, grad_acc_out, grad_head_scale, grad_power,
     EXACT: tl.constexpr, blocks,
 ):  # fmt: skip
-    """grad_query, and ``row_vectors`` for the other kernels; of LASER also ``grad_acc_out``, dL/d(A
-    e^V) like out.
+    """Stores grad_query, and ``row_vectors`` for the other kernels; with LASER also
+    ``grad_acc_out``, dL/d(A e^V), shaped like out.
 
-    Where wanted also each row's share of the gradients of head_scale and power, [B, H, Lq]. EXACT:
-    LASER's marked rows alone; else the others alone.
+    If wanted it also stores each row's share of the gradients of head_scale and power, [B, H, Lq].
+    EXACT computes LASER's marked rows only, the other variant all other rows.
     """
-    block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows first, where it is causal
+    block = tl.num_programs(0) - 1 - tl.program_id(0)  # the last rows first: under a causal mask they take longest
     b, h = tl.program_id(1) // inputs.heads, tl.program_id(1) % inputs.heads
     q_offsets = block * blocks.BLOCK_Q + tl.arange(0, blocks.BLOCK_Q)  # [BLOCK_Q]
     d_offsets = tl.arange(0, blocks.BLOCK_D)  # [BLOCK_D]
@@ -55,11 +56,11 @@ def query_gradients(
     delta = tl.where(active, delta, 0.0)
     count = masking.visible_count(masks, inputs, b, h, q_offsets)  # [BLOCK_Q]
     row = weighting.gradient_row(outputs.saved, inputs, algebra, count, b, h, q_offsets, delta)
-    tile_row = weighting.expanded(row, 1)
+    tile_row = weighting.expanded(row, 1)  # vectors [BLOCK_Q, 1]
     if EXACT:
         exact = laser.expanded(laser.exact_row(outputs.saved, inputs, algebra, count, b, h, q_offsets, delta), 1)
     scale, row_bias = scoring.score_scale(inputs, algebra, count, h), scoring.row_bias_of(inputs, algebra, count, b)
-    query_rnorm = scale  # not used otherwise: Triton wants the name in both branches
+    query_rnorm = scale  # not used without cosine, but Triton needs the name in both branches
     if algebra.cosine:
         query_rnorm = loading.load_vector(inputs.query_rnorm, b, h, q_offsets, inputs.query_length)
     query, query_scale = scoring.query_operand(query, query_rnorm, scale * algebra.phi.score_unit, inputs, algebra)
@@ -108,8 +109,8 @@ def query_gradients(
                 weighted_grad = weights * (grad_weights - tile_row.delta)
                 log2_u = log2(tl.where(u > 0.0, u, 1.0), algebra.terms)
             if PARTIAL:
-                grad_u = tl.where(visible, grad_u, 0.0)  # phi' of what is hidden is 0
-            rnorm_pow2 = 1.0  # what float16 might not hold is multiplied outside
+                grad_u = tl.where(visible, grad_u, 0.0)  # masked scores: phi' is 0, but grad_u may be NaN
+            rnorm_pow2 = 1.0  # a factor that may overflow float16 multiplies the product instead
             if inputs.unit_key_fp16 is not None:
                 key = loading.load_bf16_unit_keys(inputs, b, h, k_offsets, PARTIAL, blocks)  # [BLOCK_K, BLOCK_D]
             elif algebra.cosine:
@@ -139,20 +140,22 @@ def query_gradients(
 
     mean_grad = tl.zeros_like(grad_u_sum)  # [BLOCK_Q]
     if algebra.reweighted:
-        without = (count <= weighting.FREE_ROWS) | (row.inverse_spread < 0.0)  # no threshold, or tied
+        # Rows without a threshold: those that see at most FREE_ROWS keys, and tied rows
+        without = (count <= weighting.FREE_ROWS) | (row.inverse_spread < 0.0)
         mean_grad = tl.where(without, 0.0, grad_u_sum / tl.maximum(count, 1.0))
         grad_sum = grad_sum - mean_grad[:, None] * derivative_sum
     grad_sum = grad_sum * grad_factor[:, None]
     mask = q_offsets < inputs.query_length
     if EXACT:
         mask = active
-    seeing = mask & (count > 0.0)
-    # Multiplied as in the forward: another order would round the scores otherwise
+    seeing = mask & (count > 0.0)  # not fully masked
+    # The factors are multiplied in the same order as in the forward, so that key_gradients computes
+    # the same scores
     scale_in_unit = scale * algebra.phi.score_unit
     if algebra.cosine:
         scale_in_unit = scale_in_unit * query_rnorm
-    # Stored before the queries are read again: a load does not move above a store, and there are
-    # registers for it only now
+    # Stored before the queries are loaded again. The compiler does not move that load above a
+    # store, and only from here on are there registers for it
     backward_rows.store_row_vectors(
         row_vectors,
         mean_grad,
@@ -179,7 +182,7 @@ def query_gradients(
         if algebra.cosine:
             unit_query, mantissa = norms.scaled_operand(unit_query, query_rnorm)
             unit_query = unit_query.to(tl.float32) * mantissa[:, None]
-        along = tl.sum(grad_sum * unit_query.to(tl.float32), 1)  # the gradient's part along the query, [BLOCK_Q]
+        along = tl.sum(grad_sum * unit_query.to(tl.float32), 1)  # sum over d of the gradient times the query, [BLOCK_Q]
         if grad_head_scale is not None:
             share = along * scoring.base_scale(inputs, algebra, count)
             pointers = grad_head_scale + tl.program_id(1) * inputs.query_length + q_offsets

@@ -1,5 +1,5 @@
-"""Scores of a tile: s = c_i similarity(q_i, k_j) + b_i + b_ij. Every kernel makes them here, so
-that they agree to the bit.
+"""Scores of a tile: s = c_i similarity(q_i, k_j) + b_i + b_ij. Every kernel computes them with
+these functions, so that they are bitwise equal.
 """
 
 import triton
@@ -48,11 +48,11 @@ def row_bias_of(inputs, algebra, count, b):
 
 @triton.jit
 def query_operand(query, rnorm, scale, inputs, algebra):
-    """Queries [BLOCK_Q, BLOCK_D] as keys are multiplied with them, and the factor [BLOCK_Q] that
-    makes products scores.
+    """The query operand [BLOCK_Q, BLOCK_D] of the products with keys, and the factor [BLOCK_Q] that
+    turns these products into scores.
 
-    The factor is c_i, with cosine times the mantissa of 1 / |q_i|. With unit vectors the queries
-    hold all of it, and the factor is not used.
+    The factor is c_i; with cosine it is c_i times the mantissa of 1 / |q_i|. With unit vectors the
+    operand includes the factor, and the one returned is not used for scores.
     """
     if algebra.cosine:
         query, mantissa = norms.scaled_operand(query, rnorm)
@@ -64,8 +64,10 @@ def query_operand(query, rnorm, scale, inputs, algebra):
 
 @triton.jit
 def load_score_keys(inputs, algebra, b, h, k_offsets, PARTIAL: tl.constexpr, blocks):
-    """Keys [BLOCK_K, BLOCK_D] as scores are made of them, and with cosine 1 / |k| [BLOCK_K]."""
-    rnorm = k_offsets.to(tl.float32)  # not used otherwise: Triton wants the name in both branches
+    """The key operand [BLOCK_K, BLOCK_D] of the products with queries, and with cosine 1 / |k|
+    [BLOCK_K].
+    """
+    rnorm = k_offsets.to(tl.float32)  # not used without cosine, but Triton needs the name in both branches
     if inputs.unit_key_fp16 is not None:
         key = loading.load_tile(
             inputs.unit_key_fp16, inputs, b, h, k_offsets, inputs.head_dim, blocks.BLOCK_D, PARTIAL, blocks
@@ -82,13 +84,13 @@ def load_score_keys(inputs, algebra, b, h, k_offsets, PARTIAL: tl.constexpr, blo
 
 @triton.jit
 def first_key(masks, tile_range, b, h, block, n, PARTIAL: tl.constexpr, blocks):
-    """The first key of the n-th PARTIAL, or full, tile of a block of rows."""
+    """The first key of a block's n-th partial tile, or n-th full tile unless PARTIAL."""
     return masking.tile_index(masks.key_tiles, tile_range, b, h, block, n, PARTIAL) * blocks.BLOCK_K
 
 
 @triton.jit
 def key_offsets(masks, tile_range, b, h, block, n, PARTIAL: tl.constexpr, blocks):
-    """The keys [BLOCK_K] of that tile."""
+    """The keys [BLOCK_K] of the tile that ``first_key`` begins."""
     return first_key(masks, tile_range, b, h, block, n, PARTIAL, blocks) + tl.arange(0, blocks.BLOCK_K)
 
 
@@ -96,14 +98,14 @@ def key_offsets(masks, tile_range, b, h, block, n, PARTIAL: tl.constexpr, blocks
 def tile_scores(
     dots, inputs, algebra, masks, b, h, q_offsets, k_offsets, scale, rnorm, row_bias, PARTIAL: tl.constexpr
 ):
-    """Scores of a tile in their unit, -inf where hidden; which are visible; and the scaled
-    products, 0 where hidden.
+    """Scores of a tile in the score unit, -inf where masked; whether they are visible; and the
+    products with their scale but no bias, 0 where masked. All three are shaped like ``dots``.
 
     Args:
         dots: products of queries and keys, [BLOCK_Q, BLOCK_K] or [BLOCK_K, BLOCK_Q].
-        q_offsets, k_offsets, scale, rnorm, row_bias: broadcast to that. ``scale`` (of the query)
-            and ``rnorm`` (1 / |k|, or its mantissa) are multiplied here, unless unit vectors hold
-            them.
+        q_offsets, k_offsets, scale, rnorm, row_bias: vectors that broadcast to ``dots``. The
+            products are multiplied by ``scale`` (of the query) and ``rnorm`` (1 / |k|, or its
+            mantissa), unless they are products of unit vectors, which include both.
     """
     s = dots
     if inputs.unit_key_fp16 is None:
@@ -130,8 +132,8 @@ def tile_scores(
 def scores_of_keys(
     query, inputs, algebra, masks, b, h, q_offsets, k_offsets, scale, row_bias, PARTIAL: tl.constexpr, blocks
 ):
-    """Keys, 1 / |k| and what ``tile_scores`` gives, [BLOCK_Q, BLOCK_K]; ``scale`` and ``row_bias``
-    are [BLOCK_Q].
+    """The key operand [BLOCK_K, BLOCK_D], 1 / |k| [BLOCK_K], and what ``tile_scores`` returns,
+    [BLOCK_Q, BLOCK_K]. ``scale`` and ``row_bias`` are [BLOCK_Q].
     """
     key, key_rnorm = load_score_keys(inputs, algebra, b, h, k_offsets, PARTIAL, blocks)
     s, visible, scaled_dots = tile_scores(

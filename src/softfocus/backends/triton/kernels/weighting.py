@@ -1,5 +1,5 @@
-"""Weights of a tile from its scores: threshold, u^p, and what the backward needs of a row to make
-them again.
+"""Weights of a tile from its scores: threshold, u^p, and what the backward needs of a row to
+compute the weights again.
 """
 
 from typing import NamedTuple
@@ -10,11 +10,11 @@ import triton.language as tl
 from softfocus.backends.triton.kernels import loading, pointwise
 
 FREE_ROWS = tl.constexpr(3)
-"""Rows with so few visible keys have no threshold."""
+"""Rows with at most this many visible keys have no threshold."""
 LARGE_POWER = tl.constexpr(12.0)
-"""From this p on u^(p - 1) is below 2^-22 where u^p is below 2^-24."""
+"""For p at or above this, u^(p - 1) is below 2^-22 where u^p is below 2^-24."""
 TIE_TOLERANCE = tl.constexpr(128.0 * 2.0**-23)
-"""Of float32: 128 eps."""
+"""128 eps of float32."""
 
 
 @triton.jit
@@ -34,8 +34,10 @@ def row_factor(inputs, algebra, count, b):
 
 @triton.jit
 def reciprocal_sum(phi_sum, algebra):
-    """1 / phi_sum; 1 where it is 0. Rounded in float32: where one key dominates a row, delta is to
-    be that key's dL/dA.
+    """1 / phi_sum, or 1 where phi_sum is 0.
+
+    In float32 it is correctly rounded: where one key dominates a row, delta must equal that key's
+    dL/dA.
     """
     phi_sum = tl.where(phi_sum == 0.0, 1.0, phi_sum)
     if algebra.float32:
@@ -47,12 +49,12 @@ def reciprocal_sum(phi_sum, algebra):
 
 @triton.jit
 def rounded_sum(phi_sum, row_max, shift, algebra, element_type):
-    """The sum of phi [BLOCK_Q] with its largest term as products take it: rounded to
-    ``element_type``.
+    """The sum of phi [BLOCK_Q], with its largest term rounded to ``element_type``, as the product
+    with the values rounds it.
 
-    Where one key dominates a row, dL/dA - delta is smaller than that rounding. Divided by this sum
-    the output, of which delta is made, is then that key's value. The other terms' rounding is below
-    that of the gradient itself.
+    Where one key dominates a row, dL/dA - delta is smaller than that rounding. Divided by this sum,
+    the output is then that key's value, and delta is computed from the output. The rounding of the
+    other terms is smaller than that of the gradient itself.
     """
     largest_phi = algebra.phi.value(row_max, shift, algebra)
     return phi_sum + (largest_phi.to(element_type).to(tl.float32) - largest_phi)
@@ -60,7 +62,7 @@ def rounded_sum(phi_sum, row_max, shift, algebra, element_type):
 
 @triton.jit
 def head_power(inputs, algebra, h):
-    """p of a head."""
+    """p of head h."""
     if inputs.power is None:
         power = algebra.power
     else:
@@ -82,10 +84,10 @@ def u_to_the_power(u, inputs, algebra, h, LESS: tl.constexpr):
 
 @triton.jit
 def row_threshold(inputs, algebra, count, phi_sum, largest_phi):
-    """(threshold, 1 / spread, tied, peak) of rows [BLOCK_Q], from the sum and the largest of phi;
-    eq. 5 of arXiv 2501.13428.
+    """(threshold, 1 / spread, tied, peak) of rows [BLOCK_Q], from the sum and the largest phi of
+    each; eq. 5 of arXiv 2501.13428.
 
-    u = (phi - threshold) / spread. Tied rows keep phi.
+    u = (phi - threshold) / spread. Tied rows keep their l1 weights.
     """
     divisor = tl.where(phi_sum == 0.0, 1.0, phi_sum)
     o = tl.where(count > FREE_ROWS, 1.0, 0.0)
@@ -97,8 +99,10 @@ def row_threshold(inputs, algebra, count, phi_sum, largest_phi):
 
 @triton.jit
 def excess(f, threshold, inverse_spread, algebra):
-    """u, at most 1: in halves one instruction. It rounds threshold / spread once more, by less than
-    float16 and bfloat16 do.
+    """u, at least 0. For halves it is computed in one instruction, which also limits it to 1.
+
+    That instruction uses the rounded threshold / spread. This extra rounding is smaller than that
+    of float16 and bfloat16.
     """
     if algebra.float32:
         u = tl.maximum((f - threshold) * inverse_spread, 0.0, propagate_nan=tl.PropagateNan.ALL)
@@ -108,21 +112,23 @@ def excess(f, threshold, inverse_spread, algebra):
 
 
 class GradientRow(NamedTuple):
-    """What the backward knows of its rows: vectors, shaped so that they broadcast to a tile.
+    """The backward's constants of its rows: vectors [BLOCK_Q], or ``expanded`` to broadcast to a
+    tile.
 
         A = weight_factor phi            dL/dphi = grad_factor (dL/dA - delta)
         A = weight_factor u^p            dL/dphi = grad_factor (dL/dA - delta) u^(p-1)
 
-    with u = (phi - threshold) inverse_spread. phi on the left is what ``Phi.value`` gives: in
-    phi's unit, times 2^-shift. dL/dphi on the right is of phi without unit.
+    The first line is without re-weighting, the second with it, where u = (phi - threshold)
+    inverse_spread. phi in the left column and in u is what ``Phi.value`` returns: phi 2^-shift in
+    its unit. dL/dphi in the right column is the derivative by phi without the unit.
 
     Attributes:
         shift: of phi, as in the forward; the logsumexp where ``shift_holds_norm``.
         threshold, inverse_spread: of re-weighted rows. A negative inverse_spread marks a tied
             row: it has p = 1 and u = phi |inverse_spread|, which is phi over the row's largest.
         weight_factor: 0 in fully masked rows.
-        grad_factor: 0 where one key has all the weight, whatever its score: rounding must not give
-            it a gradient.
+        grad_factor: 0 where one key has all the weight, whatever its score. The gradient of that
+            score is then 0, and rounding must not change it.
         delta: sum_j A_ij dL/dA_ij, where the weights sum to one; else 0.
     """
 
@@ -136,8 +142,8 @@ class GradientRow(NamedTuple):
 
 @triton.jit
 def saved_statistics(saved, inputs, algebra, b, h, q_offsets):
-    """What the forward saved of the rows [BLOCK_Q]: shift, largest phi, sum phi 2^-shift, sum
-    u^p.
+    """Statistics of the rows [BLOCK_Q] from what the forward saved: shift, largest phi 2^-shift,
+    sum phi 2^-shift, sum u^p.
     """
     mask = q_offsets < inputs.query_length
     row_max = tl.load(loading.saved_pointers(saved, b, h, q_offsets, loading.MAXIMUM_IN_UNIT), mask=mask, other=0.0)
@@ -151,15 +157,15 @@ def saved_statistics(saved, inputs, algebra, b, h, q_offsets):
 
 @triton.jit
 def gradient_row(saved, inputs, algebra, count, b, h, q_offsets, delta):
-    """The backward's rows [BLOCK_Q], from what the forward saved."""
+    """The ``GradientRow`` of the rows [BLOCK_Q], from what the forward saved."""
     shift, largest_phi, phi_sum, power_sum = saved_statistics(saved, inputs, algebra, b, h, q_offsets)
     threshold = tl.zeros_like(shift)
     inverse_spread = threshold - 1.0
     if algebra.reweighted:
         threshold, inverse_spread, tied, _peak = row_threshold(inputs, algebra, count, phi_sum, largest_phi)
         heaviest = u_to_the_power(excess(largest_phi, threshold, inverse_spread, algebra), inputs, algebra, h, 0)
-        # Keys that are lost in the rounding of power_sum still have a gradient, u^(p - 1), unless p
-        # is large
+        # A row has one key if power_sum equals its largest term. Other keys may be lost in the
+        # rounding of power_sum. Their gradient u^(p - 1) is negligible only if p is large
         large_power = (tl.zeros_like(phi_sum) + head_power(inputs, algebra, h)) >= LARGE_POWER
         one_key = (count == 1.0) | ((power_sum == heaviest) & (tied == 0) & large_power)
         reciprocal_phi_sum, reciprocal_power_sum = reciprocal_sum(phi_sum, algebra), reciprocal_sum(power_sum, algebra)
@@ -176,7 +182,7 @@ def gradient_row(saved, inputs, algebra, count, b, h, q_offsets, delta):
             weight_factor = tl.full(weight_factor.shape, 1.0, tl.float32)
         grad_factor = tl.where((count == 1.0) | (phi_sum == largest_phi), 0.0, weight_factor)
     else:
-        # Of a row that saw an infinity the sum is NaN
+        # phi_sum is NaN in a row that sees an infinity, and phi_sum - phi_sum passes that on
         weight_factor = row_factor(inputs, algebra, count, b) / algebra.phi.unit + (phi_sum - phi_sum)
         grad_factor = weight_factor
         delta = tl.zeros_like(weight_factor)
@@ -186,7 +192,7 @@ def gradient_row(saved, inputs, algebra, count, b, h, q_offsets, delta):
 
 @triton.jit
 def expanded(row, AXIS: tl.constexpr):
-    """The vectors along one axis of a tile."""
+    """The vectors [BLOCK_Q] as [BLOCK_Q, 1] for AXIS 1, or [1, BLOCK_Q] for AXIS 0."""
     return GradientRow(
         tl.expand_dims(row.shift, AXIS), tl.expand_dims(row.threshold, AXIS),
         tl.expand_dims(row.inverse_spread, AXIS),
@@ -199,8 +205,8 @@ def weights_and_gradients(s, grad_weights, row, inputs, algebra, h):
     """A, g, phi' and u of a tile [BLOCK_Q, BLOCK_K], or [BLOCK_K, BLOCK_Q], from its scores and
     dL/dA.
 
-    dL/ds = grad_factor (g - mean_grad) phi'. What all keys of a row share, grad_factor, is left to
-    the sums over keys.
+    dL/ds = grad_factor (g - mean_grad) phi', where g is (dL/dA - delta) u^(p-1), without the
+    constants p / sum u^p of the row. The caller multiplies by grad_factor, which includes them.
     """
     f = algebra.phi.value(s, row.shift, algebra)
     derivative = algebra.phi.derivative(s, row.shift, algebra)
@@ -220,11 +226,11 @@ def weights_and_gradients(s, grad_weights, row, inputs, algebra, h):
 
 @triton.jit
 def rounding_step(rounded, algebra):
-    """A 127th of the distance between neighbours of a half's dtype, in which the rounding of the
-    output is saved in eight bits.
+    """The unit in which the rounding error of the output is saved in eight bits: 1 / 127 of the
+    distance between neighbouring halves. ``rounded`` is the output as stored.
 
-    delta is made of the output. In a row that one key dominates little is left of dL/dA - delta,
-    less than that rounding. The result is 0 where the step is tiny or no number.
+    delta is computed from the output. Where one key dominates a row, dL/dA - delta is smaller than
+    the output's rounding. The result is 0 where the unit would be tiny or not finite.
     """
     bits = rounded.to(tl.int32, bitcast=True) & 0x7F800000
     pow2 = bits.to(tl.float32, bitcast=True)
@@ -234,8 +240,10 @@ def rounding_step(rounded, algebra):
 
 @triton.jit
 def rounding_residual(x, rounded, algebra):
-    """x - rounded in steps, whole and at most 127."""
+    """x - rounded in units of ``rounding_step``, at most 127, plus or minus 0.5. The conversion to
+    int8 truncates it to the nearest integer.
+    """
     step = rounding_step(rounded, algebra)
     steps = (x - rounded) / tl.where(step > 0.0, step, 1.0)
     steps = tl.where((step > 0.0) & (tl.abs(steps) <= 127.0), steps, 0.0)
-    return steps + tl.where(steps < 0.0, -0.5, 0.5)  # cut off when it is stored
+    return steps + tl.where(steps < 0.0, -0.5, 0.5)  # truncated when it is stored
