@@ -326,7 +326,7 @@ def larger_rates() -> str:
 
 def bpe_rates() -> str:
     rates = {"half": "1e-3", "": "2e-3", "twice": "4e-3", "four-times": "8e-3"}
-    return rates_table("layouts-bpe", "learning-rates-bpe", rates, THREE)
+    return rates_table("layouts-bpe", "learning-rates-bpe", rates, ("softmax", "local-cosine", "hybrid-half-rope"))
 
 
 def bpe_tuned_table() -> str:

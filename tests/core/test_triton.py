@@ -453,10 +453,10 @@ def test_a_tile_that_does_not_fit_gives_way_to_a_smaller_one(quiet, monkeypatch)
             raise OutOfResources(2, 1, "shared memory")
 
     one = call.Launcher(prepared)
-    assert one._in_a_tile("bias_gradients", run) == tuning.SMALLER[-1]
+    assert one._with_shape("bias_gradients", run) == tuning.SMALLER[-1]
     assert len(ran) == 4
     with pytest.raises(OutOfResources):
-        one._in_a_tile("bias_gradients", partial(run, least=8))
+        one._with_shape("bias_gradients", partial(run, least=8))
 
 
 def test_marked_rows_whose_tile_does_not_fit_take_a_smaller_one(quiet, monkeypatch):

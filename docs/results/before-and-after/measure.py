@@ -2,9 +2,9 @@
 
     python docs/results/before-and-after/measure.py OLD/src NEW/src RESULT.json
 
-Writes for every cell the median and quartiles, over rounds, of the new time as a share of the old
-one; then the same with NEW on both sides, which shows the noise. One thread each: idle threads of
-one process would slow the other. Nothing else should run.
+Goes on where RESULT.json ends. Writes for every cell the median and quartiles, over rounds, of the
+new time as a share of the old one; then the same with NEW on both sides, which shows the noise. One
+thread each: idle threads of one process would slow the other. Nothing else should run.
 """
 
 import json
@@ -16,7 +16,7 @@ from pathlib import Path
 
 HEADS, DIM = 4, 64  # as `softfocus bench`
 MECHANISMS = ("lssar", "lssa", "softmax", "laser")
-LENGTHS = {"forward": (1024, 4096, 16384), "backward": (1024, 4096), "decode": (4096, 16384)}
+LENGTHS = {"forward": (1024, 4096), "backward": (1024, 4096), "decode": (4096, 16384)}
 CELLS = [(what, length, name) for what, lengths in LENGTHS.items() for length in lengths for name in MECHANISMS]
 
 WORKER = f"""
@@ -71,33 +71,32 @@ class Side:
         return float(self.process.stdout.readline())
 
 
-def compare(old_source, new_source, cell):
-    """Median and quartiles of new / old. A round asks both, in turn the one and the other first.
+def compare(pairs, cell):
+    """Median and quartiles of new / old, over rounds of all pairs (old, new) of processes.
 
-    Every fifth of the rounds starts two processes: where their memory lies makes a difference, too.
+    A round asks both, in turn the one and the other first. There are several pairs because it makes
+    a difference where a process has its memory.
     """
     ratios = []
-    for _ in range(5):
-        old, new = Side(old_source), Side(new_source)
+    for old, new in pairs:
         for side in (old, new):
             side.ask(list(cell))
         calls = max(1, int(0.04 / old.ask(1)))
-        for number in range(9 if old.ask(calls) < 0.2 else 3):
+        for number in range(9 if old.ask(calls) < 0.2 else 4):
             order = (old, new) if number % 2 else (new, old)
             took = {side: side.ask(calls) for side in order}
             ratios.append(took[new] / took[old])
-        for side in (old, new):
-            side.process.communicate()
     low, median, high = statistics.quantiles(ratios, n=4)
     return {"median": round(median, 3), "lower_quartile": round(low, 3), "upper_quartile": round(high, 3)}
 
 
 def main(old_source, new_source, to):
     """Time every cell and write as it goes."""
-    cells = []
-    for what, length, mechanism in CELLS:
-        found = {"new_over_old": compare(old_source, new_source, (what, length, mechanism))}
-        found["new_over_new"] = compare(new_source, new_source, (what, length, mechanism))
+    sources = {"new_over_old": (old_source, new_source), "new_over_new": (new_source, new_source)}
+    pairs = {name: [(Side(first), Side(second)) for _ in range(4)] for name, (first, second) in sources.items()}
+    cells = json.loads(Path(to).read_text())["cells"] if Path(to).exists() else []
+    for what, length, mechanism in CELLS[len(cells) :]:
+        found = {name: compare(some, (what, length, mechanism)) for name, some in pairs.items()}
         cells.append({"what": what, "length": length, "mechanism": mechanism, **found})
         print(f"{what:9} {length:6} {mechanism:8} {found['new_over_old']}  noise {found['new_over_new']['median']}")
         Path(to).write_text(json.dumps({"heads": HEADS, "head_dim": DIM, "cells": cells}, indent=1) + "\n")

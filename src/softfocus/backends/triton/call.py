@@ -29,8 +29,8 @@ from softfocus.backends.triton.inputs import (
     algebra_of,
     array,
     blocks_of,
-    bounds_of,
     ceil_div,
+    document_bounds,
     inputs_of,
     tile_lists,
 )
@@ -119,7 +119,7 @@ class Launcher:
             return out, saved
         inputs, splits = self.inputs, self._splits() if split else 1
         if splits > 1:
-            tile = self._in_a_tile("decode", lambda tile: self._decode(outputs, tile, splits))
+            tile = self._with_shape("decode", lambda tile: self._decode(outputs, tile, splits))
         else:
             inputs = self._prepared(backward=False)
 
@@ -130,7 +130,7 @@ class Launcher:
                     inputs, self.algebra, shape.masks, outputs, shape.blocks, **shape.options,
                 )  # fmt: skip
 
-            tile = self._in_a_tile("forward", run)
+            tile = self._with_shape("forward", run)
         if self.call.mechanism.laser:
 
             def marked_rows(tile: tuning.TileShape) -> None:
@@ -173,8 +173,15 @@ class Launcher:
         def launch(kernel: Any, grid: tuple[int, ...], tile: tuning.TileShape, *arguments: Any) -> None:
             shape = self._launch_shape(tile)
             for exact in (False, True) if call.mechanism.laser else (False,):
-                made = grad_acc is not None and not exact and kernel is not query_gradients.query_gradients
-                shared = inputs, self.algebra, shape.masks, grad_acc if made else grad_out, outputs, array(row_vectors)
+                use_grad_acc = grad_acc is not None and not exact and kernel is not query_gradients.query_gradients
+                shared = (
+                    inputs,
+                    self.algebra,
+                    shape.masks,
+                    grad_acc if use_grad_acc else grad_out,
+                    outputs,
+                    array(row_vectors),
+                )
                 variant = tile, exact, layouts
                 self._launch(kernel, variant, grid, *shared, *arguments, exact, shape.blocks, **shape.options)
 
@@ -187,9 +194,9 @@ class Launcher:
             launch(key_gradients.key_gradients, self._launch_shape(tile).key_grid, tile, *arrays)
 
         if query.numel():
-            self._in_a_tile("query_gradients", queries)
+            self._with_shape("query_gradients", queries)
         if key.numel():
-            self._in_a_tile("key_gradients", keys)
+            self._with_shape("key_gradients", keys)
         if bias is not None and bias_grad:
             grads["bias"] = grad_bias = bias.new_empty(bias.shape, dtype=torch.float32)
             broadcast = [size == 1 for size in bias.shape]
@@ -202,15 +209,15 @@ class Launcher:
                 launch(bias_gradients.bias_gradients, grid, tile, array(grad_bias), grad_bias.size(1), *broadcast)
 
             if grad_bias.numel():
-                self._in_a_tile("bias_gradients", of_bias)
+                self._with_shape("bias_gradients", of_bias)
         grads |= {name: x.sum((0, 2)) for name, x in grads_by_row.items()}
         return {name: x.to(getattr(call, name).dtype) for name, x in grads.items()}
 
-    def _first(self, kernel: str) -> tuning.TileShape:
+    def _first_shape(self, kernel: str) -> tuning.TileShape:
         """The tile shape of a kernel where nothing is measured."""
         return tuning.INTERPRETED if knobs.runtime.interpret else tuning.tiles(kernel, self.call)[0]
 
-    def _in_a_tile(self, kernel: str, run: Callable[[tuning.TileShape], None]) -> tuning.TileShape:
+    def _with_shape(self, kernel: str, run: Callable[[tuning.TileShape], None]) -> tuning.TileShape:
         """Run with the fastest tile shape, or a smaller one if it does not fit. Return that."""
         return _where_it_fits(self._fastest(kernel, run), run)
 
@@ -221,7 +228,7 @@ class Launcher:
             or self.call.cache
             or not (self.call.query.numel() and self.call.key.numel())
         ):
-            return self._first(kernel)
+            return self._first_shape(kernel)
         tiles = tuning.tiles(kernel, self.call)
         kind = tuning.kind(kernel, self.call)
         return tuning.fastest(kind, self.call.query.device, tiles, run)
@@ -331,7 +338,7 @@ class Launcher:
         counts = parts[0].new_empty(batch, heads, inputs.query_length, 1, dtype=torch.int32)
         states = parts[0].new_zeros(batch, heads, row_blocks, key_blocks, dtype=torch.int8)
         if counts.numel():
-            bounds = (None, None) if documents is None else bounds_of(documents, blocks.BLOCK_K.value)
+            bounds = (None, None) if documents is None else document_bounds(documents, blocks.BLOCK_K.value)
             self._launch(
                 masking.survey, tile, (row_blocks, batch, heads),
                 inputs, masks, *bounds, array(counts), array(states), blocks, **FUSED,
@@ -345,7 +352,7 @@ class Launcher:
         query, key = self.call.query, self.call.key
         if self.inputs.group * query.size(2) > FEW_ROWS or not key.numel() or self.call.dropout.p:
             return 1  # the decoding kernels carry no dropout, which belongs to training
-        tiles = ceil_div(self.inputs.key_length, self._first("decode").keys)
+        tiles = ceil_div(self.inputs.key_length, self._first_shape("decode").keys)
         return min(_programs(query.device) // (self.inputs.batch * key.size(1)), tiles // TILES_OF_A_SPLIT)
 
     def _decode(self, outputs: Outputs, tile: tuning.TileShape, splits: int) -> None:

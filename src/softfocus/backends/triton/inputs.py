@@ -113,7 +113,7 @@ def inputs_of(call: Call) -> Inputs:
     )  # fmt: skip
 
 
-def bounds_of(documents: Tensor, width: int) -> tuple[Array, Array]:
+def document_bounds(documents: Tensor, width: int) -> tuple[Array, Array]:
     """The lowest and the highest document number of each tile of keys, [B, 1, 1, tiles]."""
     beyond = documents[:, -1:].expand(-1, -documents.size(1) % width)
     low, high = torch.cat([documents, beyond], 1).unflatten(1, (-1, width)).aminmax(dim=-1)

@@ -72,7 +72,7 @@ inline void add_tasks(const Params& params, const GradientTensors& grads, int64_
       for (int64_t d = 0; d < padded_value_dim; ++d) v[d] += sums[s].value[key * padded_value_dim + d];
     }
     if (params.cosine)
-      l2_normalise_backward(k, directions.data + (key - begin) * directions.stride, key_data.inverse_norm[key],
+      l2_normalise_backward(k, directions.data + (key - begin) * directions.stride, key_data.key_rnorm[key],
                             params.head_dim);
     int64_t row = head_index * params.key_length + key;
     write_row(grads.grad_key, params.dtype, row * params.head_dim, k, params.head_dim);

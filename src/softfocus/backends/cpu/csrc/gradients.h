@@ -88,7 +88,7 @@ class RowGradients {
   float delta_error[BLOCK_Q];  // re-weighted rows: D_i is delta + delta_error; dA - D cancels where one key dominates
   float inverse_power_sum[BLOCK_Q];  // 1 / sum u^p
   float power_over_sum[BLOCK_Q];     // p / sum u^p
-  float mean_grad[BLOCK_Q];          // -o mean(g) * inverse_spread, which every visible key of the row receives
+  float mean_term[BLOCK_Q];          // -o mean(g) * inverse_spread, which every visible key of the row receives
   float grad_power[BLOCK_Q];
   bool single_key[BLOCK_Q];  // one key has all the weight
 
@@ -103,7 +103,7 @@ class RowGradients {
       if (r < block.n_rows && !block.fully_masked[r])
         read_row(grads.grad_out, params.dtype, block.batch_index, block.query_head, block.start_q + r, params.value_dim,
                  row);
-      delta[r] = power_over_sum[r] = mean_grad[r] = grad_power[r] = 0.0f;
+      delta[r] = power_over_sum[r] = mean_term[r] = grad_power[r] = 0.0f;
     }
     for (auto [key, d] : block.key_data->nonfinite_values)  // these outputs are NaN by definition and pass no gradient
       for (int64_t r = 0; r < block.n_rows; ++r)

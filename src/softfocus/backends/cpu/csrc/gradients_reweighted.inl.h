@@ -6,7 +6,7 @@
 
 namespace softfocus {
 
-// Lists the live keys of all tiles with their dL/dA. Sums delta, mean_grad and grad_power of the
+// Lists the live keys of all tiles with their dL/dA. Sums delta, mean_term and grad_power of the
 // rows.
 template <typename Phi>
 template <bool DROPOUT>
@@ -74,7 +74,7 @@ inline void RowGradients<Phi>::listed_grad_weights(const GradientTensors& grads)
     if (constant_weights(r)) continue;
     power_over_sum[r] = power * inverse_power_sum[r];
     double g_sum = power_over_sum[r] * (row.u_p1_grad.total() - delta_i * row.u_p1.total()) + power * exact_g_sum;
-    mean_grad[r] = block.threshold_on[r] == 0.0f ? 0.0f : float(-g_sum / block.count[r] * block.inverse_spread[r]);
+    mean_term[r] = block.threshold_on[r] == 0.0f ? 0.0f : float(-g_sum / block.count[r] * block.inverse_spread[r]);
     if (grads.grad_power && !(block.peak[r] <= TIE_TOLERANCE))  // peak is NaN in a row that sees a NaN
       grad_power[r] = float((row.u_p_log_grad.total() - delta_i * row.u_p_log.total()) * inverse_power_sum[r] +
                             (has_exact[r] ? exact_log_sum[r] : 0.0));
@@ -153,7 +153,7 @@ inline void RowGradients<Phi>::scatter_grad_phi(int64_t r, int64_t start_k, RowV
     scatter_add<false>(grad_out + r * width, width, n, key, a, v, grad_values);
 }
 
-// Turns g * inverse_spread of a row into dL/ds: adds mean_grad, multiplies by phi'(s), adds the
+// Turns g * inverse_spread of a row into dL/ds: adds mean_term, multiplies by phi'(s), adds the
 // exact sums' part.
 template <typename Phi>
 inline void RowGradients<Phi>::multiply_by_derivative(int64_t r, int64_t start_k) {
@@ -161,7 +161,7 @@ inline void RowGradients<Phi>::multiply_by_derivative(int64_t r, int64_t start_k
   if (block.fully_masked[r]) return;
   const float* stored = block.tile_row(r, start_k);
   float* ds = grad_scores + r * TILE_STRIDE;  // ds[0]: the key at start_k
-  vfloat mean = splat(mean_grad[r]);
+  vfloat mean = splat(mean_term[r]);
   bool add_exact = has_exact[r] && !constant_weights(r);
   block.with_row_phi(r, [&](auto phi) {
     auto vectors = [&](int64_t j, auto count) {
@@ -170,7 +170,7 @@ inline void RowGradients<Phi>::multiply_by_derivative(int64_t r, int64_t start_k
       unroll<N>([&](int i) { x[i] = load(stored + j + i * W); });
       phi.derivative(x);
       unroll<N>([&](int i) {
-        // 0 where phi' is 0, as for a key that the row does not see, even if delta or mean_grad is
+        // 0 where phi' is 0, as for a key that the row does not see, even if delta or mean_term is
         // NaN
         vfloat grad_s = x[i] == 0.0f ? vfloat{} : x[i] * (load(ds + (j - start_k) + i * W) + mean);
         if (add_exact) {

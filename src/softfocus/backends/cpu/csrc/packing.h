@@ -19,7 +19,7 @@ struct ValueIndex {  // an element of V
 // them. The panels' last keys, up to a multiple of PANEL, are 0.
 struct KeyHeadData {
   Buffer<float> key_panels;       // [Lk / PANEL, D, PANEL]; unit vectors for cosine similarity
-  Buffer<float> inverse_norm;     // [Lk], 1 / |k|, 0 for |k| = 0; 1 without cosine similarity; 0 if non-finite
+  Buffer<float> key_rnorm;        // [Lk], 1 / |k|, 0 for |k| = 0; 1 without cosine similarity; 0 if non-finite
   Buffer<float> value_panels;     // [Lk / PANEL, Dv, PANEL]; e^V with LASER; for a backward without re-weighting
   Buffer<float> value_rows;       // [Lk, Dv in whole vectors], where values cannot be read in place
   Buffer<float> exp_values;       // [Lk, Dv in whole vectors], LASER's e^V; the padding is 1, its sums are not used
@@ -44,7 +44,7 @@ struct KeyHeadData {
     int64_t length = round_up(params.key_length, BLOCK_K);
     packed = true;
     key_panels.resize(length * params.head_dim);
-    inverse_norm.resize(length);
+    key_rnorm.resize(length);
     key_nonfinite.resize(length);
     if (backward && !params.reweighted) value_panels.resize(length * params.value_dim);
     if (needs_value_rows(params, backward)) value_rows.resize(params.key_length * round_up(params.value_dim, W));
@@ -75,7 +75,7 @@ inline void pack_keys(const Params& params, KeyHeadData& key_data, int64_t b, in
     for (int64_t j = 0; j < W; ++j) {
       int64_t key = first + j;
       float* row = rows + j * width;
-      key_data.inverse_norm[key] = 1.0f;
+      key_data.key_rnorm[key] = 1.0f;
       key_data.key_nonfinite[key] = 0;
       if (key >= stop) {
         std::fill(row, row + width, 0.0f);
@@ -84,10 +84,10 @@ inline void pack_keys(const Params& params, KeyHeadData& key_data, int64_t b, in
       read_row(params.key, params.dtype, b, key_head, key, width, row);
       if (!all_finite(row, width)) {
         key_data.key_nonfinite[key] = 1;
-        key_data.inverse_norm[key] = 0.0f;
+        key_data.key_rnorm[key] = 0.0f;
         std::fill(row, row + width, 0.0f);
       } else if (params.cosine) {
-        key_data.inverse_norm[key] = l2_normalise(row, width);
+        key_data.key_rnorm[key] = l2_normalise(row, width);
       }
     }
     transpose_rows(rows, width, width, key_data.key_panels + (first / PANEL * width) * PANEL + first % PANEL);
@@ -166,7 +166,7 @@ inline RowView view_keys(const Params& params, const KeyHeadData& key_data, int6
     }
     read_row(params.key, params.dtype, b, key_head, key, width, row);
     if (params.cosine) {
-      float inverse = key_data.inverse_norm[key];
+      float inverse = key_data.key_rnorm[key];
       if (inverse > SAFE_MIN && inverse < SAFE_MAX)  // equals l2_normalise(), whose prescale is a power of two
         for (int64_t d = 0; d < width; ++d) row[d] *= inverse;
       else

@@ -148,14 +148,14 @@ inline float l2_normalise(float* x, int64_t n) {
 }
 
 // Turns dL/d(x / |x|) into dL/dx, in place. `direction` is x / |x|.
-inline void l2_normalise_backward(float* grad, const float* direction, float inverse_norm, int64_t n) {
-  if (n == 1) inverse_norm = 0.0f;  // x / |x| of a number is constant; rounding would give it a gradient
+inline void l2_normalise_backward(float* grad, const float* direction, float key_rnorm, int64_t n) {
+  if (n == 1) key_rnorm = 0.0f;  // x / |x| of a number is constant; rounding would give it a gradient
   vfloat products = vfloat{};
   int64_t k = 0;
   for (; k + W <= n; k += W) products += load(grad + k) * load(direction + k);
   float parallel = reduce_sum(products);
   for (; k < n; ++k) parallel += grad[k] * direction[k];
-  for (k = 0; k < n; ++k) grad[k] = (grad[k] - direction[k] * parallel) * inverse_norm;
+  for (k = 0; k < n; ++k) grad[k] = (grad[k] - direction[k] * parallel) * key_rnorm;
 }
 
 inline float dot(const float* x, const float* y, int64_t width) {  // whole vectors

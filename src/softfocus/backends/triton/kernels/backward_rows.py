@@ -34,7 +34,7 @@ def active_rows(outputs, inputs, algebra, b, h, q_offsets, EXACT: tl.constexpr):
     """
     active = q_offsets < inputs.query_length
     if algebra.laser:
-        mark = tl.load(loading.saved_pointers(outputs.saved, b, h, q_offsets, loading.MARK), mask=active, other=0.0)
+        mark = tl.load(loading.row_pointers(outputs.saved, b, h, q_offsets, loading.MARK), mask=active, other=0.0)
         active = active & ((mark > 0.0) == EXACT)
     return active
 
@@ -50,7 +50,7 @@ def laser_grad_acc(grad_out, outputs, inputs, b, h, q_offsets, active, blocks):
     grad_tile = loading.load_like_out(grad_out, inputs, b, h, q_offsets, blocks)
     exp_out = loading.load_like_out(outputs.residual, inputs, b, h, q_offsets, blocks)  # A e^V
     mask = (exp_out > 0.0) & active[:, None]  # an output that is NaN passes no gradient on
-    grad_acc = laser.operand(tl.where(mask, grad_tile.to(tl.float32) / exp_out, 0.0), grad_tile)
+    grad_acc = laser.to_operand_dtype(tl.where(mask, grad_tile.to(tl.float32) / exp_out, 0.0), grad_tile)
     return grad_acc, tl.sum(tl.where(mask, grad_acc.to(tl.float32) * exp_out, 0.0), 1)
 
 
@@ -81,7 +81,7 @@ def load_row_vectors(row_vectors, algebra, b, h, q_offsets, active):
     """
     zeros = tl.zeros(q_offsets.shape, tl.float32)
     mean_grad, row_bias, shift, threshold, inverse_spread, delta = zeros, zeros, zeros, zeros, zeros, zeros
-    pointers = loading.saved_pointers(row_vectors, b, h, q_offsets, 0)
+    pointers = loading.row_pointers(row_vectors, b, h, q_offsets, 0)
     scale = tl.load(pointers + SCALE * row_vectors.stride_b, mask=active, other=0.0)
     weight_factor = tl.load(pointers + WEIGHT_FACTOR * row_vectors.stride_b, mask=active, other=0.0)
     grad_factor = tl.load(pointers + GRAD_FACTOR * row_vectors.stride_b, mask=active, other=0.0)
@@ -108,7 +108,7 @@ def store_row_vectors(row_vectors, mean_grad, scale, row_bias, row, grad_factor,
     """Store the row vectors for the other kernels; ``row.grad_factor`` is replaced by
     ``grad_factor``.
     """
-    pointers = loading.saved_pointers(row_vectors, b, h, q_offsets, 0)
+    pointers = loading.row_pointers(row_vectors, b, h, q_offsets, 0)
     tl.store(pointers + MEAN_GRAD * row_vectors.stride_b, mean_grad, mask=mask)
     tl.store(pointers + SCALE * row_vectors.stride_b, scale, mask=mask)
     tl.store(pointers + ROW_BIAS * row_vectors.stride_b, row_bias, mask=mask)

@@ -291,7 +291,7 @@ def _sum_values(
             elif algebra.laser:
                 x = value.to(tl.float32)
                 largest_value = tl.maximum(largest_value, tl.max(tl.abs(x), 1))
-                value = laser.operand(tl.exp2(x * LOG2E), value)
+                value = laser.to_operand_dtype(tl.exp2(x * LOG2E), value)
             if blocks.BLOCK_Q > 1:
                 acc += products.dot_weights(f, value, algebra, blocks)
             elif CAREFUL:

@@ -21,17 +21,17 @@ def kept(inputs, b, h, q_offsets, first, KEYS: tl.constexpr, AXIS: tl.constexpr)
     eight columns lie eight apart, as those of a thread do in a product of tensor cores.
     """
     GROUPS: tl.constexpr = KEYS // SPAN if KEYS > SPAN else 1
-    columns = first // SPAN * LANES + tl.arange(0, GROUPS * LANES)  # of counters, [GROUPS * LANES]
-    heads = tl.zeros_like(columns) + (b * inputs.heads + h)  # [GROUPS * LANES]
+    counters = first // SPAN * LANES + tl.arange(0, GROUPS * LANES)  # of counters, [GROUPS * LANES]
+    heads = tl.zeros_like(counters) + (b * inputs.heads + h)  # [GROUPS * LANES]
     # [1, GROUPS * LANES] and [Q, 1], or [GROUPS * LANES, 1] and [1, Q]
     if AXIS == 1:
-        columns, heads, q_offsets = columns[None, :], heads[None, :], q_offsets[:, None]
+        counters, heads, q_offsets = counters[None, :], heads[None, :], q_offsets[:, None]
     else:
-        columns, heads, q_offsets = columns[:, None], heads[:, None], q_offsets[None, :]
+        counters, heads, q_offsets = counters[:, None], heads[:, None], q_offsets[None, :]
     # ``Inputs.seed`` is 2^63 + 2 seed + 1
     seed = (inputs.seed >> 1) & 0x3FFFFFFFFFFFFFFF
     # Words of 32 bits: [Q, GROUPS * LANES], or [GROUPS * LANES, Q]
-    w, x, y, z = tl.philox(seed, columns, q_offsets, heads, tl.zeros_like(heads), ROUNDS)
+    w, x, y, z = tl.philox(seed, counters, q_offsets, heads, tl.zeros_like(heads), ROUNDS)
     if KEYS >= SPAN:
         low = tl.join(_kept_of_word(w, inputs.drop_below), _kept_of_word(x, inputs.drop_below))
         high = tl.join(_kept_of_word(y, inputs.drop_below), _kept_of_word(z, inputs.drop_below))

@@ -118,7 +118,7 @@ def nan_if_infinite(phi_sum, row_max, smallest_product):
 def power_of_scores(s, shift, threshold, inverse_spread, tied, inputs, algebra, h):
     """u^p of a tile [BLOCK_Q, BLOCK_K]; phi in tied rows."""
     f = algebra.phi.value(s, shift[:, None], algebra)
-    u = weighting.excess(f, threshold[:, None], inverse_spread[:, None], algebra)
+    u = weighting.phi_to_u(f, threshold[:, None], inverse_spread[:, None], algebra)
     return tl.where(tied[:, None], f, weighting.u_to_the_power(u, inputs, algebra, h, 0))
 
 
@@ -143,15 +143,15 @@ def checked_values(
     if PARTIAL:
         if algebra.laser:
             key_flags = laser.value_flags(value, inputs, b, h, k_offsets)  # [BLOCK_K]
-            total = tl.max(key_flags, 0)
-            nonfinite = total >= 2.0
+            rare = tl.max(key_flags, 0)
+            nonfinite = rare >= 2.0
         else:
             x = value.to(tl.float32)
-            total = tl.sum(x - x)
-            nonfinite = total != total
+            rare = tl.sum(x - x)
+            nonfinite = rare != rare
         # True for NaN, too. Large and non-finite values are rare. Visibility is therefore computed
         # again here, and takes no registers in the rest of the loop. visible [BLOCK_Q, BLOCK_K]
-        if total != 0.0:
+        if rare != 0.0:
             if f is None:
                 visible = masking.visible(masks, inputs, b, row_heads[:, None], q_offsets[:, None], k_offsets[None, :])
             else:
@@ -232,7 +232,7 @@ def store_results(
         steps = weighting.rounding_residual(acc, acc.to(outputs.out.pointer.dtype.element_ty).to(tl.float32), algebra)
         loading.store_like_out(outputs.residual, b, row_heads, q_offsets, mask, steps, inputs, blocks)
     row_max = tl.where(phi_sum == phi_sum, row_max, float("nan"))
-    pointers = loading.saved_pointers(outputs.saved, b, row_heads, q_offsets, 0)
+    pointers = loading.row_pointers(outputs.saved, b, row_heads, q_offsets, 0)
     log_norm = tl.where(
         phi_sum == 0.0, float("-inf"), tl.log(tl.where(phi_sum == 0.0, 1.0, phi_sum) / algebra.phi.unit)
     )

@@ -31,10 +31,12 @@ def key_gradients(
     key_heads = inputs.heads // inputs.group
     b, key_head = tl.program_id(1) // key_heads, tl.program_id(1) % key_heads
     if EXACT:
-        exact_heads = 0
+        exact_head_count = 0
         for head_of_group in range(inputs.group):
-            exact_heads += tl.load(outputs.exact_heads + b * inputs.heads + key_head * inputs.group + head_of_group)
-        if exact_heads == 0:
+            exact_head_count += tl.load(
+                outputs.exact_heads + b * inputs.heads + key_head * inputs.group + head_of_group
+            )
+        if exact_head_count == 0:
             return
     k_offsets = block * blocks.BLOCK_K + tl.arange(0, blocks.BLOCK_K)  # [BLOCK_K]
     d_offsets, dv_offsets = tl.arange(0, blocks.BLOCK_D), tl.arange(0, blocks.BLOCK_DV)

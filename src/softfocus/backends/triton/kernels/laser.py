@@ -27,7 +27,7 @@ ONE_KEY = tl.constexpr(2.0)
 
 
 @triton.jit
-def operand(x, like):
+def to_operand_dtype(x, like):
     """x as an operand of products: bfloat16 if ``like`` is bfloat16, else float32, since x may
     overflow float16.
     """
@@ -41,7 +41,7 @@ def exponential(value):
     """e^V; e^LARGE_VALUE for larger values, NaN for non-finite ones."""
     x = value.to(tl.float32)
     x = tl.minimum(x + (x - x), LARGE_VALUE, propagate_nan=tl.PropagateNan.ALL)
-    return operand(tl.exp2(x * LOG2E), value)
+    return to_operand_dtype(tl.exp2(x * LOG2E), value)
 
 
 @triton.jit
@@ -129,7 +129,7 @@ def exact_row(saved, inputs, algebra, count, b, h, q_offsets, delta):
 @triton.jit
 def load_marks(saved, inputs, b, h, q_offsets):
     """The marks of the rows [BLOCK_Q]: ONE_KEY, 1, or 0 for rows that are not marked."""
-    pointers = loading.saved_pointers(saved, b, h, q_offsets, loading.MARK)
+    pointers = loading.row_pointers(saved, b, h, q_offsets, loading.MARK)
     return tl.load(pointers, mask=q_offsets < inputs.query_length, other=0.0)
 
 
@@ -154,7 +154,7 @@ def log_weights(s, row, inputs, algebra, h):
     result = log_f - tl.log(row.phi_sum)
     log_u = result
     if algebra.reweighted:
-        u = weighting.excess(f, row.threshold, row.inverse_spread, algebra)
+        u = weighting.phi_to_u(f, row.threshold, row.inverse_spread, algebra)
         log_u = tl.where(u > 0.0, tl.log(tl.where(u > 0.0, u, 1.0)), float("-inf"))
         log_u = tl.where(row.threshold == 0.0, log_f + tl.log(row.inverse_spread), log_u)
         log_reweighted = weighting.head_power(inputs, algebra, h) * log_u - tl.log(row.power_sum)
@@ -182,7 +182,7 @@ def gradients_of_marked(s, total, row, inputs, algebra, h):
     if algebra.phi.has_zeros:
         small = tl.where(row.threshold == 0.0, 2.0**-60, 0.0)
     if algebra.reweighted:
-        u = weighting.excess(f, row.threshold, row.inverse_spread, algebra)
+        u = weighting.phi_to_u(f, row.threshold, row.inverse_spread, algebra)
         weight = tl.where(row.tied, weight, weighting.u_to_the_power(u, inputs, algebra, h, 0) / row.power_sum)
         above_threshold = tl.where(row.tied, f, tl.maximum(f - row.threshold, 0.0))
         power = tl.where(row.tied, 1.0, weighting.head_power(inputs, algebra, h))
@@ -283,15 +283,15 @@ def exact_forward(inputs, algebra, masks, outputs, blocks):
                 nonfinite = tl.sum(tl.where(visible, (value - value)[None, :], 0.0), 1)
                 value = products.finite_or_zero(value)[None, :]
                 this_column = dv_offsets[None, :] == c  # [1, BLOCK_DV]
-                # before, now, base, rescale, tile_sum [BLOCK_Q]
-                before = tl.max(tl.where(this_column, running_max, float("-inf")), 1)
-                now = tl.maximum(before, tl.max(log_weight + value, 1))
-                base = tl.where(now == float("-inf"), 0.0, now)
-                rescale = tl.exp(before - base)
+                # old_max, new_max, base, rescale, tile_sum [BLOCK_Q]
+                old_max = tl.max(tl.where(this_column, running_max, float("-inf")), 1)
+                new_max = tl.maximum(old_max, tl.max(log_weight + value, 1))
+                base = tl.where(new_max == float("-inf"), 0.0, new_max)
+                rescale = tl.exp(old_max - base)
                 tile_sum = tl.sum(tl.exp(log_weight + (value - base[:, None])), 1) + nonfinite
                 total = tl.where(this_column, total * rescale[:, None] + tile_sum[:, None], total)
-                running_max = tl.where(this_column, now[:, None], running_max)
-    pointers = loading.saved_pointers(outputs.saved, b, h, q_offsets, loading.MARK)
+                running_max = tl.where(this_column, new_max[:, None], running_max)
+    pointers = loading.row_pointers(outputs.saved, b, h, q_offsets, loading.MARK)
     tl.store(pointers, tl.where(live_keys == 1.0, ONE_KEY, 1.0), mask=marked)
     row_heads, log_total = tl.zeros_like(q_offsets) + h, tl.log(total)
     rounded = (running_max + log_total).to(outputs.out.pointer.dtype.element_ty)

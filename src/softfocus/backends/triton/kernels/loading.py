@@ -52,7 +52,7 @@ def load_vector(array, b, h, row_offsets, length):
 
 
 @triton.jit
-def saved_pointers(saved, b, h, q_offsets, N: tl.constexpr):
+def row_pointers(saved, b, h, q_offsets, N: tl.constexpr):
     """Pointers [R] to elements of vector N of the row vectors [vectors, B, H, Lq].
 
     The array's names are shifted by one dimension: stride_b is the stride of the vectors, stride_h

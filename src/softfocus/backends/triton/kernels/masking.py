@@ -40,21 +40,21 @@ def visible(masks, inputs, b, h, q_offsets, k_offsets):
     if masks.has_left:
         seen = seen & (k_offsets >= positions - masks.left)
     if masks.key_mask is not None:
-        real = tl.load(
+        is_real = tl.load(
             loading.head_pointer(masks.key_mask, b, h) + k_offsets * masks.key_mask.stride_d,
             mask=k_offsets < length,
             other=0,
         )
-        seen = seen & (real != 0)
+        seen = seen & (is_real != 0)
     if masks.document_ids is not None:
         ids = loading.head_pointer(masks.document_ids, b, h)
-        own = tl.load(
+        query_documents = tl.load(
             ids + positions * masks.document_ids.stride_d,
             mask=(q_offsets < inputs.query_length) & (positions >= 0),
             other=-1,
         )
-        theirs = tl.load(ids + k_offsets * masks.document_ids.stride_d, mask=k_offsets < length, other=-2)
-        seen = seen & (own == theirs)
+        key_documents = tl.load(ids + k_offsets * masks.document_ids.stride_d, mask=k_offsets < length, other=-2)
+        seen = seen & (query_documents == key_documents)
     if masks.mask is not None:
         offsets = q_offsets.to(tl.int64) * masks.mask.stride_l + k_offsets.to(tl.int64) * masks.mask.stride_d
         mask = (q_offsets < inputs.query_length) & (k_offsets < length)
@@ -168,8 +168,8 @@ def _tiles_of_these_documents(inputs, masks, lowest, highest, b, q_offsets, star
     """
     # positions, own [BLOCK_Q]
     positions = tl.minimum(q_offsets, inputs.query_length - 1) + masks.offset
-    own = tl.load(loading.head_pointer(masks.document_ids, b, 0) + positions * masks.document_ids.stride_d)
-    own_lowest, own_highest = tl.min(own, 0), tl.max(own, 0)
+    query_documents = tl.load(loading.head_pointer(masks.document_ids, b, 0) + positions * masks.document_ids.stride_d)
+    own_lowest, own_highest = tl.min(query_documents, 0), tl.max(query_documents, 0)
     first, end = stop, start
     for begin in range(start, stop, TILES_AT_ONCE):
         tiles = begin + tl.arange(0, TILES_AT_ONCE)  # [TILES_AT_ONCE], as mask, low, high and met

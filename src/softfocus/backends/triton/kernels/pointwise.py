@@ -106,7 +106,7 @@ else:
 
 
 @triton.jit
-def times(a, b, algebra):
+def stable_product(a, b, algebra):
     """a b; rounded separately in re-weighted rows of float32.
 
     Otherwise the compiler might fuse the product with a sum in some kernels or tiles and not in

@@ -141,14 +141,14 @@ def query_gradients(
     mean_grad = tl.zeros_like(grad_u_sum)  # [BLOCK_Q]
     if algebra.reweighted:
         # Rows without a threshold: those that see at most FREE_ROWS keys, and tied rows
-        without = (count <= weighting.FREE_ROWS) | (row.inverse_spread < 0.0)
-        mean_grad = tl.where(without, 0.0, grad_u_sum / tl.maximum(count, 1.0))
+        no_threshold = (count <= weighting.FREE_ROWS) | (row.inverse_spread < 0.0)
+        mean_grad = tl.where(no_threshold, 0.0, grad_u_sum / tl.maximum(count, 1.0))
         grad_sum = grad_sum - mean_grad[:, None] * derivative_sum
     grad_sum = grad_sum * grad_factor[:, None]
     mask = q_offsets < inputs.query_length
     if EXACT:
         mask = active
-    seeing = mask & (count > 0.0)  # not fully masked
+    sees_a_key = mask & (count > 0.0)  # not fully masked
     # The factors are multiplied in the same order as in the forward, so that key_gradients computes
     # the same scores
     scale_in_unit = scale * algebra.phi.score_unit
@@ -169,7 +169,7 @@ def query_gradients(
         mask,
     )
     if grad_power is not None:
-        share = tl.where(seeing & (row.inverse_spread > 0.0), log2_u_sum * LN2, 0.0)
+        share = tl.where(sees_a_key & (row.inverse_spread > 0.0), log2_u_sum * LN2, 0.0)
         tl.store(grad_power + tl.program_id(1) * inputs.query_length + q_offsets, share, mask=mask)
     if algebra.cosine or grad_head_scale is not None:
         pointers = (
@@ -182,14 +182,14 @@ def query_gradients(
         if algebra.cosine:
             unit_query, mantissa = norms.scaled_operand(unit_query, query_rnorm)
             unit_query = unit_query.to(tl.float32) * mantissa[:, None]
-        along = tl.sum(grad_sum * unit_query.to(tl.float32), 1)  # sum over d of the gradient times the query, [BLOCK_Q]
+        grad_dot_query = tl.sum(grad_sum * unit_query.to(tl.float32), 1)  # [BLOCK_Q]
         if grad_head_scale is not None:
-            share = along * scoring.base_scale(inputs, algebra, count)
+            share = grad_dot_query * scoring.base_scale(inputs, algebra, count)
             pointers = grad_head_scale + tl.program_id(1) * inputs.query_length + q_offsets
-            tl.store(pointers, tl.where(seeing, share, 0.0), mask=mask)
+            tl.store(pointers, tl.where(sees_a_key, share, 0.0), mask=mask)
         if algebra.cosine:
-            grad_sum = (grad_sum - along[:, None] * unit_query) * query_rnorm[:, None]
-    grad_sum = tl.where(seeing[:, None], grad_sum * scale[:, None], 0.0)
+            grad_sum = (grad_sum - grad_dot_query[:, None] * unit_query) * query_rnorm[:, None]
+    grad_sum = tl.where(sees_a_key[:, None], grad_sum * scale[:, None], 0.0)
     tl.store(
         loading.head_pointer(grad_query, b, h)
         + q_offsets[:, None] * grad_query.stride_l

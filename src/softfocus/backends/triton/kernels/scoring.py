@@ -109,9 +109,9 @@ def tile_scores(
     """
     s = dots
     if inputs.unit_key_fp16 is None:
-        s = pointwise.times(s, scale, algebra)
+        s = pointwise.stable_product(s, scale, algebra)
         if algebra.cosine:
-            s = pointwise.times(s, rnorm, algebra)
+            s = pointwise.stable_product(s, rnorm, algebra)
     scaled_dots = s
     if algebra.score_bias != "0":
         s = s + row_bias
@@ -119,7 +119,7 @@ def tile_scores(
         offsets = q_offsets.to(tl.int64) * inputs.bias.stride_l + k_offsets.to(tl.int64) * inputs.bias.stride_d
         mask = (q_offsets < inputs.query_length) & (k_offsets < inputs.key_length)
         bias = tl.load(loading.head_pointer(inputs.bias, b, h) + offsets, mask=mask, other=0.0).to(tl.float32)
-        s += pointwise.times(bias, algebra.phi.score_unit, algebra)
+        s += pointwise.stable_product(bias, algebra.phi.score_unit, algebra)
     visible = tl.full(s.shape, True, tl.int1)
     if PARTIAL:
         visible = masking.visible(masks, inputs, b, h, q_offsets, k_offsets)

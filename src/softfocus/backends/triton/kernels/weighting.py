@@ -98,7 +98,7 @@ def row_threshold(inputs, algebra, count, phi_sum, largest_phi):
 
 
 @triton.jit
-def excess(f, threshold, inverse_spread, algebra):
+def phi_to_u(f, threshold, inverse_spread, algebra):
     """u, at least 0. For halves it is computed in one instruction, which also limits it to 1.
 
     That instruction uses the rounded threshold / spread. This extra rounding is smaller than that
@@ -146,9 +146,9 @@ def saved_statistics(saved, inputs, algebra, b, h, q_offsets):
     sum phi 2^-shift, sum u^p.
     """
     mask = q_offsets < inputs.query_length
-    row_max = tl.load(loading.saved_pointers(saved, b, h, q_offsets, loading.MAXIMUM_IN_UNIT), mask=mask, other=0.0)
-    phi_sum = tl.load(loading.saved_pointers(saved, b, h, q_offsets, loading.PHI_SUM), mask=mask, other=1.0)
-    power_sum = tl.load(loading.saved_pointers(saved, b, h, q_offsets, loading.POWER_SUM), mask=mask, other=1.0)
+    row_max = tl.load(loading.row_pointers(saved, b, h, q_offsets, loading.MAXIMUM_IN_UNIT), mask=mask, other=0.0)
+    phi_sum = tl.load(loading.row_pointers(saved, b, h, q_offsets, loading.PHI_SUM), mask=mask, other=1.0)
+    power_sum = tl.load(loading.row_pointers(saved, b, h, q_offsets, loading.POWER_SUM), mask=mask, other=1.0)
     shift = tl.zeros_like(row_max)
     if algebra.shifted:
         shift = algebra.phi.shift(row_max)
@@ -163,17 +163,22 @@ def gradient_row(saved, inputs, algebra, count, b, h, q_offsets, delta):
     inverse_spread = threshold - 1.0
     if algebra.reweighted:
         threshold, inverse_spread, tied, _peak = row_threshold(inputs, algebra, count, phi_sum, largest_phi)
-        heaviest = u_to_the_power(excess(largest_phi, threshold, inverse_spread, algebra), inputs, algebra, h, 0)
+        largest_u_power = u_to_the_power(
+            phi_to_u(largest_phi, threshold, inverse_spread, algebra), inputs, algebra, h, 0
+        )
         # A row has one key if power_sum equals its largest term. Other keys may be lost in the
         # rounding of power_sum. Their gradient u^(p - 1) is negligible only if p is large
         large_power = (tl.zeros_like(phi_sum) + head_power(inputs, algebra, h)) >= LARGE_POWER
-        one_key = (count == 1.0) | ((power_sum == heaviest) & (tied == 0) & large_power)
+        one_key = (count == 1.0) | ((power_sum == largest_u_power) & (tied == 0) & large_power)
         reciprocal_phi_sum, reciprocal_power_sum = reciprocal_sum(phi_sum, algebra), reciprocal_sum(power_sum, algebra)
-        highest = tl.where(largest_phi > 0.0, largest_phi, 1.0)
-        weight_factor = tl.where(tied, reciprocal_phi_sum * highest, reciprocal_power_sum)
+        tied_scale = tl.where(largest_phi > 0.0, largest_phi, 1.0)
+        weight_factor = tl.where(tied, reciprocal_phi_sum * tied_scale, reciprocal_power_sum)
         untied_factor = head_power(inputs, algebra, h) * reciprocal_power_sum * inverse_spread
         grad_factor = tl.where(tied, reciprocal_phi_sum, untied_factor)
-        threshold, inverse_spread = tl.where(tied, 0.0, threshold), tl.where(tied, -1.0 / highest, inverse_spread)
+        threshold, inverse_spread = (
+            tl.where(tied, 0.0, threshold),
+            tl.where(tied, -1.0 / tied_scale, inverse_spread),
+        )
         grad_factor = tl.where(one_key, 0.0, grad_factor)
     elif algebra.normaliser == "l1":
         weight_factor = reciprocal_sum(phi_sum, algebra)
@@ -215,7 +220,7 @@ def weights_and_gradients(s, grad_weights, row, inputs, algebra, h):
     if algebra.normaliser == "l1":
         grad_u = grad_weights - row.delta
     if algebra.reweighted:
-        u = excess(f, row.threshold, tl.abs(row.inverse_spread), algebra)
+        u = phi_to_u(f, row.threshold, tl.abs(row.inverse_spread), algebra)
         u_less = tl.where(row.inverse_spread < 0.0, 1.0, u_to_the_power(u, inputs, algebra, h, 1))
         grad_u = grad_u * u_less
         f = u_less * u
