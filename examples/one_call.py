@@ -20,7 +20,7 @@ print(f"zeros in the last row: {(weights == 0).double().mean():.0%}")
 # A mechanism is algebra: combine names, or change a field
 gentle = softfocus.named("lssar").replace(power=3.0)
 second = softfocus.attention(q, k, v, is_causal=True, mechanism=gentle)
-print("p = 3 differs from p = 15 by at most", f"{(again - out).abs().max():.3f}")
+print("p = 3 differs from p = 15 by at most", f"{(second - out).abs().max():.3f}")
 
 # A sliding window of 32 keys, and a batch whose second sequence is padded on the right
 real = torch.ones(2, 256, dtype=torch.bool)

@@ -1,6 +1,4 @@
-"""Serving: two sequences of different lengths decode from keys and values that lie in pages of 16
-tokens.
-"""
+"""Serving: two sequences of different lengths decode from a cache in pages of 16 tokens."""
 
 import torch
 
@@ -17,9 +15,7 @@ page_table = torch.zeros(2, 8, dtype=torch.int64)  # where tokens 16 j and follo
 
 
 def write(sequence: int, key: torch.Tensor, value: torch.Tensor) -> None:
-    """Put the key and the value of a new token, [key heads, head_dim], where the sequence goes
-    on.
-    """
+    """Append the key and the value of a new token, [key heads, head_dim], to a sequence."""
     at = int(lengths[sequence])
     if at % PAGE == 0:
         page_table[sequence, at // PAGE] = free.pop()

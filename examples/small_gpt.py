@@ -1,6 +1,4 @@
-"""A small GPT in plain PyTorch, trained on this file's own text with LSSAR. Change MECHANISM and
-run it again.
-"""
+"""A small GPT in plain PyTorch, trained on its own source with LSSAR. Change MECHANISM at will."""
 
 from pathlib import Path
 

@@ -1,6 +1,4 @@
-"""A layout inside a Transformers model: local softmax layers, global LSSAR layers; saved, loaded,
-generated from.
-"""
+"""A layout in a Transformers model: local softmax layers, global LSSAR; save, load, generate."""
 
 import tempfile
 

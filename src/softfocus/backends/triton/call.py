@@ -1,6 +1,4 @@
-"""Launches the kernels of a call one after another, each with its tile shape, and keeps the
-compiled kernels of each layout of calls.
-"""
+"""Launches the kernels of a call, each with its tile shape, and keeps those compiled for a layout."""
 
 from collections.abc import Callable, Hashable
 from functools import cache, lru_cache
@@ -78,9 +76,7 @@ class LaunchShape(NamedTuple):
 
 
 class Launcher:
-    """Holds one call's arguments for the kernels while these run. A call with a cache has no
-    backward.
-    """
+    """One call's arguments for the kernels, while these run. A cache has no backward."""
 
     def __init__(self, call: Call) -> None:
         self.call = call
@@ -174,14 +170,8 @@ class Launcher:
             shape = self._launch_shape(tile)
             for exact in (False, True) if call.mechanism.laser else (False,):
                 use_grad_acc = grad_acc is not None and not exact and kernel is not query_gradients.query_gradients
-                shared = (
-                    inputs,
-                    self.algebra,
-                    shape.masks,
-                    grad_acc if use_grad_acc else grad_out,
-                    outputs,
-                    array(row_vectors),
-                )
+                of_out = grad_acc if use_grad_acc else grad_out
+                shared = inputs, self.algebra, shape.masks, of_out, outputs, array(row_vectors)
                 variant = tile, exact, layouts
                 self._launch(kernel, variant, grid, *shared, *arguments, exact, shape.blocks, **shape.options)
 
@@ -346,9 +336,7 @@ class Launcher:
         return masks._replace(counts=array(counts), key_tiles=tile_lists(states), query_tiles=tile_lists(states.mT))
 
     def _splits(self) -> int:
-        """How many programs split the keys of one key head among them: more than one where queries
-        are few and heads do not fill the GPU.
-        """
+        """Programs that share the keys of one key head: several where heads do not fill the GPU."""
         query, key = self.call.query, self.call.key
         if self.inputs.group * query.size(2) > FEW_ROWS or not key.numel() or self.call.dropout.p:
             return 1  # the decoding kernels carry no dropout, which belongs to training
@@ -378,9 +366,7 @@ class Launcher:
 
 
 def _where_it_fits(tile: tuning.TileShape, run: Callable[[tuning.TileShape], None]) -> tuning.TileShape:
-    """Run with a tile shape, or with a smaller one if the device has too little shared memory for
-    it. Return the shape.
-    """
+    """Run with a tile shape, or a smaller one that fits in shared memory. Return the shape."""
     tiles = (tile, *tuning.SMALLER)
     for tile in tiles:
         try:
@@ -394,9 +380,7 @@ def _where_it_fits(tile: tuning.TileShape, run: Callable[[tuning.TileShape], Non
 
 
 def _layout(call: Call) -> Hashable:
-    """Everything of a call that decides which compiled kernels it takes: all except the seed and
-    the numbers in its tensors.
-    """
+    """What decides which compiled kernels a call takes: all except seed and tensors' numbers."""
     return call.query.device, *(
         (x.shape, x.stride(), x.dtype, x.data_ptr() % ALIGNED) if isinstance(x, Tensor) else x
         for name, x in zip(LEAVES, pack(call), strict=False)
