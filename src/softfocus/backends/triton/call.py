@@ -1,4 +1,4 @@
-"""Launches the kernels of a call, each with its tile shape, and keeps those compiled for a layout."""
+"""Launches the kernels of a call, each with its tile shape, and keeps the compiled ones."""
 
 from collections.abc import Callable, Hashable
 from functools import cache, lru_cache
