@@ -172,3 +172,17 @@ def test_every_name_of_the_glossary_is_in_the_code():
             names += re.findall(r"[A-Za-z_]\w*", " ".join(re.findall(r"`([^`]+)`", cells[3])))
     assert len(names) > 80
     assert not set(names) - known
+
+
+def test_old_and_new_kernels_take_the_measured_time():
+    cells = json.loads((RESULTS / "before-and-after/results.json").read_text())["cells"]
+    level = {
+        way: sum(0.97 <= cell[way]["median"] <= 1.03 for cell in cells) for way in ("new_over_old", "new_over_new")
+    }
+    new = [cell["new_over_old"] for cell in cells]
+    within = sum(one["lower_quartile"] <= 1.0 <= one["upper_quartile"] for one in new)
+    text = " ".join((ROOT / "docs/performance.md").read_text().split())
+    count = len(cells)
+    assert f"In {level['new_over_old']} of {count} cells the median of new over old is within 0.97 and 1.03" in text
+    assert f"In {within} of {count} the quartiles include 1." in text
+    assert f"New over new is within 0.97 and 1.03 in {level['new_over_new']} of {count}" in text
