@@ -336,7 +336,7 @@ def bpe_tuned_table() -> str:
 TABLES = {
     "trials": trials_table, "recall": recall_table, "both": both_table, "heads": heads_table, "larger": larger_table,
     "bpe": bpe_table, "layout_recall": layout_recall_table, "rates": demo_rates, "larger_rates": larger_rates,
-    "bpe_rates": bpe_rates, "bpe_tuned": bpe_tuned_table,
+    "bpe_rates": bpe_rates,
 }  # fmt: skip
 
 
