@@ -140,15 +140,14 @@ _take = attrgetter(*_PATHS)
 
 def pack(call: Call) -> tuple[Any, ...]:
     """The leaves of a call."""
-    take = (
-        attrgetter(*_PATHS) if torch.compiler.is_compiling() else _take
-    )  # torch.compile traces those only that it sees made
+    # torch.compile traces an attrgetter only where it sees its construction
+    take = attrgetter(*_PATHS) if torch.compiler.is_compiling() else _take
     cache = call.cache
     return take(call) if cache is None else (*take(call), cache.lengths, cache.page_table)
 
 
 _ENDS = list(accumulate(len(leaves) for leaves, _make in _FIELDS.values()))
-_MADE_OF = [(make, end - len(leaves), end) for (leaves, make), end in zip(_FIELDS.values(), _ENDS, strict=True)]
+_SLICES = [(make, end - len(leaves), end) for (leaves, make), end in zip(_FIELDS.values(), _ENDS, strict=True)]
 
 
 def given(leaves: Sequence[Any]) -> frozenset[str]:
@@ -165,7 +164,7 @@ def _differs(name: str, leaf: Any) -> bool:
 
 def unpack(leaves: Sequence[Any]) -> Call:
     """The call of some leaves."""
-    query, key, value, seen, *rest = [make(*leaves[low:end]) if make else leaves[low] for make, low, end in _MADE_OF]
+    query, key, value, seen, *rest = [make(*leaves[low:end]) if make else leaves[low] for make, low, end in _SLICES]
     table = leaves[-1] if len(leaves) == len(LEAVES) else None
     key_length = key.size(2) * (1 if table is None else table.size(1))
     return Call(query, key, value, Visibility(query.size(2), key_length, *seen), *rest)

@@ -44,9 +44,8 @@ class Tile:
     rows: slice
     keys: slice
     visible: Tensor | None  # bool [b|1, h|1, G|1, R, K]; None if all is visible
-    seen_by_all: (
-        Tensor | slice | None
-    )  # LASER's: the keys that every row sees, bool [b, h, 1, K] or a slice of the tile's
+    # For LASER: the keys that every row sees, bool [b, h, 1, K] or a slice of the tile's
+    seen_by_all: Tensor | slice | None
     count: Tensor  # [b, h, G, R, 1]
     query: Tensor  # [b, h, G * R, D], normalised for cosine, 0 where it is not finite
     nonfinite: Tensor | None  # bool [b, h, G * R, 1], which queries are not finite

@@ -53,9 +53,8 @@ def run(attention: Callable[..., Any], arguments: dict[str, Any], seed: int = 1)
             generator, from which dropout draws.
     """
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(
-            seed
-        )  # torch.manual_seed formats a traceback for each kind of device not in use
+        # Not torch.manual_seed: it formats a traceback for each kind of device not in use
+        torch.default_generator.manual_seed(seed)
         out = attention(**arguments)
     generator = torch.Generator().manual_seed(seed)
     above = torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out)

@@ -181,9 +181,8 @@ class _Look:
 
     def end_of_batch(self, documents: NDArray[np.int64]) -> None:
         """The documents that the batch's windows start in, [B]."""
-        self._values[self._length].append(
-            np.stack([self._batch[key] for key in self._keys], axis=1)
-        )  # [B, heads, measures]
+        values = np.stack([self._batch[key] for key in self._keys], axis=1)  # [B, heads, measures]
+        self._values[self._length].append(values)
         self._documents[self._length].append(documents)
         self._batch.clear()
 

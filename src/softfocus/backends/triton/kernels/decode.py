@@ -257,9 +257,8 @@ def _sum_values(
     acc = tl.zeros([blocks.BLOCK_Q, blocks.BLOCK_DV], tl.float32)
     needs_exact = tl.zeros([blocks.BLOCK_Q], tl.float32) > 0.0
     large_values = tl.zeros([blocks.BLOCK_K], tl.float32)
-    product_sums = tl.zeros(
-        [blocks.BLOCK_K, blocks.BLOCK_DV], tl.float32
-    )  # for a single row: weights times values, summed over the first dimension at the end
+    # For a single row: weights times values, summed over the keys at the end
+    product_sums = tl.zeros([blocks.BLOCK_K, blocks.BLOCK_DV], tl.float32)
     largest_value = tl.zeros([blocks.BLOCK_K], tl.float32)  # the largest |v| so far, for LASER
     for CAREFUL in tl.static_range(2):
         end = stop
