@@ -87,5 +87,7 @@ def attention_with_cache(
     most = key_cache.size(2) * (1 if page_table is None else page_table.size(1))
     visibility = Visibility(query.size(2), most, left, 0)
     cache = Cache(lengths, page_table)
-    call = Call(query, key_cache, value_cache, visibility, algebra, scale, None, head_scale, power, cache=cache)
+    call = Call(
+        query, key_cache, value_cache, visibility, algebra, scale, head_scale=head_scale, power=power, cache=cache
+    )
     return ops.run(call, dispatch.operator(dispatch.choose(call, backend), backend))[0]

@@ -211,7 +211,7 @@ class Carries:
         object.__setattr__(self, "_without", without)
 
     def lacks(self, call: Call) -> str | None:
-        """What of a call is not carried, as a sentence; None where all is."""
+        """The first reason why a call is not supported, as a sentence; None if it is supported."""
         device, dtype, mechanism = call.query.device.type, call.query.dtype, call.mechanism
         if device not in self.devices and "any" not in self.devices:
             known = " or ".join("the CPU" if name == "cpu" else repr(name) for name in self.devices)

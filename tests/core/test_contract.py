@@ -1,5 +1,7 @@
 """What a backend declares: it carries that, it refuses everything else by name, and asking costs
 nothing.
+
+Over 400 lines: every backend runs through the same declarations.
 """
 
 import os
@@ -17,6 +19,7 @@ import torch
 from softfocus import Mechanism, attention, attention_with_cache, dispatch, explain, ops, weights
 from softfocus.backends import cpu, tiled, triton
 from softfocus.backends.cpu import build
+from softfocus.backends.cpu import call as cpu_call
 from softfocus.contract import GRADIENTS, LEAVES, Call, Carries, Dropout, pack, unpack
 from softfocus.functional import prepared
 from softfocus.mechanism import CHOICES
@@ -133,10 +136,19 @@ def test_numbers_in_c_are_places_in_the_declaration():
         assert [IN_C[name.strip()] for name in names.split(",")] == list(values), enum
 
 
+def test_the_cpu_backend_numbers_what_it_declares():
+    for field, numbers in cpu_call._NUMBERS.items():
+        values = getattr(cpu.CARRIES, field)
+        assert numbers == {value: number for number, value in enumerate(values)}, field
+    assert set(cpu_call._NUMBERS) == set(DECLARED)
+
+
 # What is not declared is refused
 
+BRANCHES = ("length_scale", "score_bias", "normaliser")  # Triton kernels branch on these
 
-@pytest.mark.parametrize("field", DECLARED)
+
+@pytest.mark.parametrize("field", CHOICES)
 @pytest.mark.parametrize("name", [*NAMES, "auto"])
 def test_a_value_that_nobody_declares_is_refused_by_name(name, field, monkeypatch):
     monkeypatch.setitem(CHOICES, field, (*CHOICES[field], "fake"))
@@ -148,13 +160,23 @@ def test_a_value_that_nobody_declares_is_refused_by_name(name, field, monkeypatc
 
 
 @pytest.mark.skipif(not triton.TRITON_FOUND, reason="Triton is not installed")
-@pytest.mark.parametrize("field", ["length_scale", "score_bias", "normaliser"])
-def test_a_kernel_knows_what_it_does_not_know(field, monkeypatch):
-    """Even past the declaration: no branch of a kernel stands for whatever is left."""
+@pytest.mark.parametrize("field", DECLARED)
+def test_a_triton_kernel_has_no_default(field, monkeypatch):
+    """Even past the declaration: no branch of a kernel stands for all other values."""
     monkeypatch.setitem(CHOICES, field, (*CHOICES[field], "fake"))
     tensors, mechanism = question("triton", **{field: "fake"})
-    with pytest.raises(Exception, match=r"(?i)assert"):
+    raised = {"match": r"(?i)assert"} if field in BRANCHES else {}
+    with pytest.raises(Exception if field in BRANCHES else (KeyError, AssertionError), **raised):
         triton.forward(prepared(*tensors, **mechanism))
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("field", DECLARED)
+def test_a_cpu_kernel_has_no_default(field, monkeypatch):
+    monkeypatch.setitem(CHOICES, field, (*CHOICES[field], "fake"))
+    tensors, mechanism = question("cpu", **{field: "fake"})
+    with pytest.raises(KeyError, match="fake"):
+        cpu.forward(prepared(*tensors, **mechanism))
 
 
 @pytest.mark.parametrize("field", CHOICES)
@@ -374,6 +396,10 @@ def follow(tmp_path, *backends):
 @pytest.mark.skipif(shutil.which("git") is None, reason="git applies the diff")
 def test_the_guide_to_a_new_phi(tmp_path):
     environment = follow(tmp_path, "tiled", *(["triton"] if triton.TRITON_FOUND else []))
+    if clang_format := shutil.which("clang-format", path=str(Path(sys.executable).parent)):
+        header = tmp_path / "src/softfocus/backends/cpu/csrc/pointwise.h"
+        style = f"--style=file:{ROOT / '.clang-format'}"
+        subprocess.run([clang_format, style, "--dry-run", "-Werror", header], check=True)
     changed = [f"tests/core/test_{name}.py" for name in ("catalog", "reference", "pointwise")]
     ran = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *changed,

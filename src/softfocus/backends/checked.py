@@ -38,7 +38,7 @@ MOST_KINDS = 4096
 Result = TypeVar("Result")
 
 _refused: dict[Hashable, str | None] = {}
-"""Of a direction and kind why the kernels are refused; None where they agreed."""
+"""Why the kernels are refused, by (direction, kind); None where they agreed."""
 
 ABOUT, CARRIES, refuses, rows_kept = triton.ABOUT, triton.CARRIES, triton.refuses, triton.rows_kept
 
@@ -137,7 +137,7 @@ def _forwards(call: Call) -> Iterator[Compared]:
 
 
 def _longest(call: Call) -> Iterator[Compared]:
-    """Of a cache its longest sequence."""
+    """Compares the longest sequence of a cache."""
     assert call.cache is not None
     b = int(call.cache.lengths.argmax())
     one = _sequence(b, call)
@@ -247,7 +247,7 @@ def _part_of(call: Call) -> Call:
     """The last queries of the heads of one sequence that share a key head, with all keys that they
     may see.
 
-    Of few queries: those of all heads, of some sequences.
+    If there are few queries: those of all heads of some sequences.
     """
     query, key, value, visibility = call.query, call.key, call.value, call.visibility
     group = query.size(1) // key.size(1)

@@ -22,6 +22,15 @@ CARRIES = Carries(
     features=("bias", "head_scale", "power", "mask", "key_mask", "document_ids", "dropout"),
 )  # fmt: skip
 """In the order of the enumerations in ``csrc/``: a value's index here is its number there."""
+_NUMBERS = {
+    "similarity": {"dot": 0, "cosine": 1},
+    "length_scale": {"1": 0, "log(N)": 1, "log512(N)": 2},
+    "score_bias": {"0": 0, "-log(N)": 1, "-log(L)": 2},
+    "phi": {phi: number for number, phi in enumerate(FUSED)},
+    "normaliser": {"l1": 0, "none": 1, "1/N": 2, "1/L": 3, "1/sqrt(N/2)": 4},
+    "post": {"none": 0},
+}
+"""What the kernels implement. A value that is declared but not here is a KeyError."""
 
 ARRAY = struct.Struct("5q")
 """``struct TensorView``: the data's address, and four strides in elements, 0 where broadcast."""
@@ -56,15 +65,8 @@ def threads() -> int:
 
 @lru_cache(maxsize=256)
 def _numbers(mechanism: Mechanism) -> tuple[int, ...]:
-    return (
-        CARRIES.similarity.index(mechanism.similarity),
-        CARRIES.length_scale.index(mechanism.length_scale),
-        CARRIES.score_bias.index(mechanism.score_bias),
-        CARRIES.phi.index(mechanism.phi),
-        CARRIES.normaliser.index(mechanism.normaliser),
-        mechanism.power is not None,
-        mechanism.laser,
-    )
+    *numbers, _post = (values[getattr(mechanism, field)] for field, values in _NUMBERS.items())
+    return (*numbers, mechanism.power is not None, mechanism.laser)
 
 
 def packed(call: Call) -> tuple[bytes, list[Tensor]]:

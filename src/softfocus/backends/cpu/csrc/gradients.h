@@ -5,7 +5,8 @@
 // With D_i = sum_j A_ij dA_ij, the delta of FlashAttention (0 where the normaliser is not l1), and
 // o, p, u as in row_block.h:
 //     dS_j = (dA_j - D) * weight_scale * phi'(s_j)                without re-weighting
-//     dS_j = (g_j - o mean(g)) * inverse_spread * phi'(s_j),  g_j = p u_j^(p-1) (dA_j - D) / sum u^p   with it
+//     dS_j = (g_j - o mean(g)) * inverse_spread * phi'(s_j)       with it, where
+//     g_j = p u_j^(p-1) (dA_j - D) / sum u^p
 // gradients_dense.inl.h does the former, over all keys; gradients_reweighted.inl.h the latter, over
 // lists of live keys.
 //

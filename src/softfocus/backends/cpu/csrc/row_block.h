@@ -6,7 +6,8 @@
 // holds whole rows, so that no reduction needs an online correction. Every mechanism takes three
 // steps: scores, row statistics, weights. In each row
 //     A_j = value(stored_j) * weight_scale      or, re-weighted,
-//     u_j = (value(stored_j) - threshold) * inverse_spread,  A_j = u_j^p / sum u^p  where u_j > live_threshold, else 0.
+//     u_j = (value(stored_j) - threshold) * inverse_spread
+//     A_j = u_j^p / sum u^p  where u_j > live_threshold, else 0
 // A tied row, and a row that sees a NaN, is a re-weighted row with threshold 0, inverse_spread 1
 // and p = 1: its u is phi, and it keeps its l1 weights.
 #pragma once

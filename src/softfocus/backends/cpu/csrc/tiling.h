@@ -1,9 +1,9 @@
 // Sizes of the pieces in which the kernels work. A worker takes a block of query rows of one head
 // and keeps all its scores:
 //
-//                    BLOCK_K keys   BLOCK_K keys   ...          tile:   [BLOCK_Q, BLOCK_K] scores
-//     BLOCK_Q rows   [    tile    ] [    tile    ] ...          strip:  MR rows of a block or a tile
-//                                                               panel:  PANEL keys or values, packed transposed
+//                  BLOCK_K keys   BLOCK_K keys   ...    tile:   [BLOCK_Q, BLOCK_K] scores
+//   BLOCK_Q rows   [    tile    ] [    tile    ] ...    strip:  MR rows of a block or a tile
+//                                                       panel:  PANEL keys or values, transposed
 //
 // One loop keeps [MR, PANEL] sums in registers. W floats are a vector (vector.h); ranges of keys
 // are whole vectors.

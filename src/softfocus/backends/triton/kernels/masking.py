@@ -29,8 +29,8 @@ def visible(masks, inputs, b, h, q_offsets, k_offsets):
 
     A tile has offsets [BLOCK_Q, 1] and [1, BLOCK_K], or [1, BLOCK_Q] and [BLOCK_K, 1].
     """
-    # positions, last and own are shaped like q_offsets; real and theirs like k_offsets, broadcast
-    # to h where that is a vector of heads
+    # positions, last and query_documents are shaped like q_offsets; is_real and key_documents like
+    # k_offsets, broadcast to h where that is a vector of heads
     positions = q_offsets + query_offset(inputs, masks, b)
     length = loading.sequence_length(inputs, b)
     last = tl.zeros_like(q_offsets) + (length - 1)
@@ -166,7 +166,7 @@ def _tiles_of_these_documents(inputs, masks, lowest, highest, b, q_offsets, star
     Packed documents follow one another, so that the range is short. If they are in another order
     the range is longer, but never too short.
     """
-    # positions, own [BLOCK_Q]
+    # positions, query_documents [BLOCK_Q]
     positions = tl.minimum(q_offsets, inputs.query_length - 1) + masks.offset
     query_documents = tl.load(loading.head_pointer(masks.document_ids, b, 0) + positions * masks.document_ids.stride_d)
     own_lowest, own_highest = tl.min(query_documents, 0), tl.max(query_documents, 0)
