@@ -228,7 +228,7 @@ def test_the_lead_of_global_cosine_softmax_is_the_measured_one():
     error.
     """
     lead = {"1x": [], "16x": []}
-    for study in ("layouts", "layouts-larger", "layouts-bpe"):
+    for study in ("layouts", "layouts-larger", "layouts-bpe-tuned"):
         groups = {
             group.evaluations[0].mechanism: group
             for group in read(ROOT / "docs/results" / study / "results.json").groups
@@ -246,6 +246,21 @@ def test_the_lead_of_global_cosine_softmax_is_the_measured_one():
         f"its loss is lower by {said['1x']} at 1x. At 16 times the length, both with the window, "
         f"it is lower by {said['16x']}." in text
     )
+
+
+def test_the_price_on_tokens_is_the_measured_one():
+    """LSSAR's layout less Softmax of the same seed, on tokens of the BPE at 4e-3."""
+    report = read(ROOT / "docs/results/layouts-bpe-tuned/results.json")
+    groups = {group.evaluations[0].mechanism: group for group in report.groups}
+    said = []
+    for setting, at in (("as trained", 1.0), ("window 1x", 16.0)):
+        ours = cell(groups["softmax[64] / sharpened(lssa, 31) rope 0.5"], at, "as trained").values
+        plain = cell(groups["softmax"], at, setting).values
+        more = [loss - other for loss, other in zip(ours, plain, strict=True)]
+        said.append(f"{statistics.mean(more):.3f} ± {statistics.stdev(more) / len(more) ** 0.5:.3f}")
+    text = " ".join(LAYOUTS.split())
+    assert f"costs {said[0]} nats per token at the training length" in text
+    assert f"it is behind windowed Softmax by {said[1]}." in text
 
 
 def test_what_repeats_far_back_is_the_measured_one():
@@ -336,7 +351,7 @@ def bpe_tuned_table() -> str:
 TABLES = {
     "trials": trials_table, "recall": recall_table, "both": both_table, "heads": heads_table, "larger": larger_table,
     "bpe": bpe_table, "layout_recall": layout_recall_table, "rates": demo_rates, "larger_rates": larger_rates,
-    "bpe_rates": bpe_rates,
+    "bpe_rates": bpe_rates, "bpe_tuned": bpe_tuned_table,
 }  # fmt: skip
 
 
