@@ -60,7 +60,9 @@ def sentence(found: HeadsMeasured) -> str:
     row, gain = sure[0]
     others = len(sure) - 1
     more = f", and {others} other{'s' * (others > 1)} for certain" if others else ""
-    return f"Far keys disturb {name(row.layer, row.head)} most: its window takes {gain.value:.3f} off the loss{more}."
+    # A head above it in the table may gain more, but not for certain
+    much = "most" if row is gains(found)[0][0] else "for certain"
+    return f"Far keys disturb {name(row.layer, row.head)} {much}: its window takes {gain.value:.3f} off the loss{more}."
 
 
 def save_heads_figure(found: HeadsMeasured, folder: Path) -> None:
