@@ -90,6 +90,12 @@ def compare(pairs, cell):
     return {"median": round(median, 3), "lower_quartile": round(low, 3), "upper_quartile": round(high, 3)}
 
 
+def commit_of(source):
+    """The commit that a source tree is checked out at."""
+    command = ["git", "-C", source, "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
 def main(old_source, new_source, to):
     """Time every cell and write as it goes."""
     sources = {"new_over_old": (old_source, new_source), "new_over_new": (new_source, new_source)}
@@ -99,7 +105,8 @@ def main(old_source, new_source, to):
         found = {name: compare(some, (what, length, mechanism)) for name, some in pairs.items()}
         cells.append({"what": what, "length": length, "mechanism": mechanism, **found})
         print(f"{what:9} {length:6} {mechanism:8} {found['new_over_old']}  noise {found['new_over_new']['median']}")
-        Path(to).write_text(json.dumps({"heads": HEADS, "head_dim": DIM, "cells": cells}, indent=1) + "\n")
+        about = {"old": commit_of(old_source), "new": commit_of(new_source), "threads": 1, "heads": HEADS}
+        Path(to).write_text(json.dumps({**about, "head_dim": DIM, "cells": cells}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

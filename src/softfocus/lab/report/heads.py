@@ -55,13 +55,14 @@ def heads_table(found: HeadsMeasured) -> Table:
 
 def sentence(found: HeadsMeasured) -> str:
     """Whether far keys disturb some head for certain, and which most."""
-    if not (sure := [(row, gain) for row, gain in gains(found) if _sure(gain)]):
+    ordered = gains(found)
+    if not (sure := [(row, gain) for row, gain in ordered if _sure(gain)]):
         return "No head alone is better with the window for certain."
     row, gain = sure[0]
     others = len(sure) - 1
     more = f", and {others} other{'s' * (others > 1)} for certain" if others else ""
     # A head above it in the table may gain more, but not for certain
-    much = "most" if row is gains(found)[0][0] else "for certain"
+    much = "most" if row is ordered[0][0] else "for certain"
     return f"Far keys disturb {name(row.layer, row.head)} {much}: its window takes {gain.value:.3f} off the loss{more}."
 
 
