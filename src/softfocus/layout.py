@@ -7,6 +7,7 @@ through JSON, and stands in config.json. :func:`resolve` makes one from what a u
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from difflib import get_close_matches
 from typing import Any
 
 from softfocus.catalog import checked_parameters, learned_parameters, name_of
@@ -268,8 +269,13 @@ def _layers(key: Any, config: Any, count: int) -> list[int]:
     except ValueError:
         found = None
     if found is None:
+        near = get_close_matches(text, types, n=1)
         known = f"its layer types ({', '.join(dict.fromkeys(types))}), " if types else ""
-        raise ValueError(f"layout: {key!r} chooses no layers; expected {known}a number, a slice ('0::2') or '*'")
+        none = "" if types or not text.isidentifier() else f" (a {config.model_type} model has no layer types)"
+        raise ValueError(
+            f"layout: {key!r} chooses no layers{none}; expected {known}a number, a slice ('0::2') or '*'"
+            + (f"; did you mean {near[0]!r}?" if near else "")
+        )
     if not found:
         raise ValueError(f"layout: {key!r} chooses none of the {count} layers")
     return found

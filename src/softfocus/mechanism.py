@@ -80,7 +80,8 @@ class Mechanism:
         for name, choices in CHOICES.items():
             value = getattr(self, name)
             if value not in choices:
-                hint = get_close_matches(str(value), choices, n=1, cutoff=0.4)
+                usual = "exp" if value == "softmax" else str(value)  # softmax is exp with the l1 norm
+                hint = get_close_matches(usual, choices, n=1, cutoff=0.4)
                 guess = f"; did you mean {hint[0]!r}?" if hint else ""
                 raise ValueError(f"Mechanism: {name}={value!r} is not one of {', '.join(map(repr, choices))}{guess}")
         if self.power is not None:

@@ -56,6 +56,7 @@ def test_kinds_stand_in_the_order_of_the_layers():
             {"full": "lssar", "*": "lssar"},
             r"'full' chooses no layers; expected its layer types \(sliding_attention, full_att",
         ),
+        ({"full_atention": "lssar", "*": "lssar"}, "or '\\*'; did you mean 'full_attention'"),
         ({"1:2:3:4": "lssar", "*": "lssar"}, "chooses no layers"),
         (
             {":": "lssar", "*": "softmax"},

@@ -19,6 +19,8 @@ from transformers import (
     BartForConditionalGeneration,
     FalconConfig,
     FalconForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
     LongT5Config,
     LongT5ForConditionalGeneration,
     PreTrainedConfig,
@@ -202,3 +204,16 @@ def test_wrong_arguments(build, mechanism, parameters, error, message):
 def test_wrong_targets(target):
     with pytest.raises(TypeError, match="expected a Transformers model or config"):
         softfocus.hf.use(target, "lssar")
+
+
+def test_laser_in_a_model_with_attention_dropout_is_warned_of() -> None:
+    config = LlamaConfig(
+        vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    config.attention_dropout = 0.1
+    with pytest.warns(UserWarning, match=r"attention_dropout = 0\.1, and LASER has no dropout"):
+        model = softfocus.hf.use(LlamaForCausalLM(config), "laser(lssar)")
+    tokens = torch.arange(8)[None]
+    assert model.eval()(tokens).logits.isfinite().all()
+    with pytest.raises(ValueError, match=r"dropout_p: got 0\.1 with a LASER mechanism"):
+        model.train()(tokens)

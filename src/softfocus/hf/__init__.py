@@ -106,7 +106,8 @@ def use(target: Target, mechanism: str | Mechanism | Mapping[Any, Any] | Layout,
     Warns:
         UserWarning: some attention in the model (a pooling head, a block-sparse encoder) does not
             dispatch and keeps its softmax; or hides keys by so small a number (Swin's -100) that
-            they count in N. The message names the classes.
+            they count in N. The message names the classes. Or a LASER mechanism is put into a model
+            with attention dropout, which it refuses in training.
     """
     if not isinstance(target, PreTrainedConfig | PreTrainedModel):
         raise TypeError(
@@ -121,6 +122,8 @@ def use(target: Target, mechanism: str | Mechanism | Mapping[Any, Any] | Layout,
         return target
     modules = list(_learned.attention_modules(target))
     _refuse_without_dispatch(target, modules)
+    if any(group.mechanism.laser for group in layout.groups()):
+        _warn_of_dropout(target)
     if any(group.mechanism.counts_keys for group in layout.groups()):
         _warn_of_keys_that_count(target)
     if layout.layers is not None:
@@ -266,6 +269,18 @@ def _refuse_without_dispatch(model: PreTrainedModel, modules: list[torch.nn.Modu
             f"softfocus.hf.use: {type(model).__name__} keeps softmax in {', '.join(kept)}, which computes it by itself",
             UserWarning,
         )
+
+
+def _warn_of_dropout(model: PreTrainedModel) -> None:
+    for config in _config.tree(model.config):
+        for key in ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop"):
+            if getattr(config, key, None):
+                warn(
+                    f"softfocus.hf.use: the config has {key} = {getattr(config, key)}, and LASER has no dropout: the "
+                    f"model can be evaluated, but will refuse to train. Build it with {key} = 0 to train it",
+                    UserWarning,
+                )
+                return
 
 
 def _warn_of_keys_that_count(model: PreTrainedModel) -> None:

@@ -16,7 +16,7 @@ from softfocus.lab.recipes.loading import load as load_recipe
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.run_folder.files import MODEL, RECIPE
 from softfocus.lab.run_folder.manifest import MANIFEST, damage
-from softfocus.layout import Layout
+from softfocus.layout import Layout, resolve
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -93,8 +93,12 @@ def build_config(recipe: Recipe, vocabulary: int, end: int | None = None) -> Any
     try:
         config = cls(**values)
     except Exception as error:  # each configuration checks itself with errors of its own kind
-        why = " ".join(str(error).split())  # Transformers gives the cause on a line of its own
-        raise LabError(f"[model.config] is refused by {cls.__name__}: {why}", "correct it") from error
+        why = " ".join(str(error).split()).rpartition("Error: ")[2].rstrip("!")  # after the name of its validator
+        given = ", ".join(f"{key} = {value}" for key, value in recipe.model.config.items() if type(value) is int)
+        raise LabError(
+            f"[model.config] is refused by {cls.__name__}: {why} (the recipe has {given})",
+            "correct it in the recipe or with --set model.config.KEY=VALUE",
+        ) from error
     check_positions(config, recipe.train.length, f"raise model.config.{positions}, or lower train.length to {{}}")
     _check_length(config, recipe)
     return config
@@ -247,7 +251,14 @@ def _use(model: Any, recipe: Recipe) -> Any:
     table = recipe.model
     try:
         # Without a layout all attention is alike, numbered layers or not
-        softfocus.hf.use(model, table.spec if table.layout else Layout.alike(table.groups[0][0]))
+        layout = resolve(table.spec, model.config) if table.layout else Layout.alike(table.groups[0][0])
+    except (TypeError, ValueError) as error:
+        raise LabError(
+            f"[model.layout] does not fit {table.architecture!r}: {first_line(error).removeprefix('layout: ')}",
+            "correct it in the recipe or with --set, or choose another model.architecture",
+        ) from error
+    try:
+        softfocus.hf.use(model, layout)
     except (TypeError, ValueError) as error:
         raise LabError(
             f"{table.label} does not fit {table.architecture!r}: {first_line(error)}",

@@ -181,6 +181,10 @@ WRONG_USE: list[tuple[list[str], str]] = [
     (["evaluate", "TRAINED", "--window", "wide"], "'wide' is not a length; write --window like"),
     (["evaluate", "TRAINED", "--rope", "yarm"], "--rope: 'yarm' is not a scaling of RoPE; did you mean 'yarn'?"),
     (["evaluate", "TRAINED", "--window", "4", "--sinks", "4"], "--sinks 4 does not fit into --window 4"),
+    (
+        ["evaluate", "TRAINED", "--lengths", "1x,2x", "--window", "64x"],
+        "hides nothing at the longest length, 64 tokens; name a smaller window",
+    ),
     (["evaluate", "TRAINED", "--buckets", "long"], "'long' is not a length; write --buckets like"),
     (
         ["train", "demo", "--set", "train.steps"],

@@ -161,7 +161,7 @@ def test_a_circle_of_bases_is_refused(tmp_path: Path) -> None:
     [
         ("demo-lsar", "did you mean 'demo-lssar'"),
         ("nowhere.toml", "no recipe file nowhere.toml"),
-        ("x", "shipped recipes are"),
+        ("x", "`softfocus recipes` lists those that are shipped"),
     ],
 )
 def test_a_recipe_that_is_not_there(name: str, says: str) -> None:

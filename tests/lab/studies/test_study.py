@@ -327,6 +327,13 @@ def test_a_length_that_a_seed_lacks_is_left_out(fabricate: Any, tmp_path: Path) 
     assert not (tmp_path / "none").exists()
 
 
+def test_a_folder_takes_one_study_at_a_time(tmp_path: Path) -> None:
+    (tmp_path / "task.toml").write_text(TASK)
+    with crew.alone_in(tmp_path / "out"), pytest.raises(LabError, match="out is in use by process"):
+        run_study(str(tmp_path / "task.toml"), tmp_path / "out", console=console())
+    assert not (tmp_path / "out" / "logs").exists()
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [

@@ -74,6 +74,11 @@ def evaluate(
         return
     wanted = parse(lengths or recipe.evaluate.lengths, info.train_length)
     settings = settings_of(rope, window or ["1x"], sinks, info.train_length, mechanism or ())
+    if wide := [setting.window for setting in settings if window and (setting.window or 0) > wanted[-1]]:
+        raise UsageError(
+            f"--window: one of {wide[0]} keys hides nothing at the longest length, {wanted[-1]} tokens",
+            "name a smaller window, or a longer one of --lengths",
+        )
     edges = parse(buckets, info.train_length, "--buckets") if buckets else None
     from softfocus.lab.evaluate.loss import evaluate
     from softfocus.lab.report.points import singles

@@ -102,8 +102,8 @@ def _read(name_or_path: str, seen: tuple[str, ...], near: Path | None = None) ->
 
 
 def _recipes(name: str) -> str:
-    known = f"the shipped recipes are {', '.join(shipped())}; any other is the path of a .toml file"
-    return did_you_mean(name, shipped(), known)
+    otherwise = "`softfocus recipes` lists those that are shipped; any other is the path of a .toml file"
+    return did_you_mean(name, shipped(), otherwise)
 
 
 def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

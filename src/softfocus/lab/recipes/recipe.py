@@ -86,7 +86,7 @@ class PowerTable(Table):
 
     start: float = Field(default=1.0, ge=1, le=100, description="the power at the first step")
     end: float | None = Field(default=None, ge=1, le=100, description="the mechanism's own power, if written: a check")
-    share: float = Field(gt=0, le=1, description="of the steps, after which it has its end")
+    share: float = Field(gt=0, le=1, description="the share of the steps after which the power has its end value (0.6)")
     shape: Literal["linear", "cosine", "geometric"] = "linear"
 
     def at(self, power: float, progress: float) -> float:

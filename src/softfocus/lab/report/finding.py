@@ -4,10 +4,11 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
-from softfocus.lab.report.points import Axis, Cell, Group, best, column_name, shared_columns, tokens_at
+from softfocus.lab.report.points import Axis, Cell, Group, best, cell, column_name, shared_columns, tokens_at
 from softfocus.lab.run_folder.results import AS_TRAINED, Record
 
 _NAMED = 4  # groups that a sentence still can name
+_RISES = 6  # and those of which it can give one number
 
 Verdict = Literal["higher", "lower", "inconclusive"]
 
@@ -57,7 +58,9 @@ def finding(groups: Sequence[Group], axis: Axis = "multiple") -> Finding:
             sentence="Nothing can be said: nats per token of different vocabularies do not compare.", differences=[]
         )
     first = 1.0 if axis == "multiple" and 1.0 in shared else shared[0]
-    sentences: list[str] = []
+    sentences = []
+    if len({group.first.text for group in groups}) > 1:
+        sentences.append("The models read different text, so a difference may be that of the texts.")
     differences: list[Difference] = []
     for column in dict.fromkeys((first, shared[-1])):
         cells = [there for group in groups if (there := best(group, column, axis)) is not None]
@@ -72,6 +75,8 @@ def finding(groups: Sequence[Group], axis: Axis = "multiple") -> Finding:
         chosen = ", each under its best setting," if len(cells) > 1 and (column != 1 or axis == "tokens") else ""
         where = f"At {column_name(column, axis)}{unit}{chosen}"
         sentences.append(_sentence(where, reference, found, column, price=priced))
+    if len(groups) > 1 and axis == "multiple" and first == 1.0 < shared[-1] and (rises := _rises(groups, shared[-1])):
+        sentences.append(rises)
     counts = sorted({len(group.evaluations) for group in groups})
     if counts[-1] > 1:
         between = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else str(counts[0])
@@ -122,6 +127,14 @@ def _sentence(where: str, reference: Cell, others: Sequence[Difference], column:
     if len(others) > _NAMED:
         clauses.append(f"{len(others) - _NAMED} more are in the report")
     return "; ".join(clauses) + "."
+
+
+def _rises(groups: Sequence[Group], column: float) -> str:
+    """How far each loss rises as trained: who keeps a flat line. Diverged losses are left out."""
+    found = [(group.label, *(cell(group, at, AS_TRAINED.name()) for at in (1.0, column))) for group in groups]
+    rises = [(label, last.loss - start.loss) for label, start, last in found if start and last]
+    texts = [f"{label} {rise:+.3f}" for label, rise in rises if math.isfinite(rise)][:_RISES]
+    return f"From 1x to {column_name(column)} the losses as trained change by: {', '.join(texts)}." if texts else ""
 
 
 def _name(label: str, setting: str, column: float) -> str:

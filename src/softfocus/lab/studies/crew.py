@@ -8,8 +8,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -23,6 +23,7 @@ from softfocus.lab.recipes.loading import load
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.run_folder.disk import write_atomically, writing
 from softfocus.lab.run_folder.files import CLASSIFICATION, INSPECTION, RECIPE, RUN, load_measured, load_run
+from softfocus.lab.run_folder.owner import owning
 from softfocus.lab.run_folder.provenance import cores
 from softfocus.lab.run_folder.results import Evaluation
 from softfocus.lab.studies.screen import Job, Screen
@@ -30,7 +31,21 @@ from softfocus.lab.studies.worker import from_line
 
 LOGS = "logs"
 
+_ELSEWHERE = "choose another folder with --out, or free some space"
 _PATIENCE = 30.0  # seconds for a worker that was asked to stop: it writes a checkpoint first
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """While this is entered no second demo or study works in the folder.
+
+    Raises:
+        LabError: one does already, or the folder cannot be written to.
+    """
+    with writing(folder, _ELSEWHERE):
+        folder.mkdir(parents=True, exist_ok=True)
+    with owning(folder):
+        yield
 
 
 def plan(folder: Path, recipes: Sequence[Recipe], labels: Sequence[str], *, overwrite: bool = False) -> list[Job]:
@@ -82,7 +97,7 @@ def work(
         LabError: the folder cannot be written to, or Ctrl-C.
     """
     count = max(1, workers or min(len(jobs), cores()))
-    with writing(folder, "choose another folder with --out, or free some space"):
+    with writing(folder, _ELSEWHERE):
         (folder / LOGS).mkdir(parents=True, exist_ok=True)
         for job in jobs:
             job.log.touch()

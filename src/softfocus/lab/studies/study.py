@@ -5,6 +5,7 @@ each other.
 import time
 import tomllib
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -84,7 +85,8 @@ def load(name_or_path: str) -> tuple[Study, Path | None]:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
         raise LabError(
-            f"study {name_or_path}: {place}: {first['msg']}", "a study has title, base, seeds and [rows.NAME] tables"
+            f"study {name_or_path}: {place}: {first['msg']}",
+            "a study has title, base, seeds and [rows.NAME] tables, which hold keys of recipes",
         ) from None
 
 
@@ -178,22 +180,23 @@ def train_all(
         A job for each recipe.
 
     Raises:
-        LabError: what memory or disk cannot hold, a folder with another run in it, or Ctrl-C. A run
-            that fails raises nothing here.
+        LabError: what memory or disk cannot hold, a folder with another run in it or in use by
+            another process, or Ctrl-C. A run that fails raises nothing here.
         UsageError: more jobs than cores.
     """
     if jobs is not None and jobs > cores():
         raise UsageError(f"--jobs: {jobs} at a time on {cores()} cores", "each run needs a core of its own")
-    workers = jobs or fits.workers()
-    found = crew.plan(folder, plan, [recipe.name for recipe in plan], overwrite=overwrite)
-    left = [job for job in found if job.status == "waiting"]
-    fits.check_memory([job.recipe for job in left], workers, processes)
-    with console.status("timing a few steps of each row"):
-        expected = estimate(found, workers, processes)
-    console.print(f"{title}: {expected.text}", markup=False, highlight=False)
-    if not estimate_only:
-        fits.check_disk(folder, expected.bytes)
-        crew.work(folder, found, workers=workers, overwrite=overwrite, console=console, processes=processes)
+    with nullcontext() if estimate_only else crew.alone_in(folder):
+        workers = jobs or fits.workers()
+        found = crew.plan(folder, plan, [recipe.name for recipe in plan], overwrite=overwrite)
+        left = [job for job in found if job.status == "waiting"]
+        fits.check_memory([job.recipe for job in left], workers, processes)
+        with console.status("timing a few steps of each row"):
+            expected = estimate(found, workers, processes)
+        console.print(f"{title}: {expected.text}", markup=False, highlight=False)
+        if not estimate_only:
+            fits.check_disk(folder, expected.bytes)
+            crew.work(folder, found, workers=workers, overwrite=overwrite, console=console, processes=processes)
     return found
 
 
