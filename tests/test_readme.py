@@ -50,6 +50,7 @@ def result_block() -> str:
             "validation loss, nats per byte; mean ± standard deviation over seeds",
             "seeds",
             *map(column_name, across),
+            "16x, window",
         ]
     ]
     lines.append(["---"] * len(lines[0]))
@@ -61,7 +62,10 @@ def result_block() -> str:
             cells = [cell(group, column, setting) for column in across]
             label = f"{NAMES.get(group.label, group.label)}, {longer.get(setting, setting)}"
             seeds = str(len(group.evaluations))
-            lines.append([label, seeds, *(f"{one.loss:.3f} ± {one.spread:.3f}" for one in cells)])
+            if setting == "as trained":
+                cells.append(cell(group, across[-1], "window 1x"))
+            values = [f"{one.loss:.3f} ± {one.spread:.3f}" for one in cells]
+            lines.append([label, seeds, *values, *[""] * (len(across) + 1 - len(values))])
     table = [f"| {' | '.join(line)} |" if line[0] != "---" else f"|{'|'.join(line)}|" for line in lines]
     figure = "![Loss over evaluation length](docs/results/layouts/figure1.png)"
     return "\n".join([figure, "", *table, "", *lead(report)])
