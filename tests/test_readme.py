@@ -9,6 +9,7 @@ import os
 import re
 import statistics
 import subprocess
+import textwrap
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -90,13 +91,18 @@ def lead(report) -> list[str]:
     ours, softmax = unseen["hybrid-half-rope"], unseen["Softmax"]
     price = cell(ours, 1.0, "as trained").minus(cell(softmax, 1.0, "as trained"))
     flat = cell(ours, 16.0, "as trained").minus(cell(softmax, 16.0, "window 1x"))
-    lines.append(f"* With seeds 3 to 7 alone, on which nothing was chosen: {said(price)} at the training length,")
-    lines.append(f"  {said(flat)} at 16 times that.")
+    alone = f"* With seeds 3 to 7 alone, on which nothing was chosen: {said(price)} at the training length,"
+    lines.append(f"{alone} {said(flat)} at 16 times that.")
     name = NAMES.get(lowest.group.label, lowest.group.label)
     setting = lowest.setting.replace("window 1x", "with the window")
-    lines.append(f"* {there} the lowest loss, windows included, has: {name}, {setting}, {lowest.loss:.3f};")
-    lines.append(f"  against Softmax with the window: {said(lowest.minus(windowed))}.")
-    return lines
+    lines.append(
+        f"* {there} the lowest loss, windows included, is {lowest.loss:.3f}: {name}, {setting}. Against "
+        f"Softmax with the window that is {said(lowest.minus(windowed))}."
+    )
+    wrapped = [
+        textwrap.wrap(long.replace(" ±", "~±").replace("± ", "±~"), 100, subsequent_indent="  ") for long in lines
+    ]
+    return [line.replace("~", " ") for long in wrapped for line in long]
 
 
 def said(found) -> str:
