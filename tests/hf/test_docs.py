@@ -1,20 +1,25 @@
-"""The guide's code blocks run, from the first to the last."""
+"""The code blocks of the guide and of the page about precision run, from the first to the last."""
 
 import re
 from pathlib import Path
 
 import softfocus
 
-GUIDE = Path(__file__).parents[2] / "docs" / "transformers.md"
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = (DOCS / "transformers.md", DOCS / "precision.md")
 
 
 def test_the_guide_runs(tmp_path, monkeypatch, capsys):
-    blocks = re.findall(r"^```python\n(.*?)^```", GUIDE.read_text(), flags=re.DOTALL | re.MULTILINE)
+    blocks = [
+        (page, block)
+        for page in PAGES
+        for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    ]
     assert len(blocks) == 13
     monkeypatch.chdir(tmp_path)
     names = {}
-    for block in blocks:
-        exec(compile(block, str(GUIDE), "exec"), names)
+    for page, block in blocks:
+        exec(compile(block, str(page), "exec"), names)
     assert names["text"].shape == (2, 10)
     assert softfocus.hf.layout_of(names["model"]).mechanism == softfocus.catalog.named("ssmax")
     assert len(names["names"]) == 4  # a head_scale and a power in each of two layers

@@ -5,7 +5,7 @@ model.
     python docs/results/precision/measure.py --tables
 
 Writes results.json beside itself, line by line as they are measured: some half an hour on a core.
---tables prints what stands in docs/transformers.md, "Precision", from it.
+--tables prints the tables of docs/precision.md from it.
 
 ``places``: attention in float64, with one place rounded to bfloat16 and all others exact. Rounding
 has slope 1. 64 queries at the end of N keys of 64 dimensions, causal. "random": q, k, v are normal.
