@@ -4,6 +4,7 @@ committed results.
 
 import json
 import re
+import statistics
 from pathlib import Path
 
 import pytest
@@ -161,6 +162,67 @@ def test_the_time_on_the_host_is_the_committed_one():
     )
     said = "LSSAR takes {} microseconds forward, {} decoding, {} with gradients; softmax {}, {} and {}"
     assert said.format(*(int(us + 0.5) for us in (*ours, *softmax))) in " ".join(PERFORMANCE.split())
+
+
+def spread(values: list[float], digits: int, scale: float = 1.0) -> str:
+    """Mean and standard error of seeds."""
+    error = statistics.stdev(values) / len(values) ** 0.5
+    return f"{scale * statistics.mean(values):z.{digits}f} ± {scale * error:.{digits}f}"
+
+
+def precision_tables() -> list[list[list[str]]]:
+    """Cells of the tables of docs/precision.md without their labels, from the committed results."""
+    results = json.loads((RESULTS / "precision/results.json").read_text())
+    lines = {(x["place"], x["mechanism"], x["scores"]): x for x in results["places"] if x["length"] == 1024}
+    mechanisms = list(dict.fromkeys(mechanism for _, mechanism, _ in lines))
+    errors = {key: f"{100 * line['query.grad'][0]:.2f}" for key, line in lines.items()}
+    places = [
+        [
+            " / ".join(
+                errors[place, name, scores] for scores in ("random", "peaked") if (place, name, scores) in errors
+            )
+            for name in mechanisms
+        ]
+        for place in (
+            "query and key",
+            "unit query and key",
+            "scores",
+            "weights",
+            "value",
+            "gradient of the output",
+            "parameters",
+        )
+    ]
+    models = [
+        [
+            spread([x["errors"][precision]["all"] for x in results["models"] if x["mechanism"] == name], 2, 100)
+            for name in mechanisms
+        ]
+        for precision in (
+            "autocast",
+            "autocast, their projection in float32",
+            "autocast, attention modules in float32",
+            "parameters in bfloat16",
+            "parameters rounded, float64",
+        )
+    ]
+    loss = {(x["mechanism"], x["precision"], x["seed"]): x["loss"] for x in results["trainings"]}
+    seeds = sorted({seed for _, _, seed in loss})
+    trainings = [
+        [
+            spread([loss[name, precision, seed] - loss[name, "float32", seed] for seed in seeds], 3)
+            for name in ("softmax", "lssar, p = 15")
+        ]
+        for precision in ("autocast", "autocast, attention modules in float32", "parameters in bfloat16")
+    ]
+    return [places, models, trainings]
+
+
+def test_the_tables_of_precision_are_the_committed_ones():
+    page = (ROOT / "docs" / "precision.md").read_text().replace("| 0 ", "| 0.00 / 0.00 ").replace(", inconclusive", "")
+    tables = re.findall(r"^\|---.*\n((?:\|.*\n)+)", page, re.MULTILINE)
+    shown = [[[cell.strip() for cell in row.split("|")[2:-1]] for row in table.splitlines()] for table in tables]
+    assert shown == precision_tables()
 
 
 def test_every_name_of_the_glossary_is_in_the_code():
