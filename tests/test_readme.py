@@ -35,6 +35,7 @@ NAMES = {
     "hybrid": "the same with all of RoPE",
     "local-cosine": "local softmax layers, global cosine softmax with log N",
     "local-softmax": "local softmax layers, global softmax",
+    "local-nope": "local softmax layers, global softmax without RoPE",
 }
 
 
@@ -81,6 +82,7 @@ def lead(report) -> list[str]:
     lowest = min((best(group, 16.0) for group in report.groups), key=lambda one: one.loss)
     rivals = {
         "Softmax with the window": windowed,
+        "the same layout with softmax without RoPE": cell(by["local-nope"], 16.0, "as trained"),
         "the same layout with cosine softmax": cell(by["local-cosine"], 16.0, "as trained"),
         "LSSAR in every layer": cell(by["LSSAR"], 16.0, "as trained"),
     }
@@ -256,6 +258,22 @@ def test_the_lead_of_global_cosine_softmax_is_the_measured_one():
         f"its loss is lower by {said['1x']} at 1x. At 16 times the length, both with the window, "
         f"it is lower by {said['16x']}." in text
     )
+
+
+def test_softmax_without_rope_costs_what_was_measured():
+    by = {group.label: group for group in read(RESULT / "results.json").groups}
+
+    def loss(name, column):
+        return cell(by[name], column, "as trained")
+
+    found = [loss("local-nope", 1.0).minus(loss("Softmax", 1.0))]
+    found += [loss("local-nope", column).minus(loss("hybrid-half-rope", column)) for column in (1.0, 16.0)]
+    assert all(one.sure for one in found)
+    assert not loss("local-nope", 16.0).minus(loss("local-nope", 1.0)).sure, "it is flat"
+    price, here, far = (f"{one.value:.3f} ± {one.standard_error:.3f}" for one in found)
+    page = " ".join(LAYOUTS.split())
+    assert f"Its loss (three seeds) is {price} above Softmax's at the training length." in page
+    assert f"LSSAR is {here} below it there, and {far} below it at 16 times the length." in page
 
 
 def test_the_price_on_tokens_is_the_measured_one():

@@ -8,7 +8,7 @@ from softfocus.lab.report.points import Axis, Cell, Group, best, cell, column_na
 from softfocus.lab.run_folder.results import AS_TRAINED, Record
 
 _NAMED = 4  # groups that a sentence still can name
-_RISES = 6  # and those of which it can give one number
+_RISES = 8  # and those of which it can give one number
 
 Verdict = Literal["higher", "lower", "inconclusive"]
 
