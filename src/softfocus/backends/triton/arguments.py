@@ -192,8 +192,9 @@ class Phi(NamedTuple):
             underflows.
         rate: s to phi' / phi, where phi is too small to be divided by: 1 in the exponential tail,
             1 / s of relu, 2 / s of relu2.
-        shift: a row's largest s to its shift.
         has_zeros: constexpr, whether phi is 0 below a score of 0.
+        shift: a row's largest s to its shift; None for the default (``pointwise.row_shift``), which
+            a phi with zeros may take.
         score_unit, unit: constexpr, the factors of scores and of phi.
     """
 
@@ -201,10 +202,10 @@ class Phi(NamedTuple):
     derivative: Any
     log: Any
     rate: Any
-    shift: Any
     has_zeros: tl.constexpr
-    score_unit: tl.constexpr
-    unit: tl.constexpr
+    shift: Any = None
+    score_unit: tl.constexpr = tl.constexpr(1.0)
+    unit: tl.constexpr = tl.constexpr(1.0)
 
 
 class Blocks(NamedTuple):

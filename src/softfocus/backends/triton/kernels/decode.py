@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from softfocus.backends.triton.kernels import forward, laser, loading, masking, norms, products, scoring, weighting
-from softfocus.backends.triton.kernels.pointwise import LOG2E
+from softfocus.backends.triton.kernels.pointwise import LOG2E, row_shift
 
 PARTS = tl.constexpr(4)
 """The number of row vectors that each split stores."""
@@ -114,9 +114,9 @@ def _whole_rows(algebra, parts, splits, ROWS_STORED: tl.constexpr):
         row_max = tl.maximum(row_max, split_max)
         if algebra.shifted:
             before = shift
-            shift = algebra.phi.shift(row_max)
+            shift = row_shift(row_max, algebra)
             phi_sum = phi_sum * tl.exp2(tl.minimum(before - shift, 0.0))
-            split_phi_sum = split_phi_sum * tl.exp2(tl.minimum(algebra.phi.shift(split_max) - shift, 0.0))
+            split_phi_sum = split_phi_sum * tl.exp2(tl.minimum(row_shift(split_max, algebra) - shift, 0.0))
         phi_sum += split_phi_sum
     return row_max, shift, phi_sum
 
@@ -335,7 +335,8 @@ def combine(inputs, algebra, masks, parts, sums, splits, outputs, ROWS_STORED: t
         if algebra.reweighted:
             power_sum += tl.load(_part_pointers(parts, PART_POWER_SUM, splits, split, ROWS_STORED) + rows)
         elif algebra.shifted:
-            split_shift = algebra.phi.shift(tl.load(_part_pointers(parts, PART_MAX, splits, split, ROWS_STORED) + rows))
+            split_max = tl.load(_part_pointers(parts, PART_MAX, splits, split, ROWS_STORED) + rows)
+            split_shift = row_shift(split_max, algebra)  # [ROWS_STORED]
             split_acc = split_acc * tl.exp2(tl.minimum(split_shift - shift, 0.0))[:, None]
         if algebra.laser:
             marks = tl.load(_part_pointers(parts, PART_MARK, splits, split, ROWS_STORED) + rows)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from softfocus.backends.triton.kernels import dropout, laser, loading, masking, products, scoring, weighting
-from softfocus.backends.triton.kernels.pointwise import LN2, log2
+from softfocus.backends.triton.kernels.pointwise import LN2, log2, row_shift
 
 
 @triton.jit
@@ -42,7 +42,7 @@ def forward(inputs, algebra, masks, outputs, blocks):
         if SWEEP == 0:
             acc = tl.zeros([blocks.BLOCK_Q, blocks.BLOCK_DV], tl.float32)
         if algebra.reweighted and SWEEP == 0:
-            shift = algebra.phi.shift(row_max) if algebra.shifted else shift
+            shift = row_shift(row_max, algebra) if algebra.shifted else shift
             largest_phi = algebra.phi.value(row_max, shift, algebra)
             threshold, inverse_spread, tied, peak = weighting.row_threshold(
                 inputs, algebra, count, phi_sum, largest_phi
@@ -98,7 +98,7 @@ def online_statistics(s, scaled_dots, row_max, smallest_product, shift, phi_sum,
     rescale = phi_sum  # not used unless shifted, but Triton needs the name in both branches
     if algebra.shifted:
         before = shift
-        shift = algebra.phi.shift(row_max)
+        shift = row_shift(row_max, algebra)
         rescale = tl.exp2(tl.minimum(before - shift, 0.0))  # the shift falls only if all phi so far are 0
         phi_sum = phi_sum * rescale
     f = algebra.phi.value(s, shift[:, None], algebra)

@@ -142,18 +142,18 @@ def _floor_log2(x):
 
 
 @triton.jit
-def _relu_shift(row_max):
-    return _floor_log2(row_max)
+def row_shift(row_max, algebra):
+    """The shift of rows from their largest scores, in any shape.
 
-
-@triton.jit
-def _relu2_shift(row_max):
-    return _floor_log2(row_max * row_max)
-
-
-@triton.jit
-def _relu6_shift(row_max):
-    return _floor_log2(tl.minimum(row_max, 6.0))
+    The default is floor(log2 phi(row_max)). A phi that is positive everywhere gives a function of
+    its own, since phi(row_max) may underflow.
+    """
+    if algebra.phi.shift is None:
+        tl.static_assert(algebra.phi.has_zeros, "a phi without zeros gives its own shift")
+        shift = _floor_log2(algebra.phi.value(row_max, tl.zeros_like(row_max), algebra))
+    else:
+        shift = algebra.phi.shift(row_max)
+    return shift
 
 
 @triton.jit
@@ -353,17 +353,16 @@ def _rate_two_over(s):
     return 2.0 / s
 
 
-_ONE = tl.constexpr(1.0)
 _POSITIVE, _HAS_ZEROS = tl.constexpr(False), tl.constexpr(True)
 PHI = {
-    "exp": Phi(_exp, _exp, _log_exp, _rate_one, _exp_shift, _POSITIVE, LOG2E, _ONE),
+    "exp": Phi(_exp, _exp, _log_exp, _rate_one, _POSITIVE, _exp_shift, LOG2E),
     "softplus": Phi(
-        _softplus, _softplus_derivative, _log_softplus, _rate_one, _softplus_shift, _POSITIVE, LOG2E, LOG2E
+        _softplus, _softplus_derivative, _log_softplus, _rate_one, _POSITIVE, _softplus_shift, LOG2E, LOG2E
     ),
-    "sigmoid": Phi(_sigmoid, _sigmoid_derivative, _log_sigmoid, _rate_one, _sigmoid_shift, _POSITIVE, LOG2E, _ONE),
-    "relu": Phi(_relu, _relu_derivative, _log_of_value, _rate_one_over, _relu_shift, _HAS_ZEROS, _ONE, _ONE),
-    "relu2": Phi(_relu2, _relu2_derivative, _log_relu2, _rate_two_over, _relu2_shift, _HAS_ZEROS, _ONE, _ONE),
-    "relu6": Phi(_relu6, _relu6_derivative, _log_of_value, _rate_one_over, _relu6_shift, _HAS_ZEROS, _ONE, _ONE),
+    "sigmoid": Phi(_sigmoid, _sigmoid_derivative, _log_sigmoid, _rate_one, _POSITIVE, _sigmoid_shift, LOG2E),
+    "relu": Phi(_relu, _relu_derivative, _log_of_value, _rate_one_over, _HAS_ZEROS),
+    "relu2": Phi(_relu2, _relu2_derivative, _log_relu2, _rate_two_over, _HAS_ZEROS),
+    "relu6": Phi(_relu6, _relu6_derivative, _log_of_value, _rate_one_over, _HAS_ZEROS),
 }
 
 

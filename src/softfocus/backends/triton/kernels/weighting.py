@@ -151,7 +151,7 @@ def saved_statistics(saved, inputs, algebra, b, h, q_offsets):
     power_sum = tl.load(loading.row_pointers(saved, b, h, q_offsets, loading.POWER_SUM), mask=mask, other=1.0)
     shift = tl.zeros_like(row_max)
     if algebra.shifted:
-        shift = algebra.phi.shift(row_max)
+        shift = pointwise.row_shift(row_max, algebra)
     return shift, algebra.phi.value(row_max, shift, algebra), phi_sum, power_sum
 
 
