@@ -12,11 +12,11 @@ from softfocus.pointwise import POINTWISE
 from softfocus.rows import Rows
 
 # A product loses weights that are too small for float32. A million weights of 1e-38 on values up to
-# shift + HIGH come to 1e-19, which is nothing beside a sum of LOW.
-HIGH = 30.0  # values above shift + HIGH are large: rows that weigh one are summed in logarithms
-LOW = 1e-12  # so are sums below this: the row's weights lie on values far below the shift
-REACH = 20.0  # the shift moves when the maximum has moved this far
-CLAMP = 80.0  # e^80 is finite in float32, and 0 times it is 0
+# shift + LARGE_VALUE come to 1e-19, which is nothing beside a sum of SMALL_SUM.
+LARGE_VALUE = 30.0  # values above shift + LARGE_VALUE are large: rows that weigh one take the exact sum
+SMALL_SUM = 1e-12  # smaller sums take the exact sum: the row's weights lie on values far below the shift
+SHIFT_TOLERANCE = 20.0  # the shift moves when the maximum is farther from it
+MAX_EXPONENT = 80.0  # exponents are clamped here: e^80 is finite in float32, and 0 times it is 0
 ENTRY_ELEMENTS = 1 << 20  # most keys times entries that are summed in logarithms at once
 
 Place = tuple[Tensor, Tensor, Tensor]
@@ -63,10 +63,10 @@ class Logarithms:
         rows = None if grad_power is None else grad_power.view(*grad_power.shape[:2], -1, 1)
         for some in _pieces(len(total), total.size(-1)):
             here = place[0][some], place[1][some], place[2][some]
-            slopes, of_power = self._slopes(here, total[some])
+            slopes, power_slopes = self._slopes(here, total[some])
             grad_scores[here] = slopes.to(grad_scores.dtype)
-            if rows is not None and of_power is not None:
-                rows[here] = of_power.to(rows.dtype)
+            if rows is not None and power_slopes is not None:
+                rows[here] = power_slopes.to(rows.dtype)
         return grad_scores
 
     def _slopes(self, place: Place, total: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -114,18 +114,18 @@ class ShiftedExponential:
     can change.
 
     M is the column's maximum over the keys that *every* row of a tile sees, so that a change in a
-    row's future leaves the row bit-equal. M moves only when that maximum has moved by more than
-    REACH; so exp(V - M) is seldom computed again. The exponent is clamped at CLAMP, so that an
-    unseen value contributes exactly 0. An entry (row, column) that weighs a value above M + HIGH,
-    or whose sum is below LOW, is the log-sum-exp of log A + V in place of the product. Ordinary
-    values need none.
+    row's future leaves the row bit-equal. M moves only when that maximum is farther from it than
+    SHIFT_TOLERANCE, so that exp(V - M) is seldom computed again. The exponent is clamped at
+    MAX_EXPONENT, so that an unseen value contributes exactly 0. An entry (row, column) that weighs
+    a value above M + LARGE_VALUE, or whose sum is below SMALL_SUM, is the log-sum-exp of log A + V
+    in place of the product. Ordinary values need none.
     """
 
     def __init__(self, value: Tensor):
         self.value = value  # [b, h, Lk, Dv], finite
         self.shift = value.new_zeros(*value.shape[:2], 1, value.size(-1))
         self.exponential: Tensor | None = None
-        self.high = False
+        self.has_large_values = False
 
     def mix(self, weights: Tensor, logs: Logarithms, keys: slice, seen_by_all: Tensor | slice | None) -> Tensor:
         """log(A exp(V)) for A [b, h, R, K] over some keys: [b, h, R, Dv]. Rows without weight give
@@ -180,9 +180,9 @@ class ShiftedExponential:
         self._move(keys, seen_by_all)
         assert self.exponential is not None
         total = weights @ self.exponential[..., keys, :]
-        exact = total < LOW
-        if self.high:
-            above = (self.value[..., keys, :] > self.shift + HIGH).to(weights.dtype)
+        exact = total < SMALL_SUM
+        if self.has_large_values:
+            above = (self.value[..., keys, :] > self.shift + LARGE_VALUE).to(weights.dtype)
             exact |= logs.live().to(weights.dtype) @ above > 0
         if not bool(exact.any()):
             return total, exact
@@ -197,13 +197,13 @@ class ShiftedExponential:
         far = None
         if seen_by_all is not None and seen.size(-2):
             maximum = seen.amax(-2, keepdim=True)
-            far = (maximum - self.shift).abs().gt(REACH) & maximum.isfinite()
+            far = (maximum - self.shift).abs().gt(SHIFT_TOLERANCE) & maximum.isfinite()
         if far is not None and bool(far.any()):
             self.shift = torch.where(far, maximum, self.shift)
             self.exponential = None
         if self.exponential is None:
-            self.exponential = (self.value - self.shift).clamp_(max=CLAMP).exp_()
-            self.high = bool((self.value > self.shift + HIGH).any())
+            self.exponential = (self.value - self.shift).clamp_(max=MAX_EXPONENT).exp_()
+            self.has_large_values = bool((self.value > self.shift + LARGE_VALUE).any())
 
     def _exact(self, logs: Logarithms, exact: Tensor, keys: slice) -> Iterator[tuple[Place, Tensor, Tensor]]:
         """Place, column and log A + V [n, K] of the exact entries, in pieces."""
@@ -211,10 +211,10 @@ class ShiftedExponential:
         entries = exact.nonzero()
         for some in _pieces(len(entries), value.size(-1)):
             piece = entries[some]
-            rows, at = piece[:, :3].unique_consecutive(dim=0, return_inverse=True)
+            rows, inverse = piece[:, :3].unique_consecutive(dim=0, return_inverse=True)
             b, h, row, column = piece.unbind(-1)
             log_weights = logs.weights(rows.unbind(-1))
-            yield (b, h, row), column, log_weights[at] + value[b, h, column]
+            yield (b, h, row), column, log_weights[inverse] + value[b, h, column]
 
 
 def _pieces(rows: int, keys: int) -> Iterator[slice]:

@@ -6,13 +6,14 @@
 namespace softfocus {
 
 // The maximum of a column is taken over the keys that every row of the block sees, so that no
-// future value affects an earlier row. M is 0 if all column maxima are within ZERO_SHIFT_MAX and
+// future value affects an earlier row. M is 0 if all column maxima are within SHIFT_TOLERANCE and
 // the key head's data holds e^V, which it does not in decoding. Otherwise M is the maximum of each
-// column. Values above M + LARGE are recorded, and exponents are clamped to MAX_EXPONENT (laser.h).
+// column. Values above M + LARGE_VALUE are recorded, and exponents are clamped to MAX_EXPONENT
+// (laser.h).
 struct ColumnShift {
   Buffer<float> shift;            // [padded_value_dim], M
   Buffer<float> scratch;          // [BLOCK_K, padded_value_dim], e^(V - M) of a tile, unless M is 0
-  std::vector<ValueIndex> large;  // values above their M + LARGE that some row may see
+  std::vector<ValueIndex> large;  // values above their M + LARGE_VALUE that some row may see
   bool zero_shift = false;        // M is 0
   // True in the first pass over the tiles after choose(), in which exp_values() appends to `large`.
   // Later passes would append the same values again.
@@ -41,7 +42,7 @@ struct ColumnShift {
     });
     bool all_small = true;
     for (int64_t d = 0; d < params.value_dim; ++d) {
-      all_small &= shift[d] == -INF || std::fabs(shift[d]) <= ZERO_SHIFT_MAX;
+      all_small &= shift[d] == -INF || std::fabs(shift[d]) <= SHIFT_TOLERANCE;
       shift[d] = shift[d] == -INF ? 0.0f : shift[d];
     }
     zero_shift = all_small && block.key_data->exp_values;

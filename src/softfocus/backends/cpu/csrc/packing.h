@@ -24,7 +24,7 @@ struct KeyHeadData {
   Buffer<float> value_rows;       // [Lk, Dv in whole vectors], where values cannot be read in place
   Buffer<float> exp_values;       // [Lk, Dv in whole vectors], LASER's e^V; the padding is 1, its sums are not used
   Buffer<uint8_t> key_nonfinite;  // [Lk], whether a key has a non-finite element
-  std::vector<ValueIndex> nonfinite_values, large_values;  // large: above LARGE (laser.h), for LASER
+  std::vector<ValueIndex> nonfinite_values, large_values;  // large: above LARGE_VALUE (laser.h), for LASER
   bool any_nonfinite_key = false;
   bool packed = false;  // false in decoding, which reads keys and values in place
 

@@ -70,9 +70,9 @@ inline void RowBlock<Phi>::score_tile(int64_t first, int64_t stop, int64_t start
     strip_dots(r, start_k, seen, one_row);
     KeyRange whole = plain ? fully_seen(r, seen) : KeyRange{seen.end, seen.end};
     if (!whole.empty()) convert_strip<KEEP_SCORES>(r, start_k, whole, phi_sums + r, maxima + r);
-    for (KeyRange rest : {KeyRange{seen.begin, whole.begin}, KeyRange{whole.end, seen.end}})
-      for (int64_t i = r; i < std::min(r + (one_row ? 1 : MR), stop) && !rest.empty(); ++i)
-        convert_row<KEEP_SCORES>(i, start_k, rest, phi_sums[i], maxima[i]);
+    for (KeyRange remaining : {KeyRange{seen.begin, whole.begin}, KeyRange{whole.end, seen.end}})
+      for (int64_t i = r; i < std::min(r + (one_row ? 1 : MR), stop) && !remaining.empty(); ++i)
+        convert_row<KEEP_SCORES>(i, start_k, remaining, phi_sums[i], maxima[i]);
   }
 }
 
