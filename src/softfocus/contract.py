@@ -1,7 +1,7 @@
-"""What ``attention()`` and its backends agree on: a call, what a backend declares that it carries,
-and what it returns.
+"""The interface between ``attention()`` and its backends: a call, what a backend declares that it
+supports, and what it returns.
 
-No maths stands here. A new optional tensor or number is a field of :class:`Call` or
+This module has no maths. A new optional tensor or number is a field of :class:`Call` or
 :class:`Visibility` with a default. The operators' schema and the gradients follow from it. A
 backend that does not name it among its features refuses calls that give it.
 """
@@ -41,8 +41,8 @@ class Dropout(NamedTuple):
     """Which weights are dropped.
 
     Attributes:
-        p: the probability of each.
-        seed: int64 scalar on the CPU, drawn when a backend has been chosen; None where p is 0.
+        p: the probability that a weight is dropped.
+        seed: int64 scalar on the CPU, drawn after a backend has been chosen; None where p is 0.
     """
 
     p: float = 0.0
@@ -55,12 +55,13 @@ class Dropout(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One checked call. Tensors that are fields have gradients; those inside visibility, dropout
+    """One validated call. Tensors that are fields have gradients; those inside visibility, dropout
     and cache have none.
 
     Attributes:
         query: [B, H, Lq, D].
-        key: [B, Hk, Lk, D]; Hk divides H. With a cache as that says.
+        key: [B, Hk, Lk, D]; Hk divides H. With a cache the shapes of key and value are those of
+            :class:`Cache`.
         value: [B, Hk, Lk, Dv].
         visibility: who sees whom.
         mechanism: the algebra.
@@ -85,8 +86,8 @@ class Call(NamedTuple):
     cache: Cache | None = None
 
     def of_sequence(self, b: int, length: int) -> "Call":
-        """The call of one sequence of a cache. Its keys and values are views, or copies of its
-        pages.
+        """The call for sequence ``b`` of a cache, which has ``length`` keys. Its keys and values
+        are views, or copies of its pages.
         """
         assert self.cache is not None
         return self._replace(
@@ -107,22 +108,22 @@ PARTS: dict[str, tuple[dict[str, Any], Callable[..., Any]]] = {
     "dropout": (Dropout.__annotations__, Dropout),
     "cache": (Cache.__annotations__, lambda *x: Cache(*x) if x else None),
 }
-"""Fields of a call that an operator cannot take: their leaves, and how the field is made of these.
-Lengths are no leaves, since they follow from the tensors and every argument of an operator costs
-microseconds.
+"""Fields of a call that an operator cannot take as an argument. Each maps to its leaves and to the
+function that makes the field from them. The lengths are not leaves: they follow from the tensors,
+and every argument of an operator costs microseconds.
 """
 _FIELDS = {name: PARTS.get(name, ({name: kind}, None)) for name, kind in Call.__annotations__.items()}
 _TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", int: "SymInt", float: "float", str: "str"}
 
 LEAVES = {name: _TYPES[kind] for leaves, _make in _FIELDS.values() for name, kind in leaves.items()}
-"""The leaves that a call is packed into, with their types in an operator's schema. Those of a cache
-come last.
+"""The leaves of a call, which are the arguments of an operator, with their types in its schema. The
+leaves of a cache come last.
 """
 GRADIENTS = tuple(name for name, kind in Call.__annotations__.items() if kind in (Tensor, Tensor | None))
 """The tensors that have a gradient, in the order of an operator's results."""
 _REQUIRED = ("query", "key", "value", "left", "right", "code", "scale")
-"""Leaves that every backend carries. What a mechanism's code stands for, :class:`Carries` declares
-field by field.
+"""Leaves that every backend supports. ``code`` is the mechanism, whose fields :class:`Carries`
+declares one by one.
 """
 _OPTIONAL = tuple(name for name in LEAVES if name not in (*_REQUIRED, *Dropout.__annotations__, *Cache.__annotations__))
 _DEFAULTS = {**{entry.name: entry.default for entry in fields(Visibility)}, **Call._field_defaults}
@@ -130,7 +131,7 @@ assert (*Call._fields[:4], Call._fields[-1]) == ("query", "key", "value", "visib
     "the order of unpack()"
 )
 assert not (lacking := set(_OPTIONAL) - set(_DEFAULTS)), (
-    f"{lacking}: a new leaf needs a default, that of not being given"
+    f"{lacking}: a new leaf needs a default, its value where the argument is absent"
 )
 _PATHS = [
     f"{name}.{x}" if make else name for name, (leaves, make) in _FIELDS.items() if name != "cache" for x in leaves
@@ -150,7 +151,7 @@ _ENDS = list(accumulate(len(leaves) for leaves, _make in _FIELDS.values()))
 _SLICES = [(make, end - len(leaves), end) for (leaves, make), end in zip(_FIELDS.values(), _ENDS, strict=True)]
 
 
-def given(leaves: Sequence[Any]) -> frozenset[str]:
+def optional_arguments(leaves: Sequence[Any]) -> frozenset[str]:
     """The names of the optional leaves that differ from their defaults."""
     return frozenset(
         name for name, leaf in zip(LEAVES, leaves, strict=False) if name in _OPTIONAL and _differs(name, leaf)
@@ -163,15 +164,17 @@ def _differs(name: str, leaf: Any) -> bool:
 
 
 def unpack(leaves: Sequence[Any]) -> Call:
-    """The call of some leaves."""
-    query, key, value, seen, *rest = [make(*leaves[low:end]) if make else leaves[low] for make, low, end in _SLICES]
+    """The call that :func:`pack` turned into these leaves."""
+    query, key, value, visibility_leaves, *remaining = [
+        make(*leaves[low:end]) if make else leaves[low] for make, low, end in _SLICES
+    ]
     table = leaves[-1] if len(leaves) == len(LEAVES) else None
     key_length = key.size(2) * (1 if table is None else table.size(1))
-    return Call(query, key, value, Visibility(query.size(2), key_length, *seen), *rest)
+    return Call(query, key, value, Visibility(query.size(2), key_length, *visibility_leaves), *remaining)
 
 
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-"""What attention computes in."""
+"""The dtypes that attention computes in."""
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -181,16 +184,16 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Carries:
-    """What a backend carries, field by field of the algebra. What is not named here is refused.
+    """What a backend supports, field by field of the algebra. It refuses everything else.
 
     Attributes:
         similarity, length_scale, score_bias, phi, normaliser, post: values of the fields of
-            ``Mechanism``. Of ``scale`` a backend gets the number.
+            ``Mechanism``. ``scale`` is missing because a backend gets the number.
         reweighting, laser: whether it re-weights rows by a power, and whether it has LASER.
         dtypes: of query, key and value.
         devices: types of devices, "any" for all of them.
         features: names of the optional leaves of a call, "dropout" and "cache". A backend without
-            "cache" is handed the sequences of a cache one after another.
+            "cache" gets the sequences of a cache one at a time.
     """
 
     similarity: tuple[str, ...]
@@ -229,50 +232,54 @@ class Carries:
             return "laser=True is not carried"
         if not self._without:
             return None
-        there = given(pack(call)) | ({"dropout"} if call.dropout.p else set())
+        there = optional_arguments(pack(call)) | ({"dropout"} if call.dropout.p else set())
         return next((f"{name} is not carried" for name in self._without if name in there), None)
 
 
-Prepared = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""From query, key and value to ``out``."""
+Runner = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""A function that computes ``out`` from query, key and value. It belongs to one layout of calls."""
 
 
 class Backend(Protocol):
-    """A module of ``backends/``, or the reference. An optional member that it lacks is None."""
+    """A module of ``backends/``, or the reference. A backend sets the optional members that it does
+    not have to None.
+    """
 
     @property
     def CARRIES(self) -> Carries:
-        """What it declares."""
+        """What the backend supports."""
 
     @property
     def ABOUT(self) -> str:
-        """What it is, in some words, for ``explain()``."""
+        """A short description for ``explain()``."""
 
     def forward(self, call: Call) -> tuple[Tensor, Tensor]:
-        """out [B, H, Lq, Dv] and vectors of the rows [4 or more, B, H, Lq], first those of
+        """Returns out [B, H, Lq, Dv] and row vectors [4 or more, B, H, Lq]. The first four are
         :class:`RowStatistics`.
         """
 
     @property
     def backward(self) -> Callable[..., dict[str, Tensor]] | None:
-        """Of a call, grad_out and whether the bias's gradient is wanted: the gradients by name."""
+        """Takes a call, grad_out and whether the bias needs a gradient, and, if there is
+        ``rows_kept``, what :meth:`forward` returned. Returns the gradients by name.
+        """
 
     @property
     def rows_kept(self) -> Callable[[Call], int] | None:
-        """Of a call, how many vectors of the rows the backward takes from the forward, with
-        ``out``.
+        """Takes a call. Returns the number of row vectors that the backward needs from the forward,
+        in addition to ``out``.
         """
 
     @property
     def refuses(self) -> Callable[[Call, bool], str | None] | None:
-        """Of a call and whether it is about to run: why it does not run here or at these sizes, or
-        None.
+        """Takes a call and whether it is about to run. Returns why the backend cannot run it on
+        this machine or at these sizes, or None.
 
-        Only for a call that is about to run it compiles or touches a disk.
+        It may compile or touch a disk only if the call is about to run.
         """
 
     @property
-    def prepare(self) -> Callable[[Call], Prepared | None] | None:
-        """Of a call, a function from query, key and value, laid out as the call's, to ``out``; None
-        where there is none yet.
+    def runner(self) -> Callable[[Call], Runner | None] | None:
+        """Takes a call without optional tensors. Returns a :data:`Runner` for calls of its layout,
+        or None if there is none yet.
         """

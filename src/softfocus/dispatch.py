@@ -1,4 +1,4 @@
-"""Which backend runs a call, and why each other one does not."""
+"""Chooses the backend that runs a call, and explains why each other one does not."""
 
 import os
 from dataclasses import dataclass
@@ -9,19 +9,18 @@ from softfocus.contract import Backend, Call
 from softfocus.switches import switched_on
 
 TRITON = "SOFTFOCUS_TRITON"
-"""What "auto" does with the Triton kernels. off: leave them out. on: take them in Triton's
-interpreter, too. trusted: take them without comparing the first call of each kind with the tiled
-backend.
+"""How "auto" uses the Triton kernels. off: never. on: also in Triton's interpreter. trusted:
+without comparing the first call of each kind with the tiled backend.
 """
 
 BACKENDS: dict[str, Backend] = {"cpu": cpu, "triton": triton, "tiled": tiled, "reference": reference}
-"""Fastest first: ``backend="auto"`` takes the first that supports the call and need not be asked
-for.
+"""The backends, fastest first. ``backend="auto"`` takes the first that supports the call, except
+those that run only if requested by name.
 """
 
 
 def _unasked(name: str) -> str | None:
-    """Why "auto" does not take a backend, whatever the call; or None."""
+    """Why "auto" takes a backend for no call at all; None if it may take it."""
     if name == "reference":
         return "only when asked for by name"
     if name == "triton":
@@ -37,23 +36,23 @@ def _trusted() -> bool:
 
 
 def operator(chosen: str, asked: str) -> str:
-    """The module that runs a chosen backend: for the Triton kernels, where "auto" took them,
-    ``checked``.
+    """The module that runs a chosen backend. It is ``checked`` for the Triton kernels if "auto"
+    chose them.
     """
     return "checked" if chosen == "triton" and asked == "auto" and not _trusted() else chosen
 
 
 def supports(name: str, call: Call, to_run: bool = False) -> str | None:
-    """None, or why a backend does not carry a call. Compiles nothing and touches no disk, unless
-    the call is about to run.
+    """Why a backend does not support a call; None if it does. It compiles nothing and touches no
+    disk, unless the call is about to run.
     """
     backend = BACKENDS[name]
     return backend.CARRIES.lacks(call) or (backend.refuses(call, to_run) if backend.refuses else None)
 
 
 def _refusal(name: str, call: Call) -> str | None:
-    """Why "auto" does not take a backend that supports a call, after comparing its first call; or
-    None.
+    """Why the comparison with the tiled backend has refused a backend that supports the call; None
+    if it has not.
     """
     return None if name != "triton" or _trusted() else checked.refusal(call)
 
@@ -63,8 +62,8 @@ class Explanation:
     """Which backend a call runs on.
 
     Attributes:
-        backend: the chosen one.
-        reasons: for every backend, fastest first, why it was or was not taken.
+        backend: the name of the chosen backend.
+        reasons: for every backend, fastest first, why it was or was not chosen.
     """
 
     backend: str
@@ -77,15 +76,14 @@ class Explanation:
 
 
 def choose(call: Call, backend: str, to_run: bool = True) -> str:
-    """The backend for a call. Only where the call is about to run may a backend be compiled to find
-    out whether it compiles.
+    """The backend for a call. Backends may be compiled only if the call is about to run.
 
     Raises:
-        ValueError: a backend asked for by name is unknown, or does not support the call: it never
-            falls back. SOFTFOCUS_TRITON says neither on nor off.
+        ValueError: a backend requested by name is unknown, or does not support the call. There is
+            no fallback. Or SOFTFOCUS_TRITON has an unknown value.
     """
     if backend == "auto":
-        # Of every backend, so that a misspelt switch is an error on every machine
+        # For every backend, so that a misspelt switch is an error on every machine
         unasked = [name for name in BACKENDS if _unasked(name)]
         for name in BACKENDS:
             if name not in unasked and not supports(name, call, to_run) and not _refusal(name, call):
@@ -99,8 +97,8 @@ def choose(call: Call, backend: str, to_run: bool = True) -> str:
 
 
 def account(call: Call, backend: str) -> Explanation:
-    """Choose a backend and say why. Compiles nothing, so a backend that does not compile is known
-    only once it was tried.
+    """Choose a backend and give the reasons. It compiles nothing: that a backend does not compile
+    is known only after a call has tried.
     """
     chosen = choose(call, backend, to_run=False)
     reasons = {}
@@ -108,7 +106,7 @@ def account(call: Call, backend: str) -> Explanation:
         if name == chosen:
             reasons[name] = "asked for by name" if backend != "auto" else BACKENDS[name].ABOUT
             if operator(chosen, backend) == "checked":
-                reasons[name] += f"; {checked.seen(call)}"
+                reasons[name] += f"; {checked.agreement(call)}"
         elif why := supports(name, call):
             reasons[name] = why
         elif backend != "auto":

@@ -161,16 +161,16 @@ def attention(
         and ops.unwatched(query, key, value)
     ):
         layout = _layout(query, key, value, is_causal, scale, enable_gqa, mechanism, window_size, backend)
-        if ready := ops.ready.get(layout):
-            return ready(query, key, value)
-    call = prepared(
+        if runner := ops.runners.get(layout):
+            return runner(query, key, value)
+    call = validated_call(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, mechanism=mechanism,
         window_size=window_size, key_mask=key_mask, document_ids=document_ids, bias=bias, head_scale=head_scale,
         power=power,
     )  # fmt: skip
     chosen = dispatch.operator(dispatch.choose(call, backend), backend)
     if layout:
-        ops.prepare(call, chosen, layout)
+        ops.add_runner(call, chosen, layout)
     if dropout_p:
         call = call._replace(dropout=Dropout(dropout_p, torch.randint(2**62, (), device="cpu")))
     out, rows = ops.run(call, chosen)
@@ -220,10 +220,10 @@ def explain(*arguments: Any, return_statistics: bool = False, backend: str = "au
     Raises:
         ValueError, TypeError: as ``attention()``.
     """
-    return dispatch.account(prepared(*arguments, **keywords), backend)
+    return dispatch.account(validated_call(*arguments, **keywords), backend)
 
 
-def prepared(
+def validated_call(
     query: Tensor,
     key: Tensor,
     value: Tensor,

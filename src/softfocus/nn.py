@@ -43,9 +43,9 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         super().__init__(*arguments, **keywords)
         self.mechanism = validation.mechanism_of(mechanism)
         validation.check_dropout(self.dropout, self.mechanism)
-        like = self.out_proj.weight
+        weight = self.out_proj.weight
         for name, initial in learned_parameters(mechanism).items():
-            parameter = torch.full((self.num_heads,), initial, device=like.device, dtype=like.dtype)
+            parameter = torch.full((self.num_heads,), initial, device=weight.device, dtype=weight.dtype)
             self.register_parameter(f"softfocus_{name}", torch.nn.Parameter(parameter))
         # torch's encoders ask for it before they take the weights into a kernel of softmax
         self._qkv_same_embed_dim = False

@@ -18,7 +18,18 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from softfocus import reference, validation
-from softfocus.contract import GRADIENTS, LEAVES, PARTS, Backend, Call, Prepared, compute_dtype, given, pack, unpack
+from softfocus.contract import (
+    GRADIENTS,
+    LEAVES,
+    PARTS,
+    Backend,
+    Call,
+    Runner,
+    compute_dtype,
+    optional_arguments,
+    pack,
+    unpack,
+)
 
 # Defined by schema: torch's wrappers around decorated functions take longer than a decode step
 _library = torch.library.Library("softfocus", "DEF")
@@ -61,22 +72,23 @@ attend = torch.ops.softfocus.attend.default
 """Attention by a named backend: out [B, H, Lq, Dv] and vectors of the rows [4 or more, B, H, Lq],
 first the row statistics.
 
-Takes the leaves of a call (``contract.pack``) and the backend's name. Nothing is checked: use
+It takes the leaves of a call (``contract.pack``) and the backend's name. It checks nothing: use
 ``softfocus.attention``.
 """
 attend_cache = torch.ops.softfocus.attend_cache.default
-"""The same of a call with a cache, without gradient."""
+"""The same for a call with a cache. It has no gradient."""
 attend_backward = torch.ops.softfocus.attend_backward.default
-"""The ``contract.GRADIENTS`` of a call; empty for those that are not there or not wanted.
+"""The gradients of a call, in the order of ``contract.GRADIENTS``. A gradient is empty if its
+tensor is missing or if it is not needed.
 
-``out`` and ``rows`` are what ``attend`` returned, for a backend that takes them (:func:`rows_of`),
-else None.
+``out`` and ``rows`` are what ``attend`` returned if the backend needs them (:func:`rows_of`), else
+None.
 """
 
 
 def run(call: Call, backend: str) -> tuple[Tensor, Tensor]:
-    """What ``attend`` returns. The reference, which torch differentiates, and unwatched calls run
-    without the operator.
+    """Returns what ``attend`` returns. Two kinds of calls run without the operator: those of the
+    reference, which torch differentiates, and those that are :func:`unwatched`.
     """
     leaves = pack(call)
     tensors = [x for x in compress(leaves, _HOLD_TENSORS) if x is not None]
@@ -101,53 +113,56 @@ def _forward(call: Call, backend: str) -> tuple[Tensor, Tensor]:
         if own:
             return _load(backend).forward(call)[0], rows
         leaves = pack(call)
-        alike: tuple[Any, ...] | None = None
-        if not given(leaves):
-            alike = (
+        shared_layout: tuple[Any, ...] | None = None
+        if not optional_arguments(leaves):
+            shared_layout = (
                 backend, call.query.dtype, torch.get_num_threads(),
                 *(x for x, is_tensor in zip(leaves, _HOLD_TENSORS, strict=True) if not is_tensor),
             )  # fmt: skip
         for b, length in enumerate(numbers):
-            out[b : b + 1] = _of_sequence(call.of_sequence(b, length), backend, alike)
+            out[b : b + 1] = _of_sequence(call.of_sequence(b, length), backend, shared_layout)
         return out, rows
 
 
-def _of_sequence(call: Call, backend: str, alike: tuple[Any, ...] | None) -> Tensor:
-    """``out`` of one sequence. ``alike``: all but sizes that decides how it is computed; None where
-    it has optional tensors.
+def _of_sequence(call: Call, backend: str, shared_layout: tuple[Any, ...] | None) -> Tensor:
+    """``out`` of one sequence.
+
+    Args:
+        shared_layout: the part of the layout that all sequences share: everything except shapes and
+            strides. None if the call has optional arguments.
     """
     run = None
-    if alike:
+    if shared_layout:
         tensors = call.query, call.key, call.value
-        layout = (*alike, *[(x.shape, x.stride()) for x in tensors])
-        run = ready.get(layout) or prepare(call, backend, layout)
+        layout = (*shared_layout, *[(x.shape, x.stride()) for x in tensors])
+        run = runners.get(layout) or add_runner(call, backend, layout)
     out: Tensor = run(*tensors) if run else _load(backend).forward(call)[0]
     return out
 
 
-ready: dict[Hashable, Prepared] = {}
-"""By layout, the functions that compute calls whose like has been checked. Checking takes longer
-than decoding.
+runners: dict[Hashable, Runner] = {}
+"""The runners of the fast path, by layout. A call whose layout is here is not validated again:
+validation takes longer than decoding.
 """
-MOST_READY = 1024
+MAX_RUNNERS = 1024
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=ready.clear)  # a forked child computes on one thread
+    os.register_at_fork(after_in_child=runners.clear)  # a forked child computes on one thread
 
 
-def prepare(call: Call, backend: str, layout: Hashable) -> Prepared | None:
-    """A function from query, key and value, laid out as the call's, to ``attend``'s ``out``; None
-    from a backend without one.
+def add_runner(call: Call, backend: str, layout: Hashable) -> Runner | None:
+    """Store a backend's runner for calls of this layout in ``runners``, and return it. None if the
+    backend has no runner.
 
-    It is kept in ``ready``. Call it only where :func:`unwatched`.
+    A runner may be called only where :func:`unwatched` is true.
     """
-    prepared = _load(backend).prepare
-    made = None if prepared is None else prepared(call)
-    if made is None:
+    make = _load(backend).runner
+    runner = None if make is None else make(call)
+    if runner is None:
         return None
-    if len(ready) >= MOST_READY:
-        ready.clear()
-    ready[layout] = made
-    return made
+    if len(runners) >= MAX_RUNNERS:
+        runners.clear()
+    runners[layout] = runner
+    return runner
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -165,12 +180,12 @@ except (AttributeError, TypeError):
 
 
 def unwatched(*tensors: Tensor) -> bool:
-    """Whether torch's dispatcher can be left out, which takes as long as a decode step on a short
+    """Whether a call may bypass torch's dispatcher, which takes as long as a decode step on a short
     cache.
 
-    So it is where nothing would see the operator (gradient, forward-mode tangent, trace, dispatch
-    mode, profiler, subclass), and every tensor's memory holds its numbers (no lazy negation, no
-    zeros without memory).
+    Two conditions must hold. Nothing observes the operator: no gradient, forward-mode tangent,
+    trace, dispatch mode, profiler or tensor subclass. And the memory of every tensor holds its
+    numbers: no lazy negation, no zero tensor without memory.
     """
     if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
         return False
@@ -225,7 +240,7 @@ def _refuse_functional_gradients() -> None:
 
 
 def own_dtypes(query: Tensor) -> AbstractContextManager[Any]:
-    """Switches autocast off: its casts are done before, and inside a backend it would round the
+    """Switches autocast off. Its casts are already done, and inside a backend it would round the
     products of statistics.
     """
     kind = query.device.type
@@ -233,7 +248,7 @@ def own_dtypes(query: Tensor) -> AbstractContextManager[Any]:
 
 
 def autocasts(kind: str) -> bool:
-    """Whether autocast is on for a kind of device; not every kind knows it."""
+    """Whether autocast is on for a type of device. Not every type supports autocast."""
     return (kind == "cpu" or torch.amp.is_autocast_available(kind)) and torch.is_autocast_enabled(kind)
 
 
@@ -247,16 +262,16 @@ def _imported(backend: str) -> Backend:
 
 
 def rows_of(call: Call, backend: str) -> int:
-    """How many vectors of the rows a backend's backward takes from its forward, with ``out``; 0 for
-    none.
+    """The number of row vectors that a backend's backward needs from its forward, in addition to
+    ``out``. 0 if it needs neither.
     """
     kept = _load(backend).rows_kept
     return kept(call) if kept else 0
 
 
 def _empty(call: Call, backend: str) -> tuple[Tensor, Tensor]:
-    """Empty tensors like those that ``attend`` returns. A call with a cache has no backward, and no
-    vectors of the rows.
+    """Empty tensors like those that ``attend`` returns. A call with a cache has no backward, and so
+    it returns no row vectors.
     """
     query, vectors = call.query, 0 if call.cache else rows_of(call, backend) or 4
     out = query.new_empty(*query.shape[:3], call.value.size(-1))
@@ -273,11 +288,12 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor]:
 @torch.library.register_fake("softfocus::attend_backward", lib=_library)
 def _(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     *leaves, _backend, bias_grad, _out, _rows = arguments
-    given = dict(zip(_TYPES, leaves, strict=True))
+    by_name = dict(zip(_TYPES, leaves, strict=True))
     if not bias_grad:
-        given["bias"] = None
+        by_name["bias"] = None
     return tuple(
-        grad.new_empty(0) if given[name] is None else given[name].new_empty(given[name].shape) for name in GRADIENTS
+        grad.new_empty(0) if by_name[name] is None else by_name[name].new_empty(by_name[name].shape)
+        for name in GRADIENTS
     )
 
 

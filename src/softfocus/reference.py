@@ -25,7 +25,7 @@ CARRIES = Carries(
     features=("bias", "head_scale", "power", "mask", "key_mask", "document_ids", "dropout"),
 )  # fmt: skip
 ABOUT = "the dense formula: memory O(L^2), differentiable twice"
-refuses = prepare = backward = rows_kept = None  # torch differentiates the formula
+refuses = runner = backward = rows_kept = None  # torch differentiates the formula
 
 
 def base_scale(mechanism: Mechanism, scale: float, count: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from softfocus import dispatch, ops, reference, validation
-from softfocus.functional import prepared
+from softfocus.functional import validated_call
 from softfocus.mechanism import Mechanism
 
 BLOCK_ELEMENTS = 1 << 22
@@ -87,7 +87,7 @@ def blocks(
     """What :func:`weights` returns, a block of rows at a time, with the visible keys. There is at
     least one block.
     """
-    call = prepared(query, key, key, **arguments)
+    call = validated_call(query, key, key, **arguments)
     dispatch.choose(call, "reference")
     chosen = validation.rows_of(rows, call.query)
     batch, heads, _, _ = call.query.shape

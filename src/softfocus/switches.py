@@ -9,11 +9,11 @@ def switched_on(name: str, default: bool) -> bool:
     Raises:
         ValueError: it says neither on nor off.
     """
-    said = os.environ.get(name, "").lower()
-    if said in ("on", "1", "true", "yes"):
+    setting = os.environ.get(name, "").lower()
+    if setting in ("on", "1", "true", "yes"):
         return True
-    if said in ("off", "0", "false", "no"):
+    if setting in ("off", "0", "false", "no"):
         return False
-    if said:
-        raise ValueError(f"{name}={said} is neither on nor off; set it to one of them, or unset it")
+    if setting:
+        raise ValueError(f"{name}={setting} is neither on nor off; set it to one of them, or unset it")
     return default

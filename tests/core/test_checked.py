@@ -15,7 +15,7 @@ from torch import Tensor
 
 from softfocus import attention, attention_with_cache, explain, named
 from softfocus.backends import checked, cpu, tiled, triton
-from softfocus.functional import prepared
+from softfocus.functional import validated_call
 from softfocus.testing import CASES
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -59,7 +59,7 @@ def calls(monkeypatch):
     monkeypatch.setattr(
         checked,
         "triton",
-        SimpleNamespace(**kernels, **{n: getattr(triton, n) for n in ("prepare", "compiled_as", "variant")}),
+        SimpleNamespace(**kernels, **{n: getattr(triton, n) for n in ("runner", "compiled_as", "variant")}),
     )
     return seen
 
@@ -231,7 +231,7 @@ def test_calls_of_one_kind_run_the_same_kernels():
         (torch.float32, torch.bfloat16, torch.float16),
     ):
         query = torch.ones(1, 1, length, 8, dtype=dtype, device=DEVICE)
-        call = prepared(query, query, query, mechanism=name, scale=scale)
+        call = validated_call(query, query, query, mechanism=name, scale=scale)
         launched = (
             inputs.algebra_of(call.mechanism, False, triton.bounded(call), dtype),
             triton.takes_unit_vectors(call),
@@ -321,7 +321,7 @@ def test_the_part_holds_what_the_call_holds():
     """
     for case in CASES:
         arguments = case.arguments(named("lssar"), torch.float64)
-        call = prepared(**{**arguments, "mechanism": named("lssar")})
+        call = validated_call(**{**arguments, "mechanism": named("lssar")})
         whole = tiled.forward(call)[0]
         out = tiled.forward(checked._part_of(call))[0]
         batch, heads, rows = out.shape[:3]

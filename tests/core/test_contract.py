@@ -21,7 +21,7 @@ from softfocus.backends import cpu, tiled, triton
 from softfocus.backends.cpu import build
 from softfocus.backends.cpu import call as cpu_call
 from softfocus.contract import GRADIENTS, LEAVES, Call, Carries, Dropout, pack, unpack
-from softfocus.functional import prepared
+from softfocus.functional import validated_call
 from softfocus.mechanism import CHOICES
 from softfocus.pointwise import FUSED
 from softfocus.testing import Case, check
@@ -167,7 +167,7 @@ def test_a_triton_kernel_has_no_default(field, monkeypatch):
     tensors, mechanism = question("triton", **{field: "fake"})
     raised = {"match": r"(?i)assert"} if field in BRANCHES else {}
     with pytest.raises(Exception if field in BRANCHES else (KeyError, AssertionError), **raised):
-        triton.forward(prepared(*tensors, **mechanism))
+        triton.forward(validated_call(*tensors, **mechanism))
 
 
 @pytest.mark.kernels
@@ -176,7 +176,7 @@ def test_a_cpu_kernel_has_no_default(field, monkeypatch):
     monkeypatch.setitem(CHOICES, field, (*CHOICES[field], "fake"))
     tensors, mechanism = question("cpu", **{field: "fake"})
     with pytest.raises(KeyError, match="fake"):
-        cpu.forward(prepared(*tensors, **mechanism))
+        cpu.forward(validated_call(*tensors, **mechanism))
 
 
 @pytest.mark.parametrize("field", CHOICES)
@@ -198,7 +198,7 @@ def test_a_formula_knows_what_it_does_not_know(name, field, monkeypatch):
 GROWN = """
 import torch
 from softfocus import Mechanism, dispatch
-from softfocus.contract import GRADIENTS, LEAVES, Call, given, pack, unpack
+from softfocus.contract import GRADIENTS, LEAVES, Call, optional_arguments, pack, unpack
 from softfocus.visibility import Visibility
 
 x = torch.ones(1, 1, 4, 8)
@@ -206,7 +206,7 @@ for changes, name in (({"softcap": 2.0}, "softcap"), ({"visibility": Visibility(
     call = Call(x, x, x, **{"visibility": Visibility(4, 4), "mechanism": Mechanism(), "scale": 1.0, **changes})
     again = unpack(pack(call))
     assert (again.softcap, again.visibility.sink_length) == (call.softcap, call.visibility.sink_length)
-    assert given(pack(call)) == {name}, given(pack(call))
+    assert optional_arguments(pack(call)) == {name}, optional_arguments(pack(call))
     for backend in dispatch.BACKENDS:
         assert dispatch.supports(backend, call) == f"{name} is not carried", backend
 """
@@ -285,7 +285,7 @@ def test_a_question_compiles_nothing_and_touches_no_disk(monkeypatch):
     monkeypatch.setattr(build, "_obtain", no_compiler)
     query = torch.randn(1, 1, 5, 7)  # as no other test has: nothing is ready for it
     assert explain(query, query, query).backend == "cpu"
-    assert dispatch.supports("cpu", prepared(query, query, query)) is None
+    assert dispatch.supports("cpu", validated_call(query, query, query)) is None
     assert not asked
     with pytest.warns(RuntimeWarning, match="takes the slower tiled backend: there is no compiler"):
         out = attention(query, query, query)

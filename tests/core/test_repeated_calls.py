@@ -20,9 +20,9 @@ NAMES = ("query", "key", "value")
 
 @pytest.fixture(autouse=True)
 def nothing_ready():
-    ops.ready.clear()
+    ops.runners.clear()
     yield
-    ops.ready.clear()
+    ops.runners.clear()
 
 
 def tensors(dtype=torch.float32, seed=0, heads=2, length=9, queries=9, width=8, value_width=5):
@@ -32,7 +32,7 @@ def tensors(dtype=torch.float32, seed=0, heads=2, length=9, queries=9, width=8, 
 
 
 def fresh(*arguments, **keywords):
-    ops.ready.clear()
+    ops.runners.clear()
     return softfocus.attention(*arguments, **keywords)
 
 
@@ -41,11 +41,11 @@ def test_it_gives_the_same_bits(dtype):
     for seed in range(3):
         given = tensors(dtype, seed)
         second = softfocus.attention(*given)
-        assert len(ops.ready) == 1
+        assert len(ops.runners) == 1
         assert second.dtype == dtype
-        ready = dict(ops.ready)
+        runners = dict(ops.runners)
         assert torch.equal(second, fresh(*given))
-        ops.ready.update(ready)
+        ops.runners.update(runners)
 
 
 def test_one_call_after_another():
@@ -61,11 +61,11 @@ def test_one_call_after_another():
         )
     ]  # fmt: skip
     want = [fresh(*given, **call) for call in calls]
-    ops.ready.clear()
+    ops.runners.clear()
     for _ in range(2):
         for call, out in zip(calls, want, strict=True):
             assert torch.equal(softfocus.attention(*given, **call), out), call
-    assert 5 < len(ops.ready) < len(calls)
+    assert 5 < len(ops.runners) < len(calls)
 
 
 def test_other_strides_of_the_same_shapes():
@@ -113,7 +113,7 @@ def test_a_flag_that_changes_is_looked_at():
     assert torch.equal(first, fresh(*given, is_causal=True))
     flag.fill_(False)
     assert torch.equal(softfocus.attention(*given, is_causal=flag), fresh(*given))
-    assert len(ops.ready) == 1
+    assert len(ops.runners) == 1
 
 
 SEEN = torch.ones(9, 9, dtype=torch.bool).tril()
@@ -233,7 +233,7 @@ def test_the_number_of_threads_is_the_one_of_the_call(threads):
         threads(number)
         outs.append(softfocus.attention(*given))
     assert torch.equal(outs[0], outs[1])
-    assert len(ops.ready) == 2
+    assert len(ops.runners) == 2
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -247,14 +247,14 @@ def test_a_forked_child_starts_anew(threads):
         signal.alarm(60)  # a child that waits for threads it does not have dies
         good = False
         try:
-            good = not ops.ready and torch.equal(softfocus.attention(*given), want)
+            good = not ops.runners and torch.equal(softfocus.attention(*given), want)
         finally:
             os._exit(0 if good else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_no_more_are_kept_than_fit(monkeypatch):
-    monkeypatch.setattr(ops, "MOST_READY", 4)
+    monkeypatch.setattr(ops, "MAX_RUNNERS", 4)
     for length in range(1, 20):
         softfocus.attention(*tensors(length=length))
-        assert len(ops.ready) <= 4
+        assert len(ops.runners) <= 4

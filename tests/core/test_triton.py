@@ -284,7 +284,7 @@ def test_a_gradient_that_spans_too_much_is_copied(quiet, monkeypatch):
     query.requires_grad_()
     expected = torch.autograd.grad(fused(query, query, query), query, grad)[0]
     array, spans = call.array, []
-    monkeypatch.setattr(triton, "MOST_PLACES", 1000)
+    monkeypatch.setattr(triton, "MAX_HEAD_SPAN", 1000)
     monkeypatch.setattr(call, "array", lambda x: spans.append(0 if x is None else x.size(2) * x.stride(2)) or array(x))
     torch.testing.assert_close(torch.autograd.grad(fused(query, query, query), query, grad)[0], expected)
     assert 0 < max(spans) < 1000
@@ -444,7 +444,7 @@ def test_a_tile_that_does_not_fit_gives_way_to_a_smaller_one(quiet, monkeypatch)
     from softfocus.backends.triton import call
 
     query = torch.randn(1, 1, 40, 8, device=DEVICE)
-    prepared = functional.prepared(query, query, query, mechanism="softmax")
+    validated = functional.validated_call(query, query, query, mechanism="softmax")
     ran = []
 
     def run(tile, least=16):
@@ -452,7 +452,7 @@ def test_a_tile_that_does_not_fit_gives_way_to_a_smaller_one(quiet, monkeypatch)
         if tile.rows > least:
             raise OutOfResources(2, 1, "shared memory")
 
-    one = call.Launcher(prepared)
+    one = call.Launcher(validated)
     assert one._with_shape("bias_gradients", run) == tuning.SMALLER[-1]
     assert len(ran) == 4
     with pytest.raises(OutOfResources):
@@ -534,7 +534,7 @@ def test_another_seed_is_no_other_kernel(quiet):
     from softfocus.backends.triton.inputs import inputs_of
 
     query = torch.randn(1, 2, 40, 8, device=DEVICE)
-    call = functional.prepared(query, query, query, mechanism="softmax", dropout_p=0.5)
+    call = functional.validated_call(query, query, query, mechanism="softmax", dropout_p=0.5)
     for seed in (0, 8, 2**31, 2**62 - 1):
         given = inputs_of(call._replace(dropout=Dropout(0.5, torch.tensor(seed))))
         assert 2**63 < given.seed < 2**64
@@ -568,7 +568,7 @@ TABLES = (
     tuning.TILES,
     tuning.TILES_BEFORE_HOPPER,
     tuning.TILES_SINCE_BLACKWELL,
-    tuning.VERY_WIDE_TILES,
+    tuning.TILES_HDIM256,
     tuning.TILES_FP32,
 )
 ALL_TILES = {tile for table in TABLES for tiles in table.values() for tile in tiles}
@@ -594,7 +594,7 @@ def test_there_are_tiles_for_every_kernel_of_every_mechanism(monkeypatch):
         monkeypatch.setattr(tuning, "driver", SimpleNamespace(active=active))
         for name, width, kernel, dtype in product(CARRIED, (16, 64, 72, 128, 256), KERNELS, (SINGLE, BRAIN)):
             query = torch.ones(1, 1, 8, width, dtype=dtype)
-            taken.add(tuning.tiles(kernel, functional.prepared(query, query, query, mechanism=name)))
+            taken.add(tuning.tiles(kernel, functional.validated_call(query, query, query, mechanism=name)))
     assert taken == {tiles for table in TABLES for tiles in table.values()}
 
 
@@ -705,7 +705,7 @@ def test_another_length_is_no_other_kernel():
 
     def constants(length, pages=None):
         query, key = torch.ones(1, 1, 1, 8), torch.ones(1, 1, length, 8)
-        call = functional.prepared(query, key, key, mechanism="lssar")
+        call = functional.validated_call(query, key, key, mechanism="lssar")
         made = inputs_of(call._replace(cache=Cache(torch.tensor([length]), pages)))
         return [x.value for x in made if isinstance(x, type(inputs.END))]
 
@@ -725,7 +725,7 @@ def test_unit_vectors_know_no_norms(quiet):
     results = []
     for scale in (1.0, 2.0**100):
         leaves = [x.requires_grad_() for x in (query * scale, key / scale, value.clone())]
-        assert takes_unit_vectors(functional.prepared(*leaves, is_causal=True, mechanism="lssa"))
+        assert takes_unit_vectors(functional.validated_call(*leaves, is_causal=True, mechanism="lssa"))
         out = fused(*leaves, is_causal=True, mechanism="lssa")
         grad_query, grad_key, grad_value = torch.autograd.grad(out, leaves, grad)
         results.append([out, grad_query * scale, grad_key / scale, grad_value])
@@ -740,7 +740,7 @@ def test_no_kernel_takes_a_value_that_it_does_not_know(field):
     from softfocus.backends.triton.call import Launcher
 
     query = torch.ones(1, 1, 9, 24, device=DEVICE)
-    launcher = Launcher(functional.prepared(query, query, query, mechanism="softmax"))
+    launcher = Launcher(functional.validated_call(query, query, query, mechanism="softmax"))
     launcher.algebra = launcher.algebra._replace(**{field: constexpr("another")})
     with pytest.raises(Exception, match=f"{field} is not known"):
         launcher.forward()
@@ -783,12 +783,12 @@ def test_calls_of_a_layout_ask_once_what_is_compiled(monkeypatch):
 
 
 def test_what_is_ready_keeps_no_tensor(quiet):
-    ops.ready.clear()
+    ops.runners.clear()
     query, key, value = (torch.randn(1, 1, 20, 8, device=DEVICE) for _ in range(3))
     alive = [weakref.ref(x) for x in (query, key, value)]
     with torch.no_grad():
         first = fused(query, key, value, mechanism="lssa")
-        assert len(ops.ready) == 1
+        assert len(ops.runners) == 1
         assert torch.equal(fused(query, key, value, mechanism="lssa"), first)
     del query, key, value
     gc.collect()
@@ -798,7 +798,7 @@ def test_what_is_ready_keeps_no_tensor(quiet):
 def test_calls_of_one_kind():
     def kind(length, **given):
         query = torch.ones(1, 2, length, 8)
-        return tuning.kind("forward", functional.prepared(query, query, query, **given))
+        return tuning.kind("forward", functional.validated_call(query, query, query, **given))
 
     assert kind(65) == kind(128, is_causal=False) == kind(100)
     kinds = [
@@ -910,7 +910,7 @@ def test_one_table_of_what_is_carried():
     query = torch.ones(1, 1, 4, 8, device=DEVICE)
     carried = set()
     for mechanism in [*drawn, *(entry.mechanism for entry in mechanisms().values())]:
-        calls = [functional.prepared(x, x, x, mechanism=mechanism) for x in (query.cpu(), query)]
+        calls = [functional.validated_call(x, x, x, mechanism=mechanism) for x in (query.cpu(), query)]
         whys = [dispatch.supports(name, call) for name, call in zip(("cpu", "triton"), calls, strict=True)]
         assert (whys[0] is None) == (whys[1] is None), (mechanism, whys)
         assert (whys[0] is None) == (mechanism.phi in FUSED and mechanism.post == "none"), (mechanism, whys)

@@ -136,7 +136,7 @@ def main(
             "head_scale": torch.ones(2),
             "power": torch.ones(2) if softfocus.named(mechanism).power else None,
         }
-    one = functional.prepared(
+    one = functional.validated_call(
         query, key, key, dropout_p=dropout_p, is_causal=True, enable_gqa=True, mechanism=mechanism, **optional
     )
     if held:

@@ -1,10 +1,10 @@
 """The Triton kernels, compared with the tiled backend at the first call of each kind.
 
-``backend="auto"`` runs them through here, because no GPU of ours has run them, and a wrong kernel
-must not silently give wrong numbers. A part of the call is compared with the tiled backend in
-float64. Kinds that disagree or do not compile run on the tiled backend from then on, after one
-warning. A kind is a mechanism, a dtype, the sizes of a head and the arguments that are given;
-lengths and values do not belong to it. ``SOFTFOCUS_TRITON=trusted`` leaves the check out.
+``backend="auto"`` runs the kernels through this module, because no GPU of ours has run them, and a
+wrong kernel must not silently give wrong numbers. A part of the call is compared with the tiled
+backend in float64. Kinds that disagree or do not compile run on the tiled backend from then on,
+after one warning. A kind is a mechanism, a dtype, the sizes of a head and the optional arguments;
+lengths and values do not belong to it. ``SOFTFOCUS_TRITON=trusted`` omits the check.
 """
 
 import math
@@ -17,34 +17,38 @@ from torch import Tensor
 
 from softfocus.backends import tiled, triton
 from softfocus.backends.triton import FEW_ROWS
-from softfocus.contract import GRADIENTS, Call, given, pack
+from softfocus.contract import GRADIENTS, Call, optional_arguments, pack
 from softfocus.mechanism import Mechanism
 from softfocus.visibility import UNLIMITED
 from softfocus.warn import warn
 
 ROWS = 128
-"""Queries of a part: enough for whole tiles, and for the kernels of prefill."""
-MOST_KEYS = 1 << 24
-"""Most numbers in the keys of a part of few queries, which is copied in float64."""
+"""Queries of a part. They fill whole tiles, and they are enough for the kernels of prefill."""
+MAX_KEY_ELEMENTS = 1 << 24
+"""The largest number of elements in the keys of a part of few queries, which is copied in
+float64.
+"""
 MARGIN = 8.0
-"""A kernel's error may be so many times the tiled backend's in the same dtype. One draw of rounding
-errors can be lucky, and a wrong kernel is wrong by far more.
+"""A kernel's error may be this many times the tiled backend's error in the same dtype. One draw of
+rounding errors can be lucky, and the error of a wrong kernel is far larger.
 """
 BAND = 4.0
-"""On top, so many units in the last place of the largest number that was summed."""
+"""In addition, a kernel's error may be this many units in the last place of the largest number that
+was summed.
+"""
 
 TINY = 1e-30
-MOST_KINDS = 4096
+MAX_KINDS = 4096
 Result = TypeVar("Result")
 
 _refused: dict[Hashable, str | None] = {}
-"""Why the kernels are refused, by (direction, kind); None where they agreed."""
+"""By (direction, kind): why the kernels are refused, or None if they agreed."""
 
 ABOUT, CARRIES, refuses, rows_kept = triton.ABOUT, triton.CARRIES, triton.refuses, triton.rows_kept
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:
-    """The Triton backend's, or the tiled backend's where the kernels are refused.
+    """The forward of the Triton backend, or of the tiled backend if the kernels are refused.
 
     Raises:
         RuntimeError: a call with a cache is captured into a CUDA graph, and the kernels are
@@ -67,51 +71,52 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def backward(call: Call, grad: Tensor, bias_grad: bool, out: Tensor, rows: Tensor) -> dict[str, Tensor]:
-    """The Triton backend's, or the tiled backend's where the kernels are refused."""
+    """The backward of the Triton backend, or of the tiled backend if the kernels are refused."""
     if _fails("forward", call) or _fails("backward", call):
         return tiled.backward(call, grad, bias_grad)
     return triton.backward(call, grad, bias_grad, out, rows)
 
 
-def prepare(call: Call) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
-    """The Triton backend's, once the kind has agreed."""
-    right = _refused.get(("forward", _kind(call)), "not seen yet") is None
-    return triton.prepare(call) if right else None
+def runner(call: Call) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+    """The Triton backend's runner; None until a call of this kind has agreed."""
+    agreed = _refused.get(("forward", _kind(call)), "not compared yet") is None
+    return triton.runner(call) if agreed else None
 
 
 def refusal(call: Call) -> str | None:
-    """Why the kernels are refused for this kind; None where they agreed or nothing has been
-    compared yet.
+    """Why the kernels are refused for this kind; None if they agreed or nothing has been compared
+    yet.
     """
     kind = _kind(call)
     return _refused.get(("forward", kind)) or _refused.get(("backward", kind))
 
 
-def seen(call: Call) -> str:
-    """What is known of this kind, as text for ``explain()``."""
+def agreement(call: Call) -> str:
+    """Which directions of this kind have agreed, as text for ``explain()``."""
     kind = _kind(call)
-    ways = [way for way in ("forward", "backward") if _refused.get((way, kind), "not seen yet") is None]
-    if not ways:
+    directions = ("forward", "backward")
+    agreed = [name for name in directions if _refused.get((name, kind), "not compared yet") is None]
+    if not agreed:
         return "the first call is held against 'tiled'"
-    return f"{' and '.join(ways)} seen to agree with 'tiled' here, on part of a call and in tiles that suit the part"
+    return f"{' and '.join(agreed)} seen to agree with 'tiled' here, on part of a call and in tiles that suit the part"
 
 
-def _fails(way: str, call: Call) -> bool:
-    """Whether a direction ("forward" or "backward") of this kind is refused. The first call of a
-    kind is compared here.
+def _fails(direction: str, call: Call) -> bool:
+    """Whether a direction ("forward" or "backward") of this kind is refused. This function compares
+    the first call of a kind.
     """
-    kind = way, _kind(call)
+    kind = direction, _kind(call)
     if kind not in _refused:
         if _capturing(call.query) or not (call.query.numel() and call.key.numel()):
             return False  # neither a captured graph nor an empty tensor gives numbers to compare
-        looks = _backwards if way == "backward" else _forwards if call.cache is None else _longest
-        _judge(kind, call.mechanism, lambda: looks(call))
+        comparison = _backwards if direction == "backward" else _forwards if call.cache is None else _longest
+        _judge(kind, call.mechanism, lambda: comparison(call))
     return _refused.get(kind) is not None
 
 
 Compared = tuple[Tensor, Tensor, Tensor, float]
-"""Results of the kernels, of the tiled backend in the same dtype and in float64; and the size of
-what was summed.
+"""The results of the kernels, of the tiled backend in the same dtype, and of the tiled backend in
+float64; then the size of what was summed.
 """
 
 
@@ -161,11 +166,11 @@ def _backwards(call: Call) -> Iterator[Compared]:
 
 
 def _sizes_of_sums(part: Call, grad: Tensor) -> dict[str, float]:
-    """The sums of absolute terms for the gradients of query, key, bias and head_scale.
+    """The largest sums of absolute terms for the gradients of query, key, bias and head_scale.
 
-    These sums may cancel to nothing, so that their own size says nothing of their rounding. Query
-    and key take an eighth: with BAND that is half a unit in the last place of every dL/ds, which
-    the kernels round.
+    The gradients themselves may cancel to nothing, and their size then says nothing about their
+    rounding. Query and key use an eighth of the sum: with BAND that is half a unit in the last
+    place of every dL/ds, which the kernels round.
     """
     double = _in_double(part)
     query, key = double.query, double.key.repeat_interleave(part.query.size(1) // part.key.size(1), 1)
@@ -175,27 +180,27 @@ def _sizes_of_sums(part: Call, grad: Tensor) -> dict[str, float]:
     terms = terms.abs().nan_to_num(0.0, 0.0, 0.0)
     scale = abs(part.scale) * math.log(max(part.visibility.key_length, 3))
     if part.mechanism.similarity == "dot":
-        of_query, of_key = terms @ key.abs(), terms.mT @ query.abs()
+        query_terms, key_terms = terms @ key.abs(), terms.mT @ query.abs()
         largest = scale * float(query.norm(dim=-1).max() * key.norm(dim=-1).max())  # of |s|, by Cauchy and Schwarz
     else:
-        of_query = terms.sum(-1) / query.norm(dim=-1).clamp(min=TINY)
-        of_key = terms.sum(-2) / key.norm(dim=-1).clamp(min=TINY)
+        query_terms = terms.sum(-1) / query.norm(dim=-1).clamp(min=TINY)
+        key_terms = terms.sum(-2) / key.norm(dim=-1).clamp(min=TINY)
         largest = scale
     if double.head_scale is not None:
         scale *= float(double.head_scale.abs().max())
     return {
-        "query": scale * _largest(of_query) / 8,
-        "key": scale * _largest(of_key) / 8,
+        "query": scale * _largest(query_terms) / 8,
+        "key": scale * _largest(key_terms) / 8,
         "bias": 0.0 if part.bias is None else _largest(terms.sum_to_size(part.bias.shape)),
         "head_scale": _largest(terms.sum((0, 2, 3))) * largest,
     }
 
 
 def _judge(kind: Hashable, mechanism: Mechanism, compared: Callable[[], Iterator[Compared]]) -> None:
-    """Compare and remember the outcome. Warn where the kernels are wrong or do not run.
+    """Compare and store the outcome. Warn if the kernels are wrong or do not run.
 
-    A comparison that shows nothing (all zeros) or runs out of memory is not remembered. The next
-    call is compared instead.
+    A comparison of zeros only, or one that runs out of memory, is not stored. The next call is
+    compared instead.
     """
     why, shown = None, False
     try:
@@ -209,7 +214,7 @@ def _judge(kind: Hashable, mechanism: Mechanism, compared: Callable[[], Iterator
         return
     if not (shown or why):
         return
-    if len(_refused) >= MOST_KINDS:  # kinds that agreed are compared again; refused ones stay refused
+    if len(_refused) >= MAX_KINDS:  # kinds that agreed are compared again; refused ones stay refused
         for right in [kind for kind, refusal in _refused.items() if refusal is None]:
             del _refused[right]
     _refused[kind] = why
@@ -222,9 +227,7 @@ def _judge(kind: Hashable, mechanism: Mechanism, compared: Callable[[], Iterator
 
 
 def _difference(got: Tensor, same: Tensor, exact: Tensor, size: float) -> str | None:
-    """A sentence where the numbers differ by more than rounding explains; None where they do
-    not.
-    """
+    """A sentence if the results differ by more than rounding explains, else None."""
     there = exact.isfinite() & same.isfinite()
     if not there.any():
         return None
@@ -244,27 +247,27 @@ def _largest(x: Tensor) -> float:
 
 
 def _part_of(call: Call) -> Call:
-    """The last queries of the heads of one sequence that share a key head, with all keys that they
-    may see.
+    """The part of a call that is compared: the last queries of the first key head of one sequence,
+    with all keys that they may see.
 
-    If there are few queries: those of all heads of some sequences.
+    If there are few queries, the part has all heads of some sequences.
     """
     query, key, value, visibility = call.query, call.key, call.value, call.visibility
     group = query.size(1) // key.size(1)
     batch, heads, first = 1, group, max(0, query.size(2) - max(ROWS, FEW_ROWS // group + 1))
     if group * query.size(2) <= FEW_ROWS:
-        batch, heads = max(1, MOST_KEYS // key[0].numel()), query.size(1)
+        batch, heads = max(1, MAX_KEY_ELEMENTS // key[0].numel()), query.size(1)
 
     def part(x: Tensor) -> Tensor:
-        """Of a tensor [H], or of one that broadcasts to [B, H, Lq, Lk]."""
+        """The part of a tensor [H], or of one that broadcasts to [B, H, Lq, Lk]."""
         if x.dim() == 1:
             return x[:heads]
         return x[:batch, :heads, first if x.size(2) > 1 else 0 :]
 
     keys = ("query", "key", "value")
     optional = {name: getattr(call, name) for name in GRADIENTS if name not in keys}
-    like: Any = call
-    return like._replace(
+    template: Any = call
+    return template._replace(
         query=query[:batch, :heads, first:],
         key=key[:batch, : heads // group],
         value=value[:batch, : heads // group],
@@ -280,9 +283,9 @@ def _part_of(call: Call) -> Call:
 
 
 def _in_double(call: Call) -> Call:
-    like: Any = call
+    template: Any = call
     tensors = {name: getattr(call, name) for name in GRADIENTS}
-    return like._replace(**{name: x.double() for name, x in tensors.items() if x is not None})
+    return template._replace(**{name: x.double() for name, x in tensors.items() if x is not None})
 
 
 def _sequence(b: int, call: Call) -> Call:
@@ -292,9 +295,10 @@ def _sequence(b: int, call: Call) -> Call:
 
 
 def _kind(call: Call) -> Hashable:
-    """What decides which kernels run, except tiles and sizes that kernels read when they run.
+    """Everything that decides which kernels run, except tiles and sizes that kernels read at run
+    time.
 
-    With few queries the keys may be split among programs, which depends on the numbers of keys and
+    With few queries the keys may be split among programs. That depends on the numbers of keys and
     heads.
     """
     query, key, visibility = call.query, call.key, call.visibility
@@ -303,7 +307,8 @@ def _kind(call: Call) -> Hashable:
     bias = None if call.bias is None else (call.bias.dtype, *(size == 1 for size in call.bias.shape))
     return (
         query.device, query.dtype, query.size(-1), call.value.size(-1), triton.compiled_as(call.mechanism), group, bias,
-        triton.variant(call), given(pack(call)), visibility.left != UNLIMITED, visibility.right != UNLIMITED,
+        triton.variant(call), optional_arguments(pack(call)),
+        visibility.left != UNLIMITED, visibility.right != UNLIMITED,
         bool(call.dropout.p), call.cache and call.cache.page_table is None,
     )  # fmt: skip
 

@@ -23,7 +23,7 @@ CARRIES = Carries(
     features=("bias", "head_scale", "power", "mask", "key_mask", "document_ids", "dropout"),
 )  # fmt: skip
 ABOUT = "pure torch in blocks of rows: runs everywhere, memory O(L), slower than a fused kernel"
-refuses = prepare = rows_kept = None
+refuses = runner = rows_kept = None
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""A call cut into tiles, which the tiled backend walks over."""
+"""Divides a call into the tiles that the tiled backend computes one by one."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,25 +14,25 @@ from softfocus.visibility import UNLIMITED
 
 TILE_ROWS = 64
 TILE_ELEMENTS = 1 << 18
-"""Scores of a tile where rows are short: 1 MiB of float32. A few such tensors live in the
+"""The scores of a tile of short rows: 1 MiB of float32. A few such tensors fit into the
 second-level cache.
 """
 TILE_LIMIT = 1 << 23
-"""Most scores of a tile, however long its rows: 32 MiB of float32. Longer rows make tiles of fewer
-rows, down to one.
+"""The largest number of scores of a tile: 32 MiB of float32. Tiles of longer rows have fewer rows,
+down to one.
 """
 
 
 def zero_gradients(call: Call, bias_grad: bool) -> dict[str, Tensor]:
-    """Zeros for each gradient; the bias's only if wanted. Sums over tiles are held in the compute
-    dtype.
+    """Zeros for each gradient; for the bias only if its gradient is needed. Sums over tiles are in
+    the compute dtype.
     """
-    wide = compute_dtype(call.query.dtype)
-    given = {name: getattr(call, name) for name in GRADIENTS if name != "bias" or bias_grad}
+    dtype = compute_dtype(call.query.dtype)
+    tensors = {name: getattr(call, name) for name in GRADIENTS if name != "bias" or bias_grad}
     summed = ("bias", "head_scale", "power")
     return {
-        name: torch.zeros(x.shape, dtype=wide if name in summed else x.dtype, device=x.device)
-        for name, x in given.items()
+        name: torch.zeros(x.shape, dtype=dtype if name in summed else x.dtype, device=x.device)
+        for name, x in tensors.items()
         if x is not None
     }
 
@@ -54,7 +54,7 @@ class Tile:
 
 
 def chunks(call: Call) -> Iterator["Chunk"]:
-    """Batches and heads in groups that keep a tile near TILE_ELEMENTS."""
+    """Divides batches and key heads into chunks whose tiles have about TILE_ELEMENTS scores."""
     visibility = call.visibility
     if call.query.numel() == 0 or call.key.size(2) == 0:
         return
@@ -98,7 +98,7 @@ class Chunk:
         self.power: Tensor | float | None = call.mechanism.power if power is None else self._per_head(power)
 
     def tiles(self) -> Iterator[Tile]:
-        """Blocks of query rows, first to last."""
+        """The tiles of the chunk, from the first query rows to the last."""
         visibility = self.visibility
         for start in range(0, visibility.query_length, self.tile_rows):
             stop = min(start + self.tile_rows, visibility.query_length)
@@ -119,7 +119,7 @@ class Chunk:
             yield Tile(rows, keys, visible, seen_by_all, count, query, nonfinite, norm, base_scale)
 
     def rows(self, tile: Tile) -> Rows:
-        """Scores of a tile and everything up to the weights."""
+        """The scores of a tile, its weights, and what is computed between them."""
         scores = self.unflat(self._scaled_query(tile) @ self.key[..., tile.keys, :].mT)
         row_bias = rowwise.score_bias(self.mechanism.score_bias, tile.count, self.visibility.key_length)
         if row_bias is not None:
@@ -133,7 +133,9 @@ class Chunk:
         return rowwise.forward(scores, tile.visible, tile.count, self.mechanism, self.power, self.visibility.key_length)
 
     def score_backward(self, tile: Tile, grad_scores: Tensor, grad_key: Tensor, grads: dict[str, Tensor]) -> None:
-        """dL/ds of a tile into the gradients of query, key, bias and head_scale."""
+        """Computes, from dL/ds of a tile, its part of the gradients of query, key, bias and
+        head_scale.
+        """
         if "bias" in grads:
             grad_bias = self._bias(grads["bias"], tile, keep_shape=True)
             grad_bias += grad_scores.flatten(1, 2).sum_to_size(grad_bias.shape)
@@ -156,9 +158,7 @@ class Chunk:
         grads["value"][self.batches, self.key_heads] = grad_value.to(grads["value"].dtype)
 
     def dropout(self, tile: Tile, seed: int) -> Tensor | None:
-        """What dropout multiplies the weights of a tile with, 0 or 1 / (1 - p); None where p is
-        0.
-        """
+        """The factors of dropout for the weights of a tile, 0 or 1 / (1 - p); None if p is 0."""
         p = self.call.dropout.p
         if p == 0.0:
             return None
@@ -188,8 +188,8 @@ class Chunk:
     def set_exceptional_rows(self, x: Tensor, rows: Rows, tile: Tile, nonfinite: float) -> Tensor:
         """out or grad_out of a tile, [b, h, G * R, Dv], with its exceptional rows set.
 
-        Rows without any weight become 0: LASER's, and those that see nothing, which may be NaN.
-        Entries that see a value that is not finite become ``nonfinite``.
+        Fully masked rows, which may be NaN, become 0. So do rows of LASER whose weights are all 0.
+        Entries that see a non-finite value become ``nonfinite``.
         """
         empty = self.flat((rows.maximum == -torch.inf).expand(*self.shape, -1, 1))
         if self.mechanism.laser:

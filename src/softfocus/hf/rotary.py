@@ -178,17 +178,17 @@ def _by_head(original: Any) -> Any:
                 "rope: this architecture lays queries out in another way than [batch, heads, length, head_dim]"
             )
         if k.shape[1] == q.shape[1]:
-            return _each_alone(original, q, k, cos, sin)
+            return _apply_to_single_heads(original, q, k, cos, sin)
         shared = q.shape[1] // k.shape[1]
-        query, _ = _each_alone(original, q, q, cos, sin)
-        key, _ = _each_alone(original, k, k, cos[:, ::shared], sin[:, ::shared])
+        query, _ = _apply_to_single_heads(original, q, q, cos, sin)
+        key, _ = _apply_to_single_heads(original, k, k, cos[:, ::shared], sin[:, ::shared])
         return query, key
 
     apply_rotary_pos_emb._softfocus = True  # type: ignore[attr-defined]
     return apply_rotary_pos_emb
 
 
-def _each_alone(original: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def _apply_to_single_heads(original: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """The original function on every head as a sequence of one head: tables [B, H, L, n] are then
     tables [B H, L, n].
     """

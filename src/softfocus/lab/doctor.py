@@ -135,14 +135,14 @@ def _backends(device: str) -> list[Check]:
     import torch
 
     from softfocus.dispatch import account, choose
-    from softfocus.functional import prepared
+    from softfocus.functional import validated_call
 
     found = []
     for mechanism in ("softmax", "lssar", "laser"):
         tensors = [torch.randn(1, 2, 64, 64, device=device) for _ in range(3)]
         with warnings.catch_warnings():  # what a warning would say stands in the table
             warnings.simplefilter("ignore")
-            call = prepared(tensors[0], tensors[1], tensors[2], mechanism=mechanism)
+            call = validated_call(tensors[0], tensors[1], tensors[2], mechanism=mechanism)
             choose(call, "auto")  # finds out whether the CPU kernels compile; a question alone does not
             explanation = account(call, "auto")
         for name, why in explanation.reasons.items():

@@ -192,13 +192,14 @@ def load(folder: Path, config: Any = None, kind: Kind = "text") -> Any:
     # Models of early runs have no manifest
     if (folder / MODEL / MANIFEST).exists() and (why := damage(folder / MODEL)) is not None:
         raise LabError(
-            f"the model in {folder / MODEL} is damaged ({why})", f"put the file back as it was, or {_again(folder)}"
+            f"the model in {folder / MODEL} is damaged ({why})",
+            f"put the file back as it was, or {_retrain_remedy(folder)}",
         )
     try:
         model = _auto(kind).from_pretrained(folder / MODEL, config=config or load_config(folder), use_safetensors=True)
     except (OSError, ValueError, SafetensorError) as error:
         raise LabError(
-            f"the model in {folder / MODEL} cannot be loaded: {first_line(error)}", _again(folder)
+            f"the model in {folder / MODEL} cannot be loaded: {first_line(error)}", _retrain_remedy(folder)
         ) from error
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
@@ -208,15 +209,17 @@ def load_config(folder: Path) -> Any:
     from transformers import AutoConfig
 
     if not (folder / MODEL / "config.json").is_file():
-        raise LabError(f"the run {folder} has no model", _again(folder))
+        raise LabError(f"the run {folder} has no model", _retrain_remedy(folder))
     try:
         config = AutoConfig.from_pretrained(folder / MODEL)
     except (OSError, ValueError) as error:
         raise LabError(
-            f"the model in {folder / MODEL} cannot be loaded: {first_line(error).rstrip('.')}", _again(folder)
+            f"the model in {folder / MODEL} cannot be loaded: {first_line(error).rstrip('.')}", _retrain_remedy(folder)
         ) from error
     if softfocus.hf.layout_of(config) is None:
-        raise LabError(f"{folder / MODEL / 'config.json'} has no entry 'softfocus', the mechanism", _again(folder))
+        raise LabError(
+            f"{folder / MODEL / 'config.json'} has no entry 'softfocus', the mechanism", _retrain_remedy(folder)
+        )
     return config
 
 
@@ -226,12 +229,12 @@ def load_tokenizer(folder: Path) -> Any:
     Raises:
         LabError: it cannot be loaded, or has ids that the model does not know.
     """
-    found = tokenizer.load_saved(folder / MODEL, _again(folder))
+    found = tokenizer.load_saved(folder / MODEL, _retrain_remedy(folder))
     size, known = tokenizer.vocabulary(found), load_config(folder).vocab_size
     if size > known:
         raise LabError(
             f"the tokenizer in {folder / MODEL} has {size} ids, its model knows {known}: it is another one's",
-            _again(folder),
+            _retrain_remedy(folder),
         )
     return found
 
@@ -267,5 +270,5 @@ def _use(model: Any, recipe: Recipe) -> Any:
     return model
 
 
-def _again(folder: Path) -> str:
+def _retrain_remedy(folder: Path) -> str:
     return f"train it again with `softfocus train {folder / RECIPE} --out {folder} --overwrite`"

@@ -15,7 +15,7 @@ from softfocus.backends.cpu import build as build
 from softfocus.backends.cpu.call import ARRAY, CARRIES, array, broadcast, packed
 from softfocus.contract import Call
 
-__all__ = ["ABOUT", "CARRIES", "backward", "build", "forward", "prepare", "refuses", "rows_kept"]
+__all__ = ["ABOUT", "CARRIES", "backward", "build", "forward", "refuses", "rows_kept", "runner"]
 
 ABOUT = "fused C++ kernels, compiled for this machine at first use: memory O(L)"
 rows_kept = None
@@ -33,33 +33,33 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     query, key, value = call.query, call.key, call.value
     out = _empty(*query.shape[:3], value.size(-1), dtype=query.dtype)
     statistics = _empty(4, *query.shape[:3])
-    arguments, _made = packed(call)
+    arguments, _temporaries = packed(call)
     _run("softfocus_forward", arguments, query, key, value, out, statistics)
     return out, statistics
 
 
-def prepare(call: Call) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def runner(call: Call) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """A function from query, key and value, laid out as the call's, to ``out``; for calls without
     other tensors.
     """
-    arguments, _made = packed(call)
+    arguments, _temporaries = packed(call)
     kernel = _kernel("softfocus_forward")
     one = _empty(1, dtype=call.query.dtype)
-    like = one.expand(*call.query.shape[:3], call.value.size(-1))  # empty_like() takes half the time of empty()
+    empty_out = one.expand(*call.query.shape[:3], call.value.size(-1))  # empty_like() takes half the time of empty()
 
-    def ready(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        out = torch.empty_like(like)
+    def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out = torch.empty_like(empty_out)
         if kernel(arguments, query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(), None):
             raise MemoryError(_NO_MEMORY)
         return out
 
-    return ready
+    return run
 
 
 def backward(call: Call, grad: Tensor, bias_grad: bool) -> dict[str, Tensor]:
     """Gradients by name."""
     query, bias = call.query, call.bias
-    arguments, _made = packed(call)
+    arguments, _temporaries = packed(call)
     grads = {name: _empty(*x.shape, dtype=x.dtype) for name, x in zip(("query", "key", "value"), call[:3], strict=True)}
     grad_bias = _empty(*bias.shape).zero_() if bias is not None and bias_grad else None
     by_row = {name: _empty(*query.shape[:3]) for name in ("head_scale", "power") if getattr(call, name) is not None}

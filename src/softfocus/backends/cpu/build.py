@@ -145,19 +145,19 @@ def _obtain() -> tuple[Built, ctypes.CDLL]:
         except OSError:
             raise error from None
         say(f"softfocus: {error.what}, so the CPU kernels are compiled for this process alone; {error.remedy}")
-        made = _ready(replace(planned, folder=folder))
+        built = _ready(replace(planned, folder=folder))
         shutil.rmtree(folder, ignore_errors=True)  # what is loaded stays loaded. After an error the log stays
-        return made
+        return built
 
 
 def _ready(planned: Plan, force: bool = False) -> tuple[Built, ctypes.CDLL]:
     """From the cache, or compiled into it."""
     if not force and (found := _load_cached(planned)):
         return found
-    made_with = compiler()
+    command_and_version = compiler()
     with _locked(planned.folder):
         # Another process may have compiled it while this one waited
-        return (None if force else _load_cached(planned)) or _compile(planned, *made_with)
+        return (None if force else _load_cached(planned)) or _compile(planned, *command_and_version)
 
 
 def _load_cached(planned: Plan) -> tuple[Built, ctypes.CDLL] | None:
@@ -264,7 +264,7 @@ def _compile(planned: Plan, command: tuple[str, ...], version: str) -> tuple[Bui
         shutil.rmtree(left, ignore_errors=True)
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="building-", dir=planned.folder, ignore_cleanup_errors=True) as name:
-        made, text = Path(name, planned.library.name), Path(name, planned.about.name)
+        library_file, about_file = Path(name, planned.library.name), Path(name, planned.about.name)
         kernels = compile_kernels(planned, command, Path(name))
         if plan().digest != planned.digest:
             raise Unavailable("the CPU kernels' sources changed while they were compiled", "start again")
@@ -272,9 +272,9 @@ def _compile(planned: Plan, command: tuple[str, ...], version: str) -> tuple[Bui
             "compiler": shlex.join(command), "version": version, "flags": shlex.join(planned.flags),
             "seconds": round(time.monotonic() - started, 1),
         }  # fmt: skip
-        text.write_text(json.dumps({**about, "sha256": _checksum(made)}, indent=2) + "\n")
-        made.chmod(0o700)  # not what the umask left: a file that others can write is not loaded
-        text.chmod(0o600)
-        os.replace(made, planned.library)
-        os.replace(text, planned.about)
+        about_file.write_text(json.dumps({**about, "sha256": _checksum(library_file)}, indent=2) + "\n")
+        library_file.chmod(0o700)  # not what the umask left: a file that others can write is not loaded
+        about_file.chmod(0o600)
+        os.replace(library_file, planned.library)
+        os.replace(about_file, planned.about)
     return Built(planned.library, fresh=True, **about), kernels

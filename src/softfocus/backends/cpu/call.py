@@ -72,21 +72,21 @@ def _numbers(mechanism: Mechanism) -> tuple[int, ...]:
 def packed(call: Call) -> tuple[bytes, list[Tensor]]:
     """A call's arguments, and the tensors made for them, which must live while the kernel runs."""
     query, key, value, visibility, mechanism = call.query, call.key, call.value, call.visibility, call.mechanism
-    made: list[Tensor] = []
+    temporaries: list[Tensor] = []
 
     def held(x: Tensor | None) -> Tensor | None:
         """In float32, contiguous but for a bias, whose strides the kernels follow."""
         if x is None:
             return None
         x = x.detach().float()
-        made.append(x if x.dim() == 4 else x.contiguous())
-        return made[-1]
+        temporaries.append(x if x.dim() == 4 else x.contiguous())
+        return temporaries[-1]
 
     bias, head_scale, power = map(held, (call.bias, call.head_scale, call.power))
     documents, key_mask = visibility.document_ids, visibility.key_mask
     if documents is not None:
         documents = documents[:, None, None].long()
-        made.append(documents)
+        temporaries.append(documents)
     if key_mask is not None:
         key_mask = key_mask[:, None, None]
     batch, heads, query_length, head_dim = query.shape
@@ -101,4 +101,4 @@ def packed(call: Call) -> tuple[bytes, list[Tensor]]:
         0 if head_scale is None else head_scale.data_ptr(),
         0 if power is None else power.data_ptr(),
     )  # fmt: skip
-    return numbers, made
+    return numbers, temporaries

@@ -33,7 +33,12 @@ def compile_kernels(plan: plans.Plan, compiler: Sequence[str], folder: Path) -> 
     plan.log.unlink(missing_ok=True)
     objects = {source: str(folder / f"{source.stem}.o") for source in sorted(plans.SOURCES.glob("*.cpp"))}
     with _progress() as tick:
-        _run(plan, folder, [[*compiler, *plan.flags, "-c", str(x), "-o", made] for x, made in objects.items()], tick)
+        _run(
+            plan,
+            folder,
+            [[*compiler, *plan.flags, "-c", str(x), "-o", object_file] for x, object_file in objects.items()],
+            tick,
+        )
         if not all(map(os.path.isfile, objects.values())):
             what = f"{shlex.join(compiler)!r} says that all is well, and has compiled nothing"
             raise plans.Unavailable(what, "let CXX name a C++ compiler, or unset it")
@@ -61,18 +66,18 @@ def _link(plan: plans.Plan, compiler: Sequence[str], folder: Path, objects: Sequ
     Where torch's OpenMP is not visible to all, it is named. The compiler's own is the last resort:
     for a torch that has none, and for clang on Linux, whose symbols the GNU library in torch lacks.
     """
-    made = folder / plan.library.name
+    library = folder / plan.library.name
     found = [
         path for name in ("libgomp*", "libomp*", "libiomp5*") for path in sorted(plans.torch_libraries().glob(name))
     ]
     why = ""
     for openmp in ((), *((str(path), f"-Wl,-rpath,{path.parent}") for path in found), plans.OPENMP):
-        made.unlink(missing_ok=True)  # the loader takes the same inode for the same library
-        _run(plan, folder, [[*compiler, *plans.SHARED, *plan.extra, *objects, *openmp, "-o", str(made)]], tick)
+        library.unlink(missing_ok=True)  # the loader takes the same inode for the same library
+        _run(plan, folder, [[*compiler, *plans.SHARED, *plan.extra, *objects, *openmp, "-o", str(library)]], tick)
         try:
-            return load(made)
+            return load(library)
         except OSError as error:
-            why = str(error).replace(f"{made}: ", "")
+            why = str(error).replace(f"{library}: ", "")
             if not re.search("symbol.*(GOMP_|omp_|kmpc_)", why):
                 break
     remedy = f"name another compiler with CXX, or another folder with {plans.CACHE}"
@@ -93,24 +98,24 @@ def _run(plan: plans.Plan, folder: Path, commands: Sequence[Sequence[str]], tick
         with suppress(OSError), plan.log.open("a") as whole:
             whole.writelines(log.read_text(errors="replace") for log in logs if log.exists())
     for log in (log for log, code in zip(logs, codes, strict=True) if code):
-        said = log.read_text(errors="replace").splitlines()[1:]
-        if full := _full(folder, said):
+        output = log.read_text(errors="replace").splitlines()[1:]
+        if full := _disk_full(folder, output):
             remedy = (
                 f"free some space, or let {plans.CACHE}, and TMPDIR for the compiler's own files, "
                 "name folders with more"
             )
             raise plans.Unavailable(f"there is no room to compile the CPU kernels: {full}", remedy)
-        telling = [line for line in said if re.search(r"\berror: |undefined|cannot find", line)]
-        first = (telling or said[-1:] or ["the compiler does not say why"])[0].replace(f"{plans.SOURCES}{os.sep}", "")
+        telling = [line for line in output if re.search(r"\berror: |undefined|cannot find", line)]
+        first = (telling or output[-1:] or ["the compiler does not say why"])[0].replace(f"{plans.SOURCES}{os.sep}", "")
         remedy = f"the whole log is {plan.log}, and CXX can name another compiler"
         raise plans.Unavailable(f"the CPU kernels do not compile: {first}", remedy)
 
 
-def _full(folder: Path, said: Sequence[str]) -> str:
+def _disk_full(folder: Path, output: Sequence[str]) -> str:
     """What says that a disk is full: the compiler, or, if there was no room for its words, the disk
     itself.
     """
-    for line in said:
+    for line in output:
         if re.search("No space left on device|Disk quota exceeded", line):
             return line
     for place in (folder, Path(tempfile.gettempdir())):

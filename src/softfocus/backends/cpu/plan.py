@@ -124,8 +124,8 @@ def compiler() -> tuple[tuple[str, ...], str]:
     if not command:
         raise Unavailable("there is no C++ compiler for the CPU kernels", remedy)
     try:
-        said = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True, env=environment())
-        return tuple(command), said.stdout.splitlines()[0]
+        ran = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True, env=environment())
+        return tuple(command), ran.stdout.splitlines()[0]
     except (OSError, subprocess.CalledProcessError, IndexError, UnicodeDecodeError):
         remedy = "let CXX name a C++ compiler, or unset it" if asked else remedy
         raise Unavailable(f"{shlex.join(command)!r} is no C++ compiler that runs", remedy) from None
@@ -137,13 +137,13 @@ def switched_off() -> Unavailable | None:
     Raises:
         Unavailable: the switch says neither.
     """
-    said = os.environ.get(KERNELS, "")
+    setting = os.environ.get(KERNELS, "")
     try:
         on = switched_on(KERNELS, default=True)
     except ValueError as error:
-        what = f"{KERNELS}={said} is neither on nor off"
+        what = f"{KERNELS}={setting} is neither on nor off"
         raise Unavailable(what, "set it to off, or unset it to have the CPU kernels") from error
-    return None if on else Unavailable(f"{KERNELS}={said} switches the CPU kernels off", "unset it to have them")
+    return None if on else Unavailable(f"{KERNELS}={setting} switches the CPU kernels off", "unset it to have them")
 
 
 def environment() -> dict[str, str]:

@@ -30,18 +30,18 @@ CARRIES = Carries(
 )  # fmt: skip
 """On the CPU in Triton's interpreter."""
 ABOUT = "fused Triton kernels: memory O(L)"
-MOST_DIMENSIONS = 256
+MAX_HEAD_DIM = 256
 OLDEST_CAPABILITY = (8, 0)
-MOST_HEADS = 65535
+MAX_HEADS = 65535
 """Of all sequences together: CUDA's limit of the second dimension of a grid."""
-MOST_PLACES = 2**31
+MAX_HEAD_SPAN = 2**31
 """Of elements that a head may span: the kernels count within a head in 32 bits."""
 
 FEW_ROWS = 64
 """Up to so many queries, of all heads that share a key head, are decoded: the keys split among
 programs. Chosen, not measured.
 """
-BOUND_OF_SCORES = 60.0
+SCORE_BOUND = 60.0
 """Up to it phi, its sums and the spread neither overflow nor underflow without a shift."""
 LEAST_SCALE = 0.1
 """Below it queries times their scale may be subnormal numbers of float16."""
@@ -65,12 +65,12 @@ def compiled_as(mechanism: Mechanism) -> Mechanism:
 
 
 def _bounded_factor(call: Call) -> bool:
-    """Whether scores before any bias are bounded by ``BOUND_OF_SCORES``: cosines times a known
+    """Whether scores before any bias are bounded by ``SCORE_BOUND``: cosines times a known
     scale.
     """
     if call.mechanism.similarity != "cosine" or call.head_scale is not None:
         return False
-    return abs(call.scale) * max(1.0, math.log(max(call.visibility.key_length, 1))) < BOUND_OF_SCORES
+    return abs(call.scale) * max(1.0, math.log(max(call.visibility.key_length, 1))) < SCORE_BOUND
 
 
 def bounded(call: Call) -> bool:
@@ -141,7 +141,7 @@ def exponential_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def spans_too_much(x: Tensor) -> bool:
     """Whether a head of x [B, H, L, D] spans more elements than the kernels can count."""
-    return (x.size(2) - 1) * x.stride(2) + (x.size(3) - 1) * x.stride(3) >= MOST_PLACES
+    return (x.size(2) - 1) * x.stride(2) + (x.size(3) - 1) * x.stride(3) >= MAX_HEAD_SPAN
 
 
 def refuses(call: Call, to_run: bool) -> str | None:
@@ -160,10 +160,10 @@ def refuses(call: Call, to_run: bool) -> str | None:
         if spans_too_much(x):
             return f"a head of {name} spans 2^31 elements or more, and the kernels count places in 32 bits"
     heads = query.size(0) * query.size(1)
-    if heads > MOST_HEADS:
-        return f"{heads} heads in all sequences are more than a grid of {MOST_HEADS} programs holds"
+    if heads > MAX_HEADS:
+        return f"{heads} heads in all sequences are more than a grid of {MAX_HEADS} programs holds"
     widest = max(query.size(-1), call.value.size(-1))
-    return f"{widest} dimensions a head are more than {MOST_DIMENSIONS}" if widest > MOST_DIMENSIONS else None
+    return f"{widest} dimensions a head are more than {MAX_HEAD_DIM}" if widest > MAX_HEAD_DIM else None
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:
@@ -176,20 +176,22 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
         return Launcher(call).forward()
 
 
-def prepare(call: Call) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def runner(call: Call) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """A function from query, key and value, laid out as the call's, to ``out``; for calls without
     other tensors.
     """
     from softfocus.backends.triton.call import Launcher
 
-    like: Any = call
-    like = like._replace(query=None, key=None, value=None)  # these tensors are not to live as long as the function
+    template: Any = call
+    template = template._replace(
+        query=None, key=None, value=None
+    )  # these tensors are not to live as long as the function
 
-    def ready(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         with _current(query):
-            return Launcher(like._replace(query=query, key=key, value=value)).forward()[0]
+            return Launcher(template._replace(query=query, key=key, value=value)).forward()[0]
 
-    return ready
+    return run
 
 
 def backward(call: Call, grad: Tensor, bias_grad: bool, out: Tensor, rows: Tensor) -> dict[str, Tensor]:

@@ -117,7 +117,7 @@ class Launcher:
         if splits > 1:
             tile = self._with_shape("decode", lambda tile: self._decode(outputs, tile, splits))
         else:
-            inputs = self._prepared(backward=False)
+            inputs = self._precomputed_inputs(backward=False)
 
             def run(tile: tuning.TileShape) -> None:
                 shape = self._launch_shape(tile)
@@ -157,7 +157,7 @@ class Launcher:
             for name in ("head_scale", "power")
             if getattr(call, name) is not None
         }
-        inputs = self._prepared(backward=True)
+        inputs = self._precomputed_inputs(backward=True)
         if spans_too_much(grad):  # ``refuses`` checks the tensors of the forward only
             grad = grad.contiguous()
         layouts = tuple((x.stride(), x.dtype, x.data_ptr() % ALIGNED) for x in (grad, out, saved))
@@ -170,28 +170,28 @@ class Launcher:
             shape = self._launch_shape(tile)
             for exact in (False, True) if call.mechanism.laser else (False,):
                 use_grad_acc = grad_acc is not None and not exact and kernel is not query_gradients.query_gradients
-                of_out = grad_acc if use_grad_acc else grad_out
-                shared = inputs, self.algebra, shape.masks, of_out, outputs, array(row_vectors)
+                incoming_grad = grad_acc if use_grad_acc else grad_out
+                shared = inputs, self.algebra, shape.masks, incoming_grad, outputs, array(row_vectors)
                 variant = tile, exact, layouts
                 self._launch(kernel, variant, grid, *shared, *arguments, exact, shape.blocks, **shape.options)
 
-        def queries(tile: tuning.TileShape) -> None:
+        def launch_query_gradients(tile: tuning.TileShape) -> None:
             arrays = array(grads["query"]), grad_acc, grads_by_row.get("head_scale"), grads_by_row.get("power")
             launch(query_gradients.query_gradients, self._launch_shape(tile).row_grid, tile, *arrays)
 
-        def keys(tile: tuning.TileShape) -> None:
+        def launch_key_gradients(tile: tuning.TileShape) -> None:
             arrays = array(grads["key"]), array(grads["value"])
             launch(key_gradients.key_gradients, self._launch_shape(tile).key_grid, tile, *arrays)
 
         if query.numel():
-            self._with_shape("query_gradients", queries)
+            self._with_shape("query_gradients", launch_query_gradients)
         if key.numel():
-            self._with_shape("key_gradients", keys)
+            self._with_shape("key_gradients", launch_key_gradients)
         if bias is not None and bias_grad:
             grads["bias"] = grad_bias = bias.new_empty(bias.shape, dtype=torch.float32)
             broadcast = [size == 1 for size in bias.shape]
 
-            def of_bias(tile: tuning.TileShape) -> None:
+            def launch_bias_gradients(tile: tuning.TileShape) -> None:
                 shape = self._launch_shape(tile)
                 row_blocks = 1 if broadcast[2] else shape.row_grid[0]
                 key_blocks = 1 if broadcast[3] else shape.key_grid[0]
@@ -199,7 +199,7 @@ class Launcher:
                 launch(bias_gradients.bias_gradients, grid, tile, array(grad_bias), grad_bias.size(1), *broadcast)
 
             if grad_bias.numel():
-                self._with_shape("bias_gradients", of_bias)
+                self._with_shape("bias_gradients", launch_bias_gradients)
         grads |= {name: x.sum((0, 2)) for name, x in grads_by_row.items()}
         return {name: x.to(getattr(call, name).dtype) for name, x in grads.items()}
 
@@ -237,7 +237,7 @@ class Launcher:
             )
         return self._launch_shapes[tile]
 
-    def _prepared(self, backward: bool) -> Inputs:
+    def _precomputed_inputs(self, backward: bool) -> Inputs:
         """The inputs with the keys' norms and LASER's e^V, for kernels that read a key more than
         once.
 
@@ -273,11 +273,11 @@ class Launcher:
             return None, None
         return x.new_empty(x.shape, dtype=torch.float16), x.new_empty(x.shape) if backward else None
 
-    def _reciprocal_norms(self, of: str, x: Tensor, fp16: Tensor | None = None, bf16: Tensor | None = None) -> Tensor:
+    def _reciprocal_norms(self, name: str, x: Tensor, fp16: Tensor | None = None, bf16: Tensor | None = None) -> Tensor:
         """1 / |x|, float32 [B, H, L, 1]. Unit vectors are written to ``fp16`` and ``bf16``, if
         given.
 
-        ``of``: which tensor x is, "query" or "key".
+        ``name``: which tensor x is, "query" or "key".
         """
         batch, heads, length, width = x.shape
         rnorm = x.new_empty(batch, heads, length, 1, dtype=torch.float32)
@@ -286,7 +286,7 @@ class Launcher:
         if rnorm.numel():
             grid = ceil_div(length, block_rows), batch * heads
             self._launch(
-                norms.reciprocal_norms, (of, bf16 is not None), grid,
+                norms.reciprocal_norms, (name, bf16 is not None), grid,
                 array(x), array(rnorm), array(fp16), array(bf16), heads, length, width, block_rows, columns, **FUSED,
             )  # fmt: skip
         return rnorm

@@ -16,7 +16,7 @@ from triton.runtime.cache import get_cache_manager
 from triton.runtime.errors import OutOfResources, PTXASError
 
 from softfocus.backends.triton import compiled_as
-from softfocus.contract import Call, given, pack
+from softfocus.contract import Call, optional_arguments, pack
 from softfocus.switches import switched_on
 
 
@@ -50,36 +50,38 @@ def _tiles(*shapes: tuple[int, ...], stages: int = 3) -> tuple[TileShape, ...]:
 
 
 TILES = {
-    ("forward", "narrow"): _tiles((128, 64, 8), (128, 64, 8, 128), (64, 64, 4), (128, 64, 4)),
-    ("forward", "wide"): _tiles((128, 64, 8), (128, 32, 8), (64, 64, 4), (128, 32, 8, 128)),
-    ("forward", "wide, LASER"): _tiles((128, 32, 8), (128, 64, 8), (64, 64, 4)),
-    ("forward", "wide, softplus"): _tiles((128, 32, 8), (128, 64, 8), (64, 64, 4)),
-    ("forward", "wide, heavy"): _tiles((128, 32, 8), (128, 64, 8), (64, 32, 4)),
-    ("query_gradients", "narrow"): _tiles((128, 64, 8), (128, 64, 8, 128), (64, 64, 4), (128, 64, 4)),
-    ("query_gradients", "narrow, heavy"): _tiles((128, 32, 8), (128, 64, 8), (64, 32, 4)),
-    ("query_gradients", "wide"): _tiles((128, 32, 8), (128, 64, 8), (64, 32, 4), (128, 32, 8, 128)),
-    ("query_gradients", "wide, heavy"): _tiles((64, 32, 8), (128, 32, 8), (128, 64, 8)),
-    ("key_gradients", "narrow"): _tiles((32, 128, 8), (64, 128, 8), (32, 64, 4), (32, 128, 8, 128)),
-    ("key_gradients", "narrow, heavy"): _tiles((16, 128, 8), (32, 128, 8), (64, 128, 8)),
-    ("key_gradients", "wide"): _tiles((16, 128, 8), (32, 128, 8), (64, 128, 8)),
-    ("key_gradients", "wide, heavy"): _tiles((16, 64, 8), (32, 128, 8), (16, 128, 8)),
-    ("bias_gradients", "narrow"): _tiles((64, 32, 8)),
-    ("decode", "narrow"): _tiles((16, 64, 4), stages=4),
-    ("decode", "wide"): _tiles((16, 32, 4), stages=4),
+    ("forward", "hdim64"): _tiles((128, 64, 8), (128, 64, 8, 128), (64, 64, 4), (128, 64, 4)),
+    ("forward", "hdim128"): _tiles((128, 64, 8), (128, 32, 8), (64, 64, 4), (128, 32, 8, 128)),
+    ("forward", "hdim128, LASER"): _tiles((128, 32, 8), (128, 64, 8), (64, 64, 4)),
+    ("forward", "hdim128, softplus"): _tiles((128, 32, 8), (128, 64, 8), (64, 64, 4)),
+    ("forward", "hdim128, compute-intensive"): _tiles((128, 32, 8), (128, 64, 8), (64, 32, 4)),
+    ("query_gradients", "hdim64"): _tiles((128, 64, 8), (128, 64, 8, 128), (64, 64, 4), (128, 64, 4)),
+    ("query_gradients", "hdim64, compute-intensive"): _tiles((128, 32, 8), (128, 64, 8), (64, 32, 4)),
+    ("query_gradients", "hdim128"): _tiles((128, 32, 8), (128, 64, 8), (64, 32, 4), (128, 32, 8, 128)),
+    ("query_gradients", "hdim128, compute-intensive"): _tiles((64, 32, 8), (128, 32, 8), (128, 64, 8)),
+    ("key_gradients", "hdim64"): _tiles((32, 128, 8), (64, 128, 8), (32, 64, 4), (32, 128, 8, 128)),
+    ("key_gradients", "hdim64, compute-intensive"): _tiles((16, 128, 8), (32, 128, 8), (64, 128, 8)),
+    ("key_gradients", "hdim128"): _tiles((16, 128, 8), (32, 128, 8), (64, 128, 8)),
+    ("key_gradients", "hdim128, compute-intensive"): _tiles((16, 64, 8), (32, 128, 8), (16, 128, 8)),
+    ("bias_gradients", "hdim64"): _tiles((64, 32, 8)),
+    ("decode", "hdim64"): _tiles((16, 64, 4), stages=4),
+    ("decode", "hdim128"): _tiles((16, 32, 4), stages=4),
 }
-"""The tile shapes to choose from, by kernel and kind. "heavy" kernels compute more per score.
+"""The tile shapes to choose from, by kernel and kind. "hdim64" is for heads of at most 64
+dimensions, and for all heads where a kernel has no "hdim128". "compute-intensive" kernels compute
+more per score.
 
 The first shape is taken where nothing is measured; test_triton_compile.py checks that it spills no
 registers. In this table a warp has at least 16 rows in the forward and in query_gradients, and 16
-keys in key_gradients: with fewer, several warps would do the same work. The exceptions are "wide,
-heavy" backward kernels, which have two accumulators of many columns: there the warps divide the
-columns among them.
+keys in key_gradients: with fewer, several warps would do the same work. The exceptions are
+"hdim128, compute-intensive" backward kernels, which have two accumulators of many columns: there
+the warps divide the columns among them.
 
 With at most 128 registers per thread, two programs of eight warps fit on a multiprocessor, so that
 one computes while the other waits. Shapes with this limit spill some hundred bytes, most of them
 outside the loops.
 """
-VERY_WIDE_TILES = {
+TILES_HDIM256 = {
     "forward": _tiles((64, 32, 8), (128, 32, 8)),
     "query_gradients": _tiles((64, 16, 8), (64, 32, 8)),
     "key_gradients": _tiles((16, 64, 8), (32, 64, 8)),
@@ -87,39 +89,39 @@ VERY_WIDE_TILES = {
 """For heads of more than 128 dimensions."""
 TILES_BEFORE_HOPPER = {
     **TILES,
-    ("forward", "narrow"): _tiles((64, 32, 4), (128, 64, 8), (64, 64, 4)),
-    ("forward", "wide"): _tiles((128, 32, 8), (128, 64, 8), (64, 64, 4)),
-    ("forward", "wide, softplus"): _tiles((128, 16, 8), (128, 32, 8), (128, 64, 8)),
-    ("forward", "wide, heavy"): _tiles((128, 16, 8), (128, 32, 8), (64, 32, 8)),
-    ("query_gradients", "narrow"): _tiles((64, 32, 4), (128, 64, 8), (64, 64, 4)),
-    ("query_gradients", "narrow, softplus"): _tiles((128, 16, 8), (64, 32, 4), (128, 64, 8)),
-    ("query_gradients", "narrow, heavy"): _tiles((32, 32, 4), (64, 32, 4), (128, 32, 8)),
-    ("query_gradients", "wide"): _tiles((128, 16, 8), (128, 32, 8), (64, 32, 8)),
-    ("query_gradients", "wide, softplus"): _tiles((64, 32, 8), (128, 16, 8), (128, 32, 8)),
-    ("query_gradients", "wide, heavy"): _tiles((32, 16, 8), (128, 16, 8), (64, 32, 8)),
-    ("key_gradients", "narrow"): _tiles((16, 128, 8), (32, 128, 8), (32, 64, 4)),
-    ("key_gradients", "narrow, heavy"): _tiles((16, 32, 8), (16, 128, 8), (32, 128, 8)),
+    ("forward", "hdim64"): _tiles((64, 32, 4), (128, 64, 8), (64, 64, 4)),
+    ("forward", "hdim128"): _tiles((128, 32, 8), (128, 64, 8), (64, 64, 4)),
+    ("forward", "hdim128, softplus"): _tiles((128, 16, 8), (128, 32, 8), (128, 64, 8)),
+    ("forward", "hdim128, compute-intensive"): _tiles((128, 16, 8), (128, 32, 8), (64, 32, 8)),
+    ("query_gradients", "hdim64"): _tiles((64, 32, 4), (128, 64, 8), (64, 64, 4)),
+    ("query_gradients", "hdim64, softplus"): _tiles((128, 16, 8), (64, 32, 4), (128, 64, 8)),
+    ("query_gradients", "hdim64, compute-intensive"): _tiles((32, 32, 4), (64, 32, 4), (128, 32, 8)),
+    ("query_gradients", "hdim128"): _tiles((128, 16, 8), (128, 32, 8), (64, 32, 8)),
+    ("query_gradients", "hdim128, softplus"): _tiles((64, 32, 8), (128, 16, 8), (128, 32, 8)),
+    ("query_gradients", "hdim128, compute-intensive"): _tiles((32, 16, 8), (128, 16, 8), (64, 32, 8)),
+    ("key_gradients", "hdim64"): _tiles((16, 128, 8), (32, 128, 8), (32, 64, 4)),
+    ("key_gradients", "hdim64, compute-intensive"): _tiles((16, 32, 8), (16, 128, 8), (32, 128, 8)),
     ("key_gradients", "LASER"): _tiles((16, 32, 8), (16, 64, 4), (32, 128, 8)),
-    ("key_gradients", "wide"): _tiles((16, 64, 8), (16, 64, 4), (16, 128, 8)),
-    ("key_gradients", "wide, heavy"): _tiles((16, 32, 4), (16, 128, 8), (16, 64, 8)),
-    ("bias_gradients", "narrow"): _tiles((32, 32, 8)),
+    ("key_gradients", "hdim128"): _tiles((16, 64, 8), (16, 64, 4), (16, 128, 8)),
+    ("key_gradients", "hdim128, compute-intensive"): _tiles((16, 32, 4), (16, 128, 8), (16, 64, 8)),
+    ("bias_gradients", "hdim64"): _tiles((32, 32, 8)),
 }
 """For GPUs before Hopper, on which the operands of products take registers, too."""
 # For GPUs from Blackwell on
 TILES_SINCE_BLACKWELL = {
     **TILES,
-    ("forward", "narrow"): _tiles((128, 32, 8), (128, 64, 8), (64, 64, 4)),
-    ("forward", "wide"): _tiles((64, 32, 8), (128, 32, 8), (128, 64, 8)),
-    ("forward", "wide, LASER"): _tiles((64, 32, 8), (128, 32, 8), (128, 64, 8)),
-    ("forward", "wide, softplus"): _tiles((64, 32, 8), (128, 32, 8), (128, 64, 8)),
-    ("forward", "wide, heavy"): _tiles((64, 32, 8), (128, 32, 8), (128, 64, 8)),
-    ("query_gradients", "narrow, softplus"): _tiles((64, 64, 4), (128, 32, 8), (128, 64, 8)),
-    ("query_gradients", "wide, softplus"): _tiles((64, 32, 8), (128, 16, 8), (128, 32, 8)),
+    ("forward", "hdim64"): _tiles((128, 32, 8), (128, 64, 8), (64, 64, 4)),
+    ("forward", "hdim128"): _tiles((64, 32, 8), (128, 32, 8), (128, 64, 8)),
+    ("forward", "hdim128, LASER"): _tiles((64, 32, 8), (128, 32, 8), (128, 64, 8)),
+    ("forward", "hdim128, softplus"): _tiles((64, 32, 8), (128, 32, 8), (128, 64, 8)),
+    ("forward", "hdim128, compute-intensive"): _tiles((64, 32, 8), (128, 32, 8), (128, 64, 8)),
+    ("query_gradients", "hdim64, softplus"): _tiles((64, 64, 4), (128, 32, 8), (128, 64, 8)),
+    ("query_gradients", "hdim128, softplus"): _tiles((64, 32, 8), (128, 16, 8), (128, 32, 8)),
 }
 TILES_FP32 = {
-    "narrow": _tiles((32, 32, 8), (64, 32, 8), stages=2),
-    "wide": _tiles((32, 16, 8), (32, 32, 8), stages=2),
-    "very wide": _tiles((16, 16, 8), (32, 16, 8), stages=2),
+    "hdim64": _tiles((32, 32, 8), (64, 32, 8), stages=2),
+    "hdim128": _tiles((32, 16, 8), (32, 32, 8), stages=2),
+    "hdim256": _tiles((16, 16, 8), (32, 16, 8), stages=2),
 }
 """For float32, in every kernel but decode. Without tensor cores a thread holds the operands of its
 products in registers, and larger tiles spill thousands of bytes. Two stages are enough, because
@@ -138,34 +140,35 @@ def tiles(kernel: str, call: Call) -> tuple[TileShape, ...]:
     mechanism = call.mechanism
     widest = max(call.query.size(-1), call.value.size(-1))
     if call.query.dtype == torch.float32 and kernel != "decode":
-        return TILES_FP32["very wide" if widest > 128 else "wide" if widest > 64 else "narrow"]
-    if widest > 128 and kernel in VERY_WIDE_TILES:
-        return VERY_WIDE_TILES[kernel]
+        return TILES_FP32["hdim256" if widest > 128 else "hdim128" if widest > 64 else "hdim64"]
+    if widest > 128 and kernel in TILES_HDIM256:
+        return TILES_HDIM256[kernel]
     arch = driver.active.get_current_target().arch
     arch = arch if isinstance(arch, int) else 90  # a string on GPUs that are not NVIDIA's
     table = TILES_BEFORE_HOPPER if arch < 90 else TILES_SINCE_BLACKWELL if arch >= 100 else TILES
-    width = "wide" if widest > 64 else "narrow"
+    width = "hdim128" if widest > 64 else "hdim64"
     reweighted, laser = mechanism.power is not None, mechanism.laser
-    heavy = {
+    compute_intensive = {
         "forward": reweighted or mechanism.phi == "sigmoid",
         "query_gradients": reweighted,
-        "key_gradients": (reweighted or mechanism.phi != "exp") if width == "wide" else (reweighted and laser),
+        "key_gradients": (reweighted or mechanism.phi != "exp") if width == "hdim128" else (reweighted and laser),
     }.get(kernel, False)
-    names = [f"{width}, LASER", "LASER"] * (laser and not reweighted) + [f"{width}, heavy"] * heavy
-    names += [f"{width}, {mechanism.phi}", width, "narrow"]
+    names = [f"{width}, LASER", "LASER"] * (laser and not reweighted)
+    names += [f"{width}, compute-intensive"] * compute_intensive
+    names += [f"{width}, {mechanism.phi}", width, "hdim64"]
     return next(table[kernel, name] for name in names if (kernel, name) in table)
 
 
-def kind(direction: str, call: Call) -> tuple[Hashable, ...]:
+def kind(kernel: str, call: Call) -> tuple[Hashable, ...]:
     """What a call is measured for: calls of one kind share the fastest tile shape. Sizes are
     rounded up to powers of two.
     """
     query, key, visibility = call.query, call.key, call.visibility
     sizes = (query.size(0) * query.size(1), query.size(2), key.size(2), query.size(1) // key.size(1))
     return (
-        direction, compiled_as(call.mechanism).code, str(query.dtype), query.size(3), call.value.size(3),
+        kernel, compiled_as(call.mechanism).code, str(query.dtype), query.size(3), call.value.size(3),
         *map(next_power_of_two, sizes),
-        visibility.left >= 0, visibility.right >= 0, call.dropout.p > 0, *sorted(given(pack(call))),
+        visibility.left >= 0, visibility.right >= 0, call.dropout.p > 0, *sorted(optional_arguments(pack(call))),
     )  # fmt: skip
 
 

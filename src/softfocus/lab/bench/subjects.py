@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from softfocus.dispatch import choose
-from softfocus.functional import attention, prepared
+from softfocus.functional import attention, validated_call
 from softfocus.lab.bench import eager, flex, timing
 from softfocus.lab.bench.cells import Cell, Function, call, make
 
@@ -107,7 +107,7 @@ def _backend(cell: Cell, backend: str = "auto") -> str:
         return torch.empty(shape, dtype=cell.torch_dtype, device=cell.device, requires_grad=backward)
 
     tensors = (empty(cell.queries), empty(cell.length), empty(cell.length))
-    return choose(prepared(*tensors, is_causal=cell.causal, mechanism=cell.algebra), backend)
+    return choose(validated_call(*tensors, is_causal=cell.causal, mechanism=cell.algebra), backend)
 
 
 def _tiled_refuses(cell: Cell) -> str | None:

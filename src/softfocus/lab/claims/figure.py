@@ -155,11 +155,11 @@ def _label(panel: Any, groups: Sequence[Group], shades: Sequence[int], name: str
     gap = _LINE / (_height(groups) - _MARGIN) * (high - low)
     ends.sort()
     heights = spread([end for end, _, _ in ends], gap)
-    lift = max(0.0, low - heights[0]) if heights else 0.0
+    offset = max(0.0, low - heights[0]) if heights else 0.0
     for (_, label, shade), height in zip(ends, heights, strict=True):
         panel.annotate(
             label,
-            xy=(1.0, height + lift),
+            xy=(1.0, height + offset),
             xycoords=("axes fraction", "data"),
             xytext=(6, 0),
             textcoords="offset points",

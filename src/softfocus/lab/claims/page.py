@@ -168,8 +168,9 @@ def _statements(judged: Sequence[Judged]) -> str:
     """A line a statement, with the comparison that decided it."""
     lines = []
     for one in judged:
-        alike = sum(part.verdict == one.verdict for part in one.parts)
-        of = f" ({alike} of {len(one.parts)} comparisons say {one.verdict}; this one speaks most against the statement)"
+        agreeing = sum(part.verdict == one.verdict for part in one.parts)
+        shares = f"{agreeing} of {len(one.parts)} comparisons say {one.verdict}"
+        of = f" ({shares}; this one speaks most against the statement)"
         several = len(one.parts) > 1 and one.verdict in ("holds", "fails", "inconclusive")
         lines.append([one.verdict, one.statement.says, one.shown.text + (of if several else "")])
     return _table(["verdict", "statement", "what came out"], lines)

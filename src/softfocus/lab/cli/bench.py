@@ -149,8 +149,8 @@ def _lengths(text: str, option: str = "--lengths") -> list[int]:
 
     for part in text.split(","):
         if not re.fullmatch(r"\s*\d+(\.\d+)?\s*[kK]?\s*", part):  # no "2x": there is no training length here
-            like = "32k" if option == "--tokens" else "1k,4k,16k"
-            raise UsageError(f"{part.strip()!r} is not a length", f"write {option} like {like}")
+            example = "32k" if option == "--tokens" else "1k,4k,16k"
+            raise UsageError(f"{part.strip()!r} is not a length", f"write {option} like {example}")
     return parse(text, 1, option)
 
 

@@ -19,7 +19,7 @@ from softfocus.lab.run_folder.disk import write_atomically
 from softfocus.lab.run_folder.files import load_measured, load_run
 from softfocus.lab.run_folder.results import Recall, Record, RunInfo, json_text
 
-_WAYS = ((False, "more filler"), (True, "more to remember"))
+_PANELS = ((False, "more filler"), (True, "more to remember"))
 
 
 class RecallEntry(Record):
@@ -107,7 +107,7 @@ def compare_recall(
     if len({(entry.recall.task, entry.recall.train_length) for entry in entries}) > 1:
         raise LabError("the runs were trained on different tasks or lengths", "compare runs of one task")
     groups = grouped(entries)
-    drawn = [_lines(groups, grown) for grown, _ in _WAYS]
+    drawn = [_lines(groups, grown) for grown, _ in _PANELS]
     if not any(drawn):
         raise LabError(
             "the seeds of each model share no length", "measure all of them at the same lengths with `softfocus recall`"
@@ -118,7 +118,7 @@ def compare_recall(
     write_atomically(out / RESULTS, json_text(report))
     first = entries[0].recall
     panels = []
-    for (_, name), lines in zip(_WAYS, drawn, strict=True):
+    for (_, name), lines in zip(_PANELS, drawn, strict=True):
         if lines:
             heads = {
                 float(length): f"{length / first.train_length:g}x\n{length:,}"

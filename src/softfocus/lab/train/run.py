@@ -278,7 +278,7 @@ def _recording(folder: Path, info: RunInfo, owner: Owner | None) -> Iterator[Non
             file = why.filename if str(why.filename).startswith(str(folder)) else folder
             error = LabError(f"cannot read or write {file}: {why.strerror}", "put that right; then --resume")
         elif isinstance(error, KeyboardInterrupt):
-            error = Interrupted("training was interrupted", _again(folder))
+            error = Interrupted("training was interrupted", _resume_remedy(folder))
         ends: tuple[tuple[type[LabError], Status], ...] = ((Interrupted, "interrupted"), (Diverged, "diverged"))
         info.status = next((status for kind, status in ends if isinstance(error, kind)), "failed")
         info.finished = _now()
@@ -312,13 +312,13 @@ def _run(trainer: WindowTrainer, watch: Watch, folder: Path, single_process: boo
     except KeyboardInterrupt:
         kept = keeping.newest
         what = f"its newest checkpoint, {kept.name}, is kept" if kept else "it had no checkpoint yet"
-        raise Interrupted(f"training was interrupted; {what}", _again(folder)) from None
+        raise Interrupted(f"training was interrupted; {what}", _resume_remedy(folder)) from None
     if watch.interrupted and trainer.state.global_step < trainer.state.max_steps:
         step = trainer.state.global_step
-        raise Interrupted(f"training was interrupted at step {step}; its checkpoint is kept", _again(folder))
+        raise Interrupted(f"training was interrupted at step {step}; its checkpoint is kept", _resume_remedy(folder))
 
 
-def _again(folder: Path) -> str:
+def _resume_remedy(folder: Path) -> str:
     return f"go on with `softfocus train {folder / RECIPE} --out {folder} --resume`"
 
 

@@ -87,9 +87,10 @@ def bias_gradients(
                             s, weighted_total, exact, inputs, algebra, h
                         )
                     else:
-                        value = loading.load_value_operand(inputs, b, h, k_offsets, True, blocks)
-                        grad_weights = products.dot(grad_acc, tl.trans(value), blocks)
+                        value = loading.load_value_operand(inputs, b, h, k_offsets, True, blocks)  # [BLOCK_K, BLOCK_DV]
+                        grad_weights = products.dot(grad_acc, tl.trans(value), blocks)  # [BLOCK_Q, BLOCK_K]
                         if inputs.seed is not None:
+                            # kept [BLOCK_Q, BLOCK_K]
                             kept = dropout.kept(inputs, b, h, q_offsets, k_block * blocks.BLOCK_K, blocks.BLOCK_K, 1)
                             grad_weights = tl.where(kept, grad_weights * inputs.keep_scale, 0.0)
                         _weights, grad_u, derivative, _u = weighting.weights_and_gradients(

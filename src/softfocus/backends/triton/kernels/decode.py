@@ -288,9 +288,10 @@ def _sum_values(
                     inputs, algebra, masks, b, h, row_heads, q_offsets, k_offsets, True, blocks,
                 )  # fmt: skip
             elif algebra.laser:
-                x = value.to(tl.float32)
+                x = value.to(tl.float32)  # [BLOCK_K, BLOCK_DV]
                 largest_value = tl.maximum(largest_value, tl.max(tl.abs(x), 1))
                 value = laser.to_operand_dtype(tl.exp2(x * LOG2E), value)
+            # acc [BLOCK_Q, BLOCK_DV], product_sums [BLOCK_K, BLOCK_DV]
             if blocks.BLOCK_Q > 1:
                 acc += products.dot_weights(f, value, algebra, blocks)
             elif CAREFUL:
@@ -339,7 +340,7 @@ def combine(inputs, algebra, masks, parts, sums, splits, outputs, ROWS_STORED: t
             split_shift = row_shift(split_max, algebra)  # [ROWS_STORED]
             split_acc = split_acc * tl.exp2(tl.minimum(split_shift - shift, 0.0))[:, None]
         if algebra.laser:
-            marks = tl.load(_part_pointers(parts, PART_MARK, splits, split, ROWS_STORED) + rows)
+            marks = tl.load(_part_pointers(parts, PART_MARK, splits, split, ROWS_STORED) + rows)  # [ROWS_STORED]
             needs_exact = needs_exact | (marks > 0.0)
         acc += split_acc
     peak = tl.zeros_like(phi_sum)

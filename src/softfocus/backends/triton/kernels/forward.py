@@ -172,13 +172,15 @@ def checked_values(
 
 @triton.jit
 def _with_nonfinite(acc, visible, inputs, b, h, k_offsets, blocks):
-    """acc [BLOCK_Q, BLOCK_DV], with NaN in the columns in which a row sees a non-finite value."""
-    dv_offsets = tl.arange(0, blocks.BLOCK_DV)
+    """acc [BLOCK_Q, BLOCK_DV], with NaN in the columns in which a row sees a non-finite value;
+    ``visible`` is [BLOCK_Q, BLOCK_K].
+    """
+    dv_offsets = tl.arange(0, blocks.BLOCK_DV)  # [BLOCK_DV]
     for c in range(inputs.value_dim):
         pointers = loading.key_pointers(inputs.value, inputs, b, h, k_offsets) + c * inputs.value.stride_d
         value = tl.load(pointers, mask=k_offsets < loading.sequence_length(inputs, b), other=0.0).to(tl.float32)
-        nonfinite = (tl.abs(value) < float("inf")) == 0
-        sees_it = tl.max((visible & nonfinite[None, :]).to(tl.int32), 1) > 0
+        nonfinite = (tl.abs(value) < float("inf")) == 0  # [BLOCK_K], as value: column c of the values
+        sees_it = tl.max((visible & nonfinite[None, :]).to(tl.int32), 1) > 0  # [BLOCK_Q]
         acc = tl.where(sees_it[:, None] & (dv_offsets[None, :] == c), float("nan"), acc)
     return acc
 

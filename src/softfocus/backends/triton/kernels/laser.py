@@ -27,11 +27,11 @@ ONE_KEY = tl.constexpr(2.0)
 
 
 @triton.jit
-def to_operand_dtype(x, like):
-    """x as an operand of products: bfloat16 if ``like`` is bfloat16, else float32, since x may
+def to_operand_dtype(x, operand):
+    """x as an operand of products: bfloat16 if ``operand`` is bfloat16, else float32, since x may
     overflow float16.
     """
-    if like.dtype == tl.bfloat16:
+    if operand.dtype == tl.bfloat16:
         x = x.to(tl.bfloat16)
     return x
 

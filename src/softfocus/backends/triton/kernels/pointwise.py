@@ -30,7 +30,7 @@ every dtype holds. Chosen, not measured.
 """
 UNDERFLOWS = tl.constexpr(-100.0)
 """Where s - shift is below it, phi 2^-shift may underflow, and its log is computed from s."""
-MOST_TERMS = tl.constexpr(9)
+MAX_TERMS = tl.constexpr(9)
 """The terms of the most accurate polynomial, that of float32 (``inputs.TERMS``)."""
 # log(log2 e), the logarithm of the unit of softplus
 LOG_LOG2E = tl.constexpr(0.36651292058166435)
@@ -49,7 +49,7 @@ def _log2_1p_over_x(x, TERMS: tl.constexpr):
     """y(x) = log2(1 + x) / x for x in [0, 1], by the polynomial of TERMS terms with the smallest
     relative error.
     """
-    if TERMS == MOST_TERMS:
+    if TERMS == MAX_TERMS:
         y = x * 0.00754918205 - 0.0425670631
         y = y * x + 0.112856194
         y = y * x - 0.197118968
@@ -122,7 +122,7 @@ def stable_product(a, b, algebra):
 @triton.jit
 def log2(x, TERMS: tl.constexpr):
     """log2 x for x > 0. For halves: one instruction instead of 20, with an error of 2^-22."""
-    if TERMS == MOST_TERMS:
+    if TERMS == MAX_TERMS:
         result = tl.log2(x)
     else:
         result = _fast_log2(x)
@@ -171,12 +171,12 @@ def _if_small(row_max, shift):
 
 @triton.jit
 def _softplus_shift(row_max):
-    return _if_small(row_max, row_max + tl.log2(_log2_1p_over_x(tl.exp2(tl.minimum(row_max, 0.0)), MOST_TERMS)))
+    return _if_small(row_max, row_max + tl.log2(_log2_1p_over_x(tl.exp2(tl.minimum(row_max, 0.0)), MAX_TERMS)))
 
 
 @triton.jit
 def _sigmoid_shift(row_max):
-    return _if_small(row_max, row_max - _log2_1p_exp2_of_minus_abs(row_max, MOST_TERMS))
+    return _if_small(row_max, row_max - _log2_1p_exp2_of_minus_abs(row_max, MAX_TERMS))
 
 
 @triton.jit
