@@ -196,27 +196,68 @@ def test_a_formula_knows_what_it_does_not_know(name, field, monkeypatch):
 
 
 GROWN = """
+from dataclasses import replace
 import torch
-from softfocus import Mechanism, dispatch
+from softfocus import Mechanism, dispatch, ops
+from softfocus.backends import tiled
 from softfocus.contract import GRADIENTS, LEAVES, Call, optional_arguments, pack, unpack
 from softfocus.visibility import Visibility
 
-x = torch.ones(1, 1, 4, 8)
-for changes, name in (({"softcap": 2.0}, "softcap"), ({"visibility": Visibility(4, 4, sink_length=3)}, "sink_length")):
+x = torch.arange(64.0).cos().view(1, 2, 4, 8)
+gain = torch.tensor([2.0, 3.0], requires_grad=True)
+for changes, name in (
+    ({"softcap": 2.0}, "softcap"),
+    ({"gain": gain}, "gain"),
+    ({"visibility": Visibility(4, 4, sink_length=3)}, "sink_length"),
+):
     call = Call(x, x, x, **{"visibility": Visibility(4, 4), "mechanism": Mechanism(), "scale": 1.0, **changes})
     again = unpack(pack(call))
     assert (again.softcap, again.visibility.sink_length) == (call.softcap, call.visibility.sink_length)
+    assert again.gain is call.gain
     assert optional_arguments(pack(call)) == {name}, optional_arguments(pack(call))
     for backend in dispatch.BACKENDS:
         assert dispatch.supports(backend, call) == f"{name} is not carried", backend
+
+assert GRADIENTS[-1] == "gain" and LEAVES["gain"] == "Tensor?"
+forward, backward = tiled.forward, tiled.backward
+
+
+def forward_with_gain(call):
+    out, rows = forward(call)
+    return out * call.gain[:, None, None], rows
+
+
+def backward_with_gain(call, grad, bias_grad):
+    grads = backward(call, grad * call.gain[:, None, None], bias_grad)
+    return {**grads, "gain": (grad * forward(call)[0]).sum((0, 2, 3))}
+
+
+tiled.CARRIES = replace(tiled.CARRIES, features=(*tiled.CARRIES.features, "gain"))
+tiled.forward, tiled.backward = forward_with_gain, backward_with_gain
+leaf = x.clone().requires_grad_()
+call = Call(leaf, x, x, Visibility(4, 4), Mechanism(), 1.0, gain=gain)
+assert dispatch.supports("tiled", call) is None
+out, _ = ops.run(call, "tiled")
+plain = forward(call._replace(gain=None))[0]
+assert torch.equal(out, plain * torch.tensor([2.0, 3.0])[:, None, None])
+grad = torch.arange(64.0).sin().view(1, 2, 4, 8)
+grad_query, grad_gain = torch.autograd.grad(out, (leaf, gain), grad)
+assert torch.equal(grad_gain, (grad * plain).sum((0, 2, 3)))
+assert torch.equal(grad_query, backward(call, grad * gain.detach()[:, None, None], False)["query"])
 """
 
 
-def test_a_new_number_is_refused_until_a_backend_names_it(tmp_path):
-    """In a copy of the sources, a field of the call and one of its visibility."""
+def test_a_new_argument_is_refused_until_a_backend_names_it(tmp_path):
+    """In a copy of the sources: a number and a tensor with a gradient of the call, and a number of
+    its visibility.
+    """
     shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__", "lab", "hf"))
     for module, before, field in (
-        ("contract.py", "    cache: Cache | None = None\n\n    def of_sequence", "    softcap: float = 0.0\n"),
+        (
+            "contract.py",
+            "    cache: Cache | None = None\n\n    def of_sequence",
+            "    softcap: float = 0.0\n    gain: Tensor | None = None\n",
+        ),
         ("visibility.py", "\n    @property\n    def offset", "    sink_length: int = 0\n"),
     ):
         path = tmp_path / "src" / "softfocus" / module
