@@ -46,22 +46,22 @@ def calls(monkeypatch):
     """The backend that the check sees in place of Triton's, which counts its calls and can be made
     wrong: ``calls.spoil`` is a function of what a direction returned.
     """
-    seen = SimpleNamespace(forward=0, backward=0, spoil={})
+    spy = SimpleNamespace(forward=0, backward=0, spoil={})
 
-    def counted(way):
+    def counted(direction):
         def run(*arguments):
-            setattr(seen, way, getattr(seen, way) + 1)
-            return seen.spoil.get(way, lambda result: result)(getattr(triton, way)(*arguments))
+            setattr(spy, direction, getattr(spy, direction) + 1)
+            return spy.spoil.get(direction, lambda result: result)(getattr(triton, direction)(*arguments))
 
         return run
 
-    kernels = {way: counted(way) for way in ("forward", "backward")}
+    kernels = {direction: counted(direction) for direction in ("forward", "backward")}
     monkeypatch.setattr(
         checked,
         "triton",
         SimpleNamespace(**kernels, **{n: getattr(triton, n) for n in ("runner", "compiled_as", "variant")}),
     )
-    return seen
+    return spy
 
 
 def tensors(dtype=torch.float32, queries=40, keys=40):
@@ -150,17 +150,17 @@ def test_a_kind_is_looked_into_once(calls):
     assert len(checked._refused) == 4
 
 
-@pytest.mark.parametrize("way", ["forward", "backward"])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_wrong_kernel_gives_way_to_the_tiled_backend(calls, way, dtype):
+def test_a_wrong_kernel_gives_way_to_the_tiled_backend(calls, direction, dtype):
     leaves = tensors(dtype)
     right = results("tiled", leaves)
-    calls.spoil[way] = largest_off if way == "forward" else keys_off
+    calls.spoil[direction] = largest_off if direction == "forward" else keys_off
     with pytest.warns(RuntimeWarning, match="not taken for .* off by") as said:
         found = results("auto", leaves)
     assert len(ours(said)) == 1
     assert equal(found[1:], right[1:])
-    assert equal(found[:1], right[:1] if way == "forward" else results("triton", leaves)[:1])
+    assert equal(found[:1], right[:1] if direction == "forward" else results("triton", leaves)[:1])
     explanation = explain(*leaves, **CALL)
     assert explanation.backend == "tiled"
     assert "off by" in explanation.reasons["triton"]
