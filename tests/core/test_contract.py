@@ -244,6 +244,15 @@ grad = torch.arange(64.0).sin().view(1, 2, 4, 8)
 grad_query, grad_gain = torch.autograd.grad(out, (leaf, gain), grad)
 assert torch.equal(grad_gain, (grad * plain).sum((0, 2, 3)))
 assert torch.equal(grad_query, backward(call, grad * gain.detach()[:, None, None], False)["query"])
+
+tiled.backward = backward  # which knows nothing of it
+out, _ = ops.run(call, "tiled")
+try:
+    out.sum().backward()
+except RuntimeError as error:
+    assert "'tiled' returned no gradient of gain" in str(error), error
+else:
+    raise AssertionError(f"a gradient that no kernel computes is {gain.grad}")
 """
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from softfocus import dropout
 from softfocus import rows as rowwise
-from softfocus.contract import GRADIENTS, Call, compute_dtype
+from softfocus.contract import Call, compute_dtype
 from softfocus.rows import Rows
 from softfocus.visibility import UNLIMITED
 
@@ -26,10 +26,13 @@ down to one.
 def zero_gradients(call: Call, bias_grad: bool) -> dict[str, Tensor]:
     """Zeros for each gradient; for the bias only if its gradient is needed. Sums over tiles are in
     the compute dtype.
+
+    The names stand here, not in the contract: a new gradient that nothing writes must be missing,
+    which is an error, and not zero.
     """
     dtype = compute_dtype(call.query.dtype)
-    tensors = {name: getattr(call, name) for name in GRADIENTS if name != "bias" or bias_grad}
-    summed = ("bias", "head_scale", "power")
+    summed = ("head_scale", "power", *(["bias"] if bias_grad else []))
+    tensors = {name: getattr(call, name) for name in ("query", "key", "value", *summed)}
     return {
         name: torch.zeros(x.shape, dtype=dtype if name in summed else x.dtype, device=x.device)
         for name, x in tensors.items()

@@ -131,7 +131,8 @@ def _sentence(where: str, reference: Cell, others: Sequence[Difference], column:
 
 def _rises(groups: Sequence[Group], column: float) -> str:
     """How far each loss rises as trained: who keeps a flat line. Diverged losses are left out."""
-    found = [(group.label, *(cell(group, at, AS_TRAINED.name()) for at in (1.0, column))) for group in groups]
+    plain = AS_TRAINED.name()
+    found = [(group.label, cell(group, 1.0, plain), cell(group, column, plain)) for group in groups]
     rises = [(label, last.loss - start.loss) for label, start, last in found if start and last]
     texts = [f"{label} {rise:+.3f}" for label, rise in rises if math.isfinite(rise)][:_RISES]
     return f"From 1x to {column_name(column)} the losses as trained change by: {', '.join(texts)}." if texts else ""
