@@ -96,8 +96,8 @@ def build_config(recipe: Recipe, vocabulary: int, end: int | None = None) -> Any
         why = " ".join(str(error).split()).rpartition("Error: ")[2].rstrip("!")  # after the name of its validator
         given = ", ".join(f"{key} = {value}" for key, value in recipe.model.config.items() if type(value) is int)
         raise LabError(
-            f"[model.config] is refused by {cls.__name__}: {why} (the recipe has {given})",
-            "correct it in the recipe or with --set model.config.KEY=VALUE",
+            f"[model.config] is refused by {cls.__name__}: {why}",
+            f"correct it in the recipe or with --set model.config.KEY=VALUE; there are {given}",
         ) from error
     check_positions(config, recipe.train.length, f"raise model.config.{positions}, or lower train.length to {{}}")
     _check_length(config, recipe)

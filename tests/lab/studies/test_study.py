@@ -22,6 +22,7 @@ from softfocus.lab.report.recall_compare import RecallEntry, RecallReport, compa
 from softfocus.lab.report.results import Report
 from softfocus.lab.run_folder.disk import write_atomically
 from softfocus.lab.run_folder.files import RECIPE, RUN, load_run, save_measured, save_run
+from softfocus.lab.run_folder.owner import LOCK, owning
 from softfocus.lab.run_folder.results import Answers, Recall, RecallRow
 from softfocus.lab.studies import crew, study
 from softfocus.lab.studies.study import run_study
@@ -329,9 +330,12 @@ def test_a_length_that_a_seed_lacks_is_left_out(fabricate: Any, tmp_path: Path) 
 
 def test_a_folder_takes_one_study_at_a_time(tmp_path: Path) -> None:
     (tmp_path / "task.toml").write_text(TASK)
-    with crew.alone_in(tmp_path / "out"), pytest.raises(LabError, match="out is in use by process"):
-        run_study(str(tmp_path / "task.toml"), tmp_path / "out", console=console())
-    assert not (tmp_path / "out" / "logs").exists()
+    (tmp_path / "out").mkdir()
+    where = console()
+    with owning(tmp_path / "out"), pytest.raises(LabError, match="out is in use by process"):
+        run_study(str(tmp_path / "task.toml"), tmp_path / "out", console=where)
+    assert said(where) == "", "it is refused before anything is timed"
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [LOCK]
 
 
 @pytest.mark.parametrize(

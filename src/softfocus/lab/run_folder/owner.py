@@ -88,10 +88,7 @@ def owning(folder: Path, *, wait: bool = False) -> Iterator[Owner]:
             lock.acquire(timeout=_PATIENCE)
         except Timeout:
             if not wait:
-                raise LabError(
-                    f"{folder} is in use by {_holder(folder)}",
-                    "wait until that is done, or stop it; then run this again",
-                ) from None
+                raise _in_use(folder, _holder(folder)) from None
             _log.warning("%s is in use by %s: waiting", folder, _holder(folder))
             lock.acquire()
     except (OSError, NotImplementedError) as error:  # NotImplementedError: a file system without locks
@@ -125,6 +122,20 @@ def holder(folder: Path) -> str | None:
         return _holder(folder)
     except (OSError, NotImplementedError):  # we may not write there; the record is all there is to go by
         return str(found) if (found := _recorded(folder)) and not found.is_gone else None
+
+
+def refuse_in_use(folder: Path) -> None:
+    """For work that makes a folder its own only later.
+
+    Raises:
+        LabError: another process owns it.
+    """
+    if who := holder(folder):
+        raise _in_use(folder, who)
+
+
+def _in_use(folder: Path, who: str) -> LabError:
+    return LabError(f"{folder} is in use by {who}", "wait until that is done, or stop it; then run this again")
 
 
 def _holder(folder: Path) -> str:

@@ -8,8 +8,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -33,19 +33,6 @@ LOGS = "logs"
 
 _ELSEWHERE = "choose another folder with --out, or free some space"
 _PATIENCE = 30.0  # seconds for a worker that was asked to stop: it writes a checkpoint first
-
-
-@contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
-    """While this is entered no second demo or study works in the folder.
-
-    Raises:
-        LabError: one does already, or the folder cannot be written to.
-    """
-    with writing(folder, _ELSEWHERE):
-        folder.mkdir(parents=True, exist_ok=True)
-    with owning(folder):
-        yield
 
 
 def plan(folder: Path, recipes: Sequence[Recipe], labels: Sequence[str], *, overwrite: bool = False) -> list[Job]:
@@ -94,14 +81,14 @@ def work(
         processes: of each job, a device each, under torchrun.
 
     Raises:
-        LabError: the folder cannot be written to, or Ctrl-C.
+        LabError: the folder cannot be written to, another demo or study works in it, or Ctrl-C.
     """
     count = max(1, workers or min(len(jobs), cores()))
     with writing(folder, _ELSEWHERE):
         (folder / LOGS).mkdir(parents=True, exist_ok=True)
         for job in jobs:
             job.log.touch()
-    with Screen(console, jobs, count) as screen:
+    with owning(folder), Screen(console, jobs, count) as screen:
         Crew(count, overwrite, screen, processes).run([job for job in jobs if job.status == "waiting"])
 
 

@@ -73,8 +73,7 @@ def run_demo(
     names = list(dict.fromkeys(_source(name) for name in models or MODELS))
     recipes = [load(name, [*changes, *overrides]) for name, changes in names]
     jobs = crew.plan(folder, recipes, labels([crew.empty(recipe) for recipe in recipes]), overwrite=overwrite)
-    with crew.alone_in(folder):
-        crew.work(folder, jobs, workers=workers, overwrite=overwrite, console=console)
+    crew.work(folder, jobs, workers=workers, overwrite=overwrite, console=console)
     remarks = crew.missing(jobs)
     if fast:
         remarks.insert(0, "A fast trial of tiny models: every part works, and the numbers mean nothing.")

@@ -5,7 +5,6 @@ each other.
 import time
 import tomllib
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -20,6 +19,7 @@ from softfocus.lab.recipes.loading import derive
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.report.compare import Comparison, compare
 from softfocus.lab.report.points import without_seed
+from softfocus.lab.run_folder.owner import refuse_in_use
 from softfocus.lab.run_folder.provenance import cores
 from softfocus.lab.studies import crew, fits
 from softfocus.lab.studies.screen import TRAINING, Job, clock
@@ -186,17 +186,18 @@ def train_all(
     """
     if jobs is not None and jobs > cores():
         raise UsageError(f"--jobs: {jobs} at a time on {cores()} cores", "each run needs a core of its own")
-    with nullcontext() if estimate_only else crew.alone_in(folder):
-        workers = jobs or fits.workers()
-        found = crew.plan(folder, plan, [recipe.name for recipe in plan], overwrite=overwrite)
-        left = [job for job in found if job.status == "waiting"]
-        fits.check_memory([job.recipe for job in left], workers, processes)
-        with console.status("timing a few steps of each row"):
-            expected = estimate(found, workers, processes)
-        console.print(f"{title}: {expected.text}", markup=False, highlight=False)
-        if not estimate_only:
-            fits.check_disk(folder, expected.bytes)
-            crew.work(folder, found, workers=workers, overwrite=overwrite, console=console, processes=processes)
+    if not estimate_only:
+        refuse_in_use(folder)
+    workers = jobs or fits.workers()
+    found = crew.plan(folder, plan, [recipe.name for recipe in plan], overwrite=overwrite)
+    left = [job for job in found if job.status == "waiting"]
+    fits.check_memory([job.recipe for job in left], workers, processes)
+    with console.status("timing a few steps of each row"):
+        expected = estimate(found, workers, processes)
+    console.print(f"{title}: {expected.text}", markup=False, highlight=False)
+    if not estimate_only:
+        fits.check_disk(folder, expected.bytes)
+        crew.work(folder, found, workers=workers, overwrite=overwrite, console=console, processes=processes)
     return found
 
 
