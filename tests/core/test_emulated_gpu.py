@@ -19,16 +19,10 @@ pytest.importorskip("triton", reason="Triton is not installed")
 pytestmark = pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++"))), reason="needs a C++ compiler")
 HERE = Path(__file__).parent
 PLUGIN = HERE.parent / "emulated" / "gpu"
-SOME = (
-    "test_parity[causal-lssar-float32]",
-    "test_parity[causal-lssa-bfloat16]",
-    "test_parity[mask and grouped-softmax-float16]",
-    "test_parity[causal-laser-float32]",
-    "test_parity_of_keys_split_among_programs[decode-lssar-bfloat16]",
-    "test_decoding_numbers_out_of_the_ordinary[laser_lssar-3]",
-    "test_powers",
-    "test_calls_of_a_layout_ask_once_what_is_compiled",
-)
+SOME = {  # `make emulated-gpu` runs all
+    80: ("test_parity[causal-lssar-float32]", "test_parity_of_keys_split_among_programs[decode-lssar-bfloat16]"),
+    90: ("test_parity[causal-lssa-bfloat16]", "test_parity[causal-laser-float32]"),
+}
 
 
 def on_the_emulator(*arguments, **environment):
@@ -42,14 +36,14 @@ def on_the_emulator(*arguments, **environment):
     return ran.stdout
 
 
-@pytest.mark.parametrize(("arch", "backwards", "names", "passed"), [(80, "", SOME[0::2], 6), (90, "1", SOME[1::2], 4)])
-def test_parity_of_what_is_compiled(arch, backwards, names, passed):
-    tests = [f"{HERE / 'test_triton.py'}::{name}" for name in names]
+@pytest.mark.parametrize(("arch", "backwards"), [(80, ""), (90, "1")])
+def test_parity_of_what_is_compiled(arch, backwards):
+    tests = [f"{HERE / 'test_triton.py'}::{name}" for name in SOME[arch]]
     said = on_the_emulator(
         "-m", "pytest", "-p", "plugin", "-q", *tests,
         SOFTFOCUS_EMULATED_ARCH=str(arch), SOFTFOCUS_EMULATED_BACKWARDS=backwards,
     )  # fmt: skip
-    assert f"{passed} passed" in said
+    assert "2 passed" in said
     assert f"launches on an emulated sm_{arch}" in said
 
 
@@ -123,12 +117,8 @@ PROGRAM = """
 
 
 @pytest.fixture(scope="module")
-def emulator(tmp_path_factory):
-    made = tmp_path_factory.mktemp("emulator")
-    path = on_the_emulator(
-        "-c", "import plugin; print(plugin.EMULATOR.library._name)", SOFTFOCUS_EMULATED_CACHE=str(made)
-    ).strip()
-    return ctypes.CDLL(path)
+def emulator():
+    return ctypes.CDLL(on_the_emulator("-c", "import plugin; print(plugin.EMULATOR.library._name)").strip())
 
 
 @pytest.mark.parametrize(("instructions", "wrong"), FAULTS, ids=lambda x: str(x)[:40])

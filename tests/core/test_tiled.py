@@ -127,7 +127,7 @@ class Largest(TorchDispatchMode):
         return result
 
 
-LENGTH = 2048
+LENGTH = 1024
 MASKS = {
     "causal": {"right": 0},
     "full": {},
