@@ -66,10 +66,13 @@ def table(findings: Findings) -> Table:
     colours = {"ok": "green", "note": "yellow", "fail": "red"}
     topic = None
     for check in findings.checks:
-        said = check.finding + (f"\n-> {check.remedy}" if check.remedy else "")
+        finding = check.finding + (f"\n-> {check.remedy}" if check.remedy else "")
         heading = check.topic if check.topic != topic else ""
         lines.add_row(
-            Text(heading, style="bold"), Text(check.status, style=colours[check.status]), Text(check.name), Text(said)
+            Text(heading, style="bold"),
+            Text(check.status, style=colours[check.status]),
+            Text(check.name),
+            Text(finding),
         )
         topic = check.topic
     return lines
@@ -82,8 +85,8 @@ def _packages() -> list[Check]:
     try:
         required = metadata.requires("softfocus") or []
     except metadata.PackageNotFoundError:  # a source tree on PYTHONPATH
-        said = "runs from a source tree, not installed: what it requires cannot be compared with what is there"
-        return [*found, Check(topic="packages", name="", status="note", finding=said, remedy="pip install -e .")]
+        finding = "runs from a source tree, not installed: what it requires cannot be compared with what is there"
+        return [*found, Check(topic="packages", name="", status="note", finding=finding, remedy="pip install -e .")]
     for line in required:
         wanted = Requirement(line)
         extras = [
@@ -117,8 +120,8 @@ def _device() -> tuple[list[Check], str]:
     if torch.cuda.is_available():
         memory = torch.cuda.get_device_properties(0).total_memory / 2**30
         many = f" x {torch.cuda.device_count()}" if torch.cuda.device_count() > 1 else ""
-        said = f"{torch.cuda.get_device_name(0)}{many}, {memory:.0f} GiB"
-        return [Check(topic="device", name="cuda", status="ok", finding=said)], "cuda"
+        finding = f"{torch.cuda.get_device_name(0)}{many}, {memory:.0f} GiB"
+        return [Check(topic="device", name="cuda", status="ok", finding=finding)], "cuda"
     threads = f"{torch.get_num_threads()} threads on {provenance.cores()} cores"
     checks = [Check(topic="device", name="cpu", status="ok", finding=threads)]
     if torch.version.cuda is None:
@@ -147,9 +150,9 @@ def _backends(device: str) -> list[Check]:
             explanation = account(call, "auto")
         for name, why in explanation.reasons.items():
             runs = name == explanation.backend
-            said = f"{'runs' if runs else 'not taken'}: {why}"
+            finding = f"{'runs' if runs else 'not taken'}: {why}"
             found.append(
-                Check(topic=f"backends, {mechanism}", name=name, status="ok" if runs else "note", finding=said)
+                Check(topic=f"backends, {mechanism}", name=name, status="ok" if runs else "note", finding=finding)
             )
     return found
 
@@ -169,16 +172,16 @@ def _kernels() -> list[Check]:
         made_by = f"they were compiled with {built.compiler}: {built.version}"
     status: Status = "note"
     if built is None:
-        said = f"not compiled yet: the first call on the CPU does it, into {planned.folder}"
+        finding = f"not compiled yet: the first call on the CPU does it, into {planned.folder}"
         remedy = "softfocus build does it now"
     elif built.library.exists():
-        status, said, remedy = "ok", f"{built.library}, compiled in {built.seconds:.0f} s", ""
+        status, finding, remedy = "ok", f"{built.library}, compiled in {built.seconds:.0f} s", ""
     else:
-        said = f"{planned.folder.parent} cannot be written to: every process compiles them for itself"
+        finding = f"{planned.folder.parent} cannot be written to: every process compiles them for itself"
         remedy = f"let {CACHE} name another folder"
     return [
         Check(topic="kernels", name="compiler", status="ok", finding=made_by),
-        Check(topic="kernels", name="cpu", status=status, finding=said, remedy=remedy),
+        Check(topic="kernels", name="cpu", status=status, finding=finding, remedy=remedy),
     ]
 
 
@@ -202,14 +205,14 @@ def agreement(device: str) -> Check:
             for name, dtype in itertools.product(names, dtypes):
                 check(partial(attention, backend="triton"), case, name, dtype, device=device)
     except Exception as error:  # compilers and drivers have exceptions of their own
-        said = f"{name}, {dtype}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        finding = f"{name}, {dtype}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         remedy = "SOFTFOCUS_TRITON=off runs the tiled backend in their place; please report this"
-        return Check(topic="kernels", name="triton", status="fail", finding=said, remedy=remedy)
-    said = (
+        return Check(topic="kernels", name="triton", status="fail", finding=finding, remedy=remedy)
+    finding = (
         f"agree with the reference in float64, forward and backward, in their default tiles ({', '.join(names)}; "
         "bfloat16, float32)"
     )
-    return Check(topic="kernels", name="triton", status="ok", finding=said)
+    return Check(topic="kernels", name="triton", status="ok", finding=finding)
 
 
 def _compilers() -> list[Check]:
@@ -232,10 +235,10 @@ def _compilers() -> list[Check]:
         )
     triton = importlib.util.find_spec("triton") is not None
     # Asked of the module: builds go by other names where packages are counted
-    said = "not installed; torch.compile and the kernels need it on a GPU"
+    finding = "not installed; torch.compile and the kernels need it on a GPU"
     if triton:
-        said = importlib.import_module("triton").__version__
-    return [*found, Check(topic="compilers", name="triton", status="ok" if triton else "note", finding=said)]
+        finding = importlib.import_module("triton").__version__
+    return [*found, Check(topic="compilers", name="triton", status="ok" if triton else "note", finding=finding)]
 
 
 def _disk() -> list[Check]:
@@ -246,11 +249,11 @@ def _disk() -> list[Check]:
         there = next(parent for parent in (folder, *folder.parents) if parent.is_dir())
         free = shutil.disk_usage(there).free / 1e9
         writable = os.access(there, os.W_OK)
-        said = f"{folder}: {free:.1f} GB free" if writable else f"{folder} cannot be written to"
+        finding = f"{folder}: {free:.1f} GB free" if writable else f"{folder} cannot be written to"
         ok = writable and free > 1
         remedy = "" if ok else f"choose another folder (--out for runs, {CACHE} for the cache) or free some space"
         status: Status = "ok" if ok else "fail"
-        found.append(Check(topic="disk", name=name, status=status, finding=said, remedy=remedy))
+        found.append(Check(topic="disk", name=name, status=status, finding=finding, remedy=remedy))
     return found
 
 

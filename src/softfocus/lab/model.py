@@ -122,15 +122,15 @@ def _check_length(config: Any, recipe: Recipe) -> None:
     """
     speech, patch = recipe.data.speech, getattr(config, "patch_size", None)
     if recipe.data.images is not None and isinstance(patch, int):
-        made = (config.image_size // patch) ** 2
-        what = f"an image of {config.image_size} x {config.image_size} pixels is {made} patches of {patch} x {patch}"
+        needed = (config.image_size // patch) ** 2
+        what = f"an image of {config.image_size} x {config.image_size} pixels is {needed} patches of {patch} x {patch}"
     elif speech is not None and hasattr(config, "conv_stride"):
-        made = frames(config, round(speech.seconds * speech.rate))
-        what = f"{speech.seconds:g} seconds of {speech.rate} samples are {made} frames of this model"
+        needed = frames(config, round(speech.seconds * speech.rate))
+        what = f"{speech.seconds:g} seconds of {speech.rate} samples are {needed} frames of this model"
     else:
         return
-    if made != recipe.train.length:
-        raise LabError(f"train.length={recipe.train.length}, and {what}", f"set train.length={made}")
+    if needed != recipe.train.length:
+        raise LabError(f"train.length={recipe.train.length}, and {what}", f"set train.length={needed}")
 
 
 Samples = TypeVar("Samples", int, "Tensor")

@@ -52,11 +52,11 @@ def scores(kind: Kind, model: Any, inputs: Inputs) -> Scores:
     """
     if kind == "speech":
         logits, each, lengths, frames = _transcribed(model, inputs)
-        said = [
+        read = [
             _words(_heard(row[:count])) for row, count in zip(logits.argmax(-1).tolist(), frames.tolist(), strict=True)
         ]
         meant = [_words([id for id in row if id != IGNORED]) for row in inputs["labels"].tolist()]
-        errors = [edits(one, other) for one, other in zip(said, meant, strict=True)]
+        errors = [edits(one, other) for one, other in zip(read, meant, strict=True)]
         return Scores(each, lengths, torch.tensor(errors), torch.tensor([len(words) for words in meant]))
     logits, labels = _logits(kind, model, inputs)
     each = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none").view(len(labels), -1)

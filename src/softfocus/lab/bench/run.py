@@ -236,11 +236,11 @@ def _raised(ours: bool, result: SubjectResult, error: Exception) -> None:
     """An error ends no benchmark: of a rival it is a finding, of softfocus as bad as a wrong
     result.
     """
-    said = f"raised {type(error).__name__}: {first_line(error)}"
+    text = f"raised {type(error).__name__}: {first_line(error)}"
     if ours:
-        result.parity, result.parity_message = "failed", said
+        result.parity, result.parity_message = "failed", text
     else:
-        result.refused = said
+        result.refused = text
 
 
 def _warm(made: Mapping[str, timing.Call], results: list[SubjectResult], clock: timing.Clock) -> dict[str, timing.Call]:

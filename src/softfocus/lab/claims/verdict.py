@@ -140,12 +140,12 @@ def _compare(
             return Part("not run", f"{_name(one)} was not measured")
     lost = [(_lost(runs, there), len(runs)) for runs, there in zip(sides, cells, strict=True)]
     if any(count for count, _ in lost):
-        said = [
+        counts = [
             f"{_name(one)} diverged in {count} of {of} trainings"
             for one, (count, of) in zip((place, other), lost, strict=True)
             if count
         ]
-        return Part(rule_of_lost(*lost), ", ".join(said))
+        return Part(rule_of_lost(*lost), ", ".join(counts))
     first, second = cells
     assert first is not None  # nothing was lost
     assert second is not None

@@ -58,9 +58,9 @@ def build(
     from softfocus.backends.cpu import build as kernels
 
     try:
-        made = kernels.build(force)
+        result = kernels.build(force)
     except kernels.Unavailable as error:
         raise LabError(error.what, error.remedy) from error
-    if not write_json(json, made):
-        when = f"compiled in {made.seconds:.0f} s" if made.fresh else "compiled before; --force does it again"
-        typer.echo(f"{made.library}: {when}\n{made.version}\n{made.compiler} {made.flags}")
+    if not write_json(json, result):
+        when = f"compiled in {result.seconds:.0f} s" if result.fresh else "compiled before; --force does it again"
+        typer.echo(f"{result.library}: {when}\n{result.version}\n{result.compiler} {result.flags}")

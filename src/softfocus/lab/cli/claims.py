@@ -67,7 +67,7 @@ def reproduce(
     """
     from softfocus.lab.claims.reproduce import reproduce
 
-    made = reproduce(
+    result = reproduce(
         claim,
         out or Path("runs") / f"claims-{scale.value}",
         scale=scale.value,
@@ -78,8 +78,8 @@ def reproduce(
         estimate_only=estimate,
         console=beside(json),
     )
-    if made is not None:
-        write_json(json, made)
+    if result is not None:
+        write_json(json, result)
 
 
 def report(

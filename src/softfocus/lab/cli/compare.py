@@ -114,7 +114,7 @@ def study(
 
     wanted = None if seeds is None else seeds_of(seeds)
     folder = out or Path("runs") / Path(study).stem
-    made = run_study(
+    result = run_study(
         study,
         folder,
         seeds=wanted,
@@ -123,5 +123,5 @@ def study(
         estimate_only=estimate,
         console=beside(json),
     )
-    if made is not None:
-        write_json(json, made)
+    if result is not None:
+        write_json(json, result)

@@ -273,7 +273,7 @@ def generate(
 
     aside = json is not None and str(json) == "-"
     typer.echo(prompt, nl=False, err=aside)
-    made = generate(
+    result = generate(
         run,
         prompt,
         tokens=tokens,
@@ -283,5 +283,5 @@ def generate(
         write=lambda text: typer.echo(text, nl=False, err=aside),
     )
     typer.echo(err=aside)
-    typer.echo(made.note, err=True)
-    write_json(json, made)
+    typer.echo(result.note, err=True)
+    write_json(json, result)

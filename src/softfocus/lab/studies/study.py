@@ -146,11 +146,11 @@ def run_study(
     if estimate_only:
         return None
     finished = [job.folder for job in found if job.status == "finished"]
-    made = (
+    result = (
         compare(finished, folder, title=study.title, remarks=crew.missing(found), console=console) if finished else None
     )
     crew.refuse_failed(found)
-    return made
+    return result
 
 
 def train_all(
