@@ -163,6 +163,7 @@ def heads_table() -> str:
     narrowed.
     """
     rows = {
+        "lssar-s0": "LSSAR, p = 15, seed 0, which lost its line",
         "lssar-half-s0": "LSSAR, p = 15, at 1e-3, which lost its line",
         "lssar-s3": "LSSAR, p = 15",
         "lssar-twice-s0": "LSSAR, p = 15, at 4e-3",
@@ -289,6 +290,12 @@ def test_the_price_on_tokens_is_the_measured_one():
     text = " ".join(LAYOUTS.split())
     assert f"costs {said[0]} nats per token at the training length" in text
     assert f"it is behind windowed Softmax by {said[1]}." in text
+    ours = cell(groups["softmax[64] / sharpened(lssa, 31) rope 0.5"], 16.0, "as trained")
+    rivals = [cell(groups[f"softmax[64] / {name}"], 16.0, "as trained") for name in ("softmax nope", "cosine_log_n")]
+    found = [ours.minus(rival) for rival in rivals]
+    assert not any(one.sure for one in found)
+    nope, cosine = (f"{abs(one.value):.3f} ± {one.standard_error:.3f}" for one in found)
+    assert f"differs from LSSAR by {nope}, cosine softmax with log N by {cosine}." in text
 
 
 def test_what_repeats_far_back_is_the_measured_one():
@@ -402,8 +409,16 @@ def test_the_head_that_lost_the_line_is_the_measured_one():
     heads = read_as(HeadsMeasured, ROOT / "docs/results/heads/lssar-half-s0.json")
     base, whole = (mean(heads, row) for row in heads.rows[:2])
     row, gain = gains(heads)[0]
-    said = f"head {row.head} of layer {row.layer} makes {gain.value:.3f} of {(base - whole).value:.3f}"
+    said = f"head {row.head} of layer {row.layer} makes {gain.value:.3f} of the {(base - whole).value:.3f} that"
     assert said in text
+    heads = read_as(HeadsMeasured, ROOT / "docs/results/heads/lssar-s0.json")
+    base, whole = (mean(heads, row) for row in heads.rows[:2])
+    (one, most), (two, less) = gains(heads)[:2]
+    assert (
+        f"of {(base - whole).value:.3f}, the window of head {one.head} of layer {one.layer} alone takes off "
+        f"{most.value:.3f} ± {most.standard_error:.3f}, and that of head {two.head} of layer {two.layer} alone "
+        f"{less.value:.3f} ± {less.standard_error:.3f}." in text
+    )
 
 
 def test_recall_in_the_layout_of_the_demo_is_the_measured_one():
