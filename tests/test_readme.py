@@ -363,7 +363,7 @@ def rates_table(study: str, sweep: str, rates: dict[str, str], rows: Sequence[st
 
 
 def demo_rates() -> str:
-    rows = ("softmax", "local-cosine", "hybrid-half-rope", "hybrid", "local-softmax", "lssar")
+    rows = ("softmax", "local-cosine", "hybrid-half-rope", "hybrid", "local-softmax", "local-nope", "lssar")
     return rates_table("layouts", "learning-rates", {"half": "1e-3", "": "2e-3", "twice": "4e-3"}, rows)
 
 
