@@ -277,6 +277,18 @@ def test_softmax_without_rope_costs_what_was_measured():
     assert f"LSSAR is {here} below it there, and {far} below it at 16 times the length." in page
 
 
+def test_the_rates_of_softmax_without_rope_on_tokens_are_the_measured_ones():
+    def loss(study, run):
+        groups = read(ROOT / "docs/results" / study / "results.json").groups
+        (found,) = (one for group in groups for one in group.evaluations if one.run == run)
+        return f"{next(row.loss for row in found.rows if row.length == 128):.3f}"
+
+    sweep = "learning-rates-bpe"
+    low, high = loss(sweep, "local-nope-s0"), loss(sweep, "local-nope-four-times-s0")
+    said = f"the loss is {low} at 2e-3, {loss('layouts-bpe-tuned', 'local-nope-s0')} at 4e-3 and {high} at 8e-3"
+    assert said in " ".join(LAYOUTS.split())
+
+
 def test_the_price_on_tokens_is_the_measured_one():
     """LSSAR's layout less Softmax of the same seed, on tokens of the BPE at 4e-3."""
     report = read(ROOT / "docs/results/layouts-bpe-tuned/results.json")
