@@ -20,7 +20,8 @@ class Pointwise:
         derivative: phi'(s); 0 at the kinks of ReLU and ReLU6, as torch has it.
         log: log phi(s) without underflow, -inf where phi(s) is 0; None for the phi that may be
             negative.
-        rate: phi'(s) / phi(s) where phi(s) is not 0, without underflow; None as for ``log``.
+        log_derivative: phi'(s) / phi(s) where phi(s) is not 0, without underflow; None as for
+            ``log``.
         positive: whether phi(s) > 0 for every s. Far below zero all of these run along e^s, so log
             phi(s) is s there.
     """
@@ -28,7 +29,7 @@ class Pointwise:
     value: Callable[[Tensor], Tensor]
     derivative: Callable[[Tensor], Tensor]
     log: Callable[[Tensor], Tensor] | None = None
-    rate: Callable[[Tensor], Tensor] | None = None
+    log_derivative: Callable[[Tensor], Tensor] | None = None
     positive: bool = False
 
 

@@ -77,16 +77,18 @@ class Logarithms:
         """
         log_l1, log_u, log_a = self._logs(place)
         x = total - log_a.exp() * total.sum(-1, keepdim=True)
-        assert self.phi.rate is not None
-        rate = self.phi.rate(self.scores[place].to(self.double)).masked_fill(log_l1 == -torch.inf, 0.0)
+        assert self.phi.log_derivative is not None
+        log_derivative = self.phi.log_derivative(self.scores[place].to(self.double)).masked_fill(
+            log_l1 == -torch.inf, 0.0
+        )
         if self.power is None:
-            return rate * x, None
+            return log_derivative * x, None
         free, tied, power = self.count[place] <= FREE_ROWS, self.tied[place], self._power(place)
         grad_power = torch.where(log_u > -torch.inf, x * log_u, 0.0).sum(-1, keepdim=True).masked_fill(tied, 0.0)
         x = torch.where(tied, x, power * x)
         weights, mean = log_l1.exp(), 1.0 / self.count[place].to(self.double)
         g = torch.where(weights > mean, x / (weights - mean), 0.0)
-        return rate * torch.where(free | tied, x, weights * (g - mean * g.sum(-1, keepdim=True))), grad_power
+        return log_derivative * torch.where(free | tied, x, weights * (g - mean * g.sum(-1, keepdim=True))), grad_power
 
     def _logs(self, place: Place) -> tuple[Tensor, Tensor, Tensor]:
         """Logarithms [n, K] for some rows: of phi(s) / sum phi(s), of u up to a factor per row, and

@@ -190,8 +190,8 @@ class Phi(NamedTuple):
         derivative: (s, shift, algebra) to phi' 2^-shift, without a unit.
         log: (s, shift, value) to the natural logarithm of the value; accurate even where the value
             underflows.
-        rate: s to phi' / phi, where phi is too small to be divided by: 1 in the exponential tail,
-            1 / s of relu, 2 / s of relu2.
+        log_derivative: s to phi' / phi, where phi is too small to be divided by: 1 in the
+            exponential tail, 1 / s of relu, 2 / s of relu2.
         has_zeros: constexpr, whether phi is 0 below a score of 0.
         shift: a row's largest s to its shift; None for the default (``pointwise.row_shift``), which
             a phi with zeros may take.
@@ -201,7 +201,7 @@ class Phi(NamedTuple):
     value: Any
     derivative: Any
     log: Any
-    rate: Any
+    log_derivative: Any
     has_zeros: tl.constexpr
     shift: Any = None
     score_unit: tl.constexpr = tl.constexpr(1.0)

@@ -61,9 +61,9 @@ inline void add_tasks(const Params& params, const GradientTensors& grads, int64_
                       int64_t begin, int64_t end, const KeyHeadData& key_data, KeyHeadSums* sums) {
   int64_t padded_dim = round_up(params.head_dim, W), padded_value_dim = round_up(params.value_dim, W);
   Buffer<float> scratch(params.cosine ? BLOCK_K * padded_dim : 0);  // [BLOCK_K, padded_dim]
-  RowView directions{nullptr, 0};
+  RowView unit_keys{nullptr, 0};
   if (params.cosine)
-    directions =
+    unit_keys =
         view_keys(params, key_data, head_index / params.key_heads, head_index % params.key_heads, begin, end, scratch);
   for (int64_t key = begin; key < end; ++key) {
     float *k = sums[0].key + key * padded_dim, *v = sums[0].value + key * padded_value_dim;
@@ -72,7 +72,7 @@ inline void add_tasks(const Params& params, const GradientTensors& grads, int64_
       for (int64_t d = 0; d < padded_value_dim; ++d) v[d] += sums[s].value[key * padded_value_dim + d];
     }
     if (params.cosine)
-      l2_normalise_backward(k, directions.data + (key - begin) * directions.stride, key_data.key_rnorm[key],
+      l2_normalise_backward(k, unit_keys.data + (key - begin) * unit_keys.stride, key_data.key_rnorm[key],
                             params.head_dim);
     int64_t row = head_index * params.key_length + key;
     write_row(grads.grad_key, params.dtype, row * params.head_dim, k, params.head_dim);

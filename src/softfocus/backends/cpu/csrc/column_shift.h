@@ -29,7 +29,7 @@ struct ColumnShift {
     for (int64_t r = 0; r < block.n_rows; ++r)
       if (!block.fully_masked[r])
         begin = std::max(begin, block.window_begin[r]), end = std::min(end, block.window_end[r]);
-    std::vector<uint8_t> common = common_masks(block, begin, end);
+    std::vector<uint8_t> common = seen_by_all(block, begin, end);
     block.each_tile([&](int64_t start_k) {
       int64_t first = std::max(begin, block.key_begin + start_k),
               stop = std::min({block.key_begin + start_k + BLOCK_K, params.key_length, end});
@@ -56,8 +56,9 @@ struct ColumnShift {
     }
   }
 
-  // e^(V - M) of the keys [first, first + n); calls values() for V only where the key head does not
-  // hold the result
+  // e^(V - M) of the keys [first, first + n), in the key head's data or in `scratch`, which the
+  // next call overwrites. Calls values() for V [n, stride] only where the key head does not hold
+  // e^V.
   template <typename F>
   RowView exp_values(const KeyHeadData& key_data, F&& values, int64_t first, int64_t n, int64_t padded_value_dim,
                      int64_t value_dim) {
@@ -71,12 +72,12 @@ struct ColumnShift {
   }
 
  private:
-  // Whether every row sees each of the keys [begin, end); empty without masks. Fully masked rows do
-  // not count.
+  // [end - begin]: 1 for each of the keys [begin, end) that every row sees, else 0; empty without
+  // masks. Fully masked rows do not count.
   template <typename Phi>
-  static std::vector<uint8_t> common_masks(const RowBlock<Phi>& block, int64_t begin, int64_t end) {
+  static std::vector<uint8_t> seen_by_all(const RowBlock<Phi>& block, int64_t begin, int64_t end) {
     if (begin >= end || !block.masks_given) return {};
-    std::vector<uint8_t> common(end - begin, 1);  // [end - begin]
+    std::vector<uint8_t> common(end - begin, 1);
     for (int64_t r = 0; r < block.n_rows; ++r)
       for (int64_t j = 0; j < end - begin && !block.fully_masked[r]; ++j)
         common[j] &= uint8_t(block.sees(r, begin + j));

@@ -20,10 +20,10 @@ constexpr int64_t CACHED_BYTES = 8 << 20;
 
 class DecodeDots {
  public:
-  using DotAddress = std::function<float*(int64_t, int64_t)>;
+  using DotAddress = std::function<float*(int64_t, int64_t)>;  // where to write a dot product: see compute()
 
-  DecodeDots(const Params& call, int64_t row_floats)
-      : params(call), padded_dim(row_floats), in_place(contiguous_rows(params.key, params.head_dim)) {}
+  DecodeDots(const Params& call, int64_t query_stride)
+      : params(call), padded_dim(query_stride), in_place(contiguous_rows(params.key, params.head_dim)) {}
 
   // Computes the dot products of `queries` [rows, padded_dim] with the keys that a block sees: with
   // unit vectors for cosine similarity, NaN for a non-finite key. Row r's dot product with key
@@ -32,7 +32,7 @@ class DecodeDots {
   void compute(const BlockVisibility& block, const float* queries, int64_t rows, const DotAddress& address,
                const std::function<void(int64_t)>& tile_done) {
     with_element(params.dtype,
-                 [&](auto zero) { compute_elements<decltype(zero)>(block, queries, rows, address, tile_done); });
+                 [&](auto element) { compute_elements<decltype(element)>(block, queries, rows, address, tile_done); });
   }
 
  private:
@@ -43,6 +43,7 @@ class DecodeDots {
   Buffer<float> copies;                   // [W, padded_dim], keys that cannot be read in place
   Buffer<float> one_key;                  // [padded_dim]
 
+  // compute() for keys whose elements are of type T
   template <typename T>
   void compute_elements(const BlockVisibility& block, const float* queries, int64_t rows, const DotAddress& address,
                         const std::function<void(int64_t)>& tile_done) {
@@ -61,10 +62,10 @@ class DecodeDots {
     for (int64_t tile = 0; tile < tiles_per_stream; ++tile) {
       bool all = key_begin + (tile + (STREAMS - 1) * tiles_per_stream + 1) * BLOCK_K <= params.key_length;
       for (int64_t i = 0; i < STREAMS; ++i) all &= block.tile_visible((tile + i * tiles_per_stream) * BLOCK_K);
-      int64_t keys[STREAMS];
+      int64_t first[STREAMS];
       for (int64_t j = tile * BLOCK_K; all && j < (tile + 1) * BLOCK_K; j += W) {
-        for (int64_t i = 0; i < STREAMS; ++i) keys[i] = j + i * tiles_per_stream * BLOCK_K;
-        dot_vectors<T, STREAMS>(keys, key_begin, queries, rows, address);
+        for (int64_t i = 0; i < STREAMS; ++i) first[i] = j + i * tiles_per_stream * BLOCK_K;
+        dot_vectors<T, STREAMS>(first, key_begin, queries, rows, address);
       }
       for (int64_t i = 0; i < STREAMS; ++i)
         if (all)
@@ -96,27 +97,28 @@ class DecodeDots {
     dot_rows({first[0]}, copied, padded_dim, n_keys, key_begin, queries, rows, address);
   }
 
+  // The same for keys [W, key_stride] of each stream, of which n_keys exist
   template <typename T, int N>
   __attribute__((always_inline)) inline void dot_rows(const int64_t (&first)[N], const T* const (&keys)[N],
                                                       int64_t key_stride, int64_t n_keys, int64_t key_begin,
                                                       const float* queries, int64_t rows, const DotAddress& address) {
-    vfloat inverse[N];
+    vfloat rnorm[N];    // 1 / |k|; 1 without cosine similarity
     vint dot_again[N];  // non-finite dot products, and keys whose squared norm may have overflowed or underflowed
-    for (int i = 0; i < N; ++i) inverse[i] = splat(1.0f), dot_again[i] = vint{};
+    for (int i = 0; i < N; ++i) rnorm[i] = splat(1.0f), dot_again[i] = vint{};
     for (int64_t r = 0; r < rows; ++r) {
       vfloat products[N][W], squares[N][W];
       if (params.cosine && r == 0) {
-        multiply<true>(queries, keys, key_stride, products, squares);
+        lane_products<true>(queries, keys, key_stride, products, squares);
         for (int i = 0; i < N; ++i) {
           vfloat squared_norm = reduce_each(squares[i]);
           dot_again[i] = ~((squared_norm > SAFE_MIN) & (squared_norm < SAFE_MAX));
-          inverse[i] = 1.0f / square_root(squared_norm);
+          rnorm[i] = 1.0f / square_root(squared_norm);
         }
       } else {
-        multiply<false>(queries + r * padded_dim, keys, key_stride, products, squares);
+        lane_products<false>(queries + r * padded_dim, keys, key_stride, products, squares);
       }
       for (int i = 0; i < N; ++i) {
-        vfloat dot_product = reduce_each(products[i]) * inverse[i];
+        vfloat dot_product = reduce_each(products[i]) * rnorm[i];
         store(address(r, first[i]), dot_product);
         dot_again[i] |= ~(absolute(dot_product) <= std::numeric_limits<float>::max());
       }
@@ -129,8 +131,9 @@ class DecodeDots {
   // Lane-wise products of a query with W keys of each stream, and squares of these keys. The caller
   // sums them over the lanes.
   template <bool SQUARES, typename T, int N>
-  __attribute__((always_inline)) inline void multiply(const float* query, const T* const (&keys)[N], int64_t key_stride,
-                                                      vfloat (&products)[N][W], vfloat (&squares)[N][W]) const {
+  __attribute__((always_inline)) inline void lane_products(const float* query, const T* const (&keys)[N],
+                                                           int64_t key_stride, vfloat (&products)[N][W],
+                                                           vfloat (&squares)[N][W]) const {
 #pragma GCC unroll 16
     for (int i = 0; i < W; ++i)
 #pragma GCC unroll 8

@@ -9,7 +9,7 @@ namespace softfocus {
 typedef uint64_t vuint64 __attribute__((vector_size(W * 4)));
 
 // The low 32 bits of each lane times `factor`: the 64-bit product
-inline vuint64 multiply(vuint64 x, uint32_t factor) {
+inline vuint64 multiply_low_words(vuint64 x, uint32_t factor) {
 #if defined(__AVX512F__)
   return (vuint64)_mm512_mul_epu32((__m512i)x, _mm512_set1_epi64(factor));
 #elif defined(__AVX2__)
@@ -38,6 +38,7 @@ class DropoutMask {
   }
   vfloat factors(int64_t r, int64_t j) const { return dropped(r, j) ? vfloat{} : splat(keep_scale); }
 
+  // Generates the bits of the keys that each row's strip sees. Other bits are arbitrary.
   void generate(const BlockVisibility& block) {
     uint32_t head_index = uint32_t(block.batch_index * params.heads + block.query_head);  // of all B * H
     block.each_tile([&](int64_t start_k) {
@@ -45,7 +46,7 @@ class DropoutMask {
         KeyRange seen = block.strip_range(r, start_k);
         for (int64_t j = seen.begin / WORD_KEYS * WORD_KEYS; j < seen.end; j += WORD_KEYS)
           dropped_bits[word_index(r, j)] =
-              random_word(uint64_t(block.key_begin + j) / WORD_KEYS * 8, uint32_t(block.start_q + r), head_index);
+              dropped_word(uint64_t(block.key_begin + j) / WORD_KEYS * 8, uint32_t(block.start_q + r), head_index);
       }
     });
   }
@@ -61,8 +62,8 @@ class DropoutMask {
     return (j / BLOCK_K * rows + r) * (BLOCK_K / WORD_KEYS) + j % BLOCK_K / WORD_KEYS;
   }
 
-  // Philox-4x32-7 of W / 2 counters (first + lane, row, head_index, 0): four words of 32 bits per
-  // lane. The upper 32 bits of each lane are arbitrary.
+  // Philox-4x32-7, with its standard constants, of W / 2 counters (first + lane, row, head_index,
+  // 0): four words of 32 bits per lane. The upper 32 bits of each lane are arbitrary.
   void philox(uint64_t first, uint32_t row, uint32_t head_index, vuint64 (&words)[4]) const {
     vuint64 lane;
     for (int i = 0; i < W / 2; ++i) lane[i] = i;
@@ -70,17 +71,18 @@ class DropoutMask {
     uint32_t k = uint32_t(params.seed), m = uint32_t(params.seed >> 32);
 #pragma GCC unroll 7
     for (int round = 0; round < ROUNDS; ++round) {
-      vuint64 x = multiply(a, 0xD2511F53), y = multiply(c, 0xCD9E8D57);
+      vuint64 x = multiply_low_words(a, 0xD2511F53), y = multiply_low_words(c, 0xCD9E8D57);
       a = (y >> 32) ^ b ^ k, b = y, c = (x >> 32) ^ d ^ m, d = x;
       k += 0x9E3779B9, m += 0xBB67AE85;
     }
     words[0] = a, words[1] = b, words[2] = c, words[3] = d;
   }
 
-  // The dropout bits of the 64 keys whose first counter is `first`: a bit is 1 where the key's
-  // 16-bit random number is below dropout_threshold
+  // The dropout bits of 64 keys: a bit is 1 where the key's 16-bit random number is below
+  // dropout_threshold. The keys share the 8 counters from `first` on, each of which gives 8
+  // numbers.
 #if defined(__AVX512BW__)
-  uint64_t random_word(uint64_t first, uint32_t row, uint32_t head_index) const {
+  uint64_t dropped_word(uint64_t first, uint32_t row, uint32_t head_index) const {
     // The permutation counts in 16-bit elements. Elements 4 l and 4 l + 1 of words[i] are the lower
     // and the upper half of lane l's 32 bits; elements 4 l + 2 and 4 l + 3 are arbitrary. Indices
     // from 32 on select from the second operand. Bit 8 n + l of the result belongs to number n of
@@ -95,7 +97,7 @@ class DropoutMask {
     return uint64_t(_mm512_cmple_epu16_mask(high, last)) << 32 | _mm512_cmple_epu16_mask(low, last);
   }
 #else
-  uint64_t random_word(uint64_t first, uint32_t row, uint32_t head_index) const {
+  uint64_t dropped_word(uint64_t first, uint32_t row, uint32_t head_index) const {
     uint64_t found = 0;
     for (int lane = 0; lane < 8; lane += W / 2) {
       vuint64 words[4], dropped = vuint64{};

@@ -67,10 +67,10 @@ struct Worker {
     const Params& params = block.params;
     int64_t n = block.key_end - block.key_begin;
     std::vector<std::pair<int64_t, float>> exact_sums;  // index into output.out, and the output
-    output.each_exact_sum(block, [&](int64_t r, int64_t d, const float* logs) {
+    output.each_exact_sum(block, [&](int64_t r, int64_t d, const float* log_u) {
       float scale = params.reweighted ? output.inverse_power_sum[r] : block.weight_scale[r];
       double log_sum = log_sum_exp(
-          n, [&](int64_t j) { return block.log_weight(r, logs[j]) + block.value_at(block.key_begin + j, d); });
+          n, [&](int64_t j) { return block.log_weight(r, log_u[j]) + block.value_at(block.key_begin + j, d); });
       exact_sums.push_back({r * block.padded_value_dim + d, float(log_sum + std::log(double(scale)))});
     });
     for (int64_t r = 0; r < block.n_rows; ++r)
@@ -108,7 +108,7 @@ bool forward(const Params& params, void* out, float* statistics) {
   for (int64_t first = 0; first < key_heads; first += at_once) {
     int64_t n = std::min(at_once, key_heads - first);
     if (!pack_key_heads(params, key_data_at_once, first, n, false)) return false;
-    // item = ((key head - first) * blocks + n) * group + query head in its group, where n counts
+    // item = ((key head - first) * blocks + m) * group + query head in its group, where m counts
     // the blocks from the last
     bool done = parallel_for(params.threads, n * group * blocks, [&](int64_t item) {
       // The last rows go first, because they take longest under a causal mask.

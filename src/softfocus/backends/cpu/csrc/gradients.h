@@ -39,7 +39,7 @@ class RowGradients {
         grad_scores(BLOCK_Q * TILE_STRIDE),
         key_scratch(BLOCK_K * block.padded_dim),
         grad_exp_values(params.laser && !params.reweighted ? BLOCK_K * block.padded_value_dim : 0),
-        grad_weights(block.max_rows * block.max_row_stride, !params.reweighted),
+        grad_weights_data(block.max_rows * block.max_row_stride, !params.reweighted),
         list_keys(params.reweighted ? block.max_rows * block.max_row_stride : 0, false),
         list_u(params.reweighted ? block.max_rows * block.max_row_stride : 0, false),
         list_start(list_index(BLOCK_Q, block.max_row_stride)),
@@ -74,10 +74,10 @@ class RowGradients {
   Buffer<float> key_scratch;      // [BLOCK_K, padded_dim], keys of a tile that cannot be read in place
   Buffer<float> grad_exp_values;  // [BLOCK_K, padded_value_dim], dL/d(e^(V - M)) of a tile; without re-weighting
   Buffer<float> exp_panels;       // [BLOCK_K / PANEL, Dv, PANEL], e^(V - M) of a tile; without re-weighting
-  // dL/dA: [tiles, max_rows, BLOCK_K] without re-weighting; with it, one number per live key, list
-  // after list
-  Buffer<float> grad_weights;
-  Buffer<uint8_t> list_keys;    // the live keys at the same indices, counted from the tile's first; one vector of slack
+  // dL/dA: of all keys, in grad_weights_row(), or with re-weighting of live keys, in
+  // list_grad_weights()
+  Buffer<float> grad_weights_data;
+  Buffer<uint8_t> list_keys;    // the live keys, list after list, counted from their tile's first; one vector of slack
   Buffer<float> list_u;         // u of the live keys, at the same indices; one vector of slack
   Buffer<int64_t> list_start;   // [tiles, BLOCK_Q], the index at which the list of a tile and row begins
   Buffer<uint8_t> list_length;  // [tiles, BLOCK_Q], its length
@@ -86,16 +86,24 @@ class RowGradients {
   double exact_log_sum[BLOCK_Q];      // of these rows: sum_j A dL/dA log u
   KeyRange strip_keys[BLOCK_Q / MR];  // the keys that each strip sees in the tile at hand
   float delta[BLOCK_Q];               // D_i
-  float delta_error[BLOCK_Q];  // re-weighted rows: D_i is delta + delta_error; dA - D cancels where one key dominates
+  float delta_error[BLOCK_Q];        // re-weighted rows: D_i - delta; kept since dA - D cancels where one key dominates
   float inverse_power_sum[BLOCK_Q];  // 1 / sum u^p
   float power_over_sum[BLOCK_Q];     // p / sum u^p
   float mean_term[BLOCK_Q];          // -o mean(g) * inverse_spread, which every visible key of the row receives
   float grad_power[BLOCK_Q];
   bool single_key[BLOCK_Q];  // one key has all the weight
 
+  // dL/dA of row r of a tile, without re-weighting: [tiles, max_rows, BLOCK_K], indexed by offset j
+  float* grad_weights_row(int64_t r, int64_t start_k) {
+    return block.tile_row(static_cast<float*>(grad_weights_data), r, start_k);
+  }
+  // dL/dA of the live keys, at the indices of list_keys
+  float* list_grad_weights() { return grad_weights_data; }
+
   // The index of a row and tile in list_start and list_length
   static int64_t list_index(int64_t r, int64_t start_k) { return start_k / BLOCK_K * BLOCK_Q + r; }
 
+  // Reads dO, 0 where the output is 0 or NaN by definition; clears the rows' sums.
   void read_grad_out(const GradientTensors& grads) {
     const Params& params = block.params;
     for (int64_t r = 0; r < block.padded_rows(); ++r) {
@@ -159,7 +167,7 @@ class RowGradients {
     add_key_gradients(start_k, n, tile_grad_keys, tile_grad_values, exp_values);
   }
 
-  // dQ += dS K, strip by strip
+  // dQ += dS K for n keys, strip by strip
   void add_query_gradients(int64_t start_k, int64_t n, RowView k) {
     int64_t width = block.padded_dim;
     for (int64_t r = 0; r < block.n_rows; r += MR) {
@@ -171,8 +179,8 @@ class RowGradients {
     }
   }
 
-  // dK += dS^T (c Q) and, without re-weighting, dV += A^T dO: MR keys at a time. The sum runs from
-  // the first to the last strip that sees one of them.
+  // dK += dS^T (c Q) and, without re-weighting, dV += A^T dO, for n keys, MR at a time. The sum
+  // runs from the first to the last strip that sees one of them.
   void add_key_gradients(int64_t start_k, int64_t n, float* to_keys, float* to_values, RowView exp_values) {
     int64_t width = block.padded_dim, padded_value_dim = block.padded_value_dim;
     bool laser = block.params.laser, dense = !block.params.reweighted;
@@ -211,6 +219,7 @@ class RowGradients {
       product<1>(width / W, depth, a, 1, TILE_STRIDE, b, width, c, width, add);
   }
 
+  // Adds dS of a tile, n keys, to grad_bias, whose strides are 0 where it is broadcast.
   void add_bias_gradient(int64_t start_k, int64_t n, const TensorView& grad_bias) {
     for (int64_t r = 0; r < block.n_rows; ++r) {
       float* row = const_cast<float*>(row_pointer(grad_bias, block.batch_index, block.query_head, block.start_q + r));
@@ -219,6 +228,7 @@ class RowGradients {
     }
   }
 
+  // Writes grad_query from dS K, and the rows' grad_head_scale and grad_power where wanted.
   void write_query_gradients(const GradientTensors& grads) {
     const Params& params = block.params;
     int64_t first = (block.batch_index * params.heads + block.query_head) * params.query_length + block.start_q;

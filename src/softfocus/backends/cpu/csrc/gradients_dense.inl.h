@@ -9,7 +9,7 @@ namespace softfocus {
 template <typename Phi>
 inline void RowGradients<Phi>::dense_grad_weights() {
   const Params& params = block.params;
-  vfloat phi_da_sum[BLOCK_Q], n_positive[BLOCK_Q];  // lane-wise: sum of phi dA, number of keys with a weight
+  vfloat phi_da_sum[BLOCK_Q], n_positive[BLOCK_Q];  // lane-wise: sum of phi dA, number of keys with phi > 0
   for (int64_t r = 0; r < BLOCK_Q; ++r) phi_da_sum[r] = n_positive[r] = vfloat{};
   block.each_tile([&](int64_t start_k) {
     const float* panels = block.key_data->value_panels + (block.key_begin + start_k) * params.value_dim;
@@ -23,14 +23,13 @@ inline void RowGradients<Phi>::dense_grad_weights() {
         if (seen.empty()) continue;
         const float* columns = panels + (panel - start_k) * params.value_dim + (seen.begin - panel);
         panel_dots<MR>(seen.vectors(), params.value_dim, grad_out + r * block.padded_value_dim, block.padded_value_dim,
-                       columns, block.tile_row(static_cast<float*>(grad_weights), r, start_k) + seen.begin, BLOCK_K);
+                       columns, grad_weights_row(r, start_k) + seen.begin, BLOCK_K);
         for (int64_t i = r; i < std::min(r + MR, block.n_rows) && params.dropout_threshold; ++i)
-          block.apply_dropout(i, seen, block.tile_row(static_cast<float*>(grad_weights), i, start_k) + seen.begin);
+          block.apply_dropout(i, seen, grad_weights_row(i, start_k) + seen.begin);
         if (params.normaliser != L1) continue;
         for (int64_t i = r; i < std::min(r + MR, block.n_rows); ++i)
           block.with_row_phi(i, [&](auto phi) {
-            const float *stored = block.tile_row(i, start_k),
-                        *da = block.tile_row(static_cast<float*>(grad_weights), i, start_k);
+            const float *stored = block.tile_row(i, start_k), *da = grad_weights_row(i, start_k);
             for (int64_t j = seen.begin; j < seen.end; j += W) {
               vfloat f = phi.value(load(stored + j));
               vfloat phi_da = f * load(da + j);
@@ -50,7 +49,7 @@ inline void RowGradients<Phi>::dense_grad_weights() {
   }
 }
 
-// e^(V - M) of a tile in panels
+// Packs e^(V - M) of a tile in exp_panels; the keys that fill the last panel are 0.
 template <typename Phi>
 inline void RowGradients<Phi>::pack_exp_values(int64_t start_k) {
   int64_t value_dim = block.params.value_dim;
@@ -62,7 +61,7 @@ inline void RowGradients<Phi>::pack_exp_values(int64_t start_k) {
     transpose_rows(v.data + j * v.stride, v.stride, value_dim, exp_panels + j / PANEL * PANEL * value_dim + j % PANEL);
 }
 
-// Sets a row of a scratch tile to 0, unless all of it will be written.
+// Sets row r of a scratch tile `to` [BLOCK_Q, TILE_STRIDE] to 0, unless all of it will be written.
 template <typename Phi>
 inline void RowGradients<Phi>::clear_row(float* to, int64_t r, int64_t start_k) {
   KeyRange keys = strip_keys[r / MR];
@@ -71,14 +70,14 @@ inline void RowGradients<Phi>::clear_row(float* to, int64_t r, int64_t start_k) 
     std::fill(to + r * TILE_STRIDE, to + r * TILE_STRIDE + BLOCK_K, 0.0f);
 }
 
-// A and dL/ds of a row of a tile
+// Writes A and dL/ds of a row of a tile to `weights` and `grad_scores`.
 template <typename Phi>
 inline void RowGradients<Phi>::dense_grad_scores(int64_t r, int64_t start_k) {
   const Params& params = block.params;
   KeyRange seen = strip_keys[r / MR];
   clear_row(weights, r, start_k), clear_row(grad_scores, r, start_k);
   if (seen.empty() || block.fully_masked[r]) return;
-  const float *stored = block.tile_row(r, start_k), *da = block.tile_row(static_cast<float*>(grad_weights), r, start_k);
+  const float *stored = block.tile_row(r, start_k), *da = grad_weights_row(r, start_k);
   float *a = weights + r * TILE_STRIDE, *ds = grad_scores + r * TILE_STRIDE;  // a[0], ds[0]: the key at start_k
   if (!std::isfinite(block.weight_scale[r])) {  // a row that sees a NaN: NaN for the keys that it sees
     for (int64_t j = seen.begin; j < std::min(seen.end, params.key_length - block.key_begin); ++j)

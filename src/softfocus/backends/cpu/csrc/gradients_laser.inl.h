@@ -15,23 +15,23 @@ inline void RowGradients<Phi>::laser_backward(float* grad_values) {
   output.compute(block);
   int64_t n = block.key_end - block.key_begin;
   std::vector<int64_t> exact;  // indices into grad_out
-  output.each_exact_sum(block, [&](int64_t r, int64_t d, const float* logs) {
+  output.each_exact_sum(block, [&](int64_t r, int64_t d, const float* log_u) {
     float* row = exact_terms + r * block.row_stride;
     if (!has_exact[r]) {
       std::fill(row, row + block.row_stride, 0.0f);  // whole vectors are read
-      single_key[r] = n - std::count(logs, logs + n, -INF) == 1;
+      single_key[r] = n - std::count(log_u, log_u + n, -INF) == 1;
       exact_log_sum[r] = 0.0;
     }
     has_exact[r] = true;
     exact.push_back(r * block.padded_value_dim + d);
     float grad = grad_out[r * block.padded_value_dim + d];
-    auto term = [&](int64_t j) { return block.log_weight(r, logs[j]) + block.value_at(block.key_begin + j, d); };
+    auto term = [&](int64_t j) { return block.log_weight(r, log_u[j]) + block.value_at(block.key_begin + j, d); };
     double log_sum = log_sum_exp(n, term);
     for (int64_t j = 0; j < n && grad != 0.0f; ++j)
-      if (logs[j] != -INF) {
+      if (log_u[j] != -INF) {
         float share = grad * float(std::exp(term(j) - log_sum));
         row[j] += share;
-        exact_log_sum[r] += double(share) * logs[j];
+        exact_log_sum[r] += double(share) * log_u[j];
         grad_values[(block.key_begin + j) * block.padded_value_dim + d] += share;
       }
   });

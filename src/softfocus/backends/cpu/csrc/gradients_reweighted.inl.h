@@ -32,7 +32,7 @@ inline void RowGradients<Phi>::listed_grad_weights(const GradientTensors& grads)
       }
       for (int64_t r = first; r < stop; ++r) {
         int64_t start = list_start[list_index(r, start_k)], n = list_length[list_index(r, start_k)];
-        float* da = grad_weights + start;
+        float* da = list_grad_weights() + start;
         const float* u_list = list_u + start;
         if (block.has_next_tile(start_k)) prefetch_next_tile(v.data, v.stride, r, block.padded_value_dim);
         listed_dots(grad_out + r * block.padded_value_dim, block.padded_value_dim, n, list_keys + start, v, da);
@@ -100,9 +100,10 @@ inline void RowGradients<Phi>::add_exact_terms(int64_t r, double& delta_i, doubl
     }
 }
 
-// Computes dL/ds of a tile; adds A^T dO to grad_values. It scatters LISTS rows before it reads any
-// of them: a vector load right after scalar stores to the same addresses stalls until the stores
-// have left the store buffer (store forwarding fails).
+// Computes dL/ds of a tile; adds A^T dO to the tile's rows of grad_values. v is LASER's e^(V - M),
+// and is not read otherwise. It scatters LISTS rows before it reads any of them: a vector load
+// right after scalar stores to the same addresses stalls until the stores have left the store
+// buffer (store forwarding fails).
 template <typename Phi>
 template <bool DROPOUT>
 inline void RowGradients<Phi>::listed_grad_scores(int64_t start_k, RowView v, float* grad_values) {
@@ -130,7 +131,7 @@ inline void RowGradients<Phi>::scatter_grad_phi(int64_t r, int64_t start_k, RowV
   if (block.fully_masked[r] || strip_keys[r / MR].empty()) return;
   int64_t start = list_start[list_index(r, start_k)], n = list_length[list_index(r, start_k)],
           width = block.padded_value_dim;
-  const float *da = grad_weights + start, *u_list = list_u + start;
+  const float *da = list_grad_weights() + start, *u_list = list_u + start;
   const uint8_t* key = list_keys + start;
   float grad_phi[BLOCK_K + W], a[BLOCK_K + W];
   RowBlock<Phi>::with_powers(block.power[r], [&](auto powers) {

@@ -12,15 +12,15 @@ namespace softfocus {
 // with e^-20 to e^20 the sums are far from overflow and underflow.
 constexpr float SHIFT_TOLERANCE = 20.0f;
 // A value above M + 30 is large: rows that give it weight take the exact sum. A weight below 1e-38
-// underflows.
-// With a value up to M + 30 it would add at most 1e-38 e^30 = 1e-25 to a sum; 1e5 such keys add
-// 1e-20, less than the rounding of the smallest sum that is kept, 6e-8 * SMALL_SUM = 6e-20.
+// underflows. With a value up to M + 30 it would add at most 1e-38 e^30 = 1e-25 to a sum. 1e5 such
+// keys add 1e-20, less than the rounding of the smallest sum that is kept, 6e-8 * SMALL_SUM =
+// 6e-20.
 constexpr float LARGE_VALUE = 30.0f;
 constexpr float SMALL_SUM = 1e-12f;    // smaller sums take the exact sum
 constexpr float MAX_EXPONENT = 80.0f;  // exponents are clamped here: e^80 times a weight of 0 is 0, not NaN
 
-// e^(x - shift) of a row of values, in whole vectors; calls large(column) for each large value. A
-// null shift is 0.
+// Writes e^(x - shift) of a row of values x [width] to `to`, which may be x, in whole vectors.
+// Calls large(column) for each large value. A null shift is 0.
 template <typename F>
 inline void exp_row(const float* x, const float* shift, int64_t width, float* to, F&& large) {
   for (int64_t d = 0; d < width; d += W) {

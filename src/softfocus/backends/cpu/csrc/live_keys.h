@@ -88,8 +88,8 @@ inline void add_listed_rows(int64_t vectors, int64_t n, const uint8_t* keys, con
   for (; vectors >= 1; vectors -= 1, values += W, out += W) add_listed_rows<1>(n, keys, w, values, stride, out);
 }
 
-// to[e] (+)= row . v[keys[e]] over VECTORS vectors. Up to W - 1 entries of `keys` after the list's
-// end are read; they must be keys of the tile.
+// to[e] (+)= row . v[keys[e]] over VECTORS vectors; `to` has room for n in whole vectors. Up to W -
+// 1 entries of `keys` after the list's end are read; they must be keys of the tile.
 template <int VECTORS>
 inline void listed_dots(const float* row, int64_t n, const uint8_t* keys, RowView v, float* to, bool add) {
   vfloat row_part[VECTORS];  // of the row, kept in registers
@@ -121,7 +121,8 @@ inline void listed_dots(const float* row, int64_t width, int64_t n, const uint8_
   for (int64_t e = n; e < round_up(n, W); ++e) to[e] = 0.0f;
 }
 
-// to[keys[e]] += a[e] * row; with LASER times v[keys[e]], element by element
+// to[keys[e]] += a[e] * row; with LASER times v[keys[e]], element by element. `to` [BLOCK_K,
+// stride]; v is read with LASER only
 template <int VECTORS, bool LASER>
 inline void scatter_add(const float* row, int64_t n, const uint8_t* keys, const float* a, RowView v, float* to,
                         int64_t stride) {

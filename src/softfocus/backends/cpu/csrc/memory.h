@@ -30,9 +30,13 @@ constexpr int64_t LINE_FLOATS = CACHE_LINE / int64_t(sizeof(float));
 inline int64_t ceil_div(int64_t n, int64_t step) { return (n + step - 1) / step; }
 inline int64_t round_up(int64_t n, int64_t step) { return ceil_div(n, step) * step; }
 
+// A ring of at most SLOTS free blocks of memory; take() reuses only a block of exactly the same
+// size
 class Pool {
  public:
-  // `huge_pages`: the caller uses all of the memory, so that huge pages waste none
+  // Uninitialised memory, aligned to a cache line; the caller returns it by give_back(). `bytes` is
+  // a multiple of CACHE_LINE. `huge_pages`: the caller uses all of the memory, so that huge pages
+  // waste none. Throws std::bad_alloc.
   static void* take(int64_t bytes, bool huge_pages) {
     Pool& pool = instance();
     {

@@ -19,8 +19,9 @@ class BlockOutput {
       : out(BLOCK_Q * block.padded_value_dim),
         value_scratch(BLOCK_K * block.padded_value_dim),
         weights(MR * BLOCK_K),
-        logs(block.params.laser ? block.max_row_stride : 0) {}
+        row_log_u(block.params.laser ? block.max_row_stride : 0) {}
 
+  // Computes the public members for a block whose weights are known.
   void compute(const RowBlock<Phi>& block) {
     block.params.dropout_threshold ? compute<true>(block) : compute<false>(block);
   }
@@ -37,8 +38,8 @@ class BlockOutput {
                                    params.value_dim);
   }
 
-  // Calls f(r, column, logs) for each exact sum, row by row. `logs` is the result of
-  // RowBlock::row_logs().
+  // Calls f(r, column, log_u) for each exact sum, row by row; log_u [row_stride] is what
+  // RowBlock::compute_log_u() writes.
   template <typename F>
   void each_exact_sum(RowBlock<Phi>& block, F&& f) {
     const Params& params = block.params;
@@ -53,12 +54,12 @@ class BlockOutput {
       // A re-weighted row sums u^p, whose largest is 1; in a tied row all u are nearly equal.
       // Neither loses a weight that counts. Without re-weighting all phi of a row may be tiny, and
       // phi is lost below 1e-38: the weight is phi / norm.
-      float small = params.reweighted ? SMALL_SUM : SMALL_SUM / std::min(block.norm[r], 1.0f);
+      float smallest_sum = params.reweighted ? SMALL_SUM : SMALL_SUM / std::min(block.norm[r], 1.0f);
       for (int64_t d = 0; d < params.value_dim; ++d) {
-        if (!sees_large[r * params.value_dim + d] && !(out[r * block.padded_value_dim + d] < small)) continue;
-        if (!ready) block.row_logs(r, logs);
+        if (!sees_large[r * params.value_dim + d] && !(out[r * block.padded_value_dim + d] < smallest_sum)) continue;
+        if (!ready) block.compute_log_u(r, row_log_u);
         ready = true;
-        f(r, d, static_cast<const float*>(logs));
+        f(r, d, static_cast<const float*>(row_log_u));
       }
     }
   }
@@ -67,7 +68,7 @@ class BlockOutput {
   LiveKeys<Phi> live;
   Buffer<float> value_scratch;  // [BLOCK_K, padded_value_dim], values of a tile that cannot be read in place
   Buffer<float> weights;        // [MR, BLOCK_K], the weights of a strip in a tile
-  Buffer<float> logs;           // [row_stride], for LASER: log u of a row (RowBlock::row_logs())
+  Buffer<float> row_log_u;      // [row_stride], for LASER: log u of a row (RowBlock::compute_log_u())
 
   // DROPOUT is a template argument because listing live keys takes most of the time: a test inside
   // that loop would slow down calls without dropout.
@@ -78,8 +79,8 @@ class BlockOutput {
     float power_sum[BLOCK_Q] = {};  // sum u^p of re-weighted rows
     if (params.laser) column_shift.choose(block, value_scratch);
     if (params.reweighted && !params.laser && !block.key_data->packed)
-      with_element(params.dtype, [&](auto zero) {
-        for (int64_t r = 0; r < block.n_rows; ++r) power_sum[r] = add_live_values<DROPOUT, decltype(zero)>(block, r);
+      with_element(params.dtype, [&](auto element) {
+        for (int64_t r = 0; r < block.n_rows; ++r) power_sum[r] = add_live_values<DROPOUT, decltype(element)>(block, r);
       });
     else if (params.reweighted)
       add_live_tiles<DROPOUT>(block, power_sum);
@@ -115,9 +116,10 @@ class BlockOutput {
     const TensorView& value = block.params.value;
     block.each_tile([&](int64_t start_k) {
       if (values_in_place(block))
-        return with_element(block.params.dtype, [&](auto zero) {
+        return with_element(block.params.dtype, [&](auto element) {
           int64_t first = block.key_begin + start_k;
-          add_dense_tile(block, start_k, row_pointer<decltype(zero)>(value, block.batch_index, block.key_head, first),
+          add_dense_tile(block, start_k,
+                         row_pointer<decltype(element)>(value, block.batch_index, block.key_head, first),
                          value.stride[2]);
         });
       RowView v = tile_operand(block, start_k);

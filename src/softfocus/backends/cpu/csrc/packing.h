@@ -40,6 +40,7 @@ struct KeyHeadData {
     return 4 * params.key_length * columns;
   }
 
+  // Allocates what pack_keys() and pack_values() fill.
   void reserve(const Params& params, bool backward) {
     int64_t length = round_up(params.key_length, BLOCK_K);
     packed = true;
@@ -52,8 +53,8 @@ struct KeyHeadData {
   }
 };
 
-// W rows become W columns of a panel [width, PANEL]. Dimensions after the last whole vector are
-// copied one by one.
+// The W rows [W, row_stride] become W columns of a panel [width, PANEL]. Dimensions after the last
+// whole vector are copied one by one.
 inline void transpose_rows(const float* rows, int64_t row_stride, int64_t width, float* panel) {
   for (int64_t d = 0; d < width; d += W) {
     if (d + W <= width) {
@@ -134,7 +135,7 @@ struct RowView {
 };
 
 // The values [start, stop), 0 where non-finite: in place if they can be read there, else copied to
-// `scratch`
+// `scratch` [stop - start, Dv in whole vectors], which the result then points into
 inline RowView view_values(const Params& params, const KeyHeadData& key_data, int64_t b, int64_t key_head,
                            int64_t start, int64_t stop, float* scratch) {
   int64_t width = params.value_dim, stride = round_up(width, W);
@@ -152,7 +153,7 @@ inline RowView view_values(const Params& params, const KeyHeadData& key_data, in
 }
 
 // The keys [start, stop), unit vectors for cosine similarity, 0 where non-finite: in place, or
-// copied to `scratch`
+// copied to `scratch` [stop - start, D in whole vectors]
 inline RowView view_keys(const Params& params, const KeyHeadData& key_data, int64_t b, int64_t key_head, int64_t start,
                          int64_t stop, float* scratch) {
   int64_t width = params.head_dim, stride = round_up(width, W);

@@ -70,6 +70,7 @@ inline int64_t key_heads_at_once(const Params& params, bool backward) {
   return std::min(params.batch * params.key_heads, std::max(params.threads, PACKED_BYTES / bytes));
 }
 
+// Sets `to` to the lists [first, first + n), one after another.
 inline void concatenate(const std::vector<std::vector<ValueIndex>>& lists, int64_t first, int64_t n,
                         std::vector<ValueIndex>& to) {
   to.clear();

@@ -123,8 +123,8 @@ struct Relu6 : Pointwise<Relu6> {  // min(relu(s), 6)
   static vfloat log_value(vfloat s) { return Relu::log_value(to_stored(s)); }
 };
 
-// Calls f with the phi of a number: its place among the names of pointwise.FUSED. No other number
-// calls it.
+// Calls f with the phi of a number, its index in pointwise.FUSED. For any other number f is not
+// called.
 template <typename F>
 inline void with_phi(int64_t number, F&& f) {
   switch (number) {

@@ -44,7 +44,7 @@ inline void register_tile(int64_t depth, const float* a, int64_t a_row, int64_t 
     }
 }
 
-// A [M, depth], B [depth, vectors * W], C [M, vectors * W]
+// The same for C [M, vectors * W] of any width: A [M, depth], B [depth, vectors * W]
 template <int M, typename T>
 inline void product(int64_t vectors, int64_t depth, const float* a, int64_t a_row, int64_t a_column, const T* b,
                     int64_t b_row, float* c, int64_t c_row, bool add) {
@@ -57,7 +57,8 @@ inline void product(int64_t vectors, int64_t depth, const float* a, int64_t a_ro
   }
 }
 
-// Dot products of M rows with `vectors * W` columns of a panel [dims, PANEL], in C [M, vectors * W]
+// Dot products of M rows [M, row_stride] with `vectors * W` columns of a panel [dims, PANEL],
+// written to C [M, vectors * W]; c_row is the stride of its rows
 template <int M>
 inline void panel_dots(int64_t vectors, int64_t dims, const float* rows, int64_t row_stride, const float* panel,
                        float* c, int64_t c_row) {

@@ -1,6 +1,6 @@
 // A block of query rows with the scores of all keys that they may see. Forward and backward share
 // it. row_scores.inl.h computes the scores, row_statistics.inl.h the statistics of the rows,
-// row_logs.inl.h the logarithms of weights for LASER. docs/glossary.md defines the terms.
+// row_log_u.inl.h the logarithms of u for LASER. docs/glossary.md defines the terms.
 //
 // Scores are computed tile by tile and stored in the form that phi needs (pointwise.h). The block
 // holds whole rows, so that no reduction needs an online correction. Every mechanism takes three
@@ -198,8 +198,8 @@ class RowBlock : public BlockVisibility {
 
   // A function from phi to u, for a re-weighted row
   auto phi_to_u(int64_t r) const {
-    return [subtract = splat(threshold[r]), multiply = splat(inverse_spread[r])](vfloat phi) {
-      return (phi - subtract) * multiply;
+    return [subtrahend = splat(threshold[r]), factor = splat(inverse_spread[r])](vfloat phi) {
+      return (phi - subtrahend) * factor;
     };
   }
 
@@ -211,7 +211,7 @@ class RowBlock : public BlockVisibility {
 
   // Lists the live keys of a re-weighted row in a tile: the keys, counted from start_k, and their
   // u, negative where dropout drops the weight. Writes one vector of zeros after the end of each
-  // list. Returns the number of keys.
+  // list: both need room for the tile's keys and one vector. Returns the number of keys.
   template <bool DROPOUT>
   int64_t gather_live(int64_t r, int64_t start_k, uint8_t* keys, float* u) const {
     int64_t n_live = 0;
@@ -248,10 +248,10 @@ class RowBlock : public BlockVisibility {
     return n_live;
   }
 
-  // For LASER's exact sums (row_logs.inl.h). row_logs() writes log u of each key, by its offset;
-  // log_weight() is log A, up to a constant of the row; has_weight() says whether the weight of a
-  // key that the row sees may be above 0.
-  void row_logs(int64_t r, float* logs);
+  // For LASER's exact sums (row_log_u.inl.h). compute_log_u() writes log u of each key, by its
+  // offset; log_weight() is log A, up to a constant of the row; has_weight() says whether the
+  // weight of a key that the row sees may be above 0.
+  void compute_log_u(int64_t r, float* row_log_u);
   double log_weight(int64_t r, float log_u) const { return log_u == -INF ? -INF : double(power[r]) * log_u; }
   bool has_weight(int64_t r, int64_t key) const;
 
@@ -283,13 +283,13 @@ class RowBlock : public BlockVisibility {
   float largest_kept_u(int64_t r) const;
   bool stores_shifted_exp(int64_t r) const { return maximum_first || exp_tail[r]; }
 
-  // row_logs.inl.h
-  vfloat log_u(int64_t r, vfloat stored_scores) const;
-  vfloat log_phi(int64_t r, vfloat s) const;
+  // row_log_u.inl.h
+  vfloat log_u_of_stored(int64_t r, vfloat stored_scores) const;
+  vfloat log_u_of_score(int64_t r, vfloat s) const;
 };
 
 }  // namespace softfocus
 
-#include "row_logs.inl.h"
+#include "row_log_u.inl.h"
 #include "row_scores.inl.h"
 #include "row_statistics.inl.h"

@@ -6,6 +6,7 @@
 
 namespace softfocus {
 
+// Reads the rows' queries; sets the constants that depend on them and on N_i alone.
 template <typename Phi>
 inline void RowBlock<Phi>::read_queries() {
   for (int64_t r = 0; r < padded_rows(); ++r) {
@@ -41,6 +42,8 @@ inline void RowBlock<Phi>::compute_scores(int64_t first, int64_t stop, bool keep
   for (int64_t r = first; r < stop; ++r) norm[r] = reduce_sum(phi_sums[r]), maximum[r] = reduce_max(maxima[r]);
 }
 
+// Computes stored scores of the rows [first, stop). phi_sums and maxima [BLOCK_Q], indexed by row,
+// are lane-wise and updated.
 template <typename Phi>
 template <bool KEEP_SCORES>
 inline void RowBlock<Phi>::score_rows(int64_t first, int64_t stop, vfloat* phi_sums, vfloat* maxima) {
@@ -162,6 +165,7 @@ inline void RowBlock<Phi>::convert_row(int64_t r, int64_t start_k, KeyRange rang
   }
 }
 
+// The bias b_ij of row r and the W keys from offset j on
 template <typename Phi>
 inline vfloat RowBlock<Phi>::load_bias(int64_t r, int64_t j) const {
   const TensorView& x = params.bias;

@@ -5,6 +5,8 @@
 
 namespace softfocus {
 
+// From the stored scores, norm and maximum of a row: its statistics and the constants of its
+// weights. Where e^(s - m) is to be stored, converts the scores.
 template <typename Phi>
 inline void RowBlock<Phi>::finish_row(int64_t r) {
   exp_tail[r] = false;

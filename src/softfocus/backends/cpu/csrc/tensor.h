@@ -54,7 +54,7 @@ inline float read_element(const TensorView& x, int64_t dtype, int64_t b, int64_t
   return (dtype == BFLOAT16 ? from_bfloat16(y) : from_float16(y))[0];
 }
 
-// Row i of head h of x [B, H, L, width], as floats
+// Copies row i of head h of x [B, H, L, width] to `to` [width], as floats.
 inline void read_row(const TensorView& x, int64_t dtype, int64_t b, int64_t h, int64_t i, int64_t width, float* to) {
   int64_t offset = b * x.stride[0] + h * x.stride[1] + i * x.stride[2], stride = x.stride[3];
   if (dtype == FLOAT32) {
@@ -87,6 +87,7 @@ inline void write_row(void* tensor, int64_t dtype, int64_t offset, const float* 
   for (; d < width; ++d) to[d] = narrow(splat(from[d]))[0];
 }
 
+// Pointer to row i of head h of x [B, H, L, width], whose elements are of type T
 template <typename T = float>
 inline const T* row_pointer(const TensorView& x, int64_t b, int64_t h, int64_t i) {
   return static_cast<const T*>(x.data) + b * x.stride[0] + h * x.stride[1] + i * x.stride[2];
@@ -121,7 +122,7 @@ inline float inverse_power_of_two(float x) {
   return y;
 }
 
-// Replaces x by x / |x|; returns 1 / |x|. A vector without a normal element becomes 0, and 0 is
+// Replaces x [n] by x / |x|; returns 1 / |x|. A vector without a normal element becomes 0, and 0 is
 // returned, as in reference.unit, so that no gradient passes through it.
 inline float l2_normalise(float* x, int64_t n) {
   vfloat maxima = vfloat{};
@@ -147,18 +148,20 @@ inline float l2_normalise(float* x, int64_t n) {
   return inverse * prescale;
 }
 
-// Turns dL/d(x / |x|) into dL/dx, in place. `direction` is x / |x|.
-inline void l2_normalise_backward(float* grad, const float* direction, float key_rnorm, int64_t n) {
-  if (n == 1) key_rnorm = 0.0f;  // x / |x| of a number is constant; rounding would give it a gradient
+// Turns dL/d(x / |x|) into dL/dx, in place: grad [n]. `unit` [n] is x / |x|, and `rnorm` is 1 /
+// |x|.
+inline void l2_normalise_backward(float* grad, const float* unit, float rnorm, int64_t n) {
+  if (n == 1) rnorm = 0.0f;  // x / |x| of a number is constant; rounding would give it a gradient
   vfloat products = vfloat{};
   int64_t k = 0;
-  for (; k + W <= n; k += W) products += load(grad + k) * load(direction + k);
+  for (; k + W <= n; k += W) products += load(grad + k) * load(unit + k);
   float parallel = reduce_sum(products);
-  for (; k < n; ++k) parallel += grad[k] * direction[k];
-  for (k = 0; k < n; ++k) grad[k] = (grad[k] - direction[k] * parallel) * key_rnorm;
+  for (; k < n; ++k) parallel += grad[k] * unit[k];
+  for (k = 0; k < n; ++k) grad[k] = (grad[k] - unit[k] * parallel) * rnorm;
 }
 
-inline float dot(const float* x, const float* y, int64_t width) {  // whole vectors
+// The dot product of x and y [width], in whole vectors
+inline float dot(const float* x, const float* y, int64_t width) {
   vfloat sums = vfloat{};
   for (int64_t d = 0; d < width; d += W) sums += load(x + d) * load(y + d);
   return reduce_sum(sums);

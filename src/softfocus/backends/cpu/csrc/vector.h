@@ -42,11 +42,13 @@ typedef uint8_t vbyte_unaligned __attribute__((vector_size(W), aligned(1), may_a
 
 constexpr float INF = std::numeric_limits<float>::infinity();
 
+// load() and store() need no alignment
 inline vfloat load(const float* p) { return *(const vfloat_unaligned*)p; }
 inline void store(float* p, vfloat x) { *(vfloat_unaligned*)p = x; }
-// All lanes x
+// All lanes x. x - 0 keeps the sign of -0; x + 0 would not.
 inline vfloat splat(float x) { return x - vfloat{}; }
 inline vint splat(int32_t x) { return x - vint{}; }
+// The same bits as another type
 inline vint bits(vfloat x) { return (vint)x; }
 inline vfloat floats(vint x) { return (vfloat)x; }
 // If either argument is NaN, max and min return b, as the x86 instructions do: max(NaN, x) = x and
@@ -132,9 +134,9 @@ inline bool any(vint x) {
 #endif
 }
 
-// Lane i of the result is reduce_sum(x[i]). Each step folds x[i] and x[i + s] into one vector.
-// Lanes whose index has bit s clear keep sums of x[i]; the other lanes keep sums of x[i + s]. That
-// takes W - 1 additions instead of W log2(W).
+// Lane i of the result is reduce_sum(x[i]); x is overwritten. Each step folds x[i] and x[i + s]
+// into one vector. Lanes whose index has bit s clear keep sums of x[i]; the other lanes keep sums
+// of x[i + s]. That takes W - 1 additions instead of W log2(W).
 __attribute__((always_inline)) inline vfloat reduce_each(vfloat (&x)[W]) {
 #pragma GCC unroll 4
   for (int s = W / 2; s; s /= 2)
@@ -160,10 +162,10 @@ inline bool all_finite(const float* x, int64_t n) {
 
 // Transposes a [W, W] block: column j of `to` is row j of `from`. Step s exchanges, in every square
 // of 2s x 2s, the upper right and the lower left square of s x s.
-inline void transpose_square(const float* from, int64_t from_step, float* to, int64_t to_step) {
+inline void transpose_square(const float* from, int64_t from_stride, float* to, int64_t to_stride) {
   vfloat x[W];
 #pragma GCC unroll 16
-  for (int i = 0; i < W; ++i) x[i] = load(from + i * from_step);
+  for (int i = 0; i < W; ++i) x[i] = load(from + i * from_stride);
 #pragma GCC unroll 4
   for (int s = 1; s < W; s *= 2) {
 #pragma GCC unroll 16
@@ -176,7 +178,7 @@ inline void transpose_square(const float* from, int64_t from_step, float* to, in
     }
   }
 #pragma GCC unroll 16
-  for (int i = 0; i < W; ++i) store(to + i * to_step, x[i]);
+  for (int i = 0; i < W; ++i) store(to + i * to_stride, x[i]);
 }
 
 // f(0) ... f(N - 1), unrolled

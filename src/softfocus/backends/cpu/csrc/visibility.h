@@ -44,14 +44,15 @@ inline void read_masks(const Params& params, int64_t b, int64_t h, int64_t query
   }
 }
 
-// Keys [begin, end) as offsets from the block's key_begin; both multiples of W
+// Keys [begin, end) as offsets j from the block's key_begin; both multiples of W
 struct KeyRange {
   int64_t begin, end;
   bool empty() const { return begin >= end; }
   int64_t vectors() const { return (end - begin) / W; }
 };
 
-// How much of a tile's part inside the window the masks leave visible: nothing, some, all
+// How much the masks leave visible of the part of a tile that is inside the window: nothing, some,
+// all. Unlike on a GPU, the window itself does not count: each strip clips its keys to it.
 enum TileMask : uint8_t { EMPTY, PARTIAL, FULL };
 
 // A block of query rows and the keys that it sees. The offset j of a key counts from key_begin;

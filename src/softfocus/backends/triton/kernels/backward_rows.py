@@ -91,8 +91,8 @@ def load_row_vectors(row_vectors, algebra, b, h, q_offsets, active):
         # Rows that are not active load no shift. Their score may be a large bias, whose exponential
         # overflows; with shift = inf their weight is 2^-inf = 0. Softplus, the only phi whose unit
         # is not 1, grows linearly and needs no such shift: its polynomial would compute 0 * inf
-        none: tl.constexpr = float("inf") if algebra.phi.unit == 1.0 else 0.0
-        shift = tl.load(pointers + SHIFT * row_vectors.stride_b, mask=active, other=none)
+        inactive_shift: tl.constexpr = float("inf") if algebra.phi.unit == 1.0 else 0.0
+        shift = tl.load(pointers + SHIFT * row_vectors.stride_b, mask=active, other=inactive_shift)
     if algebra.reweighted:
         mean_grad = tl.load(pointers + MEAN_GRAD * row_vectors.stride_b, mask=active, other=0.0)
         threshold = tl.load(pointers + THRESHOLD * row_vectors.stride_b, mask=active, other=0.0)

@@ -79,12 +79,12 @@ def bias_gradients(
                     )  # fmt: skip
                     if EXACT:
                         log_weights, _log_u = laser.log_weights(s, exact, inputs, algebra, h)
-                        weighted_total, _none = laser.weighted_grads(
+                        exact_terms, _none = laser.weighted_grads(
                             log_weights, tl.zeros_like(s), None, grad_out, outputs, inputs, b, h, q_offsets, active,
                             k_offsets, 0, blocks,
                         )  # fmt: skip
                         _weighted_grad, grad_u, derivative = laser.gradients_of_marked(
-                            s, weighted_total, exact, inputs, algebra, h
+                            s, exact_terms, exact, inputs, algebra, h
                         )
                     else:
                         value = loading.load_value_operand(inputs, b, h, k_offsets, True, blocks)  # [BLOCK_K, BLOCK_DV]

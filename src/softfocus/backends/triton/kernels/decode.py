@@ -66,7 +66,7 @@ def _split_tiles(inputs, masks, b, blocks):
 
 @triton.jit
 def _part_pointers(parts, N: tl.constexpr, splits, split, ROWS_STORED: tl.constexpr):
-    """Pointer to the n-th vector of a split in [B Hk, splits, PARTS, ROWS_STORED]."""
+    """Pointer to vector N of a split in [B Hk, splits, PARTS, ROWS_STORED]."""
     program = tl.full([], 0, tl.int64) + tl.program_id(1)
     return parts + ((program * splits + split) * PARTS + N) * ROWS_STORED
 
@@ -256,7 +256,7 @@ def _sum_values(
     dv_offsets = tl.arange(0, blocks.BLOCK_DV)
     acc = tl.zeros([blocks.BLOCK_Q, blocks.BLOCK_DV], tl.float32)
     needs_exact = tl.zeros([blocks.BLOCK_Q], tl.float32) > 0.0
-    large_values = tl.zeros([blocks.BLOCK_K], tl.float32)
+    large_values = tl.zeros([blocks.BLOCK_K], tl.float32)  # stays 0: every tile is treated as a partial one
     # For a single row: weights times values, summed over the keys at the end
     product_sums = tl.zeros([blocks.BLOCK_K, blocks.BLOCK_DV], tl.float32)
     largest_value = tl.zeros([blocks.BLOCK_K], tl.float32)  # the largest |v| so far, for LASER
@@ -349,5 +349,5 @@ def combine(inputs, algebra, masks, parts, sums, splits, outputs, ROWS_STORED: t
         _threshold, _inverse_spread, _tied, peak = weighting.row_threshold(inputs, algebra, count, phi_sum, largest_phi)
     forward.store_results(
         inputs, algebra, outputs, b, row_heads, q_offsets, count, row_max, shift, phi_sum, power_sum, ROWS_STORED > 1,
-        peak, acc, needs_exact, tl.zeros([16], tl.float32), blocks,
+        peak, acc, needs_exact, tl.zeros([16], tl.float32), blocks,  # no large values: PART_MARK has marked their rows
     )  # fmt: skip

@@ -68,6 +68,6 @@ def kept(inputs, b, h, q_offsets, first, KEYS: tl.constexpr, AXIS: tl.constexpr)
 
 
 @triton.jit
-def _kept_of_word(word, dropped):
+def _kept_of_word(word, drop_below):
     """Whether the lower and the upper 16 bits of words [...] keep their weights, bool [..., 2]."""
-    return tl.join((word & 0xFFFF) >= dropped, (word >> 16) >= dropped)
+    return tl.join((word & 0xFFFF) >= drop_below, (word >> 16) >= drop_below)

@@ -38,7 +38,7 @@ def forward(inputs, algebra, masks, outputs, blocks):
     tied = phi_sum > 0.0  # all False
     needs_exact = tied
     large_values = tl.zeros([blocks.BLOCK_K], tl.float32)  # 1 where a key of a full tile has a large value
-    for SWEEP in tl.static_range(1 if algebra.reweighted else 0, -1, -1):
+    for SWEEP in tl.static_range(1 if algebra.reweighted else 0, -1, -1):  # 1: statistics; 0: weights
         if SWEEP == 0:
             acc = tl.zeros([blocks.BLOCK_Q, blocks.BLOCK_DV], tl.float32)
         if algebra.reweighted and SWEEP == 0:
@@ -47,19 +47,19 @@ def forward(inputs, algebra, masks, outputs, blocks):
             threshold, inverse_spread, tied, peak = weighting.row_threshold(
                 inputs, algebra, count, phi_sum, largest_phi
             )
-        for PARTIAL in tl.static_range(1, -1, -1):
-            for n in range(masking.tile_count(masks.key_tiles, tile_range, b, h, block, PARTIAL)):
-                k_offsets = scoring.key_offsets(masks, tile_range, b, h, block, n, PARTIAL, blocks)  # [BLOCK_K]
+        for IS_PARTIAL in tl.static_range(1, -1, -1):
+            for n in range(masking.tile_count(masks.key_tiles, tile_range, b, h, block, IS_PARTIAL)):
+                k_offsets = scoring.key_offsets(masks, tile_range, b, h, block, n, IS_PARTIAL, blocks)  # [BLOCK_K]
                 if SWEEP == 0:  # load the values before the scores take registers
                     # [BLOCK_K, BLOCK_DV]
-                    value = loading.load_value_operand(inputs, b, h, k_offsets, PARTIAL, blocks)
+                    value = loading.load_value_operand(inputs, b, h, k_offsets, IS_PARTIAL, blocks)
                     value, acc, needs_exact, large_values = checked_values(
                         value, acc, needs_exact, large_values, None, inputs, algebra, masks, b, h, row_heads, q_offsets,
-                        k_offsets, PARTIAL, blocks,
+                        k_offsets, IS_PARTIAL, blocks,
                     )  # fmt: skip
                 # s, scaled_dots, f [BLOCK_Q, BLOCK_K]
                 _key, _rnorm, s, _visible, scaled_dots = scoring.scores_of_keys(
-                    query, inputs, algebra, masks, b, h, q_offsets, k_offsets, scale, row_bias, PARTIAL, blocks
+                    query, inputs, algebra, masks, b, h, q_offsets, k_offsets, scale, row_bias, IS_PARTIAL, blocks
                 )
                 if algebra.reweighted and SWEEP == 0:
                     f = power_of_scores(s, shift, threshold, inverse_spread, tied, inputs, algebra, h)
@@ -72,7 +72,7 @@ def forward(inputs, algebra, masks, outputs, blocks):
                         acc = acc * rescale[:, None]
                 if SWEEP == 0:
                     if inputs.seed is not None:
-                        first = scoring.first_key(masks, tile_range, b, h, block, n, PARTIAL, blocks)
+                        first = scoring.first_key(masks, tile_range, b, h, block, n, IS_PARTIAL, blocks)
                         f = tl.where(dropout.kept(inputs, b, h, q_offsets, first, blocks.BLOCK_K, 1), f, 0.0)
                     acc += products.dot_weights(f, value, algebra, blocks)  # [BLOCK_Q, BLOCK_DV]
     phi_sum = nan_if_infinite(phi_sum, row_max, smallest_product)
@@ -125,13 +125,13 @@ def power_of_scores(s, shift, threshold, inverse_spread, tied, inputs, algebra, 
 @triton.jit
 def checked_values(
     value, acc, needs_exact, large_values, f, inputs, algebra, masks, b, h, row_heads, q_offsets, k_offsets,
-    PARTIAL: tl.constexpr, blocks,
+    IS_PARTIAL: tl.constexpr, blocks,
 ):  # fmt: skip
     """Returns the operand [BLOCK_K, BLOCK_DV] that the weights are multiplied with, values or
     LASER's e^V; then acc [BLOCK_Q, BLOCK_DV], needs_exact [BLOCK_Q] and large_values [BLOCK_K],
     updated.
 
-    In a PARTIAL tile a non-finite value makes ``acc`` NaN only in the rows that see it, or, if the
+    In a partial tile a non-finite value makes ``acc`` NaN only in the rows that see it, or, if the
     weights ``f`` [BLOCK_Q, BLOCK_K] are given, in the rows that give it weight. ``needs_exact``
     then becomes true in the rows that see a large value. In a full tile, which all rows see,
     ``large_values`` becomes 1 where a key has a large value.
@@ -140,9 +140,9 @@ def checked_values(
         row_heads: the query heads of the rows, [BLOCK_Q].
         h: any of these heads; they share a key head.
     """
-    if PARTIAL:
+    if IS_PARTIAL:
         if algebra.laser:
-            key_flags = laser.value_flags(value, inputs, b, h, k_offsets)  # [BLOCK_K]
+            key_flags = laser.value_flags(value, inputs, b, h, k_offsets)  # [BLOCK_K], of ``laser.flagged``
             rare = tl.max(key_flags, 0)
             nonfinite = rare >= 2.0
         else:
@@ -193,14 +193,14 @@ def store_results(
     """Store ``outputs``, from acc [BLOCK_Q, BLOCK_DV] and vectors [BLOCK_Q]; ``row_heads``
     [BLOCK_Q] are the query heads of the rows.
 
-    ROUNDED: whether the weights were rounded to the values' dtype before the product.
+    ROUNDED: whether the weights were rounded to the dtype of ``value_operand`` before the product.
     """
     mask = q_offsets < inputs.query_length
     dv_offsets = tl.arange(0, blocks.BLOCK_DV)
     weight_sum = power_sum if algebra.reweighted else phi_sum
     # LASER in float16 multiplies float32 operands
-    rounded: tl.constexpr = not (algebra.float32 or (algebra.float16 and algebra.laser))
-    if ROUNDED and rounded and algebra.normaliser == "l1" and not algebra.reweighted:
+    half_operands: tl.constexpr = not (algebra.float32 or (algebra.float16 and algebra.laser))
+    if ROUNDED and half_operands and algebra.normaliser == "l1" and not algebra.reweighted:
         element_type = inputs.value_operand.pointer.dtype.element_ty
         weight_sum = weighting.rounded_sum(phi_sum, row_max, shift, algebra, element_type)
     if algebra.laser:

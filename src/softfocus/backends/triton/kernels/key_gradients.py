@@ -22,7 +22,8 @@ from softfocus.backends.triton.kernels import (
 def key_gradients(
     inputs, algebra, masks, grad_out, outputs, row_vectors, grad_key, grad_value, EXACT: tl.constexpr, blocks
 ):  # fmt: skip
-    """Stores grad_key and grad_value, summed over the query heads that share the key head.
+    """Stores grad_key [B, Hk, Lk, D] and grad_value [B, Hk, Lk, Dv], summed over the query heads
+    that share the key head.
 
     With LASER ``grad_out`` is dL/d(A e^V), except in the EXACT variant. EXACT computes the share of
     LASER's marked rows and adds it to what the other variant stored for all other rows.
@@ -51,9 +52,9 @@ def key_gradients(
     value_sum = tl.zeros([blocks.BLOCK_K, blocks.BLOCK_DV], tl.float32)  # sum_i A_ij grad_acc_i
     for head_of_group in range(inputs.group):
         h = key_head * inputs.group + head_of_group
-        for PARTIAL in tl.static_range(1, -1, -1):
-            for n in range(masking.tile_count(masks.query_tiles, tile_range, b, h, block, PARTIAL)):
-                start = masking.tile_index(masks.query_tiles, tile_range, b, h, block, n, PARTIAL) * blocks.BLOCK_Q
+        for IS_PARTIAL in tl.static_range(1, -1, -1):
+            for n in range(masking.tile_count(masks.query_tiles, tile_range, b, h, block, IS_PARTIAL)):
+                start = masking.tile_index(masks.query_tiles, tile_range, b, h, block, n, IS_PARTIAL) * blocks.BLOCK_Q
                 q_offsets = start + tl.arange(0, blocks.BLOCK_Q)  # [BLOCK_Q]
                 active = backward_rows.active_rows(outputs, inputs, algebra, b, h, q_offsets, EXACT)
                 # query, grad_operand [BLOCK_Q, BLOCK_D]; grad_acc [BLOCK_Q, BLOCK_DV]; mean_grad,
@@ -67,7 +68,7 @@ def key_gradients(
                 s, visible, _scaled_dots = scoring.tile_scores(
                     products.dot(key, tl.trans(query), blocks), inputs, algebra, masks, b, h,
                     q_offsets[None, :], k_offsets[:, None], scale[None, :], key_scale[:, None], row_bias[None, :],
-                    PARTIAL,
+                    IS_PARTIAL,
                 )  # fmt: skip
                 if EXACT:
                     count = masking.visible_count(masks, inputs, b, h, q_offsets)
@@ -75,12 +76,12 @@ def key_gradients(
                     exact = laser.expanded(exact, 0)
                     log_weights, _log_u = laser.log_weights(s, exact, inputs, algebra, h)
                     log_weights = tl.where(visible, log_weights, float("-inf"))
-                    weighted_total, value_sum = laser.weighted_grads(
+                    exact_terms, value_sum = laser.weighted_grads(
                         log_weights, tl.zeros_like(s), value_sum, grad_out, outputs, inputs, b, h, q_offsets, active,
                         k_offsets, 1, blocks,
                     )  # fmt: skip
                     _weighted_grad, grad_u, derivative = laser.gradients_of_marked(
-                        s, weighted_total, exact, inputs, algebra, h
+                        s, exact_terms, exact, inputs, algebra, h
                     )
                 else:
                     grad_weights = products.dot(value, tl.trans(grad_acc), blocks)
@@ -97,18 +98,18 @@ def key_gradients(
                 grad_factor = row.grad_factor
                 if inputs.unit_key_fp16 is not None:  # grad_operand includes the scale
                     scale = tl.full(scale.shape, 1.0, tl.float32)
-                if algebra.float16:  # factors that may overflow float16 multiply the product instead
+                if algebra.float16:  # powers of two that may overflow float16 multiply the product instead
                     factor_pow2, scale_pow2 = (
                         norms.largest_power_of_two(grad_factor),
                         norms.largest_power_of_two(scale),
                     )
                     grad_factor, scale = grad_factor / factor_pow2, scale / scale_pow2
                 grad_scores = (grad_u * grad_factor[None, :]) * derivative * scale[None, :]
-                if PARTIAL:
+                if IS_PARTIAL:
                     grad_scores = tl.where(visible, grad_scores, 0.0)
                     grad_operand = products.finite_or_zero(grad_operand)
                 if not EXACT:
-                    if PARTIAL:
+                    if IS_PARTIAL:
                         weights = tl.where(visible, weights, 0.0)
                         grad_acc = tl.where(row.weight_factor[:, None] == 0.0, 0.0, grad_acc)
                     value_sum += products.dot_weights(weights, grad_acc, algebra, blocks)

@@ -70,8 +70,9 @@ def flagged(x):
 def exponentials(
     value, exp_values, flags, heads, length, width, FINITE: tl.constexpr, BLOCK_ROWS: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """Stores e^V and the flags of the keys. FINITE, for the backward: e^0 = 1 for non-finite
-    values, and no flags.
+    """Stores e^V of ``value`` [B, Hk, Lk, Dv] in ``exp_values``, shaped like it, and the keys'
+    flags in ``flags`` [B, Hk, Lk, 1]. FINITE, for the backward: e^0 = 1 for non-finite values, and
+    no flags.
     """
     b, h = tl.program_id(1) // heads, tl.program_id(1) % heads
     row_offsets = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -135,7 +136,7 @@ def load_marks(saved, inputs, b, h, q_offsets):
 
 @triton.jit
 def expanded(row, AXIS: tl.constexpr):
-    """The vectors [BLOCK_Q] as [BLOCK_Q, 1] for AXIS 1, or [1, BLOCK_Q] for AXIS 0."""
+    """The vectors [BLOCK_Q] as [BLOCK_Q, 1] or [1, BLOCK_Q]: AXIS, 1 or 0, is the keys' axis."""
     return ExactRow(
         tl.expand_dims(row.shift, AXIS), tl.expand_dims(row.phi_sum, AXIS), tl.expand_dims(row.threshold, AXIS),
         tl.expand_dims(row.inverse_spread, AXIS), tl.expand_dims(row.tied, AXIS),
@@ -163,9 +164,9 @@ def log_weights(s, row, inputs, algebra, h):
 
 
 @triton.jit
-def gradients_of_marked(s, total, row, inputs, algebra, h):
+def gradients_of_marked(s, exact_terms, row, inputs, algebra, h):
     """A (dL/dA - delta), g and phi' of a tile [BLOCK_Q, BLOCK_K], or [BLOCK_K, BLOCK_Q], from
-    scores and ``total`` = A dL/dA.
+    scores and ``exact_terms`` = A dL/dA.
 
     It does the work of ``weighting.weights_and_gradients``, but from A dL/dA, which is finite even
     where A underflows and dL/dA overflows. g includes all factors of the row.
@@ -177,8 +178,8 @@ def gradients_of_marked(s, total, row, inputs, algebra, h):
     power = 1.0
     small = 2.0**-100
     # Where f is at most ``small``, it is near underflow, and phi' / phi is computed from the score
-    # (``Phi.rate``). The f of the relu family loses precision already at 2^-60. With a threshold
-    # this is not needed: f - threshold is 0 or well above the rounding of f
+    # (``Phi.log_derivative``). The f of the relu family loses precision already at 2^-60. With a
+    # threshold this is not needed: f - threshold is 0 or well above the rounding of f
     if algebra.phi.has_zeros:
         small = tl.where(row.threshold == 0.0, 2.0**-60, 0.0)
     if algebra.reweighted:
@@ -186,24 +187,24 @@ def gradients_of_marked(s, total, row, inputs, algebra, h):
         weight = tl.where(row.tied, weight, weighting.u_to_the_power(u, inputs, algebra, h, 0) / row.power_sum)
         above_threshold = tl.where(row.tied, f, tl.maximum(f - row.threshold, 0.0))
         power = tl.where(row.tied, 1.0, weighting.head_power(inputs, algebra, h))
-    grad_log_weight = tl.where(row.one_key, 0.0, total - weight * row.delta)
+    grad_log_weight = tl.where(row.one_key, 0.0, exact_terms - weight * row.delta)
     vanished = above_threshold <= small
     grad_u = grad_log_weight * power / tl.where(vanished, 1.0, above_threshold)
-    derivative = tl.where(vanished & (grad_log_weight != 0.0), algebra.phi.rate(s), derivative)
+    derivative = tl.where(vanished & (grad_log_weight != 0.0), algebra.phi.log_derivative(s), derivative)
     return grad_log_weight, grad_u, derivative
 
 
 @triton.jit
 def weighted_grads(
-    log_weights, total, value_sum, grad_out, outputs, inputs, b, h, q_offsets, active, k_offsets,
+    log_weights, exact_terms, value_sum, grad_out, outputs, inputs, b, h, q_offsets, active, k_offsets,
     ROW_AXIS: tl.constexpr, blocks
 ):  # fmt: skip
-    """(total, value_sum) with this tile's terms grad_out e^(log A + v - out) added. Summed over the
-    columns c, the terms are A dL/dA; summed over the rows, they are dL/dV.
+    """(exact_terms, value_sum) with this tile's terms grad_out e^(log A + v - out) added. Summed
+    over the columns c, the terms are A dL/dA; summed over the rows, they are dL/dV.
 
     Args:
-        total: [BLOCK_Q, BLOCK_K] or [BLOCK_K, BLOCK_Q].
-        value_sum: [BLOCK_K, BLOCK_DV], or None, which returns ``total`` in its place.
+        exact_terms: [BLOCK_Q, BLOCK_K] or [BLOCK_K, BLOCK_Q].
+        value_sum: [BLOCK_K, BLOCK_DV], or None, which returns ``exact_terms`` in its place.
         active: the rows that count, [BLOCK_Q]. The others have grad_out 0.
         ROW_AXIS: the axis of the rows in the tile, 0 or 1.
     """
@@ -216,19 +217,19 @@ def weighted_grads(
         value = _column(inputs.value, b, h // inputs.group, k_offsets, k_offsets < inputs.key_length, c)  # [BLOCK_K]
         value = products.finite_or_zero(value)
         # v - out first: for large values the difference is exact, but a sum with log A is not.
-        # difference, exponent and term are shaped like ``total``
+        # difference, exponent and term are shaped like ``exact_terms``
         difference = tl.expand_dims(value, ROW_AXIS) - tl.expand_dims(tl.where(out == out, out, 0.0), 1 - ROW_AXIS)
         exponent = log_weights + (difference - tl.expand_dims(tl.where(out == out, residual, 0.0), 1 - ROW_AXIS))
         # In active rows A e^(v - out) is at most 1. In the others, whose gradient is 0, it must not
         # be infinite, as e^89 is
         term = tl.expand_dims(grad, 1 - ROW_AXIS) * tl.exp(tl.minimum(exponent, 80.0))
-        total += term
+        exact_terms += term
         if value_sum is not None:
             value_sum += tl.where(dv_offsets[None, :] == c, tl.sum(term, ROW_AXIS)[:, None], 0.0)
-    second = total  # Triton 3.6 cannot return None
+    second = exact_terms  # Triton 3.6 cannot return None
     if value_sum is not None:
         second = value_sum
-    return total, second
+    return exact_terms, second
 
 
 @triton.jit
@@ -266,12 +267,12 @@ def exact_forward(inputs, algebra, masks, outputs, blocks):
     running_max = tl.full([blocks.BLOCK_Q, blocks.BLOCK_DV], float("-inf"), tl.float32)
     total = tl.zeros([blocks.BLOCK_Q, blocks.BLOCK_DV], tl.float32)
     live_keys = tl.zeros([blocks.BLOCK_Q], tl.float32)
-    for PARTIAL in tl.static_range(1, -1, -1):
-        for n in range(masking.tile_count(masks.key_tiles, tile_range, b, h, block, PARTIAL)):
-            k_offsets = scoring.key_offsets(masks, tile_range, b, h, block, n, PARTIAL, blocks)
+    for IS_PARTIAL in tl.static_range(1, -1, -1):
+        for n in range(masking.tile_count(masks.key_tiles, tile_range, b, h, block, IS_PARTIAL)):
+            k_offsets = scoring.key_offsets(masks, tile_range, b, h, block, n, IS_PARTIAL, blocks)
             # s, visible [BLOCK_Q, BLOCK_K]
             _key, _rnorm, s, visible, _scaled_dots = scoring.scores_of_keys(
-                query, inputs, algebra, masks, b, h, q_offsets, k_offsets, scale, row_bias, PARTIAL, blocks
+                query, inputs, algebra, masks, b, h, q_offsets, k_offsets, scale, row_bias, IS_PARTIAL, blocks
             )
             log_weight, _log_u = log_weights(s, row, inputs, algebra, h)  # [BLOCK_Q, BLOCK_K]
             log_weight = tl.where(visible, log_weight, float("-inf"))

@@ -4,15 +4,15 @@ import triton
 import triton.language as tl
 
 COUNT, MAXIMUM, LOG_NORM, PEAK, PHI_SUM, POWER_SUM, MARK, MAXIMUM_IN_UNIT = (tl.constexpr(n) for n in range(8))
-"""Indices of the row vectors that the forward saves: first ``RowStatistics``, then what the
-backward needs. MARK is not 0 in LASER's marked rows. MAXIMUM_IN_UNIT is the maximum in the score
-unit.
+"""Indices of the row vectors that the forward saves in ``Outputs.saved``: first ``RowStatistics``,
+then what the backward needs. MARK is not 0 in LASER's marked rows. MAXIMUM_IN_UNIT is the maximum
+in the score unit.
 """
 
 
 @triton.jit
 def head_pointer(array, b, h):
-    """Pointer to the matrix [L, D] of one head."""
+    """Pointer to the matrix [L, D] of one head, or pointers shaped like h or b."""
     zero = tl.full([], 0, tl.int64)  # offsets of whole heads may lie beyond 2^31
     return array.pointer + (zero + b) * array.stride_b + (zero + h) * array.stride_h
 
@@ -52,18 +52,18 @@ def load_vector(array, b, h, row_offsets, length):
 
 
 @triton.jit
-def row_pointers(saved, b, h, q_offsets, N: tl.constexpr):
-    """Pointers [R] to elements of vector N of the row vectors [vectors, B, H, Lq].
+def row_pointers(vectors, b, h, q_offsets, N: tl.constexpr):
+    """Pointers [R] to the rows ``q_offsets`` of vector N of an Array of row vectors [n, B, H, Lq].
 
-    The array's names are shifted by one dimension: stride_b is the stride of the vectors, stride_h
-    that of B and stride_l that of H.
+    Its strides are shifted by one dimension: stride_b is the stride of the vectors, stride_h that
+    of B and stride_l that of H. The rows are contiguous.
     """
     zero = tl.full([], 0, tl.int64)
     return (
-        saved.pointer
-        + (zero + N) * saved.stride_b
-        + (zero + b) * saved.stride_h
-        + (zero + h) * saved.stride_l
+        vectors.pointer
+        + (zero + N) * vectors.stride_b
+        + (zero + b) * vectors.stride_h
+        + (zero + h) * vectors.stride_l
         + q_offsets
     )
 
@@ -138,13 +138,13 @@ def key_pointers(array, inputs, b, h, k_offsets):
 
 
 @triton.jit
-def load_tile(array, inputs, b, h, k_offsets, width, COLUMNS: tl.constexpr, PARTIAL: tl.constexpr, blocks):
+def load_tile(array, inputs, b, h, k_offsets, width, COLUMNS: tl.constexpr, IS_PARTIAL: tl.constexpr, blocks):
     """Keys [BLOCK_K, BLOCK_D] or values [BLOCK_K, BLOCK_DV]; 0 beyond the last key and the last
-    column. Only a PARTIAL tile can reach beyond the last key.
+    column. Only a partial tile can reach beyond the last key.
     """
     columns = tl.arange(0, COLUMNS)
     pointers = key_pointers(array, inputs, b, h, k_offsets)[:, None] + columns[None, :] * array.stride_d
-    if PARTIAL:
+    if IS_PARTIAL:
         tile = tl.load(
             pointers, mask=(k_offsets[:, None] < sequence_length(inputs, b)) & (columns[None, :] < width), other=0.0
         )
@@ -156,21 +156,23 @@ def load_tile(array, inputs, b, h, k_offsets, width, COLUMNS: tl.constexpr, PART
 
 
 @triton.jit
-def load_keys(inputs, b, h, k_offsets, PARTIAL: tl.constexpr, blocks):
+def load_keys(inputs, b, h, k_offsets, IS_PARTIAL: tl.constexpr, blocks):
     """Keys [BLOCK_K, BLOCK_D]."""
-    return load_tile(inputs.key, inputs, b, h, k_offsets, inputs.head_dim, blocks.BLOCK_D, PARTIAL, blocks)
+    return load_tile(inputs.key, inputs, b, h, k_offsets, inputs.head_dim, blocks.BLOCK_D, IS_PARTIAL, blocks)
 
 
 @triton.jit
-def load_bf16_unit_keys(inputs, b, h, k_offsets, PARTIAL: tl.constexpr, blocks):
+def load_bf16_unit_keys(inputs, b, h, k_offsets, IS_PARTIAL: tl.constexpr, blocks):
     """Unit vectors k / |k| [BLOCK_K, BLOCK_D], for products with the gradient of the scores."""
-    return load_tile(inputs.unit_key_bf16, inputs, b, h, k_offsets, inputs.head_dim, blocks.BLOCK_D, PARTIAL, blocks)
+    return load_tile(inputs.unit_key_bf16, inputs, b, h, k_offsets, inputs.head_dim, blocks.BLOCK_D, IS_PARTIAL, blocks)
 
 
 @triton.jit
-def load_value_operand(inputs, b, h, k_offsets, PARTIAL: tl.constexpr, blocks):
+def load_value_operand(inputs, b, h, k_offsets, IS_PARTIAL: tl.constexpr, blocks):
     """Values, or LASER's e^V, [BLOCK_K, BLOCK_DV]."""
-    return load_tile(inputs.value_operand, inputs, b, h, k_offsets, inputs.value_dim, blocks.BLOCK_DV, PARTIAL, blocks)
+    return load_tile(
+        inputs.value_operand, inputs, b, h, k_offsets, inputs.value_dim, blocks.BLOCK_DV, IS_PARTIAL, blocks
+    )
 
 
 @triton.jit

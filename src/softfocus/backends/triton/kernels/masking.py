@@ -6,7 +6,9 @@ import triton.language as tl
 from softfocus.backends.triton.kernels import loading
 
 EMPTY, PARTIAL, FULL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-"""How much of a tile the masks and the ends of the tensors leave visible: nothing, some, all."""
+"""How much of a tile the window, the masks and the ends of the tensors leave visible: nothing,
+some, all. In a kernel IS_PARTIAL says which tiles a loop visits: PARTIAL ones, or else FULL ones.
+"""
 TILES_AT_ONCE = tl.constexpr(256)
 """Tiles whose document numbers are compared at once: two per thread of a program of 128 threads.
 Chosen, not measured.
@@ -64,7 +66,7 @@ def visible(masks, inputs, b, h, q_offsets, k_offsets):
 
 @triton.jit
 def visible_count(masks, inputs, b, h, q_offsets):
-    """N_i, float32, shaped like ``q_offsets`` [BLOCK_Q]."""
+    """N_i, float32, shaped like ``q_offsets`` [BLOCK_Q]; h is a head, or the head of each row."""
     if masks.counts is not None:
         pointers = loading.head_pointer(masks.counts, b, h) + q_offsets * masks.counts.stride_l
         return tl.load(pointers, mask=q_offsets < inputs.query_length, other=0).to(tl.float32)
@@ -135,25 +137,29 @@ def query_tile_range(masks, inputs, blocks, block):
 
 
 @triton.jit
-def tile_count(lists, tile_range, b, h, block, PARTIAL: tl.constexpr):
-    """How many partial tiles a block visits, or full tiles unless PARTIAL."""
+def tile_count(lists, tile_range, b, h, block, IS_PARTIAL: tl.constexpr):
+    """How many partial tiles a block visits, or full tiles unless IS_PARTIAL.
+
+    ``lists`` are the ``TileLists`` of the block's side; None where the window alone masks, and
+    ``tile_range`` counts.
+    """
     if lists is not None:
-        counts = lists.partial_count if PARTIAL else lists.full_count
+        counts = lists.partial_count if IS_PARTIAL else lists.full_count
         return tl.load(loading.head_pointer(counts, b, h) + block * counts.stride_l)
     start, full_start, full_stop, stop = tile_range
-    if PARTIAL:
+    if IS_PARTIAL:
         return (full_start - start) + (stop - full_stop)
     return full_stop - full_start
 
 
 @triton.jit
-def tile_index(lists, tile_range, b, h, block, n, PARTIAL: tl.constexpr):
+def tile_index(lists, tile_range, b, h, block, n, IS_PARTIAL: tl.constexpr):
     """The index of the n-th of the tiles that ``tile_count`` counts."""
     if lists is not None:
-        indices = lists.partial if PARTIAL else lists.full
+        indices = lists.partial if IS_PARTIAL else lists.full
         return tl.load(loading.head_pointer(indices, b, h) + block * indices.stride_l + n * indices.stride_d)
     start, full_start, full_stop, _stop = tile_range
-    if PARTIAL:
+    if IS_PARTIAL:
         before = full_start - start
         return tl.where(n < before, start + n, full_stop + n - before)
     return full_start + n

@@ -44,17 +44,19 @@ def fast_reciprocal_norm(x):
 
 @triton.jit
 def power_of_two_in(rnorm):
-    """The power of two p with |x| p in (1/2, 1], from ``rnorm`` = 1 / |x|; 0 of a zero vector."""
+    """The power of two p with |x| p in (1/2, 1], from ``rnorm`` = 1 / |x|; 0 of a zero vector, and
+    2^-128 where ``rnorm`` is subnormal.
+    """
     bits = rnorm.to(tl.int32, bitcast=True) & 0x7F800000
     pow2 = bits.to(tl.float32, bitcast=True)
     tiny: tl.constexpr = 2.0**-126
-    return tl.where((rnorm > 0.0) & (rnorm < tiny), 2.0**-128, pow2)  # of subnormal rnorm; see ``mantissa_of``
+    return tl.where((rnorm > 0.0) & (rnorm < tiny), 2.0**-128, pow2)
 
 
 @triton.jit
 def mantissa_of(rnorm):
-    """``rnorm`` over its power of two, in [1, 2). It is taken from the bits, since a division would
-    be approximate.
+    """``rnorm`` over ``power_of_two_in(rnorm)``, in [1, 2) unless ``rnorm`` is subnormal. It is
+    taken from the bits, since a division would be approximate.
     """
     bits = (rnorm.to(tl.int32, bitcast=True) & 0x007FFFFF) | 0x3F800000
     mantissa = tl.where(rnorm < 2.0**-126, rnorm * 2.0**64 * 2.0**64, bits.to(tl.float32, bitcast=True))
@@ -86,8 +88,8 @@ def largest_power_of_two(x):
 def reciprocal_norms(
     x, rnorm, unit_fp16, unit_bf16, heads, length, width, BLOCK_ROWS: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """Store 1 / |x| of every row in ``rnorm`` [B, H, L, 1] and, where given, x / |x| in
-    ``unit_fp16`` and ``unit_bf16`` [B, H, L, D].
+    """Store 1 / |x| of every row of x [B, H, L, D] in ``rnorm`` [B, H, L, 1] and, where given,
+    x / |x| in ``unit_fp16`` and ``unit_bf16`` [B, H, L, D].
     """
     b, h = tl.program_id(1) // heads, tl.program_id(1) % heads
     row_offsets = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)

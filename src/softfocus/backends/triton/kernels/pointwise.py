@@ -92,7 +92,7 @@ if knobs.runtime.interpret or torch.version.hip:
 
     @triton.jit
     def saturated(a, b, c):
-        """a b + c within [0, 1], 0 where it is NaN: one instruction."""
+        """a b + c within [0, 1], 0 where it is NaN."""
         return tl.minimum(tl.maximum(a * b + c, 0.0), 1.0)
 else:
     _fast_log2, _rounded_product = libdevice.fast_log2f, libdevice.mul_rn
@@ -130,7 +130,7 @@ def log2(x, TERMS: tl.constexpr):
 
 
 @triton.jit
-def _positive(s):
+def _positive_part(s):
     return tl.maximum(s, 0.0, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -158,6 +158,7 @@ def row_shift(row_max, algebra):
 
 @triton.jit
 def _shifted(f, shift, algebra):
+    """f 2^-shift."""
     if algebra.shifted:
         f = f * tl.exp2(-shift)
     return f
@@ -196,7 +197,7 @@ def _log_of_value(s, shift, f):
 
 @triton.jit
 def _log_relu2(s, shift, f):
-    return 2.0 * _log(_positive(s)) - shift * LN2
+    return 2.0 * _log(_positive_part(s)) - shift * LN2
 
 
 @triton.jit
@@ -225,7 +226,7 @@ def _exp2(x, algebra):
     if algebra.reweighted and algebra.float32:
         x = tl.maximum(x, -252.0, propagate_nan=tl.PropagateNan.ALL)  # 2^-252 = 2^-126 2^-126 is 0 in float32
         whole = tl.floor(x + 0.5)
-        r = x - whole
+        r = x - whole  # 2^r for |r| <= 1/2, by its Taylor series
         y = r * 1.5252734e-05 + 1.5403530e-04
         y = y * r + 1.3333558e-03
         y = y * r + 9.6181291e-03
@@ -310,7 +311,7 @@ def _sigmoid_derivative(s, shift, algebra):
 
 @triton.jit
 def _relu(s, shift, algebra):
-    return _shifted(_positive(s), shift, algebra)
+    return _shifted(_positive_part(s), shift, algebra)
 
 
 @triton.jit
@@ -320,17 +321,17 @@ def _relu_derivative(s, shift, algebra):
 
 @triton.jit
 def _relu2(s, shift, algebra):
-    return _shifted(_positive(s) * _positive(s), shift, algebra)
+    return _shifted(_positive_part(s) * _positive_part(s), shift, algebra)
 
 
 @triton.jit
 def _relu2_derivative(s, shift, algebra):
-    return _shifted(2.0 * _positive(s), shift, algebra)
+    return _shifted(2.0 * _positive_part(s), shift, algebra)
 
 
 @triton.jit
 def _relu6(s, shift, algebra):
-    return _shifted(tl.minimum(_positive(s), 6.0, propagate_nan=tl.PropagateNan.ALL), shift, algebra)
+    return _shifted(tl.minimum(_positive_part(s), 6.0, propagate_nan=tl.PropagateNan.ALL), shift, algebra)
 
 
 @triton.jit
@@ -339,30 +340,30 @@ def _relu6_derivative(s, shift, algebra):
 
 
 @triton.jit
-def _rate_one(s):
+def _tail_log_derivative(s):
     return tl.zeros_like(s) + 1.0
 
 
 @triton.jit
-def _rate_one_over(s):
+def _relu_log_derivative(s):
     return 1.0 / s
 
 
 @triton.jit
-def _rate_two_over(s):
+def _relu2_log_derivative(s):
     return 2.0 / s
 
 
-_POSITIVE, _HAS_ZEROS = tl.constexpr(False), tl.constexpr(True)
+_NO_ZEROS, _HAS_ZEROS = tl.constexpr(False), tl.constexpr(True)
 PHI = {
-    "exp": Phi(_exp, _exp, _log_exp, _rate_one, _POSITIVE, _exp_shift, LOG2E),
+    "exp": Phi(_exp, _exp, _log_exp, _tail_log_derivative, _NO_ZEROS, _exp_shift, LOG2E),
     "softplus": Phi(
-        _softplus, _softplus_derivative, _log_softplus, _rate_one, _POSITIVE, _softplus_shift, LOG2E, LOG2E
+        _softplus, _softplus_derivative, _log_softplus, _tail_log_derivative, _NO_ZEROS, _softplus_shift, LOG2E, LOG2E
     ),
-    "sigmoid": Phi(_sigmoid, _sigmoid_derivative, _log_sigmoid, _rate_one, _POSITIVE, _sigmoid_shift, LOG2E),
-    "relu": Phi(_relu, _relu_derivative, _log_of_value, _rate_one_over, _HAS_ZEROS),
-    "relu2": Phi(_relu2, _relu2_derivative, _log_relu2, _rate_two_over, _HAS_ZEROS),
-    "relu6": Phi(_relu6, _relu6_derivative, _log_of_value, _rate_one_over, _HAS_ZEROS),
+    "sigmoid": Phi(_sigmoid, _sigmoid_derivative, _log_sigmoid, _tail_log_derivative, _NO_ZEROS, _sigmoid_shift, LOG2E),
+    "relu": Phi(_relu, _relu_derivative, _log_of_value, _relu_log_derivative, _HAS_ZEROS),
+    "relu2": Phi(_relu2, _relu2_derivative, _log_relu2, _relu2_log_derivative, _HAS_ZEROS),
+    "relu6": Phi(_relu6, _relu6_derivative, _log_of_value, _relu_log_derivative, _HAS_ZEROS),
 }
 
 

@@ -27,7 +27,7 @@ def query_gradients(
     inputs, algebra, masks, grad_out, outputs, row_vectors, grad_query, grad_acc_out, grad_head_scale, grad_power,
     EXACT: tl.constexpr, blocks,
 ):  # fmt: skip
-    """Stores grad_query, and ``row_vectors`` for the other kernels; with LASER also
+    """Stores grad_query [B, H, Lq, D], and ``row_vectors`` for the other kernels; with LASER also
     ``grad_acc_out``, dL/d(A e^V), shaped like out.
 
     If wanted it also stores each row's share of the gradients of head_scale and power, [B, H, Lq].
@@ -77,30 +77,28 @@ def query_gradients(
     derivative_sum = tl.zeros([blocks.BLOCK_Q, blocks.BLOCK_D], tl.float32)  # sum_j phi' k
     grad_u_sum = tl.zeros([blocks.BLOCK_Q], tl.float32)  # sum_j g
     log2_u_sum = tl.zeros([blocks.BLOCK_Q], tl.float32)  # sum_j A (dL/dA - delta) log2 u
-    for PARTIAL in tl.static_range(1, -1, -1):
-        for n in range(masking.tile_count(masks.key_tiles, tile_range, b, h, block, PARTIAL)):
-            k_offsets = scoring.key_offsets(masks, tile_range, b, h, block, n, PARTIAL, blocks)  # [BLOCK_K]
+    for IS_PARTIAL in tl.static_range(1, -1, -1):
+        for n in range(masking.tile_count(masks.key_tiles, tile_range, b, h, block, IS_PARTIAL)):
+            k_offsets = scoring.key_offsets(masks, tile_range, b, h, block, n, IS_PARTIAL, blocks)  # [BLOCK_K]
             # key [BLOCK_K, BLOCK_D], key_rnorm [BLOCK_K]; s, visible [BLOCK_Q, BLOCK_K]
             key, key_rnorm, s, visible, _scaled_dots = scoring.scores_of_keys(
-                query, inputs, algebra, masks, b, h, q_offsets, k_offsets, query_scale, row_bias, PARTIAL, blocks
+                query, inputs, algebra, masks, b, h, q_offsets, k_offsets, query_scale, row_bias, IS_PARTIAL, blocks
             )
             # grad_weights, weighted_grad = A (dL/dA - delta), grad_u, derivative, log2_u [BLOCK_Q,
             # BLOCK_K]
             if EXACT:
                 log_weights, log_u = laser.log_weights(s, exact, inputs, algebra, h)
-                weighted_total, _none = laser.weighted_grads(
+                exact_terms, _none = laser.weighted_grads(
                     log_weights, tl.zeros_like(s), None, grad_out, outputs, inputs, b, h, q_offsets, active, k_offsets,
                     0, blocks,
                 )  # fmt: skip
-                weighted_grad, grad_u, derivative = laser.gradients_of_marked(
-                    s, weighted_total, exact, inputs, algebra, h
-                )
+                weighted_grad, grad_u, derivative = laser.gradients_of_marked(s, exact_terms, exact, inputs, algebra, h)
                 log2_u = tl.where(log_u > float("-inf"), log_u, 0.0) / LN2
             else:
-                value = loading.load_value_operand(inputs, b, h, k_offsets, PARTIAL, blocks)  # [BLOCK_K, BLOCK_DV]
+                value = loading.load_value_operand(inputs, b, h, k_offsets, IS_PARTIAL, blocks)  # [BLOCK_K, BLOCK_DV]
                 grad_weights = products.dot(grad_acc, tl.trans(value), blocks)
                 if inputs.seed is not None:
-                    first = scoring.first_key(masks, tile_range, b, h, block, n, PARTIAL, blocks)
+                    first = scoring.first_key(masks, tile_range, b, h, block, n, IS_PARTIAL, blocks)
                     kept = dropout.kept(inputs, b, h, q_offsets, first, blocks.BLOCK_K, 1)
                     grad_weights = tl.where(kept, grad_weights * inputs.keep_scale, 0.0)
                 weights, grad_u, derivative, u = weighting.weights_and_gradients(
@@ -108,19 +106,19 @@ def query_gradients(
                 )
                 weighted_grad = weights * (grad_weights - tile_row.delta)
                 log2_u = log2(tl.where(u > 0.0, u, 1.0), algebra.terms)
-            if PARTIAL:
+            if IS_PARTIAL:
                 grad_u = tl.where(visible, grad_u, 0.0)  # masked scores: phi' is 0, but grad_u may be NaN
-            rnorm_pow2 = 1.0  # a factor that may overflow float16 multiplies the product instead
+            rnorm_pow2 = 1.0  # the power of two in key_rnorm may overflow float16, and multiplies the product instead
             if inputs.unit_key_fp16 is not None:
-                key = loading.load_bf16_unit_keys(inputs, b, h, k_offsets, PARTIAL, blocks)  # [BLOCK_K, BLOCK_D]
+                key = loading.load_bf16_unit_keys(inputs, b, h, k_offsets, IS_PARTIAL, blocks)  # [BLOCK_K, BLOCK_D]
             elif algebra.cosine:
                 if algebra.float16:
                     rnorm_pow2 = norms.largest_power_of_two(key_rnorm)
                     key_rnorm = key_rnorm / rnorm_pow2
                 derivative = derivative * key_rnorm[None, :]
-                if PARTIAL:
+                if IS_PARTIAL:
                     derivative = tl.where(visible, derivative, 0.0)
-            if PARTIAL:
+            if IS_PARTIAL:
                 key = products.finite_or_zero(key)
             tile_sum = products.dot_grad_scores(grad_u * derivative, key, algebra, blocks)  # [BLOCK_Q, BLOCK_D]
             if algebra.float16:
@@ -134,7 +132,7 @@ def query_gradients(
                 grad_u_sum += tl.sum(grad_u, 1)
                 if grad_power is not None:
                     weighted_grad = weighted_grad * log2_u
-                    if PARTIAL:
+                    if IS_PARTIAL:
                         weighted_grad = tl.where(visible, weighted_grad, 0.0)
                     log2_u_sum += tl.sum(weighted_grad, 1)
 

@@ -26,7 +26,7 @@ def base_scale(inputs, algebra, count):
 
 @triton.jit
 def score_scale(inputs, algebra, count, h):
-    """c_i [BLOCK_Q]."""
+    """c_i [BLOCK_Q]; h is a head, or the head of each row."""
     scale = base_scale(inputs, algebra, count)
     if inputs.head_scale is not None:
         scale = scale * tl.load(inputs.head_scale + h)
@@ -35,7 +35,7 @@ def score_scale(inputs, algebra, count, h):
 
 @triton.jit
 def row_bias_of(inputs, algebra, count, b):
-    """b_i [BLOCK_Q], in the unit of scores."""
+    """b_i [BLOCK_Q], in the score unit."""
     row_bias = tl.zeros_like(count)
     if algebra.score_bias == "-log(N)":
         row_bias = -tl.log(tl.maximum(count, 1.0))
@@ -51,8 +51,9 @@ def query_operand(query, rnorm, scale, inputs, algebra):
     """The query operand [BLOCK_Q, BLOCK_D] of the products with keys, and the factor [BLOCK_Q] that
     turns these products into scores.
 
-    The factor is c_i; with cosine it is c_i times the mantissa of 1 / |q_i|. With unit vectors the
-    operand includes the factor, and the one returned is not used for scores.
+    ``scale`` [BLOCK_Q] is c_i in the score unit, ``rnorm`` 1 / |q_i|. The factor is ``scale``, with
+    cosine times the mantissa of ``rnorm``. With unit vectors the operand includes the factor, and
+    the one returned is not used for scores.
     """
     if algebra.cosine:
         query, mantissa = norms.scaled_operand(query, rnorm)
@@ -63,17 +64,17 @@ def query_operand(query, rnorm, scale, inputs, algebra):
 
 
 @triton.jit
-def load_score_keys(inputs, algebra, b, h, k_offsets, PARTIAL: tl.constexpr, blocks):
+def load_score_keys(inputs, algebra, b, h, k_offsets, IS_PARTIAL: tl.constexpr, blocks):
     """The key operand [BLOCK_K, BLOCK_D] of the products with queries, and with cosine 1 / |k|
     [BLOCK_K].
     """
     rnorm = k_offsets.to(tl.float32)  # not used without cosine, but Triton needs the name in both branches
     if inputs.unit_key_fp16 is not None:
         key = loading.load_tile(
-            inputs.unit_key_fp16, inputs, b, h, k_offsets, inputs.head_dim, blocks.BLOCK_D, PARTIAL, blocks
+            inputs.unit_key_fp16, inputs, b, h, k_offsets, inputs.head_dim, blocks.BLOCK_D, IS_PARTIAL, blocks
         )
     else:
-        key = loading.load_keys(inputs, b, h, k_offsets, PARTIAL, blocks)
+        key = loading.load_keys(inputs, b, h, k_offsets, IS_PARTIAL, blocks)
     if algebra.cosine:
         if inputs.key_rnorm is None:
             rnorm = norms.reciprocal_norm(key.to(tl.float32))
@@ -83,20 +84,20 @@ def load_score_keys(inputs, algebra, b, h, k_offsets, PARTIAL: tl.constexpr, blo
 
 
 @triton.jit
-def first_key(masks, tile_range, b, h, block, n, PARTIAL: tl.constexpr, blocks):
-    """The first key of a block's n-th partial tile, or n-th full tile unless PARTIAL."""
-    return masking.tile_index(masks.key_tiles, tile_range, b, h, block, n, PARTIAL) * blocks.BLOCK_K
+def first_key(masks, tile_range, b, h, block, n, IS_PARTIAL: tl.constexpr, blocks):
+    """The first key of a block's n-th partial tile, or n-th full tile unless IS_PARTIAL."""
+    return masking.tile_index(masks.key_tiles, tile_range, b, h, block, n, IS_PARTIAL) * blocks.BLOCK_K
 
 
 @triton.jit
-def key_offsets(masks, tile_range, b, h, block, n, PARTIAL: tl.constexpr, blocks):
+def key_offsets(masks, tile_range, b, h, block, n, IS_PARTIAL: tl.constexpr, blocks):
     """The keys [BLOCK_K] of the tile that ``first_key`` begins."""
-    return first_key(masks, tile_range, b, h, block, n, PARTIAL, blocks) + tl.arange(0, blocks.BLOCK_K)
+    return first_key(masks, tile_range, b, h, block, n, IS_PARTIAL, blocks) + tl.arange(0, blocks.BLOCK_K)
 
 
 @triton.jit
 def tile_scores(
-    dots, inputs, algebra, masks, b, h, q_offsets, k_offsets, scale, rnorm, row_bias, PARTIAL: tl.constexpr
+    dots, inputs, algebra, masks, b, h, q_offsets, k_offsets, scale, rnorm, row_bias, IS_PARTIAL: tl.constexpr
 ):
     """Scores of a tile in the score unit, -inf where masked; whether they are visible; and the
     products with their scale but no bias, 0 where masked. All three are shaped like ``dots``.
@@ -121,7 +122,7 @@ def tile_scores(
         bias = tl.load(loading.head_pointer(inputs.bias, b, h) + offsets, mask=mask, other=0.0).to(tl.float32)
         s += pointwise.stable_product(bias, algebra.phi.score_unit, algebra)
     visible = tl.full(s.shape, True, tl.int1)
-    if PARTIAL:
+    if IS_PARTIAL:
         visible = masking.visible(masks, inputs, b, h, q_offsets, k_offsets)
         s = tl.where(visible, s, float("-inf"))
         scaled_dots = tl.where(visible, scaled_dots, 0.0)
@@ -130,14 +131,14 @@ def tile_scores(
 
 @triton.jit
 def scores_of_keys(
-    query, inputs, algebra, masks, b, h, q_offsets, k_offsets, scale, row_bias, PARTIAL: tl.constexpr, blocks
+    query, inputs, algebra, masks, b, h, q_offsets, k_offsets, scale, row_bias, IS_PARTIAL: tl.constexpr, blocks
 ):
     """The key operand [BLOCK_K, BLOCK_D], 1 / |k| [BLOCK_K], and what ``tile_scores`` returns,
     [BLOCK_Q, BLOCK_K]. ``scale`` and ``row_bias`` are [BLOCK_Q].
     """
-    key, key_rnorm = load_score_keys(inputs, algebra, b, h, k_offsets, PARTIAL, blocks)
+    key, key_rnorm = load_score_keys(inputs, algebra, b, h, k_offsets, IS_PARTIAL, blocks)
     s, visible, scaled_dots = tile_scores(
         products.dot(query, tl.trans(key), blocks), inputs, algebra, masks, b, h,
-        q_offsets[:, None], k_offsets[None, :], scale[:, None], key_rnorm[None, :], row_bias[:, None], PARTIAL,
+        q_offsets[:, None], k_offsets[None, :], scale[:, None], key_rnorm[None, :], row_bias[:, None], IS_PARTIAL,
     )  # fmt: skip
     return key, key_rnorm, s, visible, scaled_dots

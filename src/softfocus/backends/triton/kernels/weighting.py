@@ -62,7 +62,7 @@ def rounded_sum(phi_sum, row_max, shift, algebra, element_type):
 
 @triton.jit
 def head_power(inputs, algebra, h):
-    """p of head h."""
+    """p of head h, or of the head of each row."""
     if inputs.power is None:
         power = algebra.power
     else:
@@ -72,7 +72,7 @@ def head_power(inputs, algebra, h):
 
 @triton.jit
 def u_to_the_power(u, inputs, algebra, h, LESS: tl.constexpr):
-    """u^(p - LESS), 0 where u is 0; LESS is 0 or 1."""
+    """u^(p - LESS) of any shape, 0 where u is 0; LESS is 0 or 1."""
     if inputs.power is None and algebra.power > LESS:
         result = pointwise.whole_power(u, algebra.power - LESS)
     elif inputs.power is None:
@@ -90,9 +90,9 @@ def row_threshold(inputs, algebra, count, phi_sum, largest_phi):
     u = (phi - threshold) / spread. Tied rows keep their l1 weights.
     """
     divisor = tl.where(phi_sum == 0.0, 1.0, phi_sum)
-    o = tl.where(count > FREE_ROWS, 1.0, 0.0)
-    threshold = o * phi_sum / tl.maximum(count, 1.0)
-    peak = tl.maximum(largest_phi * count / divisor - o, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    threshold_on = tl.where(count > FREE_ROWS, 1.0, 0.0)
+    threshold = threshold_on * phi_sum / tl.maximum(count, 1.0)
+    peak = tl.maximum(largest_phi * count / divisor - threshold_on, 0.0, propagate_nan=tl.PropagateNan.ALL)
     tied = peak <= TIE_TOLERANCE
     return threshold, 1.0 / tl.where(tied, 1.0, largest_phi - threshold), tied, peak
 
@@ -123,7 +123,8 @@ class GradientRow(NamedTuple):
     its unit. dL/dphi in the right column is the derivative by phi without the unit.
 
     Attributes:
-        shift: of phi, as in the forward; the logsumexp where ``shift_holds_norm``.
+        shift: of phi, as in the forward; where ``shift_holds_norm`` the logsumexp, in the score
+            unit.
         threshold, inverse_spread: of re-weighted rows. A negative inverse_spread marks a tied
             row: it has p = 1 and u = phi |inverse_spread|, which is phi over the row's largest.
         weight_factor: 0 in fully masked rows.
@@ -194,7 +195,7 @@ def gradient_row(saved, inputs, algebra, count, b, h, q_offsets, delta):
 
 @triton.jit
 def expanded(row, AXIS: tl.constexpr):
-    """The vectors [BLOCK_Q] as [BLOCK_Q, 1] for AXIS 1, or [1, BLOCK_Q] for AXIS 0."""
+    """The vectors [BLOCK_Q] as [BLOCK_Q, 1] or [1, BLOCK_Q]: AXIS, 1 or 0, is the keys' axis."""
     return GradientRow(
         tl.expand_dims(row.shift, AXIS), tl.expand_dims(row.threshold, AXIS),
         tl.expand_dims(row.inverse_spread, AXIS),
@@ -218,9 +219,9 @@ def weights_and_gradients(s, grad_weights, row, inputs, algebra, h):
         grad_u = grad_weights - row.delta
     if algebra.reweighted:
         u = phi_to_u(f, row.threshold, tl.abs(row.inverse_spread), algebra)
-        u_less = tl.where(row.inverse_spread < 0.0, 1.0, u_to_the_power(u, inputs, algebra, h, 1))
-        grad_u = grad_u * u_less
-        f = u_less * u
+        u_p1 = tl.where(row.inverse_spread < 0.0, 1.0, u_to_the_power(u, inputs, algebra, h, 1))  # u^(p-1)
+        grad_u = grad_u * u_p1
+        f = u_p1 * u
     if not algebra.shift_holds_norm:
         f = f * row.weight_factor
     return f, grad_u, derivative, u
@@ -242,10 +243,10 @@ def rounding_step(rounded, algebra):
 
 @triton.jit
 def rounding_residual(x, rounded, algebra):
-    """x - rounded in units of ``rounding_step``, at most 127, plus or minus 0.5. The conversion to
-    int8 truncates it to the nearest integer.
+    """x - rounded in units of ``rounding_step``; 0 where that is above 127. 0.5 is added to the
+    absolute value, so that the conversion to int8, which truncates, rounds to the nearest integer.
     """
     step = rounding_step(rounded, algebra)
     steps = (x - rounded) / tl.where(step > 0.0, step, 1.0)
     steps = tl.where((step > 0.0) & (tl.abs(steps) <= 127.0), steps, 0.0)
-    return steps + tl.where(steps < 0.0, -0.5, 0.5)  # truncated when it is stored
+    return steps + tl.where(steps < 0.0, -0.5, 0.5)
