@@ -20,10 +20,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 SIGNED_PHI = ("gelu", "mish", "identity")
 """phi whose values may be negative: their l1 norm sums absolute values."""
-FREE_ROWS = 3
-"""Rows that see at most this many keys are not thresholded or re-centred: the papers' "first three
-rows".
-"""
+MAX_UNTHRESHOLDED_COUNT = 3
+"""The largest N_i of a row without threshold or re-centring: the papers' "first three rows"."""
 TIE_EPS = 128.0
 """A row is tied if its largest weight exceeds the mean by at most this many eps, relative to it."""
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from softfocus import dropout
 from softfocus.contract import FLOATING, Call, Carries, RowStatistics, compute_dtype
-from softfocus.mechanism import FREE_ROWS, TIE_EPS, Mechanism
+from softfocus.mechanism import MAX_UNTHRESHOLDED_COUNT, TIE_EPS, Mechanism
 from softfocus.pointwise import POINTWISE
 
 CARRIES = Carries(
@@ -195,7 +195,7 @@ def reweight(
     The power is taken of u / max(u): the maximum cancels in the row sum, and u^p cannot overflow. A
     tied row keeps its weights, since the equation would divide 0 by 0.
     """
-    o = (count > FREE_ROWS).to(weights.dtype)
+    o = (count > MAX_UNTHRESHOLDED_COUNT).to(weights.dtype)
     u = torch.relu(weights * count - o)
     peak = u.detach().amax(-1, keepdim=True) if u.size(-1) else u.new_zeros(count.shape)
     tied = peak <= TIE_EPS * torch.finfo(weights.dtype).eps
@@ -223,7 +223,7 @@ def _post(weights: Tensor, visible: Tensor, count: Tensor, mechanism: Mechanism)
     # Where all weights are equal only rounding is left, which l1 would enlarge
     tied = norm <= TIE_EPS * torch.finfo(weights.dtype).eps
     rescaled = torch.where(tied, 0.0, centred / torch.where(tied, 1.0, norm))
-    first_rows = count <= FREE_ROWS
+    first_rows = count <= MAX_UNTHRESHOLDED_COUNT
     return {
         "none": weights,
         "negate": -weights,

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from softfocus.mechanism import FREE_ROWS, SIGNED_PHI, TIE_EPS, Mechanism
+from softfocus.mechanism import MAX_UNTHRESHOLDED_COUNT, SIGNED_PHI, TIE_EPS, Mechanism
 from softfocus.pointwise import POINTWISE
 
 SQUARING_LIMIT = 32
 _EXP_TAIL = -20.0
 _EXP_TAIL_DOUBLE = -36.0
-"""Below these softplus and sigmoid equal e^s: within 1e-9 of it for float32, within rounding for
-float64.
+"""Below these softplus and sigmoid equal e^s: _EXP_TAIL within 1e-9 for float32, _EXP_TAIL_DOUBLE
+within rounding for float64.
 """
 
 
@@ -31,13 +31,13 @@ class Rows:
         scores: s, [..., R, K]; -inf on invisible keys.
         f: phi(s) times a factor of the row that cancels in A: 1, except for exp and in the
             exponential tail.
-        norm: l1 norm of f, 1 where it is 0.
+        norm: l1 norm of f, [..., R, 1]; 1 where it is 0.
         exp_tail: bool [..., R, 1], rows in the exponential tail, whose f is e^(s - maximum); None
             if there are none.
-        u: relu(f - o mean(f)) over its row maximum, or None without re-weighting.
-        spread: what u was divided by. power_sum: sum u^p. tied: rows that keep their l1 weights;
-            None if there are none.
-        maximum, log_norm, peak: as in RowStatistics.
+        u: relu(f - threshold) / spread, [..., R, K]; None without re-weighting.
+        spread: largest f - threshold, 1 in tied rows. power_sum: sum u^p, 1 in tied rows. tied:
+            bool, rows that keep their l1 weights; None if there are none. All [..., R, 1].
+        maximum, log_norm, peak: as in RowStatistics, [..., R, 1].
     """
 
     weights: Tensor
@@ -174,6 +174,7 @@ def _phi(scores: Tensor, maximum: Tensor, mechanism: Mechanism) -> tuple[Tensor,
 
 
 def _phi_derivative(rows: Rows, mechanism: Mechanism) -> Tensor:
+    """phi'(s), [..., R, K]; times the factor of the row that f has."""
     if mechanism.phi == "exp":
         return rows.f
     derivative = POINTWISE[mechanism.phi].derivative(rows.scores)
@@ -228,12 +229,12 @@ def _power(u: Tensor, power: Tensor | float) -> Tensor:
 def _reweight(rows: Rows, count: Tensor, power: Tensor | float) -> None:
     """Eq. 5: u = relu(f - threshold) / spread, A = u^p / sum u^p. Any factor of the row cancels."""
     f, norm = rows.f, rows.norm
-    o = (count > FREE_ROWS).to(f.dtype)
-    threshold = o * norm / count.clamp(min=1.0)
-    highest = f.amax(-1, keepdim=True)
-    rows.peak = (highest * count / norm - o).clamp_(min=0.0)
+    threshold_on = (count > MAX_UNTHRESHOLDED_COUNT).to(f.dtype)
+    threshold = threshold_on * norm / count.clamp(min=1.0)
+    largest = f.amax(-1, keepdim=True)
+    rows.peak = (largest * count / norm - threshold_on).clamp_(min=0.0)
     tied = rows.peak <= TIE_EPS * torch.finfo(f.dtype).eps
-    rows.spread = (highest - threshold).masked_fill_(tied, 1.0)
+    rows.spread = (largest - threshold).masked_fill_(tied, 1.0)
     rows.u = (f - threshold).clamp_(min=0.0).div_(rows.spread)
     weights = _power(rows.u, power)
     rows.power_sum = weights.sum(-1, keepdim=True).masked_fill_(tied, 1.0)
@@ -248,8 +249,8 @@ def _reweight_backward(
 ) -> tuple[Tensor, Tensor | None]:
     """dL/df and dL/dp: with g = dL/du = p u^(p-1) (dA - D) / sum u^p and D = sum_j A dA,
 
-    df = (g - o mean(g)) / spread on every visible key, since the threshold is o times the row's
-    mean.
+    df = (g - o mean(g)) / spread on every visible key, since the threshold is o, ``threshold_on``,
+    times the row's mean.
     """
     assert rows.u is not None
     assert rows.spread is not None
@@ -265,18 +266,19 @@ def _reweight_backward(
             grad_power = grad_power.masked_fill_(rows.tied, 0.0)
     # u^(p-1) / sum u^p is A / u; where u is 0, so is A
     grad.div_(rows.u.clamp(min=torch.finfo(grad.dtype).tiny)).mul_(power)
-    o = (count > FREE_ROWS).to(grad.dtype)
-    grad.sub_(o * grad.sum(-1, keepdim=True) / count.clamp(min=1.0)).div_(rows.spread)
+    threshold_on = (count > MAX_UNTHRESHOLDED_COUNT).to(grad.dtype)
+    grad.sub_(threshold_on * grad.sum(-1, keepdim=True) / count.clamp(min=1.0)).div_(rows.spread)
     if rows.tied is not None:
         grad = torch.where(rows.tied, tied_grad, grad)
     return grad, grad_power
 
 
 def _recentre(weights: Tensor, visible: Tensor | None, count: Tensor, mechanism: Mechanism) -> Tensor:
+    """A after ``post``: A - mean(A) on visible keys, and over its l1 norm for recentre+l1."""
     centred, norm, tied = _centred(weights, visible, count)
     if mechanism.post == "recentre+l1":
         centred = torch.where(tied, 0.0, centred / norm)
-    return torch.where(count <= FREE_ROWS, weights, centred)
+    return torch.where(count <= MAX_UNTHRESHOLDED_COUNT, weights, centred)
 
 
 def _centred(weights: Tensor, visible: Tensor | None, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -290,6 +292,7 @@ def _centred(weights: Tensor, visible: Tensor | None, count: Tensor) -> tuple[Te
 
 
 def _recentre_backward(rows: Rows, grad: Tensor, visible: Tensor | None, count: Tensor, mechanism: Mechanism) -> Tensor:
+    """dL/d(A after ``post``) to dL/dA; sets ``grad`` to 0 on invisible keys."""
     if visible is not None:
         grad.masked_fill_(~visible, 0.0)
     centred, norm, tied = _centred(rows.weights, visible, count)
@@ -299,4 +302,4 @@ def _recentre_backward(rows: Rows, grad: Tensor, visible: Tensor | None, count: 
         grad_centred = torch.where(tied, 0.0, grad_centred)
     seen = grad_centred if visible is None else grad_centred.masked_fill(~visible, 0.0)
     mean = seen.sum(-1, keepdim=True) / count.clamp(min=1.0)
-    return torch.where(count <= FREE_ROWS, grad, grad_centred - mean)
+    return torch.where(count <= MAX_UNTHRESHOLDED_COUNT, grad, grad_centred - mean)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from softfocus import Mechanism, attention
-from softfocus.mechanism import FREE_ROWS
+from softfocus.mechanism import MAX_UNTHRESHOLDED_COUNT
 
 PHI = {
     "exp": mpmath.exp,
@@ -45,7 +45,7 @@ def weights(phi, power, scores):
     a = [x / mpmath.fsum(f) for x in f]
     if power is None:
         return a
-    u = [max(x * len(a) - (len(a) > FREE_ROWS), 0) for x in a]
+    u = [max(x * len(a) - (len(a) > MAX_UNTHRESHOLDED_COUNT), 0) for x in a]
     if max(u) < 0.01:
         return None
     r = [(x / max(u)) ** power if x else mpmath.mpf(0) for x in u]

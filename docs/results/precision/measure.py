@@ -34,7 +34,7 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 import softfocus.hf
 from softfocus import attention
 from softfocus.lab.run_folder.disk import write_atomically
-from softfocus.mechanism import FREE_ROWS
+from softfocus.mechanism import MAX_UNTHRESHOLDED_COUNT
 from softfocus.reference import reweight, unit
 
 MECHANISMS = {
@@ -124,7 +124,8 @@ def formula(
         weights = f / f.sum(-1, keepdim=True)
         steep = scores * scores.sigmoid() / f
         if power is not None:
-            steep = power * scores * scores.sigmoid() / (f - (count > FREE_ROWS) * f.sum(-1, keepdim=True) / count)
+            threshold = (count > MAX_UNTHRESHOLDED_COUNT) * f.sum(-1, keepdim=True) / count
+            steep = power * scores * scores.sigmoid() / (f - threshold)
             weights = reweight(weights, count, power)[0]
     weights = at("weights", weights)
     return weights @ value, weights.detach(), scores.detach(), steep.detach()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from softfocus.mechanism import FREE_ROWS, Mechanism
+from softfocus.mechanism import MAX_UNTHRESHOLDED_COUNT, Mechanism
 from softfocus.pointwise import POINTWISE
 from softfocus.rows import Rows
 
@@ -49,7 +49,7 @@ class Logarithms:
         """bool [b, h, R, K], the keys whose weight may be above 0, however small."""
         live = self.scores > (-torch.inf if self.phi.positive else 0.0)
         if self.u is not None:
-            live &= (self.u > 0) | (self.count <= FREE_ROWS) | self.tied
+            live &= (self.u > 0) | (self.count <= MAX_UNTHRESHOLDED_COUNT) | self.tied
         return live
 
     def weights(self, place: Place) -> Tensor:
@@ -83,7 +83,7 @@ class Logarithms:
         )
         if self.power is None:
             return log_derivative * x, None
-        free, tied, power = self.count[place] <= FREE_ROWS, self.tied[place], self._power(place)
+        free, tied, power = self.count[place] <= MAX_UNTHRESHOLDED_COUNT, self.tied[place], self._power(place)
         grad_power = torch.where(log_u > -torch.inf, x * log_u, 0.0).sum(-1, keepdim=True).masked_fill(tied, 0.0)
         x = torch.where(tied, x, power * x)
         weights, mean = log_l1.exp(), 1.0 / self.count[place].to(self.double)
@@ -100,7 +100,7 @@ class Logarithms:
         if self.power is None:
             return log_l1, log_l1, log_l1
         count = self.count[place].to(self.double)
-        excess = torch.where(count > FREE_ROWS, (log_l1.exp() - 1.0 / count).clamp(min=0.0).log(), log_l1)
+        excess = torch.where(count > MAX_UNTHRESHOLDED_COUNT, (log_l1.exp() - 1.0 / count).clamp(min=0.0).log(), log_l1)
         log_u = excess - excess.amax(-1, keepdim=True)
         log_r = (self._power(place) * log_u).masked_fill(excess == -torch.inf, -torch.inf)
         log_a = log_r - log_r.logsumexp(-1, keepdim=True)

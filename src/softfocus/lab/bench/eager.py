@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from softfocus.lab.bench.cells import Cell, Function
-from softfocus.mechanism import FREE_ROWS, Mechanism, default_scale
+from softfocus.mechanism import MAX_UNTHRESHOLDED_COUNT, Mechanism, default_scale
 from softfocus.reference import base_scale
 
 COPIES = {"forward": 5, "backward": 10, "decode": 5}
@@ -41,7 +41,7 @@ def build(cell: Cell) -> Function:
         visible = visible.tril()
     count = visible.sum(-1, keepdim=True).to(cell.torch_dtype)  # [Lq, 1], N_i
     factor = base_scale(mechanism, default_scale(mechanism, cell.head_dim), count)
-    threshold = (count > FREE_ROWS).to(count)
+    threshold = (count > MAX_UNTHRESHOLDED_COUNT).to(count)
 
     def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if mechanism.similarity == "cosine":

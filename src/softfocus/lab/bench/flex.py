@@ -12,7 +12,7 @@ from torch import Tensor
 
 from softfocus.lab.bench import eager
 from softfocus.lab.bench.cells import Cell, Function
-from softfocus.mechanism import FREE_ROWS, default_scale
+from softfocus.mechanism import MAX_UNTHRESHOLDED_COUNT, default_scale
 from softfocus.reference import base_scale
 
 NO_LSE = (
@@ -57,7 +57,7 @@ def build(cell: Cell, compiled: bool = True) -> Function:
     counts = torch.arange(1, cell.length + 1, device=cell.device) if cell.causal else torch.tensor([cell.length])
     count = counts.to(device=cell.device, dtype=torch.float32)  # [Lq], N_i
     factor = base_scale(mechanism, scale, count)  # [Lq], c_i
-    threshold = (count > FREE_ROWS).float()
+    threshold = (count > MAX_UNTHRESHOLDED_COUNT).float()
 
     def log_phi(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         score = factor[i] * score

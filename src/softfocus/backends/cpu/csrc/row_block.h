@@ -42,7 +42,7 @@ constexpr int64_t DENSE_BACKWARD_KEYS = 8192;
 
 // mechanism.TIE_EPS * eps. Chosen, not measured.
 constexpr float TIE_TOLERANCE = 128 * std::numeric_limits<float>::epsilon();
-constexpr int64_t FREE_ROWS = 3;  // mechanism.FREE_ROWS: a row that sees at most so many keys has no threshold
+constexpr int64_t MAX_UNTHRESHOLDED_COUNT = 3;  // as in mechanism.py: the largest N_i of a row without threshold
 
 // The constants of a row that sees `count` keys. Each switch has a case for every value (-Wswitch);
 // a number without a case makes the row NaN.

@@ -49,7 +49,7 @@ inline void RowBlock<Phi>::set_reweighting(int64_t r) {
     return;
   }
   float largest_phi = stores_shifted_exp(r) ? 1.0f : Phi::value(Phi::to_stored(splat(maximum[r])))[0];
-  threshold_on[r] = count[r] > FREE_ROWS ? 1.0f : 0.0f;
+  threshold_on[r] = count[r] > MAX_UNTHRESHOLDED_COUNT ? 1.0f : 0.0f;
   float mean = norm[r] / count[r];
   peak[r] = std::max(largest_phi * count[r] / norm[r] - threshold_on[r], 0.0f);
   if (peak[r] <= TIE_TOLERANCE) {

@@ -138,8 +138,8 @@ def query_gradients(
 
     mean_grad = tl.zeros_like(grad_u_sum)  # [BLOCK_Q]
     if algebra.reweighted:
-        # Rows without a threshold: those that see at most FREE_ROWS keys, and tied rows
-        no_threshold = (count <= weighting.FREE_ROWS) | (row.inverse_spread < 0.0)
+        # Rows without a threshold: those that see few keys, and tied rows
+        no_threshold = (count <= weighting.MAX_UNTHRESHOLDED_COUNT) | (row.inverse_spread < 0.0)
         mean_grad = tl.where(no_threshold, 0.0, grad_u_sum / tl.maximum(count, 1.0))
         grad_sum = grad_sum - mean_grad[:, None] * derivative_sum
     grad_sum = grad_sum * grad_factor[:, None]

@@ -9,12 +9,12 @@ import triton.language as tl
 
 from softfocus.backends.triton.kernels import loading, pointwise
 
-FREE_ROWS = tl.constexpr(3)
-"""Rows with at most this many visible keys have no threshold."""
+MAX_UNTHRESHOLDED_COUNT = tl.constexpr(3)
+"""As in ``softfocus.mechanism``: the largest N_i of a row without threshold."""
 LARGE_POWER = tl.constexpr(12.0)
 """For p at or above this, u^(p - 1) is below 2^-22 where u^p is below 2^-24."""
 TIE_TOLERANCE = tl.constexpr(128.0 * 2.0**-23)
-"""128 eps of float32."""
+"""``softfocus.mechanism.TIE_EPS`` eps of float32."""
 
 
 @triton.jit
@@ -90,7 +90,7 @@ def row_threshold(inputs, algebra, count, phi_sum, largest_phi):
     u = (phi - threshold) / spread. Tied rows keep their l1 weights.
     """
     divisor = tl.where(phi_sum == 0.0, 1.0, phi_sum)
-    threshold_on = tl.where(count > FREE_ROWS, 1.0, 0.0)
+    threshold_on = tl.where(count > MAX_UNTHRESHOLDED_COUNT, 1.0, 0.0)
     threshold = threshold_on * phi_sum / tl.maximum(count, 1.0)
     peak = tl.maximum(largest_phi * count / divisor - threshold_on, 0.0, propagate_nan=tl.PropagateNan.ALL)
     tied = peak <= TIE_TOLERANCE
