@@ -168,7 +168,7 @@ def test_a_dense_forward_would_be_noticed():
 
 
 def test_long_rows_make_thin_tiles(monkeypatch):
-    monkeypatch.setattr(tiles, "TILE_LIMIT", 8 * 256)
+    monkeypatch.setattr(tiles, "MAX_TILE_ELEMENTS", 8 * 256)
     query, key, value = (torch.randn(1, 2, 256, 4) for _ in range(3))
     for chunk in tiles.chunks(Call(query, key, value, Visibility(256, 256), softfocus.named("softmax"), 0.5)):
         assert {tile.rows.stop - tile.rows.start for tile in chunk.tiles()} == {8}

@@ -594,7 +594,7 @@ def test_there_are_tiles_for_every_kernel_of_every_mechanism(monkeypatch):
         monkeypatch.setattr(tuning, "driver", SimpleNamespace(active=active))
         for name, width, kernel, dtype in product(CARRIED, (16, 64, 72, 128, 256), KERNELS, (SINGLE, BRAIN)):
             query = torch.ones(1, 1, 8, width, dtype=dtype)
-            taken.add(tuning.tiles(kernel, functional.validated_call(query, query, query, mechanism=name)))
+            taken.add(tuning.candidates(kernel, functional.validated_call(query, query, query, mechanism=name)))
     assert taken == {tiles for table in TABLES for tiles in table.values()}
 
 

@@ -41,12 +41,12 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
             dropout = chunk.dropout(tile, seed)
             weights = chunk.flat(rows.final if dropout is None else rows.final * dropout)
             if exponential is None:
-                mixed = weights @ chunk.value[..., tile.keys, :]
+                tile_out = weights @ chunk.value[..., tile.keys, :]
             else:
                 logs = Logarithms(rows, tile.count, mechanism, chunk.power)
-                mixed = exponential.mix(weights, logs, tile.keys, tile.seen_by_all)
-            mixed = chunk.set_exceptional_rows(mixed, rows, tile, nonfinite=torch.nan)
-            chunk.view(out, tile.rows).copy_(chunk.unflat(mixed))
+                tile_out = exponential.mix(weights, logs, tile.keys, tile.seen_by_all)
+            tile_out = chunk.set_exceptional_rows(tile_out, rows, tile, nonfinite=torch.nan)
+            chunk.view(out, tile.rows).copy_(chunk.unflat(tile_out))
             for number, row_vector in enumerate((tile.count, rows.maximum, rows.log_norm, rows.peak)):
                 chunk.view(statistics[number], tile.rows).copy_(row_vector[..., 0])
     return out, statistics

@@ -13,11 +13,12 @@ from softfocus.rows import Rows
 from softfocus.visibility import UNLIMITED
 
 TILE_ROWS = 64
+"""The most query rows of a tile."""
 TILE_ELEMENTS = 1 << 18
 """The scores of a tile of short rows: 1 MiB of float32. A few such tensors fit into the
 second-level cache.
 """
-TILE_LIMIT = 1 << 23
+MAX_TILE_ELEMENTS = 1 << 23
 """The largest number of scores of a tile: 32 MiB of float32. Tiles of longer rows have fewer rows,
 down to one.
 """
@@ -42,7 +43,11 @@ def zero_gradients(call: Call, bias_grad: bool) -> dict[str, Tensor]:
 
 @dataclass
 class Tile:
-    """Some query rows against all keys that they may see."""
+    """Some query rows against all keys that they may see.
+
+    In shapes b sequences and h key heads are those of the chunk, G query heads share a key head,
+    and the tile has R query rows and K keys. [b|1] is b, or 1 where all share it.
+    """
 
     rows: slice
     keys: slice
@@ -66,11 +71,11 @@ def chunks(call: Call) -> Iterator["Chunk"]:
     groups = heads // key_heads
     count = visibility.count(call.query.device).to(compute_dtype(call.query.dtype))
     low, high = visibility.span(max(0, visibility.query_length - TILE_ROWS), visibility.query_length)
-    row = max(1, groups * (high - low))
-    rows = max(1, min(TILE_ROWS, visibility.query_length, TILE_LIMIT // row))
-    fit = max(1, TILE_ELEMENTS // (row * rows))
-    head_step = min(key_heads, fit)
-    batch_step = max(1, fit // key_heads) if head_step == key_heads else 1
+    row_elements = max(1, groups * (high - low))  # scores of one row of each query head of a group
+    rows = max(1, min(TILE_ROWS, visibility.query_length, MAX_TILE_ELEMENTS // row_elements))
+    heads_per_tile = max(1, TILE_ELEMENTS // (row_elements * rows))  # key heads, of all sequences
+    head_step = min(key_heads, heads_per_tile)
+    batch_step = max(1, heads_per_tile // key_heads) if head_step == key_heads else 1
     for b in range(0, batch, batch_step):
         for h in range(0, key_heads, head_step):
             batches, some_heads = slice(b, min(b + batch_step, batch)), slice(h, min(h + head_step, key_heads))
@@ -78,7 +83,17 @@ def chunks(call: Call) -> Iterator["Chunk"]:
 
 
 class Chunk:
-    """Some batches and key heads of a call, with their keys and values ready for the products."""
+    """Some sequences and key heads of a call, with their keys and values ready for the products.
+
+    Attributes:
+        key, value: [b, h, Lk, D] and [b, h, Lk, Dv] in the compute dtype, contiguous; 0 where not
+            finite. Keys are unit vectors for cosine.
+        key_norm: |k|, [b, h, Lk, 1], for cosine; else None.
+        nonfinite_key, nonfinite_value: bool [b, h, Lk, 1] and [b, h, Lk, Dv]; None if all is
+            finite.
+        count: N_i, [b|1, h|1, G|1, Lq, 1].
+        head_scale, power: [1, h, G, 1, 1] or None; power may be a number.
+    """
 
     def __init__(self, call: Call, count: Tensor, batches: slice, key_heads: slice, tile_rows: int):
         self.call, self.visibility, self.mechanism = call, call.visibility, call.mechanism
@@ -95,7 +110,7 @@ class Chunk:
         self.nonfinite_key = _nonfinite_rows(key)
         self.nonfinite_value = None if _all_finite(value) else ~value.isfinite()
         self.value = value if self.nonfinite_value is None else value.masked_fill(self.nonfinite_value, 0.0)
-        self.key, self.key_norm = self._direction(_zeroed(key, self.nonfinite_key))
+        self.key, self.key_norm = self._l2_normalise(_zeroed(key, self.nonfinite_key))
         head_scale, power = call.head_scale, call.power
         self.head_scale = None if head_scale is None else self._per_head(head_scale)
         self.power: Tensor | float | None = call.mechanism.power if power is None else self._per_head(power)
@@ -116,7 +131,7 @@ class Chunk:
             seen_by_all = self._seen_by_all(rows, keys, visible, count) if self.mechanism.laser else None
             query = self.take(self.call.query, rows)
             nonfinite = _nonfinite_rows(query)
-            query, norm = self._direction(_zeroed(query, nonfinite))
+            query, norm = self._l2_normalise(_zeroed(query, nonfinite))
             base_scale = self.call.scale * rowwise.length_scale(self.mechanism.length_scale, count)
             count = count.expand(*self.shape, -1, 1)
             yield Tile(rows, keys, visible, seen_by_all, count, query, nonfinite, norm, base_scale)
@@ -150,13 +165,13 @@ class Chunk:
         if self.head_scale is not None:
             grad_query = grad_query * self.head_scale
         if tile.query_norm is not None:
-            grad_query = self.unflat(_direction_backward(self.flat(grad_query), tile.query, tile.query_norm))
+            grad_query = self.unflat(_l2_normalise_backward(self.flat(grad_query), tile.query, tile.query_norm))
         self.view(grads["query"], tile.rows).copy_(grad_query)
 
     def finish(self, grad_key: Tensor, grad_value: Tensor, grads: dict[str, Tensor]) -> None:
         """Write the gradients of this chunk's keys and values."""
         if self.key_norm is not None:
-            grad_key = _direction_backward(grad_key, self.key, self.key_norm)
+            grad_key = _l2_normalise_backward(grad_key, self.key, self.key_norm)
         grads["key"][self.batches, self.key_heads] = grad_key.to(grads["key"].dtype)
         grads["value"][self.batches, self.key_heads] = grad_value.to(grads["value"].dtype)
 
@@ -166,9 +181,9 @@ class Chunk:
         if p == 0.0:
             return None
         batch, head = (torch.arange(x.start, x.stop, device=self.key.device) for x in (self.batches, self.heads))
-        places = (batch[:, None] * self.call.query.size(1) + head).view(self.shape)
+        heads = (batch[:, None] * self.call.query.size(1) + head).view(self.shape)
         rows, keys = ((x.start, x.stop) for x in (tile.rows, tile.keys))
-        return dropout.factors(seed, p, places, rows, keys, self.dtype)
+        return dropout.factors(seed, p, heads, rows, keys, self.dtype)
 
     def take(self, x: Tensor, rows: slice) -> Tensor:
         """Rows of a [B, H, Lq, *] tensor as [b, h, G * R, *] in the compute dtype."""
@@ -233,6 +248,7 @@ class Chunk:
         return x.unsqueeze(2) if x.size(1) == 1 else x[:, self.heads].unflatten(1, (-1, self.groups))
 
     def _per_head(self, x: Tensor) -> Tensor:
+        """[H] to this chunk's [1, h, G, 1, 1]."""
         return x[self.heads].to(self.dtype).view(1, -1, self.groups, 1, 1)
 
     def _scaled_query(self, tile: Tile) -> Tensor:
@@ -241,6 +257,9 @@ class Chunk:
         return self.flat(self.unflat(tile.query) * scale)
 
     def _bias(self, bias: Tensor, tile: Tile, keep_shape: bool = False) -> Tensor:
+        """The tile's part of a [B|1, H|1, Lq|1, Lk|1] bias: [b|1, h|1, G|1, R|1, K|1] in the
+        compute dtype. With ``keep_shape`` a view of it in four dimensions.
+        """
         bias = bias if bias.size(2) == 1 else bias[:, :, tile.rows]
         bias = bias if bias.size(3) == 1 else bias[..., tile.keys]
         if keep_shape:
@@ -248,7 +267,7 @@ class Chunk:
             return bias if bias.size(1) == 1 else bias[:, self.heads]
         return self._grouped(bias).to(self.dtype)
 
-    def _direction(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _l2_normalise(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """x / |x| and |x| for cosine similarity; x and None for the dot product."""
         if self.mechanism.similarity == "dot":
             return x, None
@@ -258,15 +277,15 @@ class Chunk:
         zero = largest < torch.finfo(x.dtype).tiny
         scaled = x / largest.masked_fill(zero, 1.0)
         norm = scaled.square().sum(-1, keepdim=True).sqrt_()
-        direction = scaled.div_(norm.masked_fill(zero, 1.0)).masked_fill_(zero, 0.0)
+        unit = scaled.div_(norm.masked_fill(zero, 1.0)).masked_fill_(zero, 0.0)
         # |x| itself may overflow or vanish; so then does its gradient, which a dtype could not hold
         # either
-        return direction, (norm * largest).masked_fill_(zero, torch.inf)
+        return unit, (norm * largest).masked_fill_(zero, torch.inf)
 
 
-def _direction_backward(grad: Tensor, direction: Tensor, norm: Tensor) -> Tensor:
+def _l2_normalise_backward(grad: Tensor, unit: Tensor, norm: Tensor) -> Tensor:
     """dL/d(x/|x|) to dL/dx; zero for zero vectors, whose norm is kept as inf."""
-    return (grad - direction * (grad * direction).sum(-1, keepdim=True)) / norm
+    return (grad - unit * (grad * unit).sum(-1, keepdim=True)) / norm
 
 
 def _all_finite(x: Tensor) -> bool:

@@ -2,9 +2,8 @@
 O(L), no atomics.
 
 Triton is imported when a call runs, never before: what ``supports()`` and ``explain()`` ask stands
-in this module. The same kernels run on the CPU under Triton's
-interpreter (``TRITON_INTERPRET=1`` before Triton is imported), which is how they are tested where
-there is no GPU.
+in this module. The same kernels run on the CPU under Triton's interpreter (``TRITON_INTERPRET=1``
+before Triton is imported), which is how they are tested where there is no GPU.
 """
 
 import math
@@ -28,23 +27,25 @@ CARRIES = Carries(
     dtypes=(torch.float32, torch.bfloat16, torch.float16), devices=("cuda", "cpu"),
     features=("bias", "head_scale", "power", "mask", "key_mask", "document_ids", "dropout", "cache"),
 )  # fmt: skip
-"""On the CPU in Triton's interpreter."""
+"""The device "cpu" stands for Triton's interpreter."""
 ABOUT = "fused Triton kernels: memory O(L)"
 MAX_HEAD_DIM = 256
 OLDEST_CAPABILITY = (8, 0)
 MAX_HEADS = 65535
-"""Of all sequences together: CUDA's limit of the second dimension of a grid."""
+"""The most heads, of all sequences together: CUDA's limit of the second dimension of a grid."""
 MAX_HEAD_SPAN = 2**31
-"""Of elements that a head may span: the kernels count within a head in 32 bits."""
+"""A head spans fewer elements than this: the kernels count within a head in 32 bits."""
 
 FEW_ROWS = 64
 """Up to so many queries, of all heads that share a key head, are decoded: the keys split among
 programs. Chosen, not measured.
 """
 SCORE_BOUND = 60.0
-"""Up to it phi, its sums and the spread neither overflow nor underflow without a shift."""
+"""Up to this absolute score phi, its sums and the spread neither overflow nor underflow without a
+shift.
+"""
 LEAST_SCALE = 0.1
-"""Below it queries times their scale may be subnormal numbers of float16."""
+"""Below this scale(d) unit vectors times their score scale may be subnormal numbers of float16."""
 WHOLE_POWER = 32
 """Whole powers up to this are raised by squaring, with a kernel compiled for each."""
 
@@ -111,7 +112,7 @@ TRITON_FOUND = _triton_found()
 """Triton; asked here since torch 2.11 cannot trace the question."""
 SAVED_VECTORS = 8
 """Vectors of the rows that every forward saves: the four of RowStatistics; sum phi(s) 2^-shift; sum
-u^p; LASER's marks; the largest score in the kernels' unit.
+u^p; LASER's marks; the largest score in the score unit. ``loading`` has their indices.
 """
 
 

@@ -205,7 +205,7 @@ class Launcher:
 
     def _first_shape(self, kernel: str) -> tuning.TileShape:
         """The tile shape of a kernel where nothing is measured."""
-        return tuning.INTERPRETED if knobs.runtime.interpret else tuning.tiles(kernel, self.call)[0]
+        return tuning.INTERPRETED if knobs.runtime.interpret else tuning.candidates(kernel, self.call)[0]
 
     def _with_shape(self, kernel: str, run: Callable[[tuning.TileShape], None]) -> tuning.TileShape:
         """Run with the fastest tile shape, or a smaller one if it does not fit. Return that."""
@@ -219,9 +219,9 @@ class Launcher:
             or not (self.call.query.numel() and self.call.key.numel())
         ):
             return self._first_shape(kernel)
-        tiles = tuning.tiles(kernel, self.call)
+        candidates = tuning.candidates(kernel, self.call)
         kind = tuning.kind(kernel, self.call)
-        return tuning.fastest(kind, self.call.query.device, tiles, run)
+        return tuning.fastest(kind, self.call.query.device, candidates, run)
 
     def _launch_shape(self, tile: tuning.TileShape) -> LaunchShape:
         if tile not in self._launch_shapes:

@@ -23,6 +23,7 @@ from softfocus.pointwise import POINTWISE
 # The number of terms of phi's polynomials (kernels/pointwise.py), by the dtype of the inputs
 TERMS = {torch.float32: 9, torch.float16: 6, torch.bfloat16: 4}
 END = tl.constexpr(0)
+"""The last field of some arguments: see the docstring of ``arguments``."""
 COSINE = {"dot": False, "cosine": True}
 
 
@@ -55,6 +56,7 @@ def blocks_of(head_dim: int, value_dim: int, dtype: torch.dtype, tile: tuning.Ti
 
 
 def _shifted(mechanism: Mechanism, bounded: bool, dtype: torch.dtype) -> bool:
+    """``Algebra.shifted`` where the normaliser is l1; ``bounded`` as in the package's function."""
     if mechanism.phi == "exp" or dtype == torch.float16:
         return True
     return POINTWISE[mechanism.phi].positive and not bounded

@@ -40,8 +40,8 @@ class TileShape(NamedTuple):
         return options
 
 
-def _tiles(*shapes: tuple[int, ...], stages: int = 3) -> tuple[TileShape, ...]:
-    """Tiles of (rows, keys, warps) or (rows, keys, warps, registers).
+def _shapes(*shapes: tuple[int, ...], stages: int = 3) -> tuple[TileShape, ...]:
+    """Tile shapes from (rows, keys, warps) or (rows, keys, warps, registers).
 
     With two stages the load of a tile starts at the end of the tile before it, and the program
     waits for it at once. With three stages the load overlaps the work on the tile before it.
@@ -50,22 +50,22 @@ def _tiles(*shapes: tuple[int, ...], stages: int = 3) -> tuple[TileShape, ...]:
 
 
 TILES = {
-    ("forward", "hdim64"): _tiles((128, 64, 8), (128, 64, 8, 128), (64, 64, 4), (128, 64, 4)),
-    ("forward", "hdim128"): _tiles((128, 64, 8), (128, 32, 8), (64, 64, 4), (128, 32, 8, 128)),
-    ("forward", "hdim128, LASER"): _tiles((128, 32, 8), (128, 64, 8), (64, 64, 4)),
-    ("forward", "hdim128, softplus"): _tiles((128, 32, 8), (128, 64, 8), (64, 64, 4)),
-    ("forward", "hdim128, compute-intensive"): _tiles((128, 32, 8), (128, 64, 8), (64, 32, 4)),
-    ("query_gradients", "hdim64"): _tiles((128, 64, 8), (128, 64, 8, 128), (64, 64, 4), (128, 64, 4)),
-    ("query_gradients", "hdim64, compute-intensive"): _tiles((128, 32, 8), (128, 64, 8), (64, 32, 4)),
-    ("query_gradients", "hdim128"): _tiles((128, 32, 8), (128, 64, 8), (64, 32, 4), (128, 32, 8, 128)),
-    ("query_gradients", "hdim128, compute-intensive"): _tiles((64, 32, 8), (128, 32, 8), (128, 64, 8)),
-    ("key_gradients", "hdim64"): _tiles((32, 128, 8), (64, 128, 8), (32, 64, 4), (32, 128, 8, 128)),
-    ("key_gradients", "hdim64, compute-intensive"): _tiles((16, 128, 8), (32, 128, 8), (64, 128, 8)),
-    ("key_gradients", "hdim128"): _tiles((16, 128, 8), (32, 128, 8), (64, 128, 8)),
-    ("key_gradients", "hdim128, compute-intensive"): _tiles((16, 64, 8), (32, 128, 8), (16, 128, 8)),
-    ("bias_gradients", "hdim64"): _tiles((64, 32, 8)),
-    ("decode", "hdim64"): _tiles((16, 64, 4), stages=4),
-    ("decode", "hdim128"): _tiles((16, 32, 4), stages=4),
+    ("forward", "hdim64"): _shapes((128, 64, 8), (128, 64, 8, 128), (64, 64, 4), (128, 64, 4)),
+    ("forward", "hdim128"): _shapes((128, 64, 8), (128, 32, 8), (64, 64, 4), (128, 32, 8, 128)),
+    ("forward", "hdim128, LASER"): _shapes((128, 32, 8), (128, 64, 8), (64, 64, 4)),
+    ("forward", "hdim128, softplus"): _shapes((128, 32, 8), (128, 64, 8), (64, 64, 4)),
+    ("forward", "hdim128, compute-intensive"): _shapes((128, 32, 8), (128, 64, 8), (64, 32, 4)),
+    ("query_gradients", "hdim64"): _shapes((128, 64, 8), (128, 64, 8, 128), (64, 64, 4), (128, 64, 4)),
+    ("query_gradients", "hdim64, compute-intensive"): _shapes((128, 32, 8), (128, 64, 8), (64, 32, 4)),
+    ("query_gradients", "hdim128"): _shapes((128, 32, 8), (128, 64, 8), (64, 32, 4), (128, 32, 8, 128)),
+    ("query_gradients", "hdim128, compute-intensive"): _shapes((64, 32, 8), (128, 32, 8), (128, 64, 8)),
+    ("key_gradients", "hdim64"): _shapes((32, 128, 8), (64, 128, 8), (32, 64, 4), (32, 128, 8, 128)),
+    ("key_gradients", "hdim64, compute-intensive"): _shapes((16, 128, 8), (32, 128, 8), (64, 128, 8)),
+    ("key_gradients", "hdim128"): _shapes((16, 128, 8), (32, 128, 8), (64, 128, 8)),
+    ("key_gradients", "hdim128, compute-intensive"): _shapes((16, 64, 8), (32, 128, 8), (16, 128, 8)),
+    ("bias_gradients", "hdim64"): _shapes((64, 32, 8)),
+    ("decode", "hdim64"): _shapes((16, 64, 4), stages=4),
+    ("decode", "hdim128"): _shapes((16, 32, 4), stages=4),
 }
 """The tile shapes to choose from, by kernel and kind. "hdim64" is for heads of at most 64
 dimensions, and for all heads where a kernel has no "hdim128". "compute-intensive" kernels compute
@@ -82,46 +82,46 @@ one computes while the other waits. Shapes with this limit spill some hundred by
 outside the loops.
 """
 TILES_HDIM256 = {
-    "forward": _tiles((64, 32, 8), (128, 32, 8)),
-    "query_gradients": _tiles((64, 16, 8), (64, 32, 8)),
-    "key_gradients": _tiles((16, 64, 8), (32, 64, 8)),
+    "forward": _shapes((64, 32, 8), (128, 32, 8)),
+    "query_gradients": _shapes((64, 16, 8), (64, 32, 8)),
+    "key_gradients": _shapes((16, 64, 8), (32, 64, 8)),
 }
 """For heads of more than 128 dimensions."""
 TILES_BEFORE_HOPPER = {
     **TILES,
-    ("forward", "hdim64"): _tiles((64, 32, 4), (128, 64, 8), (64, 64, 4)),
-    ("forward", "hdim128"): _tiles((128, 32, 8), (128, 64, 8), (64, 64, 4)),
-    ("forward", "hdim128, softplus"): _tiles((128, 16, 8), (128, 32, 8), (128, 64, 8)),
-    ("forward", "hdim128, compute-intensive"): _tiles((128, 16, 8), (128, 32, 8), (64, 32, 8)),
-    ("query_gradients", "hdim64"): _tiles((64, 32, 4), (128, 64, 8), (64, 64, 4)),
-    ("query_gradients", "hdim64, softplus"): _tiles((128, 16, 8), (64, 32, 4), (128, 64, 8)),
-    ("query_gradients", "hdim64, compute-intensive"): _tiles((32, 32, 4), (64, 32, 4), (128, 32, 8)),
-    ("query_gradients", "hdim128"): _tiles((128, 16, 8), (128, 32, 8), (64, 32, 8)),
-    ("query_gradients", "hdim128, softplus"): _tiles((64, 32, 8), (128, 16, 8), (128, 32, 8)),
-    ("query_gradients", "hdim128, compute-intensive"): _tiles((32, 16, 8), (128, 16, 8), (64, 32, 8)),
-    ("key_gradients", "hdim64"): _tiles((16, 128, 8), (32, 128, 8), (32, 64, 4)),
-    ("key_gradients", "hdim64, compute-intensive"): _tiles((16, 32, 8), (16, 128, 8), (32, 128, 8)),
-    ("key_gradients", "LASER"): _tiles((16, 32, 8), (16, 64, 4), (32, 128, 8)),
-    ("key_gradients", "hdim128"): _tiles((16, 64, 8), (16, 64, 4), (16, 128, 8)),
-    ("key_gradients", "hdim128, compute-intensive"): _tiles((16, 32, 4), (16, 128, 8), (16, 64, 8)),
-    ("bias_gradients", "hdim64"): _tiles((32, 32, 8)),
+    ("forward", "hdim64"): _shapes((64, 32, 4), (128, 64, 8), (64, 64, 4)),
+    ("forward", "hdim128"): _shapes((128, 32, 8), (128, 64, 8), (64, 64, 4)),
+    ("forward", "hdim128, softplus"): _shapes((128, 16, 8), (128, 32, 8), (128, 64, 8)),
+    ("forward", "hdim128, compute-intensive"): _shapes((128, 16, 8), (128, 32, 8), (64, 32, 8)),
+    ("query_gradients", "hdim64"): _shapes((64, 32, 4), (128, 64, 8), (64, 64, 4)),
+    ("query_gradients", "hdim64, softplus"): _shapes((128, 16, 8), (64, 32, 4), (128, 64, 8)),
+    ("query_gradients", "hdim64, compute-intensive"): _shapes((32, 32, 4), (64, 32, 4), (128, 32, 8)),
+    ("query_gradients", "hdim128"): _shapes((128, 16, 8), (128, 32, 8), (64, 32, 8)),
+    ("query_gradients", "hdim128, softplus"): _shapes((64, 32, 8), (128, 16, 8), (128, 32, 8)),
+    ("query_gradients", "hdim128, compute-intensive"): _shapes((32, 16, 8), (128, 16, 8), (64, 32, 8)),
+    ("key_gradients", "hdim64"): _shapes((16, 128, 8), (32, 128, 8), (32, 64, 4)),
+    ("key_gradients", "hdim64, compute-intensive"): _shapes((16, 32, 8), (16, 128, 8), (32, 128, 8)),
+    ("key_gradients", "LASER"): _shapes((16, 32, 8), (16, 64, 4), (32, 128, 8)),
+    ("key_gradients", "hdim128"): _shapes((16, 64, 8), (16, 64, 4), (16, 128, 8)),
+    ("key_gradients", "hdim128, compute-intensive"): _shapes((16, 32, 4), (16, 128, 8), (16, 64, 8)),
+    ("bias_gradients", "hdim64"): _shapes((32, 32, 8)),
 }
 """For GPUs before Hopper, on which the operands of products take registers, too."""
 # For GPUs from Blackwell on
 TILES_SINCE_BLACKWELL = {
     **TILES,
-    ("forward", "hdim64"): _tiles((128, 32, 8), (128, 64, 8), (64, 64, 4)),
-    ("forward", "hdim128"): _tiles((64, 32, 8), (128, 32, 8), (128, 64, 8)),
-    ("forward", "hdim128, LASER"): _tiles((64, 32, 8), (128, 32, 8), (128, 64, 8)),
-    ("forward", "hdim128, softplus"): _tiles((64, 32, 8), (128, 32, 8), (128, 64, 8)),
-    ("forward", "hdim128, compute-intensive"): _tiles((64, 32, 8), (128, 32, 8), (128, 64, 8)),
-    ("query_gradients", "hdim64, softplus"): _tiles((64, 64, 4), (128, 32, 8), (128, 64, 8)),
-    ("query_gradients", "hdim128, softplus"): _tiles((64, 32, 8), (128, 16, 8), (128, 32, 8)),
+    ("forward", "hdim64"): _shapes((128, 32, 8), (128, 64, 8), (64, 64, 4)),
+    ("forward", "hdim128"): _shapes((64, 32, 8), (128, 32, 8), (128, 64, 8)),
+    ("forward", "hdim128, LASER"): _shapes((64, 32, 8), (128, 32, 8), (128, 64, 8)),
+    ("forward", "hdim128, softplus"): _shapes((64, 32, 8), (128, 32, 8), (128, 64, 8)),
+    ("forward", "hdim128, compute-intensive"): _shapes((64, 32, 8), (128, 32, 8), (128, 64, 8)),
+    ("query_gradients", "hdim64, softplus"): _shapes((64, 64, 4), (128, 32, 8), (128, 64, 8)),
+    ("query_gradients", "hdim128, softplus"): _shapes((64, 32, 8), (128, 16, 8), (128, 32, 8)),
 }
 TILES_FP32 = {
-    "hdim64": _tiles((32, 32, 8), (64, 32, 8), stages=2),
-    "hdim128": _tiles((32, 16, 8), (32, 32, 8), stages=2),
-    "hdim256": _tiles((16, 16, 8), (32, 16, 8), stages=2),
+    "hdim64": _shapes((32, 32, 8), (64, 32, 8), stages=2),
+    "hdim128": _shapes((32, 16, 8), (32, 32, 8), stages=2),
+    "hdim256": _shapes((16, 16, 8), (32, 16, 8), stages=2),
 }
 """For float32, in every kernel but decode. Without tensor cores a thread holds the operands of its
 products in registers, and larger tiles spill thousands of bytes. Two stages are enough, because
@@ -135,7 +135,7 @@ TUNE = "SOFTFOCUS_TUNE"
 INTERPRETED = TileShape(32, 32, 1, 1)
 
 
-def tiles(kernel: str, call: Call) -> tuple[TileShape, ...]:
+def candidates(kernel: str, call: Call) -> tuple[TileShape, ...]:
     """The tile shapes to choose from for a kernel of a call, on the current device."""
     mechanism = call.mechanism
     widest = max(call.query.size(-1), call.value.size(-1))
@@ -153,6 +153,7 @@ def tiles(kernel: str, call: Call) -> tuple[TileShape, ...]:
         "query_gradients": reweighted,
         "key_gradients": (reweighted or mechanism.phi != "exp") if width == "hdim128" else (reweighted and laser),
     }.get(kernel, False)
+    # The table's names that suit the call, the most special first
     names = [f"{width}, LASER", "LASER"] * (laser and not reweighted)
     names += [f"{width}, compute-intensive"] * compute_intensive
     names += [f"{width}, {mechanism.phi}", width, "hdim64"]
@@ -188,40 +189,42 @@ _known: dict[tuple[Hashable, ...], TileShape] = {}
 
 
 def fastest(
-    kind: tuple[Hashable, ...], device: torch.device, tiles: tuple[TileShape, ...], run: Callable[[TileShape], Any]
+    kind: tuple[Hashable, ...], device: torch.device, candidates: tuple[TileShape, ...], run: Callable[[TileShape], Any]
 ) -> TileShape:
     """The tile shape with which ``run`` takes the least time, for calls of a kind.
 
     It is measured at the first call of the kind, which waits for the device and for compilers.
     Later processes find it in Triton's own cache, by device, Triton's version and the kernels'
     source. A call that is captured into a CUDA graph before the measurement takes the first of
-    ``tiles``. So does every call with ``SOFTFOCUS_TUNE=off`` or torch's deterministic algorithms:
-    two machines may measure different shapes, and the shape changes the last bits of a result.
+    ``candidates``. So does every call with ``SOFTFOCUS_TUNE=off`` or torch's deterministic
+    algorithms: two machines may measure different shapes, and the shape changes the last bits of a
+    result.
 
     Raises:
         ValueError: SOFTFOCUS_TUNE is neither on nor off.
     """
     if not switched_on(TUNE, default=True) or torch.are_deterministic_algorithms_enabled():
-        return tiles[0]
+        return candidates[0]
     kind = (_name(device), *kind)
     if kind not in _known:
         code = hashlib.sha256(json.dumps([triton.__version__, _source(), kind]).encode()).hexdigest()
         store = get_cache_manager(code)
         found = store.get_file("tile.json")
         tile = None if found is None else _read(found)
-        if tile not in (*tiles, *SMALLER):
+        if tile not in (*candidates, *SMALLER):
             capturing = torch.cuda.is_current_stream_capturing()
-            tile = None if capturing else _measured(tiles, run) or _measured(SMALLER, run)
+            tile = None if capturing else _measured(candidates, run) or _measured(SMALLER, run)
             if tile is None:
-                return tiles[0]
+                return candidates[0]
             store.put(json.dumps(tile), "tile.json", binary=False)
         _known[kind] = tile
     return _known[kind]
 
 
-def _measured(tiles: tuple[TileShape, ...], run: Callable[[TileShape], Any]) -> TileShape | None:
+def _measured(candidates: tuple[TileShape, ...], run: Callable[[TileShape], Any]) -> TileShape | None:
+    """The fastest of the shapes that fit; None if none does."""
     times = {}
-    for tile in tiles:
+    for tile in candidates:
         try:
             times[tile] = _time(partial(run, tile))
         except (OutOfResources, PTXASError, torch.OutOfMemoryError):  # OutOfMemoryError: measuring takes memory, too
