@@ -134,7 +134,7 @@ def test_parity_of_keys_split_among_programs(quiet, monkeypatch, case, name, dty
     monkeypatch.setattr(call, "TILES_OF_A_SPLIT", 1)
     monkeypatch.setattr(call, "FEW_ROWS", 512)
     if not knobs.runtime.interpret:  # whose tiles are small
-        monkeypatch.setattr(tuning, "tiles", lambda *a: (TileShape(16, 16, 4, 2),))
+        monkeypatch.setattr(tuning, "candidates", lambda *a: (TileShape(16, 16, 4, 2),))
     ran = []
     decode = call.Launcher._decode
     monkeypatch.setattr(call.Launcher, "_decode", lambda *a: ran.append(a[-1]) or decode(*a))
@@ -522,7 +522,7 @@ def test_dropout_in_tiles_of_any_width(quiet, monkeypatch, shape):
     to a group.
     """
     monkeypatch.setattr(tuning, "INTERPRETED", TileShape(*shape, 1, 1))
-    monkeypatch.setattr(tuning, "tiles", lambda *a: (TileShape(*shape, 4, 1),))
+    monkeypatch.setattr(tuning, "candidates", lambda *a: (TileShape(*shape, 4, 1),))
     case = replace(CASE["dropout"], batch=1, heads=2, key_heads=1, query_length=20, key_length=150, bias="1hqk")
     check(fused, case, "softmax", SINGLE, device=DEVICE)
 
@@ -582,7 +582,7 @@ def test_every_tile_that_may_be_chosen_is_right(quiet, monkeypatch, shape):
     """Whatever it is made for: a GPU that cannot hold it takes a smaller one."""
     monkeypatch.setattr(tuning, "INTERPRETED", TileShape(*shape, 1, 1))
     most = max(tile for tile in ALL_TILES if (tile.rows, tile.keys) == shape)
-    monkeypatch.setattr(tuning, "tiles", lambda *call: (most,))
+    monkeypatch.setattr(tuning, "candidates", lambda *call: (most,))
     check(fused, replace(CASE["cache"], batch=1), "lssar", SINGLE if knobs.runtime.interpret else BRAIN, device=DEVICE)
 
 
