@@ -269,7 +269,7 @@ def _layers(key: Any, config: Any, count: int) -> list[int]:
     except ValueError:
         found = None
     if found is None:
-        near = get_close_matches(text, types, n=1)
+        near = get_close_matches(text, types, n=1, cutoff=0.8)
         known = f"its layer types ({', '.join(dict.fromkeys(types))}), " if types else ""
         none = "" if types or not text.isidentifier() else f" (a {config.model_type} model has no layer types)"
         raise ValueError(

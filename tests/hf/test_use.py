@@ -27,6 +27,8 @@ from transformers import (
     PreTrainedModel,
     SwinConfig,
     SwinModel,
+    T5Config,
+    T5ForConditionalGeneration,
 )
 
 import softfocus
@@ -217,3 +219,6 @@ def test_laser_in_a_model_with_attention_dropout_is_warned_of() -> None:
     assert model.eval()(tokens).logits.isfinite().all()
     with pytest.raises(ValueError, match=r"dropout_p: got 0\.1 with a LASER mechanism"):
         model.train()(tokens)
+    config = T5Config(vocab_size=16, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    with pytest.warns(UserWarning, match=r"dropout_rate = 0\.1, and LASER has no dropout"):
+        softfocus.hf.use(T5ForConditionalGeneration(config), "laser")

@@ -272,8 +272,9 @@ def _refuse_without_dispatch(model: PreTrainedModel, modules: list[torch.nn.Modu
 
 
 def _warn_of_dropout(model: PreTrainedModel) -> None:
+    """By the keys of configs. What a module keeps to itself is refused in training alone."""
     for config in _config.tree(model.config):
-        for key in ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop"):
+        for key in ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "dropout_rate"):
             if getattr(config, key, None):
                 warn(
                     f"softfocus.hf.use: the config has {key} = {getattr(config, key)}, and LASER has no dropout: the "

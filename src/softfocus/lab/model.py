@@ -50,9 +50,10 @@ def build(recipe: Recipe, vocabulary: int, end: int | None = None) -> Any:
     _, what, examples = _CLASSES[recipe.data.kind]
     try:
         model = _auto(recipe.data.kind).from_config(config)
-    except ValueError as error:
+    except Exception as error:  # a model's class meets a value that its config let pass, with errors of any kind
+        why = f"{type(error).__name__} {first_line(error)}" if isinstance(error, KeyError) else first_line(error)
         raise LabError(
-            f"architecture {recipe.model.architecture!r} does not make {what}: {first_line(error)}",
+            f"architecture {recipe.model.architecture!r} does not make {what}: {why}",
             f"choose another model.architecture, such as {examples}, or correct [model.config]",
         ) from error
     return _use(model, recipe)
@@ -101,6 +102,7 @@ def build_config(recipe: Recipe, vocabulary: int, end: int | None = None) -> Any
         ) from error
     check_positions(config, recipe.train.length, f"raise model.config.{positions}, or lower train.length to {{}}")
     _check_length(config, recipe)
+    _check_heads(config)
     return config
 
 
@@ -114,6 +116,33 @@ def _of_data(recipe: Recipe, vocabulary: int, end: int | None) -> dict[str, Any]
         return {"vocab_size": vocabulary, "pad_token_id": BLANK, "bos_token_id": None, "eos_token_id": None}
     # The architecture's own special ids mean other tokens in our vocabulary, or none
     return {"vocab_size": vocabulary, "bos_token_id": end, "eos_token_id": end, "pad_token_id": None}
+
+
+def _check_heads(config: Any) -> None:
+    """Refuse heads that do not divide: most architectures find out in the first step, some in a
+    shape that does not fit.
+    """
+    heads, shared = getattr(config, "num_attention_heads", None), getattr(config, "num_key_value_heads", None)
+    width = getattr(config, "hidden_size", None)
+    if not isinstance(heads, int) or not isinstance(width, int):
+        return
+    if isinstance(shared, int) and (shared < 1 or heads % shared):
+        raise LabError(
+            f"model.config.num_key_value_heads={shared} does not divide num_attention_heads={heads}",
+            "each key head is shared by a whole number of query heads",
+        )
+    if getattr(config, "head_dim", None) is None and width % heads:
+        raise LabError(
+            f"model.config.num_attention_heads={heads} does not divide hidden_size={width}",
+            "every head has the same whole number of dimensions",
+        )
+    each, rope = getattr(config, "head_dim", None) or width // heads, getattr(config, "rope_parameters", None) or {}
+    turned = int(each * (rope.get("partial_rotary_factor") or 1))
+    if "rope_type" in rope and turned + turned % 2 > each:
+        raise LabError(
+            f"model.config has heads of {each} dimensions (hidden_size={width}, num_attention_heads={heads})",
+            "RoPE turns pairs, so choose an even number",
+        )
 
 
 def _check_length(config: Any, recipe: Recipe) -> None:

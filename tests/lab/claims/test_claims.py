@@ -89,18 +89,20 @@ def test_every_row_builds_at_every_scale(scale: Any) -> None:
             assert parameters == pytest.approx(sizes[scale], rel=0.2), recipe.name
 
 
-def test_every_row_and_recipe_trains_two_steps() -> None:
-    """Every row at the scale `toy`, and every shipped recipe that test_recall.py does not train.
-    Models of more than 20 million parameters are only built, on no device.
+@pytest.mark.parametrize("large", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_every_row_and_recipe_trains_two_steps(large: bool) -> None:
+    """Every row at the scale `toy`, and every shipped recipe that test_recall.py does not train:
+    with up to 20 million parameters, and with more.
     """
     shipped = [recipe for name in loading.shipped() if (recipe := loading.load(name)).data.kind != "task"]
+    trained = []
     for recipe in [*distinct("toy"), *shipped]:
         torch.manual_seed(0)
         with torch.device("meta"):
             size = sum(
                 x.numel() for x in models.build(recipe, recipe.model.config.get("vocab_size") or 257).parameters()
             )
-        if size > 20e6:
+        if (size > 20e6) is not large:
             continue
         kind = recipe.data.kind
         if kind in ("text", "masked"):
@@ -121,6 +123,8 @@ def test_every_row_and_recipe_trains_two_steps() -> None:
             optimiser.step()
             optimiser.zero_grad()
         assert losses[-1] < losses[0], recipe.name
+        trained.append(recipe.name)
+    assert ("gpt2-124m-lssar" in trained) is large
 
 
 def test_tests_that_claims_cite_exist() -> None:

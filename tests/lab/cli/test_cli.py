@@ -185,6 +185,10 @@ WRONG_USE: list[tuple[list[str], str]] = [
         ["evaluate", "TRAINED", "--lengths", "1x,2x", "--window", "64x"],
         "hides nothing at the longest length, 64 tokens; name a smaller window",
     ),
+    (
+        ["induction", "TRAINED", "--lengths", "1x,2x", "--window", "64x"],
+        "hides nothing at the longest length, 64 tokens; name a smaller window",
+    ),
     (["evaluate", "TRAINED", "--buckets", "long"], "'long' is not a length; write --buckets like"),
     (
         ["train", "demo", "--set", "train.steps"],

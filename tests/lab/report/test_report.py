@@ -176,8 +176,8 @@ class TestFinding:
             "Softmax with window 1x has "
             "the lowest loss, 1.360; LSSAR as trained is 0.200 ± 0.000 higher, LASER with dynamic NTK is 1.090 ± 0.000 "
             "higher and LSSA with dynamic NTK is 1.640 ± 0.000 higher. From 1x to 16x the losses as trained change "
-            "by: Softmax +1.400, LSSA +1.980, LSSAR +0.060, LASER +1.340. The noise of training is not known: that "
-            "takes several seeds of each."
+            "by: Softmax +1.400 ± 0.000, LSSA +1.980 ± 0.000, LSSAR +0.060 ± 0.000, LASER +1.340 ± 0.000. The noise of "
+            "training is not known: that takes several seeds of each."
         )
 
     def test_at_1x_a_mechanism_that_is_better_than_softmax_is_said_to_be(self, fabricate):
@@ -241,6 +241,14 @@ class TestFinding:
             assert found.differences[-1].verdict == "inconclusive"
             every = build([fabricate("softmax", [bad]), fabricate("lssar", [bad])]).finding
             assert every.sentence.startswith("At 1x (128 tokens) every loss diverged.")
+
+    def test_how_far_losses_rise_names_the_diverged_and_counts_the_rest(self, fabricate):
+        runs = [fabricate(f"sharpened(lssa, {n})", [1.0, 1.0 + n / 8]) for n in range(1, 10)]
+        runs.append(fabricate("softmax", [1.0, math.nan], name="lost"))
+        (said,) = re.findall(r"From 1x to 2x the losses as trained change by: (.*)", build(runs).finding.sentence)
+        assert said.startswith("sharpened(lssa, 1) +0.125 ± ")
+        assert "; 2 more are in the report." in said
+        assert "Softmax diverged" in build([runs[-1], runs[3]]).finding.sentence.rpartition("change by")[2]
 
     def test_a_single_run(self, fabricate):
         found = build([fabricate("lssar", [1.0, 1.5], [1.0, 1.25])]).finding

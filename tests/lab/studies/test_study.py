@@ -336,6 +336,8 @@ def test_a_folder_takes_one_study_at_a_time(tmp_path: Path) -> None:
         run_study(str(tmp_path / "task.toml"), tmp_path / "out", console=where)
     assert said(where) == "", "it is refused before anything is timed"
     assert [path.name for path in (tmp_path / "out").iterdir()] == [LOCK]
+    with owning(tmp_path / "out"), pytest.raises(LabError, match="out is in use by process"):  # it came in between
+        crew.work(tmp_path / "out", [], workers=1, overwrite=False, console=where)
 
 
 @pytest.mark.parametrize(

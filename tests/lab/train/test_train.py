@@ -406,6 +406,20 @@ def test_a_high_loss_at_the_start_is_no_explosion(tiny: Path, tmp_path: Path, mo
         (["model.architecture=t5", "model.config={}"], "causal language model"),
         (["train.length=100000"], "training tokens"),
         (["model.parameters.gamma=1"], "gamma"),
+        (["model.config.num_attention_heads=3"], "refused by GPTNeoXConfig: The hidden size .*num_attention_heads = 3"),
+        (
+            [
+                "model.config.hidden_size=34",
+                "model.config.rope_parameters={rope_type='default', rope_theta=1e4, partial_rotary_factor=1.0}",
+            ],
+            r"heads of 17 dimensions .*; RoPE turns pairs",
+        ),
+        (["model.config.hidden_act=nonsense"], "gpt_neox' does not make a causal language model: KeyError 'nonsense'"),
+        (['model.layout.full_attention="lssar"'], r"'full_attention' chooses no layers \(a gpt_neox model has no la"),
+        (
+            ["model.architecture=llama", "model.config={hidden_size=32, num_attention_heads=4, num_key_value_heads=3}"],
+            "num_key_value_heads=3 does not divide num_attention_heads=4",
+        ),
         (
             ["model.architecture=gpt2", "model.config={n_embd=32, n_layer=1, n_head=2, n_positions=16}"],
             "gpt2 model with 16 positions cannot read 32 tokens; raise model.config.n_positions, or lower train.length",

@@ -74,11 +74,8 @@ def evaluate(
         return
     wanted = parse(lengths or recipe.evaluate.lengths, info.train_length)
     settings = settings_of(rope, window or ["1x"], sinks, info.train_length, mechanism or ())
-    if wide := [setting.window for setting in settings if window and (setting.window or 0) > wanted[-1]]:
-        raise UsageError(
-            f"--window: one of {wide[0]} keys hides nothing at the longest length, {wanted[-1]} tokens",
-            "name a smaller window, or a longer one of --lengths",
-        )
+    if window:
+        _refuse_wide([setting.window for setting in settings], wanted[-1])
     edges = parse(buckets, info.train_length, "--buckets") if buckets else None
     from softfocus.lab.evaluate.loss import evaluate
     from softfocus.lab.report.points import singles
@@ -250,7 +247,18 @@ def _lengths_and_windows(run: Path, lengths: str, window: str | None) -> tuple[l
     from softfocus.lab.run_folder.files import load_run
 
     trained = load_run(run).train_length
-    return parse(lengths, trained), [None] if window is None else parse(window, trained, "--window")
+    wanted, windows = parse(lengths, trained), [None] if window is None else parse(window, trained, "--window")
+    _refuse_wide(windows, wanted[-1])
+    return wanted, windows
+
+
+def _refuse_wide(windows: Sequence[int | None], longest: int) -> None:
+    """A window that is longer than every text is none, and would be reported as one."""
+    if wide := [keys for keys in windows if keys and keys > longest]:
+        raise UsageError(
+            f"--window: one of {wide[0]} keys hides nothing at the longest length, {longest} tokens",
+            "name a smaller window, or a longer one of --lengths",
+        )
 
 
 def generate(

@@ -130,12 +130,21 @@ def _sentence(where: str, reference: Cell, others: Sequence[Difference], column:
 
 
 def _rises(groups: Sequence[Group], column: float) -> str:
-    """How far each loss rises as trained: who keeps a flat line. Diverged losses are left out."""
-    plain = AS_TRAINED.name()
-    found = [(group.label, cell(group, 1.0, plain), cell(group, column, plain)) for group in groups]
-    rises = [(label, last.loss - start.loss) for label, start, last in found if start and last]
-    texts = [f"{label} {rise:+.3f}" for label, rise in rises if math.isfinite(rise)][:_RISES]
-    return f"From 1x to {column_name(column)} the losses as trained change by: {', '.join(texts)}." if texts else ""
+    """How far each loss rises as trained: who keeps a flat line."""
+    plain, texts = AS_TRAINED.name(), []
+    for group in groups:
+        start, last = cell(group, 1.0, plain), cell(group, column, plain)
+        if start is None or last is None:
+            continue
+        if math.isfinite(start.loss) and math.isfinite(last.loss):
+            rise = last.minus(start)
+            texts.append(f"{group.label} {rise.value:+.3f} ± {rise.standard_error:.3f}")
+        else:
+            texts.append(f"{group.label} diverged")
+    if not texts:
+        return ""
+    more = f"; {len(texts) - _RISES} more are in the report" if len(texts) > _RISES else ""
+    return f"From 1x to {column_name(column)} the losses as trained change by: {', '.join(texts[:_RISES])}{more}."
 
 
 def _name(label: str, setting: str, column: float) -> str:

@@ -14,6 +14,7 @@ from softfocus.lab.recipes.loading import load, shipped
 from softfocus.lab.report.points import labels
 from softfocus.lab.report.report import build, show, write
 from softfocus.lab.report.results import Report, load_entry
+from softfocus.lab.run_folder.owner import refuse_in_use
 from softfocus.lab.studies import crew
 
 MODELS = ("demo-softmax", "demo-lssa", "demo-lssar", "demo-laser", "demo-hybrid")
@@ -65,10 +66,12 @@ def run_demo(
         The report.
 
     Raises:
-        LabError: an unknown model, runs of other recipes in the folder, a model that failed (after
+        LabError: an unknown model, runs of other recipes in the folder, a folder in which another
+            demo or study works, a model that failed (after
             the report on the others has been written), or Ctrl-C.
     """
     console = console or Console()
+    refuse_in_use(folder)
     overrides = (*(FAST if fast else ()), *(() if seed is None else (f"train.seed={seed}",)))
     names = list(dict.fromkeys(_source(name) for name in models or MODELS))
     recipes = [load(name, [*changes, *overrides]) for name, changes in names]
