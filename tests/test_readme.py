@@ -273,7 +273,7 @@ def test_softmax_without_rope_costs_what_was_measured():
     assert not loss("local-nope", 16.0).minus(loss("local-nope", 1.0)).sure, "it is flat"
     price, here, far = (f"{one.value:.3f} ± {one.standard_error:.3f}" for one in found)
     page = " ".join(LAYOUTS.split())
-    assert f"Its loss (three seeds) is {price} above Softmax's at the training length." in page
+    assert f"Its loss (four seeds) is {price} above Softmax's at the training length." in page
     assert f"LSSAR is {here} below it there, and {far} below it at 16 times the length." in page
 
 
