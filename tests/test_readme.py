@@ -348,6 +348,14 @@ def layout_recall_table() -> str:
     return "\n".join(lines)
 
 
+TURNED = {
+    "third": "global LSSAR with a third of RoPE",
+    "all-beside-none": "with all of it in one head, none in the other",
+    "half-below-none": "with half of it in layer 1, none in layer 3",
+}
+"""The rows of `loss-and-recall`."""
+
+
 def rates_table(study: str, sweep: str, rates: dict[str, str], rows: Sequence[str]) -> str:
     """Losses at 1x by learning rate: of one seed, and at the study's own rate the mean of its.
 
@@ -369,7 +377,7 @@ def rates_table(study: str, sweep: str, rates: dict[str, str], rows: Sequence[st
     lines = [f"| loss at 1x | {' | '.join(rates.values())} |", "|---" * (len(rates) + 1) + "|"]
     for row in rows:
         losses = [swept[f"{row}-{ending}"] if ending else own[row] for ending in rates]
-        label = {"softmax": "Softmax", "lssar": "LSSAR"}.get(row, row)
+        label = {"softmax": "Softmax", "lssar": "LSSAR", **TURNED}.get(row, row)
         lines.append(f"| {NAMES.get(label, label)} | {' | '.join(f'{loss:.3f}' for loss in losses)} |")
     return "\n".join(lines)
 
@@ -377,6 +385,11 @@ def rates_table(study: str, sweep: str, rates: dict[str, str], rows: Sequence[st
 def demo_rates() -> str:
     rows = ("softmax", "local-cosine", "hybrid-half-rope", "hybrid", "local-softmax", "local-nope", "lssar")
     return rates_table("layouts", "learning-rates", {"half": "1e-3", "": "2e-3", "twice": "4e-3"}, rows)
+
+
+def recall_rates() -> str:
+    rows = ("third", "all-beside-none", "half-below-none")
+    return rates_table("loss-and-recall", "learning-rates", {"half": "1e-3", "": "2e-3", "twice": "4e-3"}, rows)
 
 
 def larger_rates() -> str:
@@ -398,7 +411,7 @@ def bpe_tuned_table() -> str:
 TABLES = {
     "trials": trials_table, "recall": recall_table, "both": both_table, "heads": heads_table, "larger": larger_table,
     "bpe": bpe_table, "layout_recall": layout_recall_table, "rates": demo_rates, "larger_rates": larger_rates,
-    "bpe_rates": bpe_rates, "bpe_tuned": bpe_tuned_table,
+    "bpe_rates": bpe_rates, "bpe_tuned": bpe_tuned_table, "recall_rates": recall_rates,
 }  # fmt: skip
 
 
