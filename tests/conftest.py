@@ -1,11 +1,26 @@
 """Options and markers of the whole suite."""
 
 import os
+from pathlib import Path
 
 import torch
 
 if not torch.cuda.is_available():  # before anything imports Triton, which reads it once
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+LONGEST = (
+    "test_demo.py", "test_triton_compile.py", "test_emulated_gpu.py", "test_train.py", "test_study.py",
+    "test_claims.py", "test_owner.py",
+)  # fmt: skip
+"""Files of few tests that take long. They run first: begun last, one of them would keep one worker
+busy while the others wait.
+"""
+
+
+def pytest_collection_modifyitems(items):
+    assert all(any(Path(__file__).parent.rglob(name)) for name in LONGEST), "a file of LONGEST has another name"
+    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
 
 
 def pytest_addoption(parser):

@@ -80,9 +80,9 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
         weights = rows.weights
         if call.dropout.seed is not None:
             batch, heads, query_length, key_length = weights.shape
-            places = torch.arange(batch * heads, device=weights.device).view(batch, heads)
+            head_index = torch.arange(batch * heads, device=weights.device).view(batch, heads)
             weights = weights * dropout.factors(
-                call.dropout.seed, call.dropout.p, places, (0, query_length), (0, key_length), dtype
+                call.dropout.seed, call.dropout.p, head_index, (0, query_length), (0, key_length), dtype
             )
         out = weights @ value
     else:
@@ -195,7 +195,7 @@ def reweight(
     The power is taken of u / max(u): the maximum cancels in the row sum, and u^p cannot overflow. A
     tied row keeps its weights, since the equation would divide 0 by 0.
     """
-    o = (count > MAX_UNTHRESHOLDED_COUNT).to(weights.dtype)
+    o = (count > MAX_UNTHRESHOLDED_COUNT).to(weights.dtype)  # the equation's offset: 1, or 0 where N_i <= 3
     u = torch.relu(weights * count - o)
     peak = u.detach().amax(-1, keepdim=True) if u.size(-1) else u.new_zeros(count.shape)
     tied = peak <= TIE_EPS * torch.finfo(weights.dtype).eps

@@ -98,7 +98,7 @@ def forward(
         scores.masked_fill_(~visible, -math.inf)
     maximum = scores.amax(-1, keepdim=True)
     f, exp_tail, shift = _phi(scores, maximum, mechanism)
-    if visible is not None and not POINTWISE[mechanism.phi].positive:
+    if visible is not None and not POINTWISE[mechanism.phi].positive:  # a positive phi is 0 at -inf
         f.masked_fill_(~visible, 0.0)
     norm = (f.abs() if mechanism.phi in SIGNED_PHI else f).sum(-1, keepdim=True)
     log_norm = norm.log() + shift
@@ -208,8 +208,8 @@ def _power(u: Tensor, power: Tensor | float) -> Tensor:
     """u^p for u in [0, 1]; small integers by repeated squaring, which costs a tenth of a general
     power.
 
-    Each squaring doubles the relative error. It comes to p ulp, as much as the error of u itself
-    makes; so large p are not squared.
+    Each squaring doubles the relative error, which may come to p ulp. The rounding of u itself
+    causes as much. Above SQUARING_LIMIT the general power is used.
     """
     if isinstance(power, Tensor):
         return (u**power).masked_fill_(u == 0, 0.0)  # a learned power may be 0, and 0^0 is 1
@@ -282,7 +282,7 @@ def _recentre(weights: Tensor, visible: Tensor | None, count: Tensor, mechanism:
 
 
 def _centred(weights: Tensor, visible: Tensor | None, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """A - mean(A), its l1 norm, and the rows in which that is rounding; the norm is 1 there."""
+    """A - mean(A), its l1 norm, and the rows whose norm is mere rounding; the norm is 1 there."""
     centred = weights - weights.sum(-1, keepdim=True) / count.clamp(min=1.0)
     if visible is not None:
         centred.masked_fill_(~visible, 0.0)

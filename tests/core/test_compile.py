@@ -67,7 +67,9 @@ def test_compiled_fullgraph_equals_eager(case, backend):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("backend", ["auto", "cpu", "tiled"])
+@pytest.mark.parametrize(
+    "backend", ["auto", *(pytest.param(name, marks=pytest.mark.slow) for name in ("cpu", "tiled"))]
+)
 def test_the_very_first_call_may_be_compiled(backend):
     code = f"""
 import torch, softfocus

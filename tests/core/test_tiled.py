@@ -167,6 +167,19 @@ def test_a_dense_forward_would_be_noticed():
     assert largest_inside("softmax", Visibility(LENGTH, LENGTH), dense) >= 4 * LENGTH * LENGTH
 
 
+@pytest.mark.parametrize("window", [(0, -1), (-1, 0), (3, 200), (900, 900)])
+def test_the_rows_that_see_the_most_set_the_size_of_all_tiles(window):
+    """The first rows, the last, or those between them."""
+    query, key, value = (torch.randn(1, 64, 1024, 2) for _ in range(3))
+    call = Call(query, key, value, Visibility(1024, 1024, *window), softfocus.named("softmax"), 0.5)
+    sizes = [
+        (tile.keys.stop - tile.keys.start) * tile.query.shape[:3].numel()
+        for chunk in tiles.chunks(call)
+        for tile in chunk.tiles()
+    ]
+    assert max(sizes) <= tiles.TILE_ELEMENTS
+
+
 def test_long_rows_make_thin_tiles(monkeypatch):
     monkeypatch.setattr(tiles, "MAX_TILE_ELEMENTS", 8 * 256)
     query, key, value = (torch.randn(1, 2, 256, 4) for _ in range(3))

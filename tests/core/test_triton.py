@@ -273,6 +273,54 @@ def test_delta_is_of_what_was_rounded_where_one_key_dominates(quiet, monkeypatch
     check(fused, OneKeyDominates(high, low), Mechanism(phi=phi, laser=laser), BRAIN, device=DEVICE)
 
 
+class LostInRounding(NamedTuple):
+    """Rows with one score of 1 and the others near ``low``, which the sum of phi loses."""
+
+    low: float
+    name: str = "lost in rounding"
+
+    def arguments(self, mechanism, dtype, seed=0, device="cpu"):
+        generator = torch.Generator().manual_seed(seed)
+        query, key, value = (torch.rand(1, 1, n, 16, generator=generator, dtype=torch.float64) for n in (8, 40, 40))
+        query[..., 1:], query[..., 0], key[..., 0], key[:, :, 5, 0] = 0.0, 1.0, self.low * (1 + key[..., 0]), 1.0
+        leaves = {"query": query, "key": key, "value": value}
+        given = {name: x.to(device, dtype).requires_grad_() for name, x in leaves.items()}
+        return {**given, "mechanism": mechanism, "is_causal": False, "scale": 1.0}
+
+
+@pytest.mark.parametrize("laser", [False, True])
+@pytest.mark.parametrize(("phi", "low"), [("relu", 1e-10), ("relu2", 1e-5), ("relu6", 1e-10)])
+def test_keys_that_the_sum_of_phi_loses_have_gradients(quiet, phi, low, laser):
+    """phi' of relu is 1 however small phi is."""
+    check(fused, LostInRounding(low), Mechanism(phi=phi, laser=laser), SINGLE, device=DEVICE)
+
+
+class OneMarkedRow(NamedTuple):
+    """LASER: the last row alone sees a large value. The scores of the others are near ``low``."""
+
+    low: float
+    name: str = "one marked row"
+
+    def arguments(self, mechanism, dtype, seed=0, device="cpu"):
+        generator = torch.Generator().manual_seed(seed)
+        query, key, value = (torch.randn(1, 1, 6, 16, generator=generator, dtype=torch.float64) for _ in range(3))
+        query[:, :, :-1] *= 0.1
+        query[:, :, :-1, 0], key[..., 0], value[:, :, -1] = self.low, 1.0, 40.0
+        leaves = {"query": query, "key": key, "value": value}
+        given = {name: x.to(device, dtype).requires_grad_() for name, x in leaves.items()}
+        return {**given, "mechanism": mechanism, "is_causal": True, "scale": 1.0}
+
+
+@pytest.mark.parametrize("phi", ["exp", "sigmoid", "softplus"])
+@pytest.mark.parametrize("power", [None, 3])
+def test_rows_beside_a_marked_one_add_nothing_to_its_gradients(quiet, phi, power):
+    """The kernel of marked rows gives the others a score of 0, whose phi over a sum of e^-100 is
+    infinite.
+    """
+    low = -80 if phi == "sigmoid" else -100
+    check(fused, OneMarkedRow(low), Mechanism(phi=phi, laser=True, power=power), SINGLE, device=DEVICE)
+
+
 def test_a_gradient_that_spans_too_much_is_copied(quiet, monkeypatch):
     """Within a head the kernels count in 32 bits. They see no tensor beyond that, here with a
     smaller number of bits.

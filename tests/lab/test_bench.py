@@ -353,6 +353,7 @@ def test_flex_computes_the_mechanism(mechanism: str, what: Any) -> None:
     torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow  # the compiler takes a quarter of a minute
 def test_flex_compiled() -> None:
     """Once as the benchmark does it, parity and ratio included."""
     one = Cell("lssa", "forward", 128, heads=1, head_dim=32)

@@ -3,8 +3,9 @@
 ``backend="auto"`` runs the kernels through this module, because no GPU of ours has run them, and a
 wrong kernel must not silently give wrong numbers. A part of the call is compared with the tiled
 backend in float64. Kinds that disagree or do not compile run on the tiled backend from then on,
-after one warning. A kind is a mechanism, a dtype, the sizes of a head and the optional arguments;
-lengths and values do not belong to it. ``SOFTFOCUS_TRITON=trusted`` omits the check.
+after one warning. A kind is a mechanism, a dtype, the sizes of a head and the optional arguments.
+Values do not belong to it, nor do lengths, except in decoding. ``SOFTFOCUS_TRITON=trusted`` omits
+the check.
 """
 
 import math
@@ -175,9 +176,11 @@ def _sizes_of_sums(part: Call, grad: Tensor) -> dict[str, float]:
     double = _in_double(part)
     query, key = double.query, double.key.repeat_interleave(part.query.size(1) // part.key.size(1), 1)
     shape = (*query.shape[:3], key.size(2))
-    each = (query.new_zeros(()) if double.bias is None else double.bias).expand(shape).contiguous()
-    terms = tiled.backward(double._replace(bias=each), grad.double(), True)["bias"]
+    # dL/ds of all rows is the gradient of a bias that has an element for each score
+    full_bias = (query.new_zeros(()) if double.bias is None else double.bias).expand(shape).contiguous()
+    terms = tiled.backward(double._replace(bias=full_bias), grad.double(), True)["bias"]
     terms = terms.abs().nan_to_num(0.0, 0.0, 0.0)
+    # At least |c_i| without the head scale: a length scale is at most log N, or 1
     scale = abs(part.scale) * math.log(max(part.visibility.key_length, 3))
     if part.mechanism.similarity == "dot":
         query_terms, key_terms = terms @ key.abs(), terms.mT @ query.abs()
@@ -202,17 +205,17 @@ def _judge(kind: Hashable, mechanism: Mechanism, compared: Callable[[], Iterator
     A comparison of zeros only, or one that runs out of memory, is not stored. The next call is
     compared instead.
     """
-    why, shown = None, False
+    why, any_nonzero = None, False
     try:
         for got, same, exact, size in compared():
-            shown = shown or _largest(exact) > 0.0
+            any_nonzero = any_nonzero or _largest(exact) > 0.0
             if why := _difference(got, same, exact, size):
                 break
     except _KernelError as error:
         why = str(error)
     except torch.OutOfMemoryError:
         return
-    if not (shown or why):
+    if not (any_nonzero or why):
         return
     if len(_refused) >= MAX_KINDS:  # kinds that agreed are compared again; refused ones stay refused
         for right in [kind for kind, refusal in _refused.items() if refusal is None]:
@@ -254,6 +257,7 @@ def _part_of(call: Call) -> Call:
     """
     query, key, value, visibility = call.query, call.key, call.value, call.visibility
     group = query.size(1) // key.size(1)
+    # More than FEW_ROWS rows of the group, so that the part of a prefill is not decoded
     batch, heads, first = 1, group, max(0, query.size(2) - max(ROWS, FEW_ROWS // group + 1))
     if group * query.size(2) <= FEW_ROWS:
         batch, heads = max(1, MAX_KEY_ELEMENTS // key[0].numel()), query.size(1)
@@ -303,11 +307,11 @@ def _kind(call: Call) -> Hashable:
     """
     query, key, visibility = call.query, call.key, call.visibility
     few = query.size(1) // max(key.size(1), 1) * query.size(2) <= FEW_ROWS
-    group = few and (key.size(2).bit_length(), (key.size(0) * key.size(1)).bit_length())
+    split_sizes = few and (key.size(2).bit_length(), (key.size(0) * key.size(1)).bit_length())
     bias = None if call.bias is None else (call.bias.dtype, *(size == 1 for size in call.bias.shape))
     return (
-        query.device, query.dtype, query.size(-1), call.value.size(-1), triton.compiled_as(call.mechanism), group, bias,
-        triton.variant(call), optional_arguments(pack(call)),
+        query.device, query.dtype, query.size(-1), call.value.size(-1), triton.compiled_as(call.mechanism), split_sizes,
+        bias, triton.variant(call), optional_arguments(pack(call)),
         visibility.left != UNLIMITED, visibility.right != UNLIMITED,
         bool(call.dropout.p), call.cache and call.cache.page_table is None,
     )  # fmt: skip

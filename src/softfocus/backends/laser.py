@@ -1,5 +1,7 @@
 """LASER's log(A exp(V)) for a tile: a product, and sums of logarithms where a product cannot be
-exact. Exactly causal.
+exact. Exactly causal: a later value changes no bit of a row.
+
+In shapes R counts the rows of all query heads of a group, G * R of ``Tile``.
 """
 
 from collections.abc import Iterator
@@ -17,10 +19,10 @@ LARGE_VALUE = 30.0  # values above shift + LARGE_VALUE are large: rows that weig
 SMALL_SUM = 1e-12  # smaller sums take the exact sum: the row's weights lie on values far below the shift
 SHIFT_TOLERANCE = 20.0  # the shift moves when the maximum is farther from it
 MAX_EXPONENT = 80.0  # exponents are clamped here: e^80 is finite in float32, and 0 times it is 0
-ENTRY_ELEMENTS = 1 << 20  # most keys times entries that are summed in logarithms at once
+ENTRY_ELEMENTS = 1 << 20  # the largest [n, K] of rows or entries whose logarithms are computed at once
 
-Place = tuple[Tensor, Tensor, Tensor]
-"""Batch, head and row of some rows, each [n]."""
+RowIndex = tuple[Tensor, Tensor, Tensor]
+"""Batch, head and row of some rows, each [n]: an index into [b, h, R, ...]."""
 
 
 class Logarithms:
@@ -43,6 +45,7 @@ class Logarithms:
         self.tied = flat(torch.zeros_like(rows.norm, dtype=torch.bool) if rows.tied is None else rows.tied)
         self.power = flat(power) if isinstance(power, Tensor) else power
         self.phi = POINTWISE[mechanism.phi]
+        # mps has no float64
         self.double = torch.float32 if rows.scores.device.type == "mps" else torch.float64
 
     def live(self) -> Tensor:
@@ -52,67 +55,69 @@ class Logarithms:
             live &= (self.u > 0) | (self.count <= MAX_UNTHRESHOLDED_COUNT) | self.tied
         return live
 
-    def weights(self, place: Place) -> Tensor:
+    def weights(self, index: RowIndex) -> Tensor:
         """log A of some rows, [n, K]."""
-        return self._logs(place)[2]
+        return self._logs(index)[2]
 
-    def correct(self, grad_scores: Tensor, grad_power: Tensor | None, place: Place, total: Tensor) -> Tensor:
-        """dL/ds [b, h, R, K] with that of some rows made from A dL/dA [n, K]; dL/dp [b, h, G, R, 1]
-        is written in place.
+    def correct(self, grad_scores: Tensor, grad_power: Tensor | None, index: RowIndex, exact_terms: Tensor) -> Tensor:
+        """dL/ds [b, h, R, K], with that of the rows at ``index`` computed from ``exact_terms``, A
+        dL/dA [n, K]. Both dL/ds and dL/dp [b, h, G, R / G, 1] are overwritten in these rows.
         """
         rows = None if grad_power is None else grad_power.view(*grad_power.shape[:2], -1, 1)
-        for some in _pieces(len(total), total.size(-1)):
-            here = place[0][some], place[1][some], place[2][some]
-            slopes, power_slopes = self._slopes(here, total[some])
-            grad_scores[here] = slopes.to(grad_scores.dtype)
-            if rows is not None and power_slopes is not None:
-                rows[here] = power_slopes.to(rows.dtype)
+        for some in _pieces(len(exact_terms), exact_terms.size(-1)):
+            here = index[0][some], index[1][some], index[2][some]
+            grad_s, grad_p = self._gradients(here, exact_terms[some])
+            grad_scores[here] = grad_s.to(grad_scores.dtype)
+            if rows is not None and grad_p is not None:
+                rows[here] = grad_p.to(rows.dtype)
         return grad_scores
 
-    def _slopes(self, place: Place, total: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _gradients(self, index: RowIndex, exact_terms: Tensor) -> tuple[Tensor, Tensor | None]:
         """From A dL/dA [n, K] of some rows: dL/ds [n, K], and dL/dp [n, 1] where there is a power.
 
-        With x = A dL/dA - A D, D = sum_j A_j dL/dA_j, which is dL/d log A: in l1 rows ds = x
-        phi'/phi, and in re-weighted ones df = g - o mean(g) with g = p x / (f - o mean(f)).
+        Let A = r / sum r, with r = phi or r = u^p, and D = sum_j A_j dL/dA_j. Then dL/d log r is
+        x = A dL/dA - A D. In l1 rows ds = x phi'/phi. In re-weighted rows df = g - o mean(g), with
+        g = p x / (f - o mean(f)).
         """
-        log_l1, log_u, log_a = self._logs(place)
-        x = total - log_a.exp() * total.sum(-1, keepdim=True)
+        log_l1, log_u, log_a = self._logs(index)
+        x = exact_terms - log_a.exp() * exact_terms.sum(-1, keepdim=True)
         assert self.phi.log_derivative is not None
-        log_derivative = self.phi.log_derivative(self.scores[place].to(self.double)).masked_fill(
+        log_derivative = self.phi.log_derivative(self.scores[index].to(self.double)).masked_fill(
             log_l1 == -torch.inf, 0.0
         )
         if self.power is None:
             return log_derivative * x, None
-        free, tied, power = self.count[place] <= MAX_UNTHRESHOLDED_COUNT, self.tied[place], self._power(place)
+        unthresholded, tied = self.count[index] <= MAX_UNTHRESHOLDED_COUNT, self.tied[index]
         grad_power = torch.where(log_u > -torch.inf, x * log_u, 0.0).sum(-1, keepdim=True).masked_fill(tied, 0.0)
-        x = torch.where(tied, x, power * x)
-        weights, mean = log_l1.exp(), 1.0 / self.count[place].to(self.double)
+        x = torch.where(tied, x, self._power(index) * x)
+        weights, mean = log_l1.exp(), 1.0 / self.count[index].to(self.double)  # f / sum f, and their mean 1 / N
         g = torch.where(weights > mean, x / (weights - mean), 0.0)
-        return log_derivative * torch.where(free | tied, x, weights * (g - mean * g.sum(-1, keepdim=True))), grad_power
+        dense = weights * (g - mean * g.sum(-1, keepdim=True))
+        return log_derivative * torch.where(unthresholded | tied, x, dense), grad_power
 
-    def _logs(self, place: Place) -> tuple[Tensor, Tensor, Tensor]:
+    def _logs(self, index: RowIndex) -> tuple[Tensor, Tensor, Tensor]:
         """Logarithms [n, K] for some rows: of phi(s) / sum phi(s), of u up to a factor per row, and
         of A.
         """
         assert self.phi.log is not None
-        log_f = self.phi.log(self.scores[place].to(self.double))
+        log_f = self.phi.log(self.scores[index].to(self.double))
         log_l1 = log_f - log_f.logsumexp(-1, keepdim=True)
         if self.power is None:
             return log_l1, log_l1, log_l1
-        count = self.count[place].to(self.double)
+        count = self.count[index].to(self.double)
         excess = torch.where(count > MAX_UNTHRESHOLDED_COUNT, (log_l1.exp() - 1.0 / count).clamp(min=0.0).log(), log_l1)
         log_u = excess - excess.amax(-1, keepdim=True)
-        log_r = (self._power(place) * log_u).masked_fill(excess == -torch.inf, -torch.inf)
+        log_r = (self._power(index) * log_u).masked_fill(excess == -torch.inf, -torch.inf)
         log_a = log_r - log_r.logsumexp(-1, keepdim=True)
-        return log_l1, log_u, torch.where(self.tied[place], log_l1, log_a)
+        return log_l1, log_u, torch.where(self.tied[index], log_l1, log_a)
 
-    def _power(self, place: Place) -> Tensor | float:
+    def _power(self, index: RowIndex) -> Tensor | float:
         assert self.power is not None
-        return self.power[place].to(self.double) if isinstance(self.power, Tensor) else self.power
+        return self.power[index].to(self.double) if isinstance(self.power, Tensor) else self.power
 
 
 class ShiftedExponential:
-    """exp(V - M) for the values of some heads, with a shift M for each column that no unseen value
+    """exp(V - M) for the values of some heads, with a shift M for each column that no later value
     can change.
 
     M is the column's maximum over the keys that *every* row of a tile sees, so that a change in a
@@ -129,56 +134,58 @@ class ShiftedExponential:
         self.exponential: Tensor | None = None
         self.has_large_values = False
 
-    def mix(self, weights: Tensor, logs: Logarithms, keys: slice, seen_by_all: Tensor | slice | None) -> Tensor:
+    def log_mean_exp(
+        self, weights: Tensor, logs: Logarithms, keys: slice, seen_by_all: Tensor | slice | None
+    ) -> Tensor:
         """log(A exp(V)) for A [b, h, R, K] over some keys: [b, h, R, Dv]. Rows without weight give
         -inf or NaN.
         """
         total, exact = self._sum(weights, logs, keys, seen_by_all)
         out = total.log().add_(self.shift)
-        for place, column, terms in self._exact(logs, exact, keys):
-            out[*place, column] = torch.logsumexp(terms, -1).to(out.dtype)
+        for index, column, terms in self._exact(logs, exact, keys):
+            out[*index, column] = torch.logsumexp(terms, -1).to(out.dtype)
         return out
 
-    def mix_backward(
+    def log_mean_exp_backward(
         self, weights: Tensor, logs: Logarithms, grad: Tensor, keys: slice, seen_by_all: Tensor | slice | None
-    ) -> tuple[Tensor, Tensor, tuple[Place, Tensor] | None]:
-        """Gradients of :meth:`mix`.
+    ) -> tuple[Tensor, Tensor, tuple[RowIndex, Tensor] | None]:
+        """Gradients of :meth:`log_mean_exp`.
 
         Returns:
             dL/dA [b, h, R, K], right in rows without an exact entry; dL/dV [b, h, K, Dv]; and of
-            rows with exact entries their place and A dL/dA [n, K] in float64, or None where there
+            rows with exact entries their index and A dL/dA [n, K] in float64, or None where there
             are no such rows.
         """
         total, exact = self._sum(weights, logs, keys, seen_by_all)
         # dL/d(A exp(V - M)). A row with a NaN score has NaN weights on its visible keys, and they
         # alone pass it on
-        share = (grad / total).masked_fill_(exact | (grad == 0) | total.isnan(), 0.0)
+        grad_total = (grad / total).masked_fill_(exact | (grad == 0) | total.isnan(), 0.0)
         assert self.exponential is not None
         exponential = self.exponential[..., keys, :]
-        # Where the weight is 0 or tiny, exp(V - out) may be anything
-        grad_weights = (share @ exponential.mT).masked_fill_(weights == 0, 0.0)
-        grad_value = (weights.mT @ share).mul_(exponential)
+        # A key of weight 0 may have any value: its dL/dA, a sum of dO exp(V - out), may overflow
+        grad_weights = (grad_total @ exponential.mT).masked_fill_(weights == 0, 0.0)
+        grad_value = (weights.mT @ grad_total).mul_(exponential)
         if not bool(exact.any()):
             return grad_weights, grad_value, None
-        rows = exact.any(-1)
+        rows = exact.any(-1)  # [b, h, R], rows with an exact entry
         b, h, row = rows.nonzero().unbind(-1)
-        place = b, h, row
-        number = rows.flatten().cumsum(0).view(rows.shape) - 1
-        scaled = grad_weights[place].to(logs.double)
+        index = b, h, row
+        number = rows.flatten().cumsum(0).view(rows.shape) - 1  # [b, h, R], the place of a row in ``index``
+        exact_terms = grad_weights[index].to(logs.double)  # [n, K]
         for some in _pieces(len(row), weights.size(-1)):
-            scaled[some] *= logs.weights((b[some], h[some], row[some])).exp()
+            exact_terms[some] *= logs.weights((b[some], h[some], row[some])).exp()
         exact_grad = torch.zeros_like(grad_value.mT, dtype=logs.double, memory_format=torch.contiguous_format)
-        columns = exact_grad.view(-1, weights.size(-1))
+        columns = exact_grad.view(-1, weights.size(-1))  # [b * h * Dv, K]
         for (b, h, row), column, terms in self._exact(logs, exact, keys):
             part = terms.softmax(-1) * grad[b, h, row, column, None]  # [n, K]
-            _add_at(scaled, number[b, h, row], part)
+            _add_at(exact_terms, number[b, h, row], part)
             _add_at(columns, (b * grad_value.size(1) + h) * grad_value.size(-1) + column, part)
-        return grad_weights, grad_value.add_(exact_grad.mT.to(grad_value.dtype)), (place, scaled)
+        return grad_weights, grad_value.add_(exact_grad.mT.to(grad_value.dtype)), (index, exact_terms)
 
     def _sum(
         self, weights: Tensor, logs: Logarithms, keys: slice, seen_by_all: Tensor | slice | None
     ) -> tuple[Tensor, Tensor]:
-        """A exp(V - M), and which of its entries must be summed in logarithms."""
+        """A exp(V - M) [b, h, R, Dv], and which of its entries must be summed in logarithms."""
         self._move(keys, seen_by_all)
         assert self.exponential is not None
         total = weights @ self.exponential[..., keys, :]
@@ -191,6 +198,7 @@ class ShiftedExponential:
         return total, exact & (weights != 0).any(-1, keepdim=True) & ~total.isnan()
 
     def _move(self, keys: slice, seen_by_all: Tensor | slice | None) -> None:
+        """Moves M where a tile's keys are too far from it. Computes exp(V - M) if M is new."""
         seen = self.value[..., keys, :]
         if isinstance(seen_by_all, slice):
             seen = seen[..., seen_by_all, :]
@@ -207,8 +215,8 @@ class ShiftedExponential:
             self.exponential = (self.value - self.shift).clamp_(max=MAX_EXPONENT).exp_()
             self.has_large_values = bool((self.value > self.shift + LARGE_VALUE).any())
 
-    def _exact(self, logs: Logarithms, exact: Tensor, keys: slice) -> Iterator[tuple[Place, Tensor, Tensor]]:
-        """Place, column and log A + V [n, K] of the exact entries, in pieces."""
+    def _exact(self, logs: Logarithms, exact: Tensor, keys: slice) -> Iterator[tuple[RowIndex, Tensor, Tensor]]:
+        """Row index, column and log A + V [n, K] of the exact entries, in pieces."""
         value = self.value[..., keys, :].mT
         entries = exact.nonzero()
         for some in _pieces(len(entries), value.size(-1)):
@@ -225,12 +233,12 @@ def _pieces(rows: int, keys: int) -> Iterator[slice]:
     return (slice(start, start + step) for start in range(0, rows, step))
 
 
-def _add_at(target: Tensor, places: Tensor, rows: Tensor) -> None:
-    """target[places] += rows for [m, K], [n] and [n, K], in a fixed order. A place may occur more
+def _add_at(target: Tensor, indices: Tensor, rows: Tensor) -> None:
+    """target[indices] += rows for [m, K], [n] and [n, K], in a fixed order. An index may occur more
     than once.
 
     ``index_put_(accumulate=True)`` and ``index_add_`` sum in the order in which threads arrive.
     """
-    order = places.argsort(stable=True)
-    there, lengths = places[order].unique_consecutive(return_counts=True)
+    order = indices.argsort(stable=True)
+    there, lengths = indices[order].unique_consecutive(return_counts=True)
     target[there] += torch.segment_reduce(rows[order], "sum", lengths=lengths, axis=0)

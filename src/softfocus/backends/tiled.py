@@ -44,7 +44,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
                 tile_out = weights @ chunk.value[..., tile.keys, :]
             else:
                 logs = Logarithms(rows, tile.count, mechanism, chunk.power)
-                tile_out = exponential.mix(weights, logs, tile.keys, tile.seen_by_all)
+                tile_out = exponential.log_mean_exp(weights, logs, tile.keys, tile.seen_by_all)
             tile_out = chunk.set_exceptional_rows(tile_out, rows, tile, nonfinite=torch.nan)
             chunk.view(out, tile.rows).copy_(chunk.unflat(tile_out))
             for number, row_vector in enumerate((tile.count, rows.maximum, rows.log_norm, rows.peak)):
@@ -69,7 +69,7 @@ def backward(call: Call, grad: Tensor, bias_grad: bool) -> dict[str, Tensor]:
                 grad_weights = grad_out @ chunk.value[..., tile.keys, :].mT
             else:
                 logs = Logarithms(rows, tile.count, mechanism, chunk.power)
-                grad_weights, part, exact = exponential.mix_backward(
+                grad_weights, part, exact = exponential.log_mean_exp_backward(
                     weights, logs, grad_out, tile.keys, tile.seen_by_all
                 )
                 grad_value[..., tile.keys, :] += part

@@ -52,13 +52,14 @@ class Tile:
     rows: slice
     keys: slice
     visible: Tensor | None  # bool [b|1, h|1, G|1, R, K]; None if all is visible
-    # For LASER: the keys that every row sees, bool [b, h, 1, K] or a slice of the tile's
+    # For LASER: the keys that every row sees, bool [b, h, 1, K] or a slice of the tile's; None if
+    # there are none
     seen_by_all: Tensor | slice | None
     count: Tensor  # [b, h, G, R, 1]
     query: Tensor  # [b, h, G * R, D], normalised for cosine, 0 where it is not finite
     nonfinite: Tensor | None  # bool [b, h, G * R, 1], which queries are not finite
     query_norm: Tensor | None  # [b, h, G * R, 1], for cosine
-    base_scale: Tensor  # [b, h, G, R, 1], c_i without head_scale
+    base_scale: Tensor  # [b|1, h|1, G|1, R, 1], c_i without head_scale
 
 
 def chunks(call: Call) -> Iterator["Chunk"]:
@@ -68,10 +69,13 @@ def chunks(call: Call) -> Iterator["Chunk"]:
         return
     batch, heads = call.query.shape[:2]
     key_heads = call.key.size(1)
-    groups = heads // key_heads
+    group = heads // key_heads  # query heads that share a key head
     count = visibility.count(call.query.device).to(compute_dtype(call.query.dtype))
-    low, high = visibility.span(max(0, visibility.query_length - TILE_ROWS), visibility.query_length)
-    row_elements = max(1, groups * (high - low))  # scores of one row of each query head of a group
+    # The block of rows that sees the most keys is the last one under a causal mask, a middle one in
+    # a window, the first one where the past alone is bounded
+    starts = range(0, visibility.query_length, TILE_ROWS)
+    spans = (visibility.span(start, min(start + TILE_ROWS, visibility.query_length)) for start in starts)
+    row_elements = max(1, group * max(high - low for low, high in spans))  # scores of a row of each head of a group
     rows = max(1, min(TILE_ROWS, visibility.query_length, MAX_TILE_ELEMENTS // row_elements))
     heads_per_tile = max(1, TILE_ELEMENTS // (row_elements * rows))  # key heads, of all sequences
     head_step = min(key_heads, heads_per_tile)
@@ -98,10 +102,10 @@ class Chunk:
     def __init__(self, call: Call, count: Tensor, batches: slice, key_heads: slice, tile_rows: int):
         self.call, self.visibility, self.mechanism = call, call.visibility, call.mechanism
         self.batches, self.key_heads, self.tile_rows = batches, key_heads, tile_rows
-        self.groups = call.query.size(1) // call.key.size(1)
-        self.heads = slice(key_heads.start * self.groups, key_heads.stop * self.groups)
+        self.group = call.query.size(1) // call.key.size(1)
+        self.heads = slice(key_heads.start * self.group, key_heads.stop * self.group)
         self.dtype = compute_dtype(call.query.dtype)
-        self.shape = (batches.stop - batches.start, key_heads.stop - key_heads.start, self.groups)
+        self.shape = (batches.stop - batches.start, key_heads.stop - key_heads.start, self.group)
         self.count = self._grouped(count[..., None])
         # contiguous: a product would copy a [B, L, H, D] view every time
         key = call.key[batches, key_heads].to(self.dtype).contiguous()
@@ -191,7 +195,7 @@ class Chunk:
 
     def view(self, x: Tensor, rows: slice) -> Tensor:
         """A view of rows of a [B, H, Lq(, *)] tensor as [b, h, G, R(, *)]."""
-        return x[self.batches, self.heads, rows].unflatten(1, (-1, self.groups))
+        return x[self.batches, self.heads, rows].unflatten(1, (-1, self.group))
 
     def flat(self, x: Tensor) -> Tensor:
         """[b, h, G, R, *] to [b, h, G * R, *]: the heads of a group share their keys in one
@@ -245,11 +249,11 @@ class Chunk:
     def _grouped(self, x: Tensor) -> Tensor:
         """[B|1, H|1, R, K] to this chunk's [b|1, h|1, G|1, R, K]."""
         x = x if x.size(0) == 1 else x[self.batches]
-        return x.unsqueeze(2) if x.size(1) == 1 else x[:, self.heads].unflatten(1, (-1, self.groups))
+        return x.unsqueeze(2) if x.size(1) == 1 else x[:, self.heads].unflatten(1, (-1, self.group))
 
     def _per_head(self, x: Tensor) -> Tensor:
         """[H] to this chunk's [1, h, G, 1, 1]."""
-        return x[self.heads].to(self.dtype).view(1, -1, self.groups, 1, 1)
+        return x[self.heads].to(self.dtype).view(1, -1, self.group, 1, 1)
 
     def _scaled_query(self, tile: Tile) -> Tensor:
         """c_i q_i, [b, h, G * R, D]."""
@@ -278,8 +282,8 @@ class Chunk:
         scaled = x / largest.masked_fill(zero, 1.0)
         norm = scaled.square().sum(-1, keepdim=True).sqrt_()
         unit = scaled.div_(norm.masked_fill(zero, 1.0)).masked_fill_(zero, 0.0)
-        # |x| itself may overflow or vanish; so then does its gradient, which a dtype could not hold
-        # either
+        # A vector of entries below finfo.tiny counts as zero, with gradient 0. Where |x| overflows,
+        # the gradient, a subnormal number, becomes 0
         return unit, (norm * largest).masked_fill_(zero, torch.inf)
 
 

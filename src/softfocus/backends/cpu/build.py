@@ -62,7 +62,7 @@ def library() -> ctypes.CDLL:
             process.
     """
     global _outcome
-    if off := switched_off():  # as long as it says so
+    if off := switched_off():  # asked every time: the switch may change
         raise off
     if _outcome is None:
         with _lock:
@@ -121,7 +121,8 @@ def state() -> Built | None:
     Compiles nothing.
 
     Raises:
-        Unavailable: this process has tried in vain, or sees that it would.
+        Unavailable: the kernels are switched off, this process has tried in vain, or nothing is
+            compiled and there is no compiler.
     """
     if off := switched_off():
         raise off
@@ -131,7 +132,7 @@ def state() -> Built | None:
     with suppress(_NoCache):
         found = _outcome[0] if _outcome else _cached(plan())
     if not found:
-        compiler()
+        compiler()  # raises if there is none
     return found
 
 
@@ -211,10 +212,11 @@ def _refuse_others(folder: Path) -> None:
     for path in (folder.parent, folder):
         try:
             why = _others(path)
-            shared = path.stat().st_mode & stat.S_ISVTX  # as /tmp: nobody moves what belongs to another
+            # In a sticky folder, as /tmp, others may write, but nobody moves what is another's
+            sticky = path.stat().st_mode & stat.S_ISVTX
         except OSError:
             continue
-        if why and not (shared and path == folder.parent and "written" in why):
+        if why and not (sticky and path == folder.parent and "written" in why):
             remedy = f"remove it, or let {CACHE} name a folder that is yours alone"
             raise _NoCache(f"the folder of compiled kernels {path} {why}", remedy)
 
@@ -255,8 +257,8 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _compile(planned: Plan, command: tuple[str, ...], version: str) -> tuple[Built, ctypes.CDLL]:
-    """Into a folder beside, then renamed: a kill at any moment leaves nothing that looks whole and
-    is not.
+    """Into a temporary folder inside, then renamed: a kill at any moment leaves nothing that looks
+    whole and is not.
     """
     for left in planned.folder.glob("building-*"):
         # Of a process that died. Its compilers may live on: they write into their own folder, not

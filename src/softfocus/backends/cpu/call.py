@@ -30,7 +30,9 @@ _NUMBERS = {
     "normaliser": {"l1": 0, "none": 1, "1/N": 2, "1/L": 3, "1/sqrt(N/2)": 4},
     "post": {"none": 0},
 }
-"""What the kernels implement. A value that is declared but not here is a KeyError."""
+"""By field, in the order of ``struct Params``: the number of each value that the kernels implement.
+A value that is declared but not here is a KeyError. ``post`` is looked up for that alone.
+"""
 
 ARRAY = struct.Struct("5q")
 """``struct TensorView``: the data's address, and four strides in elements, 0 where broadcast."""

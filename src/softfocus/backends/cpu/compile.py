@@ -63,8 +63,9 @@ def _link(plan: plans.Plan, compiler: Sequence[str], folder: Path, objects: Sequ
     """Link without OpenMP first: threads shall come from torch's pool, since another one would
     fight it for cores.
 
-    Where torch's OpenMP is not visible to all, it is named. The compiler's own is the last resort:
-    for a torch that has none, and for clang on Linux, whose symbols the GNU library in torch lacks.
+    Where the symbols of torch's OpenMP are not global, the linker gets its path. The compiler's own
+    is the last resort: for a torch that has none, and for clang on Linux, whose symbols the GNU
+    library in torch lacks.
     """
     library = folder / plan.library.name
     found = [
@@ -98,7 +99,7 @@ def _run(plan: plans.Plan, folder: Path, commands: Sequence[Sequence[str]], tick
         with suppress(OSError), plan.log.open("a") as whole:
             whole.writelines(log.read_text(errors="replace") for log in logs if log.exists())
     for log in (log for log, code in zip(logs, codes, strict=True) if code):
-        output = log.read_text(errors="replace").splitlines()[1:]
+        output = log.read_text(errors="replace").splitlines()[1:]  # after the command
         if full := _disk_full(folder, output):
             remedy = (
                 f"free some space, or let {plans.CACHE}, and TMPDIR for the compiler's own files, "

@@ -56,7 +56,9 @@ def blocks_of(head_dim: int, value_dim: int, dtype: torch.dtype, tile: tuning.Ti
 
 
 def _shifted(mechanism: Mechanism, bounded: bool, dtype: torch.dtype) -> bool:
-    """``Algebra.shifted`` where the normaliser is l1; ``bounded`` as in the package's function."""
+    """``Algebra.shifted`` where the normaliser is l1. ``bounded``: what
+    ``softfocus.backends.triton.bounded`` says of the call.
+    """
     if mechanism.phi == "exp" or dtype == torch.float16:
         return True
     return POINTWISE[mechanism.phi].positive and not bounded
@@ -116,7 +118,10 @@ def inputs_of(call: Call) -> Inputs:
 
 
 def document_bounds(documents: Tensor, width: int) -> tuple[Array, Array]:
-    """The lowest and the highest document number of each tile of keys, [B, 1, 1, tiles]."""
+    """The lowest and the highest document number of each tile of ``width`` keys, [B, 1, 1, tiles].
+
+    ``documents`` [B, Lk] are the keys' documents.
+    """
     beyond = documents[:, -1:].expand(-1, -documents.size(1) % width)
     low, high = torch.cat([documents, beyond], 1).unflatten(1, (-1, width)).aminmax(dim=-1)
     return array(low[:, None, None]), array(high[:, None, None])

@@ -60,6 +60,8 @@ class DecodeDots {
     };
     // Stream i reads the i-th part of the tiles; a step of this loop does one tile of each.
     for (int64_t tile = 0; tile < tiles_per_stream; ++tile) {
+      // Whether all streams can be read side by side: the last one's tile is whole, and no tile is
+      // skipped.
       bool all = key_begin + (tile + (STREAMS - 1) * tiles_per_stream + 1) * BLOCK_K <= params.key_length;
       for (int64_t i = 0; i < STREAMS; ++i) all &= block.tile_visible((tile + i * tiles_per_stream) * BLOCK_K);
       int64_t first[STREAMS];

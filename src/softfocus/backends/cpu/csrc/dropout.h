@@ -68,7 +68,7 @@ class DropoutMask {
     vuint64 lane;
     for (int i = 0; i < W / 2; ++i) lane[i] = i;
     vuint64 a = lane + first, b = vuint64{} + row, c = vuint64{} + head_index, d = vuint64{};
-    uint32_t k = uint32_t(params.seed), m = uint32_t(params.seed >> 32);
+    uint32_t k = uint32_t(params.seed), m = uint32_t(params.seed >> 32);  // Philox's key
 #pragma GCC unroll 7
     for (int round = 0; round < ROUNDS; ++round) {
       vuint64 x = multiply_low_words(a, 0xD2511F53), y = multiply_low_words(c, 0xCD9E8D57);

@@ -98,8 +98,8 @@ inline vfloat exponential(vfloat x) {
   vfloat clamped[1] = {min(splat(EXP_MAX), x)}, shifted[1], r[1], q[1];  // a NaN stays NaN
   reduce_argument(clamped, shifted, r);
   expm1_reduced(r, q);
-  vint n = (vint)((vuint)shifted[0] << 23) >> 23;
-  vint half = n >> 1;  // the exponent in two steps: 2^128 is not a float
+  vint n = (vint)((vuint)shifted[0] << 23) >> 23;  // the low nine bits, with their sign
+  vint half = n >> 1;                              // the exponent in two steps: 2^128 is not a float
   vfloat y = (q[0] + 1.0f) * floats((half + 127) << 23) * floats((n - half + 127) << 23);
   return x < EXP_MIN ? vfloat{} : x > EXP_MAX ? splat(INF) : y;
 }

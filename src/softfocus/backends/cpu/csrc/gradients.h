@@ -42,8 +42,8 @@ class RowGradients {
         grad_weights_data(block.max_rows * block.max_row_stride, !params.reweighted),
         list_keys(params.reweighted ? block.max_rows * block.max_row_stride : 0, false),
         list_u(params.reweighted ? block.max_rows * block.max_row_stride : 0, false),
-        list_start(list_index(BLOCK_Q, block.max_row_stride)),
-        list_length(list_index(BLOCK_Q, block.max_row_stride)) {
+        list_start(block.max_row_stride / BLOCK_K * BLOCK_Q),
+        list_length(block.max_row_stride / BLOCK_K * BLOCK_Q) {
     if (params.laser) exact_terms.resize(BLOCK_Q * block.max_row_stride);
     if (params.laser && !params.reweighted) exp_panels.resize(BLOCK_K * params.value_dim);
   }

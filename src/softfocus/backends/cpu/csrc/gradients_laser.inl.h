@@ -29,10 +29,10 @@ inline void RowGradients<Phi>::laser_backward(float* grad_values) {
     double log_sum = log_sum_exp(n, term);
     for (int64_t j = 0; j < n && grad != 0.0f; ++j)
       if (log_u[j] != -INF) {
-        float share = grad * float(std::exp(term(j) - log_sum));
-        row[j] += share;
-        exact_log_sum[r] += double(share) * log_u[j];
-        grad_values[(block.key_begin + j) * block.padded_value_dim + d] += share;
+        float grad_share = grad * float(std::exp(term(j) - log_sum));  // dO w_j
+        row[j] += grad_share;
+        exact_log_sum[r] += double(grad_share) * log_u[j];
+        grad_values[(block.key_begin + j) * block.padded_value_dim + d] += grad_share;
       }
   });
   for (int64_t r = 0; r < block.n_rows; ++r)

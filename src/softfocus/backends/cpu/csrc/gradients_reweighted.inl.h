@@ -6,8 +6,8 @@
 
 namespace softfocus {
 
-// Lists the live keys of all tiles with their dL/dA. Sums delta, mean_term and grad_power of the
-// rows.
+// Lists the live keys of all tiles with their dL/dA. Computes delta, mean_term and grad_power of
+// the rows.
 template <typename Phi>
 template <bool DROPOUT>
 inline void RowGradients<Phi>::listed_grad_weights(const GradientTensors& grads) {

@@ -6,9 +6,9 @@
 namespace softfocus {
 
 // Number of lists that are made before any of them is used, so that no loop waits for a length that
-// was just computed. The lists belong to as many rows of a tile, or in decoding to as many tiles of
-// a row. Together with prefetching the next tile's values this reduced the time of the forward by a
-// third. Other numbers were not measured.
+// was just computed. They are the lists of LISTS rows of one tile, or in decoding of one row in
+// LISTS tiles. Together with prefetching the next tile's values this reduced the time of the
+// forward by a third. Other numbers were not measured.
 constexpr int64_t LISTS = 16;
 
 // LISTS lists of live keys, each of one row and one tile, with their u, later u^p

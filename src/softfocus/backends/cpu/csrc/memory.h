@@ -57,7 +57,7 @@ class Pool {
     Pool& pool = instance();
     std::lock_guard<std::mutex> lock(pool.mutex_);
     Slot& oldest = pool.slots_[pool.next_];
-    if (bytes > CAPACITY / 2) return std::free(data);  // one buffer must not evict all others
+    if (bytes > CAPACITY / 2) return std::free(data);  // kept, it would leave too little room for the others
     pool.next_ = (pool.next_ + 1) % SLOTS;
     if (oldest.data) pool.held_ -= oldest.bytes, std::free(oldest.data);
     oldest = {nullptr, 0};

@@ -113,7 +113,7 @@ inline void pack_values(const Params& params, KeyHeadData& key_data, int64_t b, 
       std::fill(row, row + stride, 0.0f);
       if (key >= stop) continue;
       read_row(params.value, params.dtype, b, key_head, key, width, row);
-      for (int64_t d = 0; d < width && !all_finite(row, width); ++d)
+      for (int64_t d = 0; d < width && !all_finite(row, width); ++d)  // ends once the last one is replaced
         if (!std::isfinite(row[d])) {
           nonfinite.push_back({key, d});
           row[d] = 0.0f;

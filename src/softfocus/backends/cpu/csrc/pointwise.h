@@ -61,7 +61,8 @@ struct Softplus : Pointwise<Softplus> {  // phi(s) is stored: sigmoid(s) = 1 - e
   __attribute__((always_inline)) static void to_stored(vfloat (&s)[N]) {
     vfloat y[N];
     log1p_exp(s, y);
-    unroll<N>([&](int i) { s[i] = s[i] < EXP_MIN ? vfloat{} : relu(s[i]) + y[i]; });  // 0, as of exp_negative()
+    // log1p_exp() clamps s at EXP_MIN; below it phi is 0, as e^s is in exp_negative().
+    unroll<N>([&](int i) { s[i] = s[i] < EXP_MIN ? vfloat{} : relu(s[i]) + y[i]; });
   }
   template <int N>
   __attribute__((always_inline)) static void derivative(vfloat (&stored)[N]) {

@@ -141,6 +141,8 @@ class RowBlock : public BlockVisibility {
     for (int64_t r = n_rows; r < padded_rows(); ++r) weight_scale[r] = 0.0f, exp_tail[r] = false;
     if (!params.dropout_threshold) return;
     dropout.generate(*this);
+    // If dropout drops the largest weights of a row, small ones count. The limit is therefore
+    // relative to the largest kept u.
     for (int64_t r = 0; r < n_rows && params.reweighted; ++r)
       if (live_threshold[r] > 0.0f) live_threshold[r] *= largest_kept_u(r);
   }
@@ -163,8 +165,9 @@ class RowBlock : public BlockVisibility {
     f(Phi{});
   }
 
-  // Whether every weight is weight_scale times its stored score. Then weight_scale multiplies the
-  // output instead of each weight.
+  // Whether the products read the stored scores in place of the weights: with exp and softplus a
+  // weight is weight_scale times its stored score. weight_scale then multiplies the output. (relu
+  // and relu6 store phi, too, but take the general path.)
   bool stored_is_weight() const {
     return !params.dropout_threshold && params.normaliser == L1 &&
            (std::is_same_v<Phi, Exp> || std::is_same_v<Phi, Softplus>);

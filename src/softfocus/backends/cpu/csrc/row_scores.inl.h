@@ -64,7 +64,8 @@ template <typename Phi>
 template <bool KEEP_SCORES>
 inline void RowBlock<Phi>::score_tile(int64_t first, int64_t stop, int64_t start_k, vfloat* phi_sums, vfloat* maxima) {
   bool one_row = stop - first == 1;
-  // Without masks, bias and non-finite keys in the tile, whole strips are converted at once.
+  // Whole strips are converted at once if the masks hide nothing of the tile, no bias is given and
+  // no key of the key head is non-finite.
   bool plain = !one_row && tile_full(start_k) && !params.bias.data && !key_data->any_nonfinite_key;
   for (int64_t r = first; r < stop; r += one_row ? 1 : MR) {
     KeyRange seen = strip_range(r, start_k);

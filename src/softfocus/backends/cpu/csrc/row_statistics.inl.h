@@ -69,7 +69,7 @@ inline void RowBlock<Phi>::set_reweighting(int64_t r) {
   }
 }
 
-// The largest u that dropout keeps in a re-weighted row: live_threshold is relative to it
+// The largest u that dropout keeps in a re-weighted row
 template <typename Phi>
 inline float RowBlock<Phi>::largest_kept_u(int64_t r) const {
   vfloat largest = vfloat{};

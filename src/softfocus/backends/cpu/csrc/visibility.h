@@ -33,8 +33,8 @@ inline void read_masks(const Params& params, int64_t b, int64_t h, int64_t query
   }
   if (params.document_ids.data) {
     const int64_t* x = static_cast<const int64_t*>(params.document_ids.data) + b * params.document_ids.stride[0];
-    int64_t stride = params.document_ids.stride[3],
-            document = x[(query + params.key_length - params.query_length) * stride];
+    int64_t stride = params.document_ids.stride[3], position = query + params.key_length - params.query_length,
+            document = x[position * stride];
     for (int64_t j = begin; j < end; ++j) to[j - begin] &= uint8_t(x[j * stride] == document);
   }
   if (params.mask.data) {
@@ -65,7 +65,7 @@ class BlockVisibility {
   int64_t key_head = 0;                     // whose keys and values they read
   int64_t start_q = 0, n_rows = 0;          // the first row, the number of rows
   int64_t key_begin = 0, key_end = 0;       // the keys that some row sees; key_begin is a multiple of BLOCK_K
-  int64_t row_stride = 0;                   // bytes between the rows of `visible`
+  int64_t row_stride = 0;                   // elements between rows of `visible`, and of other arrays over all keys
   int64_t max_rows = 0;                     // the most rows of a block; a multiple of MR
   int64_t max_row_stride = 0;               // the largest row_stride of a block: whole tiles, and W more
   int64_t window_begin[BLOCK_Q], window_end[BLOCK_Q];  // the keys that the window lets each row see

@@ -3,8 +3,8 @@ vectors.
 
 No kernel needs an atomic: each program owns the memory that it writes. query_gradients runs first.
 With LASER each kernel has two variants: EXACT computes the rows that the forward marked, the other
-variant computes all other rows. Each writes its own rows of grad_query. EXACT runs second and adds
-to grad_key, grad_value and grad_bias.
+variant computes all other rows. EXACT runs second. It replaces its rows of grad_query and of the
+row vectors, and adds to grad_key, grad_value and grad_bias.
 """
 
 import triton
@@ -16,7 +16,8 @@ ROW_VECTORS = 9
 """The row vectors that query_gradients writes for the other kernels.
 
 The other kernels load them for each tile. A vector along the second dimension of a tile, as in
-key_gradients, takes as many registers as a row of the tile.
+key_gradients, takes as many registers as a row of the tile. ``load_row_vectors`` therefore loads
+only those that the algebra needs.
 """
 MEAN_GRAD, SCALE, ROW_BIAS, SHIFT, THRESHOLD, INVERSE_SPREAD, WEIGHT_FACTOR, GRAD_FACTOR, DELTA = (
     tl.constexpr(n) for n in range(9)
@@ -95,8 +96,9 @@ def load_row_vectors(row_vectors, algebra, b, h, q_offsets, active):
         shift = tl.load(pointers + SHIFT * row_vectors.stride_b, mask=active, other=inactive_shift)
     if algebra.reweighted:
         mean_grad = tl.load(pointers + MEAN_GRAD * row_vectors.stride_b, mask=active, other=0.0)
-        threshold = tl.load(pointers + THRESHOLD * row_vectors.stride_b, mask=active, other=0.0)
         inverse_spread = tl.load(pointers + INVERSE_SPREAD * row_vectors.stride_b, mask=active, other=0.0)
+    if algebra.reweighted or (algebra.phi.has_zeros and algebra.normaliser == "l1"):
+        threshold = tl.load(pointers + THRESHOLD * row_vectors.stride_b, mask=active, other=0.0)
     if algebra.normaliser == "l1":
         delta = tl.load(pointers + DELTA * row_vectors.stride_b, mask=active, other=0.0)
     row = weighting.GradientRow(shift, threshold, inverse_spread, weight_factor, grad_factor, delta)

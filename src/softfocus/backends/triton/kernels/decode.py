@@ -6,11 +6,11 @@ of re-weighted rows. It reads a value only if its weight is above rounding (with
 ``combine`` adds the splits.
 
 The queries of all heads that share a key head are the rows of one tile. A product on tensor cores
-has at least sixteen rows, most of which are padding here. In the layout of its result several
-threads would compute the same score. The products are therefore written to ``scores``, 4 bytes per
-score, while a key has hundreds. They are read with one score per thread, turned into weights, and
-written back. The product with the values reads the weights. A single query is multiplied without
-tensor cores.
+has at least sixteen rows, most of which are padding here, and so is most of what a thread holds of
+the result. The products are therefore written to ``scores``, 4 bytes per score, while a key has
+hundreds. They are read without padding, with each score in one thread only, turned into weights
+that are not normalised yet, and written back to ``scores``. The product with the values reads the
+weights. A single query is multiplied without tensor cores.
 
 In shapes ROWS_STORED is the number of rows, rounded up to a power of two. BLOCK_Q is ROWS_STORED,
 but at least 16 unless there is a single row.
@@ -184,11 +184,14 @@ def weights(inputs, algebra, masks, parts, sums, scores, ROWS_STORED: tl.constex
     for start in range(first * blocks.BLOCK_K, end, SCORES_AT_ONCE // ROWS_STORED):
         k_offsets = start + tl.arange(0, SCORES_AT_ONCE // ROWS_STORED)
         pointers, mask = _score_pointers(scores, inputs, k_offsets, end, ROWS_STORED)
-        s = tl.load(pointers, mask=mask, other=float("-inf"))  # s, f [ROWS_STORED, SCORES_AT_ONCE / ROWS_STORED]
-        f = forward.power_of_scores(s, shift, threshold, inverse_spread, tied, inputs, algebra, row_heads[:, None])
-        f = tl.where(f <= negligible[:, None], 0.0, f)
-        power_sum += tl.sum(f, 1)
-        tl.store(pointers, f, mask=mask)
+        # s, numerator [ROWS_STORED, SCORES_AT_ONCE / ROWS_STORED]
+        s = tl.load(pointers, mask=mask, other=float("-inf"))
+        numerator = forward.power_of_scores(
+            s, shift, threshold, inverse_spread, tied, inputs, algebra, row_heads[:, None]
+        )
+        numerator = tl.where(numerator <= negligible[:, None], 0.0, numerator)
+        power_sum += tl.sum(numerator, 1)
+        tl.store(pointers, numerator, mask=mask)
     tl.store(_part_pointers(parts, PART_POWER_SUM, splits, split, ROWS_STORED) + tl.arange(0, ROWS_STORED), power_sum)
     tl.debug_barrier()
     _sum_values(inputs, algebra, masks, b, h, parts, sums, scores, first, stop, ROWS_STORED, STAGES, blocks)
@@ -273,10 +276,10 @@ def _sum_values(
         for n in tl.range(first, end, num_stages=1 if CAREFUL else STAGES):
             k_offsets = n * blocks.BLOCK_K + tl.arange(0, blocks.BLOCK_K)
             pointers, mask = _score_pointers(scores, inputs, k_offsets, stop * blocks.BLOCK_K, blocks.BLOCK_Q)
-            f = tl.load(pointers, mask=mask, other=0.0)  # [BLOCK_Q, BLOCK_K]
+            numerator = tl.load(pointers, mask=mask, other=0.0)  # phi 2^-shift or u^p, [BLOCK_Q, BLOCK_K]
             # value [BLOCK_K, BLOCK_DV]
             if algebra.reweighted:
-                live = tl.max((f != 0.0).to(tl.int32), 0) > 0  # [BLOCK_K]: some row gives the key weight
+                live = tl.max((numerator != 0.0).to(tl.int32), 0) > 0  # [BLOCK_K]: some row gives the key weight
                 pointers = loading.key_pointers(inputs.value, inputs, b, h, k_offsets)[:, None]
                 pointers = pointers + dv_offsets[None, :] * inputs.value.stride_d
                 value = tl.load(pointers, mask=live[:, None] & (dv_offsets[None, :] < inputs.value_dim), other=0.0)
@@ -284,7 +287,7 @@ def _sum_values(
                 value = loading.load_value_operand(inputs, b, h, k_offsets, True, blocks)
             if CAREFUL:
                 value, acc, needs_exact, large_values = forward.checked_values(
-                    value, acc, needs_exact, large_values, f if algebra.reweighted else None,
+                    value, acc, needs_exact, large_values, numerator if algebra.reweighted else None,
                     inputs, algebra, masks, b, h, row_heads, q_offsets, k_offsets, True, blocks,
                 )  # fmt: skip
             elif algebra.laser:
@@ -293,11 +296,11 @@ def _sum_values(
                 value = laser.to_operand_dtype(tl.exp2(x * LOG2E), value)
             # acc [BLOCK_Q, BLOCK_DV], product_sums [BLOCK_K, BLOCK_DV]
             if blocks.BLOCK_Q > 1:
-                acc += products.dot_weights(f, value, algebra, blocks)
+                acc += products.dot_weights(numerator, value, algebra, blocks)
             elif CAREFUL:
-                acc += products.dot(f, value, blocks)
+                acc += products.dot(numerator, value, blocks)
             else:
-                product_sums += tl.trans(f) * value.to(tl.float32)
+                product_sums += tl.trans(numerator) * value.to(tl.float32)
     rows = tl.arange(0, blocks.BLOCK_Q)
     pointers = _part_pointers(parts, PART_MARK, splits, split, ROWS_STORED) + rows
     tl.store(pointers, needs_exact.to(tl.float32), mask=rows < ROWS_STORED)

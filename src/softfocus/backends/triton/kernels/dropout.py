@@ -21,7 +21,7 @@ def kept(inputs, b, h, q_offsets, first, KEYS: tl.constexpr, AXIS: tl.constexpr)
     eight columns lie eight apart, as those of a thread do in a product of tensor cores.
     """
     GROUPS: tl.constexpr = KEYS // SPAN if KEYS > SPAN else 1
-    counters = first // SPAN * LANES + tl.arange(0, GROUPS * LANES)  # of counters, [GROUPS * LANES]
+    counters = first // SPAN * LANES + tl.arange(0, GROUPS * LANES)  # [GROUPS * LANES]
     heads = tl.zeros_like(counters) + (b * inputs.heads + h)  # [GROUPS * LANES]
     # [1, GROUPS * LANES] and [Q, 1], or [GROUPS * LANES, 1] and [1, Q]
     if AXIS == 1:

@@ -47,7 +47,7 @@ def forward(inputs, algebra, masks, outputs, blocks):
             threshold, inverse_spread, tied, peak = weighting.row_threshold(
                 inputs, algebra, count, phi_sum, largest_phi
             )
-        for IS_PARTIAL in tl.static_range(1, -1, -1):
+        for IS_PARTIAL in tl.static_range(1, -1, -1):  # partial tiles first; any order would do
             for n in range(masking.tile_count(masks.key_tiles, tile_range, b, h, block, IS_PARTIAL)):
                 k_offsets = scoring.key_offsets(masks, tile_range, b, h, block, n, IS_PARTIAL, blocks)  # [BLOCK_K]
                 if SWEEP == 0:  # load the values before the scores take registers
@@ -57,15 +57,15 @@ def forward(inputs, algebra, masks, outputs, blocks):
                         value, acc, needs_exact, large_values, None, inputs, algebra, masks, b, h, row_heads, q_offsets,
                         k_offsets, IS_PARTIAL, blocks,
                     )  # fmt: skip
-                # s, scaled_dots, f [BLOCK_Q, BLOCK_K]
+                # s, scaled_dots, numerator [BLOCK_Q, BLOCK_K]; numerator is phi 2^-shift or u^p
                 _key, _rnorm, s, _visible, scaled_dots = scoring.scores_of_keys(
                     query, inputs, algebra, masks, b, h, q_offsets, k_offsets, scale, row_bias, IS_PARTIAL, blocks
                 )
                 if algebra.reweighted and SWEEP == 0:
-                    f = power_of_scores(s, shift, threshold, inverse_spread, tied, inputs, algebra, h)
-                    power_sum += tl.sum(f, 1)
+                    numerator = power_of_scores(s, shift, threshold, inverse_spread, tied, inputs, algebra, h)
+                    power_sum += tl.sum(numerator, 1)
                 else:
-                    f, row_max, smallest_product, shift, phi_sum, rescale = online_statistics(
+                    numerator, row_max, smallest_product, shift, phi_sum, rescale = online_statistics(
                         s, scaled_dots, row_max, smallest_product, shift, phi_sum, algebra
                     )
                     if SWEEP == 0 and algebra.shifted:
@@ -73,8 +73,10 @@ def forward(inputs, algebra, masks, outputs, blocks):
                 if SWEEP == 0:
                     if inputs.seed is not None:
                         first = scoring.first_key(masks, tile_range, b, h, block, n, IS_PARTIAL, blocks)
-                        f = tl.where(dropout.kept(inputs, b, h, q_offsets, first, blocks.BLOCK_K, 1), f, 0.0)
-                    acc += products.dot_weights(f, value, algebra, blocks)  # [BLOCK_Q, BLOCK_DV]
+                        numerator = tl.where(
+                            dropout.kept(inputs, b, h, q_offsets, first, blocks.BLOCK_K, 1), numerator, 0.0
+                        )
+                    acc += products.dot_weights(numerator, value, algebra, blocks)  # [BLOCK_Q, BLOCK_DV]
     phi_sum = nan_if_infinite(phi_sum, row_max, smallest_product)
     if inputs.seed is not None:
         acc = acc * inputs.keep_scale
@@ -124,17 +126,17 @@ def power_of_scores(s, shift, threshold, inverse_spread, tied, inputs, algebra, 
 
 @triton.jit
 def checked_values(
-    value, acc, needs_exact, large_values, f, inputs, algebra, masks, b, h, row_heads, q_offsets, k_offsets,
+    value, acc, needs_exact, large_values, numerator, inputs, algebra, masks, b, h, row_heads, q_offsets, k_offsets,
     IS_PARTIAL: tl.constexpr, blocks,
 ):  # fmt: skip
     """Returns the operand [BLOCK_K, BLOCK_DV] that the weights are multiplied with, values or
     LASER's e^V; then acc [BLOCK_Q, BLOCK_DV], needs_exact [BLOCK_Q] and large_values [BLOCK_K],
     updated.
 
-    In a partial tile a non-finite value makes ``acc`` NaN only in the rows that see it, or, if the
-    weights ``f`` [BLOCK_Q, BLOCK_K] are given, in the rows that give it weight. ``needs_exact``
-    then becomes true in the rows that see a large value. In a full tile, which all rows see,
-    ``large_values`` becomes 1 where a key has a large value.
+    In a partial tile a non-finite value makes ``acc`` NaN only in the rows that see it, or, if
+    ``numerator`` [BLOCK_Q, BLOCK_K] is given, in the rows that give it weight. ``needs_exact`` then
+    becomes true in the rows that see a large value, or give it weight. In a full tile, which all
+    rows see, ``large_values`` becomes 1 where a key has a large value.
 
     Args:
         row_heads: the query heads of the rows, [BLOCK_Q].
@@ -152,10 +154,10 @@ def checked_values(
         # True for NaN, too. Large and non-finite values are rare. Visibility is therefore computed
         # again here, and takes no registers in the rest of the loop. visible [BLOCK_Q, BLOCK_K]
         if rare != 0.0:
-            if f is None:
+            if numerator is None:
                 visible = masking.visible(masks, inputs, b, row_heads[:, None], q_offsets[:, None], k_offsets[None, :])
             else:
-                visible = f != 0.0
+                visible = numerator != 0.0
             if algebra.laser:
                 large = (key_flags == 1.0) | (key_flags == 3.0)
                 needs_exact = needs_exact | (tl.max((visible & large[None, :]).to(tl.int32), 1) > 0)
@@ -200,6 +202,7 @@ def store_results(
     weight_sum = power_sum if algebra.reweighted else phi_sum
     # LASER in float16 multiplies float32 operands
     half_operands: tl.constexpr = not (algebra.float32 or (algebra.float16 and algebra.laser))
+    # The largest term of a re-weighted row is u^p = 1, which needs no rounding
     if ROUNDED and half_operands and algebra.normaliser == "l1" and not algebra.reweighted:
         element_type = inputs.value_operand.pointer.dtype.element_ty
         weight_sum = weighting.rounded_sum(phi_sum, row_max, shift, algebra, element_type)

@@ -52,7 +52,7 @@ def key_gradients(
     value_sum = tl.zeros([blocks.BLOCK_K, blocks.BLOCK_DV], tl.float32)  # sum_i A_ij grad_acc_i
     for head_of_group in range(inputs.group):
         h = key_head * inputs.group + head_of_group
-        for IS_PARTIAL in tl.static_range(1, -1, -1):
+        for IS_PARTIAL in tl.static_range(1, -1, -1):  # partial tiles first; any order would do
             for n in range(masking.tile_count(masks.query_tiles, tile_range, b, h, block, IS_PARTIAL)):
                 start = masking.tile_index(masks.query_tiles, tile_range, b, h, block, n, IS_PARTIAL) * blocks.BLOCK_Q
                 q_offsets = start + tl.arange(0, blocks.BLOCK_Q)  # [BLOCK_Q]
@@ -75,7 +75,10 @@ def key_gradients(
                     exact = laser.exact_row(outputs.saved, inputs, algebra, count, b, h, q_offsets, row.delta)
                     exact = laser.expanded(exact, 0)
                     log_weights, _log_u = laser.log_weights(s, exact, inputs, algebra, h)
-                    log_weights = tl.where(visible, log_weights, float("-inf"))
+                    # Rows that are not active have a score of 0 beside their own statistics: any
+                    # weight may come of that
+                    counts = visible & active[None, :]
+                    log_weights = tl.where(counts, log_weights, float("-inf"))
                     exact_terms, value_sum = laser.weighted_grads(
                         log_weights, tl.zeros_like(s), value_sum, grad_out, outputs, inputs, b, h, q_offsets, active,
                         k_offsets, 1, blocks,
@@ -105,6 +108,10 @@ def key_gradients(
                     )
                     grad_factor, scale = grad_factor / factor_pow2, scale / scale_pow2
                 grad_scores = (grad_u * grad_factor[None, :]) * derivative * scale[None, :]
+                if EXACT:
+                    grad_scores = tl.where(counts, grad_scores, 0.0)
+                # In a partial tile 0 times a non-finite query, or grad_out of a fully masked row,
+                # would be NaN
                 if IS_PARTIAL:
                     grad_scores = tl.where(visible, grad_scores, 0.0)
                     grad_operand = products.finite_or_zero(grad_operand)

@@ -149,7 +149,10 @@ def expanded(row, AXIS: tl.constexpr):
 def log_weights(s, row, inputs, algebra, h):
     """log A and log u of a tile [BLOCK_Q, BLOCK_K], or [BLOCK_K, BLOCK_Q], -inf where A or u is 0.
 
-    They are not computed as log(A) and log(u), because A and u may underflow."""
+    A may underflow, so that log A is computed from log u, or from log phi. Where the threshold is
+    0, u may underflow, too, and log u is computed from log phi. Elsewhere u is 0 or well above
+    underflow.
+    """
     f = algebra.phi.value(s, row.shift, algebra)
     log_f = algebra.phi.log(s, row.shift, f)
     result = log_f - tl.log(row.phi_sum)
@@ -267,7 +270,7 @@ def exact_forward(inputs, algebra, masks, outputs, blocks):
     running_max = tl.full([blocks.BLOCK_Q, blocks.BLOCK_DV], float("-inf"), tl.float32)
     total = tl.zeros([blocks.BLOCK_Q, blocks.BLOCK_DV], tl.float32)
     live_keys = tl.zeros([blocks.BLOCK_Q], tl.float32)
-    for IS_PARTIAL in tl.static_range(1, -1, -1):
+    for IS_PARTIAL in tl.static_range(1, -1, -1):  # partial tiles first; any order would do
         for n in range(masking.tile_count(masks.key_tiles, tile_range, b, h, block, IS_PARTIAL)):
             k_offsets = scoring.key_offsets(masks, tile_range, b, h, block, n, IS_PARTIAL, blocks)
             # s, visible [BLOCK_Q, BLOCK_K]

@@ -172,7 +172,8 @@ def _tiles_of_these_documents(inputs, masks, lowest, highest, b, q_offsets, star
     Packed documents follow one another, so that the range is short. If they are in another order
     the range is longer, but never too short.
     """
-    # positions, query_documents [BLOCK_Q]
+    # positions, query_documents [BLOCK_Q]. No position is negative: a call with documents has at
+    # least as many keys as queries
     positions = tl.minimum(q_offsets, inputs.query_length - 1) + masks.offset
     query_documents = tl.load(loading.head_pointer(masks.document_ids, b, 0) + positions * masks.document_ids.stride_d)
     own_lowest, own_highest = tl.min(query_documents, 0), tl.max(query_documents, 0)

@@ -68,8 +68,9 @@ def scaled_operand(x, rnorm):
     """x [R, C] scaled by powers of two to norms in (1/2, 1], and the rest of 1 / |x|, its mantissa
     [R].
 
-    Powers of two scale exactly. No product overflows or underflows to 0, and every kernel computes
-    the same score from the same numbers.
+    It is enough to scale one operand of a product: the product then neither overflows nor
+    underflows to 0. Powers of two scale exactly. key_gradients scales the keys, the other kernels
+    scale the queries, and all compute the same score.
     """
     return (x.to(tl.float32) * power_of_two_in(rnorm)[:, None]).to(x.dtype), mantissa_of(rnorm)
 

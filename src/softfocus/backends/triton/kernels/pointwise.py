@@ -288,7 +288,9 @@ def _sigmoid(s, shift, algebra):
 
 @triton.jit
 def _softplus_derivative(s, shift, algebra):
-    """The sigmoid. For halves it is 2^(s - softplus), which is less accurate for large scores."""
+    """The sigmoid. For halves without a shift it is 2^(s - softplus), which is less accurate for
+    large scores, but reuses the softplus that the kernel computes anyway.
+    """
     if algebra.shifted or algebra.float32:
         derivative = _sigmoid(s, shift, algebra)
     else:

@@ -77,7 +77,7 @@ def query_gradients(
     derivative_sum = tl.zeros([blocks.BLOCK_Q, blocks.BLOCK_D], tl.float32)  # sum_j phi' k
     grad_u_sum = tl.zeros([blocks.BLOCK_Q], tl.float32)  # sum_j g
     log2_u_sum = tl.zeros([blocks.BLOCK_Q], tl.float32)  # sum_j A (dL/dA - delta) log2 u
-    for IS_PARTIAL in tl.static_range(1, -1, -1):
+    for IS_PARTIAL in tl.static_range(1, -1, -1):  # partial tiles first; any order would do
         for n in range(masking.tile_count(masks.key_tiles, tile_range, b, h, block, IS_PARTIAL)):
             k_offsets = scoring.key_offsets(masks, tile_range, b, h, block, n, IS_PARTIAL, blocks)  # [BLOCK_K]
             # key [BLOCK_K, BLOCK_D], key_rnorm [BLOCK_K]; s, visible [BLOCK_Q, BLOCK_K]
@@ -176,7 +176,8 @@ def query_gradients(
             + d_offsets[None, :] * inputs.query.stride_d
         )
         query_bounds = (q_offsets[:, None] < inputs.query_length) & (d_offsets[None, :] < inputs.head_dim)
-        unit_query = loading.reload(pointers, query_bounds)  # [BLOCK_Q, BLOCK_D]
+        # [BLOCK_Q, BLOCK_D]; without cosine the query itself
+        unit_query = loading.reload(pointers, query_bounds)
         if algebra.cosine:
             unit_query, mantissa = norms.scaled_operand(unit_query, query_rnorm)
             unit_query = unit_query.to(tl.float32) * mantissa[:, None]

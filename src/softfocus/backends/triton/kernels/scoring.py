@@ -100,7 +100,8 @@ def tile_scores(
     dots, inputs, algebra, masks, b, h, q_offsets, k_offsets, scale, rnorm, row_bias, IS_PARTIAL: tl.constexpr
 ):
     """Scores of a tile in the score unit, -inf where masked; whether they are visible; and the
-    products with their scale but no bias, 0 where masked. All three are shaped like ``dots``.
+    products with their scale but no bias, 0 where masked, for ``forward.nan_if_infinite``. All
+    three are shaped like ``dots``.
 
     Args:
         dots: products of queries and keys, [BLOCK_Q, BLOCK_K] or [BLOCK_K, BLOCK_Q].

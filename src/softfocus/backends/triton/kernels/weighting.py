@@ -116,7 +116,7 @@ class GradientRow(NamedTuple):
     tile.
 
         A = weight_factor phi            dL/dphi = grad_factor (dL/dA - delta)
-        A = weight_factor u^p            dL/dphi = grad_factor (dL/dA - delta) u^(p-1)
+        A = weight_factor u^p            dL/dphi = grad_factor ((dL/dA - delta) u^(p-1) - mean_grad)
 
     The first line is without re-weighting, the second with it, where u = (phi - threshold)
     inverse_spread. phi in the left column and in u is what ``Phi.value`` returns: phi 2^-shift in
@@ -127,9 +127,12 @@ class GradientRow(NamedTuple):
             unit.
         threshold, inverse_spread: of re-weighted rows. A negative inverse_spread marks a tied
             row: it has p = 1 and u = phi |inverse_spread|, which is phi over the row's largest.
+            In other rows of a phi with zeros, a key whose phi is above threshold has all the
+            weight, and its score the gradient 0.
         weight_factor: 0 in fully masked rows.
         grad_factor: 0 where one key has all the weight, whatever its score. The gradient of that
-            score is then 0, and rounding must not change it.
+            score is then 0, and rounding must not change it. The other gradients are as small as
+            the other weights, but not with a phi with zeros: relu' is 1 wherever relu is small.
         delta: sum_j A_ij dL/dA_ij, where the weights sum to one; else 0.
     """
 
@@ -183,7 +186,11 @@ def gradient_row(saved, inputs, algebra, count, b, h, q_offsets, delta):
         if algebra.shift_holds_norm:
             shift = shift - tl.log2(weight_factor)
             weight_factor = tl.full(weight_factor.shape, 1.0, tl.float32)
-        grad_factor = tl.where((count == 1.0) | (phi_sum == largest_phi), 0.0, weight_factor)
+        one_key, grad_factor = (count == 1.0) | (phi_sum == largest_phi), weight_factor
+        if algebra.phi.has_zeros:
+            threshold = tl.where(one_key, 0.5 * largest_phi, float("inf"))
+        else:
+            grad_factor = tl.where(one_key, 0.0, weight_factor)
     else:
         # phi_sum is NaN in a row that sees an infinity, and phi_sum - phi_sum passes that on
         weight_factor = row_factor(inputs, algebra, count, b) / algebra.phi.unit + (phi_sum - phi_sum)
@@ -213,18 +220,20 @@ def weights_and_gradients(s, grad_weights, row, inputs, algebra, h):
     """
     f = algebra.phi.value(s, row.shift, algebra)
     derivative = algebra.phi.derivative(s, row.shift, algebra)
-    u = f
+    u, weights = f, f
     grad_u = grad_weights
     if algebra.normaliser == "l1":
         grad_u = grad_weights - row.delta
+        if algebra.phi.has_zeros and not algebra.reweighted:
+            grad_u = tl.where(f > row.threshold, 0.0, grad_u)
     if algebra.reweighted:
         u = phi_to_u(f, row.threshold, tl.abs(row.inverse_spread), algebra)
         u_p1 = tl.where(row.inverse_spread < 0.0, 1.0, u_to_the_power(u, inputs, algebra, h, 1))  # u^(p-1)
         grad_u = grad_u * u_p1
-        f = u_p1 * u
+        weights = u_p1 * u
     if not algebra.shift_holds_norm:
-        f = f * row.weight_factor
-    return f, grad_u, derivative, u
+        weights = weights * row.weight_factor
+    return weights, grad_u, derivative, u
 
 
 @triton.jit
