@@ -231,7 +231,8 @@ def resolve(spec: Mapping[Any, Any], config: Any) -> Layout:
             kinds.append(kind)
         chosen |= dict.fromkeys(which, kinds.index(kind))
     if missing := [str(layer) for layer in range(count) if layer not in chosen]:
-        raise ValueError(f"layout: no key chooses layer {', '.join(missing)} of {count}; add '*' for the rest")
+        layers = "layer" if len(missing) == 1 else "layers"
+        raise ValueError(f"layout: no key chooses {layers} {', '.join(missing)} of {count}; add '*' for the rest")
     used = list(dict.fromkeys(chosen[layer] for layer in range(count)))  # in the order of the layers
     return Layout(tuple(kinds[kind] for kind in used), tuple(used.index(chosen[layer]) for layer in range(count)))
 
