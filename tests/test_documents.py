@@ -248,3 +248,13 @@ def test_old_and_new_kernels_take_the_measured_time():
     assert f"In {level['new_over_old']} of {count} cells the median of new over old is within 0.97 and 1.03" in text
     assert f"In {within} of {count} the quartiles include 1." in text
     assert f"New over new is within 0.97 and 1.03 in {level['new_over_new']} of {count}" in text
+    outside = {
+        (cell["what"], cell["length"], cell["mechanism"]): f"{cell['new_over_old']['median']:.3f}"
+        for cell in cells
+        if not 0.97 <= cell["new_over_old"]["median"] <= 1.03
+    }
+    part = text[text.index("Of the five cells outside") : text.index("An earlier comparison")]
+    assert all(f" {ratio}" in part or f"({ratio}" in part for ratio in outside.values())
+    assert {cell for cell, ratio in outside.items() if float(ratio) > 1} == {
+        ("forward", 1024, "lssar"), ("decode", 16384, "softmax")
+    }  # fmt: skip

@@ -58,7 +58,7 @@ def _statistics(found: Sequence[Group], axis: Axis) -> list[str]:
         "±: one standard error, from the documents and, where there are several seeds, from those. "
         "Differences are paired by document and by seed. One within two standard errors is inconclusive. "
         "It takes more of them where there are "
-        "few seeds or documents: 14 with two, 4.5 with three, 3.3 with four (Student's t)."
+        "few seeds or documents: up to 14 with two, 4.5 with three, 3.3 with four (Student's t, Welch)."
     ]
     if any(there.gain for there in ends):
         lines.append(
@@ -87,6 +87,7 @@ _COMMON: tuple[tuple[str, Callable[[Entry], str], str], ...] = (
         "the same multiple is not the same number of tokens.",
     ),
     ("commit", lambda e: short_commit(e.info.commit), "it was not the same code that trained them."),
+    ("processor", lambda e: e.info.machine.cpu, "processors round differently, and trainings diverge by that."),
     (
         "training tokens",
         lambda e: f"{e.info.steps_done * e.info.tokens_per_step:,}",

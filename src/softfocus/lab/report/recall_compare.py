@@ -169,6 +169,10 @@ def _notes(groups: Sequence[RecallGroup]) -> list[str]:
         found.append("Some lengths or windows were not measured on every seed: they are left out.")
     if len({entry.info.commit for entry in entries}) > 1:
         found.append("The runs differ in commit: it was not the same code that trained them.")
+    if any(entry.info.commit.endswith("+dirty") for entry in entries):
+        found.append("The source tree had changes that the commit does not hold (+dirty).")
+    if len({entry.info.machine.cpu for entry in entries}) > 1:
+        found.append("The runs differ in processor: processors round differently, and trainings diverge by that.")
     return found
 
 
