@@ -258,3 +258,8 @@ def test_old_and_new_kernels_take_the_measured_time():
     assert {cell for cell, ratio in outside.items() if float(ratio) > 1} == {
         ("forward", 1024, "lssar"), ("decode", 16384, "softmax")
     }  # fmt: skip
+
+
+def test_the_files_that_run_first_exist(request):
+    plugin = request.config.pluginmanager.get_plugin(str(ROOT / "tests" / "conftest.py"))
+    assert [name for name in plugin.LONGEST if not any((ROOT / "tests").rglob(name))] == []
