@@ -19,6 +19,7 @@ from softfocus.lab.errors import LabError
 from softfocus.lab.progress import Display, Event
 from softfocus.lab.recipes.loading import shipped
 from softfocus.lab.run_folder.results import Evaluation, RunInfo
+from softfocus.lab.studies.study import shipped as studies
 
 COMMANDS = (
     "demo",
@@ -44,6 +45,7 @@ def imported(arguments: list[str], then: str = "") -> list[str]:
     code = f"""
 import sys
 from softfocus.lab.cli import main
+from softfocus.lab.studies.study import shipped as studies
 try:
     main({arguments!r})
 except SystemExit as exit:
@@ -262,11 +264,11 @@ def test_a_stop_does_not_hide_what_had_failed(
     assert call(capsys, "mechanisms") == (1, "", "softfocus: another process is gone; go on with --resume")
 
 
-def test_recipes_and_claims_have_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
+def test_recipes_studies_and_claims_have_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = call(capsys, "recipes")
     assert code == 0
     listed = [line.split()[0] for line in out.splitlines() if line.startswith("  ")]
-    assert listed == [*shipped(), *claims()]
+    assert listed == [*shipped(), *studies(), *claims()]
 
 
 def test_train_names_every_shipped_recipe() -> None:

@@ -18,19 +18,24 @@ class Size(StrEnum):
 
 
 def recipes() -> None:
-    """The shipped recipes and the papers' claims, a line each.
+    """The shipped recipes, studies and claims of the papers, a line each.
 
     Example: `softfocus recipes`
     """
     from softfocus.lab.claims import claim as claims
     from softfocus.lab.recipes import loading
+    from softfocus.lab.studies import study as studies
 
     shipped = [(name, loading.load(name)) for name in loading.shipped()]
+    compared = [(name, studies.load(name)[0]) for name in studies.shipped()]
     found = [(name, claims.load(name)) for name in claims.shipped()]
-    width = 2 + max(len(name) for name, _ in (*shipped, *found))
+    width = 2 + max(len(name) for name, _ in (*shipped, *compared, *found))
     typer.echo("Recipes: softfocus train NAME")
     for name, recipe in shipped:
         typer.echo(f"  {name:{width}}{recipe.model.label}: {recipe.description}")
+    typer.echo("Studies: softfocus study NAME")
+    for name, study in compared:
+        typer.echo(f"  {name:{width}}{study.title} ({len(study.rows)} rows, seeds {', '.join(map(str, study.seeds))})")
     typer.echo(f"Claims: softfocus reproduce NAME --scale {'|'.join(claims.SCALES)}")
     for name, claim in found:
         cannot_run = ": decided by tests" if claim.exact else ": not testable here"

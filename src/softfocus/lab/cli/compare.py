@@ -88,7 +88,7 @@ def compare(
 
 
 def study(
-    study: Annotated[str, typer.Argument(metavar="STUDY", help="A shipped study's name, or a .toml file.")],
+    study: Annotated[str, typer.Argument(metavar="STUDY", help="A study of `softfocus recipes`, or a .toml file.")],
     out: Annotated[
         Path | None, typer.Option("--out", "-o", metavar="FOLDER", help="Where runs go.", show_default="runs/STUDY")
     ] = None,
