@@ -375,6 +375,25 @@ def recall_table() -> str:
     return "\n".join(lines)
 
 
+PASSKEY = {
+    "Softmax": "softmax", "window": "softmax, window of 128 in both layers", "cosine_log_n": "cosine softmax, log N",
+    "LSSAR": "LSSAR, p = 15", "softmax-nope": "softmax, window of 16; softmax without RoPE",
+    "lssar-nope": "softmax, window of 16; LSSAR without RoPE",
+}  # fmt: skip
+
+
+def passkey_table() -> str:
+    """The table of passkeys of docs/layouts.md: every seed."""
+    report = read_as(RecallReport, ROOT / "docs/results/passkey/results.json")
+    lines = ["| the two layers | 1x | 2x | 4x | 8x | 16x |", "|---|---|---|---|---|---|"]
+    for group in report.groups:
+        runs = [{row.length // 128: row.accuracy for row in entry.recall.shown} for entry in group.entries]
+        assert len(runs) == 3
+        cells = [", ".join(f"{run[times]:.2f}" for run in runs) for times in (1, 2, 4, 8, 16)]
+        lines.append(f"| {PASSKEY[group.label]} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def layout_recall_table() -> str:
     """Every training of the demo's layout on recall, with a head of two tokens."""
     report = read_as(RecallReport, ROOT / "docs/results/recall-demo/results.json")
@@ -462,7 +481,7 @@ TABLES = {
     "trials": trials_table, "recall": recall_table, "both": both_table, "heads": heads_table, "larger": larger_table,
     "bpe": bpe_table, "layout_recall": layout_recall_table, "rates": demo_rates, "larger_rates": larger_rates,
     "bpe_rates": bpe_rates, "bpe_tuned": bpe_tuned_table, "recall_rates": recall_rates,
-    "sinks": sinks_table,
+    "sinks": sinks_table, "passkey": passkey_table,
 }  # fmt: skip
 
 
