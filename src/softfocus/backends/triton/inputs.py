@@ -101,20 +101,37 @@ def inputs_of(call: Call) -> Inputs:
     if power is None and (power_number := runtime_power(call.mechanism)) is not None:
         power = query.new_full((heads,), power_number, dtype=torch.float32)
     return Inputs(
-        array(query), array(call.key), array(value), array(value), None,
-        None, None, None, None, None, None,
-        array(call.bias),
-        None if call.head_scale is None else call.head_scale.detach().float().contiguous(),
-        None if power is None else power.detach().float().contiguous(),
-        batch, heads, heads // max(key_heads, 1), query_length, call.visibility.key_length, head_dim, value_dim,
-        call.scale,
-        None if cache is None else cache.lengths.int().contiguous(), array(table),
+        query=array(query),
+        key=array(call.key),
+        value=array(value),
+        value_operand=array(value),
+        value_flags=None,
+        query_rnorm=None,
+        key_rnorm=None,
+        unit_key_fp16=None,
+        unit_query_fp16=None,
+        unit_key_bf16=None,
+        unit_query_bf16=None,
+        bias=array(call.bias),
+        head_scale=None if call.head_scale is None else call.head_scale.detach().float().contiguous(),
+        power=None if power is None else power.detach().float().contiguous(),
+        batch=batch,
+        heads=heads,
+        group=heads // max(key_heads, 1),
+        query_length=query_length,
+        key_length=call.visibility.key_length,
+        head_dim=head_dim,
+        value_dim=value_dim,
+        scale=call.scale,
+        lengths=None if cache is None else cache.lengths.int().contiguous(),
+        page_table=array(table),
         # Triton specialises kernels on integers that 16 divides and on their number of bits. This
         # number is odd and at least 2^63, so that one kernel serves every seed
-        2**63 + 2 * dropout_of_call.number + 1 if dropout_of_call.p else None,
-        tl.constexpr(dropout.threshold(dropout_of_call.p)), tl.constexpr(dropout.growth(dropout_of_call.p)),
-        tl.constexpr(page_size),
-    )  # fmt: skip
+        seed=2**63 + 2 * dropout_of_call.number + 1 if dropout_of_call.p else None,
+        drop_below=tl.constexpr(dropout.threshold(dropout_of_call.p)),
+        keep_scale=tl.constexpr(dropout.growth(dropout_of_call.p)),
+        page_size=tl.constexpr(page_size),
+    )
 
 
 def document_bounds(documents: Tensor, width: int) -> tuple[Array, Array]:
