@@ -14,7 +14,7 @@ from softfocus.lab.claims.results import Results, Run
 from softfocus.lab.claims.verdict import judge
 from softfocus.lab.inspect.results import Row as Attention
 from softfocus.lab.inspect.results import Value
-from softfocus.lab.run_folder.results import Classification
+from softfocus.lab.run_folder.results import Classification, RecallRow
 
 SIZES = (100_000, 200_000, 400_000, 800_000)
 
@@ -261,6 +261,46 @@ def test_a_page_shows_what_was_noted_over_training(curves: Any, tmp_path: Path) 
     assert [len(panel.lines) for panel in drawn.axes] == [6, 6]
     figure.save_training(found, tmp_path / "training.png", title="t")
     assert (tmp_path / "training.png").stat().st_size > 5_000
+
+
+# finds
+
+
+def recalled(length: int, right: int, of: int = 64) -> RecallRow:
+    share = right / of
+    return RecallRow(
+        length=length, grown=False, window=None, nearest=1, reach=None, chance=1e-5, sequences=of, answers=of,
+        accuracy=share, standard_error=(share * (1 - share) / of) ** 0.5, complete=share, complete_error=0.0,
+        by_distance=[],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        ([(60, 20), (62, 22), (58, 18)], "holds"),
+        ([(20, 60), (22, 62), (18, 58)], "fails"),
+        ([(33, 32), (30, 34), (35, 31)], "inconclusive"),
+        ([(0, 0), (0, 0), (0, 0)], "inconclusive"),  # nobody found any: nobody found more
+        ([(64, 64), (64, 64), (64, 64)], "inconclusive"),
+        ([(64, 0), (64, 0), (64, 0)], "holds"),
+    ],
+)
+def test_shares_of_passkeys(a_run: Any, found: Any, expected: str) -> None:
+    runs = []
+    for seed, both in enumerate(found):
+        for row, right in zip(("lssar", "softmax"), both, strict=True):
+            # At the training length all is found; only 4x is asked about
+            run = a_run(row, seed)
+            length = run.info.train_length
+            runs.append(run.model_copy(update={"passkeys": [recalled(length, 64), recalled(4 * length, right)]}))
+    text = claim(["lssar", "softmax"], 'kind = "finds"\nrow = "lssar"\nthan = "softmax"\nat = ["4x"]')
+    assert verdict(text, runs) == expected
+    share = np.mean([first for first, _ in found]) / 64
+    assert f"4x: lssar {share:.1%}, softmax" in judge(text, results(runs))[0].shown.text
+    assert verdict(text, [*runs[:5], a_run("softmax", 2)]) == "not run"
+    elsewhere = claim(["lssar", "softmax"], 'kind = "finds"\nrow = "lssar"\nthan = "softmax"\nat = "8x"')
+    assert verdict(elsewhere, runs) == "not run", "nobody was asked at 8x"
 
 
 # classifies

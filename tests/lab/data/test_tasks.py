@@ -14,14 +14,15 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from softfocus.lab.data import of_recipe as data
-from softfocus.lab.data.tasks import IGNORED, Mqar, Passkey, Sample, Task, random_for
+from softfocus.lab.data.tasks import IGNORED, Asking, Mqar, Passkey, PasskeyInText, Sample, Task, random_for
+from softfocus.lab.data.tokenizer import Encoder, load_tokenizer
 from softfocus.lab.data.windows import TaskWindows
 from softfocus.lab.errors import LabError
 from softfocus.lab.progress import silent
 from softfocus.lab.recipes.loading import load
 
 
-def sample(task: Task, length: int, nearest: int = 0, index: int = 0) -> Sample:
+def sample(task: Asking, length: int, nearest: int = 0, index: int = 0) -> Sample:
     return task.sample(random_for("evaluation", 0, index), length, nearest)
 
 
@@ -93,6 +94,51 @@ def test_passkey_asks_for_the_number(digits: int, more: int, index: int, draw: s
         assert place + 1 - distance == mentions[-1 if len(mentions) == 2 else 1] + offset, "the second mention"
 
 
+TEXT = "There is an important info: the pass key is 10, 22, 345, 678 and 9012. Remember it. " * 9
+TOKENIZERS = {spec: load_tokenizer(spec, [TEXT]) for spec in ("bytes", "bpe:300")}
+
+
+def in_text(spec: str, digits: int = 5) -> PasskeyInText:
+    encode = Encoder(TOKENIZERS[spec])
+    return PasskeyInText(lambda text: [token for found, _ in encode([text]) for token in found], digits)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.sampled_from(sorted(TOKENIZERS)), st.integers(1, 6), st.integers(0, 300), st.integers(0, 99), st.data())
+def test_a_text_model_is_asked_for_the_number(
+    spec: str, digits: int, more: int, index: int, draw: st.DataObject
+) -> None:
+    task, tokenizer = in_text(spec, digits), TOKENIZERS[spec]
+    length = task.least() + more
+    nearest = draw.draw(st.integers(0, task.farthest(length)))
+    found = sample(task, length, nearest, index)
+    assert len(found.tokens) == len(found.labels) == len(found.distances) == length
+    answer = found.labels[found.labels != IGNORED]
+    key = tokenizer.decode(answer)
+    assert len(key) == digits + 1
+    assert key[1:].isdigit()
+    whole = [*found.tokens.tolist(), int(answer[-1])]
+    text = tokenizer.decode(whole)
+    assert text.startswith(" There is an important info hidden inside a lot of irrelevant text. Find it")
+    assert text.endswith(f"What is the pass key? The pass key is{key}")
+    assert text.count(f" The pass key is{key}. Remember it.{key} is the pass key.") == 1
+    size = len(answer)
+    for place in np.flatnonzero(found.labels != IGNORED):
+        assert place >= length - size
+        distance = int(found.distances[place])
+        assert distance >= nearest
+        assert whole[place + 1 - distance] == found.labels[place]
+    mention = length + 1 - size - distance
+    assert whole[mention : mention + size] == answer.tolist(), "the second mention"
+
+
+def test_numbers_take_more_and_fewer_tokens() -> None:
+    task = in_text("bpe:300", 2)
+    sizes = {int((sample(task, 200, index=index).labels != IGNORED).sum()) for index in range(60)}
+    assert len(sizes) > 1, "else the test above has no number of fewer tokens than the longest"
+    assert (task.chance, task.answers, task.grown(4)) == (0.01, 1, None)
+
+
 BLIND = [Mqar(2, 2, keys=2, values=2, filler=1), Passkey(1), Passkey(2)]
 
 
@@ -137,14 +183,18 @@ def test_a_task_grows_on_its_own_vocabulary() -> None:
     assert Passkey(5).grown(2) is None
 
 
-@pytest.mark.parametrize("task", [Mqar(4, 3, keys=16, values=8, filler=4), Passkey(2)], ids=repr)
-def test_lengths_without_room_are_refused(task: Task) -> None:
+@pytest.mark.parametrize(
+    "task",
+    [Mqar(4, 3, keys=16, values=8, filler=4), Passkey(2), in_text("bytes")],
+    ids=lambda task: type(task).__name__,
+)
+def test_lengths_without_room_are_refused(task: Asking) -> None:
     least = task.least()
     assert sample(task, least, task.farthest(least)).tokens.shape == (least,)
     with pytest.raises(LabError, match=f"takes {least}"):
         sample(task, least - 1)
-    with pytest.raises(LabError, match=f"at most {task.farthest(200)}"):
-        sample(task, 200, task.farthest(200) + 1)
+    with pytest.raises(LabError, match=f"at most {task.farthest(400)}"):
+        sample(task, 400, task.farthest(400) + 1)
 
 
 @pytest.mark.parametrize("task", [Mqar(4, 3, keys=16, values=8, filler=4), Passkey(2)], ids=repr)

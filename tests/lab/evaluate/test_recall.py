@@ -4,6 +4,7 @@ gone on with.
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -194,9 +195,54 @@ def test_buckets_of_distances_cover_a_length() -> None:
     assert edges(64, 256)[-3:] == [128, 192, 257]
 
 
-def test_what_cannot_be_measured(trained: Path, run: Path) -> None:
-    with pytest.raises(LabError, match=r"trained on text and not on a task; run `softfocus evaluate"):
+class Reader(torch.nn.Module):
+    """In place of a language model of bytes: it knows the sentence before a number, and finds the
+    number again by looking for what came before it. Some digits it gets wrong.
+    """
+
+    device = torch.device("cpu")
+    wrong = ""
+
+    def forward(self, input_ids: torch.Tensor, **_: Any) -> Any:
+        logits = torch.zeros(*input_ids.shape, 257)
+        for row, tokens in enumerate(input_ids.tolist()):
+            text = bytes(tokens).decode()
+            mention = text.index("key is ") + len("key is ")
+            number = text[mention : mention + 5]
+            for place in range(len(text) - 6, len(text)):  # the space and five digits are to be predicted
+                after = place - (len(text) - 6)
+                digit = f" {number}"[after]
+                logits[row, place, ord("x" if digit in self.wrong and digit != " " else digit)] = 1
+        return SimpleNamespace(logits=logits)
+
+
+@pytest.mark.parametrize("wrong", ["", "7", "0123456789"])
+def test_a_text_model_is_asked_for_passkeys(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: str
+) -> None:
+    run = Path(shutil.copytree(trained, tmp_path / "run"))
+    reader = Reader()
+    reader.wrong = wrong
+    monkeypatch.setattr(models, "load", lambda *_: reader)
+    monkeypatch.setattr("softfocus.lab.evaluate.recall.has_plain_head", lambda _: False)
+    (row,) = recall(run, [400], sequences=40).rows
+    numbers = ["".join(map(str, random_for("evaluation", 0, n).integers(10, size=5))) for n in range(40)]
+    right = sum(not set(wrong) & set(number) for number in numbers)
+    assert (row.answers, row.chance, row.grown, row.nearest) == (40, 1e-5, False, 200)
+    assert row.accuracy == row.complete == pytest.approx(right / 40)
+    assert wrong != "7" or 0 < right < 40
+    assert all(part.start >= 192 for part in row.by_distance), "the number stands at least half the sequence back"
+
+
+def test_what_cannot_be_measured(trained: Path, run: Path, tiny: Path, tmp_path: Path) -> None:
+    with pytest.raises(LabError, match="32 tokens cannot hold a sequence of this task: it takes 249; measure longer"):
         recall(trained, [32])
+    train(
+        load(tiny, ["data.masked=0.15", "model.architecture=bert", "train.steps=2", "evaluate.lengths=1x"]),
+        tmp_path / "bert",
+    )
+    with pytest.raises(LabError, match="trained on hidden tokens of a text, and this is for models that go on"):
+        recall(tmp_path / "bert", [32])
     with pytest.raises(LabError, match="5 tokens cannot hold a sequence of this task: it takes 6"):
         recall(run, [5, T])
     assert not (run / RECALL).exists()

@@ -116,6 +116,15 @@ class Classifies(_Statement):
     than: Names
 
 
+class Finds(_Statement):
+    """Asked for passkeys, each row finds a larger share of them than each of the others."""
+
+    kind: Literal["finds"]
+    row: Names
+    than: Names
+    at: Multiple | Annotated[list[Multiple], Field(min_length=1)]
+
+
 class Saves(_Statement):
     """By power laws through their sizes, the rows have the loss of the largest of the others with
     fewer parameters.
@@ -144,7 +153,7 @@ class Disproved(_Statement):
 
 
 Statement = Annotated[
-    Lower | Close | Flat | Trains | Steeper | Sooner | Faint | Classifies | Saves | Proved | Disproved,
+    Lower | Close | Flat | Trains | Steeper | Sooner | Faint | Classifies | Finds | Saves | Proved | Disproved,
     Field(discriminator="kind"),
 ]
 

@@ -1,12 +1,13 @@
 """Statements about more than the losses of an evaluation: gradients, speed, probabilities,
-classification, sizes.
+classification, passkeys, sizes.
 """
 
 import math
 from collections.abc import Sequence
+from itertools import product
 from statistics import median
 
-from softfocus.lab.claims.claim import Claim, Classifies, Faint, Saves, Sooner, Steeper, named_in
+from softfocus.lab.claims.claim import Claim, Classifies, Faint, Finds, Saves, Sooner, Steeper, named_in
 from softfocus.lab.claims.parts import SEEDS, Part, decide, lost_lower, pairs_of, too_few
 from softfocus.lab.claims.power_law import families, saved
 from softfocus.lab.claims.results import Results, Run
@@ -119,6 +120,31 @@ def classifies(claim: Claim, results: Results | None, statement: Classifies) -> 
 def _errors(found: Classification) -> Mean:
     wrong = [count - right for count, right in zip(found.counts, found.right, strict=True)]
     return Mean.of(wrong, found.counts, (found.corpus_key, found.length, *found.documents))
+
+
+def finds(claim: Claim, results: Results | None, statement: Finds) -> list[Part]:
+    """Of shares that are missed, over sequences and trainings."""
+    parts = []
+    for (row, than), at in product(pairs_of(claim, statement), named_in(statement, "at")):
+        sides = [results.of(name) if results else [] for name in (row, than)]
+        missed = [[(run.info.seed, one) for run in runs if (one := _missed(run, at)) is not None] for runs in sides]
+        if early := too_few(row, sides[0]) or too_few(than, sides[1]):
+            parts.append(early)
+        elif any(len(known) < len(runs) for known, runs in zip(missed, sides, strict=True)):
+            parts.append(Part("not run", f"{row} or {than} diverged, or was not asked for passkeys at {at}"))
+        else:
+            found = difference(*missed)
+            ours, others = (1 - estimate(known).value for known in missed)
+            more = f"{-found.value:+.1%} ± {found.standard_error:.1%}"
+            parts.append(decide(found, 0.0, f"{at}: {row} {ours:.1%}, {than} {others:.1%} found: {more}"))
+    return parts
+
+
+def _missed(run: Run, at: str) -> Mean | None:
+    """The share of passkeys that is missed, if it was measured."""
+    length = int(at.removesuffix("x")) * run.info.train_length
+    there = next((row for row in run.passkeys if row.length == length), None)
+    return None if there is None else Mean(1 - there.accuracy, there.standard_error)
 
 
 def saves(claim: Claim, results: Results | None, statement: Saves) -> list[Part]:

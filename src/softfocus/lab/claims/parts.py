@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Literal
 
-from softfocus.lab.claims.claim import Claim, Classifies, Lower, Sooner, Steeper, named_in
+from softfocus.lab.claims.claim import Claim, Classifies, Finds, Lower, Sooner, Steeper, named_in
 from softfocus.lab.claims.results import Run
 from softfocus.lab.evaluate.means import Estimate, t_quantile
 
@@ -38,7 +38,8 @@ def decide(found: Estimate, line: float, text: str) -> Part:
     neither.
     """
     room = t_quantile(found.freedom) * found.standard_error
-    sureness = (line - found.value) / room if room > 0 else math.copysign(math.inf, line - found.value)
+    below = line - found.value
+    sureness = below / room if room > 0 else math.copysign(math.inf, below) if below else 0.0
     if not found.training_noise or math.isnan(sureness):
         return Part("inconclusive", text)
     return Part("holds" if sureness > 1 else "fails" if sureness < -1 else "inconclusive", text, sureness)
@@ -72,7 +73,7 @@ def too_few(row: str, runs: Sequence[Run]) -> Part | None:
     )
 
 
-def pairs_of(claim: Claim, statement: Lower | Steeper | Sooner | Classifies) -> list[tuple[str, str]]:
+def pairs_of(claim: Claim, statement: Lower | Steeper | Sooner | Classifies | Finds) -> list[tuple[str, str]]:
     """Each row of a statement with each of the others."""
     ours = named_in(statement, "row")
     others = [name for name in claim.rows if name not in ours] if "*" in named_in(statement, "than") else None

@@ -18,7 +18,7 @@ from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.report.points import Group
 from softfocus.lab.report.results import load_recipe_text
 from softfocus.lab.run_folder.files import INSPECTION, load_measured, load_run, read_json
-from softfocus.lab.run_folder.results import Bucket, Classification, Evaluation, Record, Row, RunInfo
+from softfocus.lab.run_folder.results import Bucket, Classification, Evaluation, Recall, RecallRow, Record, Row, RunInfo
 
 RESULTS = "results.json"
 FIGURE = "figure.png"
@@ -40,6 +40,10 @@ class Run(Record):
     )
 
     classification: Classification | None = Field(default=None, description="with evaluate.also = ['classification']")
+
+    passkeys: list[RecallRow] = Field(
+        default=[], description="shares of passkeys that were found, a row a length, with evaluate.also = ['passkeys']"
+    )
 
     @property
     def curves(self) -> dict[str, list[tuple[int, float]]]:
@@ -109,10 +113,15 @@ def collect(claim: Claim, scale: Scale, plan: Sequence[Recipe], folder: Path, mi
                 evaluation=measured,
                 attention=[one for one in _inspection(place).rows if one.layer is None] if "attention" in also else [],
                 classification=load_measured(place, Classification) if "classification" in also else None,
+                passkeys=_passkeys(place) if "passkeys" in also else [],
             )
         )
     now = datetime.now(UTC).replace(microsecond=0)
     return Results(claim=claim.name, scale=scale, created=now, missing=list(missing), runs=runs)
+
+
+def _passkeys(place: Path) -> list[RecallRow]:
+    return [row for row in load_measured(place, Recall).shown if not row.window]
 
 
 def _inspection(place: Path) -> Inspection:

@@ -3,7 +3,6 @@ its name.
 """
 
 import filecmp
-import hashlib
 import logging
 import shutil
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from softfocus.lab.data import tokenizer
 from softfocus.lab.data.images import Glyphs, ImageFolder
 from softfocus.lab.data.samples import HeldOut, InOrder, Inputs, hide
 from softfocus.lab.data.speech import LibriSpeech, Syllables
-from softfocus.lab.data.tasks import Mqar, Passkey, Task, random_for
+from softfocus.lab.data.tasks import Mqar, Passkey, Task, digest, random_for
 from softfocus.lab.data.tokens import TokenStore, prepare
 from softfocus.lab.data.windows import EvaluationWindows, TaskWindows, TrainingWindows
 from softfocus.lab.errors import LabError
@@ -150,9 +149,7 @@ class Generated:
     @property
     def key(self) -> str:
         """A digest of the first sequence: it changes with the generator."""
-        sample = self.task.sample(random_for("training", 0, 0), 2 * self.task.least())
-        digest = hashlib.sha256(sample.tokens.tobytes() + sample.labels.tobytes()).hexdigest()
-        return f"{type(self.task).__name__.lower()}-{digest[:12]}"
+        return digest(self.task)
 
     @property
     def vocab_size(self) -> int:

@@ -5,8 +5,9 @@ the tokens that hold an answer is right with probability `chance`, whatever else
 well it was trained.
 """
 
+import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Literal, Protocol
@@ -37,12 +38,8 @@ class Sample:
     distances: NDArray[np.int64]
 
 
-class Task(Protocol):
-    """What training and `softfocus recall` need of a task."""
-
-    @property
-    def words(self) -> Sequence[str]:
-        """The vocabulary: a word for each id."""
+class Asking(Protocol):
+    """What `softfocus recall` needs of a task."""
 
     @property
     def chance(self) -> float:
@@ -50,7 +47,9 @@ class Task(Protocol):
 
     @property
     def answers(self) -> int:
-        """How many answers a sequence asks for."""
+        """How many answers a sequence asks for. If there is one, it may take several tokens, all of
+        which have to be right.
+        """
 
     def least(self) -> int:
         """Tokens that the shortest sequence takes."""
@@ -66,10 +65,18 @@ class Task(Protocol):
             LabError: the length has no room for that.
         """
 
-    def grown(self, factor: int) -> "Task | None":
+    def grown(self, factor: int) -> "Asking | None":
         """The task with so many times more to remember, on the same vocabulary; None where it
         cannot grow.
         """
+
+
+class Task(Asking, Protocol):
+    """What training needs, too."""
+
+    @property
+    def words(self) -> Sequence[str]:
+        """The vocabulary: a word for each id."""
 
 
 @dataclass(frozen=True)
@@ -162,6 +169,43 @@ def _split(text: str) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
+class _Prompt:
+    """The sentences around a number.
+
+    Args:
+        ids: turns a sentence into ids.
+        number: its ids.
+    """
+
+    ids: Callable[[str], Sequence[int]]
+    number: Sequence[int]
+
+    @property
+    def least(self) -> int:
+        """Tokens of all but filler. The last one of the answer is predicted and not read."""
+        parts = (_OPENING, _BEFORE, _BETWEEN, _AFTER, _QUESTION)
+        return sum(len(self.ids(part)) for part in parts) + 3 * len(self.number) - 1
+
+    def distance(self, filler: int) -> int:
+        """From the second mention of the number to the answer, with so much filler after it."""
+        return len(self.number) + len(self.ids(_AFTER)) + filler + len(self.ids(_QUESTION))
+
+    def sample(self, random: np.random.Generator, length: int, nearest: int) -> Sample:
+        """The number at a random depth, at least `nearest` tokens before the answer."""
+        filler, size = length - self.least, len(self.number)
+        after = int(random.integers(max(0, nearest - self.distance(0)), filler + 1))
+        mentions = [*self.ids(_BEFORE), *self.number, *self.ids(_BETWEEN), *self.number, *self.ids(_AFTER)]
+        text = [*self.ids(_OPENING), *self._fill(filler - after), *mentions, *self._fill(after)]
+        whole = np.array([*text, *self.ids(_QUESTION), *self.number], np.int64)  # [length + 1]
+        labels, distances = np.full(length, IGNORED), np.zeros(length, np.int64)
+        labels[-size:], distances[-size:] = self.number, self.distance(after)
+        return Sample(whole[:-1], labels, distances)
+
+    def _fill(self, count: int) -> NDArray[np.int64]:
+        return np.resize(np.array(self.ids(_FILLER), np.int64), count)
+
+
+@dataclass(frozen=True)
 class Passkey:
     """Passkey retrieval (Mohtashami and Jaggi 2023, arXiv 2305.16300): a number hidden in filler
     text, asked for at the end.
@@ -193,45 +237,96 @@ class Passkey:
         return self.digits
 
     def least(self) -> int:
-        """All but filler. The last digit is predicted and not read."""
-        parts = (_OPENING, _BEFORE, _BETWEEN, _AFTER, _QUESTION)
-        return sum(len(self._ids(part)) for part in parts) + 3 * self.digits - 1
+        """All but filler."""
+        return self._prompt(range(self.digits)).least
 
     def farthest(self, length: int) -> int:
         """All filler between the number and the question."""
-        return self._distance(length - self.least())
+        return self._prompt(range(self.digits)).distance(length - self.least())
 
     def sample(self, random: np.random.Generator, length: int, nearest: int = 0) -> Sample:
         """See :class:`Task`."""
         check_room(self, length, nearest)
         number = random.integers(10, size=self.digits)  # ids of digits are their values
-        filler = length - self.least()
-        after = int(random.integers(max(0, nearest - self._distance(0)), filler + 1))
-        statement = [*self._ids(_BEFORE), *number, *self._ids(_BETWEEN), *number, *self._ids(_AFTER)]
-        text = [*self._ids(_OPENING), *self._fill(filler - after), *statement, *self._fill(after)]
-        whole = np.array([*text, *self._ids(_QUESTION), *number], np.int64)  # [length + 1]
-        labels, distances = np.full(length, IGNORED), np.zeros(length, np.int64)
-        labels[-self.digits :] = number
-        distances[-self.digits :] = self._distance(after)
-        return Sample(whole[:-1], labels, distances)
+        return self._prompt(number.tolist()).sample(random, length, nearest)
 
     def grown(self, factor: int) -> None:
         """There is one number."""
         return
 
-    def _distance(self, filler: int) -> int:
-        """From the second mention of a digit to the answer."""
-        return self.digits + len(self._ids(_AFTER)) + filler + len(self._ids(_QUESTION))
-
-    def _fill(self, count: int) -> NDArray[np.int64]:
-        return np.resize(self._ids(_FILLER), count)
-
-    def _ids(self, text: str) -> list[int]:
-        return [self._id[word] for word in _split(text)]
+    def _prompt(self, number: Sequence[int]) -> _Prompt:
+        return _Prompt(lambda text: [self._id[word] for word in _split(text)], number)
 
     @cached_property
     def _id(self) -> dict[str, int]:
         return {word: number for number, word in enumerate(self.words)}
+
+
+@dataclass(frozen=True)
+class PasskeyInText:
+    """Passkey retrieval for a model that was trained on text: the same sentences, as its tokenizer
+    writes them.
+
+    The number is one answer, right if every token of it is the likeliest one after those before it.
+    That is what greedy decoding would write.
+
+    Args:
+        encode: the ids of a text.
+        digits: of the number.
+    """
+
+    encode: Callable[[str], Sequence[int]]
+    digits: int = 5
+
+    @property
+    def chance(self) -> float:
+        """Digits are drawn uniformly, and all have to be right."""
+        return 10.0**-self.digits
+
+    @property
+    def answers(self) -> int:
+        """The number."""
+        return 1
+
+    def least(self) -> int:
+        """All but filler, for the number that takes the most tokens."""
+        return self._prompt(self._longest).least
+
+    def farthest(self, length: int) -> int:
+        """All filler between the number and the question. A number of fewer tokens leaves room for
+        more filler, and so lies no nearer.
+        """
+        return self._prompt(self._longest).distance(length - self.least())
+
+    def sample(self, random: np.random.Generator, length: int, nearest: int = 0) -> Sample:
+        """See :class:`Asking`."""
+        check_room(self, length, nearest)
+        number = "".join(map(str, random.integers(10, size=self.digits)))
+        return self._prompt(self._ids(number)).sample(random, length, nearest)
+
+    def grown(self, factor: int) -> None:
+        """There is one number."""
+        return
+
+    def _prompt(self, number: Sequence[int]) -> _Prompt:
+        return _Prompt(self._ids, number)
+
+    def _ids(self, text: str) -> Sequence[int]:
+        known = self._known.get(text)
+        if known is None:
+            known = self._known[text] = self.encode(text if text.startswith(".") else f" {text}")
+        return known
+
+    @cached_property
+    def _known(self) -> dict[str, Sequence[int]]:
+        return {}
+
+    @cached_property
+    def _longest(self) -> Sequence[int]:
+        """Digits that are tokens of their own, and a space that is one. Other numbers may take
+        fewer.
+        """
+        return [*self.encode(" "), *(token for digit in "0123456789"[: self.digits] for token in self.encode(digit))]
 
 
 def random_for(use: Literal["training", "evaluation", "order"], seed: int, index: int) -> np.random.Generator:
@@ -239,7 +334,16 @@ def random_for(use: Literal["training", "evaluation", "order"], seed: int, index
     return np.random.default_rng((("training", "evaluation", "order").index(use), seed, index))
 
 
-def check_room(task: Task, length: int, nearest: int = 0) -> None:
+def digest(task: Asking) -> str:
+    """The task's name and a digest of its first sequence: it changes with the generator."""
+    sample = task.sample(random_for("training", 0, 0), 2 * task.least())
+    found = hashlib.sha256(sample.tokens.tobytes() + sample.labels.tobytes()).hexdigest()
+    return f"{type(task).__name__.lower()}-{found[:12]}"
+
+
+def check_room(
+    task: Asking, length: int, nearest: int = 0, remedy: str = "raise train.length, or make the task in [data] smaller"
+) -> None:
     """Refuse a length that cannot hold a task's sequence.
 
     Raises:
@@ -248,7 +352,7 @@ def check_room(task: Task, length: int, nearest: int = 0) -> None:
     if length < task.least():
         raise LabError(
             f"{length} tokens cannot hold a sequence of this task: it takes {task.least()}",
-            "raise train.length, or make the task in [data] smaller",
+            remedy,
         )
     if nearest > task.farthest(length):
         raise LabError(

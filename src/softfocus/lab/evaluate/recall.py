@@ -1,5 +1,5 @@
-"""Recall over length: how many answers of a generated task a run finds, and how far back they
-lie.
+"""Recall over length: how many answers of a generated task a run finds, and how far back they lie.
+A run that was trained on text is asked for passkeys.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,12 +15,15 @@ from numpy.typing import NDArray
 import softfocus.hf
 from softfocus.lab import model as models
 from softfocus.lab.data import of_recipe as data
-from softfocus.lab.data.tasks import IGNORED, Task, check_room, random_for
+from softfocus.lab.data.tasks import IGNORED, Asking, PasskeyInText, check_room, digest, random_for
+from softfocus.lab.data.tokenizer import Encoder
 from softfocus.lab.errors import LabError
 from softfocus.lab.evaluate.forward import has_plain_head, under_window
 from softfocus.lab.evaluate.means import Mean
 from softfocus.lab.progress import Event, Listener, silent
+from softfocus.lab.recipes.data import MATTER
 from softfocus.lab.recipes.loading import load
+from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.run_folder.files import RECIPE, load_run, measures, save_measured, with_rows_so_far
 from softfocus.lab.run_folder.results import Answers, Recall, RecallRow, RunInfo
 
@@ -32,7 +35,7 @@ SEQUENCES = 64
 class _Plan:
     """A row to measure."""
 
-    task: Task
+    task: Asking
     length: int
     grown: bool
     nearest: int
@@ -51,6 +54,10 @@ def recall(
     """Share of right answers of a run at several lengths, over all answers and by how far back they
     lie.
 
+    A run of a generated task is asked what it was trained on. A language model that was trained on
+    text is asked for a number of five digits that stands in filler text, without any training for
+    it (:class:`~softfocus.lab.data.tasks.PasskeyInText`).
+
     Sequences are lengthened in two ways: by filler alone, and with as many times more to remember
     (where the task has that, and keys enough). Up to the training length they are like those of
     training. Beyond it every answer lies at least half the sequence back, or as far as there is
@@ -61,7 +68,7 @@ def recall(
     not measured again.
 
     Args:
-        folder: a finished run of a recipe with a generated task.
+        folder: a finished run of a recipe with a generated task, or with text.
         lengths: tokens a sequence, in any order.
         window: let every attention see only so many of the last keys; by default as trained.
         sequences: how many at each length; the same ones for every run.
@@ -72,13 +79,11 @@ def recall(
         What recall.json holds.
 
     Raises:
-        LabError: a run that is not finished, one that was trained on text, or a length that cannot
-            hold a sequence.
+        LabError: a run that is not finished, one that was trained on hidden tokens, images or
+            speech, or a length that cannot hold a sequence.
     """
     info, recipe, config = under_window(folder, lengths, window, "recall")
-    task = data.task_of(recipe)
-    if task is None:
-        raise LabError(f"{folder} was trained on text and not on a task", f"run `softfocus evaluate {folder}`")
+    task = _task(folder, recipe)
     found, plans = _left(folder, info, task, lengths, window, sequences)
     if not plans:
         return found
@@ -109,8 +114,8 @@ def is_measured(folder: Path, lengths: Sequence[int]) -> bool:
         LabError: a run that is not finished, a recall.json that cannot be read, or a length that
             cannot hold a sequence.
     """
-    task = data.task_of(load(folder / RECIPE))
-    return task is not None and not _left(folder, load_run(folder), task, lengths, None, SEQUENCES)[1]
+    task = _task(folder, load(folder / RECIPE))
+    return not _left(folder, load_run(folder), task, lengths, None, SEQUENCES)[1]
 
 
 def reach(config: Any) -> int | None:
@@ -148,8 +153,29 @@ def edges(train_length: int, length: int) -> list[int]:
     return sorted(edge for edge in found if edge <= length + 1)
 
 
+def _task(folder: Path, recipe: Recipe) -> Asking:
+    """What a run is asked for."""
+    if (task := data.task_of(recipe)) is not None:
+        return task
+    if recipe.data.kind != "text":
+        raise LabError(
+            f"{folder} was trained on {MATTER[recipe.data.kind]}, and this is for models that go on with a text",
+            f"measure it with `softfocus evaluate {folder}`",
+        )
+    encode = Encoder(models.load_tokenizer(folder))
+
+    def ids(text: str) -> list[int]:
+        ((found, lost),) = encode([text])
+        if lost:
+            what = f"the tokenizer of {folder} has no tokens for parts of the passkey's sentences"
+            raise LabError(what, "measure a run on English text")
+        return list(found)
+
+    return PasskeyInText(ids)
+
+
 def _left(
-    folder: Path, info: RunInfo, task: Task, lengths: Sequence[int], window: int | None, sequences: int
+    folder: Path, info: RunInfo, task: Asking, lengths: Sequence[int], window: int | None, sequences: int
 ) -> tuple[Recall, list[_Plan]]:
     """What recall.json holds, and what is still to be measured."""
     plans = list(_plans(task, sorted(set(lengths)), info.train_length))
@@ -159,7 +185,7 @@ def _left(
         mechanism=info.mechanism,
         train_length=info.train_length,
         seed=info.seed,
-        task=data.Generated(task).key,
+        task=digest(task),
         rows=[],
     )
     found = with_rows_so_far(folder, fresh)
@@ -167,14 +193,14 @@ def _left(
     return found, [plan for plan in plans if (plan.length, plan.grown, window, sequences) not in there]
 
 
-def _plans(task: Task, lengths: Sequence[int], train_length: int) -> Iterator[_Plan]:
+def _plans(task: Asking, lengths: Sequence[int], train_length: int) -> Iterator[_Plan]:
     """First with more filler, then with more to remember."""
     for grown in (False, True):
         for length in lengths:
             there = task if not grown else task.grown(length // train_length) if length > train_length else None
             if there is None:
                 continue
-            check_room(there, length)
+            check_room(there, length, remedy="measure longer ones, with --lengths")
             nearest = min(length // 2, there.farthest(length)) if length > train_length else 0
             yield _Plan(there, length, grown, nearest)
 
@@ -184,7 +210,7 @@ def _answers(
     model: Any, plan: _Plan, indices: Sequence[int], *, bf16: bool, plain: bool
 ) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
     """(right [B, answers], distances [B, answers]) of some sequences. Logits are made where
-    something is asked for.
+    something is asked for. One answer is right where all of its tokens are.
     """
     samples = [plan.task.sample(random_for("evaluation", 0, index), plan.length, plan.nearest) for index in indices]
     tokens, labels, distances = (
@@ -200,6 +226,11 @@ def _answers(
         else:
             logits = model(input_ids=tokens, use_cache=False).logits[asked]
     right = logits.argmax(-1).cpu() == labels[asked]
+    sizes = asked.sum(1).tolist()
+    if plan.task.answers == 1:
+        right = torch.stack([tokens.all() for tokens in right.split(sizes)])
+        first = torch.stack([places[0] for places in distances[asked].split(sizes)])
+        return right[:, None].numpy(), first[:, None].numpy()
     shape = len(samples), plan.task.answers
     return right.view(shape).numpy(), distances[asked].view(shape).numpy()
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from softfocus.lab.errors import LabError
 from softfocus.lab.report.curves import Line, Panel, Point, curve_table, save_curves
 from softfocus.lab.report.points import count_text, labels, without_seed
-from softfocus.lab.report.recall import BLIND
+from softfocus.lab.report.recall import BLIND, chance_text
 from softfocus.lab.report.results import FIGURE, RESULTS, load_recipe_text, read_as, refuse_twice
 from softfocus.lab.run_folder.disk import write_atomically
 from softfocus.lab.run_folder.files import load_measured, load_run
@@ -126,7 +126,10 @@ def compare_recall(
             }
             console.print(
                 curve_table(
-                    f"Right answers, lengthened by {name}; chance is {first.rows[0].chance:.3f}", "", lines, heads
+                    f"Right answers, lengthened by {name}; chance is {chance_text(first.rows[0].chance)}",
+                    "",
+                    lines,
+                    heads,
                 )
             )
             panels.append(

@@ -22,10 +22,10 @@ from softfocus.lab.recipes.lengths import parse
 from softfocus.lab.recipes.loading import load
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.run_folder.disk import write_atomically, writing
-from softfocus.lab.run_folder.files import CLASSIFICATION, INSPECTION, RECIPE, RUN, load_measured, load_run
+from softfocus.lab.run_folder.files import CLASSIFICATION, INSPECTION, RECALL, RECIPE, RUN, load_measured, load_run
 from softfocus.lab.run_folder.owner import owning
 from softfocus.lab.run_folder.provenance import cores
-from softfocus.lab.run_folder.results import Evaluation
+from softfocus.lab.run_folder.results import Evaluation, Recall
 from softfocus.lab.studies.screen import Job, Screen
 from softfocus.lab.studies.worker import from_line
 
@@ -155,8 +155,17 @@ def _is_finished(job: Job) -> bool:
     }:
         return False
     job.evaluation = evaluation
-    files = {"attention": Path(INSPECTION) / INSPECTED, "classification": Path(CLASSIFICATION)}
-    return all((job.folder / files[one]).exists() for one in job.recipe.evaluate.also)
+    files = {
+        "attention": Path(INSPECTION) / INSPECTED,
+        "classification": Path(CLASSIFICATION),
+        "passkeys": Path(RECALL),
+    }
+    if not all((job.folder / files[one]).exists() for one in job.recipe.evaluate.also):
+        return False
+    # The others are written when all is measured, this one row by row
+    return "passkeys" not in job.recipe.evaluate.also or set(job.lengths) <= {
+        row.length for row in load_measured(job.folder, Recall).rows if not row.window
+    }
 
 
 def _look_for_divergence(job: Job) -> None:

@@ -90,6 +90,8 @@ def _work(name: str, folder: Path, overwrite: bool, out: TextIO) -> None:
             from softfocus.lab.evaluate.classify import classify
 
             classify(folder, progress=tell)
+        if "passkeys" in recipe.evaluate.also:
+            recall(folder, lengths, progress=tell)
     else:
         evaluate_samples(folder, progress=tell)
 
