@@ -122,7 +122,7 @@ def recall(
     json: Json = None,
 ) -> None:
     """Share of right answers over length, of a run that was trained on a generated task (`mqar-*`,
-    `passkey-*`).
+    `passkey-*`). A run that was trained on text is asked for passkeys.
 
     Beyond the training length every answer lies at least half the sequence back. Rows are kept in
     the run folder as recall.json, with a figure; what is there is not measured again, so a run that
