@@ -263,3 +263,24 @@ def test_old_and_new_kernels_take_the_measured_time():
 def test_the_files_that_run_first_exist(request):
     plugin = request.config.pluginmanager.get_plugin(str(ROOT / "tests" / "conftest.py"))
     assert [name for name in plugin.LONGEST if not any((ROOT / "tests").rglob(name))] == []
+
+
+def toy_rates() -> str:
+    runs = read(RESULTS / "toy-learning-rates" / "results.json").runs
+    losses: dict[str, list[float]] = {}
+    for run in runs:
+        (loss,) = (row.loss for row in run.evaluation.rows if row.length == 64 and row.setting.name() == "as trained")
+        losses.setdefault(run.info.name.rpartition("-s")[0], []).append(loss)
+    lines = ["| row | 1e-3 | 2e-3 | 4e-3 |", "|---|---|---|---|"]
+    for row in ("softmax", "lssa", "lssar", "sigmoid_log_n_l1"):
+        cells = [losses[f"{row}-{rate}"] for rate in ("half", "same", "twice")]
+        assert {len(cell) for cell in cells} == {3}
+        shown = [f"{statistics.mean(cell):.3f} ± {statistics.stdev(cell):.3f}" for cell in cells]
+        lines.append(f"| `{row}` | {' | '.join(shown)} |")
+    return "\n".join(lines)
+
+
+def test_the_learning_rates_of_the_claims_are_the_committed_ones():
+    page_text = (ROOT / "docs" / "claims.md").read_text()
+    shown = page_text.split("<!-- toy_rates:begin -->\n")[1].split("\n<!-- toy_rates:end -->")[0]
+    assert shown == toy_rates()
