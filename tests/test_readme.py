@@ -376,9 +376,9 @@ def recall_table() -> str:
 
 
 PASSKEY = {
-    "Softmax": "softmax", "window": "softmax, window of 128 in both layers", "cosine_log_n": "cosine softmax, log N",
-    "LSSAR": "LSSAR, p = 15", "softmax-nope": "softmax, window of 16; softmax without RoPE",
-    "lssar-nope": "softmax, window of 16; LSSAR without RoPE",
+    "Softmax": "softmax", "window": "softmax, evaluated with a window of 128", "cosine_log_n": "cosine softmax, log N",
+    "LSSAR": "LSSAR, p = 15", "softmax-nope": "softmax, window of 16; then softmax without RoPE",
+    "lssar-nope": "softmax, window of 16; then LSSAR without RoPE",
 }  # fmt: skip
 
 

@@ -305,7 +305,7 @@ def test_a_bias_of_any_shape(holds, threads, bias, number):
             f"bias {bias}", bias=bias, batch=3, heads=heads, key_heads=key_heads, query_length=140, key_length=150,
             head_dim=8, value_dim=8, mask=0.2,
         )  # fmt: skip
-        # One thread adds up as several do, so that one mechanism shows it
+        # Where the gradient of a bias is summed does not depend on the mechanism
         for mechanism in ("softmax", "lssar", "sigmoid_log_n") if number > 1 else ("lssar",):
             holds(cpu, case, mechanism, torch.float32)
 

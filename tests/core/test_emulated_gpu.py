@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++"))), reas
 HERE = Path(__file__).parent
 PLUGIN = HERE.parent / "emulated" / "gpu"
 SOME = (  # `make emulated-gpu` runs all
-    "test_parity[causal-laser-float32]",
+    "test_parity[causal-lssa-bfloat16]",
     "test_parity_of_keys_split_among_programs[decode-lssar-bfloat16]",
 )
 

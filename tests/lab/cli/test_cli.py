@@ -45,7 +45,6 @@ def imported(arguments: list[str], then: str = "") -> list[str]:
     code = f"""
 import sys
 from softfocus.lab.cli import main
-from softfocus.lab.studies.study import shipped as studies
 try:
     main({arguments!r})
 except SystemExit as exit:

@@ -18,7 +18,7 @@ class Size(StrEnum):
 
 
 def recipes() -> None:
-    """The shipped recipes, studies and claims of the papers, a line each.
+    """The shipped recipes and studies, and the papers' claims, a line each.
 
     Example: `softfocus recipes`
     """

@@ -35,7 +35,7 @@ def bias_gradients(
     total = tl.zeros([blocks.BLOCK_Q, blocks.BLOCK_K], tl.float32)
     bias_b, bias_h = tl.program_id(1) // heads, tl.program_id(1) % heads
     first_b, last_b = bias_b, bias_b + 1
-    # Triton needs one type in both branches: x * 0 is a tensor, as x is; a plain 0 is not
+    # x * 0 is 0 as a tensor, so that the bounds of the loops have one type in all cases
     if ALL_BATCH:
         first_b, last_b = bias_b * 0, bias_b * 0 + inputs.batch
     first_h, last_h = bias_h, bias_h + 1
