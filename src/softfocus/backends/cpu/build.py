@@ -179,7 +179,8 @@ def _cached(planned: Plan) -> Built | None:
     """
     _refuse_others(planned.folder)
     try:
-        if any(_another_owner(file) or _open_to_others(file) for file in (planned.library, planned.about)):
+        files = [file.stat() for file in (planned.library, planned.about)]
+        if any(_another_owner(file) or _open_to_others(file) for file in files):
             return None
         about = json.loads(planned.about.read_text())
         if about.pop("sha256") != _checksum(planned.library):
@@ -193,20 +194,18 @@ def _checksum(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _another_owner(path: Path) -> str:
+def _another_owner(found: os.stat_result) -> str:
     """Which other user a file or a folder belongs to; empty for our own and for root's: root may do
     anything anyway.
     """
-    owner = path.stat().st_uid
-    return "" if owner in (0, os.getuid()) else f"belongs to another user (uid {owner})"
+    return "" if found.st_uid in (0, os.getuid()) else f"belongs to another user (uid {found.st_uid})"
 
 
-def _open_to_others(path: Path) -> str:
+def _open_to_others(found: os.stat_result) -> str:
     """Whether others may write to a file or a folder, with its mode; empty if not."""
-    mode = path.stat().st_mode
-    if not mode & (stat.S_IWGRP | stat.S_IWOTH):
+    if not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         return ""
-    return f"can be written to by others (mode {stat.S_IMODE(mode):03o})"
+    return f"can be written to by others (mode {stat.S_IMODE(found.st_mode):03o})"
 
 
 def _refuse_others(folder: Path) -> None:
@@ -215,11 +214,12 @@ def _refuse_others(folder: Path) -> None:
     """
     for path in (folder.parent, folder):
         try:
-            # In a sticky folder, as /tmp, others may write, but nobody moves what is another's
-            sticky = path == folder.parent and path.stat().st_mode & stat.S_ISVTX
-            why = _another_owner(path) or ("" if sticky else _open_to_others(path))
+            found = path.stat()
         except OSError:
             continue
+        # In a sticky folder, as /tmp, others may write, but nobody moves what is another's
+        sticky = path == folder.parent and found.st_mode & stat.S_ISVTX
+        why = _another_owner(found) or ("" if sticky else _open_to_others(found))
         if why:
             remedy = f"remove it, or let {CACHE} name a folder that is yours alone"
             raise _NoCache(f"the folder of compiled kernels {path} {why}", remedy)

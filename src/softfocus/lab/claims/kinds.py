@@ -3,7 +3,8 @@ classification, passkeys, sizes.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import product
 from statistics import median
 
@@ -99,45 +100,58 @@ def faint(claim: Claim, results: Results | None, statement: Faint) -> list[Part]
 
 def classifies(claim: Claim, results: Results | None, statement: Classifies) -> list[Part]:
     """Of errors, paired by document and seed as losses are."""
-    parts = []
-    for row, than in pairs_of(claim, statement):
-        sides = [results.of(name) if results else [] for name in (row, than)]
-        errors = [
-            [(run.info.seed, _errors(run.classification)) for run in runs if run.classification] for runs in sides
-        ]
-        if early := too_few(row, sides[0]) or too_few(than, sides[1]):
-            parts.append(early)
-        elif any(len(known) < len(runs) for known, runs in zip(errors, sides, strict=True)):
-            parts.append(Part("not run", f"{row} or {than} diverged, or was not fine-tuned"))
-        else:
-            found = difference(*errors)
-            ours, others = (1 - estimate(known).value for known in errors)
-            text = f"{row} {ours:.1%}, {than} {others:.1%} right: {-found.value:+.1%} ± {found.standard_error:.1%}"
-            parts.append(decide(found, 0.0, text))
-    return parts
+
+    def errors(run: Run) -> Mean | None:
+        return None if run.classification is None else _errors(run.classification)
+
+    return [
+        _fewer_errors(results, pair, errors, "{} {:.1%}, {} {:.1%} right", "was not fine-tuned")
+        for pair in pairs_of(claim, statement)
+    ]
+
+
+def finds(claim: Claim, results: Results | None, statement: Finds) -> list[Part]:
+    """Of shares that are missed, over sequences and trainings."""
+    return [
+        _fewer_errors(
+            results, pair, partial(_missed, at=at), f"{at}: {{}} {{:.1%}}, {{}} {{:.1%}} found",
+            f"was not asked for passkeys at {at}",
+        )
+        for pair, at in product(pairs_of(claim, statement), named_in(statement, "at"))
+    ]  # fmt: skip
+
+
+def _fewer_errors(
+    results: Results | None,
+    rows: tuple[str, str],
+    errors: Callable[[Run], Mean | None],
+    shown: str,
+    missing: str,
+) -> Part:
+    """Whether a row has a smaller share of errors than another.
+
+    Args:
+        results: of the claim.
+        rows: the row, and the other.
+        errors: the share of a run, None where it was not measured.
+        shown: a format of a row and its share without errors, and of the other's.
+        missing: what is wrong with a run that has none.
+    """
+    sides = [results.of(name) if results else [] for name in rows]
+    if early := too_few(rows[0], sides[0]) or too_few(rows[1], sides[1]):
+        return early
+    known = [[(run.info.seed, one) for run in runs if (one := errors(run)) is not None] for runs in sides]
+    if any(len(some) < len(runs) for some, runs in zip(known, sides, strict=True)):
+        return Part("not run", f"{rows[0]} or {rows[1]} diverged, or {missing}")
+    found = difference(*known)
+    ours, others = (1 - estimate(some).value for some in known)
+    text = f"{shown.format(rows[0], ours, rows[1], others)}: {-found.value:+.1%} ± {found.standard_error:.1%}"
+    return decide(found, 0.0, text)
 
 
 def _errors(found: Classification) -> Mean:
     wrong = [count - right for count, right in zip(found.counts, found.right, strict=True)]
     return Mean.of(wrong, found.counts, (found.corpus_key, found.length, *found.documents))
-
-
-def finds(claim: Claim, results: Results | None, statement: Finds) -> list[Part]:
-    """Of shares that are missed, over sequences and trainings."""
-    parts = []
-    for (row, than), at in product(pairs_of(claim, statement), named_in(statement, "at")):
-        sides = [results.of(name) if results else [] for name in (row, than)]
-        missed = [[(run.info.seed, one) for run in runs if (one := _missed(run, at)) is not None] for runs in sides]
-        if early := too_few(row, sides[0]) or too_few(than, sides[1]):
-            parts.append(early)
-        elif any(len(known) < len(runs) for known, runs in zip(missed, sides, strict=True)):
-            parts.append(Part("not run", f"{row} or {than} diverged, or was not asked for passkeys at {at}"))
-        else:
-            found = difference(*missed)
-            ours, others = (1 - estimate(known).value for known in missed)
-            more = f"{-found.value:+.1%} ± {found.standard_error:.1%}"
-            parts.append(decide(found, 0.0, f"{at}: {row} {ours:.1%}, {than} {others:.1%} found: {more}"))
-    return parts
 
 
 def _missed(run: Run, at: str) -> Mean | None:
