@@ -10,6 +10,7 @@ from torch.func import functional_call
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache
 
 import softfocus.hf
+from softfocus.hf.cache import CACHE
 from softfocus.hf.t6 import T6Config, T6ForCausalLM, T6Model
 
 LENGTH = 10
@@ -143,6 +144,22 @@ def test_the_cache_holds_the_factors_alone(build, tokens):
     numbers = (paper.k_rank + paper.v_rank) * (paper.num_attention_heads + paper.head_dim)
     shares = [f"{numbers / (2 * heads * paper.head_dim):.0%}" for heads in (paper.num_attention_heads, 12)]
     assert shares == ["9%", "26%"]  # as docs/transformers.md says
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+@pytest.mark.parametrize("part", ["causal_lm", "decoder"])
+def test_both_names_of_the_cache_fill_one(build, tokens, name, part):
+    """Transformers 5.24 renamed the argument and the output; every version hands over one of the
+    two.
+    """
+    model = build("t6").eval()
+    model = model if part == "causal_lm" else model.model
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        for chunk in tokens(2, LENGTH).split(5, dim=1):
+            output = model(chunk, **{name: cache})
+    assert output[CACHE] is cache
+    assert cache.get_seq_length() == LENGTH
 
 
 @pytest.mark.parametrize("sizes", [[1] * LENGTH, [5, 4, 1]], ids=["tokens", "chunks"])

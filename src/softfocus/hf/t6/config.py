@@ -21,7 +21,7 @@ class T6Config(PreTrainedConfig):
     """
 
     model_type = "t6"
-    keys_to_ignore_at_inference: ClassVar = ["past_key_values"]
+    keys_to_ignore_at_inference: ClassVar = ["past_key_values", "cache"]
 
     vocab_size: int = 50304
     hidden_size: int = 768

@@ -18,6 +18,7 @@ from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from softfocus.hf.cache import CACHE
 from softfocus.hf.t6.config import T6Config
 
 
@@ -95,6 +96,7 @@ class T6Attention(nn.Module):
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor | None = None,
         past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """The output [B, L, hidden size], and the attention weights where the implementation
@@ -103,8 +105,9 @@ class T6Attention(nn.Module):
         (q_a, q_b), (k_a, k_b), (v_a, v_b) = (make(hidden_states) for make in (self.query, self.key, self.value))
         cos, sin = position_embeddings
         q_b, k_b = apply_rotary_pos_emb(q_b, cos, sin), apply_rotary_pos_emb(k_b, cos, sin)
-        if past_key_values is not None:
-            key, value = past_key_values.update(pack(k_a, k_b), pack(v_a, v_b), self.layer_idx)
+        cache = past_key_values if cache is None else cache
+        if cache is not None:
+            key, value = cache.update(pack(k_a, k_b), pack(v_a, v_b), self.layer_idx)
             k_a, k_b = self.key.unpack(key)
             v_a, v_b = self.value.unpack(value)
         attention: Callable[..., tuple[Tensor, Tensor | None]] = ALL_ATTENTION_FUNCTIONS.get_interface(
@@ -161,7 +164,7 @@ class T6PreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules: ClassVar = ["T6DecoderLayer"]
-    _skip_keys_device_placement: ClassVar = ["past_key_values"]
+    _skip_keys_device_placement: ClassVar = ["past_key_values", "cache"]
     _supports_flash_attn = True
     _supports_sdpa = True
     _supports_flex_attn = True
@@ -199,23 +202,25 @@ class T6Model(T6PreTrainedModel):
         past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
+        cache: Cache | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """As every decoder of Transformers."""
+        """As every decoder of Transformers. ``past_key_values`` is the older name of ``cache``."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("input_ids, inputs_embeds: got both or neither, expected one of them")
         hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
+        cache = past_key_values if cache is None else cache
+        if use_cache and cache is None:
+            cache = DynamicCache(config=self.config)
         if position_ids is None:
-            seen = past_key_values.get_seq_length() if past_key_values is not None else 0
+            seen = cache.get_seq_length() if cache is not None else 0
             position_ids = (torch.arange(hidden_states.shape[1], device=hidden_states.device) + seen)[None]
         mask = create_causal_mask(
             config=self.config,
             inputs_embeds=hidden_states,
             attention_mask=attention_mask,
-            past_key_values=past_key_values,
             position_ids=position_ids,
+            **{CACHE: cache},
         )
         tables = self.rotary_emb(hidden_states, position_ids=position_ids)
         for layer in self.layers:
@@ -224,10 +229,10 @@ class T6Model(T6PreTrainedModel):
                 position_embeddings=tables,
                 attention_mask=mask,
                 position_ids=position_ids,
-                past_key_values=past_key_values,
+                **{CACHE: cache},
                 **kwargs,
             )
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), **{CACHE: cache})
 
 
 class T6ForCausalLM(T6PreTrainedModel, GenerationMixin):
@@ -252,6 +257,7 @@ class T6ForCausalLM(T6PreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        cache: Cache | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """As every causal language model of Transformers: the loss where labels are given, the last
@@ -261,9 +267,9 @@ class T6ForCausalLM(T6PreTrainedModel, GenerationMixin):
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
+            **{CACHE: past_key_values if cache is None else cache},
             **kwargs,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -274,9 +280,9 @@ class T6ForCausalLM(T6PreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
+            **{CACHE: getattr(outputs, CACHE)},
         )
 
     def _get_static_cache_init_shape(self) -> None:
