@@ -19,12 +19,14 @@ import pytest
 from softfocus import catalog
 from softfocus.lab.evaluate.heads import name as heads_name
 from softfocus.lab.inspect.results import read as read_inspections
+from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.report.heads import gains, mean
 from softfocus.lab.report.points import best, cell, column_name, columns, settings
 from softfocus.lab.report.recall_compare import RecallReport
 from softfocus.lab.report.results import grouped, read, read_as
 from softfocus.lab.report.table import loss_table
 from softfocus.lab.run_folder.results import AS_TRAINED, HeadsMeasured, Induction
+from softfocus.lab.studies import study
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -564,6 +566,16 @@ def test_eight_trainings_on_the_tiled_backend_kept_their_line():
     assert max(one.row(2048).loss - one.row(128).loss for one in group.evaluations) < 0.01, "no line is lost"
     said = f"{first.loss:.3f} ± {first.spread:.3f} at 1x, {last.loss:.3f} ± {last.spread:.3f} at 16x"
     assert said in " ".join(LAYOUTS.split())
+
+
+def test_the_committed_trials_are_rows_of_the_study():
+    found, near = study.load("layout-trials")
+    rows = {one.name: one for one in study.recipes(found, near, [0])}
+    trials = read(ROOT / "docs/results/layout-trials/results.json").runs
+    assert [entry.info.name for entry in trials] == list(rows)
+    for entry in trials:
+        trained, row = Recipe.model_validate(tomllib.loads(entry.recipe)), rows[entry.info.name]
+        assert (trained.model, trained.data, trained.train) == (row.model, row.data, row.train)
 
 
 def test_the_power_under_a_window_is_the_measured_one():
