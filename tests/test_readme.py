@@ -284,10 +284,10 @@ def test_the_lead_of_global_cosine_softmax_is_the_measured_one():
     error.
     """
     lead = {"1x": [], "16x": []}
-    for study in ("layouts", "layouts-larger", "layouts-bpe-tuned"):
+    for title in ("layouts", "layouts-larger", "layouts-bpe-tuned"):
         groups = {
             group.evaluations[0].mechanism: group
-            for group in read(ROOT / "docs/results" / study / "results.json").groups
+            for group in read(ROOT / "docs/results" / title / "results.json").groups
         }
         for at, place in (("1x", (1.0, "as trained")), ("16x", (16.0, "window 1x"))):
             ours, plain = (
