@@ -2,6 +2,7 @@
 another call must be noticed.
 """
 
+import inspect
 import os
 import signal
 import sys
@@ -46,6 +47,43 @@ def test_it_gives_the_same_bits(dtype):
         runners = dict(ops.runners)
         assert torch.equal(second, fresh(*given))
         ops.runners.update(runners)
+
+
+OTHER_VALUES = {
+    "attn_mask": torch.ones(9, 9, dtype=torch.bool).tril(),
+    "dropout_p": 0.5,
+    "is_causal": True,
+    "scale": 2.0,
+    "enable_gqa": True,
+    "mechanism": "softmax",
+    "window_size": (2, 0),
+    "key_mask": torch.ones(2, 9, dtype=torch.bool),
+    "document_ids": torch.zeros(2, 9, dtype=torch.int64),
+    "bias": torch.ones(9, 9),
+    "head_scale": torch.ones(2),
+    "power": torch.full((2,), 3.0),
+    "return_statistics": True,
+    "backend": "tiled",
+}
+
+
+def test_every_argument_has_another_value():
+    assert set(OTHER_VALUES) | set(NAMES) == set(inspect.signature(softfocus.attention).parameters)
+
+
+@pytest.mark.parametrize("name", OTHER_VALUES)
+def test_no_argument_passes_for_the_call_without_it(name):
+    """The stored call must not run for a call that differs from it in one argument."""
+
+    def stored(*_tensors):
+        raise AssertionError(f"{name} was ignored")
+
+    given = tensors()
+    softfocus.attention(*given)
+    ops.runners.update(dict.fromkeys(ops.runners, stored))
+    with pytest.raises(AssertionError, match="was ignored"):
+        softfocus.attention(*given)
+    softfocus.attention(*given, **{name: OTHER_VALUES[name]})
 
 
 def test_one_call_after_another():
