@@ -5,7 +5,7 @@ A layout is a frozen description. It holds names and numbers only, so it compare
 through JSON, and stands in config.json. :func:`resolve` makes one from what a user writes.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from difflib import get_close_matches
 from typing import Any
@@ -184,7 +184,7 @@ class Layout:
         """ "softmax[128] / lssar": the kinds of layers in the order in which they come, their
         groups of heads with "+".
         """
-        return " / ".join(kind_text(kind) for kind in self.kinds)
+        return kinds_text(self.kinds)
 
     def table(self) -> str:
         """One line for each kind of layers."""
@@ -235,6 +235,16 @@ def resolve(spec: Mapping[Any, Any], config: Any) -> Layout:
         raise ValueError(f"layout: no key chooses {layers} {', '.join(missing)} of {count}; add '*' for the rest")
     used = list(dict.fromkeys(chosen[layer] for layer in range(count)))  # in the order of the layers
     return Layout(tuple(kinds[kind] for kind in used), tuple(used.index(chosen[layer]) for layer in range(count)))
+
+
+def chooses_all(keys: Iterable[Any], config: Any) -> bool:
+    """Whether these keys of a layout choose every layer, so that none is left for ``"*"``.
+
+    Raises:
+        ValueError: as :func:`resolve`.
+    """
+    count = layer_count(config)
+    return {layer for key in keys if key != REST for layer in _layers(key, config, count)} == set(range(count))
 
 
 def layer_count(config: Any) -> int:
@@ -335,3 +345,8 @@ def _fitted(groups: Layer, config: Any) -> Layer:
 def kind_text(kind: Layer) -> str:
     """The groups of heads of one kind of layers, in one line."""
     return " + ".join(f"{group.heads}x {group}" if group.heads is not None else str(group) for group in kind)
+
+
+def kinds_text(kinds: Iterable[Layer]) -> str:
+    """What kinds of layers run, each once, in one line."""
+    return " / ".join(dict.fromkeys(map(kind_text, kinds)))

@@ -13,10 +13,10 @@ from softfocus.lab.data.speech import BLANK
 from softfocus.lab.errors import LabError, did_you_mean, first_line
 from softfocus.lab.recipes.data import MATTER, Kind
 from softfocus.lab.recipes.loading import load as load_recipe
-from softfocus.lab.recipes.recipe import Recipe
+from softfocus.lab.recipes.recipe import ModelTable, Recipe
 from softfocus.lab.run_folder.files import MODEL, RECIPE
 from softfocus.lab.run_folder.manifest import MANIFEST, damage
-from softfocus.layout import Layout, resolve
+from softfocus.layout import REST, Layout, chooses_all, kinds_text, resolve
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,6 +57,16 @@ def build(recipe: Recipe, vocabulary: int, end: int | None = None) -> Any:
             f"choose another model.architecture, such as {examples}, or correct [model.config]",
         ) from error
     return _use(model, recipe)
+
+
+def check(recipe: Recipe) -> None:
+    """Refuse what can be refused before the data is there: an architecture, keys, heads or a layout
+    that do not fit.
+
+    Raises:
+        LabError: as :func:`build`.
+    """
+    _layout(recipe.model, build_config(recipe, recipe.model.config.get("vocab_size", 2)))
 
 
 def _auto(kind: Kind) -> Any:
@@ -279,16 +289,36 @@ def quiet() -> None:
     logging.getLogger("accelerate").setLevel(logging.ERROR)
 
 
-def _use(model: Any, recipe: Recipe) -> Any:
+def label(recipe: Recipe, config: Any) -> str:
+    """What the model of a recipe runs, for people; without the recipe's own mechanism where the
+    layout leaves no layer to it.
+    """
     table = recipe.model
+    return kinds_text(table.groups[:-1]) if _lays_out_all(table, config) else table.label
+
+
+def _lays_out_all(table: ModelTable, config: Any) -> bool:
+    return bool(table.layout) and REST not in table.layout and chooses_all(table.layout, config)
+
+
+def _layout(table: ModelTable, config: Any) -> Layout:
+    if not table.layout:
+        return Layout.alike(table.groups[0][0])  # all attention is alike, numbered layers or not
     try:
-        # Without a layout all attention is alike, numbered layers or not
-        layout = resolve(table.spec, model.config) if table.layout else Layout.alike(table.groups[0][0])
+        spec = table.spec
+        if _lays_out_all(table, config):
+            del spec[REST]
+        return resolve(spec, config)
     except (TypeError, ValueError) as error:
         raise LabError(
             f"[model.layout] does not fit {table.architecture!r}: {first_line(error).removeprefix('layout: ')}",
             "correct it in the recipe or with --set, or choose another model.architecture",
         ) from error
+
+
+def _use(model: Any, recipe: Recipe) -> Any:
+    table = recipe.model
+    layout = _layout(table, model.config)
     try:
         softfocus.hf.use(model, layout)
     except (TypeError, ValueError) as error:

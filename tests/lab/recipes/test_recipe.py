@@ -2,14 +2,20 @@
 line.
 """
 
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import softfocus
+import softfocus.hf
 from softfocus import catalog
+from softfocus.lab import model as models
 from softfocus.lab.errors import LabError
 from softfocus.lab.recipes.loading import load, shipped
+from softfocus.lab.recipes.recipe import Recipe
+from softfocus.lab.train.run import train
 
 SAYS = [
     (["train.step=3"], "no key 'train.step'", "did you mean 'train.steps'?"),
@@ -246,3 +252,70 @@ def test_a_llama_is_trained_as_its_model_is(name: str) -> None:
     """They stand in files of their own, because an architecture's keys cannot be taken back."""
     one, other = load(name), load(f"{name}-llama")
     assert (one.data, one.train, one.evaluate) == (other.data, other.train, other.evaluate)
+
+
+COHERE2 = """
+[model]
+architecture = "cohere2"
+mechanism = "lssar"
+[model.config]
+hidden_size = 32
+num_hidden_layers = 4
+num_attention_heads = 2
+num_key_value_heads = 1
+intermediate_size = 64
+[data]
+source = "stdlib"
+[train]
+length = 32
+batch = 2
+steps = 2
+learning_rate = 1e-3
+warmup = 1
+"""  # three layers with a window, then one without
+
+
+@pytest.fixture
+def cohere2(tmp_path: Path) -> Callable[..., Recipe]:
+    (tmp_path / "cohere2.toml").write_text(COHERE2)
+    return lambda *changes: load(tmp_path / "cohere2.toml", list(changes))
+
+
+BY_TYPE = 'model.layout={ sliding_attention = { mechanism = "softmax" }, full_attention = { rope = 0.5 } }'
+
+
+@pytest.mark.parametrize(
+    ("layout", "label", "kinds"),
+    [
+        (BY_TYPE, "softmax / lssar rope 0.5", [0, 0, 0, 1]),
+        ('model.layout={ "0:3" = { mechanism = "softmax" } }', "softmax / lssar", [0, 0, 0, 1]),
+        ('model.layout={ "0:2" = { window = 8 }, "2:" = { mechanism = "lssa" } }', "lssar[8] / lssa", [0, 0, 1, 1]),
+    ],
+)
+def test_a_layout_may_name_every_layer(
+    layout: str, label: str, kinds: list[int], cohere2: Callable[..., Recipe]
+) -> None:
+    """The recipe's own mechanism is for the layers that no key names, if there are any."""
+    recipe = cohere2(layout)
+    model = models.build(recipe, 257)
+    assert softfocus.hf.layout_of(model.config).layers == tuple(kinds)
+    assert models.label(recipe, model.config) == label
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ('model.layout={ sliding_atention = { mechanism = "softmax" } }', "did you mean 'sliding_attention'"),
+        ('model.layout={ 7 = { mechanism = "softmax" } }', "there is no layer 7"),
+        ('model.layout={ "*" = [{ heads = 3 }, {}] }', "the groups have 3 heads, the layer has 2"),
+        ("model.config.num_key_value_heads=3", "num_key_value_heads=3 does not divide num_attention_heads=2"),
+        ("model.config.hiden_size=3", "no key 'model.config.hiden_size'"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_the_corpus_is_read(
+    change: str, words: str, cohere2: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("softfocus.lab.data.of_recipe.load", lambda *_: pytest.fail("the corpus was read"))
+    with pytest.raises(LabError, match=re.escape(words)):
+        train(cohere2(change), tmp_path / "run")
+    assert not (tmp_path / "run").exists()

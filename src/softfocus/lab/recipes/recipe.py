@@ -52,7 +52,10 @@ class ModelTable(Table):
 
     @property
     def spec(self) -> dict[str, Any]:
-        """What `softfocus.hf.use` takes as a layout, every group of heads with its mechanism."""
+        """What `softfocus.hf.use` takes as a layout, every group of heads with its mechanism. The
+        layers that no key names run the model's own; without a model it is not known whether there
+        are any.
+        """
         from softfocus.layout import REST
 
         own = {"mechanism": self.mechanism, "parameters": self.parameters}
@@ -74,11 +77,11 @@ class ModelTable(Table):
     @property
     def label(self) -> str:
         """What the model runs, for people: "lssar", or "softmax[128] / lssar" for a layout."""
-        from softfocus.layout import kind_text
+        from softfocus.layout import kind_text, kinds_text
 
         if not self.layout:
             return self.mechanism if isinstance(self.mechanism, str) else kind_text(self.groups[0])
-        return " / ".join(map(kind_text, self.groups))
+        return kinds_text(self.groups)
 
 
 class PowerTable(Table):

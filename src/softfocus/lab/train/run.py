@@ -86,6 +86,7 @@ def train(
             or the run was interrupted (its checkpoint is kept).
     """
     models.quiet()
+    models.check(recipe)  # a corpus may take hours to prepare
     state = processes.start()
     _refuse_foreign(folder)
     # Only the main process writes, and so it alone owns the folder
@@ -218,7 +219,7 @@ def _describe(recipe: Recipe, folder: Path, model: Any, source: data.Data, devic
     return RunInfo(
         name=folder.resolve().name,
         recipe=recipe.name,
-        mechanism=recipe.model.label,
+        mechanism=models.label(recipe, model.config),
         status="running",
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         seed=recipe.train.seed,
