@@ -124,6 +124,17 @@ def test_rows_and_seeds(two_rows: Path, tiny: Path) -> None:
     assert found[1].train.learning_rate == 2e-2
 
 
+def test_what_is_common_to_all_rows(tmp_path: Path) -> None:
+    """A row's own keys come first; the seed is the study's."""
+    (tmp_path / "common.toml").write_text(
+        'title = "Common"\nbase = "demo"\nseeds = [3]\n[common]\ntrain.steps = 7\ntrain.warmup = 1\ntrain.seed = 9\n'
+        "[rows.a]\ntrain.batch = 4\n[rows.b]\ntrain.steps = 5\n"
+    )
+    a, b = study.recipes(*study.load(str(tmp_path / "common.toml")))
+    assert (a.train.steps, a.train.warmup, a.train.batch, a.train.seed) == (7, 1, 4, 3)
+    assert (b.train.steps, b.train.warmup, b.train.batch, b.train.seed) == (5, 1, 16, 3)
+
+
 def test_a_study_trains_what_is_left_and_compares_all(two_rows: Path, tmp_path: Path) -> None:
     out, screen = tmp_path / "out", console()
     *there, left = study.recipes(*study.load(str(two_rows)))

@@ -51,7 +51,7 @@ def derive(base: str, name: str, changes: dict[str, Any], near: Path | None = No
     Raises:
         LabError: as :func:`load`.
     """
-    values = _merged(_read(base, (), near), changes) | {"name": name}
+    values = merged(_read(base, (), near), changes) | {"name": name}
     return _checked(values, name, values)
 
 
@@ -98,7 +98,7 @@ def _read(name_or_path: str, seen: tuple[str, ...], near: Path | None = None) ->
         return values
     if not isinstance(base, str):
         raise LabError(f"recipe {file}: base = {base!r} is not a string", "name one recipe or one .toml file")
-    return _merged(_read(base, (*seen, str(path)), file.parent if isinstance(file, Path) else None), values)
+    return merged(_read(base, (*seen, str(path)), file.parent if isinstance(file, Path) else None), values)
 
 
 def _recipes(name: str) -> str:
@@ -106,12 +106,13 @@ def _recipes(name: str) -> str:
     return did_you_mean(name, shipped(), otherwise)
 
 
-def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
+def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Tables and keys of ``base`` with those of ``changes`` put over them, table by table."""
+    result = dict(base)
     for key, value in changes.items():
         both = isinstance(value, dict) and isinstance(base.get(key), dict)
-        merged[key] = _merged(base[key], value) if both else value
-    return merged
+        result[key] = merged(base[key], value) if both else value
+    return result
 
 
 def _override(values: dict[str, Any], override: str) -> None:

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from softfocus.lab.errors import LabError, UsageError, did_you_mean
 from softfocus.lab.recipes.data import MATTER
-from softfocus.lab.recipes.loading import derive
+from softfocus.lab.recipes.loading import derive, merged
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.report.compare import Comparison, compare
 from softfocus.lab.report.points import without_seed
@@ -38,6 +38,7 @@ class Study(BaseModel):
     title: str
     base: str = Field(default="demo", description="the recipe that every row changes, unless the row names another")
     seeds: list[int] = Field(default=[0], min_length=1)
+    common: dict[str, Any] = Field(default={}, description="keys of the recipe that every row changes")
     rows: dict[str, dict[str, Any]] = Field(min_length=1, description="name -> keys of the recipe that it changes")
 
 
@@ -86,7 +87,7 @@ def load(name_or_path: str) -> tuple[Study, Path | None]:
         place = ".".join(map(str, first["loc"]))
         raise LabError(
             f"study {name_or_path}: {place}: {first['msg']}",
-            "a study has title, base, seeds and [rows.NAME] tables, which hold keys of recipes",
+            "a study has title, base, seeds, [common] and [rows.NAME] tables, which hold keys of recipes",
         ) from None
 
 
@@ -99,8 +100,8 @@ def recipes(study: Study, near: Path | None = None, seeds: Sequence[int] | None 
     found = []
     for seed in seeds or study.seeds:
         for name, row in study.rows.items():
-            changes = {key: value for key, value in row.items() if key != "base"}
-            changes["train"] = {**changes.get("train", {}), "seed": seed}
+            own = {key: value for key, value in row.items() if key != "base"}
+            changes = merged(merged(study.common, own), {"train": {"seed": seed}})
             found.append(derive(row.get("base", study.base), f"{name}-s{seed}", changes, near))
     if len(kinds := {recipe.data.kind for recipe in found}) > 1:
         what = " and some on ".join(MATTER[kind] for kind in sorted(kinds, reverse=True))
