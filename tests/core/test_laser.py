@@ -173,6 +173,27 @@ def test_the_same_in_the_interpreter(phi, power):
         bring_back(phi, power, "triton", torch.float32)
 
 
+SUBNORMAL = (
+    [1.0, 0.5, 0.25, 1e-20, 3e-22],
+    [[0.0, 1.0, 2.0], [1.0, 0.0, 3.0], [2.0, 3.0, 4.0], [92.0, 0.0, 1.0], [4.0, 99.0, 0.0]],
+)
+"""Scores whose squares are subnormal in float32, and values that give those keys about half of a
+column, without a threshold.
+"""
+
+
+@pytest.mark.parametrize(("backend", "dtype"), BACKENDS, ids=str)
+def test_a_subnormal_phi_among_more_than_three_keys(backend, dtype):
+    holds("relu2", None, *map(torch.tensor, SUBNORMAL), backend, dtype)
+
+
+def test_a_subnormal_phi_among_more_than_three_keys_in_the_interpreter():
+    """The threshold is not 0 in such a row, but a row without re-weighting does not use it."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    with numpy.errstate(all="ignore"):
+        holds("relu2", None, *map(torch.tensor, SUBNORMAL), "triton", torch.float32)
+
+
 @pytest.mark.parametrize(("backend", "dtype"), BACKENDS, ids=str)
 @pytest.mark.parametrize("far", [119.0, 150.0, 1200.0])
 @pytest.mark.parametrize("gap", [60.0, 89.0, 110.0, 715.0, 760.0])

@@ -321,6 +321,21 @@ def test_rows_beside_a_marked_one_add_nothing_to_its_gradients(quiet, phi, power
     check(fused, OneMarkedRow(low), Mechanism(phi=phi, laser=True, power=power), SINGLE, device=DEVICE)
 
 
+def test_a_tied_row_of_subnormal_phi_has_gradients(quiet):
+    """LASER, re-weighted. The squares of the scores are subnormal in float32, and 1 over them is
+    infinite.
+    """
+    mechanism, results = Mechanism(phi="relu2", scale="1", power=3, laser=True), []
+    for backend, dtype in (("triton", torch.float32), ("reference", torch.float64)):
+        key, value = torch.full((1, 1, 5, 1), 1e-20), torch.tensor([0.0, 1.0, 2.0, 92.0, 4.0])[None, None, :, None]
+        leaves = [x.to(DEVICE, dtype).requires_grad_() for x in (key, value)]
+        query = torch.ones(1, 1, 1, 1, device=DEVICE, dtype=dtype)
+        out = attention(query, *leaves, mechanism=mechanism, backend=backend)
+        results.append([x.double() for x in (out, *torch.autograd.grad(out.sum(), leaves))])
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=0.0)
+
+
 def test_a_gradient_that_spans_too_much_is_copied(quiet, monkeypatch):
     """Within a head the kernels count in 32 bits. They see no tensor beyond that, here with a
     smaller number of bits.

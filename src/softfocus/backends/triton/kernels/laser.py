@@ -179,12 +179,15 @@ def gradients_of_marked(s, exact_terms, row, inputs, algebra, h):
     weight = f / row.phi_sum
     above_threshold = f
     power = 1.0
+    # Where f is at most ``small``, f or 1 / f may leave float32's normal range (above 2^-126), and
+    # phi' / phi is computed from the score (``Phi.log_derivative``). At 2^-100 every phi without
+    # zeros is in its exponential tail. The relu family has the wider margin 2^-60, since s^2 may be
+    # subnormal where s^2 2^-shift is not; its log_derivative is exact. Both are chosen
     small = 2.0**-100
-    # Where f is at most ``small``, it is near underflow, and phi' / phi is computed from the score
-    # (``Phi.log_derivative``). The f of the relu family loses precision already at 2^-60. With a
-    # threshold this is not needed: f - threshold is 0 or well above the rounding of f
     if algebra.phi.has_zeros:
-        small = tl.where(row.threshold == 0.0, 2.0**-60, 0.0)
+        small = 2.0**-60
+        if algebra.reweighted:  # u above a threshold is 0 or well above the rounding of f
+            small = tl.where(row.tied | (row.threshold == 0.0), 2.0**-60, 0.0)
     if algebra.reweighted:
         u = weighting.phi_to_u(f, row.threshold, row.inverse_spread, algebra)
         weight = tl.where(row.tied, weight, weighting.u_to_the_power(u, inputs, algebra, h, 0) / row.power_sum)
