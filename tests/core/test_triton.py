@@ -1019,6 +1019,12 @@ def test_what_is_not_carried_is_said(monkeypatch):
     with FakeTensorMode():
         far = torch.empty_strided((1, 1, 2, 8), (2**32, 2**32, 2**31, 1), device=DEVICE)
         assert "a head of query spans 2^31" in explain(far, far, far).reasons["triton"]
+        # Each input is within 2^31 elements, but out, or the gradient of an expanded key, is not
+        query, key = (torch.empty(1, 1, length, 64, device=DEVICE) for length in (2**23, 4))
+        wide, repeated = torch.empty(1, 1, 4, 256, device=DEVICE), key[:, :, :1].expand(1, 1, 2**25, 64)
+        for inputs, rows in (((query, key, wide), "8388608 rows of 256"), ((key, repeated, repeated), "33554432 rows")):
+            assert rows in explain(*inputs).reasons["triton"]
+            assert "2^31" not in explain(*(x[:, :, :-1] for x in inputs)).reasons["triton"]
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert "not on 'cuda'" in explain(query.cpu(), query.cpu(), query.cpu()).reasons["triton"]
 

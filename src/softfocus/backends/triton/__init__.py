@@ -34,7 +34,7 @@ OLDEST_CAPABILITY = (8, 0)
 MAX_HEADS = 65535
 """The most heads, of all sequences together: CUDA's limit of the second dimension of a grid."""
 MAX_HEAD_SPAN = 2**31
-"""A head spans fewer elements than this: the kernels count within a head in 32 bits."""
+"""A head spans fewer elements than this in any tensor: the kernels count within it in 32 bits."""
 
 FEW_ROWS = 64
 """Up to so many queries, of all heads that share a key head, are decoded: the keys split among
@@ -160,10 +160,14 @@ def refuses(call: Call, to_run: bool) -> str | None:
     for name, x in (("query", query), ("key", call.key), ("value", call.value)):
         if spans_too_much(x):
             return f"a head of {name} spans 2^31 elements or more, and the kernels count places in 32 bits"
+    widest = max(query.size(-1), call.value.size(-1))
+    # out, gradients, unit vectors and e^V are new, contiguous tensors, also of expanded inputs
+    longest = max(query.size(2), call.key.size(2))
+    if longest * widest >= MAX_HEAD_SPAN:
+        return f"{longest} rows of {widest} numbers a head are 2^31 or more, and the kernels count places in 32 bits"
     heads = query.size(0) * query.size(1)
     if heads > MAX_HEADS:
         return f"{heads} heads in all sequences are more than a grid of {MAX_HEADS} programs holds"
-    widest = max(query.size(-1), call.value.size(-1))
     return f"{widest} dimensions a head are more than {MAX_HEAD_DIM}" if widest > MAX_HEAD_DIM else None
 
 

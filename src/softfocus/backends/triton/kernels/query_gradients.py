@@ -166,9 +166,11 @@ def query_gradients(
         q_offsets,
         mask,
     )
+    # Of [B, H, Lq]; int64, since B H Lq may be 2^31 or more
+    row_starts = (tl.full([], 0, tl.int64) + tl.program_id(1)) * inputs.query_length
     if grad_power is not None:
         share = tl.where(sees_a_key & (row.inverse_spread > 0.0), log2_u_sum * LN2, 0.0)
-        tl.store(grad_power + tl.program_id(1) * inputs.query_length + q_offsets, share, mask=mask)
+        tl.store(grad_power + row_starts + q_offsets, share, mask=mask)
     if algebra.cosine or grad_head_scale is not None:
         pointers = (
             loading.head_pointer(inputs.query, b, h)
@@ -184,8 +186,7 @@ def query_gradients(
         grad_dot_query = tl.sum(grad_sum * unit_query.to(tl.float32), 1)  # [BLOCK_Q]
         if grad_head_scale is not None:
             share = grad_dot_query * scoring.base_scale(inputs, algebra, count)
-            pointers = grad_head_scale + tl.program_id(1) * inputs.query_length + q_offsets
-            tl.store(pointers, tl.where(sees_a_key, share, 0.0), mask=mask)
+            tl.store(grad_head_scale + row_starts + q_offsets, tl.where(sees_a_key, share, 0.0), mask=mask)
         if algebra.cosine:
             grad_sum = (grad_sum - grad_dot_query[:, None] * unit_query) * query_rnorm[:, None]
     grad_sum = tl.where(sees_a_key[:, None], grad_sum * scale[:, None], 0.0)
