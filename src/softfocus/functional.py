@@ -93,10 +93,11 @@ def attention(
     """Attention by any mechanism of the algebra.
 
     A query sees the keys that *all* of the masking arguments allow; N_i, the number of keys that
-    row i sees, is counted from them. A row that sees nothing is zero and passes no gradient. NaN
-    and infinities that a row cannot see never reach it; those that it sees make it NaN, and so does
-    a NaN in a floating mask or bias. Scores, weights and statistics are held in float32 (float64
-    for float64).
+    row i sees, is counted from them. A row that sees no key is zero and passes no gradient. NaN and
+    infinities that a row cannot see never affect it. Those that it sees make it NaN, and so does a
+    NaN in a floating mask or bias. One exception is fused decoding of re-weighted rows, which does
+    not read a value of negligible weight (docs/limitations.md). Scores, weights and statistics are
+    computed in float32 (float64 for float64).
 
     Args:
         query: [B, H, Lq, D], float64, float32, bfloat16 or float16.
