@@ -1,9 +1,9 @@
 """Fused Triton kernels: two sweeps over the keys where rows are re-weighted, one otherwise, memory
 O(L), no atomics.
 
-Triton is imported when a call runs, never before: what ``supports()`` and ``explain()`` ask stands
-in this module. The same kernels run on the CPU under Triton's interpreter (``TRITON_INTERPRET=1``
-before Triton is imported), which is how they are tested where there is no GPU.
+Triton is imported when a call runs, never before. The checks that ``supports()`` and ``explain()``
+need are in this module. The same kernels run on the CPU in Triton's interpreter
+(``TRITON_INTERPRET=1`` before Triton is imported). The tests use it where there is no GPU.
 """
 
 import math
@@ -32,72 +32,74 @@ ABOUT = "fused Triton kernels: memory O(L)"
 MAX_HEAD_DIM = 256
 OLDEST_CAPABILITY = (8, 0)
 MAX_HEADS = 65535
-"""The most heads, of all sequences together: CUDA's limit of the second dimension of a grid."""
+"""Most heads of all sequences together: CUDA's limit of the second dimension of a grid."""
 MAX_HEAD_SPAN = 2**31
 """A head spans fewer elements than this in any tensor: the kernels count within it in 32 bits."""
 
 FEW_ROWS = 64
-"""Up to so many queries, of all heads that share a key head, are decoded: the keys split among
-programs. Chosen, not measured.
+"""Most rows (queries of all heads that share a key head) of a decoding call. Decoding splits the
+keys among programs. Chosen, not measured.
 """
 SCORE_BOUND = 60.0
-"""Up to this absolute score phi, its sums and the spread neither overflow nor underflow without a
-shift.
+"""While all absolute scores are at most this, phi, its sums and the spread need no shift: they
+neither overflow nor underflow.
 """
 LEAST_SCALE = 0.1
-"""Below this scale(d) unit vectors times their score scale may be subnormal numbers of float16."""
+"""The smallest scale(d) with which scores are products of unit vectors. Typical entries of a scaled
+unit vector are scale(d) / sqrt(D). With a smaller scale more entries would be subnormal in float16
+(below 2^-14). Chosen, not measured.
+"""
 WHOLE_POWER = 32
-"""Whole powers up to this are raised by squaring, with a kernel compiled for each."""
+"""For integer powers up to this u^p is computed by squaring, with a kernel compiled for each."""
 
 
 def runtime_power(mechanism: Mechanism) -> float | None:
-    """The power where kernels read it when they run; None where it is compiled in, or there is
-    none.
+    """The power if kernels load it at run time; None if it is a compile-time constant, or if there
+    is none.
     """
     power = mechanism.power
     return None if power is None or (power.is_integer() and power <= WHOLE_POWER) else power
 
 
 def compiled_as(mechanism: Mechanism) -> Mechanism:
-    """A mechanism with the same compiled kernels: one power stands for all that are read when a
-    kernel runs.
+    """A mechanism that has the same compiled kernels. One power stands for all that kernels load at
+    run time.
     """
     return mechanism if runtime_power(mechanism) is None else mechanism.replace(power=1.5)
 
 
-def _bounded_factor(call: Call) -> bool:
-    """Whether scores before any bias are bounded by ``SCORE_BOUND``: cosines times a known
+def _bounded_without_bias(call: Call) -> bool:
+    """Whether scores without their biases are below ``SCORE_BOUND``: cosines times a known
     scale.
     """
     if call.mechanism.similarity != "cosine" or call.head_scale is not None:
         return False
+    # N <= L, so the length scale is at most max(1, log L)
     return abs(call.scale) * max(1.0, math.log(max(call.visibility.key_length, 1))) < SCORE_BOUND
 
 
 def bounded(call: Call) -> bool:
-    """Whether no score can be so small that phi leaves what float32 and bfloat16 hold."""
+    """Whether all scores are close enough to 0 that phi needs no shift in float32 and bfloat16."""
     if call.mechanism.score_bias != "0" or call.query.dtype == torch.float16 or call.bias is not None:
         return False
-    return _bounded_factor(call)
+    return _bounded_without_bias(call)
 
 
 def takes_unit_vectors(call: Call) -> bool:
     """Whether scores are products of unit vectors in float16, which saves two to three instructions
-    a score.
+    per score.
 
-    Only for bfloat16 inputs, whose own rounding is eight times as large. Not for re-weighted rows,
-    where u^p multiplies that rounding beyond what the tests allow. Not where the scale is so small
-    that float16 would lose it.
+    It is true only for bfloat16 inputs, whose own rounding is eight times as large. It is false for
+    re-weighted rows, where u^p multiplies that rounding beyond the tests' tolerance, and where the
+    scale is below LEAST_SCALE.
     """
     if call.query.dtype != torch.bfloat16 or call.mechanism.power is not None or abs(call.scale) < LEAST_SCALE:
         return False
-    return _bounded_factor(call)
+    return _bounded_without_bias(call)
 
 
 def variant(call: Call) -> tuple[bool, bool]:
-    """What decides, besides mechanism and dtype, which compiled kernels run: it follows from scale
-    and length.
-    """
+    """Which variants of the kernels run: (no shift needed, scores are products of unit vectors)."""
     return bounded(call), takes_unit_vectors(call)
 
 
@@ -109,26 +111,28 @@ def _triton_found() -> bool:
 
 
 TRITON_FOUND = _triton_found()
-"""Triton; asked here since torch 2.11 cannot trace the question."""
+"""Whether Triton is installed. Found at import, because torch 2.11 cannot trace find_spec()."""
 SAVED_VECTORS = 8
-"""Vectors of the rows that every forward saves: the four of RowStatistics; sum phi(s) 2^-shift; sum
-u^p; LASER's marks; the largest score in the score unit. ``loading`` has their indices.
+"""The number of row vectors that every forward saves: the four of RowStatistics, sum phi(s)
+2^-shift, sum u^p, LASER's marks, and the largest score in the score unit. ``kernels/loading.py``
+has their indices.
 """
 
 
 def rows_kept(call: Call) -> int:
-    """How many vectors of the rows the forward returns: SAVED_VECTORS, and behind them memory for
-    the residual.
+    """The number of row vectors that the forward returns: SAVED_VECTORS, then as many as the
+    residual's memory takes.
     """
     residual = residual_dtype(call.mechanism, call.value.dtype)
     return SAVED_VECTORS + (0 if residual is None else -(-call.value.size(-1) * residual.itemsize // 4))
 
 
 def residual_dtype(mechanism: Mechanism, dtype: torch.dtype) -> torch.dtype | None:
-    """Of the residual that the backward wants beside an output of a dtype; or None.
+    """The dtype of the residual that the backward needs for an output of ``dtype``; None if it
+    needs none.
 
-    It is LASER's A e^V. For halves whose weights sum to one it is the rounding error of out, since
-    the gradients hold D = sum(out dL/dout).
+    The residual is LASER's A e^V. For halves with an l1 norm it is the rounding error of out, from
+    which the backward computes delta = sum(out dL/dout).
     """
     if mechanism.laser:
         return torch.float32
@@ -136,17 +140,19 @@ def residual_dtype(mechanism: Mechanism, dtype: torch.dtype) -> torch.dtype | No
 
 
 def exponential_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of LASER's e^V and dL/d(A e^V) beside values of a dtype: float16 cannot hold them."""
+    """The dtype of LASER's e^V and dL/d(A e^V) for values of ``dtype``. float16 cannot hold
+    them.
+    """
     return torch.float32 if dtype == torch.float16 else dtype
 
 
 def spans_too_much(x: Tensor) -> bool:
-    """Whether a head of x [B, H, L, D] spans more elements than the kernels can count."""
+    """Whether offsets within a head of x [B, H, L, D] exceed 32 bits."""
     return (x.size(2) - 1) * x.stride(2) + (x.size(3) - 1) * x.stride(3) >= MAX_HEAD_SPAN
 
 
 def refuses(call: Call, to_run: bool) -> str | None:
-    """Machines and sizes that the kernels are not for."""
+    """Why the kernels do not run on this machine or at these sizes; None if they do."""
     query = call.query
     kind = query.device.type
     if kind == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
@@ -172,8 +178,8 @@ def refuses(call: Call, to_run: bool) -> str | None:
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:
-    """out [B, H, Lq, Dv] and the rows' vectors [rows_kept, B, H, Lq]. Reads a cache where it
-    lies.
+    """out [B, H, Lq, Dv] and the row vectors [rows_kept, B, H, Lq]. The kernels read a cache in
+    place.
     """
     from softfocus.backends.triton.call import Launcher
 
@@ -182,15 +188,13 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def runner(call: Call) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """A function from query, key and value, laid out as the call's, to ``out``; for calls without
-    other tensors.
+    """A function that computes ``out`` from query, key and value of the call's layout, for a call
+    without other tensors.
     """
     from softfocus.backends.triton.call import Launcher
 
     template: Any = call
-    template = template._replace(
-        query=None, key=None, value=None
-    )  # these tensors are not to live as long as the function
+    template = template._replace(query=None, key=None, value=None)  # the function must not keep these tensors alive
 
     def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         with _current(query):
@@ -208,5 +212,5 @@ def backward(call: Call, grad: Tensor, bias_grad: bool, out: Tensor, rows: Tenso
 
 
 def _current(x: Tensor) -> AbstractContextManager[Any]:
-    """Triton launches on the device that is current."""
+    """A context in which x's device is the current one, on which Triton launches."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()

@@ -25,7 +25,8 @@ class Masks(NamedTuple):
     """Which keys a query sees: ``softfocus.visibility.Visibility``.
 
     Attributes:
-        left, right: the window; unused on a side where it has no bound.
+        left, right: keys before and after its own position that a query sees; not used on a side
+            without a bound.
         offset: the key position of query 0.
         mask: bool [B, H, Lq, Lk] as bytes, or None.
         key_mask: bool [B, 1, 1, Lk] as bytes, or None.
@@ -35,7 +36,7 @@ class Masks(NamedTuple):
             ``counts`` is.
         query_tiles: for each block of keys, the tiles of queries that it visits; None where
             ``counts`` is.
-        has_left, has_right: constexpr, whether the window has a bound on this side.
+        has_left, has_right: constexpr, whether the window has a bound on the left, on the right.
     """
 
     left: Any
@@ -164,7 +165,8 @@ class Algebra(NamedTuple):
         shift_holds_norm: whether the shift is the logsumexp in the backward, so that phi is the
             weight.
         terms: the number of terms of phi's polynomials (``inputs.TERMS``).
-        float32, float16: whether the inputs have this dtype. Neither: bfloat16.
+        inputs_are_fp32, inputs_are_fp16: whether query, key and value have this dtype. If neither
+            is true, they are bfloat16.
     """
 
     cosine: tl.constexpr
@@ -178,24 +180,26 @@ class Algebra(NamedTuple):
     shifted: tl.constexpr
     shift_holds_norm: tl.constexpr
     terms: tl.constexpr
-    float32: tl.constexpr
-    float16: tl.constexpr
+    inputs_are_fp32: tl.constexpr
+    inputs_are_fp16: tl.constexpr
 
 
 class Phi(NamedTuple):
     """phi as jit functions. Scores s are in the score unit: multiplied by ``score_unit``.
 
     Attributes:
-        value: (s, shift, algebra) to phi 2^-shift, multiplied by ``unit``.
-        derivative: (s, shift, algebra) to phi' 2^-shift, without a unit.
-        log: (s, shift, value) to the natural logarithm of the value; accurate even where the value
-            underflows.
+        value: (s, shift, algebra) to phi 2^-shift, multiplied by ``phi_unit``.
+        derivative: (s, shift, algebra) to phi' 2^-shift, not multiplied by ``phi_unit``.
+        log: (s, shift, value) to the natural logarithm of what ``value`` returns (phi 2^-shift,
+            times ``phi_unit``). It is accurate even where that underflows.
         log_derivative: s to phi' / phi, where phi is too small to be divided by: 1 in the
             exponential tail, 1 / s of relu, 2 / s of relu2.
         has_zeros: constexpr, whether phi is 0 below a score of 0.
         shift: a row's largest s to its shift; None for the default (``pointwise.row_shift``), which
             a phi with zeros may take.
-        score_unit, unit: constexpr, the factors of scores and of phi.
+        score_unit: constexpr, the factor of the scores: log2 e for a phi made of exponentials, else
+            1.
+        phi_unit: constexpr, the factor of phi: log2 e for softplus, else 1.
     """
 
     value: Any
@@ -205,7 +209,7 @@ class Phi(NamedTuple):
     has_zeros: tl.constexpr
     shift: Any = None
     score_unit: tl.constexpr = tl.constexpr(1.0)
-    unit: tl.constexpr = tl.constexpr(1.0)
+    phi_unit: tl.constexpr = tl.constexpr(1.0)
 
 
 class Blocks(NamedTuple):

@@ -1,4 +1,4 @@
-"""Launches the kernels of a call, each with its tile shape, and keeps the compiled ones."""
+"""Launches the kernels of a call, each with its tile shape, and stores the compiled kernels."""
 
 from collections.abc import Callable, Hashable
 from functools import cache, lru_cache
@@ -49,20 +49,20 @@ from softfocus.contract import LEAVES, Call, pack
 from softfocus.visibility import UNLIMITED
 
 TILES_OF_A_SPLIT = 4
-"""A split has at least this many tiles of keys. Chosen, not measured."""
+"""The fewest tiles of keys of a split. Chosen, not measured."""
 ELEMENTS_AT_ONCE = 4096
-"""Elements of a tensor whose norms or exponentials one program computes. Chosen, not measured."""
+"""Elements whose norms or exponentials one program computes. Chosen, not measured."""
 ALIGNED = 16
 """Bytes. Triton compiles one kernel for addresses that are multiples of it, and one for others."""
 # Kernels that always take the first of their tile shapes
 UNMEASURED = ("decode", "bias_gradients")
-FUSED = {"enable_fp_fusion": True}
+FP_FUSION = {"enable_fp_fusion": True}
 """Explicit, since Triton's default is about to change."""
 
 
 class LaunchShape(NamedTuple):
-    """A call divided into tiles of one shape: that shape, the masks with the tiles that they leave,
-    Triton's options, and the grids of programs.
+    """A call divided into tiles of one shape: that shape, the masks with the lists of tiles to
+    visit, Triton's options, and the grids of programs.
 
     ``row_grid`` has a program per block of queries and query head, ``key_grid`` one per block of
     keys and key head.
@@ -76,7 +76,7 @@ class LaunchShape(NamedTuple):
 
 
 class Launcher:
-    """One call's arguments for the kernels, while these run. A cache has no backward."""
+    """Builds the kernels' arguments for one call and launches them. A cache has no backward."""
 
     def __init__(self, call: Call) -> None:
         self.call = call
@@ -94,7 +94,7 @@ class Launcher:
         only once per layout of calls.
 
         Args:
-            variant: everything besides the layout on which the constants depend.
+            variant: what the kernel's constants depend on besides the layout.
         """
         key = kernel, variant
         if compiled := self._compiled.get(key):
@@ -143,8 +143,7 @@ class Launcher:
         """The gradients by name, from what :meth:`forward` returned."""
         if self.algebra.reweighted and self._splits() > 1:
             # Decoding sums products in another order, so that the last bits of scores differ, and
-            # large powers multiply the difference. Forward and backward must compute the same
-            # weights.
+            # large powers multiply the difference. Forward and backward must compute equal weights
             out, saved = self.forward(split=False)
         exact_heads = (saved[loading.MARK.value] != 0.0).any(-1).int() if self.call.mechanism.laser else None
         outputs = self._outputs(out, saved, exact_heads)
@@ -152,7 +151,7 @@ class Launcher:
         query, key, value, bias = call.query, call.key, call.value, call.bias
         row_vectors = query.new_empty(backward_rows.ROW_VECTORS, *query.shape[:3], dtype=torch.float32)
         grads = {name: x.new_empty(x.shape) for name, x in (("query", query), ("key", key), ("value", value))}
-        grads_by_row = {
+        grads_by_row = {  # [B, H, Lq]: each row's share of the gradient; summed at the end
             name: query.new_empty(query.shape[:3], dtype=torch.float32)
             for name in ("head_scale", "power")
             if getattr(call, name) is not None
@@ -231,7 +230,7 @@ class Launcher:
             self._launch_shapes[tile] = LaunchShape(
                 blocks,
                 self._masks(tile, blocks),
-                {**tile.options, **FUSED},
+                {**tile.options, **FP_FUSION},
                 (ceil_div(query_length, tile.rows), batch * heads),
                 (ceil_div(self.call.visibility.key_length, tile.keys), batch * self.call.key.size(1)),
             )
@@ -284,16 +283,16 @@ class Launcher:
         columns = next_power_of_two(width)
         block_rows = max(1, ELEMENTS_AT_ONCE // columns)
         if rnorm.numel():
-            grid = ceil_div(length, block_rows), batch * heads
             self._launch(
-                norms.reciprocal_norms, (name, bf16 is not None), grid,
-                array(x), array(rnorm), array(fp16), array(bf16), heads, length, width, block_rows, columns, **FUSED,
+                norms.reciprocal_norms, (name, bf16 is not None), (ceil_div(length, block_rows), batch * heads),
+                array(x), array(rnorm), array(fp16), array(bf16), heads, length, width, block_rows, columns,
+                **FP_FUSION,
             )  # fmt: skip
         return rnorm
 
     def _exponentials(self, value: Tensor, backward: bool) -> tuple[Tensor, Tensor]:
-        """LASER's e^V [B, Hk, Lk, Dv], and the flags of its keys (``laser.flagged``), [B, Hk, Lk,
-        1], which are 0 in the backward.
+        """LASER's e^V [B, Hk, Lk, Dv], and the flags of its keys (``laser.compute_flags``), [B, Hk,
+        Lk, 1], which are 0 in the backward.
         """
         batch, heads, length, width = value.shape
         exp_values = value.new_empty(value.shape, dtype=exponential_dtype(value.dtype))
@@ -304,7 +303,7 @@ class Launcher:
             self._launch(
                 laser.exponentials, backward, (ceil_div(length, block_rows), batch * heads),
                 array(value), array(exp_values), array(flags), heads, length, width, backward, block_rows, columns,
-                **FUSED,
+                **FP_FUSION,
             )  # fmt: skip
         return exp_values, flags
 
@@ -331,15 +330,15 @@ class Launcher:
             bounds = (None, None) if documents is None else document_bounds(documents, blocks.BLOCK_K.value)
             self._launch(
                 masking.survey, tile, (row_blocks, batch, heads),
-                inputs, masks, *bounds, array(counts), array(states), blocks, **FUSED,
+                inputs, masks, *bounds, array(counts), array(states), blocks, **FP_FUSION,
             )  # fmt: skip
         return masks._replace(counts=array(counts), key_tiles=tile_lists(states), query_tiles=tile_lists(states.mT))
 
     def _splits(self) -> int:
-        """Programs that share the keys of one key head: several where heads do not fill the GPU."""
+        """The number of splits of the keys; 0 or 1 means that the keys are not split."""
         query, key = self.call.query, self.call.key
         if self.inputs.group * query.size(2) > FEW_ROWS or not key.numel() or self.call.dropout.p:
-            return 1  # the decoding kernels carry no dropout, which belongs to training
+            return 1  # the decoding kernels do not support dropout, which is for training
         tiles = ceil_div(self.inputs.key_length, self._first_shape("decode").keys)
         return min(_programs(query.device) // (self.inputs.batch * key.size(1)), tiles // TILES_OF_A_SPLIT)
 
@@ -380,7 +379,7 @@ def _where_it_fits(tile: tuning.TileShape, run: Callable[[tuning.TileShape], Non
 
 
 def _layout(call: Call) -> Hashable:
-    """What decides which compiled kernels a call takes: all except seed and tensors' numbers."""
+    """What the choice of the compiled kernels depends on: all but the seed and tensors' numbers."""
     return call.query.device, *(
         (x.shape, x.stride(), x.dtype, x.data_ptr() % ALIGNED) if isinstance(x, Tensor) else x
         for name, x in zip(LEAVES, pack(call), strict=False)
@@ -396,5 +395,5 @@ def _compiled_for(layout: Hashable) -> dict[Hashable, Any]:
 
 @cache
 def _programs(device: torch.device) -> int:
-    """How many programs keep a device busy."""
+    """How many programs keep a device busy: two per multiprocessor. Chosen, not measured."""
     return 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -33,7 +33,9 @@ def ceil_div(x: int, y: int) -> int:
 
 
 def array(x: Tensor | None) -> Any:
-    """A 4-D tensor, with a stride of 0 along every dimension of size 1."""
+    """The Array of a 4-D tensor. A dimension of size 1 gets stride 0, so that kernels broadcast
+    it.
+    """
     if x is None:
         return None
     strides = x.stride()
@@ -44,20 +46,20 @@ def array(x: Tensor | None) -> Any:
 
 @lru_cache(maxsize=256)
 def blocks_of(head_dim: int, value_dim: int, dtype: torch.dtype, tile: tuning.TileShape) -> Blocks:
-    """A tile's shape and how it is multiplied."""
+    """A tile's shape, and how its products are computed."""
     widths = [max(16, next_power_of_two(size)) for size in (head_dim, value_dim)]
     # A float16 call multiplies LASER's e^V, and weights and gradients that float16 might not hold,
     # in float32. They are computed from halves, so that tf32 is precise enough
     precision = "tf32" if dtype == torch.float16 else "ieee"
     whole = widths == [head_dim, value_dim]
-    # The interpreter gets products of bfloat16 wrong
+    # The interpreter of Triton 3.9 multiplies the bit patterns of bfloat16
     widen = knobs.runtime.interpret and dtype == torch.bfloat16
     return Blocks(*map(tl.constexpr, (tile.rows, tile.keys, *widths, whole, precision, widen)))
 
 
 def _shifted(mechanism: Mechanism, bounded: bool, dtype: torch.dtype) -> bool:
-    """``Algebra.shifted`` where the normaliser is l1. ``bounded``: what
-    ``softfocus.backends.triton.bounded`` says of the call.
+    """``Algebra.shifted`` where the normaliser is l1. ``bounded`` is
+    ``softfocus.backends.triton.bounded`` of the call.
     """
     if mechanism.phi == "exp" or dtype == torch.float16:
         return True
@@ -66,7 +68,7 @@ def _shifted(mechanism: Mechanism, bounded: bool, dtype: torch.dtype) -> bool:
 
 @lru_cache(maxsize=256)
 def algebra_of(mechanism: Mechanism, power_given: bool, bounded: bool, dtype: torch.dtype) -> Algebra:
-    """The mechanism as constants, its power among them unless the inputs hold one."""
+    """The mechanism as constants. Its power is one of them, unless ``Inputs`` has it."""
     assert mechanism.post == "none"
     power = 0 if mechanism.power is None or power_given else int(mechanism.power)
     l1 = mechanism.normaliser == "l1"
@@ -83,13 +85,13 @@ def algebra_of(mechanism: Mechanism, power_given: bool, bounded: bool, dtype: to
         shifted=tl.constexpr(l1 and _shifted(mechanism, bounded, dtype)),
         shift_holds_norm=tl.constexpr(plain_exp),
         terms=tl.constexpr(TERMS[dtype]),
-        float32=tl.constexpr(dtype == torch.float32),
-        float16=tl.constexpr(dtype == torch.float16),
+        inputs_are_fp32=tl.constexpr(dtype == torch.float32),
+        inputs_are_fp16=tl.constexpr(dtype == torch.float16),
     )
 
 
 def inputs_of(call: Call) -> Inputs:
-    """The call's tensors and numbers, without norms and e^V, which kernels compute first."""
+    """The call's tensors and numbers, without norms and e^V, which other kernels compute first."""
     query, value, cache, dropout_of_call, power = call.query, call.value, call.cache, call.dropout, call.power
     batch, heads, query_length, head_dim = query.shape
     _, key_heads, page_size, value_dim = value.shape
@@ -97,7 +99,7 @@ def inputs_of(call: Call) -> Inputs:
     if cache is not None and cache.page_table is not None:
         table = cache.page_table.int()[:, None, None]
     else:
-        page_size = 0  # a constexpr: without pages one number serves the calls of every length
+        page_size = 0  # a constexpr. Without pages it is 0, so that one kernel serves every key length
     if power is None and (power_number := runtime_power(call.mechanism)) is not None:
         power = query.new_full((heads,), power_number, dtype=torch.float32)
     return Inputs(
@@ -129,7 +131,7 @@ def inputs_of(call: Call) -> Inputs:
         # number is odd and at least 2^63, so that one kernel serves every seed
         seed=2**63 + 2 * dropout_of_call.number + 1 if dropout_of_call.p else None,
         drop_below=tl.constexpr(dropout.threshold(dropout_of_call.p)),
-        keep_scale=tl.constexpr(dropout.growth(dropout_of_call.p)),
+        keep_scale=tl.constexpr(dropout.keep_scale(dropout_of_call.p)),
         page_size=tl.constexpr(page_size),
     )
 
@@ -137,7 +139,7 @@ def inputs_of(call: Call) -> Inputs:
 def document_bounds(documents: Tensor, width: int) -> tuple[Array, Array]:
     """The lowest and the highest document number of each tile of ``width`` keys, [B, 1, 1, tiles].
 
-    ``documents`` [B, Lk] are the keys' documents.
+    ``documents`` [B, Lk] are the keys' document numbers.
     """
     beyond = documents[:, -1:].expand(-1, -documents.size(1) % width)
     low, high = torch.cat([documents, beyond], 1).unflatten(1, (-1, width)).aminmax(dim=-1)
@@ -145,9 +147,9 @@ def document_bounds(documents: Tensor, width: int) -> tuple[Array, Array]:
 
 
 def tile_lists(states: Tensor) -> TileLists:
-    """The partial and the full tiles of the last dimension, for each block of the one before it.
+    """The partial and the full tiles of each block; ``states`` is [B, H, blocks, tiles].
 
-    ``states`` [B, H, blocks, tiles] are ``masking.EMPTY``, ``PARTIAL`` or ``FULL``.
+    A state is ``masking.EMPTY``, ``PARTIAL`` or ``FULL``.
     """
     partial, full = (_listed(states == state.value) for state in (masking.PARTIAL, masking.FULL))
     return TileLists(*partial, *full, END)

@@ -1,5 +1,5 @@
-"""Which tile shapes the kernels take: the fastest of a few, measured once per kind of calls and
-device, and kept on disk.
+"""The choice of the kernels' tile shapes: the fastest of a few, measured once per kind of calls and
+device, and stored on disk.
 """
 
 import hashlib
@@ -46,7 +46,7 @@ def _shapes(*shapes: tuple[int, ...], stages: int = 3) -> tuple[TileShape, ...]:
     With two stages the load of a tile starts at the end of the tile before it, and the program
     waits for it at once. With three stages the load overlaps the work on the tile before it.
     """
-    return tuple(TileShape(rows, keys, warps, stages, *most) for rows, keys, warps, *most in shapes)
+    return tuple(TileShape(rows, keys, warps, stages, *registers) for rows, keys, warps, *registers in shapes)
 
 
 TILES = {
@@ -132,7 +132,9 @@ SMALLER = (TileShape(32, 32, 4, 2), TileShape(32, 16, 4, 1), TileShape(16, 16, 4
 dimensions on consumers' GPUs.
 """
 TUNE = "SOFTFOCUS_TUNE"
+"""Environment switch. With "off" nothing is measured: each kernel takes its first tile shape."""
 INTERPRETED = TileShape(32, 32, 1, 1)
+"""The tile shape in Triton's interpreter, small so that short tests have several tiles."""
 
 
 def candidates(kernel: str, call: Call) -> tuple[TileShape, ...]:
@@ -153,7 +155,7 @@ def candidates(kernel: str, call: Call) -> tuple[TileShape, ...]:
         "query_gradients": reweighted,
         "key_gradients": (reweighted or mechanism.phi != "exp") if width == "hdim128" else (reweighted and laser),
     }.get(kernel, False)
-    # The table's names that suit the call, the most special first
+    # The names of the table that apply to the call, the most specific first
     names = [f"{width}, LASER", "LASER"] * (laser and not reweighted)
     names += [f"{width}, compute-intensive"] * compute_intensive
     names += [f"{width}, {mechanism.phi}", width, "hdim64"]
@@ -161,8 +163,8 @@ def candidates(kernel: str, call: Call) -> tuple[TileShape, ...]:
 
 
 def kind(kernel: str, call: Call) -> tuple[Hashable, ...]:
-    """What a call is measured for: calls of one kind share the fastest tile shape. Sizes are
-    rounded up to powers of two.
+    """The key under which a measurement is stored: calls of one kind share the fastest tile shape.
+    Sizes are rounded up to powers of two.
     """
     query, key, visibility = call.query, call.key, call.visibility
     sizes = (query.size(0) * query.size(1), query.size(2), key.size(2), query.size(1) // key.size(1))

@@ -13,7 +13,8 @@ import triton.language as tl
 from softfocus.backends.triton.kernels import laser, loading, weighting
 
 ROW_VECTORS = 9
-"""The row vectors that query_gradients writes for the other kernels.
+"""The number of row vectors that query_gradients writes for the other kernels: MEAN_GRAD to DELTA
+below.
 
 The other kernels load them for each tile. A vector along the second dimension of a tile, as in
 key_gradients, takes as many registers as a row of the tile. ``load_row_vectors`` therefore loads
@@ -23,7 +24,7 @@ MEAN_GRAD, SCALE, ROW_BIAS, SHIFT, THRESHOLD, INVERSE_SPREAD, WEIGHT_FACTOR, GRA
     tl.constexpr(n) for n in range(9)
 )
 """Indices of the row vectors. SCALE is c_i, with cosine c_i / |q_i|, and ROW_BIAS is the row bias,
-both in the score unit. SHIFT and the rest are fields of GradientRow, except that GRAD_FACTOR is
+both in the score unit. SHIFT to DELTA are the fields of GradientRow, except that GRAD_FACTOR is
 divided by the score unit.
 """
 
@@ -50,7 +51,9 @@ def laser_grad_acc(grad_out, outputs, inputs, b, h, q_offsets, active, blocks):
     """
     grad_tile = loading.load_like_out(grad_out, inputs, b, h, q_offsets, blocks)
     exp_out = loading.load_like_out(outputs.residual, inputs, b, h, q_offsets, blocks)  # A e^V
-    mask = (exp_out > 0.0) & active[:, None]  # an output that is NaN passes no gradient on
+    # exp_out is stored as 1 in rows without weight. NaN outputs fail exp_out > 0 and pass no
+    # gradient
+    mask = (exp_out > 0.0) & active[:, None]
     grad_acc = laser.to_operand_dtype(tl.where(mask, grad_tile.to(tl.float32) / exp_out, 0.0), grad_tile)
     return grad_acc, tl.sum(tl.where(mask, grad_acc.to(tl.float32) * exp_out, 0.0), 1)
 
@@ -90,9 +93,10 @@ def load_row_vectors(row_vectors, algebra, b, h, q_offsets, active):
         row_bias = tl.load(pointers + ROW_BIAS * row_vectors.stride_b, mask=active, other=0.0)
     if algebra.shifted:
         # Rows that are not active load no shift. Their score may be a large bias, whose exponential
-        # overflows; with shift = inf their weight is 2^-inf = 0. Softplus, the only phi whose unit
-        # is not 1, grows linearly and needs no such shift: its polynomial would compute 0 * inf
-        inactive_shift: tl.constexpr = float("inf") if algebra.phi.unit == 1.0 else 0.0
+        # overflows; with shift = inf their weight is 2^-inf = 0. Softplus, the only phi whose
+        # phi_unit is not 1, grows linearly and needs no such shift: its polynomial would compute
+        # 0 * inf
+        inactive_shift: tl.constexpr = float("inf") if algebra.phi.phi_unit == 1.0 else 0.0
         shift = tl.load(pointers + SHIFT * row_vectors.stride_b, mask=active, other=inactive_shift)
     if algebra.reweighted:
         mean_grad = tl.load(pointers + MEAN_GRAD * row_vectors.stride_b, mask=active, other=0.0)

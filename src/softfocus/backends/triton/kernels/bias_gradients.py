@@ -29,13 +29,13 @@ def bias_gradients(
     key_blocks = 1
     if not ALL_KEYS:
         key_blocks = (inputs.key_length + blocks.BLOCK_K - 1) // blocks.BLOCK_K
-    # Both are in the first dimension of the grid, since CUDA limits the others to 65535
+    # Both block indices share the grid's first dimension, since CUDA limits the others to 65535
     block_q, block_k = tl.program_id(0) // key_blocks, tl.program_id(0) % key_blocks
     q_range, k_range = tl.arange(0, blocks.BLOCK_Q), tl.arange(0, blocks.BLOCK_K)
     total = tl.zeros([blocks.BLOCK_Q, blocks.BLOCK_K], tl.float32)
     bias_b, bias_h = tl.program_id(1) // heads, tl.program_id(1) % heads
     first_b, last_b = bias_b, bias_b + 1
-    # x * 0 is 0 as a tensor, so that the bounds of the loops have one type in all cases
+    # x * 0 is 0 as a tensor, so that the loops' bounds have one type in all cases
     if ALL_BATCH:
         first_b, last_b = bias_b * 0, bias_b * 0 + inputs.batch
     first_h, last_h = bias_h, bias_h + 1
@@ -48,9 +48,11 @@ def bias_gradients(
         for h in range(first_h, last_h):
             for q_block in range(first_q_block, last_q_block):
                 q_offsets = q_block * blocks.BLOCK_Q + q_range  # [BLOCK_Q]
-                active = backward_rows.active_rows(outputs, inputs, algebra, b, h, q_offsets, EXACT)
+                active = backward_rows.active_rows(outputs, inputs, algebra, b, h, q_offsets, EXACT)  # [BLOCK_Q]
                 query = loading.load_queries(inputs, b, h, q_offsets, blocks)  # [BLOCK_Q, BLOCK_D]
                 grad_acc = loading.load_like_out(grad_out, inputs, b, h, q_offsets, blocks)  # [BLOCK_Q, BLOCK_DV]
+                # mean_grad, row_bias, the fields of row, count, scale, query_rnorm and query_scale
+                # [BLOCK_Q]
                 mean_grad, _scale, row_bias, row = backward_rows.load_row_vectors(
                     row_vectors, algebra, b, h, q_offsets, active
                 )
@@ -66,7 +68,7 @@ def bias_gradients(
                 start, _full_start, _full_stop, stop = masking.key_tile_range(masks, inputs, blocks, b, q_block)
                 if EXACT:
                     stop = tl.where(tl.max(active.to(tl.int32)) > 0, stop, start)
-                if not ALL_KEYS:
+                if not ALL_KEYS:  # with ALL_KEYS all tiles, else only this program's tile
                     start = tl.maximum(start, block_k)
                     stop = tl.minimum(stop, block_k + 1)
                 for k_block in range(start, stop):

@@ -1,15 +1,15 @@
 """A few queries and many keys. The keys are split among programs so that the whole GPU reads them.
 
-There are up to three kernels. ``statistics`` computes the row statistics of each split, and its
-weighted values unless rows are re-weighted. ``weights`` computes the weighted values of each split
-of re-weighted rows. It reads a value only if its weight is above rounding (with LASER, above 0).
-``combine`` adds the splits.
+There are up to three kernels. ``statistics`` computes the row statistics of each split. Unless rows
+are re-weighted it also computes the weighted values of the split: the sum of weights times values.
+``weights`` computes the weighted values of each split of re-weighted rows. It reads a value only if
+its weight is above rounding (with LASER, above 0). ``combine`` adds the splits.
 
 The queries of all heads that share a key head are the rows of one tile. A product on tensor cores
-has at least sixteen rows, most of which are padding here, and so is most of what a thread holds of
-the result. The products are therefore written to ``scores``, 4 bytes per score, while a key has
-hundreds. They are read without padding, with each score in one thread only, turned into weights
-that are not normalised yet, and written back to ``scores``. The product with the values reads the
+has at least sixteen rows. Most of the result would be padding, and threads would hold copies of the
+rest. The products are therefore written to ``scores``, 4 bytes per score; a key has hundreds of
+bytes. They are read without padding, with each score in one thread only, turned into weights that
+are not normalised yet, and written back to ``scores``. The product with the values reads the
 weights. A single query is multiplied without tensor cores.
 
 In shapes ROWS_STORED is the number of rows, rounded up to a power of two. BLOCK_Q is ROWS_STORED,
@@ -59,16 +59,16 @@ def _split_tiles(inputs, masks, b, blocks):
         stop = tl.maximum(tl.minimum(last_query + offset + masks.right + 1, length), start)
     first = start // blocks.BLOCK_K
     tiles = (stop + blocks.BLOCK_K - 1) // blocks.BLOCK_K - first
-    each = (tiles + tl.num_programs(0) - 1) // tl.num_programs(0)
-    begin = tl.minimum(tl.program_id(0) * each, tiles)
-    return first + begin, first + tl.minimum(begin + each, tiles)
+    tiles_per_split = (tiles + tl.num_programs(0) - 1) // tl.num_programs(0)
+    begin = tl.minimum(tl.program_id(0) * tiles_per_split, tiles)
+    return first + begin, first + tl.minimum(begin + tiles_per_split, tiles)
 
 
 @triton.jit
-def _part_pointers(parts, N: tl.constexpr, splits, split, ROWS_STORED: tl.constexpr):
-    """Pointer to vector N of a split in [B Hk, splits, PARTS, ROWS_STORED]."""
+def _part_pointers(parts, INDEX: tl.constexpr, splits, split, ROWS_STORED: tl.constexpr):
+    """Pointer to the vector INDEX of a split in [B Hk, splits, PARTS, ROWS_STORED]."""
     program = tl.full([], 0, tl.int64) + tl.program_id(1)
-    return parts + ((program * splits + split) * PARTS + N) * ROWS_STORED
+    return parts + ((program * splits + split) * PARTS + INDEX) * ROWS_STORED
 
 
 @triton.jit
@@ -104,7 +104,7 @@ def _initial_statistics(ROWS_STORED: tl.constexpr):
 
 
 @triton.jit
-def _whole_rows(algebra, parts, splits, ROWS_STORED: tl.constexpr):
+def _merged_statistics(algebra, parts, splits, ROWS_STORED: tl.constexpr):
     """Largest score, shift and sum of phi 2^-shift of the rows, [ROWS_STORED], from all splits."""
     row_max, _smallest_product, shift, phi_sum = _initial_statistics(ROWS_STORED)
     rows = tl.arange(0, ROWS_STORED)
@@ -175,7 +175,7 @@ def weights(inputs, algebra, masks, parts, sums, scores, ROWS_STORED: tl.constex
     b, h, row_heads, q_offsets = _query_rows(inputs, ROWS_STORED)
     first, stop = _split_tiles(inputs, masks, b, blocks)
     count = masking.visible_count(masks, inputs, b, row_heads, q_offsets)
-    row_max, shift, phi_sum = _whole_rows(algebra, parts, splits, ROWS_STORED)
+    row_max, shift, phi_sum = _merged_statistics(algebra, parts, splits, ROWS_STORED)
     largest_phi = algebra.phi.value(row_max, shift, algebra)
     threshold, inverse_spread, tied, _peak = weighting.row_threshold(inputs, algebra, count, phi_sum, largest_phi)
     negligible = _negligible(inputs, algebra, count, tied, row_heads)
@@ -223,7 +223,7 @@ def _store_products(inputs, algebra, b, h, scores, first, stop, STAGES: tl.const
         end = stop
         if CAREFUL:
             end = tl.where(tl.max(tl.max(imprecise, 1), 0) > 0, stop, first)
-            tl.debug_barrier()  # one thread may overwrite what another has stored
+            tl.debug_barrier()  # all threads must have stored the first results before one overwrites them
         for n in tl.range(first, end, num_stages=1 if CAREFUL else STAGES):
             k_offsets = n * blocks.BLOCK_K + tl.arange(0, blocks.BLOCK_K)
             key = loading.load_keys(inputs, b, h, k_offsets, True, blocks)  # [BLOCK_K, BLOCK_D]
@@ -233,8 +233,8 @@ def _store_products(inputs, algebra, b, h, scores, first, stop, STAGES: tl.const
                     key_rnorm = norms.reciprocal_norm(key.to(tl.float32))
                 else:
                     key_rnorm, precise = norms.fast_reciprocal_norm(key)
-                    # The sum of squares of a zero vector looks like that of a tiny one. It is
-                    # precise, because all products with it are 0
+                    # A zero vector counts as precise, since all its products are 0. A key whose
+                    # squares underflow has other products
                     not_zero = (key_rnorm != 0.0)[None, :] | (dots != 0.0)
                     imprecise = imprecise | ((precise == 0)[None, :] & not_zero).to(tl.int32)
                 dots = dots * key_rnorm[None, :]
@@ -249,7 +249,7 @@ def _sum_values(
     inputs, algebra, masks, b, h, parts, sums, scores, first, stop, ROWS_STORED: tl.constexpr,
     STAGES: tl.constexpr, blocks
 ):  # fmt: skip
-    """Stores the weighted values of a split, and LASER's marks.
+    """Stores the weighted values of a split (the sum of weights times values), and LASER's marks.
 
     If a sum is non-finite, or a value too large for LASER, the split is summed again, and every
     value is checked (CAREFUL).
@@ -262,17 +262,18 @@ def _sum_values(
     large_values = tl.zeros([blocks.BLOCK_K], tl.float32)  # stays 0: every tile is treated as a partial one
     # For a single row: weights times values, summed over the keys at the end
     product_sums = tl.zeros([blocks.BLOCK_K, blocks.BLOCK_DV], tl.float32)
-    largest_value = tl.zeros([blocks.BLOCK_K], tl.float32)  # the largest |v| so far, for LASER
+    # The largest |v| so far, for LASER: |v|, since e^-inf = 0 would hide -inf
+    largest_value = tl.zeros([blocks.BLOCK_K], tl.float32)
     for CAREFUL in tl.static_range(2):
         end = stop
         if CAREFUL:
             if blocks.BLOCK_Q == 1:
                 acc = tl.sum(product_sums, 0)[None, :]
-            nonfinite = tl.sum(acc - acc) != 0.0
+            sum_again = tl.sum(acc - acc) != 0.0  # true for NaN
             if algebra.laser:
-                nonfinite = nonfinite | (tl.max(largest_value, 0) > laser.LARGE_VALUE)
-            end = tl.where(nonfinite, stop, first)
-            acc = tl.where(nonfinite, 0.0, acc)
+                sum_again = sum_again | (tl.max(largest_value, 0) > laser.LARGE_VALUE)
+            end = tl.where(sum_again, stop, first)
+            acc = tl.where(sum_again, 0.0, acc)
         for n in tl.range(first, end, num_stages=1 if CAREFUL else STAGES):
             k_offsets = n * blocks.BLOCK_K + tl.arange(0, blocks.BLOCK_K)
             pointers, mask = _score_pointers(scores, inputs, k_offsets, stop * blocks.BLOCK_K, blocks.BLOCK_Q)
@@ -310,11 +311,13 @@ def _sum_values(
 
 @triton.jit
 def _negligible(inputs, algebra, count, tied, row_heads):
-    """The largest u^p of each row that counts as 0, [ROWS_STORED]: 2^-24 / p, where 2^-24 is half
-    an ulp of the row's largest u^p.
+    """The largest u^p of each row that counts as 0, [ROWS_STORED]: the smaller of 2^-24 / p and
+    2^-24 p / N.
 
-    In rows of N > p^2 keys it is 2^-24 p / N. All omitted u^p together are then below 2^-24 p,
-    which is p times the rounding of u. LASER takes the logarithm of small sums and omits no weight.
+    2^-24 is half an ulp of 1, the largest u^p. All omitted u^p together are at most 2^-24 p, which
+    is p times the rounding of u. The formula is that of the CPU kernels' live_threshold, where the
+    division by p is for gradients, p u^(p - 1). LASER takes the logarithm of small sums and omits
+    no weight.
     """
     negligible = tl.zeros_like(count)
     if not algebra.laser:
@@ -328,7 +331,7 @@ def combine(inputs, algebra, masks, parts, sums, splits, outputs, ROWS_STORED: t
     """Stores the forward's outputs. Sums are added in the order of the splits."""
     b, _h, row_heads, q_offsets = _query_rows(inputs, ROWS_STORED)
     count = masking.visible_count(masks, inputs, b, row_heads, q_offsets)
-    row_max, shift, phi_sum = _whole_rows(algebra, parts, splits, ROWS_STORED)
+    row_max, shift, phi_sum = _merged_statistics(algebra, parts, splits, ROWS_STORED)
     rows = tl.arange(0, ROWS_STORED)
     power_sum = tl.zeros([ROWS_STORED], tl.float32)
     acc = tl.zeros([ROWS_STORED, blocks.BLOCK_DV], tl.float32)

@@ -28,6 +28,7 @@ def forward(inputs, algebra, masks, outputs, blocks):
     query, scale = scoring.query_operand(query, query_rnorm, scale, inputs, algebra)
     tile_range = masking.key_tile_range(masks, inputs, blocks, b, block)
 
+    # The statistics so far, [BLOCK_Q]
     row_max = tl.full([blocks.BLOCK_Q], float("-inf"), tl.float32)
     smallest_product = tl.zeros([blocks.BLOCK_Q], tl.float32)
     shift = tl.zeros([blocks.BLOCK_Q], tl.float32)
@@ -37,7 +38,9 @@ def forward(inputs, algebra, masks, outputs, blocks):
     threshold, inverse_spread, peak = shift, shift, shift
     tied = phi_sum > 0.0  # all False
     needs_exact = tied
-    large_values = tl.zeros([blocks.BLOCK_K], tl.float32)  # 1 where a key of a full tile has a large value
+    # [BLOCK_K], by place in a tile: 1 if some full tile has a large value there. A scalar would
+    # need a reduction per tile
+    large_values = tl.zeros([blocks.BLOCK_K], tl.float32)
     for SWEEP in tl.static_range(1 if algebra.reweighted else 0, -1, -1):  # 1: statistics; 0: weights
         if SWEEP == 0:
             acc = tl.zeros([blocks.BLOCK_Q, blocks.BLOCK_DV], tl.float32)
@@ -101,7 +104,9 @@ def online_statistics(s, scaled_dots, row_max, smallest_product, shift, phi_sum,
     if algebra.shifted:
         before = shift
         shift = row_shift(row_max, algebra)
-        rescale = tl.exp2(tl.minimum(before - shift, 0.0))  # the shift falls only if all phi so far are 0
+        # The shift falls only if all phi so far are 0, and 0 times the factor must stay 0, not
+        # become 0 * inf
+        rescale = tl.exp2(tl.minimum(before - shift, 0.0))
         phi_sum = phi_sum * rescale
     f = algebra.phi.value(s, shift[:, None], algebra)
     return f, row_max, smallest_product, shift, phi_sum + tl.sum(f, 1), rescale
@@ -144,16 +149,17 @@ def checked_values(
     """
     if IS_PARTIAL:
         if algebra.laser:
-            key_flags = laser.value_flags(value, inputs, b, h, k_offsets)  # [BLOCK_K], of ``laser.flagged``
-            rare = tl.max(key_flags, 0)
-            nonfinite = rare >= 2.0
+            key_flags = laser.load_flags(value, inputs, b, h, k_offsets)  # [BLOCK_K]
+            special = tl.max(key_flags, 0)
+            nonfinite = special >= 2.0
         else:
             x = value.to(tl.float32)
-            rare = tl.sum(x - x)
-            nonfinite = rare != rare
-        # True for NaN, too. Large and non-finite values are rare. Visibility is therefore computed
-        # again here, and takes no registers in the rest of the loop. visible [BLOCK_Q, BLOCK_K]
-        if rare != 0.0:
+            special = tl.sum(x - x)
+            nonfinite = special != special
+        # special is not 0 (or is NaN) if a value of the tile is large or non-finite. NaN != 0.0 is
+        # true. This is rare, so visibility is computed again here instead of being kept in
+        # registers. visible [BLOCK_Q, BLOCK_K]
+        if special != 0.0:
             if numerator is None:
                 visible = masking.visible(masks, inputs, b, row_heads[:, None], q_offsets[:, None], k_offsets[None, :])
             else:
@@ -165,7 +171,7 @@ def checked_values(
                 acc = _with_nonfinite(acc, visible, inputs, b, h, k_offsets, blocks)
                 value = products.finite_or_zero(value)
     elif algebra.laser:
-        key_flags = laser.value_flags(value, inputs, b, h, k_offsets)
+        key_flags = laser.load_flags(value, inputs, b, h, k_offsets)
         large_values = tl.maximum(large_values, tl.where((key_flags == 1.0) | (key_flags == 3.0), 1.0, 0.0))
     if algebra.laser and inputs.value_flags is None:
         value = laser.exponential(value)
@@ -201,14 +207,14 @@ def store_results(
     dv_offsets = tl.arange(0, blocks.BLOCK_DV)
     weight_sum = power_sum if algebra.reweighted else phi_sum
     # LASER in float16 multiplies float32 operands
-    half_operands: tl.constexpr = not (algebra.float32 or (algebra.float16 and algebra.laser))
+    half_operands: tl.constexpr = not (algebra.inputs_are_fp32 or (algebra.inputs_are_fp16 and algebra.laser))
     # The largest term of a re-weighted row is u^p = 1, which needs no rounding
     if ROUNDED and half_operands and algebra.normaliser == "l1" and not algebra.reweighted:
         element_type = inputs.value_operand.pointer.dtype.element_ty
         weight_sum = weighting.rounded_sum(phi_sum, row_max, shift, algebra, element_type)
     if algebra.laser:
-        lowest = tl.min(tl.where(dv_offsets[None, :] < inputs.value_dim, acc, float("inf")), 1)
-        large = tl.zeros_like(weight_sum) + tl.max(large_values, 0)
+        lowest = tl.min(tl.where(dv_offsets[None, :] < inputs.value_dim, acc, float("inf")), 1)  # [BLOCK_Q]
+        large = tl.zeros_like(weight_sum) + tl.max(large_values, 0)  # [BLOCK_Q]
         # The sum of the weights counts as at least 1: if it is less (relu without a shift), the
         # products themselves may underflow
         needs_exact = needs_exact | (large > 0.0) | (lowest < laser.SMALL_SUM * tl.maximum(weight_sum, 1.0))
@@ -216,20 +222,22 @@ def store_results(
         tl.store(outputs.exact_heads + b * inputs.heads + row_heads, 1, mask=needs_exact & mask)
         # mean [BLOCK_Q, BLOCK_DV] is A e^V; NaN where phi_sum is
         mean = acc * (weighting.reciprocal_sum(weight_sum, algebra) + (phi_sum - phi_sum))[:, None]
+        # 1, whose log is 0: rows without weight, padding columns, and underflow, whose rows are
+        # marked
         mean = tl.where((weight_sum[:, None] == 0.0) | (mean <= 0.0), 1.0, mean)
         loading.store_like_out(outputs.residual, b, row_heads, q_offsets, mask, mean, inputs, blocks)
         acc = log2(mean, algebra.terms) * LN2
     elif algebra.reweighted or algebra.normaliser == "l1":
         if algebra.phi.has_zeros:  # the reciprocal of a small sum of such phi may overflow
             weight_sum = tl.broadcast_to(tl.where(weight_sum == 0.0, 1.0, weight_sum)[:, None], acc.shape)
-            if algebra.float32:
+            if algebra.inputs_are_fp32:
                 acc = tl.div_rn(acc, weight_sum)
             else:
                 acc = acc / weight_sum
         else:
             acc = acc * weighting.reciprocal_sum(weight_sum, algebra)[:, None]
     else:
-        acc = acc * (weighting.row_factor(inputs, algebra, count, b) / algebra.phi.unit)[:, None]
+        acc = acc * (weighting.row_factor(inputs, algebra, count, b) / algebra.phi.phi_unit)[:, None]
     acc = acc + (acc - acc) + (phi_sum - phi_sum)[:, None]  # infinity, of values or products, becomes NaN
     acc = tl.where(count[:, None] > 0.0, acc, 0.0)
     loading.store_like_out(outputs.out, b, row_heads, q_offsets, mask, acc, inputs, blocks)
@@ -239,7 +247,7 @@ def store_results(
     row_max = tl.where(phi_sum == phi_sum, row_max, float("nan"))
     pointers = loading.row_pointers(outputs.saved, b, row_heads, q_offsets, 0)
     log_norm = tl.where(
-        phi_sum == 0.0, float("-inf"), tl.log(tl.where(phi_sum == 0.0, 1.0, phi_sum) / algebra.phi.unit)
+        phi_sum == 0.0, float("-inf"), tl.log(tl.where(phi_sum == 0.0, 1.0, phi_sum) / algebra.phi.phi_unit)
     )
     log_norm = log_norm + shift * LN2
     tl.store(pointers + loading.COUNT * outputs.saved.stride_b, count, mask=mask)

@@ -44,6 +44,8 @@ def key_gradients(
     # key [BLOCK_K, BLOCK_D], key_rnorm [BLOCK_K], value [BLOCK_K, BLOCK_DV]
     key, key_rnorm = scoring.load_score_keys(inputs, algebra, b, key_head * inputs.group, k_offsets, True, blocks)
     value = loading.load_value_operand(inputs, b, key_head * inputs.group, k_offsets, True, blocks)
+    # key_scale [BLOCK_K]: with cosine the mantissa of 1 / |k|; not used without cosine or with
+    # unit vectors
     key_scale = key_rnorm
     if algebra.cosine and inputs.unit_key_fp16 is None:
         key, key_scale = norms.scaled_operand(key, key_rnorm)
@@ -75,10 +77,10 @@ def key_gradients(
                     exact = laser.exact_row(outputs.saved, inputs, algebra, count, b, h, q_offsets, row.delta)
                     exact = laser.expanded(exact, 0)
                     log_weights, _log_u = laser.log_weights(s, exact, inputs, algebra, h)
-                    # Rows that are not active have a score of 0 beside their own statistics: any
-                    # weight may come of that
-                    counts = visible & active[None, :]
-                    log_weights = tl.where(counts, log_weights, float("-inf"))
+                    # Scores of rows that are not active are meaningless, but exact_row loads their
+                    # real statistics. Such weights are removed. included [BLOCK_K, BLOCK_Q]
+                    included = visible & active[None, :]
+                    log_weights = tl.where(included, log_weights, float("-inf"))
                     exact_terms, value_sum = laser.weighted_grads(
                         log_weights, tl.zeros_like(s), value_sum, grad_out, outputs, inputs, b, h, q_offsets, active,
                         k_offsets, 1, blocks,
@@ -99,17 +101,15 @@ def key_gradients(
                 if algebra.reweighted:
                     grad_u = grad_u - mean_grad[None, :]
                 grad_factor = row.grad_factor
-                if inputs.unit_key_fp16 is not None:  # grad_operand includes the scale
+                if inputs.unit_key_fp16 is not None:  # grad_operand includes scale
                     scale = tl.full(scale.shape, 1.0, tl.float32)
-                if algebra.float16:  # powers of two that may overflow float16 multiply the product instead
-                    factor_pow2, scale_pow2 = (
-                        norms.largest_power_of_two(grad_factor),
-                        norms.largest_power_of_two(scale),
-                    )
+                if algebra.inputs_are_fp16:  # powers of two that may overflow float16 multiply the product instead
+                    factor_pow2 = norms.largest_power_of_two(grad_factor)
+                    scale_pow2 = norms.largest_power_of_two(scale)
                     grad_factor, scale = grad_factor / factor_pow2, scale / scale_pow2
                 grad_scores = (grad_u * grad_factor[None, :]) * derivative * scale[None, :]
                 if EXACT:
-                    grad_scores = tl.where(counts, grad_scores, 0.0)
+                    grad_scores = tl.where(included, grad_scores, 0.0)
                 # In a partial tile 0 times a non-finite query, or grad_out of a fully masked row,
                 # would be NaN
                 if IS_PARTIAL:
@@ -121,9 +121,10 @@ def key_gradients(
                         grad_acc = tl.where(row.weight_factor[:, None] == 0.0, 0.0, grad_acc)
                     value_sum += products.dot_weights(weights, grad_acc, algebra, blocks)
                 tile_sum = products.dot_grad_scores(grad_scores, grad_operand, algebra, blocks)  # [BLOCK_K, BLOCK_D]
-                if algebra.float16:
+                if algebra.inputs_are_fp16:
                     tile_sum = tile_sum * factor_pow2 * scale_pow2
                 key_sum += tile_sum
+    # mask [BLOCK_K], key_bounds [BLOCK_K, BLOCK_D], value_bounds [BLOCK_K, BLOCK_DV]
     mask = k_offsets < inputs.key_length
     key_bounds = mask[:, None] & (d_offsets[None, :] < inputs.head_dim)
     value_bounds = mask[:, None] & (dv_offsets[None, :] < inputs.value_dim)
@@ -146,7 +147,8 @@ def key_gradients(
         # NaN
         key_rnorm = tl.where(key_rnorm == key_rnorm, key_rnorm, 0.0)
         key, key_scale = norms.scaled_operand(products.finite_or_zero(loading.reload(pointers, key_bounds)), key_rnorm)
-        unit_key = key.to(tl.float32) * key_scale[:, None]
+        unit_key = key.to(tl.float32) * key_scale[:, None]  # [BLOCK_K, BLOCK_D]
+        # The gradient through k / |k|: the part along k is removed
         key_sum = (key_sum - tl.sum(key_sum * unit_key, 1)[:, None] * unit_key) * key_rnorm[:, None]
     backward_rows.store_or_add(
         loading.head_pointer(grad_key, b, key_head)

@@ -1,6 +1,6 @@
 """LASER: log(A e^V), column by column (arXiv 2411.03493).
 
-The kernels multiply the weights with e^V in place of V. No shift M is subtracted, because it could
+The kernels multiply the weights with e^V in place of V. No shift is subtracted, because it could
 come from a key that the row does not see. Values above LARGE_VALUE are clamped instead, and every
 row that sees one is marked. A row is also marked if its sum is so small that weights which
 underflow might count. The EXACT variants of the kernels compute the marked rows in logarithms.
@@ -45,19 +45,19 @@ def exponential(value):
 
 
 @triton.jit
-def value_flags(value, inputs, b, h, k_offsets):
-    """The flags of the keys of a tile (see ``flagged``), [BLOCK_K]: loaded, or computed from the
-    values [BLOCK_K, BLOCK_DV].
+def load_flags(value, inputs, b, h, k_offsets):
+    """The flags of the keys of a tile (see ``compute_flags``), [BLOCK_K]: loaded, or computed from
+    the values [BLOCK_K, BLOCK_DV].
     """
     if inputs.value_flags is not None:
         flags = loading.load_vector(inputs.value_flags, b, h // inputs.group, k_offsets, inputs.key_length)
     else:
-        flags = flagged(value.to(tl.float32))
+        flags = compute_flags(value.to(tl.float32))
     return flags
 
 
 @triton.jit
-def flagged(x):
+def compute_flags(x):
     """Flags [BLOCK_K] of the keys with values x [BLOCK_K, BLOCK_DV]: 1 if a value is large, plus 2
     if one is non-finite.
     """
@@ -83,7 +83,7 @@ def exponentials(
         x = products.finite_or_zero(x)
     else:
         pointers = loading.head_pointer(flags, b, h) + row_offsets * flags.stride_l
-        tl.store(pointers, flagged(x.to(tl.float32)), mask=row_offsets < length)
+        tl.store(pointers, compute_flags(x.to(tl.float32)), mask=row_offsets < length)
     pointers = (
         loading.head_pointer(exp_values, b, h)
         + row_offsets[:, None] * exp_values.stride_l
@@ -98,9 +98,9 @@ class ExactRow(NamedTuple):
 
     Attributes:
         shift: of phi, as in the forward.
-        phi_sum: sum_j phi(s_ij) 2^-shift, in phi's unit.
-        threshold, inverse_spread, tied: of re-weighted rows, as ``weighting.row_threshold``
-            returns them.
+        phi_sum: sum_j phi(s_ij) 2^-shift, times ``phi_unit``.
+        threshold, inverse_spread, tied: as ``weighting.row_threshold`` returns them; used in
+            re-weighted rows only.
         power_sum: sum_j u_ij^p.
         delta: sum_j A_ij dL/dA_ij.
         one_key: whether one key has all the weight, whatever its score; for the backward.
@@ -175,7 +175,8 @@ def gradients_of_marked(s, exact_terms, row, inputs, algebra, h):
     where A underflows and dL/dA overflows. g includes all factors of the row.
     """
     f = algebra.phi.value(s, row.shift, algebra)
-    derivative = algebra.phi.derivative(s, row.shift, algebra) * algebra.phi.unit
+    # derivative includes phi_unit here, unlike in weights_and_gradients
+    derivative = algebra.phi.derivative(s, row.shift, algebra) * algebra.phi.phi_unit
     weight = f / row.phi_sum
     above_threshold = f
     power = 1.0
@@ -205,13 +206,14 @@ def weighted_grads(
     log_weights, exact_terms, value_sum, grad_out, outputs, inputs, b, h, q_offsets, active, k_offsets,
     ROW_AXIS: tl.constexpr, blocks
 ):  # fmt: skip
-    """(exact_terms, value_sum) with this tile's terms grad_out e^(log A + v - out) added. Summed
-    over the columns c, the terms are A dL/dA; summed over the rows, they are dL/dV.
+    """This tile's exact terms grad_out e^(log A + v - out) are added to exact_terms and value_sum,
+    which are returned. Summed over the columns c, the terms are A dL/dA; summed over the rows, they
+    are dL/dV.
 
     Args:
         exact_terms: [BLOCK_Q, BLOCK_K] or [BLOCK_K, BLOCK_Q].
         value_sum: [BLOCK_K, BLOCK_DV], or None, which returns ``exact_terms`` in its place.
-        active: the rows that count, [BLOCK_Q]. The others have grad_out 0.
+        active: the rows that are computed, [BLOCK_Q]. In the others grad_out is taken as 0.
         ROW_AXIS: the axis of the rows in the tile, 0 or 1.
     """
     dv_offsets = tl.arange(0, blocks.BLOCK_DV)
@@ -226,8 +228,8 @@ def weighted_grads(
         # difference, exponent and term are shaped like ``exact_terms``
         difference = tl.expand_dims(value, ROW_AXIS) - tl.expand_dims(tl.where(out == out, out, 0.0), 1 - ROW_AXIS)
         exponent = log_weights + (difference - tl.expand_dims(tl.where(out == out, residual, 0.0), 1 - ROW_AXIS))
-        # In active rows A e^(v - out) is at most 1. In the others, whose gradient is 0, it must not
-        # be infinite, as e^89 is
+        # In active rows A e^(v - out) is at most 1. The exponent of other rows is arbitrary. The
+        # limit keeps 0 * e^x from being NaN (e^89 is inf)
         term = tl.expand_dims(grad, 1 - ROW_AXIS) * tl.exp(tl.minimum(exponent, 80.0))
         exact_terms += term
         if value_sum is not None:
@@ -255,11 +257,12 @@ def exact_forward(inputs, algebra, masks, outputs, blocks):
     block = tl.program_id(0)
     b, h = tl.program_id(1) // inputs.heads, tl.program_id(1) % inputs.heads
     q_offsets = block * blocks.BLOCK_Q + tl.arange(0, blocks.BLOCK_Q)  # [BLOCK_Q]
-    dv_offsets = tl.arange(0, blocks.BLOCK_DV)
-    marked = load_marks(outputs.saved, inputs, b, h, q_offsets) > 0.0
+    dv_offsets = tl.arange(0, blocks.BLOCK_DV)  # [BLOCK_DV]
+    marked = load_marks(outputs.saved, inputs, b, h, q_offsets) > 0.0  # [BLOCK_Q]
     if tl.max(marked.to(tl.int32)) == 0:
         return
     query = loading.load_queries(inputs, b, h, q_offsets, blocks)  # [BLOCK_Q, BLOCK_D]
+    # count, scale, row_bias and query_rnorm [BLOCK_Q]; the fields of row [BLOCK_Q, 1]
     count = masking.visible_count(masks, inputs, b, h, q_offsets)
     row = expanded(exact_row(outputs.saved, inputs, algebra, count, b, h, q_offsets, tl.zeros_like(count)), 1)
     scale = scoring.score_scale(inputs, algebra, count, h) * algebra.phi.score_unit
@@ -269,13 +272,14 @@ def exact_forward(inputs, algebra, masks, outputs, blocks):
         query_rnorm = loading.load_vector(inputs.query_rnorm, b, h, q_offsets, inputs.query_length)
     query, scale = scoring.query_operand(query, query_rnorm, scale, inputs, algebra)
     tile_range = masking.key_tile_range(masks, inputs, blocks, b, block)
-    # The largest log A + v of each row and column, and the sum of e^(log A + v - running_max)
+    # The largest log A + v of each row and column, the sum of e^(log A + v - running_max), and the
+    # number of keys with a weight above 0
     running_max = tl.full([blocks.BLOCK_Q, blocks.BLOCK_DV], float("-inf"), tl.float32)
     total = tl.zeros([blocks.BLOCK_Q, blocks.BLOCK_DV], tl.float32)
     live_keys = tl.zeros([blocks.BLOCK_Q], tl.float32)
     for IS_PARTIAL in tl.static_range(1, -1, -1):  # partial tiles first; any order would do
         for n in range(masking.tile_count(masks.key_tiles, tile_range, b, h, block, IS_PARTIAL)):
-            k_offsets = scoring.key_offsets(masks, tile_range, b, h, block, n, IS_PARTIAL, blocks)
+            k_offsets = scoring.key_offsets(masks, tile_range, b, h, block, n, IS_PARTIAL, blocks)  # [BLOCK_K]
             # s, visible [BLOCK_Q, BLOCK_K]
             _key, _rnorm, s, visible, _scaled_dots = scoring.scores_of_keys(
                 query, inputs, algebra, masks, b, h, q_offsets, k_offsets, scale, row_bias, IS_PARTIAL, blocks
@@ -284,13 +288,15 @@ def exact_forward(inputs, algebra, masks, outputs, blocks):
             log_weight = tl.where(visible, log_weight, float("-inf"))
             live_keys += tl.sum(tl.where(log_weight > float("-inf"), 1.0, 0.0), 1)
             for c in range(inputs.value_dim):
+                # value [BLOCK_K]: column c
                 pointers = loading.key_pointers(inputs.value, inputs, b, h, k_offsets) + c * inputs.value.stride_d
                 value = tl.load(pointers, mask=k_offsets < loading.sequence_length(inputs, b), other=0.0).to(tl.float32)
                 # [BLOCK_Q]: NaN where a row sees a non-finite value, else 0
                 nonfinite = tl.sum(tl.where(visible, (value - value)[None, :], 0.0), 1)
-                value = products.finite_or_zero(value)[None, :]
+                value = products.finite_or_zero(value)[None, :]  # [1, BLOCK_K]
                 this_column = dv_offsets[None, :] == c  # [1, BLOCK_DV]
-                # old_max, new_max, base, rescale, tile_sum [BLOCK_Q]
+                # old_max, new_max, base, rescale, tile_sum [BLOCK_Q]. base is new_max, but 0 if no
+                # key was live, because -inf - -inf is NaN
                 old_max = tl.max(tl.where(this_column, running_max, float("-inf")), 1)
                 new_max = tl.maximum(old_max, tl.max(log_weight + value, 1))
                 base = tl.where(new_max == float("-inf"), 0.0, new_max)

@@ -13,7 +13,7 @@ in the score unit.
 @triton.jit
 def head_pointer(array, b, h):
     """Pointer to the matrix [L, D] of one head, or pointers shaped like h or b."""
-    zero = tl.full([], 0, tl.int64)  # offsets of whole heads may lie beyond 2^31
+    zero = tl.full([], 0, tl.int64)  # offsets of whole heads may exceed 2^31
     return array.pointer + (zero + b) * array.stride_b + (zero + h) * array.stride_h
 
 
@@ -45,15 +45,16 @@ def store_matrix(array, start, row_offsets, columns, length, width, x):
 
 @triton.jit
 def load_vector(array, b, h, row_offsets, length):
-    """The rows ``row_offsets`` [R] of an array [B, H, L, 1]: float32 [R]."""
+    """The rows ``row_offsets`` [R] of an array [B, H, L, 1]: float32 [R], 0 beyond ``length``."""
     return tl.load(head_pointer(array, b, h) + row_offsets * array.stride_l, mask=row_offsets < length, other=0.0).to(
         tl.float32
     )
 
 
 @triton.jit
-def row_pointers(vectors, b, h, q_offsets, N: tl.constexpr):
-    """Pointers [R] to the rows ``q_offsets`` of vector N of an Array of row vectors [n, B, H, Lq].
+def row_pointers(vectors, b, h, q_offsets, INDEX: tl.constexpr):
+    """Pointers [R] to the rows ``q_offsets`` of the vector INDEX of an Array of row vectors [n, B,
+    H, Lq].
 
     Its strides are shifted by one dimension: stride_b is the stride of the vectors, stride_h that
     of B and stride_l that of H. The rows are contiguous.
@@ -61,7 +62,7 @@ def row_pointers(vectors, b, h, q_offsets, N: tl.constexpr):
     zero = tl.full([], 0, tl.int64)
     return (
         vectors.pointer
-        + (zero + N) * vectors.stride_b
+        + (zero + INDEX) * vectors.stride_b
         + (zero + b) * vectors.stride_h
         + (zero + h) * vectors.stride_l
         + q_offsets
@@ -140,7 +141,8 @@ def key_pointers(array, inputs, b, h, k_offsets):
 @triton.jit
 def load_tile(array, inputs, b, h, k_offsets, width, COLUMNS: tl.constexpr, IS_PARTIAL: tl.constexpr, blocks):
     """Keys [BLOCK_K, BLOCK_D] or values [BLOCK_K, BLOCK_DV]; 0 beyond the last key and the last
-    column. Only a partial tile can reach beyond the last key.
+    column. Only a partial tile can reach beyond the last key. Callers that do not know pass
+    IS_PARTIAL = True.
     """
     columns = tl.arange(0, COLUMNS)
     pointers = key_pointers(array, inputs, b, h, k_offsets)[:, None] + columns[None, :] * array.stride_d

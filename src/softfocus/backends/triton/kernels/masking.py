@@ -31,8 +31,8 @@ def visible(masks, inputs, b, h, q_offsets, k_offsets):
 
     A tile has offsets [BLOCK_Q, 1] and [1, BLOCK_K], or [1, BLOCK_Q] and [BLOCK_K, 1].
     """
-    # positions, last and query_documents are shaped like q_offsets; is_real and key_documents like
-    # k_offsets, broadcast to h where that is a vector of heads
+    # positions, last and query_documents are shaped like q_offsets. is_real and key_documents are
+    # shaped like k_offsets, broadcast against h if h is a vector
     positions = q_offsets + query_offset(inputs, masks, b)
     length = loading.sequence_length(inputs, b)
     last = tl.zeros_like(q_offsets) + (length - 1)
@@ -70,7 +70,7 @@ def visible_count(masks, inputs, b, h, q_offsets):
     if masks.counts is not None:
         pointers = loading.head_pointer(masks.counts, b, h) + q_offsets * masks.counts.stride_l
         return tl.load(pointers, mask=q_offsets < inputs.query_length, other=0).to(tl.float32)
-    # The window's first key and the end of its keys, [BLOCK_Q]
+    # low, high [BLOCK_Q]: a row sees the keys low..high, end excluded
     positions = q_offsets + query_offset(inputs, masks, b)
     low = tl.zeros_like(q_offsets)
     high = low + loading.sequence_length(inputs, b)
@@ -92,8 +92,9 @@ def _tile_range(
 ):
     """Tiles that a block visits where only the window masks: (start, full_start, full_stop, stop).
 
-    The block has the positions ``first`` to ``last``. Each sees the positions from ``behind``
-    before its own to ``ahead`` after it, up to ``length``. In a full tile every position of the
+    Positions are on the axis of the visited tiles, 0..length, end excluded. The block has the
+    positions ``first`` to ``last``. Each sees the positions from ``behind`` before its own to
+    ``ahead`` after it; for a block of keys read "is seen by". In a full tile every position of the
     block sees all of the tile. The full tiles are full_start..full_stop, ends excluded. The partial
     tiles are start..full_start and full_stop..stop.
     """
@@ -166,7 +167,7 @@ def tile_index(lists, tile_range, b, h, block, n, IS_PARTIAL: tl.constexpr):
 
 
 @triton.jit
-def _tiles_of_these_documents(inputs, masks, lowest, highest, b, q_offsets, start, stop):
+def _tile_range_of_documents(inputs, masks, lowest, highest, b, q_offsets, start, stop):
     """The range of tiles, within start..stop, in which documents of these rows may occur.
 
     Packed documents follow one another, so that the range is short. If they are in another order
@@ -179,13 +180,13 @@ def _tiles_of_these_documents(inputs, masks, lowest, highest, b, q_offsets, star
     own_lowest, own_highest = tl.min(query_documents, 0), tl.max(query_documents, 0)
     first, end = stop, start
     for begin in range(start, stop, TILES_AT_ONCE):
-        tiles = begin + tl.arange(0, TILES_AT_ONCE)  # [TILES_AT_ONCE], as mask, low, high and met
+        tiles = begin + tl.arange(0, TILES_AT_ONCE)  # [TILES_AT_ONCE], like mask, low, high, overlaps
         mask = tiles < stop
         low = tl.load(loading.head_pointer(lowest, b, 0) + tiles * lowest.stride_d, mask=mask, other=0)
         high = tl.load(loading.head_pointer(highest, b, 0) + tiles * highest.stride_d, mask=mask, other=0)
-        met = mask & (low <= own_highest) & (high >= own_lowest)
-        first = tl.minimum(first, tl.min(tl.where(met, tiles, stop), 0))
-        end = tl.maximum(end, tl.max(tl.where(met, tiles + 1, start), 0))
+        overlaps = mask & (low <= own_highest) & (high >= own_lowest)
+        first = tl.minimum(first, tl.min(tl.where(overlaps, tiles, stop), 0))
+        end = tl.maximum(end, tl.max(tl.where(overlaps, tiles + 1, start), 0))
     return first, end
 
 
@@ -203,7 +204,7 @@ def survey(inputs, masks, lowest, highest, counts, states, blocks):
     q_offsets = block * blocks.BLOCK_Q + tl.arange(0, blocks.BLOCK_Q)  # [BLOCK_Q]
     start, _full_start, _full_stop, stop = key_tile_range(masks, inputs, blocks, b, block)
     if masks.document_ids is not None:
-        start, stop = _tiles_of_these_documents(inputs, masks, lowest, highest, b, q_offsets, start, stop)
+        start, stop = _tile_range_of_documents(inputs, masks, lowest, highest, b, q_offsets, start, stop)
     count = tl.zeros([blocks.BLOCK_Q], tl.int32)
     for n in range(start, stop):
         k_offsets = n * blocks.BLOCK_K + tl.arange(0, blocks.BLOCK_K)  # [BLOCK_K]

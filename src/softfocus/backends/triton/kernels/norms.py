@@ -11,13 +11,13 @@ def reciprocal_norm(x):
     """1 / |x| [R] of the rows of x [R, C]. NaN for a row with a non-finite entry; 0 for a row whose
     entries are all below 2^-126.
 
-    For most of the latter 1 / |x| would overflow float32. Division and square root are correctly
-    rounded, since large powers multiply their errors.
+    A row with smaller entries counts as a zero vector, because 1 / |x| may overflow float32.
+    Division and square root are correctly rounded, since u^p multiplies relative errors by p.
     """
     largest = tl.max(tl.abs(x), 1)
-    # 253 is the largest exponent whose reciprocal power of two is a normal number
+    # 253 is the largest biased exponent whose reciprocal power of two is a normal number
     exponent = tl.minimum(largest.to(tl.int32, bitcast=True) >> 23, 253)
-    reciprocal_pow2 = ((254 - exponent) << 23).to(tl.float32, bitcast=True)  # 1 / the power of two in the largest
+    reciprocal_pow2 = ((254 - exponent) << 23).to(tl.float32, bitcast=True)  # 1 / (largest power of two <= largest)
     scaled = x * reciprocal_pow2[:, None]
     total = tl.sum(scaled * scaled, 1)
     rnorm = reciprocal_pow2 * tl.div_rn(tl.full(total.shape, 1.0, tl.float32), tl.sqrt_rn(total))
@@ -27,10 +27,10 @@ def reciprocal_norm(x):
 
 @triton.jit
 def fast_reciprocal_norm(x):
-    """1 / |x| [R] of the rows of x [R, C], 0 where the sum of squares is 0; and whether that sum is
-    far from overflow and underflow in float32, bool [R].
+    """1 / |x| [R] of the rows of x [R, C], 0 where the sum of squares is 0; and whether that sum
+    has full precision, bool [R].
 
-    For halves the error is 2^-22.
+    For halves the relative error is 2^-22.
     """
     x_fp32 = x.to(tl.float32)
     total = tl.sum(x_fp32 * x_fp32, 1)
@@ -38,14 +38,16 @@ def fast_reciprocal_norm(x):
         rnorm = tl.div_rn(tl.full(total.shape, 1.0, tl.float32), tl.sqrt_rn(total))
     else:
         rnorm = tl.rsqrt(total)
-    # A sum of squares between these bounds has its full precision
+    # Between these bounds the sum is far from overflow, and the squares that count in it from
+    # underflow
     return tl.where(total == 0.0, 0.0, rnorm), (total > 2.0**-100) & (total < 2.0**100)
 
 
 @triton.jit
 def power_of_two_in(rnorm):
-    """The power of two p with |x| p in (1/2, 1], from ``rnorm`` = 1 / |x|; 0 of a zero vector, and
-    2^-128 where ``rnorm`` is subnormal.
+    """pow2 with |x| pow2 in (1/2, 1], from ``rnorm`` = 1 / |x|; 0 for a zero vector.
+
+    For a subnormal ``rnorm`` it is 2^-128, because the exponent bits are 0.
     """
     bits = rnorm.to(tl.int32, bitcast=True) & 0x7F800000
     pow2 = bits.to(tl.float32, bitcast=True)
@@ -55,10 +57,11 @@ def power_of_two_in(rnorm):
 
 @triton.jit
 def mantissa_of(rnorm):
-    """``rnorm`` over ``power_of_two_in(rnorm)``, in [1, 2) unless ``rnorm`` is subnormal. It is
-    taken from the bits, since a division would be approximate.
+    """``rnorm`` over ``power_of_two_in(rnorm)``, in [1, 2) unless ``rnorm`` is 0 or subnormal. It
+    is taken from the bits, since a division would be approximate.
     """
     bits = (rnorm.to(tl.int32, bitcast=True) & 0x007FFFFF) | 0x3F800000
+    # rnorm 2^64 2^64: times 2^128, which is not a float32 itself
     mantissa = tl.where(rnorm < 2.0**-126, rnorm * 2.0**64 * 2.0**64, bits.to(tl.float32, bitcast=True))
     return tl.where(rnorm == rnorm, mantissa, rnorm)
 

@@ -4,9 +4,9 @@ non-negative.
 If phi is computed from exponentials, scores are in units of log 2: the score scale includes log2 e.
 2^x takes one instruction, e^x five. phi is multiplied by 2^-shift, which an exponential does by
 subtracting ``shift`` in the exponent. For exp the shift is the row maximum. For softplus and
-sigmoid it is 0, except in rows whose scores are all below SHIFT_BELOW. The largest phi(s) 2^-shift
-of a row with such a shift is about 1. The relu family has a shift in float16 only, where weights
-that are not normalised yet might overflow or underflow; it is an integer.
+sigmoid it is 0, except in rows whose scores are all below SHIFT_BELOW, where the largest phi(s)
+2^-shift is about 1. The relu family has a shift in float16 only, where weights that are not
+normalised yet might overflow or underflow. It is an integer, so that the scaling is exact.
 
 Far below zero softplus keeps its relative precision: for s <= 0, log2(1 + 2^s) = x y(x) with
 x = 2^s. A polynomial y replaces the logarithm, which takes 20 instructions. The number of its terms
@@ -24,31 +24,28 @@ from softfocus.backends.triton.arguments import Phi
 
 LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 SHIFT_BELOW = tl.constexpr(-4.0)
-"""In the score unit. Rows of softplus and sigmoid whose scores are all below it have a shift: their
-phi may be too small for the dtype of the weights, or for float32. phi(-4 log 2) is 0.06, which
-every dtype holds. Chosen, not measured.
+"""In the score unit. Rows of softplus and sigmoid whose scores are all below it have a shift, since
+their phi may underflow. phi(-4 log 2) is 0.06, which every dtype holds. Chosen, not measured.
 """
-UNDERFLOWS = tl.constexpr(-100.0)
-"""Where s - shift is below it, phi 2^-shift may underflow, and its log is computed from s."""
+LOG_FROM_SCORE_BELOW = tl.constexpr(-100.0)
+"""Where s - shift is below it, phi 2^-shift may underflow, and its log is computed from s. float32
+is normal down to 2^-126; the rest is margin.
+"""
 MAX_TERMS = tl.constexpr(9)
-"""The terms of the most accurate polynomial, that of float32 (``inputs.TERMS``)."""
-# log(log2 e), the logarithm of the unit of softplus
+"""The number of terms of the most accurate polynomial, that of float32 (``inputs.TERMS``)."""
+# log(log2 e), the logarithm of ``phi_unit`` of softplus
 LOG_LOG2E = tl.constexpr(0.36651292058166435)
 
 
 @triton.jit
 def _minus_abs(s):
-    """-|s|, written as a product, which takes no instruction of its own. Triton 3.6 turns a
-    negation into 0 - |s|, which takes one.
-    """
+    """-|s| as a product, which takes no instruction. Triton 3.6's negation, 0 - |s|, takes one."""
     return tl.abs(s) * -1.0
 
 
 @triton.jit
 def _log2_1p_over_x(x, TERMS: tl.constexpr):
-    """y(x) = log2(1 + x) / x for x in [0, 1], by the polynomial of TERMS terms with the smallest
-    relative error.
-    """
+    """log2(1 + x) / x for x in [0, 1]: the polynomial of TERMS terms of smallest relative error."""
     if TERMS == MAX_TERMS:
         y = x * 0.00754918205 - 0.0425670631
         y = y * x + 0.112856194
@@ -112,7 +109,7 @@ def stable_product(a, b, algebra):
     Otherwise the compiler might fuse the product with a sum in some kernels or tiles and not in
     others. Scores would then differ in the last bit, and u^p by p times that.
     """
-    if algebra.reweighted and algebra.float32:
+    if algebra.reweighted and algebra.inputs_are_fp32:
         result = _rounded_product(a, b)
     else:
         result = a * b
@@ -197,6 +194,7 @@ def _log_of_value(s, shift, f):
 
 @triton.jit
 def _log_relu2(s, shift, f):
+    """Computed from s, because s^2 may underflow."""
     return 2.0 * _log(_positive_part(s)) - shift * LN2
 
 
@@ -207,23 +205,22 @@ def _log_exp(s, shift, f):
 
 @triton.jit
 def _log_softplus(s, shift, f):
-    """LOG_LOG2E is added because the value f is in the unit of softplus."""
-    return tl.where(s - shift < UNDERFLOWS, (s - shift) * LN2 + LOG_LOG2E, _log(f))
+    """LOG_LOG2E is added because the value f includes ``phi_unit``."""
+    return tl.where(s - shift < LOG_FROM_SCORE_BELOW, (s - shift) * LN2 + LOG_LOG2E, _log(f))
 
 
 @triton.jit
 def _log_sigmoid(s, shift, f):
-    return tl.where(s - shift < UNDERFLOWS, (s - shift) * LN2, _log(f))
+    return tl.where(s - shift < LOG_FROM_SCORE_BELOW, (s - shift) * LN2, _log(f))
 
 
 @triton.jit
 def _exp2(x, algebra):
-    """2^x for x <= 126. In re-weighted rows of float32 it is accurate to the last bit, while the
-    hardware's last two or three bits are wrong.
-
-    If the phi of a row are nearly equal, u is a small difference of them, and their errors count.
+    """2^x for x <= 126. In re-weighted rows of float32 it is accurate to the last bit. The
+    hardware's instruction may be wrong in the last two or three bits. If the phi of a row are
+    nearly equal, u is a small difference of them, and their errors count.
     """
-    if algebra.reweighted and algebra.float32:
+    if algebra.reweighted and algebra.inputs_are_fp32:
         x = tl.maximum(x, -252.0, propagate_nan=tl.PropagateNan.ALL)  # 2^-252 = 2^-126 2^-126 is 0 in float32
         whole = tl.floor(x + 0.5)
         r = x - whole  # 2^r for |r| <= 1/2, by its Taylor series
@@ -234,8 +231,9 @@ def _exp2(x, algebra):
         y = y * r + 2.4022651e-01
         y = y * r + 6.9314718e-01
         y = y * r + 1.0
-        half = tl.floor(whole * 0.5)
-        result = y * _exp2_of_whole(half) * _exp2_of_whole(whole - half)
+        # 2^whole in two factors, since it may lie below the smallest normal number
+        first_part = tl.floor(whole * 0.5)
+        result = y * _exp2_of_whole(first_part) * _exp2_of_whole(whole - first_part)
     else:
         result = tl.exp2(x)
     return result
@@ -256,8 +254,8 @@ def _exp(s, shift, algebra):
 
 @triton.jit
 def _softplus(s, shift, algebra):
-    """softplus in units of log 2. If the shift is not 0, all scores of the row are below zero, so
-    that max(s, 0) needs no shift.
+    """softplus 2^-shift in units of log 2. If the shift is not 0, all scores of the row are below
+    zero, so that max(s, 0) needs no shift.
     """
     x = _minus_abs(s)
     if algebra.shifted:
@@ -271,15 +269,14 @@ def _softplus(s, shift, algebra):
 
 @triton.jit
 def _sigmoid(s, shift, algebra):
-    """2^(min(s, 0) - log2(1 + 2^-|s|)), without a division, which takes eight instructions.
-
-    Float32 uses a correctly rounded division: if the phi of a row are nearly equal, u is a small
-    difference of them, and their errors count.
+    """sigmoid 2^-shift. For halves it is 2^(min(s, 0) - log2(1 + 2^-|s|) - shift), which avoids a
+    division (eight instructions). Float32 uses a correctly rounded division, for the same reason as
+    ``_exp2``.
     """
     exponent = tl.minimum(s, 0.0)
     if algebra.shifted:
         exponent = exponent - shift
-    if algebra.float32:
+    if algebra.inputs_are_fp32:
         f = tl.div_rn(_exp2(exponent, algebra), 1.0 + _exp2(_minus_abs(s), algebra))
     else:
         f = tl.exp2(exponent - _log2_1p_exp2_of_minus_abs(s, algebra.terms))
@@ -288,10 +285,10 @@ def _sigmoid(s, shift, algebra):
 
 @triton.jit
 def _softplus_derivative(s, shift, algebra):
-    """The sigmoid. For halves without a shift it is 2^(s - softplus), which is less accurate for
-    large scores, but reuses the softplus that the kernel computes anyway.
+    """sigmoid 2^-shift. For halves without a shift it is 2^(s - softplus), which is less accurate
+    for large scores, but reuses the softplus that the kernel computes anyway.
     """
-    if algebra.shifted or algebra.float32:
+    if algebra.shifted or algebra.inputs_are_fp32:
         derivative = _sigmoid(s, shift, algebra)
     else:
         derivative = tl.exp2(s - _softplus(s, shift, algebra))
@@ -303,7 +300,7 @@ def _sigmoid_derivative(s, shift, algebra):
     exponent = _minus_abs(s)
     if algebra.shifted:
         exponent = exponent - shift
-    if algebra.float32:
+    if algebra.inputs_are_fp32:
         denominator = 1.0 + tl.exp2(_minus_abs(s))
         derivative = tl.exp2(exponent) / (denominator * denominator)
     else:
@@ -371,7 +368,9 @@ PHI = {
 
 @triton.jit
 def whole_power(u, POWER: tl.constexpr):
-    """u^POWER for an integer POWER >= 0, by squaring u, or u^3 if POWER is a multiple of 3."""
+    """u^POWER for an integer POWER >= 0, by squaring u, or u^3 if POWER is a multiple of 3. u^3
+    saves products for powers such as 15.
+    """
     n: tl.constexpr = POWER if POWER % 3 else POWER // 3
     square = u
     if POWER > 0 and POWER % 3 == 0:
@@ -390,6 +389,6 @@ def any_power(u, power, TERMS: tl.constexpr):
     """u^p for 0 < u <= 1 and a p that the kernel loads at run time.
 
     The relative error grows with p |log u|, which is large only where u^p is small compared with
-    the row's largest.
+    the row's largest. NaN gives 1; phi_sum carries the NaN of such rows.
     """
     return tl.exp2(power * log2(tl.where(u > 0.0, u, 1.0), TERMS))

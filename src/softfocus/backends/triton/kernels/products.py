@@ -34,7 +34,7 @@ def dot_weights(weights, x, algebra, blocks):
     [BLOCK_Q, BLOCK_DV]. Weights without an l1 norm do not sum to one and may overflow float16, so
     that a float16 call then multiplies in float32.
     """
-    if algebra.float16 and algebra.normaliser != "l1":
+    if algebra.inputs_are_fp16 and algebra.normaliser != "l1":
         result = dot(weights, x.to(tl.float32), blocks)
     else:
         result = dot(weights.to(x.dtype), x, blocks)
@@ -49,7 +49,7 @@ def dot_grad_scores(grad_scores, x, algebra, blocks):
     [BLOCK_Q, BLOCK_D]. A float16 call multiplies in float32 where float16 might overflow: without
     an l1 norm, and for the relu family, whose phi' 2^-shift is huge in a row of tiny scores.
     """
-    if algebra.float16 and (algebra.phi.has_zeros or algebra.normaliser != "l1"):
+    if algebra.inputs_are_fp16 and (algebra.phi.has_zeros or algebra.normaliser != "l1"):
         result = dot(grad_scores, x.to(tl.float32), blocks)
     else:
         result = dot(grad_scores.to(x.dtype), x, blocks)

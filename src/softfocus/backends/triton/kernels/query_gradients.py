@@ -30,8 +30,9 @@ def query_gradients(
     """Stores grad_query [B, H, Lq, D], and ``row_vectors`` for the other kernels; with LASER also
     ``grad_acc_out``, dL/d(A e^V), shaped like out.
 
-    If wanted it also stores each row's share of the gradients of head_scale and power, [B, H, Lq].
-    EXACT computes LASER's marked rows only, the other variant all other rows.
+    If ``grad_head_scale`` and ``grad_power`` are given, it also stores each row's share of the
+    gradients of head_scale and power, [B, H, Lq]. EXACT computes LASER's marked rows only, the
+    other variant all other rows.
     """
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # the last rows first: under a causal mask they take longest
     b, h = tl.program_id(1) // inputs.heads, tl.program_id(1) % inputs.heads
@@ -44,7 +45,8 @@ def query_gradients(
         if tl.max(active.to(tl.int32)) == 0:
             return
     query = loading.load_queries(inputs, b, h, q_offsets, blocks)  # [BLOCK_Q, BLOCK_D]
-    # grad_acc = dL/d(A V), or LASER's dL/d(A e^V) [BLOCK_Q, BLOCK_DV]; delta [BLOCK_Q]
+    # grad_acc [BLOCK_Q, BLOCK_DV]: dL/d(A V), or LASER's dL/d(A e^V). EXACT: grad_out; not used.
+    # delta [BLOCK_Q]
     if algebra.laser and not EXACT:
         grad_acc, delta = backward_rows.laser_grad_acc(grad_out, outputs, inputs, b, h, q_offsets, active, blocks)
         row_heads = tl.zeros_like(q_offsets) + h
@@ -69,7 +71,7 @@ def query_gradients(
         loading.store_queries(inputs.unit_query_fp16, inputs, b, h, q_offsets, query_fp32, blocks)
         loading.store_queries(inputs.unit_query_bf16, inputs, b, h, q_offsets, query_fp32, blocks)
     grad_factor = row.grad_factor
-    if EXACT:
+    if EXACT:  # gradients_of_marked includes all factors of the row
         grad_factor = tl.full(scale.shape, 1.0, tl.float32)
     tile_range = masking.key_tile_range(masks, inputs, blocks, b, block)
 
@@ -84,8 +86,8 @@ def query_gradients(
             key, key_rnorm, s, visible, _scaled_dots = scoring.scores_of_keys(
                 query, inputs, algebra, masks, b, h, q_offsets, k_offsets, query_scale, row_bias, IS_PARTIAL, blocks
             )
-            # grad_weights, weighted_grad = A (dL/dA - delta), grad_u, derivative, log2_u [BLOCK_Q,
-            # BLOCK_K]
+            # All [BLOCK_Q, BLOCK_K]: grad_weights, grad_u, derivative, log2_u,
+            # weighted_grad = A (dL/dA - delta)
             if EXACT:
                 log_weights, log_u = laser.log_weights(s, exact, inputs, algebra, h)
                 exact_terms, _none = laser.weighted_grads(
@@ -108,25 +110,27 @@ def query_gradients(
                 log2_u = log2(tl.where(u > 0.0, u, 1.0), algebra.terms)
             if IS_PARTIAL:
                 grad_u = tl.where(visible, grad_u, 0.0)  # masked scores: phi' is 0, but grad_u may be NaN
-            rnorm_pow2 = 1.0  # the power of two in key_rnorm may overflow float16, and multiplies the product instead
+            # float16 cannot hold every key_rnorm: a power of two of it multiplies the product
+            # instead
+            rnorm_pow2 = 1.0
             if inputs.unit_key_fp16 is not None:
                 key = loading.load_bf16_unit_keys(inputs, b, h, k_offsets, IS_PARTIAL, blocks)  # [BLOCK_K, BLOCK_D]
             elif algebra.cosine:
-                if algebra.float16:
+                if algebra.inputs_are_fp16:
                     rnorm_pow2 = norms.largest_power_of_two(key_rnorm)
                     key_rnorm = key_rnorm / rnorm_pow2
                 derivative = derivative * key_rnorm[None, :]
                 if IS_PARTIAL:
                     derivative = tl.where(visible, derivative, 0.0)
-            if IS_PARTIAL:
+            if IS_PARTIAL:  # 0 times a hidden non-finite key would be NaN
                 key = products.finite_or_zero(key)
             tile_sum = products.dot_grad_scores(grad_u * derivative, key, algebra, blocks)  # [BLOCK_Q, BLOCK_D]
-            if algebra.float16:
+            if algebra.inputs_are_fp16:
                 tile_sum *= rnorm_pow2
             grad_sum += tile_sum
             if algebra.reweighted:
                 tile_sum = products.dot_grad_scores(derivative, key, algebra, blocks)
-                if algebra.float16:
+                if algebra.inputs_are_fp16:
                     tile_sum *= rnorm_pow2
                 derivative_sum += tile_sum
                 grad_u_sum += tl.sum(grad_u, 1)

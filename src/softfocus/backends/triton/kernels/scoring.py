@@ -1,5 +1,5 @@
-"""Scores of a tile: s = c_i similarity(q_i, k_j) + b_i + b_ij. Every kernel computes them with
-these functions, so that they are bitwise equal.
+"""Scores of a tile: s = c_i similarity(q_i, k_j) + b_i + b_ij. All kernels use these functions. In
+re-weighted float32 rows their scores are bitwise equal, except those of decoding.
 """
 
 import triton
@@ -51,9 +51,9 @@ def query_operand(query, rnorm, scale, inputs, algebra):
     """The query operand [BLOCK_Q, BLOCK_D] of the products with keys, and the factor [BLOCK_Q] that
     turns these products into scores.
 
-    ``scale`` [BLOCK_Q] is c_i in the score unit, ``rnorm`` 1 / |q_i|. The factor is ``scale``, with
-    cosine times the mantissa of ``rnorm``. With unit vectors the operand includes the factor, and
-    the one returned is not used for scores.
+    ``scale`` [BLOCK_Q] is c_i in the score unit, ``rnorm`` [BLOCK_Q] is 1 / |q_i|. The factor is
+    ``scale``, with cosine times the mantissa of ``rnorm``. With unit vectors the operand includes
+    the factor, and ``tile_scores`` ignores the returned one.
     """
     if algebra.cosine:
         query, mantissa = norms.scaled_operand(query, rnorm)
@@ -91,7 +91,7 @@ def first_key(masks, tile_range, b, h, block, n, IS_PARTIAL: tl.constexpr, block
 
 @triton.jit
 def key_offsets(masks, tile_range, b, h, block, n, IS_PARTIAL: tl.constexpr, blocks):
-    """The keys [BLOCK_K] of the tile that ``first_key`` begins."""
+    """The keys [BLOCK_K] of the tile whose first key is ``first_key``."""
     return first_key(masks, tile_range, b, h, block, n, IS_PARTIAL, blocks) + tl.arange(0, blocks.BLOCK_K)
 
 
@@ -99,9 +99,10 @@ def key_offsets(masks, tile_range, b, h, block, n, IS_PARTIAL: tl.constexpr, blo
 def tile_scores(
     dots, inputs, algebra, masks, b, h, q_offsets, k_offsets, scale, rnorm, row_bias, IS_PARTIAL: tl.constexpr
 ):
-    """Scores of a tile in the score unit, -inf where masked; whether they are visible; and the
-    products with their scale but no bias, 0 where masked, for ``forward.nan_if_infinite``. All
-    three are shaped like ``dots``.
+    """Scores of a tile in the score unit, -inf where masked; whether they are visible; and
+    scaled_dots, the products with their scale but no bias, 0 where masked. All three are shaped
+    like ``dots``. From scaled_dots with -inf in it ``forward.nan_if_infinite`` detects an infinite
+    product.
 
     Args:
         dots: products of queries and keys, [BLOCK_Q, BLOCK_K] or [BLOCK_K, BLOCK_Q].

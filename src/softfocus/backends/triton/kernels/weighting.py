@@ -40,7 +40,7 @@ def reciprocal_sum(phi_sum, algebra):
     dL/dA.
     """
     phi_sum = tl.where(phi_sum == 0.0, 1.0, phi_sum)
-    if algebra.float32:
+    if algebra.inputs_are_fp32:
         result = tl.div_rn(tl.full(phi_sum.shape, 1.0, tl.float32), phi_sum)
     else:
         result = 1.0 / phi_sum
@@ -104,7 +104,7 @@ def phi_to_u(f, threshold, inverse_spread, algebra):
     That instruction uses the rounded threshold / spread. This extra rounding is smaller than that
     of float16 and bfloat16.
     """
-    if algebra.float32:
+    if algebra.inputs_are_fp32:
         u = tl.maximum((f - threshold) * inverse_spread, 0.0, propagate_nan=tl.PropagateNan.ALL)
     else:
         u = pointwise.saturated(f, inverse_spread, threshold * -inverse_spread)
@@ -119,20 +119,21 @@ class GradientRow(NamedTuple):
         A = weight_factor u^p            dL/dphi = grad_factor ((dL/dA - delta) u^(p-1) - mean_grad)
 
     The first line is without re-weighting, the second with it, where u = (phi - threshold)
-    inverse_spread. phi in the left column and in u is what ``Phi.value`` returns: phi 2^-shift in
-    its unit. dL/dphi in the right column is the derivative by phi without the unit.
+    inverse_spread. phi in the left column and in u is what ``Phi.value`` returns: phi 2^-shift,
+    times ``phi_unit``. dL/dphi in the right column is the derivative by phi without ``phi_unit``.
 
     Attributes:
         shift: of phi, as in the forward; where ``shift_holds_norm`` the logsumexp, in the score
             unit.
-        threshold, inverse_spread: of re-weighted rows. A negative inverse_spread marks a tied
-            row: it has p = 1 and u = phi |inverse_spread|, which is phi over the row's largest.
-            In other rows of a phi with zeros, a key whose phi is above threshold has all the
-            weight, and its score the gradient 0.
+        threshold: of re-weighted rows what is subtracted from phi, 0 in tied rows. Without
+            re-weighting, for a phi with zeros: half the largest phi of a row in which one key has
+            all the weight, else inf. A key with phi above it has the gradient 0.
+        inverse_spread: of re-weighted rows. It is negative in a tied row, which has p = 1 and
+            u = phi |inverse_spread|, phi over the row's largest.
         weight_factor: 0 in fully masked rows.
-        grad_factor: 0 where one key has all the weight, whatever its score. The gradient of that
-            score is then 0, and rounding must not change it. The other gradients are as small as
-            the other weights, but not with a phi with zeros: relu' is 1 wherever relu is small.
+        grad_factor: 0 if one key has all the weight, so that rounding cannot change the gradient 0.
+            Not so without re-weighting for a phi with zeros, whose other keys may have large
+            gradients (relu' is 1).
         delta: sum_j A_ij dL/dA_ij, where the weights sum to one; else 0.
     """
 
@@ -164,14 +165,15 @@ def gradient_row(saved, inputs, algebra, count, b, h, q_offsets, delta):
     """The ``GradientRow`` of the rows [BLOCK_Q], from what the forward saved."""
     shift, largest_phi, phi_sum, power_sum = saved_statistics(saved, inputs, algebra, b, h, q_offsets)
     threshold = tl.zeros_like(shift)
-    inverse_spread = threshold - 1.0
+    inverse_spread = threshold - 1.0  # -1: not used without re-weighting
     if algebra.reweighted:
         threshold, inverse_spread, tied, _peak = row_threshold(inputs, algebra, count, phi_sum, largest_phi)
         largest_u_power = u_to_the_power(
             phi_to_u(largest_phi, threshold, inverse_spread, algebra), inputs, algebra, h, 0
         )
-        # A row has one key if power_sum equals its largest term. Other keys may be lost in the
-        # rounding of power_sum. Their gradient u^(p - 1) is negligible only if p is large
+        # One key has all the weight if power_sum equals its largest term: an exact comparison.
+        # Other terms, if any, are below the rounding of power_sum. Their gradients, which u^(p - 1)
+        # multiplies, are negligible only if p is large
         large_power = (tl.zeros_like(phi_sum) + head_power(inputs, algebra, h)) >= LARGE_POWER
         one_key = (count == 1.0) | ((power_sum == largest_u_power) & (tied == 0) & large_power)
         reciprocal_phi_sum, reciprocal_power_sum = reciprocal_sum(phi_sum, algebra), reciprocal_sum(power_sum, algebra)
@@ -193,11 +195,11 @@ def gradient_row(saved, inputs, algebra, count, b, h, q_offsets, delta):
             grad_factor = tl.where(one_key, 0.0, weight_factor)
     else:
         # phi_sum is NaN in a row that sees an infinity, and phi_sum - phi_sum passes that on
-        weight_factor = row_factor(inputs, algebra, count, b) / algebra.phi.unit + (phi_sum - phi_sum)
+        weight_factor = row_factor(inputs, algebra, count, b) / algebra.phi.phi_unit + (phi_sum - phi_sum)
         grad_factor = weight_factor
         delta = tl.zeros_like(weight_factor)
     weight_factor = tl.where(count > 0.0, weight_factor, 0.0)
-    return GradientRow(shift, threshold, inverse_spread, weight_factor, grad_factor * algebra.phi.unit, delta)
+    return GradientRow(shift, threshold, inverse_spread, weight_factor, grad_factor * algebra.phi.phi_unit, delta)
 
 
 @triton.jit
@@ -238,22 +240,27 @@ def weights_and_gradients(s, grad_weights, row, inputs, algebra, h):
 
 @triton.jit
 def rounding_step(rounded, algebra):
-    """The unit in which the rounding error of the output is saved in eight bits: 1 / 127 of the
-    distance between neighbouring halves. ``rounded`` is the output as stored.
+    """The unit in which the rounding error of the output is saved in eight bits: one ulp of the
+    output's dtype, float16 or bfloat16, divided by 127. ``rounded`` is the output as stored.
 
-    delta is computed from the output. Where one key dominates a row, dL/dA - delta is smaller than
-    the output's rounding. The result is 0 where the unit would be tiny or not finite.
+    127 is the largest int8, so that an error of one ulp fits. GPUs round to nearest and err by half
+    an ulp at most; Triton's interpreter truncates bfloat16. delta is computed from the output.
+    Where one key dominates a row, dL/dA - delta is smaller than the output's rounding. The result
+    is 0 where the unit would be tiny or not finite.
     """
     bits = rounded.to(tl.int32, bitcast=True) & 0x7F800000
     pow2 = bits.to(tl.float32, bitcast=True)
-    part: tl.constexpr = (2.0**-10 if algebra.float16 else 2.0**-7) / 127.0
+    part: tl.constexpr = (2.0**-10 if algebra.inputs_are_fp16 else 2.0**-7) / 127.0
     return tl.where((pow2 > 2.0**-100) & (pow2 < float("inf")), pow2 * part, 0.0)
 
 
 @triton.jit
 def rounding_residual(x, rounded, algebra):
-    """x - rounded in units of ``rounding_step``; 0 where that is above 127. 0.5 is added to the
-    absolute value, so that the conversion to int8, which truncates, rounds to the nearest integer.
+    """x - rounded in units of ``rounding_step``; 0 where that is above 127. The caller stores it as
+    int8.
+
+    0.5 is added to the absolute value, so that the conversion to int8, which truncates, rounds to
+    the nearest integer.
     """
     step = rounding_step(rounded, algebra)
     steps = (x - rounded) / tl.where(step > 0.0, step, 1.0)
