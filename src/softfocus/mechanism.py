@@ -32,8 +32,8 @@ class Mechanism:
 
     For row i with N visible keys out of L, head dimension d and head h::
 
-        c_ij = similarity(q_i, k_j)
-        s_ij = scale(d) * length_scale(N) * head_scale[h] * c_ij + score_bias + bias_ij
+        sim_ij = similarity(q_i, k_j)
+        s_ij = scale(d) * length_scale(N) * head_scale[h] * sim_ij + score_bias + bias_ij
         f_ij = phi(s_ij)                            on the visible keys, 0 elsewhere
         A_ij = f_ij / sum_j |f_ij|                  normaliser "l1"
                f_ij times "1/N", "1/L", "1/sqrt(N/2)"    the other normalisers
