@@ -1,5 +1,5 @@
-"""``attention_with_cache()``: new tokens against a cache of keys and values with room to spare, or
-one that lies in pages.
+"""``attention_with_cache()``: new tokens against keys and values in a preallocated or paged
+cache.
 """
 
 import torch
@@ -31,29 +31,28 @@ def attention_with_cache(
     """Attention of the last tokens of each sequence to all of its tokens, which are in a cache
     already.
 
-    For each sequence b what ``attention(query[b], keys[b], values[b], is_causal=True)`` gives,
-    where keys and values are the first ``lengths[b]`` that the cache holds for it: causal, the last
-    query at the last of them, N_i counted from them. What the cache holds beyond them is never
-    looked at. Queries before the first token (more of them than ``lengths[b]``) see nothing and are
-    zero.
+    For each sequence b the result is that of ``attention(query[b], keys[b], values[b],
+    is_causal=True)``. keys and values are the first ``lengths[b]`` in the cache. The last query is
+    at the last of them, and N_i is counted from them. The rest of the cache is never read. If there
+    are more queries than ``lengths[b]``, the first ones see no key and are zero.
 
-    The triton backend reads lengths and pages on the device: no synchronisation, so that a step can
-    be captured in a CUDA graph. The others take the sequences one after another by what
-    ``attention()`` runs on, and copy pages together first.
+    The triton backend reads lengths and pages on the device. It does not synchronise, so that a
+    step can be captured in a CUDA graph. Other backends run each sequence in turn and first copy
+    its pages into one tensor.
 
     Args:
         query: [B, H, Lq, D], the last Lq tokens of each sequence.
-        key_cache: [B, Hk, most, D], or with ``page_table`` [pages, Hk, page size, D]; any strides
-            (of pages that are [pages, page size, Hk, D], as in vLLM and FlashAttention, pass
-            ``.transpose(1, 2)``); the query's dtype: autocast leaves a cache alone, so cast the
-            query to it.
+        key_cache: [B, Hk, capacity, D], or with ``page_table`` [pages, Hk, page_size, D]; with any
+            strides. For pages [pages, page_size, Hk, D], as in vLLM and FlashAttention, pass
+            ``.transpose(1, 2)``. It has the query's dtype. Autocast does not cast a cache, so cast
+            the query to it.
         value_cache: the same with Dv.
-        lengths: int32 or int64 [B], how many tokens each sequence has, the new ones among them.
-            They are checked, but not by the triton backend on a device, where that would wait for
-            it: there they are cut to 0, and to what the cache holds.
-        page_table: int32 or int64 [B, n]: the page that holds tokens j * page size and following of
-            a sequence stands at j. Entries beyond a sequence's length are not read; those before
-            are checked where lengths are.
+        lengths: int32 or int64 [B], how many tokens each sequence has, the new ones included. They
+            are checked, except by the triton backend on a device, which would have to synchronise.
+            There they are clamped to [0, capacity].
+        page_table: int32 or int64 [B, n]. Entry j is the page of tokens j * page_size to (j + 1) *
+            page_size - 1. The capacity is n * page_size. Entries beyond a sequence's length are not
+            read. The others are checked where lengths are.
         scale, enable_gqa, mechanism, window_size, head_scale, power, backend: as in
         :func:`softfocus.attention`.
 
@@ -84,10 +83,10 @@ def attention_with_cache(
     ops.refuse_tangents(*floating.values())
     d = query.size(-1)
     scale = default_scale(algebra, d) if scale is None else validation.scale_of(scale, algebra, d)
-    most = key_cache.size(2) * (1 if page_table is None else page_table.size(1))
-    visibility = Visibility(query.size(2), most, left, 0)
+    capacity = key_cache.size(2) * (1 if page_table is None else page_table.size(1))
+    visibility = Visibility(query.size(2), capacity, left, 0)
     cache = Cache(lengths, page_table)
     call = Call(
         query, key_cache, value_cache, visibility, algebra, scale, head_scale=head_scale, power=power, cache=cache
     )
-    return ops.run(call, dispatch.operator(dispatch.choose(call, backend), backend))[0]
+    return ops.run(call, dispatch.module_for(dispatch.choose(call, backend), backend))[0]

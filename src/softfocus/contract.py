@@ -100,7 +100,7 @@ class Call(NamedTuple):
 
 
 PARTS: dict[str, tuple[dict[str, Any], Callable[..., Any]]] = {
-    "visibility": (
+    "visibility": (  # unpack() adds query_length and key_length
         {name: kind for name, kind in Visibility.__annotations__.items() if name not in ("query_length", "key_length")},
         lambda *x: x,
     ),
@@ -133,6 +133,7 @@ assert (*Call._fields[:4], Call._fields[-1]) == ("query", "key", "value", "visib
 assert not (lacking := set(_OPTIONAL) - set(_DEFAULTS)), (
     f"{lacking}: a new leaf needs a default, its value where the argument is absent"
 )
+# The attribute path of each leaf in a Call, for attrgetter; without the cache, which may be None
 _PATHS = [
     f"{name}.{x}" if make else name for name, (leaves, make) in _FIELDS.items() if name != "cache" for x in leaves
 ]
@@ -147,7 +148,9 @@ def pack(call: Call) -> tuple[Any, ...]:
     return take(call) if cache is None else (*take(call), cache.lengths, cache.page_table)
 
 
+# The end of each field's leaves among all leaves
 _ENDS = list(accumulate(len(leaves) for leaves, _make in _FIELDS.values()))
+# For each field: the function that makes it from its leaves, or None; first and end of the leaves
 _SLICES = [(make, end - len(leaves), end) for (leaves, make), end in zip(_FIELDS.values(), _ENDS, strict=True)]
 
 
@@ -168,6 +171,7 @@ def unpack(leaves: Sequence[Any]) -> Call:
     query, key, value, visibility_leaves, *remaining = [
         make(*leaves[low:end]) if make else leaves[low] for make, low, end in _SLICES
     ]
+    # Only a call with a cache has all leaves; its last is the page table
     table = leaves[-1] if len(leaves) == len(LEAVES) else None
     key_length = key.size(2) * (1 if table is None else table.size(1))
     return Call(query, key, value, Visibility(query.size(2), key_length, *visibility_leaves), *remaining)

@@ -19,8 +19,8 @@ those that run only if requested by name.
 """
 
 
-def _unasked(name: str) -> str | None:
-    """Why "auto" takes a backend for no call at all; None if it may take it."""
+def _why_not_auto(name: str) -> str | None:
+    """Why "auto" never chooses a backend, whatever the call; None if it may choose it."""
     if name == "reference":
         return "only when asked for by name"
     if name == "triton":
@@ -35,16 +35,18 @@ def _trusted() -> bool:
     return os.environ.get(TRITON, "").lower() == "trusted"
 
 
-def operator(chosen: str, asked: str) -> str:
+def module_for(chosen: str, requested: str) -> str:
     """The module that runs a chosen backend. It is ``checked`` for the Triton kernels if "auto"
     chose them.
     """
-    return "checked" if chosen == "triton" and asked == "auto" and not _trusted() else chosen
+    return "checked" if chosen == "triton" and requested == "auto" and not _trusted() else chosen
 
 
 def supports(name: str, call: Call, to_run: bool = False) -> str | None:
-    """Why a backend does not support a call; None if it does. It compiles nothing and touches no
-    disk, unless the call is about to run.
+    """None if a backend supports a call, else the reason why it does not. The truth value is thus
+    the opposite of the name's.
+
+    It compiles nothing and touches no disk, unless the call is about to run.
     """
     backend = BACKENDS[name]
     return backend.CARRIES.lacks(call) or (backend.refuses(call, to_run) if backend.refuses else None)
@@ -84,9 +86,9 @@ def choose(call: Call, backend: str, to_run: bool = True) -> str:
     """
     if backend == "auto":
         # For every backend, so that a misspelt switch is an error on every machine
-        unasked = [name for name in BACKENDS if _unasked(name)]
+        never = [name for name in BACKENDS if _why_not_auto(name)]
         for name in BACKENDS:
-            if name not in unasked and not supports(name, call, to_run) and not _refusal(name, call):
+            if name not in never and not supports(name, call, to_run) and not _refusal(name, call):
                 return name
         raise ValueError(f"no backend supports this call; of 'tiled': {supports('tiled', call)}")
     if not isinstance(backend, str) or backend not in BACKENDS:
@@ -105,14 +107,14 @@ def account(call: Call, backend: str) -> Explanation:
     for name in BACKENDS:
         if name == chosen:
             reasons[name] = "asked for by name" if backend != "auto" else BACKENDS[name].ABOUT
-            if operator(chosen, backend) == "checked":
+            if module_for(chosen, backend) == "checked":
                 reasons[name] += f"; {checked.agreement(call)}"
         elif why := supports(name, call):
             reasons[name] = why
         elif backend != "auto":
             reasons[name] = f"{chosen!r} was asked for by name"
-        elif unasked := _unasked(name):
-            reasons[name] = f"{unasked}; {BACKENDS[name].ABOUT}"
+        elif why := _why_not_auto(name):
+            reasons[name] = f"{why}; {BACKENDS[name].ABOUT}"
         elif refusal := _refusal(name, call):
             reasons[name] = refusal
         else:

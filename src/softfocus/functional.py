@@ -21,10 +21,10 @@ HIDDEN = -5.0e3
 half of it, -1e9 or -1e4 for "hidden": softmax's exp is then exactly zero. As plain numbers they
 would count as visible keys in N.
 
-The line is half way between 0 and -1e4. bfloat16 makes -9984 of that, and models add position
-biases to their mask: learned ones (T5, Swin) are within some hundred. ALiBi's steepest heads reach
--5,000 at 5,000 to 10,000 tokens, and no line tells their far keys from hidden ones. Pass ALiBi as
-``bias``, which hides none.
+The limit is half way between 0 and -1e4. bfloat16 rounds -1e4 to -9984, and models add position
+biases to their masks: learned ones (T5, Swin) are within some hundred. ALiBi's steepest heads reach
+-5,000 at 5,000 to 10,000 tokens, and no limit separates their far keys from hidden ones. Pass ALiBi
+as ``bias``, which hides none.
 """
 
 
@@ -111,15 +111,14 @@ def attention(
             ``causal_upper_left`` is SDPA's ``is_causal``, ``causal_lower_right`` the ``is_causal``
             here.
         dropout_p: probability with which a weight is dropped (the others grow by 1 / (1 - p)), as a
-            multiple of 2^-16; 0 when not training. Which weights these are follows from a seed that
-            the call takes of torch's generator for the CPU, on every backend and device the same:
-            :mod:`softfocus.dropout`. Not for LASER.
+            multiple of 2^-16; 0 when not training. Which weights are dropped follows from a seed
+            drawn from torch's CPU generator, on every backend and device alike
+            (:mod:`softfocus.dropout`). LASER refuses it.
         is_causal: a query sees no later key. Aligned **bottom-right**: the last query is at the
             last key, as a KV cache needs. SDPA's own ``is_causal`` is aligned top-left; the two
             agree where Lq = Lk.
-        scale: takes the place of the mechanism's d-dependent factor 1/sqrt(d), log(d) or 1; the
-            length factor stays. A warning says, once, where softmax's 1/sqrt(d) takes the place of
-            another.
+        scale: replaces the mechanism's d-dependent factor 1/sqrt(d), log(d) or 1; the length scale
+            stays. If softmax's 1/sqrt(d) replaces another factor, there is one warning.
         enable_gqa: grouped-query attention: head h of the query uses key head h // (H / Hk).
         mechanism: a name of :func:`softfocus.mechanisms`, a combination (``"laser(lssar)"``,
             ``"sharpened(lssa, 3)"``), or a :class:`softfocus.Mechanism`. The default is LSSAR with
@@ -132,14 +131,14 @@ def attention(
             sequences). The queries are the last Lq of the keys. From lengths:
             :func:`softfocus.document_ids_from_lengths`.
         bias: floating and finite, added to the scores after scaling, with gradient. Broadcastable
-            to [B, H, Lq, Lk]. It hides no key, however low: that is ``attn_mask``'s part.
+            to [B, H, Lq, Lk]. It hides no key, however low; ``attn_mask`` does.
         head_scale: [H], multiplies the scores, with gradient: the learned factor of SSMax, QK-norm
-            and Shen's ReLU, which without it compute with 1.
-        power: [H], takes the place of the mechanism's power, with gradient. Values below 1 have
-            unbounded slopes.
+            and Shen's ReLU. Without it these mechanisms use 1.
+        power: [H], replaces the mechanism's power, with gradient. Values below 1 have unbounded
+            gradients.
         return_statistics: also return :class:`RowStatistics`, without gradient.
         backend: "auto", or one by name, which then never falls back; :func:`softfocus.explain` says
-            what "auto" takes. "reference" is differentiable twice.
+            which backend "auto" chooses. "reference" is differentiable twice.
 
     Returns:
         out [B, H, Lq, Dv] in the query's dtype; with ``return_statistics`` the pair (out,
@@ -147,8 +146,7 @@ def attention(
 
     Raises:
         ValueError, TypeError: an argument that does not fit; the message names it.
-        NotImplementedError: a tensor has a forward-mode tangent, which only the reference carries
-            on.
+        NotImplementedError: a tensor has a forward-mode tangent, which only the reference supports.
 
     Source: arXiv 2501.13428 (softplus attention and the whole catalogue of its tables), arXiv
     2411.03493 (LASER).
@@ -169,7 +167,7 @@ def attention(
         window_size=window_size, key_mask=key_mask, document_ids=document_ids, bias=bias, head_scale=head_scale,
         power=power,
     )  # fmt: skip
-    chosen = dispatch.operator(dispatch.choose(call, backend), backend)
+    chosen = dispatch.module_for(dispatch.choose(call, backend), backend)
     if layout:
         ops.add_runner(call, chosen, layout)
     if dropout_p:
@@ -189,11 +187,11 @@ def _layout(
     window_size: tuple[int, int] | None,
     backend: str,
 ) -> tuple[Any, ...] | None:
-    """The key of a call without optional tensors: all that decides how it is checked and
+    """The layout of a call without optional tensors: all that decides how it is validated and
     dispatched.
 
-    None for arguments of other types than these, which might change, or equal those of a different
-    call.
+    None if an argument has another type: it might be mutable, or equal a different argument
+    (True == 1).
     """
     device = None if query.is_cpu and key.is_cpu and value.is_cpu else query.device
     if (
@@ -215,8 +213,8 @@ def _layout(
 
 
 def explain(*arguments: Any, return_statistics: bool = False, backend: str = "auto", **keywords: Any) -> Explanation:
-    """Which backend ``attention()`` with these same arguments runs on, and why each other one does
-    not. Print it.
+    """Which backend ``attention()`` with the same arguments runs on, and why not each other one.
+    Print it.
 
     Raises:
         ValueError, TypeError: as ``attention()``.
@@ -242,7 +240,9 @@ def validated_call(
     head_scale: Tensor | None = None,
     power: Tensor | None = None,
 ) -> Call:
-    """The arguments of ``attention()`` checked; the seed of dropout is not drawn yet."""
+    """The :class:`Call` of the arguments of ``attention()``, validated. The seed of dropout is not
+    drawn yet.
+    """
     algebra = validation.mechanism_of(mechanism)
     query, key, value = _autocast(query, key, value)
     validation.check_tensors(query, key, value, enable_gqa)
@@ -300,7 +300,7 @@ def _mask_and_bias(
             hidden = attn_mask <= HIDDEN
             mask = ~hidden
             added = attn_mask.masked_fill(hidden, 0.0)
-            if bias is not None:  # in float32 at least: the bias's gradient is a sum over this tensor's
+            if bias is not None:  # in float32 at least: the bias's gradient sums this tensor's gradient
                 wide = torch.promote_types(torch.promote_types(bias.dtype, added.dtype), torch.float32)
                 added = bias.to(wide) + added
             bias = added

@@ -20,19 +20,19 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     state dict.
 
     Its masks are PyTorch's: in a bool ``key_padding_mask`` or ``attn_mask`` True hides a key, the
-    opposite of :func:`softfocus.attention`. A floating one is added to the scores, and hides keys
+    opposite of :func:`softfocus.attention`. A floating mask is added to the scores, and hides keys
     at -5,000 or lower.
 
-    It differs in this: ``attn_mask`` is read whether ``is_causal`` calls it causal or not; a row
-    that sees nothing is the output projection's bias, not NaN; the weights that it returns are
-    those before dropout. It has no fast path, and keeps ``torch.nn.TransformerEncoder`` and
-    ``TransformerEncoderLayer`` from theirs, which would run softmax.
+    The differences are: ``attn_mask`` is applied also if ``is_causal`` is true. The output of a row
+    that sees no key is the output projection's bias, not NaN. The returned weights are those before
+    dropout. It has no fast path, and ``torch.nn.TransformerEncoder`` and
+    ``TransformerEncoderLayer`` do not use theirs with it, which would run softmax.
 
     Args:
         embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first,
-            device, dtype: as in ``torch.nn.MultiheadAttention``. LASER takes no dropout.
+            device, dtype: as in ``torch.nn.MultiheadAttention``. LASER refuses dropout.
         mechanism: a name of :func:`softfocus.mechanisms`, a combination, or a
-            :class:`softfocus.Mechanism`. What it is defined to learn, as SSMax's factor, is a
+            :class:`softfocus.Mechanism`. A learned factor that belongs to it, such as SSMax's, is a
             parameter ``softfocus_head_scale`` [num_heads].
 
     Raises:
@@ -47,7 +47,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         for name, initial in learned_parameters(mechanism).items():
             parameter = torch.full((self.num_heads,), initial, device=weight.device, dtype=weight.dtype)
             self.register_parameter(f"softfocus_{name}", torch.nn.Parameter(parameter))
-        # torch's encoders ask for it before they take the weights into a kernel of softmax
+        # torch's encoders check this before they use their fused softmax kernel
         self._qkv_same_embed_dim = False
 
     def forward(
@@ -61,7 +61,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """As ``torch.nn.MultiheadAttention.forward``; ``need_weights=True``, the default, costs
+        """As ``torch.nn.MultiheadAttention.forward``. ``need_weights=True``, the default, takes
         memory O(L^2).
 
         Returns:
@@ -124,8 +124,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
 
 
 def _of_padding(mask: Tensor | None, more: int) -> dict[str, Tensor | None]:
-    """key_padding_mask [N, S] as ``attention()`` has it: which keys are real, and what is added to
-    the scores.
+    """key_padding_mask [N, S] as arguments of ``attention()``: which keys are real, and what is
+    added to the scores.
     """
     if mask is None:
         return {}
@@ -141,8 +141,8 @@ def _of_padding(mask: Tensor | None, more: int) -> dict[str, Tensor | None]:
 
 
 def _of_attn_mask(mask: Tensor | None, heads: int, more: int) -> Tensor | None:
-    """attn_mask [L, S] or [N * H, L, S] as ``attention()`` has it: True where a key may be seen,
-    and four dimensions.
+    """attn_mask [L, S] or [N * H, L, S] as an argument of ``attention()``: True where a key may be
+    seen, and [L, S] or [N, H, L, S].
     """
     if mask is None:
         return None

@@ -1,7 +1,7 @@
 """The custom operators behind which the backends run: schemas, shapes for tracing, and autograd.
 
 All of it follows from the fields of :class:`softfocus.contract.Call`. A backend is looked up by
-name when an operator runs, so that the very first call may stand inside
+name when an operator runs, so that the very first call may be inside
 ``torch.compile(fullgraph=True)``.
 """
 
@@ -33,13 +33,15 @@ from softfocus.contract import (
 
 # Defined by schema: torch's wrappers around decorated functions take longer than a decode step
 _library = torch.library.Library("softfocus", "DEF")
-_TYPES = {name: kind for name, kind in LEAVES.items() if name not in PARTS["cache"][0]}
-_CALL, _CACHED = (", ".join(f"{kind} {name}" for name, kind in leaves.items()) for leaves in (_TYPES, LEAVES))
+_UNCACHED_LEAVES = {name: kind for name, kind in LEAVES.items() if name not in PARTS["cache"][0]}
+_SCHEMA, _CACHED_SCHEMA = (
+    ", ".join(f"{kind} {name}" for name, kind in leaves.items()) for leaves in (_UNCACHED_LEAVES, LEAVES)
+)
 _HOLD_TENSORS = [kind.startswith("Tensor") for kind in LEAVES.values()]
-_library.define(f"attend({_CALL}, str backend) -> (Tensor, Tensor)")
-_library.define(f"attend_cache({_CACHED}, str backend) -> (Tensor, Tensor)")
+_library.define(f"attend({_SCHEMA}, str backend) -> (Tensor, Tensor)")
+_library.define(f"attend_cache({_CACHED_SCHEMA}, str backend) -> (Tensor, Tensor)")
 _library.define(
-    f"attend_backward(Tensor grad, {_CALL}, str backend, bool bias_grad, Tensor? out, Tensor? rows) -> "
+    f"attend_backward(Tensor grad, {_SCHEMA}, str backend, bool bias_grad, Tensor? out, Tensor? rows) -> "
     f"({', '.join('Tensor' for _ in GRADIENTS)})"
 )
 
@@ -55,12 +57,12 @@ def _attend_backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     kept = () if rows is None else (out, rows)
     backward = _load(backend).backward
     assert backward is not None, backend
-    with own_dtypes(grad):
+    with without_autocast(grad):
         grads = backward(call, grad, bias_grad, *kept)
     for name in GRADIENTS:
         if name not in grads and getattr(call, name) is not None and (bias_grad or name != "bias"):
             raise RuntimeError(f"softfocus: backend {backend!r} returned no gradient of {name}; please report this")
-    # an operator may neither return None nor one of its own arguments
+    # An operator may return neither None nor one of its arguments
     return tuple(grads[name] if name in grads else grad.new_empty(0) for name in GRADIENTS)
 
 
@@ -81,8 +83,7 @@ attend_backward = torch.ops.softfocus.attend_backward.default
 """The gradients of a call, in the order of ``contract.GRADIENTS``. A gradient is empty if its
 tensor is missing or if it is not needed.
 
-``out`` and ``rows`` are what ``attend`` returned if the backend needs them (:func:`rows_of`), else
-None.
+``out`` and ``rows`` are what ``attend`` returned if the backend has ``rows_kept``, else None.
 """
 
 
@@ -102,15 +103,15 @@ def run(call: Call, backend: str) -> tuple[Tensor, Tensor]:
 
 def _forward(call: Call, backend: str) -> tuple[Tensor, Tensor]:
     result: tuple[Tensor, Tensor]
-    with own_dtypes(call.query):
+    with without_autocast(call.query):
         if call.cache is None:
             result = _load(backend).forward(call)
             return result
-        lengths, own = call.cache.lengths, "cache" in _load(backend).CARRIES.features
-        if lengths.is_cpu or not own:
+        lengths, reads_cache = call.cache.lengths, "cache" in _load(backend).CARRIES.features
+        if lengths.is_cpu or not reads_cache:
             numbers = validation.check_cache_values(call.key, lengths, call.cache.page_table)
         out, rows = _empty(call, backend)
-        if own:
+        if reads_cache:
             return _load(backend).forward(call)[0], rows
         leaves = pack(call)
         shared_layout: tuple[Any, ...] | None = None
@@ -146,7 +147,8 @@ validation takes longer than decoding.
 """
 MAX_RUNNERS = 1024
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=runners.clear)  # a forked child computes on one thread
+    # The layouts contain the parent's number of threads; a forked child computes on one
+    os.register_at_fork(after_in_child=runners.clear)
 
 
 def add_runner(call: Call, backend: str, layout: Hashable) -> Runner | None:
@@ -166,7 +168,7 @@ def add_runner(call: Call, backend: str, layout: Hashable) -> Runner | None:
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
-try:  # torch's own names, not promised to stay
+try:  # private names of torch, which may change
     _WATCHERS: tuple[Callable[[], Any], ...] = (
         torch._C._len_torch_dispatch_stack,
         torch._C._functorch.peek_interpreter_stack,
@@ -239,9 +241,9 @@ def _refuse_functional_gradients() -> None:
         )
 
 
-def own_dtypes(query: Tensor) -> AbstractContextManager[Any]:
-    """Switches autocast off. Its casts are already done, and inside a backend it would round the
-    products of statistics.
+def without_autocast(query: Tensor) -> AbstractContextManager[Any]:
+    """A context without autocast. Its casts are already done, and inside a backend it would round
+    the products of statistics.
     """
     kind = query.device.type
     return torch.autocast(kind, enabled=False) if autocasts(kind) else nullcontext()
@@ -288,7 +290,7 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor]:
 @torch.library.register_fake("softfocus::attend_backward", lib=_library)
 def _(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     *leaves, _backend, bias_grad, _out, _rows = arguments
-    by_name = dict(zip(_TYPES, leaves, strict=True))
+    by_name = dict(zip(_UNCACHED_LEAVES, leaves, strict=True))
     if not bias_grad:
         by_name["bias"] = None
     return tuple(
@@ -297,7 +299,7 @@ def _(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     )
 
 
-_ARE_TENSORS = _HOLD_TENSORS[: len(_TYPES)]
+_ARE_TENSORS = _HOLD_TENSORS[: len(_UNCACHED_LEAVES)]
 _ARE_NUMBERS = [not is_tensor for is_tensor in _ARE_TENSORS]
 
 
@@ -313,7 +315,7 @@ def _backward(ctx: Any, grad: Tensor, _rows: Tensor | None) -> tuple[Tensor | No
     *saved, out, rows = ctx.saved_tensors
     tensors, numbers = iter(saved), iter(ctx.numbers)
     leaves = [next(tensors if is_tensor else numbers) for is_tensor in _ARE_TENSORS]
-    wanted = dict(zip(_TYPES, ctx.needs_input_grad, strict=False))  # the last is the backend's
+    wanted = dict(zip(_UNCACHED_LEAVES, ctx.needs_input_grad, strict=False))  # the last is the backend's
     grads = dict(zip(GRADIENTS, attend_backward(grad, *leaves, ctx.backend, wanted["bias"], out, rows), strict=True))
     return *[grads[name] if need else None for name, need in wanted.items()], None
 

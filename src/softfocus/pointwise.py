@@ -10,6 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+LOG_SERIES_BELOW = -20.0
+"""Below this score log softplus is computed from two terms of its series in e^s."""
+RATIO_IS_ONE_BELOW = -36.0
+"""Below this score softplus' / softplus is 1 to the last digit of float64."""
+
 
 @dataclass(frozen=True)
 class Pointwise:
@@ -22,7 +27,7 @@ class Pointwise:
             negative.
         log_derivative: phi'(s) / phi(s) where phi(s) is not 0, without underflow; None as for
             ``log``.
-        positive: whether phi(s) > 0 for every s. Far below zero all of these run along e^s, so log
+        positive: whether phi(s) > 0 for every s. Far below zero all of these approach e^s, so log
             phi(s) is s there.
     """
 
@@ -34,27 +39,27 @@ class Pointwise:
 
 
 def softplus(s: Tensor) -> Tensor:
-    """log(1 + e^s), to the last digit of its dtype (torch's own default is linear above 20: 2e-9
-    off in float64).
+    """log(1 + e^s), to the last digit of its dtype. torch's default is linear above 20, which is
+    2e-9 off in float64.
     """
     return F.softplus(s, threshold=700.0 if s.dtype == torch.float64 else 20.0)
 
 
 def _log_softplus(s: Tensor) -> Tensor:
-    # Below -20: log(log1p(x)) with x = e^s is s - x/2, up to x^2 < 2e-17. Both branches see
-    # harmless arguments, so that autograd's 0 * inf never arises.
-    far = s < -20.0
+    # Below LOG_SERIES_BELOW: log(log1p(x)) with x = e^s is s - x/2, up to x^2 < 2e-17. Both
+    # branches get harmless arguments, so that autograd's 0 * inf never arises
+    far = s < LOG_SERIES_BELOW
     return torch.where(far, s - 0.5 * s.clamp(max=0.0).exp(), softplus(torch.where(far, 0.0, s)).log())
 
 
-def _softplus_rate(s: Tensor) -> Tensor:
-    far = s < -36.0
+def _softplus_log_derivative(s: Tensor) -> Tensor:
+    far = s < RATIO_IS_ONE_BELOW
     return torch.where(far, 1.0, torch.sigmoid(s) / softplus(torch.where(far, 0.0, s)))
 
 
 def _log_relu(s: Tensor) -> Tensor:
     dead = s <= 0.0
-    return torch.where(dead, -math.inf, torch.where(dead, 1.0, s).log())  # no infinite slope for autograd
+    return torch.where(dead, -math.inf, torch.where(dead, 1.0, s).log())  # autograd gets no infinite derivative
 
 
 def _gelu_derivative(s: Tensor) -> Tensor:
@@ -73,7 +78,7 @@ def _sigmoid_derivative(s: Tensor) -> Tensor:
 
 POINTWISE: dict[str, Pointwise] = {
     "exp": Pointwise(torch.exp, torch.exp, lambda s: s, torch.ones_like, positive=True),
-    "softplus": Pointwise(softplus, torch.sigmoid, _log_softplus, _softplus_rate, positive=True),
+    "softplus": Pointwise(softplus, torch.sigmoid, _log_softplus, _softplus_log_derivative, positive=True),
     "sigmoid": Pointwise(torch.sigmoid, _sigmoid_derivative, F.logsigmoid, lambda s: torch.sigmoid(-s), positive=True),
     "relu": Pointwise(torch.relu, lambda s: (s > 0).to(s.dtype), _log_relu, torch.reciprocal),
     "relu2": Pointwise(
@@ -90,4 +95,4 @@ POINTWISE: dict[str, Pointwise] = {
     "identity": Pointwise(torch.clone, torch.ones_like),
 }
 FUSED = ("exp", "softplus", "sigmoid", "relu", "relu2", "relu6")
-"""What the C++ and the Triton kernels have, in the order of their numbers in C++."""
+"""The phi that the C++ and the Triton kernels implement, in the order of their numbers in C++."""

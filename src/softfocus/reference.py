@@ -2,8 +2,8 @@
 it.
 
 Memory is O(Lq * Lk), and O(Lq * Lk * Dv) for LASER. Everything is computed in float64 for float64
-inputs, in float32 otherwise. A visible NaN or infinity makes a row NaN; one that a row cannot see
-never reaches it, in value or gradient.
+inputs, in float32 otherwise. A visible NaN or infinity makes a row NaN. One that a row cannot see
+affects neither its values nor its gradients.
 """
 
 import math
@@ -124,7 +124,7 @@ def weights_of(call: Call, visible: Tensor) -> Weights:
     if power is not None:
         weights, log_weights, peak = reweight(weights, count, power, log_weights)
     weights = _post(weights, visible, count, mechanism)
-    weights = torch.where(visible, weights, 0.0)  # also in a row that is NaN by what it sees
+    weights = torch.where(visible, weights, 0.0)  # also in rows that are NaN
 
     maximum = scores.masked_fill(~visible, -math.inf)
     maximum = maximum.amax(-1) if scores.size(-1) else maximum.new_full(maximum.shape[:-1], -math.inf)
@@ -136,11 +136,12 @@ def weights_of(call: Call, visible: Tensor) -> Weights:
 
 def _scores(call: Call, query: Tensor, key: Tensor, count: Tensor) -> Tensor:
     """s = c_i * sim(q_i, k_j) + row bias + b_ij, NaN where q_i or k_j is not finite."""
-    # Autograd multiplies a hidden NaN by 0, which is NaN again: so the products take finite numbers
+    # Autograd would multiply a hidden NaN by 0, which is NaN. The products therefore take finite
+    # numbers
     nonfinite = ~(query.isfinite().all(-1)[..., :, None] & key.isfinite().all(-1)[..., None, :])
     query, key = (torch.where(x.isfinite(), x, 0.0) for x in (query, key))
-    direction = {"dot": lambda x: x, "cosine": unit}[call.mechanism.similarity]
-    query, key = direction(query), direction(key)
+    normalise = {"dot": lambda x: x, "cosine": unit}[call.mechanism.similarity]
+    query, key = normalise(query), normalise(key)
     factor = base_scale(call.mechanism, call.scale, count)
     if call.head_scale is not None:
         factor = factor * call.head_scale.to(query.dtype)[:, None, None]
@@ -195,8 +196,8 @@ def reweight(
     The power is taken of u / max(u): the maximum cancels in the row sum, and u^p cannot overflow. A
     tied row keeps its weights, since the equation would divide 0 by 0.
     """
-    o = (count > MAX_UNTHRESHOLDED_COUNT).to(weights.dtype)  # the equation's offset: 1, or 0 where N_i <= 3
-    u = torch.relu(weights * count - o)
+    threshold_on = (count > MAX_UNTHRESHOLDED_COUNT).to(weights.dtype)  # o: 1, or 0 where N_i <= 3
+    u = torch.relu(weights * count - threshold_on)
     peak = u.detach().amax(-1, keepdim=True) if u.size(-1) else u.new_zeros(count.shape)
     tied = peak <= TIE_EPS * torch.finfo(weights.dtype).eps
     u = u / torch.where(tied, 1.0, peak)
@@ -205,11 +206,10 @@ def reweight(
     r = torch.where(zero, 0.0, base**power)
     power_sum = torch.where(tied, 1.0, r.sum(-1, keepdim=True))
     if log_weights is not None and u.size(-1):
-        # Where o is 0, log u is log A plus a constant of the row, and u may be too small for a
-        # float
+        # Where o is 0, log u is log A plus a constant of the row, and u may underflow
         highest = log_weights.detach().amax(-1, keepdim=True).clamp(min=torch.finfo(u.dtype).min)
-        log_u = torch.where(o > 0, base.log(), log_weights - highest)
-        zero = torch.where(o > 0, zero, log_weights == -math.inf)
+        log_u = torch.where(threshold_on > 0, base.log(), log_weights - highest)
+        zero = torch.where(threshold_on > 0, zero, log_weights == -math.inf)
         log_r = torch.where(zero, -math.inf, power * torch.where(zero, 0.0, log_u) - power_sum.log())
         log_weights = torch.where(tied, log_weights, log_r)
     return torch.where(tied, weights, r / power_sum), log_weights, peak

@@ -98,5 +98,5 @@ def blocks(
         part = call._replace(
             query=call.query[:, :, some], bias=bias if bias is None or bias.size(-2) == 1 else bias[..., some, :]
         )
-        with ops.own_dtypes(query):
+        with ops.without_autocast(query):
             yield Block(some, reference.weights_of(part, visible).weights, visible)

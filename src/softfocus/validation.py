@@ -267,13 +267,13 @@ def check_cache_values(key_cache: Tensor, lengths: Tensor, page_table: Tensor | 
     the device.
     """
     size, numbers = key_cache.size(2), lengths.tolist()
-    most = size if page_table is None else size * page_table.size(1)
+    capacity = size if page_table is None else size * page_table.size(1)
     for b, length in enumerate(numbers):
-        if not 0 <= length <= most:
+        if not 0 <= length <= capacity:
             room = (
                 "the tokens that key_cache holds" if page_table is None else f"page_table {_shape(page_table)} x {size}"
             )
-            raise ValueError(f"lengths[{b}]: got {length}, expected 0 to {most}, {room}")
+            raise ValueError(f"lengths[{b}]: got {length}, expected 0 to {capacity}, {room}")
     if page_table is None:
         return numbers
     pages = key_cache.size(0)

@@ -14,16 +14,15 @@ UNLIMITED = -1
 """In a window: no bound on that side (FlashAttention's convention)."""
 
 _COUNT_ELEMENTS = 1 << 20
-"""Most booleans held at once while counting, or those of one row: 1 MiB."""
+"""Most booleans in memory at once while counting (1 MiB), unless one row has more."""
 
 
 @dataclass(frozen=True, eq=False)
 class Visibility:
     """The keys that each query may see: the intersection of all that is given.
 
-    Queries stand at the end of the keys: query i is at key position ``i + key_length -
-    query_length`` (bottom-right aligned, as a KV cache needs; for square problems the same as
-    top-left).
+    Queries are at the end of the keys: query i is at key position ``i + key_length - query_length``
+    (bottom-right aligned, as a KV cache needs; the same as top-left if both lengths are equal).
 
     Attributes:
         query_length, key_length: Lq and Lk.
@@ -78,13 +77,13 @@ class Visibility:
         """Which keys some queries see: bool, broadcastable to [B, H, R, Lk]. The queries' numbers
         are int64 [R].
         """
-        places = (rows + self.offset)[:, None]
+        positions = (rows + self.offset)[:, None]
         columns = torch.arange(self.key_length, device=rows.device)
         parts = [torch.ones(1, 1, len(rows), self.key_length, dtype=torch.bool, device=rows.device)]
         if self.left != UNLIMITED:
-            parts.append(columns >= places - self.left)
+            parts.append(columns >= positions - self.left)
         if self.right != UNLIMITED:
-            parts.append(columns <= places + self.right)
+            parts.append(columns <= positions + self.right)
         return reduce(and_, parts + self._masks(rows, slice(0, self.key_length)))
 
     def _masks(self, rows: slice | Tensor, keys: slice) -> list[Tensor]:
@@ -93,8 +92,8 @@ class Visibility:
         if self.key_mask is not None:
             parts.append(self.key_mask[:, None, None, keys])
         if self.document_ids is not None:
-            mine = self.document_ids[:, self.offset :][:, rows]
-            parts.append((mine[:, :, None] == self.document_ids[:, None, keys])[:, None])
+            row_documents = self.document_ids[:, self.offset :][:, rows]
+            parts.append((row_documents[:, :, None] == self.document_ids[:, None, keys])[:, None])
         if self.mask is not None:
             mask = self.mask if self.mask.size(-2) == 1 else self.mask[..., rows, :]
             parts.append(mask if mask.size(-1) == 1 else mask[..., keys])
@@ -116,14 +115,14 @@ class Visibility:
     def _count_by_blocks(self, device: torch.device) -> Tensor:
         counts = []
         batches = max(part.size(0) for part in (self.mask, self.key_mask, self.document_ids) if part is not None)
-        sheets = batches * (1 if self.mask is None else self.mask.size(1))
-        step = max(1, _COUNT_ELEMENTS // max(1, sheets * self.key_length))
+        matrices = batches * (1 if self.mask is None else self.mask.size(1))
+        step = max(1, _COUNT_ELEMENTS // max(1, matrices * self.key_length))
         for start in range(0, self.query_length, step):
             stop = min(start + step, self.query_length)
             low, high = self.span(start, stop)
             visible = self.block(start, stop, low, high, device)
             assert visible is not None
-            # A mask may have size 1 along queries or keys, and stands for all of them
+            # A mask of size 1 along queries or keys holds for all of them
             visible = visible.expand(*visible.shape[:2], stop - start, high - low)
             counts.append(visible.sum(-1))
         if not counts:
@@ -139,7 +138,7 @@ class Cache:
     Attributes:
         lengths: integers [B].
         page_table: integers [B, n] into pages [pages, Hk, page size, D]; None where the cache is
-            [B, Hk, most, D].
+            [B, Hk, capacity, D].
     """
 
     lengths: Tensor

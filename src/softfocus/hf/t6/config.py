@@ -52,7 +52,7 @@ class T6Config(PreTrainedConfig):
         """Called by ``strict`` when a config is made or saved.
 
         Raises:
-            ValueError: a rank below 1, or an odd head_dim, which RoPE cannot turn in pairs.
+            ValueError: a rank below 1, or an odd head_dim: RoPE rotates pairs of dimensions.
         """
         for name in ("q_rank", "k_rank", "v_rank"):
             if getattr(self, name) < 1:
