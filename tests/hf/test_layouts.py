@@ -13,10 +13,14 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     BartConfig,
+    Cohere2Config,
+    Cohere2ForCausalLM,
     DeepseekV3Config,
     DynamicCache,
     Gemma4ForCausalLM,
     Gemma4TextConfig,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     LlamaConfig,
     LlavaConfig,
     Qwen2Config,
@@ -155,15 +159,105 @@ def test_the_narrower_of_two_windows_holds(build, tokens):
     assert torch.equal(logits(model, ids), logits(single, ids))
 
 
-def smol(layers):
+def smol(layers, **changes):
     """SmolLM3 with rotary embeddings in the layers given as 1."""
     torch.manual_seed(0)
     config = SmolLM3Config(
         **SIZES | {"num_hidden_layers": len(layers)}, initializer_range=0.4, num_key_value_heads=2,
         no_rope_layers=layers,
-        pad_token_id=0, bos_token_id=None, eos_token_id=None, max_position_embeddings=64,
+        pad_token_id=0, bos_token_id=None, eos_token_id=None, max_position_embeddings=64, **changes,
     )  # fmt: skip
     return SmolLM3ForCausalLM(config).eval()
+
+
+def smol_sliding():
+    """SmolLM3 with a window of 4 and rotary embeddings in layer 0, with neither in layer 1."""
+    types = ["sliding_attention", "full_attention"]
+    return smol([1, 0], use_sliding_window=True, sliding_window=WINDOW, layer_types=types)
+
+
+def cohere_2():
+    """Cohere 2 with a window of 4 and Cohere's RoPE in layer 0, with neither in layer 1."""
+    torch.manual_seed(0)
+    config = Cohere2Config(
+        **SIZES, initializer_range=0.4, num_key_value_heads=2, sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention"],
+        rope_parameters={"rope_theta": 500_000.0, "rope_type": "default"},
+        pad_token_id=0, bos_token_id=None, eos_token_id=None, max_position_embeddings=64,
+    )  # fmt: skip
+    return Cohere2ForCausalLM(config).eval()
+
+
+def llama_4():
+    """Llama 4 with chunks of 4 and rotary embeddings in layer 0, with neither in layer 1."""
+    torch.manual_seed(0)
+    config = Llama4TextConfig(
+        **SIZES, initializer_range=0.4, num_key_value_heads=2, head_dim=8, attention_chunk_size=WINDOW,
+        no_rope_layers=[1, 0], floor_scale=4, intermediate_size_mlp=64, moe_layers=[],
+        pad_token_id=0, bos_token_id=None, eos_token_id=None, max_position_embeddings=64,
+    )  # fmt: skip
+    return Llama4ForCausalLM(config).eval()
+
+
+GLOBAL_NOPE = {
+    "smollm3": (smol_sliding, "sliding_attention"),
+    "cohere2": (cohere_2, "sliding_attention"),
+    "llama4": (llama_4, "chunked_attention"),
+}
+
+
+@pytest.mark.parametrize("family", GLOBAL_NOPE)
+def test_global_layers_without_rope_by_type_and_by_number(tokens, family):
+    make, local = GLOBAL_NOPE[family]
+    ids = tokens(2, LENGTH)
+    by_type = softfocus.hf.use(make(), {local: "softmax", "full_attention": "lssar"})
+    by_number = softfocus.hf.use(make(), {"0": "softmax", "-1": "lssar"})
+    assert softfocus.hf.layout_of(by_type) == softfocus.hf.layout_of(by_number)
+    assert str(softfocus.hf.layout_of(by_type)) == "softmax / lssar"
+    assert torch.equal(logits(by_type, ids), logits(by_number, ids))
+    other = logits(softfocus.hf.use(make(), {local: "lssar", "full_attention": "softmax"}), ids)
+    assert not torch.equal(other, logits(by_type, ids))
+    theirs = make()
+    ours = softfocus.hf.use(make(), {local: "softmax", "full_attention": "softmax"})
+    torch.testing.assert_close(logits(ours, ids), logits(theirs, ids), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("mechanism", ["softmax", "lssar"])
+def test_local_layers_and_global_ones_without_rope_are_cohere_2s(build, tokens, mechanism):
+    """The same weights: Cohere 2 is Cohere with such a layout."""
+    theirs = softfocus.hf.use(cohere_2(), mechanism)
+    layout = {"0": {"mechanism": mechanism, "window": WINDOW}, "1": {"mechanism": mechanism, "rope": 0}}
+    ours = softfocus.hf.use(build("cohere"), layout)
+    ours.load_state_dict(theirs.state_dict())
+    ids = tokens(2, LENGTH)
+    torch.testing.assert_close(logits(ours, ids), logits(theirs, ids), rtol=1e-5, atol=1e-5)
+    assert (logits(softfocus.hf.use(ours, mechanism), ids) - logits(theirs, ids)).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["local", "global"])
+@pytest.mark.parametrize("family", GLOBAL_NOPE)
+def test_groups_of_local_and_global_layers_are_separate_calls(tokens, monkeypatch, family, number):
+    """What each group of heads gets and returns is what it would in a layer of its kind alone."""
+    make, _ = GLOBAL_NOPE[family]
+    ids, calls = tokens(2, LENGTH), []
+
+    def watched(query, key, value, **kwargs):
+        out = softfocus.attention(query, key, value, **kwargs)
+        calls.append((query, key, value, out))
+        return out
+
+    monkeypatch.setattr(adapter, "attention", watched)
+    groups = [{"mechanism": "softmax", "window": 3, "heads": 2}, {"mechanism": "lssar", "heads": 2}]
+    logits(softfocus.hf.use(make(), {str(number): groups, "*": "ssmax"}), ids)
+    mixed = calls[number : number + 2]
+    for place, group in enumerate(groups):
+        calls.clear()
+        alone = {key: value for key, value in group.items() if key != "heads"}
+        logits(softfocus.hf.use(make(), {str(number): alone, "*": "ssmax"}), ids)
+        for mine, whole in zip(mixed[place], calls[number], strict=True):
+            half = whole.shape[1] // 2
+            want = whole[:, half * place : half * (place + 1)]
+            torch.testing.assert_close(mine, want, rtol=1e-6, atol=1e-6)
 
 
 def test_layers_without_rope_are_smollm3s(tokens):
@@ -353,8 +447,13 @@ SLIDING = ["full_attention", "sliding_attention", "full_attention"]
         (lambda: qwen(SLIDING), {"0": {"mechanism": "softmax", "window": 3}, "*": "lssar"}),
         (lambda: qwen(SLIDING), {"0": {"mechanism": "softmax", "window": 6}, "*": "lssar"}),
         (sharing, {"1": {"mechanism": "softmax", "window": 4}, "*": "softmax"}),
+        (smol_sliding, {"sliding_attention": "softmax", "full_attention": "lssar"}),
+        (cohere_2, {"sliding_attention": "softmax", "full_attention": "lssar"}),
+        (cohere_2, HEADS),
+        (llama_4, {"chunked_attention": "softmax", "full_attention": "lssar"}),
+        (llama_4, {"0": "lssar", "1": [{"mechanism": "softmax", "window": 3, "heads": 2}, "lssar"]}),
     ],
-    ids=["sliding 3", "sliding 6", "sharing"],
+    ids=["sliding 3", "sliding 6", "sharing", "smollm3", "cohere2", "cohere2 heads", "llama4", "llama4 heads"],
 )
 def test_caches_with_layers_of_the_models_own_kind(tokens, in_double, agree, make, layout, sizes):
     model, ids = softfocus.hf.use(make(), layout), tokens(2, LENGTH)
@@ -531,6 +630,9 @@ def test_what_cannot_be_laid_out_is_refused(build):
         softfocus.hf.use(model, HYBRID)
     with pytest.raises(ValueError, match="rope, sinks: BertSelfAttention takes no position_embeddings"):
         softfocus.hf.use(build("bert"), {"*": {"mechanism": "lssar", "rope": 0}})
+    # Its tables are complex numbers
+    with pytest.raises(ValueError, match="rope, sinks: Llama4TextAttention takes no position_embeddings"):
+        softfocus.hf.use(llama_4(), {"*": {"mechanism": "lssar", "rope": 0}})
 
 
 def test_explain(build):
