@@ -187,13 +187,13 @@ class Layout:
         return kinds_text(self.kinds)
 
     def table(self) -> str:
-        """One line for each kind of layers."""
+        """One line for each kind of layers, with what its heads learn and its initial value."""
         if self.layers is None:
-            return f"every layer: {kind_text(self.kinds[0])}"
+            return f"every layer: {kind_text(self.kinds[0], learned=True)}"
         lines = []
         for number, kind in enumerate(self.kinds):
             which = [str(layer) for layer, its in enumerate(self.layers) if its == number]
-            lines.append(f"layer{'s' * (len(which) > 1)} {', '.join(which)}: {kind_text(kind)}")
+            lines.append(f"layer{'s' * (len(which) > 1)} {', '.join(which)}: {kind_text(kind, learned=True)}")
         return "\n".join(lines)
 
 
@@ -342,9 +342,16 @@ def _fitted(groups: Layer, config: Any) -> Layer:
     return groups if len(groups) > 1 else (replace(groups[0], heads=None),)
 
 
-def kind_text(kind: Layer) -> str:
-    """The groups of heads of one kind of layers, in one line."""
-    return " + ".join(f"{group.heads}x {group}" if group.heads is not None else str(group) for group in kind)
+def kind_text(kind: Layer, *, learned: bool = False) -> str:
+    """The groups of heads of one kind of layers, in one line; if asked, what they learn."""
+    texts = []
+    for group in kind:
+        text = f"{group.heads}x {group}" if group.heads is not None else str(group)
+        if learned and group.learned:
+            starts = [f"learned {name} from {start:g}" for name, start in group.parameters]
+            text += f" ({', '.join(starts)})"
+        texts.append(text)
+    return " + ".join(texts)
 
 
 def kinds_text(kinds: Iterable[Layer]) -> str:

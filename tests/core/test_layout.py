@@ -151,6 +151,8 @@ def test_table():
     found = resolve({"0::2": {**LOCAL, "sinks": 1}, "*": {"mechanism": "lssar", "rope": 0}}, config())
     assert found.table() == "layers 0, 2: softmax[16+1]\nlayers 1, 3: lssar nope"
     assert Layout.alike(Heads(mechanism="lssar", rope=0.25)).table() == "every layer: lssar rope 0.25"
+    learning = Layout.alike(Heads(mechanism="lssar", parameters=(("power", 5),)))
+    assert (str(learning), learning.table()) == ("lssar", "every layer: lssar (learned power from 5)")
 
 
 @pytest.mark.parametrize("name", list(mechanisms()))

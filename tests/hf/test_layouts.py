@@ -17,6 +17,8 @@ from transformers import (
     Cohere2ForCausalLM,
     DeepseekV3Config,
     DynamicCache,
+    Exaone4Config,
+    Gemma3TextConfig,
     Gemma4ForCausalLM,
     Gemma4TextConfig,
     Llama4ForCausalLM,
@@ -647,6 +649,60 @@ def test_explain(build):
     assert softfocus.hf.explain(model.double()).splitlines()[1].startswith("layer 1: lssar; backend tiled (not cpu: ")
     with pytest.raises(ValueError, match="never called"):
         softfocus.hf.explain(build("llama"))
+
+
+def explained(model):
+    """The lines of explain() without the backends."""
+    return [line.rpartition("; backend")[0] for line in softfocus.hf.explain(model).splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("family", "local"), [("smollm3", "window 4"), ("cohere2", "window 4"), ("llama4", "chunks of 4")]
+)
+def test_explain_shows_the_models_own_windows_and_layers_without_rope(family, local):
+    make, _ = GLOBAL_NOPE[family]
+    own = f"the model's own: {local}"
+    apart = softfocus.hf.use(make(), {"0": {"mechanism": "softmax", "window": 3}, "1": "lssar"})
+    assert explained(apart) == [f"layer 0: softmax[3]; {own}", "layer 1: lssar; the model's own: no RoPE"]
+    alike = softfocus.hf.use(make(), "lssar")
+    assert explained(alike) == [f"every layer: lssar; {own} in layer 0, no RoPE in layer 1"]
+
+
+def test_explain_shows_windows_of_other_families(build):
+    assert explained(build("mistral", "lssar")) == ["every layer: lssar; the model's own: window 4"]
+    assert explained(build("mistral", "lssar", sliding_window=None)) == ["every layer: lssar"]
+    assert explained(softfocus.hf.use(qwen(SLIDING), "lssar")) == [
+        "every layer: lssar; the model's own: window 4 in layer 1"
+    ]
+    sizes = SIZES | {"num_hidden_layers": 4}
+    gemma = Gemma3TextConfig(**sizes, head_dim=8, num_key_value_heads=2, sliding_window=5, sliding_window_pattern=4)
+    assert explained(softfocus.hf.use(AutoModelForCausalLM.from_config(gemma), "lssar")) == [
+        "every layer: lssar; the model's own: window 5 in layers 0, 1, 2"
+    ]
+    exaone = Exaone4Config(**sizes, num_key_value_heads=2, sliding_window=5, sliding_window_pattern=4)
+    assert explained(softfocus.hf.use(AutoModelForCausalLM.from_config(exaone), "lssar")) == [
+        "every layer: lssar; the model's own: window 5 in layers 0, 1, 2, no RoPE in layer 3"
+    ]
+    for plain in ("llama", "bert", "t6"):
+        assert explained(build(plain, "lssar")) == ["every layer: lssar"]
+
+
+def test_a_layer_type_without_tables_of_rope_has_none(build):
+    """As Cohere Compass has it: a table for each layer type, None where nothing is turned."""
+    model = build("llama", "lssar", layer_types=["sliding_attention", "full_attention"])
+    model.config.rope_parameters = {"sliding_attention": {"rope_theta": 1e4}, "full_attention": None}
+    assert explained(model) == ["every layer: lssar; the model's own: no RoPE in layer 1"]
+
+
+def test_explain_shows_what_heads_learn(build):
+    groups = [{"mechanism": "ssmax", "heads": 2}, {"mechanism": "lssar", "parameters": {"power": 5, "head_scale": 2}}]
+    model = softfocus.hf.use(build("llama"), {"0": groups, "1": "lssar"})
+    ssmax, lssar = (
+        "2x ssmax (learned head_scale from 0.43)",
+        "2x lssar (learned head_scale from 2, learned power from 5)",
+    )
+    assert explained(model) == [f"layer 0: {ssmax} + {lssar}", "layer 1: lssar"]
+    assert str(softfocus.hf.layout_of(model)) == "2x ssmax + 2x lssar / lssar"  # a label of results stays as it was
 
 
 @pytest.mark.parametrize("mechanism", ["softmax", "ssmax", "sharpened(ssmax, 3)"])
