@@ -39,11 +39,16 @@ from softfocus.hf import adapter, rotary
 from softfocus.hf.adapter import attention_forward
 from softfocus.hf.config import SAVED
 
-LENGTH, WINDOW = 12, 4
+LENGTH, WINDOW, BASE = 12, 4, 50.0
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 61}
 HYBRID = {"0": {"mechanism": "softmax", "window": WINDOW}, "*": "lssar"}
 HEADS = {"*": [{"mechanism": "ssmax", "heads": 2, "window": WINDOW}, {"mechanism": "lssar", "rope": 0}]}
 PARTIAL = {"0": {"mechanism": "lssar", "rope": 0.5}, "*": [{"mechanism": "lssar", "rope": 0.25, "heads": 2}, "lssar"]}
+
+BASES = {
+    "0": {"mechanism": "lssar", "rope_base": BASE},
+    "*": [{"mechanism": "lssar", "rope": 0.5, "rope_base": 7, "heads": 2}, "lssar"],
+}
 
 
 def logits(model, *args, **kwargs):
@@ -287,8 +292,69 @@ def test_a_share_of_rope_keeps_the_highest_frequencies(build, tokens, family, sh
     assert (share == 1) == torch.equal(logits(build(family, "lssar"), ids), logits(model, ids))
 
 
+def with_base(model, **scaling):
+    """A config's rotary embedding with the base, in all layers."""
+    tables = model.config.rope_parameters
+    tables = [tables] if "rope_theta" in tables else tables.values()
+    for table in tables:
+        table.update(rope_theta=BASE, **scaling)
+    return type(model.base_model.rotary_emb)(model.config)
+
+
+def gemma_3(types=("sliding_attention", "full_attention")):
+    """Gemma 3, which has a base for each layer type."""
+    torch.manual_seed(0)
+    config = Gemma3TextConfig(
+        **SIZES, head_dim=8, num_key_value_heads=2, sliding_window=WINDOW, layer_types=list(types),
+        initializer_range=0.4, pad_token_id=0, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.mark.parametrize("family", [*ROTARY, "t6", "gemma3"])
+def test_a_base_of_rope_is_that_of_a_model_that_has_it_in_every_layer(build, tokens, family):
+    ids, make = tokens(2, LENGTH), gemma_3 if family == "gemma3" else lambda: build(family)
+    theirs = softfocus.hf.use(make(), "lssar")
+    before = logits(theirs, ids)
+    theirs.base_model.rotary_emb = with_base(theirs)
+    want = logits(theirs, ids)
+    ours = softfocus.hf.use(make(), {"*": {"mechanism": "lssar", "rope_base": BASE}})
+    assert torch.equal(logits(ours, ids), want)
+    assert not torch.equal(want, before)
+    softfocus.hf.use(ours, {"0": {"mechanism": "lssar", "rope_base": BASE}, "1": "lssar"})
+    assert not torch.equal(logits(ours, ids), want)
+    assert torch.equal(logits(softfocus.hf.use(ours, "lssar"), ids), before)
+
+
+@pytest.mark.parametrize("scaling", [{"rope_type": "dynamic", "factor": 2.0}, {"rope_type": "yarn", "factor": 2.0}])
+def test_a_base_of_rope_is_scaled_as_the_models_own(build, tokens, scaling):
+    """Beyond the length of training, where dynamic NTK changes the base, and back."""
+    theirs, ours = build("llama", "lssar", max_position_embeddings=6), build("llama", max_position_embeddings=6)
+    theirs.model.rotary_emb = with_base(theirs, **scaling)
+    ours.config.rope_parameters.update(scaling)
+    ours.model.rotary_emb = type(ours.model.rotary_emb)(ours.config)
+    softfocus.hf.use(ours, {"*": {"mechanism": "lssar", "rope_base": BASE}})
+    for length in (LENGTH, 5, LENGTH):
+        ids = tokens(1, length)
+        assert torch.equal(logits(ours, ids), logits(theirs, ids))
+
+
+def test_rotary_embeddings_are_made_once(build):
+    model = softfocus.hf.use(build("llama"), BASES)
+    others = model.model.rotary_emb._softfocus_bases
+    assert [other.base for other in others] == [BASE, 7]
+    softfocus.hf.window(model, 5)
+    assert model.model.rotary_emb._softfocus_bases is others
+    assert not [name for name in model.state_dict() if "softfocus" in name]
+
+
+@pytest.mark.parametrize(
+    ("own", "values"),
+    [([0.5, 1.0], "rope"), ([BASE, None], "rope_base"), ([7.0, BASE], "rope_base")],
+    ids=["shares", "a base", "bases"],
+)
 @pytest.mark.parametrize("family", ROTARY)
-def test_heads_of_one_layer_keep_shares_of_their_own(build, tokens, monkeypatch, family):
+def test_heads_of_one_layer_keep_rope_of_their_own(build, tokens, monkeypatch, family, own, values):
     """What reaches the attention, head by head, against models whose heads are all alike."""
     ids, seen = tokens(2, LENGTH), []
 
@@ -297,12 +363,12 @@ def test_heads_of_one_layer_keep_shares_of_their_own(build, tokens, monkeypatch,
         return softfocus.attention(query, key, value, **kwargs)
 
     monkeypatch.setattr(adapter, "attention", watched)
-    groups = [{"mechanism": "lssar", "heads": 2, "rope": 0.5}, {"mechanism": "lssar", "heads": 2}]
+    groups = [{"mechanism": "lssar", "heads": 2, values: value} for value in own]
     logits(softfocus.hf.use(build(family), {"*": groups}), ids)
     mixed = seen[:2]  # the first layer's: what comes after depends on its output
-    for number, share in enumerate((0.5, 1.0)):
+    for number, value in enumerate(own):
         seen.clear()
-        logits(softfocus.hf.use(build(family), {"*": {"mechanism": "lssar", "rope": share}}), ids)
+        logits(softfocus.hf.use(build(family), {"*": {"mechanism": "lssar", values: value}}), ids)
         for mine, whole in zip(mixed[number], seen[0], strict=True):
             half = whole.shape[1] // 2
             torch.testing.assert_close(mine, whole[:, half * number : half * (number + 1)], rtol=1e-6, atol=1e-6)
@@ -372,7 +438,7 @@ def test_groups_take_views_of_the_modules_tensors(monkeypatch):
     assert storages == [{tensor.untyped_storage().data_ptr()} for tensor in (query, key, value)]
 
 
-@pytest.mark.parametrize("layout", [HYBRID, HEADS], ids=["layers", "heads"])
+@pytest.mark.parametrize("layout", [HYBRID, HEADS, BASES], ids=["layers", "heads", "bases"])
 @pytest.mark.parametrize("sizes", [[1] * LENGTH, [5, 4, 1, 2], [9, 1, 1, 1]], ids=["tokens", "chunks", "prefill"])
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 @pytest.mark.parametrize("family", ["gpt_neox", "llama"])
@@ -566,7 +632,7 @@ def test_parameters_belong_to_the_heads_that_learn_them(build, tokens, tmp_path)
     assert not [name for name, _ in model.named_parameters() if "softfocus" in name]
 
 
-@pytest.mark.parametrize("layout", [HYBRID, HEADS, PARTIAL], ids=["layers", "heads", "partial"])
+@pytest.mark.parametrize("layout", [HYBRID, HEADS, PARTIAL, BASES], ids=["layers", "heads", "partial", "bases"])
 @pytest.mark.parametrize("family", ["gpt_neox", "llama", "glm"])
 def test_round_trip(build, tokens, tmp_path, layout, family):
     model, ids = softfocus.hf.use(build(family), layout), tokens(2, LENGTH)
@@ -584,7 +650,7 @@ def test_round_trip(build, tokens, tmp_path, layout, family):
     assert torch.equal(logits(copy.deepcopy(model), ids), logits(model, ids))
 
 
-@pytest.mark.parametrize("layout", [HYBRID, HEADS, PARTIAL], ids=["layers", "heads", "partial"])
+@pytest.mark.parametrize("layout", [HYBRID, HEADS, PARTIAL, BASES], ids=["layers", "heads", "partial", "bases"])
 @pytest.mark.parametrize("family", ["llama", "glm"])
 def test_compiled_and_checkpointed(build, tokens, layout, family):
     model, ids = softfocus.hf.use(build(family), layout), tokens(2, LENGTH)
@@ -630,11 +696,35 @@ def test_what_cannot_be_laid_out_is_refused(build):
     model.model.layers[1].self_attn.layer_idx = 0
     with pytest.raises(ValueError, match="one attention module a layer"):
         softfocus.hf.use(model, HYBRID)
-    with pytest.raises(ValueError, match="rope, sinks: BertSelfAttention takes no position_embeddings"):
+    with pytest.raises(ValueError, match="rope, rope_base, sinks: BertSelfAttention takes no position_embeddings"):
         softfocus.hf.use(build("bert"), {"*": {"mechanism": "lssar", "rope": 0}})
     # Its tables are complex numbers
-    with pytest.raises(ValueError, match="rope, sinks: Llama4TextAttention takes no position_embeddings"):
-        softfocus.hf.use(llama_4(), {"*": {"mechanism": "lssar", "rope": 0}})
+    for change in ({"rope": 0}, {"rope_base": BASE}):
+        with pytest.raises(ValueError, match="rope, rope_base, sinks: Llama4TextAttention takes no position_embedding"):
+            softfocus.hf.use(llama_4(), {"*": {"mechanism": "lssar"} | change})
+
+
+def test_bases_of_rope_that_cannot_be_set_are_refused(build):
+    based = {"mechanism": "lssar", "rope_base": BASE}
+    for make in (sharing, lambda: build("t6")):
+        with pytest.raises(ValueError, match="all heads of a layer need the same share and base"):
+            softfocus.hf.use(make(), {"*": [based | {"heads": 2}, "lssar"]})
+    model = build("llama")
+    del model.config.rope_parameters["rope_theta"]
+    with pytest.raises(ValueError, match=r"LlamaRotaryEmbedding does not take its base from config.rope_parameters"):
+        softfocus.hf.use(model, {"*": based})
+
+    class FixedRotaryEmbedding(type(model.model.rotary_emb)):
+        def __init__(self, config):
+            config.rope_parameters["rope_theta"] = 3.0
+            super().__init__(config)
+
+    model.model.rotary_emb = FixedRotaryEmbedding(model.config)
+    with pytest.raises(ValueError, match=r"FixedRotaryEmbedding does not take its base from config.rope_parameters"):
+        softfocus.hf.use(model, {"*": based})
+    model.model.rotary_emb = torch.nn.Identity()
+    with pytest.raises(ValueError, match="rope_base: LlamaForCausalLM has no rotary embedding"):
+        softfocus.hf.use(model, {"*": based})
 
 
 def test_explain(build):
@@ -675,9 +765,8 @@ def test_explain_shows_windows_of_other_families(build):
         "every layer: lssar; the model's own: window 4 in layer 1"
     ]
     sizes = SIZES | {"num_hidden_layers": 4}
-    gemma = Gemma3TextConfig(**sizes, head_dim=8, num_key_value_heads=2, sliding_window=5, sliding_window_pattern=4)
-    assert explained(softfocus.hf.use(AutoModelForCausalLM.from_config(gemma), "lssar")) == [
-        "every layer: lssar; the model's own: window 5 in layers 0, 1, 2"
+    assert explained(softfocus.hf.use(gemma_3(), "lssar")) == [
+        "every layer: lssar; the model's own: window 4 in layer 0"
     ]
     exaone = Exaone4Config(**sizes, num_key_value_heads=2, sliding_window=5, sliding_window_pattern=4)
     assert explained(softfocus.hf.use(AutoModelForCausalLM.from_config(exaone), "lssar")) == [

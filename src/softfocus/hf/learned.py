@@ -119,6 +119,13 @@ def equip(module: nn.Module) -> None:
     rotary.install(module, layer)
 
 
+def equip_all(model: nn.Module) -> None:
+    """:func:`equip` every attention module of a model, and its rotary embeddings."""
+    for module in attention_modules(model):
+        equip(module)
+    rotary.add_bases(model)
+
+
 def _initial(module: nn.Module, layer: Layer, argument: str) -> Tensor | None:
     """One value for each head that learns the argument, float32 [n]; None where no head does."""
     values = [
@@ -174,8 +181,7 @@ def install() -> None:
         # equipped already.
         if any(layout_of(config) for config in tree(self.config)):
             mark(self)
-            for module in attention_modules(self):
-                equip(module)
+            equip_all(self)
         original_post_init(self)
 
     @wraps(original_initialize)

@@ -216,6 +216,19 @@ def test_a_layout_round_trips(tmp_path: Path) -> None:
     assert load(tmp_path / "written.toml") == recipe
 
 
+def test_global_layers_may_have_a_larger_base_of_rope(tmp_path: Path) -> None:
+    layout = 'model.layout={ "0::2" = { window = 64 }, "*" = { rope_base = 500000 } }'
+    recipe = load("demo", ["model.mechanism=lssar", layout, "name=written"])
+    assert recipe.model.label == "lssar[64] / lssar base 500000"
+    (tmp_path / "written.toml").write_text(recipe.to_toml())
+    assert load(tmp_path / "written.toml") == recipe
+    rotary = models.build(recipe, 257).gpt_neox.rotary_emb
+    assert (rotary.config.rope_parameters["rope_theta"], [other.base for other in rotary._softfocus_bases]) == (
+        1e4,
+        [5e5],
+    )
+
+
 def test_a_mechanism_may_be_a_table() -> None:
     assert (
         load("demo", ['model.mechanism={ phi = "sigmoid", score_bias = "-log(N)", power = 3 }']).model.label
