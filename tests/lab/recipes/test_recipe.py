@@ -315,6 +315,62 @@ def test_a_layout_may_name_every_layer(
     assert models.label(recipe, model.config) == label
 
 
+OWN = '"0:3" = { mechanism = "softmax" }, 3 = { mechanism = "ssmax" }'
+SHARE = "train.power={ share = 0.5 }"
+APART = "model.config.num_key_value_heads=2"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            [f"model.layout={{ {OWN} }}", SHARE],
+            "train.power applies to no head: [model.layout] leaves no layer to 'lssar', and no group of heads "
+            "re-weights with a power that is not learned; leave train.power out, or correct the layout",
+        ),
+        (
+            [f"model.layout={{ {OWN} }}", "model.parameters={ power = 3.0 }"],
+            "model.parameters apply to no head: every group of heads in [model.layout] has its own; write them in the "
+            "group that is to learn them, or leave them out",
+        ),
+        (
+            [
+                'model.layout={ "*" = [{ heads = 1, parameters = { power = 2 } }, "lssa"] }',
+                "model.parameters={ power = 3 }",
+                APART,
+            ],
+            "model.parameters apply to no head",
+        ),
+        (['model.layout={ ":" = { parameters = { power = 2 } } }', SHARE], "train.power applies to no head"),
+    ],
+)
+def test_what_would_apply_to_no_head_is_refused(changes: list[str], words: str, cohere2: Callable[..., Recipe]) -> None:
+    recipe = cohere2(*changes)
+    for refuse in (lambda: models.check(recipe), lambda: models.build(recipe, 257)):
+        with pytest.raises(LabError) as caught:
+            refuse()
+        assert "\n" not in str(caught.value)
+        assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ["model.layout={ 0 = { window = 8 }, '1:' = { mechanism = 'softmax' } }", "model.parameters={ power = 3.0 }"],
+        ["model.layout={ 0 = { mechanism = 'softmax' } }", "model.parameters={ power = 3.0 }"],
+        [
+            "model.layout={ '*' = [{ heads = 1 }, { mechanism = 'softmax' }] }",
+            "model.parameters={ power = 3.0 }",
+            APART,
+        ],
+        ["model.layout={ 0 = { mechanism = 'lssar' }, '1:' = { mechanism = 'softmax' } }", SHARE],
+        ["model.layout={ 0 = { mechanism = 'softmax' } }", SHARE],
+    ],
+)
+def test_what_applies_to_some_head_is_not_refused(changes: list[str], cohere2: Callable[..., Recipe]) -> None:
+    models.check(cohere2(*changes))
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
