@@ -8,6 +8,7 @@ through JSON, and stands in config.json. :func:`resolve` makes one from what a u
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from difflib import get_close_matches
+from math import inf
 from typing import Any
 
 from softfocus.catalog import checked_parameters, learned_parameters, name_of
@@ -32,6 +33,8 @@ class Heads:
             distance to a query stays what it was there. Without a KV cache only.
         rope: share of the rotary embedding that is kept, its highest frequencies first; 1 is the
             model as it is, 0 is NoPE, between them p-RoPE (arXiv 2410.06205).
+        rope_base: base of the rotary embedding's frequencies, Transformers' ``rope_theta``; None:
+            the model's own.
         parameters: initial values of what the heads learn, by argument of
             ``softfocus.attention()``: ``head_scale``, ``power``. What the mechanism is defined with
             (SSMax's ``head_scale``) is added. Held as pairs.
@@ -45,6 +48,7 @@ class Heads:
     window: int | None = None
     sinks: int = 0
     rope: float = 1.0
+    rope_base: float | None = None
     parameters: tuple[tuple[str, float], ...] = ()
 
     def __post_init__(self) -> None:
@@ -66,6 +70,12 @@ class Heads:
                 f"rope: got {self.rope!r}, expected a share from 0 (no rotary embedding) to 1 (the model's own)"
             )
         object.__setattr__(self, "rope", float(self.rope))
+        if (base := self.rope_base) is not None:
+            if isinstance(base, bool) or not isinstance(base, int | float) or not 1 < base < inf:
+                raise ValueError(f"rope_base: got {base!r}, expected a number above 1, or None for the model's own")
+            if self.rope == 0:
+                raise ValueError(f"rope_base: got {base!r} with rope=0, which turns nothing; leave one of them out")
+            object.__setattr__(self, "rope_base", float(base))
         own = checked_parameters(algebra, dict(self.parameters))
         object.__setattr__(self, "parameters", tuple(sorted({**learned_parameters(algebra), **own}.items())))
 
@@ -97,16 +107,20 @@ class Heads:
         return cls(**{**values, "mechanism": mechanism, "parameters": tuple(parameters.items())})
 
     def __str__(self) -> str:
-        """ "lssar", "softmax[128]" with a window, "lssar nope" without RoPE."""
+        """ "lssar", "softmax[128]" with a window, "lssar nope" without RoPE, "lssar base 500000"
+        with a base of its own.
+        """
         text = name_of(self.mechanism)
         if self.window is not None:
             text += f"[{self.window}{f'+{self.sinks}' if self.sinks else ''}]"
         if self.rope < 1:
             text += " nope" if self.rope == 0 else f" rope {self.rope:g}"
+        if self.rope_base is not None:
+            text += f" base {self.rope_base:.10g}"
         return text
 
 
-_DEFAULTS: dict[str, Any] = {"heads": None, "window": None, "sinks": 0, "rope": 1.0}
+_DEFAULTS: dict[str, Any] = {"heads": None, "window": None, "sinks": 0, "rope": 1.0, "rope_base": None}
 
 Layer = tuple[Heads, ...]
 """The groups of one attention layer's heads, in the order of the heads."""
@@ -158,6 +172,11 @@ class Layout:
         return replace(self, kinds=tuple(tuple(map(change, kind)) for kind in self.kinds))
 
     @property
+    def rope_bases(self) -> tuple[float, ...]:
+        """The different bases that groups of heads name, in the order in which they come."""
+        return tuple(dict.fromkeys(group.rope_base for group in self.groups() if group.rope_base is not None))
+
+    @property
     def mechanism(self) -> Mechanism | None:
         """The mechanism that every head runs; None where they differ."""
         found = {group.mechanism for group in self.groups()}
@@ -187,13 +206,13 @@ class Layout:
         return kinds_text(self.kinds)
 
     def table(self) -> str:
-        """One line for each kind of layers."""
+        """One line for each kind of layers, with what its heads learn and its initial value."""
         if self.layers is None:
-            return f"every layer: {kind_text(self.kinds[0])}"
+            return f"every layer: {kind_text(self.kinds[0], learned=True)}"
         lines = []
         for number, kind in enumerate(self.kinds):
             which = [str(layer) for layer, its in enumerate(self.layers) if its == number]
-            lines.append(f"layer{'s' * (len(which) > 1)} {', '.join(which)}: {kind_text(kind)}")
+            lines.append(f"layer{'s' * (len(which) > 1)} {', '.join(which)}: {kind_text(kind, learned=True)}")
         return "\n".join(lines)
 
 
@@ -342,9 +361,16 @@ def _fitted(groups: Layer, config: Any) -> Layer:
     return groups if len(groups) > 1 else (replace(groups[0], heads=None),)
 
 
-def kind_text(kind: Layer) -> str:
-    """The groups of heads of one kind of layers, in one line."""
-    return " + ".join(f"{group.heads}x {group}" if group.heads is not None else str(group) for group in kind)
+def kind_text(kind: Layer, *, learned: bool = False) -> str:
+    """The groups of heads of one kind of layers, in one line; if asked, what they learn."""
+    texts = []
+    for group in kind:
+        text = f"{group.heads}x {group}" if group.heads is not None else str(group)
+        if learned and group.learned:
+            starts = [f"learned {name} from {start:g}" for name, start in group.parameters]
+            text += f" ({', '.join(starts)})"
+        texts.append(text)
+    return " + ".join(texts)
 
 
 def kinds_text(kinds: Iterable[Layer]) -> str:

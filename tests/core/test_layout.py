@@ -72,6 +72,9 @@ def test_kinds_stand_in_the_order_of_the_layers():
         ({"*": {"mechanism": "lssar", "sinks": 4}}, "sinks: got 4 with window=None"),
         ({"*": {"mechanism": "lssar", "sinks": 4, "window": 4}}, "longer than they are"),
         ({"*": {"mechanism": "lssar", "rope": 1.5}}, "rope: got 1.5, expected a share"),
+        ({"*": {"mechanism": "lssar", "rope_base": 1}}, "rope_base: got 1, expected a number above 1, or None"),
+        ({"*": {"mechanism": "lssar", "rope_base": "1e6"}}, "rope_base: got '1e6'"),
+        ({"*": {"mechanism": "lssar", "rope_base": 1e6, "rope": 0}}, "rope_base: got 1000000.0 with rope=0"),
         ({"*": {"mechanism": "lssar", "parameters": {"powr": 3.0}}}, "did you mean 'power'"),
         ({"*": {"mechanism": "lssar", "parameters": {"power": 300.0}}}, r"outside \[1, 100\]"),
         ({"*": {"mechanism": "softmax", "parameters": {"power": 3.0}}}, "does not re-weight"),
@@ -117,6 +120,7 @@ def test_models_of_several_stacks_are_refused():
     [
         Layout.alike(Heads(mechanism="lssar")),
         Layout.alike(Heads(mechanism="ssmax", window=8, sinks=2, rope=0.25)),
+        Layout.alike(Heads(mechanism="lssar", rope_base=500_000)),
         resolve({"0::2": LOCAL, "*": [{"mechanism": "ssmax", "heads": 2, "rope": 0}, "laser(lssar)"]}, config()),
         resolve({"*": {"mechanism": "lssar", "parameters": {"power": 7, "head_scale": 1}}}, config()),
     ],
@@ -151,6 +155,11 @@ def test_table():
     found = resolve({"0::2": {**LOCAL, "sinks": 1}, "*": {"mechanism": "lssar", "rope": 0}}, config())
     assert found.table() == "layers 0, 2: softmax[16+1]\nlayers 1, 3: lssar nope"
     assert Layout.alike(Heads(mechanism="lssar", rope=0.25)).table() == "every layer: lssar rope 0.25"
+    based = resolve({"3": {"mechanism": "lssar", "rope": 0.5, "rope_base": 5e5}, "*": "lssar"}, config())
+    assert based.table() == "layers 0, 1, 2: lssar\nlayer 3: lssar rope 0.5 base 500000"
+    assert based.rope_bases == (5e5,)
+    learning = Layout.alike(Heads(mechanism="lssar", parameters=(("power", 5),)))
+    assert (str(learning), learning.table()) == ("lssar", "every layer: lssar (learned power from 5)")
 
 
 @pytest.mark.parametrize("name", list(mechanisms()))

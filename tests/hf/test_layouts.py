@@ -13,10 +13,16 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     BartConfig,
+    Cohere2Config,
+    Cohere2ForCausalLM,
     DeepseekV3Config,
     DynamicCache,
+    Exaone4Config,
+    Gemma3TextConfig,
     Gemma4ForCausalLM,
     Gemma4TextConfig,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     LlamaConfig,
     LlavaConfig,
     Qwen2Config,
@@ -33,11 +39,16 @@ from softfocus.hf import adapter, rotary
 from softfocus.hf.adapter import attention_forward
 from softfocus.hf.config import SAVED
 
-LENGTH, WINDOW = 12, 4
+LENGTH, WINDOW, BASE = 12, 4, 50.0
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 61}
 HYBRID = {"0": {"mechanism": "softmax", "window": WINDOW}, "*": "lssar"}
 HEADS = {"*": [{"mechanism": "ssmax", "heads": 2, "window": WINDOW}, {"mechanism": "lssar", "rope": 0}]}
 PARTIAL = {"0": {"mechanism": "lssar", "rope": 0.5}, "*": [{"mechanism": "lssar", "rope": 0.25, "heads": 2}, "lssar"]}
+
+BASES = {
+    "0": {"mechanism": "lssar", "rope_base": BASE},
+    "*": [{"mechanism": "lssar", "rope": 0.5, "rope_base": 7, "heads": 2}, "lssar"],
+}
 
 
 def logits(model, *args, **kwargs):
@@ -155,15 +166,105 @@ def test_the_narrower_of_two_windows_holds(build, tokens):
     assert torch.equal(logits(model, ids), logits(single, ids))
 
 
-def smol(layers):
+def smol(layers, **changes):
     """SmolLM3 with rotary embeddings in the layers given as 1."""
     torch.manual_seed(0)
     config = SmolLM3Config(
         **SIZES | {"num_hidden_layers": len(layers)}, initializer_range=0.4, num_key_value_heads=2,
         no_rope_layers=layers,
-        pad_token_id=0, bos_token_id=None, eos_token_id=None, max_position_embeddings=64,
+        pad_token_id=0, bos_token_id=None, eos_token_id=None, max_position_embeddings=64, **changes,
     )  # fmt: skip
     return SmolLM3ForCausalLM(config).eval()
+
+
+def smol_sliding():
+    """SmolLM3 with a window of 4 and rotary embeddings in layer 0, with neither in layer 1."""
+    types = ["sliding_attention", "full_attention"]
+    return smol([1, 0], use_sliding_window=True, sliding_window=WINDOW, layer_types=types)
+
+
+def cohere_2():
+    """Cohere 2 with a window of 4 and Cohere's RoPE in layer 0, with neither in layer 1."""
+    torch.manual_seed(0)
+    config = Cohere2Config(
+        **SIZES, initializer_range=0.4, num_key_value_heads=2, sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention"],
+        rope_parameters={"rope_theta": 500_000.0, "rope_type": "default"},
+        pad_token_id=0, bos_token_id=None, eos_token_id=None, max_position_embeddings=64,
+    )  # fmt: skip
+    return Cohere2ForCausalLM(config).eval()
+
+
+def llama_4():
+    """Llama 4 with chunks of 4 and rotary embeddings in layer 0, with neither in layer 1."""
+    torch.manual_seed(0)
+    config = Llama4TextConfig(
+        **SIZES, initializer_range=0.4, num_key_value_heads=2, head_dim=8, attention_chunk_size=WINDOW,
+        no_rope_layers=[1, 0], floor_scale=4, intermediate_size_mlp=64, moe_layers=[],
+        pad_token_id=0, bos_token_id=None, eos_token_id=None, max_position_embeddings=64,
+    )  # fmt: skip
+    return Llama4ForCausalLM(config).eval()
+
+
+GLOBAL_NOPE = {
+    "smollm3": (smol_sliding, "sliding_attention"),
+    "cohere2": (cohere_2, "sliding_attention"),
+    "llama4": (llama_4, "chunked_attention"),
+}
+
+
+@pytest.mark.parametrize("family", GLOBAL_NOPE)
+def test_global_layers_without_rope_by_type_and_by_number(tokens, family):
+    make, local = GLOBAL_NOPE[family]
+    ids = tokens(2, LENGTH)
+    by_type = softfocus.hf.use(make(), {local: "softmax", "full_attention": "lssar"})
+    by_number = softfocus.hf.use(make(), {"0": "softmax", "-1": "lssar"})
+    assert softfocus.hf.layout_of(by_type) == softfocus.hf.layout_of(by_number)
+    assert str(softfocus.hf.layout_of(by_type)) == "softmax / lssar"
+    assert torch.equal(logits(by_type, ids), logits(by_number, ids))
+    other = logits(softfocus.hf.use(make(), {local: "lssar", "full_attention": "softmax"}), ids)
+    assert not torch.equal(other, logits(by_type, ids))
+    theirs = make()
+    ours = softfocus.hf.use(make(), {local: "softmax", "full_attention": "softmax"})
+    torch.testing.assert_close(logits(ours, ids), logits(theirs, ids), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("mechanism", ["softmax", "lssar"])
+def test_local_layers_and_global_ones_without_rope_are_cohere_2s(build, tokens, mechanism):
+    """The same weights: Cohere 2 is Cohere with such a layout."""
+    theirs = softfocus.hf.use(cohere_2(), mechanism)
+    layout = {"0": {"mechanism": mechanism, "window": WINDOW}, "1": {"mechanism": mechanism, "rope": 0}}
+    ours = softfocus.hf.use(build("cohere"), layout)
+    ours.load_state_dict(theirs.state_dict())
+    ids = tokens(2, LENGTH)
+    torch.testing.assert_close(logits(ours, ids), logits(theirs, ids), rtol=1e-5, atol=1e-5)
+    assert (logits(softfocus.hf.use(ours, mechanism), ids) - logits(theirs, ids)).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["local", "global"])
+@pytest.mark.parametrize("family", GLOBAL_NOPE)
+def test_groups_of_local_and_global_layers_are_separate_calls(tokens, monkeypatch, family, number):
+    """What each group of heads gets and returns is what it would in a layer of its kind alone."""
+    make, _ = GLOBAL_NOPE[family]
+    ids, calls = tokens(2, LENGTH), []
+
+    def watched(query, key, value, **kwargs):
+        out = softfocus.attention(query, key, value, **kwargs)
+        calls.append((query, key, value, out))
+        return out
+
+    monkeypatch.setattr(adapter, "attention", watched)
+    groups = [{"mechanism": "softmax", "window": 3, "heads": 2}, {"mechanism": "lssar", "heads": 2}]
+    logits(softfocus.hf.use(make(), {str(number): groups, "*": "ssmax"}), ids)
+    mixed = calls[number : number + 2]
+    for place, group in enumerate(groups):
+        calls.clear()
+        alone = {key: value for key, value in group.items() if key != "heads"}
+        logits(softfocus.hf.use(make(), {str(number): alone, "*": "ssmax"}), ids)
+        for mine, whole in zip(mixed[place], calls[number], strict=True):
+            half = whole.shape[1] // 2
+            want = whole[:, half * place : half * (place + 1)]
+            torch.testing.assert_close(mine, want, rtol=1e-6, atol=1e-6)
 
 
 def test_layers_without_rope_are_smollm3s(tokens):
@@ -191,8 +292,69 @@ def test_a_share_of_rope_keeps_the_highest_frequencies(build, tokens, family, sh
     assert (share == 1) == torch.equal(logits(build(family, "lssar"), ids), logits(model, ids))
 
 
+def with_base(model, **scaling):
+    """A config's rotary embedding with the base, in all layers."""
+    tables = model.config.rope_parameters
+    tables = [tables] if "rope_theta" in tables else tables.values()
+    for table in tables:
+        table.update(rope_theta=BASE, **scaling)
+    return type(model.base_model.rotary_emb)(model.config)
+
+
+def gemma_3(types=("sliding_attention", "full_attention")):
+    """Gemma 3, which has a base for each layer type."""
+    torch.manual_seed(0)
+    config = Gemma3TextConfig(
+        **SIZES, head_dim=8, num_key_value_heads=2, sliding_window=WINDOW, layer_types=list(types),
+        initializer_range=0.4, pad_token_id=0, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.mark.parametrize("family", [*ROTARY, "t6", "gemma3"])
+def test_a_base_of_rope_is_that_of_a_model_that_has_it_in_every_layer(build, tokens, family):
+    ids, make = tokens(2, LENGTH), gemma_3 if family == "gemma3" else lambda: build(family)
+    theirs = softfocus.hf.use(make(), "lssar")
+    before = logits(theirs, ids)
+    theirs.base_model.rotary_emb = with_base(theirs)
+    want = logits(theirs, ids)
+    ours = softfocus.hf.use(make(), {"*": {"mechanism": "lssar", "rope_base": BASE}})
+    assert torch.equal(logits(ours, ids), want)
+    assert not torch.equal(want, before)
+    softfocus.hf.use(ours, {"0": {"mechanism": "lssar", "rope_base": BASE}, "1": "lssar"})
+    assert not torch.equal(logits(ours, ids), want)
+    assert torch.equal(logits(softfocus.hf.use(ours, "lssar"), ids), before)
+
+
+@pytest.mark.parametrize("scaling", [{"rope_type": "dynamic", "factor": 2.0}, {"rope_type": "yarn", "factor": 2.0}])
+def test_a_base_of_rope_is_scaled_as_the_models_own(build, tokens, scaling):
+    """Beyond the length of training, where dynamic NTK changes the base, and back."""
+    theirs, ours = build("llama", "lssar", max_position_embeddings=6), build("llama", max_position_embeddings=6)
+    theirs.model.rotary_emb = with_base(theirs, **scaling)
+    ours.config.rope_parameters.update(scaling)
+    ours.model.rotary_emb = type(ours.model.rotary_emb)(ours.config)
+    softfocus.hf.use(ours, {"*": {"mechanism": "lssar", "rope_base": BASE}})
+    for length in (LENGTH, 5, LENGTH):
+        ids = tokens(1, length)
+        assert torch.equal(logits(ours, ids), logits(theirs, ids))
+
+
+def test_rotary_embeddings_are_made_once(build):
+    model = softfocus.hf.use(build("llama"), BASES)
+    others = model.model.rotary_emb._softfocus_bases
+    assert [other.base for other in others] == [BASE, 7]
+    softfocus.hf.window(model, 5)
+    assert model.model.rotary_emb._softfocus_bases is others
+    assert not [name for name in model.state_dict() if "softfocus" in name]
+
+
+@pytest.mark.parametrize(
+    ("own", "values"),
+    [([0.5, 1.0], "rope"), ([BASE, None], "rope_base"), ([7.0, BASE], "rope_base")],
+    ids=["shares", "a base", "bases"],
+)
 @pytest.mark.parametrize("family", ROTARY)
-def test_heads_of_one_layer_keep_shares_of_their_own(build, tokens, monkeypatch, family):
+def test_heads_of_one_layer_keep_rope_of_their_own(build, tokens, monkeypatch, family, own, values):
     """What reaches the attention, head by head, against models whose heads are all alike."""
     ids, seen = tokens(2, LENGTH), []
 
@@ -201,12 +363,12 @@ def test_heads_of_one_layer_keep_shares_of_their_own(build, tokens, monkeypatch,
         return softfocus.attention(query, key, value, **kwargs)
 
     monkeypatch.setattr(adapter, "attention", watched)
-    groups = [{"mechanism": "lssar", "heads": 2, "rope": 0.5}, {"mechanism": "lssar", "heads": 2}]
+    groups = [{"mechanism": "lssar", "heads": 2, values: value} for value in own]
     logits(softfocus.hf.use(build(family), {"*": groups}), ids)
     mixed = seen[:2]  # the first layer's: what comes after depends on its output
-    for number, share in enumerate((0.5, 1.0)):
+    for number, value in enumerate(own):
         seen.clear()
-        logits(softfocus.hf.use(build(family), {"*": {"mechanism": "lssar", "rope": share}}), ids)
+        logits(softfocus.hf.use(build(family), {"*": {"mechanism": "lssar", values: value}}), ids)
         for mine, whole in zip(mixed[number], seen[0], strict=True):
             half = whole.shape[1] // 2
             torch.testing.assert_close(mine, whole[:, half * number : half * (number + 1)], rtol=1e-6, atol=1e-6)
@@ -276,7 +438,7 @@ def test_groups_take_views_of_the_modules_tensors(monkeypatch):
     assert storages == [{tensor.untyped_storage().data_ptr()} for tensor in (query, key, value)]
 
 
-@pytest.mark.parametrize("layout", [HYBRID, HEADS], ids=["layers", "heads"])
+@pytest.mark.parametrize("layout", [HYBRID, HEADS, BASES], ids=["layers", "heads", "bases"])
 @pytest.mark.parametrize("sizes", [[1] * LENGTH, [5, 4, 1, 2], [9, 1, 1, 1]], ids=["tokens", "chunks", "prefill"])
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 @pytest.mark.parametrize("family", ["gpt_neox", "llama"])
@@ -353,8 +515,13 @@ SLIDING = ["full_attention", "sliding_attention", "full_attention"]
         (lambda: qwen(SLIDING), {"0": {"mechanism": "softmax", "window": 3}, "*": "lssar"}),
         (lambda: qwen(SLIDING), {"0": {"mechanism": "softmax", "window": 6}, "*": "lssar"}),
         (sharing, {"1": {"mechanism": "softmax", "window": 4}, "*": "softmax"}),
+        (smol_sliding, {"sliding_attention": "softmax", "full_attention": "lssar"}),
+        (cohere_2, {"sliding_attention": "softmax", "full_attention": "lssar"}),
+        (cohere_2, HEADS),
+        (llama_4, {"chunked_attention": "softmax", "full_attention": "lssar"}),
+        (llama_4, {"0": "lssar", "1": [{"mechanism": "softmax", "window": 3, "heads": 2}, "lssar"]}),
     ],
-    ids=["sliding 3", "sliding 6", "sharing"],
+    ids=["sliding 3", "sliding 6", "sharing", "smollm3", "cohere2", "cohere2 heads", "llama4", "llama4 heads"],
 )
 def test_caches_with_layers_of_the_models_own_kind(tokens, in_double, agree, make, layout, sizes):
     model, ids = softfocus.hf.use(make(), layout), tokens(2, LENGTH)
@@ -465,7 +632,7 @@ def test_parameters_belong_to_the_heads_that_learn_them(build, tokens, tmp_path)
     assert not [name for name, _ in model.named_parameters() if "softfocus" in name]
 
 
-@pytest.mark.parametrize("layout", [HYBRID, HEADS, PARTIAL], ids=["layers", "heads", "partial"])
+@pytest.mark.parametrize("layout", [HYBRID, HEADS, PARTIAL, BASES], ids=["layers", "heads", "partial", "bases"])
 @pytest.mark.parametrize("family", ["gpt_neox", "llama", "glm"])
 def test_round_trip(build, tokens, tmp_path, layout, family):
     model, ids = softfocus.hf.use(build(family), layout), tokens(2, LENGTH)
@@ -483,7 +650,7 @@ def test_round_trip(build, tokens, tmp_path, layout, family):
     assert torch.equal(logits(copy.deepcopy(model), ids), logits(model, ids))
 
 
-@pytest.mark.parametrize("layout", [HYBRID, HEADS, PARTIAL], ids=["layers", "heads", "partial"])
+@pytest.mark.parametrize("layout", [HYBRID, HEADS, PARTIAL, BASES], ids=["layers", "heads", "partial", "bases"])
 @pytest.mark.parametrize("family", ["llama", "glm"])
 def test_compiled_and_checkpointed(build, tokens, layout, family):
     model, ids = softfocus.hf.use(build(family), layout), tokens(2, LENGTH)
@@ -529,8 +696,35 @@ def test_what_cannot_be_laid_out_is_refused(build):
     model.model.layers[1].self_attn.layer_idx = 0
     with pytest.raises(ValueError, match="one attention module a layer"):
         softfocus.hf.use(model, HYBRID)
-    with pytest.raises(ValueError, match="rope, sinks: BertSelfAttention takes no position_embeddings"):
+    with pytest.raises(ValueError, match="rope, rope_base, sinks: BertSelfAttention takes no position_embeddings"):
         softfocus.hf.use(build("bert"), {"*": {"mechanism": "lssar", "rope": 0}})
+    # Its tables are complex numbers
+    for change in ({"rope": 0}, {"rope_base": BASE}):
+        with pytest.raises(ValueError, match="rope, rope_base, sinks: Llama4TextAttention takes no position_embedding"):
+            softfocus.hf.use(llama_4(), {"*": {"mechanism": "lssar"} | change})
+
+
+def test_bases_of_rope_that_cannot_be_set_are_refused(build):
+    based = {"mechanism": "lssar", "rope_base": BASE}
+    for make in (sharing, lambda: build("t6")):
+        with pytest.raises(ValueError, match="all heads of a layer need the same share and base"):
+            softfocus.hf.use(make(), {"*": [based | {"heads": 2}, "lssar"]})
+    model = build("llama")
+    del model.config.rope_parameters["rope_theta"]
+    with pytest.raises(ValueError, match=r"LlamaRotaryEmbedding does not take its base from config.rope_parameters"):
+        softfocus.hf.use(model, {"*": based})
+
+    class FixedRotaryEmbedding(type(model.model.rotary_emb)):
+        def __init__(self, config):
+            config.rope_parameters["rope_theta"] = 3.0
+            super().__init__(config)
+
+    model.model.rotary_emb = FixedRotaryEmbedding(model.config)
+    with pytest.raises(ValueError, match=r"FixedRotaryEmbedding does not take its base from config.rope_parameters"):
+        softfocus.hf.use(model, {"*": based})
+    model.model.rotary_emb = torch.nn.Identity()
+    with pytest.raises(ValueError, match="rope_base: LlamaForCausalLM has no rotary embedding"):
+        softfocus.hf.use(model, {"*": based})
 
 
 def test_explain(build):
@@ -545,6 +739,59 @@ def test_explain(build):
     assert softfocus.hf.explain(model.double()).splitlines()[1].startswith("layer 1: lssar; backend tiled (not cpu: ")
     with pytest.raises(ValueError, match="never called"):
         softfocus.hf.explain(build("llama"))
+
+
+def explained(model):
+    """The lines of explain() without the backends."""
+    return [line.rpartition("; backend")[0] for line in softfocus.hf.explain(model).splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("family", "local"), [("smollm3", "window 4"), ("cohere2", "window 4"), ("llama4", "chunks of 4")]
+)
+def test_explain_shows_the_models_own_windows_and_layers_without_rope(family, local):
+    make, _ = GLOBAL_NOPE[family]
+    own = f"the model's own: {local}"
+    apart = softfocus.hf.use(make(), {"0": {"mechanism": "softmax", "window": 3}, "1": "lssar"})
+    assert explained(apart) == [f"layer 0: softmax[3]; {own}", "layer 1: lssar; the model's own: no RoPE"]
+    alike = softfocus.hf.use(make(), "lssar")
+    assert explained(alike) == [f"every layer: lssar; {own} in layer 0, no RoPE in layer 1"]
+
+
+def test_explain_shows_windows_of_other_families(build):
+    assert explained(build("mistral", "lssar")) == ["every layer: lssar; the model's own: window 4"]
+    assert explained(build("mistral", "lssar", sliding_window=None)) == ["every layer: lssar"]
+    assert explained(softfocus.hf.use(qwen(SLIDING), "lssar")) == [
+        "every layer: lssar; the model's own: window 4 in layer 1"
+    ]
+    sizes = SIZES | {"num_hidden_layers": 4}
+    assert explained(softfocus.hf.use(gemma_3(), "lssar")) == [
+        "every layer: lssar; the model's own: window 4 in layer 0"
+    ]
+    exaone = Exaone4Config(**sizes, num_key_value_heads=2, sliding_window=5, sliding_window_pattern=4)
+    assert explained(softfocus.hf.use(AutoModelForCausalLM.from_config(exaone), "lssar")) == [
+        "every layer: lssar; the model's own: window 5 in layers 0, 1, 2, no RoPE in layer 3"
+    ]
+    for plain in ("llama", "bert", "t6"):
+        assert explained(build(plain, "lssar")) == ["every layer: lssar"]
+
+
+def test_a_layer_type_without_tables_of_rope_has_none(build):
+    """As Cohere Compass has it: a table for each layer type, None where nothing is turned."""
+    model = build("llama", "lssar", layer_types=["sliding_attention", "full_attention"])
+    model.config.rope_parameters = {"sliding_attention": {"rope_theta": 1e4}, "full_attention": None}
+    assert explained(model) == ["every layer: lssar; the model's own: no RoPE in layer 1"]
+
+
+def test_explain_shows_what_heads_learn(build):
+    groups = [{"mechanism": "ssmax", "heads": 2}, {"mechanism": "lssar", "parameters": {"power": 5, "head_scale": 2}}]
+    model = softfocus.hf.use(build("llama"), {"0": groups, "1": "lssar"})
+    ssmax, lssar = (
+        "2x ssmax (learned head_scale from 0.43)",
+        "2x lssar (learned head_scale from 2, learned power from 5)",
+    )
+    assert explained(model) == [f"layer 0: {ssmax} + {lssar}", "layer 1: lssar"]
+    assert str(softfocus.hf.layout_of(model)) == "2x ssmax + 2x lssar / lssar"  # a label of results stays as it was
 
 
 @pytest.mark.parametrize("mechanism", ["softmax", "ssmax", "sharpened(ssmax, 3)"])

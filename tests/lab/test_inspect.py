@@ -298,6 +298,37 @@ def test_what_cannot_be_inspected(runs: dict[str, Path], tmp_path: Path) -> None
     assert "has no model" in refused(copy)
 
 
+def test_what_heads_have_learned_is_shown(
+    runs: dict[str, Path], looked: tuple[Inspections, Path], tiny: Path, tmp_path: Path
+) -> None:
+    """A head with a scale of its own beside one with a power and a scale, against the model's own
+    parameters.
+    """
+    layout = (
+        'model.layout={ "*" = [{ mechanism = "ssmax", heads = 1 }, '
+        '{ mechanism = "lssar", parameters = { power = 5, head_scale = 2 } }] }'
+    )
+    train(load(tiny, [layout]), tmp_path / "run")
+    found = inspect(tmp_path / "run", [32], tokens=64)
+    parameters = dict(models.load(tmp_path / "run").named_parameters())
+    scales, powers = (parameters[f"gpt_neox.layers.0.attention.softfocus_{name}"] for name in ("head_scale", "power"))
+    learned = [{one.argument: (one.start, one.values) for one in group.learned} for group in found[0].heads]
+    assert learned == [
+        {"head_scale": (0.43, [scales[0].item()])},
+        {"head_scale": (2, [scales[1].item()]), "power": (5, [powers[0].item()])},
+    ]
+    assert powers[0] != 5
+    result, paths = report.write([found, inspect(runs["softmax"], [32], tokens=64)], tmp_path / "look")
+    assert read(paths[0]) == result
+    shown = re.findall(r"<tr><th scope=\"row\">(\w+)</th><td>0</td>(.*?)</tr>", paths[1].read_text())
+    cells = {name: re.findall(r"<td>(.*?)</td>", rest) for name, rest in shown}
+    assert cells == {
+        "head_scale": ["0.43, 2", f"{scales[0]:.3f}", f"{scales[1]:.3f}"],
+        "power": ["5", "", f"{powers[0]:.3f}"],
+    }
+    assert "have learned" not in (looked[1] / "inspect.html").read_text()
+
+
 def status(arguments: list[str]) -> int:
     with pytest.raises(SystemExit) as caught:
         main(arguments)

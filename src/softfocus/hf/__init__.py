@@ -133,8 +133,7 @@ def use(target: Target, mechanism: str | Mechanism | Mapping[Any, Any] | Layout,
             module._parameters.pop(name, None)
     _write(target, layout)
     mark(target)
-    for module in modules:
-        _learned.equip(module)
+    _learned.equip_all(target)
     return target
 
 
@@ -194,8 +193,7 @@ def assign(target: PreTrainedModel | PreTrainedConfig, layout: Layout) -> None:
     _write(target, layout)
     if isinstance(target, PreTrainedModel):
         mark(target)
-        for module in _learned.attention_modules(target):
-            _learned.equip(module)
+        _learned.equip_all(target)
 
 
 def explain(model: PreTrainedModel) -> str:

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from softfocus.functional import explain
 from softfocus.hf.config import layer_of
 from softfocus.hf.learned import attention_modules, heads
+from softfocus.hf.own import own
 from softfocus.layout import Heads, Layout
 
 _LENGTH = 128
@@ -16,13 +17,29 @@ _FUSED = {"cpu": "cpu", "cuda": "triton"}
 
 
 def table(model: PreTrainedModel, layout: Layout) -> str:
-    """The layout's table, with the backend behind each kind of layers."""
+    """The layout's table, with what the model itself does in each kind of layers, and the backend
+    behind it.
+    """
     modules = [(module, layer_of(module)) for module in attention_modules(model)]
     lines = []
     for line, kind in zip(layout.table().splitlines(), layout.kinds, strict=True):
-        found = {_backend(module, group): None for module, layer in modules if layer == kind for group in kind}
-        lines.append(f"{line}; backend {' + '.join(found)}")
+        alike = [module for module, layer in modules if layer == kind]
+        found = {_backend(module, group): None for module in alike for group in kind}
+        lines.append(f"{line}{_own(alike)}; backend {' + '.join(found)}")
     return "\n".join(lines)
+
+
+def _own(modules: list[nn.Module]) -> str:
+    """What the model's own code does in layers of one kind, by number where they differ."""
+    where: dict[str, list[str]] = {}
+    for module in modules:
+        for text in own(module):
+            where.setdefault(text, []).append(str(getattr(module, "layer_idx", "?")))
+    texts = [
+        text if len(layers) == len(modules) else f"{text} in layer{'s' * (len(layers) > 1)} {', '.join(layers)}"
+        for text, layers in where.items()
+    ]
+    return f"; the model's own: {', '.join(texts)}" if texts else ""
 
 
 def _backend(module: nn.Module, group: Heads) -> str:

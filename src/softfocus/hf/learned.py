@@ -28,7 +28,7 @@ _SOFTMAX = re.compile(r"softmax\(|Softmax\(|scaled_dot_product_attention\(|multi
 
 
 @cache
-def _source(kind: Any) -> str:
+def source(kind: Any) -> str:
     """The source of a class and its bases below ``nn.Module``; empty where there is none to
     read.
     """
@@ -44,7 +44,7 @@ def _source(kind: Any) -> str:
 
 
 def _dispatches(kind: Any) -> bool:
-    return "ALL_ATTENTION_FUNCTIONS" in _source(kind)
+    return "ALL_ATTENTION_FUNCTIONS" in source(kind)
 
 
 def attention_modules(model: nn.Module) -> Iterator[nn.Module]:
@@ -66,7 +66,7 @@ def keeps_softmax(model: nn.Module) -> list[str]:
     """
     kinds: set[Any] = {type(module) for module in model.modules()}
     attention = [kind for kind in kinds if re.search(r"Att(entio)?n", kind.__name__) and not _dispatches(kind)]
-    return sorted(kind.__name__ for kind in attention if _SOFTMAX.search(_source(kind)))
+    return sorted(kind.__name__ for kind in attention if _SOFTMAX.search(source(kind)))
 
 
 def counts_hidden_keys(model: nn.Module) -> list[str]:
@@ -76,7 +76,7 @@ def counts_hidden_keys(model: nn.Module) -> list[str]:
     Swin's. So few below 0 may also be a position bias, so that no line tells them apart.
     """
     kinds: set[Any] = {type(module) for module in model.modules() if any(attention_modules(module))}
-    return sorted(kind.__name__ for kind in kinds if re.search(r"mask\.masked_fill\([^)]*, -100\.0\)", _source(kind)))
+    return sorted(kind.__name__ for kind in kinds if re.search(r"mask\.masked_fill\([^)]*, -100\.0\)", source(kind)))
 
 
 def heads(module: nn.Module) -> int:
@@ -117,6 +117,13 @@ def equip(module: nn.Module) -> None:
             weight = next((p for p in module.parameters() if p.is_floating_point()), torch.empty(0))
             module.register_parameter(name, nn.Parameter(initial.to(weight.device, weight.dtype)))
     rotary.install(module, layer)
+
+
+def equip_all(model: nn.Module) -> None:
+    """:func:`equip` every attention module of a model, and its rotary embeddings."""
+    for module in attention_modules(model):
+        equip(module)
+    rotary.add_bases(model)
 
 
 def _initial(module: nn.Module, layer: Layer, argument: str) -> Tensor | None:
@@ -174,8 +181,7 @@ def install() -> None:
         # equipped already.
         if any(layout_of(config) for config in tree(self.config)):
             mark(self)
-            for module in attention_modules(self):
-                equip(module)
+            equip_all(self)
         original_post_init(self)
 
     @wraps(original_initialize)

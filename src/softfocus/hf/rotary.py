@@ -1,13 +1,17 @@
-"""The share of a model's rotary embedding that each group of heads keeps, and the positions of
-attention sinks.
+"""The share of a model's rotary embedding that each group of heads keeps, its base, and the
+positions of attention sinks.
 
 Transformers' models compute (cos, sin) once, hand them to every attention module as
 ``position_embeddings``, and turn queries and keys by the modeling file's own
 ``apply_rotary_pos_emb``. A hook before the module's forward changes the tables: where cos is 1 and
 sin is 0 nothing is turned. Tables that differ from head to head have a dimension more, which that
 function does not know, so it is wrapped once for each modeling file.
+
+Other bases need the positions, which only the model's rotary embedding gets. It makes the tables of
+all bases, one after another in the batch's dimension, and the hook picks each group's own.
 """
 
+import copy
 import inspect
 import sys
 from functools import wraps
@@ -15,12 +19,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
-from softfocus.hf.config import layer_of
-from softfocus.layout import Layer
+from softfocus.hf.config import layer_of, layout_of
+from softfocus.layout import Heads, Layer
 
 _TABLES = "position_embeddings"
 _FUNCTION = "apply_rotary_pos_emb"
+_OTHERS = "_softfocus_bases"
+"""The rotary embeddings of a layout's other bases, inside the model's own."""
 
 
 class _Form(NamedTuple):
@@ -40,51 +47,129 @@ class _Form(NamedTuple):
 
 
 def install(module: nn.Module, layer: Layer) -> None:
-    """Make an attention module turn only what its groups of heads keep of the rotary embedding.
+    """Make an attention module turn only what its groups of heads keep of the rotary embedding, and
+    with their bases.
 
     Raises:
         ValueError: the architecture has no rotary embedding, or one of another form.
     """
     partial = [group for group in layer if group.rope < 1]
-    if not partial and not any(group.sinks for group in layer):
+    if not partial and not any(group.sinks for group in layer) and not _bases(module):
         return  # a hook of an earlier layout finds nothing to do
     kind, modeling = type(module).__name__, sys.modules[type(module).__module__]
     if _TABLES not in inspect.signature(module.forward).parameters or not hasattr(modeling, _FUNCTION):
         raise ValueError(
-            f"rope, sinks: {kind} takes no {_TABLES} (cos, sin), so softfocus cannot change its rotary "
-            "embedding; leave out rope and sinks, or take an architecture such as GPT-NeoX, Llama or Qwen3"
+            f"rope, rope_base, sinks: {kind} takes no {_TABLES} (cos, sin), so softfocus cannot change its rotary "
+            "embedding; leave them out, or take an architecture such as GPT-NeoX, Llama or Qwen3"
         )
     if any(group.rope > 0 for group in partial) or any(group.sinks for group in layer):
         module._softfocus_form = _form(module, modeling)  # type: ignore[assignment]
     function = getattr(modeling, _FUNCTION)
-    if len({group.rope for group in layer}) > 1 and not hasattr(function, "_softfocus"):
+    if len({_turned(group) for group in layer}) > 1 and not hasattr(function, "_softfocus"):
         if not _takes_two(function):
-            raise ValueError(f"rope: {kind} turns queries and keys apart, so all heads of a layer need the same share")
+            raise ValueError(
+                f"rope: {kind} turns queries and keys apart, so all heads of a layer need the same share and base"
+            )
         setattr(modeling, _FUNCTION, _by_head(function))
     if _change_tables not in module._forward_pre_hooks.values():
         module.register_forward_pre_hook(_change_tables, with_kwargs=True)
 
 
+def add_bases(model: nn.Module) -> None:
+    """Make the rotary embeddings of a model compute tables for every base of its layout, and for no
+    other.
+
+    Raises:
+        ValueError: there is none, or it takes no base from its config.
+    """
+    found = [
+        module
+        for name, module in model.named_modules()
+        if "RotaryEmbedding" in type(module).__name__
+        and isinstance(getattr(module, "config", None), PreTrainedConfig)
+        and _OTHERS not in name
+    ]
+    for rotary in found:
+        bases = _bases(rotary)
+        if bases == tuple(other.base for other in getattr(rotary, _OTHERS, ())):
+            continue  # as after a change of windows or powers
+        setattr(rotary, _OTHERS, nn.ModuleList(_with_base(rotary, base) for base in bases))
+        if _append_tables not in rotary._forward_hooks.values():
+            rotary.register_forward_hook(_append_tables, with_kwargs=True)
+    if not found and any(_bases(module) for module in model.modules() if hasattr(module, "config")):
+        raise ValueError(f"rope_base: {type(model).__name__} has no rotary embedding; leave it out")
+
+
+def _with_base(rotary: nn.Module, base: float) -> nn.Module:
+    """The same rotary embedding with another base, which its scaling (NTK, YaRN) starts from."""
+    config: Any = copy.deepcopy(rotary.config)
+    parameters = getattr(config, "rope_parameters", None) or {}
+    # Some architectures hold one table for each layer type, and None for layers without RoPE
+    tables = [parameters] if "rope_theta" in parameters else [t for t in parameters.values() if isinstance(t, dict)]
+    kind: Any = type(rotary)
+    refusal = f"rope_base: {kind.__name__} does not take its base from config.rope_parameters; leave it out"
+    own = {table.get("rope_theta") for table in tables}
+    if not own or None in own:
+        raise ValueError(refusal)
+    for table in tables:
+        table["rope_theta"] = base
+    other: nn.Module = kind(config)
+    pairs = list(zip(rotary.buffers(), other.buffers(), strict=True))
+    if own != {base} and all(not a.is_meta and torch.equal(a, b.to(a)) for a, b in pairs):
+        raise ValueError(refusal)
+    other.to(pairs[0][0].device)
+    other.base = base  # type: ignore[assignment]
+    return other
+
+
+def _append_tables(rotary: nn.Module, args: Any, kwargs: dict[str, Any], own: Any) -> Any:
+    """(cos, sin), each [(1 + other bases) B, L, rotary dimensions]."""
+    others: Any = getattr(rotary, _OTHERS)
+    return (
+        tuple(map(torch.cat, zip(own, *(other(*args, **kwargs) for other in others), strict=True))) if others else own
+    )
+
+
+def _bases(module: Any) -> tuple[float, ...]:
+    layout = layout_of(module.config)
+    return () if layout is None else layout.rope_bases
+
+
+def _turned(group: Heads) -> tuple[float, float | None]:
+    return group.rope, group.rope_base
+
+
 def _change_tables(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
     layer = layer_of(module) or ()
-    shares = [group.rope for group in layer]
-    sinks = any(group.sinks for group in layer)
-    if all(share == 1 for share in shares) and not sinks:
+    sinks, bases = any(group.sinks for group in layer), _bases(module)
+    if all(group.rope == 1 for group in layer) and not sinks and not bases:
         return None
     given = kwargs.get(_TABLES)
     if not (isinstance(given, tuple) and len(given) == 2 and all(isinstance(x, Tensor) for x in given)):
-        raise ValueError(f"{type(module).__name__} got no {_TABLES} (cos, sin) by name, which rope and sinks need")
-    cos, sin = given  # [B, L, rotary dimensions]
-    if len(set(shares)) == 1:
-        kept = _kept(module, shares[0], cos)  # [rotary dimensions]
-    else:
-        rows = [_kept(module, group.rope, cos).expand(group.heads or 1, -1) for group in layer]
-        kept = torch.cat(rows)[:, None]  # [H, 1, rotary dimensions]
-        cos, sin = cos[:, None], sin[:, None]
-    tables = torch.where(kept, cos, 1.0), torch.where(kept, sin, 0.0)  # [B, (H,) L, rotary dimensions]
+        raise ValueError(
+            f"{type(module).__name__} got no {_TABLES} (cos, sin) by name, which rope, rope_base and sinks need"
+        )
+    # By base, each (cos, sin) of [B, L, rotary dimensions]
+    by_base = dict(
+        zip((None, *bases), zip(*(table.chunk(1 + len(bases)) for table in given), strict=True), strict=True)
+    )
+    tables = _share(module, layer[0], by_base)
+    if len({_turned(group) for group in layer}) > 1:
+        columns = zip(*(_share(module, group, by_base) for group in layer), strict=True)
+        tables = tuple(  # [B, H, L, rotary dimensions]
+            torch.cat([x[:, None].expand(-1, group.heads or 1, -1, -1) for x, group in zip(xs, layer, strict=True)], 1)
+            for xs in columns
+        )
     if sinks:
         module._softfocus_tables = tables  # type: ignore[assignment]
     return args, kwargs | {_TABLES: tables}
+
+
+def _share(module: nn.Module, group: Heads, by_base: dict[float | None, tuple[Tensor, Tensor]]) -> tuple[Tensor, ...]:
+    """The tables (cos, sin) of one group of heads, [B, L, rotary dimensions]."""
+    cos, sin = by_base[group.rope_base]
+    kept = _kept(module, group.rope, cos)  # [rotary dimensions]
+    return torch.where(kept, cos, 1.0), torch.where(kept, sin, 0.0)
 
 
 def _kept(module: nn.Module, share: float, cos: Tensor) -> Tensor:

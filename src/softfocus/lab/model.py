@@ -66,7 +66,7 @@ def check(recipe: Recipe) -> None:
     Raises:
         LabError: as :func:`build`.
     """
-    _layout(recipe.model, build_config(recipe, recipe.model.config.get("vocab_size", 2)))
+    _layout(recipe, build_config(recipe, recipe.model.config.get("vocab_size", 2)))
 
 
 def _auto(kind: Kind) -> Any:
@@ -301,24 +301,47 @@ def _lays_out_all(table: ModelTable, config: Any) -> bool:
     return bool(table.layout) and REST not in table.layout and chooses_all(table.layout, config)
 
 
-def _layout(table: ModelTable, config: Any) -> Layout:
+def _layout(recipe: Recipe, config: Any) -> Layout:
+    table = recipe.model
     if not table.layout:
         return Layout.alike(table.groups[0][0])  # all attention is alike, numbered layers or not
     try:
         spec = table.spec
         if _lays_out_all(table, config):
             del spec[REST]
-        return resolve(spec, config)
+        layout = resolve(spec, config)
     except (TypeError, ValueError) as error:
         raise LabError(
             f"[model.layout] does not fit {table.architecture!r}: {first_line(error).removeprefix('layout: ')}",
             "correct it in the recipe or with --set, or choose another model.architecture",
         ) from error
+    written = [value for key, value in ({REST: {}} | table.layout).items() if key in spec]
+    if table.parameters and not any(map(_takes_parameters, written)):
+        raise LabError(
+            "model.parameters apply to no head: every group of heads in [model.layout] has its own",
+            "write them in the group that is to learn them, or leave them out",
+        )
+    if recipe.train.power is not None and not any(
+        group.mechanism.power and "power" not in group.learned for group in layout.groups()
+    ):
+        raise LabError(
+            f"train.power applies to no head: [model.layout] leaves no layer to {table.mechanism!r}, and no group of "
+            "heads re-weights with a power that is not learned",
+            "leave train.power out, or correct the layout",
+        )
+    return layout
+
+
+def _takes_parameters(value: Any) -> bool:
+    """Whether some group of heads in a layout's value learns the model's own parameters."""
+    if isinstance(value, list):
+        return any(map(_takes_parameters, value))
+    return isinstance(value, dict) and not {"mechanism", "parameters"} & value.keys()
 
 
 def _use(model: Any, recipe: Recipe) -> Any:
     table = recipe.model
-    layout = _layout(table, model.config)
+    layout = _layout(recipe, model.config)
     try:
         softfocus.hf.use(model, layout)
     except (TypeError, ValueError) as error:

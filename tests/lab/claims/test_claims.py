@@ -34,7 +34,7 @@ from softfocus.lab.recipes import loading
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.run_folder.files import load_run
 from softfocus.lab.run_folder.results import WRONG, Bucket, default_settings, json_text
-from softfocus.lab.studies import fits
+from softfocus.lab.studies import fits, study
 from softfocus.lab.train.run import train
 from softfocus.lab.train.trainer import WindowTrainer
 
@@ -51,6 +51,18 @@ def distinct(scale: Any) -> list[Recipe]:
         for recipe in recipes(claims.load(name), scale, [0])
     }
     return list(rows.values())
+
+
+def rows_of_studies(others: Sequence[Recipe]) -> list[Recipe]:
+    """Every row of every shipped study whose model is not that of another row or recipe."""
+    seen = {(recipe.data.kind, recipe.model.model_dump_json()) for recipe in others}
+    found = []
+    for name in study.shipped():
+        for recipe in study.recipes(*study.load(name), seeds=[0]):
+            key = recipe.data.kind, recipe.model.model_dump_json()
+            found += [] if key in seen else [recipe]
+            seen.add(key)
+    return found
 
 
 # What is shipped
@@ -91,12 +103,14 @@ def test_every_row_builds_at_every_scale(scale: Any) -> None:
 
 @pytest.mark.parametrize("large", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_every_row_and_recipe_trains_two_steps(large: bool) -> None:
-    """Every row at the scale `toy`, and every shipped recipe that test_recall.py does not train:
-    with up to 20 million parameters, and with more.
+    """Every row at the scale `toy`, every shipped recipe that test_recall.py does not train, and
+    every row of a study with another model: with up to 20 million parameters, and with more.
     """
-    shipped = [recipe for name in loading.shipped() if (recipe := loading.load(name)).data.kind != "task"]
+    recipes_of_all = [loading.load(name) for name in loading.shipped()]
+    shipped = [recipe for recipe in recipes_of_all if recipe.data.kind != "task"]
+    rows = distinct("toy")
     trained = []
-    for recipe in [*distinct("toy"), *shipped]:
+    for recipe in [*rows, *shipped, *rows_of_studies([*rows, *recipes_of_all])]:
         torch.manual_seed(0)
         with torch.device("meta"):
             size = sum(
@@ -105,7 +119,7 @@ def test_every_row_and_recipe_trains_two_steps(large: bool) -> None:
         if (size > 20e6) is not large:
             continue
         kind = recipe.data.kind
-        if kind in ("text", "masked"):
+        if kind in ("text", "task", "masked"):
             vocabulary, tokens = 257, torch.randint(257, (2, 17))
             batch = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
         else:
@@ -128,6 +142,7 @@ def test_every_row_and_recipe_trains_two_steps(large: bool) -> None:
         assert losses[-1] < losses[0], recipe.name
         trained.append(recipe.name)
     assert ("gpt2-124m-lssar" in trained) is large
+    assert ("base-100000-s0" in trained) is not large  # of the study layout-trials
 
 
 def test_tests_that_claims_cite_exist() -> None:

@@ -74,6 +74,11 @@ class TestOneMean:
 
 
 class TestPairing:
+    def test_a_difference_says_by_what_it_is_paired(self) -> None:
+        one, other = (by_document(losses) for losses in random(2).normal(3, 1, (2, 20, 5)))
+        paired, apart = difference([(0, one)], [(0, other)]), difference([(0, one)], [(1, Mean(1.0, 0.1))])
+        assert (paired.by_document, paired.by_seed, apart.by_document, apart.by_seed) == (True, True, False, False)
+
     def test_over_the_same_documents_the_error_is_that_of_the_differences(self) -> None:
         first, second = random(2).normal(3, 1, (2, 20, 5))
         found = by_document(first) - by_document(second)
@@ -169,6 +174,7 @@ class TestSeeds:
         first, second = [1.0, 2.0, 3.0], [0.5, 1.7, 2.4]
         found = difference(self.exact(*first), self.exact(*second))
         assert found.standard_error == pytest.approx(ordinary(np.subtract(first, second)))
+        assert found.by_seed
         turned = difference(self.exact(*first), self.exact(*second)[::-1])
         assert turned.standard_error == pytest.approx(found.standard_error), "whatever their order"
 
@@ -179,6 +185,22 @@ class TestSeeds:
             self.exact(*first), [(seed, Mean(value, 0.0)) for seed, value in zip(seeds, second, strict=True)]
         )
         assert found.standard_error == pytest.approx(math.hypot(ordinary(first), ordinary(second)))
+        assert not found.by_seed
+
+    @pytest.mark.parametrize(("correlation", "better"), [(0.2, "all"), (0.8, "common")])
+    def test_all_trainings_or_the_seeds_that_both_have(self, correlation: float, better: str) -> None:
+        """Eight seeds against four of these: which difference is nearer the truth, 0, depends on
+        how far the losses of one seed correlate. The error that is given covers it either way.
+        """
+        rng, errors, sure = random(12), np.empty((4000, 2)), 0
+        for row in errors:
+            first, second = rng.multivariate_normal([1, 1], 4e-4 * np.array([[1, correlation], [correlation, 1]]), 8).T
+            found = difference(self.exact(*first), self.exact(*second[:4]))
+            row[:] = found.value, (first - second)[:4].mean()
+            sure += found.sure
+        every, common = errors.std(0)
+        assert ("all" if every < common else "common") == better
+        assert sure / 4000 < 0.06
 
     def test_both_sources_add_up(self) -> None:
         documents, values = 0.3, [1.0, 1.8]

@@ -216,6 +216,19 @@ def test_a_layout_round_trips(tmp_path: Path) -> None:
     assert load(tmp_path / "written.toml") == recipe
 
 
+def test_global_layers_may_have_a_larger_base_of_rope(tmp_path: Path) -> None:
+    layout = 'model.layout={ "0::2" = { window = 64 }, "*" = { rope_base = 500000 } }'
+    recipe = load("demo", ["model.mechanism=lssar", layout, "name=written"])
+    assert recipe.model.label == "lssar[64] / lssar base 500000"
+    (tmp_path / "written.toml").write_text(recipe.to_toml())
+    assert load(tmp_path / "written.toml") == recipe
+    rotary = models.build(recipe, 257).gpt_neox.rotary_emb
+    assert (rotary.config.rope_parameters["rope_theta"], [other.base for other in rotary._softfocus_bases]) == (
+        1e4,
+        [5e5],
+    )
+
+
 def test_a_mechanism_may_be_a_table() -> None:
     assert (
         load("demo", ['model.mechanism={ phi = "sigmoid", score_bias = "-log(N)", power = 3 }']).model.label
@@ -300,6 +313,62 @@ def test_a_layout_may_name_every_layer(
     model = models.build(recipe, 257)
     assert softfocus.hf.layout_of(model.config).layers == tuple(kinds)
     assert models.label(recipe, model.config) == label
+
+
+OWN = '"0:3" = { mechanism = "softmax" }, 3 = { mechanism = "ssmax" }'
+SHARE = "train.power={ share = 0.5 }"
+APART = "model.config.num_key_value_heads=2"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            [f"model.layout={{ {OWN} }}", SHARE],
+            "train.power applies to no head: [model.layout] leaves no layer to 'lssar', and no group of heads "
+            "re-weights with a power that is not learned; leave train.power out, or correct the layout",
+        ),
+        (
+            [f"model.layout={{ {OWN} }}", "model.parameters={ power = 3.0 }"],
+            "model.parameters apply to no head: every group of heads in [model.layout] has its own; write them in the "
+            "group that is to learn them, or leave them out",
+        ),
+        (
+            [
+                'model.layout={ "*" = [{ heads = 1, parameters = { power = 2 } }, "lssa"] }',
+                "model.parameters={ power = 3 }",
+                APART,
+            ],
+            "model.parameters apply to no head",
+        ),
+        (['model.layout={ ":" = { parameters = { power = 2 } } }', SHARE], "train.power applies to no head"),
+    ],
+)
+def test_what_would_apply_to_no_head_is_refused(changes: list[str], words: str, cohere2: Callable[..., Recipe]) -> None:
+    recipe = cohere2(*changes)
+    for refuse in (lambda: models.check(recipe), lambda: models.build(recipe, 257)):
+        with pytest.raises(LabError) as caught:
+            refuse()
+        assert "\n" not in str(caught.value)
+        assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ["model.layout={ 0 = { window = 8 }, '1:' = { mechanism = 'softmax' } }", "model.parameters={ power = 3.0 }"],
+        ["model.layout={ 0 = { mechanism = 'softmax' } }", "model.parameters={ power = 3.0 }"],
+        [
+            "model.layout={ '*' = [{ heads = 1 }, { mechanism = 'softmax' }] }",
+            "model.parameters={ power = 3.0 }",
+            APART,
+        ],
+        ["model.layout={ 0 = { mechanism = 'lssar' }, '1:' = { mechanism = 'softmax' } }", SHARE],
+        ["model.layout={ 0 = { mechanism = 'softmax' } }", SHARE],
+    ],
+)
+def test_what_applies_to_some_head_is_not_refused(changes: list[str], cohere2: Callable[..., Recipe]) -> None:
+    models.check(cohere2(*changes))
 
 
 @pytest.mark.parametrize(

@@ -227,12 +227,34 @@ class TestFinding:
         assert difference.difference == pytest.approx(0.2)
         assert difference.standard_error == pytest.approx(0.1 / math.sqrt(3)), "the differences are 0.1, 0.3, 0.2"
         assert difference.training_noise
-        assert found.sentence.endswith(" Losses are means over 3 trainings.")
+        assert found.sentence.endswith(
+            " Losses are means over 3 trainings. Differences are paired by document and seed."
+        )
         single = build([*softmax, lssar[0]]).finding
         assert single.sentence.endswith(
             " Losses are means over 1 to 3 trainings. The noise of training is not known: "
             "that takes several seeds of each."
         )
+
+    def test_each_difference_says_whether_it_is_paired_by_seed(self, fabricate):
+        """Of rows with four, three of these and the same four seeds."""
+        softmax = seeds(fabricate, "softmax", [1.0], [1.1], [1.2], [1.1])
+        fewer = seeds(fabricate, "lssa", [1.5], [1.6], [1.7])
+        unsure = seeds(fabricate, "ssmax", [1.0], [1.1], [1.3])
+        same = seeds(fabricate, "lssar", [2.0], [2.1], [2.2], [2.1])
+        report = build([*softmax, *fewer, *unsure, *same])
+        said = report.finding.sentence
+        assert re.search(r"LSSA is 0.500 ± 0.\d+ higher \(paired by document alone\)", said)
+        assert re.search(r"LSSAR is 1.000 ± 0.000 higher[;.]", said)
+        assert re.search(r"inconclusive: ssmax \(\+0.033 ± 0.\d+, paired by document alone\)", said)
+        assert said.endswith("means over 3 to 4 trainings. Other differences are paired by document and seed.")
+        assert {one.label: one.paired for one in report.finding.differences} == {
+            "LSSA": "by document alone", "ssmax": "by document alone", "LSSAR": "by document and seed",
+        }  # fmt: skip
+        shown = " ".join(" ".join(Page(render(report)).text).split())
+        assert "Paired by" in shown
+        assert "+1.000 ± 0.000 document and seed more than noise: higher" in shown
+        assert "document alone inconclusive" in shown
 
     def test_a_diverged_run_comes_last_and_is_said_to_have_diverged(self, fabricate):
         for bad in (math.nan, math.inf):

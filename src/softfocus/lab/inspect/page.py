@@ -43,6 +43,7 @@ def render(found: Inspections, names: Sequence[str], maps: Sequence[Sequence[Map
         measures=[(name, svg(drawing)) for name, drawing in figure.measure_figures(found.runs)],
         columns=list(COLUMNS.values()),
         tables=[_table(name, one, length.length) for name, one in named for length in one.lengths],
+        learned=[table for name, one in named if (table := _learned(name, one)) is not None],
         methods=[_method(name, one) for name, one in named],
         created=found.created,
         schema=found.schema_version,
@@ -136,6 +137,26 @@ def _table(name: str, one: Inspection, length: int) -> dict[str, Any]:
             cells.append((mean + unit, error if measure != "uniform" else ""))
         found.append((layer, cells))
     return {"caption": f"{name}, {figure.tokens(one, length)}", "lines": found}
+
+
+def _learned(name: str, one: Inspection) -> dict[str, Any] | None:
+    """What the heads of a run learned, a line for each layer and argument; None if empty."""
+    values = {
+        (argument.argument, group.layer, head): (argument.start, value)
+        for group in one.heads
+        for argument in group.learned
+        for head, value in zip(group.heads, argument.values, strict=True)
+    }
+    if not values:
+        return None
+    heads = range(1 + max(head for _, _, head in values))
+    found = []
+    for argument, layer in sorted({(argument, layer) for argument, layer, _ in values}):
+        row = [values.get((argument, layer, head)) for head in heads]
+        starts = dict.fromkeys(f"{cell[0]:.3g}" for cell in row if cell is not None)
+        cells = ["" if cell is None else f"{cell[1]:.3f}" for cell in row]
+        found.append((argument, str(layer), [", ".join(starts), *cells]))
+    return {"caption": f"{name}: what its heads have learned", "heads": list(heads), "lines": found}
 
 
 def _method(name: str, one: Inspection) -> str:

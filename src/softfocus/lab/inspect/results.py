@@ -54,12 +54,21 @@ class Length(Record):
     rows: int = Field(description="of each window, evenly spaced, the last one among them")
 
 
+class Learned(Record):
+    """What heads have learned for one argument of `softfocus.attention`."""
+
+    argument: str = Field(description="'power' or 'head_scale'")
+    start: float = Field(description="the initial value, that of all heads")
+    values: list[float] = Field(description="the final values, in the order of the heads")
+
+
 class Heads(Record):
     """Heads of a layer that run the same."""
 
     layer: int
     heads: list[int]
     runs: str = Field(description="the mechanism, its window, its share of RoPE")
+    learned: list[Learned] = Field(default=[], description="early results lack it")
 
 
 class Inspection(Record):

@@ -16,7 +16,7 @@ from torch import nn
 import softfocus.hf
 from softfocus.hf import Call
 from softfocus.hf.config import layer_of
-from softfocus.hf.learned import attention_modules
+from softfocus.hf.learned import attention_modules, parameter_of
 from softfocus.hf.learned import heads as heads_of
 from softfocus.lab import model as models
 from softfocus.lab.data import of_recipe as data
@@ -25,7 +25,7 @@ from softfocus.lab.data.windows import EvaluationWindows
 from softfocus.lab.errors import LabError, UsageError
 from softfocus.lab.evaluate.means import ClusteredMeans
 from softfocus.lab.inspect.measure import MEASURES, measures, picture
-from softfocus.lab.inspect.results import Heads, Inspection, Length, Row, Value
+from softfocus.lab.inspect.results import Heads, Inspection, Learned, Length, Row, Value
 from softfocus.lab.progress import Event, Listener, silent
 from softfocus.lab.recipes.loading import load
 from softfocus.lab.run_folder.files import RECIPE, load_run
@@ -235,11 +235,18 @@ def _spread(count: int) -> list[int]:
 
 
 def _groups(layer: int, module: nn.Module) -> Iterator[Heads]:
-    """What the heads of an attention module run."""
+    """What the heads of an attention module run and have learned."""
     start = 0
-    for group in layer_of(module) or ():
+    groups = layer_of(module) or ()
+    for number, group in enumerate(groups):
         count = group.heads or heads_of(module)
-        yield Heads(layer=layer, heads=list(range(start, start + count)), runs=str(group))
+        found = {name: parameter_of(module, groups, number, name) for name in group.learned}
+        learned = [
+            Learned(argument=name, start=group.learned[name], values=values.tolist())
+            for name, values in found.items()
+            if values is not None
+        ]
+        yield Heads(layer=layer, heads=list(range(start, start + count)), runs=str(group), learned=learned)
         start += count
 
 

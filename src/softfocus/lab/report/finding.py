@@ -11,6 +11,13 @@ _NAMED = 4  # groups that a sentence still can name
 _RISES = 8  # and those of which it can give one number
 
 Verdict = Literal["higher", "lower", "inconclusive"]
+Pairing = Literal["by document and seed", "by document alone", "by seed alone", "by nothing"]
+_PAIRINGS: dict[tuple[bool, bool], Pairing] = {
+    (True, True): "by document and seed",
+    (True, False): "by document alone",
+    (False, True): "by seed alone",
+    (False, False): "by nothing",
+}
 
 
 class Difference(Record):
@@ -27,6 +34,8 @@ class Difference(Record):
     standard_error: float
     training_noise: bool
     """Whether the standard error holds the noise of training, which takes several seeds of both."""
+    paired: Pairing | None = None
+    """By seed where both have the same seeds; None in results of earlier versions."""
     verdict: Verdict
     """"inconclusive" where noise alone may have made the difference (`Estimate.sure`), or where it
     is not a number.
@@ -81,6 +90,9 @@ def finding(groups: Sequence[Group], axis: Axis = "multiple") -> Finding:
     if counts[-1] > 1:
         between = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else str(counts[0])
         sentences.append(f"Losses are means over {between} trainings.")
+        if pairings := {one.paired for one in differences if one.paired and "seed" in one.paired}:
+            others = "Other differences" if len(pairings) < len({one.paired for one in differences}) else "Differences"
+            sentences.append(f"{others} are paired {' or '.join(sorted(pairings))}.")
     if any(not one.training_noise for one in differences):
         sentences.append("The noise of training is not known: that takes several seeds of each.")
     return Finding(sentence=" ".join(sentences), differences=differences)
@@ -99,6 +111,7 @@ def _difference(one: Cell, reference: Cell, column: float) -> Difference:
         difference=found.value,
         standard_error=found.standard_error,
         training_noise=found.training_noise,
+        paired=_PAIRINGS[found.by_document, found.by_seed],
         verdict=("higher" if found.value > 0 else "lower") if found.sure else "inconclusive",
     )
 
@@ -115,12 +128,15 @@ def _sentence(where: str, reference: Cell, others: Sequence[Difference], column:
     for one in others[:_NAMED]:
         name = _name(one.label, one.setting, column)
         error = f"{one.standard_error:.3f}" if math.isfinite(one.standard_error) else "unknown"
+        apart = [f"paired {one.paired}"] if one.paired is not None and "seed" not in one.paired else []
         if not math.isfinite(one.loss):
             decided.append(f"{name} diverged")
         elif one.verdict == "inconclusive":
-            unsure.append(f"{name} ({one.difference:+.3f} ± {error})")
+            unsure.append(f"{name} ({', '.join([f'{one.difference:+.3f} ± {error}', *apart])})")
         else:
-            decided.append(f"{name} is {abs(one.difference):.3f} ± {error} {one.verdict}")
+            decided.append(
+                " ".join([f"{name} is {abs(one.difference):.3f} ± {error} {one.verdict}", *map("({})".format, apart)])
+            )
     for prefix, texts in (("", decided), ("inconclusive: ", unsure)):
         if texts:
             clauses.append(prefix + ", ".join([*texts[:-2], " and ".join(texts[-2:])]))

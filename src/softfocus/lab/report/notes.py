@@ -56,7 +56,8 @@ def _statistics(found: Sequence[Group], axis: Axis) -> list[str]:
     ends = [there for group in found if (there := best(group, shared[-1], axis)) is not None]
     lines = [
         "±: one standard error, from the documents and, where there are several seeds, from those. "
-        "Differences are paired by document and by seed. One within two standard errors is inconclusive. "
+        "Differences are paired by document, and by seed where both models have the same seeds. "
+        "One within two standard errors is inconclusive. "
         "It takes more of them where there are "
         "few seeds or documents: up to 14 with two, 4.5 with three, 3.3 with four (Student's t, Welch)."
     ]

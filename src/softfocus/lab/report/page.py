@@ -129,7 +129,9 @@ def _cell(one: Cell | None) -> tuple[str, ...]:
 
 
 def _difference(one: Difference, axis: Axis) -> list[str]:
-    """A line of the table of differences: where, who, beside whom, how much, what it amounts to."""
+    """A line of the table of differences: where, who, beside whom, how much, by what it is paired,
+    what it amounts to.
+    """
     more = f"{one.difference:+.3f}" if math.isfinite(one.difference) else "–"
     verdict = f"more than noise: {one.verdict}" if one.verdict != "inconclusive" else one.verdict
     known = "" if one.training_noise else " (noise of training unknown)"
@@ -138,6 +140,7 @@ def _difference(one: Difference, axis: Axis) -> list[str]:
         f"{one.label}, {one.setting}",
         f"{one.against}, {one.against_setting}",
         f"{more} {_error(one.standard_error)}".strip(),
+        (one.paired or "").removeprefix("by "),
         verdict + known,
     ]
 
