@@ -348,6 +348,22 @@ def test_a_page_says_what_was_run_and_what_came_out(made: Any) -> None:
         assert " ".join(said.split()) in " ".join(text.split()), said
 
 
+def test_numbers_without_a_verdict(made: Any) -> None:
+    """Runs that say nothing about a claim are shown all the same."""
+    claim = statement(LOWER).model_copy(update={"unjudged": {"toy": "it is too small"}})
+    results = made(a=[[1.0]] * 3, b=[[2.0]] * 3)
+    text = page.page(claim, {"toy": results})
+    assert page.standing(claim, "toy", results) == page.standing(claim, "toy", None) == "not testable here"
+    assert "**Not testable here:** it is too small.\n\n| statement | what came out |" in text
+    assert "| it | a 1x 1.000, b 1x 2.000: -1.000 ± 0.000 |" in text
+    assert "Verdict" not in text
+    assert page.verdict_lines(claim, results) == [
+        "it (a 1x 1.000, b 1x 2.000: -1.000 ± 0.000)",
+        "made-up at the scale toy: not testable here: it is too small",
+    ]
+    assert "toy" in claim.scales
+
+
 def test_the_ledger_counts(made: Any) -> None:
     claim = statement(LOWER)
     exact = parse("x", _DISPROVED)

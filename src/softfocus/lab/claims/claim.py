@@ -191,6 +191,9 @@ class Claim(_Table):
     untestable: dict[Scale, str] = Field(
         default={}, description="scale -> why it cannot be run, by this project or by you"
     )
+    unjudged: dict[Scale, str] = Field(
+        default={}, description="scale -> why its runs, which are shown, say nothing about the claim"
+    )
 
     @model_validator(mode="after")
     def _whole(self) -> "Claim":

@@ -59,14 +59,14 @@ def report(folder: Path) -> list[Path]:
 
 def standing(claim: Claim, scale: Scale, results: Results | None) -> Standing:
     """The verdict on a claim at one scale, or why there is none."""
-    if claim.exact or results is not None:
+    if claim.exact or (results is not None and scale not in claim.unjudged):
         return together([judged.verdict for judged in judge(claim, results)])
     return "not testable here" if _out_of_reach(claim, scale) else "not run"
 
 
 def _out_of_reach(claim: Claim, scale: Scale) -> str | None:
     """Why this project cannot run a claim at a scale; None where it can."""
-    return claim.untestable.get(scale) or claim.away.get(scale) or AWAY.get(scale)
+    return claim.untestable.get(scale) or claim.unjudged.get(scale) or claim.away.get(scale) or AWAY.get(scale)
 
 
 def page(claim: Claim, found: dict[Scale, Results]) -> str:
@@ -136,8 +136,10 @@ def ledger(lines: Sequence[tuple[Claim, dict[Scale, Standing]]]) -> str:
 def verdict_lines(claim: Claim, results: Results) -> list[str]:
     """The verdict for a terminal, statement by statement."""
     judged = judge(claim, results)
-    lines = [f"{one.verdict}: {one.statement.says} ({one.shown.text})" for one in judged]
-    return [*lines, f"{claim.name} at the scale {results.scale}: {together([one.verdict for one in judged])}"]
+    why = claim.unjudged.get(results.scale)
+    lines = [f"{'' if why else f'{one.verdict}: '}{one.statement.says} ({one.shown.text})" for one in judged]
+    end = f"not testable here: {why}" if why else together([one.verdict for one in judged])
+    return [*lines, f"{claim.name} at the scale {results.scale}: {end}"]
 
 
 def _outcome(claim: Claim, scale: Scale, results: Results) -> list[str]:
@@ -145,6 +147,9 @@ def _outcome(claim: Claim, scale: Scale, results: Results) -> list[str]:
     counts = Counter(one.verdict for one in judged)
     said = ", ".join(f"{counts[kind]} {kind}" for kind in _ORDER if counts[kind])  # type: ignore[index]
     parts = [f"**Verdict: {together([one.verdict for one in judged])}** ({said}).", _statements(judged)]
+    if why := claim.unjudged.get(scale):
+        measured = [[one.statement.says, one.shown.text] for one in judged]
+        parts = [_wrapped(f"**Not testable here:** {why}."), _table(["statement", "what came out"], measured)]
     parts += [_wrapped(_runs(claim, scale, results)), *(_wrapped(line) for line in results.missing)]
     if lost := [run for run in results.runs if run.diverged]:
         parts.append("\n".join(f"* Diverged: {run.row}, seed {run.info.seed}: {run.info.error}." for run in lost))
