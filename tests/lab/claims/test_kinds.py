@@ -9,6 +9,7 @@ import pytest
 
 from softfocus.lab.claims import figure, page
 from softfocus.lab.claims.claim import Claim, Saves, parse
+from softfocus.lab.claims.parts import Part, corrected
 from softfocus.lab.claims.power_law import PowerLaw, families, saved
 from softfocus.lab.claims.results import Results, Run
 from softfocus.lab.claims.verdict import judge
@@ -49,6 +50,51 @@ def results(runs: list[Run]) -> Results:
 
 def verdict(made: Claim, runs: list[Run]) -> str:
     return judge(made, results(runs))[0].verdict
+
+
+# Several comparisons
+
+
+@pytest.mark.parametrize(
+    ("chances", "failing"),
+    [
+        ([0.04], 1),  # one comparison: two standard errors
+        ([0.04, 1.0], 0),  # 0.04 * 2 > 0.0455
+        ([0.02, 1.0], 1),
+        ([0.01, 0.02, 0.04], 3),  # 0.03, 0.04, 0.04
+        ([0.04, 0.01, 0.03], 1),  # 0.03, then 0.06: the rest is not looked at
+        ([0.001, *[1.0] * 41], 1),
+        ([0.0011, *[1.0] * 41], 0),  # of 42 the surest takes 0.0455 / 42 = 0.00108
+    ],
+)
+def test_holms_correction_of_what_fails(chances: list[float], failing: int) -> None:
+    parts = [Part("fails" if chance < 0.0455 else "holds", "", -1.5, chance) for chance in chances]
+    verdicts = [part.verdict for part in corrected(parts)]
+    surest = sorted(range(len(chances)), key=chances.__getitem__)[:failing]
+    assert [number for number, verdict in enumerate(verdicts) if verdict == "fails"] == sorted(surest)
+    assert verdicts.count("holds") == sum(chance >= 0.0455 for chance in chances)
+
+
+def test_what_is_certain_takes_no_correction() -> None:
+    """A row that diverged fails without a chance, and the others are corrected for their own
+    number.
+    """
+    parts = [Part("fails", "diverged"), Part("fails", "", -1.1, 0.02), Part("holds", "", 2.0, 1.0)]
+    assert [part.verdict for part in corrected(parts)] == ["fails", "fails", "holds"]
+    assert [part.verdict for part in corrected([*parts, *[Part("not run", "")] * 9])][:2] == ["fails", "inconclusive"]
+
+
+def test_one_of_many_that_is_barely_higher_is_inconclusive(a_run: Any) -> None:
+    """Differences of +1, +2 and +3: 3.46 standard errors, 7.4 % outside with two degrees of
+    freedom. +9, +10 and +11: 17.3, 0.33 %.
+    """
+    for ours, count, expected in ((1, 1, "inconclusive"), (9, 1, "fails"), (9, 13, "fails"), (9, 14, "inconclusive")):
+        others = [f"b{number}" for number in range(count)]
+        names = str(others).replace("'", '"')
+        runs = [a_run("a", seed, 100.0 + ours + seed) for seed in range(3)]
+        runs += [a_run(name, seed, 100.0 if name == "b0" else 200.0) for name in others for seed in range(3)]
+        made = claim(["a", *others], f'kind = "lower"\nrow = "a"\nthan = {names}')
+        assert verdict(made, runs) == expected, (ours, count)
 
 
 # saves
