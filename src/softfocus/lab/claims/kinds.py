@@ -8,6 +8,8 @@ from functools import partial
 from itertools import product
 from statistics import median
 
+import numpy as np
+
 from softfocus.lab.claims.claim import Claim, Classifies, Faint, Finds, Saves, Sooner, Steeper, named_in
 from softfocus.lab.claims.parts import SEEDS, Part, decide, lost_lower, pairs_of, too_few
 from softfocus.lab.claims.power_law import families, saved
@@ -46,8 +48,13 @@ def steeper(claim: Claim, results: Results | None, statement: Steeper) -> list[P
 
 
 def sooner(claim: Claim, results: Results | None, statement: Sooner) -> list[Part]:
-    """Of natural logarithms of shares, over trainings alone. A loss that is never reached counts as
-    infinitely late.
+    """Of losses, over trainings alone: ours, where the share of the other's steps is over, less the
+    other's best one.
+
+    Ours is below it there just where it was reached sooner. So this asks the same as a share of
+    steps would, of a number that each training has: where a curve never has the other's best loss,
+    its share of the steps is infinite, and one such training would leave no mean. A test of signs
+    or ranks takes six seeds before it decides anything. This one takes three, as all others.
     """
     parts = []
     for row, than in pairs_of(claim, statement):
@@ -65,19 +72,27 @@ def sooner(claim: Claim, results: Results | None, statement: Sooner) -> list[Par
         if len(pairs) < SEEDS or not all(one.info.validation_loss for _, *both in pairs for one in both):
             parts.append(Part("not run", f"{row} and {than} have no validation losses of {SEEDS} shared seeds"))
             continue
-        shares = [(seed, _share(one.info, other.info, of_time=statement.of == "time")) for seed, one, other in pairs]
-        never = sum(math.isinf(one) for _, one in shares)
-        if never:
-            text = f"{row} never has the best loss of {than} in {never} of {len(shares)} trainings"
-            parts.append(Part("fails" if never == len(shares) else "inconclusive", text))
-            continue
-        found = estimate([(seed, Mean(math.log(one), 0.0)) for seed, one in shares])
-        text = (
-            f"{row} has the best loss of {than} after {math.exp(found.value):.1%} of its {statement.of} "
-            f"(log {found.value:+.3f} ± {found.standard_error:.3f})"
-        )
-        parts.append(decide(found, math.log1p(-statement.by), text))
+        in_time = statement.of == "time"
+        apart = [
+            (seed, Mean(_apart(one.info, other.info, statement.by, of_time=in_time), 0.0)) for seed, one, other in pairs
+        ]
+        found = estimate(apart)
+        shares = [_share(one.info, other.info, of_time=in_time) for _, one, other in pairs]
+        parts.append(decide(found, 0.0, _sooner_text(row, than, statement, found, shares)))
     return parts
+
+
+def _sooner_text(row: str, than: str, statement: Sooner, found: Estimate, shares: Sequence[float]) -> str:
+    """The differences of losses, and the median of the shares with `never` as the last."""
+    middle, never = median(shares), sum(map(math.isinf, shares))
+    reached = "never" if math.isinf(middle) else f"after {middle:.1%} of its {statement.of}"
+    lost = f"; never in {never} of {len(shares)} trainings" if never and not math.isinf(middle) else ""
+    where = f"after {1 - statement.by:.0%} of its {statement.of}" if statement.by else f"in as much {statement.of}"
+    where = where.replace("as much steps", "as many steps")
+    return (
+        f"{row} {where}, beside the best loss of {than}: {found.value:+.3f} ± {found.standard_error:.3f} "
+        f"(it has that loss {reached}, by the median{lost})"
+    )
 
 
 def faint(claim: Claim, results: Results | None, statement: Faint) -> list[Part]:
@@ -214,6 +229,19 @@ def _reached(curve: Sequence[tuple[int, float]], loss: float) -> float:
             before, higher = curve[number - 1]
             return before + (step - before) * (higher - loss) / (higher - there)
     return math.inf
+
+
+def _apart(ours: RunInfo, other: RunInfo, by: float, *, of_time: bool) -> float:
+    """Our best loss after all but a share `by` of the other's steps, or seconds, to its own best
+    one, less that. Where our training is over by then it is that of its end.
+    """
+    step, best = min(other.validation_loss, key=lambda point: point[1])
+    until = (1 - by) * step
+    if of_time:
+        until *= _seconds_a_step(other) / _seconds_a_step(ours)
+    steps, losses = zip(*ours.validation_loss, strict=True)
+    there = float(np.interp(until, steps, losses))  # straight lines between, the ends beyond
+    return min([there, *(loss for at, loss in ours.validation_loss if at <= until)]) - best
 
 
 def _share(ours: RunInfo, other: RunInfo, *, of_time: bool) -> float:
