@@ -308,6 +308,28 @@ def test_steeper_compares_the_largest_gradients(made: Any, norms: list[float], e
     assert verdict(text, results) == "not run"
 
 
+def test_the_largest_gradient_is_that_after_the_warm_up(made: Any) -> None:
+    """An entry has the largest one since the entry before it, so with a warm-up of 30 steps that of
+    step 70 is the first of steps past 60.
+    """
+    results = made(a=[[1.0]] * 3, b=[[1.0]] * 3)
+    for number, run in enumerate(results.runs):
+        late = 30.0 if run.row == "a" else 1.0
+        run.info.gradient_norm = [(60, 900.0), (70, late), (80, 1.0)]
+        results.runs[number] = run.model_copy(update={"recipe": "[train]\nwarmup = 30\nlog_every = 10\n"})
+    assert {run.settled for run in results.runs} == {70}
+    text = 'kind = "steeper"\nrow = "a"\nthan = "b"\nfactor = '
+    assert (verdict(text + "29.9", results), verdict(text + "30.1", results)) == ("holds", "fails")
+    assert verdict('kind = "steeper"\nrow = "b"\nthan = "a"\nfactor = 0.03', results) == "holds"
+    shown = page.page(statement(text + "10.0"), {"toy": results})
+    assert "| a | 30 | 30 |" in shown
+    assert "| b | 1 | 1 |" in shown
+    for run in results.runs:
+        run.info.gradient_norm = [(60, 900.0)]
+    assert verdict(text + "10.0", results) == "not run"
+    assert verdict(text + '1.0\nof = "median"', results) == "inconclusive"
+
+
 def test_what_tests_decide_needs_no_run() -> None:
     claim = parse("x", 'title="t"\nsource="s"\nsays="p"\n[[statements]]\nsays="it"\nkind="proved"\nby="tests/x.py::y"')
     assert claim.exact

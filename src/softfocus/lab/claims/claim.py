@@ -74,12 +74,15 @@ class Trains(_Statement):
 
 
 class Steeper(_Statement):
-    """The gradients of each row have over so many times the norm of those of each of the others."""
+    """The gradients of each row have over so many times the norm of those of each of the others.
+
+    The largest one is that after the warm-up: :attr:`softfocus.lab.claims.results.Run.settled`.
+    """
 
     kind: Literal["steeper"]
     row: Names
     than: Names
-    factor: float = Field(default=1.0, ge=1)
+    factor: float = Field(default=1.0, gt=0)
     of: Literal["largest", "median"] = Field(default="largest", description="which gradient of a training")
     part: Literal["all", "query", "key", "value"] = Field(
         default="all", description="of all parameters, or of a projection, which takes train.projection_norms"

@@ -29,7 +29,8 @@ def steeper(claim: Claim, results: Results | None, statement: Steeper) -> list[P
             continue
         known = [all(run.diverged or _norms(run, statement) for run in runs) for runs in sides]
         if not all(known):
-            parts.append(Part("not run", f"{(row, than)[known.index(False)]} has no norms of gradients{of}"))
+            after = " after the warm-up" if statement.of == "largest" else ""
+            parts.append(Part("not run", f"{(row, than)[known.index(False)]} has no norms of gradients{of}{after}"))
             continue
         ours, others = ([(run.info.seed, Mean(_log_norm(run, statement), 0.0)) for run in runs] for runs in sides)
         if any(math.isinf(mean.value) for _, mean in (*ours, *others)):
@@ -197,9 +198,10 @@ def saves(claim: Claim, results: Results | None, statement: Saves) -> list[Part]
 
 
 def _norms(run: Run, statement: Steeper) -> list[float]:
-    """Over a training; none where they were not noted."""
+    """Over a training, of the largest after the warm-up; none where they were not noted."""
     noted = run.info.projection_norms
-    return [norm for _, norm in (run.info.gradient_norm if statement.part == "all" else noted.get(statement.part, []))]
+    norms = run.info.gradient_norm if statement.part == "all" else noted.get(statement.part, [])
+    return [norm for step, norm in norms if statement.of == "median" or step >= run.settled]
 
 
 def _log_norm(run: Run, statement: Steeper) -> float:

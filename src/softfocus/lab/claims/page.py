@@ -251,18 +251,19 @@ def _loss(loss: float, spread: float) -> str:
 
 
 def _gradients(results: Results) -> str:
-    """The largest and the usual gradient of each row, and the usual one of its projections where
-    they were noted.
+    """The largest gradient of each row after the warm-up, the usual one of a training, and the
+    usual one of its projections where they were noted.
     """
     lines = []
     parts = list(dict.fromkeys(name for run in results.runs for name in run.info.projection_norms))
     for row in results.rows:
-        norms = [[norm for _, norm in run.info.gradient_norm] for run in results.of(row)]
-        known = [one for one in norms if one]
+        known = [run for run in results.of(row) if run.info.gradient_norm]
+        largest = [max(late) for run in known if (late := [n for at, n in run.info.gradient_norm if at >= run.settled])]
+        usual = [median(norm for _, norm in run.info.gradient_norm) for run in known]
         if known:
-            lines.append([row, f"{median(max(one) for one in known):.3g}", f"{median(map(median, known)):.3g}"])
+            lines.append([row, f"{median(largest):.3g}" if largest else "", f"{median(usual):.3g}"])
             lines[-1] += [_projection(results.of(row), name) for name in parts]
-    head = ["gradient norm, median over seeds", "largest of a training", "median of a training"]
+    head = ["gradient norm, median over seeds", "largest after the warm-up", "median of a training"]
     return _table([*head, *(f"of the {name} projections" for name in parts)], lines)
 
 

@@ -2,6 +2,7 @@
 folders.
 """
 
+import tomllib
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import cached_property
@@ -50,6 +51,17 @@ class Run(Record):
         """What was noted over the training: (step, value) by name."""
         losses = {"validation loss": self.info.validation_loss} if self.info.validation_loss else {}
         return losses | {f"gradient of the {name} projections": c for name, c in self.info.projection_norms.items()}
+
+    @property
+    def settled(self) -> int:
+        """The first step whose largest gradient is judged: it is that since the entry before, and
+        that one is past twice the warm-up.
+
+        The first steps have the largest gradients of most trainings, whatever the mechanism. They
+        fall until some steps after the learning rate has risen to its height.
+        """
+        train = tomllib.loads(self.recipe)["train"]
+        return 2 * int(train.get("warmup", 0)) + int(train.get("log_every", 0))
 
     @property
     def diverged(self) -> bool:
