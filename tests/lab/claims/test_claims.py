@@ -33,7 +33,7 @@ from softfocus.lab.progress import silent
 from softfocus.lab.recipes import loading
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.run_folder.files import load_run
-from softfocus.lab.run_folder.results import WRONG, Bucket, default_settings, json_text
+from softfocus.lab.run_folder.results import WRONG, Bucket, Setting, default_settings, json_text
 from softfocus.lab.studies import fits
 from softfocus.lab.train.run import train
 from softfocus.lab.train.trainer import WindowTrainer
@@ -396,6 +396,39 @@ def test_the_ledger_counts(made: Any) -> None:
     assert "| toy | 0 | 1 | 0 |" in text
     assert "| gpt2 | 0 | 0 | 1 |" in text
     assert "| exact | 1 | 0 | 0 |" in text
+
+
+def test_the_ledger_says_how_many_claims_share_trainings(made: Any) -> None:
+    """Of three claims two have the same softmax, under another name, and one of these two fails."""
+    names = ("first", "second", "third")
+    claim = statement(LOWER)
+    lines = [
+        (claim.model_copy(update={"name": name}), dict.fromkeys(SCALES, verdict))
+        for name, verdict in zip(names, ("fails", "holds", "fails"), strict=True)
+    ]
+    found = {name: {"toy": made(a=[[1.0]] * 3, b=[[2.0]] * 3)} for name in names}
+    for number, results in enumerate(one["toy"] for one in found.values()):
+        for index, run in enumerate(results.runs):
+            run.info.train_loss = [(10, 100.0 * number + index)]
+    found["second"]["toy"].runs[4].info.train_loss = [(10, 1.0)]
+    text = " ".join(page.ledger(lines, found).split())  # type: ignore[arg-type]
+    assert "At the scale `toy` 2 of the 3 claims that were run share trainings with others" in text
+    assert "and 1 of the 2 that fail do" in text
+    assert "share trainings" not in page.ledger(lines)  # type: ignore[arg-type]
+
+
+def test_the_column_beside_the_window_needs_a_softmax(made: Any) -> None:
+    losses = [[1.0, 2.0]] * 3
+    results = made(a=losses, b=losses)
+    assert "beside the window" not in page.page(statement(LOWER), {"toy": results})
+    assert "The last column" not in page.page(statement(LOWER), {"toy": results})
+    softmax = made(softmax=losses, b=losses)
+    for run in softmax.of("softmax"):
+        window = run.evaluation.rows[1].model_copy(update={"setting": Setting(window=run.info.train_length)})
+        run.evaluation.rows.append(window)
+    text = page.page(statement(LOWER), {"toy": softmax})
+    assert "| as trained | trained | 1x | 2x | beside the window |" in text
+    assert "| b | 3 seeds | 1.000 ± 0.000 | 2.000 ± 0.000 | +0.000 ± 0.000 |" in text
 
 
 def test_results_read_back_equal(made: Any, tmp_path: Path) -> None:

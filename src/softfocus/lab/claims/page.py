@@ -5,7 +5,7 @@ they cannot drift.
 import math
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Literal
@@ -18,7 +18,7 @@ from softfocus.lab.claims.power_law import families
 from softfocus.lab.claims.results import FIGURE, RESULTS, SIZES, TRAINING, YARDSTICK, Results, Run
 from softfocus.lab.claims.verdict import Judged, judge
 from softfocus.lab.report.notes import short_commit
-from softfocus.lab.report.points import Group, cell, column_name, columns, count_text, loss_text, settings
+from softfocus.lab.report.points import Cell, Group, cell, column_name, columns, count_text, loss_text, settings
 from softfocus.lab.run_folder.disk import write_atomically
 from softfocus.lab.run_folder.results import WRONG
 
@@ -46,12 +46,14 @@ def report(folder: Path) -> list[Path]:
         LabError: results that cannot be read, or a folder that cannot be written to.
     """
     lines, written = [], []
+    all_found: dict[str, dict[Scale, Results]] = {}
     for name in claims.shipped():
         claim = claims.load(name)
         found = {scale: outcomes.read(path) for scale in SCALES if (path := folder / name / scale / RESULTS).exists()}
+        all_found[name] = found
         written.append((folder / f"{name}.md", page(claim, found)))
         lines.append((claim, {scale: standing(claim, scale, found.get(scale)) for scale in SCALES}))
-    written.insert(0, (folder / LEDGER, ledger(lines)))
+    written.insert(0, (folder / LEDGER, ledger(lines, all_found)))
     for path, text in written:
         write_atomically(path, text)
     return [path for path, _ in written]
@@ -93,8 +95,15 @@ def page(claim: Claim, found: dict[Scale, Results]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def ledger(lines: Sequence[tuple[Claim, dict[Scale, Standing]]]) -> str:
-    """All claims with their verdicts, and how many there are of each."""
+def ledger(
+    lines: Sequence[tuple[Claim, dict[Scale, Standing]]], found: Mapping[str, dict[Scale, Results]] | None = None
+) -> str:
+    """All claims with their verdicts, how many there are of each, and how many share trainings.
+
+    Args:
+        lines: each claim, and its verdict at each scale.
+        found: the results of each claim, by its name.
+    """
     exact = [claim for claim, _ in lines if claim.exact]
     counts: dict[str, Counter[Standing]] = {
         scale: Counter(standings[scale] for claim, standings in lines if not claim.exact) for scale in SCALES
@@ -120,6 +129,7 @@ def ledger(lines: Sequence[tuple[Claim, dict[Scale, Standing]]]) -> str:
             [
                 "# The papers' claims",
                 _wrapped(head),
+                *(_wrapped(line) for scale in SCALES if (line := _shared(scale, lines, found or {}))),
                 _table(
                     ["scale", *kinds], [[name, *(str(count[kind]) for kind in kinds)] for name, count in counts.items()]
                 ),
@@ -132,6 +142,30 @@ def ledger(lines: Sequence[tuple[Claim, dict[Scale, Standing]]]) -> str:
         )
         + "\n"
     )
+
+
+def _shared(
+    scale: Scale, lines: Sequence[tuple[Claim, dict[Scale, Standing]]], found: Mapping[str, dict[Scale, Results]]
+) -> str:
+    """How many claims have trainings of other claims in them; nothing where none has. Of one name
+    or not, with the same losses from the first step on they are the same.
+    """
+    here = {name: results[scale] for name, results in found.items() if scale in results}
+    users = Counter(one for results in here.values() for one in _trainings(results))
+    sharing = {name for name, results in here.items() if any(users[one] > 1 for one in _trainings(results))}
+    failing = [claim.name for claim, standings in lines if claim.name in here and standings[scale] == "fails"]
+    if not sharing:
+        return ""
+    return (
+        f"At the scale `{scale}` {len(sharing)} of the {len(here)} claims that were run share trainings with others, "
+        f"and {len(sharing & set(failing))} of the {len(failing)} that fail do: their verdicts are not independent. "
+        "A softmax that came out well by chance speaks against all that are held against it."
+    )
+
+
+def _trainings(results: Results) -> set[tuple[int, ...] | tuple[float, ...]]:
+    """What tells trainings apart: their losses."""
+    return {tuple(loss for _, loss in run.info.train_loss) for run in results.runs if run.info.train_loss}
 
 
 def verdict_lines(claim: Claim, results: Results) -> list[str]:
@@ -212,19 +246,26 @@ def _reading(groups: Sequence[Group]) -> str:
             "Validation loss in nats per prediction, and the share of wrong answers: "
             "mean ± standard deviation over seeds."
         )
+    text = "Validation loss in nats per token: mean ± standard deviation over seeds."
+    if _yardstick(groups) is None:
+        return text
     last = column_name(columns(groups)[-1])
     return (
-        "Validation loss in nats per token: mean ± standard deviation over seeds. "
-        "The last column is the paired difference "
-        f"from {YARDSTICK[0]} with {YARDSTICK[1]} at {last}, ± one standard error, where there is such a row."
+        f"{text} The last column is the paired difference from {YARDSTICK[0]} with {YARDSTICK[1]} at {last}, "
+        "± one standard error."
     )
+
+
+def _yardstick(groups: Sequence[Group]) -> Cell | None:
+    """What the last column is beside, at the longest length; None where there is no such row."""
+    yard = next((group for group in groups if group.label == YARDSTICK[0]), None)
+    return None if yard is None or _sampled(groups) else cell(yard, columns(groups)[-1], YARDSTICK[1])
 
 
 def _losses(results: Results, groups: Sequence[Group], setting: str) -> str:
     """A table of the groups under one setting."""
     across = columns(groups)
-    yard = next((group for group in groups if group.label == YARDSTICK[0]), None)
-    reference = cell(yard, across[-1], YARDSTICK[1]) if yard else None
+    reference = _yardstick(groups)
     lines = []
     for group in groups:
         cells = [cell(group, column, setting) for column in across]
@@ -241,9 +282,9 @@ def _losses(results: Results, groups: Sequence[Group], setting: str) -> str:
         lost = sum(run.diverged for run in runs)
         count = "1 seed" if len(runs) == 1 else count_text([run.info.seed for run in runs])
         count += f", {lost} diverged" if lost else ""
-        lines.append([group.label, count, *texts, *([] if _sampled(groups) else [apart])])
-    head = ["mean"] if _sampled(groups) else [*map(column_name, across), "beside the window"]
-    return _table([setting, "trained", *head], lines)
+        lines.append([group.label, count, *texts, *([] if reference is None else [apart])])
+    head = ["mean"] if _sampled(groups) else [*map(column_name, across)]
+    return _table([setting, "trained", *head, *([] if reference is None else ["beside the window"])], lines)
 
 
 def _loss(loss: float, spread: float) -> str:
