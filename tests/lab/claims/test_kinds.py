@@ -171,6 +171,27 @@ def test_the_share_that_is_saved_is_exact(by_size: Any) -> None:
     assert math.log(high / low) == pytest.approx(2 * t * np.std(seeds, ddof=1) / math.sqrt(3), rel=1e-4)
 
 
+@pytest.mark.parametrize(("bend", "expected"), [(0.01, "holds"), (0.05, "inconclusive")])
+def test_curves_that_miss_more_than_their_gap_decide_nothing(by_size: Any, bend: float, expected: str) -> None:
+    """20 % fewer parameters are a gap of 2.2 % in the loss. Of losses that are higher and lower in
+    turn by 1 % the curve misses nearly as much.
+    """
+    runs = by_size(0.80, 0.80, 0.80)
+    for run in runs:
+        sign = 1 if SIZES.index(run.info.parameters) in (0, 3) else -1
+        row = run.evaluation.rows[0]
+        run.evaluation.rows[:] = [row.model_copy(update={"loss": row.loss * (1 + sign * bend), "buckets": []})]
+    made = saves()
+    both = families(results(runs), made.statements[0])  # type: ignore[arg-type]
+    assert both is not None
+    assert both[0].misfit == pytest.approx(bend, rel=0.06)
+    assert both[0].gap(both[1], 0.0) == pytest.approx(1 - 0.8**0.1, rel=1e-6)
+    assert both[0].gap(both[1], 0.2) == pytest.approx(0, abs=1e-9)
+    judged = judge(made, results(runs))[0]
+    assert judged.verdict == expected
+    assert "a gap of 2.21% between the curves" in judged.shown.text
+
+
 def test_no_power_law_no_verdict(by_size: Any, a_run: Any) -> None:
     assert verdict(saves(), by_size(0.8, 0.8, 0.8, slope=0.1)) == "inconclusive"  # larger is worse
     runs = by_size(0.8, 0.8, 0.8)

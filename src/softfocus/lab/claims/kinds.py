@@ -4,6 +4,7 @@ classification, passkeys, sizes.
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from statistics import median
@@ -178,7 +179,9 @@ def _missed(run: Run, at: str) -> Mean | None:
 
 
 def saves(claim: Claim, results: Results | None, statement: Saves) -> list[Part]:
-    """Of power laws, over trainings alone."""
+    """Of power laws, over trainings alone. Where the curves miss a size by more than they are
+    apart, the answer is the curve's and not the models'.
+    """
     for row in (*statement.row, *statement.than):
         if early := too_few(row, results.of(row) if results else []):
             return [early]
@@ -190,11 +193,14 @@ def saves(claim: Claim, results: Results | None, statement: Saves) -> list[Part]
     found = saved(ours, others)
     if found is None:
         return [Part("inconclusive", "the loss does not fall with the size")]
+    gap, misfit = ours.gap(others, statement.by), max(ours.misfit, others.misfit)
     text = (
         f"for the loss that the curve of the others has at {others.parameters[-1] / 1e6:.2f} M parameters, "
-        f"{math.expm1(found.value):+.1%} parameters (log {found.value:+.3f} ± {found.standard_error:.3f})"
+        f"{math.expm1(found.value):+.1%} parameters (log {found.value:+.3f} ± {found.standard_error:.3f}); "
+        f"what is judged is a gap of {gap:.2%} between the curves, which miss losses by up to {misfit:.2%}"
     )
-    return [decide(found, math.log1p(-statement.by), text)]
+    part = decide(found, math.log1p(-statement.by), text)
+    return [replace(part, verdict="inconclusive") if misfit > gap else part]
 
 
 def _norms(run: Run, statement: Steeper) -> list[float]:
