@@ -370,6 +370,23 @@ def test_a_page_says_what_was_run_and_what_came_out(made: Any) -> None:
         assert " ".join(said.split()) in " ".join(text.split()), said
 
 
+def test_a_page_says_how_many_comparisons_agree(made: Any) -> None:
+    text = 'kind = "lower"\nrow = "a"\nthan = ["b", "c"]'
+    one = page.page(statement(text), {"toy": made(a=[[1.0]] * 3, b=[[2.0]] * 3, c=[[0.5]] * 3)})
+    assert "(1 of 2 comparisons says fails; this one speaks most against the statement)" in one
+    both = page.page(statement(text), {"toy": made(a=[[1.0]] * 3, b=[[2.0]] * 3, c=[[2.5]] * 3)})
+    assert "(2 of 2 comparisons say holds) |" in both
+
+
+@pytest.mark.parametrize(("ratio", "shown"), [(1.0, "1.00"), (0.998, "1.00"), (0.0712, "0.0712"), (1234.0, "1.23e+03")])
+def test_ratios_have_their_digits(made: Any, ratio: float, shown: str) -> None:
+    results = made(a=[[1.0]] * 3, b=[[1.0]] * 3)
+    for run in results.runs:
+        run.info.gradient_norm = [(10, ratio if run.row == "a" else 1.0)]
+    judged = judge(statement('kind = "steeper"\nrow = "a"\nthan = "b"'), results)[0]
+    assert f"of a has {shown} times the norm" in judged.shown.text
+
+
 def test_numbers_without_a_verdict(made: Any) -> None:
     """Runs that say nothing about a claim are shown all the same."""
     claim = statement(LOWER).model_copy(update={"unjudged": {"toy": "it is too small"}})

@@ -262,12 +262,12 @@ def test_the_share_of_steps_and_of_time(curves: Any) -> None:
     (part,) = judge(sooner(), results(curves(*steps)))[0].parts
     # The line falls by 0.02 a step: 0.4, 0.3 and 0.2 below at the end
     assert "laser in as many steps, beside the best loss of softmax: -0.300 ± 0.058" in part.text
-    assert "(it has that loss after 85.0% of its steps, by the median)" in part.text
+    assert "(by the median it reaches it after 85.0% of its steps)" in part.text
     (part,) = judge(sooner("by = 0.1"), results(curves(90, 130, 80)))[0].parts
     assert "laser after 90% of its steps" in part.text
-    assert "after 90.0% of its steps, by the median; never in 1 of 3 trainings)" in part.text
+    assert "reaches it after 90.0% of its steps; never in 1 of 3 trainings)" in part.text
     (part,) = judge(sooner(), results(curves(110, 130, 80)))[0].parts
-    assert "(it has that loss never, by the median)" in part.text
+    assert "(by the median it never reaches it)" in part.text
     slow = curves(*steps, speed=0.5)
     assert verdict(sooner('of = "time"'), slow) == "fails"
     assert verdict(sooner('of = "time"'), curves(*steps, speed=2.0)) == "holds"

@@ -90,7 +90,7 @@ class Steeper(_Statement):
 
 
 class Sooner(_Statement):
-    """Each row has the best validation loss of each of the others after fewer steps, or in less
+    """Each row reaches the best validation loss of each of the others after fewer steps, or in less
     time, than they took.
     """
 

@@ -42,11 +42,15 @@ def steeper(claim: Claim, results: Results | None, statement: Steeper) -> list[P
         found = difference(others, ours)
         ratio, error = math.exp(-found.value), found.standard_error
         text = (
-            f"the {statement.of} gradient{of} of {row} has {ratio:.3g} times the norm of that of {than} "
+            f"the {statement.of} gradient{of} of {row} has {_times(ratio)} times the norm of that of {than} "
             f"(log ± {error:.2f})"
         )
         parts.append(decide(found, -math.log(statement.factor), text))
     return parts
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.2f}" if 0.1 <= ratio < 100 else f"{ratio:.3g}"
 
 
 def sooner(claim: Claim, results: Results | None, statement: Sooner) -> list[Part]:
@@ -87,13 +91,13 @@ def sooner(claim: Claim, results: Results | None, statement: Sooner) -> list[Par
 def _sooner_text(row: str, than: str, statement: Sooner, found: Estimate, shares: Sequence[float]) -> str:
     """The differences of losses, and the median of the shares with `never` as the last."""
     middle, never = median(shares), sum(map(math.isinf, shares))
-    reached = "never" if math.isinf(middle) else f"after {middle:.1%} of its {statement.of}"
+    reached = "never reaches it" if math.isinf(middle) else f"reaches it after {middle:.1%} of its {statement.of}"
     lost = f"; never in {never} of {len(shares)} trainings" if never and not math.isinf(middle) else ""
     where = f"after {1 - statement.by:.0%} of its {statement.of}" if statement.by else f"in as much {statement.of}"
     where = where.replace("as much steps", "as many steps")
     return (
         f"{row} {where}, beside the best loss of {than}: {found.value:+.3f} ± {found.standard_error:.3f} "
-        f"(it has that loss {reached}, by the median{lost})"
+        f"(by the median it {reached}{lost})"
     )
 
 

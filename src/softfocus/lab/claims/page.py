@@ -209,8 +209,9 @@ def _statements(judged: Sequence[Judged]) -> str:
     lines = []
     for one in judged:
         agreeing = sum(part.verdict == one.verdict for part in one.parts)
-        shares = f"{agreeing} of {len(one.parts)} comparisons say {one.verdict}"
-        of = f" ({shares}; this one speaks most against the statement)"
+        shares = f"{agreeing} of {len(one.parts)} comparisons {'says' if agreeing == 1 else 'say'} {one.verdict}"
+        against = "" if agreeing == len(one.parts) else "; this one speaks most against the statement"
+        of = f" ({shares}{against})"
         several = len(one.parts) > 1 and one.verdict in ("holds", "fails", "inconclusive")
         lines.append([one.verdict, one.statement.says, one.shown.text + (of if several else "")])
     return _table(["verdict", "statement", "what came out"], lines)
