@@ -572,6 +572,36 @@ def test_reproduce_runs_what_is_left_and_judges_all(two: Claim, tmp_path: Path, 
     assert before == (out / PUBLISHED / "two.md").read_bytes()
 
 
+def test_earlier_runs_are_not_trained_again(two: Claim, tmp_path: Path, monkeypatch: Any) -> None:
+    first, second, screen = tmp_path / "first", tmp_path / "second", console()
+    for recipe in recipes(two, "toy", [0]):
+        finish(recipe, first)
+    before = reproduce("two", first, seeds=1, console=console())
+    assert before is not None
+    for recipe in recipes(two, "toy", [1]):
+        finish(recipe, second)
+    made = reproduce("two", second, seeds=2, earlier=first / PUBLISHED, console=screen)
+    assert made is not None
+    assert "2 of 4 runs are taken from" in said(screen)
+    assert "Two rows: 2 runs, 0 of them left" in said(screen)
+    assert [(run.row, run.info.seed) for run in made.runs] == [("a", 0), ("b", 0), ("a", 1), ("b", 1)]
+    assert json_text(before.runs[0]) == json_text(made.runs[0])
+    assert not (second / "a-s0").exists()
+    both = reproduce("two", tmp_path / "third", seeds=2, earlier=second / PUBLISHED, console=console())
+    assert both is not None
+    assert both.runs == made.runs
+
+    with pytest.raises(LabError, match="there is no"):
+        reproduce("two", second, seeds=2, earlier=tmp_path, console=console())
+    with monkeypatch.context() as patch:
+        patch.setattr(data.Text, "key", "another")
+        with pytest.raises(LabError, match=r"run a-s0 of .* was trained on \w+, and here is another"):
+            reproduce("two", second, seeds=3, earlier=first / PUBLISHED, console=console())
+    two.rows["b"]["train"] = {"steps": 11}
+    with pytest.raises(LabError, match=r"run b-s0 of .* has another recipe: train\.steps was 10 and is 11; leave"):
+        reproduce("two", second, seeds=3, earlier=first / PUBLISHED, console=console())
+
+
 @pytest.mark.slow
 def test_runs_of_two_processes_are_measured_once(two: Claim, tmp_path: Path) -> None:
     """What a machine with several GPUs does, on the CPU."""
