@@ -7,10 +7,13 @@ Over 400 lines: the cases share the made-up runs.
 import io
 import math
 import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -34,7 +37,7 @@ from softfocus.lab.recipes import loading
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.run_folder.files import load_run
 from softfocus.lab.run_folder.results import WRONG, Bucket, Setting, default_settings, json_text
-from softfocus.lab.studies import fits
+from softfocus.lab.train import fits
 from softfocus.lab.train.run import train
 from softfocus.lab.train.trainer import WindowTrainer
 
@@ -619,10 +622,58 @@ def _not_a_number(self: WindowTrainer, model: Any, inputs: dict[str, torch.Tenso
 def test_what_cannot_fit_is_refused_before_anything_starts(two: Claim, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(fits, "_free_memory", lambda: ("this machine", 100_000))
     with pytest.raises(
-        LabError, match=r"needs at least 0\.0 GB of memory in each of 2 at a time, and this machine has"
+        LabError,
+        match=r"needs at least 0\.0 GB of memory in each of 2 at a time \(activations are not counted\), and this",
     ):
         reproduce("two", tmp_path / "out", jobs=2, console=console())
     assert not (tmp_path / "out").exists()
+
+
+def test_a_training_that_cannot_fit_is_refused_before_its_corpus(tiny: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(fits, "_free_memory", lambda: ("this machine", 100_000))
+    monkeypatch.setattr(data, "load", lambda *_: pytest.fail("the corpus was read"))
+    with pytest.raises(
+        LabError, match=r"tiny needs at least .* GB of memory \(activations are not counted\), and this"
+    ):
+        train(loading.load(tiny), tmp_path / "out")
+    assert not (tmp_path / "out" / "run.json").exists()
+
+
+def test_shards_that_are_copied_are_counted(two: Claim, tmp_path: Path, monkeypatch: Any) -> None:
+    """Before anything is timed or written. Once they are in the cache they are not counted."""
+    shards = tmp_path / "shards"
+    shards.mkdir()
+    for name in ("val_0", "train_0", "train_1"):
+        head = np.zeros(256, "<i4")
+        head[:3] = 20240520, 1, 2000
+        ids = np.arange(2000, dtype="<u2") % 250
+        (shards / f"{name}.bin").write_bytes(head.tobytes() + ids.tobytes())
+    for row in two.rows.values():
+        row["data"] = {"source": str(shards)}
+    monkeypatch.setenv("SOFTFOCUS_CACHE", str(tmp_path / "cache"))
+    assert data.to_copy(recipes(two, "toy", [0])[0]) == 3 * (1024 + 4000)
+    screen = console()
+    reproduce("two", tmp_path / "out", seeds=1, estimate_only=True, console=screen)
+    assert "Two rows: 0 MB of shards are copied into the token cache first" in said(screen)
+    assert data.to_copy(recipes(two, "toy", [0])[0]) == 0
+    again = console()
+    reproduce("two", tmp_path / "out", seeds=1, estimate_only=True, console=again)
+    assert "shards" not in said(again)
+    monkeypatch.setenv("SOFTFOCUS_CACHE", str(tmp_path / "elsewhere"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10_000))
+    with pytest.raises(LabError, match=r"elsewhere has 0\.0 GB free, and 0\.0 GB of shards are copied there"):
+        reproduce("two", tmp_path / "out", seeds=1, console=console())
+    with pytest.raises(LabError, match="of shards are copied there"):
+        train(recipes(two, "toy", [0])[0], tmp_path / "run")
+    assert not (tmp_path / "elsewhere" / "out").exists()
+
+
+def test_where_fineweb_is_missing_the_error_fetches_it(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    command = "hf download kjj0/fineweb10B-gpt2 --repo-type dataset --local-dir fineweb10B"
+    assert command in (ROOT / "docs" / "claims.md").read_text()
+    with pytest.raises(LabError, match=f"there is no file or folder fineweb10B; fetch its 20 GB with `{command}`"):
+        data.load(recipes(claims.load("softplus-figure-1"), "gpt2", [0])[0], silent)
 
 
 def test_the_least_memory_of_the_papers_model() -> None:
