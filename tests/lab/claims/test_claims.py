@@ -6,9 +6,12 @@ Over 400 lines: the cases share the made-up runs.
 
 import io
 import math
+import os
 import re
 import shutil
+import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +35,7 @@ from softfocus.lab.claims.verdict import judge
 from softfocus.lab.data import of_recipe as data
 from softfocus.lab.errors import Diverged, LabError, UsageError
 from softfocus.lab.evaluate.loss import evaluate
+from softfocus.lab.evaluate.tasks import answer
 from softfocus.lab.progress import silent
 from softfocus.lab.recipes import loading
 from softfocus.lab.recipes.recipe import Recipe
@@ -605,6 +609,54 @@ def test_earlier_runs_are_not_trained_again(two: Claim, tmp_path: Path, monkeypa
         reproduce("two", second, seeds=3, earlier=first / PUBLISHED, console=console())
 
 
+def test_zero_shot_tasks_are_measured_where_the_harness_is(two: Claim, tmp_path: Path, monkeypatch: Any) -> None:
+    """With a fake lm_eval, in the processes of the workers, too: all but its own part is ours."""
+    for row in two.rows.values():
+        row["evaluate"] = {**row.get("evaluate", {}), "also": ["tasks"]}
+    out = tmp_path / "out"
+    if find_spec("lm_eval") is None:
+        with pytest.raises(LabError, match=r"takes lm_eval, which is not installed; pip install 'lm_eval\[hf\]'$"):
+            reproduce("two", out, seeds=1, console=console())
+        assert not out.exists()
+    fake = tmp_path / "fake" / "lm_eval"
+    (fake / "models").mkdir(parents=True)
+    (fake / "models" / "__init__.py").write_text("")
+    (fake / "models" / "huggingface.py").write_text(_HFLM)
+    (fake / "__init__.py").write_text(_HARNESS)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(fake.parent), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.syspath_prepend(str(fake.parent))
+    first, second = recipes(two, "toy", [0])
+    finish(first, out)
+    finish(second, out)
+    answer(out / first.name)
+    made = reproduce("two", out, seeds=1, jobs=1, console=console())
+    assert made is not None
+    rows = [run.tasks.rows for run in made.runs if run.tasks is not None]
+    assert [[row.task for row in one] for one in rows] == [["arc_easy", "hellaswag", "piqa", "sciq"]] * 2
+    assert rows[0][0].accuracy == rows[1][0].accuracy == 0.25
+    assert rows[0][3].standard_error == 0.04
+    (fake / "__init__.py").write_text("def simple_evaluate(**_): raise OSError('no network')")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "lm_eval"]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(LabError, match=r"lm_eval cannot measure arc_easy, .*: no network; check the network"):
+        answer(out / first.name)
+
+
+_HFLM = """
+class HFLM:
+    def __init__(self, pretrained, tokenizer, batch_size, max_length):
+        assert not pretrained.training and max_length == 32
+        ids = tokenizer("a question", return_tensors="pt").input_ids
+        assert pretrained(input_ids=ids.to(pretrained.device)).logits.isfinite().all()
+"""
+
+_HARNESS = """
+def simple_evaluate(model, tasks, num_fewshot):
+    assert type(model).__name__ == "HFLM" and num_fewshot == 0
+    return {"results": {task: {"acc,none": 0.25, "acc_stderr,none": 0.01 * n} for n, task in enumerate(tasks, 1)}}
+"""
+
+
 @pytest.mark.slow
 def test_runs_of_two_processes_are_measured_once(two: Claim, tmp_path: Path) -> None:
     """What a machine with several GPUs does, on the CPU."""
@@ -706,5 +758,5 @@ def test_mistakes_in_a_claim_are_one_line(text: str, says: str) -> None:
 def test_what_is_not_there_or_cannot_be_run() -> None:
     with pytest.raises(UsageError, match="there is no claim 'softplus-table-11'; did you mean 'softplus-table-1'"):
         claims.load("softplus-table-11")
-    with pytest.raises(UsageError, match="softplus-zero-shot cannot be run at the scale gpt2: it needs both"):
-        recipes(claims.load("softplus-zero-shot"), "gpt2", [0])
+    with pytest.raises(UsageError, match="softplus-zero-shot cannot be run at the scale small: a model of 10 M"):
+        recipes(claims.load("softplus-zero-shot"), "small", [0])

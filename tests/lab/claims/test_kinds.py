@@ -19,6 +19,7 @@ from softfocus.lab.claims.verdict import judge
 from softfocus.lab.inspect.results import Row as Attention
 from softfocus.lab.inspect.results import Value
 from softfocus.lab.run_folder.results import Classification, RecallRow
+from softfocus.lab.run_folder.tasks import TaskRow, Tasks
 
 SIZES = (100_000, 200_000, 400_000, 800_000)
 
@@ -413,4 +414,31 @@ def test_accuracies_are_paired_by_document_and_seed(a_run: Any, better: Any, exp
     text = claim(["laser", "softmax"], 'kind = "classifies"\nrow = "laser"\nthan = "softmax"')
     assert verdict(text, runs) == expected
     assert f"{(60 + np.mean(better)) / 100:.1%}, softmax 60.0% right" in judge(text, results(runs))[0].shown.text
+    assert verdict(text, [*runs[:5], a_run("laser", 2)]) == "not run"
+
+
+# answers
+
+
+@pytest.mark.parametrize(
+    ("better", "expected"),
+    [((0.05, 0.06, 0.07), "holds"), ((-0.05, -0.06, -0.07), "fails"), ((-0.05, 0.0, 0.08), "inconclusive")],
+)
+def test_mean_accuracies_of_tasks(a_run: Any, better: Any, expected: str) -> None:
+    """Tasks count alike; questions of 0.6 and 0.8 points of error give 0.5 for their mean."""
+
+    def made(row: str, seed: int, more: float) -> Run:
+        errors = {"arc_easy": 0.006, "sciq": 0.008}
+        shares = {"arc_easy": 0.3 + 2 * more, "sciq": 0.5}
+        rows = [TaskRow(task=task, accuracy=shares[task], standard_error=errors[task]) for task in errors]
+        found = Tasks(run=row, harness="0", rows=rows)
+        return a_run(row, seed).model_copy(update={"tasks": found})
+
+    runs = [made("softmax", seed, 0) for seed in range(3)] + [made("laser", s, more) for s, more in enumerate(better)]
+    text = claim(["laser", "softmax"], 'kind = "answers"\nrow = "laser"\nthan = "softmax"')
+    judged = judge(text, results(runs))[0]
+    assert judged.verdict == expected
+    noise = np.std(better, ddof=1) / math.sqrt(3)
+    assert f"{0.4 + np.mean(better):.1%}, softmax 40.0% right" in judged.shown.text
+    assert judged.shown.text.endswith(f"± {math.hypot(0.005, 0.005, noise):.1%}")
     assert verdict(text, [*runs[:5], a_run("laser", 2)]) == "not run"

@@ -128,6 +128,14 @@ class Finds(_Statement):
     at: Multiple | Annotated[list[Multiple], Field(min_length=1)]
 
 
+class Answers(_Statement):
+    """In zero-shot tasks each row has a higher mean accuracy than each of the others."""
+
+    kind: Literal["answers"]
+    row: Names
+    than: Names
+
+
 class Saves(_Statement):
     """By power laws through their sizes, the rows have the loss of the largest of the others with
     fewer parameters.
@@ -156,7 +164,19 @@ class Disproved(_Statement):
 
 
 Statement = Annotated[
-    Lower | Close | Flat | Trains | Steeper | Sooner | Faint | Classifies | Finds | Saves | Proved | Disproved,
+    Lower
+    | Close
+    | Flat
+    | Trains
+    | Steeper
+    | Sooner
+    | Faint
+    | Classifies
+    | Finds
+    | Answers
+    | Saves
+    | Proved
+    | Disproved,
     Field(discriminator="kind"),
 ]
 

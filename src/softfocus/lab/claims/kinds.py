@@ -1,5 +1,5 @@
 """Statements about more than the losses of an evaluation: gradients, speed, probabilities,
-classification, passkeys, sizes.
+classification, passkeys, tasks, sizes.
 """
 
 import math
@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from statistics import median
+from statistics import fmean, median
 
 import numpy as np
 
-from softfocus.lab.claims.claim import Claim, Classifies, Faint, Finds, Saves, Sooner, Steeper, named_in
+from softfocus.lab.claims.claim import Answers, Claim, Classifies, Faint, Finds, Saves, Sooner, Steeper, named_in
 from softfocus.lab.claims.parts import SEEDS, Part, decide, lost_lower, pairs_of, too_few
 from softfocus.lab.claims.power_law import families, saved
 from softfocus.lab.claims.results import Results, Run
@@ -140,6 +140,22 @@ def finds(claim: Claim, results: Results | None, statement: Finds) -> list[Part]
         )
         for pair, at in product(pairs_of(claim, statement), named_in(statement, "at"))
     ]  # fmt: skip
+
+
+def answers(claim: Claim, results: Results | None, statement: Answers) -> list[Part]:
+    """Of errors, over the questions of all tasks and trainings. Each task counts alike."""
+
+    def errors(run: Run) -> Mean | None:
+        if run.tasks is None:
+            return None
+        rows = run.tasks.rows
+        error = math.hypot(*(row.standard_error for row in rows)) / len(rows)
+        return Mean(1 - fmean(row.accuracy for row in rows), error)
+
+    return [
+        _fewer_errors(results, pair, errors, "{} {:.1%}, {} {:.1%} right", "was not asked the tasks")
+        for pair in pairs_of(claim, statement)
+    ]
 
 
 def _fewer_errors(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal
 
-from softfocus.lab.claims.claim import Claim, Classifies, Finds, Lower, Sooner, Steeper, named_in
+from softfocus.lab.claims.claim import Answers, Claim, Classifies, Finds, Lower, Sooner, Steeper, named_in
 from softfocus.lab.claims.results import Run
 from softfocus.lab.evaluate.means import Estimate, t_outside, t_quantile
 
@@ -102,7 +102,7 @@ def too_few(row: str, runs: Sequence[Run]) -> Part | None:
     )
 
 
-def pairs_of(claim: Claim, statement: Lower | Steeper | Sooner | Classifies | Finds) -> list[tuple[str, str]]:
+def pairs_of(claim: Claim, statement: Lower | Steeper | Sooner | Classifies | Finds | Answers) -> list[tuple[str, str]]:
     """Each row of a statement with each of the others."""
     ours = named_in(statement, "row")
     others = [name for name in claim.rows if name not in ours] if "*" in named_in(statement, "than") else None

@@ -20,6 +20,7 @@ from softfocus.lab.report.points import Group
 from softfocus.lab.report.results import load_recipe_text
 from softfocus.lab.run_folder.files import INSPECTION, load_measured, load_run, read_json
 from softfocus.lab.run_folder.results import Bucket, Classification, Evaluation, Recall, RecallRow, Record, Row, RunInfo
+from softfocus.lab.run_folder.tasks import Tasks
 
 RESULTS = "results.json"
 FIGURE = "figure.png"
@@ -45,6 +46,8 @@ class Run(Record):
     passkeys: list[RecallRow] = Field(
         default=[], description="shares of passkeys that were found, a row a length, with evaluate.also = ['passkeys']"
     )
+
+    tasks: Tasks | None = Field(default=None, description="with evaluate.also = ['tasks']")
 
     @property
     def curves(self) -> dict[str, list[tuple[int, float]]]:
@@ -126,6 +129,7 @@ def collect(claim: Claim, scale: Scale, plan: Sequence[Recipe], folder: Path, mi
                 attention=[one for one in _inspection(place).rows if one.layer is None] if "attention" in also else [],
                 classification=load_measured(place, Classification) if "classification" in also else None,
                 passkeys=_passkeys(place) if "passkeys" in also else [],
+                tasks=load_measured(place, Tasks) if "tasks" in also else None,
             )
         )
     now = datetime.now(UTC).replace(microsecond=0)

@@ -8,6 +8,7 @@ from typing import Any
 
 from softfocus.lab.claims import kinds
 from softfocus.lab.claims.claim import (
+    Answers,
     Claim,
     Classifies,
     Close,
@@ -112,6 +113,7 @@ _JUDGES: dict[type, Callable[[Claim, Results | None, Any], list[Part]]] = {
     Faint: kinds.faint,
     Classifies: kinds.classifies,
     Finds: kinds.finds,
+    Answers: kinds.answers,
     Saves: kinds.saves,
     Proved: _proved,
     Disproved: _disproved,

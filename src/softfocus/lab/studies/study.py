@@ -181,8 +181,8 @@ def train_all(
         A job for each recipe.
 
     Raises:
-        LabError: what memory or disk cannot hold, a folder with another run in it or in use by
-            another process, or Ctrl-C. A run that fails raises nothing here.
+        LabError: what memory or disk cannot hold, tasks without lm_eval, a folder with another run
+            in it or in use by another process, or Ctrl-C. A run that fails raises nothing here.
         UsageError: more jobs than cores.
     """
     if jobs is not None and jobs > cores():
@@ -193,6 +193,10 @@ def train_all(
     found = crew.plan(folder, plan, [recipe.name for recipe in plan], overwrite=overwrite)
     left = [job for job in found if job.status == "waiting"]
     fits.check_memory([job.recipe for job in left], workers, processes)
+    if any("tasks" in job.recipe.evaluate.also for job in left):
+        from softfocus.lab.evaluate import tasks
+
+        tasks.require()
     if copied := _copied(left):
         where = f"{copied / 1e6:,.0f} MB of shards are copied into the token cache first"
         console.print(f"{title}: {where}", markup=False, highlight=False)
