@@ -138,9 +138,9 @@ def test_every_row_and_recipe_trains_two_steps(large: bool) -> None:
 
 
 def test_tests_that_claims_cite_exist() -> None:
-    cited = [
-        s.by for name in claims.shipped() for s in claims.load(name).statements if s.kind in ("proved", "disproved")
-    ]
+    found = [claims.load(name) for name in claims.shipped()]
+    cited = [s.by for claim in found for s in claim.statements if s.kind in ("proved", "disproved")]
+    cited += [one for claim in found for note in claim.notes for one in re.findall(r"tests/[\w/]+\.py::\w+", note)]
     for reference in cited:
         file, _, name = reference.partition("::")
         assert re.search(rf"^def {name}\(", (ROOT / file).read_text(), re.MULTILINE), reference
