@@ -284,3 +284,20 @@ def test_the_learning_rates_of_the_claims_are_the_committed_ones():
     page_text = (ROOT / "docs" / "claims.md").read_text()
     shown = page_text.split("<!-- toy_rates:begin -->\n")[1].split("\n<!-- toy_rates:end -->")[0]
     assert shown == toy_rates()
+
+
+UNCLEAN = {
+    "claims/laser-temperature/toy/results.json",
+    "layouts-larger/results.json",
+    "recall-layouts/results.json",
+}
+"""Results of trees with changes that no commit holds. Train them again to take them off."""
+
+
+def test_committed_results_are_of_clean_commits() -> None:
+    unclean = set()
+    for path in RESULTS.rglob("*.json"):
+        text = path.read_text(encoding="utf-8")
+        if re.search(r'"commit": "[^"]*\+dirty"|"dirty": true', text):
+            unclean.add(path.relative_to(RESULTS).as_posix())
+    assert unclean == UNCLEAN

@@ -7,7 +7,9 @@ d = 1 a key is its own score.
 """
 
 import math
+from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -237,3 +239,74 @@ def test_negated_weights_change_the_sign_of_the_output_projection() -> None:
     for plain, negated in zip(*results, strict=True):
         assert plain.any()
         assert torch.equal(plain, negated)
+
+
+# Re-weighting in float32 and bfloat16
+
+
+def plain_re_weighting(mechanism: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Equations 4 and 5 as they are written, with p = 15: relu(A N - 1)^p over its sum, for one row
+    that sees all N keys.
+    """
+    width, count = query.shape[-1], key.shape[-2]
+    if mechanism == "softmax_p15":
+        weights = (query @ key.mT / math.sqrt(width)).softmax(-1)
+    else:
+        cosines = torch.nn.functional.normalize(query, dim=-1) @ torch.nn.functional.normalize(key, dim=-1).mT
+        phi = torch.nn.functional.softplus(math.log(width) * math.log(count) * cosines)
+        weights = phi / phi.sum(-1, keepdim=True)
+    sharp = (weights * count - 1).relu() ** 15
+    return sharp / sharp.sum(-1, keepdim=True) @ value
+
+
+def a_row(count: int, dtype: torch.dtype, *, one_key: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """A query, and keys of its direction: one with it and all others against it, or random ones;
+    and values.
+    """
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, 1, rows, 64, generator=generator) for rows in (1, count, count))
+    if one_key:
+        key = -query.expand(-1, -1, count, -1).clone()
+        key[:, :, 5] *= -1
+    return (3 * query).to(dtype), (3 * key).to(dtype), value.to(dtype)
+
+
+def with_gradients(attend: Any, tensors: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]:
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in tensors]
+    out = attend(*leaves)
+    return [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mechanism", ["softmax_p15", "lssar"])
+def test_the_plain_power_overflows_where_ours_does_not(mechanism: str, dtype: torch.dtype) -> None:
+    """At p = 15 a weight of 372 times the mean is infinite in float32 and bfloat16, so a row that
+    gives most of its weight to one of 1,024 keys is infinity over infinity. Ours divides by the
+    row's maximum first.
+    """
+    row = a_row(1024, dtype, one_key=True)
+    assert all(found.isnan().any() for found in with_gradients(partial(plain_re_weighting, mechanism), row))
+    exact = partial(softfocus.attention, mechanism=mechanism, backend="reference")
+    expected = with_gradients(exact, tuple(tensor.double() for tensor in row))  # type: ignore[arg-type]
+    for backend in ("reference", "tiled", "auto"):
+        found = with_gradients(partial(softfocus.attention, mechanism=mechanism, backend=backend), row)
+        assert all(one.isfinite().all() for one in found)
+        torch.testing.assert_close(found[0].double(), expected[0], rtol=0.02, atol=0.02)
+
+
+def test_at_the_same_keys_the_plain_power_overflows_with_softmax_alone() -> None:
+    """Random keys of norm 24: softmax gives one of them over a third of the weight, and cosines are
+    the same whatever the norm. So the plain form makes softmax explode and spares LSSAR.
+    """
+    row = a_row(1024, torch.float32, one_key=False)
+    assert with_gradients(partial(plain_re_weighting, "softmax_p15"), row)[1].isnan().any()
+    assert all(one.isfinite().all() for one in with_gradients(partial(plain_re_weighting, "lssar"), row))
+
+
+@pytest.mark.parametrize("mechanism", ["softmax_p15", "lssar"])
+def test_without_an_overflow_the_plain_power_is_ours(mechanism: str) -> None:
+    """So the tests above are about overflow alone."""
+    row = a_row(200, torch.float64, one_key=False)
+    ours = with_gradients(partial(softfocus.attention, mechanism=mechanism), row)
+    for one, other in zip(with_gradients(partial(plain_re_weighting, mechanism), row), ours, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)

@@ -6,11 +6,17 @@ Over 400 lines: the cases share the made-up runs.
 
 import io
 import math
+import os
 import re
+import shutil
+import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -29,12 +35,14 @@ from softfocus.lab.claims.verdict import judge
 from softfocus.lab.data import of_recipe as data
 from softfocus.lab.errors import Diverged, LabError, UsageError
 from softfocus.lab.evaluate.loss import evaluate
+from softfocus.lab.evaluate.tasks import answer
 from softfocus.lab.progress import silent
 from softfocus.lab.recipes import loading
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.run_folder.files import load_run
-from softfocus.lab.run_folder.results import WRONG, Bucket, default_settings, json_text
-from softfocus.lab.studies import fits, study
+from softfocus.lab.run_folder.results import WRONG, Bucket, Setting, default_settings, json_text
+from softfocus.lab.studies import study
+from softfocus.lab.train import fits
 from softfocus.lab.train.run import train
 from softfocus.lab.train.trainer import WindowTrainer
 
@@ -146,9 +154,9 @@ def test_every_row_and_recipe_trains_two_steps(large: bool) -> None:
 
 
 def test_tests_that_claims_cite_exist() -> None:
-    cited = [
-        s.by for name in claims.shipped() for s in claims.load(name).statements if s.kind in ("proved", "disproved")
-    ]
+    found = [claims.load(name) for name in claims.shipped()]
+    cited = [s.by for claim in found for s in claim.statements if s.kind in ("proved", "disproved")]
+    cited += [one for claim in found for note in claim.notes for one in re.findall(r"tests/[\w/]+\.py::\w+", note)]
     for reference in cited:
         file, _, name = reference.partition("::")
         assert re.search(rf"^def {name}\(", (ROOT / file).read_text(), re.MULTILINE), reference
@@ -323,6 +331,28 @@ def test_steeper_compares_the_largest_gradients(made: Any, norms: list[float], e
     assert verdict(text, results) == "not run"
 
 
+def test_the_largest_gradient_is_that_after_the_warm_up(made: Any) -> None:
+    """An entry has the largest one since the entry before it, so with a warm-up of 30 steps that of
+    step 70 is the first of steps past 60.
+    """
+    results = made(a=[[1.0]] * 3, b=[[1.0]] * 3)
+    for number, run in enumerate(results.runs):
+        late = 30.0 if run.row == "a" else 1.0
+        run.info.gradient_norm = [(60, 900.0), (70, late), (80, 1.0)]
+        results.runs[number] = run.model_copy(update={"recipe": "[train]\nwarmup = 30\nlog_every = 10\n"})
+    assert {run.settled for run in results.runs} == {70}
+    text = 'kind = "steeper"\nrow = "a"\nthan = "b"\nfactor = '
+    assert (verdict(text + "29.9", results), verdict(text + "30.1", results)) == ("holds", "fails")
+    assert verdict('kind = "steeper"\nrow = "b"\nthan = "a"\nfactor = 0.03', results) == "holds"
+    shown = page.page(statement(text + "10.0"), {"toy": results})
+    assert "| a | 30 | 30 |" in shown
+    assert "| b | 1 | 1 |" in shown
+    for run in results.runs:
+        run.info.gradient_norm = [(60, 900.0)]
+    assert verdict(text + "10.0", results) == "not run"
+    assert verdict(text + '1.0\nof = "median"', results) == "inconclusive"
+
+
 def test_what_tests_decide_needs_no_run() -> None:
     claim = parse("x", 'title="t"\nsource="s"\nsays="p"\n[[statements]]\nsays="it"\nkind="proved"\nby="tests/x.py::y"')
     assert claim.exact
@@ -363,6 +393,39 @@ def test_a_page_says_what_was_run_and_what_came_out(made: Any) -> None:
         assert " ".join(said.split()) in " ".join(text.split()), said
 
 
+def test_a_page_says_how_many_comparisons_agree(made: Any) -> None:
+    text = 'kind = "lower"\nrow = "a"\nthan = ["b", "c"]'
+    one = page.page(statement(text), {"toy": made(a=[[1.0]] * 3, b=[[2.0]] * 3, c=[[0.5]] * 3)})
+    assert "(1 of 2 comparisons says fails; this one speaks most against the statement)" in one
+    both = page.page(statement(text), {"toy": made(a=[[1.0]] * 3, b=[[2.0]] * 3, c=[[2.5]] * 3)})
+    assert "(2 of 2 comparisons say holds) |" in both
+
+
+@pytest.mark.parametrize(("ratio", "shown"), [(1.0, "1.00"), (0.998, "1.00"), (0.0712, "0.0712"), (1234.0, "1.23e+03")])
+def test_ratios_have_their_digits(made: Any, ratio: float, shown: str) -> None:
+    results = made(a=[[1.0]] * 3, b=[[1.0]] * 3)
+    for run in results.runs:
+        run.info.gradient_norm = [(10, ratio if run.row == "a" else 1.0)]
+    judged = judge(statement('kind = "steeper"\nrow = "a"\nthan = "b"'), results)[0]
+    assert f"of a has {shown} times the norm" in judged.shown.text
+
+
+def test_numbers_without_a_verdict(made: Any) -> None:
+    """Runs that say nothing about a claim are shown all the same."""
+    claim = statement(LOWER).model_copy(update={"unjudged": {"toy": "it is too small"}})
+    results = made(a=[[1.0]] * 3, b=[[2.0]] * 3)
+    text = page.page(claim, {"toy": results})
+    assert page.standing(claim, "toy", results) == page.standing(claim, "toy", None) == "not testable here"
+    assert "**Not testable here:** it is too small.\n\n| statement | what came out |" in text
+    assert "| it | a 1x 1.000, b 1x 2.000: -1.000 ± 0.000 |" in text
+    assert "Verdict" not in text
+    assert page.verdict_lines(claim, results) == [
+        "it (a 1x 1.000, b 1x 2.000: -1.000 ± 0.000)",
+        "made-up at the scale toy: not testable here: it is too small",
+    ]
+    assert "toy" in claim.scales
+
+
 def test_the_ledger_counts(made: Any) -> None:
     claim = statement(LOWER)
     exact = parse("x", _DISPROVED)
@@ -373,6 +436,39 @@ def test_the_ledger_counts(made: Any) -> None:
     assert "| toy | 0 | 1 | 0 |" in text
     assert "| gpt2 | 0 | 0 | 1 |" in text
     assert "| exact | 1 | 0 | 0 |" in text
+
+
+def test_the_ledger_says_how_many_claims_share_trainings(made: Any) -> None:
+    """Of three claims two have the same softmax, under another name, and one of these two fails."""
+    names = ("first", "second", "third")
+    claim = statement(LOWER)
+    lines = [
+        (claim.model_copy(update={"name": name}), dict.fromkeys(SCALES, verdict))
+        for name, verdict in zip(names, ("fails", "holds", "fails"), strict=True)
+    ]
+    found = {name: {"toy": made(a=[[1.0]] * 3, b=[[2.0]] * 3)} for name in names}
+    for number, results in enumerate(one["toy"] for one in found.values()):
+        for index, run in enumerate(results.runs):
+            run.info.train_loss = [(10, 100.0 * number + index)]
+    found["second"]["toy"].runs[4].info.train_loss = [(10, 1.0)]
+    text = " ".join(page.ledger(lines, found).split())  # type: ignore[arg-type]
+    assert "At the scale `toy` 2 of the 3 claims that were run share trainings with others" in text
+    assert "and 1 of the 2 that fail do" in text
+    assert "share trainings" not in page.ledger(lines)  # type: ignore[arg-type]
+
+
+def test_the_column_beside_the_window_needs_a_softmax(made: Any) -> None:
+    losses = [[1.0, 2.0]] * 3
+    results = made(a=losses, b=losses)
+    assert "beside the window" not in page.page(statement(LOWER), {"toy": results})
+    assert "The last column" not in page.page(statement(LOWER), {"toy": results})
+    softmax = made(softmax=losses, b=losses)
+    for run in softmax.of("softmax"):
+        window = run.evaluation.rows[1].model_copy(update={"setting": Setting(window=run.info.train_length)})
+        run.evaluation.rows.append(window)
+    text = page.page(statement(LOWER), {"toy": softmax})
+    assert "| as trained | trained | 1x | 2x | beside the window |" in text
+    assert "| b | 3 seeds | 1.000 ± 0.000 | 2.000 ± 0.000 | +0.000 ± 0.000 |" in text
 
 
 def test_results_read_back_equal(made: Any, tmp_path: Path) -> None:
@@ -499,6 +595,84 @@ def test_reproduce_runs_what_is_left_and_judges_all(two: Claim, tmp_path: Path, 
     assert before == (out / PUBLISHED / "two.md").read_bytes()
 
 
+def test_earlier_runs_are_not_trained_again(two: Claim, tmp_path: Path, monkeypatch: Any) -> None:
+    first, second, screen = tmp_path / "first", tmp_path / "second", console()
+    for recipe in recipes(two, "toy", [0]):
+        finish(recipe, first)
+    before = reproduce("two", first, seeds=1, console=console())
+    assert before is not None
+    for recipe in recipes(two, "toy", [1]):
+        finish(recipe, second)
+    made = reproduce("two", second, seeds=2, earlier=first / PUBLISHED, console=screen)
+    assert made is not None
+    assert "2 of 4 runs are taken from" in said(screen)
+    assert "Two rows: 2 runs, 0 of them left" in said(screen)
+    assert [(run.row, run.info.seed) for run in made.runs] == [("a", 0), ("b", 0), ("a", 1), ("b", 1)]
+    assert json_text(before.runs[0]) == json_text(made.runs[0])
+    assert not (second / "a-s0").exists()
+    both = reproduce("two", tmp_path / "third", seeds=2, earlier=second / PUBLISHED, console=console())
+    assert both is not None
+    assert both.runs == made.runs
+
+    with pytest.raises(LabError, match="there is no"):
+        reproduce("two", second, seeds=2, earlier=tmp_path, console=console())
+    with monkeypatch.context() as patch:
+        patch.setattr(data.Text, "key", "another")
+        with pytest.raises(LabError, match=r"run a-s0 of .* was trained on \w+, and here is another"):
+            reproduce("two", second, seeds=3, earlier=first / PUBLISHED, console=console())
+    two.rows["b"]["train"] = {"steps": 11}
+    with pytest.raises(LabError, match=r"run b-s0 of .* has another recipe: train\.steps was 10 and is 11; leave"):
+        reproduce("two", second, seeds=3, earlier=first / PUBLISHED, console=console())
+
+
+def test_zero_shot_tasks_are_measured_where_the_harness_is(two: Claim, tmp_path: Path, monkeypatch: Any) -> None:
+    """With a fake lm_eval, in the processes of the workers, too: all but its own part is ours."""
+    for row in two.rows.values():
+        row["evaluate"] = {**row.get("evaluate", {}), "also": ["tasks"]}
+    out = tmp_path / "out"
+    if find_spec("lm_eval") is None:
+        with pytest.raises(LabError, match=r"takes lm_eval, which is not installed; pip install 'lm_eval\[hf\]'$"):
+            reproduce("two", out, seeds=1, console=console())
+        assert not out.exists()
+    fake = tmp_path / "fake" / "lm_eval"
+    (fake / "models").mkdir(parents=True)
+    (fake / "models" / "__init__.py").write_text("")
+    (fake / "models" / "huggingface.py").write_text(_HFLM)
+    (fake / "__init__.py").write_text(_HARNESS)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(fake.parent), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.syspath_prepend(str(fake.parent))
+    first, second = recipes(two, "toy", [0])
+    finish(first, out)
+    finish(second, out)
+    answer(out / first.name)
+    made = reproduce("two", out, seeds=1, jobs=1, console=console())
+    assert made is not None
+    rows = [run.tasks.rows for run in made.runs if run.tasks is not None]
+    assert [[row.task for row in one] for one in rows] == [["arc_easy", "hellaswag", "piqa", "sciq"]] * 2
+    assert rows[0][0].accuracy == rows[1][0].accuracy == 0.25
+    assert rows[0][3].standard_error == 0.04
+    (fake / "__init__.py").write_text("def simple_evaluate(**_): raise OSError('no network')")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "lm_eval"]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(LabError, match=r"lm_eval cannot measure arc_easy, .*: no network; check the network"):
+        answer(out / first.name)
+
+
+_HFLM = """
+class HFLM:
+    def __init__(self, pretrained, tokenizer, batch_size, max_length):
+        assert not pretrained.training and max_length == 32
+        ids = tokenizer("a question", return_tensors="pt").input_ids
+        assert pretrained(input_ids=ids.to(pretrained.device)).logits.isfinite().all()
+"""
+
+_HARNESS = """
+def simple_evaluate(model, tasks, num_fewshot):
+    assert type(model).__name__ == "HFLM" and num_fewshot == 0
+    return {"results": {task: {"acc,none": 0.25, "acc_stderr,none": 0.01 * n} for n, task in enumerate(tasks, 1)}}
+"""
+
+
 @pytest.mark.slow
 def test_runs_of_two_processes_are_measured_once(two: Claim, tmp_path: Path) -> None:
     """What a machine with several GPUs does, on the CPU."""
@@ -516,10 +690,58 @@ def _not_a_number(self: WindowTrainer, model: Any, inputs: dict[str, torch.Tenso
 def test_what_cannot_fit_is_refused_before_anything_starts(two: Claim, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(fits, "_free_memory", lambda: ("this machine", 100_000))
     with pytest.raises(
-        LabError, match=r"needs at least 0\.0 GB of memory in each of 2 at a time, and this machine has"
+        LabError,
+        match=r"needs at least 0\.0 GB of memory in each of 2 at a time \(activations are not counted\), and this",
     ):
         reproduce("two", tmp_path / "out", jobs=2, console=console())
     assert not (tmp_path / "out").exists()
+
+
+def test_a_training_that_cannot_fit_is_refused_before_its_corpus(tiny: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(fits, "_free_memory", lambda: ("this machine", 100_000))
+    monkeypatch.setattr(data, "load", lambda *_: pytest.fail("the corpus was read"))
+    with pytest.raises(
+        LabError, match=r"tiny needs at least .* GB of memory \(activations are not counted\), and this"
+    ):
+        train(loading.load(tiny), tmp_path / "out")
+    assert not (tmp_path / "out" / "run.json").exists()
+
+
+def test_shards_that_are_copied_are_counted(two: Claim, tmp_path: Path, monkeypatch: Any) -> None:
+    """Before anything is timed or written. Once they are in the cache they are not counted."""
+    shards = tmp_path / "shards"
+    shards.mkdir()
+    for name in ("val_0", "train_0", "train_1"):
+        head = np.zeros(256, "<i4")
+        head[:3] = 20240520, 1, 2000
+        ids = np.arange(2000, dtype="<u2") % 250
+        (shards / f"{name}.bin").write_bytes(head.tobytes() + ids.tobytes())
+    for row in two.rows.values():
+        row["data"] = {"source": str(shards)}
+    monkeypatch.setenv("SOFTFOCUS_CACHE", str(tmp_path / "cache"))
+    assert data.to_copy(recipes(two, "toy", [0])[0]) == 3 * (1024 + 4000)
+    screen = console()
+    reproduce("two", tmp_path / "out", seeds=1, estimate_only=True, console=screen)
+    assert "Two rows: 0 MB of shards are copied into the token cache first" in said(screen)
+    assert data.to_copy(recipes(two, "toy", [0])[0]) == 0
+    again = console()
+    reproduce("two", tmp_path / "out", seeds=1, estimate_only=True, console=again)
+    assert "shards" not in said(again)
+    monkeypatch.setenv("SOFTFOCUS_CACHE", str(tmp_path / "elsewhere"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10_000))
+    with pytest.raises(LabError, match=r"elsewhere has 0\.0 GB free, and 0\.0 GB of shards are copied there"):
+        reproduce("two", tmp_path / "out", seeds=1, console=console())
+    with pytest.raises(LabError, match="of shards are copied there"):
+        train(recipes(two, "toy", [0])[0], tmp_path / "run")
+    assert not (tmp_path / "elsewhere" / "out").exists()
+
+
+def test_where_fineweb_is_missing_the_error_fetches_it(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    command = "hf download kjj0/fineweb10B-gpt2 --repo-type dataset --local-dir fineweb10B"
+    assert command in (ROOT / "docs" / "claims.md").read_text()
+    with pytest.raises(LabError, match=f"there is no file or folder fineweb10B; fetch its 20 GB with `{command}`"):
+        data.load(recipes(claims.load("softplus-figure-1"), "gpt2", [0])[0], silent)
 
 
 def test_the_least_memory_of_the_papers_model() -> None:
@@ -552,5 +774,5 @@ def test_mistakes_in_a_claim_are_one_line(text: str, says: str) -> None:
 def test_what_is_not_there_or_cannot_be_run() -> None:
     with pytest.raises(UsageError, match="there is no claim 'softplus-table-11'; did you mean 'softplus-table-1'"):
         claims.load("softplus-table-11")
-    with pytest.raises(UsageError, match="softplus-zero-shot cannot be run at the scale gpt2: it needs both"):
-        recipes(claims.load("softplus-zero-shot"), "gpt2", [0])
+    with pytest.raises(UsageError, match="softplus-zero-shot cannot be run at the scale small: a model of 10 M"):
+        recipes(claims.load("softplus-zero-shot"), "small", [0])

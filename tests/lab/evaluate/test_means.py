@@ -6,7 +6,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from softfocus.lab.evaluate.means import ClusteredMeans, Mean, average, default_edges, difference, estimate, t_quantile
+from softfocus.lab.evaluate.means import (
+    ClusteredMeans,
+    Mean,
+    average,
+    default_edges,
+    difference,
+    estimate,
+    t_outside,
+    t_quantile,
+)
 
 
 def ordinary(values: Any) -> float:
@@ -157,6 +166,19 @@ class TestStudentsT:
         density = (1 + steps**2 / freedom) ** (-(freedom + 1) / 2)
         density *= math.gamma((freedom + 1) / 2) / math.gamma(freedom / 2) / math.sqrt(freedom * math.pi)
         assert np.trapezoid(density, steps) == pytest.approx(math.erf(math.sqrt(2)), abs=1e-7)
+
+    @pytest.mark.parametrize("freedom", [1, 2, 4.7, 30, 31, 1e3, 1e6, math.inf])
+    def test_what_lies_outside_is_the_rest(self, freedom: float) -> None:
+        for inside in (0.5, 0.9, 0.99):
+            assert t_outside(t_quantile(freedom, inside), freedom) == pytest.approx(1 - inside, abs=1e-6)
+        assert t_outside(0.0, freedom) == pytest.approx(1, abs=1e-9)
+
+    @pytest.mark.parametrize("errors", [0.5, 3.0, 20.0, 1e3])
+    def test_far_outside_in_closed_form(self, errors: float) -> None:
+        assert t_outside(errors, 1) == pytest.approx(1 - 2 / math.pi * math.atan(errors), abs=1e-9)
+        assert t_outside(errors, 2) == pytest.approx(1 - errors / math.sqrt(2 + errors**2), abs=1e-9)
+        for freedom in (1e5, 1e8):
+            assert t_outside(errors, freedom) == pytest.approx(math.erfc(errors / math.sqrt(2)), abs=1e-5)
 
 
 class TestSeeds:

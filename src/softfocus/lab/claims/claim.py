@@ -74,12 +74,15 @@ class Trains(_Statement):
 
 
 class Steeper(_Statement):
-    """The gradients of each row have over so many times the norm of those of each of the others."""
+    """The gradients of each row have over so many times the norm of those of each of the others.
+
+    The largest one is that after the warm-up: :attr:`softfocus.lab.claims.results.Run.settled`.
+    """
 
     kind: Literal["steeper"]
     row: Names
     than: Names
-    factor: float = Field(default=1.0, ge=1)
+    factor: float = Field(default=1.0, gt=0)
     of: Literal["largest", "median"] = Field(default="largest", description="which gradient of a training")
     part: Literal["all", "query", "key", "value"] = Field(
         default="all", description="of all parameters, or of a projection, which takes train.projection_norms"
@@ -87,7 +90,7 @@ class Steeper(_Statement):
 
 
 class Sooner(_Statement):
-    """Each row has the best validation loss of each of the others after fewer steps, or in less
+    """Each row reaches the best validation loss of each of the others after fewer steps, or in less
     time, than they took.
     """
 
@@ -125,6 +128,14 @@ class Finds(_Statement):
     at: Multiple | Annotated[list[Multiple], Field(min_length=1)]
 
 
+class Answers(_Statement):
+    """In zero-shot tasks each row has a higher mean accuracy than each of the others."""
+
+    kind: Literal["answers"]
+    row: Names
+    than: Names
+
+
 class Saves(_Statement):
     """By power laws through their sizes, the rows have the loss of the largest of the others with
     fewer parameters.
@@ -153,7 +164,19 @@ class Disproved(_Statement):
 
 
 Statement = Annotated[
-    Lower | Close | Flat | Trains | Steeper | Sooner | Faint | Classifies | Finds | Saves | Proved | Disproved,
+    Lower
+    | Close
+    | Flat
+    | Trains
+    | Steeper
+    | Sooner
+    | Faint
+    | Classifies
+    | Finds
+    | Answers
+    | Saves
+    | Proved
+    | Disproved,
     Field(discriminator="kind"),
 ]
 
@@ -190,6 +213,9 @@ class Claim(_Table):
     away: dict[Scale, str] = Field(default={}, description="scale -> why this project cannot run it, though you may")
     untestable: dict[Scale, str] = Field(
         default={}, description="scale -> why it cannot be run, by this project or by you"
+    )
+    unjudged: dict[Scale, str] = Field(
+        default={}, description="scale -> why its runs, which are shown, say nothing about the claim"
     )
 
     @model_validator(mode="after")

@@ -1,14 +1,17 @@
 """Statements about more than the losses of an evaluation: gradients, speed, probabilities,
-classification, passkeys, sizes.
+classification, passkeys, tasks, sizes.
 """
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import product
-from statistics import median
+from statistics import fmean, median
 
-from softfocus.lab.claims.claim import Claim, Classifies, Faint, Finds, Saves, Sooner, Steeper, named_in
+import numpy as np
+
+from softfocus.lab.claims.claim import Answers, Claim, Classifies, Faint, Finds, Saves, Sooner, Steeper, named_in
 from softfocus.lab.claims.parts import SEEDS, Part, decide, lost_lower, pairs_of, too_few
 from softfocus.lab.claims.power_law import families, saved
 from softfocus.lab.claims.results import Results, Run
@@ -27,7 +30,8 @@ def steeper(claim: Claim, results: Results | None, statement: Steeper) -> list[P
             continue
         known = [all(run.diverged or _norms(run, statement) for run in runs) for runs in sides]
         if not all(known):
-            parts.append(Part("not run", f"{(row, than)[known.index(False)]} has no norms of gradients{of}"))
+            after = " after the warm-up" if statement.of == "largest" else ""
+            parts.append(Part("not run", f"{(row, than)[known.index(False)]} has no norms of gradients{of}{after}"))
             continue
         ours, others = ([(run.info.seed, Mean(_log_norm(run, statement), 0.0)) for run in runs] for runs in sides)
         if any(math.isinf(mean.value) for _, mean in (*ours, *others)):
@@ -38,16 +42,25 @@ def steeper(claim: Claim, results: Results | None, statement: Steeper) -> list[P
         found = difference(others, ours)
         ratio, error = math.exp(-found.value), found.standard_error
         text = (
-            f"the {statement.of} gradient{of} of {row} has {ratio:.3g} times the norm of that of {than} "
+            f"the {statement.of} gradient{of} of {row} has {_times(ratio)} times the norm of that of {than} "
             f"(log ± {error:.2f})"
         )
         parts.append(decide(found, -math.log(statement.factor), text))
     return parts
 
 
+def _times(ratio: float) -> str:
+    return f"{ratio:.2f}" if 0.1 <= ratio < 100 else f"{ratio:.3g}"
+
+
 def sooner(claim: Claim, results: Results | None, statement: Sooner) -> list[Part]:
-    """Of natural logarithms of shares, over trainings alone. A loss that is never reached counts as
-    infinitely late.
+    """Of losses, over trainings alone: ours, where the share of the other's steps is over, less the
+    other's best one.
+
+    Ours is below it there just where it was reached sooner. So this asks the same as a share of
+    steps would, of a number that each training has: where a curve never has the other's best loss,
+    its share of the steps is infinite, and one such training would leave no mean. A test of signs
+    or ranks takes six seeds before it decides anything. This one takes three, as all others.
     """
     parts = []
     for row, than in pairs_of(claim, statement):
@@ -65,19 +78,27 @@ def sooner(claim: Claim, results: Results | None, statement: Sooner) -> list[Par
         if len(pairs) < SEEDS or not all(one.info.validation_loss for _, *both in pairs for one in both):
             parts.append(Part("not run", f"{row} and {than} have no validation losses of {SEEDS} shared seeds"))
             continue
-        shares = [(seed, _share(one.info, other.info, of_time=statement.of == "time")) for seed, one, other in pairs]
-        never = sum(math.isinf(one) for _, one in shares)
-        if never:
-            text = f"{row} never has the best loss of {than} in {never} of {len(shares)} trainings"
-            parts.append(Part("fails" if never == len(shares) else "inconclusive", text))
-            continue
-        found = estimate([(seed, Mean(math.log(one), 0.0)) for seed, one in shares])
-        text = (
-            f"{row} has the best loss of {than} after {math.exp(found.value):.1%} of its {statement.of} "
-            f"(log {found.value:+.3f} ± {found.standard_error:.3f})"
-        )
-        parts.append(decide(found, math.log1p(-statement.by), text))
+        in_time = statement.of == "time"
+        apart = [
+            (seed, Mean(_apart(one.info, other.info, statement.by, of_time=in_time), 0.0)) for seed, one, other in pairs
+        ]
+        found = estimate(apart)
+        shares = [_share(one.info, other.info, of_time=in_time) for _, one, other in pairs]
+        parts.append(decide(found, 0.0, _sooner_text(row, than, statement, found, shares)))
     return parts
+
+
+def _sooner_text(row: str, than: str, statement: Sooner, found: Estimate, shares: Sequence[float]) -> str:
+    """The differences of losses, and the median of the shares with `never` as the last."""
+    middle, never = median(shares), sum(map(math.isinf, shares))
+    reached = "never reaches it" if math.isinf(middle) else f"reaches it after {middle:.1%} of its {statement.of}"
+    lost = f"; never in {never} of {len(shares)} trainings" if never and not math.isinf(middle) else ""
+    where = f"after {1 - statement.by:.0%} of its {statement.of}" if statement.by else f"in as much {statement.of}"
+    where = where.replace("as much steps", "as many steps")
+    return (
+        f"{row} {where}, beside the best loss of {than}: {found.value:+.3f} ± {found.standard_error:.3f} "
+        f"(by the median it {reached}{lost})"
+    )
 
 
 def faint(claim: Claim, results: Results | None, statement: Faint) -> list[Part]:
@@ -121,6 +142,22 @@ def finds(claim: Claim, results: Results | None, statement: Finds) -> list[Part]
     ]  # fmt: skip
 
 
+def answers(claim: Claim, results: Results | None, statement: Answers) -> list[Part]:
+    """Of errors, over the questions of all tasks and trainings. Each task counts alike."""
+
+    def errors(run: Run) -> Mean | None:
+        if run.tasks is None:
+            return None
+        rows = run.tasks.rows
+        error = math.hypot(*(row.standard_error for row in rows)) / len(rows)
+        return Mean(1 - fmean(row.accuracy for row in rows), error)
+
+    return [
+        _fewer_errors(results, pair, errors, "{} {:.1%}, {} {:.1%} right", "was not asked the tasks")
+        for pair in pairs_of(claim, statement)
+    ]
+
+
 def _fewer_errors(
     results: Results | None,
     rows: tuple[str, str],
@@ -162,7 +199,9 @@ def _missed(run: Run, at: str) -> Mean | None:
 
 
 def saves(claim: Claim, results: Results | None, statement: Saves) -> list[Part]:
-    """Of power laws, over trainings alone."""
+    """Of power laws, over trainings alone. Where the curves miss a size by more than they are
+    apart, the answer is the curve's and not the models'.
+    """
     for row in (*statement.row, *statement.than):
         if early := too_few(row, results.of(row) if results else []):
             return [early]
@@ -174,17 +213,21 @@ def saves(claim: Claim, results: Results | None, statement: Saves) -> list[Part]
     found = saved(ours, others)
     if found is None:
         return [Part("inconclusive", "the loss does not fall with the size")]
+    gap, misfit = ours.gap(others, statement.by), max(ours.misfit, others.misfit)
     text = (
         f"for the loss that the curve of the others has at {others.parameters[-1] / 1e6:.2f} M parameters, "
-        f"{math.expm1(found.value):+.1%} parameters (log {found.value:+.3f} ± {found.standard_error:.3f})"
+        f"{math.expm1(found.value):+.1%} parameters (log {found.value:+.3f} ± {found.standard_error:.3f}); "
+        f"what is judged is a gap of {gap:.2%} between the curves, which miss losses by up to {misfit:.2%}"
     )
-    return [decide(found, math.log1p(-statement.by), text)]
+    part = decide(found, math.log1p(-statement.by), text)
+    return [replace(part, verdict="inconclusive") if misfit > gap else part]
 
 
 def _norms(run: Run, statement: Steeper) -> list[float]:
-    """Over a training; none where they were not noted."""
+    """Over a training, of the largest after the warm-up; none where they were not noted."""
     noted = run.info.projection_norms
-    return [norm for _, norm in (run.info.gradient_norm if statement.part == "all" else noted.get(statement.part, []))]
+    norms = run.info.gradient_norm if statement.part == "all" else noted.get(statement.part, [])
+    return [norm for step, norm in norms if statement.of == "median" or step >= run.settled]
 
 
 def _log_norm(run: Run, statement: Steeper) -> float:
@@ -214,6 +257,19 @@ def _reached(curve: Sequence[tuple[int, float]], loss: float) -> float:
             before, higher = curve[number - 1]
             return before + (step - before) * (higher - loss) / (higher - there)
     return math.inf
+
+
+def _apart(ours: RunInfo, other: RunInfo, by: float, *, of_time: bool) -> float:
+    """Our best loss after all but a share `by` of the other's steps, or seconds, to its own best
+    one, less that. Where our training is over by then it is that of its end.
+    """
+    step, best = min(other.validation_loss, key=lambda point: point[1])
+    until = (1 - by) * step
+    if of_time:
+        until *= _seconds_a_step(other) / _seconds_a_step(ours)
+    steps, losses = zip(*ours.validation_loss, strict=True)
+    there = float(np.interp(until, steps, losses))  # straight lines between, the ends beyond
+    return min([there, *(loss for at, loss in ours.validation_loss if at <= until)]) - best
 
 
 def _share(ours: RunInfo, other: RunInfo, *, of_time: bool) -> float:

@@ -5,7 +5,7 @@ they cannot drift.
 import math
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Literal
@@ -18,7 +18,7 @@ from softfocus.lab.claims.power_law import families
 from softfocus.lab.claims.results import FIGURE, RESULTS, SIZES, TRAINING, YARDSTICK, Results, Run
 from softfocus.lab.claims.verdict import Judged, judge
 from softfocus.lab.report.notes import short_commit
-from softfocus.lab.report.points import Group, cell, column_name, columns, count_text, loss_text, settings
+from softfocus.lab.report.points import Cell, Group, cell, column_name, columns, count_text, loss_text, settings
 from softfocus.lab.run_folder.disk import write_atomically
 from softfocus.lab.run_folder.results import WRONG
 
@@ -46,12 +46,14 @@ def report(folder: Path) -> list[Path]:
         LabError: results that cannot be read, or a folder that cannot be written to.
     """
     lines, written = [], []
+    all_found: dict[str, dict[Scale, Results]] = {}
     for name in claims.shipped():
         claim = claims.load(name)
         found = {scale: outcomes.read(path) for scale in SCALES if (path := folder / name / scale / RESULTS).exists()}
+        all_found[name] = found
         written.append((folder / f"{name}.md", page(claim, found)))
         lines.append((claim, {scale: standing(claim, scale, found.get(scale)) for scale in SCALES}))
-    written.insert(0, (folder / LEDGER, ledger(lines)))
+    written.insert(0, (folder / LEDGER, ledger(lines, all_found)))
     for path, text in written:
         write_atomically(path, text)
     return [path for path, _ in written]
@@ -59,14 +61,14 @@ def report(folder: Path) -> list[Path]:
 
 def standing(claim: Claim, scale: Scale, results: Results | None) -> Standing:
     """The verdict on a claim at one scale, or why there is none."""
-    if claim.exact or results is not None:
+    if claim.exact or (results is not None and scale not in claim.unjudged):
         return together([judged.verdict for judged in judge(claim, results)])
     return "not testable here" if _out_of_reach(claim, scale) else "not run"
 
 
 def _out_of_reach(claim: Claim, scale: Scale) -> str | None:
     """Why this project cannot run a claim at a scale; None where it can."""
-    return claim.untestable.get(scale) or claim.away.get(scale) or AWAY.get(scale)
+    return claim.untestable.get(scale) or claim.unjudged.get(scale) or claim.away.get(scale) or AWAY.get(scale)
 
 
 def page(claim: Claim, found: dict[Scale, Results]) -> str:
@@ -93,8 +95,15 @@ def page(claim: Claim, found: dict[Scale, Results]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def ledger(lines: Sequence[tuple[Claim, dict[Scale, Standing]]]) -> str:
-    """All claims with their verdicts, and how many there are of each."""
+def ledger(
+    lines: Sequence[tuple[Claim, dict[Scale, Standing]]], found: Mapping[str, dict[Scale, Results]] | None = None
+) -> str:
+    """All claims with their verdicts, how many there are of each, and how many share trainings.
+
+    Args:
+        lines: each claim, and its verdict at each scale.
+        found: the results of each claim, by its name.
+    """
     exact = [claim for claim, _ in lines if claim.exact]
     counts: dict[str, Counter[Standing]] = {
         scale: Counter(standings[scale] for claim, standings in lines if not claim.exact) for scale in SCALES
@@ -108,7 +117,8 @@ def ledger(lines: Sequence[tuple[Claim, dict[Scale, Standing]]]) -> str:
         f"{len(lines)} claims, {len(exact)} of them decided by tests that train nothing. A claim holds where all its "
         "statements do, and fails where one of them does. A statement about losses is decided where more than "
         "two standard "
-        f"errors say so (more for few seeds: Student's t); with fewer than {SEEDS} seeds there is no verdict. "
+        "errors say so (more for few seeds: Student's t; more for one of several comparisons to fail: Holm); "
+        f"with fewer than {SEEDS} seeds there is no verdict. "
         "A verdict at the scales `toy` and `small` is about models of that size, and not about the paper's. "
         "By chance up to one statement in twenty is judged wrongly, and statements that share a row err together. "
         "[Negated weights](softplus-table-1.md) show how far noise goes: they are softmax under another name."
@@ -119,6 +129,7 @@ def ledger(lines: Sequence[tuple[Claim, dict[Scale, Standing]]]) -> str:
             [
                 "# The papers' claims",
                 _wrapped(head),
+                *(_wrapped(line) for scale in SCALES if (line := _shared(scale, lines, found or {}))),
                 _table(
                     ["scale", *kinds], [[name, *(str(count[kind]) for kind in kinds)] for name, count in counts.items()]
                 ),
@@ -133,11 +144,37 @@ def ledger(lines: Sequence[tuple[Claim, dict[Scale, Standing]]]) -> str:
     )
 
 
+def _shared(
+    scale: Scale, lines: Sequence[tuple[Claim, dict[Scale, Standing]]], found: Mapping[str, dict[Scale, Results]]
+) -> str:
+    """How many claims have trainings of other claims in them; nothing where none has. Of one name
+    or not, with the same losses from the first step on they are the same.
+    """
+    here = {name: results[scale] for name, results in found.items() if scale in results}
+    users = Counter(one for results in here.values() for one in _trainings(results))
+    sharing = {name for name, results in here.items() if any(users[one] > 1 for one in _trainings(results))}
+    failing = [claim.name for claim, standings in lines if claim.name in here and standings[scale] == "fails"]
+    if not sharing:
+        return ""
+    return (
+        f"At the scale `{scale}` {len(sharing)} of the {len(here)} claims that were run share trainings with others, "
+        f"and {len(sharing & set(failing))} of the {len(failing)} that fail do: their verdicts are not independent. "
+        "A softmax that came out well by chance speaks against all that are held against it."
+    )
+
+
+def _trainings(results: Results) -> set[tuple[int, ...] | tuple[float, ...]]:
+    """What tells trainings apart: their losses."""
+    return {tuple(loss for _, loss in run.info.train_loss) for run in results.runs if run.info.train_loss}
+
+
 def verdict_lines(claim: Claim, results: Results) -> list[str]:
     """The verdict for a terminal, statement by statement."""
     judged = judge(claim, results)
-    lines = [f"{one.verdict}: {one.statement.says} ({one.shown.text})" for one in judged]
-    return [*lines, f"{claim.name} at the scale {results.scale}: {together([one.verdict for one in judged])}"]
+    why = claim.unjudged.get(results.scale)
+    lines = [f"{'' if why else f'{one.verdict}: '}{one.statement.says} ({one.shown.text})" for one in judged]
+    end = f"not testable here: {why}" if why else together([one.verdict for one in judged])
+    return [*lines, f"{claim.name} at the scale {results.scale}: {end}"]
 
 
 def _outcome(claim: Claim, scale: Scale, results: Results) -> list[str]:
@@ -145,6 +182,9 @@ def _outcome(claim: Claim, scale: Scale, results: Results) -> list[str]:
     counts = Counter(one.verdict for one in judged)
     said = ", ".join(f"{counts[kind]} {kind}" for kind in _ORDER if counts[kind])  # type: ignore[index]
     parts = [f"**Verdict: {together([one.verdict for one in judged])}** ({said}).", _statements(judged)]
+    if why := claim.unjudged.get(scale):
+        measured = [[one.statement.says, one.shown.text] for one in judged]
+        parts = [_wrapped(f"**Not testable here:** {why}."), _table(["statement", "what came out"], measured)]
     parts += [_wrapped(_runs(claim, scale, results)), *(_wrapped(line) for line in results.missing)]
     if lost := [run for run in results.runs if run.diverged]:
         parts.append("\n".join(f"* Diverged: {run.row}, seed {run.info.seed}: {run.info.error}." for run in lost))
@@ -169,8 +209,9 @@ def _statements(judged: Sequence[Judged]) -> str:
     lines = []
     for one in judged:
         agreeing = sum(part.verdict == one.verdict for part in one.parts)
-        shares = f"{agreeing} of {len(one.parts)} comparisons say {one.verdict}"
-        of = f" ({shares}; this one speaks most against the statement)"
+        shares = f"{agreeing} of {len(one.parts)} comparisons {'says' if agreeing == 1 else 'say'} {one.verdict}"
+        against = "" if agreeing == len(one.parts) else "; this one speaks most against the statement"
+        of = f" ({shares}{against})"
         several = len(one.parts) > 1 and one.verdict in ("holds", "fails", "inconclusive")
         lines.append([one.verdict, one.statement.says, one.shown.text + (of if several else "")])
     return _table(["verdict", "statement", "what came out"], lines)
@@ -206,19 +247,26 @@ def _reading(groups: Sequence[Group]) -> str:
             "Validation loss in nats per prediction, and the share of wrong answers: "
             "mean ± standard deviation over seeds."
         )
+    text = "Validation loss in nats per token: mean ± standard deviation over seeds."
+    if _yardstick(groups) is None:
+        return text
     last = column_name(columns(groups)[-1])
     return (
-        "Validation loss in nats per token: mean ± standard deviation over seeds. "
-        "The last column is the paired difference "
-        f"from {YARDSTICK[0]} with {YARDSTICK[1]} at {last}, ± one standard error, where there is such a row."
+        f"{text} The last column is the paired difference from {YARDSTICK[0]} with {YARDSTICK[1]} at {last}, "
+        "± one standard error."
     )
+
+
+def _yardstick(groups: Sequence[Group]) -> Cell | None:
+    """What the last column is beside, at the longest length; None where there is no such row."""
+    yard = next((group for group in groups if group.label == YARDSTICK[0]), None)
+    return None if yard is None or _sampled(groups) else cell(yard, columns(groups)[-1], YARDSTICK[1])
 
 
 def _losses(results: Results, groups: Sequence[Group], setting: str) -> str:
     """A table of the groups under one setting."""
     across = columns(groups)
-    yard = next((group for group in groups if group.label == YARDSTICK[0]), None)
-    reference = cell(yard, across[-1], YARDSTICK[1]) if yard else None
+    reference = _yardstick(groups)
     lines = []
     for group in groups:
         cells = [cell(group, column, setting) for column in across]
@@ -235,9 +283,9 @@ def _losses(results: Results, groups: Sequence[Group], setting: str) -> str:
         lost = sum(run.diverged for run in runs)
         count = "1 seed" if len(runs) == 1 else count_text([run.info.seed for run in runs])
         count += f", {lost} diverged" if lost else ""
-        lines.append([group.label, count, *texts, *([] if _sampled(groups) else [apart])])
-    head = ["mean"] if _sampled(groups) else [*map(column_name, across), "beside the window"]
-    return _table([setting, "trained", *head], lines)
+        lines.append([group.label, count, *texts, *([] if reference is None else [apart])])
+    head = ["mean"] if _sampled(groups) else [*map(column_name, across)]
+    return _table([setting, "trained", *head, *([] if reference is None else ["beside the window"])], lines)
 
 
 def _loss(loss: float, spread: float) -> str:
@@ -245,18 +293,19 @@ def _loss(loss: float, spread: float) -> str:
 
 
 def _gradients(results: Results) -> str:
-    """The largest and the usual gradient of each row, and the usual one of its projections where
-    they were noted.
+    """The largest gradient of each row after the warm-up, the usual one of a training, and the
+    usual one of its projections where they were noted.
     """
     lines = []
     parts = list(dict.fromkeys(name for run in results.runs for name in run.info.projection_norms))
     for row in results.rows:
-        norms = [[norm for _, norm in run.info.gradient_norm] for run in results.of(row)]
-        known = [one for one in norms if one]
+        known = [run for run in results.of(row) if run.info.gradient_norm]
+        largest = [max(late) for run in known if (late := [n for at, n in run.info.gradient_norm if at >= run.settled])]
+        usual = [median(norm for _, norm in run.info.gradient_norm) for run in known]
         if known:
-            lines.append([row, f"{median(max(one) for one in known):.3g}", f"{median(map(median, known)):.3g}"])
+            lines.append([row, f"{median(largest):.3g}" if largest else "", f"{median(usual):.3g}"])
             lines[-1] += [_projection(results.of(row), name) for name in parts]
-    head = ["gradient norm, median over seeds", "largest of a training", "median of a training"]
+    head = ["gradient norm, median over seeds", "largest after the warm-up", "median of a training"]
     return _table([*head, *(f"of the {name} projections" for name in parts)], lines)
 
 

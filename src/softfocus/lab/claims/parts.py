@@ -2,17 +2,19 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal
 
-from softfocus.lab.claims.claim import Claim, Classifies, Finds, Lower, Sooner, Steeper, named_in
+from softfocus.lab.claims.claim import Answers, Claim, Classifies, Finds, Lower, Sooner, Steeper, named_in
 from softfocus.lab.claims.results import Run
-from softfocus.lab.evaluate.means import Estimate, t_quantile
+from softfocus.lab.evaluate.means import Estimate, t_outside, t_quantile
 
 Verdict = Literal["holds", "fails", "inconclusive", "too few seeds", "not run"]
 SEEDS = 3
 """With fewer trainings of a row there is no verdict."""
+ERROR = 1 - math.erf(math.sqrt(2))
+"""How often noise decides a comparison, to either side: that of two standard errors, 4.55 %."""
 
 
 @dataclass(frozen=True)
@@ -25,12 +27,36 @@ class Part:
     """How many of the standard errors that it takes lie between the estimate and the other verdict;
     NaN without one.
     """
+    chance: float = math.nan
+    """How often noise brings an estimate so far from the line, to either side; 1 where the estimate
+    speaks for the statement, NaN without one.
+    """
 
 
 def together(verdicts: Sequence[Verdict]) -> Verdict:
     """One verdict for several that all have to hold."""
     order: tuple[Verdict, ...] = ("fails", "not run", "too few seeds", "inconclusive")
     return next((verdict for verdict in order if verdict in verdicts), "holds")
+
+
+def corrected(parts: Sequence[Part]) -> tuple[Part, ...]:
+    """What fails of several comparisons by Holm's correction: the surest of m takes an error m
+    times smaller, the next one m - 1 times, and so on. What no longer fails is inconclusive.
+
+    One comparison that fails makes the statement fail, so the chance that any of them does by noise
+    grows with their number. It holds only where all of them hold, which noise makes rarer, so that
+    needs no correction.
+    """
+    found = list(parts)
+    failing = [number for number, part in enumerate(parts) if part.verdict == "fails" and not math.isnan(part.chance)]
+    room = len(parts) - sum(part.verdict == "fails" for part in parts) + len(failing)
+    failing.sort(key=lambda number: parts[number].chance)
+    for rank, number in enumerate(failing):
+        if parts[number].chance * (room - rank) > ERROR:
+            for lost in failing[rank:]:
+                found[lost] = replace(parts[lost], verdict="inconclusive")
+            break
+    return tuple(found)
 
 
 def decide(found: Estimate, line: float, text: str) -> Part:
@@ -42,7 +68,10 @@ def decide(found: Estimate, line: float, text: str) -> Part:
     sureness = below / room if room > 0 else math.copysign(math.inf, below) if below else 0.0
     if not found.training_noise or math.isnan(sureness):
         return Part("inconclusive", text)
-    return Part("holds" if sureness > 1 else "fails" if sureness < -1 else "inconclusive", text, sureness)
+    chance = 1.0
+    if below < 0:
+        chance = t_outside(-below / found.standard_error, found.freedom) if room > 0 else 0.0
+    return Part("holds" if sureness > 1 else "fails" if sureness < -1 else "inconclusive", text, sureness, chance)
 
 
 Lost = tuple[int, int]
@@ -73,7 +102,7 @@ def too_few(row: str, runs: Sequence[Run]) -> Part | None:
     )
 
 
-def pairs_of(claim: Claim, statement: Lower | Steeper | Sooner | Classifies | Finds) -> list[tuple[str, str]]:
+def pairs_of(claim: Claim, statement: Lower | Steeper | Sooner | Classifies | Finds | Answers) -> list[tuple[str, str]]:
     """Each row of a statement with each of the others."""
     ours = named_in(statement, "row")
     others = [name for name in claim.rows if name not in ours] if "*" in named_in(statement, "than") else None

@@ -71,6 +71,17 @@ class Family:
         law = PowerLaw.through(self.parameters, np.exp(means).tolist())
         return max(abs(math.expm1(mean - law.log_loss(n))) for n, mean in zip(self.parameters, means, strict=True))
 
+    def gap(self, others: "Family", by: float) -> float:
+        """How far our curve, at the largest of the others' sizes less a share `by` of it, lies from
+        the loss that their curve has at that size, as a share of that loss: the mean over seeds.
+        """
+        largest = others.parameters[-1]
+        mine, theirs = self.laws, others.laws
+        apart = [
+            mine[seed].log_loss((1 - by) * largest) - theirs[seed].log_loss(largest) for seed in mine.keys() & theirs
+        ]
+        return abs(math.expm1(float(np.mean(apart))))
+
     def band(self, parameters: float) -> tuple[float, float, float]:
         """The curve's loss at a size, and the lower and upper end of its 95 % confidence band, over
         trainings.

@@ -5,6 +5,7 @@ from pathlib import Path
 from rich.console import Console
 
 from softfocus.lab.claims import claim as claims
+from softfocus.lab.claims import earlier as earlier_runs
 from softfocus.lab.claims import figure
 from softfocus.lab.claims.claim import Saves, Scale
 from softfocus.lab.claims.page import report, verdict_lines
@@ -29,6 +30,7 @@ def reproduce(
     seeds: int = 3,
     jobs: int | None = None,
     processes: int = 1,
+    earlier: Path | None = None,
     overwrite: bool = False,
     estimate_only: bool = False,
     console: Console | None = None,
@@ -44,6 +46,8 @@ def reproduce(
         seeds: so many of each row, from 0 on.
         jobs: runs at a time; by default as many as there are cores, or one on a GPU.
         processes: of each run, a device each, under torchrun.
+        earlier: holds NAME/SCALE/results.json; the runs in it are taken as they are, and not
+            trained.
         overwrite: train again what is there.
         estimate_only: say what it will take and stop.
         console: where to draw; stdout by default.
@@ -54,14 +58,18 @@ def reproduce(
     Raises:
         UsageError: no such claim, or one that cannot be run at this scale.
         LabError: what memory or disk cannot hold, a run that failed (after the others have been
-            judged), or Ctrl-C.
+            judged), earlier runs of other recipes or data, or Ctrl-C.
     """
     console = console or Console()
     claim = claims.load(name)
     plan = claims.recipes(claim, scale, range(seeds))
+    there = earlier_runs.runs(claim, scale, plan, earlier) if earlier is not None else {}
+    if earlier is not None:
+        taken = f"{claim.title}: {len(there)} of {len(plan)} runs are taken from {earlier}"
+        console.print(taken, markup=False, highlight=False, soft_wrap=True)
     found = train_all(
         claim.title,
-        plan,
+        [recipe for recipe in plan if recipe.name not in there],
         folder,
         jobs=jobs,
         overwrite=overwrite,
@@ -74,6 +82,8 @@ def reproduce(
     over = [job.recipe for job in found if job.status in ("finished", "diverged")]
     failed = [job for job in found if job.status == "failed"]
     results = collect(claim, scale, over, folder, crew.missing(failed))
+    known = there | {f"{run.row}-s{run.info.seed}": run for run in results.runs}
+    results = results.model_copy(update={"runs": [known[one.name] for one in plan if one.name in known]})
     place = folder / PUBLISHED / name / scale
     write_atomically(place / RESULTS, json_text(results))
     groups = [group for row in results.rows if (group := results.group(row)) is not None]

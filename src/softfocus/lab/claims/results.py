@@ -2,6 +2,7 @@
 folders.
 """
 
+import tomllib
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import cached_property
@@ -19,6 +20,7 @@ from softfocus.lab.report.points import Group
 from softfocus.lab.report.results import load_recipe_text
 from softfocus.lab.run_folder.files import INSPECTION, load_measured, load_run, read_json
 from softfocus.lab.run_folder.results import Bucket, Classification, Evaluation, Recall, RecallRow, Record, Row, RunInfo
+from softfocus.lab.run_folder.tasks import Tasks
 
 RESULTS = "results.json"
 FIGURE = "figure.png"
@@ -45,11 +47,24 @@ class Run(Record):
         default=[], description="shares of passkeys that were found, a row a length, with evaluate.also = ['passkeys']"
     )
 
+    tasks: Tasks | None = Field(default=None, description="with evaluate.also = ['tasks']")
+
     @property
     def curves(self) -> dict[str, list[tuple[int, float]]]:
         """What was noted over the training: (step, value) by name."""
         losses = {"validation loss": self.info.validation_loss} if self.info.validation_loss else {}
         return losses | {f"gradient of the {name} projections": c for name, c in self.info.projection_norms.items()}
+
+    @property
+    def settled(self) -> int:
+        """The first step whose largest gradient is judged: it is that since the entry before, and
+        that one is past twice the warm-up.
+
+        The first steps have the largest gradients of most trainings, whatever the mechanism. They
+        fall until some steps after the learning rate has risen to its height.
+        """
+        train = tomllib.loads(self.recipe)["train"]
+        return 2 * int(train.get("warmup", 0)) + int(train.get("log_every", 0))
 
     @property
     def diverged(self) -> bool:
@@ -114,6 +129,7 @@ def collect(claim: Claim, scale: Scale, plan: Sequence[Recipe], folder: Path, mi
                 attention=[one for one in _inspection(place).rows if one.layer is None] if "attention" in also else [],
                 classification=load_measured(place, Classification) if "classification" in also else None,
                 passkeys=_passkeys(place) if "passkeys" in also else [],
+                tasks=load_measured(place, Tasks) if "tasks" in also else None,
             )
         )
     now = datetime.now(UTC).replace(microsecond=0)

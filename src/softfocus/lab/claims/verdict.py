@@ -8,6 +8,7 @@ from typing import Any
 
 from softfocus.lab.claims import kinds
 from softfocus.lab.claims.claim import (
+    Answers,
     Claim,
     Classifies,
     Close,
@@ -24,7 +25,7 @@ from softfocus.lab.claims.claim import (
     Trains,
     named_in,
 )
-from softfocus.lab.claims.parts import Lost, Part, Verdict, decide, lost_lower, pairs_of, together, too_few
+from softfocus.lab.claims.parts import Lost, Part, Verdict, corrected, decide, lost_lower, pairs_of, together, too_few
 from softfocus.lab.claims.results import Results, Run
 from softfocus.lab.evaluate.means import Estimate
 from softfocus.lab.report.points import Cell, cell
@@ -34,7 +35,7 @@ from softfocus.lab.run_folder.results import AS_TRAINED
 @dataclass(frozen=True)
 class Judged:
     """A statement with its verdict: it holds where all its comparisons hold, and fails where one of
-    them fails.
+    them fails after Holm's correction.
     """
 
     statement: Statement
@@ -52,7 +53,7 @@ def judge(claim: Claim, results: Results | None) -> list[Judged]:
     """Every statement of a claim. Without results only what tests decide has a verdict."""
     found = []
     for statement in claim.statements:
-        parts = tuple(_JUDGES[type(statement)](claim, results, statement))
+        parts = corrected(_JUDGES[type(statement)](claim, results, statement))
         found.append(Judged(statement, together([part.verdict for part in parts]), parts))
     return found
 
@@ -112,6 +113,7 @@ _JUDGES: dict[type, Callable[[Claim, Results | None, Any], list[Part]]] = {
     Faint: kinds.faint,
     Classifies: kinds.classifies,
     Finds: kinds.finds,
+    Answers: kinds.answers,
     Saves: kinds.saves,
     Proved: _proved,
     Disproved: _disproved,
@@ -168,7 +170,8 @@ def _within(found: Estimate, room: float, text: str) -> Part:
     """Two one-sided decisions, as tests of equivalence have them."""
     above = Estimate(-found.value, found.standard_error, found.freedom, found.training_noise)
     sides = [decide(one, room, text) for one in (found, above)]
-    return Part(together([side.verdict for side in sides]), text, min(side.sureness for side in sides))
+    sureness, chance = (min(getattr(side, name) for side in sides) for name in ("sureness", "chance"))
+    return Part(together([side.verdict for side in sides]), text, sureness, chance)
 
 
 def _lost_close(first: Lost, second: Lost) -> Verdict:

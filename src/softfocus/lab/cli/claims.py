@@ -58,6 +58,12 @@ def reproduce(
         int | None, typer.Option(min=1, help="Runs at a time.", show_default="as many as there are cores; 1 on a GPU")
     ] = None,
     processes: Annotated[int, typer.Option(min=1, help="Processes a run, one a GPU, under torchrun.")] = 1,
+    earlier: Annotated[
+        Path | None,
+        typer.Option(
+            "--from", metavar="FOLDER", help="Take runs from its CLAIM/SCALE/results.json: docs/results/claims."
+        ),
+    ] = None,
     estimate: Annotated[bool, typer.Option("--estimate", help="Say what it will take, and stop.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Train again what is there.")] = False,
     json: Json = None,
@@ -79,6 +85,7 @@ def reproduce(
         seeds=seeds,
         jobs=jobs,
         processes=processes,
+        earlier=earlier,
         overwrite=overwrite,
         estimate_only=estimate,
         console=beside(json),

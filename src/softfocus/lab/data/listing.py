@@ -14,6 +14,9 @@ from softfocus.lab.errors import LabError
 
 STDLIB = "stdlib"
 HUB = "hub:"
+FINEWEB = "fineweb10B"
+"""The folder of shards that the recipes of the scale gpt2 read."""
+FETCH_FINEWEB = "hf download kjj0/fineweb10B-gpt2 --repo-type dataset"
 
 _STDLIB_BYTES = 16 * 1024  # a shorter source holds no window that is long enough to evaluate on
 _STDLIB_LEAST = 1_000_000  # characters; below it, Python came without its sources
@@ -60,6 +63,8 @@ def files(source: str, left_out: LeftOut) -> list[Path]:
             top = Path(path.anchor)
             found = _expand(top, path.relative_to(top).parts, left_out)
             what, remedy = f"there is no file or folder {source}", f"check the path, or use '{STDLIB}' or '{HUB}NAME'"
+            if path.name == FINEWEB:
+                remedy = f"fetch its 20 GB with `{FETCH_FINEWEB} --local-dir {source}`, or check the path"
         kept = _kept(sorted(found), left_out)
     except OSError as error:  # a folder that is closed to us, a name that is too long
         raise _closed(source, error) from error

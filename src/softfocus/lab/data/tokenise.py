@@ -44,6 +44,12 @@ class Plan:
         parts = [train.identity, validation.identity if validation else [fraction, seed], _tokenizer_identity(spec)]
         self.key = hashlib.sha256(json.dumps([FORMAT, *parts]).encode()).hexdigest()[:24]
 
+    @property
+    def shard_bytes(self) -> int:
+        """Of the shards that are copied."""
+        corpora = [self.train, self.validation] if self.validation else [self.train]
+        return sum(path.stat().st_size for one in corpora for path in one.files if path.suffix == SUFFIX)
+
     def holds_out(self, index: int) -> bool:
         """Whether document `index` of the training source validates; decided without knowing how
         many there are.

@@ -154,14 +154,7 @@ def prepare(
             in both sources; a shard that is none, or holds ids that the tokenizer does not have; a
             disk that is full or cannot be written to.
     """
-    if not 0 < validation_fraction < 1:
-        raise LabError(f"validation_fraction is {validation_fraction}", "choose a share between 0 and 1, such as 0.05")
-    options: dict[str, Any] = {"text_field": text_field, "max_documents": max_documents, "seed": seed}
-    training = Corpus(source, **options)
-    validation = Corpus(validation_source, **options) if validation_source is not None else None
-    if validation is not None and (both := _parts(training) & _parts(validation)):
-        raise LabError(f"{min(both)} is in the source and in the validation source", "take it out of one of them")
-    plan = Plan(training, validation, validation_fraction, seed, tokenizer_spec)
+    plan = _plan(source, tokenizer_spec, validation_source, validation_fraction, text_field, max_documents, seed)
     cache = cache_folder or default_cache()
     folder = cache / plan.key
     if folder.exists() and _damage(folder, progress) is None:
@@ -174,6 +167,7 @@ def prepare(
             if damage:
                 _log.warning("the tokens in %s %s: they are made anew", folder, damage)
             if damage or not there:
+                _check_room(cache, plan)
                 _build(folder, plan, progress)
     except OSError as error:  # of writing: whoever reads a source turns its errors into LabErrors
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -184,6 +178,62 @@ def prepare(
             remedy = f"let {CACHE} name a folder that can be written to"
         raise LabError(what, remedy) from error
     return _opened(folder)
+
+
+def to_copy_of(
+    source: str,
+    tokenizer_spec: str,
+    *,
+    validation_source: str | None = None,
+    validation_fraction: float = 0.05,
+    text_field: str = "text",
+    max_documents: int | None = None,
+) -> int:
+    """Bytes of shards that :func:`prepare` would copy into the cache: none where they are there. Of
+    text it is not known before.
+
+    Raises:
+        LabError: what Corpus raises, or a disk that has no room for them.
+    """
+    plan = _plan(source, tokenizer_spec, validation_source, validation_fraction, text_field, max_documents, 0)
+    if (default_cache() / plan.key).exists():
+        return 0
+    return _check_room(default_cache(), plan)
+
+
+def _check_room(cache: Path, plan: Plan) -> int:
+    """Bytes of the shards of a plan, which the cache's disk has room for.
+
+    Raises:
+        LabError: it does not.
+    """
+    there = next(path for path in (cache, *cache.absolute().parents) if path.exists())
+    if (free := shutil.disk_usage(there).free) < plan.shard_bytes:
+        raise LabError(
+            f"{cache} has {free / 1e9:.1f} GB free, and {plan.shard_bytes / 1e9:.1f} GB of shards are copied there",
+            f"free some, or let {CACHE} name a folder on a larger disk",
+        )
+    return plan.shard_bytes
+
+
+def _plan(
+    source: str,
+    tokenizer_spec: str,
+    validation_source: str | None,
+    validation_fraction: float,
+    text_field: str,
+    max_documents: int | None,
+    seed: int,
+) -> Plan:
+    """What is to be in a store."""
+    if not 0 < validation_fraction < 1:
+        raise LabError(f"validation_fraction is {validation_fraction}", "choose a share between 0 and 1, such as 0.05")
+    options: dict[str, Any] = {"text_field": text_field, "max_documents": max_documents, "seed": seed}
+    training = Corpus(source, **options)
+    validation = Corpus(validation_source, **options) if validation_source is not None else None
+    if validation is not None and (both := _parts(training) & _parts(validation)):
+        raise LabError(f"{min(both)} is in the source and in the validation source", "take it out of one of them")
+    return Plan(training, validation, validation_fraction, seed, tokenizer_spec)
 
 
 def default_cache() -> Path:

@@ -122,9 +122,8 @@ _PLACES, _WEIGHTS = np.polynomial.legendre.leggauss(64)
 def t_quantile(freedom: float, inside: float = erf(sqrt(2))) -> float:
     """How many standard errors to either side hold a share of Student's t distribution.
 
-    The default share is that of two standard errors of the normal distribution, 0.9545. With T =
-    sqrt(freedom) tan(angle) the density becomes cos(angle)^(freedom - 1), which is integrated by
-    Gauss and Legendre's rule. Exact to 1e-6.
+    The default share is that of two standard errors of the normal distribution, 0.9545. Exact to
+    1e-6.
 
     Args:
         freedom: degrees of freedom, at least 1.
@@ -132,14 +131,37 @@ def t_quantile(freedom: float, inside: float = erf(sqrt(2))) -> float:
     """
     if freedom > 1e7:
         return NormalDist().inv_cdf((1 + inside) / 2)
-    constant = 2 / sqrt(pi) * exp(lgamma((freedom + 1) / 2) - lgamma(freedom / 2))
     low, high = 0.0, atan(tan(pi / 2 * inside) / sqrt(freedom))  # the quantile of one degree is the largest
     for _ in range(60):
         angle = (low + high) / 2
-        density = constant * np.cos(angle / 2 * (_PLACES + 1)) ** (freedom - 1)
-        share = angle / 2 * float(_WEIGHTS @ density)
-        low, high = (angle, high) if share < inside else (low, angle)
+        low, high = (angle, high) if _share_within(angle, freedom) < inside else (low, angle)
     return sqrt(freedom) * tan(low)
+
+
+def t_outside(errors: float, freedom: float) -> float:
+    """The share of Student's t distribution that is farther out than so many standard errors, to
+    either side. Exact to 1e-6.
+
+    Args:
+        errors: not negative.
+        freedom: degrees of freedom, at least 1.
+    """
+    if freedom > 1e7:
+        return 2 * NormalDist().cdf(-errors)
+    if freedom > 30:
+        errors = min(errors, 12.0)  # the rest is below 1e-12, and the rule's places stay close
+    return max(0.0, 1 - _share_within(atan(errors / sqrt(freedom)), freedom))
+
+
+def _share_within(angle: float, freedom: float) -> float:
+    """Of Student's t distribution, the share within T = sqrt(freedom) tan(angle) to either side.
+
+    By the angle the density is cos(angle)^(freedom - 1), which is integrated by Gauss and
+    Legendre's rule.
+    """
+    constant = 2 / sqrt(pi) * exp(lgamma((freedom + 1) / 2) - lgamma(freedom / 2))
+    density = constant * np.cos(angle / 2 * (_PLACES + 1)) ** (freedom - 1)
+    return angle / 2 * float(_WEIGHTS @ density)
 
 
 Runs = Sequence[tuple[int, Mean]]

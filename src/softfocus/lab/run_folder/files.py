@@ -26,6 +26,7 @@ from softfocus.lab.run_folder.results import (
     Unfinished,
     json_text,
 )
+from softfocus.lab.run_folder.tasks import Tasks
 
 _log = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ RECALL = "recall.json"
 INDUCTION = "induction.json"
 HEADS = "heads.json"
 CLASSIFICATION = "classification.json"
+TASKS = "tasks.json"
 INSPECTION = "inspect"
 
 GONE = "its process is gone"
@@ -51,10 +53,11 @@ MEASURED: dict[type[BaseModel], tuple[str, str]] = {
     Induction: (INDUCTION, "run `softfocus induction {}`"),
     HeadsMeasured: (HEADS, "run `softfocus heads {}`"),
     Classification: (CLASSIFICATION, "run `softfocus classify {}`"),
+    Tasks: (TASKS, "run the study or claim of {} again"),
 }
 """What a finished run may be measured by: the file, and how to make it."""
 
-Measured = TypeVar("Measured", Evaluation, Recall, Induction, HeadsMeasured, Classification)
+Measured = TypeVar("Measured", Evaluation, Recall, Induction, HeadsMeasured, Classification, Tasks)
 _ByRow = TypeVar("_ByRow", Recall, Induction, HeadsMeasured)
 _Model = TypeVar("_Model", bound=BaseModel)
 _P = ParamSpec("_P")

@@ -22,7 +22,16 @@ from softfocus.lab.recipes.lengths import parse
 from softfocus.lab.recipes.loading import load
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.run_folder.disk import write_atomically, writing
-from softfocus.lab.run_folder.files import CLASSIFICATION, INSPECTION, RECALL, RECIPE, RUN, load_measured, load_run
+from softfocus.lab.run_folder.files import (
+    CLASSIFICATION,
+    INSPECTION,
+    RECALL,
+    RECIPE,
+    RUN,
+    TASKS,
+    load_measured,
+    load_run,
+)
 from softfocus.lab.run_folder.owner import owning
 from softfocus.lab.run_folder.provenance import cores
 from softfocus.lab.run_folder.results import Evaluation, Recall
@@ -159,6 +168,7 @@ def _is_finished(job: Job) -> bool:
         "attention": Path(INSPECTION) / INSPECTED,
         "classification": Path(CLASSIFICATION),
         "passkeys": Path(RECALL),
+        "tasks": Path(TASKS),
     }
     if not all((job.folder / files[one]).exists() for one in job.recipe.evaluate.also):
         return False

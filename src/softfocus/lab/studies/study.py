@@ -21,8 +21,9 @@ from softfocus.lab.report.compare import Comparison, compare
 from softfocus.lab.report.points import without_seed
 from softfocus.lab.run_folder.owner import refuse_in_use
 from softfocus.lab.run_folder.provenance import cores
-from softfocus.lab.studies import crew, fits
+from softfocus.lab.studies import crew
 from softfocus.lab.studies.screen import TRAINING, Job, clock
+from softfocus.lab.train import fits
 
 TRIAL = 4
 """Steps of each row that are timed for the estimate; the first, which sets things up, does not
@@ -181,8 +182,8 @@ def train_all(
         A job for each recipe.
 
     Raises:
-        LabError: what memory or disk cannot hold, a folder with another run in it or in use by
-            another process, or Ctrl-C. A run that fails raises nothing here.
+        LabError: what memory or disk cannot hold, tasks without lm_eval, a folder with another run
+            in it or in use by another process, or Ctrl-C. A run that fails raises nothing here.
         UsageError: more jobs than cores.
     """
     if jobs is not None and jobs > cores():
@@ -193,6 +194,13 @@ def train_all(
     found = crew.plan(folder, plan, [recipe.name for recipe in plan], overwrite=overwrite)
     left = [job for job in found if job.status == "waiting"]
     fits.check_memory([job.recipe for job in left], workers, processes)
+    if any("tasks" in job.recipe.evaluate.also for job in left):
+        from softfocus.lab.evaluate import tasks
+
+        tasks.require()
+    if copied := _copied(left):
+        where = f"{copied / 1e6:,.0f} MB of shards are copied into the token cache first"
+        console.print(f"{title}: {where}", markup=False, highlight=False)
     with console.status("timing a few steps of each row"):
         expected = estimate(found, workers, processes)
     console.print(f"{title}: {expected.text}", markup=False, highlight=False)
@@ -218,6 +226,14 @@ def estimate(jobs: Sequence[Job], workers: int, processes: int = 1) -> Expected:
     size = sum(timed[row][1] for row in rows)
     seconds /= min(workers, max(1, len(left)))
     return Expected(runs=len(jobs), left=len(left), seconds=seconds, bytes=int(size))
+
+
+def _copied(jobs: Sequence[Job]) -> int:
+    """Bytes of shards that the token cache does not have yet."""
+    from softfocus.lab.data import of_recipe
+
+    tables = {job.recipe.data.model_dump_json(): job.recipe for job in jobs}
+    return sum(map(of_recipe.to_copy, tables.values()))
 
 
 def _trial(recipe: Recipe, threads: int, processes: int) -> tuple[float, int]:

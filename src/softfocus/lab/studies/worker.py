@@ -92,6 +92,10 @@ def _work(name: str, folder: Path, overwrite: bool, out: TextIO) -> None:
             classify(folder, progress=tell)
         if "passkeys" in recipe.evaluate.also:
             recall(folder, lengths, progress=tell)
+        if "tasks" in recipe.evaluate.also:
+            from softfocus.lab.evaluate.tasks import answer
+
+            answer(folder, progress=tell)
     else:
         evaluate_samples(folder, progress=tell)
 

@@ -39,7 +39,7 @@ from softfocus.lab.run_folder.files import (
 from softfocus.lab.run_folder.manifest import seal
 from softfocus.lab.run_folder.owner import LOCK, Owner, owning
 from softfocus.lab.run_folder.results import RunInfo, Status
-from softfocus.lab.train import checkpoints, processes, records
+from softfocus.lab.train import checkpoints, fits, processes, records
 from softfocus.lab.train.trainer import (
     LARGEST_NORM,
     Interruptible,
@@ -81,9 +81,9 @@ def train(
 
     Raises:
         LabError: a run is already there, the recipe is not the one to resume, the data or the model
-            cannot be made, the corpus is not the one to resume with, all checkpoints are damaged,
-            training has diverged, the disk or the device's memory is full, another process is gone,
-            or the run was interrupted (its checkpoint is kept).
+            cannot be made, memory cannot hold the model, the corpus is not the one to resume with,
+            all checkpoints are damaged, training has diverged, the disk or the device's memory is
+            full, another process is gone, or the run was interrupted (its checkpoint is kept).
     """
     models.quiet()
     models.check(recipe)  # a corpus may take hours to prepare
@@ -112,6 +112,7 @@ def _train(
     state.wait_for_everyone()  # all have looked at it before one of them changes it
     if there is not None and there.status == "complete":
         return there
+    fits.check_memory([recipe], 1, state.num_processes)  # a corpus may take hours to prepare
     listener = silent if owner is None else progress
     if owner is not None and there is None:
         # What a run left whose run.json is gone must not be resumed or reported as this one's

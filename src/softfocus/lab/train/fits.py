@@ -54,9 +54,9 @@ def check_memory(recipes: Sequence[Recipe], at_a_time: int, processes: int = 1) 
     if sizes[name] * together > free:
         times = f" in each of {together} at a time" if together > 1 else ""
         raise LabError(
-            f"{name} needs at least {sizes[name] / 1e9:.1f} GB of memory{times}, "
+            f"{name} needs at least {sizes[name] / 1e9:.1f} GB of memory{times} (activations are not counted), "
             f"and {place} has {free / 1e9:.1f} GB free",
-            "choose a smaller scale, lower --jobs, or use a larger machine",
+            "choose a smaller model, raise train.accumulate, let fewer train at a time, or use a larger machine",
         )
 
 

@@ -1,0 +1,74 @@
+"""Runs of an earlier results.json, taken in place of trainings: only where the same recipe would be
+trained on the same data.
+"""
+
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from softfocus.lab.claims import results as outcomes
+from softfocus.lab.claims.claim import Claim, Scale
+from softfocus.lab.claims.results import RESULTS, Run
+from softfocus.lab.errors import LabError
+from softfocus.lab.progress import silent
+from softfocus.lab.recipes.recipe import Recipe
+from softfocus.lab.run_folder.provenance import without_folders
+
+
+def runs(claim: Claim, scale: Scale, plan: Sequence[Recipe], folder: Path) -> dict[str, Run]:
+    """Those of a plan's runs that stand in FOLDER/CLAIM/SCALE/results.json already, by their names.
+
+    Args:
+        claim: whose rows they are.
+        scale: of the recipes.
+        plan: named "ROW-sSEED".
+        folder: as `softfocus report` reads it.
+
+    Raises:
+        LabError: no such results, or some that another recipe or other data gave.
+    """
+    place = folder / claim.name / scale / RESULTS
+    there = {f"{run.row}-s{run.info.seed}": run for run in outcomes.read(place).runs}
+    found, keys = {}, {}
+    for recipe in plan:
+        if (run := there.get(recipe.name)) is None:
+            continue
+        if differing := _differing(run.recipe, recipe):
+            what = f"the run {recipe.name} of {place} has another recipe: {', '.join(differing)}"
+            raise LabError(what, "leave --from out, to train every run again")
+        data = recipe.data.model_dump_json()
+        if data not in keys:
+            from softfocus.lab.data import of_recipe
+
+            keys[data] = of_recipe.load(recipe, silent).key
+        if run.info.corpus_key != keys[data]:
+            what = f"the run {recipe.name} of {place} was trained on {run.info.corpus_key}, and here is {keys[data]}"
+            raise LabError(f"{what}: another corpus or tokenizer", "leave --from out, to train every run again")
+        found[recipe.name] = run
+    return found
+
+
+def _differing(text: str, recipe: Recipe) -> list[str]:
+    """In which keys two recipes differ, names, descriptions and folders left out."""
+    now = _flat(_compared(without_folders(recipe.to_toml())))
+    try:
+        before = _flat(_compared(text))
+    except (tomllib.TOMLDecodeError, ValidationError):
+        return ["it is of another version"]
+    keys = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+    return [f"{key} was {before.get(key)!r} and is {now.get(key)!r}" for key in keys]
+
+
+def _compared(text: str) -> dict[str, Any]:
+    return Recipe.model_validate(tomllib.loads(text)).model_dump(exclude={"name", "description"}, exclude_none=True)
+
+
+def _flat(values: dict[str, Any], before: str = "") -> dict[str, Any]:
+    """Keys with dots in place of tables in tables."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= _flat(value, f"{before}{key}.") if isinstance(value, dict) else {f"{before}{key}": value}
+    return found

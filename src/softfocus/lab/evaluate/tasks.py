@@ -1,0 +1,79 @@
+"""Zero-shot tasks by lm-evaluation-harness, which is not part of the extra [lab]: it is installed
+apart.
+"""
+
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+from softfocus.lab import model as models
+from softfocus.lab.errors import LabError, first_line
+from softfocus.lab.progress import Event, Listener, silent
+from softfocus.lab.run_folder.files import load_run, measures, save_measured
+from softfocus.lab.run_folder.tasks import TaskRow, Tasks
+
+TASKS = ("arc_easy", "hellaswag", "piqa", "sciq")
+"""Those of the softplus paper's published version."""
+BATCH = 16
+
+
+def require() -> None:
+    """Refuse to start what ends with tasks where they cannot be measured.
+
+    Raises:
+        LabError: lm_eval is not installed.
+    """
+    if find_spec("lm_eval") is None:
+        raise LabError("evaluate.also = ['tasks'] takes lm_eval, which is not installed", "pip install 'lm_eval[hf]'")
+
+
+@measures
+def answer(folder: Path, *, progress: Listener = silent) -> Tasks:
+    """Measure the accuracy of a run's model in :data:`TASKS`, zero-shot. The harness fetches its
+    questions from the hub.
+
+    Args:
+        folder: a finished run of a recipe with text.
+        progress: called with "step" events.
+
+    Returns:
+        What tasks.json holds.
+
+    Raises:
+        LabError: lm_eval is not installed, or cannot get or measure a task.
+    """
+    require()
+    import lm_eval
+    import torch
+    from lm_eval.models.huggingface import HFLM
+
+    info = load_run(folder)
+    progress(Event(kind="step", run=info.name, done=0, total=len(TASKS)))
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    model = models.load(folder).to(device).eval()
+    wrapped = HFLM(
+        pretrained=model,
+        tokenizer=models.load_tokenizer(folder),
+        batch_size=BATCH,
+        max_length=info.train_length,
+    )
+    try:
+        measured = lm_eval.simple_evaluate(model=wrapped, tasks=list(TASKS), num_fewshot=0)["results"]
+    except Exception as error:  # the harness, the hub's client and the network each raise their own
+        what = f"lm_eval cannot measure {', '.join(TASKS)}: {first_line(error)}"
+        raise LabError(what, "check the network, or update lm_eval") from error
+    rows = [
+        TaskRow(task=task, accuracy=measured[task]["acc,none"], standard_error=measured[task]["acc_stderr,none"])
+        for task in TASKS
+    ]
+    found = Tasks(run=info.name, token=info.token, harness=_version(), rows=rows)
+    save_measured(folder, found)
+    progress(Event(kind="step", run=info.name, done=len(TASKS), total=len(TASKS)))
+    return found
+
+
+def _version() -> str:
+    try:
+        return version("lm_eval")
+    except PackageNotFoundError:
+        return "unknown"
