@@ -386,7 +386,7 @@ def test_a_question_opens_no_file_and_imports_no_triton():
     environment = {**os.environ, "TRITON_INTERPRET": "1", "SOFTFOCUS_TRITON": "on", "SOFTFOCUS_KERNELS": "off"}
     ran = subprocess.run([sys.executable, "-c", QUESTIONS], env=environment, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
-    assert "the first call is held against" in ran.stdout
+    assert "the first call is compared with" in ran.stdout
 
 
 @pytest.mark.kernels
