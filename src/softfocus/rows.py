@@ -35,8 +35,9 @@ class Rows:
         exp_tail: bool [..., R, 1], rows in the exponential tail, whose f is e^(s - maximum); None
             if there are none.
         u: relu(f - threshold) / spread, [..., R, K]; None without re-weighting.
-        spread: largest f - threshold, 1 in tied rows. power_sum: sum u^p, 1 in tied rows. tied:
-            bool, rows that keep their l1 weights; None if there are none. All [..., R, 1].
+        spread: largest f - threshold, 1 in tied rows. power_sum: sum u^p, 1 in tied rows (the CPU
+            kernels have the norm there). tied: bool, rows that keep their l1 weights; None if there
+            are none. All [..., R, 1].
         maximum, log_norm, peak: as in RowStatistics, [..., R, 1].
     """
 
@@ -98,7 +99,8 @@ def forward(
         scores.masked_fill_(~visible, -math.inf)
     maximum = scores.amax(-1, keepdim=True)
     f, exp_tail, shift = _phi(scores, maximum, mechanism)
-    if visible is not None and not POINTWISE[mechanism.phi].positive:  # a positive phi is 0 at -inf
+    # A positive phi is 0 at -inf. Other phi may be NaN there (gelu, mish), or not 0 (identity)
+    if visible is not None and not POINTWISE[mechanism.phi].positive:
         f.masked_fill_(~visible, 0.0)
     norm = (f.abs() if mechanism.phi in SIGNED_PHI else f).sum(-1, keepdim=True)
     log_norm = norm.log() + shift
@@ -125,7 +127,7 @@ def forward(
 
 def backward(
     rows: Rows,
-    grad: Tensor,
+    grad_weights: Tensor,
     visible: Tensor | None,
     count: Tensor,
     mechanism: Mechanism,
@@ -136,27 +138,28 @@ def backward(
 
     Args:
         rows: what :func:`forward` returned.
-        grad: dL/dA, [..., R, K]; overwritten.
+        grad_weights: dL/dA, [..., R, K]; overwritten.
         visible, count, mechanism, power, length: as in :func:`forward`.
 
     Returns:
         dL/ds [..., R, K], 0 on invisible keys; and [..., R, 1] or None.
     """
     if mechanism.post == "negate":
-        grad.neg_()
+        grad_weights.neg_()
     elif mechanism.post != "none":
-        grad = _recentre_backward(rows, grad, visible, count, mechanism)
-    grad_power = None
+        grad_weights = _recentre_backward(rows, grad_weights, visible, count, mechanism)
+    grad_f, grad_power = grad_weights, None  # dL/df, which overwrites dL/dA
     if power is not None:
-        grad, grad_power = _reweight_backward(rows, grad, visible, count, power)
+        grad_f, grad_power = _reweight_backward(rows, grad_weights, visible, count, power)
     elif mechanism.normaliser == "l1":
-        grad = _l1_backward(rows.f, rows.weights, rows.norm, grad, visible, mechanism.phi in SIGNED_PHI)
+        signed = mechanism.phi in SIGNED_PHI
+        grad_f = _l1_backward(rows.f, rows.weights, rows.norm, grad_weights, visible, signed)
     elif mechanism.normaliser != "none":
-        grad.mul_(_row_factor(mechanism.normaliser, count, length))
-    grad.mul_(_phi_derivative(rows, mechanism))
+        grad_f.mul_(_row_factor(mechanism.normaliser, count, length))
+    grad_scores = grad_f.mul_(_phi_derivative(rows, mechanism))
     if visible is not None:
-        grad.masked_fill_(~visible, 0.0)
-    return grad, grad_power
+        grad_scores.masked_fill_(~visible, 0.0)
+    return grad_scores, grad_power
 
 
 def _phi(scores: Tensor, maximum: Tensor, mechanism: Mechanism) -> tuple[Tensor, Tensor | None, Tensor | float]:
@@ -247,10 +250,10 @@ def _reweight(rows: Rows, count: Tensor, power: Tensor | float) -> None:
 def _reweight_backward(
     rows: Rows, grad: Tensor, visible: Tensor | None, count: Tensor, power: Tensor | float
 ) -> tuple[Tensor, Tensor | None]:
-    """dL/df and dL/dp: with g = dL/du = p u^(p-1) (dA - D) / sum u^p and D = sum_j A dA,
+    """dL/df and dL/dp. Overwrites grad.
 
-    df = (g - o mean(g)) / spread on every visible key, since the threshold is o, ``threshold_on``,
-    times the row's mean.
+    g = dL/du = p u^(p-1) (dA - D) / sum u^p with D = sum_j A dA. df = (g - o mean(g)) / spread on
+    every visible key, since the threshold is o, ``threshold_on``, times the row's mean.
     """
     assert rows.u is not None
     assert rows.spread is not None
@@ -274,7 +277,9 @@ def _reweight_backward(
 
 
 def _recentre(weights: Tensor, visible: Tensor | None, count: Tensor, mechanism: Mechanism) -> Tensor:
-    """A after ``post``: A - mean(A) on visible keys, and over its l1 norm for recentre+l1."""
+    """A after ``post``: A - mean(A) on visible keys, and over its l1 norm for recentre+l1. Rows
+    that see at most MAX_UNTHRESHOLDED_COUNT keys keep A.
+    """
     centred, norm, tied = _centred(weights, visible, count)
     if mechanism.post == "recentre+l1":
         centred = torch.where(tied, 0.0, centred / norm)

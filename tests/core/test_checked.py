@@ -243,7 +243,7 @@ def test_calls_of_one_kind_run_the_same_kernels():
 
 def test_what_is_seen_is_said():
     leaves = tensors()
-    assert "the first call is held against 'tiled'" in explain(*leaves, **CALL).reasons["triton"]
+    assert "the first call is compared with 'tiled'" in explain(*leaves, **CALL).reasons["triton"]
     with torch.no_grad():
         attention(*leaves, **CALL)
     assert "forward seen to agree" in explain(*leaves, **CALL).reasons["triton"]

@@ -179,6 +179,23 @@ def test_a_cpu_kernel_has_no_default(field, monkeypatch):
         cpu.forward(validated_call(*tensors, **mechanism))
 
 
+@pytest.mark.kernels
+def test_a_phi_without_a_case_in_cpp_is_an_error(monkeypatch):
+    """FUSED lists one that ``with_phi`` in ``csrc/pointwise.h`` lacks."""
+    monkeypatch.setattr(cpu, "FUSED", (*FUSED, "fake"))
+    for name in ("softfocus_forward", "softfocus_backward"):
+        monkeypatch.setattr(getattr(build.library(), name), "argtypes", None)
+    query = torch.ones(1, 1, 4, 8)
+    call = validated_call(query, query, query)
+    for run in (
+        lambda: cpu.forward(call),
+        lambda: cpu.runner(call),
+        lambda: cpu.backward(call, query, False),
+    ):
+        with pytest.raises(RuntimeError, match=f"have {len(FUSED)} phi and pointwise.FUSED has {len(FUSED) + 1}"):
+            run()
+
+
 @pytest.mark.parametrize("field", CHOICES)
 @pytest.mark.parametrize("name", ["tiled", "reference"])
 def test_a_formula_knows_what_it_does_not_know(name, field, monkeypatch):
@@ -369,7 +386,7 @@ def test_a_question_opens_no_file_and_imports_no_triton():
     environment = {**os.environ, "TRITON_INTERPRET": "1", "SOFTFOCUS_TRITON": "on", "SOFTFOCUS_KERNELS": "off"}
     ran = subprocess.run([sys.executable, "-c", QUESTIONS], env=environment, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
-    assert "the first call is held against" in ran.stdout
+    assert "the first call is compared with" in ran.stdout
 
 
 @pytest.mark.kernels

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from softfocus.mechanism import CHOICES, SIGNED_PHI
-from softfocus.pointwise import POINTWISE
+from softfocus.pointwise import FUSED, POINTWISE
 
 mpmath.mp.dps = 60
 
@@ -65,7 +65,7 @@ def test_the_table_covers_the_algebra():
 @pytest.mark.parametrize("name", [name for name in POINTWISE if name not in SIGNED_PHI])
 def test_what_the_backends_take_for_granted(name):
     """docs/adding-a-phi.md: one that is positive everywhere is e^s far below zero; any other is 0
-    from there on.
+    from there on. The kernels' phi are non-decreasing.
     """
     phi, below = POINTWISE[name], torch.tensor([-20.0, -25.0, -40.0, -80.0], dtype=torch.float64)
     if phi.positive:
@@ -74,6 +74,8 @@ def test_what_the_backends_take_for_granted(name):
     else:
         assert not phi.value(torch.cat([below, below.new_zeros(1)])).any()
         assert not phi.derivative(below).any()
+    if name in FUSED:
+        assert phi.value(torch.tensor(POINTS, dtype=torch.float64)).diff().min() >= 0.0
     assert set(SIGNED_PHI) == {name for name in VALUE if VALUE[name](mpmath.mpf(-1)) < 0}
 
 

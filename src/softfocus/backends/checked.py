@@ -39,12 +39,15 @@ was summed.
 """
 
 TINY = 1e-30
+"""Keeps a division by a zero norm finite."""
 MAX_KINDS = 4096
+"""More kinds than a process meets. Bounds the dictionary. Chosen, not measured."""
 Result = TypeVar("Result")
 
 _refused: dict[Hashable, str | None] = {}
 """By (direction, kind): why the kernels are refused, or None if they agreed."""
 
+# Members of contract.Backend: those of the Triton backend
 ABOUT, CARRIES, refuses, rows_kept = triton.ABOUT, triton.CARRIES, triton.refuses, triton.rows_kept
 
 
@@ -66,16 +69,16 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     else:
         parts = [tiled.forward(_sequence(b, call)) for b in range(call.query.size(0))]
         out, statistics = (torch.cat(some, dim) for some, dim in zip(zip(*parts, strict=True), (0, 1), strict=True))
-    rows = statistics.new_zeros(rows_kept(call), *statistics.shape[1:])
-    rows[: len(statistics)] = statistics
-    return out, rows
+    kept = statistics.new_zeros(rows_kept(call), *statistics.shape[1:])
+    kept[: len(statistics)] = statistics
+    return out, kept
 
 
-def backward(call: Call, grad: Tensor, bias_grad: bool, out: Tensor, rows: Tensor) -> dict[str, Tensor]:
+def backward(call: Call, grad: Tensor, bias_grad: bool, out: Tensor, statistics: Tensor) -> dict[str, Tensor]:
     """The backward of the Triton backend, or of the tiled backend if the kernels are refused."""
     if _fails("forward", call) or _fails("backward", call):
         return tiled.backward(call, grad, bias_grad)
-    return triton.backward(call, grad, bias_grad, out, rows)
+    return triton.backward(call, grad, bias_grad, out, statistics)
 
 
 def runner(call: Call) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
@@ -98,7 +101,7 @@ def agreement(call: Call) -> str:
     directions = ("forward", "backward")
     agreed = [name for name in directions if _refused.get((name, kind), "not compared yet") is None]
     if not agreed:
-        return "the first call is held against 'tiled'"
+        return "the first call is compared with 'tiled'"
     return f"{' and '.join(agreed)} seen to agree with 'tiled' here, on part of a call and in tiles that suit the part"
 
 
@@ -138,7 +141,7 @@ def _of_kernels(run: Callable[[], Result]) -> Result:
 
 def _forwards(call: Call) -> Iterator[Compared]:
     part = _part_of(call)
-    same, exact = (tiled.forward(numbers)[0] for numbers in (part, _in_double(part)))
+    same, exact = (tiled.forward(some_call)[0] for some_call in (part, _in_double(part)))
     yield _of_kernels(lambda: triton.forward(part)[0]), same, exact, _largest(exact)
 
 
@@ -147,7 +150,7 @@ def _longest(call: Call) -> Iterator[Compared]:
     assert call.cache is not None
     b = int(call.cache.lengths.argmax())
     one = _sequence(b, call)
-    same, exact = (tiled.forward(numbers)[0] for numbers in (one, _in_double(one)))
+    same, exact = (tiled.forward(some_call)[0] for some_call in (one, _in_double(one)))
     got = _of_kernels(lambda: triton.forward(call)[0])
     yield got[b : b + 1], same, exact, _largest(exact)
 
@@ -180,7 +183,8 @@ def _sizes_of_sums(part: Call, grad: Tensor) -> dict[str, float]:
     full_bias = (query.new_zeros(()) if double.bias is None else double.bias).expand(shape).contiguous()
     terms = tiled.backward(double._replace(bias=full_bias), grad.double(), True)["bias"]
     terms = terms.abs().nan_to_num(0.0, 0.0, 0.0)
-    # At least |c_i| without the head scale: a length scale is at most log N, or 1
+    # An upper bound of |c_i| without the head scale. A length scale is at most max(log N, 1), and
+    # log 3 > 1
     scale = abs(part.scale) * math.log(max(part.visibility.key_length, 3))
     if part.mechanism.similarity == "dot":
         query_terms, key_terms = terms @ key.abs(), terms.mT @ query.abs()
@@ -218,8 +222,8 @@ def _judge(kind: Hashable, mechanism: Mechanism, compared: Callable[[], Iterator
     if not (any_nonzero or why):
         return
     if len(_refused) >= MAX_KINDS:  # kinds that agreed are compared again; refused ones stay refused
-        for right in [kind for kind, refusal in _refused.items() if refusal is None]:
-            del _refused[right]
+        for agreed in [compared_kind for compared_kind, refused in _refused.items() if refused is None]:
+            del _refused[agreed]
     _refused[kind] = why
     if why:
         warn(
@@ -231,16 +235,16 @@ def _judge(kind: Hashable, mechanism: Mechanism, compared: Callable[[], Iterator
 
 def _difference(got: Tensor, same: Tensor, exact: Tensor, size: float) -> str | None:
     """A sentence if the results differ by more than rounding explains, else None."""
-    there = exact.isfinite() & same.isfinite()
-    if not there.any():
+    finite = exact.isfinite() & same.isfinite()
+    if not finite.any():
         return None
-    want = exact[there]
-    error = (got.double()[there] - want).abs().max().item()
-    most = MARGIN * (same.double()[there] - want).abs().max().item()
-    most += BAND * torch.finfo(got.dtype).eps * size
-    if error <= most:  # not so where it is NaN
+    want = exact[finite]
+    error = (got.double()[finite] - want).abs().max().item()
+    limit = MARGIN * (same.double()[finite] - want).abs().max().item()
+    limit += BAND * torch.finfo(got.dtype).eps * size
+    if error <= limit:  # False where the error is NaN
         return None
-    return f"they are off by {error:.3g} from the tiled backend in float64, of which rounding explains {most:.3g}"
+    return f"they are off by {error:.3g} from the tiled backend in float64, of which rounding explains {limit:.3g}"
 
 
 def _largest(x: Tensor) -> float:

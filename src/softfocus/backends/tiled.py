@@ -23,6 +23,7 @@ CARRIES = Carries(
     features=("bias", "head_scale", "power", "mask", "key_mask", "document_ids", "dropout"),
 )  # fmt: skip
 ABOUT = "pure torch in blocks of rows: runs everywhere, memory O(L), slower than a fused kernel"
+# Members of contract.Backend that this backend does not need
 refuses = runner = rows_kept = None
 
 
@@ -37,7 +38,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     for chunk in chunks(call):
         exponential = ShiftedExponential(chunk.value) if mechanism.laser else None
         for tile in chunk.tiles():
-            rows = chunk.rows(tile)
+            rows = chunk.weigh(tile)
             dropout = chunk.dropout(tile, seed)
             weights = chunk.flat(rows.final if dropout is None else rows.final * dropout)
             if exponential is None:
@@ -59,7 +60,7 @@ def backward(call: Call, grad: Tensor, bias_grad: bool) -> dict[str, Tensor]:
         grad_key, grad_value = torch.zeros_like(chunk.key), torch.zeros_like(chunk.value)
         exponential = ShiftedExponential(chunk.value) if mechanism.laser else None
         for tile in chunk.tiles():
-            rows = chunk.rows(tile)
+            rows = chunk.weigh(tile)
             dropout = chunk.dropout(tile, seed)
             weights = chunk.flat(rows.final if dropout is None else rows.final * dropout)
             # Outputs that are 0 or NaN by convention pass no gradient

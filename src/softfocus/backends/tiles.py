@@ -72,7 +72,7 @@ def chunks(call: Call) -> Iterator["Chunk"]:
     group = heads // key_heads  # query heads that share a key head
     count = visibility.count(call.query.device).to(compute_dtype(call.query.dtype))
     # The block of rows that sees the most keys is the last one under a causal mask, a middle one in
-    # a window, the first one where the past alone is bounded
+    # a window, the first one where only the left side of the window is bounded
     starts = range(0, visibility.query_length, TILE_ROWS)
     spans = (visibility.span(start, min(start + TILE_ROWS, visibility.query_length)) for start in starts)
     row_elements = max(1, group * max(high - low for low, high in spans))  # scores of a row of each head of a group
@@ -140,7 +140,7 @@ class Chunk:
             count = count.expand(*self.shape, -1, 1)
             yield Tile(rows, keys, visible, seen_by_all, count, query, nonfinite, norm, base_scale)
 
-    def rows(self, tile: Tile) -> Rows:
+    def weigh(self, tile: Tile) -> Rows:
         """The scores of a tile, its weights, and what is computed between them."""
         scores = self.unflat(self._scaled_query(tile) @ self.key[..., tile.keys, :].mT)
         row_bias = rowwise.score_bias(self.mechanism.score_bias, tile.count, self.visibility.key_length)
@@ -210,8 +210,9 @@ class Chunk:
     def set_exceptional_rows(self, x: Tensor, rows: Rows, tile: Tile, nonfinite: float) -> Tensor:
         """out or grad_out of a tile, [b, h, G * R, Dv], with its exceptional rows set.
 
-        Fully masked rows, which may be NaN, become 0. So do rows of LASER whose weights are all 0.
-        Entries that see a non-finite value become ``nonfinite``.
+        Fully masked rows, which may be NaN, become 0; rows with a bias of -inf on every key count
+        too. So do rows of LASER whose weights are all 0. Entries that see a non-finite value become
+        ``nonfinite``.
         """
         empty = self.flat((rows.maximum == -torch.inf).expand(*self.shape, -1, 1))
         if self.mechanism.laser:
@@ -220,11 +221,12 @@ class Chunk:
             x = x.masked_fill(empty, 0.0)
         if self.nonfinite_value is None:
             return x
-        counted = self.nonfinite_value[..., tile.keys, :].to(self.dtype)
+        # seen: number of non-finite values that each (row, column) sees
+        value_nonfinite = self.nonfinite_value[..., tile.keys, :].to(self.dtype)
         if tile.visible is None:
-            seen = counted.sum(-2, keepdim=True)
+            seen = value_nonfinite.sum(-2, keepdim=True)
         else:
-            seen = self.flat(tile.visible.expand(rows.scores.shape).to(self.dtype)) @ counted
+            seen = self.flat(tile.visible.expand(rows.scores.shape).to(self.dtype)) @ value_nonfinite
         return x.masked_fill(seen > 0, nonfinite)
 
     def _seen_by_all(self, rows: slice, keys: slice, visible: Tensor | None, count: Tensor) -> Tensor | slice | None:

@@ -5,7 +5,7 @@ for any number of threads, the backward for a given number.
 """
 
 from collections.abc import Callable
-from ctypes import c_char_p, c_void_p
+from ctypes import c_char_p, c_int64, c_void_p
 from typing import Any
 
 import torch
@@ -14,10 +14,12 @@ from torch import Tensor
 from softfocus.backends.cpu import build as build
 from softfocus.backends.cpu.call import ARRAY, CARRIES, array, broadcast, packed
 from softfocus.contract import Call
+from softfocus.pointwise import FUSED
 
 __all__ = ["ABOUT", "CARRIES", "backward", "build", "forward", "refuses", "rows_kept", "runner"]
 
 ABOUT = "fused C++ kernels, compiled for this machine at first use: memory O(L)"
+# Members of contract.Backend that this backend does not need
 rows_kept = None
 
 
@@ -40,7 +42,8 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
 
 def runner(call: Call) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """A function from query, key and value, laid out as the call's, to ``out``; for calls without
-    other tensors.
+    other tensors. The packed arguments of such a call hold no pointer but the three that ``run``
+    replaces.
     """
     arguments, _temporaries = packed(call)
     kernel = _kernel("softfocus_forward")
@@ -88,8 +91,20 @@ _PARAMETERS = {"softfocus_forward": 6, "softfocus_backward": 8}
 
 
 def _kernel(name: str) -> Callable[..., int]:
-    """A kernel, with its argument types declared, so that ctypes takes numbers for pointers."""
-    kernel: Any = getattr(build.library(), name)
+    """A kernel, with its argument types declared, so that ctypes takes numbers for pointers.
+
+    Raises:
+        RuntimeError: ``with_phi`` in ``csrc/pointwise.h`` lacks a phi of FUSED, or has one more. A
+            number without a case would compute nothing.
+    """
+    library = build.library()
+    kernel: Any = getattr(library, name)
     if kernel.argtypes is None:
+        count = c_int64.in_dll(library, "softfocus_phi_count").value
+        if count != len(FUSED):
+            raise RuntimeError(
+                f"softfocus: the CPU kernels have {count} phi and pointwise.FUSED has {len(FUSED)}: see "
+                "docs/adding-a-phi.md"
+            )
         kernel.argtypes = [c_char_p] + [c_void_p] * (_PARAMETERS[name] - 1)
     return kernel

@@ -1,5 +1,5 @@
-"""The CPU kernels' library: compiled for this machine at first use, kept in a cache, loaded once a
-process.
+"""The CPU kernels' library: compiled for this machine at first use, kept in a cache, loaded once
+per process.
 
 The sources in ``csrc/`` are plain C++17 with OpenMP pragmas. They include neither torch's headers
 nor Python's, so that one library fits any Python. It must fit the processor, and is therefore
@@ -35,8 +35,8 @@ class _NoCache(Unavailable):
 
 @dataclass(frozen=True)
 class Built:
-    """A library that is there: how it was compiled, in how many seconds, and whether it was just
-    now or lay in the cache.
+    """A compiled library: how it was compiled, how long that took, and whether it was compiled now
+    or found in the cache.
     """
 
     library: Path
@@ -58,7 +58,7 @@ def library() -> ctypes.CDLL:
     """The kernels, compiled at the first use on this machine. Safe to call from any thread.
 
     Raises:
-        Unavailable: switched off; or they cannot be compiled or loaded, which is found out once a
+        Unavailable: switched off; or they cannot be compiled or loaded, which is found out once per
             process.
     """
     global _outcome
@@ -121,8 +121,8 @@ def state() -> Built | None:
     Compiles nothing.
 
     Raises:
-        Unavailable: the kernels are switched off, this process has tried in vain, or nothing is
-            compiled and there is no compiler.
+        Unavailable: the kernels are switched off, this process could not compile or load them, or
+            nothing is compiled and there is no compiler.
     """
     if off := switched_off():
         raise off
@@ -172,7 +172,7 @@ def _cached(planned: Plan) -> Built | None:
     process.
 
     Whoever can write a library can write its checksum, and its code runs as the user who loads it.
-    So nobody else may.
+    A library that another user can write is therefore not loaded.
 
     Raises:
         _NoCache: others own the folder, or may write to it.
@@ -236,8 +236,11 @@ def _make(folder: Path) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Lets one process at a time compile into the folder. A folder that cannot be written to is
-    _NoCache.
+    """Lets one process at a time compile into the folder.
+
+    Raises:
+        _NoCache: the folder cannot be written to. An OSError of the body, such as a full disk, is
+            _NoCache too.
     """
     from filelock import FileLock, Timeout
 

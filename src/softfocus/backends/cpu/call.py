@@ -21,7 +21,9 @@ CARRIES = Carries(
     dtypes=(torch.float32, torch.bfloat16, torch.float16), devices=("cpu",),
     features=("bias", "head_scale", "power", "mask", "key_mask", "document_ids", "dropout"),
 )  # fmt: skip
-"""In the order of the enumerations in ``csrc/``: a value's index here is its number there."""
+"""The index of a dtype here is its number in ``params.h``. ``_NUMBERS`` numbers the other
+fields.
+"""
 _NUMBERS = {
     "similarity": {"dot": 0, "cosine": 1},
     "length_scale": {"1": 0, "log(N)": 1, "log512(N)": 2},
@@ -59,8 +61,8 @@ _PROCESS = os.getpid()
 def threads() -> int:
     """How many to compute on: torch's number, but one in a forked child.
 
-    OpenMP's threads stay with the parent. GNU's library, once they have worked, waits for them in
-    the child for ever.
+    A forked child has no OpenMP threads of its own. If the parent has used GNU's OpenMP, a parallel
+    region in the child waits forever.
     """
     return torch.get_num_threads() if os.getpid() == _PROCESS else 1
 
@@ -76,15 +78,17 @@ def packed(call: Call) -> tuple[bytes, list[Tensor]]:
     query, key, value, visibility, mechanism = call.query, call.key, call.value, call.visibility, call.mechanism
     temporaries: list[Tensor] = []
 
-    def held(x: Tensor | None) -> Tensor | None:
-        """In float32, contiguous but for a bias, whose strides the kernels follow."""
+    def float32_kept_alive(x: Tensor | None) -> Tensor | None:
+        """x in float32, kept alive in ``temporaries``. Contiguous, except a bias, whose strides the
+        kernels follow.
+        """
         if x is None:
             return None
         x = x.detach().float()
         temporaries.append(x if x.dim() == 4 else x.contiguous())
         return temporaries[-1]
 
-    bias, head_scale, power = map(held, (call.bias, call.head_scale, call.power))
+    bias, head_scale, power = map(float32_kept_alive, (call.bias, call.head_scale, call.power))
     documents, key_mask = visibility.document_ids, visibility.key_mask
     if documents is not None:
         documents = documents[:, None, None].long()

@@ -1,7 +1,7 @@
 """The CPU kernels' sources to a loaded library: compile side by side, link, load.
 
-The two compilers are started and ended here, not by ``concurrent.futures``: a pool waits for its
-processes, but a build that fails or is told to end must end its compilers.
+The compilers, one per source, are started and ended here, not by ``concurrent.futures``: a pool
+waits for its processes, but a build that fails or is told to end must end its compilers.
 """
 
 import ctypes
@@ -53,15 +53,15 @@ def load(path: Path) -> ctypes.CDLL:
 
 
 def say(line: str, end: str = "\n") -> None:
-    """To whoever waits, on stderr."""
+    """Writes a line to stderr."""
     with suppress(OSError, ValueError, AttributeError):  # a stderr that is closed, or none at all
         sys.stderr.write(line + end)
         sys.stderr.flush()
 
 
 def _link(plan: plans.Plan, compiler: Sequence[str], folder: Path, objects: Sequence[str], tick: Tick) -> ctypes.CDLL:
-    """Link without OpenMP first: threads shall come from torch's pool, since another one would
-    fight it for cores.
+    """Link without OpenMP first, so that threads come from torch's pool: a second pool would
+    compete with it for cores.
 
     Where the symbols of torch's OpenMP are not global, the linker gets its path. The compiler's own
     is the last resort: for a torch that has none, and for clang on Linux, whose symbols the GNU
@@ -148,8 +148,9 @@ def _ended_with_this_process() -> Iterator[list[subprocess.Popen[bytes]]]:
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
-    here = threading.current_thread() is threading.main_thread()  # Python lets no other thread set handlers
-    numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if here and signal.getsignal(n) is signal.SIG_DFL]
+    # Python lets no other thread set handlers
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if in_main_thread and signal.getsignal(n) is signal.SIG_DFL]
     for number in numbers:
         signal.signal(number, end)
     try:

@@ -21,7 +21,7 @@ CACHE = "SOFTFOCUS_KERNEL_CACHE"
 CXXFLAGS = "SOFTFOCUS_CXXFLAGS"
 
 COMPILERS = ("c++", "g++", "clang++")
-# Not -ffast-math, which takes for granted that there is no NaN and no infinity
+# Not -ffast-math, which assumes that there is no NaN and no infinity
 FLAGS = (
     "-std=c++17", "-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-Wall", "-Wextra",
 )  # fmt: skip
@@ -47,7 +47,7 @@ class Unavailable(RuntimeError):
 
 @dataclass(frozen=True)
 class Plan:
-    """What the library would be.
+    """All that determines the library, known before it is compiled.
 
     Attributes:
         flags: what every source is compiled with, the user's own included.
@@ -135,7 +135,7 @@ def switched_off() -> Unavailable | None:
     """What to raise where the user does not want the kernels; None where they are wanted.
 
     Raises:
-        Unavailable: the switch says neither.
+        Unavailable: the variable is neither on nor off.
     """
     setting = os.environ.get(KERNELS, "")
     try:
@@ -147,7 +147,9 @@ def switched_off() -> Unavailable | None:
 
 
 def environment() -> dict[str, str]:
-    """The compiler's, in English: its first error is looked for."""
+    """The compiler's environment. Messages are in English because ``compile.py`` searches them for
+    the first error.
+    """
     return {**os.environ, "LC_ALL": "C"}
 
 

@@ -13,7 +13,8 @@ namespace {
 struct KeyHeadSums {
   // [Lk, padded_dim], [Lk, padded_value_dim]; unused if the sums are in the result itself
   Buffer<float> key_scratch, value_scratch;
-  float *key = nullptr, *value = nullptr;  // [Lk, padded_dim], [Lk, padded_value_dim]
+  // [Lk, padded_dim], [Lk, padded_value_dim]
+  float *grad_key = nullptr, *grad_value = nullptr;
 };
 
 // How a call is divided into tasks: `at_once` key heads are packed together. Each has `splits`
@@ -41,18 +42,20 @@ template <typename Phi>
 void run_task(const Params& params, const GradientTensors& grads, const Schedule& schedule, int64_t head_index,
               int64_t split, const KeyHeadData& key_data, KeyHeadSums& sums, RowGradients<Phi>& worker) {
   int64_t padded_dim = round_up(params.head_dim, W), padded_value_dim = round_up(params.value_dim, W);
+  // Sets sums_at to where this task sums: the result itself if the layout allows, else scratch.
+  // Fills it with 0.
   auto place = [&](Buffer<float>& scratch, float*& sums_at, void* result, int64_t stride, int64_t dim) {
     bool direct = split == 0 && stride == dim && params.dtype == FLOAT32;
     if (!direct) scratch.resize(params.key_length * stride);
     sums_at = direct ? static_cast<float*>(result) + head_index * params.key_length * dim : scratch;
     std::fill(sums_at, sums_at + params.key_length * stride, 0.0f);
   };
-  place(sums.key_scratch, sums.key, grads.grad_key, padded_dim, params.head_dim);
-  place(sums.value_scratch, sums.value, grads.grad_value, padded_value_dim, params.value_dim);
+  place(sums.key_scratch, sums.grad_key, grads.grad_key, padded_dim, params.head_dim);
+  place(sums.value_scratch, sums.grad_value, grads.grad_value, padded_value_dim, params.value_dim);
   for (int64_t g = 0; g < params.group(); ++g)
     for (int64_t block_index = split; block_index < schedule.blocks; block_index += schedule.splits)
       worker.run(head_index / params.key_heads, head_index % params.key_heads * params.group() + g,
-                 block_index * schedule.block_rows, key_data, grads, sums.key, sums.value);
+                 block_index * schedule.block_rows, key_data, grads, sums.grad_key, sums.grad_value);
 }
 
 // Adds the sums of a key head's tasks for the keys [begin, end), and writes them in the query's
@@ -66,17 +69,17 @@ inline void add_tasks(const Params& params, const GradientTensors& grads, int64_
     unit_keys =
         view_keys(params, key_data, head_index / params.key_heads, head_index % params.key_heads, begin, end, scratch);
   for (int64_t key = begin; key < end; ++key) {
-    float *k = sums[0].key + key * padded_dim, *v = sums[0].value + key * padded_value_dim;
+    float *gk = sums[0].grad_key + key * padded_dim, *gv = sums[0].grad_value + key * padded_value_dim;
     for (int64_t s = 1; s < splits; ++s) {
-      for (int64_t d = 0; d < padded_dim; ++d) k[d] += sums[s].key[key * padded_dim + d];
-      for (int64_t d = 0; d < padded_value_dim; ++d) v[d] += sums[s].value[key * padded_value_dim + d];
+      for (int64_t d = 0; d < padded_dim; ++d) gk[d] += sums[s].grad_key[key * padded_dim + d];
+      for (int64_t d = 0; d < padded_value_dim; ++d) gv[d] += sums[s].grad_value[key * padded_value_dim + d];
     }
     if (params.cosine)
-      l2_normalise_backward(k, unit_keys.data + (key - begin) * unit_keys.stride, key_data.key_rnorm[key],
+      l2_normalise_backward(gk, unit_keys.data + (key - begin) * unit_keys.stride, key_data.key_rnorm[key],
                             params.head_dim);
     int64_t row = head_index * params.key_length + key;
-    write_row(grads.grad_key, params.dtype, row * params.head_dim, k, params.head_dim);
-    write_row(grads.grad_value, params.dtype, row * params.value_dim, v, params.value_dim);
+    write_row(grads.grad_key, params.dtype, row * params.head_dim, gk, params.head_dim);
+    write_row(grads.grad_value, params.dtype, row * params.value_dim, gv, params.value_dim);
   }
 }
 
@@ -111,7 +114,7 @@ bool backward(const Params& params, const GradientTensors& grads) {
 
 // Writes grad_query, grad_key and grad_value, contiguous, of the query's dtype. Adds to grad_bias,
 // which the caller has set to zero; it may be absent. Writes grad_head_scale and grad_power, [B, H,
-// Lq] each, unless null. Returns 0, or 1 if memory ran out.
+// Lq] each, unless null. Returns 0, or 1 if memory ran out; the gradients are then arbitrary.
 extern "C" __attribute__((visibility("default"))) int softfocus_backward(
     const softfocus::Params* params, const softfocus::TensorView* grad_out, const softfocus::TensorView* grad_bias,
     void* grad_query, void* grad_key, void* grad_value, float* grad_head_scale, float* grad_power) {

@@ -6,9 +6,9 @@
 namespace softfocus {
 
 // The maximum of a column is taken over the keys that every row of the block sees, so that no
-// future value affects an earlier row. M is 0 if all column maxima are within SHIFT_TOLERANCE and
-// the key head's data holds e^V, which it does not in decoding. Otherwise M is the maximum of each
-// column. Values above M + LARGE_VALUE are recorded, and exponents are clamped to MAX_EXPONENT
+// future value affects an earlier row. M is 0 if all column maxima are within SHIFT_TOLERANCE of 0
+// and the key head's data holds e^V, which it does not in decoding. Otherwise M is the maximum of
+// each column. Values above M + LARGE_VALUE are recorded, and exponents are clamped to MAX_EXPONENT
 // (laser.h).
 struct ColumnShift {
   Buffer<float> shift;            // [padded_value_dim], M
@@ -41,6 +41,7 @@ struct ColumnShift {
             store(shift + d, max(load(v.data + (key - first) * v.stride + d), load(shift + d)));
     });
     bool all_small = true;
+    // Padding may keep M = -inf. Its e^(V - M) is then e^80, and its sums are not used.
     for (int64_t d = 0; d < params.value_dim; ++d) {
       all_small &= shift[d] == -INF || std::fabs(shift[d]) <= SHIFT_TOLERANCE;
       shift[d] = shift[d] == -INF ? 0.0f : shift[d];
@@ -66,7 +67,8 @@ struct ColumnShift {
     RowView v = values();
     for (int64_t j = 0; j < n; ++j)
       exp_row(v.data + j * v.stride, shift, padded_value_dim, scratch + j * padded_value_dim, [&](int64_t d) {
-        if (record_large && d < value_dim) large.push_back({first + j, d});
+        if (record_large && d < value_dim)  // d >= value_dim is padding
+          large.push_back({first + j, d});
       });
     return {scratch, padded_value_dim};
   }

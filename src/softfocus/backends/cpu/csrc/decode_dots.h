@@ -11,7 +11,7 @@
 namespace softfocus {
 
 // Keys are read from memory as this many concurrent streams, because the hardware prefetches each
-// stream. That takes 21 ns per key instead of 28; four streams save half of it
+// stream. That takes 21 ns per key instead of 28. Four streams gain half as much
 // (docs/performance.md).
 constexpr int STREAMS = 8;
 // Keys of at most this many bytes, counted over all heads, may be in a cache. Then one stream is
@@ -20,10 +20,10 @@ constexpr int64_t CACHED_BYTES = 8 << 20;
 
 class DecodeDots {
  public:
-  using DotAddress = std::function<float*(int64_t, int64_t)>;  // where to write a dot product: see compute()
+  using DotAddress = std::function<float*(int64_t, int64_t)>;  // address(r, j): see compute()
 
-  DecodeDots(const Params& call, int64_t query_stride)
-      : params(call), padded_dim(query_stride), in_place(contiguous_rows(params.key, params.head_dim)) {}
+  DecodeDots(const Params& call, int64_t padded_head_dim)
+      : params(call), padded_dim(padded_head_dim), in_place(contiguous_rows(params.key, params.head_dim)) {}
 
   // Computes the dot products of `queries` [rows, padded_dim] with the keys that a block sees: with
   // unit vectors for cosine similarity, NaN for a non-finite key. Row r's dot product with key
@@ -37,8 +37,9 @@ class DecodeDots {
 
  private:
   const Params& params;
+  // D in whole vectors: the stride of queries. Keys are read up to it, too.
   const int64_t padded_dim;
-  const bool in_place;
+  const bool in_place;                    // keys can be read in place: padded_dim is D
   int64_t batch_index = 0, key_head = 0;  // of the block in compute()
   Buffer<float> copies;                   // [W, padded_dim], keys that cannot be read in place
   Buffer<float> one_key;                  // [padded_dim]
@@ -79,7 +80,8 @@ class DecodeDots {
   }
 
   // Dot products with W keys of each of N streams; first[i] is the offset of stream i's first key.
-  // Keys that cannot be read in place, or fewer than W, have one stream.
+  // Keys that cannot be read in place, or fewer than W, have one stream. Arrays [N] have an element
+  // for each stream.
   template <typename T, int N>
   __attribute__((always_inline)) inline void dot_vectors(const int64_t (&first)[N], int64_t key_begin,
                                                          const float* queries, int64_t rows,
@@ -99,13 +101,15 @@ class DecodeDots {
     dot_rows({first[0]}, copied, padded_dim, n_keys, key_begin, queries, rows, address);
   }
 
-  // The same for keys [W, key_stride] of each stream, of which n_keys exist
+  // The same for keys [W, key_stride] of each stream, of which n_keys exist. A lane of rnorm,
+  // dot_again and dot_product belongs to a key.
   template <typename T, int N>
   __attribute__((always_inline)) inline void dot_rows(const int64_t (&first)[N], const T* const (&keys)[N],
                                                       int64_t key_stride, int64_t n_keys, int64_t key_begin,
                                                       const float* queries, int64_t rows, const DotAddress& address) {
-    vfloat rnorm[N];    // 1 / |k|; 1 without cosine similarity
-    vint dot_again[N];  // non-finite dot products, and keys whose squared norm may have overflowed or underflowed
+    vfloat rnorm[N];  // 1 / |k|; 1 without cosine similarity
+    // Non-finite dot products, and keys whose squared norm may have overflowed or underflowed
+    vint dot_again[N];
     for (int i = 0; i < N; ++i) rnorm[i] = splat(1.0f), dot_again[i] = vint{};
     for (int64_t r = 0; r < rows; ++r) {
       vfloat products[N][W], squares[N][W];
@@ -130,8 +134,9 @@ class DecodeDots {
         dot_safely(first[i], key_begin, dot_again[i], queries, rows, address);
   }
 
-  // Lane-wise products of a query with W keys of each stream, and squares of these keys. The caller
-  // sums them over the lanes.
+  // products[i][j]: lane-wise sums of the products of a query with key j of stream i. Lane l sums
+  // the dimensions l, l + W, ...; the caller sums the lanes. squares[i][j]: the same for the key's
+  // squares.
   template <bool SQUARES, typename T, int N>
   __attribute__((always_inline)) inline void lane_products(const float* query, const T* const (&keys)[N],
                                                            int64_t key_stride, vfloat (&products)[N][W],

@@ -1,4 +1,4 @@
-// BlockOutput: the output of a re-weighted row in decoding.
+// Part of class BlockOutput; included by output.h. The output of a re-weighted row in decoding.
 #pragma once
 
 #include "output.h"

@@ -21,7 +21,8 @@ inline vuint64 multiply_low_words(vuint64 x, uint32_t factor) {
 
 class DropoutMask {
  public:
-  const float keep_scale;  // 1 / (1 - p_drop), which multiplies the weights that are kept; 0 where p_drop is 1
+  // 1 / (1 - p_drop), which multiplies the weights that are kept; 0 where p_drop is 1
+  const float keep_scale;
 
   DropoutMask(const Params& call, int64_t max_rows, int64_t max_keys)
       : keep_scale(call.dropout_threshold < 1 << 16 ? 65536.0f / (65536 - call.dropout_threshold) : 0.0f),
@@ -40,7 +41,8 @@ class DropoutMask {
 
   // Generates the bits of the keys that each row's strip sees. Other bits are arbitrary.
   void generate(const BlockVisibility& block) {
-    uint32_t head_index = uint32_t(block.batch_index * params.heads + block.query_head);  // of all B * H
+    // Of all B * H
+    uint32_t head_index = uint32_t(block.batch_index * params.heads + block.query_head);
     block.each_tile([&](int64_t start_k) {
       for (int64_t r = 0; r < block.n_rows; ++r) {
         KeyRange seen = block.strip_range(r, start_k);
@@ -56,7 +58,8 @@ class DropoutMask {
   static constexpr int64_t WORD_KEYS = 64;  // keys whose bits are one word: dropout.SPAN
   const Params& params;
   const int64_t rows;
-  Buffer<uint64_t> dropped_bits;  // [tiles, rows, BLOCK_K / WORD_KEYS], one bit a key: 1 where its weight is dropped
+  // [tiles, rows, BLOCK_K / WORD_KEYS], one bit per key: 1 where its weight is dropped
+  Buffer<uint64_t> dropped_bits;
 
   int64_t word_index(int64_t r, int64_t j) const {
     return (j / BLOCK_K * rows + r) * (BLOCK_K / WORD_KEYS) + j % BLOCK_K / WORD_KEYS;

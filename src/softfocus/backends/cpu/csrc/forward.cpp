@@ -50,9 +50,9 @@ struct Worker {
     }
   }
 
-  // Sets an output to NaN where its row sees a non-finite value. In decoding, a re-weighted row
-  // reads only the values of its live keys. There an output stays finite if it has read no
-  // non-finite value, whatever other outputs of its row or of the call have read.
+  // Sets an output to NaN where its row sees a non-finite value. In decoding a re-weighted row
+  // reads only the values of its live keys. A non-finite value that it read makes x non-finite. An
+  // x that is finite has read none and stays.
   void mark_nonfinite_values() {
     bool live_only = block.params.reweighted && !block.params.laser && !block.key_data->packed;
     for (auto [key, d] : block.key_data->nonfinite_values)
@@ -127,8 +127,9 @@ bool forward(const Params& params, void* out, float* statistics) {
 }  // namespace softfocus
 
 // Writes out [B, H, Lq, Dv], of the query's dtype, and statistics [4, B, H, Lq] (count, maximum,
-// log_norm, peak) unless null; both contiguous. Returns 0, or 1 if memory ran out. The pointers of
-// query, key and value are separate arguments, so that calls of one layout can share `layout`.
+// log_norm, peak) unless null; both contiguous. Returns 0, or 1 if memory ran out; out and
+// statistics are then arbitrary. The pointers of query, key and value are separate arguments, so
+// that calls of one layout can share `layout`.
 extern "C" __attribute__((visibility("default"))) int softfocus_forward(const softfocus::Params* layout,
                                                                         const void* query, const void* key,
                                                                         const void* value, void* out,
@@ -142,4 +143,10 @@ extern "C" __attribute__((visibility("default"))) int softfocus_forward(const so
   } catch (...) {  // only std::bad_alloc is thrown; it must not reach C
   }
   return done ? 0 : 1;
+}
+
+// The caller compares it with the length of pointwise.FUSED.
+extern "C" {
+extern __attribute__((visibility("default"))) const int64_t softfocus_phi_count;
+const int64_t softfocus_phi_count = softfocus::count_phi();
 }

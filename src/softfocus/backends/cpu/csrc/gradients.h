@@ -22,7 +22,8 @@ struct GradientTensors {
   TensorView grad_out;                       // [B, H, Lq, Dv]
   void *grad_query, *grad_key, *grad_value;  // contiguous, of the query's dtype
   TensorView grad_bias;                      // float32; data is null if it is not wanted
-  float *grad_head_scale, *grad_power;       // [B, H, Lq], for the caller to sum over B and Lq; or null
+  // [B, H, Lq], for the caller to sum over B and Lq; or null
+  float *grad_head_scale, *grad_power;
 };
 
 template <typename Phi>
@@ -67,29 +68,34 @@ class RowGradients {
 
  private:
   BlockOutput<Phi> output;
-  Buffer<float> grad_out;         // [BLOCK_Q, padded_value_dim], dL/dO; with LASER dL/d(A e^(V - M))
-  Buffer<float> grad_queries;     // [BLOCK_Q, padded_dim]
-  Buffer<float> weights;          // [BLOCK_Q, TILE_STRIDE], A of a tile; without re-weighting
-  Buffer<float> grad_scores;      // [BLOCK_Q, TILE_STRIDE], dL/ds of a tile
-  Buffer<float> key_scratch;      // [BLOCK_K, padded_dim], keys of a tile that cannot be read in place
-  Buffer<float> grad_exp_values;  // [BLOCK_K, padded_value_dim], dL/d(e^(V - M)) of a tile; without re-weighting
-  Buffer<float> exp_panels;       // [BLOCK_K / PANEL, Dv, PANEL], e^(V - M) of a tile; without re-weighting
-  // dL/dA: of all keys, in grad_weights_row(), or with re-weighting of live keys, in
-  // list_grad_weights()
+  Buffer<float> grad_out;      // [BLOCK_Q, padded_value_dim], dL/dO; with LASER dL/d(A e^(V - M))
+  Buffer<float> grad_queries;  // [BLOCK_Q, padded_dim]
+  Buffer<float> weights;       // [BLOCK_Q, TILE_STRIDE], A of a tile; without re-weighting
+  Buffer<float> grad_scores;   // [BLOCK_Q, TILE_STRIDE], dL/ds of a tile
+  Buffer<float> key_scratch;   // [BLOCK_K, padded_dim], for keys that cannot be read in place
+  // With LASER and without re-weighting: dL/d(e^(V - M)) of a tile, [BLOCK_K, padded_value_dim],
+  // and e^(V - M) of a tile, [BLOCK_K / PANEL, Dv, PANEL]
+  Buffer<float> grad_exp_values, exp_panels;
+  // dL/dA. Without re-weighting of all keys (grad_weights_row()); with re-weighting of the live
+  // keys only (list_grad_weights()).
   Buffer<float> grad_weights_data;
-  Buffer<uint8_t> list_keys;    // the live keys, list after list, counted from their tile's first; one vector of slack
-  Buffer<float> list_u;         // u of the live keys, at the same indices; one vector of slack
-  Buffer<int64_t> list_start;   // [tiles, BLOCK_Q], the index at which the list of a tile and row begins
-  Buffer<uint8_t> list_length;  // [tiles, BLOCK_Q], its length
-  Buffer<float> exact_terms;    // [BLOCK_Q, row_stride], A * dL/dA of the exact sums
-  bool has_exact[BLOCK_Q];      // rows with at least one exact sum
+  // The live keys, list after list, counted from their tile's first; one vector of slack
+  Buffer<uint8_t> list_keys;
+  // u of the live keys, negative where dropout drops the weight; same indices; one vector of slack
+  Buffer<float> list_u;
+  Buffer<int64_t> list_start;         // [tiles, BLOCK_Q], where the list of a tile and row begins
+  Buffer<uint8_t> list_length;        // [tiles, BLOCK_Q], its length
+  Buffer<float> exact_terms;          // [BLOCK_Q, row_stride], A * dL/dA of the exact sums
+  bool has_exact[BLOCK_Q];            // rows with at least one exact sum
   double exact_log_sum[BLOCK_Q];      // of these rows: sum_j A dL/dA log u
   KeyRange strip_keys[BLOCK_Q / MR];  // the keys that each strip sees in the tile at hand
   float delta[BLOCK_Q];               // D_i
-  float delta_error[BLOCK_Q];        // re-weighted rows: D_i - delta; kept since dA - D cancels where one key dominates
-  float inverse_power_sum[BLOCK_Q];  // 1 / sum u^p
-  float power_over_sum[BLOCK_Q];     // p / sum u^p
-  float mean_term[BLOCK_Q];          // -o mean(g) * inverse_spread, which every visible key of the row receives
+  // Re-weighted rows: D_i - delta; kept since dA - D cancels where one key dominates
+  float delta_error[BLOCK_Q];
+  // 1 / sum u^p, from sums in double; output.inverse_power_sum is the forward's.
+  float inverse_power_sum[BLOCK_Q];
+  float power_over_sum[BLOCK_Q];  // p / sum u^p
+  float mean_term[BLOCK_Q];       // -o mean(g) * inverse_spread: every visible key receives it
   float grad_power[BLOCK_Q];
   bool single_key[BLOCK_Q];  // one key has all the weight
 
@@ -114,7 +120,8 @@ class RowGradients {
                  row);
       delta[r] = power_over_sum[r] = mean_term[r] = grad_power[r] = 0.0f;
     }
-    for (auto [key, d] : block.key_data->nonfinite_values)  // these outputs are NaN by definition and pass no gradient
+    // Outputs that see a non-finite value are NaN by definition and pass no gradient.
+    for (auto [key, d] : block.key_data->nonfinite_values)
       for (int64_t r = 0; r < block.n_rows; ++r)
         if (block.sees(r, key)) grad_out[r * block.padded_value_dim + d] = 0.0f;
   }
@@ -179,8 +186,9 @@ class RowGradients {
     }
   }
 
-  // dK += dS^T (c Q) and, without re-weighting, dV += A^T dO, for n keys, MR at a time. The sum
-  // runs from the first to the last strip that sees one of them.
+  // dK += dS^T (c Q). Without re-weighting also dV += A^T dO; with LASER dV += (A^T G) * e^(V - M),
+  // G = dL/d(A e^(V - M)). For n keys, MR at a time: to_keys [n, padded_dim], to_values [n,
+  // padded_value_dim]. The sum runs from the first to the last strip that sees one of them.
   void add_key_gradients(int64_t start_k, int64_t n, float* to_keys, float* to_values, RowView exp_values) {
     int64_t width = block.padded_dim, padded_value_dim = block.padded_value_dim;
     bool laser = block.params.laser, dense = !block.params.reweighted;

@@ -1,4 +1,5 @@
-// RowGradients: rows without re-weighting. The sums run over all keys that a row sees.
+// Part of class RowGradients; included by gradients.h. Rows without re-weighting ("dense"). The
+// sums run over all keys that a row sees.
 #pragma once
 
 #include "gradients.h"
@@ -9,7 +10,8 @@ namespace softfocus {
 template <typename Phi>
 inline void RowGradients<Phi>::dense_grad_weights() {
   const Params& params = block.params;
-  vfloat phi_da_sum[BLOCK_Q], n_positive[BLOCK_Q];  // lane-wise: sum of phi dA, number of keys with phi > 0
+  // Lane-wise: sum of phi dA, number of keys with phi > 0
+  vfloat phi_da_sum[BLOCK_Q], n_positive[BLOCK_Q];
   for (int64_t r = 0; r < BLOCK_Q; ++r) phi_da_sum[r] = n_positive[r] = vfloat{};
   block.each_tile([&](int64_t start_k) {
     const float* panels = block.key_data->value_panels + (block.key_begin + start_k) * params.value_dim;
@@ -33,7 +35,8 @@ inline void RowGradients<Phi>::dense_grad_weights() {
             for (int64_t j = seen.begin; j < seen.end; j += W) {
               vfloat f = phi.value(load(stored + j));
               vfloat phi_da = f * load(da + j);
-              phi_da_sum[i] += f == 0.0f ? vfloat{} : phi_da;  // dA of a key that the row does not see may overflow
+              // dA of a key that the row does not see may overflow.
+              phi_da_sum[i] += f == 0.0f ? vfloat{} : phi_da;
               if constexpr (Phi::has_zeros) n_positive[i] += f == 0.0f ? vfloat{} : splat(1.0f);
             }
           });
@@ -78,8 +81,10 @@ inline void RowGradients<Phi>::dense_grad_scores(int64_t r, int64_t start_k) {
   clear_row(weights, r, start_k), clear_row(grad_scores, r, start_k);
   if (seen.empty() || block.fully_masked[r]) return;
   const float *stored = block.tile_row(r, start_k), *da = grad_weights_row(r, start_k);
-  float *a = weights + r * TILE_STRIDE, *ds = grad_scores + r * TILE_STRIDE;  // a[0], ds[0]: the key at start_k
-  if (!std::isfinite(block.weight_scale[r])) {  // a row that sees a NaN: NaN for the keys that it sees
+  // a[0], ds[0]: the key at start_k
+  float *a = weights + r * TILE_STRIDE, *ds = grad_scores + r * TILE_STRIDE;
+  // A row that sees a NaN: NaN for the keys that it sees
+  if (!std::isfinite(block.weight_scale[r])) {
     for (int64_t j = seen.begin; j < std::min(seen.end, params.key_length - block.key_begin); ++j)
       if (block.sees(r, block.key_begin + j))
         a[j - start_k] = ds[j - start_k] = std::numeric_limits<float>::quiet_NaN();

@@ -1,5 +1,5 @@
-// RowGradients: LASER's part. With out = log(A e^(V - M)) + M, the gradient of A e^(V - M) is
-// dL/dO / (A e^(V - M)).
+// Part of class RowGradients; included by gradients.h. LASER. With out = log(A e^(V - M)) + M, the
+// gradient of A e^(V - M) is dL/dO / (A e^(V - M)).
 #pragma once
 
 #include "gradients.h"
@@ -37,6 +37,8 @@ inline void RowGradients<Phi>::laser_backward(float* grad_values) {
   });
   for (int64_t r = 0; r < block.n_rows; ++r)
     for (int64_t d = 0; d < params.value_dim; ++d) {
+      // 0 where dO is 0, and where the row has no weights or the output is NaN. NaN weights already
+      // make its dL/ds NaN.
       float &g = grad_out[r * block.padded_value_dim + d], sum = output.out[r * block.padded_value_dim + d];
       g = output.zero_weights[r] || g == 0.0f || std::isnan(sum) ? 0.0f : g / sum;
     }

@@ -1,5 +1,6 @@
-// RowGradients: re-weighted rows. dL/dA, A and g are needed for live keys only, which are listed.
-// The threshold makes dL/ds dense: through the row mean every visible key gets -o mean(g).
+// Part of class RowGradients; included by gradients.h. Re-weighted rows ("listed"). dL/dA, A and g
+// are needed for live keys only, which are listed. The threshold makes dL/ds dense: through the row
+// mean every visible key gets -o mean(g).
 #pragma once
 
 #include "gradients.h"
@@ -11,13 +12,15 @@ namespace softfocus {
 template <typename Phi>
 template <bool DROPOUT>
 inline void RowGradients<Phi>::listed_grad_weights(const GradientTensors& grads) {
-  struct RowSums {  // sums of u^p, u^(p-1) and u^p log u over the live keys; _grad: each term times dA
+  // Sums of u^p, u^(p-1) and u^p log u over the live keys; _grad: each term times dA
+  struct RowSums {
     DoubleSum u_p, u_p_grad, u_p1, u_p1_grad, u_p_log, u_p_log_grad;
     int64_t n_live = 0;
   } sums[BLOCK_Q];
   // The lists of all rows and tiles follow one another without gaps. A loop over whole vectors
   // reads past the end of a list. It then reads the list of the next row of the same tile, or
-  // zeros. Both are keys of the tile, so that their values may be read. Their u is set to 0.
+  // zeros. Both are keys of the tile, so that their values may be read. Their u is set to 0. Writes
+  // of dL/dA past the end of a list are overwritten when the next list is computed.
   int64_t next = 0;  // where the next list begins
   block.each_tile([&](int64_t start_k) {
     RowView v = output.tile_operand(block, start_k);
@@ -75,7 +78,8 @@ inline void RowGradients<Phi>::listed_grad_weights(const GradientTensors& grads)
     power_over_sum[r] = power * inverse_power_sum[r];
     double g_sum = power_over_sum[r] * (row.u_p1_grad.total() - delta_i * row.u_p1.total()) + power * exact_g_sum;
     mean_term[r] = block.threshold_on[r] == 0.0f ? 0.0f : float(-g_sum / block.count[r] * block.inverse_spread[r]);
-    if (grads.grad_power && !(block.peak[r] <= TIE_TOLERANCE))  // peak is NaN in a row that sees a NaN
+    // peak is NaN in a row that sees a NaN.
+    if (grads.grad_power && !(block.peak[r] <= TIE_TOLERANCE))
       grad_power[r] = float((row.u_p_log_grad.total() - delta_i * row.u_p_log.total()) * inverse_power_sum[r] +
                             (has_exact[r] ? exact_log_sum[r] : 0.0));
   }
@@ -100,8 +104,8 @@ inline void RowGradients<Phi>::add_exact_terms(int64_t r, double& delta_i, doubl
     }
 }
 
-// Computes dL/ds of a tile; adds A^T dO to the tile's rows of grad_values. v is LASER's e^(V - M),
-// and is not read otherwise. It scatters LISTS rows before it reads any of them: a vector load
+// Computes dL/ds of a tile; adds A^T dO to the tile's rows of grad_values. v is e^(V - M). Without
+// LASER it is not read. The function scatters LISTS rows before it reads any of them: a vector load
 // right after scalar stores to the same addresses stalls until the stores have left the store
 // buffer (store forwarding fails).
 template <typename Phi>
@@ -120,8 +124,8 @@ inline vfloat RowGradients<Phi>::dropout_factor(vfloat u) const {
   return bits(u) < 0 ? vfloat{} : splat(block.dropout.keep_scale);
 }
 
-// Writes g * inverse_spread of a row's live keys to grad_scores, 0 for its other keys. Adds A dO to
-// grad_values.
+// Writes the live keys' part of dL/dphi, g * inverse_spread, to grad_scores; 0 elsewhere. Adds A dO
+// to grad_values, with LASER times v.
 template <typename Phi>
 template <bool DROPOUT>
 inline void RowGradients<Phi>::scatter_grad_phi(int64_t r, int64_t start_k, RowView v, float* grad_values) {
@@ -135,6 +139,7 @@ inline void RowGradients<Phi>::scatter_grad_phi(int64_t r, int64_t start_k, RowV
   const uint8_t* key = list_keys + start;
   float grad_phi[BLOCK_K + W], a[BLOCK_K + W];
   RowBlock<Phi>::with_powers(block.power[r], [&](auto powers) {
+    // Entries after the list's end are computed but not used.
     for (int64_t e = 0; e < n; e += W) {
       vfloat u = load(u_list + e), factor = splat(inverse_power_sum[r]), u_p, u_p1;
       if constexpr (DROPOUT) {

@@ -1,5 +1,6 @@
-// LASER's arithmetic: out = log(A e^(V - M)) + M. For some rows and columns the matrix product may
-// overflow or lose all digits. These outputs are computed again as a log-sum-exp, the exact sum.
+// LASER's arithmetic: out = log(A e^(V - M)) + M. LASER has the l1 norm (mechanism.py) and no
+// dropout (validation.py). For some rows and columns the matrix product may overflow or lose all
+// digits. These outputs are computed again as a log-sum-exp, the exact sum.
 #pragma once
 
 #include <algorithm>
@@ -16,11 +17,13 @@ constexpr float SHIFT_TOLERANCE = 20.0f;
 // keys add 1e-20, less than the rounding of the smallest sum that is kept, 6e-8 * SMALL_SUM =
 // 6e-20.
 constexpr float LARGE_VALUE = 30.0f;
-constexpr float SMALL_SUM = 1e-12f;    // smaller sums take the exact sum
-constexpr float MAX_EXPONENT = 80.0f;  // exponents are clamped here: e^80 times a weight of 0 is 0, not NaN
+constexpr float SMALL_SUM = 1e-12f;  // smaller sums take the exact sum
+// Exponents are clamped here: e^80 times a weight of 0 is 0, not NaN.
+constexpr float MAX_EXPONENT = 80.0f;
 
 // Writes e^(x - shift) of a row of values x [width] to `to`, which may be x, in whole vectors.
-// Calls large(column) for each large value. A null shift is 0.
+// Calls large(column) for each large value; large(column) may also be called for padding columns. A
+// null shift is 0.
 template <typename F>
 inline void exp_row(const float* x, const float* shift, int64_t width, float* to, F&& large) {
   for (int64_t d = 0; d < width; d += W) {

@@ -57,8 +57,9 @@ struct LiveKeys {
 };
 
 // Prefetches row r of the next tile of `rows` [Lk, stride], because the order of live keys defeats
-// the hardware's prefetcher. `rows` points to this tile's first row. Addresses after the end of
-// memory do no harm. Rows with a stride of 0 are in the cache already.
+// the hardware's prefetcher. `rows` points to this tile's first row. A prefetch of an invalid
+// address has no effect. Where `rows` is a scratch tile the prefetch is useless but harmless.
+// Broadcast rows (stride 0) are in the cache already.
 inline void prefetch_next_tile(const float* rows, int64_t stride, int64_t r, int64_t width) {
   for (int64_t d = 0; d < width && stride >= width; d += LINE_FLOATS)
     __builtin_prefetch(rows + (BLOCK_K + r) * stride + d);
@@ -89,7 +90,9 @@ inline void add_listed_rows(int64_t vectors, int64_t n, const uint8_t* keys, con
 }
 
 // to[e] (+)= row . v[keys[e]] over VECTORS vectors; `to` has room for n in whole vectors. Up to W -
-// 1 entries of `keys` after the list's end are read; they must be keys of the tile.
+// 1 entries of `keys` after the list's end are read; they must be keys of the tile. A rest of at
+// most W/2 keys reads only W/2 entries. Dot products of entries past n are overwritten with 0 by
+// the caller below.
 template <int VECTORS>
 inline void listed_dots(const float* row, int64_t n, const uint8_t* keys, RowView v, float* to, bool add) {
   vfloat row_part[VECTORS];  // of the row, kept in registers

@@ -48,7 +48,8 @@ class Pool {
     void* data = std::aligned_alloc(huge ? HUGE_PAGE : CACHE_LINE, huge ? round_up(bytes, HUGE_PAGE) : bytes);
     if (!data) throw std::bad_alloc();
 #if defined(__linux__)
-    if (huge) madvise(data, bytes / HUGE_PAGE * HUGE_PAGE, MADV_HUGEPAGE);  // a hint, which may fail
+    // A hint, which may fail
+    if (huge) madvise(data, bytes / HUGE_PAGE * HUGE_PAGE, MADV_HUGEPAGE);
 #endif
     return data;
   }
@@ -56,13 +57,14 @@ class Pool {
   static void give_back(void* data, int64_t bytes) {
     Pool& pool = instance();
     std::lock_guard<std::mutex> lock(pool.mutex_);
-    Slot& oldest = pool.slots_[pool.next_];
-    if (bytes > CAPACITY / 2) return std::free(data);  // kept, it would leave too little room for the others
+    // The next slot of the ring is reused. It may be empty, or hold the oldest block.
+    Slot& slot = pool.slots_[pool.next_];
+    if (bytes > CAPACITY / 2) return std::free(data);  // a large block leaves no room for others
     pool.next_ = (pool.next_ + 1) % SLOTS;
-    if (oldest.data) pool.held_ -= oldest.bytes, std::free(oldest.data);
-    oldest = {nullptr, 0};
+    if (slot.data) pool.held_ -= slot.bytes, std::free(slot.data);
+    slot = {nullptr, 0};
     if (pool.held_ + bytes > CAPACITY) return std::free(data);
-    oldest = {data, bytes};
+    slot = {data, bytes};
     pool.held_ += bytes;
   }
 
@@ -73,7 +75,7 @@ class Pool {
   };
   static constexpr int64_t HUGE_PAGE = 2 << 20;
   static constexpr int64_t CAPACITY = SOFTFOCUS_POOL_BYTES;
-  static constexpr int64_t SLOTS = 64;  // a thread's backward has some 30 buffers: room for two threads
+  static constexpr int64_t SLOTS = 64;  // a thread's backward has some 30 buffers: room for two
   static Pool& instance() {
     static Pool* pool = make();
     return *pool;

@@ -11,7 +11,7 @@ template <typename Phi>
 class BlockOutput {
  public:
   Buffer<float> out;                 // [BLOCK_Q, padded_value_dim]
-  float inverse_power_sum[BLOCK_Q];  // 1 / sum u^p of re-weighted rows
+  float inverse_power_sum[BLOCK_Q];  // 1 / sum u^p of re-weighted rows; sums in float
   bool zero_weights[BLOCK_Q];        // rows whose weights are all 0; with the l1 norm only
   ColumnShift column_shift;
 
@@ -26,7 +26,8 @@ class BlockOutput {
     block.params.dropout_threshold ? compute<true>(block) : compute<false>(block);
   }
 
-  // What the weights of a tile multiply: V, with LASER e^(V - M)
+  // What the weights of a tile multiply, [n, stride] for the n <= BLOCK_K keys that exist: V, with
+  // LASER e^(V - M)
   RowView tile_operand(const RowBlock<Phi>& block, int64_t start_k) {
     const Params& params = block.params;
     int64_t first = block.key_begin + start_k, stop = std::min(first + BLOCK_K, params.key_length);
@@ -67,9 +68,10 @@ class BlockOutput {
 
  private:
   LiveKeys<Phi> live;
-  Buffer<float> value_scratch;  // [BLOCK_K, padded_value_dim], values of a tile that cannot be read in place
-  Buffer<float> weights;        // [MR, BLOCK_K], the weights of a strip in a tile
-  Buffer<float> row_log_u;      // [row_stride], for LASER: log u of a row (RowBlock::compute_log_u())
+  // [BLOCK_K, padded_value_dim], values of a tile that cannot be read in place
+  Buffer<float> value_scratch;
+  Buffer<float> weights;    // [MR, BLOCK_K], the weights of a strip in a tile
+  Buffer<float> row_log_u;  // [row_stride], for LASER: log u of a row (compute_log_u())
 
   // DROPOUT is a template argument because listing live keys takes most of the time: a test inside
   // that loop would slow down calls without dropout.
@@ -100,6 +102,7 @@ class BlockOutput {
     block.each_tile([&](int64_t start_k) {
       RowView v = tile_operand(block, start_k);
       for (int64_t r = 0; r < block.n_rows; r += LISTS) {
+        // Rows after n_rows have empty lists. Their `out` is not used.
         live.template gather<DROPOUT>(block, r, start_k);
         for (int64_t i = 0; i < LISTS; ++i) {
           lane_sums[r + i] += live.template raise_to_power<DROPOUT>(i, block.power[r + i]);

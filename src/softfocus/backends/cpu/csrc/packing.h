@@ -18,16 +18,21 @@ struct ValueIndex {  // an element of V
 // Keys and values of one key head, prepared for the products. All query heads of its group read
 // them. The panels' last keys, up to a multiple of PANEL, are 0.
 struct KeyHeadData {
-  Buffer<float> key_panels;       // [Lk / PANEL, D, PANEL]; unit vectors for cosine similarity
-  Buffer<float> key_rnorm;        // [Lk], 1 / |k|, 0 for |k| = 0; 1 without cosine similarity; 0 if non-finite
-  Buffer<float> value_panels;     // [Lk / PANEL, Dv, PANEL]; e^V with LASER; for a backward without re-weighting
-  Buffer<float> value_rows;       // [Lk, Dv in whole vectors], where values cannot be read in place
-  Buffer<float> exp_values;       // [Lk, Dv in whole vectors], LASER's e^V; the padding is 1, its sums are not used
+  Buffer<float> key_panels;  // [Lk / PANEL, D, PANEL]; unit vectors for cosine similarity
+  // [Lk], 1 / |k|; 0 for |k| = 0 and for a non-finite key; 1 without cosine similarity
+  Buffer<float> key_rnorm;
+  // [Lk / PANEL, Dv, PANEL]; e^V with LASER; for a backward without re-weighting
+  Buffer<float> value_panels;
+  Buffer<float> value_rows;       // [Lk, Dv in whole vectors] (needs_value_rows())
+  Buffer<float> exp_values;       // [Lk, Dv in whole vectors], LASER's e^V; padding is not used
   Buffer<uint8_t> key_nonfinite;  // [Lk], whether a key has a non-finite element
-  std::vector<ValueIndex> nonfinite_values, large_values;  // large: above LARGE_VALUE (laser.h), for LASER
+  std::vector<ValueIndex> nonfinite_values;
+  std::vector<ValueIndex> large_values;  // above LARGE_VALUE (laser.h), for LASER
   bool any_nonfinite_key = false;
   bool packed = false;  // false in decoding, which reads keys and values in place
 
+  // A forward and a re-weighted or LASER backward read values as rows. They are copied unless they
+  // can be read in place. A backward without re-weighting reads panels (dense_grad_weights).
   static bool needs_value_rows(const Params& params, bool backward) {
     return (!backward || params.reweighted || params.laser) &&
            !contiguous_float_rows(params.value, params.dtype, params.value_dim);
@@ -113,7 +118,8 @@ inline void pack_values(const Params& params, KeyHeadData& key_data, int64_t b, 
       std::fill(row, row + stride, 0.0f);
       if (key >= stop) continue;
       read_row(params.value, params.dtype, b, key_head, key, width, row);
-      for (int64_t d = 0; d < width && !all_finite(row, width); ++d)  // ends once the last one is replaced
+      // The loop stops when no non-finite element is left.
+      for (int64_t d = 0; d < width && !all_finite(row, width); ++d)
         if (!std::isfinite(row[d])) {
           nonfinite.push_back({key, d});
           row[d] = 0.0f;
@@ -134,8 +140,9 @@ struct RowView {
   int64_t stride;
 };
 
-// The values [start, stop), 0 where non-finite: in place if they can be read there, else copied to
-// `scratch` [stop - start, Dv in whole vectors], which the result then points into
+// The values [start, stop), 0 where non-finite: in place if they can be read there, else in
+// value_rows, or copied to `scratch` [stop - start, Dv in whole vectors]. A non-finite value rules
+// out reading in place: the rows are then copied, with 0 in its place.
 inline RowView view_values(const Params& params, const KeyHeadData& key_data, int64_t b, int64_t key_head,
                            int64_t start, int64_t stop, float* scratch) {
   int64_t width = params.value_dim, stride = round_up(width, W);
@@ -168,7 +175,8 @@ inline RowView view_keys(const Params& params, const KeyHeadData& key_data, int6
     read_row(params.key, params.dtype, b, key_head, key, width, row);
     if (params.cosine) {
       float inverse = key_data.key_rnorm[key];
-      if (inverse > SAFE_MIN && inverse < SAFE_MAX)  // equals l2_normalise(), whose prescale is a power of two
+      // The product equals l2_normalise(), whose prescale is a power of two.
+      if (inverse > SAFE_MIN && inverse < SAFE_MAX)
         for (int64_t d = 0; d < width; ++d) row[d] *= inverse;
       else
         l2_normalise(row, width);

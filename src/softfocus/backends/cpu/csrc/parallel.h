@@ -20,6 +20,7 @@ constexpr int64_t PACKED_BYTES = 8 << 20;
 // Keys that one task packs; a multiple of BLOCK_K. With D = 64 they take 256 KiB: enough work to
 // outweigh the cost of a task, and a few thousand keys still keep several threads busy.
 constexpr int64_t PACK_KEYS = 1024;
+static_assert(PACK_KEYS % BLOCK_K == 0, "a task packs whole tiles, and so whole panels");
 
 // Calls body(item) for 0 <= item < n on the threads, in any order. Returns false if memory ran out.
 template <typename F>
@@ -77,7 +78,8 @@ inline void concatenate(const std::vector<std::vector<ValueIndex>>& lists, int64
   for (int64_t i = first; i < first + n; ++i) to.insert(to.end(), lists[i].begin(), lists[i].end());
 }
 
-// Packs the key heads [first, first + n) of all B * Hk. Returns false if memory ran out.
+// Packs the key heads [first, first + n) of all B * Hk. key_data_at_once: [n] or more, one per key
+// head packed in this round. Returns false if memory ran out.
 inline bool pack_key_heads(const Params& params, std::vector<KeyHeadData>& key_data_at_once, int64_t first, int64_t n,
                            bool backward) {
   int64_t parts = ceil_div(params.key_length, PACK_KEYS);

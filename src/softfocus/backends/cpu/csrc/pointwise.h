@@ -1,6 +1,7 @@
 // phi as the kernels need it. A block stores one number per score, in the form from which phi and
 // its derivative are best computed: the score s, phi(s), or e^(s - m). All phi here are
-// non-negative. To add one, write a struct and a line in `with_phi` (docs/adding-a-phi.md).
+// non-negative. phi is non-decreasing, so the largest score has the largest phi. To add one, write
+// a struct and a line in `with_phi` (docs/adding-a-phi.md).
 #pragma once
 
 #include "elementary.h"
@@ -21,16 +22,22 @@ constexpr float MIN_NORMAL = std::numeric_limits<float>::min();
 //     log_derivative(stored)     phi'(s) / phi(s); finite also where phi(s) is 0
 template <typename Phi>
 struct Pointwise {
-  static constexpr bool shifted_by_maximum = false;  // with the l1 norm e^(s - m) is stored, once m is known
-  // phi(s) = e^s far below zero: with the l1 norm, rows whose scores all lie there store e^(s - m)
+  // With the l1 norm e^(s - m) is stored, once m is known.
+  static constexpr bool shifted_by_maximum = false;
+  // phi(s) = e^s far below zero. With the l1 norm, rows whose scores all lie there store e^(s - m).
   static constexpr bool has_exp_tail = false;
-  static constexpr bool has_zeros = false;  // phi(s) = 0 for all s < 0
+  // phi(s) = 0 for all s < 0: such keys have weight 0 (single_key, has_weight)
+  static constexpr bool has_zeros = false;
   // to_stored(stored) = to_stored(s) and log_value(stored) = log_value(s): s need not be known
   static constexpr bool stored_stands_for_score = false;
-  static constexpr float stored_masked = 0.0f;  // the stored form of a key that the row does not see
+  static constexpr float stored_masked = 0.0f;  // stored for a key that the row does not see
   static vfloat to_stored(vfloat s) { return s; }
   static vfloat value(vfloat stored) { return stored; }
-  static vfloat log_value(vfloat s) { return s < EXP_TAIL ? s : logarithm(Phi::value(Phi::to_stored(s))); }
+  // For a phi with an exponential tail. A phi with zeros defines its own.
+  static vfloat log_value(vfloat s) {
+    static_assert(Phi::has_exp_tail, "log phi(s) is s below EXP_TAIL only with an exponential tail");
+    return s < EXP_TAIL ? s : logarithm(Phi::value(Phi::to_stored(s)));
+  }
   template <int N>
   __attribute__((always_inline)) static void to_stored(vfloat (&s)[N]) {
     unroll<N>([&](int i) { s[i] = Phi::to_stored(s[i]); });
@@ -50,7 +57,8 @@ struct Exp : Pointwise<Exp> {  // softmax; without the l1 norm e^s is stored
   static vfloat log_value(vfloat s) { return s; }
 };
 
-struct Softplus : Pointwise<Softplus> {  // phi(s) is stored: sigmoid(s) = 1 - e^-phi(s)
+// phi(s) is stored. It determines phi'(s): sigmoid(s) = 1 - e^-phi(s).
+struct Softplus : Pointwise<Softplus> {
   static constexpr bool has_exp_tail = true;
   static vfloat to_stored(vfloat s) {
     vfloat x[1] = {s};
@@ -75,7 +83,8 @@ struct Softplus : Pointwise<Softplus> {  // phi(s) is stored: sigmoid(s) = 1 - e
   }
 };
 
-struct Sigmoid : Pointwise<Sigmoid> {  // s is stored: where phi(s) is near 1, it does not determine phi'(s)
+// s is stored. Where phi(s) is near 1, it does not determine phi'(s).
+struct Sigmoid : Pointwise<Sigmoid> {
   using Pointwise::to_stored, Pointwise::derivative;
   static constexpr bool has_exp_tail = true;
   static constexpr float stored_masked = -INF;
@@ -125,9 +134,10 @@ struct Relu6 : Pointwise<Relu6> {  // min(relu(s), 6)
 };
 
 // Calls f with the phi of a number, its index in pointwise.FUSED. For any other number f is not
-// called.
+// called, and an entry point would report that memory ran out. The backend sends no other number:
+// it raises a RuntimeError unless count_phi() is the length of FUSED (__init__.py).
 template <typename F>
-inline void with_phi(int64_t number, F&& f) {
+constexpr void with_phi(int64_t number, F&& f) {
   switch (number) {
     case 0:
       return f(Exp{});
@@ -142,6 +152,16 @@ inline void with_phi(int64_t number, F&& f) {
     case 5:
       return f(Relu6{});
   }
+}
+
+// How many phi with_phi() has a case for
+constexpr int64_t count_phi() {
+  int64_t n = 0;
+  for (bool known = true; known; n += known) {
+    known = false;
+    with_phi(n, [&](auto) { known = true; });
+  }
+  return n;
 }
 
 }  // namespace softfocus

@@ -40,9 +40,11 @@ constexpr int64_t SQUARING_LIMIT = 32;
 // the forward.
 constexpr int64_t DENSE_BACKWARD_KEYS = 8192;
 
-// mechanism.TIE_EPS * eps. Chosen, not measured.
+// A row whose peak is at most this is tied: its largest weight exceeds the mean by rounding only.
+// Equals mechanism.TIE_EPS * eps. Chosen, not measured.
 constexpr float TIE_TOLERANCE = 128 * std::numeric_limits<float>::epsilon();
-constexpr int64_t MAX_UNTHRESHOLDED_COUNT = 3;  // as in mechanism.py: the largest N_i of a row without threshold
+// The largest N_i of a row without threshold, as in mechanism.py
+constexpr int64_t MAX_UNTHRESHOLDED_COUNT = 3;
 
 // The constants of a row that sees `count` keys. Each switch has a case for every value (-Wswitch);
 // a number without a case makes the row NaN.
@@ -98,11 +100,13 @@ class RowBlock : public BlockVisibility {
  public:
   const int64_t padded_dim, padded_value_dim;  // D and Dv in whole vectors
   const KeyHeadData* key_data = nullptr;       // of the key head that the rows read
-  Buffer<float> stored;                        // [tiles, max_rows, BLOCK_K], scores in their stored form
-  Buffer<float> queries;         // [BLOCK_Q, padded_dim]; unit vectors for cosine similarity, 0 where non-finite
-  Buffer<float> scaled_queries;  // [BLOCK_Q, padded_dim], times score_scale: for the gradients of the keys
+  Buffer<float> stored;                        // [tiles, max_rows, BLOCK_K], stored form of scores
+  // [BLOCK_Q, padded_dim]; unit vectors for cosine similarity, 0 where non-finite
+  Buffer<float> queries;
+  Buffer<float> scaled_queries;  // [BLOCK_Q, padded_dim], times score_scale: for key gradients
   float base_scale[BLOCK_Q];     // c_i without the head scale
-  float score_scale[BLOCK_Q];    // c_i; multiplies the dot products, not the query, which would round once more
+  // c_i; multiplies the dot products, not the query, which would round once more
+  float score_scale[BLOCK_Q];
   float row_bias[BLOCK_Q];
   float query_rnorm[BLOCK_Q];
   // norm is the sum of value(stored): Z_i, or Z_i e^(-m_i) where e^(s - m) is stored. log_norm is
@@ -247,7 +251,8 @@ class RowBlock : public BlockVisibility {
       }
     });
     store(u + n_live, vfloat{});
-    *(vbyte_unaligned*)(keys + n_live) = vbyte{};  // key 0 of the tile exists: its value may be read
+    // Key 0 of the tile exists: its value may be read.
+    *(vbyte_unaligned*)(keys + n_live) = vbyte{};
     return n_live;
   }
 
@@ -259,7 +264,8 @@ class RowBlock : public BlockVisibility {
   bool has_weight(int64_t r, int64_t key) const;
 
  private:
-  const bool maximum_first;  // all rows first store s, then e^(s - m) once the row maximum m is known
+  // All rows first store s, then e^(s - m) once the row maximum m is known.
+  const bool maximum_first;
   DecodeDots decode_dots;
 
   // row_scores.inl.h

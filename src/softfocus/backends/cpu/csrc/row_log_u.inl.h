@@ -1,5 +1,5 @@
-// RowBlock: logarithms of u, for LASER's exact sums. Without re-weighting and in tied rows u is the
-// value of the stored score.
+// Part of class RowBlock; included by row_block.h. Logarithms of u, for LASER's exact sums. Without
+// re-weighting and in tied rows u is the value of the stored score.
 #pragma once
 
 #include "row_block.h"
@@ -38,8 +38,10 @@ inline void RowBlock<Phi>::compute_log_u(int64_t r, float* row_log_u) {
 template <typename Phi>
 inline bool RowBlock<Phi>::has_weight(int64_t r, int64_t key) const {
   if (threshold[r] == 0.0f && !Phi::has_zeros) return true;
+  static_assert(!Phi::has_zeros || Phi::stored_stands_for_score, "log_value() takes a stored score");
   int64_t j = key - key_begin, vector = j / W * W;
   vfloat x = load(tile_row(r, j / BLOCK_K * BLOCK_K) + vector);
+  // log_value() may take the stored score here (stored_stands_for_score).
   return (threshold[r] == 0.0f ? Phi::log_value(x) : log_u_of_stored(r, x))[j - vector] != -INF;
 }
 

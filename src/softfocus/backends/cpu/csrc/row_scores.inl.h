@@ -1,5 +1,5 @@
-// RowBlock: from queries and keys to stored scores, with the sum of phi and the maximum of each
-// row.
+// Part of class RowBlock; included by row_block.h. From queries and keys to stored scores, with the
+// sum of phi and the maximum of each row.
 #pragma once
 
 #include "row_block.h"
@@ -63,6 +63,7 @@ inline void RowBlock<Phi>::score_rows(int64_t first, int64_t stop, vfloat* phi_s
 template <typename Phi>
 template <bool KEEP_SCORES>
 inline void RowBlock<Phi>::score_tile(int64_t first, int64_t stop, int64_t start_k, vfloat* phi_sums, vfloat* maxima) {
+  // One row: recomputed for its exponential tail or for LASER, or the only row of the block
   bool one_row = stop - first == 1;
   // Whole strips are converted at once if the masks hide nothing of the tile, no bias is given and
   // no key of the key head is non-finite.
@@ -150,6 +151,7 @@ inline void RowBlock<Phi>::convert_row(int64_t r, int64_t start_k, KeyRange rang
     vfloat s = load(row + j) * score_scale[r] + row_bias[r];
     if (params.bias.data) s += load_bias(r, j);
     if (query_nonfinite[r]) s = nan;
+    // In decoding the dot product of a non-finite key is already NaN (DecodeDots).
     if (key_data->packed && key_data->any_nonfinite_key)
       s = widen(key_data->key_nonfinite + key_begin + j) != 0 ? nan : s;
     vint key = lane_index() + int32_t(key_begin + j);
@@ -177,7 +179,8 @@ inline vfloat RowBlock<Phi>::load_bias(int64_t r, int64_t j) const {
     int64_t key = key_begin + j + i;
     if (key < params.key_length) y[i] = from[key * x.stride[3]];
   }
-  return y == y ? y : splat(std::numeric_limits<float>::quiet_NaN());  // the NaN that the elementary functions preserve
+  // The NaN that the elementary functions preserve
+  return y == y ? y : splat(std::numeric_limits<float>::quiet_NaN());
 }
 
 // Turns the scores of a row, stored as such, into e^(s - m). Sets norm and log_norm.

@@ -1,4 +1,5 @@
-// RowBlock: computes the constants of a row's weights from its sum and maximum.
+// Part of class RowBlock; included by row_block.h. Computes the constants of a row's weights from
+// its sum and maximum.
 #pragma once
 
 #include "row_block.h"
@@ -48,6 +49,7 @@ inline void RowBlock<Phi>::set_reweighting(int64_t r) {
     peak[r] = norm[r] - norm[r];  // NaN
     return;
   }
+  // phi is non-decreasing, so the largest score has the largest phi.
   float largest_phi = stores_shifted_exp(r) ? 1.0f : Phi::value(Phi::to_stored(splat(maximum[r])))[0];
   threshold_on[r] = count[r] > MAX_UNTHRESHOLDED_COUNT ? 1.0f : 0.0f;
   float mean = norm[r] / count[r];
@@ -61,11 +63,13 @@ inline void RowBlock<Phi>::set_reweighting(int64_t r) {
   power[r] = params.head_power ? params.head_power[query_head] : float(params.power);
   // The gradients contain p u^(p-1). For a key at or below live_threshold that term is at most
   // eps/2, and for all N such keys together it is at most p^2 eps/2. Rounding u by eps/2 changes
-  // the term by about p^2 eps/2 at u = 1. The omitted terms are no larger than that.
+  // the term by about p^2 eps/2 at u = 1. The omitted terms are no larger than that. LASER: a small
+  // weight may multiply a large e^(V - M), so every key with u > 0 is live.
   float p = power[r];
   if (p > 1.0f && !params.laser) {
-    float most = 0.5f * std::numeric_limits<float>::epsilon() / (p * std::max(count[r] / (p * p), 1.0f));
-    live_threshold[r] = std::pow(most, 1.0f / (p - 1.0f));
+    // The largest u^(p-1) that is dropped
+    float largest_term = 0.5f * std::numeric_limits<float>::epsilon() / (p * std::max(count[r] / (p * p), 1.0f));
+    live_threshold[r] = std::pow(largest_term, 1.0f / (p - 1.0f));
   }
 }
 

@@ -13,8 +13,8 @@ inline vfloat from_bfloat16(vhalf x) { return floats((vint)(__builtin_convertvec
 
 inline vfloat from_float16(vhalf x) {
   vuint u = __builtin_convertvector(x, vuint), magnitude = u & 0x7fff;
-  // The exponent biases differ by 112. Denormals are converted exactly, unless the processor
-  // flushes them (torch.set_flush_denormal).
+  // The exponent biases differ by 112. Subnormal halves are converted exactly, unless the processor
+  // flushes subnormal numbers (torch.set_flush_denormal).
   vuint y = (vuint)(floats((vint)(magnitude << 13)) * 0x1p112f);
   y |= magnitude >= 0x7c00 ? (vuint)splat(0x7f800000) : vuint{};
   return floats((vint)(y | (u & 0x8000) << 16));
@@ -40,8 +40,10 @@ inline vhalf to_float16(vfloat x) {
   vuint sign = (vuint)x >> 16 & 0x8000;
   x = absolute(x);
   vuint normal = ((vuint)x - (112u << 23) + 0xfff + ((vuint)x >> 13 & 1)) >> 13;
-  vuint denormal = (vuint)(x + 0.5f) - 0x3f000000u;  // x + 0.5 has the last bit of a denormal half: the addition rounds
-  vuint u = x < 0x1p-14f ? denormal : normal;
+  // The ulp of x + 0.5 is 2^-24, the ulp of subnormal halves, so the addition rounds.
+  vuint subnormal = (vuint)(x + 0.5f) - 0x3f000000u;
+  // Halves are normal from 2^-14 on. From 65520 on they round to infinity (0x7c00). 0x7e00 is NaN.
+  vuint u = x < 0x1p-14f ? subnormal : normal;
   u = x < 65520.0f ? u : x == x ? (vuint)splat(0x7c00) : (vuint)splat(0x7e00);
   return __builtin_convertvector(u | sign, vhalf);
 }
@@ -134,7 +136,8 @@ inline float l2_normalise(float* x, int64_t n) {
     std::fill(x, x + n, 0.0f);
     return 0.0f;
   }
-  float prescale = inverse_power_of_two(largest);  // the squares of x * prescale neither overflow nor underflow
+  // The sum of the squares of x * prescale neither overflows nor underflows.
+  float prescale = inverse_power_of_two(largest);
   vfloat squares = vfloat{};
   for (k = 0; k + W <= n; k += W) {
     vfloat y = load(x + k) * prescale;

@@ -31,6 +31,7 @@ constexpr int64_t TILE_STRIDE = BLOCK_K + W;
 // key is read once. One query was measured; the limit itself was not.
 constexpr int64_t DECODE_QUERIES = 4;
 
+static_assert(DECODE_QUERIES <= MR, "the rows of a decoding call fit one strip");
 static_assert(BLOCK_K % PANEL == 0, "a tile is whole panels");
 static_assert(BLOCK_Q == BLOCK_K, "prefetch_next_tile(): one row of a block prefetches one key row of the next tile");
 

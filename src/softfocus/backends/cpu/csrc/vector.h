@@ -18,7 +18,7 @@ namespace softfocus {
 
 #if defined(__AVX512F__)
 constexpr int W = 16;             // floats in a vector
-constexpr int PANEL_VECTORS = 4;  // vectors in a row of a panel: 4 x 4 of the 32 registers hold sums
+constexpr int PANEL_VECTORS = 4;  // vectors of a panel's row: 4 x 4 of the 32 registers hold sums
 #elif defined(__AVX__)
 constexpr int W = 8;
 constexpr int PANEL_VECTORS = 2;  // 4 x 2 of the 16 registers hold sums
@@ -33,8 +33,9 @@ constexpr int PANEL_VECTORS = 2;  // 4 x 2 of the 16 registers
 // Indexing the elements of a vector is slow: only code off the hot path does it.
 typedef float vfloat __attribute__((vector_size(W * 4)));
 typedef int32_t vint __attribute__((vector_size(W * 4)));
-typedef uint32_t vuint __attribute__((vector_size(W * 4)));  // may wrap around: signed overflow is undefined
-typedef uint8_t vbyte __attribute__((vector_size(W)));       // masks, and keys counted from a tile's first
+typedef uint32_t vuint __attribute__((vector_size(W * 4)));  // may wrap around; vint may not
+// Mask bytes, or key indices within a tile
+typedef uint8_t vbyte __attribute__((vector_size(W)));
 typedef uint16_t vhalf __attribute__((vector_size(W * 2)));  // the bits of bfloat16 or float16
 typedef float vfloat_unaligned __attribute__((vector_size(W * 4), aligned(4), may_alias));
 typedef uint16_t vhalf_unaligned __attribute__((vector_size(W * 2), aligned(2), may_alias));

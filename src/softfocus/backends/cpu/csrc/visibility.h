@@ -10,7 +10,8 @@
 
 namespace softfocus {
 
-// The half-open range of keys that the window lets a query see
+// The half-open range of keys that the window lets a query see. Queries are the last positions of
+// the keys. `position` is negative for the first rows if Lq > Lk.
 inline void window_range(const Params& params, int64_t query, int64_t& begin, int64_t& end) {
   int64_t position = query + params.key_length - params.query_length;
   begin = params.left < 0 ? 0 : std::max<int64_t>(0, position - params.left);
@@ -33,6 +34,7 @@ inline void read_masks(const Params& params, int64_t b, int64_t h, int64_t query
   }
   if (params.document_ids.data) {
     const int64_t* x = static_cast<const int64_t*>(params.document_ids.data) + b * params.document_ids.stride[0];
+    // position >= 0: attention() requires Lq <= Lk with document_ids.
     int64_t stride = params.document_ids.stride[3], position = query + params.key_length - params.query_length,
             document = x[position * stride];
     for (int64_t j = begin; j < end; ++j) to[j - begin] &= uint8_t(x[j * stride] == document);
@@ -44,7 +46,8 @@ inline void read_masks(const Params& params, int64_t b, int64_t h, int64_t query
   }
 }
 
-// Keys [begin, end) as offsets j from the block's key_begin; both multiples of W
+// Keys [begin, end) as offsets j from the block's key_begin; both multiples of W. An empty range
+// may have begin > end.
 struct KeyRange {
   int64_t begin, end;
   bool empty() const { return begin >= end; }
@@ -64,10 +67,13 @@ class BlockVisibility {
   int64_t batch_index = 0, query_head = 0;  // whose rows these are
   int64_t key_head = 0;                     // whose keys and values they read
   int64_t start_q = 0, n_rows = 0;          // the first row, the number of rows
-  int64_t key_begin = 0, key_end = 0;       // the keys that some row sees; key_begin is a multiple of BLOCK_K
-  int64_t row_stride = 0;                   // elements between rows of `visible`, and of other arrays over all keys
-  int64_t max_rows = 0;                     // the most rows of a block; a multiple of MR
-  int64_t max_row_stride = 0;               // the largest row_stride of a block: whole tiles, and W more
+  // The keys that some row sees. key_begin is a multiple of BLOCK_K.
+  int64_t key_begin = 0, key_end = 0;
+  // Elements between rows of `visible`, and of other arrays over all keys
+  int64_t row_stride = 0;
+  int64_t max_rows = 0;  // the most rows of a block; a multiple of MR
+  // The largest row_stride of a block: whole tiles, and W more
+  int64_t max_row_stride = 0;
   int64_t window_begin[BLOCK_Q], window_end[BLOCK_Q];  // the keys that the window lets each row see
   float count[BLOCK_Q];                                // N_i
   bool fully_masked[BLOCK_Q];
@@ -76,7 +82,8 @@ class BlockVisibility {
     int64_t span = params.key_length;
     // attention() limits both sides of a window to 2^30, so that their sum does not overflow.
     if (params.left >= 0 && params.right >= 0) span = std::min(span, params.left + params.right + BLOCK_Q);
-    max_row_stride = round_up(span + BLOCK_K - 1, BLOCK_K) + W;  // a span may begin anywhere in a tile
+    // A span may begin anywhere in a tile.
+    max_row_stride = round_up(span + BLOCK_K - 1, BLOCK_K) + W;
     max_rows = std::min(most_rows, round_up(params.query_length, MR));
     if (masks_given) visible.resize(max_rows * max_row_stride);
     tile_masks.resize(max_row_stride / BLOCK_K);
