@@ -5,6 +5,7 @@ committed results.
 import json
 import re
 import statistics
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,29 @@ def broken_links(path: Path) -> list[str]:
 @page
 def test_links_lead_somewhere(path):
     assert broken_links(path) == []
+
+
+REBASED = {"239b23e"}
+"""Commits that a result names and that were rebased before they were published. The page says what
+became of them.
+"""
+
+
+def test_the_commits_that_documents_and_results_name_exist():
+    words = ["git", "rev-parse", "--is-shallow-repository"]
+    if subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stdout.strip() != "false":
+        pytest.skip("not a whole checkout of git")
+    texts = [path.read_text() for path in PAGES] + [path.read_text() for path in RESULTS.rglob("*.md")]
+    named = {one for text in texts for one in re.findall(r"(?:commit )?\b([0-9a-f]{7,40})\b", text)}
+    named |= {
+        one for path in RESULTS.rglob("*.json") for one in re.findall(r'"commit": "([0-9a-f]+)', path.read_text())
+    }
+    named = {one for one in named if re.search("[a-f]", one) and re.search("[0-9]", one)} - REBASED
+    asked = subprocess.run(
+        ["git", "cat-file", "--batch-check"], input="\n".join(sorted(named)), cwd=ROOT, capture_output=True, text=True
+    )
+    assert len(named) > 20
+    assert [line for line in asked.stdout.splitlines() if not line.split()[1].startswith("commit")] == []
 
 
 def test_a_broken_link_would_be_noticed(tmp_path):
@@ -284,6 +308,28 @@ def test_the_learning_rates_of_the_claims_are_the_committed_ones():
     page_text = (ROOT / "docs" / "claims.md").read_text()
     shown = page_text.split("<!-- toy_rates:begin -->\n")[1].split("\n<!-- toy_rates:end -->")[0]
     assert shown == toy_rates()
+
+
+def toy_start() -> str:
+    """Losses at 1x, from initial weights of 0.02 and of 0.09."""
+    losses: dict[str, list[float]] = {}
+    for name in ("toy-learning-rates", "toy-start"):
+        for run in read(RESULTS / name / "results.json").runs:
+            losses.setdefault(run.info.name.rpartition("-s")[0], []).append(run.evaluation.row(64).loss)
+    lines = ["| row | 0.02 | 0.09 |", "|---|---|---|"]
+    for row, kind in (("softmax", "same"), ("softplus_l1", "slow"), ("lssa", "same"), ("lssar", "same")):
+        slow = f"{row}-{kind}"
+        cells = [losses[slow], losses[row]]
+        assert {len(cell) for cell in cells} == {3}
+        shown = [f"{statistics.mean(cell):.3f} ± {statistics.stdev(cell):.3f}" for cell in cells]
+        lines.append(f"| `{row}` | {' | '.join(shown)} |")
+    return "\n".join(lines)
+
+
+def test_the_initial_weights_of_the_claims_are_the_committed_ones():
+    page_text = (ROOT / "docs" / "claims.md").read_text()
+    shown = page_text.split("<!-- toy_start:begin -->\n")[1].split("\n<!-- toy_start:end -->")[0]
+    assert shown == toy_start()
 
 
 UNCLEAN = {

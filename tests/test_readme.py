@@ -17,13 +17,14 @@ from pathlib import Path
 import pytest
 
 from softfocus import catalog
+from softfocus.lab.claims.results import read as read_claim
 from softfocus.lab.evaluate.heads import name as heads_name
 from softfocus.lab.inspect.results import read as read_inspections
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.report.heads import gains, mean
 from softfocus.lab.report.points import best, cell, column_name, columns, settings
 from softfocus.lab.report.recall_compare import RecallReport
-from softfocus.lab.report.results import grouped, read, read_as
+from softfocus.lab.report.results import read, read_as
 from softfocus.lab.report.table import loss_table
 from softfocus.lab.run_folder.results import AS_TRAINED, HeadsMeasured, Induction
 from softfocus.lab.studies import study
@@ -31,6 +32,7 @@ from softfocus.lab.studies import study
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 RESULT = ROOT / "docs" / "results" / "layouts"
+SLOW = ROOT / "docs" / "results" / "layouts-slow-start"
 NAMES = {
     "LSSAR": "LSSAR, p = 15, in every layer",
     "hybrid-half-rope": "local softmax layers, global LSSAR, p = 31, half of RoPE",
@@ -91,18 +93,16 @@ def lead(report) -> list[str]:
     there = "At 16 times the training length"
     lines = [f"* The layout's price at the training length, against Softmax: {said(price)}."]
     lines += [f"* {there}, as trained, against {name}: {said(flat.minus(one))}." for name, one in rivals.items()]
-    unseen = {group.label: group for group in grouped([one for one in report.runs if one.info.seed >= 3])}
-    ours, softmax = unseen["hybrid-half-rope"], unseen["Softmax"]
-    price = cell(ours, 1.0, "as trained").minus(cell(softmax, 1.0, "as trained"))
-    flat = cell(ours, 16.0, "as trained").minus(cell(softmax, 16.0, "window 1x"))
-    alone = f"* With seeds 3 to 7 alone, on which nothing was chosen: {said(price)} at the training length,"
-    lines.append(f"{alone} {said(flat)} at 16 times that.")
+    cosine, window = by["local-cosine"], "window 1x"
+    price = cell(cosine, 1.0, "as trained").minus(cell(softmax, 1.0, "as trained"))
+    flat = cell(cosine, 16.0, window).minus(windowed)
+    lines.append(
+        f"* Global cosine softmax against Softmax: {said(price)} at the training length, {said(flat)} at 16 "
+        "times that, both with the window."
+    )
     name = NAMES.get(lowest.group.label, lowest.group.label)
     setting = lowest.setting.replace("window 1x", "with the window")
-    lines.append(
-        f"* {there} the lowest loss, windows included, is {lowest.loss:.3f}: {name}, {setting}. Against "
-        f"Softmax with the window that is {said(lowest.minus(windowed))}."
-    )
+    lines.append(f"* {there} the lowest loss, windows included, is {lowest.loss:.3f}: {name}, {setting}.")
     wrapped = [
         textwrap.wrap(long.replace(" ±", "~±").replace("± ", "±~"), 100, subsequent_indent="  ") for long in lines
     ]
@@ -120,7 +120,7 @@ def both_table() -> str:
     """
     losses = {
         group.label: group
-        for name in ("layouts", "loss-and-recall")
+        for name in ("layouts-slow-start", "loss-and-recall")
         for group in read(ROOT / "docs/results" / name / "results.json").groups
     }
     report = read_as(RecallReport, ROOT / "docs/results/recall-layouts/results.json")
@@ -154,7 +154,7 @@ def both_table() -> str:
     return "\n".join(lines)
 
 
-LAYOUTS = (ROOT / "docs" / "layouts.md").read_text()
+LAYOUTS = "\n".join((ROOT / "docs" / name).read_text() for name in ("layouts.md", "slow-start.md"))
 
 
 def heads_table() -> str:
@@ -284,7 +284,7 @@ def test_the_lead_of_global_cosine_softmax_is_the_measured_one():
     error.
     """
     lead = {"1x": [], "16x": []}
-    for title in ("layouts", "layouts-larger", "layouts-bpe-tuned"):
+    for title in ("layouts-slow-start", "layouts-larger", "layouts-bpe-tuned"):
         groups = {
             group.evaluations[0].mechanism: group
             for group in read(ROOT / "docs/results" / title / "results.json").groups
@@ -305,7 +305,7 @@ def test_the_lead_of_global_cosine_softmax_is_the_measured_one():
 
 
 def test_softmax_without_rope_costs_what_was_measured():
-    by = {group.label: group for group in read(RESULT / "results.json").groups}
+    by = {group.label: group for group in read(SLOW / "results.json").groups}
 
     def loss(name, column):
         return cell(by[name], column, "as trained")
@@ -446,12 +446,16 @@ def rates_table(study: str, sweep: str, rates: dict[str, str], rows: Sequence[st
 
 def demo_rates() -> str:
     rows = ("softmax", "local-cosine", "hybrid-half-rope", "hybrid", "local-softmax", "local-nope", "lssar")
-    return rates_table("layouts", "learning-rates", {"half": "1e-3", "": "2e-3", "twice": "4e-3"}, rows)
+    return rates_table(
+        "layouts-slow-start", "learning-rates-slow-start", {"half": "1e-3", "": "2e-3", "twice": "4e-3"}, rows
+    )
 
 
 def recall_rates() -> str:
     rows = ("third", "all-beside-none", "half-below-none")
-    return rates_table("loss-and-recall", "learning-rates", {"half": "1e-3", "": "2e-3", "twice": "4e-3"}, rows)
+    return rates_table(
+        "loss-and-recall", "learning-rates-slow-start", {"half": "1e-3", "": "2e-3", "twice": "4e-3"}, rows
+    )
 
 
 def larger_rates() -> str:
@@ -479,7 +483,32 @@ def sinks_table() -> str:
     return "\n".join(lines)
 
 
+def differences_table() -> str:
+    """Each row of README's table less Softmax, paired by document and seed."""
+    by = {group.label: group for group in read(RESULT / "results.json").groups}
+    softmax = by.pop("Softmax")
+    lines = [
+        "| less Softmax | 1x | 16x, as trained, less the window | 16x, both with the window |",
+        "|---|---|---|---|",
+    ]
+    for label in (name for name in NAMES if name in by):
+        pairs = ((1.0, "as trained", "as trained"), (16.0, "as trained", "window 1x"), (16.0, "window 1x", "window 1x"))
+        found = [said(cell(by[label], at, own).minus(cell(softmax, at, other))) for at, own, other in pairs]
+        lines.append(f"| {NAMES[label]} | {' | '.join(found)} |")
+    return "\n".join(lines)
+
+
+def new_rates() -> str:
+    rows = ("softmax", "local-cosine", "hybrid-half-rope", "local-nope", "lssar")
+    return rates_table("layouts", "learning-rates", {"half": "1e-3", "": "2e-3", "twice": "4e-3"}, rows)
+
+
+def slow_table() -> str:
+    return scale_table("layouts-slow-start")
+
+
 TABLES = {
+    "slow": slow_table, "differences": differences_table, "new_rates": new_rates,
     "trials": trials_table, "recall": recall_table, "both": both_table, "heads": heads_table, "larger": larger_table,
     "bpe": bpe_table, "layout_recall": layout_recall_table, "rates": demo_rates, "larger_rates": larger_rates,
     "bpe_rates": bpe_rates, "bpe_tuned": bpe_tuned_table, "recall_rates": recall_rates,
@@ -516,6 +545,19 @@ def test_the_head_that_lost_the_line_is_the_measured_one():
         f"{most.value:.3f} ± {most.standard_error:.3f}, and that of head {two.head} of layer {two.layer} alone "
         f"{less.value:.3f} ± {less.standard_error:.3f}." in text
     )
+
+
+def test_the_other_lines_that_were_lost_are_the_measured_ones():
+    text = " ".join(LAYOUTS.split())
+    t6 = {one.run: one for one in read(ROOT / "docs/results/t6/results.json").evaluations}
+    lost = {name: [t6[name].row(n).loss for n in (128, 2048)] for name in ("lssar4", "demo-t6-lssar", "t6k4")}
+    assert "four heads of 32 the loss goes from {:.3f} to {:.3f}.".format(*lost["lssar4"]) in text
+    assert all(lost[name][1] - lost[name][0] > 0.5 for name in ("demo-t6-lssar", "t6k4"))
+    claim = read_claim(ROOT / "docs/results/claims/softplus-figure-1/toy/results.json")
+    rises = [[run.evaluation.row(n).loss for n in (64, 1024)] for run in claim.of("lssar") if run.evaluation]
+    worst = max(rises, key=lambda rise: rise[1] - rise[0])
+    assert len(rises) == 8
+    assert "the recipe `toy` it goes from {:.3f} to {:.3f} (".format(*worst) in text
 
 
 def test_recall_in_the_layout_of_the_demo_is_the_measured_one():
@@ -580,7 +622,7 @@ def test_the_committed_trials_are_rows_of_the_study():
 
 def test_the_power_under_a_window_is_the_measured_one():
     runs = {one.info.name: one.evaluation for one in read(ROOT / "docs/results/layout-trials/results.json").runs}
-    runs |= {one.info.name: one.evaluation for one in read(RESULT / "results.json").runs}
+    runs |= {one.info.name: one.evaluation for one in read(SLOW / "results.json").runs}
     losses = []
     for run in ("p3-s0", "p7-s0", "hybrid-half-rope-s0"):
         (loss,) = (
@@ -592,7 +634,7 @@ def test_the_power_under_a_window_is_the_measured_one():
 
 
 def test_the_spread_of_seeds_is_the_measured_one():
-    runs = read(RESULT / "results.json").evaluations
+    runs = read(SLOW / "results.json").evaluations
     losses = sorted(one.row(128).loss for one in runs if one.run.startswith("hybrid-s"))
     assert f"`hybrid`: {losses[0]:.3f} to {losses[-1]:.3f} at 1x" in " ".join(LAYOUTS.split())
 
@@ -680,13 +722,16 @@ def test_the_commands_it_names_exist():
 
 
 def test_the_numbers_of_the_maps_are_the_committed_ones():
-    softmax, lssar = (one.row(2048) for one in read_inspections(ROOT / "docs/results/inspect/inspect.json").runs)
+    softmax, lssar, layout = (
+        one.row(2048) for one in read_inspections(ROOT / "docs/results/inspect/inspect.json").runs
+    )
     said = " ".join(README.split())
     for text in (
         f"{lssar.zeros.mean:.1%} of LSSAR's visible weights are exactly zero, "
         f"and {softmax.zeros.mean:.1%} of Softmax's",
         f"of a row is {lssar.entropy.mean:.2f} nats, against {softmax.entropy.mean:.2f}",
         f"{lssar.beyond.mean:.1%} lies a training length away or farther, against {softmax.beyond.mean:.1%}",
+        f"In the layout it is {layout.beyond.mean:.1%}",
     ):
         assert text.replace("%", " %") in said
 

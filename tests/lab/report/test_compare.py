@@ -160,7 +160,8 @@ def test_an_earlier_comparison_stands_for_its_runs(four, tmp_path, quiet):
 def test_losses_of_one_seed_correlate_as_little_as_the_guide_says(column):
     """The reason why rows with other seeds are not paired on those that both have."""
     cells = [
-        cell(group, column, "as trained") for group in grouped(read(ROOT / "docs/results/layouts/results.json").runs)
+        cell(group, column, "as trained")
+        for group in grouped(read(ROOT / "docs/results/layouts-slow-start/results.json").runs)
     ]
     losses = [{seed: mean.value for seed, mean in one.losses} for one in cells if one is not None]
     found = []

@@ -3,6 +3,7 @@ of the page.
 """
 
 import io
+import textwrap
 from base64 import b64encode
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -40,6 +41,8 @@ UNITS = {
 _WEAK, _STRONG = np.array([86, 180, 233]), np.array([196, 62, 0])
 """The colours of a weight of 1e-9 of its row's largest, and of the largest itself."""
 _DECADES = 9
+_LABEL = 22
+"""Letters that fit beside a row of maps."""
 _UNSEEN = (128, 128, 128, 40)
 """What no row sees: a grey that shows on white and on black."""
 
@@ -89,7 +92,8 @@ def save_maps(found: Sequence[tuple[str, Inspection, Sequence[Map]]], path: Path
                 ax.set_xticks([])
                 ax.set_yticks([])
                 ax.set_title(f"layer {shown.layer}, head {shown.head}", fontweight="normal")
-            line[0].set_ylabel(f"{name}\n{tokens(one, length)}", parse_math=False)
+            label = [*textwrap.wrap(name, _LABEL), tokens(one, length)]
+            line[0].set_ylabel("\n".join(label), parse_math=False)
         figure.suptitle(title, x=0.01, ha="left", fontsize=11, parse_math=False)
         save_png(figure, path, title, dpi=150)
 
