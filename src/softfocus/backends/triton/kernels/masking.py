@@ -146,7 +146,7 @@ def tile_count(lists, tile_range, b, h, block, IS_PARTIAL: tl.constexpr):
     """
     if lists is not None:
         counts = lists.partial_count if IS_PARTIAL else lists.full_count
-        return tl.load(loading.head_pointer(counts, b, h) + block * counts.stride_l)
+        return tl.load(loading.head_pointer(counts, b, h) + block.to(tl.int64) * counts.stride_l)
     start, full_start, full_stop, stop = tile_range
     if IS_PARTIAL:
         return (full_start - start) + (stop - full_stop)
@@ -158,7 +158,8 @@ def tile_index(lists, tile_range, b, h, block, n, IS_PARTIAL: tl.constexpr):
     """The index of the n-th of the tiles that ``tile_count`` counts."""
     if lists is not None:
         indices = lists.partial if IS_PARTIAL else lists.full
-        return tl.load(loading.head_pointer(indices, b, h) + block * indices.stride_l + n * indices.stride_d)
+        row = loading.head_pointer(indices, b, h) + block.to(tl.int64) * indices.stride_l
+        return tl.load(row + n * indices.stride_d)
     start, full_start, full_stop, _stop = tile_range
     if IS_PARTIAL:
         before = full_start - start
@@ -206,6 +207,8 @@ def survey(inputs, masks, lowest, highest, counts, states, blocks):
     if masks.document_ids is not None:
         start, stop = _tile_range_of_documents(inputs, masks, lowest, highest, b, q_offsets, start, stop)
     count = tl.zeros([blocks.BLOCK_Q], tl.int32)
+    # A head may have 2^31 tiles or more
+    state_row = loading.head_pointer(states, b, h) + block.to(tl.int64) * states.stride_l
     for n in range(start, stop):
         k_offsets = n * blocks.BLOCK_K + tl.arange(0, blocks.BLOCK_K)  # [BLOCK_K]
         # seen [BLOCK_Q, BLOCK_K]
@@ -214,6 +217,6 @@ def survey(inputs, masks, lowest, highest, counts, states, blocks):
         count += tl.sum(seen, 1)
         total = tl.sum(tl.sum(seen, 1), 0)
         state = tl.where(total == blocks.BLOCK_Q * blocks.BLOCK_K, FULL, tl.where(total > 0, PARTIAL, EMPTY))
-        tl.store(loading.head_pointer(states, b, h) + block * states.stride_l + n * states.stride_d, state.to(tl.int8))
+        tl.store(state_row + n * states.stride_d, state.to(tl.int8))
     pointers = loading.head_pointer(counts, b, h) + q_offsets * counts.stride_l
     tl.store(pointers, count, mask=q_offsets < inputs.query_length)
