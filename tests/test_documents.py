@@ -310,28 +310,6 @@ def test_the_learning_rates_of_the_claims_are_the_committed_ones():
     assert shown == toy_rates()
 
 
-def toy_start() -> str:
-    """Losses at 1x, from initial weights of 0.02 and of 0.09."""
-    losses: dict[str, list[float]] = {}
-    for name in ("toy-learning-rates", "toy-start"):
-        for run in read(RESULTS / name / "results.json").runs:
-            losses.setdefault(run.info.name.rpartition("-s")[0], []).append(run.evaluation.row(64).loss)
-    lines = ["| row | 0.02 | 0.09 |", "|---|---|---|"]
-    for row, kind in (("softmax", "same"), ("softplus_l1", "slow"), ("lssa", "same"), ("lssar", "same")):
-        slow = f"{row}-{kind}"
-        cells = [losses[slow], losses[row]]
-        assert {len(cell) for cell in cells} == {3}
-        shown = [f"{statistics.mean(cell):.3f} ± {statistics.stdev(cell):.3f}" for cell in cells]
-        lines.append(f"| `{row}` | {' | '.join(shown)} |")
-    return "\n".join(lines)
-
-
-def test_the_initial_weights_of_the_claims_are_the_committed_ones():
-    page_text = (ROOT / "docs" / "claims.md").read_text()
-    shown = page_text.split("<!-- toy_start:begin -->\n")[1].split("\n<!-- toy_start:end -->")[0]
-    assert shown == toy_start()
-
-
 UNCLEAN = {
     "claims/laser-temperature/toy/results.json",
     "layouts-larger/results.json",
