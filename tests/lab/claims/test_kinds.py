@@ -12,10 +12,11 @@ import pytest
 
 from softfocus.lab.claims import figure, page
 from softfocus.lab.claims.claim import Claim, Saves, parse
-from softfocus.lab.claims.parts import Part, corrected
+from softfocus.lab.claims.parts import Part, corrected, decide
 from softfocus.lab.claims.power_law import PowerLaw, families, saved
 from softfocus.lab.claims.results import Results, Run
 from softfocus.lab.claims.verdict import judge
+from softfocus.lab.evaluate.means import Estimate, Mean, estimate
 from softfocus.lab.inspect.results import Row as Attention
 from softfocus.lab.inspect.results import Value
 from softfocus.lab.run_folder.results import Classification, RecallRow
@@ -54,6 +55,25 @@ def results(runs: list[Run]) -> Results:
 
 def verdict(made: Claim, runs: list[Run]) -> str:
     return judge(made, results(runs))[0].verdict
+
+
+# One comparison
+
+
+@pytest.mark.parametrize("value", [0.1, -0.1, math.nan])
+@pytest.mark.parametrize("error", [0.001, math.nan])
+def test_what_is_not_a_number_decides_nothing(value: float, error: float) -> None:
+    known = not math.isnan(value + error)
+    part = decide(Estimate(value, error, 2, True), 0.0, "")
+    assert part.verdict == (("holds" if value < 0 else "fails") if known else "inconclusive")
+    assert math.isnan(part.chance) is not known
+
+
+def test_one_document_decides_nothing() -> None:
+    """Its standard error is not known."""
+    runs = [(seed, Mean.of([2.0 + seed / 100], [1])) for seed in range(3)]
+    assert decide(estimate(runs), 1.0, "").verdict == "inconclusive"
+    assert decide(estimate(runs), 3.0, "").verdict == "inconclusive"
 
 
 # Several comparisons
@@ -276,6 +296,16 @@ def test_the_share_of_steps_and_of_time(curves: Any) -> None:
     assert verdict(sooner('of = "time"'), slow) == "fails"
     assert verdict(sooner('of = "time"'), curves(*steps, speed=2.0)) == "holds"
     assert verdict(sooner(), slow) == "holds"
+
+
+@pytest.mark.parametrize("row", ["laser", "softmax"])
+def test_sooner_in_time_needs_speeds(curves: Any, row: str) -> None:
+    """Of all trainings. Without one there are steps still."""
+    runs = curves(90, 91, 92)
+    next(run for run in runs if run.row == row).info.tokens_per_second = None
+    judged = judge(sooner('of = "time"'), results(runs))[0]
+    assert (judged.verdict, judged.shown.text) == ("not run", f"{row} has no speed")
+    assert verdict(sooner(), runs) == "holds"
 
 
 def test_sooner_needs_curves_and_trainings(curves: Any, a_run: Any) -> None:

@@ -79,6 +79,10 @@ def sooner(claim: Claim, results: Results | None, statement: Sooner) -> list[Par
             parts.append(Part("not run", f"{row} and {than} have no validation losses of {SEEDS} shared seeds"))
             continue
         in_time = statement.of == "time"
+        known = [all(run.info.tokens_per_second for run in runs) for runs in sides]
+        if in_time and not all(known):
+            parts.append(Part("not run", f"{(row, than)[known.index(False)]} has no speed"))
+            continue
         apart = [
             (seed, Mean(_apart(one.info, other.info, statement.by, of_time=in_time), 0.0)) for seed, one, other in pairs
         ]

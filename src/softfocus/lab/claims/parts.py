@@ -65,9 +65,9 @@ def decide(found: Estimate, line: float, text: str) -> Part:
     """
     room = t_quantile(found.freedom) * found.standard_error
     below = line - found.value
-    sureness = below / room if room > 0 else math.copysign(math.inf, below) if below else 0.0
-    if not found.training_noise or math.isnan(sureness):
+    if not found.training_noise or math.isnan(room) or math.isnan(below):
         return Part("inconclusive", text)
+    sureness = below / room if room > 0 else math.copysign(math.inf, below) if below else 0.0
     chance = 1.0
     if below < 0:
         chance = t_outside(-below / found.standard_error, found.freedom) if room > 0 else 0.0
