@@ -285,16 +285,18 @@ def test_the_share_of_steps_and_of_time(curves: Any) -> None:
     steps = (80, 85, 90)
     (part,) = judge(sooner(), results(curves(*steps)))[0].parts
     # The line falls by 0.02 a step: 0.4, 0.3 and 0.2 below at the end
-    assert "laser in as many steps, beside the best loss of softmax: -0.300 ± 0.058" in part.text
-    assert "(by the median it reaches it after 85.0% of its steps)" in part.text
+    assert "loss of laser after as many steps, less the best of softmax: -0.300 ± 0.058" in part.text
+    assert "(median: that loss is reached after 85.0% of the steps)" in part.text
     (part,) = judge(sooner("by = 0.1"), results(curves(90, 130, 80)))[0].parts
-    assert "laser after 90% of its steps" in part.text
-    assert "reaches it after 90.0% of its steps; never in 1 of 3 trainings)" in part.text
+    assert "loss of laser after 90% of the steps, less" in part.text
+    assert "reached after 90.0% of the steps; in 1 of 3 trainings never)" in part.text
     (part,) = judge(sooner(), results(curves(110, 130, 80)))[0].parts
-    assert "(by the median it never reaches it)" in part.text
+    assert "(median: that loss is never reached)" in part.text
     slow = curves(*steps, speed=0.5)
     assert verdict(sooner('of = "time"'), slow) == "fails"
     assert verdict(sooner('of = "time"'), curves(*steps, speed=2.0)) == "holds"
+    (part,) = judge(sooner('of = "time"'), results(slow))[0].parts
+    assert "loss of laser after as much time, less" in part.text
     assert verdict(sooner(), slow) == "holds"
 
 

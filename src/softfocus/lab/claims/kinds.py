@@ -54,8 +54,8 @@ def _times(ratio: float) -> str:
 
 
 def sooner(claim: Claim, results: Results | None, statement: Sooner) -> list[Part]:
-    """Of losses, over trainings alone: ours, where the share of the other's steps is over, less the
-    other's best one.
+    """Of losses, over trainings alone: our best loss within (1 - by) of the steps that the other
+    took to its best one, less that best one.
 
     Ours is below it there just where it was reached sooner. So this asks the same as a share of
     steps would, of a number that each training has: where a curve never has the other's best loss,
@@ -95,13 +95,13 @@ def sooner(claim: Claim, results: Results | None, statement: Sooner) -> list[Par
 def _sooner_text(row: str, than: str, statement: Sooner, found: Estimate, shares: Sequence[float]) -> str:
     """The differences of losses, and the median of the shares with `never` as the last."""
     middle, never = median(shares), sum(map(math.isinf, shares))
-    reached = "never reaches it" if math.isinf(middle) else f"reaches it after {middle:.1%} of its {statement.of}"
-    lost = f"; never in {never} of {len(shares)} trainings" if never and not math.isinf(middle) else ""
-    where = f"after {1 - statement.by:.0%} of its {statement.of}" if statement.by else f"in as much {statement.of}"
-    where = where.replace("as much steps", "as many steps")
+    reached = "never reached" if math.isinf(middle) else f"reached after {middle:.1%} of the {statement.of}"
+    lost = f"; in {never} of {len(shares)} trainings never" if never and not math.isinf(middle) else ""
+    much = "many" if statement.of == "steps" else "much"
+    after = f"{1 - statement.by:.0%} of the {statement.of}" if statement.by else f"as {much} {statement.of}"
     return (
-        f"{row} {where}, beside the best loss of {than}: {found.value:+.3f} ± {found.standard_error:.3f} "
-        f"(by the median it {reached}{lost})"
+        f"loss of {row} after {after}, less the best of {than}: {found.value:+.3f} ± {found.standard_error:.3f} "
+        f"(median: that loss is {reached}{lost})"
     )
 
 
