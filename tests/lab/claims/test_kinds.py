@@ -93,10 +93,13 @@ def test_one_document_decides_nothing() -> None:
 )
 def test_holms_correction_of_what_fails(chances: list[float], failing: int) -> None:
     parts = [Part("fails" if chance < 0.0455 else "holds", "", -1.5, chance) for chance in chances]
-    verdicts = [part.verdict for part in corrected(parts)]
+    found = corrected(parts)
+    verdicts = [part.verdict for part in found]
     surest = sorted(range(len(chances)), key=chances.__getitem__)[:failing]
     assert [number for number, verdict in enumerate(verdicts) if verdict == "fails"] == sorted(surest)
     assert verdicts.count("holds") == sum(chance >= 0.0455 for chance in chances)
+    lost = f" (fails alone, but not as one of {len(chances)})"
+    assert [part.text for part in found] == [lost if verdict == "inconclusive" else "" for verdict in verdicts]
 
 
 def test_what_is_certain_takes_no_correction() -> None:
