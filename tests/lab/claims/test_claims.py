@@ -430,7 +430,7 @@ def test_the_ledger_counts(made: Any) -> None:
     claim = statement(LOWER)
     exact = parse("x", _DISPROVED)
     lines = [(one, {scale: page.standing(one, scale, None) for scale in SCALES}) for one in (claim, exact)]
-    text = page.ledger(lines)
+    text = page.ledger(lines, {})
     assert "2 claims, 1 of them decided by tests" in " ".join(text.split())
     assert "| scale | fails | not run | not testable here |" in text
     assert "| toy | 0 | 1 | 0 |" in text
@@ -454,7 +454,7 @@ def test_the_ledger_says_how_many_claims_share_trainings(made: Any) -> None:
     text = " ".join(page.ledger(lines, found).split())  # type: ignore[arg-type]
     assert "At the scale `toy` 2 of the 3 claims that were run share trainings with others" in text
     assert "and 1 of the 2 that fail do" in text
-    assert "share trainings" not in page.ledger(lines)  # type: ignore[arg-type]
+    assert "share trainings" not in page.ledger(lines, {})  # type: ignore[arg-type]
 
 
 def test_the_column_beside_the_window_needs_a_softmax(made: Any) -> None:

@@ -130,20 +130,19 @@ def classifies(claim: Claim, results: Results | None, statement: Classifies) -> 
         return None if run.classification is None else _errors(run.classification)
 
     return [
-        _fewer_errors(results, pair, errors, "{} {:.1%}, {} {:.1%} right", "was not fine-tuned")
+        _fewer_errors(results, pair, errors, word="right", missing="was not fine-tuned")
         for pair in pairs_of(claim, statement)
     ]
 
 
 def finds(claim: Claim, results: Results | None, statement: Finds) -> list[Part]:
     """Of shares that are missed, over sequences and trainings."""
-    return [
-        _fewer_errors(
-            results, pair, partial(_missed, at=at), f"{at}: {{}} {{:.1%}}, {{}} {{:.1%}} found",
-            f"was not asked for passkeys at {at}",
-        )
-        for pair, at in product(pairs_of(claim, statement), named_in(statement, "at"))
-    ]  # fmt: skip
+    parts = []
+    for pair, at in product(pairs_of(claim, statement), named_in(statement, "at")):
+        missing = f"was not asked for passkeys at {at}"
+        missed = partial(_missed, at=at)
+        parts.append(_fewer_errors(results, pair, missed, prefix=f"{at}: ", word="found", missing=missing))
+    return parts
 
 
 def answers(claim: Claim, results: Results | None, statement: Answers) -> list[Part]:
@@ -157,7 +156,7 @@ def answers(claim: Claim, results: Results | None, statement: Answers) -> list[P
         return Mean(1 - fmean(row.accuracy for row in rows), error)
 
     return [
-        _fewer_errors(results, pair, errors, "{} {:.1%}, {} {:.1%} right", "was not asked the tasks")
+        _fewer_errors(results, pair, errors, word="right", missing="was not asked the tasks")
         for pair in pairs_of(claim, statement)
     ]
 
@@ -166,8 +165,10 @@ def _fewer_errors(
     results: Results | None,
     rows: tuple[str, str],
     errors: Callable[[Run], Mean | None],
-    shown: str,
+    *,
+    word: str,
     missing: str,
+    prefix: str = "",
 ) -> Part:
     """Whether a row has a smaller share of errors than another.
 
@@ -175,8 +176,9 @@ def _fewer_errors(
         results: of the claim.
         rows: the row, and the other.
         errors: the share of a run, None where it was not measured.
-        shown: a format of a row and its share without errors, and of the other's.
-        missing: what is wrong with a run that has none.
+        word: what an answer without error is, such as "right".
+        missing: what is wrong with a run that has no share.
+        prefix: what the text starts with.
     """
     sides = [results.of(name) if results else [] for name in rows]
     if early := too_few(rows[0], sides[0]) or too_few(rows[1], sides[1]):
@@ -186,8 +188,8 @@ def _fewer_errors(
         return Part("not run", f"{rows[0]} or {rows[1]} diverged, or {missing}")
     found = difference(*known)
     ours, others = (1 - estimate(some).value for some in known)
-    text = f"{shown.format(rows[0], ours, rows[1], others)}: {-found.value:+.1%} ± {found.standard_error:.1%}"
-    return decide(found, 0.0, text)
+    shares = f"{rows[0]} {ours:.1%}, {rows[1]} {others:.1%} {word}"
+    return decide(found, 0.0, f"{prefix}{shares}: {-found.value:+.1%} ± {found.standard_error:.1%}")
 
 
 def _errors(found: Classification) -> Mean:

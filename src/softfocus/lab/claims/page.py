@@ -95,9 +95,7 @@ def page(claim: Claim, found: dict[Scale, Results]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def ledger(
-    lines: Sequence[tuple[Claim, dict[Scale, Standing]]], found: Mapping[str, dict[Scale, Results]] | None = None
-) -> str:
+def ledger(lines: Sequence[tuple[Claim, dict[Scale, Standing]]], found: Mapping[str, dict[Scale, Results]]) -> str:
     """All claims with their verdicts, how many there are of each, and how many share trainings.
 
     Args:
@@ -129,7 +127,7 @@ def ledger(
             [
                 "# The papers' claims",
                 _wrapped(head),
-                *(_wrapped(line) for scale in SCALES if (line := _shared(scale, lines, found or {}))),
+                *(_wrapped(line) for scale in SCALES if (line := _shared(scale, lines, found))),
                 _table(
                     ["scale", *kinds], [[name, *(str(count[kind]) for kind in kinds)] for name, count in counts.items()]
                 ),
@@ -163,7 +161,7 @@ def _shared(
     )
 
 
-def _trainings(results: Results) -> set[tuple[int, ...] | tuple[float, ...]]:
+def _trainings(results: Results) -> set[tuple[float, ...]]:
     """What tells trainings apart: their losses."""
     return {tuple(loss for _, loss in run.info.train_loss) for run in results.runs if run.info.train_loss}
 
