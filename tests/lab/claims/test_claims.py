@@ -651,6 +651,8 @@ def test_zero_shot_tasks_are_measured_where_the_harness_is(two: Claim, tmp_path:
     assert [[row.task for row in one] for one in rows] == [["arc_easy", "hellaswag", "piqa", "sciq"]] * 2
     assert rows[0][0].accuracy == rows[1][0].accuracy == 0.25
     assert rows[0][3].standard_error == 0.04
+    assert {tuple(row.right) for row in rows[0]} == {(0, 1, 0, 0)}
+    assert [row.normalised for row in rows[0]] == [None, None, 0.5, None]
     (fake / "__init__.py").write_text("def simple_evaluate(**_): raise OSError('no network')")
     for name in [name for name in sys.modules if name.partition(".")[0] == "lm_eval"]:
         monkeypatch.delitem(sys.modules, name)
@@ -667,9 +669,12 @@ class HFLM:
 """
 
 _HARNESS = """
-def simple_evaluate(model, tasks, num_fewshot):
-    assert type(model).__name__ == "HFLM" and num_fewshot == 0
-    return {"results": {task: {"acc,none": 0.25, "acc_stderr,none": 0.01 * n} for n, task in enumerate(tasks, 1)}}
+def simple_evaluate(model, tasks, num_fewshot, log_samples):
+    assert type(model).__name__ == "HFLM" and num_fewshot == 0 and log_samples
+    results = {task: {"acc,none": 0.25, "acc_stderr,none": 0.01 * n} for n, task in enumerate(tasks, 1)}
+    results["piqa"]["acc_norm,none"] = 0.5
+    samples = [{"doc_id": at, "acc": 1.0 if at == 1 else 0.0} for at in (2, 0, 1, 3)]
+    return {"results": results, "samples": {task: samples for task in tasks}}
 """
 
 

@@ -457,23 +457,30 @@ def test_accuracies_are_paired_by_document_and_seed(a_run: Any, better: Any, exp
 
 @pytest.mark.parametrize(
     ("better", "expected"),
-    [((0.05, 0.06, 0.07), "holds"), ((-0.05, -0.06, -0.07), "fails"), ((-0.05, 0.0, 0.08), "inconclusive")],
+    [((10, 12, 14), "holds"), ((-10, -12, -14), "fails"), ((-10, 0, 16), "inconclusive")],
 )
-def test_mean_accuracies_of_tasks(a_run: Any, better: Any, expected: str) -> None:
-    """Tasks count alike; questions of 0.6 and 0.8 points of error give 0.5 for their mean."""
+def test_accuracies_of_tasks_are_paired_by_question_and_seed(a_run: Any, better: Any, expected: str) -> None:
+    """Tasks count alike. Each has questions that both models answer, and others that neither does:
+    unpaired they would give an error of 4.1 points.
+    """
 
-    def made(row: str, seed: int, more: float) -> Run:
-        errors = {"arc_easy": 0.006, "sciq": 0.008}
-        shares = {"arc_easy": 0.3 + 2 * more, "sciq": 0.5}
-        rows = [TaskRow(task=task, accuracy=shares[task], standard_error=errors[task]) for task in errors]
-        found = Tasks(run=row, harness="0", rows=rows)
-        return a_run(row, seed).model_copy(update={"tasks": found})
+    def made(row: str, seed: int, more: int, harness: str = "0") -> Run:
+        answered = {"arc_easy": (100 + more, 200), "sciq": (30, 100)}
+        rows = [
+            TaskRow(task=task, accuracy=n / of, standard_error=0.1, right=[1] * n + [0] * (of - n))
+            for task, (n, of) in answered.items()
+        ]
+        return a_run(row, seed).model_copy(update={"tasks": Tasks(run=row, harness=harness, rows=rows)})
 
     runs = [made("softmax", seed, 0) for seed in range(3)] + [made("laser", s, more) for s, more in enumerate(better)]
     text = claim(["laser", "softmax"], 'kind = "answers"\nrow = "laser"\nthan = "softmax"')
     judged = judge(text, results(runs))[0]
     assert judged.verdict == expected
-    noise = np.std(better, ddof=1) / math.sqrt(3)
-    assert f"{0.4 + np.mean(better):.1%}, softmax 40.0% right" in judged.shown.text
-    assert judged.shown.text.endswith(f"± {math.hypot(0.005, 0.005, noise):.1%}")
+    gained = np.mean([[(at < 100 + more) - (at < 100) for at in range(200)] for more in better], axis=0)
+    questions = math.sqrt(300 / 299 * np.square((gained - gained.mean()) / 400).sum())
+    seeds = np.std(better, ddof=1) / 400 / math.sqrt(3)
+    assert f"laser {0.4 + np.mean(better) / 400:.1%}, softmax 40.0% right" in judged.shown.text
+    assert judged.shown.text.endswith(f"± {math.hypot(questions, seeds):.1%}")
     assert verdict(text, [*runs[:5], a_run("laser", 2)]) == "not run"
+    other = [made("laser", seed, more, "1") for seed, more in enumerate(better)]
+    assert verdict(text, [*runs[:3], *other]) == "inconclusive", "other questions, for all that is known"

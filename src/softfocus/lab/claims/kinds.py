@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from statistics import fmean, median
+from statistics import median
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from softfocus.lab.claims.power_law import families, saved
 from softfocus.lab.claims.results import Results, Run
 from softfocus.lab.evaluate.means import Estimate, Mean, difference, estimate
 from softfocus.lab.run_folder.results import Classification, RunInfo
+from softfocus.lab.run_folder.tasks import Tasks
 
 
 def steeper(claim: Claim, results: Results | None, statement: Steeper) -> list[Part]:
@@ -146,14 +147,10 @@ def finds(claim: Claim, results: Results | None, statement: Finds) -> list[Part]
 
 
 def answers(claim: Claim, results: Results | None, statement: Answers) -> list[Part]:
-    """Of errors, over the questions of all tasks and trainings. Each task counts alike."""
+    """Of errors, paired by question and seed. Each task counts alike."""
 
     def errors(run: Run) -> Mean | None:
-        if run.tasks is None:
-            return None
-        rows = run.tasks.rows
-        error = math.hypot(*(row.standard_error for row in rows)) / len(rows)
-        return Mean(1 - fmean(row.accuracy for row in rows), error)
+        return None if run.tasks is None else _mistaken(run.tasks)
 
     return [
         _fewer_errors(results, pair, errors, word="right", missing="was not asked the tasks")
@@ -195,6 +192,12 @@ def _fewer_errors(
 def _errors(found: Classification) -> Mean:
     wrong = [count - right for count, right in zip(found.counts, found.right, strict=True)]
     return Mean.of(wrong, found.counts, (found.corpus_key, found.length, *found.documents))
+
+
+def _mistaken(found: Tasks) -> Mean:
+    """The mean of the shares of wrong answers over tasks. All models answer the same questions."""
+    questions = (found.harness, *((row.task, len(row.right)) for row in found.rows))
+    return Mean.of_groups([1 - np.array(row.right) for row in found.rows], questions)
 
 
 def _missed(run: Run, at: str) -> Mean | None:
