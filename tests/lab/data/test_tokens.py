@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from softfocus.lab.data import tokenise, tokens
-from softfocus.lab.data.tokens import TokenStore, prepare
+from softfocus.lab.data.tokens import Options, TokenStore, prepare
 from softfocus.lab.errors import LabError
 
 END = 256
@@ -36,8 +36,9 @@ def make(tmp_path):
     """
 
     def make(source="corpus", tokenizer="bytes", **options):
-        options = {"cache_folder": tmp_path / "cache", "progress": silent, **options}
-        return prepare(str(tmp_path / source), tokenizer, **options)
+        where = {"cache_folder": tmp_path / "cache", "progress": silent}
+        where |= {name: options.pop(name) for name in where if name in options}
+        return prepare(str(tmp_path / source), tokenizer, Options(**options), **where)
 
     write(tmp_path / "corpus", 40)
     return make
@@ -131,7 +132,8 @@ def test_sources_that_share_something_however_it_is_spelt(make, tmp_path, monkey
     assert "003.txt is in the source and in the" in refused(make, validation_source=str(tmp_path / "link.txt"))
     monkeypatch.chdir(tmp_path)
     assert "is in the source and in the" in refused(make, validation_source="corpus/../corpus")
-    hub = refused(prepare, "hub:a/b", "bytes", validation_source="hub:a/b#train", cache_folder=tmp_path / "cache")
+    options = Options(validation_source="hub:a/b#train")
+    hub = refused(prepare, "hub:a/b", "bytes", options, cache_folder=tmp_path / "cache")
     assert hub.startswith("hub:a/b#train is in the source and in the validation source")
 
 

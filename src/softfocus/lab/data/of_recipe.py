@@ -20,7 +20,7 @@ from softfocus.lab.data.images import Glyphs, ImageFolder
 from softfocus.lab.data.samples import HeldOut, InOrder, Inputs, hide
 from softfocus.lab.data.speech import LibriSpeech, Syllables
 from softfocus.lab.data.tasks import Mqar, Passkey, Task, digest, random_for
-from softfocus.lab.data.tokens import TokenStore, prepare, to_copy_of
+from softfocus.lab.data.tokens import Options, TokenStore, prepare, to_copy_of
 from softfocus.lab.data.windows import EvaluationWindows, TaskWindows, TrainingWindows
 from softfocus.lab.errors import LabError
 from softfocus.lab.progress import Event, Listener
@@ -282,17 +282,17 @@ def to_copy(recipe: Recipe) -> int:
     if table.kind not in ("text", "masked"):
         return 0
     assert table.source is not None
-    return to_copy_of(table.source, table.tokenizer, **_options(recipe))
+    return to_copy_of(table.source, table.tokenizer, _options(recipe))
 
 
-def _options(recipe: Recipe) -> dict[str, Any]:
+def _options(recipe: Recipe) -> Options:
     table = recipe.data
-    return {
-        "validation_source": table.validation_source,
-        "validation_fraction": table.validation_fraction,
-        "text_field": table.text_field,
-        "max_documents": table.max_documents,
-    }
+    return Options(
+        validation_source=table.validation_source,
+        validation_fraction=table.validation_fraction,
+        text_field=table.text_field,
+        max_documents=table.max_documents,
+    )
 
 
 def _tokens(recipe: Recipe, listener: Listener) -> TokenStore:
@@ -302,7 +302,7 @@ def _tokens(recipe: Recipe, listener: Listener) -> TokenStore:
 
     table = recipe.data
     assert table.source is not None  # of text
-    return prepare(table.source, table.tokenizer, **_options(recipe), progress=tell)
+    return prepare(table.source, table.tokenizer, _options(recipe), progress=tell)
 
 
 def check_unchanged(store: TokenStore, folder: Path, info: RunInfo) -> None:
