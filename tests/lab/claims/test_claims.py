@@ -610,14 +610,18 @@ def test_earlier_runs_are_not_trained_again(two: Claim, tmp_path: Path, monkeypa
     assert [(run.row, run.info.seed) for run in made.runs] == [("a", 0), ("b", 0), ("a", 1), ("b", 1)]
     assert json_text(before.runs[0]) == json_text(made.runs[0])
     assert not (second / "a-s0").exists()
-    both = reproduce("two", tmp_path / "third", seeds=2, earlier=second / PUBLISHED, console=console())
+    with monkeypatch.context() as patch:
+        patch.setattr(data, "load", lambda *_: pytest.fail("the corpus was tokenised"))
+        patch.setenv("SOFTFOCUS_CACHE", str(tmp_path / "cache"))
+        both = reproduce("two", tmp_path / "third", seeds=2, earlier=second / PUBLISHED, console=console())
     assert both is not None
     assert both.runs == made.runs
+    assert not (tmp_path / "cache").exists(), "only the key is needed"
 
     with pytest.raises(LabError, match="there is no"):
         reproduce("two", second, seeds=2, earlier=tmp_path, console=console())
     with monkeypatch.context() as patch:
-        patch.setattr(data.Text, "key", "another")
+        patch.setattr(data, "key", lambda _: "another")
         with pytest.raises(LabError, match=r"run a-s0 of .* was trained on \w+, and here is another"):
             reproduce("two", second, seeds=3, earlier=first / PUBLISHED, console=console())
     two.rows["b"]["train"] = {"steps": 11}

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from softfocus.lab.data import tokenise, tokens
-from softfocus.lab.data.tokens import Options, TokenStore, prepare
+from softfocus.lab.data.tokens import Options, TokenStore, key_of, prepare
 from softfocus.lab.errors import LabError
 
 END = 256
@@ -90,6 +90,14 @@ def test_documents_go_to_one_split_or_the_other(make):
 def test_how_much_is_held_out(make, fraction, count):
     counts = {len(make(validation_fraction=fraction, seed=seed).validation_documents) for seed in range(4)}
     assert counts <= {count, count - 1}, "the first document always trains"
+
+
+def test_the_key_is_known_before_anything_is_made(make, tmp_path):
+    options = Options(seed=3, validation_fraction=0.25)
+    key = key_of(str(tmp_path / "corpus"), "bytes", options)
+    assert not (tmp_path / "cache").exists()
+    assert make(seed=3, validation_fraction=0.25).folder.name == key
+    assert make().folder.name != key
 
 
 def test_the_seed_decides_what_is_held_out(make, tmp_path):

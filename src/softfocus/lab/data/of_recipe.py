@@ -20,10 +20,10 @@ from softfocus.lab.data.images import Glyphs, ImageFolder
 from softfocus.lab.data.samples import HeldOut, InOrder, Inputs, hide
 from softfocus.lab.data.speech import LibriSpeech, Syllables
 from softfocus.lab.data.tasks import Mqar, Passkey, Task, digest, random_for
-from softfocus.lab.data.tokens import Options, TokenStore, prepare, to_copy_of
+from softfocus.lab.data.tokens import Options, TokenStore, key_of, prepare, to_copy_of
 from softfocus.lab.data.windows import EvaluationWindows, TaskWindows, TrainingWindows
 from softfocus.lab.errors import LabError
-from softfocus.lab.progress import Event, Listener
+from softfocus.lab.progress import Event, Listener, silent
 from softfocus.lab.recipes.data import MATTER
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.run_folder.files import MODEL, RECIPE
@@ -272,6 +272,19 @@ def tokens(recipe: Recipe, listener: Listener) -> TokenStore:
             f"{recipe.name} is trained on {MATTER[kind]} and not on text", f"measure it with `softfocus {command} RUN`"
         )
     return _tokens(recipe, listener)
+
+
+def key(recipe: Recipe) -> str:
+    """The key of what a recipe is trained on. No text is tokenised for it, and no shard copied.
+
+    Raises:
+        LabError: data that cannot be found.
+    """
+    table = recipe.data
+    if table.kind not in ("text", "masked"):
+        return load(recipe, silent).key
+    assert table.source is not None
+    return key_of(table.source, table.tokenizer, _options(recipe))
 
 
 def to_copy(recipe: Recipe) -> int:

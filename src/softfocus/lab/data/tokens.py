@@ -223,6 +223,15 @@ def _check_room(cache: Path, plan: Plan) -> int:
     return plan.shard_bytes
 
 
+def key_of(source: str, tokenizer_spec: str, options: Options = DEFAULTS) -> str:
+    """The name of the folder that :func:`prepare` would make, without making it.
+
+    Raises:
+        LabError: what Corpus raises.
+    """
+    return _plan(source, tokenizer_spec, options).key
+
+
 def _plan(source: str, tokenizer_spec: str, options: Options) -> Plan:
     """What is to be in a store."""
     fraction, seed = options.validation_fraction, options.seed
