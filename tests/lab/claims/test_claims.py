@@ -728,11 +728,11 @@ def test_shards_that_are_copied_are_counted(two: Claim, tmp_path: Path, monkeypa
     for row in two.rows.values():
         row["data"] = {"source": str(shards)}
     monkeypatch.setenv("SOFTFOCUS_CACHE", str(tmp_path / "cache"))
-    assert data.to_copy(recipes(two, "toy", [0])[0]) == 3 * (1024 + 4000)
+    assert data.to_copy(recipes(two, "toy", [0])) == 3 * (1024 + 4000), "once for both rows"
     screen = console()
     reproduce("two", tmp_path / "out", seeds=1, estimate_only=True, console=screen)
     assert "Two rows: 0 MB of shards are copied into the token cache first" in said(screen)
-    assert data.to_copy(recipes(two, "toy", [0])[0]) == 0
+    assert data.to_copy(recipes(two, "toy", [0])) == 0
     again = console()
     reproduce("two", tmp_path / "out", seeds=1, estimate_only=True, console=again)
     assert "shards" not in said(again)
@@ -743,6 +743,14 @@ def test_shards_that_are_copied_are_counted(two: Claim, tmp_path: Path, monkeypa
     with pytest.raises(LabError, match="of shards are copied there"):
         train(recipes(two, "toy", [0])[0], tmp_path / "run")
     assert not (tmp_path / "elsewhere" / "out").exists()
+    monkeypatch.setenv("SOFTFOCUS_CACHE", str(tmp_path / "third"))
+    # Each of two sources would fit, and both do not
+    shutil.copytree(shards, tmp_path / "more")
+    two.rows["b"]["data"] = {"source": str(tmp_path / "more")}
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=20_000))
+    with pytest.raises(LabError, match="of shards are copied there"):
+        reproduce("two", tmp_path / "out", seeds=1, estimate_only=True, console=console())
+    assert not (tmp_path / "third").exists()
 
 
 def test_where_fineweb_is_missing_the_error_fetches_it(tmp_path: Path, monkeypatch: Any) -> None:

@@ -5,6 +5,7 @@ its name.
 import filecmp
 import logging
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -287,15 +288,19 @@ def key(recipe: Recipe) -> str:
     return key_of(table.source, table.tokenizer, _options(recipe))
 
 
-def to_copy(recipe: Recipe) -> int:
-    """Bytes of shards that are copied into the token cache before a recipe trains, and are not
-    there yet.
+def to_copy(recipes: Iterable[Recipe]) -> int:
+    """Bytes of shards that are copied into the token cache before recipes train, and are not there
+    yet. What several of them read is copied once.
+
+    Raises:
+        LabError: data that cannot be found.
     """
-    table = recipe.data
-    if table.kind not in ("text", "masked"):
-        return 0
-    assert table.source is not None
-    return to_copy_of(table.source, table.tokenizer, _options(recipe))
+    tables = {recipe.data.model_dump_json(): recipe for recipe in recipes if recipe.data.kind in ("text", "masked")}
+    found: dict[str, int] = {}
+    for recipe in tables.values():
+        assert recipe.data.source is not None
+        found |= to_copy_of(recipe.data.source, recipe.data.tokenizer, _options(recipe))
+    return sum(found.values())
 
 
 def _options(recipe: Recipe) -> Options:

@@ -182,7 +182,7 @@ def prepare(
             if damage:
                 _log.warning("the tokens in %s %s: they are made anew", folder, damage)
             if damage or not there:
-                _check_room(cache, plan)
+                check_room(cache, plan.shard_bytes)
                 _build(folder, plan, progress)
     except OSError as error:  # of writing: whoever reads a source turns its errors into LabErrors
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -195,32 +195,29 @@ def prepare(
     return _opened(folder)
 
 
-def to_copy_of(source: str, tokenizer_spec: str, options: Options = DEFAULTS) -> int:
-    """Bytes of shards that :func:`prepare` would copy into the cache: none where they are there. Of
-    text it is not known before.
+def to_copy_of(source: str, tokenizer_spec: str, options: Options = DEFAULTS) -> dict[str, int]:
+    """Bytes of shards that :func:`prepare` would copy into the cache, by key: nothing where they
+    are there. Of text it is not known before.
 
     Raises:
-        LabError: what Corpus raises, or a disk that has no room for them.
+        LabError: what Corpus raises.
     """
     plan = _plan(source, tokenizer_spec, options)
-    if (default_cache() / plan.key).exists():
-        return 0
-    return _check_room(default_cache(), plan)
+    return {} if (default_cache() / plan.key).exists() else {plan.key: plan.shard_bytes}
 
 
-def _check_room(cache: Path, plan: Plan) -> int:
-    """Bytes of the shards of a plan, which the cache's disk has room for.
+def check_room(cache: Path, needed: int) -> None:
+    """Refuse to copy shards of so many bytes into a cache whose disk has no room for them.
 
     Raises:
-        LabError: it does not.
+        LabError: it has not.
     """
     there = next(path for path in (cache, *cache.absolute().parents) if path.exists())
-    if (free := shutil.disk_usage(there).free) < plan.shard_bytes:
+    if (free := shutil.disk_usage(there).free) < needed:
         raise LabError(
-            f"{cache} has {free / 1e9:.1f} GB free, and {plan.shard_bytes / 1e9:.1f} GB of shards are copied there",
+            f"{cache} has {free / 1e9:.1f} GB free, and {needed / 1e9:.1f} GB of shards are copied there",
             f"free some, or let {CACHE} name a folder on a larger disk",
         )
-    return plan.shard_bytes
 
 
 def key_of(source: str, tokenizer_spec: str, options: Options = DEFAULTS) -> str:
