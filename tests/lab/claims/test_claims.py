@@ -716,6 +716,15 @@ def test_a_training_that_cannot_fit_is_refused_before_its_corpus(tiny: Path, tmp
     assert not (tmp_path / "out" / "run.json").exists()
 
 
+def test_what_torch_keeps_of_the_gpu_is_free(monkeypatch: Any) -> None:
+    """Driver: 1,000 bytes free. Torch: 700 taken, 300 of them in use."""
+    for name, value in (
+        ("is_available", True), ("mem_get_info", (1000, 2000)), ("memory_reserved", 700), ("memory_allocated", 300)
+    ):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    assert fits._free_memory() == ("the GPU", 1400)
+
+
 def test_shards_that_are_copied_are_counted(two: Claim, tmp_path: Path, monkeypatch: Any) -> None:
     """Before anything is timed or written. Once they are in the cache they are not counted."""
     shards = tmp_path / "shards"
