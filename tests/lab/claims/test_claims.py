@@ -432,6 +432,7 @@ def test_the_ledger_counts(made: Any) -> None:
     lines = [(one, {scale: page.standing(one, scale, None) for scale in SCALES}) for one in (claim, exact)]
     text = page.ledger(lines, {})
     assert "2 claims, 1 of them decided by tests" in " ".join(text.split())
+    assert "may change from [a better start](../../claims.md#initial-weights)" in " ".join(text.split())
     assert "| scale | fails | not run | not testable here |" in text
     assert "| toy | 0 | 1 | 0 |" in text
     assert "| gpt2 | 0 | 0 | 1 |" in text

@@ -118,6 +118,9 @@ def ledger(lines: Sequence[tuple[Claim, dict[Scale, Standing]]], found: Mapping[
         "errors say so (more for few seeds: Student's t; more for one of several comparisons to fail: Holm); "
         f"with fewer than {SEEDS} seeds there is no verdict. "
         "A verdict at the scales `toy` and `small` is about models of that size, and not about the paper's. "
+        "The recipe `toy` starts from initial weights of standard deviation 0.02. They are too small for its "
+        "width, so that its models learn slowly. Verdicts at that scale may change from "
+        "[a better start](../../claims.md#initial-weights). "
         "By chance up to one statement in twenty is judged wrongly, and statements that share a row err together. "
         "[Negated weights](softplus-table-1.md) show how far noise goes: they are softmax under another name."
     )
