@@ -430,8 +430,9 @@ def test_the_ledger_counts(made: Any) -> None:
     claim = statement(LOWER)
     exact = parse("x", _DISPROVED)
     lines = [(one, {scale: page.standing(one, scale, None) for scale in SCALES}) for one in (claim, exact)]
-    text = page.ledger(lines)
+    text = page.ledger(lines, {})
     assert "2 claims, 1 of them decided by tests" in " ".join(text.split())
+    assert "may change from [a better start](../../claims.md#initial-weights)" in " ".join(text.split())
     assert "| scale | fails | not run | not testable here |" in text
     assert "| toy | 0 | 1 | 0 |" in text
     assert "| gpt2 | 0 | 0 | 1 |" in text
@@ -454,7 +455,7 @@ def test_the_ledger_says_how_many_claims_share_trainings(made: Any) -> None:
     text = " ".join(page.ledger(lines, found).split())  # type: ignore[arg-type]
     assert "At the scale `toy` 2 of the 3 claims that were run share trainings with others" in text
     assert "and 1 of the 2 that fail do" in text
-    assert "share trainings" not in page.ledger(lines)  # type: ignore[arg-type]
+    assert "share trainings" not in page.ledger(lines, {})  # type: ignore[arg-type]
 
 
 def test_the_column_beside_the_window_needs_a_softmax(made: Any) -> None:
@@ -610,14 +611,18 @@ def test_earlier_runs_are_not_trained_again(two: Claim, tmp_path: Path, monkeypa
     assert [(run.row, run.info.seed) for run in made.runs] == [("a", 0), ("b", 0), ("a", 1), ("b", 1)]
     assert json_text(before.runs[0]) == json_text(made.runs[0])
     assert not (second / "a-s0").exists()
-    both = reproduce("two", tmp_path / "third", seeds=2, earlier=second / PUBLISHED, console=console())
+    with monkeypatch.context() as patch:
+        patch.setattr(data, "load", lambda *_: pytest.fail("the corpus was tokenised"))
+        patch.setenv("SOFTFOCUS_CACHE", str(tmp_path / "cache"))
+        both = reproduce("two", tmp_path / "third", seeds=2, earlier=second / PUBLISHED, console=console())
     assert both is not None
     assert both.runs == made.runs
+    assert not (tmp_path / "cache").exists(), "only the key is needed"
 
     with pytest.raises(LabError, match="there is no"):
         reproduce("two", second, seeds=2, earlier=tmp_path, console=console())
     with monkeypatch.context() as patch:
-        patch.setattr(data.Text, "key", "another")
+        patch.setattr(data, "key", lambda _: "another")
         with pytest.raises(LabError, match=r"run a-s0 of .* was trained on \w+, and here is another"):
             reproduce("two", second, seeds=3, earlier=first / PUBLISHED, console=console())
     two.rows["b"]["train"] = {"steps": 11}
@@ -651,6 +656,8 @@ def test_zero_shot_tasks_are_measured_where_the_harness_is(two: Claim, tmp_path:
     assert [[row.task for row in one] for one in rows] == [["arc_easy", "hellaswag", "piqa", "sciq"]] * 2
     assert rows[0][0].accuracy == rows[1][0].accuracy == 0.25
     assert rows[0][3].standard_error == 0.04
+    assert {tuple(row.right) for row in rows[0]} == {(0, 1, 0, 0)}
+    assert [row.normalised for row in rows[0]] == [None, None, 0.5, None]
     (fake / "__init__.py").write_text("def simple_evaluate(**_): raise OSError('no network')")
     for name in [name for name in sys.modules if name.partition(".")[0] == "lm_eval"]:
         monkeypatch.delitem(sys.modules, name)
@@ -667,9 +674,12 @@ class HFLM:
 """
 
 _HARNESS = """
-def simple_evaluate(model, tasks, num_fewshot):
-    assert type(model).__name__ == "HFLM" and num_fewshot == 0
-    return {"results": {task: {"acc,none": 0.25, "acc_stderr,none": 0.01 * n} for n, task in enumerate(tasks, 1)}}
+def simple_evaluate(model, tasks, num_fewshot, log_samples):
+    assert type(model).__name__ == "HFLM" and num_fewshot == 0 and log_samples
+    results = {task: {"acc,none": 0.25, "acc_stderr,none": 0.01 * n} for n, task in enumerate(tasks, 1)}
+    results["piqa"]["acc_norm,none"] = 0.5
+    samples = [{"doc_id": at, "acc": 1.0 if at == 1 else 0.0} for at in (2, 0, 1, 3)]
+    return {"results": results, "samples": {task: samples for task in tasks}}
 """
 
 
@@ -707,6 +717,15 @@ def test_a_training_that_cannot_fit_is_refused_before_its_corpus(tiny: Path, tmp
     assert not (tmp_path / "out" / "run.json").exists()
 
 
+def test_what_torch_keeps_of_the_gpu_is_free(monkeypatch: Any) -> None:
+    """Driver: 1,000 bytes free. Torch: 700 taken, 300 of them in use."""
+    for name, value in (
+        ("is_available", True), ("mem_get_info", (1000, 2000)), ("memory_reserved", 700), ("memory_allocated", 300)
+    ):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    assert fits._free_memory() == ("the GPU", 1400)
+
+
 def test_shards_that_are_copied_are_counted(two: Claim, tmp_path: Path, monkeypatch: Any) -> None:
     """Before anything is timed or written. Once they are in the cache they are not counted."""
     shards = tmp_path / "shards"
@@ -719,11 +738,11 @@ def test_shards_that_are_copied_are_counted(two: Claim, tmp_path: Path, monkeypa
     for row in two.rows.values():
         row["data"] = {"source": str(shards)}
     monkeypatch.setenv("SOFTFOCUS_CACHE", str(tmp_path / "cache"))
-    assert data.to_copy(recipes(two, "toy", [0])[0]) == 3 * (1024 + 4000)
+    assert data.to_copy(recipes(two, "toy", [0])) == 3 * (1024 + 4000), "once for both rows"
     screen = console()
     reproduce("two", tmp_path / "out", seeds=1, estimate_only=True, console=screen)
     assert "Two rows: 0 MB of shards are copied into the token cache first" in said(screen)
-    assert data.to_copy(recipes(two, "toy", [0])[0]) == 0
+    assert data.to_copy(recipes(two, "toy", [0])) == 0
     again = console()
     reproduce("two", tmp_path / "out", seeds=1, estimate_only=True, console=again)
     assert "shards" not in said(again)
@@ -734,6 +753,14 @@ def test_shards_that_are_copied_are_counted(two: Claim, tmp_path: Path, monkeypa
     with pytest.raises(LabError, match="of shards are copied there"):
         train(recipes(two, "toy", [0])[0], tmp_path / "run")
     assert not (tmp_path / "elsewhere" / "out").exists()
+    monkeypatch.setenv("SOFTFOCUS_CACHE", str(tmp_path / "third"))
+    # Each of two sources would fit, and both do not
+    shutil.copytree(shards, tmp_path / "more")
+    two.rows["b"]["data"] = {"source": str(tmp_path / "more")}
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=20_000))
+    with pytest.raises(LabError, match="of shards are copied there"):
+        reproduce("two", tmp_path / "out", seeds=1, estimate_only=True, console=console())
+    assert not (tmp_path / "third").exists()
 
 
 def test_where_fineweb_is_missing_the_error_fetches_it(tmp_path: Path, monkeypatch: Any) -> None:

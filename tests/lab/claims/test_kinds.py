@@ -12,10 +12,11 @@ import pytest
 
 from softfocus.lab.claims import figure, page
 from softfocus.lab.claims.claim import Claim, Saves, parse
-from softfocus.lab.claims.parts import Part, corrected
+from softfocus.lab.claims.parts import Part, corrected, decide
 from softfocus.lab.claims.power_law import PowerLaw, families, saved
 from softfocus.lab.claims.results import Results, Run
 from softfocus.lab.claims.verdict import judge
+from softfocus.lab.evaluate.means import Estimate, Mean, estimate
 from softfocus.lab.inspect.results import Row as Attention
 from softfocus.lab.inspect.results import Value
 from softfocus.lab.run_folder.results import Classification, RecallRow
@@ -56,6 +57,25 @@ def verdict(made: Claim, runs: list[Run]) -> str:
     return judge(made, results(runs))[0].verdict
 
 
+# One comparison
+
+
+@pytest.mark.parametrize("value", [0.1, -0.1, math.nan])
+@pytest.mark.parametrize("error", [0.001, math.nan])
+def test_what_is_not_a_number_decides_nothing(value: float, error: float) -> None:
+    known = not math.isnan(value + error)
+    part = decide(Estimate(value, error, 2, True), 0.0, "")
+    assert part.verdict == (("holds" if value < 0 else "fails") if known else "inconclusive")
+    assert math.isnan(part.chance) is not known
+
+
+def test_one_document_decides_nothing() -> None:
+    """Its standard error is not known."""
+    runs = [(seed, Mean.of([2.0 + seed / 100], [1])) for seed in range(3)]
+    assert decide(estimate(runs), 1.0, "").verdict == "inconclusive"
+    assert decide(estimate(runs), 3.0, "").verdict == "inconclusive"
+
+
 # Several comparisons
 
 
@@ -73,10 +93,13 @@ def verdict(made: Claim, runs: list[Run]) -> str:
 )
 def test_holms_correction_of_what_fails(chances: list[float], failing: int) -> None:
     parts = [Part("fails" if chance < 0.0455 else "holds", "", -1.5, chance) for chance in chances]
-    verdicts = [part.verdict for part in corrected(parts)]
+    found = corrected(parts)
+    verdicts = [part.verdict for part in found]
     surest = sorted(range(len(chances)), key=chances.__getitem__)[:failing]
     assert [number for number, verdict in enumerate(verdicts) if verdict == "fails"] == sorted(surest)
     assert verdicts.count("holds") == sum(chance >= 0.0455 for chance in chances)
+    lost = f" (fails alone, but not as one of {len(chances)})"
+    assert [part.text for part in found] == [lost if verdict == "inconclusive" else "" for verdict in verdicts]
 
 
 def test_what_is_certain_takes_no_correction() -> None:
@@ -265,17 +288,29 @@ def test_the_share_of_steps_and_of_time(curves: Any) -> None:
     steps = (80, 85, 90)
     (part,) = judge(sooner(), results(curves(*steps)))[0].parts
     # The line falls by 0.02 a step: 0.4, 0.3 and 0.2 below at the end
-    assert "laser in as many steps, beside the best loss of softmax: -0.300 ± 0.058" in part.text
-    assert "(by the median it reaches it after 85.0% of its steps)" in part.text
+    assert "loss of laser after as many steps, less the best of softmax: -0.300 ± 0.058" in part.text
+    assert "(median: that loss is reached after 85.0% of the steps)" in part.text
     (part,) = judge(sooner("by = 0.1"), results(curves(90, 130, 80)))[0].parts
-    assert "laser after 90% of its steps" in part.text
-    assert "reaches it after 90.0% of its steps; never in 1 of 3 trainings)" in part.text
+    assert "loss of laser after 90% of the steps, less" in part.text
+    assert "reached after 90.0% of the steps; in 1 of 3 trainings never)" in part.text
     (part,) = judge(sooner(), results(curves(110, 130, 80)))[0].parts
-    assert "(by the median it never reaches it)" in part.text
+    assert "(median: that loss is never reached)" in part.text
     slow = curves(*steps, speed=0.5)
     assert verdict(sooner('of = "time"'), slow) == "fails"
     assert verdict(sooner('of = "time"'), curves(*steps, speed=2.0)) == "holds"
+    (part,) = judge(sooner('of = "time"'), results(slow))[0].parts
+    assert "loss of laser after as much time, less" in part.text
     assert verdict(sooner(), slow) == "holds"
+
+
+@pytest.mark.parametrize("row", ["laser", "softmax"])
+def test_sooner_in_time_needs_speeds(curves: Any, row: str) -> None:
+    """Of all trainings. Without one there are steps still."""
+    runs = curves(90, 91, 92)
+    next(run for run in runs if run.row == row).info.tokens_per_second = None
+    judged = judge(sooner('of = "time"'), results(runs))[0]
+    assert (judged.verdict, judged.shown.text) == ("not run", f"{row} has no speed")
+    assert verdict(sooner(), runs) == "holds"
 
 
 def test_sooner_needs_curves_and_trainings(curves: Any, a_run: Any) -> None:
@@ -422,23 +457,30 @@ def test_accuracies_are_paired_by_document_and_seed(a_run: Any, better: Any, exp
 
 @pytest.mark.parametrize(
     ("better", "expected"),
-    [((0.05, 0.06, 0.07), "holds"), ((-0.05, -0.06, -0.07), "fails"), ((-0.05, 0.0, 0.08), "inconclusive")],
+    [((10, 12, 14), "holds"), ((-10, -12, -14), "fails"), ((-10, 0, 16), "inconclusive")],
 )
-def test_mean_accuracies_of_tasks(a_run: Any, better: Any, expected: str) -> None:
-    """Tasks count alike; questions of 0.6 and 0.8 points of error give 0.5 for their mean."""
+def test_accuracies_of_tasks_are_paired_by_question_and_seed(a_run: Any, better: Any, expected: str) -> None:
+    """Tasks count alike. Each has questions that both models answer, and others that neither does:
+    unpaired they would give an error of 4.1 points.
+    """
 
-    def made(row: str, seed: int, more: float) -> Run:
-        errors = {"arc_easy": 0.006, "sciq": 0.008}
-        shares = {"arc_easy": 0.3 + 2 * more, "sciq": 0.5}
-        rows = [TaskRow(task=task, accuracy=shares[task], standard_error=errors[task]) for task in errors]
-        found = Tasks(run=row, harness="0", rows=rows)
-        return a_run(row, seed).model_copy(update={"tasks": found})
+    def made(row: str, seed: int, more: int, harness: str = "0") -> Run:
+        answered = {"arc_easy": (100 + more, 200), "sciq": (30, 100)}
+        rows = [
+            TaskRow(task=task, accuracy=n / of, standard_error=0.1, right=[1] * n + [0] * (of - n))
+            for task, (n, of) in answered.items()
+        ]
+        return a_run(row, seed).model_copy(update={"tasks": Tasks(run=row, harness=harness, rows=rows)})
 
     runs = [made("softmax", seed, 0) for seed in range(3)] + [made("laser", s, more) for s, more in enumerate(better)]
     text = claim(["laser", "softmax"], 'kind = "answers"\nrow = "laser"\nthan = "softmax"')
     judged = judge(text, results(runs))[0]
     assert judged.verdict == expected
-    noise = np.std(better, ddof=1) / math.sqrt(3)
-    assert f"{0.4 + np.mean(better):.1%}, softmax 40.0% right" in judged.shown.text
-    assert judged.shown.text.endswith(f"± {math.hypot(0.005, 0.005, noise):.1%}")
+    gained = np.mean([[(at < 100 + more) - (at < 100) for at in range(200)] for more in better], axis=0)
+    questions = math.sqrt(300 / 299 * np.square((gained - gained.mean()) / 400).sum())
+    seeds = np.std(better, ddof=1) / 400 / math.sqrt(3)
+    assert f"laser {0.4 + np.mean(better) / 400:.1%}, softmax 40.0% right" in judged.shown.text
+    assert judged.shown.text.endswith(f"± {math.hypot(questions, seeds):.1%}")
     assert verdict(text, [*runs[:5], a_run("laser", 2)]) == "not run"
+    other = [made("laser", seed, more, "1") for seed, more in enumerate(better)]
+    assert verdict(text, [*runs[:3], *other]) == "inconclusive", "other questions, for all that is known"

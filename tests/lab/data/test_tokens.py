@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from softfocus.lab.data import tokenise, tokens
-from softfocus.lab.data.tokens import TokenStore, prepare
+from softfocus.lab.data.tokens import Options, TokenStore, key_of, prepare
 from softfocus.lab.errors import LabError
 
 END = 256
@@ -36,8 +36,9 @@ def make(tmp_path):
     """
 
     def make(source="corpus", tokenizer="bytes", **options):
-        options = {"cache_folder": tmp_path / "cache", "progress": silent, **options}
-        return prepare(str(tmp_path / source), tokenizer, **options)
+        where = {"cache_folder": tmp_path / "cache", "progress": silent}
+        where |= {name: options.pop(name) for name in where if name in options}
+        return prepare(str(tmp_path / source), tokenizer, Options(**options), **where)
 
     write(tmp_path / "corpus", 40)
     return make
@@ -91,6 +92,14 @@ def test_how_much_is_held_out(make, fraction, count):
     assert counts <= {count, count - 1}, "the first document always trains"
 
 
+def test_the_key_is_known_before_anything_is_made(make, tmp_path):
+    options = Options(seed=3, validation_fraction=0.25)
+    key = key_of(str(tmp_path / "corpus"), "bytes", options)
+    assert not (tmp_path / "cache").exists()
+    assert make(seed=3, validation_fraction=0.25).folder.name == key
+    assert make().folder.name != key
+
+
 def test_the_seed_decides_what_is_held_out(make, tmp_path):
     held_out = []
     for seed, cache in ((0, "one"), (0, "two"), (3, "three")):
@@ -131,7 +140,8 @@ def test_sources_that_share_something_however_it_is_spelt(make, tmp_path, monkey
     assert "003.txt is in the source and in the" in refused(make, validation_source=str(tmp_path / "link.txt"))
     monkeypatch.chdir(tmp_path)
     assert "is in the source and in the" in refused(make, validation_source="corpus/../corpus")
-    hub = refused(prepare, "hub:a/b", "bytes", validation_source="hub:a/b#train", cache_folder=tmp_path / "cache")
+    options = Options(validation_source="hub:a/b#train")
+    hub = refused(prepare, "hub:a/b", "bytes", options, cache_folder=tmp_path / "cache")
     assert hub.startswith("hub:a/b#train is in the source and in the validation source")
 
 

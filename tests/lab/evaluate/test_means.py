@@ -47,6 +47,14 @@ class TestOneMean:
         assert (mean.value, tokens) == (pytest.approx(losses.mean()), 320)
         assert mean.standard_error == pytest.approx(ordinary(losses.mean(1)))
 
+    def test_groups_count_alike(self) -> None:
+        first, second = random(0).normal(3, 1, 400), random(1).normal(5, 2, 100)
+        assert Mean.of_groups([first]).standard_error == pytest.approx(ordinary(first))
+        both = Mean.of_groups([first, second])
+        assert both.value == pytest.approx((first.mean() + second.mean()) / 2)
+        error = math.hypot(ordinary(first), ordinary(second)) / 2
+        assert both.standard_error == pytest.approx(error, rel=0.01), "up to the smaller group's n - 1"
+
     def test_as_many_windows_again_that_are_alike_tell_nothing_more(self) -> None:
         losses = random(0).normal(3, 1, (40, 8))
         copies = ClusteredMeans([0, 4, 8])

@@ -13,7 +13,6 @@ from softfocus.lab.claims import results as outcomes
 from softfocus.lab.claims.claim import Claim, Scale
 from softfocus.lab.claims.results import RESULTS, Run
 from softfocus.lab.errors import LabError
-from softfocus.lab.progress import silent
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.run_folder.provenance import without_folders
 
@@ -43,7 +42,7 @@ def runs(claim: Claim, scale: Scale, plan: Sequence[Recipe], folder: Path) -> di
         if data not in keys:
             from softfocus.lab.data import of_recipe
 
-            keys[data] = of_recipe.load(recipe, silent).key
+            keys[data] = of_recipe.key(recipe)
         if run.info.corpus_key != keys[data]:
             what = f"the run {recipe.name} of {place} was trained on {run.info.corpus_key}, and here is {keys[data]}"
             raise LabError(f"{what}: another corpus or tokenizer", "leave --from out, to train every run again")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from statistics import fmean, median
+from statistics import median
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from softfocus.lab.claims.power_law import families, saved
 from softfocus.lab.claims.results import Results, Run
 from softfocus.lab.evaluate.means import Estimate, Mean, difference, estimate
 from softfocus.lab.run_folder.results import Classification, RunInfo
+from softfocus.lab.run_folder.tasks import Tasks
 
 
 def steeper(claim: Claim, results: Results | None, statement: Steeper) -> list[Part]:
@@ -54,8 +55,8 @@ def _times(ratio: float) -> str:
 
 
 def sooner(claim: Claim, results: Results | None, statement: Sooner) -> list[Part]:
-    """Of losses, over trainings alone: ours, where the share of the other's steps is over, less the
-    other's best one.
+    """Of losses, over trainings alone: our best loss within (1 - by) of the steps that the other
+    took to its best one, less that best one.
 
     Ours is below it there just where it was reached sooner. So this asks the same as a share of
     steps would, of a number that each training has: where a curve never has the other's best loss,
@@ -79,6 +80,10 @@ def sooner(claim: Claim, results: Results | None, statement: Sooner) -> list[Par
             parts.append(Part("not run", f"{row} and {than} have no validation losses of {SEEDS} shared seeds"))
             continue
         in_time = statement.of == "time"
+        known = [all(run.info.tokens_per_second for run in runs) for runs in sides]
+        if in_time and not all(known):
+            parts.append(Part("not run", f"{(row, than)[known.index(False)]} has no speed"))
+            continue
         apart = [
             (seed, Mean(_apart(one.info, other.info, statement.by, of_time=in_time), 0.0)) for seed, one, other in pairs
         ]
@@ -91,13 +96,13 @@ def sooner(claim: Claim, results: Results | None, statement: Sooner) -> list[Par
 def _sooner_text(row: str, than: str, statement: Sooner, found: Estimate, shares: Sequence[float]) -> str:
     """The differences of losses, and the median of the shares with `never` as the last."""
     middle, never = median(shares), sum(map(math.isinf, shares))
-    reached = "never reaches it" if math.isinf(middle) else f"reaches it after {middle:.1%} of its {statement.of}"
-    lost = f"; never in {never} of {len(shares)} trainings" if never and not math.isinf(middle) else ""
-    where = f"after {1 - statement.by:.0%} of its {statement.of}" if statement.by else f"in as much {statement.of}"
-    where = where.replace("as much steps", "as many steps")
+    reached = "never reached" if math.isinf(middle) else f"reached after {middle:.1%} of the {statement.of}"
+    lost = f"; in {never} of {len(shares)} trainings never" if never and not math.isinf(middle) else ""
+    much = "many" if statement.of == "steps" else "much"
+    after = f"{1 - statement.by:.0%} of the {statement.of}" if statement.by else f"as {much} {statement.of}"
     return (
-        f"{row} {where}, beside the best loss of {than}: {found.value:+.3f} ± {found.standard_error:.3f} "
-        f"(by the median it {reached}{lost})"
+        f"loss of {row} after {after}, less the best of {than}: {found.value:+.3f} ± {found.standard_error:.3f} "
+        f"(median: that loss is {reached}{lost})"
     )
 
 
@@ -126,34 +131,29 @@ def classifies(claim: Claim, results: Results | None, statement: Classifies) -> 
         return None if run.classification is None else _errors(run.classification)
 
     return [
-        _fewer_errors(results, pair, errors, "{} {:.1%}, {} {:.1%} right", "was not fine-tuned")
+        _fewer_errors(results, pair, errors, word="right", missing="was not fine-tuned")
         for pair in pairs_of(claim, statement)
     ]
 
 
 def finds(claim: Claim, results: Results | None, statement: Finds) -> list[Part]:
     """Of shares that are missed, over sequences and trainings."""
-    return [
-        _fewer_errors(
-            results, pair, partial(_missed, at=at), f"{at}: {{}} {{:.1%}}, {{}} {{:.1%}} found",
-            f"was not asked for passkeys at {at}",
-        )
-        for pair, at in product(pairs_of(claim, statement), named_in(statement, "at"))
-    ]  # fmt: skip
+    parts = []
+    for pair, at in product(pairs_of(claim, statement), named_in(statement, "at")):
+        missing = f"was not asked for passkeys at {at}"
+        missed = partial(_missed, at=at)
+        parts.append(_fewer_errors(results, pair, missed, prefix=f"{at}: ", word="found", missing=missing))
+    return parts
 
 
 def answers(claim: Claim, results: Results | None, statement: Answers) -> list[Part]:
-    """Of errors, over the questions of all tasks and trainings. Each task counts alike."""
+    """Of errors, paired by question and seed. Each task counts alike."""
 
     def errors(run: Run) -> Mean | None:
-        if run.tasks is None:
-            return None
-        rows = run.tasks.rows
-        error = math.hypot(*(row.standard_error for row in rows)) / len(rows)
-        return Mean(1 - fmean(row.accuracy for row in rows), error)
+        return None if run.tasks is None else _mistaken(run.tasks)
 
     return [
-        _fewer_errors(results, pair, errors, "{} {:.1%}, {} {:.1%} right", "was not asked the tasks")
+        _fewer_errors(results, pair, errors, word="right", missing="was not asked the tasks")
         for pair in pairs_of(claim, statement)
     ]
 
@@ -162,8 +162,10 @@ def _fewer_errors(
     results: Results | None,
     rows: tuple[str, str],
     errors: Callable[[Run], Mean | None],
-    shown: str,
+    *,
+    word: str,
     missing: str,
+    prefix: str = "",
 ) -> Part:
     """Whether a row has a smaller share of errors than another.
 
@@ -171,8 +173,9 @@ def _fewer_errors(
         results: of the claim.
         rows: the row, and the other.
         errors: the share of a run, None where it was not measured.
-        shown: a format of a row and its share without errors, and of the other's.
-        missing: what is wrong with a run that has none.
+        word: what an answer without error is, such as "right".
+        missing: what is wrong with a run that has no share.
+        prefix: what the text starts with.
     """
     sides = [results.of(name) if results else [] for name in rows]
     if early := too_few(rows[0], sides[0]) or too_few(rows[1], sides[1]):
@@ -182,13 +185,19 @@ def _fewer_errors(
         return Part("not run", f"{rows[0]} or {rows[1]} diverged, or {missing}")
     found = difference(*known)
     ours, others = (1 - estimate(some).value for some in known)
-    text = f"{shown.format(rows[0], ours, rows[1], others)}: {-found.value:+.1%} ± {found.standard_error:.1%}"
-    return decide(found, 0.0, text)
+    shares = f"{rows[0]} {ours:.1%}, {rows[1]} {others:.1%} {word}"
+    return decide(found, 0.0, f"{prefix}{shares}: {-found.value:+.1%} ± {found.standard_error:.1%}")
 
 
 def _errors(found: Classification) -> Mean:
     wrong = [count - right for count, right in zip(found.counts, found.right, strict=True)]
     return Mean.of(wrong, found.counts, (found.corpus_key, found.length, *found.documents))
+
+
+def _mistaken(found: Tasks) -> Mean:
+    """The mean of the shares of wrong answers over tasks. All models answer the same questions."""
+    questions = (found.harness, *((row.task, len(row.right)) for row in found.rows))
+    return Mean.of_groups([1 - np.array(row.right) for row in found.rows], questions)
 
 
 def _missed(run: Run, at: str) -> Mean | None:

@@ -95,9 +95,7 @@ def page(claim: Claim, found: dict[Scale, Results]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def ledger(
-    lines: Sequence[tuple[Claim, dict[Scale, Standing]]], found: Mapping[str, dict[Scale, Results]] | None = None
-) -> str:
+def ledger(lines: Sequence[tuple[Claim, dict[Scale, Standing]]], found: Mapping[str, dict[Scale, Results]]) -> str:
     """All claims with their verdicts, how many there are of each, and how many share trainings.
 
     Args:
@@ -120,6 +118,9 @@ def ledger(
         "errors say so (more for few seeds: Student's t; more for one of several comparisons to fail: Holm); "
         f"with fewer than {SEEDS} seeds there is no verdict. "
         "A verdict at the scales `toy` and `small` is about models of that size, and not about the paper's. "
+        "The recipe `toy` starts from initial weights of standard deviation 0.02. They are too small for its "
+        "width, so that its models learn slowly. Verdicts at that scale may change from "
+        "[a better start](../../claims.md#initial-weights). "
         "By chance up to one statement in twenty is judged wrongly, and statements that share a row err together. "
         "[Negated weights](softplus-table-1.md) show how far noise goes: they are softmax under another name."
     )
@@ -129,7 +130,7 @@ def ledger(
             [
                 "# The papers' claims",
                 _wrapped(head),
-                *(_wrapped(line) for scale in SCALES if (line := _shared(scale, lines, found or {}))),
+                *(_wrapped(line) for scale in SCALES if (line := _shared(scale, lines, found))),
                 _table(
                     ["scale", *kinds], [[name, *(str(count[kind]) for kind in kinds)] for name, count in counts.items()]
                 ),
@@ -163,7 +164,7 @@ def _shared(
     )
 
 
-def _trainings(results: Results) -> set[tuple[int, ...] | tuple[float, ...]]:
+def _trainings(results: Results) -> set[tuple[float, ...]]:
     """What tells trainings apart: their losses."""
     return {tuple(loss for _, loss in run.info.train_loss) for run in results.runs if run.info.train_loss}
 

@@ -41,7 +41,8 @@ def together(verdicts: Sequence[Verdict]) -> Verdict:
 
 def corrected(parts: Sequence[Part]) -> tuple[Part, ...]:
     """What fails of several comparisons by Holm's correction: the surest of m takes an error m
-    times smaller, the next one m - 1 times, and so on. What no longer fails is inconclusive.
+    times smaller, the next one m - 1 times, and so on. What no longer fails is inconclusive, and
+    its text says so.
 
     One comparison that fails makes the statement fail, so the chance that any of them does by noise
     grows with their number. It holds only where all of them hold, which noise makes rarer, so that
@@ -54,7 +55,8 @@ def corrected(parts: Sequence[Part]) -> tuple[Part, ...]:
     for rank, number in enumerate(failing):
         if parts[number].chance * (room - rank) > ERROR:
             for lost in failing[rank:]:
-                found[lost] = replace(parts[lost], verdict="inconclusive")
+                text = f"{parts[lost].text} (fails alone, but not as one of {len(parts)})"
+                found[lost] = replace(parts[lost], verdict="inconclusive", text=text)
             break
     return tuple(found)
 
@@ -65,9 +67,9 @@ def decide(found: Estimate, line: float, text: str) -> Part:
     """
     room = t_quantile(found.freedom) * found.standard_error
     below = line - found.value
-    sureness = below / room if room > 0 else math.copysign(math.inf, below) if below else 0.0
-    if not found.training_noise or math.isnan(sureness):
+    if not found.training_noise or math.isnan(room) or math.isnan(below):
         return Part("inconclusive", text)
+    sureness = below / room if room > 0 else math.copysign(math.inf, below) if below else 0.0
     chance = 1.0
     if below < 0:
         chance = t_outside(-below / found.standard_error, found.freedom) if room > 0 else 0.0

@@ -57,8 +57,8 @@ class Run(Record):
 
     @property
     def settled(self) -> int:
-        """The first step whose largest gradient is judged: it is that since the entry before, and
-        that one is past twice the warm-up.
+        """The first logged step that is judged. Each entry holds the largest gradient since the
+        entry before it; from here on, that is after twice the warm-up.
 
         The first steps have the largest gradients of most trainings, whatever the mechanism. They
         fall until some steps after the learning rate has risen to its height.

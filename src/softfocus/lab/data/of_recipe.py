@@ -5,6 +5,7 @@ its name.
 import filecmp
 import logging
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,10 +21,10 @@ from softfocus.lab.data.images import Glyphs, ImageFolder
 from softfocus.lab.data.samples import HeldOut, InOrder, Inputs, hide
 from softfocus.lab.data.speech import LibriSpeech, Syllables
 from softfocus.lab.data.tasks import Mqar, Passkey, Task, digest, random_for
-from softfocus.lab.data.tokens import TokenStore, prepare, to_copy_of
+from softfocus.lab.data.tokens import Options, TokenStore, key_of, prepare, to_copy_of
 from softfocus.lab.data.windows import EvaluationWindows, TaskWindows, TrainingWindows
 from softfocus.lab.errors import LabError
-from softfocus.lab.progress import Event, Listener
+from softfocus.lab.progress import Event, Listener, silent
 from softfocus.lab.recipes.data import MATTER
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.run_folder.files import MODEL, RECIPE
@@ -274,25 +275,42 @@ def tokens(recipe: Recipe, listener: Listener) -> TokenStore:
     return _tokens(recipe, listener)
 
 
-def to_copy(recipe: Recipe) -> int:
-    """Bytes of shards that are copied into the token cache before a recipe trains, and are not
-    there yet.
+def key(recipe: Recipe) -> str:
+    """The key of what a recipe is trained on. No text is tokenised for it, and no shard copied.
+
+    Raises:
+        LabError: data that cannot be found.
     """
     table = recipe.data
     if table.kind not in ("text", "masked"):
-        return 0
+        return load(recipe, silent).key
     assert table.source is not None
-    return to_copy_of(table.source, table.tokenizer, **_options(recipe))
+    return key_of(table.source, table.tokenizer, _options(recipe))
 
 
-def _options(recipe: Recipe) -> dict[str, Any]:
+def to_copy(recipes: Iterable[Recipe]) -> int:
+    """Bytes of shards that are copied into the token cache before recipes train, and are not there
+    yet. What several of them read is copied once.
+
+    Raises:
+        LabError: data that cannot be found.
+    """
+    tables = {recipe.data.model_dump_json(): recipe for recipe in recipes if recipe.data.kind in ("text", "masked")}
+    found: dict[str, int] = {}
+    for recipe in tables.values():
+        assert recipe.data.source is not None
+        found |= to_copy_of(recipe.data.source, recipe.data.tokenizer, _options(recipe))
+    return sum(found.values())
+
+
+def _options(recipe: Recipe) -> Options:
     table = recipe.data
-    return {
-        "validation_source": table.validation_source,
-        "validation_fraction": table.validation_fraction,
-        "text_field": table.text_field,
-        "max_documents": table.max_documents,
-    }
+    return Options(
+        validation_source=table.validation_source,
+        validation_fraction=table.validation_fraction,
+        text_field=table.text_field,
+        max_documents=table.max_documents,
+    )
 
 
 def _tokens(recipe: Recipe, listener: Listener) -> TokenStore:
@@ -302,7 +320,7 @@ def _tokens(recipe: Recipe, listener: Listener) -> TokenStore:
 
     table = recipe.data
     assert table.source is not None  # of text
-    return prepare(table.source, table.tokenizer, **_options(recipe), progress=tell)
+    return prepare(table.source, table.tokenizer, _options(recipe), progress=tell)
 
 
 def check_unchanged(store: TokenStore, folder: Path, info: RunInfo) -> None:

@@ -108,16 +108,37 @@ class TokenStore:
         return TokenStore.open, (self.folder,)
 
 
+@dataclass(frozen=True)
+class Options:
+    """How a source is read, and what is held out of it.
+
+    Attributes:
+        validation_source: where all validation documents come from; the source is then all for
+            training.
+        validation_fraction: of the documents of the source, between 0 and 1.
+        text_field: the field or column that holds the text.
+        max_documents: read no more documents of the source, and of the validation source, than so
+            many.
+        seed: of the order of "stdlib" and of the choice of held-out documents. Not a training seed:
+            runs that are to be compared need the same.
+    """
+
+    validation_source: str | None = None
+    validation_fraction: float = 0.05
+    text_field: str = "text"
+    max_documents: int | None = None
+    seed: int = 0
+
+
+DEFAULTS = Options()
+
+
 def prepare(
     source: str,
     tokenizer_spec: str,
+    options: Options = DEFAULTS,
     *,
-    validation_source: str | None = None,
-    validation_fraction: float = 0.05,
     cache_folder: Path | None = None,
-    text_field: str = "text",
-    max_documents: int | None = None,
-    seed: int = 0,
     progress: Progress = lambda what, share: None,
 ) -> TokenStore:
     """The tokens of a source, from the cache if they are there. Memory is bounded by the longest
@@ -139,14 +160,8 @@ def prepare(
             .bin shards of tokens.
         tokenizer_spec: what :func:`~softfocus.lab.data.tokenizer.load_tokenizer` takes. For shards,
             the tokenizer they were made with: "hub:openai-community/gpt2" for FineWeb's.
-        validation_source: where all validation documents come from; `source` is then all for
-            training.
-        validation_fraction: of the documents of `source`, between 0 and 1.
+        options: how they are read.
         cache_folder: by default $SOFTFOCUS_CACHE, or ~/.cache/softfocus/tokens.
-        text_field: the field or column that holds the text.
-        max_documents: read no more documents of `source`, and of `validation_source`, than so many.
-        seed: of the order of "stdlib" and of the choice of held-out documents. Not a training seed:
-            runs that are to be compared need the same.
         progress: called now and then.
 
     Raises:
@@ -154,7 +169,7 @@ def prepare(
             in both sources; a shard that is none, or holds ids that the tokenizer does not have; a
             disk that is full or cannot be written to.
     """
-    plan = _plan(source, tokenizer_spec, validation_source, validation_fraction, text_field, max_documents, seed)
+    plan = _plan(source, tokenizer_spec, options)
     cache = cache_folder or default_cache()
     folder = cache / plan.key
     if folder.exists() and _damage(folder, progress) is None:
@@ -167,7 +182,7 @@ def prepare(
             if damage:
                 _log.warning("the tokens in %s %s: they are made anew", folder, damage)
             if damage or not there:
-                _check_room(cache, plan)
+                check_room(cache, plan.shard_bytes)
                 _build(folder, plan, progress)
     except OSError as error:  # of writing: whoever reads a source turns its errors into LabErrors
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -180,60 +195,54 @@ def prepare(
     return _opened(folder)
 
 
-def to_copy_of(
-    source: str,
-    tokenizer_spec: str,
-    *,
-    validation_source: str | None = None,
-    validation_fraction: float = 0.05,
-    text_field: str = "text",
-    max_documents: int | None = None,
-) -> int:
-    """Bytes of shards that :func:`prepare` would copy into the cache: none where they are there. Of
-    text it is not known before.
+def to_copy_of(source: str, tokenizer_spec: str, options: Options = DEFAULTS) -> dict[str, int]:
+    """Bytes of shards that :func:`prepare` would copy into the cache, by key: nothing where they
+    are there. Of text it is not known before.
 
     Raises:
-        LabError: what Corpus raises, or a disk that has no room for them.
+        LabError: what Corpus raises.
     """
-    plan = _plan(source, tokenizer_spec, validation_source, validation_fraction, text_field, max_documents, 0)
-    if (default_cache() / plan.key).exists():
-        return 0
-    return _check_room(default_cache(), plan)
+    plan = _plan(source, tokenizer_spec, options)
+    return {} if (default_cache() / plan.key).exists() else {plan.key: plan.shard_bytes}
 
 
-def _check_room(cache: Path, plan: Plan) -> int:
-    """Bytes of the shards of a plan, which the cache's disk has room for.
+def check_room(cache: Path, needed: int) -> None:
+    """Refuse to copy shards of so many bytes into a cache whose disk has no room for them.
 
     Raises:
-        LabError: it does not.
+        LabError: it has not.
     """
     there = next(path for path in (cache, *cache.absolute().parents) if path.exists())
-    if (free := shutil.disk_usage(there).free) < plan.shard_bytes:
+    if (free := shutil.disk_usage(there).free) < needed:
         raise LabError(
-            f"{cache} has {free / 1e9:.1f} GB free, and {plan.shard_bytes / 1e9:.1f} GB of shards are copied there",
+            f"{cache} has {free / 1e9:.1f} GB free, and {needed / 1e9:.1f} GB of shards are copied there",
             f"free some, or let {CACHE} name a folder on a larger disk",
         )
-    return plan.shard_bytes
 
 
-def _plan(
-    source: str,
-    tokenizer_spec: str,
-    validation_source: str | None,
-    validation_fraction: float,
-    text_field: str,
-    max_documents: int | None,
-    seed: int,
-) -> Plan:
+def key_of(source: str, tokenizer_spec: str, options: Options = DEFAULTS) -> str:
+    """The name of the folder that :func:`prepare` would make, without making it.
+
+    Raises:
+        LabError: what Corpus raises.
+    """
+    return _plan(source, tokenizer_spec, options).key
+
+
+def _plan(source: str, tokenizer_spec: str, options: Options) -> Plan:
     """What is to be in a store."""
-    if not 0 < validation_fraction < 1:
-        raise LabError(f"validation_fraction is {validation_fraction}", "choose a share between 0 and 1, such as 0.05")
-    options: dict[str, Any] = {"text_field": text_field, "max_documents": max_documents, "seed": seed}
-    training = Corpus(source, **options)
-    validation = Corpus(validation_source, **options) if validation_source is not None else None
+    fraction, seed = options.validation_fraction, options.seed
+    if not 0 < fraction < 1:
+        raise LabError(f"validation_fraction is {fraction}", "choose a share between 0 and 1, such as 0.05")
+
+    def corpus(name: str) -> Corpus:
+        return Corpus(name, text_field=options.text_field, max_documents=options.max_documents, seed=seed)
+
+    training = corpus(source)
+    validation = corpus(options.validation_source) if options.validation_source is not None else None
     if validation is not None and (both := _parts(training) & _parts(validation)):
         raise LabError(f"{min(both)} is in the source and in the validation source", "take it out of one of them")
-    return Plan(training, validation, validation_fraction, seed, tokenizer_spec)
+    return Plan(training, validation, fraction, seed, tokenizer_spec)
 
 
 def default_cache() -> Path:

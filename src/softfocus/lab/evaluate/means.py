@@ -65,6 +65,15 @@ class Mean:
             return cls._from_parts(value, (s - value * n) / n.sum(), documents)
 
     @classmethod
+    def of_groups(cls, groups: Sequence[ArrayLike], documents: Hashable = None) -> "Mean":
+        """The mean of the means of several groups, each of which counts alike. Every value is a
+        document of its own.
+        """
+        values = [np.asarray(group, dtype=np.float64) for group in groups]
+        parts = [(group - group.mean()) / (len(group) * len(values)) for group in values]
+        return cls._from_parts(fmean(float(group.mean()) for group in values), np.concatenate(parts), documents)
+
+    @classmethod
     def _from_parts(cls, value: float, parts: NDArray[np.float64], documents: Hashable) -> "Mean":
         count = len(parts)
         error = sqrt(count / (count - 1) * np.square(parts).sum()) if count > 1 else nan

@@ -5,6 +5,7 @@ apart.
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from softfocus.lab import model as models
 from softfocus.lab.errors import LabError, first_line
@@ -58,18 +59,25 @@ def answer(folder: Path, *, progress: Listener = silent) -> Tasks:
         max_length=info.train_length,
     )
     try:
-        measured = lm_eval.simple_evaluate(model=wrapped, tasks=list(TASKS), num_fewshot=0)["results"]
+        measured = lm_eval.simple_evaluate(model=wrapped, tasks=list(TASKS), num_fewshot=0, log_samples=True)
     except Exception as error:  # the harness, the hub's client and the network each raise their own
         what = f"lm_eval cannot measure {', '.join(TASKS)}: {first_line(error)}"
         raise LabError(what, "check the network, or update lm_eval") from error
-    rows = [
-        TaskRow(task=task, accuracy=measured[task]["acc,none"], standard_error=measured[task]["acc_stderr,none"])
-        for task in TASKS
-    ]
+    rows = [_row(task, measured["results"][task], measured["samples"][task]) for task in TASKS]
     found = Tasks(run=info.name, token=info.token, harness=_version(), rows=rows)
     save_measured(folder, found)
     progress(Event(kind="step", run=info.name, done=len(TASKS), total=len(TASKS)))
     return found
+
+
+def _row(task: str, metrics: dict[str, Any], samples: list[dict[str, Any]]) -> TaskRow:
+    return TaskRow(
+        task=task,
+        accuracy=metrics["acc,none"],
+        standard_error=metrics["acc_stderr,none"],
+        normalised=metrics.get("acc_norm,none"),
+        right=[round(sample["acc"]) for sample in sorted(samples, key=lambda sample: sample["doc_id"])],
+    )
 
 
 def _version() -> str:

@@ -11,6 +11,11 @@ class TaskRow(Record):
     task: str
     accuracy: float = Field(description="`acc` of the harness, not normalised by length")
     standard_error: float = Field(description="of the questions")
+    normalised: float | None = Field(
+        default=None, description="`acc_norm` of the harness, normalised by length; None where it has none"
+    )
+
+    right: list[int] = Field(description="by question, in the harness's order: 1 where `acc` has it right, else 0")
 
 
 class Tasks(Record):

@@ -229,11 +229,16 @@ def estimate(jobs: Sequence[Job], workers: int, processes: int = 1) -> Expected:
 
 
 def _copied(jobs: Sequence[Job]) -> int:
-    """Bytes of shards that the token cache does not have yet."""
-    from softfocus.lab.data import of_recipe
+    """Bytes of shards that the token cache does not have yet. Its disk has room for all of them.
 
-    tables = {job.recipe.data.model_dump_json(): job.recipe for job in jobs}
-    return sum(map(of_recipe.to_copy, tables.values()))
+    Raises:
+        LabError: it has not.
+    """
+    from softfocus.lab.data import of_recipe, tokens
+
+    needed = of_recipe.to_copy(job.recipe for job in jobs)
+    tokens.check_room(tokens.default_cache(), needed)
+    return needed
 
 
 def _trial(recipe: Recipe, threads: int, processes: int) -> tuple[float, int]:

@@ -65,7 +65,8 @@ def _free_memory() -> tuple[str, int]:
     import torch
 
     if torch.cuda.is_available():
-        return "the GPU", torch.cuda.mem_get_info()[0]
+        cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()  # torch's own, and free
+        return "the GPU", torch.cuda.mem_get_info()[0] + cached
     try:
         fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         return "this machine", 1024 * int(fields["MemAvailable"].split()[0])
