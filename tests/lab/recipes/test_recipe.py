@@ -95,7 +95,7 @@ def test_demo_recipes_differ_in_the_mechanism_alone() -> None:
 
 
 def test_the_demo_as_t6_has_the_demos_data_and_training() -> None:
-    demo = load("demo")
+    demo = load("demo-slow-start")
     for name, mechanism in (("demo-t6", "softmax"), ("demo-t6-lssar", "lssar")):
         recipe = load(name)
         assert (recipe.data, recipe.train, recipe.evaluate) == (demo.data, demo.train, demo.evaluate)
