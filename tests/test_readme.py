@@ -564,6 +564,27 @@ def test_what_the_start_costs_is_the_measured_one():
     assert loss("learning-rates", "local-cosine-twice-s0") > tuned
 
 
+def test_what_is_said_of_the_layouts_holds_for_every_seed():
+    by = {group.label: group for group in read(RESULT / "results.json").groups}
+
+    def losses(label, at):
+        return {one.seed: one.row(128 * at).loss for one in by[label].evaluations}
+
+    ours, rivals = losses("hybrid-half-rope", 16), ("local-cosine", "local-nope", "LSSAR", "Softmax")
+    assert all(far < losses("hybrid-half-rope", 1)[seed] for seed, far in ours.items()), "falls from 1x to 16x"
+    assert all(ours[seed] < loss for rival in rivals for seed, loss in losses(rival, 16).items())
+    assert all(loss > losses("local-cosine", 1)[seed] for seed, loss in losses("local-cosine", 16).items()), "rises"
+    windowed = cell(by["Softmax"], 16.0, "window 1x")
+    for group in by.values():
+        assert not (best(group, 16.0).minus(windowed).sure and best(group, 16.0).loss < windowed.loss)
+    for at, other in ((1.0, cell(by["Softmax"], 1.0, "as trained")), (16.0, windowed)):
+        more = cell(by["hybrid-half-rope"], at, "as trained").minus(other)
+        assert not more.sure
+        assert more.value > 0
+    for label in ("local-nope", "LSSAR"):
+        assert 0.02 < cell(by[label], 1.0, "as trained").minus(cell(by["Softmax"], 1.0, "as trained")).value < 0.1
+
+
 def test_the_other_lines_that_were_lost_are_the_measured_ones():
     text = " ".join(LAYOUTS.split())
     t6 = {one.run: one for one in read(ROOT / "docs/results/t6/results.json").evaluations}
