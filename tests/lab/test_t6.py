@@ -68,5 +68,5 @@ def test_mistakes_are_said_in_one_line(override: str, says: str) -> None:
 
 def test_rope_head_by_head_is_refused_in_one_line() -> None:
     layout = 'model.layout={ "*" = [{ heads = 2, rope = 0.5 }, { heads = 2 }] }'
-    with pytest.raises(LabError, match=r"all heads of a layer need the same share; .*model.layout"):
+    with pytest.raises(LabError, match=r"all heads of a layer need the same share and base; .*model.layout"):
         build(load("demo-t6", [layout]), 257)
