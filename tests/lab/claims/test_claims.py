@@ -432,7 +432,6 @@ def test_the_ledger_counts(made: Any) -> None:
     lines = [(one, {scale: page.standing(one, scale, None) for scale in SCALES}) for one in (claim, exact)]
     text = page.ledger(lines, {})
     assert "2 claims, 1 of them decided by tests" in " ".join(text.split())
-    assert "may change from [a better start](../../claims.md#initial-weights)" in " ".join(text.split())
     assert "| scale | fails | not run | not testable here |" in text
     assert "| toy | 0 | 1 | 0 |" in text
     assert "| gpt2 | 0 | 0 | 1 |" in text
@@ -628,6 +627,32 @@ def test_earlier_runs_are_not_trained_again(two: Claim, tmp_path: Path, monkeypa
     two.rows["b"]["train"] = {"steps": 11}
     with pytest.raises(LabError, match=r"run b-s0 of .* has another recipe: train\.steps was 10 and is 11; leave"):
         reproduce("two", second, seeds=3, earlier=first / PUBLISHED, console=console())
+
+
+def test_pages_say_which_results_are_of_an_earlier_recipe(two: Claim, tmp_path: Path) -> None:
+    for recipe in recipes(two, "toy", [0]):
+        finish(recipe, tmp_path)
+    results = reproduce("two", tmp_path, seeds=1, console=console())
+    assert results is not None
+
+    def told() -> tuple[str, str]:
+        found: dict[str, dict[Any, Results]] = {"two": {"toy": results}}
+        ledger = page.ledger([(two, dict.fromkeys(SCALES, "holds"))], found)  # type: ignore[arg-type]
+        return " ".join(page.page(two, {"toy": results}).split()), ledger
+
+    shown, ledger = told()
+    assert "earlier recipe" not in shown + ledger
+    assert "| holds | holds | holds |" in ledger
+    two.rows["b"]["evaluate"] = {"tokens": 64}  # not of the training
+    assert told() == (shown, ledger)
+    two.rows["b"]["train"] = {"steps": 11}
+    shown, ledger = told()
+    assert "earlier recipe, and not again since it changed.** Since then: " in shown
+    assert "train.steps was 10 and is 11." in shown
+    assert "| holds \\* | holds | holds |" in ledger
+    assert "with an earlier recipe" in ledger
+    del two.rows["b"]
+    assert "the row is no longer there" in told()[0]
 
 
 def test_zero_shot_tasks_are_measured_where_the_harness_is(two: Claim, tmp_path: Path, monkeypatch: Any) -> None:

@@ -1,5 +1,5 @@
-"""Runs of an earlier results.json, taken in place of trainings: only where the same recipe would be
-trained on the same data.
+"""Runs of an earlier results.json: whether today's recipe is the same, and the data, so that they
+can be taken in place of trainings.
 """
 
 import tomllib
@@ -10,8 +10,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from softfocus.lab.claims import results as outcomes
-from softfocus.lab.claims.claim import Claim, Scale
-from softfocus.lab.claims.results import RESULTS, Run
+from softfocus.lab.claims.claim import Claim, Scale, recipes
+from softfocus.lab.claims.results import RESULTS, Results, Run
 from softfocus.lab.errors import LabError
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.run_folder.provenance import without_folders
@@ -50,6 +50,21 @@ def runs(claim: Claim, scale: Scale, plan: Sequence[Recipe], folder: Path) -> di
     return found
 
 
+def changes(claim: Claim, scale: Scale, results: Results) -> list[str]:
+    """In which keys of their recipes any runs of a claim differ from what would be trained today.
+
+    Keys of the evaluation do not count: what the statements need is in the results, or they have
+    no verdict.
+    """
+    now = {recipe.name: recipe for recipe in recipes(claim, scale, sorted({run.info.seed for run in results.runs}))}
+    found: dict[str, None] = {}
+    for run in results.runs:
+        recipe = now.get(f"{run.row}-s{run.info.seed}")
+        lines = ["the row is no longer there"] if recipe is None else _differing(run.recipe, recipe)
+        found |= dict.fromkeys(line for line in lines if not line.startswith("evaluate."))
+    return list(found)
+
+
 def _differing(text: str, recipe: Recipe) -> list[str]:
     """In which keys two recipes differ, names, descriptions and folders left out."""
     now = _flat(_compared(without_folders(recipe.to_toml())))
@@ -58,7 +73,11 @@ def _differing(text: str, recipe: Recipe) -> list[str]:
     except (tomllib.TOMLDecodeError, ValidationError):
         return ["it is of another version"]
     keys = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
-    return [f"{key} was {before.get(key)!r} and is {now.get(key)!r}" for key in keys]
+    return [f"{key} was {_told(before.get(key))} and is {_told(now.get(key))}" for key in keys]
+
+
+def _told(value: Any) -> str:
+    return "unset" if value is None else repr(value)
 
 
 def _compared(text: str) -> dict[str, Any]:

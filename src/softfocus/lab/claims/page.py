@@ -13,6 +13,7 @@ from typing import Literal
 from softfocus.lab.claims import claim as claims
 from softfocus.lab.claims import results as outcomes
 from softfocus.lab.claims.claim import BASES, SCALES, Claim, Saves, Scale, Steeper
+from softfocus.lab.claims.earlier import changes
 from softfocus.lab.claims.parts import SEEDS, Verdict, together
 from softfocus.lab.claims.power_law import families
 from softfocus.lab.claims.results import FIGURE, RESULTS, SIZES, TRAINING, YARDSTICK, Results, Run
@@ -30,6 +31,9 @@ AWAY: dict[Scale, str] = {
 """Scales that need more than the project has. A claim with committed results has a verdict there
 all the same.
 """
+
+MARK = " \\*"
+"""Beside a verdict in the ledger whose models were trained with an earlier recipe."""
 
 Standing = Verdict | Literal["not testable here"]
 _ORDER: tuple[Standing, ...] = ("holds", "fails", "inconclusive", "too few seeds", "not run", "not testable here")
@@ -106,10 +110,18 @@ def ledger(lines: Sequence[tuple[Claim, dict[Scale, Standing]]], found: Mapping[
     counts: dict[str, Counter[Standing]] = {
         scale: Counter(standings[scale] for claim, standings in lines if not claim.exact) for scale in SCALES
     }
+    outdated = {
+        claim.name: [scale for scale, results in found.get(claim.name, {}).items() if changes(claim, scale, results)]
+        for claim, _ in lines
+    }
     counts["exact"] = Counter(standings[SCALES[0]] for claim, standings in lines if claim.exact)
     table = []
     for claim, standings in lines:
-        cells = [f"{standings[SCALES[0]]}: exact, by test"] * len(SCALES) if claim.exact else list(standings.values())
+        cells = [
+            f"{standings[SCALES[0]]}: exact, by test" if claim.exact else standings[scale] + mark
+            for scale in SCALES
+            for mark in [MARK if scale in outdated.get(claim.name, ()) else ""]
+        ]
         table.append([f"[{claim.title}]({claim.name}.md)", claim.source, *cells])
     head = (
         f"{len(lines)} claims, {len(exact)} of them decided by tests that train nothing. A claim holds where all its "
@@ -118,12 +130,15 @@ def ledger(lines: Sequence[tuple[Claim, dict[Scale, Standing]]], found: Mapping[
         "errors say so (more for few seeds: Student's t; more for one of several comparisons to fail: Holm); "
         f"with fewer than {SEEDS} seeds there is no verdict. "
         "A verdict at the scales `toy` and `small` is about models of that size, and not about the paper's. "
-        "The recipe `toy` starts from initial weights of standard deviation 0.02. They are too small for its "
-        "width, so that its models learn slowly. Verdicts at that scale may change from "
-        "[a better start](../../claims.md#initial-weights). "
         "By chance up to one statement in twenty is judged wrongly, and statements that share a row err together. "
         "[Negated weights](softplus-table-1.md) show how far noise goes: they are softmax under another name."
     )
+    if any(outdated.values()):
+        head += (
+            f" Verdicts with a star ({MARK.strip()}) are of models that were trained with an earlier recipe, "
+            "and not again since it changed. Their pages say in what it differs. "
+            "[docs/claims.md](../../claims.md#initial-weights) says why it changed."
+        )
     kinds = [kind for kind in _ORDER if any(count[kind] for count in counts.values())]
     return (
         "\n\n".join(
@@ -186,6 +201,13 @@ def _outcome(claim: Claim, scale: Scale, results: Results) -> list[str]:
     if why := claim.unjudged.get(scale):
         measured = [[one.statement.says, one.shown.text] for one in judged]
         parts = [_wrapped(f"**Not testable here:** {why}."), _table(["statement", "what came out"], measured)]
+    if differing := changes(claim, scale, results):
+        parts.append(
+            _wrapped(
+                "**These models were trained with an earlier recipe, and not again since it changed.** "
+                f"Since then: {'; '.join(differing)}."
+            )
+        )
     parts += [_wrapped(_runs(claim, scale, results)), *(_wrapped(line) for line in results.missing)]
     if lost := [run for run in results.runs if run.diverged]:
         parts.append("\n".join(f"* Diverged: {run.row}, seed {run.info.seed}: {run.info.error}." for run in lost))
