@@ -34,13 +34,20 @@ README = (ROOT / "README.md").read_text()
 RESULT = ROOT / "docs" / "results" / "layouts"
 SLOW = ROOT / "docs" / "results" / "layouts-slow-start"
 NAMES = {
-    "LSSAR": "LSSAR, p = 15, in every layer",
+    "lssa-hybrid": "local LSSA layers, global LSSAR, p = 31, half of RoPE",
+    "lssa-local": "local LSSA layers, global LSSA",
     "hybrid-half-rope": "local softmax layers, global LSSAR, p = 31, half of RoPE",
+    "LSSAR": "LSSAR, p = 15, in every layer",
+    "LSSA": "LSSA in every layer",
+    "softplus": "softplus in place of the exponential, in every layer",
     "hybrid": "the same with all of RoPE",
     "local-cosine": "local softmax layers, global cosine softmax with log N",
     "local-softmax": "local softmax layers, global softmax",
     "local-nope": "local softmax layers, global softmax without RoPE",
+    "cosine-local": "local cosine softmax layers, global cosine softmax, with log N",
 }
+IN_README = ("Softmax", "lssa-hybrid", "lssa-local", "hybrid-half-rope", "LSSAR", "local-nope")
+"""Rows of the table; docs/layouts.md has all."""
 
 
 def result_block() -> str:
@@ -60,8 +67,8 @@ def result_block() -> str:
         ]
     ]
     lines.append(["---"] * len(lines[0]))
-    order = ["Softmax", *NAMES]
-    for group in sorted(report.groups, key=lambda group: order.index(group.label)):
+    by = {group.label: group for group in report.groups}
+    for group in (by[label] for label in IN_README):
         for setting in settings(report.groups):
             if setting != "as trained" and group.label != "Softmax":
                 continue
@@ -80,22 +87,23 @@ def result_block() -> str:
 def lead(report) -> list[str]:
     """What a reader should know of the result, a line for each comparison."""
     by = {group.label: group for group in report.groups}
-    ours, softmax = by["hybrid-half-rope"], by["Softmax"]
-    price = cell(ours, 1.0, "as trained").minus(cell(softmax, 1.0, "as trained"))
-    flat, windowed = cell(ours, 16.0, "as trained"), cell(softmax, 16.0, "window 1x")
+    ours, without = by["lssa-hybrid"], by["lssa-local"]
+    softmax, windowed = cell(by["Softmax"], 1.0, "as trained"), cell(by["Softmax"], 16.0, "window 1x")
+    flat = cell(ours, 16.0, "as trained")
     lowest = min((best(group, 16.0) for group in report.groups), key=lambda one: one.loss)
-    rivals = {
-        "Softmax with the window": windowed,
-        "the same layout with softmax without RoPE": cell(by["local-nope"], 16.0, "as trained"),
-        "the same layout with cosine softmax": cell(by["local-cosine"], 16.0, "as trained"),
-        "LSSAR in every layer": cell(by["LSSAR"], 16.0, "as trained"),
-    }
     there = "At 16 times the training length"
-    lines = [f"* The layout's price at the training length, against Softmax: {said(price)}."]
-    lines += [f"* {there}, as trained, against {name}: {said(flat.minus(one))}." for name, one in rivals.items()]
     name = NAMES.get(lowest.group.label, lowest.group.label)
     setting = lowest.setting.replace("window 1x", "with the window")
-    lines.append(f"* {there} the lowest loss, windows included, is {lowest.loss:.3f}: {name}, {setting}.")
+    lines = [
+        f"* Local LSSA layers and global LSSAR ones against Softmax, at the training length: "
+        f"{said(cell(ours, 1.0, 'as trained').minus(softmax))}.",
+        f"* {there}, as trained, against Softmax with the window: {said(flat.minus(windowed))}.",
+        f"* {there}, both with the window: {said(cell(ours, 16.0, 'window 1x').minus(windowed))}.",
+        f"* Local LSSA layers and global LSSA ones against Softmax, at the training length: "
+        f"{said(cell(without, 1.0, 'as trained').minus(softmax))}; {there[0].lower()}{there[1:]}, both with the "
+        f"window: {said(cell(without, 16.0, 'window 1x').minus(windowed))}.",
+        f"* {there} the lowest loss, windows included, is {lowest.loss:.3f}: {name}, {setting}.",
+    ]
     wrapped = [
         textwrap.wrap(long.replace(" ±", "~±").replace("± ", "±~"), 100, subsequent_indent="  ") for long in lines
     ]
@@ -499,7 +507,7 @@ def new_rates() -> str:
             row = group.evaluations[0].run.rpartition("-s")[0]
             found[name, row] = f"{cell(group, 1.0, 'as trained').loss:.3f}"
     lines = ["| loss at 1x | 1e-3 | 2e-3 | 4e-3 | 8e-3 |", "|---|---|---|---|---|"]
-    for row in ("softmax", "local-cosine", "hybrid-half-rope", "local-nope", "lssar"):
+    for row in ("softmax", "lssa-hybrid", "lssa-local", "local-cosine", "hybrid-half-rope", "local-nope", "lssar"):
         label = {"softmax": "Softmax", "lssar": "LSSAR"}.get(row, row)
         swept = [found.get(("learning-rates", f"{row}{ending}"), "") for ending in ("-half", "", "-four-times")]
         cells = [*swept[:2], found["layouts", row], swept[2]]
@@ -511,8 +519,12 @@ def slow_table() -> str:
     return scale_table("layouts-slow-start")
 
 
+def layouts_table() -> str:
+    return scale_table("layouts")
+
+
 TABLES = {
-    "slow": slow_table, "differences": differences_table, "new_rates": new_rates,
+    "layouts": layouts_table, "slow": slow_table, "differences": differences_table, "new_rates": new_rates,
     "trials": trials_table, "recall": recall_table, "both": both_table, "heads": heads_table, "larger": larger_table,
     "bpe": bpe_table, "layout_recall": layout_recall_table, "rates": demo_rates, "larger_rates": larger_rates,
     "bpe_rates": bpe_rates, "bpe_tuned": bpe_tuned_table, "recall_rates": recall_rates,
