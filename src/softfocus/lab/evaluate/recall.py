@@ -18,7 +18,7 @@ from softfocus.lab.data import of_recipe as data
 from softfocus.lab.data.tasks import IGNORED, Asking, PasskeyInText, check_room, digest, random_for
 from softfocus.lab.data.tokenizer import Encoder
 from softfocus.lab.errors import LabError
-from softfocus.lab.evaluate.forward import has_plain_head, under_window
+from softfocus.lab.evaluate.forward import has_plain_head, opened
 from softfocus.lab.evaluate.means import Mean
 from softfocus.lab.progress import Event, Listener, silent
 from softfocus.lab.recipes.data import MATTER
@@ -82,7 +82,7 @@ def recall(
         LabError: a run that is not finished, one that was trained on hidden tokens, images or
             speech, or a length that cannot hold a sequence.
     """
-    info, recipe, config = under_window(folder, lengths, window, "recall")
+    info, recipe, config = opened(folder, max(lengths), "recall --lengths up to {}", window)
     task = _task(folder, recipe)
     found, plans = _left(folder, info, task, lengths, window, sequences)
     if not plans:
@@ -180,11 +180,7 @@ def _left(
     """What recall.json holds, and what is still to be measured."""
     plans = list(_plans(task, sorted(set(lengths)), info.train_length))
     fresh = Recall(
-        run=info.name,
-        token=info.token,
-        mechanism=info.mechanism,
-        train_length=info.train_length,
-        seed=info.seed,
+        **info.named,
         task=digest(task),
         rows=[],
     )

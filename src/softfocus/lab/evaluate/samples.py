@@ -72,13 +72,9 @@ def evaluate_samples(folder: Path, *, batch_tokens: int = 4096, progress: Listen
     for row in rows:
         progress(Event(kind="row", run=info.name, row=row, done=count * length, total=count * length))
     evaluation = Evaluation(
-        run=info.name,
-        token=info.token,
-        mechanism=info.mechanism,
-        train_length=length,
+        **info.named,
         vocabulary=info.vocabulary,
         tokens=count * length,
-        seed=info.seed,
         corpus_key=source.key,
         longest=length,
         documents=len(set(held.documents)),

@@ -23,12 +23,11 @@ from softfocus.lab.data import of_recipe as data
 from softfocus.lab.data.tokens import TokenStore
 from softfocus.lab.data.windows import EvaluationWindows
 from softfocus.lab.errors import LabError, UsageError
+from softfocus.lab.evaluate.forward import opened
 from softfocus.lab.evaluate.means import ClusteredMeans
 from softfocus.lab.inspect.measure import MEASURES, measures, picture
 from softfocus.lab.inspect.results import Heads, Inspection, Learned, Length, Row, Value
 from softfocus.lab.progress import Event, Listener, silent
-from softfocus.lab.recipes.loading import load
-from softfocus.lab.run_folder.files import RECIPE, load_run
 from softfocus.lab.run_folder.results import RunInfo
 from softfocus.row_weights import blocks
 
@@ -88,12 +87,8 @@ def inspect(
             tokens than the model has positions or the device has memory.
         UsageError: a layer or head that the model has not got.
     """
-    models.quiet()
-    info = load_run(folder)
-    recipe = load(folder / RECIPE)
     lengths = sorted(set(lengths))
-    config = models.load_config(folder)
-    models.check_positions(config, max(lengths), "inspect --lengths up to {}")
+    info, recipe, config = opened(folder, max(lengths), "inspect --lengths up to {}")
     if text is None:
         store = data.tokens(recipe, progress)
         data.check_unchanged(store, folder, info)
