@@ -19,6 +19,7 @@ from softfocus.lab.recipes.loading import derive, merged
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.report.compare import Comparison, compare
 from softfocus.lab.report.points import without_seed
+from softfocus.lab.run_folder.disk import check_room
 from softfocus.lab.run_folder.owner import refuse_in_use
 from softfocus.lab.run_folder.provenance import cores
 from softfocus.lab.studies import crew
@@ -205,7 +206,7 @@ def train_all(
         expected = estimate(found, workers, processes)
     console.print(f"{title}: {expected.text}", markup=False, highlight=False)
     if not estimate_only:
-        fits.check_disk(folder, expected.bytes)
+        check_room(folder, expected.bytes, "{} are needed", "free some space, or choose another disk with --out")
         crew.work(folder, found, workers=workers, overwrite=overwrite, console=console, processes=processes)
     return found
 
