@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from softfocus.lab.inspect.measure import HIDDEN
 from softfocus.lab.inspect.results import Inspection
 from softfocus.lab.inspect.run import Map
-from softfocus.lab.report.figure import PALETTE, PANEL, STYLE, places, save_png
+from softfocus.lab.report.figure import PALETTE, PANEL, STYLE, places, save_png, titled
 
 TITLES = {
     "zeros": "Exactly zero",
@@ -80,8 +80,9 @@ def save_maps(found: Sequence[tuple[str, Inspection, Sequence[Map]]], path: Path
         for length in one.lengths
     ]
     across = max(len(maps) for *_, maps in lines)
-    with rc_context(STYLE | {"axes.grid": False, "font.size": 9, "axes.titlesize": 9}):
-        figure = Figure(figsize=(max(8.0, 1.6 * across + 1.1), 1.85 * len(lines) + 0.9), layout="constrained")
+    style = STYLE | {"axes.grid": False, "font.size": 9, "axes.titlesize": 9}
+    size = max(8.0, 1.6 * across + 1.1), 1.85 * len(lines) + 0.9
+    with titled(size, title, fontsize=11, style=style) as figure:
         grid = figure.subplots(len(lines), across, squeeze=False)
         for line, (name, one, length, maps) in zip(grid, lines, strict=True):
             for ax in line[len(maps) :]:
@@ -94,15 +95,13 @@ def save_maps(found: Sequence[tuple[str, Inspection, Sequence[Map]]], path: Path
                 ax.set_title(f"layer {shown.layer}, head {shown.head}", fontweight="normal")
             label = [*textwrap.wrap(name, _LABEL), tokens(one, length)]
             line[0].set_ylabel("\n".join(label), parse_math=False)
-        figure.suptitle(title, x=0.01, ha="left", fontsize=11, parse_math=False)
         save_png(figure, path, title, dpi=150)
 
 
 def save_measures(found: Sequence[tuple[str, Inspection]], path: Path, title: str) -> None:
     """What the layers are like, a panel a measure, as a PNG, whole or not at all."""
     looks = [one for _, one in found]
-    with rc_context(STYLE):
-        figure = Figure(figsize=(13, 7.4), layout="constrained")
+    with titled((13, 7.4), title) as figure:
         for ax, measure in zip(figure.subplots(2, 3).flatten(), TITLES, strict=True):
             _draw(ax, looks, measure)
             ax.set_title(TITLES[measure])
@@ -114,7 +113,6 @@ def save_measures(found: Sequence[tuple[str, Inspection]], path: Path, title: st
             Line2D([], [], color=STYLE["text.color"], linestyle=style, label=name) for name, style in styles(looks)
         ]
         figure.legend(handles=handles, loc="outside lower left", ncols=len(handles))
-        figure.suptitle(title, x=0.01, ha="left", fontsize=12, parse_math=False)
         save_png(figure, path, title, dpi=150)
 
 
