@@ -4,7 +4,6 @@ import hashlib
 import itertools
 import json
 import logging
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -25,7 +24,7 @@ from softfocus.lab.errors import LabError
 from softfocus.lab.evaluate.forward import has_plain_head, opened, token_losses
 from softfocus.lab.evaluate.means import ClusteredMeans, default_edges
 from softfocus.lab.evaluate.rope import scale_rope
-from softfocus.lab.progress import Event, Listener, silent
+from softfocus.lab.progress import Event, Listener, Pace, silent
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.run_folder import provenance
 from softfocus.lab.run_folder.files import (
@@ -120,7 +119,7 @@ def evaluate(
         crossing=windows.crossing,
         rows=[],
     )
-    pace = _Pace(info.name, len(lengths) * len(settings) * windows.tokens, progress)
+    pace = Pace(info.name, len(lengths) * len(settings) * windows.tokens, progress)
     key = _key(folder, recipe, evaluation, batch_tokens, buckets)
     finished = {(row.length, row.setting): row for row in load_unfinished(folder, key)}
     for setting in settings:
@@ -236,24 +235,6 @@ def _keep_others(evaluation: Evaluation, before: Evaluation, folder: Path) -> No
             folder / EVALUATION,
             len(others),
         )
-
-
-class _Pace:
-    """Counts tokens and tells how fast they go."""
-
-    def __init__(self, run: str, total: int, progress: Listener):
-        self.run, self.total, self.done = run, total, 0
-        self._progress, self._start, self._skipped = progress, time.perf_counter(), 0
-
-    def skip(self, tokens: int) -> None:
-        """Count tokens that took no time."""
-        self.done += tokens
-        self._skipped += tokens
-
-    def add(self, tokens: int) -> None:
-        self.done += tokens
-        pace = (self.done - self._skipped) / (time.perf_counter() - self._start)
-        self._progress(Event(kind="step", run=self.run, done=self.done, total=self.total, tokens_per_second=pace))
 
 
 def _edges(buckets: Sequence[int] | None, train_length: int, length: int) -> list[int]:

@@ -2,7 +2,6 @@
 made.
 """
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,7 @@ from softfocus.lab.evaluate.forward import opened
 from softfocus.lab.evaluate.means import ClusteredMeans
 from softfocus.lab.inspect.measure import MEASURES, measures, picture
 from softfocus.lab.inspect.results import Heads, Inspection, Learned, Length, Row, Value
-from softfocus.lab.progress import Event, Listener, silent
+from softfocus.lab.progress import Listener, Pace, silent
 from softfocus.lab.run_folder.results import RunInfo
 from softfocus.row_weights import blocks
 
@@ -97,7 +96,7 @@ def inspect(
     windows = EvaluationWindows(store, lengths, tokens)
     model = models.load(folder, config)
     look = _Look(model, info, layers, heads)
-    done, total, begun = 0, len(lengths) * windows.tokens, time.perf_counter()
+    pace = Pace(info.name, len(lengths) * windows.tokens, progress)
     for length in lengths:
         look.begin(length)
         for batch, documents in windows.batches(length, batch_tokens):
@@ -110,9 +109,7 @@ def inspect(
             ):
                 model.base_model(input_ids=inputs, use_cache=False)
             look.end_of_batch(documents)
-            done += inputs.numel()
-            pace = done / (time.perf_counter() - begun)
-            progress(Event(kind="step", run=info.name, done=done, total=total, tokens_per_second=pace))
+            pace.add(inputs.numel())
     found = Inspection(
         run=info.name,
         mechanism=info.mechanism,

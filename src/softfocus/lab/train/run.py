@@ -42,10 +42,10 @@ from softfocus.lab.run_folder.results import RunInfo, Status
 from softfocus.lab.train import checkpoints, fits, processes, records
 from softfocus.lab.train.trainer import (
     LARGEST_NORM,
-    Interruptible,
     Keeping,
     Watch,
     WindowTrainer,
+    interruptible,
     make_trainer,
     stoppable,
 )
@@ -296,7 +296,7 @@ def _checkpoint(folder: Path, recipe: Recipe, token: str, listener: Listener, ma
 def _run(trainer: WindowTrainer, watch: Watch, folder: Path, single_process: bool) -> None:
     keeping = trainer.keeping
     try:
-        with Interruptible(watch, enabled=single_process):
+        with interruptible(watch, enabled=single_process):
             trainer.train(resume_from_checkpoint=str(keeping.newest) if keeping.newest else None)
     except pickle.UnpicklingError as error:
         raise LabError(
