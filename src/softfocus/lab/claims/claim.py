@@ -4,13 +4,13 @@ be judged.
 
 import tomllib
 from collections.abc import Sequence
-from importlib import resources
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from softfocus.lab.errors import LabError, UsageError, did_you_mean
 from softfocus.lab.recipes.data import Table
+from softfocus.lab.recipes.loading import LAB, shipped_in
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.run_folder.results import AS_TRAINED
 from softfocus.lab.studies import study
@@ -246,7 +246,7 @@ class Claim(Table):
 
 def shipped() -> list[str]:
     """The names of all claims."""
-    return sorted(file.name.removesuffix(".toml") for file in _folder().iterdir() if file.name.endswith(".toml"))
+    return shipped_in("claims")
 
 
 def load(name: str) -> Claim:
@@ -259,7 +259,7 @@ def load(name: str) -> Claim:
     if name not in shipped():
         remedy = did_you_mean(name, shipped(), "`softfocus recipes` lists them all")
         raise UsageError(f"there is no claim {name!r}", remedy)
-    return parse(name, (_folder() / f"{name}.toml").read_text(encoding="utf-8"))
+    return parse(name, (LAB / "claims" / f"{name}.toml").read_text(encoding="utf-8"))
 
 
 def parse(name: str, text: str) -> Claim:
@@ -294,7 +294,3 @@ def recipes(claim: Claim, scale: Scale, seeds: Sequence[int]) -> list[Recipe]:
         )
         raise UsageError(f"{claim.name} cannot be run at the scale {scale}: {why}", elsewhere)
     return study.recipes(study.Study(title=claim.title, base=claim.base(scale), rows=claim.rows), seeds=seeds)
-
-
-def _folder() -> Any:
-    return resources.files("softfocus.lab") / "claims"

@@ -39,8 +39,9 @@ def _steeper(results: Results, statement: Steeper, rows: tuple[str, str]) -> Par
         return Part(lost_lower(second, first), _lost_text(rows, first, second))
     found = difference(others, ours)
     ratio, error = math.exp(-found.value), found.standard_error
+    times = f"{ratio:.2f}" if 0.1 <= ratio < 100 else f"{ratio:.3g}"
     text = (
-        f"the {statement.of} gradient{of} of {rows[0]} has {_times(ratio)} times the norm of that of {rows[1]} "
+        f"the {statement.of} gradient{of} of {rows[0]} has {times} times the norm of that of {rows[1]} "
         f"(log ± {error:.2f})"
     )
     return decide(found, -math.log(statement.factor), text)
@@ -48,10 +49,6 @@ def _steeper(results: Results, statement: Steeper, rows: tuple[str, str]) -> Par
 
 def _lost_text(rows: tuple[str, str], first: Lost, second: Lost) -> str:
     return f"{first[0]} of {first[1]} trainings of {rows[0]} diverged, {second[0]} of {second[1]} of {rows[1]}"
-
-
-def _times(ratio: float) -> str:
-    return f"{ratio:.2f}" if 0.1 <= ratio < 100 else f"{ratio:.3g}"
 
 
 def sooner(claim: Claim, results: Results, statement: Sooner) -> list[Part]:

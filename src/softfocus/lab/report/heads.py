@@ -54,7 +54,8 @@ def heads_table(found: HeadsMeasured) -> Table:
 def sentence(found: HeadsMeasured) -> str:
     """Whether far keys disturb some head for certain, and which most."""
     ordered = gains(found)
-    if not (sure := [(row, gain) for row, gain in ordered if _sure(gain)]):
+    sure = [(row, gain) for row, gain in ordered if gain.value > t_quantile(gain.freedom) * gain.standard_error]
+    if not sure:
         return "No head alone is better with the window for certain."
     row, gain = sure[0]
     others = len(sure) - 1
@@ -82,10 +83,6 @@ def save_heads_figure(found: HeadsMeasured, folder: Path) -> None:
         ax.set_xlabel("layer.head that keeps to the last keys")
         ax.set_ylabel("loss taken off (nats per token)")
         save_png(figure, folder / FIGURE, found.run)
-
-
-def _sure(gain: Mean) -> bool:
-    return gain.value > t_quantile(gain.freedom) * gain.standard_error
 
 
 def _cell(value: Mean) -> str:

@@ -18,7 +18,7 @@ from rich.text import Text
 from softfocus.lab.progress import EVERY, Event
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.report import points
-from softfocus.lab.report.points import column_name, position, setting_name
+from softfocus.lab.report.points import column_name, position
 from softfocus.lab.report.table import loss_table
 from softfocus.lab.run_folder.results import Evaluation, Row
 
@@ -136,7 +136,7 @@ class Screen:
     def row(self, job: Job, row: Row) -> None:
         """A loss has come."""
         if not self._console.is_terminal:
-            how = setting_name(job.evaluation, row.setting)
+            how = row.setting.name(job.evaluation.train_length)
             at = column_name(position(job.evaluation, row, "multiple"))
             self._say(f"{job.label}: {at} ({row.length:,} tokens), {how}: {row.text}")
 
