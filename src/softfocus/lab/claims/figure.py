@@ -14,7 +14,17 @@ from matplotlib.figure import Figure
 
 from softfocus.lab.claims.power_law import Family
 from softfocus.lab.claims.results import YARDSTICK, Results
-from softfocus.lab.report.figure import PALETTE, TEXT, colours, line_style, places, save_png, spread, titled
+from softfocus.lab.report.figure import (
+    PALETTE,
+    TEXT,
+    colours,
+    line_style,
+    places,
+    save_png,
+    spread,
+    titled,
+    write_beside,
+)
 from softfocus.lab.report.points import Cell, Group, cell, column_name, columns, settings
 from softfocus.lab.run_folder.results import AS_TRAINED, WRONG
 
@@ -138,17 +148,7 @@ def _label(panel: Any, groups: Sequence[Group], shades: Sequence[int], name: str
     heights = spread([end for end, _, _ in ends], gap)
     offset = max(0.0, low - heights[0]) if heights else 0.0
     for (_, label, shade), height in zip(ends, heights, strict=True):
-        panel.annotate(
-            label,
-            xy=(1.0, height + offset),
-            xycoords=("axes fraction", "data"),
-            xytext=(6, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=9,
-            color=shade,
-            annotation_clip=False,
-        )
+        write_beside(panel, label, height + offset, fontsize=9, color=shade)
 
 
 def _cells(group: Group, setting: str) -> list[tuple[float, Cell]]:

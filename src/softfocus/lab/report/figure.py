@@ -293,19 +293,15 @@ def _label_ends(ax: Any, ends: Ends) -> None:
     placed = sorted(ends, key=lambda end: end[2][1] if end[2] else math.inf)
     heights = spread([end[1] if end else high for _, _, end in placed], gap=0.062 * (high - low))  # a line of text
     for (label, colour, end), height in zip(placed, heights, strict=True):
-        ax.annotate(
-            label if end else f"{label}: diverged",
-            xy=(1.0, height),
-            xycoords=("axes fraction", "data"),
-            xytext=(6, 0),
-            textcoords="offset points",
-            va="center",
-            color=PALETTE[colour][0],
-            fontweight="bold",
-            annotation_clip=False,
-            parse_math=False,
-        )
+        text = label if end else f"{label}: diverged"
+        write_beside(ax, text, height, color=PALETTE[colour][0], fontweight="bold", parse_math=False)
     ax.set_ylim(low, high)
+
+
+def write_beside(ax: Any, text: str, height: float, **style: Any) -> None:
+    """Write to the right of a panel, at a height of its y axis."""
+    at: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "xytext": (6, 0), "textcoords": "offset points"}
+    ax.annotate(text, xy=(1.0, height), va="center", annotation_clip=False, **at, **style)
 
 
 def spread(wanted: Sequence[float], gap: float) -> list[float]:
