@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Literal
 
 from rich.console import Console
@@ -53,6 +52,29 @@ def silent(event: Event) -> None:
     """The listener that shows nothing."""
 
 
+class Pace:
+    """Counts what is done, and tells how far it is and how fast it goes.
+
+    Attributes:
+        done, total: tokens.
+    """
+
+    def __init__(self, run: str, total: int, listener: Listener):
+        self.run, self.total, self.done = run, total, 0
+        self._listener, self._start, self._skipped = listener, time.perf_counter(), 0
+
+    def skip(self, tokens: int) -> None:
+        """Count tokens that took no time."""
+        self.done += tokens
+        self._skipped += tokens
+
+    def add(self, tokens: int) -> None:
+        """Count tokens and tell."""
+        self.done += tokens
+        pace = (self.done - self._skipped) / (time.perf_counter() - self._start)
+        self._listener(Event(kind="step", run=self.run, done=self.done, total=self.total, tokens_per_second=pace))
+
+
 class Display:
     """A progress bar, fed by events; use it as a context manager and as a listener.
 
@@ -81,9 +103,7 @@ class Display:
             self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.console.is_terminal:
             with suppress(OSError):
                 self._bar.stop()

@@ -236,7 +236,7 @@ def test_a_page_has_the_power_laws_and_their_figure(by_size: Any, tmp_path: Path
     assert "![Loss over size](made-up/toy/sizes.png)" in text
     both = families(found, made.first(Saves))  # type: ignore[arg-type]
     assert both is not None
-    figure.save_sizes(both, tmp_path / "sizes.png", title="t")
+    figure.save(figure.draw_sizes(both, title="t"), tmp_path / "sizes.png", title="t")
     assert (tmp_path / "sizes.png").stat().st_size > 5_000
 
 
@@ -374,7 +374,7 @@ def test_a_page_shows_what_was_noted_over_training(curves: Any, tmp_path: Path) 
     drawn = figure.draw_training(found, title="t")
     assert [panel.get_title("left") for panel in drawn.axes] == ["validation loss", "gradient of the query projections"]
     assert [len(panel.lines) for panel in drawn.axes] == [6, 6]
-    figure.save_training(found, tmp_path / "training.png", title="t")
+    figure.save(drawn, tmp_path / "training.png", title="t")
     assert (tmp_path / "training.png").stat().st_size > 5_000
 
 

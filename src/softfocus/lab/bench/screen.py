@@ -4,7 +4,6 @@ left.
 
 import time
 from collections.abc import Callable
-from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
@@ -61,9 +60,7 @@ class Screen:
             self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.console.is_terminal:
             self._bar.stop()
 

@@ -126,10 +126,6 @@ def _triton_refuses(cell: Cell) -> str | None:
     return None
 
 
-def _in_float32(cell: Cell) -> Cell:
-    return replace(cell, dtype="float32")
-
-
 def _float32_refuses(cell: Cell) -> str | None:
     return "the inputs are float32: measured as softfocus" if cell.dtype == "float32" else None
 
@@ -183,7 +179,7 @@ SUBJECTS: dict[str, Subject] = {
             _softfocus,
             ours=True,
             backend=_backend,
-            cell=_in_float32,
+            cell=partial(replace, dtype="float32"),
         ),
         Subject(
             "triton",

@@ -4,12 +4,13 @@ be judged.
 
 import tomllib
 from collections.abc import Sequence
-from importlib import resources
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from softfocus.lab.errors import LabError, UsageError, did_you_mean
+from softfocus.lab.recipes.data import Table
+from softfocus.lab.recipes.loading import LAB, shipped_in
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.run_folder.results import AS_TRAINED
 from softfocus.lab.studies import study
@@ -19,26 +20,33 @@ SCALES: tuple[Scale, ...] = get_args(Scale)
 BASES: dict[Scale, str] = {"toy": "toy", "small": "small", "gpt2": "gpt2-124m"}
 """The recipe that the rows of a claim change, at each scale, unless the claim names another."""
 
-Names = Annotated[str | list[str], Field(min_length=1)]
 Share = Annotated[float, Field(ge=0, le=10)]
 Multiple = Annotated[str, Field(pattern=r"^\d+x$")]
+_Alone = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
+"""One text is a list of itself."""
+Names = Annotated[list[str], Field(min_length=1), _Alone]
+Multiples = Annotated[list[Multiple], Field(min_length=1), _Alone]
 
 
-class _Table(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
-class _Statement(_Table):
+class _Statement(Table):
     says: str = Field(description="what is to be judged, in one sentence")
 
 
-class Lower(_Statement):
+class _OfRows(_Statement):
+    row: Names
+
+
+class Compared(_OfRows):
+    """About each row beside each of the others."""
+
+    than: Names = Field(description="rows; '*' for all others")
+
+
+class Lower(Compared):
     """Each row has a lower loss than each of the others, by more than a share of theirs."""
 
     kind: Literal["lower"]
-    row: Names
-    than: Names = Field(description="rows; '*' for all others")
-    at: Multiple | Annotated[list[Multiple], Field(min_length=1)] = "1x"
+    at: Multiples = Field(default=["1x"])
     than_at: Multiple | None = Field(
         default=None, description="where the others are read; at the same length if left out"
     )
@@ -54,34 +62,30 @@ class Close(Lower):
     by: Share = Field(description="the share")
 
 
-class Flat(_Statement):
+class Flat(_OfRows):
     """The loss of each row rises by no more than a share from the training length to another
     length.
     """
 
     kind: Literal["flat"]
-    row: Names
     to: Multiple
     within: Share
     setting: str = AS_TRAINED.name()
 
 
-class Trains(_Statement):
+class Trains(_OfRows):
     """No training of any row diverges."""
 
     kind: Literal["trains"]
-    row: Names
 
 
-class Steeper(_Statement):
+class Steeper(Compared):
     """The gradients of each row have over so many times the norm of those of each of the others.
 
     The largest one is that after the warm-up: :attr:`softfocus.lab.claims.results.Run.settled`.
     """
 
     kind: Literal["steeper"]
-    row: Names
-    than: Names
     factor: float = Field(default=1.0, gt=0)
     of: Literal["largest", "median"] = Field(default="largest", description="which gradient of a training")
     part: Literal["all", "query", "key", "value"] = Field(
@@ -89,51 +93,42 @@ class Steeper(_Statement):
     )
 
 
-class Sooner(_Statement):
+class Sooner(Compared):
     """Each row reaches the best validation loss of each of the others after fewer steps, or in less
     time, than they took.
     """
 
     kind: Literal["sooner"]
-    row: Names
-    than: Names
     of: Literal["steps", "time"] = "steps"
     by: float = Field(default=0.0, ge=0, lt=1, description="the share that is saved")
 
 
-class Faint(_Statement):
+class Faint(_OfRows):
     """At least a share of the attention probabilities of each row is below a threshold."""
 
     kind: Literal["faint"]
-    row: Names
     below: Literal["1e-3", "1e-7"]
     share: float = Field(gt=0, lt=1)
     at: Multiple = "1x"
 
 
-class Classifies(_Statement):
+class Classifies(Compared):
     """Fine-tuned on classification, each row has a higher accuracy than each of the others."""
 
     kind: Literal["classifies"]
-    row: Names
-    than: Names
 
 
-class Finds(_Statement):
+class Finds(Compared):
     """Asked for passkeys, each row finds a larger share of them than each of the others."""
 
     kind: Literal["finds"]
-    row: Names
-    than: Names
-    at: Multiple | Annotated[list[Multiple], Field(min_length=1)]
+    at: Multiples
 
 
-class Answers(_Statement):
+class Answers(Compared):
     """In zero-shot tasks each row has a higher mean accuracy than each of the others."""
 
     kind: Literal["answers"]
-    row: Names
-    than: Names
 
 
 class Saves(_Statement):
@@ -184,7 +179,7 @@ Statement = Annotated[
 _Kind = TypeVar("_Kind", bound=_Statement)
 
 
-class Reported(_Table):
+class Reported(Table):
     """A table of the paper."""
 
     columns: list[str] = Field(min_length=1)
@@ -198,7 +193,7 @@ class Reported(_Table):
         return self
 
 
-class Claim(_Table):
+class Claim(Table):
     """One table, figure or sentence of a paper."""
 
     name: str = Field(description="the file's name")
@@ -209,7 +204,7 @@ class Claim(_Table):
     notes: list[str] = Field(default=[], description="what differs from the paper, or is not known of it")
     bases: dict[Scale, str] = Field(default={}, description="scale -> the recipe that the rows change, if not BASES'")
     rows: dict[str, dict[str, Any]] = Field(default={}, description="name -> keys of the recipe that it changes")
-    statements: list[Statement] = []
+    statements: list[Statement] = Field(default=[])
     away: dict[Scale, str] = Field(default={}, description="scale -> why this project cannot run it, though you may")
     untestable: dict[Scale, str] = Field(
         default={}, description="scale -> why it cannot be run, by this project or by you"
@@ -221,10 +216,10 @@ class Claim(_Table):
     @model_validator(mode="after")
     def _whole(self) -> "Claim":
         for statement in self.statements:
-            asked = [*named_in(statement, "row"), *named_in(statement, "than")]
-            if "*" in asked and set(self.rows) <= set(named_in(statement, "row")):
+            rows, others = (getattr(statement, field, []) for field in ("row", "than"))
+            if "*" in (*rows, *others) and set(self.rows) <= set(rows):
                 raise ValueError(f"statement {statement.says!r}: there are no other rows")
-            if unknown := [name for name in asked if name not in (*self.rows, "*")]:
+            if unknown := [name for name in (*rows, *others) if name not in (*self.rows, "*")]:
                 raise ValueError(f"statement {statement.says!r}: there is no row {unknown[0]!r}")
         if not self.statements and set(self.untestable) != set(SCALES):
             raise ValueError("there is nothing to judge: give statements, or say at every scale why it is untestable")
@@ -249,15 +244,9 @@ class Claim(_Table):
         return next((statement for statement in self.statements if isinstance(statement, kind)), None)
 
 
-def named_in(statement: BaseModel, field: str) -> list[str]:
-    """One or several names in a field of a statement; none where it has no such field."""
-    value = getattr(statement, field, [])
-    return [value] if isinstance(value, str) else list(value)
-
-
 def shipped() -> list[str]:
     """The names of all claims."""
-    return sorted(file.name.removesuffix(".toml") for file in _folder().iterdir() if file.name.endswith(".toml"))
+    return shipped_in("claims")
 
 
 def load(name: str) -> Claim:
@@ -270,7 +259,7 @@ def load(name: str) -> Claim:
     if name not in shipped():
         remedy = did_you_mean(name, shipped(), "`softfocus recipes` lists them all")
         raise UsageError(f"there is no claim {name!r}", remedy)
-    return parse(name, (_folder() / f"{name}.toml").read_text(encoding="utf-8"))
+    return parse(name, (LAB / "claims" / f"{name}.toml").read_text(encoding="utf-8"))
 
 
 def parse(name: str, text: str) -> Claim:
@@ -305,7 +294,3 @@ def recipes(claim: Claim, scale: Scale, seeds: Sequence[int]) -> list[Recipe]:
         )
         raise UsageError(f"{claim.name} cannot be run at the scale {scale}: {why}", elsewhere)
     return study.recipes(study.Study(title=claim.title, base=claim.base(scale), rows=claim.rows), seeds=seeds)
-
-
-def _folder() -> Any:
-    return resources.files("softfocus.lab") / "claims"

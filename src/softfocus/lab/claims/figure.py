@@ -10,34 +10,37 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from softfocus.lab.claims.power_law import Family
 from softfocus.lab.claims.results import YARDSTICK, Results
-from softfocus.lab.report.figure import PALETTE, STYLE, TEXT, line_style, places, save_png, spread
+from softfocus.lab.report.figure import (
+    PALETTE,
+    TEXT,
+    colours,
+    line_style,
+    places,
+    save_png,
+    spread,
+    titled,
+    write_beside,
+)
 from softfocus.lab.report.points import Cell, Group, cell, column_name, columns, settings
 from softfocus.lab.run_folder.results import AS_TRAINED, WRONG
 
 _LINE, _MARGIN = 0.21, 0.9  # inches that a label takes, and that a panel has above and below its axes
 
 
-def save(groups: Sequence[Group], path: Path, *, title: str) -> None:
-    """Write the figure as a PNG, whole or not at all."""
-    save_png(draw(groups, title=title), path, title, dpi=110)
-
-
-def save_sizes(families: Sequence[Family], path: Path, *, title: str) -> None:
-    """Write loss over size as a PNG, whole or not at all."""
-    save_png(draw_sizes(families, title=title), path, title, dpi=110)
+def save(figure: Figure, path: Path, *, title: str) -> None:
+    """Write a figure as a PNG, whole or not at all."""
+    save_png(figure, path, title, dpi=110)
 
 
 def draw_sizes(families: Sequence[Family], *, title: str) -> Figure:
     """The loss of every training over its parameters, and each family's power law with its
     confidence band.
     """
-    with rc_context(STYLE):
-        figure = Figure(figsize=(8.0, 4.6), layout="constrained")
+    with titled((8.0, 4.6), title) as figure:
         panel = figure.subplots()
         for family, shade in zip(families, places([family.label for family in families]), strict=True):
             color = PALETTE[shade][0]
@@ -52,21 +55,14 @@ def draw_sizes(families: Sequence[Family], *, title: str) -> Figure:
         panel.set_xlabel("parameters")
         panel.set_ylabel("validation loss (nats per token)")
         panel.legend(frameon=False)
-        figure.suptitle(title, x=0.01, ha="left", fontsize=12, parse_math=False)
         return figure
-
-
-def save_training(results: Results, path: Path, *, title: str) -> None:
-    """Write what was noted over the trainings as a PNG, whole or not at all."""
-    save_png(draw_training(results, title=title), path, title, dpi=110)
 
 
 def draw_training(results: Results, *, title: str) -> Figure:
     """A panel for each curve, with a line for each training, in the colour of its row."""
     names = list(dict.fromkeys(name for run in results.runs for name in run.curves))
     shades = places([results.of(row)[0].info.mechanism for row in results.rows])
-    with rc_context(STYLE):
-        figure = Figure(figsize=(12.0, 3.4 * math.ceil(len(names) / 2) + 0.6), layout="constrained")
+    with titled((12.0, 3.4 * math.ceil(len(names) / 2) + 0.6), title) as figure:
         grid = figure.subplots(math.ceil(len(names) / 2), 2, squeeze=False).flatten()
         for panel, name in zip(grid, names, strict=False):
             for row, shade in zip(results.rows, shades, strict=True):
@@ -79,7 +75,6 @@ def draw_training(results: Results, *, title: str) -> Figure:
             panel.legend(frameon=False)
         for panel in grid[len(names) :]:
             panel.remove()
-        figure.suptitle(title, x=0.01, ha="left", fontsize=12, parse_math=False)
         return figure
 
 
@@ -90,11 +85,10 @@ def draw(groups: Sequence[Group], *, title: str) -> Figure:
     names = [name for name in settings(groups) if name != YARDSTICK[1]]
     if WRONG.name() in names:
         return _draw_samples(groups, names, title=title)
-    shades = places([group.first.mechanism for group in groups])
+    shades = colours(groups)
     height = _height(groups)
     down = math.ceil(len(names) / 2)
-    with rc_context(STYLE):
-        figure = Figure(figsize=(12.0, height * down + 0.6), layout="constrained")
+    with titled((12.0, height * down + 0.6), title) as figure:
         grid = figure.subplots(down, 2, squeeze=False, sharey=True).flatten()
         for panel, name in zip(grid, names, strict=False):
             _panel(panel, groups, shades, name)
@@ -102,15 +96,13 @@ def draw(groups: Sequence[Group], *, title: str) -> Figure:
             _label(panel, groups, shades, name)
         for panel in grid[len(names) :]:
             panel.remove()
-        figure.suptitle(title, x=0.01, ha="left", fontsize=12, parse_math=False)  # "$" is a dollar
         return figure
 
 
 def _draw_samples(groups: Sequence[Group], names: Sequence[str], *, title: str) -> Figure:
     """A dot for each training, and a line at each row's mean."""
-    shades = places([group.first.mechanism for group in groups])
-    with rc_context(STYLE):
-        figure = Figure(figsize=(4.5 * len(names), 3.6), layout="constrained")
+    shades = colours(groups)
+    with titled((4.5 * len(names), 3.6), title) as figure:
         for panel, name in zip(figure.subplots(1, len(names)), names, strict=True):
             for place, (group, shade) in enumerate(zip(groups, shades, strict=True)):
                 for _, one in _cells(group, name):
@@ -119,7 +111,6 @@ def _draw_samples(groups: Sequence[Group], names: Sequence[str], *, title: str) 
             panel.set_xticks(range(len(groups)), [group.label for group in groups])
             panel.set_xlim(-0.5, len(groups) - 0.5)
             panel.set_title("validation loss (nats per prediction)" if name == AS_TRAINED.name() else name)
-        figure.suptitle(title, x=0.01, ha="left", fontsize=12, parse_math=False)
         return figure
 
 
@@ -157,17 +148,7 @@ def _label(panel: Any, groups: Sequence[Group], shades: Sequence[int], name: str
     heights = spread([end for end, _, _ in ends], gap)
     offset = max(0.0, low - heights[0]) if heights else 0.0
     for (_, label, shade), height in zip(ends, heights, strict=True):
-        panel.annotate(
-            label,
-            xy=(1.0, height + offset),
-            xycoords=("axes fraction", "data"),
-            xytext=(6, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=9,
-            color=shade,
-            annotation_clip=False,
-        )
+        write_beside(panel, label, height + offset, fontsize=9, color=shade)
 
 
 def _cells(group: Group, setting: str) -> list[tuple[float, Cell]]:

@@ -11,50 +11,47 @@ from statistics import median
 
 import numpy as np
 
-from softfocus.lab.claims.claim import Answers, Claim, Classifies, Faint, Finds, Saves, Sooner, Steeper, named_in
-from softfocus.lab.claims.parts import SEEDS, Part, decide, lost_lower, pairs_of, too_few
+from softfocus.lab.claims.claim import Answers, Claim, Classifies, Faint, Finds, Saves, Sooner, Steeper
+from softfocus.lab.claims.parts import SEEDS, Lost, Part, decide, lost_lower, pairs_of, sides_of
 from softfocus.lab.claims.power_law import families, saved
 from softfocus.lab.claims.results import Results, Run
 from softfocus.lab.evaluate.means import Estimate, Mean, difference, estimate
-from softfocus.lab.run_folder.results import Classification, RunInfo
-from softfocus.lab.run_folder.tasks import Tasks
+from softfocus.lab.run_folder.results import RunInfo
 
 
-def steeper(claim: Claim, results: Results | None, statement: Steeper) -> list[Part]:
+def steeper(claim: Claim, results: Results, statement: Steeper) -> list[Part]:
     """Of natural logarithms of norms, over trainings alone: every seed has one."""
+    return [_steeper(results, statement, pair) for pair in pairs_of(claim, statement)]
+
+
+def _steeper(results: Results, statement: Steeper, rows: tuple[str, str]) -> Part:
+    sides, early = sides_of(results, rows)
+    if early:
+        return early
     of = "" if statement.part == "all" else f" of the {statement.part} projections"
-    parts = []
-    for row, than in pairs_of(claim, statement):
-        sides = [results.of(name) if results else [] for name in (row, than)]
-        if early := too_few(row, sides[0]) or too_few(than, sides[1]):
-            parts.append(early)
-            continue
-        known = [all(run.diverged or _norms(run, statement) for run in runs) for runs in sides]
-        if not all(known):
-            after = " after the warm-up" if statement.of == "largest" else ""
-            parts.append(Part("not run", f"{(row, than)[known.index(False)]} has no norms of gradients{of}{after}"))
-            continue
-        ours, others = ([(run.info.seed, Mean(_log_norm(run, statement), 0.0)) for run in runs] for runs in sides)
-        if any(math.isinf(mean.value) for _, mean in (*ours, *others)):
-            first, second = ((sum(math.isinf(mean.value) for _, mean in side), len(side)) for side in (ours, others))
-            text = f"{first[0]} of {first[1]} trainings of {row} diverged, {second[0]} of {second[1]} of {than}"
-            parts.append(Part(lost_lower(second, first), text))
-            continue
-        found = difference(others, ours)
-        ratio, error = math.exp(-found.value), found.standard_error
-        text = (
-            f"the {statement.of} gradient{of} of {row} has {_times(ratio)} times the norm of that of {than} "
-            f"(log ± {error:.2f})"
-        )
-        parts.append(decide(found, -math.log(statement.factor), text))
-    return parts
+    known = [all(run.diverged or _norms(run, statement) for run in runs) for runs in sides]
+    if not all(known):
+        after = " after the warm-up" if statement.of == "largest" else ""
+        return Part("not run", f"{rows[known.index(False)]} has no norms of gradients{of}{after}")
+    ours, others = ([(run.info.seed, Mean(_log_norm(run, statement), 0.0)) for run in runs] for runs in sides)
+    if any(math.isinf(mean.value) for _, mean in (*ours, *others)):
+        first, second = ((sum(math.isinf(mean.value) for _, mean in side), len(side)) for side in (ours, others))
+        return Part(lost_lower(second, first), _lost_text(rows, first, second))
+    found = difference(others, ours)
+    ratio, error = math.exp(-found.value), found.standard_error
+    times = f"{ratio:.2f}" if 0.1 <= ratio < 100 else f"{ratio:.3g}"
+    text = (
+        f"the {statement.of} gradient{of} of {rows[0]} has {times} times the norm of that of {rows[1]} "
+        f"(log ± {error:.2f})"
+    )
+    return decide(found, -math.log(statement.factor), text)
 
 
-def _times(ratio: float) -> str:
-    return f"{ratio:.2f}" if 0.1 <= ratio < 100 else f"{ratio:.3g}"
+def _lost_text(rows: tuple[str, str], first: Lost, second: Lost) -> str:
+    return f"{first[0]} of {first[1]} trainings of {rows[0]} diverged, {second[0]} of {second[1]} of {rows[1]}"
 
 
-def sooner(claim: Claim, results: Results | None, statement: Sooner) -> list[Part]:
+def sooner(claim: Claim, results: Results, statement: Sooner) -> list[Part]:
     """Of losses, over trainings alone: our best loss within (1 - by) of the steps that the other
     took to its best one, less that best one.
 
@@ -63,34 +60,28 @@ def sooner(claim: Claim, results: Results | None, statement: Sooner) -> list[Par
     its share of the steps is infinite, and one such training would leave no mean. A test of signs
     or ranks takes six seeds before it decides anything. This one takes three, as all others.
     """
-    parts = []
-    for row, than in pairs_of(claim, statement):
-        sides = [results.of(name) if results else [] for name in (row, than)]
-        if early := too_few(row, sides[0]) or too_few(than, sides[1]):
-            parts.append(early)
-            continue
-        ours, others = ({run.info.seed: run for run in runs} for runs in sides)
-        pairs = [(seed, ours[seed], others[seed]) for seed in sorted(ours.keys() & others.keys())]
-        lost = [sum(run.diverged for run in runs) for runs in sides]
-        if any(lost):
-            text = f"{lost[0]} of {len(ours)} trainings of {row} diverged, {lost[1]} of {len(others)} of {than}"
-            parts.append(Part(lost_lower((lost[0], len(ours)), (lost[1], len(others))), text))
-            continue
-        if len(pairs) < SEEDS or not all(one.info.validation_loss for _, *both in pairs for one in both):
-            parts.append(Part("not run", f"{row} and {than} have no validation losses of {SEEDS} shared seeds"))
-            continue
-        in_time = statement.of == "time"
-        known = [all(run.info.tokens_per_second for run in runs) for runs in sides]
-        if in_time and not all(known):
-            parts.append(Part("not run", f"{(row, than)[known.index(False)]} has no speed"))
-            continue
-        apart = [
-            (seed, Mean(_apart(one.info, other.info, statement.by, of_time=in_time), 0.0)) for seed, one, other in pairs
-        ]
-        found = estimate(apart)
-        shares = [_share(one.info, other.info, of_time=in_time) for _, one, other in pairs]
-        parts.append(decide(found, 0.0, _sooner_text(row, than, statement, found, shares)))
-    return parts
+    return [_sooner(results, statement, pair) for pair in pairs_of(claim, statement)]
+
+
+def _sooner(results: Results, statement: Sooner, rows: tuple[str, str]) -> Part:
+    sides, early = sides_of(results, rows)
+    if early:
+        return early
+    ours, others = ({run.info.seed: run.info for run in runs} for runs in sides)
+    pairs = [(seed, ours[seed], others[seed]) for seed in sorted(ours.keys() & others.keys())]
+    first, second = ((sum(run.diverged for run in runs), len(runs)) for runs in sides)
+    if first[0] or second[0]:
+        return Part(lost_lower(first, second), _lost_text(rows, first, second))
+    if len(pairs) < SEEDS or not all(one.validation_loss for _, *both in pairs for one in both):
+        return Part("not run", f"{rows[0]} and {rows[1]} have no validation losses of {SEEDS} shared seeds")
+    in_time = statement.of == "time"
+    known = [all(run.info.tokens_per_second for run in runs) for runs in sides]
+    if in_time and not all(known):
+        return Part("not run", f"{rows[known.index(False)]} has no speed")
+    apart = [(seed, Mean(_apart(one, other, statement.by, of_time=in_time), 0.0)) for seed, one, other in pairs]
+    found = estimate(apart)
+    shares = [_share(one, other, of_time=in_time) for _, one, other in pairs]
+    return decide(found, 0.0, _sooner_text(*rows, statement, found, shares))
 
 
 def _sooner_text(row: str, than: str, statement: Sooner, found: Estimate, shares: Sequence[float]) -> str:
@@ -106,13 +97,13 @@ def _sooner_text(row: str, than: str, statement: Sooner, found: Estimate, shares
     )
 
 
-def faint(claim: Claim, results: Results | None, statement: Faint) -> list[Part]:
+def faint(claim: Claim, results: Results, statement: Faint) -> list[Part]:
     """Of shares, over documents and trainings."""
     parts = []
-    for row in named_in(statement, "row"):
-        runs = results.of(row) if results else []
+    for row in statement.row:
+        (runs,), early = sides_of(results, [row])
         known = [(run.info.seed, value) for run in runs if (value := _probabilities(run, statement)) is not None]
-        if early := too_few(row, runs):
+        if early:
             parts.append(early)
         elif len(known) < len(runs):
             parts.append(Part("not run", f"{row} {statement.at} has no probabilities: diverged, or not inspected"))
@@ -124,42 +115,33 @@ def faint(claim: Claim, results: Results | None, statement: Faint) -> list[Part]
     return parts
 
 
-def classifies(claim: Claim, results: Results | None, statement: Classifies) -> list[Part]:
+def classifies(claim: Claim, results: Results, statement: Classifies) -> list[Part]:
     """Of errors, paired by document and seed as losses are."""
-
-    def errors(run: Run) -> Mean | None:
-        return None if run.classification is None else _errors(run.classification)
-
-    return [
-        _fewer_errors(results, pair, errors, word="right", missing="was not fine-tuned")
-        for pair in pairs_of(claim, statement)
-    ]
+    missing = "was not fine-tuned"
+    pairs = pairs_of(claim, statement)
+    return [_fewer_errors(results, pair, _misclassified, word="right", missing=missing) for pair in pairs]
 
 
-def finds(claim: Claim, results: Results | None, statement: Finds) -> list[Part]:
+def finds(claim: Claim, results: Results, statement: Finds) -> list[Part]:
     """Of shares that are missed, over sequences and trainings."""
     parts = []
-    for pair, at in product(pairs_of(claim, statement), named_in(statement, "at")):
+    for pair, at in product(pairs_of(claim, statement), statement.at):
         missing = f"was not asked for passkeys at {at}"
         missed = partial(_missed, at=at)
         parts.append(_fewer_errors(results, pair, missed, prefix=f"{at}: ", word="found", missing=missing))
     return parts
 
 
-def answers(claim: Claim, results: Results | None, statement: Answers) -> list[Part]:
+def answers(claim: Claim, results: Results, statement: Answers) -> list[Part]:
     """Of errors, paired by question and seed. Each task counts alike."""
-
-    def errors(run: Run) -> Mean | None:
-        return None if run.tasks is None else _mistaken(run.tasks)
-
+    missing = "was not asked the tasks"
     return [
-        _fewer_errors(results, pair, errors, word="right", missing="was not asked the tasks")
-        for pair in pairs_of(claim, statement)
+        _fewer_errors(results, pair, _mistaken, word="right", missing=missing) for pair in pairs_of(claim, statement)
     ]
 
 
 def _fewer_errors(
-    results: Results | None,
+    results: Results,
     rows: tuple[str, str],
     errors: Callable[[Run], Mean | None],
     *,
@@ -177,8 +159,8 @@ def _fewer_errors(
         missing: what is wrong with a run that has no share.
         prefix: what the text starts with.
     """
-    sides = [results.of(name) if results else [] for name in rows]
-    if early := too_few(rows[0], sides[0]) or too_few(rows[1], sides[1]):
+    sides, early = sides_of(results, rows)
+    if early:
         return early
     known = [[(run.info.seed, one) for run in runs if (one := errors(run)) is not None] for runs in sides]
     if any(len(some) < len(runs) for some, runs in zip(known, sides, strict=True)):
@@ -189,32 +171,39 @@ def _fewer_errors(
     return decide(found, 0.0, f"{prefix}{shares}: {-found.value:+.1%} ± {found.standard_error:.1%}")
 
 
-def _errors(found: Classification) -> Mean:
+def _misclassified(run: Run) -> Mean | None:
+    if (found := run.classification) is None:
+        return None
     wrong = [count - right for count, right in zip(found.counts, found.right, strict=True)]
     return Mean.of(wrong, found.counts, (found.corpus_key, found.length, *found.documents))
 
 
-def _mistaken(found: Tasks) -> Mean:
+def _mistaken(run: Run) -> Mean | None:
     """The mean of the shares of wrong answers over tasks. All models answer the same questions."""
+    if (found := run.tasks) is None:
+        return None
     questions = (found.harness, *((row.task, len(row.right)) for row in found.rows))
     return Mean.of_groups([1 - np.array(row.right) for row in found.rows], questions)
 
 
 def _missed(run: Run, at: str) -> Mean | None:
     """The share of passkeys that is missed, if it was measured."""
-    length = int(at.removesuffix("x")) * run.info.train_length
-    there = next((row for row in run.passkeys if row.length == length), None)
+    there = next((row for row in run.passkeys if row.length == _length(run, at)), None)
     return None if there is None else Mean(1 - there.accuracy, there.standard_error)
 
 
-def saves(claim: Claim, results: Results | None, statement: Saves) -> list[Part]:
+def _length(run: Run, at: str) -> int:
+    """A multiple of the training length, in tokens."""
+    return int(at.removesuffix("x")) * run.info.train_length
+
+
+def saves(claim: Claim, results: Results, statement: Saves) -> list[Part]:
     """Of power laws, over trainings alone. Where the curves miss a size by more than they are
     apart, the answer is the curve's and not the models'.
     """
-    for row in (*statement.row, *statement.than):
-        if early := too_few(row, results.of(row) if results else []):
-            return [early]
-    assert results is not None  # every row has runs
+    _, early = sides_of(results, [*statement.row, *statement.than])
+    if early:
+        return [early]
     both = families(results, statement)
     if both is None or both[0].losses.keys() != both[1].losses.keys():
         return [Part("inconclusive", "a size diverged, was not measured, or has other seeds")]
@@ -249,8 +238,7 @@ def _log_norm(run: Run, statement: Steeper) -> float:
 
 def _probabilities(run: Run, statement: Faint) -> Mean | None:
     """The share of them that is below, if it was measured."""
-    length = int(statement.at.removesuffix("x")) * run.info.train_length
-    there = next((row for row in run.attention if row.length == length), None)
+    there = next((row for row in run.attention if row.length == _length(run, statement.at)), None)
     value = None if there is None else there.below_1e_3 if statement.below == "1e-3" else there.below_1e_7
     return None if value is None else Mean(value.mean, value.standard_error)
 

@@ -66,7 +66,7 @@ def report(folder: Path) -> list[Path]:
 def standing(claim: Claim, scale: Scale, results: Results | None) -> Standing:
     """The verdict on a claim at one scale, or why there is none."""
     if claim.exact or (results is not None and scale not in claim.unjudged):
-        return together([judged.verdict for judged in judge(claim, results)])
+        return _verdict(judge(claim, results))
     return "not testable here" if _out_of_reach(claim, scale) else "not run"
 
 
@@ -84,7 +84,7 @@ def page(claim: Claim, found: dict[Scale, Results]) -> str:
     parts += [_wrapped(note) for note in claim.notes]
     if claim.exact:
         judged = judge(claim, None)
-        parts += [f"**Verdict: {_exact(judged)}.**", _statements(judged)]
+        parts += [f"**Verdict: {_verdict(judged)}: exact, by test.**", _statements(judged)]
     for scale in () if claim.exact else SCALES:
         parts.append(f"## Scale `{scale}`")
         if scale in found:
@@ -117,11 +117,9 @@ def ledger(lines: Sequence[tuple[Claim, dict[Scale, Standing]]], found: Mapping[
     counts["exact"] = Counter(standings[SCALES[0]] for claim, standings in lines if claim.exact)
     table = []
     for claim, standings in lines:
-        cells = [
-            f"{standings[SCALES[0]]}: exact, by test" if claim.exact else standings[scale] + mark
-            for scale in SCALES
-            for mark in [MARK if scale in outdated.get(claim.name, ()) else ""]
-        ]
+        cells = [standings[scale] + MARK * (scale in outdated[claim.name]) for scale in SCALES]
+        if claim.exact:
+            cells = [f"{standings[SCALES[0]]}: exact, by test"] * len(SCALES)
         table.append([f"[{claim.title}]({claim.name}.md)", claim.source, *cells])
     head = (
         f"{len(lines)} claims, {len(exact)} of them decided by tests that train nothing. A claim holds where all its "
@@ -140,24 +138,21 @@ def ledger(lines: Sequence[tuple[Claim, dict[Scale, Standing]]], found: Mapping[
             "[docs/claims.md](../../claims.md#initial-weights) says why it changed."
         )
     kinds = [kind for kind in _ORDER if any(count[kind] for count in counts.values())]
-    return (
-        "\n\n".join(
-            [
-                "# The papers' claims",
-                _wrapped(head),
-                *(_wrapped(line) for scale in SCALES if (line := _shared(scale, lines, found))),
-                _table(
-                    ["scale", *kinds], [[name, *(str(count[kind]) for kind in kinds)] for name, count in counts.items()]
-                ),
-                _table(["claim", "source", *SCALES], table),
-                _wrapped(
-                    f"Written by `softfocus report` from the results beside it. Scales, "
-                    f"where a claim's page names no other recipes: {_scales()}."
-                ),
-            ]
-        )
-        + "\n"
+    summary = [[name, *(str(count[kind]) for kind in kinds)] for name, count in counts.items()]
+    scales = ", ".join(f"`{scale}` is the recipe `{base}`" for scale, base in BASES.items())
+    foot = (
+        "Written by `softfocus report` from the results beside it. Scales, where a claim's page names no other "
+        f"recipes: {scales}."
     )
+    parts = [
+        "# The papers' claims",
+        _wrapped(head),
+        *(_wrapped(line) for scale in SCALES if (line := _shared(scale, lines, found))),
+        _table(["scale", *kinds], summary),
+        _table(["claim", "source", *SCALES], table),
+        _wrapped(foot),
+    ]
+    return "\n\n".join(parts) + "\n"
 
 
 def _shared(
@@ -189,7 +184,7 @@ def verdict_lines(claim: Claim, results: Results) -> list[str]:
     judged = judge(claim, results)
     why = claim.unjudged.get(results.scale)
     lines = [f"{'' if why else f'{one.verdict}: '}{one.statement.says} ({one.shown.text})" for one in judged]
-    end = f"not testable here: {why}" if why else together([one.verdict for one in judged])
+    end = f"not testable here: {why}" if why else _verdict(judged)
     return [*lines, f"{claim.name} at the scale {results.scale}: {end}"]
 
 
@@ -197,7 +192,7 @@ def _outcome(claim: Claim, scale: Scale, results: Results) -> list[str]:
     judged = judge(claim, results)
     counts = Counter(one.verdict for one in judged)
     said = ", ".join(f"{counts[kind]} {kind}" for kind in _ORDER if counts[kind])  # type: ignore[index]
-    parts = [f"**Verdict: {together([one.verdict for one in judged])}** ({said}).", _statements(judged)]
+    parts = [f"**Verdict: {_verdict(judged)}** ({said}).", _statements(judged)]
     if why := claim.unjudged.get(scale):
         measured = [[one.statement.says, one.shown.text] for one in judged]
         parts = [_wrapped(f"**Not testable here:** {why}."), _table(["statement", "what came out"], measured)]
@@ -225,6 +220,11 @@ def _outcome(claim: Claim, scale: Scale, results: Results) -> list[str]:
         what = "Loss and error rate" if _sampled(groups) else "Loss over length"
         parts.append(f"![{what}]({claim.name}/{scale}/{FIGURE})")
     return [*parts, f"`{_command(claim, scale, results)}` runs it again."]
+
+
+def _verdict(judged: Sequence[Judged]) -> Verdict:
+    """On all statements together."""
+    return together([one.verdict for one in judged])
 
 
 def _statements(judged: Sequence[Judged]) -> str:
@@ -348,17 +348,9 @@ def _sizes(results: Results, statement: Saves) -> str:
     return _table(["power law", "sizes", "parameters", "exponent", "largest misfit"], lines) if lines else ""
 
 
-def _exact(judged: Sequence[Judged]) -> str:
-    return f"{together([one.verdict for one in judged])}: exact, by test"
-
-
 def _command(claim: Claim, scale: Scale, results: Results | None = None) -> str:
     seeds = len({run.info.seed for run in results.runs}) if results else SEEDS
     return f"softfocus reproduce {claim.name} --scale {scale} --seeds {seeds}"
-
-
-def _scales() -> str:
-    return ", ".join(f"`{scale}` is the recipe `{base}`" for scale, base in BASES.items())
 
 
 def _each(texts: Iterable[str]) -> str:

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal
 
-from softfocus.lab.claims.claim import Answers, Claim, Classifies, Finds, Lower, Sooner, Steeper, named_in
-from softfocus.lab.claims.results import Run
+from softfocus.lab.claims.claim import Claim, Compared
+from softfocus.lab.claims.results import Results, Run
 from softfocus.lab.evaluate.means import Estimate, t_outside, t_quantile
 
 Verdict = Literal["holds", "fails", "inconclusive", "too few seeds", "not run"]
@@ -94,18 +94,23 @@ def lost_lower(first: Lost, second: Lost) -> Verdict:
     return "fails" if first[0] == first[1] and second[0] == 0 else "inconclusive"
 
 
-def too_few(row: str, runs: Sequence[Run]) -> Part | None:
-    """Why a row has no verdict, None where it has enough trainings."""
-    seeds = {run.info.seed for run in runs}
-    if not seeds:
-        return Part("not run", f"{row} was not run")
-    return (
-        None if len(seeds) >= SEEDS else Part("too few seeds", f"{row} was trained with {len(seeds)} of {SEEDS} seeds")
-    )
+def sides_of(results: Results, rows: Sequence[str]) -> tuple[list[list[Run]], Part | None]:
+    """The trainings of some rows, and why there is no verdict on them; None where there are
+    enough.
+    """
+    sides = [results.of(row) for row in rows]
+    for row, runs in zip(rows, sides, strict=True):
+        seeds = len({run.info.seed for run in runs})
+        if not seeds:
+            return sides, Part("not run", f"{row} was not run")
+        if seeds < SEEDS:
+            return sides, Part("too few seeds", f"{row} was trained with {seeds} of {SEEDS} seeds")
+    return sides, None
 
 
-def pairs_of(claim: Claim, statement: Lower | Steeper | Sooner | Classifies | Finds | Answers) -> list[tuple[str, str]]:
+def pairs_of(claim: Claim, statement: Compared) -> list[tuple[str, str]]:
     """Each row of a statement with each of the others."""
-    ours = named_in(statement, "row")
-    others = [name for name in claim.rows if name not in ours] if "*" in named_in(statement, "than") else None
-    return list(product(ours, others if others is not None else named_in(statement, "than")))
+    others = statement.than
+    if "*" in others:
+        others = [name for name in claim.rows if name not in statement.row]
+    return list(product(statement.row, others))

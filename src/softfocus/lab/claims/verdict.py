@@ -23,9 +23,8 @@ from softfocus.lab.claims.claim import (
     Statement,
     Steeper,
     Trains,
-    named_in,
 )
-from softfocus.lab.claims.parts import Lost, Part, Verdict, corrected, decide, lost_lower, pairs_of, together, too_few
+from softfocus.lab.claims.parts import Lost, Part, Verdict, corrected, decide, lost_lower, pairs_of, sides_of, together
 from softfocus.lab.claims.results import Results, Run
 from softfocus.lab.evaluate.means import Estimate
 from softfocus.lab.report.points import Cell, cell
@@ -51,37 +50,36 @@ class Judged:
 
 def judge(claim: Claim, results: Results | None) -> list[Judged]:
     """Every statement of a claim. Without results only what tests decide has a verdict."""
+    there = results or Results.model_construct(runs=[])
     found = []
     for statement in claim.statements:
-        parts = corrected(_JUDGES[type(statement)](claim, results, statement))
+        parts = corrected(_JUDGES[type(statement)](claim, there, statement))
         found.append(Judged(statement, together([part.verdict for part in parts]), parts))
     return found
 
 
-def _proved(claim: Claim, results: Results | None, statement: Proved) -> list[Part]:
+def _proved(claim: Claim, results: Results, statement: Proved) -> list[Part]:
     return [Part("holds", f"exact, by `{statement.by}`")]
 
 
-def _disproved(claim: Claim, results: Results | None, statement: Disproved) -> list[Part]:
+def _disproved(claim: Claim, results: Results, statement: Disproved) -> list[Part]:
     return [Part("fails", f"exact, by `{statement.by}`")]
 
 
-def _trains(claim: Claim, results: Results | None, statement: Trains) -> list[Part]:
+def _trains(claim: Claim, results: Results, statement: Trains) -> list[Part]:
     parts = []
-    for row in named_in(statement, "row"):
-        runs = results.of(row) if results else []
+    for row in statement.row:
+        (runs,), early = sides_of(results, [row])
         count = sum(run.diverged for run in runs)
         text = f"{count} of {len(runs)} trainings of {row} diverged"
-        parts.append(too_few(row, runs) or Part("fails" if count else "holds", text))
+        parts.append(early or Part("fails" if count else "holds", text))
     return parts
 
 
-def _lower(claim: Claim, results: Results | None, statement: Lower) -> list[Part]:
-    lengths = [statement.at] if isinstance(statement.at, str) else statement.at
-    pairs = pairs_of(claim, statement)
+def _lower(claim: Claim, results: Results, statement: Lower) -> list[Part]:
     setting, other_setting = statement.setting, statement.than_setting or statement.setting
     parts = []
-    for (row, than), at in product(pairs, lengths):
+    for (row, than), at in product(pairs_of(claim, statement), statement.at):
         there = statement.than_at or at
         parts.append(
             _compare(
@@ -95,15 +93,15 @@ def _lower(claim: Claim, results: Results | None, statement: Lower) -> list[Part
     return parts
 
 
-def _flat(claim: Claim, results: Results | None, statement: Flat) -> list[Part]:
+def _flat(claim: Claim, results: Results, statement: Flat) -> list[Part]:
     here = statement.setting
     return [
         _compare(results, (row, statement.to, here), (row, "1x", here), _below, _lost_flat, -statement.within)
-        for row in named_in(statement, "row")
+        for row in statement.row
     ]
 
 
-_JUDGES: dict[type, Callable[[Claim, Results | None, Any], list[Part]]] = {
+_JUDGES: dict[type, Callable[[Claim, Results, Any], list[Part]]] = {
     Lower: _lower,
     Close: _lower,
     Flat: _flat,
@@ -124,7 +122,7 @@ Place = tuple[str, str, str]
 
 
 def _compare(
-    results: Results | None,
+    results: Results,
     place: Place,
     other: Place,
     rule: Callable[[Estimate, float, str], Part],
@@ -134,10 +132,9 @@ def _compare(
     """Two losses, paired by document and seed. The rules are told by how large a share of the other
     loss.
     """
-    sides = [results.of(row) if results else [] for row, _, _ in (place, other)]
-    for (row, _, _), runs in zip((place, other), sides, strict=True):
-        if early := too_few(row, runs):
-            return early
+    sides, early = sides_of(results, [place[0], other[0]])
+    if early:
+        return early
     cells = [_cell(results, one) for one in (place, other)]
     for one, runs, there in zip((place, other), sides, cells, strict=True):
         if there is None and not all(run.diverged for run in runs):
@@ -191,9 +188,9 @@ def _lost(runs: Sequence[Run], there: Cell | None) -> int:
     return sum(run.diverged for run in runs) + sum(not math.isfinite(value) for value in values)
 
 
-def _cell(results: Results | None, place: Place) -> Cell | None:
+def _cell(results: Results, place: Place) -> Cell | None:
     row, at, setting = place
-    group = results.group(row) if results else None
+    group = results.group(row)
     return cell(group, float(at.removesuffix("x")), setting) if group else None
 
 

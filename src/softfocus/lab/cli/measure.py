@@ -199,7 +199,6 @@ def heads(
 
     Example: `softfocus heads runs/demo-lssar --length 16x`
     """
-    from softfocus.lab.errors import UsageError
     from softfocus.lab.progress import Display
     from softfocus.lab.recipes.lengths import parse
     from softfocus.lab.run_folder.files import load_run

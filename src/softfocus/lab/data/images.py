@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from softfocus.lab.data.samples import HeldOut, InOrder, Inputs, Passes, hold_out
+from softfocus.lab.data.samples import HeldOut, InOrder, Inputs, Passes, WithoutTokens, hold_out
 from softfocus.lab.data.tasks import random_for
 from softfocus.lab.errors import LabError
 from softfocus.lab.recipes.data import ImagesTable
@@ -32,7 +32,7 @@ _SCRAPS = 3
 
 
 @dataclass(frozen=True)
-class Glyphs:
+class Glyphs(WithoutTokens):
     """Images of one character each, whose class is its place in `glyphs`.
 
     Font, size, slant, turn, place and contrast are drawn at random. Scraps of other characters lie
@@ -53,14 +53,14 @@ class Glyphs:
         return f"glyphs-{digest[:12]}"
 
     @property
-    def classes(self) -> int:
-        """One a character."""
+    def vocab_size(self) -> int:
+        """A class for each character."""
         return len(self.table.glyphs)
 
-    def training(self, recipe: Recipe) -> InOrder:
+    def training_windows(self, recipe: Recipe) -> InOrder:
         """As many as are read, no two alike."""
         train = recipe.train
-        return InOrder(lambda random, _: self._sample(random), seed=train.seed, count=train.steps * train.batch)
+        return InOrder(lambda random, _: self._sample(random), seed=train.seed, count=train.windows)
 
     def held_out(self, recipe: Recipe) -> HeldOut:
         """Others, the same ones for every run."""
@@ -69,10 +69,10 @@ class Glyphs:
     def draw(self, random: np.random.Generator) -> tuple[NDArray[np.float32], int]:
         """An image [size, size] from -1 to 1, and its class."""
         size, templates = self.table.size, _templates(self.table.glyphs)
-        label, font = int(random.integers(self.classes)), int(random.integers(len(_FONTS)))
+        label, font = int(random.integers(self.vocab_size)), int(random.integers(len(_FONTS)))
         ink = np.zeros((size, size))
         for _ in range(_SCRAPS):
-            other = templates[random.integers(self.classes)][random.integers(len(_FONTS))]
+            other = templates[random.integers(self.vocab_size)][random.integers(len(_FONTS))]
             angle = random.uniform(0, 2 * math.pi)
             away = 0.5 * size * np.array([math.cos(angle), math.sin(angle)])
             ink = np.maximum(ink, _placed(other, size, 0.35, random.uniform(0, 2 * math.pi), 0.0, away))
@@ -125,7 +125,7 @@ def _placed(
 
 
 @dataclass(frozen=True)
-class ImageFolder:
+class ImageFolder(WithoutTokens):
     """Images on disk, FOLDER/CLASS/NAME.png (or .jpg, ...), read by `datasets`.
 
     Training images are cropped at random (a share of 35 to 100 % of the area) and mirrored at
@@ -177,18 +177,15 @@ class ImageFolder:
         return f"images-{digest.hexdigest()[:12]}"
 
     @property
-    def classes(self) -> int:
-        """One a folder."""
+    def vocab_size(self) -> int:
+        """A class for each folder."""
         return len(self._splits[0].features["label"].names)
 
-    def training(self, recipe: Recipe) -> Passes:
+    def training_windows(self, recipe: Recipe) -> Passes:
         """Every image once a pass."""
         train, rows = recipe.train, self._splits[0]
         return Passes(
-            lambda random, place: self._sample(rows, place, random),
-            len(rows),
-            seed=train.seed,
-            count=train.steps * train.batch,
+            lambda random, place: self._sample(rows, place, random), len(rows), seed=train.seed, count=train.windows
         )
 
     def held_out(self, recipe: Recipe) -> HeldOut:

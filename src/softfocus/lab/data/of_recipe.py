@@ -90,7 +90,7 @@ class Text:
     def training_windows(self, recipe: Recipe) -> Dataset[Any]:
         """Windows of the training tokens."""
         train = recipe.train
-        return TrainingWindows(self.store, train.length, seed=train.seed, count=train.steps * train.batch)
+        return TrainingWindows(self.store, train.length, seed=train.seed, count=train.windows)
 
     def validation_windows(self, recipe: Recipe) -> torch.Tensor:
         """Windows of the training length with `evaluate.tokens` validation tokens, int64 [W, L +
@@ -120,11 +120,11 @@ class Masked(Text):
 
     def training_windows(self, recipe: Recipe) -> Dataset[Any]:
         """The windows of the text; what is hidden is drawn anew in every pass."""
-        train = recipe.train
-        count = train.steps * train.batch
-        text = TrainingWindows(self.store, train.length, seed=train.seed, count=count)
+        train, text = recipe.train, super().training_windows(recipe)
         return InOrder(
-            lambda random, index: self._hide(text[index]["input_ids"].numpy(), random), seed=train.seed, count=count
+            lambda random, index: self._hide(text[index]["input_ids"].numpy(), random),
+            seed=train.seed,
+            count=train.windows,
         )
 
     def held_out(self, recipe: Recipe) -> HeldOut:
@@ -165,69 +165,11 @@ class Generated:
     def training_windows(self, recipe: Recipe) -> TaskWindows:
         """Sequences of the task."""
         train = recipe.train
-        return TaskWindows(self.task, train.length, seed=train.seed, count=train.steps * train.batch)
+        return TaskWindows(self.task, train.length, seed=train.seed, count=train.windows)
 
     def save_tokenizer(self, folder: Path) -> None:
         """A word for each id."""
         tokenizer.save(tokenizer.word_tokenizer(self.task.words), folder)
-
-
-@dataclass(frozen=True)
-class Images:
-    """Images and their classes."""
-
-    images: Glyphs | ImageFolder
-    end_of_document = None
-
-    @property
-    def key(self) -> str:
-        """A digest."""
-        return self.images.key
-
-    @property
-    def vocab_size(self) -> int:
-        """How many classes there are."""
-        return self.images.classes
-
-    def training_windows(self, recipe: Recipe) -> Dataset[Any]:
-        """Images in their order."""
-        return self.images.training(recipe)
-
-    def held_out(self, recipe: Recipe) -> HeldOut:
-        """Other images."""
-        return self.images.held_out(recipe)
-
-    def save_tokenizer(self, folder: Path) -> None:
-        """There is none."""
-
-
-@dataclass(frozen=True)
-class Speech:
-    """Utterances and what was said."""
-
-    speech: Syllables | LibriSpeech
-    end_of_document = None
-
-    @property
-    def key(self) -> str:
-        """A digest."""
-        return self.speech.key
-
-    @property
-    def vocab_size(self) -> int:
-        """The characters, and CTC's blank."""
-        return len(self.speech.characters) + 1
-
-    def training_windows(self, recipe: Recipe) -> Dataset[Any]:
-        """Utterances in their order."""
-        return self.speech.training(recipe)
-
-    def held_out(self, recipe: Recipe) -> HeldOut:
-        """Other utterances."""
-        return self.speech.held_out(recipe)
-
-    def save_tokenizer(self, folder: Path) -> None:
-        """There is none."""
 
 
 def load(recipe: Recipe, listener: Listener) -> Data:
@@ -243,9 +185,9 @@ def sampled(recipe: Recipe, listener: Listener) -> Sampled:
     if recipe.data.masked is not None:
         return Masked(_tokens(recipe, listener), recipe.data.masked)
     if recipe.data.speech is not None:
-        return Speech(Syllables(recipe.data.speech) if recipe.data.source is None else LibriSpeech(recipe, listener))
+        return Syllables(recipe.data.speech) if recipe.data.source is None else LibriSpeech(recipe, listener)
     assert recipe.data.images is not None
-    return Images(Glyphs(recipe.data.images) if recipe.data.source is None else ImageFolder(recipe))
+    return Glyphs(recipe.data.images) if recipe.data.source is None else ImageFolder(recipe)
 
 
 def task_of(recipe: Recipe) -> Task | None:

@@ -4,6 +4,7 @@ tokens.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,15 @@ class HeldOut:
 
     sample: Callable[[int], Inputs]
     documents: Sequence[int]
+
+
+class WithoutTokens:
+    """Data of which no text is read: images, speech."""
+
+    end_of_document = None
+
+    def save_tokenizer(self, folder: Path) -> None:
+        """There is none."""
 
 
 class InOrder(Dataset[Any]):

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from softfocus.lab.data.samples import HeldOut, InOrder, Inputs, Passes, hold_out
+from softfocus.lab.data.samples import HeldOut, InOrder, Inputs, Passes, WithoutTokens, hold_out
 from softfocus.lab.data.tasks import IGNORED, random_for
 from softfocus.lab.errors import LabError
 from softfocus.lab.progress import Event, Listener
@@ -53,7 +53,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Syllables:
+class Syllables(WithoutTokens):
     """Words of one or two syllables, each a consonant and a vowel, spoken by a voice of its own in
     every utterance.
 
@@ -69,6 +69,7 @@ class Syllables:
     table: SpeechTable
 
     characters = SYLLABLES
+    vocab_size = len(characters) + 1  # CTC's blank
 
     @property
     def key(self) -> str:
@@ -80,12 +81,10 @@ class Syllables:
             digest.update((sound * 16).round().astype(np.int8).tobytes() + text.encode())
         return f"syllables-{digest.hexdigest()[:12]}"
 
-    def training(self, recipe: Recipe) -> InOrder:
+    def training_windows(self, recipe: Recipe) -> InOrder:
         """As many as are read, no two alike."""
         train = recipe.train
-        return InOrder(
-            lambda random, _: self._sample(random, train.length), seed=train.seed, count=train.steps * train.batch
-        )
+        return InOrder(lambda random, _: self._sample(random, train.length), seed=train.seed, count=train.windows)
 
     def held_out(self, recipe: Recipe) -> HeldOut:
         """Others, the same ones for every run."""
@@ -154,7 +153,7 @@ def _vowel(
 
 
 @dataclass(frozen=True)
-class LibriSpeech:
+class LibriSpeech(WithoutTokens):
     """Utterances on disk: files NAME.flac (or .wav), and beside them *.trans.txt with lines "NAME
     TEXT".
 
@@ -170,6 +169,7 @@ class LibriSpeech:
     listener: Listener
 
     characters = ENGLISH
+    vocab_size = len(characters) + 1  # CTC's blank
 
     @property
     def _table(self) -> SpeechTable:
@@ -193,12 +193,10 @@ class LibriSpeech:
         lines = [f"{path.name} {path.stat().st_size} {text}" for split in self._splits for path, text in split]
         return f"speech-{hashlib.sha256(chr(10).join(lines).encode()).hexdigest()[:12]}"
 
-    def training(self, recipe: Recipe) -> Passes:
+    def training_windows(self, recipe: Recipe) -> Passes:
         """Every utterance once a pass."""
         train, there = recipe.train, self._splits[0]
-        return Passes(
-            lambda _, place: self._sample(*there[place]), len(there), seed=train.seed, count=train.steps * train.batch
-        )
+        return Passes(lambda _, place: self._sample(*there[place]), len(there), seed=train.seed, count=train.windows)
 
     def held_out(self, recipe: Recipe) -> HeldOut:
         """All of them."""

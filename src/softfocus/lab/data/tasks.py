@@ -7,6 +7,7 @@ well it was trained.
 
 import hashlib
 import re
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -168,45 +169,64 @@ def _split(text: str) -> tuple[str, ...]:
     return tuple(re.findall(r"\w+|[.?]", text))
 
 
-@dataclass(frozen=True)
-class _Prompt:
-    """The sentences around a number.
-
-    Args:
-        ids: turns a sentence into ids.
-        number: its ids.
-    """
-
-    ids: Callable[[str], Sequence[int]]
-    number: Sequence[int]
+class _HiddenNumber(Asking):
+    """The sentences around a number: what both tasks of passkeys share."""
 
     @property
+    @abstractmethod
+    def _longest(self) -> Sequence[int]:
+        """The ids of a number that takes the most tokens."""
+
+    @abstractmethod
+    def _number(self, random: np.random.Generator) -> Sequence[int]:
+        """The ids of a number, drawn uniformly."""
+
+    @abstractmethod
+    def _ids(self, text: str) -> Sequence[int]:
+        """Of a sentence."""
+
     def least(self) -> int:
-        """Tokens of all but filler. The last one of the answer is predicted and not read."""
-        parts = (_OPENING, _BEFORE, _BETWEEN, _AFTER, _QUESTION)
-        return sum(len(self.ids(part)) for part in parts) + 3 * len(self.number) - 1
+        """All but filler."""
+        return self._least(self._longest)
 
-    def distance(self, filler: int) -> int:
-        """From the second mention of the number to the answer, with so much filler after it."""
-        return len(self.number) + len(self.ids(_AFTER)) + filler + len(self.ids(_QUESTION))
+    def farthest(self, length: int) -> int:
+        """All filler between the number and the question. A number of fewer tokens leaves room for
+        more filler, and so lies no nearer.
+        """
+        return self._distance(self._longest, length - self.least())
 
-    def sample(self, random: np.random.Generator, length: int, nearest: int) -> Sample:
+    def sample(self, random: np.random.Generator, length: int, nearest: int = 0) -> Sample:
         """The number at a random depth, at least `nearest` tokens before the answer."""
-        filler, size = length - self.least, len(self.number)
-        after = int(random.integers(max(0, nearest - self.distance(0)), filler + 1))
-        mentions = [*self.ids(_BEFORE), *self.number, *self.ids(_BETWEEN), *self.number, *self.ids(_AFTER)]
-        text = [*self.ids(_OPENING), *self._fill(filler - after), *mentions, *self._fill(after)]
-        whole = np.array([*text, *self.ids(_QUESTION), *self.number], np.int64)  # [length + 1]
+        check_room(self, length, nearest)
+        number = self._number(random)
+        filler, size = length - self._least(number), len(number)
+        after = int(random.integers(max(0, nearest - self._distance(number, 0)), filler + 1))
+        mentions = [*self._ids(_BEFORE), *number, *self._ids(_BETWEEN), *number, *self._ids(_AFTER)]
+        text = [*self._ids(_OPENING), *self._fill(filler - after), *mentions, *self._fill(after)]
+        whole = np.array([*text, *self._ids(_QUESTION), *number], np.int64)  # [length + 1]
         labels, distances = np.full(length, IGNORED), np.zeros(length, np.int64)
-        labels[-size:], distances[-size:] = self.number, self.distance(after)
+        labels[-size:], distances[-size:] = number, self._distance(number, after)
         return Sample(whole[:-1], labels, distances)
 
+    def grown(self, factor: int) -> None:
+        """There is one number."""
+        return
+
+    def _least(self, number: Sequence[int]) -> int:
+        """Tokens of all but filler. The last one of the answer is predicted and not read."""
+        parts = (_OPENING, _BEFORE, _BETWEEN, _AFTER, _QUESTION)
+        return sum(len(self._ids(part)) for part in parts) + 3 * len(number) - 1
+
+    def _distance(self, number: Sequence[int], filler: int) -> int:
+        """From the second mention of the number to the answer, with so much filler after it."""
+        return len(number) + len(self._ids(_AFTER)) + filler + len(self._ids(_QUESTION))
+
     def _fill(self, count: int) -> NDArray[np.int64]:
-        return np.resize(np.array(self.ids(_FILLER), np.int64), count)
+        return np.resize(np.array(self._ids(_FILLER), np.int64), count)
 
 
 @dataclass(frozen=True)
-class Passkey:
+class Passkey(_HiddenNumber):
     """Passkey retrieval (Mohtashami and Jaggi 2023, arXiv 2305.16300): a number hidden in filler
     text, asked for at the end.
 
@@ -236,26 +256,16 @@ class Passkey:
         """Each digit; those before it are given, and tell nothing about it."""
         return self.digits
 
-    def least(self) -> int:
-        """All but filler."""
-        return self._prompt(range(self.digits)).least
+    @property
+    def _longest(self) -> Sequence[int]:
+        return range(self.digits)
 
-    def farthest(self, length: int) -> int:
-        """All filler between the number and the question."""
-        return self._prompt(range(self.digits)).distance(length - self.least())
+    def _number(self, random: np.random.Generator) -> list[int]:
+        digits: list[int] = random.integers(10, size=self.digits).tolist()
+        return digits  # their ids are their values
 
-    def sample(self, random: np.random.Generator, length: int, nearest: int = 0) -> Sample:
-        """See :class:`Task`."""
-        check_room(self, length, nearest)
-        number = random.integers(10, size=self.digits)  # ids of digits are their values
-        return self._prompt(number.tolist()).sample(random, length, nearest)
-
-    def grown(self, factor: int) -> None:
-        """There is one number."""
-        return
-
-    def _prompt(self, number: Sequence[int]) -> _Prompt:
-        return _Prompt(lambda text: [self._id[word] for word in _split(text)], number)
+    def _ids(self, text: str) -> list[int]:
+        return [self._id[word] for word in _split(text)]
 
     @cached_property
     def _id(self) -> dict[str, int]:
@@ -263,7 +273,7 @@ class Passkey:
 
 
 @dataclass(frozen=True)
-class PasskeyInText:
+class PasskeyInText(_HiddenNumber):
     """Passkey retrieval for a model that was trained on text: the same sentences, as its tokenizer
     writes them.
 
@@ -288,28 +298,8 @@ class PasskeyInText:
         """The number."""
         return 1
 
-    def least(self) -> int:
-        """All but filler, for the number that takes the most tokens."""
-        return self._prompt(self._longest).least
-
-    def farthest(self, length: int) -> int:
-        """All filler between the number and the question. A number of fewer tokens leaves room for
-        more filler, and so lies no nearer.
-        """
-        return self._prompt(self._longest).distance(length - self.least())
-
-    def sample(self, random: np.random.Generator, length: int, nearest: int = 0) -> Sample:
-        """See :class:`Asking`."""
-        check_room(self, length, nearest)
-        number = "".join(map(str, random.integers(10, size=self.digits)))
-        return self._prompt(self._ids(number)).sample(random, length, nearest)
-
-    def grown(self, factor: int) -> None:
-        """There is one number."""
-        return
-
-    def _prompt(self, number: Sequence[int]) -> _Prompt:
-        return _Prompt(self._ids, number)
+    def _number(self, random: np.random.Generator) -> Sequence[int]:
+        return self._ids("".join(map(str, random.integers(10, size=self.digits))))
 
     def _ids(self, text: str) -> Sequence[int]:
         known = self._known.get(text)

@@ -35,6 +35,7 @@ from softfocus.lab.data.corpus import Corpus, hub_address
 from softfocus.lab.data.listing import HUB
 from softfocus.lab.data.tokenise import SPLITS, Plan, Progress, fill
 from softfocus.lab.errors import LabError
+from softfocus.lab.run_folder import disk
 
 CACHE = "SOFTFOCUS_CACHE"
 
@@ -212,12 +213,8 @@ def check_room(cache: Path, needed: int) -> None:
     Raises:
         LabError: it has not.
     """
-    there = next(path for path in (cache, *cache.absolute().parents) if path.exists())
-    if (free := shutil.disk_usage(there).free) < needed:
-        raise LabError(
-            f"{cache} has {free / 1e9:.1f} GB free, and {needed / 1e9:.1f} GB of shards are copied there",
-            f"free some, or let {CACHE} name a folder on a larger disk",
-        )
+    remedy = f"free some, or let {CACHE} name a folder on a larger disk"
+    disk.check_room(cache, needed, "{} of shards are copied there", remedy)
 
 
 def key_of(source: str, tokenizer_spec: str, options: Options = DEFAULTS) -> str:

@@ -10,7 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from softfocus.lab.data.tasks import Task, check_room, random_for
+from softfocus.lab.data.samples import InOrder, Inputs
+from softfocus.lab.data.tasks import Task, check_room
 from softfocus.lab.data.tokens import TokenStore
 from softfocus.lab.errors import LabError
 
@@ -71,7 +72,7 @@ class TrainingWindows(Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": tokens[:-1], "labels": tokens[1:]}
 
 
-class TaskWindows(Dataset[dict[str, torch.Tensor]]):
+class TaskWindows(InOrder):
     """Sequences of a generated task, each of which its index and the seed alone decide: resuming is
     exact.
 
@@ -89,17 +90,12 @@ class TaskWindows(Dataset[dict[str, torch.Tensor]]):
 
     def __init__(self, task: Task, length: int, *, seed: int, count: int) -> None:
         check_room(task, length)
-        self.task, self.length, self.seed = task, length, seed
-        self._count = count
 
-    def __len__(self) -> int:
-        return self._count
+        def make(random: np.random.Generator, _: int) -> Inputs:
+            sample = task.sample(random, length)
+            return {"input_ids": torch.from_numpy(sample.tokens), "labels": torch.from_numpy(sample.labels)}
 
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        if not 0 <= index < self._count:
-            raise IndexError(f"sequence {index} of {self._count}")
-        sample = self.task.sample(random_for("training", self.seed, index), self.length)
-        return {"input_ids": torch.from_numpy(sample.tokens), "labels": torch.from_numpy(sample.labels)}
+        super().__init__(make, seed=seed, count=count)
 
 
 class EvaluationWindows:

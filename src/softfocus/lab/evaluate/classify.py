@@ -126,11 +126,7 @@ def classify(folder: Path, *, progress: Listener = silent) -> Classification:
     by_document = [int(right[test.documents == document].sum()) for document in documents]
     mean = Mean.of(by_document, counts)
     found = Classification(
-        run=info.name,
-        token=info.token,
-        mechanism=info.mechanism,
-        train_length=info.train_length,
-        seed=info.seed,
+        **info.named,
         corpus_key=store.folder.name,
         length=length,
         accuracy=mean.value,

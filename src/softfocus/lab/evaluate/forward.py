@@ -2,7 +2,6 @@
 all logits.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +19,21 @@ LOGITS = 2**24
 """Logits held at once: 64 MB in float32, whatever the vocabulary and the length."""
 
 
-def under_window(folder: Path, lengths: Sequence[int], window: int | None, command: str) -> tuple[RunInfo, Recipe, Any]:
-    """A run, its recipe, and its model's configuration, for attention that sees so many of the last
-    keys.
+def opened(folder: Path, longest: int, remedy: str, window: int | None = None) -> tuple[RunInfo, Recipe, Any]:
+    """A run, its recipe, and its model's configuration.
 
     Args:
         folder: a finished run.
-        lengths: what the model is to read.
-        window: keys; None leaves the configuration as trained.
-        command: whose --lengths an error is to name.
+        longest: tokens that the model is to read.
+        remedy: what to do where it has fewer positions, with {} for how many.
+        window: keys that every attention sees; None for as trained.
 
     Raises:
-        LabError: a run that is not finished, or too few positions for the lengths.
+        LabError: a run that is not finished, or too few positions.
     """
     models.quiet()
     info, recipe, config = load_run(folder), load(folder / RECIPE), models.load_config(folder)
-    models.check_positions(config, max(lengths), f"{command} --lengths up to {{}}")
+    models.check_positions(config, longest, remedy)
     if window is not None:
         softfocus.hf.window(config, window)
     return info, recipe, config

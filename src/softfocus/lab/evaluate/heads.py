@@ -13,11 +13,10 @@ import softfocus.hf
 from softfocus.lab import model as models
 from softfocus.lab.data import of_recipe as data
 from softfocus.lab.data.windows import EvaluationWindows
-from softfocus.lab.evaluate.forward import has_plain_head, token_losses
+from softfocus.lab.evaluate.forward import has_plain_head, opened, token_losses
 from softfocus.lab.evaluate.means import ClusteredMeans
 from softfocus.lab.progress import Event, Listener, silent
-from softfocus.lab.recipes.loading import load
-from softfocus.lab.run_folder.files import RECIPE, load_run, measures, save_measured, with_rows_so_far
+from softfocus.lab.run_folder.files import measures, save_measured, with_rows_so_far
 from softfocus.lab.run_folder.results import HeadRow, HeadsMeasured
 from softfocus.layout import Heads, Layer, Layout
 
@@ -58,9 +57,7 @@ def heads(
         LabError: a run that is not finished, one that was trained on a task, or a length that does
             not fit the text.
     """
-    models.quiet()
-    info, recipe, config = load_run(folder), load(folder / RECIPE), models.load_config(folder)
-    models.check_positions(config, length, "heads --length {}")
+    info, recipe, config = opened(folder, length, "heads --length {}")
     window = window or info.train_length
     store = data.tokens(recipe, progress)
     data.check_unchanged(store, folder, info)
@@ -68,11 +65,7 @@ def heads(
     found = with_rows_so_far(
         folder,
         HeadsMeasured(
-            run=info.name,
-            token=info.token,
-            mechanism=info.mechanism,
-            train_length=info.train_length,
-            seed=info.seed,
+            **info.named,
             corpus_key=store.folder.name,
             length=length,
             window=window,

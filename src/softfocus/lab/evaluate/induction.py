@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from softfocus.lab import model as models
 from softfocus.lab.data import of_recipe as data
 from softfocus.lab.data.windows import EvaluationWindows
-from softfocus.lab.evaluate.forward import has_plain_head, token_losses, under_window
+from softfocus.lab.evaluate.forward import has_plain_head, opened, token_losses
 from softfocus.lab.evaluate.means import Mean
 from softfocus.lab.progress import Event, Listener, silent
 from softfocus.lab.run_folder.files import measures, save_measured, with_rows_so_far
@@ -61,18 +61,14 @@ def induction(
         LabError: a run that is not finished, one that was trained on a task, or lengths that do not
             fit the text.
     """
-    info, recipe, config = under_window(folder, lengths, window, "induction")
+    info, recipe, config = opened(folder, max(lengths), "induction --lengths up to {}", window)
     store = data.tokens(recipe, progress)
     data.check_unchanged(store, folder, info)
     spans = EvaluationWindows(store, lengths, tokens or recipe.evaluate.tokens)
     found = with_rows_so_far(
         folder,
         Induction(
-            run=info.name,
-            token=info.token,
-            mechanism=info.mechanism,
-            train_length=info.train_length,
-            seed=info.seed,
+            **info.named,
             corpus_key=store.folder.name,
             ngram=ngram,
             longest=spans.longest,

@@ -4,7 +4,6 @@ import hashlib
 import itertools
 import json
 import logging
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,25 +21,23 @@ from softfocus.lab.data import of_recipe as data
 from softfocus.lab.data.tokens import TokenStore
 from softfocus.lab.data.windows import EvaluationWindows
 from softfocus.lab.errors import LabError
-from softfocus.lab.evaluate.forward import has_plain_head, token_losses
+from softfocus.lab.evaluate.forward import has_plain_head, opened, token_losses
 from softfocus.lab.evaluate.means import ClusteredMeans, default_edges
 from softfocus.lab.evaluate.rope import scale_rope
-from softfocus.lab.progress import Event, Listener, silent
-from softfocus.lab.recipes.loading import load
+from softfocus.lab.progress import Event, Listener, Pace, silent
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.run_folder import provenance
 from softfocus.lab.run_folder.files import (
     EVALUATION,
     MODEL,
-    RECIPE,
     UNFINISHED,
     load_measured,
-    load_run,
     load_unfinished,
     measures,
     save_measured,
     save_unfinished,
 )
+from softfocus.lab.run_folder.manifest import digest
 from softfocus.lab.run_folder.results import (
     AS_TRAINED,
     Bucket,
@@ -102,35 +99,27 @@ def evaluate(
         LabError: a run that is not finished, a length longer than the tokens at hand, no rotary
             embedding to scale.
     """
-    models.quiet()
-    info = load_run(folder)
-    recipe = load(folder / RECIPE)
     lengths = sorted(set(lengths))
+    info, recipe, _ = opened(folder, max(lengths), "evaluate --lengths up to {}")
     wanted = tokens or recipe.evaluate.tokens
     settings = sorted(set(settings or recipe.settings), key=lambda setting: setting.order)
-    # All that can be refused is refused before the first pass
-    models.check_positions(models.load_config(folder), max(lengths), "evaluate --lengths up to {}")
-    for setting in settings:
+    for setting in settings:  # all that can be refused is refused before the first pass
         _config(folder, setting, info.train_length, max(lengths))
     store = data.tokens(recipe, progress)
     data.check_unchanged(store, folder, info)
     before = _earlier(folder, info)
     windows = _windows(store, lengths, wanted, before)
     evaluation = Evaluation(
-        run=info.name,
-        token=info.token,
-        mechanism=info.mechanism,
-        train_length=info.train_length,
+        **info.named,
         vocabulary=info.vocabulary,
         tokens=windows.tokens,
-        seed=info.seed,
         corpus_key=store.folder.name,
         longest=windows.longest,
         documents=windows.documents,
         crossing=windows.crossing,
         rows=[],
     )
-    pace = _Pace(info.name, len(lengths) * len(settings) * windows.tokens, progress)
+    pace = Pace(info.name, len(lengths) * len(settings) * windows.tokens, progress)
     key = _key(folder, recipe, evaluation, batch_tokens, buckets)
     finished = {(row.length, row.setting): row for row in load_unfinished(folder, key)}
     for setting in settings:
@@ -161,10 +150,7 @@ def evaluate(
 
 def _key(folder: Path, recipe: Recipe, evaluation: Evaluation, batch_tokens: int, buckets: Sequence[int] | None) -> str:
     """A digest of all that decides a row besides its length and setting."""
-    files = {}
-    for path in sorted(path for path in (folder / MODEL).iterdir() if path.is_file()):
-        with path.open("rb") as file:
-            files[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    files = {path.name: digest(path) for path in sorted((folder / MODEL).iterdir()) if path.is_file()}
     measured = [evaluation.model_dump(mode="json"), batch_tokens, list(buckets or ()), recipe.train.precision]
     code = [provenance.commit(), provenance.versions()]
     return hashlib.sha256(json.dumps([files, measured, code]).encode()).hexdigest()
@@ -249,24 +235,6 @@ def _keep_others(evaluation: Evaluation, before: Evaluation, folder: Path) -> No
             folder / EVALUATION,
             len(others),
         )
-
-
-class _Pace:
-    """Counts tokens and tells how fast they go."""
-
-    def __init__(self, run: str, total: int, progress: Listener):
-        self.run, self.total, self.done = run, total, 0
-        self._progress, self._start, self._skipped = progress, time.perf_counter(), 0
-
-    def skip(self, tokens: int) -> None:
-        """Count tokens that took no time."""
-        self.done += tokens
-        self._skipped += tokens
-
-    def add(self, tokens: int) -> None:
-        self.done += tokens
-        pace = (self.done - self._skipped) / (time.perf_counter() - self._start)
-        self._progress(Event(kind="step", run=self.run, done=self.done, total=self.total, tokens_per_second=pace))
 
 
 def _edges(buckets: Sequence[int] | None, train_length: int, length: int) -> list[int]:

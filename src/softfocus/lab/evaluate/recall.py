@@ -18,7 +18,7 @@ from softfocus.lab.data import of_recipe as data
 from softfocus.lab.data.tasks import IGNORED, Asking, PasskeyInText, check_room, digest, random_for
 from softfocus.lab.data.tokenizer import Encoder
 from softfocus.lab.errors import LabError
-from softfocus.lab.evaluate.forward import has_plain_head, under_window
+from softfocus.lab.evaluate.forward import has_plain_head, opened
 from softfocus.lab.evaluate.means import Mean
 from softfocus.lab.progress import Event, Listener, silent
 from softfocus.lab.recipes.data import MATTER
@@ -82,7 +82,7 @@ def recall(
         LabError: a run that is not finished, one that was trained on hidden tokens, images or
             speech, or a length that cannot hold a sequence.
     """
-    info, recipe, config = under_window(folder, lengths, window, "recall")
+    info, recipe, config = opened(folder, max(lengths), "recall --lengths up to {}", window)
     task = _task(folder, recipe)
     found, plans = _left(folder, info, task, lengths, window, sequences)
     if not plans:
@@ -93,13 +93,14 @@ def recall(
     done, total = 0, sequences * sum(plan.length for plan in plans)
     for plan in plans:
         with models.memory("lower --batch-tokens, or measure shorter lengths"):
-            counts = _Counts()
+            parts = []
             for first in range(0, sequences, size := max(1, batch_tokens // plan.length)):
                 count = min(size, sequences - first)
-                counts.add(*_answers(model, plan, range(first, first + count), bf16=bf16, plain=plain))
+                parts.append(_answers(model, plan, range(first, first + count), bf16=bf16, plain=plain))
                 done += count * plan.length
                 progress(Event(kind="step", run=info.name, done=done, total=total))
-        row = counts.row(plan, info.train_length, window, reach(config))
+        right, distances = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+        row = _row(plan, right, distances, info.train_length, window, reach(config))
         found.rows = sorted([*found.rows, row], key=lambda row: (row.window or 0, row.grown, row.length))
         save_measured(folder, found)
         progress(Event(kind="row", run=info.name, message=text(row), done=done, total=total))
@@ -180,11 +181,7 @@ def _left(
     """What recall.json holds, and what is still to be measured."""
     plans = list(_plans(task, sorted(set(lengths)), info.train_length))
     fresh = Recall(
-        run=info.name,
-        token=info.token,
-        mechanism=info.mechanism,
-        train_length=info.train_length,
-        seed=info.seed,
+        **info.named,
         task=digest(task),
         rows=[],
     )
@@ -244,44 +241,39 @@ def _share(right: NDArray[np.bool_], of: NDArray[np.bool_]) -> tuple[float, floa
     return mean.value, mean.standard_error
 
 
-class _Counts:
-    """Right answers, as they come."""
-
-    def __init__(self) -> None:
-        self.right: list[NDArray[np.bool_]] = []
-        self.distances: list[NDArray[np.int64]] = []
-
-    def add(self, right: NDArray[np.bool_], distances: NDArray[np.int64]) -> None:
-        self.right.append(right)
-        self.distances.append(distances)
-
-    def row(self, plan: _Plan, train_length: int, window: int | None, reach: int | None) -> RecallRow:
-        right, distances = np.concatenate(self.right), np.concatenate(self.distances)  # [sequences, answers]
-        assert distances.min() >= plan.nearest
-        each = np.ones_like(right)
-        accuracy, error = _share(right, each)
-        complete, complete_error = _share(np.array(right.all(1, keepdims=True)), each[:, :1])
-        by_distance = []
-        limits = edges(train_length, plan.length)
-        for start, end in pairwise(limits):
-            inside = (start <= distances) & (distances < end)
-            if inside.any():
-                mean, deviation = _share(right, inside)
-                by_distance.append(
-                    Answers(start=start, end=end, accuracy=mean, standard_error=deviation, answers=int(inside.sum()))
-                )
-        return RecallRow(
-            length=plan.length,
-            grown=plan.grown,
-            window=window,
-            nearest=plan.nearest,
-            reach=reach,
-            chance=plan.task.chance,
-            sequences=len(right),
-            answers=right.size,
-            accuracy=accuracy,
-            standard_error=error,
-            complete=complete,
-            complete_error=complete_error,
-            by_distance=by_distance,
-        )
+def _row(
+    plan: _Plan,
+    right: NDArray[np.bool_],
+    distances: NDArray[np.int64],
+    train_length: int,
+    window: int | None,
+    reach: int | None,
+) -> RecallRow:
+    """What came out of a plan: right and distances are [sequences, answers]."""
+    assert distances.min() >= plan.nearest
+    each = np.ones_like(right)
+    accuracy, error = _share(right, each)
+    complete, complete_error = _share(np.array(right.all(1, keepdims=True)), each[:, :1])
+    by_distance = []
+    for start, end in pairwise(edges(train_length, plan.length)):
+        inside = (start <= distances) & (distances < end)
+        if inside.any():
+            mean, deviation = _share(right, inside)
+            by_distance.append(
+                Answers(start=start, end=end, accuracy=mean, standard_error=deviation, answers=int(inside.sum()))
+            )
+    return RecallRow(
+        length=plan.length,
+        grown=plan.grown,
+        window=window,
+        nearest=plan.nearest,
+        reach=reach,
+        chance=plan.task.chance,
+        sequences=len(right),
+        answers=right.size,
+        accuracy=accuracy,
+        standard_error=error,
+        complete=complete,
+        complete_error=complete_error,
+        by_distance=by_distance,
+    )

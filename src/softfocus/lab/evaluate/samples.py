@@ -2,7 +2,6 @@
 speech.
 """
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from softfocus.lab import objective
 from softfocus.lab.data import of_recipe as data
 from softfocus.lab.errors import LabError
 from softfocus.lab.evaluate.means import Mean
-from softfocus.lab.progress import Event, Listener, silent
+from softfocus.lab.progress import Event, Listener, Pace, silent
 from softfocus.lab.recipes.loading import load
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.run_folder.files import RECIPE, load_run, measures, save_measured
@@ -53,17 +52,13 @@ def evaluate_samples(folder: Path, *, batch_tokens: int = 4096, progress: Listen
     held = source.held_out(recipe)
     length, count = info.train_length, len(held.documents)
     model = models.load(folder, kind=recipe.data.kind)
-    found, begun = [], time.perf_counter()
+    found, pace = [], Pace(info.name, count * length, progress)
     size = max(1, batch_tokens // length)
     with models.memory("lower --batch-tokens"), torch.inference_mode():
         for first in range(0, count, size):
             numbers = range(first, min(first + size, count))
             found.append(_scores(model, recipe, [held.sample(number) for number in numbers]))
-            done = numbers.stop
-            pace = done * length / (time.perf_counter() - begun)
-            progress(
-                Event(kind="step", run=info.name, done=done * length, total=count * length, tokens_per_second=pace)
-            )
+            pace.add(len(numbers) * length)
     loss, predictions, wrong, answers = np.concatenate(found, axis=1)  # [samples] each
     rows = [
         _row(length, setting, sums, counts, held.documents)
@@ -72,13 +67,9 @@ def evaluate_samples(folder: Path, *, batch_tokens: int = 4096, progress: Listen
     for row in rows:
         progress(Event(kind="row", run=info.name, row=row, done=count * length, total=count * length))
     evaluation = Evaluation(
-        run=info.name,
-        token=info.token,
-        mechanism=info.mechanism,
-        train_length=length,
+        **info.named,
         vocabulary=info.vocabulary,
         tokens=count * length,
-        seed=info.seed,
         corpus_key=source.key,
         longest=length,
         documents=len(set(held.documents)),

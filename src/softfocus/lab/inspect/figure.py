@@ -20,24 +20,18 @@ from numpy.typing import NDArray
 from softfocus.lab.inspect.measure import HIDDEN
 from softfocus.lab.inspect.results import Inspection
 from softfocus.lab.inspect.run import Map
-from softfocus.lab.report.figure import PALETTE, PANEL, STYLE, places, save_png
+from softfocus.lab.report.figure import PALETTE, PANEL, STYLE, places, save_png, titled
 
-TITLES = {
-    "zeros": "Exactly zero",
-    "above_1e_9": "Above 1e-9 of the row's largest",
-    "above_1e_3": "Above 1e-3 of the row's largest",
-    "entropy": "Entropy",
-    "distance": "Mean distance to what is attended to",
-    "beyond": "Weight beyond the training length",
+_SHARE = "share of the visible weights"
+PANELS = {
+    "zeros": ("Exactly zero", _SHARE),
+    "above_1e_9": ("Above 1e-9 of the row's largest", _SHARE),
+    "above_1e_3": ("Above 1e-3 of the row's largest", _SHARE),
+    "entropy": ("Entropy", "nats; dotted: of uniform weights"),
+    "distance": ("Mean distance to what is attended to", "tokens"),
+    "beyond": ("Weight beyond the training length", "share of the weight"),
 }
-UNITS = {
-    "zeros": "share of the visible weights",
-    "above_1e_9": "share of the visible weights",
-    "above_1e_3": "share of the visible weights",
-    "entropy": "nats; dotted: of uniform weights",
-    "distance": "tokens",
-    "beyond": "share of the weight",
-}
+"""What is drawn of each measure: its title and its unit."""
 _WEAK, _STRONG = np.array([86, 180, 233]), np.array([196, 62, 0])
 """The colours of a weight of 1e-9 of its row's largest, and of the largest itself."""
 _DECADES = 9
@@ -80,8 +74,9 @@ def save_maps(found: Sequence[tuple[str, Inspection, Sequence[Map]]], path: Path
         for length in one.lengths
     ]
     across = max(len(maps) for *_, maps in lines)
-    with rc_context(STYLE | {"axes.grid": False, "font.size": 9, "axes.titlesize": 9}):
-        figure = Figure(figsize=(max(8.0, 1.6 * across + 1.1), 1.85 * len(lines) + 0.9), layout="constrained")
+    style = STYLE | {"axes.grid": False, "font.size": 9, "axes.titlesize": 9}
+    size = max(8.0, 1.6 * across + 1.1), 1.85 * len(lines) + 0.9
+    with titled(size, title, fontsize=11, style=style) as figure:
         grid = figure.subplots(len(lines), across, squeeze=False)
         for line, (name, one, length, maps) in zip(grid, lines, strict=True):
             for ax in line[len(maps) :]:
@@ -94,18 +89,16 @@ def save_maps(found: Sequence[tuple[str, Inspection, Sequence[Map]]], path: Path
                 ax.set_title(f"layer {shown.layer}, head {shown.head}", fontweight="normal")
             label = [*textwrap.wrap(name, _LABEL), tokens(one, length)]
             line[0].set_ylabel("\n".join(label), parse_math=False)
-        figure.suptitle(title, x=0.01, ha="left", fontsize=11, parse_math=False)
         save_png(figure, path, title, dpi=150)
 
 
 def save_measures(found: Sequence[tuple[str, Inspection]], path: Path, title: str) -> None:
     """What the layers are like, a panel a measure, as a PNG, whole or not at all."""
     looks = [one for _, one in found]
-    with rc_context(STYLE):
-        figure = Figure(figsize=(13, 7.4), layout="constrained")
-        for ax, measure in zip(figure.subplots(2, 3).flatten(), TITLES, strict=True):
+    with titled((13, 7.4), title) as figure:
+        for ax, (measure, (title_of, _)) in zip(figure.subplots(2, 3).flatten(), PANELS.items(), strict=True):
             _draw(ax, looks, measure)
-            ax.set_title(TITLES[measure])
+            ax.set_title(title_of)
         handles = [
             Line2D([], [], color=PALETTE[place][0], label=name)
             for (name, _), place in zip(found, colours(looks), strict=True)
@@ -114,7 +107,6 @@ def save_measures(found: Sequence[tuple[str, Inspection]], path: Path, title: st
             Line2D([], [], color=STYLE["text.color"], linestyle=style, label=name) for name, style in styles(looks)
         ]
         figure.legend(handles=handles, loc="outside lower left", ncols=len(handles))
-        figure.suptitle(title, x=0.01, ha="left", fontsize=12, parse_math=False)
         save_png(figure, path, title, dpi=150)
 
 
@@ -124,7 +116,7 @@ def measure_figures(inspections: Sequence[Inspection]) -> list[tuple[str, Figure
     """
     drawn = []
     with rc_context(STYLE):
-        for measure, title in TITLES.items():
+        for measure, (title, _) in PANELS.items():
             figure = Figure(figsize=PANEL, layout="constrained")
             _draw(figure.subplots(), inspections, measure)
             drawn.append((title, figure))
@@ -171,9 +163,10 @@ def _draw(ax: Any, inspections: Sequence[Inspection], measure: str) -> None:
                         for layer in one.layers for head in one.heads_of(layer)]  # fmt: skip
                 ax.plot(*zip(*dots, strict=True), color=colour, linestyle="", marker="_", markersize=9)
     ax.set_xlabel("layer")
-    ax.set_ylabel(UNITS[measure])
+    _, unit = PANELS[measure]
+    ax.set_ylabel(unit)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     low, high = ax.get_ylim()
     ax.set_ylim(min(0.0, low), max(high, 0.01))
-    if UNITS[measure].startswith("share"):
+    if unit.startswith("share"):
         ax.yaxis.set_major_formatter(PercentFormatter(1.0))

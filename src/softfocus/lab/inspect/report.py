@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from softfocus.lab.inspect import figure, page
-from softfocus.lab.inspect.results import MAPS_FIGURE, MEASURES_FIGURE, PAGE, RESULTS, Inspection, Inspections, names
+from softfocus.lab.inspect.results import MAPS_FIGURE, MEASURES_FIGURE, PAGE, RESULTS, Inspection, Inspections
 from softfocus.lab.inspect.run import Map
 from softfocus.lab.report.points import mechanism_name
 from softfocus.lab.run_folder.disk import write_atomically
@@ -65,4 +65,8 @@ def table(name: str, one: Inspection) -> Table:
 
 
 def _labels(found: Inspections) -> list[str]:
-    return names(found.runs, [mechanism_name(one.mechanism) for one in found.runs])
+    """What each run is called: its mechanism, with the run's name where two have the same."""
+    names = [mechanism_name(one.mechanism) for one in found.runs]
+    return [
+        f"{name} · {one.run}" if names.count(name) > 1 else name for one, name in zip(found.runs, names, strict=True)
+    ]

@@ -1,6 +1,5 @@
 """What an inspection found: the one schema, which run.py makes and table, figure and page read."""
 
-from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -118,11 +117,3 @@ def read(path: Path) -> Inspections:
     """
     remedy = "write it again with `softfocus inspect RUN`"
     return read_json(path, Inspections, f"cannot read {path}: No such file", remedy)
-
-
-def names(inspections: Sequence[Inspection], spelled: Sequence[str]) -> list[str]:
-    """What each run is called: its mechanism, with the run's name where two have the same."""
-    return [
-        f"{name} · {one.run}" if spelled.count(name) > 1 else name
-        for one, name in zip(inspections, spelled, strict=True)
-    ]

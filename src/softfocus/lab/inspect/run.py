@@ -2,7 +2,6 @@
 made.
 """
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,12 +22,11 @@ from softfocus.lab.data import of_recipe as data
 from softfocus.lab.data.tokens import TokenStore
 from softfocus.lab.data.windows import EvaluationWindows
 from softfocus.lab.errors import LabError, UsageError
+from softfocus.lab.evaluate.forward import opened
 from softfocus.lab.evaluate.means import ClusteredMeans
 from softfocus.lab.inspect.measure import MEASURES, measures, picture
 from softfocus.lab.inspect.results import Heads, Inspection, Learned, Length, Row, Value
-from softfocus.lab.progress import Event, Listener, silent
-from softfocus.lab.recipes.loading import load
-from softfocus.lab.run_folder.files import RECIPE, load_run
+from softfocus.lab.progress import Listener, Pace, silent
 from softfocus.lab.run_folder.results import RunInfo
 from softfocus.row_weights import blocks
 
@@ -88,12 +86,8 @@ def inspect(
             tokens than the model has positions or the device has memory.
         UsageError: a layer or head that the model has not got.
     """
-    models.quiet()
-    info = load_run(folder)
-    recipe = load(folder / RECIPE)
     lengths = sorted(set(lengths))
-    config = models.load_config(folder)
-    models.check_positions(config, max(lengths), "inspect --lengths up to {}")
+    info, recipe, config = opened(folder, max(lengths), "inspect --lengths up to {}")
     if text is None:
         store = data.tokens(recipe, progress)
         data.check_unchanged(store, folder, info)
@@ -102,7 +96,7 @@ def inspect(
     windows = EvaluationWindows(store, lengths, tokens)
     model = models.load(folder, config)
     look = _Look(model, info, layers, heads)
-    done, total, begun = 0, len(lengths) * windows.tokens, time.perf_counter()
+    pace = Pace(info.name, len(lengths) * windows.tokens, progress)
     for length in lengths:
         look.begin(length)
         for batch, documents in windows.batches(length, batch_tokens):
@@ -115,9 +109,7 @@ def inspect(
             ):
                 model.base_model(input_ids=inputs, use_cache=False)
             look.end_of_batch(documents)
-            done += inputs.numel()
-            pace = done / (time.perf_counter() - begun)
-            progress(Event(kind="step", run=info.name, done=done, total=total, tokens_per_second=pace))
+            pace.add(inputs.numel())
     found = Inspection(
         run=info.name,
         mechanism=info.mechanism,

@@ -13,10 +13,18 @@ from pydantic import ValidationError
 from softfocus.lab.errors import LabError, UsageError, did_you_mean
 from softfocus.lab.recipes.recipe import Recipe
 
+LAB = resources.files("softfocus.lab")
+"""The folder of the lab: recipes, studies and claims lie in its packages."""
+
+
+def shipped_in(package: str) -> list[str]:
+    """The names of the TOML files that lie in one of the lab's packages."""
+    return sorted(file.name.removesuffix(".toml") for file in (LAB / package).iterdir() if file.name.endswith(".toml"))
+
 
 def shipped() -> list[str]:
     """The names of the recipes that come with softfocus."""
-    return sorted(file.name.removesuffix(".toml") for file in _shipped().iterdir() if file.name.endswith(".toml"))
+    return shipped_in("recipes")
 
 
 def load(name_or_path: str | Path, overrides: list[str] | None = None) -> Recipe:
@@ -71,17 +79,13 @@ def _checked(values: dict[str, Any], where: str, given: dict[str, Any]) -> Recip
     raise UsageError(what, remedy) if asked else LabError(what, remedy)
 
 
-def _shipped() -> Any:
-    return resources.files("softfocus.lab") / "recipes"
-
-
 def _read(name_or_path: str, seen: tuple[str, ...], near: Path | None = None) -> dict[str, Any]:
     path = Path(name_or_path)
     if near is not None and (near / path).suffix == ".toml":
         path = near / path
     if str(path) in seen:
         raise LabError(f"recipe {seen[0]} inherits from itself: {' -> '.join([*seen, str(path)])}", "change its base")
-    file = path if path.suffix == ".toml" else _shipped() / f"{name_or_path}.toml"
+    file = path if path.suffix == ".toml" else LAB / "recipes" / f"{name_or_path}.toml"
     try:
         values = tomllib.loads(file.read_text(encoding="utf-8"))
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):

@@ -143,6 +143,11 @@ class TrainTable(Table):
             )
         return self
 
+    @property
+    def windows(self) -> int:
+        """How many are read in all steps."""
+        return self.steps * self.batch
+
 
 class EvaluateTable(Table):
     """What `softfocus evaluate` does when it is not told otherwise."""

@@ -7,12 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from matplotlib import rc_context
-from matplotlib.figure import Figure
 from rich import box
 from rich.table import Table
 
-from softfocus.lab.report.figure import PALETTE, STYLE, line_style, save_png
+from softfocus.lab.report.figure import PALETTE, line_style, save_png, titled
 
 
 @dataclass(frozen=True)
@@ -84,8 +82,7 @@ def save_curves(panels: Sequence[Panel], path: Path, *, title: str, train_length
     """Write a figure as a PNG, whole or not at all: bars are the points' errors, dotted is the
     training length.
     """
-    with rc_context(STYLE):
-        figure = Figure(figsize=(5.5 * len(panels), 4.6), layout="constrained")
+    with titled((5.5 * len(panels), 4.6), title) as figure:
         grid = figure.subplots(1, len(panels), squeeze=False)[0]
         for ax, panel in zip(grid, panels, strict=True):
             for index, line in enumerate(panel.lines):
@@ -102,5 +99,4 @@ def save_curves(panels: Sequence[Panel], path: Path, *, title: str, train_length
             ax.set_xlabel(panel.x)
             ax.set_ylabel(panel.y)
             ax.legend(fontsize=9)
-        figure.suptitle(title, x=0.01, ha="left", fontsize=12, parse_math=False)
         save_png(figure, path, title)

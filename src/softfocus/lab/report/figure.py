@@ -1,7 +1,8 @@
 """The figures: loss over length, loss over position, and training curves."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -90,6 +91,19 @@ def line_style(index: int) -> str:
     return _STYLES[index // len(PALETTE) % len(_STYLES)]
 
 
+@contextmanager
+def titled(
+    size: tuple[float, float], title: str, *, fontsize: int = 12, style: dict[str, Any] = STYLE
+) -> Iterator[Figure]:
+    """A figure of so many inches to be drawn while this is entered, with its title at the top
+    left.
+    """
+    with rc_context(style):
+        figure = Figure(figsize=size, layout="constrained")
+        figure.suptitle(title, x=0.01, ha="left", fontsize=fontsize, parse_math=False)  # "$" is a dollar
+        yield figure
+
+
 def figure1(groups: Sequence[Group], *, title: str, axis: Axis = "multiple") -> Figure:
     """Loss over length, two panels a row.
 
@@ -98,8 +112,7 @@ def figure1(groups: Sequence[Group], *, title: str, axis: Axis = "multiple") -> 
     """
     names = panels(groups)
     across, down = min(2, len(names)), math.ceil(len(names) / 2)
-    with rc_context(STYLE):
-        figure = Figure(figsize=(max(8.0, 5.5 * across), 4.0 * down + 1), layout="constrained")
+    with titled((max(8.0, 5.5 * across), 4.0 * down + 1), title) as figure:
         grid = figure.subplots(down, across, squeeze=False).flatten()
         ends = [_draw_lengths(ax, groups, name, axis) for ax, name in zip(grid, names, strict=False)]
         for ax in grid[len(names) :]:
@@ -108,7 +121,6 @@ def figure1(groups: Sequence[Group], *, title: str, axis: Axis = "multiple") -> 
         for ax, name, lines in zip(grid, names, ends, strict=False):
             ax.set_title(name)
             _label_ends(ax, lines)
-        figure.suptitle(title, x=0.01, ha="left", fontsize=12, parse_math=False)  # "$" is a dollar
         figure.supxlabel(BANDS, x=0.01, ha="left", fontsize=9)
         return figure
 
@@ -281,19 +293,15 @@ def _label_ends(ax: Any, ends: Ends) -> None:
     placed = sorted(ends, key=lambda end: end[2][1] if end[2] else math.inf)
     heights = spread([end[1] if end else high for _, _, end in placed], gap=0.062 * (high - low))  # a line of text
     for (label, colour, end), height in zip(placed, heights, strict=True):
-        ax.annotate(
-            label if end else f"{label}: diverged",
-            xy=(1.0, height),
-            xycoords=("axes fraction", "data"),
-            xytext=(6, 0),
-            textcoords="offset points",
-            va="center",
-            color=PALETTE[colour][0],
-            fontweight="bold",
-            annotation_clip=False,
-            parse_math=False,
-        )
+        text = label if end else f"{label}: diverged"
+        write_beside(ax, text, height, color=PALETTE[colour][0], fontweight="bold", parse_math=False)
     ax.set_ylim(low, high)
+
+
+def write_beside(ax: Any, text: str, height: float, **style: Any) -> None:
+    """Write to the right of a panel, at a height of its y axis."""
+    at: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "xytext": (6, 0), "textcoords": "offset points"}
+    ax.annotate(text, xy=(1.0, height), va="center", annotation_clip=False, **at, **style)
 
 
 def spread(wanted: Sequence[float], gap: float) -> list[float]:

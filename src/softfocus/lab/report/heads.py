@@ -5,15 +5,13 @@ figure.
 import math
 from pathlib import Path
 
-from matplotlib import rc_context
-from matplotlib.figure import Figure
 from rich import box
 from rich.table import Table
 
 from softfocus.lab.evaluate.heads import name
 from softfocus.lab.evaluate.means import Mean, t_quantile
 from softfocus.lab.report.curves import Point, number
-from softfocus.lab.report.figure import PALETTE, STYLE, save_png
+from softfocus.lab.report.figure import PALETTE, save_png, titled
 from softfocus.lab.run_folder.results import HeadRow, HeadsMeasured
 
 FIGURE = "heads.png"
@@ -56,7 +54,8 @@ def heads_table(found: HeadsMeasured) -> Table:
 def sentence(found: HeadsMeasured) -> str:
     """Whether far keys disturb some head for certain, and which most."""
     ordered = gains(found)
-    if not (sure := [(row, gain) for row, gain in ordered if _sure(gain)]):
+    sure = [(row, gain) for row, gain in ordered if gain.value > t_quantile(gain.freedom) * gain.standard_error]
+    if not sure:
         return "No head alone is better with the window for certain."
     row, gain = sure[0]
     others = len(sure) - 1
@@ -69,8 +68,8 @@ def sentence(found: HeadsMeasured) -> str:
 def save_heads_figure(found: HeadsMeasured, folder: Path) -> None:
     """Write heads.png beside heads.json: a bar for each head, in the order of the model."""
     by_place = sorted(gains(found), key=lambda pair: (pair[0].layer or 0, pair[0].head or 0))
-    with rc_context(STYLE):
-        figure = Figure(figsize=(max(5.5, 0.5 * len(by_place)), 4.2), layout="constrained")
+    title = f"{found.run}: heads that far keys disturb"
+    with titled((max(5.5, 0.5 * len(by_place)), 4.2), title) as figure:
         ax = figure.subplots()
         errors = [0.0 if math.isnan(gain.standard_error) else gain.standard_error for _, gain in by_place]
         ax.bar(
@@ -83,12 +82,7 @@ def save_heads_figure(found: HeadsMeasured, folder: Path) -> None:
         ax.axhline(0, color="black", linewidth=1.0)
         ax.set_xlabel("layer.head that keeps to the last keys")
         ax.set_ylabel("loss taken off (nats per token)")
-        figure.suptitle(f"{found.run}: heads that far keys disturb", x=0.01, ha="left", fontsize=12, parse_math=False)
         save_png(figure, folder / FIGURE, found.run)
-
-
-def _sure(gain: Mean) -> bool:
-    return gain.value > t_quantile(gain.freedom) * gain.standard_error
 
 
 def _cell(value: Mean) -> str:

@@ -5,6 +5,7 @@ screen reader.
 import io
 import math
 import re
+from collections.abc import Callable
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
@@ -64,7 +65,7 @@ def render(report: Report) -> str:
         training=svg(figure.training_figure(members, groups)) if any(info.train_loss for info in infos) else None,
         tables=_loss_tables(groups, report.axis),
         differences=[_difference(one, report.axis) for one in report.finding.differences],
-        runs=[list(line) for line in zip(("", *_RUN), *map(_run, infos, names), strict=True)],
+        runs=[["", *names], *([heading, *map(of_run, infos)] for heading, of_run in _RUN)],
         recipes=[(name, entry.recipe) for name, entry in zip(names, report.runs, strict=True) if entry.recipe],
         machines=sorted({f"{i.machine.cpu}, {i.machine.cores} cores, on {i.machine.device}" for i in infos}),
         versions=sorted({f"{name} {version}" for info in infos for name, version in info.versions.items()}),
@@ -149,33 +150,16 @@ def _error(standard_error: float) -> str:
     return f"± {standard_error:.3f}" if math.isfinite(standard_error) else ""
 
 
-_RUN = (
-    "Mechanism",
-    "Parameters",
-    "Training length",
-    "Steps",
-    "Training tokens",
-    "Last training loss",
-    "Tokens per second",
-    "Minutes",
-    "Seed",
-    "Commit",
+_RUN: tuple[tuple[str, Callable[[RunInfo], str]], ...] = (
+    ("Mechanism", lambda info: mechanism_name(info.mechanism)),
+    ("Parameters", lambda info: f"{info.parameters:,}"),
+    ("Training length", lambda info: f"{info.train_length:,}"),
+    ("Steps", lambda info: f"{info.steps_done:,}"),
+    ("Training tokens", lambda info: f"{info.steps_done * info.tokens_per_step:,}"),
+    ("Last training loss", lambda info: "–" if info.final_loss is None else loss_text(info.final_loss)),
+    ("Tokens per second", lambda info: "–" if info.tokens_per_second is None else f"{info.tokens_per_second:,.0f}"),
+    ("Minutes", lambda info: f"{(info.finished - info.started).total_seconds() / 60:.1f}" if info.finished else "–"),
+    ("Seed", lambda info: str(info.seed)),
+    ("Commit", lambda info: short_commit(info.commit)),
 )
-
-
-def _run(info: RunInfo, name: str) -> list[str]:
-    """A column of the table of runs: a heading, then what _RUN names."""
-    took = (info.finished - info.started).total_seconds() / 60 if info.finished else None
-    return [
-        name,
-        mechanism_name(info.mechanism),
-        f"{info.parameters:,}",
-        f"{info.train_length:,}",
-        f"{info.steps_done:,}",
-        f"{info.steps_done * info.tokens_per_step:,}",
-        "–" if info.final_loss is None else loss_text(info.final_loss),
-        "–" if info.tokens_per_second is None else f"{info.tokens_per_second:,.0f}",
-        "–" if took is None else f"{took:.1f}",
-        str(info.seed),
-        short_commit(info.commit),
-    ]
+"""The lines of the table of runs: a heading, and what stands there of a run."""

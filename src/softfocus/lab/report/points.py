@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from softfocus.lab.evaluate.means import Estimate, Mean, difference, estimate
 from softfocus.lab.recipes.recipe import Recipe
-from softfocus.lab.run_folder.results import AS_TRAINED, WRONG, Evaluation, Recall, Row, Setting
+from softfocus.lab.run_folder.results import AS_TRAINED, WRONG, Evaluation, Recall, Row
 
 Axis = Literal["multiple", "tokens"]
 """What lengths are counted in: multiples of each run's own training length, or tokens."""
@@ -166,18 +166,13 @@ def without_seed(text: str) -> object:
     return json.dumps(values, sort_keys=True)
 
 
-def setting_name(evaluation: Evaluation, setting: Setting) -> str:
-    """The name of a setting in reports. Windows are given in training lengths."""
-    return setting.name(evaluation.train_length)
-
-
 def settings(found: Iterable[Group]) -> list[str]:
     """The names of all settings under which at least one run was evaluated, in a report's order."""
     order: dict[str, tuple[float, int, str, int]] = {}
     for evaluation in (evaluation for group in found for evaluation in group.evaluations):
         for setting in {row.setting for row in evaluation.rows}:
             window, sinks, mechanism, rope = setting.order
-            order[setting_name(evaluation, setting)] = (window / evaluation.train_length, sinks, mechanism, rope)
+            order[setting.name(evaluation.train_length)] = (window / evaluation.train_length, sinks, mechanism, rope)
     return sorted(order, key=lambda name: order[name]) or [AS_TRAINED.name()]
 
 
@@ -211,9 +206,9 @@ def _row(evaluation: Evaluation, column: float, setting: str, axis: Axis) -> Row
     """
     there = {row.setting: row for row in evaluation.rows if position(evaluation, row, axis) == column}
     for one, row in there.items():
-        if setting_name(evaluation, one) == setting:
+        if one.name(evaluation.train_length) == setting:
             return row
-    known = {row.setting for row in evaluation.rows if setting_name(evaluation, row.setting) == setting}
+    known = {row.setting for row in evaluation.rows if row.setting.name(evaluation.train_length) == setting}
     plain = there.get(AS_TRAINED)
     scaled = any(one.window is None and not one.wrong for one in known)
     return plain if scaled and plain is not None and plain.length <= evaluation.train_length else None

@@ -7,6 +7,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -53,6 +54,24 @@ def write_atomically(path: Path, text: str) -> None:
             except BaseException:
                 temporary.unlink(missing_ok=True)
                 raise
+
+
+def check_room(folder: Path, needed: int, use: str, remedy: str) -> None:
+    """Refuse what a disk has no room for.
+
+    Args:
+        folder: on the disk; it need not be there yet.
+        needed: bytes.
+        use: what they are for, with {} for how many: "{} are needed".
+        remedy: what to do.
+
+    Raises:
+        LabError: there is no room.
+    """
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if (free := shutil.disk_usage(there).free) < needed:
+        what = f"{folder} has {free / 1e9:.1f} GB free, and {use.format(f'{needed / 1e9:.1f} GB')}"
+        raise LabError(what, remedy)
 
 
 def _umask() -> int:

@@ -176,12 +176,12 @@ def with_rows_so_far(folder: Path, fresh: _ByRow) -> _ByRow:
     """What the file of a measurement holds if it is of the same one, rows and the run's name aside;
     else the fresh one.
     """
-    if not (folder / MEASURED[type(fresh)][0]).exists():
+    path = folder / MEASURED[type(fresh)][0]
+    if not path.exists():
         return fresh
     found = load_measured(folder, type(fresh))
     if found.model_copy(update={"rows": [], "run": fresh.run}) == fresh:
         return found
-    path = folder / MEASURED[type(fresh)][0]
     _log.warning(
         "%s held %d rows that were measured otherwise (other text or options); they are gone", path, len(found.rows)
     )

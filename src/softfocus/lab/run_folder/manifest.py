@@ -40,7 +40,7 @@ def seal(folder: Path, token: str) -> None:
     for path in sorted(folder.iterdir()):
         with path.open("r+b") as file:
             os.fsync(file.fileno())  # after a power cut there must be no manifest without its files
-        files[path.name] = File(bytes=path.stat().st_size, sha256=_digest(path))
+        files[path.name] = File(bytes=path.stat().st_size, sha256=digest(path))
     write_atomically(folder / MANIFEST, Manifest(token=token, files=files).model_dump_json(indent=2) + "\n")
 
 
@@ -76,7 +76,7 @@ def damage(folder: Path, token: str | None = None, tell: Callable[[float], None]
         try:
             if (size := (folder / name).stat().st_size) != file.bytes:
                 return f"{name} has {size:,} bytes instead of {file.bytes:,}"
-            if _digest(folder / name) != file.sha256:
+            if digest(folder / name) != file.sha256:
                 return f"{name} is not as it was written"
         except FileNotFoundError:
             return f"{name} is missing"
@@ -87,6 +87,7 @@ def damage(folder: Path, token: str | None = None, tell: Callable[[float], None]
     return None
 
 
-def _digest(path: Path) -> str:
+def digest(path: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -77,6 +77,17 @@ class RunInfo(Record):
     error: str | None = Field(default=None, description="what stopped a run that failed, diverged or was interrupted")
 
     @property
+    def named(self) -> dict[str, Any]:
+        """What every measurement of the run says of it."""
+        return {
+            "run": self.name,
+            "token": self.token,
+            "mechanism": self.mechanism,
+            "train_length": self.train_length,
+            "seed": self.seed,
+        }
+
+    @property
     def final_loss(self) -> float | None:
         """The last training loss, or None before the first."""
         return self.train_loss[-1][1] if self.train_loss else None
@@ -189,17 +200,22 @@ class Row(Record):
         return f"{self.loss:.3f} ± {self.standard_error:.3f}"
 
 
-class Evaluation(Record):
+class Measurement(Record):
+    """What was measured of one run."""
+
+    run: str = Field(description="the run's name")
+    token: str = Field(default="", description="the run's")
+    mechanism: str
+    train_length: int
+
+
+class Evaluation(Measurement):
     """Loss over length of one run, on the same validation tokens at every length.
 
     What is measured follows from corpus_key, longest and tokens: evaluations that agree in them
     read the same text.
     """
 
-    run: str = Field(description="the run's name")
-    token: str = Field(default="", description="the run's")
-    mechanism: str
-    train_length: int
     vocabulary: int
     tokens: int = Field(description="validation tokens that each length reads")
     seed: int = Field(description="the training seed")
@@ -288,13 +304,9 @@ class RecallRow(Record):
         return *self.place, self.sequences
 
 
-class Recall(Record):
+class Recall(Measurement):
     """Recall over length of one run, on the same sequences for all runs of one task."""
 
-    run: str = Field(description="the run's name")
-    token: str = Field(default="", description="the run's")
-    mechanism: str
-    train_length: int
     seed: int = Field(description="the training seed")
     task: str = Field(description="the task and a digest of what it generates")
     rows: list[RecallRow]
@@ -328,15 +340,11 @@ class InductionRow(Record):
     by_distance: list[Repeats]
 
 
-class Induction(Record):
+class Induction(Measurement):
     """Loss by distance of the latest repeat, of one run. Every row and bucket has the same
     tokens.
     """
 
-    run: str = Field(description="the run's name")
-    token: str = Field(default="", description="the run's")
-    mechanism: str
-    train_length: int
     seed: int = Field(description="the training seed")
     corpus_key: str
     ngram: int = Field(description="tokens that have to repeat, the predicted one included")
@@ -346,15 +354,11 @@ class Induction(Record):
     rows: list[InductionRow]
 
 
-class Classification(Record):
+class Classification(Measurement):
     """Accuracy of one run's model after fine-tuning: does one piece of text go on where another one
     ends?
     """
 
-    run: str = Field(description="the run's name")
-    token: str = Field(default="", description="the run's")
-    mechanism: str
-    train_length: int
     seed: int = Field(description="the training seed, and that of the fine-tuning")
     corpus_key: str
     length: int = Field(description="tokens an example, both pieces together")
@@ -376,15 +380,11 @@ class HeadRow(Record):
     windows: list[int] = Field(description="of each document")
 
 
-class HeadsMeasured(Record):
+class HeadsMeasured(Measurement):
     """Loss in long windows with single heads narrowed to the last keys, of one run. Every row has
     the same tokens.
     """
 
-    run: str = Field(description="the run's name")
-    token: str = Field(default="", description="the run's")
-    mechanism: str
-    train_length: int
     seed: int = Field(description="the training seed")
     corpus_key: str
     length: int = Field(description="tokens a window")

@@ -17,7 +17,6 @@ from rich.console import Console
 
 from softfocus.lab.errors import Interrupted, LabError
 from softfocus.lab.inspect.results import RESULTS as INSPECTED
-from softfocus.lab.progress import Event
 from softfocus.lab.recipes.lengths import parse
 from softfocus.lab.recipes.loading import load
 from softfocus.lab.recipes.recipe import Recipe
@@ -259,14 +258,11 @@ class Crew:
             return False
         phase, event = said
         job.status = "training" if phase == "train" else "evaluating"
-        self._note(job, event)
-        return event.kind == "step" or phase == "evaluate"
-
-    def _note(self, job: Job, event: Event) -> None:
         job.take(event, time.monotonic())
         if event.row is not None:
             job.evaluation.rows.append(event.row)
             self._screen.row(job, event.row)
+        return event.kind == "step" or phase == "evaluate"
 
     def _end(self, job: Job) -> None:
         code = self._working.pop(job.recipe.name).wait()

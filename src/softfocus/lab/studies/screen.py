@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Literal
 
 from rich.console import Console, Group
@@ -19,7 +18,7 @@ from rich.text import Text
 from softfocus.lab.progress import EVERY, Event
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.report import points
-from softfocus.lab.report.points import column_name, position, setting_name
+from softfocus.lab.report.points import column_name, position
 from softfocus.lab.report.table import loss_table
 from softfocus.lab.run_folder.results import Evaluation, Row
 
@@ -120,9 +119,7 @@ class Screen:
             self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._console.is_terminal:
             self._live.stop()
 
@@ -139,7 +136,7 @@ class Screen:
     def row(self, job: Job, row: Row) -> None:
         """A loss has come."""
         if not self._console.is_terminal:
-            how = setting_name(job.evaluation, row.setting)
+            how = row.setting.name(job.evaluation.train_length)
             at = column_name(position(job.evaluation, row, "multiple"))
             self._say(f"{job.label}: {at} ({row.length:,} tokens), {how}: {row.text}")
 

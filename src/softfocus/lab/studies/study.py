@@ -6,19 +6,19 @@ import time
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 from rich.console import Console
 
 from softfocus.lab.errors import LabError, UsageError, did_you_mean
-from softfocus.lab.recipes.data import MATTER
-from softfocus.lab.recipes.loading import derive, merged
+from softfocus.lab.recipes.data import MATTER, Table
+from softfocus.lab.recipes.loading import LAB, derive, merged, shipped_in
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.report.compare import Comparison, compare
 from softfocus.lab.report.points import without_seed
+from softfocus.lab.run_folder.disk import check_room
 from softfocus.lab.run_folder.owner import refuse_in_use
 from softfocus.lab.run_folder.provenance import cores
 from softfocus.lab.studies import crew
@@ -31,10 +31,8 @@ count.
 """
 
 
-class Study(BaseModel):
+class Study(Table):
     """A TOML file: what the rows have in common, and in what they differ."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     title: str
     base: str = Field(default="demo", description="the recipe that every row changes, unless the row names another")
@@ -63,7 +61,7 @@ class Expected:
 
 def shipped() -> list[str]:
     """The names of the studies that come with softfocus."""
-    return sorted(file.name.removesuffix(".toml") for file in _shipped().iterdir() if file.name.endswith(".toml"))
+    return shipped_in("studies")
 
 
 def load(name_or_path: str) -> tuple[Study, Path | None]:
@@ -73,7 +71,7 @@ def load(name_or_path: str) -> tuple[Study, Path | None]:
         LabError: no such file, or one that is not a study.
     """
     path = Path(name_or_path)
-    file = path if path.suffix == ".toml" else _shipped() / f"{name_or_path}.toml"
+    file = path if path.suffix == ".toml" else LAB / "studies" / f"{name_or_path}.toml"
     known = f"the shipped studies are {', '.join(shipped())}; any other is the path of a .toml file"
     try:
         return Study.model_validate(tomllib.loads(file.read_text(encoding="utf-8"))), (
@@ -205,7 +203,7 @@ def train_all(
         expected = estimate(found, workers, processes)
     console.print(f"{title}: {expected.text}", markup=False, highlight=False)
     if not estimate_only:
-        fits.check_disk(folder, expected.bytes)
+        check_room(folder, expected.bytes, "{} are needed", "free some space, or choose another disk with --out")
         crew.work(folder, found, workers=workers, overwrite=overwrite, console=console, processes=processes)
     return found
 
@@ -280,7 +278,3 @@ def _trial(recipe: Recipe, threads: int, processes: int) -> tuple[float, int]:
         torch.set_num_threads(before)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return a_step * recipe.train.steps / TRAINING, 4 * parameters * (2 * 3 + 1)
-
-
-def _shipped() -> Any:
-    return resources.files("softfocus.lab") / "studies"

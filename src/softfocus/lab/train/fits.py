@@ -1,7 +1,6 @@
-"""What cannot fit is refused before anything starts: memory and disk."""
+"""What memory cannot hold is refused before anything starts."""
 
 import os
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -72,17 +71,3 @@ def _free_memory() -> tuple[str, int]:
         return "this machine", 1024 * int(fields["MemAvailable"].split()[0])
     except (OSError, KeyError):  # not Linux: all that there is
         return "this machine", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def check_disk(folder: Path, needed: int) -> None:
-    """Refuse what the disk has no room for.
-
-    Raises:
-        LabError: it does not.
-    """
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if (free := shutil.disk_usage(there).free) < needed:
-        raise LabError(
-            f"{folder} has {free / 1e9:.1f} GB free, and {needed / 1e9:.1f} GB are needed",
-            "free some space, or choose another disk with --out",
-        )

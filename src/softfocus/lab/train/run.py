@@ -21,7 +21,7 @@ from softfocus.lab.progress import Listener, silent
 from softfocus.lab.recipes.loading import load
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.run_folder import provenance
-from softfocus.lab.run_folder.disk import FULL, PARTIAL, disk_error
+from softfocus.lab.run_folder.disk import FULL, PARTIAL, check_room, disk_error
 from softfocus.lab.run_folder.files import (
     CHECKPOINTS,
     GONE,
@@ -42,10 +42,10 @@ from softfocus.lab.run_folder.results import RunInfo, Status
 from softfocus.lab.train import checkpoints, fits, processes, records
 from softfocus.lab.train.trainer import (
     LARGEST_NORM,
-    Interruptible,
     Keeping,
     Watch,
     WindowTrainer,
+    interruptible,
     make_trainer,
     stoppable,
 )
@@ -137,7 +137,11 @@ def _train(
     info.token = secrets.token_hex(8) if there is None else there.token
     if owner is not None:
         if there is None:
-            _check_disk(folder, info.parameters)
+            # Three checkpoints (two are kept, one is being written) of float32 weights and two
+            # moments, and the model
+            needed = info.parameters * 4 * (3 * 3 + 1)
+            remedy = "free some space, or choose another disk with --out"
+            check_room(folder, needed, "training needs {} for its checkpoints", remedy)
         checkpoints.clear(folder, checkpoint)
         write_recipe(folder, recipe.to_toml(), info.token)
     with _recording(folder, info, owner), processes.together():
@@ -255,18 +259,6 @@ def _made(folder: Path) -> Iterator[None]:
         raise
 
 
-def _check_disk(folder: Path, parameters: int) -> None:
-    free = shutil.disk_usage(folder).free
-    # Three checkpoints (two are kept, one is being written) of float32 weights and two moments, and
-    # the model
-    need = parameters * 4 * (3 * 3 + 1)
-    if free < need:
-        raise LabError(
-            f"{folder} has {free / 1e9:.1f} GB free, and training needs {need / 1e9:.1f} GB for its checkpoints",
-            "free some space, or choose another disk with --out",
-        )
-
-
 @contextmanager
 def _recording(folder: Path, info: RunInfo, owner: Owner | None) -> Iterator[None]:
     """Whatever ends the training early is written into run.json while the folder is ours."""
@@ -304,7 +296,7 @@ def _checkpoint(folder: Path, recipe: Recipe, token: str, listener: Listener, ma
 def _run(trainer: WindowTrainer, watch: Watch, folder: Path, single_process: bool) -> None:
     keeping = trainer.keeping
     try:
-        with Interruptible(watch, enabled=single_process):
+        with interruptible(watch, enabled=single_process):
             trainer.train(resume_from_checkpoint=str(keeping.newest) if keeping.newest else None)
     except pickle.UnpicklingError as error:
         raise LabError(

@@ -247,36 +247,33 @@ def stoppable() -> Iterator[None]:
 _ENDING = [signal.SIGTERM] + ([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])
 
 
-class Interruptible:
+@contextmanager
+def interruptible(watch: Watch, enabled: bool) -> Iterator[None]:
     """While this is entered, the first signal to stop asks for a checkpoint and a clean end; the
     second one ends at once.
 
     Signals are Ctrl-C, SIGTERM, and the end of the terminal unless nohup holds it off.
     """
+    before: dict[int, Any] = {}
 
-    def __init__(self, watch: Watch, enabled: bool):
-        # Signals belong to the main thread; and processes of a group would stop at different steps
-        # and wait for one another
-        self._enabled = enabled and threading.current_thread() is threading.main_thread()
-        self._watch = watch
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> None:
-        if self._enabled:
-            asking = [n for n in _ENDING if n == signal.SIGTERM or signal.getsignal(n) != signal.SIG_IGN]
-            self._before = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, *asking)}
-
-    def __exit__(self, *_: object) -> None:
-        self._restore()
-
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        self._watch.interrupted = True
-        self._restore()
-
-    def _restore(self) -> None:
-        for number, handler in self._before.items():
+    def restore() -> None:
+        for number, handler in before.items():
             signal.signal(number, handler)
-        self._before = {}
+        before.clear()
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        watch.interrupted = True
+        restore()
+
+    # Signals belong to the main thread; and processes of a group would stop at different steps and
+    # wait for one another
+    if enabled and threading.current_thread() is threading.main_thread():
+        asking = [n for n in _ENDING if n == signal.SIGTERM or signal.getsignal(n) != signal.SIG_IGN]
+        before.update({number: signal.signal(number, ask) for number in (signal.SIGINT, *asking)})
+    try:
+        yield
+    finally:
+        restore()
 
 
 def make_trainer(
