@@ -2,6 +2,10 @@
 
 import os
 
+# Before OpenMP reads it, which is when torch is imported. A thread that waits by spinning keeps a
+# core from the tests that run beside it.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import torch
 
 if not torch.cuda.is_available():  # before anything imports Triton, which reads it once

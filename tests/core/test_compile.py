@@ -68,13 +68,18 @@ def test_compiled_fullgraph_equals_eager(case, backend):
 
 
 @pytest.mark.parametrize(
-    "backend", ["auto", *(pytest.param(name, marks=pytest.mark.slow) for name in ("cpu", "tiled"))]
+    ("backend", "compiler"),
+    [
+        ("auto", "aot_eager"),
+        # Inductor compiles C++: ten seconds more
+        *(pytest.param(name, "inductor", marks=pytest.mark.slow) for name in ("auto", "cpu", "tiled")),
+    ],
 )
-def test_the_very_first_call_may_be_compiled(backend):
+def test_the_very_first_call_may_be_compiled(backend, compiler):
     code = f"""
 import torch, softfocus
 arguments = {{"is_causal": True, "mechanism": "laser(lssar)", "backend": {backend!r}}}
-@torch.compile(fullgraph=True)
+@torch.compile(fullgraph=True, backend={compiler!r})
 def f(q, k, v):
     return softfocus.attention(q.sin(), k, v, **arguments) * 2
 q, k, v = (torch.randn(1, 2, 9, 8, requires_grad=True) for _ in range(3))

@@ -2,6 +2,7 @@
 to one bad item.
 """
 
+import functools
 import importlib.util
 import json
 import os
@@ -57,11 +58,15 @@ WRITES = "import pathlib; pathlib.Path(r'{folder}', 'some.jsonl').write_text('{\
 HANGS = WRITES + "import subprocess, time; subprocess.Popen(['sleep', '77.25']); time.sleep(60)"
 
 
+provenance = functools.cache(stages.provenance)  # a process that imports torch takes seconds
+
+
 @pytest.fixture
 def plan(monkeypatch, tmp_path):
     """Runs a stage of some items and gives its results by name."""
 
     def run(*items, seconds=60.0):
+        monkeypatch.setattr(stages, "provenance", provenance)
         monkeypatch.setattr(stages, "STAGES", {1: items})
         stages.main(1, tmp_path, seconds=seconds)
         return {one["item"]: one for one in json.loads((tmp_path / "stage1.json").read_text())["items"]}

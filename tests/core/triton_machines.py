@@ -1,17 +1,18 @@
 """Compiles every Triton kernel that a call launches, for a GPU that need not be there: one line of
 JSON a kernel.
 
-    python triton_machines.py ARCH MECHANISM HEAD_DIM QUERIES [--given] [--group N] [--dropout P]
+    python triton_machines.py ARCH MECHANISM HEAD_DIM QUERIES... [--given] [--group N] [--dropout P]
 
-QUERIES 0: of one query against a cache in pages. --group: heads of queries to one of keys. --given:
-with a mask, padding, documents, a window, a bias with gradient, learned scales and powers.
+QUERIES 0: of one query against a cache in pages; several are one call after another. --group: heads
+of queries to one of keys. --given: with a mask, padding, documents, a window, a bias with gradient,
+learned scales and powers.
 
-A process of its own: Triton must not have been told to interpret. The line holds the kernel's name,
-registers a thread, bytes of stack (spilled registers) and of shared memory; and of each loop with
-tensor-core products how many instructions a score takes, in the order of the code: of tiles that
-something cuts, then of whole ones, for each sweep. In decoding of every loop of 100 instructions or
-more, by the scores of a tile (those that make weights of scores have 512 a turn, whatever the
-tile).
+A process of its own: Triton must not have been told to interpret. The line holds the call's
+queries, the kernel's name, registers a thread, bytes of stack (spilled registers) and of shared
+memory; and of each loop with tensor-core products how many instructions a score takes, in the order
+of the code: of tiles that something cuts, then of whole ones, for each sweep. In decoding of every
+loop of 100 instructions or more, by the scores of a tile (those that make weights of scores have
+512 a turn, whatever the tile).
 """
 
 import argparse
@@ -89,7 +90,7 @@ def loops(cubin: bytes, at_least: int | None = None) -> list[int]:
 
 
 def main(
-    arch: int, mechanism: str, head_dim: int, queries: int, given: bool, group: int = 1, dropout_p: float = 0.0
+    arch: int, mechanism: str, head_dim: int, queries: list[int], given: bool, group: int = 1, dropout_p: float = 0.0
 ) -> None:
     driver.set_active(Absent(arch))
     os.environ["SOFTFOCUS_TUNE"] = "off"
@@ -102,6 +103,7 @@ def main(
         scores = getattr(blocks, "BLOCK_Q", 1) * getattr(blocks, "BLOCK_K", 1)
         exact = "gradients" in self.__name__ and arguments[-2] is True
         line = {
+            "queries": of_call,
             "kernel": f"{self.__name__}{' exact' * exact}",
             "registers": registers,
             "stack": stack,
@@ -114,12 +116,19 @@ def main(
         print(json.dumps(line), flush=True)
 
     JITFunction.run = compile_only
+    from softfocus.backends.triton import call
+
+    call._programs = lambda device: 264
+    for of_call in queries:  # compile_only reads it
+        one_call(mechanism, head_dim, of_call, given, group, dropout_p)
+
+
+def one_call(mechanism: str, head_dim: int, queries: int, given: bool, group: int, dropout_p: float) -> None:
     import softfocus
     from softfocus import functional
     from softfocus.backends.triton import call
     from softfocus.visibility import Cache
 
-    call._programs = lambda device: 264
     query = torch.zeros(1, 2 * group, queries or 1, head_dim, dtype=torch.bfloat16)
     key = torch.zeros(1, 2, 4096, head_dim, dtype=torch.bfloat16)
     held = None
@@ -150,8 +159,9 @@ def main(
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    for name, kind in (("arch", int), ("mechanism", str), ("head_dim", int), ("queries", int)):
+    for name, kind in (("arch", int), ("mechanism", str), ("head_dim", int)):
         parser.add_argument(name, type=kind)
+    parser.add_argument("queries", type=int, nargs="+")
     parser.add_argument("--given", action="store_true")
     parser.add_argument("--group", type=int, default=1)
     parser.add_argument("--dropout", type=float, default=0.0, dest="dropout_p")

@@ -15,19 +15,19 @@ SOFTFOCUS_EMULATED_BACKWARDS=1: programs and warps run from the last to the firs
 import ctypes
 import os
 import struct
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import gpu_library
+
 ARCH = int(os.environ.get("SOFTFOCUS_EMULATED_ARCH", "90"))
 BACKWARDS = os.environ.get("SOFTFOCUS_EMULATED_BACKWARDS") == "1"
 HERE = Path(__file__).parent
-HOME = Path(os.environ.get("SOFTFOCUS_EMULATED_CACHE", HERE.parents[2] / ".emulated" / "gpu"))
 SHARED_MEMORY = {80: 166_912, 90: 232_448}
 """Bytes that a program can have."""
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the tensors are the CPU's, whatever else is there
-os.environ["TRITON_CACHE_DIR"] = str(HOME / f"sm_{ARCH}")
+os.environ["TRITON_CACHE_DIR"] = str(gpu_library.HOME / f"sm_{ARCH}")
 os.environ["SOFTFOCUS_TUNE"] = "off"
 os.environ.pop("TRITON_INTERPRET", None)
 
@@ -41,24 +41,12 @@ from triton_machines import Absent  # noqa: E402
 FORMATS = {"fp32": "f", "i1": "?", "i8": "b", "u8": "B", "i16": "h", "i32": "i", "u32": "I", "i64": "q", "u64": "Q"}
 
 
-def _library() -> ctypes.CDLL:
-    HOME.mkdir(parents=True, exist_ok=True)
-    library = HOME / "gpu.so"
-    newest = max(path.stat().st_mtime for path in HERE.iterdir() if path.suffix in (".h", ".cpp"))
-    if not library.exists() or library.stat().st_mtime < newest:
-        fresh = library.with_suffix(f".{os.getpid()}")
-        flags = ["-std=c++20", "-O2", "-march=native", "-ffp-contract=off", "-fPIC", "-shared"]
-        subprocess.run(["c++", *flags, HERE / "gpu.cpp", "-o", fresh], check=True)
-        fresh.replace(library)
-    return ctypes.CDLL(str(library))
-
-
 class Emulator(Absent):
     """What Triton takes for the driver of a GPU: its utilities, launcher and target."""
 
     def __init__(self) -> None:
         super().__init__(ARCH)
-        self.library = _library()
+        self.library = gpu_library.built()
         self.utils = self
         self.launcher_cls = Launcher
         self.loaded: list[tuple[ctypes.c_void_p, list[tuple[int, int]]]] = []

@@ -21,7 +21,9 @@ import pytest
 from rich.console import Console
 
 from softfocus.lab.errors import LabError
+from softfocus.lab.evaluate.loss import evaluate
 from softfocus.lab.progress import Event
+from softfocus.lab.recipes.lengths import parse
 from softfocus.lab.recipes.loading import load
 from softfocus.lab.report.results import Report, read
 from softfocus.lab.run_folder import provenance
@@ -31,6 +33,7 @@ from softfocus.lab.studies import crew, demo
 from softfocus.lab.studies.demo import FAST, MODELS, run_demo
 from softfocus.lab.studies.screen import TRAINING, Job, Screen, clock, seconds_left
 from softfocus.lab.studies.worker import from_line, to_line
+from softfocus.lab.train.run import train
 
 NTK = Setting(rope="ntk")
 
@@ -200,7 +203,9 @@ class TestPlanning:
 
 @dataclass
 class Whole:
-    """A tiny demo in which one worker was killed and one failed, and the same one started again."""
+    """A tiny demo in which one worker was killed and one failed, and the same one started again.
+    Two of its five models were finished before: a process of its own takes seconds to start.
+    """
 
     folder: Path
     error: LabError
@@ -231,6 +236,8 @@ def whole(tmp_path_factory):
         # Long enough that the kill comes between the first checkpoint and the last step
         patch.setattr(demo, "FAST", (*FAST, "train.steps=60", "train.checkpoint_every=10"))
         patch.setattr(crew, "Job", Watched)
+        for name in ("demo-lssar", "demo-hybrid"):
+            finish(load(name, list(demo.FAST)), folder / name)
         checkpoints = folder / "demo-lssa" / "checkpoints"
         killer = threading.Thread(target=kill_worker, args=("demo-lssa", checkpoints), daemon=True)
         killer.start()
@@ -245,6 +252,12 @@ def whole(tmp_path_factory):
         report = run_demo(folder, fast=True, workers=2, console=consoles[1])
         resumed_at = min(done for run, done in steps if run == "demo-lssa")
         yield Whole(folder, raised.value, first, killed, report, tuple(map(said, consoles)), written, resumed_at)
+
+
+def finish(recipe, folder):
+    """Do here what a worker does."""
+    train(recipe, folder)
+    evaluate(folder, parse(recipe.evaluate.lengths, recipe.train.length), settings=recipe.settings)
 
 
 def kill_worker(run, checkpoints):
@@ -307,6 +320,7 @@ class TestWhole:
         assert whole.resumed_at > 10
 
     def test_what_was_finished_is_kept(self, whole):
+        assert whole.said[0].count("already done") == 2
         assert whole.said[1].count("already done") == 3
         for name, when in whole.written.items():
             assert (whole.folder / name / RUN).stat().st_mtime_ns == when

@@ -64,6 +64,12 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
+def refuse_file(folder: Path) -> None:
+    """Raise LabError where a file is in the place of a run folder."""
+    if folder.exists() and not folder.is_dir():
+        raise LabError(f"{folder} is a file, not a folder", "choose another folder with --out")
+
+
 def save_run(folder: Path, info: RunInfo) -> None:
     """Write run.json, whole or not at all."""
     write_atomically(folder / RUN, json_text(info))

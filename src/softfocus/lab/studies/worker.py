@@ -16,7 +16,7 @@ from typing import Any, Literal, TextIO
 
 from softfocus.lab.errors import LabError
 from softfocus.lab.progress import Event, Listener
-from softfocus.lab.run_folder.files import INSPECTION
+from softfocus.lab.run_folder.files import INSPECTION, refuse_file
 from softfocus.lab.run_folder.owner import LOCK, owning
 from softfocus.lab.run_folder.results import Row
 
@@ -65,6 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _work(name: str, folder: Path, overwrite: bool, out: TextIO) -> None:
     # torch and Transformers take seconds to import, so the arguments are checked first
+    refuse_file(folder)
     from softfocus.lab.evaluate.loss import evaluate
     from softfocus.lab.evaluate.recall import recall
     from softfocus.lab.evaluate.samples import evaluate_samples

@@ -33,6 +33,7 @@ from softfocus.lab.run_folder.files import (
     TENSORBOARD,
     UNFINISHED,
     load_run,
+    refuse_file,
     save_run,
     write_recipe,
 )
@@ -171,8 +172,7 @@ def _train(
 
 
 def _refuse_foreign(folder: Path) -> None:
-    if folder.exists() and not folder.is_dir():
-        raise LabError(f"{folder} is a file, not a folder", "choose another folder with --out")
+    refuse_file(folder)
     if not folder.is_dir() or (folder / RUN).exists() or (folder / RECIPE).exists():
         return
     # What is hidden may be the lab's own, left by a process that was killed before it had a corpus
