@@ -70,9 +70,8 @@ def test_compiled_fullgraph_equals_eager(case, backend):
 @pytest.mark.parametrize(
     ("backend", "compiler"),
     [
-        ("auto", "aot_eager"),
-        # Inductor compiles C++: ten seconds more
-        *(pytest.param(name, "inductor", marks=pytest.mark.slow) for name in ("auto", "cpu", "tiled")),
+        ("auto", "inductor"),  # compiles C++
+        *(pytest.param(name, "inductor", marks=pytest.mark.slow) for name in ("cpu", "tiled")),
     ],
 )
 def test_the_very_first_call_may_be_compiled(backend, compiler):
