@@ -1,4 +1,4 @@
-"""A layout in a Transformers model: local softmax layers, global LSSAR; save, load, generate."""
+"""A layout in a Transformers model: local LSSA layers, global LSSAR; save, load, generate."""
 
 import tempfile
 
@@ -18,7 +18,7 @@ config = LlamaConfig(
 model = softfocus.hf.use(
     LlamaForCausalLM(config),
     {
-        "0::2": {"mechanism": "softmax", "window": 32},  # layers 0 and 2 see 32 keys
+        "0::2": {"mechanism": "lssa", "window": 32},  # layers 0 and 2 see 32 keys
         "*": {"mechanism": "sharpened(lssa, 31)", "rope": 0.5},  # the others see all, with half of RoPE
     },
 )

@@ -102,6 +102,10 @@ def lead(report) -> list[str]:
         f"* Local LSSA layers and global LSSA ones against Softmax, at the training length: "
         f"{said(cell(without, 1.0, 'as trained').minus(softmax))}; {there[0].lower()}{there[1:]}, both with the "
         f"window: {said(cell(without, 16.0, 'window 1x').minus(windowed))}.",
+        f"* Of these layers, both local and global LSSA, against softmax in the same layout: "
+        f"{said(cell(without, 1.0, 'as trained').minus(cell(by['local-softmax'], 1.0, 'as trained')))}; "
+        f"{there[0].lower()}{there[1:]}, both with the window: "
+        f"{said(cell(without, 16.0, 'window 1x').minus(cell(by['local-softmax'], 16.0, 'window 1x')))}.",
         f"* {there} the lowest loss, windows included, is {lowest.loss:.3f}: {name}, {setting}.",
     ]
     wrapped = [
@@ -489,13 +493,27 @@ def differences_table() -> str:
     by = {group.label: group for group in read(RESULT / "results.json").groups}
     softmax = by.pop("Softmax")
     lines = [
-        "| less Softmax | 1x | 16x, as trained, less the window | 16x, both with the window |",
+        "| minus Softmax | 1x | 16x, as trained, minus Softmax with the window | 16x, both with the window |",
         "|---|---|---|---|",
     ]
     for label in (name for name in NAMES if name in by):
         pairs = ((1.0, "as trained", "as trained"), (16.0, "as trained", "window 1x"), (16.0, "window 1x", "window 1x"))
         found = [said(cell(by[label], at, own).minus(cell(softmax, at, other))) for at, own, other in pairs]
         lines.append(f"| {NAMES[label]} | {' | '.join(found)} |")
+    return "\n".join(lines)
+
+
+def same_layout() -> str:
+    """LSSA in the local layers less rivals in the same layout, paired by document and seed."""
+    by = {group.label: group for group in read(RESULT / "results.json").groups}
+    lines = ["| | 1x | 16x, both with the window |", "|---|---|---|"]
+    for ours in ("lssa-local", "lssa-hybrid"):
+        for rival in ("local-softmax", "cosine-local"):
+            found = [
+                said(cell(by[ours], *at).minus(cell(by[rival], *at)))
+                for at in ((1.0, "as trained"), (16.0, "window 1x"))
+            ]
+            lines.append(f"| {NAMES[ours]}, minus {NAMES[rival]} | {' | '.join(found)} |")
     return "\n".join(lines)
 
 
@@ -524,7 +542,8 @@ def layouts_table() -> str:
 
 
 TABLES = {
-    "layouts": layouts_table, "slow": slow_table, "differences": differences_table, "new_rates": new_rates,
+    "layouts": layouts_table, "same_layout": same_layout, "slow": slow_table,
+    "differences": differences_table, "new_rates": new_rates,
     "trials": trials_table, "recall": recall_table, "both": both_table, "heads": heads_table, "larger": larger_table,
     "bpe": bpe_table, "layout_recall": layout_recall_table, "rates": demo_rates, "larger_rates": larger_rates,
     "bpe_rates": bpe_rates, "bpe_tuned": bpe_tuned_table, "recall_rates": recall_rates,
