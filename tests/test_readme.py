@@ -537,12 +537,27 @@ def slow_table() -> str:
     return scale_table("layouts-slow-start")
 
 
+def bpe_lssa() -> str:
+    """Seed 0 of Softmax and of the layouts with LSSA on tokens of a BPE."""
+    rows = {"softmax-s0": "Softmax", "lssa-local-s0": "`demo-lssa-local`", "lssa-hybrid-s0": "`demo-hybrid`"}
+    found = {
+        one.run: one
+        for name in ("layouts-bpe-tuned", "bpe")
+        for one in read(ROOT / "docs/results" / name / "results.json").evaluations
+    }
+    lines = ["| seed 0 | 1x | 16x, as trained | 16x, window |", "|---|---|---|---|"]
+    for run, label in rows.items():
+        losses = [found[run].row(128).loss, found[run].row(2048).loss, found[run].row(2048, Setting(window=128)).loss]
+        lines.append(f"| {label} | {' | '.join(f'{loss:.3f}' for loss in losses)} |")
+    return "\n".join(lines)
+
+
 def layouts_table() -> str:
     return scale_table("layouts")
 
 
 TABLES = {
-    "layouts": layouts_table, "same_layout": same_layout, "slow": slow_table,
+    "layouts": layouts_table, "same_layout": same_layout, "bpe_lssa": bpe_lssa, "slow": slow_table,
     "differences": differences_table, "new_rates": new_rates,
     "trials": trials_table, "recall": recall_table, "both": both_table, "heads": heads_table, "larger": larger_table,
     "bpe": bpe_table, "layout_recall": layout_recall_table, "rates": demo_rates, "larger_rates": larger_rates,
@@ -603,10 +618,7 @@ def test_what_is_said_of_the_layouts_holds_for_every_seed():
 
     def windowed(label, at=16):
         window = Setting(window=128)
-        return {
-            one.seed: next(row.loss for row in one.rows if row.length == 128 * at and row.setting == window)
-            for one in by[label].evaluations
-        }
+        return {one.seed: one.row(128 * at, window).loss for one in by[label].evaluations}
 
     softmax = cell(by["Softmax"], 1.0, "as trained"), cell(by["Softmax"], 16.0, "window 1x")
     for label in ("lssa-local", "lssa-hybrid"):
