@@ -26,7 +26,7 @@ from softfocus.lab.report.points import best, cell, column_name, columns, settin
 from softfocus.lab.report.recall_compare import RecallReport
 from softfocus.lab.report.results import read, read_as
 from softfocus.lab.report.table import loss_table
-from softfocus.lab.run_folder.results import AS_TRAINED, HeadsMeasured, Induction, Setting
+from softfocus.lab.run_folder.results import AS_TRAINED, HeadsMeasured, Induction, Recall, Setting
 from softfocus.lab.studies import study
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -387,6 +387,22 @@ PASSKEY = {
     "LSSAR": "LSSAR, p = 15", "softmax-nope": "softmax, window of 16; then softmax without RoPE",
     "lssar-nope": "softmax, window of 16; then LSSAR without RoPE",
 }  # fmt: skip
+
+
+def test_who_blurs_is_the_measured_one():
+    text = " ".join(LAYOUTS.split())
+
+    def share(run, length, grown=False):
+        found = read_as(Recall, ROOT / "docs/results/recall-far" / f"{run}-s0.json")
+        (row,) = (one for one in found.rows if (one.length, one.grown, one.sequences) == (length, grown, 16))
+        return f"{row.accuracy:.2f}"
+
+    far = [{share(run, 64 * n) for run in ("softmax", "ssmax")} for n in (64, 256)]
+    assert far == [{"1.00"}, {"0.99"}]
+    assert "find 1.00 of the keys at 64 times the length among filler and 0.99 at 256 times" in text
+    assert f"they find {share('softmax', 4096, True)} and {share('ssmax', 4096, True)}." in text
+    assert share("cosine", 64) == "0.21"
+    assert all(float(share(run, 64)) < 0.25 for run in ("cosine", "lssar", "lssar15"))
 
 
 def passkey_table() -> str:
