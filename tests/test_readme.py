@@ -568,12 +568,45 @@ def bpe_lssa() -> str:
     return "\n".join(lines)
 
 
+def lssa_recall() -> str:
+    """Loss on text and recall of the layouts with LSSA: seed 0, recipes that differ in the data and
+    in what half the training length is.
+    """
+    rows = {
+        "lssa-hybrid": "`demo-hybrid`",
+        "lssa-hybrid-head": "`demo-hybrid` that recalls",
+        "lssa-local-head": "the same with LSSA in the global layers",
+    }
+    losses = {
+        one.run: one
+        for name in ("layouts", "layout-candidates")
+        for one in read(ROOT / "docs/results" / name / "results.json").evaluations
+    }
+    recalls = {
+        entry.info.name: {(row.length, row.grown): row.accuracy for row in entry.recall.shown}
+        for group in read_as(RecallReport, ROOT / "docs/results/recall-lssa/results.json").groups
+        for entry in group.entries
+    }
+    lines = [
+        "| seed 0 | loss, 1x | loss, 16x | loss, 16x, window | recall, 1x | 16x, filler | 16x, pairs |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row, label in rows.items():
+        one, found = losses[f"{row}-s0"], recalls[f"{row}-s0"]
+        loss = [one.row(128).loss, one.row(2048).loss, one.row(2048, Setting(window=128)).loss]
+        right = [found[at] for at in ((64, False), (1024, False), (1024, True))]
+        cells = [*(f"{x:.3f}" for x in loss), *(f"{x:.2f}" for x in right)]
+        lines.append(f"| {label} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def layouts_table() -> str:
     return scale_table("layouts")
 
 
 TABLES = {
-    "layouts": layouts_table, "same_layout": same_layout, "bpe_lssa": bpe_lssa, "slow": slow_table,
+    "layouts": layouts_table, "same_layout": same_layout, "bpe_lssa": bpe_lssa, "lssa_recall": lssa_recall,
+    "slow": slow_table,
     "differences": differences_table, "new_rates": new_rates,
     "trials": trials_table, "recall": recall_table, "both": both_table, "heads": heads_table, "larger": larger_table,
     "bpe": bpe_table, "layout_recall": layout_recall_table, "rates": demo_rates, "larger_rates": larger_rates,
