@@ -389,6 +389,16 @@ PASSKEY = {
 }  # fmt: skip
 
 
+def test_recall_in_the_layout_with_lssa_is_the_measured_one():
+    groups = read_as(RecallReport, ROOT / "docs/results/recall-lssa/results.json").groups
+    (entries,) = (group.entries for group in groups if len(group.entries) == 3)
+    far = [f"{row.accuracy:.2f}" for one in entries for row in one.recall.shown if (row.length, row.grown) == (1024, 0)]
+    assert [one.info.name for one in entries] == [f"lssa-hybrid-head-s{seed}" for seed in range(3)]
+    assert "filler seeds 0, 1 and 2 find {}, {} and {}.".format(*far) in " ".join(LAYOUTS.split())
+    text = "in two trainings of three: it finds {:.0f} and {:.0f} %".format(*(100 * float(far[i]) for i in (0, 2)))
+    assert text in " ".join(README.split())
+
+
 def test_who_blurs_is_the_measured_one():
     text = " ".join(LAYOUTS.split())
 
