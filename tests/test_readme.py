@@ -610,6 +610,42 @@ def lssa_recall() -> str:
     return "\n".join(lines)
 
 
+def test_the_single_numbers_about_lssa_are_the_measured_ones():
+    def loss(folder, run, length=128, setting=AS_TRAINED):
+        (found,) = (one for one in read(ROOT / "docs/results" / folder / "results.json").evaluations if one.run == run)
+        return found.row(length, setting).loss
+
+    text, readme = " ".join(LAYOUTS.split()), " ".join(README.split())
+    claims = " ".join((ROOT / "docs/claims.md").read_text().split())
+    window = Setting(window=128)
+    softmax = loss("layouts", "softmax-s0"), loss("layouts", "softmax-s0", 2048, window)
+    assert f"loss below Softmax's ({softmax[0]:.3f} with this seed)" in text
+    assert f"above windowed Softmax's {softmax[1]:.3f}." in text
+    pair = loss("layout-candidates", "lssa-8-s0"), loss("layouts", "lssa-s0")
+    assert "at 8e-3 than at 4e-3: {:.3f} against {:.3f} (seed 0)".format(*pair) in text
+    rise = loss("layouts", "lssa-hybrid-s1", 2048) - loss("layouts", "lssa-hybrid-s1", 1024)
+    assert f"with seed 1 by {rise:.3f}" in text
+
+    plain, far = loss("layouts-bpe-tuned", "softmax-s0"), loss("layouts-bpe-tuned", "softmax-s0", 2048, window)
+    seeds = [loss("layouts-bpe-tuned", f"softmax-s{seed}") for seed in range(3)]
+    assert f"above Softmax by {loss('bpe', 'lssa-local-s0') - plain:.3f}" in text
+    assert f"three seeds of Softmax differ ({statistics.stdev(seeds):.3f})" in text
+    more = loss("bpe", "lssa-hybrid-s0") - plain, loss("bpe", "lssa-hybrid-s0", 2048) - far
+    assert f"`demo-hybrid` is above by {more[0]:.3f}" in text
+    assert f"above windowed Softmax by {more[1]:.3f}." in text
+    start = f"Softmax has [{loss('bpe-demo-start', 'softmax-s0'):.3f}](results/bpe-demo-start/results.json)"
+    assert f"{start} in place of {plain:.3f} here" in text
+
+    demo = loss("demo", "demo-lssa"), loss("demo", "demo-softmax")
+    assert "There LSSA was behind Softmax, {:.3f} against {:.3f}".format(*demo) in readme
+    toy = {row: loss("toy-start", f"{row}-s0", 64) for row in ("softmax", "softmax-4", "softmax-8", "lssa", "lssa-4")}
+    toy |= {row: loss("toy-start", f"{row}-s0", 64) for row in ("lssar", "lssar-4", "lssar-8")}
+    said = {row: f"{value:.3f}" for row, value in toy.items()}
+    assert f"is {said['softmax']} at 2e-3, {said['softmax-4']} at 4e-3 and {said['softmax-8']} at 8e-3" in claims
+    assert f"LSSA's is {said['lssa']} at 2e-3 and {said['lssa-4']} at 4e-3" in claims
+    assert f"LSSAR's is {said['lssar']}, {said['lssar-4']} and {said['lssar-8']}" in claims
+
+
 def layouts_table() -> str:
     return scale_table("layouts")
 

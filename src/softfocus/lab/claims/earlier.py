@@ -54,8 +54,10 @@ def changes(claim: Claim, scale: Scale, results: Results) -> list[str]:
     """In which keys of their recipes any runs of a claim differ from what would be trained today.
 
     Keys of the evaluation do not count: what the statements need is in the results, or they have
-    no verdict.
+    no verdict. Nothing changed where the claim cannot be run at the scale any more.
     """
+    if scale not in claim.scales:
+        return []
     now = {recipe.name: recipe for recipe in recipes(claim, scale, sorted({run.info.seed for run in results.runs}))}
     found: dict[str, None] = {}
     for run in results.runs:
