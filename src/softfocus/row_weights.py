@@ -1,5 +1,5 @@
-"""``weights()``: the attention weights of chosen rows, by the reference's maths. (A module
-``weights`` would hide it.)
+"""``weights()``: the attention weights of chosen rows, by the reference's maths. (A module of that
+name would shadow the function in the package.)
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,8 +13,8 @@ from softfocus.functional import validated_call
 from softfocus.mechanism import Mechanism
 
 BLOCK_ELEMENTS = 1 << 22
-"""Most weights of a block, or those of one row of every head: 16 MiB of float32. The reference
-holds some ten such tensors.
+"""The most weights of a block, which has at least one row of every head: 16 MiB of float32. The
+reference holds some ten such tensors.
 """
 
 
@@ -88,15 +88,17 @@ def blocks(
     least one block.
     """
     call = validated_call(query, key, key, **arguments)
-    dispatch.choose(call, "reference")
+    dispatch.choose(call, "reference")  # raises where the reference does not support the call
     chosen = validation.rows_of(rows, call.query)
     batch, heads, _, _ = call.query.shape
     key_length, bias = call.visibility.key_length, call.bias
-    row = max(1, batch * heads * key_length)
-    for some in chosen.split(max(1, BLOCK_ELEMENTS // row)):
-        visible = call.visibility.of_rows(some).expand(batch, heads, len(some), key_length)
+    weights_per_row = max(1, batch * heads * key_length)
+    for block_rows in chosen.split(max(1, BLOCK_ELEMENTS // weights_per_row)):
+        visible = call.visibility.of_rows(block_rows).expand(batch, heads, len(block_rows), key_length)
         part = call._replace(
-            query=call.query[:, :, some], bias=bias if bias is None or bias.size(-2) == 1 else bias[..., some, :]
+            query=call.query[:, :, block_rows],
+            bias=bias if bias is None or bias.size(-2) == 1 else bias[..., block_rows, :],
         )
-        with ops.without_autocast(query):
-            yield Block(some, reference.weights_of(part, visible).weights, visible)
+        with ops.without_autocast(query):  # left before the yield: the caller's code keeps its autocast
+            block_weights = reference.weights_of(part, visible).weights
+        yield Block(block_rows, block_weights, visible)

@@ -60,6 +60,15 @@ def test_blocks_change_nothing(name, monkeypatch):
         assert not block.weights[~block.visible].any()
 
 
+def test_the_caller_keeps_its_autocast_between_blocks(monkeypatch):
+    monkeypatch.setattr(row_weights, "BLOCK_ELEMENTS", 1)
+    query = torch.randn(1, 1, 3, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        for block in row_weights.blocks(query, query):
+            assert block.weights.dtype == torch.float32
+            assert (query[0, 0] @ query[0, 0].T).dtype == torch.bfloat16
+
+
 def test_gradients_are_those_of_attention():
     case = next(c for c in CASES if c.name == "learned")
     arguments, without_value = given(case, "lssar")

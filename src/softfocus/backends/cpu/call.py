@@ -59,10 +59,11 @@ _PROCESS = os.getpid()
 
 
 def threads() -> int:
-    """How many to compute on: torch's number, but one in a forked child.
+    """How many to compute on: torch's number, but one in a child that was forked after this module
+    was imported.
 
     A forked child has no OpenMP threads of its own. If the parent has used GNU's OpenMP, a parallel
-    region in the child waits forever.
+    region in the child waits forever, torch's own ones included.
     """
     return torch.get_num_threads() if os.getpid() == _PROCESS else 1
 
