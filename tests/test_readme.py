@@ -12,6 +12,7 @@ import subprocess
 import textwrap
 import tomllib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -707,6 +708,7 @@ def test_what_the_start_costs_is_the_measured_one():
 
 def test_what_is_said_of_the_layouts_holds_for_every_seed():
     by = {group.label: group for group in read(RESULT / "results.json").groups}
+    text = " ".join(LAYOUTS.split())
 
     def losses(label, at):
         return {one.seed: one.row(128 * at).loss for one in by[label].evaluations}
@@ -716,9 +718,13 @@ def test_what_is_said_of_the_layouts_holds_for_every_seed():
         return {one.seed: one.row(128 * at, window).loss for one in by[label].evaluations}
 
     softmax = cell(by["Softmax"], 1.0, "as trained"), cell(by["Softmax"], 16.0, "window 1x")
+    assert len(losses("lssa-local", 1)) == len(losses("lssa-hybrid", 1)) == len(losses("Softmax", 1)) == 8
+    assert all(loss < losses("Softmax", 1)[seed] for seed, loss in losses("lssa-local", 1).items())
+    assert all(loss < windowed("Softmax")[seed] for seed, loss in windowed("lssa-local").items())
+    for label in by.keys() - {"lssa-local", "softplus_l1"}:  # softplus alone is not in README's table
+        assert cell(by["lssa-local"], 1.0, "as trained").minus(cell(by[label], 1.0, "as trained")).sure, label
+        assert cell(by["lssa-local"], 16.0, "window 1x").minus(cell(by[label], 16.0, "window 1x")).sure, label
     for label in ("lssa-local", "lssa-hybrid"):
-        assert all(loss < losses("Softmax", 1)[seed] for seed, loss in losses(label, 1).items())
-        assert all(loss < windowed("Softmax")[seed] for seed, loss in windowed(label).items())
         assert cell(by[label], 1.0, "as trained").minus(softmax[0]).sure
         assert cell(by[label], 16.0, "window 1x").minus(softmax[1]).sure
     for label in ("local-softmax", "cosine-local", "hybrid-half-rope"):  # level with Softmax
@@ -731,6 +737,29 @@ def test_what_is_said_of_the_layouts_holds_for_every_seed():
         assert all(loss < losses(label, 16)[seed] for seed, loss in windowed(label).items()), "no gain from far keys"
         if label not in ("lssa-hybrid", "hybrid-half-rope"):
             assert all(loss > losses(label, 1)[seed] for seed, loss in losses(label, 16).items()), f"{label} rises"
+    assert cell(by["lssa-hybrid"], 16.0, "as trained").minus(softmax[1]).sure
+    gain = cell(by["LSSA"], 1.0, "as trained").minus(cell(by["lssa-local"], 1.0, "as trained"))
+    assert f"LSSA's loss by {gain.value:.3f} ± {gain.standard_error:.3f} at the training length" in text
+    later = {
+        name: replace(by[name], evaluations=by[name].evaluations[1:])
+        for name in ("Softmax", "lssa-local", "lssa-hybrid")
+    }
+    assert not any(one.seed == 0 for group in later.values() for one in group.evaluations)
+    said = []
+    for label in ("lssa-local", "lssa-hybrid"):
+        for at, setting in ((1.0, "as trained"), (16.0, "window 1x")):
+            found = cell(later["Softmax"], at, setting).minus(cell(later[label], at, setting))
+            assert found.sure
+            said.append(f"{found.value:.3f} ± {found.standard_error:.3f}")
+    found = cell(later["Softmax"], 16.0, "window 1x").minus(cell(later["lssa-hybrid"], 16.0, "as trained"))
+    assert not found.sure
+    said.append(f"{found.value:.3f} ± {found.standard_error:.3f}")
+    assert (
+        "is below Softmax by {} at the training length, and by {} at 16 times the length, both with the window. The "
+        "layout with LSSAR is below by {} and {}. As trained at 16 times the length it is below Softmax with the "
+        "window by {}, which is then inconclusive.".format(*said)
+        in text
+    )
     best_of_all = min((best(group, 16.0) for group in by.values()), key=lambda one: one.loss)
     assert (best_of_all.group.label, best_of_all.setting) == ("lssa-local", "window 1x")
     for label in ("local-nope", "LSSAR"):
