@@ -1,7 +1,8 @@
 """Fused C++ kernels for CPUs, compiled for the machine at first use (``build.py``).
 
-They work on blocks of whole rows that fit into the processor's cache. The forward is deterministic
-for any number of threads, the backward for a given number.
+They work on blocks of at most 128 whole rows of scores. A block of long rows exceeds the
+processor's cache. The forward is deterministic for any number of threads, the backward for a given
+number.
 """
 
 from collections.abc import Callable
@@ -48,7 +49,9 @@ def runner(call: Call) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     arguments, _temporaries = packed(call)
     kernel = _kernel("softfocus_forward")
     one = _empty(1, dtype=call.query.dtype)
-    empty_out = one.expand(*call.query.shape[:3], call.value.size(-1))  # empty_like() takes half the time of empty()
+    # empty_like() takes half the time of empty(). The strides of ``empty_out`` are 0. Such strides
+    # give no order of the dimensions, so that ``out`` is contiguous
+    empty_out = one.expand(*call.query.shape[:3], call.value.size(-1))
 
     def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         out = torch.empty_like(empty_out)

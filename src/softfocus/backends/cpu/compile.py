@@ -177,8 +177,8 @@ def _start(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
 
 @contextmanager
 def _progress() -> Iterator[Tick]:
-    """Two lines on stderr; on a terminal the first one counts the seconds. Yields what to call now
-    and then.
+    """Two lines on stderr; on a terminal one line, rewritten to count the seconds. Yields what to
+    call now and then.
     """
     line = "softfocus: compiling the CPU kernels for this machine (once, half a minute or more) ..."
     counts = sys.stderr is not None and sys.stderr.isatty()

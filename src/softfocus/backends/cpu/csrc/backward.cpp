@@ -1,7 +1,8 @@
-// The backward. A task sums the gradients of a key head over all blocks of rows. If fewer key heads
-// are packed together than there are threads, each key head has several tasks, `splits`, and each
-// task takes every splits-th block. The sums of the tasks are added in a fixed order, so that the
-// result depends on the number of threads but not on timing.
+// The backward. A task sums the gradients of a key head over blocks of query rows. If fewer key
+// heads are packed together than there are threads, each key head has several tasks. They divide
+// its blocks of rows; unlike with split-K, which divides the keys, every task may add to every key.
+// The sums of the tasks are added in a fixed order, so that the result depends on the number of
+// threads but not on timing.
 #include "gradients.h"
 #include "parallel.h"
 
@@ -17,35 +18,35 @@ struct KeyHeadSums {
   float *grad_key = nullptr, *grad_value = nullptr;
 };
 
-// How a call is divided into tasks: `at_once` key heads are packed together. Each has `splits`
-// tasks, which take every splits-th block of rows.
+// How a call is divided into tasks: `at_once` key heads are packed together. Task t of a key head
+// takes the blocks t, t + tasks_per_head, t + 2 tasks_per_head, ... of each of its query heads.
 struct Schedule {
-  int64_t at_once, splits, block_rows, blocks;
+  int64_t at_once, tasks_per_head, block_rows, blocks;
 
   Schedule(const Params& params, const TensorView& bias)
       : at_once(key_heads_at_once(params, true)),
-        splits(1),
+        tasks_per_head(1),
         block_rows(rows_per_block(params, true)),
         blocks(ceil_div(params.query_length, block_rows)) {
     // Tasks that add to the same elements of grad_bias must not run at the same time. If heads
-    // share elements, at_once is 1. If rows share elements, splits is 1.
+    // share elements, at_once is 1. If rows share elements, tasks_per_head is 1.
     bool shared_by_heads = (!bias.stride[0] && params.batch > 1) || (!bias.stride[1] && params.heads > 1);
     bool shared_by_rows = !bias.stride[2] && params.query_length > 1;
     if (bias.data && shared_by_heads) at_once = std::min<int64_t>(at_once, 1);
     if (at_once > 0 && at_once < params.threads && blocks && !(bias.data && shared_by_rows))
-      splits = std::min(ceil_div(params.threads, at_once), blocks);
+      tasks_per_head = std::min(ceil_div(params.threads, at_once), blocks);
   }
 };
 
-// One task: every splits-th block of rows of a key head
+// One task: every tasks_per_head-th block of rows of a key head
 template <typename Phi>
 void run_task(const Params& params, const GradientTensors& grads, const Schedule& schedule, int64_t head_index,
-              int64_t split, const KeyHeadData& key_data, KeyHeadSums& sums, RowGradients<Phi>& worker) {
+              int64_t task, const KeyHeadData& key_data, KeyHeadSums& sums, RowGradients<Phi>& worker) {
   int64_t padded_dim = round_up(params.head_dim, W), padded_value_dim = round_up(params.value_dim, W);
   // Sets sums_at to where this task sums: the result itself if the layout allows, else scratch.
   // Fills it with 0.
   auto place = [&](Buffer<float>& scratch, float*& sums_at, void* result, int64_t stride, int64_t dim) {
-    bool direct = split == 0 && stride == dim && params.dtype == FLOAT32;
+    bool direct = task == 0 && stride == dim && params.dtype == FLOAT32;
     if (!direct) scratch.resize(params.key_length * stride);
     sums_at = direct ? static_cast<float*>(result) + head_index * params.key_length * dim : scratch;
     std::fill(sums_at, sums_at + params.key_length * stride, 0.0f);
@@ -53,14 +54,14 @@ void run_task(const Params& params, const GradientTensors& grads, const Schedule
   place(sums.key_scratch, sums.grad_key, grads.grad_key, padded_dim, params.head_dim);
   place(sums.value_scratch, sums.grad_value, grads.grad_value, padded_value_dim, params.value_dim);
   for (int64_t g = 0; g < params.group(); ++g)
-    for (int64_t block_index = split; block_index < schedule.blocks; block_index += schedule.splits)
+    for (int64_t block_index = task; block_index < schedule.blocks; block_index += schedule.tasks_per_head)
       worker.run(head_index / params.key_heads, head_index % params.key_heads * params.group() + g,
                  block_index * schedule.block_rows, key_data, grads, sums.grad_key, sums.grad_value);
 }
 
 // Adds the sums of a key head's tasks for the keys [begin, end), and writes them in the query's
 // dtype.
-inline void add_tasks(const Params& params, const GradientTensors& grads, int64_t splits, int64_t head_index,
+inline void add_tasks(const Params& params, const GradientTensors& grads, int64_t tasks_per_head, int64_t head_index,
                       int64_t begin, int64_t end, const KeyHeadData& key_data, KeyHeadSums* sums) {
   int64_t padded_dim = round_up(params.head_dim, W), padded_value_dim = round_up(params.value_dim, W);
   Buffer<float> scratch(params.cosine ? BLOCK_K * padded_dim : 0);  // [BLOCK_K, padded_dim]
@@ -70,7 +71,7 @@ inline void add_tasks(const Params& params, const GradientTensors& grads, int64_
         view_keys(params, key_data, head_index / params.key_heads, head_index % params.key_heads, begin, end, scratch);
   for (int64_t key = begin; key < end; ++key) {
     float *gk = sums[0].grad_key + key * padded_dim, *gv = sums[0].grad_value + key * padded_value_dim;
-    for (int64_t s = 1; s < splits; ++s) {
+    for (int64_t s = 1; s < tasks_per_head; ++s) {
       for (int64_t d = 0; d < padded_dim; ++d) gk[d] += sums[s].grad_key[key * padded_dim + d];
       for (int64_t d = 0; d < padded_value_dim; ++d) gv[d] += sums[s].grad_value[key * padded_value_dim + d];
     }
@@ -86,23 +87,25 @@ inline void add_tasks(const Params& params, const GradientTensors& grads, int64_
 template <typename Phi>
 bool backward(const Params& params, const GradientTensors& grads) {
   Schedule schedule(params, grads.grad_bias);
-  int64_t at_once = schedule.at_once, splits = schedule.splits, key_heads = params.batch * params.key_heads;
+  int64_t at_once = schedule.at_once, tasks_per_head = schedule.tasks_per_head,
+          key_heads = params.batch * params.key_heads;
   PerThread<RowGradients<Phi>> workers(params);
   std::vector<KeyHeadData> key_data_at_once(at_once);
   for (KeyHeadData& key_data : key_data_at_once) key_data.reserve(params, true);
-  std::vector<KeyHeadSums> sums(at_once * splits);
+  std::vector<KeyHeadSums> sums(at_once * tasks_per_head);
   for (int64_t first = 0; first < key_heads; first += at_once) {
     int64_t n = std::min(at_once, key_heads - first);
     if (!pack_key_heads(params, key_data_at_once, first, n, true)) return false;
-    bool done = parallel_for(params.threads, n * splits, [&](int64_t item) {
-      int64_t i = item / splits;
-      run_task<Phi>(params, grads, schedule, first + i, item % splits, key_data_at_once[i], sums[item], workers.mine());
+    bool done = parallel_for(params.threads, n * tasks_per_head, [&](int64_t item) {
+      int64_t i = item / tasks_per_head;
+      run_task<Phi>(params, grads, schedule, first + i, item % tasks_per_head, key_data_at_once[i], sums[item],
+                    workers.mine());
     });
     if (!done) return false;
     int64_t tiles = ceil_div(params.key_length, BLOCK_K);
     done = parallel_for(params.threads, n * tiles, [&](int64_t item) {
       int64_t i = item / tiles, begin = item % tiles * BLOCK_K, end = std::min(begin + BLOCK_K, params.key_length);
-      add_tasks(params, grads, splits, first + i, begin, end, key_data_at_once[i], &sums[i * splits]);
+      add_tasks(params, grads, tasks_per_head, first + i, begin, end, key_data_at_once[i], &sums[i * tasks_per_head]);
     });
     if (!done) return false;
   }

@@ -25,10 +25,10 @@ class DropoutMask {
   const float keep_scale;
 
   DropoutMask(const Params& call, int64_t max_rows, int64_t max_keys)
-      : keep_scale(call.dropout_threshold < 1 << 16 ? 65536.0f / (65536 - call.dropout_threshold) : 0.0f),
+      : keep_scale(call.drop_below < 1 << 16 ? 65536.0f / (65536 - call.drop_below) : 0.0f),
         params(call),
         rows(max_rows) {
-    if (params.dropout_threshold) dropped_bits.resize(rows * (max_keys / WORD_KEYS), false);
+    if (params.drop_below) dropped_bits.resize(rows * (max_keys / WORD_KEYS), /*huge_pages=*/false);
   }
 
   // For row r and the W keys from offset j on: dropped() is -1 in the lanes of dropped weights,
@@ -82,8 +82,7 @@ class DropoutMask {
   }
 
   // The dropout bits of 64 keys: a bit is 1 where the key's 16-bit random number is below
-  // dropout_threshold. The keys share the 8 counters from `first` on, each of which gives 8
-  // numbers.
+  // drop_below. The keys share the 8 counters from `first` on, each of which gives 8 numbers.
 #if defined(__AVX512BW__)
   uint64_t dropped_word(uint64_t first, uint32_t row, uint32_t head_index) const {
     // The permutation counts in 16-bit elements. Elements 4 l and 4 l + 1 of words[i] are the lower
@@ -94,7 +93,7 @@ class DropoutMask {
                                                        32, 36, 40, 44, 48, 52, 56, 60, 33, 37, 41, 45, 49, 53, 57, 61};
     vuint64 words[4];
     philox(first, row, head_index, words);
-    __m512i indices = _mm512_load_si512(order), last = _mm512_set1_epi16(int16_t(params.dropout_threshold - 1));
+    __m512i indices = _mm512_load_si512(order), last = _mm512_set1_epi16(int16_t(params.drop_below - 1));
     __m512i low = _mm512_permutex2var_epi16((__m512i)words[0], indices, (__m512i)words[1]);
     __m512i high = _mm512_permutex2var_epi16((__m512i)words[2], indices, (__m512i)words[3]);
     return uint64_t(_mm512_cmple_epu16_mask(high, last)) << 32 | _mm512_cmple_epu16_mask(low, last);
@@ -107,8 +106,8 @@ class DropoutMask {
       philox(first + lane, row, head_index, words);
       unroll<8>([&](int n) {
         vuint64 number = (words[n / 2] >> n % 2 * 16) & 0xffffu;
-        // if number < threshold, the subtraction borrows, and bit 16 is 1
-        dropped |= ((number - uint64_t(params.dropout_threshold)) >> 16 & 1) << 8 * n;
+        // if number < drop_below, the subtraction borrows, and bit 16 is 1
+        dropped |= ((number - uint64_t(params.drop_below)) >> 16 & 1) << 8 * n;
       });
       for (int i = 0; i < W / 2; ++i) found |= dropped[i] << (lane + i);
     }

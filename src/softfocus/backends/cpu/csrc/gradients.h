@@ -31,6 +31,7 @@ class RowGradients {
  public:
   RowBlock<Phi> block;
 
+  // The lists of live keys fill only a part of their buffers, which therefore take no huge pages.
   explicit RowGradients(const Params& params)
       : block(params, rows_per_block(params, true)),
         output(block),
@@ -40,9 +41,9 @@ class RowGradients {
         grad_scores(BLOCK_Q * TILE_STRIDE),
         key_scratch(BLOCK_K * block.padded_dim),
         grad_exp_values(params.laser && !params.reweighted ? BLOCK_K * block.padded_value_dim : 0),
-        grad_weights_data(block.max_rows * block.max_row_stride, !params.reweighted),
-        list_keys(params.reweighted ? block.max_rows * block.max_row_stride : 0, false),
-        list_u(params.reweighted ? block.max_rows * block.max_row_stride : 0, false),
+        grad_weights_data(block.max_rows * block.max_row_stride, /*huge_pages=*/!params.reweighted),
+        list_keys(params.reweighted ? block.max_rows * block.max_row_stride : 0, /*huge_pages=*/false),
+        list_u(params.reweighted ? block.max_rows * block.max_row_stride : 0, /*huge_pages=*/false),
         list_start(block.max_row_stride / BLOCK_K * BLOCK_Q),
         list_length(block.max_row_stride / BLOCK_K * BLOCK_Q) {
     if (params.laser) exact_terms.resize(BLOCK_Q * block.max_row_stride);
@@ -59,9 +60,9 @@ class RowGradients {
     for (int64_t r = 0; r < BLOCK_Q; ++r) has_exact[r] = false;
     if (block.params.laser) laser_backward(grad_values);
     if (block.params.reweighted)
-      block.params.dropout_threshold ? listed_grad_weights<true>(grads) : listed_grad_weights<false>(grads);
+      block.params.drop_below ? compute_listed_grad_weights<true>(grads) : compute_listed_grad_weights<false>(grads);
     else
-      dense_grad_weights();
+      compute_dense_grad_weights();
     block.each_tile([&](int64_t start_k) { tile_gradients(start_k, grads, grad_keys, grad_values); });
     write_query_gradients(grads);
   }
@@ -77,7 +78,7 @@ class RowGradients {
   // and e^(V - M) of a tile, [BLOCK_K / PANEL, Dv, PANEL]
   Buffer<float> grad_exp_values, exp_panels;
   // dL/dA. Without re-weighting of all keys (grad_weights_row()); with re-weighting of the live
-  // keys only (list_grad_weights()).
+  // keys only (grad_weights_of_lists()).
   Buffer<float> grad_weights_data;
   // The live keys, list after list, counted from their tile's first; one vector of slack
   Buffer<uint8_t> list_keys;
@@ -92,8 +93,8 @@ class RowGradients {
   float delta[BLOCK_Q];               // D_i
   // Re-weighted rows: D_i - delta; kept since dA - D cancels where one key dominates
   float delta_error[BLOCK_Q];
-  // 1 / sum u^p, from sums in double; output.inverse_power_sum is the forward's.
-  float inverse_power_sum[BLOCK_Q];
+  // 1 / sum u^p, from sums in double; output.inverse_power_sum is the forward's, from sums in float
+  float precise_inverse_power_sum[BLOCK_Q];
   float power_over_sum[BLOCK_Q];  // p / sum u^p
   float mean_term[BLOCK_Q];       // -o mean(g) * inverse_spread: every visible key receives it
   float grad_power[BLOCK_Q];
@@ -104,12 +105,12 @@ class RowGradients {
     return block.tile_row(static_cast<float*>(grad_weights_data), r, start_k);
   }
   // dL/dA of the live keys, at the indices of list_keys
-  float* list_grad_weights() { return grad_weights_data; }
+  float* grad_weights_of_lists() { return grad_weights_data; }
 
   // The index of a row and tile in list_start and list_length
   static int64_t list_index(int64_t r, int64_t start_k) { return start_k / BLOCK_K * BLOCK_Q + r; }
 
-  // Reads dO, 0 where the output is 0 or NaN by definition; clears the rows' sums.
+  // Reads dO and clears the rows' sums. Fully masked rows pass no gradient: their dO is 0.
   void read_grad_out(const GradientTensors& grads) {
     const Params& params = block.params;
     for (int64_t r = 0; r < block.padded_rows(); ++r) {
@@ -120,7 +121,8 @@ class RowGradients {
                  row);
       delta[r] = power_over_sum[r] = mean_term[r] = grad_power[r] = 0.0f;
     }
-    // Outputs that see a non-finite value are NaN by definition and pass no gradient.
+    // Where a row sees a non-finite value, that column passes no gradient. This holds even in
+    // decoding, where the output stays finite if the value's key is dead.
     for (auto [key, d] : block.key_data->nonfinite_values)
       for (int64_t r = 0; r < block.n_rows; ++r)
         if (block.sees(r, key)) grad_out[r * block.padded_value_dim + d] = 0.0f;
@@ -136,16 +138,17 @@ class RowGradients {
   void laser_backward(float* grad_values);
 
   // gradients_dense.inl.h
-  void dense_grad_weights();
+  void compute_dense_grad_weights();
   void pack_exp_values(int64_t start_k);
   void clear_row(float* to, int64_t r, int64_t start_k);
   void dense_grad_scores(int64_t r, int64_t start_k);
 
   // gradients_reweighted.inl.h
   template <bool DROPOUT>
-  void listed_grad_weights(const GradientTensors& grads);
+  void compute_listed_grad_weights(const GradientTensors& grads);
   float u_at(int64_t r, int64_t j) const;
   void add_exact_terms(int64_t r, double& delta_i, double& exact_g_sum);
+  // listed_grad_scores() computes dL/ds and also adds dV, in scatter_grad_phi().
   template <bool DROPOUT>
   void listed_grad_scores(int64_t start_k, RowView v, float* grad_values);
   vfloat dropout_factor(vfloat u) const;
@@ -165,8 +168,8 @@ class RowGradients {
     float *tile_grad_keys = grad_keys + first * block.padded_dim,
           *tile_grad_values = grad_values + first * block.padded_value_dim;
     if (params.reweighted)
-      params.dropout_threshold ? listed_grad_scores<true>(start_k, exp_values, tile_grad_values)
-                               : listed_grad_scores<false>(start_k, exp_values, tile_grad_values);
+      params.drop_below ? listed_grad_scores<true>(start_k, exp_values, tile_grad_values)
+                        : listed_grad_scores<false>(start_k, exp_values, tile_grad_values);
     else
       for (int64_t r = 0; r < block.padded_rows(); ++r) dense_grad_scores(r, start_k);
     if (grads.grad_bias.data) add_bias_gradient(start_k, n, grads.grad_bias);
@@ -187,8 +190,9 @@ class RowGradients {
   }
 
   // dK += dS^T (c Q). Without re-weighting also dV += A^T dO; with LASER dV += (A^T G) * e^(V - M),
-  // G = dL/d(A e^(V - M)). For n keys, MR at a time: to_keys [n, padded_dim], to_values [n,
-  // padded_value_dim]. The sum runs from the first to the last strip that sees one of them.
+  // G = dL/d(A e^(V - M)). Re-weighted rows have added their dV already (listed_grad_scores()). For
+  // n keys, MR at a time: to_keys [n, padded_dim], to_values [n, padded_value_dim]. The sum runs
+  // from the first to the last strip that sees one of them.
   void add_key_gradients(int64_t start_k, int64_t n, float* to_keys, float* to_values, RowView exp_values) {
     int64_t width = block.padded_dim, padded_value_dim = block.padded_value_dim;
     bool laser = block.params.laser, dense = !block.params.reweighted;

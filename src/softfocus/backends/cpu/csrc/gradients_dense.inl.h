@@ -8,7 +8,7 @@ namespace softfocus {
 
 // dL/dA of all tiles, and delta
 template <typename Phi>
-inline void RowGradients<Phi>::dense_grad_weights() {
+inline void RowGradients<Phi>::compute_dense_grad_weights() {
   const Params& params = block.params;
   // Lane-wise: sum of phi dA, number of keys with phi > 0
   vfloat phi_da_sum[BLOCK_Q], n_positive[BLOCK_Q];
@@ -26,7 +26,7 @@ inline void RowGradients<Phi>::dense_grad_weights() {
         const float* columns = panels + (panel - start_k) * params.value_dim + (seen.begin - panel);
         panel_dots<MR>(seen.vectors(), params.value_dim, grad_out + r * block.padded_value_dim, block.padded_value_dim,
                        columns, grad_weights_row(r, start_k) + seen.begin, BLOCK_K);
-        for (int64_t i = r; i < std::min(r + MR, block.n_rows) && params.dropout_threshold; ++i)
+        for (int64_t i = r; i < std::min(r + MR, block.n_rows) && params.drop_below; ++i)
           block.apply_dropout(i, seen, grad_weights_row(i, start_k) + seen.begin);
         if (params.normaliser != L1) continue;
         for (int64_t i = r; i < std::min(r + MR, block.n_rows); ++i)
@@ -115,7 +115,7 @@ inline void RowGradients<Phi>::dense_grad_scores(int64_t r, int64_t start_k) {
     for (; j + 4 * W <= seen.end; j += 4 * W) vectors(j, std::integral_constant<int, 4>{});
     for (; j < seen.end; j += W) vectors(j, std::integral_constant<int, 1>{});
   });
-  if (params.dropout_threshold) block.apply_dropout(r, seen, a + (seen.begin - start_k));
+  if (params.drop_below) block.apply_dropout(r, seen, a + (seen.begin - start_k));
 }
 
 }  // namespace softfocus

@@ -11,7 +11,7 @@ namespace softfocus {
 // the rows.
 template <typename Phi>
 template <bool DROPOUT>
-inline void RowGradients<Phi>::listed_grad_weights(const GradientTensors& grads) {
+inline void RowGradients<Phi>::compute_listed_grad_weights(const GradientTensors& grads) {
   // Sums of u^p, u^(p-1) and u^p log u over the live keys; _grad: each term times dA
   struct RowSums {
     DoubleSum u_p, u_p_grad, u_p1, u_p1_grad, u_p_log, u_p_log_grad;
@@ -35,7 +35,7 @@ inline void RowGradients<Phi>::listed_grad_weights(const GradientTensors& grads)
       }
       for (int64_t r = first; r < stop; ++r) {
         int64_t start = list_start[list_index(r, start_k)], n = list_length[list_index(r, start_k)];
-        float* da = list_grad_weights() + start;
+        float* da = grad_weights_of_lists() + start;
         const float* u_list = list_u + start;
         if (block.has_next_tile(start_k)) prefetch_next_tile(v.data, v.stride, r, block.padded_value_dim);
         listed_dots(grad_out + r * block.padded_value_dim, block.padded_value_dim, n, list_keys + start, v, da);
@@ -69,18 +69,18 @@ inline void RowGradients<Phi>::listed_grad_weights(const GradientTensors& grads)
     double power_sum = row.u_p.total(), power = block.power[r],
            delta_i = power_sum == 0.0 ? 0.0 : row.u_p_grad.total() / power_sum;
     if (!has_exact[r]) single_key[r] = row.n_live == 1;
-    inverse_power_sum[r] = power_sum == 0.0 ? 1.0f : float(1.0 / power_sum);
+    precise_inverse_power_sum[r] = power_sum == 0.0 ? 1.0f : float(1.0 / power_sum);
     double exact_g_sum = 0.0;  // sum of exact_terms / u: the exact sums' part of sum g / p
     if (has_exact[r]) add_exact_terms(r, delta_i, exact_g_sum);
     delta[r] = float(delta_i);
     delta_error[r] = float(delta_i - delta[r]);
     if (constant_weights(r)) continue;
-    power_over_sum[r] = power * inverse_power_sum[r];
+    power_over_sum[r] = power * precise_inverse_power_sum[r];
     double g_sum = power_over_sum[r] * (row.u_p1_grad.total() - delta_i * row.u_p1.total()) + power * exact_g_sum;
     mean_term[r] = block.threshold_on[r] == 0.0f ? 0.0f : float(-g_sum / block.count[r] * block.inverse_spread[r]);
     // peak is NaN in a row that sees a NaN.
     if (grads.grad_power && !(block.peak[r] <= TIE_TOLERANCE))
-      grad_power[r] = float((row.u_p_log_grad.total() - delta_i * row.u_p_log.total()) * inverse_power_sum[r] +
+      grad_power[r] = float((row.u_p_log_grad.total() - delta_i * row.u_p_log.total()) * precise_inverse_power_sum[r] +
                             (has_exact[r] ? exact_log_sum[r] : 0.0));
   }
 }
@@ -135,13 +135,13 @@ inline void RowGradients<Phi>::scatter_grad_phi(int64_t r, int64_t start_k, RowV
   if (block.fully_masked[r] || strip_keys[r / MR].empty()) return;
   int64_t start = list_start[list_index(r, start_k)], n = list_length[list_index(r, start_k)],
           width = block.padded_value_dim;
-  const float *da = list_grad_weights() + start, *u_list = list_u + start;
+  const float *da = grad_weights_of_lists() + start, *u_list = list_u + start;
   const uint8_t* key = list_keys + start;
   float grad_phi[BLOCK_K + W], a[BLOCK_K + W];
   RowBlock<Phi>::with_powers(block.power[r], [&](auto powers) {
     // Entries after the list's end are computed but not used.
     for (int64_t e = 0; e < n; e += W) {
-      vfloat u = load(u_list + e), factor = splat(inverse_power_sum[r]), u_p, u_p1;
+      vfloat u = load(u_list + e), factor = splat(precise_inverse_power_sum[r]), u_p, u_p1;
       if constexpr (DROPOUT) {
         factor *= dropout_factor(u);
         u = absolute(u);

@@ -10,6 +10,7 @@ namespace softfocus {
 // LISTS tiles. Together with prefetching the next tile's values this reduced the time of the
 // forward by a third. Other numbers were not measured.
 constexpr int64_t LISTS = 16;
+static_assert(BLOCK_Q % LISTS == 0, "add_live_tiles() takes LISTS rows of arrays [BLOCK_Q] at a time");
 
 // LISTS lists of live keys, each of one row and one tile, with their u, later u^p
 template <typename Phi>

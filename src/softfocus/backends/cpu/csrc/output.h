@@ -22,9 +22,7 @@ class BlockOutput {
         row_log_u(block.params.laser ? block.max_row_stride : 0) {}
 
   // Computes the public members for a block whose weights are known.
-  void compute(const RowBlock<Phi>& block) {
-    block.params.dropout_threshold ? compute<true>(block) : compute<false>(block);
-  }
+  void compute(const RowBlock<Phi>& block) { block.params.drop_below ? compute<true>(block) : compute<false>(block); }
 
   // What the weights of a tile multiply, [n, stride] for the n <= BLOCK_K keys that exist: V, with
   // LASER e^(V - M)
@@ -155,7 +153,7 @@ class BlockOutput {
             vfloat scale = splat(block.weight_scale[r + i]);
             for (int64_t j = 0; j < seen.end - seen.begin; j += W)
               store(weights + i * BLOCK_K + j, phi.value(load(a + i * BLOCK_K + j)) * scale);
-            if (block.params.dropout_threshold) block.apply_dropout(r + i, seen, weights + i * BLOCK_K);
+            if (block.params.drop_below) block.apply_dropout(r + i, seen, weights + i * BLOCK_K);
           });
         a = weights;
       }

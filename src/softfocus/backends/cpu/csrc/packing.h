@@ -16,7 +16,8 @@ struct ValueIndex {  // an element of V
 };
 
 // Keys and values of one key head, prepared for the products. All query heads of its group read
-// them. The panels' last keys, up to a multiple of PANEL, are 0.
+// them. A buffer of panels is allocated for Lk rounded up to BLOCK_K. In the panel of the last key,
+// the places after that key are 0. Later panels are neither written nor read.
 struct KeyHeadData {
   Buffer<float> key_panels;  // [Lk / PANEL, D, PANEL]; unit vectors for cosine similarity
   // [Lk], 1 / |k|; 0 for |k| = 0 and for a non-finite key; 1 without cosine similarity
@@ -32,7 +33,8 @@ struct KeyHeadData {
   bool packed = false;  // false in decoding, which reads keys and values in place
 
   // A forward and a re-weighted or LASER backward read values as rows. They are copied unless they
-  // can be read in place. A backward without re-weighting reads panels (dense_grad_weights).
+  // can be read in place. A backward without re-weighting reads panels
+  // (compute_dense_grad_weights()).
   static bool needs_value_rows(const Params& params, bool backward) {
     return (!backward || params.reweighted || params.laser) &&
            !contiguous_float_rows(params.value, params.dtype, params.value_dim);
@@ -106,15 +108,16 @@ inline void pack_values(const Params& params, KeyHeadData& key_data, int64_t b, 
                         int64_t stop, bool panels, std::vector<ValueIndex>& nonfinite, std::vector<ValueIndex>& large) {
   int64_t width = params.value_dim, stride = round_up(width, W);
   Buffer<float> rows(W * stride);  // [W, Dv in whole vectors]
-  // Values that are read in place elsewhere are only searched for non-finite elements.
-  bool only_check =
+  // Without a buffer to fill, values are only searched for non-finite elements. float32 rows are
+  // then searched in place, without a copy.
+  bool search_in_place =
       params.dtype == FLOAT32 && params.value.stride[3] == 1 && !panels && !key_data.value_rows && !key_data.exp_values;
   for (int64_t first = start; first < round_up(stop, PANEL); first += W) {
     if (!panels && first >= stop) break;
     for (int64_t j = 0; j < W; ++j) {
       int64_t key = first + j;
       float* row = rows + j * stride;
-      if (only_check && key < stop && all_finite(row_pointer(params.value, b, key_head, key), width)) continue;
+      if (search_in_place && key < stop && all_finite(row_pointer(params.value, b, key_head, key), width)) continue;
       std::fill(row, row + stride, 0.0f);
       if (key >= stop) continue;
       read_row(params.value, params.dtype, b, key_head, key, width, row);

@@ -23,8 +23,8 @@ struct Params {
   int64_t batch, heads, key_heads, query_length, key_length, head_dim, value_dim;
   int64_t left, right;  // the window: keys before and after a row's own position; -1 for no bound
   int64_t dtype, cosine, length_scale, score_bias, phi, normaliser, reweighted, laser, threads;
-  // A weight is dropped if its 16 random bits are below dropout_threshold; 0: no dropout.
-  int64_t seed, dropout_threshold;
+  // A weight is dropped if its 16 random bits are below drop_below; 0: no dropout.
+  int64_t seed, drop_below;
   double scale, power;                   // scale(d); the power of the re-weighting
   TensorView query, key, value;          // [B, H, Lq, D], [B, Hk, Lk, D], [B, Hk, Lk, Dv], of dtype
   TensorView mask;                       // bool [B, H, Lq, Lk]

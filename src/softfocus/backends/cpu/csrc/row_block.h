@@ -31,13 +31,13 @@ namespace softfocus {
 // inverse_spread is finite for N up to 5e8. Its largest u is 1, and sum u^p is at least 1. In a
 // tied row sum u^p is norm.
 constexpr float MIN_ROW_SUM = 1e-25f;
-// Integer powers up to this are computed by squaring. At p = 31 that has an error of five units in
-// the last place, while the rounding of u alone causes thirty (docs/performance.md). The limit
-// itself is chosen, not measured.
+// Integer powers up to this are computed by squaring. Each squaring doubles the relative error,
+// which is at most p units in the last place; at p = 31 it was five. The rounding of u alone causes
+// about p units: thirty at p = 31 (docs/performance.md). The limit itself is chosen, not measured.
 constexpr int64_t SQUARING_LIMIT = 32;
-// With more keys than this a block of the dense backward has 64 query rows. It stores two numbers
-// for each score: 128 rows would take more than 8 MiB, which is what the scores of 16K keys take in
-// the forward.
+// With more keys than this a block of the dense backward has 64 query rows, which halves the memory
+// of a thread. Such a block keeps two floats for each score. With 128 rows they take 8 MiB at this
+// limit, as much as the forward's scores at 16K keys. Chosen, not measured.
 constexpr int64_t DENSE_BACKWARD_KEYS = 8192;
 
 // A row whose peak is at most this is tied: its largest weight exceeds the mean by rounding only.
@@ -46,11 +46,11 @@ constexpr float TIE_TOLERANCE = 128 * std::numeric_limits<float>::epsilon();
 // The largest N_i of a row without threshold, as in mechanism.py
 constexpr int64_t MAX_UNTHRESHOLDED_COUNT = 3;
 
-// The constants of a row that sees `count` keys. Each switch has a case for every value (-Wswitch);
-// a number without a case makes the row NaN.
+// What the three functions below return for a number without a case, so that the row is NaN. Each
+// of their switches has a case for every value (-Wswitch).
 constexpr float UNKNOWN = std::numeric_limits<float>::quiet_NaN();
 
-// c_i without the head scale
+// The constants of a row that sees `count` keys. The first is c_i without the head scale.
 inline float compute_base_scale(const Params& params, float count) {
   switch (LengthScale(params.length_scale)) {
     case CONSTANT:
@@ -143,7 +143,7 @@ class RowBlock : public BlockVisibility {
     compute_scores(0, n_rows, false);
     for (int64_t r = 0; r < n_rows; ++r) finish_row(r);
     for (int64_t r = n_rows; r < padded_rows(); ++r) weight_scale[r] = 0.0f, exp_tail[r] = false;
-    if (!params.dropout_threshold) return;
+    if (!params.drop_below) return;
     dropout.generate(*this);
     // If dropout drops the largest weights of a row, small ones count. The limit is therefore
     // relative to the largest kept u.
@@ -153,7 +153,8 @@ class RowBlock : public BlockVisibility {
 
   // Row r of the tile at start_k of x [tiles, max_rows, BLOCK_K]. The pointer is moved back by
   // start_k: its index is j, a key's offset from key_begin, and not j - start_k. It still points
-  // into x, since max_rows >= 1.
+  // into x, since max_rows >= 1. The tile's first key is at tile_row() + start_k. That of the next
+  // tile is max_rows * BLOCK_K further.
   template <typename T>
   T* tile_row(T* x, int64_t r, int64_t start_k) const {
     return x + start_k * max_rows + r * BLOCK_K - start_k;
@@ -171,10 +172,9 @@ class RowBlock : public BlockVisibility {
 
   // Whether the products read the stored scores in place of the weights: with exp and softplus a
   // weight is weight_scale times its stored score. weight_scale then multiplies the output. (relu
-  // and relu6 store phi, too, but take the general path.)
+  // and relu6 store phi, too, but take the general path. The reason is not recorded.)
   bool stored_is_weight() const {
-    return !params.dropout_threshold && params.normaliser == L1 &&
-           (std::is_same_v<Phi, Exp> || std::is_same_v<Phi, Softplus>);
+    return !params.drop_below && params.normaliser == L1 && (std::is_same_v<Phi, Exp> || std::is_same_v<Phi, Softplus>);
   }
 
   // One element of V, 0 where non-finite

@@ -6,10 +6,10 @@
 
 namespace softfocus {
 
-// Writes log u of a row to row_log_u [row_stride], by offset j; -inf in tiles that no row sees.
-// With a threshold it is computed from the stored scores. Without one u is phi times a constant of
-// the row and may underflow, so that log u is computed from the scores s. If the block stores
-// phi(s) or e^(s - m), s is computed again, and the stored form is restored at the end.
+// Writes log u of a row to row_log_u [row_stride], by offset j; -inf for each key that the row does
+// not see. With a threshold it is computed from the stored scores. Without one u is phi times a
+// constant of the row and may underflow, so that log u is computed from the scores s. If the block
+// stores phi(s) or e^(s - m), s is computed again, and the stored form is restored at the end.
 template <typename Phi>
 inline void RowBlock<Phi>::compute_log_u(int64_t r, float* row_log_u) {
   std::fill(row_log_u, row_log_u + (row_stride - W), -INF);

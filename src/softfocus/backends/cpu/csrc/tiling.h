@@ -27,8 +27,8 @@ constexpr int64_t BLOCK_K = 128;
 // Floats from one row of a scratch tile to the next. With a power of two all rows would map to the
 // same few cache sets.
 constexpr int64_t TILE_STRIDE = BLOCK_K + W;
-// Calls of at most this many queries do not pack the keys. Their rows fit one strip, so that every
-// key is read once. One query was measured; the limit itself was not.
+// Calls of at most this many queries do not pack the keys. Their rows fit one strip, so that each
+// query head reads every key once. One query was measured; the limit itself was not.
 constexpr int64_t DECODE_QUERIES = 4;
 
 static_assert(DECODE_QUERIES <= MR, "the rows of a decoding call fit one strip");

@@ -1,4 +1,4 @@
-// Vectors of W floats on the compilers' vector extension: AVX-512, AVX2, NEON or SSE, as the
+// Vectors of W floats on the compilers' vector extension: AVX-512, AVX2, AVX, NEON or SSE, as the
 // compiler's flags select. A comparison of vectors gives -1 in the lanes where it holds, else 0.
 #pragma once
 
