@@ -64,7 +64,7 @@ class Call(NamedTuple):
             :class:`Cache`.
         value: [B, Hk, Lk, Dv].
         visibility: who sees whom.
-        mechanism: the algebra.
+        mechanism: phi, normaliser and so on.
         scale: the d-dependent factor of the scores.
         bias: float, broadcastable to [B, H, Lq, Lk].
         head_scale: [H], multiplies the scores.
@@ -90,6 +90,8 @@ class Call(NamedTuple):
         are views, or copies of its pages.
         """
         assert self.cache is not None
+        # Of the visibility only the window is kept: attention_with_cache() takes no mask, key mask
+        # or document ids
         return self._replace(
             query=self.query[b : b + 1],
             key=self.cache.of_sequence(self.key, b, length),
@@ -188,7 +190,7 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Carries:
-    """What a backend supports, field by field of the algebra. It refuses everything else.
+    """What a backend supports, field by field of :class:`Mechanism`. It refuses everything else.
 
     Attributes:
         similarity, length_scale, score_bias, phi, normaliser, post: values of the fields of
@@ -271,7 +273,7 @@ class Backend(Protocol):
     @property
     def rows_kept(self) -> Callable[[Call], int] | None:
         """Takes a call. Returns the number of row vectors that the backward needs from the forward,
-        in addition to ``out``.
+        in addition to ``out``. The number includes the four of :class:`RowStatistics`.
         """
 
     @property

@@ -86,7 +86,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
             )
         out = weights @ value
     else:
-        out = _log_mean_exp(rows.log_weights, value, visible)
+        out = _log_weighted_exp(rows.log_weights, value, visible)
     # A fully masked row passes no gradient on, not even where grad_out is NaN
     fully_masked = ~visible.any(-1, keepdim=True)
     out = torch.where(sees_nonfinite, math.nan, torch.where(fully_masked, 0.0, out))
@@ -232,7 +232,7 @@ def _post(weights: Tensor, visible: Tensor, count: Tensor, mechanism: Mechanism)
     }[mechanism.post]
 
 
-def _log_mean_exp(log_weights: Tensor, value: Tensor, visible: Tensor) -> Tensor:
+def _log_weighted_exp(log_weights: Tensor, value: Tensor, visible: Tensor) -> Tensor:
     """LASER's log(A exp(V)) of arXiv 2411.03493, column by column; 0 for rows whose weights are all
     0.
     """

@@ -1,4 +1,5 @@
-"""The algebra on blocks of whole rows of scores, with hand-written derivatives.
+"""The maths of a :class:`Mechanism` on blocks of whole rows of scores, with hand-written
+derivatives.
 
 Scores are [..., R, K] and hold every key that the rows may see, so that no reduction needs a second
 sweep. Row vectors are [..., R, 1]. Derivations stand where they are used.
@@ -26,14 +27,14 @@ class Rows:
     """A block of rows after the forward maths, with what the backward needs.
 
     Attributes:
-        weights: A before ``post``, [..., R, K]; 0 on invisible keys.
-        final: A, after ``post``; the same tensor where there is none.
+        weights_before_post: A before ``post``, [..., R, K]; 0 on invisible keys.
+        weights: A, after ``post``; the same tensor where there is none.
         scores: s, [..., R, K]; -inf on invisible keys.
-        f: phi(s) times a factor of the row that cancels in A: 1, except for exp and in the
-            exponential tail.
+        f: phi(s) times a factor of the row that cancels in A: 1, except for exp with the l1 norm
+            and in the exponential tail.
         norm: l1 norm of f, [..., R, 1]; 1 where it is 0.
-        exp_tail: bool [..., R, 1], rows in the exponential tail, whose f is e^(s - maximum); None
-            if there are none.
+        exp_tail: bool [..., R, 1], rows in the exponential tail, whose f is e^(s - maximum). None
+            if there are none, and for exp, whose f is that in every row with the l1 norm.
         u: relu(f - threshold) / spread, [..., R, K]; None without re-weighting.
         spread: largest f - threshold, 1 in tied rows. power_sum: sum u^p, 1 in tied rows (the CPU
             kernels have the norm there). tied: bool, rows that keep their l1 weights; None if there
@@ -41,8 +42,8 @@ class Rows:
         maximum, log_norm, peak: as in RowStatistics, [..., R, 1].
     """
 
+    weights_before_post: Tensor
     weights: Tensor
-    final: Tensor
     scores: Tensor
     f: Tensor
     norm: Tensor
@@ -91,7 +92,7 @@ def forward(
         scores: [..., R, K]; overwritten on invisible keys.
         visible: bool, broadcastable to the scores; None if all is visible.
         count: floating N_i, broadcastable to [..., R, 1].
-        mechanism: the algebra.
+        mechanism: which phi, normaliser and so on.
         power: number, or tensor broadcastable to [..., 1, 1]; None for no re-weighting.
         length: L, the number of key positions of the whole problem.
     """
@@ -106,22 +107,26 @@ def forward(
     log_norm = norm.log() + shift
     empty = norm == 0
     norm = norm.masked_fill(empty, 1.0)
-    rows = Rows(f, f, scores, f, norm, exp_tail, maximum, log_norm, torch.zeros_like(norm))
+    # The weights are set below; without a normaliser and ``post`` they stay f
+    rows = Rows(
+        weights_before_post=f, weights=f, scores=scores, f=f, norm=norm, exp_tail=exp_tail, maximum=maximum,
+        log_norm=log_norm, peak=torch.zeros_like(norm),
+    )  # fmt: skip
     if power is not None:
         _reweight(rows, count, power)
     elif mechanism.normaliser == "l1":
-        rows.weights = f / norm
+        rows.weights_before_post = f / norm
     elif mechanism.normaliser != "none":
-        rows.weights = f * _row_factor(mechanism.normaliser, count, length)
-    rows.final = rows.weights
+        rows.weights_before_post = f * _row_factor(mechanism.normaliser, count, length)
+    rows.weights = rows.weights_before_post
     if mechanism.post == "negate":
-        rows.final = -rows.weights
+        rows.weights = -rows.weights_before_post
     elif mechanism.post in ("recentre", "recentre+l1"):
-        rows.final = _recentre(rows.weights, visible, count, mechanism)
+        rows.weights = _recentre(rows.weights_before_post, visible, count, mechanism)
     elif mechanism.post != "none":
         raise KeyError(mechanism.post)
     if visible is not None and not bool(norm.isfinite().all()):
-        rows.final = rows.final.masked_fill(~visible, 0.0)  # a NaN row is NaN on its visible keys alone
+        rows.weights = rows.weights.masked_fill(~visible, 0.0)  # a NaN row is NaN on its visible keys alone
     return rows
 
 
@@ -153,7 +158,7 @@ def backward(
         grad_f, grad_power = _reweight_backward(rows, grad_weights, visible, count, power)
     elif mechanism.normaliser == "l1":
         signed = mechanism.phi in SIGNED_PHI
-        grad_f = _l1_backward(rows.f, rows.weights, rows.norm, grad_weights, visible, signed)
+        grad_f = _l1_backward(rows.f, rows.weights_before_post, rows.norm, grad_weights, visible, signed)
     elif mechanism.normaliser != "none":
         grad_f.mul_(_row_factor(mechanism.normaliser, count, length))
     grad_scores = grad_f.mul_(_phi_derivative(rows, mechanism))
@@ -163,7 +168,12 @@ def backward(
 
 
 def _phi(scores: Tensor, maximum: Tensor, mechanism: Mechanism) -> tuple[Tensor, Tensor | None, Tensor | float]:
-    """phi(s) times e^-shift, the rows where that is e^(s - shift), and the shift."""
+    """``f``, phi(s) e^-shift, and ``exp_tail`` of :class:`Rows`; and the shift, [..., R, 1] or 0.
+
+    With the l1 norm every row of exp is e^(s - maximum): the shift is the maximum, and exp_tail is
+    None. Another phi that is positive everywhere has such rows where exp_tail marks them. The shift
+    is 0 in all other rows.
+    """
     if mechanism.normaliser == "l1" and POINTWISE[mechanism.phi].positive:
         shift = maximum.masked_fill(maximum == -math.inf, 0.0)
         if mechanism.phi == "exp":
@@ -211,8 +221,9 @@ def _power(u: Tensor, power: Tensor | float) -> Tensor:
     """u^p for u in [0, 1]; small integers by repeated squaring, which costs a tenth of a general
     power.
 
-    Each squaring doubles the relative error, which may come to p ulp. The rounding of u itself
-    causes as much. Above SQUARING_LIMIT the general power is used.
+    Each squaring doubles the relative error, which is at most p ulp; at p = 31 it was five
+    (docs/performance.md). The rounding of u itself causes about p ulp. Above SQUARING_LIMIT the
+    general power is used.
     """
     if isinstance(power, Tensor):
         return (u**power).masked_fill_(u == 0, 0.0)  # a learned power may be 0, and 0^0 is 1
@@ -241,10 +252,10 @@ def _reweight(rows: Rows, count: Tensor, power: Tensor | float) -> None:
     rows.u = (f - threshold).clamp_(min=0.0).div_(rows.spread)
     weights = _power(rows.u, power)
     rows.power_sum = weights.sum(-1, keepdim=True).masked_fill_(tied, 1.0)
-    rows.weights = weights.div_(rows.power_sum)
+    rows.weights_before_post = weights.div_(rows.power_sum)
     if bool(tied.any()):
         rows.tied = tied
-        rows.weights = torch.where(tied, f / norm, rows.weights)
+        rows.weights_before_post = torch.where(tied, f / norm, rows.weights_before_post)
 
 
 def _reweight_backward(
@@ -258,10 +269,10 @@ def _reweight_backward(
     assert rows.u is not None
     assert rows.spread is not None
     assert rows.power_sum is not None
-    grad.sub_(_delta(rows.weights, grad, visible))
+    grad.sub_(_delta(rows.weights_before_post, grad, visible))
     if rows.tied is not None:
         tied_grad = grad / rows.norm
-    grad.mul_(rows.weights)
+    grad.mul_(rows.weights_before_post)
     grad_power = None
     if isinstance(power, Tensor):
         grad_power = torch.where(rows.u > 0, rows.u, 1.0).log_().mul_(grad).sum(-1, keepdim=True)
@@ -300,7 +311,7 @@ def _recentre_backward(rows: Rows, grad: Tensor, visible: Tensor | None, count: 
     """dL/d(A after ``post``) to dL/dA; sets ``grad`` to 0 on invisible keys."""
     if visible is not None:
         grad.masked_fill_(~visible, 0.0)
-    centred, norm, tied = _centred(rows.weights, visible, count)
+    centred, norm, tied = _centred(rows.weights_before_post, visible, count)
     grad_centred = grad
     if mechanism.post == "recentre+l1":
         grad_centred = _l1_backward(centred, centred / norm, norm, grad.clone(), visible, signed=True)

@@ -76,24 +76,29 @@ class Logarithms:
         """From A dL/dA [n, K] of some rows: dL/ds [n, K], and dL/dp [n, 1] where there is a power.
 
         Let A = r / sum r, with r = phi or r = u^p, and D = sum_j A_j dL/dA_j. Then dL/d log r is
-        x = A dL/dA - A D. In l1 rows ds = x phi'/phi. In re-weighted rows df = g - o mean(g), with
-        g = p x / (f - o mean(f)).
+        A dL/dA - A D. It sums to 0 over a row. So does dL/d log u, which is p times as large. A
+        constant of the row in log u, such as log spread, therefore changes no gradient.
+
+        ds = phi' df = (phi'/phi) f df. In rows without a threshold log u is log f plus a constant,
+        so that f df is dL/d log u. In the others df = g - mean(g), with
+        g = dL/d log u / (f - mean(f)). In units of sum f, f is the l1 weight and mean(f) is 1/N.
         """
         log_l1, log_u, log_a = self._logs(index)
-        x = exact_terms - log_a.exp() * exact_terms.sum(-1, keepdim=True)
+        grad_log_r = exact_terms - log_a.exp() * exact_terms.sum(-1, keepdim=True)
         assert self.phi.log_derivative is not None
         log_derivative = self.phi.log_derivative(self.scores[index].to(self.double)).masked_fill(
             log_l1 == -torch.inf, 0.0
         )
         if self.power is None:
-            return log_derivative * x, None
+            return log_derivative * grad_log_r, None
         unthresholded, tied = self.count[index] <= MAX_UNTHRESHOLDED_COUNT, self.tied[index]
-        grad_power = torch.where(log_u > -torch.inf, x * log_u, 0.0).sum(-1, keepdim=True).masked_fill(tied, 0.0)
-        x = torch.where(tied, x, self._power(index) * x)
+        grad_power = torch.where(log_u > -torch.inf, grad_log_r * log_u, 0.0).sum(-1, keepdim=True)
+        grad_power = grad_power.masked_fill(tied, 0.0)
+        grad_log_u = torch.where(tied, grad_log_r, self._power(index) * grad_log_r)  # p is 1 in tied rows
         weights, mean = log_l1.exp(), 1.0 / self.count[index].to(self.double)  # f / sum f, and their mean 1 / N
-        g = torch.where(weights > mean, x / (weights - mean), 0.0)
-        dense = weights * (g - mean * g.sum(-1, keepdim=True))
-        return log_derivative * torch.where(unthresholded | tied, x, dense), grad_power
+        g = torch.where(weights > mean, grad_log_u / (weights - mean), 0.0)
+        thresholded = weights * (g - mean * g.sum(-1, keepdim=True))  # f df
+        return log_derivative * torch.where(unthresholded | tied, grad_log_u, thresholded), grad_power
 
     def _logs(self, index: RowIndex) -> tuple[Tensor, Tensor, Tensor]:
         """Logarithms [n, K] for some rows: of phi(s) / sum phi(s), of u up to a factor per row, and
@@ -105,9 +110,12 @@ class Logarithms:
         if self.power is None:
             return log_l1, log_l1, log_l1
         count = self.count[index].to(self.double)
-        excess = torch.where(count > MAX_UNTHRESHOLDED_COUNT, (log_l1.exp() - 1.0 / count).clamp(min=0.0).log(), log_l1)
-        log_u = excess - excess.amax(-1, keepdim=True)
-        log_r = (self._power(index) * log_u).masked_fill(excess == -torch.inf, -torch.inf)
+        # log of (f - threshold) / sum f. The threshold is 0 in rows of few keys
+        log_above_threshold = torch.where(
+            count > MAX_UNTHRESHOLDED_COUNT, (log_l1.exp() - 1.0 / count).clamp(min=0.0).log(), log_l1
+        )
+        log_u = log_above_threshold - log_above_threshold.amax(-1, keepdim=True)
+        log_r = (self._power(index) * log_u).masked_fill(log_above_threshold == -torch.inf, -torch.inf)
         log_a = log_r - log_r.logsumexp(-1, keepdim=True)
         return log_l1, log_u, torch.where(self.tied[index], log_l1, log_a)
 
@@ -131,10 +139,10 @@ class ShiftedExponential:
     def __init__(self, value: Tensor):
         self.value = value  # [b, h, Lk, Dv], finite
         self.shift = value.new_zeros(*value.shape[:2], 1, value.size(-1))
-        self.exponential: Tensor | None = None
+        self.exp_values: Tensor | None = None
         self.has_large_values = False
 
-    def log_mean_exp(
+    def log_weighted_exp(
         self, weights: Tensor, logs: Logarithms, keys: slice, seen_by_all: Tensor | slice | None
     ) -> Tensor:
         """log(A exp(V)) for A [b, h, R, K] over some keys: [b, h, R, Dv]. Rows without weight give
@@ -146,10 +154,10 @@ class ShiftedExponential:
             out[*index, column] = torch.logsumexp(terms, -1).to(out.dtype)
         return out
 
-    def log_mean_exp_backward(
+    def log_weighted_exp_backward(
         self, weights: Tensor, logs: Logarithms, grad: Tensor, keys: slice, seen_by_all: Tensor | slice | None
     ) -> tuple[Tensor, Tensor, tuple[RowIndex, Tensor] | None]:
-        """Gradients of :meth:`log_mean_exp`.
+        """Gradients of :meth:`log_weighted_exp`.
 
         Returns:
             dL/dA [b, h, R, K], right in rows without an exact entry; dL/dV [b, h, K, Dv]; and of
@@ -160,11 +168,11 @@ class ShiftedExponential:
         # dL/d(A exp(V - M)). A row with a NaN score has NaN weights on its visible keys, and they
         # alone pass it on
         grad_total = (grad / total).masked_fill_(exact | (grad == 0) | total.isnan(), 0.0)
-        assert self.exponential is not None
-        exponential = self.exponential[..., keys, :]
+        assert self.exp_values is not None
+        exp_values = self.exp_values[..., keys, :]
         # A key of weight 0 may have any value: its dL/dA, a sum of dO exp(V - out), may overflow
-        grad_weights = (grad_total @ exponential.mT).masked_fill_(weights == 0, 0.0)
-        grad_value = (weights.mT @ grad_total).mul_(exponential)
+        grad_weights = (grad_total @ exp_values.mT).masked_fill_(weights == 0, 0.0)
+        grad_value = (weights.mT @ grad_total).mul_(exp_values)
         if not bool(exact.any()):
             return grad_weights, grad_value, None
         rows = exact.any(-1)  # [b, h, R], rows with an exact entry
@@ -187,8 +195,8 @@ class ShiftedExponential:
     ) -> tuple[Tensor, Tensor]:
         """A exp(V - M) [b, h, R, Dv], and which of its entries must be summed in logarithms."""
         self._move(keys, seen_by_all)
-        assert self.exponential is not None
-        total = weights @ self.exponential[..., keys, :]
+        assert self.exp_values is not None
+        total = weights @ self.exp_values[..., keys, :]
         exact = total < SMALL_SUM
         if self.has_large_values:
             above = (self.value[..., keys, :] > self.shift + LARGE_VALUE).to(weights.dtype)
@@ -210,9 +218,9 @@ class ShiftedExponential:
             far = (maximum - self.shift).abs().gt(SHIFT_TOLERANCE) & maximum.isfinite()
         if far is not None and bool(far.any()):
             self.shift = torch.where(far, maximum, self.shift)
-            self.exponential = None
-        if self.exponential is None:
-            self.exponential = (self.value - self.shift).clamp_(max=MAX_EXPONENT).exp_()
+            self.exp_values = None
+        if self.exp_values is None:
+            self.exp_values = (self.value - self.shift).clamp_(max=MAX_EXPONENT).exp_()
             self.has_large_values = bool((self.value > self.shift + LARGE_VALUE).any())
 
     def _exact(self, logs: Logarithms, exact: Tensor, keys: slice) -> Iterator[tuple[RowIndex, Tensor, Tensor]]:

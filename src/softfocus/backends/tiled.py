@@ -1,9 +1,9 @@
 """Pure torch on every device and dtype: tiles of whole rows, with a hand-written backward.
 
-A tile is some query rows of a few heads against all keys that they may see. So every mechanism of
-the algebra is carried, and no row needs a second sweep. The backward computes the scores again.
-Deterministic: nothing is atomic, and sums run in a fixed order for a given shape and number of
-threads.
+A tile is some query rows of a few heads against all keys that they may see. So every
+:class:`Mechanism` is carried, and no row needs a second sweep. The backward computes the scores
+again. Deterministic: nothing is atomic, and sums run in a fixed order for a given shape and number
+of threads.
 """
 
 import torch
@@ -40,12 +40,12 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
         for tile in chunk.tiles():
             rows = chunk.weigh(tile)
             dropout = chunk.dropout(tile, seed)
-            weights = chunk.flat(rows.final if dropout is None else rows.final * dropout)
+            weights = chunk.flat(rows.weights if dropout is None else rows.weights * dropout)
             if exponential is None:
                 tile_out = weights @ chunk.value[..., tile.keys, :]
             else:
                 logs = Logarithms(rows, tile.count, mechanism, chunk.power)
-                tile_out = exponential.log_mean_exp(weights, logs, tile.keys, tile.seen_by_all)
+                tile_out = exponential.log_weighted_exp(weights, logs, tile.keys, tile.seen_by_all)
             tile_out = chunk.set_exceptional_rows(tile_out, rows, tile, nonfinite=torch.nan)
             chunk.view(out, tile.rows).copy_(chunk.unflat(tile_out))
             for number, row_vector in enumerate((tile.count, rows.maximum, rows.log_norm, rows.peak)):
@@ -62,7 +62,7 @@ def backward(call: Call, grad: Tensor, bias_grad: bool) -> dict[str, Tensor]:
         for tile in chunk.tiles():
             rows = chunk.weigh(tile)
             dropout = chunk.dropout(tile, seed)
-            weights = chunk.flat(rows.final if dropout is None else rows.final * dropout)
+            weights = chunk.flat(rows.weights if dropout is None else rows.weights * dropout)
             # Outputs that are 0 or NaN by convention pass no gradient
             grad_out = chunk.set_exceptional_rows(chunk.take(grad, tile.rows), rows, tile, nonfinite=0.0)
             if exponential is None:
@@ -70,7 +70,7 @@ def backward(call: Call, grad: Tensor, bias_grad: bool) -> dict[str, Tensor]:
                 grad_weights = grad_out @ chunk.value[..., tile.keys, :].mT
             else:
                 logs = Logarithms(rows, tile.count, mechanism, chunk.power)
-                grad_weights, part, exact = exponential.log_mean_exp_backward(
+                grad_weights, part, exact = exponential.log_weighted_exp_backward(
                     weights, logs, grad_out, tile.keys, tile.seen_by_all
                 )
                 grad_value[..., tile.keys, :] += part

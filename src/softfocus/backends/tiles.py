@@ -28,8 +28,9 @@ def zero_gradients(call: Call, bias_grad: bool) -> dict[str, Tensor]:
     """Zeros for each gradient; for the bias only if its gradient is needed. Sums over tiles are in
     the compute dtype.
 
-    The names stand here, not in the contract: a new gradient that nothing writes must be missing,
-    which is an error, and not zero.
+    The names are listed here and not taken from ``contract.GRADIENTS``. A new gradient that this
+    backend does not compute is then missing, which ``ops.py`` reports as an error. With a name from
+    there it would silently be zero.
     """
     dtype = compute_dtype(call.query.dtype)
     summed = ("head_scale", "power", *(["bias"] if bias_grad else []))
@@ -216,7 +217,7 @@ class Chunk:
         """
         empty = self.flat((rows.maximum == -torch.inf).expand(*self.shape, -1, 1))
         if self.mechanism.laser:
-            empty = empty | (self.flat(rows.final) == 0).all(-1, keepdim=True)
+            empty = empty | (self.flat(rows.weights) == 0).all(-1, keepdim=True)
         if bool(empty.any()):
             x = x.masked_fill(empty, 0.0)
         if self.nonfinite_value is None:
@@ -295,8 +296,8 @@ def _l2_normalise_backward(grad: Tensor, unit: Tensor, norm: Tensor) -> Tensor:
 
 
 def _all_finite(x: Tensor) -> bool:
-    """Whether x holds neither NaN nor infinity; False, at worst, for finite numbers whose sum
-    overflows.
+    """Whether x holds neither NaN nor infinity. If the sum of finite numbers overflows, the answer
+    is False as well; the callers then test every element, and find none.
     """
     return bool(x.sum().isfinite())
 
