@@ -11,7 +11,7 @@ the check.
 import math
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ MARGIN = 8.0
 """A kernel's error may be this many times the tiled backend's error in the same dtype. One draw of
 rounding errors can be lucky, and the error of a wrong kernel is far larger.
 """
-BAND = 4.0
+ULP_LIMIT = 4.0
 """In addition, a kernel's error may be this many units in the last place of the largest number that
 was summed.
 """
@@ -56,7 +56,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
 
     Raises:
         RuntimeError: a call with a cache is captured into a CUDA graph, and the kernels are
-            refused. The tiled backend waits for the device, which cannot be captured.
+            refused. The tiled backend synchronises, which cannot be captured.
     """
     if not call.query.numel() or not _fails("forward", call):
         return triton.forward(call)
@@ -113,22 +113,36 @@ def _fails(direction: str, call: Call) -> bool:
     if kind not in _refused:
         if _capturing(call.query) or not (call.query.numel() and call.key.numel()):
             return False  # neither a captured graph nor an empty tensor gives numbers to compare
-        comparison = _backwards if direction == "backward" else _forwards if call.cache is None else _longest
-        _judge(kind, call.mechanism, lambda: comparison(call))
+        if direction == "backward":
+            compare = _compare_backward
+        else:
+            compare = _compare_forward if call.cache is None else _compare_longest_sequence
+        _judge(kind, call.mechanism, lambda: compare(call))
     return _refused.get(kind) is not None
 
 
-Compared = tuple[Tensor, Tensor, Tensor, float]
-"""The results of the kernels, of the tiled backend in the same dtype, and of the tiled backend in
-float64; then the size of what was summed.
-"""
+class Comparison(NamedTuple):
+    """One result, computed three times.
+
+    Attributes:
+        got: the kernels' result.
+        tiled: the tiled backend's, in the same dtype.
+        tiled_float64: the tiled backend's in float64.
+        size: the size of what was summed.
+    """
+
+    got: Tensor
+    tiled: Tensor
+    tiled_float64: Tensor
+    size: float
 
 
 class _KernelError(Exception):
     """The kernels raised."""
 
 
-def _of_kernels(run: Callable[[], Result]) -> Result:
+def _run_kernels(run: Callable[[], Result]) -> Result:
+    """What ``run`` returns. An error of the kernels' own is raised as a ``_KernelError``."""
     try:
         return run()
     except (torch.OutOfMemoryError, torch.AcceleratorError):
@@ -139,23 +153,25 @@ def _of_kernels(run: Callable[[], Result]) -> Result:
         ) from error
 
 
-def _forwards(call: Call) -> Iterator[Compared]:
+def _compare_forward(call: Call) -> Iterator[Comparison]:
     part = _part_of(call)
     same, exact = (tiled.forward(some_call)[0] for some_call in (part, _in_double(part)))
-    yield _of_kernels(lambda: triton.forward(part)[0]), same, exact, _largest(exact)
+    got = _run_kernels(lambda: triton.forward(part)[0])
+    yield Comparison(got=got, tiled=same, tiled_float64=exact, size=_largest(exact))
 
 
-def _longest(call: Call) -> Iterator[Compared]:
+def _compare_longest_sequence(call: Call) -> Iterator[Comparison]:
     """Compares the longest sequence of a cache."""
     assert call.cache is not None
     b = int(call.cache.lengths.argmax())
     one = _sequence(b, call)
     same, exact = (tiled.forward(some_call)[0] for some_call in (one, _in_double(one)))
-    got = _of_kernels(lambda: triton.forward(call)[0])
-    yield got[b : b + 1], same, exact, _largest(exact)
+    got = _run_kernels(lambda: triton.forward(call)[0])
+    yield Comparison(got=got[b : b + 1], tiled=same, tiled_float64=exact, size=_largest(exact))
 
 
-def _backwards(call: Call) -> Iterator[Compared]:
+def _compare_backward(call: Call) -> Iterator[Comparison]:
+    """Compares each gradient of a part."""
     part = _part_of(call)
     bias_grad = part.bias is not None
     generator = torch.Generator().manual_seed(0)
@@ -164,18 +180,21 @@ def _backwards(call: Call) -> Iterator[Compared]:
     same = tiled.backward(part, grad, bias_grad)
     exact = tiled.backward(_in_double(part), grad.double(), bias_grad)
     sizes = _sizes_of_sums(part, grad)
-    got = _of_kernels(lambda: triton.backward(part, grad, bias_grad, *triton.forward(part)))
+    got = _run_kernels(lambda: triton.backward(part, grad, bias_grad, *triton.forward(part)))
     for name in exact:
-        yield got[name], same[name], exact[name], max(_largest(exact[name]), sizes.get(name, 0.0))
+        size = max(_largest(exact[name]), sizes.get(name, 0.0))
+        yield Comparison(got=got[name], tiled=same[name], tiled_float64=exact[name], size=size)
 
 
 def _sizes_of_sums(part: Call, grad: Tensor) -> dict[str, float]:
     """The largest sums of absolute terms for the gradients of query, key, bias and head_scale.
 
     The gradients themselves may cancel to nothing, and their size then says nothing about their
-    rounding. Query and key use an eighth of the sum: with BAND that is half a unit in the last
-    place of every dL/ds, which the kernels round.
+    rounding. The kernels round every dL/ds by up to half a unit in the last place before they
+    multiply it with keys and queries. For query and key the sums are therefore scaled so that
+    ULP_LIMIT times the size is half of the sum.
     """
+    half = 0.5 / ULP_LIMIT
     double = _in_double(part)
     query, key = double.query, double.key.repeat_interleave(part.query.size(1) // part.key.size(1), 1)
     shape = (*query.shape[:3], key.size(2))
@@ -188,22 +207,24 @@ def _sizes_of_sums(part: Call, grad: Tensor) -> dict[str, float]:
     scale = abs(part.scale) * math.log(max(part.visibility.key_length, 3))
     if part.mechanism.similarity == "dot":
         query_terms, key_terms = terms @ key.abs(), terms.mT @ query.abs()
-        largest = scale * float(query.norm(dim=-1).max() * key.norm(dim=-1).max())  # of |s|, by Cauchy and Schwarz
+        largest = scale * float(query.norm(dim=-1).max() * key.norm(dim=-1).max())  # of |s|, by Cauchy-Schwarz
     else:
         query_terms = terms.sum(-1) / query.norm(dim=-1).clamp(min=TINY)
         key_terms = terms.sum(-2) / key.norm(dim=-1).clamp(min=TINY)
         largest = scale
+    # ``largest`` has no head scale: the gradient of head_scale is the sum of dL/ds times the score
+    # without it. The gradients of query and key have one
     if double.head_scale is not None:
         scale *= float(double.head_scale.abs().max())
     return {
-        "query": scale * _largest(query_terms) / 8,
-        "key": scale * _largest(key_terms) / 8,
+        "query": scale * _largest(query_terms) * half,
+        "key": scale * _largest(key_terms) * half,
         "bias": 0.0 if part.bias is None else _largest(terms.sum_to_size(part.bias.shape)),
         "head_scale": _largest(terms.sum((0, 2, 3))) * largest,
     }
 
 
-def _judge(kind: Hashable, mechanism: Mechanism, compared: Callable[[], Iterator[Compared]]) -> None:
+def _judge(kind: Hashable, mechanism: Mechanism, compare: Callable[[], Iterator[Comparison]]) -> None:
     """Compare and store the outcome. Warn if the kernels are wrong or do not run.
 
     A comparison of zeros only, or one that runs out of memory, is not stored. The next call is
@@ -211,9 +232,9 @@ def _judge(kind: Hashable, mechanism: Mechanism, compared: Callable[[], Iterator
     """
     why, any_nonzero = None, False
     try:
-        for got, same, exact, size in compared():
-            any_nonzero = any_nonzero or _largest(exact) > 0.0
-            if why := _difference(got, same, exact, size):
+        for comparison in compare():
+            any_nonzero = any_nonzero or _largest(comparison.tiled_float64) > 0.0
+            if why := _difference(comparison):
                 break
     except _KernelError as error:
         why = str(error)
@@ -233,15 +254,15 @@ def _judge(kind: Hashable, mechanism: Mechanism, compared: Callable[[], Iterator
         )
 
 
-def _difference(got: Tensor, same: Tensor, exact: Tensor, size: float) -> str | None:
+def _difference(comparison: Comparison) -> str | None:
     """A sentence if the results differ by more than rounding explains, else None."""
-    finite = exact.isfinite() & same.isfinite()
+    finite = comparison.tiled_float64.isfinite() & comparison.tiled.isfinite()
     if not finite.any():
         return None
-    want = exact[finite]
-    error = (got.double()[finite] - want).abs().max().item()
-    limit = MARGIN * (same.double()[finite] - want).abs().max().item()
-    limit += BAND * torch.finfo(got.dtype).eps * size
+    want = comparison.tiled_float64[finite]
+    error = (comparison.got.double()[finite] - want).abs().max().item()
+    limit = MARGIN * (comparison.tiled.double()[finite] - want).abs().max().item()
+    limit += ULP_LIMIT * torch.finfo(comparison.got.dtype).eps * comparison.size
     if error <= limit:  # False where the error is NaN
         return None
     return f"they are off by {error:.3g} from the tiled backend in float64, of which rounding explains {limit:.3g}"
@@ -274,7 +295,7 @@ def _part_of(call: Call) -> Call:
 
     keys = ("query", "key", "value")
     optional = {name: getattr(call, name) for name in GRADIENTS if name not in keys}
-    template: Any = call
+    template: Any = call  # mypy would hold the tensors of the dictionary against every field
     return template._replace(
         query=query[:batch, :heads, first:],
         key=key[:batch, : heads // group],
@@ -291,13 +312,12 @@ def _part_of(call: Call) -> Call:
 
 
 def _in_double(call: Call) -> Call:
-    template: Any = call
     tensors = {name: getattr(call, name) for name in GRADIENTS}
-    return template._replace(**{name: x.double() for name, x in tensors.items() if x is not None})
+    return call._replace(**{name: x.double() for name, x in tensors.items() if x is not None})
 
 
 def _sequence(b: int, call: Call) -> Call:
-    """One sequence of a cache. Waits for the device."""
+    """One sequence of a cache. Synchronises with the device."""
     assert call.cache is not None
     return call.of_sequence(b, int(call.cache.lengths[b].clamp(0, call.visibility.key_length)))
 
