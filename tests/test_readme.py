@@ -564,19 +564,37 @@ def slow_table() -> str:
     return scale_table("layouts-slow-start")
 
 
-def bpe_lssa() -> str:
-    """Seed 0 of Softmax and of the layouts with LSSA on tokens of a BPE."""
-    rows = {"softmax-s0": "Softmax", "lssa-local-s0": "`demo-lssa-local`", "lssa-hybrid-s0": "`demo-hybrid`"}
-    found = {
-        one.run: one
-        for name in ("layouts-bpe-tuned", "bpe")
-        for one in read(ROOT / "docs/results" / name / "results.json").evaluations
+def beside_softmax(*folders: str) -> str:
+    """Softmax and the layouts with LSSA at another scale, and their differences."""
+    by = {
+        group.label: group for name in folders for group in read(ROOT / "docs/results" / name / "results.json").groups
     }
-    lines = ["| seed 0 | 1x | 16x, as trained | 16x, window |", "|---|---|---|---|"]
-    for run, label in rows.items():
-        losses = [found[run].row(128).loss, found[run].row(2048).loss, found[run].row(2048, Setting(window=128)).loss]
-        lines.append(f"| {label} | {' | '.join(f'{loss:.3f}' for loss in losses)} |")
+    at = {"1x": (1.0, "as trained"), "16x, as trained": (16.0, "as trained"), "16x, window": (16.0, "window 1x")}
+    pairs = {
+        "1x": (at["1x"], at["1x"]),
+        "16x, as trained, minus Softmax with the window": (at["16x, as trained"], at["16x, window"]),
+        "16x, both with the window": (at["16x, window"], at["16x, window"]),
+    }
+    lines = [f"| | seeds | {' | '.join(at)} |", "|---|---|" + "---|" * len(at)]
+    rows = {"Softmax": "Softmax", "lssa-local": "`demo-lssa-local`", "lssa-hybrid": "`demo-hybrid`"}
+    for label, name in rows.items():
+        count = len(by[label].evaluations)
+        found = [cell(by[label], *one) for one in at.values()]
+        losses = [f"{one.loss:.3f}" + (f" ± {one.spread:.3f}" if count > 1 else "") for one in found]
+        lines.append(f"| {name} | {count} | {' | '.join(losses)} |")
+    lines += ["", f"| minus Softmax | {' | '.join(pairs)} |", "|---|" + "---|" * len(pairs)]
+    for label in ("lssa-local", "lssa-hybrid"):
+        cells = [said(cell(by[label], *ours).minus(cell(by["Softmax"], *other))) for ours, other in pairs.values()]
+        lines.append(f"| {rows[label]} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def bpe_lssa() -> str:
+    return beside_softmax("layouts-bpe-tuned", "bpe")
+
+
+def larger_lssa() -> str:
+    return beside_softmax("larger")
 
 
 def lssa_recall() -> str:
@@ -627,13 +645,10 @@ def test_the_single_numbers_about_lssa_are_the_measured_ones():
     rise = loss("layouts", "lssa-hybrid-s1", 2048) - loss("layouts", "lssa-hybrid-s1", 1024)
     assert f"with seed 1 by {rise:.3f}" in text
 
-    plain, far = loss("layouts-bpe-tuned", "softmax-s0"), loss("layouts-bpe-tuned", "softmax-s0", 2048, window)
-    seeds = [loss("layouts-bpe-tuned", f"softmax-s{seed}") for seed in range(3)]
-    assert f"above Softmax by {loss('bpe', 'lssa-local-s0') - plain:.3f}" in text
-    assert f"three seeds of Softmax differ ({statistics.stdev(seeds):.3f})" in text
-    more = loss("bpe", "lssa-hybrid-s0") - plain, loss("bpe", "lssa-hybrid-s0", 2048) - far
-    assert f"`demo-hybrid` is above by {more[0]:.3f}" in text
-    assert f"above windowed Softmax by {more[1]:.3f}." in text
+    plain = loss("layouts-bpe-tuned", "softmax-s0")
+    rates = [loss("learning-rates-bpe", "lssa-local-half-s0"), loss("bpe", "lssa-local-s0")]
+    rates.append(loss("learning-rates-bpe", "lssa-local-twice-s0"))
+    assert "is {:.3f} at 2e-3, {:.3f} at 4e-3 and {:.3f} at 8e-3".format(*rates) in text
     start = f"Softmax has [{loss('bpe-demo-start', 'softmax-s0'):.3f}](results/bpe-demo-start/results.json)"
     assert f"{start} in place of {plain:.3f} here" in text
 
@@ -653,7 +668,7 @@ def layouts_table() -> str:
 
 TABLES = {
     "layouts": layouts_table, "same_layout": same_layout, "bpe_lssa": bpe_lssa, "lssa_recall": lssa_recall,
-    "slow": slow_table,
+    "larger_lssa": larger_lssa, "slow": slow_table,
     "differences": differences_table, "new_rates": new_rates,
     "trials": trials_table, "recall": recall_table, "both": both_table, "heads": heads_table, "larger": larger_table,
     "bpe": bpe_table, "layout_recall": layout_recall_table, "rates": demo_rates, "larger_rates": larger_rates,
