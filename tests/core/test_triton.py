@@ -579,6 +579,22 @@ def test_documents_in_any_order(quiet):
         torch.testing.assert_close(out, exact, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("what", ["key_mask", "document_ids"])
+def test_strides_that_take_offsets_beyond_32_bits(quiet, what):
+    """``refuses`` checks the strides of queries, keys and values only."""
+    import numpy
+
+    stride, length = 2**30, 3
+    memory = torch.from_numpy(numpy.zeros((length - 1) * stride + 1, dtype=numpy.int8)).to(DEVICE)  # not touched
+    far = memory.as_strided((1, length), (0, stride))
+    far[:, -1] = 1
+    far = far.view(torch.bool) if what == "key_mask" else far
+    query, key, value = (torch.randn(1, 1, length, 8, device=DEVICE) for _ in range(3))
+    got, wanted = (fused(query, key, value, **{what: x}) for x in (far, far.contiguous()))
+    assert torch.equal(got, wanted)
+    assert not torch.equal(wanted, fused(query, key, value))
+
+
 @pytest.mark.parametrize("shape", [(16, 16), (16, 64), (16, 128)], ids=str)
 def test_dropout_in_tiles_of_any_width(quiet, monkeypatch, shape):
     """A group of 64 keys lies in four tiles, or one, or two in one tile; parity is tested with two

@@ -130,7 +130,7 @@ def key_pointers(array, inputs, b, h, k_offsets):
         pointers = head_pointer(array, b, h // inputs.group) + k_offsets * array.stride_l
     else:
         page_index = k_offsets // inputs.page_size
-        table = head_pointer(inputs.page_table, b, 0) + page_index * inputs.page_table.stride_d
+        table = head_pointer(inputs.page_table, b, 0) + page_index.to(tl.int64) * inputs.page_table.stride_d
         page = tl.load(table, mask=k_offsets < sequence_length(inputs, b), other=0)
         pointers = (
             head_pointer(array, page, h // inputs.group) + (k_offsets - page_index * inputs.page_size) * array.stride_l

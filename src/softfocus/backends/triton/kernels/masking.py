@@ -43,7 +43,7 @@ def visible(masks, inputs, b, h, q_offsets, k_offsets):
         seen = seen & (k_offsets >= positions - masks.left)
     if masks.key_mask is not None:
         is_real = tl.load(
-            loading.head_pointer(masks.key_mask, b, h) + k_offsets * masks.key_mask.stride_d,
+            loading.head_pointer(masks.key_mask, b, h) + k_offsets.to(tl.int64) * masks.key_mask.stride_d,
             mask=k_offsets < length,
             other=0,
         )
@@ -51,11 +51,12 @@ def visible(masks, inputs, b, h, q_offsets, k_offsets):
     if masks.document_ids is not None:
         ids = loading.head_pointer(masks.document_ids, b, h)
         query_documents = tl.load(
-            ids + positions * masks.document_ids.stride_d,
+            ids + positions.to(tl.int64) * masks.document_ids.stride_d,
             mask=(q_offsets < inputs.query_length) & (positions >= 0),
             other=-1,
         )
-        key_documents = tl.load(ids + k_offsets * masks.document_ids.stride_d, mask=k_offsets < length, other=-2)
+        pointers = ids + k_offsets.to(tl.int64) * masks.document_ids.stride_d
+        key_documents = tl.load(pointers, mask=k_offsets < length, other=-2)
         seen = seen & (query_documents == key_documents)
     if masks.mask is not None:
         offsets = q_offsets.to(tl.int64) * masks.mask.stride_l + k_offsets.to(tl.int64) * masks.mask.stride_d
@@ -177,7 +178,8 @@ def _tile_range_of_documents(inputs, masks, lowest, highest, b, q_offsets, start
     # positions, query_documents [BLOCK_Q]. No position is negative: a call with documents has at
     # least as many keys as queries
     positions = tl.minimum(q_offsets, inputs.query_length - 1) + masks.offset
-    query_documents = tl.load(loading.head_pointer(masks.document_ids, b, 0) + positions * masks.document_ids.stride_d)
+    ids = loading.head_pointer(masks.document_ids, b, 0)
+    query_documents = tl.load(ids + positions.to(tl.int64) * masks.document_ids.stride_d)
     own_lowest, own_highest = tl.min(query_documents, 0), tl.max(query_documents, 0)
     first, end = stop, start
     for begin in range(start, stop, TILES_AT_ONCE):
