@@ -579,6 +579,39 @@ def test_documents_in_any_order(quiet):
         torch.testing.assert_close(out, exact, rtol=1e-4, atol=1e-4)
 
 
+def test_only_the_lists_of_tiles_that_a_kernel_reads_are_made(quiet, monkeypatch):
+    """Their number of bytes grows as the square of the length."""
+    from softfocus.backends.triton import call
+    from softfocus.backends.triton.arguments import Masks
+
+    made, listed, given = [], call.tile_lists, []
+    monkeypatch.setattr(call, "tile_lists", lambda states: made.append(tuple(states.shape)) or listed(states))
+    launch = call.Launcher._launch
+
+    def watched(self, kernel, *rest, **options):
+        if kernel.__name__ != "survey":
+            lists = ((x.key_tiles is not None, x.query_tiles is not None) for x in rest if isinstance(x, Masks))
+            given.extend((kernel.__name__, *found) for found in lists)
+        launch(self, kernel, *rest, **options)
+
+    monkeypatch.setattr(call.Launcher, "_launch", watched)
+    query, key = (torch.randn(1, 1, length, 8, device=DEVICE, requires_grad=True) for length in (40, 70))
+    bias = torch.zeros(1, 1, 1, 70, device=DEVICE, requires_grad=True)
+    real = torch.ones(1, 70, dtype=torch.bool, device=DEVICE)
+    out = fused(query, key, key, bias=bias, key_mask=real, mechanism="lssa")
+    assert given == [("forward", True, False)]
+    assert len(made) == 1
+    torch.autograd.grad(out.sum(), [query, key, bias])
+    backward = [("query_gradients", True, False), ("key_gradients", False, True), ("bias_gradients", False, False)]
+    assert given[1:] == backward
+    assert len(made) == 3
+    monkeypatch.setattr(call, "_programs", lambda device: 4)
+    monkeypatch.setattr(call, "TILES_OF_A_SPLIT", 1)
+    fused(query[:, :, :1], key, key, key_mask=real, mechanism="lssa")
+    assert given[4:] == [("statistics", False, False), ("combine", False, False)]
+    assert len(made) == 3
+
+
 @pytest.mark.parametrize("what", ["key_mask", "document_ids"])
 def test_strides_that_take_offsets_beyond_32_bits(quiet, what):
     """``refuses`` checks the strides of queries, keys and values only."""

@@ -1,5 +1,5 @@
-"""Fused Triton kernels: two sweeps over the keys where rows are re-weighted, one otherwise, memory
-O(L), no atomics.
+"""Fused Triton kernels: two sweeps over the keys where rows are re-weighted, one otherwise, no
+atomics. Memory is O(L), and under a mask, key_mask or document_ids a few bytes per tile of scores.
 
 Triton is imported when a call runs, never before. The checks that ``supports()`` and ``explain()``
 need are in this module. The same kernels run on the CPU in Triton's interpreter
@@ -28,7 +28,7 @@ CARRIES = Carries(
     features=("bias", "head_scale", "power", "mask", "key_mask", "document_ids", "dropout", "cache"),
 )  # fmt: skip
 """The device "cpu" stands for Triton's interpreter."""
-ABOUT = "fused Triton kernels: memory O(L)"
+ABOUT = "fused Triton kernels: memory O(L), under masks a few bytes per tile of scores"
 MAX_HEAD_DIM = 256
 OLDEST_CAPABILITY = (8, 0)
 MAX_HEADS = 65535

@@ -32,10 +32,11 @@ class Masks(NamedTuple):
         key_mask: bool [B, 1, 1, Lk] as bytes, or None.
         document_ids: integers [B, 1, 1, Lk], or None.
         counts: N_i, int32 [B, H, Lq, 1]; None where the window alone determines it.
-        key_tiles: for each block of queries, the tiles of keys that it visits; None where
-            ``counts`` is.
-        query_tiles: for each block of keys, the tiles of queries that it visits; None where
-            ``counts`` is.
+        key_tiles: for each block of queries, the tiles of keys that it visits. None where
+            ``counts`` is, and in kernels that do not read it: key_gradients, bias_gradients and
+            decoding.
+        query_tiles: for each block of keys, the tiles of queries that it visits. None where
+            ``counts`` is, and in all kernels but key_gradients.
         has_left, has_right: constexpr, whether the window has a bound on the left, on the right.
     """
 

@@ -62,7 +62,7 @@ FP_FUSION = {"enable_fp_fusion": True}
 
 class LaunchShape(NamedTuple):
     """A call divided into tiles of one shape: that shape, the masks with the lists of tiles to
-    visit, Triton's options, and the grids of programs.
+    visit that the kernel reads, Triton's options, and the grids of programs.
 
     ``row_grid`` has a program per block of queries and query head, ``key_grid`` one per block of
     keys and key head.
@@ -87,7 +87,8 @@ class Launcher:
             query_rnorm = array(self._reciprocal_norms("query", call.query))
             self.inputs = self.inputs._replace(query_rnorm=query_rnorm)
         self.algebra = algebra_of(mechanism, self.inputs.power is not None, bounded(call), call.query.dtype)
-        self._launch_shapes: dict[tuning.TileShape, LaunchShape] = {}
+        self._surveys: dict[tuning.TileShape, tuple[Masks, Tensor | None]] = {}
+        self._launch_shapes: dict[tuple[tuning.TileShape, str], LaunchShape] = {}
 
     def _launch(self, kernel: Any, variant: Hashable, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
         """Does what ``kernel[grid](*arguments, **options)`` does, but looks up the compiled kernel
@@ -120,7 +121,7 @@ class Launcher:
             inputs = self._precomputed_inputs(backward=False)
 
             def run(tile: tuning.TileShape) -> None:
-                shape = self._launch_shape(tile)
+                shape = self._launch_shape(tile, "key_tiles")
                 self._launch(
                     forward.forward, tile, shape.row_grid,
                     inputs, self.algebra, shape.masks, outputs, shape.blocks, **shape.options,
@@ -130,7 +131,7 @@ class Launcher:
         if self.call.mechanism.laser:
 
             def marked_rows(tile: tuning.TileShape) -> None:
-                shape = self._launch_shape(tile)
+                shape = self._launch_shape(tile, "key_tiles")
                 self._launch(
                     laser.exact_forward, (tile, splits > 1), shape.row_grid,
                     inputs, self.algebra, shape.masks, outputs, shape.blocks, **shape.options,
@@ -165,8 +166,9 @@ class Launcher:
         if call.mechanism.laser:
             grad_acc = array(torch.empty_like(out, dtype=exponential_dtype(value.dtype)))
 
-        def launch(kernel: Any, grid: tuple[int, ...], tile: tuning.TileShape, *arguments: Any) -> None:
-            shape = self._launch_shape(tile)
+        def launch(
+            kernel: Any, grid: tuple[int, ...], tile: tuning.TileShape, shape: LaunchShape, *arguments: Any
+        ) -> None:
             for exact in (False, True) if call.mechanism.laser else (False,):
                 use_grad_acc = grad_acc is not None and not exact and kernel is not query_gradients.query_gradients
                 incoming_grad = grad_acc if use_grad_acc else grad_out
@@ -176,11 +178,13 @@ class Launcher:
 
         def launch_query_gradients(tile: tuning.TileShape) -> None:
             arrays = array(grads["query"]), grad_acc, grads_by_row.get("head_scale"), grads_by_row.get("power")
-            launch(query_gradients.query_gradients, self._launch_shape(tile).row_grid, tile, *arrays)
+            shape = self._launch_shape(tile, "key_tiles")
+            launch(query_gradients.query_gradients, shape.row_grid, tile, shape, *arrays)
 
         def launch_key_gradients(tile: tuning.TileShape) -> None:
             arrays = array(grads["key"]), array(grads["value"])
-            launch(key_gradients.key_gradients, self._launch_shape(tile).key_grid, tile, *arrays)
+            shape = self._launch_shape(tile, "query_tiles")
+            launch(key_gradients.key_gradients, shape.key_grid, tile, shape, *arrays)
 
         if query.numel():
             self._with_shape("query_gradients", launch_query_gradients)
@@ -195,7 +199,8 @@ class Launcher:
                 row_blocks = 1 if broadcast[2] else shape.row_grid[0]
                 key_blocks = 1 if broadcast[3] else shape.key_grid[0]
                 grid = row_blocks * key_blocks, grad_bias.size(0) * grad_bias.size(1)
-                launch(bias_gradients.bias_gradients, grid, tile, array(grad_bias), grad_bias.size(1), *broadcast)
+                arguments = array(grad_bias), grad_bias.size(1), *broadcast
+                launch(bias_gradients.bias_gradients, grid, tile, shape, *arguments)
 
             if grad_bias.numel():
                 self._with_shape("bias_gradients", launch_bias_gradients)
@@ -222,19 +227,28 @@ class Launcher:
         kind = tuning.kind(kernel, self.call)
         return tuning.fastest(kind, self.call.query.device, candidates, run)
 
-    def _launch_shape(self, tile: tuning.TileShape) -> LaunchShape:
-        if tile not in self._launch_shapes:
+    def _launch_shape(self, tile: tuning.TileShape, lists: str = "") -> LaunchShape:
+        """``lists``: the field of ``Masks`` with the lists of tiles that the kernel reads,
+        "key_tiles" or "query_tiles"; "" for a kernel that reads none.
+        """
+        key = tile, lists
+        if key not in self._launch_shapes:
             query, value = self.call.query, self.call.value
             blocks = blocks_of(query.size(-1), value.size(-1), query.dtype, tile)
             batch, heads, query_length = self.call.query.shape[:3]
-            self._launch_shapes[tile] = LaunchShape(
+            if tile not in self._surveys:
+                self._surveys[tile] = self._survey(tile, blocks)
+            masks, states = self._surveys[tile]
+            if lists and states is not None:
+                masks = masks._replace(**{lists: tile_lists(states if lists == "key_tiles" else states.mT)})
+            self._launch_shapes[key] = LaunchShape(
                 blocks,
-                self._masks(tile, blocks),
+                masks,
                 {**tile.options, **FP_FUSION},
                 (ceil_div(query_length, tile.rows), batch * heads),
                 (ceil_div(self.call.visibility.key_length, tile.keys), batch * self.call.key.size(1)),
             )
-        return self._launch_shapes[tile]
+        return self._launch_shapes[key]
 
     def _precomputed_inputs(self, backward: bool) -> Inputs:
         """The inputs with the keys' norms and LASER's e^V, for kernels that read a key more than
@@ -307,7 +321,10 @@ class Launcher:
             )  # fmt: skip
         return exp_values, flags
 
-    def _masks(self, tile: tuning.TileShape, blocks: Blocks) -> Masks:
+    def _survey(self, tile: tuning.TileShape, blocks: Blocks) -> tuple[Masks, Tensor | None]:
+        """The masks without lists of tiles, and the states of all tiles (see ``masking.survey``);
+        None where the window alone masks.
+        """
         visibility, inputs = self.call.visibility, self.inputs
         mask, key_mask, documents = visibility.mask, visibility.key_mask, visibility.document_ids
         masks = Masks(
@@ -320,7 +337,7 @@ class Launcher:
         )  # fmt: skip
         parts = [part for part in (mask, key_mask, documents) if part is not None]
         if not parts:
-            return masks
+            return masks, None
         batch, heads = max(part.size(0) for part in parts), 1 if mask is None else mask.size(1)
         row_blocks = ceil_div(inputs.query_length, blocks.BLOCK_Q.value)
         key_blocks = ceil_div(inputs.key_length, blocks.BLOCK_K.value)
@@ -332,7 +349,7 @@ class Launcher:
                 masking.survey, tile, (row_blocks, batch, heads),
                 inputs, masks, *bounds, array(counts), array(states), blocks, **FP_FUSION,
             )  # fmt: skip
-        return masks._replace(counts=array(counts), key_tiles=tile_lists(states), query_tiles=tile_lists(states.mT))
+        return masks._replace(counts=array(counts)), states
 
     def _splits(self) -> int:
         """The number of splits of the keys; 0 or 1 means that the keys are not split."""
