@@ -73,17 +73,27 @@ QUICK = [
 ]
 
 
+TF32_IGNORES = 0x1FFF
+
+
 @pytest.fixture
 def quiet(monkeypatch):
     """The interpreter computes with numpy, which speaks of every infinity, and sums a product in
     another order where its operands change sides: compiled products do not, and the backward counts
-    on the forward's scores. Numbers of bfloat16 it cuts off, where GPUs round.
+    on the forward's scores. Numbers of bfloat16 it cuts off, where GPUs round. In a product of tf32
+    it takes all of a float32, of which tensor cores ignore the low bits.
     """
     import numpy
 
-    def dot(self, a, b, d, *rest):
-        terms = a.data.astype(d.data.dtype)[:, :, None] * b.data.astype(d.data.dtype)
-        return TensorHandle(terms.sum(1) + d.data, d.dtype.scalar)
+    def operand(x, precision):
+        if str(precision).endswith(".TF32") and x.dtype == numpy.float32:
+            x = (numpy.ascontiguousarray(x).view(numpy.int32) & ~TF32_IGNORES).view(numpy.float32)
+        return x
+
+    def dot(self, a, b, d, precision, *rest):
+        terms = (operand(x.data, precision).astype(d.data.dtype) for x in (a, b))
+        left, right = terms
+        return TensorHandle((left[:, :, None] * right).sum(1) + d.data, d.dtype.scalar)
 
     converted = interpreter._convert_float
 
@@ -259,11 +269,12 @@ class OneKeyDominates(NamedTuple):
         return {**given, "mechanism": mechanism, "is_causal": False, "scale": 1.0}
 
 
+DOMINATED = [("softplus", 40.3, -8), ("softplus", -5, -15), ("sigmoid", 2, -10), ("exp", 2, -8)]
+
+
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("laser", [False, True])
-@pytest.mark.parametrize(
-    ("phi", "high", "low"), [("softplus", 40.3, -8), ("softplus", -5, -15), ("sigmoid", 2, -10), ("exp", 2, -8)]
-)
+@pytest.mark.parametrize(("phi", "high", "low"), DOMINATED)
 def test_delta_is_of_what_was_rounded_where_one_key_dominates(quiet, monkeypatch, phi, high, low, laser, split):
     from softfocus.backends.triton import call
 
@@ -271,6 +282,47 @@ def test_delta_is_of_what_was_rounded_where_one_key_dominates(quiet, monkeypatch
         monkeypatch.setattr(call, "_programs", lambda device: 64)
         monkeypatch.setattr(call, "TILES_OF_A_SPLIT", 1)
     check(fused, OneKeyDominates(high, low), Mechanism(phi=phi, laser=laser), BRAIN, device=DEVICE)
+
+
+@pytest.fixture(params=["truncated", pytest.param("whole", marks=pytest.mark.slow)])
+def tf32(request, quiet, monkeypatch):
+    """Products of tf32 as tensor cores compute them, and as the interpreter does."""
+    if request.param == "whole":
+        if not knobs.runtime.interpret:
+            pytest.skip("tensor cores truncate")
+        monkeypatch.setattr(sys.modules[__name__], "TF32_IGNORES", 0)
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize(("phi", "high", "low"), DOMINATED)
+def test_one_key_dominates_in_tf32(tf32, monkeypatch, phi, high, low, split):
+    """A float16 call rounds what it multiplies in tf32, since tensor cores would truncate it."""
+    from softfocus.backends.triton import call
+
+    if split:
+        monkeypatch.setattr(call, "_programs", lambda device: 64)
+        monkeypatch.setattr(call, "TILES_OF_A_SPLIT", 1)
+    check(fused, OneKeyDominates(high, low), Mechanism(phi=phi, laser=True), HALF, device=DEVICE)
+
+
+@pytest.mark.parametrize("name", ["laser", pytest.param("sigmoid_log_n", marks=pytest.mark.slow), "relu_l1"])
+def test_parity_in_tf32(tf32, name):
+    check(fused, CASE["causal"], name, HALF, device=DEVICE)
+
+
+@pytest.mark.parametrize("queries", [1, 8, 100])
+def test_products_of_tf32_are_not_biased(tf32, monkeypatch, queries):
+    """LASER of values 0 is 0. Weights that are truncated, by 2^-12 of themselves on average, sum to
+    less than one.
+    """
+    from softfocus.backends.triton import call
+
+    monkeypatch.setattr(call, "_programs", lambda device: 64)
+    monkeypatch.setattr(call, "TILES_OF_A_SPLIT", 1)
+    query, key = (torch.randn(1, 1, n, 16, generator=torch.Generator().manual_seed(n)) for n in (queries, 300))
+    query, key = query.to(DEVICE, HALF), key.to(DEVICE, HALF)
+    for name in ("laser", "laser_lssa"):
+        assert fused(query, key, torch.zeros_like(key), mechanism=name).abs().max() < 2.0**-13
 
 
 class LostInRounding(NamedTuple):

@@ -1,7 +1,8 @@
 """Compiles every Triton kernel that a call launches, for a GPU that need not be there: one line of
 JSON a kernel.
 
-    python triton_machines.py ARCH MECHANISM HEAD_DIM QUERIES... [--given] [--group N] [--dropout P]
+    python triton_machines.py ARCH MECHANISM HEAD_DIM QUERIES... [--given] [--group N]
+        [--dropout P] [--dtype float16]
 
 QUERIES 0: of one query against a cache in pages; several are one call after another. --group: heads
 of queries to one of keys. --given: with a mask, padding, documents, a window, a bias with gradient,
@@ -90,7 +91,7 @@ def loops(cubin: bytes, at_least: int | None = None) -> list[int]:
 
 
 def main(
-    arch: int, mechanism: str, head_dim: int, queries: list[int], given: bool, group: int = 1, dropout_p: float = 0.0
+    arch: int, mechanism: str, head_dim: int, queries: list[int], given: bool, group: int, dropout_p: float, dtype: str
 ) -> None:
     driver.set_active(Absent(arch))
     os.environ["SOFTFOCUS_TUNE"] = "off"
@@ -120,17 +121,19 @@ def main(
 
     call._programs = lambda device: 264
     for of_call in queries:  # compile_only reads it
-        one_call(mechanism, head_dim, of_call, given, group, dropout_p)
+        one_call(mechanism, head_dim, of_call, given, group, dropout_p, getattr(torch, dtype))
 
 
-def one_call(mechanism: str, head_dim: int, queries: int, given: bool, group: int, dropout_p: float) -> None:
+def one_call(
+    mechanism: str, head_dim: int, queries: int, given: bool, group: int, dropout_p: float, dtype: torch.dtype
+) -> None:
     import softfocus
     from softfocus import functional
     from softfocus.backends.triton import call
     from softfocus.visibility import Cache
 
-    query = torch.zeros(1, 2 * group, queries or 1, head_dim, dtype=torch.bfloat16)
-    key = torch.zeros(1, 2, 4096, head_dim, dtype=torch.bfloat16)
+    query = torch.zeros(1, 2 * group, queries or 1, head_dim, dtype=dtype)
+    key = torch.zeros(1, 2, 4096, head_dim, dtype=dtype)
     held = None
     if not queries:
         held = Cache(torch.tensor([4096]), torch.arange(256)[None])
@@ -165,4 +168,5 @@ if __name__ == "__main__":
     parser.add_argument("--given", action="store_true")
     parser.add_argument("--group", type=int, default=1)
     parser.add_argument("--dropout", type=float, default=0.0, dest="dropout_p")
+    parser.add_argument("--dtype", default="bfloat16")
     main(**vars(parser.parse_args()))

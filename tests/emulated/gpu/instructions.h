@@ -414,6 +414,7 @@ Step conversion(const Statement& s) {
 inline Step converted(const Statement& s) {
   auto& to = s.words[s.words.size() - 2];
   auto& from = s.type();
+  if (to == "tf32" && from == "f32" && s.has("rna")) return unary<uint32_t, float>(s, rounded_to_tf32);
   for (auto word : {"rz", "rna", "rm", "rp", "sat", "satfinite", "relu"})
     if (s.has(word)) unknown();
   if (to == "bf16x2" || to == "f16x2") {

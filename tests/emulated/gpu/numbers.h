@@ -90,4 +90,9 @@ inline float cut_off(double x) {
   return std::isfinite(near) && std::fabs(double(near)) > std::fabs(x) ? std::nextafter(near, 0.0f) : near;
 }
 
+// What a product takes of an operand: the low bits are ignored.
 inline float tf32(uint64_t bits) { return std::bit_cast<float>(uint32_t(bits) & 0xffffe000u); }
+
+inline uint32_t rounded_to_tf32(float x) {
+  return (std::bit_cast<uint32_t>(x) + (std::isfinite(x) ? 0x1000u : 0u)) & 0xffffe000u;
+}

@@ -201,17 +201,15 @@ def store_results(
     """Store ``outputs``, from acc [BLOCK_Q, BLOCK_DV] and vectors [BLOCK_Q]; ``row_heads``
     [BLOCK_Q] are the query heads of the rows.
 
-    ROUNDED: whether the weights were rounded to the dtype of ``value_operand`` before the product.
+    ROUNDED: whether the product with the values rounded the weights (``products.dot_weights``).
     """
     mask = q_offsets < inputs.query_length
     dv_offsets = tl.arange(0, blocks.BLOCK_DV)
     weight_sum = power_sum if algebra.reweighted else phi_sum
-    # LASER in float16 multiplies float32 operands
-    half_operands: tl.constexpr = not (algebra.inputs_are_fp32 or (algebra.inputs_are_fp16 and algebra.laser))
     # The largest term of a re-weighted row is u^p = 1, which needs no rounding
-    if ROUNDED and half_operands and algebra.normaliser == "l1" and not algebra.reweighted:
-        element_type = inputs.value_operand.pointer.dtype.element_ty
-        weight_sum = weighting.rounded_sum(phi_sum, row_max, shift, algebra, element_type)
+    if ROUNDED and not algebra.inputs_are_fp32 and algebra.normaliser == "l1" and not algebra.reweighted:
+        dtype = inputs.value_operand.pointer.dtype.element_ty
+        weight_sum = weighting.rounded_sum(phi_sum, row_max, shift, algebra, dtype)
     if algebra.laser:
         lowest = tl.min(tl.where(dv_offsets[None, :] < inputs.value_dim, acc, float("inf")), 1)  # [BLOCK_Q]
         large = tl.zeros_like(weight_sum) + tl.max(large_values, 0)  # [BLOCK_Q]

@@ -27,13 +27,11 @@ ONE_KEY = tl.constexpr(2.0)
 
 
 @triton.jit
-def to_operand_dtype(x, operand):
-    """x as an operand of products: bfloat16 if ``operand`` is bfloat16, else float32, since x may
-    overflow float16.
+def to_operand_dtype(x, dtype):
+    """e^V or dL/d(A e^V) as an operand of products in a call of ``dtype``. For float16, which x may
+    overflow, it is in tf32.
     """
-    if operand.dtype == tl.bfloat16:
-        x = x.to(tl.bfloat16)
-    return x
+    return products.to_operand_dtype(x, dtype, dtype == tl.float16)
 
 
 @triton.jit
@@ -41,7 +39,7 @@ def exponential(value):
     """e^V; e^LARGE_VALUE for larger values, NaN for non-finite ones."""
     x = value.to(tl.float32)
     x = tl.minimum(x + (x - x), LARGE_VALUE, propagate_nan=tl.PropagateNan.ALL)
-    return to_operand_dtype(tl.exp2(x * LOG2E), value)
+    return to_operand_dtype(tl.exp2(x * LOG2E), value.dtype)
 
 
 @triton.jit

@@ -1,7 +1,9 @@
 """Matrix products of tiles, each with the precision that its operands need."""
 
+import torch
 import triton
 import triton.language as tl
+from triton import knobs
 
 
 @triton.jit
@@ -10,9 +12,42 @@ def finite_or_zero(x):
     return tl.where(tl.abs(x.to(tl.float32)) < float("inf"), x, 0.0)
 
 
+if knobs.runtime.interpret or torch.version.hip:
+
+    @triton.jit
+    def _rounded_to_tf32(x):
+        """x, rounded to the nearest tf32 number, ties away from zero."""
+        bits = (x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
+        return tl.where(tl.abs(x) < float("inf"), bits.to(tl.float32, bitcast=True), x)
+else:
+
+    @triton.jit
+    def _rounded_to_tf32(x):
+        """x, rounded to the nearest tf32 number, ties away from zero: three instructions."""
+        bits = tl.inline_asm_elementwise("cvt.rna.tf32.f32 $0, $1;", "=r,f", [x], dtype=tl.int32, is_pure=True, pack=1)
+        return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def to_operand_dtype(x, dtype, IN_TF32: tl.constexpr):
+    """x of any shape as an operand of products: in ``dtype``, or with IN_TF32 rounded to tf32 and
+    stored as float32. tf32 has as many bits of significand as float16.
+
+    Tensor cores ignore the 13 low bits of a float32 operand of a tf32 product. Without the rounding
+    they would truncate it towards zero. A row's sum and delta must be computed from what is
+    multiplied, which this function returns.
+    """
+    if IN_TF32:
+        x = _rounded_to_tf32(x.to(tl.float32))
+    else:
+        x = x.to(dtype)
+    return x
+
+
 @triton.jit
 def dot(a, b, blocks):
-    """The matrix product a b, summed in float32: [M, K] times [K, N] is [M, N].
+    """The matrix product a b, summed in float32: [M, K] times [K, N] is [M, N]. Operands are as
+    ``to_operand_dtype`` returns them, or halves as float32.
 
     A product of one row does not use tensor cores, which would pad it to sixteen rows.
     """
@@ -31,14 +66,14 @@ def dot_weights(weights, x, algebra, blocks):
     """The product of weights and x: values or e^V in the forward, grad_out in key_gradients.
 
     It is [BLOCK_Q, BLOCK_K] times [BLOCK_K, BLOCK_DV], or in key_gradients [BLOCK_K, BLOCK_Q] times
-    [BLOCK_Q, BLOCK_DV]. Weights without an l1 norm do not sum to one and may overflow float16, so
-    that a float16 call then multiplies in float32.
+    [BLOCK_Q, BLOCK_DV]. A float16 call multiplies in tf32 where float16 might overflow: without an
+    l1 norm, whose weights do not sum to one, and for LASER, whose x is e^V or dL/d(A e^V).
     """
-    if algebra.inputs_are_fp16 and algebra.normaliser != "l1":
-        result = dot(weights, x.to(tl.float32), blocks)
-    else:
-        result = dot(weights.to(x.dtype), x, blocks)
-    return result
+    IN_TF32: tl.constexpr = algebra.inputs_are_fp16 and (algebra.laser or algebra.normaliser != "l1")
+    weights = to_operand_dtype(weights, x.dtype, IN_TF32)
+    if IN_TF32:
+        x = x.to(tl.float32)
+    return dot(weights, x, blocks)
 
 
 @triton.jit
@@ -46,11 +81,11 @@ def dot_grad_scores(grad_scores, x, algebra, blocks):
     """The product of the gradient of the scores and x: keys, or queries in key_gradients.
 
     It is [BLOCK_Q, BLOCK_K] times [BLOCK_K, BLOCK_D], or in key_gradients [BLOCK_K, BLOCK_Q] times
-    [BLOCK_Q, BLOCK_D]. A float16 call multiplies in float32 where float16 might overflow: without
-    an l1 norm, and for the relu family, whose phi' 2^-shift is huge in a row of tiny scores.
+    [BLOCK_Q, BLOCK_D]. A float16 call multiplies in tf32 where float16 might overflow: without an
+    l1 norm, and for the relu family, whose phi' 2^-shift is huge in a row of tiny scores.
     """
-    if algebra.inputs_are_fp16 and (algebra.phi.has_zeros or algebra.normaliser != "l1"):
-        result = dot(grad_scores, x.to(tl.float32), blocks)
-    else:
-        result = dot(grad_scores.to(x.dtype), x, blocks)
-    return result
+    IN_TF32: tl.constexpr = algebra.inputs_are_fp16 and (algebra.phi.has_zeros or algebra.normaliser != "l1")
+    grad_scores = to_operand_dtype(grad_scores, x.dtype, IN_TF32)
+    if IN_TF32:
+        x = x.to(tl.float32)
+    return dot(grad_scores, x, blocks)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from softfocus.backends.triton.kernels import loading, pointwise
+from softfocus.backends.triton.kernels import loading, pointwise, products
 
 MAX_UNTHRESHOLDED_COUNT = tl.constexpr(3)
 """As in ``softfocus.mechanism``: the largest N_i of a row without threshold."""
@@ -48,16 +48,18 @@ def reciprocal_sum(phi_sum, algebra):
 
 
 @triton.jit
-def rounded_sum(phi_sum, row_max, shift, algebra, element_type):
-    """The sum of phi [BLOCK_Q], with its largest term rounded to ``element_type``, as the product
-    with the values rounds it.
+def rounded_sum(phi_sum, row_max, shift, algebra, dtype):
+    """The sum of phi [BLOCK_Q], with its largest term rounded as the product with values of
+    ``dtype``, or with e^V, rounds it.
 
-    Where one key dominates a row, dL/dA - delta is smaller than that rounding. Divided by this sum,
-    the output is then that key's value, and delta is computed from the output. The rounding of the
-    other terms is smaller than that of the gradient itself.
+    The product with the values rounds each weight. Where one key dominates a row, dL/dA - delta is
+    smaller than that rounding error. With the same rounded weight in the sum the error cancels in
+    out, and in delta, which is computed from out. The errors of the other weights are smaller than
+    the rounding of the gradient.
     """
     largest_phi = algebra.phi.value(row_max, shift, algebra)
-    return phi_sum + (largest_phi.to(element_type).to(tl.float32) - largest_phi)
+    rounded = products.to_operand_dtype(largest_phi, dtype, algebra.inputs_are_fp16 and algebra.laser)
+    return phi_sum + (rounded.to(tl.float32) - largest_phi)
 
 
 @triton.jit
