@@ -85,6 +85,9 @@ class Inputs(NamedTuple):
             products of these; or None.
         unit_key_bf16, unit_query_bf16: the same in bfloat16, for products with the gradient of the
             scores.
+        scaled_query: of the backward, with cosine where scores are not products of unit vectors:
+            q scaled by a power of two to a norm in (1/2, 1]. query_gradients stores it for
+            key_gradients. Or None.
         bias: added to the scores, or None.
         head_scale, power: float32 [H], or None.
         batch, heads, group: B, H, H / Hk.
@@ -111,6 +114,7 @@ class Inputs(NamedTuple):
     unit_query_fp16: Array | None
     unit_key_bf16: Array | None
     unit_query_bf16: Array | None
+    scaled_query: Array | None
     bias: Array | None
     head_scale: Any
     power: Any

@@ -264,9 +264,11 @@ class Launcher:
             fp16, bf16 = self._units(key, backward)
             key_rnorm = self._reciprocal_norms("key", key, fp16, bf16)
             inputs = inputs._replace(key_rnorm=array(key_rnorm), unit_key_fp16=array(fp16), unit_key_bf16=array(bf16))
-            if backward:
+            if backward and fp16 is not None:
                 fp16, bf16 = self._units(query, backward)
                 inputs = inputs._replace(unit_query_fp16=array(fp16), unit_query_bf16=array(bf16))
+            elif backward:
+                inputs = inputs._replace(scaled_query=array(query.new_empty(query.shape)))
         if self.call.mechanism.laser:
             exp_values, flags = self._exponentials(self.call.value, backward)
             inputs = inputs._replace(value_operand=array(exp_values), value_flags=array(flags))
@@ -364,6 +366,7 @@ class Launcher:
         heads = self.inputs.batch * self.call.key.size(1)
         rows = next_power_of_two(self.inputs.group * query.size(2))
         rows_stored, stages = tl.constexpr(rows), tl.constexpr(tile.stages)
+        assert decode.SCORES_AT_ONCE.value >= 32 * tile.warps, "each thread must have a score of its own"
         blocks = shape.blocks._replace(BLOCK_Q=tl.constexpr(1 if rows == 1 else max(16, rows)))
 
         def floats(*sizes: int) -> Tensor:

@@ -115,6 +115,7 @@ def inputs_of(call: Call) -> Inputs:
         unit_query_fp16=None,
         unit_key_bf16=None,
         unit_query_bf16=None,
+        scaled_query=None,
         bias=array(call.bias),
         head_scale=None if call.head_scale is None else call.head_scale.detach().float().contiguous(),
         power=None if power is None else power.detach().float().contiguous(),

@@ -23,9 +23,9 @@ only those that the algebra needs.
 MEAN_GRAD, SCALE, ROW_BIAS, SHIFT, THRESHOLD, INVERSE_SPREAD, WEIGHT_FACTOR, GRAD_FACTOR, DELTA = (
     tl.constexpr(n) for n in range(9)
 )
-"""Indices of the row vectors. SCALE is c_i, with cosine c_i / |q_i|, and ROW_BIAS is the row bias,
-both in the score unit. SHIFT to DELTA are the fields of GradientRow, except that GRAD_FACTOR is
-divided by the score unit.
+"""Indices of the row vectors. SCALE is c_i, with cosine times the mantissa of 1 / |q_i|, and
+ROW_BIAS is the row bias, both in the score unit. SHIFT to DELTA are the fields of GradientRow,
+except that GRAD_FACTOR is divided by the score unit.
 """
 
 
@@ -81,7 +81,7 @@ def load_row_vectors(row_vectors, algebra, b, h, q_offsets, active):
     (mean_grad, scale, row_bias, GradientRow).
 
     ``scale`` is in the score unit, and ``grad_factor`` is divided by it. Both are factors of
-    grad_key. They are stored separately, because for a tiny query their product may overflow.
+    grad_key. Scores need ``scale`` alone.
     """
     zeros = tl.zeros(q_offsets.shape, tl.float32)
     mean_grad, row_bias, shift, threshold, inverse_spread, delta = zeros, zeros, zeros, zeros, zeros, zeros

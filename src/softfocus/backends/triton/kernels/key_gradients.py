@@ -50,7 +50,8 @@ def key_gradients(
     if algebra.cosine and inputs.unit_key_fp16 is None:
         key, key_scale = norms.scaled_operand(key, key_rnorm)
     tile_range = masking.query_tile_range(masks, inputs, blocks, block)
-    key_sum = tl.zeros([blocks.BLOCK_K, blocks.BLOCK_D], tl.float32)  # sum_i dL/ds_ij c_i q_i
+    # sum_i dL/ds_ij c_i q_i, with cosine sum_i dL/ds_ij c_i q_i / |q_i|
+    key_sum = tl.zeros([blocks.BLOCK_K, blocks.BLOCK_D], tl.float32)
     value_sum = tl.zeros([blocks.BLOCK_K, blocks.BLOCK_DV], tl.float32)  # sum_i A_ij grad_acc_i
     for head_of_group in range(inputs.group):
         h = key_head * inputs.group + head_of_group

@@ -104,9 +104,13 @@ def store_queries(array, inputs, b, h, q_offsets, x, blocks):
 def load_query_operands(inputs, b, h, q_offsets, blocks):
     """Two tiles [BLOCK_Q, BLOCK_D]: the queries for products with keys, and the queries for
     products with the gradient of the scores. They differ where scores are products of unit vectors.
+    With cosine query_gradients has stored them.
     """
     if inputs.unit_key_fp16 is None:
-        query = load_queries(inputs, b, h, q_offsets, blocks)
+        if inputs.scaled_query is None:
+            query = load_queries(inputs, b, h, q_offsets, blocks)
+        else:
+            query = _load_like_queries(inputs.scaled_query, inputs, b, h, q_offsets, blocks)
         grad_operand = query
     else:
         query = _load_like_queries(inputs.unit_query_fp16, inputs, b, h, q_offsets, blocks)

@@ -71,9 +71,10 @@ def scaled_operand(x, rnorm):
     """x [R, C] scaled by powers of two to norms in (1/2, 1], and the rest of 1 / |x|, its mantissa
     [R].
 
-    It is enough to scale one operand of a product: the product then neither overflows nor
-    underflows to 0. Powers of two scale exactly. key_gradients scales the keys, the other kernels
-    scale the queries, and all compute the same score.
+    The kernels scale the query of a product but not the key: the absolute product is then at most
+    |k|, and overflows only if |k| is 2^128 or more (docs/limitations.md). key_gradients scales
+    both. All compute the same score, because powers of two scale exactly, except that float16
+    rounds entries that become subnormal.
     """
     return (x.to(tl.float32) * power_of_two_in(rnorm)[:, None]).to(x.dtype), mantissa_of(rnorm)
 

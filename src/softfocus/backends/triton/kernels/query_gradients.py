@@ -70,6 +70,8 @@ def query_gradients(
         query_fp32 = query.to(tl.float32)
         loading.store_queries(inputs.unit_query_fp16, inputs, b, h, q_offsets, query_fp32, blocks)
         loading.store_queries(inputs.unit_query_bf16, inputs, b, h, q_offsets, query_fp32, blocks)
+    if inputs.scaled_query is not None and not EXACT:
+        loading.store_queries(inputs.scaled_query, inputs, b, h, q_offsets, query, blocks)
     grad_factor = row.grad_factor
     if EXACT:  # gradients_of_marked includes all factors of the row
         grad_factor = tl.full(scale.shape, 1.0, tl.float32)
@@ -155,7 +157,7 @@ def query_gradients(
     # the same scores
     scale_in_unit = scale * algebra.phi.score_unit
     if algebra.cosine:
-        scale_in_unit = scale_in_unit * query_rnorm
+        scale_in_unit = scale_in_unit * norms.mantissa_of(query_rnorm)
     # Stored before the queries are loaded again. The compiler does not move that load above a
     # store, and only from here on are there registers for it
     backward_rows.store_row_vectors(
