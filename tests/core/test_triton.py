@@ -404,8 +404,8 @@ def test_a_tied_row_of_subnormal_phi_has_gradients(quiet):
 
 
 def test_a_gradient_that_spans_too_much_is_copied(quiet, monkeypatch):
-    """Within a head the kernels count in 32 bits. They see no tensor beyond that, here with a
-    smaller number of bits.
+    """The kernels compute offsets within a head in 32 bits. They see no tensor beyond that, here
+    with a smaller number of bits.
     """
     from softfocus.backends.triton import call
 
@@ -617,12 +617,12 @@ def test_marked_rows_whose_tile_does_not_fit_take_a_smaller_one(quiet, monkeypat
 
     launch, tried = call.Launcher._launch, []
 
-    def full(self, kernel, variant, *rest, **options):
+    def full(self, kernel, constants, *rest, **options):
         if kernel is laser.exact_forward:
-            tried.append(variant[0].rows)
-            if variant[0].rows > 16:
+            tried.append(constants[0].rows)
+            if constants[0].rows > 16:
                 raise OutOfResources(2, 1, "shared memory")
-        launch(self, kernel, variant, *rest, **options)
+        launch(self, kernel, constants, *rest, **options)
 
     query, key, value = (
         torch.randn(1, 1, n, 8, generator=torch.Generator().manual_seed(n)).to(DEVICE) for n in (9, 40, 41)

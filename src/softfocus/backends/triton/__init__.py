@@ -34,7 +34,9 @@ OLDEST_CAPABILITY = (8, 0)
 MAX_HEADS = 65535
 """Most heads of all sequences together: CUDA's limit of the second dimension of a grid."""
 MAX_HEAD_SPAN = 2**31
-"""A head spans fewer elements than this in any tensor: the kernels count within it in 32 bits."""
+"""A head spans fewer elements than this in any tensor [B, H, L, D]: the kernels compute offsets
+within a head in 32 bits.
+"""
 
 FEW_ROWS = 64
 """Most rows (queries of all heads that share a key head) of a decoding call. Decoding splits the
@@ -113,14 +115,14 @@ def _triton_found() -> bool:
 TRITON_FOUND = _triton_found()
 """Whether Triton is installed. Found at import, because torch 2.11 cannot trace find_spec()."""
 SAVED_VECTORS = 8
-"""The number of row vectors that every forward saves: the four of RowStatistics, sum phi(s)
+"""The number of vectors [B, H, Lq] that every forward saves: the four of RowStatistics, sum phi(s)
 2^-shift, sum u^p, LASER's marks, and the largest score in the score unit. ``kernels/loading.py``
 has their indices.
 """
 
 
 def rows_kept(call: Call) -> int:
-    """The number of row vectors that the forward returns: SAVED_VECTORS, then as many as the
+    """The number of saved vectors that the forward returns: SAVED_VECTORS, then as many as the
     residual's memory takes.
     """
     residual = residual_dtype(call.mechanism, call.value.dtype)
@@ -154,23 +156,26 @@ def spans_too_much(x: Tensor) -> bool:
 def refuses(call: Call, to_run: bool) -> str | None:
     """Why the kernels do not run on this machine or at these sizes; None if they do."""
     query = call.query
-    kind = query.device.type
-    if kind == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+    device_type = query.device.type
+    if device_type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return "the tensors are on 'cpu', not on 'cuda' (TRITON_INTERPRET=1 would run the kernels in Python)"
     if torch.version.hip:
         return "the Triton kernels have not been compiled for AMD's GPUs"
-    if kind == "cuda" and torch.cuda.get_device_capability(query.device) < OLDEST_CAPABILITY:
+    if device_type == "cuda" and torch.cuda.get_device_capability(query.device) < OLDEST_CAPABILITY:
         return f"{torch.cuda.get_device_name(query.device)} is older than Ampere (compute capability 8.0)"
     if not TRITON_FOUND:
         return "Triton is not installed (pip install triton)"
     for name, x in (("query", query), ("key", call.key), ("value", call.value)):
         if spans_too_much(x):
-            return f"a head of {name} spans 2^31 elements or more, and the kernels count places in 32 bits"
+            return f"a head of {name} spans 2^31 elements or more, and the kernels compute offsets within it in 32 bits"
     widest = max(query.size(-1), call.value.size(-1))
     # out, gradients, unit vectors and e^V are new, contiguous tensors, also of expanded inputs
     longest = max(query.size(2), call.key.size(2))
     if longest * widest >= MAX_HEAD_SPAN:
-        return f"{longest} rows of {widest} numbers a head are 2^31 or more, and the kernels count places in 32 bits"
+        return (
+            f"{longest} rows of {widest} numbers a head are 2^31 or more, "
+            "and the kernels compute offsets within a head in 32 bits"
+        )
     heads = query.size(0) * query.size(1)
     if heads > MAX_HEADS:
         return f"{heads} heads in all sequences are more than a grid of {MAX_HEADS} programs holds"
@@ -178,8 +183,8 @@ def refuses(call: Call, to_run: bool) -> str | None:
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:
-    """out [B, H, Lq, Dv] and the row vectors [rows_kept, B, H, Lq]. The kernels read a cache in
-    place.
+    """out [B, H, Lq, Dv] and ``saved``, the saved vectors [rows_kept, B, H, Lq]. The kernels read a
+    cache in place.
     """
     from softfocus.backends.triton.call import Launcher
 
@@ -203,12 +208,12 @@ def runner(call: Call) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     return run
 
 
-def backward(call: Call, grad: Tensor, bias_grad: bool, out: Tensor, rows: Tensor) -> dict[str, Tensor]:
+def backward(call: Call, grad: Tensor, bias_grad: bool, out: Tensor, saved: Tensor) -> dict[str, Tensor]:
     """Gradients by name, from what :func:`forward` returned."""
     from softfocus.backends.triton.call import Launcher
 
     with _current(call.query):
-        return Launcher(call).backward(grad, bias_grad, out, rows)
+        return Launcher(call).backward(grad, bias_grad, out, saved)
 
 
 def _current(x: Tensor) -> AbstractContextManager[Any]:

@@ -141,8 +141,9 @@ class Outputs(NamedTuple):
         out: [B, H, Lq, Dv].
         residual: shaped like out, saved for the backward: the rounding error of out in units of
             ``weighting.rounding_step``. For LASER it is A e^V, and in marked rows the rounding
-            error itself. Or None.
-        saved: row vectors, float32 [rows_kept, B, H, Lq].
+            error itself. Or None. It lies in the memory of ``saved``, after the first
+            SAVED_VECTORS vectors.
+        saved: the saved vectors, float32 [rows_kept, B, H, Lq].
         exact_heads: LASER's, int32 [B, H]: not 0 where the head has marked rows; or None.
         end: a constant; see the module's docstring.
     """

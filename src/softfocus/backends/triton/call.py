@@ -57,7 +57,9 @@ ALIGNED = 16
 # Kernels that always take the first of their tile shapes
 UNMEASURED = ("decode", "bias_gradients")
 FP_FUSION = {"enable_fp_fusion": True}
-"""Explicit, since Triton's default is about to change."""
+"""Lets the compiler fuse a product and a sum into one instruction. Triton's default is about to
+change; the option keeps the kernels' speed and their last bits as they are.
+"""
 
 
 class LaunchShape(NamedTuple):
@@ -90,22 +92,22 @@ class Launcher:
         self._surveys: dict[tuning.TileShape, tuple[Masks, Tensor | None]] = {}
         self._launch_shapes: dict[tuple[tuning.TileShape, str], LaunchShape] = {}
 
-    def _launch(self, kernel: Any, variant: Hashable, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    def _launch(self, kernel: Any, constants: Hashable, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
         """Does what ``kernel[grid](*arguments, **options)`` does, but looks up the compiled kernel
         only once per layout of calls.
 
         Args:
-            variant: what the kernel's constants depend on besides the layout.
+            constants: what the kernel's constants depend on besides the layout.
         """
-        key = kernel, variant
+        key = kernel, constants
         if compiled := self._compiled.get(key):
             compiled[(*grid, 1, 1)[:3]](*arguments)
         elif compiled := kernel[grid](*arguments, **options):  # None in the interpreter
             self._compiled[key] = compiled
 
     def forward(self, split: bool = True) -> tuple[Tensor, Tensor]:
-        """out [B, H, Lq, Dv] and the row vectors [rows_kept, B, H, Lq]. ``split``: whether the keys
-        of a head may be split among programs.
+        """out [B, H, Lq, Dv] and the saved vectors [rows_kept, B, H, Lq]. ``split``: whether the
+        keys of a head may be split among programs.
         """
         query, value = self.call.query, self.call.value
         out = query.new_empty(*query.shape[:3], value.size(-1))
@@ -173,8 +175,8 @@ class Launcher:
                 use_grad_acc = grad_acc is not None and not exact and kernel is not query_gradients.query_gradients
                 incoming_grad = grad_acc if use_grad_acc else grad_out
                 shared = inputs, self.algebra, shape.masks, incoming_grad, outputs, array(row_vectors)
-                variant = tile, exact, layouts
-                self._launch(kernel, variant, grid, *shared, *arguments, exact, shape.blocks, **shape.options)
+                constants = tile, exact, layouts
+                self._launch(kernel, constants, grid, *shared, *arguments, exact, shape.blocks, **shape.options)
 
         def launch_query_gradients(tile: tuning.TileShape) -> None:
             arrays = array(grads["query"]), grad_acc, grads_by_row.get("head_scale"), grads_by_row.get("power")
@@ -376,12 +378,12 @@ class Launcher:
         sums = floats(heads, splits, rows, blocks.BLOCK_DV.value)
         scores = floats(heads, self.inputs.group * self.inputs.query_length, self.inputs.key_length)
         shared = self.inputs, self.algebra, shape.masks, parts, sums
-        grid, variant = (splits, heads), (tile, splits)
-        self._launch(decode.statistics, variant, grid, *shared, scores, rows_stored, stages, blocks, **shape.options)
+        grid, constants = (splits, heads), (tile, splits)
+        self._launch(decode.statistics, constants, grid, *shared, scores, rows_stored, stages, blocks, **shape.options)
         if self.algebra.reweighted.value:
-            self._launch(decode.weights, variant, grid, *shared, scores, rows_stored, stages, blocks, **shape.options)
+            self._launch(decode.weights, constants, grid, *shared, scores, rows_stored, stages, blocks, **shape.options)
         grid = 1, heads
-        self._launch(decode.combine, variant, grid, *shared, splits, outputs, rows_stored, blocks, **shape.options)
+        self._launch(decode.combine, constants, grid, *shared, splits, outputs, rows_stored, blocks, **shape.options)
 
 
 def _where_it_fits(tile: tuning.TileShape, run: Callable[[tuning.TileShape], None]) -> tuning.TileShape:

@@ -52,13 +52,13 @@ def blocks_of(head_dim: int, value_dim: int, dtype: torch.dtype, tile: tuning.Ti
     # as float32. They are computed from halves, so that tf32 is precise enough. Tensor cores
     # truncate operands to tf32: products.to_operand_dtype rounds them
     precision = "tf32" if dtype == torch.float16 else "ieee"
-    whole = widths == [head_dim, value_dim]
+    dims_fill_tile = widths == [head_dim, value_dim]
     # The interpreter of Triton 3.9 multiplies the bit patterns of bfloat16
     widen = knobs.runtime.interpret and dtype == torch.bfloat16
-    return Blocks(*map(tl.constexpr, (tile.rows, tile.keys, *widths, whole, precision, widen)))
+    return Blocks(*map(tl.constexpr, (tile.rows, tile.keys, *widths, dims_fill_tile, precision, widen)))
 
 
-def _shifted(mechanism: Mechanism, bounded: bool, dtype: torch.dtype) -> bool:
+def _needs_shift(mechanism: Mechanism, bounded: bool, dtype: torch.dtype) -> bool:
     """``Algebra.shifted`` where the normaliser is l1. ``bounded`` is
     ``softfocus.backends.triton.bounded`` of the call.
     """
@@ -83,7 +83,7 @@ def algebra_of(mechanism: Mechanism, power_given: bool, bounded: bool, dtype: to
         reweighted=tl.constexpr(mechanism.power is not None),
         power=tl.constexpr(power),
         laser=tl.constexpr(mechanism.laser),
-        shifted=tl.constexpr(l1 and _shifted(mechanism, bounded, dtype)),
+        shifted=tl.constexpr(l1 and _needs_shift(mechanism, bounded, dtype)),
         shift_holds_norm=tl.constexpr(plain_exp),
         terms=tl.constexpr(TERMS[dtype]),
         inputs_are_fp32=tl.constexpr(dtype == torch.float32),

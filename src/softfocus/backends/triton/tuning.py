@@ -156,9 +156,11 @@ def candidates(kernel: str, call: Call) -> tuple[TileShape, ...]:
         "key_gradients": (reweighted or mechanism.phi != "exp") if width == "hdim128" else (reweighted and laser),
     }.get(kernel, False)
     # The names of the table that apply to the call, the most specific first
-    names = [f"{width}, LASER", "LASER"] * (laser and not reweighted)
-    names += [f"{width}, compute-intensive"] * compute_intensive
-    names += [f"{width}, {mechanism.phi}", width, "hdim64"]
+    names = [f"{width}, {mechanism.phi}", width, "hdim64"]
+    if compute_intensive:
+        names = [f"{width}, compute-intensive", *names]
+    if laser and not reweighted:
+        names = [f"{width}, LASER", "LASER", *names]
     return next(table[kernel, name] for name in names if (kernel, name) in table)
 
 
@@ -191,9 +193,12 @@ _known: dict[tuple[Hashable, ...], TileShape] = {}
 
 
 def fastest(
-    kind: tuple[Hashable, ...], device: torch.device, candidates: tuple[TileShape, ...], run: Callable[[TileShape], Any]
+    kind_of_call: tuple[Hashable, ...],
+    device: torch.device,
+    candidates: tuple[TileShape, ...],
+    run: Callable[[TileShape], Any],
 ) -> TileShape:
-    """The tile shape with which ``run`` takes the least time, for calls of a kind.
+    """The tile shape with which ``run`` takes the least time, for calls of a kind (see ``kind``).
 
     It is measured at the first call of the kind, which waits for the device and for compilers.
     Later processes find it in Triton's own cache, by device, Triton's version and the kernels'
@@ -207,9 +212,9 @@ def fastest(
     """
     if not switched_on(TUNE, default=True) or torch.are_deterministic_algorithms_enabled():
         return candidates[0]
-    kind = (_name(device), *kind)
-    if kind not in _known:
-        code = hashlib.sha256(json.dumps([triton.__version__, _source(), kind]).encode()).hexdigest()
+    key = (_name(device), *kind_of_call)
+    if key not in _known:
+        code = hashlib.sha256(json.dumps([triton.__version__, _source(), key]).encode()).hexdigest()
         store = get_cache_manager(code)
         found = store.get_file("tile.json")
         tile = None if found is None else _read(found)
@@ -219,8 +224,8 @@ def fastest(
             if tile is None:
                 return candidates[0]
             store.put(json.dumps(tile), "tile.json", binary=False)
-        _known[kind] = tile
-    return _known[kind]
+        _known[key] = tile
+    return _known[key]
 
 
 def _measured(candidates: tuple[TileShape, ...], run: Callable[[TileShape], Any]) -> TileShape | None:
