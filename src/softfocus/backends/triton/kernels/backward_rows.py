@@ -20,11 +20,11 @@ The other kernels load them for each tile. A vector along the second dimension o
 key_gradients, takes as many registers as a row of the tile. ``load_row_vectors`` therefore loads
 only those that the algebra needs.
 """
-MEAN_GRAD, SCALE, ROW_BIAS, SHIFT, THRESHOLD, INVERSE_SPREAD, WEIGHT_FACTOR, GRAD_FACTOR, DELTA = (
+MEAN_GRAD, PRODUCT_SCALE, ROW_BIAS, SHIFT, THRESHOLD, INVERSE_SPREAD, WEIGHT_FACTOR, GRAD_FACTOR, DELTA = (
     tl.constexpr(n) for n in range(9)
 )
-"""Indices of the row vectors. SCALE is c_i, with cosine times the mantissa of 1 / |q_i|, and
-ROW_BIAS is the row bias, both in the score unit. SHIFT to DELTA are the fields of GradientRow,
+"""Indices of the row vectors. PRODUCT_SCALE is c_i, with cosine times the mantissa of 1 / |q_i|.
+ROW_BIAS is the row bias. Both are in the score unit. SHIFT to DELTA are the fields of GradientRow,
 except that GRAD_FACTOR is divided by the score unit.
 """
 
@@ -36,8 +36,7 @@ def active_rows(outputs, inputs, algebra, b, h, q_offsets, EXACT: tl.constexpr):
     """
     active = q_offsets < inputs.query_length
     if algebra.laser:
-        mark = tl.load(loading.row_pointers(outputs.saved, b, h, q_offsets, loading.MARK), mask=active, other=0.0)
-        active = active & ((mark > 0.0) == EXACT)
+        active = active & ((laser.load_marks(outputs.saved, inputs, b, h, q_offsets) > 0.0) == EXACT)
     return active
 
 
@@ -78,25 +77,25 @@ def load_delta(grad_out, outputs, inputs, algebra, b, h, q_offsets, blocks):
 @triton.jit
 def load_row_vectors(row_vectors, algebra, b, h, q_offsets, active):
     """The row vectors [BLOCK_Q] that query_gradients wrote, 0 in rows that are not active:
-    (mean_grad, scale, row_bias, GradientRow).
+    (mean_grad, product_scale, row_bias, GradientRow).
 
-    ``scale`` is in the score unit, and ``grad_factor`` is divided by it. Both are factors of
-    grad_key. Scores need ``scale`` alone.
+    ``product_scale`` is in the score unit, and ``grad_factor`` is divided by that unit. Both are
+    factors of grad_key. Scores need ``product_scale`` alone.
     """
     zeros = tl.zeros(q_offsets.shape, tl.float32)
     mean_grad, row_bias, shift, threshold, inverse_spread, delta = zeros, zeros, zeros, zeros, zeros, zeros
     pointers = loading.row_pointers(row_vectors, b, h, q_offsets, 0)
-    scale = tl.load(pointers + SCALE * row_vectors.stride_b, mask=active, other=0.0)
+    product_scale = tl.load(pointers + PRODUCT_SCALE * row_vectors.stride_b, mask=active, other=0.0)
     weight_factor = tl.load(pointers + WEIGHT_FACTOR * row_vectors.stride_b, mask=active, other=0.0)
     grad_factor = tl.load(pointers + GRAD_FACTOR * row_vectors.stride_b, mask=active, other=0.0)
     if algebra.score_bias != "0":
         row_bias = tl.load(pointers + ROW_BIAS * row_vectors.stride_b, mask=active, other=0.0)
     if algebra.shifted:
         # Rows that are not active load no shift. Their score may be a large bias, whose exponential
-        # overflows; with shift = inf their weight is 2^-inf = 0. Softplus, the only phi whose
-        # phi_unit is not 1, grows linearly and needs no such shift: its polynomial would compute
-        # 0 * inf
-        inactive_shift: tl.constexpr = float("inf") if algebra.phi.phi_unit == 1.0 else 0.0
+        # overflows. With shift = inf their weight is 2^-inf = 0. Softplus grows linearly and needs
+        # no such shift. It must not have it either: its polynomial would compute 0 * inf
+        is_softplus: tl.constexpr = algebra.phi.phi_unit != 1.0  # no other phi has such a unit
+        inactive_shift: tl.constexpr = 0.0 if is_softplus else float("inf")
         shift = tl.load(pointers + SHIFT * row_vectors.stride_b, mask=active, other=inactive_shift)
     if algebra.reweighted:
         mean_grad = tl.load(pointers + MEAN_GRAD * row_vectors.stride_b, mask=active, other=0.0)
@@ -106,17 +105,17 @@ def load_row_vectors(row_vectors, algebra, b, h, q_offsets, active):
     if algebra.normaliser == "l1":
         delta = tl.load(pointers + DELTA * row_vectors.stride_b, mask=active, other=0.0)
     row = weighting.GradientRow(shift, threshold, inverse_spread, weight_factor, grad_factor, delta)
-    return mean_grad, scale, row_bias, row
+    return mean_grad, product_scale, row_bias, row
 
 
 @triton.jit
-def store_row_vectors(row_vectors, mean_grad, scale, row_bias, row, grad_factor, b, h, q_offsets, mask):
+def store_row_vectors(row_vectors, mean_grad, product_scale, row_bias, row, grad_factor, b, h, q_offsets, mask):
     """Store the row vectors for the other kernels; ``row.grad_factor`` is replaced by
     ``grad_factor``.
     """
     pointers = loading.row_pointers(row_vectors, b, h, q_offsets, 0)
     tl.store(pointers + MEAN_GRAD * row_vectors.stride_b, mean_grad, mask=mask)
-    tl.store(pointers + SCALE * row_vectors.stride_b, scale, mask=mask)
+    tl.store(pointers + PRODUCT_SCALE * row_vectors.stride_b, product_scale, mask=mask)
     tl.store(pointers + ROW_BIAS * row_vectors.stride_b, row_bias, mask=mask)
     tl.store(pointers + SHIFT * row_vectors.stride_b, row.shift, mask=mask)
     tl.store(pointers + THRESHOLD * row_vectors.stride_b, row.threshold, mask=mask)

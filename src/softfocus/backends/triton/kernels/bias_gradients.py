@@ -51,20 +51,18 @@ def bias_gradients(
                 active = backward_rows.active_rows(outputs, inputs, algebra, b, h, q_offsets, EXACT)  # [BLOCK_Q]
                 query = loading.load_queries(inputs, b, h, q_offsets, blocks)  # [BLOCK_Q, BLOCK_D]
                 grad_acc = loading.load_like_out(grad_out, inputs, b, h, q_offsets, blocks)  # [BLOCK_Q, BLOCK_DV]
-                # mean_grad, row_bias, the fields of row, count, scale, query_rnorm and query_scale
-                # [BLOCK_Q]
-                mean_grad, _scale, row_bias, row = backward_rows.load_row_vectors(
+                # mean_grad, row_bias, the fields of row, count, scale, query_rnorm and
+                # product_scale [BLOCK_Q]
+                mean_grad, _product_scale, row_bias, row = backward_rows.load_row_vectors(
                     row_vectors, algebra, b, h, q_offsets, active
                 )
                 count = masking.visible_count(masks, inputs, b, h, q_offsets)
                 scale = scoring.score_scale(inputs, algebra, count, h) * algebra.phi.score_unit
-                query_rnorm = scale  # not used without cosine, but Triton needs the name in both branches
                 if EXACT:
                     exact = laser.exact_row(outputs.saved, inputs, algebra, count, b, h, q_offsets, row.delta)
                     exact = laser.expanded(exact, 1)
-                if algebra.cosine:
-                    query_rnorm = loading.load_vector(inputs.query_rnorm, b, h, q_offsets, inputs.query_length)
-                query, query_scale = scoring.query_operand(query, query_rnorm, scale, inputs, algebra)
+                query_rnorm = scoring.load_query_rnorm(inputs, algebra, b, h, q_offsets)
+                query, product_scale = scoring.query_operand(query, query_rnorm, scale, inputs, algebra)
                 start, _full_start, _full_stop, stop = masking.key_tile_range(masks, inputs, blocks, b, q_block)
                 if EXACT:
                     stop = tl.where(tl.max(active.to(tl.int32)) > 0, stop, start)
@@ -78,15 +76,15 @@ def bias_gradients(
                     # s, visible, grad_weights, grad_u, derivative [BLOCK_Q, BLOCK_K]
                     s, visible, _scaled_dots = scoring.tile_scores(
                         products.dot(query, tl.trans(key), blocks), inputs, algebra, masks, b, h, q_offsets[:, None],
-                        k_offsets[None, :], query_scale[:, None], key_rnorm[None, :], row_bias[:, None], True,
+                        k_offsets[None, :], product_scale[:, None], key_rnorm[None, :], row_bias[:, None], True,
                     )  # fmt: skip
                     if EXACT:
                         log_weights, _log_u = laser.log_weights(s, exact, inputs, algebra, h)
-                        exact_terms, _none = laser.weighted_grads(
+                        exact_terms, _none = laser.add_exact_terms(
                             log_weights, tl.zeros_like(s), None, grad_out, outputs, inputs, b, h, q_offsets, active,
                             k_offsets, 0, blocks,
                         )  # fmt: skip
-                        _weighted_grad, grad_u, derivative = laser.gradients_of_marked(
+                        _grad_log_weight, grad_u, derivative = laser.gradients_of_marked(
                             s, exact_terms, exact, inputs, algebra, h
                         )
                     else:

@@ -6,11 +6,12 @@ are re-weighted it also computes the weighted values of the split: the sum of we
 its weight is above rounding (with LASER, above 0). ``combine`` adds the splits.
 
 The queries of all heads that share a key head are the rows of one tile. A product on tensor cores
-has at least sixteen rows. Most of the result would be padding, and threads would hold copies of the
-rest. The products are therefore written to ``scores``, 4 bytes per score; a key has hundreds of
-bytes. They are read without padding, with each score in one thread only, turned into weights that
-are not normalised yet, and written back to ``scores``. The product with the values reads the
-weights. A single query is multiplied without tensor cores.
+has at least sixteen rows. With fewer queries, most rows of its result are padding, and several
+threads hold the same score. The kernels therefore store the products in ``scores`` and load them
+without padding, so that each thread has scores of its own. The thread turns them into weights,
+which are not normalised yet, and stores these in place of the products. The product with the values
+loads the weights. Each of these accesses takes 4 bytes per score, while a key has hundreds of
+bytes. A single query is multiplied without tensor cores.
 
 In shapes ROWS_STORED is the number of rows, rounded up to a power of two. BLOCK_Q is ROWS_STORED,
 but at least 16 unless there is a single row.
@@ -23,7 +24,7 @@ from softfocus.backends.triton.kernels import forward, laser, loading, masking, 
 from softfocus.backends.triton.kernels.pointwise import LOG2E, row_shift
 
 PARTS = tl.constexpr(4)
-"""The number of row vectors that each split stores."""
+"""The number of vectors [rows] that each split stores."""
 PART_MAX, PART_PHI_SUM, PART_POWER_SUM, PART_MARK = (tl.constexpr(n) for n in range(4))
 """Indices of these vectors: largest score, sum phi 2^-shift, sum u^p, and LASER's marks."""
 SCORES_AT_ONCE = tl.constexpr(512)
@@ -262,7 +263,8 @@ def _sum_values(
     large_values = tl.zeros([blocks.BLOCK_K], tl.float32)  # stays 0: every tile is treated as a partial one
     # For a single row: weights times values, summed over the keys at the end
     product_sums = tl.zeros([blocks.BLOCK_K, blocks.BLOCK_DV], tl.float32)
-    # The largest |v| so far, for LASER: |v|, since e^-inf = 0 would hide -inf
+    # For LASER, the largest |v| so far. Any |v| above LARGE_VALUE has the split summed again, also
+    # that of a negative v: among these is -inf, whose e^-inf = 0 leaves no trace in the sums
     largest_value = tl.zeros([blocks.BLOCK_K], tl.float32)
     for CAREFUL in tl.static_range(2):
         end = stop
@@ -354,6 +356,7 @@ def combine(inputs, algebra, masks, parts, sums, splits, outputs, ROWS_STORED: t
         largest_phi = algebra.phi.value(row_max, shift, algebra)
         _threshold, _inverse_spread, _tied, peak = weighting.row_threshold(inputs, algebra, count, phi_sum, largest_phi)
     forward.store_results(
-        inputs, algebra, outputs, b, row_heads, q_offsets, count, row_max, shift, phi_sum, power_sum, ROWS_STORED > 1,
-        peak, acc, needs_exact, tl.zeros([16], tl.float32), blocks,  # no large values: PART_MARK has marked their rows
+        inputs, algebra, outputs, b, row_heads, q_offsets, count, row_max, shift, phi_sum, power_sum, peak, acc,
+        needs_exact, tl.zeros([16], tl.float32),  # no large values: PART_MARK has marked their rows
+        blocks, ROUNDED=ROWS_STORED > 1,
     )  # fmt: skip

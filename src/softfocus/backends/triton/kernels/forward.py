@@ -22,9 +22,7 @@ def forward(inputs, algebra, masks, outputs, blocks):
     count = masking.visible_count(masks, inputs, b, h, q_offsets)  # [BLOCK_Q], as scale, row_bias and query_rnorm
     scale = scoring.score_scale(inputs, algebra, count, h) * algebra.phi.score_unit
     row_bias = scoring.row_bias_of(inputs, algebra, count, b)
-    query_rnorm = scale  # not used without cosine, but Triton needs the name in both branches
-    if algebra.cosine:
-        query_rnorm = loading.load_vector(inputs.query_rnorm, b, h, q_offsets, inputs.query_length)
+    query_rnorm = scoring.load_query_rnorm(inputs, algebra, b, h, q_offsets)
     query, scale = scoring.query_operand(query, query_rnorm, scale, inputs, algebra)
     tile_range = masking.key_tile_range(masks, inputs, blocks, b, block)
 
@@ -84,8 +82,8 @@ def forward(inputs, algebra, masks, outputs, blocks):
     if inputs.seed is not None:
         acc = acc * inputs.keep_scale
     store_results(
-        inputs, algebra, outputs, b, row_heads, q_offsets, count, row_max, shift, phi_sum, power_sum, True, peak, acc,
-        needs_exact, large_values, blocks,
+        inputs, algebra, outputs, b, row_heads, q_offsets, count, row_max, shift, phi_sum, power_sum, peak, acc,
+        needs_exact, large_values, blocks, ROUNDED=True,
     )  # fmt: skip
 
 
@@ -195,8 +193,8 @@ def _with_nonfinite(acc, visible, inputs, b, h, k_offsets, blocks):
 
 @triton.jit
 def store_results(
-    inputs, algebra, outputs, b, row_heads, q_offsets, count, row_max, shift, phi_sum, power_sum, ROUNDED: tl.constexpr,
-    peak, acc, needs_exact, large_values, blocks,
+    inputs, algebra, outputs, b, row_heads, q_offsets, count, row_max, shift, phi_sum, power_sum, peak, acc,
+    needs_exact, large_values, blocks, ROUNDED: tl.constexpr,
 ):  # fmt: skip
     """Store ``outputs``, from acc [BLOCK_Q, BLOCK_DV] and vectors [BLOCK_Q]; ``row_heads``
     [BLOCK_Q] are the query heads of the rows.

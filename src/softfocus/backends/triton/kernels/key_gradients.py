@@ -61,17 +61,17 @@ def key_gradients(
                 q_offsets = start + tl.arange(0, blocks.BLOCK_Q)  # [BLOCK_Q]
                 active = backward_rows.active_rows(outputs, inputs, algebra, b, h, q_offsets, EXACT)
                 # query, grad_operand [BLOCK_Q, BLOCK_D]; grad_acc [BLOCK_Q, BLOCK_DV]; mean_grad,
-                # scale, row_bias and the fields of row [BLOCK_Q]
+                # product_scale, row_bias and the fields of row [BLOCK_Q]
                 query, grad_operand = loading.load_query_operands(inputs, b, h, q_offsets, blocks)
                 grad_acc = loading.load_like_out(grad_out, inputs, b, h, q_offsets, blocks)
-                mean_grad, scale, row_bias, row = backward_rows.load_row_vectors(
+                mean_grad, product_scale, row_bias, row = backward_rows.load_row_vectors(
                     row_vectors, algebra, b, h, q_offsets, active
                 )
                 # s, visible, weights, grad_weights, grad_u, derivative [BLOCK_K, BLOCK_Q]
                 s, visible, _scaled_dots = scoring.tile_scores(
                     products.dot(key, tl.trans(query), blocks), inputs, algebra, masks, b, h,
-                    q_offsets[None, :], k_offsets[:, None], scale[None, :], key_scale[:, None], row_bias[None, :],
-                    IS_PARTIAL,
+                    q_offsets[None, :], k_offsets[:, None], product_scale[None, :], key_scale[:, None],
+                    row_bias[None, :], IS_PARTIAL,
                 )  # fmt: skip
                 if EXACT:
                     count = masking.visible_count(masks, inputs, b, h, q_offsets)
@@ -82,11 +82,11 @@ def key_gradients(
                     # real statistics. Such weights are removed. included [BLOCK_K, BLOCK_Q]
                     included = visible & active[None, :]
                     log_weights = tl.where(included, log_weights, float("-inf"))
-                    exact_terms, value_sum = laser.weighted_grads(
+                    exact_terms, value_sum = laser.add_exact_terms(
                         log_weights, tl.zeros_like(s), value_sum, grad_out, outputs, inputs, b, h, q_offsets, active,
                         k_offsets, 1, blocks,
                     )  # fmt: skip
-                    _weighted_grad, grad_u, derivative = laser.gradients_of_marked(
+                    _grad_log_weight, grad_u, derivative = laser.gradients_of_marked(
                         s, exact_terms, exact, inputs, algebra, h
                     )
                 else:
@@ -101,14 +101,17 @@ def key_gradients(
                         weights = tl.where(kept, weights * inputs.keep_scale, 0.0)
                 if algebra.reweighted:
                     grad_u = grad_u - mean_grad[None, :]
-                grad_factor = row.grad_factor
-                if inputs.unit_key_fp16 is not None:  # grad_operand includes scale
-                    scale = tl.full(scale.shape, 1.0, tl.float32)
-                if algebra.inputs_are_fp16:  # powers of two that may overflow float16 multiply the product instead
+                # Both [BLOCK_Q], factors of grad_scores
+                grad_factor, operand_scale = row.grad_factor, product_scale
+                if inputs.unit_key_fp16 is not None:  # grad_operand includes product_scale
+                    operand_scale = tl.full(product_scale.shape, 1.0, tl.float32)
+                if algebra.inputs_are_fp16:
+                    # With these factors grad_scores may overflow float16. Each is divided by a
+                    # power of two, and both powers multiply the product
                     factor_pow2 = norms.largest_power_of_two(grad_factor)
-                    scale_pow2 = norms.largest_power_of_two(scale)
-                    grad_factor, scale = grad_factor / factor_pow2, scale / scale_pow2
-                grad_scores = (grad_u * grad_factor[None, :]) * derivative * scale[None, :]
+                    scale_pow2 = norms.largest_power_of_two(operand_scale)
+                    grad_factor, operand_scale = grad_factor / factor_pow2, operand_scale / scale_pow2
+                grad_scores = (grad_u * grad_factor[None, :]) * derivative * operand_scale[None, :]
                 if EXACT:
                     grad_scores = tl.where(included, grad_scores, 0.0)
                 # In a partial tile 0 times a non-finite query, or grad_out of a fully masked row,

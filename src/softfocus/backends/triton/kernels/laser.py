@@ -166,8 +166,8 @@ def log_weights(s, row, inputs, algebra, h):
 
 @triton.jit
 def gradients_of_marked(s, exact_terms, row, inputs, algebra, h):
-    """A (dL/dA - delta), g and phi' of a tile [BLOCK_Q, BLOCK_K], or [BLOCK_K, BLOCK_Q], from
-    scores and ``exact_terms`` = A dL/dA.
+    """dL/d(log A) = A (dL/dA - delta), g and phi' of a tile [BLOCK_Q, BLOCK_K], or [BLOCK_K,
+    BLOCK_Q], from scores and ``exact_terms`` = A dL/dA.
 
     It does the work of ``weighting.weights_and_gradients``, but from A dL/dA, which is finite even
     where A underflows and dL/dA overflows. g includes all factors of the row.
@@ -181,7 +181,8 @@ def gradients_of_marked(s, exact_terms, row, inputs, algebra, h):
     # Where f is at most ``small``, f or 1 / f may leave float32's normal range (above 2^-126), and
     # phi' / phi is computed from the score (``Phi.log_derivative``). At 2^-100 every phi without
     # zeros is in its exponential tail. The relu family has the wider margin 2^-60, since s^2 may be
-    # subnormal where s^2 2^-shift is not; its log_derivative is exact. Both are chosen
+    # subnormal where s^2 2^-shift is not; its log_derivative is exact. Both limits are chosen, not
+    # measured
     small = 2.0**-100
     if algebra.phi.has_zeros:
         small = 2.0**-60
@@ -200,7 +201,7 @@ def gradients_of_marked(s, exact_terms, row, inputs, algebra, h):
 
 
 @triton.jit
-def weighted_grads(
+def add_exact_terms(
     log_weights, exact_terms, value_sum, grad_out, outputs, inputs, b, h, q_offsets, active, k_offsets,
     ROW_AXIS: tl.constexpr, blocks
 ):  # fmt: skip
@@ -265,9 +266,7 @@ def exact_forward(inputs, algebra, masks, outputs, blocks):
     row = expanded(exact_row(outputs.saved, inputs, algebra, count, b, h, q_offsets, tl.zeros_like(count)), 1)
     scale = scoring.score_scale(inputs, algebra, count, h) * algebra.phi.score_unit
     row_bias = scoring.row_bias_of(inputs, algebra, count, b)
-    query_rnorm = scale  # not used without cosine, but Triton needs the name in both branches
-    if algebra.cosine:
-        query_rnorm = loading.load_vector(inputs.query_rnorm, b, h, q_offsets, inputs.query_length)
+    query_rnorm = scoring.load_query_rnorm(inputs, algebra, b, h, q_offsets)
     query, scale = scoring.query_operand(query, query_rnorm, scale, inputs, algebra)
     tile_range = masking.key_tile_range(masks, inputs, blocks, b, block)
     # The largest log A + v of each row and column, the sum of e^(log A + v - running_max), and the

@@ -1,11 +1,11 @@
-"""Loads and stores: strided arrays, row vectors, keys and values in pages."""
+"""Loads and stores: strided arrays, vectors of rows, keys and values in pages."""
 
 import triton
 import triton.language as tl
 
 COUNT, MAXIMUM, LOG_NORM, PEAK, PHI_SUM, POWER_SUM, MARK, MAXIMUM_IN_UNIT = (tl.constexpr(n) for n in range(8))
-"""Indices of the row vectors that the forward saves in ``Outputs.saved``: first ``RowStatistics``,
-then what the backward needs. MARK is not 0 in LASER's marked rows. MAXIMUM_IN_UNIT is the maximum
+"""Indices of the vectors that the forward saves in ``Outputs.saved``: first ``RowStatistics``, then
+what the backward needs. MARK is not 0 in LASER's marked rows. MAXIMUM_IN_UNIT is the maximum
 in the score unit.
 """
 
@@ -53,8 +53,8 @@ def load_vector(array, b, h, row_offsets, length):
 
 @triton.jit
 def row_pointers(vectors, b, h, q_offsets, INDEX: tl.constexpr):
-    """Pointers [R] to the rows ``q_offsets`` of the vector INDEX of an Array of row vectors [n, B,
-    H, Lq].
+    """Pointers [R] to the rows ``q_offsets`` of the vector INDEX of an Array of vectors [n, B, H,
+    Lq], the saved ones or the row vectors.
 
     Its strides are shifted by one dimension: stride_b is the stride of the vectors, stride_h that
     of B and stride_l that of H. The rows are contiguous.

@@ -31,23 +31,23 @@ def visible(masks, inputs, b, h, q_offsets, k_offsets):
 
     A tile has offsets [BLOCK_Q, 1] and [1, BLOCK_K], or [1, BLOCK_Q] and [BLOCK_K, 1].
     """
-    # positions, last and query_documents are shaped like q_offsets. is_real and key_documents are
+    # positions, last and query_documents are shaped like q_offsets. key_mask and key_documents are
     # shaped like k_offsets, broadcast against h if h is a vector
     positions = q_offsets + query_offset(inputs, masks, b)
     length = loading.sequence_length(inputs, b)
     last = tl.zeros_like(q_offsets) + (length - 1)
     if masks.has_right:
         last = tl.minimum(last, positions + masks.right)
-    seen = k_offsets <= last
+    result = k_offsets <= last
     if masks.has_left:
-        seen = seen & (k_offsets >= positions - masks.left)
+        result = result & (k_offsets >= positions - masks.left)
     if masks.key_mask is not None:
-        is_real = tl.load(
+        key_mask = tl.load(
             loading.head_pointer(masks.key_mask, b, h) + k_offsets.to(tl.int64) * masks.key_mask.stride_d,
             mask=k_offsets < length,
             other=0,
         )
-        seen = seen & (is_real != 0)
+        result = result & (key_mask != 0)
     if masks.document_ids is not None:
         ids = loading.head_pointer(masks.document_ids, b, h)
         query_documents = tl.load(
@@ -57,12 +57,12 @@ def visible(masks, inputs, b, h, q_offsets, k_offsets):
         )
         pointers = ids + k_offsets.to(tl.int64) * masks.document_ids.stride_d
         key_documents = tl.load(pointers, mask=k_offsets < length, other=-2)
-        seen = seen & (query_documents == key_documents)
+        result = result & (query_documents == key_documents)
     if masks.mask is not None:
         offsets = q_offsets.to(tl.int64) * masks.mask.stride_l + k_offsets.to(tl.int64) * masks.mask.stride_d
         mask = (q_offsets < inputs.query_length) & (k_offsets < length)
-        seen = seen & (tl.load(loading.head_pointer(masks.mask, b, h) + offsets, mask=mask, other=0) != 0)
-    return seen
+        result = result & (tl.load(loading.head_pointer(masks.mask, b, h) + offsets, mask=mask, other=0) != 0)
+    return result
 
 
 @triton.jit
@@ -99,20 +99,25 @@ def _tile_range(
     block sees all of the tile. The full tiles are full_start..full_stop, ends excluded. The partial
     tiles are start..full_start and full_stop..stop.
     """
-    start, full_start = 0, 0
-    stop, full_stop = length, length
+    # Positions, ends excluded: low..high is what some position of the block sees, and
+    # full_low..full_high what all of them see
+    low, full_low = 0, 0
+    high, full_high = length, length
     if HAS_BEHIND:
-        start = tl.maximum(first - behind, 0)
-        full_start = tl.maximum(last - behind, 0)
+        low = tl.maximum(first - behind, 0)
+        full_low = tl.maximum(last - behind, 0)
     if HAS_AHEAD:
-        stop = tl.minimum(last + ahead + 1, length)
-        full_stop = tl.minimum(first + ahead + 1, length)
-    stop = tl.maximum(stop, 0)
-    full_stop = tl.maximum(full_stop, 0)
-    start = start // TILE
-    stop = tl.maximum(_ceil_div(stop, TILE), start)
-    full_start = _ceil_div(full_start, TILE)
-    full_stop = tl.maximum(full_stop // TILE, full_start)
+        high = tl.minimum(last + ahead + 1, length)
+        full_high = tl.minimum(first + ahead + 1, length)
+    # A position before 0 would be rounded towards 0 below, not down
+    high = tl.maximum(high, 0)
+    full_high = tl.maximum(full_high, 0)
+    # Tiles. Either range of positions may be empty, with its end before its start. The limits give
+    # start <= full_start <= full_stop <= stop, so that no number of tiles is negative
+    start = low // TILE
+    stop = tl.maximum(_ceil_div(high, TILE), start)
+    full_start = _ceil_div(full_low, TILE)
+    full_stop = tl.maximum(full_high // TILE, full_start)
     full_start = tl.minimum(full_start, stop)
     full_stop = tl.minimum(full_stop, stop)
     return start, full_start, full_stop, stop
@@ -213,11 +218,11 @@ def survey(inputs, masks, lowest, highest, counts, states, blocks):
     state_row = loading.head_pointer(states, b, h) + block.to(tl.int64) * states.stride_l
     for n in range(start, stop):
         k_offsets = n * blocks.BLOCK_K + tl.arange(0, blocks.BLOCK_K)  # [BLOCK_K]
-        # seen [BLOCK_Q, BLOCK_K]
-        seen = visible(masks, inputs, b, h, q_offsets[:, None], k_offsets[None, :])
-        seen = (seen & (q_offsets[:, None] < inputs.query_length)).to(tl.int32)
-        count += tl.sum(seen, 1)
-        total = tl.sum(tl.sum(seen, 1), 0)
+        # tile_visible [BLOCK_Q, BLOCK_K]
+        tile_visible = visible(masks, inputs, b, h, q_offsets[:, None], k_offsets[None, :])
+        tile_visible = (tile_visible & (q_offsets[:, None] < inputs.query_length)).to(tl.int32)
+        count += tl.sum(tile_visible, 1)
+        total = tl.sum(tl.sum(tile_visible, 1), 0)
         state = tl.where(total == blocks.BLOCK_Q * blocks.BLOCK_K, FULL, tl.where(total > 0, PARTIAL, EMPTY))
         tl.store(state_row + n * states.stride_d, state.to(tl.int8))
     pointers = loading.head_pointer(counts, b, h) + q_offsets * counts.stride_l

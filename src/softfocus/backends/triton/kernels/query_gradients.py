@@ -45,8 +45,8 @@ def query_gradients(
         if tl.max(active.to(tl.int32)) == 0:
             return
     query = loading.load_queries(inputs, b, h, q_offsets, blocks)  # [BLOCK_Q, BLOCK_D]
-    # grad_acc [BLOCK_Q, BLOCK_DV]: dL/d(A V), or LASER's dL/d(A e^V). EXACT: grad_out; not used.
-    # delta [BLOCK_Q]
+    # grad_acc [BLOCK_Q, BLOCK_DV]: dL/d(A V), or LASER's dL/d(A e^V). In the EXACT variant it is
+    # grad_out and not used. delta [BLOCK_Q]
     if algebra.laser and not EXACT:
         grad_acc, delta = backward_rows.laser_grad_acc(grad_out, outputs, inputs, b, h, q_offsets, active, blocks)
         row_heads = tl.zeros_like(q_offsets) + h
@@ -61,11 +61,14 @@ def query_gradients(
     tile_row = weighting.expanded(row, 1)  # vectors [BLOCK_Q, 1]
     if EXACT:
         exact = laser.expanded(laser.exact_row(outputs.saved, inputs, algebra, count, b, h, q_offsets, delta), 1)
-    scale, row_bias = scoring.score_scale(inputs, algebra, count, h), scoring.row_bias_of(inputs, algebra, count, b)
-    query_rnorm = scale  # not used without cosine, but Triton needs the name in both branches
-    if algebra.cosine:
-        query_rnorm = loading.load_vector(inputs.query_rnorm, b, h, q_offsets, inputs.query_length)
-    query, query_scale = scoring.query_operand(query, query_rnorm, scale * algebra.phi.score_unit, inputs, algebra)
+    row_bias = scoring.row_bias_of(inputs, algebra, count, b)
+    query_rnorm = scoring.load_query_rnorm(inputs, algebra, b, h, q_offsets)
+    # [BLOCK_Q]: score_scale is c_i in natural units; product_scale is what multiplies the products:
+    # c_i in the score unit, with cosine times the mantissa of 1 / |q_i|
+    score_scale = scoring.score_scale(inputs, algebra, count, h)
+    query, product_scale = scoring.query_operand(
+        query, query_rnorm, score_scale * algebra.phi.score_unit, inputs, algebra
+    )
     if inputs.unit_key_fp16 is not None and not EXACT:
         query_fp32 = query.to(tl.float32)
         loading.store_queries(inputs.unit_query_fp16, inputs, b, h, q_offsets, query_fp32, blocks)
@@ -74,7 +77,7 @@ def query_gradients(
         loading.store_queries(inputs.scaled_query, inputs, b, h, q_offsets, query, blocks)
     grad_factor = row.grad_factor
     if EXACT:  # gradients_of_marked includes all factors of the row
-        grad_factor = tl.full(scale.shape, 1.0, tl.float32)
+        grad_factor = tl.full(count.shape, 1.0, tl.float32)
     tile_range = masking.key_tile_range(masks, inputs, blocks, b, block)
 
     grad_sum = tl.zeros([blocks.BLOCK_Q, blocks.BLOCK_D], tl.float32)  # sum_j g phi' k
@@ -86,17 +89,19 @@ def query_gradients(
             k_offsets = scoring.key_offsets(masks, tile_range, b, h, block, n, IS_PARTIAL, blocks)  # [BLOCK_K]
             # key [BLOCK_K, BLOCK_D], key_rnorm [BLOCK_K]; s, visible [BLOCK_Q, BLOCK_K]
             key, key_rnorm, s, visible, _scaled_dots = scoring.scores_of_keys(
-                query, inputs, algebra, masks, b, h, q_offsets, k_offsets, query_scale, row_bias, IS_PARTIAL, blocks
+                query, inputs, algebra, masks, b, h, q_offsets, k_offsets, product_scale, row_bias, IS_PARTIAL, blocks
             )
-            # All [BLOCK_Q, BLOCK_K]: grad_weights, grad_u, derivative, log2_u,
-            # weighted_grad = A (dL/dA - delta)
+            # All [BLOCK_Q, BLOCK_K]: grad_weights, grad_u, derivative, log2_u, and
+            # grad_log_weight = dL/d(log A) = A (dL/dA - delta)
             if EXACT:
                 log_weights, log_u = laser.log_weights(s, exact, inputs, algebra, h)
-                exact_terms, _none = laser.weighted_grads(
+                exact_terms, _none = laser.add_exact_terms(
                     log_weights, tl.zeros_like(s), None, grad_out, outputs, inputs, b, h, q_offsets, active, k_offsets,
                     0, blocks,
                 )  # fmt: skip
-                weighted_grad, grad_u, derivative = laser.gradients_of_marked(s, exact_terms, exact, inputs, algebra, h)
+                grad_log_weight, grad_u, derivative = laser.gradients_of_marked(
+                    s, exact_terms, exact, inputs, algebra, h
+                )
                 log2_u = tl.where(log_u > float("-inf"), log_u, 0.0) / LN2
             else:
                 value = loading.load_value_operand(inputs, b, h, k_offsets, IS_PARTIAL, blocks)  # [BLOCK_K, BLOCK_DV]
@@ -108,12 +113,12 @@ def query_gradients(
                 weights, grad_u, derivative, u = weighting.weights_and_gradients(
                     s, grad_weights, tile_row, inputs, algebra, h
                 )
-                weighted_grad = weights * (grad_weights - tile_row.delta)
+                grad_log_weight = weights * (grad_weights - tile_row.delta)
                 log2_u = log2(tl.where(u > 0.0, u, 1.0), algebra.terms)
             if IS_PARTIAL:
                 grad_u = tl.where(visible, grad_u, 0.0)  # masked scores: phi' is 0, but grad_u may be NaN
-            # float16 cannot hold every key_rnorm: a power of two of it multiplies the product
-            # instead
+            # The operand grad_u derivative key_rnorm may overflow float16. key_rnorm is divided by
+            # a power of two, which multiplies the product
             rnorm_pow2 = 1.0
             if inputs.unit_key_fp16 is not None:
                 key = loading.load_bf16_unit_keys(inputs, b, h, k_offsets, IS_PARTIAL, blocks)  # [BLOCK_K, BLOCK_D]
@@ -137,10 +142,10 @@ def query_gradients(
                 derivative_sum += tile_sum
                 grad_u_sum += tl.sum(grad_u, 1)
                 if grad_power is not None:
-                    weighted_grad = weighted_grad * log2_u
+                    terms = grad_log_weight * log2_u
                     if IS_PARTIAL:
-                        weighted_grad = tl.where(visible, weighted_grad, 0.0)
-                    log2_u_sum += tl.sum(weighted_grad, 1)
+                        terms = tl.where(visible, terms, 0.0)
+                    log2_u_sum += tl.sum(terms, 1)
 
     mean_grad = tl.zeros_like(grad_u_sum)  # [BLOCK_Q]
     if algebra.reweighted:
@@ -153,17 +158,12 @@ def query_gradients(
     if EXACT:
         mask = active
     sees_a_key = mask & (count > 0.0)  # not fully masked
-    # The factors are multiplied in the same order as in the forward, so that key_gradients computes
-    # the same scores
-    scale_in_unit = scale * algebra.phi.score_unit
-    if algebra.cosine:
-        scale_in_unit = scale_in_unit * norms.mantissa_of(query_rnorm)
     # Stored before the queries are loaded again. The compiler does not move that load above a
     # store, and only from here on are there registers for it
     backward_rows.store_row_vectors(
         row_vectors,
         mean_grad,
-        scale_in_unit,
+        product_scale,
         row_bias,
         row,
         grad_factor / algebra.phi.score_unit,
@@ -184,18 +184,18 @@ def query_gradients(
             + d_offsets[None, :] * inputs.query.stride_d
         )
         query_bounds = (q_offsets[:, None] < inputs.query_length) & (d_offsets[None, :] < inputs.head_dim)
-        # [BLOCK_Q, BLOCK_D]; without cosine the query itself
-        unit_query = loading.reload(pointers, query_bounds)
+        # What the keys are multiplied with, [BLOCK_Q, BLOCK_D]: q / |q| with cosine, else q
+        direction = loading.reload(pointers, query_bounds)
         if algebra.cosine:
-            unit_query, mantissa = norms.scaled_operand(unit_query, query_rnorm)
-            unit_query = unit_query.to(tl.float32) * mantissa[:, None]
-        grad_dot_query = tl.sum(grad_sum * unit_query.to(tl.float32), 1)  # [BLOCK_Q]
+            direction, mantissa = norms.scaled_operand(direction, query_rnorm)
+            direction = direction.to(tl.float32) * mantissa[:, None]
+        grad_dot_query = tl.sum(grad_sum * direction.to(tl.float32), 1)  # [BLOCK_Q]
         if grad_head_scale is not None:
             share = grad_dot_query * scoring.base_scale(inputs, algebra, count)
             tl.store(grad_head_scale + row_starts + q_offsets, tl.where(sees_a_key, share, 0.0), mask=mask)
         if algebra.cosine:
-            grad_sum = (grad_sum - grad_dot_query[:, None] * unit_query) * query_rnorm[:, None]
-    grad_sum = tl.where(sees_a_key[:, None], grad_sum * scale[:, None], 0.0)
+            grad_sum = (grad_sum - grad_dot_query[:, None] * direction) * query_rnorm[:, None]
+    grad_sum = tl.where(sees_a_key[:, None], grad_sum * score_scale[:, None], 0.0)
     tl.store(
         loading.head_pointer(grad_query, b, h)
         + q_offsets[:, None] * grad_query.stride_l

@@ -47,6 +47,15 @@ def row_bias_of(inputs, algebra, count, b):
 
 
 @triton.jit
+def load_query_rnorm(inputs, algebra, b, h, q_offsets):
+    """1 / |q_i| [BLOCK_Q]; without cosine 0, which nothing uses."""
+    rnorm = tl.zeros(q_offsets.shape, tl.float32)
+    if algebra.cosine:
+        rnorm = loading.load_vector(inputs.query_rnorm, b, h, q_offsets, inputs.query_length)
+    return rnorm
+
+
+@triton.jit
 def query_operand(query, rnorm, scale, inputs, algebra):
     """The query operand [BLOCK_Q, BLOCK_D] of the products with keys, and the factor [BLOCK_Q] that
     turns these products into scores.
@@ -101,8 +110,10 @@ def tile_scores(
 ):
     """Scores of a tile in the score unit, -inf where masked; whether they are visible; and
     scaled_dots, the products with their scale but no bias, 0 where masked. All three are shaped
-    like ``dots``. From scaled_dots with -inf in it ``forward.nan_if_infinite`` detects an infinite
-    product.
+    like ``dots``.
+
+    A -inf in scaled_dots is an infinite product, because masked products are 0 there. A -inf in the
+    scores may also be a masked score. ``forward.nan_if_infinite`` needs the difference.
 
     Args:
         dots: products of queries and keys, [BLOCK_Q, BLOCK_K] or [BLOCK_K, BLOCK_Q].

@@ -12,7 +12,10 @@ from softfocus.backends.triton.kernels import loading, pointwise, products
 MAX_UNTHRESHOLDED_COUNT = tl.constexpr(3)
 """As in ``softfocus.mechanism``: the largest N_i of a row without threshold."""
 LARGE_POWER = tl.constexpr(12.0)
-"""For p at or above this, u^(p - 1) is below 2^-22 where u^p is below 2^-24."""
+"""``gradient_row`` takes the gradients of a row as 0 where its sum of u^p equals its largest term.
+Smaller terms may be lost in that sum, and their gradients, which u^(p - 1) multiplies, are
+negligible only for a p at or above this: there u^(p - 1) is below 2^-22 where u^p is below 2^-24.
+"""
 TIE_TOLERANCE = tl.constexpr(128.0 * 2.0**-23)
 """``softfocus.mechanism.TIE_EPS`` eps of float32."""
 
@@ -73,14 +76,14 @@ def head_power(inputs, algebra, h):
 
 
 @triton.jit
-def u_to_the_power(u, inputs, algebra, h, LESS: tl.constexpr):
-    """u^(p - LESS) of any shape, 0 where u is 0; LESS is 0 or 1."""
-    if inputs.power is None and algebra.power > LESS:
-        result = pointwise.whole_power(u, algebra.power - LESS)
+def u_to_the_power(u, inputs, algebra, h, MINUS: tl.constexpr):
+    """u^(p - MINUS) of any shape, 0 where u is 0; MINUS is 0 or 1."""
+    if inputs.power is None and algebra.power > MINUS:
+        result = pointwise.whole_power(u, algebra.power - MINUS)
     elif inputs.power is None:
         result = tl.where(u == 0.0, 0.0, 1.0)
     else:
-        result = tl.where(u == 0.0, 0.0, pointwise.any_power(u, tl.load(inputs.power + h) - LESS, algebra.terms))
+        result = tl.where(u == 0.0, 0.0, pointwise.any_power(u, tl.load(inputs.power + h) - MINUS, algebra.terms))
     return result
 
 
@@ -117,12 +120,15 @@ class GradientRow(NamedTuple):
     """The backward's constants of its rows: vectors [BLOCK_Q], or ``expanded`` to broadcast to a
     tile.
 
-        A = weight_factor phi            dL/dphi = grad_factor (dL/dA - delta)
-        A = weight_factor u^p            dL/dphi = grad_factor ((dL/dA - delta) u^(p-1) - mean_grad)
+    Let phi_s = phi 2^-shift. ``Phi.value`` returns f = phi_unit phi_s. Without re-weighting
 
-    The first line is without re-weighting, the second with it, where u = (phi - threshold)
-    inverse_spread. phi in the left column and in u is what ``Phi.value`` returns: phi 2^-shift,
-    times ``phi_unit``. dL/dphi in the right column is the derivative by phi without ``phi_unit``.
+        A = weight_factor f
+        dL/dphi_s = grad_factor (dL/dA - delta)
+
+    With re-weighting, where u = max(f - threshold, 0) |inverse_spread|,
+
+        A = weight_factor u^p
+        dL/dphi_s = grad_factor ((dL/dA - delta) u^(p-1) - mean_grad)
 
     Attributes:
         shift: of phi, as in the forward; where ``shift_holds_norm`` the logsumexp, in the score
@@ -232,9 +238,9 @@ def weights_and_gradients(s, grad_weights, row, inputs, algebra, h):
             grad_u = tl.where(f > row.threshold, 0.0, grad_u)
     if algebra.reweighted:
         u = phi_to_u(f, row.threshold, tl.abs(row.inverse_spread), algebra)
-        u_p1 = tl.where(row.inverse_spread < 0.0, 1.0, u_to_the_power(u, inputs, algebra, h, 1))  # u^(p-1)
-        grad_u = grad_u * u_p1
-        weights = u_p1 * u
+        u_to_p_minus_1 = tl.where(row.inverse_spread < 0.0, 1.0, u_to_the_power(u, inputs, algebra, h, 1))
+        grad_u = grad_u * u_to_p_minus_1
+        weights = u_to_p_minus_1 * u
     if not algebra.shift_holds_norm:
         weights = weights * row.weight_factor
     return weights, grad_u, derivative, u
@@ -243,12 +249,13 @@ def weights_and_gradients(s, grad_weights, row, inputs, algebra, h):
 @triton.jit
 def rounding_step(rounded, algebra):
     """The unit in which the rounding error of the output is saved in eight bits: one ulp of the
-    output's dtype, float16 or bfloat16, divided by 127. ``rounded`` is the output as stored.
+    output's dtype, float16 or bfloat16, divided by 127; 0 where that would be tiny or not finite.
+    ``rounded`` is the output as stored.
 
-    127 is the largest int8, so that an error of one ulp fits. GPUs round to nearest and err by half
-    an ulp at most; Triton's interpreter truncates bfloat16. delta is computed from the output.
-    Where one key dominates a row, dL/dA - delta is smaller than the output's rounding. The result
-    is 0 where the unit would be tiny or not finite.
+    The error is saved for delta, which is computed from the output: where one key dominates a row,
+    dL/dA - delta is smaller than the output's rounding. 127 is the largest int8, so that an error
+    of one ulp fits. GPUs round to nearest and err by half an ulp at most, but Triton's interpreter
+    truncates bfloat16.
     """
     bits = rounded.to(tl.int32, bitcast=True) & 0x7F800000
     pow2 = bits.to(tl.float32, bitcast=True)
