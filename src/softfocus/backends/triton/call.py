@@ -8,7 +8,6 @@ import torch
 import triton.language as tl
 from torch import Tensor
 from triton import knobs
-from triton.runtime.errors import OutOfResources
 
 from softfocus.backends.triton import (
     FEW_ROWS,
@@ -30,6 +29,7 @@ from softfocus.backends.triton.inputs import (
     ceil_div,
     document_bounds,
     inputs_of,
+    masks_of,
     tile_lists,
 )
 from softfocus.backends.triton.kernels import (
@@ -46,7 +46,6 @@ from softfocus.backends.triton.kernels import (
 )
 from softfocus.backends.triton.tuning import next_power_of_two
 from softfocus.contract import LEAVES, Call, pack
-from softfocus.visibility import UNLIMITED
 
 TILES_OF_A_SPLIT = 4
 """The fewest tiles of keys of a split. Chosen, not measured."""
@@ -139,7 +138,7 @@ class Launcher:
                     inputs, self.algebra, shape.masks, outputs, shape.blocks, **shape.options,
                 )  # fmt: skip
 
-            _where_it_fits(tile, marked_rows)
+            tuning.where_it_fits(tile, marked_rows)
         return out, saved
 
     def backward(self, grad: Tensor, bias_grad: bool, out: Tensor, saved: Tensor) -> dict[str, Tensor]:
@@ -215,7 +214,7 @@ class Launcher:
 
     def _with_shape(self, kernel: str, run: Callable[[tuning.TileShape], None]) -> tuning.TileShape:
         """Run with the fastest tile shape, or a smaller one if it does not fit. Return that."""
-        return _where_it_fits(self._fastest(kernel, run), run)
+        return tuning.where_it_fits(self._fastest(kernel, run), run)
 
     def _fastest(self, kernel: str, run: Callable[[tuning.TileShape], None]) -> tuning.TileShape:
         if (
@@ -242,7 +241,8 @@ class Launcher:
                 self._surveys[tile] = self._survey(tile, blocks)
             masks, states = self._surveys[tile]
             if lists and states is not None:
-                masks = masks._replace(**{lists: tile_lists(states if lists == "key_tiles" else states.mT)})
+                made: Any = {lists: tile_lists(states if lists == "key_tiles" else states.mT)}
+                masks = masks._replace(**made)
             self._launch_shapes[key] = LaunchShape(
                 blocks,
                 masks,
@@ -330,16 +330,9 @@ class Launcher:
         None where the window alone masks.
         """
         visibility, inputs = self.call.visibility, self.inputs
-        mask, key_mask, documents = visibility.mask, visibility.key_mask, visibility.document_ids
-        masks = Masks(
-            visibility.left, visibility.right, visibility.offset,
-            None if mask is None else array(mask.view(torch.uint8)),
-            None if key_mask is None else array(key_mask[:, None, None].view(torch.uint8)),
-            None if documents is None else array(documents[:, None, None]),
-            None, None, None,
-            tl.constexpr(visibility.left != UNLIMITED), tl.constexpr(visibility.right != UNLIMITED),
-        )  # fmt: skip
-        parts = [part for part in (mask, key_mask, documents) if part is not None]
+        masks = masks_of(visibility)
+        mask, documents = visibility.mask, visibility.document_ids
+        parts = [part for part in (mask, visibility.key_mask, documents) if part is not None]
         if not parts:
             return masks, None
         batch, heads = max(part.size(0) for part in parts), 1 if mask is None else mask.size(1)
@@ -384,20 +377,6 @@ class Launcher:
             self._launch(decode.weights, constants, grid, *shared, scores, rows_stored, stages, blocks, **shape.options)
         grid = 1, heads
         self._launch(decode.combine, constants, grid, *shared, splits, outputs, rows_stored, blocks, **shape.options)
-
-
-def _where_it_fits(tile: tuning.TileShape, run: Callable[[tuning.TileShape], None]) -> tuning.TileShape:
-    """Run with a tile shape, or a smaller one that fits in shared memory. Return the shape."""
-    tiles = (tile, *tuning.SMALLER)
-    for tile in tiles:
-        try:
-            run(tile)
-        except OutOfResources:
-            if tile == tiles[-1]:
-                raise
-        else:
-            return tile
-    raise AssertionError("unreachable")
 
 
 def _layout(call: Call) -> Hashable:

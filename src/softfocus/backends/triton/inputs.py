@@ -12,13 +12,14 @@ from triton import knobs
 
 from softfocus import dropout
 from softfocus.backends.triton import runtime_power, tuning
-from softfocus.backends.triton.arguments import Algebra, Array, Blocks, Inputs, TileLists
+from softfocus.backends.triton.arguments import Algebra, Array, Blocks, Inputs, Masks, TileLists
 from softfocus.backends.triton.kernels import masking
 from softfocus.backends.triton.kernels.pointwise import PHI
 from softfocus.backends.triton.tuning import next_power_of_two
 from softfocus.contract import Call
 from softfocus.mechanism import Mechanism
 from softfocus.pointwise import POINTWISE
+from softfocus.visibility import UNLIMITED, Visibility
 
 # The number of terms of phi's polynomials (kernels/pointwise.py), by the dtype of the inputs
 TERMS = {torch.float32: 9, torch.float16: 6, torch.bfloat16: 4}
@@ -136,6 +137,19 @@ def inputs_of(call: Call) -> Inputs:
         keep_scale=tl.constexpr(dropout.keep_scale(dropout_of_call.p)),
         page_size=tl.constexpr(page_size),
     )
+
+
+def masks_of(visibility: Visibility) -> Masks:
+    """The masks without what ``masking.survey`` computes: counts and lists of tiles."""
+    mask, key_mask, documents = visibility.mask, visibility.key_mask, visibility.document_ids
+    return Masks(
+        visibility.left, visibility.right, visibility.offset,
+        None if mask is None else array(mask.view(torch.uint8)),
+        None if key_mask is None else array(key_mask[:, None, None].view(torch.uint8)),
+        None if documents is None else array(documents[:, None, None]),
+        None, None, None,
+        tl.constexpr(visibility.left != UNLIMITED), tl.constexpr(visibility.right != UNLIMITED),
+    )  # fmt: skip
 
 
 def document_bounds(documents: Tensor, width: int) -> tuple[Array, Array]:

@@ -228,6 +228,20 @@ def fastest(
     return _known[key]
 
 
+def where_it_fits(tile: TileShape, run: Callable[[TileShape], None]) -> TileShape:
+    """Run with a tile shape, or a smaller one that fits in shared memory. Return the shape."""
+    tiles = (tile, *SMALLER)
+    for tile in tiles:
+        try:
+            run(tile)
+        except OutOfResources:
+            if tile == tiles[-1]:
+                raise
+        else:
+            return tile
+    raise AssertionError("unreachable")
+
+
 def _measured(candidates: tuple[TileShape, ...], run: Callable[[TileShape], Any]) -> TileShape | None:
     """The fastest of the shapes that fit; None if none does."""
     times = {}
