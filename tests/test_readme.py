@@ -645,6 +645,16 @@ def test_the_single_numbers_about_lssa_are_the_measured_ones():
     rise = loss("layouts", "lssa-hybrid-s1", 2048) - loss("layouts", "lssa-hybrid-s1", 1024)
     assert f"with seed 1 by {rise:.3f}" in text
 
+    for seed in range(3):
+        for at in ((128, AS_TRAINED), (2048, window)):
+            assert loss("larger", f"lssa-local-s{seed}", *at) < loss("larger", f"softmax-s{seed}", *at)
+        assert loss("larger", f"lssa-hybrid-s{seed}") < loss("larger", f"softmax-s{seed}")
+    by = {
+        group.label: cell(group, 1.0, "as trained") for group in read(ROOT / "docs/results/larger/results.json").groups
+    }
+    lead = by["Softmax"].minus(by["lssa-local"])
+    first = loss("larger", "softmax-s0") - loss("larger", "lssa-local-s0")
+    assert f"LSSA's lead was {first:.3f} at 1x, with three seeds it is {lead.value:.3f}." in text
     plain = loss("layouts-bpe-tuned", "softmax-s0")
     rates = [loss("learning-rates-bpe", "lssa-local-half-s0"), loss("bpe", "lssa-local-s0")]
     rates.append(loss("learning-rates-bpe", "lssa-local-twice-s0"))
