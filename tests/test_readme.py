@@ -597,6 +597,33 @@ def larger_lssa() -> str:
     return beside_softmax("larger")
 
 
+def lssa_tiled() -> str:
+    """`demo-hybrid` on two roundings, beside Softmax."""
+    softmax = next(group for group in read(RESULT / "results.json").groups if group.label == "Softmax")
+    at = {
+        "1x": (1.0, "as trained"),
+        "4x": (4.0, "as trained"),
+        "16x": (16.0, "as trained"),
+        "16x, window": (16.0, "window 1x"),
+    }
+    lines = [f"| `demo-hybrid`, eight seeds | {' | '.join(at)} |", "|---|" + "---|" * len(at)]
+    names = {"layouts": "CPU kernels", "layouts-lssa-tiled": "tiled backend"}
+    found = {}
+    for folder, name in names.items():
+        groups = read(ROOT / "docs/results" / folder / "results.json").groups
+        (found[name],) = (group for group in groups if group.label == "lssa-hybrid")
+        cells = [cell(found[name], *one) for one in at.values()]
+        lines.append(f"| {name} | {' | '.join(f'{one.loss:.3f} ± {one.spread:.3f}' for one in cells)} |")
+    for name, group in found.items():
+        pairs = {"1x": "1x", "16x": "16x, window", "16x, window": "16x, window"}
+        less = {mine: said(cell(group, *at[mine]).minus(cell(softmax, *at[other]))) for mine, other in pairs.items()}
+        lines.append(
+            f"| {name}, minus Softmax, at 16x with the window "
+            f"| {less['1x']} |  | {less['16x']} | {less['16x, window']} |"
+        )
+    return "\n".join(lines)
+
+
 def lssa_recall() -> str:
     """Loss on text and recall of the layouts with LSSA: seed 0, recipes that differ in the data and
     in what half the training length is.
@@ -678,7 +705,7 @@ def layouts_table() -> str:
 
 TABLES = {
     "layouts": layouts_table, "same_layout": same_layout, "bpe_lssa": bpe_lssa, "lssa_recall": lssa_recall,
-    "larger_lssa": larger_lssa, "slow": slow_table,
+    "larger_lssa": larger_lssa, "lssa_tiled": lssa_tiled, "slow": slow_table,
     "differences": differences_table, "new_rates": new_rates,
     "trials": trials_table, "recall": recall_table, "both": both_table, "heads": heads_table, "larger": larger_table,
     "bpe": bpe_table, "layout_recall": layout_recall_table, "rates": demo_rates, "larger_rates": larger_rates,
@@ -852,6 +879,26 @@ def test_eight_trainings_on_the_tiled_backend_kept_their_line():
     assert max(one.row(2048).loss - one.row(128).loss for one in group.evaluations) < 0.01, "no line is lost"
     said = f"{first.loss:.3f} ± {first.spread:.3f} at 1x, {last.loss:.3f} ± {last.spread:.3f} at 16x"
     assert said in " ".join(LAYOUTS.split())
+
+
+def test_one_training_of_demo_hybrid_rises_on_the_tiled_backend():
+    (group,) = read(ROOT / "docs/results/layouts-lssa-tiled/results.json").groups
+    rises = {one.seed: one.row(2048).loss - one.row(128).loss for one in group.evaluations}
+    assert len(rises) == 8
+    assert [seed for seed, rise in rises.items() if rise > 0] == [1]
+    one = group.evaluations[1]
+    shown = (one.row(128).loss, one.row(512).loss, one.row(2048).loss, one.row(2048, Setting(window=128)).loss)
+    said = "the loss goes from {:.3f} at 1x to {:.3f} at 4x and {:.3f} at 16x. With its window it is {:.3f} there."
+    assert one.seed == 1
+    cpu = next(group for group in read(RESULT / "results.json").groups if group.label == "lssa-hybrid").evaluations
+    assert max(cpu, key=lambda one: one.row(2048).loss - one.row(128).loss).seed == 1
+    text = " ".join(LAYOUTS.split())
+    assert said.format(*shown) in text
+    heads = read_as(HeadsMeasured, ROOT / "docs/results/heads/lssa-hybrid-tiled-s1.json")
+    base, whole = (mean(heads, row) for row in heads.rows[:2])
+    row, gain = gains(heads)[0]
+    said = "the window of head {} of layer {} takes off {:.3f} of the {:.3f} that the windows of all heads take off"
+    assert said.format(row.head, row.layer, gain.value, (base - whole).value) in text
 
 
 def test_the_committed_trials_are_rows_of_the_study():
