@@ -220,17 +220,40 @@ def trials_table() -> str:
     return "\n".join(lines)
 
 
+COLUMNS = {"1x": (1.0, "as trained"), "16x, as trained": (16.0, "as trained"), "16x, window": (16.0, "window 1x")}
+"""Length and setting of the columns that most tables have."""
+PAIRS = {
+    "1x": (COLUMNS["1x"], COLUMNS["1x"]),
+    "16x, as trained, minus Softmax with the window": (COLUMNS["16x, as trained"], COLUMNS["16x, window"]),
+    "16x, both with the window": (COLUMNS["16x, window"], COLUMNS["16x, window"]),
+}
+"""What is held against what of Softmax."""
+
+
+def shown_losses(group, columns=COLUMNS) -> list[str]:
+    """Means of a group of runs, and their spread if there are several."""
+    several = len(group.evaluations) > 1
+    cells = (cell(group, *one) for one in columns.values())
+    return [f"{one.loss:.3f}" + (f" ± {one.spread:.3f}" if several else "") for one in cells]
+
+
 def scale_table(study: str) -> str:
     """Losses of a study at 1x and 16x, as trained and with the window, by layout."""
     groups = read(ROOT / "docs/results" / study / "results.json").groups
     lines = ["| layout | seeds | 1x | 16x, as trained | 16x, window |", "|---|---|---|---|---|"]
-    wanted = ((1.0, "as trained"), (16.0, "as trained"), (16.0, "window 1x"))
-    for group in sorted(groups, key=lambda group: cell(group, *wanted[0]).loss):
-        cells = [cell(group, *one) for one in wanted]
-        several = len(group.evaluations) > 1
-        losses = [f"{one.loss:.3f}" + (f" ± {one.spread:.3f}" if several else "") for one in cells]
-        lines.append(f"| {' | '.join([group.evaluations[0].mechanism, str(len(group.evaluations)), *losses])} |")
+    for group in sorted(groups, key=lambda group: cell(group, *COLUMNS["1x"]).loss):
+        cells = [group.evaluations[0].mechanism, str(len(group.evaluations)), *shown_losses(group)]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def minus_softmax(by, names) -> list[str]:
+    """A table of the rows in ``names`` less Softmax, paired by document and seed."""
+    lines = [f"| minus Softmax | {' | '.join(PAIRS)} |", "|---|" + "---|" * len(PAIRS)]
+    for label, name in names.items():
+        found = (cell(by[label], *ours).minus(cell(by["Softmax"], *other)) for ours, other in PAIRS.values())
+        lines.append(f"| {name} | {' | '.join(map(said, found))} |")
+    return lines
 
 
 def test_what_is_said_of_laser_is_what_the_claims_found():
@@ -518,16 +541,7 @@ def sinks_table() -> str:
 def differences_table() -> str:
     """Each row of README's table less Softmax, paired by document and seed."""
     by = {group.label: group for group in read(RESULT / "results.json").groups}
-    softmax = by.pop("Softmax")
-    lines = [
-        "| minus Softmax | 1x | 16x, as trained, minus Softmax with the window | 16x, both with the window |",
-        "|---|---|---|---|",
-    ]
-    for label in (name for name in NAMES if name in by):
-        pairs = ((1.0, "as trained", "as trained"), (16.0, "as trained", "window 1x"), (16.0, "window 1x", "window 1x"))
-        found = [said(cell(by[label], at, own).minus(cell(softmax, at, other))) for at, own, other in pairs]
-        lines.append(f"| {NAMES[label]} | {' | '.join(found)} |")
-    return "\n".join(lines)
+    return "\n".join(minus_softmax(by, {label: NAMES[label] for label in NAMES if label in by and label != "Softmax"}))
 
 
 def same_layout() -> str:
@@ -569,24 +583,11 @@ def beside_softmax(*folders: str) -> str:
     by = {
         group.label: group for name in folders for group in read(ROOT / "docs/results" / name / "results.json").groups
     }
-    at = {"1x": (1.0, "as trained"), "16x, as trained": (16.0, "as trained"), "16x, window": (16.0, "window 1x")}
-    pairs = {
-        "1x": (at["1x"], at["1x"]),
-        "16x, as trained, minus Softmax with the window": (at["16x, as trained"], at["16x, window"]),
-        "16x, both with the window": (at["16x, window"], at["16x, window"]),
-    }
-    lines = [f"| | seeds | {' | '.join(at)} |", "|---|---|" + "---|" * len(at)]
-    rows = {"Softmax": "Softmax", "lssa-local": "`demo-lssa-local`", "lssa-hybrid": "`demo-hybrid`"}
-    for label, name in rows.items():
-        count = len(by[label].evaluations)
-        found = [cell(by[label], *one) for one in at.values()]
-        losses = [f"{one.loss:.3f}" + (f" ± {one.spread:.3f}" if count > 1 else "") for one in found]
-        lines.append(f"| {name} | {count} | {' | '.join(losses)} |")
-    lines += ["", f"| minus Softmax | {' | '.join(pairs)} |", "|---|" + "---|" * len(pairs)]
-    for label in ("lssa-local", "lssa-hybrid"):
-        cells = [said(cell(by[label], *ours).minus(cell(by["Softmax"], *other))) for ours, other in pairs.values()]
-        lines.append(f"| {rows[label]} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    layouts = {"lssa-local": "`demo-lssa-local`", "lssa-hybrid": "`demo-hybrid`"}
+    lines = [f"| | seeds | {' | '.join(COLUMNS)} |", "|---|---|" + "---|" * len(COLUMNS)]
+    for label, name in ({"Softmax": "Softmax"} | layouts).items():
+        lines.append(f"| {' | '.join([name, str(len(by[label].evaluations)), *shown_losses(by[label])])} |")
+    return "\n".join([*lines, "", *minus_softmax(by, layouts)])
 
 
 def bpe_lssa() -> str:
@@ -599,29 +600,15 @@ def larger_lssa() -> str:
 
 def lssa_tiled() -> str:
     """`demo-hybrid` on two roundings, beside Softmax."""
-    softmax = next(group for group in read(RESULT / "results.json").groups if group.label == "Softmax")
-    at = {
-        "1x": (1.0, "as trained"),
-        "4x": (4.0, "as trained"),
-        "16x": (16.0, "as trained"),
-        "16x, window": (16.0, "window 1x"),
+    groups = {
+        name: {group.label: group for group in read(ROOT / "docs/results" / folder / "results.json").groups}
+        for name, folder in (("CPU kernels", "layouts"), ("tiled backend", "layouts-lssa-tiled"))
     }
-    lines = [f"| `demo-hybrid`, eight seeds | {' | '.join(at)} |", "|---|" + "---|" * len(at)]
-    names = {"layouts": "CPU kernels", "layouts-lssa-tiled": "tiled backend"}
-    found = {}
-    for folder, name in names.items():
-        groups = read(ROOT / "docs/results" / folder / "results.json").groups
-        (found[name],) = (group for group in groups if group.label == "lssa-hybrid")
-        cells = [cell(found[name], *one) for one in at.values()]
-        lines.append(f"| {name} | {' | '.join(f'{one.loss:.3f} ± {one.spread:.3f}' for one in cells)} |")
-    for name, group in found.items():
-        pairs = {"1x": "1x", "16x": "16x, window", "16x, window": "16x, window"}
-        less = {mine: said(cell(group, *at[mine]).minus(cell(softmax, *at[other]))) for mine, other in pairs.items()}
-        lines.append(
-            f"| {name}, minus Softmax, at 16x with the window "
-            f"| {less['1x']} |  | {less['16x']} | {less['16x, window']} |"
-        )
-    return "\n".join(lines)
+    columns = {"1x": COLUMNS["1x"], "4x": (4.0, "as trained")} | COLUMNS
+    lines = [f"| `demo-hybrid`, eight seeds | {' | '.join(columns)} |", "|---|" + "---|" * len(columns)]
+    lines += [f"| {name} | {' | '.join(shown_losses(by['lssa-hybrid'], columns))} |" for name, by in groups.items()]
+    found = {name: by["lssa-hybrid"] for name, by in groups.items()} | {"Softmax": groups["CPU kernels"]["Softmax"]}
+    return "\n".join([*lines, "", *minus_softmax(found, {name: name for name in groups})])
 
 
 def lssa_recall() -> str:
@@ -680,6 +667,8 @@ def test_the_single_numbers_about_lssa_are_the_measured_ones():
         group.label: cell(group, 1.0, "as trained") for group in read(ROOT / "docs/results/larger/results.json").groups
     }
     lead = by["Softmax"].minus(by["lssa-local"])
+    assert not lead.sure
+    assert "LSSA is ahead with each of three seeds, too few to be sure" in readme
     first = loss("larger", "softmax-s0") - loss("larger", "lssa-local-s0")
     assert f"LSSA's lead was {first:.3f} at 1x, with three seeds it is {lead.value:.3f}." in text
     plain = loss("layouts-bpe-tuned", "softmax-s0")
