@@ -559,12 +559,13 @@ def same_layout() -> str:
 
 
 def new_rates() -> str:
-    """Losses at 1x by learning rate: one seed, and at the study's own rate the mean of its."""
-    found = {}
-    for name in ("learning-rates", "layouts"):
-        for group in read(ROOT / "docs/results" / name / "results.json").groups:
-            row = group.evaluations[0].run.rpartition("-s")[0]
-            found[name, row] = f"{cell(group, 1.0, 'as trained').loss:.3f}"
+    """Losses at 1x of seed 0, by learning rate."""
+    found = {
+        (name, one.run.removesuffix("-s0")): f"{one.row(128).loss:.3f}"
+        for name in ("learning-rates", "layouts")
+        for one in read(ROOT / "docs/results" / name / "results.json").evaluations
+        if one.seed == 0
+    }
     lines = ["| loss at 1x | 1e-3 | 2e-3 | 4e-3 | 8e-3 |", "|---|---|---|---|---|"]
     for row in ("softmax", "lssa-hybrid", "lssa-local", "local-cosine", "hybrid-half-rope", "local-nope", "lssar"):
         label = {"softmax": "Softmax", "lssar": "LSSAR"}.get(row, row)
@@ -654,8 +655,21 @@ def test_the_single_numbers_about_lssa_are_the_measured_ones():
     softmax = loss("layouts", "softmax-s0"), loss("layouts", "softmax-s0", 2048, window)
     assert f"loss below Softmax's ({softmax[0]:.3f} with this seed)" in text
     assert f"above windowed Softmax's {softmax[1]:.3f}." in text
-    pair = loss("layout-candidates", "lssa-8-s0"), loss("layouts", "lssa-s0")
-    assert "at 8e-3 than at 4e-3: {:.3f} against {:.3f} (seed 0)".format(*pair) in text
+    more = [
+        loss("learning-rates", f"{row}-four-times-s0") - loss("layouts", f"{row}-s0")
+        for row in ("softmax", "lssa-local", "lssa-hybrid")
+    ]
+    more.append(loss("layout-candidates", "lssa-8-s0") - loss("layouts", "lssa-s0"))
+    assert (
+        "At 8e-3 the loss of Softmax is higher by {:.3f} than at 4e-3, that of LSSA in a layout by {:.3f}, that of "
+        "`demo-hybrid` by {:.3f}, that of LSSA in every layer by {:.3f}.".format(*more)
+    ) in text
+    for ending, folder in (("", "learning-rates"), ("", "layouts"), ("-four-times", "learning-rates")):
+        plain = loss(folder, f"softmax{ending}-s0")
+        assert max(loss(folder, f"{row}{ending}-s0") for row in ("lssa-local", "lssa-hybrid")) < plain
+    for row in ("softmax", "lssa-local", "lssa-hybrid"):
+        own = loss("layouts", f"{row}-s0")
+        assert own < min(loss("learning-rates", f"{row}{ending}-s0") for ending in ("", "-four-times")), row
     rise = loss("layouts", "lssa-hybrid-s1", 2048) - loss("layouts", "lssa-hybrid-s1", 1024)
     assert f"with seed 1 by {rise:.3f}" in text
 
