@@ -13,6 +13,9 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     BartConfig,
+    BartForCausalLM,
+    BertConfig,
+    BertLMHeadModel,
     Cohere2Config,
     Cohere2ForCausalLM,
     DeepseekV3Config,
@@ -21,6 +24,8 @@ from transformers import (
     Gemma3TextConfig,
     Gemma4ForCausalLM,
     Gemma4TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
     Llama4ForCausalLM,
     Llama4TextConfig,
     LlamaConfig,
@@ -125,6 +130,24 @@ def test_a_window_needs_queries_and_keys_at_the_same_positions(mask):
     module.is_causal = False
     with pytest.raises(ValueError, match="window: Module is not causal and hands over 8 queries and 6 keys"):
         attention_forward(module, query, key, key, mask)
+
+
+@pytest.mark.parametrize("length", [9, 6], ids=["as long", "shorter"])
+@pytest.mark.parametrize("kind", ["gpt2", "bert", "bart"])
+def test_cross_attention_takes_no_window(tokens, kind, length):
+    """Whatever the lengths: as many keys as queries are no reason to take them for neighbours."""
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        model = GPT2LMHeadModel(GPT2Config(vocab_size=61, n_embd=32, n_layer=1, n_head=4, add_cross_attention=True))
+    elif kind == "bert":
+        model = BertLMHeadModel(BertConfig(**SIZES, is_decoder=True, add_cross_attention=True))
+    else:
+        model = BartForCausalLM(BartConfig(vocab_size=61, d_model=32, decoder_layers=1, decoder_attention_heads=4))
+    model = softfocus.hf.window(softfocus.hf.use(model.eval(), "lssar"), 3)
+    with pytest.raises(ValueError, match=r"window: .* is cross-attention"):
+        model(tokens(1, 9), encoder_hidden_states=torch.randn(1, length, model.config.hidden_size))
+    if kind == "bart":  # a decoder that is given no encoder's states has none
+        model(tokens(1, 9))
 
 
 def test_encoder_decoders_take_no_window(tmp_path):

@@ -159,6 +159,11 @@ def _attend(
         query, key, mask, scale = _with_sinks(module, group, heads, query, key, mask, causal, scale)
         window = None
     elif window is not None:
+        if group.window is not None and getattr(module, "_softfocus_crosses", False):
+            raise ValueError(
+                f"window: {type(module).__name__} is cross-attention, whose keys stand at other positions than its "
+                "queries; leave the window out"
+            )
         if group.window is not None and not causal and query.shape[2] != key.shape[2]:
             raise ValueError(
                 f"window: {type(module).__name__} is not causal and hands over {query.shape[2]} queries and "

@@ -24,6 +24,7 @@ from softfocus.layout import Heads, Layer
 
 PREFIX = "softfocus_"
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads")
+_CROSS = re.compile(r"cross|encoder_attn|EncDec", re.IGNORECASE)
 _SOFTMAX = re.compile(r"softmax\(|Softmax\(|scaled_dot_product_attention\(|multi_head_attention_forward\(")
 
 
@@ -121,9 +122,19 @@ def equip(module: nn.Module) -> None:
 
 def equip_all(model: nn.Module) -> None:
     """:func:`equip` every attention module of a model, and its rotary embeddings."""
+    places = {module: name for name, module in model.named_modules()}
     for module in attention_modules(model):
         equip(module)
+        module._softfocus_crosses = _crosses(module, places[module])  # type: ignore[assignment]
     rotary.add_bases(model)
+
+
+def _crosses(module: nn.Module, place: str) -> bool:
+    """Whether an attention module takes its keys from elsewhere than its queries: by its flag, its
+    class, or its name in the model (BERT's modules are the ``self`` inside).
+    """
+    own = place.removesuffix(".self").rpartition(".")[2]
+    return bool(getattr(module, "is_cross_attention", False) or _CROSS.search(f"{own} {type(module).__name__}"))
 
 
 def _initial(module: nn.Module, layer: Layer, argument: str) -> Tensor | None:
