@@ -156,6 +156,10 @@ def _attend(
     """One group of heads. query, key and value are views of the module's."""
     scale = scaling if group.mechanism.scale == "1/sqrt(d)" else None
     if group.sinks:
+        if others["document_ids"] is not None:
+            raise ValueError(
+                "sinks: they are the first keys of one text, and cu_seq_lens_q packs several; pass them alone"
+            )
         query, key, mask, scale = _with_sinks(module, group, heads, query, key, mask, causal, scale)
         window = None
     elif window is not None:
