@@ -19,6 +19,8 @@ from transformers import (
     BartForConditionalGeneration,
     FalconConfig,
     FalconForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     LongT5Config,
@@ -98,6 +100,27 @@ def test_calling_it_again_switches(build, tokens):
     assert torch.equal(model.model.layers[0].self_attn.softfocus_head_scale, torch.full((4,), 20.0))
     softfocus.hf.use(model, "softmax")
     assert not [name for name, _ in model.named_parameters() if "softfocus_" in name]
+
+
+@pytest.mark.parametrize("before", [None, "ssmax"])
+def test_an_error_leaves_the_model_as_it_was(tokens, before):
+    """GPT-2 has no rotary embedding, which shows only while its modules are equipped."""
+    torch.manual_seed(0)
+    model, ids = GPT2LMHeadModel(GPT2Config(vocab_size=61, n_embd=32, n_layer=1, n_head=4)).eval(), tokens(1, 9)
+    if before is not None:
+        softfocus.hf.use(model, before)
+        with torch.no_grad():
+            model.transformer.h[0].attn.softfocus_head_scale.fill_(3.0)
+    want, config = logits(model, ids), model.config.to_dict()
+    for change in (
+        lambda: softfocus.hf.use(model, {"*": {"mechanism": "lssar", "rope": 0}}),
+        lambda: softfocus.hf.use(model, {"*": {"mechanism": "ssmax", "rope_base": 100}}),
+        lambda: softfocus.hf.window(model, 4, sinks=1),
+    )[: 2 if before is None else 3]:
+        with pytest.raises(ValueError, match="rope, rope_base, sinks: GPT2Attention takes no position_embeddings"):
+            change()
+        assert torch.equal(logits(model, ids), want)
+        assert model.config.to_dict() == config
 
 
 def test_initialising_again_keeps_what_was_learned(build):

@@ -25,7 +25,8 @@ attention of their own (vLLM, TGI, llama.cpp, ONNX and GGUF exports), which run 
 config says: do not serve such a model there.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -118,7 +119,7 @@ def use(target: Target, mechanism: str | Mechanism | Mapping[Any, Any] | Layout,
     layout = _layout(mechanism, parameters, config)
     if isinstance(target, PreTrainedConfig):
         _refuse_class_without_dispatch(target)
-        _write(target, layout)
+        assign(target, layout)
         return target
     modules = list(_learned.attention_modules(target))
     _refuse_without_dispatch(target, modules)
@@ -128,12 +129,11 @@ def use(target: Target, mechanism: str | Mechanism | Mapping[Any, Any] | Layout,
         _warn_of_keys_that_count(target)
     if layout.layers is not None:
         _refuse_other_layers(modules, layout)
-    for module in modules:
-        for name in _learned.names():
-            module._parameters.pop(name, None)
-    _write(target, layout)
-    mark(target)
-    _learned.equip_all(target)
+    with _as_it_was_after_an_error(target):
+        for module in modules:
+            for name in _learned.names():
+                module._parameters.pop(name, None)
+        assign(target, layout)
     return target
 
 
@@ -190,10 +190,12 @@ def assign(target: PreTrainedModel | PreTrainedConfig, layout: Layout) -> None:
 
     The heads and what they learn must be those of the layout that is there.
     """
-    _write(target, layout)
-    if isinstance(target, PreTrainedModel):
-        mark(target)
-        _learned.equip_all(target)
+    with _as_it_was_after_an_error(target):
+        for config in _configs(target):
+            _config.write(config, layout)
+        if isinstance(target, PreTrainedModel):
+            mark(target)
+            _learned.equip_all(target)
 
 
 def explain(model: PreTrainedModel) -> str:
@@ -228,15 +230,36 @@ def _layout(mechanism: Any, parameters: dict[str, float], config: PreTrainedConf
     return layout
 
 
-def _write(target: PreTrainedModel | PreTrainedConfig, layout: Layout) -> None:
-    """Into the config and those inside it. Decoders may hold copies, so a model's modules are asked
-    for theirs, too.
+def _configs(target: PreTrainedModel | PreTrainedConfig) -> list[PreTrainedConfig]:
+    """The config and those inside it. Decoders may hold copies, so a model's modules are asked for
+    theirs, too.
     """
     owners = [target] if isinstance(target, PreTrainedConfig) else []
     if isinstance(target, PreTrainedModel):
         owners = [m.config for m in target.modules() if isinstance(getattr(m, "config", None), PreTrainedConfig)]
-    for config in {id(c): c for owner in owners for c in _config.tree(owner)}.values():
-        _config.write(config, layout)
+    return list({id(c): c for owner in owners for c in _config.tree(owner)}.values())
+
+
+@contextmanager
+def _as_it_was_after_an_error(target: PreTrainedModel | PreTrainedConfig) -> Iterator[None]:
+    """Gives a model or config back what it ran and what its heads had learned, where a layout turns
+    out not to fit while it is put in (no RoPE to change, say).
+    """
+    configs = [(config, _config.state(config)) for config in _configs(target)]
+    modules = list(_learned.attention_modules(target)) if isinstance(target, PreTrainedModel) else []
+    learned = [{n: p for n, p in module._parameters.items() if n in _learned.names()} for module in modules]
+    try:
+        yield
+    except BaseException:
+        for config, before in configs:
+            _config.restore(config, before)
+        for module, parameters in zip(modules, learned, strict=True):
+            for name in _learned.names():
+                module._parameters.pop(name, None)
+            module._parameters.update(parameters)
+        if isinstance(target, PreTrainedModel):
+            _learned.equip_all(target)
+        raise
 
 
 def _refuse_other_layers(modules: list[torch.nn.Module], layout: Layout) -> None:

@@ -121,6 +121,18 @@ def write(config: PreTrainedConfig, layout: Layout) -> None:
     setattr(config, NAME, Entry(layout))
 
 
+def state(config: PreTrainedConfig) -> dict[str, Any]:
+    """What :func:`write` changes in one config, for :func:`restore`."""
+    return {key: config.__dict__[key] for key in (NAME, _INTERNAL) if key in config.__dict__}
+
+
+def restore(config: PreTrainedConfig, before: dict[str, Any]) -> None:
+    """Give one config back what :func:`state` found in it."""
+    for key in (NAME, _INTERNAL):
+        config.__dict__.pop(key, None)
+    config.__dict__.update(before)
+
+
 def _get_entry(config: PreTrainedConfig) -> Entry | None:
     return config.__dict__.get(NAME)
 
