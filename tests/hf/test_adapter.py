@@ -205,3 +205,17 @@ def test_attention_weights_are_refused(build, tokens):
         model(tokens(1, 4), output_attentions=True)
     with pytest.raises(ValueError, match="output_attentions"):
         model.config.output_attentions = True
+
+
+def test_configs_that_ask_for_weights_are_refused(build, tokens):
+    """They did so before they got a mechanism. Transformers would return no weights, and only later
+    refuse to save.
+    """
+    model = build("llama")
+    model.set_attn_implementation("eager")
+    model.config.output_attentions = True
+    assert len(model(tokens(1, 4)).attentions) == 2
+    for target in (model, model.config):
+        with pytest.raises(ValueError, match="output_attentions: the config asks for attention weights"):
+            softfocus.hf.use(target, "lssar")
+    assert len(model(tokens(1, 4)).attentions) == 2

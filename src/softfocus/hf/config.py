@@ -116,6 +116,11 @@ def tree(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
 def write(config: PreTrainedConfig, layout: Layout) -> None:
     """Give one config the entry of a layout, whatever attention implementation it had before."""
     _refuse_window(config, layout)
+    if config.output_attentions:  # Transformers asks only where it is set later, or saved
+        raise ValueError(
+            "output_attentions: the config asks for attention weights, and softfocus never holds the whole matrix; "
+            "set config.output_attentions = False"
+        )
     config.__dict__.pop(NAME, None)
     setattr(config, _INTERNAL, NAME)
     setattr(config, NAME, Entry(layout))
