@@ -742,6 +742,13 @@ def test_a_training_that_cannot_fit_is_refused_before_its_corpus(tiny: Path, tmp
     assert not (tmp_path / "out" / "run.json").exists()
 
 
+@pytest.mark.parametrize("size", ["", "8k", "-5", "9" * 20])
+def test_a_size_that_is_none_is_told_as_the_tokenizer_tells_it(tiny: Path, tmp_path: Path, size: str) -> None:
+    """Memory is checked before the tokenizer is made, and takes the size from its name."""
+    with pytest.raises(LabError, match="has no vocabulary size from 257 to 1048576"):
+        train(loading.load(tiny, [f"data.tokenizer=bpe:{size}"]), tmp_path / "out")
+
+
 def test_what_torch_keeps_of_the_gpu_is_free(monkeypatch: Any) -> None:
     """Driver: 1,000 bytes free. Torch: 700 taken, 300 of them in use."""
     for name, value in (
