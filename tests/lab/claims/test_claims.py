@@ -393,6 +393,13 @@ def test_a_page_says_what_was_run_and_what_came_out(made: Any) -> None:
         assert " ".join(said.split()) in " ".join(text.split()), said
 
 
+def test_a_page_of_runs_that_all_failed(made: Any) -> None:
+    lost = made(a=[[1.0]]).model_copy(update={"runs": [], "missing": ["a-s0 is missing: killed by signal 9"]})
+    text = page.page(statement(LOWER), {"toy": lost})
+    for said in ("**Verdict: not run** (1 not run).", "a-s0 is missing: killed by signal 9", "--scale toy --seeds 3`"):
+        assert said in text
+
+
 def test_a_page_says_how_many_comparisons_agree(made: Any) -> None:
     text = 'kind = "lower"\nrow = "a"\nthan = ["b", "c"]'
     one = page.page(statement(text), {"toy": made(a=[[1.0]] * 3, b=[[2.0]] * 3, c=[[0.5]] * 3)})

@@ -203,7 +203,8 @@ def _outcome(claim: Claim, scale: Scale, results: Results) -> list[str]:
                 f"Since then: {'; '.join(differing)}."
             )
         )
-    parts += [_wrapped(_runs(claim, scale, results)), *(_wrapped(line) for line in results.missing)]
+    parts += [_wrapped(_runs(claim, scale, results))] if results.runs else []
+    parts += [_wrapped(line) for line in results.missing]
     if lost := [run for run in results.runs if run.diverged]:
         parts.append("\n".join(f"* Diverged: {run.row}, seed {run.info.seed}: {run.info.error}." for run in lost))
     groups = [group for row in results.rows if (group := results.group(row)) is not None]
@@ -349,7 +350,7 @@ def _sizes(results: Results, statement: Saves) -> str:
 
 
 def _command(claim: Claim, scale: Scale, results: Results | None = None) -> str:
-    seeds = len({run.info.seed for run in results.runs}) if results else SEEDS
+    seeds = len({run.info.seed for run in results.runs} if results else ()) or SEEDS
     return f"softfocus reproduce {claim.name} --scale {scale} --seeds {seeds}"
 
 
