@@ -25,6 +25,7 @@ from softfocus.lab.run_folder.files import RECIPE, RUN, load_run, save_measured,
 from softfocus.lab.run_folder.owner import LOCK, owning
 from softfocus.lab.run_folder.results import Answers, Recall, RecallRow
 from softfocus.lab.studies import crew, study
+from softfocus.lab.studies.demo import run_demo
 from softfocus.lab.studies.study import run_study
 from softfocus.lab.train.run import train
 
@@ -162,6 +163,18 @@ def test_a_row_that_fails_is_named_and_the_others_are_compared(two_rows: Path, t
     with pytest.raises(LabError, match=r"1 of 2 models failed: local-s3: .* is a file"):
         run_study(str(two_rows), out, jobs=1, seeds=[3], console=console())
     assert (out / "results.json").exists()
+
+
+def test_two_runs_of_one_name_are_refused(tiny: Path, tmp_path: Path) -> None:
+    """They would be made in one folder, and one of them would stand for both."""
+    text = f'title = "Twice"\nbase = "{tiny}"\nseeds = [1, 1]\n[rows.a]\n'
+    (tmp_path / "twice.toml").write_text(text)
+    with pytest.raises(LabError, match=r"two runs of the name a-s1, .* list each seed once"):
+        run_study(str(tmp_path / "twice.toml"), tmp_path / "out", console=console())
+    (tmp_path / "tiny.toml").write_text(f'base = "{tiny}"\nmodel.mechanism = "lssa"\n')
+    with pytest.raises(LabError, match=r"two runs of the name tiny, .* a name of its own"):
+        run_demo(tmp_path / "out", models=[str(tiny), str(tmp_path / "tiny.toml")], console=console())
+    assert not (tmp_path / "out").exists()
 
 
 def test_each_row_is_timed_once_whatever_its_name(two_rows: Path, tmp_path: Path, monkeypatch: Any) -> None:

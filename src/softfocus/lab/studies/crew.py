@@ -48,8 +48,12 @@ def plan(folder: Path, recipes: Sequence[Recipe], labels: Sequence[str], *, over
     finished, or diverged.
 
     Raises:
-        LabError: a folder holds a run of another recipe.
+        LabError: two recipes of one name, or a folder that holds a run of another recipe.
     """
+    names = [recipe.name for recipe in recipes]
+    if twice := [name for number, name in enumerate(names) if name in names[:number]]:
+        what = f"there are two runs of the name {twice[0]}, and both would be made in {folder / twice[0]}"
+        raise LabError(what, "give each model a name of its own (name = ... in its recipe), and list each seed once")
     jobs = [
         Job(
             label=label,
