@@ -23,7 +23,9 @@ from softfocus.lab.run_folder.results import AS_TRAINED, WRONG, Bucket, Evaluati
 
 
 @measures
-def evaluate_samples(folder: Path, *, batch_tokens: int = 4096, progress: Listener = silent) -> Evaluation:
+def evaluate_samples(
+    folder: Path, *, tokens: int | None = None, batch_tokens: int = 4096, progress: Listener = silent
+) -> Evaluation:
     """Mean loss and share of wrong answers of a run, over all samples that were held out.
 
     The standard errors take documents as what was drawn at random: an image, an utterance, a text.
@@ -31,6 +33,7 @@ def evaluate_samples(folder: Path, *, batch_tokens: int = 4096, progress: Listen
 
     Args:
         folder: a finished run of a recipe with hidden tokens, images or speech.
+        tokens: validation tokens of a text with hidden ones; by default the recipe's.
         batch_tokens: tokens a forward pass, at least one sample.
         progress: called with a "row" event for each of the two, and "step" events between.
 
@@ -42,6 +45,8 @@ def evaluate_samples(folder: Path, *, batch_tokens: int = 4096, progress: Listen
     """
     models.quiet()
     info, recipe = load_run(folder), load(folder / RECIPE)
+    if tokens is not None:
+        recipe = recipe.model_copy(update={"evaluate": recipe.evaluate.model_copy(update={"tokens": tokens})})
     source = data.sampled(recipe, progress)
     if source.key != info.corpus_key:
         raise LabError(

@@ -16,7 +16,7 @@ from typing import Any, Literal, TextIO
 
 from softfocus.lab.errors import LabError
 from softfocus.lab.progress import Event, Listener
-from softfocus.lab.run_folder.files import INSPECTION, refuse_file
+from softfocus.lab.run_folder.files import INSPECTION, RECIPE, load_run, refuse_file, write_recipe
 from softfocus.lab.run_folder.owner import LOCK, owning
 from softfocus.lab.run_folder.results import Row
 
@@ -81,7 +81,7 @@ def _work(name: str, folder: Path, overwrite: bool, out: TextIO) -> None:
     if recipe.data.kind == "task":
         recall(folder, lengths, progress=tell)
     elif recipe.data.kind == "text":
-        evaluate(folder, lengths, settings=recipe.settings, progress=tell)
+        evaluate(folder, lengths, settings=recipe.settings, tokens=recipe.evaluate.tokens, progress=tell)
         if "attention" in recipe.evaluate.also:
             from softfocus.lab.inspect.report import write
             from softfocus.lab.inspect.run import inspect
@@ -98,7 +98,12 @@ def _work(name: str, folder: Path, overwrite: bool, out: TextIO) -> None:
 
             answer(folder, progress=tell)
     else:
-        evaluate_samples(folder, progress=tell)
+        evaluate_samples(folder, tokens=recipe.evaluate.tokens, progress=tell)
+    with owning(folder):
+        # An earlier call may have asked for other text; what was measured now is told by the recipe
+        before, now = load(folder / RECIPE).evaluate, recipe.evaluate
+        if (before.tokens, before.lengths) != (now.tokens, now.lengths):
+            write_recipe(folder, recipe.to_toml(), load_run(folder).token)
 
 
 def _is_first() -> bool:
