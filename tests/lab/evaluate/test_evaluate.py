@@ -413,6 +413,8 @@ def test_settings_of_the_command_line() -> None:
     assert lengths.settings_of("trained,ntk", ["1x"], 0, 128, ["lssa"]) == list(default_settings(128, ["lssa"]))
     with pytest.raises(LabError, match="--mechanism: mechanism 'lsa' is not known; did you mean 'lssa'"):
         lengths.settings_of("trained", ["none"], 0, 128, ["lsa"])
+    with pytest.raises(LabError, match="--mechanism lssa runs under each scaling of --rope, and --rope none leaves"):
+        lengths.settings_of("none", ["1x"], 0, 128, ["lssa"])
     for arguments, said in {
         ("yarm", ("1x",), 0): "did you mean 'yarn'",
         ("trained", ("none",), 4): "--sinks 4 does not fit into --window none",

@@ -49,7 +49,7 @@ def settings_of(
 
     Raises:
         UsageError: an unknown scaling or mechanism, something that is not a length, sinks without a
-            window, or nothing at all.
+            window, a mechanism without a scaling, or nothing at all.
     """
     scalings = [] if rope.strip() == "none" else [part.strip() for part in rope.split(",")]
     for name in scalings:
@@ -65,6 +65,11 @@ def settings_of(
     found = [Setting(rope=cast(Rope, name)) for name in scalings] + [Setting(window=size, sinks=sinks) for size in keys]
     if not found:
         raise UsageError("--rope none and --window none leave nothing to evaluate", "name a scaling or a window")
+    if mechanisms and not scalings:
+        raise UsageError(
+            f"--mechanism {mechanisms[0]} runs under each scaling of --rope, and --rope none leaves none",
+            "name a scaling, such as --rope trained",
+        )
     for name in mechanisms:
         try:
             named(name)
