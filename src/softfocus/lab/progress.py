@@ -89,7 +89,7 @@ class Display:
         self._told = -math.inf
         self._bar = Progress(
             SpinnerColumn(),
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             TextColumn("{task.completed:,.0f} {task.fields[unit]}"),
             TextColumn("{task.fields[facts]}"),
@@ -121,6 +121,7 @@ class Display:
             self.console.print(
                 f"{event.run}: length {row.length:>7,} {row.setting.name():12} loss {row.text}",
                 highlight=False,
+                markup=False,
             )
         elif event.kind == "row":
             self.console.print(f"{event.run}: {event.message}", highlight=False, markup=False, soft_wrap=True)

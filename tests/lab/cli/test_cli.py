@@ -91,21 +91,22 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
 def test_train_evaluate_generate_compare(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The way from a recipe to a report, as a user goes it."""
     for name in ("softmax", "lssar"):
-        run = tmp_path / name
+        run = tmp_path / f"run [{name}]"  # which is no markup
         changes = ["--set", f"model.mechanism={name}", "-s", "train.steps=4"]
         code, out, err = call(capsys, "train", tiny, "--out", run, *changes, "--json", "-")
         assert code == 0, err
         assert RunInfo.model_validate_json(out).mechanism == name
-        assert f"softfocus evaluate {run}" in " ".join(err.split())
+        assert f"softfocus evaluate {run}" in err.splitlines()[-1]
         code, out, err = call(capsys, "evaluate", run, "--lengths", "1x,2x", "--tokens", 512, "--json", run / "e.json")
         assert code == 0, err
+        assert f"run [{name}]: length      32 as trained" in err
         assert "1x" in out
         assert "2x" in out
         assert len(Evaluation.model_validate_json((run / "e.json").read_text()).rows) == 6
     code, out, err = call(capsys, "generate", run, "--prompt", "line ", "-n", "8", "--temperature", "0")
     assert (code, out[:5]) == (0, "line ")
     assert len(out) > 6
-    code, out, err = call(capsys, "compare", tmp_path / "softmax", tmp_path / "lssar", "--out", tmp_path / "both")
+    code, out, err = call(capsys, "compare", *tmp_path.glob("run *"), "--out", tmp_path / "both")
     assert code == 0, err
     assert "Softmax" in out
     assert (tmp_path / "both" / "report.html").is_file()

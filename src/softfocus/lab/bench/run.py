@@ -150,7 +150,7 @@ def _run(plan: Plan, out: Path, console: Console) -> Benchmark:
     found.finished = datetime.now(UTC)
     save_benchmark(out, found)
     save_figure(found, out / FIGURE)
-    console.print(f"{out / RESULTS}, {out / FIGURE}", highlight=False, soft_wrap=True)
+    console.print(f"{out / RESULTS}, {out / FIGURE}", highlight=False, markup=False, soft_wrap=True)
     return found
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from softfocus.lab.cli.options import SEEDS, BatchTokens, Json, Quiet, Run, print_table, write_json
+from softfocus.lab.cli.options import SEEDS, BatchTokens, Json, Quiet, Run, beside, print_table, write_json
 from softfocus.lab.errors import UsageError
 
 Lengths = Annotated[str, typer.Option(metavar="LIST", help="1k,2k,16k, or 1x,2x,16x the training length.")]
@@ -237,7 +237,8 @@ def classify(run: Run, quiet: Quiet = False, json: Json = None) -> None:
         found = classify(run, progress=display)
     if not write_json(json, found):
         right = f"{found.accuracy:.1%} ± {found.standard_error:.1%}"
-        print_table(f"{found.run}: {right} of {sum(found.counts):,} held-out examples are right after fine-tuning")
+        said = f"{found.run}: {right} of {sum(found.counts):,} held-out examples are right after fine-tuning"
+        beside(None).print(said, markup=False)
 
 
 def _lengths_and_windows(run: Path, lengths: str, window: str | None) -> tuple[list[int], Sequence[int | None]]:

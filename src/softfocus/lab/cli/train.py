@@ -54,7 +54,8 @@ def train(
     # torchrun and accelerate number their processes; only the first one speaks
     with Display("steps", quiet=quiet or os.environ.get("RANK", "0") != "0") as display:
         if begins:
-            display.console.print(f"{folder} holds no run to resume: training begins at step 0", highlight=False)
+            begun = f"{folder} holds no run to resume: training begins at step 0"
+            display.console.print(begun, highlight=False, markup=False, soft_wrap=True)
         info = train(chosen, folder, resume=resume, overwrite=overwrite, progress=display)
     if PartialState().is_main_process:
         measure = "recall" if chosen.data.kind == "task" else "evaluate"
@@ -63,5 +64,7 @@ def train(
             f"{folder}: {info.mechanism}, {info.parameters / 1e6:.2f} M parameters, {info.steps_done} steps, "
             f"training loss {info.final_loss:.3f}{pace}\nNow: softfocus {measure} {folder}",
             highlight=False,
+            markup=False,
+            soft_wrap=True,
         )
         write_json(json, info)
