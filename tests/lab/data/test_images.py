@@ -19,6 +19,7 @@ from softfocus.lab.evaluate.samples import evaluate_samples
 from softfocus.lab.progress import silent
 from softfocus.lab.recipes.data import ImagesTable
 from softfocus.lab.recipes.loading import load
+from softfocus.lab.run_folder.files import load_run
 from softfocus.lab.train.run import train
 
 SOME = Glyphs(ImagesTable(size=32, glyphs="0127"))
@@ -180,3 +181,6 @@ def test_an_image_that_is_broken_is_named(folder: Path) -> None:
     windows = data.sampled(recipe, silent).training_windows(recipe)
     with pytest.raises(LabError, match=r"cannot be read: .*0\.png"):
         [windows[index] for index in range(6)]
+    with pytest.raises(LabError, match=r"cannot be read: .*0\.png.*; delete it$"):  # by processes of the trainer
+        train(recipe, folder / "run")
+    assert "cannot be read" in str(load_run(folder / "run", complete=False).error)

@@ -2,6 +2,7 @@
 
 import logging
 import pickle
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -303,6 +304,10 @@ def _run(trainer: WindowTrainer, watch: Watch, folder: Path, single_process: boo
             f"{keeping.newest} holds more than numbers, which torch does not load: {first_line(error)}",
             "softfocus has not written that: do not trust the folder, and start again with --overwrite",
         ) from error
+    except RuntimeError as error:
+        if (said := _of_reader(error)) is None:
+            raise
+        raise said from error
     except KeyboardInterrupt:
         kept = keeping.newest
         what = f"its newest checkpoint, {kept.name}, is kept" if kept else "it had no checkpoint yet"
@@ -310,6 +315,14 @@ def _run(trainer: WindowTrainer, watch: Watch, folder: Path, single_process: boo
     if watch.interrupted and trainer.state.global_step < trainer.state.max_steps:
         step = trainer.state.global_step
         raise Interrupted(f"training was interrupted at step {step}; its checkpoint is kept", _resume_remedy(folder))
+
+
+def _of_reader(error: RuntimeError) -> LabError | None:
+    """The LabError of a process that reads files for the training; None for any other error. torch
+    hands it over as the text of its traceback.
+    """
+    found = re.search(rf"\.{LabError.__name__}: (.+); (.+)\s*$", str(error))
+    return LabError(found[1], found[2]) if found and "DataLoader worker" in str(error) else None
 
 
 def _resume_remedy(folder: Path) -> str:
