@@ -108,6 +108,9 @@ def test_what_is_held_out_is_a_share() -> None:
     assert len(held) == 5
     assert sorted([*kept, *held]) == list(range(20))
     assert len(hold_out(3, 0.01)[1]) == 1
+    for count, share in ((1, 0.05), (2, 0.9)):
+        with pytest.raises(LabError, match=f"of {count} samples {count} would be held out, and none is left"):
+            hold_out(count, share)
 
 
 COLOURS = {"blue": (0, 0, 255), "red": (255, 0, 0)}

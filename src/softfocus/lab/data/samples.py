@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from softfocus.lab.data.tasks import IGNORED, random_for
+from softfocus.lab.errors import LabError
 
 Inputs = Mapping[str, torch.Tensor]
 """What a model's forward takes, by name, and "labels"."""
@@ -90,9 +91,18 @@ class Passes(InOrder):
 
 
 def hold_out(count: int, share: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(training, held out): numbers below a count, each ascending; the same ones for every run."""
+    """(training, held out): numbers below a count, each ascending; the same ones for every run.
+
+    Raises:
+        LabError: nothing is left to train on.
+    """
     order = np.random.default_rng(0).permutation(count)
     held = max(1, round(share * count))
+    if held >= count:
+        raise LabError(
+            f"of {count} samples {held} would be held out, and none is left to train on",
+            "lower data.validation_fraction, or name a data.validation_source",
+        )
     return np.sort(order[held:]), np.sort(order[:held])
 
 
