@@ -154,6 +154,19 @@ def test_a_folder_of_speech(folder: Path, caplog: pytest.LogCaptureFixture) -> N
     assert source.key == data.sampled(recipe, silent).key
 
 
+def test_texts_without_a_finite_loss_are_left_out(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """CTC takes a frame a character, and one more between equal ones: there are 50 in a second."""
+    file = folder / "train" / "19" / "198" / "19-198.trans.txt"
+    fits, full = "AB" * 23, "A" * 26
+    file.write_text(f"19-198-0000 {fits}\n19-198-0001\n19-198-0001 \n19-198-0001 {full}\n")
+    windows = data.sampled(recipe := of_folder(folder), silent).training_windows(recipe)
+    assert "3 of 5 utterances have no text, or more than their sound has frames for" in caplog.text
+    assert sorted(int((windows[index]["labels"] != -100).sum()) for index in range(2)) == [8, len(fits)]
+    file.write_text("19-198-0001\n")
+    with pytest.raises(LabError, match=r"no utterance in .* has a text that fits its sound"):
+        _ = data.sampled(of_folder(folder, f"data.source={folder / 'train' / '19'}"), silent).key
+
+
 def test_a_run_on_a_folder(folder: Path, tmp_path: Path) -> None:
     """Trained by the trainer with its reading processes, and measured."""
     small = ["hidden_size=16", "num_hidden_layers=1", "num_attention_heads=2", "intermediate_size=16"]
@@ -174,6 +187,18 @@ def test_a_run_on_a_folder(folder: Path, tmp_path: Path) -> None:
 def test_folders_that_are_wrong(folder: Path, text: str, says: str) -> None:
     (folder / "dev" / "84" / "198" / "84-198.trans.txt").write_text(text)
     with pytest.raises(LabError, match=says):
+        _ = data.sampled(of_folder(folder), silent).key
+
+
+def test_files_that_are_broken_are_named(folder: Path) -> None:
+    place = folder / "train" / "19" / "198"
+    sound = place / "19-198-0000.flac"
+    sound.write_bytes(sound.read_bytes()[:2000])  # the header is whole
+    windows = data.sampled(recipe := of_folder(folder), silent).training_windows(recipe)
+    with pytest.raises(LabError, match=r"19-198-0000\.flac cannot be read"):
+        [windows[index] for index in range(3)]
+    (place / "19-198.trans.txt").write_bytes(b"19-198-0000 CAF\xc9\n")
+    with pytest.raises(LabError, match=r"a transcript in .* cannot be read: .*; write it in UTF-8"):
         _ = data.sampled(of_folder(folder), silent).key
 
 

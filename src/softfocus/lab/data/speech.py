@@ -11,6 +11,7 @@ import logging
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -157,7 +158,8 @@ class LibriSpeech(WithoutTokens):
     """Utterances on disk: files NAME.flac (or .wav), and beside them *.trans.txt with lines "NAME
     TEXT".
 
-    What is longer than the recipe's seconds is left out, with a warning.
+    What is longer than the recipe's seconds is left out, with a warning. So is what has no text, or
+    a text of more characters than its sound has frames: CTC has no finite loss for it.
 
     Args:
         recipe: whose data.source is a folder, such as LibriSpeech/train-clean-100, and
@@ -204,7 +206,10 @@ class LibriSpeech(WithoutTokens):
         return HeldOut(lambda index: self._sample(*there[index]), range(len(there)))
 
     def _sample(self, path: Path, text: str) -> Inputs:
-        sound, _ = _soundfile().read(path, dtype="float32", always_2d=True)
+        try:
+            sound, _ = _soundfile().read(path, dtype="float32", always_2d=True)
+        except RuntimeError as error:  # what its header says was right
+            raise LabError(f"{path} cannot be read: {error}", "replace it, or delete its line") from error
         sound = sound.mean(1)
         sound = (sound - sound.mean()) / max(float(sound.std()), 1e-5)
         return padded(sound, encode(text, self.characters), self._table, self.recipe.train.length)
@@ -214,10 +219,12 @@ class LibriSpeech(WithoutTokens):
         lists = sorted(folder.rglob("*.trans.txt"))
         if not lists:
             raise LabError(f"{folder} has no *.trans.txt", "name a folder in LibriSpeech's layout")
-        lines = [
-            (file, line) for file in lists for line in file.read_text(encoding="utf-8").splitlines() if line.strip()
-        ]
-        found, longer, rate = [], 0, self._table.rate
+        try:
+            texts = [(file, file.read_text(encoding="utf-8")) for file in lists]
+        except (OSError, UnicodeDecodeError) as error:
+            raise LabError(f"a transcript in {folder} cannot be read: {error}", "write it in UTF-8") from error
+        lines = [(file, line) for file, text in texts for line in text.splitlines() if line.strip()]
+        found, longer, fuller, rate = [], 0, 0, self._table.rate
         for number, (file, line) in enumerate(lines):
             name, _, text = line.partition(" ")
             if odd := set(text) - set(self.characters):
@@ -237,6 +244,8 @@ class LibriSpeech(WithoutTokens):
                 )
             if about.frames > self._table.seconds * rate:
                 longer += 1
+            elif not 0 < _least_frames(text) <= self._frames(about.frames):
+                fuller += 1
             else:
                 found.append((path, text))
             if number % 1000 == 0:
@@ -249,14 +258,32 @@ class LibriSpeech(WithoutTokens):
                 "%s: %d of %d utterances are longer than %g seconds and left out",
                 folder, longer, len(lines), self._table.seconds,
             )  # fmt: skip
-        if not found:
+        if fuller:
+            _log.warning(
+                "%s: %d of %d utterances have no text, or more than their sound has frames for, and are left out",
+                folder, fuller, len(lines),
+            )  # fmt: skip
+        if not found and not fuller:
             raise LabError(f"all utterances in {folder} are too long", "raise data.speech.seconds")
+        if not found:
+            raise LabError(f"no utterance in {folder} has a text that fits its sound", "correct the transcripts")
         return found
+
+    def _frames(self, samples: int) -> float:
+        """How many frames a model makes of so many samples, or up to two fewer: its convolutions
+        are its own.
+        """
+        return self.recipe.train.length * samples / (self._table.seconds * self._table.rate) - 2
 
 
 def encode(text: str, characters: str) -> NDArray[np.int64]:
     """The ids of a text."""
     return np.array([1 + characters.index(character) for character in text], np.int64)
+
+
+def _least_frames(text: str) -> int:
+    """Without so many CTC's loss is infinite: one a character, and a blank between equal ones."""
+    return len(text) + sum(one == other for one, other in pairwise(text))
 
 
 def padded(sound: NDArray[np.floating], ids: NDArray[np.int64], table: SpeechTable, frames: int) -> Inputs:
