@@ -130,6 +130,21 @@ def test_the_most_disturbed_head_is_named_where_it_is_certain() -> None:
     assert heads_table(found).row_count == 4
 
 
+def test_noise_alone_makes_no_head_of_many_certain() -> None:
+    """Holm's correction: alone one head in 44 would be, to the side of a gain."""
+    random, named = np.random.default_rng(0), 0
+    for _ in range(100):
+        base = 2 + random.normal(size=10)
+        of_heads = [base + random.normal(0, 0.1, 10) for _ in range(48)]
+        sums = [((None, None), base), ((None, 0), base), *(((0, head), loss) for head, loss in enumerate(of_heads))]
+        rows = [
+            HeadRow(layer=layer, head=head, sums=(64 * loss).tolist(), windows=[1] * 10)
+            for (layer, head), loss in sums
+        ]  # fmt: skip
+        named += not sentence(made_up(*rows)).startswith("No head")
+    assert named <= 7, "2.3 are expected, 67 without the correction"
+
+
 def test_the_command_shows_a_table_and_a_figure(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         cli.main(["heads", str(run), "--length", "2x", "--tokens", "512", "-q"])

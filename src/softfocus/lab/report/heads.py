@@ -9,12 +9,14 @@ from rich import box
 from rich.table import Table
 
 from softfocus.lab.evaluate.heads import name
-from softfocus.lab.evaluate.means import Mean, t_quantile
+from softfocus.lab.evaluate.means import Mean, t_outside
 from softfocus.lab.report.curves import Point, number
 from softfocus.lab.report.figure import PALETTE, save_png, titled
 from softfocus.lab.run_folder.results import HeadRow, HeadsMeasured
 
 FIGURE = "heads.png"
+ERROR = 1 - math.erf(math.sqrt(2))
+"""How often noise may make any head certain, to either side: that of two standard errors."""
 
 
 def mean(found: HeadsMeasured, row: HeadRow) -> Mean:
@@ -52,9 +54,14 @@ def heads_table(found: HeadsMeasured) -> Table:
 
 
 def sentence(found: HeadsMeasured) -> str:
-    """Whether far keys disturb some head for certain, and which most."""
+    """Whether far keys disturb some head for certain, and which most. By Holm's correction over all
+    heads: of many one would gain by noise.
+    """
     ordered = gains(found)
-    sure = [(row, gain) for row, gain in ordered if gain.value > t_quantile(gain.freedom) * gain.standard_error]
+    chances = sorted(_chance(gain) for _, gain in ordered)
+    failing = (chance for rank, chance in enumerate(chances) if chance * (len(chances) - rank) > ERROR)
+    limit = next(failing, math.inf)
+    sure = [(row, gain) for row, gain in ordered if _chance(gain) < limit]
     if not sure:
         return "No head alone is better with the window for certain."
     row, gain = sure[0]
@@ -63,6 +70,13 @@ def sentence(found: HeadsMeasured) -> str:
     # A head above it in the table may gain more, but not for certain
     much = "most" if row is ordered[0][0] else "for certain"
     return f"Far keys disturb {name(row.layer, row.head)} {much}: its window takes {gain.value:.3f} off the loss{more}."
+
+
+def _chance(gain: Mean) -> float:
+    """How often noise gives a gain so far from zero, to either side; 1 where there is none."""
+    if not gain.value > 0 or math.isnan(gain.standard_error):
+        return 1.0
+    return t_outside(gain.value / gain.standard_error, gain.freedom) if gain.standard_error > 0 else 0.0
 
 
 def save_heads_figure(found: HeadsMeasured, folder: Path) -> None:
