@@ -261,6 +261,18 @@ class TestSeeds:
         assert wrong / 4000 < 0.06  # four standard errors of the count above 4.6
         assert not paired or wrong / 4000 > 0.032
 
+    @pytest.mark.parametrize(("count", "most"), [(2, 0.12), (3, 0.07), (4, 0.06)])
+    def test_seeds_that_agree_by_luck_are_sure_as_often_as_said(self, count: int, most: float) -> None:
+        """In 100 comparisons of 60 documents without a true difference, where the error of the
+        seeds is three times that of the documents: what docs/lab.md says.
+        """
+        rng, wrong, draws = random(12), 0, 4000
+        for _ in range(draws):
+            apart, values = rng.normal(0, 1, 60), rng.normal(0, 3 / math.sqrt(60) * math.sqrt(count), count)
+            runs = [(seed, by_document(apart[:, None] + value)) for seed, value in enumerate(values)]
+            wrong += difference(runs, [(seed, by_document(np.zeros((60, 1)))) for seed in range(count)]).sure
+        assert wrong / draws == pytest.approx(most, abs=0.016)  # three standard errors
+
     def test_the_same_effect_in_every_seed_is_sure(self) -> None:
         noise = random(10).normal(0, 0.01, 3)
         assert difference(self.exact(*(1 + noise)), self.exact(1.2, 1.21, 1.19)).sure

@@ -205,6 +205,8 @@ class Estimate:
 
         That is two standard errors where documents and seeds are many. An error from a few of them
         is itself uncertain, so it takes more: 4.5 standard errors with three seeds, 14 with two.
+        Where seeds vary more than documents, Welch's degrees of freedom are too many whenever two
+        or three seeds agree by luck: it is 88 to 95 of 100 cases with two, 93 to 95 with three.
         """
         return abs(self.value) > t_quantile(self.freedom) * self.standard_error
 
