@@ -455,6 +455,19 @@ def test_a_nan_that_a_row_cannot_see_never_reaches_it(quiet, name):
         assert torch.equal(got[1][:, :, :at], base[1][:, :, :at])
 
 
+@pytest.mark.parametrize("dtype", [SINGLE, BRAIN], ids=str)
+def test_the_gradient_of_a_power_is_nan_where_a_row_is(quiet, dtype):
+    query, key, value = (
+        torch.randn(1, 2, 12, 8, generator=torch.Generator().manual_seed(s)).to(DEVICE, dtype) for s in range(3)
+    )
+    query[0, 0, 4, 0] = math.nan
+    power = torch.full((2,), 3.0, device=DEVICE, requires_grad=True)
+    out = fused(query, key, value, is_causal=True, mechanism="lssar", power=power)
+    (grad,) = torch.autograd.grad(out.float().sum(), power)
+    assert grad[0].isnan()
+    assert grad[1].isfinite()
+
+
 @pytest.mark.parametrize("name", ["lssar", "softmax", "laser(lssa)"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_what_nobody_sees_changes_no_gradient(quiet, name, bad):

@@ -175,7 +175,8 @@ def query_gradients(
     # Of [B, H, Lq]; int64, since B H Lq may be 2^31 or more
     row_starts = (tl.full([], 0, tl.int64) + tl.program_id(1)) * inputs.query_length
     if grad_power is not None:
-        share = tl.where(sees_a_key & (row.inverse_spread > 0.0), log2_u_sum * LN2, 0.0)
+        # 0 in tied rows. inverse_spread is NaN in a row that sees a NaN, whose share is NaN
+        share = tl.where(sees_a_key & ((row.inverse_spread < 0.0) == 0), log2_u_sum * LN2, 0.0)
         tl.store(grad_power + row_starts + q_offsets, share, mask=mask)
     if algebra.cosine or grad_head_scale is not None:
         pointers = (
