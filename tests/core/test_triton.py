@@ -468,6 +468,21 @@ def test_the_gradient_of_a_power_is_nan_where_a_row_is(quiet, dtype):
     assert grad[1].isfinite()
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("lssar", BRAIN), ("lssar", HALF), ("sharpened(relu_l1, 3)", HALF)], ids=str
+)
+def test_values_that_a_nan_row_sees_have_nan_gradients(quiet, name, dtype):
+    query, key, value = (
+        torch.randn(1, 1, 12, 8, generator=torch.Generator().manual_seed(s)).to(DEVICE, dtype) for s in range(3)
+    )
+    query[0, 0, 4, 0] = math.nan
+    leaves = [x.requires_grad_() for x in (query, key, value)]
+    grads = torch.autograd.grad(fused(*leaves, is_causal=True, mechanism=name).sum(), leaves)
+    for grad in grads[1:]:
+        assert grad[:, :, :5].isnan().all()
+        assert grad[:, :, 5:].isfinite().all()
+
+
 @pytest.mark.parametrize("name", ["lssar", "softmax", "laser(lssa)"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_what_nobody_sees_changes_no_gradient(quiet, name, bad):

@@ -189,6 +189,8 @@ def gradient_row(saved, inputs, algebra, count, b, h, q_offsets, delta):
         weight_factor = tl.where(tied, reciprocal_phi_sum * tied_scale, reciprocal_power_sum)
         untied_factor = head_power(inputs, algebra, h) * reciprocal_power_sum * inverse_spread
         grad_factor = tl.where(tied, reciprocal_phi_sum, untied_factor)
+        # u and power_sum of halves have lost the NaN of a row (``phi_to_u``); phi_sum has it
+        weight_factor += phi_sum - phi_sum
         threshold, inverse_spread = (tl.where(tied, 0.0, threshold), tl.where(tied, -1.0 / tied_scale, inverse_spread))
         grad_factor = tl.where(one_key, 0.0, grad_factor)
     elif algebra.normaliser == "l1":
