@@ -654,6 +654,23 @@ def test_a_column_in_decoding_is_not_changed_by_what_another_column_reads(width)
     assert torch.equal(out[..., 1:], clean[..., 1:])
 
 
+@pytest.mark.parametrize("mechanism", ["relu_l1", "sharpened(relu_l1, 3)", "sharpened(relu6_l1, 3)", "lssar"])
+@pytest.mark.parametrize("which", [0, 1], ids=["query", "key"])
+def test_a_nan_row_passes_nan_to_its_query_and_the_keys_that_it_sees(mechanism, which):
+    """relu' of a NaN is 0, and the gradients of such a row were."""
+    leaves = [torch.randn(1, 1, 140, 8, generator=seeded(n)) for n in range(3)]
+    leaves[which][0, 0, 100, 0] = math.nan
+    leaves = [x.requires_grad_() for x in leaves]
+    query, key, _value = torch.autograd.grad(cpu(*leaves, is_causal=True, mechanism=mechanism).sum(), leaves)
+    nan_rows, keys_seen = (slice(100, 101), 101) if which == 0 else (slice(100, 140), 140)
+    rows = torch.zeros(140, dtype=torch.bool)
+    rows[nan_rows] = True
+    assert query[0, 0, rows].isnan().all()
+    assert query[0, 0, ~rows].isfinite().all()
+    assert key[0, 0, :keys_seen].isnan().all()
+    assert key[0, 0, keys_seen:].isfinite().all()
+
+
 # Threads
 
 SHARED = [

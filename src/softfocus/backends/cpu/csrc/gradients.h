@@ -141,6 +141,7 @@ class RowGradients {
   void compute_dense_grad_weights();
   void pack_exp_values(int64_t start_k);
   void clear_row(float* to, int64_t r, int64_t start_k);
+  void set_seen_to_nan(float* row, int64_t r, int64_t start_k) const;
   void dense_grad_scores(int64_t r, int64_t start_k);
 
   // gradients_reweighted.inl.h

@@ -73,6 +73,15 @@ inline void RowGradients<Phi>::clear_row(float* to, int64_t r, int64_t start_k) 
     std::fill(to + r * TILE_STRIDE, to + r * TILE_STRIDE + BLOCK_K, 0.0f);
 }
 
+// Sets `row`, of which row[0] belongs to the key at start_k, to NaN for the keys of a tile that row r
+// sees.
+template <typename Phi>
+inline void RowGradients<Phi>::set_seen_to_nan(float* row, int64_t r, int64_t start_k) const {
+  KeyRange keys = strip_keys[r / MR];
+  for (int64_t j = keys.begin; j < std::min(keys.end, block.params.key_length - block.key_begin); ++j)
+    if (block.sees(r, block.key_begin + j)) row[j - start_k] = std::numeric_limits<float>::quiet_NaN();
+}
+
 // Writes A and dL/ds of a row of a tile to `weights` and `grad_scores`.
 template <typename Phi>
 inline void RowGradients<Phi>::dense_grad_scores(int64_t r, int64_t start_k) {
@@ -83,11 +92,9 @@ inline void RowGradients<Phi>::dense_grad_scores(int64_t r, int64_t start_k) {
   const float *stored = block.tile_row(r, start_k), *da = grad_weights_row(r, start_k);
   // a[0], ds[0]: the key at start_k
   float *a = weights + r * TILE_STRIDE, *ds = grad_scores + r * TILE_STRIDE;
-  // A row that sees a NaN: NaN for the keys that it sees
-  if (!std::isfinite(block.weight_scale[r])) {
-    for (int64_t j = seen.begin; j < std::min(seen.end, params.key_length - block.key_begin); ++j)
-      if (block.sees(r, block.key_begin + j))
-        a[j - start_k] = ds[j - start_k] = std::numeric_limits<float>::quiet_NaN();
+  if (!std::isfinite(block.weight_scale[r])) {  // a row that sees a NaN
+    set_seen_to_nan(a, r, start_k);
+    set_seen_to_nan(ds, r, start_k);
     return;
   }
   vfloat scale = splat(block.weight_scale[r]), delta_i = splat(delta[r]),

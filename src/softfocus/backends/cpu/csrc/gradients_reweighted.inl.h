@@ -167,6 +167,8 @@ inline void RowGradients<Phi>::multiply_by_derivative(int64_t r, int64_t start_k
   if (block.fully_masked[r]) return;
   const float* stored = block.tile_row(r, start_k);
   float* ds = grad_scores + r * TILE_STRIDE;  // ds[0]: the key at start_k
+  // relu' of a NaN is 0, which would hide that the row is NaN.
+  if (!std::isfinite(block.weight_scale[r])) return set_seen_to_nan(ds, r, start_k);
   vfloat mean = splat(mean_term[r]);
   bool add_exact = has_exact[r] && !constant_weights(r);
   block.with_row_phi(r, [&](auto phi) {
