@@ -23,7 +23,7 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from softfocus import Mechanism, attention, attention_with_cache, dispatch, explain, functional, mechanisms, ops
+from softfocus import Mechanism, attention, attention_with_cache, dispatch, explain, functional, mechanisms, named, ops
 from softfocus.backends import cpu, triton
 from softfocus.contract import Call, Dropout, pack
 from softfocus.mechanism import CHOICES, SIGNED_PHI
@@ -32,7 +32,8 @@ from softfocus.testing import CASES, check
 from softfocus.visibility import Cache, Visibility
 
 pytest.importorskip("triton", reason="Triton is not installed")
-from triton import knobs
+from triton import jit, knobs
+from triton import language as tl
 from triton.language import constexpr
 from triton.runtime import interpreter
 from triton.runtime.errors import OutOfResources
@@ -40,6 +41,7 @@ from triton.runtime.interpreter import TensorHandle
 from triton.runtime.jit import JITFunction
 
 from softfocus.backends.triton import tuning
+from softfocus.backends.triton.kernels import backward_rows, weighting
 from softfocus.backends.triton.tuning import TileShape
 
 GPU = torch.cuda.is_available()
@@ -742,6 +744,50 @@ def test_strides_that_take_offsets_beyond_32_bits(quiet, what):
     got, wanted = (fused(query, key, value, **{what: x}) for x in (far, far.contiguous()))
     assert torch.equal(got, wanted)
     assert not torch.equal(wanted, fused(query, key, value))
+
+
+def far_vectors(n, stride, length):
+    """Vectors [n, 1, 1, length], ``stride`` apart, in memory that is not touched. Where an offset
+    wraps at 32 bits, it still lies in this memory.
+    """
+    import numpy
+
+    memory = torch.from_numpy(numpy.zeros(2**31 + (n - 1) * stride + length, dtype=numpy.int8)).to(DEVICE)
+    return memory.as_strided((n, 1, 1, length), (stride, stride, stride, 1), 2**31)
+
+
+def test_saved_vectors_that_lie_beyond_32_bits(quiet, monkeypatch):
+    """As with 3.1e8 rows or more over all heads."""
+    from softfocus.backends.triton import call
+
+    array, length = call.array, 16
+    saved = far_vectors(triton.SAVED_VECTORS, 2**28 + 2**26, length)
+    monkeypatch.setattr(
+        call, "array", lambda x: array(saved if x is not None and x.size(0) == triton.SAVED_VECTORS else x)
+    )
+    query = torch.ones(1, 1, length, 1, device=DEVICE)
+    fused(query, 5 * query, query, scale=1.0, mechanism="relu_l1")
+    assert (saved[-1] == 5).all()  # the largest score
+
+
+@jit
+def _store_and_load(row_vectors, out, algebra):
+    q_offsets = tl.arange(0, 16)
+    x = q_offsets.to(tl.float32)
+    row = weighting.GradientRow(x * 0, x * 0, x * 0, x * 0, x * 0, x)
+    mask = q_offsets < 16
+    backward_rows.store_row_vectors(row_vectors, x * 0, x * 0, x * 0, row, x * 0, 0, 0, q_offsets, mask)
+    _mean_grad, _scale, _bias, loaded = backward_rows.load_row_vectors(row_vectors, algebra, 0, 0, q_offsets, mask)
+    tl.store(out + q_offsets, loaded.delta)
+
+
+def test_row_vectors_that_lie_beyond_32_bits(quiet):
+    """As with 2^28 rows or more over all heads."""
+    from softfocus.backends.triton.inputs import algebra_of, array
+
+    vectors, loaded = far_vectors(backward_rows.ROW_VECTORS, 2**28, 16), torch.zeros(16, device=DEVICE)
+    _store_and_load[(1,)](array(vectors), loaded, algebra_of(named("softmax"), False, False, SINGLE))
+    assert loaded.tolist() == vectors[-1, 0, 0].tolist() == list(range(16))
 
 
 @pytest.mark.parametrize("shape", [(16, 16), (16, 64), (16, 128)], ids=str)

@@ -85,25 +85,26 @@ def load_row_vectors(row_vectors, algebra, b, h, q_offsets, active):
     zeros = tl.zeros(q_offsets.shape, tl.float32)
     mean_grad, row_bias, shift, threshold, inverse_spread, delta = zeros, zeros, zeros, zeros, zeros, zeros
     pointers = loading.row_pointers(row_vectors, b, h, q_offsets, 0)
-    product_scale = tl.load(pointers + PRODUCT_SCALE * row_vectors.stride_b, mask=active, other=0.0)
-    weight_factor = tl.load(pointers + WEIGHT_FACTOR * row_vectors.stride_b, mask=active, other=0.0)
-    grad_factor = tl.load(pointers + GRAD_FACTOR * row_vectors.stride_b, mask=active, other=0.0)
+    stride = loading.vector_stride(row_vectors)
+    product_scale = tl.load(pointers + PRODUCT_SCALE * stride, mask=active, other=0.0)
+    weight_factor = tl.load(pointers + WEIGHT_FACTOR * stride, mask=active, other=0.0)
+    grad_factor = tl.load(pointers + GRAD_FACTOR * stride, mask=active, other=0.0)
     if algebra.score_bias != "0":
-        row_bias = tl.load(pointers + ROW_BIAS * row_vectors.stride_b, mask=active, other=0.0)
+        row_bias = tl.load(pointers + ROW_BIAS * stride, mask=active, other=0.0)
     if algebra.shifted:
         # Rows that are not active load no shift. Their score may be a large bias, whose exponential
         # overflows. With shift = inf their weight is 2^-inf = 0. Softplus grows linearly and needs
         # no such shift. It must not have it either: its polynomial would compute 0 * inf
         is_softplus: tl.constexpr = algebra.phi.phi_unit != 1.0  # no other phi has such a unit
         inactive_shift: tl.constexpr = 0.0 if is_softplus else float("inf")
-        shift = tl.load(pointers + SHIFT * row_vectors.stride_b, mask=active, other=inactive_shift)
+        shift = tl.load(pointers + SHIFT * stride, mask=active, other=inactive_shift)
     if algebra.reweighted:
-        mean_grad = tl.load(pointers + MEAN_GRAD * row_vectors.stride_b, mask=active, other=0.0)
-        inverse_spread = tl.load(pointers + INVERSE_SPREAD * row_vectors.stride_b, mask=active, other=0.0)
+        mean_grad = tl.load(pointers + MEAN_GRAD * stride, mask=active, other=0.0)
+        inverse_spread = tl.load(pointers + INVERSE_SPREAD * stride, mask=active, other=0.0)
     if algebra.reweighted or (algebra.phi.has_zeros and algebra.normaliser == "l1"):
-        threshold = tl.load(pointers + THRESHOLD * row_vectors.stride_b, mask=active, other=0.0)
+        threshold = tl.load(pointers + THRESHOLD * stride, mask=active, other=0.0)
     if algebra.normaliser == "l1":
-        delta = tl.load(pointers + DELTA * row_vectors.stride_b, mask=active, other=0.0)
+        delta = tl.load(pointers + DELTA * stride, mask=active, other=0.0)
     row = weighting.GradientRow(shift, threshold, inverse_spread, weight_factor, grad_factor, delta)
     return mean_grad, product_scale, row_bias, row
 
@@ -114,15 +115,16 @@ def store_row_vectors(row_vectors, mean_grad, product_scale, row_bias, row, grad
     ``grad_factor``.
     """
     pointers = loading.row_pointers(row_vectors, b, h, q_offsets, 0)
-    tl.store(pointers + MEAN_GRAD * row_vectors.stride_b, mean_grad, mask=mask)
-    tl.store(pointers + PRODUCT_SCALE * row_vectors.stride_b, product_scale, mask=mask)
-    tl.store(pointers + ROW_BIAS * row_vectors.stride_b, row_bias, mask=mask)
-    tl.store(pointers + SHIFT * row_vectors.stride_b, row.shift, mask=mask)
-    tl.store(pointers + THRESHOLD * row_vectors.stride_b, row.threshold, mask=mask)
-    tl.store(pointers + INVERSE_SPREAD * row_vectors.stride_b, row.inverse_spread, mask=mask)
-    tl.store(pointers + WEIGHT_FACTOR * row_vectors.stride_b, row.weight_factor, mask=mask)
-    tl.store(pointers + GRAD_FACTOR * row_vectors.stride_b, grad_factor, mask=mask)
-    tl.store(pointers + DELTA * row_vectors.stride_b, row.delta, mask=mask)
+    stride = loading.vector_stride(row_vectors)
+    tl.store(pointers + MEAN_GRAD * stride, mean_grad, mask=mask)
+    tl.store(pointers + PRODUCT_SCALE * stride, product_scale, mask=mask)
+    tl.store(pointers + ROW_BIAS * stride, row_bias, mask=mask)
+    tl.store(pointers + SHIFT * stride, row.shift, mask=mask)
+    tl.store(pointers + THRESHOLD * stride, row.threshold, mask=mask)
+    tl.store(pointers + INVERSE_SPREAD * stride, row.inverse_spread, mask=mask)
+    tl.store(pointers + WEIGHT_FACTOR * stride, row.weight_factor, mask=mask)
+    tl.store(pointers + GRAD_FACTOR * stride, grad_factor, mask=mask)
+    tl.store(pointers + DELTA * stride, row.delta, mask=mask)
 
 
 @triton.jit
