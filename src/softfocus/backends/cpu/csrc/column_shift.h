@@ -8,8 +8,8 @@ namespace softfocus {
 // The maximum of a column is taken over the keys that every row of the block sees, so that no
 // future value affects an earlier row. M is 0 if all column maxima are within SHIFT_TOLERANCE of 0
 // and the key head's data holds e^V, which it does not in decoding. Otherwise M is the maximum of
-// each column. Values above M + LARGE_VALUE are recorded, and exponents are clamped to MAX_EXPONENT
-// (laser.h).
+// each column, or 0 if no key is seen by every row. Values above M + LARGE_VALUE are recorded, and
+// exponents are clamped to MAX_EXPONENT (laser.h).
 struct ColumnShift {
   Buffer<float> shift;            // [padded_value_dim], M
   Buffer<float> scratch;          // [BLOCK_K, padded_value_dim], e^(V - M) of a tile, unless M is 0

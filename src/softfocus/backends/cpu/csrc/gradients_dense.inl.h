@@ -44,6 +44,7 @@ inline void RowGradients<Phi>::compute_dense_grad_weights() {
   });
   for (int64_t r = 0; r < block.n_rows && params.normaliser == L1; ++r) {
     delta[r] = reduce_sum(phi_da_sum[r]) * block.weight_scale[r];
+    // Where phi underflows, this count misses keys. laser_backward() has counted them by log u.
     if (!has_exact[r]) single_key[r] = Phi::has_zeros && reduce_sum(n_positive[r]) == 1.0f;
     double exact_delta = 0.0;  // sum of exact_terms
     for (int64_t j = 0; j < block.key_end - block.key_begin && has_exact[r]; ++j)

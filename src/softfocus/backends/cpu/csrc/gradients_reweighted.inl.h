@@ -68,7 +68,7 @@ inline void RowGradients<Phi>::compute_listed_grad_weights(const GradientTensors
     const RowSums& row = sums[r];
     double power_sum = row.u_p.total(), power = block.power[r],
            delta_i = power_sum == 0.0 ? 0.0 : row.u_p_grad.total() / power_sum;
-    if (!has_exact[r]) single_key[r] = row.n_live == 1;
+    if (!has_exact[r]) single_key[r] = row.n_live == 1;  // else laser_backward() has set it
     precise_inverse_power_sum[r] = power_sum == 0.0 ? 1.0f : float(1.0 / power_sum);
     double exact_g_sum = 0.0;  // sum of exact_terms / u: the exact sums' part of sum g / p
     if (has_exact[r]) add_exact_terms(r, delta_i, exact_g_sum);

@@ -111,6 +111,7 @@ class Buffer {
     data_ = static_cast<T*>(Pool::take(bytes, huge_pages));
     bytes_ = bytes;
   }
+  // Where a template would deduce Buffer, as in std::fill, `buffer + 0` gives the pointer.
   operator T*() { return data_; }
   operator const T*() const { return data_; }
 

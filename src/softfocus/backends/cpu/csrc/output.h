@@ -79,6 +79,7 @@ class BlockOutput {
     std::fill(out + 0, out + block.padded_rows() * block.padded_value_dim, 0.0f);
     float power_sum[BLOCK_Q] = {};  // sum u^p of re-weighted rows
     if (params.laser) column_shift.choose(block, value_scratch);
+    // In decoding only the values of live keys are read, except with LASER, whose shift needs all.
     if (params.reweighted && !params.laser && !block.key_data->packed)
       with_element(params.dtype, [&](auto element) {
         for (int64_t r = 0; r < block.n_rows; ++r) power_sum[r] = add_live_values<DROPOUT, decltype(element)>(block, r);

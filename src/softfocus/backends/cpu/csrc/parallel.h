@@ -12,10 +12,11 @@ extern "C" int omp_get_thread_num(void);  // omp.h does not come with every comp
 
 namespace softfocus {
 
-// Key heads are packed together until their packed data take this many bytes, but at least one head
-// per thread: what the threads read at the same time should fit in a shared cache. The limit is one
-// head of 16K keys with D = Dv = 64 where values are packed, too (16-bit inputs, LASER, a dense
-// backward), and two heads where values are read in place. Chosen, not measured.
+// What the threads read at the same time should fit in a shared cache. Key heads are therefore
+// packed together only until their packed data take this many bytes, but at least as many heads as
+// there are threads. The limit is one head of 16K keys with D = Dv = 64 where values are packed,
+// too (16-bit inputs, LASER, a dense backward), and two heads where values are read in place.
+// Chosen, not measured.
 constexpr int64_t PACKED_BYTES = 8 << 20;
 // Keys that one task packs; a multiple of BLOCK_K. With D = 64 they take 256 KiB: enough work to
 // outweigh the cost of a task, and a few thousand keys still keep several threads busy.

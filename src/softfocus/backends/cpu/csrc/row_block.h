@@ -142,6 +142,7 @@ class RowBlock : public BlockVisibility {
     read_queries();
     compute_scores(0, n_rows, false);
     for (int64_t r = 0; r < n_rows; ++r) finish_row(r);
+    // Rows after the last one: no pass uses these values, but they are defined.
     for (int64_t r = n_rows; r < padded_rows(); ++r) weight_scale[r] = 0.0f, exp_tail[r] = false;
     if (!params.drop_below) return;
     dropout.generate(*this);
@@ -183,7 +184,8 @@ class RowBlock : public BlockVisibility {
     return std::isfinite(x) ? x : 0.0f;
   }
 
-  // Calls f(powers); powers(u, u_p, u_p1) sets u_p = u^p and u_p1 = u^(p - 1) for a u in (0, 1]
+  // Calls f(powers); powers(u, u_p, u_p1) sets u_p = u^p and u_p1 = u^(p - 1) for a u in (0, 1].
+  // With p = 1 u may be larger, as in tied rows. For u = 0 the results are arbitrary.
   template <typename F>
   static void with_powers(float p, F&& f) {
     if (p >= 1 && p <= SQUARING_LIMIT && p == int64_t(p))

@@ -98,15 +98,15 @@ inline void RowBlock<Phi>::strip_dots(int64_t r, int64_t start_k, KeyRange seen,
   }
 }
 
-// Prefetches a strip for writing, into the second-level cache: it is used one tile later, and a
-// block of scores does not fit.
+// Prefetches a strip of the next tile for writing, into the second-level cache. It is used one tile
+// later. A block's scores do not all fit in that cache: the strip has left it since the last block.
 template <typename Phi>
 inline void RowBlock<Phi>::prefetch_strip(float* to) {
   for (int64_t j = 0; j < MR * BLOCK_K; j += LINE_FLOATS) __builtin_prefetch(to + j, 1, 2);
 }
 
 // The part of a range, in whole vectors, that the window lets all rows of a strip see. It is empty,
-// at the range's end, if the block has fewer rows or a query is non-finite.
+// at the range's end, if some of these rows are after the block's last or have a non-finite query.
 template <typename Phi>
 inline KeyRange RowBlock<Phi>::fully_seen(int64_t r, KeyRange range) const {
   bool all = r + MR <= n_rows;

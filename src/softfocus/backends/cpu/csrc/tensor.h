@@ -113,8 +113,8 @@ inline void with_element(int64_t dtype, F&& f) {
 // Between these bounds a number and its inverse are both far from overflow and underflow.
 constexpr float SAFE_MIN = 1e-30f, SAFE_MAX = 1e30f;
 
-// The power of two whose product with x, positive and normal, is in [1, 2); clamped to normal
-// floats
+// The power of two whose product with x, positive and normal, is in [1, 2). For an x from 2^127 on
+// that would be subnormal: it is 2^-126, and the product is in [2, 4).
 inline float inverse_power_of_two(float x) {
   uint32_t x_bits;
   std::memcpy(&x_bits, &x, 4);

@@ -67,7 +67,7 @@ class BlockVisibility {
   int64_t batch_index = 0, query_head = 0;  // whose rows these are
   int64_t key_head = 0;                     // whose keys and values they read
   int64_t start_q = 0, n_rows = 0;          // the first row, the number of rows
-  // The keys that some row sees. key_begin is a multiple of BLOCK_K.
+  // The keys that the window lets some row see. key_begin is rounded down to a multiple of BLOCK_K.
   int64_t key_begin = 0, key_end = 0;
   // Elements between rows of `visible`, and of other arrays over all keys
   int64_t row_stride = 0;

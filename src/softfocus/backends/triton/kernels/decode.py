@@ -235,7 +235,7 @@ def _store_products(inputs, algebra, b, h, scores, first, stop, STAGES: tl.const
                 else:
                     key_rnorm, precise = norms.fast_reciprocal_norm(key)
                     # A zero vector counts as precise, since all its products are 0. A key whose
-                    # squares underflow has other products
+                    # squares underflow to a sum of 0 has a product that is not 0
                     not_zero = (key_rnorm != 0.0)[None, :] | (dots != 0.0)
                     imprecise = imprecise | ((precise == 0)[None, :] & not_zero).to(tl.int32)
                 dots = dots * key_rnorm[None, :]

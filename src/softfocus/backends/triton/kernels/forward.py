@@ -139,7 +139,9 @@ def checked_values(
     In a partial tile a non-finite value makes ``acc`` NaN only in the rows that see it, or, if
     ``numerator`` [BLOCK_Q, BLOCK_K] is given, in the rows that give it weight. ``needs_exact`` then
     becomes true in the rows that see a large value, or give it weight. In a full tile, which all
-    rows see, ``large_values`` becomes 1 where a key has a large value.
+    rows see, ``large_values`` becomes 1 where a key has a large value. A non-finite value needs no
+    check there: the product makes ``acc`` non-finite in every row, and ``store_results`` makes it
+    NaN.
 
     Args:
         row_heads: the query heads of the rows, [BLOCK_Q].

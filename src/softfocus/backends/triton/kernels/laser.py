@@ -178,11 +178,11 @@ def gradients_of_marked(s, exact_terms, row, inputs, algebra, h):
     weight = f / row.phi_sum
     above_threshold = f
     power = 1.0
-    # Where f is at most ``small``, f or 1 / f may leave float32's normal range (above 2^-126), and
-    # phi' / phi is computed from the score (``Phi.log_derivative``). At 2^-100 every phi without
-    # zeros is in its exponential tail. The relu family has the wider margin 2^-60, since s^2 may be
-    # subnormal where s^2 2^-shift is not; its log_derivative is exact. Both limits are chosen, not
-    # measured
+    # Where f is at most ``small``, phi' / phi is computed from the score (``Phi.log_derivative``),
+    # since f or 1 / f may leave float32's normal range (above 2^-126). For a phi without zeros the
+    # limit is 2^-100: there every such phi is in its exponential tail, as log_derivative assumes.
+    # For the relu family, whose log_derivative is exact for any small phi, it is 2^-60, since s^2
+    # may be subnormal where f = s^2 2^-shift is not. Both limits are chosen, not measured
     small = 2.0**-100
     if algebra.phi.has_zeros:
         small = 2.0**-60
