@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from softfocus.lab.bench.results import CellResult, load_benchmark
+from softfocus.lab.claims.results import read as read_claim
+from softfocus.lab.report.points import Cell, cell
 from softfocus.lab.report.results import read
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -139,23 +141,21 @@ def bench_table() -> str:
     ]
     for folder in ("bench-cpu", "bench-cpu-lssa-laser", "bench-cpu-bfloat16"):
         benchmark = load_benchmark(RESULTS / folder)
-        for cell in sorted(
-            benchmark.cells, key=lambda cell: (cell.mechanism != "lssa", list(DIRECTIONS).index(cell.what))
-        ):
-            ours = cell.subject("softfocus")
-            assert cell.parity == ours.parity == "passed"
-            others = " | ".join(time_of(cell, name) for name in ("tiled", "eager", "flex"))
+        for one in sorted(benchmark.cells, key=lambda one: (one.mechanism != "lssa", list(DIRECTIONS).index(one.what))):
+            ours = one.subject("softfocus")
+            assert one.parity == ours.parity == "passed"
+            others = " | ".join(time_of(one, name) for name in ("tiled", "eager", "flex"))
             half = "" if benchmark.dtype == "float32" else f", {benchmark.dtype}"
             lines.append(
-                f"| {NAMES[cell.mechanism]}, {DIRECTIONS[cell.what]}{half} | {cell.length // 1024}K "
+                f"| {NAMES[one.mechanism]}, {DIRECTIONS[one.what]}{half} | {one.length // 1024}K "
                 f"| {ours.ratio.median:.2f} ({ours.ratio.lower_quartile:.2f} to {ours.ratio.upper_quartile:.2f}) "
                 f"| {ours.memory_ratio:.2f} | {others} |"
             )
     return "\n".join(lines)
 
 
-def time_of(cell: CellResult, name: str) -> str:
-    subject = cell.subject(name)
+def time_of(one: CellResult, name: str) -> str:
+    subject = one.subject(name)
     return f"{subject.ratio.median:.1f}" if subject.ratio else "refused"
 
 
@@ -304,10 +304,45 @@ def toy_rates() -> str:
     return "\n".join(lines)
 
 
-def test_the_learning_rates_of_the_claims_are_the_committed_ones():
+def encoder_rates(model: str) -> dict[str, list[Cell]]:
+    """Softmax's and LASER's error rate at half the claim's learning rate, at that rate and at twice
+    that rate.
+    """
+    swept = {group.evaluations[0].run.rpartition("-s")[0]: group for group in read(
+        RESULTS / f"{model}-learning-rates" / "results.json"
+    ).groups}  # fmt: skip
+    claim = read_claim(RESULTS / "claims" / f"laser-{model}" / "toy" / "results.json")
+    found = {}
+    for row in ("softmax", "laser"):
+        groups = swept[f"{row}-half"], claim.group(f"{model}_{row}"), swept[f"{row}-twice"]
+        found[row] = [cell(group, 1.0, "error rate") for group in groups if group]
+    return found
+
+
+def encoder_table() -> str:
+    lines = ["| error rate | 1e-3 | 2e-3 | 4e-3 |", "|---|---|---|---|"]
+    for model, name in (("vit", "ViT"), ("bert", "BERT")):
+        for row, cells in encoder_rates(model).items():
+            shown = [f"{one.loss:.1%} ± {one.spread:.1%}".replace("%", " %") for one in cells]
+            lines.append(f"| {name}, {'LASER' if row == 'laser' else 'softmax'} | {' | '.join(shown)} |")
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize(("mark", "table"), [("toy_rates", toy_rates), ("encoder_rates", encoder_table)])
+def test_the_learning_rates_of_the_claims_are_the_committed_ones(mark, table):
     page_text = (ROOT / "docs" / "claims.md").read_text()
-    shown = page_text.split("<!-- toy_rates:begin -->\n")[1].split("\n<!-- toy_rates:end -->")[0]
-    assert shown == toy_rates()
+    shown = page_text.split(f"<!-- {mark}:begin -->\n")[1].split(f"\n<!-- {mark}:end -->")[0]
+    assert shown == table()
+
+
+def test_what_laser_gains_at_the_best_of_three_rates_is_the_measured_one():
+    page_text = " ".join((ROOT / "docs" / "claims.md").read_text().split())
+    for model, name in (("vit", "ViT"), ("bert", "BERT")):
+        softmax, laser = (min(cells, key=lambda one: one.loss) for cells in encoder_rates(model).values())
+        found = laser.minus(softmax)
+        assert found.sure
+        said = f"{100 * found.value:+.1f} ± {100 * found.standard_error:.1f}"
+        assert f"the {name}'s error rate with LASER less that with softmax is {said} percentage points" in page_text
 
 
 UNCLEAN = {
