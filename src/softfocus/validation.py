@@ -185,7 +185,8 @@ def check_broadcast(name: str, x: Tensor, query: Tensor, key: Tensor) -> Tensor:
     _is_tensor(name, x, query.device)
     if 2 <= x.dim() <= 4:
         full = x[(None,) * (4 - x.dim())]
-        if all(have in (1, want) for have, want in zip(full.shape, target, strict=True)):
+        # Not `have in (1, want)`: torch.compile answers that without comparing a symbolic size
+        if all(have == 1 or have == want for have, want in zip(full.shape, target, strict=True)):
             return full
     raise ValueError(
         f"{name}: got shape {_shape(x)}, expected one that broadcasts to [batch, heads, query length, key length] = "

@@ -101,6 +101,18 @@ def test_lengths_can_be_dynamic(backend):
         assert torch.equal(compiled(*inputs, **arguments), softfocus.attention(*inputs, **arguments))
 
 
+@pytest.mark.parametrize("name", ["attn_mask", "bias"])
+def test_a_mask_may_come_after_the_lengths_became_dynamic(name):
+    """Its own sizes are then numbers, those of the query symbols."""
+    torch.compiler.reset()
+    compiled = torch.compile(softfocus.attention, fullgraph=True, backend="aot_eager")
+    for length in (5, 6, 7):
+        inputs = [torch.randn(1, 2, length, 8) for _ in range(3)]
+        x = torch.rand(length, length)
+        arguments = {name: x < 0.7 if name == "attn_mask" else x} if length == 7 else {}
+        assert torch.equal(compiled(*inputs, **arguments), softfocus.attention(*inputs, **arguments))
+
+
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_the_scale_may_vary(dynamic):
     torch.compiler.reset()
