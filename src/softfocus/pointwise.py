@@ -62,9 +62,22 @@ def _log_relu(s: Tensor) -> Tensor:
     return torch.where(dead, -math.inf, torch.where(dead, 1.0, s).log())  # autograd gets no infinite derivative
 
 
+def _normal_cdf(s: Tensor) -> Tensor:
+    return 0.5 * torch.erfc(s * -math.sqrt(0.5))  # 1 + erf would cancel below zero
+
+
+def _gelu_is_zero(s: Tensor) -> Tensor:
+    # Near the dtype's smallest normal number: a row that sums to less would have infinite gradients
+    return s < (-37.0 if s.dtype == torch.float64 else -12.5)
+
+
+def _gelu(s: Tensor) -> Tensor:
+    return torch.where(_gelu_is_zero(s), 0.0, s * _normal_cdf(s))
+
+
 def _gelu_derivative(s: Tensor) -> Tensor:
     density = torch.exp(-0.5 * s * s) / math.sqrt(2.0 * math.pi)
-    return 0.5 * (1.0 + torch.erf(s / math.sqrt(2.0))) + s * density
+    return torch.where(_gelu_is_zero(s), 0.0, _normal_cdf(s) + s * density)
 
 
 def _mish_derivative(s: Tensor) -> Tensor:
@@ -90,7 +103,7 @@ POINTWISE: dict[str, Pointwise] = {
         lambda s: _log_relu(s.clamp(max=6.0)),
         lambda s: (s < 6).to(s.dtype) / s,
     ),
-    "gelu": Pointwise(F.gelu, _gelu_derivative),
+    "gelu": Pointwise(_gelu, _gelu_derivative),
     "mish": Pointwise(lambda s: s * torch.tanh(softplus(s)), _mish_derivative),
     "identity": Pointwise(torch.clone, torch.ones_like),
 }

@@ -269,6 +269,20 @@ def test_a_zero_key_among_positive_scores(backend, dtype, name):
     same_problem([x[:, :1] for x in two], [x.double() for x in exact], one)
 
 
+@ways(["gelu_l1"])
+def test_scores_far_below_zero_keep_the_weights_of_gelu(backend, dtype, name):
+    """The l1 norm divides what is left of a row: -5 of GELU is 1e-6, and 1 + erf would have lost
+    most of its digits.
+    """
+    scores = -torch.tensor([5.0, 5.5, 6.0, 8.0], dtype=dtype)
+    query, key, value = torch.ones(1, 1, 1, 1, dtype=dtype), scores.view(1, 1, 4, 1), torch.eye(4, dtype=dtype)
+    got = attention(query, key, value[None, None], scale=1.0, mechanism=name, backend=backend)[0, 0, 0]
+    terms = [s * 0.5 * math.erfc(-s / math.sqrt(2)) for s in scores.tolist()]
+    want = torch.tensor([term / sum(map(abs, terms)) for term in terms], dtype=torch.float64)
+    # the scores' own rounding, magnified by their squares
+    assert (got.double() - want).abs().max() <= 64 * torch.finfo(dtype).eps
+
+
 @everywhere
 def test_a_zero_keys_gradient_is_zero_through_relu6(backend, dtype):
     """torch's own relu6 has slope 0 at 0. Dot products with a zero key are 0, so that is where the
