@@ -269,6 +269,17 @@ def test_a_zero_key_among_positive_scores(backend, dtype, name):
     same_problem([x[:, :1] for x in two], [x.double() for x in exact], one)
 
 
+@ways(["gelu_l1", "mish_l1", "scenario_iii"])
+def test_a_row_of_a_signed_phi_without_weights_passes_no_gradient(backend, dtype, name):
+    """Its scores are all 0, as those of a query of 0, and phi' is not."""
+    inputs = [normal(1, 2, 6, 4, seed=s, dtype=dtype) for s in range(3)]
+    inputs[0][:, :, 3] = 0
+    out, *grads = run(inputs, normal(1, 2, 6, 4, seed=3, dtype=dtype), mechanism=name, backend=backend)
+    assert (out[:, :, 3] == 0).all()
+    assert (grads[0][:, :, 3] == 0).all()
+    assert (grads[0][:, :, 4] != 0).all()
+
+
 @ways(["gelu_l1"])
 def test_scores_far_below_zero_keep_the_weights_of_gelu(backend, dtype, name):
     """The l1 norm divides what is left of a row: -5 of GELU is 1e-6, and 1 + erf would have lost
