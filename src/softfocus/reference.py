@@ -117,7 +117,7 @@ def weights_of(call: Call, visible: Tensor) -> Weights:
     key = call.key.to(dtype).repeat_interleave(query.size(1) // call.key.size(1), dim=1)
     count = visible.sum(-1, keepdim=True).to(dtype)  # [B, H, Lq, 1], N_i
 
-    scores = _scores(call, query, key, count)  # [B, H, Lq, Lk]
+    scores = _scores(call, query, key, visible, count)  # [B, H, Lq, Lk]
     weights, log_weights, log_norm = _normalised(torch.where(visible, scores, 0.0), visible, count, mechanism)
     peak = torch.zeros_like(count)
     power = mechanism.power if call.power is None else call.power.to(dtype)[:, None, None]
@@ -134,10 +134,10 @@ def weights_of(call: Call, visible: Tensor) -> Weights:
     return Weights(weights, log_weights, statistics)
 
 
-def _scores(call: Call, query: Tensor, key: Tensor, count: Tensor) -> Tensor:
+def _scores(call: Call, query: Tensor, key: Tensor, visible: Tensor, count: Tensor) -> Tensor:
     """s = c_i * sim(q_i, k_j) + row bias + b_ij, NaN where q_i or k_j is not finite."""
     # Autograd would multiply a hidden NaN by 0, which is NaN. The products therefore take finite
-    # numbers
+    # numbers. Those of a hidden key may overflow
     nonfinite = ~(query.isfinite().all(-1)[..., :, None] & key.isfinite().all(-1)[..., None, :])
     query, key = (torch.where(x.isfinite(), x, 0.0) for x in (query, key))
     normalise = {"dot": lambda x: x, "cosine": unit}[call.mechanism.similarity]
@@ -145,7 +145,8 @@ def _scores(call: Call, query: Tensor, key: Tensor, count: Tensor) -> Tensor:
     factor = base_scale(call.mechanism, call.scale, count)
     if call.head_scale is not None:
         factor = factor * call.head_scale.to(query.dtype)[:, None, None]
-    scores = factor * (query @ key.mT) + score_bias(call.mechanism, count, key.size(-2))
+    products = torch.where(visible, query @ key.mT, 0.0)
+    scores = factor * products + score_bias(call.mechanism, count, key.size(-2))
     if call.bias is not None:
         scores = scores + call.bias.to(query.dtype)
     return torch.where(nonfinite, math.nan, scores)

@@ -412,6 +412,21 @@ def test_a_huge_value_that_a_row_does_not_see_leaves_its_gradients_alone(backend
         assert all(torch.equal(x, y) for x, y in zip(got[1:], want[1:], strict=True))
 
 
+@ways(["softmax", "softmax_p3", "relu_shen", "scenario_i"], dtypes=lambda name: (torch.float32,))
+def test_a_huge_key_that_a_row_does_not_see_leaves_the_scales_gradient_alone(backend, dtype, name):
+    """q . k of that key overflows, and 0 * inf is NaN."""
+    query, key, value = (normal(1, 2, 12, 4, seed=s, dtype=dtype) for s in range(3))
+    seen = torch.arange(12) != 3
+    grads = []
+    for k in (key, key.masked_fill(~seen[:, None], 3e38)):
+        head_scale = torch.ones(2, requires_grad=True)
+        arguments = {"key_mask": seen[None], "mechanism": name, "backend": backend}
+        attention(10 * query, k, value, head_scale=head_scale, **arguments).sum().backward()
+        grads.append(head_scale.grad)
+    assert grads[0].isfinite().all()
+    assert torch.equal(*grads)
+
+
 @ways((*VARIED, "relu2_l1", "sigmoid_log_n"), dtypes=lambda name: (torch.float32,))
 def test_a_nan_in_grad_out_reaches_only_the_keys_that_its_row_sees(backend, dtype, name):
     """The value's gradient is a product with all weights, in which 0 * NaN is NaN, as in eager
