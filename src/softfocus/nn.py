@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from softfocus import validation
-from softfocus.catalog import learned_parameters, name_of
+from softfocus.catalog import LEARNABLE, learned_parameters, name_of
 from softfocus.functional import HIDDEN, attention
 from softfocus.mechanism import Mechanism
 from softfocus.row_weights import weights
@@ -32,8 +32,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first,
             device, dtype: as in ``torch.nn.MultiheadAttention``. LASER refuses dropout.
         mechanism: a name of :func:`softfocus.mechanisms`, a combination, or a
-            :class:`softfocus.Mechanism`. A learned factor that belongs to it, such as SSMax's, is a
-            parameter ``softfocus_head_scale`` [num_heads].
+            :class:`softfocus.Mechanism`. A learned factor or power that belongs to it, such as
+            SSMax's, is a parameter ``softfocus_head_scale`` or ``softfocus_power`` [num_heads].
 
     Raises:
         ValueError, TypeError: an argument that does not fit.
@@ -89,7 +89,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         masks: dict[str, Any] = {
             **_of_padding(key_padding_mask, more),
             "attn_mask": _of_attn_mask(attn_mask, self.num_heads, more),
-            "head_scale": getattr(self, "softfocus_head_scale", None),
+            **{name: getattr(self, f"softfocus_{name}", None) for name in LEARNABLE},
             "mechanism": self.mechanism,
         }
         out = attention(q, k, v, dropout_p=self.dropout if self.training else 0.0, **masks)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import softfocus
+from softfocus import catalog
 from softfocus.nn import MultiheadAttention
 
 N, L, S, E, H = 3, 5, 7, 16, 4
@@ -111,6 +112,19 @@ def test_a_mechanism_is_attention_between_the_projections(mechanism):
     learned = {"softfocus_head_scale"} if mechanism == "ssmax" else set()
     assert {name for name, _ in module.named_parameters() if "softfocus" in name} == learned
     assert f"mechanism='{mechanism}'" in repr(module)
+
+
+def test_a_learned_power_takes_the_mechanisms_place(monkeypatch):
+    monkeypatch.setattr(catalog._CATALOG, "_entries", catalog._CATALOG._entries)  # registered for this test alone
+    softfocus.register("lssar_p7", softfocus.sharpened(softfocus.named("lssa"), 7), learned={"power": 3.0})
+    module = MultiheadAttention(E, H, mechanism="lssar_p7").double()
+    fixed = MultiheadAttention(E, H, mechanism="lssar_p3").double()
+    fixed.load_state_dict({name: x for name, x in module.state_dict().items() if name != "softfocus_power"})
+    x = inputs(module, square=True)[0]
+    got, want = module(x, x, x), fixed(x, x, x)
+    torch.testing.assert_close(got, want)
+    got[0].sum().backward()
+    assert (module.softfocus_power.grad != 0).all()
 
 
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
