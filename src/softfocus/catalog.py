@@ -359,9 +359,9 @@ def learned_parameters(mechanism: str | Mechanism) -> dict[str, float]:
     A combination (``"laser(ssmax)"``) needs what its base needs; so does an equal ``Mechanism``.
     """
     full: Mechanism = named(mechanism) if isinstance(mechanism, str) else mechanism
-    base = full.replace(power=None, laser=False)
+    unsharpened = full.replace(power=None)
     found: dict[str, float] = {}
-    for algebra in (base, full):
+    for algebra in (unsharpened.replace(laser=False), unsharpened, full.replace(laser=False), full):
         for entry in _CATALOG.values():
             if entry.mechanism == algebra:
                 found.update(entry.learned)

@@ -74,7 +74,10 @@ def test_what_a_name_learns_belongs_to_the_algebra():
     assert mechanisms()["mine_too"].learned == (("head_scale", 2.0),)
     register("mine_p7", sharpened(MINE, 7), learned={"power": 5.0})
     assert learned_parameters("mine_p7") == {"head_scale": 2.0, "power": 5.0}
+    assert learned_parameters("laser(mine_p7)") == {"head_scale": 2.0, "power": 5.0}
     assert learned_parameters("sharpened(mine, 3)") == {"head_scale": 2.0}
+    register("mine_laser", laser(Mechanism(phi="relu2")), learned={"head_scale": 4})
+    assert learned_parameters("sharpened(mine_laser, 3)") == {"head_scale": 4.0}
     with pytest.raises(ValueError, match=r"learned: .*'mine' is the same mechanism and learns"):
         register("mine_other", MINE, learned={"head_scale": 3})
     with pytest.raises(ValueError, match="'softmax' is the same mechanism and learns nothing"):
