@@ -87,8 +87,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         q, k, v = self._projected(query, key, value)
         more = k.size(2) - key.size(1)  # keys of add_bias_kv and add_zero_attn, which no mask hides
         masks: dict[str, Any] = {
-            **_of_padding(key_padding_mask, more),
-            "attn_mask": _of_attn_mask(attn_mask, self.num_heads, more),
+            **_of_padding(key_padding_mask, key, more),
+            "attn_mask": _of_attn_mask(attn_mask, (query.size(0), self.num_heads, query.size(1), key.size(1)), more),
             **{name: getattr(self, f"softfocus_{name}", None) for name in LEARNABLE},
             "mechanism": self.mechanism,
         }
@@ -123,12 +123,17 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         return q, k, v
 
 
-def _of_padding(mask: Tensor | None, more: int) -> dict[str, Tensor | None]:
+def _of_padding(mask: Tensor | None, key: Tensor, more: int) -> dict[str, Tensor | None]:
     """key_padding_mask [N, S] as arguments of ``attention()``: which keys are real, and what is
-    added to the scores.
+    added to the scores. key is [N, S, E].
     """
     if mask is None:
         return {}
+    validation.check_class("key_padding_mask", mask)
+    if mask.shape != key.shape[:2]:
+        raise ValueError(
+            f"key_padding_mask: got shape {list(mask.shape)}, expected [batch, key length] = {list(key.shape[:2])}"
+        )
     if mask.dtype == torch.bool:
         return {"key_mask": F.pad(~mask, (0, more), value=True)}
     if not mask.is_floating_point():
@@ -140,13 +145,20 @@ def _of_padding(mask: Tensor | None, more: int) -> dict[str, Tensor | None]:
     }
 
 
-def _of_attn_mask(mask: Tensor | None, heads: int, more: int) -> Tensor | None:
+def _of_attn_mask(mask: Tensor | None, sizes: tuple[int, int, int, int], more: int) -> Tensor | None:
     """attn_mask [L, S] or [N * H, L, S] as an argument of ``attention()``: True where a key may be
-    seen, and [L, S] or [N, H, L, S].
+    seen, and [L, S] or [N, H, L, S]. ``sizes`` is (N, H, L, S).
     """
     if mask is None:
         return None
     validation.check_class("attn_mask", mask)
+    batch, heads, *lengths = sizes
+    fits = all(have == 1 or have == want for have, want in zip(mask.shape[-2:], lengths, strict=False))
+    if not fits or mask.dim() not in (2, 3) or (mask.dim() == 3 and mask.size(0) not in (heads, batch * heads)):
+        raise ValueError(
+            f"attn_mask: got shape {list(mask.shape)}, expected [query length, key length] = {lengths} or "
+            f"[batch * heads, query length, key length] = {[batch * heads, *lengths]}"
+        )
     mask = ~mask if mask.dtype == torch.bool else mask
     mask = F.pad(mask, (0, more), value=mask.dtype == torch.bool)
     return mask if mask.dim() == 2 else mask.unflatten(0, (-1, heads))

@@ -164,6 +164,13 @@ def test_what_it_does_not_take():
         module(x, x, x, is_causal=True)
     with pytest.raises(TypeError, match=r"^key_padding_mask: got dtype torch\.int64"):
         module(x, x, x, key_padding_mask=torch.zeros(N, L, dtype=torch.int64))
+    hides = torch.zeros(N + 1, L, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"^key_padding_mask: got shape \[4, 5\], expected .* = \[3, 5\]"):
+        module(x, x, x, key_padding_mask=hides)
+    for shape in [(L, L + 1), (N, L, L), (N, H, L, L), (L,)]:
+        expected = rf"^attn_mask: got shape \[{', '.join(map(str, shape))}\], expected .* = \[5, 5\] .* = \[12, 5, 5\]"
+        with pytest.raises(ValueError, match=expected):
+            module(x, x, x, attn_mask=torch.zeros(shape, dtype=torch.bool))
     nested = torch.nested.nested_tensor([torch.randn(3, E), torch.randn(L, E)])
     with pytest.raises(TypeError, match=r"^query: got a nested tensor.*enable_nested_tensor=False"):
         module(nested, nested, nested)
