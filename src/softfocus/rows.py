@@ -160,8 +160,8 @@ def backward(
         signed = mechanism.phi in SIGNED_PHI
         grad_f = _l1_backward(rows.f, rows.weights_before_post, rows.norm, grad_weights, visible, signed)
         # A row whose weights are all 0 passes no gradient. phi' of a signed phi is not 0 there
-        if signed and bool((empty := rows.log_norm == -math.inf).any()):
-            grad_f.masked_fill_(empty, 0.0)
+        if signed:
+            grad_f.masked_fill_(rows.log_norm == -math.inf, 0.0)
     elif mechanism.normaliser != "none":
         grad_f.mul_(_row_factor(mechanism.normaliser, count, length))
     grad_scores = grad_f.mul_(_phi_derivative(rows, mechanism))
