@@ -66,13 +66,24 @@ def _normal_cdf(s: Tensor) -> Tensor:
     return 0.5 * torch.erfc(s * -math.sqrt(0.5))  # 1 + erf would cancel below zero
 
 
+# GELU and Mish are 0 from near the dtype's smallest normal number on: a row that sums to less would
+# have infinite gradients
+
+
 def _gelu_is_zero(s: Tensor) -> Tensor:
-    # Near the dtype's smallest normal number: a row that sums to less would have infinite gradients
     return s < (-37.0 if s.dtype == torch.float64 else -12.5)
+
+
+def _mish_is_zero(s: Tensor) -> Tensor:
+    return s < (-700.0 if s.dtype == torch.float64 else -88.0)
 
 
 def _gelu(s: Tensor) -> Tensor:
     return torch.where(_gelu_is_zero(s), 0.0, s * _normal_cdf(s))
+
+
+def _mish(s: Tensor) -> Tensor:
+    return torch.where(_mish_is_zero(s), 0.0, s * torch.tanh(softplus(s)))
 
 
 def _gelu_derivative(s: Tensor) -> Tensor:
@@ -82,7 +93,7 @@ def _gelu_derivative(s: Tensor) -> Tensor:
 
 def _mish_derivative(s: Tensor) -> Tensor:
     t = torch.tanh(softplus(s))
-    return t + s * (1.0 - t * t) * torch.sigmoid(s)
+    return torch.where(_mish_is_zero(s), 0.0, t + s * (1.0 - t * t) * torch.sigmoid(s))
 
 
 def _sigmoid_derivative(s: Tensor) -> Tensor:
@@ -104,7 +115,7 @@ POINTWISE: dict[str, Pointwise] = {
         lambda s: (s < 6).to(s.dtype) / s,
     ),
     "gelu": Pointwise(_gelu, _gelu_derivative),
-    "mish": Pointwise(lambda s: s * torch.tanh(softplus(s)), _mish_derivative),
+    "mish": Pointwise(_mish, _mish_derivative),
     "identity": Pointwise(torch.clone, torch.ones_like),
 }
 FUSED = ("exp", "softplus", "sigmoid", "relu", "relu2", "relu6")

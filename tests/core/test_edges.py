@@ -294,6 +294,29 @@ def test_scores_far_below_zero_keep_the_weights_of_gelu(backend, dtype, name):
     assert (got.double() - want).abs().max() <= 64 * torch.finfo(dtype).eps
 
 
+@ways(["gelu_l1", "mish_l1"])
+def test_scores_far_below_zero_have_their_gradient_or_none(backend, dtype, name):
+    """From a score on, nothing is left of a row. Before it the gradient is right, not a quotient of
+    numbers that underflow.
+    """
+    end = {"gelu_l1": (12.5, 37.0), "mish_l1": (88.0, 700.0)}[name][dtype == torch.float64]
+    for first in (-end + 0.5, -end - 0.1, -end - 1.0, -end - 14.0):
+        scores = torch.tensor([first, first - 0.25], dtype=dtype)
+        inputs = [torch.ones(1, 1, 1, 1, dtype=dtype), scores.view(1, 1, 2, 1), torch.tensor([[[[1.0], [3.0]]]])]
+        inputs[2] = inputs[2].to(dtype)
+        out, _, grad_key, _ = run(inputs, scale=1.0, mechanism=name, backend=backend)
+        if first < -end:
+            assert out.item() == 0
+            assert (grad_key == 0).all()
+            continue
+        # A_0 = 1 / (1 + ratio), of which the second score changes the ratio alone
+        slope = {"gelu_l1": lambda s: -s, "mish_l1": lambda s: 1 + 1 / s}[name]
+        ratio = math.exp({"gelu_l1": (first**2 - scores[1].item() ** 2) / 2, "mish_l1": -0.25}[name])
+        ratio *= {"gelu_l1": 1.0, "mish_l1": scores[1].item() / first}[name]
+        want = -2 * ratio / (1 + ratio) ** 2 * slope(scores[1].item())
+        assert grad_key[0, 0, 1, 0].item() == pytest.approx(want, rel=0.02)
+
+
 @everywhere
 def test_a_zero_keys_gradient_is_zero_through_relu6(backend, dtype):
     """torch's own relu6 has slope 0 at 0. Dot products with a zero key are 0, so that is where the
