@@ -84,27 +84,27 @@ def load_row_vectors(row_vectors, algebra, b, h, q_offsets, active):
     """
     zeros = tl.zeros(q_offsets.shape, tl.float32)
     mean_grad, row_bias, shift, threshold, inverse_spread, delta = zeros, zeros, zeros, zeros, zeros, zeros
-    pointers = loading.row_pointers(row_vectors, b, h, q_offsets, 0)
-    stride = loading.vector_stride(row_vectors)
-    product_scale = tl.load(pointers + PRODUCT_SCALE * stride, mask=active, other=0.0)
-    weight_factor = tl.load(pointers + WEIGHT_FACTOR * stride, mask=active, other=0.0)
-    grad_factor = tl.load(pointers + GRAD_FACTOR * stride, mask=active, other=0.0)
+    product_scale = tl.load(loading.row_pointers(row_vectors, b, h, q_offsets, PRODUCT_SCALE), mask=active, other=0.0)
+    weight_factor = tl.load(loading.row_pointers(row_vectors, b, h, q_offsets, WEIGHT_FACTOR), mask=active, other=0.0)
+    grad_factor = tl.load(loading.row_pointers(row_vectors, b, h, q_offsets, GRAD_FACTOR), mask=active, other=0.0)
     if algebra.score_bias != "0":
-        row_bias = tl.load(pointers + ROW_BIAS * stride, mask=active, other=0.0)
+        row_bias = tl.load(loading.row_pointers(row_vectors, b, h, q_offsets, ROW_BIAS), mask=active, other=0.0)
     if algebra.shifted:
         # Rows that are not active load no shift. Their score may be a large bias, whose exponential
         # overflows. With shift = inf their weight is 2^-inf = 0. Softplus grows linearly and needs
         # no such shift. It must not have it either: its polynomial would compute 0 * inf
         is_softplus: tl.constexpr = algebra.phi.phi_unit != 1.0  # no other phi has such a unit
         inactive_shift: tl.constexpr = 0.0 if is_softplus else float("inf")
-        shift = tl.load(pointers + SHIFT * stride, mask=active, other=inactive_shift)
+        shift = tl.load(loading.row_pointers(row_vectors, b, h, q_offsets, SHIFT), mask=active, other=inactive_shift)
     if algebra.reweighted:
-        mean_grad = tl.load(pointers + MEAN_GRAD * stride, mask=active, other=0.0)
-        inverse_spread = tl.load(pointers + INVERSE_SPREAD * stride, mask=active, other=0.0)
+        mean_grad = tl.load(loading.row_pointers(row_vectors, b, h, q_offsets, MEAN_GRAD), mask=active, other=0.0)
+        inverse_spread = tl.load(
+            loading.row_pointers(row_vectors, b, h, q_offsets, INVERSE_SPREAD), mask=active, other=0.0
+        )
     if algebra.reweighted or (algebra.phi.has_zeros and algebra.normaliser == "l1"):
-        threshold = tl.load(pointers + THRESHOLD * stride, mask=active, other=0.0)
+        threshold = tl.load(loading.row_pointers(row_vectors, b, h, q_offsets, THRESHOLD), mask=active, other=0.0)
     if algebra.normaliser == "l1":
-        delta = tl.load(pointers + DELTA * stride, mask=active, other=0.0)
+        delta = tl.load(loading.row_pointers(row_vectors, b, h, q_offsets, DELTA), mask=active, other=0.0)
     row = weighting.GradientRow(shift, threshold, inverse_spread, weight_factor, grad_factor, delta)
     return mean_grad, product_scale, row_bias, row
 
@@ -114,17 +114,15 @@ def store_row_vectors(row_vectors, mean_grad, product_scale, row_bias, row, grad
     """Store the row vectors for the other kernels; ``row.grad_factor`` is replaced by
     ``grad_factor``.
     """
-    pointers = loading.row_pointers(row_vectors, b, h, q_offsets, 0)
-    stride = loading.vector_stride(row_vectors)
-    tl.store(pointers + MEAN_GRAD * stride, mean_grad, mask=mask)
-    tl.store(pointers + PRODUCT_SCALE * stride, product_scale, mask=mask)
-    tl.store(pointers + ROW_BIAS * stride, row_bias, mask=mask)
-    tl.store(pointers + SHIFT * stride, row.shift, mask=mask)
-    tl.store(pointers + THRESHOLD * stride, row.threshold, mask=mask)
-    tl.store(pointers + INVERSE_SPREAD * stride, row.inverse_spread, mask=mask)
-    tl.store(pointers + WEIGHT_FACTOR * stride, row.weight_factor, mask=mask)
-    tl.store(pointers + GRAD_FACTOR * stride, grad_factor, mask=mask)
-    tl.store(pointers + DELTA * stride, row.delta, mask=mask)
+    tl.store(loading.row_pointers(row_vectors, b, h, q_offsets, MEAN_GRAD), mean_grad, mask=mask)
+    tl.store(loading.row_pointers(row_vectors, b, h, q_offsets, PRODUCT_SCALE), product_scale, mask=mask)
+    tl.store(loading.row_pointers(row_vectors, b, h, q_offsets, ROW_BIAS), row_bias, mask=mask)
+    tl.store(loading.row_pointers(row_vectors, b, h, q_offsets, SHIFT), row.shift, mask=mask)
+    tl.store(loading.row_pointers(row_vectors, b, h, q_offsets, THRESHOLD), row.threshold, mask=mask)
+    tl.store(loading.row_pointers(row_vectors, b, h, q_offsets, INVERSE_SPREAD), row.inverse_spread, mask=mask)
+    tl.store(loading.row_pointers(row_vectors, b, h, q_offsets, WEIGHT_FACTOR), row.weight_factor, mask=mask)
+    tl.store(loading.row_pointers(row_vectors, b, h, q_offsets, GRAD_FACTOR), grad_factor, mask=mask)
+    tl.store(loading.row_pointers(row_vectors, b, h, q_offsets, DELTA), row.delta, mask=mask)
 
 
 @triton.jit

@@ -243,17 +243,23 @@ def store_results(
         steps = weighting.rounding_residual(acc, acc.to(outputs.out.pointer.dtype.element_ty).to(tl.float32), algebra)
         loading.store_like_out(outputs.residual, b, row_heads, q_offsets, mask, steps, inputs, blocks)
     row_max = tl.where(phi_sum == phi_sum, row_max, float("nan"))
-    pointers = loading.row_pointers(outputs.saved, b, row_heads, q_offsets, 0)
-    stride = loading.vector_stride(outputs.saved)
     log_norm = tl.where(
         phi_sum == 0.0, float("-inf"), tl.log(tl.where(phi_sum == 0.0, 1.0, phi_sum) / algebra.phi.phi_unit)
     )
     log_norm = log_norm + shift * LN2
-    tl.store(pointers + loading.COUNT * stride, count, mask=mask)
-    tl.store(pointers + loading.MAXIMUM * stride, row_max / algebra.phi.score_unit, mask=mask)
-    tl.store(pointers + loading.LOG_NORM * stride, log_norm, mask=mask)
-    tl.store(pointers + loading.PEAK * stride, peak, mask=mask)
-    tl.store(pointers + loading.PHI_SUM * stride, phi_sum, mask=mask)
-    tl.store(pointers + loading.POWER_SUM * stride, power_sum, mask=mask)
-    tl.store(pointers + loading.MARK * stride, needs_exact.to(tl.float32), mask=mask)
-    tl.store(pointers + loading.MAXIMUM_IN_UNIT * stride, row_max, mask=mask)
+    tl.store(loading.row_pointers(outputs.saved, b, row_heads, q_offsets, loading.COUNT), count, mask=mask)
+    tl.store(
+        loading.row_pointers(outputs.saved, b, row_heads, q_offsets, loading.MAXIMUM),
+        row_max / algebra.phi.score_unit,
+        mask=mask,
+    )
+    tl.store(loading.row_pointers(outputs.saved, b, row_heads, q_offsets, loading.LOG_NORM), log_norm, mask=mask)
+    tl.store(loading.row_pointers(outputs.saved, b, row_heads, q_offsets, loading.PEAK), peak, mask=mask)
+    tl.store(loading.row_pointers(outputs.saved, b, row_heads, q_offsets, loading.PHI_SUM), phi_sum, mask=mask)
+    tl.store(loading.row_pointers(outputs.saved, b, row_heads, q_offsets, loading.POWER_SUM), power_sum, mask=mask)
+    tl.store(
+        loading.row_pointers(outputs.saved, b, row_heads, q_offsets, loading.MARK),
+        needs_exact.to(tl.float32),
+        mask=mask,
+    )
+    tl.store(loading.row_pointers(outputs.saved, b, row_heads, q_offsets, loading.MAXIMUM_IN_UNIT), row_max, mask=mask)

@@ -70,12 +70,6 @@ def row_pointers(vectors, b, h, q_offsets, INDEX: tl.constexpr):
 
 
 @triton.jit
-def vector_stride(vectors):
-    """The stride of the vectors of ``row_pointers``, int64: a multiple of it may exceed 2^31."""
-    return tl.full([], 0, tl.int64) + vectors.stride_b
-
-
-@triton.jit
 def reload(pointers, mask):
     """Load again a tile that was loaded before a loop and is not needed inside it.
 
