@@ -272,6 +272,10 @@ def test_what_is_said_of_laser_is_what_the_claims_found():
         found = [re.search(rf"{row} 1x, error rate ([\d.]+)", page(claim)) for row in rows]
         before, after = (f"{100 * float(one[1]):.1f} %" for one in found if one)
         assert f"from {before} to {after} ({seeds} seeds)" in text
+    claims = (ROOT / "docs/claims.md").read_text()
+    best_of_rates = re.search(r"ViT, softmax \|.*?\| (\S+ %) .*\n.*ViT, LASER .*\| (\S+ %) ±", claims)
+    assert best_of_rates
+    assert f"the ViT's is {best_of_rates[2]} against {best_of_rates[1]}, and the BERT's difference is" in text
     lowered = re.search(
         r"\| holds \| LASER lowers the loss of differential attention .*: -(\S+ ± \S+) \|", page("differential")
     )
@@ -714,8 +718,10 @@ def test_the_single_numbers_about_lssa_are_the_measured_ones():
     start = f"Softmax has [{loss('bpe-demo-start', 'softmax-s0'):.3f}](results/bpe-demo-start/results.json)"
     assert f"{start} in place of {plain:.3f} here" in text
 
-    demo = loss("demo", "demo-lssa"), loss("demo", "demo-softmax")
-    assert "There LSSA was behind Softmax, {:.3f} against {:.3f}".format(*demo) in readme
+    demo = loss("demo-slow-start", "demo-lssa"), loss("demo-slow-start", "demo-softmax")
+    assert "LSSA was behind Softmax, {:.3f} against {:.3f}".format(*demo) in readme
+    demo = loss("demo", "demo-laser"), loss("demo", "demo-softmax")
+    assert "{:.3f} at the training length, Softmax {:.3f} (one seed)".format(*demo) in readme
     toy = {row: loss("toy-start", f"{row}-s0", 64) for row in ("softmax", "softmax-4", "softmax-8", "lssa", "lssa-4")}
     toy |= {row: loss("toy-start", f"{row}-s0", 64) for row in ("lssar", "lssar-4", "lssar-8")}
     shown = {row: f"{value:.3f}" for row, value in toy.items()}
