@@ -165,11 +165,20 @@ def document_ids_from_lengths(lengths: Tensor | Sequence[int], total: int | None
     Returns:
         int64 [1, total].
 
+    Raises:
+        ValueError: lengths of another shape, that are no integers, or below 0 (which is seen on the
+            CPU only, and not while torch.compile traces).
+
     Example: ``document_ids_from_lengths([3, 2])`` is ``[[0, 0, 0, 1, 1]]``.
     """
     lengths = torch.as_tensor(lengths)
     if lengths.dim() != 1:
         raise ValueError(f"lengths: got shape {list(lengths.shape)}, expected [documents]: one number for each")
+    if lengths.numel() and (lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool):
+        raise ValueError(f"lengths: got {lengths.dtype}, expected integers: how many tokens each document has")
+    # On a GPU the answer would have to be waited for
+    if lengths.device.type == "cpu" and not torch.compiler.is_compiling() and bool((lengths < 0).any()):
+        raise ValueError(f"lengths: got {int(lengths.min())}, expected no length below 0")
     ends = lengths.cumsum(0)
     total = int(ends[-1]) if total is None and ends.numel() else total or 0
     return torch.bucketize(torch.arange(total, device=lengths.device), ends, right=True)[None]

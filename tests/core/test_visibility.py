@@ -206,3 +206,15 @@ def test_a_window_of_transformers(offset):
     """sliding_window = W is (W - 1, 0): W keys, the own one included."""
     v = Visibility(6, 6 + offset, left=2, right=0)
     assert v.count(CPU).flatten().tolist()[3:] == [3, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "said"), [([3, -1, 2], "got -1"), ([1.5, 2.0], "float"), ([True], "bool"), (3, "shape")]
+)
+def test_lengths_that_are_none(lengths, said):
+    with pytest.raises(ValueError, match=f"^lengths: .*{said}"):
+        document_ids_from_lengths(lengths)
+
+
+def test_no_documents_have_no_tokens():
+    assert document_ids_from_lengths([]).tolist() == [[]]
