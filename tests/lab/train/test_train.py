@@ -318,6 +318,10 @@ def test_a_complete_run_is_not_overwritten_unless_told(tiny: Path, trained: Path
         (folder / measured).parent.mkdir(exist_ok=True)
         (folder / measured).write_text("of the run that was there")
     (folder / "notes.txt").write_text("a user's own")
+    there = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with pytest.raises(LabError, match="nowhere"):
+        train(load(tiny, [f"data.source={tmp_path / 'nowhere'}"]), folder, overwrite=True)
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == there
     assert train(recipe, folder, overwrite=True).mechanism == "softmax"
     train(recipe, tmp_path / "new")
     left = {path.name for path in folder.iterdir()} - {path.name for path in (tmp_path / "new").iterdir()}

@@ -116,14 +116,6 @@ def _train(
         return there
     fits.check_memory([recipe], 1, state.num_processes)  # a corpus may take hours to prepare
     listener = silent if owner is None else progress
-    if owner is not None and there is None:
-        # What a run left whose run.json is gone must not be resumed or reported as this one's
-        left = [name for name in (MODEL, CHECKPOINTS) if (folder / name).exists()]
-        if left and not (folder / RUN).exists():
-            _log.warning(
-                "%s has no %s: its %s, of a run of which nothing is known, are deleted", folder, RUN, " and ".join(left)
-            )
-        _clear(folder)
     with processes.main_first(state):
         source = data.load(recipe, listener)
     if there is not None and there.corpus_key not in ("", source.key):
@@ -139,6 +131,17 @@ def _train(
     info.token = secrets.token_hex(8) if there is None else there.token
     if owner is not None:
         if there is None:
+            # The old run goes only now: without a corpus or a model it stays.
+            # What a run left whose run.json is gone must not be resumed or reported as this one's
+            left = [name for name in (MODEL, CHECKPOINTS) if (folder / name).exists()]
+            if left and not (folder / RUN).exists():
+                _log.warning(
+                    "%s has no %s: its %s, of a run of which nothing is known, are deleted",
+                    folder,
+                    RUN,
+                    " and ".join(left),
+                )
+            _clear(folder)
             # Three checkpoints (two are kept, one is being written) of float32 weights and two
             # moments, and the model
             needed = info.parameters * 4 * (3 * 3 + 1)
