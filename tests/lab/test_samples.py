@@ -281,10 +281,11 @@ def test_commands_for_texts_refuse_it(name: str, runs: Any) -> None:
 
 
 def test_options_for_texts_are_refused(runs: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        cli.main(["evaluate", str(runs("vit-toy")), "--lengths", "1x,2x"])
-    assert caught.value.code == 2
-    assert "--lengths is for runs that go on with a text" in capsys.readouterr().err
+    for option, value in (("--lengths", "1x,2x"), ("--rope", "yarn")):
+        with pytest.raises(SystemExit) as caught:
+            cli.main(["evaluate", str(runs("vit-toy")), option, value])
+        assert caught.value.code == 2
+        assert f"{option} is for runs that go on with a text" in capsys.readouterr().err
     with pytest.raises(SystemExit) as caught:
         cli.main(["evaluate", str(runs("vit-toy")), "--quiet"])
     assert not caught.value.code

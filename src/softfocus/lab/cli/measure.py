@@ -25,8 +25,13 @@ def evaluate(
     ] = None,
     tokens: Tokens = None,
     rope: Annotated[
-        str, typer.Option(metavar="LIST", help="Scalings of RoPE: trained, ntk (dynamic) and yarn; or none.")
-    ] = "trained,ntk",
+        str | None,
+        typer.Option(
+            metavar="LIST",
+            help="Scalings of RoPE: trained, ntk (dynamic) and yarn; or none.",
+            show_default="trained,ntk",
+        ),
+    ] = None,
     window: Annotated[
         list[str] | None,
         typer.Option(
@@ -69,11 +74,13 @@ def evaluate(
 
     info, recipe = load_run(run), load(run / RECIPE)
     if recipe.data.kind in ("masked", "images", "speech"):
-        given = {"lengths": lengths, "tokens": tokens, "window": window, "sinks": sinks, "mechanism": mechanism}
-        _samples(run, given | {"buckets": buckets}, batch_tokens, quiet, json)
+        given = {"lengths": lengths, "tokens": tokens, "rope": rope, "window": window, "sinks": sinks}
+        _samples(run, given | {"mechanism": mechanism, "buckets": buckets}, batch_tokens, quiet, json)
         return
     wanted = parse(lengths or recipe.evaluate.lengths, info.train_length)
-    settings = settings_of(rope, window or ["1x"], sinks, info.train_length, mechanism or ())
+    settings = settings_of(
+        "trained,ntk" if rope is None else rope, window or ["1x"], sinks, info.train_length, mechanism or ()
+    )
     if window:
         _refuse_wide([setting.window for setting in settings], wanted[-1])
     edges = parse(buckets, info.train_length, "--buckets") if buckets else None
