@@ -54,7 +54,7 @@ def attention_with_cache(
             page_size - 1. The capacity is n * page_size. Entries beyond a sequence's length are not
             read. The others are checked where lengths are.
         scale, enable_gqa, mechanism, window_size, head_scale, power, backend: as in
-        :func:`softfocus.attention`.
+            :func:`softfocus.attention`.
 
     Returns:
         out [B, H, Lq, Dv] in the query's dtype, without gradient.

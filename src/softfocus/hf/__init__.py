@@ -84,9 +84,9 @@ def use(target: Target, mechanism: str | Mechanism | Mapping[Any, Any] | Layout,
             layers: what runs by layer type, number or slice of layers, each a mechanism, a dict of
             the fields of :class:`Heads`, or a list of these, one for each group of heads::
 
-                {"sliding_attention": "softmax", "full_attention": "lssar"} {"0::2": {"mechanism":
-                "softmax", "window": 128}, "*": {"mechanism": "lssar", "rope": 0}} {"*":
-                [{"mechanism": "softmax", "window": 128, "heads": 6}, "lssar"]}
+                {"sliding_attention": "softmax", "full_attention": "lssar"}
+                {"0::2": {"mechanism": "softmax", "window": 128}, "*": "lssar"}
+                {"*": [{"mechanism": "softmax", "window": 128, "heads": 6}, "lssar"]}
 
         parameters: initial values of what the attention modules learn, one value for all heads:
             ``head_scale`` multiplies the scores; ``power`` takes the place of the mechanism's

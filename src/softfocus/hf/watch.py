@@ -36,8 +36,11 @@ def watch(listener: Callable[[Call], None]) -> Iterator[None]:
 
     Example::
 
-        with softfocus.hf.watch(lambda call: print(softfocus.weights(call.query, call.key,
-            **call.arguments))): model(input_ids)
+        def show(call):
+            print(softfocus.weights(call.query, call.key, **call.arguments))
+
+        with softfocus.hf.watch(show):
+            model(input_ids)
     """
     listeners.append(listener)
     try:

@@ -16,8 +16,9 @@ class Case:
     """One problem, without its numbers.
 
     Attributes:
-        name: for test ids. batch, heads, key_heads, query_length, key_length, head_dim, value_dim:
-        B, H, Hk, Lq, Lk, D, Dv.
+        name: for test ids.
+        batch, heads, key_heads, query_length, key_length, head_dim, value_dim: B, H, Hk, Lq, Lk, D,
+            Dv.
         is_causal, window_size: as in ``attention()``.
         mask: share of keys that a random bool mask [1, H, Lq, Lk] hides; 0 for no mask.
         padding: "left" or "right": the second half of the batch is padded to a quarter on that
