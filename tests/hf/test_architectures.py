@@ -273,7 +273,7 @@ def tiny(config, kinds):
                 raise ValueError(f"{count:.0e} parameters")
             eager = copy.deepcopy(spread(model))
             eager.set_attn_implementation("eager")
-        except Exception as error:  # whatever a model class of 347 architectures makes of a tiny config
+        except Exception as error:  # whatever a model class of so many architectures makes of a tiny config
             reasons.append(f"{kind.__name__}: {type(error).__name__}: {str(error)[:200]}")
             continue
         for guess in guesses(model):
@@ -329,7 +329,7 @@ def test_it_is_its_own_eager_attention(folder, tmp_path):
     for config, found in cases.items():
         name = config.__name__
         if isinstance(found, list):
-            assert not found or name in LEFT_OUT or name in TABLE["uninstalled"], found
+            assert not found or name in LEFT_OUT or name in (*TABLE["uninstalled"], *TABLE["by_version"]), found
         else:
             assert name not in LEFT_OUT, "it can be compared now: take it off the list in architectures.toml"
             if name in TABLE["unstable"]:
@@ -371,7 +371,10 @@ def compare(name, model, eager, inputs, expected, folder):
     if name in TABLE["not_loaded_back"]:
         return
     model.save_pretrained(folder)
-    second = forward(type(model).from_pretrained(folder).eval(), inputs)
+    loaded = type(model).from_pretrained(folder).eval()
+    for parameter in loaded.parameters():  # as they lie in the file, products may round otherwise
+        parameter.data = parameter.data.clone()
+    second = forward(loaded, inputs)
     assert ours.keys() == second.keys()
     assert all(torch.equal(second[key], x) for key, x in ours.items())
 
