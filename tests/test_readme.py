@@ -589,6 +589,21 @@ def new_rates() -> str:
     return "\n".join(lines)
 
 
+def larger_new_rates() -> str:
+    """The same of the larger model."""
+    found = {
+        one.run.removesuffix("-s0"): f"{one.row(128).loss:.3f}"
+        for name in ("larger-rates", "larger")
+        for one in read(ROOT / "docs/results" / name / "results.json").evaluations
+        if one.seed == 0
+    }
+    lines = ["| loss at 1x | 1e-3 | 2e-3 | 4e-3 |", "|---|---|---|---|"]
+    names = {"softmax": "Softmax", "lssa-local": "`demo-lssa-local`", "lssa-hybrid": "`demo-hybrid`"}
+    for row, name in names.items():
+        lines.append(f"| {name} | {' | '.join(found[f'{row}{ending}'] for ending in ('-half', '', '-twice'))} |")
+    return "\n".join(lines)
+
+
 def slow_table() -> str:
     return scale_table("layouts-slow-start")
 
@@ -739,7 +754,7 @@ def layouts_table() -> str:
 
 TABLES = {
     "layouts": layouts_table, "same_layout": same_layout, "bpe_lssa": bpe_lssa, "lssa_recall": lssa_recall,
-    "larger_lssa": larger_lssa, "lssa_tiled": lssa_tiled, "slow": slow_table,
+    "larger_lssa": larger_lssa, "larger_new_rates": larger_new_rates, "lssa_tiled": lssa_tiled, "slow": slow_table,
     "differences": differences_table, "new_rates": new_rates,
     "trials": trials_table, "recall": recall_table, "both": both_table, "heads": heads_table, "larger": larger_table,
     "bpe": bpe_table, "layout_recall": layout_recall_table, "rates": demo_rates, "larger_rates": larger_rates,
