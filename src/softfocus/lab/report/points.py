@@ -150,7 +150,7 @@ def count_text(seeds: Sequence[int]) -> str:
 
 
 def without_seed(text: str) -> object:
-    """What has to agree: not the name, the description or the seed, nor the evaluation, which trains
+    """What has to agree: not the name, the description, the seed or the evaluation, which trains
     nothing. A recipe of an earlier version has the defaults that it does not name.
     """
     try:
