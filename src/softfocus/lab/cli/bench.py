@@ -3,9 +3,8 @@ runs.
 """
 
 import re
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -16,38 +15,21 @@ if TYPE_CHECKING:
     from softfocus.lab.bench.cells import What
 
 
-class Device(StrEnum):
-    """Where everything runs."""
-
-    cpu = "cpu"
-    cuda = "cuda"
-
-
-class Dtype(StrEnum):
-    """Of query, key and value. (float64 is what the others are held against.)"""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-
-
 QUICK: dict[str, Any] = {"lengths": "256", "mechanisms": "lssar", "seconds": 0.5}
 FULL: dict[str, Any] = {"lengths": "1k, 4k, 16k", "mechanisms": "lssar, lssa, softmax, laser", "seconds": 20.0}
 SHAPES: dict[str, dict[str, Any]] = {
-    "cpu": {"lengths": FULL["lengths"], "dtype": Dtype.float32, "heads": 4, "tokens": None},
-    "cuda": {"lengths": "1k, 2k, 4k, 8k, 16k, 32k", "dtype": Dtype.bfloat16, "heads": 16, "tokens": "32k"},
+    "cpu": {"lengths": FULL["lengths"], "dtype": "float32", "heads": 4, "tokens": None},
+    "cuda": {"lengths": "1k, 2k, 4k, 8k, 16k, 32k", "dtype": "bfloat16", "heads": 16, "tokens": "32k"},
 }
 """What else is measured, unless it is said: a GPU is busy with no less."""
 
 
 def _by_device(name: str) -> str:
-    return "; ".join(
-        f"{getattr(shape[name], 'value', shape[name]) or 'none'} on {device}" for device, shape in SHAPES.items()
-    )
+    return "; ".join(f"{shape[name] or 'none'} on {device}" for device, shape in SHAPES.items())
 
 
 def bench(
-    device: Annotated[Device, typer.Option(help="Where everything runs.")] = Device.cpu,
+    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Where everything runs.")] = "cpu",
     lengths: Annotated[
         str | None, typer.Option(metavar="LIST", help="1k,4k,16k tokens.", show_default=_by_device("lengths"))
     ] = None,
@@ -58,7 +40,8 @@ def bench(
         str, typer.Option(metavar="LIST", help="backward is forward and backward; decode is one query.")
     ] = "forward, backward, decode",
     dtype: Annotated[
-        Dtype | None, typer.Option(help="Of query, key and value.", show_default=_by_device("dtype"))
+        Literal["float32", "bfloat16", "float16"] | None,
+        typer.Option(help="Of query, key and value.", show_default=_by_device("dtype")),
     ] = None,
     batch: Annotated[int | None, typer.Option(min=1, metavar="B", help="Sequences.", show_default="1")] = None,
     tokens: Annotated[
@@ -106,7 +89,7 @@ def bench(
     Example: `softfocus bench --device cpu --lengths 1k,4k --mechanisms "lssar,sharpened(softmax,
     3)"`
     """
-    default = {**SHAPES[device.value], **(QUICK if quick else {**FULL, "lengths": SHAPES[device.value]["lengths"]})}
+    default = {**SHAPES[device], **(QUICK if quick else {**FULL, "lengths": SHAPES[device]["lengths"]})}
     if batch is not None and tokens is not None:
         raise UsageError("--batch and --tokens exclude each other", "the batch follows from --tokens and the length")
     wanted = _lengths(lengths or default["lengths"])
@@ -118,11 +101,11 @@ def bench(
     from softfocus.lab.bench.run import Plan, run, verdict  # imports torch: a typo above is answered before
 
     plan = Plan(
-        device=device.value,
+        device=device,
         mechanisms=names,
         lengths=tuple(wanted),
         whats=whats,
-        dtype=(dtype or default["dtype"]).value,
+        dtype=dtype or default["dtype"],
         batch=batch or 1,
         tokens=_one(together) if together else None,
         heads=heads or default["heads"],
@@ -132,7 +115,7 @@ def bench(
         seconds=default["seconds"] if seconds is None else seconds,
         memory=memory,
     )
-    folder = out or Path("runs") / f"bench-{device.value}"
+    folder = out or Path("runs") / f"bench-{device}"
     found = run(plan, folder, beside(json))
     write_json(json, found)
     verdict(found, folder)

@@ -1,20 +1,11 @@
 """Commands about the papers' claims: recipes, reproduce, report."""
 
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from softfocus.lab.cli.options import Json, beside, write_json
-
-
-class Size(StrEnum):
-    """The size of the models that test a claim."""
-
-    toy = "toy"
-    small = "small"
-    gpt2 = "gpt2"
 
 
 def recipes() -> None:
@@ -45,8 +36,9 @@ def recipes() -> None:
 def reproduce(
     claim: Annotated[str, typer.Argument(metavar="CLAIM", help="A name of `softfocus recipes`.")],
     scale: Annotated[
-        Size, typer.Option(help="toy: minutes a run on a core; small: on one GPU; gpt2: the paper's own.")
-    ] = Size.toy,
+        Literal["toy", "small", "gpt2"],
+        typer.Option(help="toy: minutes a run on a core; small: on one GPU; gpt2: the paper's own."),
+    ] = "toy",
     seeds: Annotated[
         int, typer.Option(min=1, max=1000, help="Trainings of each row; under 3 there is no verdict.")
     ] = 3,
@@ -80,8 +72,8 @@ def reproduce(
 
     result = reproduce(
         claim,
-        out or Path("runs") / f"claims-{scale.value}",
-        scale=scale.value,
+        out or Path("runs") / f"claims-{scale}",
+        scale=scale,
         seeds=seeds,
         jobs=jobs,
         processes=processes,

@@ -1,19 +1,11 @@
 """Commands about several runs: demo, compare, study."""
 
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from softfocus.lab.cli.options import SEEDS, Json, beside, seeds_of, write_json
-
-
-class Axis(StrEnum):
-    """What lengths are counted in."""
-
-    multiple = "multiple"
-    tokens = "tokens"
 
 
 def demo(
@@ -67,9 +59,10 @@ def compare(
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FOLDER", help="Where the report goes.")] = Path(
         "runs/compare"
     ),
-    axis: Annotated[Axis, typer.Option(help="Count lengths in multiples of the training length, or in tokens.")] = (
-        Axis.multiple
-    ),
+    axis: Annotated[
+        Literal["multiple", "tokens"],
+        typer.Option(help="Count lengths in multiples of the training length, or in tokens."),
+    ] = "multiple",
     title: Annotated[
         str | None, typer.Option(metavar="TEXT", help="The report's heading.", show_default="Loss over length")
     ] = None,
@@ -84,7 +77,7 @@ def compare(
     """
     from softfocus.lab.report.compare import compare
 
-    write_json(json, compare(runs, out, axis=axis.value, title=title, console=beside(json)))
+    write_json(json, compare(runs, out, axis=axis, title=title, console=beside(json)))
 
 
 def study(
