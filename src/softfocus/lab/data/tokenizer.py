@@ -171,20 +171,11 @@ def save(tokenizer: Any, folder: Path) -> None:
 
 def _bytes() -> Any:
     from tokenizers import models
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    # Without merges a byte-level BPE is its alphabet; sorted into the order of the bytes, ids are
-    # byte values
-    alphabet = {character: byte for byte, character in enumerate(_byte_characters())}
+    # Without merges a byte-level BPE is its alphabet, and ids are byte values
+    alphabet = {character: byte for byte, character in bytes_to_unicode().items()}
     return _wrapped(_byte_level(models.BPE(vocab={**alphabet, END: len(alphabet)}, merges=[]), use_regex=False))
-
-
-def _byte_characters() -> list[str]:
-    """The printable characters that stand for the bytes 0 to 255 in a byte-level vocabulary:
-    GPT-2's table.
-    """
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
 
 
 def _bpe(size: str, documents: Iterable[str] | None) -> Any:
