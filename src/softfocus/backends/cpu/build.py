@@ -249,14 +249,12 @@ def _locked(folder: Path) -> Iterator[None]:
         _refuse_others(folder)
         lock = FileLock(folder / "lock")  # the operating system lets go of it when its process dies
         try:
-            lock.acquire(timeout=0.2)
+            held = lock.acquire(timeout=0.2)
         except Timeout:
             say("softfocus: waiting for another process that compiles the CPU kernels ...")
-            lock.acquire()
-        try:
+            held = lock.acquire()
+        with held:
             yield
-        finally:
-            lock.release()
     except (OSError, NotImplementedError) as error:  # NotImplementedError: a file system without locks
         why = getattr(error, "strerror", None) or error
         remedy = f"let {CACHE} name a folder that can be written to"

@@ -261,14 +261,12 @@ def _lock(path: Path) -> Iterator[None]:
 
     lock = FileLock(path)  # the operating system lets go of it when its process dies
     try:
-        lock.acquire(timeout=1)
+        held = lock.acquire(timeout=1)
     except Timeout:
         _log.warning("waiting for another process that prepares the same tokens")
-        lock.acquire()
-    try:
+        held = lock.acquire()
+    with held:
         yield
-    finally:
-        lock.release()
 
 
 def _opened(folder: Path) -> TokenStore:

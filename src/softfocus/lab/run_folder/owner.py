@@ -85,18 +85,18 @@ def owning(folder: Path, *, wait: bool = False) -> Iterator[Owner]:
     lock = FileLock(folder / LOCK)
     try:
         try:
-            lock.acquire(timeout=_PATIENCE)
+            held = lock.acquire(timeout=_PATIENCE)
         except Timeout:
             if not wait:
                 raise _in_use(folder, _holder(folder)) from None
             _log.warning("%s is in use by %s: waiting", folder, _holder(folder))
-            lock.acquire()
+            held = lock.acquire()
     except (OSError, NotImplementedError) as error:  # NotImplementedError: a file system without locks
         why = getattr(error, "strerror", None) or error
         raise LabError(
             f"cannot lock {folder}: {why}", "choose a folder that you can write to, on another disk"
         ) from error
-    try:
+    with held:
         owner = Owner(host=socket.gethostname(), process=os.getpid(), since=datetime.now(UTC))
         write_atomically(folder / OWNER, owner.model_dump_json() + "\n")
         for left in folder.glob(f".*{PARTIAL}"):
@@ -107,8 +107,6 @@ def owning(folder: Path, *, wait: bool = False) -> Iterator[Owner]:
         finally:
             if _recorded(folder) == owner:
                 (folder / OWNER).unlink(missing_ok=True)
-    finally:
-        lock.release()
 
 
 def holder(folder: Path) -> str | None:
