@@ -144,34 +144,15 @@ class Saves(_Statement):
     setting: str = AS_TRAINED.name()
 
 
-class Proved(_Statement):
-    """True, by a test that trains nothing."""
+class Exact(_Statement):
+    """True or not true, by a test that trains nothing."""
 
-    kind: Literal["proved"]
+    kind: Literal["proved", "disproved"]
     by: str = Field(description="the test: tests/file.py::name")
 
 
-class Disproved(_Statement):
-    """Not true, by a test that trains nothing."""
-
-    kind: Literal["disproved"]
-    by: str
-
-
 Statement = Annotated[
-    Lower
-    | Close
-    | Flat
-    | Trains
-    | Steeper
-    | Sooner
-    | Faint
-    | Classifies
-    | Finds
-    | Answers
-    | Saves
-    | Proved
-    | Disproved,
+    Lower | Close | Flat | Trains | Steeper | Sooner | Faint | Classifies | Finds | Answers | Saves | Exact,
     Field(discriminator="kind"),
 ]
 

@@ -12,12 +12,11 @@ from softfocus.lab.claims.claim import (
     Claim,
     Classifies,
     Close,
-    Disproved,
+    Exact,
     Faint,
     Finds,
     Flat,
     Lower,
-    Proved,
     Saves,
     Sooner,
     Statement,
@@ -58,12 +57,8 @@ def judge(claim: Claim, results: Results | None) -> list[Judged]:
     return found
 
 
-def _proved(claim: Claim, results: Results, statement: Proved) -> list[Part]:
-    return [Part("holds", f"exact, by `{statement.by}`")]
-
-
-def _disproved(claim: Claim, results: Results, statement: Disproved) -> list[Part]:
-    return [Part("fails", f"exact, by `{statement.by}`")]
+def _exact(claim: Claim, results: Results, statement: Exact) -> list[Part]:
+    return [Part("holds" if statement.kind == "proved" else "fails", f"exact, by `{statement.by}`")]
 
 
 def _trains(claim: Claim, results: Results, statement: Trains) -> list[Part]:
@@ -113,8 +108,7 @@ _JUDGES: dict[type, Callable[[Claim, Results, Any], list[Part]]] = {
     Finds: kinds.finds,
     Answers: kinds.answers,
     Saves: kinds.saves,
-    Proved: _proved,
-    Disproved: _disproved,
+    Exact: _exact,
 }
 
 Place = tuple[str, str, str]
