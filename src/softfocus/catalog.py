@@ -320,7 +320,7 @@ def named(text: str) -> Mechanism:
         return sharpened(named(match[1]), power)
     if text in _CATALOG:
         return _CATALOG[text].mechanism
-    if re.match(rf"({'|'.join(_COMBINATORS)})\b\s*(\(|$)", text) and text not in _CATALOG:
+    if re.match(rf"({'|'.join(_COMBINATORS)})\b\s*(\(|$)", text):
         raise ValueError(f"mechanism {text!r} does not parse; write 'laser(NAME)' or 'sharpened(NAME, POWER)'")
     raise ValueError(f"{_unknown(text)} Combinations: 'sharpened(NAME, POWER)', 'laser(NAME)'")
 
