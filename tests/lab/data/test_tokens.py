@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from softfocus.lab.data import tokenise, tokens
-from softfocus.lab.data.tokens import Options, TokenStore, key_of, prepare
+from softfocus.lab.data.tokens import Options, TokenStore, plan_of, prepare
 from softfocus.lab.errors import LabError
 
 END = 256
@@ -94,7 +94,7 @@ def test_how_much_is_held_out(make, fraction, count):
 
 def test_the_key_is_known_before_anything_is_made(make, tmp_path):
     options = Options(seed=3, validation_fraction=0.25)
-    key = key_of(str(tmp_path / "corpus"), "bytes", options)
+    key = plan_of(str(tmp_path / "corpus"), "bytes", options).key
     assert not (tmp_path / "cache").exists()
     assert make(seed=3, validation_fraction=0.25).folder.name == key
     assert make().folder.name != key

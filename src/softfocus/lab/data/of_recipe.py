@@ -21,7 +21,7 @@ from softfocus.lab.data.images import Glyphs, ImageFolder
 from softfocus.lab.data.samples import HeldOut, InOrder, Inputs, hide
 from softfocus.lab.data.speech import LibriSpeech, Syllables
 from softfocus.lab.data.tasks import Mqar, Passkey, Task, digest, random_for
-from softfocus.lab.data.tokens import Options, TokenStore, key_of, prepare, to_copy_of
+from softfocus.lab.data.tokens import Options, TokenStore, plan_of, prepare, to_copy_of
 from softfocus.lab.data.windows import EvaluationWindows, TaskWindows, TrainingWindows
 from softfocus.lab.errors import LabError
 from softfocus.lab.progress import Event, Listener, silent
@@ -227,7 +227,7 @@ def key(recipe: Recipe) -> str:
     if table.kind not in ("text", "masked"):
         return load(recipe, silent).key
     assert table.source is not None
-    return key_of(table.source, table.tokenizer, _options(recipe))
+    return plan_of(table.source, table.tokenizer, _options(recipe)).key
 
 
 def to_copy(recipes: Iterable[Recipe]) -> int:

@@ -170,7 +170,7 @@ def prepare(
             in both sources; a shard that is none, or holds ids that the tokenizer does not have; a
             disk that is full or cannot be written to.
     """
-    plan = _plan(source, tokenizer_spec, options)
+    plan = plan_of(source, tokenizer_spec, options)
     cache = cache_folder or default_cache()
     folder = cache / plan.key
     if folder.exists() and _damage(folder, progress) is None:
@@ -203,7 +203,7 @@ def to_copy_of(source: str, tokenizer_spec: str, options: Options = DEFAULTS) ->
     Raises:
         LabError: what Corpus raises.
     """
-    plan = _plan(source, tokenizer_spec, options)
+    plan = plan_of(source, tokenizer_spec, options)
     return {} if (default_cache() / plan.key).exists() else {plan.key: plan.shard_bytes}
 
 
@@ -217,17 +217,12 @@ def check_room(cache: Path, needed: int) -> None:
     disk.check_room(cache, needed, "{} of shards are copied there", remedy)
 
 
-def key_of(source: str, tokenizer_spec: str, options: Options = DEFAULTS) -> str:
-    """The name of the folder that :func:`prepare` would make, without making it.
+def plan_of(source: str, tokenizer_spec: str, options: Options = DEFAULTS) -> Plan:
+    """What is to be in a store. Its key is the name of the folder that :func:`prepare` would make.
 
     Raises:
         LabError: what Corpus raises.
     """
-    return _plan(source, tokenizer_spec, options).key
-
-
-def _plan(source: str, tokenizer_spec: str, options: Options) -> Plan:
-    """What is to be in a store."""
     fraction, seed = options.validation_fraction, options.seed
     if not 0 < fraction < 1:
         raise LabError(f"validation_fraction is {fraction}", "choose a share between 0 and 1, such as 0.05")
