@@ -18,7 +18,7 @@ from rich.console import Console
 from softfocus.lab.errors import LabError
 from softfocus.lab.recipes.loading import load
 from softfocus.lab.report.curves import Line, Panel, Point, save_curves
-from softfocus.lab.report.figure import PALETTE, colours, figure1, save_figure1, spread
+from softfocus.lab.report.figure import PALETTE, colours, figure1, save_png, spread
 from softfocus.lab.report.notes import provenance, same_text
 from softfocus.lab.report.page import render
 from softfocus.lab.report.points import Group, cell, columns, growth, labels, settings, shared_columns
@@ -326,12 +326,13 @@ class TestFigure:
 
     def test_dollars_in_names_are_dollars(self, fabricate, tmp_path):
         entries = [fabricate("lssa", [1.0, 2.0], name=name) for name in (r"$\frac{$", "a$b$")]
-        save_figure1(build(entries).groups, tmp_path / "f.png", title=r"costs $5 or $\frac{")
+        title = r"costs $5 or $\frac{"
+        save_png(figure1(build(entries).groups, title=title), tmp_path / "f.png", title)
         assert "a$b$" in render(build(entries))
 
     def test_png_shows_every_run_in_its_colour(self, four, tmp_path):
         path = tmp_path / "figure1.png"
-        save_figure1(grouped(*four), path, title="title")
+        save_png(figure1(grouped(*four), title="title"), path, "title")
         image = matplotlib.image.imread(path)
         height, width, _ = image.shape
         assert (height, width) == (1440, 1760)
@@ -407,7 +408,7 @@ class TestFigure:
         ]
         page = render(build(entries))
         assert "Softmax: diverged" in page
-        save_figure1(build(entries).groups, tmp_path / "f.png", title="")
+        save_png(figure1(build(entries).groups, title=""), tmp_path / "f.png", "")
 
 
 def fabricate_early(entry):

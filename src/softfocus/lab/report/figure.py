@@ -125,11 +125,6 @@ def figure1(groups: Sequence[Group], *, title: str, axis: Axis = "multiple") -> 
         return figure
 
 
-def save_figure1(groups: Sequence[Group], path: Path, *, title: str, axis: Axis = "multiple") -> None:
-    """Write figure1 as a PNG, whole or not at all."""
-    save_png(figure1(groups, title=title, axis=axis), path, title)
-
-
 def save_png(figure: Figure, path: Path, title: str, *, dpi: int = 160) -> None:
     """Write a figure as a PNG, whole or not at all.
 

@@ -47,12 +47,13 @@ def write(report: Report, folder: Path) -> list[Path]:
         LabError: the folder cannot be written to.
     """
     # matplotlib takes a second to load, and a table needs none of it
-    from softfocus.lab.report.figure import save_figure1
+    from softfocus.lab.report.figure import figure1, save_png
     from softfocus.lab.report.page import render
 
     paths = [folder / name for name in (RESULTS, FIGURE, PAGE)]
     write_atomically(paths[0], json_text(report))
-    save_figure1(report.groups, paths[1], title=f"{report.title}\n{provenance(report)}", axis=report.axis)
+    title = f"{report.title}\n{provenance(report)}"
+    save_png(figure1(report.groups, title=title, axis=report.axis), paths[1], title)
     write_atomically(paths[2], render(report))
     return paths
 
