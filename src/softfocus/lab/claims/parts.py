@@ -8,13 +8,11 @@ from typing import Literal
 
 from softfocus.lab.claims.claim import Claim, Compared
 from softfocus.lab.claims.results import Results, Run
-from softfocus.lab.evaluate.means import Estimate, t_outside, t_quantile
+from softfocus.lab.evaluate.means import Estimate, certain, t_outside, t_quantile
 
 Verdict = Literal["holds", "fails", "inconclusive", "too few seeds", "not run"]
 SEEDS = 3
 """With fewer trainings of a row there is no verdict."""
-ERROR = 1 - math.erf(math.sqrt(2))
-"""How often noise decides a comparison, to either side: that of two standard errors, 4.55 %."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +38,8 @@ def together(verdicts: Sequence[Verdict]) -> Verdict:
 
 
 def corrected(parts: Sequence[Part]) -> tuple[Part, ...]:
-    """What fails of several comparisons by Holm's correction: the surest of m takes an error m
-    times smaller, the next one m - 1 times, and so on. What no longer fails is inconclusive, and
-    its text says so.
+    """What fails of several comparisons by Holm's correction. What no longer fails is inconclusive,
+    and its text says so.
 
     One comparison that fails makes the statement fail, so the chance that any of them does by noise
     grows with their number. It holds only where all of them hold, which noise makes rarer, so that
@@ -52,12 +49,9 @@ def corrected(parts: Sequence[Part]) -> tuple[Part, ...]:
     failing = [number for number, part in enumerate(parts) if part.verdict == "fails" and not math.isnan(part.chance)]
     room = len(parts) - sum(part.verdict == "fails" for part in parts) + len(failing)
     failing.sort(key=lambda number: parts[number].chance)
-    for rank, number in enumerate(failing):
-        if parts[number].chance * (room - rank) > ERROR:
-            for lost in failing[rank:]:
-                text = f"{parts[lost].text} (fails alone, but not as one of {len(parts)})"
-                found[lost] = replace(parts[lost], verdict="inconclusive", text=text)
-            break
+    for lost in failing[certain([parts[number].chance for number in failing], room) :]:
+        text = f"{parts[lost].text} (fails alone, but not as one of {len(parts)})"
+        found[lost] = replace(parts[lost], verdict="inconclusive", text=text)
     return tuple(found)
 
 

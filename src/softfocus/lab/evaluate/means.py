@@ -124,6 +124,9 @@ def _sum(*errors: Error) -> Error:
     return total, 1 / share if share else inf
 
 
+_ERROR = 1 - erf(sqrt(2))
+"""How often noise decides a comparison, to either side: that of two standard errors, 4.55 %."""
+
 _PLACES, _WEIGHTS = np.polynomial.legendre.leggauss(64)
 
 
@@ -160,6 +163,13 @@ def t_outside(errors: float, freedom: float) -> float:
     if freedom > 30:
         errors = min(errors, 12.0)  # the rest is below 1e-12, and the rule's places stay close
     return max(0.0, 1 - _share_within(atan(errors / sqrt(freedom)), freedom))
+
+
+def certain(chances: Sequence[float], m: int) -> int:
+    """How many of some chances, ascending, are too small for noise, by Holm's correction for m
+    comparisons: the first takes an error m times smaller, the next one m - 1 times, and so on.
+    """
+    return next((rank for rank, chance in enumerate(chances) if chance * (m - rank) > _ERROR), len(chances))
 
 
 def _share_within(angle: float, freedom: float) -> float:

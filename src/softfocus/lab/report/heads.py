@@ -9,14 +9,12 @@ from rich import box
 from rich.table import Table
 
 from softfocus.lab.evaluate.heads import name
-from softfocus.lab.evaluate.means import Mean, t_outside
+from softfocus.lab.evaluate.means import Mean, certain, t_outside
 from softfocus.lab.report.curves import Point, number
 from softfocus.lab.report.figure import PALETTE, save_png, titled
 from softfocus.lab.run_folder.results import HeadRow, HeadsMeasured
 
 FIGURE = "heads.png"
-ERROR = 1 - math.erf(math.sqrt(2))
-"""How often noise may make any head certain, to either side: that of two standard errors."""
 
 
 def mean(found: HeadsMeasured, row: HeadRow) -> Mean:
@@ -59,8 +57,7 @@ def sentence(found: HeadsMeasured) -> str:
     """
     ordered = gains(found)
     chances = sorted(_chance(gain) for _, gain in ordered)
-    failing = (chance for rank, chance in enumerate(chances) if chance * (len(chances) - rank) > ERROR)
-    limit = next(failing, math.inf)
+    limit = [*chances, math.inf][certain(chances, len(chances))]
     sure = [(row, gain) for row, gain in ordered if _chance(gain) < limit]
     if not sure:
         return "No head alone is better with the window for certain."
