@@ -4,14 +4,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from softfocus.lab.bench.cells import TITLES
 from softfocus.lab.bench.results import Benchmark, Spread
 from softfocus.lab.bench.subjects import YARDSTICK
-from softfocus.lab.report.figure import PALETTE, save_png
+from softfocus.lab.report.figure import PALETTE, save_png, titled
 
 _DASHES: tuple[Any, ...] = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)))
 _MARKERS = ("o", "s", "^", "D", "v")
@@ -23,15 +22,14 @@ def figure(benchmark: Benchmark) -> Figure:
     subject; quartiles as bands.
     """
     style = {"font.size": 11, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False}
-    with rc_context(style):
-        drawn = Figure(figsize=(max(6.5, 4.4 * len(benchmark.what)), 5.4), layout="constrained")
+    width = max(6.5, 4.4 * len(benchmark.what))
+    with titled((width, 5.4), _title(benchmark), fontsize=11, style=style) as drawn:
         panels = drawn.subplots(1, len(benchmark.what), squeeze=False)[0]
         subjects = _names(benchmark)
         for ax, what in zip(panels, benchmark.what, strict=True):
             _panel(ax, benchmark, what, subjects)
         panels[0].set_ylabel("time / time of SDPA's softmax")
         drawn.legend(handles=_legend(benchmark, subjects), loc="outside lower center", ncols=4)
-        drawn.suptitle(_title(benchmark), x=0.01, ha="left", fontsize=11, parse_math=False)
         return drawn
 
 
