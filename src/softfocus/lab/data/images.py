@@ -203,7 +203,7 @@ class ImageFolder(WithoutTokens):
             image = row["image"].convert("RGB")
         except (OSError, ValueError) as error:
             raise LabError(f"an image in {self.recipe.data.source} cannot be read: {error}", "delete it") from error
-        box = _middle(image.size, size) if random is None else _anywhere(image.size, random)
+        box = _middle(image.size) if random is None else _anywhere(image.size, random)
         pixels = np.array(image.resize((size, size), Image.Resampling.BILINEAR, box=box), np.float32)
         if random is not None and random.random() < 0.5:
             pixels = pixels[:, ::-1]
@@ -211,7 +211,7 @@ class ImageFolder(WithoutTokens):
         return {"pixel_values": values, "labels": torch.tensor(row["label"])}
 
 
-def _middle(shape: tuple[int, int], size: int) -> tuple[float, float, float, float]:
+def _middle(shape: tuple[int, int]) -> tuple[float, float, float, float]:
     """The middle square of an image, 7/8 of its shorter side, as ImageNet's 224 of 256."""
     width, height = shape
     side = min(shape) * 7 / 8
