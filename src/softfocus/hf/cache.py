@@ -1,13 +1,12 @@
 """Keys and values that a layer's window has left behind are not kept while a model generates."""
 
-from functools import wraps
 from typing import Any
 
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from softfocus.hf.config import layout_of
+from softfocus.hf.config import hook, layout_of
 from softfocus.layout import Layer, Layout
 
 #: What Transformers calls the cache in arguments and outputs: past_key_values up to 5.23
@@ -18,20 +17,16 @@ def install() -> None:
     """Hook :class:`DynamicCache`, once: a cache made for a config keeps, in layers with a window,
     the window's keys only.
     """
-    if hasattr(DynamicCache.__init__, "_softfocus"):
-        return
-    original = DynamicCache.__init__
 
-    @wraps(original)
-    def __init__(self: DynamicCache, ddp_cache_data: Any = None, config: Any = None, *args: Any, **kwargs: Any) -> None:
+    @hook(DynamicCache, "__init__")
+    def init(
+        original: Any, self: DynamicCache, ddp_cache_data: Any = None, config: Any = None, *args: Any, **kwargs: Any
+    ) -> None:
         original(self, ddp_cache_data, config, *args, **kwargs)
         if ddp_cache_data is None and isinstance(config, PreTrainedConfig):
             layout = layout_of(config.get_text_config(decoder=True))
             if layout is not None:
                 _trim(self, layout)
-
-    __init__._softfocus = True  # type: ignore[attr-defined]
-    DynamicCache.__init__ = __init__
 
 
 def _trim(cache: DynamicCache, layout: Layout) -> None:

@@ -5,13 +5,12 @@ what cannot serve it.
 import hashlib
 import os
 import re
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig
 
-from softfocus.hf.config import layouts
+from softfocus.hf.config import hook, layouts
 from softfocus.hf.files import write_whole
 
 _SEAL = re.compile(r"<!-- Written by softfocus, which replaces this card while it is unchanged: ([0-9a-f]{64}) -->\n\Z")
@@ -21,21 +20,15 @@ def install() -> None:
     """Hook :meth:`PreTrainedConfig.save_pretrained`, once. ``save_pretrained`` of a model calls it,
     before any upload.
     """
-    if hasattr(PreTrainedConfig.save_pretrained, "_softfocus"):
-        return
-    original = PreTrainedConfig.save_pretrained
 
-    @wraps(original)
+    @hook(PreTrainedConfig, "save_pretrained")
     def save_pretrained(
-        self: PreTrainedConfig, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any
+        original: Any, self: PreTrainedConfig, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any
     ) -> Any:
         result = original(self, save_directory, *args, **kwargs)
         if getattr(self, "architectures", None) and layouts(self):  # a config that was saved with a model
             _write(Path(save_directory) / "README.md", card(self))
         return result
-
-    save_pretrained._softfocus = True  # type: ignore[attr-defined]
-    PreTrainedConfig.save_pretrained = save_pretrained
 
 
 def card(config: PreTrainedConfig) -> str:

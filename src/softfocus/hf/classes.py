@@ -7,31 +7,24 @@ our name the model could not be built.
 """
 
 import sys
-from functools import wraps
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from softfocus.hf.config import NAME, layout_of, tree
+from softfocus.hf.config import NAME, hook, layout_of, tree
 
 
 def install() -> None:
     """Hook :class:`PreTrainedModel`, once: before a model with a mechanism builds its layers, the
     tables know our name.
     """
-    if hasattr(PreTrainedModel.__init__, "_softfocus"):
-        return
-    original = PreTrainedModel.__init__
 
-    @wraps(original)
-    def __init__(self: PreTrainedModel, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
+    @hook(PreTrainedModel, "__init__")
+    def init(original: Any, self: PreTrainedModel, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
         original(self, config, *args, **kwargs)
         if any(layout_of(inner) for inner in tree(config)):
             _complete_tables(type(self))
-
-    __init__._softfocus = True  # type: ignore[attr-defined]
-    PreTrainedModel.__init__ = __init__
 
 
 def _complete_tables(model: type[PreTrainedModel]) -> None:

@@ -10,7 +10,7 @@ The entry is the single place where it stands what a model's attention runs: ``{
 assignment is guarded.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any
 
@@ -209,6 +209,26 @@ def _implementation_to_save(config: PreTrainedConfig) -> str | dict[str, Any] | 
     return {key: part for key, part in {"": own, **parts}.items() if part is not None}
 
 
+def hook(owner: type, name: str) -> Callable[[Callable[..., Any]], None]:
+    """Decorates what takes the place of a method of Transformers, once per process. Its first
+    argument is the method as it was.
+    """
+
+    def put(function: Callable[..., Any]) -> None:
+        original = getattr(owner, name)
+        if hasattr(original, "_softfocus"):
+            return
+
+        @wraps(original)
+        def hooked(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return function(original, self, *args, **kwargs)
+
+        hooked._softfocus = True  # type: ignore[attr-defined]
+        setattr(owner, name, hooked)
+
+    return put
+
+
 def install() -> None:
     """Hook :class:`PreTrainedConfig`, once: two guarded attributes, and ``attn_implementation`` in
     what is saved.
@@ -221,13 +241,10 @@ def install() -> None:
         return
     setattr(PreTrainedConfig, NAME, property(_get_entry, _set_entry, doc=__doc__))
     setattr(PreTrainedConfig, _INTERNAL, property(_get_implementation, _set_implementation))
-    original = PreTrainedConfig.to_dict
 
-    @wraps(original)
-    def to_dict(self: PreTrainedConfig) -> dict[str, Any]:
+    @hook(PreTrainedConfig, "to_dict")
+    def to_dict(original: Any, self: PreTrainedConfig) -> Any:
         output = original(self)
         if (implementation := _implementation_to_save(self)) is not None:
             output["attn_implementation"] = implementation
         return output
-
-    PreTrainedConfig.to_dict = to_dict

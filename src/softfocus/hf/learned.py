@@ -8,7 +8,7 @@ any weight is loaded, so they train, save and load like its own.
 import inspect
 import re
 from collections.abc import Iterator
-from functools import cache, wraps
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from transformers import initialization as init
 
 from softfocus.catalog import LEARNABLE
 from softfocus.hf import rotary
-from softfocus.hf.config import layer_of, layout_of, tree
+from softfocus.hf.config import hook, layer_of, layout_of, tree
 from softfocus.hf.masks import mark
 from softfocus.layout import Heads, Layer
 
@@ -181,34 +181,27 @@ def install() -> None:
     """Hook :class:`PreTrainedModel`, once: parameters are added when a model is built, and given
     their values.
     """
-    if hasattr(PreTrainedModel.post_init, "_softfocus"):
-        return
-    original_post_init, original_initialize = PreTrainedModel.post_init, PreTrainedModel._initialize_weights
 
-    @wraps(original_post_init)
-    def post_init(self: PreTrainedModel) -> None:
+    @hook(PreTrainedModel, "post_init")
+    def post_init(original: Any, self: PreTrainedModel) -> None:
         # The end of every model's __init__, under from_pretrained's meta device too, and before
         # weights are loaded. Inner models come here first; for the outer ones their modules are
         # equipped already.
         if any(layout_of(config) for config in tree(self.config)):
             mark(self)
             equip_all(self)
-        original_post_init(self)
+        original(self)
 
-    @wraps(original_initialize)
-    def _initialize_weights(self: PreTrainedModel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+    @hook(PreTrainedModel, "_initialize_weights")
+    def initialize_weights(original: Any, self: PreTrainedModel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         # A checkpoint without our parameters (one trained with softmax, say) leaves them empty; no
         # model's own _init_weights knows them. init.copy_ leaves alone what a checkpoint has
         # filled.
         fresh = not getattr(module, "_is_hf_initialized", False)
-        original_initialize(self, module, *args, **kwargs)
+        original(self, module, *args, **kwargs)
         if fresh:
             for argument in LEARNABLE:
                 if (parameter := module._parameters.get(PREFIX + argument)) is not None:
                     initial = _initial(module, layer_of(module) or (), argument)
                     assert initial is not None
                     init.copy_(parameter, initial.to(parameter.device, parameter.dtype))
-
-    post_init._softfocus = True  # type: ignore[attr-defined]
-    PreTrainedModel.post_init = post_init
-    PreTrainedModel._initialize_weights = _initialize_weights
