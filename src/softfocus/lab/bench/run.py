@@ -14,7 +14,7 @@ from rich.console import Console
 
 from softfocus.catalog import named
 from softfocus.lab.bench import memory, parity, subjects, timing
-from softfocus.lab.bench.cells import Cell, Function, What, call, make
+from softfocus.lab.bench.cells import WHATS, Cell, Function, What, call, make
 from softfocus.lab.bench.figure import save_figure
 from softfocus.lab.bench.results import FIGURE, RESULTS, Benchmark, CellResult, Memory, SubjectResult, save_benchmark
 from softfocus.lab.bench.screen import Screen
@@ -44,7 +44,7 @@ class Plan:
     device: str = "cpu"
     mechanisms: tuple[str, ...] = ("lssar", "lssa", "softmax", "laser")
     lengths: tuple[int, ...] = (1024, 4096, 16384)
-    whats: tuple[What, ...] = ("forward", "backward", "decode")
+    whats: tuple[What, ...] = WHATS
     dtype: str = "float32"
     batch: int = 1
     tokens: int | None = None
