@@ -894,7 +894,7 @@ def test_the_other_lines_that_were_lost_are_the_measured_ones():
     rises = [[run.evaluation.row(n).loss for n in (64, 1024)] for run in claim.of("lssar") if run.evaluation]
     worst = max(rises, key=lambda rise: rise[1] - rise[0])
     assert len(rises) == 8
-    assert "the recipe `toy` it goes from {:.3f} to {:.3f} (".format(*worst) in text
+    assert "with eight seeds: at most the loss goes from {:.3f} to {:.3f} (".format(*worst) in text
 
 
 def test_recall_in_the_layout_of_the_demo_is_the_measured_one():
