@@ -274,9 +274,11 @@ def test_what_is_said_of_laser_is_what_the_claims_found():
         before, after = (f"{100 * float(one[1]):.1f} %" for one in found if one)
         assert f"from {before} to {after} ({seeds} seeds)" in text
     smaller = (ROOT / "docs/results/claims/softplus-table-3.md").read_text()
-    found = re.search(r"\| holds \| Softplus has a lower loss than the exponential \| .*: -(\S+ ± \S+) \|", smaller)
+    found = re.search(
+        r"\| inconclusive \| Softplus has a lower loss than the exponential \| .*: -(\S+ ± \S+) \|", smaller
+    )
     assert found
-    assert f"it is below by {found[1]} (three seeds)" in text
+    assert f"it is below by {found[1]} (three seeds, inconclusive)" in text
     claims = (ROOT / "docs/claims.md").read_text()
     best_of_rates = re.search(r"ViT, softmax \|.*?\| (\S+ %) .*\n.*ViT, LASER .*\| (\S+ %) ±", claims)
     assert best_of_rates
@@ -300,8 +302,7 @@ def test_the_lead_of_the_layout_in_the_larger_model_is_the_measured_one():
 
     def against(rival: str, at: float) -> str:
         found = cell(groups[rival], at, "as trained").minus(cell(groups["hybrid-half-rope"], at, "as trained"))
-        assert found.sure
-        return f"{abs(found.value):.3f} ± {found.standard_error:.3f}"
+        return f"{abs(found.value):.3f} ± {found.standard_error:.3f}{'' if found.sure else ', inconclusive'}"
 
     assert f"Cosine softmax is {against('local-cosine', 16.0)} above it there" in text
     ours, nope = (cell(groups[label], 16.0, "as trained").values for label in ("hybrid-half-rope", "local-nope"))
@@ -712,14 +713,15 @@ def test_the_single_numbers_about_lssa_are_the_measured_ones():
     }
     lead = by["Softmax"].minus(by["lssa-local"])
     assert not lead.sure
-    assert "LSSA in a layout is below Softmax with each of three seeds (too few to be sure)" in readme
+    assert "LSSA in a layout is below Softmax with each of three seeds, and" in readme
     layout, same = by["lssa-local"].minus(by["local-softmax"]), by["local-softmax"].minus(by["Softmax"])
-    assert layout.sure
+    assert not layout.sure
     assert not same.sure
     assert not by["lssa-hybrid"].minus(by["local-softmax"]).sure
     found = f"{-layout.value:.3f} ± {layout.standard_error:.3f}"
-    assert f"and below softmax in the same layout by {found}." in readme
-    assert f"by {found} at 1x. What the layout gives alone, {said(same)[:14]}, is inconclusive." in text
+    assert f"below softmax in the same layout by {found}; three seeds are too few to be sure" in readme
+    assert f"by {found} at 1x. Three seeds are too few to be sure. What the layout gives" in text
+    assert f"What the layout gives alone, {said(same)[:14]}, is inconclusive." in text
     first = loss("larger", "softmax-s0") - loss("larger", "lssa-local-s0")
     assert f"LSSA's lead was {first:.3f} at 1x, with three seeds it is {lead.value:.3f}." in text
     by = {
@@ -825,9 +827,12 @@ def test_what_is_said_of_the_layouts_holds_for_every_seed():
     for at in ((1.0, "as trained"), (16.0, "window 1x")):
         assert not cell(by["lssa-local"], *at).minus(cell(by["softplus_l1"], *at)).sure
     laser = cell(by["LASER"], 1.0, "as trained").minus(softmax[0])
-    assert laser.sure
+    assert not laser.sure
     assert not cell(by["LASER"], 16.0, "window 1x").minus(softmax[1]).sure
-    assert f"below Softmax by {-laser.value:.3f} ± {laser.standard_error:.3f} at the training length (four" in readme
+    assert (
+        f"below Softmax by {-laser.value:.3f} ± {laser.standard_error:.3f} at the training length (four seeds, inc"
+        in readme
+    )
     for label in by.keys() - {"lssa-local", "softplus_l1"}:
         here = cell(by["lssa-local"], 1.0, "as trained").minus(cell(by[label], 1.0, "as trained"))
         assert here.sure or label == "LASER", label

@@ -64,7 +64,7 @@ def verdict(made: Claim, runs: list[Run]) -> str:
 @pytest.mark.parametrize("error", [0.001, math.nan])
 def test_what_is_not_a_number_decides_nothing(value: float, error: float) -> None:
     known = not math.isnan(value + error)
-    part = decide(Estimate(value, error, 2, True), 0.0, "")
+    part = decide(Estimate(value, ((error, 2),), True), 0.0, "")
     assert part.verdict == (("holds" if value < 0 else "fails") if known else "inconclusive")
     assert math.isnan(part.chance) is not known
 

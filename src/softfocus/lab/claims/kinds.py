@@ -109,9 +109,8 @@ def faint(claim: Claim, results: Results, statement: Faint) -> list[Part]:
             parts.append(Part("not run", f"{row} {statement.at} has no probabilities: diverged, or not inspected"))
         else:
             found = estimate(known)
-            above = Estimate(-found.value, found.standard_error, found.freedom, found.training_noise)
             text = f"{row} {statement.at}: {found.value:.1%} ± {found.standard_error:.1%} below {statement.below}"
-            parts.append(decide(above, -statement.share, text))
+            parts.append(decide(-found, -statement.share, text))
     return parts
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from softfocus.lab.claims.claim import Claim, Compared
 from softfocus.lab.claims.results import Results, Run
-from softfocus.lab.evaluate.means import Estimate, certain, t_outside, t_quantile
+from softfocus.lab.evaluate.means import Estimate, certain
 
 Verdict = Literal["holds", "fails", "inconclusive", "too few seeds", "not run"]
 SEEDS = 3
@@ -59,14 +59,12 @@ def decide(found: Estimate, line: float, text: str) -> Part:
     """Whether an estimate is below a line by more than noise, above it by more than noise, or
     neither.
     """
-    room = t_quantile(found.freedom) * found.standard_error
+    room = found.room
     below = line - found.value
     if not found.training_noise or math.isnan(room) or math.isnan(below):
         return Part("inconclusive", text)
     sureness = below / room if room > 0 else math.copysign(math.inf, below) if below else 0.0
-    chance = 1.0
-    if below < 0:
-        chance = t_outside(-below / found.standard_error, found.freedom) if room > 0 else 0.0
+    chance = found.outside(-below) if below < 0 else 1.0
     return Part("holds" if sureness > 1 else "fails" if sureness < -1 else "inconclusive", text, sureness, chance)
 
 

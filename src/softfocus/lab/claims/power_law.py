@@ -10,7 +10,7 @@ import numpy as np
 
 from softfocus.lab.claims.claim import Saves
 from softfocus.lab.claims.results import Results
-from softfocus.lab.evaluate.means import Estimate, Mean, estimate, t_quantile
+from softfocus.lab.evaluate.means import Estimate, Mean, estimate
 from softfocus.lab.report.points import cell
 
 
@@ -87,8 +87,7 @@ class Family:
         trainings.
         """
         found = estimate([(seed, Mean(law.log_loss(parameters), 0.0)) for seed, law in self.laws.items()])
-        room = t_quantile(found.freedom) * found.standard_error
-        low, middle, high = (math.exp(found.value + side * room) for side in (-1, 0, 1))
+        low, middle, high = (math.exp(found.value + side * found.room) for side in (-1, 0, 1))
         return middle, low, high
 
 

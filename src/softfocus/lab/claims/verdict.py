@@ -159,8 +159,7 @@ def _below(found: Estimate, room: float, text: str) -> Part:
 
 def _within(found: Estimate, room: float, text: str) -> Part:
     """Two one-sided decisions, as tests of equivalence have them."""
-    above = Estimate(-found.value, found.standard_error, found.freedom, found.training_noise)
-    sides = [decide(one, room, text) for one in (found, above)]
+    sides = [decide(one, room, text) for one in (found, -found)]
     sureness, chance = (min(getattr(side, name) for side in sides) for name in ("sureness", "chance"))
     return Part(together([side.verdict for side in sides]), text, sureness, chance)
 

@@ -59,7 +59,7 @@ def _statistics(found: Sequence[Group], axis: Axis) -> list[str]:
         "Differences are paired by document, and by seed where both models have the same seeds. "
         "One within two standard errors is inconclusive. "
         "It takes more of them where there are "
-        "few seeds or documents: up to 14 with two, 4.5 with three, 3.3 with four (Student's t, Welch)."
+        "few seeds or documents: up to 14 with two, 4.5 with three, 3.3 with four (Student's t)."
     ]
     if any(there.gain for there in ends):
         lines.append(
