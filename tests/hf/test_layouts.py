@@ -48,6 +48,7 @@ LENGTH, WINDOW, BASE = 12, 4, 50.0
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 61}
 HYBRID = {"0": {"mechanism": "softmax", "window": WINDOW}, "*": "lssar"}
 HEADS = {"*": [{"mechanism": "ssmax", "heads": 2, "window": WINDOW}, {"mechanism": "lssar", "rope": 0}]}
+ALONE = {"*": {"mechanism": "lssar", "window": 1}}
 PARTIAL = {"0": {"mechanism": "lssar", "rope": 0.5}, "*": [{"mechanism": "lssar", "rope": 0.25, "heads": 2}, "lssar"]}
 
 BASES = {
@@ -461,7 +462,7 @@ def test_groups_take_views_of_the_modules_tensors(monkeypatch):
     assert storages == [{tensor.untyped_storage().data_ptr()} for tensor in (query, key, value)]
 
 
-@pytest.mark.parametrize("layout", [HYBRID, HEADS, BASES], ids=["layers", "heads", "bases"])
+@pytest.mark.parametrize("layout", [HYBRID, HEADS, BASES, ALONE], ids=["layers", "heads", "bases", "alone"])
 @pytest.mark.parametrize("sizes", [[1] * LENGTH, [5, 4, 1, 2], [9, 1, 1, 1]], ids=["tokens", "chunks", "prefill"])
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 @pytest.mark.parametrize("family", ["gpt_neox", "llama"])
@@ -497,6 +498,7 @@ def test_generate_writes_the_same_with_every_cache(build, tokens, in_double, lay
             [5, 5],
         ),  # one mask for both
         ({"*": {"mechanism": "lssar", "window": 30}}, [LENGTH, LENGTH]),
+        (ALONE, [1, 1]),  # one key more than is seen: Transformers has no layer that keeps none
     ],
 )
 def test_a_cache_keeps_what_windows_can_still_see(build, tokens, layout, kept):

@@ -35,7 +35,8 @@ def _trim(cache: DynamicCache, layout: Layout) -> None:
     Transformers sizes a model's masks by the first layer that keeps everything, or else by layer 0.
     So where no such layer would be left all have to keep as many keys. A model with sliding layers
     of its own sizes masks by these, too, and layers that share keys may need more than the one that
-    makes them: such caches are left alone.
+    makes them: such caches are left alone. A layer that is to keep no key but the query's own would
+    keep all of them, and masks would be made for none: it keeps one more.
     """
     if any(type(layer) is not DynamicLayer for layer in cache.layers):
         return
@@ -44,7 +45,7 @@ def _trim(cache: DynamicCache, layout: Layout) -> None:
         reach = [max(width for width in reach if width is not None)] * len(reach)
     for number, width in enumerate(reach):
         if width is not None:
-            cache.layers[number] = DynamicSlidingWindowLayer(sliding_window=width)
+            cache.layers[number] = DynamicSlidingWindowLayer(sliding_window=max(width, 2))
 
 
 def _reach(layer: Layer) -> int | None:
