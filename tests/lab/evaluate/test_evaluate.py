@@ -384,10 +384,27 @@ def test_a_corpus_that_changed(tiny: Path, tmp_path: Path, caplog: pytest.LogCap
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("1k,2k", [1024, 2048]), ("4x, 1x,2x,1x", [128, 256, 512]), ("100", [100]), ("0.5x,1.5K", [64, 1536])],
+    [
+        ("1k,2k", [1024, 2048]),
+        ("4x, 1x,2x,1x", [128, 256, 512]),
+        ("100", [100]),
+        ("0.5x,1.5K", [64, 1536]),
+        ("131072x", [2**24]),
+    ],
 )
 def test_lengths(text: str, expected: list[int]) -> None:
     assert lengths.parse(text, 128) == expected
+
+
+@pytest.mark.parametrize("text", ["131073x", "99999999999x", "9" * 400, "9" * 6000])
+def test_lengths_that_no_memory_holds(text: str) -> None:
+    with pytest.raises(LabError, match="tokens; give at most 16,777,216 tokens"):
+        lengths.parse(text, 128)
+
+
+def test_a_multiple_is_exact() -> None:
+    """As a float 1.1 times 10 is 11.000000000000002."""
+    assert lengths.parse("1.1x,2.2x", 10) == [11, 22]
 
 
 @pytest.mark.parametrize("text", ["", "1k,,2k", "one", "-5", "0.3x", "1", "1kx", "2m"])

@@ -21,6 +21,8 @@ SAYS = [
     (["train.step=3"], "no key 'train.step'", "did you mean 'train.steps'?"),
     (["trian.steps=3"], "no key 'trian'", "did you mean 'train'?"),
     (["train.steps=0"], "train.steps = 0", "greater than or equal to 1"),
+    (["train.steps=99999999999999999999"], "train.steps = 99999999999999999999", "less than or equal to 2147483648"),
+    (['name=".."'], "name = '..'", "should match pattern"),  # runs/.. is no run's folder
     (["train.steps=many"], "train.steps = 'many'", "valid integer"),
     (["train.steps=true"], "train.steps = True", "valid integer"),
     (["train.learning_rate=-0.1"], "train.learning_rate = -0.1", "greater than 0"),
@@ -31,6 +33,7 @@ SAYS = [
     (["model.mechanism=lsar"], "model.mechanism: mechanism 'lsar' is not known", "did you mean 'lssar'"),
     (["model.mechanism=sharpened(lssa, 300)"], "model.mechanism", "outside [1, 100]"),
     (["data.validation_fraction=1"], "data.validation_fraction = 1", "less than 1"),
+    (["evaluate.lengths=1x,999999x"], "'999999x' is 1.28e+8 tokens", "at most 16,777,216 tokens"),
     (["evaluate.lengths=1x,long"], "evaluate.lengths: 'long' is not a length", "like 1k,2k,16k or 1x,2x,16x"),
     (["data.mqar.pairs=8"], "data: source and mqar exclude one another", "give one of source, mqar, passkey"),
     (["train.steps"], "'train.steps' is not KEY=VALUE", "--set train.steps=100"),

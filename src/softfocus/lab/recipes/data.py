@@ -4,7 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, le=2**31)]  # so that steps times batch are an index
+Words = Annotated[int, Field(ge=1, le=2**20)]  # which are all held in memory
 
 Kind = Literal["text", "task", "masked", "images", "speech"]
 """What a model learns: to go on with a text, a generated task, hidden tokens of a text, classes of
@@ -33,9 +34,9 @@ class MqarTable(Table):
 
     pairs: Count = Field(default=8, description="of a key and a value, at the start of a sequence")
     queries: Count = Field(default=8, description="how many keys are asked for, each equally often")
-    keys: Count = Field(default=512, description="different keys that there are")
-    values: Count = Field(default=64, description="different values that there are")
-    filler: Count = Field(default=64, description="different filler tokens that there are")
+    keys: Words = Field(default=512, description="different keys that there are")
+    values: Words = Field(default=64, description="different values that there are")
+    filler: Words = Field(default=64, description="different filler tokens that there are")
 
     @model_validator(mode="after")
     def _fit(self) -> "MqarTable":

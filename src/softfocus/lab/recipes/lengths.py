@@ -2,11 +2,17 @@
 
 import re
 from collections.abc import Sequence
+from decimal import Decimal
 from typing import cast, get_args
 
 from softfocus.catalog import named
 from softfocus.lab.errors import UsageError, did_you_mean
 from softfocus.lab.run_folder.results import Rope, Setting
+
+LONGEST = 2**24
+"""Of all lengths, in tokens: 16 times the longest training length. Far longer ones are mistyped,
+and would fill the memory before they fail.
+"""
 
 
 def parse(text: str, train_length: int, option: str = "--lengths") -> list[int]:
@@ -18,14 +24,20 @@ def parse(text: str, train_length: int, option: str = "--lengths") -> list[int]:
         option: where it was written, for the error.
 
     Raises:
-        UsageError: something that is not a length, or less than 2 tokens.
+        UsageError: something that is not a length, less than 2 tokens, or more than
+            :data:`LONGEST`.
     """
     found = set()
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKx]?)\s*", part)
         if not match:
             raise UsageError(f"{part.strip()!r} is not a length", f"write {option} like 1k,2k,16k or 1x,2x,16x")
-        length = float(match[1]) * {"": 1, "k": 1024, "K": 1024, "x": train_length}[match[2]]
+        # Decimal: as floats 1.1 times 10 is no whole number
+        length = Decimal(match[1]) * {"": 1, "k": 1024, "K": 1024, "x": train_length}[match[2]]
+        if length > LONGEST:
+            raise UsageError(
+                f"{option}: {part.strip()[:20]!r} is {length:.3g} tokens", f"give at most {LONGEST:,} tokens"
+            )
         if length != int(length) or length < 2:
             raise UsageError(
                 f"{option}: {part.strip()!r} is {length:g} tokens", "give a whole number of tokens, at least 2"

@@ -180,7 +180,7 @@ class EvaluateTable(Table):
 class Recipe(Table):
     """A model, its data and its training, resolved: no defaults left to look up elsewhere."""
 
-    name: str = Field(pattern=r"^[\w.+-]+$", description="the file's name, unless it says otherwise")
+    name: str = Field(pattern=r"^\.*[\w+-][\w.+-]*$", description="the file's name, unless it says otherwise")
     description: str = ""
     model: ModelTable
     data: DataTable
