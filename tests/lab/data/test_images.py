@@ -168,6 +168,21 @@ def test_a_share_of_a_folder_is_held_out(folder: Path) -> None:
     assert Counter(int(source.training_windows(recipe)[index]["labels"]) for index in range(4)).total() == 4
 
 
+def test_a_folder_is_no_pattern(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`datasets` takes patterns, and "train[1]" matches "train1". ~ is the home folder."""
+    monkeypatch.setenv("HOME", str(folder))
+    (folder / "train").rename(folder / "train[1]")
+    (folder / "val").rename(folder / "train1")
+    source = data.sampled(of_folder(folder, "data.source=~/train[1]", "data.validation_source=~/train1"), silent)
+    assert [len(split) for split in source._splits] == [6, 2]
+
+
+@pytest.mark.parametrize("held", ["train", "train/../train/red", "."])
+def test_folders_that_share_files_are_refused(folder: Path, held: str) -> None:
+    with pytest.raises(LabError, match="share files, which would be trained on and held out"):
+        _ = data.sampled(of_folder(folder, f"data.validation_source={folder / held}"), silent).key
+
+
 def test_folders_that_are_none(folder: Path) -> None:
     with pytest.raises(LabError, match="there is no folder"):
         _ = data.sampled(of_folder(folder / "gone"), silent).key

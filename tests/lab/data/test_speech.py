@@ -202,6 +202,14 @@ def test_files_that_are_broken_are_named(folder: Path) -> None:
         _ = data.sampled(of_folder(folder), silent).key
 
 
+def test_a_folder_at_home_and_folders_that_share_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(folder))
+    recipe = of_folder(folder, "data.source=~/train", "data.validation_source=~/dev")
+    assert data.sampled(recipe, silent).key == data.sampled(of_folder(folder), silent).key
+    with pytest.raises(LabError, match="share files, which would be trained on and held out"):
+        _ = data.sampled(of_folder(folder, f"data.source={folder}"), silent).key
+
+
 def test_folders_that_are_none(folder: Path) -> None:
     with pytest.raises(LabError, match=r"has no \*\.trans\.txt"):
         _ = data.sampled(of_folder(folder / "gone"), silent).key

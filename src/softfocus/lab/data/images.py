@@ -3,6 +3,7 @@
 A sample is {"pixel_values": float32 [channels, size, size] from -1 to 1, "labels": int64 []}.
 """
 
+import glob
 import hashlib
 import math
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from softfocus.lab.data.samples import HeldOut, InOrder, Inputs, Passes, WithoutTokens, hold_out
+from softfocus.lab.data.samples import HeldOut, InOrder, Inputs, Passes, WithoutTokens, folders_of, hold_out
 from softfocus.lab.data.tasks import random_for
 from softfocus.lab.errors import LabError
 from softfocus.lab.recipes.data import ImagesTable
@@ -146,11 +147,12 @@ class ImageFolder(WithoutTokens):
 
         table = self.recipe.data
         remedy = "name a folder that holds a folder of images for each class"
-        folders = {"train": table.source, "validation": table.validation_source}
-        given = {split: str(Path(folder) / "**") for split, folder in folders.items() if folder is not None}
-        for folder in (table.source, table.validation_source):
-            if folder is not None and not Path(folder).is_dir():
+        given = {}
+        for split, folder in zip(("train", "validation"), folders_of(table), strict=True):
+            if folder is not None and not folder.is_dir():
                 raise LabError(f"there is no folder {folder}", remedy)
+            if folder is not None:  # which is read as a pattern: "set[1]" would be the folder "set1"
+                given[split] = str(Path(glob.escape(str(folder))) / "**")
         datasets.disable_progress_bars()
         try:
             found = datasets.load_dataset("imagefolder", data_files=given)

@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 
 from softfocus.lab.data.tasks import IGNORED, random_for
 from softfocus.lab.errors import LabError
+from softfocus.lab.recipes.data import DataTable
 
 Inputs = Mapping[str, torch.Tensor]
 """What a model's forward takes, by name, and "labels"."""
@@ -104,6 +105,27 @@ def hold_out(count: int, share: float) -> tuple[NDArray[np.int64], NDArray[np.in
             "lower data.validation_fraction, or name a data.validation_source",
         )
     return np.sort(order[held:]), np.sort(order[:held])
+
+
+def folders_of(table: DataTable) -> tuple[Path, Path | None]:
+    """The folders of data.source and data.validation_source. Both are read to the bottom.
+
+    Raises:
+        LabError: one lies in the other, so that what is held out would be trained on, or is the
+            other.
+    """
+    assert table.source is not None
+    source = Path(table.source).expanduser()
+    if table.validation_source is None:
+        return source, None
+    held = Path(table.validation_source).expanduser()
+    inner, outer = held.resolve(), source.resolve()
+    if inner.is_relative_to(outer) or outer.is_relative_to(inner):
+        raise LabError(
+            f"{source} and {held} share files, which would be trained on and held out",
+            "name folders of which neither holds the other, or leave data.validation_source out",
+        )
+    return source, held
 
 
 def hide(tokens: NDArray[np.int64], share: float, vocabulary: int, random: np.random.Generator) -> Inputs:

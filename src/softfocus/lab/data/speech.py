@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from softfocus.lab.data.samples import HeldOut, InOrder, Inputs, Passes, WithoutTokens, hold_out
+from softfocus.lab.data.samples import HeldOut, InOrder, Inputs, Passes, WithoutTokens, folders_of, hold_out
 from softfocus.lab.data.tasks import IGNORED, random_for
 from softfocus.lab.errors import LabError
 from softfocus.lab.progress import Event, Listener
@@ -182,10 +182,10 @@ class LibriSpeech(WithoutTokens):
     def _splits(self) -> tuple[list[tuple[Path, str]], list[tuple[Path, str]]]:
         """(training, held out)."""
         table = self.recipe.data
-        assert table.source is not None
-        found = self._read(Path(table.source))
-        if table.validation_source is not None:
-            return found, self._read(Path(table.validation_source))
+        source, validation = folders_of(table)
+        found = self._read(source)
+        if validation is not None:
+            return found, self._read(validation)
         kept, held = hold_out(len(found), table.validation_fraction)
         return [found[place] for place in kept], [found[place] for place in held]
 
