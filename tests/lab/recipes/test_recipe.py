@@ -22,6 +22,7 @@ SAYS = [
     (["trian.steps=3"], "no key 'trian'", "did you mean 'train'?"),
     (["train.steps=0"], "train.steps = 0", "greater than or equal to 1"),
     (["train.steps=99999999999999999999"], "train.steps = 99999999999999999999", "less than or equal to 2147483648"),
+    (["data.mqar.keys=99999999999"], "data.mqar.keys = 99999999999", "less than or equal to 1048576"),
     (['name=".."'], "name = '..'", "should match pattern"),  # runs/.. is no run's folder
     (["train.steps=many"], "train.steps = 'many'", "valid integer"),
     (["train.steps=true"], "train.steps = True", "valid integer"),
