@@ -704,26 +704,27 @@ def test_the_single_numbers_about_lssa_are_the_measured_ones():
     rise = loss("layouts", "lssa-hybrid-s1", 2048) - loss("layouts", "lssa-hybrid-s1", 1024)
     assert f"with seed 1 by {rise:.3f}" in text
 
-    for seed in range(3):
+    for seed in range(5):
         for at in ((128, AS_TRAINED), (2048, window)):
             assert loss("larger", f"lssa-local-s{seed}", *at) < loss("larger", f"softmax-s{seed}", *at)
-        assert loss("larger", f"lssa-hybrid-s{seed}") < loss("larger", f"softmax-s{seed}")
+    assert all(loss("larger", f"lssa-hybrid-s{seed}") < loss("larger", f"softmax-s{seed}") for seed in range(3))
     by = {
         group.label: cell(group, 1.0, "as trained") for group in read(ROOT / "docs/results/larger/results.json").groups
     }
     lead = by["Softmax"].minus(by["lssa-local"])
-    assert not lead.sure
-    assert "LSSA in a layout is below Softmax with each of three seeds, and" in readme
+    assert lead.sure
+    by_how_much = f"{lead.value:.3f} ± {lead.standard_error:.3f}"
+    assert f"LSSA in a layout is below Softmax with each of five seeds, by {by_how_much}, and" in readme
     layout, same = by["lssa-local"].minus(by["local-softmax"]), by["local-softmax"].minus(by["Softmax"])
-    assert not layout.sure
+    assert layout.sure
     assert not same.sure
     assert not by["lssa-hybrid"].minus(by["local-softmax"]).sure
     found = f"{-layout.value:.3f} ± {layout.standard_error:.3f}"
-    assert f"below softmax in the same layout by {found}; three seeds are too few to be sure" in readme
-    assert f"by {found} at 1x. Three seeds are too few to be sure. What the layout gives" in text
+    assert f"below softmax in the same layout by {found}." in readme
+    assert f"by {found} at 1x. What the layout gives" in text
     assert f"What the layout gives alone, {said(same)[:14]}, is inconclusive." in text
     first = loss("larger", "softmax-s0") - loss("larger", "lssa-local-s0")
-    assert f"LSSA's lead was {first:.3f} at 1x, with three seeds it is {lead.value:.3f}." in text
+    assert f"LSSA's lead was {first:.3f} at 1x, with five seeds it is {lead.value:.3f}." in text
     by = {
         group.label: cell(group, 1.0, "as trained")
         for folder in ("layouts-bpe-tuned", "bpe")
