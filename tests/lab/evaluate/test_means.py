@@ -310,6 +310,10 @@ class TestSeeds:
         assert Estimate(0.0, ((0.0, math.inf),), False).room == 0
         assert math.isnan(Estimate(0.0, ((math.nan, math.inf), (0.2, 2)), True).room)
 
+    @pytest.mark.parametrize("errors", [((0.1, 2),), ((0.1, 39), (0.2, 2)), ((0.0, math.inf),)])
+    def test_a_value_that_is_not_a_number_is_not_sure(self, errors: tuple[tuple[float, float], ...]) -> None:
+        assert not Estimate(math.nan, errors, True).sure
+
     def test_two_standard_errors_cover_the_truth_whatever_the_noise_is_due_to(self) -> None:
         """Six seeds and twenty documents, crossed, both noisy: trained again on other seeds and
         documents, 95 of 100.

@@ -5,7 +5,7 @@ together.
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from math import atan, erf, exp, hypot, inf, lgamma, nan, pi, sqrt, tan
+from math import atan, erf, exp, hypot, inf, isnan, lgamma, nan, pi, sqrt, tan
 from statistics import NormalDist, fmean
 
 import numpy as np
@@ -223,6 +223,8 @@ class Estimate:
         seeds.
         """
         total = self.standard_error
+        if isnan(distance):
+            return nan
         if not total > 0:
             return float(distance <= 0) if total == 0 else nan
         return sum((error / total) ** 2 * t_outside(distance / total, freedom) for error, freedom in self.errors)
