@@ -193,9 +193,9 @@ class Estimate:
 
     Attributes:
         value: the mean over the trainings, or a difference of two.
-        errors: from the documents and, where it is known, from the training seeds. The two are
-            added as independent variances. Noise of one seed on one document is counted in both, so
-            this is on the safe side.
+        errors: from the documents and, where it is known, from the training seeds: of both sides,
+            where a difference is not paired by seed. They are added as independent variances. Noise
+            of one seed on one document is counted in both, so this is on the safe side.
         training_noise: whether the errors hold all that of the seeds; with one training it is
             unknown.
         by_document, by_seed: by what a difference is paired.
@@ -288,8 +288,8 @@ def _noise(values: Sequence[float]) -> Error | None:
 
 def _with_noise(documents: Mean, *noises: Error | None) -> Estimate:
     known = [noise for noise in noises if noise is not None]
-    errors = [(documents.standard_error, documents.freedom), *([_sum(*known)] if known else [])]
-    return Estimate(documents.value, tuple(errors), len(known) == len(noises))
+    errors = ((documents.standard_error, documents.freedom), *known)
+    return Estimate(documents.value, errors, len(known) == len(noises))
 
 
 @dataclass

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Count = Annotated[int, Field(ge=1, le=2**31)]  # so that steps times batch are an index
+Many = Annotated[int, Field(ge=1, le=2**63 - 1)]  # of what is not held in memory, or "never"
 Words = Annotated[int, Field(ge=1, le=2**20)]  # which are all held in memory
 
 Kind = Literal["text", "task", "masked", "images", "speech"]
@@ -95,7 +96,7 @@ class DataTable(Table):
     tokenizer: str = Field(default="bytes", description="'bytes', 'bpe:VOCABULARY', a tokenizer folder, or 'hub:NAME'")
     validation_source: str | None = Field(default=None, description="what to evaluate on, like source")
     validation_fraction: float = Field(default=0.05, gt=0, lt=1, description="of the documents, held out for that")
-    max_documents: Count | None = Field(default=None, description="read no more than so many documents")
+    max_documents: Many | None = Field(default=None, description="read no more than so many documents")
 
     @model_validator(mode="after")
     def _one(self) -> "DataTable":

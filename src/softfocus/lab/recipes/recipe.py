@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from softfocus.lab.errors import LabError
-from softfocus.lab.recipes.data import Count, DataTable, Table
+from softfocus.lab.recipes.data import Count, DataTable, Many, Table
 from softfocus.lab.recipes.lengths import parse
 from softfocus.lab.run_folder.results import AS_TRAINED, WRONG, Setting, default_settings
 
@@ -123,14 +123,14 @@ class TrainTable(Table):
     power: PowerTable | None = Field(default=None, description="{ start = 1, share = 0.6 }: the power is annealed")
     precision: Literal["float32", "bf16"] = "float32"
     seed: int = Field(default=0, ge=0, lt=2**32, description="of the initial weights and of the order of the data")
-    log_every: Count = Field(default=10, description="steps")
+    log_every: Many = Field(default=10, description="steps")
     validations: int = Field(
         default=0, ge=0, description="so many times, evenly, the loss on evaluate.tokens held-out tokens is noted"
     )
     projection_norms: bool = Field(
         default=False, description="note the norms of the gradients of W_Q, W_K and W_V with every entry of the log"
     )
-    checkpoint_every: Count = Field(default=1000, description="steps")
+    checkpoint_every: Many = Field(default=1000, description="steps")
 
     @model_validator(mode="after")
     def _fit(self) -> "TrainTable":
@@ -153,7 +153,7 @@ class EvaluateTable(Table):
     """What `softfocus evaluate` does when it is not told otherwise."""
 
     lengths: str = Field(default="1x,2x,4x,8x,16x", description="'1k,2k,16k', or multiples of the training length")
-    tokens: Count = Field(default=65_536, description="validation tokens a length")
+    tokens: Many = Field(default=65_536, description="validation tokens a length")
     mechanisms: list[str] = Field(default=[], description="to be run in place of the trained one, beside it")
     also: list[Literal["attention", "classification", "passkeys", "tasks"]] = Field(
         default=[],

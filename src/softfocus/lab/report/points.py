@@ -124,8 +124,8 @@ def _gain(evaluation: Evaluation, row: Row) -> Mean | None:
 
 
 def groups(evaluations: Sequence[Evaluation], recipes: Sequence[str]) -> list[Group]:
-    """Runs whose resolved recipes differ by seed, name and evaluation alone, evaluated on the same
-    text, put together.
+    """Runs whose resolved recipes differ by seed, name and `evaluate.also` alone, evaluated on the
+    same text, put together.
 
     Args:
         evaluations: of the runs.
@@ -150,8 +150,8 @@ def count_text(seeds: Sequence[int]) -> str:
 
 
 def without_seed(text: str) -> object:
-    """What has to agree: not the name, the description, the seed or the evaluation, which trains
-    nothing. A recipe of an earlier version has the defaults that it does not name.
+    """What has to agree: not the name, the description, the seed or `evaluate.also`. A
+    recipe of an earlier version has the defaults that it does not name.
     """
     try:
         values = tomllib.loads(text)
@@ -159,10 +159,11 @@ def without_seed(text: str) -> object:
         return text
     with contextlib.suppress(ValidationError):  # a recipe of another version, with keys that this one does not have
         values = Recipe.model_validate(values).model_dump()
-    for said in ("name", "description", "evaluate"):
+    for said in ("name", "description"):
         values.pop(said, None)
-    if isinstance(values.get("train"), dict):
-        values["train"].pop("seed", None)
+    for table, key in (("train", "seed"), ("evaluate", "also")):
+        if isinstance(values.get(table), dict):
+            values[table].pop(key, None)
     return json.dumps(values, sort_keys=True)
 
 
