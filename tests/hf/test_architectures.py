@@ -273,7 +273,7 @@ def tiny(config, kinds):
                 raise ValueError(f"{count:.0e} parameters")
             eager = copy.deepcopy(spread(model))
             eager.set_attn_implementation("eager")
-        except Exception as error:  # whatever a model class of so many architectures makes of a tiny config
+        except Exception as error:  # whatever a model class makes of a tiny config
             reasons.append(f"{kind.__name__}: {type(error).__name__}: {str(error)[:200]}")
             continue
         for guess in guesses(model):

@@ -398,7 +398,7 @@ def test_lengths(text: str, expected: list[int]) -> None:
 
 @pytest.mark.parametrize("text", ["131073x", "99999999999x", "9" * 400, "9" * 6000])
 def test_lengths_that_no_memory_holds(text: str) -> None:
-    with pytest.raises(LabError, match="tokens; give at most 16,777,216 tokens"):
+    with pytest.raises(LabError, match="is too long; let --lengths be at most 16,777,216 tokens"):
         lengths.parse(text, 128)
 
 

@@ -34,7 +34,11 @@ SAYS = [
     (["model.mechanism=lsar"], "model.mechanism: mechanism 'lsar' is not known", "did you mean 'lssar'"),
     (["model.mechanism=sharpened(lssa, 300)"], "model.mechanism", "outside [1, 100]"),
     (["data.validation_fraction=1"], "data.validation_fraction = 1", "less than 1"),
-    (["evaluate.lengths=1x,999999x"], "'999999x' is 1.28e+8 tokens", "at most 16,777,216 tokens"),
+    (
+        ["evaluate.lengths=1x,999999x"],
+        "evaluate.lengths: '999999x' is too long",
+        "let evaluate.lengths be at most 16,777,216 tokens",
+    ),
     (["evaluate.lengths=1x,long"], "evaluate.lengths: 'long' is not a length", "like 1k,2k,16k or 1x,2x,16x"),
     (["data.mqar.pairs=8"], "data: source and mqar exclude one another", "give one of source, mqar, passkey"),
     (["train.steps"], "'train.steps' is not KEY=VALUE", "--set train.steps=100"),

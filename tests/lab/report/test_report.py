@@ -66,14 +66,13 @@ class TestGroups:
         assert [len(group.evaluations) for group in grouped(*runs)] == [2, 1, 1]
         assert [group.label for group in grouped(*runs)] == ["LSSAR · r0", "LSSAR · r2", "LSSAR · r3"]
 
-    def test_another_evaluation_of_the_same_text_is_no_other_group(self, fabricate):
+    def test_what_else_is_measured_makes_no_other_group(self, fabricate):
         recipe = load("demo-lssar").to_toml()
         more = recipe.replace("also = []", 'also = ["attention"]').replace("seed = 0", "seed = 1")
-        assert "attention" in more
-        assert (
-            len(grouped(*[fabricate("lssar", [1.0], recipe=text, seed=i) for i, text in enumerate((recipe, more))]))
-            == 1
-        )
+        longer = recipe.replace('lengths = "1x,2x', 'lengths = "1x,3x').replace("seed = 0", "seed = 2")
+        assert len({recipe, more, longer}) == 3
+        runs = [fabricate("lssar", [1.0], recipe=text, seed=seed) for seed, text in enumerate((recipe, more, longer))]
+        assert [len(group.evaluations) for group in grouped(*runs)] == [2, 1]
 
     def test_runs_without_a_recipe_and_a_recipe_that_is_not_toml_stand_alone(self, fabricate):
         assert len(grouped(*[fabricate("lssar", [1.0], recipe="", name=name) for name in "ab"])) == 2

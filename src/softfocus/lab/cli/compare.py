@@ -71,7 +71,7 @@ def compare(
     """Who is better where, by how much, and whether that is more than noise: one table, one figure,
     one report.
 
-    Runs whose recipes differ by seed alone are grouped, and shown as mean and spread.
+    Runs of one recipe with different seeds are grouped, and shown as mean and spread.
 
     Example: `softfocus compare runs/demo-softmax runs/demo-lssar --out runs/two`
     """

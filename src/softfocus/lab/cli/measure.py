@@ -16,6 +16,8 @@ Windows = Annotated[
     typer.Option(metavar="LIST", help="Let every attention see only so many of the last keys: 64, or 1x,2x."),
 ]
 
+_ROPE = "trained,ntk"
+
 
 def evaluate(
     run: Run,
@@ -29,7 +31,7 @@ def evaluate(
         typer.Option(
             metavar="LIST",
             help="Scalings of RoPE: trained, ntk (dynamic) and yarn; or none.",
-            show_default="trained,ntk",
+            show_default=_ROPE,
         ),
     ] = None,
     window: Annotated[
@@ -78,9 +80,8 @@ def evaluate(
         _samples(run, given | {"mechanism": mechanism, "buckets": buckets}, batch_tokens, quiet, json)
         return
     wanted = parse(lengths or recipe.evaluate.lengths, info.train_length)
-    settings = settings_of(
-        "trained,ntk" if rope is None else rope, window or ["1x"], sinks, info.train_length, mechanism or ()
-    )
+    scalings = _ROPE if rope is None else rope
+    settings = settings_of(scalings, window or ["1x"], sinks, info.train_length, mechanism or ())
     if window:
         _refuse_wide([setting.window for setting in settings], wanted[-1])
     edges = parse(buckets, info.train_length, "--buckets") if buckets else None

@@ -215,18 +215,16 @@ class Estimate:
     def outside(self, distance: float) -> float:
         """How often noise brings a value farther from the truth than a distance, to either side.
 
-        An error from a few documents or seeds is itself uncertain, as Student's t has it. Each
-        error gives its share of t, by its own degrees of freedom, and counts by its variance. Welch
-        and Satterthwaite's degrees of freedom are too many here: where few seeds agree by luck,
-        they are those of the documents, and noise passes for a difference in up to 7 of 100 cases
-        with three seeds in place of 5. With this rule it is 3 to 5 of 100, and 3 to 7 with two
-        seeds.
+        An error from few documents or seeds is itself uncertain. Each error gives the share of
+        Student's t that lies outside, by its own degrees of freedom. The shares are averaged,
+        weighted by the variances. Welch and Satterthwaite's degrees of freedom are too many where
+        few seeds agree by luck: they are then those of the documents.
         """
         total = self.standard_error
-        if isnan(distance):
+        if isnan(distance) or isnan(total):
             return nan
-        if not total > 0:
-            return float(distance <= 0) if total == 0 else nan
+        if total == 0:
+            return float(distance <= 0)
         return sum((error / total) ** 2 * t_outside(distance / total, freedom) for error, freedom in self.errors)
 
     @property

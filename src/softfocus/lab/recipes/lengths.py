@@ -10,8 +10,8 @@ from softfocus.lab.errors import UsageError, did_you_mean
 from softfocus.lab.run_folder.results import Rope, Setting
 
 LONGEST = 2**24
-"""Of all lengths, in tokens: 16 times the longest training length. Far longer ones are mistyped,
-and would fill the memory before they fail.
+"""Of all lengths, in tokens: 16 times the longest training length that a recipe may have. A longer
+one is most often a slip, and would fill the memory before it fails.
 """
 
 
@@ -35,12 +35,10 @@ def parse(text: str, train_length: int, option: str = "--lengths") -> list[int]:
         # Decimal: as floats 1.1 times 10 is no whole number
         length = Decimal(match[1]) * {"": 1, "k": 1024, "K": 1024, "x": train_length}[match[2]]
         if length > LONGEST:
-            raise UsageError(
-                f"{option}: {part.strip()[:20]!r} is {length:.3g} tokens", f"give at most {LONGEST:,} tokens"
-            )
+            raise UsageError(f"{part.strip()[:20]!r} is too long", f"let {option} be at most {LONGEST:,} tokens")
         if length != int(length) or length < 2:
             raise UsageError(
-                f"{option}: {part.strip()!r} is {length:g} tokens", "give a whole number of tokens, at least 2"
+                f"{part.strip()!r} is {length:g} tokens", f"give a whole number of tokens, at least 2, for {option}"
             )
         found.add(int(length))
     return sorted(found)

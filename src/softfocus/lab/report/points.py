@@ -28,7 +28,7 @@ _NAMES = {"softmax": "Softmax", "lssa": "LSSA", "lssar": "LSSAR", "laser": "LASE
 
 @dataclass(frozen=True)
 class Group:
-    """Runs that differ by their seed alone; most often one."""
+    """Runs of one model with different seeds; most often one."""
 
     label: str
     evaluations: tuple[Evaluation, ...]
@@ -150,8 +150,8 @@ def count_text(seeds: Sequence[int]) -> str:
 
 
 def without_seed(text: str) -> object:
-    """What has to agree: not the name, the description, the seed or `evaluate.also`. A
-    recipe of an earlier version has the defaults that it does not name.
+    """What has to agree: not the name, the description, the seed or `evaluate.also`. A recipe of an
+    earlier version has the defaults that it does not name.
     """
     try:
         values = tomllib.loads(text)

@@ -32,7 +32,7 @@ class RecallEntry(Record):
 
 @dataclass(frozen=True)
 class RecallGroup:
-    """Runs that differ by their seed alone; most often one."""
+    """Runs of one model with different seeds; most often one."""
 
     label: str
     entries: tuple[RecallEntry, ...]
@@ -72,12 +72,12 @@ class RecallReport(Record):
 
     @property
     def groups(self) -> list[RecallGroup]:
-        """The runs, those together that differ by their seed alone."""
+        """The runs, those of one model with different seeds together."""
         return grouped(self.runs)
 
 
 def grouped(entries: Sequence[RecallEntry]) -> list[RecallGroup]:
-    """The runs, those together that differ by their seed alone."""
+    """The runs, those of one model with different seeds together."""
     kinds: dict[object, list[RecallEntry]] = {}
     for index, entry in enumerate(entries):
         kinds.setdefault(without_seed(entry.recipe) if entry.recipe else index, []).append(entry)
@@ -88,8 +88,8 @@ def grouped(entries: Sequence[RecallEntry]) -> list[RecallGroup]:
 def compare_recall(
     paths: Sequence[Path], out: Path, *, title: str, remarks: Sequence[str] = (), console: Console
 ) -> RecallReport:
-    """Compare runs of one task; those whose recipes differ by seed, name and `evaluate.also`
-    alone are grouped.
+    """Compare runs of one task; those whose recipes differ by seed, name and `evaluate.also` alone
+    are grouped.
 
     Args:
         paths: run folders, or a results.json of an earlier comparison, which stands for its runs.

@@ -61,7 +61,7 @@ class Report(Record):
 
     @cached_property
     def groups(self) -> list[Group]:
-        """The runs, those together that differ by their seed alone."""
+        """The runs, those of one model with different seeds together."""
         return grouped(self.runs)
 
     @property
@@ -71,7 +71,7 @@ class Report(Record):
 
 
 def grouped(entries: Sequence[Entry]) -> list[Group]:
-    """The runs, those together that differ by their seed alone."""
+    """The runs, those of one model with different seeds together."""
     return groups([entry.evaluation for entry in entries], [entry.recipe for entry in entries])
 
 
