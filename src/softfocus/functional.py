@@ -296,7 +296,7 @@ def _mask_and_bias(
         attn_mask = validation.check_broadcast("attn_mask", attn_mask, query, key)
         if attn_mask.dtype == torch.bool:
             mask = attn_mask
-        elif attn_mask.is_floating_point():
+        elif attn_mask.is_floating_point() and attn_mask.dtype.itemsize > 1:  # float8 compares with nothing
             hidden = attn_mask <= HIDDEN
             mask = ~hidden
             added = attn_mask.masked_fill(hidden, 0.0)
@@ -305,5 +305,7 @@ def _mask_and_bias(
                 added = bias.to(wide) + added
             bias = added
         else:
-            raise TypeError(f"attn_mask: got dtype {attn_mask.dtype}, expected torch.bool or floating point")
+            raise TypeError(
+                f"attn_mask: got dtype {attn_mask.dtype}, expected torch.bool or floating point of 16 bits or more"
+            )
     return mask, bias

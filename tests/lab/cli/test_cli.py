@@ -180,6 +180,7 @@ WRONG_USE: list[tuple[list[str], str]] = [
     (["demo", "--model", "softmx"], "--model: mechanism 'softmx' is not known; did you mean 'softmax'"),
     (["evaluate", "TRAINED", "--lengths", "1"], "'1' is 1 tokens; give a whole number of tokens, at least 2"),
     (["evaluate", "TRAINED", "--lengths", "long"], "'long' is not a length; write --lengths like"),
+    (["evaluate", "TRAINED", "--lengths", "9" * 100], "is not a length; write --lengths like"),
     (["evaluate", "TRAINED", "--window", "wide"], "'wide' is not a length; write --window like"),
     (["evaluate", "TRAINED", "--rope", "yarm"], "--rope: 'yarm' is not a scaling of RoPE; did you mean 'yarn'?"),
     (["evaluate", "TRAINED", "--window", "4", "--sinks", "4"], "--sinks 4 does not fit into --window 4"),
@@ -223,6 +224,15 @@ def test_an_option_that_cannot_be_read_is_wrong_use_and_exit_code_2(
     assert err.startswith("softfocus: ")
     assert says in err
     assert "\n" not in err
+
+
+@pytest.mark.parametrize(("command", "option"), [("recall", "--sequences"), ("generate", "--tokens")])
+def test_a_count_that_would_run_for_ever_is_refused(
+    command: str, option: str, trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = call(capsys, command, str(trained), option, "9" * 20)
+    assert code == 2
+    assert f"Invalid value for '{option}'" in err
 
 
 @pytest.mark.parametrize(("arguments", "says"), FAILURES, ids=[" ".join(row[0]) for row in FAILURES])

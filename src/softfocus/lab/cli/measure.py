@@ -124,7 +124,7 @@ def recall(
     run: Run,
     lengths: Lengths = "1x,4x,16x,64x",
     window: Windows = None,
-    sequences: Annotated[int, typer.Option(min=1, help="Sequences a length.")] = 64,
+    sequences: Annotated[int, typer.Option(min=1, max=2**20, help="Sequences a length.")] = 64,
     batch_tokens: BatchTokens = 4096,
     quiet: Quiet = False,
     json: Json = None,
@@ -272,7 +272,7 @@ def _refuse_wide(windows: Sequence[int | None], longest: int) -> None:
 def generate(
     run: Run,
     prompt: Annotated[str, typer.Option("--prompt", "-p", help="What the text begins with.")] = "def ",
-    tokens: Annotated[int, typer.Option("--tokens", "-n", min=1, help="At most so many new tokens.")] = 256,
+    tokens: Annotated[int, typer.Option("--tokens", "-n", min=1, max=2**24, help="At most so many new tokens.")] = 256,
     temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token each time.")] = 0.8,
     top_p: Annotated[float, typer.Option(min=0.0001, max=1, help="Sample from this much of the probability.")] = 0.95,
     seed: Annotated[int, typer.Option(min=0, max=SEEDS - 1, help="The same seed gives the same text.")] = 0,

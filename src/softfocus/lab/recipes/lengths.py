@@ -29,9 +29,10 @@ def parse(text: str, train_length: int, option: str = "--lengths") -> list[int]:
     """
     found = set()
     for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKx]?)\s*", part)
+        # Decimal computes with 28 digits, so more of them would be rounded
+        match = re.fullmatch(r"\s*(\d{1,12}(?:\.\d{1,12})?)\s*([kKx]?)\s*", part)
         if not match:
-            raise UsageError(f"{part.strip()!r} is not a length", f"write {option} like 1k,2k,16k or 1x,2x,16x")
+            raise UsageError(f"{part.strip()[:30]!r} is not a length", f"write {option} like 1k,2k,16k or 1x,2x,16x")
         # Decimal: as floats 1.1 times 10 is no whole number
         length = Decimal(match[1]) * {"": 1, "k": 1024, "K": 1024, "x": train_length}[match[2]]
         if length > LONGEST:
