@@ -615,7 +615,7 @@ def test_sinks_need_a_mask_that_is_plainly_causal(build, tokens):
 
 
 def test_sinks_are_of_one_text(build, tokens):
-    """With a cache Transformers makes no mask for packed sequences: their lengths or positions tell."""
+    """With a cache Transformers makes no mask for packed sequences."""
     starts = torch.tensor([0, 4, 9], dtype=torch.int32)
     places = torch.cat([torch.arange(4), torch.arange(5)])[None]
     model = softfocus.hf.window(build("llama", "lssar"), 4, 2)

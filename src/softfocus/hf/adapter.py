@@ -66,8 +66,8 @@ def attention_forward(
             only without a mask: a mask carries its window already. A window of the layout comes on
             top.
         position_bias: float, broadcastable to [B, H, Lq, Lk], added to the scores.
-        kwargs: ``cu_seq_lens_q`` of padding-free batches is honoured, and ``position_ids`` of packed
-            ones; what the models pass on for others is ignored.
+        kwargs: ``cu_seq_lens_q`` of padding-free batches is honoured, and ``position_ids`` that
+            start again at 0; what the models pass on for others is ignored.
 
     Returns:
         [B, Lq, H, Dv], and None for the weights.
