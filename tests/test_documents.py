@@ -351,7 +351,6 @@ def test_what_laser_gains_at_the_best_of_three_rates_is_the_measured_one():
 
 
 UNCLEAN = {
-    "claims/laser-temperature/toy/results.json",
     "layouts-larger/results.json",
     "recall-layouts/results.json",
 }

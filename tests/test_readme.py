@@ -281,11 +281,15 @@ def test_what_is_said_of_laser_is_what_the_claims_found():
     best_of_rates = re.search(r"ViT, softmax \|.*?\| (\S+ %) .*\n.*ViT, LASER .*\| (\S+ %) ±", claims)
     assert best_of_rates
     assert f"the ViT's is {best_of_rates[2]} against {best_of_rates[1]}, and the BERT's difference is" in text
-    lowered = re.search(
-        r"\| holds \| LASER lowers the loss of differential attention .*: -(\S+ ± \S+) \|", page("differential")
-    )
-    assert lowered
-    assert f"by {lowered[1]} (six seeds)" in text
+    lowered = [
+        re.search(rf"\| holds \| {says} .*: -(\S+ ± \S+) \|", page(claim))
+        for claim, says in (
+            ("differential", "LASER lowers the loss of differential attention"),
+            ("qk-norm", "With QK-norm, LASER has a lower loss than standard attention"),
+        )
+    ]
+    differential, qk_norm = (found[1] for found in lowered if found)
+    assert f"attention by {differential}, of one with QK-norm by {qk_norm} (three seeds each)" in text
     for claim in ("steps", "lamb", "conformer", "classification"):
         assert "**Verdict: inconclusive**" in page(claim)
 
