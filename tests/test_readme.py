@@ -290,6 +290,8 @@ def test_what_is_said_of_laser_is_what_the_claims_found():
     ]
     differential, qk_norm = (found[1] for found in lowered if found)
     assert f"attention by {differential}, of one with QK-norm by {qk_norm} (three seeds each)" in text
+    for layers in (2, 3, 4, 6):
+        assert re.search(rf"\| inconclusive \| With {layers} layers LASER has a lower loss .*: -\S+ ± ", page("depths"))
     for claim in ("steps", "lamb", "conformer", "classification"):
         assert "**Verdict: inconclusive**" in page(claim)
 

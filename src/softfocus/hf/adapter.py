@@ -221,7 +221,9 @@ def _windowed(mask: Tensor, rows: int, window: int) -> Tensor:
             raise ValueError(
                 f"window: got a mask of {rows} queries and {mask.shape[-1]} keys that shows queries their "
                 "future or ends in padding, so that their positions are not known; pad on the left, "
-                "and pass the whole prompt at once, with a dynamic cache or none"
+                "and pass the whole prompt at once, with a dynamic cache or none. generate() takes tokens that equal "
+                "pad_token_id for padding where it has no attention_mask, and in what an assistant model reads: "
+                "set a pad_token_id that no text has"
             )
         own = own + before
     near = (places - own[:, None]).abs() < window
