@@ -971,6 +971,18 @@ def test_one_training_of_demo_hybrid_rises_on_the_tiled_backend():
     assert said.format(row.head, row.layer, gain.value, (base - whole).value) in text
 
 
+def test_the_heads_that_disturb_lssar_are_the_measured_ones():
+    heads = read_as(HeadsMeasured, ROOT / "docs/results/heads/lssar-better-start-s0.json")
+    base, whole = (mean(heads, row) for row in heads.rows[:2])
+    (first, most), (second, more) = gains(heads)[:2]
+    said = (
+        f"Of the {(base - whole).value:.3f} that the windows of all its heads take off, two heads make most: the window "
+        f"of head {first.head} of layer {first.layer} takes off {most.value:.3f}, that of head {second.head} of layer "
+        f"{second.layer} takes off {more.value:.3f}"
+    )
+    assert said in " ".join(LAYOUTS.split())
+
+
 def test_the_committed_trials_are_rows_of_the_study():
     found, near = study.load("layout-trials")
     rows = {one.name: one for one in study.recipes(found, near, [0])}
