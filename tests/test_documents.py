@@ -291,18 +291,29 @@ def test_the_files_that_run_first_exist(request):
 
 
 def toy_rates() -> str:
-    runs = read(RESULTS / "toy-learning-rates" / "results.json").runs
-    losses: dict[str, list[float]] = {}
-    for run in runs:
-        (loss,) = (row.loss for row in run.evaluation.rows if row.length == 64 and row.setting.name() == "as trained")
-        losses.setdefault(run.info.name.rpartition("-s")[0], []).append(loss)
-    lines = ["| row | 1e-3 | 2e-3 | 4e-3 |", "|---|---|---|---|"]
+    swept = {group.evaluations[0].run.rpartition("-s")[0]: group for group in read(
+        RESULTS / "toy-learning-rates" / "results.json"
+    ).groups}  # fmt: skip
+    claim = read_claim(RESULTS / "claims" / "softplus-table-4" / "toy" / "results.json")
+    lines = ["| row | 2e-3 | 4e-3 | 8e-3 |", "|---|---|---|---|"]
     for row in ("softmax", "lssa", "lssar", "sigmoid_log_n_l1"):
-        cells = [losses[f"{row}-{rate}"] for rate in ("half", "same", "twice")]
-        assert {len(cell) for cell in cells} == {3}
-        shown = [f"{statistics.mean(cell):.3f} ± {statistics.stdev(cell):.3f}" for cell in cells]
-        lines.append(f"| `{row}` | {' | '.join(shown)} |")
+        groups = swept[f"{row}-half"], claim.group(row), swept[f"{row}-twice"]
+        cells = [cell(group, 1.0, "as trained") for group in groups if group]
+        assert [len(one.rows) for one in cells] == [3, 3, 3]
+        lines.append(f"| `{row}` | {' | '.join(f'{one.loss:.3f} ± {one.spread:.3f}' for one in cells)} |")
     return "\n".join(lines)
+
+
+def test_what_other_rates_cost_at_the_scale_toy_is_the_measured_one():
+    rows = {row[1]: [float(loss) for loss in row.groups()[1:]] for row in re.finditer(
+        r"\| `(\w+)` \| (\S+) ± \S+ \| (\S+) ± \S+ \| (\S+) ±", toy_rates()
+    )}  # fmt: skip
+    assert [row for row, (half, same, twice) in rows.items() if same > min(half, twice)] == ["lssar"]
+    said = (
+        f"LSSAR, which would gain {rows['lssar'][1] - rows['lssar'][2]:.3f} at twice the rate. There Softmax loses "
+        f"{rows['softmax'][2] - rows['softmax'][1]:.3f}, LSSA {rows['lssa'][2] - rows['lssa'][1]:.3f}."
+    )
+    assert said in " ".join((ROOT / "docs/claims.md").read_text().split())
 
 
 def encoder_rates(model: str) -> dict[str, list[Cell]]:
