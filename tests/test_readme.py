@@ -976,9 +976,9 @@ def test_the_heads_that_disturb_lssar_are_the_measured_ones():
     base, whole = (mean(heads, row) for row in heads.rows[:2])
     (first, most), (second, more) = gains(heads)[:2]
     said = (
-        f"Of the {(base - whole).value:.3f} that the windows of all its heads take off, two heads make most: the window "
-        f"of head {first.head} of layer {first.layer} takes off {most.value:.3f}, that of head {second.head} of layer "
-        f"{second.layer} takes off {more.value:.3f}"
+        f"Of the {(base - whole).value:.3f} that the windows of all its heads take off, two heads make most: the "
+        f"window of head {first.head} of layer {first.layer} takes off {most.value:.3f}, that of head {second.head} of "
+        f"layer {second.layer} takes off {more.value:.3f}"
     )
     assert said in " ".join(LAYOUTS.split())
 
