@@ -292,8 +292,13 @@ def test_what_is_said_of_laser_is_what_the_claims_found():
     assert f"attention by {differential}, of one with QK-norm by {qk_norm} (three seeds each)" in text
     for layers in (2, 3, 4, 6):
         assert re.search(rf"\| inconclusive \| With {layers} layers LASER has a lower loss .*: -\S+ ± ", page("depths"))
+    one_layer = re.search(r"\| holds \| With 1 layer LASER has a lower loss .*: -(\S+ ± \S+) \|", page("depths"))
+    assert one_layer
+    assert f"with one layer by {one_layer[1]}" in text
     for claim in ("steps", "lamb", "conformer", "classification"):
         assert "**Verdict: inconclusive**" in page(claim)
+    assert re.search(r"right: \+[\d.]+%", page("classification")), "ahead"
+    assert re.search(r"mistakes fewer words .*: \+[\d.]+ ±", page("conformer")), "behind"
 
 
 def larger_table() -> str:
@@ -976,10 +981,11 @@ def test_the_heads_that_disturb_lssar_are_the_measured_ones():
     base, whole = (mean(heads, row) for row in heads.rows[:2])
     (first, most), (second, more) = gains(heads)[:2]
     said = (
-        f"Of the {(base - whole).value:.3f} that the windows of all its heads take off, two heads make most: the "
-        f"window of head {first.head} of layer {first.layer} takes off {most.value:.3f}, that of head {second.head} of "
-        f"layer {second.layer} takes off {more.value:.3f}"
+        f"Of the {(base - whole).value:.3f} that the windows of all its heads take off at 16 times the length, two "
+        f"heads make most: the window of head {first.head} of layer {first.layer} takes off {most.value:.3f}, that of "
+        f"head {second.head} of layer {second.layer} takes off {more.value:.3f}"
     )
+    assert heads.length == 16 * heads.train_length
     assert said in " ".join(LAYOUTS.split())
 
 

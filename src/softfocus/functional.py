@@ -283,6 +283,11 @@ def _of_causal_bias(variant: str, query: Tensor, key: Tensor, right: int) -> tup
     return torch.ones(query.size(2), key.size(2), dtype=torch.bool, device=query.device).tril(), right
 
 
+def _may_be_added(x: Tensor) -> bool:
+    """float8 may not: torch neither compares nor adds it."""
+    return x.is_floating_point() and x.dtype.itemsize > 1
+
+
 def _mask_and_bias(
     attn_mask: Tensor | None, bias: Tensor | None, query: Tensor, key: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -290,13 +295,15 @@ def _mask_and_bias(
     mask = None
     if bias is not None:
         bias = validation.check_broadcast("bias", bias, query, key)
-        if not bias.is_floating_point():
-            raise TypeError(f"bias: got dtype {bias.dtype}, expected floating point; a bool mask is attn_mask")
+        if not _may_be_added(bias):
+            raise TypeError(
+                f"bias: got dtype {bias.dtype}, expected floating point of 16 bits or more; a bool mask is attn_mask"
+            )
     if attn_mask is not None:
         attn_mask = validation.check_broadcast("attn_mask", attn_mask, query, key)
         if attn_mask.dtype == torch.bool:
             mask = attn_mask
-        elif attn_mask.is_floating_point() and attn_mask.dtype.itemsize > 1:  # float8 compares with nothing
+        elif _may_be_added(attn_mask):
             hidden = attn_mask <= HIDDEN
             mask = ~hidden
             added = attn_mask.masked_fill(hidden, 0.0)

@@ -93,6 +93,10 @@ REFUSED = {
         {"attn_mask": torch.ones(LQ, LK).to(torch.float8_e4m3fn)}, TypeError,
         ["attn_mask", "torch.float8_e4m3fn", "floating point of 16 bits or more"],
     ),
+    "bias of float8": (
+        {"bias": torch.ones(LQ, LK).to(torch.float8_e4m3fn)}, TypeError,
+        ["bias", "torch.float8_e4m3fn", "floating point of 16 bits or more"],
+    ),
     "attn_mask of integers": (
         {"attn_mask": torch.ones(LQ, LK, dtype=torch.int32)},
         TypeError, ["attn_mask", "torch.int32", "torch.bool or floating point"],

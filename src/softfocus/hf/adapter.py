@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from softfocus.functional import HIDDEN, attention
 from softfocus.hf.config import layer_of
 from softfocus.hf.learned import parameter_of
-from softfocus.hf.masks import EAGER, expected_by, made_here
+from softfocus.hf.masks import EAGER, expected_by
 from softfocus.hf.rotary import at_first_window
 from softfocus.hf.watch import Call, listeners
 from softfocus.layout import Heads
@@ -66,8 +66,8 @@ def attention_forward(
             only without a mask: a mask carries its window already. A window of the layout comes on
             top.
         position_bias: float, broadcastable to [B, H, Lq, Lk], added to the scores.
-        kwargs: ``cu_seq_lens_q`` of padding-free batches is honoured, and ``position_ids`` that
-            start again at 0; what the models pass on for others is ignored.
+        kwargs: ``cu_seq_lens_q`` of padding-free batches is honoured; what the models pass on for
+            others is ignored.
 
     Returns:
         [B, Lq, H, Dv], and None for the weights.
@@ -97,8 +97,6 @@ def attention_forward(
         key, value = key[:, :, :query_length], value[:, :, :query_length]
         position_bias = position_bias if position_bias is None else position_bias[..., :query_length]
     documents = _documents(kwargs.get("cu_seq_lens_q"), key)
-    if documents is None and made_here(attention_mask) and causal and 1 < query_length == key.shape[2]:
-        documents = _packed(kwargs.get("position_ids"), key)
     total, shared = query.shape[1], query.shape[1] // key.shape[1]
     if total != sum(group.heads or total for group in layer):
         raise ValueError(
@@ -158,10 +156,9 @@ def _attend(
     """One group of heads. query, key and value are views of the module's."""
     scale = scaling if group.mechanism.scale == "1/sqrt(d)" else None
     if group.sinks:
-        if others["document_ids"] is not None and mask is None:  # a mask is refused below
+        if others["document_ids"] is not None:
             raise ValueError(
-                "sinks: they are the first keys of one text, and position_ids or cu_seq_lens_q packs several; pass "
-                "them alone"
+                "sinks: they are the first keys of one text, and cu_seq_lens_q packs several; pass them alone"
             )
         query, key, mask, scale = _with_sinks(module, group, heads, query, key, mask, causal, scale)
         window = None
@@ -286,25 +283,3 @@ def _documents(cu_seq_lens: Tensor | None, key: Tensor) -> Tensor | None:
     if key.shape[0] != 1:
         raise ValueError(f"cu_seq_lens_q describes a padding-free batch of size 1; got a batch of {key.shape[0]}")
     return document_ids_from_lengths(torch.diff(cu_seq_lens).to(key.device), total=key.shape[2])
-
-
-def _packed(position_ids: Tensor | None, key: Tensor) -> Tensor | None:
-    """int [B, Lk] where positions start again at 0, None where there is one sequence.
-
-    Transformers masks the others' keys, but not with a cache, empty as it may be
-    (``use_cache=True``).
-    Compiled code cannot look at values, and sees one sequence.
-    """
-    if position_ids is None or position_ids.dim() != 2 or position_ids.shape[1] != key.shape[2]:
-        return None
-    if torch.compiler.is_compiling():
-        return None
-    # All layers get the same tensor, and each look at its values waits for the device
-    version = None if position_ids.is_inference() else position_ids._version
-    known = getattr(position_ids, "_softfocus_documents", None)
-    if known is None or version is None or known[0] != version:
-        starts = position_ids[:, 1:] == 0
-        known = version, nn.functional.pad(starts.cumsum(1), (1, 0)) if starts.any() else None
-        position_ids._softfocus_documents = known  # type: ignore[attr-defined]
-    documents: Tensor | None = known[1]
-    return None if documents is None else documents.expand(key.shape[0], -1)

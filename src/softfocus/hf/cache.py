@@ -4,13 +4,9 @@ from typing import Any
 
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
-from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from softfocus.hf.config import hook, layout_of
 from softfocus.layout import Layer, Layout
-
-#: What Transformers calls the cache in arguments and outputs: past_key_values up to 5.23
-CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
 
 
 def install() -> None:

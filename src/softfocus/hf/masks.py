@@ -14,7 +14,6 @@ import inspect
 from functools import cache
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import eager_mask, sdpa_mask
@@ -33,16 +32,7 @@ def make_mask(*args: Any, config: PreTrainedConfig | None = None, **kwargs: Any)
         kwargs["allow_is_causal_skip"] = False
     make = eager_mask if expected == EAGER else sdpa_mask
     mask: Tensor | None = make(*args, config=config, **kwargs)
-    if mask is not None and not torch.compiler.is_compiling():
-        mask._softfocus_made = True  # type: ignore[attr-defined]
     return mask
-
-
-def made_here(mask: Tensor | None) -> bool:
-    """Whether a mask is Transformers' own, of padding and windows, and not a user's of four
-    dimensions. None is Transformers' own, too.
-    """
-    return mask is None or getattr(mask, "_softfocus_made", False)
 
 
 def expected_by(config: PreTrainedConfig) -> str:

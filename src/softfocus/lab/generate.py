@@ -8,7 +8,6 @@ import torch
 from pydantic import BaseModel
 from transformers import TextStreamer, set_seed
 
-from softfocus.hf.cache import CACHE
 from softfocus.lab import model as models
 from softfocus.lab.data.tokenizer import Encoder
 from softfocus.lab.errors import LabError, UsageError
@@ -104,7 +103,7 @@ def generate(
             streamer=_Stream(tokenizer, write) if write else None,
             **sampling,
         )
-    kept = [x for layer in output[CACHE].layers for x in (layer.keys, layer.values)]
+    kept = [x for layer in output.cache.layers for x in (layer.keys, layer.values)]
     return Generation(
         run=info.name,
         mechanism=info.mechanism,

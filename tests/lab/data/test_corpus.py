@@ -303,8 +303,11 @@ def test_bad_parquet_is_refused(tmp_path):
 
 @pytest.mark.parametrize("kind", [pa.dictionary(pa.int32(), pa.string()), pa.large_string(), pa.string_view()], ids=str)
 def test_parquet_text_in_other_encodings(kind, tmp_path):
-    table = pa.table({"text": pa.array(["a", None, "b", "a"]).cast(kind)})
-    pq.write_table(table, tmp_path / "a.parquet")
+    try:
+        table = pa.table({"text": pa.array(["a", None, "b", "a"]).cast(kind)})
+        pq.write_table(table, tmp_path / "a.parquet")
+    except pa.ArrowNotImplementedError:
+        pytest.skip(f"pyarrow {pa.__version__} writes no {kind}")
     assert read(tmp_path / "a.parquet") == ["a", "b", "a"]
 
 

@@ -18,7 +18,6 @@ from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from softfocus.hf.cache import CACHE
 from softfocus.hf.t6.config import T6Config
 
 
@@ -220,7 +219,7 @@ class T6Model(T6PreTrainedModel):
             inputs_embeds=hidden_states,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            **{CACHE: cache},
+            cache=cache,
         )
         tables = self.rotary_emb(hidden_states, position_ids=position_ids)
         for layer in self.layers:
@@ -229,10 +228,10 @@ class T6Model(T6PreTrainedModel):
                 position_embeddings=tables,
                 attention_mask=mask,
                 position_ids=position_ids,
-                **{CACHE: cache},
+                cache=cache,
                 **kwargs,
             )
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), **{CACHE: cache})
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), cache=cache)
 
 
 class T6ForCausalLM(T6PreTrainedModel, GenerationMixin):
@@ -269,7 +268,7 @@ class T6ForCausalLM(T6PreTrainedModel, GenerationMixin):
             position_ids=position_ids,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
-            **{CACHE: past_key_values if cache is None else cache},
+            cache=past_key_values if cache is None else cache,
             **kwargs,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -282,7 +281,7 @@ class T6ForCausalLM(T6PreTrainedModel, GenerationMixin):
             logits=logits,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
-            **{CACHE: getattr(outputs, CACHE)},
+            cache=outputs.cache,
         )
 
     def _get_static_cache_init_shape(self) -> None:

@@ -30,11 +30,11 @@ def parse(text: str, train_length: int, option: str = "--lengths") -> list[int]:
     found = set()
     for part in text.split(","):
         # Decimal computes with 28 digits, so more of them would be rounded
-        match = re.fullmatch(r"\s*(\d{1,12}(?:\.\d{1,12})?)\s*([kKx]?)\s*", part)
+        match = re.fullmatch(r"\s*(\d+(?:\.\d{1,12})?)\s*([kKx]?)\s*", part)
         if not match:
             raise UsageError(f"{part.strip()[:30]!r} is not a length", f"write {option} like 1k,2k,16k or 1x,2x,16x")
         # Decimal: as floats 1.1 times 10 is no whole number
-        length = Decimal(match[1]) * {"": 1, "k": 1024, "K": 1024, "x": train_length}[match[2]]
+        length = Decimal(match[1].lstrip("0")[:30] or "0") * {"": 1, "k": 1024, "K": 1024, "x": train_length}[match[2]]
         if length > LONGEST:
             raise UsageError(f"{part.strip()[:20]!r} is too long", f"let {option} be at most {LONGEST:,} tokens")
         if length != int(length) or length < 2:
