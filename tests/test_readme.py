@@ -560,6 +560,43 @@ def sinks_table() -> str:
     return "\n".join(lines)
 
 
+def test_what_yarn_and_sinks_change_is_the_measured_one():
+    (group,) = read(ROOT / "docs/results/rope-and-sinks/results.json").groups
+    at = {
+        name: [cell(group, float(2**n), name).loss for n in range(5)]
+        for name in ("as trained", "dynamic NTK", "YaRN", "window 1x", "window 1x (4 sinks)")
+    }
+    assert at["dynamic NTK"][1] < at["YaRN"][1]
+    assert all(yarn < ntk for yarn, ntk in zip(at["YaRN"][2:], at["dynamic NTK"][2:], strict=True))
+    for name in ("as trained", "dynamic NTK", "YaRN"):
+        assert at[name] == sorted(at[name]), name
+    assert at["window 1x"] == sorted(at["window 1x"], reverse=True)
+    moved = [abs(a - b) for a, b in zip(at["window 1x"], at["window 1x (4 sinks)"], strict=True)]
+    assert max(moved) < 0.001
+    assert "Four sinks beside the window change the loss by less than 0.001" in " ".join(LAYOUTS.split())
+
+
+def test_the_numbers_in_lambs_note_are_the_measured_ones():
+    def losses(groups) -> list[str]:
+        return [f"{cell(group, 1.0, 'as trained').loss:.3f}" for group in groups]
+
+    claims = ROOT / "docs/results/claims"
+    note = " ".join((claims / "laser-lamb.md").read_text().split())
+    swept = {group.evaluations[0].run.rpartition("-s")[0]: group for group in read(
+        ROOT / "docs/results/lamb-learning-rates/results.json"
+    ).groups}  # fmt: skip
+    ours = read_claim(claims / "laser-lamb/toy/results.json")
+    rows = [ours.group("softmax_lamb"), ours.group("laser_lamb")]
+    half, twice = ([swept[f"{row}-{rate}"] for row in ("softmax", "laser")] for rate in ("half", "twice"))
+    assert "{} and {} at 1e-2, {} and {} at 4e-2".format(*losses([*half, *twice])) in note
+    assert all(best < min(a, b) for best, a, b in zip(losses(rows), losses(half), losses(twice), strict=True))
+    adam = read_claim(claims / "laser-classification/toy/results.json")
+    softmax, laser = adam.group("softmax"), adam.group("laser")
+    lead = cell(laser, 1.0, "as trained").minus(cell(softmax, 1.0, "as trained"))
+    said = "softmax has {} with AdamW and LASER {}, a difference of ".format(*losses([softmax, laser]))
+    assert f"{said}{lead.value:+.3f} ± {lead.standard_error:.3f}." in note
+
+
 def differences_table() -> str:
     """Each row of README's table less Softmax, paired by document and seed."""
     by = {group.label: group for group in read(RESULT / "results.json").groups}

@@ -29,7 +29,7 @@ def parse(text: str, train_length: int, option: str = "--lengths") -> list[int]:
     """
     found = set()
     for part in text.split(","):
-        # Decimal computes with 28 digits, so more of them would be rounded
+        # Decimal rounds to 28 digits, and overflows with a million of them
         match = re.fullmatch(r"\s*(\d+(?:\.\d{1,12})?)\s*([kKx]?)\s*", part)
         if not match:
             raise UsageError(f"{part.strip()[:30]!r} is not a length", f"write {option} like 1k,2k,16k or 1x,2x,16x")
