@@ -112,7 +112,7 @@ def build_config(recipe: Recipe, vocabulary: int, end: int | None = None) -> Any
         ) from error
     check_positions(config, recipe.train.length, f"raise model.config.{positions}, or lower train.length to {{}}")
     _check_length(config, recipe)
-    _check_heads(config)
+    _check_sizes(config)
     return config
 
 
@@ -128,10 +128,13 @@ def _of_data(recipe: Recipe, vocabulary: int, end: int | None) -> dict[str, Any]
     return {"vocab_size": vocabulary, "bos_token_id": end, "eos_token_id": end, "pad_token_id": None}
 
 
-def _check_heads(config: Any) -> None:
-    """Refuse heads that do not divide: most architectures find out in the first step, some in a
-    shape that does not fit.
+def _check_sizes(config: Any) -> None:
+    """Refuse sizes below 1, and heads that do not divide: most architectures find out in the first
+    step, some in a shape that does not fit.
     """
+    for key in ("hidden_size", "num_hidden_layers", "num_attention_heads"):
+        if isinstance(value := getattr(config, key, None), int) and value < 1:
+            raise LabError(f"model.config.{key}={value} is below 1", f"set model.config.{key} to 1 or more")
     heads, shared = getattr(config, "num_attention_heads", None), getattr(config, "num_key_value_heads", None)
     width = getattr(config, "hidden_size", None)
     if not isinstance(heads, int) or not isinstance(width, int):

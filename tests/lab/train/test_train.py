@@ -418,6 +418,9 @@ def test_a_high_loss_at_the_start_is_no_explosion(tiny: Path, tmp_path: Path, mo
             ],
             r"heads of 17 dimensions .*; RoPE turns pairs",
         ),
+        (["model.config.num_hidden_layers=0"], "num_hidden_layers=0 is below 1; set model.config.num_hidden_layers to"),
+        (["model.config.hidden_size=0"], "hidden_size=0 is below 1"),
+        (["model.config.num_attention_heads=-2"], "num_attention_heads=-2 is below 1"),
         (["model.config.hidden_act=nonsense"], "gpt_neox' does not make a causal language model: KeyError 'nonsense'"),
         (['model.layout.full_attention="lssar"'], r"'full_attention' chooses no layers \(a gpt_neox model has no la"),
         (

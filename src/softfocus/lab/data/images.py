@@ -146,7 +146,7 @@ class ImageFolder(WithoutTokens):
         from datasets.exceptions import DatasetsError
 
         table = self.recipe.data
-        remedy = "name a folder that holds a folder of images for each class"
+        remedy = "name a folder, not a pattern, that holds a folder of images for each class"
         given = {}
         for split, folder in zip(("train", "validation"), folders_of(table), strict=True):
             if folder is not None and not folder.is_dir():
