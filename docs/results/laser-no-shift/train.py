@@ -74,6 +74,7 @@ def row(factor: float, shifted: bool) -> dict[str, Any]:
 
 
 def main() -> None:
+    """Train all rows, and write them."""
     rows = []
     for factor in FACTORS:
         for shifted in (True, False):

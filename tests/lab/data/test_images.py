@@ -184,7 +184,7 @@ def test_folders_that_share_files_are_refused(folder: Path, held: str) -> None:
 
 
 def test_folders_that_are_none(folder: Path) -> None:
-    with pytest.raises(LabError, match="there is no folder .*; name a folder, not a pattern,"):
+    with pytest.raises(LabError, match=r"there is no folder .*; name a folder, not a pattern,"):
         _ = data.sampled(of_folder(folder / "gone"), silent).key
     (folder / "empty" / "train").mkdir(parents=True)
     with pytest.raises(LabError, match="cannot be read"):
