@@ -77,7 +77,7 @@ $(NEON): tests/emulated/arm/call.cpp $(wildcard src/softfocus/backends/cpu/csrc/
 	  tests/emulated/arm/call.cpp src/softfocus/backends/cpu/csrc/*.cpp -o $@
 
 docs: setup  ## what the documentation says is held against code and committed results
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/test_readme.py tests/test_documents.py tests/test_examples.py tests/hf/test_docs.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/documents tests/test_examples.py tests/hf/test_docs.py
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "slow or not slow" tests/core/test_contract.py -k guide
 
 wheel: setup  ## build the wheel, install it into an environment of its own, and use it there

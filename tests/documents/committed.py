@@ -1,0 +1,93 @@
+"""The committed results, as the tests of several pages read them."""
+
+from functools import cache
+from pathlib import Path
+
+from softfocus.lab.claims.results import Results
+from softfocus.lab.claims.results import read as read_claim
+from softfocus.lab.evaluate.means import Estimate, Mean
+from softfocus.lab.report.heads import gains, mean
+from softfocus.lab.report.points import Cell, Group, cell
+from softfocus.lab.report.recall_compare import RecallGroup, RecallReport
+from softfocus.lab.report.results import Report, read, read_as
+from softfocus.lab.run_folder.results import AS_TRAINED, Evaluation, HeadRow, HeadsMeasured, Setting
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "docs" / "results"
+HERE, FAR, WINDOWED = (1.0, "as trained"), (16.0, "as trained"), (16.0, "window 1x")
+"""Columns that most tables have: a length, and a setting."""
+WINDOW = Setting(window=128)
+
+
+@cache
+def report(study: str) -> Report:
+    return read(RESULTS / study / "results.json")
+
+
+@cache
+def claim(name: str) -> Results:
+    return read_claim(RESULTS / "claims" / name / "toy/results.json")
+
+
+def by_label(*studies: str) -> dict[str, Group]:
+    return {group.label: group for study in studies for group in report(study).groups}
+
+
+def by_row(study: str) -> dict[str, Group]:
+    """Groups by what their runs are called without the seed."""
+    return {one.run.rpartition("-s")[0]: group for group in report(study).groups for one in group.evaluations}
+
+
+def runs(*studies: str) -> dict[str, Evaluation]:
+    """Evaluations by run."""
+    found = [one for study in studies for one in report(study).evaluations]
+    by = {one.run: one for one in found}
+    assert len(by) == len(found), "each name stands for one run"
+    return by
+
+
+def loss(study: str, run: str, length: int = 128, setting: Setting = AS_TRAINED) -> float:
+    return runs(study)[run].row(length, setting).loss
+
+
+def minus(by: dict[str, Group], ours: str, rival: str, at=HERE, rival_at=None) -> Estimate:
+    """How much higher the loss of one row is than another's, paired by document and seed."""
+    return cell(by[ours], *at).minus(cell(by[rival], *(rival_at or at)))
+
+
+def by_seed(study: str, label: str, at: tuple[float, str]) -> dict[int, float]:
+    """The losses of a group."""
+    group = by_label(study)[label]
+    return dict(zip((one.seed for one in group.evaluations), cell(group, *at).values, strict=True))
+
+
+def encoder_rates(model: str) -> dict[str, list[Cell]]:
+    """Softmax's and LASER's error rate at half the claim's learning rate, at that rate and at twice
+    that rate.
+    """
+    swept, own = by_row(f"{model}-learning-rates"), claim(f"laser-{model}")
+    groups = {
+        row: (swept[f"{row}-half"], own.group(f"{model}_{row}"), swept[f"{row}-twice"]) for row in ("softmax", "laser")
+    }
+    return {row: [cell(group, 1.0, "error rate") for group in three] for row, three in groups.items()}
+
+
+@cache
+def recalls(study: str) -> dict[str, RecallGroup]:
+    """Groups of a study of recall, by label."""
+    return {group.label: group for group in read_as(RecallReport, RESULTS / study / "results.json").groups}
+
+
+def accuracies(group: RecallGroup) -> list[dict[tuple[int, bool], float]]:
+    """For each run the share of right answers by length and by what grows: filler, or pairs."""
+    return [{(row.length, row.grown): row.accuracy for row in one.recall.shown} for one in group.entries]
+
+
+def disturbed(run: str) -> tuple[float, Mean, list[tuple[HeadRow, Mean]]]:
+    """The loss of a model at 16 times the length, what the windows of all heads take off, and what
+    that of each head takes off, the most first.
+    """
+    found = read_as(HeadsMeasured, RESULTS / "heads" / f"{run}.json")
+    assert found.length == 16 * found.train_length
+    base, whole = (mean(found, row) for row in found.rows[:2])
+    return base.value, base - whole, gains(found)

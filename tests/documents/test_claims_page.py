@@ -1,0 +1,95 @@
+"""docs/claims.md, and a note of a claim: they show the committed results."""
+
+import pytest
+
+from softfocus.lab.report.points import cell
+
+from .committed import HERE, RESULTS, ROOT, by_row, claim, encoder_rates, loss, minus
+from .tables import shown, shown_loss, table, tables_of
+
+PAGE = (ROOT / "docs/claims.md").read_text()
+TEXT, SHOWN = " ".join(PAGE.split()), tables_of(PAGE)
+
+
+def toy_rates() -> dict[str, list]:
+    """Rows of table 4 at half the claim's learning rate, at that rate and at twice that rate."""
+    swept, own = by_row("toy-learning-rates"), claim("softplus-table-4")
+    rows = ("softmax", "lssa", "lssar", "sigmoid_log_n_l1")
+    groups = {row: (swept[f"{row}-half"], own.group(row), swept[f"{row}-twice"]) for row in rows}
+    return {row: [cell(group, *HERE) for group in three] for row, three in groups.items()}
+
+
+def toy_table() -> str:
+    assert all(len(one.rows) == 3 for cells in toy_rates().values() for one in cells)
+    rows = ([f"`{row}`", *map(shown_loss, cells)] for row, cells in toy_rates().items())
+    return table(["row", "2e-3", "4e-3", "8e-3"], rows)
+
+
+def encoder_table() -> str:
+    rows = [
+        [f"{name}, {row.replace('laser', 'LASER')}", *(f"{one.loss:.1%} ± {one.spread:.1%}" for one in cells)]
+        for model, name in ENCODERS.items()
+        for row, cells in encoder_rates(model).items()
+    ]
+    return table(["error rate", "1e-3", "2e-3", "4e-3"], rows).replace("%", " %")
+
+
+ENCODERS = {"vit": "ViT", "bert": "BERT"}
+TABLES = {"toy_rates": toy_table, "encoder_rates": encoder_table}
+
+
+@pytest.mark.parametrize("mark", TABLES)
+def test_the_learning_rates_of_the_claims_are_the_committed_ones(mark):
+    assert SHOWN[mark] == TABLES[mark](), f"docs/claims.md should show:\n{TABLES[mark]()}"
+
+
+def test_every_table_is_tested():
+    assert SHOWN.keys() == TABLES.keys()
+
+
+def test_what_the_start_costs_is_the_measured_one():
+    rows = ("softmax", "softmax-4", "softmax-8", "lssa", "lssa-4", "lssar", "lssar-4", "lssar-8")
+    said = (
+        "is {:.3f} at 2e-3, {:.3f} at 4e-3 and {:.3f} at 8e-3. LSSA's is {:.3f} at 2e-3 and {:.3f} at 4e-3. "
+        "LSSAR's is {:.3f}, {:.3f} and {:.3f}"
+    )
+    assert said.format(*(loss("toy-start", f"{row}-s0", 64) for row in rows)) in TEXT
+
+
+def test_what_other_rates_cost_at_the_scale_toy_is_the_measured_one():
+    rows = {row: [round(one.loss, 3) for one in cells] for row, cells in toy_rates().items()}
+    assert [row for row, (half, same, twice) in rows.items() if same > min(half, twice)] == ["lssar"]
+    assert (
+        f"LSSAR, which would gain {rows['lssar'][1] - rows['lssar'][2]:.3f} at twice the rate, less than its seeds "
+        f"differ. There Softmax loses {rows['softmax'][2] - rows['softmax'][1]:.3f}, LSSA "
+        f"{rows['lssa'][2] - rows['lssa'][1]:.3f}." in TEXT
+    )
+
+
+def test_what_laser_gains_at_the_best_of_three_rates_is_the_measured_one():
+    for model, name in ENCODERS.items():
+        rates = encoder_rates(model)
+        softmax, laser = (min(cells, key=lambda one: one.loss) for cells in rates.values())
+        found = laser.minus(softmax)
+        said = f"{100 * found.value:+.1f} ± {100 * found.standard_error:.1f} percentage points"
+        said += "." if found.sure else ", inconclusive."
+        assert f"the {name}'s error rate with LASER less that with softmax is {said}" in TEXT
+        leads = [plain.loss - ours.loss for plain, ours in zip(rates["softmax"], rates["laser"], strict=True)]
+        assert 0 < leads[0] < leads[1] < leads[2], "the lead grows with the rate"
+        assert (softmax, laser) == (rates["softmax"][1], rates["laser"][2])
+
+
+def test_the_numbers_in_lambs_note_are_the_measured_ones():
+    note = " ".join((RESULTS / "claims/laser-lamb.md").read_text().split())
+    swept, own = by_row("lamb-learning-rates"), claim("laser-lamb")
+    half, twice = ([swept[f"{row}-{rate}"] for row in ("softmax", "laser")] for rate in ("half", "twice"))
+    half, same, twice = (
+        [cell(group, *HERE).loss for group in groups]
+        for groups in (half, [own.group("softmax_lamb"), own.group("laser_lamb")], twice)
+    )
+    assert "{:.3f} and {:.3f} at 1e-2, {:.3f} and {:.3f} at 4e-2".format(*half, *twice) in note
+    assert all(best < min(a, b) for best, a, b in zip(same, half, twice, strict=True))
+    adam = {row: claim("laser-classification").group(row) for row in ("softmax", "laser")}
+    softmax, laser = (cell(group, *HERE).loss for group in adam.values())
+    said = f"softmax has {softmax:.3f} with AdamW and LASER {laser:.3f}, a difference of "
+    assert f"{said}{shown(minus(adam, 'laser', 'softmax'), '+')}." in note

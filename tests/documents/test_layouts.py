@@ -1,0 +1,269 @@
+"""docs/layouts.md before its section of recall: it shows the committed results."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+from softfocus.lab.report.points import best, cell
+
+from .committed import FAR, HERE, ROOT, WINDOW, WINDOWED, by_label, by_seed, disturbed, loss, minus, report, runs
+from .tables import COLUMNS, NAMES, rates_table, said, scale_table, shown, shown_loss, shown_losses, table, tables_of
+
+LOSSES, _ = (ROOT / "docs/layouts.md").read_text().split("\n## Recall\n")
+TEXT, SHOWN = " ".join(LOSSES.split()), tables_of(LOSSES)
+LSSA = ("lssa-hybrid", "lssa-local")
+LAYOUTS = {"lssa-local": "`demo-lssa-local`", "lssa-hybrid": "`demo-hybrid`"}
+SETTINGS = ("as trained", "dynamic NTK", "YaRN", "window 1x", "window 1x (4 sinks)")
+PAIRS = {
+    "1x": (HERE, HERE),
+    "16x, as trained, minus Softmax with the window": (FAR, WINDOWED),
+    "16x, both with the window": (WINDOWED, WINDOWED),
+}
+"""What is held against what of Softmax."""
+
+
+def minus_softmax(by, names) -> str:
+    """The rows in ``names`` less Softmax."""
+    rows = ([name, *(said(minus(by, row, "Softmax", *pair)) for pair in PAIRS.values())] for row, name in names.items())
+    return table(["minus Softmax", *PAIRS], rows)
+
+
+def minus_rivals(by, names, rivals) -> str:
+    """The rows in ``names`` less each of ``rivals``."""
+    rows = (
+        [f"{name}, minus {rival}", *(said(minus(by, row, label, at)) for at in (HERE, WINDOWED))]
+        for row, name in names.items()
+        for label, rival in rivals.items()
+    )
+    return table(["", "1x", "16x, both with the window"], rows)
+
+
+def differences_table() -> str:
+    by = by_label("layouts")
+    return minus_softmax(by, {label: name for label, name in NAMES.items() if label in by})
+
+
+def same_layout() -> str:
+    """LSSA in the local layers less rivals in the same layout."""
+    ours, rivals = ({row: NAMES[row] for row in rows} for rows in (LSSA[::-1], ("local-softmax", "cosine-local")))
+    return minus_rivals(by_label("layouts"), ours, rivals)
+
+
+def beside_softmax(*studies: str) -> str:
+    """Softmax and the layouts with LSSA at another scale, and their differences."""
+    by, rival = by_label(*studies), {"local-softmax": "softmax in the same layout"}
+    rows = (
+        [name, str(len(by[label].evaluations)), *shown_losses(by[label])]
+        for label, name in ({"Softmax": "Softmax"} | rival | LAYOUTS).items()
+    )
+    tables = table(["", "seeds", *COLUMNS], rows), minus_softmax(by, rival | LAYOUTS), minus_rivals(by, LAYOUTS, rival)
+    return "\n\n".join(tables)
+
+
+def lssa_tiled() -> str:
+    """`demo-hybrid` on two roundings, beside Softmax."""
+    by = by_label("layouts")
+    ours = {"CPU kernels": by["lssa-hybrid"], "tiled backend": by_label("layouts-lssa-tiled")["lssa-hybrid"]}
+    across = {"1x": HERE, "4x": (4.0, "as trained")} | COLUMNS
+    rows = ([name, *shown_losses(group, across.values())] for name, group in ours.items())
+    losses = table(["`demo-hybrid`, eight seeds", *across], rows)
+    return f"{losses}\n\n{minus_softmax(ours | {'Softmax': by['Softmax']}, {name: name for name in ours})}"
+
+
+def sinks() -> dict[str, list]:
+    """Softmax by what is done to it at evaluation: its losses at up to 16 times the length."""
+    (group,) = report("rope-and-sinks").groups
+    return {setting: [cell(group, float(2**n), setting) for n in range(5)] for setting in SETTINGS}
+
+
+def sinks_table() -> str:
+    rows = ([setting, *map(shown_loss, cells)] for setting, cells in sinks().items())
+    return table(["Softmax", "1x", "2x", "4x", "8x", "16x"], rows)
+
+
+def swept(study: str, own: str, names: dict[str, str], *endings: str) -> dict[str, list[float | None]]:
+    """The loss of seed 0 at 1x by row: of the rates of a sweep, by the ending of a run's name, and
+    before the last of them of the rate of the study ``own``.
+    """
+    found, rows = runs(study), {}
+    for row, name in names.items():
+        swept = [f"{row}{ending}-s0" for ending in endings]
+        losses = [found[run].row(128).loss if run in found else None for run in swept]
+        rows[name] = [*losses[:-1], loss(own, f"{row}-s0"), losses[-1]]
+    return rows
+
+
+def rates() -> str:
+    rows = (*LSSA, "local-cosine", "hybrid-half-rope", "local-nope")
+    names = {"softmax": "Softmax"} | {row: NAMES[row] for row in rows} | {"lssar": NAMES["LSSAR"]}
+    found = swept("learning-rates", "layouts", names, "-half", "", "-four-times")
+    return rates_table(("1e-3", "2e-3", "4e-3", "8e-3"), found)
+
+
+def larger_rates() -> str:
+    names = {"softmax": "Softmax"} | LAYOUTS
+    return rates_table(("1e-3", "2e-3", "4e-3"), swept("larger-rates", "larger", names, "-half", "-twice"))
+
+
+losses = partial(by_seed, "layouts")
+TABLES = {
+    "layouts": partial(scale_table, "layouts"), "differences": differences_table, "same_layout": same_layout,
+    "lssa_tiled": lssa_tiled, "sinks": sinks_table, "new_rates": rates, "larger_new_rates": larger_rates,
+    "larger_lssa": partial(beside_softmax, "larger"), "bpe_lssa": partial(beside_softmax, "layouts-bpe-tuned", "bpe"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mark", TABLES)
+def test_the_tables_are_the_committed_ones(mark):
+    assert SHOWN[mark] == TABLES[mark](), f"docs/layouts.md should show:\n{TABLES[mark]()}"
+
+
+def test_every_table_is_tested():
+    assert SHOWN.keys() == TABLES.keys()
+
+
+def test_what_yarn_and_sinks_change_is_the_measured_one():
+    at = {setting: [one.loss for one in cells] for setting, cells in sinks().items()}
+    assert at["dynamic NTK"][1] < at["YaRN"][1]
+    assert all(yarn < ntk for yarn, ntk in zip(at["YaRN"][2:], at["dynamic NTK"][2:], strict=True))
+    for name in ("as trained", "dynamic NTK", "YaRN"):
+        assert at[name] == sorted(at[name]), name
+    assert at["window 1x"] == sorted(at["window 1x"], reverse=True)
+    moved = [abs(a - b) for a, b in zip(at["window 1x"], at["window 1x (4 sinks)"], strict=True)]
+    assert max(moved) < 0.001
+    assert "Four sinks beside the window change the loss by less than 0.001" in TEXT
+
+
+def test_what_is_said_of_lssa_holds_for_every_seed():
+    by = by_label("layouts")
+    assert [len(by[label].evaluations) for label in ("Softmax", *LSSA)] == [8, 8, 8]
+    assert all(loss < losses("Softmax", HERE)[seed] for seed, loss in losses("lssa-local", HERE).items())
+    assert all(loss < losses("Softmax", WINDOWED)[seed] for seed, loss in losses("lssa-local", WINDOWED).items())
+    for at in (HERE, WINDOWED):
+        assert not minus(by, "lssa-local", "softplus_l1", at).sure
+        assert not minus(by, "LASER", "Softmax", at).sure
+        assert all(minus(by, label, "Softmax", at).sure for label in LSSA)
+    assert minus(by, "softplus_l1", "Softmax").sure
+    for label in by.keys() - {"lssa-local", "softplus_l1"}:
+        assert minus(by, "lssa-local", label).sure is (label != "LASER"), label
+        assert minus(by, "lssa-local", label, WINDOWED).sure is (label != "LSSA"), label
+    for label in ("local-softmax", "cosine-local", "hybrid-half-rope"):  # level with Softmax
+        assert not minus(by, label, "Softmax").sure
+    assert f"LSSA's loss by {shown(minus(by, 'LSSA', 'lssa-local'))} at the training length" in TEXT
+    lowest = min((best(group, 16.0) for group in by.values()), key=lambda one: one.loss)
+    assert (lowest.group.label, lowest.setting) == ("lssa-local", "window 1x")
+
+
+def test_what_is_said_of_far_keys_holds_for_every_seed():
+    by = by_label("layouts")
+    ours = losses("lssa-hybrid", FAR)
+    assert all(far < losses("lssa-hybrid", HERE)[seed] for seed, far in ours.items()), "falls from 1x to 16x"
+    for rival in by.keys() - {"lssa-hybrid"}:
+        assert all(ours[seed] < loss for seed, loss in losses(rival, FAR).items() if seed in ours), rival
+    for label in by:
+        here, far, near = (losses(label, at) for at in (HERE, FAR, WINDOWED))
+        assert all(loss < far[seed] for seed, loss in near.items()), "no gain from far keys"
+        if label not in ("lssa-hybrid", "hybrid-half-rope", "LSSAR"):
+            assert all(loss > here[seed] for seed, loss in far.items()), f"{label} rises"
+    assert minus(by, "lssa-hybrid", "Softmax", FAR, WINDOWED).sure
+    rise = loss("layouts", "lssa-hybrid-s1", 2048) - loss("layouts", "lssa-hybrid-s1", 1024)
+    assert f"with seed 1 by {rise:.3f}" in TEXT
+
+
+def test_what_lssar_in_every_layer_costs_is_the_measured_one():
+    by = by_label("layouts")
+    assert f"costs {said(minus(by, 'LSSAR', 'Softmax'))} at the training length." in TEXT
+    rise = said(minus(by, "LSSAR", "LSSAR", FAR, HERE))
+    assert f"From there to 16 times the length the loss changes by {rise}." in TEXT
+    rises = {seed: losses("LSSAR", FAR)[seed] - loss for seed, loss in losses("LSSAR", HERE).items()}
+    assert f"Seed 0 rises by {rises[0]:.3f}." in TEXT
+    assert rises[0] == max(rises.values())
+    for label in ("local-nope", "LSSAR"):
+        assert 0.02 < minus(by, label, "Softmax").value < 0.1
+    _, whole, heads = disturbed("lssar-better-start-s0")
+    (first, most), (second, more) = heads[:2]
+    assert (
+        f"Of the {whole.value:.3f} that the windows of all its heads take off at 16 times the length, two "
+        f"heads make most: the window of head {first.head} of layer {first.layer} takes off {most.value:.3f}, that of "
+        f"head {second.head} of layer {second.layer} takes off {more.value:.3f}" in TEXT
+    )
+
+
+def test_the_leads_without_seed_0_are_the_measured_ones():
+    by = {label: replace(one, evaluations=one.evaluations[1:]) for label, one in by_label("layouts").items()}
+    assert all(one.seed != 0 for label in ("Softmax", *LSSA) for one in by[label].evaluations)
+    leads = [minus(by, "Softmax", label, at) for label in LAYOUTS for at in (HERE, WINDOWED)]
+    assert all(lead.sure for lead in leads)
+    leads.append(minus(by, "Softmax", "lssa-hybrid", WINDOWED, FAR))
+    assert not leads[-1].sure
+    assert (
+        "is below Softmax by {} at the training length, and by {} at 16 times the length, both with the window. The "
+        "layout with LSSAR is below by {} and {}. As trained at 16 times the length it is below Softmax with the "
+        "window by {}, which is then inconclusive.".format(*map(shown, leads))
+        in TEXT
+    )
+
+
+def test_one_training_of_demo_hybrid_rises_on_the_tiled_backend():
+    tiled, cpu = (
+        {seed: loss - by_seed(study, "lssa-hybrid", HERE)[seed] for seed, loss in far.items()}
+        for study, far in ((study, by_seed(study, "lssa-hybrid", FAR)) for study in ("layouts-lssa-tiled", "layouts"))
+    )
+    assert len(report("layouts-lssa-tiled").groups) == 1
+    assert len(tiled) == 8
+    assert [seed for seed, rise in tiled.items() if rise > 0] == [1]
+    assert max(cpu, key=cpu.__getitem__) == 1
+    one = runs("layouts-lssa-tiled")["lssa-hybrid-s1"]
+    assert one.seed == 1
+    shown = (*(one.row(length).loss for length in (128, 512, 2048)), one.row(2048, WINDOW).loss)
+    said = "the loss goes from {:.3f} at 1x to {:.3f} at 4x and {:.3f} at 16x. With its window it is {:.3f} there."
+    assert said.format(*shown) in TEXT
+    _, whole, ((row, gain), *_) = disturbed("lssa-hybrid-tiled-s1")
+    said = "the window of head {} of layer {} takes off {:.3f} of the {:.3f} that the windows of all heads take off"
+    assert said.format(row.head, row.layer, gain.value, whole.value) in TEXT
+
+
+def test_what_other_rates_cost_is_the_measured_one():
+    sweep, own = partial(loss, "learning-rates"), partial(loss, "layouts")
+    rows = ("softmax", "lssa-local", "lssa-hybrid")
+    more = [sweep(f"{row}-four-times-s0") - own(f"{row}-s0") for row in rows]
+    more.append(loss("layout-candidates", "lssa-8-s0") - own("lssa-s0"))
+    assert (
+        "At 8e-3 the loss of Softmax is higher by {:.3f} than at 4e-3, that of LSSA in a layout by {:.3f}, that of "
+        "`demo-hybrid` by {:.3f}, that of LSSA in every layer by {:.3f}.".format(*more)
+        in TEXT
+    )
+    for at, ending in ((sweep, ""), (own, ""), (sweep, "-four-times")):
+        softmax, *ours = (at(f"{row}{ending}-s0") for row in rows)
+        assert max(ours) < softmax
+    for row in rows:
+        assert own(f"{row}-s0") < min(sweep(f"{row}{ending}-s0") for ending in ("", "-four-times")), row
+    lead = sweep("softmax-s0") - sweep("local-cosine-s0")
+    assert f"At 2e-3 it is ahead of Softmax by {lead:.3f} (seed 0)." in TEXT
+    assert sweep("local-cosine-twice-s0") > sweep("softmax-twice-s0")
+
+
+def test_the_leads_in_a_larger_model_are_the_measured_ones():
+    for seed in range(5):
+        softmax, lssa, hybrid = (f"{row}-s{seed}" for row in ("softmax", "lssa-local", "lssa-hybrid"))
+        assert max(loss("larger", lssa), loss("larger", hybrid)) < loss("larger", softmax)
+        assert loss("larger", lssa, 2048, WINDOW) < loss("larger", softmax, 2048, WINDOW)
+    by = by_label("larger")
+    lead, layout = (minus(by, rival, "lssa-local") for rival in ("Softmax", "local-softmax"))
+    same = minus(by, "local-softmax", "Softmax")
+    assert lead.sure
+    assert layout.sure
+    assert not same.sure
+    assert not any(minus(by, "lssa-hybrid", label).sure for label in ("Softmax", "local-softmax"))
+    assert f"by {shown(layout)} at 1x. What the layout gives alone, {shown(same, '+')}, is inconclusive." in TEXT
+    first = loss("larger", "softmax-s0") - loss("larger", "lssa-local-s0")
+    assert f"LSSA's lead was {first:.3f} at 1x, with five seeds it is {lead.value:.3f}." in TEXT
+
+
+def test_the_single_numbers_on_tokens_are_the_measured_ones():
+    sweep = partial(loss, "learning-rates-bpe")
+    rates = sweep("lssa-local-half-s0"), loss("bpe", "lssa-local-s0"), sweep("lssa-local-twice-s0")
+    assert "is {:.3f} at 2e-3, {:.3f} at 4e-3 and {:.3f} at 8e-3".format(*rates) in TEXT
+    start = f"Softmax has [{loss('bpe-demo-start', 'softmax-s0'):.3f}](results/bpe-demo-start/results.json)"
+    assert f"{start} in place of {loss('layouts-bpe-tuned', 'softmax-s0'):.3f} here" in TEXT

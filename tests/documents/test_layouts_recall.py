@@ -1,0 +1,139 @@
+"""docs/layouts.md from its section of recall on: it shows the committed results."""
+
+import json
+from statistics import fmean
+
+import pytest
+
+from softfocus.lab.report.results import read_as
+from softfocus.lab.run_folder.results import Recall
+
+from .committed import RESULTS, ROOT, WINDOW, accuracies, loss, recalls, runs
+from .tables import table, tables_of
+
+_, RECALL = (ROOT / "docs/layouts.md").read_text().split("\n## Recall\n")
+TEXT, SHOWN = " ".join(RECALL.split()), tables_of(RECALL)
+
+
+def recall_table() -> str:
+    across = ((1, False), (4, False), (16, False), (64, False), (4, True), (16, True), (64, True))
+    rows = []
+    for group in recalls("recall-layouts").values():
+        found = {(point.at // 64, grown): point for grown in (False, True) for point in group.points(grown)}
+        spread = {at: f" ± {found[at].error:.2f}" if len(group.entries) > 1 else "" for at in across}
+        rows.append([group.title, *(f"{found[at].value:.2f}{spread[at]}" for at in across)])
+    header = ["second layer", *(f"{n}x, {'pairs' if grown else 'filler'}" if n > 1 else "1x" for n, grown in across)]
+    return table(header, rows)
+
+
+def lssa_recall() -> str:
+    """Loss on text and recall of the layouts with LSSA: seed 0, recipes that differ in the data and
+    in what half the training length is.
+    """
+    names = {
+        "lssa-hybrid": "`demo-hybrid`",
+        "lssa-hybrid-head": "`demo-hybrid` that recalls",
+        "lssa-local-head": "the same with LSSA in the global layers",
+    }
+    trained = runs("layouts", "layout-candidates")
+    by = {one.info.name: found for group in recalls("recall-lssa").values()
+          for one, found in zip(group.entries, accuracies(group), strict=True)}  # fmt: skip
+    rows = []
+    for row, name in names.items():
+        one, found = trained[f"{row}-s0"], by[f"{row}-s0"]
+        loss = one.row(128).loss, one.row(2048).loss, one.row(2048, WINDOW).loss
+        right = found[64, False], found[1024, False], found[1024, True]
+        rows.append([name, *(f"{x:.3f}" for x in loss), *(f"{x:.2f}" for x in right)])
+    header = "seed 0", "loss, 1x", "loss, 16x", "loss, 16x, window", "recall, 1x", "16x, filler", "16x, pairs"
+    return table(header, rows)
+
+
+def passkey_table() -> str:
+    """Every seed."""
+    names = {
+        "Softmax": "softmax", "window": "softmax, evaluated with a window of 128",
+        "cosine_log_n": "cosine softmax, log N", "LSSAR": "LSSAR, p = 15",
+        "softmax-nope": "softmax, window of 16; then softmax without RoPE",
+        "lssar-nope": "softmax, window of 16; then LSSAR without RoPE",
+    }  # fmt: skip
+    rows = []
+    for label, group in recalls("passkey").items():
+        assert len(group.entries) == 3
+        seeds = (", ".join(f"{run[128 * n, False]:.2f}" for run in accuracies(group)) for n in (1, 2, 4, 8, 16))
+        rows.append([names[label], *seeds])
+    return table(["the two layers", "1x", "2x", "4x", "8x", "16x"], rows)
+
+
+TABLES = {"recall": recall_table, "lssa_recall": lssa_recall, "passkey": passkey_table}
+
+
+@pytest.mark.parametrize("mark", TABLES)
+def test_the_tables_are_the_committed_ones(mark):
+    assert SHOWN[mark] == TABLES[mark](), f"docs/layouts.md should show:\n{TABLES[mark]()}"
+
+
+def test_every_table_is_tested():
+    assert SHOWN.keys() == TABLES.keys()
+
+
+def test_what_is_said_of_recall_holds_for_every_seed():
+    by = {label: accuracies(group) for label, group in recalls("recall-layouts").items()}
+    assert all(len(seeds) == 3 for seeds in by.values())
+    learned = {label: all(seed[64, False] > 0.99 for seed in seeds) for label, seeds in by.items()}
+    short = [label for label in by if label.endswith("-short-rope")]
+    assert {label for label in short if not learned[label]} == {"lssa-short-rope", "lssar-3-short-rope"}
+    for label in [label for label in short if learned[label]] + ["lssar-nope"]:
+        assert all(seed[64 * n, False] > 0.99 for seed in by[label] for n in (1, 4, 16, 64)), label
+    softmax = [seed[4096, True] for seed in by["softmax-short-rope"]]
+    others = {
+        "cosine-short-rope": "cosine softmax", "ssmax-short-rope": "SSMax", "lssar-short-rope": "LSSAR with p = 31",
+        "laser-short-rope": "LASER", "lssar-7-short-rope": "LSSAR with p = 7",
+    }  # fmt: skip
+    assert set(others) == {label for label in short if learned[label]} - {"softmax-short-rope"}
+    far = {label: [seed[4096, True] for seed in by[label]] for label in others}
+    assert all(loss > below for seeds in far.values() for loss, below in zip(seeds, softmax, strict=True))
+    said = ", ".join(f"{name} finds {fmean(far[label]):.2f}" for label, name in others.items())
+    assert "It finds {:.2f}, {:.2f} and {:.2f}, with its three seeds.".format(*softmax) in TEXT
+    assert f"above it with each seed: {said}." in TEXT
+    plateau = {f"{seed[64, False]:.2f}" for seed in by["lssa-short-rope"]}
+    assert f"({min(plateau)} to {max(plateau)} at 1x)" in TEXT
+    (of_three,) = (seed for seed in by["lssar-3-short-rope"] if seed[64, False] > 0.99)
+    assert f"That one finds {of_three[4096, True]:.2f} among 64 times as many pairs" in TEXT
+    without = [seed[64, False] > 0.99 for seed in by["softmax-nope"]]
+    assert f"Softmax without RoPE found them with {['zero', 'one', 'two'][sum(without)]}" in TEXT
+    assert all(seed[4096, False] > 0.99 for seed, ok in zip(by["softmax-nope"], without, strict=True) if ok)
+
+
+def test_who_blurs_is_the_measured_one():
+    def share(run, length, grown=False):
+        found = read_as(Recall, RESULTS / "recall-far" / f"{run}-s0.json")
+        (row,) = (one for one in found.rows if (one.length, one.grown, one.sequences) == (length, grown, 16))
+        return f"{row.accuracy:.2f}"
+
+    far = [{share(run, 64 * n) for run in ("softmax", "ssmax")} for n in (64, 256)]
+    assert far == [{"1.00"}, {"0.99"}]
+    assert "find 1.00 of the keys at 64 times the length among filler and 0.99 at 256 times" in TEXT
+    assert f"they find {share('softmax', 4096, True)} and {share('ssmax', 4096, True)}." in TEXT
+    assert share("cosine", 64) == "0.21"
+    assert all(float(share(run, 64)) < 0.25 for run in ("cosine", "lssar", "lssar15"))
+
+
+def test_what_is_said_of_loss_and_recall_in_one_model_is_the_measured_one():
+    (group,) = (group for group in recalls("recall-lssa").values() if len(group.entries) == 3)
+    assert [one.info.name for one in group.entries] == [f"lssa-hybrid-head-s{seed}" for seed in range(3)]
+    far = [found[1024, False] for found in accuracies(group)]
+    assert "filler seeds 0, 1 and 2 find {:.2f}, {:.2f} and {:.2f}.".format(*far) in TEXT
+    assert f"loss below Softmax's ({loss('layouts', 'softmax-s0'):.3f} with this seed)" in TEXT
+    assert f"above windowed Softmax's {loss('layouts', 'softmax-s0', 2048, WINDOW):.3f}." in TEXT
+
+
+def test_the_size_of_caches_is_the_measured_one():
+    hybrid, softmax = (
+        json.loads((RESULTS / "layout-cache" / f"{name}.json").read_text()) for name in ("hybrid", "softmax")
+    )
+    sizes = [f"{one['cache_bytes'] / one['tokens']:,.0f}" for one in (hybrid, softmax)]
+    assert hybrid["tokens"] == softmax["tokens"]
+    assert (
+        f"At {hybrid['tokens']:,} tokens the cache of `demo-hybrid` takes {sizes[0]} bytes a token, "
+        f"Softmax's {sizes[1]}" in TEXT
+    )

@@ -1,0 +1,102 @@
+"""What holds for every page: links lead somewhere, prose wraps, what it names is in the code."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from .committed import ROOT
+from .tables import tables_of
+
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+page = pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+
+
+def without_code(text: str) -> str:
+    """The text without fenced blocks, blocks that are indented, and spans of code."""
+    text = re.sub(r"^ *```.*?^ *```", "", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"(?<=\n\n)(?:    .*\n|\n)+", "\n", text)
+    return re.sub(r"`[^`]*`", "", text)
+
+
+def anchors(text: str) -> set[str]:
+    """What GitHub calls the headings of a page."""
+    found: set[str] = set()
+    for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE):
+        name = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+        found.add(name if name not in found else f"{name}-1")
+    return found
+
+
+def broken_links(path: Path) -> list[str]:
+    """The links of a page that lead to no file, or to no heading."""
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", without_code(path.read_text())):
+        if re.match(r"https?://", target):
+            continue
+        name, _, anchor = target.partition("#")
+        there = (path.parent / name).resolve() if name else path
+        if not there.exists() or (anchor and anchor not in anchors(there.read_text())):
+            broken.append(target)
+    return broken
+
+
+@page
+def test_links_lead_somewhere(path):
+    assert broken_links(path) == []
+
+
+def test_a_broken_link_would_be_noticed(tmp_path):
+    there = tmp_path / "there.md"
+    there.write_text("# A heading, with `code`\n")
+    here = tmp_path / "here.md"
+    here.write_text("[a](there.md#a-heading-with-code) [b](there.md#other) [c](gone.md) `[d](gone.md)`\n")
+    assert broken_links(here) == ["there.md#other", "gone.md"]
+
+
+def wide_lines(text: str) -> list[str]:
+    """Lines of prose beyond 100 columns; tables, pictures and what a program wrote may be wider."""
+    text = re.sub(r"<!-- \w+:begin -->.*?<!-- \w+:end -->", "", text, flags=re.DOTALL)
+    text = re.sub(r"^ *```.*?^ *```", "", text, flags=re.DOTALL | re.MULTILINE)
+    return [line for line in text.splitlines() if len(line) > 100 and not line.startswith(("|", "![", "    "))]
+
+
+@page
+def test_prose_wraps_at_100_columns(path):
+    assert wide_lines(path.read_text()) == []
+
+
+def test_a_wide_line_would_be_noticed():
+    assert wide_lines(f"{'a' * 100}\n| {'b' * 100} |\n{'c' * 101}") == ["c" * 101]
+
+
+def test_the_pages_with_tables_of_results_are_tested():
+    """Each of them has a test that knows all its tables: most here, that of GPUs in
+    tests/core/test_gpu_stages.py.
+    """
+    assert {path.stem for path in PAGES if tables_of(path.read_text())} == {
+        "README", "claims", "layouts", "performance", "performance-gpu", "slow-start"
+    }  # fmt: skip
+
+
+def test_the_pages_name_files_that_exist():
+    """Where the kernels' pages end, each file of their folders stands once."""
+    for name, folder, kind in (
+        ("kernels-cpu", "backends/cpu/csrc", "*.[hc]*"),
+        ("kernels-gpu", "backends/triton/kernels", "*.py"),
+    ):
+        table = (ROOT / f"docs/{name}.md").read_text().split("## Where to look")[1]
+        named = re.findall(r"`([\w.]+)`", table)
+        there = {path.name for path in (ROOT / "src/softfocus" / folder).glob(kind)} - {"__init__.py"}
+        assert sorted(named) == sorted(there)
+
+
+def test_every_name_of_the_glossary_is_in_the_code():
+    text = "\n".join(path.read_text() for path in (ROOT / "src").rglob("*") if path.suffix in (".py", ".cpp", ".h"))
+    known, names = set(re.findall(r"[A-Za-z_]\w*", text)), []
+    for line in (ROOT / "docs" / "glossary.md").read_text().splitlines():
+        cells = re.split(r"(?<!\\)\|", line)  # of | symbol | term | our name | meaning |
+        if len(cells) > 4:
+            names += re.findall(r"[A-Za-z_]\w*", " ".join(re.findall(r"`([^`]+)`", cells[3])))
+    assert len(names) > 80
+    assert not set(names) - known

@@ -1,0 +1,83 @@
+"""docs/performance.md: it shows the committed results."""
+
+import json
+
+from softfocus.lab.bench.results import CellResult, load_benchmark
+
+from .committed import RESULTS, ROOT, report
+from .tables import table, tables_of
+
+PAGE = (ROOT / "docs/performance.md").read_text()
+TEXT = " ".join(PAGE.split())
+NAMES = {"lssar": "LSSAR", "lssa": "LSSA", "laser": "LASER, on softmax"}
+DIRECTIONS = {"forward": "forward", "backward": "forward + backward", "decode": "decode, one query"}
+
+
+def bench_table() -> str:
+    """Time and memory of the CPU kernels and of what they are measured beside, as shares of
+    SDPA's.
+    """
+    rows = []
+    for folder in ("bench-cpu", "bench-cpu-lssa-laser", "bench-cpu-bfloat16"):
+        benchmark = load_benchmark(RESULTS / folder)
+        half = "" if benchmark.dtype == "float32" else f", {benchmark.dtype}"
+        for one in sorted(benchmark.cells, key=lambda one: (one.mechanism != "lssa", list(DIRECTIONS).index(one.what))):
+            ours = one.subject("softfocus")
+            assert one.parity == ours.parity == "passed"
+            name, ratio = f"{NAMES[one.mechanism]}, {DIRECTIONS[one.what]}{half}", ours.ratio
+            time = f"{ratio.median:.2f} ({ratio.lower_quartile:.2f} to {ratio.upper_quartile:.2f})"
+            others = (time_of(one, name) for name in ("tiled", "eager", "flex"))
+            rows.append([name, f"{one.length // 1024}K", time, f"{ours.memory_ratio:.2f}", *others])
+    header = "", "keys", "time", "memory", "tiled, time", "the formula by hand, time", "FlexAttention, time"
+    return table(header, rows)
+
+
+def time_of(one: CellResult, name: str) -> str:
+    subject = one.subject(name)
+    return f"{subject.ratio.median:.1f}" if subject.ratio else "refused"
+
+
+def test_the_table_of_performance_is_the_committed_one():
+    assert tables_of(PAGE) == {"bench": bench_table()}, f"docs/performance.md should show:\n{bench_table()}"
+
+
+def test_the_speed_of_training_is_the_committed_one():
+    speeds = {one.evaluation.mechanism: one.info.tokens_per_second for one in report("demo-slow-start").runs}
+    shares = [speeds[name] / speeds["softmax"] for name in ("lssar", "lssa", "laser")]
+    said = "LSSAR trains at {:.2f} of Softmax's tokens per second, LSSA at {:.2f}, LASER at {:.2f}".format(*shares)
+    assert said in TEXT
+
+
+def test_the_time_on_the_host_is_the_committed_one():
+    """Medians of the newer of the two commits."""
+    runs = json.loads((RESULTS / "triton-host/results.json").read_text())
+    runs = [run["us"] for run in runs if run["commit"] == runs[-1]["commit"]]
+    ours, softmax = (
+        [sorted(run[f"{what} {name}"] for run in runs)[len(runs) // 2] for what in ("forward", "decode", "both")]
+        for name in ("lssar", "softmax")
+    )
+    said = "LSSAR takes {} microseconds forward, {} decoding, {} with gradients; softmax {}, {} and {}"
+    assert said.format(*(int(us + 0.5) for us in (*ours, *softmax))) in TEXT
+
+
+def test_old_and_new_kernels_take_the_measured_time():
+    cells = json.loads((RESULTS / "before-and-after/results.json").read_text())["cells"]
+    level = {
+        way: sum(0.97 <= cell[way]["median"] <= 1.03 for cell in cells) for way in ("new_over_old", "new_over_new")
+    }
+    new = [cell["new_over_old"] for cell in cells]
+    within = sum(one["lower_quartile"] <= 1.0 <= one["upper_quartile"] for one in new)
+    count = len(cells)
+    assert f"In {level['new_over_old']} of {count} cells the median of new over old is within 0.97 and 1.03" in TEXT
+    assert f"In {within} of {count} the quartiles include 1." in TEXT
+    assert f"New over new is within 0.97 and 1.03 in {level['new_over_new']} of {count}" in TEXT
+    outside = {
+        (cell["what"], cell["length"], cell["mechanism"]): f"{cell['new_over_old']['median']:.3f}"
+        for cell in cells
+        if not 0.97 <= cell["new_over_old"]["median"] <= 1.03
+    }
+    part = TEXT[TEXT.index("Of the five cells outside") : TEXT.index("An earlier comparison")]
+    assert all(f" {ratio}" in part or f"({ratio}" in part for ratio in outside.values())
+    assert {cell for cell, ratio in outside.items() if float(ratio) > 1} == {
+        ("forward", 1024, "lssar"), ("decode", 16384, "softmax")
+    }  # fmt: skip

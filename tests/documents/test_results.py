@@ -1,0 +1,57 @@
+"""docs/results: comparisons can be read, and the commits that made the results are there."""
+
+import json
+import re
+import subprocess
+
+import pytest
+
+from softfocus.lab.report.results import read
+from softfocus.lab.report.table import loss_table
+
+from .committed import RESULTS, ROOT
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*/results.json")), ids=lambda p: p.parent.name)
+def test_every_committed_comparison_can_be_read(path):
+    if "finding" in json.loads(path.read_text()):
+        report = read(path)
+        assert report.finding.sentence.startswith("At 1x (")
+        assert loss_table(report.groups).row_count > 0
+
+
+REBASED = {"239b23e"}
+"""Commits that a result names and that were rebased before they were published. The page says what
+became of them.
+"""
+
+
+def test_the_commits_that_documents_and_results_name_exist():
+    words = ["git", "rev-parse", "--is-shallow-repository"]
+    if subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stdout.strip() != "false":
+        pytest.skip("not a whole checkout of git")
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+    texts = [path.read_text() for path in pages] + [path.read_text() for path in RESULTS.rglob("*.md")]
+    named = {one for text in texts for one in re.findall(r"(?:commit )?\b([0-9a-f]{7,40})\b", text)}
+    named |= {
+        one for path in RESULTS.rglob("*.json") for one in re.findall(r'"commit": "([0-9a-f]+)', path.read_text())
+    }
+    named = {one for one in named if re.search("[a-f]", one) and re.search("[0-9]", one)} - REBASED
+    asked = subprocess.run(
+        ["git", "cat-file", "--batch-check"], input="\n".join(sorted(named)), cwd=ROOT, capture_output=True, text=True
+    )
+    assert len(named) > 20
+    assert [line for line in asked.stdout.splitlines() if not line.split()[1].startswith("commit")] == []
+
+
+UNCLEAN = {"layouts-larger/results.json"}
+"""Results of trees with changes that no commit holds. Train them again to take them off."""
+
+
+def test_committed_results_are_of_clean_commits() -> None:
+    unclean = set()
+    for path in RESULTS.rglob("*.json"):
+        text = path.read_text(encoding="utf-8")
+        if re.search(r'"commit": "[^"]*\+dirty"|"dirty": true', text):
+            unclean.add(path.relative_to(RESULTS).as_posix())
+    assert unclean == UNCLEAN
