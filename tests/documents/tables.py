@@ -22,6 +22,12 @@ NAMES = {
     "local-softmax": "local softmax layers, global softmax",
     "local-nope": "local softmax layers, global softmax without RoPE",
     "cosine-local": "local cosine softmax layers, global cosine softmax, with log N",
+    "local-ssmax": "local softmax layers, global SSMax",
+    "softplus-local": "local softplus layers, global softplus",
+    "laser-local": "LASER, every other layer local",
+    "laser(softplus_l1)": "LASER over softplus, in every layer",
+    "laser-softplus-local": "LASER over softplus, every other layer local",
+    "laser-lssa-local": "LASER over LSSA, every other layer local",
 }
 """The rows of studies of layouts, as pages name them."""
 COLUMNS = {"1x": HERE, "16x, as trained": FAR, "16x, window": WINDOWED}

@@ -1,5 +1,7 @@
 """docs/claims.md, and a note of a claim: they show the committed results."""
 
+import json
+
 import pytest
 
 from softfocus.lab.report.points import cell
@@ -12,10 +14,11 @@ TEXT, SHOWN = " ".join(PAGE.split()), tables_of(PAGE)
 
 
 def toy_rates() -> dict[str, list]:
-    """Rows of table 4 at half the claim's learning rate, at that rate and at twice that rate."""
+    """Rows of table 4, and LASER, at half the claim's learning rate, at that rate and at twice that rate."""
     swept, own = by_row("toy-learning-rates"), claim("softplus-table-4")
-    rows = ("softmax", "lssa", "lssar", "sigmoid_log_n_l1")
-    groups = {row: (swept[f"{row}-half"], own.group(row), swept[f"{row}-twice"]) for row in rows}
+    same = {row: own.group(row) for row in ("softmax", "lssa", "lssar", "sigmoid_log_n_l1")}
+    same["laser"] = claim("laser-classification").group("laser")
+    groups = {row: (swept[f"{row}-half"], one, swept[f"{row}-twice"]) for row, one in same.items()}
     return {row: [cell(group, *HERE) for group in three] for row, three in groups.items()}
 
 
@@ -62,8 +65,13 @@ def test_what_other_rates_cost_at_the_scale_toy_is_the_measured_one():
     assert (
         f"LSSAR, which would gain {rows['lssar'][1] - rows['lssar'][2]:.3f} at twice the rate, less than its seeds "
         f"differ. There Softmax loses {rows['softmax'][2] - rows['softmax'][1]:.3f}, LSSA "
-        f"{rows['lssa'][2] - rows['lssa'][1]:.3f}." in TEXT
+        f"{rows['lssa'][2] - rows['lssa'][1]:.3f}, LASER {rows['laser'][2] - rows['laser'][1]:.3f}." in TEXT
     )
+    cells = toy_rates()
+    leads = [plain.minus(ours) for plain, ours in zip(cells["softmax"], cells["laser"], strict=True)]
+    assert [lead.sure for lead in leads] == [True, False, True]
+    said = "LASER is below Softmax by {} at 2e-3, by {} at 4e-3, inconclusive, and by {} at 8e-3."
+    assert said.format(*map(shown, leads)) in TEXT
 
 
 def test_what_laser_gains_at_the_best_of_three_rates_is_the_measured_one():
@@ -77,6 +85,24 @@ def test_what_laser_gains_at_the_best_of_three_rates_is_the_measured_one():
         leads = [plain.loss - ours.loss for plain, ours in zip(rates["softmax"], rates["laser"], strict=True)]
         assert 0 < leads[0] < leads[1] < leads[2], "the lead grows with the rate"
         assert (softmax, laser) == (rates["softmax"][1], rates["laser"][2])
+
+
+def test_the_numbers_in_the_shifts_note_are_the_measured_ones():
+    note = " ".join((RESULTS / "claims/laser-shift.md").read_text().split())
+    found = json.loads((RESULTS / "laser-no-shift/results.json").read_text())["rows"]
+    by = {(row["factor"], row["form"]): row for row in found}
+    for factor in (1, 8, 32):
+        assert by[factor, "shifted"]["steps"] == 800
+    same = {f"{by[1, form]['training_loss']:.3f}" for form in ("shifted", "as written")}
+    assert f"at most {by[1, 'shifted']['largest_value']}, and without the shift its training loss is the same, " in note
+    assert f"the same, {same.pop()}." in note
+    assert not same
+    shifted, bare = by[8, "shifted"], by[8, "as written"]
+    assert f"ends at {shifted['training_loss']:.3f}, with values of up to {shifted['largest_value']}." in note
+    assert "the gradient became nan at step 101," in bare["error"]
+    assert f"gradient is NaN at step 101, though no value was above {bare['largest_value']} by then" in note
+    assert f"values reach {by[32, 'shifted']['largest_value']} with the shift" in note
+    assert "the loss became nan at step 1," in by[32, "as written"]["error"]
 
 
 def test_the_numbers_in_lambs_note_are_the_measured_ones():

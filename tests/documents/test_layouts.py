@@ -45,9 +45,21 @@ def differences_table() -> str:
 
 
 def same_layout() -> str:
-    """LSSA in the local layers less rivals in the same layout."""
-    ours, rivals = ({row: NAMES[row] for row in rows} for rows in (LSSA[::-1], ("local-softmax", "cosine-local")))
+    """Layouts with softplus less rivals in the same layout."""
+    rows = ("lssa-local", "softplus-local", "laser-lssa-local", "lssa-hybrid"), ("local-softmax", "cosine-local")
+    ours, rivals = ({row: NAMES[row] for row in names} for names in rows)
     return minus_rivals(by_label("layouts"), ours, rivals)
+
+
+def laser_adds() -> str:
+    """Rows with LASER less the same without it."""
+    pairs = {
+        "LASER": "Softmax", "laser-local": "local-softmax", "laser(softplus_l1)": "softplus_l1",
+        "laser-softplus-local": "softplus-local", "laser-lssa-local": "lssa-local",
+    }  # fmt: skip
+    by = by_label("layouts")
+    rows = ([NAMES[row], *(said(minus(by, row, rival, at)) for at in (HERE, WINDOWED))] for row, rival in pairs.items())
+    return table(["minus the same without LASER", "1x", "16x, both with the window"], rows)
 
 
 def beside_softmax(*studies: str) -> str:
@@ -109,6 +121,7 @@ def larger_rates() -> str:
 losses = partial(by_seed, "layouts")
 TABLES = {
     "layouts": partial(scale_table, "layouts"), "differences": differences_table, "same_layout": same_layout,
+    "laser_adds": laser_adds,
     "lssa_tiled": lssa_tiled, "sinks": sinks_table, "new_rates": rates, "larger_new_rates": larger_rates,
     "larger_lssa": partial(beside_softmax, "larger"), "bpe_lssa": partial(beside_softmax, "layouts-bpe-tuned", "bpe"),
 }  # fmt: skip
@@ -138,21 +151,28 @@ def test_what_yarn_and_sinks_change_is_the_measured_one():
 def test_what_is_said_of_lssa_holds_for_every_seed():
     by = by_label("layouts")
     assert [len(by[label].evaluations) for label in ("Softmax", *LSSA)] == [8, 8, 8]
-    assert all(loss < losses("Softmax", HERE)[seed] for seed, loss in losses("lssa-local", HERE).items())
-    assert all(loss < losses("Softmax", WINDOWED)[seed] for seed, loss in losses("lssa-local", WINDOWED).items())
+    combined = ("laser-lssa-local", "laser-softplus-local", "laser(softplus_l1)")
+    for label in ("lssa-local", "softplus-local", *combined):
+        for at in (HERE, WINDOWED):
+            assert all(loss < losses("Softmax", at)[seed] for seed, loss in losses(label, at).items()), label
+            assert minus(by, label, "Softmax", at).sure
     for at in (HERE, WINDOWED):
-        assert not minus(by, "lssa-local", "softplus_l1", at).sure
-        assert not minus(by, "LASER", "Softmax", at).sure
-        assert all(minus(by, label, "Softmax", at).sure for label in LSSA)
+        assert min(by, key=lambda label: cell(by[label], *at).loss) == "laser-lssa-local"
+        assert minus(by, "laser-lssa-local", "lssa-local", at).sure
+        assert not any(minus(by, "laser-lssa-local", label, at).sure for label in combined[1:]), "level"
+        assert all(minus(by, label, "Softmax", at).sure for label in (*LSSA, "laser-local"))
+        for level in (("LASER", "Softmax"), ("local-ssmax", "local-softmax"), ("lssa-local", "softplus_l1")):
+            assert not minus(by, *level, at).sure
+    alone = [shown(minus(by, "softplus-local", "lssa-local", at), "+") for at in (HERE, WINDOWED)]
+    assert "is {} at the training length, and {} at 16 times it, both with the window".format(*alone) in TEXT
+    assert not any(minus(by, "softplus-local", "lssa-local", at).sure for at in (HERE, WINDOWED))
     assert minus(by, "softplus_l1", "Softmax").sure
-    for label in by.keys() - {"lssa-local", "softplus_l1"}:
-        assert minus(by, "lssa-local", label).sure is (label != "LASER"), label
-        assert minus(by, "lssa-local", label, WINDOWED).sure is (label != "LSSA"), label
+    assert minus(by, "LSSA", "Softmax").sure
     for label in ("local-softmax", "cosine-local", "hybrid-half-rope"):  # level with Softmax
         assert not minus(by, label, "Softmax").sure
     assert f"LSSA's loss by {shown(minus(by, 'LSSA', 'lssa-local'))} at the training length" in TEXT
     lowest = min((best(group, 16.0) for group in by.values()), key=lambda one: one.loss)
-    assert (lowest.group.label, lowest.setting) == ("lssa-local", "window 1x")
+    assert (lowest.group.label, lowest.setting) == ("laser-lssa-local", "window 1x")
 
 
 def test_what_is_said_of_far_keys_holds_for_every_seed():
@@ -203,6 +223,20 @@ def test_the_leads_without_seed_0_are_the_measured_ones():
         "window by {}, which is then inconclusive.".format(*map(shown, leads))
         in TEXT
     )
+
+
+def test_laser_over_lssa_without_seed_0_is_the_measured_one():
+    by = {label: replace(one, evaluations=[run for run in one.evaluations if run.seed])
+          for label, one in by_label("layouts").items()}  # fmt: skip
+    assert [len(by[label].evaluations) for label in ("laser-lssa-local", "Softmax")] == [3, 7]
+    leads = [minus(by, rival, "laser-lssa-local") for rival in ("Softmax", "lssa-local")]
+    assert all(lead.sure for lead in leads)
+    said = "by {} at the training length, and below LSSA in the layout by {}.".format(*map(shown, leads))
+    same = {label: replace(one, evaluations=[run for run in one.evaluations if run.seed < 4])
+            for label, one in by.items()}  # fmt: skip
+    lead = minus(same, "lssa-local", "laser-lssa-local")
+    assert not lead.sure
+    assert f"{said} Of the same three seeds alone the latter is {shown(lead)}, inconclusive." in TEXT
 
 
 def test_one_training_of_demo_hybrid_rises_on_the_tiled_backend():

@@ -54,14 +54,18 @@ def passkey_table() -> str:
         "Softmax": "softmax", "window": "softmax, evaluated with a window of 128",
         "cosine_log_n": "cosine softmax, log N", "LSSAR": "LSSAR, p = 15",
         "softmax-nope": "softmax, window of 16; then softmax without RoPE",
+        "lssa-nope": "softmax, window of 16; then LSSA without RoPE",
         "lssar-nope": "softmax, window of 16; then LSSAR without RoPE",
+        "softmax-local": "softmax, window of 16; then softmax",
+        "softmax-nope-alone": "softmax; then softmax without RoPE",
     }  # fmt: skip
-    rows = []
-    for label, group in recalls("passkey").items():
-        assert len(group.entries) == 3
-        seeds = (", ".join(f"{run[128 * n, False]:.2f}" for run in accuracies(group)) for n in (1, 2, 4, 8, 16))
-        rows.append([names[label], *seeds])
-    return table(["the two layers", "1x", "2x", "4x", "8x", "16x"], rows)
+    groups, times, rows = recalls("passkey"), (1, 2, 4, 16, 64), []
+    assert groups.keys() == names.keys()
+    for label, name in names.items():
+        assert len(groups[label].entries) == 3
+        seeds = (", ".join(f"{run[128 * n, False]:.2f}" for run in accuracies(groups[label])) for n in times)
+        rows.append([name, *seeds])
+    return table(["the two layers", *(f"{n}x" for n in times)], rows)
 
 
 TABLES = {"recall": recall_table, "lssa_recall": lssa_recall, "passkey": passkey_table}
@@ -102,6 +106,27 @@ def test_what_is_said_of_recall_holds_for_every_seed():
     without = [seed[64, False] > 0.99 for seed in by["softmax-nope"]]
     assert f"Softmax without RoPE found them with {['zero', 'one', 'two'][sum(without)]}" in TEXT
     assert all(seed[4096, False] > 0.99 for seed, ok in zip(by["softmax-nope"], without, strict=True) if ok)
+
+
+def test_what_is_said_of_passkeys_holds_for_every_seed():
+    groups = recalls("passkey")
+    by = {label: accuracies(group) for label, group in groups.items()}
+    whole = {
+        (label, row.length // 128): [entry.recall.shown[place].complete for entry in group.entries]
+        for label, group in groups.items()
+        for place, row in enumerate(group.entries[0].recall.shown)
+    }
+    for label in ("softmax-nope", "lssa-nope", "lssar-nope"):
+        assert all(share == 1 for seed in by[label] for share in seed.values()), label
+    for label in by.keys() - {"softmax-nope", "lssa-nope", "lssar-nope"}:
+        assert whole[label, 64] == [0, 0, 0], label
+        assert all(seed[8192, False] < 0.2 for seed in by[label]), "near chance"
+    for n in (2, 4):
+        local, plain = ([seed[128 * n, False] for seed in by[label]] for label in ("softmax-local", "Softmax"))
+        assert all(ours > rival for ours, rival in zip(local, plain, strict=True))
+    assert all(seed[8192, False] < 0.12 for seed in by["softmax-local"]), "at chance"
+    assert all(whole["softmax-nope-alone", n] == [0, 0, 0] for n in (2, 4, 8, 16, 32, 64))
+    assert by["window"][0][128, False] == by["Softmax"][0][128, False], "the same model"
 
 
 def test_who_blurs_is_the_measured_one():

@@ -10,12 +10,12 @@ from softfocus import catalog
 from softfocus.lab.inspect.results import read as read_inspections
 from softfocus.lab.report.points import best, cell, column_name, columns, settings
 
-from .committed import FAR, RESULTS, ROOT, WINDOWED, accuracies, by_label, encoder_rates, loss, minus, recalls
+from .committed import FAR, HERE, RESULTS, ROOT, WINDOWED, accuracies, by_label, by_seed, encoder_rates, loss, minus, recalls
 from .tables import NAMES, said, shown, shown_loss, table, tables_of
 
 README = (ROOT / "README.md").read_text()
 TEXT = " ".join(README.split())
-SHOWN = ("Softmax", "lssa-hybrid", "lssa-local", "softplus_l1", "LSSAR", "local-nope")
+SHOWN = ("Softmax", "laser-lssa-local", "lssa-local", "lssa-hybrid", "softplus_l1", "LASER", "LSSAR", "local-nope")
 """Rows of the table; docs/layouts.md has all."""
 
 
@@ -47,18 +47,19 @@ def lead() -> list[str]:
     there = "t 16 times the training length"
     name = NAMES.get(lowest.group.label, lowest.group.label)
     setting = lowest.setting.replace("window 1x", "with the window")
+
+    def both(ours: str, rival: str) -> str:
+        here, far = (said(minus(by, ours, rival, at)) for at in (HERE, WINDOWED))
+        return f"at the training length: {here}; a{there}, both with the window: {far}."
+
     lines = [
-        f"* Local LSSA layers and global LSSAR ones against Softmax, at the training length: "
-        f"{said(minus(by, 'lssa-hybrid', 'Softmax'))}.",
-        f"* A{there}, as trained, against Softmax with the window: "
+        f"* LASER over LSSA, every other layer local, against Softmax, {both('laser-lssa-local', 'Softmax')}",
+        f"* The same against LSSA in that layout, without LASER, {both('laser-lssa-local', 'lssa-local')}",
+        f"* LSSA in that layout against Softmax, {both('lssa-local', 'Softmax')}",
+        f"* The same against softmax in that layout, {both('lssa-local', 'local-softmax')}",
+        f"* Local LSSA layers and global LSSAR ones against Softmax, {both('lssa-hybrid', 'Softmax')}",
+        f"* As trained, a{there}, against Softmax with the window: "
         f"{said(minus(by, 'lssa-hybrid', 'Softmax', FAR, WINDOWED))}.",
-        f"* A{there}, both with the window: {said(minus(by, 'lssa-hybrid', 'Softmax', WINDOWED))}.",
-        f"* Local LSSA layers and global LSSA ones against Softmax, at the training length: "
-        f"{said(minus(by, 'lssa-local', 'Softmax'))}; a{there}, both with the window: "
-        f"{said(minus(by, 'lssa-local', 'Softmax', WINDOWED))}.",
-        f"* Of these layers, both local and global LSSA, against softmax in the same layout: "
-        f"{said(minus(by, 'lssa-local', 'local-softmax'))}; a{there}, both with the window: "
-        f"{said(minus(by, 'lssa-local', 'local-softmax', WINDOWED))}.",
         f"* A{there} the lowest loss, windows included, is {lowest.loss:.3f}: {name}, {setting}.",
     ]
     wrapped = [textwrap.wrap(long.replace(" ± ", "~±~"), 100, subsequent_indent="  ") for long in lines]
@@ -75,7 +76,20 @@ def test_the_leads_of_single_models_are_the_measured_ones():
     assert not laser.sure
     assert f"below Softmax by {shown(laser)} at the training length (four seeds, inconclusive)" in TEXT
     assert softplus.sure
-    assert f"is below Softmax by {shown(softplus)} at the training length" in TEXT
+    assert f"takes {shown(softplus)} off at the training length, and [in a model of 0.3 M" in TEXT
+    softmax, ours = (by_seed("layouts", label, HERE) for label in ("Softmax", "laser-lssa-local"))
+    leads = [softmax[seed] - loss for seed, loss in ours.items()]
+    assert len(leads) == 4
+    assert f"with the same seed, by {min(leads):.3f} to {max(leads):.3f} at the training length." in TEXT
+    for label, seeds in (("lssa-local", 8), ("softplus-local", 4)):
+        alone = by_seed("layouts", label, HERE)
+        assert len(alone) == seeds
+        assert all(loss < softmax[seed] for seed, loss in alone.items())
+    assert not minus(by, "local-softmax", "Softmax").sure
+    local, over_lssa = minus(by, "Softmax", "laser-local"), minus(by, "lssa-local", "laser-lssa-local")
+    assert local.sure
+    assert over_lssa.sure
+    assert f"with every other layer local by {shown(local)}, and over LSSA it takes off {shown(over_lssa)} more" in TEXT
     demo = loss("demo-slow-start", "demo-lssa"), loss("demo-slow-start", "demo-softmax")
     assert "LSSA was behind Softmax, {:.3f} against {:.3f}".format(*demo) in TEXT
 
@@ -124,7 +138,7 @@ def test_what_is_said_of_laser_is_what_the_claims_found():
                  for row in ("softmax", "laser")]  # fmt: skip
         assert "from {:.1f} % to {:.1f} % ({} seeds)".format(*(100 * float(rate) for rate in found), seeds) in TEXT
     smaller = lead("softplus-table-3", "Softplus has a lower loss than the exponential")
-    assert f"it is below by {smaller} (six seeds)" in TEXT
+    assert f"parameters](docs/results/claims/softplus-table-3.md) {smaller} (six seeds)" in TEXT
     laser, softmax = (min(one.loss for one in encoder_rates("vit")[row]) for row in ("laser", "softmax"))
     rates = f"the ViT's is {laser:.1%} against {softmax:.1%}, and the BERT's difference is".replace("%", " %")
     assert rates in TEXT
