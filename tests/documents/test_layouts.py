@@ -63,13 +63,15 @@ def laser_adds() -> str:
 
 
 def beside_softmax(*studies: str) -> str:
-    """Softmax and the layouts with LSSA at another scale, and their differences."""
+    """Softmax and the layouts with softplus at another scale, and their differences."""
     by, rival = by_label(*studies), {"local-softmax": "softmax in the same layout"}
+    names = {"softplus-local": "softplus in the same layout", "laser-lssa-local": "`demo-laser-lssa-local`"} | LAYOUTS
+    ours = {label: name for label, name in names.items() if label in by}
     rows = (
         [name, str(len(by[label].evaluations)), *shown_losses(by[label])]
-        for label, name in ({"Softmax": "Softmax"} | rival | LAYOUTS).items()
+        for label, name in ({"Softmax": "Softmax"} | rival | ours).items()
     )
-    tables = table(["", "seeds", *COLUMNS], rows), minus_softmax(by, rival | LAYOUTS), minus_rivals(by, LAYOUTS, rival)
+    tables = table(["", "seeds", *COLUMNS], rows), minus_softmax(by, rival | ours), minus_rivals(by, ours, rival)
     return "\n\n".join(tables)
 
 
