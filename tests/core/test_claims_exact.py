@@ -194,19 +194,22 @@ def test_below_the_limit_the_shift_changes_nothing() -> None:
     torch.testing.assert_close(out, naive, rtol=1e-5, atol=1e-5)
 
 
-def test_without_the_shift_a_hidden_value_spoils_gradients() -> None:
-    """dL/dA_ij is the sum over d of dL/dout_id e^(V_jd - out_id). A hidden key j whose value lies
-    88.8 above a row's output overflows it, and 0 times infinity is NaN. Every value is below 88.7
-    here, and out is finite and right.
+@pytest.mark.parametrize(
+    ("gap", "gradient", "spoiled"), [(88.6, 1.0, False), (88.8, 1.0, True), (90.0, 1e-3, False), (95.8, 1e-3, True)]
+)
+def test_without_the_shift_a_hidden_value_spoils_gradients(gap: float, gradient: float, spoiled: bool) -> None:
+    """dL/dA_ij is the sum over d of dL/dout_id e^(V_jd - out_id). Where the value of a hidden key
+    lies more than 88.7 - ln |dL/dout| above the output it overflows, and 0 times infinity is NaN.
+    Every value is below 48 here, and out is finite and right.
     """
     score = torch.zeros(1, 1, 2, 2, requires_grad=True)
-    value = torch.tensor([-50.0, 50.0]).view(1, 1, 2, 1)
+    value = torch.tensor([-gap / 2, gap / 2]).view(1, 1, 2, 1)
     weights = score.masked_fill(torch.ones(2, 2).triu(1).bool(), -math.inf).softmax(-1)
     out = (weights @ value.exp()).log()
-    torch.testing.assert_close(out.flatten(), torch.tensor([-50.0, 50.0 - math.log(2)]))
-    out.sum().backward()
+    torch.testing.assert_close(out.flatten(), torch.tensor([-gap / 2, gap / 2 - math.log(2)]))
+    (gradient * out).sum().backward()
     assert score.grad is not None
-    assert score.grad[..., 0, :].isnan().any()
+    assert score.grad[..., 0, :].isnan().any() == spoiled
     query, key = (torch.zeros(1, 1, 2, 4, requires_grad=True) for _ in range(2))
     for backend in ("reference", "tiled", "auto"):
         softfocus.attention(query, key, value, is_causal=True, mechanism="laser", backend=backend).sum().backward()

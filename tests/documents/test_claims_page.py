@@ -14,7 +14,7 @@ TEXT, SHOWN = " ".join(PAGE.split()), tables_of(PAGE)
 
 
 def toy_rates() -> dict[str, list]:
-    """Rows of table 4, and LASER, at half the claim's learning rate, at that rate and at twice that rate."""
+    """Rows of table 4, and LASER: at half the claim's learning rate, at it, and at twice that."""
     swept, own = by_row("toy-learning-rates"), claim("softplus-table-4")
     same = {row: own.group(row) for row in ("softmax", "lssa", "lssar", "sigmoid_log_n_l1")}
     same["laser"] = claim("laser-classification").group("laser")

@@ -10,7 +10,20 @@ from softfocus import catalog
 from softfocus.lab.inspect.results import read as read_inspections
 from softfocus.lab.report.points import best, cell, column_name, columns, settings
 
-from .committed import FAR, HERE, RESULTS, ROOT, WINDOWED, accuracies, by_label, by_seed, encoder_rates, loss, minus, recalls
+from .committed import (
+    FAR,
+    HERE,
+    RESULTS,
+    ROOT,
+    WINDOWED,
+    accuracies,
+    by_label,
+    by_seed,
+    encoder_rates,
+    loss,
+    minus,
+    recalls,
+)
 from .tables import NAMES, said, shown, shown_loss, table, tables_of
 
 README = (ROOT / "README.md").read_text()
@@ -58,7 +71,7 @@ def lead() -> list[str]:
         f"* LSSA in that layout against Softmax, {both('lssa-local', 'Softmax')}",
         f"* The same against softmax in that layout, {both('lssa-local', 'local-softmax')}",
         f"* Local LSSA layers and global LSSAR ones against Softmax, {both('lssa-hybrid', 'Softmax')}",
-        f"* As trained, a{there}, against Softmax with the window: "
+        f"* Of the same, as trained, a{there}, against Softmax with the window: "
         f"{said(minus(by, 'lssa-hybrid', 'Softmax', FAR, WINDOWED))}.",
         f"* A{there} the lowest loss, windows included, is {lowest.loss:.3f}: {name}, {setting}.",
     ]

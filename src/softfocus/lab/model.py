@@ -1,7 +1,7 @@
 """From a recipe to a Transformers model with a mechanism, and from a run folder back to it."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -90,6 +90,7 @@ def build_config(recipe: Recipe, vocabulary: int, end: int | None = None) -> Any
         if key not in known:
             guess = did_you_mean(key, known, f"see {cls.__name__} of Transformers", "model.config.")
             raise LabError(f"architecture {architecture!r} has no key 'model.config.{key}'", guess)
+    _check_sizes(recipe, cls.attribute_map)
     values = _of_data(recipe, vocabulary, end) | recipe.model.config
     if values.get("vocab_size", vocabulary) < vocabulary:
         raise LabError(
@@ -112,7 +113,7 @@ def build_config(recipe: Recipe, vocabulary: int, end: int | None = None) -> Any
         ) from error
     check_positions(config, recipe.train.length, f"raise model.config.{positions}, or lower train.length to {{}}")
     _check_length(config, recipe)
-    _check_sizes(config)
+    _check_heads(config)
     return config
 
 
@@ -128,13 +129,19 @@ def _of_data(recipe: Recipe, vocabulary: int, end: int | None) -> dict[str, Any]
     return {"vocab_size": vocabulary, "bos_token_id": end, "eos_token_id": end, "pad_token_id": None}
 
 
-def _check_sizes(config: Any) -> None:
-    """Refuse sizes below 1, and heads that do not divide: most architectures find out in the first
-    step, some in a shape that does not fit.
-    """
-    for key in ("hidden_size", "num_hidden_layers", "num_attention_heads"):
-        if isinstance(value := getattr(config, key, None), int) and value < 1:
+def _check_sizes(recipe: Recipe, names: Mapping[str, str]) -> None:
+    """Refuse sizes below 1, by the names that the architecture gives them."""
+    for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim", "patch_size"):
+        key = names.get(name, name)
+        value = recipe.model.config.get(key)
+        if type(value) is int and value < 1:
             raise LabError(f"model.config.{key}={value} is below 1", f"set model.config.{key} to 1 or more")
+
+
+def _check_heads(config: Any) -> None:
+    """Refuse heads that do not divide: most architectures find out in the first step, some in a
+    shape that does not fit.
+    """
     heads, shared = getattr(config, "num_attention_heads", None), getattr(config, "num_key_value_heads", None)
     width = getattr(config, "hidden_size", None)
     if not isinstance(heads, int) or not isinstance(width, int):

@@ -420,7 +420,8 @@ def test_a_high_loss_at_the_start_is_no_explosion(tiny: Path, tmp_path: Path, mo
         ),
         (["model.config.num_hidden_layers=0"], "num_hidden_layers=0 is below 1; set model.config.num_hidden_layers to"),
         (["model.config.hidden_size=0"], "hidden_size=0 is below 1"),
-        (["model.config.num_attention_heads=-2"], "num_attention_heads=-2 is below 1"),
+        (["model.config.num_attention_heads=0"], "num_attention_heads=0 is below 1"),
+        (["model.architecture=gpt2", "model.config={n_embd=0}"], "n_embd=0 is below 1; set model.config.n_embd to 1"),
         (["model.config.hidden_act=nonsense"], "gpt_neox' does not make a causal language model: KeyError 'nonsense'"),
         (['model.layout.full_attention="lssar"'], r"'full_attention' chooses no layers \(a gpt_neox model has no la"),
         (

@@ -173,8 +173,9 @@ class RowBlock : public BlockVisibility {
 
   // Whether the products read the stored scores in place of the weights: with exp and softplus a
   // weight is weight_scale times its stored score. weight_scale then multiplies the output. relu
-  // and relu6 store phi, too, but all phi of a row may be tiny, and phi * v would underflow. With
-  // exp the row's maximum is subtracted; a row of softplus with tiny phi has exp_tail.
+  // and relu6 store phi, too, but take the general path, which scales phi first: phi may be as small
+  // as MIN_ROW_SUM allows, and phi * v would lose small values. exp subtracts the row's maximum;
+  // softplus does so in rows whose scores are all below EXP_TAIL.
   bool stored_is_weight() const {
     return !params.drop_below && params.normaliser == L1 && (std::is_same_v<Phi, Exp> || std::is_same_v<Phi, Softplus>);
   }
