@@ -230,15 +230,23 @@ def test_the_leads_without_seed_0_are_the_measured_ones():
 def test_laser_over_lssa_without_seed_0_is_the_measured_one():
     by = {label: replace(one, evaluations=[run for run in one.evaluations if run.seed])
           for label, one in by_label("layouts").items()}  # fmt: skip
-    assert [len(by[label].evaluations) for label in ("laser-lssa-local", "Softmax")] == [3, 7]
-    leads = [minus(by, rival, "laser-lssa-local") for rival in ("Softmax", "lssa-local")]
+    rivals = ("Softmax", "lssa-local")
+    assert [len(by[label].evaluations) for label in ("laser-lssa-local", *rivals)] == [7, 7, 7]
+    leads = [minus(by, rival, "laser-lssa-local", at) for rival in rivals for at in (HERE, WINDOWED)]
     assert all(lead.sure for lead in leads)
-    said = "by {} at the training length, and below LSSA in the layout by {}.".format(*map(shown, leads))
-    same = {label: replace(one, evaluations=[run for run in one.evaluations if run.seed < 4])
-            for label, one in by.items()}  # fmt: skip
-    lead = minus(same, "lssa-local", "laser-lssa-local")
-    assert not lead.sure
-    assert f"{said} Of the same three seeds alone the latter is {shown(lead)}, inconclusive." in TEXT
+    assert (
+        "over seven seeds, it is below Softmax by {} at the training length, and by {} at 16 times the length, both "
+        "with the window. It is below LSSA in the layout by {} and {}.".format(*map(shown, leads))
+        in TEXT
+    )
+    for at in (HERE, WINDOWED):
+        lssa = losses("lssa-local", at)
+        assert len(lssa) == 8
+        assert all(loss < lssa[seed] for seed, loss in losses("laser-lssa-local", at).items())
+    pairs = (("laser-local", "local-softmax"), ("laser(softplus_l1)", "softplus_l1"),
+             ("laser-softplus-local", "softplus-local"), ("LASER", "Softmax"))  # fmt: skip
+    found = [minus(by_label("layouts"), *pair, at) for pair in pairs for at in (HERE, WINDOWED)]
+    assert all(one.value < 0 and not one.sure for one in found)
 
 
 def test_one_training_of_demo_hybrid_rises_on_the_tiled_backend():

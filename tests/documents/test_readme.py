@@ -92,8 +92,10 @@ def test_the_leads_of_single_models_are_the_measured_ones():
     assert f"takes {shown(softplus)} off at the training length, and [in a model of 0.3 M" in TEXT
     softmax, ours = (by_seed("layouts", label, HERE) for label in ("Softmax", "laser-lssa-local"))
     leads = [softmax[seed] - loss for seed, loss in ours.items()]
-    assert len(leads) == 4
-    assert f"with the same seed, by {min(leads):.3f} to {max(leads):.3f} at the training length." in TEXT
+    assert len(leads) == 8
+    lssa = by_seed("layouts", "lssa-local", HERE)
+    assert all(loss < lssa[seed] for seed, loss in ours.items())
+    assert f"with the same seed, by {min(leads):.3f} to {max(leads):.3f} at the training length, and" in TEXT
     for label, seeds in (("lssa-local", 8), ("softplus-local", 4)):
         alone = by_seed("layouts", label, HERE)
         assert len(alone) == seeds
