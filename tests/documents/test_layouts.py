@@ -301,6 +301,14 @@ def test_the_leads_in_a_larger_model_are_the_measured_ones():
     assert not same.sure
     assert not any(minus(by, "lssa-hybrid", label).sure for label in ("Softmax", "local-softmax"))
     assert f"by {shown(layout)} at 1x. What the layout gives alone, {shown(same, '+')}, is inconclusive." in TEXT
+    shared = {label: replace(one, evaluations=[run for run in one.evaluations if run.seed < 3])
+              for label, one in by.items()}  # fmt: skip
+    assert len(by["laser-lssa-local"].evaluations) == 3
+    below, level = minus(shared, "Softmax", "laser-lssa-local"), minus(shared, "laser-lssa-local", "lssa-local")
+    assert below.sure
+    assert not level.sure
+    assert not minus(by, "laser-lssa-local", "lssa-local").sure
+    assert f"below Softmax by {shown(below)} at 1x, and differs from LSSA in the layout by {said(level)}." in TEXT
     first = loss("larger", "softmax-s0") - loss("larger", "lssa-local-s0")
     assert f"LSSA's lead was {first:.3f} at 1x, with five seeds it is {lead.value:.3f}." in TEXT
 

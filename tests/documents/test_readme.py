@@ -116,6 +116,8 @@ def test_the_leads_in_a_larger_model_and_on_tokens_are_the_measured_ones():
     assert layout.sure
     assert f"LSSA in a layout is below Softmax with each of five seeds, by {shown(lead)}, and" in TEXT
     assert f"below softmax in the same layout by {shown(layout)}." in TEXT
+    assert not minus(by, "laser-lssa-local", "lssa-local").sure
+    assert len(by["laser-lssa-local"].evaluations) == 3
     by = by_label("layouts-bpe-tuned", "bpe")
     assert not any(minus(by, "lssa-local", label).sure for label in ("Softmax", "local-softmax"))
     behind = minus(by, "lssa-hybrid", "local-softmax")
