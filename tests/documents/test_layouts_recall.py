@@ -127,6 +127,9 @@ def test_what_is_said_of_passkeys_holds_for_every_seed():
     assert all(seed[8192, False] < 0.12 for seed in by["softmax-local"]), "at chance"
     assert all(whole["softmax-nope-alone", n] == [0, 0, 0] for n in (2, 4, 8, 16, 32, 64))
     assert by["window"][0][128, False] == by["Softmax"][0][128, False], "the same model"
+    assert [seed[128, False] > 0.99 for seed in by["softmax-nope-alone"]].count(False) == 1, "did not learn it"
+    near = [seed[256, False] for seed in by["window"]]
+    assert f"the model finds {min(near):.2f} to {max(near):.2f} of the digits." in TEXT
 
 
 def test_who_blurs_is_the_measured_one():
