@@ -15,8 +15,8 @@ from lines import arguments, each_alone, writer
 
 NAMES = ("lssar", "lssa", "laser", "softmax")
 SIZES = {"causal": (2, 1024, 16), "decode": (1, 16384, 16)}
-"""Batch, length and heads. Triton compiles anew for an integer of 1, and for one that is a multiple of
-16: these agree with the cells that are measured.
+"""Batch, length and heads. Triton compiles anew for an integer of 1 or a multiple of 16: these
+agree with the cells that are measured.
 """
 KINDS = [(name, head_dim, what) for what, head_dim, name in itertools.product(("causal", "decode"), (64, 128), NAMES)]
 

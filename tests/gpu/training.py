@@ -19,10 +19,11 @@ import softfocus.hf
 MODELS = {
     "sdpa": None,
     "softmax": "softmax",
-    "softmax, window 256": {"*": {"mechanism": "softmax", "window": 256}},
+    "softmax, every other layer local": {"0::2": {"mechanism": "softmax", "window": 64}, "*": "softmax"},
     "lssar": "lssar",
     "lssa": "lssa",
     "laser": "laser",
+    "laser(lssa), every other layer local": {"0::2": {"mechanism": "laser(lssa)", "window": 64}, "*": "laser(lssa)"},
 }
 ROUNDS, STEPS = 5, 4
 

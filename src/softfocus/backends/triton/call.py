@@ -362,7 +362,11 @@ class Launcher:
         rows = next_power_of_two(self.inputs.group * query.size(2))
         rows_stored, stages = tl.constexpr(rows), tl.constexpr(tile.stages)
         assert decode.SCORES_AT_ONCE.value >= 32 * tile.warps, "each thread must have a score of its own"
-        blocks = shape.blocks._replace(BLOCK_Q=tl.constexpr(1 if rows == 1 else max(16, rows)))
+        # A single row is padded to sixteen for tensor cores, which float32 does not use. The values
+        # of re-weighted rows do not need them: only those with weight are loaded
+        padded, unpadded = tl.constexpr(max(16, rows)), tl.constexpr(1 if rows == 1 else max(16, rows))
+        value_blocks = shape.blocks._replace(BLOCK_Q=unpadded)
+        blocks = value_blocks if query.dtype == torch.float32 else shape.blocks._replace(BLOCK_Q=padded)
 
         def floats(*sizes: int) -> Tensor:
             return query.new_empty(sizes, dtype=torch.float32)
@@ -374,7 +378,9 @@ class Launcher:
         grid, constants = (splits, heads), (tile, splits)
         self._launch(decode.statistics, constants, grid, *shared, scores, rows_stored, stages, blocks, **shape.options)
         if self.algebra.reweighted.value:
-            self._launch(decode.weights, constants, grid, *shared, scores, rows_stored, stages, blocks, **shape.options)
+            self._launch(
+                decode.weights, constants, grid, *shared, scores, rows_stored, stages, value_blocks, **shape.options
+            )
         grid = 1, heads
         self._launch(decode.combine, constants, grid, *shared, splits, outputs, rows_stored, blocks, **shape.options)
 

@@ -50,36 +50,29 @@ def _shapes(*shapes: tuple[int, ...], stages: int = 3) -> tuple[TileShape, ...]:
 
 
 TILES = {
-    ("forward", "hdim64"): _shapes((128, 64, 8), (128, 64, 8, 128), (64, 64, 4), (128, 64, 4)),
-    ("forward", "hdim128"): _shapes((128, 64, 8), (128, 32, 8), (64, 64, 4), (128, 32, 8, 128)),
-    ("forward", "hdim128, LASER"): _shapes((128, 32, 8), (128, 64, 8), (64, 64, 4)),
-    ("forward", "hdim128, softplus"): _shapes((128, 32, 8), (128, 64, 8), (64, 64, 4)),
-    ("forward", "hdim128, compute-intensive"): _shapes((128, 32, 8), (128, 64, 8), (64, 32, 4)),
-    ("query_gradients", "hdim64"): _shapes((128, 64, 8), (128, 64, 8, 128), (64, 64, 4), (128, 64, 4)),
-    ("query_gradients", "hdim64, compute-intensive"): _shapes((128, 32, 8), (128, 64, 8), (64, 32, 4)),
-    ("query_gradients", "hdim128"): _shapes((128, 32, 8), (128, 64, 8), (64, 32, 4), (128, 32, 8, 128)),
-    ("query_gradients", "hdim128, compute-intensive"): _shapes((64, 32, 8), (128, 32, 8), (128, 64, 8)),
-    ("key_gradients", "hdim64"): _shapes((32, 128, 8), (64, 128, 8), (32, 64, 4), (32, 128, 8, 128)),
-    ("key_gradients", "hdim64, compute-intensive"): _shapes((16, 128, 8), (32, 128, 8), (64, 128, 8)),
-    ("key_gradients", "hdim128"): _shapes((16, 128, 8), (32, 128, 8), (64, 128, 8)),
-    ("key_gradients", "hdim128, compute-intensive"): _shapes((16, 64, 8), (32, 128, 8), (16, 128, 8)),
+    ("forward", "hdim64"): _shapes((128, 64, 8, 128), (128, 64, 4), (64, 64, 4)),
+    ("forward", "hdim128"): _shapes((128, 64, 8), (128, 32, 8, 128), (64, 64, 4)),
+    ("query_gradients", "hdim64"): _shapes((128, 64, 4), (128, 64, 8, 128), (64, 64, 4)),
+    ("query_gradients", "hdim64, compute-intensive"): _shapes((64, 32, 4), (64, 64, 4), (128, 64, 8)),
+    ("query_gradients", "hdim128"): _shapes((128, 64, 8), (64, 32, 4), (128, 32, 8, 128)),
+    ("query_gradients", "hdim128, compute-intensive"): _shapes((128, 32, 8), (128, 64, 8), (64, 32, 8)),
+    ("key_gradients", "hdim64"): _shapes((32, 64, 4), (32, 64, 4, 168), (64, 128, 8)),
+    ("key_gradients", "hdim128"): _shapes((32, 128, 8), (16, 128, 8), (64, 128, 8)),
     ("bias_gradients", "hdim64"): _shapes((64, 32, 8)),
-    ("decode", "hdim64"): _shapes((16, 64, 4), stages=4),
-    ("decode", "hdim128"): _shapes((16, 32, 4), stages=4),
+    ("decode", "hdim64"): _shapes((16, 128, 4)),
+    ("decode", "hdim128"): _shapes((16, 64, 4)),
 }
 """The tile shapes to choose from, by kernel and kind. "hdim64" is for heads of at most 64
 dimensions, and for all heads where a kernel has no "hdim128". "compute-intensive" kernels compute
 more per score.
 
-The first shape is taken where nothing is measured; test_triton_compile.py checks that it spills no
-registers. In this table a warp has at least 16 rows in the forward and in query_gradients, and 16
-keys in key_gradients: with fewer, several warps would do the same work. The exceptions are
-"hdim128, compute-intensive" backward kernels, which have two accumulators of many columns: there
-the warps divide the columns among them.
+The first shape is taken where nothing is measured. This table is for Hopper, and its first shapes
+are those that an H100 measured as fastest (docs/results/gpu-h100), though some spill registers.
+A warp has at least 16 rows in the forward and in query_gradients, and 16 keys in key_gradients:
+with fewer, several warps would do the same work.
 
 With at most 128 registers per thread, two programs of eight warps fit on a multiprocessor, so that
-one computes while the other waits. Shapes with this limit spill some hundred bytes, most of them
-outside the loops.
+one computes while the other waits, and with at most 168 three programs of four warps.
 """
 TILES_HDIM256 = {
     "forward": _shapes((64, 32, 8), (128, 32, 8)),
@@ -88,7 +81,6 @@ TILES_HDIM256 = {
 }
 """For heads of more than 128 dimensions."""
 TILES_BEFORE_HOPPER = {
-    **TILES,
     ("forward", "hdim64"): _shapes((64, 32, 4), (128, 64, 8), (64, 64, 4)),
     ("forward", "hdim128"): _shapes((128, 32, 8), (128, 64, 8), (64, 64, 4)),
     ("forward", "hdim128, softplus"): _shapes((128, 16, 8), (128, 32, 8), (128, 64, 8)),
@@ -105,19 +97,30 @@ TILES_BEFORE_HOPPER = {
     ("key_gradients", "hdim128"): _shapes((16, 64, 8), (16, 64, 4), (16, 128, 8)),
     ("key_gradients", "hdim128, compute-intensive"): _shapes((16, 32, 4), (16, 128, 8), (16, 64, 8)),
     ("bias_gradients", "hdim64"): _shapes((32, 32, 8)),
+    ("decode", "hdim64"): TILES["decode", "hdim64"],
+    ("decode", "hdim128"): TILES["decode", "hdim128"],
 }
-"""For GPUs before Hopper, on which the operands of products take registers, too."""
-# For GPUs from Blackwell on
+"""For GPUs before Hopper, on which the operands of products take registers, too. Not measured:
+the first shape of each spills no registers (test_triton_compile.py).
+"""
 TILES_SINCE_BLACKWELL = {
-    **TILES,
     ("forward", "hdim64"): _shapes((128, 32, 8), (128, 64, 8), (64, 64, 4)),
     ("forward", "hdim128"): _shapes((64, 32, 8), (128, 32, 8), (128, 64, 8)),
-    ("forward", "hdim128, LASER"): _shapes((64, 32, 8), (128, 32, 8), (128, 64, 8)),
-    ("forward", "hdim128, softplus"): _shapes((64, 32, 8), (128, 32, 8), (128, 64, 8)),
-    ("forward", "hdim128, compute-intensive"): _shapes((64, 32, 8), (128, 32, 8), (128, 64, 8)),
+    ("query_gradients", "hdim64"): _shapes((128, 64, 8), (128, 64, 8, 128), (64, 64, 4), (128, 64, 4)),
     ("query_gradients", "hdim64, softplus"): _shapes((64, 64, 4), (128, 32, 8), (128, 64, 8)),
+    ("query_gradients", "hdim64, compute-intensive"): _shapes((128, 32, 8), (128, 64, 8), (64, 32, 4)),
+    ("query_gradients", "hdim128"): _shapes((128, 32, 8), (128, 64, 8), (64, 32, 4), (128, 32, 8, 128)),
     ("query_gradients", "hdim128, softplus"): _shapes((64, 32, 8), (128, 16, 8), (128, 32, 8)),
+    ("query_gradients", "hdim128, compute-intensive"): _shapes((64, 32, 8), (128, 32, 8), (128, 64, 8)),
+    ("key_gradients", "hdim64"): _shapes((32, 128, 8), (64, 128, 8), (32, 64, 4), (32, 128, 8, 128)),
+    ("key_gradients", "hdim64, compute-intensive"): _shapes((16, 128, 8), (32, 128, 8), (64, 128, 8)),
+    ("key_gradients", "hdim128"): _shapes((16, 128, 8), (32, 128, 8), (64, 128, 8)),
+    ("key_gradients", "hdim128, compute-intensive"): _shapes((16, 64, 8), (32, 128, 8), (16, 128, 8)),
+    ("bias_gradients", "hdim64"): TILES["bias_gradients", "hdim64"],
+    ("decode", "hdim64"): TILES["decode", "hdim64"],
+    ("decode", "hdim128"): TILES["decode", "hdim128"],
 }
+"""For GPUs from Blackwell on: as they compile, nothing was measured."""
 TILES_FP32 = {
     "hdim64": _shapes((32, 32, 8), (64, 32, 8), stages=2),
     "hdim128": _shapes((32, 16, 8), (32, 32, 8), stages=2),

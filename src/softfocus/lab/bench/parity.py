@@ -72,10 +72,10 @@ def _short(cell: Cell) -> int:
 
 
 def _rows(cell: Cell) -> Tensor:
-    """The rows that are compared: all where they fit; else some spread over the length, and the
-    last ones.
+    """The rows that are compared: all where they fit, and in decoding, which has a single one; else
+    some spread over the length, and the last ones.
     """
-    if cell.queries * cell.length * _row(cell) <= DENSE:
+    if not cell.causal or cell.queries * cell.length * _row(cell) <= DENSE:
         return torch.arange(cell.queries)
     many = max(LEAST, min(MOST, DENSE // (_row(cell) * cell.length)))
     apart = torch.linspace(0, cell.length - 1, many - many // 2).long()  # at odd places: no multiples of a tile

@@ -2,6 +2,7 @@
 them is gone.
 """
 
+import atexit
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,7 +37,17 @@ def start() -> PartialState:
                 "use torchrun, or `accelerate config` for several devices without it",
             )
     # Told of a CPU, Accelerate joins the processes there too
-    return PartialState(cpu=not torch.accelerator.is_available(), timeout=PATIENCE)
+    state = PartialState(cpu=not torch.accelerator.is_available(), timeout=PATIENCE)
+    atexit.register(_leave)
+    return state
+
+
+def _leave() -> None:
+    """Leave the others while Python still runs: threads of torch that are stopped later may abort a
+    process that has done all its work.
+    """
+    if distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 @contextmanager
@@ -62,6 +73,7 @@ def together() -> Iterator[None]:
     except RuntimeError as error:
         if not isinstance(error, distributed.DistError) and "gloo" not in str(error):
             raise
+        atexit.unregister(_leave)  # it could wait for the one that is gone
         # What torch says may name machines, which run.json does not: it stands where it is not kept
         raise LabError(
             f"another process of this training is gone, or said nothing for "

@@ -75,18 +75,22 @@ def load_delta(grad_out, outputs, inputs, algebra, b, h, q_offsets, blocks):
 
 
 @triton.jit
-def load_row_vectors(row_vectors, algebra, b, h, q_offsets, active):
+def load_row_vectors(row_vectors, algebra, b, h, q_offsets, active, EXACT: tl.constexpr):
     """The row vectors [BLOCK_Q] that query_gradients wrote, 0 in rows that are not active:
     (mean_grad, product_scale, row_bias, GradientRow).
 
     ``product_scale`` is in the score unit, and ``grad_factor`` is divided by that unit. Both are
-    factors of grad_key. Scores need ``product_scale`` alone.
+    factors of grad_key. Scores need ``product_scale`` alone. ``grad_factor`` is 0 in LASER's marked
+    rows, except in the EXACT variant.
     """
     zeros = tl.zeros(q_offsets.shape, tl.float32)
     mean_grad, row_bias, shift, threshold, inverse_spread, delta = zeros, zeros, zeros, zeros, zeros, zeros
     product_scale = tl.load(loading.row_pointers(row_vectors, b, h, q_offsets, PRODUCT_SCALE), mask=active, other=0.0)
     weight_factor = tl.load(loading.row_pointers(row_vectors, b, h, q_offsets, WEIGHT_FACTOR), mask=active, other=0.0)
-    grad_factor = tl.load(loading.row_pointers(row_vectors, b, h, q_offsets, GRAD_FACTOR), mask=active, other=0.0)
+    if EXACT:  # the variant has no such factor, and did not store one
+        grad_factor = tl.where(active, 1.0 / algebra.phi.score_unit, 0.0)
+    else:
+        grad_factor = tl.load(loading.row_pointers(row_vectors, b, h, q_offsets, GRAD_FACTOR), mask=active, other=0.0)
     if algebra.score_bias != "0":
         row_bias = tl.load(loading.row_pointers(row_vectors, b, h, q_offsets, ROW_BIAS), mask=active, other=0.0)
     if algebra.shifted:
@@ -110,9 +114,11 @@ def load_row_vectors(row_vectors, algebra, b, h, q_offsets, active):
 
 
 @triton.jit
-def store_row_vectors(row_vectors, mean_grad, product_scale, row_bias, row, grad_factor, b, h, q_offsets, mask):
+def store_row_vectors(
+    row_vectors, mean_grad, product_scale, row_bias, row, grad_factor, b, h, q_offsets, mask, EXACT: tl.constexpr
+):  # fmt: skip
     """Store the row vectors for the other kernels; ``row.grad_factor`` is replaced by
-    ``grad_factor``.
+    ``grad_factor``. The EXACT variant leaves the other's ``grad_factor``, which is 0 in its rows.
     """
     tl.store(loading.row_pointers(row_vectors, b, h, q_offsets, MEAN_GRAD), mean_grad, mask=mask)
     tl.store(loading.row_pointers(row_vectors, b, h, q_offsets, PRODUCT_SCALE), product_scale, mask=mask)
@@ -121,7 +127,8 @@ def store_row_vectors(row_vectors, mean_grad, product_scale, row_bias, row, grad
     tl.store(loading.row_pointers(row_vectors, b, h, q_offsets, THRESHOLD), row.threshold, mask=mask)
     tl.store(loading.row_pointers(row_vectors, b, h, q_offsets, INVERSE_SPREAD), row.inverse_spread, mask=mask)
     tl.store(loading.row_pointers(row_vectors, b, h, q_offsets, WEIGHT_FACTOR), row.weight_factor, mask=mask)
-    tl.store(loading.row_pointers(row_vectors, b, h, q_offsets, GRAD_FACTOR), grad_factor, mask=mask)
+    if not EXACT:
+        tl.store(loading.row_pointers(row_vectors, b, h, q_offsets, GRAD_FACTOR), grad_factor, mask=mask)
     tl.store(loading.row_pointers(row_vectors, b, h, q_offsets, DELTA), row.delta, mask=mask)
 
 

@@ -54,7 +54,7 @@ def bias_gradients(
                 # mean_grad, row_bias, the fields of row, count, scale, query_rnorm and
                 # product_scale [BLOCK_Q]
                 mean_grad, _product_scale, row_bias, row = backward_rows.load_row_vectors(
-                    row_vectors, algebra, b, h, q_offsets, active
+                    row_vectors, algebra, b, h, q_offsets, active, EXACT
                 )
                 count = masking.visible_count(masks, inputs, b, h, q_offsets)
                 scale = scoring.score_scale(inputs, algebra, count, h) * algebra.phi.score_unit

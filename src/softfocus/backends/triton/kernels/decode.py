@@ -32,6 +32,10 @@ SCORES_AT_ONCE = tl.constexpr(512)
 threads, several threads would hold the same score. One could store its result before another has
 loaded the score, since there is no barrier between the load and the store.
 """
+LOADED_AT_ONCE = tl.constexpr(8)
+"""Splits whose results are loaded before the first is used. One at a time would wait for memory as
+often as there are splits.
+"""
 
 
 @triton.jit
@@ -109,7 +113,7 @@ def _merged_statistics(algebra, parts, splits, ROWS_STORED: tl.constexpr):
     """Largest score, shift and sum of phi 2^-shift of the rows, [ROWS_STORED], from all splits."""
     row_max, _smallest_product, shift, phi_sum = _initial_statistics(ROWS_STORED)
     rows = tl.arange(0, ROWS_STORED)
-    for split in range(splits):
+    for split in tl.range(splits, loop_unroll_factor=LOADED_AT_ONCE):
         split_max = tl.load(_part_pointers(parts, PART_MAX, splits, split, ROWS_STORED) + rows)
         split_phi_sum = tl.load(_part_pointers(parts, PART_PHI_SUM, splits, split, ROWS_STORED) + rows)
         row_max = tl.maximum(row_max, split_max)
@@ -338,7 +342,7 @@ def combine(inputs, algebra, masks, parts, sums, splits, outputs, ROWS_STORED: t
     power_sum = tl.zeros([ROWS_STORED], tl.float32)
     acc = tl.zeros([ROWS_STORED, blocks.BLOCK_DV], tl.float32)
     needs_exact = power_sum > 0.0
-    for split in range(splits):
+    for split in tl.range(splits, loop_unroll_factor=LOADED_AT_ONCE):
         pointers, _all = _sum_pointers(sums, splits, split, ROWS_STORED, ROWS_STORED, blocks)
         split_acc = tl.load(pointers)  # [ROWS_STORED, BLOCK_DV]
         if algebra.reweighted:
@@ -358,5 +362,5 @@ def combine(inputs, algebra, masks, parts, sums, splits, outputs, ROWS_STORED: t
     forward.store_results(
         inputs, algebra, outputs, b, row_heads, q_offsets, count, row_max, shift, phi_sum, power_sum, peak, acc,
         needs_exact, tl.zeros([16], tl.float32),  # no large values: PART_MARK has marked their rows
-        blocks, ROUNDED=ROWS_STORED > 1,
+        blocks, ROUNDED=blocks.BLOCK_Q > 1,
     )  # fmt: skip

@@ -59,13 +59,17 @@ def key_gradients(
             for n in range(masking.tile_count(masks.query_tiles, tile_range, b, h, block, IS_PARTIAL)):
                 start = masking.tile_index(masks.query_tiles, tile_range, b, h, block, n, IS_PARTIAL) * blocks.BLOCK_Q
                 q_offsets = start + tl.arange(0, blocks.BLOCK_Q)  # [BLOCK_Q]
-                active = backward_rows.active_rows(outputs, inputs, algebra, b, h, q_offsets, EXACT)
+                # In the other variant marked rows have the gradient 0 (``store_row_vectors``), and
+                # no load waits for that of the marks
+                active = q_offsets < inputs.query_length
+                if EXACT:
+                    active = backward_rows.active_rows(outputs, inputs, algebra, b, h, q_offsets, EXACT)
                 # query, grad_operand [BLOCK_Q, BLOCK_D]; grad_acc [BLOCK_Q, BLOCK_DV]; mean_grad,
                 # product_scale, row_bias and the fields of row [BLOCK_Q]
                 query, grad_operand = loading.load_query_operands(inputs, b, h, q_offsets, blocks)
                 grad_acc = loading.load_like_out(grad_out, inputs, b, h, q_offsets, blocks)
                 mean_grad, product_scale, row_bias, row = backward_rows.load_row_vectors(
-                    row_vectors, algebra, b, h, q_offsets, active
+                    row_vectors, algebra, b, h, q_offsets, active, EXACT
                 )
                 # s, visible, weights, grad_weights, grad_u, derivative [BLOCK_K, BLOCK_Q]
                 s, visible, _scaled_dots = scoring.tile_scores(

@@ -96,8 +96,13 @@ def row_threshold(inputs, algebra, count, phi_sum, largest_phi):
     """
     divisor = tl.where(phi_sum == 0.0, 1.0, phi_sum)
     threshold_on = tl.where(count > MAX_UNTHRESHOLDED_COUNT, 1.0, 0.0)
-    threshold = threshold_on * phi_sum / tl.maximum(count, 1.0)
-    peak = tl.maximum(largest_phi * count / divisor - threshold_on, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    if algebra.inputs_are_fp32:  # the approximate division errs by two ulps, which u^p multiplies by p
+        threshold = threshold_on * tl.div_rn(phi_sum, tl.maximum(count, 1.0))
+        largest_share = tl.div_rn(largest_phi * count, divisor)
+    else:
+        threshold = threshold_on * phi_sum / tl.maximum(count, 1.0)
+        largest_share = largest_phi * count / divisor
+    peak = tl.maximum(largest_share - threshold_on, 0.0, propagate_nan=tl.PropagateNan.ALL)
     tied = peak <= TIE_TOLERANCE
     return threshold, 1.0 / tl.where(tied, 1.0, largest_phi - threshold), tied, peak
 
