@@ -144,12 +144,6 @@ stages.main(1, pathlib.Path(sys.argv[1]))
     assert [(one["item"], one["exit"], one["tail"]) for one in found["items"]] == [("first", 0, "first\n")]
 
 
-def test_the_page_holds_what_is_predicted():
-    said = subprocess.run([sys.executable, PATH.with_name("predicted.py")], capture_output=True, text=True, check=True)
-    page = (stages.ROOT / "docs" / "performance-gpu.md").read_text()
-    assert page.split("<!-- predicted:begin -->")[1].split("<!-- predicted:end -->")[0].strip() == said.stdout.strip()
-
-
 def test_a_process_that_dies_costs_no_other_its_result(tmp_path):
     code = """
 import os, sys

@@ -1,5 +1,5 @@
 """The Triton kernels compile for GPUs that nobody here has, and keep what they work on in
-registers.
+registers, all or most of it.
 
 All of them take half an hour: marked slow (``pytest -m slow tests/core/test_triton_compile.py``).
 What every run compiles is one mechanism, for one architecture, and one with everything that may be
@@ -24,6 +24,8 @@ RARE = ("exact_forward", "query_gradients exact", "key_gradients exact")
 """LASER's rows of huge values hardly ever occur: these may spill."""
 SPILLED = 0 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9) else 160
 """Bytes a thread at most: the default tiles are chosen with the newest Triton."""
+SPILLED_ON_HOPPER = 400
+"""There the default tiles are those that a GPU measured as fastest, and spill."""
 
 
 @cache
@@ -56,13 +58,14 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize(("arch", "mechanism"), cases())
-def test_every_kernel_compiles_and_spills_nothing(arch, mechanism):
+def test_every_kernel_compiles_and_spills_little(arch, mechanism):
+    most = SPILLED_ON_HOPPER if arch == 90 else SPILLED
     for head_dim in (64,) if (mechanism, arch) == ("lssa", 90) else (64, 128):
         every = compiled(arch, mechanism, head_dim, *EXPECTED)
         for queries, expected in EXPECTED.items():
             kernels = [kernel for kernel in every if kernel["queries"] == queries]
             assert expected <= {kernel["kernel"] for kernel in kernels}
-            spilled = [kernel for kernel in kernels if kernel["stack"] > SPILLED and kernel["kernel"] not in RARE]
+            spilled = [kernel for kernel in kernels if kernel["stack"] > most and kernel["kernel"] not in RARE]
             assert not spilled, (arch, mechanism, head_dim, spilled)
 
 

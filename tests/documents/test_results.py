@@ -44,7 +44,7 @@ def test_the_commits_that_documents_and_results_name_exist():
     assert [line for line in asked.stdout.splitlines() if not line.split()[1].startswith("commit")] == []
 
 
-UNCLEAN = {"layouts-larger/results.json"}
+UNCLEAN = {"layouts-larger/results.json", *(f"gpu-h100/{name}/results.json" for name in ("narrow", "flex"))}
 """Results of trees with changes that no commit holds. Train them again to take them off."""
 
 

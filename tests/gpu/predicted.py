@@ -1,7 +1,4 @@
-"""What docs/performance-gpu.md predicts for the goals' cells, from counted instructions: its
-tables, as text.
-
-    python tests/gpu/predicted.py
+"""What docs/performance-gpu.md predicted for the goals' cells, from counted instructions.
 
 A multiprocessor of an H200 issues 128 instructions of threads a clock, and does 4,096 operations of
 products in bfloat16. A kernel takes at least the larger of the two times, where they overlap
@@ -19,11 +16,8 @@ PEAK = 949.0
 """TFLOP/s of 132 multiprocessors at 1.755 GHz."""
 CLOCKS = 132 * 1.755e9
 """A second, of all of them together."""
-BANDWIDTH = 4.8e12
-"""Bytes a second."""
 TOKENS, HEADS = 32768, 16
-"""Of every cell of `softfocus bench` on a GPU; decoding has one sequence."""
-LENGTHS, CACHES = (4096, 16384), (16384, 65536, 131072)
+"""Of every cell of `softfocus bench` on a GPU but those of decoding."""
 RATES = {64: (430.0, 380.0), 128: (600.0, 500.0)}
 """TFLOP/s of causal attention in bfloat16 at 16K, forward and backward, by dimensions of a head."""
 
@@ -130,71 +124,3 @@ def predicted(head_dim: int, mechanism: str, what: str, to: str) -> tuple[float,
     if what == "decode":
         return decoding(head_dim)
     return of_flex(head_dim, what) if to == "flex" else ratio(head_dim, mechanism, what)
-
-
-def verdict(most: float, span: tuple[float, float]) -> str:
-    """What a prediction says of a goal."""
-    return "met" if span[1] <= most else "missed" if span[0] > most else "open"
-
-
-def table() -> str:
-    """In Markdown: of each goal whether it is met from one end of the prediction to the other,
-    missed, or open.
-    """
-    lines = ["| share of the time of | | goal | d = 64 | d = 128 |", "|---|---|---|---|---|"]
-    for mechanism, what, to in ROWS:
-        most, cells = MOST.get((mechanism, what, to)), []
-        for head_dim in (64, 128):
-            span = predicted(head_dim, mechanism, what, to)
-            text = f"{span[0]:.2f} to {span[1]:.2f}"
-            cells.append(text if most is None else f"{text}: {verdict(most, span)}")
-        said = "forward and backward" if what == "backward" else what
-        its = "FlexAttention's two calls" if to == "flex" else "SDPA"
-        lines.append(f"| {its} | {mechanism}, {said} | {most or ''} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def _two_digits(x: float) -> str:
-    return f"{x:.0f}" if x >= 10 else f"{x:.2g}"
-
-
-def _span(low: float, high: float) -> str:
-    return f"{_two_digits(low)} to {_two_digits(high)}"
-
-
-def times() -> str:
-    """In Markdown: of each cell of the goals at best and at worst, and SDPA's."""
-    cells = [(head_dim, length) for head_dim in (64, 128) for length in LENGTHS]
-    lines = [
-        "| milliseconds, causal | " + " | ".join(f"d = {d}, {length // 1024}K" for d, length in cells) + " |",
-        "|---" * 5 + "|",
-    ]
-    for what in ("forward", "backward"):
-        rows: dict[str, list[str]] = {"SDPA": []}
-        for head_dim, length in cells:
-            scores = HEADS * TOKENS * length / 2
-            forward, backward = sdpa(head_dim)
-            its = (forward + (backward if what == "backward" else 0.0)) * scores / CLOCKS * 1e3
-            rows["SDPA"].append(_two_digits(its))
-            for mechanism in COUNTED[head_dim]:
-                low, high = ratio(head_dim, mechanism, what)
-                rows.setdefault(mechanism, []).append(_span(low * its, high * its))
-        said = "forward and backward" if what == "backward" else what
-        lines += [f"| {name}, {said} | {' | '.join(texts)} |" for name, texts in rows.items()]
-    lines += [
-        "",
-        "| microseconds, one query | " + " | ".join(f"d = {d}, {n // 1024}K" for d in (64, 128) for n in CACHES) + " |",
-        "|---" * 7 + "|",
-    ]
-    softmax, ours = [], []
-    for head_dim in (64, 128):
-        for length in CACHES:
-            its = HEADS * length * 4 * head_dim / BANDWIDTH * 1e6
-            low, high = decoding(head_dim)
-            softmax.append(_two_digits(its))
-            ours.append(_span(low * its, high * its))
-    return "\n".join([*lines, f"| softmax, bytes alone | {' | '.join(softmax)} |", f"| lssar | {' | '.join(ours)} |"])
-
-
-if __name__ == "__main__":
-    print(table(), times(), sep="\n\n")

@@ -362,27 +362,21 @@ class Launcher:
         rows = next_power_of_two(self.inputs.group * query.size(2))
         rows_stored, stages = tl.constexpr(rows), tl.constexpr(tile.stages)
         assert decode.SCORES_AT_ONCE.value >= 32 * tile.warps, "each thread must have a score of its own"
-        # A single row is padded to sixteen for tensor cores, which float32 does not use. The values
-        # of re-weighted rows do not need them: only those with weight are loaded
-        padded, unpadded = tl.constexpr(max(16, rows)), tl.constexpr(1 if rows == 1 else max(16, rows))
-        value_blocks = shape.blocks._replace(BLOCK_Q=unpadded)
-        blocks = value_blocks if query.dtype == torch.float32 else shape.blocks._replace(BLOCK_Q=padded)
-
-        def floats(*sizes: int) -> Tensor:
-            return query.new_empty(sizes, dtype=torch.float32)
-
-        parts = floats(heads, splits, decode.PARTS.value, rows)
-        sums = floats(heads, splits, rows, blocks.BLOCK_DV.value)
-        scores = floats(heads, self.inputs.group * self.inputs.query_length, self.inputs.key_length)
+        # Tensor cores, not for float32, take 16 rows. A re-weighted row's few values do without
+        blocks = shape.blocks._replace(BLOCK_Q=tl.constexpr(max(16, rows)))
+        value_blocks = blocks if rows > 1 else blocks._replace(BLOCK_Q=rows_stored)
+        blocks = value_blocks if query.dtype == torch.float32 else blocks
+        scored = self.inputs.group * self.inputs.query_length, self.inputs.key_length
+        parts, sums, scores = (
+            query.new_empty(heads, *sizes, dtype=torch.float32)
+            for sizes in ((splits, decode.PARTS.value, rows), (splits, rows, blocks.BLOCK_DV.value), scored)
+        )
         shared = self.inputs, self.algebra, shape.masks, parts, sums
-        grid, constants = (splits, heads), (tile, splits)
-        self._launch(decode.statistics, constants, grid, *shared, scores, rows_stored, stages, blocks, **shape.options)
+        grid, constants, options = (splits, heads), (tile, splits), shape.options
+        self._launch(decode.statistics, constants, grid, *shared, scores, rows_stored, stages, blocks, **options)
         if self.algebra.reweighted.value:
-            self._launch(
-                decode.weights, constants, grid, *shared, scores, rows_stored, stages, value_blocks, **shape.options
-            )
-        grid = 1, heads
-        self._launch(decode.combine, constants, grid, *shared, splits, outputs, rows_stored, blocks, **shape.options)
+            self._launch(decode.weights, constants, grid, *shared, scores, rows_stored, stages, value_blocks, **options)
+        self._launch(decode.combine, constants, (1, heads), *shared, splits, outputs, rows_stored, blocks, **options)
 
 
 def _layout(call: Call) -> Hashable:

@@ -11,10 +11,11 @@ threads hold the same score. The kernels therefore store the products in ``score
 without padding, so that each thread has scores of its own. The thread turns them into weights,
 which are not normalised yet, and stores these in place of the products. The product with the values
 loads the weights. Each of these accesses takes 4 bytes per score, while a key has hundreds of
-bytes. A single query is multiplied without tensor cores.
+bytes.
 
 In shapes ROWS_STORED is the number of rows, rounded up to a power of two. BLOCK_Q is ROWS_STORED,
-but at least 16 unless there is a single row.
+but at least 16. For a single row it is 1 in float32, which does not use tensor cores, and in
+``weights``, where few values have weight.
 """
 
 import triton

@@ -1,0 +1,194 @@
+"""docs/performance-gpu.md: it shows what was predicted and the committed results."""
+
+import json
+import sys
+
+from softfocus.lab.bench.results import CellResult, load_benchmark
+
+from .committed import RESULTS, ROOT
+from .tables import table, tables_of
+
+sys.path.insert(0, str(ROOT / "tests/gpu"))
+import predicted
+
+PAGE = (ROOT / "docs/performance-gpu.md").read_text()
+TEXT = " ".join(PAGE.split())
+H100 = RESULTS / "gpu-h100"
+LENGTH = 4096
+BEFORE = {"laser"}
+"""Their backward was changed after the run at d = 128."""
+
+
+def cells(folder: str) -> dict[tuple[str, str, int], CellResult]:
+    found = {(one.mechanism, one.what, one.length): one for one in load_benchmark(H100 / folder).cells}
+    return {key: one for key, one in found.items() if one.parity == "passed"}
+
+
+NOW, WIDE, FLEX = cells("narrow"), cells("first-wide"), cells("flex")
+
+
+def share(one: CellResult | None, of: str = "sdpa") -> float | None:
+    """softfocus's time over another's."""
+    if one is None:
+        return None
+    ours, its = one.subject("softfocus"), one.subject(of)
+    return ours.ratio.median if of == "sdpa" else ours.seconds.median / its.seconds.median
+
+
+def shares(mechanism: str, what: str, to: str) -> tuple[float | None, float | None]:
+    """Of 64 and of 128 dimensions a head."""
+    key = mechanism, what, LENGTH
+    if to == "flex":
+        return share(FLEX[key], "flex"), None
+    return share(NOW[key]), share(WIDE.get(key))
+
+
+def measured() -> str:
+    rows = []
+    for mechanism, what, to in (
+        *predicted.ROWS,
+        ("laser(lssa)", "forward", "sdpa"),
+        ("laser(lssa)", "backward", "sdpa"),
+    ):
+        if what == "decode":
+            continue
+        line = [
+            "FlexAttention's two calls" if to == "flex" else "SDPA",
+            f"{mechanism}, {'forward and backward' if what == 'backward' else what}",
+            str(predicted.MOST.get((mechanism, what, to), "")),
+        ]
+        for head_dim, found in zip((64, 128), shares(mechanism, what, to), strict=True):
+            counted = mechanism in predicted.COUNTED[head_dim]
+            span = "{:.2f} to {:.2f}".format(*predicted.predicted(head_dim, mechanism, what, to)) if counted else ""
+            text = "" if found is None else f"{found:.2f}"
+            if text and head_dim == 128 and what == "backward" and mechanism in BEFORE:
+                text += " (before the change)"
+            line += [span, text]
+        rows.append(line)
+    header = "share of the time of", "", "goal", "d = 64, predicted", "measured", "d = 128, predicted", "measured"
+    return table(header, rows)
+
+
+def decoding() -> list[dict]:
+    return json.loads((H100 / "decode.json").read_text())
+
+
+CHOSEN = {64: [16, 128, 4, 3], 128: [16, 64, 4, 3]}
+"""The decoding tiles that were chosen: rows, keys, warps, stages."""
+
+
+def decode() -> str:
+    found, rows = decoding(), []
+    now = found["products on tensor cores"]
+    for head_dim in (64, 128):
+        for keys in (16384, 131072):
+            its = next(
+                one["us"] for one in now if (one["head_dim"], one["keys"], one["what"]) == (head_dim, keys, "sdpa")
+            )
+            line = [str(head_dim), f"{keys // 1024}K", f"{its:.0f}"]
+            for name in ("softmax", "lssar"):
+                old = [
+                    one["us"]
+                    for one in found["first"]
+                    if (one["head_dim"], one["keys"], one["what"]) == (head_dim, keys, name)
+                ]
+                new = next(
+                    one["us"]
+                    for one in now
+                    if (one["head_dim"], one["keys"], one["what"]) == (head_dim, keys, name)
+                    and (one["programs"], one["tile"]) == (2, CHOSEN[head_dim])
+                )
+                line += [f"{old[0]:.0f}" if old else "", f"{new:.0f}", f"{new / its:.2f}"]
+            rows.append(line)
+    ours = "on tensor cores", "of SDPA"
+    return table(("d", "keys", "SDPA", "softmax, first", *ours, "LSSAR, first", *ours), rows)
+
+
+TABLES = {"measured": measured, "decode": decode}
+
+
+def test_the_tables_are_the_committed_results():
+    assert tables_of(PAGE) == {name: make() for name, make in TABLES.items()}
+
+
+def test_measured_and_predicted_without_overlap():
+    """Of how many times the sum of instructions and products the kernels take."""
+    excess = []
+    for head_dim, found in ((64, NOW), (128, WIDE)):
+        for mechanism in predicted.COUNTED[head_dim]:
+            for what in ("forward", "backward"):
+                if (one := found.get((mechanism, what, LENGTH))) is None:
+                    continue
+                scores = predicted.HEADS * predicted.TOKENS * LENGTH / 2
+                sdpa = predicted.sdpa(head_dim)
+                clocks = predicted.ratio(head_dim, mechanism, what)[1] * (sum(sdpa) if what == "backward" else sdpa[0])
+                excess.append(one.subject("softfocus").seconds.median * predicted.CLOCKS / (clocks * scores))
+    assert f"{min(excess):.2f} to {max(excess):.2f} times" in TEXT
+
+
+def test_readme_says_what_the_h100_measured():
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    names = {"LSSA": "lssa", "LASER": "laser", "LASER over LSSA": "laser(lssa)", "LSSAR": "lssar"}
+    said = {title: share(NOW[name, "backward", LENGTH]) for title, name in names.items()}
+    first, *others = (
+        f"{title} {{}}{ratio:.1f}".format("takes " if title == "LSSA" else "") for title, ratio in said.items()
+    )
+    assert f"{first} of its time, {', '.join(others)}" in readme
+    flex = [1 / share(FLEX["lssar", what, LENGTH], "flex") for what in ("forward", "backward")]
+    assert f"took {min(flex):.0f} to {max(flex):.0f} times as long as LSSAR" in readme
+
+
+def test_what_is_said_of_single_cells():
+    before = cells("first-narrow")
+    ms = {
+        name: {what: 1e3 * FLEX["lssar", what, LENGTH].subject(name).seconds.median for what in ("forward", "backward")}
+        for name in ("flex", "softfocus")
+    }
+    sdpa = NOW["softmax", "forward", LENGTH].subject("sdpa")
+    laser = [share(found["laser", "backward", LENGTH]) for found in (before, NOW)]
+    said = [
+        "from {:.2f} to {:.2f} of SDPA's time".format(*laser),
+        "takes {forward:.0f} milliseconds forward and {backward:.0f} forward and backward".format(**ms["flex"]),
+        "our kernels {forward:.1f} and {backward:.1f}".format(**ms["softfocus"]),
+        f"cuDNN's, reaches {sdpa.tflops:.0f} TFLOP/s",
+        f"at 16K LSSAR's forward takes {share(before['lssar', 'forward', 16384]):.2f} of SDPA's time",
+    ]
+    assert [one for one in said if one not in TEXT] == []
+
+
+def test_what_the_limits_of_registers_save():
+    """Of the forward's time in tiles of 128 x 64 and eight warps, those of two other tiles."""
+    spans = []
+    for tile in ([128, 64, 8, 3, 128], [128, 64, 4, 3, 0]):
+        found = []
+        for one in json.loads((H100 / "tiles.json").read_text()):
+            if (one["length"], one["head_dim"]) == (LENGTH, 64):
+                times = {tuple(each["tile"]): each["ms"] for each in one["milliseconds"]["forward"]}
+                found.append(times[tuple(tile)] / times[128, 64, 8, 3, 0])
+        assert len(found) == 4
+        spans.append(f"{min(found):.2f} to {max(found):.2f}")
+    assert f"takes {spans[0]} of the time with the limit, and {spans[1]} in four warps" in TEXT
+
+
+def test_the_first_calls():
+    calls = json.loads((H100 / "first-calls.json").read_text())
+    wrong = [one for one in calls if one["said"]]
+    assert f"{len(calls) - len(wrong)} of {len(calls)} calls" in TEXT
+    assert [(one["case"], one["dtype"], one["mechanism"]) for one in wrong] == [
+        ("decode", "float32", "sharpened(softmax, 3)")
+    ]
+
+
+def test_the_first_tiles_are_those_that_took_the_least_time():
+    """Within a tenth, of the mechanisms and lengths that share them."""
+    from softfocus.backends.triton.tuning import TILES
+
+    shares: dict[tuple[str, str], list[float]] = {}
+    for one in json.loads((H100 / "tiles.json").read_text()):
+        for kernel, tiles in one["milliseconds"].items():
+            width = f"hdim{one['head_dim']}"
+            hard = one["mechanism"] == "lssar" and (kernel, f"{width}, compute-intensive") in TILES
+            key = kernel, f"{width}, compute-intensive" if hard else width
+            times = {tuple(tile["tile"]): tile["ms"] for tile in tiles}
+            shares.setdefault(key, []).append(times[tuple(TILES[key][0])] / min(times.values()))
+    assert {key: sum(found) / len(found) for key, found in shares.items() if sum(found) / len(found) > 1.1} == {}
