@@ -109,14 +109,14 @@ def swept(study: str, own: str, names: dict[str, str], *endings: str) -> dict[st
 
 
 def rates() -> str:
-    rows = (*LSSA, "local-cosine", "hybrid-half-rope", "local-nope")
+    rows = (*LSSA, "laser-lssa-local", "local-cosine", "hybrid-half-rope", "local-nope")
     names = {"softmax": "Softmax"} | {row: NAMES[row] for row in rows} | {"lssar": NAMES["LSSAR"]}
     found = swept("learning-rates", "layouts", names, "-half", "", "-four-times")
     return rates_table(("1e-3", "2e-3", "4e-3", "8e-3"), found)
 
 
 def larger_rates() -> str:
-    names = {"softmax": "Softmax"} | LAYOUTS
+    names = {"softmax": "Softmax"} | LAYOUTS | {"laser-lssa-local": "`demo-laser-lssa-local`"}
     return rates_table(("1e-3", "2e-3", "4e-3"), swept("larger-rates", "larger", names, "-half", "-twice"))
 
 
@@ -270,17 +270,20 @@ def test_one_training_of_demo_hybrid_rises_on_the_tiled_backend():
 
 def test_what_other_rates_cost_is_the_measured_one():
     sweep, own = partial(loss, "learning-rates"), partial(loss, "layouts")
-    rows = ("softmax", "lssa-local", "lssa-hybrid")
+    rows = ("softmax", "lssa-local", "lssa-hybrid", "laser-lssa-local")
     more = [sweep(f"{row}-four-times-s0") - own(f"{row}-s0") for row in rows]
     more.append(loss("layout-candidates", "lssa-8-s0") - own("lssa-s0"))
     assert (
         "At 8e-3 the loss of Softmax is higher by {:.3f} than at 4e-3, that of LSSA in a layout by {:.3f}, that of "
-        "`demo-hybrid` by {:.3f}, that of LSSA in every layer by {:.3f}.".format(*more)
+        "`demo-hybrid` by {:.3f}, that of LASER over LSSA by {:.3f}, that of LSSA in every layer by {:.3f}.".format(
+            *more
+        )
         in TEXT
     )
     for at, ending in ((sweep, ""), (own, ""), (sweep, "-four-times")):
         softmax, *ours = (at(f"{row}{ending}-s0") for row in rows)
         assert max(ours) < softmax
+        assert min(ours) == ours[-1], "LASER over LSSA"
     for row in rows:
         assert own(f"{row}-s0") < min(sweep(f"{row}{ending}-s0") for ending in ("", "-four-times")), row
     lead = sweep("softmax-s0") - sweep("local-cosine-s0")
@@ -303,7 +306,10 @@ def test_the_leads_in_a_larger_model_are_the_measured_ones():
     assert f"by {shown(layout)} at 1x. What the layout gives alone, {shown(same, '+')}, is inconclusive." in TEXT
     shared = {label: replace(one, evaluations=[run for run in one.evaluations if run.seed < 3])
               for label, one in by.items()}  # fmt: skip
-    assert len(by["laser-lssa-local"].evaluations) == 3
+    assert len(by["laser-lssa-local"].evaluations) == len(by["softplus-local"].evaluations) == 3
+    for rival, sure in (("Softmax", False), ("lssa-local", False), ("laser-lssa-local", True)):
+        assert (above := minus(shared, "softplus-local", rival)).sure == sure
+    assert f"and above LASER over LSSA by {shown(above)}." in TEXT
     below, level = minus(shared, "Softmax", "laser-lssa-local"), minus(shared, "laser-lssa-local", "lssa-local")
     assert below.sure
     assert not level.sure
