@@ -53,8 +53,7 @@ ELEMENTS_AT_ONCE = 4096
 """Elements whose norms or exponentials one program computes. Chosen, not measured."""
 ALIGNED = 16
 """Bytes. Triton compiles one kernel for addresses that are multiples of it, and one for others."""
-# Kernels that always take the first of their tile shapes
-UNMEASURED = ("decode", "bias_gradients")
+UNMEASURED = ("decode", "bias_gradients")  # they take the first of their tile shapes
 FP_FUSION = {"enable_fp_fusion": True}
 """Lets the compiler fuse a product and a sum into one instruction. Triton's default is about to
 change; the option keeps the kernels' speed and their last bits as they are.
@@ -151,7 +150,8 @@ class Launcher:
         outputs = self._outputs(out, saved, exact_heads)
         call = self.call
         query, key, value, bias = call.query, call.key, call.value, call.bias
-        row_vectors = query.new_empty(backward_rows.ROW_VECTORS, *query.shape[:3], dtype=torch.float32)
+        vectors = backward_rows.ROW_VECTORS[call.mechanism.laser]
+        row_vectors = query.new_empty(vectors, *query.shape[:3], dtype=torch.float32)
         grads = {name: x.new_empty(x.shape) for name, x in (("query", query), ("key", key), ("value", value))}
         grads_by_row = {  # [B, H, Lq]: each row's share of the gradient; summed at the end
             name: query.new_empty(query.shape[:3], dtype=torch.float32)
@@ -363,9 +363,9 @@ class Launcher:
         rows_stored, stages = tl.constexpr(rows), tl.constexpr(tile.stages)
         assert decode.SCORES_AT_ONCE.value >= 32 * tile.warps, "each thread must have a score of its own"
         # Tensor cores, not for float32, take 16 rows. A re-weighted row's few values do without
-        blocks = shape.blocks._replace(BLOCK_Q=tl.constexpr(max(16, rows)))
-        value_blocks = blocks if rows > 1 else blocks._replace(BLOCK_Q=rows_stored)
-        blocks = value_blocks if query.dtype == torch.float32 else blocks
+        padded = shape.blocks._replace(BLOCK_Q=tl.constexpr(max(16, rows)))
+        unpadded = padded if rows > 1 else padded._replace(BLOCK_Q=rows_stored)
+        blocks = unpadded if query.dtype == torch.float32 else padded
         scored = self.inputs.group * self.inputs.query_length, self.inputs.key_length
         parts, sums, scores = (
             query.new_empty(heads, *sizes, dtype=torch.float32)
@@ -375,7 +375,7 @@ class Launcher:
         grid, constants, options = (splits, heads), (tile, splits), shape.options
         self._launch(decode.statistics, constants, grid, *shared, scores, rows_stored, stages, blocks, **options)
         if self.algebra.reweighted.value:
-            self._launch(decode.weights, constants, grid, *shared, scores, rows_stored, stages, value_blocks, **options)
+            self._launch(decode.weights, constants, grid, *shared, scores, rows_stored, stages, unpadded, **options)
         self._launch(decode.combine, constants, (1, heads), *shared, splits, outputs, rows_stored, blocks, **options)
 
 

@@ -3,8 +3,8 @@ vectors.
 
 No kernel needs an atomic: each program owns the memory that it writes. query_gradients runs first.
 With LASER each kernel has two variants: EXACT computes the rows that the forward marked, the other
-variant computes all other rows. EXACT runs second. It replaces its rows of grad_query and of the
-row vectors, and adds to grad_key, grad_value and grad_bias.
+variant computes all other rows. EXACT runs second. It replaces its rows of grad_query, and adds to
+grad_key, grad_value and grad_bias.
 """
 
 import triton
@@ -12,9 +12,9 @@ import triton.language as tl
 
 from softfocus.backends.triton.kernels import laser, loading, weighting
 
-ROW_VECTORS = 9
+ROW_VECTORS = (9, 11)
 """The number of row vectors that query_gradients writes for the other kernels: MEAN_GRAD to DELTA
-below.
+below, and with LASER the two of its EXACT variant.
 
 The other kernels load them for each tile. A vector along the second dimension of a tile, as in
 key_gradients, takes as many registers as a row of the tile. ``load_row_vectors`` therefore loads
@@ -25,8 +25,12 @@ MEAN_GRAD, PRODUCT_SCALE, ROW_BIAS, SHIFT, THRESHOLD, INVERSE_SPREAD, WEIGHT_FAC
 )
 """Indices of the row vectors. PRODUCT_SCALE is c_i, with cosine times the mantissa of 1 / |q_i|.
 ROW_BIAS is the row bias. Both are in the score unit. SHIFT to DELTA are the fields of GradientRow,
-except that GRAD_FACTOR is divided by the score unit.
+except that GRAD_FACTOR is divided by the score unit. In LASER's marked rows all are 0 but
+PRODUCT_SCALE, ROW_BIAS and SHIFT: key_gradients adds nothing for these rows, and need not wait for
+their marks before it loads the vectors.
 """
+EXACT_MEAN_GRAD, EXACT_DELTA = tl.constexpr(9), tl.constexpr(10)
+"""MEAN_GRAD and DELTA of the marked rows."""
 
 
 @triton.jit
@@ -77,59 +81,81 @@ def load_delta(grad_out, outputs, inputs, algebra, b, h, q_offsets, blocks):
 @triton.jit
 def load_row_vectors(row_vectors, algebra, b, h, q_offsets, active, EXACT: tl.constexpr):
     """The row vectors [BLOCK_Q] that query_gradients wrote, 0 in rows that are not active:
-    (mean_grad, product_scale, row_bias, GradientRow).
+    (mean_grad, product_scale, row_bias, GradientRow). EXACT needs no other field of GradientRow
+    than delta and ``grad_factor``.
 
     ``product_scale`` is in the score unit, and ``grad_factor`` is divided by that unit. Both are
-    factors of grad_key. Scores need ``product_scale`` alone. ``grad_factor`` is 0 in LASER's marked
-    rows, except in the EXACT variant.
+    factors of grad_key. Scores need ``product_scale`` alone.
     """
     zeros = tl.zeros(q_offsets.shape, tl.float32)
     mean_grad, row_bias, shift, threshold, inverse_spread, delta = zeros, zeros, zeros, zeros, zeros, zeros
     product_scale = tl.load(loading.row_pointers(row_vectors, b, h, q_offsets, PRODUCT_SCALE), mask=active, other=0.0)
-    weight_factor = tl.load(loading.row_pointers(row_vectors, b, h, q_offsets, WEIGHT_FACTOR), mask=active, other=0.0)
-    if EXACT:  # the variant has no such factor, and did not store one
-        grad_factor = tl.where(active, 1.0 / algebra.phi.score_unit, 0.0)
-    else:
-        grad_factor = tl.load(loading.row_pointers(row_vectors, b, h, q_offsets, GRAD_FACTOR), mask=active, other=0.0)
     if algebra.score_bias != "0":
         row_bias = tl.load(loading.row_pointers(row_vectors, b, h, q_offsets, ROW_BIAS), mask=active, other=0.0)
-    if algebra.shifted:
-        # Rows that are not active load no shift. Their score may be a large bias, whose exponential
-        # overflows. With shift = inf their weight is 2^-inf = 0. Softplus grows linearly and needs
-        # no such shift. It must not have it either: its polynomial would compute 0 * inf
-        is_softplus: tl.constexpr = algebra.phi.phi_unit != 1.0  # no other phi has such a unit
-        inactive_shift: tl.constexpr = 0.0 if is_softplus else float("inf")
-        shift = tl.load(loading.row_pointers(row_vectors, b, h, q_offsets, SHIFT), mask=active, other=inactive_shift)
-    if algebra.reweighted:
-        mean_grad = tl.load(loading.row_pointers(row_vectors, b, h, q_offsets, MEAN_GRAD), mask=active, other=0.0)
-        inverse_spread = tl.load(
-            loading.row_pointers(row_vectors, b, h, q_offsets, INVERSE_SPREAD), mask=active, other=0.0
+    if EXACT:  # ``laser.gradients_of_marked`` includes all factors of the row
+        weight_factor, grad_factor = zeros, tl.where(active, 1.0 / algebra.phi.score_unit, 0.0)
+        if algebra.reweighted:
+            mean_grad = tl.load(
+                loading.row_pointers(row_vectors, b, h, q_offsets, EXACT_MEAN_GRAD), mask=active, other=0.0
+            )
+        if algebra.normaliser == "l1":
+            delta = tl.load(loading.row_pointers(row_vectors, b, h, q_offsets, EXACT_DELTA), mask=active, other=0.0)
+    else:
+        weight_factor = tl.load(
+            loading.row_pointers(row_vectors, b, h, q_offsets, WEIGHT_FACTOR), mask=active, other=0.0
         )
-    if algebra.reweighted or (algebra.phi.has_zeros and algebra.normaliser == "l1"):
-        threshold = tl.load(loading.row_pointers(row_vectors, b, h, q_offsets, THRESHOLD), mask=active, other=0.0)
-    if algebra.normaliser == "l1":
-        delta = tl.load(loading.row_pointers(row_vectors, b, h, q_offsets, DELTA), mask=active, other=0.0)
+        grad_factor = tl.load(loading.row_pointers(row_vectors, b, h, q_offsets, GRAD_FACTOR), mask=active, other=0.0)
+        if algebra.shifted:
+            # Rows that are not active load no shift. Their score may be a large bias, whose
+            # exponential overflows. With shift = inf their weight is 2^-inf = 0. Softplus grows
+            # linearly and needs no such shift. It must not have it either: its polynomial would
+            # compute 0 * inf
+            is_softplus: tl.constexpr = algebra.phi.phi_unit != 1.0  # no other phi has such a unit
+            inactive_shift: tl.constexpr = 0.0 if is_softplus else float("inf")
+            shift = tl.load(
+                loading.row_pointers(row_vectors, b, h, q_offsets, SHIFT), mask=active, other=inactive_shift
+            )
+        if algebra.reweighted:
+            mean_grad = tl.load(loading.row_pointers(row_vectors, b, h, q_offsets, MEAN_GRAD), mask=active, other=0.0)
+            inverse_spread = tl.load(
+                loading.row_pointers(row_vectors, b, h, q_offsets, INVERSE_SPREAD), mask=active, other=0.0
+            )
+        if algebra.reweighted or (algebra.phi.has_zeros and algebra.normaliser == "l1"):
+            threshold = tl.load(loading.row_pointers(row_vectors, b, h, q_offsets, THRESHOLD), mask=active, other=0.0)
+        if algebra.normaliser == "l1":
+            delta = tl.load(loading.row_pointers(row_vectors, b, h, q_offsets, DELTA), mask=active, other=0.0)
     row = weighting.GradientRow(shift, threshold, inverse_spread, weight_factor, grad_factor, delta)
     return mean_grad, product_scale, row_bias, row
 
 
 @triton.jit
 def store_row_vectors(
-    row_vectors, mean_grad, product_scale, row_bias, row, grad_factor, b, h, q_offsets, mask, EXACT: tl.constexpr
+    row_vectors, mean_grad, product_scale, row_bias, row, grad_factor, b, h, q_offsets, mask, active,
+    LASER: tl.constexpr, EXACT: tl.constexpr
 ):  # fmt: skip
     """Store the row vectors for the other kernels; ``row.grad_factor`` is replaced by
-    ``grad_factor``. The EXACT variant leaves the other's ``grad_factor``, which is 0 in its rows.
+    ``grad_factor``. The rows of ``mask`` are stored. LASER's rows that are not ``active`` are those
+    that EXACT computes.
     """
-    tl.store(loading.row_pointers(row_vectors, b, h, q_offsets, MEAN_GRAD), mean_grad, mask=mask)
-    tl.store(loading.row_pointers(row_vectors, b, h, q_offsets, PRODUCT_SCALE), product_scale, mask=mask)
-    tl.store(loading.row_pointers(row_vectors, b, h, q_offsets, ROW_BIAS), row_bias, mask=mask)
-    tl.store(loading.row_pointers(row_vectors, b, h, q_offsets, SHIFT), row.shift, mask=mask)
-    tl.store(loading.row_pointers(row_vectors, b, h, q_offsets, THRESHOLD), row.threshold, mask=mask)
-    tl.store(loading.row_pointers(row_vectors, b, h, q_offsets, INVERSE_SPREAD), row.inverse_spread, mask=mask)
-    tl.store(loading.row_pointers(row_vectors, b, h, q_offsets, WEIGHT_FACTOR), row.weight_factor, mask=mask)
-    if not EXACT:
+    threshold, inverse_spread, weight_factor, delta = row.threshold, row.inverse_spread, row.weight_factor, row.delta
+    if EXACT:
+        tl.store(loading.row_pointers(row_vectors, b, h, q_offsets, EXACT_MEAN_GRAD), mean_grad, mask=mask)
+        tl.store(loading.row_pointers(row_vectors, b, h, q_offsets, EXACT_DELTA), delta, mask=mask)
+    else:
+        if LASER:
+            mean_grad, threshold = tl.where(active, mean_grad, 0.0), tl.where(active, threshold, 0.0)
+            inverse_spread = tl.where(active, inverse_spread, 0.0)
+            weight_factor, grad_factor = tl.where(active, weight_factor, 0.0), tl.where(active, grad_factor, 0.0)
+            delta = tl.where(active, delta, 0.0)
+        tl.store(loading.row_pointers(row_vectors, b, h, q_offsets, MEAN_GRAD), mean_grad, mask=mask)
+        tl.store(loading.row_pointers(row_vectors, b, h, q_offsets, PRODUCT_SCALE), product_scale, mask=mask)
+        tl.store(loading.row_pointers(row_vectors, b, h, q_offsets, ROW_BIAS), row_bias, mask=mask)
+        tl.store(loading.row_pointers(row_vectors, b, h, q_offsets, SHIFT), row.shift, mask=mask)
+        tl.store(loading.row_pointers(row_vectors, b, h, q_offsets, THRESHOLD), threshold, mask=mask)
+        tl.store(loading.row_pointers(row_vectors, b, h, q_offsets, INVERSE_SPREAD), inverse_spread, mask=mask)
+        tl.store(loading.row_pointers(row_vectors, b, h, q_offsets, WEIGHT_FACTOR), weight_factor, mask=mask)
         tl.store(loading.row_pointers(row_vectors, b, h, q_offsets, GRAD_FACTOR), grad_factor, mask=mask)
-    tl.store(loading.row_pointers(row_vectors, b, h, q_offsets, DELTA), row.delta, mask=mask)
+        tl.store(loading.row_pointers(row_vectors, b, h, q_offsets, DELTA), delta, mask=mask)
 
 
 @triton.jit

@@ -78,8 +78,6 @@ def query_gradients(
     grad_factor = row.grad_factor
     if EXACT:  # gradients_of_marked includes all factors of the row
         grad_factor = tl.full(count.shape, 1.0, tl.float32)
-    elif algebra.laser:  # 0 in marked rows: key_gradients then need not load the marks
-        grad_factor = tl.where(active, grad_factor, 0.0)
     tile_range = masking.key_tile_range(masks, inputs, blocks, b, block)
 
     grad_sum = tl.zeros([blocks.BLOCK_Q, blocks.BLOCK_D], tl.float32)  # sum_j g phi' k
@@ -173,6 +171,8 @@ def query_gradients(
         h,
         q_offsets,
         mask,
+        active,
+        algebra.laser,
         EXACT,
     )
     # Of [B, H, Lq]; int64, since B H Lq may be 2^31 or more
