@@ -1,6 +1,7 @@
 """docs/claims.md, and a note of a claim: they show the committed results."""
 
 import json
+import statistics
 
 import pytest
 
@@ -119,3 +120,35 @@ def test_the_numbers_in_lambs_note_are_the_measured_ones():
     softmax, laser = (cell(group, *HERE).loss for group in adam.values())
     said = f"softmax has {softmax:.3f} with AdamW and LASER {laser:.3f}, a difference of "
     assert f"{said}{shown(minus(adam, 'laser', 'softmax'), '+')}." in note
+
+
+def note(claim: str, begins: str) -> str:
+    """The paragraph of a claim's page that begins so, on one line."""
+    paragraphs = (" ".join(one.split()) for one in (RESULTS / f"claims/{claim}.md").read_text().split("\n\n"))
+    (found,) = (one for one in paragraphs if one.startswith(begins))
+    return found
+
+
+def runs_of(claim: str) -> list[dict]:
+    return json.loads((RESULTS / f"claims/{claim}/toy/results.json").read_text())["runs"]
+
+
+def test_the_two_losses_of_a_note_are_the_measured_ones():
+    runs = [one for one in runs_of("laser-steps") if one["row"] == "softmax_recorded"]
+    end = statistics.mean(one["info"]["validation_loss"][-1][1] for one in runs)
+    table_has = cell(claim("laser-steps").group("softmax_recorded"), *HERE).loss
+    assert f"softmax has {end:.2f} at its end, and the table has {table_has:.2f}" in note(
+        "laser-steps", "At the scale toy"
+    )
+
+
+def test_the_power_of_a_note_is_the_measured_one():
+    """The error is that of the difference over the seeds."""
+    accuracies: dict[str, list[float]] = {"softmax": [], "laser": []}
+    for one in runs_of("laser-classification"):
+        accuracies[one["row"]].append(one["classification"]["accuracy"])
+    apart = [laser - softmax for softmax, laser in zip(*accuracies.values(), strict=True)]
+    error = statistics.stdev(apart) / len(apart) ** 0.5
+    said = note("laser-classification", "At the scale toy")
+    assert f"softmax in {statistics.mean(accuracies['softmax']):.0%}".replace("%", " %") in said
+    assert f"the error of the difference is {error:.0%}".replace("%", " %") in said

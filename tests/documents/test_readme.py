@@ -166,8 +166,14 @@ def test_what_is_said_of_laser_is_what_the_claims_found():
     for layers in (2, 3, 4, 6):
         assert re.search(rf"\| inconclusive \| With {layers} layers LASER has a lower loss .*: -\S+ ± ", depths)
     assert f"with one layer by {lead('laser-depths', 'With 1 layer LASER has a lower loss')}" in TEXT
-    for claim in ("steps", "lamb", "conformer", "classification"):
+    for claim in ("conformer", "classification"):
         assert "**Verdict: inconclusive**" in page(f"laser-{claim}")
+    for claim in ("steps", "lamb", "temperature"):
+        assert "**Verdict: holds**" in page(f"laser-{claim}")
+        assert "seeds 0, 1, 2, 3, 4, 5;" in page(f"laser-{claim}")
+    share = re.search(r"fewer steps \| .*that loss is reached after ([\d.]+)% of the steps", page("laser-steps"))[1]
+    assert f"softmax's best loss after {float(share):.0f} % of the steps" in TEXT
+    assert f"with LAMB its loss is lower by {lead('laser-lamb', 'With LAMB, LASER has a lower loss')}" in TEXT
     assert re.search(r"right: \+[\d.]+%", page("laser-classification")), "ahead"
     assert re.search(r"mistakes fewer words .*: \+[\d.]+ ±", page("laser-conformer")), "behind"
 
