@@ -221,7 +221,7 @@ class Whole:
 def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("demo") / "fast"
     folder.mkdir()
-    in_the_way = folder / "demo-laser"
+    in_the_way = folder / "demo-laser-lssa-local"
     in_the_way.write_text("a file where a run is to be")
     consoles = plain_console(), plain_console()
     steps: list[tuple[str, int]] = []
@@ -305,8 +305,8 @@ class TestWhole:
     def test_failures_are_named_with_their_logs_and_the_others_go_on(self, whole):
         message = str(whole.error)
         assert message.startswith("2 of 5 models failed: LSSA: killed by signal 9")
-        assert re.search(r"LASER: \S+demo-laser is a file", message)
-        for name in ("demo-lssa", "demo-laser"):
+        assert re.search(r"demo-laser-lssa-local: \S+demo-laser-lssa-local is a file", message)
+        for name in ("demo-lssa", "demo-laser-lssa-local"):
             assert f"(log: {whole.folder}/logs/{name}.log)" in message
         assert "\n" not in message
         assert "start again" in message

@@ -34,7 +34,7 @@ def demo(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Train again what is there.")] = False,
     json: Json = None,
 ) -> None:
-    """Train Softmax, LSSA, LSSAR, LASER and a layout of local and global layers side by side.
+    """Train Softmax, LSSA, LSSAR and two layouts of local and global layers side by side.
 
     Shows what each costs at the training length and who is best at 16x.
 

@@ -17,7 +17,7 @@ from softfocus.lab.report.results import Report, load_entry
 from softfocus.lab.run_folder.owner import refuse_in_use
 from softfocus.lab.studies import crew
 
-MODELS = ("demo-softmax", "demo-lssa", "demo-lssar", "demo-laser", "demo-hybrid")
+MODELS = ("demo-softmax", "demo-lssa", "demo-lssar", "demo-hybrid", "demo-laser-lssa-local")
 FOLDER = Path("runs/demo")
 
 FAST = (
