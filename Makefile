@@ -53,7 +53,7 @@ sanitize-gpu: setup  ## the Triton kernels' tests under NVIDIA's compute-sanitiz
 # Runs from the source tree with the PYTHON that has torch: the machine may be one where nothing can
 # be installed.
 STAGE ?= 1
-gpu:  ## the first half hour on a GPU: make gpu STAGE=1 to 4, each under nine minutes; writes runs/gpu/stage1.json (DRY=--dry-run: without one)
+gpu:  ## half an hour on a GPU: make gpu STAGE=1 to 4, each under nine minutes; writes runs/gpu/stage1.json (DRY=--dry-run: without one)
 	$(PYTHON) tests/gpu/stages.py $(STAGE) $(DRY)
 
 # Nothing is timed: an emulator executes what Triton compiled, with errors, races and late copies as

@@ -6,6 +6,7 @@ A line for each kind of call. Nothing is timed. What is compiled lies in Triton'
 
 import contextlib
 import itertools
+import os
 import time
 import traceback
 from typing import Any
@@ -14,11 +15,14 @@ import torch
 from lines import arguments, each_alone, writer
 
 NAMES = ("lssar", "lssa", "laser", "softmax")
-SIZES = {"causal": (2, 1024, 16), "decode": (1, 16384, 16)}
+SIZES = {"causal": (2, 1024, 16), "decode": (1, 16384, 16), "training": (2, 1024, 12)}
 """Batch, length and heads. Triton compiles anew for an integer of 1 or a multiple of 16: these
-agree with the cells that are measured.
+agree with the cells that are measured, and with GPT-2.
 """
-KINDS = [(name, head_dim, what) for what, head_dim, name in itertools.product(("causal", "decode"), (64, 128), NAMES)]
+KINDS = [
+    *itertools.product((*NAMES, "laser(lssa)"), (64,), ("training",)),
+    *((name, head_dim, what) for what, head_dim, name in itertools.product(("causal", "decode"), (64, 128), NAMES)),
+]
 
 
 def compiled(name: str, head_dim: int, what: str, dry: bool) -> dict[str, Any]:
@@ -36,19 +40,25 @@ def compiled(name: str, head_dim: int, what: str, dry: bool) -> dict[str, Any]:
                 ran.append(tile)
         return ran[0]
 
-    if not dry:
+    if what == "training":
+        os.environ["SOFTFOCUS_TUNE"] = "off"
+    elif not dry:
         tuning.fastest = every
     began, said = time.perf_counter(), ""
     try:
         device, dtype = ("cpu", torch.float32) if dry else ("cuda", torch.bfloat16)
         batch, length, heads = (1, 16, 1) if dry else SIZES[what]
-        leaves = [torch.randn(batch, heads, length, head_dim, device=device, dtype=dtype) for _ in range(3)]
+        shape = (batch, length, heads, head_dim) if what == "training" else (batch, heads, length, head_dim)
+        leaves = [torch.randn(shape, device=device, dtype=dtype) for _ in range(3)]
+        if what == "training":
+            leaves = [x.transpose(1, 2) for x in leaves]
         if what == "decode":
             attention(leaves[0][:, :, -1:], *leaves[1:], mechanism=name, backend="triton")
         else:
             leaves = [x.requires_grad_() for x in leaves]
-            out = attention(*leaves, is_causal=True, mechanism=name, backend="triton")
-            torch.autograd.grad(out, leaves, torch.ones_like(out))
+            for window in (None, (63, 0)) if what == "training" else (None,):
+                out = attention(*leaves, is_causal=True, window_size=window, mechanism=name, backend="triton")
+                torch.autograd.grad(out, leaves, torch.ones_like(out))
         if not dry:
             torch.cuda.synchronize()
     except Exception:

@@ -1,4 +1,4 @@
-"""The first half hour on a GPU, in four stages of under nine minutes: `make gpu STAGE=1`, or
+"""Half an hour on a GPU, in four stages of under nine minutes: `make gpu STAGE=1`, or
 
     PYTHONPATH=src python tests/gpu/stages.py 1 --out runs/gpu
 
@@ -8,6 +8,8 @@ costs the others nothing but its limit. After each item `stage1.json` is written
 has what the items print. What an item had written when it was stopped is kept. --dry-run goes
 through a stage without a GPU, on tiny shapes, in Triton's interpreter: it shows typing errors, not
 speed.
+
+The first stage is what fifteen minutes on an H100 left out (docs/performance-gpu.md).
 """
 
 import argparse
@@ -137,45 +139,38 @@ def pytest_of(name: str, files: str, *, chosen: str = "", dry: str, limit: float
 
 
 def bench(name: str, cells: Benchmark, limit: float) -> Item:
-    """Cells of a benchmark, a second of timing each."""
+    """Cells of a benchmark, a fifth of a second of timing each: inputs and parity take longer."""
     common = ("-m", "softfocus.lab", "bench", "--out", f"{{folder}}/{name}", "--seconds")
     tiny = cells._replace(lengths=(32,), whats=cells.whats[:1], mechanisms=("lssar",), memory=False)
     dry = (*common, "0", "--device", "cpu", "--heads", "1", "--threads", "1", *tiny.arguments)
-    return Item(name, (*common, "1", "--device", "cuda", *cells.arguments), dry, limit, TRUSTED, cells)
+    return Item(name, (*common, "0.2", "--device", "cuda", *cells.arguments), dry, limit, TRUSTED, cells)
 
 
 BOTH = ("forward", "backward")
 WARNINGS_ARE_ERRORS = {"PYTHONWARNINGS": "error:softfocus:RuntimeWarning"}
 """Of the check of the first calls, at the sizes of a real training."""
+UNTUNED = {**TRUSTED, "SOFTFOCUS_TUNE": "off"}
+"""Each kernel in its first tile: measuring others would compile them."""
 STAGES: dict[int, tuple[Item, ...]] = {
     1: (
-        script("compile_all", dry=("--dry-run",), limit=170),
-        Item(
-            "doctor",
-            ("-m", "softfocus.lab", "doctor", "--json", "{folder}/doctor.json"),
-            ("-m", "softfocus.lab", "doctor", "--json", "{folder}/doctor.json"),
-            100,
-            TRUSTED,
-        ),
-        script("first_calls", dry=("--dry-run",), limit=150),
+        script("compile_all", dry=("--dry-run",), limit=110),
+        bench("decode", Benchmark(("lssar", "softmax", "lssa", "laser(lssa)"), ("decode",), LONG_CACHES, 128), 60),
+        bench("decode_narrow", Benchmark(("lssar", "softmax"), ("decode",), LONG_CACHES, 64), 30),
+        script("training", dry=("--dry-run",), limit=110, environment=UNTUNED),
         pytest_of(
-            "tests_that_matter", "triton", chosen="test_parity", dry="test_parity and lssa and causal", limit=200
+            "tests_that_matter", "triton", chosen="test_parity", dry="test_parity and lssa and causal", limit=150
         ),
-        pytest_of("the_check", "checked", dry="what_is_seen", limit=90),
+        pytest_of("the_check", "checked", dry="what_is_seen", limit=60),
     ),
     2: (
-        script("compile_all", dry=("--dry-run",), limit=120),
-        script("tuned", dry=("--dry-run",), limit=90),
-        bench("narrow", Benchmark(MECHANISMS, BOTH, (4096, 16384), 64), 120),
-        bench("decode", Benchmark(("lssar", "softmax", "lssa", "laser"), ("decode",), LONG_CACHES, 128), 60),
-        bench("wide", Benchmark(MECHANISMS, BOTH, (4096, 16384), 128), 120),
-        bench("decode_narrow", Benchmark(("lssar", "softmax"), ("decode",), LONG_CACHES, 64), 40),
-        bench("flex", Benchmark(("lssar",), BOTH, (4096,), 64, ("sdpa", "softfocus", "flex")), 90),
-        bench("flex_wide", Benchmark(("lssar",), BOTH, (4096,), 128, ("sdpa", "softfocus", "flex")), 90),
+        script("compile_all", dry=("--dry-run",), limit=110),
+        bench("wide", Benchmark((*MECHANISMS, "laser(lssa)"), BOTH, (4096, 16384), 128), 110),
+        bench("narrow", Benchmark(MECHANISMS, BOTH, (4096, 16384), 64), 90),
+        bench("flex", Benchmark(("lssar",), BOTH, (4096,), 64, ("sdpa", "softfocus", "flex")), 70),
+        bench("flex_wide", Benchmark(("lssar",), BOTH, (4096,), 128, ("sdpa", "softfocus", "flex")), 70),
         bench("memory", Benchmark(("lssar", "laser"), ("backward",), (16384,), 64, memory=True), 60),
+        bench("flex_others", Benchmark(("lssa", "laser"), BOTH, (4096,), 64, ("sdpa", "softfocus", "flex")), 90),
         bench("lengths", Benchmark(MECHANISMS, BOTH, (1024, 2048, 8192, 32768), 64), 120),
-        bench("lengths_wide", Benchmark(MECHANISMS, BOTH, (1024, 2048, 8192, 32768), 128), 120),
-        bench("flex_others", Benchmark(("lssa", "laser"), BOTH, (4096,), 64, ("sdpa", "softfocus", "flex")), 120),
     ),
     3: (
         pytest_of(
@@ -186,18 +181,26 @@ STAGES: dict[int, tuple[Item, ...]] = {
             limit=150,
         ),
         pytest_of("the_others", "triton", chosen="not test_parity", dry="test_statistics_in_float16", limit=200),
-        script("training", dry=("--dry-run",), limit=120, call="training_checked", environment=WARNINGS_ARE_ERRORS),
+        script("first_calls", dry=("--dry-run",), limit=120),
+        Item(
+            "doctor",
+            ("-m", "softfocus.lab", "doctor", "--json", "{folder}/doctor.json"),
+            ("-m", "softfocus.lab", "doctor", "--json", "{folder}/doctor.json"),
+            100,
+            TRUSTED,
+        ),
         script("sanitizer", dry=("--dry-run",), limit=150),
     ),
     4: (
-        script("training", dry=("--dry-run",), limit=400),
+        script("tuned", dry=("--dry-run",), limit=90),
+        script("training", dry=("--dry-run",), limit=120, call="training_checked", environment=WARNINGS_ARE_ERRORS),
         script("training", "--compile", dry=("--dry-run",), limit=250, call="training_compiled"),
     ),
 }
 
 
 def covered(goal: Goal) -> Iterator[tuple[int, int, bool]]:
-    """Of each (length, dimension of a head) of a goal whether stage 2 measures it."""
+    """Of each (length, dimension of a head) of a goal whether a stage measures it."""
     for length, head_dim in product(goal.lengths, goal.head_dims):
         yield (
             length,
@@ -208,7 +211,8 @@ def covered(goal: Goal) -> Iterator[tuple[int, int, bool]]:
                 and goal.what in item.cells.whats
                 and length in item.cells.lengths
                 and goal.to in item.cells.subjects
-                for item in STAGES[2]
+                for items in STAGES.values()
+                for item in items
             ),
         )
 
