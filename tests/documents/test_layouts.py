@@ -319,6 +319,27 @@ def test_the_leads_in_a_larger_model_are_the_measured_ones():
     assert f"LSSA's lead was {first:.3f} at 1x, with five seeds it is {lead.value:.3f}." in TEXT
 
 
+def test_the_lead_of_laser_over_lssa_on_tokens_is_the_measured_one():
+    by = by_label("layouts-bpe-tuned", "bpe")
+    rivals = {label: by[label] for label in ("laser-lssa-local", "Softmax", "lssa-local")}
+    assert {len(one.evaluations) for one in rivals.values()} == {6}
+    first = {label: replace(one, evaluations=[run for run in one.evaluations if run.seed < 3])
+             for label, one in rivals.items()}  # fmt: skip
+    below = [minus(by, rival, "laser-lssa-local") for rival in ("Softmax", "lssa-local")]
+    far = minus(by, "lssa-local", "laser-lssa-local", WINDOWED)
+    assert all(lead.sure for lead in (*below, far))
+    assert f"by {shown(below[1])} at 1x and by {shown(far)} at 16x, both with the window." in TEXT
+    before = [minus(first, rival, "laser-lssa-local") for rival in ("Softmax", "lssa-local")]
+    assert not any(lead.sure for lead in before)
+    assert "both leads were inconclusive, {} and {} at 1x".format(*map(shown, before)) in TEXT
+    ahead = {
+        row: [loss("bpe", f"laser-lssa-local-s{seed}") < loss("bpe", f"{row}-s{seed}") for seed in range(6)]
+        for row in ("softmax", "lssa-local")
+    }
+    assert ahead["softmax"].count(True) == 5
+    assert all(ahead["lssa-local"])
+
+
 def test_the_single_numbers_on_tokens_are_the_measured_ones():
     sweep = partial(loss, "learning-rates-bpe")
     rates = sweep("lssa-local-half-s0"), loss("bpe", "lssa-local-s0"), sweep("lssa-local-twice-s0")

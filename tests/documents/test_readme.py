@@ -123,6 +123,9 @@ def test_the_leads_in_a_larger_model_and_on_tokens_are_the_measured_ones():
     behind = minus(by, "lssa-hybrid", "local-softmax")
     assert behind.sure
     assert f"LSSAR behind it by {shown(behind)}" in TEXT
+    below = minus(by, "Softmax", "laser-lssa-local")
+    assert below.sure
+    assert f"LASER over LSSA is below Softmax by {shown(below)} (six seeds)" in TEXT
 
 
 def test_what_is_said_of_recall_is_the_measured_one():
