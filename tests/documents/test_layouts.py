@@ -332,6 +332,12 @@ def test_the_lead_of_laser_over_lssa_on_tokens_is_the_measured_one():
     before = [minus(first, rival, "laser-lssa-local") for rival in ("Softmax", "lssa-local")]
     assert not any(lead.sure for lead in before)
     assert "both leads were inconclusive, {} and {} at 1x".format(*map(shown, before)) in TEXT
+    assert (same := minus(by, "local-softmax", "laser-lssa-local")).sure
+    assert f"below softmax in the same layout by {shown(same)} at 1x." in TEXT
+    shared = {label: replace(by[label], evaluations=[run for run in by[label].evaluations if run.seed < 3])
+              for label in ("lssa-hybrid", "local-softmax")}  # fmt: skip
+    assert (above := minus(shared, "lssa-hybrid", "local-softmax")).sure
+    assert f"by {shown(above)} over the three seeds that both have." in TEXT
     ahead = {
         row: [loss("bpe", f"laser-lssa-local-s{seed}") < loss("bpe", f"{row}-s{seed}") for seed in range(6)]
         for row in ("softmax", "lssa-local")
