@@ -1,4 +1,4 @@
-"""The Triton kernels compile for GPUs that nobody here has, and keep what they work on in
+"""The Triton kernels compile without a GPU, and keep what they work on in
 registers, all or most of it.
 
 All of them take half an hour: marked slow (``pytest -m slow tests/core/test_triton_compile.py``).
@@ -24,8 +24,11 @@ RARE = ("exact_forward", "query_gradients exact", "key_gradients exact")
 """LASER's rows of huge values hardly ever occur: these may spill."""
 SPILLED = 0 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9) else 160
 """Bytes a thread at most: the default tiles are chosen with the newest Triton."""
-SPILLED_ON_HOPPER = 400
-"""There the default tiles are those that a GPU measured as fastest, and spill."""
+SPILLED_ON_HOPPER = 480
+"""There the default tiles are those that a GPU measured as fastest. Those of decoding spill none.
+"""
+SPILLED_IN_DECODING = 32
+"""With a query on tensor cores a few registers are spilled, on GPUs that we did not have."""
 
 
 @cache
@@ -59,10 +62,12 @@ EXPECTED = {
 
 @pytest.mark.parametrize(("arch", "mechanism"), cases())
 def test_every_kernel_compiles_and_spills_little(arch, mechanism):
-    most = SPILLED_ON_HOPPER if arch == 90 else SPILLED
     for head_dim in (64,) if (mechanism, arch) == ("lssa", 90) else (64, 128):
         every = compiled(arch, mechanism, head_dim, *EXPECTED)
         for queries, expected in EXPECTED.items():
+            most = SPILLED_ON_HOPPER if arch == 90 else SPILLED
+            if queries <= 1:
+                most = max(SPILLED, 0 if arch == 90 else SPILLED_IN_DECODING)
             kernels = [kernel for kernel in every if kernel["queries"] == queries]
             assert expected <= {kernel["kernel"] for kernel in kernels}
             spilled = [kernel for kernel in kernels if kernel["stack"] > most and kernel["kernel"] not in RARE]

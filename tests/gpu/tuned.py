@@ -2,7 +2,7 @@
 kernel takes of a device.
 
 A line for each kind of call: milliseconds of each tile and the chosen one (which `softfocus bench`
-then finds), registers of a thread and bytes that it spills.
+then finds), registers of a thread and registers that it spills.
 """
 
 import itertools

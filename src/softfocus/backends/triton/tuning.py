@@ -55,7 +55,7 @@ TILES = {
     ("query_gradients", "hdim64"): _shapes((128, 64, 4), (128, 64, 8, 128), (64, 64, 4)),
     ("query_gradients", "hdim64, compute-intensive"): _shapes((64, 32, 4), (64, 64, 4), (128, 64, 8)),
     ("query_gradients", "hdim128"): _shapes((128, 64, 8), (64, 32, 4), (128, 32, 8, 128)),
-    ("query_gradients", "hdim128, compute-intensive"): _shapes((128, 32, 8), (128, 64, 8), (64, 32, 8)),
+    ("query_gradients", "hdim128, compute-intensive"): _shapes((128, 32, 8), (128, 64, 8)),
     ("key_gradients", "hdim64"): _shapes((32, 64, 4), (32, 64, 4, 168), (64, 128, 8)),
     ("key_gradients", "hdim128"): _shapes((32, 128, 8), (16, 128, 8), (64, 128, 8)),
     ("bias_gradients", "hdim64"): _shapes((64, 32, 8)),
@@ -66,10 +66,11 @@ TILES = {
 dimensions, and for all heads where a kernel has no "hdim128". "compute-intensive" kernels compute
 more per score.
 
-The first shape is taken where nothing is measured. This table is for Hopper, and its first shapes
-are those that an H100 measured as fastest (docs/results/gpu-h100), though some spill registers.
-A warp has at least 16 rows in the forward and in query_gradients, and 16 keys in key_gradients:
-with fewer, several warps would do the same work.
+The first shape is taken where nothing is measured. This table is for Hopper. Its first shapes are
+those that took an H100 the least time in bfloat16, over four mechanisms (docs/results/gpu-h100),
+though some spill registers. (32, 64, 4, 168) and bias_gradients were not measured. A warp has at
+least 16 rows in the forward and in query_gradients, and 16 keys in key_gradients: with fewer,
+several warps would do the same work.
 
 With at most 128 registers per thread, two programs of eight warps fit on a multiprocessor, so that
 one computes while the other waits, and with at most 168 three programs of four warps.
@@ -97,11 +98,11 @@ TILES_BEFORE_HOPPER = {
     ("key_gradients", "hdim128"): _shapes((16, 64, 8), (16, 64, 4), (16, 128, 8)),
     ("key_gradients", "hdim128, compute-intensive"): _shapes((16, 32, 4), (16, 128, 8), (16, 64, 8)),
     ("bias_gradients", "hdim64"): _shapes((32, 32, 8)),
-    ("decode", "hdim64"): TILES["decode", "hdim64"],
-    ("decode", "hdim128"): TILES["decode", "hdim128"],
+    ("decode", "hdim64"): _shapes((16, 64, 4), stages=4),
+    ("decode", "hdim128"): _shapes((16, 32, 4), stages=4),
 }
-"""For GPUs before Hopper, on which the operands of products take registers, too. Not measured:
-the first shape of each spills no registers (test_triton_compile.py).
+"""For GPUs before Hopper, on which the operands of products take registers, too. Not measured: the
+first shape of each spills no registers, in decoding at most 32 bytes (test_triton_compile.py).
 """
 TILES_SINCE_BLACKWELL = {
     ("forward", "hdim64"): _shapes((128, 32, 8), (128, 64, 8), (64, 64, 4)),
@@ -117,8 +118,8 @@ TILES_SINCE_BLACKWELL = {
     ("key_gradients", "hdim128"): _shapes((16, 128, 8), (32, 128, 8), (64, 128, 8)),
     ("key_gradients", "hdim128, compute-intensive"): _shapes((16, 64, 8), (32, 128, 8), (16, 128, 8)),
     ("bias_gradients", "hdim64"): TILES["bias_gradients", "hdim64"],
-    ("decode", "hdim64"): TILES["decode", "hdim64"],
-    ("decode", "hdim128"): TILES["decode", "hdim128"],
+    ("decode", "hdim64"): _shapes((16, 64, 4), stages=4),
+    ("decode", "hdim128"): _shapes((16, 32, 4), stages=4),
 }
 """For GPUs from Blackwell on: as they compile, nothing was measured."""
 TILES_FP32 = {
