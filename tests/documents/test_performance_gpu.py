@@ -110,7 +110,7 @@ def decode() -> str:
                 )
                 line += [f"{old[0]:.0f}" if old else "", f"{new:.0f}", f"{new / its:.2f}"]
             rows.append(line)
-    ours = "on tensor cores", "of SDPA"
+    ours = "new tile, tensor cores", "of SDPA"
     return table(("d", "keys", "SDPA", "softmax, first", *ours, "LSSAR, first", *ours), rows)
 
 
