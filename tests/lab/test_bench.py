@@ -297,6 +297,13 @@ FAULTS = [
 ]
 
 
+def test_decoding_has_a_single_row_however_large_its_dense_formula(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parity, "DENSE", 64)
+    cell = Cell("laser", "decode", 128, heads=1, head_dim=8)
+    assert parity._rows(cell).tolist() == [0]
+    assert parity.check(SUBJECTS["softfocus"].build(cell), cell, make(cell)) is None
+
+
 @pytest.mark.parametrize("dense", [2**23, 2**10], ids=["all rows", "some rows"])
 @pytest.mark.parametrize(("function", "what", "says"), FAULTS)
 def test_faults_are_noticed(function: Any, what: Any, says: str, dense: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,9 +37,7 @@ def start() -> PartialState:
                 "use torchrun, or `accelerate config` for several devices without it",
             )
     # Told of a CPU, Accelerate joins the processes there too
-    state = PartialState(cpu=not torch.accelerator.is_available(), timeout=PATIENCE)
-    atexit.register(_leave)
-    return state
+    return PartialState(cpu=not torch.accelerator.is_available(), timeout=PATIENCE)
 
 
 def _leave() -> None:
@@ -73,10 +71,11 @@ def together() -> Iterator[None]:
     except RuntimeError as error:
         if not isinstance(error, distributed.DistError) and "gloo" not in str(error):
             raise
-        atexit.unregister(_leave)  # it could wait for the one that is gone
         # What torch says may name machines, which run.json does not: it stands where it is not kept
         raise LabError(
             f"another process of this training is gone, or said nothing for "
             f"{PATIENCE.total_seconds() / 60:.0f} minutes",
             f"read what it said last, then go on with --resume (torch: {shorten(first_line(error), 160)})",
         ) from error
+    else:
+        atexit.register(_leave)  # not after an error: it could wait for a process that is gone

@@ -134,8 +134,8 @@ def store_row_vectors(
     LASER: tl.constexpr, EXACT: tl.constexpr
 ):  # fmt: skip
     """Store the row vectors for the other kernels; ``row.grad_factor`` is replaced by
-    ``grad_factor``. The rows of ``mask`` are stored. LASER's rows that are not ``active`` are those
-    that EXACT computes.
+    ``grad_factor``. The rows of ``mask`` are stored. ``active`` are the rows that this variant
+    computes (``active_rows``).
     """
     threshold, inverse_spread, weight_factor, delta = row.threshold, row.inverse_spread, row.weight_factor, row.delta
     if EXACT:

@@ -363,5 +363,5 @@ def combine(inputs, algebra, masks, parts, sums, splits, outputs, ROWS_STORED: t
     forward.store_results(
         inputs, algebra, outputs, b, row_heads, q_offsets, count, row_max, shift, phi_sum, power_sum, peak, acc,
         needs_exact, tl.zeros([16], tl.float32),  # no large values: PART_MARK has marked their rows
-        blocks, ROUNDED=blocks.BLOCK_Q > 1,
+        blocks,
     )  # fmt: skip

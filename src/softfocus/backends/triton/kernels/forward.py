@@ -83,7 +83,7 @@ def forward(inputs, algebra, masks, outputs, blocks):
         acc = acc * inputs.keep_scale
     store_results(
         inputs, algebra, outputs, b, row_heads, q_offsets, count, row_max, shift, phi_sum, power_sum, peak, acc,
-        needs_exact, large_values, blocks, ROUNDED=True,
+        needs_exact, large_values, blocks,
     )  # fmt: skip
 
 
@@ -196,18 +196,16 @@ def _with_nonfinite(acc, visible, inputs, b, h, k_offsets, blocks):
 @triton.jit
 def store_results(
     inputs, algebra, outputs, b, row_heads, q_offsets, count, row_max, shift, phi_sum, power_sum, peak, acc,
-    needs_exact, large_values, blocks, ROUNDED: tl.constexpr,
+    needs_exact, large_values, blocks,
 ):  # fmt: skip
     """Store ``outputs``, from acc [BLOCK_Q, BLOCK_DV] and vectors [BLOCK_Q]; ``row_heads``
     [BLOCK_Q] are the query heads of the rows.
-
-    ROUNDED: whether the product with the values rounded the weights (``products.dot_weights``).
     """
     mask = q_offsets < inputs.query_length
     dv_offsets = tl.arange(0, blocks.BLOCK_DV)
     weight_sum = power_sum if algebra.reweighted else phi_sum
     # The largest term of a re-weighted row is u^p = 1, which needs no rounding
-    if ROUNDED and not algebra.inputs_are_fp32 and algebra.normaliser == "l1" and not algebra.reweighted:
+    if not algebra.inputs_are_fp32 and algebra.normaliser == "l1" and not algebra.reweighted:
         dtype = inputs.value_operand.pointer.dtype.element_ty
         weight_sum = weighting.rounded_sum(phi_sum, row_max, shift, algebra, dtype)
     if algebra.laser:
