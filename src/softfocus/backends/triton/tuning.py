@@ -50,13 +50,14 @@ def _shapes(*shapes: tuple[int, ...], stages: int = 3) -> tuple[TileShape, ...]:
 
 
 TILES = {
-    ("forward", "hdim64"): _shapes((128, 64, 8, 128), (128, 64, 4), (64, 64, 4)),
+    ("forward", "hdim64"): _shapes((128, 64, 8, 128), (128, 64, 4), (64, 128, 4)),
     ("forward", "hdim128"): _shapes((128, 64, 8), (128, 32, 8, 128), (64, 64, 4)),
     ("query_gradients", "hdim64"): _shapes((128, 64, 4), (128, 64, 8, 128), (64, 64, 4)),
+    ("query_gradients", "hdim64, softplus"): _shapes((128, 64, 8, 128), (128, 32, 4), (128, 64, 4)),
     ("query_gradients", "hdim64, compute-intensive"): _shapes((64, 32, 4), (64, 64, 4), (128, 64, 8)),
     ("query_gradients", "hdim128"): _shapes((128, 64, 8), (64, 32, 4), (128, 32, 8, 128)),
     ("query_gradients", "hdim128, compute-intensive"): _shapes((128, 32, 8), (128, 64, 8)),
-    ("key_gradients", "hdim64"): _shapes((32, 64, 4), (32, 64, 4, 168), (64, 128, 8)),
+    ("key_gradients", "hdim64"): _shapes((32, 64, 4, 168), (32, 64, 4), (64, 64, 4)),
     ("key_gradients", "hdim128"): _shapes((32, 128, 8), (16, 128, 8), (64, 128, 8)),
     ("bias_gradients", "hdim64"): _shapes((64, 32, 8)),
     ("decode", "hdim64"): _shapes((16, 128, 4)),
@@ -67,8 +68,8 @@ dimensions, and for all heads where a kernel has no "hdim128". "compute-intensiv
 more per score.
 
 The first shape is taken where nothing is measured. This table is for Hopper. Its first shapes are
-those that took an H100 the least time in bfloat16, over four mechanisms (docs/results/gpu-h100),
-though some spill registers. (32, 64, 4, 168) and bias_gradients were not measured. A warp has at
+those that took an H100 and an H200 the least time in bfloat16, over five mechanisms
+(docs/results/gpu-h100, gpu-h200), though some spill registers. bias_gradients was not measured. A warp has at
 least 16 rows in the forward and in query_gradients, and 16 keys in key_gradients: with fewer,
 several warps would do the same work.
 

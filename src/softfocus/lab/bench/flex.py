@@ -20,6 +20,11 @@ NO_LSE = (
     "which FlexAttention does not return on a CPU"
 )
 NO_BACKWARD = "FlexAttention has no backward on a CPU"
+SMALL_TILES = {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 32}
+"""Of FlexAttention's forward on a GPU, where a score_mod computes more than a factor. On an H200 its
+default tiles took 11 times as long in LSSAR's second call (docs/results/gpu-h200/flex.json);
+"max-autotune" tries no tile of fewer than 64 keys.
+"""
 
 
 def refuses(cell: Cell) -> str | None:
@@ -63,7 +68,11 @@ def build(cell: Cell, compiled: bool = True) -> Function:
         score = factor[i] * score
         return score if mechanism.phi == "exp" else torch.log(F.softplus(score))
 
-    first = partial(flex, score_mod=None if plain else log_phi, block_mask=mask, scale=scale if plain else 1.0)
+    options = SMALL_TILES if cell.device == "cuda" and compiled else None
+    if not plain:
+        first = partial(flex, score_mod=log_phi, block_mask=mask, scale=1.0, kernel_options=options)
+    else:
+        first = partial(flex, block_mask=mask, scale=scale)
 
     def sharpened(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         _, statistics = first(query, key, value, return_aux=AuxRequest(lse=True))
@@ -74,7 +83,7 @@ def build(cell: Cell, compiled: bool = True) -> Function:
             u = torch.exp(log_f - log_norm[b, h, i]) * count[i] - threshold[i]
             return torch.where(u > 0, power * torch.log(torch.where(u > 0, u, 1.0)), -torch.inf)
 
-        return flex(query, key, value, score_mod=log_u_to_p, block_mask=mask, scale=1.0)
+        return flex(query, key, value, score_mod=log_u_to_p, block_mask=mask, scale=1.0, kernel_options=options)
 
     def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if mechanism.similarity == "cosine":
