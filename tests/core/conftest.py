@@ -2,6 +2,7 @@
 there is a compiler.
 """
 
+import os
 import shutil
 import sys
 from dataclasses import replace
@@ -24,6 +25,17 @@ def pytest_runtest_setup(item):
             pytest.skip(str(off))
         if sys.platform == "win32" or not any(map(shutil.which, plan.COMPILERS)):
             pytest.skip("needs a C++ compiler")
+
+
+def pytest_runtest_teardown():
+    """After an illegal access a process can no longer use the GPU, and all later tests would fail.
+    Under pytest-xdist the process ends, its test counts as crashed, and a new process goes on.
+    """
+    if torch.cuda.is_available() and "PYTEST_XDIST_WORKER" in os.environ:
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:
+            os._exit(1)
 
 
 @pytest.fixture(scope="session", autouse=True)
