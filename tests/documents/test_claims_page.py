@@ -38,7 +38,7 @@ def encoder_table() -> str:
     return table(["error rate", "1e-3", "2e-3", "4e-3"], rows).replace("%", " %")
 
 
-ENCODERS = {"vit": "ViT", "bert": "BERT"}
+ENCODERS = {"vit": "ViT", "bert": "BERT", "conformer": "Conformer"}
 TABLES = {"toy_rates": toy_table, "encoder_rates": encoder_table}
 
 
@@ -84,8 +84,12 @@ def test_what_laser_gains_at_the_best_of_three_rates_is_the_measured_one():
         said += "." if found.sure else ", inconclusive."
         assert f"the {name}'s error rate with LASER less that with softmax is {said}" in TEXT
         leads = [plain.loss - ours.loss for plain, ours in zip(rates["softmax"], rates["laser"], strict=True)]
-        assert 0 < leads[0] < leads[1] < leads[2], "the lead grows with the rate"
-        assert (softmax, laser) == (rates["softmax"][1], rates["laser"][2])
+        if model == "conformer":
+            assert max(leads) < 0
+            assert not any(b.minus(a).sure for a, b in zip(rates["softmax"], rates["laser"], strict=True))
+        else:
+            assert 0 < leads[0] < leads[1] < leads[2], "the lead grows with the rate"
+        assert (softmax, laser) == (rates["softmax"][1], rates["laser"][1 if model == "conformer" else 2])
 
 
 def test_the_numbers_in_the_shifts_note_are_the_measured_ones():
