@@ -1,5 +1,6 @@
 """docs/layouts.md before its section of recall: it shows the committed results."""
 
+import json
 from dataclasses import replace
 from functools import partial
 
@@ -7,7 +8,21 @@ import pytest
 
 from softfocus.lab.report.points import best, cell
 
-from .committed import FAR, HERE, ROOT, WINDOW, WINDOWED, by_label, by_seed, disturbed, loss, minus, report, runs
+from .committed import (
+    FAR,
+    HERE,
+    RESULTS,
+    ROOT,
+    WINDOW,
+    WINDOWED,
+    by_label,
+    by_seed,
+    disturbed,
+    loss,
+    minus,
+    report,
+    runs,
+)
 from .tables import COLUMNS, NAMES, rates_table, said, scale_table, shown, shown_loss, shown_losses, table, tables_of
 
 LOSSES, _ = (ROOT / "docs/layouts.md").read_text().split("\n## Recall\n")
@@ -126,6 +141,7 @@ TABLES = {
     "laser_adds": laser_adds,
     "lssa_tiled": lssa_tiled, "sinks": sinks_table, "new_rates": rates, "larger_new_rates": larger_rates,
     "larger_lssa": partial(beside_softmax, "larger"), "bpe_lssa": partial(beside_softmax, "layouts-bpe-tuned", "bpe"),
+    "small_lssa": partial(beside_softmax, "small-gpu"),
 }  # fmt: skip
 
 
@@ -289,6 +305,25 @@ def test_what_other_rates_cost_is_the_measured_one():
     lead = sweep("softmax-s0") - sweep("local-cosine-s0")
     assert f"At 2e-3 it is ahead of Softmax by {lead:.3f} (seed 0)." in TEXT
     assert sweep("local-cosine-twice-s0") > sweep("softmax-twice-s0")
+
+
+def test_what_is_said_of_ten_million_parameters_is_measured():
+    by, found = by_label("small-gpu"), runs("small-gpu")
+    for seed in (0, 1):
+        assert loss("small-gpu", f"laser-lssa-local-s{seed}", 512) > loss("small-gpu", f"softmax-s{seed}", 512)
+    assert minus(by, "lssa-local", "Softmax", HERE).sure
+    assert not any(minus(by, row, "Softmax", HERE).sure for row in ("laser-lssa-local", "local-softmax"))
+    ends = {}
+    for run in json.loads((RESULTS / "small-gpu/results.json").read_text())["runs"]:
+        row = run["info"]["name"][:-3]
+        ends.setdefault(row, []).extend(value for step, value in run["info"]["train_loss"] if step > 1400)
+    ends = {row: f"{sum(values) / len(values):.3f}" for row, values in ends.items()}
+    said = (
+        "training loss is {softmax}, that of softmax in the layout {local-softmax}, "
+        "of LASER over LSSA {laser-lssa-local}, of LSSA {lssa-local}."
+    )
+    assert said.format(**ends) in TEXT
+    assert len(found) == 8
 
 
 def test_the_leads_in_a_larger_model_are_the_measured_ones():

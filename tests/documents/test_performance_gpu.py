@@ -122,7 +122,45 @@ def decode() -> str:
     return table(("d", "keys", "SDPA", "softmax, first", *ours, "LSSAR, first", *ours), rows)
 
 
-TABLES = {"measured": measured, "decode": decode}
+def training() -> str:
+    lines = [json.loads(line) for line in (H200 / "training.jsonl").read_text().splitlines()]
+    rows = ((name, f"{share:.2f}") for name, share in lines[-1]["speed_as_share_of_sdpa"].items() if name != "sdpa")
+    return table(("mechanism", "speed, of SDPA's"), rows)
+
+
+def flex_tiles() -> str:
+    """FlexAttention's second call of LSSAR by tile, as it was and folded; None is the default."""
+    found = {}
+    for one in json.loads((H200 / "flex.json").read_text()):
+        if one["mode"] is None and one["what"].startswith("second") and "backward" not in one["what"]:
+            options = one["options"] or {}
+            tile = options.get("BLOCK_M"), options.get("BLOCK_N"), options.get("num_warps")
+            found[tile, "folded" in one["what"]] = one["ms"]
+    tiles = list(dict.fromkeys(tile for tile, _ in found))
+    names = {
+        tile: "default" if tile[0] is None else f"{tile[0]} x {tile[1]}" + (f", {tile[2]} warps" if tile[2] else "")
+        for tile in tiles
+    }
+    rows = ((names[tile], f"{found[tile, False]:.1f}", f"{found[tile, True]:.1f}") for tile in tiles)
+    return table(("rows x keys", "as written", "folded"), rows)
+
+
+def flex_second(folded: bool) -> float:
+    """Milliseconds of FlexAttention's second call in its fastest tile."""
+    rows = [one for one in json.loads((H200 / "flex.json").read_text()) if one["options"]]
+    return min(one["ms"] for one in rows if ("folded" in one["what"]) == folded)
+
+
+def whole() -> str:
+    rows = []
+    for head_dim, folder in ((64, "decode64"), (128, "decode")):
+        for cell in load_benchmark(H200 / folder).cells:
+            assert cell.parity == "passed"
+            rows.append((str(head_dim), f"{cell.length // 1024}K", cell.mechanism, f"{share(cell):.2f}"))
+    return table(("d", "keys", "mechanism", "of SDPA"), rows)
+
+
+TABLES = {"measured": measured, "decode": decode, "training": training, "flex": flex_tiles, "whole": whole}
 
 
 def test_the_tables_are_the_committed_results():
@@ -152,8 +190,10 @@ def test_readme_says_what_the_h100_measured():
         f"{title} {{}}{ratio:.1f}".format("takes " if title == "LSSA" else "") for title, ratio in said.items()
     )
     assert f"{first} of its time, {', '.join(others)}" in readme
-    flex = [1 / share(FLEX["lssar", what, LENGTH], "flex") for what in ("forward", "backward")]
-    assert f"took {min(flex):.0f} to {max(flex):.0f} times as long as LSSAR" in readme
+    (ours,) = {round(1e3 * FLEX["lssar", "forward", LENGTH].subject("softfocus").seconds.median, 1)}
+    assert f"took {flex_second(False) / ours:.1f} times as long as both of LSSAR's sweeps" in readme
+    shares = json.loads((H200 / "training.jsonl").read_text().splitlines()[-1])["speed_as_share_of_sdpa"].values()
+    assert f"trains at {min(shares):.2f} to {sorted(shares)[-2]:.2f} of the speed" in readme
 
 
 def test_what_is_said_of_single_cells():
@@ -188,6 +228,41 @@ def test_what_the_limits_of_registers_save():
     assert f"takes {spans[0]} of the time with the limit, and {spans[1]} in four warps" in TEXT
 
 
+def test_what_an_h200_said_of_tiles():
+    times = {(mechanism, kernel): found for mechanism, _, kernel, found in measured_tiles("gpu-h200")}
+    few, plain = TileShape(32, 64, 4, 3, 168), TileShape(32, 64, 4, 3)
+    keys = {
+        name: times[name, "key_gradients"][few] / times[name, "key_gradients"][plain]
+        for name in ("softmax", "laser(lssa)", "lssar")
+    }
+    said = "take {softmax:.2f} of the time for softmax, and {laser(lssa):.2f} for LASER over LSSA"
+    assert said.format(**keys) in TEXT
+    assert f"LSSAR takes {keys['lssar']:.2f}." in TEXT
+    queries = times["laser(lssa)", "query_gradients"]
+    share = queries[TileShape(128, 64, 8, 3, 128)] / queries[TileShape(128, 64, 4, 3)]
+    assert f"of softplus take {share:.2f} in eight warps with 128 registers" in TEXT
+
+
+def test_what_an_h200_said_of_flexattention():
+    ours = 1e3 * FLEX["lssar", "forward", LENGTH].subject("softfocus").seconds.median
+    said = f"takes {flex_second(False) / ours:.1f} times as long as both of our sweeps, folded "
+    assert f"{said}{flex_second(True) / ours:.1f} times" in TEXT
+    (first,) = (one["ms"] for one in json.loads((H200 / "flex.json").read_text()) if one["what"] == "first")
+    assert f"The first call, {first:.1f} milliseconds by default" in TEXT
+    (sdpa, lssar) = (
+        1e6 * next(c for c in load_benchmark(H200 / "decode").cells if c.length == 131072).subject(who).seconds.median
+        for who in ("sdpa", "softfocus")
+    )
+    before = {
+        one["what"]: one["us"]
+        for one in decoding()["products on tensor cores"]
+        if (one["head_dim"], one["keys"]) == (128, 131072)
+        and (one["what"] == "sdpa" or (one["programs"], one["tile"]) == (2, CHOSEN[128]))
+    }
+    assert f"SDPA takes {sdpa:.0f} microseconds, {sdpa / before['sdpa']:.2f} of its time on an H100." in TEXT
+    assert f"LSSAR takes {lssar:.0f}, with that kernel, and on the H100 {before['lssar']:.0f} without it." in TEXT
+
+
 def test_the_decoding_tiles_are_the_chosen_ones():
     assert {n: list(TILES["decode", f"hdim{n}"][0])[:4] for n in CHOSEN} == CHOSEN
 
@@ -220,14 +295,12 @@ def test_the_first_calls():
     ]
 
 
-def measured_tiles():
-    """Of both GPUs: mechanism, head_dim, kernel, and milliseconds by tile."""
-    for one in json.loads((H100 / "tiles.json").read_text()):
-        for kernel, tiles in one["milliseconds"].items():
+def measured_tiles(gpu):
+    """Mechanism, head_dim, kernel, and milliseconds by tile."""
+    for one in json.loads((RESULTS / gpu / "tiles.json").read_text()):
+        kernels = {one["kernel"]: one["milliseconds"]} if "kernel" in one else one["milliseconds"]
+        for kernel, tiles in kernels.items():
             yield one["mechanism"], one["head_dim"], kernel, {TileShape(*each["tile"]): each["ms"] for each in tiles}
-    for one in json.loads((H200 / "tiles.json").read_text()):
-        times = {TileShape(*each["tile"]): each["ms"] for each in one["milliseconds"]}
-        yield one["mechanism"], one["head_dim"], one["kernel"], times
 
 
 def test_the_first_tiles_are_those_that_took_the_least_time(monkeypatch):
@@ -235,7 +308,7 @@ def test_the_first_tiles_are_those_that_took_the_least_time(monkeypatch):
     hopper = SimpleNamespace(get_current_target=lambda: SimpleNamespace(arch=90))
     monkeypatch.setattr(tuning, "driver", SimpleNamespace(active=hopper))
     shares: dict[tuple, list[float]] = {}
-    for mechanism, head_dim, kernel, times in measured_tiles():
+    for mechanism, head_dim, kernel, times in (*measured_tiles("gpu-h100"), *measured_tiles("gpu-h200")):
         query = torch.ones(1, 1, 8, head_dim, dtype=torch.bfloat16)
         tiles = tuning.candidates(kernel, validated_call(query, query, query, mechanism=mechanism))
         if tiles[0] in times:  # an H100 was not asked for all of them

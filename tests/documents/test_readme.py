@@ -110,6 +110,14 @@ def test_the_leads_of_single_models_are_the_measured_ones():
     assert "LSSA was behind Softmax, {:.3f} against {:.3f}".format(*demo) in TEXT
 
 
+def test_ten_million_parameters_are_as_measured():
+    by = by_label("small-gpu")
+    lssa = minus(by, "lssa-local", "Softmax", HERE)
+    assert lssa.sure
+    assert f"LSSA in the layout is above it by {shown(lssa)} (two seeds)" in TEXT
+    assert all(minus(by, row, "Softmax", HERE).value > 0 for row in by if row != "Softmax")
+
+
 def test_the_leads_in_a_larger_model_and_on_tokens_are_the_measured_ones():
     by = by_label("larger")
     lead, layout = minus(by, "Softmax", "lssa-local"), minus(by, "local-softmax", "lssa-local")

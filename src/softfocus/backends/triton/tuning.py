@@ -69,9 +69,9 @@ more per score.
 
 The first shape is taken where nothing is measured. This table is for Hopper. Its first shapes are
 those that took an H100 and an H200 the least time in bfloat16, over five mechanisms
-(docs/results/gpu-h100, gpu-h200), though some spill registers. bias_gradients was not measured. A warp has at
-least 16 rows in the forward and in query_gradients, and 16 keys in key_gradients: with fewer,
-several warps would do the same work.
+(docs/results/gpu-h100, gpu-h200), though some spill registers. bias_gradients was not measured. A
+warp has at least 16 rows in the forward and in query_gradients, and 16 keys in key_gradients: with
+fewer, several warps would do the same work.
 
 With at most 128 registers per thread, two programs of eight warps fit on a multiprocessor, so that
 one computes while the other waits, and with at most 168 three programs of four warps.

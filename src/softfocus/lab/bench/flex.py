@@ -21,9 +21,10 @@ NO_LSE = (
 )
 NO_BACKWARD = "FlexAttention has no backward on a CPU"
 SMALL_TILES = {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 32}
-"""Of FlexAttention's forward on a GPU, where a score_mod computes more than a factor. On an H200 its
-default tiles took 11 times as long in LSSAR's second call (docs/results/gpu-h200/flex.json);
-"max-autotune" tries no tile of fewer than 64 keys.
+"""Of FlexAttention's forward on a GPU, where a score_mod computes more than a factor.
+
+On an H200 its default tiles took 11 times as long in LSSAR's second call
+(docs/results/gpu-h200/flex.json). "max-autotune" tries no tile of fewer than 64 keys.
 """
 
 
