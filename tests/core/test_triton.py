@@ -561,6 +561,21 @@ def test_an_infinite_key_makes_rows_nan_whatever_the_sign_of_the_scale(quiet, sc
     assert fused(query, key, value[:, :, :40], scale=scale).isnan().all()
 
 
+@pytest.mark.parametrize("queries", [1, 9])
+@pytest.mark.parametrize("large", [0.0, 40.0])
+@pytest.mark.parametrize("name", ["laser(sharpened(softplus_l1, 2))", "laser(softplus_l1)"])
+def test_laser_is_nan_in_rows_with_an_infinite_product(quiet, name, large, queries):
+    """Whether or not a large value marks them. A product of -inf does not show in the row maximum."""
+    generator = torch.Generator().manual_seed(1)
+    query, key, value = (torch.randn(1, 1, n, 8, generator=generator).to(DEVICE) for n in (queries, 40, 40))
+    query[..., 0], key[0, 0, 5, 0], value[0, 0, 7, 0] = -3.0, 3e38, large
+    leaves = [x.requires_grad_() for x in (query, key, value)]
+    out = fused(*leaves, mechanism=name, is_causal=False)
+    assert out.isnan().all()
+    grads = torch.autograd.grad(out, leaves, torch.ones_like(out))
+    assert not any(grad.isinf().any() for grad in grads)
+
+
 @pytest.mark.parametrize("name", ["relu2_l1", "lssa", "softmax"])
 def test_statistics_in_float16(quiet, name):
     query, key, value = (

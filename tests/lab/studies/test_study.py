@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from softfocus.lab import objective
 from softfocus.lab.cli.options import seeds_of
 from softfocus.lab.errors import LabError, UsageError
 from softfocus.lab.evaluate.loss import evaluate
@@ -189,10 +190,25 @@ def test_each_row_is_timed_once_whatever_its_name(two_rows: Path, tmp_path: Path
     jobs = crew.plan(tmp_path, made, [recipe.name for recipe in made])
     for job in jobs:
         job.recipe = job.recipe.model_copy(update={"name": "x"})
-    assert study.estimate(jobs, 1).seconds == 4.0
+    heard: list[str] = []
+    assert study.estimate(jobs, 1, tell=heard.append).seconds == 4.0
     assert timed == ["x", "x"]
+    assert [line[-6:] for line in heard] == ["1 of 2", "2 of 2"]
     monkeypatch.setattr(crew, "is_trained", lambda job: True)
     assert study.estimate(jobs, 1).seconds == pytest.approx(0.4)  # the evaluations are left
+
+
+def test_slow_steps_are_not_timed_four_times(two_rows: Path, monkeypatch: Any) -> None:
+    steps = []
+    loss = objective.loss
+    monkeypatch.setattr(objective, "loss", lambda *a: steps.append(1) or loss(*a))
+    (recipe, *_) = study.recipes(*study.load(str(two_rows)))
+    study._trial(recipe, 1, 1)
+    assert len(steps) == study.TRIAL
+    monkeypatch.setattr(study, "TRIAL_SECONDS", 0.0)
+    seconds, _ = study._trial(recipe, 1, 1)
+    assert len(steps) == study.TRIAL + 2
+    assert seconds > 0
 
 
 def test_the_estimate_trains_nothing(two_rows: Path, tmp_path: Path) -> None:

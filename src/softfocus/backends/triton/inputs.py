@@ -173,7 +173,8 @@ def tile_lists(states: Tensor) -> TileLists:
 
 def _listed(chosen: Tensor) -> tuple[Any, Any]:
     """Indices of the last dimension, the chosen tiles first, and the number of chosen tiles."""
-    flags = chosen.to(torch.int8)
+    # Contiguous: the kernels multiply a tile's number by its stride in 32 bits
+    flags = chosen.to(torch.int8).contiguous()
     return (
         array(flags.argsort(dim=-1, descending=True, stable=True).to(torch.int32)),
         array(flags.sum(-1, keepdim=True, dtype=torch.int32)),

@@ -4,7 +4,7 @@ each other.
 
 import time
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,8 @@ TRIAL = 4
 """Steps of each row that are timed for the estimate; the first, which sets things up, does not
 count.
 """
+TRIAL_SECONDS = 10.0
+"""After which no further step of a row is timed, if one was."""
 
 
 class Study(Table):
@@ -199,8 +201,10 @@ def train_all(
     if copied := _copied(left):
         where = f"{copied / 1e6:,.0f} MB of shards are copied into the token cache first"
         console.print(f"{title}: {where}", markup=False, highlight=False)
-    with console.status("timing a few steps of each row"):
-        expected = estimate(found, workers, processes)
+    with console.status("timing a few steps of each row") as status:
+        if left and not console.is_terminal:
+            console.print(f"{title}: timing a few steps of each row")
+        expected = estimate(found, workers, processes, status.update)
     console.print(f"{title}: {expected.text}", markup=False, highlight=False)
     if not estimate_only:
         check_room(folder, expected.bytes, "{} are needed", "free some space, or choose another disk with --out")
@@ -208,16 +212,19 @@ def train_all(
     return found
 
 
-def estimate(jobs: Sequence[Job], workers: int, processes: int = 1) -> Expected:
+def estimate(
+    jobs: Sequence[Job], workers: int, processes: int = 1, tell: Callable[[str], None] = lambda text: None
+) -> Expected:
     """What the runs that are not finished will take. Rows that differ by seed alone are timed once.
 
-    Of one that is trained the evaluation is left.
+    Of one that is trained the evaluation is left. ``tell`` is called with how far the timing is.
     """
     timed: dict[object, tuple[float, int]] = {}
     left = [job for job in jobs if job.status == "waiting"]
     rows = [without_seed(job.recipe.to_toml()) for job in left]
     for job, row in zip(left, rows, strict=True):
         if row not in timed:
+            tell(f"timing a few steps of each row: {len(timed) + 1} of {len(set(rows))}")
             timed[row] = _trial(job.recipe, max(1, cores() // workers), processes)
     shares = [1 - TRAINING if crew.is_trained(job) else 1.0 for job in left]
     seconds = sum(share * timed[row][0] for share, row in zip(shares, rows, strict=True))
@@ -261,7 +268,7 @@ def _trial(recipe: Recipe, threads: int, processes: int) -> tuple[float, int]:
         optimiser = torch.optim.AdamW(model.parameters(), lr=0.0)
         windows = source.training_windows(recipe)
         rows = max(1, recipe.train.batch // (recipe.train.accumulate * processes))
-        start = 0.0
+        start, began, timed = 0.0, time.perf_counter(), 0
         for step in range(TRIAL):
             if step == 1:
                 start = time.perf_counter()
@@ -273,7 +280,10 @@ def _trial(recipe: Recipe, threads: int, processes: int) -> tuple[float, int]:
             optimiser.step()
             optimiser.zero_grad()
             loss.item()  # a GPU is waited for
-        a_step = (time.perf_counter() - start) / (TRIAL - 1) * recipe.train.accumulate
+            timed = step
+            if timed and time.perf_counter() - began > TRIAL_SECONDS:
+                break
+        a_step = (time.perf_counter() - start) / timed * recipe.train.accumulate
     finally:
         torch.set_num_threads(before)
     parameters = sum(parameter.numel() for parameter in model.parameters())

@@ -183,12 +183,10 @@ def gradients_of_marked(s, exact_terms, row, inputs, algebra, h):
     # limit is 2^-100: there every such phi is in its exponential tail, as log_derivative assumes.
     # For the relu family, whose log_derivative is exact for any small phi, it is 2^-60, since s^2
     # may be subnormal where f = s^2 2^-shift is not. Both limits are chosen, not measured
-    small = 2.0**-100
-    if algebra.phi.has_zeros:
-        small = 2.0**-60
-        if algebra.reweighted:  # u above a threshold is 0 or well above the rounding of f
-            small = tl.where(row.tied | (row.threshold == 0.0), 2.0**-60, 0.0)
+    small = 2.0**-60 if algebra.phi.has_zeros else 2.0**-100
     if algebra.reweighted:
+        # Above a threshold f - threshold is 0 or well above the rounding of f, however small f is
+        small = tl.where(row.tied | (row.threshold == 0.0), small, 0.0)
         u = weighting.phi_to_u(f, row.threshold, row.inverse_spread, algebra)
         weight = tl.where(row.tied, weight, weighting.u_to_the_power(u, inputs, algebra, h, 0) / row.power_sum)
         above_threshold = tl.where(row.tied, f, tl.maximum(f - row.threshold, 0.0))
