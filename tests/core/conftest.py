@@ -27,14 +27,16 @@ def pytest_runtest_setup(item):
             pytest.skip("needs a C++ compiler")
 
 
-def pytest_runtest_teardown():
+def pytest_runtest_teardown(item):
     """After an illegal access a process can no longer use the GPU, and all later tests would fail.
-    Under pytest-xdist the process ends, its test counts as crashed, and a new process goes on.
+    Under pytest-xdist the process ends, its test counts as crashed, and a new process goes on, as
+    often as xdist allows.
     """
-    if torch.cuda.is_available() and "PYTEST_XDIST_WORKER" in os.environ:
+    if torch.cuda.is_initialized() and hasattr(item.config, "workerinput"):
         try:
             torch.cuda.synchronize()
-        except RuntimeError:
+        except RuntimeError as error:
+            print(f"{item.nodeid}: {error}: this process ends", file=sys.__stderr__, flush=True)
             os._exit(1)
 
 

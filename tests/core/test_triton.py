@@ -565,7 +565,7 @@ def test_an_infinite_key_makes_rows_nan_whatever_the_sign_of_the_scale(quiet, sc
 @pytest.mark.parametrize("large", [0.0, 40.0])
 @pytest.mark.parametrize("name", ["laser(sharpened(softplus_l1, 2))", "laser(softplus_l1)"])
 def test_laser_is_nan_in_rows_with_an_infinite_product(quiet, name, large, queries):
-    """Whether or not a large value marks them. A product of -inf does not show in the row maximum."""
+    """Whether or not a large value marks them. The row maximum does not show a product of -inf."""
     generator = torch.Generator().manual_seed(1)
     query, key, value = (torch.randn(1, 1, n, 8, generator=generator).to(DEVICE) for n in (queries, 40, 40))
     query[..., 0], key[0, 0, 5, 0], value[0, 0, 7, 0] = -3.0, 3e38, large
@@ -1101,7 +1101,7 @@ def test_two_runs_are_equal_to_the_bit(quiet):
     assert all(map(torch.equal, first, second))
 
 
-# What only a GPU can show; not run by anybody yet
+# What only a GPU can show. These had no time on the GPUs that we had
 
 
 @pytest.fixture

@@ -319,10 +319,11 @@ def test_what_is_said_of_ten_million_parameters_is_measured():
         ends.setdefault(row, []).extend(value for step, value in run["info"]["train_loss"] if step > 1400)
     ends = {row: f"{sum(values) / len(values):.3f}" for row, values in ends.items()}
     said = (
-        "training loss is {softmax}, that of softmax in the layout {local-softmax}, "
-        "of LASER over LSSA {laser-lssa-local}, of LSSA {lssa-local}."
+        "these are {softmax} for Softmax, {local-softmax} for softmax in the layout, "
+        "{laser-lssa-local} for LASER over LSSA, {lssa-local} for LSSA."
     )
     assert said.format(**ends) in TEXT
+    assert max(ends["softmax"], ends["local-softmax"]) < min(ends["laser-lssa-local"], ends["lssa-local"])
     assert len(found) == 8
 
 

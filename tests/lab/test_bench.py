@@ -360,6 +360,18 @@ def test_flex_computes_the_mechanism(mechanism: str, what: Any) -> None:
     torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
 
 
+def test_flex_gets_small_tiles_where_they_were_measured() -> None:
+    given = {
+        (device, dtype, head_dim): flex.kernel_options(cell(device=device, dtype=dtype, head_dim=head_dim))
+        for device in ("cpu", "cuda")
+        for dtype in ("float32", "bfloat16", "float16")
+        for head_dim in (32, 64, 128)
+    }
+    small = {("cuda", dtype, head_dim) for dtype in ("bfloat16", "float16") for head_dim in (32, 64)}
+    assert {key for key, options in given.items() if options == flex.SMALL_TILES} == small
+    assert {options is None for key, options in given.items() if key not in small} == {True}
+
+
 @pytest.mark.slow  # the compiler takes a quarter of a minute
 def test_flex_compiled() -> None:
     """Once as the benchmark does it, parity and ratio included."""

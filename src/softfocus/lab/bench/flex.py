@@ -1,5 +1,5 @@
 """FlexAttention as its users write these mechanisms: a score_mod, compiled. LSSAR takes two calls,
-LASER exp and log.
+LASER exp and log. On a GPU the forward of a score_mod gets smaller tiles than the default.
 """
 
 from collections.abc import Callable
@@ -20,11 +20,10 @@ NO_LSE = (
     "which FlexAttention does not return on a CPU"
 )
 NO_BACKWARD = "FlexAttention has no backward on a CPU"
-SMALL_TILES = {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 32}
-"""Of FlexAttention's forward on a GPU, where a score_mod computes more than a factor.
-
-On an H200 its default tiles took 11 times as long in LSSAR's second call
-(docs/results/gpu-h200/flex.json). "max-autotune" tries no tile of fewer than 64 keys.
+SMALL_TILES = {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 32, "fwd_num_warps": 4}
+"""For halves and heads of at most 64 dimensions. FlexAttention's default there, on Hopper, is 128 x
+128 in four warps: 128 scores per thread. On an H200 it took 11 times as long in LSSAR's second call
+(docs/results/gpu-h200/flex.json). Other dtypes and sizes were not measured and keep the default.
 """
 
 
@@ -35,6 +34,12 @@ def refuses(cell: Cell) -> str | None:
     if cell.device == "cpu" and cell.algebra.power is not None:
         return NO_LSE
     return eager.refuses(cell.algebra)
+
+
+def kernel_options(cell: Cell) -> dict[str, int] | None:
+    """The options of FlexAttention's kernels for a score_mod; None for its defaults."""
+    measured = cell.device == "cuda" and cell.dtype != "float32" and cell.head_dim <= 64
+    return SMALL_TILES if measured else None
 
 
 def build(cell: Cell, compiled: bool = True) -> Function:
@@ -69,7 +74,7 @@ def build(cell: Cell, compiled: bool = True) -> Function:
         score = factor[i] * score
         return score if mechanism.phi == "exp" else torch.log(F.softplus(score))
 
-    options = SMALL_TILES if cell.device == "cuda" and compiled else None
+    options = kernel_options(cell) if compiled else None
     if not plain:
         first = partial(flex, score_mod=log_phi, block_mask=mask, scale=1.0, kernel_options=options)
     else:

@@ -214,7 +214,7 @@ def store_results(
         # The sum of the weights counts as at least 1: if it is less (relu without a shift), the
         # products themselves may underflow
         needs_exact = needs_exact | (large > 0.0) | (lowest < laser.SMALL_SUM * tl.maximum(weight_sum, 1.0))
-        # phi_sum is NaN where a product is infinite: such a row is NaN, and power_sum may not show it
+        # Where a product is infinite phi_sum is NaN, and so is the row. power_sum may not show it
         needs_exact = needs_exact & (weight_sum > 0.0) & (phi_sum == phi_sum)
         tl.store(outputs.exact_heads + b * inputs.heads + row_heads, 1, mask=needs_exact & mask)
         # mean [BLOCK_Q, BLOCK_DV] is A e^V; NaN where phi_sum is
