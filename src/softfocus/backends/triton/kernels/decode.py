@@ -292,6 +292,7 @@ def _sum_values(
                 pointers = pointers + dv_offsets[None, :] * inputs.value.stride_d
                 value = tl.load(pointers, mask=live[:, None] & (dv_offsets[None, :] < inputs.value_dim), other=0.0)
             else:
+                # The values themselves: in decoding LASER's e^V is computed below
                 value = loading.load_value_operand(inputs, b, h, k_offsets, True, blocks)
             if CAREFUL:
                 value, acc, needs_exact, large_values = forward.checked_values(
@@ -318,13 +319,12 @@ def _sum_values(
 
 @triton.jit
 def _negligible(inputs, algebra, count, tied, row_heads):
-    """The largest u^p of each row that counts as 0, [ROWS_STORED]: the smaller of 2^-24 / p and
-    2^-24 p / N.
+    """The largest u^p of each row that counts as 0, [ROWS_STORED]: 2^-24 / max(p, N / p).
 
-    2^-24 is half an ulp of 1, the largest u^p. All omitted u^p together are at most 2^-24 p, which
-    is p times the rounding of u. The formula is that of the CPU kernels' live_threshold, where the
-    division by p is for gradients, p u^(p - 1). LASER takes the logarithm of small sums and omits
-    no weight.
+    2^-24 is half an ulp of 1, the largest u^p. All omitted u^p together, at most N of them, are
+    then at most 2^-24 p, which is p times the rounding of u. The division by p alone is for
+    gradients, p u^(p - 1): the CPU kernels have the same formula (``live_threshold``), so that all
+    backends omit the same weights. LASER takes the logarithm of small sums and omits no weight.
     """
     negligible = tl.zeros_like(count)
     if not algebra.laser:

@@ -28,16 +28,16 @@ def kept(inputs, b, h, q_offsets, first, KEYS: tl.constexpr, AXIS: tl.constexpr)
         counters, heads, q_offsets = counters[None, :], heads[None, :], q_offsets[:, None]
     else:
         counters, heads, q_offsets = counters[:, None], heads[:, None], q_offsets[None, :]
-    # ``Inputs.seed`` is 2^63 + 2 seed + 1
+    # ``Inputs.seed`` is 2^63 + 2 seed + 1, so that Triton compiles one kernel for all seeds
     seed = (inputs.seed >> 1) & 0x3FFFFFFFFFFFFFFF
     # Words of 32 bits: [Q, GROUPS * LANES], or [GROUPS * LANES, Q]
     w, x, y, z = tl.philox(seed, counters, q_offsets, heads, tl.zeros_like(heads), ROUNDS)
     if KEYS >= SPAN:
         low = tl.join(_kept_of_word(w, inputs.drop_below), _kept_of_word(x, inputs.drop_below))
         high = tl.join(_kept_of_word(y, inputs.drop_below), _kept_of_word(z, inputs.drop_below))
-        # [Q, GROUPS * LANES, half, word of a pair, pair], or [GROUPS * LANES, Q, ...], where the
-        # pairs are w, x and y, z. Bits come in the order of the columns:
-        # column = span * 64 + (4 pair + 2 word + half) * 8 + lane
+        # [Q, GROUPS * LANES, half, word of a pair, pair], or [GROUPS * LANES, Q, ...]. The pairs
+        # are (w, x) and (y, z), and a half is 16 bits of a word. Bits come in the order of the columns:
+        # column = group * SPAN + (4 pair + 2 word + half) * LANES + lane
         bits = tl.join(low, high)
         if AXIS == 1:
             bits = bits.reshape(bits.shape[0], GROUPS, LANES, 2, 2, 2).permute(0, 1, 5, 4, 3, 2)

@@ -92,8 +92,10 @@ def online_statistics(s, scaled_dots, row_max, smallest_product, shift, phi_sum,
     """phi 2^-shift of a tile [BLOCK_Q, BLOCK_K], and the statistics of its rows so far, [BLOCK_Q].
 
     The statistics are the largest score, the smallest scaled product (without cosine), the shift,
-    and the sum of phi 2^-shift. The last result, ``rescale`` [BLOCK_Q], multiplies the caller's
-    sums over earlier tiles, because the shift may have grown.
+    and the sum of phi 2^-shift. A product of -inf makes the row NaN, but the largest score does not
+    show it. So the smallest product is kept, too (``nan_if_infinite``). The last result,
+    ``rescale`` [BLOCK_Q], multiplies the caller's sums over earlier tiles, because the shift may
+    have grown.
     """
     row_max = tl.maximum(row_max, tl.max(s, 1))
     if not algebra.cosine:
@@ -150,29 +152,29 @@ def checked_values(
     if IS_PARTIAL:
         if algebra.laser:
             key_flags = laser.load_flags(value, inputs, b, h, k_offsets)  # [BLOCK_K]
-            special = tl.max(key_flags, 0)
-            nonfinite = special >= 2.0
+            largest_flag = tl.max(key_flags, 0)
+            nonfinite, has_special = largest_flag >= 2.0, largest_flag != 0.0
         else:
             x = value.to(tl.float32)
-            special = tl.sum(x - x)
-            nonfinite = special != special
-        # special is not 0 (or is NaN) if a value of the tile is large or non-finite. NaN != 0.0 is
-        # true. This is rare, so visibility is computed again here instead of being kept in
-        # registers. visible [BLOCK_Q, BLOCK_K]
-        if special != 0.0:
+            zero_or_nan = tl.sum(x - x)
+            nonfinite = zero_or_nan != zero_or_nan
+            has_special = nonfinite
+        # A tile with a large or non-finite value is rare, so that visibility is computed again here
+        # instead of being kept in registers. visible [BLOCK_Q, BLOCK_K]
+        if has_special:
             if numerator is None:
                 visible = masking.visible(masks, inputs, b, row_heads[:, None], q_offsets[:, None], k_offsets[None, :])
             else:
                 visible = numerator != 0.0
             if algebra.laser:
-                large = (key_flags == 1.0) | (key_flags == 3.0)
+                large = laser.is_large(key_flags)
                 needs_exact = needs_exact | (tl.max((visible & large[None, :]).to(tl.int32), 1) > 0)
             if nonfinite:
                 acc = _with_nonfinite(acc, visible, inputs, b, h, k_offsets, blocks)
                 value = products.finite_or_zero(value)
     elif algebra.laser:
         key_flags = laser.load_flags(value, inputs, b, h, k_offsets)
-        large_values = tl.maximum(large_values, tl.where((key_flags == 1.0) | (key_flags == 3.0), 1.0, 0.0))
+        large_values = tl.maximum(large_values, tl.where(laser.is_large(key_flags), 1.0, 0.0))
     if algebra.laser and inputs.value_flags is None:
         value = laser.exponential(value)
     return value, acc, needs_exact, large_values

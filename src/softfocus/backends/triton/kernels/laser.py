@@ -22,7 +22,8 @@ is below SMALL_SUM max(sum of the weights, 1). A weight that underflows in float
 times e^LARGE_VALUE it is 1e-25, which is negligible compared with 1e-12.
 """
 ONE_KEY = tl.constexpr(2.0)
-"""The mark of a marked row in which one key has all the weight. The mark of other marked rows is 1.
+"""The mark of a marked row in which one key has all the weight. The mark of other marked rows is 1,
+that of all other rows 0. Marks are float32, as the other saved vectors.
 """
 
 
@@ -62,6 +63,12 @@ def compute_flags(x):
     nonfinite = tl.max(((tl.abs(x) < float("inf")) == 0).to(tl.int32), 1)
     large = tl.max((products.finite_or_zero(x) > LARGE_VALUE).to(tl.int32), 1)
     return (large + 2 * nonfinite).to(tl.float32)
+
+
+@triton.jit
+def is_large(flags):
+    """Whether a key has a large value, by its flag."""
+    return (flags == 1.0) | (flags == 3.0)
 
 
 @triton.jit
@@ -170,7 +177,12 @@ def gradients_of_marked(s, exact_terms, row, inputs, algebra, h):
     BLOCK_Q], from scores and ``exact_terms`` = A dL/dA.
 
     It does the work of ``weighting.weights_and_gradients``, but from A dL/dA, which is finite even
-    where A underflows and dL/dA overflows. g includes all factors of the row.
+    where A underflows and dL/dA overflows. With A ~ (f - threshold)^p,
+
+        d log A / ds = p phi' / (f - threshold),
+
+    where the quotient may be 0 / 0: there it is phi' / phi. g is dL/d(log A) p / (f - threshold).
+    It includes all factors of the row.
     """
     f = algebra.phi.value(s, row.shift, algebra)
     # derivative includes phi_unit here, unlike in weights_and_gradients
@@ -217,6 +229,7 @@ def add_exact_terms(
     for c in range(inputs.value_dim):
         grad = _column(grad_out, b, h, q_offsets, active, c)  # [BLOCK_Q], as out and residual
         out = _column(outputs.out, b, h, q_offsets, active, c)
+        # In a marked row the residual is the rounding error of out, not A e^V
         residual = _column(outputs.residual, b, h, q_offsets, active, c)
         grad = tl.where(out == out, grad, 0.0)  # an output that is NaN passes no gradient on
         value = _column(inputs.value, b, h // inputs.group, k_offsets, k_offsets < inputs.key_length, c)  # [BLOCK_K]

@@ -135,7 +135,11 @@ def key_tile_range(masks, inputs, blocks, b, block):
 
 @triton.jit
 def query_tile_range(masks, inputs, blocks, block):
-    """The tiles of queries that a block of keys visits: see ``_tile_range``."""
+    """The tiles of queries that a block of keys visits: see ``_tile_range``.
+
+    A key at position p is seen by the queries at p - right to p + left: the window's sides change
+    places. Calls with a cache, whose sequences have offsets of their own, have no backward.
+    """
     first = block * blocks.BLOCK_K - masks.offset
     last = tl.minimum((block + 1) * blocks.BLOCK_K, inputs.key_length) - 1 - masks.offset
     return _tile_range(

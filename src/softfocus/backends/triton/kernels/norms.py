@@ -47,7 +47,8 @@ def fast_reciprocal_norm(x):
 def power_of_two_in(rnorm):
     """pow2 with |x| pow2 in (1/2, 1], from ``rnorm`` = 1 / |x|; 0 for a zero vector.
 
-    For a subnormal ``rnorm`` it is 2^-128, because the exponent bits are 0.
+    For a subnormal ``rnorm``, of an |x| above 2^126, it is 2^-128, because the exponent bits are 0.
+    |x| pow2 is then at least 1/4, and may be above 1.
     """
     bits = rnorm.to(tl.int32, bitcast=True) & 0x7F800000
     pow2 = bits.to(tl.float32, bitcast=True)
@@ -73,7 +74,7 @@ def scaled_operand(x, rnorm):
 
     The kernels scale the query of a product but not the key: the absolute product is then at most
     |k|, and overflows only if |k| is 2^128 or more (docs/limitations.md). key_gradients scales
-    both. All compute the same score, because powers of two scale exactly, except that float16
+    both, because it multiplies the gradients of the scores with the scaled queries. All compute the same score, because powers of two scale exactly, except that float16
     rounds entries that become subnormal.
     """
     return (x.to(tl.float32) * power_of_two_in(rnorm)[:, None]).to(x.dtype), mantissa_of(rnorm)

@@ -8,6 +8,11 @@ sigmoid it is 0, except in rows whose scores are all below SHIFT_BELOW, where th
 2^-shift is about 1. The relu family has a shift in float16 only, where weights that are not
 normalised yet might overflow or underflow. It is an integer, so that the scaling is exact.
 
+softplus is computed in units of log 2: the kernels' f is phi times ``phi_unit`` = log2 e. The
+factor cancels in A, but not in dphi/ds. ``Phi.value`` and the sums of f include it,
+``Phi.derivative`` does not, and ``GradientRow.grad_factor`` includes it in its place. The fields of
+``PHI`` are described at ``arguments.Phi``.
+
 Far below zero softplus keeps its relative precision: for s <= 0, log2(1 + 2^s) = x y(x) with
 x = 2^s. A polynomial y replaces the logarithm, which takes 20 instructions. The number of its terms
 follows the precision of the operands' dtype: its relative error is 2^-11 for bfloat16, 2^-17 for
@@ -340,6 +345,7 @@ def _relu6_derivative(s, shift, algebra):
 
 @triton.jit
 def _tail_log_derivative(s):
+    """Of a phi that is e^s far below zero."""
     return tl.zeros_like(s) + 1.0
 
 
@@ -355,15 +361,19 @@ def _relu2_log_derivative(s):
 
 _NO_ZEROS, _HAS_ZEROS = tl.constexpr(False), tl.constexpr(True)
 PHI = {
-    "exp": Phi(_exp, _exp, _log_exp, _tail_log_derivative, _NO_ZEROS, _exp_shift, LOG2E),
+    "exp": Phi(_exp, _exp, _log_exp, _tail_log_derivative, _NO_ZEROS, shift=_exp_shift, score_unit=LOG2E),
     "softplus": Phi(
-        _softplus, _softplus_derivative, _log_softplus, _tail_log_derivative, _NO_ZEROS, _softplus_shift, LOG2E, LOG2E
+        _softplus, _softplus_derivative, _log_softplus, _tail_log_derivative, _NO_ZEROS,
+        shift=_softplus_shift, score_unit=LOG2E, phi_unit=LOG2E,
     ),
-    "sigmoid": Phi(_sigmoid, _sigmoid_derivative, _log_sigmoid, _tail_log_derivative, _NO_ZEROS, _sigmoid_shift, LOG2E),
+    "sigmoid": Phi(
+        _sigmoid, _sigmoid_derivative, _log_sigmoid, _tail_log_derivative, _NO_ZEROS,
+        shift=_sigmoid_shift, score_unit=LOG2E,
+    ),
     "relu": Phi(_relu, _relu_derivative, _log_of_value, _relu_log_derivative, _HAS_ZEROS),
     "relu2": Phi(_relu2, _relu2_derivative, _log_relu2, _relu2_log_derivative, _HAS_ZEROS),
     "relu6": Phi(_relu6, _relu6_derivative, _log_of_value, _relu_log_derivative, _HAS_ZEROS),
-}
+}  # fmt: skip
 
 
 @triton.jit
@@ -371,12 +381,13 @@ def whole_power(u, POWER: tl.constexpr):
     """u^POWER for an integer POWER >= 0, by squaring u, or u^3 if POWER is a multiple of 3. u^3
     saves products for powers such as 15.
     """
+    tl.static_assert(POWER < 64, "larger powers have more bits than the loop reads")
     n: tl.constexpr = POWER if POWER % 3 else POWER // 3
     square = u
     if POWER > 0 and POWER % 3 == 0:
         square = u * u * u
     result = tl.full(u.shape, 1.0, u.dtype)
-    for bit in tl.static_range(6):  # the bits of WHOLE_POWER
+    for bit in tl.static_range(6):  # POWER is at most 32 (``triton.WHOLE_POWER``)
         if (n >> bit) & 1:
             result = result * square
         if n >> (bit + 1):

@@ -47,14 +47,14 @@ def to_operand_dtype(x, dtype, IN_TF32: tl.constexpr):
 @triton.jit
 def dot(a, b, blocks):
     """The matrix product a b, summed in float32: [M, K] times [K, N] is [M, N]. Operands are as
-    ``to_operand_dtype`` returns them, or halves as float32.
+    ``to_operand_dtype`` returns them, or float32 copies of halves.
 
     A product of one row does not use tensor cores, which would pad it to sixteen rows.
     """
     if a.shape[0] == 1:
         # [K, 1] times [K, N], summed over K: [1, N]
         result = tl.sum(tl.trans(a.to(tl.float32)) * b.to(tl.float32), 0)[None, :]
-    elif blocks.widen:
+    elif blocks.widen:  # Triton's interpreter does not multiply bfloat16
         result = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     else:
         result = tl.dot(a, b, input_precision=blocks.precision)

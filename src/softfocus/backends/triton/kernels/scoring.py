@@ -61,8 +61,9 @@ def query_operand(query, rnorm, scale, inputs, algebra):
     turns these products into scores.
 
     ``scale`` [BLOCK_Q] is c_i in the score unit, ``rnorm`` [BLOCK_Q] is 1 / |q_i|. The factor is
-    ``scale``, with cosine times the mantissa of ``rnorm``. With unit vectors the operand includes
-    the factor, and ``tile_scores`` ignores the returned one.
+    ``scale``, with cosine times the mantissa of ``rnorm``. With unit vectors, where
+    ``inputs.unit_key_fp16`` is given, the operand includes the factor, and ``tile_scores`` ignores
+    the returned one.
     """
     if algebra.cosine:
         query, mantissa = norms.scaled_operand(query, rnorm)

@@ -58,7 +58,8 @@ def rounded_sum(phi_sum, row_max, shift, algebra, dtype):
     The product with the values rounds each weight. Where one key dominates a row, dL/dA - delta is
     smaller than that rounding error. With the same rounded weight in the sum the error cancels in
     out, and in delta, which is computed from out. The errors of the other weights are smaller than
-    the rounding of the gradient.
+    the rounding of the gradient. Only out is divided by this sum: the saved PHI_SUM, and the
+    backward's 1 / phi_sum, are not rounded so.
     """
     largest_phi = algebra.phi.value(row_max, shift, algebra)
     rounded = products.to_operand_dtype(largest_phi, dtype, algebra.inputs_are_fp16 and algebra.laser)
@@ -133,11 +134,14 @@ class GradientRow(NamedTuple):
     With re-weighting, where u = max(f - threshold, 0) |inverse_spread|,
 
         A = weight_factor u^p
-        dL/dphi_s = grad_factor ((dL/dA - delta) u^(p-1) - mean_grad)
+        dL/dphi_s = grad_factor (g - mean_grad),   g = (dL/dA - delta) u^(p-1)
+
+    mean_grad = o_i mean_j g_ij is not a field: query_gradients computes it, from all keys. In a
+    tile, dL/ds = dL/dphi_s phi'.
 
     Attributes:
-        shift: of phi, as in the forward; where ``shift_holds_norm`` the logsumexp, in the score
-            unit.
+        shift: of phi, as in the forward; where ``algebra.shift_holds_norm`` the logsumexp, in the
+            score unit, so that f is the weight.
         threshold: of re-weighted rows what is subtracted from phi, 0 in tied rows. Without
             re-weighting, for a phi with zeros: half the largest phi of a row in which one key has
             all the weight, else inf. A key with phi above it has the gradient 0.
@@ -178,7 +182,7 @@ def gradient_row(saved, inputs, algebra, count, b, h, q_offsets, delta):
     """The ``GradientRow`` of the rows [BLOCK_Q], from what the forward saved."""
     shift, largest_phi, phi_sum, power_sum = saved_statistics(saved, inputs, algebra, b, h, q_offsets)
     threshold = tl.zeros_like(shift)
-    inverse_spread = threshold - 1.0  # -1: not used without re-weighting
+    inverse_spread = threshold - 1.0  # not used without re-weighting, but Triton needs the name
     if algebra.reweighted:
         threshold, inverse_spread, tied, _peak = row_threshold(inputs, algebra, count, phi_sum, largest_phi)
         largest_u_power = u_to_the_power(
