@@ -36,7 +36,8 @@ def kept(inputs, b, h, q_offsets, first, KEYS: tl.constexpr, AXIS: tl.constexpr)
         low = tl.join(_kept_of_word(w, inputs.drop_below), _kept_of_word(x, inputs.drop_below))
         high = tl.join(_kept_of_word(y, inputs.drop_below), _kept_of_word(z, inputs.drop_below))
         # [Q, GROUPS * LANES, half, word of a pair, pair], or [GROUPS * LANES, Q, ...]. The pairs
-        # are (w, x) and (y, z), and a half is 16 bits of a word. Bits come in the order of the columns:
+        # are (w, x) and (y, z), and a half is 16 bits of a word. Bits come in the order of the
+        # columns:
         # column = group * SPAN + (4 pair + 2 word + half) * LANES + lane
         bits = tl.join(low, high)
         if AXIS == 1:

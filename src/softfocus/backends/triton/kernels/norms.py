@@ -74,8 +74,9 @@ def scaled_operand(x, rnorm):
 
     The kernels scale the query of a product but not the key: the absolute product is then at most
     |k|, and overflows only if |k| is 2^128 or more (docs/limitations.md). key_gradients scales
-    both, because it multiplies the gradients of the scores with the scaled queries. All compute the same score, because powers of two scale exactly, except that float16
-    rounds entries that become subnormal.
+    both, because it multiplies the gradients of the scores with the scaled queries. All compute the
+    same score, because powers of two scale exactly, except that float16 rounds entries that become
+    subnormal.
     """
     return (x.to(tl.float32) * power_of_two_in(rnorm)[:, None]).to(x.dtype), mantissa_of(rnorm)
 

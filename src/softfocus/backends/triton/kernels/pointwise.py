@@ -9,9 +9,8 @@ sigmoid it is 0, except in rows whose scores are all below SHIFT_BELOW, where th
 normalised yet might overflow or underflow. It is an integer, so that the scaling is exact.
 
 softplus is computed in units of log 2: the kernels' f is phi times ``phi_unit`` = log2 e. The
-factor cancels in A, but not in dphi/ds. ``Phi.value`` and the sums of f include it,
-``Phi.derivative`` does not, and ``GradientRow.grad_factor`` includes it in its place. The fields of
-``PHI`` are described at ``arguments.Phi``.
+factor cancels in A, but not in dphi/ds. ``Phi.value`` and the sums of f include it. In place of
+``Phi.derivative``, which does not, ``GradientRow.grad_factor`` does (see ``arguments.Phi``).
 
 Far below zero softplus keeps its relative precision: for s <= 0, log2(1 + 2^s) = x y(x) with
 x = 2^s. A polynomial y replaces the logarithm, which takes 20 instructions. The number of its terms
@@ -38,8 +37,7 @@ is normal down to 2^-126; the rest is margin.
 """
 MAX_TERMS = tl.constexpr(9)
 """The number of terms of the most accurate polynomial, that of float32 (``inputs.TERMS``)."""
-# log(log2 e), the logarithm of ``phi_unit`` of softplus
-LOG_LOG2E = tl.constexpr(0.36651292058166435)
+LOG_LOG2E = tl.constexpr(0.36651292058166435)  # the logarithm of ``phi_unit`` of softplus
 
 
 @triton.jit
@@ -345,7 +343,6 @@ def _relu6_derivative(s, shift, algebra):
 
 @triton.jit
 def _tail_log_derivative(s):
-    """Of a phi that is e^s far below zero."""
     return tl.zeros_like(s) + 1.0
 
 
@@ -364,12 +361,10 @@ PHI = {
     "exp": Phi(_exp, _exp, _log_exp, _tail_log_derivative, _NO_ZEROS, shift=_exp_shift, score_unit=LOG2E),
     "softplus": Phi(
         _softplus, _softplus_derivative, _log_softplus, _tail_log_derivative, _NO_ZEROS,
-        shift=_softplus_shift, score_unit=LOG2E, phi_unit=LOG2E,
-    ),
+        shift=_softplus_shift, score_unit=LOG2E, phi_unit=LOG2E),
     "sigmoid": Phi(
         _sigmoid, _sigmoid_derivative, _log_sigmoid, _tail_log_derivative, _NO_ZEROS,
-        shift=_sigmoid_shift, score_unit=LOG2E,
-    ),
+        shift=_sigmoid_shift, score_unit=LOG2E),
     "relu": Phi(_relu, _relu_derivative, _log_of_value, _relu_log_derivative, _HAS_ZEROS),
     "relu2": Phi(_relu2, _relu2_derivative, _log_relu2, _relu2_log_derivative, _HAS_ZEROS),
     "relu6": Phi(_relu6, _relu6_derivative, _log_of_value, _relu_log_derivative, _HAS_ZEROS),
