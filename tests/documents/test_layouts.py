@@ -314,7 +314,7 @@ def test_what_is_said_of_ten_million_parameters_is_measured():
     assert minus(by, "lssa-local", "Softmax", HERE).sure
     assert not any(minus(by, row, "Softmax", HERE).sure for row in ("laser-lssa-local", "local-softmax"))
     ends = {}
-    for run in json.loads((RESULTS / "small-gpu/results.json").read_text())["runs"]:
+    for run in json.loads(_results("small-gpu"))["runs"]:
         row = run["info"]["name"][:-3]
         ends.setdefault(row, []).extend(value for step, value in run["info"]["train_loss"] if step > 1400)
     ends = {row: f"{sum(values) / len(values):.3f}" for row, values in ends.items()}
@@ -325,6 +325,22 @@ def test_what_is_said_of_ten_million_parameters_is_measured():
     assert said.format(**ends) in TEXT
     assert max(ends["softmax"], ends["local-softmax"]) < min(ends["laser-lssa-local"], ends["lssa-local"])
     assert len(found) == 8
+
+
+def test_the_machine_hardly_changes_a_larger_model():
+    again, before = runs("larger-intel"), runs("larger")
+    assert len(again) == 9
+    assert {run["info"]["machine"]["cpu"][:5] for run in json.loads(_results("larger-intel"))["runs"]} == {"Intel"}
+    apart = max(abs(one.row(128).loss - before[name].row(128).loss) for name, one in again.items())
+    assert f"At 1x their losses differ from those above by at most {apart:.3f}." in TEXT
+    by = {**by_label("larger-intel"), "laser": by_label("larger")["laser-lssa-local"]}
+    leads = [minus(by, rival, "laser") for rival in ("Softmax", "local-softmax")]
+    assert all(lead.sure for lead in leads)
+    assert "is below that Softmax by {}, and below that softmax in the layout by {}.".format(*map(shown, leads)) in TEXT
+
+
+def _results(study: str) -> str:
+    return (RESULTS / study / "results.json").read_text()
 
 
 def test_the_leads_in_a_larger_model_are_the_measured_ones():
