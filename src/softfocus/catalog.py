@@ -4,7 +4,7 @@ add one.
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any
@@ -244,7 +244,7 @@ def register(name: str, mechanism: Mechanism, *, note: str = "", learned: Mappin
         note: what a user should know.
         learned: parameters that the mechanism is defined with and their initial values,
             ``{"head_scale": 0.43}``, as :class:`Entry` has it. They belong to the algebra: an equal
-            one in the catalogue must learn the same.
+            one in the catalogue must learn the same, and so must combinations of it.
 
     Returns:
         The new entry of the catalogue; the old one where this very mechanism has that name already.
@@ -265,12 +265,15 @@ def register(name: str, mechanism: Mechanism, *, note: str = "", learned: Mappin
         )
     known = learned_parameters(mechanism)
     wanted = known | checked_parameters(mechanism, learned or {})
-    if wanted != known and (equal := [entry.name for entry in _CATALOG.values() if entry.mechanism == mechanism]):
-        raise ValueError(
-            f"learned: got {wanted}, but {equal[0]!r} is the same mechanism and learns {known or 'nothing'}; "
-            "hand initial values to softfocus.hf.use() instead"
-        )
     entry = Entry(name, mechanism, "registered", note, tuple(wanted.items()))
+    entries = [*_CATALOG.values()]
+    changed = [one for one in entries if _learned(one.mechanism, [*entries, entry]) != _learned(one.mechanism, entries)]
+    if changed or any(known.get(parameter, value) != value for parameter, value in wanted.items()):
+        one = changed[0].name if changed else name_of(mechanism)
+        raise ValueError(
+            f"learned: got {wanted}, but {one!r} is the same mechanism, or builds on it, and learns "
+            f"{learned_parameters(one) or 'nothing'}; hand initial values to softfocus.hf.use() instead"
+        )
     _CATALOG.add(entry)
     return entry
 
@@ -358,11 +361,14 @@ def learned_parameters(mechanism: str | Mechanism) -> dict[str, float]:
 
     A combination (``"laser(ssmax)"``) needs what its base needs; so does an equal ``Mechanism``.
     """
-    full: Mechanism = named(mechanism) if isinstance(mechanism, str) else mechanism
-    unsharpened = full.replace(power=None)
+    return _learned(named(mechanism) if isinstance(mechanism, str) else mechanism, _CATALOG.values())
+
+
+def _learned(full: Mechanism, entries: Iterable[Entry]) -> dict[str, float]:
+    entries, unsharpened = list(entries), full.replace(power=None)
     found: dict[str, float] = {}
     for algebra in (unsharpened.replace(laser=False), unsharpened, full.replace(laser=False), full):
-        for entry in _CATALOG.values():
+        for entry in entries:
             if entry.mechanism == algebra:
                 found.update(entry.learned)
     return found

@@ -44,11 +44,20 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         self.mechanism = validation.mechanism_of(mechanism)
         validation.check_dropout(self.dropout, self.mechanism)
         weight = self.out_proj.weight
-        for name, initial in learned_parameters(mechanism).items():
+        self._initial = learned_parameters(mechanism)
+        for name, initial in self._initial.items():
             parameter = torch.full((self.num_heads,), initial, device=weight.device, dtype=weight.dtype)
             self.register_parameter(f"softfocus_{name}", torch.nn.Parameter(parameter))
         # torch's encoders check this before they use their fused softmax kernel
         self._qkv_same_embed_dim = False
+
+    def _reset_parameters(self) -> None:
+        """torch's, which looks at the flag that ``__init__`` sets; and the mechanism's own."""
+        flag, self._qkv_same_embed_dim = self._qkv_same_embed_dim, self.in_proj_weight is not None
+        super()._reset_parameters()
+        self._qkv_same_embed_dim = flag
+        for name, initial in getattr(self, "_initial", {}).items():  # torch's __init__ calls it, too
+            torch.nn.init.constant_(getattr(self, f"softfocus_{name}"), initial)
 
     def forward(
         self,

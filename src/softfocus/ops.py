@@ -48,6 +48,9 @@ _library.define(
 
 def _attend(*arguments: Any) -> tuple[Tensor, Tensor]:
     *leaves, backend = arguments
+    # Traced and exported graphs call the operator without ``refuse_tangents``
+    if forward_ad._current_level >= 0 and not torch.compiler.is_compiling():
+        _refuse_duals(*(x for x in leaves if isinstance(x, Tensor)))
     return _forward(unpack(leaves), backend)
 
 
@@ -216,12 +219,29 @@ def refuse_tangents(*tensors: Tensor | None) -> None:
     Raises:
         NotImplementedError: a tensor has a tangent.
     """
-    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
-        return
-    if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
-        raise NotImplementedError(
-            "softfocus: only backend='reference' has forward-mode derivatives (a tangent was given)"
-        )
+    if torch.compiler.is_compiling():
+        if _compiles_forward_mode():
+            raise NotImplementedError(NO_TANGENTS)
+    elif forward_ad._current_level >= 0:
+        _refuse_duals(*(x for x in tensors if x is not None))
+
+
+NO_TANGENTS = "softfocus: only backend='reference' has forward-mode derivatives (a tangent was given)"
+
+
+def _refuse_duals(*tensors: Tensor) -> None:
+    level = forward_ad._current_level
+    if any(torch._VF._unpack_dual(x, level=level)[1] is not None for x in tensors):
+        raise NotImplementedError(NO_TANGENTS)
+
+
+def _compiles_forward_mode() -> bool:
+    """Whether torch.compile traces the inside of torch.func.jvp or jacfwd."""
+    levels = torch._C._functorch.get_interpreter_stack() or []
+    return any(level.key() == torch._C._functorch.TransformType.Jvp for level in levels)
+
+
+_compiles_forward_mode._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _refuse_functional_gradients() -> None:

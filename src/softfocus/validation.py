@@ -210,10 +210,14 @@ def check_key_mask(key_mask: Tensor, key: Tensor) -> None:
         raise TypeError(f"key_mask: got dtype {key_mask.dtype}, expected torch.bool, True where the key is real")
 
 
+def _holds_integers(x: Tensor) -> bool:
+    return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+
+
 def check_document_ids(document_ids: Tensor, query: Tensor, key: Tensor) -> None:
     """integer [B, Lk], with no more queries than keys."""
     check_keys("document_ids", document_ids, key)
-    if document_ids.is_floating_point() or document_ids.dtype == torch.bool:
+    if not _holds_integers(document_ids):
         raise TypeError(f"document_ids: got dtype {document_ids.dtype}, expected integers")
     if query.size(2) > key.size(2):
         raise ValueError(
@@ -317,17 +321,23 @@ def rows_of(rows: Sequence[int] | Tensor | None, query: Tensor) -> Tensor:
         return torch.arange(length, device=query.device)
     if not isinstance(rows, Tensor | Sequence) or isinstance(rows, str):
         raise TypeError(f"rows: got {type(rows).__name__}, expected integers [rows], a list or a tensor")
-    chosen = torch.as_tensor(rows, device=query.device)
+    try:
+        chosen = torch.as_tensor(rows, device=query.device)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"rows: got {rows!r}, expected integers [rows]: {error}") from None
     if not chosen.numel():
         chosen = chosen.long()  # an empty list is a float tensor
-    if chosen.dim() != 1 or chosen.is_floating_point() or chosen.dtype == torch.bool:
+    if chosen.dim() != 1 or not _holds_integers(chosen):
         raise TypeError(f"rows: got dtype {chosen.dtype} and shape {_shape(chosen)}, expected integers [rows]")
+    chosen = chosen.long()  # in an unsigned dtype -1 would be a large number
+    if chosen.is_meta:
+        return chosen
     if bool(((chosen < -length) | (chosen >= length)).any()):
         raise ValueError(
             f"rows: got {chosen.min()} to {chosen.max()}, expected numbers from {-length} to {length - 1}: there are "
             f"{length} queries"
         )
-    return chosen.long() % max(1, length)
+    return chosen % max(1, length)
 
 
 def check_dropout(dropout_p: float, mechanism: Mechanism) -> None:

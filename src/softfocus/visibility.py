@@ -166,19 +166,25 @@ def document_ids_from_lengths(lengths: Tensor | Sequence[int], total: int | None
         int64 [1, total].
 
     Raises:
-        ValueError: lengths of another shape, that are no integers, or below 0 (which is seen on the
-            CPU only, and not while torch.compile traces).
+        ValueError: lengths of another shape, that are no integers, or below 0; a total that is no
+            integer, or below their sum. Values are seen on the CPU only, and not while
+            torch.compile traces.
 
     Example: ``document_ids_from_lengths([3, 2])`` is ``[[0, 0, 0, 1, 1]]``.
     """
+    if total is not None and (isinstance(total, bool) or not isinstance(total, int | torch.SymInt)):
+        raise ValueError(f"total: got {total!r}, expected the number of tokens")
     lengths = torch.as_tensor(lengths)
     if lengths.dim() != 1:
         raise ValueError(f"lengths: got shape {list(lengths.shape)}, expected [documents]: one number for each")
     if lengths.numel() and (lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool):
         raise ValueError(f"lengths: got {lengths.dtype}, expected integers: how many tokens each document has")
     # On a GPU the answer would have to be waited for
-    if lengths.device.type == "cpu" and not torch.compiler.is_compiling() and bool((lengths < 0).any()):
-        raise ValueError(f"lengths: got {int(lengths.min())}, expected no length below 0")
+    if lengths.device.type == "cpu" and not torch.compiler.is_compiling():
+        if bool((lengths < 0).any()):
+            raise ValueError(f"lengths: got {int(lengths.min())}, expected no length below 0")
+        if total is not None and total < (known := int(lengths.sum())):
+            raise ValueError(f"total: got {total}, expected at least {known}: the documents have so many tokens")
     ends = lengths.cumsum(0)
     total = int(ends[-1]) if total is None and ends.numel() else total or 0
     return torch.bucketize(torch.arange(total, device=lengths.device), ends, right=True)[None]

@@ -786,3 +786,28 @@ print(all(torch.equal(a, b) for a, b in zip(both(inputs), want)))
 """
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=300)
     assert done.stdout.split() == ["0", "True"], done.stdout + done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("queries", [1, 5])
+def test_a_long_row_of_nearly_equal_scores(queries):
+    """A running sum in float errs by more than TIE_EPS there, always the same way: the threshold
+    moves, and ties are no ties.
+    """
+    length, name = 56_000, "sharpened(softplus_l1, 3)"
+    query, key = torch.zeros(1, 1, queries, 1), torch.ones(1, 1, length, 1)
+    value = torch.zeros(1, 1, length, 1)
+    value[0, 0, 100] = 1.0
+    for more in (0.0, 1e-3):
+        bias = torch.zeros(1, 1, queries, length).requires_grad_()
+        with torch.no_grad():
+            bias[..., 100] = more
+        out, rows = softfocus.attention(
+            query, key, value, mechanism=name, bias=bias, backend="cpu", is_causal=False, return_statistics=True
+        )
+        (grad,) = torch.autograd.grad(out.sum(), bias)
+        if more:  # one key is above the mean and has all the weight
+            torch.testing.assert_close(out, torch.ones_like(out))
+        else:
+            assert rows.peak.max() < 1e-6
+            torch.testing.assert_close(out, torch.full_like(out, 1 / length), rtol=1e-5, atol=0)
+            assert grad.abs().max() < 1e-4

@@ -146,6 +146,21 @@ def test_torchs_encoder_runs_the_mechanism_in_evaluation_too(padded):
     assert not torch.allclose(other(x), layer(x), atol=1e-3)
 
 
+@pytest.mark.parametrize("options", [{}, {"kdim": 6, "vdim": 4}, {"add_bias_kv": True}], ids=str)
+def test_parameters_are_reset_as_torchs_are(options):
+    """As after a meta device, whose tensors come without numbers."""
+    mine = MultiheadAttention(8, 2, mechanism="ssmax", device="meta", **options).to_empty(device="cpu")
+    initial = MultiheadAttention(8, 2, mechanism="ssmax").softfocus_head_scale
+    theirs = torch.nn.MultiheadAttention(8, 2, **options)
+    for module in (mine, theirs):
+        torch.manual_seed(0)
+        module._reset_parameters()
+    own = dict(mine.named_parameters())
+    assert torch.equal(own.pop("softfocus_head_scale"), initial)
+    for name, parameter in theirs.named_parameters():
+        assert name == "out_proj.weight" or torch.equal(own[name], parameter), name  # that one is not reset
+
+
 def test_a_row_that_sees_nothing_is_not_nan():
     module = MultiheadAttention(E, H, mechanism="lssar")
     x = torch.randn(L, N, E)

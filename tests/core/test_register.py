@@ -78,11 +78,23 @@ def test_what_a_name_learns_belongs_to_the_algebra():
     assert learned_parameters("sharpened(mine, 3)") == {"head_scale": 2.0}
     register("mine_laser", laser(Mechanism(phi="relu2")), learned={"head_scale": 4})
     assert learned_parameters("sharpened(mine_laser, 3)") == {"head_scale": 4.0}
-    with pytest.raises(ValueError, match=r"learned: .*'mine' is the same mechanism and learns"):
+    with pytest.raises(ValueError, match=r"learned: .*'mine' is the same mechanism, .* and learns"):
         register("mine_other", MINE, learned={"head_scale": 3})
-    with pytest.raises(ValueError, match="'softmax' is the same mechanism and learns nothing"):
+    with pytest.raises(ValueError, match="'softmax' is the same mechanism, .* and learns nothing"):
         register("soft", Mechanism(), learned={"head_scale": 3})
     assert learned_parameters("softmax") == {}
+
+
+def test_a_registration_changes_no_older_name():
+    base = Mechanism(phi="softplus", scale="1")
+    register("older", sharpened(base, 3))
+    with pytest.raises(ValueError, match="'older' is the same mechanism, or builds on it, and learns nothing"):
+        register("newer", base, learned={"head_scale": 0.5})
+    assert learned_parameters("older") == {}
+    register("mine", MINE, learned={"head_scale": 2})
+    with pytest.raises(ValueError, match=r"'laser\(mine\)' is the same mechanism"):
+        register("laser_of_mine", laser(MINE), learned={"head_scale": 9})
+    assert learned_parameters("laser(mine)") == {"head_scale": 2.0}
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import inspect
 import os
 import signal
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -187,6 +188,33 @@ def test_forward_mode_is_not_dropped_in_silence(mask):
             softfocus.attention(dual, key, value, **mask)
         out = softfocus.attention(dual, key, value, backend="reference", **mask)
         assert forward_ad.unpack_dual(out).tangent is not None
+
+
+@pytest.mark.parametrize("backend", ["auto", "tiled"])
+def test_forward_mode_is_not_dropped_by_compiled_code(backend):
+    query, key, value = tensors()
+    attend = partial(softfocus.attention, key=key, value=value, backend=backend)
+    compiled = torch.compile(attend, backend="aot_eager")
+    exported = torch.export.export(Attends(key, value, backend), (query,)).module()
+    for run in (compiled, exported):
+        torch.testing.assert_close(run(query), attend(query))
+        with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="backend='reference'"):
+            run(forward_ad.make_dual(query, torch.ones_like(query)))
+
+    def tangent(query):
+        return torch.func.jvp(attend, (query,), (torch.ones_like(query),))[1]
+
+    with pytest.raises(Exception, match="backend='reference'|NotImplementedError"):
+        torch.compile(tangent, backend="aot_eager", fullgraph=True)(query)
+
+
+class Attends(torch.nn.Module):
+    def __init__(self, key, value, backend):
+        super().__init__()
+        self.key, self.value, self.backend = key, value, backend
+
+    def forward(self, query):
+        return softfocus.attention(query, self.key, self.value, backend=self.backend)
 
 
 def test_a_profiler_sees_every_call():

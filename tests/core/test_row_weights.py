@@ -106,6 +106,13 @@ def test_no_rows_and_no_keys():
     assert weights(query, key[:, :, :0]).shape == (1, 2, 5, 0)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.int8, torch.int32])
+def test_rows_of_any_integers(dtype):
+    query, key = torch.randn(1, 2, 5, 4), torch.randn(1, 2, 5, 4)
+    rows = torch.tensor([3, 1], dtype=dtype)
+    assert torch.equal(weights(query, key, rows=rows), weights(query, key, rows=[3, 1]))
+
+
 @pytest.mark.parametrize(
     ("rows", "error", "words"),
     [
@@ -115,6 +122,9 @@ def test_no_rows_and_no_keys():
         (torch.ones(5, dtype=torch.bool), TypeError, "rows: got dtype torch.bool"),
         ([[0]], TypeError, r"shape \[1, 1\]"),
         (3, TypeError, "rows: got int"),
+        ([2**70], TypeError, "rows: got "),
+        (["a"], TypeError, "rows: got "),
+        (torch.ones(2, dtype=torch.complex64), TypeError, "rows: got dtype torch.complex64"),
     ],
 )
 def test_rows_that_are_not_there(rows, error, words):

@@ -41,7 +41,7 @@ from triton.runtime.interpreter import TensorHandle
 from triton.runtime.jit import JITFunction
 
 from softfocus.backends.triton import tuning
-from softfocus.backends.triton.kernels import backward_rows, weighting
+from softfocus.backends.triton.kernels import backward_rows, forward, weighting
 from softfocus.backends.triton.tuning import TileShape
 
 GPU = torch.cuda.is_available()
@@ -559,6 +559,29 @@ def test_an_infinite_key_makes_rows_nan_whatever_the_sign_of_the_scale(quiet, sc
     )
     key[0, 0, 5] = torch.tensor([math.inf, *[0.0] * 7])
     assert fused(query, key, value[:, :, :40], scale=scale).isnan().all()
+
+
+@jit
+def sum_of_equal_terms(out, x, n):
+    total = tl.zeros([16], tl.float32)
+    error = total
+    for _ in range(n):
+        total, error = forward.two_sum(total, error, tl.zeros([16], tl.float32) + x)
+    tl.store(out + tl.arange(0, 16), forward.compensated(total, error))
+
+
+def test_a_long_row_of_equal_scores_is_summed_exactly():
+    """A plain sum of so many tiles errs by more than TIE_TOLERANCE."""
+    out, x, n = torch.empty(16, device=DEVICE), 88.7231, 3000
+    sum_of_equal_terms[(1,)](out, x, n)
+    exact = float(torch.tensor(x)) * n
+    assert (out.double() / exact - 1).abs().max() < 2.0**-23
+    plain = torch.zeros(())
+    for _ in range(n):
+        plain += x
+    assert abs(float(plain) / exact - 1) > weighting.TIE_TOLERANCE.value
+    sum_of_equal_terms[(1,)](out, 3e38, 3)
+    assert out.isinf().all()
 
 
 @pytest.mark.parametrize("queries", [1, 9])

@@ -126,6 +126,9 @@ REFUSED = {
     "document_ids of a wrong shape": (
         {"document_ids": torch.zeros(1, LK, dtype=torch.int64)}, ValueError, ["document_ids", "[1, 5]", "[2, 5]"],
     ),
+    "document_ids of complex numbers": (
+        {"document_ids": torch.zeros(B, LK, dtype=torch.complex64)}, TypeError, ["document_ids", "complex", "integers"],
+    ),
     "document_ids of floats": (
         {"document_ids": torch.zeros(B, LK)}, TypeError, ["document_ids", "float32", "integers"],
     ),

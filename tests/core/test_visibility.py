@@ -196,6 +196,12 @@ def test_document_ids_from_lengths(lengths):
     assert ids.tolist() == [[number for number, length in enumerate(lengths) for _ in range(length)]]
 
 
+@pytest.mark.parametrize(("total", "says"), [(4, "at least 5"), (-1, "at least 5"), (5.5, "5.5"), (True, "True")])
+def test_a_total_that_does_not_fit_is_refused(total, says):
+    with pytest.raises(ValueError, match=f"total: got .*{says}"):
+        document_ids_from_lengths([3, 2], total=total)
+
+
 def test_document_ids_from_cumulative_lengths():
     cu_seqlens = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
     assert document_ids_from_lengths(cu_seqlens.diff()).tolist() == [[0, 0, 2, 2, 2]]

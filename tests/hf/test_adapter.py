@@ -158,11 +158,15 @@ def test_no_mask_means_what_it_means_to_sdpa(mechanism):
     assert torch.equal(Call(mechanism, causal=False)(), square(is_causal=False))
 
 
-def test_window_without_a_mask():
+def test_window_of_a_padding_free_batch():
+    """Elsewhere a window is in the mask, and the keyword is for FlashAttention alone."""
     distance = torch.arange(6)[:, None] - torch.arange(6)
     for causal, seen in ((True, (distance >= 0) & (distance < 3)), (False, distance.abs() < 3)):
         call = Call("lssar", causal=causal)
-        torch.testing.assert_close(call(sliding_window=3), call(seen[None, None]))
+        call.query, call.key, call.value = (x[:1] for x in (call.query, call.key, call.value))
+        free = call(sliding_window=3, cu_seq_lens_q=torch.tensor([0, 6], dtype=torch.int32))
+        torch.testing.assert_close(free, call(seen[None, None]))
+        assert torch.equal(call(sliding_window=3), call())
 
 
 def test_position_bias_is_added_to_the_scores():

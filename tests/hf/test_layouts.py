@@ -120,8 +120,23 @@ def test_a_window_in_a_prefix_lm(build, tokens, cached):
         return
     cache = StaticCache(model.config, LENGTH + 5)
     mask = torch.nn.functional.pad(prefix, (0, 5))[None, None]
-    with pytest.raises(ValueError, match=f"window: got a mask of {LENGTH} queries and {LENGTH + 5} keys that shows"):
+    with pytest.raises(ValueError, match="window: got a mask of several queries in a cache that shows"):
         logits(model, ids, attention_mask=mask, past_key_values=cache)
+
+
+def test_compiled_code_refuses_padding_on_the_right_in_a_cache(build, tokens):
+    model, ids = softfocus.hf.use(build("llama"), {"*": {"mechanism": "lssar", "window": 3}}), tokens(2, LENGTH)
+    compiled, real = torch.compile(model, backend="eager"), torch.ones_like(ids)
+    for padded, error in ((slice(0, 0), None), (slice(0, 3), None), (slice(-3, None), RuntimeError)):
+        mask = real.clone()
+        mask[:, padded] = 0
+        given = {"attention_mask": mask, "past_key_values": StaticCache(model.config, LENGTH + 5)}
+        if error:
+            with pytest.raises(error, match="window: got a mask of several queries in a cache"):
+                logits(compiled, ids, **given)
+        else:
+            want = logits(model, ids, attention_mask=mask)
+            torch.testing.assert_close(logits(compiled, ids, **given)[mask.bool()], want[mask.bool()])
 
 
 @pytest.mark.parametrize("mask", [None, torch.ones(1, 1, 8, 6).bool()], ids=["no mask", "mask"])
@@ -687,6 +702,7 @@ def test_round_trip(build, tokens, tmp_path, layout, family):
 @pytest.mark.parametrize("layout", [HYBRID, HEADS, PARTIAL, BASES], ids=["layers", "heads", "partial", "bases"])
 @pytest.mark.parametrize("family", ["llama", "glm"])
 def test_compiled_and_checkpointed(build, tokens, layout, family):
+    torch._dynamo.reset()  # other tests' models count towards the limit of recompilations
     model, ids = softfocus.hf.use(build(family), layout), tokens(2, LENGTH)
     want = logits(model, ids)
     torch.testing.assert_close(logits(torch.compile(model, fullgraph=True, backend="eager"), ids), want)

@@ -15,6 +15,8 @@ from transformers import (
     Gemma4TextConfig,
     NllbMoeConfig,
     NllbMoeForConditionalGeneration,
+    OlmoeConfig,
+    OlmoeForCausalLM,
     StaticCache,
 )
 
@@ -99,3 +101,20 @@ def test_models_that_drop_queries_keep_their_places(tokens, mechanism):
         cached = model(ids, logits_to_keep=1, past_key_values=StaticCache(config=config, max_cache_len=16)).logits
     torch.testing.assert_close(kept, whole[:, -3:], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(cached, whole[:, -1:], rtol=1e-4, atol=1e-4)
+
+
+def test_a_window_that_the_models_eager_attention_does_not_have_is_not_run():
+    """OLMoE passes its window on for FlashAttention alone: with padding there was a mask and no
+    window, without padding a window.
+    """
+    torch.manual_seed(0)
+    config = OlmoeConfig(
+        hidden_size=32, intermediate_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=61, num_experts=2, num_experts_per_tok=1, initializer_range=0.4, pad_token_id=0, bos_token_id=None,
+        eos_token_id=None, sliding_window=4, attn_implementation="eager",
+    )  # fmt: skip
+    model, ids = OlmoeForCausalLM(config).eval(), torch.randint(1, 61, (1, 9))
+    with torch.no_grad():
+        want = model(ids).logits
+        got = softfocus.hf.use(model, "softmax")(ids).logits
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)

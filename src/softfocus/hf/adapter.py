@@ -18,6 +18,12 @@ from softfocus.layout import Heads
 from softfocus.mechanism import default_scale
 from softfocus.visibility import document_ids_from_lengths
 
+UNKNOWN_POSITIONS = (
+    "window: got a mask of several queries in a cache that shows queries their future or ends in padding, so that "
+    "their positions are not known; pad on the left, and pass the whole prompt at once, with a dynamic cache or none. "
+    "generate() takes tokens that equal pad_token_id for padding where it has no attention_mask, and in what an "
+    "assistant model reads: set a pad_token_id that no text has"
+)
 _REFUSED = {
     "softcap": "caps the scores before the softmax (Gemma 2)",
     "s_aux": "adds attention sinks to the softmax's denominator (GPT-OSS)",
@@ -63,8 +69,8 @@ def attention_forward(
         is_causal: takes the place of ``module.is_causal`` when given.
         sliding_window: the model's own: how many keys a query sees, itself included; to each side,
             where attention is not causal (the convention of Transformers' FlashAttention). Used
-            only without a mask: a mask carries its window already. A window of the layout comes on
-            top.
+            only in padding-free batches: a mask carries its window already, and some models pass on
+            a window that their eager attention does not have. A window of the layout comes on top.
         position_bias: float, broadcastable to [B, H, Lq, Lk], added to the scores.
         kwargs: ``cu_seq_lens_q`` of padding-free batches is honoured; what the models pass on for
             others is ignored.
@@ -110,9 +116,9 @@ def attention_forward(
         heads = slice(start, start + (group.heads or total))
         keys = slice(heads.start // shared, heads.stop // shared)
         start = heads.stop
-        # The model's window is in its mask; where it hands over none, it is the layer's number of
-        # keys
-        window = sliding_window if attention_mask is None else None
+        # Without a mask the model has no window, whatever it passes on for FlashAttention: of more
+        # keys than its window Transformers makes a mask. Padding-free batches have none
+        window = sliding_window if attention_mask is None and documents is not None else None
         if group.window is not None:
             window = group.window if window is None else min(window, group.window)
         outs.append(
@@ -213,15 +219,10 @@ def _windowed(mask: Tensor, rows: int, window: int) -> Tensor:
     if rows != mask.shape[-1]:
         last = torch.where(visible, places, -1).amax(-1)  # [.., Lq]
         before = last.amax() - (rows - 1)
-        # Compiled code cannot look at values
-        if rows > 1 and not torch.compiler.is_compiling() and (last - own).amax() > before:
-            raise ValueError(
-                f"window: got a mask of {rows} queries and {mask.shape[-1]} keys that shows queries their "
-                "future or ends in padding, so that their positions are not known; pad on the left, "
-                "and pass the whole prompt at once, with a dynamic cache or none. generate() takes tokens that equal "
-                "pad_token_id for padding where it has no attention_mask, and in what an assistant model reads: "
-                "set a pad_token_id that no text has"
-            )
+        if rows > 1 and torch.compiler.is_compiling():  # compiled code looks when it runs
+            torch._assert_async((last - own).amax() <= before, UNKNOWN_POSITIONS)
+        elif rows > 1 and (last - own).amax() > before:
+            raise ValueError(UNKNOWN_POSITIONS)
         own = own + before
     near = (places - own[:, None]).abs() < window
     return visible & near if mask.dtype == torch.bool else mask.masked_fill(~near, -math.inf)

@@ -25,7 +25,7 @@ from softfocus.lab.report.points import Group, cell, columns, growth, labels, se
 from softfocus.lab.report.report import build, write
 from softfocus.lab.report.results import Entry, read
 from softfocus.lab.report.table import loss_table
-from softfocus.lab.run_folder.results import json_text
+from softfocus.lab.run_folder.results import Setting, json_text
 
 
 def grouped(*entries):
@@ -104,6 +104,20 @@ class TestGroups:
         (group,) = grouped(fabricate("softmax", [1.0, 1.5], ()))
         assert growth(group, 2.0, "dynamic NTK") is None
         assert cell(group, 1.0, "dynamic NTK") is None
+
+    def test_the_row_of_the_trained_mechanism_stands_for_no_other(self, fabricate):
+        entry = fabricate("lssar", [1.0, 1.5], ())
+        plain = entry.evaluation.rows[-1]
+        other = plain.model_copy(update={"setting": Setting(mechanism="softmax"), "loss": 3.0})
+        scaled = plain.model_copy(update={"setting": Setting(mechanism="softmax", rope="ntk"), "loss": 2.0})
+        first = other.model_copy(update={"length": entry.evaluation.train_length, "loss": 2.5})
+        entry.evaluation.rows += [other, scaled]
+        (group,) = grouped(entry)
+        names = [other.setting.name(256), scaled.setting.name(256)]
+        assert [cell(group, 2.0, name).loss for name in names] == [3.0, 2.0]
+        assert [cell(group, 1.0, name) for name in names] == [None, None]
+        entry.evaluation.rows += [first]
+        assert [cell(group, 1.0, name).loss for name in names] == [2.5, 2.5]
 
 
 class TestGain:

@@ -202,17 +202,20 @@ def cell(group: Group, column: float, setting: str, axis: Axis = "multiple") -> 
 
 
 def _row(evaluation: Evaluation, column: float, setting: str, axis: Axis) -> Row | None:
-    """Up to the training length a scaling of RoPE changes nothing, so the row as trained stands for
-    a missing one.
+    """Up to the training length a scaling of RoPE changes nothing, so the row of the same setting
+    without it stands for a missing one.
     """
     there = {row.setting: row for row in evaluation.rows if position(evaluation, row, axis) == column}
     for one, row in there.items():
         if one.name(evaluation.train_length) == setting:
             return row
     known = {row.setting for row in evaluation.rows if row.setting.name(evaluation.train_length) == setting}
-    plain = there.get(AS_TRAINED)
-    scaled = any(one.window is None and not one.wrong for one in known)
-    return plain if scaled and plain is not None and plain.length <= evaluation.train_length else None
+    for one in known:
+        if one.rope != AS_TRAINED.rope and one.window is None and not one.wrong:
+            plain = there.get(one.model_copy(update={"rope": AS_TRAINED.rope}))
+            if plain is not None and plain.length <= evaluation.train_length:
+                return plain
+    return None
 
 
 def best(group: Group, column: float, axis: Axis = "multiple") -> Cell | None:

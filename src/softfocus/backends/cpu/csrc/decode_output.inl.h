@@ -15,10 +15,10 @@ inline float BlockOutput<Phi>::add_live_values(const RowBlock<Phi>& block, int64
   int64_t padded_value_dim = block.padded_value_dim, batch_index = block.batch_index, key_head = block.key_head;
   bool in_place = contiguous_rows(params.value, params.value_dim);
   std::vector<int64_t> tiles;  // start_k of each tile whose live keys are listed
-  vfloat power_sum = vfloat{};
+  DoubleSum power_sum;
   auto add_listed = [&] {
     for (size_t i = 0; i < tiles.size(); ++i) {
-      power_sum += live.template raise_to_power<DROPOUT>(i, block.power[r]);
+      power_sum.add(live.template raise_to_power<DROPOUT>(i, block.power[r]));
       int64_t n = live.length[i], first = block.key_begin + tiles[i];
       const uint8_t* keys = live.keys_of(i);
       auto add_values = [&](const auto* values, int64_t stride) {
@@ -51,7 +51,7 @@ inline float BlockOutput<Phi>::add_live_values(const RowBlock<Phi>& block, int64
       if (tiles.size() == LISTS) add_listed();
     });
   add_listed();
-  return reduce_sum(power_sum);
+  return float(power_sum.total());
 }
 
 }  // namespace softfocus

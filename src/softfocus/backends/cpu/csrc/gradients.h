@@ -93,7 +93,8 @@ class RowGradients {
   float delta[BLOCK_Q];               // D_i
   // Re-weighted rows: D_i - delta; kept since dA - D cancels where one key dominates
   float delta_error[BLOCK_Q];
-  // 1 / sum u^p, from sums in double; output.inverse_power_sum is the forward's, from sums in float
+  // 1 / sum u^p, summed in double over all keys; output.inverse_power_sum is the forward's, whose
+  // tiles are summed in float
   float precise_inverse_power_sum[BLOCK_Q];
   float power_over_sum[BLOCK_Q];  // p / sum u^p
   float mean_term[BLOCK_Q];       // -o mean(g) * inverse_spread: every visible key receives it

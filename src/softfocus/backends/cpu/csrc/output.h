@@ -11,7 +11,7 @@ template <typename Phi>
 class BlockOutput {
  public:
   Buffer<float> out;                 // [BLOCK_Q, padded_value_dim]
-  float inverse_power_sum[BLOCK_Q];  // 1 / sum u^p of re-weighted rows; sums in float
+  float inverse_power_sum[BLOCK_Q];  // 1 / sum u^p of re-weighted rows; sums of tiles in float
   bool zero_weights[BLOCK_Q];        // rows whose weights are all 0; with the l1 norm only
   ColumnShift column_shift;
 
@@ -96,22 +96,21 @@ class BlockOutput {
   template <bool DROPOUT>
   void add_live_tiles(const RowBlock<Phi>& block, float* power_sum) {
     int64_t padded_value_dim = block.padded_value_dim;
-    vfloat lane_sums[BLOCK_Q];
-    for (int64_t r = 0; r < BLOCK_Q; ++r) lane_sums[r] = vfloat{};
+    DoubleSum row_sums[BLOCK_Q];
     block.each_tile([&](int64_t start_k) {
       RowView v = tile_operand(block, start_k);
       for (int64_t r = 0; r < block.n_rows; r += LISTS) {
         // Rows after n_rows have empty lists. Their `out` is not used.
         live.template gather<DROPOUT>(block, r, start_k);
         for (int64_t i = 0; i < LISTS; ++i) {
-          lane_sums[r + i] += live.template raise_to_power<DROPOUT>(i, block.power[r + i]);
+          row_sums[r + i].add(live.template raise_to_power<DROPOUT>(i, block.power[r + i]));
           if (block.has_next_tile(start_k)) prefetch_next_tile(v.data, v.stride, r + i, padded_value_dim);
           add_listed_rows(padded_value_dim / W, live.length[i], live.keys_of(i), live.u_of(i), v.data, v.stride,
                           out + (r + i) * padded_value_dim);
         }
       }
     });
-    for (int64_t r = 0; r < block.n_rows; ++r) power_sum[r] = reduce_sum(lane_sums[r]);
+    for (int64_t r = 0; r < block.n_rows; ++r) power_sum[r] = float(row_sums[r].total());
   }
 
   // out += weights times values, without re-weighting

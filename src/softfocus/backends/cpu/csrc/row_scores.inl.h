@@ -33,20 +33,21 @@ inline void RowBlock<Phi>::read_queries() {
 // row. With `keep_scores` it stores s itself, and norm is 0.
 template <typename Phi>
 inline void RowBlock<Phi>::compute_scores(int64_t first, int64_t stop, bool keep_scores) {
-  vfloat phi_sums[BLOCK_Q], maxima[BLOCK_Q];
-  for (int64_t r = first; r < stop; ++r) phi_sums[r] = vfloat{}, maxima[r] = splat(-INF);
+  DoubleSum phi_sums[BLOCK_Q];
+  vfloat maxima[BLOCK_Q];
+  for (int64_t r = first; r < stop; ++r) maxima[r] = splat(-INF);
   if (keep_scores || maximum_first)
     score_rows<true>(first, stop, phi_sums, maxima);
   else
     score_rows<false>(first, stop, phi_sums, maxima);
-  for (int64_t r = first; r < stop; ++r) norm[r] = reduce_sum(phi_sums[r]), maximum[r] = reduce_max(maxima[r]);
+  for (int64_t r = first; r < stop; ++r) norm[r] = float(phi_sums[r].total()), maximum[r] = reduce_max(maxima[r]);
 }
 
 // Computes stored scores of the rows [first, stop). phi_sums and maxima [BLOCK_Q], indexed by row,
 // are lane-wise and updated.
 template <typename Phi>
 template <bool KEEP_SCORES>
-inline void RowBlock<Phi>::score_rows(int64_t first, int64_t stop, vfloat* phi_sums, vfloat* maxima) {
+inline void RowBlock<Phi>::score_rows(int64_t first, int64_t stop, DoubleSum* phi_sums, vfloat* maxima) {
   if (key_data->packed)
     return each_tile([&](int64_t start_k) { score_tile<KEEP_SCORES>(first, stop, start_k, phi_sums, maxima); });
   decode_dots.compute(
@@ -62,7 +63,8 @@ inline void RowBlock<Phi>::score_rows(int64_t first, int64_t stop, vfloat* phi_s
 // Computes the stored scores of a tile from packed keys: strip by strip, or for one row.
 template <typename Phi>
 template <bool KEEP_SCORES>
-inline void RowBlock<Phi>::score_tile(int64_t first, int64_t stop, int64_t start_k, vfloat* phi_sums, vfloat* maxima) {
+inline void RowBlock<Phi>::score_tile(int64_t first, int64_t stop, int64_t start_k, DoubleSum* phi_sums,
+                                      vfloat* maxima) {
   // One row: recomputed for its exponential tail or for LASER, or the only row of the block
   bool one_row = stop - first == 1;
   // Whole strips are converted at once if the masks hide nothing of the tile, no bias is given and
@@ -122,9 +124,10 @@ inline KeyRange RowBlock<Phi>::fully_seen(int64_t r, KeyRange range) const {
 // Turns dot products of a strip into stored scores. All rows see all keys of the range.
 template <typename Phi>
 template <bool KEEP_SCORES>
-inline void RowBlock<Phi>::convert_strip(int64_t r, int64_t start_k, KeyRange seen, vfloat* phi_sums, vfloat* maxima) {
-  vfloat phi_sum[MR], running_max[MR];
-  unroll<MR>([&](int i) { phi_sum[i] = phi_sums[i], running_max[i] = maxima[i]; });
+inline void RowBlock<Phi>::convert_strip(int64_t r, int64_t start_k, KeyRange seen, DoubleSum* phi_sums,
+                                         vfloat* maxima) {
+  vfloat phi_sum[MR]{}, running_max[MR];
+  unroll<MR>([&](int i) { running_max[i] = maxima[i]; });
   float* row = tile_row(r, start_k);
   for (int64_t j = seen.begin; j < seen.end; j += W) {
     vfloat x[MR];
@@ -136,16 +139,17 @@ inline void RowBlock<Phi>::convert_strip(int64_t r, int64_t start_k, KeyRange se
     }
     unroll<MR>([&](int i) { store(row + i * BLOCK_K + j, x[i]); });
   }
-  unroll<MR>([&](int i) { phi_sums[i] = phi_sum[i], maxima[i] = running_max[i]; });
+  unroll<MR>([&](int i) { phi_sums[i].add(phi_sum[i]), maxima[i] = running_max[i]; });
 }
 
 // Turns dot products of a row into stored scores, with bias and masks. A score is NaN where the
 // query or the key is non-finite.
 template <typename Phi>
 template <bool KEEP_SCORES>
-inline void RowBlock<Phi>::convert_row(int64_t r, int64_t start_k, KeyRange range, vfloat& phi_sum,
+inline void RowBlock<Phi>::convert_row(int64_t r, int64_t start_k, KeyRange range, DoubleSum& row_sum,
                                        vfloat& running_max) {
   float* row = tile_row(r, start_k);
+  vfloat phi_sum{};
   vfloat nan = splat(std::numeric_limits<float>::quiet_NaN());
   for (int64_t j = range.begin; j < range.end; j += W) {
     vfloat s = load(row + j) * score_scale[r] + row_bias[r];
@@ -166,6 +170,7 @@ inline void RowBlock<Phi>::convert_row(int64_t r, int64_t start_k, KeyRange rang
     }
     store(row + j, x);
   }
+  row_sum.add(phi_sum);
 }
 
 // The bias b_ij of row r and the W keys from offset j on
@@ -187,10 +192,11 @@ inline vfloat RowBlock<Phi>::load_bias(int64_t r, int64_t j) const {
 template <typename Phi>
 inline void RowBlock<Phi>::exponentiate_row(int64_t r) {
   float shift = maximum[r] == -INF ? 0.0f : maximum[r];
-  vfloat phi_sum = vfloat{};
+  DoubleSum row_sum;
   each_tile([&](int64_t start_k) {
     KeyRange seen = strip_range(r, start_k);
     float* row = tile_row(r, start_k);
+    vfloat phi_sum{};
     int64_t j = seen.begin;
     for (; j + 4 * W <= seen.end; j += 4 * W) {
       vfloat x[4];
@@ -204,8 +210,9 @@ inline void RowBlock<Phi>::exponentiate_row(int64_t r) {
       store(row + j, x);
       phi_sum += x;
     }
+    row_sum.add(phi_sum);
   });
-  norm[r] = reduce_sum(phi_sum);
+  norm[r] = float(row_sum.total());
   log_norm[r] = std::log(norm[r]) + shift;
 }
 

@@ -145,6 +145,7 @@ def statistics(inputs, algebra, masks, parts, sums, scores, ROWS_STORED: tl.cons
         query_rnorm = loading.load_vector(inputs.query_rnorm, b, row_heads, q_offsets, inputs.query_length)
         scale = scale * norms.mantissa_of(query_rnorm)
     row_max, smallest_product, shift, phi_sum = _initial_statistics(ROWS_STORED)
+    phi_error = phi_sum
     end = stop * blocks.BLOCK_K
     for start in range(first * blocks.BLOCK_K, end, SCORES_AT_ONCE // ROWS_STORED):
         k_offsets = start + tl.arange(0, SCORES_AT_ONCE // ROWS_STORED)
@@ -155,13 +156,14 @@ def statistics(inputs, algebra, masks, parts, sums, scores, ROWS_STORED: tl.cons
             k_offsets[None, :], scale[:, None], tl.full([1, 1], 1.0, tl.float32), row_bias[:, None], True,
         )  # fmt: skip
         s, scaled_dots = tl.where(mask, s, float("-inf")), tl.where(mask, scaled_dots, 0.0)
-        _f, row_max, smallest_product, shift, phi_sum, _rescale = forward.online_statistics(
-            s, scaled_dots, row_max, smallest_product, shift, phi_sum, algebra
+        _f, row_max, smallest_product, shift, phi_sum, phi_error, _rescale = forward.online_statistics(
+            s, scaled_dots, row_max, smallest_product, shift, phi_sum, phi_error, algebra
         )
         tl.store(pointers, s, mask=mask)
     rows = tl.arange(0, ROWS_STORED)
     tl.store(_part_pointers(parts, PART_MAX, splits, split, ROWS_STORED) + rows, row_max)
     sum_pointers = _part_pointers(parts, PART_PHI_SUM, splits, split, ROWS_STORED) + rows
+    phi_sum = forward.compensated(phi_sum, phi_error)
     tl.store(sum_pointers, forward.nan_if_infinite(phi_sum, row_max, smallest_product))
     if not algebra.reweighted:
         tl.debug_barrier()
