@@ -80,7 +80,7 @@ def test_what_a_name_learns_belongs_to_the_algebra():
     assert learned_parameters("sharpened(mine_laser, 3)") == {"head_scale": 4.0}
     with pytest.raises(ValueError, match=r"learned: .*'mine' is the same mechanism, .* and learns"):
         register("mine_other", MINE, learned={"head_scale": 3})
-    with pytest.raises(ValueError, match="'softmax' is the same mechanism, .* and learns nothing"):
+    with pytest.raises(ValueError, match=r"'softmax' is the same mechanism, .* and learns nothing"):
         register("soft", Mechanism(), learned={"head_scale": 3})
     assert learned_parameters("softmax") == {}
 
