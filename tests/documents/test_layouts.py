@@ -138,13 +138,50 @@ def larger_rates() -> str:
     return rates_table(("1e-3", "2e-3", "4e-3"), swept("larger-rates", "larger", names, "-half", "-twice"))
 
 
+def longer() -> str:
+    """Losses by seed after four times the steps, and the lead before."""
+    rows = []
+    for seed in (0, 1):
+        losses = {row: _loss("layouts-longer", f"{row}-s{seed}") for row in LONGER}
+        softmax, _local, laser = losses.values()
+        before = loss("layouts", f"softmax-s{seed}") - loss("layouts", f"laser-lssa-local-s{seed}")
+        cells = ["" if one is None else f"{one:.3f}" for one in losses.values()]
+        rows.append([str(seed), *cells, f"{softmax - laser:.3f}", f"{before:.3f}"])
+    columns = "seed", *LONGER.values(), "LASER over LSSA's lead over Softmax", "the same after 1,100 steps"
+    return table(columns, rows)
+
+
+def test_what_is_said_of_longer_training_is_measured():
+    leads = [loss("layouts-longer", f"softmax-s{n}") - loss("layouts-longer", f"laser-lssa-local-s{n}") for n in (0, 1)]
+    assert f"below Softmax, with both seeds, by {leads[0]:.3f} and {leads[1]:.3f}" in TEXT
+    ends = {}
+    for run in json.loads(_results("layouts-longer"))["runs"]:
+        values = [value for step, value in run["info"]["train_loss"] if step > 4200]
+        ends[run["info"]["name"]] = f"{sum(values) / len(values):.3f}"
+    said = (
+        "the training loss is {softmax-s0} and {softmax-s1} for Softmax, "
+        "{laser-lssa-local-s0} and {laser-lssa-local-s1} for LASER over LSSA."
+    )
+    assert said.format(**ends) in TEXT
+
+
+LONGER = {
+    "softmax": "Softmax", "local-softmax": "softmax in the same layout",
+    "laser-lssa-local": "LASER over LSSA, every other layer local",
+}  # fmt: skip
+
+
+def _loss(study: str, run: str) -> float | None:
+    return loss(study, run) if run in runs(study) else None
+
+
 losses = partial(by_seed, "layouts")
 TABLES = {
     "layouts": partial(scale_table, "layouts"), "differences": differences_table, "same_layout": same_layout,
     "laser_adds": laser_adds,
     "lssa_tiled": lssa_tiled, "sinks": sinks_table, "new_rates": rates, "larger_new_rates": larger_rates,
     "larger_lssa": partial(beside_softmax, "larger"), "bpe_lssa": partial(beside_softmax, "layouts-bpe-tuned", "bpe"),
-    "small_lssa": partial(beside_softmax, "small-gpu"),
+    "small_lssa": partial(beside_softmax, "small-gpu"), "longer": longer,
 }  # fmt: skip
 
 
