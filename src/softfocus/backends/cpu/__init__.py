@@ -1,8 +1,8 @@
 """Fused C++ kernels for CPUs, compiled for the machine at first use (``build.py``).
 
-They work on blocks of at most 128 whole rows of scores. A block of long rows exceeds the
-processor's cache. The forward is deterministic for any number of threads, the backward for a given
-number.
+They work on blocks of at most 128 whole rows of scores: 128 Lk floats per thread, which for long
+rows exceed the processor's cache. The forward is deterministic for any number of threads, the
+backward for a given number.
 """
 
 from collections.abc import Callable

@@ -52,8 +52,8 @@ class Plan:
     Attributes:
         flags: what every source is compiled with, the user's own included.
         extra: the user's own, which go to the linker too.
-        digest: of all that decides what the library does: sources, flags, processor, torch, and CXX
-            if it is set.
+        digest: of what decides what the library does: sources, flags, processor, torch, and CXX if
+            it is set. Not of the compiler's version: a cached library needs no compiler.
         folder: where the library lies; named after the digest.
     """
 

@@ -91,7 +91,8 @@ class RowGradients {
   double exact_log_sum[BLOCK_Q];      // of these rows: sum_j A dL/dA log u
   KeyRange strip_keys[BLOCK_Q / MR];  // the keys that each strip sees in the tile at hand
   float delta[BLOCK_Q];               // D_i
-  // Re-weighted rows: D_i - delta; kept since dA - D cancels where one key dominates
+  // Re-weighted rows: D_i in double less its float, delta. Both are subtracted from dA, so that
+  // digits are kept where one key dominates and dA is nearly D_i
   float delta_error[BLOCK_Q];
   // 1 / sum u^p, summed in double over all keys; output.inverse_power_sum is the forward's, whose
   // tiles are summed in float

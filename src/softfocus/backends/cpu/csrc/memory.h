@@ -30,7 +30,7 @@ constexpr int64_t LINE_FLOATS = CACHE_LINE / int64_t(sizeof(float));
 inline int64_t ceil_div(int64_t n, int64_t step) { return (n + step - 1) / step; }
 inline int64_t round_up(int64_t n, int64_t step) { return ceil_div(n, step) * step; }
 
-// A ring of at most SLOTS free blocks of memory; take() reuses only a block of exactly the same
+// A ring of at most SLOTS free pieces of memory; take() reuses only a piece of exactly the same
 // size
 class Pool {
  public:

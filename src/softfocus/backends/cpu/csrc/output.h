@@ -51,7 +51,7 @@ class BlockOutput {
       if (zero_weights[r] || block.fully_masked[r] || !std::isfinite(block.norm[r])) continue;
       bool ready = false;
       // A re-weighted row sums u^p, whose largest is 1; in a tied row all u are nearly equal.
-      // Neither loses a weight that counts. Without re-weighting all phi of a row may be tiny. A
+      // In neither a weight that counts underflows. Without re-weighting all phi of a row may be tiny. A
       // phi below 1e-38 is lost, and with it a weight of up to 1e-38 / norm: the limit grows like
       // that weight.
       float smallest_sum = params.reweighted ? SMALL_SUM : SMALL_SUM / std::min(block.norm[r], 1.0f);

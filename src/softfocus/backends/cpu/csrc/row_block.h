@@ -9,7 +9,8 @@
 //     u_j = (value(stored_j) - threshold) * inverse_spread
 //     A_j = u_j^p / sum u^p  where u_j > live_threshold, else 0
 // A tied row, and a row that sees a NaN, is a re-weighted row with threshold 0, inverse_spread 1
-// and p = 1: its u is phi, and it keeps its l1 weights.
+// and p = 1: its u is phi, and it keeps its l1 weights. A row without weights (MIN_ROW_SUM) has
+// inverse_spread 0: all its u are 0.
 #pragma once
 
 #include <algorithm>
@@ -27,7 +28,7 @@
 namespace softfocus {
 
 // A row sum of phi below this counts as 0: the row has no weights, and its u and sum u^p are 0.
-// Every other row that is not tied has a spread of at least TIE_TOLERANCE * norm / N, so that
+// A row with weights that is not tied has a spread of at least TIE_TOLERANCE * norm / N, so that
 // inverse_spread is finite for N up to 5e8. Its largest u is 1, and sum u^p is at least 1. In a
 // tied row sum u^p is norm.
 constexpr float MIN_ROW_SUM = 1e-25f;
@@ -105,7 +106,8 @@ class RowBlock : public BlockVisibility {
   Buffer<float> queries;
   Buffer<float> scaled_queries;  // [BLOCK_Q, padded_dim], times score_scale: for key gradients
   float base_scale[BLOCK_Q];     // c_i without the head scale
-  // c_i; multiplies the dot products, not the query, which would round once more
+  // c_i; multiplies the dot products, not the query, which would round once more (key gradients do
+  // use scaled_queries)
   float score_scale[BLOCK_Q];
   float row_bias[BLOCK_Q];
   float query_rnorm[BLOCK_Q];
@@ -283,9 +285,9 @@ class RowBlock : public BlockVisibility {
   static void prefetch_strip(float* to);
   KeyRange fully_seen(int64_t r, KeyRange range) const;
   template <bool KEEP_SCORES>
-  void convert_strip(int64_t r, int64_t start_k, KeyRange seen, DoubleSum* phi_sums, vfloat* maxima);
+  void convert_strip(int64_t r, int64_t start_k, KeyRange seen, vfloat* tile_sums, vfloat* maxima);
   template <bool KEEP_SCORES>
-  void convert_row(int64_t r, int64_t start_k, KeyRange range, DoubleSum& row_sum, vfloat& running_max);
+  void convert_row(int64_t r, int64_t start_k, KeyRange range, vfloat& tile_sum, vfloat& running_max);
   static vint widen(const uint8_t* bytes) { return __builtin_convertvector(*(const vbyte_unaligned*)bytes, vint); }
   vfloat load_bias(int64_t r, int64_t j) const;
   void exponentiate_row(int64_t r);

@@ -55,8 +55,11 @@ inline void RowBlock<Phi>::score_rows(int64_t first, int64_t stop, DoubleSum* ph
       [&](int64_t r, int64_t j) { return tile_row(first + r, j / BLOCK_K * BLOCK_K) + j; },
       [&](int64_t start_k) {
         for (int64_t r = first; r < stop; ++r)
-          if (KeyRange seen = strip_range(r, start_k); !seen.empty())
-            convert_row<KEEP_SCORES>(r, start_k, seen, phi_sums[r], maxima[r]);
+          if (KeyRange seen = strip_range(r, start_k); !seen.empty()) {
+            vfloat tile_sum{};
+            convert_row<KEEP_SCORES>(r, start_k, seen, tile_sum, maxima[r]);
+            phi_sums[r].add(tile_sum);
+          }
       });
 }
 
@@ -76,10 +79,13 @@ inline void RowBlock<Phi>::score_tile(int64_t first, int64_t stop, int64_t start
     if (!one_row && has_next_tile(start_k)) prefetch_strip(tile_row(r, start_k) + start_k + max_rows * BLOCK_K);
     strip_dots(r, start_k, seen, one_row);
     KeyRange whole = plain ? fully_seen(r, seen) : KeyRange{seen.end, seen.end};
-    if (!whole.empty()) convert_strip<KEEP_SCORES>(r, start_k, whole, phi_sums + r, maxima + r);
+    vfloat tile_sums[MR]{};
+    int64_t last = std::min(r + (one_row ? 1 : MR), stop);
+    if (!whole.empty()) convert_strip<KEEP_SCORES>(r, start_k, whole, tile_sums, maxima + r);
     for (KeyRange remaining : {KeyRange{seen.begin, whole.begin}, KeyRange{whole.end, seen.end}})
-      for (int64_t i = r; i < std::min(r + (one_row ? 1 : MR), stop) && !remaining.empty(); ++i)
-        convert_row<KEEP_SCORES>(i, start_k, remaining, phi_sums[i], maxima[i]);
+      for (int64_t i = r; i < last && !remaining.empty(); ++i)
+        convert_row<KEEP_SCORES>(i, start_k, remaining, tile_sums[i - r], maxima[i]);
+    for (int64_t i = r; i < last; ++i) phi_sums[i].add(tile_sums[i - r]);
   }
 }
 
@@ -124,10 +130,9 @@ inline KeyRange RowBlock<Phi>::fully_seen(int64_t r, KeyRange range) const {
 // Turns dot products of a strip into stored scores. All rows see all keys of the range.
 template <typename Phi>
 template <bool KEEP_SCORES>
-inline void RowBlock<Phi>::convert_strip(int64_t r, int64_t start_k, KeyRange seen, DoubleSum* phi_sums,
-                                         vfloat* maxima) {
-  vfloat phi_sum[MR]{}, running_max[MR];
-  unroll<MR>([&](int i) { running_max[i] = maxima[i]; });
+inline void RowBlock<Phi>::convert_strip(int64_t r, int64_t start_k, KeyRange seen, vfloat* tile_sums, vfloat* maxima) {
+  vfloat phi_sum[MR], running_max[MR];
+  unroll<MR>([&](int i) { phi_sum[i] = tile_sums[i], running_max[i] = maxima[i]; });
   float* row = tile_row(r, start_k);
   for (int64_t j = seen.begin; j < seen.end; j += W) {
     vfloat x[MR];
@@ -139,17 +144,16 @@ inline void RowBlock<Phi>::convert_strip(int64_t r, int64_t start_k, KeyRange se
     }
     unroll<MR>([&](int i) { store(row + i * BLOCK_K + j, x[i]); });
   }
-  unroll<MR>([&](int i) { phi_sums[i].add(phi_sum[i]), maxima[i] = running_max[i]; });
+  unroll<MR>([&](int i) { tile_sums[i] = phi_sum[i], maxima[i] = running_max[i]; });
 }
 
 // Turns dot products of a row into stored scores, with bias and masks. A score is NaN where the
 // query or the key is non-finite.
 template <typename Phi>
 template <bool KEEP_SCORES>
-inline void RowBlock<Phi>::convert_row(int64_t r, int64_t start_k, KeyRange range, DoubleSum& row_sum,
+inline void RowBlock<Phi>::convert_row(int64_t r, int64_t start_k, KeyRange range, vfloat& tile_sum,
                                        vfloat& running_max) {
   float* row = tile_row(r, start_k);
-  vfloat phi_sum{};
   vfloat nan = splat(std::numeric_limits<float>::quiet_NaN());
   for (int64_t j = range.begin; j < range.end; j += W) {
     vfloat s = load(row + j) * score_scale[r] + row_bias[r];
@@ -166,11 +170,10 @@ inline void RowBlock<Phi>::convert_row(int64_t r, int64_t start_k, KeyRange rang
     vfloat x = s;
     if constexpr (!KEEP_SCORES) {
       x = seen ? Phi::to_stored(s) : splat(Phi::stored_masked);
-      phi_sum += Phi::value(x);
+      tile_sum += Phi::value(x);
     }
     store(row + j, x);
   }
-  row_sum.add(phi_sum);
 }
 
 // The bias b_ij of row r and the W keys from offset j on

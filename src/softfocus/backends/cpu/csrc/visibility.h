@@ -115,7 +115,7 @@ class BlockVisibility {
   bool has_next_tile(int64_t start_k) const { return start_k + BLOCK_K < key_end - key_begin; }
 
   // The part of [start_k, start_k + n) that the window lets at least one row of row r's strip see,
-  // widened to whole vectors. Fully masked rows do not count.
+  // widened to whole vectors. Fully masked rows do not count. The masks are not applied.
   KeyRange strip_range(int64_t r, int64_t start_k, int64_t n = BLOCK_K) const {
     int64_t begin = strip_begin[r / MR] - key_begin, end = strip_end[r / MR] - key_begin;
     if (begin >= end) return {0, 0};
@@ -151,9 +151,8 @@ class BlockVisibility {
     }
     key_begin = key_begin < key_end ? key_begin / BLOCK_K * BLOCK_K : 0;
     key_end = std::max(key_end, key_begin);
-    // W more, so that the stride is no power of two, as with TILE_STRIDE. Chosen, not measured. The
-    // lists of live keys in gradients.h need it, too: they are written up to W elements past their
-    // end.
+    // W more, for two reasons. The stride is then no power of two, as with TILE_STRIDE (chosen, not
+    // measured). And gather_live() writes up to W elements past the end of a list of live keys.
     row_stride = round_up(key_end - key_begin, BLOCK_K) + W;
   }
 
