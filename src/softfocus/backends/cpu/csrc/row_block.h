@@ -277,17 +277,19 @@ class RowBlock : public BlockVisibility {
   // row_scores.inl.h
   void read_queries();
   void compute_scores(int64_t first, int64_t stop, bool keep_scores);
+  // Whether sums of phi in float end with this tile: a longer one errs by too much (DoubleSum).
+  static bool ends_partial_sum(int64_t start_k) { return start_k / BLOCK_K % 8 == 7; }
+  template <bool KEEP_SCORES, typename F>
+  void score_rows(int64_t first, int64_t stop, vfloat* phi_sums, vfloat* maxima, F&& after_tile);
   template <bool KEEP_SCORES>
-  void score_rows(int64_t first, int64_t stop, DoubleSum* phi_sums, vfloat* maxima);
-  template <bool KEEP_SCORES>
-  void score_tile(int64_t first, int64_t stop, int64_t start_k, DoubleSum* phi_sums, vfloat* maxima);
+  void score_tile(int64_t first, int64_t stop, int64_t start_k, vfloat* phi_sums, vfloat* maxima);
   void strip_dots(int64_t r, int64_t start_k, KeyRange seen, bool one_row);
   static void prefetch_strip(float* to);
   KeyRange fully_seen(int64_t r, KeyRange range) const;
   template <bool KEEP_SCORES>
-  void convert_strip(int64_t r, int64_t start_k, KeyRange seen, vfloat* tile_sums, vfloat* maxima);
+  void convert_strip(int64_t r, int64_t start_k, KeyRange seen, vfloat* phi_sums, vfloat* maxima);
   template <bool KEEP_SCORES>
-  void convert_row(int64_t r, int64_t start_k, KeyRange range, vfloat& tile_sum, vfloat& running_max);
+  void convert_row(int64_t r, int64_t start_k, KeyRange range, vfloat& phi_sum, vfloat& running_max);
   static vint widen(const uint8_t* bytes) { return __builtin_convertvector(*(const vbyte_unaligned*)bytes, vint); }
   vfloat load_bias(int64_t r, int64_t j) const;
   void exponentiate_row(int64_t r);

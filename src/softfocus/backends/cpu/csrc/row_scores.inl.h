@@ -33,41 +33,48 @@ inline void RowBlock<Phi>::read_queries() {
 // row. With `keep_scores` it stores s itself, and norm is 0.
 template <typename Phi>
 inline void RowBlock<Phi>::compute_scores(int64_t first, int64_t stop, bool keep_scores) {
-  DoubleSum phi_sums[BLOCK_Q];
-  vfloat maxima[BLOCK_Q];
-  for (int64_t r = first; r < stop; ++r) maxima[r] = splat(-INF);
+  DoubleSum totals[BLOCK_Q];
+  vfloat phi_sums[BLOCK_Q], maxima[BLOCK_Q];
+  for (int64_t r = first; r < stop; ++r) phi_sums[r] = vfloat{}, maxima[r] = splat(-INF);
+  auto after_tile = [&](int64_t start_k) {
+    if (!ends_partial_sum(start_k)) return;
+    for (int64_t r = first; r < stop; ++r) totals[r].add(phi_sums[r]), phi_sums[r] = vfloat{};
+  };
   if (keep_scores || maximum_first)
-    score_rows<true>(first, stop, phi_sums, maxima);
+    score_rows<true>(first, stop, phi_sums, maxima, after_tile);
   else
-    score_rows<false>(first, stop, phi_sums, maxima);
-  for (int64_t r = first; r < stop; ++r) norm[r] = float(phi_sums[r].total()), maximum[r] = reduce_max(maxima[r]);
+    score_rows<false>(first, stop, phi_sums, maxima, after_tile);
+  for (int64_t r = first; r < stop; ++r) {
+    totals[r].add(phi_sums[r]);
+    norm[r] = float(totals[r].total()), maximum[r] = reduce_max(maxima[r]);
+  }
 }
 
 // Computes stored scores of the rows [first, stop). phi_sums and maxima [BLOCK_Q], indexed by row,
-// are lane-wise and updated.
+// are lane-wise and updated. `after_tile` is called after each tile.
 template <typename Phi>
-template <bool KEEP_SCORES>
-inline void RowBlock<Phi>::score_rows(int64_t first, int64_t stop, DoubleSum* phi_sums, vfloat* maxima) {
+template <bool KEEP_SCORES, typename F>
+inline void RowBlock<Phi>::score_rows(int64_t first, int64_t stop, vfloat* phi_sums, vfloat* maxima, F&& after_tile) {
   if (key_data->packed)
-    return each_tile([&](int64_t start_k) { score_tile<KEEP_SCORES>(first, stop, start_k, phi_sums, maxima); });
+    return each_tile([&](int64_t start_k) {
+      score_tile<KEEP_SCORES>(first, stop, start_k, phi_sums, maxima);
+      after_tile(start_k);
+    });
   decode_dots.compute(
       *this, queries + first * padded_dim, stop - first,
       [&](int64_t r, int64_t j) { return tile_row(first + r, j / BLOCK_K * BLOCK_K) + j; },
       [&](int64_t start_k) {
         for (int64_t r = first; r < stop; ++r)
-          if (KeyRange seen = strip_range(r, start_k); !seen.empty()) {
-            vfloat tile_sum{};
-            convert_row<KEEP_SCORES>(r, start_k, seen, tile_sum, maxima[r]);
-            phi_sums[r].add(tile_sum);
-          }
+          if (KeyRange seen = strip_range(r, start_k); !seen.empty())
+            convert_row<KEEP_SCORES>(r, start_k, seen, phi_sums[r], maxima[r]);
+        after_tile(start_k);
       });
 }
 
 // Computes the stored scores of a tile from packed keys: strip by strip, or for one row.
 template <typename Phi>
 template <bool KEEP_SCORES>
-inline void RowBlock<Phi>::score_tile(int64_t first, int64_t stop, int64_t start_k, DoubleSum* phi_sums,
-                                      vfloat* maxima) {
+inline void RowBlock<Phi>::score_tile(int64_t first, int64_t stop, int64_t start_k, vfloat* phi_sums, vfloat* maxima) {
   // One row: recomputed for its exponential tail or for LASER, or the only row of the block
   bool one_row = stop - first == 1;
   // Whole strips are converted at once if the masks hide nothing of the tile, no bias is given and
@@ -79,13 +86,10 @@ inline void RowBlock<Phi>::score_tile(int64_t first, int64_t stop, int64_t start
     if (!one_row && has_next_tile(start_k)) prefetch_strip(tile_row(r, start_k) + start_k + max_rows * BLOCK_K);
     strip_dots(r, start_k, seen, one_row);
     KeyRange whole = plain ? fully_seen(r, seen) : KeyRange{seen.end, seen.end};
-    vfloat tile_sums[MR]{};
-    int64_t last = std::min(r + (one_row ? 1 : MR), stop);
-    if (!whole.empty()) convert_strip<KEEP_SCORES>(r, start_k, whole, tile_sums, maxima + r);
+    if (!whole.empty()) convert_strip<KEEP_SCORES>(r, start_k, whole, phi_sums + r, maxima + r);
     for (KeyRange remaining : {KeyRange{seen.begin, whole.begin}, KeyRange{whole.end, seen.end}})
-      for (int64_t i = r; i < last && !remaining.empty(); ++i)
-        convert_row<KEEP_SCORES>(i, start_k, remaining, tile_sums[i - r], maxima[i]);
-    for (int64_t i = r; i < last; ++i) phi_sums[i].add(tile_sums[i - r]);
+      for (int64_t i = r; i < std::min(r + (one_row ? 1 : MR), stop) && !remaining.empty(); ++i)
+        convert_row<KEEP_SCORES>(i, start_k, remaining, phi_sums[i], maxima[i]);
   }
 }
 
@@ -130,9 +134,9 @@ inline KeyRange RowBlock<Phi>::fully_seen(int64_t r, KeyRange range) const {
 // Turns dot products of a strip into stored scores. All rows see all keys of the range.
 template <typename Phi>
 template <bool KEEP_SCORES>
-inline void RowBlock<Phi>::convert_strip(int64_t r, int64_t start_k, KeyRange seen, vfloat* tile_sums, vfloat* maxima) {
+inline void RowBlock<Phi>::convert_strip(int64_t r, int64_t start_k, KeyRange seen, vfloat* phi_sums, vfloat* maxima) {
   vfloat phi_sum[MR], running_max[MR];
-  unroll<MR>([&](int i) { phi_sum[i] = tile_sums[i], running_max[i] = maxima[i]; });
+  unroll<MR>([&](int i) { phi_sum[i] = phi_sums[i], running_max[i] = maxima[i]; });
   float* row = tile_row(r, start_k);
   for (int64_t j = seen.begin; j < seen.end; j += W) {
     vfloat x[MR];
@@ -144,14 +148,14 @@ inline void RowBlock<Phi>::convert_strip(int64_t r, int64_t start_k, KeyRange se
     }
     unroll<MR>([&](int i) { store(row + i * BLOCK_K + j, x[i]); });
   }
-  unroll<MR>([&](int i) { tile_sums[i] = phi_sum[i], maxima[i] = running_max[i]; });
+  unroll<MR>([&](int i) { phi_sums[i] = phi_sum[i], maxima[i] = running_max[i]; });
 }
 
 // Turns dot products of a row into stored scores, with bias and masks. A score is NaN where the
 // query or the key is non-finite.
 template <typename Phi>
 template <bool KEEP_SCORES>
-inline void RowBlock<Phi>::convert_row(int64_t r, int64_t start_k, KeyRange range, vfloat& tile_sum,
+inline void RowBlock<Phi>::convert_row(int64_t r, int64_t start_k, KeyRange range, vfloat& phi_sum,
                                        vfloat& running_max) {
   float* row = tile_row(r, start_k);
   vfloat nan = splat(std::numeric_limits<float>::quiet_NaN());
@@ -170,7 +174,7 @@ inline void RowBlock<Phi>::convert_row(int64_t r, int64_t start_k, KeyRange rang
     vfloat x = s;
     if constexpr (!KEEP_SCORES) {
       x = seen ? Phi::to_stored(s) : splat(Phi::stored_masked);
-      tile_sum += Phi::value(x);
+      phi_sum += Phi::value(x);
     }
     store(row + j, x);
   }
@@ -195,11 +199,11 @@ inline vfloat RowBlock<Phi>::load_bias(int64_t r, int64_t j) const {
 template <typename Phi>
 inline void RowBlock<Phi>::exponentiate_row(int64_t r) {
   float shift = maximum[r] == -INF ? 0.0f : maximum[r];
-  DoubleSum row_sum;
+  DoubleSum total;
+  vfloat phi_sum = vfloat{};
   each_tile([&](int64_t start_k) {
     KeyRange seen = strip_range(r, start_k);
     float* row = tile_row(r, start_k);
-    vfloat phi_sum{};
     int64_t j = seen.begin;
     for (; j + 4 * W <= seen.end; j += 4 * W) {
       vfloat x[4];
@@ -213,9 +217,10 @@ inline void RowBlock<Phi>::exponentiate_row(int64_t r) {
       store(row + j, x);
       phi_sum += x;
     }
-    row_sum.add(phi_sum);
+    if (ends_partial_sum(start_k)) total.add(phi_sum), phi_sum = vfloat{};
   });
-  norm[r] = float(row_sum.total());
+  total.add(phi_sum);
+  norm[r] = float(total.total());
   log_norm[r] = std::log(norm[r]) + shift;
 }
 
