@@ -51,9 +51,9 @@ class BlockOutput {
       if (zero_weights[r] || block.fully_masked[r] || !std::isfinite(block.norm[r])) continue;
       bool ready = false;
       // A re-weighted row sums u^p, whose largest is 1; in a tied row all u are nearly equal.
-      // In neither a weight that counts underflows. Without re-weighting all phi of a row may be tiny. A
-      // phi below 1e-38 is lost, and with it a weight of up to 1e-38 / norm: the limit grows like
-      // that weight.
+      // In both, no weight that matters underflows. Without re-weighting all phi of a row may be
+      // tiny. A phi below 1e-38 is lost, and with it a weight of up to 1e-38 / norm: the limit grows
+      // like that weight.
       float smallest_sum = params.reweighted ? SMALL_SUM : SMALL_SUM / std::min(block.norm[r], 1.0f);
       for (int64_t d = 0; d < params.value_dim; ++d) {
         if (!sees_large[r * params.value_dim + d] && !(out[r * block.padded_value_dim + d] < smallest_sum)) continue;

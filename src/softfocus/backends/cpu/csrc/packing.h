@@ -20,8 +20,8 @@ struct ValueIndex {  // an element of V
 // the places after that key are 0. Later panels are neither written nor read.
 struct KeyHeadData {
   Buffer<float> key_panels;  // [Lk / PANEL, D, PANEL]; unit vectors for cosine similarity
-  // [Lk], 1 / |k|; 0 for a key whose elements are all 0 or subnormal, and for a non-finite key; 1 without cosine
-  // similarity
+  // [Lk], 1 / |k|; 0 for a key whose elements are all 0 or subnormal, and for a non-finite key. 1
+  // without cosine similarity
   Buffer<float> key_rnorm;
   // [Lk / PANEL, Dv, PANEL]; e^V with LASER; for a backward without re-weighting
   Buffer<float> value_panels;
