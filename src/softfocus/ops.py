@@ -270,8 +270,10 @@ def without_autocast(query: Tensor) -> AbstractContextManager[Any]:
 
 
 def autocasts(kind: str) -> bool:
-    """Whether autocast is on for a type of device. Not every type supports autocast."""
-    return (kind == "cpu" or torch.amp.is_autocast_available(kind)) and torch.is_autocast_enabled(kind)
+    """Whether autocast is on for a type of device. Not every type supports autocast, and whether
+    one does is a question that torch.compile of torch 2.11 cannot trace.
+    """
+    return (kind in ("cpu", "cuda") or torch.amp.is_autocast_available(kind)) and torch.is_autocast_enabled(kind)
 
 
 def _load(backend: str) -> Backend:

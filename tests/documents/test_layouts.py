@@ -133,6 +133,24 @@ def rates() -> str:
     return rates_table(("1e-3", "2e-3", "4e-3", "8e-3"), found)
 
 
+SMALL = {  # tokens of a sequence, sequences of a step, passes over the text
+    "small-gpu/short": (128, 16, "0.3"), "small-gpu/quarter": (512, 16, "1.1"),
+    "small-gpu/one-pass": (512, 64, "1"), "small-gpu": (512, 64, "4.5"),
+}  # fmt: skip
+
+
+def small_settings() -> str:
+    """How far LASER over LSSA is from Softmax with 10 M parameters, by how they were trained."""
+    rows = []
+    for study, (length, batch, passes) in SMALL.items():
+        by = by_label(study)
+        leads = [said(minus(by, "laser-lssa-local", "Softmax", at)) for at in (HERE, WINDOWED)]
+        tokens = f"{length * batch // 1024}K", f"{1500 * length * batch / 1e6:.0f} M", passes
+        rows.append([str(length), *tokens, str(len(by["Softmax"].evaluations)), *leads])
+    columns = "tokens of a sequence", "of a step", "read", "passes", "seeds", "1x", "16x, both with the window"
+    return table(columns, rows)
+
+
 def larger_rates() -> str:
     names = {"softmax": "Softmax"} | LAYOUTS | {"laser-lssa-local": "`demo-laser-lssa-local`"}
     return rates_table(("1e-3", "2e-3", "4e-3"), swept("larger-rates", "larger", names, "-half", "-twice"))
@@ -181,7 +199,8 @@ TABLES = {
     "laser_adds": laser_adds,
     "lssa_tiled": lssa_tiled, "sinks": sinks_table, "new_rates": rates, "larger_new_rates": larger_rates,
     "larger_lssa": partial(beside_softmax, "larger"), "bpe_lssa": partial(beside_softmax, "layouts-bpe-tuned", "bpe"),
-    "small_lssa": partial(beside_softmax, "small-gpu"), "longer": longer,
+    "small_lssa": partial(beside_softmax, "small-gpu"), "small_one": partial(beside_softmax, "small-gpu/one-pass"),
+    "small_settings": small_settings, "longer": longer,
 }  # fmt: skip
 
 
@@ -347,6 +366,16 @@ def test_what_other_rates_cost_is_the_measured_one():
     assert sweep("local-cosine-twice-s0") > sweep("softmax-twice-s0")
 
 
+def small_lead(study: str, after: int, up_to: int) -> float:
+    """How far LASER over LSSA's training loss is above Softmax's in some steps, over all seeds."""
+    losses: dict[str, list[float]] = {}
+    for run in json.loads(_results(study))["runs"]:
+        inside = [value for step, value in run["info"]["train_loss"] if after < step <= up_to]
+        losses.setdefault(run["info"]["name"][:-3], []).extend(inside)
+    ours, softmax = (sum(losses[row]) / len(losses[row]) for row in ("laser-lssa-local", "softmax"))
+    return ours - softmax
+
+
 def test_what_is_said_of_ten_million_parameters_is_measured():
     by, found = by_label("small-gpu"), runs("small-gpu")
     for seed in (0, 1):
@@ -358,13 +387,39 @@ def test_what_is_said_of_ten_million_parameters_is_measured():
         row = run["info"]["name"][:-3]
         ends.setdefault(row, []).extend(value for step, value in run["info"]["train_loss"] if step > 1400)
     ends = {row: f"{sum(values) / len(values):.3f}" for row, values in ends.items()}
-    said = (
+    losses = (
         "these are {softmax} for Softmax, {local-softmax} for softmax in the layout, "
         "{laser-lssa-local} for LASER over LSSA, {lssa-local} for LSSA."
     )
-    assert said.format(**ends) in TEXT
+    assert losses.format(**ends) in TEXT
     assert max(ends["softmax"], ends["local-softmax"]) < min(ends["laser-lssa-local"], ends["lssa-local"])
     assert len(found) == 8
+
+
+def test_what_is_said_of_one_pass_is_measured():
+    by = by_label("small-gpu/one-pass")
+    lead = minus(by, "local-softmax", "laser-lssa-local")
+    assert lead.sure
+    assert f"below softmax in the same layout by {shown(lead)}.**" in TEXT
+    assert not minus(by, "laser-lssa-local", "Softmax").sure
+    short, full = (partial(small_lead, f"small-gpu/{name}") for name in ("short", "one-pass"))
+    assert short(0, 500) > 0 > short(500, 750)
+    assert f"over the last 250 below it by {-short(1250, 1500):.3f}" in TEXT
+    assert f"above by {full(300, 500):.3f} between steps 300 and 500" in TEXT
+    assert f"Over the last 250 the difference is {full(1250, 1500):.3f}" in TEXT
+    assert full(1250, 1500) < full(1000, 1250) < full(750, 1000)
+    own, other = partial(loss, "small-gpu/quarter"), partial(loss, "small-gpu/rates")
+    for row, text in (
+        ("laser-lssa-local", "its loss is {:.3f} at 1e-3, {:.3f} at 2e-3 and {:.3f} at 4e-3."),
+        ("softmax", "Softmax's is {:.3f}, {:.3f} and {:.3f}."),
+    ):
+        three = other(f"{row}-1e3-s0", 512), own(f"{row}-s0", 512), other(f"{row}-4e3-s0", 512)
+        assert text.format(*three) in TEXT
+    at_128 = partial(loss, "small-gpu/short")
+    leads = [at_128(f"laser-lssa-local-s{n}", 128) - at_128(f"softmax-s{n}", 128) for n in (0, 1, 2)]
+    assert f"At 128 tokens seeds differ by up to {max(leads) - min(leads):.3f} in the lead." in TEXT
+    assert max(leads) < 0
+    assert all(own(f"laser-lssa-local-s{n}", 512) > own(f"softmax-s{n}", 512) for n in (0, 1, 2))
 
 
 def test_the_machine_hardly_changes_a_larger_model():

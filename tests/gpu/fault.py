@@ -1,62 +1,77 @@
-"""The test in which an illegal memory access was reported on an H200, alone: as it was, under
-memcheck, with each launch waited for, and with each ptxas that is there.
+"""Calls that ptxas 12.8 made wrong on an H200, and calls of other sizes, each alone: with the
+assembler that softfocus takes, and with Triton's own for the device.
 
-A line each, the most telling first. Compiled with Triton 3.6 its kernels pass on the emulated GPU,
-so that their PTX is not suspected first. ptxas 12.8 and 13.0 have miscompiled a Triton kernel of
-another project (docs/performance-gpu.md). memcheck has reported accesses of wgmma that were right:
-its report alone proves nothing.
+A line for each call. docs/performance-gpu.md says what was wrong.
 """
 
+import json
 import os
-import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 from lines import arguments, writer
 
-TEST = "tests/core/test_triton.py::test_parity_of_keys_split_among_programs[grouped-lssa-float16]"
-REPEATS = 5
+SIZES = ((8, 24), (16, 24), (24, 8), (24, 24), (32, 32), (48, 48), (72, 72), (80, 80), (96, 96))
+"""Dimensions of a query and of a value. The first two were wrong or did not end."""
+MECHANISMS = ("lssa", "softmax", "lssar", "laser")
+LIMIT = 100
+"""Seconds of a call. With ptxas 12.8 a kernel did not end."""
 
 
-def assemblers() -> dict[str, str | None]:
-    """ptxas by origin; None is Triton's own for the device."""
-    import triton
+def one(mechanism: str, head_dim: int, value_dim: int, dry: bool) -> str:
+    """Forward and backward of 37 tokens, held against the reference; what was wrong, or ""."""
+    from softfocus import attention
+    from softfocus.testing import CASES, check
 
-    own = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas-blackwell"
-    found = {"torch": Path(torch.__file__).parent / "bin/ptxas", "Triton, for Blackwell": own}
-    if toolkit := shutil.which("ptxas"):
-        found["toolkit"] = Path(toolkit)
-    return {"Triton": None} | {name: str(path) for name, path in found.items() if path.exists()}
+    grouped = next(case for case in CASES if case.name == "grouped")
+    case = replace(grouped, head_dim=head_dim, value_dim=value_dim)
+    device, dtype = ("cpu", torch.float32) if dry else ("cuda", torch.bfloat16)
+    try:
+        check(partial(attention, backend="triton"), case, mechanism, dtype, device=device)
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error)[:300]}"
+    return ""
 
 
-def version(path: str) -> str:
-    said = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
-    return next((line for line in said.splitlines() if "release" in line), "")
+def alone(assembler: str, *call: Any) -> dict[str, Any]:
+    """``one`` in a process of its own."""
+    environment = {**os.environ, "SOFTFOCUS_TUNE": "off"}
+    if assembler == "Triton's own":
+        import triton
+
+        environment["TRITON_PTXAS_PATH"] = str(Path(triton.__file__).parent / "backends/nvidia/bin/ptxas")
+        environment["TRITON_CACHE_DIR"] = str(Path.home() / ".triton" / "of-its-own-ptxas")
+    line = dict(zip(("mechanism", "head_dim", "value_dim"), call, strict=False), assembler=assembler)
+    command = [sys.executable, __file__, "--call", json.dumps(call)]
+    try:
+        ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False)
+    except subprocess.TimeoutExpired:
+        return {**line, "said": f"not done after {LIMIT} seconds"}
+    return {**line, "said": ran.stdout.strip() if ran.returncode == 0 else (ran.stdout + ran.stderr)[-500:]}
 
 
 def main() -> int:
+    if sys.argv[1] == "--call":
+        print(one(*json.loads(sys.argv[2])))
+        return 0
     given = arguments(__doc__)
     write = writer(given.out)
-    found = assemblers()
-    runs: list[tuple[str, str, dict[str, str]]] = [("plain", "Triton", {})] * REPEATS
-    if shutil.which("compute-sanitizer"):
-        # Without the caching allocator each tensor is an allocation, whose end memcheck knows
-        runs.append(("memcheck", "Triton", {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}))
-    runs += [("each launch waited for", name, {"CUDA_LAUNCH_BLOCKING": "1"}) for name in found]
+    calls = [
+        (assembler, name, *sizes, given.dry_run)
+        for assembler, sizes, name in product(("softfocus's choice", "Triton's own"), SIZES, MECHANISMS)
+    ]
     wrong = 0
-    for how, name, settings in runs[: 1 if given.dry_run else None]:
-        environment = {**os.environ, **settings, "TRITON_CACHE_DIR": str(given.out) + f".{name}"}
-        if (path := found[name]) is not None:
-            environment["TRITON_PTXAS_PATH"] = path
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", TEST]
-        if how == "memcheck":
-            command = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9", *command]
-        ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        wrong += ran.returncode != 0
-        tail = (ran.stdout + ran.stderr)[-2000:]
-        write(how=how, ptxas=name, version=path and version(path), exit=ran.returncode, tail=tail)
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 2) - 2)) as threads:
+        for line in threads.map(lambda call: alone(*call), calls[: 1 if given.dry_run else None]):
+            wrong += line["assembler"] != "Triton's own" and bool(line["said"])
+            write(**line)
     return wrong
 
 

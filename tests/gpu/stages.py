@@ -151,7 +151,7 @@ WARNINGS_ARE_ERRORS = {"PYTHONWARNINGS": "error:softfocus:RuntimeWarning"}
 """Of the check of the first calls, at the sizes of a real training."""
 STAGES: dict[int, tuple[Item, ...]] = {
     1: (
-        script("fault", dry=("--dry-run",), limit=120),
+        script("fault", dry=("--dry-run",), limit=170),
         pytest_of("tests", "triton cache checked", dry="test_parity and lssa and causal", limit=250),
         bench("flex", Benchmark(("lssar",), BOTH, (4096,), 64, ("sdpa", "softfocus", "flex")), 65),
         bench("wide", Benchmark((*MECHANISMS, "laser(lssa)"), BOTH[1:], (4096,), 128), 75),

@@ -21,6 +21,7 @@ from softfocus.backends.triton import (
     tuning,
 )
 from softfocus.backends.triton.arguments import Blocks, Inputs, Masks, Outputs
+from softfocus.backends.triton.assembler import right_assembler
 from softfocus.backends.triton.inputs import (
     END,
     algebra_of,
@@ -92,16 +93,14 @@ class Launcher:
 
     def _launch(self, kernel: Any, constants: Hashable, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
         """Does what ``kernel[grid](*arguments, **options)`` does, but looks up the compiled kernel
-        only once per layout of calls.
-
-        Args:
-            constants: what the kernel's constants depend on besides the layout.
+        only once per layout of calls. ``constants``: what the kernel's constants depend on besides.
         """
         key = kernel, constants
         if compiled := self._compiled.get(key):
             compiled[(*grid, 1, 1)[:3]](*arguments)
-        elif compiled := kernel[grid](*arguments, **options):  # None in the interpreter
-            self._compiled[key] = compiled
+        else:
+            with right_assembler():
+                self._compiled[key] = kernel[grid](*arguments, **options)  # None in the interpreter
 
     def forward(self, split: bool = True) -> tuple[Tensor, Tensor]:
         """out [B, H, Lq, Dv] and the saved vectors [rows_kept, B, H, Lq]. ``split``: whether the
