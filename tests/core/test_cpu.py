@@ -788,26 +788,61 @@ print(all(torch.equal(a, b) for a, b in zip(both(inputs), want)))
     assert done.stdout.split() == ["0", "True"], done.stdout + done.stderr[-2000:]
 
 
-@pytest.mark.parametrize("queries", [1, 5])
-def test_a_long_row_of_nearly_equal_scores(queries):
+TILE = 128
+"""Keys of a tile of the CPU kernels (BLOCK_K)."""
+LONG_ROWS = {
+    "decoding": (1, 56_000, None),
+    "five queries": (5, 56_000, None),
+    "decoding in eight streams": (1, 8 * 64 * TILE, None),  # 8 divides the tiles of a stream
+    "every eighth tile is hidden": (5, 70_000, 7),
+    "every eighth tile is hidden, decoding": (1, 70_000, 7),
+}
+"""Queries, keys, and which of eight tiles a mask hides."""
+
+
+@pytest.mark.parametrize(("queries", "length", "hidden"), LONG_ROWS.values(), ids=LONG_ROWS)
+def test_a_long_row_of_nearly_equal_scores(queries, length, hidden):
     """A running sum in float errs by more than TIE_EPS there, always the same way: the threshold
     moves, and ties are no ties.
     """
-    length, name = 56_000, "sharpened(softplus_l1, 3)"
-    query, key = torch.zeros(1, 1, queries, 1), torch.ones(1, 1, length, 1)
+    name = "sharpened(softplus_l1, 3)"
+    query, key = torch.zeros(1, 1, queries, 64), torch.ones(1, 1, length, 64)
     value = torch.zeros(1, 1, length, 1)
     value[0, 0, 100] = 1.0
+    tile = torch.arange(length) // TILE
+    seen = (tile % 8 != hidden) if hidden is not None else None
+    key_mask = None if seen is None else seen[None]
+    count = length if seen is None else int(seen.sum())
     for more in (0.0, 1e-3):
         bias = torch.zeros(1, 1, queries, length).requires_grad_()
         with torch.no_grad():
             bias[..., 100] = more
         out, rows = softfocus.attention(
-            query, key, value, mechanism=name, bias=bias, backend="cpu", is_causal=False, return_statistics=True
-        )
+            query, key, value, mechanism=name, bias=bias, key_mask=key_mask, backend="cpu", is_causal=False,
+            return_statistics=True,
+        )  # fmt: skip
         (grad,) = torch.autograd.grad(out.sum(), bias)
         if more:  # one key is above the mean and has all the weight
             torch.testing.assert_close(out, torch.ones_like(out))
         else:
             assert rows.peak.max() < 1e-6
-            torch.testing.assert_close(out, torch.full_like(out, 1 / length), rtol=1e-5, atol=0)
+            torch.testing.assert_close(out, torch.full_like(out, 1 / count), rtol=1e-5, atol=0)
             assert grad.abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("name", ["lssa", "softmax"])
+def test_the_gradients_of_a_long_row_whose_values_share_an_offset(name):
+    """dA - delta cancels there. The delta was summed in float over all keys."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, 1, n, d, generator=generator) for n, d in ((1, 16), (65_536, 16), (65_536, 4)))
+    inputs, grad_out = (0.1 * query, key, value + 100.0), torch.randn(1, 1, 1, 4, generator=generator)
+
+    def gradients(backend, dtype):
+        leaves = [x.to(dtype).requires_grad_() for x in inputs]
+        out = softfocus.attention(*leaves, mechanism=name, backend=backend)
+        return torch.autograd.grad(out, leaves, grad_out.to(dtype))
+
+    exact = gradients("reference", torch.float64)
+    ours, formula = ([(x - y).abs().max() for x, y in zip(gradients(backend, torch.float32), exact, strict=True)]
+                     for backend in ("cpu", "reference"))  # fmt: skip
+    assert all(mine <= 2 * its for mine, its in zip(ours, formula, strict=True))

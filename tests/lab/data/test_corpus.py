@@ -284,6 +284,15 @@ def test_a_json_file_that_is_named_holds_lines(tmp_path):
     assert "line 1 is not a JSON object" in refused(path)
 
 
+def test_a_json_file_in_a_folder_is_another_corpus_than_the_file_that_is_named(tmp_path):
+    """In a folder it is read as text. Tokens of one must not stand for those of the other."""
+    path = tmp_path / "a.json"
+    path.write_bytes(lines({"text": "x"}) + b"\n" + lines({"text": "y"}))
+    assert len(read(tmp_path)) == 1
+    assert read(path) == ["x", "y"]
+    assert Corpus(str(tmp_path)).identity != Corpus(str(path)).identity
+
+
 def test_half_a_surrogate_pair_becomes_encodable(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(rb'{"text": "a\ud800b \ud83d\ude00"}')

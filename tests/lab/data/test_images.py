@@ -202,3 +202,10 @@ def test_an_image_that_is_broken_is_named(folder: Path) -> None:
     with pytest.raises(LabError, match=r"cannot be read: .*0\.png.*; delete it$"):  # by processes of the trainer
         train(recipe, folder / "run")
     assert "cannot be read" in str(load_run(folder / "run", complete=False).error)
+
+
+def test_other_images_of_the_same_names_are_another_corpus(folder: Path) -> None:
+    before = data.sampled(of_folder(folder), silent).key
+    path = folder / "train" / "red" / "0.png"
+    Image.new("RGB", (90, 90), (255, 9, 9)).save(path)
+    assert data.sampled(of_folder(folder), silent).key != before

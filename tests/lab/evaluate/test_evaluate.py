@@ -319,6 +319,15 @@ def test_a_device_whose_memory_is_full(run: Path, monkeypatch: pytest.MonkeyPatc
         evaluate(run, [32], tokens=512)
 
 
+def test_one_rotary_frequency_cannot_be_scaled(tiny: Path) -> None:
+    parameters = '{rope_type = "default", rope_theta = 10000.0, partial_rotary_factor = 0.25}'
+    changes = ["model.config.num_attention_heads=4", f"model.config.rope_parameters={parameters}"]
+    config = models.build_config(load(tiny, changes), 257)
+    assert config.hidden_size // config.num_attention_heads * 0.25 == 2
+    with pytest.raises(LabError, match="two rotary dimensions have one frequency"):
+        scale_rope(config, "ntk", 32, 64)
+
+
 def test_ntk_needs_a_rotary_embedding_to_scale(tiny: Path, tmp_path: Path) -> None:
     overrides = ["model.architecture=gpt2", "train.steps=2"]
     recipe = tmp_path / "gpt2.toml"
@@ -421,6 +430,7 @@ def test_settings_of_the_command_line() -> None:
     assert names("yarn, trained", ["none"]) == ["YaRN", "as trained"]
     assert names("none", ["0.5x,128", "1x"], 4) == ["window 0.5x (4 sinks)", "window 1x (4 sinks)"]
     assert Setting(window=2048, sinks=4).name() == "window 2,048 (4 sinks)"
+    assert [Setting(window=n).name(4096) for n in (4096, 4097, 6144)] == ["window 1x", "window 4,097", "window 1.5x"]
     assert [setting.name() for setting in lengths.settings_of("trained,ntk", ["none"], 0, 128, ["lssa"])] == [
         "as trained",
         "dynamic NTK",

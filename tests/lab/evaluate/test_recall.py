@@ -193,6 +193,7 @@ def test_how_far_windows_reach() -> None:
 def test_buckets_of_distances_cover_a_length() -> None:
     assert edges(64, 64) == [0, 16, 24, 32, 48, 65]
     assert edges(64, 256)[-3:] == [128, 192, 257]
+    assert edges(3, 8) == [0, 1, 2, 3, 4, 6, 9]
 
 
 class Reader(torch.nn.Module):

@@ -74,6 +74,15 @@ class TestGroups:
         runs = [fabricate("lssar", [1.0], recipe=text, seed=seed) for seed, text in enumerate((recipe, more, longer))]
         assert [len(group.evaluations) for group in grouped(*runs)] == [2, 1]
 
+    def test_other_mechanisms_that_were_run_and_how_often_it_was_logged_make_no_other_group(self, fabricate):
+        recipe = load("demo-lssar").to_toml()
+        run = recipe.replace("mechanisms = []", 'mechanisms = ["lssa"]').replace("seed = 0", "seed = 1")
+        logged = recipe.replace("checkpoint_every = 1000", "checkpoint_every = 7").replace("seed = 0", "seed = 2")
+        logged = logged.replace("log_every = 10", "log_every = 3")
+        assert len({recipe, run, logged}) == 3
+        runs = [fabricate("lssar", [1.0], recipe=text, seed=seed) for seed, text in enumerate((recipe, run, logged))]
+        assert [group.title for group in grouped(*runs)] == ["LSSAR (3 seeds)"]
+
     def test_runs_without_a_recipe_and_a_recipe_that_is_not_toml_stand_alone(self, fabricate):
         assert len(grouped(*[fabricate("lssar", [1.0], recipe="", name=name) for name in "ab"])) == 2
         assert len(grouped(*[fabricate("lssar", [1.0], recipe=f"= {name}", name=name) for name in "ab"])) == 2

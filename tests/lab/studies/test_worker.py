@@ -2,12 +2,17 @@
 
 import io
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from softfocus.lab.evaluate.loss import evaluate
+from softfocus.lab.inspect.report import write
+from softfocus.lab.inspect.run import inspect
+from softfocus.lab.progress import Event
 from softfocus.lab.recipes.loading import load
 from softfocus.lab.recipes.recipe import Recipe
-from softfocus.lab.run_folder.files import RUN, load_measured, load_run
+from softfocus.lab.run_folder.files import INSPECTION, RUN, load_measured, load_run
 from softfocus.lab.run_folder.results import Evaluation
 from softfocus.lab.studies import crew, worker
 
@@ -35,3 +40,53 @@ def test_a_run_is_measured_again_on_other_text(tiny: Path, tmp_path: Path, maske
     assert load_run(tmp_path / "a").status == "complete", "all its files have its token"
     (job,) = crew.plan(tmp_path, [first], ["a"])
     assert job.status == "waiting"
+
+
+def work(recipe: Recipe, folder: Path) -> None:
+    (folder / f"{recipe.name}.toml").write_text(recipe.to_toml())
+    worker._work(str(folder / f"{recipe.name}.toml"), folder / recipe.name, False, io.StringIO())
+
+
+def test_runs_of_a_study_read_the_same_text_whatever_was_evaluated_by_hand(tiny: Path, tmp_path: Path) -> None:
+    recipes = [load(tiny, [f"name={name}", f"train.seed={seed}"]) for seed, name in enumerate("ab")]
+    for recipe in recipes:
+        work(recipe, tmp_path)
+    longest = load_measured(tmp_path / "a", Evaluation).longest
+    for options in ({"lengths": [16, 2 * longest]}, {"lengths": [32, longest], "tokens": 2 * longest}):
+        evaluate(tmp_path / "a", **options)
+        waiting, finished = crew.plan(tmp_path, recipes, ["a", "b"])
+        assert (waiting.status, finished.status) == ("waiting", "finished")
+        work(recipes[0], tmp_path)
+        assert [job.status for job in crew.plan(tmp_path, recipes, ["a", "b"])] == ["finished", "finished"]
+        assert len({load_measured(tmp_path / name, Evaluation).text for name in "ab"}) == 1
+
+
+def test_a_model_without_rope_is_measured_without_its_scalings(tiny: Path, tmp_path: Path) -> None:
+    config = "{n_embd = 16, n_layer = 1, n_head = 2, n_positions = 256}"
+    text = load(tiny, ["name=a"]).to_toml()
+    start, end = text.index("config = "), text.index("\n", text.index("config = "))
+    (tmp_path / "gpt2.toml").write_text(
+        (text[:start] + f"config = {config}" + text[end:]).replace('"gpt_neox"', '"gpt2"')
+    )
+    recipe = load(str(tmp_path / "gpt2.toml"))
+    work(recipe, tmp_path)
+    (job,) = crew.plan(tmp_path, [recipe], ["a"])
+    assert job.status == "finished"
+    assert {row.setting.rope for row in load_measured(tmp_path / "a", Evaluation).rows} == {"trained"}
+
+
+def test_attention_that_was_measured_on_another_text_is_measured_again(tiny: Path, tmp_path: Path) -> None:
+    recipe = load(tiny, ["name=a", "evaluate.also=['attention']"])
+    work(recipe, tmp_path)
+    (job,) = crew.plan(tmp_path, [recipe], ["a"])
+    assert job.status == "finished"
+    (tmp_path / "other.txt").write_text("another text, and not a short one. " * 40)
+    write([inspect(tmp_path / "a", [16], text=tmp_path / "other.txt")], tmp_path / "a" / INSPECTION)
+    (job,) = crew.plan(tmp_path, [recipe], ["a"])
+    assert job.status == "waiting"
+
+
+def test_half_a_line_of_a_worker_that_was_killed_is_no_message() -> None:
+    whole = worker.to_line("train", Event(kind="step", run="a", done=1, total=2))
+    one = crew.Crew.__new__(crew.Crew)
+    assert one._hear(SimpleNamespace(), whole[: len(whole) // 2]) is False

@@ -35,6 +35,8 @@ from softfocus.lab.evaluate.loss import evaluate
 from softfocus.lab.progress import Event, silent
 from softfocus.lab.recipes.loading import load
 from softfocus.lab.recipes.recipe import Recipe
+from softfocus.lab.report.page import minutes
+from softfocus.lab.run_folder import provenance
 from softfocus.lab.run_folder.files import (
     CHECKPOINTS,
     EVALUATION,
@@ -292,6 +294,40 @@ def test_a_run_is_not_resumed_on_another_corpus(tiny: Path, tmp_path: Path) -> N
     assert load_run(folder, complete=False).status == "interrupted"
     os.utime(text, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert train(recipe, folder, resume=True).status == "complete"
+
+
+def test_a_resumed_run_says_what_trained_it_before(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(provenance, "commit", lambda: "first")
+    with pytest.raises(LabError):
+        train(load(tiny), tmp_path / "run", progress=stop_at(6, ctrl_c))
+    began = load_run(tmp_path / "run", complete=False)
+    monkeypatch.setattr(provenance, "commit", lambda: "second")
+    info = train(load(tiny), tmp_path / "run", resume=True)
+    assert info.commit == "second"
+    (before,) = info.sessions
+    assert (before.commit, before.started, before.machine) == ("first", began.started, began.machine)
+    assert "goes on with another commit than it began with" in caplog.text
+    assert minutes(info) == "–", "when the first session ended is not known"
+    assert load_run(tmp_path / "run").sessions == info.sessions
+
+
+def test_the_speed_is_kept_where_a_resumed_run_has_too_few_steps_left(tiny: Path, tmp_path: Path) -> None:
+    with pytest.raises(LabError):
+        train(load(tiny), tmp_path / "run", progress=stop_at(8, ctrl_c))
+    began = load_run(tmp_path / "run", complete=False)
+    assert began.tokens_per_second
+    assert train(load(tiny), tmp_path / "run", resume=True).tokens_per_second == began.tokens_per_second
+
+
+def test_validation_losses_of_a_run_are_of_one_text(tiny: Path, tmp_path: Path) -> None:
+    changes = ["train.validations=5"]
+    with pytest.raises(LabError):
+        train(load(tiny, changes), tmp_path / "run", progress=stop_at(6, ctrl_c))
+    with pytest.raises(LabError, match=r"measures its validation loss on evaluate\.tokens = \d+, not 64"):
+        train(load(tiny, [*changes, "evaluate.tokens=64"]), tmp_path / "run", resume=True)
+    assert train(load(tiny, changes), tmp_path / "run", resume=True).status == "complete"
 
 
 def test_resuming_what_is_complete_or_another_recipe(tiny: Path, trained: Path) -> None:

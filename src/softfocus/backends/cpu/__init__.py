@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from softfocus.backends.cpu import build as build
-from softfocus.backends.cpu.call import ARRAY, CARRIES, array, broadcast, packed
+from softfocus.backends.cpu.call import CARRIES, TENSOR_VIEW, broadcastable_view, packed, tensor_view
 from softfocus.contract import Call
 from softfocus.pointwise import FUSED
 
@@ -69,7 +69,7 @@ def backward(call: Call, grad: Tensor, bias_grad: bool) -> dict[str, Tensor]:
     grads = {name: _empty(*x.shape, dtype=x.dtype) for name, x in zip(("query", "key", "value"), call[:3], strict=True)}
     grad_bias = _empty(*bias.shape).zero_() if bias is not None and bias_grad else None
     by_row = {name: _empty(*query.shape[:3]) for name in ("head_scale", "power") if getattr(call, name) is not None}
-    arrays = ARRAY.pack(*array(grad)), ARRAY.pack(*broadcast(grad_bias))
+    arrays = TENSOR_VIEW.pack(*tensor_view(grad)), TENSOR_VIEW.pack(*broadcastable_view(grad_bias))
     _run("softfocus_backward", arguments, *arrays, *grads.values(), by_row.get("head_scale"), by_row.get("power"))
     grads |= {name: x.sum((0, 2)).to(getattr(call, name).dtype) for name, x in by_row.items()}
     if bias is not None and grad_bias is not None:

@@ -30,7 +30,7 @@ __all__ = ["Built", "Unavailable", "build", "library", "state", "why_unavailable
 
 
 class _NoCache(Unavailable):
-    """Nothing can be kept in the cache, or found there; a process may still compile for itself."""
+    """The cache cannot be read or written. The process may still compile a library for itself."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,8 @@ def why_unavailable(compiling: bool = True) -> str | None:
     RuntimeWarning.
 
     Args:
-        compiling: try, which may compile. Otherwise no disk is touched, and None also stands for
-            "not tried yet".
+        compiling: whether to try to load the kernels, which may compile them. Otherwise no disk is
+            touched, and None also stands for "not tried yet".
     """
     global _warned
     try:
@@ -262,8 +262,8 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _compile(planned: Plan, command: tuple[str, ...], version: str) -> tuple[Built, ctypes.CDLL]:
-    """Into a temporary folder inside, then renamed: a kill at any moment leaves nothing that looks
-    whole and is not.
+    """Compile in a temporary folder inside the cache's, then rename: a process that is killed at
+    any moment leaves no library that looks complete and is not.
     """
     for left in planned.folder.glob("building-*"):
         # Of a process that died. Its compilers may live on: they write into their own folder, not

@@ -33,22 +33,23 @@ _NUMBERS = {
     "post": {"none": 0},
 }
 """By field, in the order of ``struct Params``: the number of each value that the kernels implement.
-A value that is declared but not here is a KeyError. ``post`` is looked up for that alone.
+A value that CARRIES declares and that is not here raises KeyError. ``Params`` has no field for
+``post``: it is here for that check alone.
 """
 
-ARRAY = struct.Struct("5q")
+TENSOR_VIEW = struct.Struct("5q")
 """``struct TensorView``: the data's address, and four strides in elements, 0 where broadcast."""
 CALL = struct.Struct("20q2d" + 7 * "5q" + "2q")
 """``struct Params``."""
 ABSENT = (0, 0, 0, 0, 0)
 
 
-def array(x: Tensor | None) -> tuple[int, ...]:
-    """A 4-D tensor as an ARRAY; zeros for None."""
+def tensor_view(x: Tensor | None) -> tuple[int, ...]:
+    """A 4-D tensor as a TENSOR_VIEW; zeros for None."""
     return ABSENT if x is None else (x.data_ptr(), *x.stride())
 
 
-def broadcast(x: Tensor | None) -> tuple[int, ...]:
+def broadcastable_view(x: Tensor | None) -> tuple[int, ...]:
     """The same, with a stride of 0 along every dimension of size 1."""
     if x is None:
         return ABSENT
@@ -103,8 +104,9 @@ def packed(call: Call) -> tuple[bytes, list[Tensor]]:
         visibility.left, visibility.right, CARRIES.dtypes.index(query.dtype), *_numbers(mechanism), threads(),
         call.dropout.number, dropout.threshold(call.dropout.p),
         call.scale, mechanism.power or 0.0,
-        *array(query), *array(key), *array(value),
-        *broadcast(visibility.mask), *broadcast(key_mask), *broadcast(documents), *broadcast(bias),
+        *tensor_view(query), *tensor_view(key), *tensor_view(value),
+        *broadcastable_view(visibility.mask), *broadcastable_view(key_mask),
+        *broadcastable_view(documents), *broadcastable_view(bias),
         0 if head_scale is None else head_scale.data_ptr(),
         0 if power is None else power.data_ptr(),
     )  # fmt: skip

@@ -113,8 +113,8 @@ def _run(plan: plans.Plan, folder: Path, commands: Sequence[Sequence[str]], tick
 
 
 def _disk_full(folder: Path, output: Sequence[str]) -> str:
-    """What says that a disk is full: the compiler, or, if there was no room for its words, the disk
-    itself.
+    """The compiler's message that a disk is full, or, if the disk had no room for that message, the
+    system's own.
     """
     for line in output:
         if re.search("No space left on device|Disk quota exceeded", line):
@@ -177,8 +177,8 @@ def _start(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
 
 @contextmanager
 def _progress() -> Iterator[Tick]:
-    """Two lines on stderr; on a terminal one line, rewritten to count the seconds. Yields what to
-    call now and then.
+    """Report progress in two lines on stderr; on a terminal in one line that counts the seconds.
+    Yields a function to call now and then.
     """
     line = "softfocus: compiling the CPU kernels for this machine (once, half a minute or more) ..."
     counts = sys.stderr is not None and sys.stderr.isatty()

@@ -305,7 +305,7 @@ def _losses(results: Results, groups: Sequence[Group], setting: str) -> str:
                 apart = f"{found.value:+.3f} ± {found.standard_error:.3f}"
         runs = results.of(group.label)
         lost = sum(run.diverged for run in runs)
-        count = "1 seed" if len(runs) == 1 else count_text([run.info.seed for run in runs])
+        count = count_text([run.info.seed for run in runs])
         count += f", {lost} diverged" if lost else ""
         lines.append([group.label, count, *texts, *([] if reference is None else [apart])])
     head = ["mean"] if _sampled(groups) else [*map(column_name, across)]

@@ -76,12 +76,17 @@ def evaluate(
 
     info, recipe = load_run(run), load(run / RECIPE)
     if recipe.data.kind in ("masked", "images", "speech"):
-        given = {"lengths": lengths, "tokens": tokens, "rope": rope, "window": window, "sinks": sinks}
-        _samples(run, given | {"mechanism": mechanism, "buckets": buckets}, batch_tokens, quiet, json)
+        given = {"lengths": lengths, "rope": rope, "window": window, "sinks": sinks}
+        given |= {"mechanism": mechanism, "buckets": buckets}
+        if recipe.data.kind != "masked":
+            given["tokens"] = tokens
+        _samples(run, given, tokens, batch_tokens, quiet, json)
         return
     wanted = parse(lengths or recipe.evaluate.lengths, info.train_length)
     scalings = _ROPE if rope is None else rope
-    settings = settings_of(scalings, window or ["1x"], sinks, info.train_length, mechanism or ())
+    settings = settings_of(
+        scalings, window or ["1x"], sinks, info.train_length, mechanism or recipe.evaluate.mechanisms
+    )
     if window:
         _refuse_wide([setting.window for setting in settings], wanted[-1])
     edges = parse(buckets, info.train_length, "--buckets") if buckets else None
@@ -103,7 +108,9 @@ def evaluate(
         print_table(loss_table(singles([found])))
 
 
-def _samples(run: Path, options: dict[str, Any], batch_tokens: int, quiet: bool, json: Path | None) -> None:
+def _samples(
+    run: Path, options: dict[str, Any], tokens: int | None, batch_tokens: int, quiet: bool, json: Path | None
+) -> None:
     """Loss and error rate of what is not read from left to right: lengths, RoPE and windows have no
     meaning there.
     """
@@ -115,7 +122,7 @@ def _samples(run: Path, options: dict[str, Any], batch_tokens: int, quiet: bool,
     from softfocus.lab.report.table import loss_table
 
     with Display("tokens", quiet=quiet) as display:
-        found = evaluate_samples(run, batch_tokens=batch_tokens, progress=display)
+        found = evaluate_samples(run, tokens=tokens, batch_tokens=batch_tokens, progress=display)
     if not write_json(json, found):
         print_table(loss_table(singles([found]), title="Validation loss, nats per prediction, and share of wrong ones"))
 

@@ -82,6 +82,8 @@ class Corpus:
             self._stats = {path: stat(path) for path in self.files}
             self.identity["source"] = [[str(path.resolve()), *stat] for path, stat in self._stats.items()]
         self._named = len(self.files) == 1 and Path(source).expanduser() == self.files[0]
+        if self._named and _inner(self.files[0]).suffix.lower() == ".json":
+            self.identity["json"] = "lines"  # in a folder the same file is read as plain text
         self._before = self._count = 0  # bytes in the files before this one; documents so far
         self._open: io.BufferedReader | None = None
 
@@ -146,7 +148,7 @@ class Corpus:
     def _read(self, path: Path, raw: io.BufferedReader) -> Iterator[str] | None:
         """The documents of a file, or None where it is not text and nobody asked for it by name."""
         stream = _unpacked(path, raw)
-        inner = path.with_suffix("") if path.suffix.lower() in COMPRESSED else path
+        inner = _inner(path)
         if inner.suffix.lower() in JSON_LINES or (self._named and inner.suffix.lower() == ".json"):
             return _json_lines(path, stream, self.text_field)
         if path.suffix.lower() == ".parquet":
@@ -161,6 +163,11 @@ class Corpus:
                 f"give text in UTF-8, or one of {known} ({', '.join(COMPRESSED)} may follow)",
             )
         return None
+
+
+def _inner(path: Path) -> Path:
+    """The name of what a compressed file holds."""
+    return path.with_suffix("") if path.suffix.lower() in COMPRESSED else path
 
 
 def _unpacked(path: Path, raw: io.BufferedReader) -> io.BufferedReader:

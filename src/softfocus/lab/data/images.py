@@ -168,13 +168,14 @@ class ImageFolder(WithoutTokens):
 
     @property
     def key(self) -> str:
-        """A digest of the names of what is there, with their folders."""
+        """A digest of the names of what is there, with their folders, and of the files' sizes."""
         import datasets
 
         digest = hashlib.sha256()
         for split in self._splits:
             for image in split.cast_column("image", datasets.Image(decode=False))["image"]:
-                digest.update(f"{Path(image['path']).parent.name}/{Path(image['path']).name}\n".encode())
+                path = Path(image["path"])
+                digest.update(f"{path.parent.name}/{path.name} {path.stat().st_size}\n".encode())
             digest.update(b"\n")
         return f"images-{digest.hexdigest()[:12]}"
 

@@ -58,6 +58,7 @@ def evaluate(
     *,
     settings: Sequence[Setting] | None = None,
     tokens: int | None = None,
+    span: int | None = None,
     buckets: Sequence[int] | None = None,
     batch_tokens: int = 4096,
     progress: Listener = silent,
@@ -86,6 +87,7 @@ def evaluate(
             trained, dynamic NTK, a window of the training length, and what the recipe's
             evaluate.mechanisms adds.
         tokens: validation tokens a length; by default the recipe's.
+        span: tokens a span, whatever was evaluated before.
         buckets: edges of positions; by default quarters and powers of two of the training length,
             which is always one.
         batch_tokens: tokens a forward pass, at least one window.
@@ -108,13 +110,14 @@ def evaluate(
     store = data.tokens(recipe, progress)
     data.check_unchanged(store, folder, info)
     before = _earlier(folder, info)
-    windows = _windows(store, lengths, wanted, before)
+    windows = EvaluationWindows(store, [*lengths, span], wanted) if span else _windows(store, lengths, wanted, before)
     evaluation = Evaluation(
         **info.named,
         vocabulary=info.vocabulary,
         tokens=windows.tokens,
         corpus_key=store.folder.name,
         longest=windows.longest,
+        asked=wanted,
         documents=windows.documents,
         crossing=windows.crossing,
         rows=[],

@@ -147,7 +147,7 @@ def edges(train_length: int, length: int) -> list[int]:
     """Bucket edges of distances: powers of two of the training length from a quarter on, and the
     midpoints between them.
     """
-    found, edge = {0, length + 1}, train_length // 4
+    found, edge = {0, length + 1}, max(1, train_length // 4)
     while edge < length:
         found |= {edge, edge + edge // 2}
         edge *= 2

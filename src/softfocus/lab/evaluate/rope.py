@@ -38,6 +38,10 @@ def scale_rope(config: Any, rope: Rope, train_length: int, length: int) -> Any:
         if table["rope_type"] not in ("default", "dynamic"):
             raise LabError(f"the rotary embedding is already scaled, by {table['rope_type']!r}", remedy)
         if rope == "ntk":
+            heads = getattr(config, "num_attention_heads", 1)
+            width = getattr(config, "head_dim", None) or config.hidden_size // heads
+            if int(width * table.get("partial_rotary_factor", 1.0)) <= 2:
+                raise LabError("heads with two rotary dimensions have one frequency, which NTK cannot scale", remedy)
             table.update(rope_type="dynamic", factor=1.0)
         else:
             factor = max(1.0, length / train_length)

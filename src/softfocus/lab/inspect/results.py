@@ -8,6 +8,8 @@ from pydantic import Field
 from softfocus.lab.run_folder.files import read_json
 from softfocus.lab.run_folder.results import Record
 
+VALIDATION_TEXT = "validation text"
+"""The text of an inspection that was given no file."""
 RESULTS = "inspect.json"
 PAGE = "inspect.html"
 MEASURES_FIGURE = "measures.png"
@@ -78,7 +80,7 @@ class Inspection(Record):
     train_length: int
     seed: int = Field(description="the training seed")
     commit: str = Field(description="of the training")
-    text: str = Field(description="what was read: 'validation text', or the name of a file")
+    text: str = Field(description="what was read: VALIDATION_TEXT, or the name of a file")
     heads: list[Heads]
     lengths: list[Length]
     rows: list[Row]

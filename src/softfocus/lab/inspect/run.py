@@ -25,7 +25,7 @@ from softfocus.lab.errors import LabError, UsageError
 from softfocus.lab.evaluate.forward import opened
 from softfocus.lab.evaluate.means import ClusteredMeans
 from softfocus.lab.inspect.measure import MEASURES, measures, picture
-from softfocus.lab.inspect.results import Heads, Inspection, Learned, Length, Row, Value
+from softfocus.lab.inspect.results import VALIDATION_TEXT, Heads, Inspection, Learned, Length, Row, Value
 from softfocus.lab.progress import Listener, Pace, silent
 from softfocus.lab.run_folder.results import RunInfo
 from softfocus.row_weights import blocks
@@ -116,7 +116,7 @@ def inspect(
         train_length=info.train_length,
         seed=info.seed,
         commit=info.commit,
-        text="validation text" if text is None else text.name,
+        text=VALIDATION_TEXT if text is None else text.name,
         heads=look.heads,
         lengths=[look.about(length) for length in lengths],
         rows=[row for length in lengths for row in look.rows(length)],

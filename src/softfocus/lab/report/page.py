@@ -150,6 +150,13 @@ def _error(standard_error: float) -> str:
     return f"± {standard_error:.3f}" if math.isfinite(standard_error) else ""
 
 
+def minutes(info: RunInfo) -> str:
+    """How long a training took. Of a run that was resumed only the last session's end is known."""
+    if info.finished is None or info.sessions:
+        return "–"
+    return f"{(info.finished - info.started).total_seconds() / 60:.1f}"
+
+
 _RUN: tuple[tuple[str, Callable[[RunInfo], str]], ...] = (
     ("Mechanism", lambda info: mechanism_name(info.mechanism)),
     ("Parameters", lambda info: f"{info.parameters:,}"),
@@ -158,7 +165,7 @@ _RUN: tuple[tuple[str, Callable[[RunInfo], str]], ...] = (
     ("Training tokens", lambda info: f"{info.steps_done * info.tokens_per_step:,}"),
     ("Last training loss", lambda info: "–" if info.final_loss is None else loss_text(info.final_loss)),
     ("Tokens per second", lambda info: "–" if info.tokens_per_second is None else f"{info.tokens_per_second:,.0f}"),
-    ("Minutes", lambda info: f"{(info.finished - info.started).total_seconds() / 60:.1f}" if info.finished else "–"),
+    ("Minutes", minutes),
     ("Seed", lambda info: str(info.seed)),
     ("Commit", lambda info: short_commit(info.commit)),
 )

@@ -145,13 +145,16 @@ def singles(evaluations: Sequence[Evaluation]) -> list[Group]:
 
 
 def count_text(seeds: Sequence[int]) -> str:
-    """ "4 seeds"; "4 runs" where two of them share a seed."""
+    """ "4 seeds"; "4 runs" where two of them share a seed; "1 seed"."""
+    if len(seeds) == 1:
+        return "1 seed"
     return f"{len(seeds)} {'runs' if len(set(seeds)) < len(seeds) else 'seeds'}"
 
 
 def without_seed(text: str) -> object:
-    """What has to agree: not the name, the description, the seed or `evaluate.also`. A recipe of an
-    earlier version has the defaults that it does not name.
+    """What has to agree: not the name, the description, the seed, how often the training is logged
+    and kept, or what else is measured of it. A recipe of an earlier version has the defaults that
+    it does not name.
     """
     try:
         values = tomllib.loads(text)
@@ -161,8 +164,9 @@ def without_seed(text: str) -> object:
         values = Recipe.model_validate(values).model_dump()
     for said in ("name", "description"):
         values.pop(said, None)
-    for table, key in (("train", "seed"), ("evaluate", "also")):
-        if isinstance(values.get(table), dict):
+    said_of = {"train": ("seed", "log_every", "checkpoint_every"), "evaluate": ("also", "mechanisms")}
+    for table, keys in said_of.items():
+        for key in keys if isinstance(values.get(table), dict) else ():
             values[table].pop(key, None)
     return json.dumps(values, sort_keys=True)
 

@@ -32,6 +32,15 @@ class Machine(Record):
     device: str = Field(description="where the model ran: 'cpu', or the GPU's product name")
 
 
+class Session(Record):
+    """An earlier part of a training that was resumed: what trained it."""
+
+    commit: str
+    versions: dict[str, str]
+    machine: Machine
+    started: datetime
+
+
 class RunInfo(Record):
     """What trained a model: enough to tell two runs apart and to do one again. Losses are in nats
     per token.
@@ -49,7 +58,8 @@ class RunInfo(Record):
     commit: str = Field(description="of the source tree, '+dirty' when it was changed; or the package's version")
     versions: dict[str, str]
     machine: Machine
-    started: datetime
+    started: datetime = Field(description="of the last session, which the three fields above describe")
+    sessions: list[Session] = Field(default=[], description="the sessions before it, where the run was resumed")
     finished: datetime | None = None
     train_length: int = Field(description="tokens a training window")
     vocabulary: int = Field(description="size of the tokenizer's vocabulary")
@@ -121,7 +131,7 @@ class Setting(Record):
             return "error rate"
         parts = [] if self.rope == "trained" else [{"ntk": "dynamic NTK", "yarn": "YaRN"}[self.rope]]
         if self.window is not None:
-            keys = f"{self.window:,}" if train_length is None else f"{self.window / train_length:.4g}x"
+            keys = f"{self.window:,}" if train_length is None else _multiple(self.window, train_length)
             parts.append(f"window {keys}" + (f" ({self.sinks} sinks)" if self.sinks else ""))
         if self.mechanism is not None:
             parts.append(f"run as {self.mechanism}")
@@ -135,6 +145,12 @@ class Setting(Record):
         scalings = get_args(Rope)
         place = len(scalings) if self.wrong else scalings.index(self.rope)
         return self.window or 0, self.sinks, self.mechanism or "", place
+
+
+def _multiple(tokens: int, train_length: int) -> str:
+    """ "1x"; in tokens where four digits of the multiple do not tell them."""
+    multiple = f"{tokens / train_length:.4g}"
+    return f"{multiple}x" if float(multiple) * train_length == tokens else f"{tokens:,}"
 
 
 AS_TRAINED = Setting()
@@ -221,6 +237,9 @@ class Evaluation(Measurement):
     seed: int = Field(description="the training seed")
     corpus_key: str = Field(default="", description="like a run's; another one than the run's where the corpus changed")
     longest: int = Field(default=0, description="tokens a span; every length cuts the same spans into its windows")
+    asked: int = Field(
+        default=0, description="tokens that were asked for: `tokens` are whole spans, and fewer where the text is short"
+    )
     documents: int = Field(default=0, description="how many documents the spans start in")
     crossing: int = Field(default=0, description="how many of the spans cross the end of a document")
     rows: list[Row]

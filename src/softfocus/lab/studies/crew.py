@@ -2,6 +2,7 @@
 studies run on.
 """
 
+import json
 import os
 import queue
 import subprocess
@@ -35,7 +36,7 @@ from softfocus.lab.run_folder.owner import owning
 from softfocus.lab.run_folder.provenance import cores
 from softfocus.lab.run_folder.results import Evaluation, Recall
 from softfocus.lab.studies.screen import Job, Screen
-from softfocus.lab.studies.worker import from_line
+from softfocus.lab.studies.worker import from_line, possible
 
 LOGS = "logs"
 
@@ -161,10 +162,15 @@ def _is_finished(job: Job) -> bool:
         evaluation = load_measured(job.folder, Evaluation)
     except LabError:
         return False
-    planned = {(length, setting) for length in job.lengths for setting in job.recipe.settings}
+    planned = {(length, setting) for length in job.lengths for setting in possible(job.recipe, job.folder)}
     if there.evaluate.tokens != job.recipe.evaluate.tokens or not planned <= {
         (row.length, row.setting) for row in evaluation.rows
     }:
+        return False
+    # Runs are compared on the same text. Early evaluations do not say how many tokens were wanted
+    if evaluation.longest and evaluation.longest != max(job.lengths):
+        return False
+    if evaluation.asked not in (0, job.recipe.evaluate.tokens):
         return False
     job.evaluation = evaluation
     files = {
@@ -175,10 +181,21 @@ def _is_finished(job: Job) -> bool:
     }
     if not all((job.folder / files[one]).exists() for one in job.recipe.evaluate.also):
         return False
+    if "attention" in job.recipe.evaluate.also and not _is_inspected(job):
+        return False
     # The others are written when all is measured, this one row by row
     return "passkeys" not in job.recipe.evaluate.also or set(job.lengths) <= {
         row.length for row in load_measured(job.folder, Recall).rows if not row.window
     }
+
+
+def _is_inspected(job: Job) -> bool:
+    """Whether what `softfocus inspect` left is of the validation text, at a study's lengths."""
+    from softfocus.lab.inspect.results import VALIDATION_TEXT, read
+
+    (found,) = read(job.folder / INSPECTION / INSPECTED).runs
+    wanted = {job.recipe.train.length, max(job.lengths)}
+    return found.text == VALIDATION_TEXT and wanted <= {row.length for row in found.rows}
 
 
 def _look_for_divergence(job: Job) -> None:
@@ -256,7 +273,10 @@ class Crew:
 
     def _hear(self, job: Job, line: str) -> bool:
         """Take in what a worker said. Returns whether it has begun to train, or is past that."""
-        said = from_line(line)
+        try:
+            said = from_line(line)
+        except json.JSONDecodeError:
+            return False  # the worker was killed in the middle of a line; _end() says so
         if isinstance(said, str):
             job.error = said
             return False

@@ -16,9 +16,10 @@ from typing import Any, Literal, TextIO
 
 from softfocus.lab.errors import LabError
 from softfocus.lab.progress import Event, Listener
-from softfocus.lab.run_folder.files import INSPECTION, RECIPE, load_run, refuse_file, write_recipe
+from softfocus.lab.recipes.recipe import Recipe
+from softfocus.lab.run_folder.files import INSPECTION, MODEL, RECIPE, load_run, refuse_file, write_recipe
 from softfocus.lab.run_folder.owner import LOCK, owning
-from softfocus.lab.run_folder.results import Row
+from softfocus.lab.run_folder.results import Row, Setting
 
 Phase = Literal["train", "evaluate"]
 
@@ -81,7 +82,9 @@ def _work(name: str, folder: Path, overwrite: bool, out: TextIO) -> None:
     if recipe.data.kind == "task":
         recall(folder, lengths, progress=tell)
     elif recipe.data.kind == "text":
-        evaluate(folder, lengths, settings=recipe.settings, tokens=recipe.evaluate.tokens, progress=tell)
+        # All runs of a study read the same text, whatever one of them was evaluated on by hand
+        asked = recipe.evaluate.tokens
+        evaluate(folder, lengths, settings=possible(recipe, folder), tokens=asked, span=max(lengths), progress=tell)
         if "attention" in recipe.evaluate.also:
             from softfocus.lab.inspect.report import write
             from softfocus.lab.inspect.run import inspect
@@ -104,6 +107,15 @@ def _work(name: str, folder: Path, overwrite: bool, out: TextIO) -> None:
         before, now = load(folder / RECIPE).evaluate, recipe.evaluate
         if (before.tokens, before.lengths) != (now.tokens, now.lengths):
             write_recipe(folder, recipe.to_toml(), load_run(folder).token)
+
+
+def possible(recipe: Recipe, folder: Path) -> tuple[Setting, ...]:
+    """What can be measured of a run: the recipe's settings, without scalings of RoPE where its
+    model has none.
+    """
+    config = json.loads((folder / MODEL / "config.json").read_text())
+    has_rope = bool(config.get("rope_parameters")) or recipe.data.kind != "text"
+    return tuple(setting for setting in recipe.settings if has_rope or setting.rope == "trained")
 
 
 def _is_first() -> bool:

@@ -40,7 +40,7 @@ from softfocus.lab.run_folder.files import (
 )
 from softfocus.lab.run_folder.manifest import seal
 from softfocus.lab.run_folder.owner import LOCK, Owner, owning
-from softfocus.lab.run_folder.results import RunInfo, Status
+from softfocus.lab.run_folder.results import RunInfo, Session, Status
 from softfocus.lab.train import checkpoints, fits, processes, records
 from softfocus.lab.train.trainer import (
     LARGEST_NORM,
@@ -129,6 +129,8 @@ def _train(
     model = models.build(recipe, source.vocab_size, source.end_of_document)
     info = _describe(recipe, folder, model, source, str(state.device))
     info.token = secrets.token_hex(8) if there is None else there.token
+    if there is not None:
+        _continue(info, there, folder)
     if owner is not None:
         if there is None:
             # The old run goes only now: without a corpus or a model it stays.
@@ -209,6 +211,12 @@ def _check(recipe: Recipe, folder: Path, resume: bool, overwrite: bool) -> RunIn
                     f"the run in {folder} was started with {table}.{key} = {was[key]!r}, not {now[key]!r}",
                     f"resume it with `softfocus train {folder / RECIPE} --out {folder} --resume`",
                 )
+    was, now = before.evaluate.tokens, recipe.evaluate.tokens
+    if recipe.train.validations and was != now:
+        raise LabError(
+            f"the run in {folder} measures its validation loss on evaluate.tokens = {was}, not {now}",
+            f"resume it with `softfocus train {folder / RECIPE} --out {folder} --resume`",
+        )
     return there
 
 
@@ -242,6 +250,15 @@ def _describe(recipe: Recipe, folder: Path, model: Any, source: data.Data, devic
         steps=recipe.train.steps,
         tokens_per_step=recipe.train.batch * recipe.train.length,
     )
+
+
+def _continue(info: RunInfo, there: RunInfo, folder: Path) -> None:
+    """Keep what is known of the sessions before, and say where this one differs from the last."""
+    fields = ("commit", "versions", "machine", "started")
+    info.sessions = [*there.sessions, Session(**{name: getattr(there, name) for name in fields})]
+    info.tokens_per_second = there.tokens_per_second
+    if changed := [name for name in fields[:-1] if getattr(info, name) != getattr(there, name)]:
+        _log.warning("%s goes on with another %s than it began with", folder, " and ".join(changed))
 
 
 @contextmanager
@@ -339,7 +356,7 @@ def _take_stock(info: RunInfo, trainer: WindowTrainer, watch: Watch) -> None:
     info.validation_loss = _logged(trainer, records.VALIDATION, 6)
     by_name = {name: _logged(trainer, name + records.NORM, 5) for name in records.PROJECTIONS}
     info.projection_norms = {name: norms for name, norms in by_name.items() if norms}
-    info.tokens_per_second = watch.tokens_per_second
+    info.tokens_per_second = watch.tokens_per_second or info.tokens_per_second
 
 
 def _logged(trainer: WindowTrainer, name: str, digits: int | None = None) -> list[tuple[int, float]]:

@@ -57,9 +57,8 @@ struct ColumnShift {
     }
   }
 
-  // e^(V - M) of the keys [first, first + n), in the key head's data or in `scratch`, which the
-  // next call overwrites. Calls values() for V [n, stride] only where the key head does not hold
-  // e^V.
+  // e^(V - M) of the keys [first, first + n): the key head's e^V if M is 0, else computed in
+  // `scratch`, which the next call overwrites. Calls values() for V [n, stride] only if M is not 0.
   template <typename F>
   RowView exp_values(const KeyHeadData& key_data, F&& values, int64_t first, int64_t n, int64_t padded_value_dim,
                      int64_t value_dim) {

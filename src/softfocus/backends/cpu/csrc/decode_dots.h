@@ -159,9 +159,9 @@ class DecodeDots {
   }
 
   // Computes the dot products with some of W keys again: NaN for a non-finite key, else with a norm
-  // that neither overflows nor underflows. The other keys keep their dot products. This function
-  // normalises a key before the product, which rounds differently, and equal keys must have equal
-  // dot products whatever keys are next to them.
+  // that neither overflows nor underflows. Only lanes that are set in dot_again are written. A key
+  // is normalised before the product here, which rounds differently. Whether a key takes this path
+  // must not depend on the keys next to it: equal keys have equal dot products.
   __attribute__((noinline)) void dot_safely(int64_t j, int64_t key_begin, vint dot_again, const float* queries,
                                             int64_t rows, const DotAddress& address) {
     if (!one_key) one_key.resize(padded_dim);

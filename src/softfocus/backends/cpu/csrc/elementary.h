@@ -5,7 +5,7 @@
 //
 //     function    fixed      polynomial for              degree  interval                    error
 //     e^r         1 + r      (e^r - 1 - r) / r^2              4  [-ln 2 / 2, ln 2 / 2]       3.1e-9
-//     log(1 + e)  none       log(1 + e) / e                   8  [0, 1]                      3.0e-8
+//     ln(1 + t)   none       ln(1 + t) / t                    8  [0, 1]                      3.0e-8
 //     ln(1 + x)   x - x^2/2  (ln(1 + x) - x + x^2/2) / x^3    7  [sqrt 1/2 - 1, sqrt 2 - 1]  2.2e-8
 //
 // How the coefficients were computed is not recorded. In float64 the first two errors reach their
@@ -17,9 +17,9 @@
 // (SSE) the error of e^x reaches 4e-6 at the ends of its range, since the argument is reduced less
 // exactly.
 //
-// A function that propagates NaN does so only for the quiet NaN of std::numeric_limits. Other NaNs
-// have bits that the arithmetic on exponents would change. `logarithm` and `log1p_exp` propagate no
-// NaN.
+// A function that propagates NaN needs one whose low nine bits are 0, because it shifts these
+// bits into the exponent. Those of std::numeric_limits and of arithmetic on x86 and Arm are such. Other NaNs of a
+// caller are replaced before (row_scores.inl.h). `logarithm` and `log1p_exp` propagate no NaN.
 //
 // The functions take N vectors at once and apply each step to all of them, so that N chains of
 // dependent operations overlap.
@@ -36,7 +36,8 @@ constexpr float LN2 = 0.693147182f, LN2_REST = -1.90465430e-9f;  // LN2 + LN2_RE
 // e^-87 is near the smallest normal float. Below it the exponentials return 0.
 constexpr float EXP_MIN = -87.0f;
 constexpr float EXP_MAX = 88.8f;  // just above the logarithm of the largest float, 88.72
-// 1 - e^-f is 1 in float from f = 18 on. At f = 80 2^n is still a normal float.
+// f is clamped here. 1 - e^-f is 1 in float from f = 18 on, and 2^n, with n = round(-f / ln 2), is
+// still a normal float.
 constexpr float EXPM1_MAX = 80.0f;
 
 // q = e^r - 1 for |r| <= ln 2 / 2

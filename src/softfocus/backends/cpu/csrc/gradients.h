@@ -51,7 +51,8 @@ class RowGradients {
   }
 
   // Computes the gradients of the rows of a query head from start_q on. Adds to grad_keys [Lk,
-  // padded_dim], grad_values [Lk, padded_value_dim] and grad_bias; writes the others.
+  // padded_dim], grad_values [Lk, padded_value_dim] and grad_bias; writes grad_query,
+  // grad_head_scale and grad_power.
   void run(int64_t b, int64_t query_head, int64_t start_q, const KeyHeadData& key_data, const GradientTensors& grads,
            float* grad_keys, float* grad_values) {
     block.compute(b, query_head, start_q, key_data);
@@ -77,8 +78,8 @@ class RowGradients {
   // With LASER and without re-weighting: dL/d(e^(V - M)) of a tile, [BLOCK_K, padded_value_dim],
   // and e^(V - M) of a tile, [BLOCK_K / PANEL, Dv, PANEL]
   Buffer<float> grad_exp_values, exp_panels;
-  // dL/dA. Without re-weighting of all keys (grad_weights_row()); with re-weighting of the live
-  // keys only (grad_weights_of_lists()).
+  // dL/dA: without re-weighting an element for each score (grad_weights_row()), with re-weighting
+  // one for each live key (grad_weights_of_lists())
   Buffer<float> grad_weights_data;
   // The live keys, list after list, counted from their tile's first; one vector of slack
   Buffer<uint8_t> list_keys;
@@ -99,8 +100,8 @@ class RowGradients {
   float precise_inverse_power_sum[BLOCK_Q];
   float power_over_sum[BLOCK_Q];  // p / sum u^p
   float mean_term[BLOCK_Q];       // -o mean(g) * inverse_spread: every visible key receives it
-  float grad_power[BLOCK_Q];
-  bool single_key[BLOCK_Q];  // one key has all the weight
+  float grad_power[BLOCK_Q];      // dL/dp of each row
+  bool single_key[BLOCK_Q];       // one key has all the weight
 
   // dL/dA of row r of a tile, without re-weighting: [tiles, max_rows, BLOCK_K], indexed by offset j
   float* grad_weights_row(int64_t r, int64_t start_k) {
@@ -124,7 +125,7 @@ class RowGradients {
       delta[r] = power_over_sum[r] = mean_term[r] = grad_power[r] = 0.0f;
     }
     // Where a row sees a non-finite value, that column passes no gradient. This holds even in
-    // decoding, where the output stays finite if the value's key is dead.
+    // decoding, where the output stays finite if no live key has the non-finite value.
     for (auto [key, d] : block.key_data->nonfinite_values)
       for (int64_t r = 0; r < block.n_rows; ++r)
         if (block.sees(r, key)) grad_out[r * block.padded_value_dim + d] = 0.0f;

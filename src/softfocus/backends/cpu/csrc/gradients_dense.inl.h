@@ -10,8 +10,10 @@ namespace softfocus {
 template <typename Phi>
 inline void RowGradients<Phi>::compute_dense_grad_weights() {
   const Params& params = block.params;
-  // Lane-wise: sum of phi dA, number of keys with phi > 0
+  // Lane-wise: sum of phi dA, of TILES_PER_SUM tiles and of all; number of keys with phi > 0
   vfloat phi_da_sum[BLOCK_Q], n_positive[BLOCK_Q];
+  DoubleSum phi_da_total[BLOCK_Q];
+  int64_t tiles = 0;
   for (int64_t r = 0; r < BLOCK_Q; ++r) phi_da_sum[r] = n_positive[r] = vfloat{};
   block.each_tile([&](int64_t start_k) {
     const float* panels = block.key_data->value_panels + (block.key_begin + start_k) * params.value_dim;
@@ -41,9 +43,12 @@ inline void RowGradients<Phi>::compute_dense_grad_weights() {
             }
           });
       }
+    if (++tiles % TILES_PER_SUM == 0)
+      for (int64_t r = 0; r < block.n_rows; ++r) phi_da_total[r].add(phi_da_sum[r]), phi_da_sum[r] = vfloat{};
   });
   for (int64_t r = 0; r < block.n_rows && params.normaliser == L1; ++r) {
-    delta[r] = reduce_sum(phi_da_sum[r]) * block.weight_scale[r];
+    phi_da_total[r].add(phi_da_sum[r]);
+    delta[r] = float(phi_da_total[r].total()) * block.weight_scale[r];
     // Where phi underflows, this count misses keys. laser_backward() has counted them by log u.
     if (!has_exact[r]) single_key[r] = Phi::has_zeros && reduce_sum(n_positive[r]) == 1.0f;
     double exact_delta = 0.0;  // sum of exact_terms
@@ -93,7 +98,7 @@ inline void RowGradients<Phi>::dense_grad_scores(int64_t r, int64_t start_k) {
   const float *stored = block.tile_row(r, start_k), *da = grad_weights_row(r, start_k);
   // a[0], ds[0]: the key at start_k
   float *a = weights + r * TILE_STRIDE, *ds = grad_scores + r * TILE_STRIDE;
-  if (!std::isfinite(block.weight_scale[r])) {  // a row that sees a NaN
+  if (!std::isfinite(block.weight_scale[r])) {  // a row with the l1 norm that sees a NaN
     set_seen_to_nan(a, r, start_k);
     set_seen_to_nan(ds, r, start_k);
     return;

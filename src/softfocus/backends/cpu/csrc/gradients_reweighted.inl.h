@@ -70,7 +70,7 @@ inline void RowGradients<Phi>::compute_listed_grad_weights(const GradientTensors
            delta_i = power_sum == 0.0 ? 0.0 : row.u_p_grad.total() / power_sum;
     if (!has_exact[r]) single_key[r] = row.n_live == 1;  // else laser_backward() has set it
     precise_inverse_power_sum[r] = power_sum == 0.0 ? 1.0f : float(1.0 / power_sum);
-    double exact_g_sum = 0.0;  // sum of exact_terms / u: the exact sums' part of sum g / p
+    double exact_g_sum = 0.0;  // sum_j exact_terms_j / u_j: p times it is the exact sums' part of sum_j g_j
     if (has_exact[r]) add_exact_terms(r, delta_i, exact_g_sum);
     delta[r] = float(delta_i);
     delta_error[r] = float(delta_i - delta[r]);
@@ -94,7 +94,7 @@ inline float RowGradients<Phi>::u_at(int64_t r, int64_t j) const {
   return block.phi_to_u(r)(f)[j - vector];
 }
 
-// Adds the exact sums' part to delta, and in a row with a threshold to the sum of g / p.
+// Adds the exact sums' part to delta_i, and in a row with a threshold to exact_g_sum.
 template <typename Phi>
 inline void RowGradients<Phi>::add_exact_terms(int64_t r, double& delta_i, double& exact_g_sum) {
   for (int64_t j = 0; j < block.key_end - block.key_begin; ++j)

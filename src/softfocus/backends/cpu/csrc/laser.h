@@ -9,8 +9,8 @@
 
 namespace softfocus {
 
-// A column's maximum may be this far from M. M may therefore be 0 while all maxima are within it:
-// with e^-20 to e^20 the sums are far from overflow and underflow.
+// M is 0 if every column's maximum is within this of 0: e^-20 and e^20 are far from underflow and
+// overflow. Otherwise M is the maximum of each column (column_shift.h).
 constexpr float SHIFT_TOLERANCE = 20.0f;
 // A value above M + 30 is large: rows that give it weight take the exact sum. A weight below 1e-38
 // underflows. With a value up to M + 30 it would add at most 1e-38 e^30 = 1e-25 to a sum. 1e5 such

@@ -66,8 +66,8 @@ inline void prefetch_next_tile(const float* rows, int64_t stride, int64_t r, int
     __builtin_prefetch(rows + (BLOCK_K + r) * stride + d);
 }
 
-// out[0 .. VECTORS * W) += sum_e w[e] * values[keys[e]]. Even and odd e have separate sums, so that
-// additions overlap.
+// out [VECTORS * W] += sum_e w[e] * values[keys[e]]: w and keys [n], values [BLOCK_K, stride]. Even
+// and odd e have separate sums, so that additions overlap.
 template <int VECTORS, typename T>
 inline void add_listed_rows(int64_t n, const uint8_t* keys, const float* w, const T* values, int64_t stride,
                             float* out) {
@@ -90,8 +90,8 @@ inline void add_listed_rows(int64_t vectors, int64_t n, const uint8_t* keys, con
   for (; vectors >= 1; vectors -= 1, values += W, out += W) add_listed_rows<1>(n, keys, w, values, stride, out);
 }
 
-// to[e] (+)= row . v[keys[e]] over VECTORS vectors; `to` has room for n in whole vectors. Up to W -
-// 1 entries of `keys` after the list's end are read; they must be keys of the tile. A rest of at
+// to[e] (+)= row . v[keys[e]]: row [VECTORS * W], v [BLOCK_K, stride]; `to` has room for n in whole
+// vectors. Up to W - 1 entries of `keys` after the list's end are read; they must be keys of the tile. A rest of at
 // most W/2 keys reads only W/2 entries. Dot products of entries past n are overwritten with 0 by
 // the caller below.
 template <int VECTORS>

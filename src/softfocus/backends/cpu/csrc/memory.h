@@ -57,9 +57,9 @@ class Pool {
   static void give_back(void* data, int64_t bytes) {
     Pool& pool = instance();
     std::lock_guard<std::mutex> lock(pool.mutex_);
-    // The next slot of the ring is reused. It may be empty, or hold the oldest block.
+    // The next slot of the ring is reused. It may be empty, or hold the oldest piece.
     Slot& slot = pool.slots_[pool.next_];
-    if (bytes > CAPACITY / 2) return std::free(data);  // a large block leaves no room for others
+    if (bytes > CAPACITY / 2) return std::free(data);  // a large piece leaves no room for others
     pool.next_ = (pool.next_ + 1) % SLOTS;
     if (slot.data) pool.held_ -= slot.bytes, std::free(slot.data);
     slot = {nullptr, 0};
@@ -75,7 +75,7 @@ class Pool {
   };
   static constexpr int64_t HUGE_PAGE = 2 << 20;
   static constexpr int64_t CAPACITY = SOFTFOCUS_POOL_BYTES;
-  static constexpr int64_t SLOTS = 64;  // a thread's backward has some 30 buffers: room for two
+  static constexpr int64_t SLOTS = 64;  // a thread's backward has some 30 buffers: those of two threads
   static Pool& instance() {
     static Pool* pool = make();
     return *pool;

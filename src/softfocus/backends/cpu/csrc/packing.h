@@ -61,7 +61,7 @@ struct KeyHeadData {
   }
 };
 
-// The W rows [W, row_stride] become W columns of a panel [width, PANEL]. Dimensions after the last
+// The W rows [W, width] become W columns of a panel [width, PANEL]. Dimensions after the last
 // whole vector are copied one by one.
 inline void transpose_rows(const float* rows, int64_t row_stride, int64_t width, float* panel) {
   for (int64_t d = 0; d < width; d += W) {
@@ -138,7 +138,7 @@ inline void pack_values(const Params& params, KeyHeadData& key_data, int64_t b, 
   }
 }
 
-// Rows of whole vectors [n, stride]
+// Rows of whole vectors. [n, stride] stands for n rows, `stride` floats from one row to the next.
 struct RowView {
   const float* data;
   int64_t stride;

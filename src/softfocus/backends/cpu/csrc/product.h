@@ -57,7 +57,7 @@ inline void product(int64_t vectors, int64_t depth, const float* a, int64_t a_ro
   }
 }
 
-// Dot products of M rows [M, row_stride] with `vectors * W` columns of a panel [dims, PANEL],
+// Dot products of M rows [M, dims] with `vectors * W` columns of a panel [dims, PANEL],
 // written to C [M, vectors * W]; c_row is the stride of its rows
 template <int M>
 inline void panel_dots(int64_t vectors, int64_t dims, const float* rows, int64_t row_stride, const float* panel,

@@ -32,17 +32,22 @@ namespace softfocus {
 // inverse_spread is finite for N up to 5e8. Its largest u is 1, and sum u^p is at least 1. In a
 // tied row sum u^p is norm.
 constexpr float MIN_ROW_SUM = 1e-25f;
-// Integer powers up to this are computed by squaring. Each squaring doubles the relative error,
-// which is at most p units in the last place; at p = 31 it was five. The rounding of u alone causes
-// about p units: thirty at p = 31 (docs/performance.md). The limit itself is chosen, not measured.
+// Integer powers up to this are computed by squaring. Its own error is at most p units in the last
+// place; at p = 31 it was five. The rounding of u adds about p units whatever the method, thirty at
+// p = 31 (docs/performance.md). The limit itself is chosen, not measured.
 constexpr int64_t SQUARING_LIMIT = 32;
 // With more keys than this a block of the dense backward has 64 query rows, which halves the memory
 // of a thread. Such a block keeps two floats for each score. With 128 rows they take 8 MiB at this
 // limit, as much as the forward's scores at 16K keys. Chosen, not measured.
 constexpr int64_t DENSE_BACKWARD_KEYS = 8192;
 
-// A row whose peak is at most this is tied: its largest weight exceeds the mean by rounding only.
-// Equals mechanism.TIE_EPS * eps. Chosen, not measured.
+// So many tiles are summed in float before the sum moves to a DoubleSum. The longest such sum, of 256
+// terms on NEON, errs by 2^-17 at most, half of TIE_TOLERANCE. Tiles are counted as they come: masks
+// skip some, and decoding visits them interleaved.
+constexpr int64_t TILES_PER_SUM = 8;
+
+// A row whose peak, largest phi * N / Z - o, is at most this is tied: its largest weight exceeds the
+// mean by rounding only. Equals mechanism.TIE_EPS * eps. Chosen, not measured.
 constexpr float TIE_TOLERANCE = 128 * std::numeric_limits<float>::epsilon();
 // The largest N_i of a row without threshold, as in mechanism.py
 constexpr int64_t MAX_UNTHRESHOLDED_COUNT = 3;
@@ -111,6 +116,7 @@ class RowBlock : public BlockVisibility {
   float score_scale[BLOCK_Q];
   float row_bias[BLOCK_Q];
   float query_rnorm[BLOCK_Q];
+  // maximum is m_i: NaN in a row that sees a NaN, -inf in a fully masked one.
   // norm is the sum of value(stored): Z_i, or Z_i e^(-m_i) where e^(s - m) is stored. log_norm is
   // log Z_i, whatever is stored. In a row without weights (MIN_ROW_SUM) norm is 1 and log_norm
   // -inf; in a fully masked row norm is 0 and log_norm -inf.
@@ -120,7 +126,7 @@ class RowBlock : public BlockVisibility {
   float inverse_spread[BLOCK_Q];  // 1 / (largest phi - threshold)
   float live_threshold[BLOCK_Q];  // keys with a larger u are live
   float power[BLOCK_Q] = {};      // p; read for rows after n_rows, too, but then not used
-  float threshold_on[BLOCK_Q];    // o_i
+  float threshold_on[BLOCK_Q];    // o_i: 1; 0 in rows with N_i <= 3 and in tied rows
   bool query_nonfinite[BLOCK_Q];
   bool exp_tail[BLOCK_Q];  // rows of a phi with an exponential tail that store e^(s - m)
   DropoutMask dropout;
@@ -154,10 +160,10 @@ class RowBlock : public BlockVisibility {
       if (live_threshold[r] > 0.0f) live_threshold[r] *= largest_kept_u(r);
   }
 
-  // Row r of the tile at start_k of x [tiles, max_rows, BLOCK_K]. The pointer is moved back by
-  // start_k: its index is j, a key's offset from key_begin, and not j - start_k. It still points
-  // into x, since max_rows >= 1. The tile's first key is at tile_row() + start_k. That of the next
-  // tile is max_rows * BLOCK_K further.
+  // Row r of the tile at start_k of x [tiles, max_rows, BLOCK_K]: a pointer p such that p[j] is the
+  // element of the key at offset j, for start_k <= j < start_k + BLOCK_K. p itself is before that
+  // row, but still in x, since max_rows >= 1. The elements of the next tile are max_rows * BLOCK_K
+  // further.
   template <typename T>
   T* tile_row(T* x, int64_t r, int64_t start_k) const {
     return x + start_k * max_rows + r * BLOCK_K - start_k;
@@ -173,11 +179,11 @@ class RowBlock : public BlockVisibility {
     f(Phi{});
   }
 
-  // Whether the products read the stored scores in place of the weights: with exp and softplus a
-  // weight is weight_scale times its stored score. weight_scale then multiplies the output. relu
-  // and relu6 store phi, too, but take the general path, which scales phi first: phi may be as small
-  // as MIN_ROW_SUM allows, and phi * v would lose small values. exp subtracts the row's maximum;
-  // softplus does so in rows whose scores are all below EXP_TAIL.
+  // Whether the products read the stored scores in place of the weights; weight_scale then
+  // multiplies the output. exp, and softplus in rows whose scores are all below EXP_TAIL, store
+  // e^(s - m), whose largest is 1. In other rows of softplus the largest phi is at least 2e-9. relu
+  // and relu6 store phi, too, but all phi of a row may be near MIN_ROW_SUM, and phi * v would lose
+  // small v: there phi is multiplied by weight_scale first.
   bool stored_is_weight() const {
     return !params.drop_below && params.normaliser == L1 && (std::is_same_v<Phi, Exp> || std::is_same_v<Phi, Softplus>);
   }
@@ -277,8 +283,6 @@ class RowBlock : public BlockVisibility {
   // row_scores.inl.h
   void read_queries();
   void compute_scores(int64_t first, int64_t stop, bool keep_scores);
-  // Whether sums of phi in float end with this tile: a longer one errs by too much (DoubleSum).
-  static bool ends_partial_sum(int64_t start_k) { return start_k / BLOCK_K % 8 == 7; }
   template <bool KEEP_SCORES, typename F>
   void score_rows(int64_t first, int64_t stop, vfloat* phi_sums, vfloat* maxima, F&& after_tile);
   template <bool KEEP_SCORES>

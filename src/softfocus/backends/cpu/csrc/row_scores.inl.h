@@ -23,7 +23,7 @@ inline void RowBlock<Phi>::read_queries() {
       row_bias[r] = compute_row_bias(params, count[r]);
     }
     score_scale[r] = base_scale[r] * (params.head_scale ? params.head_scale[query_head] : 1.0f);
-    // the one NaN that the elementary functions preserve
+    // A NaN that the elementary functions preserve (elementary.h)
     if (std::isnan(score_scale[r])) score_scale[r] = std::numeric_limits<float>::quiet_NaN();
     for (int64_t d = 0; d < padded_dim; ++d) scaled[d] = query[d] * score_scale[r];
   }
@@ -36,8 +36,9 @@ inline void RowBlock<Phi>::compute_scores(int64_t first, int64_t stop, bool keep
   DoubleSum totals[BLOCK_Q];
   vfloat phi_sums[BLOCK_Q], maxima[BLOCK_Q];
   for (int64_t r = first; r < stop; ++r) phi_sums[r] = vfloat{}, maxima[r] = splat(-INF);
-  auto after_tile = [&](int64_t start_k) {
-    if (!ends_partial_sum(start_k)) return;
+  int64_t tiles = 0;
+  auto after_tile = [&] {
+    if (++tiles % TILES_PER_SUM != 0) return;
     for (int64_t r = first; r < stop; ++r) totals[r].add(phi_sums[r]), phi_sums[r] = vfloat{};
   };
   if (keep_scores || maximum_first)
@@ -58,7 +59,7 @@ inline void RowBlock<Phi>::score_rows(int64_t first, int64_t stop, vfloat* phi_s
   if (key_data->packed)
     return each_tile([&](int64_t start_k) {
       score_tile<KEEP_SCORES>(first, stop, start_k, phi_sums, maxima);
-      after_tile(start_k);
+      after_tile();
     });
   decode_dots.compute(
       *this, queries + first * padded_dim, stop - first,
@@ -67,7 +68,7 @@ inline void RowBlock<Phi>::score_rows(int64_t first, int64_t stop, vfloat* phi_s
         for (int64_t r = first; r < stop; ++r)
           if (KeyRange seen = strip_range(r, start_k); !seen.empty())
             convert_row<KEEP_SCORES>(r, start_k, seen, phi_sums[r], maxima[r]);
-        after_tile(start_k);
+        after_tile();
       });
 }
 
@@ -110,15 +111,16 @@ inline void RowBlock<Phi>::strip_dots(int64_t r, int64_t start_k, KeyRange seen,
   }
 }
 
-// Prefetches a strip of the next tile for writing, into the second-level cache. It is used one tile
-// later. A block's scores do not all fit in that cache: the strip has left it since the last block.
+// Prefetches a strip of the next tile for writing, into the second-level cache, one tile before its
+// use. The block before wrote it last, and a block's scores exceed that cache.
 template <typename Phi>
 inline void RowBlock<Phi>::prefetch_strip(float* to) {
   for (int64_t j = 0; j < MR * BLOCK_K; j += LINE_FLOATS) __builtin_prefetch(to + j, 1, 2);
 }
 
-// The part of a range, in whole vectors, that the window lets all rows of a strip see. It is empty,
-// at the range's end, if some of these rows are after the block's last or have a non-finite query.
+// The part of a strip's range, in whole vectors, that the window lets all rows of the strip see. If
+// there is none, or the strip has a row after the block's last or a non-finite query, it is
+// {range.end, range.end}: convert_row() then takes the whole range.
 template <typename Phi>
 inline KeyRange RowBlock<Phi>::fully_seen(int64_t r, KeyRange range) const {
   bool all = r + MR <= n_rows;
@@ -191,7 +193,7 @@ inline vfloat RowBlock<Phi>::load_bias(int64_t r, int64_t j) const {
     int64_t key = key_begin + j + i;
     if (key < params.key_length) y[i] = from[key * x.stride[3]];
   }
-  // The NaN that the elementary functions preserve
+  // A NaN that the elementary functions preserve (elementary.h)
   return y == y ? y : splat(std::numeric_limits<float>::quiet_NaN());
 }
 
@@ -201,6 +203,7 @@ inline void RowBlock<Phi>::exponentiate_row(int64_t r) {
   float shift = maximum[r] == -INF ? 0.0f : maximum[r];
   DoubleSum total;
   vfloat phi_sum = vfloat{};
+  int64_t tiles = 0;
   each_tile([&](int64_t start_k) {
     KeyRange seen = strip_range(r, start_k);
     float* row = tile_row(r, start_k);
@@ -217,7 +220,7 @@ inline void RowBlock<Phi>::exponentiate_row(int64_t r) {
       store(row + j, x);
       phi_sum += x;
     }
-    if (ends_partial_sum(start_k)) total.add(phi_sum), phi_sum = vfloat{};
+    if (++tiles % TILES_PER_SUM == 0) total.add(phi_sum), phi_sum = vfloat{};
   });
   total.add(phi_sum);
   norm[r] = float(total.total());

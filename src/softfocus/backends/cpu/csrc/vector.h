@@ -86,8 +86,8 @@ inline float reduce_sum(vfloat x) {
   return x[0];
 }
 
-// A sum in double, lane by lane: for terms that cancel, and for rows of many tiles. A running sum in
-// float of n equal terms errs by up to n 2^-25, always the same way.
+// A sum in double, lane by lane: for terms that cancel, and for rows of many tiles. A running sum
+// of n equal terms in float has a relative error of up to n 2^-25: its roundings do not average out.
 class DoubleSum {
  public:
   void add(vfloat x) { sum_ += half(x, 0) + half(x, 1); }

@@ -55,7 +55,7 @@ struct KeyRange {
 };
 
 // How much the masks leave visible of the part of a tile that is inside the window: nothing, some,
-// all. Unlike on a GPU, the window itself does not count: each strip clips its keys to it.
+// all. A tile that only the window cuts is FULL, because strip_range() clips each strip to it.
 enum TileMask : uint8_t { EMPTY, PARTIAL, FULL };
 
 // A block of query rows and the keys that it sees. The offset j of a key counts from key_begin;
@@ -72,7 +72,8 @@ class BlockVisibility {
   // Elements between rows of `visible`, and of other arrays over all keys
   int64_t row_stride = 0;
   int64_t max_rows = 0;  // the most rows of a block; a multiple of MR
-  // The largest row_stride of a block: whole tiles, and W more
+  // The largest row_stride of a block: whole tiles, and W more. The lists of live keys have this
+  // size, too: gather_live() writes up to W elements past the end of a list.
   int64_t max_row_stride = 0;
   int64_t window_begin[BLOCK_Q], window_end[BLOCK_Q];  // the keys that the window lets each row see
   float count[BLOCK_Q];                                // N_i
@@ -151,8 +152,7 @@ class BlockVisibility {
     }
     key_begin = key_begin < key_end ? key_begin / BLOCK_K * BLOCK_K : 0;
     key_end = std::max(key_end, key_begin);
-    // W more, for two reasons. The stride is then no power of two, as with TILE_STRIDE (chosen, not
-    // measured). And gather_live() writes up to W elements past the end of a list of live keys.
+    // W more: the stride is then no power of two, as with TILE_STRIDE (chosen, not measured).
     row_stride = round_up(key_end - key_begin, BLOCK_K) + W;
   }
 
