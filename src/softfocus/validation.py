@@ -55,6 +55,7 @@ def check_tensors(
         names: what the caller calls key and value.
         paged: they lie in pages [pages, Hk, page size, D].
     """
+    _check_flag("enable_gqa", enable_gqa)
     key_name, value_name = names
     for name, x in (("query", query), (key_name, key), (value_name, value)):
         check_class(name, x)
@@ -291,6 +292,7 @@ def check_cache_values(key_cache: Tensor, lengths: Tensor, page_table: Tensor | 
 
 def window_of(window_size: tuple[int, int] | None, is_causal: bool) -> tuple[int, int]:
     """(left, right), -1 for no bound, with causality folded in."""
+    _check_flag("is_causal", is_causal)
     left, right = -1, -1
     if window_size is not None:
         if not (
@@ -338,6 +340,13 @@ def rows_of(rows: Sequence[int] | Tensor | None, query: Tensor) -> Tensor:
             f"{length} queries"
         )
     return chosen % max(1, length)
+
+
+def _check_flag(name: str, x: object) -> None:
+    """Refuses what is only truthy, such as "no" or a mask given in a flag's place."""
+    one = isinstance(x, Tensor) and x.dtype == torch.bool and x.numel() == 1  # a traced flag
+    if not (isinstance(x, bool) or one):
+        raise TypeError(f"{name}: got {type(x).__name__}, expected True or False")
 
 
 def check_dropout(dropout_p: float, mechanism: Mechanism) -> None:

@@ -31,6 +31,8 @@ REFUSED = {
     "query is no tensor": ({"query": [[1.0]]}, TypeError, ["query", "list", "torch.Tensor"]),
     "key is no tensor": ({"key": None}, TypeError, ["key", "NoneType", "torch.Tensor"]),
     "value is no tensor": ({"value": 1.0}, TypeError, ["value", "float", "torch.Tensor"]),
+    "is_causal is a word": ({"is_causal": "no"}, TypeError, ["is_causal", "str", "True or False"]),
+    "enable_gqa is a number": ({"enable_gqa": 1}, TypeError, ["enable_gqa", "int", "True or False"]),
     "query of three dimensions": (
         {"query": torch.randn(H, LQ, D)}, ValueError, ["query", "[4, 3, 8]", "[batch, heads, length, head_dim]"],
     ),

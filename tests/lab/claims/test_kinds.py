@@ -284,6 +284,12 @@ def test_sooner_takes_the_share_of_steps(curves: Any, steps: Any, text: str, exp
     assert verdict(sooner(text), curves(*steps)) == expected
 
 
+def test_a_time_before_the_first_validation_has_no_loss(curves: Any) -> None:
+    """The first one's stood for it: a loss that is reached later."""
+    (part,) = judge(sooner("by = 0.7"), results(curves(30, 31, 32)))[0].parts
+    assert (part.verdict, part.text) == ("not run", "laser has no validation loss as early as that")
+
+
 def test_the_share_of_steps_and_of_time(curves: Any) -> None:
     steps = (80, 85, 90)
     (part,) = judge(sooner(), results(curves(*steps)))[0].parts

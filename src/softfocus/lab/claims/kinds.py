@@ -78,8 +78,10 @@ def _sooner(results: Results, statement: Sooner, rows: tuple[str, str]) -> Part:
     known = [all(run.info.tokens_per_second for run in runs) for runs in sides]
     if in_time and not all(known):
         return Part("not run", f"{rows[known.index(False)]} has no speed")
-    apart = [(seed, Mean(_apart(one, other, statement.by, of_time=in_time), 0.0)) for seed, one, other in pairs]
-    found = estimate(apart)
+    apart = [(seed, _apart(one, other, statement.by, of_time=in_time)) for seed, one, other in pairs]
+    if any(math.isnan(loss) for _, loss in apart):
+        return Part("not run", f"{rows[0]} has no validation loss as early as that")
+    found = estimate([(seed, Mean(loss, 0.0)) for seed, loss in apart])
     shares = [_share(one, other, of_time=in_time) for _, one, other in pairs]
     return decide(found, 0.0, _sooner_text(*rows, statement, found, shares))
 
@@ -257,14 +259,15 @@ def _reached(curve: Sequence[tuple[int, float]], loss: float) -> float:
 
 def _apart(ours: RunInfo, other: RunInfo, by: float, *, of_time: bool) -> float:
     """Our best loss after all but a share `by` of the other's steps, or seconds, to its own best
-    one, less that. Where our training is over by then it is that of its end.
+    one, less that. Where our training is over by then it is that of its end; NaN before our first
+    validation.
     """
     step, best = min(other.validation_loss, key=lambda point: point[1])
     until = (1 - by) * step
     if of_time:
         until *= _seconds_a_step(other) / _seconds_a_step(ours)
     steps, losses = zip(*ours.validation_loss, strict=True)
-    there = float(np.interp(until, steps, losses))  # straight lines between, the ends beyond
+    there = float(np.interp(until, steps, losses, left=math.nan))  # straight lines between, the last one beyond
     return min([there, *(loss for at, loss in ours.validation_loss if at <= until)]) - best
 
 
