@@ -9,7 +9,7 @@ has what the items print. What an item had written when it was stopped is kept. 
 through a stage without a GPU, on tiny shapes, in Triton's interpreter: it shows typing errors, not
 speed.
 
-The first stage has what fifteen minutes each on an H100 and an H200 left out and what matters most
+The first stage has what fifteen minutes each on an H100 and two H200 left out and what matters most
 (docs/performance-gpu.md).
 """
 
@@ -153,7 +153,6 @@ STAGES: dict[int, tuple[Item, ...]] = {
     1: (
         script("fault", dry=("--dry-run",), limit=170),
         pytest_of("tests", "triton cache checked", dry="test_parity and lssa and causal", limit=250),
-        bench("flex", Benchmark(("lssar",), BOTH, (4096,), 64, ("sdpa", "softfocus", "flex")), 65),
         bench("wide", Benchmark((*MECHANISMS, "laser(lssa)"), BOTH[1:], (4096,), 128), 75),
     ),
     2: (
@@ -164,6 +163,7 @@ STAGES: dict[int, tuple[Item, ...]] = {
         bench("memory", Benchmark(("lssar", "laser"), ("backward",), (16384,), 64, memory=True), 60),
         bench("flex_others", Benchmark(("lssa", "laser"), BOTH, (4096,), 64, ("sdpa", "softfocus", "flex")), 90),
         bench("lengths", Benchmark(MECHANISMS, BOTH, (1024, 2048, 8192, 32768), 64), 120),
+        bench("flex", Benchmark(("lssar",), BOTH, (4096,), 64, ("sdpa", "softfocus", "flex")), 65),
     ),
     3: (
         bench("decode", Benchmark(("lssar", "softmax", "lssa", "laser(lssa)"), ("decode",), LONG_CACHES, 128), 70),

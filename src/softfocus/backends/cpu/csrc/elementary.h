@@ -17,9 +17,10 @@
 // (SSE) the error of e^x reaches 4e-6 at the ends of its range, since the argument is reduced less
 // exactly.
 //
-// A function that propagates NaN needs one whose low nine bits are 0, because it shifts these
-// bits into the exponent. Those of std::numeric_limits and of arithmetic on x86 and Arm are such. Other NaNs of a
-// caller are replaced before (row_scores.inl.h). `logarithm` and `log1p_exp` propagate no NaN.
+// A function that propagates NaN needs one whose low nine bits are 0, because it shifts these bits
+// into the exponent. Those of std::numeric_limits and of arithmetic on x86 and Arm are such. Other
+// NaNs of a caller are replaced before (row_scores.inl.h). `logarithm` and `log1p_exp` propagate no
+// NaN.
 //
 // The functions take N vectors at once and apply each step to all of them, so that N chains of
 // dependent operations overlap.

@@ -79,8 +79,8 @@ inline void RowGradients<Phi>::clear_row(float* to, int64_t r, int64_t start_k) 
     std::fill(to + r * TILE_STRIDE, to + r * TILE_STRIDE + BLOCK_K, 0.0f);
 }
 
-// Sets `row`, of which row[0] belongs to the key at start_k, to NaN for the keys of a tile that row r
-// sees.
+// Sets `row`, of which row[0] belongs to the key at start_k, to NaN for the keys of a tile that row
+// r sees.
 template <typename Phi>
 inline void RowGradients<Phi>::set_seen_to_nan(float* row, int64_t r, int64_t start_k) const {
   KeyRange keys = strip_keys[r / MR];

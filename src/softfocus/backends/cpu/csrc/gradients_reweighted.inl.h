@@ -14,7 +14,7 @@ template <bool DROPOUT>
 inline void RowGradients<Phi>::compute_listed_grad_weights(const GradientTensors& grads) {
   // Sums of u^p, u^(p-1) and u^p log u over the live keys; _grad: each term times dA
   struct RowSums {
-    DoubleSum u_p, u_p_grad, u_p1, u_p1_grad, u_p_log, u_p_log_grad;
+    DoubleSum u_p, u_p_grad, u_pm1, u_pm1_grad, u_p_log, u_p_log_grad;
     int64_t n_live = 0;
   } sums[BLOCK_Q];
   // The lists of all rows and tiles follow one another without gaps. A loop over whole vectors
@@ -43,17 +43,17 @@ inline void RowGradients<Phi>::compute_listed_grad_weights(const GradientTensors
         row.n_live += n;
         RowBlock<Phi>::with_powers(block.power[r], [&](auto powers) {
           for (int64_t e = 0; e < n; e += W) {
-            vfloat u = lane_index() < int32_t(n - e) ? load(u_list + e) : vfloat{}, da_e = load(da + e), u_p, u_p1;
+            vfloat u = lane_index() < int32_t(n - e) ? load(u_list + e) : vfloat{}, da_e = load(da + e), u_p, u_pm1;
             if constexpr (DROPOUT) {
               da_e *= dropout_factor(u);
               store(da + e, da_e);
               u = absolute(u);
             }
-            powers(u, u_p, u_p1);
+            powers(u, u_p, u_pm1);
             u_p = u == 0.0f ? vfloat{} : u_p;  // entries after the list's end
-            u_p1 = u == 0.0f ? vfloat{} : u_p1;
+            u_pm1 = u == 0.0f ? vfloat{} : u_pm1;
             row.u_p.add(u_p), row.u_p_grad.add_product(u_p, da_e);
-            row.u_p1.add(u_p1), row.u_p1_grad.add_product(u_p1, da_e);
+            row.u_pm1.add(u_pm1), row.u_pm1_grad.add_product(u_pm1, da_e);
             if (grads.grad_power) {
               vfloat u_p_log = u == 0.0f ? vfloat{} : u_p * logarithm(u);
               row.u_p_log.add(u_p_log), row.u_p_log_grad.add_product(u_p_log, da_e);
@@ -70,13 +70,13 @@ inline void RowGradients<Phi>::compute_listed_grad_weights(const GradientTensors
            delta_i = power_sum == 0.0 ? 0.0 : row.u_p_grad.total() / power_sum;
     if (!has_exact[r]) single_key[r] = row.n_live == 1;  // else laser_backward() has set it
     precise_inverse_power_sum[r] = power_sum == 0.0 ? 1.0f : float(1.0 / power_sum);
-    double exact_g_sum = 0.0;  // sum_j exact_terms_j / u_j: p times it is the exact sums' part of sum_j g_j
+    double exact_g_sum = 0.0;  // sum of exact_terms / u; times p the exact sums' part of sum g
     if (has_exact[r]) add_exact_terms(r, delta_i, exact_g_sum);
     delta[r] = float(delta_i);
     delta_error[r] = float(delta_i - delta[r]);
     if (constant_weights(r)) continue;
     power_over_sum[r] = power * precise_inverse_power_sum[r];
-    double g_sum = power_over_sum[r] * (row.u_p1_grad.total() - delta_i * row.u_p1.total()) + power * exact_g_sum;
+    double g_sum = power_over_sum[r] * (row.u_pm1_grad.total() - delta_i * row.u_pm1.total()) + power * exact_g_sum;
     mean_term[r] = block.threshold_on[r] == 0.0f ? 0.0f : float(-g_sum / block.count[r] * block.inverse_spread[r]);
     // peak is NaN in a row that sees a NaN.
     if (grads.grad_power && !(block.peak[r] <= TIE_TOLERANCE))
@@ -141,15 +141,15 @@ inline void RowGradients<Phi>::scatter_grad_phi(int64_t r, int64_t start_k, RowV
   RowBlock<Phi>::with_powers(block.power[r], [&](auto powers) {
     // Entries after the list's end are computed but not used.
     for (int64_t e = 0; e < n; e += W) {
-      vfloat u = load(u_list + e), factor = splat(precise_inverse_power_sum[r]), u_p, u_p1;
+      vfloat u = load(u_list + e), factor = splat(precise_inverse_power_sum[r]), u_p, u_pm1;
       if constexpr (DROPOUT) {
         factor *= dropout_factor(u);
         u = absolute(u);
       }
-      powers(u, u_p, u_p1);
+      powers(u, u_p, u_pm1);
       store(a + e, u_p * factor);
       store(grad_phi + e,
-            u_p1 * (load(da + e) - delta[r] - delta_error[r]) * (power_over_sum[r] * block.inverse_spread[r]));
+            u_pm1 * (load(da + e) - delta[r] - delta_error[r]) * (power_over_sum[r] * block.inverse_spread[r]));
     }
   });
   for (int64_t e = 0; e < n; ++e) to[key[e]] = grad_phi[e];

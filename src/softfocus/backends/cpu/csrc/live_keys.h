@@ -41,8 +41,8 @@ struct LiveKeys {
     float* x = u_of(i);
     RowBlock<Phi>::with_powers(power, [&](auto powers) {
       for (int64_t e = 0; e < length[i]; e += W) {
-        vfloat y = load(x + e), u = DROPOUT ? absolute(y) : y, u_p, u_p1;
-        powers(u, u_p, u_p1);
+        vfloat y = load(x + e), u = DROPOUT ? absolute(y) : y, u_p, u_pm1;
+        powers(u, u_p, u_pm1);
         u_p = u == 0.0f ? vfloat{} : u_p;  // entries after the list's end
         power_sum += u_p;
         if constexpr (DROPOUT) u_p = bits(y) < 0 ? vfloat{} : u_p;
@@ -91,9 +91,9 @@ inline void add_listed_rows(int64_t vectors, int64_t n, const uint8_t* keys, con
 }
 
 // to[e] (+)= row . v[keys[e]]: row [VECTORS * W], v [BLOCK_K, stride]; `to` has room for n in whole
-// vectors. Up to W - 1 entries of `keys` after the list's end are read; they must be keys of the tile. A rest of at
-// most W/2 keys reads only W/2 entries. Dot products of entries past n are overwritten with 0 by
-// the caller below.
+// vectors. Up to W - 1 entries of `keys` after the list's end are read; they must be keys of the
+// tile. A rest of at most W/2 keys reads only W/2 entries. Dot products of entries past n are
+// overwritten with 0 by the caller below.
 template <int VECTORS>
 inline void listed_dots(const float* row, int64_t n, const uint8_t* keys, RowView v, float* to, bool add) {
   vfloat row_part[VECTORS];  // of the row, kept in registers

@@ -75,7 +75,7 @@ class Pool {
   };
   static constexpr int64_t HUGE_PAGE = 2 << 20;
   static constexpr int64_t CAPACITY = SOFTFOCUS_POOL_BYTES;
-  static constexpr int64_t SLOTS = 64;  // a thread's backward has some 30 buffers: those of two threads
+  static constexpr int64_t SLOTS = 64;  // the backward's buffers of two threads, some 30 each
   static Pool& instance() {
     static Pool* pool = make();
     return *pool;

@@ -50,10 +50,10 @@ class BlockOutput {
     for (int64_t r = 0; r < block.n_rows; ++r) {
       if (zero_weights[r] || block.fully_masked[r] || !std::isfinite(block.norm[r])) continue;
       bool ready = false;
-      // A re-weighted row sums u^p, whose largest is 1; in a tied row all u are nearly equal.
-      // In both, no weight that matters underflows. Without re-weighting all phi of a row may be
-      // tiny. A phi below 1e-38 is lost, and with it a weight of up to 1e-38 / norm: the limit grows
-      // like that weight.
+      // A re-weighted row sums u^p, whose largest is 1; in a tied row all u are nearly equal. In
+      // both, no weight that matters underflows. Without re-weighting all phi of a row may be tiny.
+      // A phi below 1e-38 is lost, and with it a weight of up to 1e-38 / norm: the limit grows like
+      // that weight.
       float smallest_sum = params.reweighted ? SMALL_SUM : SMALL_SUM / std::min(block.norm[r], 1.0f);
       for (int64_t d = 0; d < params.value_dim; ++d) {
         if (!sees_large[r * params.value_dim + d] && !(out[r * block.padded_value_dim + d] < smallest_sum)) continue;
@@ -147,7 +147,7 @@ class BlockOutput {
       if (seen.empty()) continue;
       int64_t depth = std::min(seen.end, end) - seen.begin, strip_rows = std::min<int64_t>(MR, block.n_rows - r);
       const float* a = block.tile_row(r, start_k) + seen.begin;
-      if (!block.stored_is_weight()) {
+      if (!block.products_read_stored()) {
         for (int64_t i = 0; i < strip_rows; ++i)
           block.with_row_phi(r + i, [&](auto phi) {
             vfloat scale = splat(block.weight_scale[r + i]);
@@ -178,7 +178,7 @@ class BlockOutput {
     zero_weights[r] = block.params.normaliser == L1 && block.log_norm[r] == -INF;
     if (block.params.reweighted)
       factor = (inverse_power_sum[r] = power_sum == 0.0f ? 1.0f : 1.0f / power_sum) * block.dropout.keep_scale;
-    else if (block.stored_is_weight())
+    else if (block.products_read_stored())
       factor = block.weight_scale[r];
     float* row = out + r * block.padded_value_dim;
     for (int64_t d = 0; d < block.padded_value_dim; d += W) store(row + d, load(row + d) * factor);

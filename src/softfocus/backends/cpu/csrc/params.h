@@ -16,13 +16,15 @@ enum ScoreBias : int64_t { NO_BIAS, MINUS_LOG_N, MINUS_LOG_L };
 enum Normaliser : int64_t { L1, NONE, ONE_OVER_N, ONE_OVER_L, ONE_OVER_SQRT_HALF_N };
 
 // validation.py and mechanism.py have checked the call. The kernels rely on that: key_heads > 0
-// divides heads; head_dim and value_dim are > 0; with document_ids Lq <= Lk; LASER has the l1 norm and no dropout.
+// divides heads; head_dim and value_dim are > 0; with document_ids Lq <= Lk; LASER has the l1 norm
+// and no dropout.
 //
 // Row i has position i + Lk - Lq: the queries are the last positions (bottom-right alignment).
 struct Params {
   int64_t batch, heads, key_heads, query_length, key_length, head_dim, value_dim;
   int64_t left, right;  // the window: keys before and after a row's own position; -1 for no bound
-  // Dtype; 0 or 1; LengthScale; ScoreBias; the number of phi (pointwise.h); Normaliser; 0 or 1 twice
+  // In this order: Dtype; 0 or 1; LengthScale; ScoreBias; the index of phi in pointwise.FUSED;
+  // Normaliser; 0 or 1; 0 or 1
   int64_t dtype, cosine, length_scale, score_bias, phi, normaliser, reweighted, laser;
   int64_t threads;
   // Philox's key. A weight is dropped if its 16 random bits are below drop_below; 0: no dropout.

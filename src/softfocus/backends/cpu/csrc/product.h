@@ -10,9 +10,10 @@
 
 namespace softfocus {
 
-// The most dimensions of a dot product in one running sum. Longer sums round too much: errors of
-// scores of 256 dimensions were two to five times those of the reference (docs/performance.md).
-constexpr int64_t MAX_DEPTH = 64;
+// panel_dots() sums so many dimensions of a dot product at a time. Longer sums round too much:
+// errors of scores of 256 dimensions were two to five times those of the reference
+// (docs/performance.md).
+constexpr int64_t DOT_DIMS = 64;
 
 // One register tile: A [M, depth], B [depth, VECTORS * W], C [M, VECTORS * W]. a_row, a_column,
 // b_row and c_row are strides.
@@ -62,8 +63,8 @@ inline void product(int64_t vectors, int64_t depth, const float* a, int64_t a_ro
 template <int M>
 inline void panel_dots(int64_t vectors, int64_t dims, const float* rows, int64_t row_stride, const float* panel,
                        float* c, int64_t c_row) {
-  for (int64_t d = 0; d < dims; d += MAX_DEPTH)
-    product<M>(vectors, std::min(MAX_DEPTH, dims - d), rows + d, row_stride, 1, panel + d * PANEL, PANEL, c, c_row,
+  for (int64_t d = 0; d < dims; d += DOT_DIMS)
+    product<M>(vectors, std::min(DOT_DIMS, dims - d), rows + d, row_stride, 1, panel + d * PANEL, PANEL, c, c_row,
                d > 0);
 }
 

@@ -41,13 +41,13 @@ constexpr int64_t SQUARING_LIMIT = 32;
 // limit, as much as the forward's scores at 16K keys. Chosen, not measured.
 constexpr int64_t DENSE_BACKWARD_KEYS = 8192;
 
-// So many tiles are summed in float before the sum moves to a DoubleSum. The longest such sum, of 256
-// terms on NEON, errs by 2^-17 at most, half of TIE_TOLERANCE. Tiles are counted as they come: masks
-// skip some, and decoding visits them interleaved.
+// So many tiles are summed in float before the sum moves to a DoubleSum. The longest such sum, of
+// 256 terms on NEON, errs by 2^-17 at most, half of TIE_TOLERANCE. Tiles are counted as they come:
+// masks skip some, and decoding visits them interleaved.
 constexpr int64_t TILES_PER_SUM = 8;
 
-// A row whose peak, largest phi * N / Z - o, is at most this is tied: its largest weight exceeds the
-// mean by rounding only. Equals mechanism.TIE_EPS * eps. Chosen, not measured.
+// A row whose peak, largest phi * N / Z - o, is at most this is tied: its largest weight exceeds
+// the mean by rounding only. Equals mechanism.TIE_EPS * eps. Chosen, not measured.
 constexpr float TIE_TOLERANCE = 128 * std::numeric_limits<float>::epsilon();
 // The largest N_i of a row without threshold, as in mechanism.py
 constexpr int64_t MAX_UNTHRESHOLDED_COUNT = 3;
@@ -184,7 +184,7 @@ class RowBlock : public BlockVisibility {
   // e^(s - m), whose largest is 1. In other rows of softplus the largest phi is at least 2e-9. relu
   // and relu6 store phi, too, but all phi of a row may be near MIN_ROW_SUM, and phi * v would lose
   // small v: there phi is multiplied by weight_scale first.
-  bool stored_is_weight() const {
+  bool products_read_stored() const {
     return !params.drop_below && params.normaliser == L1 && (std::is_same_v<Phi, Exp> || std::is_same_v<Phi, Softplus>);
   }
 
@@ -194,24 +194,24 @@ class RowBlock : public BlockVisibility {
     return std::isfinite(x) ? x : 0.0f;
   }
 
-  // Calls f(powers); powers(u, u_p, u_p1) sets u_p = u^p and u_p1 = u^(p - 1) for a u in (0, 1].
+  // Calls f(powers); powers(u, u_p, u_pm1) sets u_p = u^p and u_pm1 = u^(p - 1) for a u in (0, 1].
   // With p = 1 u may be larger, as in tied rows. For u = 0 the results are arbitrary.
   template <typename F>
   static void with_powers(float p, F&& f) {
     if (p >= 1 && p <= SQUARING_LIMIT && p == int64_t(p))
-      f([e = int64_t(p) - 1](vfloat u, vfloat& u_p, vfloat& u_p1) {
+      f([e = int64_t(p) - 1](vfloat u, vfloat& u_p, vfloat& u_pm1) {
         vfloat square = u;
-        u_p1 = splat(1.0f);
+        u_pm1 = splat(1.0f);
         for (int64_t bits_left = e; bits_left; bits_left >>= 1) {
-          if (bits_left & 1) u_p1 = u_p1 * square;
+          if (bits_left & 1) u_pm1 = u_pm1 * square;
           square = square * square;
         }
-        u_p = u_p1 * u;
+        u_p = u_pm1 * u;
       });
     else
-      f([p](vfloat u, vfloat& u_p, vfloat& u_p1) {
-        u_p1 = exponential(logarithm(u) * (p - 1.0f));
-        u_p = u_p1 * u;
+      f([p](vfloat u, vfloat& u_p, vfloat& u_pm1) {
+        u_pm1 = exponential(logarithm(u) * (p - 1.0f));
+        u_p = u_pm1 * u;
       });
   }
 

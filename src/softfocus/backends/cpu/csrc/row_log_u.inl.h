@@ -59,7 +59,7 @@ inline vfloat RowBlock<Phi>::log_u_of_stored(int64_t r, vfloat stored_scores) co
 // cancel near u = 1.
 template <typename Phi>
 inline vfloat RowBlock<Phi>::log_u_of_score(int64_t r, vfloat s) const {
-  if (stores_shifted_exp(r)) return s - maximum[r];  // the largest phi is 1, and so is inverse_spread
+  if (stores_shifted_exp(r)) return s - maximum[r];  // the largest phi and inverse_spread are 1
   vfloat u = Phi::value(Phi::to_stored(s)) * inverse_spread[r], scale = splat(inverse_spread[r]);
   return u < SAFE_MIN ? Phi::log_value(s) + logarithm(scale) : logarithm(u);
 }

@@ -87,7 +87,8 @@ inline float reduce_sum(vfloat x) {
 }
 
 // A sum in double, lane by lane: for terms that cancel, and for rows of many tiles. A running sum
-// of n equal terms in float has a relative error of up to n 2^-25: its roundings do not average out.
+// of n equal terms in float has a relative error of up to n 2^-25: its roundings do not average
+// out.
 class DoubleSum {
  public:
   void add(vfloat x) { sum_ += half(x, 0) + half(x, 1); }
