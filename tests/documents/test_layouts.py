@@ -133,21 +133,21 @@ def rates() -> str:
     return rates_table(("1e-3", "2e-3", "4e-3", "8e-3"), found)
 
 
-SMALL = {  # tokens of a sequence, sequences of a step, passes over the text
-    "small-gpu/short": (128, 16, "0.3"), "small-gpu/quarter": (512, 16, "1.1"),
-    "small-gpu/one-pass": (512, 64, "1"), "small-gpu": (512, 64, "4.5"),
+SMALL = {  # tokens of a sequence, sequences of a step, text, passes over it
+    "small-gpu/short": (128, 16, "torch", "0.3"), "small-gpu/quarter": (512, 16, "torch", "1.1"),
+    "small-gpu/one-pass": (512, 64, "packages", "< 1"), "small-gpu": (512, 64, "torch", "4.5"),
 }  # fmt: skip
 
 
 def small_settings() -> str:
     """How far LASER over LSSA is from Softmax with 10 M parameters, by how they were trained."""
     rows = []
-    for study, (length, batch, passes) in SMALL.items():
+    for study, (length, batch, text, passes) in SMALL.items():
         by = by_label(study)
         leads = [said(minus(by, "laser-lssa-local", "Softmax", at)) for at in (HERE, WINDOWED)]
-        tokens = f"{length * batch // 1024}K", f"{1500 * length * batch / 1e6:.0f} M", passes
+        tokens = f"{length * batch // 1024}K", f"{1500 * length * batch / 1e6:.0f} M", text, passes
         rows.append([str(length), *tokens, str(len(by["Softmax"].evaluations)), *leads])
-    columns = "tokens of a sequence", "of a step", "read", "passes", "seeds", "1x", "16x, both with the window"
+    columns = "tokens of a sequence", "of a step", "read", "text", "passes", "seeds", "1x", "16x, both with the window"
     return table(columns, rows)
 
 
@@ -398,10 +398,8 @@ def test_what_is_said_of_ten_million_parameters_is_measured():
 
 def test_what_is_said_of_one_pass_is_measured():
     by = by_label("small-gpu/one-pass")
-    lead = minus(by, "local-softmax", "laser-lssa-local")
-    assert lead.sure
-    assert f"below softmax in the same layout by {shown(lead)}.**" in TEXT
     assert not minus(by, "laser-lssa-local", "Softmax").sure
+    assert cell(by["local-softmax"], *HERE).spread < 0.001, "they agree by chance"
     short, full = (partial(small_lead, f"small-gpu/{name}") for name in ("short", "one-pass"))
     assert short(0, 500) > 0 > short(500, 750)
     assert f"over the last 250 below it by {-short(1250, 1500):.3f}" in TEXT
@@ -410,7 +408,7 @@ def test_what_is_said_of_one_pass_is_measured():
     assert full(1250, 1500) < full(1000, 1250) < full(750, 1000)
     own, other = partial(loss, "small-gpu/quarter"), partial(loss, "small-gpu/rates")
     for row, text in (
-        ("laser-lssa-local", "its loss is {:.3f} at 1e-3, {:.3f} at 2e-3 and {:.3f} at 4e-3."),
+        ("laser-lssa-local", "it is {:.3f} at 1e-3, {:.3f} at 2e-3 and {:.3f} at 4e-3."),
         ("softmax", "Softmax's is {:.3f}, {:.3f} and {:.3f}."),
     ):
         three = other(f"{row}-1e3-s0", 512), own(f"{row}-s0", 512), other(f"{row}-4e3-s0", 512)

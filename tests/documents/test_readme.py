@@ -116,11 +116,9 @@ def test_ten_million_parameters_are_as_measured():
     assert lssa.sure
     assert f"LSSA in the layout is above it by {shown(lssa)}:" in TEXT
     once = by_label("small-gpu/one-pass")
-    level, lead = minus(once, "laser-lssa-local", "Softmax"), minus(once, "local-softmax", "laser-lssa-local")
-    assert f"on one pass over the text ({said(level)[:14]}, three seeds)" in TEXT
+    level = minus(once, "laser-lssa-local", "Softmax")
+    assert f"than one pass over the text ({said(level)[:14]}, three seeds, one learning rate)" in TEXT
     assert not level.sure
-    assert f"below softmax in the same layout by {shown(lead)}. On 4.5 passes" in TEXT
-    assert lead.sure
     assert [len(once[row].evaluations) for row in ("Softmax", "laser-lssa-local")] == [3, 3]
     assert all(minus(by, row, "Softmax", HERE).value > 0 for row in by if row != "Softmax")
 
@@ -186,9 +184,13 @@ def test_what_is_said_of_laser_is_what_the_claims_found():
     depths = page("laser-depths")
     assert "seeds 0, 1, 2, 3, 4, 5;" in depths
     leads = [lead("laser-depths", f"With {n} layer{'s' * (n > 1)} LASER has a lower loss") for n in (1, 2, 3, 4, 6)]
-    by_depth = [float(one.split()[0]) for one in leads]
-    assert by_depth == sorted(by_depth, reverse=True), "by less the deeper they are"
-    assert f"with one layer by {leads[0]}, with six by {leads[-1]} (six seeds)" in TEXT
+    values = [one.split()[0] for one in leads]
+    middle = sorted(values[1:4], key=float)
+    assert float(values[0]) > float(middle[-1]) > float(middle[0]) > float(values[-1])
+    said = (
+        f"with one layer by {leads[0]}, with two to four by {middle[0]} to {middle[-1]}, with six by {leads[-1]} (six"
+    )
+    assert said in TEXT
     for claim in ("conformer", "classification"):
         assert "**Verdict: inconclusive**" in page(f"laser-{claim}")
     for claim in ("steps", "lamb", "temperature"):

@@ -1,18 +1,20 @@
 """What a worker of a study does with a run that an earlier call has trained."""
 
 import io
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from softfocus.lab.evaluate.loss import evaluate
+from softfocus.lab.evaluate.samples import evaluate_samples
 from softfocus.lab.inspect.report import write
 from softfocus.lab.inspect.run import inspect
 from softfocus.lab.progress import Event
 from softfocus.lab.recipes.loading import load
 from softfocus.lab.recipes.recipe import Recipe
-from softfocus.lab.run_folder.files import INSPECTION, RUN, load_measured, load_run
+from softfocus.lab.run_folder.files import INSPECTION, MODEL, RUN, load_measured, load_run
 from softfocus.lab.run_folder.results import Evaluation
 from softfocus.lab.studies import crew, worker
 
@@ -34,6 +36,11 @@ def test_a_run_is_measured_again_on_other_text(tiny: Path, tmp_path: Path, maske
         return recipe
 
     first = call(1024)
+    if masked:
+        evaluate_samples(tmp_path / "a", tokens=512)
+        (job,) = crew.plan(tmp_path, [first], ["a"])
+        assert job.status == "waiting"
+        call(1024)
     before = (tmp_path / "a" / RUN).read_bytes()
     call(2048)
     assert (tmp_path / "a" / RUN).read_bytes() == before, "it is not trained again"
@@ -82,6 +89,12 @@ def test_attention_that_was_measured_on_another_text_is_measured_again(tiny: Pat
     assert job.status == "finished"
     (tmp_path / "other.txt").write_text("another text, and not a short one. " * 40)
     write([inspect(tmp_path / "a", [16], text=tmp_path / "other.txt")], tmp_path / "a" / INSPECTION)
+    (job,) = crew.plan(tmp_path, [recipe], ["a"])
+    assert job.status == "waiting"
+    (tmp_path / "a" / INSPECTION / "inspect.json").write_text("{}")  # of another version
+    (job,) = crew.plan(tmp_path, [recipe], ["a"])
+    assert job.status == "waiting"
+    shutil.rmtree(tmp_path / "a" / MODEL)
     (job,) = crew.plan(tmp_path, [recipe], ["a"])
     assert job.status == "waiting"
 

@@ -308,7 +308,7 @@ def test_a_resumed_run_says_what_trained_it_before(
     assert info.commit == "second"
     (before,) = info.sessions
     assert (before.commit, before.started, before.machine) == ("first", began.started, began.machine)
-    assert "goes on with another commit than it began with" in caplog.text
+    assert "goes on with other commit than its last session had" in caplog.text
     assert minutes(info) == "–", "when the first session ended is not known"
     assert load_run(tmp_path / "run").sessions == info.sessions
 

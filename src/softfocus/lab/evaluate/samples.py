@@ -77,6 +77,7 @@ def evaluate_samples(
         tokens=count * length,
         corpus_key=source.key,
         longest=length,
+        asked=recipe.evaluate.tokens,
         documents=len(set(held.documents)),
         rows=rows,
     )

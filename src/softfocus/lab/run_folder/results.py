@@ -1,5 +1,7 @@
 """What is known of a run: how it was trained, and what was measured. The one schema, written and
 read by everybody.
+
+Over 400 lines: all of a run's files are described in one place.
 """
 
 import math

@@ -113,8 +113,10 @@ def possible(recipe: Recipe, folder: Path) -> tuple[Setting, ...]:
     """What can be measured of a run: the recipe's settings, without scalings of RoPE where its
     model has none.
     """
-    config = json.loads((folder / MODEL / "config.json").read_text())
-    has_rope = bool(config.get("rope_parameters")) or recipe.data.kind != "text"
+    path = folder / MODEL / "config.json"
+    if recipe.data.kind != "text" or not path.exists():
+        return tuple(recipe.settings)
+    has_rope = bool(json.loads(path.read_text()).get("rope_parameters"))
     return tuple(setting for setting in recipe.settings if has_rope or setting.rope == "trained")
 
 

@@ -258,7 +258,7 @@ def _continue(info: RunInfo, there: RunInfo, folder: Path) -> None:
     info.sessions = [*there.sessions, Session(**{name: getattr(there, name) for name in fields})]
     info.tokens_per_second = there.tokens_per_second
     if changed := [name for name in fields[:-1] if getattr(info, name) != getattr(there, name)]:
-        _log.warning("%s goes on with another %s than it began with", folder, " and ".join(changed))
+        _log.warning("%s goes on with other %s than its last session had", folder, ", ".join(changed))
 
 
 @contextmanager
