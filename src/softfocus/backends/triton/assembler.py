@@ -50,7 +50,7 @@ def right_assembler() -> Iterator[None]:
         try:
             with knobs.nvidia.scope():
                 knobs.nvidia.ptxas = knobs.nvidia.ptxas_blackwell.path
-                # Triton's key of its cache on disk has the version, which it asks for once per process
+                # The version is in the key of Triton's cache, but it is asked for once per process
                 get_ptxas_version.cache_clear()
                 yield
         finally:

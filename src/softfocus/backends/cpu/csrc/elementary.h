@@ -18,8 +18,8 @@
 // exactly.
 //
 // A function that propagates NaN needs one whose low nine bits are 0, because it shifts these bits
-// into the exponent. Those of std::numeric_limits and of invalid operations on x86 and Arm are such.
-// Other NaNs of a caller are replaced before (row_scores.inl.h). `logarithm` and `log1p_exp`
+// into the exponent. Those of std::numeric_limits and of invalid operations on x86 and Arm are
+// such. Other NaNs of a caller are replaced before (row_scores.inl.h). `logarithm` and `log1p_exp`
 // propagate no NaN.
 //
 // The functions take N vectors at once and apply each step to all of them, so that N chains of
