@@ -62,14 +62,15 @@ def by_seed(study: str, label: str, at: tuple[float, str]) -> dict[int, float]:
 
 
 def encoder_rates(model: str) -> dict[str, list[Cell]]:
-    """Softmax's and LASER's error rate at half the claim's learning rate, at that rate and at twice
-    that rate.
+    """Softmax's and LASER's error rate at half the claim's learning rate, at that rate, at twice
+    that rate, and, where it was tried, at four times that rate.
     """
     swept, own = by_row(f"{model}-learning-rates"), claim(f"laser-{model}")
     groups = {
-        row: (swept[f"{row}-half"], own.group(f"{model}_{row}"), swept[f"{row}-twice"]) for row in ("softmax", "laser")
+        row: [swept[f"{row}-half"], own.group(f"{model}_{row}"), swept[f"{row}-twice"], swept.get(f"{row}-four-times")]
+        for row in ("softmax", "laser")
     }
-    return {row: [cell(group, 1.0, "error rate") for group in three] for row, three in groups.items()}
+    return {row: [cell(group, 1.0, "error rate") for group in some if group] for row, some in groups.items()}
 
 
 @cache

@@ -30,12 +30,12 @@ def toy_table() -> str:
 
 
 def encoder_table() -> str:
-    rows = [
-        [f"{name}, {row.replace('laser', 'LASER')}", *(f"{one.loss:.1%} ± {one.spread:.1%}" for one in cells)]
-        for model, name in ENCODERS.items()
-        for row, cells in encoder_rates(model).items()
-    ]
-    return table(["error rate", "1e-3", "2e-3", "4e-3"], rows).replace("%", " %")
+    rows = []
+    for model, name in ENCODERS.items():
+        for row, cells in encoder_rates(model).items():
+            rates = [f"{one.loss:.1%} ± {one.spread:.1%}" for one in cells]
+            rows.append([f"{name}, {row.replace('laser', 'LASER')}", *rates, *[""] * (4 - len(rates))])
+    return table(["error rate", "1e-3", "2e-3", "4e-3", "8e-3"], rows).replace("%", " %")
 
 
 ENCODERS = {"vit": "ViT", "bert": "BERT", "conformer": "Conformer"}
@@ -75,7 +75,7 @@ def test_what_other_rates_cost_at_the_scale_toy_is_the_measured_one():
     assert said.format(*map(shown, leads)) in TEXT
 
 
-def test_what_laser_gains_at_the_best_of_three_rates_is_the_measured_one():
+def test_what_laser_gains_at_the_best_rates_is_the_measured_one():
     for model, name in ENCODERS.items():
         rates = encoder_rates(model)
         softmax, laser = (min(cells, key=lambda one: one.loss) for cells in rates.values())
@@ -89,6 +89,8 @@ def test_what_laser_gains_at_the_best_of_three_rates_is_the_measured_one():
             assert not any(b.minus(a).sure for a, b in zip(rates["softmax"], rates["laser"], strict=True))
         else:
             assert 0 < leads[0] < leads[1] < leads[2], "the lead grows with the rate"
+            assert all(cells[3].loss > cells[2].loss for cells in rates.values()), "worse at 8e-3"
+            assert f"ViT's lead is {100 * leads[3]:.1f} points" in TEXT or model == "bert"
         assert (softmax, laser) == (rates["softmax"][1], rates["laser"][1 if model == "conformer" else 2])
 
 

@@ -200,7 +200,7 @@ TABLES = {
     "lssa_tiled": lssa_tiled, "sinks": sinks_table, "new_rates": rates, "larger_new_rates": larger_rates,
     "larger_lssa": partial(beside_softmax, "larger"), "bpe_lssa": partial(beside_softmax, "layouts-bpe-tuned", "bpe"),
     "small_lssa": partial(beside_softmax, "small-gpu"), "small_one": partial(beside_softmax, "small-gpu/one-pass"),
-    "small_settings": small_settings, "longer": longer,
+    "small_settings": small_settings, "length_512": lambda: length_512(), "longer": longer,
 }  # fmt: skip
 
 
@@ -366,6 +366,22 @@ def test_what_other_rates_cost_is_the_measured_one():
     assert sweep("local-cosine-twice-s0") > sweep("softmax-twice-s0")
 
 
+def length_512() -> str:
+    """Losses at four times the training length, and how far the layouts are from Softmax."""
+    by, far = by_label("layouts-512"), (4.0, "window 1x")
+    names = {
+        "Softmax": "Softmax", "local-softmax": "softmax, every other layer local",
+        "laser-lssa-local": "LASER over LSSA, every other layer local",
+        "laser-lssa-local-64": "the same, windows of 64",
+    }  # fmt: skip
+    rows = []
+    for label, name in names.items():
+        leads = ["" if label == "Softmax" else said(minus(by, label, "Softmax", at)) for at in (HERE, far)]
+        rows.append([name, *shown_losses(by[label], (HERE, far)), *leads])
+    columns = "three seeds", "1x", "4x, window", "minus Softmax, 1x", "minus Softmax, 4x, both with the window"
+    return table(columns, rows)
+
+
 def small_lead(study: str, after: int, up_to: int) -> float:
     """How far LASER over LSSA's training loss is above Softmax's in some steps, over all seeds."""
     losses: dict[str, list[float]] = {}
@@ -394,6 +410,18 @@ def test_what_is_said_of_ten_million_parameters_is_measured():
     assert losses.format(**ends) in TEXT
     assert max(ends["softmax"], ends["local-softmax"]) < min(ends["laser-lssa-local"], ends["lssa-local"])
     assert len(found) == 8
+
+
+def test_what_is_said_of_512_tokens_is_measured():
+    by, at = by_label("layouts-512"), partial(loss, "layouts-512")
+    assert all(at(f"laser-lssa-local-s{n}", 512) > at(f"softmax-s{n}", 512) for n in (0, 1, 2))
+    assert not any(minus(by, row, "Softmax").sure for row in by if row != "Softmax")
+    short = cell(by_label("layouts-bpe-tuned")["Softmax"], *HERE)
+    here = cell(by["Softmax"], *HERE)
+    assert f"Softmax has {here.loss:.3f} here and {short.loss:.3f} at 128 tokens" in TEXT
+    assert f"seeds differ by up to {max(here.values) - min(here.values):.3f}." in TEXT
+    wide, narrow = (cell(by[f"laser-lssa-local{ending}"], *HERE).loss for ending in ("", "-64"))
+    assert narrow > wide
 
 
 def test_what_is_said_of_one_pass_is_measured():

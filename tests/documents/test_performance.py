@@ -9,7 +9,8 @@ from .tables import table, tables_of
 
 PAGE = (ROOT / "docs/performance.md").read_text()
 TEXT = " ".join(PAGE.split())
-NAMES = {"lssar": "LSSAR", "lssa": "LSSA", "laser": "LASER, on softmax"}
+NAMES = {"lssar": "LSSAR", "lssa": "LSSA", "laser": "LASER, on softmax", "laser(lssa)": "LASER over LSSA"}
+HALVES = {"bench-cpu-bfloat16": "bfloat16, AMX", "bench-cpu-bfloat16-ice-lake": "bfloat16, without AMX"}
 DIRECTIONS = {"forward": "forward", "backward": "forward + backward", "decode": "decode, one query"}
 
 
@@ -18,10 +19,11 @@ def bench_table() -> str:
     SDPA's.
     """
     rows = []
-    for folder in ("bench-cpu", "bench-cpu-lssa-laser", "bench-cpu-bfloat16"):
+    for folder in ("bench-cpu", "bench-cpu-lssa-laser", *HALVES):
         benchmark = load_benchmark(RESULTS / folder)
-        half = "" if benchmark.dtype == "float32" else f", {benchmark.dtype}"
-        for one in sorted(benchmark.cells, key=lambda one: (one.mechanism != "lssa", list(DIRECTIONS).index(one.what))):
+        half = f", {HALVES[folder]}" if folder in HALVES else ""
+        order = list(NAMES), list(DIRECTIONS)
+        for one in sorted(benchmark.cells, key=lambda one: (order[0].index(one.mechanism), order[1].index(one.what))):
             ours = one.subject("softfocus")
             assert one.parity == ours.parity == "passed"
             name, ratio = f"{NAMES[one.mechanism]}, {DIRECTIONS[one.what]}{half}", ours.ratio

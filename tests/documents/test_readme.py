@@ -242,6 +242,7 @@ def test_the_numbers_of_the_maps_are_the_committed_ones():
         ("bench-cpu", "lssar", "LSSAR", ("forward", "backward", "decode")),
         ("bench-cpu-lssa-laser", "lssa", "LSSA", ("forward", "backward")),
         ("bench-cpu-lssa-laser", "laser", "LASER, on softmax", ("forward", "backward")),
+        ("bench-cpu-lssa-laser", "laser(lssa)", "LASER over LSSA", ("forward", "backward")),
     ],
 )
 def test_the_benchmark_table_is_the_committed_benchmark(folder, mechanism, name, directions):
@@ -257,3 +258,18 @@ def test_the_benchmark_table_is_the_committed_benchmark(folder, mechanism, name,
         ]
         assert len(ratios) >= 2
         assert f"| {name}, {labels[what]} | {' | '.join(ratios)} |" in README
+
+
+def test_the_benchmarks_in_bfloat16_are_the_committed_ones():
+    found = {}
+    for folder in ("bench-cpu-bfloat16", "bench-cpu-bfloat16-ice-lake"):
+        cells = json.loads((RESULTS / folder / "results.json").read_text())["cells"]
+        for what in ("forward", "backward", "decode"):
+            found[folder, what] = "{}, {} and {}".format(*(
+                f"{subject['ratio']['median']:.2f}"
+                for cell in sorted(cells, key=lambda cell: cell["length"]) if cell["what"] == what
+                for subject in cell["subjects"] if subject["name"] == "softfocus"
+            ))  # fmt: skip
+    for folder, said in (("bench-cpu-bfloat16", "with AMX"), ("bench-cpu-bfloat16-ice-lake", "without it")):
+        forward, backward, decode = (found[folder, what] for what in ("forward", "backward", "decode"))
+        assert f"{forward} of the time forward, {backward} forward and backward, {decode} decoding ({said}" in TEXT
