@@ -270,6 +270,6 @@ def test_the_benchmarks_in_bfloat16_are_the_committed_ones():
                 for cell in sorted(cells, key=lambda cell: cell["length"]) if cell["what"] == what
                 for subject in cell["subjects"] if subject["name"] == "softfocus"
             ))  # fmt: skip
-    for folder, said in (("bench-cpu-bfloat16", "with AMX"), ("bench-cpu-bfloat16-ice-lake", "without it")):
+    for folder, machine in (("bench-cpu-bfloat16", "with AMX"), ("bench-cpu-bfloat16-ice-lake", "without it")):
         forward, backward, decode = (found[folder, what] for what in ("forward", "backward", "decode"))
-        assert f"{forward} of the time forward, {backward} forward and backward, {decode} decoding ({said}" in TEXT
+        assert f"{forward} of the time forward, {backward} forward and backward, {decode} decoding ({machine}" in TEXT
