@@ -34,7 +34,7 @@ int launch(const void* kernel, const uint32_t* grid, const uint8_t* parameters, 
     Launch call{parameters, {grid[0], grid[1], grid[2]}, {}, backwards != 0};
     for (int i = 0; i < n; ++i) {
       uint64_t begin = regions[2 * i], end = regions[2 * i + 1];
-      call.regions.push_back({begin, end, std::vector<uint32_t>(end - begin), std::vector<uint32_t>(end - begin)});
+      call.regions.push_back({begin, end, Zeros(end - begin), Zeros(end - begin)});
     }
     static_cast<const Kernel*>(kernel)->run(call, shared_bytes, warps);
     return 0;

@@ -5,9 +5,11 @@
 
 #include <array>
 #include <cmath>
+#include <cstdlib>
 #include <deque>
 #include <functional>
 #include <memory>
+#include <new>
 #include <unordered_map>
 
 #include "program.h"
@@ -20,9 +22,21 @@ using Lanes = std::array<uint64_t, LANES>;
 struct Warp;
 using Step = std::function<void(Warp&, uint32_t)>;
 
+// Numbers that are 0 at first. Of many, only the pages that are touched take memory.
+class Zeros {
+ public:
+  explicit Zeros(uint64_t n) : data_(static_cast<uint32_t*>(std::calloc(n ? n : 1, sizeof(uint32_t))), std::free) {
+    if (!data_) throw std::bad_alloc();
+  }
+  uint32_t& operator[](uint64_t at) { return data_.get()[at]; }
+
+ private:
+  std::unique_ptr<uint32_t, decltype(&std::free)> data_;
+};
+
 struct Region {
   uint64_t begin, end;
-  std::vector<uint32_t> writer, reader;  // of each byte: 1 + the block that wrote or read it
+  Zeros writer, reader;  // of each byte: 1 + the block that wrote or read it
 };
 constexpr uint32_t MANY = 0xffffffffu;  // blocks have read it
 
