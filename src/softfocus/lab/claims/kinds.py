@@ -267,7 +267,8 @@ def _apart(ours: RunInfo, other: RunInfo, by: float, *, of_time: bool) -> float:
     if of_time:
         until *= _seconds_a_step(other) / _seconds_a_step(ours)
     steps, losses = zip(*ours.validation_loss, strict=True)
-    there = float(np.interp(until, steps, losses, left=math.nan))  # straight lines between, the last one beyond
+    # Straight lines between, the last loss beyond
+    there = float(np.interp(until, steps, losses, left=math.nan))
     return min([there, *(loss for at, loss in ours.validation_loss if at <= until)]) - best
 
 
