@@ -4,6 +4,7 @@ Over 400 lines: the cases share the made-up runs.
 """
 
 import math
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -382,6 +383,51 @@ def test_a_page_shows_what_was_noted_over_training(curves: Any, tmp_path: Path) 
     assert [len(panel.lines) for panel in drawn.axes] == [6, 6]
     figure.save(drawn, tmp_path / "training.png", title="t")
     assert (tmp_path / "training.png").stat().st_size > 5_000
+
+
+def powers(a_run: Any, *powers: float | None) -> Results:
+    """Three trainings of each power; their loss and gradient norm grow with it."""
+    runs = []
+    for power, seed in product(powers, range(3)):
+        row, size = f"lssa_{power}", float(power or 0) + seed
+        noted = {"mechanism": f"sharpened(lssa, {power})" if power else "lssa", "gradient_norm": [(1000, 1.0 + size)]}
+        runs.append(a_run(row, seed, 1.0 + size, **noted))
+    return results(runs)
+
+
+def test_loss_and_gradient_over_the_power(a_run: Any, tmp_path: Path) -> None:
+    found = powers(a_run, 31, 1, None, 3, 15)
+    assert found.by_power == [(power, f"lssa_{power}") for power in (None, 1, 3, 15, 31)]
+    drawn = figure.draw_powers(found, title="t")
+    assert [tick.get_text() for tick in drawn.axes[-1].get_xticklabels()] == ["none", "1", "3", "15", "31"]
+    assert [panel.get_title("left") for panel in drawn.axes] == [
+        "validation loss (nats per token), as trained",
+        "validation loss (nats per token), dynamic NTK",
+        "gradient norm, before clipping",
+    ]
+    (means, _, _) = drawn.axes[0].containers[0]
+    assert means.get_ydata().tolist() == pytest.approx([2.0, 3.0, 5.0, 17.0, 33.0])
+    largest = [line for line in drawn.axes[-1].lines if line.get_label() == "largest after the warm-up"]
+    assert largest[0].get_ydata().tolist() == pytest.approx([2.0, 3.0, 5.0, 17.0, 33.0])
+    figure.save(drawn, tmp_path / "powers.png", title="t")
+    assert (tmp_path / "powers.png").stat().st_size > 5_000
+    made = claim(found.rows, 'kind = "trains"\nrow = "lssa_1"')
+    assert "over the power](made-up/toy/powers.png)" in page.page(made, {"toy": found})
+
+
+def test_a_power_that_diverged_leaves_a_gap(a_run: Any) -> None:
+    found = powers(a_run, None, 1, 3, 15, 31)
+    kept = [run for run in found.runs if run.row != "lssa_31"]
+    lost = [a_run("lssa_31", seed, mechanism="sharpened(lssa, 31)", status="diverged") for seed in range(3)]
+    drawn = figure.draw_powers(results(kept + lost), title="t")
+    (means, _, _) = drawn.axes[0].containers[0]
+    assert np.isfinite(np.asarray(means.get_ydata(), dtype=float)).tolist() == [True, True, True, True, False]
+
+
+def test_few_powers_have_no_figure_of_their_own(a_run: Any) -> None:
+    found = powers(a_run, None, 1, 3, 15)
+    assert found.by_power == []
+    assert "over the power" not in page.page(claim(found.rows, 'kind = "trains"\nrow = "lssa_1"'), {"toy": found})
 
 
 # finds

@@ -1,5 +1,5 @@
 """A claim's figures: loss over length of all rows, softmax under a window in each panel; over size;
-over training.
+over training; over the power of the re-weighting.
 
 Of what is measured sample by sample: loss and error rate, a panel each.
 """
@@ -75,6 +75,43 @@ def draw_training(results: Results, *, title: str) -> Figure:
             panel.legend(frameon=False)
         for panel in grid[len(names) :]:
             panel.remove()
+        return figure
+
+
+def draw_powers(results: Results, *, title: str) -> Figure:
+    """Loss at each length, and gradient norms, over the power; "none" is without re-weighting.
+
+    Lines join means (losses, with a bar of one standard deviation) and medians (norms); each
+    training has a dot. A row that diverged leaves a gap.
+    """
+    powers = [power for power, _ in results.by_power]
+    groups = [results.group(row) for _, row in results.by_power]
+    known = [group for group in groups if group is not None]
+    names = [name for name in settings(known) if name != YARDSTICK[1]]
+    with titled((6.0 * (len(names) + 1), 4.4), title) as figure:
+        *losses, norms = figure.subplots(1, len(names) + 1)
+        for panel, name in zip(losses, names, strict=True):
+            for number, column in enumerate(columns(known)):
+                cells = [None if group is None else cell(group, column, name) for group in groups]
+                means = [math.nan if one is None else one.loss for one in cells]
+                spreads = [0.0 if one is None or math.isnan(one.spread) else one.spread for one in cells]
+                color = PALETTE[number % len(PALETTE)][0]
+                label = column_name(column).replace("x", "×")
+                panel.errorbar(range(len(powers)), means, yerr=spreads, fmt="o-", color=color, capsize=2, label=label)
+            panel.set_title(f"validation loss (nats per token), {name}")
+        for place, label in enumerate(("largest after the warm-up", "median of a training")):
+            color, middles = PALETTE[place][0], []
+            for number, (_, row) in enumerate(results.by_power):
+                found = [run.gradients[place] for run in results.of(row) if run.gradients is not None]
+                norms.plot([number] * len(found), found, "o", color=color, alpha=0.5, markersize=4)
+                middles.append(np.median(found) if found else math.nan)
+            norms.plot(range(len(powers)), middles, "-", color=color, label=label)
+        norms.set_yscale("log")
+        norms.set_title("gradient norm, before clipping")
+        for panel in (*losses, norms):
+            panel.set_xticks(range(len(powers)), ["none" if power is None else f"{power:g}" for power in powers])
+            panel.set_xlabel("power p of the re-weighting")
+            panel.legend(frameon=False)
         return figure
 
 

@@ -16,7 +16,7 @@ from softfocus.lab.claims.claim import BASES, SCALES, Claim, Saves, Scale, Steep
 from softfocus.lab.claims.earlier import changes
 from softfocus.lab.claims.parts import SEEDS, Verdict, together
 from softfocus.lab.claims.power_law import families
-from softfocus.lab.claims.results import FIGURE, RESULTS, SIZES, TRAINING, YARDSTICK, Results, Run
+from softfocus.lab.claims.results import FIGURE, POWERS, RESULTS, SIZES, TRAINING, YARDSTICK, Results, Run
 from softfocus.lab.claims.verdict import Judged, judge
 from softfocus.lab.report.notes import short_commit
 from softfocus.lab.report.points import Cell, Group, cell, column_name, columns, count_text, loss_text, settings
@@ -27,7 +27,7 @@ LEDGER = "README.md"
 AWAY: dict[Scale, str] = {
     "small": "10 M parameters take a GPU for hours, and this project has been lent one for fifteen minutes at a time",
     "gpt2": "124 M parameters on 9.9 billion tokens, for which the paper had eight A100, "
-    "are out of reach of this project"
+    "are out of reach of this project",
 }
 """Scales that need more than the project has. A claim with committed results has a verdict there
 all the same.
@@ -214,6 +214,8 @@ def _outcome(claim: Claim, scale: Scale, results: Results) -> list[str]:
         parts += [_losses(results, groups, setting) for setting in settings(groups)]
     if claim.first(Steeper) is not None:
         parts.append(_gradients(results))
+    if results.by_power:
+        parts.append(f"![Loss and gradient norm over the power]({claim.name}/{scale}/{POWERS})")
     if any(run.curves for run in results.runs):
         parts.append(f"![Over training]({claim.name}/{scale}/{TRAINING})")
     if (by_size := claim.first(Saves)) is not None and (table := _sizes(results, by_size)):
@@ -324,11 +326,11 @@ def _gradients(results: Results) -> str:
     lines = []
     parts = list(dict.fromkeys(name for run in results.runs for name in run.info.projection_norms))
     for row in results.rows:
-        known = [run for run in results.of(row) if run.info.gradient_norm]
-        largest = [max(late) for run in known if (late := [n for at, n in run.info.gradient_norm if at >= run.settled])]
-        usual = [median(norm for _, norm in run.info.gradient_norm) for run in known]
+        known = [run.gradients for run in results.of(row) if run.gradients is not None]
         if known:
-            lines.append([row, f"{median(largest):.3g}" if largest else "", f"{median(usual):.3g}"])
+            largest = [late for late, _ in known if not math.isnan(late)]
+            usual = median(norm for _, norm in known)
+            lines.append([row, f"{median(largest):.3g}" if largest else "", f"{usual:.3g}"])
             lines[-1] += [_projection(results.of(row), name) for name in parts]
     head = ["gradient norm, median over seeds", "largest after the warm-up", "median of a training"]
     return _table([*head, *(f"of the {name} projections" for name in parts)], lines)

@@ -10,7 +10,7 @@ from softfocus.lab.claims import figure
 from softfocus.lab.claims.claim import Saves, Scale
 from softfocus.lab.claims.page import report, verdict_lines
 from softfocus.lab.claims.power_law import families
-from softfocus.lab.claims.results import FIGURE, RESULTS, SIZES, TRAINING, Results, collect
+from softfocus.lab.claims.results import FIGURE, POWERS, RESULTS, SIZES, TRAINING, Results, collect
 from softfocus.lab.run_folder.disk import write_atomically
 from softfocus.lab.run_folder.results import json_text
 from softfocus.lab.studies import crew
@@ -92,6 +92,8 @@ def reproduce(
         figure.save(figure.draw(groups, title=title), place / FIGURE, title=title)
     if any(run.curves for run in results.runs):
         figure.save(figure.draw_training(results, title=title), place / TRAINING, title=title)
+    if results.by_power:
+        figure.save(figure.draw_powers(results, title=title), place / POWERS, title=title)
     if (by_size := claim.first(Saves)) is not None and (both := families(results, by_size)):
         figure.save(figure.draw_sizes(both, title=title), place / SIZES, title=title)
     report(folder / PUBLISHED)

@@ -2,15 +2,19 @@
 folders.
 """
 
+import math
 import tomllib
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 from pydantic import Field
 
+from softfocus.catalog import named
 from softfocus.lab.claims.claim import Claim, Scale
 from softfocus.lab.inspect import results as inspections
 from softfocus.lab.inspect.results import Inspection
@@ -21,11 +25,13 @@ from softfocus.lab.report.results import load_recipe_text
 from softfocus.lab.run_folder.files import INSPECTION, load_measured, load_run, read_json
 from softfocus.lab.run_folder.results import Bucket, Classification, Evaluation, Recall, RecallRow, Record, Row, RunInfo
 from softfocus.lab.run_folder.tasks import Tasks
+from softfocus.mechanism import Mechanism
 
 RESULTS = "results.json"
 FIGURE = "figure.png"
 SIZES = "sizes.png"
 TRAINING = "training.png"
+POWERS = "powers.png"
 YARDSTICK = ("softmax", "window 1x")
 """What every row stands beside: softmax that sees a window of the training length."""
 
@@ -67,6 +73,15 @@ class Run(Record):
         return 2 * int(train.get("warmup", 0)) + int(train.get("log_every", 0))
 
     @property
+    def gradients(self) -> tuple[float, float] | None:
+        """The largest norm of the gradient once it has settled, NaN if training ended before, and
+        the median of the whole training; None where none was noted.
+        """
+        norms = self.info.gradient_norm
+        late = [norm for at, norm in norms if at >= self.settled]
+        return (max(late, default=math.nan), median(norm for _, norm in norms)) if norms else None
+
+    @property
     def diverged(self) -> bool:
         """Whether training went wrong for good; info.error says at which step."""
         return self.info.status == "diverged"
@@ -89,6 +104,20 @@ class Results(Record):
     def rows(self) -> list[str]:
         """The names of the rows that have runs."""
         return list(dict.fromkeys(run.row for run in self.runs))
+
+    @cached_property
+    def by_power(self) -> list[tuple[float | None, str]]:
+        """The rows that differ in the power of their re-weighting alone, by it; first, with None,
+        that without re-weighting. Nothing where fewer than four powers were trained.
+        """
+        families: dict[Mechanism, list[tuple[float | None, str]]] = {}
+        for row in self.rows:
+            with suppress(ValueError):  # an algebra of the recipe's own, which has no name
+                mechanism = named(self.of(row)[0].info.mechanism)
+                families.setdefault(mechanism.replace(power=None), []).append((mechanism.power, row))
+        most = max(families.values(), key=len, default=[])
+        found = sorted(most, key=lambda one: one[0] or 0.0)
+        return found if len(found) == len({power for power, _ in found}) > 4 else []
 
     def group(self, row: str) -> Group | None:
         """The evaluations of a row as reports take them; None where no training of it came to
