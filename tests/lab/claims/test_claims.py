@@ -35,7 +35,7 @@ from softfocus.lab.claims.verdict import judge
 from softfocus.lab.data import of_recipe as data
 from softfocus.lab.errors import Diverged, LabError, UsageError
 from softfocus.lab.evaluate.loss import evaluate
-from softfocus.lab.evaluate.tasks import answer
+from softfocus.lab.evaluate.tasks import TASKS, answer
 from softfocus.lab.progress import silent
 from softfocus.lab.recipes import loading
 from softfocus.lab.recipes.recipe import Recipe
@@ -696,6 +696,52 @@ def test_zero_shot_tasks_are_measured_where_the_harness_is(two: Claim, tmp_path:
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(LabError, match=r"lm_eval cannot measure arc_easy, .*: no network; check the network"):
         answer(out / first.name)
+
+
+def asked(path: str, *_: Any, **__: Any) -> Any:
+    """Four questions in the columns that the data set of this name has on the hub."""
+    from datasets import Dataset, DatasetDict
+
+    answers = ["a cat", "a dog", "an owl", "a cow"]
+    columns: dict[str, list[Any]] = {
+        "allenai/ai2_arc": {
+            "question": [f"which is number {n}?" for n in range(4)],
+            "choices": [{"text": answers, "label": ["A", "B", "C", "D"]}] * 4,
+            "answerKey": ["A", "B", "C", "D"],
+        },
+        "Rowan/hellaswag": {
+            "activity_label": ["Animals"] * 4,
+            "ctx_a": [f"This is number {n}" for n in range(4)],
+            "ctx_b": ["it is"] * 4,
+            "endings": [answers] * 4,
+            "label": ["0", "1", "2", "3"],
+        },
+        "baber/piqa": {"goal": answers, "sol1": ["yes"] * 4, "sol2": ["no"] * 4, "label": [0, 1, 0, 1]},
+        "allenai/sciq": {
+            "question": answers,
+            "support": ["", "It is one.", "", "It is."],
+            **{name: [f"{name} {n}" for n in range(4)] for name in ("distractor1", "distractor2", "distractor3")},
+            "correct_answer": ["yes"] * 4,
+        },
+    }[path]
+    return DatasetDict(dict.fromkeys(("train", "validation", "test"), Dataset.from_dict(columns)))
+
+
+def test_zero_shot_tasks_with_the_harness_itself(two: Claim, tmp_path: Path, monkeypatch: Any) -> None:
+    """Its own tasks, metrics and model; only the questions are made up, as there is no hub here."""
+    pytest.importorskip("lm_eval", reason="lm_eval is not installed: pip install 'lm_eval[hf]'")
+    monkeypatch.setattr("datasets.load_dataset", asked)
+    recipe = recipes(two, "toy", [0])[0]
+    folder = tmp_path / recipe.name
+    train(recipe, folder)
+    found = answer(folder)
+    assert [row.task for row in found.rows] == list(TASKS)
+    for row in found.rows:
+        assert len(row.right) == 4
+        assert row.accuracy == sum(row.right) / 4
+        assert row.standard_error > 0 or row.accuracy in (0, 1)
+    assert found.harness != "unknown"
+    assert answer(folder).rows == found.rows
 
 
 _HFLM = """
