@@ -407,7 +407,17 @@ def test_mistakes_are_said_in_one_line(text: str, says: str, tmp_path: Path) -> 
     assert "\n" not in str(caught.value)
 
 
+def test_rows_of_a_study_are_chosen_by_name(two_rows: Path) -> None:
+    found, near = study.load(str(two_rows))
+    last = list(found.rows)[-1]
+    names = [recipe.name for recipe in study.recipes(found, near, [0, 3], [last])]
+    assert names == [f"{last}-s0", f"{last}-s3"]
+    assert study.recipes(found, near, rows=list(found.rows)) == study.recipes(found, near)
+
+
 def test_what_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"--rows: there is no row 'softmac'; did you mean 'softmax'"):
+        study.recipes(*study.load("layouts"), rows=["softmax", "softmac"])
     with pytest.raises(LabError, match=r"there is no study layout; did you mean 'layouts'"):
         study.load("layout")
     with pytest.raises(UsageError, match="--seeds: '1,x' is not a list"):

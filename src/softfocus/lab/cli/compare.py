@@ -88,6 +88,9 @@ def study(
     seeds: Annotated[
         str | None, typer.Option(metavar="LIST", help="0,1,2: train each row with these; the study's if left out.")
     ] = None,
+    rows: Annotated[
+        str | None, typer.Option(metavar="LIST", help="softmax,lssa: train these rows; all if left out.")
+    ] = None,
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Runs at a time.", show_default="as many as there are cores")
     ] = None,
@@ -98,8 +101,7 @@ def study(
     """Train and measure a table of runs, several seeds each, and compare them.
 
     A study is a TOML file: title, base (a recipe), seeds, and a table [rows.NAME] of changed keys
-    for each row. What is
-    finished is kept: started again after a failure or Ctrl-C, it goes on.
+    for each row. What is finished is kept: started again after a failure or Ctrl-C, it goes on.
 
     Example: `softfocus study layouts --seeds 0,1,2 --jobs 2`
     """
@@ -111,6 +113,7 @@ def study(
         study,
         folder,
         seeds=wanted,
+        rows=None if rows is None else [name.strip() for name in rows.split(",")],
         jobs=jobs,
         overwrite=overwrite,
         estimate_only=estimate,

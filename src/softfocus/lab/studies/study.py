@@ -92,15 +92,23 @@ def load(name_or_path: str) -> tuple[Study, Path | None]:
         ) from None
 
 
-def recipes(study: Study, near: Path | None = None, seeds: Sequence[int] | None = None) -> list[Recipe]:
+def recipes(
+    study: Study, near: Path | None = None, seeds: Sequence[int] | None = None, rows: Sequence[str] | None = None
+) -> list[Recipe]:
     """A recipe for each row and seed: all rows of a seed before the next seed.
 
     Raises:
+        UsageError: a row that the study has not.
         LabError: a row that makes no recipe.
     """
+    if unknown := [name for name in rows or () if name not in study.rows]:
+        known = f"the study's rows are {', '.join(study.rows)}"
+        raise UsageError(f"--rows: there is no row {unknown[0]!r}", did_you_mean(unknown[0], study.rows, known))
     found = []
     for seed in seeds or study.seeds:
         for name, row in study.rows.items():
+            if rows is not None and name not in rows:
+                continue
             own = {key: value for key, value in row.items() if key != "base"}
             changes = merged(merged(study.common, own), {"train": {"seed": seed}})
             found.append(derive(row.get("base", study.base), f"{name}-s{seed}", changes, near))
@@ -115,6 +123,7 @@ def run_study(
     folder: Path,
     *,
     seeds: Sequence[int] | None = None,
+    rows: Sequence[str] | None = None,
     jobs: int | None = None,
     overwrite: bool = False,
     estimate_only: bool = False,
@@ -127,6 +136,7 @@ def run_study(
         name_or_path: a shipped study, or a TOML file.
         folder: gets a run folder for each row and seed, logs, and the comparison.
         seeds: take these, not the study's.
+        rows: of the study's rows these alone.
         jobs: runs at a time, which share the cores; as many as there are cores by default.
         overwrite: train again what is there.
         estimate_only: say what it will take and stop.
@@ -136,12 +146,13 @@ def run_study(
         The comparison of all that finished; None for an estimate, or where nothing did.
 
     Raises:
+        UsageError: a row that the study has not.
         LabError: a study that cannot be read, a row that makes no recipe, a run that failed (after
             the comparison of the others has been written), or Ctrl-C.
     """
     console = console or Console()
     study, near = load(name_or_path)
-    plan = recipes(study, near, seeds)
+    plan = recipes(study, near, seeds, rows)
     found = train_all(
         study.title, plan, folder, jobs=jobs, overwrite=overwrite, estimate_only=estimate_only, console=console
     )
