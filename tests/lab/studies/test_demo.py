@@ -29,7 +29,7 @@ from softfocus.lab.report.results import Report, read
 from softfocus.lab.run_folder import provenance
 from softfocus.lab.run_folder.files import EVALUATION, RUN, load_run
 from softfocus.lab.run_folder.results import Bucket, Row, RunInfo, Setting, default_settings
-from softfocus.lab.studies import crew, demo
+from softfocus.lab.studies import crew, demo, study
 from softfocus.lab.studies.demo import FAST, MODELS, run_demo
 from softfocus.lab.studies.screen import TRAINING, Job, Screen, clock, seconds_left
 from softfocus.lab.studies.worker import from_line, to_line
@@ -156,6 +156,7 @@ def planned_by(monkeypatch, folder, **how):
     planned = []
     monkeypatch.setattr(crew, "Screen", lambda console, jobs, count: planned.extend(jobs) or nullcontext())
     monkeypatch.setattr(crew, "Crew", interrupted)
+    monkeypatch.setattr(study, "_trial", lambda *_: (1.0, 1))
     with pytest.raises(KeyboardInterrupt):
         run_demo(folder, console=plain_console(), **how)
     return planned
@@ -318,6 +319,11 @@ class TestWhole:
     def test_a_killed_run_does_not_look_complete_and_goes_on_from_its_checkpoint(self, whole):
         assert (whole.killed.status, whole.killed.error) == ("interrupted", "its process is gone")
         assert whole.resumed_at > 10
+
+    def test_it_says_first_what_is_left_and_what_that_takes(self, whole):
+        for said, left in zip(whole.said, (3, 2), strict=True):
+            takes = r"about \d+:\d\d \(minutes:seconds\), and \d+ MB on disk"
+            assert re.search(rf"^softfocus demo: 5 runs, {left} of them left: {takes}$", said, re.MULTILINE), said
 
     def test_what_was_finished_is_kept(self, whole):
         assert whole.said[0].count("already done") == 2

@@ -40,7 +40,7 @@ from softfocus.lab.studies.worker import from_line, possible
 
 LOGS = "logs"
 
-_ELSEWHERE = "choose another folder with --out, or free some space"
+ELSEWHERE = "choose another folder with --out, or free some space"
 _PATIENCE = 30.0  # seconds for a worker that was asked to stop: it writes a checkpoint first
 
 
@@ -97,7 +97,7 @@ def work(
         LabError: the folder cannot be written to, another demo or study works in it, or Ctrl-C.
     """
     count = max(1, workers or min(len(jobs), cores()))
-    with writing(folder, _ELSEWHERE):
+    with writing(folder, ELSEWHERE):
         (folder / LOGS).mkdir(parents=True, exist_ok=True)
         for job in jobs:
             job.log.touch()

@@ -14,8 +14,8 @@ from softfocus.lab.recipes.loading import load, shipped
 from softfocus.lab.report.points import labels
 from softfocus.lab.report.report import build, show, write
 from softfocus.lab.report.results import Report, load_entry
-from softfocus.lab.run_folder.owner import refuse_in_use
 from softfocus.lab.studies import crew
+from softfocus.lab.studies.study import train_all
 
 MODELS = ("demo-softmax", "demo-lssa", "demo-lssar", "demo-hybrid", "demo-laser-lssa-local")
 FOLDER = Path("runs/demo")
@@ -49,8 +49,8 @@ def run_demo(
 ) -> Report:
     """Train and evaluate models side by side, then print and write the report.
 
-    Each model has a process of its own. What is finished is kept: started again after a failure, a
-    kill or Ctrl-C, the demo goes on from the checkpoints.
+    It first says what that will take. Each model has a process of its own. What is finished is
+    kept: started again after a failure, a kill or Ctrl-C, the demo goes on from the checkpoints.
 
     Args:
         folder: gets a run folder for each model, logs, results.json, figure1.png and report.html.
@@ -67,16 +67,22 @@ def run_demo(
 
     Raises:
         LabError: an unknown model, runs of other recipes in the folder, a folder in which another
-            demo or study works, a model that failed (after
-            the report on the others has been written), or Ctrl-C.
+            demo or study works, what memory or disk cannot hold, a model that failed (after the
+            report on the others has been written), or Ctrl-C.
     """
     console = console or Console()
-    refuse_in_use(folder)
     overrides = (*(FAST if fast else ()), *(() if seed is None else (f"train.seed={seed}",)))
     names = list(dict.fromkeys(_source(name) for name in models or MODELS))
     recipes = [load(name, [*changes, *overrides]) for name, changes in names]
-    jobs = crew.plan(folder, recipes, labels([crew.empty(recipe) for recipe in recipes]), overwrite=overwrite)
-    crew.work(folder, jobs, workers=workers, overwrite=overwrite, console=console)
+    jobs = train_all(
+        "softfocus demo",
+        recipes,
+        folder,
+        jobs=workers,
+        labels=labels([crew.empty(recipe) for recipe in recipes]),
+        overwrite=overwrite,
+        console=console,
+    )
     remarks = crew.missing(jobs)
     if fast:
         remarks.insert(0, "A fast trial of tiny models: every part works, and the numbers mean nothing.")

@@ -18,7 +18,7 @@ from softfocus.lab.recipes.loading import LAB, derive, merged, shipped_in
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.report.compare import Comparison, compare
 from softfocus.lab.report.points import without_seed
-from softfocus.lab.run_folder.disk import check_room
+from softfocus.lab.run_folder.disk import check_room, writing
 from softfocus.lab.run_folder.owner import refuse_in_use
 from softfocus.lab.run_folder.provenance import cores
 from softfocus.lab.studies import crew
@@ -173,6 +173,7 @@ def train_all(
     *,
     jobs: int | None,
     console: Console,
+    labels: Sequence[str] | None = None,
     overwrite: bool = False,
     estimate_only: bool = False,
     processes: int = 1,
@@ -185,6 +186,7 @@ def train_all(
         folder: gets a run folder of each name.
         jobs: runs at a time; by default as many as there are cores, or one on a GPU.
         console: where to draw.
+        labels: what the screen calls them; their names by default.
         overwrite: train again what is there.
         estimate_only: say what it will take and stop.
         processes: of each run, a device each, under torchrun.
@@ -202,7 +204,7 @@ def train_all(
     if not estimate_only:
         refuse_in_use(folder)
     workers = jobs or fits.workers()
-    found = crew.plan(folder, plan, [recipe.name for recipe in plan], overwrite=overwrite)
+    found = crew.plan(folder, plan, labels or [recipe.name for recipe in plan], overwrite=overwrite)
     left = [job for job in found if job.status == "waiting"]
     fits.check_memory([job.recipe for job in left], workers, processes)
     if any("tasks" in job.recipe.evaluate.also for job in left):
@@ -218,6 +220,8 @@ def train_all(
         expected = estimate(found, workers, processes, status.update)
     console.print(f"{title}: {expected.text}", markup=False, highlight=False)
     if not estimate_only:
+        with writing(folder, crew.ELSEWHERE):
+            (folder / crew.LOGS).mkdir(parents=True, exist_ok=True)
         check_room(folder, expected.bytes, "{} are needed", "free some space, or choose another disk with --out")
         crew.work(folder, found, workers=workers, overwrite=overwrite, console=console, processes=processes)
     return found
