@@ -3,7 +3,6 @@
 import json
 import re
 import textwrap
-from dataclasses import replace
 
 import pytest
 
@@ -17,15 +16,11 @@ from .committed import (
     RESULTS,
     ROOT,
     WINDOWED,
-    accuracies,
     by_label,
-    by_seed,
     encoder_rates,
-    loss,
     minus,
-    recalls,
 )
-from .tables import NAMES, said, shown, shown_loss, table, tables_of
+from .tables import NAMES, said, shown_loss, table, tables_of
 
 README = (ROOT / "README.md").read_text()
 TEXT = " ".join(README.split())
@@ -84,137 +79,16 @@ def test_the_result_is_the_committed_one():
     assert tables_of(README) == {"result": result_block()}, f"the README should show:\n{result_block()}"
 
 
-def test_the_leads_of_single_models_are_the_measured_ones():
+def test_what_the_first_table_says_is_measured():
     by = by_label("layouts")
-    laser, softplus = minus(by, "Softmax", "LASER"), minus(by, "Softmax", "softplus_l1")
-    assert not laser.sure
-    assert f"below Softmax by {shown(laser)} at the training length (four seeds, inconclusive)" in TEXT
-    assert softplus.sure
-    assert f"takes {shown(softplus)} off at the training length, and [in a model of 0.3 M" in TEXT
-    softmax, ours = (by_seed("layouts", label, HERE) for label in ("Softmax", "laser-lssa-local"))
-    leads = [softmax[seed] - loss for seed, loss in ours.items()]
-    assert len(leads) == 8
-    lssa = by_seed("layouts", "lssa-local", HERE)
-    assert all(loss < lssa[seed] for seed, loss in ours.items())
-    assert f"with the same seed, by {min(leads):.3f} to {max(leads):.3f} at the training length, and" in TEXT
-    for label, seeds in (("lssa-local", 8), ("softplus-local", 4)):
-        alone = by_seed("layouts", label, HERE)
-        assert len(alone) == seeds
-        assert all(loss < softmax[seed] for seed, loss in alone.items())
-    assert not minus(by, "local-softmax", "Softmax").sure
-    local, over_lssa = minus(by, "Softmax", "laser-local"), minus(by, "lssa-local", "laser-lssa-local")
-    assert local.sure
-    assert over_lssa.sure
-    assert f"with every other layer local by {shown(local)}, and over LSSA it takes off {shown(over_lssa)} more" in TEXT
-    demo = loss("demo-slow-start", "demo-lssa"), loss("demo-slow-start", "demo-softmax")
-    assert "LSSA was behind Softmax, {:.3f} against {:.3f}".format(*demo) in TEXT
-
-
-def test_what_the_first_table_says_of_a_window_is_measured():
-    softmax = by_label("layouts")["Softmax"]
-    windowed, plain = (cell(softmax, *at).loss for at in (WINDOWED, FAR))
+    windowed, plain = (cell(by["Softmax"], *at).loss for at in (WINDOWED, FAR))
     assert f"its loss at 16 times the length is {windowed:.3f}, not {plain:.3f}." in TEXT
-
-
-def test_no_lead_at_512_tokens_is_as_measured():
-    settings = {
-        "small-gpu/one-pass": "{} (32K tokens a step, less than one pass over the text, three seeds)",
-        "small-gpu": "{} (the same, 4.5 passes, two seeds)",
-        "small-gpu/quarter": "{} (8K tokens a step, three seeds)",
-        "layouts-512": "{} (three seeds). All four are inconclusive.",
-    }
-    for study, text in settings.items():
-        by = by_label(study)
-        found = minus(by, "laser-lssa-local", "Softmax", HERE)
-        assert not found.sure
-        assert text.format(said(found).split(",")[0]) in TEXT
-        pairs = zip(*(cell(by[row], *HERE).values for row in ("laser-lssa-local", "Softmax")), strict=True)
-        above = [ours > softmax for ours, softmax in pairs]
-        assert len(above) == (2 if study == "small-gpu" else 3)
-        assert all(above) == (study != "small-gpu/one-pass")
-    lssa = minus(by_label("small-gpu"), "lssa-local", "Softmax", HERE)
-    assert lssa.sure
-    assert f"LSSA in the layout is above it by {shown(lssa)} (4.5 passes, two seeds)." in TEXT
-
-
-def test_the_leads_in_a_larger_model_and_on_tokens_are_the_measured_ones():
-    by = by_label("larger")
-    lead, layout = minus(by, "Softmax", "lssa-local"), minus(by, "local-softmax", "lssa-local")
-    assert lead.sure
-    assert layout.sure
-    assert f"LSSA in a layout is below Softmax with each of five seeds, by {shown(lead)} nats per byte, and" in TEXT
-    assert f"below softmax in the same layout by {shown(layout)}." in TEXT
-    assert not minus(by, "laser-lssa-local", "lssa-local").sure
-    assert len(by["laser-lssa-local"].evaluations) == 3
-    by = by_label("layouts-bpe-tuned", "bpe")
-    assert not minus(by, "lssa-local", "Softmax").sure
-    shared = {label: replace(one, evaluations=[run for run in one.evaluations if run.seed < 3])
-              for label, one in by.items()}  # fmt: skip
-    behind = minus(shared, "lssa-hybrid", "local-softmax")
-    assert behind.sure
-    assert f"is behind softmax in the same layout by {shown(behind)}, on the three seeds that both have." in TEXT
-    below = minus(by, "Softmax", "laser-lssa-local")
+    below = minus(by, "Softmax", "lssa-hybrid", WINDOWED, FAR)
     assert below.sure
-    assert f"LASER over LSSA is below Softmax by {shown(below)} (six seeds)" in TEXT
-
-
-def test_what_is_said_of_recall_is_the_measured_one():
-    points = {
-        (label, point.at, grown): f"{100 * point.value:.0f} %"
-        for label, group in recalls("recall-layouts").items()
-        for grown in (False, True)
-        for point in group.points(grown)
-    }
-    assert f"LSSAR with all of RoPE finds {points['lssar', 1024, False]} of the keys at 16 times the length" in TEXT
-    far = [points[f"{label}-short-rope", 4096, True] for label in ("softmax", "cosine", "lssar")]
-    assert "softmax finds {}, cosine softmax with log N {}, LSSAR {}.".format(*far) in TEXT
-    (group,) = (group for group in recalls("recall-lssa").values() if len(group.entries) == 3)
-    assert [one.info.name for one in group.entries] == [f"lssa-hybrid-head-s{seed}" for seed in range(3)]
-    far = [100 * found[1024, False] for found in accuracies(group)]
-    assert f"in two trainings of three: it finds {far[0]:.0f} and {far[2]:.0f} %" in TEXT
-
-
-def test_what_is_said_of_laser_is_what_the_claims_found():
-    def page(claim: str) -> str:
-        return (RESULTS / f"claims/{claim}.md").read_text()
-
-    def lead(claim: str, says: str) -> str:
-        (found,) = re.findall(rf"\| holds \| {says} .*: -(\S+ ± \S+) \|", page(claim))
-        return found
-
-    for claim, seeds in (("vit", "six"), ("bert", "three")):
-        assert "**Verdict: holds** (2 holds)" in page(f"laser-{claim}")
-        found = [re.search(rf"{claim}_{row} 1x, error rate ([\d.]+)", page(f"laser-{claim}"))[1]
-                 for row in ("softmax", "laser")]  # fmt: skip
-        assert "from {:.1f} % to {:.1f} % ({} seeds)".format(*(100 * float(rate) for rate in found), seeds) in TEXT
-    smaller = lead("softplus-table-3", "Softplus has a lower loss than the exponential")
-    assert f"parameters](docs/results/claims/softplus-table-3.md) {smaller} (six seeds)" in TEXT
-    laser, softmax = (min(one.loss for one in encoder_rates("vit")[row]) for row in ("laser", "softmax"))
-    rates = f"the ViT's is {laser:.1%} against {softmax:.1%}, and the BERT's difference is".replace("%", " %")
-    assert rates in TEXT
-    differential = lead("laser-differential", "LASER lowers the loss of differential attention")
-    qk_norm = lead("laser-qk-norm", "With QK-norm, LASER has a lower loss than standard attention")
-    assert f"attention by {differential}, of one with QK-norm by {qk_norm} (three seeds each)" in TEXT
-    depths = page("laser-depths")
-    assert "seeds 0, 1, 2, 3, 4, 5;" in depths
-    leads = [lead("laser-depths", f"With {n} layer{'s' * (n > 1)} LASER has a lower loss") for n in (1, 2, 3, 4, 6)]
-    values = [one.split()[0] for one in leads]
-    middle = sorted(values[1:4], key=float)
-    assert float(values[0]) > float(middle[-1]) > float(middle[0]) > float(values[-1])
-    said = (
-        f"with one layer by {leads[0]}, with two to four by {middle[0]} to {middle[-1]}, with six by {leads[-1]} (six"
-    )
-    assert said in TEXT
-    for claim in ("conformer", "classification"):
-        assert "**Verdict: inconclusive**" in page(f"laser-{claim}")
-    for claim in ("steps", "lamb", "temperature"):
-        assert "**Verdict: holds**" in page(f"laser-{claim}")
-        assert "seeds 0, 1, 2, 3, 4, 5;" in page(f"laser-{claim}")
-    share = re.search(r"fewer steps \| .*that loss is reached after ([\d.]+)% of the steps", page("laser-steps"))[1]
-    assert f"softmax's best loss after {float(share):.0f} % of the steps" in TEXT
-    assert f"with LAMB its loss is lower by {lead('laser-lamb', 'With LAMB, LASER has a lower loss')}" in TEXT
-    assert re.search(r"right: \+[\d.]+%", page("laser-classification")), "ahead"
-    assert re.search(r"mistakes fewer words .*: \+[\d.]+ ±", page("laser-conformer")), "behind"
+    flat = cell(by["lssa-hybrid"], *FAR).loss
+    assert f"is {flat:.3f}, {below.value:.3f} below that of windowed softmax |" in TEXT
+    laser, softmax = (encoder_rates("vit")[row][1].loss for row in ("laser", "softmax"))
+    assert f"its error rate is {laser:.1%}, not {softmax:.1%} (six seeds)".replace("%", " %") in TEXT
 
 
 @pytest.mark.parametrize(
