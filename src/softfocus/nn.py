@@ -147,7 +147,7 @@ def _of_padding(mask: Tensor | None, key: Tensor, more: int) -> dict[str, Tensor
         return {"key_mask": F.pad(~mask, (0, more), value=True)}
     if not mask.is_floating_point():
         raise TypeError(f"key_padding_mask: got dtype {mask.dtype}, expected torch.bool (True hides) or floating point")
-    real = mask > HIDDEN
+    real = ~(mask <= HIDDEN)  # a NaN is no hidden key: it makes the row NaN
     return {
         "key_mask": F.pad(real, (0, more), value=True),
         "bias": F.pad(mask.masked_fill(~real, 0.0), (0, more))[:, None, None],

@@ -2,6 +2,7 @@
 mechanism everywhere.
 """
 
+import math
 import re
 from pathlib import Path
 
@@ -197,3 +198,13 @@ def test_the_page_about_sdpa_runs():
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     assert len(blocks) >= 3
     exec("\n".join(blocks), {})
+
+
+def test_a_nan_in_a_floating_padding_mask_makes_the_rows_nan():
+    """As in torch's module, and as in attn_mask."""
+    module = MultiheadAttention(8, 2, mechanism="softmax", batch_first=True)
+    x, mask = torch.randn(2, 4, 8), torch.zeros(2, 4)
+    mask[0, 2] = math.nan
+    out, _ = module(x, x, x, key_padding_mask=mask, need_weights=False)
+    assert out[0].isnan().all()
+    assert out[1].isfinite().all()

@@ -4,9 +4,12 @@ another.
 
 import copy
 import inspect
+import json
+import pickle
 import subprocess
 import sys
 import warnings
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -36,7 +39,7 @@ from transformers import (
 import softfocus
 import softfocus.hf
 from softfocus.hf import config as entries
-from softfocus.hf import layout_of, learned
+from softfocus.hf import layout_of, learned, sharing
 
 TINY_FALCON = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 61}
 
@@ -245,3 +248,64 @@ def test_laser_in_a_model_with_attention_dropout_is_warned_of() -> None:
     config = T5Config(vocab_size=16, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
     with pytest.warns(UserWarning, match=r"dropout_rate = 0\.1, and LASER has no dropout"):
         softfocus.hf.use(T5ForConditionalGeneration(config), "laser")
+
+
+def _two_llamas() -> tuple[LlamaForCausalLM, LlamaForCausalLM, LlamaConfig]:
+    config = LlamaConfig(
+        vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2
+    )
+    return LlamaForCausalLM(config).eval(), LlamaForCausalLM(config).eval(), config
+
+
+def _runs(model: LlamaForCausalLM) -> str:
+    return str(softfocus.hf.layout_of(model))
+
+
+def test_models_that_were_built_from_one_config_run_what_each_was_given() -> None:
+    one, two, config = _two_llamas()
+    tokens = torch.arange(8)[None]
+    before = two(tokens).logits
+    softfocus.hf.use(one, "ssmax")
+    assert softfocus.hf.layout_of(two) is None
+    assert torch.equal(two(tokens).logits, before)
+    softfocus.hf.window(softfocus.hf.use(two, "softmax"), 3)
+    assert (_runs(one), _runs(two)) == ("ssmax", "softmax[3]")
+    one(tokens).logits.sum().backward()
+    assert all(layer.self_attn.softfocus_head_scale.grad is not None for layer in one.model.layers)
+    assert softfocus.hf.layout_of(LlamaForCausalLM(config)) is None, "built later, from the same object"
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["noted", "built before the import"])
+def test_an_inner_model_keeps_sharing_its_config_with_the_model_around_it(
+    known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two, _ = _two_llamas()
+    if not known:
+        monkeypatch.setattr(sharing, "_built", WeakSet())
+    softfocus.hf.use(one.model, "lssar")
+    assert _runs(one) == _runs(one.model) == "lssar"
+    assert one.config is one.model.config is one.model.layers[0].self_attn.config
+    assert softfocus.hf.layout_of(two) is None
+
+
+def test_a_copied_model_gets_a_config_of_its_own() -> None:
+    one, _, _ = _two_llamas()
+    softfocus.hf.use(one, "lssa")
+    softfocus.hf.use(copy.deepcopy(one), "lssar")
+    assert _runs(one) == "lssa"
+
+
+def test_the_entry_cannot_be_changed_in_place() -> None:
+    config = softfocus.hf.use(_two_llamas()[2], "lssar")
+    for change in (
+        lambda entry: entry.clear(),
+        lambda entry: entry.update(mechanism={}),
+        lambda entry: entry["mechanism"].__setitem__("power", 3.0),
+        lambda entry: entry["mechanism"].pop("power"),
+    ):
+        with pytest.raises(TypeError, match=r"config\.softfocus: it cannot be changed in place; call softfocus\.hf"):
+            change(config.softfocus)
+    values = json.loads(json.dumps(config.softfocus))
+    config.softfocus = values  # another entry is welcome
+    assert config.softfocus == values
+    assert copy.deepcopy(config).softfocus == pickle.loads(pickle.dumps(config)).softfocus == values

@@ -48,6 +48,7 @@ from softfocus.hf import classes as _classes
 from softfocus.hf import config as _config
 from softfocus.hf import learned as _learned
 from softfocus.hf import peft as _peft
+from softfocus.hf import sharing as _sharing
 from softfocus.hf import t6 as _t6
 from softfocus.hf.adapter import attention_forward
 from softfocus.hf.masks import make_mask, mark
@@ -76,9 +77,10 @@ def use(target: Target, mechanism: str | Mechanism | Mapping[Any, Any] | Layout,
     switch to another.
 
     Args:
-        target: a model, changed in place, or a config. A composite model (vision and language,
-            encoder and decoder) is changed throughout; give an inner model, such as
-            ``model.language_model``, to change that part alone.
+        target: a model, changed in place, or a config. A model gets a config of its own, a copy:
+            other models that were built from the same config object stay as they are. A composite
+            model (vision and language, encoder and decoder) is changed throughout; give an inner
+            model, such as ``model.language_model``, to change that part alone.
         mechanism: a name of ``softfocus.mechanisms()``, a combination (``"laser(lssar)"``) or a
             ``Mechanism`` for all heads of all layers. Or a layout, for models with one stack of
             layers: what runs by layer type, number or slice of layers, each a mechanism, a dict of
@@ -129,6 +131,7 @@ def use(target: Target, mechanism: str | Mechanism | Mapping[Any, Any] | Layout,
         _warn_of_keys_that_count(target)
     if layout.layers is not None:
         _refuse_other_layers(modules, layout)
+    _sharing.separate(target)
     with _as_it_was_after_an_error(target):
         for module in modules:
             for name in _learned.names():
@@ -180,6 +183,8 @@ def window(target: Target, keys: int, sinks: int = 0) -> Target:
             return group
         return replace(group, window=keys, sinks=sinks)
 
+    if isinstance(target, PreTrainedModel):
+        _sharing.separate(target)
     assign(target, layout.map(narrowed))
     return target
 
@@ -188,7 +193,8 @@ def assign(target: PreTrainedModel | PreTrainedConfig, layout: Layout) -> None:
     """Write a layout into a model or config and keep what its heads have learned: for windows and
     powers that change.
 
-    The heads and what they learn must be those of the layout that is there.
+    The heads and what they learn must be those of the layout that is there. Other models that share
+    the config object change, too: :func:`use` has given a model its own.
     """
     with _as_it_was_after_an_error(target):
         for config in _configs(target):

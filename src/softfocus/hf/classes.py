@@ -13,16 +13,18 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from softfocus.hf.config import NAME, hook, layout_of, tree
+from softfocus.hf.sharing import note
 
 
 def install() -> None:
     """Hook :class:`PreTrainedModel`, once: before a model with a mechanism builds its layers, the
-    tables know our name.
+    tables know our name. Every model is noted (:mod:`softfocus.hf.sharing`).
     """
 
     @hook(PreTrainedModel, "__init__")
     def init(original: Any, self: PreTrainedModel, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
         original(self, config, *args, **kwargs)
+        note(self)
         if any(layout_of(inner) for inner in tree(config)):
             _complete_tables(type(self))
 

@@ -10,6 +10,7 @@ The entry is the single place where it stands what a model's attention runs: ``{
 assignment is guarded.
 """
 
+import copy
 from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any
@@ -33,9 +34,36 @@ model without softfocus.
 _INTERNAL = "_attn_implementation_internal"
 
 
-class Entry(dict[str, Any]):
+def _refuse_change(self: Any, *args: Any, **kwargs: Any) -> None:
+    raise TypeError(
+        "config.softfocus: it cannot be changed in place; call softfocus.hf.use() with another mechanism, or "
+        "softfocus.hf.assign() with another layout, which keeps what was learned"
+    )
+
+
+class _Frozen(dict[str, Any]):
+    """A dict that refuses changes, and so do the dicts in it."""
+
+    __setitem__ = __delitem__ = __ior__ = _refuse_change  # type: ignore[assignment]
+    clear = popitem = setdefault = update = _refuse_change  # type: ignore[assignment]
+
+    def __init__(self, values: dict[str, Any]):
+        super().__init__({key: _Frozen(value) if isinstance(value, dict) else value for key, value in values.items()})
+
+    def pop(self, key: str, *default: Any) -> Any:
+        """Of a key that is not there: Transformers pops some from all that it saves."""
+        return super().pop(key, *default) if key not in self else _refuse_change(self)
+
+    def __deepcopy__(self, memo: Any) -> dict[str, Any]:
+        return copy.deepcopy(dict(self), memo)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+
+class Entry(_Frozen):
     """The entry as JSON types, with the layout that it was parsed into once: torch.compile traces
-    no parsing.
+    no parsing. Changes in place are refused, because nothing would read them.
 
     Attributes:
         layout: what the attention of the config's models runs.
@@ -47,6 +75,9 @@ class Entry(dict[str, Any]):
         super().__init__(_to_json(layout))
         self.layout = layout
         self.masks = masks
+
+    def __deepcopy__(self, memo: Any) -> "Entry":
+        return Entry(self.layout, self.masks)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Entry, (self.layout, self.masks)
