@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,37 +33,6 @@ from softfocus.lab.run_folder.results import RunInfo
 _log = logging.getLogger(__name__)
 
 PERCENT = 100
-
-
-class Data(Protocol):
-    """What training needs of what it reads."""
-
-    @property
-    def key(self) -> str:
-        """Changes when the same recipe no longer gives the same windows."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Every id is below it; of images, every class."""
-
-    @property
-    def end_of_document(self) -> int | None:
-        """The id that ends a document, None where there are none."""
-
-    def training_windows(self, recipe: Recipe) -> Dataset[Any]:
-        """Exactly the windows that the steps of a recipe read, in their order."""
-
-    def save_tokenizer(self, folder: Path) -> None:
-        """Put the tokenizer's files into a folder, for `AutoTokenizer.from_pretrained`; nothing
-        where there is none.
-        """
-
-
-class Sampled(Data, Protocol):
-    """What is measured sample by sample, too."""
-
-    def held_out(self, recipe: Recipe) -> HeldOut:
-        """What no step reads."""
 
 
 @dataclass(frozen=True)
@@ -170,6 +139,15 @@ class Generated:
     def save_tokenizer(self, folder: Path) -> None:
         """A word for each id."""
         tokenizer.save(tokenizer.word_tokenizer(self.task.words), folder)
+
+
+Sampled = Masked | Glyphs | ImageFolder | Syllables | LibriSpeech
+"""What is measured sample by sample, too: no step reads what `held_out` gives."""
+
+Data = Text | Generated | Sampled
+"""What training reads. Its `key` changes when the same recipe no longer gives the same windows.
+`save_tokenizer` writes nothing where there is no tokenizer.
+"""
 
 
 def load(recipe: Recipe, listener: Listener) -> Data:
