@@ -21,7 +21,7 @@ from softfocus.lab.data.images import Glyphs, ImageFolder
 from softfocus.lab.data.samples import HeldOut, InOrder, Inputs, hide
 from softfocus.lab.data.speech import LibriSpeech, Syllables
 from softfocus.lab.data.tasks import Mqar, Passkey, Task, digest, random_for
-from softfocus.lab.data.tokens import Options, TokenStore, plan_of, prepare, to_copy_of
+from softfocus.lab.data.tokens import TokenStore, default_cache, plan_of, prepare
 from softfocus.lab.data.windows import EvaluationWindows, TaskWindows, TrainingWindows
 from softfocus.lab.errors import LabError
 from softfocus.lab.progress import Event, Listener, silent
@@ -201,11 +201,9 @@ def key(recipe: Recipe) -> str:
     Raises:
         LabError: data that cannot be found.
     """
-    table = recipe.data
-    if table.kind not in ("text", "masked"):
+    if recipe.data.kind not in ("text", "masked"):
         return load(recipe, silent).key
-    assert table.source is not None
-    return plan_of(table.source, table.tokenizer, _options(recipe)).key
+    return plan_of(recipe.data).key
 
 
 def to_copy(recipes: Iterable[Recipe]) -> int:
@@ -215,22 +213,9 @@ def to_copy(recipes: Iterable[Recipe]) -> int:
     Raises:
         LabError: data that cannot be found.
     """
-    tables = {recipe.data.model_dump_json(): recipe for recipe in recipes if recipe.data.kind in ("text", "masked")}
-    found: dict[str, int] = {}
-    for recipe in tables.values():
-        assert recipe.data.source is not None
-        found |= to_copy_of(recipe.data.source, recipe.data.tokenizer, _options(recipe))
-    return sum(found.values())
-
-
-def _options(recipe: Recipe) -> Options:
-    table = recipe.data
-    return Options(
-        validation_source=table.validation_source,
-        validation_fraction=table.validation_fraction,
-        text_field=table.text_field,
-        max_documents=table.max_documents,
-    )
+    tables = dict.fromkeys(recipe.data for recipe in recipes if recipe.data.kind in ("text", "masked"))
+    plans = {plan.key: plan for plan in map(plan_of, tables)}
+    return sum(plan.shard_bytes for key, plan in plans.items() if not (default_cache() / key).exists())
 
 
 def _tokens(recipe: Recipe, listener: Listener) -> TokenStore:
@@ -238,9 +223,7 @@ def _tokens(recipe: Recipe, listener: Listener) -> TokenStore:
         done, total = (0, 0) if share is None else (round(PERCENT * share), PERCENT)
         listener(Event(kind="prepare", run=recipe.name, message=what, done=done, total=total))
 
-    table = recipe.data
-    assert table.source is not None  # of text
-    return prepare(table.source, table.tokenizer, _options(recipe), progress=tell)
+    return prepare(recipe.data, progress=tell)
 
 
 def check_unchanged(store: TokenStore, folder: Path, info: RunInfo) -> None:

@@ -35,6 +35,7 @@ from softfocus.lab.data.corpus import Corpus, hub_address
 from softfocus.lab.data.listing import HUB
 from softfocus.lab.data.tokenise import SPLITS, Plan, Progress, fill
 from softfocus.lab.errors import LabError
+from softfocus.lab.recipes.data import DataTable
 from softfocus.lab.run_folder import disk
 
 CACHE = "SOFTFOCUS_CACHE"
@@ -109,41 +110,15 @@ class TokenStore:
         return TokenStore.open, (self.folder,)
 
 
-@dataclass(frozen=True)
-class Options:
-    """How a source is read, and what is held out of it.
-
-    Attributes:
-        validation_source: where all validation documents come from; the source is then all for
-            training.
-        validation_fraction: of the documents of the source, between 0 and 1.
-        text_field: the field or column that holds the text.
-        max_documents: read no more documents of the source, and of the validation source, than so
-            many.
-        seed: of the order of "stdlib" and of the choice of held-out documents. Not a training seed:
-            runs that are to be compared need the same.
-    """
-
-    validation_source: str | None = None
-    validation_fraction: float = 0.05
-    text_field: str = "text"
-    max_documents: int | None = None
-    seed: int = 0
-
-
-DEFAULTS = Options()
-
-
 def prepare(
-    source: str,
-    tokenizer_spec: str,
-    options: Options = DEFAULTS,
+    table: DataTable,
     *,
+    seed: int = 0,
     cache_folder: Path | None = None,
     progress: Progress = lambda what, share: None,
 ) -> TokenStore:
-    """The tokens of a source, from the cache if they are there. Memory is bounded by the longest
-    document.
+    """The tokens of a table's source, from the cache if they are there. Memory is bounded by the
+    longest document.
 
     Without a validation source, one document in 1 / validation_fraction is held out, evenly from
     the first to the last; where that gives none, the documents that start in the last
@@ -157,11 +132,12 @@ def prepare(
     warning, also where they were tokenised earlier.
 
     Args:
-        source: what :class:`~softfocus.lab.data.corpus.Corpus` takes, or a file, folder or glob of
-            .bin shards of tokens.
-        tokenizer_spec: what :func:`~softfocus.lab.data.tokenizer.load_tokenizer` takes. For shards,
-            the tokenizer they were made with: "hub:openai-community/gpt2" for FineWeb's.
-        options: how they are read.
+        table: of text. The source is what :class:`~softfocus.lab.data.corpus.Corpus` takes, or a
+            file, folder or glob of .bin shards of tokens; the tokenizer what
+            :func:`~softfocus.lab.data.tokenizer.load_tokenizer` takes. For shards, the tokenizer
+            they were made with: "hub:openai-community/gpt2" for FineWeb's.
+        seed: of the order of "stdlib" and of the choice of held-out documents. Not a training seed:
+            runs that are to be compared need the same.
         cache_folder: by default $SOFTFOCUS_CACHE, or ~/.cache/softfocus/tokens.
         progress: called now and then.
 
@@ -170,7 +146,7 @@ def prepare(
             in both sources; a shard that is none, or holds ids that the tokenizer does not have; a
             disk that is full or cannot be written to.
     """
-    plan = plan_of(source, tokenizer_spec, options)
+    plan = plan_of(table, seed)
     cache = cache_folder or default_cache()
     folder = cache / plan.key
     if folder.exists() and _damage(folder, progress) is None:
@@ -196,17 +172,6 @@ def prepare(
     return _opened(folder)
 
 
-def to_copy_of(source: str, tokenizer_spec: str, options: Options = DEFAULTS) -> dict[str, int]:
-    """Bytes of shards that :func:`prepare` would copy into the cache, by key: nothing where they
-    are there. Of text it is not known before.
-
-    Raises:
-        LabError: what Corpus raises.
-    """
-    plan = plan_of(source, tokenizer_spec, options)
-    return {} if (default_cache() / plan.key).exists() else {plan.key: plan.shard_bytes}
-
-
 def check_room(cache: Path, needed: int) -> None:
     """Refuse to copy shards of so many bytes into a cache whose disk has no room for them.
 
@@ -217,24 +182,22 @@ def check_room(cache: Path, needed: int) -> None:
     disk.check_room(cache, needed, "{} of shards are copied there", remedy)
 
 
-def plan_of(source: str, tokenizer_spec: str, options: Options = DEFAULTS) -> Plan:
+def plan_of(table: DataTable, seed: int = 0) -> Plan:
     """What is to be in a store. Its key is the name of the folder that :func:`prepare` would make.
 
     Raises:
         LabError: what Corpus raises.
     """
-    fraction, seed = options.validation_fraction, options.seed
-    if not 0 < fraction < 1:
-        raise LabError(f"validation_fraction is {fraction}", "choose a share between 0 and 1, such as 0.05")
 
     def corpus(name: str) -> Corpus:
-        return Corpus(name, text_field=options.text_field, max_documents=options.max_documents, seed=seed)
+        return Corpus(name, text_field=table.text_field, max_documents=table.max_documents, seed=seed)
 
-    training = corpus(source)
-    validation = corpus(options.validation_source) if options.validation_source is not None else None
+    assert table.source is not None  # of text
+    training = corpus(table.source)
+    validation = corpus(table.validation_source) if table.validation_source is not None else None
     if validation is not None and (both := _parts(training) & _parts(validation)):
         raise LabError(f"{min(both)} is in the source and in the validation source", "take it out of one of them")
-    return Plan(training, validation, fraction, seed, tokenizer_spec)
+    return Plan(training, validation, table.validation_fraction, seed, table.tokenizer)
 
 
 def default_cache() -> Path:
