@@ -78,7 +78,6 @@ def test_documents_go_to_one_split_or_the_other(make):
     validation = texts(store.validation, store.validation_documents)
     assert sorted([*train, *validation]) == sorted(f"d{number}" + "é" * number for number in range(40))
     assert len(validation) == 2, "one in twenty"
-    assert (store.n_train, store.n_validation) == (len(store.train), len(store.validation))
     assert store.vocab_size == 257
     assert isinstance(store.train, np.memmap)
     assert store.train.dtype == np.uint16
@@ -111,7 +110,7 @@ def test_the_seed_decides_what_is_held_out(make, tmp_path):
 def test_a_single_document_is_cut(make, tmp_path):
     (tmp_path / "one.txt").write_text("x" * 99)
     store = make("one.txt", validation_fraction=0.1)
-    assert (store.n_train, store.n_validation) == (89, 11)
+    assert (len(store.train), len(store.validation)) == (89, 11)
     assert store.validation.tolist() == [ord("x")] * 10 + [END]
     assert store.train_documents.tolist() == store.validation_documents.tolist() == [0]
 
@@ -468,7 +467,7 @@ def test_text_that_a_bpe_drops_is_counted(make, tmp_path, caplog):
         f"left out of {tmp_path / 'one.txt'}: characters (or bytes) that the tokenizer has no token for"
     )
     assert said.endswith(" and drops: 3 (the first: in 'aba ')")
-    assert store.n_train + store.n_validation == len("aaaa") + 1
+    assert len(store.train) + len(store.validation) == len("aaaa") + 1
 
 
 def test_a_store_pickles_as_its_folder(make, tmp_path):
@@ -564,7 +563,7 @@ def test_a_large_shard_is_copied_in_parts(make, tmp_path, monkeypatch):
     shares = []
     store = make("a.bin", progress=lambda what, share: shares.append(share))
     joined = [*store.train, *store.validation]
-    starts = [*store.train_documents, *(store.validation_documents + store.n_train)]
+    starts = [*store.train_documents, *(store.validation_documents + len(store.train))]
     assert joined == ids
     assert starts == sorted({0, *np.flatnonzero(np.array(ids) == END)})
     assert shares == sorted(shares)

@@ -59,8 +59,8 @@ class TokenStore:
 
     Attributes:
         folder: in the cache.
-        train: token ids [n_train], uint16 or uint32.
-        validation: token ids [n_validation].
+        train: training token ids, uint16 or uint32.
+        validation: validation token ids, of the same type.
         train_documents: where each training document starts in `train`, int64 [documents]; the
             first is 0.
         validation_documents: the same for `validation`.
@@ -73,16 +73,6 @@ class TokenStore:
     train_documents: NDArray[np.int64]
     validation_documents: NDArray[np.int64]
     vocab_size: int
-
-    @property
-    def n_train(self) -> int:
-        """Number of training tokens."""
-        return len(self.train)
-
-    @property
-    def n_validation(self) -> int:
-        """Number of validation tokens."""
-        return len(self.validation)
 
     @property
     def tokenizer(self) -> Path:

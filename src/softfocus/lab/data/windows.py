@@ -41,15 +41,15 @@ class TrainingWindows(Dataset[dict[str, torch.Tensor]]):
     """
 
     def __init__(self, store: TokenStore, length: int, *, seed: int = 0, count: int | None = None) -> None:
-        if store.n_train <= length:
+        if len(store.train) <= length:
             raise LabError(
-                f"the corpus has {store.n_train} training tokens, one window of {length} takes {length + 1}",
+                f"the corpus has {len(store.train)} training tokens, one window of {length} takes {length + 1}",
                 "choose a shorter training length, or a larger corpus",
             )
         self.store, self.length, self.seed = store, length, seed
         # The last length - 1 predictions that there are give the cut room to move from pass to pass
-        self.per_pass = max(1, (store.n_train - length) // length)
-        spare = store.n_train - 1 - self.per_pass * length
+        self.per_pass = max(1, (len(store.train) - length) // length)
+        spare = len(store.train) - 1 - self.per_pass * length
         self._room = min(length - 1, spare)
         self._rest = spare - self._room  # tokens at the end that no cut in that room reaches
         self._passes: dict[int, tuple[int, NDArray[np.int64]]] = {}
@@ -136,9 +136,9 @@ class EvaluationWindows:
                 f"the length {odd[0]} does not divide the longest, {self.longest}, so both cannot read the same tokens",
                 "choose lengths that do, such as doublings of the training length",
             )
-        if store.n_validation <= self.longest:
+        if len(store.validation) <= self.longest:
             raise LabError(
-                f"there are {store.n_validation} validation tokens, one window of {self.longest} takes "
+                f"there are {len(store.validation)} validation tokens, one window of {self.longest} takes "
                 f"{self.longest + 1}",
                 "evaluate shorter lengths, or hold out more of the corpus",
             )
@@ -182,7 +182,7 @@ class EvaluationWindows:
         and so on.
         """
         starts = np.asarray(self.store.validation_documents)
-        sizes = np.diff(starts, append=self.store.n_validation)
+        sizes = np.diff(starts, append=len(self.store.validation))
         counts = np.maximum(0, sizes - 1) // self.longest  # a span ends with the last token that it predicts
         document = np.repeat(np.arange(len(starts)), counts)
         number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -196,6 +196,6 @@ class EvaluationWindows:
         last.
         """
         taken = np.sort(taken)
-        gaps = zip([0, *(taken + self.longest)], [*taken, self.store.n_validation - 1], strict=True)
+        gaps = zip([0, *(taken + self.longest)], [*taken, len(self.store.validation) - 1], strict=True)
         found = [np.arange(first, last - self.longest + 1, self.longest) for first, last in gaps]
         return np.concatenate(found).astype(np.int64)
