@@ -247,22 +247,11 @@ def _damage(folder: Path, progress: Progress) -> str | None:
         written = dict(json.loads((folder / CHECKSUMS).read_text()))
         found = _checksums(folder, progress)
     except FileNotFoundError:
-        return "were made by an earlier version" if _is_early(folder) else "are damaged (there are no checksums)"
+        return "have no checksums (early versions wrote none)"
     except (OSError, ValueError, TypeError) as error:
         return f"are damaged (a file cannot be read: {error})"
     other = sorted(name for name in written.keys() | found.keys() if written.get(name) != found.get(name))
     return f"are damaged ({other[0]} is not as it was written)" if other else None
-
-
-def _is_early(folder: Path) -> bool:
-    """Whether a store was made before there were checksums, and said nothing of what was left
-    out.
-    """
-    try:
-        about = json.loads((folder / STORE).read_text())
-    except (OSError, ValueError):
-        return False
-    return isinstance(about, dict) and "left_out" not in about
 
 
 def _checksums(folder: Path, progress: Progress) -> dict[str, int]:
