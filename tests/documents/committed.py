@@ -3,6 +3,7 @@
 from functools import cache
 from pathlib import Path
 
+from softfocus.lab.bench.results import Benchmark
 from softfocus.lab.claims.results import Results
 from softfocus.lab.claims.results import read as read_claim
 from softfocus.lab.evaluate.means import Estimate, Mean
@@ -27,6 +28,10 @@ def report(study: str) -> Report:
 @cache
 def claim(name: str) -> Results:
     return read_claim(RESULTS / "claims" / name / "toy/results.json")
+
+
+def load_benchmark(folder: Path) -> Benchmark:
+    return Benchmark.model_validate_json((folder / "results.json").read_text())
 
 
 def by_label(*studies: str) -> dict[str, Group]:

@@ -2,9 +2,9 @@
 
 import json
 
-from softfocus.lab.bench.results import CellResult, load_benchmark
+from softfocus.lab.bench.results import CellResult
 
-from .committed import RESULTS, ROOT, report
+from .committed import RESULTS, ROOT, load_benchmark, report
 from .tables import table, tables_of
 
 PAGE = (ROOT / "docs/performance.md").read_text()

@@ -14,9 +14,9 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from softfocus.backends.triton import tuning
 from softfocus.backends.triton.tuning import TILES, TileShape
 from softfocus.functional import validated_call
-from softfocus.lab.bench.results import CellResult, load_benchmark
+from softfocus.lab.bench.results import CellResult
 
-from .committed import RESULTS, ROOT
+from .committed import RESULTS, ROOT, load_benchmark
 from .tables import table, tables_of
 
 sys.path.insert(0, str(ROOT / "tests/gpu"))

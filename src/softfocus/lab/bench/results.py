@@ -7,7 +7,6 @@ from typing import Literal
 from pydantic import Field
 
 from softfocus.lab.run_folder.disk import write_atomically
-from softfocus.lab.run_folder.files import read_json
 from softfocus.lab.run_folder.results import Machine, Record
 
 RESULTS = "results.json"
@@ -118,13 +117,3 @@ class Benchmark(Record):
 def save_benchmark(folder: Path, benchmark: Benchmark) -> None:
     """Write results.json, whole or not at all."""
     write_atomically(folder / RESULTS, benchmark.model_dump_json(indent=2) + "\n")
-
-
-def load_benchmark(folder: Path) -> Benchmark:
-    """Read results.json.
-
-    Raises:
-        LabError: there is none, or it cannot be read.
-    """
-    remedy = f"make it with `softfocus bench --out {folder}`"
-    return read_json(folder / RESULTS, Benchmark, f"{folder} holds no benchmark: it has no {RESULTS}", remedy)
