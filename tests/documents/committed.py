@@ -10,7 +10,7 @@ from softfocus.lab.evaluate.means import Estimate, Mean
 from softfocus.lab.report.heads import gains, mean
 from softfocus.lab.report.points import Cell, Group, cell
 from softfocus.lab.report.recall_compare import RecallGroup, RecallReport
-from softfocus.lab.report.results import Report, read, read_as
+from softfocus.lab.report.results import Report, read_as
 from softfocus.lab.run_folder.results import AS_TRAINED, Evaluation, HeadRow, HeadsMeasured, Setting
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,7 +22,7 @@ WINDOW = Setting(window=128)
 
 @cache
 def report(study: str) -> Report:
-    return read(RESULTS / study / "results.json")
+    return read_as(Report, RESULTS / study / "results.json")
 
 
 @cache

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from softfocus.lab.report.results import read
+from softfocus.lab.report.results import Report, read_as
 from softfocus.lab.report.table import loss_table
 
 from .committed import RESULTS, ROOT
@@ -15,7 +15,7 @@ from .committed import RESULTS, ROOT
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*/results.json")), ids=lambda p: p.parent.name)
 def test_every_committed_comparison_can_be_read(path):
     if "finding" in json.loads(path.read_text()):
-        report = read(path)
+        report = read_as(Report, path)
         assert report.finding.sentence.startswith("At 1x (")
         assert loss_table(report.groups).row_count > 0
 

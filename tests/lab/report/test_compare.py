@@ -10,7 +10,7 @@ from rich.console import Console
 from softfocus.lab.errors import LabError
 from softfocus.lab.report.compare import compare
 from softfocus.lab.report.points import cell
-from softfocus.lab.report.results import grouped, read
+from softfocus.lab.report.results import Report, grouped, read_as
 from softfocus.lab.run_folder.files import EVALUATION, RECIPE, RUN, save_measured, save_run
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -37,7 +37,7 @@ def test_any_runs_in_one_report(four, tmp_path, quiet):
     report = compare(folders, tmp_path / "out", console=quiet, title="A title")
     assert [entry.info.name for entry in report.runs] == [entry.info.name for entry in four]
     assert report.runs[2].recipe == four[2].recipe
-    assert read(tmp_path / "out" / "results.json").finding == report.finding
+    assert read_as(Report, tmp_path / "out" / "results.json").finding == report.finding
     assert report.finding.sentence in " ".join(said(quiet).split())
     assert "2.380" in said(quiet)
     assert f"{tmp_path}/out/report.html" in said(quiet)
@@ -64,7 +64,7 @@ def test_lengths_can_be_counted_in_tokens(fabricate, tmp_path, quiet):
     compare([a, b], tmp_path / "out", axis="tokens", console=quiet)
     head = next(line.split() for line in said(quiet).splitlines() if "setting" in line)
     assert head == ["setting", "model", "128", "256", "512", "gain"]
-    assert read(tmp_path / "out" / "results.json").axis == "tokens"
+    assert read_as(Report, tmp_path / "out" / "results.json").axis == "tokens"
 
 
 def test_seeds_are_put_together(fabricate, tmp_path, quiet):
@@ -79,7 +79,7 @@ def test_seeds_are_put_together(fabricate, tmp_path, quiet):
         "Losses are means over 3 trainings. Differences are paired by document and seed."
     )
     assert said(quiet).count("3 seeds") == 2
-    assert read(tmp_path / "out" / "results.json").finding == report.finding
+    assert read_as(Report, tmp_path / "out" / "results.json").finding == report.finding
     page = (tmp_path / "out" / "report.html").read_text()
     assert page.count("sd 0.010") == 2
     assert all(f"lssar-{seed}" in page for seed in range(3)), "the table of runs names each"
@@ -161,7 +161,7 @@ def test_losses_of_one_seed_correlate_as_little_as_the_guide_says(column):
     """The reason why rows with other seeds are not paired on those that both have."""
     cells = [
         cell(group, column, "as trained")
-        for group in grouped(read(ROOT / "docs/results/layouts-slow-start/results.json").runs)
+        for group in grouped(read_as(Report, ROOT / "docs/results/layouts-slow-start/results.json").runs)
     ]
     losses = [{seed: mean.value for seed, mean in one.losses} for one in cells if one is not None]
     found = []

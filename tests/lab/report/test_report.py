@@ -23,7 +23,7 @@ from softfocus.lab.report.notes import provenance, same_text
 from softfocus.lab.report.page import render
 from softfocus.lab.report.points import Group, cell, columns, growth, labels, settings, shared_columns
 from softfocus.lab.report.report import build, write
-from softfocus.lab.report.results import Entry, read
+from softfocus.lab.report.results import Entry, Report, read_as
 from softfocus.lab.report.table import loss_table
 from softfocus.lab.run_folder.results import Setting, json_text
 
@@ -540,7 +540,7 @@ class TestReport:
         paths = write(report, tmp_path / "new" / "folder")
         assert [path.name for path in paths] == ["results.json", "figure1.png", "report.html"]
         assert sorted(path.name for path in paths[0].parent.iterdir()) == ["figure1.png", "report.html", "results.json"]
-        assert read(paths[0]).model_dump_json() == report.model_dump_json()
+        assert read_as(Report, paths[0]).model_dump_json() == report.model_dump_json()
         values = json.loads(paths[0].read_text())
         assert values["schema_version"] == 2
         assert values["finding"]["differences"][0]["verdict"] == "higher"
@@ -555,7 +555,7 @@ class TestReport:
             raise AssertionError(f"{constant} is not JSON")
 
         json.loads(path.read_text(), parse_constant=refuse)
-        rows = read(path).runs[0].evaluation.rows
+        rows = read_as(Report, path).runs[0].evaluation.rows
         assert math.isnan(rows[1].loss)
         assert rows[2].loss == math.inf
 
@@ -571,7 +571,7 @@ class TestReport:
         values |= {"schema_version": 1, "finding": {"sentence": "so it holds", "verdict": "holds", "ratios": []}}
         path = tmp_path / "results.json"
         path.write_text(json.dumps(values))
-        report = read(path)
+        report = read_as(Report, path)
         assert report.schema_version == 2
         assert settings(report.groups) == ["as trained", "dynamic NTK"]
         assert "LSSAR as trained has the lowest loss, 1.560;" in report.finding.sentence
@@ -595,7 +595,7 @@ class TestReport:
         if text is not None:
             path.write_text(text)
         with pytest.raises(LabError, match=f"{said}.*softfocus compare"):
-            read(path)
+            read_as(Report, path)
 
     def test_a_folder_that_cannot_be_made_is_a_lab_error(self, four, tmp_path):
         (tmp_path / "file").write_text("")

@@ -25,7 +25,7 @@ from softfocus.lab.evaluate.loss import evaluate
 from softfocus.lab.progress import Event
 from softfocus.lab.recipes.lengths import parse
 from softfocus.lab.recipes.loading import load
-from softfocus.lab.report.results import Report, read
+from softfocus.lab.report.results import Report, read_as
 from softfocus.lab.run_folder import provenance
 from softfocus.lab.run_folder.files import EVALUATION, RUN, load_run
 from softfocus.lab.run_folder.results import Bucket, Row, RunInfo, Setting, default_settings
@@ -244,7 +244,7 @@ def whole(tmp_path_factory):
         killer.start()
         with pytest.raises(LabError) as raised:
             run_demo(folder, fast=True, workers=2, console=consoles[0])
-        first, killed = read(folder / "results.json"), load_run(folder / "demo-lssa", complete=False)
+        first, killed = read_as(Report, folder / "results.json"), load_run(folder / "demo-lssa", complete=False)
         written = {
             name: (folder / name / RUN).stat().st_mtime_ns for name in ("demo-softmax", "demo-lssar", "demo-hybrid")
         }
@@ -291,7 +291,7 @@ class TestWhole:
             assert 2 < entry.evaluation.rows[0].loss < 5.55, "below ln 257: it has begun to learn"
             assert (whole.folder / entry.info.name / "model" / "model.safetensors").is_file()
         assert len({entry.evaluation.rows[0].loss for entry in whole.report.runs}) == len(MODELS), "different models"
-        assert read(whole.folder / "results.json").finding == whole.report.finding
+        assert read_as(Report, whole.folder / "results.json").finding == whole.report.finding
         assert (whole.folder / "figure1.png").stat().st_size > 10_000
         assert whole.report.finding.sentence in unescape((whole.folder / "report.html").read_text())
 

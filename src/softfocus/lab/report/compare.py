@@ -11,7 +11,7 @@ from softfocus.lab.errors import LabError
 from softfocus.lab.report.points import Axis
 from softfocus.lab.report.recall_compare import RecallReport, compare_recall
 from softfocus.lab.report.report import build, show, write
-from softfocus.lab.report.results import Entry, Report, load_entry, read, refuse_twice
+from softfocus.lab.report.results import Entry, Report, load_entry, read_as, refuse_twice
 from softfocus.lab.run_folder.files import EVALUATION, RECALL
 
 Comparison = Report | RecallReport
@@ -85,4 +85,4 @@ def _kind(path: Path) -> str | None:
 
 
 def _entries(path: Path) -> list[Entry]:
-    return read(path).runs if path.suffix == ".json" else [load_entry(path)]
+    return read_as(Report, path).runs if path.suffix == ".json" else [load_entry(path)]

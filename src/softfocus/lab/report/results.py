@@ -101,15 +101,6 @@ def refuse_twice(infos: Sequence[RunInfo]) -> None:
             raise LabError(f"the run {info.name} is there twice", "name its folder or the results.json that holds it")
 
 
-def read(path: Path) -> Report:
-    """Read a results.json.
-
-    Raises:
-        LabError: no such file, or not one that this version wrote.
-    """
-    return read_as(Report, path)
-
-
 def read_as(kind: type[_Kind], path: Path) -> _Kind:
     """Read a results.json of a kind of report.
 
