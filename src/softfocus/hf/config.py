@@ -241,8 +241,8 @@ def _implementation_to_save(config: PreTrainedConfig) -> str | dict[str, Any] | 
 
 
 def hook(owner: type, name: str) -> Callable[[Callable[..., Any]], None]:
-    """Decorates what takes the place of a method of Transformers, once per process. Its first
-    argument is the method as it was.
+    """Decorates what takes the place of a method of Transformers or PEFT, once per process. Its
+    first argument is the method as it was.
     """
 
     def put(function: Callable[..., Any]) -> None:

@@ -16,7 +16,6 @@ again; a warning says so.
 
 import json
 import sys
-from collections.abc import Callable
 from functools import wraps
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,7 +24,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from softfocus.hf.config import NAME, layouts
+from softfocus.hf.config import NAME, hook, layouts
 from softfocus.hf.files import write_whole
 from softfocus.hf.learned import PREFIX
 from softfocus.layout import Layout
@@ -44,31 +43,32 @@ def install() -> None:
 
     if hasattr(BaseTuner.inject_adapter, "_softfocus"):
         return
-    inject_adapter, save_pretrained = BaseTuner.inject_adapter, PeftConfig.save_pretrained
-    disable, unload = BaseTuner.disable_adapter_layers, BaseTuner.unload
-    disable_in_transformers = PreTrainedModel.disable_adapters
     from_peft_type = PeftConfig.from_peft_type.__func__
 
-    @wraps(inject_adapter)
-    def inject(self: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+    @hook(BaseTuner, "inject_adapter")
+    def inject(original: Any, self: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         adapter = self.peft_config[adapter_name]
         runs = _runs(model)
         _refuse_another(adapter_name, getattr(adapter, NAME, None), runs)
-        inject_adapter(self, model, adapter_name, *args, **kwargs)
+        original(self, model, adapter_name, *args, **kwargs)
         if runs:
             setattr(adapter, NAME, runs)
             for name, parameter in model.named_parameters():
                 if PREFIX in name:
                     parameter.requires_grad = not adapter.inference_mode
 
-    @wraps(save_pretrained)
-    def save(self: Any, save_directory: str, **kwargs: Any) -> None:
-        save_pretrained(self, save_directory, **kwargs)
+    @hook(PeftConfig, "save_pretrained")
+    def save(original: Any, self: Any, save_directory: str, **kwargs: Any) -> None:
+        original(self, save_directory, **kwargs)
         if runs := getattr(self, NAME, None):
             path = Path(save_directory) / _FILE
             saved = json.loads(path.read_text(encoding="utf-8"))
             saved |= {NAME: {"base": runs, "task_type": saved["task_type"]}, "task_type": _TASK}
             write_whole(path, json.dumps(saved, indent=2, sort_keys=True))
+
+    hook(BaseTuner, "disable_adapter_layers")(_warn_of_what_stays)
+    hook(BaseTuner, "unload")(_warn_of_what_stays)
+    hook(PreTrainedModel, "disable_adapters")(_warn_of_what_stays)
 
     @wraps(from_peft_type)
     def load(cls: Any, **kwargs: Any) -> Any:
@@ -85,12 +85,6 @@ def install() -> None:
         everything = model.state_dict() if state_dict is None else state_dict
         return found | {name: value for name, value in everything.items() if PREFIX in name}
 
-    inject._softfocus = True  # type: ignore[attr-defined]
-    BaseTuner.inject_adapter = inject
-    BaseTuner.disable_adapter_layers = _warning_of_what_stays(disable)
-    BaseTuner.unload = _warning_of_what_stays(unload)
-    PreTrainedModel.disable_adapters = _warning_of_what_stays(disable_in_transformers)
-    PeftConfig.save_pretrained = save
     PeftConfig.from_peft_type = classmethod(load)
     for name, module in list(sys.modules.items()):
         if (
@@ -100,20 +94,15 @@ def install() -> None:
             module.get_peft_model_state_dict = adapter_state_dict  # type: ignore[attr-defined]
 
 
-def _warning_of_what_stays(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that takes adapters off a model, with a word about what they leave behind."""
-
-    @wraps(method)
-    def warned(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if any(PREFIX in name for name, _ in model.named_parameters()):
-            warn(
-                f"softfocus.hf: {method.__name__}() takes the adapter off, but {PREFIX}* keep what was "
-                "learned with it, so this is not the base model; load the base model anew to compare with it",
-                UserWarning,
-            )
-        return method(model, *args, **kwargs)
-
-    return warned
+def _warn_of_what_stays(original: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Take adapters off a model, with a word about what they leave behind."""
+    if any(PREFIX in name for name, _ in model.named_parameters()):
+        warn(
+            f"softfocus.hf: {original.__name__}() takes the adapter off, but {PREFIX}* keep what was "
+            "learned with it, so this is not the base model; load the base model anew to compare with it",
+            UserWarning,
+        )
+    return original(model, *args, **kwargs)
 
 
 def _runs(model: nn.Module) -> dict[str, Any]:
