@@ -514,7 +514,7 @@ def test_a_page_of_what_is_measured_sample_by_sample(made: Any, tmp_path: Path) 
         assert said in shown
     assert page.standing(claim, "gpt2", None) == "not testable here"
     groups = [group for row in results.rows if (group := results.group(row)) is not None]
-    figure.save(figure.draw(groups, title="t"), tmp_path / "figure.png", title="t")
+    figure.save(figure.draw(groups, title="t"), tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 1000
 
 

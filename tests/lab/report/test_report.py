@@ -349,12 +349,12 @@ class TestFigure:
     def test_dollars_in_names_are_dollars(self, fabricate, tmp_path):
         entries = [fabricate("lssa", [1.0, 2.0], name=name) for name in (r"$\frac{$", "a$b$")]
         title = r"costs $5 or $\frac{"
-        save_png(figure1(build(entries).groups, title=title), tmp_path / "f.png", title)
+        save_png(figure1(build(entries).groups, title=title), tmp_path / "f.png")
         assert "a$b$" in render(build(entries))
 
     def test_png_shows_every_run_in_its_colour(self, four, tmp_path):
         path = tmp_path / "figure1.png"
-        save_png(figure1(grouped(*four), title="title"), path, "title")
+        save_png(figure1(grouped(*four), title="title"), path)
         image = matplotlib.image.imread(path)
         height, width, _ = image.shape
         assert (height, width) == (1440, 1760)
@@ -430,7 +430,7 @@ class TestFigure:
         ]
         page = render(build(entries))
         assert "Softmax: diverged" in page
-        save_png(figure1(build(entries).groups, title=""), tmp_path / "f.png", "")
+        save_png(figure1(build(entries).groups, title=""), tmp_path / "f.png")
 
 
 def fabricate_early(entry):

@@ -39,7 +39,7 @@ def save_figure(benchmark: Benchmark, path: Path) -> None:
     Raises:
         LabError: the folder cannot be written to, or the disk is full.
     """
-    save_png(figure(benchmark), path, _title(benchmark), dpi=150)
+    save_png(figure(benchmark), path, dpi=150)
 
 
 def _names(benchmark: Benchmark) -> list[str]:

@@ -31,9 +31,9 @@ from softfocus.lab.run_folder.results import AS_TRAINED, WRONG
 _LINE, _MARGIN = 0.21, 0.9  # inches that a label takes, and that a panel has above and below its axes
 
 
-def save(figure: Figure, path: Path, *, title: str) -> None:
+def save(figure: Figure, path: Path) -> None:
     """Write a figure as a PNG, whole or not at all."""
-    save_png(figure, path, title, dpi=110)
+    save_png(figure, path, dpi=110)
 
 
 def draw_sizes(families: Sequence[Family], *, title: str) -> Figure:

@@ -89,13 +89,13 @@ def reproduce(
     groups = [group for row in results.rows if (group := results.group(row)) is not None]
     title = f"{claim.title}\n{claim.source} · scale {scale}, {seeds} seeds"
     if groups:
-        figure.save(figure.draw(groups, title=title), place / FIGURE, title=title)
+        figure.save(figure.draw(groups, title=title), place / FIGURE)
     if any(run.curves for run in results.runs):
-        figure.save(figure.draw_training(results, title=title), place / TRAINING, title=title)
+        figure.save(figure.draw_training(results, title=title), place / TRAINING)
     if results.by_power:
-        figure.save(figure.draw_powers(results, title=title), place / POWERS, title=title)
+        figure.save(figure.draw_powers(results, title=title), place / POWERS)
     if (by_size := claim.first(Saves)) is not None and (both := families(results, by_size)):
-        figure.save(figure.draw_sizes(both, title=title), place / SIZES, title=title)
+        figure.save(figure.draw_sizes(both, title=title), place / SIZES)
     report(folder / PUBLISHED)
     for line in verdict_lines(claim, results):
         console.print(line, markup=False, highlight=False)

@@ -89,7 +89,7 @@ def save_maps(found: Sequence[tuple[str, Inspection, Sequence[Map]]], path: Path
                 ax.set_title(f"layer {shown.layer}, head {shown.head}", fontweight="normal")
             label = [*textwrap.wrap(name, _LABEL), tokens(one, length)]
             line[0].set_ylabel("\n".join(label), parse_math=False)
-        save_png(figure, path, title, dpi=150)
+        save_png(figure, path, dpi=150)
 
 
 def save_measures(found: Sequence[tuple[str, Inspection]], path: Path, title: str) -> None:
@@ -107,7 +107,7 @@ def save_measures(found: Sequence[tuple[str, Inspection]], path: Path, title: st
             Line2D([], [], color=STYLE["text.color"], linestyle=style, label=name) for name, style in styles(looks)
         ]
         figure.legend(handles=handles, loc="outside lower left", ncols=len(handles))
-        save_png(figure, path, title, dpi=150)
+        save_png(figure, path, dpi=150)
 
 
 def measure_figures(inspections: Sequence[Inspection]) -> list[tuple[str, Figure]]:

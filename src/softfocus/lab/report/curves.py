@@ -99,4 +99,4 @@ def save_curves(panels: Sequence[Panel], path: Path, *, title: str, train_length
             ax.set_xlabel(panel.x)
             ax.set_ylabel(panel.y)
             ax.legend(fontsize=9)
-        save_png(figure, path, title)
+        save_png(figure, path)

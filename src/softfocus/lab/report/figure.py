@@ -125,8 +125,8 @@ def figure1(groups: Sequence[Group], *, title: str, axis: Axis = "multiple") -> 
         return figure
 
 
-def save_png(figure: Figure, path: Path, title: str, *, dpi: int = 160) -> None:
-    """Write a figure as a PNG, whole or not at all.
+def save_png(figure: Figure, path: Path, *, dpi: int = 160) -> None:
+    """Write a figure as a PNG, whole or not at all. The file names its title, too.
 
     Raises:
         LabError: the folder cannot be written to, or the disk is full.
@@ -134,7 +134,8 @@ def save_png(figure: Figure, path: Path, title: str, *, dpi: int = 160) -> None:
     temporary = path.with_name(f".{path.name}{PARTIAL}")
     with writing(path, "free some space or use another folder"):
         try:
-            figure.savefig(temporary, format="png", dpi=dpi, facecolor="white", metadata={"Title": title})
+            title = {"Title": figure.get_suptitle()}
+            figure.savefig(temporary, format="png", dpi=dpi, facecolor="white", metadata=title)
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)

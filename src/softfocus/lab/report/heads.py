@@ -93,7 +93,7 @@ def save_heads_figure(found: HeadsMeasured, folder: Path) -> None:
         ax.axhline(0, color="black", linewidth=1.0)
         ax.set_xlabel("layer.head that keeps to the last keys")
         ax.set_ylabel("loss taken off (nats per token)")
-        save_png(figure, folder / FIGURE, found.run)
+        save_png(figure, folder / FIGURE)
 
 
 def _cell(value: Mean) -> str:

@@ -53,7 +53,7 @@ def write(report: Report, folder: Path) -> list[Path]:
     paths = [folder / name for name in (RESULTS, FIGURE, PAGE)]
     write_atomically(paths[0], json_text(report))
     title = f"{report.title}\n{provenance(report)}"
-    save_png(figure1(report.groups, title=title, axis=report.axis), paths[1], title)
+    save_png(figure1(report.groups, title=title, axis=report.axis), paths[1])
     write_atomically(paths[2], render(report))
     return paths
 
