@@ -20,8 +20,7 @@ from softfocus.lab.claims.verdict import judge
 from softfocus.lab.evaluate.means import Estimate, Mean, estimate
 from softfocus.lab.inspect.results import Row as Attention
 from softfocus.lab.inspect.results import Value
-from softfocus.lab.run_folder.results import Classification, RecallRow
-from softfocus.lab.run_folder.tasks import TaskRow, Tasks
+from softfocus.lab.run_folder.results import Classification, RecallRow, TaskRow, Tasks
 
 SIZES = (100_000, 200_000, 400_000, 800_000)
 

@@ -23,8 +23,17 @@ from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.report.points import Group
 from softfocus.lab.report.results import load_recipe_text
 from softfocus.lab.run_folder.files import INSPECTION, load_measured, load_run, read_json
-from softfocus.lab.run_folder.results import Bucket, Classification, Evaluation, Recall, RecallRow, Record, Row, RunInfo
-from softfocus.lab.run_folder.tasks import Tasks
+from softfocus.lab.run_folder.results import (
+    Bucket,
+    Classification,
+    Evaluation,
+    Recall,
+    RecallRow,
+    Record,
+    Row,
+    RunInfo,
+    Tasks,
+)
 from softfocus.mechanism import Mechanism
 
 RESULTS = "results.json"

@@ -11,7 +11,7 @@ from softfocus.lab import model as models
 from softfocus.lab.errors import LabError, first_line
 from softfocus.lab.progress import Event, Listener, silent
 from softfocus.lab.run_folder.files import load_run, measures, save_measured
-from softfocus.lab.run_folder.tasks import TaskRow, Tasks
+from softfocus.lab.run_folder.results import TaskRow, Tasks
 
 TASKS = ("arc_easy", "hellaswag", "piqa", "sciq")
 """Those of the softplus paper's published version."""

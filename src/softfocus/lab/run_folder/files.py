@@ -23,10 +23,10 @@ from softfocus.lab.run_folder.results import (
     Recall,
     Row,
     RunInfo,
+    Tasks,
     Unfinished,
     json_text,
 )
-from softfocus.lab.run_folder.tasks import Tasks
 
 _log = logging.getLogger(__name__)
 

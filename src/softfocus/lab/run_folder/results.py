@@ -412,3 +412,24 @@ class HeadsMeasured(Measurement):
     window: int = Field(description="keys that a narrowed head sees, itself included")
     tokens: int = Field(description="predictions that each row makes")
     rows: list[HeadRow]
+
+
+class TaskRow(Record):
+    """One task of lm-evaluation-harness."""
+
+    task: str
+    accuracy: float = Field(description="`acc` of the harness, not normalised by length")
+    standard_error: float = Field(description="of the questions")
+    normalised: float | None = Field(
+        default=None, description="`acc_norm` of the harness, normalised by length; None where it has none"
+    )
+    right: list[int] = Field(description="by question, in the harness's order: 1 where `acc` has it right, else 0")
+
+
+class Tasks(Record):
+    """Zero-shot accuracy of one run's model in tasks of lm-evaluation-harness."""
+
+    run: str = Field(description="the run's name")
+    token: str = Field(default="", description="the run's")
+    harness: str = Field(description="version of lm_eval")
+    rows: list[TaskRow]
