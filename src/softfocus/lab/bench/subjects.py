@@ -5,7 +5,6 @@ the function to call.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +14,7 @@ from softfocus.dispatch import choose
 from softfocus.functional import attention, validated_call
 from softfocus.lab.bench import eager, flex, timing
 from softfocus.lab.bench.cells import Cell, Function, call, make
+from softfocus.lab.run_folder.provenance import available_memory
 
 YARDSTICK = "sdpa"
 """Every ratio is to this subject."""
@@ -147,11 +147,8 @@ def free_memory(device: str) -> int:
     """Bytes of memory that are free now."""
     if device == "cuda":
         return int(torch.cuda.mem_get_info()[0])
-    try:
-        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        return int(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError):
-        return 8 * 2**30  # no such file outside Linux: a modest machine
+    free = available_memory()
+    return 8 * 2**30 if free is None else free  # unknown: a modest machine
 
 
 SUBJECTS: dict[str, Subject] = {

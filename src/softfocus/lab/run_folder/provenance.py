@@ -67,6 +67,17 @@ def cores() -> int:
         return count
 
 
+def available_memory() -> int | None:
+    """Bytes of the machine's memory that are free now; None where the system does not say, outside
+    Linux.
+    """
+    try:
+        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        return 1024 * int(fields["MemAvailable"].split()[0])
+    except (OSError, KeyError):
+        return None
+
+
 def without_folders(recipe: str) -> str:
     """A recipe for others to read: of the files and folders that it names outright, only their own
     names.

@@ -2,11 +2,10 @@
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
 from softfocus.lab.errors import LabError
 from softfocus.lab.recipes.recipe import Recipe
-from softfocus.lab.run_folder.provenance import cores
+from softfocus.lab.run_folder.provenance import available_memory, cores
 
 _STATE = 16
 """Bytes a parameter: weight, gradient and two moments in float32."""
@@ -68,8 +67,6 @@ def _free_memory() -> tuple[str, int]:
     if torch.cuda.is_available():
         cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()  # torch's own, and free
         return "the GPU", torch.cuda.mem_get_info()[0] + cached
-    try:
-        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        return "this machine", 1024 * int(fields["MemAvailable"].split()[0])
-    except (OSError, KeyError):  # not Linux: all that there is
-        return "this machine", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    free = available_memory()
+    everything = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return "this machine", everything if free is None else free
