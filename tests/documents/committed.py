@@ -9,7 +9,7 @@ from softfocus.lab.claims.results import read as read_claim
 from softfocus.lab.evaluate.means import Estimate, Mean
 from softfocus.lab.report.heads import gains, mean
 from softfocus.lab.report.points import Cell, Group, cell
-from softfocus.lab.report.recall_compare import RecallGroup, RecallReport
+from softfocus.lab.report.recall_compare import RecallGroup, RecallReport, grouped
 from softfocus.lab.report.results import Report, read_as
 from softfocus.lab.run_folder.results import AS_TRAINED, Evaluation, HeadRow, HeadsMeasured, Setting
 
@@ -81,7 +81,8 @@ def encoder_rates(model: str) -> dict[str, list[Cell]]:
 @cache
 def recalls(study: str) -> dict[str, RecallGroup]:
     """Groups of a study of recall, by label."""
-    return {group.label: group for group in read_as(RecallReport, RESULTS / study / "results.json").groups}
+    found = read_as(RecallReport, RESULTS / study / "results.json")
+    return {group.label: group for group in grouped(found.runs)}
 
 
 def accuracies(group: RecallGroup) -> list[dict[tuple[int, bool], float]]:

@@ -22,7 +22,7 @@ from softfocus.lab.recipes.loading import load
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.report.compare import compare
 from softfocus.lab.report.recall import recall_tables
-from softfocus.lab.report.recall_compare import RecallEntry, RecallReport, compare_recall
+from softfocus.lab.report.recall_compare import RecallEntry, RecallReport, compare_recall, grouped
 from softfocus.lab.report.results import Report
 from softfocus.lab.run_folder.disk import write_atomically
 from softfocus.lab.run_folder.files import RECIPE, RUN, load_run, save_measured, save_run
@@ -318,7 +318,7 @@ def test_an_earlier_comparison_of_recall_stands_for_its_runs(fabricate: Any, tmp
     compare(folders[:2], tmp_path / "two", console=console())
     report = compare([tmp_path / "two" / "results.json", folders[2]], tmp_path / "out", console=merged)
     assert isinstance(report, RecallReport)
-    assert [len(group.entries) for group in report.groups] == [3]
+    assert [len(group.entries) for group in grouped(report.runs)] == [3]
     assert said(merged).replace("/out/", "/all/") == said(whole)
     second = compare([tmp_path / "out" / "results.json"], tmp_path / "again", console=console())
     assert second.model_copy(update={"created": report.created}) == report

@@ -70,11 +70,6 @@ class RecallReport(Record):
     notes: list[str]
     runs: list[RecallEntry]
 
-    @property
-    def groups(self) -> list[RecallGroup]:
-        """The runs, those of one model with different seeds together."""
-        return grouped(self.runs)
-
 
 def grouped(entries: Sequence[RecallEntry]) -> list[RecallGroup]:
     """The runs, those of one model with different seeds together."""
