@@ -3,6 +3,7 @@ are wrong.
 """
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -93,13 +94,7 @@ def _heard(ids: Sequence[int]) -> list[int]:
 
 def _words(ids: Sequence[int]) -> list[tuple[int, ...]]:
     """Ids between spaces."""
-    found: list[list[int]] = [[]]
-    for id in ids:
-        if id == SPACE:
-            found.append([])
-        else:
-            found[-1].append(id)
-    return [tuple(word) for word in found if word]
+    return [tuple(word) for space, word in groupby(ids, lambda id: id == SPACE) if not space]
 
 
 def edits(one: Sequence[Any], other: Sequence[Any]) -> int:
