@@ -14,7 +14,7 @@ from softfocus.lab.errors import LabError, did_you_mean, first_line
 from softfocus.lab.recipes.data import MATTER, Kind
 from softfocus.lab.recipes.loading import load as load_recipe
 from softfocus.lab.recipes.recipe import ModelTable, Recipe
-from softfocus.lab.run_folder.files import MODEL, RECIPE
+from softfocus.lab.run_folder.files import MODEL, RECIPE, to_train_again
 from softfocus.lab.run_folder.manifest import MANIFEST, damage
 from softfocus.layout import REST, Layout, chooses_all, kinds_text, resolve
 
@@ -363,4 +363,4 @@ def _use(model: Any, recipe: Recipe) -> Any:
 
 
 def _retrain_remedy(folder: Path) -> str:
-    return f"train it again with `softfocus train {folder / RECIPE} --out {folder} --overwrite`"
+    return f"train it again with {to_train_again(folder)}"

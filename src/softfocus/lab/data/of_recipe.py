@@ -27,7 +27,7 @@ from softfocus.lab.errors import LabError
 from softfocus.lab.progress import Event, Listener, silent
 from softfocus.lab.recipes.data import MATTER
 from softfocus.lab.recipes.recipe import Recipe
-from softfocus.lab.run_folder.files import MODEL, RECIPE
+from softfocus.lab.run_folder.files import MODEL, to_train_again
 from softfocus.lab.run_folder.results import RunInfo
 
 _log = logging.getLogger(__name__)
@@ -239,7 +239,7 @@ def check_unchanged(store: TokenStore, folder: Path, info: RunInfo) -> None:
         raise LabError(
             f"the tokenizer of {folder} is not the one that its recipe now gives: "
             f"what it was made from has changed, or {folder / MODEL} is damaged",
-            f"put it back, or train again with `softfocus train {folder / RECIPE} --out {folder} --overwrite`",
+            f"put it back, or train again with {to_train_again(folder)}",
         )
     if info.corpus_key and info.corpus_key != store.folder.name:
         _log.warning(

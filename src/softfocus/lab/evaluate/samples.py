@@ -18,7 +18,7 @@ from softfocus.lab.evaluate.means import Mean
 from softfocus.lab.progress import Event, Listener, Pace, silent
 from softfocus.lab.recipes.loading import load
 from softfocus.lab.recipes.recipe import Recipe
-from softfocus.lab.run_folder.files import RECIPE, load_run, measures, save_measured
+from softfocus.lab.run_folder.files import RECIPE, load_run, measures, save_measured, to_train_again
 from softfocus.lab.run_folder.results import AS_TRAINED, WRONG, Bucket, Evaluation, Row, Setting
 
 
@@ -51,8 +51,7 @@ def evaluate_samples(
     if source.key != info.corpus_key:
         raise LabError(
             f"the data of {folder} have changed (or moved, or were copied) since it was trained",
-            f"put them back as they were, or train again with `softfocus train {folder / RECIPE} --out "
-            f"{folder} --overwrite`",
+            f"put them back as they were, or train again with {to_train_again(folder)}",
         )
     held = source.held_out(recipe)
     length, count = info.train_length, len(held.documents)

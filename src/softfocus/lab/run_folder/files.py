@@ -113,10 +113,17 @@ def _refuse_unfinished(folder: Path, info: RunInfo) -> None:
     what = f"the run {folder} is not finished: its status is {info.status}{why}"
     if info.status == "diverged":
         raise LabError(what, "train another recipe; this one diverges again")
-    raise LabError(
-        what,
-        f"finish it with `softfocus train {folder / RECIPE} --out {folder} --resume`",
-    )
+    raise LabError(what, f"finish it with {to_resume(folder)}")
+
+
+def to_resume(folder: Path) -> str:
+    """The command that goes on with a run, for a sentence."""
+    return f"`softfocus train {folder / RECIPE} --out {folder} --resume`"
+
+
+def to_train_again(folder: Path) -> str:
+    """The command that trains a run from its start, for a sentence."""
+    return f"`softfocus train {folder / RECIPE} --out {folder} --overwrite`"
 
 
 def write_recipe(folder: Path, recipe: str, token: str) -> None:

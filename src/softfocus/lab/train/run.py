@@ -36,6 +36,7 @@ from softfocus.lab.run_folder.files import (
     load_run,
     refuse_file,
     save_run,
+    to_resume,
     write_recipe,
 )
 from softfocus.lab.run_folder.manifest import seal
@@ -209,13 +210,13 @@ def _check(recipe: Recipe, folder: Path, resume: bool, overwrite: bool) -> RunIn
             if was[key] != now[key]:
                 raise LabError(
                     f"the run in {folder} was started with {table}.{key} = {was[key]!r}, not {now[key]!r}",
-                    f"resume it with `softfocus train {folder / RECIPE} --out {folder} --resume`",
+                    f"resume it with {to_resume(folder)}",
                 )
     was, now = before.evaluate.tokens, recipe.evaluate.tokens
     if recipe.train.validations and was != now:
         raise LabError(
             f"the run in {folder} measures its validation loss on evaluate.tokens = {was}, not {now}",
-            f"resume it with `softfocus train {folder / RECIPE} --out {folder} --resume`",
+            f"resume it with {to_resume(folder)}",
         )
     return there
 
@@ -346,7 +347,7 @@ def _of_reader(error: RuntimeError) -> LabError | None:
 
 
 def _resume_remedy(folder: Path) -> str:
-    return f"go on with `softfocus train {folder / RECIPE} --out {folder} --resume`"
+    return f"go on with {to_resume(folder)}"
 
 
 def _take_stock(info: RunInfo, trainer: WindowTrainer, watch: Watch) -> None:
