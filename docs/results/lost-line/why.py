@@ -122,7 +122,7 @@ def main(folder: Path, layer: int, head: int) -> None:
     """Measure, write, draw."""
     models.quiet()
     recipe = load(folder / "recipe.toml")
-    windows = EvaluationWindows(data.tokens(recipe, silent), [T, LONG], TOKENS)
+    windows = EvaluationWindows(data.load(recipe, silent).store, [T, LONG], TOKENS)
     probe = Probe(layer, head)
     AttentionInterface.register("probe", probe)
     AttentionMaskInterface.register("probe", sdpa_mask)

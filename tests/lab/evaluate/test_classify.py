@@ -11,7 +11,7 @@ import pytest
 
 import softfocus
 import softfocus.hf
-from softfocus.lab.data.of_recipe import Text, tokens
+from softfocus.lab.data import of_recipe as data
 from softfocus.lab.errors import LabError
 from softfocus.lab.evaluate import classify as room
 from softfocus.lab.evaluate.classify import Pairs, classify
@@ -87,7 +87,7 @@ def test_the_run_stays_and_the_mechanism_is_its_own(
     assert load_measured(folder, Classification) == found
     assert sum(found.counts) == 64
     assert found.accuracy == pytest.approx(sum(found.right) / 64)
-    store = Text(tokens(load(folder / "recipe.toml"), silent)).store
+    store = data.load(load(folder / "recipe.toml"), silent).store
     assert set(found.documents) <= set(range(len(store.validation_documents)))
     assert classify(folder) == found  # the same head, order and examples
 

@@ -58,7 +58,7 @@ def test_a_layer_with_one_key_head_is_one_group() -> None:
 
 def test_losses_are_those_of_a_model_with_that_layout(run: Path) -> None:
     found = heads(run, 64, tokens=512, batch_tokens=128)
-    spans = EvaluationWindows(data.tokens(load(run / RECIPE), silent), [64], 512)
+    spans = EvaluationWindows(data.load(load(run / RECIPE), silent).store, [64], 512)
     window = {"mechanism": "lssar", "window": 32}
     layouts = {
         (None, None): "lssar",

@@ -47,7 +47,7 @@ def test_buckets_of_distances() -> None:
 
 def test_every_length_predicts_the_same_tokens_bucket_by_bucket(run: Path) -> None:
     found = induction(run, [32, 128], ngram=3, tokens=1024, batch_tokens=100)
-    store = data.tokens(load(run / RECIPE), silent)
+    store = data.load(load(run / RECIPE), silent).store
     spans, limits = EvaluationWindows(store, [32, 128], 1024), edges(32, 128)
     model = models.load(run)
     for row in found.rows:

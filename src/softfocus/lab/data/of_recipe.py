@@ -155,7 +155,7 @@ def load(recipe: Recipe, listener: Listener) -> Data:
     if recipe.data.kind in ("masked", "images", "speech"):
         return sampled(recipe, listener)
     task = task_of(recipe)
-    return Text(tokens(recipe, listener)) if task is None else Generated(task)
+    return Text(_tokens(recipe, listener)) if task is None else Generated(task)
 
 
 def sampled(recipe: Recipe, listener: Listener) -> Sampled:
@@ -176,15 +176,14 @@ def task_of(recipe: Recipe) -> Task | None:
     return Passkey(**table.passkey.model_dump()) if table.passkey is not None else None
 
 
-def tokens(recipe: Recipe, listener: Listener) -> TokenStore:
-    """The tokens of a recipe, from the cache if they are there.
+def tokens(recipe: Recipe, folder: Path, info: RunInfo, listener: Listener) -> TokenStore:
+    """The tokens that a run was trained on, from the cache if they are there.
 
-    The order of documents and what is held out do not depend on train.seed: runs with several seeds
-    share their data.
+    Other ids would make losses meaningless, and are refused; of another corpus there is a warning.
 
     Raises:
-        LabError: what `prepare` raises, or a recipe whose model does not learn to go on with a
-            text.
+        LabError: what `prepare` raises, a recipe whose model does not learn to go on with a text,
+            or a tokenizer that is not the run's.
     """
     kind = recipe.data.kind
     if kind != "text":
@@ -192,7 +191,22 @@ def tokens(recipe: Recipe, listener: Listener) -> TokenStore:
         raise LabError(
             f"{recipe.name} is trained on {MATTER[kind]} and not on text", f"measure it with `softfocus {command} RUN`"
         )
-    return _tokens(recipe, listener)
+    store = _tokens(recipe, listener)
+    now, then = store.tokenizer / "tokenizer.json", folder / MODEL / "tokenizer.json"
+    same = not (now.is_file() and then.is_file()) or filecmp.cmp(now, then, shallow=False)
+    if not same or store.vocab_size != info.vocabulary:
+        raise LabError(
+            f"the tokenizer of {folder} is not the one that its recipe now gives: "
+            f"what it was made from has changed, or {folder / MODEL} is damaged",
+            f"put it back, or train again with {to_train_again(folder)}",
+        )
+    if info.corpus_key and info.corpus_key != store.folder.name:
+        _log.warning(
+            "the corpus of %s has changed since it was trained (or moved, or was copied): "
+            "what is held out now may have been trained on",
+            folder,
+        )
+    return store
 
 
 def key(recipe: Recipe) -> str:
@@ -219,31 +233,12 @@ def to_copy(recipes: Iterable[Recipe]) -> int:
 
 
 def _tokens(recipe: Recipe, listener: Listener) -> TokenStore:
+    """Of a recipe, from the cache if they are there. The order of documents and what is held out do
+    not depend on train.seed: runs with several seeds share their data.
+    """
+
     def tell(what: str, share: float | None) -> None:
         done, total = (0, 0) if share is None else (round(PERCENT * share), PERCENT)
         listener(Event(kind="prepare", run=recipe.name, message=what, done=done, total=total))
 
     return prepare(recipe.data, progress=tell)
-
-
-def check_unchanged(store: TokenStore, folder: Path, info: RunInfo) -> None:
-    """Refuse other ids than a run was trained on, which would make losses meaningless; warn of
-    another corpus.
-
-    Raises:
-        LabError: the tokenizer is another one.
-    """
-    now, then = store.tokenizer / "tokenizer.json", folder / MODEL / "tokenizer.json"
-    same = not (now.is_file() and then.is_file()) or filecmp.cmp(now, then, shallow=False)
-    if not same or store.vocab_size != info.vocabulary:
-        raise LabError(
-            f"the tokenizer of {folder} is not the one that its recipe now gives: "
-            f"what it was made from has changed, or {folder / MODEL} is damaged",
-            f"put it back, or train again with {to_train_again(folder)}",
-        )
-    if info.corpus_key and info.corpus_key != store.folder.name:
-        _log.warning(
-            "the corpus of %s has changed since it was trained (or moved, or was copied): "
-            "what is held out now may have been trained on",
-            folder,
-        )

@@ -111,14 +111,12 @@ def classify(folder: Path, *, progress: Listener = silent) -> Classification:
     """
     models.quiet()
     info, recipe = load_run(folder), load(folder / RECIPE)
-    source = data.Text(data.tokens(recipe, progress))
-    store = source.store
-    data.check_unchanged(store, folder, info)
+    store = data.tokens(recipe, folder, info, progress)
     length = min(LONGEST, info.train_length)
     examples = Pairs(store.train, store.train_documents, length, TRAINING, random_for("training", 0, 0))
     test = Pairs(store.validation, store.validation_documents, length, TEST, random_for("evaluation", 0, 0))
     set_seed(info.seed)
-    model = _classifier(folder, source.end_of_document)
+    model = _classifier(folder, data.Text(store).end_of_document)
     with models.memory("classify on a device with more memory"), tempfile.TemporaryDirectory() as scratch:
         right = _fine_tuned(model, recipe, info, examples, test, Path(scratch), progress)
     documents = np.unique(test.documents)

@@ -59,8 +59,7 @@ def heads(
     """
     info, recipe, config = opened(folder, length, "heads --length {}")
     window = window or info.train_length
-    store = data.tokens(recipe, progress)
-    data.check_unchanged(store, folder, info)
+    store = data.tokens(recipe, folder, info, progress)
     spans = EvaluationWindows(store, [length], tokens or recipe.evaluate.tokens)
     found = with_rows_so_far(
         folder,

@@ -62,8 +62,7 @@ def induction(
             fit the text.
     """
     info, recipe, config = opened(folder, max(lengths), "induction --lengths up to {}", window)
-    store = data.tokens(recipe, progress)
-    data.check_unchanged(store, folder, info)
+    store = data.tokens(recipe, folder, info, progress)
     spans = EvaluationWindows(store, lengths, tokens or recipe.evaluate.tokens)
     found = with_rows_so_far(
         folder,

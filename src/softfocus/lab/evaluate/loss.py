@@ -107,8 +107,7 @@ def evaluate(
     settings = sorted(set(settings or recipe.settings), key=lambda setting: setting.order)
     for setting in settings:  # all that can be refused is refused before the first pass
         _config(folder, setting, info.train_length, max(lengths))
-    store = data.tokens(recipe, progress)
-    data.check_unchanged(store, folder, info)
+    store = data.tokens(recipe, folder, info, progress)
     before = _earlier(folder, info)
     windows = EvaluationWindows(store, [*lengths, span], wanted) if span else _windows(store, lengths, wanted, before)
     evaluation = Evaluation(

@@ -88,11 +88,7 @@ def inspect(
     """
     lengths = sorted(set(lengths))
     info, recipe, config = opened(folder, max(lengths), "inspect --lengths up to {}")
-    if text is None:
-        store = data.tokens(recipe, progress)
-        data.check_unchanged(store, folder, info)
-    else:
-        store = _read(text, folder, max(lengths))
+    store = data.tokens(recipe, folder, info, progress) if text is None else _read(text, folder, max(lengths))
     windows = EvaluationWindows(store, lengths, tokens)
     model = models.load(folder, config)
     look = _Look(model, info, layers, heads)
