@@ -20,7 +20,7 @@ from softfocus.catalog import LEARNABLE
 from softfocus.hf import rotary
 from softfocus.hf.config import hook, layer_of, layout_of, tree
 from softfocus.hf.masks import mark
-from softfocus.layout import Heads, Layer
+from softfocus.layout import Layer
 
 PREFIX = "softfocus_"
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads")
@@ -140,13 +140,11 @@ def _crosses(module: nn.Module, place: str) -> bool:
 def _initial(module: nn.Module, layer: Layer, argument: str) -> Tensor | None:
     """One value for each head that learns the argument, float32 [n]; None where no head does."""
     values = [
-        torch.full((_count(module, group),), group.learned[argument]) for group in layer if argument in group.learned
+        torch.full((group.heads or heads(module),), group.learned[argument])
+        for group in layer
+        if argument in group.learned
     ]
     return torch.cat(values) if values else None
-
-
-def _count(module: nn.Module, group: Heads) -> int:
-    return group.heads if group.heads is not None else heads(module)
 
 
 def parameter_of(module: nn.Module, layer: Layer, number: int, argument: str) -> Tensor | None:
