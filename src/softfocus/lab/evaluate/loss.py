@@ -27,6 +27,7 @@ from softfocus.lab.evaluate.rope import scale_rope
 from softfocus.lab.progress import Event, Listener, Pace, silent
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.run_folder import provenance
+from softfocus.lab.run_folder.disk import write_atomically
 from softfocus.lab.run_folder.files import (
     EVALUATION,
     MODEL,
@@ -35,7 +36,6 @@ from softfocus.lab.run_folder.files import (
     load_unfinished,
     measures,
     save_measured,
-    save_unfinished,
 )
 from softfocus.lab.run_folder.manifest import digest
 from softfocus.lab.run_folder.results import (
@@ -46,6 +46,7 @@ from softfocus.lab.run_folder.results import (
     RunInfo,
     Setting,
     Unfinished,
+    json_text,
 )
 
 _log = logging.getLogger(__name__)
@@ -141,7 +142,7 @@ def evaluate(
                 with models.memory("lower --batch-tokens, or evaluate shorter lengths"):
                     row = _row(losses, windows.batches(length, batch_tokens), edges, setting, pace.add)
             evaluation.rows.append(row)
-            save_unfinished(folder, Unfinished(key=key, rows=evaluation.rows))
+            write_atomically(folder / UNFINISHED, json_text(Unfinished(key=key, rows=evaluation.rows)))
             progress(Event(kind="row", run=info.name, row=row, done=pace.done, total=pace.total))
     if before is not None:
         _keep_others(evaluation, before, folder)

@@ -201,11 +201,6 @@ def with_rows_so_far(folder: Path, fresh: _ByRow) -> _ByRow:
     return fresh
 
 
-def save_unfinished(folder: Path, unfinished: Unfinished) -> None:
-    """Write the rows so far, whole or not at all."""
-    write_atomically(folder / UNFINISHED, json_text(unfinished))
-
-
 def load_unfinished(folder: Path, key: str) -> list[Row]:
     """The rows of an evaluation of the same key that was stopped; none where the file is of another
     key or damaged.
