@@ -22,15 +22,8 @@ NAMED = "TRITON_PTXAS_PATH"
 """Names a ptxas. Triton's knob sets it, too, while it is changed."""
 
 _compiling = threading.Lock()
-
-
-def _renew_lock() -> None:
-    global _compiling
-    _compiling = threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew_lock)  # another thread may have held it
+if hasattr(os, "register_at_fork"):  # another thread may hold it when a child is forked
+    os.register_at_fork(after_in_child=lambda: globals().update(_compiling=threading.Lock()))
 
 
 @contextmanager
