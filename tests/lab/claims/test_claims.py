@@ -692,10 +692,15 @@ def test_zero_shot_tasks_are_measured_where_the_harness_is(two: Claim, tmp_path:
     assert {tuple(row.right) for row in rows[0]} == {(0, 1, 0, 0)}
     assert [row.normalised for row in rows[0]] == [None, None, 0.5, None]
     (fake / "__init__.py").write_text("def simple_evaluate(**_): raise OSError('no network')")
-    for name in [name for name in sys.modules if name.partition(".")[0] == "lm_eval"]:
-        monkeypatch.delitem(sys.modules, name)
+    _forget_lm_eval()
     with pytest.raises(LabError, match=r"lm_eval cannot measure arc_easy, .*: no network; check the network"):
         answer(out / first.name)
+    _forget_lm_eval()
+
+
+def _forget_lm_eval() -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "lm_eval"]:
+        del sys.modules[name]
 
 
 def asked(path: str, *_: Any, **__: Any) -> Any:
