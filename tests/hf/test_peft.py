@@ -12,7 +12,7 @@ import torch
 from transformers.integrations.peft import MIN_PEFT_VERSION
 from transformers.utils.peft_utils import check_peft_version
 
-import softfocus.hf  # noqa: F401  hooks PEFT
+import softfocus.hf
 
 peft = pytest.importorskip("peft")
 
@@ -129,3 +129,32 @@ def test_without_softfocus_the_adapter_is_refused(build, tmp_path):
     assert done.returncode == 1
     assert "import softfocus.hf before loading this adapter" in done.stderr
     assert peft.PeftConfig.from_pretrained(str(tmp_path)).task_type == "CAUSAL_LM"  # and here it is not
+
+
+@pytest.mark.parametrize("before", [None, "softmax", "lssa"])
+def test_an_adapter_is_that_of_the_mechanism_put_in_after_it(build, tokens, tmp_path, before):
+    """As use() tells a user of a wrapped model to do."""
+    model = peft.get_peft_model(build("llama", before), lora())
+    softfocus.hf.use(model.get_base_model(), "lssar")
+    model.save_pretrained(tmp_path)
+    back = peft.PeftModel.from_pretrained(build("llama", "lssar"), tmp_path)
+    assert torch.equal(logits(back, tokens(2, 9)), logits(model, tokens(2, 9)))
+    with pytest.raises(ValueError, match="was trained on a model that runs lssar"):
+        peft.PeftModel.from_pretrained(build("llama", before or "softmax"), tmp_path)
+
+
+def test_a_frozen_adapter_beside_a_trained_one_freezes_nothing_that_is_learned(build, tokens, tmp_path):
+    """As the reference adapter of preference training."""
+    model = peft.get_peft_model(build("llama", "ssmax"), lora(), adapter_name="policy")
+    model.save_pretrained(tmp_path)
+    model.load_adapter(tmp_path / "policy", "reference", is_trainable=False)
+    model.set_adapter("policy")
+    before = {name: p.detach().clone() for name, p in learned(model).items()}
+    train_a_step(model, tokens(2, 9))
+    assert all((p != before[name]).any() for name, p in learned(model).items())
+
+
+def test_a_config_of_an_adapter_serves_models_of_several_mechanisms(build, tokens):
+    config = lora()
+    for mechanism in ("lssar", "ssmax"):
+        assert logits(peft.get_peft_model(build("llama", mechanism), config), tokens(2, 9)).isfinite().all()

@@ -202,6 +202,7 @@ def assign(target: PreTrainedModel | PreTrainedConfig, layout: Layout) -> None:
         if isinstance(target, PreTrainedModel):
             mark(target)
             _learned.equip_all(target)
+            _peft.renew(_sharing.outermost(target))
 
 
 def explain(model: PreTrainedModel) -> str:

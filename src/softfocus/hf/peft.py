@@ -9,9 +9,10 @@ on Transformers' own attention says nothing. On a mechanism it loads with a warn
 
 What the heads learn (``softfocus_head_scale``, ``softfocus_power``) is trained, saved and loaded
 with the adapter, for methods that inject layers (LoRA and its kind; not prompt learning). A model
-has one set of these values: adapters on the same model share it, and the last one that is loaded
-sets it. They stay where an adapter is disabled or unloaded, so that the model is not its base
-again; a warning says so.
+has one set of these values: adapters on the same model share it, the last one that is loaded sets
+it, and it is trained while one of them is. They stay where an adapter is disabled or unloaded, so
+that the model is not its base again; a warning says so. ``hotswap_adapter`` of PEFT does not know
+them and checks no base.
 """
 
 import json
@@ -30,6 +31,7 @@ from softfocus.hf.learned import PREFIX
 from softfocus.layout import Layout
 from softfocus.warn import warn
 
+_TRAINED_ON = "softfocus_trained_on"  # of the config of an adapter that was loaded; NAME is what will be saved
 _TASK = "softfocus: import softfocus.hf before loading this adapter"
 _FILE = "adapter_config.json"
 
@@ -49,13 +51,14 @@ def install() -> None:
     def inject(original: Any, self: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         adapter = self.peft_config[adapter_name]
         runs = _runs(model)
-        _refuse_another(adapter_name, getattr(adapter, NAME, None), runs)
+        _refuse_another(adapter_name, getattr(adapter, _TRAINED_ON, None), runs)
         original(self, model, adapter_name, *args, **kwargs)
         if runs:
             setattr(adapter, NAME, runs)
+            trained = any(not one.inference_mode for one in self.peft_config.values())
             for name, parameter in model.named_parameters():
                 if PREFIX in name:
-                    parameter.requires_grad = not adapter.inference_mode
+                    parameter.requires_grad = trained
 
     @hook(PeftConfig, "save_pretrained")
     def save(original: Any, self: Any, save_directory: str, **kwargs: Any) -> None:
@@ -74,7 +77,9 @@ def install() -> None:
     def load(cls: Any, **kwargs: Any) -> Any:
         entry = kwargs.pop(NAME, None)
         config = from_peft_type(cls, **(kwargs | {"task_type": entry["task_type"]} if entry else kwargs))
-        setattr(config, NAME, entry["base"] if entry else {})  # a new adapter has no such attribute, a saved one has
+        base = entry["base"] if entry else {}
+        setattr(config, NAME, base)
+        setattr(config, _TRAINED_ON, base)
         return config
 
     @wraps(get_peft_model_state_dict)
@@ -92,6 +97,15 @@ def install() -> None:
             and vars(module).get("get_peft_model_state_dict") is get_peft_model_state_dict
         ):
             module.get_peft_model_state_dict = adapter_state_dict  # type: ignore[attr-defined]
+
+
+def renew(model: PreTrainedModel) -> None:
+    """Let the adapters of a model be those of what it runs now: for a mechanism that is put in
+    after them.
+    """
+    adapters = getattr(model, "peft_config", None)  # PEFT and Transformers leave it on the model
+    for adapter in adapters.values() if isinstance(adapters, dict) else ():
+        setattr(adapter, NAME, _runs(model))
 
 
 def _warn_of_what_stays(original: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -26,13 +26,13 @@ def separate(model: PreTrainedModel) -> None:
     that it was built from. A config object that the caller still holds is no longer the model's.
     """
     copies: dict[int, Any] = {}  # one of each config, wherever the model has it
-    for module in _outermost(model).modules():
+    for module in outermost(model).modules():
         for name, value in list(vars(module).items()):
             if isinstance(value, PreTrainedConfig):
                 setattr(module, name, copy.deepcopy(value, copies))
 
 
-def _outermost(model: PreTrainedModel) -> PreTrainedModel:
+def outermost(model: PreTrainedModel) -> PreTrainedModel:
     """The model that holds this one and shares its config, as a causal language model holds its
     decoder; the model itself where there is none.
     """
