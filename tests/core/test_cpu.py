@@ -846,3 +846,21 @@ def test_the_gradients_of_a_long_row_whose_values_share_an_offset(name):
     ours, formula = ([(x - y).abs().max() for x, y in zip(gradients(backend, torch.float32), exact, strict=True)]
                      for backend in ("cpu", "reference"))  # fmt: skip
     assert all(mine <= 2 * its for mine, its in zip(ours, formula, strict=True))
+
+
+@pytest.mark.parametrize("mechanism", ["softmax", "lssar"])
+@pytest.mark.parametrize("exponents", [(-130, 122), (-126, 100), (120, -120), (60, -62), (0, -131)], ids=str)
+@pytest.mark.parametrize("width", [8, 72])
+def test_scores_of_bfloat16_elements_of_extreme_size(mechanism, exponents, width):
+    """Where they run on AMX, which takes subnormal elements for 0, rows are scaled first. The
+    reference is in float32, whose subnormal rows have no direction.
+    """
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, 2, 37, width, generator=generator, dtype=torch.float64) for _ in range(3))
+    query, key = ((x * 2.0**e) for x, e in zip((query, key), exponents, strict=True))
+    inputs = [x.bfloat16() for x in (query, key, value)]
+    got, want = (
+        softfocus.attention(*given, is_causal=True, mechanism=mechanism, backend=backend).double()
+        for given, backend in ((inputs, "cpu"), ([x.float() for x in inputs], "reference"))
+    )
+    torch.testing.assert_close(got, want, rtol=2**-8, atol=2**-12)

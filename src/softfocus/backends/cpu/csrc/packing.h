@@ -4,6 +4,7 @@
 
 #include <vector>
 
+#include "amx_tiles.h"
 #include "laser.h"
 #include "memory.h"
 #include "tensor.h"
@@ -20,6 +21,10 @@ struct ValueIndex {  // an element of V
 // the places after that key are 0. Later panels are neither written nor read.
 struct KeyHeadData {
   Buffer<float> key_panels;  // [Lk / PANEL, D, PANEL]; unit vectors for cosine similarity
+  // In place of key_panels where uses_amx(): [Lk / AMX_ROWS, transpose_amx_pairs()], and [Lk], what
+  // pack_amx_row() returns; 0 for a non-finite key
+  Buffer<bfloat16> key_tiles;
+  Buffer<float> key_factor;
   // [Lk], 1 / |k|; 0 for a key whose elements are all 0 or subnormal, and for a non-finite key. 1
   // without cosine similarity
   Buffer<float> key_rnorm;
@@ -43,8 +48,9 @@ struct KeyHeadData {
 
   // Bytes of the large buffers
   static int64_t bytes(const Params& params, bool backward) {
-    int64_t columns = params.head_dim + params.value_dim * ((backward && !params.reweighted) +
-                                                            needs_value_rows(params, backward) + params.laser);
+    int64_t key_columns = uses_amx(params) ? round_up(params.head_dim, AMX_DIMS) / 2 : params.head_dim;
+    int64_t columns = key_columns + params.value_dim * ((backward && !params.reweighted) +
+                                                        needs_value_rows(params, backward) + params.laser);
     return 4 * params.key_length * columns;
   }
 
@@ -52,7 +58,12 @@ struct KeyHeadData {
   void reserve(const Params& params, bool backward) {
     int64_t length = round_up(params.key_length, BLOCK_K);
     packed = true;
-    key_panels.resize(length * params.head_dim);
+    if (uses_amx(params)) {
+      key_tiles.resize(length * round_up(params.head_dim, AMX_DIMS));
+      key_factor.resize(length);
+    } else {
+      key_panels.resize(length * params.head_dim);
+    }
     key_rnorm.resize(length);
     key_nonfinite.resize(length);
     if (backward && !params.reweighted) value_panels.resize(length * params.value_dim);
@@ -78,28 +89,33 @@ inline void transpose_rows(const float* rows, int64_t row_stride, int64_t width,
 // keys that fill the last panel. `start` is a multiple of BLOCK_K.
 inline void pack_keys(const Params& params, KeyHeadData& key_data, int64_t b, int64_t key_head, int64_t start,
                       int64_t stop) {
-  int64_t width = params.head_dim;
-  Buffer<float> rows(W * width);  // [W, D]
+  int64_t width = params.head_dim, amx_width = round_up(width, AMX_DIMS);
+  bool amx = uses_amx(params);
+  Buffer<float> rows(W * width);                       // [W, D]
+  Buffer<bfloat16> amx_rows(amx ? W * amx_width : 0);  // [W, D in whole tiles]
   for (int64_t first = start; first < round_up(stop, PANEL); first += W) {
     for (int64_t j = 0; j < W; ++j) {
       int64_t key = first + j;
       float* row = rows + j * width;
       key_data.key_rnorm[key] = 1.0f;
       key_data.key_nonfinite[key] = 0;
-      if (key >= stop) {
+      if (key >= stop)
         std::fill(row, row + width, 0.0f);
-        continue;
-      }
-      read_row(params.key, params.dtype, b, key_head, key, width, row);
+      else
+        read_row(params.key, params.dtype, b, key_head, key, width, row);
       if (!all_finite(row, width)) {
         key_data.key_nonfinite[key] = 1;
         key_data.key_rnorm[key] = 0.0f;
         std::fill(row, row + width, 0.0f);
-      } else if (params.cosine) {
-        key_data.key_rnorm[key] = l2_normalise(row, width);
       }
+      if (amx) key_data.key_factor[key] = pack_amx_row(row, width, params.cosine, amx_rows + j * amx_width);
+      if (params.cosine && key < stop && !key_data.key_nonfinite[key])
+        key_data.key_rnorm[key] = l2_normalise(row, width);
     }
-    transpose_rows(rows, width, width, key_data.key_panels + (first / PANEL * width) * PANEL + first % PANEL);
+    if (amx)
+      transpose_amx_pairs(amx_rows, amx_width, key_data.key_tiles + first * amx_width);
+    else
+      transpose_rows(rows, width, width, key_data.key_panels + (first / PANEL * width) * PANEL + first % PANEL);
   }
 }
 

@@ -110,10 +110,13 @@ class RowBlock : public BlockVisibility {
   // [BLOCK_Q, padded_dim]; unit vectors for cosine similarity, 0 where non-finite
   Buffer<float> queries;
   Buffer<float> scaled_queries;  // [BLOCK_Q, padded_dim], times score_scale: for key gradients
-  float base_scale[BLOCK_Q];     // c_i without the head scale
+  // Where uses_amx(): [BLOCK_Q, D in whole tiles], 0 where non-finite and after the last row
+  Buffer<bfloat16> query_tiles;
+  float base_scale[BLOCK_Q];  // c_i without the head scale
   // c_i; multiplies the dot products, not the query, which would round once more (key gradients do
   // use scaled_queries)
   float score_scale[BLOCK_Q];
+  float dot_scale[BLOCK_Q];  // score_scale, where uses_amx() times what pack_amx_row() returns
   float row_bias[BLOCK_Q];
   float query_rnorm[BLOCK_Q];
   // maximum is m_i: NaN in a row that sees a NaN, -inf in a fully masked one.
@@ -138,7 +141,9 @@ class RowBlock : public BlockVisibility {
         stored(max_rows * (max_row_stride - W)),
         queries(BLOCK_Q * padded_dim),
         scaled_queries(BLOCK_Q * padded_dim),
+        query_tiles(uses_amx(params) ? BLOCK_Q * round_up(params.head_dim, AMX_DIMS) : 0),
         dropout(params, max_rows, max_row_stride - W),
+        amx(uses_amx(params)),
         maximum_first(Phi::shifted_by_maximum && params.normaliser == L1),
         decode_dots(params, padded_dim) {}
 
@@ -276,6 +281,7 @@ class RowBlock : public BlockVisibility {
   bool has_weight(int64_t r, int64_t key) const;
 
  private:
+  const bool amx;  // uses_amx()
   // All rows first store s, then e^(s - m) once the row maximum m is known.
   const bool maximum_first;
   DecodeDots decode_dots;
@@ -288,6 +294,7 @@ class RowBlock : public BlockVisibility {
   template <bool KEEP_SCORES>
   void score_tile(int64_t first, int64_t stop, int64_t start_k, vfloat* phi_sums, vfloat* maxima);
   void strip_dots(int64_t r, int64_t start_k, KeyRange seen, bool one_row);
+  void amx_tile_dots(int64_t first, int64_t stop, int64_t start_k);
   static void prefetch_strip(float* to);
   KeyRange fully_seen(int64_t r, KeyRange range) const;
   template <bool KEEP_SCORES>
@@ -295,6 +302,8 @@ class RowBlock : public BlockVisibility {
   template <bool KEEP_SCORES>
   void convert_row(int64_t r, int64_t start_k, KeyRange range, vfloat& phi_sum, vfloat& running_max);
   static vint widen(const uint8_t* bytes) { return __builtin_convertvector(*(const vbyte_unaligned*)bytes, vint); }
+  // What multiplies the dot products with the W keys from offset j on, beside dot_scale
+  const float* key_factors(int64_t j) const { return amx ? key_data->key_factor + key_begin + j : nullptr; }
   vfloat load_bias(int64_t r, int64_t j) const;
   void exponentiate_row(int64_t r);
 

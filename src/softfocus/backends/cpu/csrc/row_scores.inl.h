@@ -9,15 +9,19 @@ namespace softfocus {
 // Reads the rows' queries; sets the constants that depend on them and on N_i alone.
 template <typename Phi>
 inline void RowBlock<Phi>::read_queries() {
+  int64_t amx_width = round_up(params.head_dim, AMX_DIMS);
+  if (amx) std::fill(query_tiles + n_rows * amx_width, query_tiles + BLOCK_Q * amx_width, bfloat16{0});
   for (int64_t r = 0; r < padded_rows(); ++r) {
     float *query = queries + r * padded_dim, *scaled = scaled_queries + r * padded_dim;
     std::fill(query, query + padded_dim, 0.0f);
     query_nonfinite[r] = false;
     base_scale[r] = row_bias[r] = 0.0f;
+    dot_scale[r] = 1.0f;
     if (r < n_rows) {
       read_row(params.query, params.dtype, batch_index, query_head, start_q + r, params.head_dim, query);
       query_nonfinite[r] = !all_finite(query, params.head_dim);
       if (query_nonfinite[r]) std::fill(query, query + padded_dim, 0.0f);
+      if (amx) dot_scale[r] = pack_amx_row(query, params.head_dim, params.cosine, query_tiles + r * amx_width);
       query_rnorm[r] = params.cosine ? l2_normalise(query, params.head_dim) : 1.0f;
       base_scale[r] = compute_base_scale(params, count[r]);
       row_bias[r] = compute_row_bias(params, count[r]);
@@ -25,6 +29,7 @@ inline void RowBlock<Phi>::read_queries() {
     score_scale[r] = base_scale[r] * (params.head_scale ? params.head_scale[query_head] : 1.0f);
     // A NaN that the elementary functions preserve (elementary.h)
     if (std::isnan(score_scale[r])) score_scale[r] = std::numeric_limits<float>::quiet_NaN();
+    dot_scale[r] *= score_scale[r];
     for (int64_t d = 0; d < padded_dim; ++d) scaled[d] = query[d] * score_scale[r];
   }
 }
@@ -78,6 +83,7 @@ template <bool KEEP_SCORES>
 inline void RowBlock<Phi>::score_tile(int64_t first, int64_t stop, int64_t start_k, vfloat* phi_sums, vfloat* maxima) {
   // One row: recomputed for its exponential tail or for LASER, or the only row of the block
   bool one_row = stop - first == 1;
+  if (amx) amx_tile_dots(first, stop, start_k);
   // Whole strips are converted at once if the masks hide nothing of the tile, no bias is given and
   // no key of the key head is non-finite.
   bool plain = !one_row && tile_full(start_k) && !params.bias.data && !key_data->any_nonfinite_key;
@@ -85,7 +91,7 @@ inline void RowBlock<Phi>::score_tile(int64_t first, int64_t stop, int64_t start
     KeyRange seen = strip_range(r, start_k);
     if (seen.empty()) continue;
     if (!one_row && has_next_tile(start_k)) prefetch_strip(tile_row(r, start_k) + start_k + max_rows * BLOCK_K);
-    strip_dots(r, start_k, seen, one_row);
+    if (!amx) strip_dots(r, start_k, seen, one_row);
     KeyRange whole = plain ? fully_seen(r, seen) : KeyRange{seen.end, seen.end};
     if (!whole.empty()) convert_strip<KEEP_SCORES>(r, start_k, whole, phi_sums + r, maxima + r);
     for (KeyRange remaining : {KeyRange{seen.begin, whole.begin}, KeyRange{whole.end, seen.end}})
@@ -109,6 +115,41 @@ inline void RowBlock<Phi>::strip_dots(int64_t r, int64_t start_k, KeyRange seen,
     else
       panel_dots<MR>(keys.vectors(), params.head_dim, query, padded_dim, columns, row, BLOCK_K);
   }
+}
+
+// The same on AMX for the rows [first, stop), 16 at a time. A row's dot products do not depend on
+// the rows beside it, so that a row that is computed alone has the same ones.
+template <typename Phi>
+inline void RowBlock<Phi>::amx_tile_dots([[maybe_unused]] int64_t first, [[maybe_unused]] int64_t stop,
+                                         [[maybe_unused]] int64_t start_k) {
+#if SOFTFOCUS_AMX
+  AmxRegisters registers;
+  int64_t width = round_up(params.head_dim, AMX_DIMS);
+  for (int64_t rows = first / AMX_ROWS * AMX_ROWS; rows < stop; rows += AMX_ROWS) {
+    int64_t begin = std::max(first, rows), end = std::min(stop, rows + AMX_ROWS);
+    KeyRange seen{BLOCK_K + start_k, start_k};
+    for (int64_t r = begin; r < end; ++r)
+      if (KeyRange one = strip_range(r, start_k); !one.empty())
+        seen = {std::min(seen.begin, one.begin), std::max(seen.end, one.end)};
+    // Rows that the block does not hold, or that are not asked for, must not be written.
+    bool in_place = rows + AMX_ROWS <= max_rows && stop - first > 1;
+    alignas(64) float scratch[AMX_ROWS * 2 * AMX_ROWS];
+    for (int64_t j = seen.begin; j < seen.end; j += 2 * AMX_ROWS) {
+      int64_t key = key_begin + j, n = std::min(2 * AMX_ROWS, seen.end - j);
+      float* to = in_place ? tile_row(rows, start_k) + j : scratch;
+      int64_t stride = in_place ? BLOCK_K : 2 * AMX_ROWS;
+      auto dots = [&](auto tiles) {
+        amx_dots<tiles.value>(query_tiles + rows * width, width, key_data->key_tiles + key * width, to, stride);
+      };
+      if (n > AMX_ROWS)
+        dots(std::integral_constant<int, 2>{});
+      else
+        dots(std::integral_constant<int, 1>{});
+      for (int64_t r = begin; r < end && !in_place; ++r)
+        std::copy_n(scratch + (r - rows) * stride, n, tile_row(r, start_k) + j);
+    }
+  }
+#endif
 }
 
 // Prefetches a strip of the next tile for writing, into the second-level cache, one tile before its
@@ -141,8 +182,10 @@ inline void RowBlock<Phi>::convert_strip(int64_t r, int64_t start_k, KeyRange se
   unroll<MR>([&](int i) { phi_sum[i] = phi_sums[i], running_max[i] = maxima[i]; });
   float* row = tile_row(r, start_k);
   for (int64_t j = seen.begin; j < seen.end; j += W) {
-    vfloat x[MR];
-    unroll<MR>([&](int i) { x[i] = load(row + i * BLOCK_K + j) * score_scale[r + i] + row_bias[r + i]; });
+    vfloat x[MR], scale[MR];
+    unroll<MR>([&](int i) { scale[i] = splat(dot_scale[r + i]); });
+    if (const float* factors = key_factors(j)) unroll<MR>([&](int i) { scale[i] *= load(factors); });
+    unroll<MR>([&](int i) { x[i] = load(row + i * BLOCK_K + j) * scale[i] + row_bias[r + i]; });
     unroll<MR>([&](int i) { running_max[i] = max(x[i], running_max[i]); });
     if constexpr (!KEEP_SCORES) {
       Phi::to_stored(x);
@@ -162,7 +205,9 @@ inline void RowBlock<Phi>::convert_row(int64_t r, int64_t start_k, KeyRange rang
   float* row = tile_row(r, start_k);
   vfloat nan = splat(std::numeric_limits<float>::quiet_NaN());
   for (int64_t j = range.begin; j < range.end; j += W) {
-    vfloat s = load(row + j) * score_scale[r] + row_bias[r];
+    vfloat scale = splat(dot_scale[r]);
+    if (const float* factors = key_factors(j)) scale *= load(factors);
+    vfloat s = load(row + j) * scale + row_bias[r];
     if (params.bias.data) s += load_bias(r, j);
     if (query_nonfinite[r]) s = nan;
     // In decoding the dot product of a non-finite key is already NaN (DecodeDots).

@@ -124,20 +124,20 @@ inline float inverse_power_of_two(float x) {
   return y;
 }
 
-// Replaces x [n] by x / |x|; returns 1 / |x|. A vector without a normal element becomes 0, and 0 is
-// returned, as in reference.unit, so that no gradient passes through it.
-inline float l2_normalise(float* x, int64_t n) {
+// x * prescale * inverse is x / |x|. The prescale is a power of two; squares of x * prescale neither
+// overflow nor underflow in their sum. A vector without a normal element has the inverse 0.
+struct Norm {
+  float prescale, inverse;
+};
+
+inline Norm l2_norm(const float* x, int64_t n) {
   vfloat maxima = vfloat{};
   int64_t k = 0;
   for (; k + W <= n; k += W) maxima = max(absolute(load(x + k)), maxima);
   float largest = reduce_max(maxima);
   for (; k < n; ++k) largest = std::max(largest, std::fabs(x[k]));
-  if (largest < std::numeric_limits<float>::min()) {
-    std::fill(x, x + n, 0.0f);
-    return 0.0f;
-  }
-  // The sum of the squares of x * prescale neither overflows nor underflows.
   float prescale = inverse_power_of_two(largest);
+  if (largest < std::numeric_limits<float>::min()) return {prescale, 0.0f};
   vfloat squares = vfloat{};
   for (k = 0; k + W <= n; k += W) {
     vfloat y = load(x + k) * prescale;
@@ -145,8 +145,19 @@ inline float l2_normalise(float* x, int64_t n) {
   }
   float sum = reduce_sum(squares);
   for (; k < n; ++k) sum += (x[k] * prescale) * (x[k] * prescale);
-  float inverse = 1.0f / std::sqrt(sum);
-  for (k = 0; k + W <= n; k += W) store(x + k, load(x + k) * prescale * inverse);
+  return {prescale, 1.0f / std::sqrt(sum)};
+}
+
+// Replaces x [n] by x / |x|; returns 1 / |x|. A vector without a normal element becomes 0, and 0 is
+// returned, as in reference.unit, so that no gradient passes through it.
+inline float l2_normalise(float* x, int64_t n) {
+  auto [prescale, inverse] = l2_norm(x, n);
+  if (inverse == 0.0f) {
+    std::fill(x, x + n, 0.0f);
+    return 0.0f;
+  }
+  int64_t k = 0;
+  for (; k + W <= n; k += W) store(x + k, load(x + k) * prescale * inverse);
   for (; k < n; ++k) x[k] = x[k] * prescale * inverse;
   return inverse * prescale;
 }

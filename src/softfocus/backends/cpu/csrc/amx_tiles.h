@@ -1,0 +1,115 @@
+// Dot products of bfloat16 rows by Intel's AMX: the processor multiplies tiles of 16 rows by 32
+// dimensions with tiles of 16 keys. Products of bfloat16 are exact in float, and sums are in float,
+// so that these dot products round no more than those of register_tile(). AMX takes subnormal
+// elements for 0: rows are therefore scaled by a power of two first, so that their largest element
+// is in [1, 2).
+#pragma once
+
+#include "memory.h"
+#include "tensor.h"
+#include "tiling.h"
+
+#if defined(__AMX_BF16__) && defined(__AVX512F__) && defined(__linux__)
+#define SOFTFOCUS_AMX 1
+#include <sys/syscall.h>
+#include <unistd.h>
+#else
+#define SOFTFOCUS_AMX 0
+#endif
+
+namespace softfocus {
+
+constexpr int64_t AMX_ROWS = 16, AMX_DIMS = 32;  // of a tile: 1 KiB
+// The most dimensions of one sum (see DOT_DIMS)
+constexpr int64_t AMX_DOT_DIMS = 64;
+
+// Whether the dot products of a call run on AMX. A decoding call reads its keys in place, and does
+// not pack them.
+inline bool uses_amx([[maybe_unused]] const Params& params) {
+#if SOFTFOCUS_AMX
+  // Linux gives a process the registers when it asks: arch_prctl(ARCH_REQ_XCOMP_PERM,
+  // XFEATURE_XTILEDATA). Threads that exist have them, too.
+  static const bool granted = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
+  return granted && params.dtype == BFLOAT16 && params.query_length > DECODE_QUERIES;
+#else
+  return false;
+#endif
+}
+
+// Without cosine similarity a row whose largest element is below this is scaled; others are not, so
+// that no factor is above 1, and none overflows.
+constexpr float AMX_TINY = 0x1p-60f;
+
+// Writes a row [width] as bfloat16 [width in whole tiles], perhaps times a power of two. Returns the
+// factor of its dot products: with cosine similarity 1 / |row as written|, which is 0 where
+// l2_normalise() returns 0.
+inline float pack_amx_row(const float* row, int64_t width, bool cosine, bfloat16* to) {
+  auto [prescale, inverse] = l2_norm(row, width);
+  if (!cosine && prescale <= 1.0f / AMX_TINY) prescale = 1.0f;
+  int64_t d = 0;
+  for (; d + W <= width; d += W) *(vhalf_unaligned*)(to + d) = to_bfloat16(load(row + d) * prescale);
+  for (; d < width; ++d) to[d].bits = to_bfloat16(splat(row[d] * prescale))[0];
+  for (; d < round_up(width, AMX_DIMS); ++d) to[d].bits = 0;
+  return cosine ? inverse : 1.0f / prescale;
+}
+
+// Writes 16 packed rows [AMX_ROWS, padded_width] as the tiles of 16 keys: [padded_width / AMX_DIMS,
+// AMX_DIMS / 2, AMX_ROWS, 2]. A pair of dimensions has the size of a float.
+inline void transpose_amx_pairs(const bfloat16* rows, int64_t padded_width, bfloat16* to) {
+  static_assert(sizeof(bfloat16) == 2);
+  if constexpr (W == AMX_ROWS)
+    for (int64_t d = 0; d < padded_width; d += AMX_DIMS)
+      transpose_square((const float*)(rows + d), padded_width / 2, (float*)(to + d * AMX_ROWS), AMX_ROWS);
+}
+
+#if SOFTFOCUS_AMX
+// The thread's tile registers, from construction to destruction
+class AmxRegisters {
+ public:
+  AmxRegisters() {
+    struct alignas(64) {
+      uint8_t palette = 1, start_row = 0, reserved[14] = {};
+      uint16_t row_bytes[16] = {};
+      uint8_t rows[16] = {};
+    } config;
+    for (int i = 0; i < 8; ++i) config.row_bytes[i] = AMX_DIMS * 2, config.rows[i] = AMX_ROWS;
+    static_assert(sizeof config == 64);
+    _tile_loadconfig(&config);
+  }
+  ~AmxRegisters() { _tile_release(); }
+  AmxRegisters(const AmxRegisters&) = delete;
+  AmxRegisters& operator=(const AmxRegisters&) = delete;
+};
+
+// Dot products of 16 rows [AMX_ROWS, padded_width] with the 16 N keys of N times
+// transpose_amx_pairs(), written to C [AMX_ROWS, 16 N]; c_row is the stride of its rows.
+template <int N>
+inline void amx_dots(const bfloat16* rows, int64_t padded_width, const bfloat16* keys, float* c, int64_t c_row) {
+  static_assert(N == 1 || N == 2);
+  auto sum_to = [&](int64_t d, float* to, int64_t row) {
+    _tile_zero(0);
+    _tile_zero(1);
+    for (int64_t e = d; e < std::min(d + AMX_DOT_DIMS, padded_width); e += AMX_DIMS) {
+      _tile_loadd(2, rows + e, padded_width * 2);
+      _tile_loadd(3, keys + e * AMX_ROWS, AMX_DIMS * 2);
+      _tile_dpbf16ps(0, 2, 3);
+      if constexpr (N == 2) {
+        _tile_loadd(4, keys + (padded_width + e) * AMX_ROWS, AMX_DIMS * 2);
+        _tile_dpbf16ps(1, 2, 4);
+      }
+    }
+    _tile_stored(0, to, row * sizeof(float));
+    if constexpr (N == 2) _tile_stored(1, to + AMX_ROWS, row * sizeof(float));
+  };
+  sum_to(0, c, c_row);
+  alignas(64) float sums[AMX_ROWS * N * AMX_ROWS];
+  for (int64_t d = AMX_DOT_DIMS; d < padded_width; d += AMX_DOT_DIMS) {
+    sum_to(d, sums, N * AMX_ROWS);
+    for (int64_t r = 0; r < AMX_ROWS; ++r)
+      for (int64_t j = 0; j < N * AMX_ROWS; j += AMX_ROWS)
+        store(c + r * c_row + j, load(c + r * c_row + j) + load(sums + r * N * AMX_ROWS + j));
+  }
+}
+#endif
+
+}  // namespace softfocus
