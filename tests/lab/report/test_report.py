@@ -149,6 +149,22 @@ class TestGain:
         found = cell(grouped(*runs)[0], 2.0, "as trained").gain
         assert (found.value, found.standard_error) == (pytest.approx(0.2), pytest.approx(0.1))
 
+    def test_gains_are_paired_by_document_and_seed(self, fabricate):
+        runs = [
+            fabricate(name, [1.0, 1.0], seed=seed, name=f"{name}{seed}", gain=gain)
+            for name, more in (("softmax", 0.0), ("lssar", 0.05))
+            for seed, gain in enumerate((0.1 + more, 0.3 + more))
+        ]
+        ours, theirs = (cell(group, 2.0, "as trained") for group in reversed(grouped(*runs)))
+        found = ours.gain_minus(theirs)
+        assert found.value == pytest.approx(0.05)
+        assert found.standard_error == pytest.approx(0, abs=1e-9), "seeds differ, and both differ alike"
+        assert ours.gain.standard_error > 0.05
+        assert cell(grouped(*runs)[0], 1.0, "as trained").gain_minus(theirs) is None
+        text = render(build(runs))
+        assert "less that of Softmax" in text
+        assert "<td>+0.050<small>± 0.000</small></td>" in text
+
 
 class TestTable:
     def test_has_a_line_a_setting_and_model_and_the_gain_last(self, four):

@@ -13,6 +13,7 @@ from markupsafe import Markup
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
+from softfocus.lab.evaluate.means import Estimate
 from softfocus.lab.report import figure
 from softfocus.lab.report.finding import Difference
 from softfocus.lab.report.notes import provenance, same_text, short_commit
@@ -100,25 +101,33 @@ def _loss_tables(groups: list[Group], axis: Axis) -> list[dict[str, Any]]:
     across, shared = columns(groups, axis), shared_columns(groups, axis)
     heads = [(column_name(column, axis), tokens_at(groups, column, axis)) for column in across]
     last = column_name(shared[-1], axis) if shared else "1x"
+    softmax = [group for group in groups if group.first.mechanism == "softmax"]
+    reference = softmax[0] if len(softmax) == 1 else groups[0]
     tables = []
     for setting in settings(groups):
         lines = []
+        beside = cell(reference, shared[-1], setting, axis) if shared else None
         for group in groups:
             grown = growth(group, shared[-1], setting, axis) if shared else None
             end = cell(group, shared[-1], setting, axis) if shared else None
-            gain = end.gain if end else None
+            apart = end.gain_minus(beside) if end and beside and group is not reference else None
             lines.append(
                 (
                     group.title,
                     [_cell(cell(group, column, setting, axis)) for column in across],
                     f"{grown:.3f}" if grown is not None and math.isfinite(grown) else "–",
-                    (f"{gain.value:z.3f}", _error(gain.standard_error))
-                    if gain and math.isfinite(gain.value)
-                    else ("–", ""),
+                    [_gain(end.gain if end else None), _gain(apart, "+")],
                 )
             )
-        tables.append({"setting": setting, "lines": lines, "heads": heads, "last": last})
+        tables.append({"setting": setting, "lines": lines, "heads": heads, "last": last, "reference": reference.label})
     return tables
+
+
+def _gain(found: Estimate | None, sign: str = "") -> tuple[str, str]:
+    """A gain from context, or how much larger one is than another, and its standard error."""
+    if found is None or not math.isfinite(found.value):
+        return "–", ""
+    return f"{found.value:{sign}z.3f}", _error(found.standard_error)
 
 
 def _cell(one: Cell | None) -> tuple[str, ...]:

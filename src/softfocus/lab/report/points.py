@@ -98,11 +98,18 @@ class Cell:
         The same documents make both means, so they are paired. None where sums by document are
         missing, or where the windows are no longer than the training length.
         """
-        gains = [_gain(e, row) for e, row in zip(self.group.evaluations, self.rows, strict=True)]
-        known = [gain for gain in gains if gain is not None]
-        if len(known) < len(gains):
-            return None
-        return estimate([(e.seed, gain) for e, gain in zip(self.group.evaluations, known, strict=True)])
+        return estimate(self._gains) if self._gains else None
+
+    def gain_minus(self, other: "Cell") -> Estimate | None:
+        """How much larger this gain is than another's, paired as losses are; None where one is."""
+        return difference(self._gains, other._gains) if self._gains and other._gains else None
+
+    @cached_property
+    def _gains(self) -> list[tuple[int, Mean]] | None:
+        """(seed, gain) of each run."""
+        gains = [(e.seed, _gain(e, row)) for e, row in zip(self.group.evaluations, self.rows, strict=True)]
+        known = [(seed, gain) for seed, gain in gains if gain is not None]
+        return known if len(known) == len(gains) else None
 
 
 def _mean(evaluation: Evaluation, row: Row, start: int = 0, end: int | None = None) -> Mean | None:
