@@ -158,3 +158,25 @@ def test_a_config_of_an_adapter_serves_models_of_several_mechanisms(build, token
     config = lora()
     for mechanism in ("lssar", "ssmax"):
         assert logits(peft.get_peft_model(build("llama", mechanism), config), tokens(2, 9)).isfinite().all()
+
+
+def test_adapters_on_an_inner_model_follow_too(build, tmp_path):
+    outer = build("gpt_neox", None)
+    inner = peft.get_peft_model(outer.gpt_neox, peft.LoraConfig(target_modules=["query_key_value"], r=4))
+    softfocus.hf.use(outer, "lssar")
+    inner.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="was trained on a model that runs lssar"):
+        peft.PeftModel.from_pretrained(build("gpt_neox", "lssa").gpt_neox, tmp_path)
+    peft.PeftModel.from_pretrained(build("gpt_neox", "lssar").gpt_neox, tmp_path)
+
+
+def test_an_adapter_that_is_not_trained_stays_that_of_its_base(build, tmp_path):
+    """A loaded one, whatever runs it; and any under a window, which is for evaluation."""
+    model = peft.get_peft_model(build("llama", "lssar"), lora())
+    softfocus.hf.window(model.get_base_model(), 4)
+    model.save_pretrained(tmp_path / "windowed")
+    loaded = peft.PeftModel.from_pretrained(build("llama", "lssar"), tmp_path / "windowed")
+    softfocus.hf.use(loaded.get_base_model(), "ssmax")
+    assert not any(p.requires_grad for p in learned(loaded).values())
+    loaded.save_pretrained(tmp_path / "again")
+    peft.PeftModel.from_pretrained(build("llama", "lssar"), tmp_path / "again")

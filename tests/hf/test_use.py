@@ -305,6 +305,15 @@ def test_the_entry_cannot_be_changed_in_place() -> None:
     ):
         with pytest.raises(TypeError, match=r"config\.softfocus: it cannot be changed in place; call softfocus\.hf"):
             change(config.softfocus)
+    layered = softfocus.hf.use(_two_llamas()[2], {"0": {"mechanism": "softmax", "window": 8}, "*": "lssar"})
+    for change in (
+        lambda layout: layout["kinds"][0][0].__setitem__("window", 4),
+        lambda layout: layout["kinds"].append([]),
+        lambda layout: layout["layers"].sort(),
+    ):
+        with pytest.raises(TypeError, match=r"config\.softfocus: it cannot be changed in place"):
+            change(layered.softfocus["layout"])
+    assert json.loads(json.dumps(layered.softfocus)) == copy.deepcopy(layered).softfocus
     values = json.loads(json.dumps(config.softfocus))
     config.softfocus = values  # another entry is welcome
     assert config.softfocus == values

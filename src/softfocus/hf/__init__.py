@@ -185,7 +185,7 @@ def window(target: Target, keys: int, sinks: int = 0) -> Target:
 
     if isinstance(target, PreTrainedModel):
         _sharing.separate(target)
-    assign(target, layout.map(narrowed))
+    _write(target, layout.map(narrowed))
     return target
 
 
@@ -194,15 +194,21 @@ def assign(target: PreTrainedModel | PreTrainedConfig, layout: Layout) -> None:
     powers that change.
 
     The heads and what they learn must be those of the layout that is there. Other models that share
-    the config object change, too: :func:`use` has given a model its own.
+    the config object change, too: :func:`use` has given a model its own. Adapters that are trained
+    are saved as adapters of what is assigned; a :func:`window` does not change that.
     """
+    _write(target, layout)
+    if isinstance(target, PreTrainedModel):
+        _peft.renew(_sharing.outermost(target))
+
+
+def _write(target: PreTrainedModel | PreTrainedConfig, layout: Layout) -> None:
     with _as_it_was_after_an_error(target):
         for config in _configs(target):
             _config.write(config, layout)
         if isinstance(target, PreTrainedModel):
             mark(target)
             _learned.equip_all(target)
-            _peft.renew(_sharing.outermost(target))
 
 
 def explain(model: PreTrainedModel) -> str:

@@ -34,6 +34,13 @@ model without softfocus.
 _INTERNAL = "_attn_implementation_internal"
 
 
+def _frozen(value: Any) -> Any:
+    """Of JSON types, with dicts and lists that refuse changes."""
+    if isinstance(value, dict):
+        return _FrozenDict(value)
+    return _FrozenList(map(_frozen, value)) if isinstance(value, list) else value
+
+
 def _refuse_change(self: Any, *args: Any, **kwargs: Any) -> None:
     raise TypeError(
         "config.softfocus: it cannot be changed in place; call softfocus.hf.use() with another mechanism, or "
@@ -41,14 +48,27 @@ def _refuse_change(self: Any, *args: Any, **kwargs: Any) -> None:
     )
 
 
-class _Frozen(dict[str, Any]):
-    """A dict that refuses changes, and so do the dicts in it."""
+class _FrozenList(list[Any]):
+    """A list that refuses changes. Copies are lists."""
+
+    __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse_change  # type: ignore[assignment]
+    append = extend = insert = remove = pop = clear = sort = reverse = _refuse_change
+
+    def __deepcopy__(self, memo: Any) -> list[Any]:
+        return copy.deepcopy(list(self), memo)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, (list(self),)
+
+
+class _FrozenDict(dict[str, Any]):
+    """A dict that refuses changes, and so does all that is in it. Copies are dicts."""
 
     __setitem__ = __delitem__ = __ior__ = _refuse_change  # type: ignore[assignment]
     clear = popitem = setdefault = update = _refuse_change  # type: ignore[assignment]
 
     def __init__(self, values: dict[str, Any]):
-        super().__init__({key: _Frozen(value) if isinstance(value, dict) else value for key, value in values.items()})
+        super().__init__({key: _frozen(value) for key, value in values.items()})
 
     def pop(self, key: str, *default: Any) -> Any:
         """Of a key that is not there: Transformers pops some from all that it saves."""
@@ -61,7 +81,7 @@ class _Frozen(dict[str, Any]):
         return dict, (dict(self),)
 
 
-class Entry(_Frozen):
+class Entry(_FrozenDict):
     """The entry as JSON types, with the layout that it was parsed into once: torch.compile traces
     no parsing. Changes in place are refused, because nothing would read them.
 

@@ -55,10 +55,7 @@ def install() -> None:
         original(self, model, adapter_name, *args, **kwargs)
         if runs:
             setattr(adapter, NAME, runs)
-            trained = any(not one.inference_mode for one in self.peft_config.values())
-            for name, parameter in model.named_parameters():
-                if PREFIX in name:
-                    parameter.requires_grad = trained
+            _let_learn(model, any(not one.inference_mode for one in self.peft_config.values()))
 
     @hook(PeftConfig, "save_pretrained")
     def save(original: Any, self: Any, save_directory: str, **kwargs: Any) -> None:
@@ -100,12 +97,23 @@ def install() -> None:
 
 
 def renew(model: PreTrainedModel) -> None:
-    """Let the adapters of a model be those of what it runs now: for a mechanism that is put in
-    after them.
+    """Let the adapters of a model and of those in it, if they are trained, be those of what it runs
+    now: for a mechanism that is put in after them.
     """
-    adapters = getattr(model, "peft_config", None)  # PEFT and Transformers leave it on the model
-    for adapter in adapters.values() if isinstance(adapters, dict) else ():
-        setattr(adapter, NAME, _runs(model))
+    for part in model.modules():
+        adapters = vars(part).get("peft_config")  # PEFT and Transformers leave it on the model
+        if not isinstance(adapters, dict):
+            continue
+        trained = [adapter for adapter in adapters.values() if not adapter.inference_mode]
+        for adapter in trained:
+            setattr(adapter, NAME, _runs(part))
+        _let_learn(part, bool(trained))
+
+
+def _let_learn(model: nn.Module, trained: bool) -> None:
+    for name, parameter in model.named_parameters():
+        if PREFIX in name:
+            parameter.requires_grad = trained
 
 
 def _warn_of_what_stays(original: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:

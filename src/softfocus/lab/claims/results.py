@@ -117,7 +117,7 @@ class Results(Record):
     @cached_property
     def by_power(self) -> list[tuple[float | None, str]]:
         """The rows that differ in the power of their re-weighting alone, by it; first, with None,
-        that without re-weighting. Nothing where fewer than four powers were trained.
+        that without re-weighting. Nothing where fewer than five rows do.
         """
         families: dict[Mechanism, list[tuple[float | None, str]]] = {}
         for row in self.rows:

@@ -203,9 +203,9 @@ def train_all(
         raise UsageError(f"--jobs: {jobs} at a time on {cores()} cores", "each run needs a core of its own")
     if not estimate_only:
         refuse_in_use(folder)
-    workers = jobs or fits.workers()
     found = crew.plan(folder, plan, labels or [recipe.name for recipe in plan], overwrite=overwrite)
     left = [job for job in found if job.status == "waiting"]
+    workers = min(jobs or fits.workers(), max(1, len(left)))  # they share the cores
     fits.check_memory([job.recipe for job in left], workers, processes)
     if any("tasks" in job.recipe.evaluate.also for job in left):
         from softfocus.lab.evaluate import tasks

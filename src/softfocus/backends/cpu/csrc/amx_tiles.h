@@ -1,8 +1,7 @@
 // Dot products of bfloat16 rows by Intel's AMX: the processor multiplies tiles of 16 rows by 32
 // dimensions with tiles of 16 keys. Products of bfloat16 are exact in float, and sums are in float,
 // so that these dot products round no more than those of register_tile(). AMX takes subnormal
-// elements for 0: rows are therefore scaled by a power of two first, so that their largest element
-// is in [1, 2).
+// elements for 0, so that rows of extreme size are scaled by a power of two first.
 #pragma once
 
 #include "memory.h"
@@ -36,16 +35,18 @@ inline bool uses_amx([[maybe_unused]] const Params& params) {
 #endif
 }
 
-// Without cosine similarity a row whose largest element is below this is scaled; others are not, so
-// that no factor is above 1, and none overflows.
-constexpr float AMX_TINY = 0x1p-60f;
+// Without cosine similarity rows whose largest element is below AMX_TINY are scaled to 1, and rows
+// with one above AMX_HUGE by AMX_TINY. The dot product of a scaled row overflows only where that of
+// the rows as given does, and the product of two factors is at most 2^120.
+constexpr float AMX_TINY = 0x1p-60f, AMX_HUGE = 0x1p60f;
 
 // Writes a row [width] as bfloat16 [width in whole tiles], perhaps times a power of two. Returns the
 // factor of its dot products: with cosine similarity 1 / |row as written|, which is 0 where
 // l2_normalise() returns 0.
 inline float pack_amx_row(const float* row, int64_t width, bool cosine, bfloat16* to) {
   auto [prescale, inverse] = l2_norm(row, width);
-  if (!cosine && prescale <= 1.0f / AMX_TINY) prescale = 1.0f;
+  // The prescale is 1 over the largest element, rounded to a power of two.
+  if (!cosine && prescale <= AMX_HUGE) prescale = prescale < AMX_TINY ? AMX_TINY : 1.0f;
   int64_t d = 0;
   for (; d + W <= width; d += W) *(vhalf_unaligned*)(to + d) = to_bfloat16(load(row + d) * prescale);
   for (; d < width; ++d) to[d].bits = to_bfloat16(splat(row[d] * prescale))[0];
@@ -74,6 +75,7 @@ class AmxRegisters {
     } config;
     for (int i = 0; i < 8; ++i) config.row_bytes[i] = AMX_DIMS * 2, config.rows[i] = AMX_ROWS;
     static_assert(sizeof config == 64);
+    asm volatile("" ::"r"(&config) : "memory");  // GCC 12 knows of eight bytes that are read
     _tile_loadconfig(&config);
   }
   ~AmxRegisters() { _tile_release(); }

@@ -22,7 +22,7 @@ struct ValueIndex {  // an element of V
 struct KeyHeadData {
   Buffer<float> key_panels;  // [Lk / PANEL, D, PANEL]; unit vectors for cosine similarity
   // In place of key_panels where uses_amx(): [Lk / AMX_ROWS, transpose_amx_pairs()], and [Lk], what
-  // pack_amx_row() returns; 0 for a non-finite key
+  // pack_amx_row() returns. A non-finite key has elements of 0.
   Buffer<bfloat16> key_tiles;
   Buffer<float> key_factor;
   // [Lk], 1 / |k|; 0 for a key whose elements are all 0 or subnormal, and for a non-finite key. 1
