@@ -8,7 +8,9 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+import torch
 
+from softfocus import weights
 from softfocus.lab.report.points import best, cell
 
 from .committed import (
@@ -156,6 +158,53 @@ def larger_rates() -> str:
     return rates_table(("1e-3", "2e-3", "4e-3"), swept("larger-rates", "larger", names, "-half", "-twice"))
 
 
+BIASED = {
+    "laser-lssa-bias-local": "LASER over LSSA with the bias, every other layer local",
+    "laser-lssa-local": "LASER over LSSA, every other layer local",
+    "lssa-bias-local": "LSSA with the bias, every other layer local",
+    "lssa-local": "LSSA, every other layer local",
+}
+"""Rows with a bias of -log N on their scores, each above the same without it."""
+
+
+def of_seeds(by, seeds) -> dict:
+    """The rows with these seeds alone."""
+    kept = {label: tuple(one for one in group.evaluations if one.seed in seeds) for label, group in by.items()}
+    return {label: replace(by[label], evaluations=runs) for label, runs in kept.items() if runs}
+
+
+def bias() -> str:
+    """LSSA with the bias and without it, in the demo's model."""
+    by = of_seeds(by_label("layouts", "layouts-bias"), range(4))
+    rows = []
+    for label, name in ({"Softmax": "Softmax"} | BIASED).items():
+        plain = label.replace("-bias", "")
+        leads = ["", ""] if label == "Softmax" else [said(minus(by, label, "Softmax")), ""]
+        leads[1] = said(minus(by, label, plain)) if plain != label else ""
+        rows.append([name, *shown_losses(by[label]), *leads])
+    return table(["four seeds", *COLUMNS, "minus Softmax, 1x", "minus the same without the bias, 1x"], rows)
+
+
+BYTES = {
+    "Softmax": "Softmax",
+    "laser-cosine-local": "LASER over cosine softmax with log N, every other layer local",
+    "laser-lssa-local": "LASER over LSSA, every other layer local",
+    "laser-lssa-bias-local": "LASER over LSSA with the bias, every other layer local",
+}
+
+
+def bytes_512() -> str:
+    """Losses of models trained on 512 bytes, and their differences from Softmax of the same seeds."""
+    by, far = by_label("layouts-bytes-512"), {"4x, as trained": (4.0, "as trained"), "4x, window": (4.0, "window 1x")}
+    rows = []
+    for label, name in BYTES.items():
+        seeds = {one.seed for one in by[label].evaluations}
+        lead = "" if label == "Softmax" else said(minus(of_seeds(by, seeds), label, "Softmax"))
+        losses = shown_losses(by[label], ({"1x": HERE} | far).values())
+        rows.append([name, str(len(seeds)), *losses, lead])
+    return table(["512 bytes", "seeds", "1x", *far, "minus Softmax, 1x"], rows)
+
+
 def longer() -> str:
     """Losses by seed after four times the steps, and the lead before."""
     rows = []
@@ -200,6 +249,7 @@ TABLES = {
     "lssa_tiled": lssa_tiled, "sinks": sinks_table, "new_rates": rates, "larger_new_rates": larger_rates,
     "larger_lssa": partial(beside_softmax, "larger"), "bpe_lssa": partial(beside_softmax, "layouts-bpe-tuned", "bpe"),
     "small_lssa": partial(beside_softmax, "small-gpu"), "small_one": partial(beside_softmax, "small-gpu/one-pass"),
+    "bias": bias, "bytes_512": bytes_512,
     "small_settings": small_settings, "length_512": lambda: length_512(), "longer": longer,
 }  # fmt: skip
 
@@ -422,6 +472,43 @@ def test_what_is_said_of_512_tokens_is_measured():
     assert f"seeds differ by up to {max(here.values) - min(here.values):.3f}." in TEXT
     wide, narrow = (cell(by[f"laser-lssa-local{ending}"], *HERE).loss for ending in ("", "-64"))
     assert narrow > wide
+
+
+def test_what_is_said_of_copying_at_512_tokens_is_measured():
+    """The mean over seeds of the differences, by how far back the 4-gram stood."""
+    apart = []
+    for seed in range(3):
+        ours, softmax = (
+            json.loads((RESULTS / f"induction-512/{row}-s{seed}.json").read_text())["rows"][0]["by_distance"]
+            for row in ("laser-lssa-local", "softmax")
+        )
+        assert [(one["start"], one["end"]) for one in ours] == [(0, 1), (1, 256), (256, 513)]
+        apart.append([one["loss"] - other["loss"] for one, other in zip(ours, softmax, strict=True)])
+    never, near, far = (f"{sum(one) / 3:.3f}" for one in zip(*apart, strict=True))
+    assert f"is above Softmax's by {never} on tokens whose 4-gram did not occur" in TEXT
+    assert f"by {near} where it did within 255 tokens, and by {far} where it did farther back" in TEXT
+
+
+def test_what_is_said_of_the_bias_is_measured():
+    by, at = of_seeds(by_label("layouts", "layouts-bias"), range(4)), partial(loss, "layouts-bytes-512")
+    assert not any(minus(by, row, row.replace("-bias", "")).sure for row in BIASED if "-bias" in row)
+    plain, biased, softmax = (
+        [at(f"{row}-s{seed}", 512) for seed in (0, 1)]
+        for row in ("laser-lssa-local", "laser-lssa-bias-local", "softmax")
+    )
+    assert f"lower by {plain[0] - biased[0]:.3f} with the bias" in TEXT
+    assert f"with seed 1 it is higher by {biased[1] - plain[1]:.3f}" in TEXT
+    leads = f"{softmax[0] - plain[0]:.3f} and {softmax[1] - plain[1]:.3f}"
+    assert f"LASER over LSSA is below Softmax there by {leads}, which two seeds do not decide" in TEXT
+    evidence = " ".join((ROOT / "docs/evidence.md").read_text().split())
+    assert f"with both of two seeds, by {leads} nats per byte, inconclusive" in evidence
+    assert at("laser-cosine-local-s0", 2048) < at("laser-cosine-local-s0", 512)
+    query, key = torch.zeros(1, 1, 1, 64), torch.zeros(1, 1, 512, 64)
+    query[..., 0] = key[:, :, 0, 0] = key[:, :, 1:, 1] = 1.0
+    for mechanism, text in (("lssa", "it has {:.0%} of the weight of 128 keys, and {:.0%} of that of 512"),
+                            ("lssa_bias", "the one key has {:.0%} and {:.0%}.")):  # fmt: skip
+        shares = [weights(query, key[:, :, :n], mechanism=mechanism, rows=[0])[..., 0].item() for n in (128, 512)]
+        assert text.format(*shares).replace("%", " %") in TEXT
 
 
 def test_what_is_said_of_one_pass_is_measured():
