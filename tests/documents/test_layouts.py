@@ -194,7 +194,7 @@ BYTES = {
 
 
 def bytes_512() -> str:
-    """Losses of models trained on 512 bytes, and their differences from Softmax of the same seeds."""
+    """Losses of models trained on 512 bytes, and their differences from Softmax."""
     by, far = by_label("layouts-bytes-512"), {"4x, as trained": (4.0, "as trained"), "4x, window": (4.0, "window 1x")}
     rows = []
     for label, name in BYTES.items():
