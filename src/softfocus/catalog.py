@@ -219,13 +219,6 @@ _CATALOG = Catalog(
             "softfocus",
             "LSSA's scores with a plain softmax: the rival that every claim about softplus has to beat.",
         ),
-        Entry(
-            "lssa_bias",
-            _LSSA.replace(score_bias="-log(N)"),
-            "softfocus",
-            "LSSA with the bias of sigmoid attention. A key whose cosine is 0 then weighs about 1 / N, so that one "
-            "key can outweigh N of them; in LSSA each of them weighs log 2.",
-        ),
     )
 )
 

@@ -50,7 +50,6 @@ ROWS = {
     "log512_softmax": ({"length_scale": "log512(N)"}, "kexue.fm/archives/8823"),
     "qknorm": ({"similarity": "cosine", "scale": "1"}, "2010.04245"),
     "cosine_log_n": ({"similarity": "cosine", "scale": "log(d)", "length_scale": "log(N)"}, ""),
-    "lssa_bias": ({**LSSA, "score_bias": "-log(N)"}, ""),
 }  # fmt: skip
 DEFAULTS = {
     "similarity": "dot",

@@ -138,7 +138,6 @@ ROWS: dict[str, Callable[[Row], list[float]]] = {
     "log512_softmax": lambda r: l1(each(math.exp, r.plain(math.log(r.n) / math.log(512)))),
     "qknorm": lambda r: l1(each(math.exp, r.score(r.cosines, 1.0 if r.scale is None else r.scale))),
     "cosine_log_n": lambda r: l1(each(math.exp, r.lssa())),
-    "lssa_bias": lambda r: l1(each(softplus, [s - math.log(r.n) for s in r.lssa()])),
 }
 
 

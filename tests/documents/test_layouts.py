@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 
-from softfocus import weights
+from softfocus import named, weights
 from softfocus.lab.report.points import best, cell
 
 from .committed import (
@@ -158,6 +158,7 @@ def larger_rates() -> str:
     return rates_table(("1e-3", "2e-3", "4e-3"), swept("larger-rates", "larger", names, "-half", "-twice"))
 
 
+BIAS = named("lssa").replace(score_bias="-log(N)")
 BIASED = {
     "laser-lssa-bias-local": "LASER over LSSA with the bias, every other layer local",
     "laser-lssa-local": "LASER over LSSA, every other layer local",
@@ -491,6 +492,11 @@ def test_what_is_said_of_copying_at_512_tokens_is_measured():
 
 def test_what_is_said_of_the_bias_is_measured():
     by, at = of_seeds(by_label("layouts", "layouts-bias"), range(4)), partial(loss, "layouts-bytes-512")
+    words = {**of_seeds(by_label("bpe"), range(3)), "biased": next(iter(by_label("bpe-bias").values()))}
+    apart = minus(words, "biased", "laser-lssa-local")
+    assert f"with each of three seeds, by {said(apart)} at 1x" in TEXT
+    pairs = zip(*(cell(words[row], *HERE).values for row in ("biased", "laser-lssa-local")), strict=True)
+    assert all(biased > plain for biased, plain in pairs)
     assert not any(minus(by, row, row.replace("-bias", "")).sure for row in BIASED if "-bias" in row)
     plain, biased, softmax = (
         [at(f"{row}-s{seed}", 512) for seed in (0, 1)]
@@ -506,7 +512,7 @@ def test_what_is_said_of_the_bias_is_measured():
     query, key = torch.zeros(1, 1, 1, 64), torch.zeros(1, 1, 512, 64)
     query[..., 0] = key[:, :, 0, 0] = key[:, :, 1:, 1] = 1.0
     for mechanism, text in (("lssa", "it has {:.0%} of the weight of 128 keys, and {:.0%} of that of 512"),
-                            ("lssa_bias", "the one key has {:.0%} and {:.0%}.")):  # fmt: skip
+                            (BIAS, "the one key has {:.0%} and {:.0%}.")):  # fmt: skip
         shares = [weights(query, key[:, :, :n], mechanism=mechanism, rows=[0])[..., 0].item() for n in (128, 512)]
         assert text.format(*shares).replace("%", " %") in TEXT
 

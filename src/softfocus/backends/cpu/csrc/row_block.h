@@ -302,8 +302,6 @@ class RowBlock : public BlockVisibility {
   template <bool KEEP_SCORES>
   void convert_row(int64_t r, int64_t start_k, KeyRange range, vfloat& phi_sum, vfloat& running_max);
   static vint widen(const uint8_t* bytes) { return __builtin_convertvector(*(const vbyte_unaligned*)bytes, vint); }
-  // What multiplies the dot products with the W keys from offset j on, beside dot_scale
-  const float* key_factors(int64_t j) const { return amx ? key_data->key_factor + key_begin + j : nullptr; }
   vfloat load_bias(int64_t r, int64_t j) const;
   void exponentiate_row(int64_t r);
 

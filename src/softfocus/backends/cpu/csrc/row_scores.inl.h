@@ -182,10 +182,13 @@ inline void RowBlock<Phi>::convert_strip(int64_t r, int64_t start_k, KeyRange se
   unroll<MR>([&](int i) { phi_sum[i] = phi_sums[i], running_max[i] = maxima[i]; });
   float* row = tile_row(r, start_k);
   for (int64_t j = seen.begin; j < seen.end; j += W) {
-    vfloat x[MR], scale[MR];
-    unroll<MR>([&](int i) { scale[i] = splat(dot_scale[r + i]); });
-    if (const float* factors = key_factors(j)) unroll<MR>([&](int i) { scale[i] *= load(factors); });
-    unroll<MR>([&](int i) { x[i] = load(row + i * BLOCK_K + j) * scale[i] + row_bias[r + i]; });
+    vfloat x[MR];
+    if (amx) {
+      vfloat factors = load(key_data->key_factor + key_begin + j);
+      unroll<MR>([&](int i) { x[i] = load(row + i * BLOCK_K + j) * (factors * dot_scale[r + i]) + row_bias[r + i]; });
+    } else {
+      unroll<MR>([&](int i) { x[i] = load(row + i * BLOCK_K + j) * dot_scale[r + i] + row_bias[r + i]; });
+    }
     unroll<MR>([&](int i) { running_max[i] = max(x[i], running_max[i]); });
     if constexpr (!KEEP_SCORES) {
       Phi::to_stored(x);
@@ -206,7 +209,7 @@ inline void RowBlock<Phi>::convert_row(int64_t r, int64_t start_k, KeyRange rang
   vfloat nan = splat(std::numeric_limits<float>::quiet_NaN());
   for (int64_t j = range.begin; j < range.end; j += W) {
     vfloat scale = splat(dot_scale[r]);
-    if (const float* factors = key_factors(j)) scale *= load(factors);
+    if (amx) scale *= load(key_data->key_factor + key_begin + j);
     vfloat s = load(row + j) * scale + row_bias[r];
     if (params.bias.data) s += load_bias(r, j);
     if (query_nonfinite[r]) s = nan;
