@@ -129,7 +129,7 @@ def swept(study: str, own: str, names: dict[str, str], *endings: str) -> dict[st
 
 
 def rates() -> str:
-    rows = (*LSSA, "laser-lssa-local", "local-cosine", "hybrid-half-rope", "local-nope")
+    rows = (*LSSA, "laser-lssa-local", "local-softmax", "local-cosine", "hybrid-half-rope", "local-nope")
     names = {"softmax": "Softmax"} | {row: NAMES[row] for row in rows} | {"lssar": NAMES["LSSAR"]}
     found = swept("learning-rates", "layouts", names, "-half", "", "-four-times")
     return rates_table(("1e-3", "2e-3", "4e-3", "8e-3"), found)
