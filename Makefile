@@ -20,7 +20,7 @@ $(STAMP): pyproject.toml
 	@$(BIN)/softfocus build || echo "Going on without the CPU kernels: attention runs on the slower tiled backend."
 	@touch $@
 
-demo: setup  ## train Softmax, LSSA, LSSAR and two layouts side by side and show who is best at 16 times the length (under 15 minutes)
+demo: setup  ## train Softmax, LSSA, LSSAR and two layouts side by side and show who is best at 16 times the length (some 15 minutes)
 	$(BIN)/softfocus demo
 
 bench: setup  ## time attention on the CPU beside torch's own, with parity checks and peak memory; writes runs/bench-cpu/

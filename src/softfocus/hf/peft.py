@@ -31,7 +31,8 @@ from softfocus.hf.learned import PREFIX
 from softfocus.layout import Layout
 from softfocus.warn import warn
 
-_TRAINED_ON = "softfocus_trained_on"  # of the config of an adapter that was loaded; NAME is what will be saved
+# Of the config of an adapter that was loaded: what its base ran. NAME is what will be saved.
+_TRAINED_ON = "softfocus_trained_on"
 _TASK = "softfocus: import softfocus.hf before loading this adapter"
 _FILE = "adapter_config.json"
 

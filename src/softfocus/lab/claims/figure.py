@@ -103,7 +103,8 @@ def draw_powers(results: Results, *, title: str) -> Figure:
             color, middles = PALETTE[place][0], []
             for number, (_, row) in enumerate(results.by_power):
                 all_norms = [run.gradients[place] for run in results.of(row) if run.gradients is not None]
-                found = [norm for norm in all_norms if not math.isnan(norm)]  # NaN: training ended early
+                # NaN: the training ended before its gradients had settled
+                found = [norm for norm in all_norms if not math.isnan(norm)]
                 norms.plot([number] * len(found), found, "o", color=color, alpha=0.5, markersize=4)
                 middles.append(np.median(found) if found else math.nan)
             norms.plot(range(len(powers)), middles, "-", color=color, label=label)

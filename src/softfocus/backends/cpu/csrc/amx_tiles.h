@@ -40,8 +40,8 @@ inline bool uses_amx([[maybe_unused]] const Params& params) {
 // the rows as given does, and the product of two factors is at most 2^120.
 constexpr float AMX_TINY = 0x1p-60f, AMX_HUGE = 0x1p60f;
 
-// Writes a row [width] as bfloat16 [width in whole tiles], perhaps times a power of two. Returns the
-// factor of its dot products: with cosine similarity 1 / |row as written|, which is 0 where
+// Writes a row [width] as bfloat16 [width in whole tiles], perhaps times a power of two. Returns
+// the factor of its dot products: with cosine similarity 1 / |row as written|, which is 0 where
 // l2_normalise() returns 0.
 inline float pack_amx_row(const float* row, int64_t width, bool cosine, bfloat16* to) {
   auto [prescale, inverse] = l2_norm(row, width);

@@ -124,8 +124,9 @@ inline float inverse_power_of_two(float x) {
   return y;
 }
 
-// x * prescale * inverse is x / |x|. The prescale is a power of two; squares of x * prescale neither
-// overflow nor underflow in their sum. A vector without a normal element has the inverse 0.
+// x * prescale * inverse is x / |x|. The prescale is a power of two, so that the sum of the squares
+// of x * prescale neither overflows nor underflows. A vector without a normal element has the
+// inverse 0.
 struct Norm {
   float prescale, inverse;
 };
