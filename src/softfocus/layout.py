@@ -348,8 +348,7 @@ def _fitted(groups: Layer, config: Any) -> Layer:
     """Groups whose heads add up to the layer's, each of whole groups of heads that share a key."""
     if len(groups) == 1 and groups[0].heads is None:
         return groups
-    total = config.num_attention_heads
-    shared = total // (getattr(config, "num_key_value_heads", None) or total)
+    total, shared = config.num_attention_heads, heads_of_a_key(config)
     given = sum(group.heads or 0 for group in groups)
     if (open_ends := sum(group.heads is None for group in groups)) > 1:
         raise ValueError("heads: more than one group of heads leaves out how many it has")
@@ -359,6 +358,13 @@ def _fitted(groups: Layer, config: Any) -> Layer:
     if odd := [group.heads for group in groups if group.heads is not None and group.heads % shared]:
         raise ValueError(f"heads: got {odd[0]}, expected a multiple of {shared}: so many query heads share a key head")
     return groups if len(groups) > 1 else (replace(groups[0], heads=None),)
+
+
+def heads_of_a_key(config: Any) -> int:
+    """How many query heads of a model share a key head."""
+    total: int = config.num_attention_heads
+    keys = getattr(config, "num_key_value_heads", None) or total
+    return max(1, total // keys)  # DeepSeek-V3 has a key for each head, whatever its config says
 
 
 def kind_text(kind: Layer, *, learned: bool = False) -> str:

@@ -610,6 +610,8 @@ def test_unknown_rotations_are_refused(tokens):
     softfocus.hf.window(model, 6, 2)
     with pytest.raises(ValueError, match="sinks: DeepseekV3Attention turns a part of each head"):
         logits(model, tokens(1, LENGTH))
+    with pytest.raises(ValueError, match="rope: the heads of DeepseekV3Attention share the rotary part of a key"):
+        softfocus.hf.use(AutoModelForCausalLM.from_config(config), HEADS)
     assert rotary._form_of(modeling_deepseek_v4.apply_rotary_pos_emb) is None
 
 

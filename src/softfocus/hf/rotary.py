@@ -65,12 +65,14 @@ def install(module: nn.Module, layer: Layer) -> None:
     if any(group.rope > 0 for group in partial) or any(group.sinks for group in layer):
         module._softfocus_form = _form(module, modeling)  # type: ignore[assignment]
     function = getattr(modeling, _FUNCTION)
-    if len({_turned(group) for group in layer}) > 1 and not hasattr(function, "_softfocus"):
-        if not _takes_two(function):
-            raise ValueError(
-                f"rope: {kind} turns queries and keys apart, so all heads of a layer need the same share and base"
-            )
-        setattr(modeling, _FUNCTION, _by_head(function))
+    if len({_turned(group) for group in layer}) > 1:
+        together = "so all heads of a layer need the same share and base"
+        if hasattr(module, "qk_rope_head_dim"):  # MLA, as in DeepSeek-V2 and V3
+            raise ValueError(f"rope: the heads of {kind} share the rotary part of a key, {together}")
+        if not hasattr(function, "_softfocus"):
+            if not _takes_two(function):
+                raise ValueError(f"rope: {kind} turns queries and keys apart, {together}")
+            setattr(modeling, _FUNCTION, _by_head(function))
     if _change_tables not in module._forward_pre_hooks.values():
         module.register_forward_pre_hook(_change_tables, with_kwargs=True)
 

@@ -18,7 +18,7 @@ from softfocus.lab.evaluate.means import ClusteredMeans
 from softfocus.lab.progress import Event, Listener, silent
 from softfocus.lab.run_folder.files import measures, save_measured, with_rows_so_far
 from softfocus.lab.run_folder.results import HeadRow, HeadsMeasured
-from softfocus.layout import Heads, Layer, Layout
+from softfocus.layout import Heads, Layer, Layout, heads_of_a_key
 
 
 @measures
@@ -111,8 +111,7 @@ def narrowings(layout: Layout, config: Any, keys: int) -> Iterator[tuple[int | N
     Heads that share a key head go together, under the number of the first.
     """
     layers = [layout.layer(layer) for layer in range(config.num_hidden_layers)]
-    total = config.num_attention_heads
-    shared = total // (getattr(config, "num_key_value_heads", None) or total)
+    total, shared = config.num_attention_heads, heads_of_a_key(config)
     yield None, None, layout
     yield None, 0, layout.map(lambda group: _narrow(group, keys))
     for layer, groups in enumerate(layers):
