@@ -5,8 +5,11 @@ Over 400 lines: the cases share the small models and the separate calls that the
 """
 
 import copy
+import inspect
 import json
 import math
+import pickle
+import sys
 
 import pytest
 import torch
@@ -30,6 +33,10 @@ from transformers import (
     Llama4TextConfig,
     LlamaConfig,
     LlavaConfig,
+    ModernBertConfig,
+    ModernBertForMaskedLM,
+    PaliGemmaConfig,
+    PaliGemmaForConditionalGeneration,
     Qwen2Config,
     Qwen2ForCausalLM,
     SmolLM3Config,
@@ -615,6 +622,67 @@ def test_unknown_rotations_are_refused(tokens):
     assert rotary._form_of(modeling_deepseek_v4.apply_rotary_pos_emb) is None
 
 
+@pytest.mark.parametrize("bases", [{"*": 7.0}, {"0": BASE, "1": 7.0}], ids=["another", "one more"])
+def test_bases_change(build, tokens, bases):
+    ids, layout = tokens(1, LENGTH), {layer: {"mechanism": "lssar", "rope_base": base} for layer, base in bases.items()}
+    ours = softfocus.hf.use(build("llama"), {"*": {"mechanism": "lssar", "rope_base": BASE}})
+    logits(ours, ids)
+    assert torch.equal(
+        logits(softfocus.hf.use(ours, layout), ids), logits(softfocus.hf.use(build("llama"), layout), ids)
+    )
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+def test_shares_by_head_survive_a_process_that_has_put_no_layout_in(build, tokens, monkeypatch, family):
+    """As torch.load() finds it: with hooks, and with the modeling file's own function."""
+    ids, ours = tokens(1, LENGTH), softfocus.hf.use(build(family), HEADS)
+    want = logits(ours, ids)
+    modeling = sys.modules[type(ours).__module__]
+    monkeypatch.setattr(modeling, "apply_rotary_pos_emb", inspect.unwrap(modeling.apply_rotary_pos_emb))
+    assert torch.equal(logits(pickle.loads(pickle.dumps(ours)), ids), want)
+
+
+def test_shares_by_head_where_the_model_names_a_dimension(tokens):
+    """ModernBERT says ``unsqueeze_dim=1``, the default; another layout of queries is refused."""
+    torch.manual_seed(0)
+    special = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 0)
+    model = ModernBertForMaskedLM(ModernBertConfig(**SIZES, **special)).eval()
+    ids, without = tokens(1, LENGTH), {"mechanism": "lssar", "rope": 0}
+    softfocus.hf.use(model, {"*": without})
+    # Another share for the last head alone, which the output projection ignores
+    for layer in model.model.layers:
+        layer.attn.Wo.weight.data[:, -8:] = 0
+    want = logits(model, ids)
+    ours = softfocus.hf.use(model, {"*": [{**without, "heads": 3}, "lssar"]})
+    torch.testing.assert_close(logits(ours, ids), want)
+    function = sys.modules[type(model).__module__].apply_rotary_pos_emb
+    tables = torch.ones(1, 4, LENGTH, 8)
+    with pytest.raises(ValueError, match="rope: softfocus cannot turn single heads"):
+        function(*tables[None].expand(2, -1, -1, -1, -1), tables, tables, unsqueeze_dim=2)
+
+
+def test_a_prefix_lm_generates_with_a_window(tokens):
+    """PaliGemma's decoder says that it is not causal; a new token still stands at the last key."""
+    torch.manual_seed(0)
+    text = {"model_type": "gemma", "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0}
+    vision = {**SIZES, "model_type": "siglip_vision_model", "image_size": 8, "patch_size": 4}
+    model = PaliGemmaForConditionalGeneration(
+        PaliGemmaConfig(
+            vision_config=vision, text_config={**SIZES, **text}, image_token_index=60, projection_dim=32, hidden_size=32
+        )
+    ).eval()
+    softfocus.hf.window(softfocus.hf.use(model.model.language_model, "lssar"), WINDOW)
+    ids = torch.cat([torch.full((1, 4), 60), tokens(1, LENGTH) % 60], 1)
+    given = {"pixel_values": torch.randn(1, 3, 8, 8), "token_type_ids": torch.zeros_like(ids)}
+    told = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True, "eos_token_id": None}
+    made = model.generate(ids, attention_mask=torch.ones_like(ids), **given, **told, max_new_tokens=3)
+    for new in range(3):
+        given["token_type_ids"] = torch.cat([torch.zeros_like(ids), torch.ones(1, new).long()], 1)
+        seen = made.sequences[:, : ids.shape[1] + new]
+        want = logits(model, seen, attention_mask=torch.ones_like(seen), **given)[:, -1]
+        torch.testing.assert_close(made.logits[new], want)
+
+
 def test_shares_of_rope_where_queries_are_turned_alone(tokens):
     ids, want = tokens(1, LENGTH), softfocus.hf.use(sharing(), "lssar")
     frequencies = want.model.rotary_emb.full_attention_inv_freq
@@ -658,6 +726,20 @@ def test_window_narrows_what_is_wider(build, tokens):
     assert str(softfocus.hf.layout_of(softfocus.hf.window(config, 4, sinks=2))) == "lssar[4+2]"
     assert str(softfocus.hf.layout_of(softfocus.hf.window(config, 9, sinks=2))) == "lssar[4+2]"
     assert str(softfocus.hf.layout_of(softfocus.hf.window(config, 9))) == "lssar[4+2]"
+    softfocus.hf.window(softfocus.hf.window(build("llama", "lssar"), 5), 5)
+    with pytest.warns(UserWarning, match="every head keeps its own window of fewer than 7 keys"):
+        softfocus.hf.window(softfocus.hf.window(build("llama", "lssar"), 5), 7)
+    for wrong in (None, "1x", True):
+        with pytest.raises(TypeError, match=f"keys: got {wrong!r}, expected a whole number"):
+            softfocus.hf.window(build("llama", "lssar"), wrong)
+
+
+def test_assign_takes_what_use_takes(build):
+    model, layout = build("llama", "lssar"), {"0": {"mechanism": "lssar", "window": 3}, "*": "sharpened(lssa, 3)"}
+    softfocus.hf.assign(model, layout)
+    assert softfocus.hf.layout_of(model) == softfocus.hf.layout_of(build("llama", layout))
+    softfocus.hf.assign(model, "lssa")
+    assert str(softfocus.hf.layout_of(model)) == "lssa"
 
 
 def test_parameters_belong_to_the_heads_that_learn_them(build, tokens, tmp_path):

@@ -151,9 +151,9 @@ def window(target: Target, keys: int, sinks: int = 0) -> Target:
     """Narrow every attention of a model, or of a config's models, to the last keys: what a user of
     softmax would try first.
 
-    Heads that have a window as narrow already keep theirs. Nothing is learned anew. What
-    :func:`use` put in is changed in place; call ``use(model, "softmax")`` first where it was never
-    called.
+    Heads that have a window as narrow already keep theirs: to widen or take away a window, call
+    :func:`use` again. Nothing is learned anew. What :func:`use` put in is changed in place; call
+    ``use(model, "softmax")`` first where it was never called.
 
     Args:
         target: a model or config that :func:`use` has changed.
@@ -168,7 +168,15 @@ def window(target: Target, keys: int, sinks: int = 0) -> Target:
         ValueError: no mechanism in the target, a window that holds no key, more sinks than keys,
             sinks beside heads that keep a window of their own, or a model with an encoder and a
             decoder.
+        TypeError: ``keys`` is no whole number.
+
+    Warns:
+        UserWarning: every head of the model keeps its own window, so that nothing changes.
     """
+    if not isinstance(keys, int) or isinstance(keys, bool):
+        raise TypeError(
+            f"keys: got {keys!r}, expected a whole number; to take a window away, call softfocus.hf.use() again"
+        )
     layout = layout_of(target)
     if layout is None:
         raise ValueError("window: the model runs its own attention; call softfocus.hf.use(model, 'softmax') first")
@@ -183,21 +191,28 @@ def window(target: Target, keys: int, sinks: int = 0) -> Target:
             return group
         return replace(group, window=keys, sinks=sinks)
 
+    narrow = layout.map(narrowed)
     if isinstance(target, PreTrainedModel):
+        if narrow == layout and any(group.window != keys for group in layout.groups()):
+            warn(
+                f"softfocus.hf.window: every head keeps its own window of fewer than {keys} keys; to widen it, call "
+                "softfocus.hf.use() again",
+                UserWarning,
+            )
         _sharing.separate(target)
-    _write(target, layout.map(narrowed))
+    _write(target, narrow)
     return target
 
 
-def assign(target: PreTrainedModel | PreTrainedConfig, layout: Layout) -> None:
-    """Write a layout into a model or config and keep what its heads have learned: for windows and
-    powers that change.
+def assign(target: PreTrainedModel | PreTrainedConfig, mechanism: str | Mechanism | Mapping[Any, Any] | Layout) -> None:
+    """Write a mechanism or layout into a model or config and keep what its heads have learned: for
+    windows and powers that change. It takes what :func:`use` takes, without parameters.
 
     The heads and what they learn must be those of the layout that is there. Other models that share
     the config object change, too: :func:`use` has given a model its own. Adapters that are trained
     are saved as adapters of what is assigned; a :func:`window` does not change that.
     """
-    _write(target, layout)
+    _write(target, _layout(mechanism, {}, target if isinstance(target, PreTrainedConfig) else target.config))
     if isinstance(target, PreTrainedModel):
         _peft.renew(_sharing.outermost(target))
 

@@ -2,6 +2,7 @@
 ``softfocus.attention()``.
 """
 
+import inspect
 import math
 from typing import Any
 
@@ -174,7 +175,12 @@ def _attend(
                 f"window: {type(module).__name__} is cross-attention, whose keys stand at other positions than its "
                 "queries; leave the window out"
             )
-        if group.window is not None and not causal and query.shape[2] != key.shape[2]:
+        if (
+            group.window is not None
+            and not causal
+            and query.shape[2] != key.shape[2]
+            and not _decodes(module, query, mask)
+        ):
             raise ValueError(
                 f"window: {type(module).__name__} is not causal and hands over {query.shape[2]} queries and "
                 f"{key.shape[2]} "
@@ -195,6 +201,14 @@ def _attend(
     for listener in listeners:
         listener(Call(module, range(heads.start, heads.stop), query, key, arguments))
     return attention(query, key, value, dropout_p=dropout_p, **arguments)
+
+
+def _decodes(module: nn.Module, query: Tensor, mask: Tensor | None) -> bool:
+    """Whether a module that is not causal has a KV cache, as PaliGemma's decoder: then its last
+    query stands at the last key. Of several queries the mask says that.
+    """
+    has_cache = bool({"past_key_values", "cache"} & inspect.signature(module.forward).parameters.keys())
+    return has_cache and (mask is not None or query.shape[2] == 1)
 
 
 def _of_heads(x: Tensor | None, heads: slice, total: int) -> Tensor | None:

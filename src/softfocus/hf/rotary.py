@@ -69,12 +69,18 @@ def install(module: nn.Module, layer: Layer) -> None:
         together = "so all heads of a layer need the same share and base"
         if hasattr(module, "qk_rope_head_dim"):  # MLA, as in DeepSeek-V2 and V3
             raise ValueError(f"rope: the heads of {kind} share the rotary part of a key, {together}")
-        if not hasattr(function, "_softfocus"):
-            if not _takes_two(function):
-                raise ValueError(f"rope: {kind} turns queries and keys apart, {together}")
-            setattr(modeling, _FUNCTION, _by_head(function))
+        if not hasattr(function, "_softfocus") and not _takes_two(function):
+            raise ValueError(f"rope: {kind} turns queries and keys apart, {together}")
+        _wrap_function(modeling)
     if _change_tables not in module._forward_pre_hooks.values():
         module.register_forward_pre_hook(_change_tables, with_kwargs=True)
+
+
+def _wrap_function(modeling: Any) -> None:
+    """Make the rotary function of a modeling file take tables by head."""
+    function = getattr(modeling, _FUNCTION)
+    if not hasattr(function, "_softfocus"):
+        setattr(modeling, _FUNCTION, _by_head(function))
 
 
 def add_bases(model: nn.Module) -> None:
@@ -116,7 +122,8 @@ def _with_base(rotary: nn.Module, base: float) -> nn.Module:
     for table in tables:
         table["rope_theta"] = base
     other: nn.Module = kind(config)
-    pairs = list(zip(rotary.buffers(), other.buffers(), strict=True))
+    # Without the buffers of the bases of an earlier layout
+    pairs = list(zip(rotary.buffers(recurse=False), other.buffers(recurse=False), strict=True))
     if own != {base} and all(not a.is_meta and torch.equal(a, b.to(a)) for a, b in pairs):
         raise ValueError(refusal)
     other.to(pairs[0][0].device)
@@ -157,6 +164,7 @@ def _change_tables(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tupl
     )
     tables = _share(module, layer[0], by_base)
     if len({_turned(group) for group in layer}) > 1:
+        _wrap_function(sys.modules[type(module).__module__])  # a model that was unpickled in a new process
         columns = zip(*(_share(module, group, by_base) for group in layer), strict=True)
         tables = tuple(  # [B, H, L, rotary dimensions]
             torch.cat([x[:, None].expand(-1, group.heads or 1, -1, -1) for x, group in zip(xs, layer, strict=True)], 1)
@@ -260,9 +268,15 @@ def _by_head(original: Any) -> Any:
     def apply_rotary_pos_emb(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
         if cos.dim() == 3:
             return original(q, k, cos, sin, *args, **kwargs)
-        if args or kwargs or q.shape[1] != cos.shape[1]:
+        if args or kwargs.get("unsqueeze_dim", 1) != 1 or kwargs.keys() - {"unsqueeze_dim"}:
             raise ValueError(
-                "rope: this architecture lays queries out in another way than [batch, heads, length, head_dim]"
+                f"rope: softfocus cannot turn single heads where the model calls {_FUNCTION} with more than q, k, cos "
+                "and sin; give all heads of a layer the same share and base"
+            )
+        if q.shape[1] != cos.shape[1]:
+            raise ValueError(
+                "rope: this architecture lays queries out in another way than [batch, heads, length, head_dim]; give "
+                "all heads of a layer the same share and base"
             )
         if k.shape[1] == q.shape[1]:
             return _apply_to_single_heads(original, q, k, cos, sin)
