@@ -79,7 +79,7 @@ class Mechanism:
             value = getattr(self, name)
             if value not in choices:
                 usual = "exp" if value == "softmax" else str(value)  # softmax is exp with the l1 norm
-                hint = get_close_matches(usual, choices, n=1, cutoff=0.4)
+                hint = get_close_matches(usual, choices, n=1)
                 guess = f"; did you mean {hint[0]!r}?" if hint else ""
                 raise ValueError(f"Mechanism: {name}={value!r} is not one of {', '.join(map(repr, choices))}{guess}")
         if self.power is not None:
@@ -233,7 +233,7 @@ def _algebra(mechanism: Mechanism) -> Mechanism:
 
 def did_you_mean(word: object, known: Collection[str], intro: str) -> str:
     """Of an unknown word the nearest known one, or ``intro`` and all of them."""
-    near = get_close_matches(str(word), known, n=1)
+    near = get_close_matches(str(word), known, n=1, cutoff=0.65)
     return f"did you mean {near[0]!r}?" if near else f"{intro} {', '.join(known)}"
 
 

@@ -320,17 +320,24 @@ def _refuse_without_dispatch(model: PreTrainedModel, modules: list[torch.nn.Modu
         )
 
 
+def dropout_of(config: PreTrainedConfig) -> tuple[str, float] | None:
+    """The key and the value of a config's dropout of attention weights; None if it has none."""
+    for inner in _config.tree(config):
+        for key in ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "dropout_rate"):
+            if value := getattr(inner, key, None):
+                return key, value
+    return None
+
+
 def _warn_of_dropout(model: PreTrainedModel) -> None:
     """By the keys of configs. What a module keeps to itself is refused in training alone."""
-    for config in _config.tree(model.config):
-        for key in ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "dropout_rate"):
-            if getattr(config, key, None):
-                warn(
-                    f"softfocus.hf.use: the config has {key} = {getattr(config, key)}, and LASER has no dropout: the "
-                    f"model can be evaluated, but will refuse to train. Build it with {key} = 0 to train it",
-                    UserWarning,
-                )
-                return
+    if found := dropout_of(model.config):
+        key, value = found
+        warn(
+            f"softfocus.hf.use: the config has {key} = {value}, and LASER has no dropout: the model can be evaluated, "
+            f"but will refuse to train. Build it with {key} = 0 to train it",
+            UserWarning,
+        )
 
 
 def _warn_of_keys_that_count(model: PreTrainedModel) -> None:

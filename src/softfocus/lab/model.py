@@ -61,12 +61,16 @@ def build(recipe: Recipe, vocabulary: int, end: int | None = None) -> Any:
 
 def check(recipe: Recipe) -> None:
     """Refuse what can be refused before the data is there: an architecture, keys, heads or a layout
-    that do not fit.
+    that do not fit, LASER with dropout.
 
     Raises:
         LabError: as :func:`build`.
     """
-    _layout(recipe, build_config(recipe, recipe.model.config.get("vocab_size", 2)))
+    config = build_config(recipe, recipe.model.config.get("vocab_size", 2))
+    laser = any(group.mechanism.laser for group in _layout(recipe, config).groups())
+    if laser and (found := softfocus.hf.dropout_of(config)):
+        key, value = found
+        raise LabError(f"model.config.{key}={value}, and LASER has no dropout", f"set model.config.{key} to 0")
 
 
 def _auto(kind: Kind) -> Any:
