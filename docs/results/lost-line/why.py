@@ -153,4 +153,6 @@ def main(folder: Path, layer: int, head: int) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 4:
+        sys.exit(__doc__)
     main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

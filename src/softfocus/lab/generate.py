@@ -9,9 +9,11 @@ from pydantic import BaseModel
 from transformers import TextStreamer, set_seed
 
 from softfocus.lab import model as models
+from softfocus.lab.data import of_recipe as data
 from softfocus.lab.data.tokenizer import Encoder
 from softfocus.lab.errors import LabError, UsageError
-from softfocus.lab.run_folder.files import load_run
+from softfocus.lab.recipes.loading import load
+from softfocus.lab.run_folder.files import RECIPE, load_run
 
 _COLDEST = 1e-6  # colder, logits divided by it may not fit float32; by then the likeliest token is as good as certain
 
@@ -67,20 +69,22 @@ def generate(
             time.
         top_p: sample from the fewest tokens whose probabilities reach this.
         seed: below 2^32; the same seed gives the same text on the same machine.
-        write: called with pieces of text as they come.
+        write: called with the prompt, and then with pieces of text as they come.
 
     Returns:
         The new text, without the prompt, and the size of the cache.
 
     Raises:
         UsageError: a temperature that is negative or no number.
-        LabError: a run without a finished model, a prompt that is empty or that the tokenizer has
-            no tokens for, or more tokens than the model has positions or the device has memory.
+        LabError: a run without a finished model, or of a model that does not go on with a text, a
+            prompt that is empty or that the tokenizer has no tokens for, or more tokens than the
+            model has positions or the device has memory.
     """
     if not temperature >= 0:
         raise UsageError(f"--temperature {temperature} is not a temperature", "give 0 or more")
     models.quiet()
     info = load_run(folder)
+    data.refuse_without_text(load(folder / RECIPE))
     model = models.load(folder)
     tokenizer = models.load_tokenizer(folder)
     _check_prompt(tokenizer, prompt)
@@ -93,6 +97,8 @@ def generate(
     if temperature >= _COLDEST:
         sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
     set_seed(seed)
+    if write:
+        write(prompt)
     with models.memory("ask for fewer --tokens"), torch.inference_mode():
         output = model.generate(
             **inputs,

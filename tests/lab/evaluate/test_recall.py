@@ -18,6 +18,7 @@ from softfocus.lab.data import of_recipe as data
 from softfocus.lab.data.tasks import IGNORED, random_for
 from softfocus.lab.errors import LabError
 from softfocus.lab.evaluate.recall import edges, reach, recall
+from softfocus.lab.generate import generate
 from softfocus.lab.progress import Event
 from softfocus.lab.recipes.loading import load, shipped
 from softfocus.lab.run_folder.files import MODEL, RECALL, load_measured, load_run
@@ -55,6 +56,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture
 def run(runs: dict[str, Path], tmp_path: Path) -> Path:
     return Path(shutil.copytree(runs["mqar"], tmp_path / "run"))
+
+
+def test_a_model_of_a_task_does_not_go_on_with_a_text(run: Path) -> None:
+    written: list[str] = []
+    with pytest.raises(LabError, match="on a generated task and not on text; measure it with `softfocus recall RUN`"):
+        generate(run, "hi", write=written.append)
+    assert not written
 
 
 def stop_at(count: int, kind: str) -> Any:

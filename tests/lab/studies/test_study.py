@@ -368,6 +368,12 @@ def test_a_length_that_a_seed_lacks_is_left_out(fabricate: Any, tmp_path: Path) 
     assert not (tmp_path / "none").exists()
 
 
+def test_the_folder_of_a_run_takes_no_study(tmp_path: Path) -> None:
+    (tmp_path / RUN).write_text("{}")
+    with pytest.raises(LabError, match="is the folder of a run, and not of several; choose another folder with --out"):
+        crew.plan(tmp_path, [], [])
+
+
 def test_a_folder_takes_one_study_at_a_time(tmp_path: Path) -> None:
     (tmp_path / "task.toml").write_text(TASK)
     (tmp_path / "out").mkdir()

@@ -295,7 +295,6 @@ def generate(
     from softfocus.lab.generate import generate
 
     aside = json is not None and str(json) == "-"
-    typer.echo(prompt, nl=False, err=aside)
     result = generate(
         run,
         prompt,

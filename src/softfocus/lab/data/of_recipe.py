@@ -176,6 +176,20 @@ def task_of(recipe: Recipe) -> Task | None:
     return Passkey(**table.passkey.model_dump()) if table.passkey is not None else None
 
 
+def refuse_without_text(recipe: Recipe) -> None:
+    """Refuse a recipe whose model does not learn to go on with a text.
+
+    Raises:
+        LabError: it is trained on something else.
+    """
+    kind = recipe.data.kind
+    if kind != "text":
+        command = "recall" if kind == "task" else "evaluate"
+        raise LabError(
+            f"{recipe.name} is trained on {MATTER[kind]} and not on text", f"measure it with `softfocus {command} RUN`"
+        )
+
+
 def tokens(recipe: Recipe, folder: Path, info: RunInfo, listener: Listener) -> TokenStore:
     """The tokens that a run was trained on, from the cache if they are there.
 
@@ -185,12 +199,7 @@ def tokens(recipe: Recipe, folder: Path, info: RunInfo, listener: Listener) -> T
         LabError: what `prepare` raises, a recipe whose model does not learn to go on with a text,
             or a tokenizer that is not the run's.
     """
-    kind = recipe.data.kind
-    if kind != "text":
-        command = "recall" if kind == "task" else "evaluate"
-        raise LabError(
-            f"{recipe.name} is trained on {MATTER[kind]} and not on text", f"measure it with `softfocus {command} RUN`"
-        )
+    refuse_without_text(recipe)
     store = _tokens(recipe, listener)
     now, then = store.tokenizer / "tokenizer.json", folder / MODEL / "tokenizer.json"
     same = not (now.is_file() and then.is_file()) or filecmp.cmp(now, then, shallow=False)

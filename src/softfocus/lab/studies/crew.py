@@ -49,8 +49,11 @@ def plan(folder: Path, recipes: Sequence[Recipe], labels: Sequence[str], *, over
     finished, or diverged.
 
     Raises:
-        LabError: two recipes of one name, or a folder that holds a run of another recipe.
+        LabError: two recipes of one name, a folder that is itself a run, or one of its folders that
+            holds a run of another recipe.
     """
+    if (folder / RUN).exists():
+        raise LabError(f"{folder} is the folder of a run, and not of several", "choose another folder with --out")
     names = [recipe.name for recipe in recipes]
     if twice := [name for number, name in enumerate(names) if name in names[:number]]:
         what = f"there are two runs of the name {twice[0]}, and both would be made in {folder / twice[0]}"
