@@ -1,10 +1,21 @@
-"""docs/transformers.md, and docs/limitations.md of T6: they show the committed results."""
+"""docs/transformers.md, and docs/limitations.md of T6: they show the committed results; and the
+callback of the former anneals.
+"""
 
 import json
+import re
+
+import pytest
+import torch
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+import softfocus
+import softfocus.hf
 
 from .committed import RESULTS, ROOT, loss
 
-GUIDE = " ".join((ROOT / "docs/transformers.md").read_text().split())
+PAGE = (ROOT / "docs/transformers.md").read_text()
+GUIDE = " ".join(PAGE.split())
 
 
 def test_the_size_of_t6s_cache_is_the_measured_one():
@@ -34,3 +45,26 @@ def test_the_losses_of_t6_are_the_measured_ones():
 def test_the_cost_of_t6_is_the_measured_one():
     costs = loss("t6", "demo-t6-lssar") - loss("t6", "demo-t6")
     assert f"T6 costs {costs:.2f} at" in " ".join((ROOT / "docs/limitations.md").read_text().split())
+
+
+def test_the_callback_anneals_the_power(tmp_path):
+    """That of re-weighted heads alone: 1 at the first of ten steps, 15 from the seventh on."""
+    code = next(block for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "class Annealing" in block)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = GPTNeoXForCausalLM(GPTNeoXConfig(**sizes, vocab_size=64, max_position_embeddings=64))
+    softfocus.hf.use(model, {"0": "softmax", "*": "lssar"})
+    scope = {"softfocus": softfocus, "model": model}
+    exec(code, scope)
+    powers = []
+
+    class Watch(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            first, second = (layer[0].mechanism.power for layer in map(softfocus.hf.layout_of(model).layer, (0, 1)))
+            assert first is None
+            powers.append(second)
+
+    ids = torch.arange(16)
+    arguments = TrainingArguments(str(tmp_path), max_steps=10, report_to=[], save_strategy="no", use_cpu=True)
+    rows = [{"input_ids": ids, "labels": ids}] * 16
+    Trainer(model, arguments, train_dataset=rows, callbacks=[scope["callback"], Watch()]).train()
+    assert powers == pytest.approx([1 + 14 * min(1, step / 6) for step in range(10)])
