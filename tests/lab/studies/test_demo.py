@@ -222,7 +222,7 @@ class Whole:
 def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("demo") / "fast"
     folder.mkdir()
-    in_the_way = folder / "demo-laser-lssa-local"
+    in_the_way = folder / "demo-global-heads"
     in_the_way.write_text("a file where a run is to be")
     consoles = plain_console(), plain_console()
     steps: list[tuple[str, int]] = []
@@ -306,8 +306,8 @@ class TestWhole:
     def test_failures_are_named_with_their_logs_and_the_others_go_on(self, whole):
         message = str(whole.error)
         assert message.startswith("2 of 5 models failed: LSSA: killed by signal 9")
-        assert re.search(r"demo-laser-lssa-local: \S+demo-laser-lssa-local is a file", message)
-        for name in ("demo-lssa", "demo-laser-lssa-local"):
+        assert re.search(r"demo-global-heads: \S+demo-global-heads is a file", message)
+        for name in ("demo-lssa", "demo-global-heads"):
             assert f"(log: {whole.folder}/logs/{name}.log)" in message
         assert "\n" not in message
         assert "start again" in message

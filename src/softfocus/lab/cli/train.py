@@ -25,7 +25,8 @@ def train(
     """Train a recipe into a run folder.
 
     Shipped recipes, each alone or with one of the endings in brackets: demo(-softmax, -lssa,
-    -lssa-local, -lssar, -laser, -laser-lssa-local, -hybrid, -larger, -slow-start, -t6, -t6-lssar);
+    -lssa-local, -lssar, -laser, -laser-lssa-local, -hybrid, -global-heads, -larger, -slow-start,
+    -t6, -t6-lssar);
     toy(-llama); small(-llama); gpt2-124m(-softmax, -lssa, -lssar, -laser, -llama); repeats;
     mqar(-softmax, -ssmax, -cosine-log-n, -lssa, -lssar-3, -lssar-7, -lssar, -laser, -window, -nope,
     -nope-lssar); passkey(-softmax, -ssmax, -cosine-log-n, -lssa, -lssar-3, -lssar-7, -lssar,

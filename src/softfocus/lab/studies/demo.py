@@ -17,7 +17,7 @@ from softfocus.lab.report.results import Report, load_entry
 from softfocus.lab.studies import crew
 from softfocus.lab.studies.study import train_all
 
-MODELS = ("demo-softmax", "demo-lssa", "demo-lssar", "demo-hybrid", "demo-laser-lssa-local")
+MODELS = ("demo-softmax", "demo-lssa", "demo-lssar", "demo-hybrid", "demo-global-heads")
 FOLDER = Path("runs/demo")
 
 FAST = (
@@ -28,7 +28,7 @@ FAST = (
     "train.checkpoint_every=4",
     "train.log_every=2",
     "model.config.hidden_size=32",
-    "model.config.num_hidden_layers=2",
+    "model.config.num_hidden_layers=3",
     "model.config.intermediate_size=64",
     "evaluate.lengths=1x,2x,4x",
     "evaluate.tokens=2048",
