@@ -8,6 +8,11 @@ import triton.language as tl
 from softfocus.backends.triton.kernels import loading, masking, norms, pointwise, products
 
 LOG_512 = tl.constexpr(6.238324625039508)
+LARGEST_BIAS = tl.constexpr(2.35e38)
+"""In units of log 2 a finite bias counts as at most this in magnitude. Times log2 e it is 3.39e38,
+which float32 holds, and leaves room for the other terms of a score. finfo.min of float32 and
+bfloat16, which models write for "hidden", would become -inf.
+"""
 
 
 @triton.jit
@@ -134,6 +139,9 @@ def tile_scores(
         offsets = q_offsets.to(tl.int64) * inputs.bias.stride_l + k_offsets.to(tl.int64) * inputs.bias.stride_d
         mask = (q_offsets < inputs.query_length) & (k_offsets < inputs.key_length)
         bias = tl.load(loading.head_pointer(inputs.bias, b, h) + offsets, mask=mask, other=0.0).to(tl.float32)
+        if algebra.phi.score_unit != 1.0:
+            clamped = tl.minimum(tl.maximum(bias, -LARGEST_BIAS), LARGEST_BIAS)
+            bias = tl.where(tl.abs(bias) < float("inf"), clamped, bias)  # NaN and infinities stay
         s += pointwise.stable_product(bias, algebra.phi.score_unit, algebra)
     visible = tl.full(s.shape, True, tl.int1)
     if IS_PARTIAL:
