@@ -233,7 +233,9 @@ def store_results(
     mask = q_offsets < inputs.query_length
     dv_offsets = tl.arange(0, blocks.BLOCK_DV)
     weight_sum = power_sum if algebra.reweighted else phi_sum
-    # The largest term of a re-weighted row is u^p = 1, which needs no rounding
+    # The largest term of a re-weighted row is u^p = 1, which needs no rounding. A tied row keeps
+    # its phi, whose rounding does not cancel: out errs by up to half an ulp of the operand, as
+    # FlashAttention's does
     if not algebra.inputs_are_fp32 and algebra.normaliser == "l1" and not algebra.reweighted:
         dtype = inputs.value_operand.pointer.dtype.element_ty
         weight_sum = weighting.rounded_sum(phi_sum, row_max, shift, algebra, dtype)
