@@ -1,7 +1,9 @@
 // Dot products of bfloat16 rows by Intel's AMX: the processor multiplies tiles of 16 rows by 32
 // dimensions with tiles of 16 keys. Products of bfloat16 are exact in float, and sums are in float,
-// so that these dot products round no more than those of register_tile(). AMX takes subnormal
-// elements for 0, so that rows of extreme size are scaled by a power of two first.
+// so that dot products of normal elements round no more than those of register_tile(). AMX takes
+// subnormal elements for 0. Rows whose largest element is extreme are scaled by a power of two
+// first. An element that is below 2^-126 even then counts as 0; it would matter only beside a
+// factor above 2^100.
 #pragma once
 
 #include "memory.h"
@@ -36,8 +38,9 @@ inline bool uses_amx([[maybe_unused]] const Params& params) {
 }
 
 // Without cosine similarity rows whose largest element is below AMX_TINY are scaled to 1, and rows
-// with one above AMX_HUGE by AMX_TINY. The dot product of a scaled row overflows only where that of
-// the rows as given does, and the product of two factors is at most 2^120.
+// with one of 2^61 or more are multiplied by AMX_TINY. AMX_HUGE is 1 / AMX_TINY, a limit of the
+// prescale. The dot product of a scaled row overflows only where that of the rows as given does,
+// and the product of two factors is at most 2^120.
 constexpr float AMX_TINY = 0x1p-60f, AMX_HUGE = 0x1p60f;
 
 // Writes a row [width] as bfloat16 [width in whole tiles], perhaps times a power of two. Returns
