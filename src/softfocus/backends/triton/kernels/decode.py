@@ -102,8 +102,8 @@ def _score_pointers(scores, inputs, k_offsets, end, ROWS: tl.constexpr):
 
 @triton.jit
 def _initial_statistics(ROWS_STORED: tl.constexpr):
-    """The statistics of rows before the first tile: row_max, smallest_product, shift, phi_sum, each
-    [ROWS_STORED].
+    """The statistics of rows before the first tile: row_max, smallest_scaled_dot, shift, phi_sum,
+    each [ROWS_STORED].
     """
     zeros = tl.zeros([ROWS_STORED], tl.float32)
     return zeros - float("inf"), zeros, zeros, zeros
@@ -112,7 +112,7 @@ def _initial_statistics(ROWS_STORED: tl.constexpr):
 @triton.jit
 def _merged_statistics(algebra, parts, splits, ROWS_STORED: tl.constexpr):
     """Largest score, shift and sum of phi 2^-shift of the rows, [ROWS_STORED], from all splits."""
-    row_max, _smallest_product, shift, phi_sum = _initial_statistics(ROWS_STORED)
+    row_max, _smallest_scaled_dot, shift, phi_sum = _initial_statistics(ROWS_STORED)
     rows = tl.arange(0, ROWS_STORED)
     for split in tl.range(splits, loop_unroll_factor=LOADED_AT_ONCE):
         split_max = tl.load(_part_pointers(parts, PART_MAX, splits, split, ROWS_STORED) + rows)
@@ -144,7 +144,7 @@ def statistics(inputs, algebra, masks, parts, sums, scores, ROWS_STORED: tl.cons
     if algebra.cosine:
         query_rnorm = loading.load_vector(inputs.query_rnorm, b, row_heads, q_offsets, inputs.query_length)
         scale = scale * norms.mantissa_of(query_rnorm)
-    row_max, smallest_product, shift, phi_sum = _initial_statistics(ROWS_STORED)
+    row_max, smallest_scaled_dot, shift, phi_sum = _initial_statistics(ROWS_STORED)
     phi_error = phi_sum
     end = stop * blocks.BLOCK_K
     for start in range(first * blocks.BLOCK_K, end, SCORES_AT_ONCE // ROWS_STORED):
@@ -156,15 +156,15 @@ def statistics(inputs, algebra, masks, parts, sums, scores, ROWS_STORED: tl.cons
             k_offsets[None, :], scale[:, None], tl.full([1, 1], 1.0, tl.float32), row_bias[:, None], True,
         )  # fmt: skip
         s, scaled_dots = tl.where(mask, s, float("-inf")), tl.where(mask, scaled_dots, 0.0)
-        _f, row_max, smallest_product, shift, phi_sum, phi_error, _rescale = forward.online_statistics(
-            s, scaled_dots, row_max, smallest_product, shift, phi_sum, phi_error, algebra
+        _f, row_max, smallest_scaled_dot, shift, phi_sum, phi_error, _rescale = forward.online_statistics(
+            s, scaled_dots, row_max, smallest_scaled_dot, shift, phi_sum, phi_error, algebra
         )
         tl.store(pointers, s, mask=mask)
     rows = tl.arange(0, ROWS_STORED)
     tl.store(_part_pointers(parts, PART_MAX, splits, split, ROWS_STORED) + rows, row_max)
     sum_pointers = _part_pointers(parts, PART_PHI_SUM, splits, split, ROWS_STORED) + rows
     phi_sum = forward.compensated(phi_sum, phi_error)
-    tl.store(sum_pointers, forward.nan_if_infinite(phi_sum, row_max, smallest_product))
+    tl.store(sum_pointers, forward.nan_if_infinite(phi_sum, row_max, smallest_scaled_dot))
     if not algebra.reweighted:
         tl.debug_barrier()
         for start in range(first * blocks.BLOCK_K, end, SCORES_AT_ONCE // ROWS_STORED):
@@ -267,7 +267,7 @@ def _sum_values(
     dv_offsets = tl.arange(0, blocks.BLOCK_DV)
     acc = tl.zeros([blocks.BLOCK_Q, blocks.BLOCK_DV], tl.float32)
     needs_exact = tl.zeros([blocks.BLOCK_Q], tl.float32) > 0.0
-    large_values = tl.zeros([blocks.BLOCK_K], tl.float32)  # stays 0: every tile is treated as a partial one
+    has_large_value = tl.zeros([blocks.BLOCK_K], tl.float32)  # stays 0: every tile is treated as a partial one
     # For a single row: weights times values, summed over the keys at the end
     product_sums = tl.zeros([blocks.BLOCK_K, blocks.BLOCK_DV], tl.float32)
     # For LASER, the largest |v| so far. Any |v| above LARGE_VALUE has the split summed again, also
@@ -297,8 +297,8 @@ def _sum_values(
                 # The values themselves: in decoding LASER's e^V is computed below
                 value = loading.load_value_operand(inputs, b, h, k_offsets, True, blocks)
             if CAREFUL:
-                value, acc, needs_exact, large_values = forward.checked_values(
-                    value, acc, needs_exact, large_values, numerator if algebra.reweighted else None,
+                value, acc, needs_exact, has_large_value = forward.checked_values(
+                    value, acc, needs_exact, has_large_value, numerator if algebra.reweighted else None,
                     inputs, algebra, masks, b, h, row_heads, q_offsets, k_offsets, True, blocks,
                 )  # fmt: skip
             elif algebra.laser:
