@@ -57,7 +57,7 @@ def laser_grad_acc(grad_out, outputs, inputs, b, h, q_offsets, active, blocks):
     # exp_out is stored as 1 in rows without weight. NaN outputs fail exp_out > 0 and pass no
     # gradient
     mask = (exp_out > 0.0) & active[:, None]
-    grad_acc = laser.to_operand_dtype(tl.where(mask, grad_tile.to(tl.float32) / exp_out, 0.0), grad_tile.dtype)
+    grad_acc = laser.exponential_operand(tl.where(mask, grad_tile.to(tl.float32) / exp_out, 0.0), grad_tile.dtype)
     return grad_acc, tl.sum(tl.where(mask, grad_acc.to(tl.float32) * exp_out, 0.0), 1)
 
 

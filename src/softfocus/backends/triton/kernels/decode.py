@@ -309,7 +309,7 @@ def _sum_values(
             elif algebra.laser:
                 x = value.to(tl.float32)  # [BLOCK_K, BLOCK_DV]
                 largest_value = tl.maximum(largest_value, tl.max(tl.abs(x), 1))
-                value = laser.to_operand_dtype(tl.exp2(x * LOG2E), value.dtype)
+                value = laser.exponential_operand(tl.exp2(x * LOG2E), value.dtype)
             # acc [BLOCK_Q, BLOCK_DV], product_sums [BLOCK_K, BLOCK_DV]
             if blocks.BLOCK_Q > 1:
                 acc += products.dot_weights(numerator, value, algebra, blocks)
