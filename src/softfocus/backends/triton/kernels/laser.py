@@ -221,7 +221,8 @@ def add_exact_terms(
 
     Args:
         exact_terms: [BLOCK_Q, BLOCK_K] or [BLOCK_K, BLOCK_Q].
-        value_sum: [BLOCK_K, BLOCK_DV], or None, which returns ``exact_terms`` in its place.
+        value_sum: [BLOCK_K, BLOCK_DV], or None. The second result is then ``exact_terms`` again,
+            which the caller does not use.
         active: the rows that are computed, [BLOCK_Q]. In the others grad_out is taken as 0.
         ROW_AXIS: the axis of the rows in the tile, 0 or 1.
     """
