@@ -100,7 +100,7 @@ def load_score_keys(inputs, algebra, b, h, k_offsets, IS_PARTIAL: tl.constexpr, 
 
 @triton.jit
 def first_key(masks, tile_range, b, h, block, n, IS_PARTIAL: tl.constexpr, blocks):
-    """The first key of a block's n-th partial tile, or n-th full tile unless IS_PARTIAL."""
+    """The first key of a block's n-th tile: of the partial ones if IS_PARTIAL, else full ones."""
     return masking.tile_index(masks.key_tiles, tile_range, b, h, block, n, IS_PARTIAL) * blocks.BLOCK_K
 
 
