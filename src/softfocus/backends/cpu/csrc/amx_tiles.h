@@ -47,14 +47,14 @@ constexpr float AMX_TINY = 0x1p-60f, AMX_HUGE = 0x1p60f;
 // the factor of its dot products: with cosine similarity 1 / |row as written|, which is 0 where
 // l2_normalise() returns 0.
 inline float pack_amx_row(const float* row, int64_t width, bool cosine, bfloat16* to) {
-  auto [prescale, inverse] = l2_norm(row, width);
+  auto [prescale, scaled_rnorm] = l2_norm(row, width);
   // The prescale is 1 over the largest element, rounded to a power of two.
   if (!cosine && prescale <= AMX_HUGE) prescale = prescale < AMX_TINY ? AMX_TINY : 1.0f;
   int64_t d = 0;
   for (; d + W <= width; d += W) *(vhalf_unaligned*)(to + d) = to_bfloat16(load(row + d) * prescale);
   for (; d < width; ++d) to[d].bits = to_bfloat16(splat(row[d] * prescale))[0];
   for (; d < round_up(width, AMX_DIMS); ++d) to[d].bits = 0;
-  return cosine ? inverse : 1.0f / prescale;
+  return cosine ? scaled_rnorm : 1.0f / prescale;
 }
 
 // Writes 16 packed rows [AMX_ROWS, padded_width] as the tiles of 16 keys: [padded_width / AMX_DIMS,
@@ -78,7 +78,9 @@ class AmxRegisters {
     } config;
     for (int i = 0; i < 8; ++i) config.row_bytes[i] = AMX_DIMS * 2, config.rows[i] = AMX_ROWS;
     static_assert(sizeof config == 64);
-    asm volatile("" ::"r"(&config) : "memory");  // GCC 12 knows of eight bytes that are read
+    // GCC 12 declares that _tile_loadconfig reads eight bytes. Without this line it may drop the
+    // stores to the other 56.
+    asm volatile("" ::"r"(&config) : "memory");
     _tile_loadconfig(&config);
   }
   ~AmxRegisters() { _tile_release(); }
