@@ -561,6 +561,32 @@ def test_an_infinite_key_makes_rows_nan_whatever_the_sign_of_the_scale(quiet, sc
     assert fused(query, key, value[:, :, :40], scale=scale).isnan().all()
 
 
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("name", ["softmax", "lssar"])
+def test_a_bias_that_log2_e_would_make_infinite(quiet, monkeypatch, name, split):
+    """Two rows of equal biases keep the mean of V, and a third one the value of its largest bias.
+
+    The gradients of softmax are those of the third row. In the others the backward's logsumexp,
+    some 1e38, has lost log N (docs/limitations.md).
+    """
+    if split:
+        split_keys(monkeypatch, 64)
+    generator = torch.Generator().manual_seed(0)
+    given = [torch.randn(1, 1, n, 8, generator=generator).to(DEVICE) for n in (3, 40, 40)]
+    bias = torch.zeros(1, 1, 3, 40, device=DEVICE)
+    bias[0, 0, 0], bias[0, 0, 1], bias[0, 0, 2, 7] = torch.finfo(SINGLE).min, torch.finfo(BRAIN).min, 2.5e38
+    results = []
+    for backend in ("triton", "tiled"):
+        leaves = [x.clone().requires_grad_() for x in (*given, bias)]
+        out = attention(*leaves[:3], bias=leaves[3], mechanism=name, backend=backend)
+        loss = (out if name == "lssar" else out[:, :, 2:]).square().sum()
+        results.append((out, *torch.autograd.grad(loss, leaves)))
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want)
+    value = given[2][0, 0]
+    torch.testing.assert_close(results[0][0][0, 0], torch.stack([value.mean(0), value.mean(0), value[7]]))
+
+
 @jit
 def sum_of_equal_terms(out, x, n):
     total = tl.zeros([16], tl.float32)

@@ -43,7 +43,7 @@ FEW_ROWS = 64
 keys among programs. Chosen, not measured.
 """
 SCORE_BOUND = 60.0
-"""While all absolute scores are at most this, phi, its sums and the spread need no shift: they
+"""While all absolute scores are below this, phi, its sums and the spread need no shift: they
 neither overflow nor underflow.
 """
 LEAST_SCALE = 0.1

@@ -56,8 +56,8 @@ ALIGNED = 16
 """Bytes. Triton compiles one kernel for addresses that are multiples of it, and one for others."""
 UNMEASURED = ("decode", "bias_gradients")  # they take the first of their tile shapes
 FP_FUSION = {"enable_fp_fusion": True}
-"""Lets the compiler fuse a product and a sum into one instruction. Triton's default is about to
-change; the option keeps the kernels' speed and their last bits as they are.
+"""Lets the compiler fuse a product and a sum into one instruction. Triton 3.9 warns that the
+default of this option will change. Set here, results keep their last bits, and kernels their speed.
 """
 
 
@@ -77,7 +77,7 @@ class LaunchShape(NamedTuple):
 
 
 class Launcher:
-    """Builds the kernels' arguments for one call and launches them. A cache has no backward."""
+    """Builds a call's kernel arguments and launches them. Calls with a cache have no backward."""
 
     def __init__(self, call: Call) -> None:
         self.call = call
@@ -395,5 +395,5 @@ def _compiled_for(layout: Hashable) -> dict[Hashable, Any]:
 
 @cache
 def _programs(device: torch.device) -> int:
-    """How many programs keep a device busy: two per multiprocessor, as an H100 measured."""
+    """How many programs keep a device busy: two per multiprocessor, as measured on an H100."""
     return 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

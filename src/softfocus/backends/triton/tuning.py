@@ -63,16 +63,17 @@ TILES = {
     ("decode", "hdim64"): _shapes((16, 128, 4)),
     ("decode", "hdim128"): _shapes((16, 64, 4)),
 }
-"""The tile shapes to choose from, by kernel and kind. "hdim64" is for heads of at most 64
-dimensions, and for all heads where a kernel has no "hdim128". "compute-intensive" kernels compute
-more per score.
+"""The tile shapes to choose from, by kernel and name. A name gives the width, and may add a phi,
+"compute-intensive" or "LASER"; "LASER" alone is for every width. ``candidates`` takes the most
+specific one. "hdim64" is for heads of at most 64 dimensions, and for all heads where a kernel has
+no "hdim128". "compute-intensive" kernels compute more per score.
 
 The first shape is taken where nothing is measured. This table is for Hopper. On average over the
-mechanisms that were measured in bfloat16, its first shapes take at most 1.1 of the time of the
-fastest (docs/results/gpu-h100, gpu-h200). Some spill registers. Which of 32 x 64 x 4 is faster in
-key_gradients was measured on the H200 alone. bias_gradients was not measured. A warp has at least
-16 rows in the forward and in query_gradients, and 16 keys in key_gradients: with fewer, several
-warps would do the same work.
+mechanisms that were measured in bfloat16, its first shapes take at most 1.1 times the time of the
+fastest (docs/results/gpu-h100, gpu-h200). Some spill registers. The two shapes (32, 64, 4) of
+key_gradients, with and without a limit of registers, were compared on the H200 only. bias_gradients
+was not measured. A warp has at least 16 rows in the forward and in query_gradients, and 16 keys in
+key_gradients: with fewer, several warps would do the same work.
 
 With at most 128 registers per thread, two programs of eight warps fit on a multiprocessor, so that
 one computes while the other waits, and with at most 168 three programs of four warps.
@@ -123,7 +124,9 @@ TILES_SINCE_BLACKWELL = {
     ("decode", "hdim64"): _shapes((16, 64, 4), stages=4),
     ("decode", "hdim128"): _shapes((16, 32, 4), stages=4),
 }
-"""For GPUs from Blackwell on: as they compile, nothing was measured."""
+"""For GPUs from Blackwell on. Chosen by what compiles without spills, or in decoding with at most
+32 bytes (test_triton_compile.py). Nothing was measured.
+"""
 TILES_FP32 = {
     "hdim64": _shapes((32, 32, 8), (64, 32, 8), stages=2),
     "hdim128": _shapes((32, 16, 8), (32, 32, 8), stages=2),

@@ -1,7 +1,9 @@
 // Dot products of bfloat16 rows by Intel's AMX: the processor multiplies tiles of 16 rows by 32
 // dimensions with tiles of 16 keys. Products of bfloat16 are exact in float, and sums are in float,
-// so that these dot products round no more than those of register_tile(). AMX takes subnormal
-// elements for 0, so that rows of extreme size are scaled by a power of two first.
+// so that dot products of normal elements round no more than those of register_tile(). AMX takes
+// subnormal elements for 0. Rows whose largest element is extreme are scaled by a power of two
+// first. An element that is below 2^-126 even then counts as 0; it would matter only beside a
+// factor above 2^100.
 #pragma once
 
 #include "memory.h"
@@ -36,22 +38,23 @@ inline bool uses_amx([[maybe_unused]] const Params& params) {
 }
 
 // Without cosine similarity rows whose largest element is below AMX_TINY are scaled to 1, and rows
-// with one above AMX_HUGE by AMX_TINY. The dot product of a scaled row overflows only where that of
-// the rows as given does, and the product of two factors is at most 2^120.
+// with one of 2^61 or more are multiplied by AMX_TINY. AMX_HUGE is 1 / AMX_TINY, a limit of the
+// prescale. The dot product of a scaled row overflows only where that of the rows as given does,
+// and the product of two factors is at most 2^120.
 constexpr float AMX_TINY = 0x1p-60f, AMX_HUGE = 0x1p60f;
 
 // Writes a row [width] as bfloat16 [width in whole tiles], perhaps times a power of two. Returns
 // the factor of its dot products: with cosine similarity 1 / |row as written|, which is 0 where
 // l2_normalise() returns 0.
 inline float pack_amx_row(const float* row, int64_t width, bool cosine, bfloat16* to) {
-  auto [prescale, inverse] = l2_norm(row, width);
+  auto [prescale, scaled_rnorm] = l2_norm(row, width);
   // The prescale is 1 over the largest element, rounded to a power of two.
   if (!cosine && prescale <= AMX_HUGE) prescale = prescale < AMX_TINY ? AMX_TINY : 1.0f;
   int64_t d = 0;
   for (; d + W <= width; d += W) *(vhalf_unaligned*)(to + d) = to_bfloat16(load(row + d) * prescale);
   for (; d < width; ++d) to[d].bits = to_bfloat16(splat(row[d] * prescale))[0];
   for (; d < round_up(width, AMX_DIMS); ++d) to[d].bits = 0;
-  return cosine ? inverse : 1.0f / prescale;
+  return cosine ? scaled_rnorm : 1.0f / prescale;
 }
 
 // Writes 16 packed rows [AMX_ROWS, padded_width] as the tiles of 16 keys: [padded_width / AMX_DIMS,
@@ -75,7 +78,9 @@ class AmxRegisters {
     } config;
     for (int i = 0; i < 8; ++i) config.row_bytes[i] = AMX_DIMS * 2, config.rows[i] = AMX_ROWS;
     static_assert(sizeof config == 64);
-    asm volatile("" ::"r"(&config) : "memory");  // GCC 12 knows of eight bytes that are read
+    // GCC 12 declares that _tile_loadconfig reads eight bytes. Without this line it may drop the
+    // stores to the other 56.
+    asm volatile("" ::"r"(&config) : "memory");
     _tile_loadconfig(&config);
   }
   ~AmxRegisters() { _tile_release(); }

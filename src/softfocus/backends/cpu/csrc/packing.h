@@ -21,9 +21,10 @@ struct ValueIndex {  // an element of V
 // the places after that key are 0. Later panels are neither written nor read.
 struct KeyHeadData {
   Buffer<float> key_panels;  // [Lk / PANEL, D, PANEL]; unit vectors for cosine similarity
-  // In place of key_panels where uses_amx(): [Lk / AMX_ROWS, transpose_amx_pairs()], and [Lk], what
-  // pack_amx_row() returns. A non-finite key has elements of 0.
-  Buffer<bfloat16> key_tiles;
+  // Where uses_amx(), in place of key_panels: amx_keys [Lk / 16, D / 32, 16 pairs of dimensions, 16
+  // keys, 2], D rounded up to 32, and key_factor [Lk], by which dot products with the key are
+  // multiplied. A non-finite key has elements of 0.
+  Buffer<bfloat16> amx_keys;
   Buffer<float> key_factor;
   // [Lk], 1 / |k|; 0 for a key whose elements are all 0 or subnormal, and for a non-finite key. 1
   // without cosine similarity
@@ -59,7 +60,7 @@ struct KeyHeadData {
     int64_t length = round_up(params.key_length, BLOCK_K);
     packed = true;
     if (uses_amx(params)) {
-      key_tiles.resize(length * round_up(params.head_dim, AMX_DIMS));
+      amx_keys.resize(length * round_up(params.head_dim, AMX_DIMS));
       key_factor.resize(length);
     } else {
       key_panels.resize(length * params.head_dim);
@@ -113,7 +114,7 @@ inline void pack_keys(const Params& params, KeyHeadData& key_data, int64_t b, in
         key_data.key_rnorm[key] = l2_normalise(row, width);
     }
     if (amx)
-      transpose_amx_pairs(amx_rows, amx_width, key_data.key_tiles + first * amx_width);
+      transpose_amx_pairs(amx_rows, amx_width, key_data.amx_keys + first * amx_width);
     else
       transpose_rows(rows, width, width, key_data.key_panels + (first / PANEL * width) * PANEL + first % PANEL);
   }
@@ -194,10 +195,10 @@ inline RowView view_keys(const Params& params, const KeyHeadData& key_data, int6
     }
     read_row(params.key, params.dtype, b, key_head, key, width, row);
     if (params.cosine) {
-      float inverse = key_data.key_rnorm[key];
+      float rnorm = key_data.key_rnorm[key];
       // The product equals l2_normalise(), whose prescale is a power of two.
-      if (inverse > SAFE_MIN && inverse < SAFE_MAX)
-        for (int64_t d = 0; d < width; ++d) row[d] *= inverse;
+      if (rnorm > SAFE_MIN && rnorm < SAFE_MAX)
+        for (int64_t d = 0; d < width; ++d) row[d] *= rnorm;
       else
         l2_normalise(row, width);
     }

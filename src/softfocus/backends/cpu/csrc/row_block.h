@@ -111,7 +111,7 @@ class RowBlock : public BlockVisibility {
   Buffer<float> queries;
   Buffer<float> scaled_queries;  // [BLOCK_Q, padded_dim], times score_scale: for key gradients
   // Where uses_amx(): [BLOCK_Q, D in whole tiles], 0 where non-finite and after the last row
-  Buffer<bfloat16> query_tiles;
+  Buffer<bfloat16> amx_queries;
   float base_scale[BLOCK_Q];  // c_i without the head scale
   // c_i; multiplies the dot products, not the query, which would round once more (key gradients do
   // use scaled_queries)
@@ -141,7 +141,7 @@ class RowBlock : public BlockVisibility {
         stored(max_rows * (max_row_stride - W)),
         queries(BLOCK_Q * padded_dim),
         scaled_queries(BLOCK_Q * padded_dim),
-        query_tiles(uses_amx(params) ? BLOCK_Q * round_up(params.head_dim, AMX_DIMS) : 0),
+        amx_queries(uses_amx(params) ? BLOCK_Q * round_up(params.head_dim, AMX_DIMS) : 0),
         dropout(params, max_rows, max_row_stride - W),
         amx(uses_amx(params)),
         maximum_first(Phi::shifted_by_maximum && params.normaliser == L1),

@@ -10,7 +10,7 @@ namespace softfocus {
 template <typename Phi>
 inline void RowBlock<Phi>::read_queries() {
   int64_t amx_width = round_up(params.head_dim, AMX_DIMS);
-  if (amx) std::fill(query_tiles + n_rows * amx_width, query_tiles + BLOCK_Q * amx_width, bfloat16{0});
+  if (amx) std::fill(amx_queries + n_rows * amx_width, amx_queries + BLOCK_Q * amx_width, bfloat16{0});
   for (int64_t r = 0; r < padded_rows(); ++r) {
     float *query = queries + r * padded_dim, *scaled = scaled_queries + r * padded_dim;
     std::fill(query, query + padded_dim, 0.0f);
@@ -21,7 +21,7 @@ inline void RowBlock<Phi>::read_queries() {
       read_row(params.query, params.dtype, batch_index, query_head, start_q + r, params.head_dim, query);
       query_nonfinite[r] = !all_finite(query, params.head_dim);
       if (query_nonfinite[r]) std::fill(query, query + padded_dim, 0.0f);
-      if (amx) dot_scale[r] = pack_amx_row(query, params.head_dim, params.cosine, query_tiles + r * amx_width);
+      if (amx) dot_scale[r] = pack_amx_row(query, params.head_dim, params.cosine, amx_queries + r * amx_width);
       query_rnorm[r] = params.cosine ? l2_normalise(query, params.head_dim) : 1.0f;
       base_scale[r] = compute_base_scale(params, count[r]);
       row_bias[r] = compute_row_bias(params, count[r]);
@@ -139,7 +139,7 @@ inline void RowBlock<Phi>::amx_tile_dots([[maybe_unused]] int64_t first, [[maybe
       float* to = in_place ? tile_row(rows, start_k) + j : scratch;
       int64_t stride = in_place ? BLOCK_K : 2 * AMX_ROWS;
       auto dots = [&](auto tiles) {
-        amx_dots<tiles.value>(query_tiles + rows * width, width, key_data->key_tiles + key * width, to, stride);
+        amx_dots<tiles.value>(amx_queries + rows * width, width, key_data->amx_keys + key * width, to, stride);
       };
       if (n > AMX_ROWS)
         dots(std::integral_constant<int, 2>{});
@@ -153,7 +153,8 @@ inline void RowBlock<Phi>::amx_tile_dots([[maybe_unused]] int64_t first, [[maybe
 }
 
 // Prefetches a strip of the next tile for writing, into the second-level cache, one tile before its
-// use. The block before wrote it last, and a block's scores exceed that cache.
+// use. The previous row block wrote this memory last. In long rows it is no longer in that cache,
+// which is smaller than a block's scores.
 template <typename Phi>
 inline void RowBlock<Phi>::prefetch_strip(float* to) {
   for (int64_t j = 0; j < MR * BLOCK_K; j += LINE_FLOATS) __builtin_prefetch(to + j, 1, 2);

@@ -124,11 +124,11 @@ inline float inverse_power_of_two(float x) {
   return y;
 }
 
-// x * prescale * inverse is x / |x|. The prescale is a power of two, so that the sum of the squares
-// of x * prescale neither overflows nor underflows. A vector without a normal element has the
-// inverse 0.
+// x * prescale * scaled_rnorm is x / |x|. The prescale is a power of two, so that the sum of the
+// squares of x * prescale neither overflows nor underflows. scaled_rnorm is 1 / |x * prescale|; for
+// a vector without a normal element it is 0.
 struct Norm {
-  float prescale, inverse;
+  float prescale, scaled_rnorm;
 };
 
 inline Norm l2_norm(const float* x, int64_t n) {
@@ -152,15 +152,15 @@ inline Norm l2_norm(const float* x, int64_t n) {
 // Replaces x [n] by x / |x|; returns 1 / |x|. A vector without a normal element becomes 0, and 0 is
 // returned, as in reference.unit, so that no gradient passes through it.
 inline float l2_normalise(float* x, int64_t n) {
-  auto [prescale, inverse] = l2_norm(x, n);
-  if (inverse == 0.0f) {
+  auto [prescale, scaled_rnorm] = l2_norm(x, n);
+  if (scaled_rnorm == 0.0f) {
     std::fill(x, x + n, 0.0f);
     return 0.0f;
   }
   int64_t k = 0;
-  for (; k + W <= n; k += W) store(x + k, load(x + k) * prescale * inverse);
-  for (; k < n; ++k) x[k] = x[k] * prescale * inverse;
-  return inverse * prescale;
+  for (; k + W <= n; k += W) store(x + k, load(x + k) * prescale * scaled_rnorm);
+  for (; k < n; ++k) x[k] = x[k] * prescale * scaled_rnorm;
+  return scaled_rnorm * prescale;
 }
 
 // Turns dL/d(x / |x|) into dL/dx, in place: grad [n]. `unit` [n] is x / |x|, and `rnorm` is 1 /

@@ -14,11 +14,11 @@ from softfocus.backends.triton.kernels import laser, loading, weighting
 
 ROW_VECTORS = (9, 11)
 """The number of row vectors that query_gradients writes for the other kernels: MEAN_GRAD to DELTA
-below, and with LASER the two of its EXACT variant.
+below, and with LASER the two of its EXACT variant. Index 0: without LASER. Index 1: with LASER.
 
-The other kernels load them for each tile. A vector along the second dimension of a tile, as in
-key_gradients, takes as many registers as a row of the tile. ``load_row_vectors`` therefore loads
-only those that the algebra needs.
+The other kernels load them for each tile. In key_gradients a row vector [BLOCK_Q] lies along the
+tile's second dimension. A thread then holds as many of its elements as of one tile row.
+``load_row_vectors`` therefore loads only those that the algebra needs.
 """
 MEAN_GRAD, PRODUCT_SCALE, ROW_BIAS, SHIFT, THRESHOLD, INVERSE_SPREAD, WEIGHT_FACTOR, GRAD_FACTOR, DELTA = (
     tl.constexpr(n) for n in range(9)
@@ -26,8 +26,8 @@ MEAN_GRAD, PRODUCT_SCALE, ROW_BIAS, SHIFT, THRESHOLD, INVERSE_SPREAD, WEIGHT_FAC
 """Indices of the row vectors. PRODUCT_SCALE is c_i, with cosine times the mantissa of 1 / |q_i|.
 ROW_BIAS is the row bias. Both are in the score unit. SHIFT to DELTA are the fields of GradientRow,
 except that GRAD_FACTOR is divided by the score unit. In LASER's marked rows all are 0 but
-PRODUCT_SCALE, ROW_BIAS and SHIFT: key_gradients adds nothing for these rows, and need not wait for
-their marks before it loads the vectors.
+PRODUCT_SCALE, ROW_BIAS and SHIFT. In key_gradients only EXACT loads the marks: in the other variant
+these rows add nothing, and no load waits for their marks.
 """
 EXACT_MEAN_GRAD, EXACT_DELTA = tl.constexpr(9), tl.constexpr(10)
 """MEAN_GRAD and DELTA of the marked rows."""
@@ -57,7 +57,7 @@ def laser_grad_acc(grad_out, outputs, inputs, b, h, q_offsets, active, blocks):
     # exp_out is stored as 1 in rows without weight. NaN outputs fail exp_out > 0 and pass no
     # gradient
     mask = (exp_out > 0.0) & active[:, None]
-    grad_acc = laser.to_operand_dtype(tl.where(mask, grad_tile.to(tl.float32) / exp_out, 0.0), grad_tile.dtype)
+    grad_acc = laser.exponential_operand(tl.where(mask, grad_tile.to(tl.float32) / exp_out, 0.0), grad_tile.dtype)
     return grad_acc, tl.sum(tl.where(mask, grad_acc.to(tl.float32) * exp_out, 0.0), 1)
 
 

@@ -80,7 +80,7 @@ def bias_gradients(
                     )  # fmt: skip
                     if EXACT:
                         log_weights, _log_u = laser.log_weights(s, exact, inputs, algebra, h)
-                        exact_terms, _none = laser.add_exact_terms(
+                        exact_terms, _unused = laser.add_exact_terms(
                             log_weights, tl.zeros_like(s), None, grad_out, outputs, inputs, b, h, q_offsets, active,
                             k_offsets, 0, blocks,
                         )  # fmt: skip
@@ -104,18 +104,18 @@ def bias_gradients(
                     )
     q_offsets = block_q * blocks.BLOCK_Q + q_range
     k_offsets = block_k * blocks.BLOCK_K + k_range
-    start = loading.head_pointer(grad_bias, bias_b, bias_h)
+    matrix = loading.head_pointer(grad_bias, bias_b, bias_h)
     if not (ALL_ROWS or ALL_KEYS):
         q_offsets = q_offsets.to(tl.int64)  # the bias of one head may have more than 2^31 elements
     if ALL_ROWS and ALL_KEYS:
-        backward_rows.store_or_add(start, tl.sum(tl.sum(total, 1), 0), True, EXACT)
+        backward_rows.store_or_add(matrix, tl.sum(tl.sum(total, 1), 0), True, EXACT)
     elif ALL_ROWS:
-        pointers = start + k_offsets * grad_bias.stride_d
+        pointers = matrix + k_offsets * grad_bias.stride_d
         backward_rows.store_or_add(pointers, tl.sum(total, 0), k_offsets < inputs.key_length, EXACT)
     elif ALL_KEYS:
-        pointers = start + q_offsets * grad_bias.stride_l
+        pointers = matrix + q_offsets * grad_bias.stride_l
         backward_rows.store_or_add(pointers, tl.sum(total, 1), q_offsets < inputs.query_length, EXACT)
     else:
         mask = (q_offsets[:, None] < inputs.query_length) & (k_offsets[None, :] < inputs.key_length)
-        pointers = start + q_offsets[:, None] * grad_bias.stride_l + k_offsets[None, :] * grad_bias.stride_d
+        pointers = matrix + q_offsets[:, None] * grad_bias.stride_l + k_offsets[None, :] * grad_bias.stride_d
         backward_rows.store_or_add(pointers, total, mask, EXACT)

@@ -7,11 +7,12 @@ its weight is above rounding (with LASER, above 0). ``combine`` adds the splits.
 
 The queries of all heads that share a key head are the rows of one tile. A product on tensor cores
 has at least sixteen rows. With fewer queries, most rows of its result are padding, and several
-threads hold the same score. The kernels therefore store the products in ``scores`` and load them
-without padding, so that each thread has scores of its own. The thread turns them into weights,
-which are not normalised yet, and stores these in place of the products. The product with the values
-loads the weights. Each of these accesses takes 4 bytes per score, while a key has hundreds of
-bytes.
+threads hold the same score. The kernels therefore store the dot products in a buffer, ``scores``,
+and load them without padding, so that each thread has numbers of its own. The buffer [B Hk, rows,
+Lk] holds in turn dot products (from ``_store_products``), scores (from ``statistics``), and weights
+that are not normalised yet (from ``statistics``, or of re-weighted rows from ``weights``). The
+product with the values loads the weights. Each of these accesses takes 4 bytes per score, while a
+key has hundreds of bytes.
 
 In shapes ROWS_STORED is the number of rows, rounded up to a power of two. BLOCK_Q is ROWS_STORED,
 but at least 16. For a single row it is 1 in float32, which does not use tensor cores, and in
@@ -58,16 +59,16 @@ def _split_tiles(inputs, masks, b, blocks):
     """The tiles of keys of this program's split: the first, and the one after the last."""
     length, offset = loading.sequence_length(inputs, b), masking.query_offset(inputs, masks, b)
     last_query = inputs.query_length - 1
-    start, stop = 0, length
+    first_key, end_key = 0, length
     if masks.has_left:
-        start = tl.minimum(tl.maximum(offset - masks.left, 0), length)
+        first_key = tl.minimum(tl.maximum(offset - masks.left, 0), length)
     if masks.has_right:
-        stop = tl.maximum(tl.minimum(last_query + offset + masks.right + 1, length), start)
-    first = start // blocks.BLOCK_K
-    tiles = (stop + blocks.BLOCK_K - 1) // blocks.BLOCK_K - first
+        end_key = tl.maximum(tl.minimum(last_query + offset + masks.right + 1, length), first_key)
+    first_tile = first_key // blocks.BLOCK_K
+    tiles = (end_key + blocks.BLOCK_K - 1) // blocks.BLOCK_K - first_tile
     tiles_per_split = (tiles + tl.num_programs(0) - 1) // tl.num_programs(0)
-    begin = tl.minimum(tl.program_id(0) * tiles_per_split, tiles)
-    return first + begin, first + tl.minimum(begin + tiles_per_split, tiles)
+    tiles_before = tl.minimum(tl.program_id(0) * tiles_per_split, tiles)  # those of earlier splits
+    return first_tile + tiles_before, first_tile + tl.minimum(tiles_before + tiles_per_split, tiles)
 
 
 @triton.jit
@@ -89,21 +90,21 @@ def _sum_pointers(sums, splits, split, ROWS_STORED: tl.constexpr, ROWS: tl.const
 
 
 @triton.jit
-def _score_pointers(scores, inputs, k_offsets, end, ROWS: tl.constexpr):
+def _score_pointers(scores, inputs, k_offsets, end_key, ROWS: tl.constexpr):
     """Pointers [ROWS, keys] to scores in [B Hk, rows, Lk], and which of them exist and are before
-    ``end``.
+    ``end_key``.
     """
     program = tl.full([], 0, tl.int64) + tl.program_id(1)
     row_count = inputs.group * inputs.query_length
     rows = tl.arange(0, ROWS)[:, None]
-    mask = (rows < row_count) & (k_offsets[None, :] < tl.minimum(end, inputs.key_length))
+    mask = (rows < row_count) & (k_offsets[None, :] < tl.minimum(end_key, inputs.key_length))
     return scores + (program * row_count + rows) * inputs.key_length + k_offsets[None, :], mask
 
 
 @triton.jit
 def _initial_statistics(ROWS_STORED: tl.constexpr):
-    """The statistics of rows before the first tile: row_max, smallest_product, shift, phi_sum, each
-    [ROWS_STORED].
+    """The statistics of rows before the first tile: row_max, smallest_scaled_dot, shift, phi_sum,
+    each [ROWS_STORED].
     """
     zeros = tl.zeros([ROWS_STORED], tl.float32)
     return zeros - float("inf"), zeros, zeros, zeros
@@ -112,7 +113,7 @@ def _initial_statistics(ROWS_STORED: tl.constexpr):
 @triton.jit
 def _merged_statistics(algebra, parts, splits, ROWS_STORED: tl.constexpr):
     """Largest score, shift and sum of phi 2^-shift of the rows, [ROWS_STORED], from all splits."""
-    row_max, _smallest_product, shift, phi_sum = _initial_statistics(ROWS_STORED)
+    row_max, _smallest_scaled_dot, shift, phi_sum = _initial_statistics(ROWS_STORED)
     rows = tl.arange(0, ROWS_STORED)
     for split in tl.range(splits, loop_unroll_factor=LOADED_AT_ONCE):
         split_max = tl.load(_part_pointers(parts, PART_MAX, splits, split, ROWS_STORED) + rows)
@@ -129,13 +130,13 @@ def _merged_statistics(algebra, parts, splits, ROWS_STORED: tl.constexpr):
 
 @triton.jit
 def statistics(inputs, algebra, masks, parts, sums, scores, ROWS_STORED: tl.constexpr, STAGES: tl.constexpr, blocks):
-    """Stores a split's PART_MAX and PART_PHI_SUM. If rows are re-weighted it also stores the
-    split's scores, otherwise the weighted values and LASER's marks.
+    """The first kernel: stores a split's PART_MAX and PART_PHI_SUM. If rows are re-weighted it also
+    stores the split's scores, otherwise the weighted values and LASER's marks.
     """
     splits, split = tl.num_programs(0), tl.program_id(0)
     b, h, row_heads, q_offsets = _query_rows(inputs, ROWS_STORED)
-    first, stop = _split_tiles(inputs, masks, b, blocks)
-    _store_products(inputs, algebra, b, h, scores, first, stop, STAGES, blocks)
+    first_tile, stop_tile = _split_tiles(inputs, masks, b, blocks)
+    _store_products(inputs, algebra, b, h, scores, first_tile, stop_tile, STAGES, blocks)
     tl.debug_barrier()
     # count, scale, row_bias and the statistics [ROWS_STORED]
     count = masking.visible_count(masks, inputs, b, row_heads, q_offsets)
@@ -144,54 +145,58 @@ def statistics(inputs, algebra, masks, parts, sums, scores, ROWS_STORED: tl.cons
     if algebra.cosine:
         query_rnorm = loading.load_vector(inputs.query_rnorm, b, row_heads, q_offsets, inputs.query_length)
         scale = scale * norms.mantissa_of(query_rnorm)
-    row_max, smallest_product, shift, phi_sum = _initial_statistics(ROWS_STORED)
+    row_max, smallest_scaled_dot, shift, phi_sum = _initial_statistics(ROWS_STORED)
     phi_error = phi_sum
-    end = stop * blocks.BLOCK_K
-    for start in range(first * blocks.BLOCK_K, end, SCORES_AT_ONCE // ROWS_STORED):
-        k_offsets = start + tl.arange(0, SCORES_AT_ONCE // ROWS_STORED)
-        pointers, mask = _score_pointers(scores, inputs, k_offsets, end, ROWS_STORED)
+    end_key = stop_tile * blocks.BLOCK_K
+    for first_key in range(first_tile * blocks.BLOCK_K, end_key, SCORES_AT_ONCE // ROWS_STORED):
+        k_offsets = first_key + tl.arange(0, SCORES_AT_ONCE // ROWS_STORED)
+        pointers, mask = _score_pointers(scores, inputs, k_offsets, end_key, ROWS_STORED)
         # s, scaled_dots [ROWS_STORED, SCORES_AT_ONCE / ROWS_STORED]
         s, _visible, scaled_dots = scoring.tile_scores(
             tl.load(pointers, mask=mask, other=0.0), inputs, algebra, masks, b, row_heads[:, None], q_offsets[:, None],
             k_offsets[None, :], scale[:, None], tl.full([1, 1], 1.0, tl.float32), row_bias[:, None], True,
         )  # fmt: skip
         s, scaled_dots = tl.where(mask, s, float("-inf")), tl.where(mask, scaled_dots, 0.0)
-        _f, row_max, smallest_product, shift, phi_sum, phi_error, _rescale = forward.online_statistics(
-            s, scaled_dots, row_max, smallest_product, shift, phi_sum, phi_error, algebra
+        _f, row_max, smallest_scaled_dot, shift, phi_sum, phi_error, _rescale = forward.online_statistics(
+            s, scaled_dots, row_max, smallest_scaled_dot, shift, phi_sum, phi_error, algebra
         )
         tl.store(pointers, s, mask=mask)
     rows = tl.arange(0, ROWS_STORED)
     tl.store(_part_pointers(parts, PART_MAX, splits, split, ROWS_STORED) + rows, row_max)
     sum_pointers = _part_pointers(parts, PART_PHI_SUM, splits, split, ROWS_STORED) + rows
     phi_sum = forward.compensated(phi_sum, phi_error)
-    tl.store(sum_pointers, forward.nan_if_infinite(phi_sum, row_max, smallest_product))
+    tl.store(sum_pointers, forward.nan_if_infinite(phi_sum, row_max, smallest_scaled_dot))
     if not algebra.reweighted:
         tl.debug_barrier()
-        for start in range(first * blocks.BLOCK_K, end, SCORES_AT_ONCE // ROWS_STORED):
-            k_offsets = start + tl.arange(0, SCORES_AT_ONCE // ROWS_STORED)
-            pointers, mask = _score_pointers(scores, inputs, k_offsets, end, ROWS_STORED)
+        for first_key in range(first_tile * blocks.BLOCK_K, end_key, SCORES_AT_ONCE // ROWS_STORED):
+            k_offsets = first_key + tl.arange(0, SCORES_AT_ONCE // ROWS_STORED)
+            pointers, mask = _score_pointers(scores, inputs, k_offsets, end_key, ROWS_STORED)
             s = tl.load(pointers, mask=mask, other=float("-inf"))  # [ROWS_STORED, SCORES_AT_ONCE / ROWS_STORED]
             tl.store(pointers, algebra.phi.value(s, shift[:, None], algebra), mask=mask)
         tl.debug_barrier()
-        _sum_values(inputs, algebra, masks, b, h, parts, sums, scores, first, stop, ROWS_STORED, STAGES, blocks)
+        _sum_values(
+            inputs, algebra, masks, b, h, parts, sums, scores, first_tile, stop_tile, ROWS_STORED, STAGES, blocks
+        )
 
 
 @triton.jit
 def weights(inputs, algebra, masks, parts, sums, scores, ROWS_STORED: tl.constexpr, STAGES: tl.constexpr, blocks):
-    """Stores PART_POWER_SUM, PART_MARK and the weighted values of a split of re-weighted rows."""
+    """The second kernel, for re-weighted rows alone: stores PART_POWER_SUM, PART_MARK and the
+    weighted values of a split.
+    """
     splits, split = tl.num_programs(0), tl.program_id(0)
     b, h, row_heads, q_offsets = _query_rows(inputs, ROWS_STORED)
-    first, stop = _split_tiles(inputs, masks, b, blocks)
+    first_tile, stop_tile = _split_tiles(inputs, masks, b, blocks)
     count = masking.visible_count(masks, inputs, b, row_heads, q_offsets)
     row_max, shift, phi_sum = _merged_statistics(algebra, parts, splits, ROWS_STORED)
     largest_phi = algebra.phi.value(row_max, shift, algebra)
     threshold, inverse_spread, tied, _peak = weighting.row_threshold(inputs, algebra, count, phi_sum, largest_phi)
     negligible = _negligible(inputs, algebra, count, tied, row_heads)
     power_sum = tl.zeros([ROWS_STORED], tl.float32)
-    end = stop * blocks.BLOCK_K
-    for start in range(first * blocks.BLOCK_K, end, SCORES_AT_ONCE // ROWS_STORED):
-        k_offsets = start + tl.arange(0, SCORES_AT_ONCE // ROWS_STORED)
-        pointers, mask = _score_pointers(scores, inputs, k_offsets, end, ROWS_STORED)
+    end_key = stop_tile * blocks.BLOCK_K
+    for first_key in range(first_tile * blocks.BLOCK_K, end_key, SCORES_AT_ONCE // ROWS_STORED):
+        k_offsets = first_key + tl.arange(0, SCORES_AT_ONCE // ROWS_STORED)
+        pointers, mask = _score_pointers(scores, inputs, k_offsets, end_key, ROWS_STORED)
         # s, numerator [ROWS_STORED, SCORES_AT_ONCE / ROWS_STORED]
         s = tl.load(pointers, mask=mask, other=float("-inf"))
         numerator = forward.power_of_scores(
@@ -202,16 +207,16 @@ def weights(inputs, algebra, masks, parts, sums, scores, ROWS_STORED: tl.constex
         tl.store(pointers, numerator, mask=mask)
     tl.store(_part_pointers(parts, PART_POWER_SUM, splits, split, ROWS_STORED) + tl.arange(0, ROWS_STORED), power_sum)
     tl.debug_barrier()
-    _sum_values(inputs, algebra, masks, b, h, parts, sums, scores, first, stop, ROWS_STORED, STAGES, blocks)
+    _sum_values(inputs, algebra, masks, b, h, parts, sums, scores, first_tile, stop_tile, ROWS_STORED, STAGES, blocks)
 
 
 @triton.jit
-def _store_products(inputs, algebra, b, h, scores, first, stop, STAGES: tl.constexpr, blocks):
-    """Stores the products of a split's tiles in ``scores``: q k, or with cosine q k / |k|, where
-    the query is scaled by a power of two.
+def _store_products(inputs, algebra, b, h, scores, first_tile, stop_tile, STAGES: tl.constexpr, blocks):
+    """Stores the dot products of a split's tiles in ``scores``: q k, or with cosine q k / |k|,
+    where the query is scaled by a power of two.
 
     ``statistics`` multiplies by the mantissa of 1 / |q|. If the sum of a key's squares is too large
-    or too small for float32, all products of the split are computed again with exact norms
+    or too small for float32, all dot products of the split are computed again with exact norms
     (CAREFUL).
     """
     _b, _h, row_heads, q_offsets = _query_rows(inputs, blocks.BLOCK_Q)
@@ -228,11 +233,11 @@ def _store_products(inputs, algebra, b, h, scores, first, stop, STAGES: tl.const
         query, _mantissa = norms.scaled_operand(query, query_rnorm)
     imprecise = tl.zeros([blocks.BLOCK_Q, blocks.BLOCK_K], tl.int32)
     for CAREFUL in tl.static_range(2 if algebra.cosine else 1):
-        end = stop
+        stop_of_sweep = stop_tile
         if CAREFUL:
-            end = tl.where(tl.max(tl.max(imprecise, 1), 0) > 0, stop, first)
+            stop_of_sweep = tl.where(tl.max(tl.max(imprecise, 1), 0) > 0, stop_tile, first_tile)
             tl.debug_barrier()  # all threads must have stored the first results before one overwrites them
-        for n in tl.range(first, end, num_stages=1 if CAREFUL else STAGES):
+        for n in tl.range(first_tile, stop_of_sweep, num_stages=1 if CAREFUL else STAGES):
             k_offsets = n * blocks.BLOCK_K + tl.arange(0, blocks.BLOCK_K)
             key = loading.load_keys(inputs, b, h, k_offsets, True, blocks)  # [BLOCK_K, BLOCK_D]
             dots = products.dot(query, tl.trans(key), blocks)  # [BLOCK_Q, BLOCK_K]
@@ -241,20 +246,20 @@ def _store_products(inputs, algebra, b, h, scores, first, stop, STAGES: tl.const
                     key_rnorm = norms.reciprocal_norm(key.to(tl.float32))
                 else:
                     key_rnorm, precise = norms.fast_reciprocal_norm(key)
-                    # A zero vector counts as precise, since all its products are 0. A key whose
-                    # squares underflow to a sum of 0 has a product that is not 0
+                    # A zero vector counts as precise, since all its dot products are 0. A key
+                    # whose squares underflow to a sum of 0 has a dot product that is not 0
                     not_zero = (key_rnorm != 0.0)[None, :] | (dots != 0.0)
                     imprecise = imprecise | ((precise == 0)[None, :] & not_zero).to(tl.int32)
                 dots = dots * key_rnorm[None, :]
             score_pointers, score_mask = _score_pointers(
-                scores, inputs, k_offsets, stop * blocks.BLOCK_K, blocks.BLOCK_Q
+                scores, inputs, k_offsets, stop_tile * blocks.BLOCK_K, blocks.BLOCK_Q
             )
             tl.store(score_pointers, dots, mask=score_mask)
 
 
 @triton.jit
 def _sum_values(
-    inputs, algebra, masks, b, h, parts, sums, scores, first, stop, ROWS_STORED: tl.constexpr,
+    inputs, algebra, masks, b, h, parts, sums, scores, first_tile, stop_tile, ROWS_STORED: tl.constexpr,
     STAGES: tl.constexpr, blocks
 ):  # fmt: skip
     """Stores the weighted values of a split (the sum of weights times values), and LASER's marks.
@@ -267,25 +272,25 @@ def _sum_values(
     dv_offsets = tl.arange(0, blocks.BLOCK_DV)
     acc = tl.zeros([blocks.BLOCK_Q, blocks.BLOCK_DV], tl.float32)
     needs_exact = tl.zeros([blocks.BLOCK_Q], tl.float32) > 0.0
-    large_values = tl.zeros([blocks.BLOCK_K], tl.float32)  # stays 0: every tile is treated as a partial one
+    has_large_value = tl.zeros([blocks.BLOCK_K], tl.float32)  # stays 0: every tile is treated as a partial one
     # For a single row: weights times values, summed over the keys at the end
     product_sums = tl.zeros([blocks.BLOCK_K, blocks.BLOCK_DV], tl.float32)
     # For LASER, the largest |v| so far. Any |v| above LARGE_VALUE has the split summed again, also
     # that of a negative v: among these is -inf, whose e^-inf = 0 leaves no trace in the sums
     largest_value = tl.zeros([blocks.BLOCK_K], tl.float32)
     for CAREFUL in tl.static_range(2):
-        end = stop
+        stop_of_sweep = stop_tile
         if CAREFUL:
             if blocks.BLOCK_Q == 1:
                 acc = tl.sum(product_sums, 0)[None, :]
             sum_again = tl.sum(acc - acc) != 0.0  # true for NaN
             if algebra.laser:
                 sum_again = sum_again | (tl.max(largest_value, 0) > laser.LARGE_VALUE)
-            end = tl.where(sum_again, stop, first)
+            stop_of_sweep = tl.where(sum_again, stop_tile, first_tile)
             acc = tl.where(sum_again, 0.0, acc)
-        for n in tl.range(first, end, num_stages=1 if CAREFUL else STAGES):
+        for n in tl.range(first_tile, stop_of_sweep, num_stages=1 if CAREFUL else STAGES):
             k_offsets = n * blocks.BLOCK_K + tl.arange(0, blocks.BLOCK_K)
-            pointers, mask = _score_pointers(scores, inputs, k_offsets, stop * blocks.BLOCK_K, blocks.BLOCK_Q)
+            pointers, mask = _score_pointers(scores, inputs, k_offsets, stop_tile * blocks.BLOCK_K, blocks.BLOCK_Q)
             numerator = tl.load(pointers, mask=mask, other=0.0)  # phi 2^-shift or u^p, [BLOCK_Q, BLOCK_K]
             # value [BLOCK_K, BLOCK_DV]
             if algebra.reweighted:
@@ -297,14 +302,14 @@ def _sum_values(
                 # The values themselves: in decoding LASER's e^V is computed below
                 value = loading.load_value_operand(inputs, b, h, k_offsets, True, blocks)
             if CAREFUL:
-                value, acc, needs_exact, large_values = forward.checked_values(
-                    value, acc, needs_exact, large_values, numerator if algebra.reweighted else None,
+                value, acc, needs_exact, has_large_value = forward.checked_values(
+                    value, acc, needs_exact, has_large_value, numerator if algebra.reweighted else None,
                     inputs, algebra, masks, b, h, row_heads, q_offsets, k_offsets, True, blocks,
                 )  # fmt: skip
             elif algebra.laser:
                 x = value.to(tl.float32)  # [BLOCK_K, BLOCK_DV]
                 largest_value = tl.maximum(largest_value, tl.max(tl.abs(x), 1))
-                value = laser.to_operand_dtype(tl.exp2(x * LOG2E), value.dtype)
+                value = laser.exponential_operand(tl.exp2(x * LOG2E), value.dtype)
             # acc [BLOCK_Q, BLOCK_DV], product_sums [BLOCK_K, BLOCK_DV]
             if blocks.BLOCK_Q > 1:
                 acc += products.dot_weights(numerator, value, algebra, blocks)

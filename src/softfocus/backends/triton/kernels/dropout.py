@@ -35,10 +35,10 @@ def kept(inputs, b, h, q_offsets, first, KEYS: tl.constexpr, AXIS: tl.constexpr)
     if KEYS >= SPAN:
         low = tl.join(_kept_of_word(w, inputs.drop_below), _kept_of_word(x, inputs.drop_below))
         high = tl.join(_kept_of_word(y, inputs.drop_below), _kept_of_word(z, inputs.drop_below))
-        # [Q, GROUPS * LANES, half, word of a pair, pair], or [GROUPS * LANES, Q, ...]. The pairs
-        # are (w, x) and (y, z), and a half is 16 bits of a word. Bits come in the order of the
-        # columns:
-        # column = group * SPAN + (4 pair + 2 word + half) * LANES + lane
+        # [Q, GROUPS * LANES, 16-bit part, word of a pair, pair], or [GROUPS * LANES, Q, ...]. The
+        # pairs are (w, x) and (y, z), and each word has a lower and an upper 16-bit part. Bits come
+        # in the order of the columns:
+        # column = group * SPAN + (4 pair + 2 word + part) * LANES + lane
         bits = tl.join(low, high)
         if AXIS == 1:
             bits = bits.reshape(bits.shape[0], GROUPS, LANES, 2, 2, 2).permute(0, 1, 5, 4, 3, 2)
@@ -49,7 +49,7 @@ def kept(inputs, b, h, q_offsets, first, KEYS: tl.constexpr, AXIS: tl.constexpr)
     elif KEYS == SPAN // 2:  # one pair of words
         upper = first // KEYS % 2 == 1
         w, x = tl.where(upper, y, w), tl.where(upper, z, x)
-        # [Q, LANES, half, word], or [LANES, Q, half, word]
+        # [Q, LANES, part, word], or [LANES, Q, part, word]
         bits = tl.join(_kept_of_word(w, inputs.drop_below), _kept_of_word(x, inputs.drop_below))
         if AXIS == 1:
             bits = bits.permute(0, 3, 2, 1).reshape(bits.shape[0], KEYS)
@@ -59,7 +59,7 @@ def kept(inputs, b, h, q_offsets, first, KEYS: tl.constexpr, AXIS: tl.constexpr)
         tl.static_assert(KEYS == SPAN // 4)
         quarter = first // KEYS % 4
         w, y = tl.where(quarter == 1, x, w), tl.where(quarter == 3, z, y)
-        # [Q, LANES, half], or [LANES, Q, half]
+        # [Q, LANES, part], or [LANES, Q, part]
         bits = _kept_of_word(tl.where(quarter >= 2, y, w), inputs.drop_below)
         if AXIS == 1:
             bits = bits.permute(0, 2, 1).reshape(bits.shape[0], KEYS)

@@ -28,7 +28,7 @@ def forward(inputs, algebra, masks, outputs, blocks):
 
     # The statistics so far, [BLOCK_Q]
     row_max = tl.full([blocks.BLOCK_Q], float("-inf"), tl.float32)
-    smallest_product = tl.zeros([blocks.BLOCK_Q], tl.float32)
+    smallest_scaled_dot = tl.zeros([blocks.BLOCK_Q], tl.float32)
     shift = tl.zeros([blocks.BLOCK_Q], tl.float32)
     phi_sum = tl.zeros([blocks.BLOCK_Q], tl.float32)
     phi_error = tl.zeros([blocks.BLOCK_Q], tl.float32)
@@ -39,7 +39,7 @@ def forward(inputs, algebra, masks, outputs, blocks):
     needs_exact = tied
     # [BLOCK_K], by place in a tile: 1 if some full tile has a large value there. A scalar would
     # need a reduction per tile
-    large_values = tl.zeros([blocks.BLOCK_K], tl.float32)
+    has_large_value = tl.zeros([blocks.BLOCK_K], tl.float32)
     for SWEEP in tl.static_range(1 if algebra.reweighted else 0, -1, -1):  # 1: statistics; 0: weights
         if SWEEP == 0:
             acc = tl.zeros([blocks.BLOCK_Q, blocks.BLOCK_DV], tl.float32)
@@ -56,9 +56,9 @@ def forward(inputs, algebra, masks, outputs, blocks):
                 if SWEEP == 0:  # load the values before the scores take registers
                     # [BLOCK_K, BLOCK_DV]
                     value = loading.load_value_operand(inputs, b, h, k_offsets, IS_PARTIAL, blocks)
-                    value, acc, needs_exact, large_values = checked_values(
-                        value, acc, needs_exact, large_values, None, inputs, algebra, masks, b, h, row_heads, q_offsets,
-                        k_offsets, IS_PARTIAL, blocks,
+                    value, acc, needs_exact, has_large_value = checked_values(
+                        value, acc, needs_exact, has_large_value, None, inputs, algebra, masks, b, h, row_heads,
+                        q_offsets, k_offsets, IS_PARTIAL, blocks,
                     )  # fmt: skip
                 # s, scaled_dots, numerator [BLOCK_Q, BLOCK_K]; numerator is phi 2^-shift or u^p
                 _key, _rnorm, s, _visible, scaled_dots = scoring.scores_of_keys(
@@ -68,8 +68,8 @@ def forward(inputs, algebra, masks, outputs, blocks):
                     numerator = power_of_scores(s, shift, threshold, inverse_spread, tied, inputs, algebra, h)
                     power_sum += tl.sum(numerator, 1)
                 else:
-                    numerator, row_max, smallest_product, shift, phi_sum, phi_error, rescale = online_statistics(
-                        s, scaled_dots, row_max, smallest_product, shift, phi_sum, phi_error, algebra
+                    numerator, row_max, smallest_scaled_dot, shift, phi_sum, phi_error, rescale = online_statistics(
+                        s, scaled_dots, row_max, smallest_scaled_dot, shift, phi_sum, phi_error, algebra
                     )
                     if SWEEP == 0 and algebra.shifted:
                         acc = acc * rescale[:, None]
@@ -80,28 +80,28 @@ def forward(inputs, algebra, masks, outputs, blocks):
                             dropout.kept(inputs, b, h, q_offsets, first, blocks.BLOCK_K, 1), numerator, 0.0
                         )
                     acc += products.dot_weights(numerator, value, algebra, blocks)  # [BLOCK_Q, BLOCK_DV]
-    phi_sum = nan_if_infinite(phi_sum, row_max, smallest_product)
+    phi_sum = nan_if_infinite(phi_sum, row_max, smallest_scaled_dot)
     if inputs.seed is not None:
         acc = acc * inputs.keep_scale
     store_results(
         inputs, algebra, outputs, b, row_heads, q_offsets, count, row_max, shift, phi_sum, power_sum, peak, acc,
-        needs_exact, large_values, blocks,
+        needs_exact, has_large_value, blocks,
     )  # fmt: skip
 
 
 @triton.jit
-def online_statistics(s, scaled_dots, row_max, smallest_product, shift, phi_sum, phi_error, algebra):
+def online_statistics(s, scaled_dots, row_max, smallest_scaled_dot, shift, phi_sum, phi_error, algebra):
     """phi 2^-shift of a tile [BLOCK_Q, BLOCK_K], and the statistics of its rows so far, [BLOCK_Q].
 
-    The statistics are the largest score, the smallest scaled product (without cosine), the shift,
-    the sum of phi 2^-shift, and of re-weighted rows the rounding error of that sum. A product of
-    -inf makes the row NaN, but the largest score does not show it. So the smallest product is kept,
-    too (``nan_if_infinite``). The last result, ``rescale`` [BLOCK_Q], multiplies the caller's sums
-    over earlier tiles, because the shift may have grown.
+    The statistics are the largest score, the smallest scaled dot product (without cosine), the
+    shift, the sum of phi 2^-shift, and of re-weighted rows the rounding error of that sum. A dot
+    product of -inf makes the row NaN, but the largest score does not show it. So the smallest one
+    is kept, too (``nan_if_infinite``). The last result, ``rescale`` [BLOCK_Q], multiplies the
+    caller's sums over earlier tiles, because the shift may have grown.
     """
     row_max = tl.maximum(row_max, tl.max(s, 1))
     if not algebra.cosine:
-        smallest_product = tl.minimum(smallest_product, tl.min(scaled_dots, 1))
+        smallest_scaled_dot = tl.minimum(smallest_scaled_dot, tl.min(scaled_dots, 1))
     rescale = phi_sum  # not used unless shifted, but Triton needs the name in both branches
     if algebra.shifted:
         before = shift
@@ -117,7 +117,7 @@ def online_statistics(s, scaled_dots, row_max, smallest_product, shift, phi_sum,
         phi_sum, phi_error = two_sum(phi_sum, phi_error, tile_sum)
     else:
         phi_sum += tile_sum
-    return f, row_max, smallest_product, shift, phi_sum, phi_error, rescale
+    return f, row_max, smallest_scaled_dot, shift, phi_sum, phi_error, rescale
 
 
 @triton.jit
@@ -140,12 +140,12 @@ def compensated(total, error):
 
 
 @triton.jit
-def nan_if_infinite(phi_sum, row_max, smallest_product):
-    """The sums of phi [BLOCK_Q], NaN in rows where a product of query and key was infinite.
+def nan_if_infinite(phi_sum, row_max, smallest_scaled_dot):
+    """The sums of phi [BLOCK_Q], NaN in rows where a dot product of query and key was infinite.
 
     With cosine the reciprocal norm of an infinite query or key is NaN, and so are its scores.
     """
-    return tl.where((row_max == float("inf")) | (smallest_product == float("-inf")), float("nan"), phi_sum)
+    return tl.where((row_max == float("inf")) | (smallest_scaled_dot == float("-inf")), float("nan"), phi_sum)
 
 
 @triton.jit
@@ -158,19 +158,19 @@ def power_of_scores(s, shift, threshold, inverse_spread, tied, inputs, algebra, 
 
 @triton.jit
 def checked_values(
-    value, acc, needs_exact, large_values, numerator, inputs, algebra, masks, b, h, row_heads, q_offsets, k_offsets,
+    value, acc, needs_exact, has_large_value, numerator, inputs, algebra, masks, b, h, row_heads, q_offsets, k_offsets,
     IS_PARTIAL: tl.constexpr, blocks,
 ):  # fmt: skip
     """Returns the operand [BLOCK_K, BLOCK_DV] that the weights are multiplied with, values or
-    LASER's e^V; then acc [BLOCK_Q, BLOCK_DV], needs_exact [BLOCK_Q] and large_values [BLOCK_K],
-    updated.
+    LASER's e^V; then acc [BLOCK_Q, BLOCK_DV], needs_exact [BLOCK_Q] and the flags has_large_value
+    [BLOCK_K], updated.
 
     In a partial tile a non-finite value makes ``acc`` NaN only in the rows that see it, or, if
     ``numerator`` [BLOCK_Q, BLOCK_K] is given, in the rows that give it weight. ``needs_exact`` then
     becomes true in the rows that see a large value, or give it weight. In a full tile, which all
-    rows see, ``large_values`` becomes 1 where a key has a large value. A non-finite value needs no
-    check there: the product makes ``acc`` non-finite in every row, and ``store_results`` makes it
-    NaN.
+    rows see, ``has_large_value`` becomes 1 where a key has a large value. A non-finite value needs
+    no check there: the product makes ``acc`` non-finite in every row, and ``store_results`` makes
+    it NaN.
 
     Args:
         row_heads: the query heads of the rows, [BLOCK_Q].
@@ -201,10 +201,10 @@ def checked_values(
                 value = products.finite_or_zero(value)
     elif algebra.laser:
         key_flags = laser.load_flags(value, inputs, b, h, k_offsets)
-        large_values = tl.maximum(large_values, tl.where(laser.is_large(key_flags), 1.0, 0.0))
+        has_large_value = tl.maximum(has_large_value, tl.where(laser.is_large(key_flags), 1.0, 0.0))
     if algebra.laser and inputs.value_flags is None:
         value = laser.exponential(value)
-    return value, acc, needs_exact, large_values
+    return value, acc, needs_exact, has_large_value
 
 
 @triton.jit
@@ -225,7 +225,7 @@ def _with_nonfinite(acc, visible, inputs, b, h, k_offsets, blocks):
 @triton.jit
 def store_results(
     inputs, algebra, outputs, b, row_heads, q_offsets, count, row_max, shift, phi_sum, power_sum, peak, acc,
-    needs_exact, large_values, blocks,
+    needs_exact, has_large_value, blocks,
 ):  # fmt: skip
     """Store ``outputs``, from acc [BLOCK_Q, BLOCK_DV] and vectors [BLOCK_Q]; ``row_heads``
     [BLOCK_Q] are the query heads of the rows.
@@ -233,26 +233,29 @@ def store_results(
     mask = q_offsets < inputs.query_length
     dv_offsets = tl.arange(0, blocks.BLOCK_DV)
     weight_sum = power_sum if algebra.reweighted else phi_sum
-    # The largest term of a re-weighted row is u^p = 1, which needs no rounding
+    # The largest term of a re-weighted row is u^p = 1, which needs no rounding. A tied row keeps
+    # its phi, whose rounding does not cancel: out errs by up to half an ulp of the operand, as
+    # FlashAttention's does
     if not algebra.inputs_are_fp32 and algebra.normaliser == "l1" and not algebra.reweighted:
         dtype = inputs.value_operand.pointer.dtype.element_ty
         weight_sum = weighting.rounded_sum(phi_sum, row_max, shift, algebra, dtype)
     if algebra.laser:
         lowest = tl.min(tl.where(dv_offsets[None, :] < inputs.value_dim, acc, float("inf")), 1)  # [BLOCK_Q]
-        large = tl.zeros_like(weight_sum) + tl.max(large_values, 0)  # [BLOCK_Q]
+        large = tl.zeros_like(weight_sum) + tl.max(has_large_value, 0)  # [BLOCK_Q]
         # The sum of the weights counts as at least 1: if it is less (relu without a shift), the
         # products themselves may underflow
         needs_exact = needs_exact | (large > 0.0) | (lowest < laser.SMALL_SUM * tl.maximum(weight_sum, 1.0))
-        # Where a product is infinite phi_sum is NaN, and so is the row. power_sum may not show it
+        # Where a dot product is infinite phi_sum is NaN, and so is the row. power_sum may not show
+        # it
         needs_exact = needs_exact & (weight_sum > 0.0) & (phi_sum == phi_sum)
         tl.store(outputs.exact_heads + b * inputs.heads + row_heads, 1, mask=needs_exact & mask)
-        # mean [BLOCK_Q, BLOCK_DV] is A e^V; NaN where phi_sum is
-        mean = acc * (weighting.reciprocal_sum(weight_sum, algebra) + (phi_sum - phi_sum))[:, None]
+        # exp_out [BLOCK_Q, BLOCK_DV] is A e^V; NaN where phi_sum is
+        exp_out = acc * (weighting.reciprocal_sum(weight_sum, algebra) + (phi_sum - phi_sum))[:, None]
         # 1, whose log is 0: rows without weight, padding columns, and underflow, whose rows are
         # marked
-        mean = tl.where((weight_sum[:, None] == 0.0) | (mean <= 0.0), 1.0, mean)
-        loading.store_like_out(outputs.residual, b, row_heads, q_offsets, mask, mean, inputs, blocks)
-        acc = log2(mean, algebra.terms) * LN2
+        exp_out = tl.where((weight_sum[:, None] == 0.0) | (exp_out <= 0.0), 1.0, exp_out)
+        loading.store_like_out(outputs.residual, b, row_heads, q_offsets, mask, exp_out, inputs, blocks)
+        acc = log2(exp_out, algebra.terms) * LN2
     elif algebra.reweighted or algebra.normaliser == "l1":
         if algebra.phi.has_zeros:  # the reciprocal of a small sum of such phi may overflow
             weight_sum = tl.broadcast_to(tl.where(weight_sum == 0.0, 1.0, weight_sum)[:, None], acc.shape)

@@ -59,7 +59,8 @@ def key_gradients(
             for n in range(masking.tile_count(masks.query_tiles, tile_range, b, h, block, IS_PARTIAL)):
                 start = masking.tile_index(masks.query_tiles, tile_range, b, h, block, n, IS_PARTIAL) * blocks.BLOCK_Q
                 q_offsets = start + tl.arange(0, blocks.BLOCK_Q)  # [BLOCK_Q]
-                # In the other variant no load waits for the marks (``store_row_vectors``)
+                # Only EXACT loads the marks. In the other variant grad_acc and the row vectors of
+                # marked rows are 0, so that these rows add nothing (``store_row_vectors``)
                 active = q_offsets < inputs.query_length
                 if EXACT:
                     active = backward_rows.active_rows(outputs, inputs, algebra, b, h, q_offsets, EXACT)

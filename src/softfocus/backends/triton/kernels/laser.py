@@ -28,7 +28,7 @@ that of all other rows 0. Marks are float32, as the other saved vectors.
 
 
 @triton.jit
-def to_operand_dtype(x, dtype):
+def exponential_operand(x, dtype):
     """e^V or dL/d(A e^V) as an operand of products in a call of ``dtype``. For float16, which x may
     overflow, it is in tf32.
     """
@@ -40,7 +40,7 @@ def exponential(value):
     """e^V; e^LARGE_VALUE for larger values, NaN for non-finite ones."""
     x = value.to(tl.float32)
     x = tl.minimum(x + (x - x), LARGE_VALUE, propagate_nan=tl.PropagateNan.ALL)
-    return to_operand_dtype(tl.exp2(x * LOG2E), value.dtype)
+    return exponential_operand(tl.exp2(x * LOG2E), value.dtype)
 
 
 @triton.jit
@@ -221,7 +221,8 @@ def add_exact_terms(
 
     Args:
         exact_terms: [BLOCK_Q, BLOCK_K] or [BLOCK_K, BLOCK_Q].
-        value_sum: [BLOCK_K, BLOCK_DV], or None, which returns ``exact_terms`` in its place.
+        value_sum: [BLOCK_K, BLOCK_DV], or None. The second result is then ``exact_terms`` again,
+            which the caller does not use.
         active: the rows that are computed, [BLOCK_Q]. In the others grad_out is taken as 0.
         ROW_AXIS: the axis of the rows in the tile, 0 or 1.
     """

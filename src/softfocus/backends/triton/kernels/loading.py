@@ -27,18 +27,19 @@ def sequence_length(inputs, b):
 
 
 @triton.jit
-def load_matrix(array, start, row_offsets, columns, length, width):
+def load_matrix(array, matrix, row_offsets, columns, length, width):
     """Load the rows ``row_offsets`` [R] and the columns ``columns`` [C] of a head's matrix [length,
-    width], whose pointer is ``start``: [R, C], 0 beyond the matrix.
+    width]: [R, C], 0 beyond the matrix. ``matrix`` points to it (``head_pointer``), and ``array``
+    has its strides.
     """
     offsets = row_offsets[:, None] * array.stride_l + columns[None, :] * array.stride_d
-    return tl.load(start + offsets, mask=(row_offsets[:, None] < length) & (columns[None, :] < width), other=0.0)
+    return tl.load(matrix + offsets, mask=(row_offsets[:, None] < length) & (columns[None, :] < width), other=0.0)
 
 
 @triton.jit
-def store_matrix(array, start, row_offsets, columns, length, width, x):
+def store_matrix(array, matrix, row_offsets, columns, length, width, x):
     """Store x [R, C] in the array's dtype at the elements that ``load_matrix`` loads."""
-    pointers = start + row_offsets[:, None] * array.stride_l + columns[None, :] * array.stride_d
+    pointers = matrix + row_offsets[:, None] * array.stride_l + columns[None, :] * array.stride_d
     mask = (row_offsets[:, None] < length) & (columns[None, :] < width)
     tl.store(pointers, x.to(array.pointer.dtype.element_ty), mask=mask)
 
@@ -83,8 +84,8 @@ def reload(pointers, mask):
 def _load_like_queries(array, inputs, b, h, q_offsets, blocks):
     """A tile [BLOCK_Q, BLOCK_D] of an array shaped like the queries."""
     d_offsets = tl.arange(0, blocks.BLOCK_D)
-    start = head_pointer(array, b, h)
-    return load_matrix(array, start, q_offsets, d_offsets, inputs.query_length, inputs.head_dim)
+    matrix = head_pointer(array, b, h)
+    return load_matrix(array, matrix, q_offsets, d_offsets, inputs.query_length, inputs.head_dim)
 
 
 @triton.jit

@@ -149,7 +149,7 @@ def query_tile_range(masks, inputs, blocks, block):
 
 @triton.jit
 def tile_count(lists, tile_range, b, h, block, IS_PARTIAL: tl.constexpr):
-    """How many partial tiles a block visits, or full tiles unless IS_PARTIAL.
+    """The number of tiles that a block visits: partial ones if IS_PARTIAL, else full ones.
 
     ``lists`` are the ``TileLists`` of the block's side; None where the window alone masks, and
     ``tile_range`` counts.

@@ -15,9 +15,10 @@ def reciprocal_norm(x):
     Division and square root are correctly rounded, since u^p multiplies relative errors by p.
     """
     largest = tl.max(tl.abs(x), 1)
-    # 253 is the largest biased exponent whose reciprocal power of two is a normal number
+    # 1 over the largest power of two <= largest, but at least 2^-126: 253 is the largest biased
+    # exponent whose reciprocal is normal. Of a subnormal largest it is 2^127, and rnorm becomes 0
     exponent = tl.minimum(largest.to(tl.int32, bitcast=True) >> 23, 253)
-    reciprocal_pow2 = ((254 - exponent) << 23).to(tl.float32, bitcast=True)  # 1 / (largest power of two <= largest)
+    reciprocal_pow2 = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     scaled = x * reciprocal_pow2[:, None]
     total = tl.sum(scaled * scaled, 1)
     rnorm = reciprocal_pow2 * tl.div_rn(tl.full(total.shape, 1.0, tl.float32), tl.sqrt_rn(total))

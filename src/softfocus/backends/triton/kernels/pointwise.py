@@ -9,8 +9,8 @@ sigmoid it is 0, except in rows whose scores are all below SHIFT_BELOW, where th
 normalised yet might overflow or underflow. It is an integer, so that the scaling is exact.
 
 softplus is computed in units of log 2: the kernels' f is phi times ``phi_unit`` = log2 e. The
-factor cancels in A, but not in dphi/ds. ``Phi.value`` and the sums of f include it. In place of
-``Phi.derivative``, which does not, ``GradientRow.grad_factor`` does (see ``arguments.Phi``).
+factor cancels in A. ``Phi.value`` and the sums of f include it. ``Phi.derivative`` does not:
+``GradientRow.grad_factor`` multiplies by it instead.
 
 Far below zero softplus keeps its relative precision: for s <= 0, log2(1 + 2^s) = x y(x) with
 x = 2^s. A polynomial y replaces the logarithm, which takes 20 instructions. The number of its terms

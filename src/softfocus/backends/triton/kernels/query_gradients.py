@@ -32,7 +32,8 @@ def query_gradients(
 
     If ``grad_head_scale`` and ``grad_power`` are given, it also stores each row's share of the
     gradients of head_scale and power, [B, H, Lq]. EXACT computes LASER's marked rows only, the
-    other variant all other rows.
+    other variant all other rows. The other variant stores arbitrary gradients for marked rows.
+    EXACT runs second and replaces them.
     """
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # the last rows first: under a causal mask they take longest
     b, h = tl.program_id(1) // inputs.heads, tl.program_id(1) % inputs.heads
@@ -95,7 +96,7 @@ def query_gradients(
             # grad_log_weight = dL/d(log A) = A (dL/dA - delta)
             if EXACT:
                 log_weights, log_u = laser.log_weights(s, exact, inputs, algebra, h)
-                exact_terms, _none = laser.add_exact_terms(
+                exact_terms, _unused = laser.add_exact_terms(
                     log_weights, tl.zeros_like(s), None, grad_out, outputs, inputs, b, h, q_offsets, active, k_offsets,
                     0, blocks,
                 )  # fmt: skip

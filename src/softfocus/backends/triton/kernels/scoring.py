@@ -8,6 +8,11 @@ import triton.language as tl
 from softfocus.backends.triton.kernels import loading, masking, norms, pointwise, products
 
 LOG_512 = tl.constexpr(6.238324625039508)
+LARGEST_BIAS = tl.constexpr(2.35e38)
+"""In units of log 2 a finite bias counts as at most this in magnitude. Times log2 e it is 3.39e38,
+which float32 holds, and leaves room for the other terms of a score. finfo.min of float32 and
+bfloat16, which models write for "hidden", would become -inf.
+"""
 
 
 @triton.jit
@@ -57,8 +62,8 @@ def load_query_rnorm(inputs, algebra, b, h, q_offsets):
 
 @triton.jit
 def query_operand(query, rnorm, scale, inputs, algebra):
-    """The query operand [BLOCK_Q, BLOCK_D] of the products with keys, and the factor [BLOCK_Q] that
-    turns these products into scores.
+    """The query operand [BLOCK_Q, BLOCK_D] of the dot products with keys, and the factor [BLOCK_Q]
+    that turns these dot products into scores.
 
     ``scale`` [BLOCK_Q] is c_i in the score unit, ``rnorm`` [BLOCK_Q] is 1 / |q_i|. The factor is
     ``scale``, with cosine times the mantissa of ``rnorm``. With unit vectors, where
@@ -75,7 +80,7 @@ def query_operand(query, rnorm, scale, inputs, algebra):
 
 @triton.jit
 def load_score_keys(inputs, algebra, b, h, k_offsets, IS_PARTIAL: tl.constexpr, blocks):
-    """The key operand [BLOCK_K, BLOCK_D] of the products with queries, and with cosine 1 / |k|
+    """The key operand [BLOCK_K, BLOCK_D] of the dot products with queries, and with cosine 1 / |k|
     [BLOCK_K].
     """
     rnorm = k_offsets.to(tl.float32)  # not used without cosine, but Triton needs the name in both branches
@@ -95,7 +100,7 @@ def load_score_keys(inputs, algebra, b, h, k_offsets, IS_PARTIAL: tl.constexpr, 
 
 @triton.jit
 def first_key(masks, tile_range, b, h, block, n, IS_PARTIAL: tl.constexpr, blocks):
-    """The first key of a block's n-th partial tile, or n-th full tile unless IS_PARTIAL."""
+    """The first key of a block's n-th tile: of the partial ones if IS_PARTIAL, else full ones."""
     return masking.tile_index(masks.key_tiles, tile_range, b, h, block, n, IS_PARTIAL) * blocks.BLOCK_K
 
 
@@ -110,17 +115,17 @@ def tile_scores(
     dots, inputs, algebra, masks, b, h, q_offsets, k_offsets, scale, rnorm, row_bias, IS_PARTIAL: tl.constexpr
 ):
     """Scores of a tile in the score unit, -inf where masked; whether they are visible; and
-    scaled_dots, the products with their scale but no bias, 0 where masked. All three are shaped
+    scaled_dots, the dot products with their scale but no bias, 0 where masked. All three are shaped
     like ``dots``.
 
-    A -inf in scaled_dots is an infinite product, because masked products are 0 there. A -inf in the
+    A -inf in scaled_dots is an infinite dot product, because masked ones are 0 there. A -inf in the
     scores may also be a masked score. ``forward.nan_if_infinite`` needs the difference.
 
     Args:
-        dots: products of queries and keys, [BLOCK_Q, BLOCK_K] or [BLOCK_K, BLOCK_Q].
+        dots: dot products of queries and keys, [BLOCK_Q, BLOCK_K] or [BLOCK_K, BLOCK_Q].
         q_offsets, k_offsets, scale, rnorm, row_bias: vectors that broadcast to ``dots``. The
-            products are multiplied by ``scale`` (of the query) and ``rnorm`` (1 / |k|, or its
-            mantissa), unless they are products of unit vectors, which include both.
+            dot products are multiplied by ``scale`` (of the query) and ``rnorm`` (1 / |k|, or its
+            mantissa), unless they are those of unit vectors, which include both.
     """
     s = dots
     if inputs.unit_key_fp16 is None:
@@ -134,6 +139,9 @@ def tile_scores(
         offsets = q_offsets.to(tl.int64) * inputs.bias.stride_l + k_offsets.to(tl.int64) * inputs.bias.stride_d
         mask = (q_offsets < inputs.query_length) & (k_offsets < inputs.key_length)
         bias = tl.load(loading.head_pointer(inputs.bias, b, h) + offsets, mask=mask, other=0.0).to(tl.float32)
+        if algebra.phi.score_unit != 1.0:
+            clamped = tl.minimum(tl.maximum(bias, -LARGEST_BIAS), LARGEST_BIAS)
+            bias = tl.where(tl.abs(bias) < float("inf"), clamped, bias)  # NaN and infinities stay
         s += pointwise.stable_product(bias, algebra.phi.score_unit, algebra)
     visible = tl.full(s.shape, True, tl.int1)
     if IS_PARTIAL:

@@ -57,9 +57,10 @@ def rounded_sum(phi_sum, row_max, shift, algebra, dtype):
 
     The product with the values rounds each weight. Where one key dominates a row, dL/dA - delta is
     smaller than that rounding error. With the same rounded weight in the sum the error cancels in
-    out, and in delta, which is computed from out. The errors of the other weights are smaller than
-    the rounding of the gradient. Only out is divided by this sum: the saved PHI_SUM, and the
-    backward's 1 / phi_sum, are not rounded so.
+    out, and in delta, which is computed from out. Where many keys have about the same weight, their
+    roundings do not cancel. out and delta then err by up to half an ulp of ``dtype``, as
+    FlashAttention's do. Only out is divided by this sum: the saved PHI_SUM, and the backward's
+    1 / phi_sum, are not rounded so.
     """
     largest_phi = algebra.phi.value(row_max, shift, algebra)
     rounded = products.to_operand_dtype(largest_phi, dtype, algebra.inputs_are_fp16 and algebra.laser)
