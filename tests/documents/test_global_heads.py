@@ -1,0 +1,157 @@
+"""docs/global-heads.md: it shows the committed results."""
+
+import json
+from dataclasses import replace
+from statistics import fmean
+
+import pytest
+
+from softfocus.lab.report.points import cell
+
+from .committed import FAR, HERE, RESULTS, ROOT, WINDOWED, accuracies, by_label, by_seed, loss, minus, recalls
+from .tables import COLUMNS, said, shown_losses, table, tables_of
+
+PAGE = (ROOT / "docs/global-heads.md").read_text()
+TEXT, SHOWN = " ".join(PAGE.split()), tables_of(PAGE)
+OURS = "cosine-nope"
+ROWS = {
+    OURS: "**cosine softmax with log N, without RoPE**: `demo-global-heads`",
+    "laser-cosine-nope": "LASER over it",
+    "cosine": "the same with a third of RoPE",
+    "softmax": "softmax, a third of RoPE",
+    "softmax-nope": "softmax, without RoPE",
+    "lssa-nope": "LSSA, without RoPE",
+    "laser-lssa-nope": "LASER over LSSA, without RoPE",
+    "lssar": "LSSAR, p = 31 annealed, a third of RoPE",
+    "laser-lssar": "LASER over that",
+    "lssar-nope": "LSSAR, p = 31 annealed, without RoPE",
+    "local": "nothing: all heads are local",
+    "no-pair-head": "as the first row, but no head of layer 0 sees two tokens alone",
+    "local-softmax-cosine-nope": "as the first row, but local softmax heads",
+    "all-softmax-nope": "softmax without RoPE, and local softmax heads: softmax in every head",
+}
+FROM = ("never", "1 to 63", "64 to 127", "128 to 255", "256 to 511", "512 to 1,023", "1,024 to 2,047")
+RECALLED = {OURS: "1,500"}
+
+
+def beside(by, ours: str, rival: str, at=HERE, rival_at=None):
+    """The difference over the seeds that both rows have."""
+    seeds = {one.seed for one in by[ours].evaluations} & {one.seed for one in by[rival].evaluations}
+    kept = {
+        row: replace(by[row], evaluations=tuple(one for one in by[row].evaluations if one.seed in seeds))
+        for row in (ours, rival)
+    }
+    return minus(kept, ours, rival, at, rival_at)
+
+
+def losses() -> str:
+    by, softmax = by_label("layouts", "global-heads"), by_label("layouts")["Softmax"]
+    rows = []
+    for label, name in ROWS.items():
+        leads = [
+            said(beside({label: by[label], "Softmax": softmax}, label, "Softmax", *pair))
+            for pair in ((HERE, HERE), (FAR, WINDOWED))
+        ]
+        rows.append([name, str(len(by[label].evaluations)), *shown_losses(by[label]), *leads])
+    rows.append(["Softmax in every layer", str(len(softmax.evaluations)), *shown_losses(softmax), "", ""])
+    against = "1x, minus Softmax", "16x, as trained, minus Softmax with the window"
+    return table(["what the two global heads run", "seeds", *COLUMNS, *against], rows)
+
+
+def induction(row: str, seed: int) -> dict[tuple[int, int | None], list[float]]:
+    """Losses by distance of the repeat, by length and window."""
+    found = json.loads((RESULTS / f"induction-global-heads/{row}-s{seed}.json").read_text())["rows"]
+    return {(row["length"], row["window"]): [one["loss"] for one in row["by_distance"]] for row in found}
+
+
+def gains(row: str, seed: int) -> list[float]:
+    """What the loss is above that with the window, as trained at 16 times the length."""
+    found = induction(row, seed)
+    return [one - other for one, other in zip(found[2048, None], found[2048, 128], strict=True)]
+
+
+def far_keys() -> str:
+    """Losses by distance of the repeat, and what keys beyond the window change."""
+    seeds = [induction(OURS, seed) for seed in range(3)]
+    rows = {"all heads with a window of 128": (2048, 128), "as trained": (2048, None)}
+    body = [
+        [f"`demo-global-heads`, {name}", *(f"{fmean(one[at][place] for one in seeds):.3f}" for place in range(7))]
+        for name, at in rows.items()
+    ]
+    names = {OURS: "`demo-global-heads`", "all-softmax-nope": "softmax in every head of the layout"}
+    for row, name in names.items():
+        for seed in range(3):
+            body.append([f"{name}, seed {seed}: the difference", *(f"{gain:+.3f}" for gain in gains(row, seed))])
+    return table(["at 16x, the 4-gram stood so many tokens before", *FROM], body)
+
+
+def recalled() -> str:
+    across = ((64, False), (256, False), (1024, False), (256, True), (1024, True))
+    rows = []
+    for label, steps in RECALLED.items():
+        found = accuracies(recalls("recall-global-heads")[label])
+        rows.append([steps, *(", ".join(f"{one[at]:.2f}" for one in found) for at in across)])
+    return table(["steps", "1x", "4x, filler", "16x, filler", "4x, pairs", "16x, pairs"], rows)
+
+
+TABLES = {"losses": losses, "far_keys": far_keys, "recalled": recalled}
+
+
+@pytest.mark.parametrize("mark", TABLES)
+def test_the_tables_are_the_committed_ones(mark):
+    assert SHOWN[mark] == TABLES[mark](), f"docs/global-heads.md should show:\n{TABLES[mark]()}"
+
+
+def test_every_table_is_tested():
+    assert SHOWN.keys() == TABLES.keys()
+
+
+def test_what_is_said_of_the_losses_holds_for_every_seed():
+    by = by_label("layouts", "global-heads")
+    assert len(by[OURS].evaluations) == 8
+    here, far, windowed = (by_seed("layouts", OURS, at) for at in (HERE, FAR, WINDOWED))
+    softmax, below = (by_seed("layouts", "Softmax", at) for at in (HERE, WINDOWED))
+    leads = [softmax[seed] - loss for seed, loss in here.items()]
+    assert f"with each of eight seeds, by {min(leads):.3f} to {max(leads):.3f}." in TEXT
+    leads = [below[seed] - loss for seed, loss in far.items()]
+    assert f"with each, by {min(leads):.3f} to {max(leads):.3f}." in TEXT
+    before = by_seed("layouts", OURS, (8.0, "as trained"))
+    assert all(loss < here[seed] for seed, loss in before.items())
+    assert f"it moves by at most {max(abs(far[seed] - loss) for seed, loss in before.items()):.3f}" in TEXT
+    some = {
+        label: replace(by[label], evaluations=tuple(one for one in by[label].evaluations if one.seed))
+        for label in (OURS, "Softmax")
+    }
+    alone = [said(minus(some, OURS, "Softmax", *pair)) for pair in ((HERE, HERE), (FAR, WINDOWED))]
+    assert "the differences are {} and {}.".format(*alone) in TEXT
+    laser = by_seed("layouts", "laser-lssa-local", HERE)
+    assert sum(loss < laser[seed] for seed, loss in here.items()) == 7
+    near, both = (said(minus(by, OURS, "laser-lssa-local", at)) for at in (HERE, WINDOWED))
+    assert f"by {near.removeprefix('-')} at the training length, with seven of eight seeds" in TEXT
+    assert f"both with the window, it is below by {both.removeprefix('-')}." in TEXT
+    moved = [far[seed] - loss for seed, loss in windowed.items()]
+    assert f"differs from that with the window by {min(moved):+.3f} to {max(moved):+.3f}, with eight seeds" in TEXT
+
+
+def test_what_is_said_of_its_parts_is_measured():
+    alone = by_label("layouts")["Softmax"]
+    softmax = by_seed("layouts", "Softmax", HERE)[0]
+    ours = softmax - by_seed("layouts", OURS, HERE)[0]
+    left = {row: softmax - loss("global-heads", f"{row}-s0") for row in ("softmax-nope", "no-pair-head")}
+    assert len(alone.evaluations) == 8
+    said_of = f"Of its lead of {ours:.3f} over Softmax {left['softmax-nope']:.3f} is left with softmax in the two"
+    assert said_of in TEXT
+    assert f"and {left['no-pair-head']:.3f} without the head that sees two tokens" in TEXT
+    by = by_label("layouts", "global-heads")
+    local = beside(by, "local-softmax-cosine-nope", OURS)
+    assert local.sure
+    assert f"is higher by {said(local).removeprefix('+')} (three seeds)" in TEXT
+
+
+def test_what_is_said_of_far_keys_holds_for_every_seed():
+    far = [gain for seed in range(3) for gain in gains(OURS, seed)[3:]]
+    assert f"lower by {-max(far):.2f} to {-min(far):.2f} than with the window" in TEXT
+    near = [gain for seed in range(3) for gain in gains(OURS, seed)[:3]]
+    assert f"far keys cost {min(near):.2f} to {max(near):.2f}" in TEXT
+    learned = [min(gains("all-softmax-nope", seed)[3:5]) < -0.05 for seed in range(3)]
+    assert learned == [False, True, False]
