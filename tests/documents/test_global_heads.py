@@ -6,8 +6,6 @@ from statistics import fmean
 
 import pytest
 
-from softfocus.lab.report.points import cell
-
 from .committed import FAR, HERE, RESULTS, ROOT, WINDOWED, accuracies, by_label, by_seed, loss, minus, recalls
 from .tables import COLUMNS, said, shown_losses, table, tables_of
 
