@@ -212,14 +212,22 @@ def _layout(
     )  # fmt: skip
 
 
-def explain(*arguments: Any, return_statistics: bool = False, backend: str = "auto", **keywords: Any) -> Explanation:
+def explain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *arguments: Any,
+    return_statistics: bool = False,
+    backend: str = "auto",
+    **keywords: Any,
+) -> Explanation:
     """Which backend ``attention()`` with the same arguments runs on, and why not each other one.
     Print it.
 
     Raises:
         ValueError, TypeError: as ``attention()``.
     """
-    return dispatch.account(validated_call(*arguments, **keywords), backend)
+    return dispatch.account(validated_call(query, key, value, *arguments, **keywords), backend)
 
 
 def validated_call(

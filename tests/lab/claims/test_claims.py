@@ -460,7 +460,7 @@ def test_the_ledger_says_how_many_claims_share_trainings(made: Any) -> None:
             run.info.train_loss = [(10, 100.0 * number + index)]
     found["second"]["toy"].runs[4].info.train_loss = [(10, 1.0)]
     text = " ".join(page.ledger(lines, found).split())  # type: ignore[arg-type]
-    assert "At the scale `toy` 2 of the 3 claims that were run share trainings with others" in text
+    assert "At the scale `toy` 2 of the 3 claims that were judged share trainings with others" in text
     assert "and 1 of the 2 that fail do" in text
     assert "share trainings" not in page.ledger(lines, {})  # type: ignore[arg-type]
 

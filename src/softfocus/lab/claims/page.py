@@ -162,14 +162,15 @@ def _shared(
     """How many claims have trainings of other claims in them; nothing where none has. Of one name
     or not, with the same losses from the first step on they are the same.
     """
-    here = {name: results[scale] for name, results in found.items() if scale in results}
+    judged = {claim.name for claim, standings in lines if standings[scale] != "not testable here"}
+    here = {name: results[scale] for name, results in found.items() if scale in results and name in judged}
     users = Counter(one for results in here.values() for one in _trainings(results))
     sharing = {name for name, results in here.items() if any(users[one] > 1 for one in _trainings(results))}
     failing = [claim.name for claim, standings in lines if claim.name in here and standings[scale] == "fails"]
     if not sharing:
         return ""
     return (
-        f"At the scale `{scale}` {len(sharing)} of the {len(here)} claims that were run share trainings with others, "
+        f"At the scale `{scale}` {len(sharing)} of the {len(here)} claims that were judged share trainings with others, "
         f"and {len(sharing & set(failing))} of the {len(failing)} that fail do: their verdicts are not independent. "
         "A softmax that came out well by chance speaks against all that are held against it."
     )
