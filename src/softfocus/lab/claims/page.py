@@ -171,8 +171,8 @@ def _shared(
         return ""
     return (
         f"At the scale `{scale}` {len(sharing)} of the {len(here)} claims that were judged share trainings with "
-        f"others, and {len(sharing & set(failing))} of the {len(failing)} that fail do: their verdicts are not independent. "
-        "A softmax that came out well by chance speaks against all that are held against it."
+        f"others, and {len(sharing & set(failing))} of the {len(failing)} that fail do: their verdicts are not "
+        "independent. A softmax that came out well by chance speaks against all that are held against it."
     )
 
 
