@@ -71,7 +71,7 @@ def goal() -> str:
                 f"{_rise(loss(trials, variant), loss(trials, variant, 2048))} of 1",
             ],
             [
-                "far keys found at 16 times it (1.00: all; 0.03: chance)",
+                "far keys found among filler at 16 times it (1.00: all; 0.03: chance)",
                 ", ".join(f"{found[1024, False]:.2f}" for found in global_heads) + " (three seeds)",
                 f"{recalled['lssa-hybrid-s0']:.2f} (one seed; {at_first['lssa-hybrid-s0']:.2f} at the training length)",
                 "not measured",

@@ -6,8 +6,10 @@ from statistics import fmean
 
 import pytest
 
+from softfocus.lab.report.points import cell
+
 from .committed import FAR, HERE, RESULTS, ROOT, WINDOWED, accuracies, by_label, by_seed, loss, minus, recalls
-from .tables import COLUMNS, said, shown_losses, table, tables_of
+from .tables import COLUMNS, said, shown, shown_losses, table, tables_of
 
 PAGE = (ROOT / "docs/global-heads.md").read_text()
 TEXT, SHOWN = " ".join(PAGE.split()), tables_of(PAGE)
@@ -92,7 +94,21 @@ def recalled() -> str:
     return table(["steps", "1x", "4x, filler", "16x, filler", "4x, pairs", "16x, pairs"], rows)
 
 
-TABLES = {"losses": losses, "far_keys": far_keys, "recalled": recalled}
+def other_sizes() -> str:
+    by = by_label("layouts-bpe-tuned", "bpe")
+    rows = []
+    rivals = {
+        "Softmax": "Softmax", "local-softmax": "softmax, every other layer local",
+        "laser-lssa-local": "LASER over LSSA, every other layer local",
+    }  # fmt: skip
+    for rival, name in rivals.items():
+        pairs = (HERE, HERE), (FAR, WINDOWED), (WINDOWED, WINDOWED)
+        rows.append([name, *(said(beside(by, "global-heads", rival, *pair)) for pair in pairs)])
+    columns = "1x", "16x, as trained, minus it with the window", "16x, both with the window"
+    return table(["tokens of a BPE, minus", *columns], rows)
+
+
+TABLES = {"losses": losses, "far_keys": far_keys, "recalled": recalled, "other_sizes": other_sizes}
 
 
 @pytest.mark.parametrize("mark", TABLES)
@@ -128,22 +144,44 @@ def test_what_is_said_of_the_losses_holds_for_every_seed():
     assert f"by {near.removeprefix('-')} at the training length, with seven of eight seeds" in TEXT
     assert f"both with the window, it is below by {both.removeprefix('-')}." in TEXT
     moved = [far[seed] - loss for seed, loss in windowed.items()]
-    assert f"differs from that with the window by {min(moved):+.3f} to {max(moved):+.3f}, with eight seeds" in TEXT
+    assert f"with the window: it differs by {min(moved):+.3f} to {max(moved):+.3f}, with eight seeds" in TEXT
+
+
+def test_what_is_said_of_the_same_layout_with_softmax_holds_for_every_seed():
+    by, layout = by_label("layouts", "global-heads"), "all-softmax-nope"
+    leads = []
+    for at in (HERE, FAR):
+        ours = by_seed("layouts", OURS, at)
+        assert all(loss > ours[seed] for seed, loss in by_seed("global-heads", layout, at).items())
+        leads.append(minus(by, layout, OURS, at))
+    assert all(lead.sure for lead in leads)
+    near, far = map(shown, leads)
+    assert len(by[layout].evaluations) == 8
+    assert f"by {near} at the training length and by {far} at 16 times it." in TEXT
+    for page in ("README.md", "docs/evidence.md"):
+        assert f"by {near} at the training length" in " ".join((ROOT / page).read_text().split())
+    assert not minus(by, layout, "Softmax").sure
+    assert not minus(by, layout, "Softmax", FAR, WINDOWED).sure
+    found = cell(by[layout], *HERE).values
+    assert f"spreads over {max(found) - min(found):.3f}." in TEXT
 
 
 def test_what_is_said_of_its_parts_is_measured():
-    alone = by_label("layouts")["Softmax"]
+    by = by_label("layouts", "global-heads")
     softmax = by_seed("layouts", "Softmax", HERE)[0]
     ours = softmax - by_seed("layouts", OURS, HERE)[0]
     left = {row: softmax - loss("global-heads", f"{row}-s0") for row in ("softmax-nope", "no-pair-head")}
-    assert len(alone.evaluations) == 8
-    said_of = f"Of its lead of {ours:.3f} over Softmax {left['softmax-nope']:.3f} is left with softmax in the two"
-    assert said_of in TEXT
-    assert f"and {left['no-pair-head']:.3f} without the head that sees two tokens" in TEXT
-    by = by_label("layouts", "global-heads")
+    assert f"lead of {ours:.3f} over Softmax {left['softmax-nope']:.3f} is left with softmax in the two" in TEXT
+    assert f"It is {left['no-pair-head']:.3f} without the head that sees two tokens" in TEXT
     local = beside(by, "local-softmax-cosine-nope", OURS)
     assert local.sure
-    assert f"is higher by {said(local).removeprefix('+')} (three seeds)" in TEXT
+    assert f"is higher by {shown(local)} (three seeds)" in TEXT
+    for level in ("no-pair-head", "lssa-nope", "laser-lssa-nope", "lssar", "lssar-nope"):
+        assert not beside(by, level, "local").sure
+    assert not beside(by, "laser-cosine-nope", OURS).sure
+    third = [beside(by, "cosine", OURS, at) for at in (HERE, FAR)]
+    assert [one.sure for one in third] == [False, True]
+    assert f"higher by {shown(third[0])} at the training length, inconclusive, and by {shown(third[1])} at 16" in TEXT
 
 
 def test_what_is_said_of_far_keys_holds_for_every_seed():
@@ -151,5 +189,15 @@ def test_what_is_said_of_far_keys_holds_for_every_seed():
     assert f"lower by {-max(far):.2f} to {-min(far):.2f} than with the window" in TEXT
     near = [gain for seed in range(3) for gain in gains(OURS, seed)[:3]]
     assert f"far keys cost {min(near):.2f} to {max(near):.2f}" in TEXT
-    learned = [min(gains("all-softmax-nope", seed)[3:5]) < -0.05 for seed in range(3)]
-    assert learned == [False, True, False]
+    # Keys 128 to 511 tokens back
+    far = {row: [max(gains(row, seed)[3:5]) for seed in range(3)] for row in (OURS, "all-softmax-nope")}
+    assert [[gain < -0.05 for gain in seeds] for seeds in far.values()] == [[True] * 3, [False, True, False]]
+    assert min(far["all-softmax-nope"][::2]) > -0.02
+
+
+def test_what_is_said_of_bpe_is_measured():
+    by = by_label("layouts-bpe-tuned", "bpe")
+    for rival in ("local-softmax", "laser-lssa-local"):
+        assert beside(by, "global-heads", rival).sure
+        assert beside(by, "global-heads", rival).value > 0
+    assert not beside(by, "global-heads", "Softmax").sure

@@ -132,6 +132,9 @@ def rates() -> str:
     rows = (*LSSA, "laser-lssa-local", "local-softmax", "local-cosine", "hybrid-half-rope", "local-nope")
     names = {"softmax": "Softmax"} | {row: NAMES[row] for row in rows} | {"lssar": NAMES["LSSAR"]}
     found = swept("learning-rates", "layouts", names, "-half", "", "-four-times")
+    others = runs("learning-rates")
+    ours = others["global-heads-s0"], runs("layouts")["cosine-nope-s0"], others["global-heads-four-times-s0"]
+    found[NAMES["cosine-nope"]] = [None, *(one.row(128).loss for one in ours)]
     return rates_table(("1e-3", "2e-3", "4e-3", "8e-3"), found)
 
 
@@ -316,6 +319,7 @@ def test_what_is_said_of_far_keys_holds_for_every_seed():
         assert label == "cosine-nope" or all(loss < far[seed] for seed, loss in near.items()), "no gain from far keys"
         if label not in ("lssa-hybrid", "hybrid-half-rope", "LSSAR", "cosine-nope"):
             assert all(loss > here[seed] for seed, loss in far.items()), f"{label} rises"
+    assert not minus(by, "cosine-nope", "cosine-nope", FAR, WINDOWED).sure, "level with its window"
     assert minus(by, "lssa-hybrid", "Softmax", FAR, WINDOWED).sure
     rise = loss("layouts", "lssa-hybrid-s1", 2048) - loss("layouts", "lssa-hybrid-s1", 1024)
     assert f"with seed 1 by {rise:.3f}" in TEXT

@@ -729,6 +729,8 @@ def test_window_narrows_what_is_wider(build, tokens):
     softfocus.hf.window(softfocus.hf.window(build("llama", "lssar"), 5), 5)
     with pytest.warns(UserWarning, match="every head keeps its own window of fewer than 7 keys"):
         softfocus.hf.window(softfocus.hf.window(build("llama", "lssar"), 5), 7)
+    mixed = softfocus.hf.window(build("llama", {"0": {"mechanism": "lssar", "window": 2}, "1": "lssar"}), 5)
+    softfocus.hf.window(mixed, 5)
     for wrong in (None, "1x", True):
         with pytest.raises(TypeError, match=f"keys: got {wrong!r}, expected a whole number"):
             softfocus.hf.window(build("llama", "lssar"), wrong)

@@ -25,6 +25,7 @@ attention of their own (vLLM, TGI, llama.cpp, ONNX and GGUF exports), which run 
 config says: do not serve such a model there.
 """
 
+import operator
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -173,10 +174,11 @@ def window(target: Target, keys: int, sinks: int = 0) -> Target:
     Warns:
         UserWarning: every head of the model keeps its own window, so that nothing changes.
     """
-    if not isinstance(keys, int) or isinstance(keys, bool):
+    if isinstance(keys, bool) or not hasattr(keys, "__index__"):
         raise TypeError(
             f"keys: got {keys!r}, expected a whole number; to take a window away, call softfocus.hf.use() again"
         )
+    keys = operator.index(keys)
     layout = layout_of(target)
     if layout is None:
         raise ValueError("window: the model runs its own attention; call softfocus.hf.use(model, 'softmax') first")
@@ -193,7 +195,7 @@ def window(target: Target, keys: int, sinks: int = 0) -> Target:
 
     narrow = layout.map(narrowed)
     if isinstance(target, PreTrainedModel):
-        if narrow == layout and any(group.window != keys for group in layout.groups()):
+        if all(group.window is not None and group.window < keys for group in layout.groups()):
             warn(
                 f"softfocus.hf.window: every head keeps its own window of fewer than {keys} keys; to widen it, call "
                 "softfocus.hf.use() again",
