@@ -16,14 +16,14 @@ TEXT, SHOWN = " ".join(PAGE.split()), tables_of(PAGE)
 OURS = "cosine-nope"
 ROWS = {
     OURS: "**cosine softmax with log N, without RoPE**: `demo-global-heads`",
-    "laser-cosine-nope": "LASER over it",
     "cosine": "the same with a third of RoPE",
+    "laser-cosine-nope": "LASER over cosine softmax with log N, without RoPE",
     "softmax": "softmax, a third of RoPE",
     "softmax-nope": "softmax, without RoPE",
     "lssa-nope": "LSSA, without RoPE",
     "laser-lssa-nope": "LASER over LSSA, without RoPE",
     "lssar": "LSSAR, p = 31 annealed, a third of RoPE",
-    "laser-lssar": "LASER over that",
+    "laser-lssar": "LASER over LSSAR, p = 31 annealed, a third of RoPE",
     "lssar-nope": "LSSAR, p = 31 annealed, without RoPE",
     "local": "nothing: all heads are local",
     "no-pair-head": "as the first row, but no head of layer 0 sees two tokens alone",
