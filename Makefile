@@ -20,13 +20,13 @@ $(STAMP): pyproject.toml
 	@$(BIN)/softfocus build || echo "Going on without the CPU kernels: attention runs on the slower tiled backend."
 	@touch $@
 
-demo: setup  ## train Softmax, LSSA, LSSAR and two layouts side by side and show who is best at 16 times the length (some 15 minutes)
+demo: setup  ## train Softmax, LSSA, LSSAR and two layouts side by side and show who is best at 16 times the length (some 12 minutes)
 	$(BIN)/softfocus demo
 
 bench: setup  ## time attention on the CPU beside torch's own, with parity checks and peak memory; writes runs/bench-cpu/
 	$(BIN)/softfocus bench --device cpu
 
-test: setup  ## all tests but those marked slow (six to eight minutes on two cores)
+test: setup  ## all tests but those marked slow (some eight minutes on two cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 soak: setup  ## trainings killed at 50 random points must end with the same weights (some five minutes)

@@ -38,7 +38,7 @@ def demo(
 
     Shows what each costs at the training length and who is best at 16x.
 
-    Some 15 minutes on two CPU cores. Writes results.json, figure1.png and report.html. What is
+    Some 12 minutes on two CPU cores. Writes results.json, figure1.png and report.html. What is
     finished is kept: started again after a failure or Ctrl-C, it goes on.
 
     Several seeds: run it with --seed 0, 1, 2, 3, and then `softfocus compare runs/demo-?/demo-*`
