@@ -195,6 +195,13 @@ def test_what_is_said_of_far_keys_holds_for_every_seed():
     assert min(far["all-softmax-nope"][::2]) > -0.02
 
 
+def test_what_is_said_of_machines_is_measured():
+    softmax, before = loss("demo", "demo-softmax"), loss("layouts", "softmax-s0")
+    ours = loss("demo", "demo-global-heads")
+    assert f"Softmax has {softmax:.3f} in place of {before:.3f}, and `demo-global-heads` {ours:.3f}" in TEXT
+    assert ours == loss("layouts", f"{OURS}-s0")
+
+
 def test_what_is_said_of_bpe_is_measured():
     by = by_label("layouts-bpe-tuned", "bpe")
     for rival in ("local-softmax", "laser-lssa-local"):
