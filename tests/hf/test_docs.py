@@ -1,9 +1,14 @@
-"""The code blocks of the guide and of the page about precision run, from the first to the last."""
+"""The code blocks of pages run: of the guide and of the page about precision from the first to the
+last.
+"""
 
 import re
 from pathlib import Path
 
+from transformers import LlamaConfig, LlamaForCausalLM
+
 import softfocus
+import softfocus.hf
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = (DOCS / "transformers.md", DOCS / "precision.md")
@@ -15,7 +20,7 @@ def test_the_guide_runs(tmp_path, monkeypatch, capsys):
         for page in PAGES
         for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     ]
-    assert len(blocks) == 13
+    assert len(blocks) == 14
     monkeypatch.chdir(tmp_path)
     names = {}
     for page, block in blocks:
@@ -33,3 +38,13 @@ def test_the_guide_runs(tmp_path, monkeypatch, capsys):
         "torch.Size([2, 1, 6, 48])",
     ):
         assert part in printed
+
+
+def test_the_layout_with_two_global_heads_fits_a_model_with_eight(tokens):
+    (code,) = re.findall(r"^```python\n(.*?)^```", (DOCS / "global-heads.md").read_text(), re.DOTALL | re.MULTILINE)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 8, "vocab_size": 61}
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=4, **sizes))
+    exec(code, {"softfocus": softfocus, "model": model})
+    kinds = "4x softmax[2] + 4x laser_lssa[64] / 4x cosine_log_n nope + 4x laser_lssa[64] / laser_lssa[64]"
+    assert str(softfocus.hf.layout_of(model)) == kinds
+    assert model(tokens(1, 9)).logits.isfinite().all()
