@@ -94,6 +94,20 @@ def recalled() -> str:
     return table(["steps", "1x", "4x, filler", "16x, filler", "4x, pairs", "16x, pairs"], rows)
 
 
+def rounding() -> str:
+    """The layout on two roundings, over the seeds that both have."""
+    by, (tiled,) = by_label("layouts"), by_label("global-heads-tiled").values()
+    seeds = {one.seed for one in tiled.evaluations}
+    kept = replace(by[OURS], evaluations=tuple(one for one in by[OURS].evaluations if one.seed in seeds))
+    rows = []
+    for name, group in {"CPU kernels": kept, "tiled backend": tiled}.items():
+        both = {OURS: group, "Softmax": by["Softmax"]}
+        leads = [said(beside(both, OURS, "Softmax", *pair)) for pair in ((HERE, HERE), (FAR, WINDOWED))]
+        rows.append([name, str(len(group.evaluations)), *shown_losses(group), *leads])
+    against = "1x, minus Softmax", "16x, as trained, minus Softmax with the window"
+    return table(["`demo-global-heads`", "seeds", *COLUMNS, *against], rows)
+
+
 def other_sizes() -> str:
     by = by_label("layouts-bpe-tuned", "bpe")
     rows = []
@@ -108,7 +122,9 @@ def other_sizes() -> str:
     return table(["tokens of a BPE, minus", *columns], rows)
 
 
-TABLES = {"losses": losses, "far_keys": far_keys, "recalled": recalled, "other_sizes": other_sizes}
+TABLES = {"losses": losses, "far_keys": far_keys, "recalled": recalled, "other_sizes": other_sizes,
+    "rounding": rounding,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("mark", TABLES)
@@ -193,6 +209,15 @@ def test_what_is_said_of_far_keys_holds_for_every_seed():
     far = {row: [max(gains(row, seed)[3:5]) for seed in range(3)] for row in (OURS, "all-softmax-nope")}
     assert [[gain < -0.05 for gain in seeds] for seeds in far.values()] == [[True] * 3, [False, True, False]]
     assert min(far["all-softmax-nope"][::2]) > -0.02
+
+
+def test_no_training_loses_its_line_on_another_rounding():
+    (label,) = by_label("global-heads-tiled")
+    here, far = (by_seed("global-heads-tiled", label, at) for at in (HERE, FAR))
+    assert all(loss < here[seed] for seed, loss in far.items())
+    softmax, windowed = (by_seed("layouts", "Softmax", at) for at in (HERE, WINDOWED))
+    assert all(loss < softmax[seed] for seed, loss in here.items())
+    assert all(loss < windowed[seed] for seed, loss in far.items())
 
 
 def test_what_is_said_of_machines_is_measured():
