@@ -164,7 +164,8 @@ def _change_tables(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tupl
     )
     tables = _share(module, layer[0], by_base)
     if len({_turned(group) for group in layer}) > 1:
-        _wrap_function(sys.modules[type(module).__module__])  # a model that was unpickled in a new process
+        # Not done yet where the model was unpickled in a new process
+        _wrap_function(sys.modules[type(module).__module__])
         columns = zip(*(_share(module, group, by_base) for group in layer), strict=True)
         tables = tuple(  # [B, H, L, rotary dimensions]
             torch.cat([x[:, None].expand(-1, group.heads or 1, -1, -1) for x, group in zip(xs, layer, strict=True)], 1)

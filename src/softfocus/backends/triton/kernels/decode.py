@@ -272,7 +272,8 @@ def _sum_values(
     dv_offsets = tl.arange(0, blocks.BLOCK_DV)
     acc = tl.zeros([blocks.BLOCK_Q, blocks.BLOCK_DV], tl.float32)
     needs_exact = tl.zeros([blocks.BLOCK_Q], tl.float32) > 0.0
-    has_large_value = tl.zeros([blocks.BLOCK_K], tl.float32)  # stays 0: every tile is treated as a partial one
+    # Stays 0: every tile is treated as a partial one
+    has_large_value = tl.zeros([blocks.BLOCK_K], tl.float32)
     # For a single row: weights times values, summed over the keys at the end
     product_sums = tl.zeros([blocks.BLOCK_K, blocks.BLOCK_DV], tl.float32)
     # For LASER, the largest |v| so far. Any |v| above LARGE_VALUE has the split summed again, also
