@@ -1232,12 +1232,13 @@ def test_compiled_whole_on_a_gpu(on_gpu):
     assert all(map(torch.equal, torch.autograd.grad(compiled(*leaves, is_causal=True), leaves, grad), plain))
 
 
-def test_one_table_of_what_is_carried():
+def test_one_table_of_what_is_carried(monkeypatch):
     """Both kinds of kernels carry the same names, and the reference's and the catalogue's are these
     and what is not carried.
     """
     from softfocus.backends.triton.kernels.pointwise import PHI
 
+    monkeypatch.delenv("SOFTFOCUS_KERNELS", raising=False)  # off would be a reason of its own
     assert tuple(PHI) == triton.CARRIES.phi == cpu.CARRIES.phi
     assert set(CHOICES["phi"]) == set(POINTWISE) == set(FUSED) | set(SIGNED_PHI)
     drawn = [Mechanism(**{field: choice}) for field in CHOICES for choice in CHOICES[field] if field != "phi"]
