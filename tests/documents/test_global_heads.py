@@ -163,9 +163,23 @@ def small_rates() -> str:
     return table(["bytes, seed 0", "", "1e-3", "2e-3", "4e-3"], rows)
 
 
+def positions() -> str:
+    """Losses at 16 times the length by position, of 10 M parameters: means over seeds."""
+    rows, across = [], []
+    for study, text in TEXTS.items():
+        by = by_label(study)
+        for label, at in (("Softmax", WINDOWED), ("global-heads", WINDOWED), ("global-heads", FAR)):
+            buckets = list(zip(*(row.buckets for row in cell(by[label], *at).rows), strict=True))
+            across = [f"{some[0].start:,} to {some[0].end - 1:,}" for some in buckets]
+            name = "Softmax" if label == "Softmax" else "global heads"
+            how = "as trained" if at == FAR else "window"
+            rows.append([text, f"{name}, {how}", *(f"{fmean(one.loss for one in some):.3f}" for some in buckets)])
+    return table(["", "by position of the token", *across], rows)
+
+
 TABLES = {
-    "losses": losses, "small": small, "small_rates": small_rates, "far_keys": far_keys, "recalled": recalled,
-    "other_sizes": other_sizes, "rounding": rounding,
+    "losses": losses, "positions": positions, "small": small, "small_rates": small_rates, "far_keys": far_keys,
+    "recalled": recalled, "other_sizes": other_sizes, "rounding": rounding,
 }  # fmt: skip
 
 
@@ -302,6 +316,24 @@ def test_what_is_said_of_ten_million_parameters_holds_for_every_seed():
     assert all(loss < windowed[seed] for seed, loss in mine.items())
     up = [minus(one, softmax, softmax, FAR, WINDOWED) for one in (by, bpe)]
     assert "higher by {:.2f} and {:.2f} than with a window".format(*(one.value for one in up)) in TEXT
+
+
+def test_far_keys_help_with_the_positions_and_in_nearly_all_documents():
+    lower = []
+    for study in TEXTS:
+        group = by_label(study)["global-heads"]
+        far, windowed = (cell(group, *at) for at in (FAR, WINDOWED))
+        by_position = [
+            [fmean(one.loss for one in some) for some in zip(*(row.buckets for row in found.rows), strict=True)]
+            for found in (far, windowed)
+        ]
+        beyond = [ours - its for ours, its in zip(*by_position, strict=True)][3:]
+        assert beyond[:3] == sorted(beyond[:3], reverse=True)
+        assert max(beyond) < 0
+        (first, *_), (its, *_) = far.rows, windowed.rows
+        sums = [[sum(some) for some in zip(*(one.sums for one in row.buckets), strict=True)] for row in (first, its)]
+        lower += [sum(ours < other for ours, other in zip(*sums, strict=True)), len(sums[0])]
+    assert "in {} of {} documents on bytes (seed 0), and in {} of {} on".format(*lower) in TEXT
 
 
 def test_what_is_said_of_laser_with_ten_million_parameters_is_measured():
