@@ -9,8 +9,9 @@ has what the items print. What an item had written when it was stopped is kept. 
 through a stage without a GPU, on tiny shapes, in Triton's interpreter: it shows typing errors, not
 speed.
 
-The first stage has what fifteen minutes each on an H100 and two H200 left out and what matters most
-(docs/performance-gpu.md).
+The first stage has what fifteen minutes each on an H100 and three H200 left out and what matters
+most (docs/performance-gpu.md). The last has what an H200 has run: on another GPU, or after a change
+of the kernels, run it first.
 """
 
 import argparse
@@ -151,9 +152,17 @@ WARNINGS_ARE_ERRORS = {"PYTHONWARNINGS": "error:softfocus:RuntimeWarning"}
 """Of the check of the first calls, at the sizes of a real training."""
 STAGES: dict[int, tuple[Item, ...]] = {
     1: (
-        script("fault", dry=("--dry-run",), limit=170),
-        pytest_of("tests", "triton cache checked", dry="test_parity and lssa and causal", limit=250),
-        bench("wide", Benchmark((*MECHANISMS, "laser(lssa)"), BOTH[1:], (4096,), 128), 75),
+        Item(
+            "doctor",
+            ("-m", "softfocus.lab", "doctor", "--json", "{folder}/doctor.json"),
+            ("-m", "softfocus.lab", "doctor", "--json", "{folder}/doctor.json"),
+            100,
+            TRUSTED,
+        ),
+        script("sanitizer", dry=("--dry-run",), limit=150),
+        bench("decode", Benchmark(("lssar", "softmax", "lssa", "laser(lssa)"), ("decode",), LONG_CACHES, 128), 70),
+        bench("decode_narrow", Benchmark(("lssar", "softmax"), ("decode",), LONG_CACHES, 64), 40),
+        script("first_calls", dry=("--dry-run",), limit=120),
     ),
     2: (
         script("compile_all", dry=("--dry-run",), limit=110),
@@ -166,22 +175,14 @@ STAGES: dict[int, tuple[Item, ...]] = {
         bench("flex", Benchmark(("lssar",), BOTH, (4096,), 64, ("sdpa", "softfocus", "flex")), 65),
     ),
     3: (
-        bench("decode", Benchmark(("lssar", "softmax", "lssa", "laser(lssa)"), ("decode",), LONG_CACHES, 128), 70),
-        bench("decode_narrow", Benchmark(("lssar", "softmax"), ("decode",), LONG_CACHES, 64), 40),
-        script("first_calls", dry=("--dry-run",), limit=120),
-        Item(
-            "doctor",
-            ("-m", "softfocus.lab", "doctor", "--json", "{folder}/doctor.json"),
-            ("-m", "softfocus.lab", "doctor", "--json", "{folder}/doctor.json"),
-            100,
-            TRUSTED,
-        ),
-        script("sanitizer", dry=("--dry-run",), limit=150),
-    ),
-    4: (
         script("tuned", dry=("--dry-run",), limit=90),
         script("training", dry=("--dry-run",), limit=120, call="training_checked", environment=WARNINGS_ARE_ERRORS),
         script("training", "--compile", dry=("--dry-run",), limit=250, call="training_compiled"),
+    ),
+    4: (
+        script("fault", dry=("--dry-run",), limit=170),
+        pytest_of("tests", "triton cache checked", dry="test_parity and lssa and causal", limit=250),
+        bench("wide", Benchmark((*MECHANISMS, "laser(lssa)"), BOTH[1:], (4096,), 128), 75),
     ),
 }
 
