@@ -1,4 +1,4 @@
-"""A layout in a Transformers model: local LSSA layers, global LSSAR; save, load, generate."""
+"""A layout in a Transformers model: some heads see all keys, the others 32; save, load, generate."""
 
 import tempfile
 
@@ -15,11 +15,13 @@ config = LlamaConfig(
     num_attention_heads=4,
     num_key_value_heads=2,
 )
+near = {"mechanism": "laser(lssa)", "window": 32}
 model = softfocus.hf.use(
     LlamaForCausalLM(config),
     {
-        "0::2": {"mechanism": "lssa", "window": 32},  # layers 0 and 2 see 32 keys
-        "*": {"mechanism": "sharpened(lssa, 31)", "rope": 0.5},  # the others see all, with half of RoPE
+        0: [{"mechanism": "softmax", "window": 2, "heads": 2}, near],  # two heads see the token before
+        "1::2": [{"mechanism": "cosine_log_n", "rope": 0, "heads": 2}, near],  # two see all keys, without RoPE
+        "*": near,
     },
 )
 tokens = torch.randint(256, (1, 100))
