@@ -1,4 +1,4 @@
-"""A layout in a Transformers model: some heads see all keys, the others 32; save, load, generate."""
+"""A layout in a Transformers model: some heads see all keys, others 32; save, load, generate."""
 
 import tempfile
 
