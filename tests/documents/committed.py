@@ -1,5 +1,6 @@
 """The committed results, as the tests of several pages read them."""
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -58,6 +59,16 @@ def loss(study: str, run: str, length: int = 128, setting: Setting = AS_TRAINED)
 def minus(by: dict[str, Group], ours: str, rival: str, at=HERE, rival_at=None) -> Estimate:
     """How much higher the loss of one row is than another's, paired by document and seed."""
     return cell(by[ours], *at).minus(cell(by[rival], *(rival_at or at)))
+
+
+def beside(by, ours: str, rival: str, at=HERE, rival_at=None):
+    """The difference over the seeds that both rows have."""
+    seeds = {one.seed for one in by[ours].evaluations} & {one.seed for one in by[rival].evaluations}
+    kept = {
+        row: replace(by[row], evaluations=tuple(one for one in by[row].evaluations if one.seed in seeds))
+        for row in (ours, rival)
+    }
+    return minus(kept, ours, rival, at, rival_at)
 
 
 def by_seed(study: str, label: str, at: tuple[float, str]) -> dict[int, float]:

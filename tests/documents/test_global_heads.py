@@ -7,10 +7,10 @@ from statistics import fmean
 import pytest
 
 from softfocus.lab.report.points import cell
-from softfocus.lab.run_folder.results import AS_TRAINED, Setting
 
-from .committed import FAR, HERE, RESULTS, ROOT, WINDOWED, accuracies, by_label, by_seed, loss, minus, recalls, runs
+from .committed import FAR, HERE, RESULTS, ROOT, WINDOWED, accuracies, beside, by_label, by_seed, loss, minus, recalls
 from .tables import COLUMNS, said, shown, shown_losses, table, tables_of
+from .test_global_heads_small import TABLES as SMALL
 
 PAGE = (ROOT / "docs/global-heads.md").read_text()
 TEXT, SHOWN = " ".join(PAGE.split()), tables_of(PAGE)
@@ -32,16 +32,6 @@ ROWS = {
     "all-softmax-nope": "softmax without RoPE, and local softmax heads: softmax in every head",
 }
 FROM = ("never", "1 to 63", "64 to 127", "128 to 255", "256 to 511", "512 to 1,023", "1,024 to 2,047")
-
-
-def beside(by, ours: str, rival: str, at=HERE, rival_at=None):
-    """The difference over the seeds that both rows have."""
-    seeds = {one.seed for one in by[ours].evaluations} & {one.seed for one in by[rival].evaluations}
-    kept = {
-        row: replace(by[row], evaluations=tuple(one for one in by[row].evaluations if one.seed in seeds))
-        for row in (ours, rival)
-    }
-    return minus(kept, ours, rival, at, rival_at)
 
 
 def losses() -> str:
@@ -110,6 +100,13 @@ def test_two_of_three_trainings_learn_to_recall():
         learned[label] = [one for one in found if one[64, False] > 0.99]
         assert all(one[1024, False] > 0.99 and one[1024, True] > 0.5 for one in learned[label])
     assert [len(some) for some in learned.values()] == [2, 2, 2, 0]
+    ours, longer, softmax = (
+        [one for one in accuracies(recalls("recall-global-heads")[label]) if one[64, False] > 0.5]
+        for label in (OURS, f"{OURS}-longer", "softmax-nope-longer")
+    )
+    found = [one[1024, True] for one in (*ours, *longer)]
+    assert "the two find {:.2f} and {:.2f}, after twice the steps {:.2f} and {:.2f}.".format(*found) in TEXT
+    assert f"Seed 0 reached {softmax[0][64, False]:.2f} and was still learning." in TEXT
 
 
 def rounding() -> str:
@@ -140,59 +137,8 @@ def other_sizes() -> str:
     return table(["tokens of a BPE, minus", *columns], rows)
 
 
-SMALL = {  # of 10 M parameters
-    "Softmax": "Softmax in every layer",
-    "laser-lssa-local": "LASER over LSSA, every other layer local",
-    "global-heads": "**global heads without RoPE, the others local**",
-}
-TEXTS = {"small-gpu/bytes": "bytes", "small-gpu/longer": "BPE"}
-
-
-def small() -> str:
-    """Losses with 10 M parameters, and their differences from Softmax's, of the same seeds."""
-    rows = []
-    for study, text in TEXTS.items():
-        by = by_label(study)
-        for label, name in SMALL.items():
-            if label in by:
-                pairs = () if label == "Softmax" else ((HERE, HERE), (FAR, WINDOWED))
-                leads = [said(beside(by, label, "Softmax", *pair)) for pair in pairs] or ["", ""]
-                rows.append([text, name, str(len(by[label].evaluations)), *shown_losses(by[label]), *leads])
-    against = "1x, minus Softmax", "16x, as trained, minus Softmax with the window"
-    return table(["", "", "seeds", *COLUMNS, *against], rows)
-
-
-def small_rates() -> str:
-    """Seed 0 at three rates: the loss at the training length, and at 16 times it."""
-    own, swept = runs("small-gpu/bytes"), runs("small-gpu/bytes-rates")
-    rows = []
-    for row, name in SMALL.items():
-        label = "softmax" if row == "Softmax" else row
-        if f"{label}-s0" in own:
-            three = swept[f"{label}-1e3-s0"], own[f"{label}-s0"], swept[f"{label}-4e3-s0"]
-            far = ("16x, window", Setting(window=512)) if row == "Softmax" else ("16x, as trained", AS_TRAINED)
-            for length, (how, at) in ((512, ("1x", AS_TRAINED)), (8192, far)):
-                rows.append([name, how, *(f"{one.row(length, at).loss:.3f}" for one in three)])
-    return table(["bytes, seed 0", "", "1e-3", "2e-3", "4e-3"], rows)
-
-
-def positions() -> str:
-    """Losses at 16 times the length by position, of 10 M parameters: means over seeds."""
-    rows, across = [], []
-    for study, text in TEXTS.items():
-        by = by_label(study)
-        for label, at in (("Softmax", WINDOWED), ("global-heads", WINDOWED), ("global-heads", FAR)):
-            buckets = list(zip(*(row.buckets for row in cell(by[label], *at).rows), strict=True))
-            across = [f"{some[0].start:,} to {some[0].end - 1:,}" for some in buckets]
-            name = "Softmax" if label == "Softmax" else "global heads"
-            how = "as trained" if at == FAR else "window"
-            rows.append([text, f"{name}, {how}", *(f"{fmean(one.loss for one in some):.3f}" for some in buckets)])
-    return table(["", "by position of the token", *across], rows)
-
-
-TABLES = {
-    "losses": losses, "positions": positions, "small": small, "small_rates": small_rates, "far_keys": far_keys,
-    "recalled": recalled, "other_sizes": other_sizes, "rounding": rounding,
+TABLES = SMALL | {
+    "losses": losses, "far_keys": far_keys, "recalled": recalled, "other_sizes": other_sizes, "rounding": rounding,
 }  # fmt: skip
 
 
@@ -302,75 +248,3 @@ def test_what_is_said_of_bpe_is_measured():
         assert beside(by, "global-heads", rival).sure
         assert beside(by, "global-heads", rival).value > 0
     assert not beside(by, "global-heads", "Softmax").sure
-
-
-def test_what_is_said_of_ten_million_parameters_holds_for_every_seed():
-    by = by_label("small-gpu/bytes")
-    ours, softmax = "global-heads", "Softmax"
-    for at, rival_at, text in (
-        (HERE, HERE, "at the training length by {}, and"),
-        (FAR, WINDOWED, "as trained, below Softmax with a window by {}."),
-    ):
-        lead = minus(by, ours, softmax, at, rival_at)
-        mine, its = by_seed("small-gpu/bytes", ours, at), by_seed("small-gpu/bytes", softmax, rival_at)
-        assert len(mine) == 3
-        assert lead.sure
-        assert all(loss < its[seed] for seed, loss in mine.items())
-        assert text.format(shown(lead).removeprefix("-")) in TEXT
-    bpe = by_label("small-gpu/longer")
-    for at, rival_at in ((HERE, HERE), (FAR, WINDOWED)):
-        mine = by_seed("small-gpu/longer", ours, at)[0]
-        for rival in (softmax, "laser-lssa-local"):
-            assert mine < min(by_seed("small-gpu/longer", rival, rival_at).values())
-    own = [minus(one, ours, ours, FAR, WINDOWED) for one in (by, bpe)]
-    assert all(one.sure and one.value < 0 for one in own)
-    assert "by {} on bytes, and by {} on tokens".format(*(shown(one).removeprefix("-") for one in own)) in TEXT
-    mine, windowed = (by_seed("small-gpu/bytes", ours, at) for at in (FAR, WINDOWED))
-    assert all(loss < windowed[seed] for seed, loss in mine.items())
-    up = [minus(one, softmax, softmax, FAR, WINDOWED) for one in (by, bpe)]
-    assert "higher by {:.2f} and {:.2f} than with a window".format(*(one.value for one in up)) in TEXT
-
-
-def test_far_keys_help_with_the_positions_and_in_nearly_all_documents():
-    lower = []
-    for study in TEXTS:
-        group = by_label(study)["global-heads"]
-        far, windowed = (cell(group, *at) for at in (FAR, WINDOWED))
-        by_position = [
-            [fmean(one.loss for one in some) for some in zip(*(row.buckets for row in found.rows), strict=True)]
-            for found in (far, windowed)
-        ]
-        beyond = [ours - its for ours, its in zip(*by_position, strict=True)][3:]
-        assert beyond[:3] == sorted(beyond[:3], reverse=True)
-        assert max(beyond) < 0
-        (first, *_), (its, *_) = far.rows, windowed.rows
-        sums = [[sum(some) for some in zip(*(one.sums for one in row.buckets), strict=True)] for row in (first, its)]
-        lower += [sum(ours < other for ours, other in zip(*sums, strict=True)), len(sums[0])]
-    assert "in {} of {} documents on bytes (seed 0), and in {} of {} on".format(*lower) in TEXT
-
-
-def test_what_is_said_of_laser_with_ten_million_parameters_is_measured():
-    by, rows = by_label("small-gpu/longer"), ("laser-lssa-local", "Softmax")
-    assert minus(by, *rows).sure
-    laser, softmax = (by_seed("small-gpu/longer", row, HERE) for row in rows)
-    assert len(laser) == 3
-    assert all(loss < softmax[seed] for seed, loss in laser.items())
-    before = [fmean(by_seed("small-gpu/one-pass", row, HERE).values()) for row in rows]
-    assert "LASER over LSSA has {:.3f} and Softmax {:.3f}".format(*before) in TEXT
-    keys = {
-        run["info"]["corpus_key"]
-        for study in ("longer", "one-pass")
-        for run in json.loads((RESULTS / "small-gpu" / study / "results.json").read_text())["runs"]
-    }
-    assert len(keys) == 1, "the same text"
-
-
-def test_the_lead_at_the_best_rates_is_the_measured_one():
-    own, swept = runs("small-gpu/bytes"), runs("small-gpu/bytes-rates")
-    best, window = (own["global-heads-s0"], swept["softmax-1e3-s0"]), Setting(window=512)
-    for row, length, at in (("global-heads", 512, AS_TRAINED), ("softmax", 512, AS_TRAINED)):
-        three = [swept[f"{row}-1e3-s0"], own[f"{row}-s0"], swept[f"{row}-4e3-s0"]]
-        assert min(three, key=lambda one: one.row(length, at).loss) in best
-    near = best[1].row(512).loss - best[0].row(512).loss
-    far = best[1].row(8192, window).loss - best[0].row(8192).loss
-    assert f"the lead is {near:.3f} there, and {far:.3f} at 16 times it" in TEXT

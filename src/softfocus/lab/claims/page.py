@@ -25,7 +25,8 @@ from softfocus.lab.run_folder.results import WRONG
 
 LEDGER = "README.md"
 AWAY: dict[Scale, str] = {
-    "small": "10 M parameters take a GPU for hours, and this project has been lent one for fifteen minutes at a time",
+    "small": "10 M parameters take a GPU for minutes in each of a claim's many runs, and this project has been lent "
+    "one for fifteen minutes at a time",
     "gpt2": "124 M parameters on 9.9 billion tokens, for which the paper had eight A100, "
     "are out of reach of this project",
 }
