@@ -21,6 +21,8 @@ ROWS = {
     "laser-cosine-nope": "LASER over cosine softmax with log N, without RoPE",
     "softmax": "softmax, a third of RoPE",
     "softmax-nope": "softmax, without RoPE",
+    "ssmax-nope": "SSMax, without RoPE",
+    "qknorm-nope": "QK-norm, without RoPE",
     "lssa-nope": "LSSA, without RoPE",
     "laser-lssa-nope": "LASER over LSSA, without RoPE",
     "lssar": "LSSAR, p = 31 annealed, a third of RoPE",
@@ -30,6 +32,7 @@ ROWS = {
     "no-pair-head": "as the first row, but no head of layer 0 sees two tokens alone",
     "local-softmax-cosine-nope": "as the first row, but local softmax heads",
     "all-softmax-nope": "softmax without RoPE, and local softmax heads: softmax in every head",
+    "softmax-pair-head": "Softmax in every layer, but one head of layer 0 sees two tokens alone",
 }
 FROM = ("never", "1 to 63", "64 to 127", "128 to 255", "256 to 511", "512 to 1,023", "1,024 to 2,047")
 
@@ -43,7 +46,9 @@ def losses() -> str:
             for pair in ((HERE, HERE), (FAR, WINDOWED))
         ]
         rows.append([name, str(len(by[label].evaluations)), *shown_losses(by[label]), *leads])
-    rows.append(["Softmax in every layer", str(len(softmax.evaluations)), *shown_losses(softmax), "", ""])
+    (longer,) = by_label("softmax-as-long").values()
+    for name, group in {"Softmax in every layer": softmax, "the same, 1,330 steps": longer}.items():
+        rows.append([name, str(len(group.evaluations)), *shown_losses(group), "", ""])
     against = "1x, minus Softmax", "16x, as trained, minus Softmax with the window"
     return table(["what the two global heads run", "seeds", *COLUMNS, *against], rows)
 
@@ -213,6 +218,31 @@ def test_what_is_said_of_its_parts_is_measured():
     third = [beside(by, "cosine", OURS, at) for at in (HERE, FAR)]
     assert [one.sure for one in third] == [False, True]
     assert f"higher by {shown(third[0])} at the training length, inconclusive, and by {shown(third[1])} at 16" in TEXT
+
+
+def test_what_is_said_of_softmax_with_more_steps_is_measured():
+    (longer,) = by_label("softmax-as-long").values()
+    both = {"ours": by_label("layouts")[OURS], "longer": longer}
+    leads = [beside(both, "ours", "longer", *pair) for pair in ((HERE, HERE), (FAR, WINDOWED))]
+    near, far = map(said, leads)
+    assert f"against that it has {near} at the training length, and {far} at 16 times it" in TEXT
+    before = beside({"longer": longer, "Softmax": by_label("layouts")["Softmax"]}, "Softmax", "longer")
+    assert f"takes {shown(before)} off Softmax's loss" in TEXT
+    for page in ("README.md", "docs/evidence.md"):
+        assert f"{near} at the training length (three seeds)" in " ".join((ROOT / page).read_text().split())
+
+
+def test_what_is_said_of_rivals_in_the_two_heads_is_measured():
+    by = by_label("layouts", "global-heads")
+    ssmax, norm, pair = (beside(by, row, OURS) for row in ("ssmax-nope", "qknorm-nope", "softmax-pair-head"))
+    assert (ssmax.sure, norm.sure) == (False, True)
+    text = "SSMax in the two heads is above it by {}, QK-norm by {}."
+    assert text.format(said(ssmax).removeprefix("+"), said(norm).removeprefix("+")) in TEXT
+    far = [beside(by, row, OURS, FAR) for row in ("ssmax-nope", "qknorm-nope")]
+    assert all(one.sure for one in far)
+    assert "At 16 times the length these are {} and {} (seed 0).".format(*map(shown, far)) in TEXT
+    assert not beside({**by, "Softmax": by_label("layouts")["Softmax"]}, "softmax-pair-head", "Softmax").sure
+    assert pair.sure
 
 
 def test_what_is_said_of_far_keys_holds_for_every_seed():
