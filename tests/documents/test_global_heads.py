@@ -6,6 +6,7 @@ from statistics import fmean
 
 import pytest
 
+from softfocus.lab.inspect.results import read as read_inspections
 from softfocus.lab.report.points import cell
 
 from .committed import FAR, HERE, RESULTS, ROOT, WINDOWED, accuracies, beside, by_label, by_seed, loss, minus, recalls
@@ -254,6 +255,19 @@ def test_what_is_said_of_far_keys_holds_for_every_seed():
     far = {row: [max(gains(row, seed)[3:5]) for seed in range(3)] for row in (OURS, "all-softmax-nope")}
     assert [[gain < -0.05 for gain in seeds] for seeds in far.values()] == [[True] * 3, [False, True, False]]
     assert min(far["all-softmax-nope"][::2]) > -0.02
+
+
+def test_what_is_said_of_the_maps_is_measured():
+    (run,) = read_inspections(RESULTS / "inspect-global-heads/inspect.json").runs
+    first, last = (
+        next(one for one in run.rows if (one.length, one.layer, one.head) == (2048, layer, 0)) for layer in (1, 3)
+    )
+    beyond = f"{first.beyond.mean:.0%} of the weight of the global head of layer 1 lies a training length away"
+    assert beyond.replace("%", " %") in TEXT
+    assert f"and {last.beyond.mean:.0%} of that of layer 3".replace("%", " %") in TEXT
+    assert f"is {first.entropy.mean:.2f} and {last.entropy.mean:.2f} nats there, where uniform" in TEXT
+    assert f"weights have {last.uniform.mean:.2f}. " in TEXT
+    assert f"{last.above_1e_3.mean:.0%} of the latter's weights exceed".replace("%", " %") in TEXT
 
 
 def test_no_training_loses_its_line_on_another_rounding():
