@@ -1,5 +1,6 @@
 """Options and markers of the whole suite."""
 
+import atexit
 import gc
 import os
 
@@ -41,15 +42,12 @@ def pytest_collection():
         return (yield)
     finally:
         gc.freeze()
+        atexit.register(gc.unfreeze)  # or libraries report what is left when the process ends
         gc.enable()
 
 
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
-
-
-def pytest_unconfigure():
-    gc.unfreeze()  # or libraries report at exit what is still there
 
 
 def pytest_addoption(parser):
