@@ -226,7 +226,8 @@ def _norms(run: Run, statement: Steeper) -> list[float]:
     """Over a training, of the largest after the warm-up; none where they were not noted."""
     noted = run.info.projection_norms
     norms = run.info.gradient_norm if statement.part == "all" else noted.get(statement.part, [])
-    return [norm for step, norm in norms if statement.of == "median" or step >= run.settled]
+    first = 0 if statement.of == "median" else run.settled  # which reads the recipe
+    return [norm for step, norm in norms if step >= first]
 
 
 def _log_norm(run: Run, statement: Steeper) -> float:

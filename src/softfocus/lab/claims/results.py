@@ -86,8 +86,8 @@ class Run(Record):
         """The largest norm of the gradient once it has settled, NaN if training ended before, and
         the median of the whole training; None where none was noted.
         """
-        norms = self.info.gradient_norm
-        late = [norm for at, norm in norms if at >= self.settled]
+        norms, settled = self.info.gradient_norm, self.settled  # which reads the recipe
+        late = [norm for at, norm in norms if at >= settled]
         return (max(late, default=math.nan), median(norm for _, norm in norms)) if norms else None
 
     @property
