@@ -139,14 +139,17 @@ def test_every_row_and_recipe_trains_two_steps(large: bool) -> None:
         model = models.build(recipe, vocabulary)
         adamw = recipe.train.optimizer == "adamw"  # LAMB's rates are too large for AdamW
         rate = recipe.train.learning_rate if adamw else 2e-3
-        optimiser = torch.optim.AdamW(model.parameters(), lr=rate / 20 if large else rate)  # without a warm-up
+        # Without a warm-up; fused, which is the same in half the time
+        optimiser = torch.optim.AdamW(model.parameters(), lr=rate / 20 if large else rate, fused=True)
         losses = []
-        for _ in range(3):
+        for _ in range(2):
             loss = objective.loss(kind, model, batch)
             losses.append(loss.item())
             loss.backward()
             optimiser.step()
             optimiser.zero_grad()
+        with torch.no_grad():
+            losses.append(objective.loss(kind, model, batch).item())
         assert losses[-1] < losses[0], recipe.name
         trained.append(recipe.name)
     assert ("gpt2-124m-lssar" in trained) is large
