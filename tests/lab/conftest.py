@@ -2,9 +2,11 @@
 a real run of it.
 """
 
+import subprocess
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -210,3 +212,33 @@ def trained(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "trained"
     train(load(tiny), folder)
     return folder
+
+
+@pytest.fixture
+def workers_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The workers of a crew run in this process, each to its end before the next. A process of its
+    own takes five seconds of a core to start; test_demo.py has them. Returns the recipes' paths,
+    filled as they run.
+    """
+    from softfocus.lab.studies import crew, worker
+
+    ran: list[str] = []
+
+    class Worker:
+        def __init__(self, command: Sequence[str], **_: Any) -> None:
+            module = "softfocus.lab.studies.worker"
+            assert command[1:3] == ["-m", module], "of several processes"
+            lines = tmp_path / f"lines-{len(ran)}"
+            ran.append(command[3])
+            with monkeypatch.context() as patch, lines.open("w") as out:
+                patch.setattr(worker, "_own_stdout", lambda: out)
+                self.code = worker.main(list(command[3:]))
+            self.stdout = lines.open()
+
+        def wait(self, timeout: float | None = None) -> int:
+            return self.code
+
+    names = ("PIPE", "DEVNULL", "TimeoutExpired")
+    like = SimpleNamespace(Popen=Worker, **{name: getattr(subprocess, name) for name in names})
+    monkeypatch.setattr(crew, "subprocess", like)
+    return ran

@@ -573,7 +573,9 @@ def finish(recipe: Recipe, folder: Path) -> None:
     evaluate(folder / recipe.name, [length, 2 * length, 4 * length], settings=settings)
 
 
-def test_reproduce_runs_what_is_left_and_judges_all(two: Claim, tmp_path: Path, monkeypatch: Any) -> None:
+def test_reproduce_runs_what_is_left_and_judges_all(
+    two: Claim, tmp_path: Path, monkeypatch: Any, workers_here: list[str]
+) -> None:
     out, screen = tmp_path / "out", console()
     *there, left = recipes(two, "toy", range(3))
     for recipe in there[:-1]:
@@ -588,6 +590,7 @@ def test_reproduce_runs_what_is_left_and_judges_all(two: Claim, tmp_path: Path, 
     assert made is not None
     assert "Two rows: 6 runs, 1 of them left: about" in said(screen)
     assert f"{diverging.name}: has diverged already" in said(screen)
+    assert [Path(path).stem for path in workers_here] == [left.name]
     assert [len(made.of(row)) for row in ("a", "b")] == [3, 3]
     assert [run.diverged for run in made.of("a")] == [False, False, True]
     assert load_run(out / left.name).status == "complete"

@@ -140,7 +140,7 @@ def test_what_is_common_to_all_rows(tmp_path: Path) -> None:
     assert (b.train.steps, b.train.warmup, b.train.batch, b.train.seed) == (5, 1, 16, 3)
 
 
-def test_a_study_trains_what_is_left_and_compares_all(two_rows: Path, tmp_path: Path) -> None:
+def test_a_study_trains_what_is_left_and_compares_all(two_rows: Path, tmp_path: Path, workers_here: list[str]) -> None:
     out, screen = tmp_path / "out", console()
     *there, left = study.recipes(*study.load(str(two_rows)))
     for recipe in there:
@@ -151,6 +151,7 @@ def test_a_study_trains_what_is_left_and_compares_all(two_rows: Path, tmp_path: 
     assert [group.count for group in made.groups] == ["2 seeds", "2 seeds"]
     assert "Two rows: 4 runs, 1 of them left: about" in said(screen)
     assert before == {name: (out / name / RUN).stat().st_mtime_ns for name in before}
+    assert [Path(path).stem for path in workers_here] == [left.name]
     assert load_run(out / left.name).status == "complete"
     assert "Losses are means over 2 trainings" in " ".join(said(screen).split())
     for name in ("results.json", "figure1.png", "report.html", "logs/plain-s3.log"):
@@ -219,7 +220,9 @@ def test_the_estimate_trains_nothing(two_rows: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_study_of_a_task_goes_on_after_a_kill_and_compares_right_answers(task: Path, tmp_path: Path) -> None:
+def test_a_study_of_a_task_goes_on_after_a_kill_and_compares_right_answers(
+    task: Path, tmp_path: Path, workers_here: list[str]
+) -> None:
     """One run was killed before its last row, the one with more to remember; the other is
     finished.
     """
@@ -234,6 +237,7 @@ def test_a_study_of_a_task_goes_on_after_a_kill_and_compares_right_answers(task:
     made = run_study(str(task), out, jobs=1, console=screen)
     assert isinstance(made, RecallReport)
     assert "2 runs, 1 of them left" in said(screen)
+    assert [Path(path).stem for path in workers_here] == [killed.name]
     assert before == (out / killed.name / RUN).stat().st_mtime_ns, "it was trained again"
     keys = [[row.key for row in entry.recall.rows] for entry in made.runs]
     assert keys == [[(16, False, None, 64), (32, False, None, 64), (32, True, None, 64)]] * 2
