@@ -17,7 +17,7 @@ if not torch.cuda.is_available():  # before anything imports Triton, which reads
 
 LONGEST = (
     "test_demo.py", "test_triton_compile.py", "test_emulated_gpu.py", "test_train.py", "test_study.py",
-    "test_claims.py", "test_owner.py",
+    "test_claims.py", "test_owner.py", "test_examples.py",
 )  # fmt: skip
 """Files of few tests that take long. They run first: begun last, one of them would keep one worker
 busy while the others wait.
