@@ -448,6 +448,16 @@ def test_whatever_changes_the_library_changes_the_key(sources, monkeypatch):
     new()
 
 
+def test_an_environment_reached_through_a_link_has_the_same_library(monkeypatch, tmp_path):
+    """That of a second checkout which links the first one's .venv."""
+    before, torchs = plan.plan(), Path(torch.__file__)
+    (tmp_path / "linked").symlink_to(torchs.parent)
+    monkeypatch.setattr(torch, "__file__", str(tmp_path / "linked" / torchs.name))
+    assert plan.plan() == before
+    monkeypatch.setattr(torch, "__file__", str(tmp_path / "other" / torchs.name))
+    assert plan.plan().digest != before.digest
+
+
 def test_the_processor_is_known_by_its_features():
     if sys.platform != "linux":
         pytest.skip("/proc/cpuinfo is Linux's")

@@ -154,8 +154,10 @@ def environment() -> dict[str, str]:
 
 
 def torch_libraries() -> Path:
-    """The folder of torch's own libraries, its OpenMP among them."""
-    return Path(torch.__file__).with_name("lib")
+    """The folder of torch's own libraries, its OpenMP among them; one and the same through whatever
+    link an environment is reached.
+    """
+    return Path(torch.__file__).parent.resolve() / "lib"
 
 
 def _processor() -> str:
