@@ -122,7 +122,7 @@ def test_the_headlines_of_ten_million_parameters_are_the_measured_ones():
     assert f"below Softmax with a window by {far}, and below themselves with a window by {own}," in evidence
     row = f"{near[:5]} below Softmax, and at 16 times the length, without a window, {far[:5]} below Softmax with one"
     assert row in first
-    assert f"it is {own} below itself with a window (three seeds)" in first
+    assert f"the loss is {own} below itself with a window (three seeds)" in first
     both = {"ours": by_label("small-gpu/longer")["global-heads"], "best": by_label("small-gpu/one-pass")["Softmax"]}
     leads = [shown(beside(both, "ours", "best", *pair)).removeprefix("-") for pair in ((HERE, HERE), (FAR, WINDOWED))]
     assert f"by {leads[0]} at the training length, and at 16 times it, as trained, below it with a window" in TEXT
