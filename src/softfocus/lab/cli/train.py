@@ -27,7 +27,7 @@ def train(
     Shipped recipes, each alone or with one of the endings in brackets: demo(-softmax, -lssa,
     -lssa-local, -lssar, -laser, -laser-lssa-local, -hybrid, -global-heads, -larger, -slow-start,
     -t6, -t6-lssar);
-    toy(-llama); small(-llama); gpt2-124m(-softmax, -lssa, -lssar, -laser, -llama); repeats;
+    toy(-llama); small(-global-heads, -llama); gpt2-124m(-softmax, -lssa, -lssar, -laser, -llama); repeats;
     mqar(-softmax, -ssmax, -cosine-log-n, -lssa, -lssar-3, -lssar-7, -lssar, -laser, -window, -nope,
     -nope-lssar); passkey(-softmax, -ssmax, -cosine-log-n, -lssa, -lssar-3, -lssar-7, -lssar,
     -laser, -window, -nope, -nope-lssar); vit-toy; vit-small; vit-s16; bert-toy; bert-small;
