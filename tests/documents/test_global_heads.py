@@ -143,7 +143,28 @@ def other_sizes() -> str:
     return table(["tokens of a BPE, minus", *columns], rows)
 
 
+BPE = {
+    "Softmax": "Softmax in every layer",
+    "laser-lssa-local": "LASER over LSSA, every other layer local",
+    "all-softmax-nope": "softmax in every head of the layout",
+    "global-heads": "`demo-global-heads`",
+}
+
+
+def bpe_longer() -> str:
+    """Losses on a BPE after four times the steps, and differences from Softmax."""
+    by, rows = by_label("bpe-longer"), []
+    for label, name in BPE.items():
+        leads = ["", ""]
+        if label != "Softmax":
+            leads = [said(minus(by, label, "Softmax", *pair)) for pair in ((HERE, HERE), (FAR, WINDOWED))]
+        rows.append([name, *shown_losses(by[label]), *leads])
+    against = "1x, minus Softmax", "16x, as trained, minus Softmax with the window"
+    return table(["4,400 steps, seed 0", *COLUMNS, *against], rows)
+
+
 TABLES = SMALL | {
+    "bpe_longer": bpe_longer,
     "losses": losses, "far_keys": far_keys, "recalled": recalled, "other_sizes": other_sizes, "rounding": rounding,
 }  # fmt: skip
 
@@ -292,3 +313,29 @@ def test_what_is_said_of_bpe_is_measured():
         assert beside(by, "global-heads", rival).sure
         assert beside(by, "global-heads", rival).value > 0
     assert not beside(by, "global-heads", "Softmax").sure
+
+
+def test_what_is_said_of_longer_training_on_a_bpe_is_measured():
+    by, ours, layout = by_label("bpe-longer"), "global-heads", "all-softmax-nope"
+    assert not minus(by, ours, "Softmax").sure
+    assert not minus(by, ours, "Softmax", FAR, WINDOWED).sure
+    own = minus(by, ours, ours, WINDOWED, FAR)
+    assert own.sure
+    assert f"It is below itself with a window by {shown(own)}." in TEXT
+    near, far = (minus(by, layout, ours, at) for at in (HERE, FAR))
+    assert near.sure
+    assert far.sure
+    text = f"above it by {shown(near)} at the training length, and by {shown(far)} at 16 times it, as trained."
+    assert text in TEXT
+    evidence = " ".join((ROOT / "docs/evidence.md").read_text().split())
+    here = said(minus(by, ours, "Softmax"))
+    assert (
+        f"below softmax in every head of the layout by {shown(far)}. At the training length these are {here}"
+        in evidence
+    )
+    assert f"{here}, and -{shown(near)}." in evidence
+    found = [gains(f"bpe-longer-{row}", 0) for row in (ours, layout)]
+    lower = [f"{-max(one[3:]):.2f} to {-min(one[3:]):.2f}" for one in found]
+    assert f"lower by {lower[0]} than with the window. With softmax in every head it is lower by {lower[1]}." in TEXT
+    cost = [f"{min(one[1:3]):.2f} to {max(one[1:3]):.2f}" for one in found]
+    assert f"far keys cost {cost[0]}, and {cost[1]} with softmax." in TEXT
