@@ -2,6 +2,7 @@
 
 import json
 from statistics import fmean
+from typing import Any
 
 from softfocus.lab.report.points import cell
 from softfocus.lab.run_folder.results import AS_TRAINED, Setting
@@ -178,4 +179,52 @@ def test_the_lead_at_the_best_rates_is_the_measured_one():
     assert f"the lead is {near:.3f} there, and {far:.3f} at 16 times it" in TEXT
 
 
-TABLES = {"positions": positions, "small": small, "small_rates": small_rates}
+LARGER = {
+    "Softmax": "Softmax in every layer",
+    "local-softmax": "softmax, every other layer local",
+    "laser-lssa-local": "LASER over LSSA, every other layer local",
+    "global-heads": "**global heads without RoPE, the others local**",
+}
+
+
+def larger() -> dict[str, Any]:
+    (ours,) = by_label("larger-global-heads").values()
+    return by_label("larger") | {"global-heads": ours}
+
+
+def larger_heads() -> str:
+    """Losses with 3.2 M parameters, and what they are above or below Softmax of the same seeds."""
+    by, rows = larger(), []
+    for label, name in LARGER.items():
+        leads = ["", ""]
+        if label != "Softmax":
+            leads = [said(beside(by, label, "Softmax", *pair)) for pair in ((HERE, HERE), (FAR, WINDOWED))]
+        rows.append([name, str(len(by[label].evaluations)), *shown_losses(by[label]), *leads])
+    against = "1x, minus Softmax", "16x, as trained, minus Softmax with the window"
+    return table(["3.2 M parameters, bytes", "seeds", *COLUMNS, *against], rows)
+
+
+def test_what_is_said_of_the_larger_model_holds_for_every_seed():
+    by = larger()
+    rivals = [cell(by["Softmax"], *at).values for at in (HERE, WINDOWED)]
+    ours = [cell(by["global-heads"], *at).values for at in (HERE, FAR)]
+    assert [one.seed for one in by["global-heads"].evaluations] == [0, 1, 2]
+    for mine, its in zip(ours, rivals, strict=True):
+        assert all(loss < other for loss, other in zip(mine, its, strict=False))
+    for pair, small in (((HERE, HERE), (HERE, HERE)), ((FAR, WINDOWED), (FAR, WINDOWED))):
+        lead = beside(by, "global-heads", "Softmax", *pair)
+        assert lead.sure
+        assert lead.value < minus(by_label("layouts"), "cosine-nope", "Softmax", *small).value
+    near, far = (shown(beside(by, "global-heads", "Softmax", *pair)) for pair in ((HERE, HERE), (FAR, WINDOWED)))
+    first, evidence = of_pages("README.md", "docs/evidence.md")
+    assert f"are below Softmax by {near.removeprefix('-')}** (three seeds)" in evidence
+    assert f"as trained, below Softmax with a window by {far.removeprefix('-')}." in evidence
+    assert f"(docs/global-heads.md#a-larger-model): {near[1:6]} below, three seeds." in first
+    own = minus(by, "global-heads", "global-heads", FAR, WINDOWED)
+    assert f"as trained it is {said(own).removeprefix('-')} below itself" in TEXT
+    again, before = runs("larger-intel"), runs("larger")
+    apart = max(abs(one.row(128).loss - before[name].row(128).loss) for name, one in again.items())
+    assert f"and differ by at most {apart:.3f}." in TEXT
+
+
+TABLES = {"larger_heads": larger_heads, "positions": positions, "small": small, "small_rates": small_rates}
