@@ -444,7 +444,7 @@ def test_whatever_changes_the_library_changes_the_key(sources, monkeypatch):
     new()
     monkeypatch.setenv("CXX", "another-compiler")
     new()
-    monkeypatch.setattr(plan, "_processor", lambda: "another")
+    monkeypatch.setattr(plan, "processor", lambda: "another")
     new()
 
 
@@ -461,7 +461,7 @@ def test_an_environment_reached_through_a_link_has_the_same_library(monkeypatch,
 def test_the_processor_is_known_by_its_features():
     if sys.platform != "linux":
         pytest.skip("/proc/cpuinfo is Linux's")
-    found = plan._processor()
+    found = plan.processor()
     assert "flags" in found or "Features" in found
     assert "MHz" not in found
 

@@ -1,5 +1,6 @@
 """The committed results, as the tests of several pages read them."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -61,14 +62,17 @@ def minus(by: dict[str, Group], ours: str, rival: str, at=HERE, rival_at=None) -
     return cell(by[ours], *at).minus(cell(by[rival], *(rival_at or at)))
 
 
-def beside(by, ours: str, rival: str, at=HERE, rival_at=None):
+def of_seeds(by: dict[str, Group], seeds: Iterable[int]) -> dict[str, Group]:
+    """The rows with these seeds alone."""
+    wanted = set(seeds)
+    kept = {label: tuple(one for one in group.evaluations if one.seed in wanted) for label, group in by.items()}
+    return {label: replace(by[label], evaluations=some) for label, some in kept.items() if some}
+
+
+def beside(by: dict[str, Group], ours: str, rival: str, at=HERE, rival_at=None) -> Estimate:
     """The difference over the seeds that both rows have."""
     seeds = {one.seed for one in by[ours].evaluations} & {one.seed for one in by[rival].evaluations}
-    kept = {
-        row: replace(by[row], evaluations=tuple(one for one in by[row].evaluations if one.seed in seeds))
-        for row in (ours, rival)
-    }
-    return minus(kept, ours, rival, at, rival_at)
+    return minus(of_seeds({row: by[row] for row in (ours, rival)}, seeds), ours, rival, at, rival_at)
 
 
 def by_seed(study: str, label: str, at: tuple[float, str]) -> dict[int, float]:

@@ -25,6 +25,7 @@ from .committed import (
     disturbed,
     loss,
     minus,
+    of_seeds,
     report,
     runs,
 )
@@ -170,12 +171,6 @@ BIASED = {
     "lssa-local": "LSSA, every other layer local",
 }
 """Rows with a bias of -log N on their scores, each above the same without it."""
-
-
-def of_seeds(by, seeds) -> dict:
-    """The rows with these seeds alone."""
-    kept = {label: tuple(one for one in group.evaluations if one.seed in seeds) for label, group in by.items()}
-    return {label: replace(by[label], evaluations=runs) for label, runs in kept.items() if runs}
 
 
 def bias() -> str:

@@ -8,7 +8,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from softfocus.backends.cpu.plan import _processor
+from softfocus.backends.cpu.plan import processor
 
 HERE = Path(__file__).parent
 HOME = Path(os.environ.get("SOFTFOCUS_EMULATED_CACHE") or "~/.cache/softfocus/emulated-gpu").expanduser()
@@ -18,7 +18,7 @@ FLAGS = ("-std=c++20", "-O1", "-march=native", "-ffp-contract=off", "-fPIC", "-s
 
 
 def built() -> ctypes.CDLL:
-    digest = hashlib.sha256("\0".join((*FLAGS, _processor())).encode())
+    digest = hashlib.sha256("\0".join((*FLAGS, processor())).encode())
     for path in sorted(path for path in HERE.iterdir() if path.suffix in (".h", ".cpp")):
         text = path.read_bytes()
         digest.update(f"\0{path.name}\0{len(text)}\0".encode() + text)

@@ -98,7 +98,7 @@ def plan() -> Plan:
     flags = (*FLAGS, *((native,) if native else ()), *OPENMP, *extra)
     asked = os.environ.get("CXX", "").strip()
     # The linker may write the path of torch's folder into the library
-    parts = [asked, *flags, *SHARED, _processor(), torch.__version__, str(torch_libraries())]
+    parts = [asked, *flags, *SHARED, processor(), torch.__version__, str(torch_libraries())]
     digest = hashlib.sha256("\0".join(parts).encode())
     for path in sorted(SOURCES.glob("*.[ch]*")):
         text = path.read_bytes()
@@ -160,7 +160,7 @@ def torch_libraries() -> Path:
     return Path(torch.__file__).parent.resolve() / "lib"
 
 
-def _processor() -> str:
+def processor() -> str:
     """What -march=native looks at: the first processor's model and features."""
     names = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags", "Features", "cpu")
     try:
