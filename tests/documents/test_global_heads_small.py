@@ -4,8 +4,8 @@ import json
 from statistics import fmean
 from typing import Any
 
-from softfocus.lab.report.points import cell
-from softfocus.lab.run_folder.results import AS_TRAINED, Setting
+from softfocus.lab.report.points import Group, cell
+from softfocus.lab.run_folder.results import AS_TRAINED, Evaluation, Setting
 
 from .committed import FAR, HERE, RESULTS, ROOT, WINDOWED, beside, by_label, by_seed, minus, runs
 from .tables import COLUMNS, said, shown, shown_losses, table
@@ -14,16 +14,22 @@ TEXT = " ".join((ROOT / "docs/global-heads.md").read_text().split())
 SMALL = {  # of 10 M parameters
     "Softmax": "Softmax in every layer",
     "laser-lssa-local": "LASER over LSSA, every other layer local",
+    "all-softmax-nope": "softmax in every head of the layout below",
     "global-heads": "**global heads without RoPE, the others local**",
 }
 TEXTS = {"small-gpu/bytes": "bytes", "small-gpu/longer": "BPE"}
+
+
+def rows_of(study: str) -> dict[str, Group]:
+    """Groups by the names of SMALL."""
+    return {label.removeprefix("bytes-"): group for label, group in by_label(study).items()}
 
 
 def small() -> str:
     """Losses with 10 M parameters, and their differences from Softmax's, of the same seeds."""
     rows = []
     for study, text in TEXTS.items():
-        by = by_label(study)
+        by = rows_of(study)
         for label, name in SMALL.items():
             if label in by:
                 pairs = () if label == "Softmax" else ((HERE, HERE), (FAR, WINDOWED))
@@ -33,18 +39,47 @@ def small() -> str:
     return table(["", "", "seeds", *COLUMNS, *against], rows)
 
 
+RATES = {"-quarter": "5e-4", "-half": "1e-3", "-1e3": "1e-3", "": "2e-3", "-4e3": "4e-3"}
+"""Learning rates by how the names of their rows end."""
+
+
+def at_rates(study: str, label: str) -> dict[str, Evaluation]:
+    """Seed 0 of a row by its learning rate."""
+    row = "softmax" if label == "Softmax" else label
+    trained = {name.removeprefix("bytes-"): one for name, one in runs(study, f"{study}-rates").items()}
+    return {rate: trained[f"{row}{end}-s0"] for end, rate in RATES.items() if f"{row}{end}-s0" in trained}
+
+
 def small_rates() -> str:
-    """Seed 0 at three rates: the loss at the training length, and at 16 times it."""
-    own, swept = runs("small-gpu/bytes"), runs("small-gpu/bytes-rates")
-    rows = []
-    for row, name in SMALL.items():
-        label = "softmax" if row == "Softmax" else row
-        if f"{label}-s0" in own:
-            three = swept[f"{label}-1e3-s0"], own[f"{label}-s0"], swept[f"{label}-4e3-s0"]
-            far = ("16x, window", Setting(window=512)) if row == "Softmax" else ("16x, as trained", AS_TRAINED)
-            for length, (how, at) in ((512, ("1x", AS_TRAINED)), (8192, far)):
-                rows.append([name, how, *(f"{one.row(length, at).loss:.3f}" for one in three)])
-    return table(["bytes, seed 0", "", "1e-3", "2e-3", "4e-3"], rows)
+    """Seed 0 at several rates: the loss at the training length, and at 16 times it."""
+    rates, rows = list(dict.fromkeys(RATES.values())), []
+    for study, text in TEXTS.items():
+        for label, name in SMALL.items():
+            tried = at_rates(study, label)
+            if len(tried) > 1:
+                far = ("16x, window", Setting(window=512)) if label == "Softmax" else ("16x, as trained", AS_TRAINED)
+                for length, (how, at) in ((512, ("1x", AS_TRAINED)), (8192, far)):
+                    losses = [f"{tried[rate].row(length, at).loss:.3f}" if rate in tried else "" for rate in rates]
+                    rows.append([text, name, how, *losses])
+    return table(["seed 0", "", "", *rates], rows)
+
+
+FROM = ("never", "1 to 255", "256 to 511", "512 to 1,023", "1,024 to 2,047", "2,048 to 4,095", "4,096 to 8,192")
+LENGTHS = {"with a window of 512": (8192, 512), "as trained": (8192, None)}
+
+
+def induction(row: str) -> dict[tuple[int, int | None], list[float]]:
+    """Losses of seed 1 by distance of the repeat, by length and window."""
+    found = json.loads((RESULTS / f"small-gpu/induction/{row}-s1.json").read_text())["rows"]
+    return {(one["length"], one["window"]): [bucket["loss"] for bucket in one["by_distance"]] for one in found}
+
+
+def small_far_keys() -> str:
+    names = {"all-softmax-nope": "softmax in every head of the layout", "global-heads": "global heads"}
+    rows = [["Softmax, with a window of 512", *(f"{loss:.3f}" for loss in induction("softmax-half")[8192, 512])]]
+    for label, name in names.items():
+        rows += [[f"{name}, {how}", *(f"{loss:.3f}" for loss in induction(label)[at])] for how, at in LENGTHS.items()]
+    return table(["BPE, seed 1, 16x: the 4-gram stood so many tokens before", *FROM], rows)
 
 
 def positions() -> str:
@@ -61,33 +96,57 @@ def positions() -> str:
     return table(["", "by position of the token", *across], rows)
 
 
+def lower(by: dict[str, Group], ours: str, rival: str, *at: tuple[float, str]) -> str:
+    """By how much a row is below another; it has to be sure."""
+    found = beside(by, ours, rival, *at)
+    assert found.sure
+    assert found.value < 0
+    return shown(found).removeprefix("-")
+
+
 def test_what_is_said_of_ten_million_parameters_holds_for_every_seed():
-    by = by_label("small-gpu/bytes")
-    ours, softmax = "global-heads", "Softmax"
-    for at, rival_at, text in (
-        (HERE, HERE, "at the training length by {}, and"),
-        (FAR, WINDOWED, "as trained, below Softmax with a window by {}."),
-    ):
-        lead = minus(by, ours, softmax, at, rival_at)
-        mine, its = by_seed("small-gpu/bytes", ours, at), by_seed("small-gpu/bytes", softmax, rival_at)
-        assert len(mine) == 3
-        assert lead.sure
-        assert all(loss < its[seed] for seed, loss in mine.items())
-        assert text.format(shown(lead).removeprefix("-")) in TEXT
-    bpe = by_label("small-gpu/longer")
-    for at, rival_at in ((HERE, HERE), (FAR, WINDOWED)):
-        mine = by_seed("small-gpu/longer", ours, at)[0]
-        for rival in (softmax, "laser-lssa-local"):
-            assert mine < min(by_seed("small-gpu/longer", rival, rival_at).values())
-    own = [minus(one, ours, ours, FAR, WINDOWED) for one in (by, bpe)]
-    assert all(one.sure and one.value < 0 for one in own)
-    assert "by {} nats per byte, and by {} per token of".format(*(shown(one).removeprefix("-") for one in own)) in TEXT
-    mine, windowed = (by_seed("small-gpu/bytes", ours, at) for at in (FAR, WINDOWED))
-    assert all(loss < windowed[seed] for seed, loss in mine.items())
+    both = [rows_of(study) for study in TEXTS]
+    for by in both:
+        for rival, at, rival_at in (
+            ("Softmax", HERE, HERE),
+            ("Softmax", FAR, WINDOWED),
+            ("all-softmax-nope", HERE, HERE),
+            ("all-softmax-nope", FAR, FAR),
+        ):
+            lower(by, "global-heads", rival, at, rival_at)
+            mine, its = (cell(by[row], *where) for row, where in (("global-heads", at), (rival, rival_at)))
+            assert {one.seed for one in by[rival].evaluations} == {0, 1, 2}
+            seeds = {one.seed: loss for one, loss in zip(by[rival].evaluations, its.values, strict=True)}
+            ours = {one.seed: loss for one, loss in zip(by["global-heads"].evaluations, mine.values, strict=True)}
+            assert all(loss < seeds[seed] for seed, loss in ours.items())
+        share = beside(by, "all-softmax-nope", "Softmax").value / beside(by, "global-heads", "Softmax").value
+        assert 0.4 < share < 0.6
+        lower(by, "all-softmax-nope", "Softmax", HERE, HERE)
+    near, far = ([lower(by, "global-heads", "all-softmax-nope", at, at) for by in both] for at in (HERE, FAR))
+    assert "length by {} on bytes and {} on the BPE,".format(*near) in TEXT
+    assert "both as trained, by {} and {}.".format(*far) in TEXT
+    own, softmax = ([lower(by, row, row, FAR, WINDOWED) for by in both] for row in ("global-heads", "all-softmax-nope"))
+    assert "by {} nats per byte, and by {} per token of".format(*own) in TEXT
+    assert "the layout the gains are {} and {}.".format(*softmax) in TEXT
+
+
+def test_what_is_said_of_repeats_is_measured():
+    ours, softmax = induction("global-heads"), induction("all-softmax-nope")
+    at = LENGTHS["as trained"]
+    gains, its = (
+        [one - other for one, other in zip(*map(found.get, LENGTHS.values()), strict=True)] for found in (ours, softmax)
+    )
+    beyond = gains[3:]
+    assert f"global heads are {min(beyond):.2f} to {max(beyond):.2f} nats below themselves with a window" in TEXT
+    rival = [one - other for one, other in zip(softmax[at], ours[at], strict=True)][3:]
+    assert f"and {min(rival):.2f} to {max(rival):.2f} below softmax in every head of the layout." in TEXT
+    near, theirs = ([-one for one in some[1:3]] for some in (gains, its))
+    assert f"they lose at most {max(near):.2f} by it, where that softmax loses {min(theirs):.2f}" in TEXT
+    assert f"and {max(theirs):.2f}:" in TEXT
 
 
 def test_far_keys_help_with_the_positions_and_in_nearly_all_documents():
-    lower = []
+    below = []
     for study in TEXTS:
         group = by_label(study)["global-heads"]
         far, windowed = (cell(group, *at) for at in (FAR, WINDOWED))
@@ -100,9 +159,9 @@ def test_far_keys_help_with_the_positions_and_in_nearly_all_documents():
         assert max(beyond) < 0
         for ours, its in zip(far.rows, windowed.rows, strict=True):
             sums = [[sum(some) for some in zip(*(one.sums for one in row.buckets), strict=True)] for row in (ours, its)]
-            lower.append((sum(one < other for one, other in zip(*sums, strict=True)), len(sums[0])))
-    assert min(lower[:3]) == (30, 32)
-    assert lower[3:] == [(32, 32)]
+            below.append((sum(one < other for one, other in zip(*sums, strict=True)), len(sums[0])))
+    assert min(below[:3]) == (30, 32)
+    assert below[3:] == [(32, 32)] * 3
     assert "at least 30 of 32 documents with each of three seeds on bytes, and in 32 of 32 on" in TEXT
 
 
@@ -111,26 +170,32 @@ def of_pages(*names: str) -> list[str]:
 
 
 def test_the_headlines_of_ten_million_parameters_are_the_measured_ones():
-    by = by_label("small-gpu/bytes")
     evidence, layouts, first = of_pages("docs/evidence.md", "docs/layouts.md", "README.md")
-    near, far, own = (
-        shown(minus(by, "global-heads", rival, *pair)).removeprefix("-")
-        for rival, pair in (
-            ("Softmax", (HERE, HERE)), ("Softmax", (FAR, WINDOWED)), ("global-heads", (FAR, WINDOWED)),
-        )
-    )  # fmt: skip
-    assert f"below Softmax by {near} nats per byte" in evidence
-    assert f"below Softmax with a window by {far}, and below themselves with a window by {own}," in evidence
-    row = f"{near[:5]} below Softmax, and at 16 times the length, without a window, {far[:5]} below Softmax with one"
-    assert row in first
-    assert f"the loss is {own} below itself with a window (three seeds)" in first
-    both = {"ours": by_label("small-gpu/longer")["global-heads"], "best": by_label("small-gpu/one-pass")["Softmax"]}
-    leads = [shown(beside(both, "ours", "best", *pair)).removeprefix("-") for pair in ((HERE, HERE), (FAR, WINDOWED))]
-    assert f"by {leads[0]} at the training length, and at 16 times it, as trained, below it with a window" in TEXT
-    assert f"with a window by {leads[1]}." in TEXT
-    assert "by {} nats per token, and at 16 times the length below that with a window by {}.".format(*leads) in evidence
-    best = (fmean(cell(both["best"], *at).values) for at in (HERE, WINDOWED))
+    for study, unit in {"small-gpu/bytes": "byte", "small-gpu/longer": "token of a BPE"}.items():
+        by = rows_of(study)
+        near, far = (lower(by, "global-heads", "Softmax", *pair) for pair in ((HERE, HERE), (FAR, WINDOWED)))
+        assert f"below Softmax by {near} nats per {unit}" in evidence
+        assert f"below Softmax with a window by {far}" in evidence
+        assert near[:5] in first
+        assert far[:5] in first
+        own = lower(by, "global-heads", "global-heads", FAR, WINDOWED)
+        assert own in evidence
+        assert own in first
+    groups = by_label("small-gpu/longer") | {
+        "best": by_label("small-gpu/one-pass")["Softmax"], "half": by_label("small-gpu/longer-rates")["Softmax"]
+    }  # fmt: skip
+    near, far = (beside(groups, "global-heads", "best", *pair) for pair in ((HERE, HERE), (FAR, WINDOWED)))
+    assert f"Global heads are {said(near).removeprefix('-')} below the same seeds" in TEXT
+    assert f"as trained, they are {said(far).removeprefix('-')} below it with a window" in TEXT
+    assert not near.sure
+    assert f"by {shown(near).removeprefix('-')} nats per token, inconclusive, and at 16 times" in evidence
+    assert f"below that with a window by {said(far).removeprefix('-')}." in evidence
+    best = (fmean(cell(groups["best"], *at).values) for at in (HERE, WINDOWED))
     assert "That is {:.3f}, and {:.3f} at 16 times the length with a window.".format(*best) in TEXT
+    half = (fmean(cell(groups["half"], *at).values) for at in (HERE, WINDOWED))
+    assert "at 1e-3 have {:.3f} and, at 16 times the length with a window, {:.3f}.".format(*half) in TEXT
+    leads = [lower(groups, "global-heads", "half", *pair) for pair in ((HERE, HERE), (FAR, WINDOWED))]
+    assert "Global heads are {} and {} below.".format(*leads) in TEXT
     laser, softmax = (fmean(by_seed("small-gpu/longer", row, HERE).values()) for row in ("laser-lssa-local", "Softmax"))
     one_pass = [fmean(by_seed("small-gpu/one-pass", row, HERE).values()) for row in ("laser-lssa-local", "Softmax")]
     assert f"{laser:.3f}" == f"{one_pass[0]:.3f}"
@@ -169,14 +234,11 @@ def test_what_is_said_of_laser_with_ten_million_parameters_is_measured():
 
 
 def test_the_lead_at_the_best_rates_is_the_measured_one():
-    own, swept = runs("small-gpu/bytes"), runs("small-gpu/bytes-rates")
-    best, window = (own["global-heads-s0"], swept["softmax-1e3-s0"]), Setting(window=512)
-    for row, length, at in (("global-heads", 512, AS_TRAINED), ("softmax", 512, AS_TRAINED)):
-        three = [swept[f"{row}-1e3-s0"], own[f"{row}-s0"], swept[f"{row}-4e3-s0"]]
-        assert min(three, key=lambda one: one.row(length, at).loss) in best
-    near = best[1].row(512).loss - best[0].row(512).loss
-    far = best[1].row(8192, window).loss - best[0].row(8192).loss
-    assert f"the lead is {near:.3f} there, and {far:.3f} at 16 times it" in TEXT
+    window = Setting(window=512)
+    softmax, ours = (at_rates("small-gpu/bytes", row) for row in ("Softmax", "global-heads"))
+    its, mine = (min(tried.values(), key=lambda one: one.row(512).loss) for tried in (softmax, ours))
+    near, far = its.row(512).loss - mine.row(512).loss, its.row(8192, window).loss - mine.row(8192).loss
+    assert f"the lead on bytes is {near:.3f} there, and {far:.3f} at 16 times it" in TEXT
 
 
 LARGER = {
@@ -227,4 +289,10 @@ def test_what_is_said_of_the_larger_model_holds_for_every_seed():
     assert f"and differ by at most {apart:.3f}." in TEXT
 
 
-TABLES = {"larger_heads": larger_heads, "positions": positions, "small": small, "small_rates": small_rates}
+TABLES = {
+    "larger_heads": larger_heads,
+    "positions": positions,
+    "small": small,
+    "small_far_keys": small_far_keys,
+    "small_rates": small_rates,
+}

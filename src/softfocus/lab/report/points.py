@@ -131,8 +131,7 @@ def _gain(evaluation: Evaluation, row: Row) -> Mean | None:
 
 
 def groups(evaluations: Sequence[Evaluation], recipes: Sequence[str]) -> list[Group]:
-    """Runs whose resolved recipes differ by seed, name and `evaluate.also` alone, evaluated on the
-    same text, put together.
+    """Runs that were trained alike but for the seed and evaluated on the same text, put together.
 
     Args:
         evaluations: of the runs.
@@ -160,8 +159,8 @@ def count_text(seeds: Sequence[int]) -> str:
 
 def without_seed(text: str) -> object:
     """What has to agree: not the name, the description, the seed, how often the training is logged
-    and kept, or what else is measured of it. A recipe of an earlier version has the defaults that
-    it does not name.
+    and kept, or what is measured of it and at which lengths. A recipe of an earlier version has the
+    defaults that it does not name.
     """
     try:
         values = tomllib.loads(text)
@@ -171,7 +170,7 @@ def without_seed(text: str) -> object:
         values = Recipe.model_validate(values).model_dump()
     for said in ("name", "description"):
         values.pop(said, None)
-    said_of = {"train": ("seed", "log_every", "checkpoint_every"), "evaluate": ("also", "mechanisms")}
+    said_of = {"train": ("seed", "log_every", "checkpoint_every"), "evaluate": ("also", "lengths", "mechanisms")}
     for table, keys in said_of.items():
         for key in keys if isinstance(values.get(table), dict) else ():
             values[table].pop(key, None)

@@ -83,8 +83,7 @@ def grouped(entries: Sequence[RecallEntry]) -> list[RecallGroup]:
 def compare_recall(
     paths: Sequence[Path], out: Path, *, title: str, remarks: Sequence[str] = (), console: Console
 ) -> RecallReport:
-    """Compare runs of one task; those whose recipes differ by seed, name and `evaluate.also` alone
-    are grouped.
+    """Compare runs of one task; those that were trained alike but for the seed are grouped.
 
     Args:
         paths: run folders, or a results.json of an earlier comparison, which stands for its runs.
