@@ -2,7 +2,6 @@
 
 import json
 from statistics import fmean
-from typing import Any
 
 from softfocus.lab.report.points import Group, cell
 from softfocus.lab.run_folder.results import AS_TRAINED, Evaluation, Setting
@@ -245,13 +244,13 @@ LARGER = {
     "Softmax": "Softmax in every layer",
     "local-softmax": "softmax, every other layer local",
     "laser-lssa-local": "LASER over LSSA, every other layer local",
+    "all-softmax-nope": "softmax in every head of the layout below",
     "global-heads": "**global heads without RoPE, the others local**",
 }
 
 
-def larger() -> dict[str, Any]:
-    (ours,) = by_label("larger-global-heads").values()
-    return by_label("larger") | {"global-heads": ours}
+def larger() -> dict[str, Group]:
+    return by_label("larger", "larger-global-heads")
 
 
 def larger_heads() -> str:
@@ -282,6 +281,12 @@ def test_what_is_said_of_the_larger_model_holds_for_every_seed():
     assert f"are below Softmax by {near.removeprefix('-')}** (three seeds)" in evidence
     assert f"as trained, below Softmax with a window by {far.removeprefix('-')}." in evidence
     assert f"(docs/global-heads.md#a-larger-model): {near[1:6]} below, three seeds." in first
+    alone = [lower(by, "global-heads", "all-softmax-nope", at, at) for at in (HERE, FAR)]
+    assert "by {} at the training length, and by {} at 16 times it, both as trained.".format(*alone) in TEXT
+    for at in (HERE, FAR):
+        mine, its = (cell(by[row], *at).values for row in ("global-heads", "all-softmax-nope"))
+        assert all(loss < other for loss, other in zip(mine, its, strict=True))
+    assert "above that by {} and {},".format(*alone) in evidence
     own = minus(by, "global-heads", "global-heads", FAR, WINDOWED)
     assert f"as trained it is {said(own).removeprefix('-')} below itself" in TEXT
     again, before = runs("larger-intel"), runs("larger")
