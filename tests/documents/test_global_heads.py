@@ -216,8 +216,7 @@ def test_what_is_said_of_the_same_layout_with_softmax_holds_for_every_seed():
     near, far = map(shown, leads)
     assert len(by[layout].evaluations) == 8
     assert f"by {near} at the training length and by {far} at 16 times it." in TEXT
-    for page in ("README.md", "docs/evidence.md"):
-        assert f"by {near} at the training length" in " ".join((ROOT / page).read_text().split())
+    assert f"by {near} at the training length" in " ".join((ROOT / "docs/evidence.md").read_text().split())
     assert not minus(by, layout, "Softmax").sure
     assert not minus(by, layout, "Softmax", FAR, WINDOWED).sure
     found = cell(by[layout], *HERE).values

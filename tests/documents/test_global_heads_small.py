@@ -277,10 +277,9 @@ def test_what_is_said_of_the_larger_model_holds_for_every_seed():
         assert lead.sure
         assert lead.value < minus(by_label("layouts"), "cosine-nope", "Softmax", *small).value
     near, far = (shown(beside(by, "global-heads", "Softmax", *pair)) for pair in ((HERE, HERE), (FAR, WINDOWED)))
-    first, evidence = of_pages("README.md", "docs/evidence.md")
+    (evidence,) = of_pages("docs/evidence.md")
     assert f"are below Softmax by {near.removeprefix('-')}** (three seeds)" in evidence
     assert f"as trained, below Softmax with a window by {far.removeprefix('-')}." in evidence
-    assert f"(docs/global-heads.md#a-larger-model): {near[1:6]} below, three seeds." in first
     alone = [lower(by, "global-heads", "all-softmax-nope", at, at) for at in (HERE, FAR)]
     assert "by {} at the training length, and by {} at 16 times it, both as trained.".format(*alone) in TEXT
     for at in (HERE, FAR):
@@ -292,6 +291,32 @@ def test_what_is_said_of_the_larger_model_holds_for_every_seed():
     again, before = runs("larger-intel"), runs("larger")
     apart = max(abs(one.row(128).loss - before[name].row(128).loss) for name, one in again.items())
     assert f"and differ by at most {apart:.3f}." in TEXT
+
+
+def sizes() -> str:
+    """README's table of global heads: models and texts, each against its own rivals."""
+    groups = {
+        "0.8 M parameters, 128 bytes, 1,100 steps": (by_label("layouts", "global-heads"), "cosine-nope"),
+        "3.2 M, 128 bytes, 1,100 steps": (larger(), "global-heads"),
+        "9 M, 512 bytes, 3,000 steps": (rows_of("small-gpu/bytes"), "global-heads"),
+        "10 M, 512 tokens of a BPE, 4,500 steps": (rows_of("small-gpu/longer"), "global-heads"),
+        "1.3 M, 128 tokens of a BPE, 1,100 steps": (by_label("layouts-bpe-tuned", "bpe"), "global-heads"),
+        "the same, 4,400 steps": (by_label("bpe-longer"), "global-heads"),
+    }
+    rows = []
+    for name, (by, ours) in groups.items():
+        leads = [
+            said(beside(by, ours, rival, *pair)) if rival in by else ""
+            for rival, pairs in (
+                ("Softmax", ((HERE, HERE), (FAR, WINDOWED))),
+                ("all-softmax-nope", ((HERE, HERE), (FAR, FAR))),
+            )
+            for pair in pairs
+        ]
+        rows.append([name, str(len(by[ours].evaluations)), *leads])
+    layout = "softmax in every head of the layout"
+    across = "1x, minus Softmax", "16x, minus Softmax with a window", f"1x, minus {layout}", "16x, minus that"
+    return table(["global heads, as trained", "seeds", *across], rows)
 
 
 TABLES = {
