@@ -95,12 +95,13 @@ def line_style(index: int) -> str:
 def titled(
     size: tuple[float, float], title: str, *, fontsize: int = 12, style: dict[str, Any] = STYLE
 ) -> Iterator[Figure]:
-    """A figure of so many inches to be drawn while this is entered, with its title at the top
-    left.
+    """A figure of so many inches to be drawn while this is entered, with its title at the top left,
+    in as many lines as it takes.
     """
     with rc_context(style):
         figure = Figure(figsize=size, layout="constrained")
-        figure.suptitle(title, x=0.01, ha="left", fontsize=fontsize, parse_math=False)  # "$" is a dollar
+        # parse_math: "$" is a dollar
+        figure.suptitle(title, x=0.01, ha="left", fontsize=fontsize, parse_math=False, wrap=True)
         yield figure
 
 
