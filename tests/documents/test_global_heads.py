@@ -247,11 +247,11 @@ def test_what_is_said_of_softmax_with_more_steps_is_measured():
     both = {"ours": by_label("layouts")[OURS], "longer": longer}
     leads = [beside(both, "ours", "longer", *pair) for pair in ((HERE, HERE), (FAR, WINDOWED))]
     near, far = map(said, leads)
-    assert f"against that it has {near} at the training length, and {far} at 16 times it" in TEXT
+    assert f"the differences are {near}, at the training length, and {far} at 16 times it" in TEXT
     before = beside({"longer": longer, "Softmax": by_label("layouts")["Softmax"]}, "Softmax", "longer")
     assert f"takes {shown(before)} off Softmax's loss" in TEXT
     for page in ("README.md", "docs/evidence.md"):
-        assert f"{near} at the training length (three seeds)" in " ".join((ROOT / page).read_text().split())
+        assert f"at the training length is {near} (three seeds)" in " ".join((ROOT / page).read_text().split())
 
 
 def test_what_is_said_of_rivals_in_the_two_heads_is_measured():
@@ -328,12 +328,9 @@ def test_what_is_said_of_longer_training_on_a_bpe_is_measured():
     text = f"above it by {shown(near)} at the training length, and by {shown(far)} at 16 times it, as trained."
     assert text in TEXT
     evidence = " ".join((ROOT / "docs/evidence.md").read_text().split())
-    here = said(minus(by, ours, "Softmax"))
-    assert (
-        f"below softmax in every head of the layout by {shown(far)}. At the training length these are {here}"
-        in evidence
-    )
-    assert f"{here}, and -{shown(near)}." in evidence
+    here = said(minus(by, ours, "Softmax")).removeprefix("+")
+    assert f"below softmax in every head of the layout by {shown(far)}. At the training length they are" in evidence
+    assert f"above Softmax by {here}, and below softmax in the layout by {shown(near)}." in evidence
     found = [gains(f"bpe-longer-{row}", 0) for row in (ours, layout)]
     lower = [f"{-max(one[3:]):.2f} to {-min(one[3:]):.2f}" for one in found]
     assert f"lower by {lower[0]} than with the window. With softmax in every head it is lower by {lower[1]}." in TEXT

@@ -293,9 +293,9 @@ def test_what_is_said_of_the_larger_model_holds_for_every_seed():
     assert f"and differ by at most {apart:.3f}." in TEXT
 
 
-def sizes() -> str:
-    """README's table of global heads: models and texts, each against its own rivals."""
-    groups = {
+def by_size() -> dict[str, tuple[dict[str, Group], str]]:
+    """Models and texts: their groups, and the label of global heads."""
+    return {
         "0.8 M parameters, 128 bytes, 1,100 steps": (by_label("layouts", "global-heads"), "cosine-nope"),
         "3.2 M, 128 bytes, 1,100 steps": (larger(), "global-heads"),
         "9 M, 512 bytes, 3,000 steps": (rows_of("small-gpu/bytes"), "global-heads"),
@@ -303,10 +303,14 @@ def sizes() -> str:
         "1.3 M, 128 tokens of a BPE, 1,100 steps": (by_label("layouts-bpe-tuned", "bpe"), "global-heads"),
         "the same, 4,400 steps": (by_label("bpe-longer"), "global-heads"),
     }
+
+
+def sizes() -> str:
+    """README's table of global heads, each size against its own rivals."""
     rows = []
-    for name, (by, ours) in groups.items():
+    for name, (by, ours) in by_size().items():
         leads = [
-            said(beside(by, ours, rival, *pair)) if rival in by else ""
+            said(beside(by, ours, rival, *pair)) if rival in by else "not trained"
             for rival, pairs in (
                 ("Softmax", ((HERE, HERE), (FAR, WINDOWED))),
                 ("all-softmax-nope", ((HERE, HERE), (FAR, FAR))),
@@ -317,6 +321,20 @@ def sizes() -> str:
     layout = "softmax in every head of the layout"
     across = "1x, minus Softmax", "16x, minus Softmax with a window", f"1x, minus {layout}", "16x, minus that"
     return table(["global heads, as trained", "seeds", *across], rows)
+
+
+def test_what_readme_says_of_the_mechanisms_share_is_measured():
+    (text,) = of_pages("README.md")
+    shares: list[list[float]] = [[], []]
+    for by, ours in list(by_size().values())[:4]:
+        for found, at, rival_at in zip(shares, (HERE, FAR), (HERE, WINDOWED), strict=True):
+            whole = beside(by, ours, "Softmax", at, rival_at).value
+            found.append(100 * beside(by, ours, "all-softmax-nope", at, at).value / whole)
+    near, far = (f"{min(found):.0f} to {max(found):.0f} %" for found in shares)
+    assert f"give {near} of the lead at the training length, and {far} at 16 times it" in text
+    alone = beside(by_label("bpe-longer"), "all-softmax-nope", "Softmax")
+    assert alone.sure
+    assert f"softmax in the layout is above Softmax by {shown(alone)} (one seed)" in text
 
 
 TABLES = {

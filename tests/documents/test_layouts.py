@@ -472,7 +472,7 @@ def test_what_is_said_of_512_tokens_is_measured():
     short = cell(by_label("layouts-bpe-tuned")["Softmax"], *HERE)
     here = cell(by["Softmax"], *HERE)
     assert f"Softmax has {here.loss:.3f} here and {short.loss:.3f} at 128 tokens" in TEXT
-    assert f"seeds differ by up to {max(here.values) - min(here.values):.3f}." in TEXT
+    assert f"seeds of Softmax differ by up to {max(here.values) - min(here.values):.3f}." in TEXT
     wide, narrow = (cell(by[f"laser-lssa-local{ending}"], *HERE).loss for ending in ("", "-64"))
     assert narrow > wide
 
@@ -605,7 +605,7 @@ def test_the_lead_of_laser_over_lssa_on_tokens_is_the_measured_one():
     shared = {label: replace(by[label], evaluations=[run for run in by[label].evaluations if run.seed < 3])
               for label in ("lssa-hybrid", "local-softmax")}  # fmt: skip
     assert (above := minus(shared, "lssa-hybrid", "local-softmax")).sure
-    assert f"by {shown(above)} over the three seeds that both have." in TEXT
+    assert f"by {shown(above)} over the three seeds that both have (the table" in TEXT
     ahead = {
         row: [loss("bpe", f"laser-lssa-local-s{seed}") < loss("bpe", f"{row}-s{seed}") for seed in range(6)]
         for row in ("softmax", "lssa-local")
