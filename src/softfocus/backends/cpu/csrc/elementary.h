@@ -1,7 +1,8 @@
 // Elementary functions on vectors: minimax polynomials in a reduced argument. The first terms of a
 // function's series are fixed. A polynomial times a power of the argument replaces the rest. The
 // columns are the function, its fixed terms, the quotient that the polynomial approximates, degree
-// and interval, and the largest error relative to the function, evaluated exactly:
+// and interval. The last column is the largest error relative to the function if the polynomial is
+// evaluated without rounding:
 //
 //     function    fixed      polynomial for              degree  interval                    error
 //     e^r         1 + r      (e^r - 1 - r) / r^2              4  [-ln 2 / 2, ln 2 / 2]       3.1e-9
@@ -17,10 +18,10 @@
 // (SSE) the error of e^x reaches 4e-6 at the ends of its range, since the argument is reduced less
 // exactly.
 //
-// A function that propagates NaN needs one whose low nine bits are 0, because it shifts these bits
-// into the exponent. Those of std::numeric_limits and of invalid operations on x86 and Arm are
-// such. Other NaNs of a caller are replaced before (row_scores.inl.h). `logarithm` and `log1p_exp`
-// propagate no NaN.
+// These functions propagate a NaN only if its low nine bits are 0, because they shift these bits
+// into the exponent. The NaN of std::numeric_limits and of invalid operations on x86 and Arm is
+// such a NaN. Other NaNs of a caller are replaced by it before (row_scores.inl.h). `logarithm` and
+// `log1p_exp` propagate no NaN.
 //
 // The functions take N vectors at once and apply each step to all of them, so that N chains of
 // dependent operations overlap.
@@ -37,8 +38,8 @@ constexpr float LN2 = 0.693147182f, LN2_REST = -1.90465430e-9f;  // LN2 + LN2_RE
 // e^-87 is near the smallest normal float. Below it the exponentials return 0.
 constexpr float EXP_MIN = -87.0f;
 constexpr float EXP_MAX = 88.8f;  // just above the logarithm of the largest float, 88.72
-// f is clamped here. 1 - e^-f is 1 in float from f = 18 on, and 2^n, with n = round(-f / ln 2), is
-// still a normal float.
+// one_minus_exp() clamps its argument f here. 1 - e^-f is 1 in float from f = 18 on, and 2^n, with
+// n = round(-f / ln 2), is still a normal float.
 constexpr float EXPM1_MAX = 80.0f;
 
 // q = e^r - 1 for |r| <= ln 2 / 2

@@ -1,7 +1,8 @@
-// The matrix product C (+)= A B on register tiles. B and C have rows of whole vectors. A is read
-// element by element, with a stride for rows and one for columns, so that it may be transposed. The
-// register sums start at 0, and C is added at the end: a sum of partial sums rounds less than one
-// long sum.
+// The matrix product C (+)= A B on register tiles: C += A B if `add`, else C = A B. B and C have
+// rows of whole vectors. A is read element by element, with a stride for rows and one for columns,
+// so that it may be transposed. A and C are float; B is float, bfloat16 or float16. Strides are in
+// elements. C must not overlap A or B. The register sums start at 0, and C is added at the end: a
+// sum of partial sums rounds less than one long sum.
 #pragma once
 
 #include <algorithm>
@@ -58,7 +59,7 @@ inline void product(int64_t vectors, int64_t depth, const float* a, int64_t a_ro
   }
 }
 
-// Dot products of M rows [M, dims] with `vectors * W` columns of a panel [dims, PANEL],
+// Dot products of M rows [M, dims] with `vectors * W` <= PANEL columns of a panel [dims, PANEL],
 // written to C [M, vectors * W]; c_row is the stride of its rows
 template <int M>
 inline void panel_dots(int64_t vectors, int64_t dims, const float* rows, int64_t row_stride, const float* panel,

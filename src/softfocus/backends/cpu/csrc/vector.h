@@ -86,13 +86,15 @@ inline float reduce_sum(vfloat x) {
   return x[0];
 }
 
-// A sum in double, lane by lane: for terms that cancel, and for rows of many tiles. A running sum
-// of n equal terms in float has a relative error of up to n 2^-25: its roundings do not average
-// out.
+// A sum in double, for terms that cancel and for rows of many tiles. It has W / 2 lanes, each of
+// which sums two lanes of the float vectors. A running sum of n equal terms in float has a relative
+// error of up to n 2^-25: its roundings do not average out.
 class DoubleSum {
  public:
-  void add(vfloat x) { sum_ += half(x, 0) + half(x, 1); }
-  void add_product(vfloat x, vfloat y) { sum_ += half(x, 0) * half(y, 0) + half(x, 1) * half(y, 1); }
+  void add(vfloat x) { sum_ += to_double(x, 0) + to_double(x, 1); }
+  void add_product(vfloat x, vfloat y) {
+    sum_ += to_double(x, 0) * to_double(y, 0) + to_double(x, 1) * to_double(y, 1);
+  }
   double total() const {
     double y = 0.0;
     for (int i = 0; i < W / 2; ++i) y += sum_[i];
@@ -101,13 +103,14 @@ class DoubleSum {
 
  private:
   typedef double vdouble __attribute__((vector_size(W * 4)));
-  typedef float vfloat_half __attribute__((vector_size(W * 2)));
+  typedef float vfloat_part __attribute__((vector_size(W * 2)));
   vdouble sum_{};
 
-  static vdouble half(vfloat x, int which) {
-    vfloat_half y[2];
+  // The lower (part 0) or the upper (part 1) W / 2 lanes of x
+  static vdouble to_double(vfloat x, int part) {
+    vfloat_part y[2];
     std::memcpy(y, &x, sizeof x);
-    return __builtin_convertvector(y[which], vdouble);
+    return __builtin_convertvector(y[part], vdouble);
   }
 };
 
@@ -163,8 +166,8 @@ inline bool all_finite(const float* x, int64_t n) {
   return sum == 0.0f;
 }
 
-// Transposes a [W, W] block: column j of `to` is row j of `from`. Step s exchanges, in every square
-// of 2s x 2s, the upper right and the lower left square of s x s.
+// Transposes a [W, W] square of floats: column j of `to` is row j of `from`. Strides are in floats.
+// Step s exchanges, in every square of 2s x 2s, the upper right and the lower left square of s x s.
 inline void transpose_square(const float* from, int64_t from_stride, float* to, int64_t to_stride) {
   vfloat x[W];
 #pragma GCC unroll 16
