@@ -1,9 +1,10 @@
 // Dot products of bfloat16 rows by Intel's AMX: the processor multiplies tiles of 16 rows by 32
 // dimensions with tiles of 16 keys. Products of bfloat16 are exact in float, and sums are in float,
 // so that dot products of normal elements round no more than those of register_tile(). AMX takes
-// subnormal elements for 0. Rows whose largest element is extreme are scaled by a power of two
-// first. An element that is below 2^-126 even then counts as 0; it would matter only beside a
-// factor above 2^100.
+// subnormal elements for 0. Rows whose largest element is extreme are therefore multiplied by a
+// power of two first. An element that is below 2^-126 after that counts as 0. Its term in a dot
+// product of the rows as given is below 2^-26, unless the other row has an element above 2^100, or
+// above 2^40 where this row was multiplied by AMX_TINY.
 #pragma once
 
 #include "memory.h"
@@ -20,7 +21,8 @@
 
 namespace softfocus {
 
-constexpr int64_t AMX_ROWS = 16, AMX_DIMS = 32;  // of a tile: 1 KiB
+// A tile register holds 16 rows or keys by 32 dimensions: 1 KiB
+constexpr int64_t AMX_ROWS = 16, AMX_DIMS = 32;
 // The most dimensions of one sum (see DOT_DIMS)
 constexpr int64_t AMX_DOT_DIMS = 64;
 
@@ -29,7 +31,7 @@ constexpr int64_t AMX_DOT_DIMS = 64;
 inline bool uses_amx([[maybe_unused]] const Params& params) {
 #if SOFTFOCUS_AMX
   // Linux gives a process the registers when it asks: arch_prctl(ARCH_REQ_XCOMP_PERM,
-  // XFEATURE_XTILEDATA). Threads that exist have them, too.
+  // XFEATURE_XTILEDATA), by number 0x1023 and 18. Threads that exist have them, too.
   static const bool granted = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
   return granted && params.dtype == BFLOAT16 && params.query_length > DECODE_QUERIES;
 #else
@@ -37,15 +39,17 @@ inline bool uses_amx([[maybe_unused]] const Params& params) {
 #endif
 }
 
-// Without cosine similarity rows whose largest element is below AMX_TINY are scaled to 1, and rows
-// with one of 2^61 or more are multiplied by AMX_TINY. AMX_HUGE is 1 / AMX_TINY, a limit of the
-// prescale. The dot product of a scaled row overflows only where that of the rows as given does,
-// and the product of two factors is at most 2^120.
+// Without cosine similarity a row whose largest element is below AMX_TINY is multiplied by its
+// prescale, so that this element is in [1, 2). A row with an element of 2^61 or more is multiplied
+// by AMX_TINY. AMX_HUGE is 1 / AMX_TINY, a limit of the prescale. The dot product of a multiplied
+// row overflows only where that of the rows as given does, and the product of the factors of two
+// rows (pack_amx_row()) is at most 2^120.
 constexpr float AMX_TINY = 0x1p-60f, AMX_HUGE = 0x1p60f;
 
-// Writes a row [width] as bfloat16 [width in whole tiles], perhaps times a power of two. Returns
-// the factor of its dot products: with cosine similarity 1 / |row as written|, which is 0 where
-// l2_normalise() returns 0.
+// Writes a row [width] as bfloat16, perhaps times a power of two, with zeros after it: `to` [width
+// rounded up to AMX_DIMS]. Returns the factor by which its dot products are multiplied: with cosine
+// similarity 1 / |row as written|, which is 0 where l2_normalise() returns 0; else 1 / the power of
+// two.
 inline float pack_amx_row(const float* row, int64_t width, bool cosine, bfloat16* to) {
   auto [prescale, scaled_rnorm] = l2_norm(row, width);
   // The prescale is 1 over the largest element, rounded to a power of two.
@@ -58,7 +62,8 @@ inline float pack_amx_row(const float* row, int64_t width, bool cosine, bfloat16
 }
 
 // Writes 16 packed rows [AMX_ROWS, padded_width] as the tiles of 16 keys: [padded_width / AMX_DIMS,
-// AMX_DIMS / 2, AMX_ROWS, 2]. A pair of dimensions has the size of a float.
+// AMX_DIMS / 2, AMX_ROWS, 2]. A pair of dimensions has the size of a float, and is moved as one.
+// Without AMX W may differ; the function is then not called.
 inline void transpose_amx_pairs(const bfloat16* rows, int64_t padded_width, bfloat16* to) {
   static_assert(sizeof(bfloat16) == 2);
   if constexpr (W == AMX_ROWS)
@@ -67,10 +72,11 @@ inline void transpose_amx_pairs(const bfloat16* rows, int64_t padded_width, bflo
 }
 
 #if SOFTFOCUS_AMX
-// The thread's tile registers, from construction to destruction
+// The thread's tile registers, from construction to destruction: all eight are whole tiles.
 class AmxRegisters {
  public:
   AmxRegisters() {
+    // Intel's layout of a tile configuration
     struct alignas(64) {
       uint8_t palette = 1, start_row = 0, reserved[14] = {};
       uint16_t row_bytes[16] = {};
@@ -89,11 +95,13 @@ class AmxRegisters {
 };
 
 // Dot products of 16 rows [AMX_ROWS, padded_width] with the 16 N keys of N times
-// transpose_amx_pairs(), written to C [AMX_ROWS, 16 N]; c_row is the stride of its rows.
+// transpose_amx_pairs(), written to C [AMX_ROWS, 16 N]; c_row is the stride of its rows. Needs an
+// AmxRegisters.
 template <int N>
 inline void amx_dots(const bfloat16* rows, int64_t padded_width, const bfloat16* keys, float* c, int64_t c_row) {
   static_assert(N == 1 || N == 2);
-  auto sum_to = [&](int64_t d, float* to, int64_t row) {
+  // Sums over AMX_DOT_DIMS dimensions from d on, written to `to` [AMX_ROWS, to_row]
+  auto sum_to = [&](int64_t d, float* to, int64_t to_row) {
     _tile_zero(0);
     _tile_zero(1);
     for (int64_t e = d; e < std::min(d + AMX_DOT_DIMS, padded_width); e += AMX_DIMS) {
@@ -105,11 +113,11 @@ inline void amx_dots(const bfloat16* rows, int64_t padded_width, const bfloat16*
         _tile_dpbf16ps(1, 2, 4);
       }
     }
-    _tile_stored(0, to, row * sizeof(float));
-    if constexpr (N == 2) _tile_stored(1, to + AMX_ROWS, row * sizeof(float));
+    _tile_stored(0, to, to_row * sizeof(float));
+    if constexpr (N == 2) _tile_stored(1, to + AMX_ROWS, to_row * sizeof(float));
   };
   sum_to(0, c, c_row);
-  alignas(64) float sums[AMX_ROWS * N * AMX_ROWS];
+  alignas(64) float sums[AMX_ROWS * N * AMX_ROWS];  // [AMX_ROWS, 16 N]
   for (int64_t d = AMX_DOT_DIMS; d < padded_width; d += AMX_DOT_DIMS) {
     sum_to(d, sums, N * AMX_ROWS);
     for (int64_t r = 0; r < AMX_ROWS; ++r)
