@@ -54,6 +54,7 @@ class Pool {
     return data;
   }
 
+  // `data` is from take(), for the same `bytes`.
   static void give_back(void* data, int64_t bytes) {
     Pool& pool = instance();
     std::lock_guard<std::mutex> lock(pool.mutex_);

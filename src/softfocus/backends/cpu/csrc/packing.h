@@ -17,21 +17,21 @@ struct ValueIndex {  // an element of V
 };
 
 // Keys and values of one key head, prepared for the products. All query heads of its group read
-// them. A buffer of panels is allocated for Lk rounded up to BLOCK_K. In the panel of the last key,
-// the places after that key are 0. Later panels are neither written nor read.
+// them. Panels and the buffers with one element per key are allocated for Lk rounded up to BLOCK_K.
+// They are filled up to the end of the last key's panel, in which the keys after the last one are
+// 0. Later panels are neither written nor read.
 struct KeyHeadData {
   Buffer<float> key_panels;  // [Lk / PANEL, D, PANEL]; unit vectors for cosine similarity
-  // Where uses_amx(), in place of key_panels: amx_keys [Lk / 16, D / 32, 16 pairs of dimensions, 16
-  // keys, 2], D rounded up to 32, and key_factor [Lk], by which dot products with the key are
-  // multiplied. A non-finite key has elements of 0.
+  // Where uses_amx(), in place of key_panels: [Lk / 16, D / 32, 16 pairs of dimensions, 16 keys,
+  // 2], D rounded up to 32. A non-finite key has elements of 0.
   Buffer<bfloat16> amx_keys;
-  Buffer<float> key_factor;
-  // [Lk], 1 / |k|; 0 for a key whose elements are all 0 or subnormal, and for a non-finite key. 1
-  // without cosine similarity
+  Buffer<float> key_factor;  // [Lk], with amx_keys: what pack_amx_row() returned for a key
+  // [Lk]; with cosine similarity 1 / |k|, 0 for a key whose elements are all 0 or subnormal; else
+  // 1. 0 for a non-finite key
   Buffer<float> key_rnorm;
-  // [Lk / PANEL, Dv, PANEL]; e^V with LASER; for a backward without re-weighting
+  // [Lk / PANEL, Dv, PANEL], for a backward without re-weighting: V, with LASER e^V
   Buffer<float> value_panels;
-  Buffer<float> value_rows;       // [Lk, Dv in whole vectors] (needs_value_rows())
+  Buffer<float> value_rows;       // [Lk, Dv in whole vectors], V (needs_value_rows()); padding is 0
   Buffer<float> exp_values;       // [Lk, Dv in whole vectors], LASER's e^V; padding is not used
   Buffer<uint8_t> key_nonfinite;  // [Lk], whether a key has a non-finite element
   std::vector<ValueIndex> nonfinite_values;
@@ -47,8 +47,9 @@ struct KeyHeadData {
            !contiguous_float_rows(params.value, params.dtype, params.value_dim);
   }
 
-  // Bytes of the large buffers
+  // Bytes of the large buffers, without padding
   static int64_t bytes(const Params& params, bool backward) {
+    // Floats per key; AMX's keys have half the size.
     int64_t key_columns = uses_amx(params) ? round_up(params.head_dim, AMX_DIMS) / 2 : params.head_dim;
     int64_t columns = key_columns + params.value_dim * ((backward && !params.reweighted) +
                                                         needs_value_rows(params, backward) + params.laser);
@@ -73,8 +74,8 @@ struct KeyHeadData {
   }
 };
 
-// The W rows [W, width] become W columns of a panel [width, PANEL]. Dimensions after the last
-// whole vector are copied one by one.
+// The W rows [W, width] become W columns of a panel [width, PANEL], from `panel` on. Dimensions
+// after the last whole vector are copied one by one.
 inline void transpose_rows(const float* rows, int64_t row_stride, int64_t width, float* panel) {
   for (int64_t d = 0; d < width; d += W) {
     if (d + W <= width) {
@@ -86,8 +87,9 @@ inline void transpose_rows(const float* rows, int64_t row_stride, int64_t width,
   }
 }
 
-// Packs the keys [start, stop) of a head into its panels. A non-finite key becomes 0, and so do the
-// keys that fill the last panel. `start` is a multiple of BLOCK_K.
+// Packs the keys [start, stop) of a head into its panels, or amx_keys, and sets their key_factor,
+// key_rnorm and key_nonfinite. A non-finite key becomes 0, and so do the keys that fill the last
+// panel. `start` is a multiple of BLOCK_K.
 inline void pack_keys(const Params& params, KeyHeadData& key_data, int64_t b, int64_t key_head, int64_t start,
                       int64_t stop) {
   int64_t width = params.head_dim, amx_width = round_up(width, AMX_DIMS);
@@ -162,8 +164,9 @@ struct RowView {
 };
 
 // The values [start, stop), 0 where non-finite: in place if they can be read there, else in
-// value_rows, or copied to `scratch` [stop - start, Dv in whole vectors]. A non-finite value rules
-// out reading in place: the rows are then copied, with 0 in its place.
+// value_rows, or copied to `scratch` [stop - start, Dv in whole vectors]. If the head has a
+// non-finite value, no rows are read in place: they are copied, with 0 for that value. Padding is
+// 0.
 inline RowView view_values(const Params& params, const KeyHeadData& key_data, int64_t b, int64_t key_head,
                            int64_t start, int64_t stop, float* scratch) {
   int64_t width = params.value_dim, stride = round_up(width, W);
@@ -180,8 +183,8 @@ inline RowView view_values(const Params& params, const KeyHeadData& key_data, in
   return {scratch, stride};
 }
 
-// The keys [start, stop), unit vectors for cosine similarity, 0 where non-finite: in place, or
-// copied to `scratch` [stop - start, D in whole vectors]
+// The keys [start, stop) of a packed head, unit vectors for cosine similarity, 0 where non-finite:
+// in place, or copied to `scratch` [stop - start, D in whole vectors]. Padding is 0.
 inline RowView view_keys(const Params& params, const KeyHeadData& key_data, int64_t b, int64_t key_head, int64_t start,
                          int64_t stop, float* scratch) {
   int64_t width = params.head_dim, stride = round_up(width, W);
@@ -196,7 +199,7 @@ inline RowView view_keys(const Params& params, const KeyHeadData& key_data, int6
     read_row(params.key, params.dtype, b, key_head, key, width, row);
     if (params.cosine) {
       float rnorm = key_data.key_rnorm[key];
-      // The product equals l2_normalise(), whose prescale is a power of two.
+      // x * rnorm has the bits of l2_normalise(), because its prescale is a power of two.
       if (rnorm > SAFE_MIN && rnorm < SAFE_MAX)
         for (int64_t d = 0; d < width; ++d) row[d] *= rnorm;
       else

@@ -14,7 +14,7 @@ inline vfloat from_bfloat16(vhalf x) { return floats((vint)(__builtin_convertvec
 inline vfloat from_float16(vhalf x) {
   vuint u = __builtin_convertvector(x, vuint), magnitude = u & 0x7fff;
   // The exponent biases differ by 112. Subnormal halves are converted exactly, unless the processor
-  // flushes subnormal numbers (torch.set_flush_denormal).
+  // flushes subnormal numbers (torch.set_flush_denormal). 0x7c00 is infinity; above it are NaNs.
   vuint y = (vuint)(floats((vint)(magnitude << 13)) * 0x1p112f);
   y |= magnitude >= 0x7c00 ? (vuint)splat(0x7f800000) : vuint{};
   return floats((vint)(y | (u & 0x8000) << 16));
@@ -56,7 +56,8 @@ inline float read_element(const TensorView& x, int64_t dtype, int64_t b, int64_t
   return (dtype == BFLOAT16 ? from_bfloat16(y) : from_float16(y))[0];
 }
 
-// Copies row i of head h of x [B, H, L, width] to `to` [width], as floats.
+// Copies row i of head h of x [B, H, L, width] to `to` [width], as floats. Nothing is written after
+// `width` elements.
 inline void read_row(const TensorView& x, int64_t dtype, int64_t b, int64_t h, int64_t i, int64_t width, float* to) {
   int64_t offset = b * x.stride[0] + h * x.stride[1] + i * x.stride[2], stride = x.stride[3];
   if (dtype == FLOAT32) {
@@ -75,7 +76,7 @@ inline void read_row(const TensorView& x, int64_t dtype, int64_t b, int64_t h, i
 }
 
 // Writes `width` floats to a contiguous tensor, from its element `offset` on, in the tensor's
-// dtype. `from` may point to that element itself.
+// dtype. For float32, `from` may point to that element itself.
 inline void write_row(void* tensor, int64_t dtype, int64_t offset, const float* from, int64_t width) {
   if (dtype == FLOAT32) {
     float* to = static_cast<float*>(tensor) + offset;
@@ -114,7 +115,8 @@ inline void with_element(int64_t dtype, F&& f) {
 constexpr float SAFE_MIN = 1e-30f, SAFE_MAX = 1e30f;
 
 // The power of two whose product with x, positive and normal, is in [1, 2). For an x from 2^127 on
-// that would be subnormal: it is 2^-126, and the product is in [2, 4).
+// that would be subnormal: it is 2^-126, and the product is in [2, 4). For a subnormal x or 0 it is
+// 2^126.
 inline float inverse_power_of_two(float x) {
   uint32_t x_bits;
   std::memcpy(&x_bits, &x, 4);
@@ -150,7 +152,7 @@ inline Norm l2_norm(const float* x, int64_t n) {
 }
 
 // Replaces x [n] by x / |x|; returns 1 / |x|. A vector without a normal element becomes 0, and 0 is
-// returned, as in reference.unit, so that no gradient passes through it.
+// returned, so that no gradient passes through it, as in reference.unit.
 inline float l2_normalise(float* x, int64_t n) {
   auto [prescale, scaled_rnorm] = l2_norm(x, n);
   if (scaled_rnorm == 0.0f) {
@@ -163,10 +165,10 @@ inline float l2_normalise(float* x, int64_t n) {
   return scaled_rnorm * prescale;
 }
 
-// Turns dL/d(x / |x|) into dL/dx, in place: grad [n]. `unit` [n] is x / |x|, and `rnorm` is 1 /
-// |x|.
+// Turns dL/d(x / |x|) into dL/dx, in place: grad [n]. `unit` [n] is x / |x|, and `rnorm` is what
+// l2_normalise() returned.
 inline void l2_normalise_backward(float* grad, const float* unit, float rnorm, int64_t n) {
-  if (n == 1) rnorm = 0.0f;  // x / |x| of a number is constant; rounding would give it a gradient
+  if (n == 1) rnorm = 0.0f;  // x / |x| of one element is its sign; rounding would give it a gradient
   vfloat products = vfloat{};
   int64_t k = 0;
   for (; k + W <= n; k += W) products += load(grad + k) * load(unit + k);
@@ -175,7 +177,7 @@ inline void l2_normalise_backward(float* grad, const float* unit, float rnorm, i
   for (k = 0; k < n; ++k) grad[k] = (grad[k] - unit[k] * parallel) * rnorm;
 }
 
-// The dot product of x and y [width], in whole vectors
+// The dot product of x and y [width]; `width` is a multiple of W
 inline float dot(const float* x, const float* y, int64_t width) {
   vfloat sums = vfloat{};
   for (int64_t d = 0; d < width; d += W) sums += load(x + d) * load(y + d);
