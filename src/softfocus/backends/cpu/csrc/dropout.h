@@ -41,14 +41,13 @@ class DropoutMask {
 
   // Generates the bits of the keys that each row's strip sees. Other bits are arbitrary.
   void generate(const BlockVisibility& block) {
-    // Of all B * H
-    uint32_t head_index = uint32_t(block.batch_index * params.heads + block.query_head);
+    uint32_t head_index = uint32_t(block.batch_index * params.heads + block.query_head);  // of all B * H
     block.each_tile([&](int64_t start_k) {
       for (int64_t r = 0; r < block.n_rows; ++r) {
         KeyRange seen = block.strip_range(r, start_k);
         for (int64_t j = seen.begin / WORD_KEYS * WORD_KEYS; j < seen.end; j += WORD_KEYS)
-          dropped_bits[word_index(r, j)] =
-              dropped_word(uint64_t(block.key_begin + j) / WORD_KEYS * 8, uint32_t(block.start_q + r), head_index);
+          dropped_bits[word_index(r, j)] = dropped_word(uint64_t(block.key_begin + j) / WORD_KEYS * WORD_COUNTERS,
+                                                        uint32_t(block.start_q + r), head_index);
       }
     });
   }
@@ -56,6 +55,7 @@ class DropoutMask {
  private:
   static constexpr int ROUNDS = 7;          // dropout.ROUNDS: the fewest that pass BigCrush
   static constexpr int64_t WORD_KEYS = 64;  // keys whose bits are one word: dropout.SPAN
+  static constexpr int WORD_COUNTERS = 8;   // counters of these keys: dropout.LANES
   const Params& params;
   const int64_t rows;
   // [tiles, rows, BLOCK_K / WORD_KEYS], one bit per key: 1 where its weight is dropped
@@ -81,8 +81,9 @@ class DropoutMask {
     words[0] = a, words[1] = b, words[2] = c, words[3] = d;
   }
 
-  // The dropout bits of 64 keys: a bit is 1 where the key's 16-bit random number is below
-  // drop_below. The keys share the 8 counters from `first` on, each of which gives 8 numbers.
+  // The dropout bits of WORD_KEYS keys: a bit is 1 where the key's 16-bit random number is below
+  // drop_below. The keys share the WORD_COUNTERS counters from `first` on, each of which gives 8
+  // numbers.
 #if defined(__AVX512BW__)
   uint64_t dropped_word(uint64_t first, uint32_t row, uint32_t head_index) const {
     // The permutation counts in 16-bit elements. Elements 4 l and 4 l + 1 of words[i] are the lower
@@ -93,6 +94,7 @@ class DropoutMask {
                                                        32, 36, 40, 44, 48, 52, 56, 60, 33, 37, 41, 45, 49, 53, 57, 61};
     vuint64 words[4];
     philox(first, row, head_index, words);
+    // drop_below may be 2^16, which 16 bits do not hold; drop_below - 1 fits.
     __m512i indices = _mm512_load_si512(order), last = _mm512_set1_epi16(int16_t(params.drop_below - 1));
     __m512i low = _mm512_permutex2var_epi16((__m512i)words[0], indices, (__m512i)words[1]);
     __m512i high = _mm512_permutex2var_epi16((__m512i)words[2], indices, (__m512i)words[3]);
@@ -101,7 +103,7 @@ class DropoutMask {
 #else
   uint64_t dropped_word(uint64_t first, uint32_t row, uint32_t head_index) const {
     uint64_t found = 0;
-    for (int lane = 0; lane < 8; lane += W / 2) {
+    for (int lane = 0; lane < WORD_COUNTERS; lane += W / 2) {
       vuint64 words[4], dropped = vuint64{};
       philox(first + lane, row, head_index, words);
       unroll<8>([&](int n) {

@@ -10,8 +10,8 @@
 
 namespace softfocus {
 
-// The half-open range of keys that the window lets a query see. Queries are the last positions of
-// the keys. `position` is negative for the first rows if Lq > Lk.
+// The half-open range of keys that the window lets a query see. Query i has position i + Lk - Lq,
+// which is negative for the first rows if Lq > Lk.
 inline void window_range(const Params& params, int64_t query, int64_t& begin, int64_t& end) {
   int64_t position = query + params.key_length - params.query_length;
   begin = params.left < 0 ? 0 : std::max<int64_t>(0, position - params.left);
@@ -23,8 +23,8 @@ inline bool has_masks(const Params& params) {
   return params.mask.data || params.key_mask.data || params.document_ids.data;
 }
 
-// For each of the keys [begin, end): 1 if all masks let a query see it, else 0. The window is not
-// applied.
+// Writes to `to` [end - begin], for each of the keys [begin, end): 1 if all masks let a query see
+// it, else 0. The window is not applied.
 inline void read_masks(const Params& params, int64_t b, int64_t h, int64_t query, int64_t begin, int64_t end,
                        uint8_t* to) {
   std::memset(to, 1, end - begin);
@@ -67,13 +67,14 @@ class BlockVisibility {
   int64_t batch_index = 0, query_head = 0;  // whose rows these are
   int64_t key_head = 0;                     // whose keys and values they read
   int64_t start_q = 0, n_rows = 0;          // the first row, the number of rows
-  // The keys that the window lets some row see. key_begin is rounded down to a multiple of BLOCK_K.
+  // [key_begin, key_end): from the first to the last key that the window lets some row see.
+  // key_begin is rounded down to a multiple of BLOCK_K.
   int64_t key_begin = 0, key_end = 0;
   // Elements between rows of `visible`, and of other arrays over all keys
   int64_t row_stride = 0;
   int64_t max_rows = 0;  // the most rows of a block; a multiple of MR
-  // The largest row_stride of a block: whole tiles, and W more. The lists of live keys have this
-  // size, too: gather_live() writes up to W elements past the end of a list.
+  // The largest row_stride of a block: whole tiles, and W more. The backward's lists of live keys
+  // have as much room per row: gather_live() writes up to W elements past the end of a list.
   int64_t max_row_stride = 0;
   int64_t window_begin[BLOCK_Q], window_end[BLOCK_Q];  // the keys that the window lets each row see
   float count[BLOCK_Q];                                // N_i
@@ -113,10 +114,12 @@ class BlockVisibility {
       if (tile_visible(start_k)) f(start_k);
   }
 
+  // Whether the tile at start_k is not the last; the masks may hide the next one.
   bool has_next_tile(int64_t start_k) const { return start_k + BLOCK_K < key_end - key_begin; }
 
   // The part of [start_k, start_k + n) that the window lets at least one row of row r's strip see,
-  // widened to whole vectors. Fully masked rows do not count. The masks are not applied.
+  // widened to whole vectors. It may hold offsets after the last key, which no row sees. Fully
+  // masked rows do not count. The masks are not applied.
   KeyRange strip_range(int64_t r, int64_t start_k, int64_t n = BLOCK_K) const {
     int64_t begin = strip_begin[r / MR] - key_begin, end = strip_end[r / MR] - key_begin;
     if (begin >= end) return {0, 0};
@@ -128,6 +131,7 @@ class BlockVisibility {
   bool tile_visible(int64_t start_k) const { return !masks_given || tile_masks[start_k / BLOCK_K]; }
   bool tile_full(int64_t start_k) const { return !masks_given || tile_masks[start_k / BLOCK_K] == FULL; }
 
+  // Whether row r sees a key, which is given by its index in [0, Lk)
   bool sees(int64_t r, int64_t key) const {
     return key >= window_begin[r] && key < window_end[r] && (!masks_given || visible[r * row_stride + key - key_begin]);
   }
