@@ -28,6 +28,7 @@
 namespace softfocus {
 
 // A row sum of phi below this counts as 0: the row has no weights, and its u and sum u^p are 0.
+//
 // A row with weights that is not tied has a spread of at least TIE_TOLERANCE * norm / N, so that
 // inverse_spread is finite for N up to 5e8. Its largest u is 1, and sum u^p is at least 1. In a
 // tied row sum u^p is norm.
@@ -97,6 +98,7 @@ inline float compute_row_factor(const Params& params, float count) {
   return UNKNOWN;
 }
 
+// The most query rows of a block
 inline int64_t rows_per_block(const Params& params, bool backward) {
   return backward && !params.reweighted && params.key_length > DENSE_BACKWARD_KEYS ? BLOCK_Q / 2 : BLOCK_Q;
 }
@@ -116,9 +118,9 @@ class RowBlock : public BlockVisibility {
   // c_i; multiplies the dot products, not the query, which would round once more (key gradients do
   // use scaled_queries)
   float score_scale[BLOCK_Q];
-  float dot_scale[BLOCK_Q];  // score_scale, where uses_amx() times what pack_amx_row() returns
-  float row_bias[BLOCK_Q];
-  float query_rnorm[BLOCK_Q];
+  float dot_scale[BLOCK_Q];    // score_scale; where uses_amx(), times what pack_amx_row() returned
+  float row_bias[BLOCK_Q];     // b_i
+  float query_rnorm[BLOCK_Q];  // what l2_normalise() returned; 1 without cosine similarity
   // maximum is m_i: NaN in a row that sees a NaN, -inf in a fully masked one.
   // norm is the sum of value(stored): Z_i, or Z_i e^(-m_i) where e^(s - m) is stored. log_norm is
   // log Z_i, whatever is stored. In a row without weights (MIN_ROW_SUM) norm is 1 and log_norm
@@ -167,8 +169,7 @@ class RowBlock : public BlockVisibility {
 
   // Row r of the tile at start_k of x [tiles, max_rows, BLOCK_K]: a pointer p such that p[j] is the
   // element of the key at offset j, for start_k <= j < start_k + BLOCK_K. p itself is before that
-  // row, but still in x, since max_rows >= 1. The elements of the next tile are max_rows * BLOCK_K
-  // further.
+  // row, but still in x, since max_rows >= 1. Rows are BLOCK_K apart, tiles max_rows * BLOCK_K.
   template <typename T>
   T* tile_row(T* x, int64_t r, int64_t start_k) const {
     return x + start_k * max_rows + r * BLOCK_K - start_k;
@@ -274,8 +275,8 @@ class RowBlock : public BlockVisibility {
   }
 
   // For LASER's exact sums (row_log_u.inl.h). compute_log_u() writes log u of each key, by its
-  // offset; log_weight() is log A, up to a constant of the row; has_weight() says whether the
-  // weight of a key that the row sees may be above 0.
+  // offset. log_weight() is log u^p, which is log A up to a constant of the row. has_weight() says
+  // whether the weight of a key that the row sees may be above 0.
   void compute_log_u(int64_t r, float* row_log_u);
   double log_weight(int64_t r, float log_u) const { return log_u == -INF ? -INF : double(power[r]) * log_u; }
   bool has_weight(int64_t r, int64_t key) const;

@@ -6,10 +6,11 @@
 
 namespace softfocus {
 
-// Writes log u of a row to row_log_u [row_stride], by offset j; -inf for each key that the row does
-// not see. With a threshold it is computed from the stored scores. Without one u is phi times a
-// constant of the row and may underflow, so that log u is computed from the scores s. If the block
-// stores phi(s) or e^(s - m), s is computed again, and the stored form is restored at the end.
+// Writes log u of a row to row_log_u [row_stride - W], by offset j; -inf for each key that the row
+// does not see. With a threshold it is computed from the stored scores. Without one u is phi times
+// a constant of the row and may underflow, so that log u is computed from the scores s. If the
+// block stores phi(s) or e^(s - m), s is computed again, and the stored form is restored at the
+// end.
 template <typename Phi>
 inline void RowBlock<Phi>::compute_log_u(int64_t r, float* row_log_u) {
   std::fill(row_log_u, row_log_u + (row_stride - W), -INF);
@@ -39,10 +40,10 @@ template <typename Phi>
 inline bool RowBlock<Phi>::has_weight(int64_t r, int64_t key) const {
   if (threshold[r] == 0.0f && !Phi::has_zeros) return true;
   static_assert(!Phi::has_zeros || Phi::stored_stands_for_score, "log_value() takes a stored score");
-  int64_t j = key - key_begin, vector = j / W * W;
-  vfloat x = load(tile_row(r, j / BLOCK_K * BLOCK_K) + vector);
+  int64_t j = key - key_begin, vector_begin = j / W * W;
+  vfloat x = load(tile_row(r, j / BLOCK_K * BLOCK_K) + vector_begin);
   // log_value() may take the stored score here (stored_stands_for_score).
-  return (threshold[r] == 0.0f ? Phi::log_value(x) : log_u_of_stored(r, x))[j - vector] != -INF;
+  return (threshold[r] == 0.0f ? Phi::log_value(x) : log_u_of_stored(r, x))[j - vector_begin] != -INF;
 }
 
 // log u of W stored scores of a row; -inf where u is 0 or not a normal float

@@ -35,7 +35,7 @@ inline void RowBlock<Phi>::read_queries() {
 }
 
 // Computes stored scores, norm and maximum of the rows [first, stop): all rows of the block, or one
-// row. With `keep_scores` it stores s itself, and norm is 0.
+// row. With `keep_scores`, and where maximum_first, it stores s itself, and norm is 0.
 template <typename Phi>
 inline void RowBlock<Phi>::compute_scores(int64_t first, int64_t stop, bool keep_scores) {
   DoubleSum totals[BLOCK_Q];
@@ -86,15 +86,15 @@ inline void RowBlock<Phi>::score_tile(int64_t first, int64_t stop, int64_t start
   if (amx) amx_tile_dots(first, stop, start_k);
   // Whole strips are converted at once if the masks hide nothing of the tile, no bias is given and
   // no key of the key head is non-finite.
-  bool plain = !one_row && tile_full(start_k) && !params.bias.data && !key_data->any_nonfinite_key;
+  bool by_strips = !one_row && tile_full(start_k) && !params.bias.data && !key_data->any_nonfinite_key;
   for (int64_t r = first; r < stop; r += one_row ? 1 : MR) {
     KeyRange seen = strip_range(r, start_k);
     if (seen.empty()) continue;
     if (!one_row && has_next_tile(start_k)) prefetch_strip(tile_row(r, start_k) + start_k + max_rows * BLOCK_K);
     if (!amx) strip_dots(r, start_k, seen, one_row);
-    KeyRange whole = plain ? fully_seen(r, seen) : KeyRange{seen.end, seen.end};
-    if (!whole.empty()) convert_strip<KEEP_SCORES>(r, start_k, whole, phi_sums + r, maxima + r);
-    for (KeyRange remaining : {KeyRange{seen.begin, whole.begin}, KeyRange{whole.end, seen.end}})
+    KeyRange seen_by_all = by_strips ? fully_seen(r, seen) : KeyRange{seen.end, seen.end};
+    if (!seen_by_all.empty()) convert_strip<KEEP_SCORES>(r, start_k, seen_by_all, phi_sums + r, maxima + r);
+    for (KeyRange remaining : {KeyRange{seen.begin, seen_by_all.begin}, KeyRange{seen_by_all.end, seen.end}})
       for (int64_t i = r; i < std::min(r + (one_row ? 1 : MR), stop) && !remaining.empty(); ++i)
         convert_row<KEEP_SCORES>(i, start_k, remaining, phi_sums[i], maxima[i]);
   }
@@ -117,8 +117,10 @@ inline void RowBlock<Phi>::strip_dots(int64_t r, int64_t start_k, KeyRange seen,
   }
 }
 
-// The same on AMX for the rows [first, stop), 16 at a time. A row's dot products do not depend on
-// the rows beside it, so that a row that is computed alone has the same ones.
+// The same on AMX for the rows [first, stop), 16 at a time, for all keys that one of the 16 sees: a
+// row gets dot products outside its strip's range, too, which are not used. They still lack the
+// factors of query and key. A row's dot products do not depend on the rows beside it, so that a row
+// that is computed alone has the same ones.
 template <typename Phi>
 inline void RowBlock<Phi>::amx_tile_dots([[maybe_unused]] int64_t first, [[maybe_unused]] int64_t stop,
                                          [[maybe_unused]] int64_t start_k) {
@@ -127,13 +129,13 @@ inline void RowBlock<Phi>::amx_tile_dots([[maybe_unused]] int64_t first, [[maybe
   int64_t width = round_up(params.head_dim, AMX_DIMS);
   for (int64_t rows = first / AMX_ROWS * AMX_ROWS; rows < stop; rows += AMX_ROWS) {
     int64_t begin = std::max(first, rows), end = std::min(stop, rows + AMX_ROWS);
-    KeyRange seen{BLOCK_K + start_k, start_k};
+    KeyRange seen{BLOCK_K + start_k, start_k};  // empty
     for (int64_t r = begin; r < end; ++r)
       if (KeyRange one = strip_range(r, start_k); !one.empty())
         seen = {std::min(seen.begin, one.begin), std::max(seen.end, one.end)};
-    // Rows that the block does not hold, or that are not asked for, must not be written.
+    // `stored` has max_rows rows, and if one row is asked for the others must keep theirs.
     bool in_place = rows + AMX_ROWS <= max_rows && stop - first > 1;
-    alignas(64) float scratch[AMX_ROWS * 2 * AMX_ROWS];
+    alignas(64) float scratch[AMX_ROWS * 2 * AMX_ROWS];  // [AMX_ROWS, 2 AMX_ROWS]
     for (int64_t j = seen.begin; j < seen.end; j += 2 * AMX_ROWS) {
       int64_t key = key_begin + j, n = std::min(2 * AMX_ROWS, seen.end - j);
       float* to = in_place ? tile_row(rows, start_k) + j : scratch;
@@ -175,7 +177,8 @@ inline KeyRange RowBlock<Phi>::fully_seen(int64_t r, KeyRange range) const {
   return all && begin < end ? KeyRange{begin, end} : KeyRange{range.end, range.end};
 }
 
-// Turns dot products of a strip into stored scores. All rows see all keys of the range.
+// Turns dot products of a strip into stored scores. All rows see all keys of the range. phi_sums
+// and maxima [MR] are those of the strip's rows, lane-wise.
 template <typename Phi>
 template <bool KEEP_SCORES>
 inline void RowBlock<Phi>::convert_strip(int64_t r, int64_t start_k, KeyRange seen, vfloat* phi_sums, vfloat* maxima) {
