@@ -61,17 +61,17 @@ class DecodeDots {
     };
     // Stream i reads the i-th part of the tiles; a step of this loop does one tile of each.
     for (int64_t tile = 0; tile < tiles_per_stream; ++tile) {
-      // Whether all streams can be read side by side: the last one's tile is whole, and no tile is
-      // skipped.
-      bool all = key_begin + (tile + (STREAMS - 1) * tiles_per_stream + 1) * BLOCK_K <= params.key_length;
-      for (int64_t i = 0; i < STREAMS; ++i) all &= block.tile_visible((tile + i * tiles_per_stream) * BLOCK_K);
+      // Whether the tiles of all streams are read side by side: the last is whole, and the masks
+      // skip none. Otherwise they are read one by one.
+      bool side_by_side = key_begin + (tile + (STREAMS - 1) * tiles_per_stream + 1) * BLOCK_K <= params.key_length;
+      for (int64_t i = 0; i < STREAMS; ++i) side_by_side &= block.tile_visible((tile + i * tiles_per_stream) * BLOCK_K);
       int64_t first[STREAMS];
-      for (int64_t j = tile * BLOCK_K; all && j < (tile + 1) * BLOCK_K; j += W) {
+      for (int64_t j = tile * BLOCK_K; side_by_side && j < (tile + 1) * BLOCK_K; j += W) {
         for (int64_t i = 0; i < STREAMS; ++i) first[i] = j + i * tiles_per_stream * BLOCK_K;
         dot_vectors<T, STREAMS>(first, key_begin, queries, rows, address);
       }
       for (int64_t i = 0; i < STREAMS; ++i)
-        if (all)
+        if (side_by_side)
           tile_done((tile + i * tiles_per_stream) * BLOCK_K);
         else
           one_tile(tile + i * tiles_per_stream);
@@ -136,45 +136,46 @@ class DecodeDots {
 
   // products[i][j]: lane-wise sums of the products of a query with key j of stream i. Lane l sums
   // the dimensions l, l + W, ...; the caller sums the lanes. squares[i][j]: the same for the key's
-  // squares.
+  // squares; set only if SQUARES.
   template <bool SQUARES, typename T, int N>
   __attribute__((always_inline)) inline void lane_products(const float* query, const T* const (&keys)[N],
                                                            int64_t key_stride, vfloat (&products)[N][W],
                                                            vfloat (&squares)[N][W]) const {
 #pragma GCC unroll 16
-    for (int i = 0; i < W; ++i)
+    for (int j = 0; j < W; ++j)
 #pragma GCC unroll 8
-      for (int stream = 0; stream < N; ++stream) {
+      for (int i = 0; i < N; ++i) {
         vfloat product = vfloat{}, square = vfloat{};
         for (int64_t d = 0; d < padded_dim; d += 4 * W)
           unroll<4>([&](int v) {
             if (d + v * W >= padded_dim) return;
-            vfloat x = load(keys[stream] + i * key_stride + d + v * W);
+            vfloat x = load(keys[i] + j * key_stride + d + v * W);
             product += x * load(query + d + v * W);
             if constexpr (SQUARES) square += x * x;
           });
-        products[stream][i] = product;
-        if constexpr (SQUARES) squares[stream][i] = square;
+        products[i][j] = product;
+        if constexpr (SQUARES) squares[i][j] = square;
       }
   }
 
-  // Computes the dot products with some of W keys again: NaN for a non-finite key, else with a norm
-  // that neither overflows nor underflows. Only lanes that are set in dot_again are written. A key
-  // is normalised before the product here, which rounds differently. Whether a key takes this path
-  // must not depend on the keys next to it: equal keys have equal dot products.
-  __attribute__((noinline)) void dot_safely(int64_t j, int64_t key_begin, vint dot_again, const float* queries,
+  // Computes the dot products with some of the W keys from offset `first` on again: NaN for a
+  // non-finite key, else with a norm that neither overflows nor underflows. Only lanes that are set
+  // in dot_again are written. A key is normalised before the product here, which rounds
+  // differently. Whether a key takes this path must not depend on the keys next to it: equal keys
+  // have equal dot products.
+  __attribute__((noinline)) void dot_safely(int64_t first, int64_t key_begin, vint dot_again, const float* queries,
                                             int64_t rows, const DotAddress& address) {
     if (!one_key) one_key.resize(padded_dim);
     float* key = one_key;
     for (int64_t i = 0; i < W; ++i) {
       if (!dot_again[i]) continue;
       std::fill(key, key + padded_dim, 0.0f);
-      read_row(params.key, params.dtype, batch_index, key_head, key_begin + j + i, params.head_dim, key);
+      read_row(params.key, params.dtype, batch_index, key_head, key_begin + first + i, params.head_dim, key);
       bool finite = all_finite(key, params.head_dim);
       if (finite && params.cosine) l2_normalise(key, params.head_dim);
       for (int64_t r = 0; r < rows; ++r) {
         float dot_product = dot(queries + r * padded_dim, key, padded_dim);
-        address(r, j)[i] = finite ? dot_product : std::numeric_limits<float>::quiet_NaN();
+        address(r, first)[i] = finite ? dot_product : std::numeric_limits<float>::quiet_NaN();
       }
     }
   }

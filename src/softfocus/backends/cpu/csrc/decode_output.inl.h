@@ -16,7 +16,7 @@ inline float BlockOutput<Phi>::add_live_values(const RowBlock<Phi>& block, int64
   bool in_place = contiguous_rows(params.value, params.value_dim);
   std::vector<int64_t> tiles;  // start_k of each tile whose live keys are listed
   DoubleSum power_sum;
-  auto add_listed = [&] {
+  auto add_lists = [&] {  // of the tiles
     for (size_t i = 0; i < tiles.size(); ++i) {
       power_sum.add(live.template raise_to_power<DROPOUT>(i, block.power[r]));
       int64_t n = live.length[i], first = block.key_begin + tiles[i];
@@ -48,9 +48,9 @@ inline float BlockOutput<Phi>::add_live_values(const RowBlock<Phi>& block, int64
               row_pointer<T>(params.value, batch_index, key_head, block.key_begin + start_k + live.keys_of(i)[e]);
           for (int64_t d = 0; d < padded_value_dim; d += CACHE_LINE / sizeof(T)) __builtin_prefetch(row + d);
         }
-      if (tiles.size() == LISTS) add_listed();
+      if (tiles.size() == LISTS) add_lists();
     });
-  add_listed();
+  add_lists();
   return float(power_sum.total());
 }
 
