@@ -21,9 +21,9 @@ constexpr float SMALL_SUM = 1e-12f;  // smaller sums take the exact sum
 // Exponents are clamped here: e^80 times a weight of 0 is 0, not NaN.
 constexpr float MAX_EXPONENT = 80.0f;
 
-// Writes e^(x - shift) of a row of values x [width] to `to`, which may be x, in whole vectors.
-// Calls large(column) for each large value; large(column) may also be called for padding columns. A
-// null shift is 0.
+// Writes e^(x - shift) of a row of values x [width] to `to`, which may be x; `width` is a multiple
+// of W. Calls large(column) for each large value; large(column) may also be called for padding
+// columns. A null shift is 0.
 template <typename F>
 inline void exp_row(const float* x, const float* shift, int64_t width, float* to, F&& large) {
   for (int64_t d = 0; d < width; d += W) {

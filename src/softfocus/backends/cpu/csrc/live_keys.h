@@ -33,7 +33,7 @@ struct LiveKeys {
   }
 
   // Turns the u of list i into u^p, 0 where dropout drops the weight. Returns the lane-wise sum of
-  // u^p, including the dropped ones.
+  // u^p, including that of dropped weights.
   template <bool DROPOUT>
   vfloat raise_to_power(int64_t i, float power) {
     vfloat power_sum = vfloat{};
@@ -83,6 +83,7 @@ inline void add_listed_rows(int64_t n, const uint8_t* keys, const float* w, cons
   for (int v = 0; v < VECTORS; ++v) store(out + v * W, even[v] + odd[v]);
 }
 
+// The same for out [vectors * W] of any width
 template <typename T>
 inline void add_listed_rows(int64_t vectors, int64_t n, const uint8_t* keys, const float* w, const T* values,
                             int64_t stride, float* out) {
@@ -118,6 +119,7 @@ inline void listed_dots(const float* row, int64_t n, const uint8_t* keys, RowVie
   if (e < n) dot_products(e, std::integral_constant<int, W / 2>{});
 }
 
+// The same for a row [width] of whole vectors, with 0 after the n-th dot product
 inline void listed_dots(const float* row, int64_t width, int64_t n, const uint8_t* keys, RowView v, float* to) {
   int64_t d = 0;
   for (; d + 4 * W <= width; d += 4 * W) listed_dots<4>(row + d, n, keys, {v.data + d, v.stride}, to, d > 0);
@@ -143,6 +145,7 @@ inline void scatter_add(const float* row, int64_t n, const uint8_t* keys, const 
   }
 }
 
+// The same for a row [width] of whole vectors: `to` [BLOCK_K, width]
 template <bool LASER>
 inline void scatter_add(const float* row, int64_t width, int64_t n, const uint8_t* keys, const float* a, RowView v,
                         float* to) {

@@ -24,8 +24,8 @@ class BlockOutput {
   // Computes the public members for a block whose weights are known.
   void compute(const RowBlock<Phi>& block) { block.params.drop_below ? compute<true>(block) : compute<false>(block); }
 
-  // What the weights of a tile multiply, [n, stride] for the n <= BLOCK_K keys that exist: V, with
-  // LASER e^(V - M)
+  // What the weights of a tile multiply: V, with LASER e^(V - M). [n, stride] for the n <= BLOCK_K
+  // keys that exist. It may be in a scratch buffer, which the next call overwrites.
   RowView tile_operand(const RowBlock<Phi>& block, int64_t start_k) {
     const Params& params = block.params;
     int64_t first = block.key_begin + start_k, stop = std::min(first + BLOCK_K, params.key_length);
@@ -92,7 +92,7 @@ class BlockOutput {
     column_shift.record_large = false;
   }
 
-  // out += u^p times values, over the live keys of re-weighted rows
+  // out += u^p times values, over the live keys of re-weighted rows. Sets power_sum [BLOCK_Q].
   template <bool DROPOUT>
   void add_live_tiles(const RowBlock<Phi>& block, float* power_sum) {
     int64_t padded_value_dim = block.padded_value_dim;
@@ -146,7 +146,7 @@ class BlockOutput {
       KeyRange seen = block.strip_range(r, start_k);
       if (seen.empty()) continue;
       int64_t depth = std::min(seen.end, end) - seen.begin, strip_rows = std::min<int64_t>(MR, block.n_rows - r);
-      const float* a = block.tile_row(r, start_k) + seen.begin;
+      const float* a = block.tile_row(r, start_k) + seen.begin;  // [strip_rows, BLOCK_K]
       if (!block.products_read_stored()) {
         for (int64_t i = 0; i < strip_rows; ++i)
           block.with_row_phi(r + i, [&](auto phi) {
