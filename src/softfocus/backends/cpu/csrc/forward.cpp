@@ -13,7 +13,8 @@ struct Worker {
   explicit Worker(const Params& params) : block(params, rows_per_block(params, false)), output(block) {}
 
   // Computes a query head of a decoding call. Values are searched for non-finite elements only if
-  // the output has one; with LASER always, since the exponentials would hide them.
+  // the output has one; the head is then computed again. With LASER they are searched first, since
+  // the exponentials would hide them.
   void decode(int64_t b, int64_t query_head, void* out, float* statistics) {
     const Params& params = block.params;
     KeyHeadData key_data;
@@ -51,8 +52,8 @@ struct Worker {
   }
 
   // Sets an output to NaN where its row sees a non-finite value. In decoding a re-weighted row
-  // reads only the values of its live keys. A non-finite value that it read makes x non-finite. An
-  // x that is finite has read none and stays.
+  // reads only the values of its live keys. A non-finite value that it read makes the output
+  // non-finite. An output that is finite has read none and stays.
   void mark_nonfinite_values() {
     bool live_only = block.params.reweighted && !block.params.laser && !block.key_data->packed;
     for (auto [key, d] : block.key_data->nonfinite_values)
@@ -68,6 +69,7 @@ struct Worker {
     int64_t n = block.key_end - block.key_begin;
     std::vector<std::pair<int64_t, float>> exact_sums;  // index into output.out, and the output
     output.each_exact_sum(block, [&](int64_t r, int64_t d, const float* log_u) {
+      // log A is log_weight() + log scale.
       float scale = params.reweighted ? output.inverse_power_sum[r] : block.weight_scale[r];
       double log_sum = log_sum_exp(
           n, [&](int64_t j) { return block.log_weight(r, log_u[j]) + block.value_at(block.key_begin + j, d); });

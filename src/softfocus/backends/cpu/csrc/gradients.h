@@ -1,9 +1,9 @@
 // The gradients of a block of rows. The scores are computed again, then dL/dA and its row sums,
 // then dL/ds tile by tile. From dL/ds follow the gradients of queries, keys and bias, from A that
-// of the values.
+// of the values. Short forms: dA for dL/dA, dS for dL/ds, and so on.
 //
-// With D_i = sum_j A_ij dA_ij, the delta of FlashAttention (0 where the normaliser is not l1), and
-// o, p, u as in row_block.h:
+// With D_i = sum_j A_ij dA_ij, the delta of FlashAttention (0 where the normaliser is not l1), o_i
+// (threshold_on), and p, u as in row_block.h:
 //     dS_j = (dA_j - D) * weight_scale * phi'(s_j)                without re-weighting
 //     dS_j = (g_j - o mean(g)) * inverse_spread * phi'(s_j)       with it, where
 //     g_j = p u_j^(p-1) (dA_j - D) / sum u^p
@@ -85,15 +85,16 @@ class RowGradients {
   Buffer<uint8_t> list_keys;
   // u of the live keys, negative where dropout drops the weight; same indices; one vector of slack
   Buffer<float> list_u;
-  Buffer<int64_t> list_start;         // [tiles, BLOCK_Q], where the list of a tile and row begins
-  Buffer<uint8_t> list_length;        // [tiles, BLOCK_Q], its length
-  Buffer<float> exact_terms;          // [BLOCK_Q, row_stride], A * dL/dA of the exact sums
+  Buffer<int64_t> list_start;   // [tiles, BLOCK_Q], where the list of a tile and row begins
+  Buffer<uint8_t> list_length;  // [tiles, BLOCK_Q], its length
+  // [BLOCK_Q, row_stride], A dL/dA of the exact sums by offset j; only rows with has_exact are set
+  Buffer<float> exact_terms;
   bool has_exact[BLOCK_Q];            // rows with at least one exact sum
   double exact_log_sum[BLOCK_Q];      // of these rows: sum_j A dL/dA log u
   KeyRange strip_keys[BLOCK_Q / MR];  // the keys that each strip sees in the tile at hand
   float delta[BLOCK_Q];               // D_i
-  // Re-weighted rows: D_i in double less its float, delta. Both are subtracted from dA, so that
-  // digits are kept where one key dominates and dA is nearly D_i
+  // Re-weighted rows: D_i in double minus delta. Both are subtracted from dA, so that digits are
+  // kept where one key dominates and its dA is nearly D_i.
   float delta_error[BLOCK_Q];
   // 1 / sum u^p, summed in double over all keys; output.inverse_power_sum is the forward's, whose
   // tiles are summed in float
@@ -181,7 +182,7 @@ class RowGradients {
     add_key_gradients(start_k, n, tile_grad_keys, tile_grad_values, exp_values);
   }
 
-  // dQ += dS K for n keys, strip by strip
+  // dQ += dS K for the n keys of a tile, strip by strip; write_query_gradients() multiplies by c_i
   void add_query_gradients(int64_t start_k, int64_t n, RowView k) {
     int64_t width = block.padded_dim;
     for (int64_t r = 0; r < block.n_rows; r += MR) {
@@ -194,9 +195,10 @@ class RowGradients {
   }
 
   // dK += dS^T (c Q). Without re-weighting also dV += A^T dO; with LASER dV += (A^T G) * e^(V - M),
-  // G = dL/d(A e^(V - M)). Re-weighted rows have added their dV already (listed_grad_scores()). For
-  // n keys, MR at a time: to_keys [n, padded_dim], to_values [n, padded_value_dim]. The sum runs
-  // from the first to the last strip that sees one of them.
+  // G = dL/d(A e^(V - M)), which is in grad_out. Re-weighted rows have added their dV already
+  // (listed_grad_scores()). For the n keys of a tile, MR at a time and then one by one: to_keys [n,
+  // padded_dim], to_values [n, padded_value_dim]. The sum runs from the first to the last strip
+  // that sees one of them.
   void add_key_gradients(int64_t start_k, int64_t n, float* to_keys, float* to_values, RowView exp_values) {
     int64_t width = block.padded_dim, padded_value_dim = block.padded_value_dim;
     bool laser = block.params.laser, dense = !block.params.reweighted;
@@ -235,7 +237,7 @@ class RowGradients {
       product<1>(width / W, depth, a, 1, TILE_STRIDE, b, width, c, width, add);
   }
 
-  // Adds dS of a tile, n keys, to grad_bias, whose strides are 0 where it is broadcast.
+  // Adds dS of the n keys of a tile to grad_bias, whose strides are 0 where it is broadcast.
   void add_bias_gradient(int64_t start_k, int64_t n, const TensorView& grad_bias) {
     for (int64_t r = 0; r < block.n_rows; ++r) {
       float* row = const_cast<float*>(row_pointer(grad_bias, block.batch_index, block.query_head, block.start_q + r));
@@ -244,7 +246,8 @@ class RowGradients {
     }
   }
 
-  // Writes grad_query from dS K, and the rows' grad_head_scale and grad_power where wanted.
+  // Writes grad_query from c_i dS K, and the rows' grad_head_scale and grad_power where wanted. The
+  // gradient of the head scale is the dot product of base_scale dS K with the query.
   void write_query_gradients(const GradientTensors& grads) {
     const Params& params = block.params;
     int64_t first = (block.batch_index * params.heads + block.query_head) * params.query_length + block.start_q;

@@ -6,7 +6,7 @@
 
 namespace softfocus {
 
-// dL/dA of all tiles, and delta
+// dL/dA of all tiles, and with the l1 norm delta and single_key
 template <typename Phi>
 inline void RowGradients<Phi>::compute_dense_grad_weights() {
   const Params& params = block.params;
@@ -111,7 +111,7 @@ inline void RowGradients<Phi>::dense_grad_scores(int64_t r, int64_t start_k) {
       vfloat x[N], f[N];
       unroll<N>([&](int i) { x[i] = load(stored + j + i * W); });
       unroll<N>([&](int i) { f[i] = phi.value(x[i]); });
-      phi.derivative(x);
+      phi.derivative(x);  // x is phi'(s) from here on
       unroll<N>([&](int i) {
         vfloat da_j = load(da + j + i * W);
         vfloat grad_phi = (da_j - delta_i) * grad_scale;

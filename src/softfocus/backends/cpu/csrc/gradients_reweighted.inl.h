@@ -7,8 +7,8 @@
 
 namespace softfocus {
 
-// Lists the live keys of all tiles with their dL/dA. Computes delta, mean_term and grad_power of
-// the rows.
+// Lists the live keys of all tiles with their dL/dA. Computes of each row delta, delta_error,
+// single_key, precise_inverse_power_sum, power_over_sum, mean_term and grad_power.
 template <typename Phi>
 template <bool DROPOUT>
 inline void RowGradients<Phi>::compute_listed_grad_weights(const GradientTensors& grads) {
@@ -88,10 +88,11 @@ inline void RowGradients<Phi>::compute_listed_grad_weights(const GradientTensors
 // u of a row at offset j
 template <typename Phi>
 inline float RowGradients<Phi>::u_at(int64_t r, int64_t j) const {
-  int64_t vector = j / W * W;
+  int64_t vector_begin = j / W * W;
   vfloat f;
-  block.with_row_phi(r, [&](auto phi) { f = phi.value(load(block.tile_row(r, j / BLOCK_K * BLOCK_K) + vector)); });
-  return block.phi_to_u(r)(f)[j - vector];
+  block.with_row_phi(r,
+                     [&](auto phi) { f = phi.value(load(block.tile_row(r, j / BLOCK_K * BLOCK_K) + vector_begin)); });
+  return block.phi_to_u(r)(f)[j - vector_begin];
 }
 
 // Adds the exact sums' part to delta_i, and in a row with a threshold to exact_g_sum.
@@ -104,10 +105,10 @@ inline void RowGradients<Phi>::add_exact_terms(int64_t r, double& delta_i, doubl
     }
 }
 
-// Computes dL/ds of a tile; adds A^T dO to the tile's rows of grad_values. v is e^(V - M). Without
-// LASER it is not read. The function scatters LISTS rows before it reads any of them: a vector load
-// right after scalar stores to the same addresses stalls until the stores have left the store
-// buffer (store forwarding fails).
+// Computes dL/ds of a tile; adds A^T dO to grad_values [n, padded_value_dim], the rows of its n
+// keys. v is e^(V - M), read with LASER only. LISTS rows are scattered before any of them is read:
+// a vector load right after scalar stores to the same addresses stalls until the stores have left
+// the store buffer (store forwarding fails).
 template <typename Phi>
 template <bool DROPOUT>
 inline void RowGradients<Phi>::listed_grad_scores(int64_t start_k, RowView v, float* grad_values) {
@@ -124,8 +125,8 @@ inline vfloat RowGradients<Phi>::dropout_factor(vfloat u) const {
   return bits(u) < 0 ? vfloat{} : splat(block.dropout.keep_scale);
 }
 
-// Writes the live keys' part of dL/dphi, g * inverse_spread, to grad_scores; 0 elsewhere. Adds A dO
-// to grad_values, with LASER times v.
+// Writes the live keys' part of dL/dphi of a row, g * inverse_spread, to grad_scores; 0 elsewhere.
+// Adds A dO to grad_values, with LASER times v.
 template <typename Phi>
 template <bool DROPOUT>
 inline void RowGradients<Phi>::scatter_grad_phi(int64_t r, int64_t start_k, RowView v, float* grad_values) {
@@ -176,7 +177,7 @@ inline void RowGradients<Phi>::multiply_by_derivative(int64_t r, int64_t start_k
       constexpr int N = decltype(count)::value;
       vfloat x[N];
       unroll<N>([&](int i) { x[i] = load(stored + j + i * W); });
-      phi.derivative(x);
+      phi.derivative(x);  // x is phi'(s) from here on
       unroll<N>([&](int i) {
         // 0 where phi' is 0, as for a key that the row does not see, even if delta or mean_term is
         // NaN
