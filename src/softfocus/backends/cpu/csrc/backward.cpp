@@ -1,8 +1,8 @@
 // The backward. A task sums the gradients of a key head over blocks of query rows. If fewer key
 // heads are packed together than there are threads, each key head has several tasks. They divide
 // its blocks of rows; unlike with split-K, which divides the keys, every task may add to every key.
-// The sums of the tasks are added in a fixed order, so that the result depends on the number of
-// threads but not on timing.
+// The sums of the tasks are added in a fixed order, so that grad_key and grad_value depend on the
+// number of threads but not on timing.
 #include "gradients.h"
 #include "parallel.h"
 
@@ -43,8 +43,8 @@ template <typename Phi>
 void run_task(const Params& params, const GradientTensors& grads, const Schedule& schedule, int64_t head_index,
               int64_t task, const KeyHeadData& key_data, KeyHeadSums& sums, RowGradients<Phi>& worker) {
   int64_t padded_dim = round_up(params.head_dim, W), padded_value_dim = round_up(params.value_dim, W);
-  // Sets sums_at to where this task sums: the result itself if the layout allows, else scratch.
-  // Fills it with 0.
+  // Sets sums_at [Lk, stride] to where this task sums: the result itself, [B * Hk, Lk, dim], if the
+  // layout allows, else scratch. Fills it with 0.
   auto place = [&](Buffer<float>& scratch, float*& sums_at, void* result, int64_t stride, int64_t dim) {
     bool direct = task == 0 && stride == dim && params.dtype == FLOAT32;
     if (!direct) scratch.resize(params.key_length * stride);
@@ -59,8 +59,8 @@ void run_task(const Params& params, const GradientTensors& grads, const Schedule
                  block_index * schedule.block_rows, key_data, grads, sums.grad_key, sums.grad_value);
 }
 
-// Adds the sums of a key head's tasks for the keys [begin, end), and writes them in the query's
-// dtype.
+// Adds the sums of a key head's tasks for the keys [begin, end), at most BLOCK_K, and writes them
+// in the query's dtype. With cosine similarity turns gradients of unit keys into those of keys.
 inline void add_tasks(const Params& params, const GradientTensors& grads, int64_t tasks_per_head, int64_t head_index,
                       int64_t begin, int64_t end, const KeyHeadData& key_data, KeyHeadSums* sums) {
   int64_t padded_dim = round_up(params.head_dim, W), padded_value_dim = round_up(params.value_dim, W);
