@@ -47,6 +47,7 @@ class Built:
     fresh: bool
 
 
+# What library() found: the kernels, or why there are none; None before the first try
 _outcome: tuple[Built, ctypes.CDLL] | Unavailable | None = None
 _warned = False
 _lock = threading.Lock()
@@ -226,7 +227,7 @@ def _refuse_others(folder: Path) -> None:
 
 
 def _make(folder: Path) -> None:
-    """A folder and those above it, closed to others whatever the umask."""
+    """Create a folder and those above it, closed to others whatever the umask."""
     if not folder.is_dir():
         _make(folder.parent)
         with suppress(FileExistsError):  # another process was faster, or a file is in the way, which shows next
