@@ -15,7 +15,7 @@ namespace softfocus {
 // (docs/performance.md).
 constexpr int STREAMS = 8;
 // Keys of at most this many bytes, counted over all heads, may be in a cache. Then one stream is
-// 5 % faster. The limit is a guess at a thread's share of a third-level cache.
+// 5 % faster. The limit is a guess at what a third-level cache keeps.
 constexpr int64_t CACHED_BYTES = 8 << 20;
 
 class DecodeDots {
