@@ -81,6 +81,26 @@ def far_keys() -> str:
     return table(["at 16x, the 4-gram stood so many tokens before", *FROM], body)
 
 
+AROUND = {
+    "g-window-16": "local heads see 16 tokens",
+    "g-window-32": "32 tokens",
+    "g-window-128": "128 tokens, the training length",
+    "g-head-in-layer-1": "one global head, in layer 1",
+    "g-head-in-layer-3": "one global head, in layer 3",
+    "g-three-heads": "three global heads, in layers 1, 2 and 3",
+}
+
+
+def around() -> str:
+    """Other windows and numbers of global heads, and their differences from demo-global-heads."""
+    by, rows = by_label("layouts", "layouts-around"), []
+    for label, name in AROUND.items():
+        leads = [said(beside(by, label, OURS, at)) for at in (HERE, FAR)]
+        rows.append([name, str(len(by[label].evaluations)), *shown_losses(by[label]), *leads])
+    against = "1x, minus `demo-global-heads`", "16x, as trained, minus it"
+    return table(["in place of windows of 64 and two heads", "seeds", *COLUMNS, *against], rows)
+
+
 RECALLED = {
     OURS: "`demo-global-heads`",
     f"{OURS}-four": "the same with four heads in a layer, two of them global",
@@ -166,7 +186,7 @@ def bpe_longer() -> str:
 
 
 TABLES = SMALL | {
-    "bpe_longer": bpe_longer,
+    "bpe_longer": bpe_longer, "around": around,
     "losses": losses, "far_keys": far_keys, "recalled": recalled, "other_sizes": other_sizes, "rounding": rounding,
 }  # fmt: skip
 
@@ -241,6 +261,19 @@ def test_what_is_said_of_its_parts_is_measured():
     third = [beside(by, "cosine", OURS, at) for at in (HERE, FAR)]
     assert [one.sure for one in third] == [False, True]
     assert f"higher by {shown(third[0])} at the training length, inconclusive, and by {shown(third[1])} at 16" in TEXT
+
+
+def test_what_is_said_of_other_windows_and_numbers_of_heads_is_measured():
+    by = by_label("layouts", "layouts-around", "global-heads")
+    for window in (16, 32, 128):
+        assert beside(by, f"g-window-{window}", OURS).value > 0
+        far = beside(by, f"g-window-{window}", OURS, FAR)
+        assert far.sure
+        assert far.value > 0
+    for row in ("g-window-128", "g-head-in-layer-1"):
+        assert not any(beside(by, row, "local", at).sure for at in (HERE, FAR))
+    for row in ("g-head-in-layer-3", "g-three-heads"):
+        assert not any(beside(by, row, OURS, at).sure for at in (HERE, FAR))
 
 
 def test_what_is_said_of_softmax_with_more_steps_is_measured():
