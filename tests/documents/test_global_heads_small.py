@@ -127,6 +127,9 @@ def test_what_is_said_of_ten_million_parameters_holds_for_every_seed():
     own, softmax = ([lower(by, row, row, FAR, WINDOWED) for by in both] for row in ("global-heads", "all-softmax-nope"))
     assert "by {} nats per byte, and by {} per token of".format(*own) in TEXT
     assert "the layout the gains are {} and {}.".format(*softmax) in TEXT
+    for study in TEXTS:  # "does the first two": not above Softmax at 1x, as above, and flat to 16x
+        here, far = (by_seed(study, "global-heads", at) for at in (HERE, FAR))
+        assert all(loss < here[seed] for seed, loss in far.items())
 
 
 def test_what_is_said_of_repeats_is_measured():
