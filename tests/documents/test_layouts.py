@@ -132,10 +132,18 @@ def swept(study: str, own: str, names: dict[str, str], *endings: str) -> dict[st
 def rates() -> str:
     rows = (*LSSA, "laser-lssa-local", "local-softmax", "local-cosine", "hybrid-half-rope", "local-nope")
     names = {"softmax": "Softmax"} | {row: NAMES[row] for row in rows} | {"lssar": NAMES["LSSAR"]}
-    found = swept("learning-rates", "layouts", names, "-half", "", "-four-times")
-    others = runs("learning-rates")
-    ours = others["global-heads-s0"], runs("layouts")["cosine-nope-s0"], others["global-heads-four-times-s0"]
-    found[NAMES["cosine-nope"]] = [None, *(one.row(128).loss for one in ours)]
+    found, other = (
+        swept("learning-rates", "layouts", names, "-half", "", "-four-times"),
+        partial(loss, "learning-rates"),
+    )
+    own = {  # by what the sweep calls the row
+        "softplus": (NAMES["softplus_l1"], loss("layouts", "softplus-s0")),
+        "laser": (NAMES["LASER"], loss("layouts", "demo-laser")),
+        "global-heads": (NAMES["cosine-nope"], loss("layouts", "cosine-nope-s0")),
+        "all-softmax-nope": ("softmax in every head of that layout", loss("global-heads", "all-softmax-nope-s0")),
+    }
+    for row, (name, here) in own.items():
+        found[name] = [None, other(f"{row}-s0"), here, other(f"{row}-four-times-s0")]
     return rates_table(("1e-3", "2e-3", "4e-3", "8e-3"), found)
 
 
@@ -414,6 +422,12 @@ def test_what_other_rates_cost_is_the_measured_one():
         assert min(ours) == ours[-1], "LASER over LSSA"
     for row in rows:
         assert own(f"{row}-s0") < min(sweep(f"{row}{ending}-s0") for ending in ("", "-four-times")), row
+    here = {
+        "softplus": own("softplus-s0"), "laser": own("demo-laser"), "global-heads": own("cosine-nope-s0"),
+        "all-softmax-nope": loss("global-heads", "all-softmax-nope-s0"),
+    }  # fmt: skip
+    for row, found in here.items():
+        assert found < min(sweep(f"{row}{ending}-s0") for ending in ("", "-four-times")), row
     lead = sweep("softmax-s0") - sweep("local-cosine-s0")
     assert f"At 2e-3 it is ahead of Softmax by {lead:.3f} (seed 0)." in TEXT
     assert sweep("local-cosine-twice-s0") > sweep("softmax-twice-s0")
