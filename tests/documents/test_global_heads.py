@@ -272,6 +272,11 @@ def test_what_is_said_of_other_windows_and_numbers_of_heads_is_measured():
         assert far.value > 0
     for row in ("g-window-128", "g-head-in-layer-1"):
         assert not any(beside(by, row, "local", at).sure for at in (HERE, FAR))
+    one = [beside(by, "g-head-in-layer-3", "Softmax", *pair) for pair in ((HERE, HERE), (FAR, WINDOWED))]
+    assert all(lead.sure for lead in one)
+    near, far = (shown(lead).removeprefix("-") for lead in one)
+    assert f"below Softmax by {near} and, at 16 times the length, as trained, below Softmax with" in TEXT
+    assert f"Softmax with a window by {far}." in TEXT
     for row in ("g-head-in-layer-3", "g-three-heads"):
         assert not any(beside(by, row, OURS, at).sure for at in (HERE, FAR))
 
