@@ -29,7 +29,7 @@ from softfocus.lab.run_folder.results import Setting, json_text
 
 
 def grouped(*entries):
-    """The runs as groups, those together that differ by seed alone."""
+    """The runs as groups, those together that were trained alike but for the seed."""
     return build(entries).groups
 
 
@@ -57,7 +57,7 @@ class TestGroups:
         assert (at.loss, at.spread) == (pytest.approx(1.3), pytest.approx(0.2))
         assert found[0].title == "LSSAR (3 seeds)"
 
-    def test_another_length_rate_or_text_is_another_group(self, fabricate):
+    def test_another_rate_or_text_is_another_group(self, fabricate):
         recipe = 'name = "{}"\n[train]\nseed = {}\nlearning_rate = {}\n'
         runs = [
             fabricate("lssar", [1.0], name=f"r{seed}", seed=seed, recipe=recipe.format("r", seed, rate), evaluated=text)
@@ -364,9 +364,16 @@ class TestFigure:
 
     def test_dollars_in_names_are_dollars(self, fabricate, tmp_path):
         entries = [fabricate("lssa", [1.0, 2.0], name=name) for name in (r"$\frac{$", "a$b$")]
-        title = r"costs $5 or $\frac{"
+        title = r"costs $5 or $\frac{ b$"
         save_png(figure1(build(entries).groups, title=title), tmp_path / "f.png")
         assert "a$b$" in render(build(entries))
+
+    def test_a_long_title_takes_lines_within_the_figure(self, four):
+        drawn = figure1(grouped(*four), title="A title of a comparison. " * 20)
+        drawn.canvas.draw()
+        box = drawn._suptitle.get_window_extent()
+        assert drawn.get_suptitle().count("\n") > 2
+        assert box.x1 < drawn.bbox.width
 
     def test_png_shows_every_run_in_its_colour(self, four, tmp_path):
         path = tmp_path / "figure1.png"

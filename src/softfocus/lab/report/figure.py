@@ -1,6 +1,7 @@
 """The figures: loss over length, loss over position, and training curves."""
 
 import math
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -91,6 +92,13 @@ def line_style(index: int) -> str:
     return _STYLES[index // len(PALETTE) % len(_STYLES)]
 
 
+def _wrapped(text: str, columns: int) -> str:
+    """A text whose lines have at most so many characters. Matplotlib's own wrapping reads dollars
+    as mathematics.
+    """
+    return "\n".join(part for line in text.split("\n") for part in textwrap.wrap(line, columns) or [""])
+
+
 @contextmanager
 def titled(
     size: tuple[float, float], title: str, *, fontsize: int = 12, style: dict[str, Any] = STYLE
@@ -100,8 +108,8 @@ def titled(
     """
     with rc_context(style):
         figure = Figure(figsize=size, layout="constrained")
-        # parse_math: "$" is a dollar
-        figure.suptitle(title, x=0.01, ha="left", fontsize=fontsize, parse_math=False, wrap=True)
+        lines = _wrapped(title, columns=int(72 * size[0] / (0.6 * fontsize)))
+        figure.suptitle(lines, x=0.01, ha="left", fontsize=fontsize, parse_math=False)  # "$" is a dollar
         yield figure
 
 
@@ -135,7 +143,7 @@ def save_png(figure: Figure, path: Path, *, dpi: int = 160) -> None:
     temporary = path.with_name(f".{path.name}{PARTIAL}")
     with writing(path, "free some space or use another folder"):
         try:
-            title = {"Title": figure.get_suptitle()}
+            title = {"Title": " ".join(figure.get_suptitle().split())}
             figure.savefig(temporary, format="png", dpi=dpi, facecolor="white", metadata=title)
             temporary.replace(path)
         finally:

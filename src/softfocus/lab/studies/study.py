@@ -230,7 +230,8 @@ def train_all(
 def estimate(
     jobs: Sequence[Job], workers: int, processes: int = 1, tell: Callable[[str], None] = lambda text: None
 ) -> Expected:
-    """What the runs that are not finished will take. Rows that differ by seed alone are timed once.
+    """What the runs that are not finished will take. Rows that are trained alike but for the seed
+    are timed once.
 
     Of one that is trained the evaluation is left. ``tell`` is called with how far the timing is.
     """

@@ -26,8 +26,8 @@ struct KeyHeadData {
   // 2], D rounded up to 32. A non-finite key has elements of 0.
   Buffer<bfloat16> amx_keys;
   Buffer<float> key_factor;  // [Lk], with amx_keys: what pack_amx_row() returned for a key
-  // [Lk]; with cosine similarity 1 / |k|, 0 for a key whose elements are all 0 or subnormal; else
-  // 1. 0 for a non-finite key
+  // [Lk]; with cosine similarity 1 / |k|, or 0 for a key whose elements are all 0 or subnormal.
+  // Without it 1. A non-finite key has 0 in both cases
   Buffer<float> key_rnorm;
   // [Lk / PANEL, Dv, PANEL], for a backward without re-weighting: V, with LASER e^V
   Buffer<float> value_panels;
