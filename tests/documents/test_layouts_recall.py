@@ -52,12 +52,14 @@ def passkey_table() -> str:
     """Every seed."""
     names = {
         "Softmax": "softmax", "window": "softmax, evaluated with a window of 128",
-        "cosine_log_n": "cosine softmax, log N", "LSSAR": "LSSAR, p = 15",
+        "cosine_log_n": "cosine softmax, log N", "ssmax": "SSMax", "LASER": "LASER",
+        "sharpened(lssa, 3)": "LSSAR, p = 3", "sharpened(lssa, 7)": "LSSAR, p = 7", "LSSAR": "LSSAR, p = 15",
         "softmax-nope": "softmax, window of 16; then softmax without RoPE",
         "lssa-nope": "softmax, window of 16; then LSSA without RoPE",
         "lssar-nope": "softmax, window of 16; then LSSAR without RoPE",
         "softmax-local": "softmax, window of 16; then softmax",
         "softmax-nope-alone": "softmax; then softmax without RoPE",
+        "global-heads": "heads as in `demo-global-heads`",
     }  # fmt: skip
     groups, times, rows = recalls("passkey"), (1, 2, 4, 16, 64), []
     assert groups.keys() == names.keys()
@@ -118,7 +120,13 @@ def test_what_is_said_of_passkeys_holds_for_every_seed():
     }
     for label in ("softmax-nope", "lssa-nope", "lssar-nope"):
         assert all(share == 1 for seed in by[label] for share in seed.values()), label
-    for label in by.keys() - {"softmax-nope", "lssa-nope", "lssar-nope"}:
+    heads = [seed[8192, False] for seed in by["global-heads"]]
+    assert "find {:.2f}, {:.2f} and {:.2f} of the digits at 64 times the length".format(*heads) in TEXT
+    first, evidence = (" ".join((ROOT / name).read_text().split()) for name in ("README.md", "docs/evidence.md"))
+    assert f"find {min(heads):.2f} to {max(heads):.2f} of the digits at 64 times the length" in first
+    nearer = [seed[2048, False] for seed in by["global-heads"]]
+    assert "find {:.2f}, {:.2f} and {:.2f} of the digits at 16 times the length".format(*nearer) in evidence
+    for label in by.keys() - {"softmax-nope", "lssa-nope", "lssar-nope", "global-heads"}:
         assert whole[label, 64] == [0, 0, 0], label
         assert all(seed[8192, False] < 0.2 for seed in by[label]), "near chance"
     for n in (2, 4):
