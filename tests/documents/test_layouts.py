@@ -427,7 +427,8 @@ def test_what_other_rates_cost_is_the_measured_one():
     for row in rows:
         assert own(f"{row}-s0") < min(sweep(f"{row}{ending}-s0") for ending in ("", "-four-times")), row
     here = {
-        "softplus": own("softplus-s0"), "laser": own("demo-laser"), "lssar": own("lssar-s0"), "global-heads": own("cosine-nope-s0"),
+        "softplus": own("softplus-s0"), "laser": own("demo-laser"), "lssar": own("lssar-s0"),
+        "global-heads": own("cosine-nope-s0"),
         "all-softmax-nope": loss("global-heads", "all-softmax-nope-s0"),
     }  # fmt: skip
     for row, found in here.items():
