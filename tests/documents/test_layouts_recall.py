@@ -164,12 +164,14 @@ def test_what_is_said_of_loss_and_recall_in_one_model_is_the_measured_one():
 
 
 def test_the_size_of_caches_is_the_measured_one():
-    hybrid, softmax = (
-        json.loads((RESULTS / "layout-cache" / f"{name}.json").read_text()) for name in ("hybrid", "softmax")
+    hybrid, heads, softmax = (
+        json.loads((RESULTS / "layout-cache" / f"{name}.json").read_text())
+        for name in ("hybrid", "global-heads", "softmax")
     )
     sizes = [f"{one['cache_bytes'] / one['tokens']:,.0f}" for one in (hybrid, softmax)]
     assert hybrid["tokens"] == softmax["tokens"]
+    assert f"{heads['cache_bytes'] / heads['tokens']:,.0f}" == sizes[0]
     assert (
         f"At {hybrid['tokens']:,} tokens the cache of `demo-hybrid` takes {sizes[0]} bytes a token, "
-        f"Softmax's {sizes[1]}" in TEXT
+        f"as does that of `demo-global-heads`, Softmax's {sizes[1]}" in TEXT
     )
