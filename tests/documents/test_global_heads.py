@@ -157,6 +157,7 @@ def other_sizes() -> str:
     rivals = {
         "Softmax": "Softmax", "local-softmax": "softmax, every other layer local",
         "laser-lssa-local": "LASER over LSSA, every other layer local",
+        "all-softmax-nope": "softmax in every head of the layout",
     }  # fmt: skip
     for rival, name in rivals.items():
         pairs = (HERE, HERE), (FAR, WINDOWED), (WINDOWED, WINDOWED)

@@ -347,7 +347,8 @@ def test_what_readme_says_of_the_mechanisms_share_is_measured():
     assert sure == [False, False, True, True], "the layout's part at the training length"
     alone = beside(by_label("bpe-longer"), "all-softmax-nope", "Softmax")
     assert alone.sure
-    assert f"softmax in the layout is above Softmax by {shown(alone)} (one seed)" in text
+    assert f"softmax in the layout is above Softmax by {shown(alone)} after 4,400 steps (one seed)" in text
+    assert not beside(by_size()["1.3 M, 128 tokens of a BPE, 1,100 steps"][0], "all-softmax-nope", "Softmax").sure
 
 
 TABLES = {
