@@ -170,7 +170,12 @@ def small_settings() -> str:
 
 def larger_rates() -> str:
     names = {"softmax": "Softmax"} | LAYOUTS | {"laser-lssa-local": "`demo-laser-lssa-local`"}
-    return rates_table(("1e-3", "2e-3", "4e-3"), swept("larger-rates", "larger", names, "-half", "-twice"))
+    found, other = swept("larger-rates", "larger", names, "-half", "-twice"), partial(loss, "larger-rates")
+    ours = "global-heads-s0"
+    found["global heads"] = [
+        other("global-heads-half-s0"), loss("larger-global-heads", ours), other("global-heads-twice-s0")
+    ]  # fmt: skip
+    return rates_table(("1e-3", "2e-3", "4e-3"), found)
 
 
 BIAS = named("lssa").replace(score_bias="-log(N)")
@@ -406,6 +411,12 @@ def test_one_training_of_demo_hybrid_rises_on_the_tiled_backend():
     _, whole, ((row, gain), *_) = disturbed("lssa-hybrid-tiled-s1")
     said = "the window of head {} of layer {} takes off {:.3f} of the {:.3f} that the windows of all heads take off"
     assert said.format(row.head, row.layer, gain.value, whole.value) in TEXT
+
+
+def test_2e_3_is_the_best_rate_of_each_row_of_the_larger_model():
+    rows = [[float(one) for one in line.split("|")[2:5]] for line in larger_rates().splitlines()[2:]]
+    assert len(rows) == 5
+    assert all(min(row) == row[1] for row in rows)
 
 
 def test_what_other_rates_cost_is_the_measured_one():
