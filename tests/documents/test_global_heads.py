@@ -353,6 +353,12 @@ def test_what_is_said_of_bpe_is_measured():
         assert beside(by, "global-heads", rival).sure
         assert beside(by, "global-heads", rival).value > 0
     assert not beside(by, "global-heads", "Softmax").sure
+    rates = (
+        loss("learning-rates-bpe", "global-heads-half-s0"), loss("bpe", "global-heads-s0"),
+        loss("learning-rates-bpe", "global-heads-twice-s0"),
+    )  # fmt: skip
+    assert min(rates) == rates[1]
+    assert "its loss is {:.3f} at 2e-3, {:.3f} at 4e-3 and {:.3f} at 8e-3 (seed 0,".format(*rates) in TEXT
 
 
 def test_what_is_said_of_longer_training_on_a_bpe_is_measured():
