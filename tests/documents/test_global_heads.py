@@ -9,7 +9,21 @@ import pytest
 from softfocus.lab.inspect.results import read as read_inspections
 from softfocus.lab.report.points import cell
 
-from .committed import FAR, HERE, RESULTS, ROOT, WINDOWED, accuracies, beside, by_label, by_seed, loss, minus, recalls
+from .committed import (
+    FAR,
+    HERE,
+    RESULTS,
+    ROOT,
+    WINDOWED,
+    accuracies,
+    beside,
+    by_label,
+    by_row,
+    by_seed,
+    loss,
+    minus,
+    recalls,
+)  # fmt: skip
 from .tables import COLUMNS, said, shown, shown_losses, table, tables_of
 from .test_global_heads_small import TABLES as SMALL
 
@@ -358,6 +372,18 @@ def test_what_is_said_of_bpe_is_measured():
         loss("learning-rates-bpe", "global-heads-twice-s0"),
     )  # fmt: skip
     assert min(rates) == rates[1]
+    better = {"ours": by_row("learning-rates-bpe")["global-heads-start"], "Softmax": by["Softmax"]}
+    leads = [beside(better, "ours", "Softmax", *pair) for pair in ((HERE, HERE), (FAR, WINDOWED))]
+    near, far = map(said, leads)
+    start = loss("learning-rates-bpe", "global-heads-start-s0")
+    assert (
+        f"From the demo's initial weights, 0.09, its loss is {start:.3f}. Minus Softmax from 0.02 that is {near}"
+        in TEXT
+    )
+    assert f"minus Softmax with a window, {far} (seed 0)." in TEXT
+    assert leads[0].sure
+    first = " ".join((ROOT / "README.md").read_text().split())
+    assert f"From 0.09 global heads are below Softmax there by {near.removeprefix('-')} (one seed)." in first
     assert "its loss is {:.3f} at 2e-3, {:.3f} at 4e-3 and {:.3f} at 8e-3 (seed 0,".format(*rates) in TEXT
 
 
