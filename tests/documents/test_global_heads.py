@@ -23,7 +23,7 @@ from .committed import (
     loss,
     minus,
     recalls,
-)  # fmt: skip
+)
 from .tables import COLUMNS, said, shown, shown_losses, table, tables_of
 from .test_global_heads_small import TABLES as SMALL
 
