@@ -1,4 +1,7 @@
-"""docs/global-heads.md: it shows the committed results."""
+"""docs/global-heads.md but its larger models: it shows the committed results.
+
+Over 400 lines: one page, whose tables and sentences share their readers.
+"""
 
 import json
 from dataclasses import replace
