@@ -380,7 +380,7 @@ def test_what_is_said_of_bpe_is_measured():
     near, far = map(said, leads)
     start = loss("learning-rates-bpe", "global-heads-start-s0")
     assert (
-        f"From the demo's initial weights, 0.09, its loss is {start:.3f}. Minus Softmax from 0.02 that is {near}"
+        f"From the demo's initial weights, 0.09, their loss is {start:.3f}. Minus Softmax from 0.02 that is {near}"
         in TEXT
     )
     assert f"minus Softmax with a window, {far} (seed 0)." in TEXT
