@@ -18,7 +18,7 @@ from softfocus.lab.evaluate.classify import Pairs, classify
 from softfocus.lab.progress import silent
 from softfocus.lab.recipes.loading import load
 from softfocus.lab.run_folder.files import load_measured, save_measured
-from softfocus.lab.run_folder.results import Classification, Recall
+from softfocus.lab.run_folder.results import Classification, Induction, Recall
 from softfocus.lab.studies import crew, worker
 from softfocus.lab.train.run import train
 
@@ -113,7 +113,9 @@ def test_a_task_that_can_be_learned_is_learned(
 
 
 def test_a_study_measures_what_its_recipe_asks_for(tiny: Path, tmp_path: Path, short: None) -> None:
-    recipe = load(tiny, ["evaluate.also=['attention', 'classification', 'passkeys']", "evaluate.lengths='256,512'"])
+    recipe = load(
+        tiny, ["evaluate.also=['attention', 'classification', 'induction', 'passkeys']", "evaluate.lengths='256,512'"]
+    )
     (file := tmp_path / "one.toml").write_text(recipe.model_copy(update={"name": "one"}).to_toml())
     train(load(file), tmp_path / "one")
     (job,) = crew.plan(tmp_path, [load(file)], ["one"])
@@ -121,16 +123,18 @@ def test_a_study_measures_what_its_recipe_asks_for(tiny: Path, tmp_path: Path, s
     worker._work(str(file), tmp_path / "one", False, io.StringIO())
     (job,) = crew.plan(tmp_path, [load(file)], ["one"])
     assert job.status == "finished"
-    for name in ("classification.json", "inspect/inspect.json", "recall.json"):
+    for name in ("classification.json", "inspect/inspect.json", "induction.json", "recall.json"):
         (tmp_path / "one" / name).rename(tmp_path / "away")
         (job,) = crew.plan(tmp_path, [load(file)], ["one"])
         assert job.status == "waiting", name
         (tmp_path / "away").rename(tmp_path / "one" / name)
-    found = load_measured(tmp_path / "one", Recall)
-    assert [row.length for row in found.rows] == [256, 512]
-    save_measured(tmp_path / "one", found.model_copy(update={"rows": found.rows[:1]}))
-    (job,) = crew.plan(tmp_path, [load(file)], ["one"])
-    assert job.status == "waiting", "a length is missing"
+    for kind in (Recall, Induction):
+        found = load_measured(tmp_path / "one", kind)
+        assert [row.length for row in found.rows] == [256, 512]
+        save_measured(tmp_path / "one", found.model_copy(update={"rows": found.rows[:1]}))
+        (job,) = crew.plan(tmp_path, [load(file)], ["one"])
+        assert job.status == "waiting", "a length is missing"
+        save_measured(tmp_path / "one", found)
 
 
 def test_what_cannot_be_classified(tmp_path: Path, tiny: Path) -> None:

@@ -27,6 +27,8 @@ from softfocus.lab.run_folder.results import (
     Bucket,
     Classification,
     Evaluation,
+    Induction,
+    InductionRow,
     Recall,
     RecallRow,
     Record,
@@ -57,6 +59,11 @@ class Run(Record):
     )
 
     classification: Classification | None = Field(default=None, description="with evaluate.also = ['classification']")
+
+    induction: list[InductionRow] = Field(
+        default=[],
+        description="loss by distance of what repeats, a row a length, with evaluate.also = ['induction']",
+    )
 
     passkeys: list[RecallRow] = Field(
         default=[], description="shares of passkeys that were found, a row a length, with evaluate.also = ['passkeys']"
@@ -166,12 +173,17 @@ def collect(claim: Claim, scale: Scale, plan: Sequence[Recipe], folder: Path, mi
                 evaluation=measured,
                 attention=[one for one in _inspection(place).rows if one.layer is None] if "attention" in also else [],
                 classification=load_measured(place, Classification) if "classification" in also else None,
+                induction=_induction(place) if "induction" in also else [],
                 passkeys=_passkeys(place) if "passkeys" in also else [],
                 tasks=load_measured(place, Tasks) if "tasks" in also else None,
             )
         )
     now = datetime.now(UTC).replace(microsecond=0)
     return Results(claim=claim.name, scale=scale, created=now, missing=list(missing), runs=runs)
+
+
+def _induction(place: Path) -> list[InductionRow]:
+    return [row for row in load_measured(place, Induction).rows if not row.window]
 
 
 def _passkeys(place: Path) -> list[RecallRow]:

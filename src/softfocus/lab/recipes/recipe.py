@@ -155,10 +155,11 @@ class EvaluateTable(Table):
     lengths: str = Field(default="1x,2x,4x,8x,16x", description="'1k,2k,16k', or multiples of the training length")
     tokens: Many = Field(default=65_536, description="validation tokens a length")
     mechanisms: list[str] = Field(default=[], description="to be run in place of the trained one, beside it")
-    also: list[Literal["attention", "classification", "passkeys", "tasks"]] = Field(
+    also: list[Literal["attention", "classification", "induction", "passkeys", "tasks"]] = Field(
         default=[],
         description="what studies and claims measure, too: attention, as `softfocus inspect` does, "
-        "classification, as `softfocus classify` does, passkeys, as `softfocus recall` does, or zero-shot tasks",
+        "classification, as `softfocus classify` does, induction, as `softfocus induction` does, "
+        "passkeys, as `softfocus recall` does, or zero-shot tasks",
     )
 
     @field_validator("mechanisms")

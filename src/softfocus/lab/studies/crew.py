@@ -24,6 +24,7 @@ from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.run_folder.disk import write_atomically, writing
 from softfocus.lab.run_folder.files import (
     CLASSIFICATION,
+    INDUCTION,
     INSPECTION,
     RECALL,
     RECIPE,
@@ -34,7 +35,7 @@ from softfocus.lab.run_folder.files import (
 )
 from softfocus.lab.run_folder.owner import owning
 from softfocus.lab.run_folder.provenance import cores
-from softfocus.lab.run_folder.results import Evaluation, Recall
+from softfocus.lab.run_folder.results import Evaluation, Induction, Recall
 from softfocus.lab.studies.screen import Job, Screen
 from softfocus.lab.studies.worker import from_line, possible
 
@@ -179,6 +180,7 @@ def _is_finished(job: Job) -> bool:
     files = {
         "attention": Path(INSPECTION) / INSPECTED,
         "classification": Path(CLASSIFICATION),
+        "induction": Path(INDUCTION),
         "passkeys": Path(RECALL),
         "tasks": Path(TASKS),
     }
@@ -186,10 +188,13 @@ def _is_finished(job: Job) -> bool:
         return False
     if "attention" in job.recipe.evaluate.also and not _is_inspected(job):
         return False
-    # The others are written when all is measured, this one row by row
-    return "passkeys" not in job.recipe.evaluate.also or set(job.lengths) <= {
-        row.length for row in load_measured(job.folder, Recall).rows if not row.window
-    }
+    # The others are written when all is measured, these row by row
+    also, rows = job.recipe.evaluate.also, []
+    if "passkeys" in also:
+        rows.append({row.length for row in load_measured(job.folder, Recall).rows if not row.window})
+    if "induction" in also:
+        rows.append({row.length for row in load_measured(job.folder, Induction).rows if not row.window})
+    return all(set(job.lengths) <= there for there in rows)
 
 
 def _is_inspected(job: Job) -> bool:

@@ -94,6 +94,10 @@ def _work(name: str, folder: Path, overwrite: bool, out: TextIO) -> None:
             from softfocus.lab.evaluate.classify import classify
 
             classify(folder, progress=tell)
+        if "induction" in recipe.evaluate.also:
+            from softfocus.lab.evaluate.induction import induction
+
+            induction(folder, lengths, tokens=asked, progress=tell)
         if "passkeys" in recipe.evaluate.also:
             recall(folder, lengths, progress=tell)
         if "tasks" in recipe.evaluate.also:
