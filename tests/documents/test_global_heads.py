@@ -235,7 +235,11 @@ def test_what_is_said_of_the_losses_holds_for_every_seed():
         for label in (OURS, "Softmax")
     }
     alone = [said(minus(some, OURS, "Softmax", *pair)) for pair in ((HERE, HERE), (FAR, WINDOWED))]
-    assert "the differences are {} and {}.".format(*alone) in TEXT
+    text = "Without seed 0 its differences from Softmax are {} at the training length and, as trained, {} from"
+    assert text.format(*alone) in TEXT
+    whole = [shown(minus(by, OURS, "Softmax", *pair)).removeprefix("-") for pair in ((HERE, HERE), (FAR, WINDOWED))]
+    assert f"is below Softmax by {whole[0]} at the training length, and at 16 times it, as trained, below" in TEXT
+    assert f"below Softmax with a window by {whole[1]} (eight seeds).**" in TEXT
     laser = by_seed("layouts", "laser-lssa-local", HERE)
     assert sum(loss < laser[seed] for seed, loss in here.items()) == 7
     near, both = (said(minus(by, OURS, "laser-lssa-local", at)) for at in (HERE, WINDOWED))
@@ -243,6 +247,13 @@ def test_what_is_said_of_the_losses_holds_for_every_seed():
     assert f"both with the window, it is below by {both.removeprefix('-')}." in TEXT
     moved = [far[seed] - loss for seed, loss in windowed.items()]
     assert f"with the window: it differs by {min(moved):+.3f} to {max(moved):+.3f}, with eight seeds" in TEXT
+
+
+def test_no_other_layout_of_the_recipe_is_surely_below_it():
+    by = by_label("layouts", "global-heads", "layouts-around", "layouts-bias")
+    leads = {label: [beside(by, label, OURS, at) for at in (HERE, FAR)] for label in by if label != OURS}
+    assert len(leads) > 30
+    assert [label for label, found in leads.items() if any(one.sure and one.value < 0 for one in found)] == []
 
 
 def test_what_is_said_of_the_same_layout_with_softmax_holds_for_every_seed():
@@ -268,8 +279,9 @@ def test_what_is_said_of_its_parts_is_measured():
     softmax = by_seed("layouts", "Softmax", HERE)[0]
     ours = softmax - by_seed("layouts", OURS, HERE)[0]
     left = {row: softmax - loss("global-heads", f"{row}-s0") for row in ("softmax-nope", "no-pair-head")}
-    assert f"lead of {ours:.3f} over Softmax {left['softmax-nope']:.3f} is left with softmax in the two" in TEXT
-    assert f"It is {left['no-pair-head']:.3f} without the head that sees two tokens" in TEXT
+    assert f"With seed 0 its lead over Softmax is {ours:.3f}." in TEXT
+    assert f"With softmax in the two global heads it is {left['softmax-nope']:.3f}." in TEXT
+    assert f"Without the head that sees two tokens it is {left['no-pair-head']:.3f}, level with a model whose" in TEXT
     local = beside(by, "local-softmax-cosine-nope", OURS)
     assert local.sure
     assert f"is higher by {shown(local)} (three seeds)" in TEXT
@@ -315,7 +327,7 @@ def test_what_is_said_of_rivals_in_the_two_heads_is_measured():
     by = by_label("layouts", "global-heads")
     ssmax, norm, pair = (beside(by, row, OURS) for row in ("ssmax-nope", "qknorm-nope", "softmax-pair-head"))
     assert (ssmax.sure, norm.sure) == (False, True)
-    text = "SSMax in the two heads is above it by {}, QK-norm by {}."
+    text = "With SSMax in the two heads the loss is higher by {}, with QK-norm by {}."
     assert text.format(said(ssmax).removeprefix("+"), said(norm).removeprefix("+")) in TEXT
     far = [beside(by, row, OURS, FAR) for row in ("ssmax-nope", "qknorm-nope")]
     assert all(one.sure for one in far)

@@ -148,8 +148,8 @@ def test_what_is_said_of_repeats_is_measured():
     rival = [one - other for one, other in zip(softmax[at], ours[at], strict=True)][3:]
     assert f"and {min(rival):.2f} to {max(rival):.2f} below softmax in every head of the layout." in TEXT
     near, theirs = ([-one for one in some[1:3]] for some in (gains, its))
-    assert f"they lose at most {max(near):.2f} by it, where that softmax loses {min(theirs):.2f}" in TEXT
-    assert f"and {max(theirs):.2f}:" in TEXT
+    assert f"On nearer repeats global heads lose at most {max(near):.2f} by seeing far keys. Softmax in every" in TEXT
+    assert f"head of the layout loses {min(theirs):.2f} and {max(theirs):.2f}:" in TEXT
 
 
 def test_far_keys_help_with_the_positions_and_in_nearly_all_documents():
@@ -190,17 +190,17 @@ def test_the_headlines_of_ten_million_parameters_are_the_measured_ones():
         "best": by_label("small-gpu/one-pass")["Softmax"], "half": by_label("small-gpu/longer-rates")["Softmax"]
     }  # fmt: skip
     near, far = (beside(groups, "global-heads", "best", *pair) for pair in ((HERE, HERE), (FAR, WINDOWED)))
-    assert f"Minus the same seeds of it global heads have {said(near)}, at the training length." in TEXT
-    assert f"as trained, they have {said(far)} minus it with a window." in TEXT
+    assert f"Global heads minus this Softmax (same seeds): {said(near)}, at the training length;" in TEXT
+    assert f"training length; {said(far)} at 16 times it, as trained, against Softmax with a window." in TEXT
     assert not near.sure
-    assert f"by {shown(near).removeprefix('-')} nats per token, inconclusive, and at 16 times" in evidence
-    assert f"below that with a window by {said(far).removeprefix('-')}." in evidence
+    assert f"below it by {shown(near).removeprefix('-')} nats per token, inconclusive, and at 16 times" in evidence
+    assert f"as trained, below it with a window by {said(far).removeprefix('-')}." in evidence
     layout = [beside(groups, "all-softmax-nope", "best", *pair) for pair in ((HERE, HERE), (FAR, WINDOWED))]
     assert all(one.sure for one in layout)
     above, below = (shown(one).removeprefix("-") for one in layout)
-    assert f"is above it by {above} and, at 16 times the length, below it by {below}." in TEXT
+    assert f"is above it by {above} and, at 16 times the length, as trained, below it with a window by {below}." in TEXT
     best = (fmean(cell(groups["best"], *at).values) for at in (HERE, WINDOWED))
-    assert "That is {:.3f}, and {:.3f} at 16 times the length with a window.".format(*best) in TEXT
+    assert "of the same text: {:.3f}, and {:.3f} at 16 times the length with a window.".format(*best) in TEXT
     half = (fmean(cell(groups["half"], *at).values) for at in (HERE, WINDOWED))
     assert "at 1e-3 have {:.3f} and, at 16 times the length with a window, {:.3f}.".format(*half) in TEXT
     leads = [lower(groups, "global-heads", "half", *pair) for pair in ((HERE, HERE), (FAR, WINDOWED))]
