@@ -43,6 +43,14 @@ def test_the_table_of_performance_is_the_committed_one():
     assert tables_of(PAGE) == {"bench": bench_table()}, f"docs/performance.md should show:\n{bench_table()}"
 
 
+def test_the_time_of_a_short_cache_is_the_committed_one():
+    cells = load_benchmark(RESULTS / "bench-cpu").cells
+    (one,) = (one for one in cells if (one.mechanism, one.what, one.length) == ("lssar", "decode", 1024))
+    limits = " ".join((ROOT / "docs/limitations.md").read_text().split())
+    said = f"**LSSAR's decoding of 1K keys takes {one.subject('softfocus').ratio.median:.2f} of SDPA's time on a CPU**"
+    assert said in limits
+
+
 def test_the_speed_of_training_is_the_committed_one():
     speeds = {one.evaluation.mechanism: one.info.tokens_per_second for one in report("demo-slow-start").runs}
     shares = [speeds[name] / speeds["softmax"] for name in ("lssar", "lssa", "laser")]

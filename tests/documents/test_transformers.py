@@ -12,7 +12,7 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, Trainer, TrainerCall
 import softfocus
 import softfocus.hf
 
-from .committed import RESULTS, ROOT, loss
+from .committed import RESULTS, ROOT, by_label, loss, minus
 
 PAGE = (ROOT / "docs/transformers.md").read_text()
 GUIDE = " ".join(PAGE.split())
@@ -30,8 +30,8 @@ def test_the_size_of_t6s_cache_is_the_measured_one():
 def test_what_folding_lengths_into_factors_saves_is_the_measured():
     lines = json.loads((RESULTS / "t6-fold/results.json").read_text())["lines"]
     attention, step = (sorted(line[what][1] for line in lines) for what in ("attention", "step"))
-    assert f"Attention itself then takes {attention[0]:.2f} to {attention[-1]:.2f} of its time" in GUIDE
-    assert f"takes {step[0]:.2f} to {step[-1]:.2f} of its time" in GUIDE
+    assert f"attention would take {attention[0]:.2f} to {attention[-1]:.2f} of its time" in GUIDE
+    assert f"would take {step[0]:.2f} to {step[-1]:.2f} (medians" in GUIDE
 
 
 def test_the_losses_of_t6_are_the_measured_ones():
@@ -39,7 +39,12 @@ def test_the_losses_of_t6_are_the_measured_ones():
     assert (
         f"`demo-t6` {t6:.3f}, `demo-t6-lssar` {lssar:.3f}, and {full_rank:.3f} with `q_rank=4` and `k_rank=4`" in GUIDE
     )
-    assert f"and as many heads of that size has {gpt_neox:.3f} (" in GUIDE
+    assert f"A GPT-NeoX with LSSAR and T6's heads has {gpt_neox:.3f};" in GUIDE
+    slow = loss("demo-slow-start", "demo-lssar") - loss("demo-slow-start", "demo-softmax")
+    both = by_label("layouts")
+    assert f"costs {lssar - t6:.2f} at the training length** (one training of each" in GUIDE
+    assert f"costs {slow:.2f} from the same initial weights of 0.02" in GUIDE
+    assert f"and {minus(both, 'LSSAR', 'Softmax').value:.3f} from 0.09." in GUIDE
 
 
 def test_the_cost_of_t6_is_the_measured_one():
