@@ -249,7 +249,7 @@ def test_what_is_said_of_the_losses_holds_for_every_seed():
     assert f"with the window: it differs by {min(moved):+.3f} to {max(moved):+.3f}, with eight seeds" in TEXT
 
 
-def test_no_other_layout_of_the_recipe_is_surely_below_it():
+def test_no_other_layout_of_the_recipe_is_significantly_below_it():
     by = by_label("layouts", "global-heads", "layouts-around", "layouts-bias")
     leads = {label: [beside(by, label, OURS, at) for at in (HERE, FAR)] for label in by if label != OURS}
     assert len(leads) > 30
