@@ -28,7 +28,7 @@ NAMES = {
     "laser(softplus_l1)": "LASER over softplus, in every layer",
     "laser-softplus-local": "LASER over softplus, every other layer local",
     "laser-lssa-local": "LASER over LSSA, every other layer local",
-    "cosine-nope": "two global heads without RoPE, all others local",
+    "cosine-nope": "global heads",
 }
 """The rows of studies of layouts, as pages name them."""
 COLUMNS = {"1x": HERE, "16x, as trained": FAR, "16x, window": WINDOWED}

@@ -10,7 +10,7 @@ from statistics import fmean
 import pytest
 
 from softfocus.lab.inspect.results import read as read_inspections
-from softfocus.lab.report.points import cell
+from softfocus.lab.report.points import Group, cell
 
 from .committed import (
     FAR,
@@ -168,19 +168,28 @@ def rounding() -> str:
     return table(["`demo-global-heads`", "seeds", *COLUMNS, *against], rows)
 
 
+def on_a_bpe() -> dict[str, Group]:
+    """1.3 M parameters, 1,100 steps: all from initial weights of 0.02 but those whose name says it."""
+    swept = by_row("learning-rates-bpe")
+    from_the_start = {row: swept[row] for row in ("global-heads-start", "all-softmax-nope-start")}
+    return by_label("layouts-bpe-tuned", "bpe") | from_the_start
+
+
 def other_sizes() -> str:
-    by = by_label("layouts-bpe-tuned", "bpe")
-    rows = []
+    by = on_a_bpe()
     rivals = {
         "Softmax": "Softmax", "local-softmax": "softmax, every other layer local",
         "laser-lssa-local": "LASER over LSSA, every other layer local",
         "all-softmax-nope": "softmax in every head of the layout",
+        "all-softmax-nope-start": "the same, from 0.09",
     }  # fmt: skip
+    rows = []
     for rival, name in rivals.items():
-        pairs = (HERE, HERE), (FAR, WINDOWED), (WINDOWED, WINDOWED)
-        rows.append([name, *(said(beside(by, "global-heads", rival, *pair)) for pair in pairs)])
-    columns = "1x", "16x, as trained, minus it with the window", "16x, both with the window"
-    return table(["tokens of a BPE, minus", *columns], rows)
+        far = FAR if "nope" in rival else WINDOWED
+        pairs = [(ours, *at) for ours in ("global-heads", "global-heads-start") for at in ((HERE, HERE), (FAR, far))]
+        rows.append([name, *(said(beside(by, ours, rival, at, its)) for ours, at, its in pairs)])
+    columns = [f"from {start}: {at}" for start in ("0.02", "0.09") for at in ("1x", "16x")]
+    return table(["global heads, minus", *columns], rows)
 
 
 BPE = {
@@ -377,29 +386,32 @@ def test_what_is_said_of_machines_is_measured():
 
 
 def test_what_is_said_of_bpe_is_measured():
-    by = by_label("layouts-bpe-tuned", "bpe")
+    by, ours = on_a_bpe(), "global-heads-start"
     for rival in ("local-softmax", "laser-lssa-local"):
         assert beside(by, "global-heads", rival).sure
         assert beside(by, "global-heads", rival).value > 0
+        assert beside(by, ours, rival).sure
+        assert beside(by, ours, rival).value < 0
     assert not beside(by, "global-heads", "Softmax").sure
     rates = (
         loss("learning-rates-bpe", "global-heads-half-s0"), loss("bpe", "global-heads-s0"),
         loss("learning-rates-bpe", "global-heads-twice-s0"),
     )  # fmt: skip
     assert min(rates) == rates[1]
-    better = {"ours": by_row("learning-rates-bpe")["global-heads-start"], "Softmax": by["Softmax"]}
-    leads = [beside(better, "ours", "Softmax", *pair) for pair in ((HERE, HERE), (FAR, WINDOWED))]
-    near, far = map(said, leads)
-    start = loss("learning-rates-bpe", "global-heads-start-s0")
-    assert (
-        f"From the demo's initial weights, 0.09, their loss is {start:.3f}. Minus Softmax from 0.02 that is {near}"
-        in TEXT
+    assert "the loss is {:.3f} at 2e-3, {:.3f} at 4e-3 and {:.3f} at 8e-3 (seed 0,".format(*rates) in TEXT
+    near, far = (beside(by, ours, "Softmax", *pair) for pair in ((HERE, HERE), (FAR, WINDOWED)))
+    assert (near.sure, far.sure) == (True, False)
+    softmax = cell(by["Softmax"], *HERE).values
+    assert all(loss < other for loss, other in zip(cell(by[ours], *HERE).values, softmax, strict=False))
+    assert not any(beside(by, ours, "all-softmax-nope-start", at).sure for at in (HERE, FAR))
+    assert f"minus itself with a window, is {said(minus(by, ours, ours, FAR, WINDOWED))}." in TEXT
+    first, evidence, limits = (
+        " ".join((ROOT / name).read_text().split()) for name in ("README.md", "docs/evidence.md", "docs/limitations.md")
     )
-    assert f"minus Softmax with a window, {far} (seed 0)." in TEXT
-    assert leads[0].sure
-    first = " ".join((ROOT / "README.md").read_text().split())
-    assert f"From 0.09 global heads are below Softmax there by {near.removeprefix('-')} (one seed)." in first
-    assert "its loss is {:.3f} at 2e-3, {:.3f} at 4e-3 and {:.3f} at 8e-3 (seed 0,".format(*rates) in TEXT
+    for text in (first, evidence, limits):
+        assert f"by {shown(near).removeprefix('-')}" in text
+    start = loss("bpe-demo-start", "softmax-s0"), loss("bpe", "softmax-s0")
+    assert "{:.3f}](results/bpe-demo-start/results.json) in place of {:.3f} (seed 0).".format(*start) in TEXT
 
 
 def test_what_is_said_of_longer_training_on_a_bpe_is_measured():
