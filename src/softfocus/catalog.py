@@ -310,8 +310,11 @@ def named(text: str) -> Mechanism:
             one: ``"sharpened(softmax, 3)"``, ``"laser(lssa)"``, ``"laser(sharpened(lssa, 7.5))"``.
 
     Raises:
+        TypeError: no text.
         ValueError: an unknown name, with the nearest one, or words that do not parse.
     """
+    if not isinstance(text, str):
+        raise TypeError(f"named: got {type(text).__name__}, expected a name such as 'lssar'")
     text = text.strip().lower()
     if match := re.fullmatch(r"laser\s*\((.+)\)", text):
         return laser(named(match[1]))

@@ -87,9 +87,9 @@ class Mechanism:
                 raise ValueError(
                     f"Mechanism: power={self.power!r} is not a number; expected 1 <= power <= 100, or None"
                 )
-            object.__setattr__(self, "power", float(self.power))
             if not 1.0 <= self.power <= 100.0:
                 raise ValueError(f"Mechanism: power={self.power!r} is outside [1, 100]; None leaves re-weighting out")
+            object.__setattr__(self, "power", float(self.power))
             if self.normaliser != "l1" or self.phi in SIGNED_PHI:
                 raise ValueError(
                     f"Mechanism: power={self.power:g} re-weights rows that sum to one, "
@@ -238,6 +238,8 @@ def did_you_mean(word: object, known: Collection[str], intro: str) -> str:
 
 
 def _refuse_unknown(values: dict[str, Any]) -> None:
+    if not isinstance(values, dict):
+        raise ValueError(f"Mechanism: got {values!r}, expected its fields by name, as to_dict() writes them")
     known = [entry.name for entry in fields(Mechanism) if entry.init]
     for name in values:
         if name not in known:

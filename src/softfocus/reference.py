@@ -168,9 +168,11 @@ def _normalised(
         log_norm = torch.logsumexp(torch.where(count > 0, log_f, 0.0), -1, keepdim=True)
         log_norm = torch.where(count > 0, log_norm, -math.inf)
         if mechanism.normaliser == "l1":
-            # exp(log phi(s) - log ||phi(s)||_1) is right however small the row's phi(s) are
-            log_weights = log_f - torch.where(count > 0, log_norm, 0.0)
-            weights = torch.where(visible, log_weights.exp(), 0.0)
+            # Right however small the row's phi(s) are, and however large: log ||phi(s)||_1 would
+            # lose its part log N where |log phi(s)| is huge
+            log_weights = torch.log_softmax(torch.where(count > 0, log_f, 0.0), -1)
+            log_weights = torch.where(visible, log_weights, -math.inf)
+            weights = log_weights.exp()
             return weights, log_weights if mechanism.laser else None, log_norm
     f = torch.where(visible, phi.value(scores), 0.0)
     norm = f.abs().sum(-1, keepdim=True)

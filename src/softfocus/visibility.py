@@ -174,7 +174,10 @@ def document_ids_from_lengths(lengths: Tensor | Sequence[int], total: int | None
     """
     if total is not None and (isinstance(total, bool) or not isinstance(total, int | torch.SymInt)):
         raise ValueError(f"total: got {total!r}, expected the number of tokens")
-    lengths = torch.as_tensor(lengths)
+    try:
+        lengths = torch.as_tensor(lengths)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"lengths: got {lengths!r}, expected integers [documents]: {error}") from None
     if lengths.dim() != 1:
         raise ValueError(f"lengths: got shape {list(lengths.shape)}, expected [documents]: one number for each")
     if lengths.numel() and (lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool):

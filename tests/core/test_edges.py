@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from softfocus import Mechanism, attention, mechanisms, named, sharpened
+from softfocus import Mechanism, attention, mechanisms, named, sharpened, weights
 from softfocus.pointwise import FUSED
 
 NAMES = sorted(mechanisms())
@@ -558,6 +558,21 @@ def test_huge_scores_in_softmax_pick_the_largest(backend, dtype):
     assert torch.equal(out, value[:, :, best])
     assert (grads[0] == 0).all()
     assert (grads[1] == 0).all()
+
+
+@pytest.mark.parametrize("name", ["softmax", "lssa", "sigmoid_l1", "softplus_l1", "laser", "laser_lssa", "lssar"])
+@pytest.mark.parametrize("level", [-1e9, -1e6, -1e4, 1e4, 1e6, 1e9])
+@everywhere
+def test_rows_sum_to_one_however_large_the_scores(backend, dtype, name, level):
+    """The log of a row's sum of N equal terms is |s| + log N, and log N is lost in the rounding of
+    a huge s. Of values that are 1 every mean is 1, LASER's too.
+    """
+    inputs = [normal(1, 2, 5, 8, seed=s, dtype=dtype) for s in range(2)]
+    bias, ones = torch.full((1, 1, 5, 5), level, dtype=dtype), torch.ones(1, 2, 5, 3, dtype=dtype)
+    out = attention(*inputs, ones, bias=bias, mechanism=name, backend=backend)
+    assert (out - 1.0).abs().max() <= 8 * torch.finfo(dtype).eps
+    sums = weights(*inputs, bias=bias, mechanism=name).sum(-1)
+    assert (sums - 1.0).abs().max() <= 8 * torch.finfo(dtype).eps
 
 
 @pytest.mark.parametrize("phi", ["softplus", "sigmoid"])

@@ -185,6 +185,23 @@ def test_a_name_is_a_string(wrong):
         Mechanism(similarity=wrong)
 
 
+@pytest.mark.parametrize("wrong", ["null", "1", "[]", '"lssar"'])
+def test_a_description_has_fields(wrong):
+    for read, given in ((Mechanism.from_json, wrong), (Mechanism.from_dict, json.loads(wrong))):
+        with pytest.raises(ValueError, match="expected its fields by name"):
+            read(given)
+
+
+def test_a_name_that_is_no_text():
+    with pytest.raises(TypeError, match="named: got int, expected a name"):
+        named(3)
+
+
+def test_a_power_beyond_every_float_is_outside():
+    with pytest.raises(ValueError, match=r"is outside \[1, 100\]"):
+        Mechanism(power=10**400)
+
+
 @pytest.mark.parametrize(
     "make",
     [

@@ -178,6 +178,9 @@ def test_what_it_does_not_take():
     x = torch.randn(N, L, E)
     with pytest.raises(ValueError, match=r"^is_causal: is a hint about attn_mask, which is None"):
         module(x, x, x, is_causal=True)
+    for place, wrong in (("query", x[..., 1:]), ("key", x[0]), ("value", x[None])):
+        with pytest.raises(ValueError, match=rf"^{place}: got shape .*, expected \[length, batch, {E}\]"):
+            module(**{name: wrong if name == place else x for name in ("query", "key", "value")})
     with pytest.raises(TypeError, match=r"^key_padding_mask: got dtype torch\.int64"):
         module(x, x, x, key_padding_mask=torch.zeros(N, L, dtype=torch.int64))
     hides = torch.zeros(N + 1, L, dtype=torch.bool)

@@ -67,6 +67,13 @@ def test_a_wrong_result_is_caught():
         check(off, CASES[0], "lssa", torch.float32)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_wrong_dtype_is_caught(dtype):
+    """It would set its own tolerance."""
+    with pytest.raises(AssertionError, match=r"out has dtype torch\.float64, expected the query's"):
+        check(lambda **arguments: tiled(**arguments).double(), CASES[0], "lssa", dtype)
+
+
 def test_a_wrong_gradient_is_caught():
     def off(query, **arguments):
         return tiled(query=query + 1e-4 * (query - query.detach()), **arguments)

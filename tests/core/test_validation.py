@@ -171,6 +171,9 @@ REFUSED = {
     "scale of two numbers": ({"scale": torch.ones(2)}, TypeError, ["scale", "Tensor", "number"]),
     "scale nan": ({"scale": math.nan}, ValueError, ["scale", "nan", "finite"]),
     "scale infinite": ({"scale": math.inf}, ValueError, ["scale", "inf", "finite"]),
+    "no heads": (
+        {name: torch.zeros(B, 0, LK, D) for name in ("query", "key", "value")}, ValueError, ["query", "0 heads", "1"],
+    ),
     "mechanism is no name": ({"mechanism": 3}, TypeError, ["mechanism", "int", "'lssar'", "Mechanism"]),
     "mechanism is None": ({"mechanism": None}, TypeError, ["mechanism", "NoneType", "'lssar'"]),
     "mechanism misspelt": ({"mechanism": "lsar"}, ValueError, ["mechanism", "'lsar'", "did you mean 'lssar'"]),

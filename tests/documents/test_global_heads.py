@@ -169,7 +169,7 @@ def rounding() -> str:
 
 
 def on_a_bpe() -> dict[str, Group]:
-    """1.3 M parameters, 1,100 steps: all from initial weights of 0.02 but those whose name says it."""
+    """1.3 M parameters, 1,100 steps, from initial weights of 0.02 where the name says no other."""
     swept = by_row("learning-rates-bpe")
     from_the_start = {row: swept[row] for row in ("global-heads-start", "all-softmax-nope-start")}
     return by_label("layouts-bpe-tuned", "bpe") | from_the_start

@@ -92,6 +92,7 @@ def check(
     exact = _exactly(arguments)
     expected = run(_reference, exact)
     actual, sizes, label = run(attention, arguments), _sizes(exact, expected), f"{case.name}, {algebra}, {dtype}"
+    assert (got := actual.tensors["out"].dtype) == dtype, f"{label}: out has dtype {got}, expected the query's {dtype}"
     for yardstick in _yardsticks(case, algebra, arguments, expected, dtype, device, draws):
         try:
             return compare(actual, expected, yardstick, sizes, label)
