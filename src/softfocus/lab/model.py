@@ -61,16 +61,19 @@ def build(recipe: Recipe, vocabulary: int, end: int | None = None) -> Any:
 
 def check(recipe: Recipe) -> None:
     """Refuse what can be refused before the data is there: an architecture, keys, heads or a layout
-    that do not fit, LASER with dropout.
+    that do not fit, dropout that is no share, LASER with dropout.
 
     Raises:
         LabError: as :func:`build`.
     """
     config = build_config(recipe, recipe.model.config.get("vocab_size", 2))
     laser = any(group.mechanism.laser for group in _layout(recipe, config).groups())
-    if laser and (found := softfocus.hf.dropout_of(config)):
+    if found := softfocus.hf.dropout_of(config):
         key, value = found
-        raise LabError(f"model.config.{key}={value}, and LASER has no dropout", f"set model.config.{key} to 0")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+            raise LabError(f"model.config.{key}={value} is not a share from 0 to 1", f"set model.config.{key}=0.1")
+        if laser:
+            raise LabError(f"model.config.{key}={value}, and LASER has no dropout", f"set model.config.{key} to 0")
 
 
 def _auto(kind: Kind) -> Any:

@@ -653,6 +653,14 @@ def test_a_process_that_is_gone_ends_the_others(how: signal.Signals, patience: i
     assert newest(folder, "tiny", load_run(folder, complete=False).token, silent) is not None
 
 
+@pytest.mark.parametrize("value", ["2", "-0.5", "nan", "true", "'a'"])
+def test_dropout_out_of_range_is_refused_before_the_folder_is_there(value, tmp_path):
+    recipe = load("demo-lssar", [f"model.config.attention_dropout={value}"])
+    with pytest.raises(LabError, match=r"config\.attention_dropout=.* is not a share from 0 to 1; set model\.config"):
+        train(recipe, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_laser_with_dropout_is_refused_before_the_folder_is_there(tmp_path):
     recipe = load("demo-laser", ["model.config.attention_dropout=0.1"])
     with pytest.raises(LabError, match=r"config\.attention_dropout=0\.1, and LASER has no dropout; set"):
