@@ -258,6 +258,17 @@ def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     assert call(capsys, "mechanisms") == (1, "", "softfocus: interrupted; run the command again")
 
 
+@pytest.mark.parametrize("place", ["softfocus.lab.cli._widen_output", "softfocus.lab.cli.app._Commands.make_context"])
+def test_ctrl_c_before_a_command_runs_is_the_same_line(
+    place: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(place, interrupted)
+    assert call(capsys, "mechanisms") == (1, "", "softfocus: interrupted; run the command again")
+
+
 def test_a_stop_does_not_hide_what_had_failed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
