@@ -701,6 +701,13 @@ class TestReport:
         assert "on the same validation tokens" not in render(build(other))
 
 
+@pytest.mark.filterwarnings("error")
+def test_letters_that_no_font_has_give_no_warning(fabricate, tmp_path):
+    report = build([fabricate("lssar", [1.0, 1.1], name=name) for name in ("\U0001f525", "b")])
+    write(report, tmp_path)
+    assert "\U0001f525" in (tmp_path / "report.html").read_text()
+
+
 def test_labels_tell_runs_of_one_mechanism_apart(fabricate):
     runs = [fabricate("lssar", [1.0], name=name).evaluation for name in ("a", "b", "b")]
     assert labels(runs) == ["LSSAR · a", "LSSAR · b", "LSSAR · b (2)"]
