@@ -1,4 +1,7 @@
-"""The command line as a user meets it: help, tables, JSON, exit codes and one-line errors."""
+"""The command line as a user meets it: help, tables, JSON, exit codes and one-line errors.
+
+Over 400 lines: the commands share a way to be called and a finished run.
+"""
 
 import io
 import json
