@@ -2,8 +2,9 @@
 a real run of it.
 """
 
+import json
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -212,6 +213,35 @@ def trained(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "trained"
     train(load(tiny), folder)
     return folder
+
+
+@pytest.fixture
+def reseal() -> Callable[[Path], None]:
+    """Writes the checksums of a run's model again, after a test has changed it."""
+    from softfocus.lab.run_folder.files import MODEL, load_run
+    from softfocus.lab.run_folder.manifest import MANIFEST, seal
+
+    def written(run: Path) -> None:
+        (run / MODEL / MANIFEST).unlink(missing_ok=True)
+        seal(run / MODEL, load_run(run, complete=False).token)
+
+    return written
+
+
+@pytest.fixture
+def early() -> Callable[[Path], None]:
+    """Makes a run one of an early version, which has no token and no checksums."""
+    from softfocus.lab.run_folder.files import MODEL, RECIPE, RUN
+    from softfocus.lab.run_folder.manifest import MANIFEST
+
+    def made(run: Path) -> None:
+        info = json.loads((run / RUN).read_text())
+        del info["token"]
+        (run / RUN).write_text(json.dumps(info))
+        (run / RECIPE).write_text((run / RECIPE).read_text().partition("\n")[2])
+        (run / MODEL / MANIFEST).unlink()
+
+    return made
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@ model.
 """
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -74,7 +75,7 @@ def test_local_layers_keep_the_keys_of_their_window(tiny: Path, trained: Path, t
     assert "49 tokens, 14,336 bytes of keys and values: 293 a token" in made.note
 
 
-def test_what_cannot_be_generated(trained: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_generated(trained: Path, tmp_path: Path, reseal: Callable[[Path], None]) -> None:
     with pytest.raises(LabError, match="prompt is empty"):
         generate(trained, "")
     with pytest.raises(UsageError, match="--temperature nan is not a temperature"):
@@ -86,9 +87,9 @@ def test_what_cannot_be_generated(trained: Path, tmp_path: Path) -> None:
     with pytest.raises(LabError, match="not finished"):
         generate(run, "x")
     shutil.copy(trained / RUN, run / RUN)
-    (run / "model" / "manifest.json").unlink()  # else that would say so
     config = run / "model" / "config.json"
     config.write_text(config.read_text().replace('"softfocus": {', '"other": {'))
+    reseal(run)
     with pytest.raises(LabError, match=r"config.json has no entry 'softfocus', the mechanism; train it again"):
         generate(run, "x")
     shutil.rmtree(run / "model")
@@ -96,17 +97,19 @@ def test_what_cannot_be_generated(trained: Path, tmp_path: Path) -> None:
         generate(run, "x")
 
 
-def test_a_tokenizer_that_is_damaged_or_another_models_is_refused(trained: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_that_is_damaged_or_another_models_is_refused(
+    trained: Path, tmp_path: Path, reseal: Callable[[Path], None]
+) -> None:
     run = Path(shutil.copytree(trained, tmp_path / "run"))
-    (run / "model" / "manifest.json").unlink()  # else that would say so
     (run / "model" / "tokenizer.json").write_text('{"version": "1.0", "trunc')
+    reseal(run)
     with pytest.raises(LabError, match="cannot load the tokenizer") as caught:
         generate(run, "x")
     assert "train it again with" in str(caught.value)
     shutil.rmtree(run / "model")
     shutil.copytree(trained / "model", run / "model")
-    (run / "model" / "manifest.json").unlink()
     word_tokenizer([f"w{number}" for number in range(300)]).save_pretrained(run / "model")
+    reseal(run)
     with pytest.raises(LabError, match="has 301 ids, its model knows 257: it is another one's"):
         generate(run, "w290")
 
@@ -119,11 +122,14 @@ def test_a_tokenizer_that_is_damaged_or_another_models_is_refused(trained: Path,
         (models_of_text.BPE({"a": 0, "<end>": 1}, []), r"characters \(or bytes\) .* and drops: 1; leave them out"),
     ],
 )
-def test_a_prompt_that_the_tokenizer_does_not_know_is_refused(trained: Path, tmp_path: Path, model, message) -> None:
-    run = shutil.copytree(trained, tmp_path / "run", ignore=shutil.ignore_patterns("tokenizer*", "manifest.json"))
+def test_a_prompt_that_the_tokenizer_does_not_know_is_refused(
+    trained: Path, tmp_path: Path, reseal: Callable[[Path], None], model, message
+) -> None:
+    run = shutil.copytree(trained, tmp_path / "run", ignore=shutil.ignore_patterns("tokenizer*"))
     backend = Tokenizer(model)
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>").save_pretrained(run / "model")
+    reseal(run)
     assert generate(run, "a <end> a", tokens=1, temperature=0).tokens == 3
     with pytest.raises(LabError, match=message):
         generate(run, "a b", tokens=1)

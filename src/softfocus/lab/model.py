@@ -14,7 +14,7 @@ from softfocus.lab.errors import LabError, did_you_mean, first_line
 from softfocus.lab.recipes.data import MATTER, Kind
 from softfocus.lab.recipes.loading import load as load_recipe
 from softfocus.lab.recipes.recipe import ModelTable, Recipe
-from softfocus.lab.run_folder.files import MODEL, RECIPE, to_train_again
+from softfocus.lab.run_folder.files import MODEL, RECIPE, load_run, to_train_again
 from softfocus.lab.run_folder.manifest import MANIFEST, damage
 from softfocus.layout import REST, Layout, chooses_all, kinds_text, resolve
 
@@ -61,16 +61,19 @@ def build(recipe: Recipe, vocabulary: int, end: int | None = None) -> Any:
 
 def check(recipe: Recipe) -> None:
     """Refuse what can be refused before the data is there: an architecture, keys, heads or a layout
-    that do not fit, LASER with dropout.
+    that do not fit, dropout that is no share, LASER with dropout.
 
     Raises:
         LabError: as :func:`build`.
     """
     config = build_config(recipe, recipe.model.config.get("vocab_size", 2))
     laser = any(group.mechanism.laser for group in _layout(recipe, config).groups())
-    if laser and (found := softfocus.hf.dropout_of(config)):
+    if found := softfocus.hf.dropout_of(config):
         key, value = found
-        raise LabError(f"model.config.{key}={value}, and LASER has no dropout", f"set model.config.{key} to 0")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+            raise LabError(f"model.config.{key}={value} is not a share from 0 to 1", f"set model.config.{key}=0.1")
+        if laser:
+            raise LabError(f"model.config.{key}={value}, and LASER has no dropout", f"set model.config.{key} to 0")
 
 
 def _auto(kind: Kind) -> Any:
@@ -242,12 +245,7 @@ def load(folder: Path, config: Any = None, kind: Kind = "text") -> Any:
             f"{folder} was trained on {MATTER[learned]}, and this is for models that go on with a text",
             f"measure it with `softfocus evaluate {folder}`",
         )
-    # Models of early runs have no manifest
-    if (folder / MODEL / MANIFEST).exists() and (why := damage(folder / MODEL)) is not None:
-        raise LabError(
-            f"the model in {folder / MODEL} is damaged ({why})",
-            f"put the file back as it was, or {_retrain_remedy(folder)}",
-        )
+    _refuse_damage(folder)
     try:
         model = _auto(kind).from_pretrained(folder / MODEL, config=config or load_config(folder), use_safetensors=True)
     except (OSError, ValueError, SafetensorError) as error:
@@ -255,6 +253,18 @@ def load(folder: Path, config: Any = None, kind: Kind = "text") -> Any:
             f"the model in {folder / MODEL} cannot be loaded: {first_line(error)}", _retrain_remedy(folder)
         ) from error
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+
+
+def _refuse_damage(folder: Path) -> None:
+    """Refuse a model that is not as training saved it. The runs of early versions have neither a
+    token nor checksums.
+    """
+    sealed = load_run(folder, complete=False).token or (folder / MODEL / MANIFEST).exists()
+    if sealed and (folder / MODEL).is_dir() and (why := damage(folder / MODEL)) is not None:
+        raise LabError(
+            f"the model in {folder / MODEL} is damaged ({why})",
+            f"put the file back as it was, or {_retrain_remedy(folder)}",
+        )
 
 
 def load_config(folder: Path) -> Any:
@@ -265,7 +275,8 @@ def load_config(folder: Path) -> Any:
         raise LabError(f"the run {folder} has no model", _retrain_remedy(folder))
     try:
         config = AutoConfig.from_pretrained(folder / MODEL)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # what is not an object of JSON gives errors of any kind
+        _refuse_damage(folder)
         raise LabError(
             f"the model in {folder / MODEL} cannot be loaded: {first_line(error).rstrip('.')}", _retrain_remedy(folder)
         ) from error

@@ -1,4 +1,7 @@
-"""The command line as a user meets it: help, tables, JSON, exit codes and one-line errors."""
+"""The command line as a user meets it: help, tables, JSON, exit codes and one-line errors.
+
+Over 400 lines: the commands share a way to be called and a finished run.
+"""
 
 import io
 import json
@@ -255,6 +258,17 @@ def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         raise KeyboardInterrupt
 
     monkeypatch.setattr("softfocus.lab.catalogue.everything", interrupted)
+    assert call(capsys, "mechanisms") == (1, "", "softfocus: interrupted; run the command again")
+
+
+@pytest.mark.parametrize("place", ["softfocus.lab.cli._widen_output", "softfocus.lab.cli.app._Commands.make_context"])
+def test_ctrl_c_before_a_command_runs_is_the_same_line(
+    place: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(place, interrupted)
     assert call(capsys, "mechanisms") == (1, "", "softfocus: interrupted; run the command again")
 
 

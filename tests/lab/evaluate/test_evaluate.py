@@ -8,6 +8,7 @@ import math
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,6 @@ from softfocus.lab.run_folder.files import (
     save_measured,
     save_run,
 )
-from softfocus.lab.run_folder.manifest import MANIFEST
 from softfocus.lab.run_folder.results import AS_TRAINED, Evaluation, Row, Setting, default_settings
 from softfocus.lab.train.run import train
 
@@ -81,7 +81,7 @@ def test_rows_buckets_and_events(run: Path) -> None:
     assert at_train[1:] == [at_train[0].model_copy(update={"setting": s}) for s in default_settings(32)[1:]]
 
 
-def test_a_model_runs_another_mechanism_in_place_of_its_own(run: Path) -> None:
+def test_a_model_runs_another_mechanism_in_place_of_its_own(run: Path, reseal: Callable[[Path], None]) -> None:
     """Its own by name changes nothing; another gives the loss of a model that was switched by
     hand.
     """
@@ -94,7 +94,7 @@ def test_a_model_runs_another_mechanism_in_place_of_its_own(run: Path) -> None:
     by_hand, count = re.subn(r'"power": 15(\.0)?', '"power": 3.0', config.read_text())
     assert count
     config.write_text(by_hand)
-    (run / MODEL / MANIFEST).unlink()
+    reseal(run)
     assert [row.loss for row in evaluate(run, [32, 64], settings=[PLAIN], tokens=512).rows[:2]] == switched
     with pytest.raises(LabError, match="--mechanism ssmax: what was trained, or is to run, learns head_scale"):
         evaluate(run, [32], settings=[Setting(mechanism="ssmax")], tokens=512)
@@ -197,7 +197,6 @@ def another_weight(run: Path) -> None:
     weights = load_file(path)
     next(iter(weights.values())).view(-1)[0] += 1
     save_file(weights, path, metadata={"format": "pt"})
-    (run / "model" / MANIFEST).unlink()  # as whoever puts another model there on purpose
 
 
 @pytest.mark.parametrize(
@@ -212,11 +211,12 @@ def another_weight(run: Path) -> None:
     ids=["weights", "damaged", "tokens", "buckets", "batches"],
 )
 def test_rows_of_another_model_or_other_options_are_not_taken_over(
-    run: Path, passes: list[int], change: Any, options: dict[str, Any]
+    run: Path, passes: list[int], reseal: Callable[[Path], None], change: Any, options: dict[str, Any]
 ) -> None:
     stopped_after(run, 2, [32, 64], tokens=1024, settings=[PLAIN, YARN])
     if change:
         change(run)
+        reseal(run)
     passes.clear()
     found = evaluate(run, [32, 64], **{"tokens": 1024, "settings": [PLAIN]} | options)
     assert set(passes) == {32, 64}
@@ -367,11 +367,11 @@ def test_what_cannot_be_evaluated(run: Path, tmp_path: Path) -> None:
     assert not (run / EVALUATION).exists()
 
 
-def test_pickled_weights_are_not_loaded(run: Path) -> None:
+def test_pickled_weights_are_not_loaded(run: Path, reseal: Callable[[Path], None]) -> None:
     weights = run / "model" / "model.safetensors"
     torch.save(load_file(weights), run / "model" / "pytorch_model.bin")
     weights.unlink()
-    (run / "model" / "manifest.json").unlink()
+    reseal(run)
     with pytest.raises(LabError, match=r"cannot be loaded: .*safetensors"):
         evaluate(run, [32], tokens=512)
 

@@ -1,5 +1,7 @@
 """Recipes: what is shipped loads, what is inherited merges, and every mistake is answered in one
 line.
+
+Over 400 lines: every mistake that a recipe can hold is in one list.
 """
 
 import re
@@ -43,6 +45,13 @@ SAYS = [
     (["data.mqar.pairs=8"], "data: source and mqar exclude one another", "give one of source, mqar, passkey"),
     (["train.steps"], "'train.steps' is not KEY=VALUE", "--set train.steps=100"),
     (['model.mechanism={ ph = "exp" }'], "model.mechanism: Mechanism has no field 'ph'", "did you mean 'phi'"),
+    (["model.mechanism=3"], "model.mechanism: got 3, expected a name of `softfocus mechanisms`", "correct it in"),
+    (
+        ["model.config.problem_type=2020-01-01"],
+        "model.config: problem_type: got 2020-01-01 (a date), expected a string, bool, number, list or table",
+        "correct it in",
+    ),
+    (["model.config.a={ b = [10:00:00] }"], "model.config: a: got 10:00:00 (a time), expected a string", "correct it"),
     (["model.mechanism={}"], "model.mechanism: mechanism: got no fields", "write 'softmax'"),
     (
         ['model.layout={ "0::2" = { widow = 8 } }'],

@@ -85,6 +85,29 @@ def test_seeds_are_put_together(fabricate, tmp_path, quiet):
     assert all(f"lssar-{seed}" in page for seed in range(3)), "the table of runs names each"
 
 
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (None, "is missing"),
+        (b"name = ", "cannot be read: "),
+        (b"\xff", "cannot be read: "),
+        (b'name = "a"\n[model]\nmechanism = "lssar"\n', r"is cut off: it has no \[data\]"),
+    ],
+)
+def test_a_damaged_recipe_is_refused_unless_the_run_is_an_early_one(fabricate, tmp_path, quiet, text, says):
+    for token in ("", "abc"):
+        entry = fabricate("lssar", [1.0])
+        info = entry.info.model_copy(update={"token": token})
+        evaluation = entry.evaluation.model_copy(update={"token": token})
+        run = save(entry.model_copy(update={"info": info, "evaluation": evaluation}), tmp_path / f"run{token}")
+        (run / RECIPE).unlink()
+        if text is not None:
+            (run / RECIPE).write_bytes((f"# Resolved. Of the run {token}\n" if token else "").encode() + text)
+    assert compare([tmp_path / "run"], tmp_path / "out", console=quiet).runs
+    with pytest.raises(LabError, match=rf"recipe\.toml {says}.*; put back a copy, or train the run again"):
+        compare([tmp_path / "runabc"], tmp_path / "out", console=quiet)
+
+
 def test_vocabularies_are_not_compared(fabricate, tmp_path, quiet):
     a = save(fabricate("softmax", [1.0]), tmp_path / "a")
     b = save(fabricate("lssar", [2.0], vocabulary=512), tmp_path / "b")

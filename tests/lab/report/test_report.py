@@ -266,6 +266,31 @@ class TestFinding:
         (difference,) = build(runs).finding.differences
         assert difference.standard_error == pytest.approx(0.01 * math.sqrt(2))
 
+    def test_documents_of_an_unknown_text_are_not_paired_and_its_runs_are_no_group(self, fabricate):
+        unknown = {"corpus_key": ""}
+        runs = [fabricate(name, [loss], evaluated=unknown) for name, loss in (("softmax", 1.0), ("lssar", 1.2))]
+        (difference,) = build(runs).finding.differences
+        assert difference.paired == "by seed alone"
+        assert difference.standard_error == pytest.approx(0.01 * math.sqrt(2))
+        recipe = 'name = "r"\n[train]\nseed = {}\n'
+        runs = [fabricate("lssar", [1.0], seed=n, recipe=recipe.format(n), evaluated=unknown) for n in (0, 1)]
+        assert [len(group.evaluations) for group in grouped(*runs)] == [1, 1]
+        assert (
+            cell(grouped(runs[0])[0], 1.0, "as trained").minus(cell(grouped(runs[0])[0], 1.0, "as trained")).by_document
+        )
+
+    @pytest.mark.parametrize(("vocabulary", "said"), [(4096, "Nothing can be said: the models"), (257, "The models")])
+    def test_tokenizers_with_vocabularies_of_one_size_are_not_compared(self, fabricate, vocabulary, said):
+        runs = [
+            fabricate(name, [loss], vocabulary=vocabulary, evaluated={"corpus_key": name})
+            for name, loss in (("softmax", 1.0), ("lssar", 1.2))
+        ]
+        report = build(runs)
+        assert report.finding.sentence.startswith(f"{said} read different text")
+        assert ("tokenizers may differ" in " ".join(report.notes)) == (vocabulary == 4096)
+        same = [run.model_copy(update={"evaluation": runs[0].evaluation}) for run in runs]
+        assert "different text" not in build(same).finding.sentence
+
     def test_seeds_are_paired_and_their_noise_is_in_the_error(self, fabricate):
         softmax = seeds(fabricate, "softmax", [1.0], [2.0], [3.0])
         lssar = seeds(fabricate, "lssar", [1.1], [2.3], [3.2])
@@ -674,6 +699,13 @@ class TestReport:
         assert "on the same validation tokens" in text
         other = [fabricate("lssa", [1.0], evaluated={"corpus_key": key}) for key in "ab"]
         assert "on the same validation tokens" not in render(build(other))
+
+
+@pytest.mark.filterwarnings("error")
+def test_letters_that_no_font_has_give_no_warning(fabricate, tmp_path):
+    report = build([fabricate("lssar", [1.0, 1.1], name=name) for name in ("\U0001f525", "b")])
+    write(report, tmp_path)
+    assert "\U0001f525" in (tmp_path / "report.html").read_text()
 
 
 def test_labels_tell_runs_of_one_mechanism_apart(fabricate):

@@ -1,7 +1,6 @@
 """Run folders: one owner at a time, and files that belong together."""
 
 import io
-import json
 import os
 import shutil
 import signal
@@ -254,12 +253,8 @@ def test_measurements_of_another_training_are_replaced_with_a_word(
         save_measured(run, found.model_copy(update={"token": "before"}))
 
 
-def test_runs_from_before_there_were_tokens_are_read(run: Path) -> None:
-    info = json.loads((run / RUN).read_text())
-    del info["token"]
-    (run / RUN).write_text(json.dumps(info))
-    (run / RECIPE).write_text((run / RECIPE).read_text().partition("\n")[2])
-    (run / MODEL / "manifest.json").unlink()
+def test_runs_from_before_there_were_tokens_are_read(run: Path, early: Callable[[Path], None]) -> None:
+    early(run)
     evaluate(run, [32], tokens=256)
     assert load_measured(run, Evaluation).rows
 

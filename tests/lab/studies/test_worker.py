@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from softfocus.lab.errors import LabError
 from softfocus.lab.evaluate.loss import evaluate
 from softfocus.lab.evaluate.samples import evaluate_samples
 from softfocus.lab.inspect.report import write
@@ -14,7 +15,7 @@ from softfocus.lab.inspect.run import inspect
 from softfocus.lab.progress import Event
 from softfocus.lab.recipes.loading import load
 from softfocus.lab.recipes.recipe import Recipe
-from softfocus.lab.run_folder.files import INSPECTION, MODEL, RUN, load_measured, load_run
+from softfocus.lab.run_folder.files import INSPECTION, MODEL, RUN, load_measured, load_run, save_measured
 from softfocus.lab.run_folder.results import Evaluation
 from softfocus.lab.studies import crew, worker
 
@@ -46,6 +47,20 @@ def test_a_run_is_measured_again_on_other_text(tiny: Path, tmp_path: Path, maske
     assert (tmp_path / "a" / RUN).read_bytes() == before, "it is not trained again"
     assert load_run(tmp_path / "a").status == "complete", "all its files have its token"
     (job,) = crew.plan(tmp_path, [first], ["a"])
+    assert job.status == "waiting"
+
+
+@pytest.mark.parametrize("text", ["", "null", "[[[", "{"])
+def test_a_run_whose_configuration_is_damaged_is_not_finished(
+    text: str, tiny: Path, trained: Path, tmp_path: Path
+) -> None:
+    recipe, run = load(tiny, ["name=trained"]), shutil.copytree(trained, tmp_path / "trained")
+    info = load_run(run)
+    save_measured(run, Evaluation(**info.named, vocabulary=info.vocabulary, tokens=64, rows=[]))
+    (run / MODEL / "config.json").write_text(text)
+    with pytest.raises(LabError, match=r"model is damaged \(config\.json cannot be read\); put the file back .* train"):
+        worker.possible(recipe, run)
+    (job,) = crew.plan(tmp_path, [recipe], ["a"])
     assert job.status == "waiting"
 
 

@@ -212,13 +212,26 @@ def test_a_damaged_model_is_not_measured(damage: Callable[[Path], None], trained
         evaluate(run, [32], tokens=64)
 
 
-def test_a_model_without_checksums(trained: Path, tmp_path: Path) -> None:
-    """Of an early run."""
+def test_a_model_without_checksums_is_that_of_an_early_run_or_damaged(
+    trained: Path, tmp_path: Path, early: Callable[[Path], None]
+) -> None:
     run = Path(shutil.copytree(trained, tmp_path / "trained"))
     remove(run / MODEL / MANIFEST)
+    with pytest.raises(LabError, match=r"the model in .* is damaged \(manifest\.json is missing\); put .* --overwrite"):
+        evaluate(run, [32], tokens=64)
+    shutil.copy(trained / MODEL / MANIFEST, run / MODEL)
+    early(run)
     assert evaluate(run, [32], tokens=64).rows
     truncate(run / MODEL / "model.safetensors")
     with pytest.raises(LabError, match=r"the model in .* cannot be loaded: "):
+        evaluate(run, [32], tokens=64)
+
+
+@pytest.mark.parametrize("text", ["null", "NaN", "[[[", "3", "{"])
+def test_a_damaged_configuration_is_named(text: str, trained: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(trained, tmp_path / "trained"))
+    (run / MODEL / "config.json").write_text(text)
+    with pytest.raises(LabError, match=r"the model in .* is damaged \(config\.json has .*\); put .* --overwrite"):
         evaluate(run, [32], tokens=64)
 
 

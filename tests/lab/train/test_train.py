@@ -53,6 +53,7 @@ from softfocus.lab.run_folder.files import (
 )
 from softfocus.lab.run_folder.owner import LOCK
 from softfocus.lab.train.checkpoints import newest
+from softfocus.lab.train.fits import least_memory
 from softfocus.lab.train.run import _save_model, train
 from softfocus.lab.train.trainer import WindowTrainer
 
@@ -583,9 +584,17 @@ def test_damaged_run_files(trained: Path, tmp_path: Path) -> None:
     (tmp_path / RUN).write_text((tmp_path / RUN).read_text().replace('"seed": 0', '"seed": "none"'))
     with pytest.raises(LabError, match="seed"):
         load_run(tmp_path)
-    (tmp_path / RUN).write_text("{")
-    with pytest.raises(LabError, match="cannot be read"):
-        load_run(tmp_path)
+    for text in (b"{", b"\xff"):
+        (tmp_path / RUN).write_bytes(text)
+        with pytest.raises(LabError, match=r"cannot be read.*; put back a copy, or train again with .* --overwrite"):
+            load_run(tmp_path)
+    with pytest.raises(LabError, match=r"the run .* has no recipe\.toml; put back a copy, or train it again"):
+        load(tmp_path / "recipe.toml")
+
+
+def test_a_vocabulary_of_nothing_is_left_to_the_tokenizer(tiny: Path, recwarn: pytest.WarningsRecorder) -> None:
+    assert least_memory(load(tiny, ["data.tokenizer=bpe:0"])) > 0
+    assert not [warning for warning in recwarn if "zero-element" in str(warning.message)]
 
 
 def test_bf16_and_other_architectures(tiny: Path, tmp_path: Path) -> None:
@@ -651,6 +660,14 @@ def test_a_process_that_is_gone_ends_the_others(how: signal.Signals, patience: i
     assert "Traceback" not in said
     assert load_run(folder, complete=False).status == "failed"
     assert newest(folder, "tiny", load_run(folder, complete=False).token, silent) is not None
+
+
+@pytest.mark.parametrize("value", ["2", "-0.5", "nan"])
+def test_dropout_out_of_range_is_refused_before_the_folder_is_there(value, tmp_path):
+    recipe = load("demo-lssar", [f"model.config.attention_dropout={value}"])
+    with pytest.raises(LabError, match=r"config\.attention_dropout=.* is not a share from 0 to 1; set model\.config"):
+        train(recipe, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_laser_with_dropout_is_refused_before_the_folder_is_there(tmp_path):

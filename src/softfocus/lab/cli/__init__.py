@@ -14,8 +14,8 @@ def main(arguments: list[str] | None = None) -> None:
         SystemExit: always: 0, 1 (failed or interrupted, said in one line on stderr) or 2 (wrong
             use).
     """
-    _widen_output()
     try:
+        _widen_output()
         from softfocus.lab.errors import LabError
 
         try:
@@ -28,6 +28,12 @@ def main(arguments: list[str] | None = None) -> None:
             raise
         remedy = "pip install 'softfocus[lab]', or in a checkout pip install -e '.[lab]'"
         sys.exit(f"softfocus: {error.name} is not installed; {remedy}")
+    except KeyboardInterrupt:  # while modules are imported; a command answers Ctrl-C itself
+        sys.exit("softfocus: interrupted; run the command again")
+
+
+_INTERRUPTED = 130
+"""Typer's exit code for Ctrl-C while it reads the arguments."""
 
 
 def _run(arguments: list[str]) -> None:
@@ -42,6 +48,10 @@ def _run(arguments: list[str]) -> None:
             raise UsageError(f"{word!a} {what}", "rename the file or folder" if utf8 else locale)
     try:
         app(args=arguments, prog_name="softfocus")
+    except SystemExit as end:
+        if end.code == _INTERRUPTED:
+            raise KeyboardInterrupt from None
+        raise
     except UnicodeEncodeError as error:
         if utf8:
             raise

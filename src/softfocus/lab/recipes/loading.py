@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from softfocus.lab.errors import LabError, UsageError, did_you_mean
 from softfocus.lab.recipes.recipe import Recipe
+from softfocus.lab.run_folder.files import RUN
 
 LAB = resources.files("softfocus.lab")
 """The folder of the lab: recipes, studies and claims lie in its packages."""
@@ -89,6 +90,8 @@ def _read(name_or_path: str, seen: tuple[str, ...], near: Path | None = None) ->
     try:
         values = tomllib.loads(file.read_text(encoding="utf-8"))
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+        if (path.parent / RUN).exists():
+            raise LabError(f"the run {path.parent} has no {path.name}", "put back a copy, or train it again") from None
         if path.suffix == ".toml":
             raise LabError(f"there is no recipe file {path}", _recipes(path.stem)) from None
         raise LabError(f"there is no recipe {name_or_path!r}", _recipes(name_or_path)) from None

@@ -31,11 +31,22 @@ class ModelTable(Table):
     )
     config: dict[str, Any] = Field(default={}, description="what the architecture's configuration takes")
 
-    @field_validator("mechanism")
+    @field_validator("config")
     @classmethod
-    def _known(cls, mechanism: str | dict[str, Any]) -> str | dict[str, Any]:
+    def _plain(cls, config: dict[str, Any]) -> dict[str, Any]:
+        for key, value in config.items():
+            if (other := _not_json(value)) is not None:
+                expected = "a string, bool, number, list or table"
+                raise ValueError(f"{key}: got {other} (a {type(other).__name__}), expected {expected}")
+        return config
+
+    @field_validator("mechanism", mode="before")
+    @classmethod
+    def _known(cls, mechanism: Any) -> Any:
         from softfocus.layout import groups_of  # here, because it imports torch, which --help must not
 
+        if not isinstance(mechanism, str | dict):
+            raise ValueError(f"got {mechanism!r}, expected a name of `softfocus mechanisms`, or a table")
         groups_of({"mechanism": mechanism})
         return mechanism
 
@@ -82,6 +93,14 @@ class ModelTable(Table):
         if not self.layout:
             return self.mechanism if isinstance(self.mechanism, str) else kind_text(self.groups[0])
         return kinds_text(self.groups)
+
+
+def _not_json(value: Any) -> Any:
+    """What a value of TOML holds that JSON cannot, a date or a time; None if there is nothing."""
+    if isinstance(value, dict | list):
+        inner = value.values() if isinstance(value, dict) else value
+        return next((found for one in inner if (found := _not_json(one)) is not None), None)
+    return None if isinstance(value, str | int | float) else value
 
 
 class PowerTable(Table):

@@ -2,6 +2,7 @@
 
 import math
 import textwrap
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -134,6 +135,16 @@ def figure1(groups: Sequence[Group], *, title: str, axis: Axis = "multiple") -> 
         return figure
 
 
+@contextmanager
+def any_letters() -> Iterator[None]:
+    """While this is entered, a letter that the font lacks (an emoji in a run's name) is drawn as a
+    box without a warning.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"Glyph \d+ .*missing from", UserWarning)
+        yield
+
+
 def save_png(figure: Figure, path: Path, *, dpi: int = 160) -> None:
     """Write a figure as a PNG, whole or not at all. The file names its title, too.
 
@@ -144,7 +155,8 @@ def save_png(figure: Figure, path: Path, *, dpi: int = 160) -> None:
     with writing(path, "free some space or use another folder"):
         try:
             title = {"Title": " ".join(figure.get_suptitle().split())}
-            figure.savefig(temporary, format="png", dpi=dpi, facecolor="white", metadata=title)
+            with any_letters():
+                figure.savefig(temporary, format="png", dpi=dpi, facecolor="white", metadata=title)
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)

@@ -4,7 +4,17 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
-from softfocus.lab.report.points import Axis, Cell, Group, best, cell, column_name, shared_columns, tokens_at
+from softfocus.lab.report.points import (
+    Axis,
+    Cell,
+    Group,
+    best,
+    cell,
+    column_name,
+    shared_columns,
+    tokenizers_may_differ,
+    tokens_at,
+)
 from softfocus.lab.run_folder.results import AS_TRAINED, Record
 
 _NAMED = 4  # groups that a sentence still can name
@@ -66,6 +76,9 @@ def finding(groups: Sequence[Group], axis: Axis = "multiple") -> Finding:
         return Finding(
             sentence="Nothing can be said: nats per token of different vocabularies do not compare.", differences=[]
         )
+    if tokenizers_may_differ(evaluation for group in groups for evaluation in group.evaluations):
+        reason = "the models read different text, and nats per token compare only with the same tokenizer"
+        return Finding(sentence=f"Nothing can be said: {reason}.", differences=[])
     first = 1.0 if axis == "multiple" and 1.0 in shared else shared[0]
     sentences = []
     if len({group.first.text for group in groups}) > 1:

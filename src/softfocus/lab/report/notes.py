@@ -4,7 +4,7 @@ them.
 
 from collections.abc import Callable, Sequence
 
-from softfocus.lab.report.points import Axis, Group, best, column_name, shared_columns
+from softfocus.lab.report.points import Axis, Group, best, column_name, shared_columns, tokenizers_may_differ
 from softfocus.lab.report.results import Entry, Report, grouped
 from softfocus.lab.run_folder.results import Evaluation
 
@@ -122,6 +122,8 @@ def _text_notes(entries: Sequence[Entry]) -> list[str]:
             )
     if len(texts) > 1:
         found.append("The runs were evaluated on different text: their losses are means over different tokens.")
+    if tokenizers_may_differ(entry.evaluation for entry in entries):
+        found.append("Their tokenizers may differ: nats per token are not comparable, ratios to 1x only with care.")
     changed = [
         entry.info.name
         for entry in entries

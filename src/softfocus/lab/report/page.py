@@ -83,7 +83,7 @@ def svg(drawing: Figure) -> Markup:
     """
     buffer = io.StringIO()
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    with rc_context(figure.STYLE):  # text stays text
+    with rc_context(figure.STYLE), figure.any_letters():  # text stays text
         drawing.savefig(buffer, format="svg", transparent=True, metadata=nothing)
     text = buffer.getvalue()
     text = text[text.index("<svg") :]

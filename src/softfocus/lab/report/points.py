@@ -20,6 +20,9 @@ from softfocus.lab.evaluate.means import Estimate, Mean, difference, estimate
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.run_folder.results import AS_TRAINED, WRONG, Evaluation, Recall, Row
 
+_BYTES = 258
+"""Ids of bytes, with the end of a document and a mask."""
+
 Axis = Literal["multiple", "tokens"]
 """What lengths are counted in: multiples of each run's own training length, or tokens."""
 
@@ -121,7 +124,8 @@ def _mean(evaluation: Evaluation, row: Row, start: int = 0, end: int | None = No
         return None
     sums = np.sum([bucket.sums for bucket in buckets], axis=0)
     counts = np.array(row.windows_by_document) * sum(bucket.end - bucket.start for bucket in buckets)
-    return Mean.of(sums, counts, (evaluation.text, tuple(row.documents)))
+    text = evaluation.text if evaluation.corpus_key else id(evaluation)  # an unknown text is like no other
+    return Mean.of(sums, counts, (text, tuple(row.documents)))
 
 
 def _gain(evaluation: Evaluation, row: Row) -> Mean | None:
@@ -135,14 +139,23 @@ def groups(evaluations: Sequence[Evaluation], recipes: Sequence[str]) -> list[Gr
 
     Args:
         evaluations: of the runs.
-        recipes: their resolved recipes, as TOML; a run whose recipe is not known ("") is a group of
-            its own.
+        recipes: their resolved recipes, as TOML; a run whose recipe ("") or text is not known is a
+            group of its own.
     """
     kinds: dict[object, list[Evaluation]] = {}
     for index, (evaluation, recipe) in enumerate(zip(evaluations, recipes, strict=True)):
-        kinds.setdefault((without_seed(recipe), evaluation.text) if recipe else index, []).append(evaluation)
+        known = recipe and evaluation.corpus_key
+        kinds.setdefault((without_seed(recipe), evaluation.text) if known else index, []).append(evaluation)
     names = labels([members[0] for members in kinds.values()])
     return [Group(name, tuple(members)) for name, members in zip(names, kinds.values(), strict=True)]
+
+
+def tokenizers_may_differ(evaluations: Iterable[Evaluation]) -> bool:
+    """Whether vocabularies of one size may hold other tokens. A result does not tell its tokenizer,
+    but runs on one corpus have the same, and a vocabulary no larger than that of bytes has bytes.
+    """
+    found = list(evaluations)
+    return len({one.corpus_key for one in found}) > 1 and any(one.vocabulary > _BYTES for one in found)
 
 
 def singles(evaluations: Sequence[Evaluation]) -> list[Group]:

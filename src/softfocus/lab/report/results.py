@@ -1,5 +1,6 @@
 """results.json: the runs of a report with all that it shows, and reading it back."""
 
+import tomllib
 from collections.abc import Sequence
 from datetime import datetime
 from functools import cached_property
@@ -85,9 +86,25 @@ def load_entry(folder: Path) -> Entry:
 
 
 def load_recipe_text(folder: Path) -> str:
-    """The resolved recipe of a run without names of folders; "" where there is none."""
-    recipe = folder / RECIPE
-    return without_folders(recipe.read_text(encoding="utf-8")) if recipe.is_file() else ""
+    """The resolved recipe of a run without names of folders; "" where an early run has none.
+
+    Raises:
+        LabError: the recipe is damaged, or missing in a run that is not an early one.
+    """
+    recipe, lacks = folder / RECIPE, ""
+    try:
+        text = recipe.read_text(encoding="utf-8")
+        values = tomllib.loads(text)
+    except FileNotFoundError:
+        text, lacks = "", "is missing"
+    except (OSError, ValueError) as error:
+        text, lacks = "", f"cannot be read: {error}"
+    else:
+        if missing := [key for key in ("model", "data", "train") if key not in values]:
+            lacks = f"is cut off: it has no [{missing[0]}]"
+    if lacks and load_run(folder, complete=False).token:
+        raise LabError(f"{recipe} {lacks}", "put back a copy, or train the run again")
+    return without_folders(text)
 
 
 def refuse_twice(infos: Sequence[RunInfo]) -> None:

@@ -90,9 +90,10 @@ def load_run(folder: Path, *, complete: bool = True) -> RunInfo:
     if not folder.is_dir():
         raise LabError(f"there is no run at {folder}", _TRAIN)
     missing = f"{folder} is not a run folder: it has no {RUN}"
-    info = read_json(folder / RUN, RunInfo, missing, _TRAIN)
+    damaged = f"put back a copy, or train again with {to_train_again(folder)}, which replaces the folder"
+    info = read_json(folder / RUN, RunInfo, missing, _TRAIN, damaged)
     if info.status == "running" and holder(folder) is None:
-        info = read_json(folder / RUN, RunInfo, missing, _TRAIN)  # it may just have finished
+        info = read_json(folder / RUN, RunInfo, missing, _TRAIN, damaged)  # it may just have finished
         if info.status == "running":
             info.status, info.error = "interrupted", GONE
     for part, token in ((RECIPE, _recipe_token(folder)), (MODEL, token_of(folder / MODEL))):
@@ -212,11 +213,12 @@ def load_unfinished(folder: Path, key: str) -> list[Row]:
     return found.rows if found.key == key else []
 
 
-def read_json(path: Path, model: type[_Model], missing: str, remedy: str) -> _Model:
+def read_json(path: Path, model: type[_Model], missing: str, remedy: str, damaged: str | None = None) -> _Model:
     """Read what is kept as JSON.
 
     Raises:
-        LabError: no such file (`missing`, `remedy`), or one that cannot be read.
+        LabError: no such file (`missing`, `remedy`), or one that cannot be read (`damaged`, or else
+            delete it, and `remedy`).
     """
     try:
         return model.model_validate_json(path.read_text(encoding="utf-8"))
@@ -225,6 +227,8 @@ def read_json(path: Path, model: type[_Model], missing: str, remedy: str) -> _Mo
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"])) or "the file"
-        raise LabError(f"{path} cannot be read: {place}: {first['msg']}", f"delete it; then {remedy}") from error
+        raise LabError(
+            f"{path} cannot be read: {place}: {first['msg']}", damaged or f"delete it; then {remedy}"
+        ) from error
     except (OSError, UnicodeDecodeError) as error:
-        raise LabError(f"{path} cannot be read: {error}", remedy) from error
+        raise LabError(f"{path} cannot be read: {error}", damaged or remedy) from error

@@ -164,9 +164,9 @@ def _is_finished(job: Job) -> bool:
 
             return is_measured(job.folder, job.lengths)
         evaluation = load_measured(job.folder, Evaluation)
+        planned = {(length, setting) for length in job.lengths for setting in possible(job.recipe, job.folder)}
     except LabError:
         return False
-    planned = {(length, setting) for length in job.lengths for setting in possible(job.recipe, job.folder)}
     if there.evaluate.tokens != job.recipe.evaluate.tokens or not planned <= {
         (row.length, row.setting) for row in evaluation.rows
     }:

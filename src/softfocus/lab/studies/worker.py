@@ -17,7 +17,15 @@ from typing import Any, Literal, TextIO
 from softfocus.lab.errors import LabError
 from softfocus.lab.progress import Event, Listener
 from softfocus.lab.recipes.recipe import Recipe
-from softfocus.lab.run_folder.files import INSPECTION, MODEL, RECIPE, load_run, refuse_file, write_recipe
+from softfocus.lab.run_folder.files import (
+    INSPECTION,
+    MODEL,
+    RECIPE,
+    load_run,
+    refuse_file,
+    to_train_again,
+    write_recipe,
+)
 from softfocus.lab.run_folder.owner import LOCK, owning
 from softfocus.lab.run_folder.results import Row, Setting
 
@@ -116,11 +124,18 @@ def _work(name: str, folder: Path, overwrite: bool, out: TextIO) -> None:
 def possible(recipe: Recipe, folder: Path) -> tuple[Setting, ...]:
     """What can be measured of a run: the recipe's settings, without scalings of RoPE where its
     model has none.
+
+    Raises:
+        LabError: the configuration of its model is damaged.
     """
     path = folder / MODEL / "config.json"
     if recipe.data.kind != "text" or not path.exists():
         return tuple(recipe.settings)
-    has_rope = bool(json.loads(path.read_text()).get("rope_parameters"))
+    try:
+        has_rope = bool(json.loads(path.read_text(encoding="utf-8")).get("rope_parameters"))
+    except (OSError, ValueError, AttributeError, RecursionError):
+        what = f"the model in {path.parent} is damaged ({path.name} cannot be read)"
+        raise LabError(what, f"put the file back as it was, or train it again with {to_train_again(folder)}") from None
     return tuple(setting for setting in recipe.settings if has_rope or setting.rope == "trained")
 
 

@@ -31,7 +31,7 @@ def least_memory(recipe: Recipe, processes: int = 1) -> int:
     kind, _, size = recipe.data.tokenizer.partition(":")
     least = 2 if recipe.data.kind in ("images", "speech") else 256
     if kind == "bpe" and size.isdecimal() and len(size) < 10:  # else the tokenizer says what is wrong with it
-        least = int(size)
+        least = max(least, int(size))
     vocabulary = recipe.model.config.get("vocab_size") or least
     with torch.device("meta"):  # shapes without memory
         parameters = sum(parameter.numel() for parameter in models.build(recipe, vocabulary).parameters())
