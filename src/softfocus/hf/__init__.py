@@ -70,6 +70,7 @@ _card.install()
 _learned.install()
 _cache.install()
 _peft.install()
+_sharing.install()
 _t6.register()
 
 
