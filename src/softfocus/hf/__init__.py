@@ -82,7 +82,8 @@ def use(target: Target, mechanism: str | Mechanism | Mapping[Any, Any] | Layout,
         target: a model, changed in place, or a config. A model gets a config of its own, a copy:
             other models that were built from the same config object stay as they are. A composite
             model (vision and language, encoder and decoder) is changed throughout; give an inner
-            model, such as ``model.language_model``, to change that part alone.
+            model that has a config of its own, such as ``model.language_model``, to change that
+            part alone.
         mechanism: a name of ``softfocus.mechanisms()``, a combination (``"laser(lssar)"``) or a
             ``Mechanism`` for all heads of all layers. Or a layout, for models with one stack of
             layers: what runs by layer type, number or slice of layers, each a mechanism, a dict of
@@ -105,7 +106,8 @@ def use(target: Target, mechanism: str | Mechanism | Mapping[Any, Any] | Layout,
 
     Raises:
         ValueError: an unknown mechanism or parameter value, a layout that does not fit the model,
-            or an architecture that computes its attention itself.
+            an architecture that computes its attention itself, or a part that shares its config
+            with another part, as BART's encoder with its decoder.
         TypeError: not a model, config, mechanism or layout, or an unknown parameter.
 
     Warns:
@@ -123,8 +125,9 @@ def use(target: Target, mechanism: str | Mechanism | Mapping[Any, Any] | Layout,
     layout = _layout(mechanism, parameters, config)
     if isinstance(target, PreTrainedConfig):
         _refuse_class_without_dispatch(target)
-        assign(target, layout)
+        _put(target, layout)
         return target
+    _sharing.refuse_part(target)
     modules = list(_learned.attention_modules(target))
     _refuse_without_dispatch(target, modules)
     if any(group.mechanism.laser for group in layout.groups()):
@@ -138,7 +141,7 @@ def use(target: Target, mechanism: str | Mechanism | Mapping[Any, Any] | Layout,
         for module in modules:
             for name in _learned.names():
                 module._parameters.pop(name, None)
-        assign(target, layout)
+        _put(target, layout)
     return target
 
 
@@ -168,8 +171,8 @@ def window(target: Target, keys: int, sinks: int = 0) -> Target:
 
     Raises:
         ValueError: no mechanism in the target, a window that holds no key, more sinks than keys,
-            sinks beside heads that keep a window of their own, or a model with an encoder and a
-            decoder.
+            sinks beside heads that keep a window of their own, a model with an encoder and a
+            decoder, or a part that shares its config with another part.
         TypeError: ``keys`` is no whole number.
 
     Warns:
@@ -196,6 +199,7 @@ def window(target: Target, keys: int, sinks: int = 0) -> Target:
 
     narrow = layout.map(narrowed)
     if isinstance(target, PreTrainedModel):
+        _sharing.refuse_part(target)
         if all(group.window is not None and group.window < keys for group in layout.groups()):
             warn(
                 f"softfocus.hf.window: every head keeps its own window of fewer than {keys} keys; to widen it, call "
@@ -215,7 +219,13 @@ def assign(target: PreTrainedModel | PreTrainedConfig, mechanism: str | Mechanis
     the config object change, too: :func:`use` has given a model its own. Adapters that are trained
     are saved as adapters of what is assigned; a :func:`window` does not change that.
     """
-    _write(target, _layout(mechanism, {}, target if isinstance(target, PreTrainedConfig) else target.config))
+    if isinstance(target, PreTrainedModel):
+        _sharing.refuse_part(target)
+    _put(target, _layout(mechanism, {}, target if isinstance(target, PreTrainedConfig) else target.config))
+
+
+def _put(target: PreTrainedModel | PreTrainedConfig, layout: Layout) -> None:
+    _write(target, layout)
     if isinstance(target, PreTrainedModel):
         _peft.renew(_sharing.outermost(target))
 

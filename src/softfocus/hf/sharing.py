@@ -56,6 +56,24 @@ def outermost(model: PreTrainedModel) -> PreTrainedModel:
     return max(around, key=lambda one: sum(1 for _ in one.modules()), default=model)
 
 
+def refuse_part(model: PreTrainedModel) -> None:
+    """Refuse to change a part of a model whose config other parts read, too, as BART's encoder."""
+    written = {id(config) for one in model.modules() if _has_config(one) for config in tree(one.config)}
+    own, whole = set(model.modules()), outermost(model)
+    for module in attention_modules(whole):
+        if module not in own and id(module.config) in written:
+            parts = [one for one in whole.modules() if isinstance(one, PreTrainedModel) and model not in one.modules()]
+            other = next((one for one in parts if module in one.modules()), module)
+            raise ValueError(
+                f"{type(model).__name__} shares its config with {type(other).__name__}, so that part alone cannot be "
+                f"changed; give the whole model, {type(whole).__name__}"
+            )
+
+
+def _has_config(module: nn.Module) -> bool:
+    return isinstance(vars(module).get("config"), PreTrainedConfig)
+
+
 def _candidates(model: PreTrainedModel) -> list[PreTrainedModel]:
     """All models that may hold this one. A model that was built before this import, or copied, is
     in no list: the garbage collector knows it.
