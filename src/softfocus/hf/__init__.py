@@ -20,9 +20,10 @@ What a model runs is saved in config.json, with an ``attn_implementation`` that 
 makes known. Such a model does not come back as softmax: without the import Transformers refuses to
 load it and quotes what to do, and with it every other ``attn_implementation`` is refused. A model
 card says the same. What cannot be caught: ``from_pretrained(..., attn_implementation="sdpa")`` in a
-process that never imports softfocus; an entry taken out of config.json by hand; engines with
-attention of their own (vLLM, TGI, llama.cpp, ONNX and GGUF exports), which run softmax whatever the
-config says: do not serve such a model there.
+process that never imports softfocus; ``from_pretrained(..., config=config)`` with a config without
+a mechanism; an entry taken out of config.json by hand; engines with attention of their own (vLLM,
+TGI, llama.cpp, ONNX and GGUF exports), which run softmax whatever the config says: do not serve
+such a model there.
 """
 
 import operator
@@ -215,13 +216,20 @@ def assign(target: PreTrainedModel | PreTrainedConfig, mechanism: str | Mechanis
     """Write a mechanism or layout into a model or config and keep what its heads have learned: for
     windows and powers that change. It takes what :func:`use` takes, without parameters.
 
-    The heads and what they learn must be those of the layout that is there. Other models that share
-    the config object change, too: :func:`use` has given a model its own. Adapters that are trained
-    are saved as adapters of what is assigned; a :func:`window` does not change that.
+    The same heads must learn the same as in the layout that is there. Other models that share the
+    config object change, too: :func:`use` has given a model its own. Adapters that are trained are
+    saved as adapters of what is assigned; a :func:`window` does not change that.
+
+    Raises:
+        ValueError: other heads would learn something, a layout that does not fit the model, or a
+            part that shares its config with another part.
     """
     if isinstance(target, PreTrainedModel):
         _sharing.refuse_part(target)
-    _put(target, _layout(mechanism, {}, target if isinstance(target, PreTrainedConfig) else target.config))
+    layout = _layout(mechanism, {}, target if isinstance(target, PreTrainedConfig) else target.config)
+    for config in _configs(target):
+        _learned.refuse_other_learners(_config.layout_of(config), layout)
+    _put(target, layout)
 
 
 def _put(target: PreTrainedModel | PreTrainedConfig, layout: Layout) -> None:
