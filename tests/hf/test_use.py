@@ -164,7 +164,7 @@ def test_a_part_that_shares_its_config_is_refused(tokens):
     ).eval()
     ids = tokens(1, 5)
     before = logits(bart, ids)
-    message = "BartEncoder shares its config with BartDecoder, so that part alone cannot be changed; give the whole"
+    message = "BartEncoder shares its config with BartDecoder, so that part alone cannot be changed; give BartModel, wh"
     with pytest.raises(ValueError, match=message):
         softfocus.hf.use(bart.model.encoder, "lssar")
     with pytest.raises(ValueError, match="BartDecoder shares its config with BartEncoder"):

@@ -62,11 +62,12 @@ def refuse_part(model: PreTrainedModel) -> None:
     own, whole = set(model.modules()), outermost(model)
     for module in attention_modules(whole):
         if module not in own and id(module.config) in written:
-            parts = [one for one in whole.modules() if isinstance(one, PreTrainedModel) and model not in one.modules()]
-            other = next((one for one in parts if module in one.modules()), module)
+            models = [one for one in whole.modules() if isinstance(one, PreTrainedModel) and module in one.modules()]
+            other = next((one for one in models if model not in one.modules()), module)
+            both = [one for one in models if model in one.modules()][-1]  # the innermost
             raise ValueError(
                 f"{type(model).__name__} shares its config with {type(other).__name__}, so that part alone cannot be "
-                f"changed; give the whole model, {type(whole).__name__}"
+                f"changed; give {type(both).__name__}, which holds both"
             )
 
 
