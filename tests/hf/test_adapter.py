@@ -169,6 +169,25 @@ def test_window_of_a_padding_free_batch():
         assert torch.equal(call(sliding_window=3), call())
 
 
+@pytest.mark.parametrize("bounds", [[0, 4, 9], [0, 2, 5]], ids=["longer", "shorter"])
+def test_lengths_of_another_part_are_ignored_by_a_vision_tower_and_refused_by_a_decoder(bounds):
+    """LLaVA passes those of the text on to its images; SDPA ignores them."""
+    bounds = torch.tensor(bounds, dtype=torch.int32)
+    tower, decoder = Call("lssar", causal=False), Call("lssar")
+    assert torch.equal(tower(cu_seq_lens_q=bounds), tower())  # two images
+    for call in (tower, decoder):
+        call.query, call.key, call.value = (x[:1] for x in (call.query, call.key, call.value))
+    assert torch.equal(tower(cu_seq_lens_q=bounds), tower())
+    message = rf"cu_seq_lens_q: Module got a batch of 1 with 6 queries and 6 keys; .*\({bounds[-1]} tokens\)"
+    with pytest.raises(ValueError, match=message):
+        decoder(cu_seq_lens_q=bounds)
+    own = torch.tensor([0, 4, 6], dtype=torch.int32)
+    assert not torch.equal(tower(cu_seq_lens_q=own), tower())
+    compiled = torch.compile(lambda bounds: tower(cu_seq_lens_q=bounds), backend="eager")
+    assert torch.equal(compiled(bounds), tower())
+    assert torch.equal(compiled(own), tower(cu_seq_lens_q=own))
+
+
 def test_position_bias_is_added_to_the_scores():
     call, bias = Call("softmax"), torch.randn(1, 4, 6, 6, dtype=torch.float64)
     key, value = (x.repeat_interleave(2, dim=1) for x in (call.key, call.value))

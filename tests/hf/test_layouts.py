@@ -744,6 +744,26 @@ def test_assign_takes_what_use_takes(build):
     assert str(softfocus.hf.layout_of(model)) == "lssa"
 
 
+def test_assign_moves_nothing_that_was_learned_to_other_heads(build):
+    ssmax, lssar = {"mechanism": "ssmax", "heads": 2}, {"mechanism": "lssar", "heads": 2}
+    model = build("llama", {"0": [ssmax, lssar], "1": "ssmax"}, num_key_value_heads=4)
+    before, first = softfocus.hf.layout_of(model), model.model.layers[0].self_attn.softfocus_head_scale
+    for layout, number in (
+        ({"0": [lssar, ssmax], "1": "ssmax"}, 0),
+        ({"0": [ssmax, lssar], "1": "lssar"}, 1),
+        ("ssmax", 0),
+    ):
+        for target in (model, model.config):
+            with pytest.raises(
+                ValueError, match=f"assign: in layer {number}, which runs .* other heads than now would"
+            ):
+                softfocus.hf.assign(target, layout)
+    assert softfocus.hf.layout_of(model) == before
+    windowed = [{**ssmax, "heads": 1, "window": 3}, {**ssmax, "heads": 1}, lssar]
+    softfocus.hf.assign(model, {"0": windowed, "1": [{**ssmax, "window": 3}, ssmax]})  # the same heads learn the same
+    assert model.model.layers[0].self_attn.softfocus_head_scale is first
+
+
 def test_parameters_belong_to_the_heads_that_learn_them(build, tokens, tmp_path):
     layout = {
         "0": [{"mechanism": "ssmax", "heads": 2}, {"mechanism": "lssar", "parameters": {"power": 9, "head_scale": 2}}],

@@ -11,11 +11,18 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    BertConfig,
+    BertForSequenceClassification,
+    BertModel,
     CLIPVisionConfig,
+    EncoderDecoderConfig,
+    EncoderDecoderModel,
     LlamaConfig,
     LlamaForCausalLM,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    T5Config,
+    T5ForConditionalGeneration,
 )
 
 import softfocus
@@ -265,3 +272,52 @@ def test_a_mechanism_is_not_taken_away_by_none(build):
     with pytest.raises(ValueError, match="got None"):
         config.softfocus = None
     assert layout_of(config).mechanism == softfocus.named("lssar")
+
+
+BERT = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 61}
+
+
+def test_a_part_with_a_copy_of_the_config_is_not_saved_as_softmax(tmp_path):
+    """T5 copies its config for its encoder and decoder, and config.json is that of the whole."""
+    t5 = T5ForConditionalGeneration(T5Config(vocab_size=61, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2))
+    softfocus.hf.use(t5.encoder, "ssmax")
+    message = "T5Stack inside T5ForConditionalGeneration runs ssmax, but the config that would be saved says Transform"
+    with pytest.raises(ValueError, match=message):
+        t5.save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
+    with torch.no_grad():
+        learned = t5.encoder.block[0].layer[0].SelfAttention.softfocus_head_scale.fill_(3.0)
+    softfocus.hf.assign(t5, "ssmax")
+    t5.save_pretrained(tmp_path)
+    back = T5ForConditionalGeneration.from_pretrained(tmp_path)
+    assert layout_of(back.encoder) == layout_of(back.decoder) == layout_of(t5)
+    assert torch.equal(back.encoder.block[0].layer[0].SelfAttention.softfocus_head_scale, learned)
+
+
+def test_a_part_that_was_put_in_is_not_saved_as_what_it_is_not(tmp_path):
+    def backbone():
+        return BertModel(BertConfig(**BERT))
+
+    whole = BertForSequenceClassification(BertConfig(**BERT))
+    whole.bert = softfocus.hf.use(backbone(), "lssar")
+    with pytest.raises(ValueError, match=r"BertModel inside .* runs lssar, but the config .* says Transformers' own"):
+        whole.save_pretrained(tmp_path)
+    softfocus.hf.use(whole, "lssar").save_pretrained(tmp_path)
+    assert str(layout_of(BertForSequenceClassification.from_pretrained(tmp_path).bert)) == "lssar"
+    whole.bert = backbone()
+    with pytest.raises(ValueError, match=r"runs Transformers' own attention, but the config .* says lssar"):
+        whole.save_pretrained(tmp_path)
+    whole.bert = softfocus.hf.use(backbone(), "lssar")  # as the whole's config says
+    whole.save_pretrained(tmp_path)
+
+
+def test_a_part_that_has_a_config_in_the_wholes(tmp_path):
+    decoder = BertConfig(**BERT, is_decoder=True, add_cross_attention=True)
+    model = EncoderDecoderModel(EncoderDecoderConfig.from_encoder_decoder_configs(BertConfig(**BERT), decoder))
+    softfocus.hf.use(model.encoder, "lssar")
+    model.save_pretrained(tmp_path)
+    back = EncoderDecoderModel.from_pretrained(tmp_path)
+    assert (str(layout_of(back.encoder)), layout_of(back.decoder)) == ("lssar", None)
+    model.encoder = BertModel(BertConfig(**BERT))
+    with pytest.raises(ValueError, match="BertModel inside EncoderDecoderModel runs Transformers' own attention, but"):
+        model.save_pretrained(tmp_path)

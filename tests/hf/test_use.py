@@ -156,6 +156,28 @@ def test_encoder_and_decoder(tokens):
     torch.testing.assert_close(logits(model, ids), logits(plain, ids), rtol=1e-4, atol=1e-4)
 
 
+def test_a_part_that_shares_its_config_is_refused(tokens):
+    """BART's encoder and decoder read one config object: the decoder would run the same."""
+    sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    bart = BartForConditionalGeneration(
+        BartConfig(d_model=16, encoder_ffn_dim=16, decoder_ffn_dim=16, vocab_size=61, **sizes)
+    ).eval()
+    ids = tokens(1, 5)
+    before = logits(bart, ids)
+    message = "BartEncoder shares its config with BartDecoder, so that part alone cannot be changed; give BartModel, wh"
+    with pytest.raises(ValueError, match=message):
+        softfocus.hf.use(bart.model.encoder, "lssar")
+    with pytest.raises(ValueError, match="BartDecoder shares its config with BartEncoder"):
+        softfocus.hf.use(bart.model.decoder, "ssmax")
+    assert layout_of(bart) is None
+    assert torch.equal(logits(bart, ids), before)
+    softfocus.hf.use(bart.model, "lssar")  # all of the attention that there is
+    for change in (softfocus.hf.assign, softfocus.hf.window):
+        with pytest.raises(ValueError, match=message):
+            change(bart.model.encoder, "softmax" if change is softfocus.hf.assign else 3)
+    assert str(layout_of(bart.model.decoder)) == "lssar"
+
+
 @pytest.mark.parametrize(
     "of", [lambda: FalconConfig(**TINY_FALCON), lambda: FalconForCausalLM(FalconConfig(**TINY_FALCON))]
 )

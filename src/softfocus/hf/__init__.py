@@ -20,9 +20,10 @@ What a model runs is saved in config.json, with an ``attn_implementation`` that 
 makes known. Such a model does not come back as softmax: without the import Transformers refuses to
 load it and quotes what to do, and with it every other ``attn_implementation`` is refused. A model
 card says the same. What cannot be caught: ``from_pretrained(..., attn_implementation="sdpa")`` in a
-process that never imports softfocus; an entry taken out of config.json by hand; engines with
-attention of their own (vLLM, TGI, llama.cpp, ONNX and GGUF exports), which run softmax whatever the
-config says: do not serve such a model there.
+process that never imports softfocus; ``from_pretrained(..., config=config)`` with a config without
+a mechanism; an entry taken out of config.json by hand; engines with attention of their own (vLLM,
+TGI, llama.cpp, ONNX and GGUF exports), which run softmax whatever the config says: do not serve
+such a model there.
 """
 
 import operator
@@ -70,6 +71,7 @@ _card.install()
 _learned.install()
 _cache.install()
 _peft.install()
+_sharing.install()
 _t6.register()
 
 
@@ -81,7 +83,8 @@ def use(target: Target, mechanism: str | Mechanism | Mapping[Any, Any] | Layout,
         target: a model, changed in place, or a config. A model gets a config of its own, a copy:
             other models that were built from the same config object stay as they are. A composite
             model (vision and language, encoder and decoder) is changed throughout; give an inner
-            model, such as ``model.language_model``, to change that part alone.
+            model that has a config of its own, such as ``model.language_model``, to change that
+            part alone.
         mechanism: a name of ``softfocus.mechanisms()``, a combination (``"laser(lssar)"``) or a
             ``Mechanism`` for all heads of all layers. Or a layout, for models with one stack of
             layers: what runs by layer type, number or slice of layers, each a mechanism, a dict of
@@ -104,7 +107,8 @@ def use(target: Target, mechanism: str | Mechanism | Mapping[Any, Any] | Layout,
 
     Raises:
         ValueError: an unknown mechanism or parameter value, a layout that does not fit the model,
-            or an architecture that computes its attention itself.
+            an architecture that computes its attention itself, or a part that shares its config
+            with another part, as BART's encoder with its decoder.
         TypeError: not a model, config, mechanism or layout, or an unknown parameter.
 
     Warns:
@@ -122,8 +126,9 @@ def use(target: Target, mechanism: str | Mechanism | Mapping[Any, Any] | Layout,
     layout = _layout(mechanism, parameters, config)
     if isinstance(target, PreTrainedConfig):
         _refuse_class_without_dispatch(target)
-        assign(target, layout)
+        _put(target, layout)
         return target
+    _sharing.refuse_part(target)
     modules = list(_learned.attention_modules(target))
     _refuse_without_dispatch(target, modules)
     if any(group.mechanism.laser for group in layout.groups()):
@@ -137,7 +142,7 @@ def use(target: Target, mechanism: str | Mechanism | Mapping[Any, Any] | Layout,
         for module in modules:
             for name in _learned.names():
                 module._parameters.pop(name, None)
-        assign(target, layout)
+        _put(target, layout)
     return target
 
 
@@ -167,8 +172,8 @@ def window(target: Target, keys: int, sinks: int = 0) -> Target:
 
     Raises:
         ValueError: no mechanism in the target, a window that holds no key, more sinks than keys,
-            sinks beside heads that keep a window of their own, or a model with an encoder and a
-            decoder.
+            sinks beside heads that keep a window of their own, a model with an encoder and a
+            decoder, or a part that shares its config with another part.
         TypeError: ``keys`` is no whole number.
 
     Warns:
@@ -195,6 +200,7 @@ def window(target: Target, keys: int, sinks: int = 0) -> Target:
 
     narrow = layout.map(narrowed)
     if isinstance(target, PreTrainedModel):
+        _sharing.refuse_part(target)
         if all(group.window is not None and group.window < keys for group in layout.groups()):
             warn(
                 f"softfocus.hf.window: every head keeps its own window of fewer than {keys} keys; to widen it, call "
@@ -210,11 +216,24 @@ def assign(target: PreTrainedModel | PreTrainedConfig, mechanism: str | Mechanis
     """Write a mechanism or layout into a model or config and keep what its heads have learned: for
     windows and powers that change. It takes what :func:`use` takes, without parameters.
 
-    The heads and what they learn must be those of the layout that is there. Other models that share
-    the config object change, too: :func:`use` has given a model its own. Adapters that are trained
-    are saved as adapters of what is assigned; a :func:`window` does not change that.
+    The same heads must learn the same as in the layout that is there. Other models that share the
+    config object change, too: :func:`use` has given a model its own. Adapters that are trained are
+    saved as adapters of what is assigned; a :func:`window` does not change that.
+
+    Raises:
+        ValueError: other heads would learn something, a layout that does not fit the model, or a
+            part that shares its config with another part.
     """
-    _write(target, _layout(mechanism, {}, target if isinstance(target, PreTrainedConfig) else target.config))
+    if isinstance(target, PreTrainedModel):
+        _sharing.refuse_part(target)
+    layout = _layout(mechanism, {}, target if isinstance(target, PreTrainedConfig) else target.config)
+    for config in _configs(target):
+        _learned.refuse_other_learners(_config.layout_of(config), layout)
+    _put(target, layout)
+
+
+def _put(target: PreTrainedModel | PreTrainedConfig, layout: Layout) -> None:
+    _write(target, layout)
     if isinstance(target, PreTrainedModel):
         _peft.renew(_sharing.outermost(target))
 

@@ -73,15 +73,15 @@ def attention_forward(
             only in padding-free batches: a mask carries its window already, and some models pass on
             a window that their eager attention does not have. A window of the layout comes on top.
         position_bias: float, broadcastable to [B, H, Lq, Lk], added to the scores.
-        kwargs: ``cu_seq_lens_q`` of padding-free batches is honoured; what the models pass on for
-            others is ignored.
+        kwargs: ``cu_seq_lens_q`` of padding-free batches is honoured where it describes the queries
+            of the module; what the models pass on for others is ignored.
 
     Returns:
         [B, Lq, H, Dv], and None for the weights.
 
     Raises:
         ValueError: the config names no mechanism, or the model asks for what cannot be honoured
-            (soft-capping, sinks, attention weights).
+            (soft-capping, sinks, attention weights, ``cu_seq_lens_q`` of other queries).
     """
     layer = layer_of(module)
     if layer is None:
@@ -91,7 +91,7 @@ def attention_forward(
         )
     _refuse(module, kwargs)
     query_length, key_length = query.shape[2], key.shape[2]
-    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    decodes = causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     if expected_by(module.config) == EAGER:
         if any(group.window is not None for group in layer):
             raise ValueError(
@@ -103,7 +103,7 @@ def attention_forward(
     if attention_mask is None and causal and 1 < query_length < key_length:
         key, value = key[:, :, :query_length], value[:, :, :query_length]
         position_bias = position_bias if position_bias is None else position_bias[..., :query_length]
-    documents = _documents(kwargs.get("cu_seq_lens_q"), key)
+    documents = _documents(module, kwargs.get("cu_seq_lens_q"), query, key, decodes)
     total, shared = query.shape[1], query.shape[1] // key.shape[1]
     if total != sum(group.heads or total for group in layer):
         raise ValueError(
@@ -289,12 +289,32 @@ def _refuse(module: nn.Module, kwargs: dict[str, Any]) -> None:
         )
 
 
-def _documents(cu_seq_lens: Tensor | None, key: Tensor) -> Tensor | None:
+def _documents(
+    module: nn.Module, cu_seq_lens: Tensor | None, query: Tensor, key: Tensor, causal: bool
+) -> Tensor | None:
     """int [1, Lk] from the cumulated lengths of the sequences in a padding-free batch, None where
     there are none.
+
+    Models pass the lengths of a text on to all of their parts. Where they are not those of the
+    queries, a part that is not causal (a vision tower) ignores them, as under SDPA.
+
+    Raises:
+        ValueError: they are not those of a causal module's queries. Values on a GPU are not
+            compared, because they would have to be waited for.
     """
     if cu_seq_lens is None:
         return None
-    if key.shape[0] != 1:
-        raise ValueError(f"cu_seq_lens_q describes a padding-free batch of size 1; got a batch of {key.shape[0]}")
-    return document_ids_from_lengths(torch.diff(cu_seq_lens).to(key.device), total=key.shape[2])
+    length = query.shape[2]
+    seen = cu_seq_lens.device.type == "cpu" and not torch.compiler.is_compiling()
+    if key.shape[0] == 1 and key.shape[2] == length and not (seen and int(cu_seq_lens[-1]) != length):
+        documents = document_ids_from_lengths(torch.diff(cu_seq_lens).to(key.device), total=length)
+        # One document where the values turn out to be those of another part
+        return documents if causal or seen else documents * (cu_seq_lens[-1] == length).to(key.device)
+    if causal:
+        raise ValueError(
+            f"cu_seq_lens_q: {type(module).__name__} got a batch of {key.shape[0]} with {length} queries and "
+            f"{key.shape[2]} keys; expected a batch of 1 whose queries and keys are those of the packed sequences"
+            f"{f' ({int(cu_seq_lens[-1])} tokens)' if seen else ''}. Leave cu_seq_lens_q out, and pack by position_ids "
+            "with use_cache=False"
+        )
+    return None

@@ -20,7 +20,7 @@ from softfocus.catalog import LEARNABLE
 from softfocus.hf import rotary
 from softfocus.hf.config import hook, layer_of, layout_of, tree
 from softfocus.hf.masks import mark
-from softfocus.layout import Layer
+from softfocus.layout import Layer, Layout, kind_text
 
 PREFIX = "softfocus_"
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads")
@@ -145,6 +145,29 @@ def _initial(module: nn.Module, layer: Layer, argument: str) -> Tensor | None:
         if argument in group.learned
     ]
     return torch.cat(values) if values else None
+
+
+def refuse_other_learners(before: Layout | None, after: Layout) -> None:
+    """Refuse a layout in which other heads learn something than in the one before: what was learned
+    would move to them.
+    """
+    if before is None:
+        return
+    for number in range(len(before.layers or after.layers or (0,))):
+        old, new = before.layer(number), after.layer(number)
+        for argument in LEARNABLE:
+            if _learners(old, argument) != _learners(new, argument):
+                raise ValueError(
+                    f"assign: in layer {number}, which runs {kind_text(old, learned=True)}, other heads than now would "
+                    f"learn {argument} with {kind_text(new, learned=True)}; keep the heads that learn, or call "
+                    "softfocus.hf.use(), which starts anew"
+                )
+
+
+def _learners(layer: Layer, argument: str) -> list[bool]:
+    """Which heads learn an argument: one value for each, or one for all of them."""
+    learners = [argument in group.learned for group in layer for _ in range(group.heads or 1)]
+    return learners if len(set(learners)) > 1 else learners[:1]
 
 
 def parameter_of(module: nn.Module, layer: Layer, number: int, argument: str) -> Tensor | None:

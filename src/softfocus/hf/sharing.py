@@ -1,19 +1,35 @@
 """Configs that a model shares. Transformers' classes keep the config that they are given, so two
 models that were built from one config object read the same entry: what :func:`softfocus.hf.use`
 writes for one would run in the other.
+
+Parts of a model may also have a config that is not in the model's config, as T5's encoder and
+decoder have copies of it. What is written there would not be saved.
 """
 
 import copy
 import gc
+from collections.abc import Iterator
 from typing import Any
 from weakref import WeakSet
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from softfocus.hf.config import tree
+from softfocus.hf.config import hook, layout_of, tree
+from softfocus.hf.learned import attention_modules
 
 _built: WeakSet[PreTrainedModel] = WeakSet()
+
+
+def install() -> None:
+    """Hook :meth:`PreTrainedModel.save_pretrained`, once: a model is saved only if it would load as
+    what it runs.
+    """
+
+    @hook(PreTrainedModel, "save_pretrained")
+    def save_pretrained(original: Any, self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        _refuse_unsaved(self)
+        return original(self, *args, **kwargs)
 
 
 def note(model: PreTrainedModel) -> None:
@@ -40,6 +56,25 @@ def outermost(model: PreTrainedModel) -> PreTrainedModel:
     return max(around, key=lambda one: sum(1 for _ in one.modules()), default=model)
 
 
+def refuse_part(model: PreTrainedModel) -> None:
+    """Refuse to change a part of a model whose config other parts read, too, as BART's encoder."""
+    written = {id(config) for one in model.modules() if _has_config(one) for config in tree(one.config)}
+    own, whole = set(model.modules()), outermost(model)
+    for module in attention_modules(whole):
+        if module not in own and id(module.config) in written:
+            models = [one for one in whole.modules() if isinstance(one, PreTrainedModel) and module in one.modules()]
+            other = next((one for one in models if model not in one.modules()), module)
+            both = [one for one in models if model in one.modules()][-1]  # the innermost
+            raise ValueError(
+                f"{type(model).__name__} shares its config with {type(other).__name__}, so that part alone cannot be "
+                f"changed; give {type(both).__name__}, which holds both"
+            )
+
+
+def _has_config(module: nn.Module) -> bool:
+    return isinstance(vars(module).get("config"), PreTrainedConfig)
+
+
 def _candidates(model: PreTrainedModel) -> list[PreTrainedModel]:
     """All models that may hold this one. A model that was built before this import, or copied, is
     in no list: the garbage collector knows it.
@@ -51,4 +86,45 @@ def _candidates(model: PreTrainedModel) -> list[PreTrainedModel]:
 
 def _shares(one: nn.Module, model: PreTrainedModel) -> bool:
     config = vars(one).get("config")
-    return isinstance(config, PreTrainedConfig) and any(inner is model.config for inner in tree(config))
+    return isinstance(config, PreTrainedConfig) and any(inner is model.config for inner in _saved_with(config))
+
+
+def _refuse_unsaved(model: PreTrainedModel) -> None:
+    """Refuse attention that runs something else than the model's config would be saved with.
+
+    A config that is not in the model's own was copied from it, or came with a part that was put in.
+    Then the part is loaded with the config of the model around it, or with those of its own class
+    in that config.
+    """
+    saved = {id(config) for config in _saved_with(model.config)}
+    part_of: dict[nn.Module, PreTrainedModel] = {}
+    config_around: dict[nn.Module, PreTrainedConfig] = {}
+    for part in model.modules():  # from the outside in
+        if isinstance(part, PreTrainedModel):
+            for module in attention_modules(part):
+                part_of[module] = part
+                if id(part.config) in saved:
+                    config_around[module] = part.config
+    for module, around in config_around.items():
+        own: Any = module.config
+        if id(own) in saved:
+            continue
+        for config in [one for one in _saved_with(around) if type(one) is type(own)] or [around]:
+            if layout_of(config) != layout_of(own):
+                raise ValueError(
+                    f"save_pretrained: {type(part_of[module]).__name__} inside {type(model).__name__} runs "
+                    f"{_text(own)}, but the config that would be saved says {_text(config)}; call softfocus.hf.use() "
+                    "on the whole model, or softfocus.hf.assign(), which keeps what was learned"
+                )
+
+
+def _saved_with(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
+    """A config and all that it holds, also outside of its sub_configs."""
+    yield config
+    for inner in vars(config).values():
+        if isinstance(inner, PreTrainedConfig):
+            yield from _saved_with(inner)
+
+
+def _text(config: PreTrainedConfig) -> str:
+    return "Transformers' own attention" if (layout := layout_of(config)) is None else str(layout)
