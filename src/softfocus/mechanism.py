@@ -4,7 +4,7 @@ combinators.
 
 import json
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
 from typing import Any
@@ -123,7 +123,7 @@ class Mechanism:
         return values
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "Mechanism":
+    def from_dict(cls, values: Mapping[str, Any]) -> "Mechanism":
         """The inverse of :meth:`to_dict`.
 
         Raises:
@@ -237,8 +237,8 @@ def did_you_mean(word: object, known: Collection[str], intro: str) -> str:
     return f"did you mean {near[0]!r}?" if near else f"{intro} {', '.join(known)}"
 
 
-def _refuse_unknown(values: dict[str, Any]) -> None:
-    if not isinstance(values, dict):
+def _refuse_unknown(values: Mapping[str, Any]) -> None:
+    if not isinstance(values, Mapping):
         raise ValueError(f"Mechanism: got {values!r}, expected its fields by name, as to_dict() writes them")
     known = [entry.name for entry in fields(Mechanism) if entry.init]
     for name in values:

@@ -43,7 +43,9 @@ either = pytest.mark.parametrize("backend", ["tiled", "cpu"])
 )
 def test_parity(holds, mechanism, dtype):
     for case in CASES:
-        holds(tiled, case, mechanism, dtype)
+        # The differences of nearly equal weights: their largest error has a heavy tail
+        ill = case.name == "tiny scores" and mechanism == "sharpened(softplus_l1, 1)"
+        (holds if ill else check)(tiled, case, mechanism, dtype)
 
 
 @pytest.mark.gpu

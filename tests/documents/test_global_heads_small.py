@@ -321,7 +321,7 @@ def by_size() -> dict[str, tuple[dict[str, Group], str]]:
         "3.2 M, 128 bytes, 1,100 steps": (larger(), "global-heads"),
         "9 M, 512 bytes, 3,000 steps": (rows_of("small-gpu/bytes"), "global-heads"),
         "10 M, 512 tokens of a BPE, 4,500 steps": (rows_of("small-gpu/longer"), "global-heads"),
-        "1.3 M, 128 tokens of a BPE, 1,100 steps": (started, "global-heads-start"),
+        "1.3 M, 128 tokens of a BPE, 1,100 steps, from 0.09; Softmax from 0.02": (started, "global-heads-start"),
         "the same, 4,400 steps": (longer, "global-heads-start"),
         "1.3 M, the same BPE, from weights of 0.02, 1,100 steps": (bpe, "global-heads"),
         "the same, 4,400 steps, from 0.02": (longer | {"all-softmax-nope": layout}, "global-heads"),

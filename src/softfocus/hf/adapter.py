@@ -306,10 +306,14 @@ def _documents(
         return None
     length = query.shape[2]
     seen = cu_seq_lens.device.type == "cpu" and not torch.compiler.is_compiling()
-    if key.shape[0] == 1 and key.shape[2] == length and not (seen and int(cu_seq_lens[-1]) != length):
+    text = causal or getattr(module.config, "vocab_size", None) is not None
+    end = int(cu_seq_lens[-1]) if seen else length
+    # What stands after the last sequence of a text is padding: one more document
+    fits = end <= length if text else end == length
+    if key.shape[0] == 1 and key.shape[2] == length and fits:
         documents = document_ids_from_lengths(torch.diff(cu_seq_lens).to(key.device), total=length)
         # One document where the values turn out to be those of another part
-        return documents if causal or seen else documents * (cu_seq_lens[-1] == length).to(key.device)
+        return documents if text or seen else documents * (cu_seq_lens[-1] == length).to(key.device)
     if causal:
         raise ValueError(
             f"cu_seq_lens_q: {type(module).__name__} got a batch of {key.shape[0]} with {length} queries and "

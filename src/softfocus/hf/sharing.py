@@ -58,8 +58,10 @@ def outermost(model: PreTrainedModel) -> PreTrainedModel:
 
 def refuse_part(model: PreTrainedModel) -> None:
     """Refuse to change a part of a model whose config other parts read, too, as BART's encoder."""
+    if (whole := outermost(model)) is model:
+        return
     written = {id(config) for one in model.modules() if _has_config(one) for config in tree(one.config)}
-    own, whole = set(model.modules()), outermost(model)
+    own = set(model.modules())
     for module in attention_modules(whole):
         if module not in own and id(module.config) in written:
             models = [one for one in whole.modules() if isinstance(one, PreTrainedModel) and module in one.modules()]
@@ -77,11 +79,11 @@ def _has_config(module: nn.Module) -> bool:
 
 def _candidates(model: PreTrainedModel) -> list[PreTrainedModel]:
     """All models that may hold this one. A model that was built before this import, or copied, is
-    in no list: the garbage collector knows it.
+    in no list: the garbage collector knows it, and is asked once.
     """
-    if model in _built:
-        return list(_built)
-    return [one for one in gc.get_objects() if issubclass(type(one), PreTrainedModel)]
+    if model not in _built:
+        _built.update(one for one in gc.get_objects() if issubclass(type(one), PreTrainedModel))
+    return list(_built)
 
 
 def _shares(one: nn.Module, model: PreTrainedModel) -> bool:

@@ -376,3 +376,10 @@ class TestSeeds:
             documents_alone += abs(found.value) < 2 * single.standard_error
         assert 0.92 < hits / 400 < 0.985
         assert documents_alone < hits, "the documents alone claim too much"
+
+
+def test_documents_without_tokens_leave_one_document():
+    """Of which no standard error can be had."""
+    found = Mean.of([5.0, 0.0, 0.0], [10.0, 0.0, 0.0])
+    assert found.value == 0.5
+    assert math.isnan(found.standard_error)

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from softfocus.lab.errors import LabError, UsageError, did_you_mean
 from softfocus.lab.recipes.recipe import Recipe
-from softfocus.lab.run_folder.files import RUN
+from softfocus.lab.run_folder.files import RECIPE, RUN
 
 LAB = resources.files("softfocus.lab")
 """The folder of the lab: recipes, studies and claims lie in its packages."""
@@ -90,7 +90,7 @@ def _read(name_or_path: str, seen: tuple[str, ...], near: Path | None = None) ->
     try:
         values = tomllib.loads(file.read_text(encoding="utf-8"))
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
-        if (path.parent / RUN).exists():
+        if path.name == RECIPE and (path.parent / RUN).exists():
             raise LabError(f"the run {path.parent} has no {path.name}", "put back a copy, or train it again") from None
         if path.suffix == ".toml":
             raise LabError(f"there is no recipe file {path}", _recipes(path.stem)) from None
