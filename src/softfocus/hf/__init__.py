@@ -115,7 +115,8 @@ def use(target: Target, mechanism: str | Mechanism | Mapping[Any, Any] | Layout,
         UserWarning: some attention in the model (a pooling head, a block-sparse encoder) does not
             dispatch and keeps its softmax; or hides keys by so small a number (Swin's -100) that
             they count in N. The message names the classes. Or a LASER mechanism is put into a model
-            with attention dropout, which it refuses in training.
+            with attention dropout, which it refuses in training. Or the model is a part of another
+            one that cannot be saved with it, as T5's encoder.
     """
     if not isinstance(target, PreTrainedConfig | PreTrainedModel):
         raise TypeError(
@@ -143,6 +144,7 @@ def use(target: Target, mechanism: str | Mechanism | Mapping[Any, Any] | Layout,
             for name in _learned.names():
                 module._parameters.pop(name, None)
         _put(target, layout)
+    _sharing.warn_unsaved(target)
     return target
 
 

@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from softfocus.hf.config import hook, layout_of, tree
 from softfocus.hf.learned import attention_modules
+from softfocus.warn import warn
 
 _built: WeakSet[PreTrainedModel] = WeakSet()
 
@@ -71,6 +72,18 @@ def refuse_part(model: PreTrainedModel) -> None:
                 f"{type(model).__name__} shares its config with {type(other).__name__}, so that part alone cannot be "
                 f"changed; give {type(both).__name__}, which holds both"
             )
+
+
+def warn_unsaved(model: PreTrainedModel) -> None:
+    """Warn if another model holds this one and would not save its config, as T5 its encoder's."""
+    for one in _candidates(model):
+        if one is not model and not _shares(one, model) and any(part is model for part in one.modules()):
+            warn(
+                f"softfocus.hf.use: {type(model).__name__} is inside {type(one).__name__}, whose config does not hold "
+                "its own: the whole cannot be saved while they differ. To save it, call use() on the whole model",
+                UserWarning,
+            )
+            return
 
 
 def _has_config(module: nn.Module) -> bool:
