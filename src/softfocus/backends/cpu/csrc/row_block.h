@@ -42,10 +42,11 @@ constexpr int64_t SQUARING_LIMIT = 32;
 // limit, as much as the forward's scores at 16K keys. Chosen, not measured.
 constexpr int64_t DENSE_BACKWARD_KEYS = 8192;
 
-// So many tiles are summed in float before the sum moves to a DoubleSum. The longest such sum, of
-// 256 terms on NEON, errs by 2^-17 at most, half of TIE_TOLERANCE. Tiles are counted as they come:
-// masks skip some, and decoding visits them interleaved.
-constexpr int64_t TILES_PER_SUM = 8;
+// So many tiles are summed in float before the sum moves to a DoubleSum: 64 terms in a lane,
+// however wide the vectors. Such a sum errs by 2^-19 at most, an eighth of TIE_TOLERANCE. Tiles are
+// counted as they come: masks skip some, and decoding visits them interleaved.
+constexpr int64_t TILES_PER_SUM = W / 2;
+static_assert(TILES_PER_SUM * BLOCK_K / W == 64);
 
 // A row whose peak, largest phi * N / Z - o, is at most this is tied: its largest weight exceeds
 // the mean by rounding only. Equals mechanism.TIE_EPS * eps. Chosen, not measured.
