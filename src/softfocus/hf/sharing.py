@@ -107,9 +107,9 @@ def _shares(one: nn.Module, model: PreTrainedModel) -> bool:
 def _refuse_unsaved(model: PreTrainedModel) -> None:
     """Refuse attention that runs something else than the model's config would be saved with.
 
-    A config that is not in the model's own was copied from it, or came with a part that was put in.
-    Then the part is loaded with the config of the model around it, or with those of its own class
-    in that config.
+    A part may have a config that is not in the model's config: a copy of it, or that of a part that
+    was put in. from_pretrained() builds such a part from the config of the model around it, or from
+    the configs of the part's class in that config.
     """
     saved = {id(config) for config in _saved_with(model.config)}
     part_of: dict[nn.Module, PreTrainedModel] = {}

@@ -76,7 +76,7 @@ class Mean:
         with np.errstate(invalid="ignore"):  # an infinite loss has no error
             parts = (s - value * n) / n.sum()
             if len(n) > 1 and shares.max() == 1:
-                return cls(value, nan)  # of one document in fact
+                return cls(value, nan)  # one document has all tokens
             if len(n) > 1 and shares.max() > _LARGE:
                 parts *= (1 - 1 / len(n)) / (1 - shares)
                 freedom = max(1.0, 1 / float(np.square(shares).sum()) - 1)
