@@ -285,6 +285,23 @@ def test_flat_allows_a_share(made: Any, at_length: list[float], expected: str) -
     assert verdict(text, made(a=[[1.0, loss] for loss in at_length])) == expected
 
 
+@pytest.mark.parametrize(
+    ("text", "ours", "expected"),
+    [
+        (LOWER + "\nby = 0.3", [0.6, 0.9, 1.2], "holds"),  # 60 % each: -0.15 ± 0.03 below 70 %
+        (LOWER + "\nby = 0.3", [0.5, 1.0, 1.5], "inconclusive"),  # -0.5 each, and 30 % are 0.3 to 0.6
+        ('kind = "close"\nrow = "a"\nthan = "b"\nby = 0.01', [1.0145, 1.5145, 2.0145], "inconclusive"),
+        ('kind = "flat"\nrow = "c"\nto = "2x"\nwithin = 0.05', [1.07, 1.57, 2.07], "inconclusive"),
+    ],
+)
+def test_a_share_of_a_measured_loss_has_its_error(made: Any, text: str, ours: list[float], expected: str) -> None:
+    """Three trainings that differ much: so does a share of their losses."""
+    others = [1.0, 1.5, 2.0]
+    both = [[first, last] for first, last in zip(others, ours, strict=True)]
+    results = made(a=[[loss] for loss in ours], b=[[loss] for loss in others], c=both)
+    assert verdict(text, results) == expected
+
+
 def test_two_seeds_are_too_few(made: Any) -> None:
     assert verdict(LOWER, made(a=[[1.0]] * 3, b=[[2.0]] * 2)) == "too few seeds"
     assert verdict('kind = "trains"\nrow = "a"', made(a=[[1.0]] * 2)) == "too few seeds"
