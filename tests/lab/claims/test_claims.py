@@ -814,6 +814,14 @@ def test_what_cannot_fit_is_refused_before_anything_starts(two: Claim, tmp_path:
     assert not (tmp_path / "out").exists()
 
 
+def test_more_processes_than_gpus_are_refused(two: Claim, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    with pytest.raises(UsageError, match="--processes: 8 on 4 GPUs; each process needs a GPU of its own"):
+        reproduce("two", tmp_path / "out", processes=8, console=console())
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_training_that_cannot_fit_is_refused_before_its_corpus(tiny: Path, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(fits, "_free_memory", lambda: ("this machine", 100_000))
     monkeypatch.setattr(data, "load", lambda *_: pytest.fail("the corpus was read"))

@@ -197,11 +197,12 @@ def train_all(
     Raises:
         LabError: what memory or disk cannot hold, tasks without lm_eval, a folder with another run
             in it or in use by another process, or Ctrl-C. A run that fails raises nothing here.
-        UsageError: more jobs than cores.
+        UsageError: more jobs than cores, or more processes than GPUs.
     """
     if jobs is not None and jobs > cores():
         raise UsageError(f"--jobs: {jobs} at a time on {cores()} cores", "each run needs a core of its own")
     if not estimate_only:
+        fits.check_processes(processes)
         refuse_in_use(folder)
     found = crew.plan(folder, plan, labels or [recipe.name for recipe in plan], overwrite=overwrite)
     left = [job for job in found if job.status == "waiting"]
