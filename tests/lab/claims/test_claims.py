@@ -285,6 +285,23 @@ def test_flat_allows_a_share(made: Any, at_length: list[float], expected: str) -
     assert verdict(text, made(a=[[1.0, loss] for loss in at_length])) == expected
 
 
+@pytest.mark.parametrize(
+    ("text", "ours", "expected"),
+    [
+        (LOWER + "\nby = 0.3", [0.6, 0.9, 1.2], "holds"),  # 60 % each: -0.15 ± 0.03 below 70 %
+        (LOWER + "\nby = 0.3", [0.5, 1.0, 1.5], "inconclusive"),  # -0.5 each, and 30 % are 0.3 to 0.6
+        ('kind = "close"\nrow = "a"\nthan = "b"\nby = 0.01', [1.0145, 1.5145, 2.0145], "inconclusive"),
+        ('kind = "flat"\nrow = "c"\nto = "2x"\nwithin = 0.05', [1.07, 1.57, 2.07], "inconclusive"),
+    ],
+)
+def test_a_share_of_a_measured_loss_has_its_error(made: Any, text: str, ours: list[float], expected: str) -> None:
+    """Three trainings that differ much: so does a share of their losses."""
+    others = [1.0, 1.5, 2.0]
+    both = [[first, last] for first, last in zip(others, ours, strict=True)]
+    results = made(a=[[loss] for loss in ours], b=[[loss] for loss in others], c=both)
+    assert verdict(text, results) == expected
+
+
 def test_two_seeds_are_too_few(made: Any) -> None:
     assert verdict(LOWER, made(a=[[1.0]] * 3, b=[[2.0]] * 2)) == "too few seeds"
     assert verdict('kind = "trains"\nrow = "a"', made(a=[[1.0]] * 2)) == "too few seeds"
@@ -794,6 +811,14 @@ def test_what_cannot_fit_is_refused_before_anything_starts(two: Claim, tmp_path:
         match=r"needs at least 0\.0 GB of memory in each of 2 at a time \(activations are not counted\), and this",
     ):
         reproduce("two", tmp_path / "out", jobs=2, console=console())
+    assert not (tmp_path / "out").exists()
+
+
+def test_more_processes_than_gpus_are_refused(two: Claim, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    with pytest.raises(UsageError, match="--processes: 8 on 4 GPUs; each process needs a GPU of its own"):
+        reproduce("two", tmp_path / "out", processes=8, console=console())
     assert not (tmp_path / "out").exists()
 
 

@@ -147,6 +147,14 @@ class TestPairing:
         assert 0.91 < hits / 400 < 0.98
         assert np.mean(ratios) == pytest.approx(math.sqrt(1 - 0.99), rel=0.1)
 
+    def test_a_multiple_has_a_multiple_of_the_error(self) -> None:
+        first, second = random(2).normal(3, 1, (2, 20, 5))
+        found = by_document(first) - by_document(second) * 1.5
+        assert found.value == pytest.approx((first - 1.5 * second).mean())
+        assert found.standard_error == pytest.approx(ordinary((first - 1.5 * second).mean(1)))
+        unpaired = Mean(3.0, 0.3) - Mean(1.0, 0.2) * -2.0
+        assert (unpaired.value, unpaired.standard_error) == (5.0, pytest.approx(0.5))
+
     def test_unpaired_means_are_taken_to_be_independent(self) -> None:
         found = Mean(3.0, 0.3) - Mean(1.0, 0.4)
         assert (found.value, found.standard_error) == (2.0, pytest.approx(0.5))

@@ -195,11 +195,22 @@ def test_each_row_is_timed_once_whatever_its_name(two_rows: Path, tmp_path: Path
     for job in jobs:
         job.recipe = job.recipe.model_copy(update={"name": "x"})
     heard: list[str] = []
-    assert study.estimate(jobs, 1, tell=heard.append).seconds == 4.0
+    found = study.estimate(jobs, 1, tell=heard.append)
+    assert found.seconds == 4.0
+    assert found.bytes == 4 * (2 * 12 + 4) + 12, "two checkpoints and the model of each, and one that is written"
     assert timed == ["x", "x"]
     assert [line[-6:] for line in heard] == ["1 of 2", "2 of 2"]
+    assert study.estimate(jobs, 3).bytes == 4 * (2 * 12 + 4) + 3 * 12
     monkeypatch.setattr(crew, "is_trained", lambda job: True)
     assert study.estimate(jobs, 1).seconds == pytest.approx(0.4)  # the evaluations are left
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"),
+    [(59 * 60 + 7, "about 59:07 (minutes:seconds), and"), (3600 * 1234.5, "about 1,234.5 hours, and")],
+)
+def test_what_takes_long_is_told_in_hours(seconds: float, told: str) -> None:
+    assert told in study.Expected(runs=1, left=1, seconds=seconds, bytes=0).text
 
 
 def test_slow_steps_are_not_timed_four_times(two_rows: Path, monkeypatch: Any) -> None:
@@ -215,7 +226,7 @@ def test_slow_steps_are_not_timed_four_times(two_rows: Path, monkeypatch: Any) -
 def test_the_estimate_trains_nothing(two_rows: Path, tmp_path: Path) -> None:
     screen = console()
     assert run_study(str(two_rows), tmp_path / "out", estimate_only=True, console=screen) is None
-    assert "4 runs, 4 of them left: about 0:0" in said(screen)
+    assert "4 runs, 4 of them left: about " in said(screen)
     assert "MB on disk" in said(screen)
     assert not (tmp_path / "out").exists()
 

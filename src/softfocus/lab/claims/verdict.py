@@ -25,7 +25,6 @@ from softfocus.lab.claims.claim import (
 )
 from softfocus.lab.claims.parts import Lost, Part, Verdict, corrected, decide, lost_lower, pairs_of, sides_of, together
 from softfocus.lab.claims.results import Results, Run
-from softfocus.lab.evaluate.means import Estimate
 from softfocus.lab.report.points import Cell, cell
 from softfocus.lab.run_folder.results import AS_TRAINED
 
@@ -119,13 +118,11 @@ def _compare(
     results: Results,
     place: Place,
     other: Place,
-    rule: Callable[[Estimate, float, str], Part],
+    rule: Callable[[Cell, Cell, float, str], Part],
     rule_of_lost: Callable[[Lost, Lost], Verdict],
     by: float,
 ) -> Part:
-    """Two losses, paired by document and seed. The rules are told by how large a share of the other
-    loss.
-    """
+    """Two losses, paired by document and seed. The rules are told the share of the other loss."""
     sides, early = sides_of(results, [place[0], other[0]])
     if early:
         return early
@@ -149,17 +146,21 @@ def _compare(
         f"{_name(place)} {first.loss:.3f}, {_name(other)} {second.loss:.3f}: "
         f"{found.value:+.3f} ± {found.standard_error:.3f}"
     )
-    return rule(found, by * second.loss, text)
+    return rule(first, second, by, text)
 
 
-def _below(found: Estimate, room: float, text: str) -> Part:
-    """Below another loss by more than some room; by negative room it may be above it."""
-    return decide(found, -room, text)
+def _below(first: Cell, second: Cell, by: float, text: str) -> Part:
+    """Below another loss by more than a share of it; by a negative share it may be above it.
+
+    The line is measured, too: what is judged is the difference from 1 - by times the other loss,
+    with the error of that difference.
+    """
+    return decide(first.minus(second, 1 - by), 0.0, text)
 
 
-def _within(found: Estimate, room: float, text: str) -> Part:
+def _within(first: Cell, second: Cell, by: float, text: str) -> Part:
     """Two one-sided decisions, as tests of equivalence have them."""
-    sides = [decide(one, room, text) for one in (found, -found)]
+    sides = [decide(one, 0.0, text) for one in (first.minus(second, 1 + by), -first.minus(second, 1 - by))]
     sureness, chance = (min(getattr(side, name) for side in sides) for name in ("sureness", "chance"))
     return Part(together([side.verdict for side in sides]), text, sureness, chance)
 

@@ -108,6 +108,11 @@ class Mean:
         error, freedom = _sum((self.standard_error, self.freedom), (other.standard_error, other.freedom))
         return Mean(value, error, freedom=freedom)
 
+    def __mul__(self, times: float) -> "Mean":
+        """So many times the mean, its error and its parts with it."""
+        parts = None if self.parts is None else times * self.parts
+        return replace(self, value=times * self.value, standard_error=abs(times) * self.standard_error, parts=parts)
+
 
 def average(means: Sequence[Mean]) -> Mean:
     """The mean of several means. Unpaired errors are taken to be fully correlated, which is the

@@ -87,11 +87,11 @@ class Cell:
         """Of the loss: from the documents and, with several runs, from the seeds."""
         return estimate(self.losses).standard_error
 
-    def minus(self, other: "Cell") -> Estimate:
-        """How much higher this loss is than another's, with the standard error of the
+    def minus(self, other: "Cell", times: float = 1.0) -> Estimate:
+        """How much higher this loss is than so many times another's, with the standard error of the
         difference.
         """
-        return difference(self.losses, other.losses)
+        return difference(self.losses, [(seed, mean * times) for seed, mean in other.losses])
 
     @property
     def gain(self) -> Estimate | None:

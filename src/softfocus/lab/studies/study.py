@@ -31,6 +31,10 @@ count.
 """
 TRIAL_SECONDS = 10.0
 """After which no further step of a row is timed, if one was."""
+CHECKPOINT = 4 * 3
+"""Bytes a parameter: its weight and two moments in float32."""
+KEPT = 2 * CHECKPOINT + 4
+"""Bytes a parameter that a run leaves: two checkpoints, and the model."""
 
 
 class Study(Table):
@@ -55,10 +59,9 @@ class Expected:
     @property
     def text(self) -> str:
         """In one line."""
-        return (
-            f"{self.runs} runs, {self.left} of them left: about {clock(self.seconds)} (minutes:seconds), and "
-            f"{self.bytes / 1e6:,.0f} MB on disk"
-        )
+        hours = self.seconds / 3600
+        takes = f"{hours:,.1f} hours" if hours >= 1 else f"{clock(self.seconds)} (minutes:seconds)"
+        return f"{self.runs} runs, {self.left} of them left: about {takes}, and {self.bytes / 1e6:,.0f} MB on disk"
 
 
 def shipped() -> list[str]:
@@ -197,11 +200,12 @@ def train_all(
     Raises:
         LabError: what memory or disk cannot hold, tasks without lm_eval, a folder with another run
             in it or in use by another process, or Ctrl-C. A run that fails raises nothing here.
-        UsageError: more jobs than cores.
+        UsageError: more jobs than cores, or more processes than GPUs.
     """
     if jobs is not None and jobs > cores():
         raise UsageError(f"--jobs: {jobs} at a time on {cores()} cores", "each run needs a core of its own")
     if not estimate_only:
+        fits.check_processes(processes)
         refuse_in_use(folder)
     found = crew.plan(folder, plan, labels or [recipe.name for recipe in plan], overwrite=overwrite)
     left = [job for job in found if job.status == "waiting"]
@@ -244,9 +248,10 @@ def estimate(
             timed[row] = _trial(job.recipe, max(1, cores() // workers), processes)
     shares = [1 - TRAINING if crew.is_trained(job) else 1.0 for job in left]
     seconds = sum(share * timed[row][0] for share, row in zip(shares, rows, strict=True))
-    size = sum(timed[row][1] for row in rows)
     seconds /= min(workers, max(1, len(left)))
-    return Expected(runs=len(jobs), left=len(left), seconds=seconds, bytes=int(size))
+    sizes = [timed[row][1] for row in rows]
+    size = KEPT * sum(sizes) + CHECKPOINT * sum(sorted(sizes)[-workers:])  # each that trains writes a third one
+    return Expected(runs=len(jobs), left=len(left), seconds=seconds, bytes=size)
 
 
 def _copied(jobs: Sequence[Job]) -> int:
@@ -263,9 +268,7 @@ def _copied(jobs: Sequence[Job]) -> int:
 
 
 def _trial(recipe: Recipe, threads: int, processes: int) -> tuple[float, int]:
-    """Seconds for a whole run, evaluation included, and its bytes on disk: two checkpoints with
-    moments, and the model.
-    """
+    """Seconds for a whole run, evaluation included, and its parameters."""
     import torch
     from torch.utils.data import default_collate
 
@@ -303,4 +306,4 @@ def _trial(recipe: Recipe, threads: int, processes: int) -> tuple[float, int]:
     finally:
         torch.set_num_threads(before)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    return a_step * recipe.train.steps / TRAINING, 4 * parameters * (2 * 3 + 1)
+    return a_step * recipe.train.steps / TRAINING, parameters

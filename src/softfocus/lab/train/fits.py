@@ -3,7 +3,7 @@
 import os
 from collections.abc import Sequence
 
-from softfocus.lab.errors import LabError
+from softfocus.lab.errors import LabError, UsageError
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.run_folder.provenance import available_memory, cores
 
@@ -18,6 +18,18 @@ def workers() -> int:
     import torch
 
     return 1 if torch.cuda.is_available() else cores()
+
+
+def check_processes(processes: int) -> None:
+    """Refuse more processes of a run than there are GPUs. On CPUs they share the cores.
+
+    Raises:
+        UsageError: there are more.
+    """
+    import torch
+
+    if torch.cuda.is_available() and processes > (gpus := torch.cuda.device_count()):
+        raise UsageError(f"--processes: {processes} on {gpus} GPUs", "each process needs a GPU of its own")
 
 
 def least_memory(recipe: Recipe, processes: int = 1) -> int:
