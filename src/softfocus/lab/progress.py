@@ -48,6 +48,19 @@ EVERY = 10.0
 """Seconds between progress lines where there is no terminal to redraw."""
 
 
+def say(console: Console, text: str, *, style: str = "", wrap: bool = False) -> None:
+    """Print a text as it is: brackets are no markup, and numbers are not coloured.
+
+    Args:
+        console: where.
+        text: what.
+        style: of rich, such as "bold".
+        wrap: break lines between words; else a long line is left to the terminal, so that paths can
+            be copied.
+    """
+    console.print(text, style=style, markup=False, highlight=False, soft_wrap=not wrap)
+
+
 def silent(event: Event) -> None:
     """The listener that shows nothing."""
 
@@ -118,13 +131,13 @@ class Display:
     def _tell(self, event: Event) -> None:
         if event.row is not None:
             row = event.row
-            self.console.print(
+            say(
+                self.console,
                 f"{event.run}: length {row.length:>7,} {row.setting.name():12} loss {row.text}",
-                highlight=False,
-                markup=False,
+                wrap=True,
             )
         elif event.kind == "row":
-            self.console.print(f"{event.run}: {event.message}", highlight=False, markup=False, soft_wrap=True)
+            say(self.console, f"{event.run}: {event.message}")
         if event.kind == "prepare":
             self._show(event.message, event.done, event.total or None, "", "%")
         elif event.kind == "step":
@@ -138,9 +151,7 @@ class Display:
             if time.monotonic() - self._told >= EVERY:
                 self._told = time.monotonic()
                 far = f"{done:,} of {total:,} {unit}" if total else ""
-                self.console.print(
-                    f"{name}: {far}  {facts}".rstrip(" :"), markup=False, highlight=False, soft_wrap=True
-                )
+                say(self.console, f"{name}: {far}  {facts}".rstrip(" :"))
             return
         if name not in self._tasks:
             self._tasks[name] = self._bar.add_task(name, total=total, facts=facts, unit=unit)

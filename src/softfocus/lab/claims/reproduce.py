@@ -11,6 +11,7 @@ from softfocus.lab.claims.claim import Saves, Scale
 from softfocus.lab.claims.page import report, verdict_lines
 from softfocus.lab.claims.power_law import families
 from softfocus.lab.claims.results import FIGURE, POWERS, RESULTS, SIZES, TRAINING, Results, collect
+from softfocus.lab.progress import say
 from softfocus.lab.run_folder.disk import write_atomically
 from softfocus.lab.run_folder.results import json_text
 from softfocus.lab.studies import crew
@@ -66,7 +67,7 @@ def reproduce(
     there = earlier_runs.runs(claim, scale, plan, earlier) if earlier is not None else {}
     if earlier is not None:
         taken = f"{claim.title}: {len(there)} of {len(plan)} runs are taken from {earlier}"
-        console.print(taken, markup=False, highlight=False, soft_wrap=True)
+        say(console, taken)
     found = train_all(
         claim.title,
         [recipe for recipe in plan if recipe.name not in there],
@@ -98,7 +99,7 @@ def reproduce(
         figure.save(figure.draw_sizes(both, title=title), place / SIZES)
     report(folder / PUBLISHED)
     for line in verdict_lines(claim, results):
-        console.print(line, markup=False, highlight=False)
-    console.print(f"  {folder / PUBLISHED / f'{name}.md'}", markup=False, highlight=False, soft_wrap=True)
+        say(console, line, wrap=True)
+    say(console, f"  {folder / PUBLISHED / f'{name}.md'}")
     crew.refuse_failed(found)
     return results

@@ -14,6 +14,7 @@ from rich.text import Text
 from softfocus.lab.inspect import figure, page
 from softfocus.lab.inspect.results import MAPS_FIGURE, MEASURES_FIGURE, PAGE, RESULTS, Inspection, Inspections
 from softfocus.lab.inspect.run import Map
+from softfocus.lab.progress import say
 from softfocus.lab.report.points import mechanism_name
 from softfocus.lab.run_folder.disk import write_atomically
 
@@ -46,9 +47,9 @@ def show(found: Inspections, paths: Sequence[Path], console: Console) -> None:
     for name, one in zip(labels, found.runs, strict=True):
         console.print(table(name, one))
     for name, one in zip(labels, found.runs, strict=True):
-        console.print(page.sentence(name, one), style="bold", markup=False, highlight=False)
+        say(console, page.sentence(name, one), style="bold", wrap=True)
     for path in paths:
-        console.print(f"  {path}", markup=False, highlight=False, soft_wrap=True)
+        say(console, f"  {path}")
 
 
 def table(name: str, one: Inspection) -> Table:

@@ -11,6 +11,7 @@ from statistics import fmean, stdev
 from rich.console import Console
 
 from softfocus.lab.errors import LabError
+from softfocus.lab.progress import say
 from softfocus.lab.report.curves import Line, Panel, Point, curve_table, save_curves
 from softfocus.lab.report.points import count_text, labels, without_seed
 from softfocus.lab.report.recall import BLIND, chance_text
@@ -131,10 +132,10 @@ def compare_recall(
                 Panel(f"sequence length (tokens), {name}", "share of right answers", lines, first.rows[0].chance)
             )
     for note in report.notes:
-        console.print(f"Note: {note}", markup=False, highlight=False)
+        say(console, f"Note: {note}", wrap=True)
     save_curves(panels, out / FIGURE, title="\n".join([title, *_errors(groups)]), train_length=first.train_length)
     for name in (RESULTS, FIGURE):
-        console.print(f"  {out / name}", markup=False, highlight=False, soft_wrap=True)
+        say(console, f"  {out / name}")
     return report
 
 

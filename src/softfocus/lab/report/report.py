@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from softfocus.lab.progress import say
 from softfocus.lab.report.notes import notes, provenance
 from softfocus.lab.report.points import Axis
 from softfocus.lab.report.results import FIGURE, PAGE, RESULTS, Entry, Report
@@ -62,7 +63,7 @@ def show(report: Report, paths: Sequence[Path], console: Console) -> None:
     """Print the table, what to keep in mind, the finding, and where the files lie."""
     console.print(loss_table(report.groups, axis=report.axis))
     for note in report.notes:
-        console.print(f"Note: {note}", markup=False, highlight=False)
-    console.print(report.finding.sentence, style="bold", markup=False, highlight=False)
+        say(console, f"Note: {note}", wrap=True)
+    say(console, report.finding.sentence, style="bold", wrap=True)
     for path in paths:
-        console.print(f"  {path}", markup=False, highlight=False, soft_wrap=True)
+        say(console, f"  {path}")

@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from softfocus.lab.progress import EVERY, Event
+from softfocus.lab.progress import EVERY, Event, say
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.report import points
 from softfocus.lab.report.points import column_name, position
@@ -146,7 +146,7 @@ class Screen:
         self._say(f"{job.label}: {job.status}{why}")
 
     def _say(self, line: str) -> None:
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        say(self._console, line)
 
     def _overall(self) -> str:
         done = sum(job.status in ("finished", "diverged") for job in self._jobs)

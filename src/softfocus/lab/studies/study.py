@@ -13,6 +13,7 @@ from pydantic import Field, ValidationError
 from rich.console import Console
 
 from softfocus.lab.errors import LabError, UsageError, did_you_mean
+from softfocus.lab.progress import say, silent
 from softfocus.lab.recipes.data import MATTER, Table
 from softfocus.lab.recipes.loading import LAB, derive, merged, shipped_in
 from softfocus.lab.recipes.recipe import Recipe
@@ -213,12 +214,12 @@ def train_all(
         tasks.require()
     if copied := _copied(left):
         where = f"{copied / 1e6:,.0f} MB of shards are copied into the token cache first"
-        console.print(f"{title}: {where}", markup=False, highlight=False)
+        say(console, f"{title}: {where}", wrap=True)
     with console.status("timing a few steps of each row") as status:
         if left and not console.is_terminal:
-            console.print(f"{title}: timing a few steps of each row")
+            say(console, f"{title}: timing a few steps of each row", wrap=True)
         expected = estimate(found, workers, processes, status.update)
-    console.print(f"{title}: {expected.text}", markup=False, highlight=False)
+    say(console, f"{title}: {expected.text}", wrap=True)
     if not estimate_only:
         with writing(folder, crew.ELSEWHERE):
             (folder / crew.LOGS).mkdir(parents=True, exist_ok=True)
@@ -272,7 +273,6 @@ def _trial(recipe: Recipe, threads: int, processes: int) -> tuple[float, int]:
     from softfocus.lab import model as models
     from softfocus.lab import objective
     from softfocus.lab.data import of_recipe as data
-    from softfocus.lab.progress import silent
 
     models.quiet()
     source = data.load(recipe, silent)
