@@ -66,7 +66,7 @@ def test_what_is_not_a_number_decides_nothing(value: float, error: float) -> Non
     known = not math.isnan(value + error)
     part = decide(Estimate(value, ((error, 2),), True), 0.0, "")
     assert part.verdict == (("holds" if value < 0 else "fails") if known else "inconclusive")
-    assert math.isnan(part.chance) is not known
+    assert math.isnan(part.p_value) is not known
 
 
 def test_one_document_decides_nothing() -> None:
@@ -80,7 +80,7 @@ def test_one_document_decides_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("chances", "failing"),
+    ("p_values", "failing"),
     [
         ([0.04], 1),  # one comparison: two standard errors
         ([0.04, 1.0], 0),  # 0.04 * 2 > 0.0455
@@ -91,19 +91,19 @@ def test_one_document_decides_nothing() -> None:
         ([0.0011, *[1.0] * 41], 0),  # of 42 the surest takes 0.0455 / 42 = 0.00108
     ],
 )
-def test_holms_correction_of_what_fails(chances: list[float], failing: int) -> None:
-    parts = [Part("fails" if chance < 0.0455 else "holds", "", -1.5, chance) for chance in chances]
+def test_holms_correction_of_what_fails(p_values: list[float], failing: int) -> None:
+    parts = [Part("fails" if p < 0.0455 else "holds", "", -1.5, p) for p in p_values]
     found = corrected(parts)
     verdicts = [part.verdict for part in found]
-    surest = sorted(range(len(chances)), key=chances.__getitem__)[:failing]
+    surest = sorted(range(len(p_values)), key=p_values.__getitem__)[:failing]
     assert [number for number, verdict in enumerate(verdicts) if verdict == "fails"] == sorted(surest)
-    assert verdicts.count("holds") == sum(chance >= 0.0455 for chance in chances)
-    lost = f" (fails alone, but not as one of {len(chances)})"
+    assert verdicts.count("holds") == sum(p >= 0.0455 for p in p_values)
+    lost = f" (fails alone, but not as one of {len(p_values)})"
     assert [part.text for part in found] == [lost if verdict == "inconclusive" else "" for verdict in verdicts]
 
 
 def test_what_is_certain_takes_no_correction() -> None:
-    """A row that diverged fails without a chance, and the others are corrected for their own
+    """A row that diverged fails without a p-value, and the others are corrected for their own
     number.
     """
     parts = [Part("fails", "diverged"), Part("fails", "", -1.1, 0.02), Part("holds", "", 2.0, 1.0)]

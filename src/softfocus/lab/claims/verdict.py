@@ -152,16 +152,16 @@ def _compare(
     return rule(found, by * second.loss, text)
 
 
-def _below(found: Estimate, room: float, text: str) -> Part:
-    """Below another loss by more than some room; by negative room it may be above it."""
-    return decide(found, -room, text)
+def _below(found: Estimate, allowance: float, text: str) -> Part:
+    """Below another loss by more than an allowance; by a negative one it may be above it."""
+    return decide(found, -allowance, text)
 
 
-def _within(found: Estimate, room: float, text: str) -> Part:
+def _within(found: Estimate, allowance: float, text: str) -> Part:
     """Two one-sided decisions, as tests of equivalence have them."""
-    sides = [decide(one, room, text) for one in (found, -found)]
-    sureness, chance = (min(getattr(side, name) for side in sides) for name in ("sureness", "chance"))
-    return Part(together([side.verdict for side in sides]), text, sureness, chance)
+    sides = [decide(one, allowance, text) for one in (found, -found)]
+    sureness, p_value = (min(getattr(side, name) for side in sides) for name in ("sureness", "p_value"))
+    return Part(together([side.verdict for side in sides]), text, sureness, p_value)
 
 
 def _lost_close(first: Lost, second: Lost) -> Verdict:
