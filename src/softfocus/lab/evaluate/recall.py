@@ -18,7 +18,7 @@ from softfocus.lab.data import of_recipe as data
 from softfocus.lab.data.tasks import IGNORED, Asking, PasskeyInText, check_room, digest, random_for
 from softfocus.lab.data.tokenizer import Encoder
 from softfocus.lab.errors import LabError
-from softfocus.lab.evaluate.forward import has_plain_head, opened
+from softfocus.lab.evaluate.forward import has_plain_head, open_run
 from softfocus.lab.evaluate.means import Mean
 from softfocus.lab.progress import Event, Listener, silent
 from softfocus.lab.recipes.data import MATTER
@@ -82,14 +82,13 @@ def recall(
         LabError: a run that is not finished, one that was trained on hidden tokens, images or
             speech, or a length that cannot hold a sequence.
     """
-    info, recipe, config = opened(folder, max(lengths), "recall --lengths up to {}", window)
+    info, recipe, config = open_run(folder, max(lengths), "recall --lengths up to {}", window)
     task = _task(folder, recipe)
     found, plans = _left(folder, info, task, lengths, window, sequences)
     if not plans:
         return found
     model = models.load(folder, config)
-    plain = has_plain_head(model)
-    bf16 = recipe.train.precision == "bf16"
+    plain, bf16 = has_plain_head(model), recipe.train.bf16
     done, total = 0, sequences * sum(plan.length for plan in plans)
     for plan in plans:
         with models.memory("lower --batch-tokens, or measure shorter lengths"):
@@ -103,7 +102,7 @@ def recall(
         row = _row(plan, right, distances, info.train_length, window, reach(config))
         found.rows = sorted([*found.rows, row], key=lambda row: (row.window or 0, row.grown, row.length))
         save_measured(folder, found)
-        progress(Event(kind="row", run=info.name, message=text(row), done=done, total=total))
+        progress(Event(kind="row", run=info.name, message=row_text(row), done=done, total=total))
     return found
 
 
@@ -134,7 +133,7 @@ def reach(config: Any) -> int | None:
     return total
 
 
-def text(row: RecallRow) -> str:
+def row_text(row: RecallRow) -> str:
     """A row in one line."""
     how = "more to remember" if row.grown else "more filler"
     return (

@@ -163,6 +163,11 @@ class TrainTable(Table):
         return self
 
     @property
+    def bf16(self) -> bool:
+        """Whether it computes under autocast to bfloat16."""
+        return self.precision == "bf16"
+
+    @property
     def windows(self) -> int:
         """How many are read in all steps."""
         return self.steps * self.batch

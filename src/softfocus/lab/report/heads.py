@@ -8,7 +8,7 @@ from pathlib import Path
 from rich import box
 from rich.table import Table
 
-from softfocus.lab.evaluate.heads import name
+from softfocus.lab.evaluate.heads import head_name
 from softfocus.lab.evaluate.means import Mean, holm_rejections, t_outside
 from softfocus.lab.report.curves import Point, number
 from softfocus.lab.report.figure import PALETTE, save_png, titled
@@ -47,7 +47,7 @@ def heads_table(found: HeadsMeasured) -> Table:
     for row in found.rows[1:2]:
         table.add_row("all", _cell(mean(found, row)), _cell(base - mean(found, row)))
     for row, gain in gains(found):
-        table.add_row(name(row.layer, row.head), _cell(mean(found, row)), _cell(gain))
+        table.add_row(head_name(row.layer, row.head), _cell(mean(found, row)), _cell(gain))
     return table
 
 
@@ -66,7 +66,8 @@ def sentence(found: HeadsMeasured) -> str:
     more = f", and {others} other{'s' * (others > 1)} for certain" if others else ""
     # A head above it in the table may gain more, but not for certain
     much = "most" if row is ordered[0][0] else "for certain"
-    return f"Far keys disturb {name(row.layer, row.head)} {much}: its window takes {gain.value:.3f} off the loss{more}."
+    head = head_name(row.layer, row.head)
+    return f"Far keys disturb {head} {much}: its window takes {gain.value:.3f} off the loss{more}."
 
 
 def _p_value(gain: Mean) -> float:

@@ -290,7 +290,7 @@ def _trial(recipe: Recipe, threads: int, processes: int) -> tuple[float, int]:
                 start = time.perf_counter()
             batch = default_collate([windows[index] for index in range(rows)])
             batch = {name: value.to(device) for name, value in batch.items()}
-            with torch.autocast(device, torch.bfloat16, enabled=recipe.train.precision == "bf16"):
+            with torch.autocast(device, torch.bfloat16, enabled=recipe.train.bf16):
                 loss = objective.loss(recipe.data.kind, model, batch)
             loss.backward()
             optimiser.step()

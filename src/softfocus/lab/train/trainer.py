@@ -314,7 +314,7 @@ def make_trainer(
                 "min_lr_ratio": train.final_learning_rate,
             },
             use_cpu=not torch.accelerator.is_available(),  # without it Trainer refuses bf16 on a CPU
-            bf16=train.precision == "bf16",
+            bf16=train.bf16,
             seed=train.seed,
             data_seed=train.seed,
             logging_steps=train.log_every,
@@ -350,9 +350,8 @@ def make_trainer(
         trainer.add_callback(Annealing(train.power, layout))
     if held_out is not None:
         batch = arguments.per_device_train_batch_size
-        bf16 = train.precision == "bf16"
         trainer.add_callback(
-            records.Validation(held_out, train.validations, batch=batch, bf16=bf16, away=watch.leave_out)
+            records.Validation(held_out, train.validations, batch=batch, bf16=train.bf16, away=watch.leave_out)
         )
     if arguments.should_log:
         trainer.add_callback(Curves(folder / TENSORBOARD))
