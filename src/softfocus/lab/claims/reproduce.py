@@ -14,7 +14,7 @@ from softfocus.lab.claims.results import FIGURE, POWERS, RESULTS, SIZES, TRAININ
 from softfocus.lab.progress import say
 from softfocus.lab.run_folder.disk import write_atomically
 from softfocus.lab.run_folder.results import json_text
-from softfocus.lab.studies import crew
+from softfocus.lab.studies.jobs import missing_lines, refuse_failed
 from softfocus.lab.studies.study import train_all
 
 PUBLISHED = "results"
@@ -82,7 +82,7 @@ def reproduce(
         return None
     over = [job.recipe for job in found if job.status in ("finished", "diverged")]
     failed = [job for job in found if job.status == "failed"]
-    results = collect(claim, scale, over, folder, crew.missing(failed))
+    results = collect(claim, scale, over, folder, missing_lines(failed))
     known = there | {f"{run.row}-s{run.info.seed}": run for run in results.runs}
     results = results.model_copy(update={"runs": [known[one.name] for one in plan if one.name in known]})
     place = folder / PUBLISHED / name / scale
@@ -101,5 +101,5 @@ def reproduce(
     for line in verdict_lines(claim, results):
         say(console, line, wrap=True)
     say(console, f"  {folder / PUBLISHED / f'{name}.md'}")
-    crew.refuse_failed(found)
+    refuse_failed(found)
     return results

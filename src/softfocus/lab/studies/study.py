@@ -22,8 +22,9 @@ from softfocus.lab.report.points import without_seed
 from softfocus.lab.run_folder.disk import check_room, writing
 from softfocus.lab.run_folder.owner import refuse_in_use
 from softfocus.lab.run_folder.provenance import cores
-from softfocus.lab.studies import crew
-from softfocus.lab.studies.screen import TRAINING, Job, clock
+from softfocus.lab.studies import pool
+from softfocus.lab.studies.jobs import LOGS, TRAINING, Job, is_trained, missing_lines, plan_jobs, refuse_failed
+from softfocus.lab.studies.screen import clock
 from softfocus.lab.train import fits
 
 TRIAL = 4
@@ -159,11 +160,10 @@ def run_study(
     )
     if estimate_only:
         return None
-    finished = [job.folder for job in found if job.status == "finished"]
-    result = (
-        compare(finished, folder, title=study.title, remarks=crew.missing(found), console=console) if finished else None
-    )
-    crew.refuse_failed(found)
+    result = None
+    if finished := [job.folder for job in found if job.status == "finished"]:
+        result = compare(finished, folder, title=study.title, remarks=missing_lines(found), console=console)
+    refuse_failed(found)
     return result
 
 
@@ -204,7 +204,7 @@ def train_all(
         raise UsageError(f"--jobs: {jobs} at a time on {cores()} cores", "each run needs a core of its own")
     if not estimate_only:
         refuse_in_use(folder)
-    found = crew.plan(folder, plan, labels or [recipe.name for recipe in plan], overwrite=overwrite)
+    found = plan_jobs(folder, plan, labels or [recipe.name for recipe in plan], overwrite=overwrite)
     left = [job for job in found if job.status == "waiting"]
     workers = min(jobs or fits.workers(), max(1, len(left)))  # they share the cores
     fits.check_memory([job.recipe for job in left], workers, processes)
@@ -221,10 +221,10 @@ def train_all(
         expected = estimate(found, workers, processes, status.update)
     say(console, f"{title}: {expected.text}", wrap=True)
     if not estimate_only:
-        with writing(folder, crew.ELSEWHERE):
-            (folder / crew.LOGS).mkdir(parents=True, exist_ok=True)
+        with writing(folder, pool.ELSEWHERE):
+            (folder / LOGS).mkdir(parents=True, exist_ok=True)
         check_room(folder, expected.bytes, "{} are needed", "free some space, or choose another disk with --out")
-        crew.work(folder, found, workers=workers, overwrite=overwrite, console=console, processes=processes)
+        pool.work(folder, found, workers=workers, overwrite=overwrite, console=console, processes=processes)
     return found
 
 
@@ -243,7 +243,7 @@ def estimate(
         if row not in timed:
             tell(f"timing a few steps of each row: {len(timed) + 1} of {len(set(rows))}")
             timed[row] = _trial(job.recipe, max(1, cores() // workers), processes)
-    shares = [1 - TRAINING if crew.is_trained(job) else 1.0 for job in left]
+    shares = [1 - TRAINING if is_trained(job) else 1.0 for job in left]
     seconds = sum(share * timed[row][0] for share, row in zip(shares, rows, strict=True))
     size = sum(timed[row][1] for row in rows)
     seconds /= min(workers, max(1, len(left)))

@@ -1,4 +1,4 @@
-"""One model of a crew, in a process of its own: train, measure, and tell the parent by lines of
+"""One of several models, in a process of its own: train, measure, and tell the parent by lines of
 JSON on stdout.
 
 python -m softfocus.lab.studies.worker RECIPE FOLDER [--overwrite]
