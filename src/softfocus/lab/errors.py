@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 
 class LabError(Exception):
@@ -50,6 +54,12 @@ class Interrupted(LabError):
 def first_line(error: BaseException) -> str:
     """What a library's error says, in one line."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def first_mistake(error: ValidationError) -> str:
+    """The first thing that pydantic found wrong, in one line: "train.steps: Field required"."""
+    first = error.errors()[0]
+    return ": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"])))
 
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str, prefix: str = "") -> str:

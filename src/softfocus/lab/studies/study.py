@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import Field, ValidationError
 from rich.console import Console
 
-from softfocus.lab.errors import LabError, UsageError, did_you_mean
+from softfocus.lab.errors import LabError, UsageError, did_you_mean, first_mistake
 from softfocus.lab.progress import say, silent
 from softfocus.lab.recipes.data import MATTER, Table
 from softfocus.lab.recipes.loading import LAB, derive, merged, shipped_in
@@ -86,10 +86,8 @@ def load(name_or_path: str) -> tuple[Study, Path | None]:
     except (tomllib.TOMLDecodeError, OSError, UnicodeDecodeError) as error:
         raise LabError(f"study {name_or_path} cannot be read: {error}", "it must be TOML in UTF-8") from None
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
         raise LabError(
-            f"study {name_or_path}: {place}: {first['msg']}",
+            f"study {name_or_path}: {first_mistake(error)}",
             "a study has title, base, seeds, [common] and [rows.NAME] tables, which hold keys of recipes",
         ) from None
 
