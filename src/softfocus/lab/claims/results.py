@@ -6,7 +6,7 @@ import math
 import tomllib
 from collections.abc import Sequence
 from contextlib import suppress
-from datetime import UTC, datetime
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from statistics import median
@@ -23,6 +23,7 @@ from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.report.points import Group
 from softfocus.lab.report.results import load_recipe_text
 from softfocus.lab.run_folder.files import INSPECTION, load_measured, load_run, read_json
+from softfocus.lab.run_folder.provenance import now
 from softfocus.lab.run_folder.results import (
     Bucket,
     Classification,
@@ -178,8 +179,7 @@ def collect(claim: Claim, scale: Scale, plan: Sequence[Recipe], folder: Path, mi
                 tasks=load_measured(place, Tasks) if "tasks" in also else None,
             )
         )
-    now = datetime.now(UTC).replace(microsecond=0)
-    return Results(claim=claim.name, scale=scale, created=now, missing=list(missing), runs=runs)
+    return Results(claim=claim.name, scale=scale, created=now(), missing=list(missing), runs=runs)
 
 
 def _induction(place: Path) -> list[InductionRow]:

@@ -3,7 +3,6 @@ terminal.
 """
 
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 
 from rich import box
@@ -17,6 +16,7 @@ from softfocus.lab.inspect.run import Map
 from softfocus.lab.progress import say
 from softfocus.lab.report.points import mechanism_name
 from softfocus.lab.run_folder.disk import write_atomically
+from softfocus.lab.run_folder.provenance import now
 
 TITLE = "What attention looks at"
 
@@ -30,7 +30,7 @@ def write(found: Sequence[tuple[Inspection, Sequence[Map]]], folder: Path) -> tu
     Raises:
         LabError: the folder cannot be written to.
     """
-    result = Inspections(created=datetime.now(UTC).replace(microsecond=0), runs=[one for one, _ in found])
+    result = Inspections(created=now(), runs=[one for one, _ in found])
     labels, maps = _labels(result), [its for _, its in found]
     paths = [folder / name for name in (RESULTS, PAGE, MAPS_FIGURE, MEASURES_FIGURE)]
     write_atomically(paths[0], result.model_dump_json(indent=2) + "\n")

@@ -4,7 +4,7 @@ a figure.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -18,6 +18,7 @@ from softfocus.lab.report.recall import BLIND, chance_text
 from softfocus.lab.report.results import FIGURE, RESULTS, load_recipe_text, read_as, refuse_twice
 from softfocus.lab.run_folder.disk import write_atomically
 from softfocus.lab.run_folder.files import load_measured, load_run
+from softfocus.lab.run_folder.provenance import now
 from softfocus.lab.run_folder.results import Recall, Record, RunInfo, json_text
 
 _PANELS = ((False, "more filler"), (True, "more to remember"))
@@ -108,9 +109,7 @@ def compare_recall(
         raise LabError(
             "the seeds of each model share no length", "measure all of them at the same lengths with `softfocus recall`"
         )
-    report = RecallReport(
-        title=title, created=datetime.now(UTC).replace(microsecond=0), notes=[*remarks, *_notes(groups)], runs=entries
-    )
+    report = RecallReport(title=title, created=now(), notes=[*remarks, *_notes(groups)], runs=entries)
     write_atomically(out / RESULTS, json_text(report))
     first = entries[0].recall
     panels = []

@@ -3,7 +3,6 @@ run folders hold.
 """
 
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 
 from rich.console import Console
@@ -14,6 +13,7 @@ from softfocus.lab.report.points import Axis
 from softfocus.lab.report.results import FIGURE, PAGE, RESULTS, Entry, Report
 from softfocus.lab.report.table import loss_table
 from softfocus.lab.run_folder.disk import write_atomically
+from softfocus.lab.run_folder.provenance import now
 from softfocus.lab.run_folder.results import json_text
 
 
@@ -31,7 +31,7 @@ def build(
     """
     return Report(
         title=title,
-        created=datetime.now(UTC).replace(microsecond=0),
+        created=now(),
         axis=axis,
         notes=[*remarks, *notes(entries, axis)],
         runs=list(entries),

@@ -7,7 +7,6 @@ import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +171,7 @@ def _train(
             _save_model(folder, trainer, source, info.token)
     if owner is not None:
         owner.check(folder)
-        info.status, info.finished = "complete", _now()
+        info.status, info.finished = "complete", provenance.now()
         save_run(folder, info)
     state.wait_for_everyone()
     return info
@@ -244,7 +243,7 @@ def _describe(recipe: Recipe, folder: Path, model: Any, source: data.Data, devic
         commit=provenance.commit(),
         versions=provenance.versions(),
         machine=provenance.machine(device),
-        started=_now(),
+        started=provenance.now(),
         train_length=recipe.train.length,
         vocabulary=source.vocab_size,
         corpus_key=source.key,
@@ -297,7 +296,7 @@ def _recording(folder: Path, info: RunInfo, owner: Owner | None) -> Iterator[Non
             error = Interrupted("training was interrupted", _resume_remedy(folder))
         ends: tuple[tuple[type[LabError], Status], ...] = ((Interrupted, "interrupted"), (Diverged, "diverged"))
         info.status = next((status for kind, status in ends if isinstance(error, kind)), "failed")
-        info.finished = _now()
+        info.finished = provenance.now()
         # Results say nothing about where on a machine they lay
         what = error.what if isinstance(error, LabError) else str(error)  # the remedy depends on who asks
         info.error = what.replace(str(folder), folder.name) or type(error).__name__
@@ -377,7 +376,3 @@ def _save_model(folder: Path, trainer: WindowTrainer, source: data.Data, token: 
         temporary.rename(folder / MODEL)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _now() -> datetime:
-    return datetime.now(UTC).replace(microsecond=0)
