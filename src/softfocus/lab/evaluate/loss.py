@@ -215,7 +215,7 @@ def _windows(store: TokenStore, lengths: list[int], tokens: int, before: Evaluat
     """
     if before is not None and before.longest and not any(before.longest % length for length in lengths):
         windows = EvaluationWindows(store, [*lengths, before.longest], tokens)
-        if (store.folder.name, windows.longest, windows.tokens) == before.text:
+        if (store.folder.name, windows.longest, windows.tokens) == before.text_key:
             return windows
     return EvaluationWindows(store, lengths, tokens)
 
@@ -226,7 +226,7 @@ def _keep_others(evaluation: Evaluation, before: Evaluation, folder: Path) -> No
     """
     measured = {(row.length, row.setting) for row in evaluation.rows}
     others = [row for row in before.rows if (row.length, row.setting) not in measured]
-    if before.text == evaluation.text:
+    if before.text_key == evaluation.text_key:
         evaluation.rows = sorted(evaluation.rows + others, key=lambda row: (row.setting.order, row.length))
     elif others:
         _log.warning(

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 import softfocus.hf
 from softfocus.lab import model as models
 from softfocus.lab.data import of_recipe as data
-from softfocus.lab.data.tasks import IGNORED, Asking, PasskeyInText, check_room, digest, random_for
+from softfocus.lab.data.tasks import IGNORED, Asking, PasskeyInText, check_length, digest, random_for
 from softfocus.lab.data.tokenizer import Encoder
 from softfocus.lab.errors import LabError
 from softfocus.lab.evaluate.forward import has_plain_head, open_run
@@ -196,7 +196,7 @@ def _plans(task: Asking, lengths: Sequence[int], train_length: int) -> Iterator[
             there = task if not grown else task.grown(length // train_length) if length > train_length else None
             if there is None:
                 continue
-            check_room(there, length, remedy="measure longer ones, with --lengths")
+            check_length(there, length, remedy="measure longer ones, with --lengths")
             nearest = min(length // 2, there.farthest(length)) if length > train_length else 0
             yield _Plan(there, length, grown, nearest)
 

@@ -102,13 +102,13 @@ def same_text(evaluations: Sequence[Evaluation]) -> bool:
     """Whether all are known to have read the same validation text, so that losses differ by model
     and length alone.
     """
-    return len({evaluation.text for evaluation in evaluations}) == 1 and all(e.corpus_key for e in evaluations)
+    return len({evaluation.text_key for evaluation in evaluations}) == 1 and all(e.corpus_key for e in evaluations)
 
 
 def _text_notes(entries: Sequence[Entry]) -> list[str]:
     """What the losses were measured on."""
     found = []
-    texts = {entry.evaluation.text: entry.evaluation for entry in entries}
+    texts = {entry.evaluation.text_key: entry.evaluation for entry in entries}
     for one in texts.values():
         if one.documents:
             found.append(
@@ -139,7 +139,7 @@ def _text_notes(entries: Sequence[Entry]) -> list[str]:
 
 
 def _of(one: Evaluation, entries: Sequence[Entry]) -> str:
-    names = [entry.info.name for entry in entries if entry.evaluation.text == one.text]
+    names = [entry.info.name for entry in entries if entry.evaluation.text_key == one.text_key]
     return f" ({', '.join(names)})" if len(names) < len(entries) else ""
 
 
