@@ -25,7 +25,7 @@ from softfocus.lab.run_folder.provenance import cores
 from softfocus.lab.studies import pool
 from softfocus.lab.studies.jobs import LOGS, TRAINING, Job, is_trained, missing_lines, plan_jobs, refuse_failed
 from softfocus.lab.studies.screen import clock
-from softfocus.lab.train import fits
+from softfocus.lab.train.memory import check_memory
 
 TRIAL = 4
 """Steps of each row that are timed for the estimate; the first, which sets things up, does not
@@ -204,8 +204,8 @@ def train_all(
         refuse_in_use(folder)
     found = plan_jobs(folder, plan, labels or [recipe.name for recipe in plan], overwrite=overwrite)
     left = [job for job in found if job.status == "waiting"]
-    workers = min(jobs or fits.workers(), max(1, len(left)))  # they share the cores
-    fits.check_memory([job.recipe for job in left], workers, processes)
+    workers = min(jobs or _default_jobs(), max(1, len(left)))  # they share the cores
+    check_memory([job.recipe for job in left], workers, processes)
     if any("tasks" in job.recipe.evaluate.also for job in left):
         from softfocus.lab.evaluate import tasks
 
@@ -224,6 +224,13 @@ def train_all(
         check_room(folder, expected.bytes, "{} are needed", "free some space, or choose another disk with --out")
         pool.work(folder, found, workers=workers, overwrite=overwrite, console=console, processes=processes)
     return found
+
+
+def _default_jobs() -> int:
+    """Runs at a time, unless it is said: one on a GPU, else as many as there are cores."""
+    import torch
+
+    return 1 if torch.cuda.is_available() else cores()
 
 
 def estimate(
