@@ -182,9 +182,9 @@ def _attend(
             and not _decodes(module, query, mask)
         ):
             raise ValueError(
-                f"window: {type(module).__name__} is not causal and hands over {query.shape[2]} queries and "
-                f"{key.shape[2]} "
-                "keys, as cross-attention does; a window needs queries and keys at the same positions. Leave it out"
+                f"window: {type(module).__name__} is not causal and hands over {query.shape[2]} queries "
+                f"and {key.shape[2]} keys, as cross-attention does; a window needs queries and keys at the same "
+                "positions. Leave it out"
             )
         if mask is not None:
             mask, window = _windowed(mask[..., -key.shape[2] :], query.shape[2], window), None

@@ -125,9 +125,8 @@ def _parse(entry: Any) -> Layout:
     known = isinstance(entry, dict) and isinstance(entry.get("mechanism"), dict)
     if not known or not isinstance(entry.get("learned"), dict) or not set(entry["learned"]) <= set(LEARNABLE):
         raise ValueError(
-            "config.softfocus: expected {'mechanism': {...}, 'learned': {...}} or {'layout': "
-            "{...}} as softfocus.hf.use() "
-            f"writes it, with learned parameters among {', '.join(LEARNABLE)}; got {entry!r}"
+            "config.softfocus: expected {'mechanism': {...}, 'learned': {...}} or {'layout': {...}} "
+            f"as softfocus.hf.use() writes it, with learned parameters among {', '.join(LEARNABLE)}; got {entry!r}"
         )
     mechanism = Mechanism.from_dict(entry["mechanism"])
     return Layout.alike(Heads(mechanism=mechanism, parameters=tuple(entry["learned"].items())))
