@@ -138,15 +138,11 @@ def layout_of(config: PreTrainedConfig) -> Layout | None:
     return None if entry is None else entry.layout
 
 
-def layouts(config: PreTrainedConfig, path: str = "") -> dict[str, Layout]:
+def layouts(config: PreTrainedConfig) -> dict[str, Layout]:
     """What a config and those inside it run, by their place in it: "" is the outermost,
     "text_config" one inside.
     """
-    found = {} if (own := layout_of(config)) is None else {path: own}
-    for key in config.sub_configs:
-        if isinstance(inner := getattr(config, key, None), PreTrainedConfig):
-            found |= layouts(inner, f"{path}.{key}".removeprefix("."))
-    return found
+    return {path: layout for path, inner in _places(config) if (layout := layout_of(inner)) is not None}
 
 
 def layer_of(module: Any) -> Layer | None:
@@ -157,10 +153,15 @@ def layer_of(module: Any) -> Layer | None:
 
 def tree(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
     """A config and, for composite models, the configs inside it."""
-    yield config
+    return (inner for _, inner in _places(config))
+
+
+def _places(config: PreTrainedConfig, path: str = "") -> Iterator[tuple[str, PreTrainedConfig]]:
+    """The configs of :func:`tree` with their places."""
+    yield path, config
     for key in config.sub_configs:
         if isinstance(inner := getattr(config, key, None), PreTrainedConfig):
-            yield from tree(inner)
+            yield from _places(inner, f"{path}.{key}".removeprefix("."))
 
 
 def write(config: PreTrainedConfig, layout: Layout) -> None:
