@@ -39,6 +39,7 @@ from softfocus.lab.evaluate.tasks import TASKS, answer
 from softfocus.lab.progress import silent
 from softfocus.lab.recipes import loading
 from softfocus.lab.recipes.recipe import Recipe
+from softfocus.lab.report.figure import save_png
 from softfocus.lab.run_folder.files import load_run
 from softfocus.lab.run_folder.results import WRONG, Bucket, Setting, default_settings, json_text
 from softfocus.lab.studies import study
@@ -517,7 +518,7 @@ def test_a_page_of_what_is_measured_sample_by_sample(made: Any, tmp_path: Path) 
         assert said in shown
     assert page.standing(claim, "gpt2", None) == "not testable here"
     groups = [group for row in results.rows if (group := results.group(row)) is not None]
-    figure.save(figure.draw(groups, title="t"), tmp_path / "figure.png")
+    save_png(figure.draw(groups, title="t"), tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 1000
 
 

@@ -20,6 +20,7 @@ from softfocus.lab.claims.verdict import judge
 from softfocus.lab.evaluate.means import Estimate, Mean, estimate
 from softfocus.lab.inspect.results import Row as Attention
 from softfocus.lab.inspect.results import Value
+from softfocus.lab.report.figure import save_png
 from softfocus.lab.run_folder.results import Classification, RecallRow, TaskRow, Tasks
 
 SIZES = (100_000, 200_000, 400_000, 800_000)
@@ -236,7 +237,7 @@ def test_a_page_has_the_power_laws_and_their_figure(by_size: Any, tmp_path: Path
     assert "![Loss over size](made-up/toy/sizes.png)" in text
     both = families(found, made.first(Saves))  # type: ignore[arg-type]
     assert both is not None
-    figure.save(figure.draw_sizes(both, title="t"), tmp_path / "sizes.png")
+    save_png(figure.draw_sizes(both, title="t"), tmp_path / "sizes.png")
     assert (tmp_path / "sizes.png").stat().st_size > 5_000
 
 
@@ -380,7 +381,7 @@ def test_a_page_shows_what_was_noted_over_training(curves: Any, tmp_path: Path) 
     drawn = figure.draw_training(found, title="t")
     assert [panel.get_title("left") for panel in drawn.axes] == ["validation loss", "gradient of the query projections"]
     assert [len(panel.lines) for panel in drawn.axes] == [6, 6]
-    figure.save(drawn, tmp_path / "training.png")
+    save_png(drawn, tmp_path / "training.png")
     assert (tmp_path / "training.png").stat().st_size > 5_000
 
 
@@ -408,7 +409,7 @@ def test_loss_and_gradient_over_the_power(a_run: Any, tmp_path: Path) -> None:
     assert means.get_ydata().tolist() == pytest.approx([2.0, 3.0, 5.0, 17.0, 33.0])
     largest = [line for line in drawn.axes[-1].lines if line.get_label() == "largest after the warm-up"]
     assert largest[0].get_ydata().tolist() == pytest.approx([2.0, 3.0, 5.0, 17.0, 33.0])
-    figure.save(drawn, tmp_path / "powers.png")
+    save_png(drawn, tmp_path / "powers.png")
     assert (tmp_path / "powers.png").stat().st_size > 5_000
     made = claim(found.rows, 'kind = "trains"\nrow = "lssa_1"')
     assert "over the power](made-up/toy/powers.png)" in page.page(made, {"toy": found})

@@ -15,12 +15,13 @@ from rich.console import Console
 from softfocus.catalog import named
 from softfocus.lab.bench import memory, parity, subjects, timing
 from softfocus.lab.bench.cells import WHATS, Cell, Function, What, call, make
-from softfocus.lab.bench.figure import save_figure
+from softfocus.lab.bench.figure import figure
 from softfocus.lab.bench.results import FIGURE, RESULTS, Benchmark, CellResult, Memory, SubjectResult, save_benchmark
 from softfocus.lab.bench.screen import Screen
 from softfocus.lab.bench.subjects import YARDSTICK, Subject
 from softfocus.lab.errors import LabError, UsageError, did_you_mean, first_line
 from softfocus.lab.progress import say
+from softfocus.lab.report.figure import save_png
 from softfocus.lab.run_folder import provenance
 
 Tell = Callable[[Cell, str], None]
@@ -150,7 +151,7 @@ def _run(plan: Plan, out: Path, console: Console) -> Benchmark:
             _forget(plan.device)
     found.finished = datetime.now(UTC)
     save_benchmark(out, found)
-    save_figure(found, out / FIGURE)
+    save_png(figure(found), out / FIGURE, dpi=150)
     say(console, f"{out / RESULTS}, {out / FIGURE}")
     return found
 

@@ -111,25 +111,15 @@ def compare_recall(
         )
     report = RecallReport(title=title, created=now(), notes=[*remarks, *_notes(groups)], runs=entries)
     write_atomically(out / RESULTS, json_text(report))
-    first = entries[0].recall
-    panels = []
+    first, panels = entries[0].recall, []
+    chance = first.rows[0].chance
     for (_, name), lines in zip(_PANELS, drawn, strict=True):
         if lines:
-            heads = {
-                float(length): f"{length / first.train_length:g}x\n{length:,}"
-                for length in sorted({int(point.at) for line in lines for point in line.points})
-            }
-            console.print(
-                curve_table(
-                    f"Right answers, lengthened by {name}; chance is {chance_text(first.rows[0].chance)}",
-                    "",
-                    lines,
-                    heads,
-                )
-            )
-            panels.append(
-                Panel(f"sequence length (tokens), {name}", "share of right answers", lines, first.rows[0].chance)
-            )
+            lengths = sorted({int(point.at) for line in lines for point in line.points})
+            heads = {float(length): f"{length / first.train_length:g}x\n{length:,}" for length in lengths}
+            heading = f"Right answers, lengthened by {name}; chance is {chance_text(chance)}"
+            console.print(curve_table(heading, "", lines, heads))
+            panels.append(Panel(f"sequence length (tokens), {name}", "share of right answers", lines, chance))
     for note in report.notes:
         say(console, f"Note: {note}", wrap=True)
     save_curves(panels, out / FIGURE, title="\n".join([title, *_errors(groups)]), train_length=first.train_length)
