@@ -23,13 +23,13 @@ class LabError(Exception):
         remedy: what to do about it ("name the field with text_field").
     """
 
+    exit_code = 1
+
     def __init__(self, what: str, remedy: str) -> None:
         # Both go to Exception, so that the error survives pickling between processes
         super().__init__(what, remedy)
         self.what = what
         self.remedy = remedy
-
-    exit_code = 1
 
     def __str__(self) -> str:
         return " ".join(f"{self.what}; {self.remedy}".split())

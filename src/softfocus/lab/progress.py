@@ -61,6 +61,18 @@ def say(console: Console, text: str, *, style: str = "", wrap: bool = False) -> 
     console.print(text, style=style, markup=False, highlight=False, soft_wrap=not wrap)
 
 
+def preparing(run: str, message: str, share: float | None) -> Event:
+    """A "prepare" event, in per cent.
+
+    Args:
+        run: the run's name.
+        message: what is being done.
+        share: of it that is done, 0 to 1; None where the end is not known.
+    """
+    done, total = (0, 0) if share is None else (round(100 * share), 100)
+    return Event(kind="prepare", run=run, message=message, done=done, total=total)
+
+
 def silent(event: Event) -> None:
     """The listener that shows nothing."""
 

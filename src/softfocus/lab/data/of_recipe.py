@@ -24,15 +24,13 @@ from softfocus.lab.data.tasks import Mqar, Passkey, Task, digest, random_for
 from softfocus.lab.data.tokens import TokenStore, default_cache, plan_of, prepare
 from softfocus.lab.data.windows import EvaluationWindows, TaskWindows, TrainingWindows
 from softfocus.lab.errors import LabError
-from softfocus.lab.progress import Event, Listener, silent
+from softfocus.lab.progress import Listener, preparing, silent
 from softfocus.lab.recipes.data import MATTER
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.run_folder.files import MODEL, to_train_again
 from softfocus.lab.run_folder.results import RunInfo
 
 _log = logging.getLogger(__name__)
-
-PERCENT = 100
 
 
 @dataclass(frozen=True)
@@ -246,8 +244,4 @@ def _tokens(recipe: Recipe, listener: Listener) -> TokenStore:
     not depend on train.seed: runs with several seeds share their data.
     """
 
-    def tell(what: str, share: float | None) -> None:
-        done, total = (0, 0) if share is None else (round(PERCENT * share), PERCENT)
-        listener(Event(kind="prepare", run=recipe.name, message=what, done=done, total=total))
-
-    return prepare(recipe.data, progress=tell)
+    return prepare(recipe.data, progress=lambda what, share: listener(preparing(recipe.name, what, share)))

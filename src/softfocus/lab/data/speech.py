@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from softfocus.lab.data.samples import HeldOut, InOrder, Inputs, Passes, WithoutTokens, folders_of, hold_out
 from softfocus.lab.data.tasks import IGNORED, random_for
 from softfocus.lab.errors import LabError
-from softfocus.lab.progress import Event, Listener
+from softfocus.lab.progress import Listener, preparing
 from softfocus.lab.recipes.data import SpeechTable
 from softfocus.lab.recipes.recipe import Recipe
 
@@ -234,8 +234,7 @@ class LibriSpeech(WithoutTokens):
             else:
                 found.append((path, text))
             if number % 1000 == 0:
-                name, what = self.recipe.name, "reading lengths"
-                self.listener(Event(kind="prepare", run=name, message=what, done=number, total=len(lines)))
+                self.listener(preparing(self.recipe.name, "reading lengths", number / len(lines)))
         if longer:
             what = f"are longer than {seconds:g} seconds and left out"
             _log.warning("%s: %d of %d utterances %s", folder, longer, len(lines), what)
