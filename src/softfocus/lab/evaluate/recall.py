@@ -179,11 +179,7 @@ def _left(
 ) -> tuple[Recall, list[_Plan]]:
     """What recall.json holds, and what is still to be measured."""
     plans = list(_plans(task, sorted(set(lengths)), info.train_length))
-    fresh = Recall(
-        **info.named,
-        task=digest(task),
-        rows=[],
-    )
+    fresh = Recall(**info.named, task=digest(task), rows=[])
     found = with_rows_so_far(folder, fresh)
     there = {row.key for row in found.rows}
     return found, [plan for plan in plans if (plan.length, plan.grown, window, sequences) not in there]

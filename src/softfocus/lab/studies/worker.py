@@ -147,10 +147,7 @@ def _is_first() -> bool:
 
 
 def _teller(phase: Phase, out: TextIO) -> Listener:
-    def tell(event: Event) -> None:
-        _say(out, to_line(phase, event))
-
-    return tell
+    return lambda event: _say(out, to_line(phase, event))
 
 
 def _fail(out: TextIO, message: str) -> int:
