@@ -245,7 +245,7 @@ def test_speech_by_hand(runs: Any) -> None:
     [("kitten", "sitting", 3), ("", "abc", 3), ("abc", "", 3), ("abc", "abc", 0), ("flaw", "lawn", 2), ("ab", "ba", 2)],
 )
 def test_edits_are_levenshteins(one: str, other: str, count: int) -> None:
-    assert objective.edits(one, other) == objective.edits(other, one) == count
+    assert objective.edit_distance(one, other) == objective.edit_distance(other, one) == count
 
 
 def test_hiding_tokens() -> None:

@@ -36,9 +36,7 @@ class LabError(Exception):
 
 
 class UsageError(LabError):
-    """An option of the command line that cannot be read: wrong use, where a LabError is a
-    failure.
-    """
+    """Wrong use: an option of the command line that cannot be read. A LabError is a failure."""
 
     exit_code = 2
 
@@ -48,7 +46,7 @@ class Diverged(LabError):
 
 
 class Interrupted(LabError):
-    """Somebody stopped the work; what is said to do goes on with it."""
+    """Somebody stopped the work. The remedy says how to go on with it."""
 
 
 def first_line(error: BaseException) -> str:

@@ -1,6 +1,4 @@
-"""How long work tells what it is doing: events to a callback, and a callback that shows them as a
-progress bar.
-"""
+"""Progress: events that work hands to a callback, and a callback that shows them as a bar."""
 
 import math
 import time
@@ -134,9 +132,7 @@ class Display:
                 self._bar.stop()
 
     def __call__(self, event: Event) -> None:
-        """Show an event. A terminal that is gone, or a log without room, does not end what is told
-        of.
-        """
+        """Show an event. A terminal that is gone, or a full disk, does not stop the work."""
         with suppress(OSError):
             self._tell(event)
 

@@ -60,7 +60,7 @@ def test_a_run_whose_configuration_is_damaged_is_not_finished(
     save_measured(run, Evaluation(**info.named, vocabulary=info.vocabulary, tokens=64, rows=[]))
     (run / MODEL / "config.json").write_text(text)
     with pytest.raises(LabError, match=r"model is damaged \(config\.json cannot be read\); put the file back .* train"):
-        worker.possible(recipe, run)
+        worker.possible_settings(recipe, run)
     (job,) = plan_jobs(tmp_path, [recipe], ["a"])
     assert job.status == "waiting"
 

@@ -25,7 +25,7 @@ from softfocus.lab.data.tokens import TokenStore, default_cache, plan_of, prepar
 from softfocus.lab.data.windows import EvaluationWindows, TaskWindows, TrainingWindows
 from softfocus.lab.errors import LabError
 from softfocus.lab.progress import Listener, preparing, silent
-from softfocus.lab.recipes.data import MATTER
+from softfocus.lab.recipes.data import TRAINED_ON
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.run_folder.files import MODEL, to_train_again
 from softfocus.lab.run_folder.results import RunInfo
@@ -184,7 +184,8 @@ def refuse_without_text(recipe: Recipe) -> None:
     if kind != "text":
         command = "recall" if kind == "task" else "evaluate"
         raise LabError(
-            f"{recipe.name} is trained on {MATTER[kind]} and not on text", f"measure it with `softfocus {command} RUN`"
+            f"{recipe.name} is trained on {TRAINED_ON[kind]} and not on text",
+            f"measure it with `softfocus {command} RUN`",
         )
 
 

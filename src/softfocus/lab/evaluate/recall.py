@@ -21,7 +21,7 @@ from softfocus.lab.errors import LabError
 from softfocus.lab.evaluate.forward import has_plain_head, open_run
 from softfocus.lab.evaluate.means import Mean
 from softfocus.lab.progress import Event, Listener, silent
-from softfocus.lab.recipes.data import MATTER
+from softfocus.lab.recipes.data import TRAINED_ON
 from softfocus.lab.recipes.loading import load
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.run_folder.files import RECIPE, load_run, measures, save_measured, with_rows_so_far
@@ -159,7 +159,7 @@ def _task(folder: Path, recipe: Recipe) -> Asking:
         return task
     if recipe.data.kind != "text":
         raise LabError(
-            f"{folder} was trained on {MATTER[recipe.data.kind]}, and this is for models that go on with a text",
+            f"{folder} was trained on {TRAINED_ON[recipe.data.kind]}, and this is for models that go on with a text",
             f"measure it with `softfocus evaluate {folder}`",
         )
     encode = Encoder(models.load_tokenizer(folder))

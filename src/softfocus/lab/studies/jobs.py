@@ -24,7 +24,7 @@ from softfocus.lab.run_folder.files import (
     load_run,
 )
 from softfocus.lab.run_folder.results import Evaluation, Induction, Recall
-from softfocus.lab.studies.worker import possible
+from softfocus.lab.studies.worker import possible_settings
 
 LOGS = "logs"
 
@@ -181,7 +181,7 @@ def _is_finished(job: Job) -> bool:
 def _is_evaluated(job: Job, tokens: int) -> bool:
     """Whether evaluation.json, of so many tokens, holds all losses; it is then put into the job."""
     found, wanted = load_measured(job.folder, Evaluation), job.recipe.evaluate.tokens
-    planned = {(length, setting) for length in job.lengths for setting in possible(job.recipe, job.folder)}
+    planned = {(length, setting) for length in job.lengths for setting in possible_settings(job.recipe, job.folder)}
     # Runs are compared on the same text. Early evaluations do not say how many tokens were wanted
     same_text = tokens == wanted and found.longest in (0, max(job.lengths)) and found.asked in (0, wanted)
     if not same_text or not planned <= {(row.length, row.setting) for row in found.rows}:

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from softfocus.lab.errors import LabError, UsageError, did_you_mean, first_mistake
 from softfocus.lab.progress import say, silent
-from softfocus.lab.recipes.data import MATTER, Table
+from softfocus.lab.recipes.data import TRAINED_ON, Table
 from softfocus.lab.recipes.loading import LAB, derive, merged, shipped_in
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.report.compare import Comparison, compare
@@ -113,7 +113,7 @@ def recipes(
             changes = merged(merged(study.common, own), {"train": {"seed": seed}})
             found.append(derive(row.get("base", study.base), f"{name}-s{seed}", changes, near))
     if len(kinds := {recipe.data.kind for recipe in found}) > 1:
-        what = " and some on ".join(MATTER[kind] for kind in sorted(kinds, reverse=True))
+        what = " and some on ".join(TRAINED_ON[kind] for kind in sorted(kinds, reverse=True))
         raise LabError(f"some rows are trained on {what}", "make a study of each")
     return found
 
