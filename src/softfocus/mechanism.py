@@ -92,9 +92,8 @@ class Mechanism:
             object.__setattr__(self, "power", float(self.power))
             if self.normaliser != "l1" or self.phi in SIGNED_PHI:
                 raise ValueError(
-                    f"Mechanism: power={self.power:g} re-weights rows that sum to one, "
-                    f"which needs normaliser='l1' and a "
-                    f"non-negative phi; got normaliser={self.normaliser!r}, phi={self.phi!r}"
+                    f"Mechanism: power={self.power:g} re-weights rows that sum to one, which needs normaliser='l1' "
+                    f"and a non-negative phi; got normaliser={self.normaliser!r}, phi={self.phi!r}"
                 )
         self._check_laser()
         object.__setattr__(self, "code", json.dumps(self.to_dict(), sort_keys=True))
@@ -197,9 +196,8 @@ def sharpened(mechanism: Mechanism, power: float) -> Mechanism:
     """
     if _algebra(mechanism).power is not None:
         raise ValueError(
-            f"sharpened: the mechanism is re-weighted already, with power {mechanism.power:g}, "
-            f"and the algebra has one power; "
-            "start from the mechanism without it (lssa, not lssar), or change the power with .replace(power=...)"
+            f"sharpened: the mechanism is re-weighted already, with power {mechanism.power:g}, and the algebra has one "
+            "power; start from the mechanism without it (lssa, not lssar), or change the power with .replace(power=...)"
         )
     if power is None:
         raise ValueError("sharpened: got power None, expected a number in [1, 100]")

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from softfocus.lab.evaluate.heads import name as heads_name
+from softfocus.lab.evaluate.heads import head_name
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.report.points import cell
 from softfocus.lab.report.results import read_as
@@ -78,7 +78,7 @@ def heads_table() -> str:
     rows = []
     for run, name in names.items():
         base, whole, ((row, gain), *_) = disturbed(run)
-        rows.append([name, f"{base:.3f}", heads_name(row.layer, row.head), shown(gain), shown(whole)])
+        rows.append([name, f"{base:.3f}", head_name(row.layer, row.head), shown(gain), shown(whole)])
     header = "model", "loss at 16x", "the most disturbed head", "its window takes off", "that of all heads takes off"
     return table(header, rows)
 

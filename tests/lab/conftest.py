@@ -246,11 +246,11 @@ def early() -> Callable[[Path], None]:
 
 @pytest.fixture
 def workers_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The workers of a crew run in this process, each to its end before the next. A process of its
+    """The workers of a study run in this process, each to its end before the next. A process of its
     own takes five seconds of a core to start; test_demo.py has them. Returns the recipes' paths,
     filled as they run.
     """
-    from softfocus.lab.studies import crew, worker
+    from softfocus.lab.studies import pool, worker
 
     ran: list[str] = []
 
@@ -270,5 +270,5 @@ def workers_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     names = ("PIPE", "DEVNULL", "TimeoutExpired")
     like = SimpleNamespace(Popen=Worker, **{name: getattr(subprocess, name) for name in names})
-    monkeypatch.setattr(crew, "subprocess", like)
+    monkeypatch.setattr(pool, "subprocess", like)
     return ran

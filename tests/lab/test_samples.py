@@ -35,7 +35,7 @@ from softfocus.lab.report.points import best, cell, singles
 from softfocus.lab.report.results import Report
 from softfocus.lab.run_folder.files import MODEL, load_run
 from softfocus.lab.run_folder.results import AS_TRAINED, WRONG
-from softfocus.lab.studies import crew
+from softfocus.lab.studies.jobs import plan_jobs
 from softfocus.lab.studies.study import _trial
 from softfocus.lab.train.run import train
 
@@ -245,7 +245,7 @@ def test_speech_by_hand(runs: Any) -> None:
     [("kitten", "sitting", 3), ("", "abc", 3), ("abc", "", 3), ("abc", "abc", 0), ("flaw", "lawn", 2), ("ab", "ba", 2)],
 )
 def test_edits_are_levenshteins(one: str, other: str, count: int) -> None:
-    assert objective.edits(one, other) == objective.edits(other, one) == count
+    assert objective.edit_distance(one, other) == objective.edit_distance(other, one) == count
 
 
 def test_hiding_tokens() -> None:
@@ -298,9 +298,9 @@ def test_a_run_that_is_measured_is_finished(name: str, runs: Any) -> None:
     """So that a study or a claim that is started again goes on with the others."""
     recipe = tiny_recipe(name, "model.mechanism=laser", f"name={name}")
     (runs(name) / "evaluation.json").unlink(missing_ok=True)
-    assert crew.plan(runs(name).parent, [recipe], ["it"])[0].status == "waiting"
+    assert plan_jobs(runs(name).parent, [recipe], ["it"])[0].status == "waiting"
     evaluate_samples(runs(name))
-    assert crew.plan(runs(name).parent, [recipe], ["it"])[0].status == "finished"
+    assert plan_jobs(runs(name).parent, [recipe], ["it"])[0].status == "finished"
 
 
 def test_runs_are_compared(runs: Any, tmp_path: Path) -> None:

@@ -141,8 +141,7 @@ def use(target: Target, mechanism: str | Mechanism | Mapping[Any, Any] | Layout,
     _sharing.separate(target)
     with _as_it_was_after_an_error(target):
         for module in modules:
-            for name in _learned.names():
-                module._parameters.pop(name, None)
+            _learned.take_off(module)
         _put(target, layout)
     _sharing.warn_unsaved(target)
     return target
@@ -298,15 +297,14 @@ def _as_it_was_after_an_error(target: PreTrainedModel | PreTrainedConfig) -> Ite
     """
     configs = [(config, _config.state(config)) for config in _configs(target)]
     modules = list(_learned.attention_modules(target)) if isinstance(target, PreTrainedModel) else []
-    learned = [{n: p for n, p in module._parameters.items() if n in _learned.names()} for module in modules]
+    learned = [dict(module._parameters) for module in modules]
     try:
         yield
     except BaseException:
         for config, before in configs:
             _config.restore(config, before)
         for module, parameters in zip(modules, learned, strict=True):
-            for name in _learned.names():
-                module._parameters.pop(name, None)
+            _learned.take_off(module)
             module._parameters.update(parameters)
         if isinstance(target, PreTrainedModel):
             _learned.equip_all(target)

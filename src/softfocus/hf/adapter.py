@@ -15,7 +15,7 @@ from softfocus.hf.learned import parameter_of
 from softfocus.hf.masks import EAGER, expected_by
 from softfocus.hf.rotary import at_first_window
 from softfocus.hf.watch import Call, listeners
-from softfocus.layout import Heads
+from softfocus.layout import Heads, Layer
 from softfocus.mechanism import default_scale
 from softfocus.visibility import document_ids_from_lengths
 
@@ -105,13 +105,7 @@ def attention_forward(
         position_bias = position_bias if position_bias is None else position_bias[..., :query_length]
     documents = _documents(module, kwargs.get("cu_seq_lens_q"), query, key, decodes)
     total, shared = query.shape[1], query.shape[1] // key.shape[1]
-    if total != sum(group.heads or total for group in layer):
-        raise ValueError(
-            f"{type(module).__name__} hands over {total} query heads, and its layout describes "
-            f"{[g.heads for g in layer]}; a layout by heads needs all heads of a layer in one call"
-        )
-    if len(layer) > 1 and (odd := [group.heads for group in layer if (group.heads or 0) % shared]):
-        raise ValueError(f"heads: got {odd[0]}, expected a multiple of {shared}: so many query heads share a key head")
+    _refuse_other_heads(module, layer, total, shared)
     outs, start = [], 0
     for number, group in enumerate(layer):
         heads = slice(start, start + (group.heads or total))
@@ -182,9 +176,9 @@ def _attend(
             and not _decodes(module, query, mask)
         ):
             raise ValueError(
-                f"window: {type(module).__name__} is not causal and hands over {query.shape[2]} queries and "
-                f"{key.shape[2]} "
-                "keys, as cross-attention does; a window needs queries and keys at the same positions. Leave it out"
+                f"window: {type(module).__name__} is not causal and hands over {query.shape[2]} queries "
+                f"and {key.shape[2]} keys, as cross-attention does; a window needs queries and keys at the same "
+                "positions. Leave it out"
             )
         if mask is not None:
             mask, window = _windowed(mask[..., -key.shape[2] :], query.shape[2], window), None
@@ -287,6 +281,19 @@ def _refuse(module: nn.Module, kwargs: dict[str, Any]) -> None:
             "softfocus.hf.watch() shows the query and key of each layer, and softfocus.weights() their "
             "weights, for the rows that you choose."
         )
+
+
+def _refuse_other_heads(module: nn.Module, layer: Layer, total: int, shared: int) -> None:
+    """Refuse groups of heads that are not all query heads of a call, or part those that share a key
+    head.
+    """
+    if total != sum(group.heads or total for group in layer):
+        raise ValueError(
+            f"{type(module).__name__} hands over {total} query heads, and its layout describes "
+            f"{[g.heads for g in layer]}; a layout by heads needs all heads of a layer in one call"
+        )
+    if len(layer) > 1 and (odd := [group.heads for group in layer if (group.heads or 0) % shared]):
+        raise ValueError(f"heads: got {odd[0]}, expected a multiple of {shared}: so many query heads share a key head")
 
 
 def _documents(

@@ -125,9 +125,8 @@ def _parse(entry: Any) -> Layout:
     known = isinstance(entry, dict) and isinstance(entry.get("mechanism"), dict)
     if not known or not isinstance(entry.get("learned"), dict) or not set(entry["learned"]) <= set(LEARNABLE):
         raise ValueError(
-            "config.softfocus: expected {'mechanism': {...}, 'learned': {...}} or {'layout': "
-            "{...}} as softfocus.hf.use() "
-            f"writes it, with learned parameters among {', '.join(LEARNABLE)}; got {entry!r}"
+            "config.softfocus: expected {'mechanism': {...}, 'learned': {...}} or {'layout': {...}} "
+            f"as softfocus.hf.use() writes it, with learned parameters among {', '.join(LEARNABLE)}; got {entry!r}"
         )
     mechanism = Mechanism.from_dict(entry["mechanism"])
     return Layout.alike(Heads(mechanism=mechanism, parameters=tuple(entry["learned"].items())))
@@ -139,15 +138,11 @@ def layout_of(config: PreTrainedConfig) -> Layout | None:
     return None if entry is None else entry.layout
 
 
-def layouts(config: PreTrainedConfig, path: str = "") -> dict[str, Layout]:
+def layouts(config: PreTrainedConfig) -> dict[str, Layout]:
     """What a config and those inside it run, by their place in it: "" is the outermost,
     "text_config" one inside.
     """
-    found = {} if (own := layout_of(config)) is None else {path: own}
-    for key in config.sub_configs:
-        if isinstance(inner := getattr(config, key, None), PreTrainedConfig):
-            found |= layouts(inner, f"{path}.{key}".removeprefix("."))
-    return found
+    return {path: layout for path, inner in _places(config) if (layout := layout_of(inner)) is not None}
 
 
 def layer_of(module: Any) -> Layer | None:
@@ -158,10 +153,15 @@ def layer_of(module: Any) -> Layer | None:
 
 def tree(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
     """A config and, for composite models, the configs inside it."""
-    yield config
+    return (inner for _, inner in _places(config))
+
+
+def _places(config: PreTrainedConfig, path: str = "") -> Iterator[tuple[str, PreTrainedConfig]]:
+    """The configs of :func:`tree` with their places."""
+    yield path, config
     for key in config.sub_configs:
         if isinstance(inner := getattr(config, key, None), PreTrainedConfig):
-            yield from tree(inner)
+            yield from _places(inner, f"{path}.{key}".removeprefix("."))
 
 
 def write(config: PreTrainedConfig, layout: Layout) -> None:

@@ -96,9 +96,10 @@ def heads(module: nn.Module) -> int:
     )
 
 
-def names() -> list[str]:
-    """What the parameters are called."""
-    return [PREFIX + argument for argument in LEARNABLE]
+def take_off(module: nn.Module) -> None:
+    """Take the parameters off an attention module, where it has them."""
+    for argument in LEARNABLE:
+        module._parameters.pop(PREFIX + argument, None)
 
 
 def equip(module: nn.Module) -> None:

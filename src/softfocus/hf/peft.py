@@ -150,8 +150,8 @@ def _refuse_another(name: str, trained_on: dict[str, Any] | None, runs: dict[str
         return
     raise ValueError(
         f"adapter {name!r} was trained on a model that runs {_text(trained_on)}; this one runs {_text(runs)}. "
-        f"Load the model "
-        "that it was trained on, or put the same mechanism in with softfocus.hf.use() before the adapter is loaded."
+        "Load the model that it was trained on, or put the same mechanism in with softfocus.hf.use() before the "
+        "adapter is loaded."
     )
 
 

@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from softfocus._version import __version__
+from softfocus.lab.errors import first_line
 from softfocus.lab.run_folder import provenance
 from softfocus.lab.run_folder.results import Machine
 
@@ -47,7 +48,7 @@ def examine() -> Findings:
     """Look at everything. Needs the lab extra; a missing or unsuitable package is a finding, not an
     error.
     """
-    checks = [*_packages()]
+    checks = _packages()
     device = "cpu"
     if importlib.util.find_spec("torch"):
         found, device = _device()
@@ -97,20 +98,17 @@ def _packages() -> list[Check]:
         seen.add(wanted.name)
         extra = f"[{extras[0]}]" if extras[0] else ""
         install = f"pip install 'softfocus{extra}', or in a checkout pip install -e '.{extra}'"
+        status: Status = "fail"
         try:
-            version = metadata.version(wanted.name)
+            finding = metadata.version(wanted.name)
         except metadata.PackageNotFoundError:
-            check = Check(topic="packages", name=wanted.name, status="fail", finding="not installed", remedy=install)
+            finding = "not installed"
         else:
-            fits = wanted.specifier.contains(version, prereleases=True)
-            check = Check(
-                topic="packages",
-                name=wanted.name,
-                status="ok" if fits else "fail",
-                finding=version if fits else f"{version}, and softfocus is written for {wanted.specifier}",
-                remedy="" if fits else install,
-            )
-        found.append(check)
+            if wanted.specifier.contains(finding, prereleases=True):
+                status, install = "ok", ""
+            else:
+                finding += f", and softfocus is written for {wanted.specifier}"
+        found.append(Check(topic="packages", name=wanted.name, status=status, finding=finding, remedy=install))
     return found
 
 
@@ -124,13 +122,12 @@ def _device() -> tuple[list[Check], str]:
         return [Check(topic="device", name="cuda", status="ok", finding=finding)], "cuda"
     threads = f"{torch.get_num_threads()} threads on {provenance.cores()} cores"
     checks = [Check(topic="device", name="cpu", status="ok", finding=threads)]
+    why, remedy = "torch sees no CUDA device", "if there is one, see what nvidia-smi says"
     if torch.version.cuda is None:
         why, remedy = (
             "this build of torch is without CUDA",
             "for a GPU, install torch from https://pytorch.org/get-started",
         )
-    else:
-        why, remedy = "torch sees no CUDA device", "if there is one, see what nvidia-smi says"
     return [*checks, Check(topic="device", name="cuda", status="note", finding=why, remedy=remedy)], "cpu"
 
 
@@ -150,10 +147,9 @@ def _backends(device: str) -> list[Check]:
             explanation = account(call, "auto")
         for name, why in explanation.reasons.items():
             runs = name == explanation.backend
+            status: Status = "ok" if runs else "note"
             finding = f"{'runs' if runs else 'not taken'}: {why}"
-            found.append(
-                Check(topic=f"backends, {mechanism}", name=name, status="ok" if runs else "note", finding=finding)
-            )
+            found.append(Check(topic=f"backends, {mechanism}", name=name, status=status, finding=finding))
     return found
 
 
@@ -205,7 +201,7 @@ def agreement(device: str) -> Check:
             for name, dtype in itertools.product(names, dtypes):
                 check(partial(attention, backend="triton"), case, name, dtype, device=device)
     except Exception as error:  # compilers and drivers have exceptions of their own
-        finding = f"{name}, {dtype}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        finding = f"{name}, {dtype}: {type(error).__name__}: {first_line(error)}"
         remedy = "SOFTFOCUS_TRITON=off runs the tiled backend in their place; please report this"
         return Check(topic="kernels", name="triton", status="fail", finding=finding, remedy=remedy)
     finding = (
@@ -216,29 +212,26 @@ def agreement(device: str) -> Check:
 
 
 def _compilers() -> list[Check]:
-    found = []
     words = os.environ.get("CXX", "").split()[:1] or ("c++", "g++", "clang++", "cl")  # CXX may be "ccache g++"
     compiler = next(filter(shutil.which, words), None)
     headers = Path(sysconfig.get_path("include"), "Python.h").is_file()
     if compiler and headers:
-        found.append(Check(topic="compilers", name="C++", status="ok", finding=compiler))
+        cpp = Check(topic="compilers", name="C++", status="ok", finding=compiler)
     else:
         missing = "no C++ compiler" if not compiler else "no Python.h"
-        found.append(
-            Check(
-                topic="compilers",
-                name="C++",
-                status="note",
-                finding=f"{missing}: torch.compile cannot compile for the CPU; everything else runs without",
-                remedy="for it, install a C++ compiler and Python's headers (Debian: apt install g++ python3-dev)",
-            )
+        cpp = Check(
+            topic="compilers",
+            name="C++",
+            status="note",
+            finding=f"{missing}: torch.compile cannot compile for the CPU; everything else runs without",
+            remedy="for it, install a C++ compiler and Python's headers (Debian: apt install g++ python3-dev)",
         )
-    triton = importlib.util.find_spec("triton") is not None
-    # Asked of the module: builds go by other names where packages are counted
+    status: Status = "note"
     finding = "not installed; torch.compile and the kernels need it on a GPU"
-    if triton:
-        finding = importlib.import_module("triton").__version__
-    return [*found, Check(topic="compilers", name="triton", status="ok" if triton else "note", finding=finding)]
+    if importlib.util.find_spec("triton") is not None:
+        # Asked of the module: builds go by other names where packages are counted
+        status, finding = "ok", importlib.import_module("triton").__version__
+    return [cpp, Check(topic="compilers", name="triton", status=status, finding=finding)]
 
 
 def _disk() -> list[Check]:

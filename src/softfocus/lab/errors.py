@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 
 class LabError(Exception):
@@ -19,22 +23,20 @@ class LabError(Exception):
         remedy: what to do about it ("name the field with text_field").
     """
 
+    exit_code = 1
+
     def __init__(self, what: str, remedy: str) -> None:
         # Both go to Exception, so that the error survives pickling between processes
         super().__init__(what, remedy)
         self.what = what
         self.remedy = remedy
 
-    exit_code = 1
-
     def __str__(self) -> str:
         return " ".join(f"{self.what}; {self.remedy}".split())
 
 
 class UsageError(LabError):
-    """An option of the command line that cannot be read: wrong use, where a LabError is a
-    failure.
-    """
+    """Wrong use: an option of the command line that cannot be read. A LabError is a failure."""
 
     exit_code = 2
 
@@ -44,12 +46,18 @@ class Diverged(LabError):
 
 
 class Interrupted(LabError):
-    """Somebody stopped the work; what is said to do goes on with it."""
+    """Somebody stopped the work. The remedy says how to go on with it."""
 
 
 def first_line(error: BaseException) -> str:
     """What a library's error says, in one line."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def first_mistake(error: ValidationError) -> str:
+    """The first thing that pydantic found wrong, in one line: "train.steps: Field required"."""
+    first = error.errors()[0]
+    return ": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"])))
 
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str, prefix: str = "") -> str:

@@ -11,7 +11,7 @@ from softfocus.lab.data import tokenizer
 from softfocus.lab.data.images import COLOURED, GRAY
 from softfocus.lab.data.speech import BLANK
 from softfocus.lab.errors import LabError, did_you_mean, first_line
-from softfocus.lab.recipes.data import MATTER, Kind
+from softfocus.lab.recipes.data import TRAINED_ON, Kind
 from softfocus.lab.recipes.loading import load as load_recipe
 from softfocus.lab.recipes.recipe import ModelTable, Recipe
 from softfocus.lab.run_folder.files import MODEL, RECIPE, load_run, to_train_again
@@ -242,7 +242,7 @@ def load(folder: Path, config: Any = None, kind: Kind = "text") -> Any:
     learned = load_recipe(folder / RECIPE).data.kind
     if _CLASSES[learned] != _CLASSES[kind]:
         raise LabError(
-            f"{folder} was trained on {MATTER[learned]}, and this is for models that go on with a text",
+            f"{folder} was trained on {TRAINED_ON[learned]}, and this is for models that go on with a text",
             f"measure it with `softfocus evaluate {folder}`",
         )
     _refuse_damage(folder)

@@ -53,11 +53,10 @@ def scores(kind: Kind, model: Any, inputs: Inputs) -> Scores:
     """
     if kind == "speech":
         logits, each, lengths, frames = _transcribed(model, inputs)
-        read = [
-            _words(_heard(row[:count])) for row, count in zip(logits.argmax(-1).tolist(), frames.tolist(), strict=True)
-        ]
+        likeliest = zip(logits.argmax(-1).tolist(), frames.tolist(), strict=True)
+        read = [_words(_collapsed(row[:count])) for row, count in likeliest]
         meant = [_words([id for id in row if id != IGNORED]) for row in inputs["labels"].tolist()]
-        errors = [edits(one, other) for one, other in zip(read, meant, strict=True)]
+        errors = [edit_distance(one, other) for one, other in zip(read, meant, strict=True)]
         return Scores(each, lengths, torch.tensor(errors), torch.tensor([len(words) for words in meant]))
     logits, labels = _logits(kind, model, inputs)
     each = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none").view(len(labels), -1)
@@ -87,8 +86,8 @@ def _transcribed(model: Any, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Te
     return logits, each, lengths, frames
 
 
-def _heard(ids: Sequence[int]) -> list[int]:
-    """What CTC takes a sequence of frames for: repeats count once, and blanks not at all."""
+def _collapsed(ids: Sequence[int]) -> list[int]:
+    """The text of a sequence of frames, by CTC: repeats count once, and blanks not at all."""
     return [id for id, before in zip(ids, [BLANK, *ids], strict=False) if id not in (before, BLANK)]
 
 
@@ -97,9 +96,9 @@ def _words(ids: Sequence[int]) -> list[tuple[int, ...]]:
     return [tuple(word) for space, word in groupby(ids, lambda id: id == SPACE) if not space]
 
 
-def edits(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """How many insertions, deletions and replacements make one sequence of the other (Levenshtein's
-    distance).
+def edit_distance(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Levenshtein's: how many insertions, deletions and replacements make one sequence of the
+    other.
     """
     distances = list(range(len(other) + 1))
     for count, item in enumerate(one, start=1):

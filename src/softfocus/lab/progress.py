@@ -1,6 +1,4 @@
-"""How long work tells what it is doing: events to a callback, and a callback that shows them as a
-progress bar.
-"""
+"""Progress: events that work hands to a callback, and a callback that shows them as a bar."""
 
 import math
 import time
@@ -46,6 +44,31 @@ Listener = Callable[[Event], None]
 
 EVERY = 10.0
 """Seconds between progress lines where there is no terminal to redraw."""
+
+
+def say(console: Console, text: str, *, style: str = "", wrap: bool = False) -> None:
+    """Print a text as it is: brackets are no markup, and numbers are not coloured.
+
+    Args:
+        console: where.
+        text: what.
+        style: of rich, such as "bold".
+        wrap: break lines between words; else a long line is left to the terminal, so that paths can
+            be copied.
+    """
+    console.print(text, style=style, markup=False, highlight=False, soft_wrap=not wrap)
+
+
+def preparing(run: str, message: str, share: float | None) -> Event:
+    """A "prepare" event, in per cent.
+
+    Args:
+        run: the run's name.
+        message: what is being done.
+        share: of it that is done, 0 to 1; None where the end is not known.
+    """
+    done, total = (0, 0) if share is None else (round(100 * share), 100)
+    return Event(kind="prepare", run=run, message=message, done=done, total=total)
 
 
 def silent(event: Event) -> None:
@@ -109,22 +132,20 @@ class Display:
                 self._bar.stop()
 
     def __call__(self, event: Event) -> None:
-        """Show an event. A terminal that is gone, or a log without room, does not end what is told
-        of.
-        """
+        """Show an event. A terminal that is gone, or a full disk, does not stop the work."""
         with suppress(OSError):
             self._tell(event)
 
     def _tell(self, event: Event) -> None:
         if event.row is not None:
             row = event.row
-            self.console.print(
+            say(
+                self.console,
                 f"{event.run}: length {row.length:>7,} {row.setting.name():12} loss {row.text}",
-                highlight=False,
-                markup=False,
+                wrap=True,
             )
         elif event.kind == "row":
-            self.console.print(f"{event.run}: {event.message}", highlight=False, markup=False, soft_wrap=True)
+            say(self.console, f"{event.run}: {event.message}")
         if event.kind == "prepare":
             self._show(event.message, event.done, event.total or None, "", "%")
         elif event.kind == "step":
@@ -138,9 +159,7 @@ class Display:
             if time.monotonic() - self._told >= EVERY:
                 self._told = time.monotonic()
                 far = f"{done:,} of {total:,} {unit}" if total else ""
-                self.console.print(
-                    f"{name}: {far}  {facts}".rstrip(" :"), markup=False, highlight=False, soft_wrap=True
-                )
+                say(self.console, f"{name}: {far}  {facts}".rstrip(" :"))
             return
         if name not in self._tasks:
             self._tasks[name] = self._bar.add_task(name, total=total, facts=facts, unit=unit)

@@ -39,10 +39,11 @@ from softfocus.lab.evaluate.tasks import TASKS, answer
 from softfocus.lab.progress import silent
 from softfocus.lab.recipes import loading
 from softfocus.lab.recipes.recipe import Recipe
+from softfocus.lab.report.figure import save_png
 from softfocus.lab.run_folder.files import load_run
 from softfocus.lab.run_folder.results import WRONG, Bucket, Setting, default_settings, json_text
 from softfocus.lab.studies import study
-from softfocus.lab.train import fits
+from softfocus.lab.train import memory
 from softfocus.lab.train.run import train
 from softfocus.lab.train.trainer import WindowTrainer
 
@@ -534,7 +535,7 @@ def test_a_page_of_what_is_measured_sample_by_sample(made: Any, tmp_path: Path) 
         assert said in shown
     assert page.standing(claim, "gpt2", None) == "not testable here"
     groups = [group for row in results.rows if (group := results.group(row)) is not None]
-    figure.save(figure.draw(groups, title="t"), tmp_path / "figure.png")
+    save_png(figure.draw(groups, title="t"), tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 1000
 
 
@@ -805,7 +806,7 @@ def _not_a_number(self: WindowTrainer, model: Any, inputs: dict[str, torch.Tenso
 
 
 def test_what_cannot_fit_is_refused_before_anything_starts(two: Claim, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(fits, "_free_memory", lambda: ("this machine", 100_000))
+    monkeypatch.setattr(memory, "_free_memory", lambda: ("this machine", 100_000))
     with pytest.raises(
         LabError,
         match=r"needs at least 0\.0 GB of memory in each of 2 at a time \(activations are not counted\), and this",
@@ -823,7 +824,7 @@ def test_more_processes_than_gpus_are_refused(two: Claim, tmp_path: Path, monkey
 
 
 def test_a_training_that_cannot_fit_is_refused_before_its_corpus(tiny: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(fits, "_free_memory", lambda: ("this machine", 100_000))
+    monkeypatch.setattr(memory, "_free_memory", lambda: ("this machine", 100_000))
     monkeypatch.setattr(data, "load", lambda *_: pytest.fail("the corpus was read"))
     with pytest.raises(
         LabError, match=r"tiny needs at least .* GB of memory \(activations are not counted\), and this"
@@ -845,7 +846,7 @@ def test_what_torch_keeps_of_the_gpu_is_free(monkeypatch: Any) -> None:
         ("is_available", True), ("mem_get_info", (1000, 2000)), ("memory_reserved", 700), ("memory_allocated", 300)
     ):  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
-    assert fits._free_memory() == ("the GPU", 1400)
+    assert memory._free_memory() == ("the GPU", 1400)
 
 
 def test_shards_that_are_copied_are_counted(two: Claim, tmp_path: Path, monkeypatch: Any) -> None:
@@ -897,8 +898,8 @@ def test_the_least_memory_of_the_papers_model() -> None:
     """124 M parameters with 16 bytes each, and the logits of 32 windows of 1,024 tokens with 12."""
     recipe = recipes(claims.load("softplus-figure-1"), "gpt2", [0])[0]
     logits = 12 * 32 * 1024 * 50304
-    assert fits.least_memory(recipe) - logits == pytest.approx(16 * 124e6, rel=0.01)
-    assert fits.least_memory(recipe, 8) - logits / 8 == pytest.approx(16 * 124e6, rel=0.01)
+    assert memory.least_memory(recipe) - logits == pytest.approx(16 * 124e6, rel=0.01)
+    assert memory.least_memory(recipe, 8) - logits / 8 == pytest.approx(16 * 124e6, rel=0.01)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from softfocus.lab.claims.verdict import judge
 from softfocus.lab.evaluate.means import Estimate, Mean, estimate
 from softfocus.lab.inspect.results import Row as Attention
 from softfocus.lab.inspect.results import Value
+from softfocus.lab.report.figure import save_png
 from softfocus.lab.run_folder.results import Classification, RecallRow, TaskRow, Tasks
 
 SIZES = (100_000, 200_000, 400_000, 800_000)
@@ -66,7 +67,7 @@ def test_what_is_not_a_number_decides_nothing(value: float, error: float) -> Non
     known = not math.isnan(value + error)
     part = decide(Estimate(value, ((error, 2),), True), 0.0, "")
     assert part.verdict == (("holds" if value < 0 else "fails") if known else "inconclusive")
-    assert math.isnan(part.chance) is not known
+    assert math.isnan(part.p_value) is not known
 
 
 def test_one_document_decides_nothing() -> None:
@@ -80,7 +81,7 @@ def test_one_document_decides_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("chances", "failing"),
+    ("p_values", "failing"),
     [
         ([0.04], 1),  # one comparison: two standard errors
         ([0.04, 1.0], 0),  # 0.04 * 2 > 0.0455
@@ -91,19 +92,19 @@ def test_one_document_decides_nothing() -> None:
         ([0.0011, *[1.0] * 41], 0),  # of 42 the surest takes 0.0455 / 42 = 0.00108
     ],
 )
-def test_holms_correction_of_what_fails(chances: list[float], failing: int) -> None:
-    parts = [Part("fails" if chance < 0.0455 else "holds", "", -1.5, chance) for chance in chances]
+def test_holms_correction_of_what_fails(p_values: list[float], failing: int) -> None:
+    parts = [Part("fails" if p < 0.0455 else "holds", "", -1.5, p) for p in p_values]
     found = corrected(parts)
     verdicts = [part.verdict for part in found]
-    surest = sorted(range(len(chances)), key=chances.__getitem__)[:failing]
+    surest = sorted(range(len(p_values)), key=p_values.__getitem__)[:failing]
     assert [number for number, verdict in enumerate(verdicts) if verdict == "fails"] == sorted(surest)
-    assert verdicts.count("holds") == sum(chance >= 0.0455 for chance in chances)
-    lost = f" (fails alone, but not as one of {len(chances)})"
+    assert verdicts.count("holds") == sum(p >= 0.0455 for p in p_values)
+    lost = f" (fails alone, but not as one of {len(p_values)})"
     assert [part.text for part in found] == [lost if verdict == "inconclusive" else "" for verdict in verdicts]
 
 
 def test_what_is_certain_takes_no_correction() -> None:
-    """A row that diverged fails without a chance, and the others are corrected for their own
+    """A row that diverged fails without a p-value, and the others are corrected for their own
     number.
     """
     parts = [Part("fails", "diverged"), Part("fails", "", -1.1, 0.02), Part("holds", "", 2.0, 1.0)]
@@ -236,7 +237,7 @@ def test_a_page_has_the_power_laws_and_their_figure(by_size: Any, tmp_path: Path
     assert "![Loss over size](made-up/toy/sizes.png)" in text
     both = families(found, made.first(Saves))  # type: ignore[arg-type]
     assert both is not None
-    figure.save(figure.draw_sizes(both, title="t"), tmp_path / "sizes.png")
+    save_png(figure.draw_sizes(both, title="t"), tmp_path / "sizes.png")
     assert (tmp_path / "sizes.png").stat().st_size > 5_000
 
 
@@ -380,7 +381,7 @@ def test_a_page_shows_what_was_noted_over_training(curves: Any, tmp_path: Path) 
     drawn = figure.draw_training(found, title="t")
     assert [panel.get_title("left") for panel in drawn.axes] == ["validation loss", "gradient of the query projections"]
     assert [len(panel.lines) for panel in drawn.axes] == [6, 6]
-    figure.save(drawn, tmp_path / "training.png")
+    save_png(drawn, tmp_path / "training.png")
     assert (tmp_path / "training.png").stat().st_size > 5_000
 
 
@@ -408,7 +409,7 @@ def test_loss_and_gradient_over_the_power(a_run: Any, tmp_path: Path) -> None:
     assert means.get_ydata().tolist() == pytest.approx([2.0, 3.0, 5.0, 17.0, 33.0])
     largest = [line for line in drawn.axes[-1].lines if line.get_label() == "largest after the warm-up"]
     assert largest[0].get_ydata().tolist() == pytest.approx([2.0, 3.0, 5.0, 17.0, 33.0])
-    figure.save(drawn, tmp_path / "powers.png")
+    save_png(drawn, tmp_path / "powers.png")
     assert (tmp_path / "powers.png").stat().st_size > 5_000
     made = claim(found.rows, 'kind = "trains"\nrow = "lssa_1"')
     assert "over the power](made-up/toy/powers.png)" in page.page(made, {"toy": found})

@@ -19,7 +19,8 @@ from softfocus.lab.progress import silent
 from softfocus.lab.recipes.loading import load
 from softfocus.lab.run_folder.files import load_measured, save_measured
 from softfocus.lab.run_folder.results import Classification, Induction, Recall
-from softfocus.lab.studies import crew, worker
+from softfocus.lab.studies import worker
+from softfocus.lab.studies.jobs import plan_jobs
 from softfocus.lab.train.run import train
 
 
@@ -118,21 +119,21 @@ def test_a_study_measures_what_its_recipe_asks_for(tiny: Path, tmp_path: Path, s
     )
     (file := tmp_path / "one.toml").write_text(recipe.model_copy(update={"name": "one"}).to_toml())
     train(load(file), tmp_path / "one")
-    (job,) = crew.plan(tmp_path, [load(file)], ["one"])
+    (job,) = plan_jobs(tmp_path, [load(file)], ["one"])
     assert job.status == "waiting"
     worker._work(str(file), tmp_path / "one", False, io.StringIO())
-    (job,) = crew.plan(tmp_path, [load(file)], ["one"])
+    (job,) = plan_jobs(tmp_path, [load(file)], ["one"])
     assert job.status == "finished"
     for name in ("classification.json", "inspect/inspect.json", "induction.json", "recall.json"):
         (tmp_path / "one" / name).rename(tmp_path / "away")
-        (job,) = crew.plan(tmp_path, [load(file)], ["one"])
+        (job,) = plan_jobs(tmp_path, [load(file)], ["one"])
         assert job.status == "waiting", name
         (tmp_path / "away").rename(tmp_path / "one" / name)
     for kind in (Recall, Induction):
         found = load_measured(tmp_path / "one", kind)
         assert [row.length for row in found.rows] == [256, 512]
         save_measured(tmp_path / "one", found.model_copy(update={"rows": found.rows[:1]}))
-        (job,) = crew.plan(tmp_path, [load(file)], ["one"])
+        (job,) = plan_jobs(tmp_path, [load(file)], ["one"])
         assert job.status == "waiting", "a length is missing"
         save_measured(tmp_path / "one", found)
 

@@ -174,7 +174,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         seen.append(windows.shape[1] - 1)
         return token_losses(model, windows, **options)
 
-    monkeypatch.setattr("softfocus.lab.evaluate.loss.token_losses", counted)
+    monkeypatch.setattr("softfocus.lab.evaluate.forward.token_losses", counted)
     return seen
 
 
@@ -314,7 +314,7 @@ def test_a_device_whose_memory_is_full(run: Path, monkeypatch: pytest.MonkeyPatc
     def full(*arguments: Any, **others: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore")
 
-    monkeypatch.setattr("softfocus.lab.evaluate.loss.token_losses", full)
+    monkeypatch.setattr("softfocus.lab.evaluate.forward.token_losses", full)
     with pytest.raises(LabError, match=r"memory is full: CUDA out of memory.*; lower --batch-tokens"):
         evaluate(run, [32], tokens=512)
 

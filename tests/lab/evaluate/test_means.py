@@ -351,16 +351,16 @@ class TestSeeds:
         t = 3.0
         one, two = 1 - 2 / math.pi * math.atan(t), 1 - t / math.sqrt(2 + t**2)
         assert found.outside(1.5) == pytest.approx(0.36 * one + 0.64 * two, abs=1e-9)
-        assert found.outside(found.room) == pytest.approx(1 - math.erf(math.sqrt(2)), abs=1e-9)
+        assert found.outside(found.margin) == pytest.approx(1 - math.erf(math.sqrt(2)), abs=1e-9)
         assert not found.sure
-        assert replace(found, value=1.01 * found.room).sure
-        assert (-replace(found, value=1.01 * found.room)).sure
+        assert replace(found, value=1.01 * found.margin).sure
+        assert (-replace(found, value=1.01 * found.margin)).sure
 
     def test_the_room_is_that_of_student_where_there_is_one_noise(self) -> None:
-        assert Estimate(0.0, ((0.0, math.inf), (0.2, 2)), True).room == pytest.approx(0.2 * t_quantile(2))
-        assert Estimate(0.0, ((0.2, math.inf),), False).room == pytest.approx(0.4)
-        assert Estimate(0.0, ((0.0, math.inf),), False).room == 0
-        assert math.isnan(Estimate(0.0, ((math.nan, math.inf), (0.2, 2)), True).room)
+        assert Estimate(0.0, ((0.0, math.inf), (0.2, 2)), True).margin == pytest.approx(0.2 * t_quantile(2))
+        assert Estimate(0.0, ((0.2, math.inf),), False).margin == pytest.approx(0.4)
+        assert Estimate(0.0, ((0.0, math.inf),), False).margin == 0
+        assert math.isnan(Estimate(0.0, ((math.nan, math.inf), (0.2, 2)), True).margin)
 
     @pytest.mark.parametrize("errors", [((0.1, 2),), ((0.1, 39), (0.2, 2)), ((0.0, math.inf),)])
     def test_a_value_that_is_not_a_number_is_not_sure(self, errors: tuple[tuple[float, float], ...]) -> None:

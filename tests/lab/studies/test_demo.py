@@ -29,9 +29,10 @@ from softfocus.lab.report.results import Report, read_as
 from softfocus.lab.run_folder import provenance
 from softfocus.lab.run_folder.files import EVALUATION, RUN, load_run
 from softfocus.lab.run_folder.results import Bucket, Row, RunInfo, Setting, default_settings
-from softfocus.lab.studies import crew, demo, study
+from softfocus.lab.studies import demo, pool, study
 from softfocus.lab.studies.demo import FAST, MODELS, run_demo
-from softfocus.lab.studies.screen import TRAINING, Job, Screen, clock, seconds_left
+from softfocus.lab.studies.jobs import TRAINING, Job, empty_evaluation
+from softfocus.lab.studies.screen import Screen, clock, seconds_left
 from softfocus.lab.studies.worker import from_line, to_line
 from softfocus.lab.train.run import train
 
@@ -48,7 +49,7 @@ def said(console):
 
 def make_job(name="demo-lssar", **fields):
     recipe = load(name)
-    evaluation = crew.empty(recipe)
+    evaluation = empty_evaluation(recipe)
     return Job(
         label=recipe.model.mechanism,
         recipe=recipe,
@@ -154,8 +155,8 @@ def interrupted(*arguments):
 def planned_by(monkeypatch, folder, **how):
     """The jobs of a demo that is interrupted before it begins."""
     planned = []
-    monkeypatch.setattr(crew, "Screen", lambda console, jobs, count: planned.extend(jobs) or nullcontext())
-    monkeypatch.setattr(crew, "Crew", interrupted)
+    monkeypatch.setattr(pool, "Screen", lambda console, jobs, count: planned.extend(jobs) or nullcontext())
+    monkeypatch.setattr(pool, "WorkerPool", interrupted)
     monkeypatch.setattr(study, "_trial", lambda *_: (1.0, 1))
     with pytest.raises(KeyboardInterrupt):
         run_demo(folder, console=plain_console(), **how)
@@ -237,7 +238,7 @@ def whole(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         # Long enough that the kill comes between the first checkpoint and the last step
         patch.setattr(demo, "FAST", (*FAST, "train.steps=60", "train.checkpoint_every=10"))
-        patch.setattr(crew, "Job", Watched)
+        patch.setattr("softfocus.lab.studies.jobs.Job", Watched)
         for name in ("demo-lssar", "demo-hybrid"):
             finish(load(name, list(demo.FAST)), folder / name)
         checkpoints = folder / "demo-lssa" / "checkpoints"

@@ -28,8 +28,9 @@ from softfocus.lab.run_folder.disk import write_atomically
 from softfocus.lab.run_folder.files import RECIPE, RUN, load_run, save_measured, save_run
 from softfocus.lab.run_folder.owner import LOCK, owning
 from softfocus.lab.run_folder.results import Answers, Recall, RecallRow
-from softfocus.lab.studies import crew, study
+from softfocus.lab.studies import pool, study
 from softfocus.lab.studies.demo import run_demo
+from softfocus.lab.studies.jobs import plan_jobs
 from softfocus.lab.studies.study import run_study
 from softfocus.lab.train.run import train
 
@@ -191,7 +192,7 @@ def test_each_row_is_timed_once_whatever_its_name(two_rows: Path, tmp_path: Path
         return 1.0, 1
 
     monkeypatch.setattr(study, "_trial", trial)
-    jobs = crew.plan(tmp_path, made, [recipe.name for recipe in made])
+    jobs = plan_jobs(tmp_path, made, [recipe.name for recipe in made])
     for job in jobs:
         job.recipe = job.recipe.model_copy(update={"name": "x"})
     heard: list[str] = []
@@ -201,7 +202,7 @@ def test_each_row_is_timed_once_whatever_its_name(two_rows: Path, tmp_path: Path
     assert timed == ["x", "x"]
     assert [line[-6:] for line in heard] == ["1 of 2", "2 of 2"]
     assert study.estimate(jobs, 3).bytes == 4 * (2 * 12 + 4) + 3 * 12
-    monkeypatch.setattr(crew, "is_trained", lambda job: True)
+    monkeypatch.setattr(study, "is_trained", lambda job: True)
     assert study.estimate(jobs, 1).seconds == pytest.approx(0.4)  # the evaluations are left
 
 
@@ -267,7 +268,7 @@ def test_rows_of_another_window_or_number_of_sequences_do_not_finish_a_run(task:
     recipe = study.recipes(*study.load(str(task)))[0]
 
     def status() -> str:
-        return crew.plan(tmp_path, [recipe], ["a run"])[0].status
+        return plan_jobs(tmp_path, [recipe], ["a run"])[0].status
 
     folder = tmp_path / recipe.name
     train(recipe, folder)
@@ -386,7 +387,7 @@ def test_a_length_that_a_seed_lacks_is_left_out(fabricate: Any, tmp_path: Path) 
 def test_the_folder_of_a_run_takes_no_study(tmp_path: Path) -> None:
     (tmp_path / RUN).write_text("{}")
     with pytest.raises(LabError, match="is the folder of a run, and not of several; choose another folder with --out"):
-        crew.plan(tmp_path, [], [])
+        plan_jobs(tmp_path, [], [])
 
 
 def test_a_folder_takes_one_study_at_a_time(tmp_path: Path) -> None:
@@ -398,7 +399,7 @@ def test_a_folder_takes_one_study_at_a_time(tmp_path: Path) -> None:
     assert said(where) == "", "it is refused before anything is timed"
     assert [path.name for path in (tmp_path / "out").iterdir()] == [LOCK]
     with owning(tmp_path / "out"), pytest.raises(LabError, match="out is in use by process"):  # it came in between
-        crew.work(tmp_path / "out", [], workers=1, overwrite=False, console=where)
+        pool.work(tmp_path / "out", [], workers=1, overwrite=False, console=where)
 
 
 @pytest.mark.parametrize(

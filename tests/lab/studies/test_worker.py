@@ -17,7 +17,8 @@ from softfocus.lab.recipes.loading import load
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.run_folder.files import INSPECTION, MODEL, RUN, load_measured, load_run, save_measured
 from softfocus.lab.run_folder.results import Evaluation
-from softfocus.lab.studies import crew, worker
+from softfocus.lab.studies import pool, worker
+from softfocus.lab.studies.jobs import plan_jobs
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -32,21 +33,21 @@ def test_a_run_is_measured_again_on_other_text(tiny: Path, tmp_path: Path, maske
         (tmp_path / "a.toml").write_text(recipe.to_toml())
         worker._work(str(tmp_path / "a.toml"), tmp_path / "a", False, io.StringIO())
         assert load_measured(tmp_path / "a", Evaluation).tokens == tokens
-        (job,) = crew.plan(tmp_path, [recipe], ["a"])
+        (job,) = plan_jobs(tmp_path, [recipe], ["a"])
         assert job.status == "finished"
         return recipe
 
     first = call(1024)
     if masked:
         evaluate_samples(tmp_path / "a", tokens=512)
-        (job,) = crew.plan(tmp_path, [first], ["a"])
+        (job,) = plan_jobs(tmp_path, [first], ["a"])
         assert job.status == "waiting"
         call(1024)
     before = (tmp_path / "a" / RUN).read_bytes()
     call(2048)
     assert (tmp_path / "a" / RUN).read_bytes() == before, "it is not trained again"
     assert load_run(tmp_path / "a").status == "complete", "all its files have its token"
-    (job,) = crew.plan(tmp_path, [first], ["a"])
+    (job,) = plan_jobs(tmp_path, [first], ["a"])
     assert job.status == "waiting"
 
 
@@ -59,8 +60,8 @@ def test_a_run_whose_configuration_is_damaged_is_not_finished(
     save_measured(run, Evaluation(**info.named, vocabulary=info.vocabulary, tokens=64, rows=[]))
     (run / MODEL / "config.json").write_text(text)
     with pytest.raises(LabError, match=r"model is damaged \(config\.json cannot be read\); put the file back .* train"):
-        worker.possible(recipe, run)
-    (job,) = crew.plan(tmp_path, [recipe], ["a"])
+        worker.possible_settings(recipe, run)
+    (job,) = plan_jobs(tmp_path, [recipe], ["a"])
     assert job.status == "waiting"
 
 
@@ -76,10 +77,10 @@ def test_runs_of_a_study_read_the_same_text_whatever_was_evaluated_by_hand(tiny:
     longest = load_measured(tmp_path / "a", Evaluation).longest
     for options in ({"lengths": [16, 2 * longest]}, {"lengths": [32, longest], "tokens": 2 * longest}):
         evaluate(tmp_path / "a", **options)
-        waiting, finished = crew.plan(tmp_path, recipes, ["a", "b"])
+        waiting, finished = plan_jobs(tmp_path, recipes, ["a", "b"])
         assert (waiting.status, finished.status) == ("waiting", "finished")
         work(recipes[0], tmp_path)
-        assert [job.status for job in crew.plan(tmp_path, recipes, ["a", "b"])] == ["finished", "finished"]
+        assert [job.status for job in plan_jobs(tmp_path, recipes, ["a", "b"])] == ["finished", "finished"]
         assert len({load_measured(tmp_path / name, Evaluation).text for name in "ab"}) == 1
 
 
@@ -92,7 +93,7 @@ def test_a_model_without_rope_is_measured_without_its_scalings(tiny: Path, tmp_p
     )
     recipe = load(str(tmp_path / "gpt2.toml"))
     work(recipe, tmp_path)
-    (job,) = crew.plan(tmp_path, [recipe], ["a"])
+    (job,) = plan_jobs(tmp_path, [recipe], ["a"])
     assert job.status == "finished"
     assert {row.setting.rope for row in load_measured(tmp_path / "a", Evaluation).rows} == {"trained"}
 
@@ -100,21 +101,21 @@ def test_a_model_without_rope_is_measured_without_its_scalings(tiny: Path, tmp_p
 def test_attention_that_was_measured_on_another_text_is_measured_again(tiny: Path, tmp_path: Path) -> None:
     recipe = load(tiny, ["name=a", "evaluate.also=['attention']"])
     work(recipe, tmp_path)
-    (job,) = crew.plan(tmp_path, [recipe], ["a"])
+    (job,) = plan_jobs(tmp_path, [recipe], ["a"])
     assert job.status == "finished"
     (tmp_path / "other.txt").write_text("another text, and not a short one. " * 40)
     write([inspect(tmp_path / "a", [16], text=tmp_path / "other.txt")], tmp_path / "a" / INSPECTION)
-    (job,) = crew.plan(tmp_path, [recipe], ["a"])
+    (job,) = plan_jobs(tmp_path, [recipe], ["a"])
     assert job.status == "waiting"
     (tmp_path / "a" / INSPECTION / "inspect.json").write_text("{}")  # of another version
-    (job,) = crew.plan(tmp_path, [recipe], ["a"])
+    (job,) = plan_jobs(tmp_path, [recipe], ["a"])
     assert job.status == "waiting"
     shutil.rmtree(tmp_path / "a" / MODEL)
-    (job,) = crew.plan(tmp_path, [recipe], ["a"])
+    (job,) = plan_jobs(tmp_path, [recipe], ["a"])
     assert job.status == "waiting"
 
 
 def test_half_a_line_of_a_worker_that_was_killed_is_no_message() -> None:
     whole = worker.to_line("train", Event(kind="step", run="a", done=1, total=2))
-    one = crew.Crew.__new__(crew.Crew)
+    one = pool.WorkerPool.__new__(pool.WorkerPool)
     assert one._hear(SimpleNamespace(), whole[: len(whole) // 2]) is False

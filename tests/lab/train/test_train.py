@@ -53,7 +53,7 @@ from softfocus.lab.run_folder.files import (
 )
 from softfocus.lab.run_folder.owner import LOCK
 from softfocus.lab.train.checkpoints import newest
-from softfocus.lab.train.fits import least_memory
+from softfocus.lab.train.memory import least_memory
 from softfocus.lab.train.run import _save_model, train
 from softfocus.lab.train.trainer import WindowTrainer
 

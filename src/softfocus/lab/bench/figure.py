@@ -1,7 +1,6 @@
 """The benchmark's figure: time over SDPA's, by length."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -10,7 +9,7 @@ from matplotlib.lines import Line2D
 from softfocus.lab.bench.cells import TITLES
 from softfocus.lab.bench.results import Benchmark, Spread
 from softfocus.lab.bench.subjects import YARDSTICK
-from softfocus.lab.report.figure import PALETTE, save_png, titled
+from softfocus.lab.report.figure import PALETTE, titled
 
 _DASHES: tuple[Any, ...] = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)))
 _MARKERS = ("o", "s", "^", "D", "v")
@@ -31,15 +30,6 @@ def figure(benchmark: Benchmark) -> Figure:
         panels[0].set_ylabel("time / time of SDPA's softmax")
         drawn.legend(handles=_legend(benchmark, subjects), loc="outside lower center", ncols=4)
         return drawn
-
-
-def save_figure(benchmark: Benchmark, path: Path) -> None:
-    """Write the figure as a PNG, whole or not at all.
-
-    Raises:
-        LabError: the folder cannot be written to, or the disk is full.
-    """
-    save_png(figure(benchmark), path, dpi=150)
 
 
 def _names(benchmark: Benchmark) -> list[str]:

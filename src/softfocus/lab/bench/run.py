@@ -15,14 +15,16 @@ from rich.console import Console
 from softfocus.catalog import named
 from softfocus.lab.bench import memory, parity, subjects, timing
 from softfocus.lab.bench.cells import WHATS, Cell, Function, What, call, make
-from softfocus.lab.bench.figure import save_figure
+from softfocus.lab.bench.figure import figure
 from softfocus.lab.bench.results import FIGURE, RESULTS, Benchmark, CellResult, Memory, SubjectResult, save_benchmark
 from softfocus.lab.bench.screen import Screen
 from softfocus.lab.bench.subjects import YARDSTICK, Subject
 from softfocus.lab.errors import LabError, UsageError, did_you_mean, first_line
+from softfocus.lab.progress import say
+from softfocus.lab.report.figure import save_png
 from softfocus.lab.run_folder import provenance
 
-Say = Callable[[Cell, str], None]
+Tell = Callable[[Cell, str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,15 +144,15 @@ def _run(plan: Plan, out: Path, console: Console) -> Benchmark:
     }
     with Screen(cells, console) as screen:
         for cell in cells:
-            result = measure(cell, seconds=plan.seconds, with_memory=plan.memory, say=screen.begin, registry=registry)
+            result = measure(cell, seconds=plan.seconds, with_memory=plan.memory, tell=screen.begin, registry=registry)
             found.cells.append(result)
             save_benchmark(out, found)
             screen.end(result)
             _forget(plan.device)
     found.finished = datetime.now(UTC)
     save_benchmark(out, found)
-    save_figure(found, out / FIGURE)
-    console.print(f"{out / RESULTS}, {out / FIGURE}", highlight=False, markup=False, soft_wrap=True)
+    save_png(figure(found), out / FIGURE, dpi=150)
+    say(console, f"{out / RESULTS}, {out / FIGURE}")
     return found
 
 
@@ -159,9 +161,8 @@ def measure(
     *,
     seconds: float,
     with_memory: bool,
-    say: Say = lambda cell, step: None,
+    tell: Tell = lambda cell, step: None,
     registry: Mapping[str, Subject] | None = None,
-    clock: timing.Clock | None = None,
 ) -> CellResult:
     """One cell.
 
@@ -169,9 +170,8 @@ def measure(
         cell: what to compute.
         seconds: the budget of timing.
         with_memory: also measure peak memory.
-        say: is told of each step.
+        tell: is told of each step.
         registry: who is measured; SUBJECTS by default.
-        clock: by default that of the cell's device.
     """
     registry = subjects.SUBJECTS if registry is None else registry
     results = [SubjectResult(name=one.name, computes=one.computes) for one in registry.values()]
@@ -182,21 +182,21 @@ def measure(
     cells = {name: registry[name].cell(cell) for name in functions}
     made = {one: make(one) for one in set(cells.values())}
     inputs = {name: made[one] for name, one in cells.items()}
-    say(cell, "parity")
+    tell(cell, "parity")
     for result in results:
         if registry[result.name].ours and result.name in functions:
             wrong = parity.check(functions[result.name], cells[result.name], inputs[result.name])
             result.parity, result.parity_message = ("failed", wrong) if wrong else ("passed", "")
     calls: dict[str, timing.Call] = {}
-    clock = clock or timing.clock_of(cell.device)
+    clock = timing.clock_of(cell.device)
     if _passed(results):
-        say(cell, "time")
+        tell(cell, "time")
         ready = {name: call(functions[name], cells[name], inputs[name]) for name in functions}
         calls = _warm(ready, results, clock)
     if _passed(results):
         _time(calls, results, clock, seconds, cell.seed, cell.operations)
         if with_memory:
-            _remember(cell, [result for result in results if result.seconds], say)
+            _remember(cell, [result for result in results if result.seconds], tell)
     return CellResult(
         mechanism=cell.mechanism,
         what=cell.what,
@@ -279,11 +279,11 @@ def _time(
             result.tflops = operations / result.seconds.median / 1e12
 
 
-def _remember(cell: Cell, results: list[SubjectResult], say: Say) -> None:
+def _remember(cell: Cell, results: list[SubjectResult], tell: Tell) -> None:
     """Write peak memories into the results."""
     _forget(cell.device)
     for result in results:
-        say(cell, f"memory of {result.name}")
+        tell(cell, f"memory of {result.name}")
         found = memory.peak(result.name, cell, torch.get_num_threads())
         if isinstance(found, Memory):
             result.memory = found

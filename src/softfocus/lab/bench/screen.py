@@ -12,6 +12,7 @@ from rich.text import Text
 
 from softfocus.lab.bench.cells import Cell
 from softfocus.lab.bench.results import CellResult, Memory, SubjectResult
+from softfocus.lab.progress import say
 
 _WIDTHS = {
     "": 10,
@@ -81,20 +82,20 @@ class Screen:
         remaining = left(self._cells, self._done, self._now() - self._started)
         if not self.console.is_terminal and remaining:
             heading += f"   ({self._done} of {len(self._cells)} cells, about {_duration(remaining)} left)"
-        self.console.print(Text(heading, style="bold"), soft_wrap=True)
+        say(self.console, heading, style="bold")
         for failure in result.failures:
-            self.console.print(Text(f"  parity failed: {failure}", style="red"), soft_wrap=True)
+            say(self.console, f"  parity failed: {failure}", style="red")
         if not result.failures:
             measured = [one for one in result.subjects if one.refused is None]
             _wide(self.console).print(_lines(measured))
         if result.noise > BUSY:
             slow = f"the slowest quarter of sdpa's calls took at least {result.noise:.1f} times as long as the fastest"
             said = f"  the machine was busy: {slow}"
-            self.console.print(Text(said, style="yellow"), soft_wrap=True)
+            say(self.console, said, style="yellow")
         for one in result.subjects:
             for why in (one.refused, one.memory_message and f"memory unknown: {one.memory_message}"):
                 if why:
-                    self.console.print(Text(f"  {one.name}: {why}", style="dim"), soft_wrap=True)
+                    say(self.console, f"  {one.name}: {why}", style="dim")
 
 
 def _wide(console: Console) -> Console:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
-from softfocus.lab.errors import LabError, UsageError, did_you_mean
+from softfocus.lab.errors import LabError, UsageError, did_you_mean, first_mistake
 from softfocus.lab.recipes.data import Table
 from softfocus.lab.recipes.loading import LAB, shipped_in
 from softfocus.lab.recipes.recipe import Recipe
@@ -255,9 +255,7 @@ def parse(name: str, text: str) -> Claim:
     except tomllib.TOMLDecodeError as error:
         raise LabError(f"claim {name} is not TOML: {error}", "correct that line") from None
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        raise LabError(f"claim {name}: {place}: {first['msg']}".replace(": : ", ": "), remedy) from None
+        raise LabError(f"claim {name}: {first_mistake(error)}", remedy) from None
 
 
 def recipes(claim: Claim, scale: Scale, seeds: Sequence[int]) -> list[Recipe]:

@@ -6,7 +6,6 @@ Of what is measured sample by sample: loss and error rate, a panel each.
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,6 @@ from softfocus.lab.report.figure import (
     colours,
     line_style,
     places,
-    save_png,
     spread,
     titled,
     write_beside,
@@ -29,11 +27,6 @@ from softfocus.lab.report.points import Cell, Group, cell, column_name, columns,
 from softfocus.lab.run_folder.results import AS_TRAINED, WRONG
 
 _LINE, _MARGIN = 0.21, 0.9  # inches that a label takes, and that a panel has above and below its axes
-
-
-def save(figure: Figure, path: Path) -> None:
-    """Write a figure as a PNG, whole or not at all."""
-    save_png(figure, path, dpi=110)
 
 
 def draw_sizes(families: Sequence[Family], *, title: str) -> Figure:

@@ -125,9 +125,8 @@ def ledger(lines: Sequence[tuple[Claim, dict[Scale, Standing]]], found: Mapping[
         table.append([f"[{claim.title}]({claim.name}.md)", claim.source, *cells])
     head = (
         f"{len(lines)} claims, {len(exact)} of them decided by tests that train nothing. A claim holds where all its "
-        "statements do, and fails where one of them does. A statement about losses is decided where more than "
-        "two standard "
-        "errors say so (more for few seeds: Student's t; more for one of several comparisons to fail: Holm); "
+        "statements do, and fails where one of them does. A statement about losses is decided where more than two "
+        "standard errors say so (more for few seeds: Student's t; more for one of several comparisons to fail: Holm); "
         f"with fewer than {SEEDS} seeds there is no verdict. "
         "A verdict at the scales `toy` and `small` is about models of that size, and not about the paper's. "
         "By chance up to one statement in twenty is judged wrongly, and statements that share a row err together. "
@@ -258,9 +257,8 @@ def _runs(claim: Claim, scale: Scale, results: Results) -> str:
     seeds = sorted({info.seed for info in infos})
     numbered = f"{'seeds' if len(seeds) > 1 else 'seed'} {_each(map(str, seeds))}"
     return (
-        f"What was run: {len(infos)} trainings of {len(results.rows)} rows on the recipe "
-        f"`{claim.base(scale)}` ({size} M "
-        f"parameters, {_each(f'{count / 1e6:.2f}' for count in tokens)} M training tokens), {numbered}; "
+        f"What was run: {len(infos)} trainings of {len(results.rows)} rows on the recipe `{claim.base(scale)}` "
+        f"({size} M parameters, {_each(f'{count / 1e6:.2f}' for count in tokens)} M training tokens), {numbered}; "
         f"commit {_each(commits)}; torch {_each(torch)}; {_each(machines)}."
     )
 

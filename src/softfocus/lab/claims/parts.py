@@ -8,7 +8,7 @@ from typing import Literal
 
 from softfocus.lab.claims.claim import Claim, Compared
 from softfocus.lab.claims.results import Results, Run
-from softfocus.lab.evaluate.means import Estimate, certain
+from softfocus.lab.evaluate.means import Estimate, holm_rejections
 
 Verdict = Literal["holds", "fails", "inconclusive", "too few seeds", "not run"]
 SEEDS = 3
@@ -25,7 +25,7 @@ class Part:
     """How many of the standard errors that it takes lie between the estimate and the other verdict;
     NaN without one.
     """
-    chance: float = math.nan
+    p_value: float = math.nan
     """How often noise brings an estimate so far from the line, to either side; 1 where the estimate
     speaks for the statement, NaN without one.
     """
@@ -46,10 +46,10 @@ def corrected(parts: Sequence[Part]) -> tuple[Part, ...]:
     needs no correction.
     """
     found = list(parts)
-    failing = [number for number, part in enumerate(parts) if part.verdict == "fails" and not math.isnan(part.chance)]
-    room = len(parts) - sum(part.verdict == "fails" for part in parts) + len(failing)
-    failing.sort(key=lambda number: parts[number].chance)
-    for lost in failing[certain([parts[number].chance for number in failing], room) :]:
+    failing = [number for number, part in enumerate(parts) if part.verdict == "fails" and not math.isnan(part.p_value)]
+    comparisons = len(parts) - sum(part.verdict == "fails" for part in parts) + len(failing)
+    failing.sort(key=lambda number: parts[number].p_value)
+    for lost in failing[holm_rejections([parts[number].p_value for number in failing], comparisons) :]:
         text = f"{parts[lost].text} (fails alone, but not as one of {len(parts)})"
         found[lost] = replace(parts[lost], verdict="inconclusive", text=text)
     return tuple(found)
@@ -59,13 +59,13 @@ def decide(found: Estimate, line: float, text: str) -> Part:
     """Whether an estimate is below a line by more than noise, above it by more than noise, or
     neither.
     """
-    room = found.room
+    margin = found.margin
     below = line - found.value
-    if not found.training_noise or math.isnan(room) or math.isnan(below):
+    if not found.training_noise or math.isnan(margin) or math.isnan(below):
         return Part("inconclusive", text)
-    sureness = below / room if room > 0 else math.copysign(math.inf, below) if below else 0.0
-    chance = found.outside(-below) if below < 0 else 1.0
-    return Part("holds" if sureness > 1 else "fails" if sureness < -1 else "inconclusive", text, sureness, chance)
+    sureness = below / margin if margin > 0 else math.copysign(math.inf, below) if below else 0.0
+    p_value = found.outside(-below) if below < 0 else 1.0
+    return Part("holds" if sureness > 1 else "fails" if sureness < -1 else "inconclusive", text, sureness, p_value)
 
 
 Lost = tuple[int, int]

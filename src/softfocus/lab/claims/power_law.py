@@ -87,7 +87,7 @@ class Family:
         trainings.
         """
         found = estimate([(seed, Mean(law.log_loss(parameters), 0.0)) for seed, law in self.laws.items()])
-        low, middle, high = (math.exp(found.value + side * found.room) for side in (-1, 0, 1))
+        low, middle, high = (math.exp(found.value + side * found.margin) for side in (-1, 0, 1))
         return middle, low, high
 
 

@@ -1,19 +1,23 @@
 """Run a claim: train what is left of its rows, keep what came out, and judge it."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
+from matplotlib.figure import Figure
 from rich.console import Console
 
 from softfocus.lab.claims import claim as claims
 from softfocus.lab.claims import earlier as earlier_runs
 from softfocus.lab.claims import figure
-from softfocus.lab.claims.claim import Saves, Scale
+from softfocus.lab.claims.claim import Claim, Saves, Scale
 from softfocus.lab.claims.page import report, verdict_lines
 from softfocus.lab.claims.power_law import families
 from softfocus.lab.claims.results import FIGURE, POWERS, RESULTS, SIZES, TRAINING, Results, collect
+from softfocus.lab.progress import say
+from softfocus.lab.report.figure import save_png
 from softfocus.lab.run_folder.disk import write_atomically
 from softfocus.lab.run_folder.results import json_text
-from softfocus.lab.studies import crew
+from softfocus.lab.studies.jobs import missing_lines, refuse_failed
 from softfocus.lab.studies.study import train_all
 
 PUBLISHED = "results"
@@ -66,7 +70,7 @@ def reproduce(
     there = earlier_runs.runs(claim, scale, plan, earlier) if earlier is not None else {}
     if earlier is not None:
         taken = f"{claim.title}: {len(there)} of {len(plan)} runs are taken from {earlier}"
-        console.print(taken, markup=False, highlight=False, soft_wrap=True)
+        say(console, taken)
     found = train_all(
         claim.title,
         [recipe for recipe in plan if recipe.name not in there],
@@ -81,24 +85,29 @@ def reproduce(
         return None
     over = [job.recipe for job in found if job.status in ("finished", "diverged")]
     failed = [job for job in found if job.status == "failed"]
-    results = collect(claim, scale, over, folder, crew.missing(failed))
+    results = collect(claim, scale, over, folder, missing_lines(failed))
     known = there | {f"{run.row}-s{run.info.seed}": run for run in results.runs}
     results = results.model_copy(update={"runs": [known[one.name] for one in plan if one.name in known]})
     place = folder / PUBLISHED / name / scale
     write_atomically(place / RESULTS, json_text(results))
-    groups = [group for row in results.rows if (group := results.group(row)) is not None]
     title = f"{claim.title}\n{claim.source} · scale {scale}, {seeds} seeds"
-    if groups:
-        figure.save(figure.draw(groups, title=title), place / FIGURE)
-    if any(run.curves for run in results.runs):
-        figure.save(figure.draw_training(results, title=title), place / TRAINING)
-    if results.by_power:
-        figure.save(figure.draw_powers(results, title=title), place / POWERS)
-    if (by_size := claim.first(Saves)) is not None and (both := families(results, by_size)):
-        figure.save(figure.draw_sizes(both, title=title), place / SIZES)
+    for file, drawn in _figures(claim, results, title):
+        save_png(drawn, place / file, dpi=110)
     report(folder / PUBLISHED)
     for line in verdict_lines(claim, results):
-        console.print(line, markup=False, highlight=False)
-    console.print(f"  {folder / PUBLISHED / f'{name}.md'}", markup=False, highlight=False, soft_wrap=True)
-    crew.refuse_failed(found)
+        say(console, line, wrap=True)
+    say(console, f"  {folder / PUBLISHED / f'{name}.md'}")
+    refuse_failed(found)
     return results
+
+
+def _figures(claim: Claim, results: Results, title: str) -> Iterator[tuple[str, Figure]]:
+    """Those that the results have something to show in, with the names of their files."""
+    if groups := [group for row in results.rows if (group := results.group(row)) is not None]:
+        yield FIGURE, figure.draw(groups, title=title)
+    if any(run.curves for run in results.runs):
+        yield TRAINING, figure.draw_training(results, title=title)
+    if results.by_power:
+        yield POWERS, figure.draw_powers(results, title=title)
+    if (by_size := claim.first(Saves)) is not None and (both := families(results, by_size)):
+        yield SIZES, figure.draw_sizes(both, title=title)

@@ -6,10 +6,11 @@ import math
 import tomllib
 from collections.abc import Sequence
 from contextlib import suppress
-from datetime import UTC, datetime
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from statistics import median
+from typing import TypeVar
 
 import numpy as np
 from pydantic import Field
@@ -17,12 +18,12 @@ from pydantic import Field
 from softfocus.catalog import named
 from softfocus.lab.claims.claim import Claim, Scale
 from softfocus.lab.inspect import results as inspections
-from softfocus.lab.inspect.results import Inspection
 from softfocus.lab.inspect.results import Row as Attention
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.report.points import Group
 from softfocus.lab.report.results import load_recipe_text
 from softfocus.lab.run_folder.files import INSPECTION, load_measured, load_run, read_json
+from softfocus.lab.run_folder.provenance import now
 from softfocus.lab.run_folder.results import (
     Bucket,
     Classification,
@@ -43,6 +44,7 @@ FIGURE = "figure.png"
 SIZES = "sizes.png"
 TRAINING = "training.png"
 POWERS = "powers.png"
+_Windowed = TypeVar("_Windowed", InductionRow, RecallRow)
 YARDSTICK = ("softmax", "window 1x")
 """What every row stands beside: softmax that sees a window of the training length."""
 
@@ -171,28 +173,24 @@ def collect(claim: Claim, scale: Scale, plan: Sequence[Recipe], folder: Path, mi
                 info=info,
                 recipe=load_recipe_text(place),
                 evaluation=measured,
-                attention=[one for one in _inspection(place).rows if one.layer is None] if "attention" in also else [],
+                attention=_attention(place) if "attention" in also else [],
                 classification=load_measured(place, Classification) if "classification" in also else None,
-                induction=_induction(place) if "induction" in also else [],
-                passkeys=_passkeys(place) if "passkeys" in also else [],
+                induction=_without_window(load_measured(place, Induction).rows) if "induction" in also else [],
+                passkeys=_without_window(load_measured(place, Recall).shown) if "passkeys" in also else [],
                 tasks=load_measured(place, Tasks) if "tasks" in also else None,
             )
         )
-    now = datetime.now(UTC).replace(microsecond=0)
-    return Results(claim=claim.name, scale=scale, created=now, missing=list(missing), runs=runs)
+    return Results(claim=claim.name, scale=scale, created=now(), missing=list(missing), runs=runs)
 
 
-def _induction(place: Path) -> list[InductionRow]:
-    return [row for row in load_measured(place, Induction).rows if not row.window]
+def _without_window(rows: Sequence[_Windowed]) -> list[_Windowed]:
+    return [row for row in rows if not row.window]
 
 
-def _passkeys(place: Path) -> list[RecallRow]:
-    return [row for row in load_measured(place, Recall).shown if not row.window]
-
-
-def _inspection(place: Path) -> Inspection:
+def _attention(place: Path) -> list[Attention]:
+    """The means over all layers."""
     (found,) = inspections.read(place / INSPECTION / inspections.RESULTS).runs
-    return found
+    return [row for row in found.rows if row.layer is None]
 
 
 def _slim(evaluation: Evaluation, recipe: Recipe) -> Evaluation:

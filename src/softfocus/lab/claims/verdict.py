@@ -161,8 +161,8 @@ def _below(first: Cell, second: Cell, by: float, text: str) -> Part:
 def _within(first: Cell, second: Cell, by: float, text: str) -> Part:
     """Two one-sided decisions, as tests of equivalence have them."""
     sides = [decide(one, 0.0, text) for one in (first.minus(second, 1 + by), -first.minus(second, 1 - by))]
-    sureness, chance = (min(getattr(side, name) for side in sides) for name in ("sureness", "chance"))
-    return Part(together([side.verdict for side in sides]), text, sureness, chance)
+    sureness, p_value = (min(getattr(side, name) for side in sides) for name in ("sureness", "p_value"))
+    return Part(together([side.verdict for side in sides]), text, sureness, p_value)
 
 
 def _lost_close(first: Lost, second: Lost) -> Verdict:

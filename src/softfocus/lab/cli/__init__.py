@@ -63,8 +63,8 @@ def _run(arguments: list[str]) -> None:
 
 
 def _widen_output() -> None:
-    """What the locale cannot spell is no reason to stop: it is written as UTF-8 in one that has no
-    more than ASCII.
+    """Let output hold letters that the locale cannot spell: as UTF-8 where the locale is ASCII,
+    else as question marks.
     """
     for stream in (sys.stdout, sys.stderr):
         encoding = getattr(stream, "encoding", None) or "utf-8"
@@ -75,8 +75,8 @@ def _widen_output() -> None:
 
 
 def _stdout_is_lost() -> bool:
-    """Whether nothing can be written to stdout. What is still to go there is dropped, or Python
-    would try at its end.
+    """Whether nothing can be written to stdout. What is buffered is then dropped: Python would try
+    to write it when it exits.
     """
     try:
         sys.stdout.write("\n")

@@ -19,9 +19,7 @@ from softfocus.lab.errors import Interrupted, LabError
 
 
 class _Commands(TyperGroup):
-    """The commands; Ctrl-C in one that does not answer it in its own way is an error like the
-    others.
-    """
+    """The commands. Ctrl-C is a LabError, unless a command handles it itself."""
 
     def invoke(self, ctx: Any) -> Any:
         try:

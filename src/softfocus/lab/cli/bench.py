@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from softfocus.lab.cli.options import Json, beside, write_json
+from softfocus.lab.cli.options import Json, console_beside, write_json
 from softfocus.lab.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def bench(
         memory=memory,
     )
     folder = out or Path("runs") / f"bench-{device}"
-    found = run(plan, folder, beside(json))
+    found = run(plan, folder, console_beside(json))
     write_json(json, found)
     verdict(found, folder)
 

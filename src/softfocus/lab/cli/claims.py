@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from softfocus.lab.cli.options import Json, beside, write_json
+from softfocus.lab.cli.options import Json, console_beside, write_json
 
 
 def recipes() -> None:
@@ -80,7 +80,7 @@ def reproduce(
         earlier=earlier,
         overwrite=overwrite,
         estimate_only=estimate,
-        console=beside(json),
+        console=console_beside(json),
     )
     if result is not None:
         write_json(json, result)

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from softfocus.lab.cli.options import SEEDS, Json, beside, seeds_of, write_json
+from softfocus.lab.cli.options import SEEDS, Json, console_beside, seeds_of, write_json
 
 
 def demo(
@@ -48,7 +48,9 @@ def demo(
     from softfocus.lab.studies.demo import FOLDER, run_demo
 
     folder = out or (FOLDER if seed is None else FOLDER.with_name(f"{FOLDER.name}-{seed}"))
-    write_json(json, run_demo(folder, models=model, seed=seed, fast=fast, overwrite=overwrite, console=beside(json)))
+    write_json(
+        json, run_demo(folder, models=model, seed=seed, fast=fast, overwrite=overwrite, console=console_beside(json))
+    )
 
 
 def compare(
@@ -77,7 +79,7 @@ def compare(
     """
     from softfocus.lab.report.compare import compare
 
-    write_json(json, compare(runs, out, axis=axis, title=title, console=beside(json)))
+    write_json(json, compare(runs, out, axis=axis, title=title, console=console_beside(json)))
 
 
 def study(
@@ -117,7 +119,7 @@ def study(
         jobs=jobs,
         overwrite=overwrite,
         estimate_only=estimate,
-        console=beside(json),
+        console=console_beside(json),
     )
     if result is not None:
         write_json(json, result)

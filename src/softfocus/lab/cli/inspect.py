@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from softfocus.lab.cli.options import BatchTokens, Json, Quiet, beside, write_json
+from softfocus.lab.cli.options import BatchTokens, Json, Quiet, console_beside, write_json
 from softfocus.lab.errors import UsageError
 
 
@@ -63,7 +63,7 @@ def inspect(
         ]  # fmt: skip
     result, paths = write(found, out or (runs[0] / INSPECTION if len(runs) == 1 else Path("runs/inspect")))
     write_json(json, result)
-    show(result, paths, beside(json))
+    show(result, paths, console_beside(json))
 
 
 def _numbers(option: str, text: str | None) -> list[int] | None:

@@ -6,7 +6,17 @@ from typing import Annotated, Any
 
 import typer
 
-from softfocus.lab.cli.options import SEEDS, BatchTokens, Json, Quiet, Run, beside, print_table, write_json
+from softfocus.lab.cli.options import (
+    SEEDS,
+    BatchTokens,
+    Json,
+    Quiet,
+    Run,
+    console_beside,
+    print_table,
+    takes_stdout,
+    write_json,
+)
 from softfocus.lab.errors import UsageError
 
 Lengths = Annotated[str, typer.Option(metavar="LIST", help="1k,2k,16k, or 1x,2x,16x the training length.")]
@@ -253,7 +263,7 @@ def classify(run: Run, quiet: Quiet = False, json: Json = None) -> None:
     if not write_json(json, found):
         right = f"{found.accuracy:.1%} ± {found.standard_error:.1%}"
         said = f"{found.run}: {right} of {sum(found.counts):,} held-out examples are right after fine-tuning"
-        beside(None).print(said, markup=False)
+        console_beside(None).print(said, markup=False)
 
 
 def _lengths_and_windows(run: Path, lengths: str, window: str | None) -> tuple[list[int], Sequence[int | None]]:
@@ -294,7 +304,7 @@ def generate(
     load_run(run)  # before torch is imported: a wrong folder is answered soon
     from softfocus.lab.generate import generate
 
-    aside = json is not None and str(json) == "-"
+    aside = takes_stdout(json)
     result = generate(
         run,
         prompt,

@@ -28,11 +28,16 @@ def seeds_of(text: str) -> list[int]:
     return list(dict.fromkeys(map(int, parts)))
 
 
-def beside(json: Path | None) -> Any:
+def takes_stdout(json: Path | None) -> bool:
+    """Whether --json writes to stdout."""
+    return json is not None and str(json) == "-"
+
+
+def console_beside(json: Path | None) -> Any:
     """A console for what is said to people: stderr where --json has stdout."""
     from rich.console import Console
 
-    aside = json is not None and str(json) == "-"
+    aside = takes_stdout(json)
     console = Console(stderr=aside)
     # Into a file or a pipe nothing is cut off to fit a terminal that is not there
     return console if console.is_terminal else Console(stderr=aside, width=200)
@@ -40,7 +45,7 @@ def beside(json: Path | None) -> Any:
 
 def print_table(table: Any) -> None:
     """Print what rich can draw to stdout."""
-    beside(None).print(table)
+    console_beside(None).print(table)
 
 
 def write_json(path: Path | None, result: Any) -> bool:
@@ -53,7 +58,7 @@ def write_json(path: Path | None, result: Any) -> bool:
     from softfocus.lab.run_folder.results import json_text
 
     text = json_text(result)
-    if str(path) == "-":
+    if takes_stdout(path):
         typer.echo(text, nl=False)
         return True
     write_atomically(path, text)

@@ -41,7 +41,7 @@ def train(
     """
     if resume and overwrite:
         raise typer.BadParameter("choose one of --resume and --overwrite")
-    from softfocus.lab.progress import Display
+    from softfocus.lab.progress import Display, say
     from softfocus.lab.recipes.loading import load
     from softfocus.lab.run_folder.files import RUN
 
@@ -55,17 +55,14 @@ def train(
     # torchrun and accelerate number their processes; only the first one speaks
     with Display("steps", quiet=quiet or os.environ.get("RANK", "0") != "0") as display:
         if begins:
-            begun = f"{folder} holds no run to resume: training begins at step 0"
-            display.console.print(begun, highlight=False, markup=False, soft_wrap=True)
+            say(display.console, f"{folder} holds no run to resume: training begins at step 0")
         info = train(chosen, folder, resume=resume, overwrite=overwrite, progress=display)
     if PartialState().is_main_process:
         measure = "recall" if chosen.data.kind == "task" else "evaluate"
         pace = f", {info.tokens_per_second:,.0f} tokens/s" if info.tokens_per_second else ""
-        display.console.print(
+        say(
+            display.console,
             f"{folder}: {info.mechanism}, {info.parameters / 1e6:.2f} M parameters, {info.steps_done} steps, "
             f"training loss {info.final_loss:.3f}{pace}\nNow: softfocus {measure} {folder}",
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
         )
         write_json(json, info)

@@ -24,15 +24,13 @@ from softfocus.lab.data.tasks import Mqar, Passkey, Task, digest, random_for
 from softfocus.lab.data.tokens import TokenStore, default_cache, plan_of, prepare
 from softfocus.lab.data.windows import EvaluationWindows, TaskWindows, TrainingWindows
 from softfocus.lab.errors import LabError
-from softfocus.lab.progress import Event, Listener, silent
-from softfocus.lab.recipes.data import MATTER
+from softfocus.lab.progress import Listener, preparing, silent
+from softfocus.lab.recipes.data import TRAINED_ON
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.run_folder.files import MODEL, to_train_again
 from softfocus.lab.run_folder.results import RunInfo
 
 _log = logging.getLogger(__name__)
-
-PERCENT = 100
 
 
 @dataclass(frozen=True)
@@ -186,7 +184,8 @@ def refuse_without_text(recipe: Recipe) -> None:
     if kind != "text":
         command = "recall" if kind == "task" else "evaluate"
         raise LabError(
-            f"{recipe.name} is trained on {MATTER[kind]} and not on text", f"measure it with `softfocus {command} RUN`"
+            f"{recipe.name} is trained on {TRAINED_ON[kind]} and not on text",
+            f"measure it with `softfocus {command} RUN`",
         )
 
 
@@ -246,8 +245,4 @@ def _tokens(recipe: Recipe, listener: Listener) -> TokenStore:
     not depend on train.seed: runs with several seeds share their data.
     """
 
-    def tell(what: str, share: float | None) -> None:
-        done, total = (0, 0) if share is None else (round(PERCENT * share), PERCENT)
-        listener(Event(kind="prepare", run=recipe.name, message=what, done=done, total=total))
-
-    return prepare(recipe.data, progress=tell)
+    return prepare(recipe.data, progress=lambda what, share: listener(preparing(recipe.name, what, share)))

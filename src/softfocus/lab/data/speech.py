@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from softfocus.lab.data.samples import HeldOut, InOrder, Inputs, Passes, WithoutTokens, folders_of, hold_out
 from softfocus.lab.data.tasks import IGNORED, random_for
 from softfocus.lab.errors import LabError
-from softfocus.lab.progress import Event, Listener
+from softfocus.lab.progress import Listener, preparing
 from softfocus.lab.recipes.data import SpeechTable
 from softfocus.lab.recipes.recipe import Recipe
 
@@ -224,50 +224,46 @@ class LibriSpeech(WithoutTokens):
         except (OSError, UnicodeDecodeError) as error:
             raise LabError(f"a transcript in {folder} cannot be read: {error}", "write it in UTF-8") from error
         lines = [(file, line) for file, text in texts for line in text.splitlines() if line.strip()]
-        found, longer, fuller, rate = [], 0, 0, self._table.rate
+        found, longer, fuller, seconds = [], 0, 0, self._table.seconds
         for number, (file, line) in enumerate(lines):
-            name, _, text = line.partition(" ")
-            if odd := set(text) - set(self.characters):
-                raise LabError(
-                    f"{file}: {name} has the character {min(odd)!r}", f"write transcripts in{self.characters}"
-                )
-            path = next((path for end in ("flac", "wav") if (path := file.parent / f"{name}.{end}").exists()), None)
-            if path is None:
-                raise LabError(f"{file} names {name}, and there is no {name}.flac beside it", "put it there")
-            try:
-                about = _soundfile().info(path)
-            except RuntimeError as error:
-                raise LabError(f"{path} cannot be read: {error}", "replace it, or delete its line") from error
-            if about.samplerate != rate:
-                raise LabError(
-                    f"{path} has {about.samplerate} samples a second, not {rate}", "set data.speech.rate, or convert it"
-                )
-            if about.frames > self._table.seconds * rate:
+            path, text, samples = self._utterance(file, line)
+            if samples > seconds * self._table.rate:
                 longer += 1
-            elif not 0 < _least_frames(text) <= self._frames(about.frames):
+            elif not 0 < _least_frames(text) <= self._frames(samples):
                 fuller += 1
             else:
                 found.append((path, text))
             if number % 1000 == 0:
-                event = Event(
-                    kind="prepare", run=self.recipe.name, message="reading lengths", done=number, total=len(lines)
-                )
-                self.listener(event)
+                self.listener(preparing(self.recipe.name, "reading lengths", number / len(lines)))
         if longer:
-            _log.warning(
-                "%s: %d of %d utterances are longer than %g seconds and left out",
-                folder, longer, len(lines), self._table.seconds,
-            )  # fmt: skip
+            what = f"are longer than {seconds:g} seconds and left out"
+            _log.warning("%s: %d of %d utterances %s", folder, longer, len(lines), what)
         if fuller:
-            _log.warning(
-                "%s: %d of %d utterances have no text, or more than their sound has frames for, and are left out",
-                folder, fuller, len(lines),
-            )  # fmt: skip
+            what = "have no text, or more than their sound has frames for, and are left out"
+            _log.warning("%s: %d of %d utterances %s", folder, fuller, len(lines), what)
         if not found and not fuller:
             raise LabError(f"all utterances in {folder} are too long", "raise data.speech.seconds")
         if not found:
             raise LabError(f"no utterance in {folder} has a text that fits its sound", "correct the transcripts")
         return found
+
+    def _utterance(self, file: Path, line: str) -> tuple[Path, str, int]:
+        """The sound, the text, and how many samples, of a line of a list."""
+        name, _, text = line.partition(" ")
+        if odd := set(text) - set(self.characters):
+            what = f"{file}: {name} has the character {min(odd)!r}"
+            raise LabError(what, f"write transcripts in{self.characters}")
+        path = next((path for end in ("flac", "wav") if (path := file.parent / f"{name}.{end}").exists()), None)
+        if path is None:
+            raise LabError(f"{file} names {name}, and there is no {name}.flac beside it", "put it there")
+        try:
+            about = _soundfile().info(path)
+        except RuntimeError as error:
+            raise LabError(f"{path} cannot be read: {error}", "replace it, or delete its line") from error
+        if about.samplerate != self._table.rate:
+            what = f"{path} has {about.samplerate} samples a second, not {self._table.rate}"
+            raise LabError(what, "set data.speech.rate, or convert it")
+        return path, text, about.frames
 
     def _frames(self, samples: int) -> float:
         """How many frames a model makes of so many samples, or up to two fewer: its convolutions

@@ -130,7 +130,7 @@ class Mqar:
 
     def sample(self, random: np.random.Generator, length: int, nearest: int = 0) -> Sample:
         """See :class:`Task`."""
-        check_room(self, length, nearest)
+        check_length(self, length, nearest)
         keys, values, _ = np.cumsum([0, *self._sizes[:2]])
         filler = keys + self.keys + self.values
         tokens = random.integers(filler, filler + self.filler, length)
@@ -197,7 +197,7 @@ class _HiddenNumber(Asking):
 
     def sample(self, random: np.random.Generator, length: int, nearest: int = 0) -> Sample:
         """The number at a random depth, at least `nearest` tokens before the answer."""
-        check_room(self, length, nearest)
+        check_length(self, length, nearest)
         number = self._number(random)
         filler, size = length - self._least(number), len(number)
         after = int(random.integers(max(0, nearest - self._distance(number, 0)), filler + 1))
@@ -331,7 +331,7 @@ def digest(task: Asking) -> str:
     return f"{type(task).__name__.lower()}-{found[:12]}"
 
 
-def check_room(
+def check_length(
     task: Asking, length: int, nearest: int = 0, remedy: str = "raise train.length, or make the task in [data] smaller"
 ) -> None:
     """Refuse a length that cannot hold a task's sequence.

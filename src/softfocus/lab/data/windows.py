@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from softfocus.lab.data.samples import InOrder, Inputs
-from softfocus.lab.data.tasks import Task, check_room
+from softfocus.lab.data.tasks import Task, check_length
 from softfocus.lab.data.tokens import TokenStore
 from softfocus.lab.errors import LabError
 
@@ -89,7 +89,7 @@ class TaskWindows(InOrder):
     """
 
     def __init__(self, task: Task, length: int, *, seed: int, count: int) -> None:
-        check_room(task, length)
+        check_length(task, length)
 
         def make(random: np.random.Generator, _: int) -> Inputs:
             sample = task.sample(random, length)

@@ -166,7 +166,7 @@ def _fine_tuned(
         warmup_steps=BATCH,
         weight_decay=recipe.train.weight_decay,
         use_cpu=not torch.accelerator.is_available(),
-        bf16=recipe.train.precision == "bf16",
+        bf16=recipe.train.bf16,
         seed=info.seed,
         save_strategy="no",
         logging_strategy="no",

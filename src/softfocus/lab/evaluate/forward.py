@@ -2,10 +2,13 @@
 all logits.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.nn import functional as F
 
 import softfocus.hf
@@ -19,7 +22,7 @@ LOGITS = 2**24
 """Logits held at once: 64 MB in float32, whatever the vocabulary and the length."""
 
 
-def opened(folder: Path, longest: int, remedy: str, window: int | None = None) -> tuple[RunInfo, Recipe, Any]:
+def open_run(folder: Path, longest: int, remedy: str, window: int | None = None) -> tuple[RunInfo, Recipe, Any]:
     """A run, its recipe, and its model's configuration.
 
     Args:
@@ -37,6 +40,19 @@ def opened(folder: Path, longest: int, remedy: str, window: int | None = None) -
     if window is not None:
         softfocus.hf.window(config, window)
     return info, recipe, config
+
+
+def losses_of(model: Any, recipe: Recipe) -> Callable[[NDArray[np.int64]], NDArray[np.float64]]:
+    """A model's losses, in the precision of its training: a function from windows of tokens
+    [B, L + 1] to the loss of every prediction, [B, L] in nats.
+    """
+    plain = has_plain_head(model)
+
+    def losses(windows: NDArray[np.int64]) -> NDArray[np.float64]:
+        found = token_losses(model, torch.from_numpy(windows), bf16=recipe.train.bf16, plain=plain)
+        return found.double().cpu().numpy()
+
+    return losses
 
 
 @torch.inference_mode()

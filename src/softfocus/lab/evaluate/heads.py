@@ -7,13 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import softfocus.hf
 from softfocus.lab import model as models
 from softfocus.lab.data import of_recipe as data
 from softfocus.lab.data.windows import EvaluationWindows
-from softfocus.lab.evaluate.forward import has_plain_head, opened, token_losses
+from softfocus.lab.evaluate.forward import losses_of, open_run
 from softfocus.lab.evaluate.means import ClusteredMeans
 from softfocus.lab.progress import Event, Listener, silent
 from softfocus.lab.run_folder.files import measures, save_measured, with_rows_so_far
@@ -57,7 +55,7 @@ def heads(
         LabError: a run that is not finished, one that was trained on a task, or a length that does
             not fit the text.
     """
-    info, recipe, config = opened(folder, length, "heads --length {}")
+    info, recipe, config = open_run(folder, length, "heads --length {}")
     window = window or info.train_length
     store = data.tokens(recipe, folder, info, progress)
     spans = EvaluationWindows(store, [length], tokens or recipe.evaluate.tokens)
@@ -78,26 +76,26 @@ def heads(
     there = {(row.layer, row.head) for row in found.rows}
     layouts = narrowings(trained, config, window)
     plan = [(layer, head, layout) for layer, head, layout in layouts if (layer, head) not in there]
-    plain, bf16 = has_plain_head(model), recipe.train.precision == "bf16"
+    losses_in = losses_of(model, recipe)
     done, total = 0, spans.tokens * len(plan)
     for layer, head, layout in plan:
         softfocus.hf.assign(model, layout)
         means = ClusteredMeans([0, length])
         with models.memory("lower --batch-tokens, or measure a shorter length"):
             for batch, documents in spans.batches(length, batch_tokens):
-                losses = token_losses(model, torch.from_numpy(batch), bf16=bf16, plain=plain)
-                means.add(losses.double().cpu().numpy(), documents)
-                done += losses.numel()
+                losses = losses_in(batch)
+                means.add(losses, documents)
+                done += losses.size
                 progress(Event(kind="step", run=info.name, done=done, total=total))
         sums = [round(value, 4) for value in means.sums(0)]
         found.rows.append(HeadRow(layer=layer, head=head, sums=sums, windows=means.windows))
         save_measured(folder, found)
-        message = f"{name(layer, head)}: {means.mean()[0].value:.3f}"
+        message = f"{head_name(layer, head)}: {means.mean()[0].value:.3f}"
         progress(Event(kind="row", run=info.name, message=message, done=done, total=total))
     return found
 
 
-def name(layer: int | None, head: int | None) -> str:
+def head_name(layer: int | None, head: int | None) -> str:
     """What is narrowed, for people."""
     if layer is None:
         return "none" if head is None else "all"

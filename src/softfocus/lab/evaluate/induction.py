@@ -2,19 +2,17 @@
 stood.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from softfocus.lab import model as models
 from softfocus.lab.data import of_recipe as data
 from softfocus.lab.data.windows import EvaluationWindows
-from softfocus.lab.evaluate.forward import has_plain_head, opened, token_losses
+from softfocus.lab.evaluate.forward import losses_of, open_run
 from softfocus.lab.evaluate.means import Mean
 from softfocus.lab.progress import Event, Listener, silent
 from softfocus.lab.run_folder.files import measures, save_measured, with_rows_so_far
@@ -61,7 +59,7 @@ def induction(
         LabError: a run that is not finished, one that was trained on a task, or lengths that do not
             fit the text.
     """
-    info, recipe, config = opened(folder, max(lengths), "induction --lengths up to {}", window)
+    info, recipe, config = open_run(folder, max(lengths), "induction --lengths up to {}", window)
     store = data.tokens(recipe, folder, info, progress)
     spans = EvaluationWindows(store, lengths, tokens or recipe.evaluate.tokens)
     found = with_rows_so_far(
@@ -80,15 +78,14 @@ def induction(
     wanted = [length for length in sorted(set(lengths)) if (length, window) not in there]
     if not wanted:
         return found
-    model = models.load(folder, config)
-    plain, bf16 = has_plain_head(model), recipe.train.precision == "bf16"
+    losses_in = losses_of(models.load(folder, config), recipe)
     limits = edges(info.train_length, spans.longest)
     done, total = 0, spans.tokens * len(wanted)
     for length in wanted:
         sums, counts = (np.zeros((len(store.validation_documents), len(limits) - 1)) for _ in range(2))
         with models.memory("lower --batch-tokens, or measure shorter lengths"):
             for span, document in _spans(spans):
-                losses = _losses(model, span, length, batch_tokens, bf16=bf16, plain=plain)
+                losses = _losses(losses_in, span, length, batch_tokens)
                 bucket = np.searchsorted(limits, repeats(span, ngram), side="right") - 1
                 np.add.at(sums[document], bucket, losses)
                 np.add.at(counts[document], bucket, 1)
@@ -139,14 +136,15 @@ def _spans(spans: EvaluationWindows) -> Iterator[tuple[NDArray[np.int64], int]]:
 
 
 def _losses(
-    model: Any, span: NDArray[np.int64], length: int, batch_tokens: int, *, bf16: bool, plain: bool
+    losses_in: Callable[[NDArray[np.int64]], NDArray[np.float64]],
+    span: NDArray[np.int64],
+    length: int,
+    batch_tokens: int,
 ) -> NDArray[np.float64]:
-    """The loss of every prediction of a span [longest], in windows of a length."""
-    starts = torch.arange(0, len(span) - 1, length)
-    windows = torch.from_numpy(span)[starts[:, None] + torch.arange(length + 1)]
-    batches = windows.split(max(1, batch_tokens // length))
-    found = torch.cat([token_losses(model, batch, bf16=bf16, plain=plain) for batch in batches])
-    return found.flatten().double().cpu().numpy()
+    """The loss of every prediction of a span [longest + 1], in windows of a length: [longest]."""
+    starts = np.arange(0, len(span) - 1, length)
+    windows, size = span[starts[:, None] + np.arange(length + 1)], max(1, batch_tokens // length)
+    return np.concatenate([losses_in(windows[first : first + size]) for first in range(0, len(windows), size)]).ravel()
 
 
 def _buckets(limits: list[int], sums: NDArray[np.float64], counts: NDArray[np.float64]) -> Iterator[Repeats]:

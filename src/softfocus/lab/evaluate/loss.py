@@ -6,12 +6,10 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 import softfocus.hf
@@ -21,7 +19,7 @@ from softfocus.lab.data import of_recipe as data
 from softfocus.lab.data.tokens import TokenStore
 from softfocus.lab.data.windows import EvaluationWindows
 from softfocus.lab.errors import LabError
-from softfocus.lab.evaluate.forward import has_plain_head, opened, token_losses
+from softfocus.lab.evaluate.forward import losses_of, open_run
 from softfocus.lab.evaluate.means import ClusteredMeans, default_edges
 from softfocus.lab.evaluate.rope import scale_rope
 from softfocus.lab.progress import Event, Listener, Pace, silent
@@ -103,7 +101,7 @@ def evaluate(
             embedding to scale.
     """
     lengths = sorted(set(lengths))
-    info, recipe, _ = opened(folder, max(lengths), "evaluate --lengths up to {}")
+    info, recipe, _ = open_run(folder, max(lengths), "evaluate --lengths up to {}")
     wanted = tokens or recipe.evaluate.tokens
     settings = sorted(set(settings or recipe.settings), key=lambda setting: setting.order)
     for setting in settings:  # all that can be refused is refused before the first pass
@@ -135,12 +133,11 @@ def evaluate(
                 pace.skip(windows.tokens)
             else:
                 model = models.load(folder, _config(folder, setting, info.train_length, length))
-                losses = partial(
-                    token_losses, model, bf16=recipe.train.precision == "bf16", plain=has_plain_head(model)
-                )
                 edges = _edges(buckets, info.train_length, length)
                 with models.memory("lower --batch-tokens, or evaluate shorter lengths"):
-                    row = _row(losses, windows.batches(length, batch_tokens), edges, setting, pace.add)
+                    row = _row(
+                        losses_of(model, recipe), windows.batches(length, batch_tokens), edges, setting, pace.add
+                    )
             evaluation.rows.append(row)
             write_atomically(folder / UNFINISHED, json_text(Unfinished(key=key, rows=evaluation.rows)))
             progress(Event(kind="row", run=info.name, row=row, done=pace.done, total=pace.total))
@@ -218,7 +215,7 @@ def _windows(store: TokenStore, lengths: list[int], tokens: int, before: Evaluat
     """
     if before is not None and before.longest and not any(before.longest % length for length in lengths):
         windows = EvaluationWindows(store, [*lengths, before.longest], tokens)
-        if (store.folder.name, windows.longest, windows.tokens) == before.text:
+        if (store.folder.name, windows.longest, windows.tokens) == before.text_key:
             return windows
     return EvaluationWindows(store, lengths, tokens)
 
@@ -229,7 +226,7 @@ def _keep_others(evaluation: Evaluation, before: Evaluation, folder: Path) -> No
     """
     measured = {(row.length, row.setting) for row in evaluation.rows}
     others = [row for row in before.rows if (row.length, row.setting) not in measured]
-    if before.text == evaluation.text:
+    if before.text_key == evaluation.text_key:
         evaluation.rows = sorted(evaluation.rows + others, key=lambda row: (row.setting.order, row.length))
     elif others:
         _log.warning(
@@ -248,7 +245,7 @@ def _edges(buckets: Sequence[int] | None, train_length: int, length: int) -> lis
 
 
 def _row(
-    losses: Callable[[torch.Tensor], torch.Tensor],
+    losses_in: Callable[[NDArray[np.int64]], NDArray[np.float64]],
     batches: Iterable[tuple[NDArray[np.int64], NDArray[np.int64]]],
     edges: list[int],
     setting: Setting,
@@ -256,9 +253,9 @@ def _row(
 ) -> Row:
     means = ClusteredMeans(edges)
     for batch, documents in batches:
-        found = losses(torch.from_numpy(batch))  # [B, L]
-        means.add(found.double().cpu().numpy(), documents)
-        add(found.numel())
+        losses = losses_in(batch)  # [B, L]
+        means.add(losses, documents)
+        add(losses.size)
     buckets = []
     for index, (start, end) in enumerate(itertools.pairwise(edges)):
         mean, tokens = means.mean(index)
@@ -269,9 +266,7 @@ def _row(
                 loss=mean.value,
                 standard_error=mean.standard_error,
                 tokens=tokens,
-                sums=[
-                    round(total, 4) for total in means.sums(index)
-                ],  # 1e-4 of thousands; the rest would fill the file
+                sums=[round(total, 4) for total in means.sums(index)],  # 1e-4 of thousands; more would fill the file
             )
         )
     mean, tokens = means.mean()

@@ -51,7 +51,7 @@ class Mean:
     by the share of the tokens that the document leaves to the others (and multiplied by
     (C - 1) / C, so that documents of equal size have the parts above). The degrees of freedom are
     then those of 1 / sum (n_c / sum n_c)^2 documents of equal size, at least 1. In simulations
-    noise lies outside of `Estimate.room` in at most 6 of 100 cases. Without this it was 86 of 100
+    noise lies outside of `Estimate.margin` in at most 6 of 100 cases. Without this it was 86 of 100
     where one of ten documents held 87 % of the tokens.
 
     Attributes:
@@ -189,11 +189,11 @@ def t_outside(errors: float, freedom: float) -> float:
     return max(0.0, 1 - _share_within(atan(errors / sqrt(freedom)), freedom))
 
 
-def certain(chances: Sequence[float], m: int) -> int:
-    """How many of some chances, ascending, are too small for noise, by Holm's correction for m
-    comparisons: the first takes an error m times smaller, the next one m - 1 times, and so on.
+def holm_rejections(p_values: Sequence[float], m: int) -> int:
+    """How many of some p-values, ascending, are too small for noise, by Holm's correction for m
+    comparisons: the first has to be m times smaller, the next one m - 1 times, and so on.
     """
-    return next((rank for rank, chance in enumerate(chances) if chance * (m - rank) > _ERROR), len(chances))
+    return next((rank for rank, p in enumerate(p_values) if p * (m - rank) > _ERROR), len(p_values))
 
 
 def _share_within(angle: float, freedom: float) -> float:
@@ -237,7 +237,8 @@ class Estimate:
         return hypot(*(error for error, _ in self.errors))
 
     def outside(self, distance: float) -> float:
-        """How often noise brings a value farther from the truth than a distance, to either side.
+        """The p-value of a distance: how often noise brings a value farther from the truth, to
+        either side.
 
         An error from few documents or seeds is itself uncertain. Each error gives the share of
         Student's t that lies outside, by its own degrees of freedom. The shares are averaged,
@@ -252,8 +253,8 @@ class Estimate:
         return sum((error / total) ** 2 * t_outside(distance / total, freedom) for error, freedom in self.errors)
 
     @property
-    def room(self) -> float:
-        """How far from the truth noise brings a value in 95.45 of 100 cases.
+    def margin(self) -> float:
+        """The margin of error: how far from the truth noise brings a value in 95.45 of 100 cases.
 
         That is two standard errors where documents and seeds are many. Where the seeds make the
         error it is 4.5 standard errors with three seeds, 14 with two.

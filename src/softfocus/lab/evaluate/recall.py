@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 import softfocus.hf
 from softfocus.lab import model as models
 from softfocus.lab.data import of_recipe as data
-from softfocus.lab.data.tasks import IGNORED, Asking, PasskeyInText, check_room, digest, random_for
+from softfocus.lab.data.tasks import IGNORED, Asking, PasskeyInText, check_length, digest, random_for
 from softfocus.lab.data.tokenizer import Encoder
 from softfocus.lab.errors import LabError
-from softfocus.lab.evaluate.forward import has_plain_head, opened
+from softfocus.lab.evaluate.forward import has_plain_head, open_run
 from softfocus.lab.evaluate.means import Mean
 from softfocus.lab.progress import Event, Listener, silent
-from softfocus.lab.recipes.data import MATTER
+from softfocus.lab.recipes.data import TRAINED_ON
 from softfocus.lab.recipes.loading import load
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.run_folder.files import RECIPE, load_run, measures, save_measured, with_rows_so_far
@@ -82,14 +82,13 @@ def recall(
         LabError: a run that is not finished, one that was trained on hidden tokens, images or
             speech, or a length that cannot hold a sequence.
     """
-    info, recipe, config = opened(folder, max(lengths), "recall --lengths up to {}", window)
+    info, recipe, config = open_run(folder, max(lengths), "recall --lengths up to {}", window)
     task = _task(folder, recipe)
     found, plans = _left(folder, info, task, lengths, window, sequences)
     if not plans:
         return found
     model = models.load(folder, config)
-    plain = has_plain_head(model)
-    bf16 = recipe.train.precision == "bf16"
+    plain, bf16 = has_plain_head(model), recipe.train.bf16
     done, total = 0, sequences * sum(plan.length for plan in plans)
     for plan in plans:
         with models.memory("lower --batch-tokens, or measure shorter lengths"):
@@ -103,7 +102,7 @@ def recall(
         row = _row(plan, right, distances, info.train_length, window, reach(config))
         found.rows = sorted([*found.rows, row], key=lambda row: (row.window or 0, row.grown, row.length))
         save_measured(folder, found)
-        progress(Event(kind="row", run=info.name, message=text(row), done=done, total=total))
+        progress(Event(kind="row", run=info.name, message=row_text(row), done=done, total=total))
     return found
 
 
@@ -134,7 +133,7 @@ def reach(config: Any) -> int | None:
     return total
 
 
-def text(row: RecallRow) -> str:
+def row_text(row: RecallRow) -> str:
     """A row in one line."""
     how = "more to remember" if row.grown else "more filler"
     return (
@@ -160,7 +159,7 @@ def _task(folder: Path, recipe: Recipe) -> Asking:
         return task
     if recipe.data.kind != "text":
         raise LabError(
-            f"{folder} was trained on {MATTER[recipe.data.kind]}, and this is for models that go on with a text",
+            f"{folder} was trained on {TRAINED_ON[recipe.data.kind]}, and this is for models that go on with a text",
             f"measure it with `softfocus evaluate {folder}`",
         )
     encode = Encoder(models.load_tokenizer(folder))
@@ -180,11 +179,7 @@ def _left(
 ) -> tuple[Recall, list[_Plan]]:
     """What recall.json holds, and what is still to be measured."""
     plans = list(_plans(task, sorted(set(lengths)), info.train_length))
-    fresh = Recall(
-        **info.named,
-        task=digest(task),
-        rows=[],
-    )
+    fresh = Recall(**info.named, task=digest(task), rows=[])
     found = with_rows_so_far(folder, fresh)
     there = {row.key for row in found.rows}
     return found, [plan for plan in plans if (plan.length, plan.grown, window, sequences) not in there]
@@ -197,7 +192,7 @@ def _plans(task: Asking, lengths: Sequence[int], train_length: int) -> Iterator[
             there = task if not grown else task.grown(length // train_length) if length > train_length else None
             if there is None:
                 continue
-            check_room(there, length, remedy="measure longer ones, with --lengths")
+            check_length(there, length, remedy="measure longer ones, with --lengths")
             nearest = min(length // 2, there.farthest(length)) if length > train_length else 0
             yield _Plan(there, length, grown, nearest)
 

@@ -87,7 +87,7 @@ def evaluate_samples(
 def _scores(model: Any, recipe: Recipe, samples: list[Any]) -> np.ndarray[Any, Any]:
     """[4, samples]."""
     batch = {name: value.to(model.device) for name, value in default_collate(samples).items()}
-    with torch.autocast(model.device.type, dtype=torch.bfloat16, enabled=recipe.train.precision == "bf16"):
+    with torch.autocast(model.device.type, dtype=torch.bfloat16, enabled=recipe.train.bf16):
         found = objective.scores(recipe.data.kind, model, batch)
     return np.stack([one.double().cpu().numpy() for one in found])
 

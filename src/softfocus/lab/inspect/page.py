@@ -62,9 +62,9 @@ def sentence(name: str, one: Inspection) -> str:
     row = one.row(length)
     return (
         f"{name}, at {figure.tokens(one, length)}: {_phrase('zeros', row.zeros)} of the visible weights are "
-        f"exactly zero and "
-        f"{_phrase('above_1e_3', row.above_1e_3)} exceed 1e-3 of their row's largest. The entropy of a row is "
-        f"{_phrase('entropy', row.entropy)} nats, where uniform weights would have {row.uniform.mean:.2f}; "
+        f"exactly zero and {_phrase('above_1e_3', row.above_1e_3)} exceed 1e-3 of their row's largest. "
+        f"The entropy of a row is {_phrase('entropy', row.entropy)} nats, where uniform weights would "
+        f"have {row.uniform.mean:.2f}; "
         f"{_phrase('beyond', row.beyond)} of the weight lies a training length away or farther."
     )
 

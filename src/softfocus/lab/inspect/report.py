@@ -3,7 +3,6 @@ terminal.
 """
 
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 
 from rich import box
@@ -14,8 +13,10 @@ from rich.text import Text
 from softfocus.lab.inspect import figure, page
 from softfocus.lab.inspect.results import MAPS_FIGURE, MEASURES_FIGURE, PAGE, RESULTS, Inspection, Inspections
 from softfocus.lab.inspect.run import Map
+from softfocus.lab.progress import say
 from softfocus.lab.report.points import mechanism_name
 from softfocus.lab.run_folder.disk import write_atomically
+from softfocus.lab.run_folder.provenance import now
 
 TITLE = "What attention looks at"
 
@@ -29,7 +30,7 @@ def write(found: Sequence[tuple[Inspection, Sequence[Map]]], folder: Path) -> tu
     Raises:
         LabError: the folder cannot be written to.
     """
-    result = Inspections(created=datetime.now(UTC).replace(microsecond=0), runs=[one for one, _ in found])
+    result = Inspections(created=now(), runs=[one for one, _ in found])
     labels, maps = _labels(result), [its for _, its in found]
     paths = [folder / name for name in (RESULTS, PAGE, MAPS_FIGURE, MEASURES_FIGURE)]
     write_atomically(paths[0], result.model_dump_json(indent=2) + "\n")
@@ -46,9 +47,9 @@ def show(found: Inspections, paths: Sequence[Path], console: Console) -> None:
     for name, one in zip(labels, found.runs, strict=True):
         console.print(table(name, one))
     for name, one in zip(labels, found.runs, strict=True):
-        console.print(page.sentence(name, one), style="bold", markup=False, highlight=False)
+        say(console, page.sentence(name, one), style="bold", wrap=True)
     for path in paths:
-        console.print(f"  {path}", markup=False, highlight=False, soft_wrap=True)
+        say(console, f"  {path}")
 
 
 def table(name: str, one: Inspection) -> Table:

@@ -22,7 +22,7 @@ from softfocus.lab.data import of_recipe as data
 from softfocus.lab.data.tokens import TokenStore
 from softfocus.lab.data.windows import EvaluationWindows
 from softfocus.lab.errors import LabError, UsageError
-from softfocus.lab.evaluate.forward import opened
+from softfocus.lab.evaluate.forward import open_run
 from softfocus.lab.evaluate.means import ClusteredMeans
 from softfocus.lab.inspect.measure import MEASURES, measures, picture
 from softfocus.lab.inspect.results import VALIDATION_TEXT, Heads, Inspection, Learned, Length, Row, Value
@@ -87,7 +87,7 @@ def inspect(
         UsageError: a layer or head that the model has not got.
     """
     lengths = sorted(set(lengths))
-    info, recipe, config = opened(folder, max(lengths), "inspect --lengths up to {}")
+    info, recipe, config = open_run(folder, max(lengths), "inspect --lengths up to {}")
     store = data.tokens(recipe, folder, info, progress) if text is None else _read(text, folder, max(lengths))
     windows = EvaluationWindows(store, lengths, tokens)
     model = models.load(folder, config)
@@ -100,7 +100,7 @@ def inspect(
             with (
                 models.memory("lower --batch-tokens, or inspect shorter lengths"),
                 torch.inference_mode(),
-                torch.autocast(model.device.type, dtype=torch.bfloat16, enabled=recipe.train.precision == "bf16"),
+                torch.autocast(model.device.type, dtype=torch.bfloat16, enabled=recipe.train.bf16),
                 softfocus.hf.watch(look),
             ):
                 model.base_model(input_ids=inputs, use_cache=False)

@@ -13,7 +13,7 @@ Kind = Literal["text", "task", "masked", "images", "speech"]
 images, speech.
 """
 
-MATTER: dict[Kind, str] = {
+TRAINED_ON: dict[Kind, str] = {
     "text": "text",
     "task": "a generated task",
     "masked": "hidden tokens of a text",

@@ -26,8 +26,8 @@ class ModelTable(Table):
     layout: dict[str, Any] = Field(
         default={},
         description="by layer type, number, slice ('0::2') or '*' (all others): a table of window, sinks, "
-        "rope, rope_base, heads, and "
-        "mechanism and parameters where they are not the model's; or a list of such tables, one a group of heads",
+        "rope, rope_base, heads, and mechanism and parameters where they are not the model's; or a list of such "
+        "tables, one a group of heads",
     )
     config: dict[str, Any] = Field(default={}, description="what the architecture's configuration takes")
 
@@ -161,6 +161,11 @@ class TrainTable(Table):
                 "lower train.warmup or train.warmdown, or raise train.steps"
             )
         return self
+
+    @property
+    def bf16(self) -> bool:
+        """Whether it computes under autocast to bfloat16."""
+        return self.precision == "bf16"
 
     @property
     def windows(self) -> int:

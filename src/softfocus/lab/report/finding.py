@@ -81,7 +81,7 @@ def finding(groups: Sequence[Group], axis: Axis = "multiple") -> Finding:
         return Finding(sentence=f"Nothing can be said: {reason}.", differences=[])
     first = 1.0 if axis == "multiple" and 1.0 in shared else shared[0]
     sentences = []
-    if len({group.first.text for group in groups}) > 1:
+    if len({group.first.text_key for group in groups}) > 1:
         sentences.append("The models read different text, so a difference may be that of the texts.")
     differences: list[Difference] = []
     for column in dict.fromkeys((first, shared[-1])):

@@ -8,8 +8,8 @@ from pathlib import Path
 from rich import box
 from rich.table import Table
 
-from softfocus.lab.evaluate.heads import name
-from softfocus.lab.evaluate.means import Mean, certain, t_outside
+from softfocus.lab.evaluate.heads import head_name
+from softfocus.lab.evaluate.means import Mean, holm_rejections, t_outside
 from softfocus.lab.report.curves import Point, number
 from softfocus.lab.report.figure import PALETTE, save_png, titled
 from softfocus.lab.run_folder.results import HeadRow, HeadsMeasured
@@ -47,7 +47,7 @@ def heads_table(found: HeadsMeasured) -> Table:
     for row in found.rows[1:2]:
         table.add_row("all", _cell(mean(found, row)), _cell(base - mean(found, row)))
     for row, gain in gains(found):
-        table.add_row(name(row.layer, row.head), _cell(mean(found, row)), _cell(gain))
+        table.add_row(head_name(row.layer, row.head), _cell(mean(found, row)), _cell(gain))
     return table
 
 
@@ -56,9 +56,9 @@ def sentence(found: HeadsMeasured) -> str:
     heads: of many one would gain by noise.
     """
     ordered = gains(found)
-    chances = sorted(_chance(gain) for _, gain in ordered)
-    limit = [*chances, math.inf][certain(chances, len(chances))]
-    sure = [(row, gain) for row, gain in ordered if _chance(gain) < limit]
+    p_values = sorted(_p_value(gain) for _, gain in ordered)
+    limit = [*p_values, math.inf][holm_rejections(p_values, len(p_values))]
+    sure = [(row, gain) for row, gain in ordered if _p_value(gain) < limit]
     if not sure:
         return "No head alone is better with the window for certain."
     row, gain = sure[0]
@@ -66,10 +66,11 @@ def sentence(found: HeadsMeasured) -> str:
     more = f", and {others} other{'s' * (others > 1)} for certain" if others else ""
     # A head above it in the table may gain more, but not for certain
     much = "most" if row is ordered[0][0] else "for certain"
-    return f"Far keys disturb {name(row.layer, row.head)} {much}: its window takes {gain.value:.3f} off the loss{more}."
+    head = head_name(row.layer, row.head)
+    return f"Far keys disturb {head} {much}: its window takes {gain.value:.3f} off the loss{more}."
 
 
-def _chance(gain: Mean) -> float:
+def _p_value(gain: Mean) -> float:
     """How often noise gives a gain so far from zero, to either side; 1 where there is none."""
     if not gain.value > 0 or math.isnan(gain.standard_error):
         return 1.0

@@ -58,15 +58,14 @@ def _statistics(found: Sequence[Group], axis: Axis) -> list[str]:
         "±: one standard error, from the documents and, where there are several seeds, from those. "
         "Differences are paired by document, and by seed where both models have the same seeds. "
         "One within two standard errors is inconclusive. "
-        "It takes more of them where there are "
-        "few seeds or documents: up to 14 with two, 4.5 with three, 3.3 with four (Student's t)."
+        "It takes more of them where there are few seeds or documents: up to 14 with two, 4.5 with three, 3.3 with "
+        "four (Student's t)."
     ]
     if any(there.gain for there in ends):
         lines.append(
-            f"Gain: in windows of {column_name(shared[-1], axis)}, the loss at the positions of the first "
-            f"training length "
-            "less the loss at all later positions of the same windows. Later text may be harder or easier for every "
-            "model, so hold gains against each other."
+            f"Gain: in windows of {column_name(shared[-1], axis)}, the loss at the positions of the first training "
+            "length less the loss at all later positions of the same windows. Later text may be harder or easier for "
+            "every model, so hold gains against each other."
         )
     if len(found) > 1 and not all(row.documents for there in ends for row in there.rows):
         lines.append(
@@ -102,13 +101,13 @@ def same_text(evaluations: Sequence[Evaluation]) -> bool:
     """Whether all are known to have read the same validation text, so that losses differ by model
     and length alone.
     """
-    return len({evaluation.text for evaluation in evaluations}) == 1 and all(e.corpus_key for e in evaluations)
+    return len({evaluation.text_key for evaluation in evaluations}) == 1 and all(e.corpus_key for e in evaluations)
 
 
 def _text_notes(entries: Sequence[Entry]) -> list[str]:
     """What the losses were measured on."""
     found = []
-    texts = {entry.evaluation.text: entry.evaluation for entry in entries}
+    texts = {entry.evaluation.text_key: entry.evaluation for entry in entries}
     for one in texts.values():
         if one.documents:
             found.append(
@@ -139,7 +138,7 @@ def _text_notes(entries: Sequence[Entry]) -> list[str]:
 
 
 def _of(one: Evaluation, entries: Sequence[Entry]) -> str:
-    names = [entry.info.name for entry in entries if entry.evaluation.text == one.text]
+    names = [entry.info.name for entry in entries if entry.evaluation.text_key == one.text_key]
     return f" ({', '.join(names)})" if len(names) < len(entries) else ""
 
 

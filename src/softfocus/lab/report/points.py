@@ -124,7 +124,7 @@ def _mean(evaluation: Evaluation, row: Row, start: int = 0, end: int | None = No
         return None
     sums = np.sum([bucket.sums for bucket in buckets], axis=0)
     counts = np.array(row.windows_by_document) * sum(bucket.end - bucket.start for bucket in buckets)
-    text = evaluation.text if evaluation.corpus_key else id(evaluation)  # an unknown text is like no other
+    text = evaluation.text_key if evaluation.corpus_key else id(evaluation)  # an unknown text is like no other
     return Mean.of(sums, counts, (text, tuple(row.documents)))
 
 
@@ -145,7 +145,7 @@ def groups(evaluations: Sequence[Evaluation], recipes: Sequence[str]) -> list[Gr
     kinds: dict[object, list[Evaluation]] = {}
     for index, (evaluation, recipe) in enumerate(zip(evaluations, recipes, strict=True)):
         known = recipe and evaluation.corpus_key
-        kinds.setdefault((without_seed(recipe), evaluation.text) if known else index, []).append(evaluation)
+        kinds.setdefault((without_seed(recipe), evaluation.text_key) if known else index, []).append(evaluation)
     names = labels([members[0] for members in kinds.values()])
     return [Group(name, tuple(members)) for name, members in zip(names, kinds.values(), strict=True)]
 

@@ -4,19 +4,21 @@ a figure.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from statistics import fmean, stdev
 
 from rich.console import Console
 
 from softfocus.lab.errors import LabError
+from softfocus.lab.progress import say
 from softfocus.lab.report.curves import Line, Panel, Point, curve_table, save_curves
 from softfocus.lab.report.points import count_text, labels, without_seed
 from softfocus.lab.report.recall import BLIND, chance_text
 from softfocus.lab.report.results import FIGURE, RESULTS, load_recipe_text, read_as, refuse_twice
 from softfocus.lab.run_folder.disk import write_atomically
 from softfocus.lab.run_folder.files import load_measured, load_run
+from softfocus.lab.run_folder.provenance import now
 from softfocus.lab.run_folder.results import Recall, Record, RunInfo, json_text
 
 _PANELS = ((False, "more filler"), (True, "more to remember"))
@@ -107,34 +109,22 @@ def compare_recall(
         raise LabError(
             "the seeds of each model share no length", "measure all of them at the same lengths with `softfocus recall`"
         )
-    report = RecallReport(
-        title=title, created=datetime.now(UTC).replace(microsecond=0), notes=[*remarks, *_notes(groups)], runs=entries
-    )
+    report = RecallReport(title=title, created=now(), notes=[*remarks, *_notes(groups)], runs=entries)
     write_atomically(out / RESULTS, json_text(report))
-    first = entries[0].recall
-    panels = []
+    first, panels = entries[0].recall, []
+    chance = first.rows[0].chance
     for (_, name), lines in zip(_PANELS, drawn, strict=True):
         if lines:
-            heads = {
-                float(length): f"{length / first.train_length:g}x\n{length:,}"
-                for length in sorted({int(point.at) for line in lines for point in line.points})
-            }
-            console.print(
-                curve_table(
-                    f"Right answers, lengthened by {name}; chance is {chance_text(first.rows[0].chance)}",
-                    "",
-                    lines,
-                    heads,
-                )
-            )
-            panels.append(
-                Panel(f"sequence length (tokens), {name}", "share of right answers", lines, first.rows[0].chance)
-            )
+            lengths = sorted({int(point.at) for line in lines for point in line.points})
+            heads = {float(length): f"{length / first.train_length:g}x\n{length:,}" for length in lengths}
+            heading = f"Right answers, lengthened by {name}; chance is {chance_text(chance)}"
+            console.print(curve_table(heading, "", lines, heads))
+            panels.append(Panel(f"sequence length (tokens), {name}", "share of right answers", lines, chance))
     for note in report.notes:
-        console.print(f"Note: {note}", markup=False, highlight=False)
+        say(console, f"Note: {note}", wrap=True)
     save_curves(panels, out / FIGURE, title="\n".join([title, *_errors(groups)]), train_length=first.train_length)
     for name in (RESULTS, FIGURE):
-        console.print(f"  {out / name}", markup=False, highlight=False, soft_wrap=True)
+        say(console, f"  {out / name}")
     return report
 
 

@@ -3,16 +3,17 @@ run folders hold.
 """
 
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 
 from rich.console import Console
 
+from softfocus.lab.progress import say
 from softfocus.lab.report.notes import notes, provenance
 from softfocus.lab.report.points import Axis
 from softfocus.lab.report.results import FIGURE, PAGE, RESULTS, Entry, Report
 from softfocus.lab.report.table import loss_table
 from softfocus.lab.run_folder.disk import write_atomically
+from softfocus.lab.run_folder.provenance import now
 from softfocus.lab.run_folder.results import json_text
 
 
@@ -30,7 +31,7 @@ def build(
     """
     return Report(
         title=title,
-        created=datetime.now(UTC).replace(microsecond=0),
+        created=now(),
         axis=axis,
         notes=[*remarks, *notes(entries, axis)],
         runs=list(entries),
@@ -62,7 +63,7 @@ def show(report: Report, paths: Sequence[Path], console: Console) -> None:
     """Print the table, what to keep in mind, the finding, and where the files lie."""
     console.print(loss_table(report.groups, axis=report.axis))
     for note in report.notes:
-        console.print(f"Note: {note}", markup=False, highlight=False)
-    console.print(report.finding.sentence, style="bold", markup=False, highlight=False)
+        say(console, f"Note: {note}", wrap=True)
+    say(console, report.finding.sentence, style="bold", wrap=True)
     for path in paths:
-        console.print(f"  {path}", markup=False, highlight=False, soft_wrap=True)
+        say(console, f"  {path}")

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError, computed_field, model_validator
 
-from softfocus.lab.errors import LabError
+from softfocus.lab.errors import LabError, first_mistake
 from softfocus.lab.report.finding import Finding, finding
 from softfocus.lab.report.points import Axis, Group, groups
 from softfocus.lab.run_folder.files import RECIPE, load_measured, load_run
@@ -130,5 +130,4 @@ def read_as(kind: type[_Kind], path: Path) -> _Kind:
     except (OSError, UnicodeDecodeError) as error:
         raise LabError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}", remedy) from None
     except ValidationError as error:
-        first = error.errors()[0]
-        raise LabError(f"{path} is not a report: {'.'.join(map(str, first['loc']))}: {first['msg']}", remedy) from None
+        raise LabError(f"{path} is not a report: {first_mistake(error)}", remedy) from None

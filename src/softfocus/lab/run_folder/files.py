@@ -11,7 +11,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from softfocus.lab.errors import LabError
+from softfocus.lab.errors import LabError, first_mistake
 from softfocus.lab.run_folder.disk import write_atomically
 from softfocus.lab.run_folder.manifest import token_of
 from softfocus.lab.run_folder.owner import holder, owning
@@ -225,10 +225,7 @@ def read_json(path: Path, model: type[_Model], missing: str, remedy: str, damage
     except FileNotFoundError:
         raise LabError(missing, remedy) from None
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"])) or "the file"
-        raise LabError(
-            f"{path} cannot be read: {place}: {first['msg']}", damaged or f"delete it; then {remedy}"
-        ) from error
+        what = f"{path} cannot be read: {first_mistake(error)}"
+        raise LabError(what, damaged or f"delete it; then {remedy}") from error
     except (OSError, UnicodeDecodeError) as error:
         raise LabError(f"{path} cannot be read: {error}", damaged or remedy) from error

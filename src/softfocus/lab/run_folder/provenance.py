@@ -4,6 +4,7 @@ import os
 import platform
 import re
 import subprocess
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 
@@ -13,6 +14,11 @@ from softfocus.lab.run_folder.results import Machine
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors", "numpy", "triton")
 
 QUOTA = Path("/sys/fs/cgroup/cpu.max")
+
+
+def now() -> datetime:
+    """The time in UTC, to the second."""
+    return datetime.now(UTC).replace(microsecond=0)
 
 
 def commit() -> str:

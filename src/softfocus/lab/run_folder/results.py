@@ -247,7 +247,7 @@ class Evaluation(Measurement):
     rows: list[Row]
 
     @property
-    def text(self) -> tuple[str, int, int]:
+    def text_key(self) -> tuple[str, int, int]:
         """What decides which tokens are predicted: equal where two evaluations read the same
         text.
         """

@@ -14,7 +14,7 @@ from softfocus.lab.recipes.loading import load, shipped
 from softfocus.lab.report.points import labels
 from softfocus.lab.report.report import build, show, write
 from softfocus.lab.report.results import Report, load_entry
-from softfocus.lab.studies import crew
+from softfocus.lab.studies.jobs import empty_evaluation, missing_lines, refuse_failed
 from softfocus.lab.studies.study import train_all
 
 MODELS = ("demo-softmax", "demo-lssa", "demo-lssar", "demo-hybrid", "demo-global-heads")
@@ -79,17 +79,17 @@ def run_demo(
         recipes,
         folder,
         jobs=workers,
-        labels=labels([crew.empty(recipe) for recipe in recipes]),
+        labels=labels([empty_evaluation(recipe) for recipe in recipes]),
         overwrite=overwrite,
         console=console,
     )
-    remarks = crew.missing(jobs)
+    remarks = missing_lines(jobs)
     if fast:
         remarks.insert(0, "A fast trial of tiny models: every part works, and the numbers mean nothing.")
     if entries := [load_entry(job.folder) for job in jobs if job.status == "finished"]:
         report = build(entries, title="softfocus demo: loss over length", remarks=remarks)
         show(report, write(report, folder), console)
-    crew.refuse_failed(jobs)
+    refuse_failed(jobs)
     if not entries:
         raise LabError("every model diverged: " + "; ".join(remarks), "look into their logs")
     return report

@@ -1,13 +1,10 @@
-"""What a crew shows while it works: bars, a time estimate and the table on a terminal, plain lines
+"""What is shown while workers train: bars, a time estimate and the table on a terminal, plain lines
 in a log.
 """
 
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Literal
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -15,67 +12,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from softfocus.lab.progress import EVERY, Event
-from softfocus.lab.recipes.recipe import Recipe
+from softfocus.lab.progress import EVERY, say
 from softfocus.lab.report import points
 from softfocus.lab.report.points import column_name, position
 from softfocus.lab.report.table import loss_table
-from softfocus.lab.run_folder.results import Evaluation, Row
-
-Status = Literal["waiting", "starting", "training", "evaluating", "finished", "diverged", "failed"]
-
-TRAINING = 0.9
-"""The share of a model's time that is training, the rest being evaluation: measured on the demo's
-recipes, two cores.
-"""
-
-
-@dataclass
-class Job:
-    """One model, and how far it is."""
-
-    label: str
-    recipe: Recipe
-    folder: Path
-    log: Path
-    lengths: list[int]
-    evaluation: Evaluation
-    status: Status = "waiting"
-    error: str = ""
-    event: Event | None = None
-    share: float = 0.0
-    _began: tuple[float, float] | None = field(default=None, repr=False)
-    _now: float = 0.0
-
-    def take(self, event: Event, now: float) -> None:
-        """Take in an event that reached us at `now`, on the monotonic clock."""
-        if event.kind not in ("step", "row") or not event.total:
-            return
-        if event.kind == "step":
-            self.event = event
-        part = event.done / event.total
-        self.share = TRAINING * part if self.status == "training" else TRAINING + (1 - TRAINING) * part
-        # A resumed run begins in the middle, so the pace is that of this session
-        self._began = self._began or (now, self.share)
-        self._now = now
-
-    @property
-    def pace(self) -> float | None:
-        """Seconds for the whole of a model at the speed so far, without start-up."""
-        if self._began is None or self.share <= self._began[1]:
-            return None
-        return (self._now - self._began[0]) / (self.share - self._began[1])
-
-    @property
-    def facts(self) -> str:
-        """Loss and speed."""
-        if self.status in ("failed", "diverged"):
-            return self.error
-        if self.event is None or self.status not in ("training", "evaluating"):
-            return ""
-        loss = f"loss {self.event.loss:.3f}  " if self.event.loss is not None else ""
-        speed = self.event.tokens_per_second
-        return loss + (f"{speed:,.0f} tokens/s" if speed else "")
+from softfocus.lab.run_folder.results import Row
+from softfocus.lab.studies.jobs import Job
 
 
 def seconds_left(jobs: Sequence[Job], workers: int) -> float | None:
@@ -146,7 +88,7 @@ class Screen:
         self._say(f"{job.label}: {job.status}{why}")
 
     def _say(self, line: str) -> None:
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        say(self._console, line)
 
     def _overall(self) -> str:
         done = sum(job.status in ("finished", "diverged") for job in self._jobs)

@@ -12,8 +12,9 @@ from typing import Any
 from pydantic import Field, ValidationError
 from rich.console import Console
 
-from softfocus.lab.errors import LabError, UsageError, did_you_mean
-from softfocus.lab.recipes.data import MATTER, Table
+from softfocus.lab.errors import LabError, UsageError, did_you_mean, first_mistake
+from softfocus.lab.progress import say, silent
+from softfocus.lab.recipes.data import TRAINED_ON, Table
 from softfocus.lab.recipes.loading import LAB, derive, merged, shipped_in
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.report.compare import Comparison, compare
@@ -21,9 +22,10 @@ from softfocus.lab.report.points import without_seed
 from softfocus.lab.run_folder.disk import check_room, writing
 from softfocus.lab.run_folder.owner import refuse_in_use
 from softfocus.lab.run_folder.provenance import cores
-from softfocus.lab.studies import crew
-from softfocus.lab.studies.screen import TRAINING, Job, clock
-from softfocus.lab.train import fits
+from softfocus.lab.studies import pool
+from softfocus.lab.studies.jobs import LOGS, TRAINING, Job, is_trained, missing_lines, plan_jobs, refuse_failed
+from softfocus.lab.studies.screen import clock
+from softfocus.lab.train.memory import check_memory, check_processes
 
 TRIAL = 4
 """Steps of each row that are timed for the estimate; the first, which sets things up, does not
@@ -87,10 +89,8 @@ def load(name_or_path: str) -> tuple[Study, Path | None]:
     except (tomllib.TOMLDecodeError, OSError, UnicodeDecodeError) as error:
         raise LabError(f"study {name_or_path} cannot be read: {error}", "it must be TOML in UTF-8") from None
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
         raise LabError(
-            f"study {name_or_path}: {place}: {first['msg']}",
+            f"study {name_or_path}: {first_mistake(error)}",
             "a study has title, base, seeds, [common] and [rows.NAME] tables, which hold keys of recipes",
         ) from None
 
@@ -116,7 +116,7 @@ def recipes(
             changes = merged(merged(study.common, own), {"train": {"seed": seed}})
             found.append(derive(row.get("base", study.base), f"{name}-s{seed}", changes, near))
     if len(kinds := {recipe.data.kind for recipe in found}) > 1:
-        what = " and some on ".join(MATTER[kind] for kind in sorted(kinds, reverse=True))
+        what = " and some on ".join(TRAINED_ON[kind] for kind in sorted(kinds, reverse=True))
         raise LabError(f"some rows are trained on {what}", "make a study of each")
     return found
 
@@ -161,11 +161,10 @@ def run_study(
     )
     if estimate_only:
         return None
-    finished = [job.folder for job in found if job.status == "finished"]
-    result = (
-        compare(finished, folder, title=study.title, remarks=crew.missing(found), console=console) if finished else None
-    )
-    crew.refuse_failed(found)
+    result = None
+    if finished := [job.folder for job in found if job.status == "finished"]:
+        result = compare(finished, folder, title=study.title, remarks=missing_lines(found), console=console)
+    refuse_failed(found)
     return result
 
 
@@ -205,30 +204,37 @@ def train_all(
     if jobs is not None and jobs > cores():
         raise UsageError(f"--jobs: {jobs} at a time on {cores()} cores", "each run needs a core of its own")
     if not estimate_only:
-        fits.check_processes(processes)
+        check_processes(processes)
         refuse_in_use(folder)
-    found = crew.plan(folder, plan, labels or [recipe.name for recipe in plan], overwrite=overwrite)
+    found = plan_jobs(folder, plan, labels or [recipe.name for recipe in plan], overwrite=overwrite)
     left = [job for job in found if job.status == "waiting"]
-    workers = min(jobs or fits.workers(), max(1, len(left)))  # they share the cores
-    fits.check_memory([job.recipe for job in left], workers, processes)
+    workers = min(jobs or _default_jobs(), max(1, len(left)))  # they share the cores
+    check_memory([job.recipe for job in left], workers, processes)
     if any("tasks" in job.recipe.evaluate.also for job in left):
         from softfocus.lab.evaluate import tasks
 
         tasks.require()
     if copied := _copied(left):
         where = f"{copied / 1e6:,.0f} MB of shards are copied into the token cache first"
-        console.print(f"{title}: {where}", markup=False, highlight=False)
+        say(console, f"{title}: {where}", wrap=True)
     with console.status("timing a few steps of each row") as status:
         if left and not console.is_terminal:
-            console.print(f"{title}: timing a few steps of each row")
+            say(console, f"{title}: timing a few steps of each row", wrap=True)
         expected = estimate(found, workers, processes, status.update)
-    console.print(f"{title}: {expected.text}", markup=False, highlight=False)
+    say(console, f"{title}: {expected.text}", wrap=True)
     if not estimate_only:
-        with writing(folder, crew.ELSEWHERE):
-            (folder / crew.LOGS).mkdir(parents=True, exist_ok=True)
+        with writing(folder, pool.ELSEWHERE):
+            (folder / LOGS).mkdir(parents=True, exist_ok=True)
         check_room(folder, expected.bytes, "{} are needed", "free some space, or choose another disk with --out")
-        crew.work(folder, found, workers=workers, overwrite=overwrite, console=console, processes=processes)
+        pool.work(folder, found, workers=workers, overwrite=overwrite, console=console, processes=processes)
     return found
+
+
+def _default_jobs() -> int:
+    """Runs at a time, unless it is said: one on a GPU, else as many as there are cores."""
+    import torch
+
+    return 1 if torch.cuda.is_available() else cores()
 
 
 def estimate(
@@ -246,7 +252,7 @@ def estimate(
         if row not in timed:
             tell(f"timing a few steps of each row: {len(timed) + 1} of {len(set(rows))}")
             timed[row] = _trial(job.recipe, max(1, cores() // workers), processes)
-    shares = [1 - TRAINING if crew.is_trained(job) else 1.0 for job in left]
+    shares = [1 - TRAINING if is_trained(job) else 1.0 for job in left]
     seconds = sum(share * timed[row][0] for share, row in zip(shares, rows, strict=True))
     seconds /= min(workers, max(1, len(left)))
     sizes = [timed[row][1] for row in rows]
@@ -275,7 +281,6 @@ def _trial(recipe: Recipe, threads: int, processes: int) -> tuple[float, int]:
     from softfocus.lab import model as models
     from softfocus.lab import objective
     from softfocus.lab.data import of_recipe as data
-    from softfocus.lab.progress import silent
 
     models.quiet()
     source = data.load(recipe, silent)
@@ -293,7 +298,7 @@ def _trial(recipe: Recipe, threads: int, processes: int) -> tuple[float, int]:
                 start = time.perf_counter()
             batch = default_collate([windows[index] for index in range(rows)])
             batch = {name: value.to(device) for name, value in batch.items()}
-            with torch.autocast(device, torch.bfloat16, enabled=recipe.train.precision == "bf16"):
+            with torch.autocast(device, torch.bfloat16, enabled=recipe.train.bf16):
                 loss = objective.loss(recipe.data.kind, model, batch)
             loss.backward()
             optimiser.step()

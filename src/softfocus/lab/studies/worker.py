@@ -1,4 +1,4 @@
-"""One model of a crew, in a process of its own: train, measure, and tell the parent by lines of
+"""One of several models, in a process of its own: train, measure, and tell the parent by lines of
 JSON on stdout.
 
 python -m softfocus.lab.studies.worker RECIPE FOLDER [--overwrite]
@@ -92,7 +92,9 @@ def _work(name: str, folder: Path, overwrite: bool, out: TextIO) -> None:
     elif recipe.data.kind == "text":
         # All runs of a study read the same text, whatever one of them was evaluated on by hand
         asked = recipe.evaluate.tokens
-        evaluate(folder, lengths, settings=possible(recipe, folder), tokens=asked, span=max(lengths), progress=tell)
+        evaluate(
+            folder, lengths, settings=possible_settings(recipe, folder), tokens=asked, span=max(lengths), progress=tell
+        )
         if "attention" in recipe.evaluate.also:
             from softfocus.lab.inspect.report import write
             from softfocus.lab.inspect.run import inspect
@@ -121,7 +123,7 @@ def _work(name: str, folder: Path, overwrite: bool, out: TextIO) -> None:
             write_recipe(folder, recipe.to_toml(), load_run(folder).token)
 
 
-def possible(recipe: Recipe, folder: Path) -> tuple[Setting, ...]:
+def possible_settings(recipe: Recipe, folder: Path) -> tuple[Setting, ...]:
     """What can be measured of a run: the recipe's settings, without scalings of RoPE where its
     model has none.
 
@@ -147,10 +149,7 @@ def _is_first() -> bool:
 
 
 def _teller(phase: Phase, out: TextIO) -> Listener:
-    def tell(event: Event) -> None:
-        _say(out, to_line(phase, event))
-
-    return tell
+    return lambda event: _say(out, to_line(phase, event))
 
 
 def _fail(out: TextIO, message: str) -> int:

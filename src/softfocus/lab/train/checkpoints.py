@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from softfocus.lab.errors import LabError
-from softfocus.lab.progress import Event, Listener
+from softfocus.lab.progress import Listener, preparing
 from softfocus.lab.run_folder.files import CHECKPOINTS
 from softfocus.lab.run_folder.manifest import damage, seal
 
@@ -65,13 +65,9 @@ def newest(folder: Path, run: str, token: str, listener: Listener) -> Path | Non
     Raises:
         LabError: there are checkpoints, and all of them are damaged.
     """
-
-    def tell(share: float) -> None:
-        listener(Event(kind="prepare", run=run, message="checking checkpoints", done=round(100 * share), total=100))
-
     damaged: list[str] = []
     for checkpoint in _all(folder / CHECKPOINTS):
-        why = damage(checkpoint, token, tell)
+        why = damage(checkpoint, token, lambda share: listener(preparing(run, "checking checkpoints", share)))
         if why is None:
             if damaged:
                 _log.warning("%s goes on from %s: %s", folder, checkpoint.name, ", ".join(damaged))

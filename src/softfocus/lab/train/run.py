@@ -7,7 +7,6 @@ import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +41,7 @@ from softfocus.lab.run_folder.files import (
 from softfocus.lab.run_folder.manifest import seal
 from softfocus.lab.run_folder.owner import LOCK, Owner, owning
 from softfocus.lab.run_folder.results import RunInfo, Session, Status
-from softfocus.lab.train import checkpoints, fits, processes, records
+from softfocus.lab.train import checkpoints, memory, processes, records
 from softfocus.lab.train.trainer import (
     LARGEST_NORM,
     Keeping,
@@ -115,7 +114,7 @@ def _train(
     state.wait_for_everyone()  # all have looked at it before one of them changes it
     if there is not None and there.status == "complete":
         return there
-    fits.check_memory([recipe], 1, state.num_processes)  # a corpus may take hours to prepare
+    memory.check_memory([recipe], 1, state.num_processes)  # a corpus may take hours to prepare
     listener = silent if owner is None else progress
     with processes.main_first(state):
         source = data.load(recipe, listener)
@@ -134,22 +133,7 @@ def _train(
         _continue(info, there, folder)
     if owner is not None:
         if there is None:
-            # The old run goes only now: without a corpus or a model it stays.
-            # What a run left whose run.json is gone must not be resumed or reported as this one's
-            left = [name for name in (MODEL, CHECKPOINTS) if (folder / name).exists()]
-            if left and not (folder / RUN).exists():
-                _log.warning(
-                    "%s has no %s: its %s, of a run of which nothing is known, are deleted",
-                    folder,
-                    RUN,
-                    " and ".join(left),
-                )
-            _clear(folder)
-            # Three checkpoints (two are kept, one is being written) of float32 weights and two
-            # moments, and the model
-            needed = info.parameters * 4 * (3 * 3 + 1)
-            remedy = "free some space, or choose another disk with --out"
-            check_room(folder, needed, "training needs {} for its checkpoints", remedy)
+            _make_room(folder, info.parameters)  # only now: without a corpus or a model the old run stays
         checkpoints.clear(folder, checkpoint)
         write_recipe(folder, recipe.to_toml(), info.token)
     with _recording(folder, info, owner), processes.together():
@@ -172,7 +156,7 @@ def _train(
             _save_model(folder, trainer, source, info.token)
     if owner is not None:
         owner.check(folder)
-        info.status, info.finished = "complete", _now()
+        info.status, info.finished = "complete", provenance.now()
         save_run(folder, info)
     state.wait_for_everyone()
     return info
@@ -221,7 +205,15 @@ def _check(recipe: Recipe, folder: Path, resume: bool, overwrite: bool) -> RunIn
     return there
 
 
-def _clear(folder: Path) -> None:
+def _make_room(folder: Path, parameters: int) -> None:
+    """Delete the run that was there, and see that the disk has room for checkpoints of so many
+    parameters.
+    """
+    # What a run left whose run.json is gone must not be resumed or reported as this one's
+    left = [name for name in (MODEL, CHECKPOINTS) if (folder / name).exists()]
+    if left and not (folder / RUN).exists():
+        names = " and ".join(left)
+        _log.warning("%s has no %s: its %s, of a run of which nothing is known, are deleted", folder, RUN, names)
     # run.json first: without it nothing that is left looks like a run. The recipe last: it marks
     # the folder as the lab's
     (folder / RUN).unlink(missing_ok=True)
@@ -231,6 +223,11 @@ def _clear(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
         (folder / name).with_suffix(".png").unlink(missing_ok=True)
     (folder / RECIPE).unlink(missing_ok=True)
+    # Three checkpoints (two are kept, one is being written) of float32 weights and two moments, and
+    # the model
+    needed = parameters * 4 * (3 * 3 + 1)
+    remedy = "free some space, or choose another disk with --out"
+    check_room(folder, needed, "training needs {} for its checkpoints", remedy)
 
 
 def _describe(recipe: Recipe, folder: Path, model: Any, source: data.Data, device: str) -> RunInfo:
@@ -244,7 +241,7 @@ def _describe(recipe: Recipe, folder: Path, model: Any, source: data.Data, devic
         commit=provenance.commit(),
         versions=provenance.versions(),
         machine=provenance.machine(device),
-        started=_now(),
+        started=provenance.now(),
         train_length=recipe.train.length,
         vocabulary=source.vocab_size,
         corpus_key=source.key,
@@ -297,7 +294,7 @@ def _recording(folder: Path, info: RunInfo, owner: Owner | None) -> Iterator[Non
             error = Interrupted("training was interrupted", _resume_remedy(folder))
         ends: tuple[tuple[type[LabError], Status], ...] = ((Interrupted, "interrupted"), (Diverged, "diverged"))
         info.status = next((status for kind, status in ends if isinstance(error, kind)), "failed")
-        info.finished = _now()
+        info.finished = provenance.now()
         # Results say nothing about where on a machine they lay
         what = error.what if isinstance(error, LabError) else str(error)  # the remedy depends on who asks
         info.error = what.replace(str(folder), folder.name) or type(error).__name__
@@ -326,7 +323,7 @@ def _run(trainer: WindowTrainer, watch: Watch, folder: Path, single_process: boo
             "softfocus has not written that: do not trust the folder, and start again with --overwrite",
         ) from error
     except RuntimeError as error:
-        if (said := _of_reader(error)) is None:
+        if (said := _error_of_reader(error)) is None:
             raise
         raise said from error
     except KeyboardInterrupt:
@@ -338,7 +335,7 @@ def _run(trainer: WindowTrainer, watch: Watch, folder: Path, single_process: boo
         raise Interrupted(f"training was interrupted at step {step}; its checkpoint is kept", _resume_remedy(folder))
 
 
-def _of_reader(error: RuntimeError) -> LabError | None:
+def _error_of_reader(error: RuntimeError) -> LabError | None:
     """The LabError of a process that reads files for the training; None for any other error. torch
     hands it over as the text of its traceback.
     """
@@ -377,7 +374,3 @@ def _save_model(folder: Path, trainer: WindowTrainer, source: data.Data, token: 
         temporary.rename(folder / MODEL)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _now() -> datetime:
-    return datetime.now(UTC).replace(microsecond=0)

@@ -292,6 +292,32 @@ def make_trainer(
         LabError: the batch does not divide over devices, or this machine cannot compute in the
             precision asked for.
     """
+    train, arguments = recipe.train, _arguments(recipe, folder)
+    trainer = WindowTrainer(
+        recipe,
+        keeping,
+        model=model,
+        args=arguments,
+        train_dataset=windows,
+        callbacks=[watch],
+        optimizer_cls_and_kwargs=_lamb(train) if train.optimizer == "lamb" else None,
+    )
+    trainer.remove_callback(PrinterCallback)
+    layout = softfocus.hf.layout_of(model)
+    if train.power is not None and layout is not None:
+        trainer.add_callback(Annealing(train.power, layout))
+    if held_out is not None:
+        batch = arguments.per_device_train_batch_size
+        trainer.add_callback(
+            records.Validation(held_out, train.validations, batch=batch, bf16=train.bf16, away=watch.leave_out)
+        )
+    if arguments.should_log:
+        trainer.add_callback(Curves(folder / TENSORBOARD))
+    return trainer
+
+
+def _arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
+    """What Trainer is told of a recipe. The batch of each device is the recipe's, divided."""
     train = recipe.train
     try:
         arguments = TrainingArguments(
@@ -314,7 +340,7 @@ def make_trainer(
                 "min_lr_ratio": train.final_learning_rate,
             },
             use_cpu=not torch.accelerator.is_available(),  # without it Trainer refuses bf16 on a CPU
-            bf16=train.precision == "bf16",
+            bf16=train.bf16,
             seed=train.seed,
             data_seed=train.seed,
             logging_steps=train.log_every,
@@ -334,29 +360,7 @@ def make_trainer(
     if arguments.parallel_mode.value == "not_distributed":
         arguments._n_gpu = 1  # several devices are for torchrun; Trainer's DataParallel would change the batch
     arguments.per_device_train_batch_size = _share(train.batch, train.accumulate, arguments.world_size)
-    optimizer = _lamb(train) if train.optimizer == "lamb" else None
-    trainer = WindowTrainer(
-        recipe,
-        keeping,
-        model=model,
-        args=arguments,
-        train_dataset=windows,
-        callbacks=[watch],
-        optimizer_cls_and_kwargs=optimizer,
-    )
-    trainer.remove_callback(PrinterCallback)
-    layout = softfocus.hf.layout_of(model)
-    if train.power is not None and layout is not None:
-        trainer.add_callback(Annealing(train.power, layout))
-    if held_out is not None:
-        batch = arguments.per_device_train_batch_size
-        bf16 = train.precision == "bf16"
-        trainer.add_callback(
-            records.Validation(held_out, train.validations, batch=batch, bf16=bf16, away=watch.leave_out)
-        )
-    if arguments.should_log:
-        trainer.add_callback(Curves(folder / TENSORBOARD))
-    return trainer
+    return arguments
 
 
 def _lamb(train: TrainTable) -> tuple[Any, dict[str, Any]]:

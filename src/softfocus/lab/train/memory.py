@@ -5,19 +5,12 @@ from collections.abc import Sequence
 
 from softfocus.lab.errors import LabError, UsageError
 from softfocus.lab.recipes.recipe import Recipe
-from softfocus.lab.run_folder.provenance import available_memory, cores
+from softfocus.lab.run_folder.provenance import available_memory
 
 _STATE = 16
 """Bytes a parameter: weight, gradient and two moments in float32."""
 _LOGITS = 12
 """Bytes a logit: itself in float32, its probability, its gradient."""
-
-
-def workers() -> int:
-    """Runs at a time, unless it is said: one on a GPU, else as many as there are cores."""
-    import torch
-
-    return 1 if torch.cuda.is_available() else cores()
 
 
 def check_processes(processes: int) -> None:

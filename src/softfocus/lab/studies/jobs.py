@@ -1,0 +1,212 @@
+"""The models of a demo, study or claim as jobs: how far each is, and what an earlier call has left
+to do.
+"""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from softfocus.lab.errors import LabError
+from softfocus.lab.inspect.results import RESULTS, VALIDATION_TEXT, read
+from softfocus.lab.progress import Event
+from softfocus.lab.recipes.lengths import parse
+from softfocus.lab.recipes.loading import load
+from softfocus.lab.recipes.recipe import Recipe
+from softfocus.lab.run_folder.files import (
+    CLASSIFICATION,
+    INSPECTION,
+    RECIPE,
+    RUN,
+    TASKS,
+    load_measured,
+    load_run,
+)
+from softfocus.lab.run_folder.results import Evaluation, Induction, Recall
+from softfocus.lab.studies.worker import possible_settings
+
+LOGS = "logs"
+
+Status = Literal["waiting", "starting", "training", "evaluating", "finished", "diverged", "failed"]
+
+TRAINING = 0.9
+"""The share of a model's time that is training, the rest being evaluation: measured on the demo's
+recipes, two cores.
+"""
+
+
+@dataclass
+class Job:
+    """One model, and how far it is."""
+
+    label: str
+    recipe: Recipe
+    folder: Path
+    log: Path
+    lengths: list[int]
+    evaluation: Evaluation
+    status: Status = "waiting"
+    error: str = ""
+    event: Event | None = None
+    share: float = 0.0
+    _began: tuple[float, float] | None = field(default=None, repr=False)
+    _now: float = 0.0
+
+    def take(self, event: Event, now: float) -> None:
+        """Take in an event that reached us at `now`, on the monotonic clock."""
+        if event.kind not in ("step", "row") or not event.total:
+            return
+        if event.kind == "step":
+            self.event = event
+        part = event.done / event.total
+        self.share = TRAINING * part if self.status == "training" else TRAINING + (1 - TRAINING) * part
+        # A resumed run begins in the middle, so the pace is that of this session
+        self._began = self._began or (now, self.share)
+        self._now = now
+
+    @property
+    def pace(self) -> float | None:
+        """Seconds for the whole of a model at the speed so far, without start-up."""
+        if self._began is None or self.share <= self._began[1]:
+            return None
+        return (self._now - self._began[0]) / (self.share - self._began[1])
+
+    @property
+    def facts(self) -> str:
+        """Loss and speed."""
+        if self.status in ("failed", "diverged"):
+            return self.error
+        if self.event is None or self.status not in ("training", "evaluating"):
+            return ""
+        loss = f"loss {self.event.loss:.3f}  " if self.event.loss is not None else ""
+        speed = self.event.tokens_per_second
+        return loss + (f"{speed:,.0f} tokens/s" if speed else "")
+
+
+def plan_jobs(folder: Path, recipes: Sequence[Recipe], labels: Sequence[str], *, overwrite: bool = False) -> list[Job]:
+    """A job for each recipe, in a folder of its name; those that an earlier call finished are
+    finished, or diverged.
+
+    Raises:
+        LabError: two recipes of one name, a folder that is itself a run, or one of its folders that
+            holds a run of another recipe.
+    """
+    if (folder / RUN).exists():
+        raise LabError(f"{folder} is the folder of a run, and not of several", "choose another folder with --out")
+    names = [recipe.name for recipe in recipes]
+    if twice := [name for number, name in enumerate(names) if name in names[:number]]:
+        what = f"there are two runs of the name {twice[0]}, and both would be made in {folder / twice[0]}"
+        raise LabError(what, "give each model a name of its own (name = ... in its recipe), and list each seed once")
+    jobs = [
+        Job(
+            label=label,
+            recipe=recipe,
+            folder=folder / recipe.name,
+            log=folder / LOGS / f"{recipe.name}.log",
+            lengths=parse(recipe.evaluate.lengths, recipe.train.length),
+            evaluation=empty_evaluation(recipe),
+        )
+        for recipe, label in zip(recipes, labels, strict=True)
+    ]
+    for job in jobs:
+        if not overwrite and _is_finished(job):
+            job.status = "finished"
+        elif not overwrite:
+            look_for_divergence(job)
+    return jobs
+
+
+def missing_lines(jobs: Sequence[Job]) -> list[str]:
+    """The report's lines about failed and diverged jobs, without paths."""
+    lost = [job for job in jobs if job.status in ("failed", "diverged")]
+    return [f"{job.label} is missing: {job.error.replace(str(job.folder), job.folder.name)}" for job in lost]
+
+
+def refuse_failed(jobs: Sequence[Job]) -> None:
+    """After the report on the others has been written.
+
+    Raises:
+        LabError: at least one job failed.
+    """
+    if failed := [job for job in jobs if job.status == "failed"]:
+        what = "; ".join(f"{job.label}: {job.error} (log: {job.log})" for job in failed)
+        raise LabError(f"{len(failed)} of {len(jobs)} models failed: {what}", "start again to go on with those")
+
+
+def empty_evaluation(recipe: Recipe) -> Evaluation:
+    """An evaluation without rows, to be filled with those that a worker reports. For the screen;
+    files come from disk.
+    """
+    return Evaluation(
+        run=recipe.name,
+        mechanism=recipe.model.label,
+        train_length=recipe.train.length,
+        vocabulary=0,
+        tokens=recipe.evaluate.tokens,
+        seed=recipe.train.seed,
+        rows=[],
+    )
+
+
+def is_trained(job: Job) -> bool:
+    """Whether an earlier call trained a job to its end."""
+    with suppress(LabError):
+        return load_run(job.folder).status == "complete"
+    return False
+
+
+def _is_finished(job: Job) -> bool:
+    """Whether an earlier call trained and measured all that the job asks for; an evaluation is put
+    into the job.
+    """
+    if not (job.folder / RUN).exists():
+        return False
+    there = load(job.folder / RECIPE)
+    if (there.model, there.data, there.train) != (job.recipe.model, job.recipe.data, job.recipe.train):
+        raise LabError(f"{job.folder} holds a run of another recipe", "choose another folder with --out, or delete it")
+    try:
+        load_run(job.folder)
+        if job.recipe.data.kind == "task":
+            from softfocus.lab.evaluate.recall import is_measured  # torch: seconds, which text does without
+
+            return is_measured(job.folder, job.lengths)
+        if not _is_evaluated(job, there.evaluate.tokens):
+            return False
+        return all(_is_measured(job, kind) for kind in job.recipe.evaluate.also)
+    except LabError:  # not trained to its end, not measured, damaged, or of another version
+        return False
+
+
+def _is_evaluated(job: Job, tokens: int) -> bool:
+    """Whether evaluation.json, of so many tokens, holds all losses; it is then put into the job."""
+    found, wanted = load_measured(job.folder, Evaluation), job.recipe.evaluate.tokens
+    planned = {(length, setting) for length in job.lengths for setting in possible_settings(job.recipe, job.folder)}
+    # Runs are compared on the same text. Early evaluations do not say how many tokens were wanted
+    same_text = tokens == wanted and found.longest in (0, max(job.lengths)) and found.asked in (0, wanted)
+    if not same_text or not planned <= {(row.length, row.setting) for row in found.rows}:
+        return False
+    job.evaluation = found
+    return True
+
+
+def _is_measured(job: Job, kind: str) -> bool:
+    """Whether what else a study measures of a text, a word of `evaluate.also`, is there."""
+    if kind == "attention":
+        runs, wanted = read(job.folder / INSPECTION / RESULTS).runs, {job.recipe.train.length, max(job.lengths)}
+        return any(run.text == VALIDATION_TEXT and wanted <= {row.length for row in run.rows} for run in runs)
+    if kind == "induction":
+        return set(job.lengths) <= {row.length for row in load_measured(job.folder, Induction).rows if not row.window}
+    if kind == "passkeys":
+        return set(job.lengths) <= {row.length for row in load_measured(job.folder, Recall).rows if not row.window}
+    # The others are written row by row, these when all is measured
+    return (job.folder / {"classification": CLASSIFICATION, "tasks": TASKS}[kind]).exists()
+
+
+def look_for_divergence(job: Job) -> None:
+    """A training that has diverged does so again, so it is not repeated; the job says why."""
+    if (job.folder / RUN).exists():
+        with suppress(LabError):  # whoever trains there says what is wrong with the folder
+            info = load_run(job.folder, complete=False)
+            if info.status == "diverged":
+                job.status, job.error = "diverged", info.error or ""

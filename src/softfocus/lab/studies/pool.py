@@ -1,0 +1,162 @@
+"""Worker processes, each of which trains and measures one model."""
+
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TextIO
+
+from rich.console import Console
+
+from softfocus.lab.errors import Interrupted
+from softfocus.lab.run_folder.disk import write_atomically, writing
+from softfocus.lab.run_folder.owner import owning
+from softfocus.lab.run_folder.provenance import cores
+from softfocus.lab.studies.jobs import LOGS, Job, look_for_divergence
+from softfocus.lab.studies.screen import Screen
+from softfocus.lab.studies.worker import from_line
+
+ELSEWHERE = "choose another folder with --out, or free some space"
+_PATIENCE = 30.0  # seconds for a worker that was asked to stop: it writes a checkpoint first
+
+
+def work(
+    folder: Path,
+    jobs: Sequence[Job],
+    *,
+    workers: int | None,
+    overwrite: bool,
+    console: Console,
+    processes: int = 1,
+) -> None:
+    """Run every job that is not finished, a few at a time, and show how far they are.
+
+    Args:
+        folder: gets the logs.
+        jobs: what to run; each says afterwards whether it is finished or failed, and why.
+        workers: jobs at a time; as many as there are cores by default.
+        overwrite: train again what is there.
+        console: where to draw.
+        processes: of each job, a device each, under torchrun.
+
+    Raises:
+        LabError: the folder cannot be written to, another demo or study works in it, or Ctrl-C.
+    """
+    count = max(1, workers or min(len(jobs), cores()))
+    with writing(folder, ELSEWHERE):
+        (folder / LOGS).mkdir(parents=True, exist_ok=True)
+        for job in jobs:
+            job.log.touch()
+    with owning(folder), Screen(console, jobs, count) as screen:
+        WorkerPool(count, overwrite, screen, processes).run([job for job in jobs if job.status == "waiting"])
+
+
+class WorkerPool:
+    """Worker processes, a few at a time, and what they say."""
+
+    def __init__(self, count: int, overwrite: bool, screen: Screen, processes: int = 1):
+        self._count, self._overwrite, self._screen, self._processes = count, overwrite, screen, processes
+        self._said: queue.Queue[tuple[Job, str | None]] = queue.Queue()
+        self._working: dict[str, subprocess.Popen[str]] = {}
+
+    def run(self, jobs: list[Job]) -> None:
+        """Run every job to its end, whatever happens to the others."""
+        waiting = list(jobs)
+        ready = False  # the first worker goes alone until it trains: by then the corpus is tokenised and cached for all
+        try:
+            while waiting or self._working:
+                while waiting and len(self._working) < (self._count if ready else 1):
+                    self._start(waiting.pop(0))
+                self._screen.update()
+                try:
+                    job, line = self._said.get(timeout=1.0)
+                except queue.Empty:
+                    continue
+                if line is None:
+                    self._end(job)
+                    ready = ready or job.status == "finished"
+                else:
+                    ready = self._hear(job, line) or ready
+        except KeyboardInterrupt:
+            raise Interrupted(
+                "training was interrupted", "start the command again to go on: nothing that was done is lost"
+            ) from None
+        finally:
+            self._stop()
+
+    def _start(self, job: Job) -> None:
+        recipe = job.log.with_suffix(".toml")
+        write_atomically(recipe, job.recipe.to_toml())
+        command = [sys.executable, "-m"]
+        if self._processes > 1:
+            command += ["torch.distributed.run", "--standalone", f"--nproc-per-node={self._processes}", "-m"]
+        command += ["softfocus.lab.studies.worker", str(recipe), str(job.folder)]
+        command += ["--overwrite"] if self._overwrite else []
+        threads = str(max(1, cores() // self._count))
+        with job.log.open("w") as log:
+            worker = subprocess.Popen(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                text=True,
+                env=os.environ
+                | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"},
+                start_new_session=True,  # Ctrl-C is for this process, which then stops its workers one by one
+            )
+        self._working[job.recipe.name] = worker
+        job.status = "starting"
+        assert worker.stdout is not None
+        threading.Thread(target=self._listen, args=(job, worker.stdout), daemon=True).start()
+
+    def _listen(self, job: Job, lines: TextIO) -> None:
+        with lines:
+            for line in lines:
+                self._said.put((job, line))
+        self._said.put((job, None))
+
+    def _hear(self, job: Job, line: str) -> bool:
+        """Take in what a worker said. Returns whether it has begun to train, or is past that."""
+        try:
+            said = from_line(line)
+        except json.JSONDecodeError:
+            return False  # the worker was killed in the middle of a line; _end() says so
+        if isinstance(said, str):
+            job.error = said
+            return False
+        phase, event = said
+        job.status = "training" if phase == "train" else "evaluating"
+        job.take(event, time.monotonic())
+        if event.row is not None:
+            job.evaluation.rows.append(event.row)
+            self._screen.row(job, event.row)
+        return event.kind == "step" or phase == "evaluate"
+
+    def _end(self, job: Job) -> None:
+        code = self._working.pop(job.recipe.name).wait()
+        if code == 0:
+            job.status, job.error = "finished", ""
+        else:
+            job.status = "failed"
+            job.error = job.error or (f"killed by signal {-code}" if code < 0 else f"ended with exit code {code}")
+            look_for_divergence(job)
+        self._screen.ended(job)
+
+    def _stop(self) -> None:
+        """Stop the workers that are left: politely, so that they keep a checkpoint, then for
+        good.
+        """
+        for worker in self._working.values():
+            worker.terminate()
+        deadline = time.monotonic() + _PATIENCE
+        try:
+            for worker in self._working.values():
+                worker.wait(max(0.0, deadline - time.monotonic()))
+        except (subprocess.TimeoutExpired, KeyboardInterrupt):
+            for worker in self._working.values():
+                worker.kill()
