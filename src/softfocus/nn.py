@@ -39,8 +39,25 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         ValueError, TypeError: an argument that does not fit.
     """
 
-    def __init__(self, *arguments: Any, mechanism: str | Mechanism = "lssar", **keywords: Any) -> None:
-        super().__init__(*arguments, **keywords)
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        mechanism: str | Mechanism = "lssar",
+    ) -> None:
+        super().__init__(
+            embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
+        )
         self.mechanism = validation.mechanism_of(mechanism)
         validation.check_dropout(self.dropout, self.mechanism)
         weight = self.out_proj.weight

@@ -69,6 +69,7 @@ def weights(
 
     Raises:
         ValueError, TypeError: an argument that does not fit; the message names it.
+        RuntimeError: rows that are not there, in compiled code.
 
     Example: ``weights(q, k, rows=[-1], is_causal=True, mechanism="lssar")`` is what the last token
     looks at.

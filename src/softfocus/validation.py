@@ -336,7 +336,10 @@ def rows_of(rows: Sequence[int] | Tensor | None, query: Tensor) -> Tensor:
     chosen = chosen.long()  # in an unsigned dtype -1 would be a large number
     if chosen.is_meta:
         return chosen
-    if bool(((chosen < -length) | (chosen >= length)).any()):
+    outside = ((chosen < -length) | (chosen >= length)).any()
+    if torch.compiler.is_compiling():  # compiled code looks when it runs
+        torch._assert_async(~outside, "rows: got a number that no query has")
+    elif bool(outside):
         raise ValueError(
             f"rows: got {chosen.min()} to {chosen.max()}, expected numbers from {-length} to {length - 1}: there are "
             f"{length} queries"

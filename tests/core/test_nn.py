@@ -162,6 +162,17 @@ def test_parameters_are_reset_as_torchs_are(options):
         assert name == "out_proj.weight" or torch.equal(own[name], parameter), name  # that one is not reset
 
 
+def test_it_is_made_without_numbers_as_torchs_is():
+    """skip_init looks for ``device`` in the signature."""
+    theirs, ours = (
+        torch.nn.utils.skip_init(kind, 12, 3, kdim=5, dtype=torch.float64)
+        for kind in (torch.nn.MultiheadAttention, MultiheadAttention)
+    )
+    assert {n: (x.shape, x.dtype) for n, x in ours.state_dict().items()} == {
+        n: (x.shape, x.dtype) for n, x in theirs.state_dict().items()
+    }
+
+
 def test_a_row_that_sees_nothing_is_not_nan():
     module = MultiheadAttention(E, H, mechanism="lssar")
     x = torch.randn(L, N, E)

@@ -147,3 +147,14 @@ def test_a_mechanism_is_taken_as_it_is():
     query, key = torch.randn(2, 1, 1, 5, 4, dtype=torch.float64)
     found = softfocus.weights(query, key, mechanism=Mechanism(phi="identity", normaliser="none"))
     torch.testing.assert_close(found, query @ key.mT / 2)
+
+
+def test_chosen_rows_compile():
+    torch.compiler.reset()
+    compiled = torch.compile(weights, fullgraph=True, backend="aot_eager")
+    key = torch.randn(1, 2, 9, 8)
+    for length, rows in ((9, [-1, 0]), (7, torch.tensor([3, -2])), (8, torch.tensor([5]))):
+        query = torch.randn(1, 2, length, 8)
+        assert torch.equal(compiled(query, key, rows=rows), weights(query, key, rows=rows))
+    with pytest.raises(RuntimeError, match="rows: got a number that no query has"):
+        compiled(query, key, rows=torch.tensor([8]))

@@ -84,6 +84,16 @@ def test_a_wrong_gradient_is_caught():
         check(off, CASES[0], "lssa", torch.float32)
 
 
+@pytest.mark.parametrize("lost", ["query", "all"])
+def test_a_missing_gradient_is_caught(lost):
+    def without(query, **arguments):
+        out = tiled(query=query.detach(), **arguments)
+        return out.detach() if lost == "all" else out
+
+    with pytest.raises(AssertionError, match=r"query\.grad: there is none"):
+        check(without, CASES[0], "lssa", torch.float32)
+
+
 @pytest.mark.parametrize(
     ("dtype", "summed", "ulp"),
     [

@@ -51,6 +51,9 @@ def run(attention: Callable[..., Any], arguments: dict[str, Any], seed: int = 1)
         arguments: of ``attention()``; gradients are taken of every tensor that requires them.
         seed: of the upstream gradient, which does not depend on dtype or device; and of torch's own
             generator, from which dropout draws.
+
+    Raises:
+        AssertionError: a tensor that requires grad got none.
     """
     with torch.random.fork_rng(devices=[]):
         # Not torch.manual_seed: it formats a traceback for each kind of device not in use
@@ -59,8 +62,14 @@ def run(attention: Callable[..., Any], arguments: dict[str, Any], seed: int = 1)
     generator = torch.Generator().manual_seed(seed)
     above = torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out)
     leaves = {name: x for name, x in arguments.items() if isinstance(x, Tensor) and x.requires_grad}
-    grads = torch.autograd.grad(out, list(leaves.values()), above)
-    return Outcome({"out": out.detach(), **{f"{name}.grad": g for name, g in zip(leaves, grads, strict=True)}})
+    grads: tuple[Tensor | None, ...] = (None,) * len(leaves)
+    if out.requires_grad:
+        grads = torch.autograd.grad(out, list(leaves.values()), above, allow_unused=True)
+    tensors = {"out": out.detach()}
+    for name, grad in zip(leaves, grads, strict=True):
+        assert grad is not None, f"{name}.grad: there is none; the output does not depend on {name}, or was detached"
+        tensors[f"{name}.grad"] = grad
+    return Outcome(tensors)
 
 
 def check(
