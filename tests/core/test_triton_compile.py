@@ -63,7 +63,7 @@ EXPECTED = {
 @pytest.mark.parametrize(("arch", "mechanism"), cases())
 def test_every_kernel_compiles_and_spills_little(arch, mechanism):
     for head_dim in (64,) if (mechanism, arch) == ("lssa", 90) else (64, 128):
-        every = compiled(arch, mechanism, head_dim, *EXPECTED)
+        every = compiled(arch, mechanism, head_dim, *EXPECTED, "--loops-of", "forward")
         for queries, expected in EXPECTED.items():
             most = SPILLED_ON_HOPPER if arch == 90 else SPILLED
             if queries <= 1:
@@ -79,7 +79,11 @@ def test_the_inner_loop_stays_short():
     (docs/performance-gpu.md): LSSA's forward takes 12 instructions a score in tiles that nothing
     cuts; it once took 75.
     """
-    (forward,) = (kernel for kernel in compiled(90, "lssa", 64, *EXPECTED) if kernel["kernel"] == "forward")
+    (forward,) = (
+        kernel
+        for kernel in compiled(90, "lssa", 64, *EXPECTED, "--loops-of", "forward")
+        if kernel["kernel"] == "forward"
+    )
     assert 8 < forward["loops"][-1] < 14
 
 
@@ -87,6 +91,6 @@ def test_the_inner_loop_stays_short():
     "mechanism", ["lssar", *(pytest.param(name, marks=pytest.mark.slow) for name in SKELETONS if name != "lssar")]
 )
 def test_with_everything_given(mechanism):
-    kernels = compiled(90, mechanism, 64, 4096, 1, "--given")
+    kernels = compiled(90, mechanism, 64, 4096, 1, "--given", "--loops-of")
     for queries in (4096, 1):
         assert "survey" in {kernel["kernel"] for kernel in kernels if kernel["queries"] == queries}

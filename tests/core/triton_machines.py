@@ -2,7 +2,7 @@
 JSON a kernel.
 
     python triton_machines.py ARCH MECHANISM HEAD_DIM QUERIES... [--given] [--group N]
-        [--dropout P] [--dtype float16]
+        [--dropout P] [--dtype float16] [--loops-of KERNEL...]
 
 QUERIES 0: of one query against a cache in pages; several are one call after another. --group: heads
 of queries to one of keys. --given: with a mask, padding, documents, a window, a bias with gradient,
@@ -13,7 +13,8 @@ queries, the kernel's name, registers a thread, bytes of stack (spilled register
 memory; and of each loop with tensor-core products how many instructions a score takes, in the order
 of the code: of tiles that something cuts, then of whole ones, for each sweep. In decoding of every
 loop of 100 instructions or more, by the scores of a tile (those that make weights of scores have
-512 a turn, whatever the tile).
+512 a turn, whatever the tile). To disassemble takes half a second a kernel: --loops-of does it for
+kernels of these names alone, or with no name for none.
 """
 
 import argparse
@@ -91,7 +92,15 @@ def loops(cubin: bytes, at_least: int | None = None) -> list[int]:
 
 
 def main(
-    arch: int, mechanism: str, head_dim: int, queries: list[int], given: bool, group: int, dropout_p: float, dtype: str
+    arch: int,
+    mechanism: str,
+    head_dim: int,
+    queries: list[int],
+    given: bool,
+    group: int,
+    dropout_p: float,
+    dtype: str,
+    loops_of: list[str] | None,
 ) -> None:
     driver.set_active(Absent(arch))
     os.environ["SOFTFOCUS_TUNE"] = "off"
@@ -109,11 +118,13 @@ def main(
             "registers": registers,
             "stack": stack,
             "shared": compiled.metadata.shared,
-            "loops": [
-                round(32 * options.get("num_warps", 4) * count / int(scores), 1)
-                for count in loops(compiled.asm["cubin"], 100 if self.__name__ in ("statistics", "weights") else None)
-            ],
         }
+        if loops_of is None or self.__name__ in loops_of:
+            at_least = 100 if self.__name__ in ("statistics", "weights") else None
+            line["loops"] = [
+                round(32 * options.get("num_warps", 4) * count / int(scores), 1)
+                for count in loops(compiled.asm["cubin"], at_least)
+            ]
         print(json.dumps(line), flush=True)
 
     JITFunction.run = compile_only
@@ -169,4 +180,5 @@ if __name__ == "__main__":
     parser.add_argument("--group", type=int, default=1)
     parser.add_argument("--dropout", type=float, default=0.0, dest="dropout_p")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--loops-of", nargs="*", metavar="KERNEL")
     main(**vars(parser.parse_args()))
