@@ -214,8 +214,32 @@ def bpe_longer() -> str:
     return table(["4,400 steps, seed 0", *COLUMNS, *against], rows)
 
 
+def trained_on() -> dict[str, tuple[str, int, Group]]:
+    """Models by the texts that they were trained on: bytes a step, training length, runs."""
+    by, longer, four_times = by_label("layouts"), by_row("longer-texts"), by_row("layouts-bytes-512")
+    return {
+        "Softmax, 16 texts of 128": ("2,048", 128, by["Softmax"]),
+        "Softmax, 4 texts of 512": ("2,048", 512, longer["softmax-512"]),
+        "Softmax, one text of 2,048": ("2,048", 2048, longer["softmax-2048"]),
+        "Softmax, 16 texts of 512": ("8,192", 512, four_times["softmax"]),
+        "**global heads, 16 texts of 128**": ("2,048", 128, by[OURS]),
+    }
+
+
+LONG = {"512 bytes": (512, "as trained"), "2,048": (2048, "as trained"), "2,048, window": (2048, "window 1x")}
+
+
+def longer_texts() -> str:
+    """Losses at lengths in bytes, of models that were trained on other lengths."""
+    rows = []
+    for name, (size, length, group) in trained_on().items():
+        losses = shown_losses(group, [(tokens / length, setting) for tokens, setting in LONG.values()])
+        rows.append([name, size, str(len(group.evaluations)), *losses])
+    return table(["a training step reads", "bytes", "seeds", *LONG], rows)
+
+
 TABLES = SMALL | {
-    "bpe_longer": bpe_longer, "around": around,
+    "bpe_longer": bpe_longer, "around": around, "longer_texts": longer_texts,
     "losses": losses, "far_keys": far_keys, "recalled": recalled, "other_sizes": other_sizes, "rounding": rounding,
 }  # fmt: skip
 
@@ -332,6 +356,22 @@ def test_what_is_said_of_softmax_with_more_steps_is_measured():
     assert f"takes {shown(before)} off Softmax's loss" in TEXT
     for page in ("README.md", "docs/evidence.md"):
         assert f"at the training length is {near} (three seeds)" in " ".join((ROOT / page).read_text().split())
+
+
+def test_what_is_said_of_longer_texts_is_measured():
+    found = trained_on()
+    ours = found["**global heads, 16 texts of 128**"][2]
+
+    def leads(name):
+        _, length, group = found[name]
+        both = {"ours": ours, "softmax": group}
+        pairs = ((4.0, "as trained"), (512 / length, "as trained")), (FAR, (2048 / length, "window 1x"))
+        return [beside(both, "ours", "softmax", *pair) for pair in pairs]
+
+    near, far = leads("Softmax, 4 texts of 512")
+    assert f"global heads are below it by {shown(-near)} on 512 bytes and by {shown(-far)} on 2,048" in TEXT
+    near, far = leads("Softmax, 16 texts of 512")
+    assert f"global heads that read a quarter of it by {said(near)[1:]}, on 512 bytes and by {said(far)[1:]}, on" in TEXT
 
 
 def test_what_is_said_of_rivals_in_the_two_heads_is_measured():
