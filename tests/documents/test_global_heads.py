@@ -126,6 +126,7 @@ RECALLED = {
     f"{OURS}-start": "`demo-global-heads`, from initial weights as large as the demo's",
     "cosine": "`demo-global-heads`, with RoPE's short wavelengths in the global heads",
     "softmax-nope-longer": "softmax in the global heads, 3,000 steps",
+    "lssar-nope-longer": "LSSAR, p = 31 annealed, in the global heads, 3,000 steps",
 }
 
 
@@ -145,7 +146,7 @@ def test_what_is_said_of_recall_is_measured():
         assert len(found) == 3
         learned[label] = {seed for seed, one in enumerate(found) if one[64, False] > 0.99}
         assert all(found[seed][1024, False] > 0.99 and found[seed][1024, True] > 0.5 for seed in learned[label])
-    assert list(learned.values()) == [{0, 2}, {0, 2}, {0, 2}, set(), {2}, set()]
+    assert list(learned.values()) == [{0, 2}, {0, 2}, {0, 2}, set(), {2}, set(), {2}]
     ours, longer, softmax = (
         [one for one in accuracies(recalls("recall-global-heads")[label]) if one[64, False] > 0.5]
         for label in (OURS, f"{OURS}-longer", "softmax-nope-longer")
@@ -153,6 +154,13 @@ def test_what_is_said_of_recall_is_measured():
     found = [one[1024, True] for one in (*ours, *longer)]
     assert "the two find {:.2f} and {:.2f}, after twice the steps {:.2f} and {:.2f}.".format(*found) in TEXT
     assert f"Seed 0 reached {softmax[0][64, False]:.2f} and was still learning." in TEXT
+    once, twice = (accuracies(recalls("recall-global-heads")[row])[0] for row in ("lssar-nope", "lssar-nope-longer"))
+    text = "it reached {:.2f} in 1,500 steps, and {:.2f} in 3,000"
+    assert text.format(once[64, False], twice[64, False]) in TEXT
+    lost = {"lssar-nope-sooner": 2, f"{OURS}-start-faster": 1, f"{OURS}-pairs": 1, "lssar-nope-pairs": 1}
+    for row, seeds in lost.items():
+        found = accuracies(recalls("recall-global-heads")[row])
+        assert len(found) == seeds and all(one[64, False] < 0.25 for one in found)
 
 
 def rounding() -> str:
