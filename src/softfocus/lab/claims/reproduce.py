@@ -7,7 +7,7 @@ from rich.console import Console
 from softfocus.lab.claims import claim as claims
 from softfocus.lab.claims import earlier as earlier_runs
 from softfocus.lab.claims import figure
-from softfocus.lab.claims.claim import Saves, Scale
+from softfocus.lab.claims.claim import Claim, Saves, Scale
 from softfocus.lab.claims.page import report, verdict_lines
 from softfocus.lab.claims.power_law import families
 from softfocus.lab.claims.results import FIGURE, POWERS, RESULTS, SIZES, TRAINING, Results, collect
@@ -75,6 +75,7 @@ def reproduce(
         overwrite=overwrite,
         estimate_only=estimate_only,
         processes=processes,
+        smaller=_smaller(claim, scale),
         console=console,
     )
     if estimate_only:
@@ -102,3 +103,9 @@ def reproduce(
     console.print(f"  {folder / PUBLISHED / f'{name}.md'}", markup=False, highlight=False, soft_wrap=True)
     crew.refuse_failed(found)
     return results
+
+
+def _smaller(claim: Claim, scale: Scale) -> str:
+    """How to take a smaller model; nothing at the smallest scale. The recipes are the claim's."""
+    scales = claim.scales[: claim.scales.index(scale)]
+    return f"choose --scale {' or '.join(scales)}" if scales else ""

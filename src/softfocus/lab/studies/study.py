@@ -180,6 +180,7 @@ def train_all(
     overwrite: bool = False,
     estimate_only: bool = False,
     processes: int = 1,
+    smaller: str = fits.SMALLER,
 ) -> list[Job]:
     """Say what runs will take, then train and measure those that are not finished.
 
@@ -193,6 +194,7 @@ def train_all(
         overwrite: train again what is there.
         estimate_only: say what it will take and stop.
         processes: of each run, a device each, under torchrun.
+        smaller: what to do where a run does not fit into memory; "" where its recipe is fixed.
 
     Returns:
         A job for each recipe.
@@ -210,7 +212,7 @@ def train_all(
     found = crew.plan(folder, plan, labels or [recipe.name for recipe in plan], overwrite=overwrite)
     left = [job for job in found if job.status == "waiting"]
     workers = min(jobs or fits.workers(), max(1, len(left)))  # they share the cores
-    fits.check_memory([job.recipe for job in left], workers, processes)
+    fits.check_memory([job.recipe for job in left], workers, processes, smaller)
     if any("tasks" in job.recipe.evaluate.also for job in left):
         from softfocus.lab.evaluate import tasks
 
