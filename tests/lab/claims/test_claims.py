@@ -626,6 +626,34 @@ def test_reproduce_runs_what_is_left_and_judges_all(
     assert before == (out / PUBLISHED / "two.md").read_bytes()
 
 
+def test_finished_runs_of_further_seeds_are_judged(two: Claim, tmp_path: Path) -> None:
+    """Of seeds that all rows have: results.json is written anew, and loses none of them."""
+    for recipe in recipes(two, "toy", range(2)):
+        finish(recipe, tmp_path)
+    for row in ("a", "b"):
+        shutil.copytree(tmp_path / f"{row}-s1", tmp_path / f"{row}-s3")  # of another recipe than that of seed 3
+    (tmp_path / "a-s4").mkdir()
+    (tmp_path / "a-slow").mkdir()
+
+    def judged() -> tuple[Results | None, str]:
+        screen = console()
+        return reproduce("two", tmp_path, seeds=1, console=screen), said(screen)
+
+    both = reproduce("two", tmp_path, seeds=2, console=console())
+    again, told = judged()
+    assert both is not None
+    assert again is not None
+    assert again.runs == both.runs
+    assert [(run.row, run.info.seed) for run in again.runs] == [("a", 0), ("b", 0), ("a", 1), ("b", 1)]
+    assert f"Two rows: the runs of seed 1 in {tmp_path} are judged, too" in told
+    assert "seeds 0, 1" in (tmp_path / PUBLISHED / "two.md").read_text()
+    (tmp_path / "b-s1" / "evaluation.json").unlink()
+    alone, told = judged()
+    assert alone is not None
+    assert [(run.row, run.info.seed) for run in alone.runs] == [("a", 0), ("b", 0)]
+    assert "judged, too" not in told
+
+
 def test_earlier_runs_are_not_trained_again(two: Claim, tmp_path: Path, monkeypatch: Any) -> None:
     first, second, screen = tmp_path / "first", tmp_path / "second", console()
     for recipe in recipes(two, "toy", [0]):

@@ -1,5 +1,6 @@
 """Run a claim: train what is left of its rows, keep what came out, and judge it."""
 
+from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -11,6 +12,9 @@ from softfocus.lab.claims.claim import Claim, Saves, Scale
 from softfocus.lab.claims.page import report, verdict_lines
 from softfocus.lab.claims.power_law import families
 from softfocus.lab.claims.results import FIGURE, POWERS, RESULTS, SIZES, TRAINING, Results, collect
+from softfocus.lab.errors import LabError
+from softfocus.lab.recipes.recipe import Recipe
+from softfocus.lab.report.points import count_text
 from softfocus.lab.run_folder.disk import write_atomically
 from softfocus.lab.run_folder.results import json_text
 from softfocus.lab.studies import crew
@@ -20,6 +24,9 @@ PUBLISHED = "results"
 """In the folder of the runs: what `softfocus report` reads, NAME/SCALE/results.json and figure.png,
 and the pages.
 """
+
+
+_OVER = ("finished", "diverged")
 
 
 def reproduce(
@@ -37,13 +44,14 @@ def reproduce(
 ) -> Results | None:
     """Run every row of a claim at a scale, and judge its statements.
 
-    Rows that claims share have the same name, so in one folder they are trained once.
+    Rows that claims share have the same name, so in one folder they are trained once. Finished runs
+    of further seeds in the folder are judged, too, where every row has them.
 
     Args:
         name: of the claim.
         folder: gets a run folder for each row and seed, logs, and `results`.
         scale: which recipe the rows change.
-        seeds: so many of each row, from 0 on.
+        seeds: so many of each row are trained, from 0 on.
         jobs: runs at a time; by default as many as there are cores, or one on a GPU.
         processes: of each run, a device each, under torchrun.
         earlier: holds NAME/SCALE/results.json; the runs in it are taken as they are, and not
@@ -80,7 +88,12 @@ def reproduce(
     )
     if estimate_only:
         return None
-    over = [job.recipe for job in found if job.status in ("finished", "diverged")]
+    further = _further(claim, scale, seeds, folder)
+    if more := list(dict.fromkeys(str(recipe.train.seed) for recipe in further)):
+        told = f"{claim.title}: the runs of {'seeds' if more[1:] else 'seed'} {', '.join(more)} in {folder}"
+        console.print(f"{told} are judged, too", markup=False, highlight=False, soft_wrap=True)
+    plan += further
+    over = [*(job.recipe for job in found if job.status in _OVER), *further]
     failed = [job for job in found if job.status == "failed"]
     results = collect(claim, scale, over, folder, crew.missing(failed))
     known = there | {f"{run.row}-s{run.info.seed}": run for run in results.runs}
@@ -88,7 +101,8 @@ def reproduce(
     place = folder / PUBLISHED / name / scale
     write_atomically(place / RESULTS, json_text(results))
     groups = [group for row in results.rows if (group := results.group(row)) is not None]
-    title = f"{claim.title}\n{claim.source} · scale {scale}, {seeds} seeds"
+    judged = count_text(sorted({run.info.seed for run in results.runs}))
+    title = f"{claim.title}\n{claim.source} · scale {scale}, {judged}"
     if groups:
         figure.save(figure.draw(groups, title=title), place / FIGURE)
     if any(run.curves for run in results.runs):
@@ -103,6 +117,21 @@ def reproduce(
     console.print(f"  {folder / PUBLISHED / f'{name}.md'}", markup=False, highlight=False, soft_wrap=True)
     crew.refuse_failed(found)
     return results
+
+
+def _further(claim: Claim, scale: Scale, seeds: int, folder: Path) -> list[Recipe]:
+    """Of seeds beyond those asked for, the runs that earlier calls left: where all rows have
+    finished or diverged, so that all have the same seeds.
+    """
+    named = [path.name.rpartition("-s") for path in folder.glob("*-s*")]
+    numbers = {int(seed) for row, _, seed in named if row in claim.rows and seed.isdecimal()}
+    found: list[Recipe] = []
+    for seed in sorted(number for number in numbers if number >= seeds):
+        with suppress(LabError):  # of another recipe, or damaged
+            recipes = claims.recipes(claim, scale, [seed])
+            jobs = crew.plan(folder, recipes, [recipe.name for recipe in recipes])
+            found += recipes if all(job.status in _OVER for job in jobs) else []
+    return found
 
 
 def _smaller(claim: Claim, scale: Scale) -> str:
