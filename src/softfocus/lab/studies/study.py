@@ -239,7 +239,10 @@ def estimate(
     """What the runs that are not finished will take. Rows that are trained alike but for the seed
     are timed once.
 
-    Of one that is trained the evaluation is left. ``tell`` is called with how far the timing is.
+    Of one that is trained the evaluation is left. That is the screen's share of a run, and as long
+    as training takes for the tokens on which a run is fine-tuned for a classification. What
+    passkeys, tasks and the rest of evaluate.also take is left out. ``tell`` is called with how far
+    the timing is.
     """
     timed: dict[object, tuple[float, int]] = {}
     left = [job for job in jobs if job.status == "waiting"]
@@ -248,12 +251,27 @@ def estimate(
         if row not in timed:
             tell(f"timing a few steps of each row: {len(timed) + 1} of {len(set(rows))}")
             timed[row] = _trial(job.recipe, max(1, cores() // workers), processes)
-    shares = [1 - TRAINING if crew.is_trained(job) else 1.0 for job in left]
-    seconds = sum(share * timed[row][0] for share, row in zip(shares, rows, strict=True))
+    seconds = 0.0
+    for job, row in zip(left, rows, strict=True):
+        training = TRAINING * timed[row][0]
+        seconds += timed[row][0] - (training if crew.is_trained(job) else 0.0)
+        if "classification" in job.recipe.evaluate.also:
+            seconds += training * _fine_tuning(job.recipe, processes)
     seconds /= min(workers, max(1, len(left)))
     sizes = [timed[row][1] for row in rows]
     size = KEPT * sum(sizes) + CHECKPOINT * sum(sorted(sizes)[-workers:])  # each that trains writes a third one
     return Expected(runs=len(jobs), left=len(left), seconds=seconds, bytes=size)
+
+
+def _fine_tuning(recipe: Recipe, processes: int) -> float:
+    """The tokens of the fine-tuning for a classification, which one process does, as a share of
+    those that it trains on.
+    """
+    from softfocus.lab.evaluate import classify
+
+    train = recipe.train
+    tokens = classify.EPOCHS * classify.TRAINING * min(classify.LONGEST, train.length)
+    return tokens * processes / (train.steps * train.batch * train.length)
 
 
 def _copied(jobs: Sequence[Job]) -> int:
